@@ -1,0 +1,129 @@
+# Everything a developer types. `make help` lists the targets.
+#
+#   PYTHON=python3.12      the interpreter that the virtual environment is made from
+#   VENV=path              where the virtual environment is, or goes; one that has torch >= 2.10 keeps its torch
+#   TORCH=2.10.0           another torch than the pinned one
+#   USE_SYSTEM=1           make no environment and install nothing: use $(PYTHON) as it is (a GPU machine without a
+#                          network, a container that has everything)
+#   JOBS=4                 test processes
+
+SHELL := /bin/bash
+.SHELLFLAGS := -euo pipefail -c
+.DEFAULT_GOAL := help
+
+PYTHON ?= python3
+VENV ?= .venv
+TORCH ?=
+USE_SYSTEM ?=
+JOBS ?= 2
+EXTRAS ?= test,bench
+CASES ?= *
+SIZE ?= tiny
+OUTPUT ?= outputs
+
+ifeq ($(USE_SYSTEM),)
+  PY := $(abspath $(VENV))/bin/python
+  READY := $(VENV)/.insum-ready
+else
+  PY := $(PYTHON)
+  READY :=
+endif
+
+# One thread per process: the test processes share the cores, and the sums stay in one order.
+TEST_ENV := OMP_NUM_THREADS=1 MPLBACKEND=Agg PYTHONPATH=$(CURDIR)
+RUN_ENV := MPLBACKEND=$${MPLBACKEND:-Agg} PYTHONPATH=$(CURDIR)
+
+.PHONY: help venv system-libs demo test doctest lint format types examples check gpu-check bench constraints clean distclean
+
+help: ## list the targets
+	@grep -hE '^[a-z-]+:.*##' $(firstword $(MAKEFILE_LIST)) | sed -E 's/^([a-z-]+):.*## */\1\t/' | expand -t 14
+
+venv: $(READY) ## make .venv and install everything (a second call does nothing)
+
+# The stamp is younger than what it was made from, or the installation is brought up to date.
+$(VENV)/.insum-ready: pyproject.toml constraints.txt
+	@$(MAKE) --no-print-directory system-libs
+	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11))' \
+	  || { echo "insum_nn needs Python >= 3.11; this is $$($(PYTHON) --version 2>&1). Try: make PYTHON=python3.12" >&2; exit 1; }
+	@test -x $(VENV)/bin/python || $(PYTHON) -m venv $(VENV) \
+	  || { echo "could not make a virtual environment; on Debian: apt-get install python3-venv" >&2; rm -rf $(VENV); exit 1; }
+	@# torch first and by exact version: which build of it fits the machine is the outside's choice, and no later step changes it.
+	@cp constraints.txt $(VENV)/constraints.txt
+	@$(VENV)/bin/python -c 'import torch, sys; sys.exit(tuple(map(int, torch.__version__.split(".")[:2])) < (2, 10))' 2>/dev/null \
+	  && test -z "$(TORCH)" \
+	  || $(VENV)/bin/python -m pip install $(if $(TORCH),torch==$(TORCH),-c constraints.txt torch==$$(sed -n 's/^torch==//p' constraints.txt))
+	@# Where torch is not the pinned one, it and the Triton that came with it are what the rest has to fit.
+	@$(VENV)/bin/python -c 'import importlib.metadata as m; print("\n".join(f"{d}=={m.version(d).split(chr(43))[0]}" for d in ("torch", "triton") if any(x.name == d for x in m.distributions())))' \
+	  | while IFS='=' read -r name _ version; do sed -i "s/^$$name==.*/$$name==$$version/" $(VENV)/constraints.txt; done
+	$(VENV)/bin/python -m pip install -c $(VENV)/constraints.txt -e '.[$(EXTRAS)]'
+	@# No Open3D wheel exists for some interpreters and processors; only the readers that use it need it.
+	@$(VENV)/bin/python -m pip install -c $(VENV)/constraints.txt -e '.[pointcloud]' \
+	  || echo "note: Open3D could not be installed; point clouds can still be read from text, PLY and KITTI files."
+	@touch $@
+
+# Open3D's wheel expects these from the system. Installed where that is allowed; everything else works without them.
+SYSTEM_LIBS := libusb-1.0.so.0:libusb-1.0-0 libGL.so.1:libgl1 libX11.so.6:libx11-6 libgomp.so.1:libgomp1
+
+system-libs: ## install the system libraries that Open3D loads, where allowed
+	@export PATH="$$PATH:/usr/sbin:/sbin" DEBIAN_FRONTEND=noninteractive; missing=""; known="$$(ldconfig -p 2>/dev/null || true)"; \
+	for pair in $(SYSTEM_LIBS); do grep -qF "$${pair%%:*}" <<< "$$known" || missing="$$missing $${pair##*:}"; done; \
+	test -n "$$missing" || exit 0; \
+	as=""; test "$$(id -u)" = 0 || as="sudo -n"; \
+	if command -v apt-get >/dev/null && { test -z "$$as" || sudo -n true 2>/dev/null; } \
+	  && $$as apt-get update -qq && $$as apt-get install -y -qq --no-install-recommends $$missing >/dev/null; \
+	then echo "installed for Open3D:$$missing"; \
+	else echo "note: Open3D needs the system packages$$missing, which could not be installed here; all else works without them."; fi
+
+demo: $(READY) ## train a small graph network on our einsum and show its kernel
+	@$(RUN_ENV) $(PY) examples/demo.py
+
+test: $(READY) doctest ## run all CPU tests
+	$(TEST_ENV) $(PY) -m pytest -n $(JOBS) -m "not gpu"
+
+# Collected apart: a doctest module is imported, and the tests' own modules must not be.
+doctest: $(READY) ## run the examples of the docstrings
+	$(TEST_ENV) $(PY) -m pytest -q --doctest-modules insum_nn
+
+lint: $(READY) ## style and changelog
+	$(PY) -m ruff check .
+	$(PY) -m ruff format --check .
+	@grep -qE '^## \[(Unreleased|[0-9]+\.[0-9]+\.[0-9]+)\]' CHANGELOG.md || { echo "CHANGELOG.md has no entry" >&2; exit 1; }
+
+format: $(READY) ## rewrite the files in the project's style
+	$(PY) -m ruff check --fix .
+	$(PY) -m ruff format .
+
+types: $(READY) ## check the types
+	$(PY) -m pyright --pythonpath "$$($(PY) -c 'import sys; print(sys.executable)')"
+
+# Run from inside OUTPUT, so that whatever an example writes stays there.
+examples: $(READY) ## run every example at its tiny size: make examples SIZE=small
+	@mkdir -p $(OUTPUT); count=0; \
+	for file in $(abspath $(wildcard examples/[a-z]*.py)); do \
+	  echo "== $$(basename $$file) --size $(SIZE)"; \
+	  (cd $(OUTPUT) && $(RUN_ENV) $(PY) $$file --size $(SIZE)) || { echo "$$file failed" >&2; exit 1; }; \
+	  count=$$((count + 1)); \
+	done; \
+	test $$count -gt 0 || { echo "no example ran" >&2; exit 1; }; echo "$$count examples ran"
+
+check: lint types test ## what a change must pass
+
+gpu-check: $(READY) ## run the tests that need a GPU; none run, or any skipped, is a failure
+	INSUM_REQUIRE_GPU=1 MPLBACKEND=Agg PYTHONPATH=$(CURDIR) $(PY) -m pytest -m gpu
+
+bench: $(READY) ## run benchmarks: make bench CASES='spmm*'
+	@mkdir -p benchmarks/results
+	$(RUN_ENV) $(PY) -m benchmarks.run '$(CASES)' --out benchmarks/results/$$(date -u +%Y%m%dT%H%M%SZ).json
+
+# Only for the pinned torch; keeps the heading and the Triton that torch's GPU builds ask for.
+constraints: $(READY) ## write the installed versions to constraints.txt
+	@{ grep '^#' constraints.txt; $(PY) -m pip freeze --exclude-editable | grep -viE '^(-e|insum|triton==)|@' ; grep '^triton==' constraints.txt; } \
+	  | sed -E 's/\+[a-z0-9.]+$$//' > constraints.new
+	@{ grep '^#' constraints.new; grep -v '^#' constraints.new | LC_ALL=C sort -f; } > constraints.txt; rm constraints.new
+
+clean: ## remove what was made, but for the environment
+	rm -rf build dist *.egg-info .pytest_cache .ruff_cache .hypothesis outputs
+	find . -name __pycache__ -not -path './.git/*' -not -path './.venv*' -prune -exec rm -rf {} +
+
+distclean: clean ## remove the environment too
+	rm -rf .venv

@@ -1,0 +1,1 @@
+"""The registered cases; every module here is imported by `benchmarks.registry.load`."""

@@ -1,0 +1,252 @@
+"""What a benchmark is: a problem, the providers that solve it, an oracle, and the least work it takes.
+
+A case is a function that builds a problem; its keyword parameters are a grid, one case for each combination:
+
+    @case("spmm", n=(32, 128), dtype=("float32", "float16"), tests=("tests/ops/test_spmm.py",))
+    def spmm(setting: Setting, *, n: int, dtype: str) -> Problem:
+        '''A grouped sparse matrix times a dense one.'''
+        ...
+        return Problem(providers={"insum_nn": ours, "torch_csr": theirs}, oracle=exact, tolerance=1e-5)
+
+registers `spmm/n=32/dtype=float32` and three more. Providers whose name begins with `insum_nn` are ours.
+"""
+
+from __future__ import annotations
+
+import fnmatch
+import importlib
+import itertools
+import pkgutil
+import re
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any, Literal, Protocol, get_args
+
+import torch
+from torch import Tensor
+
+__all__ = [
+    "MODES",
+    "OURS",
+    "REGISTRY",
+    "Builder",
+    "Case",
+    "Floor",
+    "Mode",
+    "Problem",
+    "Registry",
+    "Setting",
+    "Size",
+    "Unavailable",
+    "Work",
+    "case",
+    "is_ours",
+    "load",
+]
+
+Mode = Literal["fwd", "bwd", "fwdbwd"]
+MODES: tuple[Mode, ...] = get_args(Mode)
+
+Size = Literal["tiny", "full"]
+Device = Literal["cpu", "cuda"]
+
+OURS = "insum_nn"
+_NAME = re.compile(r"[a-z0-9_]+(/[A-Za-z0-9_.=+-]+)*")
+
+
+class Unavailable(Exception):
+    """Raised by a provider's builder when it cannot take part here; the reason is recorded with the results."""
+
+
+@dataclass(frozen=True)
+class Setting:
+    """Where and how large a problem is built.
+
+    Attributes:
+        device: where all tensors live.
+        size: "full" is what is measured; "tiny" is the same problem small enough for a test on a CPU.
+        seed: of the problem's own generator, so that each provider sees the same numbers.
+    """
+
+    device: torch.device
+    size: Size = "full"
+    seed: int = 0
+
+    @property
+    def tiny(self) -> bool:
+        return self.size == "tiny"
+
+    def generator(self) -> torch.Generator:
+        """A generator on the device, seeded anew at each call."""
+        return torch.Generator(device=self.device).manual_seed(self.seed)
+
+
+def _same(tensors: Sequence[Tensor]) -> Sequence[Tensor]:
+    return tensors
+
+
+@dataclass(frozen=True)
+class Work:
+    """A provider (or the oracle), ready to run.
+
+    Attributes:
+        forward: computes the output; called many times.
+        leaves: what is differentiated, in the order of the oracle's leaves; empty when there is no backward.
+        gradients: brings this provider's gradients into the layout of the oracle's (a format may store the values
+            of a matrix in another order, or padded).
+    """
+
+    forward: Callable[[], Tensor]
+    leaves: Sequence[Tensor] = ()
+    gradients: Callable[[Sequence[Tensor]], Sequence[Tensor]] = _same
+
+
+Builder = Callable[[], Work]
+
+
+@dataclass(frozen=True)
+class Floor:
+    """The least that the device must do: bytes moved once each, and arithmetic."""
+
+    bytes: int | None = None
+    flops: int | None = None
+
+
+@dataclass(frozen=True)
+class Problem:
+    """One problem with all who solve it.
+
+    Attributes:
+        providers: name -> builder. A builder does what is not timed: conversion, compilation. It raises
+            `ModuleNotFoundError` or `Unavailable` when its package is not there.
+        oracle: the same in float64, from the same numbers, by dense means.
+        tolerance: largest error that passes the gate; see `benchmarks.gate.relative_error`.
+        tolerances: the same for single providers that accumulate in less precision; say why beside it.
+        floors: by mode.
+        modes: those that make sense here.
+    """
+
+    providers: Mapping[str, Builder]
+    oracle: Builder
+    tolerance: float
+    tolerances: Mapping[str, float] = field(default_factory=dict[str, float])
+    floors: Mapping[Mode, Floor] = field(default_factory=dict[Mode, Floor])
+    modes: tuple[Mode, ...] = ("fwd",)
+
+
+class Build(Protocol):
+    """A case's function: the setting by position, the grid's parameters by keyword."""
+
+    __doc__: str | None
+
+    def __call__(self, setting: Setting, /, **parameters: Any) -> Problem: ...
+
+
+@dataclass(frozen=True)
+class Case:
+    """One registered problem.
+
+    Attributes:
+        name: `family/parameter=value/...`.
+        family: the name given to `case`.
+        build: the decorated function.
+        parameters: this case's point of the grid.
+        tests: files of the operator's tests; the gate runs them before anything is timed.
+        devices: where the case makes sense.
+    """
+
+    name: str
+    family: str
+    build: Build
+    parameters: Mapping[str, object]
+    tests: tuple[str, ...]
+    devices: tuple[Device, ...]
+
+    def problem(self, setting: Setting) -> Problem:
+        return self.build(setting, **self.parameters)
+
+
+class Registry:
+    """Cases by name, in the order of registration."""
+
+    def __init__(self) -> None:
+        self._cases: dict[str, Case] = {}
+
+    def __iter__(self) -> Iterator[Case]:
+        return iter(self._cases.values())
+
+    def __len__(self) -> int:
+        return len(self._cases)
+
+    def __getitem__(self, name: str) -> Case:
+        return self._cases[name]
+
+    def case(
+        self,
+        family: str,
+        *,
+        tests: Sequence[str] = (),
+        devices: Sequence[Device] = ("cpu", "cuda"),
+        **grid: Sequence[object],
+    ) -> Callable[[Callable[..., Problem]], Callable[..., Problem]]:
+        """Register a builder of problems, once for each point of the grid.
+
+        Args:
+            family: first part of the names.
+            tests: files of the operator's tests, from the project's root.
+            devices: "cpu", "cuda" or both.
+            **grid: parameter -> its values; all combinations are registered.
+
+        Returns:
+            The decorator; it leaves the function as it is.
+
+        Raises:
+            ValueError: a name is malformed or taken, or an axis of the grid is empty.
+        """
+
+        def register(build: Callable[..., Problem]) -> Callable[..., Problem]:
+            for values in itertools.product(*grid.values()):
+                parameters = dict(zip(grid, values, strict=True))
+                name = "/".join([family, *(f"{key}={value}" for key, value in parameters.items())])
+                if not _NAME.fullmatch(name):
+                    raise ValueError(f"case {name!r}: letters, digits and '_.=+-' between slashes")
+                if name in self._cases:
+                    raise ValueError(f"case {name!r} is registered twice")
+                self._cases[name] = Case(name, family, build, parameters, tuple(tests), tuple(devices))
+            return build
+
+        if not all(grid.values()):
+            raise ValueError(f"case {family!r}: an axis of its grid is empty")
+        return register
+
+    def select(self, patterns: Sequence[str]) -> list[Case]:
+        """The cases that match any of the shell patterns; a family's name stands for all its cases.
+
+        Raises:
+            KeyError: a pattern matches nothing.
+        """
+        chosen: dict[str, Case] = {}
+        for pattern in patterns:
+            found = [c for c in self._cases.values() if c.family == pattern or fnmatch.fnmatchcase(c.name, pattern)]
+            if not found:
+                raise KeyError(f"no case matches {pattern!r}; known: {', '.join(self._cases) or 'none'}")
+            chosen.update((c.name, c) for c in found)
+        return list(chosen.values())
+
+
+REGISTRY = Registry()
+case = REGISTRY.case
+
+
+def load() -> Registry:
+    """Import every module of `benchmarks.cases`, which registers its cases."""
+    from benchmarks import cases
+
+    for module in pkgutil.iter_modules(cases.__path__):
+        importlib.import_module(f"{cases.__name__}.{module.name}")
+    return REGISTRY
+
+
+def is_ours(provider: str) -> bool:
+    """Whether a provider is this package: its name is `insum_nn`, alone or before a slash."""
+    return provider.partition("/")[0] == OURS

@@ -1,0 +1,365 @@
+"""The whole pipeline on one screen: `insum()`, `compile()`, `Program`."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+
+import torch
+from torch import Tensor
+
+from insum_nn.compiler.ast import Statement
+from insum_nn.compiler.autograd import Spec, apply, prepare, run_spec
+from insum_nn.compiler.bind import Extents, bind, check_extents, layout_of, resolve_extents
+from insum_nn.compiler.check import check_names, check_statement
+from insum_nn.compiler.explain import Explanation, explain_program
+from insum_nn.compiler.gradient import derivatives
+from insum_nn.compiler.options import DEFAULT, Options
+from insum_nn.compiler.parser import parse
+from insum_nn.compiler.reference import interpret
+from insum_nn.facts import IndexFacts
+
+__all__ = ["Program", "ProgramSum", "compile", "insum"]
+
+Shape = Sequence[int | None]
+
+
+class Program:
+    """A checked statement, ready to be called with tensors of any size.
+
+    Programs are immutable, hashable by content, and pickle as their text; compiled code is shared between equal ones.
+
+    Attributes:
+        expression: the statement as text.
+        options: compile options.
+    """
+
+    def __init__(
+        self,
+        expression: str,
+        *,
+        sizes: Mapping[str, int] | None = None,
+        out_shape: Shape | None = None,
+        facts: Mapping[str, IndexFacts] | None = None,
+        options: Options = DEFAULT,
+        drop_outside: bool = False,
+    ) -> None:
+        statement = parse(expression)
+        check_statement(statement, sizes or ())
+        self.statement: Statement = statement
+        self.expression: str = str(statement)
+        self.options = options
+        self._sizes: dict[str, int] = dict(sizes or {})
+        self._out_shape = None if out_shape is None else tuple(out_shape)
+        self._spec = Spec(expression, tuple(sorted((facts or {}).items())), options, drop_outside)
+        self._names: tuple[str, ...] = layout_of(statement).tensors
+        self._last: tuple[tuple[Tensor, ...], Tensor | None, Extents] | None = None
+
+    def __repr__(self) -> str:
+        return f"Program({self.expression!r})"
+
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, Program) and self._state() == other._state()
+
+    def __hash__(self) -> int:
+        return hash((self._spec, self._out_shape, tuple(sorted(self._sizes.items()))))
+
+    def _state(self) -> tuple[object, ...]:
+        return (self._spec, self._sizes, self._out_shape)
+
+    def __reduce__(self) -> tuple[object, ...]:
+        spec = self._spec
+        return (_rebuild, (spec.expression, self._sizes, self._out_shape, dict(spec.facts), spec.options, spec.drop_outside))
+
+    def __deepcopy__(self, memo: dict[int, object]) -> Program:
+        return self
+
+    def __call__(
+        self,
+        *,
+        sizes: Mapping[str, int] | None = None,
+        out_shape: Shape | None = None,
+        tensors: Mapping[str, Tensor] | None = None,
+        **named: Tensor,
+    ) -> Tensor:
+        """Run the statement.
+
+        Args:
+            sizes: extents of indices that no tensor shows; added to those given at compile time.
+            out_shape: shape of the output; `None` entries are inferred.
+            tensors: tensors by name, for names that are no Python keywords arguments.
+            **named: tensors by name. One under the output's name is the starting value.
+
+        Returns:
+            The output: contiguous, of the factors' dtype and device.
+        """
+        if tensors:
+            named = {**tensors, **named}
+        ordered, start = self._arrange(named)
+        extents = self._extents(ordered, start, sizes, out_shape)
+        return apply(self._spec, ordered, start, extents)
+
+    def _arrange(self, named: Mapping[str, Tensor]) -> tuple[list[Tensor], Tensor | None]:
+        statement = self.statement
+        start = named.get(statement.output.name)
+        expected = len(self._names) + (start is not None)
+        if len(named) != expected or any(name not in named for name in self._names):
+            check_names(statement, [name for name in named if named[name] is not None])
+        ordered = [named[name] for name in self._names]
+        bind(statement, named, start)
+        device = next((t.device.type for t in (*ordered, start) if t is not None), "cpu")
+        if torch.is_autocast_enabled(device):
+            return self._autocast(ordered, start, torch.get_autocast_dtype(device))
+        return ordered, start
+
+    def _autocast(
+        self, ordered: list[Tensor], start: Tensor | None, dtype: torch.dtype
+    ) -> tuple[list[Tensor], Tensor | None]:
+        """Under autocast a statement is a matrix product: float32 operands take the autocast dtype."""
+
+        def cast(tensor: Tensor) -> Tensor:
+            return tensor.to(dtype) if tensor.dtype == torch.float32 else tensor
+
+        return [cast(t) for t in ordered], None if start is None else cast(start)
+
+    def _extents(
+        self, ordered: Sequence[Tensor], start: Tensor | None, sizes: Mapping[str, int] | None, out_shape: Shape | None
+    ) -> Extents:
+        merged = {**self._sizes, **sizes} if sizes else self._sizes
+        shape = out_shape if out_shape is not None else self._out_shape
+        extents = resolve_extents(self.statement, ordered, start, merged, shape)
+        return extents
+
+    def grad(self, name: str) -> Program | ProgramSum:
+        """The derivative with respect to one factor, as a program of its own.
+
+        It reads the operands, and the gradient of the output under the name `d` + output; its output is
+        `d` + `name`. Extents are taken from the operands; give `out_shape=` (the operand's shape) and `sizes=`
+        where the derivative statement alone does not show them.
+
+        Raises:
+            InsumNameError: `name` is not a factor.
+
+        >>> compile("C[Row[p],n] += Val[p] * B[Col[p],n]").grad("Val").expression
+        'dVal[p] += dC[Row[p],n] * B[Col[p],n]'
+        """
+        statements = derivatives(self.statement, name).statements
+        # Extents that only the operand shows arrive with the call, so the written-never-read rule is lifted.
+        sizes = dict.fromkeys(self.statement.indices(), 0)
+        programs = [Program._derived(str(s), self, sizes) for s in statements]
+        return programs[0] if len(programs) == 1 else ProgramSum(tuple(programs))
+
+    @staticmethod
+    def _derived(expression: str, parent: Program, known: Mapping[str, int]) -> Program:
+        program = Program.__new__(Program)
+        statement = parse(expression)
+        check_statement(statement, known)
+        program.statement = statement
+        program.expression = str(statement)
+        program.options = parent.options
+        program._sizes = {k: v for k, v in parent._sizes.items() if k in statement.indices()}
+        program._out_shape = None
+        program._spec = Spec(expression, parent._spec.facts, parent.options, True)
+        program._names = layout_of(statement).tensors
+        program._last = None
+        return program
+
+    def reference(
+        self,
+        *,
+        sizes: Mapping[str, int] | None = None,
+        out_shape: Shape | None = None,
+        tensors: Mapping[str, Tensor] | None = None,
+        **named: Tensor,
+    ) -> Tensor:
+        """Run the statement by its definition, as nested loops in float64 on the CPU. Slow; the oracle of every test."""
+        named = {**(tensors or {}), **named}
+        ordered, start = self._arrange(named)
+        extents = self._extents(ordered, start, sizes, out_shape)
+        check_extents(self.statement, ordered, extents, drop_outside=self._spec.drop_outside)
+        inputs = dict(zip(self._names, ordered, strict=True))
+        return interpret(self.statement, inputs, extents, start, drop_outside=self._spec.drop_outside)
+
+    def explain(
+        self,
+        *,
+        sizes: Mapping[str, int] | None = None,
+        out_shape: Shape | None = None,
+        tensors: Mapping[str, Tensor] | None = None,
+        measure: bool = False,
+        **named: Tensor,
+    ) -> Explanation:
+        """Show what becomes of the statement: loop nest, extents, plan with reasons, FX code, kernel source.
+
+        Args:
+            sizes: as in a call.
+            out_shape: as in a call.
+            tensors: as in a call.
+            measure: also time the program on these tensors.
+            **named: tensors to explain the call with; without any, only what the text alone says is shown.
+
+        Returns:
+            An `Explanation`: `str()` is the text, `.html()` a page with a picture of the data flow.
+        """
+        named = {**(tensors or {}), **named}
+        if not named:
+            return explain_program(self.statement, self.options, None, None, None)
+        ordered, start = self._arrange(named)
+        extents = self._extents(ordered, start, sizes, out_shape)
+        if 0 in extents.indices:
+            return explain_program(self.statement, self.options, extents, None, None)
+        _, program = prepare(self._spec, ordered, start, extents)
+        seconds = _time(self._spec, ordered, start, extents) if measure else None
+        return explain_program(self.statement, self.options, extents, program, (ordered, start), seconds)
+
+
+def _rebuild(
+    expression: str,
+    sizes: Mapping[str, int],
+    out_shape: Shape | None,
+    facts: Mapping[str, IndexFacts],
+    options: Options,
+    drop_outside: bool,
+) -> Program:
+    if drop_outside:
+        parent = Program.__new__(Program)
+        parent._sizes, parent.options = dict(sizes), options
+        parent._spec = Spec(expression, tuple(sorted(facts.items())), options, True)
+        program = Program._derived(expression, parent, dict.fromkeys(parse(expression).indices(), 0))
+        program._out_shape = None if out_shape is None else tuple(out_shape)
+        return program
+    return Program(expression, sizes=sizes, out_shape=out_shape, facts=facts, options=options)
+
+
+def _time(spec: Spec, tensors: Sequence[Tensor], start: Tensor | None, extents: Extents) -> float:
+    """Median seconds of a call."""
+    from torch.utils.benchmark import Timer
+
+    run_spec(spec, tensors, start, extents)
+    timer = Timer("run(spec, tensors, start, extents)", globals=dict(run=run_spec, spec=spec, tensors=tensors, start=start, extents=extents))
+    return float(timer.blocked_autorange(min_run_time=0.1).median)
+
+
+class ProgramSum:
+    """Several programs whose results add up: the derivative of a tensor that stands in several factors."""
+
+    def __init__(self, programs: tuple[Program, ...]) -> None:
+        self.programs = programs
+
+    @property
+    def expression(self) -> str:
+        return "\n".join(program.expression for program in self.programs)
+
+    def __repr__(self) -> str:
+        return f"ProgramSum({self.expression!r})"
+
+    def __call__(
+        self,
+        *,
+        sizes: Mapping[str, int] | None = None,
+        out_shape: Shape | None = None,
+        tensors: Mapping[str, Tensor] | None = None,
+        **named: Tensor,
+    ) -> Tensor:
+        """Run all of them on the same tensors; each continues from the one before."""
+        named = {**(tensors or {}), **named}
+        output = self.programs[0].statement.output.name
+        for program in self.programs:
+            used = {name: named[name] for name in (*program._names, output) if name in named}
+            named[output] = program(sizes=sizes, out_shape=out_shape, tensors=used)
+        return named[output]
+
+
+def compile(  # noqa: A001 - the name users expect beside torch.compile
+    expression: str,
+    *,
+    sizes: Mapping[str, int] | None = None,
+    out_shape: Shape | None = None,
+    facts: Mapping[str, IndexFacts] | None = None,
+    options: Options = DEFAULT,
+) -> Program:
+    """Check a statement once and return a `Program` to call with tensors.
+
+    Args:
+        expression: the statement.
+        sizes: extents of indices that no tensor shows.
+        out_shape: shape of the output; `None` entries are inferred.
+        facts: promises about index tensors, by name; they spare a reading of the values.
+        options: compile options.
+
+    Raises:
+        InsumSyntaxError: the text is not a statement.
+        InsumNameError: an index is written but never read.
+        InsumAliasError: the output is also read.
+
+    >>> program = compile("y[i] += A[i,j] * x[j]")
+    >>> program(A=torch.eye(2), x=torch.tensor([3.0, 4.0])).tolist()
+    [3.0, 4.0]
+    """
+    return Program(expression, sizes=sizes, out_shape=out_shape, facts=facts, options=options)
+
+
+def insum(
+    expression: str,
+    *,
+    sizes: Mapping[str, int] | None = None,
+    out_shape: Shape | None = None,
+    options: Options | None = None,
+    validate: bool = False,
+    tensors: Mapping[str, Tensor] | None = None,
+    **named: Tensor,
+) -> Tensor:
+    """Run one indirect einsum.
+
+        C[Row[g],n] += Val[g,q] * B[Col[g,q],n]        for all g, q, n
+
+    Meaning: loop over every combination of the index variables, read every factor, multiply, combine into the output.
+
+    Source: Won et al., "Insum: Sparse GPU Kernels Simplified and Optimized with Indirect Einsums", section 3.
+
+    Args:
+        expression: the statement; see the language reference.
+        sizes: extents of indices that no tensor shows, by name.
+        out_shape: shape of the output; `None` entries are inferred.
+        options: compile options.
+        validate: prove every index tensor again and name the first bad entries.
+        tensors: tensors by name, for names that cannot be keyword arguments here.
+        **named: tensors by name. One passed under the output's name is the starting value.
+            Factors are differentiable; index tensors are int32 or int64.
+
+    Returns:
+        The output, of the factors' dtype and device; half types are summed in float32.
+
+    Raises:
+        InsumError: a subclass that says what is wrong with the text, a name, a shape, a dtype, a device or an index.
+
+    >>> row, col, val = torch.tensor([0, 0, 2]), torch.tensor([1, 2, 0]), torch.tensor([1.0, 2.0, 3.0])
+    >>> insum("y[Row[p]] += Val[p] * x[Col[p]]", Row=row, Col=col, Val=val, x=torch.tensor([1.0, 10.0, 100.0]), out_shape=(3,))
+    tensor([210.,   0.,   3.])
+    """
+    chosen = options or DEFAULT
+    if validate and not chosen.validate:
+        from dataclasses import replace
+
+        chosen = replace(chosen, validate=True)
+    program = _cached_program(expression, chosen, tuple(sizes) if sizes else ())
+    return program(sizes=sizes, out_shape=out_shape, tensors=tensors, **named)
+
+
+_programs: dict[tuple[object, ...], Program] = {}
+
+
+def _cached_program(expression: str, options: Options, sized: tuple[str, ...]) -> Program:
+    key = (expression, options, sized)
+    program = _programs.get(key)
+    if program is None:
+        if len(_programs) >= 1024:
+            _programs.clear()
+        program = Program(expression, options=options) if not sized else _sized_program(expression, options, sized)
+        _programs[key] = program
+    return program
+
+
+def _sized_program(expression: str, options: Options, sized: tuple[str, ...]) -> Program:
+    program = Program(expression, sizes=dict.fromkeys(sized, 0), options=options)
+    program._sizes = {}
+    return program

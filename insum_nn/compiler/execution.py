@@ -1,0 +1,238 @@
+"""Plans made callable: the choice of a back end, the cache of programs, and eager execution in pieces."""
+
+from __future__ import annotations
+
+import math
+import threading
+import time
+from collections import OrderedDict
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+
+import torch
+from torch import Tensor, fx
+
+from insum_nn.compiler import inductor, runtime
+from insum_nn.compiler.bind import Bound, Extents
+from insum_nn.compiler.fx_lowering import extent_arguments, lower
+from insum_nn.compiler.options import Options
+from insum_nn.compiler.plan import Load, Plan
+from insum_nn.compiler.planner import UNROLL_LIMIT, make_plan, slot_indices
+from insum_nn.facts import IndexFacts
+
+__all__ = ["CACHE_LIMIT", "CacheInfo", "Executable", "cache_info", "choose_backend", "clear_cache", "executable"]
+
+# Programs kept; the least recently used one leaves first.
+CACHE_LIMIT = 512
+# Bytes of gathered operands per piece of an eager program: what a core's cache holds.
+_PIECE_BYTES = 1 << 20
+
+
+@dataclass(slots=True)
+class Executable:
+    """A compiled plan, and how it came about.
+
+    Attributes:
+        backend: `"eager"` or `"inductor"`.
+        reason: why this back end.
+        graph: the FX module that runs, or that Inductor compiled.
+        compile_seconds: time of planning and lowering, and of the first call where that compiles.
+    """
+
+    plan: Plan
+    options: Options
+    backend: str
+    reason: str
+    graph: fx.GraphModule
+    run: Callable[..., Tensor]
+    pieces: fx.GraphModule | None
+    compile_seconds: float
+    warm: bool = False
+
+    def __call__(self, tensors: Sequence[Tensor], extents: Extents, start: Tensor | None) -> Tensor:
+        """Run on tensors in the layout's order."""
+        arguments = _integers(self.plan.bound, extents)
+        if self.pieces is not None:
+            step = _piece(self.plan, extents)
+            if step is not None:
+                return _run_pieces(self, tensors, arguments, extents, start, step)
+        begin = 0.0 if self.warm else time.perf_counter()
+        result = self.run(*tensors, *arguments) if start is None else self.run(*tensors, *arguments, start)
+        if not self.warm:
+            self.compile_seconds += time.perf_counter() - begin
+            self.warm = True
+        return result
+
+
+def _integers(bound: Bound, extents: Extents) -> tuple[int, ...]:
+    indices, axes = extent_arguments(bound)
+    if not indices and not axes:
+        return ()
+    names = bound.layout.indices
+    return (*(extents.indices[names.index(i)] for i in indices), *(extents.output[a] for a in axes))
+
+
+def _piece(plan: Plan, extents: Extents) -> int | None:
+    """How many values of the cut index fit one piece; `None` when everything fits."""
+    sizes = dict(zip(plan.bound.layout.indices, extents.indices, strict=True))
+    width = plan.bound.dtype.itemsize
+    cells = sum(
+        math.prod(sizes[x] for x in step.labels if x != plan.chunk)
+        for step in plan.steps
+        if isinstance(step, Load) and step.gather and plan.chunk in step.labels
+    )
+    step = max(1, _PIECE_BYTES // max(1, cells * width))
+    assert plan.chunk is not None
+    return step if 2 * step <= sizes[plan.chunk] else None
+
+
+def _run_pieces(
+    program: Executable,
+    tensors: Sequence[Tensor],
+    arguments: Sequence[int],
+    extents: Extents,
+    start: Tensor | None,
+    step: int,
+) -> Tensor:
+    """Add the statement's contributions range by range into one output."""
+    plan = program.plan
+    bound = plan.bound
+    layout = bound.layout
+    assert plan.chunk is not None
+    assert program.pieces is not None
+    position = layout.indices.index(plan.chunk)
+    wide = bound.dtype in (torch.float16, torch.bfloat16) and program.options.accumulate == "float32"
+    dtype = torch.float32 if wide or _direct_half(plan) else bound.dtype
+    device = tensors[0].device if tensors else start.device if start is not None else None
+    if start is None:
+        output = torch.zeros(extents.output, dtype=dtype, device=device)
+    else:
+        output = start.detach().to(dtype, copy=True).contiguous()
+    axes = [[axis for where, axis in layout.plain[position] if where == i] for i in range(len(tensors))]
+    written = [axis for axis, name in enumerate(layout.output_plain) if name == plan.chunk]
+    total = extents.indices[position]
+    for begin in range(0, total, step):
+        length = min(step, total - begin)
+        cut = [_narrow(t, own, begin, length) for t, own in zip(tensors, axes, strict=True)]
+        program.pieces(*cut, *arguments, _narrow(output, written, begin, length))
+    return output.to(bound.dtype)
+
+
+def _direct_half(plan: Plan) -> bool:
+    return plan.combine.mode == "direct" and plan.bound.dtype in (torch.float16, torch.bfloat16)
+
+
+def _narrow(tensor: Tensor, axes: Sequence[int], begin: int, length: int) -> Tensor:
+    for axis in axes:
+        tensor = tensor.narrow(axis, begin, length)
+    return tensor
+
+
+def choose_backend(bound: Bound, options: Options) -> tuple[str, str]:
+    """Which path runs a statement, and why."""
+    if options.backend != "auto":
+        return options.backend, "asked for by name"
+    if bound.device_type == "cuda" and not options.deterministic and bound.dtype.is_floating_point:
+        return "inductor", "on a GPU, gather, product and scatter fuse into one kernel"
+    if bound.device_type == "cuda":
+        reason = "the scatter must sum in a fixed order" if options.deterministic else "integer factors"
+        return "eager", reason
+    return "eager", "on a CPU, torch's library calls are faster than generated scatter loops"
+
+
+_cache: OrderedDict[tuple[object, ...], Executable] = OrderedDict()
+_lock = threading.RLock()
+
+
+@dataclass(frozen=True, slots=True)
+class CacheInfo:
+    """How the cache of programs has been used since it was cleared."""
+
+    hits: int
+    misses: int
+    size: int
+    limit: int
+
+
+_hits = 0
+_misses = 0
+
+
+def cache_info() -> CacheInfo:
+    """Hits, misses, and the number of programs kept.
+
+    >>> cache_info().limit
+    512
+    """
+    return CacheInfo(_hits, _misses, len(_cache), CACHE_LIMIT)
+
+
+def clear_cache() -> None:
+    """Forget every compiled program and every remembered sparse structure."""
+    global _hits, _misses
+    with _lock:
+        _cache.clear()
+        _hits = _misses = 0
+    runtime.clear_structures()
+
+
+def _without_unused_facts(bound: Bound) -> Bound:
+    """Facts that no lowering reads must not tell programs apart."""
+    return replace(bound, facts=tuple(IndexFacts(masked=f.masked) for f in bound.facts))
+
+
+def executable(bound: Bound, extents: Extents, options: Options) -> Executable:
+    """The program for a bound statement, compiled now or remembered."""
+    global _hits, _misses
+    backend, reason = choose_backend(bound, options)
+    bound = _without_unused_facts(bound)
+    key: tuple[object, ...] = (bound, options, backend)
+    if backend == "inductor":
+        bound = _fix_slots(bound, extents)
+        # An extent of 1 broadcasts, so it is another program; all other sizes share one.
+        ones = tuple(extent == 1 for extent in (*extents.indices, *extents.output))
+        key = (bound, options, backend, ones)
+    with _lock:
+        program = _cache.get(key)
+        if program is not None:
+            _cache.move_to_end(key)
+            _hits += 1
+            return program
+        _misses += 1
+        program = _cache[key] = _build(bound, extents, options, backend, reason)
+        while len(_cache) > CACHE_LIMIT:
+            _cache.popitem(last=False)
+        return program
+
+
+def _fix_slots(bound: Bound, extents: Extents) -> Bound:
+    if bound.device_type != "cuda":
+        return bound
+    sizes = dict(zip(bound.layout.indices, extents.indices, strict=True))
+    slots = tuple((name, sizes[name]) for name in slot_indices(bound) if sizes[name] <= UNROLL_LIMIT)
+    return replace(bound, static=slots)
+
+
+def _build(bound: Bound, extents: Extents, options: Options, backend: str, reason: str) -> Executable:
+    begin = time.perf_counter()
+    sizes = dict(zip(bound.layout.indices, extents.indices, strict=True))
+    compiled = backend == "inductor"
+    plan = make_plan(bound, sizes, options, compiled=compiled)
+    graph = lower(plan, options)
+    pieces = None
+    if plan.chunk is not None and (plan.combine.mode == "direct" or len(plan.combine.scattered) == 1):
+        pieces = lower(plan, options, accumulate=True)
+    run: Callable[..., Tensor] = graph
+    if compiled:
+        run = _contiguous(inductor.compile_graph(graph, bound.device_type, options))
+    return Executable(plan, options, backend, reason, graph, run, pieces, time.perf_counter() - begin)
+
+
+def _contiguous(run: Callable[..., Tensor]) -> Callable[..., Tensor]:
+    """One memory layout per program, or each new stride pattern would compile again."""
+
+    def call(*args: object) -> Tensor:
+        with torch.no_grad():
+            return run(*(a.detach().contiguous() if isinstance(a, Tensor) else a for a in args))
+
+    return call

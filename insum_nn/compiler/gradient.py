@@ -1,0 +1,90 @@
+"""Derivative statements: the adjoint of an indirect einsum is an indirect einsum.
+
+For `Out[o] += F1[a] * F2[b] * ...` the derivative with respect to one occurrence of `F1` is
+
+    dF1[a] += dOut[o] * F2[b] * ...
+
+over the same index space: what was read is written, what was written is read. Index tensors stay
+where they are, so -1 ("no entry") keeps its meaning on both sides. A read that fell outside its
+tensor gave 0, so its derivative must drop that write instead of refusing it.
+
+`max=` and `min=` send the gradient to the terms that attained the extremum, ties in equal shares:
+the derivative carries one more factor, a tensor over the whole index space that holds each term's share.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from insum_nn.compiler.ast import Access, Statement
+from insum_nn.compiler.parser import parse
+from insum_nn.errors import InsumNameError
+
+__all__ = ["Derivative", "derivatives", "fresh_name"]
+
+
+@dataclass(frozen=True, slots=True)
+class Derivative:
+    """The derivative statements of one operand: one per occurrence; their results add up.
+
+    Attributes:
+        statements: each writes `output`.
+        output: name of the operand's gradient.
+        seed: name of the incoming gradient of the statement's output.
+        share: name of the tensor of shares for `max=` and `min=`; `None` otherwise.
+        operand: the operand's name.
+    """
+
+    statements: tuple[Statement, ...]
+    output: str
+    seed: str
+    share: str | None
+    operand: str
+
+
+def fresh_name(base: str, taken: set[str]) -> str:
+    """`base`, or `base` with underscores appended until nobody uses it."""
+    while base in taken:
+        base += "_"
+    return base
+
+
+def derivatives(statement: Statement, operand: str) -> Derivative:
+    """Differentiate a statement with respect to one tensor.
+
+    Raises:
+        InsumNameError: `operand` is not a factor of the statement.
+
+    >>> from insum_nn.compiler.parser import parse
+    >>> print(derivatives(parse("C[Row[p],n] += Val[p] * B[Col[p],n]"), "B").statements[0])
+    dB[Col[p],n] += dC[Row[p],n] * Val[p]
+    """
+    positions = [i for i, factor in enumerate(statement.factors) if isinstance(factor, Access) and factor.name == operand]
+    if not positions:
+        factors = ", ".join(dict.fromkeys(access.name for access in statement.reads)) or "none"
+        raise InsumNameError(
+            f"'{operand}' is not a factor of the statement",
+            expression=statement.text,
+            spans=[a.name_span for a in statement.accesses() if a.name == operand],
+            details=[f"differentiable factors: {factors}"],
+            fix="differentiate with respect to one of those; index tensors have no gradient.",
+            tensor=operand,
+        )
+    taken = {statement.output.name, *statement.tensors(), *statement.indices()}
+    seed = fresh_name(f"d{statement.output.name}", taken)
+    output = fresh_name(f"d{operand}", taken | {seed})
+    share = None
+    extra: list[str] = []
+    if statement.operator in ("max=", "min="):
+        share = fresh_name("share", taken | {seed, output})
+        indices = statement.indices()
+        extra = [f"{share}[{','.join(indices)}]" if indices else share]
+    statements: list[Statement] = []
+    for position in positions:
+        access = statement.factors[position]
+        assert isinstance(access, Access)
+        written = output + str(access)[len(access.name) :]
+        read = seed + str(statement.output)[len(statement.output.name) :]
+        others = [str(f) for i, f in enumerate(statement.factors) if i != position]
+        statements.append(parse(f"{written} += {' * '.join([read, *others, *extra])}"))
+    return Derivative(tuple(statements), output, seed, share, operand)

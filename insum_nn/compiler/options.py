@@ -1,0 +1,45 @@
+"""`Options`: everything that steers a compilation, in one frozen value."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Literal
+
+__all__ = ["DEFAULT", "Options"]
+
+
+@dataclass(frozen=True, slots=True)
+class Options:
+    """Compile options; hashable, so that they are part of a program's key.
+
+    Attributes:
+        backend: `"auto"` measures or knows which path is fastest on the device; `"eager"` runs the plan with
+            torch's library calls; `"inductor"` compiles it with TorchInductor.
+        deterministic: only ways of combining that give the same bits at every run.
+        validate: read every index tensor again at each call, builders' facts included.
+        native_matmul: let Inductor fuse gather, `tl.dot` and scatter into one kernel (CUDA only).
+        order: `"cost"` picks the cheapest order of pairwise products; `"left"` keeps the written order.
+        accumulate: dtype in which half types are summed across terms: `"float32"`, or `"storage"` for the
+            operands' own dtype, which saves a pass over the output and loses accuracy.
+    """
+
+    backend: Literal["auto", "eager", "inductor"] = "auto"
+    deterministic: bool = False
+    validate: bool = False
+    native_matmul: bool = True
+    order: Literal["cost", "left"] = "cost"
+    accumulate: Literal["float32", "storage"] = "float32"
+
+    def __post_init__(self) -> None:
+        allowed = {
+            "backend": ("auto", "eager", "inductor"),
+            "order": ("cost", "left"),
+            "accumulate": ("float32", "storage"),
+        }
+        for name, choices in allowed.items():
+            value = getattr(self, name)
+            if value not in choices:
+                raise ValueError(f"Options.{name} is {value!r}; expected one of {', '.join(map(repr, choices))}")
+
+
+DEFAULT = Options()

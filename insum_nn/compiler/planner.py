@@ -1,0 +1,363 @@
+"""Bound -> Plan: pure decisions, each recorded with its reason."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+
+import torch
+
+from insum_nn.compiler.ast import Access, Index, Number, Subscript
+from insum_nn.compiler.bind import Bound
+from insum_nn.compiler.contraction import contraction_order
+from insum_nn.compiler.options import Options
+from insum_nn.compiler.plan import (
+    Combine,
+    Decision,
+    Dot,
+    Labels,
+    Load,
+    Multiply,
+    Plan,
+    Role,
+    Scale,
+    SparseProduct,
+    Step,
+    Sum,
+)
+
+__all__ = ["UNROLL_LIMIT", "make_plan", "scattered_axes", "slot_indices"]
+
+# Longest in-group sum that is written out term by term; longer ones keep a reduction loop.
+UNROLL_LIMIT = 32
+
+
+def slot_indices(bound: Bound) -> tuple[str, ...]:
+    """Indices that count the slots of a group: summed, and an axis of an index tensor of two or more axes.
+
+    Their extent is a property of the format rather than of the data, so a compiled program may fix it.
+    """
+    statement = bound.statement
+    written = {index.name for index in statement.output.indices()}
+    slots: dict[str, None] = {}
+    for read in statement.reads:
+        for access in read.nested():
+            if len(access.subscripts) < 2:
+                continue
+            slots.update((s.plain, None) for s in access.subscripts if s.plain is not None and s.plain not in written)
+    return tuple(slots)
+
+
+def _ordered(access: Access) -> Labels:
+    return tuple(dict.fromkeys(index.name for index in access.indices()))
+
+
+def _is_view(access: Access) -> bool:
+    return not scattered_axes(access)
+
+
+@dataclass
+class _Value:
+    name: str
+    labels: Labels
+
+
+class _Planner:
+    def __init__(self, bound: Bound, sizes: Mapping[str, int], options: Options, compiled: bool) -> None:
+        self.bound = bound
+        self.statement = bound.statement
+        self.sizes = sizes
+        self.options = options
+        self.compiled = compiled
+        self.steps: list[Step] = []
+        self.decisions: list[Decision] = []
+        self.unrolled: dict[str, int] = {}
+        self.dotted: set[str] = set()
+        self.chunk: str | None = None
+
+    def decide(self, topic: str, choice: str, reason: str) -> None:
+        self.decisions.append(Decision(topic, choice, reason))
+
+    def fresh(self) -> str:
+        return f"t{len(self.steps)}"
+
+    def emit(self, step: Step) -> _Value:
+        self.steps.append(step)
+        return _Value(step.result, step.labels)
+
+    def plan(self) -> Plan:
+        if self.statement.operator in ("max=", "min="):
+            combine = self.extremum()
+        else:
+            combine = self.sparse_product() or self.general()
+        plan = Plan(
+            self.bound, tuple(self.steps), combine, self.roles(combine), tuple(self.decisions), self.chunk
+        )
+        return plan.verify()
+
+    def number(self) -> int | float:
+        return math.prod(factor.value for factor in self.statement.factors if isinstance(factor, Number))
+
+    def load(self, access: Access) -> _Value:
+        return self.emit(Load(self.fresh(), access, _ordered(access), not _is_view(access)))
+
+    # General path: load, contract pairwise, combine.
+
+    def general(self) -> Combine:
+        output = _ordered(self.statement.output)
+        operands = [self.load(access) for access in self.statement.reads]
+        value = self.contract(operands, output)
+        value = self.scale(value)
+        self.choose_chunk()
+        return self.combination(value)
+
+    def contract(self, operands: list[_Value], keep: Labels) -> _Value | None:
+        """Multiply all operands, summing every label outside `keep` as early as possible."""
+        if not operands:
+            return None
+        operands = [self.sum_alone(i, operands, keep) for i in range(len(operands))]
+        if len(operands) > 2:
+            order, cost, left_cost = contraction_order(
+                [v.labels for v in operands], keep, self.sizes, search=self.options.order == "cost"
+            )
+            names = {i: str(self.statement.reads[i]) for i in range(len(operands))}
+            text = " then ".join(f"({names.get(a, 'result')} , {names.get(b, 'result')})" for a, b in order)
+            reason = f"{cost:.3g} products and intermediate cells instead of {left_cost:.3g} from left to right"
+            self.decide("order", text, reason)
+        else:
+            order = [(0, 1)] if len(operands) == 2 else []
+        values = dict(enumerate(operands))
+        for number, (left, right) in enumerate(order, start=len(operands)):
+            a, b = values.pop(left), values.pop(right)
+            needed = {*keep, *(label for v in values.values() for label in v.labels)}
+            values[number] = self.pair(a, b, needed)
+        (value,) = values.values()
+        return value
+
+    def sum_alone(self, position: int, operands: Sequence[_Value], keep: Labels) -> _Value:
+        value = operands[position]
+        others = {label for i, v in enumerate(operands) if i != position for label in v.labels}
+        labels = tuple(label for label in value.labels if label in others or label in keep)
+        if labels == value.labels:
+            return value
+        return self.emit(Sum(self.fresh(), value.name, labels))
+
+    def pair(self, a: _Value, b: _Value, needed: set[str]) -> _Value:
+        shared = [label for label in a.labels if label in b.labels]
+        k = tuple(label for label in shared if label not in needed)
+        batch = tuple(label for label in shared if label in needed)
+        m = tuple(label for label in a.labels if label not in b.labels)
+        n = tuple(label for label in b.labels if label not in a.labels)
+        if not k:
+            return self.emit(Multiply(self.fresh(), a.name, b.name, batch + m + n))
+        if self.use_dot(m, k, n):
+            if not m and n:
+                a, b, m, n = b, a, n, m
+            self.dotted.update(k)
+            return self.emit(Dot(self.fresh(), a.name, b.name, batch, m, k, n))
+        unrolled = tuple((label, extent) for label, extent in self.bound.static if label in k)
+        if not (self.compiled and self.bound.device_type == "cuda"):
+            unrolled = ()
+        self.unrolled.update(unrolled)
+        if unrolled:
+            self.decide(
+                f"sum over {', '.join(label for label, _ in unrolled)}",
+                "unrolled",
+                "without a dot, a short in-group sum is faster as straight-line code than as a reduction loop",
+            )
+        return self.emit(Multiply(self.fresh(), a.name, b.name, batch + m + n, k, unrolled))
+
+    def use_dot(self, m: Labels, k: Labels, n: Labels) -> bool:
+        dtype = self.bound.dtype
+        if not self.compiled:
+            # Without m and n a batched product would call the library once per scalar.
+            return dtype.is_floating_point and bool(m or n)
+        if self.bound.device_type != "cuda":
+            return bool(m and n)
+        extents = [math.prod(self.sizes[label] for label in labels) for labels in (m, k, n)]
+        fits = bool(m and n) and min(extents) > 1
+        halves = dtype in (torch.float16, torch.bfloat16, torch.float32)
+        what = f"{','.join(k)}: m = {','.join(m) or '1'}, n = {','.join(n) or '1'}"
+        if fits and halves:
+            self.decide("dot over " + what, "tl.dot", "m, k and n all exceed 1")
+            return True
+        reason = "m, k or n is 1" if not fits else f"tl.dot takes no {str(dtype).removeprefix('torch.')}"
+        self.decide("dot over " + what, "products and a sum", reason)
+        return False
+
+    def scale(self, value: _Value | None) -> _Value | None:
+        number = self.number()
+        if value is None or number == 1:
+            return value
+        return self.emit(Scale(self.fresh(), value.name, value.labels, number))
+
+    # Sparse product: a library call on the CPU.
+
+    def sparse_product(self) -> Combine | None:
+        """`Out[Row[e],n] += Val[e] * B[Col[e],n]` is torch's CSR product."""
+        if self.compiled or self.bound.device_type != "cpu" or self.bound.dtype not in (torch.float32, torch.float64):
+            return None
+        if not torch.backends.mkl.is_available():
+            return None
+        found = find_sparse_product(self.bound)
+        if found is None:
+            return None
+        dense, axis, row_axis, entries = found
+        output = self.statement.output
+        others = [access for access in self.statement.reads if access is not dense]
+        value = self.contract([self.load(access) for access in others], entries)
+        if value is not None:
+            value = self.scale(value)
+        elif self.number() != 1:
+            return None
+        labels = tuple(s.plain for i, s in enumerate(output.subscripts) if i != row_axis and s.plain is not None)
+        row, col = output.subscripts[row_axis], dense.subscripts[axis]
+        result = self.emit(
+            SparseProduct(self.fresh(), value.name if value else None, row, col, entries, dense, axis, labels)
+        )
+        self.decide("library", "CSR product", "one sparse matrix times one dense one; the library needs no [entries, n] tensor")
+        return Combine(result.name, "rows", (row_axis,))
+
+    # Extrema: the whole index space is formed, then reduced.
+
+    def extremum(self) -> Combine:
+        value: _Value | None = None
+        for access in self.statement.reads:
+            loaded = self.load(access)
+            if value is None:
+                value = loaded
+                continue
+            labels = value.labels + tuple(label for label in loaded.labels if label not in value.labels)
+            value = self.emit(Multiply(self.fresh(), value.name, loaded.name, labels))
+        value = self.scale(value)
+        guards = tuple(access for access in self.statement.reads if self.masked(access))
+        combine = self.combination(value)
+        return Combine(combine.value, combine.mode, combine.scattered, guards)
+
+    def masked(self, access: Access) -> bool:
+        return any(True for _ in access.nested())
+
+    def combination(self, value: _Value | None) -> Combine:
+        scattered = scattered_axes(self.statement.output)
+        name = value.name if value is not None else None
+        if not scattered:
+            return Combine(name, "direct", ())
+        reason = "several terms may meet in one cell"
+        if self.options.deterministic:
+            reason += "; in a fixed order, so that every run gives the same bits"
+        self.decide("combine", "scatter", reason)
+        return Combine(name, "scatter", scattered)
+
+    # Eager execution in pieces.
+
+    def choose_chunk(self) -> None:
+        """Pick the index along which eager execution is cut, so that gathered tensors stay in the cache."""
+        if self.compiled or self.bound.device_type != "cpu":
+            return
+        gathered = [step for step in self.steps if isinstance(step, Load) and step.gather]
+        candidates = [label for step in gathered for label in step.labels if self.sliceable(label)]
+        if not candidates:
+            return
+        best = max(dict.fromkeys(candidates), key=lambda label: (self.reach(label, gathered), self.sizes[label]))
+        self.chunk = best
+        self.decide("pieces", f"along {best}", "gathered tensors stay in the cache instead of passing through memory")
+
+    def reach(self, label: str, gathered: Sequence[Load]) -> int:
+        return sum(math.prod(self.sizes[x] for x in step.labels) for step in gathered if label in step.labels)
+
+    def sliceable(self, label: str) -> bool:
+        """Whether cutting every axis that `label` indexes, and nothing else, restricts the statement to a range of it."""
+        for access in self.statement.accesses():
+            addressed = scattered_axes(access)
+            for axis, subscript in enumerate(access.subscripts):
+                if subscript.plain == label:
+                    if axis in addressed:
+                        return False
+                elif any(isinstance(t.atom, Index) and t.atom.name == label for t in subscript.terms):
+                    return False
+        return any(self.bound.layout.plain[self.bound.layout.indices.index(label)])
+
+    def roles(self, combine: Combine) -> tuple[Role, ...]:
+        written = {index.name for index in self.statement.output.indices()}
+        roles: list[Role] = []
+        for index in self.bound.layout.indices:
+            if index in self.unrolled:
+                roles.append(Role(index, "unrolled", f"{self.unrolled[index]} terms"))
+            elif index in self.dotted:
+                roles.append(Role(index, "tiled", "summed by the dot"))
+            elif index in written:
+                roles.append(Role(index, "parallel", "written"))
+            else:
+                roles.append(Role(index, "sequential", "summed"))
+        return tuple(roles)
+
+
+def scattered_axes(access: Access) -> tuple[int, ...]:
+    """Axes whose cells are addressed by value rather than by an index of their own."""
+    complex_labels = [i.name for s in access.subscripts if s.plain is None for i in s.indices()]
+    plain = [s.plain for s in access.subscripts]
+    return tuple(
+        axis
+        for axis, name in enumerate(plain)
+        if name is None or plain.count(name) > 1 or name in complex_labels
+    )
+
+
+def find_sparse_product(bound: Bound) -> tuple[Access, int, int, Labels] | None:
+    """The dense factor, its selected axis, the output's row axis and the entries' labels; `None` if it is no such product."""
+    statement = bound.statement
+    rows = [axis for axis, s in enumerate(statement.output.subscripts) if s.indirect is not None]
+    for dense in statement.reads:
+        picked = [axis for axis, s in enumerate(dense.subscripts) if s.indirect is not None]
+        if len(picked) > 1 or any(s.plain is None and s.indirect is None for s in dense.subscripts):
+            continue
+        for axis in picked or range(len(dense.subscripts)):
+            for row_axis in rows or range(len(statement.output.subscripts)):
+                entries = _sparse_entries(bound, dense, axis, row_axis)
+                if entries is not None:
+                    return dense, axis, row_axis, entries
+    return None
+
+
+def _sparse_entries(bound: Bound, dense: Access, axis: int, row_axis: int) -> Labels | None:
+    statement = bound.statement
+    output = statement.output
+    row, col = output.subscripts[row_axis], dense.subscripts[axis]
+    if row.indirect is None and col.indirect is None:
+        return None
+    free = [s.plain for i, s in enumerate(dense.subscripts) if i != axis]
+    written = [s.plain for i, s in enumerate(output.subscripts) if i != row_axis]
+    if not free or None in free or len(set(free)) != len(free) or sorted(map(str, free)) != sorted(map(str, written)):
+        return None
+    entries = tuple(dict.fromkeys(i.name for s in (row, col) for i in s.indices()))
+    if set(entries) & set(free) or set(entries) | set(free) != set(statement.indices()):
+        return None
+    if any(set(_ordered(a)) & set(free) for a in statement.reads if a is not dense):
+        return None
+    if not _simple(row) or not _simple(col):
+        return None
+    # A gather without any sum is no matrix product.
+    if row.indirect is None and len(entries) == 1:
+        return None
+    return entries
+
+
+def _simple(subscript: Subscript) -> bool:
+    """A plain index, or an index tensor read at different plain indices."""
+    return subscript.plain is not None or (subscript.indirect is not None and _is_view(subscript.indirect))
+
+
+def make_plan(bound: Bound, sizes: Mapping[str, int], options: Options, *, compiled: bool) -> Plan:
+    """Plan a bound statement.
+
+    Args:
+        bound: what is known of the statement and its tensors.
+        sizes: extents of the first call; they steer the order of products, never the result.
+        options: compile options.
+        compiled: for a compiler that fuses (Inductor), rather than for torch's library calls.
+
+    Returns:
+        A verified plan.
+    """
+    return _Planner(bound, sizes, options, compiled).plan()

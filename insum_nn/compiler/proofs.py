@@ -1,0 +1,312 @@
+"""Proofs about the values of index tensors: read once per tensor and version, then remembered.
+
+A value check reads the device, so it must not happen at every call. What was read (smallest and largest
+entry, whether ascending) is kept for as long as the tensor lives and is not modified. Builders of formats
+hand over facts they guarantee, and nothing is read at all.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+
+import torch
+from torch import Tensor
+from torch.utils.weak import WeakTensorKeyDictionary
+
+from insum_nn.compiler.ast import Access, Index, Statement, Subscript
+from insum_nn.compiler.bind import Extents, interval, layout_of
+from insum_nn.errors import InsumBackendError, InsumError, InsumRangeError, Span, raise_collected
+from insum_nn.facts import UNKNOWN, IndexFacts
+
+__all__ = ["prove", "stats_of"]
+
+
+@dataclass(frozen=True, slots=True)
+class Stats:
+    """What was read from an index tensor at one version of it."""
+
+    version: int
+    smallest: int
+    largest: int
+    ascending: bool
+
+
+_known: WeakTensorKeyDictionary = WeakTensorKeyDictionary()
+
+
+def stats_of(tensor: Tensor, *, again: bool = False) -> Stats:
+    """Smallest and largest entry, and whether ascending; remembered per tensor and version.
+
+    Raises:
+        InsumBackendError: the device cannot be read because a CUDA graph is being captured.
+    """
+    # Inference tensors track no version, so what was read of them may go stale: never remember it.
+    version = None if tensor.is_inference() else tensor._version
+    known = _known.get(tensor)
+    if known is not None and version is not None and known.version == version and not again:
+        return known
+    if tensor.numel() == 0:
+        return Stats(version or 0, 0, -1, True)
+    if tensor.is_cuda and torch.cuda.is_current_stream_capturing():
+        raise InsumBackendError(
+            "an index tensor's values are not proven yet, and cannot be read while a CUDA graph is captured",
+            fix="run the program once on these tensors before capturing.",
+        )
+    flat = tensor.detach().reshape(-1)
+    low, high = flat.aminmax()
+    ascending = (flat[1:] >= flat[:-1]).all().to(flat.dtype)
+    smallest, largest, sorted_ = torch.stack([low, high, ascending]).tolist()
+    stats = Stats(version or 0, smallest, largest, bool(sorted_))
+    if version is not None:
+        _known[tensor] = stats
+    return stats
+
+
+def prove(
+    statement: Statement,
+    tensors: Sequence[Tensor],
+    extents: Extents,
+    facts: Mapping[str, IndexFacts],
+    *,
+    drop_outside: bool = False,
+    validate: bool = False,
+) -> dict[str, IndexFacts]:
+    """Check every index value that a call would use, and complete the facts.
+
+    Args:
+        statement: the statement.
+        tensors: the tensors read, in the layout's order.
+        extents: the call's sizes.
+        facts: facts that a builder guarantees, by name; believed unless `validate`.
+        drop_outside: writes outside the output are dropped, not refused.
+        validate: read everything again, the builder's facts included.
+
+    Returns:
+        Facts of every index tensor, with `masked` and `proven` decided.
+
+    Raises:
+        InsumRangeError: an entry points outside, with the first such entries named.
+    """
+    layout = layout_of(statement)
+    named = dict(zip(layout.tensors, tensors, strict=True))
+    given = {name: facts.get(name, UNKNOWN) for name in layout.tensors if name in layout.index_tensors}
+    if validate:
+        _check_claims(statement, named, given)
+        given = {name: replace(f, proven=False, masked=None) for name, f in given.items()}
+    if all(f.proven and f.masked is not None for f in given.values()) and not _composite_writes(statement):
+        return given
+    proven: dict[str, IndexFacts] = {}
+    for name, known in given.items():
+        if known.proven and known.masked is not None:
+            proven[name] = known
+            continue
+        stats = stats_of(named[name], again=validate)
+        ascending = known.sorted or (stats.ascending and stats.smallest >= 0)
+        proven[name] = IndexFacts(ascending, known.unique, stats.smallest < 0, proven=True)
+    if 0 not in extents.indices:
+        _check_ranges(statement, named, extents, given, drop_outside=drop_outside, validate=validate)
+    return proven
+
+
+def _composite_writes(statement: Statement) -> bool:
+    return any(
+        subscript.indirect is None and any(True for _ in subscript.index_accesses())
+        for subscript in statement.output.subscripts
+    )
+
+
+def _check_ranges(
+    statement: Statement,
+    named: Mapping[str, Tensor],
+    extents: Extents,
+    given: Mapping[str, IndexFacts],
+    *,
+    drop_outside: bool,
+    validate: bool,
+) -> None:
+    layout = layout_of(statement)
+    sizes = dict(zip(layout.indices, extents.indices, strict=True))
+    faults: list[InsumError] = []
+    for access in statement.accesses():
+        is_output = access is statement.output
+        outer = is_output or access in statement.reads
+        shape = extents.output if is_output else named[access.name].shape
+        for axis, subscript in enumerate(access.subscripts):
+            inner = list(subscript.index_accesses())
+            if not inner:
+                continue
+            if all(given[a.name].proven for a in inner) and subscript.indirect is not None:
+                continue
+            stats = {a.name: stats_of(named[a.name]) for a in inner}
+            below = any(s.smallest < -1 for s in stats.values())
+            # A nested index tensor may point past the inner one: that reads "no entry".
+            bounded = outer and (subscript.indirect is not None or (is_output and not drop_outside))
+            low, high = _hull(subscript, sizes, stats)
+            beyond = bounded and (low < (-1 if subscript.indirect is not None else 0) or high >= shape[axis])
+            if below or beyond:
+                fault = _exact(statement, access, axis, subscript, shape[axis], named, sizes, bounded)
+                if fault is not None:
+                    faults.append(fault)
+    raise_collected(faults)
+
+
+def _hull(subscript: Subscript, sizes: Mapping[str, int], stats: Mapping[str, Stats]) -> tuple[int, int]:
+    low, high = interval(subscript, sizes)
+    plain = subscript.indirect is not None
+    for term in subscript.terms:
+        if isinstance(term.atom, Index):
+            continue
+        entry = stats[term.atom.name]
+        # Entries of -1 take no part in a sum.
+        smallest = entry.smallest if plain else max(entry.smallest, 0)
+        ends = (term.coefficient * smallest, term.coefficient * entry.largest)
+        low, high = low + min(ends), high + max(ends)
+    return low, high
+
+
+def _exact(
+    statement: Statement,
+    access: Access,
+    axis: int,
+    subscript: Subscript,
+    extent: int,
+    named: Mapping[str, Tensor],
+    sizes: Mapping[str, int],
+    bounded: bool,
+) -> InsumError | None:
+    """Evaluate the subscript everywhere; some entries of its index tensors may never be read."""
+    evaluator = _Evaluator(named, sizes)
+    values, valid, labels = evaluator.subscript(subscript)
+    for inner, entries, reached in evaluator.read:
+        bad = reached & (entries < -1)
+        if bool(bad.any()):
+            return _below(statement, inner, entries, bad)
+    if not bounded:
+        return None
+    bad = valid & ((values < 0) | (values >= extent))
+    if not bool(bad.any()):
+        return None
+    shown = values[valid]
+    count, total = int(bad.sum()), int(valid.sum())
+    first = ", ".join(f"{label} = {int(at)}" for label, at in zip(labels, bad.nonzero()[0], strict=True))
+    where = f"; first at {first}" if first else ""
+    smallest, largest = int(shown.min()), int(shown.max())
+    what = "writes" if access is statement.output else "points"
+    name = subscript.indirect.name if subscript.indirect is not None else str(subscript)
+    kind = "index tensor" if subscript.indirect is not None else "the subscript"
+    needed = (
+        f"allocate {access.name} with at least {largest + 1} rows"
+        if axis == 0
+        else f"give {access.name} at least {largest + 1} entries along axis {axis}"
+    )
+    return InsumRangeError(
+        f"{kind} '{name}' {what} outside axis {axis} of '{access.name}'",
+        expression=statement.text,
+        spans=[subscript.span],
+        details=[
+            f"expected 0 <= {subscript} < {extent}; got minimum {smallest}, maximum {largest} "
+            f"({count} of {total} entr{'y' if total == 1 else 'ies'}{where})"
+        ],
+        fix=f"{needed}, or drop those entries. Negative values do not wrap; -1 means no entry.",
+        tensor=name,
+        expected=extent,
+        got=(smallest, largest),
+    )
+
+
+def _below(statement: Statement, inner: Access, entries: Tensor, bad: Tensor) -> InsumError:
+    value = int(entries[bad][0])
+    return InsumRangeError(
+        f"index tensor '{inner.name}' holds {value}",
+        expression=statement.text,
+        spans=[inner.span],
+        details=[f"expected entries >= -1; got minimum {int(entries.min())} ({int(bad.sum())} entries below -1)"],
+        fix="negative values do not wrap; -1 means no entry.",
+        tensor=inner.name,
+        got=value,
+    )
+
+
+class _Evaluator:
+    """Evaluates subscripts as whole tensors; remembers every entry it read."""
+
+    def __init__(self, named: Mapping[str, Tensor], sizes: Mapping[str, int]) -> None:
+        self.named = named
+        self.sizes = sizes
+        self.device = next(iter(named.values())).device
+        self.read: list[tuple[Access, Tensor, Tensor]] = []
+
+    def subscript(self, subscript: Subscript) -> tuple[Tensor, Tensor, tuple[str, ...]]:
+        labels = tuple(dict.fromkeys(index.name for index in subscript.indices()))
+        shape = [self.sizes[label] for label in labels]
+        total = torch.full(shape, subscript.offset, dtype=torch.int64, device=self.device)
+        valid = torch.ones(shape, dtype=torch.bool, device=self.device)
+        for term in subscript.terms:
+            if isinstance(term.atom, Index):
+                view = [-1 if label == term.atom.name else 1 for label in labels]
+                values = torch.arange(self.sizes[term.atom.name], device=self.device).view(view)
+            else:
+                values, present, inner = self.entry(term.atom)
+                values, present = _align(values, inner, labels), _align(present, inner, labels)
+                valid = valid & present
+            total = total + term.coefficient * values
+        return total, valid, labels
+
+    def entry(self, access: Access) -> tuple[Tensor, Tensor, tuple[str, ...]]:
+        labels = tuple(dict.fromkeys(index.name for index in access.indices()))
+        shape = [self.sizes[label] for label in labels]
+        tensor = self.named[access.name].detach()
+        flat = torch.zeros(shape, dtype=torch.int64, device=self.device)
+        valid = torch.ones(shape, dtype=torch.bool, device=self.device)
+        for subscript, extent in zip(access.subscripts, tensor.shape, strict=True):
+            at, present, inner = self.subscript(subscript)
+            inside = present & (at >= 0) & (at < extent)
+            valid = valid & _align(inside, inner, labels)
+            flat = flat * extent + _align(at.clamp(0, max(extent - 1, 0)), inner, labels)
+        if tensor.numel() == 0:
+            entries = torch.full(shape, -1, dtype=torch.int64, device=self.device)
+        else:
+            entries = tensor.reshape(-1)[flat].long()
+        self.read.append((access, entries, valid))
+        return entries, valid & (entries != -1), labels
+
+
+def _align(tensor: Tensor, labels: Sequence[str], wanted: Sequence[str]) -> Tensor:
+    """Permute to the order of `wanted`, with axes of length 1 where a label is missing."""
+    order = [labels.index(label) for label in wanted if label in labels]
+    shape = [tensor.shape[labels.index(label)] if label in labels else 1 for label in wanted]
+    return tensor.permute(order).reshape(shape)
+
+
+def _check_claims(statement: Statement, named: Mapping[str, Tensor], facts: Mapping[str, IndexFacts]) -> None:
+    """Prove what the builders claim."""
+    faults: list[InsumError] = []
+    for name, claim in facts.items():
+        flat = named[name].detach().reshape(-1)
+        entries = flat[flat != -1]
+        broken: list[str] = []
+        if claim.masked is False and len(entries) != len(flat):
+            broken.append(f"masked=False, but {len(flat) - len(entries)} entries are -1")
+        if claim.sorted and len(entries) > 1:
+            down = (entries[1:] < entries[:-1]).nonzero()
+            if len(down):
+                broken.append(f"sorted, but entry {int(down[0]) + 1} is smaller than the one before")
+        if claim.unique:
+            values, counts = entries.unique(return_counts=True)
+            twice = values[counts > 1]
+            if len(twice):
+                broken.append(f"unique, but {int(twice[0])} stands more than once")
+        if broken:
+            spans: list[Span] = [a.name_span for a in statement.accesses() if a.name == name]
+            faults.append(
+                InsumRangeError(
+                    f"index tensor '{name}' breaks a fact claimed of it",
+                    expression=statement.text,
+                    spans=spans,
+                    details=[f"claimed {line}" for line in broken],
+                    fix="build it anew with a format's builder, or drop the claim.",
+                    tensor=name,
+                )
+            )
+    raise_collected(faults)

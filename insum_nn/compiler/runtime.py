@@ -1,0 +1,153 @@
+"""Library calls that eager programs are made of, beyond what torch offers by itself."""
+
+from __future__ import annotations
+
+import functools
+import warnings
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+from torch.utils.weak import WeakTensorKeyDictionary
+
+__all__ = ["clear_structures", "csr_product"]
+
+
+@dataclass(frozen=True, slots=True)
+class _Structure:
+    """A sparse matrix's row pointers and columns, and where its entries stand among the given ones."""
+
+    crow: Tensor
+    col: Tensor
+    select: Tensor | None
+
+
+# Sorting the entries by row costs more than the product; a training loop multiplies by the same
+# structure again and again. Kept for as long as both index tensors live and are not modified.
+_structures: WeakTensorKeyDictionary = WeakTensorKeyDictionary()
+
+
+def clear_structures() -> None:
+    """Forget every remembered sparse structure."""
+    _structures.clear()
+
+
+def csr_product(
+    value: Tensor | None,
+    row: Tensor | None,
+    row_axes: tuple[int, ...],
+    col: Tensor | None,
+    col_axes: tuple[int, ...],
+    shape: Sequence[int],
+    dense: Tensor,
+    num_rows: int,
+    masked: bool,
+) -> Tensor:
+    """`out[row[e],:] += value[e] * dense[col[e],:]` over a grid of entries `e`, by torch's CSR product.
+
+    Args:
+        value: entries' values over the whole grid, or `None` for ones.
+        row: an entry's row over the grid axes `row_axes`; `None`: the position along that one axis.
+        row_axes: grid axes of `row`.
+        col: an entry's column over `col_axes`; `None`: the position along that one axis.
+        col_axes: grid axes of `col`.
+        shape: the grid of entries.
+        dense: `(k, n)`.
+        num_rows: rows of the result.
+        masked: some index may be -1; such entries take no part.
+
+    Returns:
+        `(num_rows, n)`, contiguous.
+    """
+    structure = _remembered(row, row_axes, col, col_axes, tuple(shape), num_rows, masked)
+    count = structure.col.numel()
+    if value is None:
+        values = dense.new_ones(count)
+    else:
+        flat = value.reshape(-1)
+        values = flat if structure.select is None else flat[structure.select]
+    if count == 0 or dense.numel() == 0:
+        return dense.new_zeros(num_rows, dense.shape[1])
+    _silence_beta_warning()
+    matrix = torch.sparse_csr_tensor(
+        structure.crow, structure.col, values, (num_rows, dense.shape[0]), check_invariants=False
+    )
+    return torch.mm(matrix, dense.contiguous())
+
+
+@functools.cache
+def _silence_beta_warning() -> None:
+    """torch warns once per process that CSR support is in beta; take that warning here, out of the user's sight."""
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        index = torch.zeros(1, dtype=torch.int64)
+        torch.sparse_csr_tensor(torch.tensor([0, 0]), index[:0], torch.ones(0), (1, 1))
+
+
+def _version(tensor: Tensor | None) -> int | None:
+    return None if tensor is None or tensor.is_inference() else tensor._version
+
+
+def _remembered(
+    row: Tensor | None,
+    row_axes: tuple[int, ...],
+    col: Tensor | None,
+    col_axes: tuple[int, ...],
+    shape: tuple[int, ...],
+    num_rows: int,
+    masked: bool,
+) -> _Structure:
+    first = row if row is not None else col
+    second = col if row is not None and col is not None else first
+    if first is None or second is None or first.is_inference() or second.is_inference():
+        return _build(row, row_axes, col, col_axes, shape, num_rows, masked)
+    inner = _structures.get(first)
+    if inner is None:
+        inner = _structures[first] = WeakTensorKeyDictionary()
+    known: dict[tuple[object, ...], _Structure] = inner.setdefault(second, {})
+    key = (row_axes, col_axes, shape, num_rows, masked, row is None, col is None, _version(row), _version(col))
+    structure = known.get(key)
+    if structure is None:
+        if len(known) >= 4:
+            known.clear()
+        structure = known[key] = _build(row, row_axes, col, col_axes, shape, num_rows, masked)
+    return structure
+
+
+def _over_grid(index: Tensor | None, axes: tuple[int, ...], shape: tuple[int, ...], device: torch.device) -> Tensor:
+    """The index of every entry of the grid, flattened."""
+    if index is None:
+        index = torch.arange(shape[axes[0]], device=device)
+    order = sorted(range(len(axes)), key=lambda i: axes[i])
+    view = [1] * len(shape)
+    for axis in axes:
+        view[axis] = shape[axis]
+    return index.permute(order).reshape(view).expand(shape).reshape(-1)
+
+
+def _build(
+    row: Tensor | None,
+    row_axes: tuple[int, ...],
+    col: Tensor | None,
+    col_axes: tuple[int, ...],
+    shape: tuple[int, ...],
+    num_rows: int,
+    masked: bool,
+) -> _Structure:
+    device = next(t.device for t in (row, col) if t is not None)
+    rows = _over_grid(row, row_axes, shape, device)
+    cols = _over_grid(col, col_axes, shape, device)
+    select: Tensor | None = None
+    if masked:
+        keep = (rows >= 0) & (cols >= 0)
+        if not bool(keep.all()):
+            select = keep.nonzero().squeeze(1)
+            rows, cols = rows[select], cols[select]
+    if not bool((rows[1:] >= rows[:-1]).all()):
+        rows, order = rows.sort(stable=True)
+        cols = cols[order]
+        select = order if select is None else select[order]
+    bounds = torch.arange(num_rows + 1, device=device, dtype=rows.dtype)
+    crow = torch.searchsorted(rows.contiguous(), bounds).to(torch.int64)
+    return _Structure(crow, cols.to(torch.int64).contiguous(), select)

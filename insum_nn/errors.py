@@ -1,0 +1,198 @@
+"""Errors that name the user's own symbols, and the text spans they point at.
+
+Every message has the same parts, in this order: what is wrong, the expression with
+carets under each guilty token, facts (expected, got, inferred so far), and one fix.
+"""
+
+from __future__ import annotations
+
+import unicodedata
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+
+__all__ = [
+    "InsumAliasError",
+    "InsumBackendError",
+    "InsumDeviceError",
+    "InsumDtypeError",
+    "InsumError",
+    "InsumFormatError",
+    "InsumNameError",
+    "InsumOverflowError",
+    "InsumRangeError",
+    "InsumShapeError",
+    "InsumSyntaxError",
+    "MissingExtraError",
+    "Span",
+    "caret_lines",
+    "raise_collected",
+]
+
+
+@dataclass(frozen=True, slots=True, order=True)
+class Span:
+    """A half-open range of characters, `text[start:stop]`, of one expression."""
+
+    start: int
+    stop: int
+
+    def merge(self, other: Span) -> Span:
+        return Span(min(self.start, other.start), max(self.stop, other.stop))
+
+
+class InsumError(Exception):
+    """Base of all errors of this package.
+
+    Attributes:
+        message: the first line, without decoration.
+        expression: the expression text the spans refer to, or `None`.
+        spans: the guilty tokens of `expression`.
+        details: lines of facts (expected, got, inferred).
+        fix: one imperative sentence.
+        fields: the facts as values, by name (`index`, `tensor`, `expected`, `got`, ...).
+    """
+
+    def __init__(
+        self,
+        message: str,
+        *,
+        expression: str | None = None,
+        spans: Sequence[Span] = (),
+        details: Sequence[str] = (),
+        fix: str | None = None,
+        **fields: object,
+    ) -> None:
+        self.message = message
+        self.expression = expression
+        self.spans = tuple(spans)
+        self.details = tuple(details)
+        self.fix = fix
+        self.fields = fields
+        self.others: tuple[InsumError, ...] = ()
+        super().__init__(self._render())
+
+    def _render(self) -> str:
+        lines = [self.message]
+        if self.expression is not None:
+            lines += caret_lines(self.expression, self.spans)
+        lines += [f"  {line}" for line in self.details]
+        if self.fix is not None:
+            lines.append(f"  fix: {self.fix}")
+        return "\n".join(lines)
+
+    def __str__(self) -> str:
+        # SyntaxError, NameError and others format themselves from attributes of their own.
+        return "\n".join([self._render(), *(f"also, {type(o).__name__}: {o._render()}" for o in self.others)])
+
+    def __reduce__(self) -> tuple[object, ...]:
+        # Keyword arguments do not survive Exception's default pickling, which
+        # multiprocessing relies on to carry an error back to its parent.
+        state = (type(self), self.message, self.expression, self.spans, self.details, self.fix, self.fields, self.others)
+        return (_rebuild, state)
+
+
+def _rebuild(
+    cls: type[InsumError],
+    message: str,
+    expression: str | None,
+    spans: tuple[Span, ...],
+    details: tuple[str, ...],
+    fix: str | None,
+    fields: dict[str, object],
+    others: tuple[InsumError, ...],
+) -> InsumError:
+    error = cls(message, expression=expression, spans=spans, details=details, fix=fix, **fields)
+    error.others = others
+    return error
+
+
+def raise_collected(faults: Sequence[InsumError]) -> None:
+    """Raise the first fault, carrying the others in its `others` and in its text; do nothing without faults."""
+    if faults:
+        first = faults[0]
+        first.others = tuple(faults[1:])
+        raise first
+
+
+class InsumSyntaxError(InsumError, SyntaxError):
+    """The text is not a statement of the language."""
+
+
+class InsumNameError(InsumError, NameError, ValueError):
+    """A tensor or an index is unknown, unused, unbound or misused by name."""
+
+
+class InsumShapeError(InsumError, ValueError):
+    """Ranks or extents disagree, or cannot be inferred."""
+
+
+class InsumDtypeError(InsumError, TypeError):
+    """A tensor's dtype does not fit its use."""
+
+
+class InsumDeviceError(InsumError, RuntimeError):
+    """Tensors of one statement live on different devices, or on an unusable one."""
+
+
+class InsumRangeError(InsumError, IndexError):
+    """An index value points outside a tensor."""
+
+
+class InsumAliasError(InsumError, ValueError):
+    """A statement reads the tensor that it writes."""
+
+
+class InsumOverflowError(InsumError, OverflowError):
+    """An extent or a coefficient does not fit the integer type that carries it."""
+
+
+class InsumFormatError(InsumError, ValueError):
+    """A sparse format breaks one of its laws."""
+
+
+class InsumBackendError(InsumError, RuntimeError):
+    """A back end that was asked for by name cannot run the statement."""
+
+
+class MissingExtraError(InsumError, ImportError):
+    """An optional dependency is missing; the message names the extra that brings it."""
+
+
+def _width(text: str) -> int:
+    """Terminal cells of `text`: wide East Asian letters take two, combining marks none."""
+    cells = 0
+    for character in text:
+        if unicodedata.combining(character):
+            continue
+        cells += 2 if unicodedata.east_asian_width(character) in "WF" else 1
+    return cells
+
+
+def caret_lines(expression: str, spans: Iterable[Span], *, indent: int = 2, window: int = 160) -> list[str]:
+    """The expression and, under it, a line of carets below each span.
+
+    A long expression is cut to `window` characters around the first span. Line breaks and
+    control characters are shown as spaces so that carets stay under their tokens.
+    """
+    shown = "".join(c if c.isprintable() else " " for c in expression)
+    ordered = sorted(spans)
+    start = 0
+    if len(shown) > window:
+        start = max(0, min((ordered[0].start if ordered else 0) - window // 3, len(shown) - window))
+    stop = min(len(shown), start + window)
+    prefix = "..." if start else ""
+    suffix = "..." if stop < len(shown) else ""
+    pad = " " * indent
+    lines = [f"{pad}{prefix}{shown[start:stop]}{suffix}"]
+    marks = ""
+    for span in ordered:
+        lo, hi = max(span.start, start), min(max(span.stop, span.start + 1), stop + 1)
+        if hi <= lo:
+            continue
+        column = len(prefix) + _width(shown[start:lo])
+        if column < len(marks):
+            continue
+        marks += " " * (column - len(marks)) + "^" * max(1, _width(shown[lo:hi]))
+    if marks:
+        lines.append(pad + marks)
+    return lines

@@ -1,0 +1,129 @@
+"""Arguments of builders: shapes, dtypes, dimensions and masks, checked without reading an element."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+
+from insum_nn.errors import InsumDeviceError, InsumDtypeError, InsumOverflowError, InsumShapeError
+from insum_nn.formats.checks import INDEX_DTYPES
+
+__all__ = [
+    "check_block_shape",
+    "check_dims",
+    "check_mask",
+    "check_permutation",
+    "check_shape",
+    "choose_index_dtype",
+    "require_matrix",
+]
+
+_INT32_LIMIT = 1 << 31
+
+
+def check_shape(shape: Sequence[int] | None, owner: str) -> tuple[int, ...]:
+    """`shape` as a tuple of extents."""
+    if shape is None:
+        raise InsumShapeError(
+            f"{owner} needs the shape of the dense tensor", fix="pass shape=(m, k); indices alone do not tell it."
+        )
+    extents = tuple(int(extent) for extent in shape)
+    if not extents or any(extent < 0 for extent in extents):
+        raise InsumShapeError(
+            f"{owner} got the shape {extents}",
+            details=["expected one or more extents of at least 0"],
+            fix="pass the extents of the dense tensor.",
+            got=extents,
+        )
+    return extents
+
+
+def choose_index_dtype(extents: Sequence[int], index_dtype: torch.dtype | None) -> torch.dtype:
+    """The caller's choice, or int32 wherever every index fits."""
+    fits = max(extents, default=0) <= _INT32_LIMIT - 1
+    if index_dtype is None:
+        return torch.int32 if fits else torch.int64
+    if index_dtype not in INDEX_DTYPES:
+        raise InsumDtypeError(
+            f"index_dtype must be torch.int32 or torch.int64, got {index_dtype}",
+            fix="leave index_dtype out to get int32 wherever the shape allows it.",
+            got=index_dtype,
+        )
+    if index_dtype == torch.int32 and not fits:
+        raise InsumOverflowError(
+            f"an extent of {max(extents)} does not fit index_dtype=torch.int32",
+            details=[f"extents: {tuple(extents)}; int32 reaches {_INT32_LIMIT - 1}"],
+            fix="pass index_dtype=torch.int64, or leave it out.",
+            extents=tuple(extents),
+        )
+    return index_dtype
+
+
+def check_mask(mask: Tensor, dense: Tensor, *shapes: tuple[int, ...]) -> Tensor:
+    """`mask` if it is a bool tensor of one of `shapes` on the device of `dense`."""
+    if mask.dtype != torch.bool:
+        raise InsumDtypeError(f"mask must be bool, got {mask.dtype}", fix="pass mask != 0.", got=mask.dtype)
+    if tuple(mask.shape) not in shapes:
+        raise InsumShapeError(
+            "mask does not fit the dense tensor",
+            details=[f"expected {' or '.join(map(str, shapes))}; got {tuple(mask.shape)}"],
+            fix="pass a mask with one element per element of the dense tensor.",
+            expected=shapes,
+            got=tuple(mask.shape),
+        )
+    if mask.device != dense.device:
+        raise InsumDeviceError(
+            f"mask is on {mask.device}, the dense tensor on {dense.device}", fix=f"pass mask.to('{dense.device}')."
+        )
+    return mask
+
+
+def check_block_shape(block_shape: Sequence[int] | None) -> tuple[int, int]:
+    """`block_shape` as two positive extents."""
+    extents = () if block_shape is None else tuple(int(extent) for extent in block_shape)
+    if len(extents) != 2 or min(extents) < 1:
+        raise InsumShapeError(
+            f"block_shape must be two extents of at least 1, got {block_shape}",
+            fix="pass block_shape=(a, b), rows and columns of one block.",
+            got=block_shape,
+        )
+    return extents[0], extents[1]
+
+
+def check_dims(dims: Sequence[int], ndim: int, owner: str) -> tuple[int, ...]:
+    """`dims` counted from 0; negative ones count from the end."""
+    for dim in dims:
+        if not -ndim <= dim < ndim:
+            raise InsumShapeError(
+                f"{owner} got dimension {dim} of a tensor with {ndim}",
+                fix=f"pass a dimension from 0 to {ndim - 1}.",
+                got=dim,
+            )
+    return tuple(dim % ndim for dim in dims)
+
+
+def check_permutation(dims: Sequence[int] | None, ndim: int) -> tuple[int, ...]:
+    """`dims` as a permutation of all dimensions; the reversal for `None`."""
+    if dims is None:
+        return tuple(reversed(range(ndim)))
+    permutation = check_dims(dims, ndim, "transpose")
+    if sorted(permutation) != list(range(ndim)):
+        raise InsumShapeError(
+            f"transpose needs a permutation of {ndim} dimensions, got {tuple(dims)}",
+            fix="name every dimension once.",
+            got=tuple(dims),
+        )
+    return permutation
+
+
+def require_matrix(shape: Sequence[int], what: str) -> tuple[int, int]:
+    """`shape` if it has two dimensions."""
+    if len(shape) != 2:
+        raise InsumShapeError(
+            f"{what} needs a matrix, got shape {tuple(shape)}",
+            fix="reshape it to two dimensions, or use COO or GroupCOO and their `indices`.",
+            got=tuple(shape),
+        )
+    return shape[0], shape[1]

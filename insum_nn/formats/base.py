@@ -1,0 +1,367 @@
+"""The contract of every sparse format, and the laws that tests check."""
+
+from __future__ import annotations
+
+import dataclasses
+from abc import ABC, abstractmethod
+from collections.abc import Mapping, Sequence
+from typing import TYPE_CHECKING, Any, ClassVar, NamedTuple, Self, cast
+
+import torch
+from torch import Tensor
+
+from insum_nn.errors import InsumShapeError
+from insum_nn.facts import UNKNOWN, IndexFacts
+from insum_nn.formats import checks
+from insum_nn.formats.checks import Fault
+
+if TYPE_CHECKING:
+    from insum_nn.formats.coo import COO
+
+__all__ = ["IndexPart", "SparseFormat", "dim_field", "dim_name"]
+
+
+class IndexPart(NamedTuple):
+    """One index tensor of a format.
+
+    Attributes:
+        name: its name in expressions, `"Col"`.
+        field: where it is found on the format, `"col"`.
+        tensor: int32 or int64.
+        axes: a letter per axis, `"gq"`.
+        dim: the dimension of `grid_shape` that it selects along.
+    """
+
+    name: str
+    field: str
+    tensor: Tensor
+    axes: str
+    dim: int
+
+    @property
+    def padded(self) -> bool:
+        """Whether the format allows -1 ("unused slot") in it: it has an axis of slots."""
+        return "q" in self.axes
+
+
+class SparseFormat(ABC):
+    """A sparse tensor as dense tensors: indices, values, and facts about them.
+
+    A format holds tensors and laws, never an expression. Constructors store what they are given (after checks of
+    rank, length, dtype and device that read no element); `from_dense`, `from_coo`, `from_torch` and `from_scipy` do
+    the work and set the facts they guarantee; `validate` proves the facts.
+
+    Laws, for a format `F`, a dense tensor `d` and a format object `f`:
+
+        F.from_dense(d).to_dense() == d
+        F.from_coo(f).to_dense() == f.to_dense()                    whatever the format of f
+        f.transpose().to_dense() == f.to_dense().T
+        f.transpose().transpose().to_dense() == f.to_dense()
+        f.with_values(f.values) is f in everything but identity
+        f.entries() holds nnz entries, none of them padding
+        an unused slot has index -1 in every index tensor and value 0
+        d(f.to_dense()) / d(f.values) exists: every conversion is differentiable in the values
+
+    Attributes:
+        shape: extents of the tensor that is represented.
+        values: stored values; differentiable; 0 in unused slots.
+        index_facts: facts of each index tensor, in the order of `index_parts`; `()` when nothing is known.
+        coalesced: no entry stands twice and entries ascend, by the grouped dimension first.
+    """
+
+    shape: tuple[int, ...]
+    values: Tensor
+    index_facts: tuple[IndexFacts, ...]
+    coalesced: bool
+
+    value_axes: ClassVar[str]
+    """A letter per axis of `values`; letters are shared with the index tensors."""
+
+    # What a format defines.
+
+    @property
+    @abstractmethod
+    def index_parts(self) -> tuple[IndexPart, ...]:
+        """The index tensors with their names, in a fixed order."""
+
+    @abstractmethod
+    def _with_tensors(self, indices: Sequence[Tensor], values: Tensor) -> Self:
+        """This format with other index tensors, in the order of `index_parts`, and other values."""
+
+    @abstractmethod
+    def _ordered_indices(self) -> tuple[Tensor, ...]:
+        """Indices of the used slots, flattened, in the order of dimensions that `coalesced` speaks of."""
+
+    @abstractmethod
+    def entries(self) -> COO:
+        """The stored entries without padding, in stored order."""
+
+    @abstractmethod
+    def transpose(self) -> Self:
+        """The transpose in the same format, sorted anew; differentiable in the values."""
+
+    @property
+    @abstractmethod
+    def nnz(self) -> int:
+        """Stored entries without padding; explicit zeros count."""
+
+    # What every format inherits.
+
+    @property
+    def grid_shape(self) -> tuple[int, ...]:
+        """The extents that index tensors select along: `shape`, or the grid of blocks."""
+        return self.shape
+
+    @property
+    def ndim(self) -> int:
+        """The number of dimensions."""
+        return len(self.shape)
+
+    @property
+    def dtype(self) -> torch.dtype:
+        """The dtype of the values."""
+        return self.values.dtype
+
+    @property
+    def device(self) -> torch.device:
+        """Where every tensor lives."""
+        return self.values.device
+
+    @property
+    def index_dtype(self) -> torch.dtype:
+        """The dtype of the index tensors."""
+        return self.index_parts[0].tensor.dtype
+
+    @property
+    def requires_grad(self) -> bool:
+        """Whether the values take part in autograd."""
+        return self.values.requires_grad
+
+    @property
+    def num_rows(self) -> int:
+        """The extent of dimension 0."""
+        return self.shape[0]
+
+    @property
+    def num_cols(self) -> int:
+        """The extent of dimension 1; only for two dimensions and more."""
+        if self.ndim < 2:
+            raise InsumShapeError(
+                f"{type(self).__name__} of shape {self.shape} has no columns",
+                fix="read shape instead.",
+                shape=self.shape,
+            )
+        return self.shape[1]
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of all its tensors, unused slots included."""
+        tensors = [self.values, *(part.tensor for part in self.index_parts)]
+        return sum(tensor.numel() * tensor.element_size() for tensor in tensors)
+
+    @property
+    def facts(self) -> Mapping[str, IndexFacts]:
+        """Facts of each index tensor by its name in expressions."""
+        known = self.index_facts or (UNKNOWN,) * len(self.index_parts)
+        return {part.name: fact for part, fact in zip(self.index_parts, known, strict=True)}
+
+    @property
+    def tensors(self) -> Mapping[str, Tensor]:
+        """Every tensor by its name in expressions: the index tensors and `"Val"`."""
+        named = {part.name: part.tensor for part in self.index_parts}
+        return {**named, "Val": self.values}
+
+    def with_values(self, values: Tensor) -> Self:
+        """The same structure and facts with other values.
+
+        Args:
+            values: shape of `self.values`, on its device; any dtype; differentiable. The caller keeps 0 in unused
+                slots (`validate` proves it).
+
+        Returns:
+            A format that shares the index tensors.
+
+        Raises:
+            InsumShapeError: another shape.
+            InsumDeviceError: another device.
+        """
+        if values.shape != self.values.shape:
+            raise InsumShapeError(
+                f"values of {type(self).__name__}.with_values have another shape",
+                details=[f"expected {tuple(self.values.shape)}; got {tuple(values.shape)}"],
+                fix="pass one value per stored slot, unused slots included.",
+                expected=tuple(self.values.shape),
+                got=tuple(values.shape),
+            )
+        return self._replace(values=values)
+
+    def detach(self) -> Self:
+        """The same format with values cut from the autograd graph."""
+        return self._replace(values=self.values.detach())
+
+    def to(self, device: torch.device | str | None = None, dtype: torch.dtype | None = None) -> Self:
+        """Move every tensor to `device` and cast the values to `dtype`; indices keep their dtype."""
+        values = self.values.to(device=device, dtype=dtype)
+        return self._with_tensors([part.tensor.to(device=values.device) for part in self.index_parts], values)
+
+    def to_dense(self) -> Tensor:
+        """The dense tensor, `shape`; duplicates are summed (half types in float32), unused slots add nothing."""
+        return self.entries().to_dense()
+
+    def to_coo(self) -> COO:
+        """The stored entries as a coalesced `COO`: sorted, duplicates summed, explicit zeros kept."""
+        return self.entries().coalesce()
+
+    def to_torch(self, layout: torch.layout = torch.sparse_coo) -> Tensor:
+        """Return torch's own sparse tensor; see `COO.to_torch`."""
+        return self.to_coo().to_torch(layout)
+
+    def to_scipy(self) -> object:
+        """The stored entries as a `scipy.sparse.coo_array` on the CPU, cut from the autograd graph."""
+        return self.to_coo().to_scipy()
+
+    def validate(self) -> Self:
+        """Prove the laws and every claimed fact against the stored numbers; reads the device.
+
+        Returns:
+            `self`.
+
+        Raises:
+            InsumRangeError: only ranges are wrong.
+            InsumFormatError: anything else; the message lists all faults, the first bad entry of each.
+        """
+        title = f"{type(self).__name__} of shape {self.shape} breaks its laws"
+        checks.raise_faults(title, self._structure_faults(), by_kind=False)
+        checks.raise_faults(title, self._value_faults(), by_kind=False)
+        return self
+
+    def __repr__(self) -> str:
+        parts = [f"shape={self.shape}", *self._repr_parts()]
+        parts.append(f"dtype={str(self.dtype).removeprefix('torch.')}")
+        parts.append(f"device={self.device}")
+        if self.requires_grad:
+            parts.append("requires_grad=True")
+        return f"{type(self).__name__}({', '.join(parts)})"
+
+    # Pieces of the above.
+
+    def _repr_parts(self) -> list[str]:
+        return []
+
+    def _replace(self, **changes: object) -> Self:
+        # Every concrete format is a dataclass; this base is not, so that each lists its fields in its own order.
+        return cast("Self", dataclasses.replace(cast("Any", self), **changes))
+
+    def _store(self) -> None:
+        """Check what needs no element to be read; called by each `__post_init__`."""
+        object.__setattr__(self, "shape", tuple(int(extent) for extent in self.shape))
+        object.__setattr__(self, "index_facts", tuple(self.index_facts))
+        title = f"{type(self).__name__} of shape {self.shape} cannot hold these tensors"
+        checks.raise_faults(title, self._structure_faults(), by_kind=True)
+
+    def _fixed_extents(self) -> dict[str, int]:
+        """Extents of axis letters that the shape decides."""
+        return {}
+
+    def _shape_faults(self) -> list[Fault]:
+        faults: list[Fault] = []
+        if any(extent < 0 for extent in self.shape):
+            fix = "pass the extents of the dense tensor."
+            faults.append(Fault("shape", "shape", "extents of at least 0", str(self.shape), fix))
+        return faults
+
+    def _structure_faults(self) -> list[Fault]:
+        """Ranks, lengths, dtypes and devices."""
+        faults = self._shape_faults()
+        if faults:
+            return faults
+        extents = self._fixed_extents()
+        owner = dict.fromkeys(extents, "shape")
+        parts = self.index_parts
+        for part in parts:
+            faults += _tensor_faults(part.field, part.tensor, part.axes, extents, owner)
+        faults += _tensor_faults("values", self.values, self.value_axes, extents, owner)
+        if faults:
+            return faults
+        dtype, device = parts[0].tensor.dtype, self.values.device
+        for part in parts:
+            got = part.tensor.dtype
+            if got not in checks.INDEX_DTYPES:
+                fix = f"pass {part.field}.long()."
+                faults.append(Fault(part.field, "dtype", "int32 or int64", _short(got), fix))
+            elif got != dtype and dtype in checks.INDEX_DTYPES:
+                expected = f"{_short(dtype)} as in {parts[0].field}"
+                faults.append(Fault(part.field, "dtype", expected, _short(got), "give all index tensors one dtype."))
+            if part.tensor.device != device:
+                fix = "move every tensor to one device."
+                expected = f"device {device} of values"
+                faults.append(Fault(part.field, "device", expected, str(part.tensor.device), fix))
+        if len(self.index_facts) not in (0, len(parts)):
+            expected = f"{len(parts)} IndexFacts, or () for unknown"
+            got = f"{len(self.index_facts)}"
+            fields = ", ".join(part.field for part in parts)
+            faults.append(Fault("index_facts", "law", expected, got, f"give facts for {fields}, in this order."))
+        return faults
+
+    def _value_faults(self) -> list[Fault]:
+        """Ranges, claims and padding."""
+        found: list[Fault | None] = []
+        known = self.index_facts or (UNKNOWN,) * len(self.index_parts)
+        for part, facts in zip(self.index_parts, known, strict=True):
+            extent = self.grid_shape[part.dim]
+            found.append(checks.range_fault(part.field, part.axes, part.tensor, extent, padded=part.padded))
+            if facts.masked is False and part.padded:
+                found.append(checks.mask_claim_fault(part.field, part.tensor))
+            if facts.sorted:
+                found.append(checks.sorted_fault(part.field, part.tensor))
+            if facts.unique:
+                found.append(checks.unique_fault(part.field, part.tensor))
+        padded = [part for part in self.index_parts if part.padded]
+        if padded:
+            unused = padded[0].tensor == -1
+            for part in padded[1:]:
+                found.append(checks.unused_where_used_fault(part.field, part.tensor, padded[0].field, unused))
+            found.append(checks.unused_value_fault(self.values, unused))
+        if self.coalesced:
+            found.append(checks.ascending_fault(self._ordered_indices()))
+        return [fault for fault in found if fault is not None]
+
+
+def dim_name(dim: int, ndim: int) -> str:
+    """The name in expressions of the index tensor of dimension `dim`.
+
+    >>> dim_name(1, 2), dim_name(1, 3)
+    ('Col', 'Index1')
+    """
+    return ("Row", "Col")[dim] if ndim == 2 else f"Index{dim}"
+
+
+def dim_field(dim: int, ndim: int, otherwise: str) -> str:
+    """The attribute under which the index tensor of dimension `dim` is read: `row`, `col`, or `otherwise`."""
+    return ("row", "col")[dim] if ndim == 2 else otherwise
+
+
+def _tensor_faults(
+    field: str, tensor: object, axes: str, extents: dict[str, int], owner: dict[str, str]
+) -> list[Fault]:
+    """Faults of one tensor's type, rank and lengths; binds the letters it is the first to carry."""
+    letters = "(" + ", ".join(axes) + ("," if len(axes) == 1 else "") + ")"
+    if not isinstance(tensor, Tensor):
+        fix = f"pass {field} as a torch.Tensor."
+        return [Fault(field, "dtype", f"a tensor {letters}", type(tensor).__name__, fix)]
+    if tensor.ndim != len(axes):
+        fix = f"give {field} the axes {letters}."
+        return [Fault(field, "shape", f"{len(axes)} axes {letters}", f"shape {tuple(tensor.shape)}", fix)]
+    faults: list[Fault] = []
+    for letter, extent in zip(axes, tensor.shape, strict=True):
+        if letter not in extents:
+            extents[letter], owner[letter] = extent, field
+        elif extents[letter] != extent:
+            expected = f"{letters} with {letter} = {extents[letter]} as in {owner[letter]}"
+            fix = f"give {field} and {owner[letter]} the same extent of {letter}."
+            faults.append(Fault(field, "shape", expected, f"shape {tuple(tensor.shape)}", fix))
+    return faults
+
+
+def _short(dtype: torch.dtype) -> str:
+    return str(dtype).removeprefix("torch.")

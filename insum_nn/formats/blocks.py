@@ -1,0 +1,237 @@
+"""What formats of dense blocks share."""
+
+from __future__ import annotations
+
+from abc import abstractmethod
+from collections.abc import Sequence
+from typing import TYPE_CHECKING
+
+import torch
+from torch import Tensor
+
+from insum_nn.errors import InsumFormatError, InsumShapeError
+from insum_nn.facts import IndexFacts
+from insum_nn.formats import arguments, checks, convert
+from insum_nn.formats.base import SparseFormat
+from insum_nn.formats.convert import Blocks
+from insum_nn.formats.coo import COO, as_coo, scipy_tensors
+
+if TYPE_CHECKING:
+    from insum_nn.formats.block_coo import BlockCOO
+
+__all__ = [
+    "BlockFormat",
+    "blocks_from_dense",
+    "blocks_from_entries",
+    "blocks_from_scipy",
+    "blocks_from_torch",
+    "blocks_given",
+    "count_inside",
+    "merge_blocks",
+    "overhang",
+]
+
+
+class BlockFormat(SparseFormat):
+    """A matrix of dense blocks on a grid that covers it.
+
+    The shape need not be a multiple of the block: what an edge block holds beyond the shape is 0.
+
+    Attributes:
+        block_shape: rows and columns of one block.
+    """
+
+    block_shape: tuple[int, int]
+
+    @abstractmethod
+    def blocks(self) -> BlockCOO:
+        """The stored blocks without padding, in stored order."""
+
+    @property
+    def grid_shape(self) -> tuple[int, ...]:
+        """Rows and columns of the grid of blocks."""
+        return convert.block_grid(self.shape, self.block_shape)
+
+    @property
+    def ragged(self) -> bool:
+        """Whether edge blocks reach beyond the shape."""
+        return any(extent % block for extent, block in zip(self.shape, self.block_shape, strict=True))
+
+    def entries(self) -> COO:
+        """The scalars of every stored block inside `shape`, block after block, zeros included."""
+        own = self.blocks()
+        indices, values = convert.expand_blocks(own.row, own.col, own.values, self.shape)
+        proven = bool(own.index_facts) and all(facts.proven for facts in own.index_facts)
+        facts = IndexFacts(masked=False, proven=proven)
+        return COO(self.shape, tuple(index.to(self.index_dtype) for index in indices), values, (facts, facts))
+
+    def to_dense(self) -> Tensor:
+        """The dense matrix; duplicate blocks are summed (half types in float32)."""
+        own = self.blocks()
+        (a, b), (rows, cols) = self.block_shape, convert.block_grid(self.shape, self.block_shape)
+        slots = own.row.long() * cols + own.col
+        # Coalesced blocks land in cells of their own: a copy, exact and deterministic.
+        place = convert.scatter_rows if own.coalesced else convert.sum_rows
+        tiles = place(own.values, slots, rows * cols).reshape(rows, cols, a, b)
+        return tiles.transpose(1, 2).reshape(rows * a, cols * b)[: self.shape[0], : self.shape[1]]
+
+    def to_torch(self, layout: torch.layout = torch.sparse_bsr) -> Tensor:
+        """Return torch's own sparse matrix, differentiable in the values.
+
+        Args:
+            layout: torch.sparse_bsr or torch.sparse_bsc, which need a shape that is a multiple of the block; or a
+                layout of `COO.to_torch`.
+
+        Raises:
+            InsumShapeError: blocks reach beyond the shape.
+            InsumFormatError: another layout.
+        """
+        if layout not in (torch.sparse_bsr, torch.sparse_bsc):
+            return self.to_coo().to_torch(layout)
+        if self.ragged:
+            raise InsumShapeError(
+                f"{layout} needs a shape that is a multiple of the block",
+                details=[f"shape {self.shape}, block_shape {self.block_shape}"],
+                fix="pad the matrix, or ask for torch.sparse_csr.",
+                shape=self.shape,
+                block_shape=self.block_shape,
+            )
+        if layout == torch.sparse_bsr:
+            own = self.blocks().coalesce()
+            pointers = convert.compressed_rows(own.row, own.grid_shape[0])
+            return torch.sparse_bsr_tensor(pointers, own.col, own.values, size=self.shape, check_invariants=False)
+        own = self.blocks().transpose().coalesce()
+        pointers = convert.compressed_rows(own.row, own.grid_shape[0])
+        values = own.values.transpose(1, 2).contiguous()
+        return torch.sparse_bsc_tensor(pointers, own.col, values, size=self.shape, check_invariants=False)
+
+    def _fixed_extents(self) -> dict[str, int]:
+        return {"a": self.block_shape[0], "b": self.block_shape[1]}
+
+    def _shape_faults(self) -> list[checks.Fault]:
+        faults = super()._shape_faults()
+        if len(self.shape) != 2:
+            fix = "pass the shape of a matrix."
+            faults.append(checks.Fault("shape", "shape", "two dimensions", str(self.shape), fix))
+        return faults
+
+    def _overhang_fault(self, row: Tensor, col: Tensor) -> checks.Fault | None:
+        """A value other than 0 in the part of an edge block that lies beyond the shape."""
+        outside = overhang(row, col, self.shape, self.block_shape)
+        found = None if outside is None else checks.first_true(outside & (self.values != 0))
+        if found is None:
+            return None
+        position, count = found
+        return checks.Fault(
+            "values",
+            "law",
+            f"0 beyond the edge of shape {self.shape}",
+            f"{self.values[position].item()} at {list(position)} ({count} of {self.values.numel()} entries)",
+            "rebuild it with from_blocks, which cuts the edge blocks.",
+            position,
+        )
+
+
+def overhang(row: Tensor, col: Tensor, shape: Sequence[int], block_shape: tuple[int, int]) -> Tensor | None:
+    """Which elements of each block lie beyond the shape, (..., a, b) bool; `None` where no block can."""
+    if shape[0] % block_shape[0] == 0 and shape[1] % block_shape[1] == 0:
+        return None
+    beyond: list[Tensor] = []
+    for index, extent, block in zip((row, col), shape, block_shape, strict=True):
+        offsets = torch.arange(block, device=index.device)
+        beyond.append(index.long()[..., None] * block + offsets >= extent)
+    return beyond[0][..., :, None] | beyond[1][..., None, :]
+
+
+def count_inside(row: Tensor, col: Tensor, shape: Sequence[int], block_shape: tuple[int, int]) -> int:
+    """Elements of the blocks (p,) that lie inside the shape."""
+    a, b = block_shape
+    if shape[0] % a == 0 and shape[1] % b == 0:
+        return row.numel() * a * b
+    rows = (shape[0] - row.long() * a).clamp(max=a)
+    cols = (shape[1] - col.long() * b).clamp(max=b)
+    return int((rows * cols).sum())
+
+
+def merge_blocks(blocks: Blocks, shape: Sequence[int]) -> Blocks:
+    """Blocks sorted by (row, col), duplicates summed (half types in float32)."""
+    if blocks.coalesced:
+        return blocks
+    grid = convert.block_grid(shape, arguments.check_block_shape(blocks.values.shape[1:]))
+    order = convert.lexicographic_order((blocks.row, blocks.col), grid)
+    indices = (blocks.row[order], blocks.col[order])
+    (row, col), values = convert.merge_duplicates(indices, blocks.values[order])
+    return Blocks(row, col, values, coalesced=True)
+
+
+def blocks_from_dense(
+    dense: Tensor, block_shape: tuple[int, int], mask: Tensor | None
+) -> tuple[Blocks, tuple[int, int]]:
+    """Blocks of a dense matrix that hold a nonzero, or that `mask` touches."""
+    if dense.layout != torch.strided:
+        raise InsumFormatError(
+            f"from_dense needs a dense matrix, got layout {dense.layout}", fix="call from_torch on a sparse tensor."
+        )
+    shape = arguments.require_matrix(dense.shape, "a format of blocks")
+    return convert.dense_blocks(dense, arguments.check_block_shape(block_shape), mask), shape
+
+
+def blocks_given(
+    row: Tensor, col: Tensor, values: Tensor, shape: Sequence[int], owner: str
+) -> tuple[Blocks, tuple[int, int]]:
+    """Blocks from a caller: checked, proven, and cut at the edges of `shape`."""
+    extents = arguments.require_matrix(arguments.check_shape(shape, owner), "a format of blocks")
+    if values.ndim != 3:
+        raise InsumShapeError(
+            f"{owner} needs values (p, a, b), got shape {tuple(values.shape)}", fix="pass one (a, b) block per entry."
+        )
+    block_shape = arguments.check_block_shape(values.shape[1:])
+    convert.check_entries(owner, convert.block_grid(extents, block_shape), (row, col), values, ("row", "col"))
+    outside = overhang(row, col, extents, block_shape)
+    if outside is not None:
+        values = values.masked_fill(outside, 0)
+    return Blocks(row.long(), col.long(), values, coalesced=False), extents
+
+
+def blocks_from_entries(
+    indices: SparseFormat | Tensor | Sequence[Tensor],
+    values: Tensor | None,
+    shape: Sequence[int] | None,
+    block_shape: tuple[int, int] | None,
+    owner: str,
+) -> tuple[Blocks, tuple[int, int]]:
+    """The arguments of a `from_coo` as coalesced blocks; a format of such blocks keeps its structure."""
+    own = indices.block_shape if isinstance(indices, BlockFormat) else None
+    chosen = arguments.check_block_shape(own if block_shape is None else block_shape)
+    if isinstance(indices, BlockFormat) and own == chosen and values is None and shape is None:
+        source = indices.blocks().coalesce()
+        if not all(facts.proven for facts in source.facts.values()):
+            blocks, extents = blocks_given(source.row, source.col, source.values, source.shape, owner)
+            return merge_blocks(blocks, extents), extents
+        blocks = Blocks(source.row.long(), source.col.long(), source.values, coalesced=True)
+        return blocks, arguments.require_matrix(source.shape, owner)
+    coo = as_coo(indices, values, shape, owner)
+    extents = arguments.require_matrix(coo.shape, "a format of blocks")
+    return convert.pack_blocks(coo.row, coo.col, coo.values, extents, chosen), extents
+
+
+def blocks_from_torch(
+    tensor: Tensor, block_shape: tuple[int, int] | None, owner: str
+) -> tuple[Blocks, tuple[int, int]]:
+    """A torch sparse matrix as coalesced blocks; BSR and BSC keep theirs if `block_shape` allows."""
+    convert.check_torch(tensor)
+    if tensor.layout in (torch.sparse_bsr, torch.sparse_bsc):
+        row, col, values = convert.compressed_blocks(tensor)
+        if block_shape is None or tuple(block_shape) == tuple(values.shape[1:]):
+            blocks, extents = blocks_given(row, col, values, tensor.shape, owner)
+            return merge_blocks(blocks, extents), extents
+    return blocks_from_entries(COO.from_torch(tensor, index_dtype=torch.int64), None, None, block_shape, owner)
+
+
+def blocks_from_scipy(
+    matrix: object, block_shape: tuple[int, int] | None, device: torch.device | str | None, owner: str
+) -> tuple[Blocks, tuple[int, int]]:
+    """A scipy sparse matrix as coalesced blocks; BSR keeps its block shape unless `block_shape` asks for another."""
+    own = getattr(matrix, "blocksize", None) if getattr(matrix, "format", None) == "bsr" else None
+    shape, indices, values = scipy_tensors(matrix, device)
+    return blocks_from_entries(indices, values, shape, own if block_shape is None else block_shape, owner)

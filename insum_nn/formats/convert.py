@@ -1,0 +1,342 @@
+"""The vectorised pieces that conversions share.
+
+Everything runs on the device of its input and takes memory by entries, never by extents.
+"""
+
+from __future__ import annotations
+
+import importlib
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+from types import ModuleType
+
+import torch
+from torch import Tensor
+
+from insum_nn.errors import (
+    InsumFormatError,
+    InsumShapeError,
+    MissingExtraError,
+)
+from insum_nn.formats import arguments, checks
+from insum_nn.formats.group_size import GroupSize, resolve_group_size
+
+__all__ = [
+    "Blocks",
+    "GroupLayout",
+    "block_grid",
+    "check_entries",
+    "check_torch",
+    "compressed_blocks",
+    "compressed_rows",
+    "dense_blocks",
+    "dense_entries",
+    "expand_blocks",
+    "group_layout",
+    "lexicographic_order",
+    "merge_duplicates",
+    "pack_blocks",
+    "ranks_in_runs",
+    "run_starts",
+    "scatter_rows",
+    "scipy_sparse",
+    "sum_rows",
+    "torch_entries",
+]
+
+_FUSED_KEY_LIMIT = 1 << 62
+
+
+@dataclass(frozen=True, slots=True)
+class Blocks:
+    """Dense blocks of a matrix with the coordinates of each in the grid of blocks.
+
+    Attributes:
+        row: (p,) int64.
+        col: (p,) int64.
+        values: (p, a, b).
+        coalesced: ascending by (row, col), none twice.
+    """
+
+    row: Tensor
+    col: Tensor
+    values: Tensor
+    coalesced: bool
+
+
+@dataclass(frozen=True, slots=True)
+class GroupLayout:
+    """Where each of p sorted entries goes in g groups of q slots.
+
+    Attributes:
+        group_index: (g,) the key that a group's entries share.
+        slots: (p,) the flat slot of each entry, ascending.
+        group_size: `q`.
+        one_group_per_key: no key needed a second group.
+    """
+
+    group_index: Tensor
+    slots: Tensor
+    group_size: int
+    one_group_per_key: bool
+
+    @property
+    def num_slots(self) -> int:
+        """Slots, used or not."""
+        return self.group_index.shape[0] * self.group_size
+
+    def scatter(self, entries: Tensor, fill: int = 0) -> Tensor:
+        """(p, ...) to (g, q, ...) with `fill` in unused slots."""
+        flat = scatter_rows(entries, self.slots, self.num_slots, fill)
+        return flat.reshape(self.group_index.shape[0], self.group_size, *entries.shape[1:])
+
+
+def check_entries(
+    owner: str, shape: tuple[int, ...], indices: Sequence[Tensor], values: Tensor, fields: Sequence[str]
+) -> None:
+    """Prove caller-given coordinates: ranks, dtypes, devices, ranges. Reads the device once.
+
+    Args:
+        owner: The builder named in the message.
+        shape: Extents that `indices` select along.
+        indices: One (p,) tensor per dimension.
+        values: (p, ...).
+        fields: The names of `indices` in messages.
+    """
+    title = f"{owner} cannot build shape {shape} from these entries"
+    faults: list[checks.Fault] = []
+    if len(indices) != len(shape):
+        fix = "pass one index tensor per dimension of shape."
+        faults.append(checks.Fault("indices", "shape", f"{len(shape)} index tensors", str(len(indices)), fix))
+    for field, index in zip(fields, indices, strict=False):
+        if index.ndim != 1 or index.shape[0] != values.shape[0]:
+            fix = "pass one index per value."
+            got = f"shape {tuple(index.shape)}"
+            faults.append(checks.Fault(field, "shape", f"shape ({values.shape[0]},) as values", got, fix))
+        if index.dtype not in checks.INDEX_DTYPES:
+            got = str(index.dtype).removeprefix("torch.")
+            faults.append(checks.Fault(field, "dtype", "int32 or int64", got, f"pass {field}.long()."))
+        if index.device != values.device:
+            fix = "move every tensor to one device."
+            faults.append(checks.Fault(field, "device", f"device {values.device} of values", str(index.device), fix))
+    checks.raise_faults(title, faults, by_kind=True)
+    if values.shape[0] == 0:
+        return
+    limits = torch.stack([torch.stack(torch.aminmax(index)).long() for index in indices]).tolist()
+    for field, index, extent, (low, high) in zip(fields, indices, shape, limits, strict=True):
+        if low < 0 or high >= extent:
+            fault = checks.range_fault(field, "p", index, extent, padded=False)
+            faults += [fault] if fault is not None else []
+    checks.raise_faults(title, faults, by_kind=True)
+
+
+def lexicographic_order(indices: Sequence[Tensor], shape: Sequence[int]) -> Tensor:
+    """The stable permutation that sorts entries by the first index tensor, then the second, and so on.
+
+    One sort of a fused 64-bit key where the product of extents allows it, else one stable sort per dimension.
+    """
+    if math.prod(max(1, extent) for extent in shape) <= _FUSED_KEY_LIMIT:
+        key = indices[0].long()
+        for index, extent in zip(indices[1:], shape[1:], strict=True):
+            key = key * extent + index
+        return key.argsort(stable=True)
+    order = indices[-1].argsort(stable=True)
+    for index in reversed(indices[:-1]):
+        order = order[index[order].argsort(stable=True)]
+    return order
+
+
+def run_starts(indices: Sequence[Tensor]) -> Tensor:
+    """(p,) bool: the entries of sorted `indices` that differ from the one before."""
+    new = torch.ones_like(indices[0], dtype=torch.bool)
+    new[1:] = False
+    for index in indices:
+        new[1:] |= index[1:] != index[:-1]
+    return new
+
+
+def merge_duplicates(indices: Sequence[Tensor], rows: Tensor) -> tuple[tuple[Tensor, ...], Tensor]:
+    """Sum the rows of `rows` (p, ...) whose (already sorted) indices are equal; differentiable in `rows`."""
+    new = run_starts(indices)
+    kept = new.nonzero().squeeze(1)
+    if kept.shape[0] == rows.shape[0]:
+        return tuple(indices), rows
+    return tuple(index[kept] for index in indices), sum_rows(rows, new.cumsum(0) - 1, kept.shape[0])
+
+
+def sum_rows(rows: Tensor, slots: Tensor, num_slots: int) -> Tensor:
+    """Add each of `rows` (p, ...) into its slot of a zero tensor (num_slots, ...).
+
+    Half types accumulate in float32; bool combines by "or". Differentiable in `rows`.
+    """
+    if rows.dtype == torch.bool:
+        return sum_rows(rows.to(torch.int32), slots, num_slots) > 0
+    wide = rows.float() if rows.dtype in (torch.float16, torch.bfloat16) else rows
+    total = wide.new_zeros((num_slots, *rows.shape[1:])).index_add(0, slots, wide)
+    return total.to(rows.dtype)
+
+
+def scatter_rows(rows: Tensor, slots: Tensor, num_slots: int, fill: int = 0) -> Tensor:
+    """Put each of `rows` (p, ...) into its own slot of a tensor full of `fill`; differentiable in `rows`."""
+    return rows.new_full((num_slots, *rows.shape[1:]), fill).index_copy(0, slots, rows)
+
+
+def ranks_in_runs(counts: Tensor, total: int) -> Tensor:
+    """(p,) the place of each entry inside its run, for runs of `counts` consecutive entries."""
+    starts = counts.cumsum(0) - counts
+    return torch.arange(total, device=counts.device) - starts.repeat_interleave(counts, output_size=total)
+
+
+def group_layout(keys: Tensor, group_size: GroupSize) -> GroupLayout:
+    """Cut runs of equal sorted `keys` (p,) into groups of `group_size` slots."""
+    total = keys.shape[0]
+    present, counts = torch.unique_consecutive(keys, return_counts=True)
+    size = resolve_group_size(group_size, counts)
+    per_key = (counts + (size - 1)) // size
+    num_groups = int(per_key.sum())
+    first = (per_key.cumsum(0) - per_key).repeat_interleave(counts, output_size=total)
+    # Groups of one key follow each other, so its entries fill consecutive slots.
+    slots = first * size + ranks_in_runs(counts, total)
+    group_index = present.repeat_interleave(per_key, output_size=num_groups)
+    return GroupLayout(group_index, slots, size, num_groups == present.shape[0])
+
+
+def dense_entries(dense: Tensor, mask: Tensor | None) -> tuple[tuple[Tensor, ...], Tensor]:
+    """Coordinates (ascending) and values of the nonzero elements, or of those that `mask` selects."""
+    if dense.layout != torch.strided:
+        raise InsumFormatError(
+            f"from_dense needs a dense tensor, got layout {dense.layout}", fix="call from_torch on a sparse tensor."
+        )
+    arguments.check_shape(dense.shape, "from_dense")
+    chosen = dense != 0 if mask is None else arguments.check_mask(mask, dense, tuple(dense.shape))
+    indices = _coordinates(chosen)
+    return indices, dense[indices]
+
+
+def block_grid(shape: Sequence[int], block_shape: tuple[int, int]) -> tuple[int, int]:
+    """The grid of blocks that covers `shape`; blocks at the edges may reach beyond it."""
+    return -(-shape[0] // block_shape[0]), -(-shape[1] // block_shape[1])
+
+
+def _coordinates(chosen: Tensor) -> tuple[Tensor, ...]:
+    """Ascending coordinates of the true elements; `nonzero` keeps them interleaved, kernels read them one by one."""
+    return chosen.nonzero().T.contiguous().unbind(0)
+
+
+def dense_blocks(dense: Tensor, block_shape: tuple[int, int], mask: Tensor | None) -> Blocks:
+    """Blocks of a dense matrix that hold a nonzero, or that `mask` touches."""
+    rows, cols = dense.shape
+    a, b = block_shape
+    grid = block_grid((rows, cols), block_shape)
+    whole_blocks = None
+    if mask is not None:
+        arguments.check_mask(mask, dense, (rows, cols), grid)
+        if tuple(mask.shape) == (rows, cols):
+            dense = torch.where(mask, dense, torch.zeros((), dtype=dense.dtype, device=dense.device))
+        else:
+            whole_blocks = mask
+    tiles = _tiles(dense, grid, block_shape)
+    if whole_blocks is None:
+        chosen = dense != 0 if mask is None else mask
+        whole_blocks = _tiles(chosen, grid, block_shape).any(3).any(2)
+    row, col = _coordinates(whole_blocks)
+    return Blocks(row, col, tiles[row, col].reshape(-1, a, b), coalesced=True)
+
+
+def _tiles(dense: Tensor, grid: tuple[int, int], block_shape: tuple[int, int]) -> Tensor:
+    """(m, k) to (grid rows, grid columns, a, b), with 0 beyond the edges."""
+    a, b = block_shape
+    below, right = grid[0] * a - dense.shape[0], grid[1] * b - dense.shape[1]
+    if below or right:
+        dense = torch.nn.functional.pad(dense, (0, right, 0, below))
+    return dense.reshape(grid[0], a, grid[1], b).transpose(1, 2)
+
+
+def pack_blocks(row: Tensor, col: Tensor, values: Tensor, shape: Sequence[int], block_shape: tuple[int, int]) -> Blocks:
+    """Scalar entries (p,) to the blocks that they touch; duplicates are summed."""
+    a, b = block_shape
+    row, col = row.long(), col.long()
+    block_row, block_col = row // a, col // b
+    order = lexicographic_order((block_row, block_col), block_grid(shape, block_shape))
+    block_row, block_col = block_row[order], block_col[order]
+    new = run_starts((block_row, block_col))
+    kept = new.nonzero().squeeze(1)
+    block = new.cumsum(0) - 1
+    slots = (block * a + row[order] % a) * b + col[order] % b
+    packed = sum_rows(values[order], slots, kept.shape[0] * a * b).reshape(-1, a, b)
+    return Blocks(block_row[kept], block_col[kept], packed, coalesced=True)
+
+
+def expand_blocks(
+    row: Tensor, col: Tensor, values: Tensor, shape: Sequence[int]
+) -> tuple[tuple[Tensor, Tensor], Tensor]:
+    """Blocks to their scalar entries inside `shape`, block after block."""
+    _, a, b = values.shape
+    device = values.device
+    rows = (row.long() * a)[:, None, None] + torch.arange(a, device=device)[:, None]
+    cols = (col.long() * b)[:, None, None] + torch.arange(b, device=device)
+    flat_rows, flat_cols = (index.expand(values.shape).reshape(-1) for index in (rows, cols))
+    flat = values.reshape(-1)
+    if shape[0] % a == 0 and shape[1] % b == 0:
+        return (flat_rows, flat_cols), flat
+    kept = ((flat_rows < shape[0]) & (flat_cols < shape[1])).nonzero().squeeze(1)
+    return (flat_rows[kept], flat_cols[kept]), flat[kept]
+
+
+def compressed_rows(row: Tensor, num_rows: int) -> Tensor:
+    """(num_rows + 1,) the first entry of each row, for ascending `row` (p,)."""
+    bounds = torch.arange(num_rows + 1, dtype=row.dtype, device=row.device)
+    return torch.searchsorted(row.contiguous(), bounds, out_int32=row.dtype == torch.int32)
+
+
+def compressed_blocks(tensor: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    """Row, column and values of the blocks of a torch BSR or BSC matrix; explicit zeros stay."""
+    return (*_uncompress(tensor), tensor.values())
+
+
+def check_torch(tensor: Tensor) -> None:
+    """Raise unless `tensor` is a torch sparse tensor of scalar entries without batch dimensions."""
+    if tensor.layout == torch.strided:
+        raise InsumFormatError("from_torch needs a sparse tensor, got a dense one", fix="call from_dense.")
+    if tensor.dense_dim() or (tensor.layout != torch.sparse_coo and tensor.ndim != 2):
+        raise InsumShapeError(
+            f"from_torch needs scalar entries and no batch dimension, got {tensor.layout} of shape "
+            f"{tuple(tensor.shape)} with {tensor.sparse_dim()} sparse and {tensor.dense_dim()} dense dimensions",
+            fix="convert one batch element, or one feature, at a time.",
+            got=tuple(tensor.shape),
+        )
+
+
+def torch_entries(tensor: Tensor) -> tuple[tuple[Tensor, ...], Tensor]:
+    """Coordinates and values of torch's sparse COO, CSR, CSC, BSR or BSC; differentiable in the values."""
+    check_torch(tensor)
+    if tensor.layout == torch.sparse_coo:
+        # torch defines an uncoalesced tensor by its sum, and passes no gradient through _values().
+        merged = tensor.coalesce()
+        return merged.indices().contiguous().unbind(0), merged.values()
+    if tensor.layout in (torch.sparse_bsr, torch.sparse_bsc):
+        return expand_blocks(*compressed_blocks(tensor), tensor.shape)
+    return _uncompress(tensor), tensor.values()
+
+
+def _uncompress(tensor: Tensor) -> tuple[Tensor, Tensor]:
+    """(row, col) of each stored value or block of a compressed tensor."""
+    by_row = tensor.layout in (torch.sparse_csr, torch.sparse_bsr)
+    pointers = tensor.crow_indices() if by_row else tensor.ccol_indices()
+    plain = tensor.col_indices() if by_row else tensor.row_indices()
+    owner = torch.arange(pointers.shape[0] - 1, dtype=plain.dtype, device=plain.device)
+    owner = owner.repeat_interleave(pointers.diff(), output_size=plain.shape[0])
+    return (owner, plain) if by_row else (plain, owner)
+
+
+def scipy_sparse() -> ModuleType:
+    """`scipy.sparse`, or an error that names the extras that bring it."""
+    try:
+        return importlib.import_module("scipy.sparse")
+    except ImportError as error:
+        raise MissingExtraError(
+            "scipy is not installed, and scipy matrices need it",
+            fix="pip install insum-nn[examples] (or the extra 'test').",
+            extra="examples",
+        ) from error

@@ -1,0 +1,415 @@
+"""COO: one index per dimension for each stored entry."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Self
+
+import torch
+from torch import Tensor
+
+from insum_nn.errors import InsumDtypeError, InsumFormatError, InsumShapeError
+from insum_nn.facts import IndexFacts
+from insum_nn.formats import arguments, checks, convert
+from insum_nn.formats.base import IndexPart, SparseFormat, dim_field, dim_name
+
+__all__ = ["COO", "as_coo", "scipy_tensors"]
+
+
+@dataclass(frozen=True, eq=False, repr=False)
+class COO(SparseFormat):
+    """Coordinates and values: the format that every conversion passes through.
+
+        D[Index0[p], Index1[p], ...] += Val[p]          for all p; `Row` and `Col` in two dimensions
+
+    Attributes:
+        shape: extents of the tensor, one or more.
+        indices: a (p,) tensor per dimension, int32 or int64; no padding.
+        values: `Val`, (p,); differentiable.
+        index_facts: facts of each index tensor.
+        coalesced: entries ascend lexicographically, none twice.
+
+    >>> matrix = COO.from_dense(torch.tensor([[0.0, 2.0], [3.0, 0.0]]))
+    >>> matrix.row.tolist(), matrix.col.tolist(), matrix.values.tolist()
+    ([0, 1], [1, 0], [2.0, 3.0])
+    """
+
+    shape: tuple[int, ...]
+    indices: tuple[Tensor, ...]
+    values: Tensor
+    index_facts: tuple[IndexFacts, ...] = ()
+    coalesced: bool = False
+
+    value_axes = "p"
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "indices", tuple(self.indices))
+        self._store()
+
+    # Builders.
+
+    @classmethod
+    def from_dense(cls, dense: Tensor, *, mask: Tensor | None = None, index_dtype: torch.dtype | None = None) -> Self:
+        """Store the nonzero elements of a dense tensor.
+
+        Args:
+            dense: Any shape of one dimension or more; differentiable.
+            mask: Same shape, bool: store exactly these elements, zeros included.
+            index_dtype: torch.int32 or torch.int64; default int32 where every extent fits.
+
+        Returns:
+            A coalesced COO.
+
+        Raises:
+            InsumFormatError: `dense` is sparse.
+            InsumShapeError: `mask` has another shape, or `dense` no dimension.
+            InsumDtypeError: `mask` is not bool.
+
+        >>> COO.from_dense(torch.zeros(2, 2), mask=torch.eye(2) > 0).nnz
+        2
+        """
+        indices, values = convert.dense_entries(dense, mask)
+        return cls._build(tuple(dense.shape), indices, values, index_dtype, coalesced=True)
+
+    @classmethod
+    def from_coo(
+        cls,
+        indices: SparseFormat | Tensor | Sequence[Tensor],
+        values: Tensor | None = None,
+        shape: Sequence[int] | None = None,
+        *,
+        coalesce: bool = True,
+        index_dtype: torch.dtype | None = None,
+    ) -> Self:
+        """Store coordinates and values, or the entries of another format.
+
+        Args:
+            indices: (d, p), or d tensors (p,), int32 or int64; or any format of this package.
+            values: (p,); differentiable. Left out with a format.
+            shape: d extents. Left out with a format.
+            coalesce: Sort lexicographically and sum duplicates (half types in float32). Otherwise order and
+                duplicates stay as they are.
+            index_dtype: torch.int32 or torch.int64; default int32 where every extent fits.
+
+        Returns:
+            A COO whose indices are proven to lie inside `shape`.
+
+        Raises:
+            InsumRangeError: an index lies outside `shape`.
+            InsumShapeError: lengths or the number of index tensors disagree.
+            InsumDtypeError: indices are not int32 or int64.
+            InsumDeviceError: tensors of two devices.
+
+        >>> COO.from_coo(torch.tensor([[0, 0], [1, 1]]), torch.tensor([2.0, 3.0]), (1, 2)).values.tolist()
+        [5.0]
+        """
+        coo = as_coo(indices, values, shape, "COO.from_coo")
+        coo = coo.coalesce() if coalesce else coo
+        return cls._build(coo.shape, coo.indices, coo.values, index_dtype, coo.coalesced, coo.index_facts)
+
+    @classmethod
+    def from_torch(cls, tensor: Tensor, *, index_dtype: torch.dtype | None = None) -> Self:
+        """Store a torch sparse tensor: COO of any rank, CSR, CSC, BSR or BSC.
+
+        Args:
+            tensor: No dense and no batch dimensions; differentiable. Explicit zeros stay; an uncoalesced tensor
+                stands for its sum.
+            index_dtype: torch.int32 or torch.int64; default int32 where every extent fits.
+
+        Returns:
+            A coalesced COO.
+
+        Raises:
+            InsumFormatError: `tensor` is dense.
+            InsumShapeError: `tensor` has dense or batch dimensions.
+
+        >>> COO.from_torch(torch.eye(3).to_sparse()).nnz
+        3
+        """
+        indices, values = convert.torch_entries(tensor)
+        # torch checks neither ranges nor the order inside a compressed row unless asked, so neither is trusted.
+        ordered = tensor.layout == torch.sparse_coo
+        facts = _facts(tensor.ndim, ordered=ordered, distinct=ordered, proven=False)
+        coo = COO(tuple(tensor.shape), indices, values, facts, coalesced=ordered)
+        return cls.from_coo(coo, index_dtype=index_dtype)
+
+    @classmethod
+    def from_scipy(
+        cls, matrix: object, *, device: torch.device | str | None = None, index_dtype: torch.dtype | None = None
+    ) -> Self:
+        """Store a scipy sparse array or matrix; the numbers are copied.
+
+        Args:
+            matrix: Any scipy.sparse container. Explicit zeros stay, duplicates are summed.
+            device: Where to put the tensors; default the CPU.
+            index_dtype: torch.int32 or torch.int64; default int32 where every extent fits.
+
+        Returns:
+            A coalesced COO.
+
+        Raises:
+            MissingExtraError: scipy is not installed.
+            InsumFormatError: `matrix` is no scipy sparse container.
+            InsumDtypeError: torch has no such dtype.
+
+        >>> import scipy.sparse
+        >>> COO.from_scipy(scipy.sparse.eye_array(3)).nnz
+        3
+        """
+        shape, indices, values = scipy_tensors(matrix, device)
+        return cls.from_coo(indices, values, shape, index_dtype=index_dtype)
+
+    @classmethod
+    def _build(
+        cls,
+        shape: tuple[int, ...],
+        indices: Sequence[Tensor],
+        values: Tensor,
+        index_dtype: torch.dtype | None,
+        coalesced: bool,
+        facts: tuple[IndexFacts, ...] | None = None,
+    ) -> Self:
+        dtype = arguments.choose_index_dtype(shape, index_dtype)
+        known = _facts(len(shape), ordered=coalesced, distinct=coalesced) if facts is None else facts
+        return cls(shape, tuple(index.to(dtype).contiguous() for index in indices), values, known, coalesced)
+
+    # Properties.
+
+    @property
+    def row(self) -> Tensor:
+        """(p,) row of each entry; two dimensions only."""
+        return self._matrix_index(0)
+
+    @property
+    def col(self) -> Tensor:
+        """(p,) column of each entry; two dimensions only."""
+        return self._matrix_index(1)
+
+    @property
+    def nnz(self) -> int:
+        """Stored entries; explicit zeros count."""
+        return self.values.shape[0]
+
+    @property
+    def index_parts(self) -> tuple[IndexPart, ...]:
+        """One (p,) tensor per dimension."""
+        ndim = self.ndim
+        return tuple(
+            IndexPart(dim_name(dim, ndim), dim_field(dim, ndim, f"indices[{dim}]"), index, "p", dim)
+            for dim, index in enumerate(self.indices)
+        )
+
+    def occupancy(self, dim: int = 0) -> Tensor:
+        """The number of entries at each index of `dim` that has any, (n,) int64, in ascending order of the index.
+
+        >>> COO.from_dense(torch.tensor([[1.0, 1.0], [0.0, 0.0], [0.0, 1.0]])).occupancy().tolist()
+        [2, 1]
+        """
+        (dim,) = arguments.check_dims((dim,), self.ndim, "occupancy")
+        ordered = self._known_sorted(dim)
+        keys = self.indices[dim] if ordered else self.indices[dim].sort().values
+        return torch.unique_consecutive(keys, return_counts=True)[1]
+
+    # Conversions.
+
+    def entries(self) -> COO:
+        """Itself: nothing is padding."""
+        return self
+
+    def coalesce(self) -> Self:
+        """Sort lexicographically and sum duplicates; differentiable in the values.
+
+        Returns:
+            `self` if it is coalesced already. Half types accumulate in float32.
+        """
+        if self.coalesced:
+            return self
+        ordered = self.sort()
+        indices, values = convert.merge_duplicates(ordered.indices, ordered.values)
+        facts = _facts(self.ndim, ordered=True, distinct=True, proven=self._proven())
+        return type(self)(self.shape, indices, values, facts, coalesced=True)
+
+    def sort(self) -> Self:
+        """Sort lexicographically, duplicates kept in their order."""
+        if self.coalesced:
+            return self
+        order = convert.lexicographic_order(self.indices, self.shape)
+        facts = _facts(self.ndim, ordered=True, distinct=False, proven=self._proven())
+        return type(self)(self.shape, tuple(i[order] for i in self.indices), self.values[order], facts)
+
+    def transpose(self, dims: Sequence[int] | None = None) -> Self:
+        """Permute the dimensions and sort anew.
+
+        Args:
+            dims: A permutation of the dimensions; default reverses them.
+
+        Returns:
+            A COO of the permuted shape. Duplicates are kept.
+
+        Raises:
+            InsumShapeError: `dims` is no permutation.
+        """
+        permutation = arguments.check_permutation(dims, self.ndim)
+        shape = tuple(self.shape[dim] for dim in permutation)
+        indices = tuple(self.indices[dim] for dim in permutation)
+        facts = _facts(self.ndim, ordered=False, distinct=False, proven=self._proven())
+        permuted = type(self)(shape, indices, self.values, facts).sort()
+        if not self.coalesced:
+            return permuted
+        facts = _facts(self.ndim, ordered=True, distinct=True, proven=self._proven())
+        return type(self)(shape, permuted.indices, permuted.values, facts, coalesced=True)
+
+    def to_dense(self) -> Tensor:
+        """The dense tensor; duplicates are summed (half types in float32)."""
+        numel = 1
+        slots = torch.zeros(self.nnz, dtype=torch.int64, device=self.device)
+        for index, extent in zip(self.indices, self.shape, strict=True):
+            slots = slots * extent + index
+            numel *= extent
+        if self.coalesced:
+            # No cell is written twice: a copy, which is exact and deterministic.
+            return convert.scatter_rows(self.values, slots, numel).reshape(self.shape)
+        return convert.sum_rows(self.values, slots, numel).reshape(self.shape)
+
+    def to_torch(self, layout: torch.layout = torch.sparse_coo) -> Tensor:
+        """Return torch's own sparse tensor, differentiable in the values.
+
+        Args:
+            layout: torch.sparse_coo; in two dimensions also torch.sparse_csr and torch.sparse_csc, which sum
+                duplicates and take memory by rows or columns.
+
+        Returns:
+            A tensor of that layout that shares memory where it can.
+
+        Raises:
+            InsumFormatError: another layout.
+            InsumShapeError: a compressed layout of a tensor that is no matrix.
+        """
+        if layout == torch.sparse_coo:
+            indices = torch.stack([index.long() for index in self.indices])
+            return torch.sparse_coo_tensor(
+                indices, self.values, self.shape, is_coalesced=self.coalesced, check_invariants=False
+            )
+        if layout not in (torch.sparse_csr, torch.sparse_csc):
+            raise InsumFormatError(
+                f"{type(self).__name__}.to_torch cannot make layout {layout}",
+                details=["expected torch.sparse_coo, torch.sparse_csr or torch.sparse_csc"],
+                fix="call to_dense for a dense tensor, or convert to BlockCOO for torch.sparse_bsr.",
+                got=layout,
+            )
+        arguments.require_matrix(self.shape, f"layout {layout}")
+        by_row = layout == torch.sparse_csr
+        coo = self.coalesce() if by_row else self.transpose().coalesce()
+        pointers = convert.compressed_rows(coo.row, coo.shape[0])
+        make = torch.sparse_csr_tensor if by_row else torch.sparse_csc_tensor
+        return make(pointers, coo.col, coo.values, size=self.shape, check_invariants=False)
+
+    def to_scipy(self) -> object:
+        """A `scipy.sparse.coo_array` on the CPU, cut from the autograd graph.
+
+        Raises:
+            MissingExtraError: scipy is not installed.
+            InsumDtypeError: scipy has no such dtype (bfloat16).
+        """
+        sparse = convert.scipy_sparse()
+        values = self.values.detach().cpu()
+        try:
+            numbers = values.numpy()
+        except TypeError as error:
+            raise InsumDtypeError(
+                f"scipy has no dtype for {values.dtype}", fix="call .to(dtype=torch.float32) first.", got=values.dtype
+            ) from error
+        return sparse.coo_array((numbers, tuple(index.cpu().numpy() for index in self.indices)), shape=self.shape)
+
+    # Pieces.
+
+    def _with_tensors(self, indices: Sequence[Tensor], values: Tensor) -> Self:
+        return self._replace(indices=tuple(indices), values=values)
+
+    def _ordered_indices(self) -> tuple[Tensor, ...]:
+        return self.indices
+
+    def _shape_faults(self) -> list[checks.Fault]:
+        faults = super()._shape_faults()
+        if not self.shape or len(self.indices) != len(self.shape):
+            expected = f"{len(self.shape)} index tensors, one per dimension" if self.shape else "one dimension or more"
+            fix = "pass one index tensor per dimension of shape."
+            faults.append(checks.Fault("indices", "shape", expected, str(len(self.indices)), fix))
+        return faults
+
+    def _repr_parts(self) -> list[str]:
+        return [f"nnz={self.nnz}", *(["coalesced=True"] if self.coalesced else [])]
+
+    def _proven(self) -> bool:
+        return bool(self.index_facts) and all(facts.proven for facts in self.index_facts)
+
+    def _known_sorted(self, dim: int) -> bool:
+        return bool(self.index_facts) and self.index_facts[dim].sorted
+
+    def _matrix_index(self, dim: int) -> Tensor:
+        arguments.require_matrix(self.shape, ("row", "col")[dim])
+        return self.indices[dim]
+
+
+def as_coo(
+    indices: SparseFormat | Tensor | Sequence[Tensor],
+    values: Tensor | None,
+    shape: Sequence[int] | None,
+    owner: str,
+) -> COO:
+    """The arguments of a `from_coo` as a COO whose indices are proven; order and duplicates as given."""
+    if isinstance(indices, SparseFormat):
+        if values is not None or shape is not None:
+            raise InsumFormatError(
+                f"{owner} got values or shape beside a {type(indices).__name__}",
+                fix="pass the format alone; use with_values to give it other values.",
+            )
+        coo = indices.entries()
+        if coo._proven():  # pyright: ignore[reportPrivateUsage]
+            return coo
+        parts = [part.field for part in coo.index_parts]
+        convert.check_entries(owner, coo.shape, coo.indices, coo.values, parts)
+        facts = coo.index_facts or _facts(coo.ndim, ordered=False, distinct=False)
+        facts = tuple(IndexFacts(f.sorted, f.unique, masked=False, proven=True) for f in facts)
+        return COO(coo.shape, coo.indices, coo.values, facts, coo.coalesced)
+    extents = arguments.check_shape(shape, owner)
+    if values is None or values.ndim != 1:
+        raise InsumShapeError(
+            f"{owner} needs one value per entry",
+            details=[f"expected values (p,); got {None if values is None else tuple(values.shape)}"],
+            fix="pass values=torch.ones(p) for a pattern without values.",
+        )
+    given = tuple(indices.unbind(0)) if isinstance(indices, Tensor) and indices.ndim else tuple(indices)
+    ndim = len(extents)
+    fields = [dim_field(dim, ndim, f"indices[{dim}]") for dim in range(ndim)]
+    convert.check_entries(owner, extents, given, values, fields)
+    return COO(extents, given, values, _facts(ndim, ordered=False, distinct=False))
+
+
+def _facts(ndim: int, *, ordered: bool, distinct: bool, proven: bool = True) -> tuple[IndexFacts, ...]:
+    """Facts of COO indices; in lexicographic order only the first dimension ascends."""
+    first = IndexFacts(sorted=ordered, unique=distinct and ndim == 1, masked=False, proven=proven)
+    return (first, *(IndexFacts(masked=False, proven=proven) for _ in range(ndim - 1)))
+
+
+def scipy_tensors(
+    matrix: object, device: torch.device | str | None
+) -> tuple[tuple[int, ...], tuple[Tensor, ...], Tensor]:
+    """Shape, coordinates and values of a scipy sparse container, copied."""
+    sparse = convert.scipy_sparse()
+    if not sparse.issparse(matrix):
+        raise InsumFormatError(
+            f"from_scipy needs a scipy sparse array, got {type(matrix).__name__}",
+            fix="call from_dense(torch.as_tensor(x)) for a dense array.",
+        )
+    coo = sparse.coo_array(matrix)
+    try:
+        values = torch.as_tensor(coo.data).clone()
+    except TypeError as error:
+        raise InsumDtypeError(
+            f"torch has no dtype for scipy's {coo.data.dtype}", fix="call .astype('float64') first.", got=coo.data.dtype
+        ) from error
+    indices = tuple(torch.as_tensor(index).to(torch.int64) for index in coo.coords)
+    moved = tuple(index.to(device) for index in indices)
+    return tuple(int(extent) for extent in coo.shape), moved, values.to(device)

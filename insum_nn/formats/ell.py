@@ -1,0 +1,275 @@
+"""ELL: every row has the same number of slots."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Self
+
+import torch
+from torch import Tensor
+
+from insum_nn.errors import InsumFormatError
+from insum_nn.facts import IndexFacts
+from insum_nn.formats import arguments, checks, convert
+from insum_nn.formats.base import IndexPart, SparseFormat, dim_field, dim_name
+from insum_nn.formats.coo import COO, as_coo
+from insum_nn.formats.group_coo import grouped_shape_faults
+
+__all__ = ["ELL"]
+
+
+@dataclass(frozen=True, eq=False, repr=False)
+class ELL(SparseFormat):
+    """`q` slots for each index of one dimension, used or not.
+
+        D[m, Col[m,q]] += Val[m,q]          along dimension 0
+        D[Row[m,q], m] += Val[m,q]          along dimension 1: `m` counts columns
+
+    The index along `group_dim` is the position, so nothing is scattered; memory goes with that extent times the
+    largest occupancy, empty rows included. Where most rows are empty, take `GroupCOO`.
+
+    Attributes:
+        shape: extents of the tensor, two or more.
+        group_dim: the dimension whose index is the position.
+        indices: an (m, q) tensor for each other dimension, int32 or int64, in ascending order of dimensions; -1 in
+            unused slots. `m` is `shape[group_dim]`.
+        values: `Val`, (m, q); 0 in unused slots.
+        index_facts: facts of each of `indices`.
+        coalesced: entries ascend by the position, then by `indices`; none twice.
+
+    >>> matrix = ELL.from_dense(torch.tensor([[1.0, 2.0], [0.0, 4.0]]))
+    >>> matrix.col.tolist(), matrix.values.tolist()
+    ([[0, 1], [1, -1]], [[1.0, 2.0], [4.0, 0.0]])
+    """
+
+    shape: tuple[int, ...]
+    group_dim: int
+    indices: tuple[Tensor, ...]
+    values: Tensor
+    index_facts: tuple[IndexFacts, ...] = ()
+    coalesced: bool = False
+
+    value_axes = "mq"
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "indices", tuple(self.indices))
+        self._store()
+
+    # Builders.
+
+    @classmethod
+    def from_dense(
+        cls,
+        dense: Tensor,
+        *,
+        group_dim: int = 0,
+        width: int | None = None,
+        mask: Tensor | None = None,
+        index_dtype: torch.dtype | None = None,
+    ) -> Self:
+        """Store the nonzero elements of a dense tensor, or those that `mask` selects.
+
+        Args:
+            dense: Two dimensions or more; differentiable.
+            group_dim: The dimension whose index is the position.
+            width: Slots per row, `q`; default the largest occupancy.
+            mask: Same shape, bool: store exactly these elements, zeros included.
+            index_dtype: torch.int32 or torch.int64; default int32 where every extent fits.
+        """
+        coo = COO.from_dense(dense, mask=mask, index_dtype=torch.int64)
+        return cls.from_coo(coo, group_dim=group_dim, width=width, index_dtype=index_dtype)
+
+    @classmethod
+    def from_coo(
+        cls,
+        indices: SparseFormat | Tensor | Sequence[Tensor],
+        values: Tensor | None = None,
+        shape: Sequence[int] | None = None,
+        *,
+        group_dim: int = 0,
+        width: int | None = None,
+        coalesce: bool = True,
+        index_dtype: torch.dtype | None = None,
+    ) -> Self:
+        """Lay out coordinates and values, or the entries of another format, with equal slots per row.
+
+        Args:
+            indices: (d, p), or d tensors (p,), int32 or int64; or any format of this package.
+            values: (p,); differentiable. Left out with a format.
+            shape: d extents. Left out with a format.
+            group_dim: The dimension whose index is the position.
+            width: Slots per row, `q`; default the largest occupancy.
+            coalesce: Sum duplicates and sort inside rows. Otherwise duplicates keep a slot each, in their order.
+            index_dtype: torch.int32 or torch.int64; default int32 where every extent fits.
+
+        Returns:
+            An ELL with proven indices.
+
+        Raises:
+            InsumFormatError: a row has more than `width` entries.
+            InsumRangeError: an index lies outside `shape`.
+            InsumShapeError: lengths disagree, or `group_dim` is no dimension.
+            InsumDtypeError: indices are not int32 or int64.
+
+        >>> ELL.from_coo(torch.tensor([[1, 1], [0, 2]]), torch.ones(2), (2, 3), width=3).col.tolist()
+        [[-1, -1, -1], [0, 2, -1]]
+        """
+        coo = as_coo(indices, values, shape, f"{cls.__name__}.from_coo")
+        coo = coo.coalesce() if coalesce else coo
+        return cls._lay_out(coo, group_dim, width, arguments.choose_index_dtype(coo.shape, index_dtype))
+
+    @classmethod
+    def from_torch(
+        cls, tensor: Tensor, *, group_dim: int = 0, width: int | None = None, index_dtype: torch.dtype | None = None
+    ) -> Self:
+        """Lay out a torch sparse tensor (COO, CSR, CSC, BSR, BSC); see `COO.from_torch` and `from_coo`."""
+        coo = COO.from_torch(tensor, index_dtype=torch.int64)
+        return cls.from_coo(coo, group_dim=group_dim, width=width, index_dtype=index_dtype)
+
+    @classmethod
+    def from_scipy(
+        cls,
+        matrix: object,
+        *,
+        group_dim: int = 0,
+        width: int | None = None,
+        device: torch.device | str | None = None,
+        index_dtype: torch.dtype | None = None,
+    ) -> Self:
+        """Lay out a scipy sparse array; see `COO.from_scipy` and `from_coo`."""
+        coo = COO.from_scipy(matrix, device=device, index_dtype=torch.int64)
+        return cls.from_coo(coo, group_dim=group_dim, width=width, index_dtype=index_dtype)
+
+    @classmethod
+    def _lay_out(cls, coo: COO, group_dim: int, width: int | None, dtype: torch.dtype) -> Self:
+        (dim,) = arguments.check_dims((group_dim,), coo.ndim, "group_dim")
+        keys, indices, values = coo.indices[dim], coo.indices, coo.values
+        if not (coo.index_facts and coo.index_facts[dim].sorted):
+            order = keys.argsort(stable=True)
+            keys, indices, values = keys[order], tuple(index[order] for index in indices), values[order]
+        _, counts = torch.unique_consecutive(keys, return_counts=True)
+        needed = int(counts.max()) if coo.nnz else 0
+        if width is not None and width < needed:
+            raise InsumFormatError(
+                f"{cls.__name__} of width {width} cannot hold {needed} entries at one index of dimension {dim}",
+                fix=f"pass width={needed} or more, or leave it out.",
+                expected=needed,
+                got=width,
+            )
+        extent, slots_per_row = coo.shape[dim], needed if width is None else width
+        slots = keys.long() * slots_per_row + convert.ranks_in_runs(counts, coo.nnz)
+        grid = (extent, slots_per_row)
+        full = extent * slots_per_row == coo.nnz
+        others = (index for other, index in enumerate(indices) if other != dim)
+        return cls(
+            coo.shape,
+            dim,
+            tuple(convert.scatter_rows(i.to(dtype), slots, extent * slots_per_row, -1).reshape(grid) for i in others),
+            convert.scatter_rows(values, slots, extent * slots_per_row).reshape(grid),
+            tuple(IndexFacts(masked=not full, proven=True) for _ in range(coo.ndim - 1)),
+            coo.coalesced,
+        )
+
+    # Properties.
+
+    @property
+    def width(self) -> int:
+        """Slots per row, `q`."""
+        return self.values.shape[1]
+
+    @property
+    def row(self) -> Tensor:
+        """(m, q) of an ELL along dimension 1; two dimensions only."""
+        return self._matrix_index(0)
+
+    @property
+    def col(self) -> Tensor:
+        """(m, q) of an ELL along dimension 0; two dimensions only."""
+        return self._matrix_index(1)
+
+    @property
+    def nnz(self) -> int:
+        """Used slots; reads the device unless the facts say that every slot is used."""
+        if self._full():
+            return self.values.numel()
+        return int((self.indices[0] >= 0).sum())
+
+    @property
+    def other_dims(self) -> tuple[int, ...]:
+        """The dimensions of `indices`."""
+        return tuple(dim for dim in range(self.ndim) if dim != self.group_dim)
+
+    @property
+    def index_parts(self) -> tuple[IndexPart, ...]:
+        """One (m, q) tensor per dimension other than `group_dim`."""
+        ndim = self.ndim
+        return tuple(
+            IndexPart(dim_name(dim, ndim), dim_field(dim, ndim, f"indices[{place}]"), index, "mq", dim)
+            for place, (dim, index) in enumerate(zip(self.other_dims, self.indices, strict=True))
+        )
+
+    # Conversions.
+
+    def entries(self) -> COO:
+        """The entries of used slots, in stored order; differentiable in the values."""
+        rows = torch.arange(self.values.shape[0], dtype=self.indices[0].dtype, device=self.device)
+        rows = rows[:, None].expand(self.values.shape).reshape(-1)
+        flat = [index.reshape(-1) for index in self.indices]
+        values = self.values.reshape(-1)
+        if not self._full():
+            used = (flat[0] >= 0).nonzero().squeeze(1)
+            rows, values, flat = rows[used], values[used], [index[used] for index in flat]
+        proven = bool(self.index_facts) and all(facts.proven for facts in self.index_facts)
+        plain, ordered = IndexFacts(masked=False, proven=proven), IndexFacts(sorted=True, masked=False, proven=proven)
+        flat.insert(self.group_dim, rows)
+        facts = tuple(ordered if dim == self.group_dim else plain for dim in range(self.ndim))
+        return COO(self.shape, tuple(flat), values, facts, self.coalesced and self.group_dim == 0)
+
+    def transpose(self, dims: Sequence[int] | None = None) -> Self:
+        """Permute the dimensions and lay out anew along the same place, `group_dim`.
+
+        Args:
+            dims: A permutation of the dimensions; default reverses them.
+
+        Returns:
+            An ELL of the permuted shape, as wide as needed, differentiable in the values. Duplicates are kept.
+
+        Raises:
+            InsumShapeError: `dims` is no permutation.
+        """
+        permuted = self.entries().transpose(dims)
+        if self.coalesced:
+            permuted = permuted.coalesce()
+        return self._lay_out(permuted, self.group_dim, None, self.index_dtype)
+
+    # Pieces.
+
+    def _with_tensors(self, indices: Sequence[Tensor], values: Tensor) -> Self:
+        return self._replace(indices=tuple(indices), values=values)
+
+    def _ordered_indices(self) -> tuple[Tensor, ...]:
+        coo = self.entries()
+        return (coo.indices[self.group_dim], *(coo.indices[dim] for dim in self.other_dims))
+
+    def _fixed_extents(self) -> dict[str, int]:
+        return {"m": self.shape[self.group_dim]}
+
+    def _full(self) -> bool:
+        return bool(self.index_facts) and self.index_facts[0].masked is False
+
+    def _shape_faults(self) -> list[checks.Fault]:
+        return super()._shape_faults() + grouped_shape_faults(self.shape, self.group_dim, self.indices)
+
+    def _repr_parts(self) -> list[str]:
+        dim = [] if self.ndim == 2 and self.group_dim == 0 else [f"group_dim={self.group_dim}"]
+        return [*dim, f"width={self.width}"]
+
+    def _matrix_index(self, dim: int) -> Tensor:
+        arguments.require_matrix(self.shape, ("row", "col")[dim])
+        if dim == self.group_dim:
+            raise InsumFormatError(
+                f"ELL along dimension {dim} stores no {('row', 'col')[dim]}: it is the position",
+                fix=f"read {('col', 'row')[dim]}, or use GroupCOO, which stores both.",
+            )
+        return self.indices[0]

@@ -1,0 +1,293 @@
+"""GroupCOO: entries grouped along one dimension, in groups of equal length."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Self
+
+import torch
+from torch import Tensor
+
+from insum_nn.facts import IndexFacts
+from insum_nn.formats import arguments, checks, convert
+from insum_nn.formats.base import IndexPart, SparseFormat, dim_field, dim_name
+from insum_nn.formats.coo import COO, as_coo
+from insum_nn.formats.group_size import GroupSize
+
+__all__ = ["GroupCOO", "grouped_shape_faults"]
+
+
+@dataclass(frozen=True, eq=False, repr=False)
+class GroupCOO(SparseFormat):
+    """Groups of `q` slots that share their index of one dimension.
+
+        D[Row[g], Col[g,q]] += Val[g,q]                     grouped along dimension 0
+        D[Row[g,q], Col[g]] += Val[g,q]                     grouped along dimension 1
+        D[Index0[g,q], Index1[g], Index2[g,q]] += Val[g,q]  of three dimensions, grouped along dimension 1
+
+    Source: Won, Ahrens, Amarasinghe, Emer, Insum (ASPLOS 2026), section 4.1. A group size of 1 is COO; the largest
+    occupancy gives ELL without its empty rows.
+
+    Attributes:
+        shape: extents of the tensor, two or more.
+        group_dim: the grouped dimension.
+        group_index: (g,), int32 or int64: the index along `group_dim`. Builders leave it ascending.
+        indices: a (g, q) tensor for each other dimension, in ascending order of dimensions; -1 in unused slots.
+        values: `Val`, (g, q); 0 in unused slots, so that nothing of a dense operand leaks through them.
+        index_facts: facts of `group_index`, then of each of `indices`.
+        coalesced: entries ascend by the grouped dimension, then by the others; none twice.
+
+    >>> matrix = GroupCOO.from_dense(torch.tensor([[1.0, 2.0, 3.0], [0.0, 4.0, 0.0]]), group_size=2)
+    >>> matrix.row.tolist(), matrix.col.tolist(), matrix.values.tolist()
+    ([0, 0, 1], [[0, 1], [2, -1], [1, -1]], [[1.0, 2.0], [3.0, 0.0], [4.0, 0.0]])
+    """
+
+    shape: tuple[int, ...]
+    group_dim: int
+    group_index: Tensor
+    indices: tuple[Tensor, ...]
+    values: Tensor
+    index_facts: tuple[IndexFacts, ...] = ()
+    coalesced: bool = False
+
+    value_axes = "gq"
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "indices", tuple(self.indices))
+        self._store()
+
+    # Builders.
+
+    @classmethod
+    def from_dense(
+        cls,
+        dense: Tensor,
+        *,
+        group_dim: int = 0,
+        group_size: GroupSize = "auto",
+        mask: Tensor | None = None,
+        index_dtype: torch.dtype | None = None,
+    ) -> Self:
+        """Store the nonzero elements of a dense tensor, or those that `mask` selects.
+
+        Args:
+            dense: Two dimensions or more; differentiable.
+            group_dim: The grouped dimension.
+            group_size: Slots per group, or `"auto"`: the rule of `choose_group_size`.
+            mask: Same shape, bool: store exactly these elements, zeros included.
+            index_dtype: torch.int32 or torch.int64; default int32 where every extent fits.
+        """
+        coo = COO.from_dense(dense, mask=mask, index_dtype=torch.int64)
+        return cls.from_coo(coo, group_dim=group_dim, group_size=group_size, index_dtype=index_dtype)
+
+    @classmethod
+    def from_coo(
+        cls,
+        indices: SparseFormat | Tensor | Sequence[Tensor],
+        values: Tensor | None = None,
+        shape: Sequence[int] | None = None,
+        *,
+        group_dim: int = 0,
+        group_size: GroupSize = "auto",
+        coalesce: bool = True,
+        index_dtype: torch.dtype | None = None,
+    ) -> Self:
+        """Group coordinates and values, or the entries of another format.
+
+        Memory goes with entries and slots; empty rows cost nothing.
+
+        Args:
+            indices: (d, p), or d tensors (p,), int32 or int64; or any format of this package.
+            values: (p,); differentiable. Left out with a format.
+            shape: d extents. Left out with a format.
+            group_dim: The grouped dimension.
+            group_size: Slots per group, or `"auto"`: the rule of `choose_group_size`.
+            coalesce: Sum duplicates and sort inside groups. Otherwise duplicates keep a slot each, and entries of
+                a group keep their order.
+            index_dtype: torch.int32 or torch.int64; default int32 where every extent fits.
+
+        Returns:
+            A GroupCOO with ascending groups and proven indices.
+
+        Raises:
+            InsumRangeError: an index lies outside `shape`.
+            InsumShapeError: lengths disagree, or `group_dim` is no dimension.
+            InsumFormatError: `group_size` is below 1.
+            InsumDtypeError: indices are not int32 or int64.
+
+        >>> GroupCOO.from_coo(COO.from_dense(torch.ones(2, 3)), group_dim=1, group_size=2).col.tolist()
+        [0, 1, 2]
+        """
+        coo = as_coo(indices, values, shape, f"{cls.__name__}.from_coo")
+        coo = coo.coalesce() if coalesce else coo
+        return cls._group(coo, group_dim, group_size, arguments.choose_index_dtype(coo.shape, index_dtype))
+
+    @classmethod
+    def from_torch(
+        cls,
+        tensor: Tensor,
+        *,
+        group_dim: int = 0,
+        group_size: GroupSize = "auto",
+        index_dtype: torch.dtype | None = None,
+    ) -> Self:
+        """Group a torch sparse tensor (COO, CSR, CSC, BSR, BSC); see `COO.from_torch` and `from_coo`."""
+        coo = COO.from_torch(tensor, index_dtype=torch.int64)
+        return cls.from_coo(coo, group_dim=group_dim, group_size=group_size, index_dtype=index_dtype)
+
+    @classmethod
+    def from_scipy(
+        cls,
+        matrix: object,
+        *,
+        group_dim: int = 0,
+        group_size: GroupSize = "auto",
+        device: torch.device | str | None = None,
+        index_dtype: torch.dtype | None = None,
+    ) -> Self:
+        """Group a scipy sparse array; see `COO.from_scipy` and `from_coo`."""
+        coo = COO.from_scipy(matrix, device=device, index_dtype=torch.int64)
+        return cls.from_coo(coo, group_dim=group_dim, group_size=group_size, index_dtype=index_dtype)
+
+    @classmethod
+    def _group(cls, coo: COO, group_dim: int, group_size: GroupSize, dtype: torch.dtype) -> Self:
+        (dim,) = arguments.check_dims((group_dim,), coo.ndim, "group_dim")
+        keys, indices, values = coo.indices[dim], coo.indices, coo.values
+        if not (coo.index_facts and coo.index_facts[dim].sorted):
+            # Stable, so the order inside each group stays lexicographic where it was.
+            order = keys.argsort(stable=True)
+            keys, indices, values = keys[order], tuple(index[order] for index in indices), values[order]
+        layout = convert.group_layout(keys, group_size)
+        full = layout.num_slots == coo.nnz
+        facts = [IndexFacts(sorted=True, unique=layout.one_group_per_key, masked=False, proven=True)]
+        facts += [IndexFacts(masked=not full, proven=True)] * (coo.ndim - 1)
+        others = (index for other, index in enumerate(indices) if other != dim)
+        return cls(
+            coo.shape,
+            dim,
+            layout.group_index.to(dtype),
+            tuple(layout.scatter(index.to(dtype), fill=-1) for index in others),
+            layout.scatter(values),
+            tuple(facts),
+            coo.coalesced,
+        )
+
+    # Properties.
+
+    @property
+    def group_size(self) -> int:
+        """Slots per group, `q`."""
+        return self.values.shape[1]
+
+    @property
+    def num_groups(self) -> int:
+        """Groups, `g`."""
+        return self.values.shape[0]
+
+    @property
+    def row(self) -> Tensor:
+        """(g,) when grouped along rows, (g, q) when grouped along columns; two dimensions only."""
+        arguments.require_matrix(self.shape, "row")
+        return self.group_index if self.group_dim == 0 else self.indices[0]
+
+    @property
+    def col(self) -> Tensor:
+        """(g, q) when grouped along rows, (g,) when grouped along columns; two dimensions only."""
+        arguments.require_matrix(self.shape, "col")
+        return self.indices[0] if self.group_dim == 0 else self.group_index
+
+    @property
+    def nnz(self) -> int:
+        """Used slots; reads the device unless the facts say that every slot is used."""
+        if self._full():
+            return self.values.numel()
+        return int((self.indices[0] >= 0).sum())
+
+    @property
+    def other_dims(self) -> tuple[int, ...]:
+        """The dimensions of `indices`."""
+        return tuple(dim for dim in range(self.ndim) if dim != self.group_dim)
+
+    @property
+    def index_parts(self) -> tuple[IndexPart, ...]:
+        """The grouped dimension (g,), then (g, q) per other dimension."""
+        ndim, dim = self.ndim, self.group_dim
+        first = IndexPart(dim_name(dim, ndim), dim_field(dim, ndim, "group_index"), self.group_index, "g", dim)
+        others = (
+            IndexPart(dim_name(dim, ndim), dim_field(dim, ndim, f"indices[{place}]"), index, "gq", dim)
+            for place, (dim, index) in enumerate(zip(self.other_dims, self.indices, strict=True))
+        )
+        return (first, *others)
+
+    # Conversions.
+
+    def entries(self) -> COO:
+        """The entries of used slots, in stored order; differentiable in the values."""
+        groups = self.group_index[:, None].expand(self.values.shape).reshape(-1)
+        flat = [index.reshape(-1) for index in self.indices]
+        values = self.values.reshape(-1)
+        if not self._full():
+            used = (flat[0] >= 0).nonzero().squeeze(1)
+            groups, values, flat = groups[used], values[used], [index[used] for index in flat]
+        proven = bool(self.index_facts) and all(facts.proven for facts in self.index_facts)
+        plain = IndexFacts(masked=False, proven=proven)
+        ordered = bool(self.index_facts) and self.index_facts[0].sorted
+        grouped = IndexFacts(sorted=ordered, masked=False, proven=proven)
+        flat.insert(self.group_dim, groups)
+        facts = tuple(grouped if dim == self.group_dim else plain for dim in range(self.ndim))
+        return COO(self.shape, tuple(flat), values, facts, self.coalesced and self.group_dim == 0)
+
+    def transpose(self, dims: Sequence[int] | None = None, *, group_size: GroupSize | None = None) -> Self:
+        """Permute the dimensions and group anew along the same place, `group_dim`.
+
+        Args:
+            dims: A permutation of the dimensions; default reverses them.
+            group_size: As in `from_coo`; default this format's own.
+
+        Returns:
+            A GroupCOO of the permuted shape, differentiable in the values. Duplicates are kept.
+
+        Raises:
+            InsumShapeError: `dims` is no permutation.
+        """
+        permuted = self.entries().transpose(dims)
+        if self.coalesced:
+            permuted = permuted.coalesce()
+        size = self.group_size if group_size is None else group_size
+        return self._group(permuted, self.group_dim, max(1, size) if isinstance(size, int) else size, self.index_dtype)
+
+    # Pieces.
+
+    def _with_tensors(self, indices: Sequence[Tensor], values: Tensor) -> Self:
+        return self._replace(group_index=indices[0], indices=tuple(indices[1:]), values=values)
+
+    def _ordered_indices(self) -> tuple[Tensor, ...]:
+        coo = self.entries()
+        return (coo.indices[self.group_dim], *(coo.indices[dim] for dim in self.other_dims))
+
+    def _full(self) -> bool:
+        return bool(self.index_facts) and self.index_facts[1].masked is False
+
+    def _shape_faults(self) -> list[checks.Fault]:
+        return super()._shape_faults() + grouped_shape_faults(self.shape, self.group_dim, self.indices)
+
+    def _repr_parts(self) -> list[str]:
+        dim = [] if self.ndim == 2 and self.group_dim == 0 else [f"group_dim={self.group_dim}"]
+        return [*dim, f"num_groups={self.num_groups}", f"group_size={self.group_size}"]
+
+
+def grouped_shape_faults(shape: tuple[int, ...], group_dim: int, indices: Sequence[Tensor]) -> list[checks.Fault]:
+    """Faults of rank, grouped dimension and number of index tensors; shared with ELL."""
+    faults: list[checks.Fault] = []
+    if len(shape) < 2:
+        fix = "use COO, or reshape to (1, n)."
+        faults.append(checks.Fault("shape", "shape", "two dimensions or more", str(shape), fix))
+    elif not 0 <= group_dim < len(shape):
+        fix = "name a dimension of shape."
+        faults.append(checks.Fault("group_dim", "shape", f"0 <= group_dim < {len(shape)}", str(group_dim), fix))
+    elif len(indices) != len(shape) - 1:
+        fix = "pass one index tensor per dimension other than group_dim."
+        expected = f"{len(shape) - 1} index tensors"
+        faults.append(checks.Fault("indices", "shape", expected, str(len(indices)), fix))
+    return faults

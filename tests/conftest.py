@@ -1,0 +1,81 @@
+"""What all tests share: seeds, devices, the rule for GPU tests, golden files, Hypothesis' settings."""
+
+from __future__ import annotations
+
+import os
+import random
+from collections.abc import Generator
+
+import hypothesis
+import numpy as np
+import pytest
+import torch
+
+from tests.golden_fixture import golden, pytest_addoption
+
+__all__ = ["golden", "pytest_addoption"]
+
+SEED = 20260401
+
+# Case lists are the same on every machine and in every run; a compiled first example may take long.
+hypothesis.settings.register_profile(
+    "insum", derandomize=True, deadline=None, database=None, print_blob=True, suppress_health_check=[]
+)
+hypothesis.settings.load_profile("insum")
+
+
+def _gpu_required() -> bool:
+    return os.environ.get("INSUM_REQUIRE_GPU", "") == "1"
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """A test that asks for the GPU by fixture is a GPU test, whether marked or not."""
+    for item in items:
+        if "gpu" in getattr(item, "fixturenames", ()):
+            item.add_marker("gpu")
+
+
+def pytest_runtest_setup(item: pytest.Item) -> None:
+    if item.get_closest_marker("gpu") is not None and not torch.cuda.is_available():
+        if _gpu_required():
+            pytest.fail("INSUM_REQUIRE_GPU=1, and torch sees no CUDA device", pytrace=False)
+        pytest.skip("needs a CUDA device")
+
+
+@pytest.hookimpl(wrapper=True)
+def pytest_runtest_makereport(
+    item: pytest.Item, call: pytest.CallInfo[None]
+) -> Generator[None, pytest.TestReport, pytest.TestReport]:
+    """Under INSUM_REQUIRE_GPU=1 a skipped GPU test is a failure: such a run cannot pass by skipping everything."""
+    report = yield
+    # An expected failure is reported as skipped too, and is not one.
+    if (
+        report.skipped
+        and not hasattr(report, "wasxfail")
+        and _gpu_required()
+        and item.get_closest_marker("gpu") is not None
+    ):
+        reason = report.longrepr[2] if isinstance(report.longrepr, tuple) else str(report.longrepr)
+        report.outcome = "failed"
+        report.longrepr = f"skipped under INSUM_REQUIRE_GPU=1: {reason}"
+    return report
+
+
+@pytest.fixture(autouse=True)
+def _fixed_seeds() -> None:
+    torch.manual_seed(SEED)
+    # NumPy's old global generator is what torch_geometric and scikit-learn draw from.
+    np.random.seed(SEED)
+    random.seed(SEED)
+
+
+@pytest.fixture
+def gpu() -> torch.device:
+    """The CUDA device; a test that takes it is a GPU test."""
+    return torch.device("cuda", torch.cuda.current_device())
+
+
+@pytest.fixture(params=["cpu", pytest.param("cuda", marks=pytest.mark.gpu)])
+def device(request: pytest.FixtureRequest) -> torch.device:
+    """Each device in turn: the test runs on the CPU, and once more as a GPU test."""
+    return torch.device(request.param)

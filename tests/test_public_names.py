@@ -1,0 +1,60 @@
+"""`__all__` is what can be imported: no name that does not exist, none that is missing."""
+
+from __future__ import annotations
+
+import ast
+import importlib
+import re
+import tomllib
+from types import ModuleType
+
+import pytest
+
+import insum_nn
+from tests.source_tree import PACKAGE, ROOT, Source, package_modules
+
+MODULES = package_modules()
+
+
+def defined_names(source: Source) -> set[str]:
+    """Public functions and classes that a file defines."""
+    kinds = (ast.FunctionDef, ast.AsyncFunctionDef, ast.ClassDef)
+    return {n.name for n in source.tree.body if isinstance(n, kinds) and not n.name.startswith("_")}
+
+
+def test_face_lists_exactly_what_it_holds():
+    held = {name for name, value in vars(insum_nn).items() if not isinstance(value, ModuleType)}
+    public = {name for name in held if not name.startswith("_")} - {"annotations"}
+    listed = {name for name in insum_nn.__all__ if not name.startswith("_")}
+    # A subpackage may be listed too: it is imported by its name.
+    modules = {name for name in listed if f"{PACKAGE}.{name}" in MODULES}
+    assert listed - modules == public
+    assert all(isinstance(getattr(insum_nn, name), object) for name in insum_nn.__all__)
+
+
+def test_face_has_no_logic():
+    allowed = (ast.Import, ast.ImportFrom, ast.Assign, ast.AnnAssign)
+    body = MODULES[PACKAGE].tree.body
+    assert isinstance(body[0], ast.Expr), "starts with a docstring"
+    assert [ast.unparse(n) for n in body[1:] if not isinstance(n, allowed)] == []
+
+
+def test_version_is_the_project_s():
+    project = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))["project"]
+    assert insum_nn.__version__ == project["version"]
+    changelog = (ROOT / "CHANGELOG.md").read_text(encoding="utf-8")
+    assert re.search(r"^## \[(Unreleased|\d+\.\d+\.\d+)\]", changelog, re.MULTILINE)
+
+
+@pytest.mark.parametrize("name", [m for m in MODULES if m != PACKAGE])
+def test_all_of_each_module(name: str):
+    source = MODULES[name]
+    module = importlib.import_module(name)
+    listed = getattr(module, "__all__", None)
+    if listed is None:
+        exported = [n for n in source.tree.body if isinstance(n, ast.ImportFrom) and n.module != "__future__"]
+        assert source.path.name != "__init__.py" or not exported, "a package that re-exports says what in __all__"
+        return
+    assert len(listed) == len(set(listed)), "a name stands twice"
+    assert [n for n in listed if not hasattr(module, n)] == []
+    assert defined_names(source) <= set(listed), "a public name is missing from __all__; or begin it with '_'"
