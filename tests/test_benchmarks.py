@@ -142,6 +142,20 @@ def test_outcomes(results: Path, provider: str, mode: str, outcome: str):
         assert record["repeats"] == 0
 
 
+@pytest.mark.slow
+def test_on_a_gpu(gpu: torch.device, small: Registry, tmp_path: Path):
+    path = tmp_path / "results.json"
+    assert run.main(["product/n=1", "--device", str(gpu), "--out", str(path), "--rep-ms", "20"], registry=small) == 0
+    passed = [r for r in json.loads(path.read_text()) if r["gate"] == "passed"]
+    assert {r["provider"] for r in passed} == {"insum_nn", "insum_nn/half", "torch", "wrong_gradient"}
+    for record in passed:
+        assert record["gpu"] == torch.cuda.get_device_name(gpu)
+        assert record["driver"]
+        assert record["repeats"] > 1
+        assert record["peak_bytes"] > 0
+        assert 0 < record["ms"]["p20"] <= record["ms"]["p50"] <= record["ms"]["p80"] < 10
+
+
 def test_our_red_tests_stop_the_clock(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
     red = tmp_path / "test_red.py"
     red.write_text("def test_no():\n    assert False\n")

@@ -110,18 +110,18 @@ def prepare(
 
 def run_spec(spec: Spec, tensors: Sequence[Tensor], start: Tensor | None, extents: Extents) -> Tensor:
     """Run without recording gradients."""
-    statement = spec.statement
     if 0 in extents.indices:
         return _without_terms(spec, tensors, start, extents)
     bound, program = prepare(spec, tensors, start, extents)
+    if 0 in extents.output:
+        return _without_terms(spec, tensors, start, extents)
     if any(t.numel() == 0 for t in tensors):
         tensors = [_stand_in(t, name in bound.layout.index_tensors) for name, t in zip(bound.layout.tensors, tensors, strict=True)]
-    del statement
     return program(tensors, extents, start)
 
 
 def _without_terms(spec: Spec, tensors: Sequence[Tensor], start: Tensor | None, extents: Extents) -> Tensor:
-    """An empty index space has no terms: the output is its start, or zero."""
+    """Without terms or without cells the output is its start, or zero."""
     if start is not None:
         return start.detach().clone(memory_format=torch.contiguous_format)
     dtype = _dtype(spec, tensors, start)
@@ -224,7 +224,8 @@ def _terms(spec: Spec, tensors: Sequence[Tensor], extents: Extents) -> tuple[Ten
     sizes = dict(zip(layout.indices, extents.indices, strict=True))
     _, space = _space(statement)
     factors = " * ".join(map(str, statement.factors))
-    terms = _auxiliary(spec, f"{space} = {factors}", named, sizes, extents.indices)
+    # The same operator multiplies in the same order as the forward pass, so that a term equals its extremum bit for bit.
+    terms = _auxiliary(spec, f"{space} {statement.operator} {factors}", named, sizes, extents.indices)
     live = torch.ones(tuple(extents.indices), dtype=torch.bool, device=terms.device)
     for access in (statement.output, *statement.reads):
         for nested in access.nested():

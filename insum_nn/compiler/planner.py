@@ -268,13 +268,17 @@ class _Planner:
 
     def sliceable(self, label: str) -> bool:
         """Whether cutting every axis that `label` indexes, and nothing else, restricts the statement to a range of it."""
+        cut: dict[str, tuple[int, ...]] = {}
         for access in self.statement.accesses():
             addressed = scattered_axes(access)
-            for axis, subscript in enumerate(access.subscripts):
-                if subscript.plain == label:
-                    if axis in addressed:
-                        return False
-                elif any(isinstance(t.atom, Index) and t.atom.name == label for t in subscript.terms):
+            axes = tuple(axis for axis, subscript in enumerate(access.subscripts) if subscript.plain == label)
+            # A tensor that stands at two places must be cut alike at both.
+            if cut.setdefault(access.name, axes) != axes or set(axes) & set(addressed):
+                return False
+            for subscript in access.subscripts:
+                if subscript.plain is None and any(
+                    isinstance(term.atom, Index) and term.atom.name == label for term in subscript.terms
+                ):
                     return False
         return any(self.bound.layout.plain[self.bound.layout.indices.index(label)])
 

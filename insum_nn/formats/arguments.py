@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import operator
 from collections.abc import Sequence
+from typing import cast
 
 import torch
 from torch import Tensor
@@ -17,10 +19,31 @@ __all__ = [
     "check_permutation",
     "check_shape",
     "choose_index_dtype",
+    "integers",
     "require_matrix",
+    "require_tensor",
 ]
 
 _INT32_LIMIT = 1 << 31
+
+
+def require_tensor(value: object, owner: str, name: str) -> Tensor:
+    """`value` if it is a tensor."""
+    if not isinstance(value, Tensor):
+        raise InsumDtypeError(
+            f"{owner} needs a torch.Tensor for {name}, got {type(value).__name__}",
+            fix=f"pass torch.as_tensor({name}).",
+            got=type(value),
+        )
+    return value
+
+
+def integers(extents: object) -> tuple[int, ...] | None:
+    """A sequence of integers as a tuple; `None` for anything else, floats included."""
+    try:
+        return tuple(operator.index(extent) for extent in cast("Sequence[int]", extents))
+    except TypeError:
+        return None
 
 
 def check_shape(shape: Sequence[int] | None, owner: str) -> tuple[int, ...]:
@@ -29,13 +52,13 @@ def check_shape(shape: Sequence[int] | None, owner: str) -> tuple[int, ...]:
         raise InsumShapeError(
             f"{owner} needs the shape of the dense tensor", fix="pass shape=(m, k); indices alone do not tell it."
         )
-    extents = tuple(int(extent) for extent in shape)
+    extents = integers(shape)
     if not extents or any(extent < 0 for extent in extents):
         raise InsumShapeError(
-            f"{owner} got the shape {extents}",
+            f"{owner} got the shape {shape}",
             details=["expected one or more extents of at least 0"],
             fix="pass the extents of the dense tensor.",
-            got=extents,
+            got=shape,
         )
     return extents
 
@@ -82,8 +105,8 @@ def check_mask(mask: Tensor, dense: Tensor, *shapes: tuple[int, ...]) -> Tensor:
 
 def check_block_shape(block_shape: Sequence[int] | None) -> tuple[int, int]:
     """`block_shape` as two positive extents."""
-    extents = () if block_shape is None else tuple(int(extent) for extent in block_shape)
-    if len(extents) != 2 or min(extents) < 1:
+    extents = integers(block_shape)
+    if extents is None or len(extents) != 2 or min(extents) < 1:
         raise InsumShapeError(
             f"block_shape must be two extents of at least 1, got {block_shape}",
             fix="pass block_shape=(a, b), rows and columns of one block.",

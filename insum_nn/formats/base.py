@@ -12,7 +12,7 @@ from torch import Tensor
 
 from insum_nn.errors import InsumShapeError
 from insum_nn.facts import UNKNOWN, IndexFacts
-from insum_nn.formats import checks
+from insum_nn.formats import arguments, checks
 from insum_nn.formats.checks import Fault
 
 if TYPE_CHECKING:
@@ -254,7 +254,7 @@ class SparseFormat(ABC):
 
     def _store(self) -> None:
         """Check what needs no element to be read; called by each `__post_init__`."""
-        object.__setattr__(self, "shape", tuple(int(extent) for extent in self.shape))
+        object.__setattr__(self, "shape", arguments.check_shape(self.shape, type(self).__name__))
         object.__setattr__(self, "index_facts", tuple(self.index_facts))
         title = f"{type(self).__name__} of shape {self.shape} cannot hold these tensors"
         checks.raise_faults(title, self._structure_faults(), by_kind=True)
@@ -264,11 +264,7 @@ class SparseFormat(ABC):
         return {}
 
     def _shape_faults(self) -> list[Fault]:
-        faults: list[Fault] = []
-        if any(extent < 0 for extent in self.shape):
-            fix = "pass the extents of the dense tensor."
-            faults.append(Fault("shape", "shape", "extents of at least 0", str(self.shape), fix))
-        return faults
+        return []
 
     def _structure_faults(self) -> list[Fault]:
         """Ranks, lengths, dtypes and devices."""
@@ -321,6 +317,8 @@ class SparseFormat(ABC):
             unused = padded[0].tensor == -1
             for part in padded[1:]:
                 found.append(checks.unused_where_used_fault(part.field, part.tensor, padded[0].field, unused))
+            for part in padded[1:]:
+                unused = unused & (part.tensor == -1)
             found.append(checks.unused_value_fault(self.values, unused))
         if self.coalesced:
             found.append(checks.ascending_fault(self._ordered_indices()))
@@ -351,7 +349,7 @@ def _tensor_faults(
         return [Fault(field, "dtype", f"a tensor {letters}", type(tensor).__name__, fix)]
     if tensor.ndim != len(axes):
         fix = f"give {field} the axes {letters}."
-        return [Fault(field, "shape", f"{len(axes)} axes {letters}", f"shape {tuple(tensor.shape)}", fix)]
+        return [Fault(field, "shape", f"axes {letters}", f"shape {tuple(tensor.shape)}", fix)]
     faults: list[Fault] = []
     for letter, extent in zip(axes, tensor.shape, strict=True):
         if letter not in extents:

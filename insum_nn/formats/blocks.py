@@ -76,7 +76,7 @@ class BlockFormat(SparseFormat):
         return tiles.transpose(1, 2).reshape(rows * a, cols * b)[: self.shape[0], : self.shape[1]]
 
     def to_torch(self, layout: torch.layout = torch.sparse_bsr) -> Tensor:
-        """Return torch's own sparse matrix, differentiable in the values.
+        """Return torch's own sparse matrix, differentiable in the values (by torch's rules, so once only).
 
         Args:
             layout: torch.sparse_bsr or torch.sparse_bsc, which need a shape that is a multiple of the block; or a
@@ -118,7 +118,11 @@ class BlockFormat(SparseFormat):
     def _overhang_fault(self, row: Tensor, col: Tensor) -> checks.Fault | None:
         """A value other than 0 in the part of an edge block that lies beyond the shape."""
         outside = overhang(row, col, self.shape, self.block_shape)
-        found = None if outside is None else checks.first_true(outside & (self.values != 0))
+        if outside is None:
+            return None
+        # A block that is not on the grid at all is the fault of its index.
+        on_grid = (row < self.grid_shape[0]) & (col < self.grid_shape[1])
+        found = checks.first_true(outside & on_grid[..., None, None] & (self.values != 0))
         if found is None:
             return None
         position, count = found
@@ -126,7 +130,7 @@ class BlockFormat(SparseFormat):
             "values",
             "law",
             f"0 beyond the edge of shape {self.shape}",
-            f"{self.values[position].item()} at {list(position)} ({count} of {self.values.numel()} entries)",
+            f"{self.values[position].item()} at {checks.at_position(position)} ({checks.count_of(count, self.values)})",
             "rebuild it with from_blocks, which cuts the edge blocks.",
             position,
         )
@@ -168,7 +172,7 @@ def blocks_from_dense(
     dense: Tensor, block_shape: tuple[int, int], mask: Tensor | None
 ) -> tuple[Blocks, tuple[int, int]]:
     """Blocks of a dense matrix that hold a nonzero, or that `mask` touches."""
-    if dense.layout != torch.strided:
+    if arguments.require_tensor(dense, "from_dense", "dense").layout != torch.strided:
         raise InsumFormatError(
             f"from_dense needs a dense matrix, got layout {dense.layout}", fix="call from_torch on a sparse tensor."
         )
@@ -181,7 +185,7 @@ def blocks_given(
 ) -> tuple[Blocks, tuple[int, int]]:
     """Blocks from a caller: checked, proven, and cut at the edges of `shape`."""
     extents = arguments.require_matrix(arguments.check_shape(shape, owner), "a format of blocks")
-    if values.ndim != 3:
+    if arguments.require_tensor(values, owner, "values").ndim != 3:
         raise InsumShapeError(
             f"{owner} needs values (p, a, b), got shape {tuple(values.shape)}", fix="pass one (a, b) block per entry."
         )

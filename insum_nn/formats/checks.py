@@ -22,6 +22,8 @@ __all__ = [
     "INDEX_DTYPES",
     "Fault",
     "ascending_fault",
+    "at_position",
+    "count_of",
     "first_true",
     "mask_claim_fault",
     "raise_faults",
@@ -108,7 +110,7 @@ def range_fault(field: str, letters: str, tensor: Tensor, extent: int, *, padded
         field,
         "range",
         expected,
-        f"{int(tensor[position])} at {_at(position)} ({_of(count, tensor)})",
+        f"{int(tensor[position])} at {at_position(position)} ({count_of(count, tensor)})",
         "enlarge the shape or drop those entries; negative values do not wrap.",
         position,
     )
@@ -124,7 +126,7 @@ def mask_claim_fault(field: str, tensor: Tensor) -> Fault | None:
         field,
         "law",
         "no unused slot (its facts say masked=False)",
-        f"-1 at {_at(position)} ({_of(count, tensor)})",
+        f"-1 at {at_position(position)} ({count_of(count, tensor)})",
         "set masked=True or None in its IndexFacts.",
         position,
     )
@@ -143,7 +145,7 @@ def sorted_fault(field: str, tensor: Tensor) -> Fault | None:
         field,
         "law",
         "ascending entries (its facts say sorted=True)",
-        f"{int(entries[index + 1])} at {_at(position)} after {int(entries[index])}",
+        f"{int(entries[index + 1])} at {at_position(position)} after {int(entries[index])}",
         "sort the entries with a builder, or set sorted=False in its IndexFacts.",
         position,
     )
@@ -161,7 +163,7 @@ def unique_fault(field: str, tensor: Tensor) -> Fault | None:
         field,
         "law",
         "no value twice (its facts say unique=True)",
-        f"{int(tensor[position])} again at {_at(position)}",
+        f"{int(tensor[position])} again at {at_position(position)}",
         "merge the entries with a builder, or set unique=False in its IndexFacts.",
         position,
     )
@@ -178,7 +180,7 @@ def unused_where_used_fault(field: str, tensor: Tensor, other: str, unused: Tens
         field,
         "law",
         f"-1 exactly where {other} is -1",
-        f"{int(tensor[position])} at {_at(position)}, where {other} is {state} ({_of(count, unused)})",
+        f"{int(tensor[position])} at {at_position(position)}, where {other} is {state} ({count_of(count, unused)})",
         "mark an unused slot in every index tensor.",
         position,
     )
@@ -195,7 +197,7 @@ def unused_value_fault(values: Tensor, unused: Tensor) -> Fault | None:
         "values",
         "law",
         "0 in unused slots",
-        f"{values[position].item()} at {_at(position)} ({_of(count, values)})",
+        f"{values[position].item()} at {at_position(position)} ({count_of(count, values)})",
         "multiply the values by the mask of used slots before storing them.",
         position,
     )
@@ -226,11 +228,13 @@ def ascending_fault(indices: Sequence[Tensor]) -> Fault | None:
     )
 
 
-def _at(position: tuple[int, ...]) -> str:
+def at_position(position: tuple[int, ...]) -> str:
+    """A position as a message shows it, `[2,1]`."""
     return "[" + ",".join(str(i) for i in position) + "]"
 
 
-def _of(count: int, tensor: Tensor) -> str:
+def count_of(count: int, tensor: Tensor) -> str:
+    """How many entries of a tensor a message speaks of."""
     return f"{count} of {tensor.numel()} entries"
 
 

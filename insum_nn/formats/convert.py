@@ -110,6 +110,7 @@ def check_entries(
         fix = "pass one index tensor per dimension of shape."
         faults.append(checks.Fault("indices", "shape", f"{len(shape)} index tensors", str(len(indices)), fix))
     for field, index in zip(fields, indices, strict=False):
+        arguments.require_tensor(index, owner, field)
         if index.ndim != 1 or index.shape[0] != values.shape[0]:
             fix = "pass one index per value."
             got = f"shape {tuple(index.shape)}"
@@ -204,7 +205,7 @@ def group_layout(keys: Tensor, group_size: GroupSize) -> GroupLayout:
 
 def dense_entries(dense: Tensor, mask: Tensor | None) -> tuple[tuple[Tensor, ...], Tensor]:
     """Coordinates (ascending) and values of the nonzero elements, or of those that `mask` selects."""
-    if dense.layout != torch.strided:
+    if arguments.require_tensor(dense, "from_dense", "dense").layout != torch.strided:
         raise InsumFormatError(
             f"from_dense needs a dense tensor, got layout {dense.layout}", fix="call from_torch on a sparse tensor."
         )
@@ -297,7 +298,7 @@ def compressed_blocks(tensor: Tensor) -> tuple[Tensor, Tensor, Tensor]:
 
 def check_torch(tensor: Tensor) -> None:
     """Raise unless `tensor` is a torch sparse tensor of scalar entries without batch dimensions."""
-    if tensor.layout == torch.strided:
+    if arguments.require_tensor(tensor, "from_torch", "tensor").layout == torch.strided:
         raise InsumFormatError("from_torch needs a sparse tensor, got a dense one", fix="call from_dense.")
     if tensor.dense_dim() or (tensor.layout != torch.sparse_coo and tensor.ndim != 2):
         raise InsumShapeError(

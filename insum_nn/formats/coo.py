@@ -273,7 +273,7 @@ class COO(SparseFormat):
         return convert.sum_rows(self.values, slots, numel).reshape(self.shape)
 
     def to_torch(self, layout: torch.layout = torch.sparse_coo) -> Tensor:
-        """Return torch's own sparse tensor, differentiable in the values.
+        """Return torch's own sparse tensor, differentiable in the values (by torch's rules, so once only).
 
         Args:
             layout: torch.sparse_coo; in two dimensions also torch.sparse_csr and torch.sparse_csc, which sum
@@ -332,8 +332,8 @@ class COO(SparseFormat):
 
     def _shape_faults(self) -> list[checks.Fault]:
         faults = super()._shape_faults()
-        if not self.shape or len(self.indices) != len(self.shape):
-            expected = f"{len(self.shape)} index tensors, one per dimension" if self.shape else "one dimension or more"
+        if len(self.indices) != len(self.shape):
+            expected = f"{len(self.shape)} index tensors, one per dimension"
             fix = "pass one index tensor per dimension of shape."
             faults.append(checks.Fault("indices", "shape", expected, str(len(self.indices)), fix))
         return faults
@@ -374,13 +374,13 @@ def as_coo(
         facts = tuple(IndexFacts(f.sorted, f.unique, masked=False, proven=True) for f in facts)
         return COO(coo.shape, coo.indices, coo.values, facts, coo.coalesced)
     extents = arguments.check_shape(shape, owner)
-    if values is None or values.ndim != 1:
+    if values is None or arguments.require_tensor(values, owner, "values").ndim != 1:
         raise InsumShapeError(
             f"{owner} needs one value per entry",
             details=[f"expected values (p,); got {None if values is None else tuple(values.shape)}"],
             fix="pass values=torch.ones(p) for a pattern without values.",
         )
-    given = tuple(indices.unbind(0)) if isinstance(indices, Tensor) and indices.ndim else tuple(indices)
+    given = (indices.unbind(0) if indices.ndim else (indices,)) if isinstance(indices, Tensor) else tuple(indices)
     ndim = len(extents)
     fields = [dim_field(dim, ndim, f"indices[{dim}]") for dim in range(ndim)]
     convert.check_entries(owner, extents, given, values, fields)
@@ -410,6 +410,8 @@ def scipy_tensors(
         raise InsumDtypeError(
             f"torch has no dtype for scipy's {coo.data.dtype}", fix="call .astype('float64') first.", got=coo.data.dtype
         ) from error
-    indices = tuple(torch.as_tensor(index).to(torch.int64) for index in coo.coords)
+    # `coords` came with scipy 1.13, as did more than two dimensions.
+    coords = coo.coords if hasattr(coo, "coords") else (coo.row, coo.col)
+    indices = tuple(torch.as_tensor(index).to(torch.int64) for index in coords)
     moved = tuple(index.to(device) for index in indices)
     return tuple(int(extent) for extent in coo.shape), moved, values.to(device)

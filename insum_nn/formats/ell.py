@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Self
 
 import torch
@@ -150,7 +150,7 @@ class ELL(SparseFormat):
             keys, indices, values = keys[order], tuple(index[order] for index in indices), values[order]
         _, counts = torch.unique_consecutive(keys, return_counts=True)
         needed = int(counts.max()) if coo.nnz else 0
-        if width is not None and width < needed:
+        if width is not None and (width < needed or width < 0):
             raise InsumFormatError(
                 f"{cls.__name__} of width {width} cannot hold {needed} entries at one index of dimension {dim}",
                 fix=f"pass width={needed} or more, or leave it out.",
@@ -240,7 +240,8 @@ class ELL(SparseFormat):
         """
         permuted = self.entries().transpose(dims)
         if self.coalesced:
-            permuted = permuted.coalesce()
+            # Its entries are distinct, and were just sorted.
+            permuted = replace(permuted, coalesced=True)
         return self._lay_out(permuted, self.group_dim, None, self.index_dtype)
 
     # Pieces.

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Self
 
 import torch
@@ -253,7 +253,8 @@ class GroupCOO(SparseFormat):
         """
         permuted = self.entries().transpose(dims)
         if self.coalesced:
-            permuted = permuted.coalesce()
+            # Its entries are distinct, and were just sorted.
+            permuted = replace(permuted, coalesced=True)
         size = self.group_size if group_size is None else group_size
         return self._group(permuted, self.group_dim, max(1, size) if isinstance(size, int) else size, self.index_dtype)
 

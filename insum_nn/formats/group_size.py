@@ -127,7 +127,9 @@ def choose_group_size(
     if measure is not None:
         return min(candidates, key=measure)
     counts = _counts(occupancy)
-    return min(candidates, key=lambda size: indirect_accesses(counts, size))
+    groups = torch.stack([_ceil_div(counts, size).sum() for size in candidates]).tolist()
+    costs = {size: (size + 1) * number for size, number in zip(candidates, groups, strict=True)}
+    return min(candidates, key=lambda size: costs[size])
 
 
 def resolve_group_size(group_size: GroupSize, occupancy: Tensor) -> int:
