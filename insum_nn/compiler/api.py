@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
+from dataclasses import fields, replace
+from functools import lru_cache
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -52,7 +55,7 @@ class Program:
         self._out_shape = None if out_shape is None else tuple(out_shape)
         self._spec = Spec(expression, tuple(sorted((facts or {}).items())), options, drop_outside)
         self._names: tuple[str, ...] = layout_of(statement).tensors
-        self._last: tuple[tuple[Tensor, ...], Tensor | None, Extents] | None = None
+        self._text: str = self._spec.to_json()
 
     def __repr__(self) -> str:
         return f"Program({self.expression!r})"
@@ -94,6 +97,9 @@ class Program:
         """
         if tensors:
             named = {**tensors, **named}
+        if torch.compiler.is_dynamo_compiling():
+            merged = {**self._sizes, **(sizes or {})}
+            return _traced_call(self._text, named, merged, out_shape if out_shape is not None else self._out_shape)
         ordered, start = self._arrange(named)
         extents = self._extents(ordered, start, sizes, out_shape)
         return apply(self._spec, ordered, start, extents)
@@ -104,22 +110,11 @@ class Program:
         expected = len(self._names) + (start is not None)
         if len(named) != expected or any(name not in named for name in self._names):
             check_names(statement, [name for name in named if named[name] is not None])
-        ordered = [named[name] for name in self._names]
+        if torch._C._is_any_autocast_enabled():
+            named = {name: _autocast(value) for name, value in named.items()}
+            start = named.get(statement.output.name)
         bind(statement, named, start)
-        device = next((t.device.type for t in (*ordered, start) if t is not None), "cpu")
-        if torch.is_autocast_enabled(device):
-            return self._autocast(ordered, start, torch.get_autocast_dtype(device))
-        return ordered, start
-
-    def _autocast(
-        self, ordered: list[Tensor], start: Tensor | None, dtype: torch.dtype
-    ) -> tuple[list[Tensor], Tensor | None]:
-        """Under autocast a statement is a matrix product: float32 operands take the autocast dtype."""
-
-        def cast(tensor: Tensor) -> Tensor:
-            return tensor.to(dtype) if tensor.dtype == torch.float32 else tensor
-
-        return [cast(t) for t in ordered], None if start is None else cast(start)
+        return [named[name] for name in self._names], start
 
     def _extents(
         self, ordered: Sequence[Tensor], start: Tensor | None, sizes: Mapping[str, int] | None, out_shape: Shape | None
@@ -143,24 +138,29 @@ class Program:
         'dVal[p] += dC[Row[p],n] * B[Col[p],n]'
         """
         statements = derivatives(self.statement, name).statements
-        # Extents that only the operand shows arrive with the call, so the written-never-read rule is lifted.
-        sizes = dict.fromkeys(self.statement.indices(), 0)
-        programs = [Program._derived(str(s), self, sizes) for s in statements]
+        programs = [self._derived(str(s)) for s in statements]
         return programs[0] if len(programs) == 1 else ProgramSum(tuple(programs))
 
+    def _derived(self, expression: str) -> Program:
+        spec = Spec(expression, self._spec.facts, self.options, True)
+        indices = spec.statement.indices()
+        # Extents that only the operand shows arrive with the call, so the written-never-read rule is lifted.
+        return Program._of(spec, {k: v for k, v in self._sizes.items() if k in indices}, self.statement.indices())
+
     @staticmethod
-    def _derived(expression: str, parent: Program, known: Mapping[str, int]) -> Program:
+    def _of(spec: Spec, sizes: Mapping[str, int], sized: Collection[str], out_shape: Shape | None = None) -> Program:
+        """A program from its parts; indices in `sized` get their extent from the call."""
         program = Program.__new__(Program)
-        statement = parse(expression)
-        check_statement(statement, known)
+        statement = parse(spec.expression)
+        check_statement(statement, sized)
         program.statement = statement
         program.expression = str(statement)
-        program.options = parent.options
-        program._sizes = {k: v for k, v in parent._sizes.items() if k in statement.indices()}
-        program._out_shape = None
-        program._spec = Spec(expression, parent._spec.facts, parent.options, True)
+        program.options = spec.options
+        program._sizes = dict(sizes)
+        program._out_shape = None if out_shape is None else tuple(out_shape)
+        program._spec = spec
         program._names = layout_of(statement).tensors
-        program._last = None
+        program._text = spec.to_json()
         return program
 
     def reference(
@@ -212,6 +212,19 @@ class Program:
         return explain_program(self.statement, self.options, extents, program, (ordered, start), seconds)
 
 
+def _autocast(value: Tensor) -> Tensor:
+    """Under autocast a statement is a matrix product: floating-point operands but float64 take the autocast dtype."""
+    # What is no tensor, and where autocast is unknown (meta), is for the checks to judge.
+    if not isinstance(value, Tensor) or not torch.amp.is_autocast_available(value.device.type):  # pyright: ignore[reportUnnecessaryIsInstance]
+        return value
+    if value.dtype not in _AUTOCAST or not torch.is_autocast_enabled(value.device.type):
+        return value
+    return value.to(torch.get_autocast_dtype(value.device.type))
+
+
+_AUTOCAST = (torch.float16, torch.bfloat16, torch.float32)
+
+
 def _rebuild(
     expression: str,
     sizes: Mapping[str, int],
@@ -221,12 +234,8 @@ def _rebuild(
     drop_outside: bool,
 ) -> Program:
     if drop_outside:
-        parent = Program.__new__(Program)
-        parent._sizes, parent.options = dict(sizes), options
-        parent._spec = Spec(expression, tuple(sorted(facts.items())), options, True)
-        program = Program._derived(expression, parent, dict.fromkeys(parse(expression).indices(), 0))
-        program._out_shape = None if out_shape is None else tuple(out_shape)
-        return program
+        spec = Spec(expression, tuple(sorted(facts.items())), options, True)
+        return Program._of(spec, sizes, spec.statement.indices(), out_shape)
     return Program(expression, sizes=sizes, out_shape=out_shape, facts=facts, options=options)
 
 
@@ -337,12 +346,71 @@ def insum(
     tensor([210.,   0.,   3.])
     """
     chosen = options or DEFAULT
+    if torch.compiler.is_dynamo_compiling():
+        text = _spec_text(expression, *(getattr(chosen, name) for name in _OPTION_NAMES), validate)
+        return _traced_call(text, {**(tensors or {}), **named}, sizes or {}, out_shape)
     if validate and not chosen.validate:
-        from dataclasses import replace
-
         chosen = replace(chosen, validate=True)
     program = _cached_program(expression, chosen, tuple(sizes) if sizes else ())
     return program(sizes=sizes, out_shape=out_shape, tensors=tensors, **named)
+
+
+# Under torch.compile the whole call is one operator, so that Dynamo never follows the parser and the checks.
+
+_OPTION_NAMES = tuple(field.name for field in fields(Options))
+
+
+@torch.compiler.assume_constant_result  # type: ignore[untyped-decorator]
+def _spec_text(expression: str, *values: Any) -> str:
+    """The program's text, from the option values and whether to validate."""
+    options = Options(**dict(zip(_OPTION_NAMES, values[:-1], strict=True)))
+    return Spec(expression, options=replace(options, validate=options.validate or values[-1])).to_json()
+
+
+torch.library.define(
+    "insum_nn::call",
+    "(str spec, str[] names, Tensor[] tensors, str[] sized, SymInt[] sizes, bool[] known, SymInt[] shape, bool shaped) "
+    "-> Tensor",
+)
+
+
+def _traced_call(text: str, named: Mapping[str, Tensor], sizes: Mapping[str, int], out_shape: Shape | None) -> Tensor:
+    shape = out_shape if out_shape is not None else ()
+    named = {name: tensor for name, tensor in named.items() if tensor is not None}
+    return torch.ops.insum_nn.call(  # type: ignore[no-any-return]
+        text,
+        list(named.keys()),
+        list(named.values()),
+        list(sizes.keys()),
+        list(sizes.values()),
+        [extent is not None for extent in shape],
+        [0 if extent is None else extent for extent in shape],
+        out_shape is not None,
+    )
+
+
+@torch.library.impl("insum_nn::call", "CompositeImplicitAutograd")
+def _call(
+    text: str,
+    names: list[str],
+    tensors: list[Tensor],
+    sized: list[str],
+    sizes: list[int],
+    known: list[bool],
+    shape: list[int],
+    shaped: bool,
+) -> Tensor:
+    """A call whose arguments are resolved here, by whoever runs or traces the operator."""
+    program = _program_of(text, frozenset(sized))
+    out_shape = tuple(extent if given else None for extent, given in zip(shape, known, strict=True)) if shaped else None
+    named = dict(zip(names, tensors, strict=True))
+    return program(sizes=dict(zip(sized, sizes, strict=True)), out_shape=out_shape, tensors=named)
+
+
+@lru_cache(maxsize=1024)
+def _program_of(text: str, sized: frozenset[str]) -> Program:
+    spec = Spec.from_json(text)
+    return Program._of(spec, {}, spec.statement.indices() if spec.drop_outside else sized)
 
 
 _programs: dict[tuple[object, ...], Program] = {}

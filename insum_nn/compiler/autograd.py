@@ -15,11 +15,12 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch._C._functorch import peek_interpreter_stack
 
 from insum_nn.compiler.ast import Access, Statement
 from insum_nn.compiler.bind import Bound, Extents, bind, check_extents, layout_of
 from insum_nn.compiler.execution import Executable, executable
-from insum_nn.compiler.gradient import Derivative, derivatives, fresh_name
+from insum_nn.compiler.gradient import Derivative, derivatives, directional, fresh_name
 from insum_nn.compiler.options import Options
 from insum_nn.compiler.parser import parse
 from insum_nn.compiler.proofs import prove
@@ -105,11 +106,16 @@ def prepare(
         if name in facts and tensor.numel() == 0:
             facts[name] = IndexFacts(masked=True, proven=True)
     bound = bind(statement, named, start, facts=facts, drop_outside=spec.drop_outside)
-    return bound, executable(bound, extents, spec.options)
+    return bound, executable(bound, tensors, start, extents, spec.options)
 
 
 def run_spec(spec: Spec, tensors: Sequence[Tensor], start: Tensor | None, extents: Extents) -> Tensor:
     """Run without recording gradients."""
+    device = next((t.device.type for t in (*tensors, start) if t is not None), "cpu")
+    if torch._C._is_any_autocast_enabled() and torch.is_autocast_enabled(device):
+        # The operands were cast where the call was made; inside, autocast would mix dtypes that were equal.
+        with torch.autocast(device, enabled=False):
+            return run_spec(spec, tensors, start, extents)
     if 0 in extents.indices:
         return _without_terms(spec, tensors, start, extents)
     bound, program = prepare(spec, tensors, start, extents)
@@ -276,17 +282,7 @@ def _gradients(
     """Gradients of the tensors that need one, and of the start, by derivative programs."""
     statement = call.spec.statement
     layout = layout_of(statement)
-    shares, start_share = None, None
-    if statement.operator in ("max=", "min="):
-        assert result is not None
-        shares, start_share = torch.ops.insum_nn.shares(
-            call.spec.to_json(),
-            [t.detach() for t in tensors],
-            None if start is None else start.detach(),
-            result.detach(),
-            list(call.indices),
-            list(call.output),
-        )
+    shares, start_share = _shares_of(call, tensors, start, result)
     gradients: list[Tensor | None] = []
     for name, tensor, need in zip(layout.tensors, tensors, needs, strict=True):
         if not need or name not in layout.value_tensors:
@@ -297,6 +293,56 @@ def _gradients(
     if start is not None:
         start_gradient = grad if start_share is None else grad * start_share
     return gradients, start_gradient
+
+
+def _shares_of(
+    call: _Call, tensors: Sequence[Tensor], start: Tensor | None, result: Tensor | None
+) -> tuple[Tensor | None, Tensor | None]:
+    """The shares of `max=` and `min=`; `None` for the other operators, whose terms all count."""
+    if call.spec.statement.operator not in ("max=", "min="):
+        return None, None
+    assert result is not None
+    return torch.ops.insum_nn.shares(  # type: ignore[no-any-return]
+        call.spec.to_json(),
+        [t.detach() for t in tensors],
+        None if start is None else start.detach(),
+        result.detach(),
+        list(call.indices),
+        list(call.output),
+    )
+
+
+def _tangent(
+    call: _Call,
+    tensors: Sequence[Tensor],
+    start: Tensor | None,
+    result: Tensor | None,
+    tangents: Sequence[Tensor | None],
+    start_tangent: Tensor | None,
+) -> Tensor:
+    """The output's change along the operands' tangents: the statement is linear in each occurrence of a factor."""
+    statement = call.spec.statement
+    layout = layout_of(statement)
+    named = dict(zip(layout.tensors, tensors, strict=True))
+    sizes = dict(zip(layout.indices, call.indices, strict=True))
+    shares, start_share = _shares_of(call, tensors, start, result)
+    total = start_tangent if start_tangent is None or start_share is None else start_tangent * start_share
+    for name, tangent in zip(layout.tensors, tangents, strict=True):
+        if tangent is None or name not in layout.value_tensors or not tangent.is_floating_point():
+            continue
+        derivative = directional(statement, name)
+        named[derivative.seed] = tangent
+        if derivative.share is not None:
+            assert shares is not None
+            named[derivative.share] = shares
+        for changed in derivative.statements:
+            inner = layout_of(changed)
+            spec = call.spec.with_statement(changed, drop_outside=call.spec.drop_outside)
+            extents = Extents(tuple(sizes[x] for x in inner.indices), call.output)
+            total = apply(spec, [named[x] for x in inner.tensors], total, extents)
+    if total is None:
+        total = torch.zeros(call.output, dtype=_dtype(call.spec, tensors, start), device=tensors[0].device)
+    return total
 
 
 def _gradient_of(
@@ -337,6 +383,42 @@ class _Function(torch.autograd.Function):
         return (None, start_gradient if ctx.needs_input_grad[1] else None, *gradients)
 
 
+class _Transformed(torch.autograd.Function):
+    """The call under `torch.func` and forward-mode differentiation.
+
+    They want the context set up apart from the run, which costs an ordinary call too much of the host's time.
+    """
+
+    @staticmethod
+    def forward(call: _Call, start: Tensor | None, *tensors: Tensor) -> Tensor:
+        return _execute(call.spec, tensors, start, Extents(call.indices, call.output))
+
+    @staticmethod
+    def setup_context(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
+        call, start, *tensors = inputs
+        ctx.call = call
+        keep = output if call.spec.statement.operator in ("max=", "min=") else None
+        ctx.save_for_backward(start, keep, *tensors)
+        ctx.save_for_forward(start, keep, *tensors)
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
+        return _Function.backward(ctx, *grads)
+
+    @staticmethod
+    def jvp(ctx: Any, *args: Any) -> Tensor:
+        _, start_tangent, *tangents = args
+        start, result, *tensors = ctx.saved_tensors
+        return _tangent(ctx.call, tensors, start, result, tangents, start_tangent)
+
+    @staticmethod
+    def vmap(info: Any, in_dims: tuple[int | None, ...], *args: Any) -> tuple[Tensor, int]:
+        call, start, *tensors = args
+        batch = _Batch(call, info.batch_size, in_dims[2:])
+        moved = batch.operands(tensors)
+        return apply(batch.spec, moved, batch.start(start, in_dims[1]), batch.extents), 0
+
+
 def _setup_context(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
     spec, tensors, start, indices, shape = inputs
     ctx.call = _Call(_from_json(spec), tuple(indices), tuple(shape))
@@ -351,29 +433,38 @@ def _operator_backward(ctx: Any, grad: Tensor) -> tuple[Any, ...]:
     if isinstance(ctx.needs_input_grad[1], Sequence):
         needs = list(ctx.needs_input_grad[1])
     gradients, start_gradient = _gradients(ctx.call, tensors, start, result, needs, grad)
-    return None, gradients, start_gradient, None, None
+    # torch takes an empty list of integers for one of tensors, and wants a list of gradients back.
+    lists = [None if integers else [] for integers in (ctx.call.indices, ctx.call.output)]
+    return None, gradients, start_gradient, *lists
 
 
 _run.register_autograd(_operator_backward, setup_context=_setup_context)
 
 
 def _plain(tensors: Sequence[Tensor]) -> bool:
-    return all(type(t) in (Tensor, torch.nn.Parameter) for t in tensors)
+    return all(type(t) in (Tensor, torch.nn.Parameter) and not t.is_meta for t in tensors)
+
+
+def _traced(present: Sequence[Tensor]) -> bool:
+    """Whether somebody records or replaces torch's calls, and has to be shown the registered operator."""
+    return torch.compiler.is_compiling() or torch._C._len_torch_dispatch_stack() > 0 or not _plain(present)
+
+
+def _execute(spec: Spec, tensors: Sequence[Tensor], start: Tensor | None, extents: Extents) -> Tensor:
+    if _traced(tensors if start is None else (*tensors, start)):
+        return torch.ops.insum_nn.run(spec.to_json(), list(tensors), start, list(extents.indices), list(extents.output))
+    return run_spec(spec, tensors, start, extents)
 
 
 def apply(spec: Spec, tensors: Sequence[Tensor], start: Tensor | None, extents: Extents) -> Tensor:
     """Run a program, recording what its gradients need."""
     present = (*tensors, start) if start is not None else tensors
-    if (
-        torch.compiler.is_compiling()
-        or torch._C._len_torch_dispatch_stack() > 0
-        or torch._C._functorch.peek_interpreter_stack() is not None
-        or not _plain(present)
-    ):
-        return torch.ops.insum_nn.run(spec.to_json(), list(tensors), start, list(extents.indices), list(extents.output))
-    if torch.is_grad_enabled() and any(t.requires_grad for t in present):
+    transformed = bool(peek_interpreter_stack()) or torch.autograd.forward_ad._current_level >= 0
+    if transformed and not torch.compiler.is_compiling():
+        return _Transformed.apply(_Call(spec, extents.indices, extents.output), start, *tensors)  # type: ignore[no-any-return]
+    if not _traced(present) and torch.is_grad_enabled() and any(t.requires_grad for t in present):
         return _Function.apply(_Call(spec, extents.indices, extents.output), start, *tensors)  # type: ignore[no-any-return]
-    return run_spec(spec, tensors, start, extents)
+    return _execute(spec, tensors, start, extents)
 
 
 # Batching.
@@ -395,6 +486,39 @@ def _batched(access: Access, names: set[str], batch: str) -> str:
     return f"{access.name}[{','.join(subscripts)}]" if subscripts else access.name
 
 
+class _Batch:
+    """A batch of statements is one statement with one more index, the first of the output."""
+
+    def __init__(self, call: _Call, size: int, dims: Sequence[int | None]) -> None:
+        statement = call.spec.statement
+        layout = layout_of(statement)
+        self.size = size
+        self.dims = dims
+        self.layout = layout
+        index = fresh_name("batch", {*statement.indices(), *statement.tensors(), statement.output.name})
+        names = {name for name, dim in zip(layout.tensors, dims, strict=True) if dim is not None}
+        factors = [_batched(f, names, index) if isinstance(f, Access) else str(f) for f in statement.factors]
+        written = _batched(statement.output, {*names, statement.output.name}, index)
+        text = f"{written} {statement.operator} {' * '.join(factors)}"
+        # A batched index tensor is addressed by the batch too, so facts about it as a whole no longer hold.
+        facts = tuple((name, f) for name, f in call.spec.facts if name not in names)
+        self.spec = Spec(text, facts, call.spec.options, call.spec.drop_outside)
+        sizes = {**dict(zip(layout.indices, call.indices, strict=True)), index: size}
+        inner = layout_of(self.spec.statement)
+        self.order = inner.tensors
+        self.extents = Extents(tuple(sizes[name] for name in inner.indices), (size, *call.output))
+
+    def operands(self, tensors: Sequence[Tensor]) -> list[Tensor]:
+        moved = [t if dim is None else t.movedim(dim, 0) for t, dim in zip(tensors, self.dims, strict=True)]
+        named = dict(zip(self.layout.tensors, moved, strict=True))
+        return [named[name] for name in self.order]
+
+    def start(self, start: Tensor | None, dim: int | None) -> Tensor | None:
+        if start is None:
+            return None
+        return start.expand(self.size, *start.shape) if dim is None else start.movedim(dim, 0)
+
+
 def _vmap(
     info: Any,
     in_dims: tuple[Any, ...],
@@ -404,31 +528,41 @@ def _vmap(
     indices: list[int],
     output: list[int],
 ) -> tuple[Tensor, int]:
-    """A batch of statements is one statement with one more index."""
-    decoded = _from_json(spec)
-    statement = decoded.statement
-    layout = layout_of(statement)
-    batch = fresh_name("batch", {*statement.indices(), *statement.tensors(), statement.output.name})
-    moved = [t if d is None else t.movedim(d, 0) for t, d in zip(tensors, in_dims[1], strict=True)]
-    names = {name for name, d in zip(layout.tensors, in_dims[1], strict=True) if d is not None}
-    if start is not None:
-        start = start.movedim(in_dims[2], 0) if in_dims[2] is not None else start.expand(info.batch_size, *start.shape)
-    factors = [_batched(f, names, batch) if isinstance(f, Access) else str(f) for f in statement.factors]
-    written = _batched(statement.output, {*names, statement.output.name}, batch)
-    inner = _parse(f"{written} {statement.operator} {' * '.join(factors)}")
-    sizes = {**dict(zip(layout.indices, indices, strict=True)), batch: info.batch_size}
-    inner_layout = layout_of(inner)
-    named = dict(zip(layout.tensors, moved, strict=True))
-    # A batched index tensor is addressed by the batch too, so facts about it as a whole no longer hold.
-    facts = tuple((name, f) for name, f in decoded.facts if name not in names)
+    batch = _Batch(_Call(_from_json(spec), tuple(indices), tuple(output)), info.batch_size, in_dims[1])
     result = torch.ops.insum_nn.run(
-        Spec(str(inner), facts, decoded.options, decoded.drop_outside).to_json(),
-        [named[name] for name in inner_layout.tensors],
-        start,
-        [sizes[name] for name in inner_layout.indices],
-        [info.batch_size, *output],
+        batch.spec.to_json(),
+        batch.operands(tensors),
+        batch.start(start, in_dims[2]),
+        list(batch.extents.indices),
+        list(batch.extents.output),
     )
     return result, 0
 
 
 torch.library.register_vmap(f"{_NAMESPACE}::run", _vmap)
+
+
+def _vmap_shares(
+    info: Any,
+    in_dims: tuple[Any, ...],
+    spec: str,
+    tensors: list[Tensor],
+    start: Tensor | None,
+    result: Tensor,
+    indices: list[int],
+    output: list[int],
+) -> tuple[tuple[Tensor, Tensor], tuple[int, int]]:
+    batch = _Batch(_Call(_from_json(spec), tuple(indices), tuple(output)), info.batch_size, in_dims[1])
+    results = batch.start(result, in_dims[3])
+    shares = torch.ops.insum_nn.shares(
+        batch.spec.to_json(),
+        batch.operands(tensors),
+        batch.start(start, in_dims[2]),
+        results,
+        list(batch.extents.indices),
+        list(batch.extents.output),
+    )
+    return shares, (0, 0)
+
+
+torch.library.register_vmap(f"{_NAMESPACE}::shares", _vmap_shares)

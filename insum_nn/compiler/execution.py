@@ -172,6 +172,7 @@ def clear_cache() -> None:
     global _hits, _misses
     with _lock:
         _cache.clear()
+        _values.clear()
         _hits = _misses = 0
     runtime.clear_structures()
 
@@ -181,17 +182,17 @@ def _without_unused_facts(bound: Bound) -> Bound:
     return replace(bound, facts=tuple(IndexFacts(masked=f.masked) for f in bound.facts))
 
 
-def executable(bound: Bound, extents: Extents, options: Options) -> Executable:
+def executable(
+    bound: Bound, tensors: Sequence[Tensor], start: Tensor | None, extents: Extents, options: Options
+) -> Executable:
     """The program for a bound statement, compiled now or remembered."""
     global _hits, _misses
     backend, reason = choose_backend(bound, options)
     bound = _without_unused_facts(bound)
     key: tuple[object, ...] = (bound, options, backend)
     if backend == "inductor":
-        bound = _fix_slots(bound, extents)
-        # An extent of 1 broadcasts, so it is another program; all other sizes share one.
-        ones = tuple(extent == 1 for extent in (*extents.indices, *extents.output))
-        key = (bound, options, backend, ones)
+        bound = _specialise(bound, extents, options)
+        key = (bound, options, backend, inductor.size_class(bound, tensors, extents))
     with _lock:
         program = _cache.get(key)
         if program is not None:
@@ -205,12 +206,32 @@ def executable(bound: Bound, extents: Extents, options: Options) -> Executable:
         return program
 
 
-def _fix_slots(bound: Bound, extents: Extents) -> Bound:
-    if bound.device_type != "cuda":
-        return bound
-    sizes = dict(zip(bound.layout.indices, extents.indices, strict=True))
-    slots = tuple((name, sizes[name]) for name in slot_indices(bound) if sizes[name] <= UNROLL_LIMIT)
-    return replace(bound, static=slots)
+# Extents that a statement was compiled for, by statement and index; past the limit an index stays dynamic.
+_VALUES_LIMIT = 4
+_values: dict[tuple[object, str], set[int]] = {}
+
+
+def _specialise(bound: Bound, extents: Extents, options: Options) -> Bound:
+    """Fix the extents that are properties of a model rather than of its data, and those of 1, which broadcast.
+
+    These are slots of a group, and dense feature axes: axes that no index tensor has and that some tensor carries
+    behind its first axis. An index that keeps changing is compiled for every extent.
+    """
+    layout = bound.layout
+    sizes = dict(zip(layout.indices, extents.indices, strict=True))
+    fixed = {name: size for name, size in sizes.items() if size == 1}
+    if bound.device_type == "cuda" and options.specialize:
+        slots = {name for name in slot_indices(bound) if sizes[name] <= UNROLL_LIMIT}
+        for name, places in zip(layout.indices, layout.plain, strict=True):
+            indexed = any(layout.tensors[where] in layout.index_tensors for where, _ in places)
+            feature = not indexed and any(axis > 0 for _, axis in places)
+            if name in slots or feature:
+                seen = _values.setdefault((bound, name), set())
+                if len(seen) < _VALUES_LIMIT:
+                    seen.add(sizes[name])
+                if sizes[name] in seen:
+                    fixed[name] = sizes[name]
+    return replace(bound, static=tuple(sorted(fixed.items())))
 
 
 def _build(bound: Bound, extents: Extents, options: Options, backend: str, reason: str) -> Executable:
@@ -218,21 +239,64 @@ def _build(bound: Bound, extents: Extents, options: Options, backend: str, reaso
     sizes = dict(zip(bound.layout.indices, extents.indices, strict=True))
     compiled = backend == "inductor"
     plan = make_plan(bound, sizes, options, compiled=compiled)
-    graph = lower(plan, options)
+    graph = lower(plan, options, compiled=compiled)
     pieces = None
     if plan.chunk is not None and (plan.combine.mode == "direct" or len(plan.combine.scattered) == 1):
         pieces = lower(plan, options, accumulate=True)
     run: Callable[..., Tensor] = graph
     if compiled:
-        run = _contiguous(inductor.compile_graph(graph, bound.device_type, options))
+        run = _Inductor(graph, bound, options)
     return Executable(plan, options, backend, reason, graph, run, pieces, time.perf_counter() - begin)
 
 
-def _contiguous(run: Callable[..., Tensor]) -> Callable[..., Tensor]:
-    """One memory layout per program, or each new stride pattern would compile again."""
+class _Inductor:
+    """A graph compiled by Inductor: one variant per set of assumptions about sizes that Inductor made."""
 
-    def call(*args: object) -> Tensor:
+    def __init__(self, graph: fx.GraphModule, bound: Bound, options: Options) -> None:
+        self.graph = graph
+        self.bound = bound
+        self.options = options
+        self.variants: list[inductor.Compiled] = []
+
+    def __call__(self, *args: object) -> Tensor:
+        # One memory layout per program, or each new stride pattern would need another one.
+        flat = [a.detach().contiguous() if isinstance(a, Tensor) else a for a in args]
         with torch.no_grad():
-            return run(*(a.detach().contiguous() if isinstance(a, Tensor) else a for a in args))
+            for variant in self.variants:
+                if variant.fits(flat):
+                    return variant(*flat)
+            with _lock:
+                self.variants.append(self.compile(flat))
+            return self.variants[-1](*flat)
 
-    return call
+    def compile(self, flat: Sequence[object]) -> inductor.Compiled:
+        tensors, integers, start = split_arguments(self.bound, flat)
+        sizes = (len(self.variants), inductor.size_class(self.bound, tensors, _sizes_of(self.bound, tensors, integers, start)))
+        return inductor.compile_graph(self.graph, self.bound, self.options, integers, tensors, start, sizes)
+
+
+def _sizes_of(
+    bound: Bound, tensors: Sequence[Tensor], integers: Sequence[tuple[str, int]], start: Tensor | None
+) -> Extents:
+    given = dict(integers)
+    layout = bound.layout
+    static = dict(bound.static)
+    sizes = {
+        name: tensors[places[0][0]].shape[places[0][1]] if places else static[name] if name in static else given[f"extent_{name}"]
+        for name, places in zip(layout.indices, layout.plain, strict=True)
+    }
+    output = tuple(
+        given[f"output_extent_{axis}"] if name is None else sizes[name] for axis, name in enumerate(layout.output_plain)
+    )
+    return Extents(tuple(sizes.values()), output)
+
+
+def split_arguments(bound: Bound, flat: Sequence[object]) -> tuple[list[Tensor], list[tuple[str, int]], Tensor | None]:
+    """A graph's flat arguments as tensors, named integers, and the starting value."""
+    indices, axes = extent_arguments(bound)
+    names = [*(f"extent_{name}" for name in indices), *(f"output_extent_{axis}" for axis in axes)]
+    count = len(bound.layout.tensors)
+    tensors = [a for a in flat[:count] if isinstance(a, Tensor)]
+    integers = [(name, a) for name, a in zip(names, flat[count : count + len(names)], strict=True) if isinstance(a, int)]
+    start = flat[-1] if bound.has_start else None
+    return tensors, integers, start if isinstance(start, Tensor) else None

@@ -6,6 +6,7 @@ Extents that a tensor shows are read from its shape, so one graph serves all siz
 
 from __future__ import annotations
 
+import keyword
 import math
 import operator
 from collections.abc import Callable, Sequence
@@ -41,18 +42,19 @@ def extent_arguments(bound: Bound) -> tuple[tuple[str, ...], tuple[int, ...]]:
     return indices, axes
 
 
-def lower(plan: Plan, options: Options, *, accumulate: bool = False) -> fx.GraphModule:
+def lower(plan: Plan, options: Options, *, accumulate: bool = False, compiled: bool = False) -> fx.GraphModule:
     """Write a plan as torch calls.
 
     Args:
         plan: a verified plan.
         options: compile options.
         accumulate: add into an `accumulator` passed last, in place, instead of returning a new tensor.
+        compiled: for a compiler that fuses, rather than for torch's library calls.
 
     Returns:
         A linted module; each node's `meta["span"]` is the token of the statement it comes from.
     """
-    return _Lowering(plan, options, accumulate).build()
+    return _Lowering(plan, options, accumulate, compiled).build()
 
 
 @dataclass(slots=True)
@@ -76,15 +78,18 @@ class _Position:
 
 
 class _Lowering:
-    def __init__(self, plan: Plan, options: Options, accumulate: bool) -> None:
+    def __init__(self, plan: Plan, options: Options, accumulate: bool, compiled: bool) -> None:
         self.plan = plan
         self.bound = plan.bound
         self.statement = plan.bound.statement
         self.options = options
         self.accumulate = accumulate
+        self.compiled = compiled
         self.half = self.bound.dtype in _HALVES
         self.graph = fx.Graph()
         self.span: Span | None = None
+        # What the code of the graph's `forward` names by itself.
+        self.parameters = {"self", "torch", "__debug__", "insum_nn", "insum_nn_compiler_runtime_csr_product"}
         self.tensors: dict[str, Node] = {}
         self.sizes: dict[str, Node | int] = dict(self.bound.static)
         self.output_sizes: dict[int, Node] = {}
@@ -116,19 +121,26 @@ class _Lowering:
         self.graph.lint()
         return fx.GraphModule(torch.nn.Module(), self.graph)
 
+    def parameter(self, name: str) -> Node:
+        """An argument of the graph; underscores are appended to names that its Python code cannot use."""
+        while name in self.parameters or keyword.iskeyword(name):
+            name += "_"
+        self.parameters.add(name)
+        return self.graph.placeholder(name)
+
     def inputs(self) -> None:
         layout = self.bound.layout
         for name in layout.tensors:
-            self.tensors[name] = self.graph.placeholder(name)
+            self.tensors[name] = self.parameter(name)
         indices, axes = extent_arguments(self.bound)
         for name in indices:
-            self.sizes[name] = self.graph.placeholder(f"extent_{name}")
+            self.sizes[name] = self.parameter(f"extent_{name}")
         for axis in axes:
-            self.output_sizes[axis] = self.graph.placeholder(f"output_extent_{axis}")
+            self.output_sizes[axis] = self.parameter(f"output_extent_{axis}")
         if self.accumulate:
-            self.start = self.graph.placeholder(ACCUMULATOR)
+            self.start = self.parameter(ACCUMULATOR)
         elif self.bound.has_start:
-            self.start = self.graph.placeholder(self.statement.output.name)
+            self.start = self.parameter(self.statement.output.name)
         anchor = next(iter(self.tensors.values()), self.start)
         if anchor is not None:
             self.device = self.call(getattr, anchor, "device")
@@ -252,6 +264,9 @@ class _Lowering:
     def select(self, source: Node, axis: int, at: _Position, plain: Labels) -> tuple[Node, Labels]:
         """Read along one axis; the library's `index_select` is the fastest gather there is."""
         labels = (*plain[:axis], *at.labels, *plain[axis:])
+        if self.compiled and at.labels:
+            # Flattened, the index would be taken apart again by divisions in the generated kernel.
+            return self.call(operator.getitem, source, (*[slice(None)] * axis, at.node)), labels
         flat = at.node if len(at.labels) == 1 else self.method("reshape", at.node, -1)
         node = self.call(torch.index_select, source, axis, flat)
         if len(at.labels) > 1:

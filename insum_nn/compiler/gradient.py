@@ -20,7 +20,7 @@ from insum_nn.compiler.ast import Access, Statement
 from insum_nn.compiler.parser import parse
 from insum_nn.errors import InsumNameError
 
-__all__ = ["Derivative", "derivatives", "fresh_name"]
+__all__ = ["Derivative", "derivatives", "directional", "fresh_name"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -29,8 +29,8 @@ class Derivative:
 
     Attributes:
         statements: each writes `output`.
-        output: name of the operand's gradient.
-        seed: name of the incoming gradient of the statement's output.
+        output: name of what is written: the operand's gradient, or the output's change.
+        seed: name of what comes in: the gradient of the statement's output, or the operand's change.
         share: name of the tensor of shares for `max=` and `min=`; `None` otherwise.
         operand: the operand's name.
     """
@@ -73,12 +73,7 @@ def derivatives(statement: Statement, operand: str) -> Derivative:
     taken = {statement.output.name, *statement.tensors(), *statement.indices()}
     seed = fresh_name(f"d{statement.output.name}", taken)
     output = fresh_name(f"d{operand}", taken | {seed})
-    share = None
-    extra: list[str] = []
-    if statement.operator in ("max=", "min="):
-        share = fresh_name("share", taken | {seed, output})
-        indices = statement.indices()
-        extra = [f"{share}[{','.join(indices)}]" if indices else share]
+    share, extra = _share(statement, taken | {seed, output})
     statements: list[Statement] = []
     for position in positions:
         access = statement.factors[position]
@@ -88,3 +83,32 @@ def derivatives(statement: Statement, operand: str) -> Derivative:
         others = [str(f) for i, f in enumerate(statement.factors) if i != position]
         statements.append(parse(f"{written} += {' * '.join([read, *others, *extra])}"))
     return Derivative(tuple(statements), output, seed, share, operand)
+
+
+def directional(statement: Statement, operand: str) -> Derivative:
+    """The change of the output along a change of one factor: the statement with one occurrence replaced, for each.
+
+    >>> from insum_nn.compiler.parser import parse
+    >>> print(directional(parse("C[Row[p],n] += Val[p] * B[Col[p],n]"), "B").statements[0])
+    C[Row[p],n] += Val[p] * dB[Col[p],n]
+    """
+    taken = {statement.output.name, *statement.tensors(), *statement.indices()}
+    seed = fresh_name(f"d{operand}", taken)
+    share, extra = _share(statement, taken | {seed})
+    statements: list[Statement] = []
+    for position, factor in enumerate(statement.factors):
+        if not isinstance(factor, Access) or factor.name != operand:
+            continue
+        factors = [str(f) for f in statement.factors]
+        factors[position] = seed + factors[position][len(operand) :]
+        statements.append(parse(f"{statement.output} += {' * '.join([*factors, *extra])}"))
+    return Derivative(tuple(statements), statement.output.name, seed, share, operand)
+
+
+def _share(statement: Statement, taken: set[str]) -> tuple[str | None, list[str]]:
+    """The extra factor of the derivatives of `max=` and `min=`: its name, and its access over the index space."""
+    if statement.operator not in ("max=", "min="):
+        return None, []
+    name = fresh_name("share", taken)
+    indices = statement.indices()
+    return name, [f"{name}[{','.join(indices)}]" if indices else name]

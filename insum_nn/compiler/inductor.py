@@ -1,18 +1,33 @@
-"""GraphModule -> callable through TorchInductor. The only file that names Inductor's options."""
+"""GraphModule -> callable through TorchInductor. The only file that names Inductor's options.
+
+A graph is traced under fake tensors whose axes carry one symbol per index, so that one compilation serves every
+size, and Inductor knows which extents agree. What Inductor assumes about sizes beyond that (its guards) is kept
+with the compiled code and checked at each call. Compiled code is stored on disk and found again by other processes.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from contextlib import AbstractContextManager
+import hashlib
+import os
+import pathlib
+import pickle
+import tempfile
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from typing import Any
 
+import sympy
 import torch
 from torch import Tensor, fx
 
+from insum_nn.compiler.bind import Bound, Extents
 from insum_nn.compiler.options import Options
 from insum_nn.errors import InsumBackendError
 
-__all__ = ["compile_graph", "inductor_options", "kernel_sources"]
+__all__ = ["Compiled", "cache_folder", "compile_graph", "inductor_options", "kernel_sources", "size_class"]
+
+_INT32 = 2**31
+_FORMAT = 1
 
 
 def inductor_options(device_type: str, options: Options) -> dict[str, Any]:
@@ -21,58 +36,252 @@ def inductor_options(device_type: str, options: Options) -> dict[str, Any]:
         # Every index was proven or clamped before the graph reads through it.
         "assert_indirect_indexing": False,
     }
-    if device_type == "cuda" and options.native_matmul:
-        chosen["triton.native_matmul"] = True
-        chosen["triton.prefer_nd_tiling"] = True
     if device_type == "cuda":
         chosen["max_autotune_pointwise"] = True
+        if options.native_matmul:
+            chosen["triton.native_matmul"] = True
+            chosen["triton.prefer_nd_tiling"] = True
     return chosen
 
 
-def _no_duck_shapes() -> AbstractContextManager[None]:
-    """Two axes that happen to be equally long in the first call must not be taken for the same extent."""
-    from torch.fx.experimental import _config
+def cache_folder() -> pathlib.Path:
+    """Where compiled programs are kept: `INSUM_NN_CACHE_DIR`, or a folder of the user's cache."""
+    named = os.environ.get("INSUM_NN_CACHE_DIR")
+    if named:
+        return pathlib.Path(named)
+    base = os.environ.get("XDG_CACHE_HOME") or pathlib.Path.home() / ".cache"
+    return pathlib.Path(base) / "insum_nn"
 
-    return _config.patch(use_duck_shape=False)
+
+def size_class(bound: Bound, tensors: Sequence[Tensor], extents: Extents) -> tuple[object, ...]:
+    """What of the sizes tells compiled programs apart: axes of length 1, and sizes that need 64-bit addresses."""
+    ones = tuple(size == 1 for tensor in tensors for size in tensor.shape) + tuple(e == 1 for e in extents.output)
+    space = 1
+    for extent in extents.indices:
+        space *= extent
+    output = 1
+    for extent in extents.output:
+        output *= extent
+    large = max([space, output, *(t.numel() for t in tensors)]) >= _INT32
+    return ones, large
 
 
-def compile_graph(graph: fx.GraphModule, device_type: str, options: Options) -> Callable[..., Tensor]:
-    """Compile for all sizes.
+@dataclass(slots=True)
+class Compiled:
+    """Compiled code and what it assumes.
+
+    Attributes:
+        run: the code; takes the graph's arguments as a flat list.
+        guards: assumptions about sizes, as text over the symbols of `symbols`.
+        symbols: names of the sizes that guards speak of, each with the argument and axis that shows it.
+        from_disk: it was found on disk.
+    """
+
+    run: Callable[..., Any]
+    guards: tuple[str, ...]
+    symbols: tuple[tuple[str, int, int], ...]
+    from_disk: bool
+    check: Callable[..., bool] | None = None
+
+    def __post_init__(self) -> None:
+        if self.guards:
+            names = [name for name, _, _ in self.symbols]
+            known = {name: sympy.Symbol(name, integer=True, positive=True) for name in names}
+            expressions = [sympy.sympify(text, locals=known) for text in self.guards]
+            self.check = sympy.lambdify([known[n] for n in names], sympy.And(*expressions), modules="math")
+
+    def fits(self, args: Sequence[Any]) -> bool:
+        """Whether the arguments' sizes are among those the code was compiled for."""
+        if self.check is None:
+            return True
+        values = [args[at] if axis < 0 else args[at].shape[axis] for _, at, axis in self.symbols]
+        return bool(self.check(*values))
+
+    def __call__(self, *args: Any) -> Tensor:
+        result = self.run(*args)
+        return result[0] if isinstance(result, tuple | list) else result
+
+
+def _key(bound: Bound, options: Options, sizes: tuple[object, ...], device: torch.device) -> str:
+    parts: list[object] = [_FORMAT, repr(bound), repr(options), sizes, torch.__version__, torch.version.git_version]
+    parts.append(sorted(inductor_options(device.type, options).items()))
+    if device.type == "cuda":
+        properties = torch.cuda.get_device_properties(device)
+        parts += [properties.name, torch.cuda.get_device_capability(device), torch.version.cuda]
+    return hashlib.sha256(repr(parts).encode()).hexdigest()
+
+
+def _load(path: pathlib.Path) -> Compiled | None:
+    """A compiled program from disk; anything unreadable counts as absent and is compiled anew."""
+    from torch._inductor import CompiledArtifact
+
+    try:
+        with (path / "guards").open("rb") as file:
+            guards, symbols = pickle.load(file)
+        run = CompiledArtifact.load(path=str(path / "artifact"), format="binary")
+    except Exception:  # noqa: BLE001 - a stale or torn cache entry must never break a call
+        return None
+    return Compiled(run, guards, symbols, from_disk=True)
+
+
+def _store(artifact: Any, guards: tuple[str, ...], symbols: tuple[tuple[str, int, int], ...], path: pathlib.Path) -> None:
+    """Write beside, then rename: another process sees the whole entry or none."""
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        folder = pathlib.Path(tempfile.mkdtemp(dir=path.parent))
+        artifact.save(path=str(folder / "artifact"), format="binary")
+        with (folder / "guards").open("wb") as file:
+            pickle.dump((guards, symbols), file)
+        folder.rename(path)
+    except OSError:
+        # Another process was first, or the disk is full or read-only: the program in memory serves all the same.
+        return
+
+
+class _Symbols:
+    """Fake arguments of a graph: one symbol per index, one per axis that an index tensor selects along."""
+
+    def __init__(self) -> None:
+        from torch._subclasses import FakeTensorMode
+        from torch.fx.experimental.symbolic_shapes import ShapeEnv
+
+        self.env = ShapeEnv()
+        self.mode = FakeTensorMode(shape_env=self.env)
+        self.by_name: dict[str, Any] = {}
+        self.shown: dict[str, tuple[int, int]] = {}
+
+    def size(self, name: str, extent: int, where: tuple[int, int], *, fixed: bool) -> Any:
+        if fixed:
+            return extent
+        if name not in self.by_name:
+            from torch._dynamo.source import ConstantSource
+            from torch.fx.experimental.symbolic_shapes import DimDynamic
+
+            source = ConstantSource(name)
+            symbol = self.env.create_symbol(
+                max(2, extent), source, dynamic_dim=DimDynamic.DYNAMIC, constraint_dim=None
+            )
+            self.by_name[name] = self.env.create_symintnode(symbol, hint=max(2, extent), source=source)
+            self.shown[str(symbol)] = where
+        return self.by_name[name]
+
+
+def _fake_arguments(
+    bound: Bound, integers: Sequence[tuple[str, int]], tensors: Sequence[Tensor], start: Tensor | None
+) -> tuple[_Symbols, list[Any]]:
+    layout = bound.layout
+    symbols = _Symbols()
+    static = dict(bound.static)
+    plain: dict[tuple[int, int], str] = {}
+    for name, places in zip(layout.indices, layout.plain, strict=True):
+        plain.update(dict.fromkeys(places, name))
+    fake: list[Any] = []
+
+    def tensor(value: Tensor, names: Sequence[str], at: int) -> Any:
+        shape = [
+            symbols.size(name, extent, (at, axis), fixed=extent == 1 or name in static)
+            for axis, (name, extent) in enumerate(zip(names, value.shape, strict=True))
+        ]
+        with symbols.mode:
+            return torch.empty(shape, dtype=value.dtype, device=value.device)
+
+    for where, value in enumerate(tensors):
+        names = [plain.get((where, axis), f"{layout.tensors[where]}_{axis}") for axis in range(value.ndim)]
+        fake.append(tensor(value, names, where))
+    for name, extent in integers:
+        fake.append(symbols.size(name, extent, (len(fake), -1), fixed=False))
+    if start is not None:
+        names = [name or f"output_extent_{axis}" for axis, name in enumerate(layout.output_plain)]
+        fake.append(tensor(start, names, len(fake)))
+    return symbols, fake
+
+
+def compile_graph(
+    graph: fx.GraphModule,
+    bound: Bound,
+    options: Options,
+    integers: Sequence[tuple[str, int]],
+    tensors: Sequence[Tensor],
+    start: Tensor | None,
+    sizes: tuple[object, ...],
+) -> Compiled:
+    """Compile a graph for all sizes of a class, or find it on disk.
+
+    Args:
+        graph: torch calls, as `fx_lowering` writes them.
+        bound: what the graph was lowered from.
+        options: compile options.
+        integers: names and values of the graph's integer arguments.
+        tensors: the first call's tensors, contiguous.
+        start: its starting value.
+        sizes: the size class.
 
     Raises:
-        InsumBackendError: Inductor does not compile the graph on this device.
+        InsumBackendError: Inductor does not compile the graph.
     """
-    compiled = torch.compile(
-        graph, fullgraph=True, dynamic=True, backend="inductor", options=inductor_options(device_type, options)
-    )
-    first = True
+    device = (tensors[0] if tensors else start).device if tensors or start is not None else torch.device("cpu")
+    path = cache_folder() / "inductor" / _key(bound, options, sizes, device)
+    arguments = [*tensors, *(value for _, value in integers), *([] if start is None else [start])]
+    if path.is_dir():
+        found = _load(path)
+        if found is not None and found.fits(arguments):
+            return found
+    try:
+        traced, fake, symbols = _trace(graph, bound, integers, tensors, start)
+        artifact = _standalone(traced, fake, inductor_options(device.type, options))
+    except Exception as error:
+        raise InsumBackendError(
+            f"Inductor could not compile the statement for {device.type}: {type(error).__name__}: {error}",
+            expression=bound.statement.text,
+            fix='choose Options(backend="eager"), and report the statement.',
+        ) from error
+    guards = tuple(str(guard.expr) for guard in symbols.env.guards if guard.expr != sympy.true)
+    shown = tuple((name, at, axis) for name, (at, axis) in symbols.shown.items())
+    compiled = Compiled(artifact, guards, shown, from_disk=False)
+    if not path.exists():
+        _store(artifact, guards, shown, path)
+    return compiled
 
-    def run(*args: object) -> Tensor:
-        nonlocal first
-        if not first:
-            return compiled(*args)
-        try:
-            with _no_duck_shapes():
-                result = compiled(*args)
-        except Exception as error:
-            raise InsumBackendError(
-                f"Inductor could not compile the statement for {device_type}: {type(error).__name__}: {error}",
-                fix='choose Options(backend="eager"), or report the statement.',
-            ) from error
-        first = False
-        return result
 
-    return run
+def _trace(
+    graph: fx.GraphModule,
+    bound: Bound,
+    integers: Sequence[tuple[str, int]],
+    tensors: Sequence[Tensor],
+    start: Tensor | None,
+) -> tuple[fx.GraphModule, list[Any], _Symbols]:
+    from torch.fx.experimental.proxy_tensor import make_fx
+
+    symbols, fake = _fake_arguments(bound, integers, tensors, start)
+    with torch.no_grad():
+        traced = make_fx(graph, tracing_mode="symbolic")(*fake)
+    for node in traced.graph.nodes:
+        # Inductor finds the symbols of a graph through this entry of its nodes; without it, it would make new ones.
+        if "val" in node.meta:
+            node.meta["example_value"] = node.meta["val"]
+    return traced, fake, symbols
 
 
-def kernel_sources(graph: fx.GraphModule, args: tuple[object, ...], device_type: str, options: Options) -> list[str]:
-    """The code that Inductor writes for these arguments, for `explain()` and for tests of its shape."""
+def _standalone(traced: fx.GraphModule, fake: list[Any], chosen: dict[str, Any]) -> Any:
+    from torch._inductor import config, standalone_compile
+
+    with torch.no_grad(), config.patch(chosen):
+        return standalone_compile(traced, fake, dynamic_shapes="from_graph", options={})
+
+
+def kernel_sources(
+    graph: fx.GraphModule,
+    bound: Bound,
+    options: Options,
+    integers: Sequence[tuple[str, int]],
+    tensors: Sequence[Tensor],
+    start: Tensor | None,
+) -> list[str]:
+    """The code that Inductor writes, for `explain()` and for tests of its shape."""
     from torch._inductor.utils import run_and_get_code
 
-    compiled = torch.compile(
-        graph, fullgraph=True, dynamic=True, backend="inductor", options=inductor_options(device_type, options)
-    )
-    with torch.no_grad(), _no_duck_shapes():
-        torch._dynamo.reset_code(type(graph).forward.__code__)
-        _, sources = run_and_get_code(compiled, *args)
+    device = (tensors[0] if tensors else start).device if tensors or start is not None else torch.device("cpu")
+    traced, fake, _ = _trace(graph, bound, integers, tensors, start)
+    chosen = {**inductor_options(device.type, options), "fx_graph_cache": False, "max_autotune_pointwise": False}
+    _, sources = run_and_get_code(lambda: _standalone(traced, fake, chosen))
     return list(sources)

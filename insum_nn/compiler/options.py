@@ -18,6 +18,8 @@ class Options:
         deterministic: only ways of combining that give the same bits at every run.
         validate: read every index tensor again at each call, builders' facts included.
         native_matmul: let Inductor fuse gather, `tl.dot` and scatter into one kernel (CUDA only).
+        specialize: compile GPU kernels for the extents of dense feature axes and group slots, which belong to a
+            model; sizes of the data are never fixed. `False` fixes nothing.
         order: `"cost"` picks the cheapest order of pairwise products; `"left"` keeps the written order.
         accumulate: dtype in which half types are summed across terms: `"float32"`, or `"storage"` for the
             operands' own dtype, which saves a pass over the output and loses accuracy.
@@ -27,6 +29,7 @@ class Options:
     deterministic: bool = False
     validate: bool = False
     native_matmul: bool = True
+    specialize: bool = True
     order: Literal["cost", "left"] = "cost"
     accumulate: Literal["float32", "storage"] = "float32"
 

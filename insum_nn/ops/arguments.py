@@ -1,0 +1,283 @@
+"""What all operators share: checks that name the caller's argument, access patterns of formats, cached programs."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping, Sequence
+from dataclasses import fields
+from functools import lru_cache
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from insum_nn.compiler.api import Program, _traced_call, compile
+from insum_nn.compiler.options import Options
+from insum_nn.errors import (
+    InsumDeviceError,
+    InsumDtypeError,
+    InsumError,
+    InsumFormatError,
+    InsumShapeError,
+    Span,
+    raise_collected,
+)
+from insum_nn.facts import IndexFacts
+from insum_nn.formats import COO, ELL, BlockCOO, BlockFormat, BlockGroupCOO, GroupCOO, SparseFormat
+
+__all__ = [
+    "FORMATS",
+    "Operand",
+    "check_mode",
+    "is_vector",
+    "matrix_layout",
+    "named_tensors",
+    "pad_axis",
+    "program",
+    "require_format",
+    "run",
+    "span_of",
+]
+
+
+class Operand(NamedTuple):
+    """A dense argument of an operator.
+
+    Attributes:
+        argument: the parameter's name in Python.
+        symbol: its name in the expression.
+        tensor: what the caller passed; checked to be a dense tensor.
+        axes: a letter and the extent it must have (`None`: any, but the same for every operand) for each axis.
+    """
+
+    argument: str
+    symbol: str
+    tensor: Any
+    axes: tuple[tuple[str, int | None], ...]
+
+
+FORMATS: tuple[type[SparseFormat], ...] = (COO, ELL, BlockCOO, BlockGroupCOO, GroupCOO)
+
+
+def require_format(value: object, owner: str, argument: str, kinds: tuple[type[SparseFormat], ...] = FORMATS) -> None:
+    """Raise unless `value` is one of the formats that an operator has an expression for."""
+    if isinstance(value, kinds):
+        return
+    names = ", ".join(kind.__name__ for kind in kinds)
+    if isinstance(value, Tensor):
+        how = "from_dense" if value.layout == torch.strided else "from_torch"
+        fix = f"convert it once, {kinds[-1].__name__}.{how}({argument}), and keep the result."
+    elif isinstance(value, SparseFormat):
+        fix = f"convert it once, {kinds[-1].__name__}.from_coo({argument}), and keep the result."
+    else:
+        fix = "build one of these formats."
+    raise InsumFormatError(
+        f"{owner} cannot take a {type(value).__name__} for '{argument}'",
+        details=[f"expected one of {names}"],
+        fix=fix,
+        argument=argument,
+        expected=kinds,
+        got=type(value),
+    )
+
+
+def matrix_layout(matrix: SparseFormat, owner: str, argument: str) -> str:
+    """The name under which tables of expressions list a matrix: its format, and what it is grouped along.
+
+    Raises:
+        InsumFormatError: no format.
+        InsumShapeError: not two dimensions.
+
+    >>> matrix_layout(GroupCOO.from_dense(torch.eye(2), group_dim=1), "spmm", "matrix")
+    'GroupCOO along columns'
+    """
+    require_format(matrix, owner, argument)
+    if matrix.ndim != 2:
+        raise InsumShapeError(
+            f"{owner} takes a matrix for '{argument}', got {_counted(matrix.ndim, 'dimension')}",
+            details=[f"expected shape (m, k); got {matrix.shape}"],
+            fix="use ttm or mttkrp for tensors of more dimensions.",
+            argument=argument,
+            got=matrix.shape,
+        )
+    if isinstance(matrix, BlockFormat):
+        return "BlockCOO" if isinstance(matrix, BlockCOO) else "BlockGroupCOO"
+    if isinstance(matrix, ELL | GroupCOO):
+        name = "ELL" if isinstance(matrix, ELL) else "GroupCOO"
+        return f"{name} along {('rows', 'columns')[matrix.group_dim]}"
+    return "COO"
+
+
+def check_mode(mode: object, ndim: int, owner: str) -> int:
+    """`mode` counted from 0."""
+    if isinstance(mode, int) and not isinstance(mode, bool) and -ndim <= mode < ndim:
+        return mode % ndim
+    raise InsumShapeError(
+        f"{owner} got mode {mode!r} of a tensor with {ndim} dimensions",
+        fix=f"pass an integer from 0 to {ndim - 1}.",
+        expected=ndim,
+        got=mode,
+    )
+
+
+def named_tensors(owner: str, expression: str, matrix: SparseFormat, operands: Sequence[Operand]) -> dict[str, Tensor]:
+    """The tensors of a call by their names in the expression, after checks of rank, extents, dtype and device.
+
+    Under autocast float32 tensors take the autocast dtype, as they do before a dense product.
+
+    Raises:
+        InsumError: the first fault; its text lists the others.
+    """
+    values = matrix.values
+    named = dict(matrix.tensors)
+    cast = values.dtype
+    if any(isinstance(o.tensor, Tensor) and o.tensor.dtype != cast for o in operands) and _autocast(values.device):
+        cast = torch.get_autocast_dtype(values.device.type)
+        named["Val"] = _cast(values, cast)
+        operands = [o._replace(tensor=_cast(o.tensor, cast)) for o in operands]
+    check = _Check(owner, expression, named["Val"])
+    for operand in operands:
+        check.operand(operand)
+        named[operand.symbol] = operand.tensor
+    raise_collected(check.faults)
+    return named
+
+
+def _autocast(device: torch.device) -> bool:
+    return torch.is_autocast_enabled(device.type)
+
+
+def _cast(tensor: object, dtype: torch.dtype) -> Any:
+    return tensor.to(dtype) if isinstance(tensor, Tensor) and tensor.dtype == torch.float32 else tensor
+
+
+class _Check:
+    """Collects everything that is wrong with the operands of one call."""
+
+    def __init__(self, owner: str, expression: str, values: Tensor) -> None:
+        self.owner = owner
+        self.expression = expression
+        self.values = values
+        self.faults: list[InsumError] = []
+        self.extents: dict[str, tuple[str, int]] = {}
+
+    def add(
+        self,
+        kind: type[InsumError],
+        operand: Operand,
+        message: str,
+        *,
+        fix: str,
+        details: Sequence[str] = (),
+        **fields: Any,
+    ) -> None:
+        spans = span_of(self.expression, operand.symbol)
+        if kind is InsumDtypeError:
+            spans = span_of(self.expression, "Val") + spans
+        text = f"{self.owner}: '{operand.argument}' {message}"
+        fields["argument"] = operand.argument
+        self.faults.append(kind(text, expression=self.expression, spans=spans, details=details, fix=fix, **fields))
+
+    def operand(self, operand: Operand) -> None:
+        argument, _, tensor, _ = operand
+        if not isinstance(tensor, Tensor) or tensor.layout != torch.strided:
+            got = tensor.layout if isinstance(tensor, Tensor) else type(tensor).__name__
+            fix = f"pass {argument} as a dense torch.Tensor."
+            self.add(InsumFormatError, operand, f"must be a dense tensor, got {got}", fix=fix, got=got)
+            return
+        self.shape(operand)
+        dtype, device = self.values.dtype, self.values.device
+        if tensor.dtype != dtype:
+            fix = f"pass {argument}.to({dtype}), or convert the format with to(dtype={tensor.dtype})."
+            message = f"is {tensor.dtype}, the sparse values are {dtype}"
+            self.add(InsumDtypeError, operand, message, fix=fix, expected=dtype, got=tensor.dtype)
+        if tensor.device != device:
+            message = f"is on {tensor.device}, the sparse tensor on {device}"
+            fix = f"pass {argument}.to('{device}')."
+            self.add(InsumDeviceError, operand, message, fix=fix, expected=device, got=tensor.device)
+
+    def shape(self, operand: Operand) -> None:
+        """The rank, then each extent; binds the letters that this operand is the first to show."""
+        argument, symbol, tensor, axes = operand
+        shape, expected = tuple(tensor.shape), self.shown(axes)
+        details = [f"expected {argument} ({symbol}) of shape {expected}; got {shape}"]
+        if len(shape) != len(axes):
+            message = f"must have {_counted(len(axes), 'dimension')}, got {len(shape)}"
+            fix = f"reshape {argument} to {expected}."
+            self.add(InsumShapeError, operand, message, details=details, fix=fix, expected=len(axes), got=shape)
+            return
+        for axis, ((letter, extent), got) in enumerate(zip(axes, shape, strict=True)):
+            source = "the sparse tensor"
+            if extent is None:
+                source, extent = self.extents.setdefault(letter, (f"'{argument}'", got))
+            if got != extent:
+                message = f"has extent {got} along axis {axis}, {source} asks for {extent}"
+                fix = f"give axis {axis} of {argument} the extent {extent}."
+                fields = {"axis": axis, "expected": extent, "got": got}
+                self.add(InsumShapeError, operand, message, details=details, fix=fix, **fields)
+
+    def shown(self, axes: tuple[tuple[str, int | None], ...]) -> str:
+        """A shape as a message shows it: known extents as numbers, free ones as letters."""
+        parts: list[str] = []
+        for letter, extent in axes:
+            known = self.extents[letter][1] if extent is None and letter in self.extents else extent
+            parts.append(letter if known is None else str(known))
+        return "(" + ", ".join(parts) + ("," if len(parts) == 1 else "") + ")"
+
+
+def _counted(number: int, noun: str) -> str:
+    return f"{number} {noun}{'s' * (number != 1)}"
+
+
+def span_of(expression: str, symbol: str) -> list[Span]:
+    """Where a tensor's name stands in an expression."""
+    return [Span(*match.span()) for match in re.finditer(rf"\b{re.escape(symbol)}\b", expression)]
+
+
+def program(expression: str, tensor: SparseFormat, options: Options) -> Program:
+    """The compiled expression with the facts of a format's index tensors; remembered."""
+    return _compiled(expression, tuple(tensor.facts.items()), options)
+
+
+def run(
+    expression: str,
+    tensor: SparseFormat,
+    named: Mapping[str, Tensor],
+    options: Options,
+    out_shape: Sequence[int | None],
+) -> Tensor:
+    """Run an expression on named tensors, with the facts of a format's index tensors."""
+    if torch.compiler.is_dynamo_compiling():
+        claims = [(name, f.sorted, f.unique, f.masked, f.proven) for name, f in tensor.facts.items()]
+        text = _spec_text(expression, claims, [getattr(options, name) for name in _OPTION_NAMES])
+        return _traced_call(text, named, {}, out_shape)
+    return program(expression, tensor, options)(tensors=named, out_shape=out_shape)
+
+
+@lru_cache(maxsize=1024)
+def _compiled(expression: str, facts: tuple[tuple[str, IndexFacts], ...], options: Options) -> Program:
+    return compile(expression, facts=dict(facts), options=options)
+
+
+_OPTION_NAMES = tuple(field.name for field in fields(Options))
+
+
+@torch.compiler.assume_constant_result  # type: ignore[untyped-decorator]
+def _spec_text(expression: str, claims: Sequence[tuple[Any, ...]], values: Sequence[Any]) -> str:
+    """The program as text, from plain constants: Dynamo calls it while it traces, and keeps the result."""
+    facts = tuple((name, IndexFacts(*claim)) for name, *claim in claims)
+    return _compiled(expression, facts, Options(**dict(zip(_OPTION_NAMES, values, strict=True))))._text
+
+
+def is_vector(value: object) -> bool:
+    """Whether the caller passed a tensor of one dimension."""
+    return isinstance(value, Tensor) and value.ndim == 1
+
+
+def pad_axis(tensor: Tensor, axis: int, extent: int) -> Tensor:
+    """`tensor` with zeros after the end of one axis, up to `extent`; itself when it is that long."""
+    missing = extent - tensor.shape[axis]
+    if missing == 0:
+        return tensor
+    shape = (*tensor.shape[:axis], missing, *tensor.shape[axis + 1 :])
+    return torch.cat([tensor, tensor.new_zeros(shape)], dim=axis)

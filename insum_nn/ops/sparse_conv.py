@@ -1,0 +1,240 @@
+"""Convolution over the pairs of a kernel map."""
+
+from __future__ import annotations
+
+from functools import lru_cache
+
+import torch
+from torch import Tensor
+
+from insum_nn.compiler.api import Program, compile
+from insum_nn.compiler.options import DEFAULT, Options
+from insum_nn.errors import InsumDeviceError, InsumDtypeError, InsumError, InsumShapeError, raise_collected
+from insum_nn.structure.kernel_map import FACTS, KernelMap
+
+__all__ = [
+    "SPARSE_CONV",
+    "SPARSE_CONV_GROUPS",
+    "SPARSE_CONV_POINTWISE",
+    "SPARSE_CONV_POINTWISE_GROUPS",
+    "check_features",
+    "map_program",
+    "sparse_conv",
+    "sparse_conv_expression",
+    "sparse_conv_operands",
+    "to_autocast",
+]
+
+SPARSE_CONV = "Out[OutIdx[g,q],d] += In[InIdx[g,q],c] * W[Off[g],c,d]"
+SPARSE_CONV_GROUPS = "Out[OutIdx[g,q],h,d] += In[InIdx[g,q],h,c] * W[Off[g],h,c,d]"
+SPARSE_CONV_POINTWISE = "Out[p,d] += In[p,c] * W[c,d]"
+SPARSE_CONV_POINTWISE_GROUPS = "Out[p,h,d] += In[p,h,c] * W[h,c,d]"
+
+
+def sparse_conv_expression(*, groups: int = 1, pointwise: bool = False) -> str:
+    """The statement of a sparse convolution.
+
+    Args:
+        groups: groups of channels, as in torch's convolutions.
+        pointwise: a kernel of one cell that lies on its voxel: a dense product, without a map.
+
+    >>> sparse_conv_expression()
+    'Out[OutIdx[g,q],d] += In[InIdx[g,q],c] * W[Off[g],c,d]'
+    """
+    if pointwise:
+        return SPARSE_CONV_POINTWISE if groups == 1 else SPARSE_CONV_POINTWISE_GROUPS
+    return SPARSE_CONV if groups == 1 else SPARSE_CONV_GROUPS
+
+
+def sparse_conv(
+    features: Tensor,
+    weight: Tensor,
+    kernel_map: KernelMap,
+    bias: Tensor | None = None,
+    *,
+    groups: int = 1,
+    options: Options = DEFAULT,
+) -> Tensor:
+    """Convolve the features of active voxels.
+
+        Out[OutIdx[g,q],d] += In[InIdx[g,q],c] * W[Off[g],c,d]
+        Out[OutIdx[g,q],h,d] += In[InIdx[g,q],h,c] * W[Off[g],h,c,d]     with groups of channels h
+
+    Source: Won, Ahrens, Amarasinghe, Emer, Insum (ASPLOS 2026), section 5 (sparse convolution), with pairs grouped by
+    kernel offset: a group shares its slice of the weights, so nothing of the size [pairs, c, d] is formed.
+
+    Args:
+        features: `In`, (n, I); differentiable.
+        weight: (O, k_1, .., k_d, I / groups), dtype and device of `features`; differentiable. `W` is this with the
+            offset first: (o, c, d).
+        kernel_map: the map of n input voxels to m output voxels.
+        bias: (O,), added to every output voxel; differentiable.
+        groups: groups of channels.
+        options: compile options; see `insum_nn.Options`.
+
+    Returns:
+        `Out`, (m, O), of the features' dtype; half types accumulate in float32. Under autocast: its dtype.
+
+    Raises:
+        InsumShapeError: rows of `features` are not the map's inputs, or channels or kernel disagree with `weight`.
+        InsumDtypeError: dtypes differ, or are not floating.
+        InsumDeviceError: devices differ.
+
+    >>> from insum_nn.structure.coordinates import Coordinates
+    >>> from insum_nn.structure.kernel_map import Geometry, build_kernel_map
+    >>> sites = Coordinates(torch.tensor([[0, 0], [0, 1]]), (4,), 1)
+    >>> near = build_kernel_map(sites, Geometry("subm", (3,), (1,), (1,), (1,), (0,)))
+    >>> sparse_conv(torch.tensor([[1.0], [2.0]]), torch.tensor([[[1.0], [10.0], [100.0]]]), near).tolist()
+    [[210.0], [21.0]]
+    """
+    named = sparse_conv_operands(features, weight, kernel_map, bias, groups=groups)
+    pointwise = kernel_map.is_pointwise
+    program = map_program(sparse_conv_expression(groups=groups, pointwise=pointwise), options)
+    # A pointwise map changes no row, so the product's rows are the features'.
+    shape = None if pointwise else (kernel_map.num_outputs, *(None,) * (1 if groups == 1 else 2))
+    result = program(tensors=named, out_shape=shape)
+    if groups > 1:
+        result = result.flatten(1)
+    return result if bias is None else result + bias.to(result.dtype)
+
+
+@lru_cache(maxsize=256)
+def map_program(expression: str, options: Options) -> Program:
+    """The compiled statement, with what a kernel map guarantees of its index tensors; remembered."""
+    facts = {name: known for name, known in FACTS.items() if f"{name}[" in expression}
+    return compile(expression, facts=facts, options=options)
+
+
+def sparse_conv_operands(
+    features: Tensor, weight: Tensor, kernel_map: KernelMap, bias: Tensor | None = None, *, groups: int = 1
+) -> dict[str, Tensor]:
+    """The tensors of a convolution by their names in its statement, after all checks; see `sparse_conv`."""
+    features, weight = to_autocast(features, weight)
+    pointwise = kernel_map.is_pointwise
+    expression = sparse_conv_expression(groups=groups, pointwise=pointwise)
+    check_features("sparse_conv", features, kernel_map.num_inputs, kernel_map.in_index.device)
+    _check_weight(expression, features, weight, kernel_map, bias, groups)
+    outputs, inputs = weight.shape[0], weight.shape[-1]
+    # (h, d, o, c) -> (o, h, c, d); one copy of the weights, so that a group's slice is read in one piece.
+    cells = weight.reshape(groups, outputs // groups, -1, inputs).permute(2, 0, 3, 1)
+    if groups == 1:
+        cells = cells.squeeze(1)
+    if pointwise:
+        cells = cells.squeeze(0)
+    cells = cells.contiguous()
+    source = features if groups == 1 else features.unflatten(1, (groups, inputs))
+    index = {} if pointwise else dict(kernel_map.tensors)
+    return {"In": source, "W": cells, **index}
+
+
+def to_autocast(*tensors: Tensor) -> tuple[Tensor, ...]:
+    """Under autocast float32 operands take its dtype, as before a dense product; other tensors are left alone."""
+    device = tensors[0].device.type
+    if not torch.is_autocast_enabled(device):
+        return tensors
+    dtype = torch.get_autocast_dtype(device)
+    halves = (torch.float32, torch.float16, torch.bfloat16)
+    return tuple(t.to(dtype) if t.dtype in halves else t for t in tensors)
+
+
+def check_features(owner: str, features: Tensor, rows: int, device: torch.device) -> None:
+    """Raise unless `features` is a floating (rows, channels) tensor on the device of the map."""
+    faults: list[InsumError] = []
+    shape = tuple(features.shape)
+    if features.ndim != 2 or shape[0] != rows:
+        faults.append(
+            InsumShapeError(
+                f"{owner}: 'features' must have one row per input voxel",
+                details=[f"expected shape ({rows}, channels); got {shape}"],
+                fix="pass the features in the order of the tensor's indices.",
+                argument="features",
+                expected=rows,
+                got=shape,
+            )
+        )
+    if not features.dtype.is_floating_point:
+        faults.append(
+            InsumDtypeError(
+                f"{owner}: 'features' must be floating, got {str(features.dtype).removeprefix('torch.')}",
+                fix="pass features.float().",
+                argument="features",
+                got=features.dtype,
+            )
+        )
+    if features.device != device:
+        faults.append(
+            InsumDeviceError(
+                f"{owner}: 'features' is on {features.device}, the voxels are on {device}",
+                fix=f"pass features.to('{device}').",
+                argument="features",
+                expected=device,
+                got=features.device,
+            )
+        )
+    raise_collected(faults)
+
+
+def _check_weight(
+    expression: str, features: Tensor, weight: Tensor, kernel_map: KernelMap, bias: Tensor | None, groups: int
+) -> None:
+    faults: list[InsumError] = []
+    kernel = kernel_map.geometry.kernel_size
+    shape = tuple(weight.shape)
+    if weight.ndim != len(kernel) + 2 or shape[1:-1] != kernel or shape[0] % groups:
+        faults.append(
+            InsumShapeError(
+                f"sparse_conv: 'weight' has shape {shape}",
+                expression=expression,
+                details=[f"expected (out_channels, {', '.join(map(str, kernel))}, in_channels / {groups} groups)"],
+                fix="give the weight the kernel size of the map, with in_channels last.",
+                argument="weight",
+                expected=kernel,
+                got=shape,
+            )
+        )
+    elif features.shape[1] != shape[-1] * groups:
+        faults.append(
+            InsumShapeError(
+                f"sparse_conv: 'features' has {features.shape[1]} channels, 'weight' reads {shape[-1] * groups}",
+                expression=expression,
+                details=[f"features {tuple(features.shape)}, weight {shape}, groups {groups}"],
+                fix=f"pass features with {shape[-1] * groups} channels.",
+                argument="features",
+                expected=shape[-1] * groups,
+                got=features.shape[1],
+            )
+        )
+    if bias is not None and tuple(bias.shape) != shape[:1]:
+        faults.append(
+            InsumShapeError(
+                f"sparse_conv: 'bias' has shape {tuple(bias.shape)}",
+                details=[f"expected ({shape[0]},)"],
+                fix="give the bias one entry per output channel.",
+                argument="bias",
+                expected=shape[:1],
+                got=tuple(bias.shape),
+            )
+        )
+    if weight.dtype != features.dtype:
+        faults.append(
+            InsumDtypeError(
+                f"sparse_conv: 'features' is {features.dtype}, 'weight' is {weight.dtype}",
+                expression=expression,
+                fix=f"pass features.to({weight.dtype}), or run under torch.autocast.",
+                argument="features",
+                expected=weight.dtype,
+                got=features.dtype,
+            )
+        )
+    for name, tensor in (("weight", weight), ("bias", bias)):
+        if tensor is not None and tensor.device != features.device:
+            faults.append(
+                InsumDeviceError(
+                    f"sparse_conv: '{name}' is on {tensor.device}, 'features' on {features.device}",
+                    fix=f"move the layer with .to('{features.device}').",
+                    argument=name,
+                    expected=features.device,
+                    got=tensor.device,
+                )
+            )
+    raise_collected(faults)

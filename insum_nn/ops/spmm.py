@@ -1,0 +1,115 @@
+"""Sparse matrix times dense matrix or vector."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from types import MappingProxyType
+
+from torch import Tensor
+
+from insum_nn.compiler.api import Program
+from insum_nn.compiler.options import DEFAULT, Options
+from insum_nn.formats import BlockFormat, SparseFormat
+from insum_nn.ops.arguments import Operand, is_vector, matrix_layout, named_tensors, pad_axis, program, run
+
+__all__ = ["SPMM", "spmm", "spmm_expression", "spmm_program"]
+
+SPMM: Mapping[str, str] = MappingProxyType(
+    {
+        "COO": "C[Row[p],n] += Val[p] * B[Col[p],n]",
+        "ELL along rows": "C[m,n] += Val[m,q] * B[Col[m,q],n]",
+        "ELL along columns": "C[Row[k,q],n] += Val[k,q] * B[k,n]",
+        "GroupCOO along rows": "C[Row[g],n] += Val[g,q] * B[Col[g,q],n]",
+        "GroupCOO along columns": "C[Row[g,q],n] += Val[g,q] * B[Col[g],n]",
+        "BlockCOO": "C[Row[p],a,n] += Val[p,a,b] * B[Col[p],b,n]",
+        "BlockGroupCOO": "C[Row[g],a,n] += Val[g,q,a,b] * B[Col[g,q],b,n]",
+    }
+)
+"""The expression of each format, as `matrix_layout` names it."""
+
+
+def spmm(matrix: SparseFormat, dense: Tensor, *, options: Options = DEFAULT) -> Tensor:
+    """Multiply a sparse matrix by a dense matrix or vector.
+
+        COO                     C[Row[p],n] += Val[p] * B[Col[p],n]
+        ELL along rows          C[m,n] += Val[m,q] * B[Col[m,q],n]
+        ELL along columns       C[Row[k,q],n] += Val[k,q] * B[k,n]
+        GroupCOO along rows     C[Row[g],n] += Val[g,q] * B[Col[g,q],n]
+        GroupCOO along columns  C[Row[g,q],n] += Val[g,q] * B[Col[g],n]
+        BlockCOO                C[Row[p],a,n] += Val[p,a,b] * B[Col[p],b,n]
+        BlockGroupCOO           C[Row[g],a,n] += Val[g,q,a,b] * B[Col[g,q],b,n]
+
+    For blocks `B` is the dense operand cut into block rows, (grid columns, b, n), with zeros up to the grid's edge, and
+    the rows of `C` beyond the matrix are cut off. A vector is a matrix of one column.
+
+    Source: Won, Ahrens, Amarasinghe, Emer, Insum (ASPLOS 2026), sections 3 and 4.
+
+    Args:
+        matrix: (m, k), in any of these formats; its values `Val` are differentiable.
+        dense: `B`, (k, n) or (k,); dtype and device of the values; differentiable.
+        options: compile options; see `insum_nn.Options`.
+
+    Returns:
+        `C`, (m, n) or (m,), dtype of the operands; half types accumulate in float32. Rows without an entry are zero.
+
+    Raises:
+        InsumShapeError: `matrix` is no matrix, or `dense` has not one row per column of it.
+        InsumDtypeError: the two dtypes differ.
+        InsumDeviceError: the two devices differ.
+        InsumFormatError: `matrix` is no sparse format.
+
+    >>> import torch
+    >>> from insum_nn.formats import BlockCOO, GroupCOO
+    >>> spmm(GroupCOO.from_dense(torch.eye(2), group_size=2), torch.ones(2, 1)).tolist()
+    [[1.0], [1.0]]
+    >>> spmm(BlockCOO.from_dense(torch.ones(3, 3), block_shape=(2, 2)), torch.tensor([1.0, 2.0, 3.0])).tolist()
+    [6.0, 6.0, 6.0]
+    """
+    expression = spmm_expression(matrix)
+    vector = is_vector(dense)
+    if vector:
+        # One column: the same plan, and on the CPU the same library product, as any matrix.
+        dense = dense.unsqueeze(1)
+    m, k = matrix.shape
+    named = named_tensors("spmm", expression, matrix, [Operand("dense", "B", dense, (("k", k), ("n", None)))])
+    if isinstance(matrix, BlockFormat):
+        result = _blocks(expression, matrix, named, options)
+    else:
+        result = run(expression, matrix, named, options, (m, None))
+    return result.squeeze(1) if vector else result
+
+
+def _blocks(expression: str, matrix: BlockFormat, named: dict[str, Tensor], options: Options) -> Tensor:
+    """Run on the dense operand in block rows; what lies beyond the edges is zero in, and cut off out."""
+    (a, b), (rows, cols) = matrix.block_shape, matrix.grid_shape
+    dense = named["B"]
+    n = dense.shape[1]
+    named["B"] = pad_axis(dense, 0, cols * b).reshape(cols, b, n)
+    return run(expression, matrix, named, options, (rows, a, n)).reshape(rows * a, n)[: matrix.shape[0]]
+
+
+def spmm_expression(matrix: SparseFormat) -> str:
+    """The expression that multiplies a matrix of this format.
+
+    Raises:
+        InsumShapeError: `matrix` has not two dimensions.
+        InsumFormatError: `matrix` is no sparse format.
+
+    >>> import torch
+    >>> from insum_nn.formats import COO
+    >>> spmm_expression(COO.from_dense(torch.eye(2)))
+    'C[Row[p],n] += Val[p] * B[Col[p],n]'
+    """
+    return SPMM[matrix_layout(matrix, "spmm", "matrix")]
+
+
+def spmm_program(matrix: SparseFormat, *, options: Options = DEFAULT) -> Program:
+    """The program that `spmm` runs for a matrix: to explain it, or to call it with tensors of one's own.
+
+    >>> import torch
+    >>> from insum_nn.formats import COO
+    >>> matrix = COO.from_dense(torch.eye(2))
+    >>> spmm_program(matrix)(**matrix.tensors, B=torch.ones(2, 1), out_shape=(2, None)).tolist()
+    [[1.0], [1.0]]
+    """
+    return program(spmm_expression(matrix), matrix, options)

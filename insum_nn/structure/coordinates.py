@@ -1,0 +1,288 @@
+"""Sets of grid sites: proofs about them, and where a given site stands.
+
+A site is a row `(batch, x_1, .., x_d)`. Sites are compared by one 64-bit key, their place in the grid read row by row.
+Where a grid has more cells than the key can number, leading axes are replaced by their rank among the sites that are
+there, which keeps the order and needs no more than the number of sites.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import cached_property
+
+import torch
+from torch import Tensor
+
+from insum_nn.errors import InsumDtypeError, InsumFormatError, InsumRangeError, InsumShapeError
+
+__all__ = ["MAX_EXTENT", "Coordinates", "unique_sites"]
+
+# Keys stay below this, so that adding an offset or comparing with -1 never wraps.
+_KEY_LIMIT = 1 << 62
+# The largest extent of an axis: coordinates are stored as int32.
+MAX_EXTENT = 1 << 31
+
+
+@dataclass(frozen=True, eq=False, repr=False)
+class Coordinates:
+    """Distinct sites of a batch of grids.
+
+    The constructor checks rank, dtype and shape; `prove` reads the values once. Keys are sorted on the device of
+    `indices` at the first look-up and kept.
+
+    Attributes:
+        indices: (n, 1 + d), int32 or int64: the batch entry, then d coordinates.
+        spatial_shape: d extents.
+        batch_size: grids in the batch.
+
+    >>> sites = Coordinates(torch.tensor([[0, 2], [0, 0], [1, 1]]), (3,), 2)
+    >>> sites.find([torch.tensor([0, 0, 1]), torch.tensor([0, 1, 1])]).tolist()
+    [1, -1, 2]
+    """
+
+    indices: Tensor
+    spatial_shape: tuple[int, ...]
+    batch_size: int
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "spatial_shape", tuple(int(extent) for extent in self.spatial_shape))
+        _check_static(self.indices, self.spatial_shape, self.batch_size)
+
+    def __repr__(self) -> str:
+        return f"Coordinates(sites={self.num_sites}, spatial_shape={self.spatial_shape}, batch_size={self.batch_size})"
+
+    @property
+    def num_sites(self) -> int:
+        """Sites, `n`."""
+        return self.indices.shape[0]
+
+    @property
+    def ndim(self) -> int:
+        """Spatial dimensions, `d`."""
+        return len(self.spatial_shape)
+
+    @property
+    def device(self) -> torch.device:
+        """Where the sites are stored."""
+        return self.indices.device
+
+    @property
+    def extents(self) -> tuple[int, ...]:
+        """The batch size, then the spatial shape."""
+        return (self.batch_size, *self.spatial_shape)
+
+    @cached_property
+    def columns(self) -> tuple[Tensor, ...]:
+        """The columns of `indices` as contiguous int64 tensors."""
+        return self.indices.T.long().contiguous().unbind(0)
+
+    @cached_property
+    def _table(self) -> _Table:
+        return _Table.build(self.columns, self.extents)
+
+    def prove(self) -> Coordinates:
+        """Check every coordinate, and that no site stands twice; reads the device once.
+
+        Raises:
+            InsumRangeError: a coordinate is negative or not below its extent.
+            InsumFormatError: a site stands twice.
+        """
+        if self.num_sites:
+            limits = torch.stack([torch.stack(torch.aminmax(column)) for column in self.columns])
+            # Keys of rows that lie outside mean nothing; they are judged after the limits, but read with them.
+            *flat, twice = torch.cat([limits.reshape(-1), self._table.repeats().reshape(1)]).tolist()
+            if any(low < 0 or high >= extent for low, high, extent in zip(flat[::2], flat[1::2], self.extents, strict=True)):
+                raise _outside(self)
+            if twice:
+                raise _duplicate(self)
+        return self
+
+    def find(self, columns: Sequence[Tensor]) -> Tensor:
+        """The row of each site that is asked for, or -1.
+
+        Args:
+            columns: 1 + d int64 tensors of one shape; every value lies inside its extent.
+
+        Returns:
+            int64, of that shape.
+        """
+        return self._table.find(columns)
+
+    @cached_property
+    def cells(self) -> Tensor:
+        """(n,) int64: each site's place in the dense grid (batch, x_1, .., x_d), read row by row.
+
+        Raises:
+            InsumShapeError: the grid has more cells than int64 can number.
+        """
+        total = 1
+        for extent in self.extents:
+            total *= extent
+        if total > _KEY_LIMIT:
+            raise InsumShapeError(
+                f"a dense grid of shape {self.extents} has more cells than can be numbered",
+                fix="keep the tensor sparse, or make spatial_shape smaller.",
+                got=self.extents,
+            )
+        key = self.columns[0]
+        for extent, column in zip(self.spatial_shape, self.columns[1:], strict=True):
+            key = key * extent + column
+        return key
+
+
+@dataclass(frozen=True, eq=False)
+class _Table:
+    """Sorted keys of sites.
+
+    Attributes:
+        extents: extents of the axes.
+        ranks: for each place where the key would grow too large, the sorted distinct keys so far.
+        keys: (n,) sorted.
+        order: (n,) the row of each key.
+    """
+
+    extents: tuple[int, ...]
+    ranks: tuple[Tensor, ...]
+    keys: Tensor
+    order: Tensor
+
+    @classmethod
+    def build(cls, columns: Sequence[Tensor], extents: tuple[int, ...]) -> _Table:
+        ranks: list[Tensor] = []
+        key, bound = columns[0], extents[0]
+        for extent, column in zip(extents[1:], columns[1:], strict=True):
+            if bound * extent > _KEY_LIMIT:
+                known, key = torch.unique(key, return_inverse=True)
+                ranks.append(known)
+                bound = known.shape[0]
+            key, bound = key * extent + column, bound * extent
+        keys, order = key.sort(stable=True)
+        return cls(extents, tuple(ranks), keys, order)
+
+    def repeats(self) -> Tensor:
+        """0-d int64: how many keys stand again."""
+        return (self.keys[1:] == self.keys[:-1]).sum()
+
+    def find(self, columns: Sequence[Tensor]) -> Tensor:
+        if self.keys.shape[0] == 0:
+            return torch.full_like(columns[0], -1)
+        ranks = iter(self.ranks)
+        key, bound = columns[0], self.extents[0]
+        for extent, column in zip(self.extents[1:], columns[1:], strict=True):
+            if bound * extent > _KEY_LIMIT:
+                known = next(ranks)
+                # What is missing becomes -1 and stays negative, which no key is.
+                key, bound = _place(known, key), known.shape[0]
+            key, bound = key * extent + column, bound * extent
+        at = _place(self.keys, key)
+        return torch.where(at >= 0, self.order[at.clamp(min=0)], -1)
+
+
+def _place(known: Tensor, wanted: Tensor) -> Tensor:
+    """Where each of `wanted` stands in the sorted `known`, or -1."""
+    at = torch.searchsorted(known, wanted.contiguous()).clamp_(max=known.shape[0] - 1)
+    return torch.where(known[at] == wanted, at, -1)
+
+
+def unique_sites(columns: Sequence[Tensor], extents: Sequence[int]) -> tuple[tuple[Tensor, ...], Tensor]:
+    """Distinct sites in lexicographic order, and the place of each given site among them.
+
+    Args:
+        columns: 1 + d int64 tensors (p,); every value lies inside its extent.
+        extents: 1 + d.
+
+    Returns:
+        Columns (m,) of the distinct sites, and the place (p,) of each given one.
+
+    >>> columns, place = unique_sites([torch.tensor([0, 0, 0]), torch.tensor([5, 2, 5])], (1, 6))
+    >>> columns[1].tolist(), place.tolist()
+    ([2, 5], [1, 0, 1])
+    """
+    key, bound = columns[0], extents[0]
+    for extent, column in zip(extents[1:], columns[1:], strict=True):
+        if bound * extent > _KEY_LIMIT:
+            known, key = torch.unique(key, return_inverse=True)
+            bound = known.shape[0]
+        key, bound = key * extent + column, bound * extent
+    known, place = torch.unique(key, return_inverse=True)
+    # Any row of a site tells its coordinates, so it does not matter which of them is kept.
+    rows = torch.empty_like(known).scatter_(0, place, torch.arange(place.shape[0], device=place.device))
+    return tuple(column[rows] for column in columns), place
+
+
+def _check_static(indices: Tensor, spatial_shape: tuple[int, ...], batch_size: int) -> None:
+    if indices.dtype not in (torch.int32, torch.int64):
+        raise InsumDtypeError(
+            f"'indices' must be int32 or int64, got {str(indices.dtype).removeprefix('torch.')}",
+            fix="pass indices.int().",
+            field="indices",
+            got=indices.dtype,
+        )
+    if indices.ndim != 2 or indices.shape[1] != len(spatial_shape) + 1:
+        raise InsumShapeError(
+            f"'indices' must have one row (batch, {len(spatial_shape)} coordinates) per voxel",
+            details=[f"expected shape (n, {len(spatial_shape) + 1}) for spatial_shape {spatial_shape}; got {tuple(indices.shape)}"],
+            fix="put the batch entry into column 0 and give spatial_shape one extent per coordinate.",
+            field="indices",
+            expected=len(spatial_shape) + 1,
+            got=tuple(indices.shape),
+        )
+    if not spatial_shape or any(not 0 < extent <= MAX_EXTENT for extent in spatial_shape):
+        raise InsumShapeError(
+            f"'spatial_shape' is {spatial_shape}",
+            details=[f"expected one extent or more, each from 1 to {MAX_EXTENT}"],
+            fix="give the size of the grid along each axis.",
+            field="spatial_shape",
+            got=spatial_shape,
+        )
+    if batch_size < 1:
+        raise InsumShapeError(
+            f"'batch_size' is {batch_size}",
+            details=["expected at least 1; an empty batch has rows (0, ..) only"],
+            fix="pass the number of clouds in the batch.",
+            field="batch_size",
+            got=batch_size,
+        )
+
+
+def _outside(sites: Coordinates) -> InsumRangeError:
+    details: list[str] = []
+    first: int | None = None
+    for axis, (column, extent) in enumerate(zip(sites.columns, sites.extents, strict=True)):
+        bad = ((column < 0) | (column >= extent)).nonzero().squeeze(1)
+        if bad.numel() == 0:
+            continue
+        row = int(bad[0])
+        first = row if first is None else min(first, row)
+        what = "batch entry" if axis == 0 else f"coordinate {axis - 1}"
+        details.append(
+            f"indices[:,{axis}] ({what}): expected 0 <= value < {extent}; got minimum {int(column.min())}, maximum "
+            f"{int(column.max())} ({bad.numel()} of {column.numel()} rows; first at row {row}: {sites.indices[row].tolist()})"
+        )
+    return InsumRangeError(
+        "'indices' holds voxels outside the grid",
+        details=[f"spatial_shape {sites.spatial_shape}, batch_size {sites.batch_size}", *details],
+        fix="enlarge spatial_shape or batch_size, or drop those rows; negative coordinates do not wrap.",
+        field="indices",
+        row=first,
+        expected=sites.extents,
+    )
+
+
+def _duplicate(sites: Coordinates) -> InsumFormatError:
+    table = sites._table
+    again = (table.keys[1:] == table.keys[:-1]).nonzero().squeeze(1)
+    rows = torch.stack([table.order[again], table.order[again + 1]], dim=1)
+    first, second = rows[rows[:, 1].argmin()].tolist()
+    return InsumFormatError(
+        "'indices' holds the same voxel more than once",
+        details=[
+            f"row {second} repeats row {first}: {sites.indices[second].tolist()} "
+            f"({again.numel()} of {sites.num_sites} rows repeat another)"
+        ],
+        fix="merge the points of a voxel first (voxelise the cloud), or drop the repeated rows.",
+        field="indices",
+        row=second,
+        first=first,
+    )

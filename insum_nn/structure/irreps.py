@@ -1,0 +1,332 @@
+"""Paths of a tensor product: what an instruction means, what it weighs, and where its numbers lie.
+
+A representation is a tuple of `Entry`: `mul` copies of the irrep of degree `l` and parity `p`, stored one after the
+other, component fastest. A `Path` connects one entry of each input with one of the output.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from types import MappingProxyType
+from typing import Any, NamedTuple
+
+from insum_nn.errors import InsumError, InsumShapeError, raise_collected
+
+__all__ = [
+    "MODES",
+    "Entry",
+    "InstructionError",
+    "Mode",
+    "Path",
+    "dimension",
+    "entries_of",
+    "make_paths",
+    "offsets",
+    "path_coefficients",
+    "weight_offsets",
+]
+
+
+class InstructionError(InsumShapeError, AssertionError):
+    """An instruction connects what cannot be connected; also an `AssertionError`, which e3nn raises here."""
+
+
+class Entry(NamedTuple):
+    """`mul` copies of the irrep of degree `l` and parity `p` (1 even, -1 odd)."""
+
+    mul: int
+    l: int
+    p: int
+
+    @property
+    def size(self) -> int:
+        """Components of one copy."""
+        return 2 * self.l + 1
+
+    @property
+    def dim(self) -> int:
+        """Components of all copies."""
+        return self.mul * self.size
+
+    def __str__(self) -> str:
+        return f"{self.mul}x{self.l}{'e' if self.p == 1 else 'o'}"
+
+
+@dataclass(frozen=True, slots=True)
+class Mode:
+    """Which multiplicity indices each operand of a connection mode carries; `n` counts pairs u < v.
+
+    Attributes:
+        in1: letters of the first input.
+        in2: letters of the second input.
+        out: letters of the output.
+        weight: letters of the weight.
+        pairs: `u` and `v` are read through tables of the pairs `n`.
+    """
+
+    in1: str
+    in2: str
+    out: str
+    weight: str
+    pairs: bool = False
+
+    @property
+    def mixes(self) -> bool:
+        """The output has an index of its own, so a path is a matrix product with its weight."""
+        return "w" in self.weight
+
+
+MODES: Mapping[str, Mode] = MappingProxyType(
+    {
+        "uvw": Mode("u", "v", "w", "uvw"),
+        "uvu": Mode("u", "v", "u", "uv"),
+        "uvv": Mode("u", "v", "v", "uv"),
+        "uuw": Mode("u", "u", "w", "uw"),
+        "uuu": Mode("u", "u", "u", "u"),
+        "uvuv": Mode("u", "v", "uv", "uv"),
+        "uvu<v": Mode("n", "n", "n", "n", pairs=True),
+        "u<vw": Mode("n", "n", "w", "nw", pairs=True),
+    }
+)
+"""The connection modes, by the names that e3nn gives them."""
+
+
+class Path(NamedTuple):
+    """One instruction: `coefficient * (in1[i_in1] x in2[i_in2])` is added to `out[i_out]`.
+
+    Attributes:
+        i_in1: entry of the first input.
+        i_in2: entry of the second input.
+        i_out: entry of the output.
+        mode: connection mode, a key of `MODES`.
+        weighted: the path has weights.
+        coefficient: normalised factor.
+        shape: shape of its weights, whether it has any or not.
+    """
+
+    i_in1: int
+    i_in2: int
+    i_out: int
+    mode: str
+    weighted: bool
+    coefficient: float
+    shape: tuple[int, ...]
+
+    @property
+    def numel(self) -> int:
+        return math.prod(self.shape)
+
+
+def entries_of(irreps: Iterable[Any]) -> tuple[Entry, ...]:
+    """Entries of e3nn's `Irreps`, or of an iterable of `(mul, (l, p))` or of `(mul, l, p)`.
+
+    >>> entries_of([(2, (1, -1)), (3, 0, 1)])
+    (Entry(mul=2, l=1, p=-1), Entry(mul=3, l=0, p=1))
+    """
+    found: list[Entry] = []
+    for item in irreps:
+        values = tuple(item)
+        mul, l, p = values if len(values) == 3 else (values[0], *values[1])
+        found.append(Entry(int(mul), int(l), int(p)))
+    return tuple(found)
+
+
+def dimension(entries: Sequence[Entry]) -> int:
+    """Components of the whole representation."""
+    return sum(entry.dim for entry in entries)
+
+
+def offsets(entries: Sequence[Entry]) -> tuple[int, ...]:
+    """Where each entry starts.
+
+    >>> offsets((Entry(2, 1, -1), Entry(3, 0, 1)))
+    (0, 6)
+    """
+    starts, total = [], 0
+    for entry in entries:
+        starts.append(total)
+        total += entry.dim
+    return tuple(starts)
+
+
+def weight_offsets(paths: Sequence[Path]) -> tuple[int, ...]:
+    """Where each path's weights start in the flat weight; paths without weights take no room."""
+    starts, total = [], 0
+    for path in paths:
+        starts.append(total)
+        total += path.numel if path.weighted else 0
+    return tuple(starts)
+
+
+def make_paths(
+    in1: Sequence[Entry], in2: Sequence[Entry], out: Sequence[Entry], instructions: Iterable[Sequence[Any]]
+) -> tuple[tuple[Path, ...], tuple[float, ...]]:
+    """Check instructions `(i_in1, i_in2, i_out, mode, has_weight[, path_weight])` and give each its weights' shape.
+
+    Returns:
+        The paths, with a coefficient of 1, and the instructions' path weights.
+
+    Raises:
+        InstructionError: some instruction cannot be; its text lists every such one.
+
+    >>> paths, _ = make_paths([Entry(4, 1, -1)], [Entry(1, 1, -1)], [Entry(4, 0, 1)], [(0, 0, 0, "uvu", True)])
+    >>> paths[0].shape
+    (4, 1)
+    """
+    faults: list[InsumError] = []
+    paths: list[Path] = []
+    weights: list[float] = []
+    for number, instruction in enumerate(instructions):
+        check = _Check(number, tuple(instruction), faults)
+        path = check.path(in1, in2, out)
+        if path is not None:
+            paths.append(path)
+            weights.append(check.path_weight)
+    raise_collected(faults)
+    return tuple(paths), tuple(weights)
+
+
+class _Check:
+    """Judges one instruction."""
+
+    def __init__(self, number: int, values: tuple[Any, ...], faults: list[InsumError]) -> None:
+        self.number = number
+        self.values = values
+        self.faults = faults
+        self.path_weight = 1.0
+
+    def fail(self, message: str, details: Sequence[str], fix: str, **fields: object) -> None:
+        text = f"instruction {self.number}, {self.values}, {message}"
+        self.faults.append(InstructionError(text, details=details, fix=fix, instruction=self.number, **fields))
+
+    def path(self, in1: Sequence[Entry], in2: Sequence[Entry], out: Sequence[Entry]) -> Path | None:
+        if len(self.values) not in (5, 6):
+            self.fail(
+                f"has {len(self.values)} items",
+                ["expected (i_in1, i_in2, i_out, mode, has_weight[, path_weight])"],
+                "write 5 or 6 items.",
+            )
+            return None
+        i_in1, i_in2, i_out, mode, weighted = self.values[:5]
+        self.path_weight = float(self.values[5]) if len(self.values) == 6 else 1.0
+        before = len(self.faults)
+        for name, at, entries in (("irreps_in1", i_in1, in1), ("irreps_in2", i_in2, in2), ("irreps_out", i_out, out)):
+            if not 0 <= at < len(entries):
+                self.fail(
+                    f"points outside {name}",
+                    [f"expected 0 <= entry < {len(entries)}; got {at}"],
+                    f"point to an entry of {name}.",
+                )
+        if mode not in MODES:
+            known = ", ".join(MODES)
+            self.fail(f"has the unknown mode {mode!r}", [f"expected one of {known}"], "choose one of these modes.")
+        if self.path_weight < 0:
+            self.fail("has a negative path weight", [], "put the sign into the weights.", got=self.path_weight)
+        if len(self.faults) > before:
+            return None
+        a, b, c = in1[i_in1], in2[i_in2], out[i_out]
+        self.irreps(a, b, c)
+        shape = _shape(mode, a.mul, b.mul, c.mul)
+        if 0 not in shape and 0 not in (a.mul, b.mul, c.mul):
+            self.multiplicities(mode, bool(weighted), a, b, c)
+        return Path(int(i_in1), int(i_in2), int(i_out), mode, bool(weighted), 1.0, shape)
+
+    def irreps(self, a: Entry, b: Entry, c: Entry) -> None:
+        if a.p * b.p != c.p:
+            self.fail(
+                f"breaks parity: {a} times {b} is {'even' if a.p * b.p == 1 else 'odd'}, {c} is not",
+                [],
+                "connect it to an output of the other parity.",
+            )
+        if not abs(a.l - b.l) <= c.l <= a.l + b.l:
+            self.fail(
+                f"connects degrees that do not couple: {a} times {b} holds no {c}",
+                [f"expected {abs(a.l - b.l)} <= l <= {a.l + b.l}; got {c.l}"],
+                "connect it to an output of such a degree.",
+            )
+
+    def multiplicities(self, mode: str, weighted: bool, a: Entry, b: Entry, c: Entry) -> None:
+        if mode in ("uvw", "u<vw") and not weighted:
+            self.fail("has no weight", [f"mode {mode!r} mixes multiplicities by weights"], "set has_weight to True.")
+        expected: dict[str, tuple[int, str]] = {
+            "uvu": (a.mul, "mul_in1"),
+            "uvv": (b.mul, "mul_in2"),
+            "uuu": (a.mul, "mul_in1"),
+            "uvuv": (a.mul * b.mul, "mul_in1 * mul_in2"),
+            "uvu<v": (a.mul * (a.mul - 1) // 2, "mul_in1 * (mul_in1 - 1) / 2"),
+        }
+        if mode == "uuw" and not weighted:
+            expected["uuw"] = (1, "1, since without weights u is summed")
+        if mode in ("uuw", "uuu", "uvu<v", "u<vw") and a.mul != b.mul:
+            self.fail(
+                f"needs equal multiplicities of its inputs, got {a} and {b}", [], "choose entries of one multiplicity."
+            )
+        elif mode in expected and c.mul != expected[mode][0]:
+            want, how = expected[mode]
+            self.fail(
+                f"needs another multiplicity of its output {c}",
+                [f"expected {want} ({how}); got {c.mul}"],
+                "change irreps_out or the mode.",
+                expected=want,
+                got=c.mul,
+            )
+
+
+def _shape(mode: str, u: int, v: int, w: int) -> tuple[int, ...]:
+    pairs = u * (v - 1) // 2
+    return {
+        "uvw": (u, v, w),
+        "uvu": (u, v),
+        "uvv": (u, v),
+        "uuw": (u, w),
+        "uuu": (u,),
+        "uvuv": (u, v),
+        "uvu<v": (pairs,),
+        "u<vw": (pairs, w),
+    }[mode]
+
+
+def path_coefficients(
+    paths: Sequence[Path],
+    path_weights: Sequence[float],
+    entries: tuple[Sequence[Entry], Sequence[Entry], Sequence[Entry]],
+    variances: tuple[Sequence[float], Sequence[float], Sequence[float]],
+    irrep_normalization: str,
+    path_normalization: str,
+) -> Iterator[float]:
+    """The factor of each path that keeps variances: outputs of variance `out_var` for inputs of `in1_var`, `in2_var`.
+
+    Source: e3nn's documentation of `o3.TensorProduct`, "normalization".
+
+    >>> a, b, c = Entry(4, 1, -1), Entry(2, 1, -1), Entry(4, 0, 1)
+    >>> paths, weights = make_paths([a], [b], [c], [(0, 0, 0, "uvu", True)])
+    >>> list(path_coefficients(paths, weights, ([a], [b], [c]), ([1.0], [1.0], [1.0]), "component", "element"))
+    [0.7071067811865476]
+    """
+    in1, in2, out = entries
+    var1, var2, var_out = variances
+    terms = [var1[p.i_in1] * var2[p.i_in2] * _summed(p, in1[p.i_in1].mul, in2[p.i_in2].mul) for p in paths]
+    for path, own, weight in zip(paths, terms, path_weights, strict=True):
+        a, b, c = in1[path.i_in1], in2[path.i_in2], out[path.i_out]
+        squared = {"component": float(c.size), "norm": float(a.size * b.size), "none": 1.0}[irrep_normalization]
+        same = [i for i, other in enumerate(paths) if other.i_out == path.i_out]
+        spread = {"element": sum(terms[i] for i in same), "path": own * len(same), "none": 1.0}[path_normalization]
+        if spread > 0:
+            squared /= spread
+        yield math.sqrt(squared * var_out[path.i_out] * weight)
+
+
+def _summed(path: Path, u: int, v: int) -> int:
+    """Products of multiplicities that add up in one element of the output."""
+    return {
+        "uvw": u * v,
+        "uvu": v,
+        "uvv": u,
+        "uuw": u,
+        "uuu": 1,
+        "uvuv": 1,
+        "uvu<v": 1,
+        "u<vw": u * (v - 1) // 2,
+    }[path.mode]
