@@ -11,8 +11,9 @@ import torch
 from torch import Tensor
 
 from insum_nn.compiler.ast import Statement
-from insum_nn.compiler.autograd import Spec, apply, prepare, run_spec
+from insum_nn.compiler.autograd import apply
 from insum_nn.compiler.bind import Extents, bind, check_extents, layout_of, resolve_extents
+from insum_nn.compiler.call import Spec, prepare, run_spec
 from insum_nn.compiler.check import check_names, check_statement
 from insum_nn.compiler.explain import Explanation, explain_program
 from insum_nn.compiler.gradient import derivatives

@@ -7,10 +7,8 @@ code of their own.
 
 from __future__ import annotations
 
-import json
 from collections.abc import Sequence
-from dataclasses import asdict, dataclass, field
-from functools import lru_cache
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -18,136 +16,12 @@ from torch import Tensor
 from torch._C._functorch import peek_interpreter_stack
 
 from insum_nn.compiler.ast import Access, Statement
-from insum_nn.compiler.bind import Bound, Extents, bind, check_extents, layout_of
-from insum_nn.compiler.execution import Executable, executable
+from insum_nn.compiler.bind import Extents, layout_of
+from insum_nn.compiler.call import Key, Spec, parse_cached, run_spec, value_dtype
 from insum_nn.compiler.gradient import Derivative, derivatives, directional, fresh_name
-from insum_nn.compiler.options import Options
-from insum_nn.compiler.parser import parse
-from insum_nn.compiler.proofs import prove
-from insum_nn.facts import IndexFacts
+from insum_nn.compiler.shares import shares
 
-__all__ = ["Spec", "apply", "prepare", "run_spec"]
-
-
-@dataclass(frozen=True)
-class Spec:
-    """Everything about a program but its tensors and sizes; converts to JSON and back.
-
-    Attributes:
-        expression: the statement's text.
-        facts: facts promised of index tensors, by name.
-        options: compile options.
-        drop_outside: writes outside the output are dropped (derivative statements).
-    """
-
-    expression: str
-    facts: tuple[tuple[str, IndexFacts], ...] = ()
-    options: Options = field(default_factory=Options)
-    drop_outside: bool = False
-
-    @property
-    def statement(self) -> Statement:
-        return _parse(self.expression)
-
-    def to_json(self) -> str:
-        return _to_json(self)
-
-    @staticmethod
-    def from_json(text: str) -> Spec:
-        return _from_json(text)
-
-    def with_statement(self, statement: Statement, *, drop_outside: bool) -> Spec:
-        return Spec(str(statement), self.facts, self.options, drop_outside)
-
-
-@lru_cache(maxsize=2048)
-def _parse(expression: str) -> Statement:
-    return parse(expression)
-
-
-@lru_cache(maxsize=2048)
-def _to_json(spec: Spec) -> str:
-    return json.dumps(
-        {
-            "expression": spec.expression,
-            "facts": {name: asdict(facts) for name, facts in spec.facts},
-            "options": asdict(spec.options),
-            "drop_outside": spec.drop_outside,
-        },
-        sort_keys=True,
-    )
-
-
-@lru_cache(maxsize=2048)
-def _from_json(text: str) -> Spec:
-    data = json.loads(text)
-    facts = tuple((name, IndexFacts(**values)) for name, values in data["facts"].items())
-    return Spec(data["expression"], facts, Options(**data["options"]), data["drop_outside"])
-
-
-def prepare(
-    spec: Spec, tensors: Sequence[Tensor], start: Tensor | None, extents: Extents, *, seen: bool = False
-) -> tuple[Bound, Executable]:
-    """Check a call and find its program; `seen` skips what other checks of the same call already covered."""
-    statement = spec.statement
-    layout = layout_of(statement)
-    named = dict(zip(layout.tensors, tensors, strict=True))
-    if not seen:
-        check_extents(statement, tensors, extents, drop_outside=spec.drop_outside)
-    facts = prove(
-        statement,
-        tensors,
-        extents,
-        dict(spec.facts),
-        drop_outside=spec.drop_outside,
-        validate=spec.options.validate,
-    )
-    for name, tensor in zip(layout.tensors, tensors, strict=True):
-        if name in facts and tensor.numel() == 0:
-            facts[name] = IndexFacts(masked=True, proven=True)
-    bound = bind(statement, named, start, facts=facts, drop_outside=spec.drop_outside)
-    return bound, executable(bound, tensors, start, extents, spec.options)
-
-
-def run_spec(spec: Spec, tensors: Sequence[Tensor], start: Tensor | None, extents: Extents) -> Tensor:
-    """Run without recording gradients."""
-    device = next((t.device.type for t in (*tensors, start) if t is not None), "cpu")
-    if torch._C._is_any_autocast_enabled() and torch.is_autocast_enabled(device):
-        # The operands were cast where the call was made; inside, autocast would mix dtypes that were equal.
-        with torch.autocast(device, enabled=False):
-            return run_spec(spec, tensors, start, extents)
-    if 0 in extents.indices:
-        return _without_terms(spec, tensors, start, extents)
-    bound, program = prepare(spec, tensors, start, extents)
-    if 0 in extents.output:
-        return _without_terms(spec, tensors, start, extents)
-    if any(t.numel() == 0 for t in tensors):
-        tensors = [_stand_in(t, name in bound.layout.index_tensors) for name, t in zip(bound.layout.tensors, tensors, strict=True)]
-    return program(tensors, extents, start)
-
-
-def _without_terms(spec: Spec, tensors: Sequence[Tensor], start: Tensor | None, extents: Extents) -> Tensor:
-    """Without terms or without cells the output is its start, or zero."""
-    if start is not None:
-        return start.detach().clone(memory_format=torch.contiguous_format)
-    dtype = _dtype(spec, tensors, start)
-    device = tensors[0].device if tensors else None
-    return torch.zeros(extents.output, dtype=dtype, device=device)
-
-
-def _stand_in(tensor: Tensor, is_index: bool) -> Tensor:
-    """A tensor without elements is only ever read outside: one cell that says so is safe to address."""
-    if tensor.numel():
-        return tensor
-    shape = [max(1, extent) for extent in tensor.shape]
-    return tensor.new_full(shape, -1) if is_index else tensor.new_zeros(shape)
-
-
-def _dtype(spec: Spec, tensors: Sequence[Tensor], start: Tensor | None) -> torch.dtype:
-    layout = layout_of(spec.statement)
-    for access in spec.statement.reads:
-        return tensors[layout.tensors.index(access.name)].dtype
-    return start.dtype if start is not None else torch.get_default_dtype()
+__all__ = ["apply"]
 
 
 # The registered operator.
@@ -157,111 +31,17 @@ _NAMESPACE = "insum_nn"
 
 @torch.library.custom_op(f"{_NAMESPACE}::run", mutates_args=())
 def _run(spec: str, tensors: list[Tensor], start: Tensor | None, indices: list[int], output: list[int]) -> Tensor:
-    return run_spec(_from_json(spec), tensors, start, Extents(tuple(indices), tuple(output)))
+    return run_spec(Spec.from_json(spec), tensors, start, Extents(tuple(indices), tuple(output)))
 
 
 @_run.register_fake
 def _run_fake(spec: str, tensors: list[Tensor], start: Tensor | None, indices: list[int], output: list[int]) -> Tensor:
-    decoded = _from_json(spec)
-    dtype = _dtype(decoded, tensors, start)
+    decoded = Spec.from_json(spec)
+    dtype = value_dtype(decoded, tensors, start)
     anchor = tensors[0] if tensors else start
     if anchor is None:
         return torch.empty(output, dtype=dtype)
     return anchor.new_empty(output, dtype=dtype)
-
-
-@torch.library.custom_op(f"{_NAMESPACE}::shares", mutates_args=())
-def _shares(
-    spec: str, tensors: list[Tensor], start: Tensor | None, result: Tensor, indices: list[int], output: list[int]
-) -> tuple[Tensor, Tensor]:
-    """For `max=` and `min=`: the share of each term, and of the starting value, in its output cell's gradient.
-
-    Terms that attain the extremum share equally; a starting value that attains it counts as one of them.
-    """
-    decoded = _from_json(spec)
-    extents = Extents(tuple(indices), tuple(output))
-    statement = decoded.statement
-    layout = layout_of(statement)
-    shape = [extents.indices[i] for i in range(len(layout.indices))]
-    terms, live = _terms(decoded, tensors, extents)
-    seen = _gather_output(decoded, tensors, result, extents)
-    hit = (live & (terms == seen)).to(result.dtype)
-    count = _scatter_output(decoded, tensors, hit, extents)
-    if start is None:
-        from_start = torch.zeros_like(result)
-    else:
-        from_start = (start == result).to(result.dtype)
-        count = count + from_start
-    weight = 1 / count.clamp(min=1)
-    shares = hit * _gather_output(decoded, tensors, weight, extents)
-    return shares.reshape(shape).contiguous(), (from_start * weight).contiguous()
-
-
-@_shares.register_fake
-def _shares_fake(
-    spec: str, tensors: list[Tensor], start: Tensor | None, result: Tensor, indices: list[int], output: list[int]
-) -> tuple[Tensor, Tensor]:
-    return result.new_empty(indices), result.new_empty(output)
-
-
-def _space(statement: Statement) -> tuple[str, str]:
-    """A name for a tensor over the whole index space, and its access."""
-    taken = {statement.output.name, *statement.tensors(), *statement.indices()}
-    name = fresh_name("space", taken)
-    indices = statement.indices()
-    return name, f"{name}[{','.join(indices)}]" if indices else name
-
-
-def _auxiliary(spec: Spec, text: str, named: dict[str, Tensor], indices: dict[str, int], output: Sequence[int]) -> Tensor:
-    """Run another statement over the same index space."""
-    statement = _parse(text)
-    layout = layout_of(statement)
-    sizes = Extents(tuple(indices[name] for name in layout.indices), tuple(output))
-    return run_spec(
-        spec.with_statement(statement, drop_outside=True), [named[name] for name in layout.tensors], None, sizes
-    )
-
-
-def _terms(spec: Spec, tensors: Sequence[Tensor], extents: Extents) -> tuple[Tensor, Tensor]:
-    """Every term, and which of them take part."""
-    statement = spec.statement
-    layout = layout_of(statement)
-    named = dict(zip(layout.tensors, tensors, strict=True))
-    sizes = dict(zip(layout.indices, extents.indices, strict=True))
-    _, space = _space(statement)
-    factors = " * ".join(map(str, statement.factors))
-    # The same operator multiplies in the same order as the forward pass, so that a term equals its extremum bit for bit.
-    terms = _auxiliary(spec, f"{space} {statement.operator} {factors}", named, sizes, extents.indices)
-    live = torch.ones(tuple(extents.indices), dtype=torch.bool, device=terms.device)
-    for access in (statement.output, *statement.reads):
-        for nested in access.nested():
-            # Reading ones through an index tensor gives 0 where it has no entry.
-            ones = fresh_name("ones", {*named, *sizes, space.split("[")[0]})
-            entry = named[nested.name]
-            size = int(entry.max()) + 1 if entry.numel() else 0
-            text = f"{space} = {ones}[{nested}]"
-            row = torch.ones(max(size, 1), dtype=terms.dtype, device=terms.device)
-            live = live & (_auxiliary(spec, text, {**named, ones: row}, sizes, extents.indices) != 0)
-    return terms, live
-
-
-def _gather_output(spec: Spec, tensors: Sequence[Tensor], result: Tensor, extents: Extents) -> Tensor:
-    """The output's cell of every point of the index space."""
-    statement = spec.statement
-    layout = layout_of(statement)
-    named = {**dict(zip(layout.tensors, tensors, strict=True)), statement.output.name: result}
-    sizes = dict(zip(layout.indices, extents.indices, strict=True))
-    return _auxiliary(spec, f"{_space(statement)[1]} = {statement.output}", named, sizes, extents.indices)
-
-
-def _scatter_output(spec: Spec, tensors: Sequence[Tensor], values: Tensor, extents: Extents) -> Tensor:
-    """Add up a tensor over the index space into the output's cells."""
-    statement = spec.statement
-    layout = layout_of(statement)
-    name, space = _space(statement)
-    named = {**dict(zip(layout.tensors, tensors, strict=True)), name: values}
-    sizes = dict(zip(layout.indices, extents.indices, strict=True))
-    return _auxiliary(spec, f"{statement.output} = {space}", named, sizes, extents.output)
 
 
 # Gradients.
@@ -302,7 +82,7 @@ def _shares_of(
     if call.spec.statement.operator not in ("max=", "min="):
         return None, None
     assert result is not None
-    return torch.ops.insum_nn.shares(  # type: ignore[no-any-return]
+    return shares(  # type: ignore[no-any-return]
         call.spec.to_json(),
         [t.detach() for t in tensors],
         None if start is None else start.detach(),
@@ -341,7 +121,7 @@ def _tangent(
             extents = Extents(tuple(sizes[x] for x in inner.indices), call.output)
             total = apply(spec, [named[x] for x in inner.tensors], total, extents)
     if total is None:
-        total = torch.zeros(call.output, dtype=_dtype(call.spec, tensors, start), device=tensors[0].device)
+        total = torch.zeros(call.output, dtype=value_dtype(call.spec, tensors, start), device=tensors[0].device)
     return total
 
 
@@ -421,7 +201,7 @@ class _Transformed(torch.autograd.Function):
 
 def _setup_context(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
     spec, tensors, start, indices, shape = inputs
-    ctx.call = _Call(_from_json(spec), tuple(indices), tuple(shape))
+    ctx.call = _Call(Spec.from_json(spec), tuple(indices), tuple(shape))
     ctx.count = len(tensors)
     keep = output if ctx.call.spec.statement.operator in ("max=", "min=") else None
     ctx.save_for_backward(start, keep, *tensors)
@@ -528,7 +308,7 @@ def _vmap(
     indices: list[int],
     output: list[int],
 ) -> tuple[Tensor, int]:
-    batch = _Batch(_Call(_from_json(spec), tuple(indices), tuple(output)), info.batch_size, in_dims[1])
+    batch = _Batch(_Call(Spec.from_json(spec), tuple(indices), tuple(output)), info.batch_size, in_dims[1])
     result = torch.ops.insum_nn.run(
         batch.spec.to_json(),
         batch.operands(tensors),
@@ -552,9 +332,9 @@ def _vmap_shares(
     indices: list[int],
     output: list[int],
 ) -> tuple[tuple[Tensor, Tensor], tuple[int, int]]:
-    batch = _Batch(_Call(_from_json(spec), tuple(indices), tuple(output)), info.batch_size, in_dims[1])
+    batch = _Batch(_Call(Spec.from_json(spec), tuple(indices), tuple(output)), info.batch_size, in_dims[1])
     results = batch.start(result, in_dims[3])
-    shares = torch.ops.insum_nn.shares(
+    shares = shares(
         batch.spec.to_json(),
         batch.operands(tensors),
         batch.start(start, in_dims[2]),

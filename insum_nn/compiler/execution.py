@@ -20,7 +20,7 @@ from insum_nn.compiler.plan import Load, Plan
 from insum_nn.compiler.planner import UNROLL_LIMIT, make_plan, slot_indices
 from insum_nn.facts import IndexFacts
 
-__all__ = ["CACHE_LIMIT", "CacheInfo", "Executable", "cache_info", "choose_backend", "clear_cache", "executable"]
+__all__ = ["CACHE_LIMIT", "CacheInfo", "Executable", "cache_info", "choose_backend", "clear_cache", "executable", "generation"]
 
 # Programs kept; the least recently used one leaves first.
 CACHE_LIMIT = 512
@@ -51,17 +51,28 @@ class Executable:
 
     def __call__(self, tensors: Sequence[Tensor], extents: Extents, start: Tensor | None) -> Tensor:
         """Run on tensors in the layout's order."""
+        return self.prepare(tensors, extents, start)(tensors, start)
+
+    def prepare(
+        self, tensors: Sequence[Tensor], extents: Extents, start: Tensor | None
+    ) -> Callable[[Sequence[Tensor], Tensor | None], Tensor]:
+        """Everything that sizes decide, decided: what is returned runs on any tensors of these shapes."""
         arguments = _integers(self.plan.bound, extents)
         if self.pieces is not None:
             step = _piece(self.plan, extents)
             if step is not None:
-                return _run_pieces(self, tensors, arguments, extents, start, step)
-        begin = 0.0 if self.warm else time.perf_counter()
-        result = self.run(*tensors, *arguments) if start is None else self.run(*tensors, *arguments, start)
-        if not self.warm:
-            self.compile_seconds += time.perf_counter() - begin
+                return lambda tensors, start: _run_pieces(self, tensors, arguments, extents, start, step)
+        run = self.run
+        if isinstance(run, _Inductor):
+            begin = time.perf_counter()
+            run = run.variant([*tensors, *arguments, *([] if start is None else [start])])
+            self.compile_seconds += 0.0 if self.warm else time.perf_counter() - begin
             self.warm = True
-        return result
+
+        def call(tensors: Sequence[Tensor], start: Tensor | None) -> Tensor:
+            return run(*tensors, *arguments) if start is None else run(*tensors, *arguments, start)
+
+        return call
 
 
 def _integers(bound: Bound, extents: Extents) -> tuple[int, ...]:
@@ -156,6 +167,12 @@ class CacheInfo:
 
 _hits = 0
 _misses = 0
+_generation = 0
+
+
+def generation() -> int:
+    """How often the cache was cleared: what was made ready before a clearing must not be used after it."""
+    return _generation
 
 
 def cache_info() -> CacheInfo:
@@ -169,8 +186,9 @@ def cache_info() -> CacheInfo:
 
 def clear_cache() -> None:
     """Forget every compiled program and every remembered sparse structure."""
-    global _hits, _misses
+    global _hits, _misses, _generation
     with _lock:
+        _generation += 1
         _cache.clear()
         _values.clear()
         _hits = _misses = 0
@@ -259,20 +277,31 @@ class _Inductor:
         self.variants: list[inductor.Compiled] = []
 
     def __call__(self, *args: object) -> Tensor:
+        return self.variant(args)(*args)
+
+    def variant(self, args: Sequence[object]) -> Callable[..., Tensor]:
+        """The code for arguments of these sizes, compiled now if there is none."""
         # One memory layout per program, or each new stride pattern would need another one.
         flat = [a.detach().contiguous() if isinstance(a, Tensor) else a for a in args]
-        with torch.no_grad():
-            for variant in self.variants:
-                if variant.fits(flat):
-                    return variant(*flat)
-            with _lock:
-                self.variants.append(self.compile(flat))
-            return self.variants[-1](*flat)
+        with torch.no_grad(), _lock:
+            found = next((v for v in self.variants if v.fits(flat)), None)
+            if found is None:
+                found = self.compile(flat)
+                self.variants.append(found)
+        return _contiguous(found)
 
     def compile(self, flat: Sequence[object]) -> inductor.Compiled:
         tensors, integers, start = split_arguments(self.bound, flat)
         sizes = (len(self.variants), inductor.size_class(self.bound, tensors, _sizes_of(self.bound, tensors, integers, start)))
         return inductor.compile_graph(self.graph, self.bound, self.options, integers, tensors, start, sizes)
+
+
+def _contiguous(compiled: inductor.Compiled) -> Callable[..., Tensor]:
+    def call(*args: object) -> Tensor:
+        with torch.no_grad():
+            return compiled(*[a.detach().contiguous() if isinstance(a, Tensor) else a for a in args])
+
+    return call
 
 
 def _sizes_of(

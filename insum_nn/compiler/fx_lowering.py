@@ -6,6 +6,7 @@ Extents that a tensor shows are read from its shape, so one graph serves all siz
 
 from __future__ import annotations
 
+import builtins
 import keyword
 import math
 import operator
@@ -89,7 +90,7 @@ class _Lowering:
         self.graph = fx.Graph()
         self.span: Span | None = None
         # What the code of the graph's `forward` names by itself.
-        self.parameters = {"self", "torch", "__debug__", "insum_nn", "insum_nn_compiler_runtime_csr_product"}
+        self.parameters = {"self", "torch", "inf", "nan", "device", "insum_nn_compiler_runtime_csr_product"}
         self.tensors: dict[str, Node] = {}
         self.sizes: dict[str, Node | int] = dict(self.bound.static)
         self.output_sizes: dict[int, Node] = {}
@@ -123,7 +124,7 @@ class _Lowering:
 
     def parameter(self, name: str) -> Node:
         """An argument of the graph; underscores are appended to names that its Python code cannot use."""
-        while name in self.parameters or keyword.iskeyword(name):
+        while name in self.parameters or keyword.iskeyword(name) or hasattr(builtins, name):
             name += "_"
         self.parameters.add(name)
         return self.graph.placeholder(name)

@@ -109,10 +109,10 @@ def sparse_conv_operands(
     features: Tensor, weight: Tensor, kernel_map: KernelMap, bias: Tensor | None = None, *, groups: int = 1
 ) -> dict[str, Tensor]:
     """The tensors of a convolution by their names in its statement, after all checks; see `sparse_conv`."""
-    features, weight = to_autocast(features, weight)
     pointwise = kernel_map.is_pointwise
     expression = sparse_conv_expression(groups=groups, pointwise=pointwise)
     check_features("sparse_conv", features, kernel_map.num_inputs, kernel_map.in_index.device)
+    features, weight = to_autocast(features, weight)
     _check_weight(expression, features, weight, kernel_map, bias, groups)
     outputs, inputs = weight.shape[0], weight.shape[-1]
     # (h, d, o, c) -> (o, h, c, d); one copy of the weights, so that a group's slice is read in one piece.

@@ -202,6 +202,10 @@ def _mixes(path: Path) -> bool:
     return path.weighted and MODES[path.mode].mixes
 
 
+def _access(name: str, subscripts: Sequence[str]) -> str:
+    return f"{name}[{','.join(subscripts)}]" if subscripts else name
+
+
 @lru_cache(maxsize=256)
 def form_of(text: str) -> Form:
     """The form of a spec's JSON; remembered."""
@@ -228,6 +232,7 @@ class WeightAccess:
         aligned = all((start - low) % size == 0 for start in self.starts)
         self.copies = form.spec.shared and not in_order
         self.kind = "stack" if form.spec.shared or in_order else "blocks" if aligned else "flat"
+        self.single = len(self.starts) == 1
 
     @property
     def places(self) -> Tensor:
@@ -245,15 +250,16 @@ class WeightAccess:
             parts = [weight.narrow(-1, start, self.size) for start in self.starts]
             return torch.stack(parts, -2).reshape(*weight.shape[:-1], len(parts), *self.shape)
         view = weight.narrow(-1, self.low, self.count * self.size)
-        return view.unflatten(-1, (self.count, *self.shape))
+        paths = () if self.single else (self.count,)
+        return view.reshape(*weight.shape[:-1], *paths, *self.shape)
 
-    def subscripts(self, place: str) -> str:
+    def subscripts(self, place: str) -> list[str]:
         """The subscripts of `W` for a path's place, `L[k,r]` or a plain index."""
         if self.kind != "flat":
-            return ",".join([place, *self.letters])
+            return [*([] if self.single else [place]), *self.letters]
         strides = [math.prod(self.shape[axis + 1 :]) for axis in range(len(self.shape))]
         terms = [place, *(f"{s}*{x}" if s != 1 else x for s, x in zip(strides, self.letters, strict=True))]
-        return " + ".join(terms)
+        return [" + ".join(terms)]
 
 
 class Statement:
@@ -295,7 +301,7 @@ class Statement:
         if role == "w" and not self.mixes:
             value, components = path_table(entries, len(group.paths))
             self._slots = self._drop("rq", value, dict(zip("xyz", components, strict=True)))
-            return "r"
+            return ""
         owner = "z" if role == "w" else role
         self.rows: list[tuple[int, int]] = []
         rows: list[int] = []
@@ -311,16 +317,16 @@ class Statement:
         letters = f"{row}rq" if self.group.weighted else f"{row}q"
         read = dict(zip("xyz".replace(owner, ""), (table.first, table.second), strict=True))
         self._slots = self._drop(letters, table.value, read)
-        if table.path is None or self.weight is None:
+        if self.role == "w" or table.path is None or self.weight is None or self.weight.single:
             return ""
         places = self.weight.places[table.path]
         if self.mixes:
             # Every path of the group reaches every component of the entry, so one row says it all.
             if self.weight.kind == "stack":
-                return "r" if "r" in self._slots else "0"
-            self.tables["L"] = places[0] if "r" in self._slots else places[0, 0]
-            return "L[r]" if "r" in self._slots else "L"
-        self.tables["L"] = places if "r" in self._slots else places[:, 0]
+                return "r"
+            self.tables["L"] = places[0].contiguous()
+            return "L[r]"
+        self.tables["L"] = places if "r" in self._slots else places[:, 0].contiguous()
         return f"L[{row},r]" if "r" in self._slots else f"L[{row}]"
 
     def _drop(self, letters: str, value: Tensor, components: Mapping[str, Tensor]) -> str:
@@ -347,17 +353,16 @@ class Statement:
             name = f"d{name}"
         if operand == "w":
             assert self.weight is not None
-            batch = [] if self.form.spec.shared else [self._batch("y")]
-            inner = ",".join(["r", *self.weight.letters]) if operand == self.role else self.weight.subscripts(place)
-            if operand == self.role and "r" not in self._slots:
-                inner = ",".join(self.weight.letters) or "0"
-            return f"{name}[{','.join([*batch, inner])}]"
+            batch = [] if self.form.spec.shared else [self._batch("w")]
+            if self.role == "w":
+                return _access(name, [*batch, *(["r"] if "r" in self._slots else []), *self.weight.letters])
+            return _access(name, [*batch, *self.weight.subscripts(place)])
         owner = "z" if self.whole else self.role
         component = _ROW[owner] if operand == owner else f"{_TABLE[operand]}[{','.join(self._slots)}]"
         letters = list(self.group.letters(operand))
         if self.group.mode.pairs and operand in "xy":
             letters = ["U[n]" if operand == "x" else "V[n]"]
-        return f"{name}[{','.join([self._batch(operand), component, *letters])}]"
+        return _access(name, [self._batch(operand), component, *letters])
 
     def _batch(self, operand: str) -> str:
         if not self.form.spec.convolution:
@@ -388,6 +393,6 @@ class Statement:
         if self.role == "w":
             batch = () if self.form.spec.shared else (size,)
             paths = (len(group.paths),) if "r" in self._slots else ()
-            return (*batch, *paths, *(group.shape("w") or (() if paths else (1,))))
+            return (*batch, *paths, *group.shape("w"))
         rows = self.tables["CG"].shape[0]
         return (size, rows, *group.shape(self.role))

@@ -128,7 +128,11 @@ def entries_of(irreps: Iterable[Any]) -> tuple[Entry, ...]:
     found: list[Entry] = []
     for item in irreps:
         values = tuple(item)
-        mul, l, p = values if len(values) == 3 else (values[0], *values[1])
+        if len(values) == 2:
+            # e3nn's irreps iterate but have no length.
+            irrep = values[1]
+            values = (values[0], *((irrep.l, irrep.p) if hasattr(irrep, "l") else irrep))
+        mul, l, p = values
         found.append(Entry(int(mul), int(l), int(p)))
     return tuple(found)
 

@@ -55,7 +55,9 @@ def draw(*shape: int) -> Tensor:
 
 
 # Programs for opcheck: expression, tensors, start, sizes, out_shape.
-def _checked() -> dict[str, tuple[str, dict[str, Tensor], Tensor | None, dict[str, int], tuple[int | None, ...] | None]]:
+def _checked() -> dict[
+    str, tuple[str, dict[str, Tensor], Tensor | None, dict[str, int], tuple[int | None, ...] | None]
+]:
     torch.manual_seed(1)
     t = spmm_tensors(requires_grad=True)
     start = draw(ROWS, 3).requires_grad_()
@@ -222,12 +224,9 @@ def test_compile_of_a_torch_func_gradient_is_refused_or_right():
 
     want = torch.func.grad(loss)(t["Val"])
     compiled = torch.compile(torch.func.grad(loss), backend="aot_eager")
-    try:
-        got = compiled(t["Val"])
-    except Exception as error:
-        assert "autograd.Function" in str(error) or "functorch" in str(error)  # noqa: PT017 - either outcome is fine
-    else:
-        torch.testing.assert_close(got, want)
+    with pytest.raises(Exception, match=r"functorch transforms"):
+        compiled(t["Val"])
+    torch.testing.assert_close(want, torch.func.grad(loss)(t["Val"]))
 
 
 @pytest.mark.compile
@@ -307,7 +306,9 @@ def test_vmap_over_inner_dimensions_and_twice():
     want = torch.stack([function(values[:, i], dense[:, :, i]) for i in range(BATCH)], 1)
     torch.testing.assert_close(got, want)
     twice = torch.func.vmap(torch.func.vmap(function, (1, None)), (None, 2))(values, dense)
-    want = torch.stack([torch.stack([function(values[:, i], dense[:, :, j]) for i in range(BATCH)]) for j in range(BATCH)])
+    want = torch.stack(
+        [torch.stack([function(values[:, i], dense[:, :, j]) for i in range(BATCH)]) for j in range(BATCH)]
+    )
     torch.testing.assert_close(twice, want)
 
 
@@ -322,7 +323,9 @@ def test_vmap_with_a_start(operator: str, dims: tuple[int | None, int | None]):
         return insum(SPMM.replace("+=", operator), **{**t, "Val": value, "C": start})
 
     got = torch.func.vmap(function, dims)(values, starts)
-    rows = [function(values[i] if dims[0] == 0 else values, starts[i] if dims[1] == 0 else starts) for i in range(BATCH)]
+    rows = [
+        function(values[i] if dims[0] == 0 else values, starts[i] if dims[1] == 0 else starts) for i in range(BATCH)
+    ]
     torch.testing.assert_close(got, torch.stack(rows))
 
 
@@ -405,7 +408,9 @@ def test_forward_over_reverse():
     t = spmm_tensors(requires_grad=True)
 
     def function(value: Tensor, dense: Tensor) -> Tensor:
-        return insum(SPMM.replace("Val[p]", "Val[p] * Val[p]"), **{**t, "Val": value, "B": dense}, out_shape=(ROWS, None))
+        return insum(
+            SPMM.replace("Val[p]", "Val[p] * Val[p]"), **{**t, "Val": value, "B": dense}, out_shape=(ROWS, None)
+        )
 
     torch.autograd.gradgradcheck(function, (t["Val"], t["B"]), check_fwd_over_rev=True)
 
@@ -417,7 +422,9 @@ def test_autocast_casts_as_for_a_matrix_product():
         want = spmm_dense({**t, "Val": t["Val"].bfloat16(), "B": t["B"].bfloat16()})
         # What reaches a layer is a mix: activations of the product before it, and its own float32 weights.
         mixed = insum(SPMM, **{**t, "B": t["B"].bfloat16()}, C=torch.zeros(ROWS, 3))
-        double = insum(SPMM, **{k: v.double() if v.is_floating_point() else v for k, v in t.items()}, out_shape=(ROWS, None))
+        double = insum(
+            SPMM, **{k: v.double() if v.is_floating_point() else v for k, v in t.items()}, out_shape=(ROWS, None)
+        )
     assert got.dtype == mixed.dtype == torch.bfloat16
     assert double.dtype == torch.float64
     torch.testing.assert_close(got, want, rtol=2e-2, atol=2e-2)
@@ -442,7 +449,7 @@ def test_autocast_of_another_device_changes_nothing():
         assert insum("y[i] += x[i]", x=torch.ones(2)).dtype == torch.float32
 
 
-class _nothing:  # noqa: N801 - used like a function
+class _nothing:
     def __enter__(self) -> None: ...
     def __exit__(self, *error: object) -> None: ...
 

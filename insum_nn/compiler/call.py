@@ -1,0 +1,237 @@
+"""One call of a program: what it is (`Spec`), its checks, and the way to compiled code.
+
+Checks and the search for a program cost the host more than a small kernel costs the device. A call whose shapes,
+dtypes and devices were seen before finds everything ready, down to the variant of the compiled code.
+"""
+
+from __future__ import annotations
+
+import json
+import weakref
+from collections.abc import Callable, Sequence
+from dataclasses import asdict, dataclass, field
+from functools import lru_cache
+
+import torch
+from torch import Tensor
+
+from insum_nn.compiler.ast import Statement
+from insum_nn.compiler.bind import Bound, Extents, bind, check_extents, layout_of
+from insum_nn.compiler.execution import Executable, executable, generation
+from insum_nn.compiler.options import Options
+from insum_nn.compiler.parser import parse
+from insum_nn.compiler.proofs import prove
+from insum_nn.facts import IndexFacts
+
+__all__ = ["Key", "Spec", "call_key", "parse_cached", "prepare", "run_spec", "value_dtype"]
+
+Key = tuple[object, ...]
+# Shapes of one program that are kept ready; a run over ever new sizes must not grow without bound.
+_READY_LIMIT = 64
+
+
+@dataclass(frozen=True)
+class Spec:
+    """Everything about a program but its tensors and sizes; converts to JSON and back.
+
+    Attributes:
+        expression: the statement's text.
+        facts: facts promised of index tensors, by name.
+        options: compile options.
+        drop_outside: writes outside the output are dropped (derivative statements).
+    """
+
+    expression: str
+    facts: tuple[tuple[str, IndexFacts], ...] = ()
+    options: Options = field(default_factory=Options)
+    drop_outside: bool = False
+    ready: dict[Key, _Ready] = field(default_factory=dict, init=False, repr=False, compare=False)
+    _hash: int = field(default=0, init=False, repr=False, compare=False)
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "_hash", hash((self.expression, self.facts, self.options, self.drop_outside)))
+
+    def __hash__(self) -> int:
+        return self._hash
+
+    def __reduce__(self) -> tuple[object, ...]:
+        return (Spec, (self.expression, self.facts, self.options, self.drop_outside))
+
+    @property
+    def statement(self) -> Statement:
+        return parse_cached(self.expression)
+
+    def to_json(self) -> str:
+        return _to_json(self)
+
+    @staticmethod
+    def from_json(text: str) -> Spec:
+        return _from_json(text)
+
+    def with_statement(self, statement: Statement, *, drop_outside: bool) -> Spec:
+        return _with_expression(self, str(statement), drop_outside)
+
+
+@lru_cache(maxsize=2048)
+def parse_cached(expression: str) -> Statement:
+    """`parse`, remembered."""
+    return parse(expression)
+
+
+@lru_cache(maxsize=2048)
+def _with_expression(spec: Spec, expression: str, drop_outside: bool) -> Spec:
+    return Spec(expression, spec.facts, spec.options, drop_outside)
+
+
+@lru_cache(maxsize=2048)
+def _to_json(spec: Spec) -> str:
+    return json.dumps(
+        {
+            "expression": spec.expression,
+            "facts": {name: asdict(facts) for name, facts in spec.facts},
+            "options": asdict(spec.options),
+            "drop_outside": spec.drop_outside,
+        },
+        sort_keys=True,
+    )
+
+
+@lru_cache(maxsize=2048)
+def _from_json(text: str) -> Spec:
+    data = json.loads(text)
+    facts = tuple((name, IndexFacts(**values)) for name, values in data["facts"].items())
+    return Spec(data["expression"], facts, Options(**data["options"]), data["drop_outside"])
+
+
+def prepare(
+    spec: Spec, tensors: Sequence[Tensor], start: Tensor | None, extents: Extents
+) -> tuple[Bound, Executable]:
+    """Check a call and find its program."""
+    statement = spec.statement
+    layout = layout_of(statement)
+    named = dict(zip(layout.tensors, tensors, strict=True))
+    check_extents(statement, tensors, extents, drop_outside=spec.drop_outside)
+    facts = prove(
+        statement,
+        tensors,
+        extents,
+        dict(spec.facts),
+        drop_outside=spec.drop_outside,
+        validate=spec.options.validate,
+    )
+    for name, tensor in named.items():
+        if name in facts and tensor.numel() == 0:
+            facts[name] = IndexFacts(masked=True, proven=True)
+    bound = bind(statement, named, start, facts=facts, drop_outside=spec.drop_outside)
+    return bound, executable(bound, tensors, start, extents, spec.options)
+
+
+def call_key(tensors: Sequence[Tensor], start: Tensor | None) -> Key:
+    """What of the tensors decides checks, extents and code; index values are proven apart."""
+    key: list[object] = []
+    for tensor in tensors:
+        key += (tensor.shape, tensor.dtype, tensor.device)
+    if start is not None:
+        key += (start.shape, start.dtype, start.device)
+    return tuple(key)
+
+
+@dataclass(slots=True)
+class _Ready:
+    """Everything decided for one key, and the index tensors whose values were read for it."""
+
+    run: Callable[[Sequence[Tensor], Tensor | None], Tensor]
+    read: tuple[tuple[int, weakref.ref[Tensor], int], ...]
+    generation: int
+
+    def holds(self, tensors: Sequence[Tensor]) -> bool:
+        return self.generation == generation() and all(
+            ref() is tensors[at] and tensors[at]._version == version for at, ref, version in self.read
+        )
+
+
+def run_spec(
+    spec: Spec, tensors: Sequence[Tensor], start: Tensor | None, extents: Extents, key: Key | None = None
+) -> Tensor:
+    """Run without recording gradients.
+
+    Args:
+        spec: the program.
+        tensors: in the layout's order; their ranks and dtypes were checked.
+        start: the starting value.
+        extents: the call's sizes.
+        key: `call_key` of the tensors, where the caller has it.
+    """
+    if torch._C._is_any_autocast_enabled():
+        device = next((t.device.type for t in (*tensors, start) if t is not None), "cpu")
+        if torch.is_autocast_enabled(device):
+            # The operands were cast where the call was made; inside, autocast would mix dtypes that were equal.
+            with torch.autocast(device, enabled=False):
+                return run_spec(spec, tensors, start, extents, key)
+    key = (key or call_key(tensors, start), start is None, extents)
+    ready = spec.ready.get(key)
+    if ready is not None and ready.holds(tensors):
+        return ready.run(tensors, start)
+    if 0 in extents.indices:
+        return _without_terms(spec, tensors, start, extents)
+    bound, program = prepare(spec, tensors, start, extents)
+    if 0 in extents.output:
+        return _without_terms(spec, tensors, start, extents)
+    if any(t.numel() == 0 for t in tensors):
+        indexed = bound.layout.index_tensors
+        stand = [_stand_in(t, n in indexed) for n, t in zip(bound.layout.tensors, tensors, strict=True)]
+        return program(stand, extents, start)
+    run = program.prepare(tensors, extents, start)
+    _remember(spec, key, run, tensors)
+    return run(tensors, start)
+
+
+def _remember(
+    spec: Spec, key: Key, run: Callable[[Sequence[Tensor], Tensor | None], Tensor], tensors: Sequence[Tensor]
+) -> None:
+    trusted = {name for name, facts in spec.facts if facts.proven and facts.masked is not None}
+    layout = layout_of(spec.statement)
+    read: list[tuple[int, weakref.ref[Tensor], int]] = []
+    for at, name in enumerate(layout.tensors):
+        if name not in layout.index_tensors or name in trusted:
+            continue
+        if tensors[at].is_inference():
+            # No version is tracked, so the values must be read at every call.
+            return
+        read.append((at, weakref.ref(tensors[at]), tensors[at]._version))
+    if spec.options.validate or _writes_sums(spec.statement):
+        return
+    if len(spec.ready) >= _READY_LIMIT:
+        spec.ready.pop(next(iter(spec.ready)))
+    spec.ready[key] = _Ready(run, tuple(read), generation())
+
+
+@lru_cache(maxsize=2048)
+def _writes_sums(statement: Statement) -> bool:
+    """Whether a sum with index tensors addresses the output: its range is checked against the values at each call."""
+    return any(s.indirect is None and any(True for _ in s.index_accesses()) for s in statement.output.subscripts)
+
+
+def _without_terms(spec: Spec, tensors: Sequence[Tensor], start: Tensor | None, extents: Extents) -> Tensor:
+    """Without terms or without cells the output is its start, or zero."""
+    if start is not None:
+        return start.detach().clone(memory_format=torch.contiguous_format)
+    dtype = value_dtype(spec, tensors, start)
+    device = tensors[0].device if tensors else None
+    return torch.zeros(extents.output, dtype=dtype, device=device)
+
+
+def _stand_in(tensor: Tensor, is_index: bool) -> Tensor:
+    """A tensor without elements is only ever read outside: one cell that says so is safe to address."""
+    if tensor.numel():
+        return tensor
+    shape = [max(1, extent) for extent in tensor.shape]
+    return tensor.new_full(shape, -1) if is_index else tensor.new_zeros(shape)
+
+
+def value_dtype(spec: Spec, tensors: Sequence[Tensor], start: Tensor | None) -> torch.dtype:
+    """The dtype of the factors, and of the output."""
+    layout = layout_of(spec.statement)
+    for access in spec.statement.reads:
+        return tensors[layout.tensors.index(access.name)].dtype
+    return start.dtype if start is not None else torch.get_default_dtype()

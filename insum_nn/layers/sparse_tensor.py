@@ -1,0 +1,289 @@
+"""`SparseConvTensor`: features at the active voxels of a batch of grids."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from insum_nn.errors import InsumDtypeError, InsumFormatError, InsumShapeError
+from insum_nn.ops.sparse_pool import sparse_add, sparse_to_dense
+from insum_nn.structure.coordinates import Coordinates
+from insum_nn.structure.kernel_map import KernelMap
+
+__all__ = ["SparseConvTensor", "sparse_add_tensors"]
+
+
+class _Proven(NamedTuple):
+    """Coordinates that were checked, and what they were checked of."""
+
+    sites: Coordinates
+    version: int | None
+
+
+class SparseConvTensor:
+    """Features at the active voxels of a batch of grids; `spconv.pytorch.SparseConvTensor`'s interface.
+
+    Coordinates are checked once, where they are first used: in range, none negative, none twice. Tensors made from one
+    another by `replace_feature` share the checked coordinates and their sorted keys.
+
+    Attributes:
+        features: (n, C) floating. Read only, see `replace_feature`.
+        indices: (n, 1 + d) int32 or int64: batch entry, then coordinates in the order of `spatial_shape`.
+        spatial_shape: d extents.
+        batch_size: clouds in the batch.
+        indice_dict: kernel maps by `indice_key`.
+
+    >>> x = SparseConvTensor(torch.tensor([[1.0], [2.0]]), torch.tensor([[0, 0], [0, 2]], dtype=torch.int32), [3], 1)
+    >>> x.dense().tolist(), x.sparity
+    ([[[1.0, 0.0, 2.0]]], 0.6666666666666666)
+    """
+
+    def __init__(
+        self,
+        features: Tensor,
+        indices: Tensor,
+        spatial_shape: Sequence[int],
+        batch_size: int,
+        grid: Tensor | None = None,
+        voxel_num: Tensor | None = None,
+        indice_dict: dict[str, KernelMap] | None = None,
+        benchmark: bool = False,
+        permanent_thrust_allocator: bool = False,
+        enable_timer: bool = False,
+        force_algo: object = None,
+    ) -> None:
+        """Check ranks, dtypes and devices; no value is read.
+
+        Args:
+            features: (n, C).
+            indices: (n, 1 + d).
+            spatial_shape: d extents.
+            batch_size: clouds in the batch.
+            grid: kept, and not used: maps need no buffer of the grid's size.
+            voxel_num: kept, and not used.
+            indice_dict: kernel maps to share.
+            benchmark: kept, and not used; so are the arguments after it, which callers of spconv may pass.
+            permanent_thrust_allocator: see `benchmark`.
+            enable_timer: see `benchmark`.
+            force_algo: see `benchmark`.
+        """
+        _check(features, indices, spatial_shape)
+        self._features = features
+        self.indices = indices
+        self.spatial_shape: list[int] = [int(extent) for extent in spatial_shape]
+        self.batch_size = int(batch_size)
+        self.indice_dict: dict[str, KernelMap] = {} if indice_dict is None else indice_dict
+        self.grid = grid
+        self.voxel_num = voxel_num
+        self.benchmark = benchmark
+        self.benchmark_record: dict[str, Any] = {}
+        self.force_algo = force_algo
+        # Shared by all tensors made from this one by new features; filled at first use.
+        self._proven: dict[str, _Proven] = {}
+
+    def __repr__(self) -> str:
+        return (
+            f"SparseConvTensor[shape={tuple(self._features.shape)}, spatial_shape={self.spatial_shape}, "
+            f"batch_size={self.batch_size}, dtype={self._features.dtype}, device={self._features.device}]"
+        )
+
+    @property
+    def features(self) -> Tensor:
+        """(n, C)."""
+        return self._features
+
+    @features.setter
+    def features(self, value: Tensor) -> None:
+        raise InsumFormatError(
+            "the features of a SparseConvTensor cannot be set",
+            fix="write x = x.replace_feature(features), which makes a new tensor.",
+        )
+
+    @property
+    def spatial_size(self) -> int:
+        """Cells of one grid."""
+        cells = 1
+        for extent in self.spatial_shape:
+            cells *= extent
+        return cells
+
+    @property
+    def sparity(self) -> float:
+        """The share of cells that are active; spconv's spelling."""
+        return self.indices.shape[0] / self.spatial_size / self.batch_size
+
+    @property
+    def device(self) -> torch.device:
+        """Where the features are."""
+        return self._features.device
+
+    def coordinates(self) -> Coordinates:
+        """The voxels, proven to be in range and distinct; reads the device once for all tensors that share them.
+
+        Raises:
+            InsumRangeError: a voxel lies outside the grid.
+            InsumFormatError: a voxel stands twice.
+        """
+        version = None if self.indices.is_inference() else self.indices._version
+        known = self._proven.get("sites")
+        if known is not None and known.version == version and self._is_of(known.sites):
+            return known.sites
+        sites = Coordinates(self.indices, tuple(self.spatial_shape), self.batch_size).prove()
+        self._proven = {"sites": _Proven(sites, version)} if known is not None else self._proven
+        self._proven["sites"] = _Proven(sites, version)
+        return sites
+
+    def _is_of(self, sites: Coordinates) -> bool:
+        same = sites.spatial_shape == tuple(self.spatial_shape) and sites.batch_size == self.batch_size
+        return same and sites.indices is self.indices
+
+    def with_sites(self, features: Tensor, sites: Coordinates, indice_dict: dict[str, KernelMap]) -> SparseConvTensor:
+        """A tensor over other voxels, known to be in range and distinct, that keeps this one's annotations."""
+        result = self._derive(features, sites.indices, list(sites.spatial_shape), indice_dict)
+        version = None if sites.indices.is_inference() else sites.indices._version
+        result._proven = {"sites": _Proven(sites, version)}
+        return result
+
+    def _derive(
+        self, features: Tensor, indices: Tensor, spatial_shape: list[int], indice_dict: dict[str, KernelMap]
+    ) -> SparseConvTensor:
+        result = SparseConvTensor(
+            features, indices, spatial_shape, self.batch_size, self.grid, self.voxel_num, indice_dict, self.benchmark
+        )
+        result.benchmark_record = self.benchmark_record
+        result.force_algo = self.force_algo
+        return result
+
+    def replace_feature(self, feature: Tensor) -> SparseConvTensor:
+        """The same voxels with other features (n, C')."""
+        result = self._derive(feature, self.indices, self.spatial_shape, self.indice_dict)
+        result._proven = self._proven
+        return result
+
+    def shadow_copy(self) -> SparseConvTensor:
+        """A new tensor with the same members."""
+        return self.replace_feature(self._features)
+
+    def select_by_index(self, valid_indices: Tensor) -> SparseConvTensor:
+        """The rows that an index or a bool mask selects; kernel maps are dropped, for they are of other voxels."""
+        return self._derive(self._features[valid_indices], self.indices[valid_indices], self.spatial_shape, {})
+
+    def minus(self) -> SparseConvTensor:
+        """The features with the other sign."""
+        return self.replace_feature(-self._features)
+
+    def find_indice_pair(self, key: str | None) -> KernelMap | None:
+        """The kernel map stored under an `indice_key`, or `None`."""
+        return None if key is None else self.indice_dict.get(key)
+
+    @classmethod
+    def from_dense(cls, x: Tensor) -> SparseConvTensor:
+        """The sites of a channels-last grid (batch, x_1, .., x_d, C) that hold a number other than 0; differentiable.
+
+        >>> SparseConvTensor.from_dense(torch.tensor([[[0.0, 0.0], [0.0, 3.0]]])).indices.tolist()
+        [[0, 1]]
+        """
+        if x.ndim < 3:
+            raise InsumShapeError(
+                f"from_dense needs a grid (batch, x_1, .., x_d, channels), got shape {tuple(x.shape)}",
+                fix="add the missing axes.",
+                got=tuple(x.shape),
+            )
+        active = (x != 0).any(-1).nonzero()
+        return cls(x[active.unbind(1)], active.int(), list(x.shape[1:-1]), max(1, x.shape[0]))
+
+    def dense(self, channels_first: bool = True) -> Tensor:
+        """A dense grid with zeros elsewhere; differentiable.
+
+        Returns:
+            (batch, C, x_1, .., x_d), or (batch, x_1, .., x_d, C).
+
+        Raises:
+            InsumRangeError: a voxel lies outside the grid.
+            InsumFormatError: a voxel stands twice.
+        """
+        grid = sparse_to_dense(self._features, self.coordinates())
+        return grid.movedim(-1, 1).contiguous() if channels_first else grid
+
+    def to(self, *args: Any, **kwargs: Any) -> SparseConvTensor:
+        """Move to a device, or convert the features, as `Tensor.to`; a move drops the kernel maps."""
+        features = self._features.to(*args, **kwargs)
+        if features.device == self._features.device:
+            return self.replace_feature(features)
+        return self._derive(features, self.indices.to(features.device), self.spatial_shape, {})
+
+    def _other_features(self, other: SparseConvTensor | Tensor) -> Tensor:
+        if isinstance(other, Tensor):
+            return other
+        same = other.indices is self.indices or torch.equal(other.indices, self.indices)
+        if not same or other.spatial_shape != self.spatial_shape:
+            raise InsumFormatError(
+                "two sparse tensors with different voxels cannot be added row by row",
+                details=[f"{self.indices.shape[0]} and {other.indices.shape[0]} voxels"],
+                fix="use sparse_add(a, b), which merges their voxels.",
+            )
+        return other.features
+
+    def __add__(self, other: SparseConvTensor | Tensor) -> SparseConvTensor:
+        return self.replace_feature(self._features + self._other_features(other))
+
+    __radd__ = __add__
+    __iadd__ = __add__
+
+
+def sparse_add_tensors(*tensors: SparseConvTensor) -> SparseConvTensor:
+    """Add sparse tensors whose voxels may differ.
+
+        Out[Row[p],c] += In[p,c]
+
+    Args:
+        *tensors: one spatial shape, batch size and number of channels.
+
+    Returns:
+        A tensor over every voxel of any of them, in lexicographic order. Kernel maps are kept only where one operand
+        has all these voxels in this order.
+
+    >>> a = SparseConvTensor(torch.ones(1, 1), torch.tensor([[0, 2]], dtype=torch.int32), [3], 1)
+    >>> b = SparseConvTensor(torch.ones(2, 1), torch.tensor([[0, 0], [0, 2]], dtype=torch.int32), [3], 1)
+    >>> sparse_add_tensors(a, b).features.tolist()
+    [[1.0], [2.0]]
+    """
+    features, indices = sparse_add([t.features for t in tensors], [t.coordinates() for t in tensors])
+    for tensor in tensors:
+        if tensor.indices.shape == indices.shape and torch.equal(tensor.indices, indices):
+            return tensor.replace_feature(features)
+    return tensors[0]._derive(features, indices, tensors[0].spatial_shape, {})
+
+
+def _check(features: Tensor, indices: Tensor, spatial_shape: Sequence[int]) -> None:
+    if not isinstance(features, Tensor) or features.ndim != 2:
+        got: object = tuple(features.shape) if isinstance(features, Tensor) else type(features).__name__
+        raise InsumShapeError(
+            f"'features' must be a tensor (voxels, channels), got {got}",
+            fix="pass one row of features per voxel.",
+            field="features",
+            got=got,
+        )
+    if indices.dtype not in (torch.int32, torch.int64):
+        raise InsumDtypeError(
+            f"'indices' must be int32 or int64, got {str(indices.dtype).removeprefix('torch.')}",
+            fix="pass indices.int().",
+            field="indices",
+            got=indices.dtype,
+        )
+    if indices.ndim != 2 or indices.shape[1] != len(spatial_shape) + 1 or indices.shape[0] != features.shape[0]:
+        raise InsumShapeError(
+            "'indices' must have one row (batch, coordinates) per row of 'features'",
+            details=[
+                f"expected shape ({features.shape[0]}, {len(spatial_shape) + 1}) for spatial_shape {list(spatial_shape)}; "
+                f"got {tuple(indices.shape)}"
+            ],
+            fix="put the batch entry into column 0, and give spatial_shape one extent per coordinate.",
+            field="indices",
+            got=tuple(indices.shape),
+        )
+
+

@@ -1,0 +1,186 @@
+"""Pooling, densifying and adding over the voxels of sparse tensors."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from functools import lru_cache
+
+import torch
+from torch import Tensor
+
+from insum_nn.compiler.api import Program, compile
+from insum_nn.compiler.options import DEFAULT, Options
+from insum_nn.errors import InsumShapeError
+from insum_nn.facts import IndexFacts
+from insum_nn.ops.sparse_conv import check_features, map_program
+from insum_nn.structure.coordinates import Coordinates, unique_sites
+from insum_nn.structure.kernel_map import KernelMap
+
+__all__ = [
+    "SPARSE_ADD",
+    "SPARSE_AVG_POOL",
+    "SPARSE_GLOBAL_AVG_POOL",
+    "SPARSE_GLOBAL_MAX_POOL",
+    "SPARSE_MAX_POOL",
+    "SPARSE_TO_DENSE",
+    "sparse_add",
+    "sparse_avg_pool",
+    "sparse_global_avg_pool",
+    "sparse_global_max_pool",
+    "sparse_max_pool",
+    "sparse_to_dense",
+]
+
+SPARSE_MAX_POOL = "Out[OutIdx[g,q],c] max= In[InIdx[g,q],c]"
+SPARSE_AVG_POOL = "Out[OutIdx[g,q],c] += Inv[OutIdx[g,q]] * In[InIdx[g,q],c]"
+SPARSE_GLOBAL_MAX_POOL = "Out[Batch[p],c] max= In[p,c]"
+SPARSE_GLOBAL_AVG_POOL = "Out[Batch[p],c] += Inv[Batch[p]] * In[p,c]"
+SPARSE_TO_DENSE = "Out[Cell[p],c] += In[p,c]"
+SPARSE_ADD = "Out[Row[p],c] += In[p,c]"
+
+
+def sparse_max_pool(features: Tensor, kernel_map: KernelMap, *, options: Options = DEFAULT) -> Tensor:
+    """The largest feature among the active voxels under the kernel.
+
+        Out[OutIdx[g,q],c] max= In[InIdx[g,q],c]
+
+    Args:
+        features: `In`, (n, C); differentiable. Entries that tie share the gradient.
+        kernel_map: the map of n input voxels to m output voxels.
+        options: compile options.
+
+    Returns:
+        `Out`, (m, C).
+    """
+    check_features("sparse_max_pool", features, kernel_map.num_inputs, kernel_map.in_index.device)
+    named = {"In": features, "InIdx": kernel_map.in_index, "OutIdx": kernel_map.out_index}
+    return map_program(SPARSE_MAX_POOL, options)(tensors=named, out_shape=(kernel_map.num_outputs, None))
+
+
+def sparse_avg_pool(features: Tensor, kernel_map: KernelMap, *, options: Options = DEFAULT) -> Tensor:
+    """The mean feature of the active voxels under the kernel; voxels that are not there do not count.
+
+        Out[OutIdx[g,q],c] += Inv[OutIdx[g,q]] * In[InIdx[g,q],c]
+
+    Args:
+        features: `In`, (n, C); differentiable.
+        kernel_map: the map of n input voxels to m output voxels. `Inv` (m,) is one over an output's pairs.
+        options: compile options.
+
+    Returns:
+        `Out`, (m, C).
+    """
+    check_features("sparse_avg_pool", features, kernel_map.num_inputs, kernel_map.in_index.device)
+    # Counted exactly, and inverted in float32 at least: a count above 2048 is no half number.
+    wide = torch.promote_types(features.dtype, torch.float32)
+    inverse = (1 / kernel_map.output_counts(wide).clamp(min=1)).to(features.dtype)
+    named = {"In": features, "Inv": inverse, "InIdx": kernel_map.in_index, "OutIdx": kernel_map.out_index}
+    return map_program(SPARSE_AVG_POOL, options)(tensors=named, out_shape=(kernel_map.num_outputs, None))
+
+
+def sparse_global_max_pool(features: Tensor, sites: Coordinates, *, options: Options = DEFAULT) -> Tensor:
+    """The largest feature of each cloud of a batch; 0 for a cloud without voxels.
+
+        Out[Batch[p],c] max= In[p,c]
+
+    Args:
+        features: `In`, (n, C); differentiable.
+        sites: the voxels, proven.
+        options: compile options.
+
+    Returns:
+        `Out`, (batch_size, C).
+    """
+    check_features("sparse_global_max_pool", features, sites.num_sites, sites.device)
+    named = {"In": features, "Batch": sites.columns[0]}
+    return _row_program(SPARSE_GLOBAL_MAX_POOL, "Batch", options)(tensors=named, out_shape=(sites.batch_size, None))
+
+
+def sparse_global_avg_pool(features: Tensor, sites: Coordinates, *, options: Options = DEFAULT) -> Tensor:
+    """The mean feature of each cloud of a batch; 0 for a cloud without voxels.
+
+        Out[Batch[p],c] += Inv[Batch[p]] * In[p,c]
+
+    Args:
+        features: `In`, (n, C); differentiable.
+        sites: the voxels, proven. `Inv` (batch_size,) is one over a cloud's voxels.
+        options: compile options.
+
+    Returns:
+        `Out`, (batch_size, C).
+    """
+    check_features("sparse_global_avg_pool", features, sites.num_sites, sites.device)
+    batch = sites.columns[0]
+    counts = torch.bincount(batch, minlength=sites.batch_size)
+    wide = torch.promote_types(features.dtype, torch.float32)
+    inverse = (1 / counts.to(wide).clamp(min=1)).to(features.dtype)
+    named = {"In": features, "Inv": inverse, "Batch": batch}
+    return _row_program(SPARSE_GLOBAL_AVG_POOL, "Batch", options)(tensors=named, out_shape=(sites.batch_size, None))
+
+
+def sparse_to_dense(features: Tensor, sites: Coordinates, *, options: Options = DEFAULT) -> Tensor:
+    """Write features into a dense grid of zeros.
+
+        Out[Cell[p],c] += In[p,c]
+
+    Args:
+        features: `In`, (n, C); differentiable.
+        sites: the voxels, proven. `Cell` numbers the grid's cells.
+        options: compile options.
+
+    Returns:
+        (batch_size, x_1, .., x_d, C).
+
+    Raises:
+        InsumShapeError: the grid has more cells than can be numbered.
+    """
+    check_features("sparse_to_dense", features, sites.num_sites, sites.device)
+    cells = sites.cells
+    total = sites.batch_size
+    for extent in sites.spatial_shape:
+        total *= extent
+    program = _row_program(SPARSE_TO_DENSE, "Cell", options)
+    return program(In=features, Cell=cells, out_shape=(total, None)).reshape(*sites.extents, features.shape[1])
+
+
+def sparse_add(
+    features: Sequence[Tensor], sites: Sequence[Coordinates], *, options: Options = DEFAULT
+) -> tuple[Tensor, Tensor]:
+    """Add sparse tensors whose voxels differ.
+
+        Out[Row[p],c] += In[p,c]        for the voxels p of all tensors
+
+    Args:
+        features: (n_i, C) each, of one dtype; differentiable.
+        sites: the voxels of each, proven; one grid for all.
+        options: compile options.
+
+    Returns:
+        (m, C), and the voxels (m, 1 + d) of which any tensor has one, in lexicographic order.
+
+    Raises:
+        InsumShapeError: grids or channels differ.
+    """
+    extents = {s.extents for s in sites}
+    channels = {tuple(f.shape[1:]) for f in features}
+    if len(extents) != 1 or len(channels) != 1:
+        raise InsumShapeError(
+            "sparse_add: the tensors differ in grid or channels",
+            details=[f"(batch, spatial_shape) {sorted(extents)}; channels {sorted(channels)}"],
+            fix="add tensors of one spatial_shape, batch_size and number of channels.",
+        )
+    for rows, own in zip(features, sites, strict=True):
+        check_features("sparse_add", rows, own.num_sites, own.device)
+    columns = [torch.cat(parts) for parts in zip(*(s.columns for s in sites), strict=True)]
+    merged, place = unique_sites(columns, sites[0].extents)
+    indices = torch.stack(merged, dim=1).to(sites[0].indices.dtype)
+    stacked = torch.cat(tuple(features))
+    program = _row_program(SPARSE_ADD, "Row", options)
+    return program(In=stacked, Row=place, out_shape=(indices.shape[0], None)), indices
+
+
+@lru_cache(maxsize=64)
+def _row_program(expression: str, index: str, options: Options) -> Program:
+    # A batch entry of proven coordinates and a place among distinct voxels point inside, and none is missing.
+    facts = {index: IndexFacts(masked=False, proven=True, unique=index == "Cell")}
+    return compile(expression, facts=facts, options=options)

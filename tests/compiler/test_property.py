@@ -1,0 +1,236 @@
+"""Random programs against the reference interpreter, in value and in first and second derivatives."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+
+import pytest
+import torch
+from torch import Tensor
+
+import insum_nn
+from insum_nn import Options
+from insum_nn.compiler import execution
+from insum_nn.testing.random_programs import RandomProgram, random_program
+from tests.test_random_programs import Loops
+
+BATCH = 100
+EAGER_BATCHES = 20
+GRADIENT_BATCH = 40
+# Every third batch runs in pieces of one value, every fifth keeps the written order of the products.
+VARIANTS = (
+    (Options(), None),
+    (Options(order="left"), None),
+    (Options(), 1),
+    (Options(deterministic=True), None),
+    (Options(validate=True), 64),
+)
+# Factors by which a sum of rounded terms may exceed the rounding of its largest partial sum: a product of up to
+# seven factors rounds six times, and each of the sums in between once more.
+ROUNDINGS = 16
+
+
+def value_names(program: RandomProgram) -> list[str]:
+    return [name for name, tensor in program.tensors.items() if tensor.is_floating_point()]
+
+
+def arguments(program: RandomProgram, **changed: Tensor) -> dict[str, object]:
+    known = program.arguments()
+    known["tensors"] = {**known["tensors"], **changed}
+    return known
+
+
+def run(program: RandomProgram, options: Options = Options(), **changed: Tensor) -> Tensor:  # noqa: B008 - frozen
+    return insum_nn.insum(program.expression, **arguments(program, **changed), options=options)
+
+
+def reference(program: RandomProgram, **changed: Tensor) -> Tensor:
+    known = arguments(program, **changed)
+    return insum_nn.compile(program.expression, sizes=known.pop("sizes")).reference(**known)
+
+
+def moved(program: RandomProgram, device: torch.device, dtype: torch.dtype) -> RandomProgram:
+    """The same program elsewhere, its values in another dtype; memory layouts survive."""
+
+    def move(tensor: Tensor) -> Tensor:
+        return tensor.to(device=device, dtype=dtype if tensor.is_floating_point() else tensor.dtype)
+
+    tensors = {name: move(tensor) for name, tensor in program.tensors.items()}
+    start = None if program.start is None else move(program.start)
+    return RandomProgram(program.expression, tensors, program.sizes, program.out_shape, start, program.output)
+
+
+def magnitudes(program: RandomProgram) -> Tensor:
+    """What the terms of each output cell would add up to without their signs: the scale of rounding errors."""
+    expression = program.expression.replace("max=", "+=").replace("min=", "+=")
+    positive = {name: program.tensors[name].double().abs() for name in value_names(program)}
+    bare = RandomProgram(expression, program.tensors, program.sizes, None, None, program.output)
+    shape = program.out_shape if program.start is None else tuple(program.start.shape)
+    bare = RandomProgram(expression, {**program.tensors, **positive}, program.sizes, shape, None, program.output)
+    total = reference(bare).abs()
+    return total if program.start is None else total + program.start.double().abs().cpu()
+
+
+def assert_close_to_reference(program: RandomProgram, got: Tensor) -> None:
+    """Compare with float64 loops over the same (rounded) values, within the rounding of the program's dtype."""
+    want = reference(program)
+    assert got.shape == want.shape, program.expression
+    assert got.is_contiguous(), program.expression
+    if got.dtype == torch.float64:
+        torch.testing.assert_close(got.cpu(), want, rtol=1e-10, atol=1e-11, msg=lambda m: f"{program.expression}\n{m}")
+        return
+    bound = ROUNDINGS * torch.finfo(got.dtype).eps * magnitudes(program) + torch.finfo(got.dtype).tiny
+    excess = (got.double().cpu() - want).abs() - bound
+    assert not (excess > 0).any() and not got.isnan().any(), f"{program.expression}\noff by {excess.max()} beyond bound"
+
+
+def batch(number: int, size: int, **options: object) -> Iterator[RandomProgram]:
+    for seed in range(number * size, (number + 1) * size):
+        yield random_program(seed, **options)
+
+
+@pytest.mark.parametrize("number", range(EAGER_BATCHES))
+def test_values(number: int, monkeypatch: pytest.MonkeyPatch):
+    """2000 programs, eager."""
+    options, piece = VARIANTS[number % len(VARIANTS)]
+    if piece is not None:
+        monkeypatch.setattr(execution, "_PIECE_BYTES", piece)
+    for program in batch(number, BATCH):
+        tensors = program.arguments()["tensors"]
+        before = {name: tensor.clone() for name, tensor in tensors.items()}
+        got = run(program, options)
+        assert_close_to_reference(program, got)
+        for name, tensor in tensors.items():
+            assert torch.equal(tensor.nan_to_num(), before[name].nan_to_num()), f"{name} changed: {program.expression}"
+            shared = tensor.untyped_storage().data_ptr() == got.untyped_storage().data_ptr()
+            assert not (shared and got.numel()), f"the output aliases {name}: {program.expression}"
+
+
+@pytest.mark.parametrize("number", range(2))
+def test_reference_agrees_with_an_interpreter_of_its_own(number: int):
+    """The oracle is itself compared with loops over Python's syntax tree, which know nothing of the package."""
+    for program in batch(1000 + number, BATCH):
+        torch.testing.assert_close(reference(program).double(), Loops(program).run(), rtol=1e-12, atol=1e-12)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.bfloat16])
+@pytest.mark.parametrize("piece", [None, 1])
+def test_values_in_other_dtypes(dtype: torch.dtype, piece: int | None, monkeypatch: pytest.MonkeyPatch):
+    if piece is not None:
+        monkeypatch.setattr(execution, "_PIECE_BYTES", piece)
+    for program in batch(200, 60):
+        if value_names(program):
+            rounded = moved(program, torch.device("cpu"), dtype)
+            assert_close_to_reference(rounded, run(rounded))
+
+
+def test_larger_programs():
+    """Extents up to 9: more entries than any index of them has."""
+    for program in batch(300, 60, max_size=9):
+        assert_close_to_reference(program, run(program))
+
+
+def leaves(program: RandomProgram, most: int) -> tuple[Callable[..., Tensor], tuple[Tensor, ...]] | None:
+    """The program as a function of its values and start, with arguments that do not overlap in memory."""
+    named = {name: program.tensors[name] for name in value_names(program)}
+    if program.start is not None:
+        named[program.output] = program.start
+    if not named or sum(tensor.numel() for tensor in named.values()) > most:
+        return None
+    names = tuple(named)
+
+    def function(*tensors: Tensor) -> Tensor:
+        return run(program, **dict(zip(names, tensors, strict=True)))
+
+    return function, tuple(tensor.detach().clone().requires_grad_() for tensor in named.values())
+
+
+@pytest.mark.parametrize("number", range(8))
+def test_gradients(number: int, monkeypatch: pytest.MonkeyPatch):
+    """First and second derivatives of 300 programs; a program of no small tensors is no case."""
+    if number % 2:
+        monkeypatch.setattr(execution, "_PIECE_BYTES", 1)
+    checked = 0
+    for program in batch(number, GRADIENT_BATCH, profile="smooth"):
+        case = leaves(program, 100)
+        if case is None:
+            continue
+        function, values = case
+        try:
+            torch.autograd.gradcheck(function, values)
+            if sum(value.numel() for value in values) <= 40:
+                torch.autograd.gradgradcheck(function, values, fast_mode=True)
+        except Exception as error:
+            raise AssertionError(f"{program.expression}: {error}") from error
+        checked += 1
+    assert checked > GRADIENT_BATCH // 2
+
+
+@pytest.mark.parametrize("number", range(4))
+def test_gradients_of_extrema(number: int):
+    """Without ties an extremum is smooth around its arguments."""
+    checked = 0
+    for program in batch(500 + number, 4 * BATCH, max_size=3):
+        if not any(operator in program.expression for operator in (" max= ", " min= ")):
+            continue
+        case = leaves(program, 60)
+        if case is None:
+            continue
+        function, values = case
+        distinct = tuple(torch.randn_like(value).requires_grad_() for value in values)
+        try:
+            torch.autograd.gradcheck(function, distinct)
+        except Exception as error:
+            raise AssertionError(f"{program.expression}: {error}") from error
+        checked += 1
+    assert checked > 50
+
+
+def ties(text: str) -> bool:
+    return any(operator in text for operator in (" max= ", " min= "))
+
+
+def gradients(program: RandomProgram, options: Options) -> list[Tensor]:
+    """Gradients of a weighted sum of the output's cells with respect to every value and the start."""
+    named = {name: program.tensors[name] for name in value_names(program)}
+    if program.start is not None:
+        named[program.output] = program.start
+    own = {name: tensor.detach().clone().requires_grad_() for name, tensor in named.items()}
+    if not own:
+        return []
+    out = run(program, options, **own)
+    weights = torch.linspace(-1, 2, max(out.numel(), 1), dtype=torch.float64)[: out.numel()].view(out.shape)
+    return list(torch.autograd.grad((out * weights.to(out)).sum(), list(own.values())))
+
+
+COMPILED = (3, 7, 12, 20, 31, 44, 58, 63, 71, 85, 90, 104, 117, 123, 138, 149, 151, 166, 172, 189)
+
+
+@pytest.mark.compile
+@pytest.mark.parametrize("seed", COMPILED)
+def test_values_through_inductor_on_the_cpu(seed: int):
+    program = random_program(seed, max_size=4)
+    assert_close_to_reference(program, run(program, Options(backend="inductor")))
+
+
+@pytest.mark.parametrize("number", range(6))
+def test_values_on_the_gpu(gpu: torch.device, number: int):
+    """300 programs, eager."""
+    for program in batch(number, 50):
+        there = moved(program, gpu, torch.float64)
+        got = run(there, Options(backend="eager", deterministic=number % 2 == 0))
+        assert got.device.type == "cuda" or not there.tensors
+        assert_close_to_reference(program, got)
+
+
+@pytest.mark.parametrize("seed", range(60))
+def test_values_and_gradients_through_inductor_on_the_gpu(gpu: torch.device, seed: int):
+    """Half of them in float64, half in float32, which `tl.dot` takes."""
+    dtype = torch.float64 if seed % 2 else torch.float32
+    program = moved(random_program(seed, max_size=4, profile="full" if seed % 3 else "smooth"), gpu, dtype)
+    compiled = Options(backend="inductor")
+    assert_close_to_reference(program, run(program, compiled))
+    here = moved(program, torch.device("cpu"), torch.float64)
+    tolerance = {"rtol": 1e-9, "atol": 1e-10} if dtype == torch.float64 else {"rtol": 1e-3, "atol": 1e-4}
+    for got, want in zip(gradients(program, compiled), gradients(here, Options(backend="eager")), strict=True):
+        torch.testing.assert_close(got.double().cpu(), want, **tolerance, msg=lambda m: f"{program.expression}\n{m}")
