@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import fields, replace
-from functools import lru_cache
+from functools import lru_cache, partial
 from typing import Any
 
 import torch
@@ -13,7 +13,7 @@ from torch import Tensor
 from insum_nn.compiler.ast import Statement
 from insum_nn.compiler.autograd import apply
 from insum_nn.compiler.bind import Extents, bind, check_extents, layout_of, resolve_extents
-from insum_nn.compiler.call import Spec, prepare, run_spec
+from insum_nn.compiler.call import Key, Spec, call_key, prepare, run_spec
 from insum_nn.compiler.check import check_names, check_statement
 from insum_nn.compiler.explain import Explanation, explain_program
 from insum_nn.compiler.gradient import derivatives
@@ -25,6 +25,13 @@ from insum_nn.facts import IndexFacts
 __all__ = ["Program", "ProgramSum", "compile", "insum"]
 
 Shape = Sequence[int | None]
+# Calls of one program whose checks are remembered.
+_SEEN_LIMIT = 64
+_PLAIN = (Tensor, torch.nn.Parameter)
+
+
+def _hashable(sizes: Mapping[str, int] | None) -> tuple[tuple[str, int], ...] | None:
+    return tuple(sorted(sizes.items())) if sizes else None
 
 
 class Program:
@@ -57,6 +64,7 @@ class Program:
         self._spec = Spec(expression, tuple(sorted((facts or {}).items())), options, drop_outside)
         self._names: tuple[str, ...] = layout_of(statement).tensors
         self._text: str = self._spec.to_json()
+        self._seen: dict[tuple[object, ...], Extents] = {}
 
     def __repr__(self) -> str:
         return f"Program({self.expression!r})"
@@ -101,9 +109,44 @@ class Program:
         if torch.compiler.is_dynamo_compiling():
             merged = {**self._sizes, **(sizes or {})}
             return _traced_call(self._text, named, merged, out_shape if out_shape is not None else self._out_shape)
+        call = self._seen_key(named, sizes, out_shape)
+        if call is not None:
+            extents = self._seen.get(call)
+            if extents is not None:
+                ordered = [named[name] for name in self._names]
+                return apply(self._spec, ordered, named.get(self.statement.output.name), extents, call[0])
         ordered, start = self._arrange(named)
         extents = self._extents(ordered, start, sizes, out_shape)
+        if call is not None:
+            if len(self._seen) >= _SEEN_LIMIT:
+                self._seen.pop(next(iter(self._seen)))
+            self._seen[call] = extents
         return apply(self._spec, ordered, start, extents)
+
+    def _seen_key(
+        self, named: Mapping[str, Tensor], sizes: Mapping[str, int] | None, out_shape: Shape | None
+    ) -> tuple[Key, object, object] | None:
+        """A key under which the checks of a call need no repetition; `None` where something is out of the ordinary."""
+        if torch._C._is_any_autocast_enabled():
+            return None
+        start = named.get(self.statement.output.name)
+        if len(named) != len(self._names) + (start is not None):
+            return None
+        ordered: list[Tensor] = []
+        for name in self._names:
+            tensor = named.get(name)
+            if type(tensor) not in _PLAIN or tensor.layout is not torch.strided:  # type: ignore[union-attr]
+                return None
+            ordered.append(tensor)  # type: ignore[arg-type]
+        if start is not None and (type(start) not in _PLAIN or start.layout is not torch.strided):
+            return None
+        key = call_key(ordered, start), _hashable(sizes), None if out_shape is None else tuple(out_shape)
+        try:
+            hash(key)
+        except TypeError:
+            # Symbolic or ill-typed sizes; the full check deals with them.
+            return None
+        return key
 
     def _arrange(self, named: Mapping[str, Tensor]) -> tuple[list[Tensor], Tensor | None]:
         statement = self.statement
@@ -162,6 +205,7 @@ class Program:
         program._spec = spec
         program._names = layout_of(statement).tensors
         program._text = spec.to_json()
+        program._seen = {}
         return program
 
     def reference(
@@ -202,15 +246,18 @@ class Program:
             An `Explanation`: `str()` is the text, `.html()` a page with a picture of the data flow.
         """
         named = {**(tensors or {}), **named}
+        given = {**self._sizes, **(sizes or {})}
+        shape = out_shape if out_shape is not None else self._out_shape
+        about = partial(explain_program, self.statement, self.options, sizes=given, out_shape=shape)
         if not named:
-            return explain_program(self.statement, self.options, None, None, None)
+            return about(None, None, None)
         ordered, start = self._arrange(named)
         extents = self._extents(ordered, start, sizes, out_shape)
         if 0 in extents.indices:
-            return explain_program(self.statement, self.options, extents, None, None)
+            return about(extents, None, (ordered, start))
         _, program = prepare(self._spec, ordered, start, extents)
         seconds = _time(self._spec, ordered, start, extents) if measure else None
-        return explain_program(self.statement, self.options, extents, program, (ordered, start), seconds)
+        return about(extents, program, (ordered, start), seconds)
 
 
 def _autocast(value: Tensor) -> Tensor:
@@ -279,7 +326,7 @@ class ProgramSum:
         return named[output]
 
 
-def compile(  # noqa: A001 - the name users expect beside torch.compile
+def compile(
     expression: str,
     *,
     sizes: Mapping[str, int] | None = None,

@@ -15,9 +15,9 @@ import torch
 from torch import Tensor
 from torch._C._functorch import peek_interpreter_stack
 
-from insum_nn.compiler.ast import Access, Statement
+from insum_nn.compiler.ast import Access
 from insum_nn.compiler.bind import Extents, layout_of
-from insum_nn.compiler.call import Key, Spec, parse_cached, run_spec, value_dtype
+from insum_nn.compiler.call import Key, Spec, run_spec, value_dtype
 from insum_nn.compiler.gradient import Derivative, derivatives, directional, fresh_name
 from insum_nn.compiler.shares import shares
 
@@ -54,6 +54,7 @@ class _Call:
     spec: Spec
     indices: tuple[int, ...]
     output: tuple[int, ...]
+    key: Key | None = None
 
 
 def _gradients(
@@ -150,7 +151,7 @@ class _Function(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx: Any, call: _Call, start: Tensor | None, *tensors: Tensor) -> Tensor:
-        result = run_spec(call.spec, tensors, start, Extents(call.indices, call.output))
+        result = run_spec(call.spec, tensors, start, Extents(call.indices, call.output), call.key)
         ctx.call = call
         keep = result if call.spec.statement.operator in ("max=", "min=") else None
         ctx.save_for_backward(start, keep, *tensors)
@@ -230,21 +231,25 @@ def _traced(present: Sequence[Tensor]) -> bool:
     return torch.compiler.is_compiling() or torch._C._len_torch_dispatch_stack() > 0 or not _plain(present)
 
 
-def _execute(spec: Spec, tensors: Sequence[Tensor], start: Tensor | None, extents: Extents) -> Tensor:
+def _execute(
+    spec: Spec, tensors: Sequence[Tensor], start: Tensor | None, extents: Extents, key: Key | None = None
+) -> Tensor:
     if _traced(tensors if start is None else (*tensors, start)):
         return torch.ops.insum_nn.run(spec.to_json(), list(tensors), start, list(extents.indices), list(extents.output))
-    return run_spec(spec, tensors, start, extents)
+    return run_spec(spec, tensors, start, extents, key)
 
 
-def apply(spec: Spec, tensors: Sequence[Tensor], start: Tensor | None, extents: Extents) -> Tensor:
+def apply(
+    spec: Spec, tensors: Sequence[Tensor], start: Tensor | None, extents: Extents, key: Key | None = None
+) -> Tensor:
     """Run a program, recording what its gradients need."""
     present = (*tensors, start) if start is not None else tensors
     transformed = bool(peek_interpreter_stack()) or torch.autograd.forward_ad._current_level >= 0
     if transformed and not torch.compiler.is_compiling():
         return _Transformed.apply(_Call(spec, extents.indices, extents.output), start, *tensors)  # type: ignore[no-any-return]
     if not _traced(present) and torch.is_grad_enabled() and any(t.requires_grad for t in present):
-        return _Function.apply(_Call(spec, extents.indices, extents.output), start, *tensors)  # type: ignore[no-any-return]
-    return _execute(spec, tensors, start, extents)
+        return _Function.apply(_Call(spec, extents.indices, extents.output, key), start, *tensors)  # type: ignore[no-any-return]
+    return _execute(spec, tensors, start, extents, key)
 
 
 # Batching.
@@ -334,7 +339,7 @@ def _vmap_shares(
 ) -> tuple[tuple[Tensor, Tensor], tuple[int, int]]:
     batch = _Batch(_Call(Spec.from_json(spec), tuple(indices), tuple(output)), info.batch_size, in_dims[1])
     results = batch.start(result, in_dims[3])
-    shares = shares(
+    share, from_start = shares(
         batch.spec.to_json(),
         batch.operands(tensors),
         batch.start(start, in_dims[2]),
@@ -342,7 +347,7 @@ def _vmap_shares(
         list(batch.extents.indices),
         list(batch.extents.output),
     )
-    return shares, (0, 0)
+    return (share, from_start), (0, 0)
 
 
 torch.library.register_vmap(f"{_NAMESPACE}::shares", _vmap_shares)

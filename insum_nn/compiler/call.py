@@ -103,9 +103,7 @@ def _from_json(text: str) -> Spec:
     return Spec(data["expression"], facts, Options(**data["options"]), data["drop_outside"])
 
 
-def prepare(
-    spec: Spec, tensors: Sequence[Tensor], start: Tensor | None, extents: Extents
-) -> tuple[Bound, Executable]:
+def prepare(spec: Spec, tensors: Sequence[Tensor], start: Tensor | None, extents: Extents) -> tuple[Bound, Executable]:
     """Check a call and find its program."""
     statement = spec.statement
     layout = layout_of(statement)

@@ -20,7 +20,16 @@ from insum_nn.compiler.plan import Load, Plan
 from insum_nn.compiler.planner import UNROLL_LIMIT, make_plan, slot_indices
 from insum_nn.facts import IndexFacts
 
-__all__ = ["CACHE_LIMIT", "CacheInfo", "Executable", "cache_info", "choose_backend", "clear_cache", "executable", "generation"]
+__all__ = [
+    "CACHE_LIMIT",
+    "CacheInfo",
+    "Executable",
+    "cache_info",
+    "choose_backend",
+    "clear_cache",
+    "executable",
+    "generation",
+]
 
 # Programs kept; the least recently used one leaves first.
 CACHE_LIMIT = 512
@@ -259,7 +268,7 @@ def _build(bound: Bound, extents: Extents, options: Options, backend: str, reaso
     plan = make_plan(bound, sizes, options, compiled=compiled)
     graph = lower(plan, options, compiled=compiled)
     pieces = None
-    if plan.chunk is not None and (plan.combine.mode == "direct" or len(plan.combine.scattered) == 1):
+    if plan.chunk is not None:
         pieces = lower(plan, options, accumulate=True)
     run: Callable[..., Tensor] = graph
     if compiled:
@@ -292,7 +301,10 @@ class _Inductor:
 
     def compile(self, flat: Sequence[object]) -> inductor.Compiled:
         tensors, integers, start = split_arguments(self.bound, flat)
-        sizes = (len(self.variants), inductor.size_class(self.bound, tensors, _sizes_of(self.bound, tensors, integers, start)))
+        sizes = (
+            len(self.variants),
+            inductor.size_class(self.bound, tensors, _sizes_of(self.bound, tensors, integers, start)),
+        )
         return inductor.compile_graph(self.graph, self.bound, self.options, integers, tensors, start, sizes)
 
 
@@ -311,7 +323,11 @@ def _sizes_of(
     layout = bound.layout
     static = dict(bound.static)
     sizes = {
-        name: tensors[places[0][0]].shape[places[0][1]] if places else static[name] if name in static else given[f"extent_{name}"]
+        name: tensors[places[0][0]].shape[places[0][1]]
+        if places
+        else static[name]
+        if name in static
+        else given[f"extent_{name}"]
         for name, places in zip(layout.indices, layout.plain, strict=True)
     }
     output = tuple(
@@ -326,6 +342,8 @@ def split_arguments(bound: Bound, flat: Sequence[object]) -> tuple[list[Tensor],
     names = [*(f"extent_{name}" for name in indices), *(f"output_extent_{axis}" for axis in axes)]
     count = len(bound.layout.tensors)
     tensors = [a for a in flat[:count] if isinstance(a, Tensor)]
-    integers = [(name, a) for name, a in zip(names, flat[count : count + len(names)], strict=True) if isinstance(a, int)]
+    integers = [
+        (name, a) for name, a in zip(names, flat[count : count + len(names)], strict=True) if isinstance(a, int)
+    ]
     start = flat[-1] if bound.has_start else None
     return tensors, integers, start if isinstance(start, Tensor) else None

@@ -64,8 +64,10 @@ class _Builder:
 
     def shaped(self, labels: Sequence[str]) -> str:
         """`[g,n]  3×5`, the sizes where they are known."""
+        if not labels:
+            return "scalar"
         text = f"[{','.join(labels)}]"
-        if labels and all(label in self.sizes for label in labels):
+        if all(label in self.sizes for label in labels):
             text += f"  {_times([self.sizes[label] for label in labels])}"
         return text
 

@@ -83,7 +83,7 @@ overflow-x:auto;line-height:1.45;color:var(--ink)}
 .insum .wide{overflow-x:auto}
 .insum table{border-collapse:collapse;margin:0;color:var(--ink);background:none}
 .insum th,.insum td{text-align:left;vertical-align:top;padding:5px 18px 5px 0;border:0;
-border-bottom:1px solid var(--line);background:none;max-width:34em;overflow-wrap:anywhere}
+border-bottom:1px solid var(--line);background:none;max-width:46em;overflow-wrap:anywhere}
 .insum th{color:var(--faint);font-weight:500;font-size:13px}
 .insum dl{display:grid;grid-template-columns:max-content 1fr;gap:4px 18px;margin:0}
 .insum dt{color:var(--faint)}.insum dd{margin:0}

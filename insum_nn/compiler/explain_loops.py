@@ -86,7 +86,7 @@ def _given(
 def _output(statement: Statement, axis: int, called: bool, has_start: bool) -> tuple[str, str]:
     name = statement.output.name
     if has_start:
-        return f"{name} axis {axis}, the starting value", f"{name}.shape[{axis}]"
+        return f"the starting value, axis {axis}", f"{name}.shape[{axis}]"
     source = f"out_shape= entry {axis}"
     return source if called else f"{source}, or a starting value", f"out_shape[{axis}]"
 

@@ -119,12 +119,14 @@ def _load(path: pathlib.Path) -> Compiled | None:
         with (path / "guards").open("rb") as file:
             guards, symbols = pickle.load(file)
         run = CompiledArtifact.load(path=str(path / "artifact"), format="binary")
-    except Exception:  # noqa: BLE001 - a stale or torn cache entry must never break a call
+    except Exception:
         return None
     return Compiled(run, guards, symbols, from_disk=True)
 
 
-def _store(artifact: Any, guards: tuple[str, ...], symbols: tuple[tuple[str, int, int], ...], path: pathlib.Path) -> None:
+def _store(
+    artifact: Any, guards: tuple[str, ...], symbols: tuple[tuple[str, int, int], ...], path: pathlib.Path
+) -> None:
     """Write beside, then rename: another process sees the whole entry or none."""
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
@@ -158,9 +160,7 @@ class _Symbols:
             from torch.fx.experimental.symbolic_shapes import DimDynamic
 
             source = ConstantSource(name)
-            symbol = self.env.create_symbol(
-                max(2, extent), source, dynamic_dim=DimDynamic.DYNAMIC, constraint_dim=None
-            )
+            symbol = self.env.create_symbol(max(2, extent), source, dynamic_dim=DimDynamic.DYNAMIC, constraint_dim=None)
             self.by_name[name] = self.env.create_symintnode(symbol, hint=max(2, extent), source=source)
             self.shown[str(symbol)] = where
         return self.by_name[name]
@@ -179,7 +179,10 @@ def _fake_arguments(
 
     def tensor(value: Tensor, names: Sequence[str], at: int) -> Any:
         shape = [
-            symbols.size(name, extent, (at, axis), fixed=extent == 1 or name in static)
+            # An output axis that is also an integer argument keeps the argument's symbol, whatever its length.
+            symbols.size(
+                name, extent, (at, axis), fixed=(extent == 1 and name not in symbols.by_name) or name in static
+            )
             for axis, (name, extent) in enumerate(zip(names, value.shape, strict=True))
         ]
         with symbols.mode:

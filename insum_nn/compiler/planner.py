@@ -91,9 +91,7 @@ class _Planner:
             combine = self.extremum()
         else:
             combine = self.sparse_product() or self.general()
-        plan = Plan(
-            self.bound, tuple(self.steps), combine, self.roles(combine), tuple(self.decisions), self.chunk
-        )
+        plan = Plan(self.bound, tuple(self.steps), combine, self.roles(combine), tuple(self.decisions), self.chunk)
         return plan.verify()
 
     def number(self) -> int | float:
@@ -109,8 +107,10 @@ class _Planner:
         operands = [self.load(access) for access in self.statement.reads]
         value = self.contract(operands, output)
         value = self.scale(value)
-        self.choose_chunk()
-        return self.combination(value)
+        combine = self.combination(value)
+        if len(combine.scattered) < 2:
+            self.choose_chunk()
+        return combine
 
     def contract(self, operands: list[_Value], keep: Labels) -> _Value | None:
         """Multiply all operands, summing every label outside `keep` as early as possible."""
@@ -216,7 +216,9 @@ class _Planner:
         result = self.emit(
             SparseProduct(self.fresh(), value.name if value else None, row, col, entries, dense, axis, labels)
         )
-        self.decide("library", "CSR product", "one sparse matrix times one dense one; the library needs no [entries, n] tensor")
+        self.decide(
+            "library", "CSR product", "one sparse matrix times one dense one; the library needs no [entries, n] tensor"
+        )
         return Combine(result.name, "rows", (row_axis,))
 
     # Extrema: the whole index space is formed, then reduced.
@@ -302,9 +304,7 @@ def scattered_axes(access: Access) -> tuple[int, ...]:
     complex_labels = [i.name for s in access.subscripts if s.plain is None for i in s.indices()]
     plain = [s.plain for s in access.subscripts]
     return tuple(
-        axis
-        for axis, name in enumerate(plain)
-        if name is None or plain.count(name) > 1 or name in complex_labels
+        axis for axis, name in enumerate(plain) if name is None or plain.count(name) > 1 or name in complex_labels
     )
 
 

@@ -60,7 +60,9 @@ def _space(statement: Statement) -> tuple[str, str]:
     return name, f"{name}[{','.join(indices)}]" if indices else name
 
 
-def _auxiliary(spec: Spec, text: str, named: dict[str, Tensor], indices: dict[str, int], output: Sequence[int]) -> Tensor:
+def _auxiliary(
+    spec: Spec, text: str, named: dict[str, Tensor], indices: dict[str, int], output: Sequence[int]
+) -> Tensor:
     """Run another statement over the same index space."""
     statement = parse_cached(text)
     layout = layout_of(statement)

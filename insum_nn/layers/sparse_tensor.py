@@ -9,11 +9,11 @@ import torch
 from torch import Tensor
 
 from insum_nn.errors import InsumDtypeError, InsumFormatError, InsumShapeError
-from insum_nn.ops.sparse_pool import sparse_add, sparse_to_dense
+from insum_nn.ops.sparse_pool import sparse_sum, sparse_to_dense
 from insum_nn.structure.coordinates import Coordinates
 from insum_nn.structure.kernel_map import KernelMap
 
-__all__ = ["SparseConvTensor", "sparse_add_tensors"]
+__all__ = ["SparseConvTensor", "sparse_add"]
 
 
 class _Proven(NamedTuple):
@@ -132,7 +132,9 @@ class SparseConvTensor:
         if known is not None and known.version == version and self._is_of(known.sites):
             return known.sites
         sites = Coordinates(self.indices, tuple(self.spatial_shape), self.batch_size).prove()
-        self._proven = {"sites": _Proven(sites, version)} if known is not None else self._proven
+        if known is not None:
+            # Other tensors go on with the voxels that this one no longer has.
+            self._proven = {}
         self._proven["sites"] = _Proven(sites, version)
         return sites
 
@@ -234,7 +236,7 @@ class SparseConvTensor:
     __iadd__ = __add__
 
 
-def sparse_add_tensors(*tensors: SparseConvTensor) -> SparseConvTensor:
+def sparse_add(*tensors: SparseConvTensor) -> SparseConvTensor:
     """Add sparse tensors whose voxels may differ.
 
         Out[Row[p],c] += In[p,c]
@@ -248,10 +250,10 @@ def sparse_add_tensors(*tensors: SparseConvTensor) -> SparseConvTensor:
 
     >>> a = SparseConvTensor(torch.ones(1, 1), torch.tensor([[0, 2]], dtype=torch.int32), [3], 1)
     >>> b = SparseConvTensor(torch.ones(2, 1), torch.tensor([[0, 0], [0, 2]], dtype=torch.int32), [3], 1)
-    >>> sparse_add_tensors(a, b).features.tolist()
+    >>> sparse_add(a, b).features.tolist()
     [[1.0], [2.0]]
     """
-    features, indices = sparse_add([t.features for t in tensors], [t.coordinates() for t in tensors])
+    features, indices = sparse_sum([t.features for t in tensors], [t.coordinates() for t in tensors])
     for tensor in tensors:
         if tensor.indices.shape == indices.shape and torch.equal(tensor.indices, indices):
             return tensor.replace_feature(features)
@@ -278,12 +280,10 @@ def _check(features: Tensor, indices: Tensor, spatial_shape: Sequence[int]) -> N
         raise InsumShapeError(
             "'indices' must have one row (batch, coordinates) per row of 'features'",
             details=[
-                f"expected shape ({features.shape[0]}, {len(spatial_shape) + 1}) for spatial_shape {list(spatial_shape)}; "
-                f"got {tuple(indices.shape)}"
+                f"expected shape ({features.shape[0]}, {len(spatial_shape) + 1}) for spatial_shape "
+                f"{list(spatial_shape)}; got {tuple(indices.shape)}"
             ],
             fix="put the batch entry into column 0, and give spatial_shape one extent per coordinate.",
             field="indices",
             got=tuple(indices.shape),
         )
-
-

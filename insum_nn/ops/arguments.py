@@ -37,6 +37,7 @@ __all__ = [
     "require_format",
     "run",
     "span_of",
+    "subscripts",
 ]
 
 
@@ -106,6 +107,21 @@ def matrix_layout(matrix: SparseFormat, owner: str, argument: str) -> str:
         name = "ELL" if isinstance(matrix, ELL) else "GroupCOO"
         return f"{name} along {('rows', 'columns')[matrix.group_dim]}"
     return "COO"
+
+
+def subscripts(tensor: SparseFormat) -> tuple[str, ...]:
+    """How an expression addresses each dimension of a tensor that runs along with the stored values.
+
+    >>> subscripts(GroupCOO.from_dense(torch.ones(2, 3, 2)))
+    ('Index0[g]', 'Index1[g,q]', 'Index2[g,q]')
+    """
+    # A dimension without an index tensor is ELL's: the position is the index.
+    found = ["m"] * tensor.ndim
+    for part in tensor.index_parts:
+        found[part.dim] = f"{part.name}[{','.join(part.axes)}]"
+    if isinstance(tensor, BlockFormat):
+        found = [f"{subscript},{letter}" for subscript, letter in zip(found, "ab", strict=True)]
+    return tuple(found)
 
 
 def check_mode(mode: object, ndim: int, owner: str) -> int:
@@ -241,17 +257,18 @@ def program(expression: str, tensor: SparseFormat, options: Options) -> Program:
 
 def run(
     expression: str,
-    tensor: SparseFormat,
+    tensor: SparseFormat | None,
     named: Mapping[str, Tensor],
     options: Options,
     out_shape: Sequence[int | None],
 ) -> Tensor:
-    """Run an expression on named tensors, with the facts of a format's index tensors."""
+    """Run an expression on named tensors, with the facts of those that are index tensors of a format."""
+    facts = {} if tensor is None else {name: fact for name, fact in tensor.facts.items() if name in named}
     if torch.compiler.is_dynamo_compiling():
-        claims = [(name, f.sorted, f.unique, f.masked, f.proven) for name, f in tensor.facts.items()]
+        claims = [(name, f.sorted, f.unique, f.masked, f.proven) for name, f in facts.items()]
         text = _spec_text(expression, claims, [getattr(options, name) for name in _OPTION_NAMES])
         return _traced_call(text, named, {}, out_shape)
-    return program(expression, tensor, options)(tensors=named, out_shape=out_shape)
+    return _compiled(expression, tuple(facts.items()), options)(tensors=named, out_shape=out_shape)
 
 
 @lru_cache(maxsize=1024)

@@ -49,7 +49,7 @@ def sparse_conv_expression(*, groups: int = 1, pointwise: bool = False) -> str:
 def sparse_conv(
     features: Tensor,
     weight: Tensor,
-    kernel_map: KernelMap,
+    kernel_map: KernelMap | None,
     bias: Tensor | None = None,
     *,
     groups: int = 1,
@@ -67,7 +67,8 @@ def sparse_conv(
         features: `In`, (n, I); differentiable.
         weight: (O, k_1, .., k_d, I / groups), dtype and device of `features`; differentiable. `W` is this with the
             offset first: (o, c, d).
-        kernel_map: the map of n input voxels to m output voxels.
+        kernel_map: the map of n input voxels to m output voxels. `None`: a kernel of one cell on its own voxel, which
+            needs no map; the statement is then a dense product.
         bias: (O,), added to every output voxel; differentiable.
         groups: groups of channels.
         options: compile options; see `insum_nn.Options`.
@@ -81,17 +82,16 @@ def sparse_conv(
         InsumDeviceError: devices differ.
 
     >>> from insum_nn.structure.coordinates import Coordinates
-    >>> from insum_nn.structure.kernel_map import Geometry, build_kernel_map
+    >>> from insum_nn.structure.kernel_map import Geometry
+    >>> from insum_nn.structure.kernel_map_build import build_kernel_map
     >>> sites = Coordinates(torch.tensor([[0, 0], [0, 1]]), (4,), 1)
     >>> near = build_kernel_map(sites, Geometry("subm", (3,), (1,), (1,), (1,), (0,)))
     >>> sparse_conv(torch.tensor([[1.0], [2.0]]), torch.tensor([[[1.0], [10.0], [100.0]]]), near).tolist()
     [[210.0], [21.0]]
     """
     named = sparse_conv_operands(features, weight, kernel_map, bias, groups=groups)
-    pointwise = kernel_map.is_pointwise
-    program = map_program(sparse_conv_expression(groups=groups, pointwise=pointwise), options)
-    # A pointwise map changes no row, so the product's rows are the features'.
-    shape = None if pointwise else (kernel_map.num_outputs, *(None,) * (1 if groups == 1 else 2))
+    program = map_program(sparse_conv_expression(groups=groups, pointwise=kernel_map is None), options)
+    shape = None if kernel_map is None else (kernel_map.num_outputs, *(None,) * (1 if groups == 1 else 2))
     result = program(tensors=named, out_shape=shape)
     if groups > 1:
         result = result.flatten(1)
@@ -106,12 +106,15 @@ def map_program(expression: str, options: Options) -> Program:
 
 
 def sparse_conv_operands(
-    features: Tensor, weight: Tensor, kernel_map: KernelMap, bias: Tensor | None = None, *, groups: int = 1
+    features: Tensor, weight: Tensor, kernel_map: KernelMap | None, bias: Tensor | None = None, *, groups: int = 1
 ) -> dict[str, Tensor]:
     """The tensors of a convolution by their names in its statement, after all checks; see `sparse_conv`."""
-    pointwise = kernel_map.is_pointwise
+    pointwise = kernel_map is None
     expression = sparse_conv_expression(groups=groups, pointwise=pointwise)
-    check_features("sparse_conv", features, kernel_map.num_inputs, kernel_map.in_index.device)
+    if kernel_map is not None:
+        check_features("sparse_conv", features, kernel_map.num_inputs, kernel_map.in_index.device)
+    else:
+        check_features("sparse_conv", features)
     features, weight = to_autocast(features, weight)
     _check_weight(expression, features, weight, kernel_map, bias, groups)
     outputs, inputs = weight.shape[0], weight.shape[-1]
@@ -123,7 +126,7 @@ def sparse_conv_operands(
         cells = cells.squeeze(0)
     cells = cells.contiguous()
     source = features if groups == 1 else features.unflatten(1, (groups, inputs))
-    index = {} if pointwise else dict(kernel_map.tensors)
+    index = {} if kernel_map is None else dict(kernel_map.tensors)
     return {"In": source, "W": cells, **index}
 
 
@@ -137,15 +140,15 @@ def to_autocast(*tensors: Tensor) -> tuple[Tensor, ...]:
     return tuple(t.to(dtype) if t.dtype in halves else t for t in tensors)
 
 
-def check_features(owner: str, features: Tensor, rows: int, device: torch.device) -> None:
-    """Raise unless `features` is a floating (rows, channels) tensor on the device of the map."""
+def check_features(owner: str, features: Tensor, rows: int | None = None, device: torch.device | None = None) -> None:
+    """Raise unless `features` is a floating (rows, channels) tensor on the voxels' device, where these are given."""
     faults: list[InsumError] = []
     shape = tuple(features.shape)
-    if features.ndim != 2 or shape[0] != rows:
+    if features.ndim != 2 or (rows is not None and shape[0] != rows):
         faults.append(
             InsumShapeError(
                 f"{owner}: 'features' must have one row per input voxel",
-                details=[f"expected shape ({rows}, channels); got {shape}"],
+                details=[f"expected shape ({'voxels' if rows is None else rows}, channels); got {shape}"],
                 fix="pass the features in the order of the tensor's indices.",
                 argument="features",
                 expected=rows,
@@ -161,7 +164,7 @@ def check_features(owner: str, features: Tensor, rows: int, device: torch.device
                 got=features.dtype,
             )
         )
-    if features.device != device:
+    if device is not None and features.device != device:
         faults.append(
             InsumDeviceError(
                 f"{owner}: 'features' is on {features.device}, the voxels are on {device}",
@@ -175,11 +178,11 @@ def check_features(owner: str, features: Tensor, rows: int, device: torch.device
 
 
 def _check_weight(
-    expression: str, features: Tensor, weight: Tensor, kernel_map: KernelMap, bias: Tensor | None, groups: int
+    expression: str, features: Tensor, weight: Tensor, kernel_map: KernelMap | None, bias: Tensor | None, groups: int
 ) -> None:
     faults: list[InsumError] = []
-    kernel = kernel_map.geometry.kernel_size
     shape = tuple(weight.shape)
+    kernel = (1,) * (len(shape) - 2) if kernel_map is None else kernel_map.geometry.kernel_size
     if weight.ndim != len(kernel) + 2 or shape[1:-1] != kernel or shape[0] % groups:
         faults.append(
             InsumShapeError(

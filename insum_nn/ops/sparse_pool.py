@@ -17,17 +17,17 @@ from insum_nn.structure.coordinates import Coordinates, unique_sites
 from insum_nn.structure.kernel_map import KernelMap
 
 __all__ = [
-    "SPARSE_ADD",
     "SPARSE_AVG_POOL",
     "SPARSE_GLOBAL_AVG_POOL",
     "SPARSE_GLOBAL_MAX_POOL",
     "SPARSE_MAX_POOL",
+    "SPARSE_SUM",
     "SPARSE_TO_DENSE",
-    "sparse_add",
     "sparse_avg_pool",
     "sparse_global_avg_pool",
     "sparse_global_max_pool",
     "sparse_max_pool",
+    "sparse_sum",
     "sparse_to_dense",
 ]
 
@@ -36,7 +36,7 @@ SPARSE_AVG_POOL = "Out[OutIdx[g,q],c] += Inv[OutIdx[g,q]] * In[InIdx[g,q],c]"
 SPARSE_GLOBAL_MAX_POOL = "Out[Batch[p],c] max= In[p,c]"
 SPARSE_GLOBAL_AVG_POOL = "Out[Batch[p],c] += Inv[Batch[p]] * In[p,c]"
 SPARSE_TO_DENSE = "Out[Cell[p],c] += In[p,c]"
-SPARSE_ADD = "Out[Row[p],c] += In[p,c]"
+SPARSE_SUM = "Out[Row[p],c] += In[p,c]"
 
 
 def sparse_max_pool(features: Tensor, kernel_map: KernelMap, *, options: Options = DEFAULT) -> Tensor:
@@ -143,7 +143,7 @@ def sparse_to_dense(features: Tensor, sites: Coordinates, *, options: Options = 
     return program(In=features, Cell=cells, out_shape=(total, None)).reshape(*sites.extents, features.shape[1])
 
 
-def sparse_add(
+def sparse_sum(
     features: Sequence[Tensor], sites: Sequence[Coordinates], *, options: Options = DEFAULT
 ) -> tuple[Tensor, Tensor]:
     """Add sparse tensors whose voxels differ.
@@ -165,17 +165,17 @@ def sparse_add(
     channels = {tuple(f.shape[1:]) for f in features}
     if len(extents) != 1 or len(channels) != 1:
         raise InsumShapeError(
-            "sparse_add: the tensors differ in grid or channels",
+            "sparse_sum: the tensors differ in grid or channels",
             details=[f"(batch, spatial_shape) {sorted(extents)}; channels {sorted(channels)}"],
             fix="add tensors of one spatial_shape, batch_size and number of channels.",
         )
     for rows, own in zip(features, sites, strict=True):
-        check_features("sparse_add", rows, own.num_sites, own.device)
+        check_features("sparse_sum", rows, own.num_sites, own.device)
     columns = [torch.cat(parts) for parts in zip(*(s.columns for s in sites), strict=True)]
     merged, place = unique_sites(columns, sites[0].extents)
     indices = torch.stack(merged, dim=1).to(sites[0].indices.dtype)
     stacked = torch.cat(tuple(features))
-    program = _row_program(SPARSE_ADD, "Row", options)
+    program = _row_program(SPARSE_SUM, "Row", options)
     return program(In=stacked, Row=place, out_shape=(indices.shape[0], None)), indices
 
 

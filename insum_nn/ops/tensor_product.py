@@ -8,9 +8,11 @@ from typing import Any
 import torch
 from torch import Tensor
 
+import insum_nn.ops.tensor_product_right  # registers its operator
+from insum_nn.compiler.api import Explanation
 from insum_nn.ops.tensor_product_form import Form, Statement, TensorProductSpec, form_of, others
 
-__all__ = ["TensorProductSpec", "expressions", "tensor_product", "tensor_product_arguments"]
+__all__ = ["TensorProductSpec", "explain_tensor_product", "expressions", "tensor_product"]
 
 
 def tensor_product(
@@ -67,13 +69,21 @@ def expressions(spec: TensorProductSpec, role: str = "z") -> tuple[str, ...]:
     return tuple(statement.expression for statement in form_of(spec.to_json()).statements(role))
 
 
-def tensor_product_arguments(
-    spec: TensorProductSpec, x: Tensor, y: Tensor, weight: Tensor, receivers: Tensor | None, senders: Tensor | None
-) -> list[tuple[Statement, dict[str, Tensor], tuple[int, ...]]]:
-    """Each statement of the output with the tensors that it reads and the shape of its result."""
+def explain_tensor_product(
+    spec: TensorProductSpec,
+    x: Tensor,
+    y: Tensor,
+    weight: Tensor,
+    receivers: Tensor | None = None,
+    senders: Tensor | None = None,
+    *,
+    statement: int = 0,
+) -> Explanation:
+    """What becomes of one statement of the output on these tensors."""
     form = form_of(spec.to_json())
+    chosen = form.statements("z")[statement]
     call = _Call(form, "z", (x, y, weight), receivers, senders)
-    return [(s, call.arguments(s), s.out_shape(x.shape[0])) for s in form.statements("z")]
+    return chosen.program.explain(tensors=call.arguments(chosen), out_shape=chosen.out_shape(x.shape[0]))
 
 
 class _Call:

@@ -192,8 +192,7 @@ class Form:
         paths = [self.spec.paths[n] for n in group.paths]
         degrees = [(self.entry("x", p).l, self.entry("y", p).l, self.entry("z", p).l) for p in paths]
         starts = [
-            (self.components["x"][p.i_in1], self.components["y"][p.i_in2], self.components["z"][p.i_out])
-            for p in paths
+            (self.components["x"][p.i_in1], self.components["y"][p.i_in2], self.components["z"][p.i_out]) for p in paths
         ]
         return Entries.from_paths(degrees, starts, [p.coefficient for p in paths])
 

@@ -186,4 +186,3 @@ class _Slots:
     def spread(self, values: NDArray[Any], *, zero: bool = False) -> NDArray[Any]:
         shown = values[self.index]
         return np.where(self.used, shown, 0) if zero else shown
-

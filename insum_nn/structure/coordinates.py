@@ -92,7 +92,9 @@ class Coordinates:
             limits = torch.stack([torch.stack(torch.aminmax(column)) for column in self.columns])
             # Keys of rows that lie outside mean nothing; they are judged after the limits, but read with them.
             *flat, twice = torch.cat([limits.reshape(-1), self._table.repeats().reshape(1)]).tolist()
-            if any(low < 0 or high >= extent for low, high, extent in zip(flat[::2], flat[1::2], self.extents, strict=True)):
+            if any(
+                low < 0 or high >= extent for low, high, extent in zip(flat[::2], flat[1::2], self.extents, strict=True)
+            ):
                 raise _outside(self)
             if twice:
                 raise _duplicate(self)
@@ -222,7 +224,10 @@ def _check_static(indices: Tensor, spatial_shape: tuple[int, ...], batch_size: i
     if indices.ndim != 2 or indices.shape[1] != len(spatial_shape) + 1:
         raise InsumShapeError(
             f"'indices' must have one row (batch, {len(spatial_shape)} coordinates) per voxel",
-            details=[f"expected shape (n, {len(spatial_shape) + 1}) for spatial_shape {spatial_shape}; got {tuple(indices.shape)}"],
+            details=[
+                f"expected shape (n, {len(spatial_shape) + 1}) for spatial_shape {spatial_shape}; "
+                f"got {tuple(indices.shape)}",
+            ],
             fix="put the batch entry into column 0 and give spatial_shape one extent per coordinate.",
             field="indices",
             expected=len(spatial_shape) + 1,
@@ -257,8 +262,9 @@ def _outside(sites: Coordinates) -> InsumRangeError:
         first = row if first is None else min(first, row)
         what = "batch entry" if axis == 0 else f"coordinate {axis - 1}"
         details.append(
-            f"indices[:,{axis}] ({what}): expected 0 <= value < {extent}; got minimum {int(column.min())}, maximum "
-            f"{int(column.max())} ({bad.numel()} of {column.numel()} rows; first at row {row}: {sites.indices[row].tolist()})"
+            f"indices[:,{axis}] ({what}): expected 0 <= value < {extent}; got minimum {int(column.min())}, "
+            f"maximum {int(column.max())} ({bad.numel()} of {column.numel()} rows; "
+            f"first at row {row}: {sites.indices[row].tolist()})"
         )
     return InsumRangeError(
         "'indices' holds voxels outside the grid",

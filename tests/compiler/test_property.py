@@ -170,24 +170,21 @@ def test_gradients(number: int, monkeypatch: pytest.MonkeyPatch):
 def test_gradients_of_extrema(number: int):
     """Without ties an extremum is smooth around its arguments."""
     checked = 0
-    for program in batch(500 + number, 4 * BATCH, max_size=3):
+    for program in batch(500 + number, 2 * BATCH, max_size=3):
         if not any(operator in program.expression for operator in (" max= ", " min= ")):
             continue
-        case = leaves(program, 60)
+        case = leaves(program, 24)
         if case is None:
             continue
         function, values = case
-        distinct = tuple(torch.randn_like(value).requires_grad_() for value in values)
+        # Drawn anew: the program's own values are coarse, so that ties occur.
+        distinct = tuple(torch.randn(value.shape, dtype=value.dtype).requires_grad_() for value in values)
         try:
-            torch.autograd.gradcheck(function, distinct)
+            torch.autograd.gradcheck(function, distinct, fast_mode=True)
         except Exception as error:
             raise AssertionError(f"{program.expression}: {error}") from error
         checked += 1
-    assert checked > 50
-
-
-def ties(text: str) -> bool:
-    return any(operator in text for operator in (" max= ", " min= "))
+    assert checked > BATCH // 4
 
 
 def gradients(program: RandomProgram, options: Options) -> list[Tensor]:
@@ -203,14 +200,16 @@ def gradients(program: RandomProgram, options: Options) -> list[Tensor]:
     return list(torch.autograd.grad((out * weights.to(out)).sum(), list(own.values())))
 
 
-COMPILED = (3, 7, 12, 20, 31, 44, 58, 63, 71, 85, 90, 104, 117, 123, 138, 149, 151, 166, 172, 189)
+COMPILED = (3, 7, 12, 20, 31, 44, 58, 64, 71, 85, 90, 104, 117, 123, 138, 149, 151, 166, 172, 189)
 
 
 @pytest.mark.compile
 @pytest.mark.parametrize("seed", COMPILED)
 def test_values_through_inductor_on_the_cpu(seed: int):
     program = random_program(seed, max_size=4)
+    insum_nn.clear_cache()
     assert_close_to_reference(program, run(program, Options(backend="inductor")))
+    assert insum_nn.cache_info().size == 1, "an empty loop nest compiles nothing: choose another seed"
 
 
 @pytest.mark.parametrize("number", range(6))

@@ -88,7 +88,14 @@ def _conv(
     slices = []
     for place in range(extent):
         parts = [
-            _conv(dense[:, :, place * stride[0] + k * dilation[0]], kernel[:, :, k], None, stride[1:], dilation[1:], groups)
+            _conv(
+                dense[:, :, place * stride[0] + k * dilation[0]],
+                kernel[:, :, k],
+                None,
+                stride[1:],
+                dilation[1:],
+                groups,
+            )
             for k in range(kernel.shape[2])
         ]
         slices.append(torch.stack(parts).sum(0))

@@ -7,9 +7,10 @@ import torch
 
 from insum_nn.compiler.options import Options
 from insum_nn.errors import InsumDeviceError, InsumDtypeError, InsumShapeError
-from insum_nn.ops.sparse_conv import sparse_conv, sparse_conv_operands, map_program, SPARSE_CONV
+from insum_nn.ops.sparse_conv import SPARSE_CONV, map_program, sparse_conv, sparse_conv_operands
 from insum_nn.structure.coordinates import Coordinates
-from insum_nn.structure.kernel_map import Geometry, build_kernel_map
+from insum_nn.structure.kernel_map import Geometry
+from insum_nn.structure.kernel_map_build import build_kernel_map
 from insum_nn.testing.tolerances import assert_matches
 from tests.ops.conv_oracle import dense_conv, geometry, random_sites, read
 from tests.ops.oracle import assert_gradients, assert_same, strided
@@ -43,7 +44,7 @@ CASES = [
 
 
 def label(case: tuple[tuple[int, ...], Geometry, int]) -> str:
-    shape, how, groups = case
+    _, how, groups = case
     parts = [how.kind, f"k{how.kernel_size}", f"s{how.stride}", f"p{how.padding}", f"d{how.dilation}", f"h{groups}"]
     return "-".join(parts).replace(" ", "")
 
@@ -86,7 +87,9 @@ def test_half_types_accumulate_in_float32(dtype, device):
     assert_same(lambda x, w, b: sparse_conv(x, w, near, b), oracle, leaves, kinds=("gradient", "second"))
 
 
-@pytest.mark.parametrize("how", [geometry("subm", (3, 2)), geometry("conv", (3, 3), 2, 1), geometry("transpose", (2, 3), 2)])
+@pytest.mark.parametrize(
+    "how", [geometry("subm", (3, 2)), geometry("conv", (3, 3), 2, 1), geometry("transpose", (2, 3), 2)]
+)
 @pytest.mark.parametrize("groups", [1, 2])
 def test_derivatives_of_first_and_second_order(how, groups):
     sites = random_sites((4, 5), 2, 5)

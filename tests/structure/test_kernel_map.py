@@ -10,7 +10,8 @@ import torch
 from insum_nn.errors import InsumDtypeError, InsumFormatError, InsumRangeError, InsumShapeError
 from insum_nn.structure import coordinates
 from insum_nn.structure.coordinates import Coordinates
-from insum_nn.structure.kernel_map import Geometry, Pairs, build_kernel_map, group_pairs
+from insum_nn.structure.kernel_map import Geometry, Pairs
+from insum_nn.structure.kernel_map_build import build_kernel_map, group_pairs
 from tests.ops.conv_oracle import geometry, random_sites, reached
 
 GEOMETRIES = [
@@ -73,12 +74,12 @@ def test_output_rows_do_not_depend_on_the_order_of_inputs():
 
 
 def test_memory_is_bounded_by_runs_of_offsets(monkeypatch):
-    from insum_nn.structure import kernel_map
+    from insum_nn.structure import kernel_map_build
 
     sites = random_sites((6, 5, 4), 2, 30)
     for how in (geometry("subm", (3, 3, 3)), geometry("conv", (3, 2, 2), 2), geometry("transpose", (2, 3, 2), 2)):
         want = build_kernel_map(sites, how)
-        monkeypatch.setattr(kernel_map, "_CANDIDATES", 100)
+        monkeypatch.setattr(kernel_map_build, "_CANDIDATES", 100)
         got = build_kernel_map(sites, how)
         monkeypatch.undo()
         for name, tensor in want.tensors.items():

@@ -1,0 +1,88 @@
+"""What layers over sparse grids share: arguments per axis, and kernel maps kept under an `indice_key`."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+
+from insum_nn.errors import InsumFormatError, InsumShapeError
+from insum_nn.layers.sparse_tensor import SparseConvTensor
+from insum_nn.structure.kernel_map import Geometry, KernelMap
+
+__all__ = ["IntOrInts", "expand_nd", "map_differences", "reuse_map", "store_map"]
+
+IntOrInts = int | Sequence[int]
+
+
+def expand_nd(owner: str, name: str, ndim: int, value: IntOrInts, least: int) -> list[int]:
+    """A number repeated, or d numbers checked.
+
+    Raises:
+        InsumShapeError: there are not d numbers, or one is below `least`.
+
+    >>> expand_nd("SubMConv3d", "kernel_size", 3, 5, 1)
+    [5, 5, 5]
+    """
+    values = [int(value)] * ndim if isinstance(value, int) else [int(v) for v in value]
+    if len(values) != ndim or any(v < least for v in values):
+        raise InsumShapeError(
+            f"{owner}: '{name}' is {value}",
+            details=[f"expected {ndim} integers of at least {least}, or one for all"],
+            fix=f"pass one integer, or {ndim} of them.",
+            argument=name,
+            expected=ndim,
+            got=value,
+        )
+    return values
+
+
+def store_map(indice_dict: dict[str, KernelMap], key: str | None, kernel_map: KernelMap) -> dict[str, KernelMap]:
+    """The maps of a layer's input and, under `key`, its own; the input's dictionary is left as it is."""
+    if key is None or indice_dict.get(key) is kernel_map:
+        return indice_dict
+    return {**indice_dict, key: kernel_map}
+
+
+def reuse_map(owner: str, key: str | None, x: SparseConvTensor, geometry: Geometry) -> KernelMap | None:
+    """The map stored under `key`, where it is this layer's own; `None` if nothing is stored.
+
+    Raises:
+        InsumFormatError: what is stored is of another kernel or of other voxels.
+    """
+    known = x.find_indice_pair(key)
+    if known is None:
+        return None
+    wrong = map_differences(known, x, geometry, known.inputs.indices, known.inputs.spatial_shape)
+    if known.inverted or known.geometry.kind != geometry.kind:
+        wrong.insert(0, f"kind: stored {known.geometry.kind}, this layer {geometry.kind}")
+    if wrong:
+        raise InsumFormatError(
+            f"{owner}: the map under indice_key '{key}' is not of this layer",
+            details=wrong,
+            fix="give this layer an indice_key of its own.",
+            indice_key=key,
+        )
+    return known
+
+
+def map_differences(
+    known: KernelMap, x: SparseConvTensor, geometry: Geometry, indices: Tensor, shape: tuple[int, ...]
+) -> list[str]:
+    """What of a stored map does not fit a layer and its input."""
+    wrong: list[str] = []
+    names = (
+        ("kernel_size",) if geometry.kind != known.geometry.kind else ("kernel_size", "stride", "padding", "dilation")
+    )
+    for name in names:
+        stored, own = getattr(known.geometry, name), getattr(geometry, name)
+        if stored != own:
+            wrong.append(f"{name}: stored {stored}, this layer {own}")
+    if tuple(x.spatial_shape) != shape:
+        wrong.append(f"spatial_shape: stored {shape}, input {tuple(x.spatial_shape)}")
+    elif indices.shape != x.indices.shape:
+        wrong.append(f"voxels: stored {indices.shape[0]}, input {x.indices.shape[0]}")
+    elif indices is not x.indices and not torch.compiler.is_compiling() and not torch.equal(indices, x.indices):
+        wrong.append("voxels: as many as stored, at other places or in another order")
+    return wrong

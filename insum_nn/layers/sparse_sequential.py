@@ -1,0 +1,232 @@
+"""Containers and small modules over `SparseConvTensor`."""
+
+from __future__ import annotations
+
+from collections import OrderedDict
+from collections.abc import Iterator, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.nn.modules.batchnorm import _BatchNorm
+
+from insum_nn.errors import InsumFormatError, InsumNameError
+from insum_nn.layers.sparse_tensor import SparseConvTensor, sparse_add
+
+__all__ = [
+    "AddTable",
+    "AddTableMisaligned",
+    "ConcatTable",
+    "JoinTable",
+    "RemoveGrid",
+    "SparseBatchNorm",
+    "SparseIdentity",
+    "SparseModule",
+    "SparseReLU",
+    "SparseSequential",
+    "SparseSyncBatchNorm",
+    "ToDense",
+    "assign_name_for_sparse_modules",
+]
+
+
+class SparseModule(nn.Module):
+    """A module that takes a `SparseConvTensor`; derive from it to stand in a `SparseSequential`.
+
+    Attributes:
+        name: kept for callers that label layers.
+    """
+
+    def __init__(self, name: str | None = None) -> None:
+        super().__init__()
+        self.name = name
+        self._sparse_unique_name = ""
+
+
+def _takes_sparse(module: nn.Module) -> bool:
+    return isinstance(module, SparseModule | SparseBatchNorm | SparseSyncBatchNorm | SparseReLU | SparseIdentity)
+
+
+def _on_features(module: nn.Module, features: Tensor) -> Tensor:
+    if features.shape[0] == 0 and isinstance(module, _BatchNorm) and module.training:
+        # No voxel, so no statistics to take: torch raises here, and a batch may hold an empty cloud.
+        return features
+    return module(features)
+
+
+class SparseSequential(SparseModule):
+    """A sequence of sparse modules and dense ones, which are applied to the features.
+
+    Takes modules, one `OrderedDict` of them, or keyword arguments. A module that is no `SparseModule` gets the features
+    of a sparse tensor; after `ToDense` modules get the dense tensor.
+
+    >>> model = SparseSequential(nn.Linear(1, 2), nn.ReLU())
+    >>> x = SparseConvTensor(torch.ones(3, 1), torch.tensor([[0, 0], [0, 1], [0, 2]], dtype=torch.int32), [3], 1)
+    >>> model(x).features.shape, len(model), type(model[-1]).__name__
+    (torch.Size([3, 2]), 2, 'ReLU')
+    """
+
+    def __init__(self, *args: nn.Module | OrderedDict[str, nn.Module], **kwargs: nn.Module) -> None:
+        super().__init__()
+        first = args[0] if args else None
+        if len(args) == 1 and isinstance(first, OrderedDict):
+            named = list(first.items())
+        else:
+            named = [(str(place), module) for place, module in enumerate(args)]
+        for key, module in [*named, *kwargs.items()]:
+            if key in self._modules:
+                raise InsumNameError(
+                    f"SparseSequential has a module '{key}' already", fix="give each module its own name."
+                )
+            self.add_module(key, module)  # type: ignore[arg-type]
+
+    def __getitem__(self, index: int | slice) -> Any:
+        modules = list(self._modules.values())
+        if isinstance(index, slice):
+            return type(self)(OrderedDict(list(self._modules.items())[index]))  # type: ignore[arg-type]
+        return modules[index]
+
+    def __len__(self) -> int:
+        return len(self._modules)
+
+    def __iter__(self) -> Iterator[nn.Module]:
+        return iter(module for module in self._modules.values() if module is not None)
+
+    def add(self, module: nn.Module, name: str | None = None) -> None:
+        """Append a module; its name is its place unless given.
+
+        Raises:
+            InsumNameError: the name is taken.
+        """
+        key = str(len(self._modules)) if name is None else name
+        if key in self._modules:
+            raise _taken(key)
+        self.add_module(key, module)
+
+    def forward(self, input: Any) -> Any:
+        """Run every module in order."""
+        for module in self:
+            if not _takes_sparse(module) and isinstance(input, SparseConvTensor):
+                input = input.replace_feature(_on_features(module, input.features))
+            else:
+                input = module(input)
+        return input
+
+
+def _taken(key: str) -> InsumNameError:
+    return InsumNameError(f"SparseSequential has a module '{key}' already", fix="give each module its own name.")
+
+
+class ToDense(SparseModule):
+    """`SparseConvTensor.dense`: (batch, C, x_1, .., x_d), zeros where no voxel is."""
+
+    def forward(self, x: SparseConvTensor) -> Tensor:
+        """Densify."""
+        return x.dense()
+
+
+class RemoveGrid(SparseModule):
+    """Forget the preallocated grid of a tensor."""
+
+    def forward(self, x: SparseConvTensor) -> SparseConvTensor:
+        """Drop it."""
+        x.grid = None
+        return x
+
+
+class SparseBatchNorm(nn.BatchNorm1d):
+    """`nn.BatchNorm1d` that also takes a sparse tensor."""
+
+    def forward(self, input: Any) -> Any:
+        """Normalise the features."""
+        if isinstance(input, SparseConvTensor):
+            if input.features.shape[0] == 0 and self.training:
+                return input
+            return input.replace_feature(super().forward(input.features))
+        return super().forward(input)
+
+
+class SparseSyncBatchNorm(nn.SyncBatchNorm):
+    """`nn.SyncBatchNorm` that also takes a sparse tensor."""
+
+    def forward(self, input: Any) -> Any:
+        """Normalise the features over all processes."""
+        if isinstance(input, SparseConvTensor):
+            return input.replace_feature(super().forward(input.features))
+        return super().forward(input)
+
+
+class SparseReLU(nn.ReLU):
+    """`nn.ReLU` that also takes a sparse tensor."""
+
+    def forward(self, input: Any) -> Any:
+        """Rectify the features."""
+        if isinstance(input, SparseConvTensor):
+            return input.replace_feature(super().forward(input.features))
+        return super().forward(input)
+
+
+class SparseIdentity(nn.Identity):
+    """`nn.Identity` for sparse and dense tensors."""
+
+
+def _aligned(tensors: Sequence[SparseConvTensor], owner: str) -> SparseConvTensor:
+    """The first of tensors over the same voxels."""
+    first = tensors[0]
+    for other in tensors[1:]:
+        same = other.spatial_shape == first.spatial_shape and other.batch_size == first.batch_size
+        same = same and (other.indices is first.indices or torch.equal(other.indices, first.indices))
+        if not same:
+            raise InsumFormatError(
+                f"{owner} needs tensors over the same voxels",
+                details=[f"{first.indices.shape[0]} and {other.indices.shape[0]} voxels"],
+                fix="use AddTableMisaligned or sparse_add, which merge voxels.",
+            )
+    return first
+
+
+class JoinTable(SparseModule):
+    """Concatenate the channels of sparse tensors over the same voxels."""
+
+    def forward(self, input: Sequence[SparseConvTensor]) -> SparseConvTensor:
+        """Join."""
+        return _aligned(input, "JoinTable").replace_feature(torch.cat([x.features for x in input], dim=1))
+
+
+class AddTable(SparseModule):
+    """Add sparse tensors over the same voxels."""
+
+    def forward(self, input: Sequence[SparseConvTensor]) -> SparseConvTensor:
+        """Add."""
+        total = input[0].features
+        for other in input[1:]:
+            total = total + other.features
+        return _aligned(input, "AddTable").replace_feature(total)
+
+
+class AddTableMisaligned(SparseModule):
+    """Add sparse tensors whose voxels may differ; see `sparse_add`."""
+
+    def forward(self, input: Sequence[SparseConvTensor]) -> SparseConvTensor:
+        """Merge and add."""
+        return sparse_add(*input)
+
+
+class ConcatTable(SparseModule):
+    """Run several modules on one tensor and return a list of their results."""
+
+    def forward(self, input: SparseConvTensor) -> list[Any]:
+        """Fan out."""
+        return [module(input) for module in self._modules.values() if module is not None]
+
+    def add(self, module: nn.Module) -> ConcatTable:
+        """Append a branch."""
+        self.add_module(str(len(self._modules)), module)
+        return self
+
+
+def assign_name_for_sparse_modules(module: nn.Module) -> None:
+    """Give each sparse module its path in `module` as its unique name."""
+    for path, child in module.named_modules():
+        if isinstance(child, SparseModule):
+            child._sparse_unique_name = path

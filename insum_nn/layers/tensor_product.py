@@ -1,0 +1,440 @@
+"""Drop-in replacements for the tensor products of `e3nn.o3`."""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Iterator, Sequence
+from typing import Any, Optional, Union
+
+import torch
+from torch import Tensor
+
+from insum_nn.errors import MissingExtraError
+from insum_nn.layers.tensor_product_checks import InputError, cast_for_autocast, check_choice, check_inputs, variances
+from insum_nn.layers.tensor_product_constants import add_constants, drop_constants
+from insum_nn.ops.tensor_product import TensorProductSpec, explain_tensor_product, expressions
+from insum_nn.structure.irreps import entries_of, make_paths, path_coefficients, weight_offsets
+
+try:
+    import e3nn
+    from e3nn import o3
+    from e3nn.o3._tensor_product._instruction import Instruction
+    from e3nn.util.jit import compile_mode
+except ImportError as error:
+    raise MissingExtraError(
+        "the tensor products take the place of e3nn's, which is not installed", fix="run: pip install insum-nn[e3nn]"
+    ) from error
+
+__all__ = [
+    "ElementwiseTensorProduct",
+    "FullTensorProduct",
+    "FullyConnectedTensorProduct",
+    "TensorProduct",
+    "TensorSquare",
+]
+
+Irreps = Any
+
+
+@compile_mode("script")
+class TensorProduct(o3.TensorProduct):
+    """Tensor product of two representations along chosen paths: `e3nn.o3.TensorProduct`.
+
+        Z[z,k,w] += CG[k,r,q] * X[z,I[k,r,q],u] * Y[z,J[k,r,q],v] * W[r,u,v,w]
+        Z[z,k,u] += CG[k,r,q] * X[z,I[k,r,q],u] * Y[z,J[k,r,q],v] * W[L[k,r],u,v]
+
+    The first line is a mode that mixes multiplicities (uvw), the second one that keeps them (uvu); see `expression`
+    for those of a module. The Clebsch-Gordan coefficients are static tables of the non-zero ones.
+
+    Source: Geiger and Smidt, e3nn (2022), section 4.
+
+    Args:
+        irreps_in1: representation of the first input.
+        irreps_in2: representation of the second input.
+        irreps_out: representation of the output.
+        instructions: paths `(i_in1, i_in2, i_out, mode, has_weight[, path_weight])`.
+        in1_var: variance of each entry of the first input; default 1.
+        in2_var: variance of each entry of the second input; default 1.
+        out_var: variance of each entry of the output; default 1.
+        irrep_normalization: `"component"` (default), `"norm"` or `"none"`.
+        path_normalization: `"element"` (default), `"path"` or `"none"`.
+        internal_weights: hold the weights as a parameter; default whenever they are shared.
+        shared_weights: one weight for all samples (default), rather than one each.
+        compile_left_right: accepted; `forward` is always there.
+        compile_right: accepted; `right` is always there.
+        normalization: old name of `irrep_normalization`.
+        _specialized_code: accepted; names the constants in the state dict as e3nn does.
+        _optimize_einsums: accepted; the compiler chooses the order of products.
+
+    Raises:
+        InstructionError: a path connects what cannot be connected.
+        ValueError: an unknown normalisation.
+
+    >>> from insum_nn.layers.tensor_product import TensorProduct
+    >>> cross = TensorProduct("16x1o", "16x1o", "16x1e", [(0, 0, 0, "uuu", False)])
+    >>> cross
+    TensorProduct(16x1o x 16x1o -> 16x1e | 16 paths | 0 weights)
+      Z[z,k,u] += CG[k,q] * X[z,I[k,q],u] * Y[z,J[k,q],u]
+    >>> cross(torch.randn(8, 48), torch.randn(8, 48)).shape
+    torch.Size([8, 48])
+    """
+
+    # TorchScript compiles properties unless told otherwise.
+    __jit_unused_properties__ = ["spec", "expression"]  # noqa: RUF012 - its form is torch's
+
+    def __init__(
+        self,
+        irreps_in1: Irreps,
+        irreps_in2: Irreps,
+        irreps_out: Irreps,
+        instructions: Sequence[tuple[Any, ...]],
+        in1_var: Sequence[float] | Tensor | None = None,
+        in2_var: Sequence[float] | Tensor | None = None,
+        out_var: Sequence[float] | Tensor | None = None,
+        irrep_normalization: str | None = None,
+        path_normalization: str | None = None,
+        internal_weights: bool | None = None,
+        shared_weights: bool | None = None,
+        compile_left_right: bool = True,
+        compile_right: bool = False,
+        normalization: str | None = None,
+        _specialized_code: bool | None = None,
+        _optimize_einsums: bool | None = None,
+    ) -> None:
+        torch.nn.Module.__init__(self)
+        if normalization is not None:
+            warnings.warn(
+                "`normalization` is deprecated. Use `irrep_normalization` instead.", DeprecationWarning, stacklevel=2
+            )
+            irrep_normalization = normalization
+        irrep_normalization = irrep_normalization or "component"
+        path_normalization = path_normalization or "element"
+        check_choice("irrep_normalization", irrep_normalization, ("component", "norm", "none"))
+        check_choice("path_normalization", path_normalization, ("element", "path", "none"))
+        self.irreps_in1 = o3.Irreps(irreps_in1)
+        self.irreps_in2 = o3.Irreps(irreps_in2)
+        self.irreps_out = o3.Irreps(irreps_out)
+        entries = tuple(entries_of(irreps) for irreps in (self.irreps_in1, self.irreps_in2, self.irreps_out))
+        paths, path_weights = make_paths(*entries, instructions)
+        spread = tuple(
+            variances(name, given, len(own))
+            for name, given, own in zip(
+                ("in1_var", "in2_var", "out_var"), (in1_var, in2_var, out_var), entries, strict=True
+            )
+        )
+        factors = path_coefficients(paths, path_weights, entries, spread, irrep_normalization, path_normalization)
+        self.instructions = [
+            Instruction(p.i_in1, p.i_in2, p.i_out, p.mode, p.weighted, factor, p.shape)
+            for p, factor in zip(paths, factors, strict=True)
+        ]
+        defaults = e3nn.get_optimization_defaults()
+        self._specialized_code = defaults["specialized_code"] if _specialized_code is None else _specialized_code
+        self._optimize_einsums = defaults["optimize_einsums"] if _optimize_einsums is None else _optimize_einsums
+        self._did_compile_left_right = compile_left_right
+        self._did_compile_right = compile_right
+        self._own_weights(internal_weights, shared_weights)
+        self._finish()
+
+    def _own_weights(self, internal: bool | None, shared: bool | None) -> None:
+        """Decide who holds the weights, and make them."""
+        if shared is False and internal is None:
+            internal = False
+        if shared is None:
+            shared = True
+        if internal is None:
+            internal = shared and any(i.has_weight for i in self.instructions)
+        if internal and not shared:
+            raise InputError(
+                "internal_weights=True needs shared_weights=True",
+                details=["a parameter cannot depend on the sample"],
+                fix="pass the weights to forward, or share them.",
+            )
+        self.internal_weights = bool(internal)
+        self.shared_weights = bool(shared)
+        self.weight_numel = sum(path.numel for path in self._paths() if path.weighted)
+        if internal and self.weight_numel > 0:
+            self.weight = torch.nn.Parameter(torch.randn(self.weight_numel))
+        else:
+            # TorchScript wants the attribute in any case.
+            self.register_buffer("weight", torch.tensor([]))
+        mask = torch.zeros(self.irreps_out.dim)
+        parts = self.irreps_out.slices()
+        for ins in self.instructions:
+            if ins.path_weight != 0 and 0 not in ins.path_shape:
+                mask[parts[ins.i_out]] = 1
+        self.register_buffer("output_mask", mask)
+
+    def _paths(self) -> Any:
+        entries = (entries_of(irreps) for irreps in (self.irreps_in1, self.irreps_in2, self.irreps_out))
+        rows = [(i.i_in1, i.i_in2, i.i_out, i.connection_mode, i.has_weight) for i in self.instructions]
+        paths, _ = make_paths(*entries, rows)
+        return tuple(p._replace(coefficient=i.path_weight) for p, i in zip(paths, self.instructions, strict=True))
+
+    def _finish(self) -> None:
+        """Everything that follows from the instructions."""
+        self._in1_dim: int = self.irreps_in1.dim
+        self._in2_dim: int = self.irreps_in2.dim
+        self._out_dim: int = self.irreps_out.dim
+        # The operator takes the whole product as text: traced, scripted and exported graphs carry it along.
+        self._text: str = self.spec.to_json()
+        self._text_shared: str = self.spec.with_shared(True).to_json()
+        self._profiling_str: str = o3.TensorProduct.__repr__(self)
+
+    @property
+    def spec(self) -> TensorProductSpec:
+        """Representations and normalised paths, without numbers."""
+        entries = (entries_of(irreps) for irreps in (self.irreps_in1, self.irreps_in2, self.irreps_out))
+        return TensorProductSpec(*entries, self._paths(), self.shared_weights)
+
+    @classmethod
+    def from_e3nn(cls, module: o3.TensorProduct) -> TensorProduct:
+        """The same product as a module of e3nn, sharing its weights; of the class that replaces the module's.
+
+        >>> peer = o3.FullyConnectedTensorProduct("2x0e + 1o", "1o", "0e + 2x1o")
+        >>> ours = TensorProduct.from_e3nn(peer)
+        >>> type(ours).__name__, ours.weight is peer.weight
+        ('FullyConnectedTensorProduct', True)
+        """
+        kinds: tuple[type[TensorProduct], ...] = (
+            FullyConnectedTensorProduct,
+            ElementwiseTensorProduct,
+            FullTensorProduct,
+            TensorSquare,
+        )
+        kind = next((k for k in kinds if isinstance(module, k.__mro__[1])), TensorProduct)
+        new: TensorProduct = kind.__new__(kind)
+        torch.nn.Module.__init__(new)
+        for name in ("irreps_in1", "irreps_in2", "irreps_out", "shared_weights", "internal_weights", "weight_numel"):
+            setattr(new, name, getattr(module, name))
+        if isinstance(module, o3.TensorSquare):
+            new.irreps_in = module.irreps_in
+        new.instructions = list(module.instructions)
+        new._specialized_code = module._specialized_code
+        new._optimize_einsums = module._optimize_einsums
+        new._did_compile_left_right = True
+        new._did_compile_right = module._did_compile_right
+        if isinstance(module.weight, torch.nn.Parameter):
+            new.weight = module.weight
+        else:
+            new.register_buffer("weight", module.weight)
+        new.register_buffer("output_mask", module.output_mask)
+        new._finish()
+        return new.train(module.training)
+
+    @property
+    def expression(self) -> str:
+        """The statements that make the output, one a line."""
+        return "\n".join(expressions(self.spec))
+
+    def __repr__(self) -> str:
+        lines = [super().__repr__(), *expressions(self.spec)]
+        return "\n  ".join(lines)
+
+    def explain(self, x: Tensor, y: Tensor, weight: Tensor | None = None, *, statement: int = 0) -> Any:
+        """What becomes of one statement on these inputs (2-d): an `Explanation`."""
+        w = self._get_weights(weight)
+        return explain_tensor_product(self.spec, x, y, w, statement=statement)
+
+    # State: e3nn's checkpoints hold dense coefficient blocks, constants that the static tables replace.
+
+    def _save_to_state_dict(self, destination: dict[str, Any], prefix: str, keep_vars: bool) -> None:
+        super()._save_to_state_dict(destination, prefix, keep_vars)
+        add_constants(self, destination, prefix)
+
+    def _load_from_state_dict(self, state_dict: dict[str, Any], prefix: str, *args: Any) -> None:
+        drop_constants(state_dict, prefix)
+        super()._load_from_state_dict(state_dict, prefix, *args)
+
+    # Weights.
+
+    @torch.jit.unused
+    def _checked_weights(self, weight: Optional[Union[Tensor, list[Tensor]]]) -> Optional[Tensor]:
+        if isinstance(weight, list):
+            batch = () if self.shared_weights else (-1,)
+            shapes = [ins.path_shape for ins in self.instructions if ins.has_weight]
+            if len(weight) != len(shapes):
+                raise InputError(
+                    f"got {len(weight)} weights for {len(shapes)} paths with weights",
+                    fix="pass one tensor for each instruction with weights, in their order.",
+                    expected=len(shapes),
+                    got=len(weight),
+                )
+            numbers = [torch.Size(shape).numel() for shape in shapes]
+            weight = torch.cat([w.reshape(*batch, n) for w, n in zip(weight, numbers, strict=True)], -1)
+        if weight is None:
+            if self.weight_numel > 0 and not self.internal_weights:
+                raise InputError(
+                    "the weights are missing",
+                    details=[f"expected a tensor of {self.weight_numel} weights{'' if self.shared_weights else ' a sample'}"],
+                    fix="pass weight=, or build the module with internal_weights=True.",
+                    expected=self.weight_numel,
+                )
+            return None
+        wanted = f"({self.weight_numel},)" if self.shared_weights else f"(..., {self.weight_numel})"
+        fits = weight.dim() == 1 if self.shared_weights else weight.dim() > 1
+        if not fits or weight.shape[-1] != self.weight_numel:
+            raise InputError(
+                "the weight has a wrong shape",
+                details=[f"expected {wanted}, shared_weights={self.shared_weights}; got {tuple(weight.shape)}"],
+                fix="pass weights of this shape; `weight_numel` is their number.",
+                expected=wanted,
+                got=tuple(weight.shape),
+            )
+        return weight
+
+    def _get_weights(self, weight: Optional[Tensor]) -> Tensor:
+        if not torch.jit.is_scripting():
+            weight = self._checked_weights(weight)
+        if weight is None:
+            if self.weight_numel > 0 and not self.internal_weights:
+                raise RuntimeError("Weights must be provided when the TensorProduct does not have `internal_weights`")
+            return self.weight
+        if self.shared_weights:
+            torch._assert(weight.shape == (self.weight_numel,), "Invalid weight shape")
+        else:
+            torch._assert(weight.shape[-1] == self.weight_numel, "Invalid weight shape")
+            torch._assert(weight.ndim > 1, "When shared weights is false, weights must have batch dimension")
+        return weight
+
+    def weight_view_for_instruction(self, instruction: int, weight: Optional[Tensor] = None) -> Tensor:
+        """The weights of one instruction, as a view of `weight` or of the module's own.
+
+        Args:
+            instruction: number of an instruction that has weights.
+            weight: as for `forward`.
+        """
+        paths = self._paths()
+        if not paths[instruction].weighted:
+            raise ValueError(f"Instruction {instruction} has no weights.")
+        path = paths[instruction]
+        weight = self._get_weights(weight)
+        own = weight.narrow(-1, weight_offsets(paths)[instruction], path.numel)
+        return own.view(*weight.shape[:-1], *path.shape)
+
+    def weight_views(self, weight: Optional[Tensor] = None, yield_instruction: bool = False) -> Iterator[Any]:
+        """The weights of each instruction that has any, as views; with `(number, instruction, view)` if wished."""
+        weight = self._get_weights(weight)
+        paths = self._paths()
+        for number, (path, start) in enumerate(zip(paths, weight_offsets(paths), strict=True)):
+            if path.weighted:
+                view = weight.narrow(-1, start, path.numel).view(*weight.shape[:-1], *path.shape)
+                yield (number, self.instructions[number], view) if yield_instruction else view
+
+    # Evaluation. What follows is also compiled by TorchScript, which knows neither our errors nor f-strings.
+
+    @torch.jit.unused
+    def _prepared(self, x: Tensor, y: Tensor, weight: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        if not torch.jit.is_tracing():
+            check_inputs(self, x, y, weight)
+        return cast_for_autocast(x, y, weight)
+
+    def forward(self, x: Tensor, y: Tensor, weight: Optional[Tensor] = None) -> Tensor:
+        """Multiply `x` by `y`.
+
+        Args:
+            x: (..., irreps_in1.dim); differentiable.
+            y: (..., irreps_in2.dim); differentiable; batch dimensions broadcast.
+            weight: (weight_numel,) if weights are shared, else (..., weight_numel), or a list of one tensor for each
+                instruction with weights; needed unless the module holds them; differentiable.
+
+        Returns:
+            (..., irreps_out.dim).
+        """
+        w = self._get_weights(weight)
+        if not torch.jit.is_scripting():
+            x, y, w = self._prepared(x, y, w)
+        torch._assert(x.shape[-1] == self._in1_dim, "Incorrect last dimension for x")
+        torch._assert(y.shape[-1] == self._in2_dim, "Incorrect last dimension for y")
+        head = torch.broadcast_tensors(x[..., :1], y[..., :1])[0]
+        if not self.shared_weights:
+            head = torch.broadcast_tensors(x[..., :1], y[..., :1], w[..., :1])[0]
+        batch = list(head.shape[:-1])
+        number = 1
+        for extent in batch:
+            number = number * extent
+        x = x.expand(batch + [self._in1_dim]).reshape(number, self._in1_dim)  # noqa: RUF005 - TorchScript
+        y = y.expand(batch + [self._in2_dim]).reshape(number, self._in2_dim)  # noqa: RUF005
+        text = self._text
+        if not self.shared_weights:
+            if w.numel() == self.weight_numel:
+                # One weight for the whole batch is a shared one: nothing to repeat.
+                w = w.reshape(self.weight_numel)
+                text = self._text_shared
+            else:
+                w = w.expand(batch + [self.weight_numel]).reshape(number, self.weight_numel)  # noqa: RUF005
+        z = torch.ops.insum_nn.tensor_product(text, "z", x, y, w, None, None, number, number)
+        return z.reshape(batch + [self._out_dim])  # noqa: RUF005
+
+    @torch.jit.export
+    def right(self, y: Tensor, weight: Optional[Tensor] = None) -> Tensor:
+        """Multiply by `y` what is still to come: a matrix that takes any `x` to the tensor product with `y`.
+
+        Args:
+            y: (..., irreps_in2.dim); differentiable.
+            weight: as for `forward`.
+
+        Returns:
+            (..., irreps_in1.dim, irreps_out.dim), for `torch.einsum("...i,...ik->...k", x, right)`.
+        """
+        w = self._get_weights(weight)
+        if not torch.jit.is_scripting():
+            _, y, w = self._prepared(y.new_zeros([self._in1_dim]), y, w)
+        torch._assert(y.shape[-1] == self._in2_dim, "Incorrect last dimension for y")
+        head = y[..., :1]
+        if not self.shared_weights:
+            head = torch.broadcast_tensors(y[..., :1], w[..., :1])[0]
+        batch = list(head.shape[:-1])
+        number = 1
+        for extent in batch:
+            number = number * extent
+        y = y.expand(batch + [self._in2_dim]).reshape(number, self._in2_dim)  # noqa: RUF005
+        if not self.shared_weights:
+            w = w.expand(batch + [self.weight_numel]).reshape(number, self.weight_numel)  # noqa: RUF005
+        b = torch.ops.insum_nn.tensor_product_right(self._text, y, w)
+        return b.reshape(batch + [self._in1_dim, self._out_dim])  # noqa: RUF005
+
+
+# e3nn's own constructors write the instructions; the next class in line is ours.
+
+
+@compile_mode("script")
+class FullyConnectedTensorProduct(o3.FullyConnectedTensorProduct, TensorProduct):
+    """Every path that the degrees and parities allow, with weights that mix all multiplicities.
+
+        Z[z,k,w] += CG[k,r,q] * X[z,I[k,r,q],u] * Y[z,J[k,r,q],v] * W[r,u,v,w]
+
+    Takes the place of `e3nn.o3.FullyConnectedTensorProduct`; arguments as there, and of `TensorProduct`.
+    """
+
+
+@compile_mode("script")
+class ElementwiseTensorProduct(o3.ElementwiseTensorProduct, TensorProduct):
+    """The product of each copy of one input with the copy of the other that stands at its place.
+
+        Z[z,k,u] += CG[k,q] * X[z,I[k,q],u] * Y[z,J[k,q],u]
+
+    Takes the place of `e3nn.o3.ElementwiseTensorProduct`; arguments as there, and of `TensorProduct`.
+    """
+
+
+@compile_mode("script")
+class FullTensorProduct(o3.FullTensorProduct, TensorProduct):
+    """The product of each copy of one input with each of the other, without weights.
+
+        Z[z,k,u,v] += CG[k,q] * X[z,I[k,q],u] * Y[z,J[k,q],v]
+
+    Takes the place of `e3nn.o3.FullTensorProduct`; arguments as there, and of `TensorProduct`.
+    """
+
+
+@compile_mode("script")
+class TensorSquare(o3.TensorSquare, TensorProduct):
+    """The product of a representation with itself, each pair of copies once.
+
+        Z[z,k,n] += CG[k,q] * X[z,I[k,q],U[n]] * Y[z,J[k,q],V[n]]
+
+    Takes the place of `e3nn.o3.TensorSquare`; arguments as there, and of `TensorProduct`.
+    """
+
+    def __repr__(self) -> str:
+        return "\n  ".join([o3.TensorSquare.__repr__(self), *expressions(self.spec)])

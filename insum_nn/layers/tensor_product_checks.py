@@ -1,0 +1,132 @@
+"""What is wrong with the inputs of a tensor product, said before any kernel runs."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from insum_nn.errors import InsumDeviceError, InsumDtypeError, InsumError, InsumShapeError, raise_collected
+
+__all__ = ["InputError", "cast_for_autocast", "check_choice", "check_inputs", "check_same", "variances"]
+
+_FLOATS = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
+
+
+class InputError(InsumShapeError, AssertionError, RuntimeError):
+    """An input does not fit the module; also the two errors that e3nn and OpenEquivariance raise here."""
+
+
+def check_choice(name: str, value: str, choices: Sequence[str]) -> None:
+    """Raise unless `value` is one of `choices`."""
+    if value not in choices:
+        raise InputError(
+            f"{name} is {value!r}",
+            details=[f"expected one of {', '.join(map(repr, choices))}"],
+            fix=f"choose one of these for {name}.",
+            expected=tuple(choices),
+            got=value,
+        )
+
+
+def variances(name: str, given: Sequence[float] | Tensor | None, count: int) -> list[float]:
+    """Variances of a representation's entries; 1 by default."""
+    if given is None:
+        return [1.0] * count
+    values = [float(v) for v in given]
+    if len(values) != count:
+        raise InputError(
+            f"{name} has {len(values)} variances for {count} entries of the representation",
+            fix="give one for each entry.",
+            expected=count,
+            got=len(values),
+        )
+    return values
+
+
+def check_last(name: str, tensor: Tensor, expected: int, irreps: object, faults: list[InsumError]) -> None:
+    """Note a tensor whose last dimension is not that of its representation."""
+    if tensor.dim() == 0 or tensor.shape[-1] != expected:
+        faults.append(
+            InputError(
+                f"'{name}' does not hold the representation {irreps}",
+                details=[f"expected shape (..., {expected}); got {tuple(tensor.shape)}"],
+                fix=f"pass {name} with {expected} components last.",
+                expected=expected,
+                got=tuple(tensor.shape),
+            )
+        )
+
+
+def check_same(tensors: dict[str, Tensor], faults: list[InsumError]) -> None:
+    """Note dtypes and devices that differ from those of the first tensor, or are of no use."""
+    (first, anchor), *rest = tensors.items()
+    if anchor.dtype not in _FLOATS:
+        faults.append(
+            InsumDtypeError(
+                f"'{first}' is {anchor.dtype}",
+                details=["expected float16, bfloat16, float32 or float64"],
+                fix=f"pass {first}.to(torch.get_default_dtype()).",
+                got=anchor.dtype,
+            )
+        )
+    relaxed = torch.is_autocast_enabled(anchor.device.type)
+    for name, tensor in rest:
+        if tensor.device != anchor.device:
+            faults.append(
+                InsumDeviceError(
+                    f"'{name}' is on {tensor.device}, '{first}' on {anchor.device}",
+                    fix=f"pass {name}.to('{anchor.device}').",
+                    expected=anchor.device,
+                    got=tensor.device,
+                )
+            )
+        if tensor.dtype != anchor.dtype and not relaxed:
+            faults.append(
+                InsumDtypeError(
+                    f"'{name}' is {tensor.dtype}, '{first}' is {anchor.dtype}",
+                    fix=f"pass {name}.to({anchor.dtype}).",
+                    expected=anchor.dtype,
+                    got=tensor.dtype,
+                )
+            )
+
+
+def check_inputs(module: Any, x: Tensor, y: Tensor, weight: Tensor) -> None:
+    """Check the inputs of a tensor product."""
+    faults: list[InsumError] = []
+    check_last("x", x, module._in1_dim, module.irreps_in1, faults)
+    check_last("y", y, module._in2_dim, module.irreps_in2, faults)
+    check_same({"x": x, "y": y} | ({"weight": weight} if weight.numel() else {}), faults)
+    shapes = [x.shape[:-1], y.shape[:-1]] + ([] if module.shared_weights else [weight.shape[:-1]])
+    if not faults and not _broadcast(shapes):
+        names = "x, y" if module.shared_weights else "x, y and weight"
+        faults.append(
+            InputError(
+                f"the batch dimensions of {names} do not broadcast",
+                details=["got " + ", ".join(str(tuple(s)) for s in shapes)],
+                fix="give them equal batch dimensions, or 1.",
+                got=shapes,
+            )
+        )
+    raise_collected(faults)
+
+
+def _broadcast(shapes: Sequence[Sequence[int]]) -> bool:
+    for axis in range(1, max(len(s) for s in shapes) + 1):
+        extents = {int(s[-axis]) for s in shapes if len(s) >= axis} - {1}
+        if len(extents) > 1:
+            return False
+    return True
+
+
+def cast_for_autocast(x: Tensor, y: Tensor, weight: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    """Under autocast a tensor product is a matrix product: float32 operands take the autocast dtype."""
+    device = x.device.type
+    if not torch.is_autocast_enabled(device):
+        return x, y, weight
+    dtype = torch.get_autocast_dtype(device)
+    halves = (torch.float16, torch.bfloat16, torch.float32)
+    return tuple(t.to(dtype) if t.dtype in halves else t for t in (x, y, weight))  # type: ignore[return-value]

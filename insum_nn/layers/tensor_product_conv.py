@@ -1,0 +1,216 @@
+"""A graph convolution by tensor products, gather and scatter included: OpenEquivariance's layer."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from insum_nn.errors import InsumDeviceError, InsumDtypeError, InsumError, raise_collected
+from insum_nn.layers.tensor_product import TensorProduct
+from insum_nn.layers.tensor_product_checks import InputError, cast_for_autocast, check_same
+from insum_nn.ops.tensor_product import TensorProductSpec, explain_tensor_product, expressions, tensor_product
+
+__all__ = ["TensorProductConv"]
+
+_INDEX = (torch.int32, torch.int64)
+
+
+class TensorProductConv(torch.nn.Module):
+    """Messages along edges, each the tensor product of a sender's features and an edge's, summed at the receivers.
+
+        Z[Dst[e],k,u] += CG[k,r,q] * X[Src[e],I[k,r,q],u] * Y[e,J[k,r,q]] * W[e,L[k,r],u]
+
+    (here with mode uvu and edge features of multiplicity 1; any instructions will do). Neither the gathered features
+    nor the messages are ever stored for all edges.
+
+    Source: Bharadwaj, Glover, Buluc, Demmel, An Efficient Sparse Kernel Generator for O(3)-Equivariant Deep Networks
+    (2025), section 3.5.
+
+    Args:
+        irreps_in1: representation of the nodes; or a whole problem: any object with the attributes `irreps_in1`,
+            `irreps_in2`, `irreps_out`, `instructions` (normalised) and `shared_weights`, such as OpenEquivariance's
+            `TPProblem` or a tensor product of e3nn. Its weights, if it has any, become this layer's.
+        irreps_in2: representation of the edges.
+        irreps_out: representation of the result.
+        instructions: as for `TensorProduct`.
+        deterministic: the same bits at every run, on a GPU too.
+        **kwargs: of `TensorProduct`; weights belong to the edges (`shared_weights=False`) unless told otherwise.
+
+    >>> from insum_nn.layers.tensor_product_conv import TensorProductConv
+    >>> conv = TensorProductConv("8x0e", "0e + 1o", "8x0e + 8x1o", [(0, 0, 0, "uvu", True), (0, 1, 1, "uvu", True)])
+    >>> conv
+    TensorProductConv(8x0e x 1x0e+1x1o -> 8x0e+8x1o | 16 paths | 16 weights)
+      Z[Dst[e],k,u] += CG[k] * X[Src[e],I[k],u] * Y[e,J[k]] * W[e,L[k],u]
+    >>> receivers, senders = torch.tensor([0, 1, 1]), torch.tensor([1, 0, 2])
+    >>> conv(torch.randn(3, 8), torch.randn(3, 4), torch.randn(3, 16), receivers, senders).shape
+    torch.Size([3, 32])
+    """
+
+    def __init__(
+        self,
+        irreps_in1: Any,
+        irreps_in2: Any = None,
+        irreps_out: Any = None,
+        instructions: Sequence[tuple[Any, ...]] | None = None,
+        *,
+        deterministic: bool = False,
+        **kwargs: Any,
+    ) -> None:
+        super().__init__()
+        if irreps_in2 is None and irreps_out is None and instructions is None:
+            self.tensor_product = _from_problem(irreps_in1)
+        elif irreps_in2 is None or irreps_out is None or instructions is None:
+            raise InputError(
+                "irreps_in1 comes without the rest of a problem",
+                details=["expected irreps_in1, irreps_in2, irreps_out and instructions, or one problem alone"],
+                fix="pass all four.",
+            )
+        else:
+            kwargs.setdefault("shared_weights", bool(kwargs.get("internal_weights")))
+            self.tensor_product = TensorProduct(irreps_in1, irreps_in2, irreps_out, instructions, **kwargs)
+        self.deterministic = deterministic
+        self._text = self.spec.to_json()
+
+    @property
+    def spec(self) -> TensorProductSpec:
+        """Representations and normalised paths, without numbers."""
+        own = self.tensor_product.spec
+        return TensorProductSpec(own.in1, own.in2, own.out, own.paths, own.shared, True, self.deterministic)
+
+    @property
+    def weight_numel(self) -> int:
+        """Weights of one edge."""
+        return self.tensor_product.weight_numel
+
+    @property
+    def irreps_out(self) -> Any:
+        """Representation of the result."""
+        return self.tensor_product.irreps_out
+
+    @property
+    def expression(self) -> str:
+        """The statements that make the output, one a line."""
+        return "\n".join(expressions(self.spec))
+
+    def __repr__(self) -> str:
+        product = self.tensor_product._profiling_str.partition("(")[2]
+        return "\n  ".join([f"{type(self).__name__}({product}", *expressions(self.spec)])
+
+    def explain(
+        self, X: Tensor, Y: Tensor, W: Tensor | None, rows: Tensor, cols: Tensor, *, statement: int = 0
+    ) -> Any:
+        """What becomes of one statement on these inputs: an `Explanation`."""
+        weight = self.tensor_product._get_weights(W)
+        return explain_tensor_product(self.spec, X, Y, weight, rows, cols, statement=statement)
+
+    def forward(
+        self,
+        X: Tensor,
+        Y: Tensor,
+        W: Tensor | None,
+        rows: Tensor,
+        cols: Tensor,
+        sender_perm: Tensor | None = None,
+        *,
+        num_nodes: int | None = None,
+    ) -> Tensor:
+        """Convolve.
+
+        Args:
+            X: (n, irreps_in1.dim) features of the senders; differentiable.
+            Y: (e, irreps_in2.dim) features of the edges; differentiable.
+            W: (e, weight_numel), or (weight_numel,) if weights are shared, or `None` if the layer holds them;
+                differentiable.
+            rows: `Dst`, (e,) receiver of each edge, int32 or int64, in any order; sorted ones are summed faster.
+            cols: `Src`, (e,) sender of each edge.
+            sender_perm: (e,) permutation that sorts the edges by sender. OpenEquivariance needs it to be
+                deterministic; here the result does not depend on it, and only its shape is checked.
+            num_nodes: receivers; default as many as senders.
+
+        Returns:
+            (num_nodes, irreps_out.dim); 0 where no edge arrives.
+
+        Raises:
+            InputError: a shape does not fit.
+            InsumRangeError: an edge points outside the nodes.
+        """
+        weight = self.tensor_product._get_weights(W)
+        self._check(X, Y, weight, rows, cols, sender_perm)
+        X, Y, weight = cast_for_autocast(X, Y, weight)
+        if not self.tensor_product.shared_weights and weight.shape[0] == 1 != Y.shape[0]:
+            weight = weight.expand(Y.shape[0], -1)
+        return tensor_product(self._text, X, Y, weight, rows, cols, num_nodes)
+
+    def _check(
+        self, X: Tensor, Y: Tensor, weight: Tensor, rows: Tensor, cols: Tensor, sender_perm: Tensor | None
+    ) -> None:
+        product = self.tensor_product
+        faults: list[InsumError] = []
+        edges = Y.shape[0] if Y.dim() else 0
+        expected = {"X": (X, (None, product._in1_dim)), "Y": (Y, (None, product._in2_dim))}
+        indices = {"rows": rows, "cols": cols} | ({} if sender_perm is None else {"sender_perm": sender_perm})
+        expected |= {name: (index, (edges,)) for name, index in indices.items()}
+        if not product.shared_weights and product.weight_numel:
+            expected["W"] = (weight, ((1 if weight.shape[0] == 1 else edges), product.weight_numel))
+        for name, (tensor, shape) in expected.items():
+            fits = tensor.dim() == len(shape) and all(
+                want is None or want == got for want, got in zip(shape, tensor.shape, strict=True)
+            )
+            if not fits:
+                wanted = tuple("any" if s is None else s for s in shape)
+                faults.append(
+                    InputError(
+                        f"Shape mismatch: '{name}' does not fit the layer or the number of edges",
+                        details=[f"expected {wanted}; got {tuple(tensor.shape)}"],
+                        fix=f"pass {name} of this shape; edges are the rows of Y.",
+                        expected=wanted,
+                        got=tuple(tensor.shape),
+                    )
+                )
+        check_same({"X": X, "Y": Y} | ({"W": weight} if weight.numel() else {}), faults)
+        for name, index in indices.items():
+            if index.dtype not in _INDEX:
+                faults.append(
+                    InsumDtypeError(
+                        f"Dtype mismatch: '{name}' must be int32 or int64, got {index.dtype}",
+                        fix=f"pass {name}.long().",
+                        got=index.dtype,
+                    )
+                )
+            if index.device != X.device:
+                faults.append(
+                    InsumDeviceError(
+                        f"'{name}' is on {index.device}, 'X' on {X.device}",
+                        fix=f"pass {name}.to('{X.device}').",
+                        expected=X.device,
+                        got=index.device,
+                    )
+                )
+        raise_collected(faults)
+
+
+def _from_problem(problem: Any) -> TensorProduct:
+    """The tensor product of a problem whose instructions are already normalised."""
+    missing = [n for n in ("irreps_in1", "irreps_in2", "irreps_out", "instructions") if not hasattr(problem, n)]
+    if missing:
+        raise InputError(
+            f"a {type(problem).__name__} is no problem: it has no attribute {', '.join(missing)}",
+            fix="pass irreps_in1, irreps_in2, irreps_out and instructions.",
+            got=type(problem),
+        )
+    if isinstance(problem, TensorProduct):
+        return problem
+    if isinstance(problem, torch.nn.Module):
+        return TensorProduct.from_e3nn(problem)  # type: ignore[arg-type]
+    rows = [tuple(i)[:5] for i in problem.instructions]
+    irreps = [[(int(m), (int(ir.l), int(ir.p))) for m, ir in getattr(problem, f"irreps_{n}")] for n in ("in1", "in2", "out")]
+    product = TensorProduct(*irreps, rows, shared_weights=bool(problem.shared_weights), internal_weights=False)
+    product.instructions = [
+        own._replace(path_weight=float(tuple(given)[5]))
+        for own, given in zip(product.instructions, problem.instructions, strict=True)
+    ]
+    product._finish()
+    return product

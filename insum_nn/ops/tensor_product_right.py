@@ -1,0 +1,164 @@
+"""The partial evaluation of a tensor product: a matrix that still waits for the first input."""
+
+from __future__ import annotations
+
+from functools import lru_cache
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from insum_nn.compiler.api import Program, compile
+from insum_nn.errors import InsumError
+from insum_nn.facts import IndexFacts
+from insum_nn.ops.tensor_product_form import Form, TensorProductSpec, form_of
+from insum_nn.structure.clebsch_gordan import nonzeros
+from insum_nn.structure.irreps import MODES, Path
+
+__all__ = ["UnsupportedModeError", "right_expressions", "tensor_product_right"]
+
+_STATIC = IndexFacts(masked=False, proven=True)
+
+
+class UnsupportedModeError(InsumError, NotImplementedError):
+    """A connection mode has no such operation; also a `NotImplementedError`, which e3nn raises here."""
+
+
+def tensor_product_right(spec: TensorProductSpec | str, y: Tensor, weight: Tensor) -> Tensor:
+    """Evaluate all of a tensor product but its first input.
+
+        B[z,u,I[p],w,K[p]] += CG[p] * Y[z,J[p],v] * W[u,v,w]        for each path, here of mode uvw
+
+    Source: `e3nn.o3.TensorProduct.right`.
+
+    Args:
+        spec: the representations and paths, or their JSON.
+        y: (z, dim of in2); differentiable.
+        weight: (numel,) if the spec shares weights, else (z, numel); differentiable.
+
+    Returns:
+        (z, dim of in1, dim of out); multiplied by `x` it gives the tensor product of `x` and `y`.
+
+    Raises:
+        UnsupportedModeError: a path counts pairs, which couples the copies of both inputs.
+
+    >>> from insum_nn.structure.irreps import Entry, Path
+    >>> double = Path(0, 0, 0, "uuu", False, 2.0, (1,))
+    >>> scalar = (Entry(1, 0, 1),)
+    >>> tensor_product_right(TensorProductSpec(scalar, scalar, scalar, (double,), True), torch.ones(1, 1), torch.zeros(0))
+    tensor([[[2.]]])
+    """
+    text = spec if isinstance(spec, str) else spec.to_json()
+    return torch.ops.insum_nn.tensor_product_right(text, y, weight)
+
+
+def right_expressions(spec: TensorProductSpec) -> tuple[str, ...]:
+    """The statement of each path that contributes."""
+    form = form_of(spec.to_json())
+    return tuple(_program(_text(form, form.spec.paths[n]), ()).expression for n in form.live)
+
+
+@lru_cache(maxsize=256)
+def _program(expression: str, sizes: tuple[tuple[str, int], ...]) -> Program:
+    facts = dict.fromkeys("IJK", _STATIC)
+    return compile(expression, sizes=dict(sizes), facts=facts)
+
+
+def _text(form: Form, path: Path) -> str:
+    mode = MODES[path.mode]
+    if mode.pairs:
+        raise UnsupportedModeError(
+            f"right() is not defined for mode {path.mode!r}",
+            details=["its pairs couple the copies of both inputs"],
+            fix="call forward.",
+            mode=path.mode,
+        )
+    weighted = path.weighted
+    out = mode.out if weighted else mode.out.replace("w", "")
+    factors = ["CG[p]", f"Y[{','.join(['z', 'J[p]', *mode.in2])}]"]
+    if weighted:
+        factors.append(f"W[{','.join([*([] if form.spec.shared else ['z']), *mode.weight])}]")
+    return f"B[{','.join(['z', *mode.in1, 'I[p]', *out, 'K[p]'])}] += {' * '.join(factors)}"
+
+
+def _block(form: Form, number: int, y: Tensor, weight: Tensor) -> Tensor:
+    """The block of one path: (z, dim of its entry of in1, dim of its entry of out)."""
+    path = form.spec.paths[number]
+    mode = MODES[path.mode]
+    a, b, c = form.entry("x", path), form.entry("y", path), form.entry("z", path)
+    index, value = nonzeros(a.l, b.l, c.l)
+    tables = {name: torch.from_numpy(axis).to(y.device) for name, axis in zip("IJK", index, strict=True)}
+    tables["CG"] = torch.from_numpy(value * path.coefficient).to(y.device, y.dtype)
+    start = form.starts["y"][path.i_in2]
+    tables["Y"] = y.narrow(1, start, b.dim).unflatten(1, (b.mul, b.size)).transpose(1, 2)
+    if path.weighted:
+        own = weight.narrow(-1, form.weight_starts[number], path.numel)
+        tables["W"] = own.reshape(*weight.shape[:-1], *path.shape)
+    extents = {"u": a.mul, "v": b.mul, "w": c.mul}
+    out = mode.out if path.weighted else mode.out.replace("w", "")
+    read = set(mode.in2 + (mode.weight if path.weighted else ""))
+    sizes = tuple((x, extents[x]) for x in dict.fromkeys(mode.in1 + out) if x not in read)
+    shape = (y.shape[0], *(extents[x] for x in mode.in1), a.size, *(extents[x] for x in out), c.size)
+    block = _program(_text(form, path), sizes)(tensors=tables, out_shape=shape)
+    return block.reshape(y.shape[0], a.dim, c.dim)
+
+
+def _evaluate(form: Form, y: Tensor, weight: Tensor) -> Tensor:
+    """All blocks in their places; differentiable like any program."""
+    blocks: dict[tuple[int, int], Tensor] = {}
+    for number in form.live:
+        path = form.spec.paths[number]
+        key = (path.i_in1, path.i_out)
+        block = _block(form, number, y, weight)
+        blocks[key] = blocks[key] + block if key in blocks else block
+    rows: list[Tensor] = []
+    for i, a in enumerate(form.spec.in1):
+        columns = [
+            blocks[i, k] if (i, k) in blocks else y.new_zeros(()).expand(y.shape[0], a.dim, c.dim)
+            for k, c in enumerate(form.spec.out)
+        ]
+        rows.append(torch.cat(columns, 2) if columns else y.new_zeros(y.shape[0], a.dim, 0))
+    return torch.cat(rows, 1) if rows else y.new_zeros(y.shape[0], 0, form.dims["z"])
+
+
+@torch.library.custom_op("insum_nn::tensor_product_right", mutates_args=())
+def _operator(spec: str, y: Tensor, weight: Tensor) -> Tensor:
+    with torch.autocast(y.device.type, enabled=False):
+        return _evaluate(form_of(spec), y, weight).contiguous()
+
+
+@_operator.register_fake
+def _fake(spec: str, y: Tensor, weight: Tensor) -> Tensor:
+    form = form_of(spec)
+    return y.new_empty(y.shape[0], form.dims["x"], form.dims["z"])
+
+
+def _setup_context(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
+    spec, y, weight = inputs
+    ctx.spec = spec
+    ctx.save_for_backward(y, weight)
+
+
+def _backward(ctx: Any, grad: Tensor) -> tuple[None, Tensor | None, Tensor | None]:
+    # The result is linear in each of its two factors, so the gradient of one does not depend on its value:
+    # differentiating at a detached copy leaves it a differentiable function of the other factor and of `grad`.
+    form = form_of(ctx.spec)
+    y, weight = ctx.saved_tensors
+    create = torch.is_grad_enabled()
+    gradients: list[Tensor | None] = []
+    for position, tensor in enumerate((y, weight)):
+        if not ctx.needs_input_grad[1 + position]:
+            gradients.append(None)
+            continue
+        with torch.enable_grad():
+            leaf = tensor.detach().requires_grad_()
+            result = _evaluate(form, leaf, weight) if position == 0 else _evaluate(form, y, leaf)
+        if not result.requires_grad:
+            gradients.append(torch.zeros_like(tensor))
+            continue
+        found = torch.autograd.grad(result, leaf, grad, create_graph=create, allow_unused=True)[0]
+        gradients.append(torch.zeros_like(tensor) if found is None else found)
+    return None, gradients[0], gradients[1]
+
+
+_operator.register_autograd(_backward, setup_context=_setup_context)

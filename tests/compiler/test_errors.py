@@ -1,0 +1,384 @@
+"""Every message word for word, with its class, the builtin that callers may catch, and its fields."""
+
+from __future__ import annotations
+
+import pickle
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import Any
+
+import pytest
+import torch
+
+import insum_nn
+from insum_nn import IndexFacts, Options, insum
+from insum_nn.errors import (
+    InsumAliasError,
+    InsumBackendError,
+    InsumDeviceError,
+    InsumDtypeError,
+    InsumError,
+    InsumFormatError,
+    InsumNameError,
+    InsumOverflowError,
+    InsumRangeError,
+    InsumShapeError,
+    InsumSyntaxError,
+    MissingExtraError,
+    Span,
+    caret_lines,
+)
+from tests.golden_fixture import Golden
+
+# Callers catch these without knowing of us.
+BUILTINS: dict[type[InsumError], tuple[type[Exception], ...]] = {
+    InsumSyntaxError: (SyntaxError,),
+    InsumNameError: (NameError, ValueError),
+    InsumShapeError: (ValueError,),
+    InsumDtypeError: (TypeError,),
+    InsumDeviceError: (RuntimeError,),
+    InsumRangeError: (IndexError,),
+    InsumAliasError: (ValueError,),
+    InsumOverflowError: (OverflowError,),
+    InsumFormatError: (ValueError,),
+    InsumBackendError: (RuntimeError,),
+    MissingExtraError: (ImportError,),
+}
+
+
+@dataclass
+class Case:
+    """What to call, and what it must raise."""
+
+    raises: type[InsumError]
+    call: Callable[[], object]
+    fields: dict[str, Any] = field(default_factory=dict)
+
+
+SPMM = "C[Row[p],n] += Val[p] * B[Col[p],n]"
+
+
+def spmm(expression: str = SPMM, /, **changed: Any) -> Callable[[], object]:
+    """A call of SpMM with some arguments changed; `None` leaves one out."""
+
+    def call() -> object:
+        known: dict[str, Any] = {
+            "Row": torch.tensor([0, 2, 2]),
+            "Col": torch.tensor([1, 0, 1]),
+            "Val": torch.ones(3),
+            "B": torch.ones(2, 4),
+            "out_shape": (3, None),
+        }
+        known.update(changed)
+        return insum(expression, **{name: value for name, value in known.items() if value is not None})
+
+    return call
+
+
+def compiling(text: Any, **options: Any) -> Callable[[], object]:
+    return lambda: insum_nn.compile(text, **options)
+
+
+def running(expression: str, **arguments: Any) -> Callable[[], object]:
+    return lambda: insum(expression, **arguments)
+
+
+SYNTAX = {
+    "empty_text": "",
+    "blank_text": " \t ",
+    "no_operator": "C[i]",
+    "no_factor": "C[i] +=",
+    "no_output": "+= A[i]",
+    "output_is_a_number": "3 += A[i]",
+    "unknown_operator": "C[i] -= A[i]",
+    "product_assign": "C[i] *= A[i]",
+    "spaced_operator": "C[i] + = A[i]",
+    "spaced_max": "C[i] max = A[i]",
+    "equality": "C[i] == A[i]",
+    "walrus": "C[i] := A[i]",
+    "missing_factor": "C[i] += A[i] *",
+    "missing_star": "C[i] += A[i] B[i]",
+    "sum_of_terms": "C[i] += A[i] + B[i]",
+    "difference": "C[i] += A[i] - B[i]",
+    "quotient": "C[i] += A[i] / B[i]",
+    "power": "C[i] += A[i] ** 2",
+    "parentheses": "C[i] += (A[i]) * B[i]",
+    "call": "C[i] += exp(A[i])",
+    "attribute": "C[i] += layer.weight[i]",
+    "slice": "C[i] += A[i, :]",
+    "ellipsis": "C[i] += A[..., i]",
+    "open_bracket": "C[i] += A[i * B[j]",
+    "unclosed_at_end": "C[i] += A[i",
+    "closed_too_often": "C[i] += A[i]]",
+    "empty_subscripts": "C[i] += A[]",
+    "trailing_comma": "C[i] += A[i,]",
+    "missing_subscript": "C[i] += A[,i]",
+    "product_of_indices": "C[i] += A[i*j]",
+    "modulo": "C[i] += A[i % 2]",
+    "float_subscript": "C[i] += A[0.5*i]",
+    "float_offset": "C[i] += A[i + 1e3]",
+    "zero_coefficient": "C[i] += A[i + 0*j]",
+    "cancelled_index": "C[i] += A[i + j - j]",
+    "double_sign": "C[i] += A[i - -1]",
+    "negative_tensor": "C[i] += -A[i]",
+    "two_statements": "C[i] += A[i]; D[i] += B[i]",
+    "two_lines": "C[i] += A[i]\nD[i] += B[i]",
+    "quotes": "C['i'] += A[i]",
+    "comment": "C[i] += A[i] # note",
+    "null_byte": "C[i] += A[\x00i]",
+    "right_to_left_mark": "C[i] += A\u202e[i]",
+    "lone_surrogate": "C[i] += A[\ud800]",
+    "full_width": "Ｃ[i] += Ａ[ｉ] + 3",
+    "wide_text": "出力[i] += 特徴量[i] @ B[i]",
+    "combining_text": "Ce\u0301[i] += A[i] $ B[i]",
+    "long_text": "C[i] += " + " * ".join(f"Factor{n}[i]" for n in range(30)) + " * & * D[i]",
+    "too_many_factors": "C[i] += " + " * ".join(["A[i]"] * 65),
+    "too_deep": "C[i] += " + "A[" * 40 + "i" + "]" * 40,
+    "too_long": "C[i] += A[i]" + " " * 20_000,
+}
+
+CASES: dict[str, Case] = {
+    **{f"syntax_{name}": Case(InsumSyntaxError, compiling(text)) for name, text in SYNTAX.items()},
+    "syntax_not_a_text": Case(InsumSyntaxError, compiling(b"C[i] += A[i]")),
+    "syntax_token": Case(InsumSyntaxError, compiling("C[i] += A[i] B[i]"), {"got": "B"}),
+    "overflow_coefficient": Case(InsumOverflowError, compiling("C[i] += A[9223372036854775808*i]")),
+    "overflow_offset": Case(InsumOverflowError, compiling(f"C[i] += A[i + {'9' * 400}]")),
+    "overflow_sum_of_offsets": Case(
+        InsumOverflowError, compiling("C[i] += A[i + 9223372036854775807 + 9223372036854775807]")
+    ),
+    "overflow_sum_of_coefficients": Case(
+        InsumOverflowError, compiling("C[i] += A[9223372036854775807*i + 9223372036854775807*i]")
+    ),
+    "overflow_number": Case(InsumOverflowError, compiling("C[i] += 99999999999999999999 * A[i]")),
+    "overflow_float": Case(InsumOverflowError, compiling("C[i] += 1e400 * A[i]")),
+    # Names.
+    "written_never_read": Case(
+        InsumNameError,
+        compiling("C[D[y],z] += A[y,E[r]] * B[r,x]"),
+        {"index": "z", "expected": ("r", "x", "y")},
+    ),
+    "written_never_read_twice": Case(InsumNameError, compiling("C[z,z+1,w] += A[i]"), {"index": "z"}),
+    "written_never_read_without_factors": Case(InsumNameError, compiling("C[i] += 2"), {"index": "i"}),
+    "unknown_tensor": Case(InsumNameError, spmm(Val=None), {"tensor": "Val"}),
+    "misspelt_tensor": Case(InsumNameError, spmm(Val=None, val=torch.ones(3)), {"tensor": "Val"}),
+    "two_unknown_tensors": Case(InsumNameError, spmm(Val=None, Row=None), {"tensor": "Row"}),
+    "index_as_factor": Case(InsumNameError, running("y[i] += i * x[i]", x=torch.ones(3)), {"tensor": "i"}),
+    "unused_tensor": Case(InsumNameError, spmm(Extra=torch.ones(3)), {"tensor": "Extra"}),
+    "two_unused_tensors": Case(InsumNameError, spmm(Extra=torch.ones(3), Other=torch.ones(3)), {"tensor": "Extra"}),
+    "derivative_of_an_index_tensor": Case(
+        InsumNameError, lambda: insum_nn.compile(SPMM).grad("Col"), {"tensor": "Col"}
+    ),
+    "derivative_of_nothing": Case(InsumNameError, lambda: insum_nn.compile(SPMM).grad("Z"), {"tensor": "Z"}),
+    # The output read.
+    "output_also_read": Case(
+        InsumAliasError, compiling("C[D[y],x] += A[y,E[r]] * C[r,x]"), {"tensor": "C"}
+    ),
+    "output_read_twice": Case(InsumAliasError, compiling("C[i] max= C[i] * A[C[i]]"), {"tensor": "C"}),
+    "output_directs_itself": Case(InsumAliasError, compiling("C[C[i]] += A[i]"), {"tensor": "C"}),
+    "output_scalar_read": Case(InsumAliasError, compiling("s += s * A[i]"), {"tensor": "s"}),
+    # Ranks and extents.
+    "rank": Case(InsumShapeError, spmm(B=torch.ones(2)), {"tensor": "B", "expected": 2, "got": 1}),
+    "rank_of_a_scalar": Case(
+        InsumShapeError,
+        running("y[i] += alpha * x[i]", alpha=torch.ones(1), x=torch.ones(3)),
+        {"tensor": "alpha", "expected": 0, "got": 1},
+    ),
+    "rank_of_the_start": Case(
+        InsumShapeError, spmm(C=torch.ones(3), out_shape=None), {"tensor": "C", "expected": 2, "got": 1}
+    ),
+    "two_ranks": Case(InsumShapeError, compiling("C[i] += A[i] * A[i,j]"), {"tensor": "A", "got": (1, 2)}),
+    "two_extents": Case(
+        InsumShapeError,
+        running(
+            "C[D[y],x] += A[y,E[r]] * B[r,x]",
+            D=torch.zeros(4, dtype=torch.int64),
+            A=torch.ones(4, 512),
+            E=torch.zeros(128, dtype=torch.int64),
+            B=torch.ones(64, 32),
+            out_shape=(100, None),
+        ),
+        {"index": "r", "got": (128, 64)},
+    ),
+    "three_extents": Case(
+        InsumShapeError,
+        running("y[i] += a[i] * b[i] * c[i]", a=torch.ones(1), b=torch.ones(2), c=torch.ones(3)),
+        {"index": "i", "got": (1, 2, 3)},
+    ),
+    "extent_of_a_diagonal": Case(
+        InsumShapeError, running("y[i] += A[i,i]", A=torch.ones(2, 3)), {"index": "i", "got": (2, 3)}
+    ),
+    "extent_against_out_shape": Case(
+        InsumShapeError, running("y[i] += x[i]", x=torch.ones(3), out_shape=(5,)), {"index": "i", "got": (5, 3)}
+    ),
+    "extent_against_sizes": Case(
+        InsumShapeError, running("y[i] += x[i]", x=torch.ones(3), sizes={"i": 4}), {"index": "i", "got": (3, 4)}
+    ),
+    "extent_against_the_start": Case(
+        InsumShapeError, running("y[i] += x[i]", x=torch.ones(3), y=torch.ones(2)), {"index": "i", "got": (2, 3)}
+    ),
+    "index_without_extent": Case(InsumShapeError, running("y[i] += x[i+2*j]", x=torch.ones(9), out_shape=(4,)), {"index": "j"}),
+    "two_indices_without_extent": Case(InsumShapeError, running("s += x[i+2*j]", x=torch.ones(9)), {"index": "i"}),
+    "output_extent_unknown": Case(InsumShapeError, spmm(out_shape=None), {"axis": 0}),
+    "output_extents_unknown": Case(
+        InsumShapeError, running("C[2*i,j,3] += A[i,j]", A=torch.ones(2, 3)), {"axis": 0}
+    ),
+    "out_shape_too_short": Case(InsumShapeError, spmm(out_shape=(3,)), {"expected": 2, "got": 1}),
+    "out_shape_against_the_start": Case(
+        InsumShapeError, spmm(C=torch.ones(3, 4), out_shape=(4, None)), {"expected": 4, "got": 3}
+    ),
+    "out_shape_of_floats": Case(InsumShapeError, spmm(out_shape=(3.0, None))),
+    "out_shape_negative": Case(InsumShapeError, spmm(out_shape=(-1, None))),
+    "sizes_unknown_index": Case(InsumShapeError, spmm(sizes={"q": 3}), {"index": "q"}),
+    "sizes_of_text": Case(InsumShapeError, spmm(sizes={"n": "4"})),
+    "sizes_negative": Case(InsumShapeError, spmm(sizes={"n": -4})),
+    "sizes_of_a_bool": Case(InsumShapeError, running("y[i,j] += x[i]", x=torch.ones(3), sizes={"j": True})),
+    "start_of_assignment": Case(
+        InsumShapeError, running("y[i] = x[i]", x=torch.ones(3), y=torch.ones(3)), {"tensor": "y"}
+    ),
+    # Kinds, dtypes, devices.
+    "not_a_tensor_list": Case(InsumDtypeError, spmm(Val=[1.0, 2.0, 3.0]), {"tensor": "Val", "got": "list"}),
+    "not_a_tensor_number": Case(
+        InsumDtypeError, running("y[i] += alpha * x[i]", alpha=2.0, x=torch.ones(3)), {"tensor": "alpha", "got": "float"}
+    ),
+    "sparse_tensor": Case(InsumDtypeError, spmm(B=torch.ones(2, 4).to_sparse()), {"tensor": "B"}),
+    "index_tensor_of_floats": Case(
+        InsumDtypeError,
+        running(
+            "C[D[y],x] += A[y,E[r]] * B[r,x]",
+            D=torch.zeros(4, dtype=torch.int64),
+            A=torch.ones(4, 512),
+            E=torch.zeros(3),
+            B=torch.ones(3, 32),
+            out_shape=(100, None),
+        ),
+        {"tensor": "E", "got": torch.float32},
+    ),
+    "index_tensor_of_the_output_of_bools": Case(
+        InsumDtypeError, spmm(Row=torch.tensor([True, False, True])), {"tensor": "Row", "got": torch.bool}
+    ),
+    "index_tensor_of_int16": Case(
+        InsumDtypeError, spmm(Col=torch.tensor([1, 0, 1], dtype=torch.int16)), {"tensor": "Col", "got": torch.int16}
+    ),
+    "dtype_mix": Case(InsumDtypeError, spmm(B=torch.ones(2, 4).double()), {"got": {torch.float32, torch.float64}}),
+    "dtype_mix_with_the_start": Case(
+        InsumDtypeError, spmm(C=torch.zeros(3, 4).half(), out_shape=None), {"got": {torch.float32, torch.float16}}
+    ),
+    "dtype_complex": Case(
+        InsumDtypeError, running("y[i] += x[i]", x=torch.ones(3, dtype=torch.complex64)), {"tensor": "x"}
+    ),
+    "dtype_bool": Case(InsumDtypeError, running("y[i] += x[i]", x=torch.ones(3, dtype=torch.bool)), {"tensor": "x"}),
+    "dtype_of_a_number": Case(InsumDtypeError, running("y[i] += 0.5 * x[i]", x=torch.arange(3))),
+    "device_mix": Case(InsumDeviceError, spmm(B=torch.ones(2, 4, device="meta"))),
+    # Index values.
+    "out_of_range_read": Case(
+        InsumRangeError, spmm(Col=torch.tensor([0, 7, 2])), {"tensor": "Col", "expected": 2, "got": (0, 7)}
+    ),
+    "out_of_range_write": Case(
+        InsumRangeError, spmm(Row=torch.tensor([0, 3, 5])), {"tensor": "Row", "expected": 3, "got": (0, 5)}
+    ),
+    "out_of_range_later_axis": Case(
+        InsumRangeError,
+        running("y[i,j] += A[i,E[i,j]]", A=torch.ones(2, 3), E=torch.tensor([[0, 1, 2], [2, 3, -1]])),
+        {"tensor": "E", "expected": 3, "got": (0, 3)},
+    ),
+    "out_of_range_one_entry": Case(
+        InsumRangeError, running("s += A[E[0]]", A=torch.ones(3), E=torch.tensor([4])), {"got": (4, 4)}
+    ),
+    "out_of_range_nested": Case(
+        InsumRangeError,
+        running("y[i] += x[E[F[i]]]", x=torch.ones(3), E=torch.tensor([0, 9]), F=torch.tensor([1, 0, 5, -1])),
+        {"tensor": "E", "got": (0, 9)},
+    ),
+    "out_of_range_sum_written": Case(
+        InsumRangeError,
+        running("y[2*E[i]+1] += x[i]", x=torch.ones(3), E=torch.tensor([0, -1, 2]), out_shape=(4,)),
+        {"expected": 4, "got": (1, 5)},
+    ),
+    "below_minus_one": Case(InsumRangeError, spmm(Col=torch.tensor([0, -2, -5])), {"tensor": "Col", "got": -2}),
+    "below_minus_one_in_the_output": Case(InsumRangeError, spmm(Row=torch.tensor([0, -7, 1])), {"tensor": "Row"}),
+    "affine_write_beyond": Case(
+        InsumRangeError,
+        running("y[2*i+1] += x[i]", x=torch.ones(3), out_shape=(5,)),
+        {"axis": 0, "expected": 5, "got": (1, 5)},
+    ),
+    "affine_write_below": Case(
+        InsumRangeError,
+        running("y[j,i-1] += x[i,j]", x=torch.ones(3, 2), out_shape=(None, 5)),
+        {"axis": 1, "expected": 5, "got": (-1, 1)},
+    ),
+    "constant_write": Case(
+        InsumRangeError, running("y[4] += x[i]", x=torch.ones(3), out_shape=(2,)), {"axis": 0, "got": (4, 4)}
+    ),
+    "validated_range": Case(
+        InsumRangeError, spmm(Col=torch.tensor([0, 7, 2]), validate=True), {"tensor": "Col", "got": (0, 7)}
+    ),
+    "validated_facts": Case(
+        InsumRangeError,
+        lambda: insum_nn.compile(
+            SPMM,
+            facts={
+                "Row": IndexFacts(sorted=True, unique=True, masked=False, proven=True),
+                "Col": IndexFacts(unique=True, proven=True),
+            },
+            options=Options(validate=True),
+            out_shape=(3, None),
+        )(
+            Row=torch.tensor([2, 0, -1, 2]),
+            Col=torch.tensor([1, 1, 0, -1]),
+            Val=torch.ones(4),
+            B=torch.ones(2, 4),
+        ),
+        {"tensor": "Row"},
+    ),
+    # Integers that cannot address what they must.
+    "overflow_int32": Case(
+        InsumOverflowError,
+        running(
+            "y[i] += x[E[i]]",
+            x=torch.ones(1).expand(2**31 + 1),
+            E=torch.zeros(3, dtype=torch.int32),
+        ),
+        {"tensor": "E", "got": 2**31 + 1},
+    ),
+    "overflow_affine": Case(
+        InsumOverflowError, running("y[i] += x[9223372036854775807*i]", x=torch.ones(3), sizes={"i": 3})
+    ),
+    "overflow_entry_times_coefficient": Case(
+        InsumOverflowError,
+        running("y[i] += x[9223372036854775807*E[i]]", x=torch.ones(3), E=torch.zeros(3, dtype=torch.int64)),
+    ),
+    # Several at once: the first is raised, the others stand in its text.
+    "several_names": Case(InsumNameError, compiling("C[z,w] += A[i] * C[i] * A[i,j]"), {"index": "z"}),
+    "several_dtypes": Case(
+        InsumDtypeError,
+        running("y[E[i]] += x[F[i]]", E=torch.ones(3), F=torch.ones(3), x=torch.ones(3, dtype=torch.bool), out_shape=(3,)),
+        {"tensor": "E"},
+    ),
+    "several_extents": Case(
+        InsumShapeError,
+        running("y[i,k] += A[i,j] * B[j,k] * C[i,k]", A=torch.ones(2, 3), B=torch.ones(4, 5), C=torch.ones(6, 7)),
+        {"index": "i"},
+    ),
+    "several_ranges": Case(
+        InsumRangeError, spmm(Row=torch.tensor([0, 3, 5]), Col=torch.tensor([-3, 0, 0])), {"tensor": "Row"}
+    ),
+    "several_kinds": Case(InsumDtypeError, spmm(Val=3, B="text"), {"tensor": "Val"}),
+}
+
+
+def caught(case: Case) -> InsumError:
+    with pytest.raises(InsumError) as info:
+        case.call()
+    return info.value
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_message(name: str, golden: Golden):
+    case = CASES[name]
+    error = caught(case)
+    assert type(error) is case.raises
+    for builtin in BUILTINS[case.raises]:
+        assert isinstance(error, builtin)
+    for key, expected in case.fields.items():
+        assert error.fields[key] == expected, key
+    golden(f"errors/{name}", f"{type(error).__name__}: {error}")

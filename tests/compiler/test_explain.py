@@ -1,0 +1,597 @@
+"""`explain()`: its text, its page, its picture, and what an explanation keeps."""
+
+from __future__ import annotations
+
+import copy
+import dataclasses
+import gc
+import pickle
+import random
+import time
+import weakref
+import xml.etree.ElementTree as ET
+from collections.abc import Callable, Sequence
+from itertools import combinations, pairwise
+from typing import Any
+
+import pytest
+import torch
+
+from insum_nn.compiler import inductor
+from insum_nn.compiler.api import compile
+from insum_nn.compiler.explain import Explanation
+from insum_nn.compiler.explain_flow import data_flow
+from insum_nn.compiler.explain_html import Section, Table, page
+from insum_nn.compiler.explain_svg import Box, Drawing, Edge, Kind, draw, elide, lay_out, text_width
+from insum_nn.compiler.options import Options
+from insum_nn.errors import InsumBackendError
+from tests.golden_fixture import Golden
+
+SVG = "{http://www.w3.org/2000/svg}"
+INDEX = torch.tensor
+
+
+def spmm() -> Explanation:
+    return compile("C[Row[g],n] += Val[g,q] * B[Col[g,q],n]").explain(
+        Row=INDEX([0, 2, 3]),
+        Col=INDEX([[0, 1], [2, -1], [1, 3]]),
+        Val=torch.rand(3, 2),
+        B=torch.rand(4, 5),
+        out_shape=(4, None),
+    )
+
+
+def block_spmm() -> Explanation:
+    return compile("C[Row[g],a,n] += Val[g,q,a,b] * B[Col[g,q],b,n]").explain(
+        Row=INDEX([0, 2, 0]),
+        Col=INDEX([[0, 1], [2, -1], [1, 3]]),
+        Val=torch.rand(3, 2, 4, 6),
+        B=torch.rand(4, 6, 5),
+        C=torch.rand(3, 4, 5),
+    )
+
+
+def tensor_product() -> Explanation:
+    return compile("Z[z,K[p],w] += CG[p] * X[z,I[p],u] * Y[z,J[p]] * W[z,L[p],u,w]").explain(
+        tensors={
+            "CG": torch.rand(8),
+            **{name: INDEX([0, 1, 2, 0, 1, 2, 0, 1]) for name in "IJK"},
+            "L": INDEX([0, 0, 0, 0, 1, 1, 1, 1]),
+            "X": torch.rand(6, 3, 4),
+            "Y": torch.rand(6, 3),
+            "W": torch.rand(6, 2, 4, 5),
+        },
+        out_shape=(None, 3, None),
+    )
+
+
+def nested_convolution() -> Explanation:
+    pairs = INDEX([[0, 3, -1], [1, 8, 2], [-1, -1, 4], [5, 6, 7]])
+    return compile("Y[Out[Map[o,p]],d] += X[In[Map[o,p]],c] * W[Off[o],c,d]").explain(
+        Map=pairs,
+        Off=INDEX([0, 1, 2, 3]),
+        In=torch.arange(9),
+        Out=torch.arange(9) + 2,
+        X=torch.rand(10, 4),
+        W=torch.rand(4, 4, 6),
+        out_shape=(12, None),
+    )
+
+
+def affine_convolution() -> Explanation:
+    return compile("y[p,d] += x[2*p+r-1,c] * w[r,c,d]").explain(
+        x=torch.rand(9, 3), w=torch.rand(3, 3, 4), sizes={"p": 5}
+    )
+
+
+def maximum() -> Explanation:
+    return compile("y[D[e],f] max= x[S[e],f] * w[e]").explain(
+        D=INDEX([0, 0, 2]), S=INDEX([1, -1, 2]), x=torch.rand(4, 3), w=torch.rand(3), y=torch.zeros(4, 3)
+    )
+
+
+def scalars() -> Explanation:
+    return compile("s += 2 * a[i] * a[i] * alpha").explain(a=torch.rand(3), alpha=torch.tensor(2.0))
+
+
+def number_alone() -> Explanation:
+    return compile("y[i] += 2.5", sizes={"i": 3}).explain(y=torch.ones(3))
+
+
+def read_twice() -> Explanation:
+    return compile("y[i,j] += A[i,j] * A[j,i] * P[Q[i]] * P[Q[j]]").explain(
+        A=torch.rand(3, 3), P=torch.rand(4), Q=INDEX([0, 1, 3])
+    )
+
+
+def very_long() -> Explanation:
+    names = [f"a_rather_long_tensor_name_{i}" for i in range(12)]
+    tensors = {name: torch.rand(2, 3) for name in names}
+    tensors |= {f"Selected_rows_{i}": INDEX([0, 1, 1]) for i in range(12)}
+    factors = [f"{name}[Selected_rows_{i}[i{i}],i{i + 1}]" for i, name in enumerate(names)]
+    return compile(f"result_of_everything[i0,i12] += 2.5 * {' * '.join(factors)}").explain(tensors=tensors)
+
+
+def text_alone() -> Explanation:
+    return compile("Y[Out[Map[o,p]],d] += X[In[Map[o,p]],c] * W[Off[o],c,d]").explain()
+
+
+def unicode_names() -> Explanation:
+    return compile("Größe[Zeile[ñ],列] += Wert[ñ] * 行列[Zeile[ñ],列] * שם[ñ]").explain(
+        tensors={
+            "Zeile": INDEX([0, 1]),
+            "Wert": torch.rand(2),
+            "行列": torch.rand(3, 2),
+            "שם": torch.rand(2),
+            "Größe": torch.rand(3, 2),
+        }
+    )
+
+
+def empty() -> Explanation:
+    return compile("C[Row[p],n] += Val[p] * B[Col[p],n]").explain(
+        Row=torch.empty(0, dtype=torch.int64),
+        Col=torch.empty(0, dtype=torch.int64),
+        Val=torch.empty(0),
+        B=torch.rand(4, 5),
+        out_shape=(4, None),
+    )
+
+
+CASES: list[Callable[[], Explanation]] = [
+    spmm,
+    block_spmm,
+    tensor_product,
+    nested_convolution,
+    affine_convolution,
+    maximum,
+    scalars,
+    number_alone,
+    read_twice,
+    very_long,
+    text_alone,
+    unicode_names,
+    empty,
+]
+every_case = pytest.mark.parametrize("make", CASES, ids=lambda make: make.__name__)
+
+
+# Text -----------------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("make", [block_spmm, tensor_product, nested_convolution], ids=lambda make: make.__name__)
+def test_text(make: Callable[[], Explanation], golden: Golden):
+    explanation = dataclasses.replace(make(), compile_seconds=None)
+    golden(f"explain/{make.__name__}", str(explanation))
+    golden(f"explain/{make.__name__}_short", explanation.short())
+
+
+def test_text_alone(golden: Golden):
+    golden("explain/text_alone", str(text_alone()))
+
+
+@every_case
+def test_short_fits_a_screen(make: Callable[[], Explanation]):
+    explanation = make()
+    lines = explanation.short().split("\n")
+    assert len(lines) <= 16
+    assert max(map(len, lines)) <= 110
+    assert str(explanation.statement)[:100] in lines[0]
+    assert lines == repr(explanation).split("\n")
+
+
+def test_short_names_the_back_end_and_its_reason():
+    lines = tensor_product().short().split("\n")
+    assert "eager: on a CPU, torch's library calls are faster than generated scatter loops" in lines
+    assert any(line.startswith("- order: ") for line in lines)
+
+
+def run_loops(nest: str, tensors: dict[str, torch.Tensor], **names: object) -> torch.Tensor:
+    """The loop nests of += are Python as they stand."""
+    scope = {"zeros": torch.zeros, "copy": torch.clone, **tensors, **names}
+    exec(nest, scope)
+    result = scope[nest.split(" ", 1)[0]]
+    assert isinstance(result, torch.Tensor)
+    return result
+
+
+@pytest.mark.parametrize(
+    ("expression", "shapes", "out_shape"),
+    [
+        ("C[Row[g],n] += Val[g,q] * B[Col[g,q],n]", {"Row": 3, "Col": (3, 2), "Val": (3, 2), "B": (4, 5)}, (4, 5)),
+        ("s += a[i] * b[i]", {"a": (3,), "b": (3,)}, ()),
+        ("y[i] += A[i,j] * x[j] * alpha", {"A": (3, 4), "x": (4,), "alpha": ()}, (3,)),
+        ("y[2*p+r] += x[p] * w[r]", {"x": (3,), "w": (2,)}, (6,)),
+    ],
+)
+@pytest.mark.parametrize("with_start", [False, True])
+def test_the_loop_nest_is_the_meaning(expression, shapes, out_shape, with_start):
+    tensors = {
+        name: torch.randint(0, 4, (shape,) if isinstance(shape, int) else shape)
+        if name in ("Row", "Col")
+        else torch.rand(shape)
+        for name, shape in shapes.items()
+    }
+    program = compile(expression)
+    if with_start:
+        tensors[program.statement.output.name] = torch.rand(out_shape)
+    given = None if with_start else out_shape
+    want = program(tensors=tensors, out_shape=given)
+    called = program.explain(tensors=tensors, out_shape=given)
+    torch.testing.assert_close(run_loops(called.loop_nest, tensors), want)
+    if not with_start:
+        torch.testing.assert_close(run_loops(program.explain().loop_nest, tensors, out_shape=out_shape), want)
+
+
+def sources(explanation: Explanation) -> dict[str, tuple[int | None, str]]:
+    return {row.name: (row.extent, row.source) for row in explanation.extents}
+
+
+def test_extents_say_where_they_come_from():
+    assert sources(spmm()) == {
+        "g": (3, "Row axis 0, Val axis 0, Col axis 0"),
+        "n": (5, "B axis 1"),
+        "q": (2, "Val axis 1, Col axis 1"),
+        "C axis 0": (4, "out_shape= entry 0"),
+    }
+    assert sources(block_spmm())["C axis 0"] == (3, "the starting value, axis 0")
+    assert sources(affine_convolution())["p"][0] == 5
+    assert "sizes=" in sources(affine_convolution())["p"][1]
+    assert sources(text_alone())["Y axis 0"] == (None, "out_shape= entry 0, or a starting value")
+
+
+def test_an_extent_that_no_tensor_shows():
+    inner = compile("y[i] += x[i+r]").explain(x=torch.rand(9), sizes={"i": 5, "r": 2})
+    assert sources(inner)["r"] == (2, "sizes=")
+    started = compile("y[i] += x[i+r] * w[r]").explain(x=torch.rand(9), w=torch.rand(2), y=torch.rand(7))
+    assert sources(started)["i"] == (7, "the starting value, axis 0")
+
+
+def test_notes_name_the_reads_that_give_zero():
+    assert "# x[2*p+r-1,c] is 0 outside x" in affine_convolution().loop_nest
+    inside = compile("y[p] += x[p+r] * w[r]").explain(x=torch.rand(7), w=torch.rand(3), sizes={"p": 5})
+    assert "outside" not in inside.loop_nest
+    assert "-1 in Col is 'no entry': reads 0, writes nothing" in spmm().loop_nest
+    assert "-1 in S is 'no entry': such a term takes no part" in maximum().loop_nest
+    holes = compile("y[Row[p]] += x[p]").explain(Row=INDEX([0, 1]), x=torch.rand(2), out_shape=(2,))
+    assert "no entry" not in holes.loop_nest
+
+
+def test_tensors_with_their_facts():
+    rows = {row.name: row for row in block_spmm().tensors}
+    assert list(rows) == ["Row", "Val", "B", "Col", "C"]
+    assert (rows["Col"].kind, rows["Col"].shape, rows["Col"].dtype) == ("index", (3, 2), torch.int64)
+    assert (rows["C"].kind, rows["Val"].kind, rows["Val"].facts) == ("starting value", "factor", None)
+    assert {name: facts.masked for name, facts in block_spmm().facts.items()} == {"Row": False, "Col": True}
+
+
+def test_a_measured_call_shows_its_time():
+    explanation = compile("y[i] += x[i]").explain(x=torch.rand(3), measure=True)
+    assert explanation.call_seconds is not None
+    assert 0 < explanation.call_seconds < 1
+    assert "one call takes " in explanation.short()
+    assert "not measured" in str(compile("y[i] += x[i]").explain(x=torch.rand(3)))
+
+
+def test_a_call_without_terms_has_no_program():
+    explanation = empty()
+    assert (explanation.plan, explanation.backend, explanation.fx_code) == (None, None, None)
+    assert explanation.kernel_source() is None
+    assert explanation.output_shape == (4, 5)
+    assert "none: the index space is empty, so no term is computed" in str(explanation)
+    assert explanation.decisions == ()
+
+
+# Kernel source --------------------------------------------------------------------------------------------------------
+
+
+def test_the_source_of_an_eager_program_is_its_torch_code():
+    explanation = tensor_product()
+    source = explanation.kernel_source()
+    assert source == explanation.fx_code
+    assert source is not None
+    assert "torch.index_add(" in source
+    assert "= None" not in source
+
+
+def inductor_spmm() -> Explanation:
+    return compile("C[Row[p],n] += Val[p] * B[Col[p],n]", options=Options(backend="inductor")).explain(
+        Row=INDEX([0, 2, 3]), Col=INDEX([0, 1, 1]), Val=torch.rand(3), B=torch.rand(4, 5), out_shape=(4, None)
+    )
+
+
+def test_the_source_of_an_inductor_program_is_asked_for_once(monkeypatch):
+    calls: list[tuple[Any, ...]] = []
+
+    def answer(*args: Any) -> list[str]:
+        calls.append(args)
+        return ["the <kernel>"]
+
+    monkeypatch.setattr(inductor, "kernel_sources", answer)
+    explanation = inductor_spmm()
+    assert "the <kernel>" not in str(explanation)
+    assert calls == []
+    assert explanation.kernel_source() == "the <kernel>"
+    assert explanation.kernel_source() == "the <kernel>"
+    ((_, bound, options, integers, tensors, start),) = calls
+    assert bound.statement == explanation.statement
+    assert options == explanation.options
+    assert integers == [("output_extent_0", 4)]
+    assert [tuple(t.shape) for t in tensors] == [(3,), (3,), (4, 5), (3,)]
+    assert [t.dtype for t in tensors] == [torch.int64, torch.float32, torch.float32, torch.int64]
+    assert start is None
+    assert "the <kernel>" in str(explanation)
+    assert "the &lt;kernel&gt;" in explanation.html()
+    assert pickle.loads(pickle.dumps(explanation)).kernel_source() == "the <kernel>"
+    assert len(calls) == 1
+
+
+def test_a_source_that_cannot_be_had_is_an_error(monkeypatch):
+    def fail(*_: object) -> list[str]:
+        raise RuntimeError("no compiler")
+
+    monkeypatch.setattr(inductor, "kernel_sources", fail)
+    with pytest.raises(InsumBackendError, match=r"no kernel source for 'C\[Row\[p\],n\] .*RuntimeError: no compiler"):
+        inductor_spmm().kernel_source()
+
+
+@pytest.mark.compile
+def test_inductor_writes_a_kernel():
+    explanation = pickle.loads(pickle.dumps(inductor_spmm()))
+    source = explanation.kernel_source()
+    assert "cpp_fused" in source
+    assert 'extern "C"' in source
+    assert all(line.rstrip() in str(explanation) for line in source.split("\n"))
+
+
+def test_inductor_writes_triton(gpu):
+    tensors = {
+        "Row": torch.tensor([0, 2, 3], device=gpu),
+        "Col": torch.tensor([0, 1, 1], device=gpu),
+        "Val": torch.rand(3, device=gpu),
+        "B": torch.rand(4, 5, device=gpu),
+    }
+    explanation = compile("C[Row[p],n] += Val[p] * B[Col[p],n]").explain(tensors=tensors, out_shape=(4, None))
+    assert explanation.backend == "inductor"
+    source = explanation.kernel_source()
+    assert source is not None
+    assert "tl.atomic_add" in source
+
+
+# Page and picture -----------------------------------------------------------------------------------------------------
+
+
+@every_case
+def test_the_picture_is_well_formed(make: Callable[[], Explanation]):
+    explanation = make()
+    root = ET.fromstring(explanation.svg())
+    assert root.tag == f"{SVG}svg"
+    texts = {text.text for text in root.iter(f"{SVG}text")}
+    output = explanation.statement.output.name
+    assert elide(output) in texts
+    for row in explanation.tensors:
+        assert texts & {elide(row.name), *map(elide, row.accesses)}, f"{row.name} is not in the picture"
+
+
+@every_case
+def test_the_page_is_well_formed_and_needs_nothing(make: Callable[[], Explanation]):
+    explanation = make()
+    document = explanation.html()
+    root = ET.fromstring(document)
+    tags = {element.tag.removeprefix(SVG) for element in root.iter()}
+    assert not tags & {"script", "link", "img", "iframe", "object", "use", "image", "foreignObject"}
+    attributes = {name for element in root.iter() for name in element.attrib}
+    assert not {name for name in attributes if "href" in name or name in ("src", "style") or name.startswith("on")}
+    assert "url(" not in document
+    assert "@import" not in document
+    heading = root.find("body/article/h1")
+    assert heading is not None
+    assert heading.text == str(explanation.statement)
+    shown = "".join(root.itertext())
+    assert all(line in shown for line in explanation.loop_nest.split("\n"))
+    assert explanation._repr_html_() in document
+
+
+HOSTILE = "</pre></style></svg><script>alert('&')</script>\x00\x1b\ud800\uffff\"'"
+
+
+def test_hostile_text_stays_text():
+    explanation = dataclasses.replace(
+        tensor_product(), reason=HOSTILE, fx_code=HOSTILE, schedule=HOSTILE, loop_nest=HOSTILE
+    )
+    root = ET.fromstring(explanation.html())
+    assert not [element for element in root.iter() if element.tag.endswith("script")]
+    shown = "".join(root.itertext())
+    assert shown.count("</pre></style></svg><script>alert('&')</script>\ufffd\ufffd\ufffd\ufffd\"'") >= 3
+
+    table = Section(HOSTILE, table=Table((HOSTILE,), [(HOSTILE,)]), folded=True)
+    code = Section(HOSTILE, code=HOSTILE, folded=True)
+    svg = draw([Box(HOSTILE, "tensor", (HOSTILE, HOSTILE), HOSTILE)], [], title=HOSTILE)
+    root = ET.fromstring(page(HOSTILE, svg, [table, code]))
+    assert not [element for element in root.iter() if element.tag.endswith("script")]
+
+
+def rectangles(drawing: Drawing) -> dict[str, tuple[float, float, float, float]]:
+    return {p.box.key: (p.x, p.y, p.x + p.box.width, p.y + p.box.height) for p in drawing.placed}
+
+
+def curve(route: Sequence[tuple[float, float]]) -> list[tuple[float, float]]:
+    """Points of an edge as it is drawn: straight inside a layer, a cubic with upright ends between two layers."""
+    points: list[tuple[float, float]] = []
+    for number, ((x0, y0), (x1, y1)) in enumerate(pairwise(route)):
+        for step in range(41):
+            t = step / 40
+            ease = t if number % 2 == 0 else 3 * t**2 - 2 * t**3
+            along = t if number % 2 == 0 else 1.5 * t - 1.5 * t**2 + t**3
+            points.append((x0 + (x1 - x0) * ease, y0 + (y1 - y0) * along))
+    return points
+
+
+def check_drawing(boxes: Sequence[Box], edges: Sequence[Edge]) -> Drawing:
+    drawing = lay_out(boxes, edges)
+    places = rectangles(drawing)
+    assert set(places) == {box.key for box in boxes}
+    for left, top, right, bottom in places.values():
+        assert 0 <= left < right <= drawing.width
+        assert 0 <= top < bottom <= drawing.height
+    for (a, first), (b, second) in combinations(places.items(), 2):
+        apart = first[2] + 10 <= second[0] or second[2] + 10 <= first[0] or first[3] + 10 <= second[1]
+        assert apart or second[3] + 10 <= first[1], f"{a} and {b} overlap"
+    for edge, route in zip(edges, drawing.routes, strict=True):
+        source, target = places[edge.source], places[edge.target]
+        assert route[0] == (pytest.approx((source[0] + source[2]) / 2), source[3])
+        assert target[0] < route[-1][0] < target[2]
+        assert route[-1][1] == target[1]
+        assert source[3] < target[1], "an edge leads down"
+        for key, (left, top, right, bottom) in places.items():
+            crossed = [(x, y) for x, y in curve(route) if left < x < right and top < y < bottom]
+            assert not crossed, f"{edge} runs under {key}"
+    return drawing
+
+
+@every_case
+def test_no_boxes_overlap(make: Callable[[], Explanation]):
+    explanation = make()
+    sizes = {row.name: row.extent for row in explanation.extents if row.extent is not None}
+    flow = data_flow(explanation.statement, explanation.plan, {}, sizes)
+    check_drawing(flow.boxes, flow.edges)
+
+
+@pytest.mark.parametrize("seed", range(40))
+def test_no_boxes_overlap_in_random_graphs(seed: int):
+    generator = random.Random(seed)
+    kinds: list[Kind] = ["tensor", "index", "gather", "product", "combine", "output"]
+    boxes = [
+        Box(
+            str(i),
+            generator.choice(kinds),
+            tuple("x" * generator.randint(1, 60) for _ in range(generator.randint(1, 5))),
+        )
+        for i in range(generator.randint(1, 24))
+    ]
+    edges = [
+        Edge(boxes[a].key, boxes[b].key, generator.random() < 0.3)
+        for b in range(1, len(boxes))
+        for a in generator.choices(range(b), k=generator.randint(0, 3))
+    ]
+    check_drawing(boxes, edges)
+    ET.fromstring(draw(boxes, edges, title="random"))
+
+
+def test_a_chain_of_products_stands_upright():
+    explanation = very_long()
+    sizes = {row.name: row.extent for row in explanation.extents if row.extent is not None}
+    flow = data_flow(explanation.statement, explanation.plan, {}, sizes)
+    centres = [p.x + p.box.width / 2 for p in lay_out(flow.boxes, flow.edges).placed if p.box.kind == "product"]
+    assert len(centres) == 12
+    assert max(centres) - min(centres) < 40
+
+
+def test_a_statement_of_many_factors_is_drawn_fast_enough():
+    factors = " * ".join(f"A{i}[P[p],i{i}]" for i in range(64))
+    tensors = {f"A{i}": torch.rand(2, 2) for i in range(64)} | {"P": INDEX([0, 1, 1])}
+    explanation = compile(f"y[p] += {factors}").explain(tensors=tensors)
+    begin = time.process_time()
+    root = ET.fromstring(explanation.svg())
+    assert time.process_time() - begin < 10
+    assert len([g for g in root.iter(f"{SVG}g") if g.get("class") == "gather"]) == 65, "64 boxes and one in the legend"
+
+
+def test_index_tensors_look_different():
+    root = ET.fromstring(spmm().svg())
+    rects = {
+        next(g.iter(f"{SVG}text")).text: next(g.iter(f"{SVG}rect"))
+        for g in root.iter(f"{SVG}g")
+        if g.get("class") in ("index", "tensor")
+    }
+    assert rects["Col[g,q]"].get("stroke-dasharray") is not None
+    assert rects["Val[g,q]"].get("stroke-dasharray") is None
+    assert rects["Col[g,q]"].get("fill") != rects["Val[g,q]"].get("fill")
+
+
+def flow_edges(explanation: Explanation) -> set[tuple[str, str, bool]]:
+    flow = data_flow(explanation.statement, explanation.plan, {}, {})
+    return {(edge.source, edge.target, edge.index) for edge in flow.edges}
+
+
+def test_the_flow_of_nested_indirection():
+    assert flow_edges(nested_convolution()) == {
+        ("tensor In", "read In[Map[o,p]]", True),
+        ("tensor Map", "read In[Map[o,p]]", True),
+        ("tensor X", "read X[In[Map[o,p]],c]", False),
+        ("read In[Map[o,p]]", "read X[In[Map[o,p]],c]", True),
+        ("tensor W", "read W[Off[o],c,d]", False),
+        ("tensor Off", "read W[Off[o],c,d]", True),
+        ("read X[In[Map[o,p]],c]", "step t2", False),
+        ("read W[Off[o],c,d]", "step t2", False),
+        ("step t2", "combine", False),
+        ("tensor Out", "read Out[Map[o,p]]", True),
+        ("tensor Map", "read Out[Map[o,p]]", True),
+        ("read Out[Map[o,p]]", "combine", True),
+        ("combine", "output", False),
+    }
+
+
+def test_the_flow_of_a_starting_value_and_of_masks():
+    edges = flow_edges(maximum())
+    assert ("start", "combine", False) in edges
+    assert ("tensor S", "combine", True) in edges, "terms without an entry do not take part"
+    assert ("tensor D", "combine", True) in edges
+
+
+def test_long_names_are_elided_and_shown_in_full_on_hover():
+    assert elide("a_tensor_with_a_long_name[i,j]", 16) == "a_tensor…me[i,j]"
+    svg = very_long().svg()
+    root = ET.fromstring(svg)
+    texts = [text.text or "" for text in root.iter(f"{SVG}text")]
+    assert max(map(len, texts)) <= 36
+    full = "a_rather_long_tensor_name_0[Selected_rows_0[i0],i1]"
+    assert f"gather {full}" in [title.text for title in root.iter(f"{SVG}title")]
+    assert full not in texts
+
+
+def test_wide_letters_take_two_places():
+    assert text_width("行列") == text_width("abcd")
+    assert text_width("n\u0303") == text_width("n")
+
+
+# Keeping it -----------------------------------------------------------------------------------------------------------
+
+
+@every_case
+def test_copies_are_equal(make: Callable[[], Explanation]):
+    explanation = make()
+    again = pickle.loads(pickle.dumps(explanation))
+    assert again == explanation
+    assert hash(again) == hash(explanation)
+    assert str(again) == str(explanation)
+    assert again.html() == explanation.html()
+    assert copy.deepcopy(explanation) == explanation
+
+
+def test_no_tensor_is_kept():
+    tensor = torch.rand(300, 300)
+    seen = weakref.ref(tensor)
+    explanation = compile("y[i] += A[i,j]").explain(A=tensor)
+    assert len(pickle.dumps(explanation)) < 20_000
+    del tensor
+    gc.collect()
+    assert seen() is None
+
+
+@pytest.mark.parametrize(
+    ("name", "beginning"), [("a.html", "<!DOCTYPE html>"), ("b.SVG", "<svg"), ("c.txt", "statement")]
+)
+def test_save(tmp_path, name: str, beginning: str):
+    path = unicode_names().save(tmp_path / name)
+    assert path == tmp_path / name
+    assert path.read_text(encoding="utf-8").startswith(beginning)
+    assert "Größe" in path.read_text(encoding="utf-8")
+
+
+def test_save_knows_three_kinds_of_file(tmp_path):
+    with pytest.raises(
+        ValueError, match=r"cannot save an explanation as 'x\.pdf'; end its name in \.html, \.svg, \.txt"
+    ):
+        spmm().save(tmp_path / "x.pdf")
+    assert list(tmp_path.iterdir()) == []
