@@ -25,6 +25,7 @@ __all__ = [
     "MissingExtraError",
     "Span",
     "caret_lines",
+    "plural",
     "raise_collected",
 ]
 
@@ -37,6 +38,7 @@ class Span:
     stop: int
 
     def merge(self, other: Span) -> Span:
+        """The shortest span that holds both."""
         return Span(min(self.start, other.start), max(self.stop, other.stop))
 
 
@@ -87,8 +89,8 @@ class InsumError(Exception):
     def __reduce__(self) -> tuple[object, ...]:
         # Keyword arguments do not survive Exception's default pickling, which
         # multiprocessing relies on to carry an error back to its parent.
-        state = (type(self), self.message, self.expression, self.spans, self.details, self.fix, self.fields, self.others)
-        return (_rebuild, state)
+        text = (self.message, self.expression, self.spans, self.details, self.fix)
+        return (_rebuild, (type(self), *text, self.fields, self.others))
 
 
 def _rebuild(
@@ -158,6 +160,17 @@ class MissingExtraError(InsumError, ImportError):
     """An optional dependency is missing; the message names the extra that brings it."""
 
 
+def plural(number: int, word: str) -> str:
+    """A count with its noun.
+
+    >>> plural(1, "entry"), plural(2, "entry"), plural(0, "subscript")
+    ('1 entry', '2 entries', '0 subscripts')
+    """
+    if number == 1:
+        return f"1 {word}"
+    return f"{number} {word[:-1]}ies" if word.endswith("y") else f"{number} {word}s"
+
+
 def _width(text: str) -> int:
     """Terminal cells of `text`: wide East Asian letters take two, combining marks none."""
     cells = 0
@@ -172,8 +185,10 @@ def caret_lines(expression: str, spans: Iterable[Span], *, indent: int = 2, wind
     """The expression and, under it, a line of carets below each span.
 
     A long expression is cut to `window` characters around the first span. Line breaks and
-    control characters are shown as spaces so that carets stay under their tokens.
+    control characters are shown as spaces so that carets stay under their tokens. A blank expression shows nothing.
     """
+    if not expression.strip():
+        return []
     shown = "".join(c if c.isprintable() else " " for c in expression)
     ordered = sorted(spans)
     start = 0

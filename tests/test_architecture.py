@@ -37,6 +37,7 @@ COMPILER_ORDER = [
     "options",
     "gradient",
     "bind",
+    "extents",
     "proofs",
     "reference",
     "contraction",
@@ -63,12 +64,12 @@ COMPILER_ORDER = [
 # The reference is the oracle of the rest, so it shares nothing with what it judges.
 REFERENCE_MAY_IMPORT = {"ast", "parser", "check", "bind"}
 
-# tool -> the only file of the package that names it.
+# tool -> the only files of the package that name it.
 ONLY_IN = {
-    "torch.fx": "insum_nn/compiler/fx_lowering.py",
-    "torch.fx.experimental": "insum_nn/compiler/inductor.py",
-    "torch._inductor": "insum_nn/compiler/inductor.py",
-    "triton": "insum_nn/compiler/triton_lowering.py",
+    "torch.fx": tuple(f"insum_nn/compiler/{name}.py" for name in ("fx_access", "fx_extremum", "fx_lowering")),
+    "torch.fx.experimental": ("insum_nn/compiler/inductor.py",),
+    "torch._inductor": ("insum_nn/compiler/inductor.py",),
+    "triton": ("insum_nn/compiler/triton_lowering.py",),
 }
 # A graph is built in one file and handed on by its type.
 HANDED_ON = {"torch.fx", "torch.fx.GraphModule"}
@@ -157,7 +158,7 @@ def tools_named(source: Source) -> set[str]:
     for name, line in source.dotted_names():
         tools = [tool for tool in ONLY_IN if name == tool or name.startswith(f"{tool}.")]
         # The longest that fits: `torch.fx.experimental` is a tool of its own.
-        if tools and name not in HANDED_ON and source.name != ONLY_IN[max(tools, key=len)]:
+        if tools and name not in HANDED_ON and source.name not in ONLY_IN[max(tools, key=len)]:
             found.add(f"{name}: line {line}")
     return found
 

@@ -12,14 +12,16 @@ from torch import Tensor
 
 from insum_nn.compiler.ast import Statement
 from insum_nn.compiler.autograd import apply
-from insum_nn.compiler.bind import Extents, bind, check_extents, layout_of, resolve_extents
+from insum_nn.compiler.bind import Extents, bind, layout_of
 from insum_nn.compiler.call import Key, Spec, call_key, prepare, run_spec
 from insum_nn.compiler.check import check_names, check_statement
 from insum_nn.compiler.explain import Explanation, explain_program
+from insum_nn.compiler.extents import check_extents, resolve_extents
 from insum_nn.compiler.gradient import derivatives
 from insum_nn.compiler.options import DEFAULT, Options
 from insum_nn.compiler.parser import parse
 from insum_nn.compiler.reference import interpret
+from insum_nn.errors import InsumDtypeError
 from insum_nn.facts import IndexFacts
 
 __all__ = ["Program", "ProgramSum", "compile", "insum"]
@@ -28,6 +30,28 @@ Shape = Sequence[int | None]
 # Calls of one program whose checks are remembered.
 _SEEN_LIMIT = 64
 _PLAIN = (Tensor, torch.nn.Parameter)
+
+
+_KINDS: dict[str, tuple[type, str]] = {
+    "sizes": (Mapping, "a dict of extents by index name"),
+    "out_shape": (Sequence, "a tuple of extents"),
+    "tensors": (Mapping, "a dict of tensors by name"),
+    "facts": (Mapping, "a dict of IndexFacts by tensor name"),
+    "options": (Options, "insum_nn.Options"),
+}
+
+
+def _check_kinds(**given: object) -> None:
+    """A tensor that is named like an argument of the call arrives as that argument."""
+    for name, value in given.items():
+        kind, what = _KINDS[name]
+        if value is None or isinstance(value, kind):
+            continue
+        tensor = isinstance(value, Tensor)
+        fix = f"pass a tensor of that name as tensors={{'{name}': ...}}." if tensor else f"pass {name}= as {what}."
+        raise InsumDtypeError(
+            f"{name}= must be {what}, got {type(value).__name__}", fix=fix, expected=kind, got=type(value)
+        )
 
 
 def _hashable(sizes: Mapping[str, int] | None) -> tuple[tuple[str, int], ...] | None:
@@ -54,6 +78,7 @@ class Program:
         options: Options = DEFAULT,
         drop_outside: bool = False,
     ) -> None:
+        _check_kinds(sizes=sizes, out_shape=out_shape, facts=facts, options=options)
         statement = parse(expression)
         check_statement(statement, sizes or ())
         self.statement: Statement = statement
@@ -80,7 +105,8 @@ class Program:
 
     def __reduce__(self) -> tuple[object, ...]:
         spec = self._spec
-        return (_rebuild, (spec.expression, self._sizes, self._out_shape, dict(spec.facts), spec.options, spec.drop_outside))
+        state = (spec.expression, self._sizes, self._out_shape, dict(spec.facts), spec.options, spec.drop_outside)
+        return (_rebuild, state)
 
     def __deepcopy__(self, memo: dict[int, object]) -> Program:
         return self
@@ -104,6 +130,8 @@ class Program:
         Returns:
             The output: contiguous, of the factors' dtype and device.
         """
+        if not torch.compiler.is_dynamo_compiling():
+            _check_kinds(sizes=sizes, out_shape=out_shape, tensors=tensors)
         if tensors:
             named = {**tensors, **named}
         if torch.compiler.is_dynamo_compiling():
@@ -129,6 +157,11 @@ class Program:
         """A key under which the checks of a call need no repetition; `None` where something is out of the ordinary."""
         if torch._C._is_any_autocast_enabled():
             return None
+        # 3.0 and True hash as 3 and 1 do, and must not pass for them.
+        if out_shape is not None and any(e is not None and type(e) is not int for e in out_shape):
+            return None
+        if sizes and any(type(e) is not int for e in sizes.values()):
+            return None
         start = named.get(self.statement.output.name)
         if len(named) != len(self._names) + (start is not None):
             return None
@@ -153,7 +186,8 @@ class Program:
         start = named.get(statement.output.name)
         expected = len(self._names) + (start is not None)
         if len(named) != expected or any(name not in named for name in self._names):
-            check_names(statement, [name for name in named if named[name] is not None])
+            present = [n for n, t in named.items() if t is not None]  # pyright: ignore[reportUnnecessaryComparison]
+            check_names(statement, present)
         if torch._C._is_any_autocast_enabled():
             named = {name: _autocast(value) for name, value in named.items()}
             start = named.get(statement.output.name)
@@ -216,7 +250,7 @@ class Program:
         tensors: Mapping[str, Tensor] | None = None,
         **named: Tensor,
     ) -> Tensor:
-        """Run the statement by its definition, as nested loops in float64 on the CPU. Slow; the oracle of every test."""
+        """Run the statement by its definition: nested loops in float64 on the CPU. Slow; the oracle of every test."""
         named = {**(tensors or {}), **named}
         ordered, start = self._arrange(named)
         extents = self._extents(ordered, start, sizes, out_shape)
@@ -292,7 +326,7 @@ def _time(spec: Spec, tensors: Sequence[Tensor], start: Tensor | None, extents: 
     from torch.utils.benchmark import Timer
 
     run_spec(spec, tensors, start, extents)
-    timer = Timer("run(spec, tensors, start, extents)", globals=dict(run=run_spec, spec=spec, tensors=tensors, start=start, extents=extents))
+    timer = Timer("call()", globals={"call": partial(run_spec, spec, tensors, start, extents)})
     return float(timer.blocked_autorange(min_run_time=0.1).median)
 
 
@@ -390,13 +424,15 @@ def insum(
         InsumError: a subclass that says what is wrong with the text, a name, a shape, a dtype, a device or an index.
 
     >>> row, col, val = torch.tensor([0, 0, 2]), torch.tensor([1, 2, 0]), torch.tensor([1.0, 2.0, 3.0])
-    >>> insum("y[Row[p]] += Val[p] * x[Col[p]]", Row=row, Col=col, Val=val, x=torch.tensor([1.0, 10.0, 100.0]), out_shape=(3,))
+    >>> x = torch.tensor([1.0, 10.0, 100.0])
+    >>> insum("y[Row[p]] += Val[p] * x[Col[p]]", Row=row, Col=col, Val=val, x=x, out_shape=(3,))
     tensor([210.,   0.,   3.])
     """
-    chosen = options or DEFAULT
+    chosen = DEFAULT if options is None else options
     if torch.compiler.is_dynamo_compiling():
         text = _spec_text(expression, *(getattr(chosen, name) for name in _OPTION_NAMES), validate)
         return _traced_call(text, {**(tensors or {}), **named}, sizes or {}, out_shape)
+    _check_kinds(sizes=sizes, out_shape=out_shape, tensors=tensors, options=options)
     if validate and not chosen.validate:
         chosen = replace(chosen, validate=True)
     program = _cached_program(expression, chosen, tuple(sizes) if sizes else ())
@@ -424,7 +460,7 @@ torch.library.define(
 
 def _traced_call(text: str, named: Mapping[str, Tensor], sizes: Mapping[str, int], out_shape: Shape | None) -> Tensor:
     shape = out_shape if out_shape is not None else ()
-    named = {name: tensor for name, tensor in named.items() if tensor is not None}
+    named = {n: t for n, t in named.items() if t is not None}  # pyright: ignore[reportUnnecessaryComparison]
     return torch.ops.insum_nn.call(  # type: ignore[no-any-return]
         text,
         list(named.keys()),

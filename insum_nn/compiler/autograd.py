@@ -58,7 +58,12 @@ class _Call:
 
 
 def _gradients(
-    call: _Call, tensors: Sequence[Tensor], start: Tensor | None, result: Tensor | None, needs: Sequence[bool], grad: Tensor
+    call: _Call,
+    tensors: Sequence[Tensor],
+    start: Tensor | None,
+    result: Tensor | None,
+    needs: Sequence[bool],
+    grad: Tensor,
 ) -> tuple[list[Tensor | None], Tensor | None]:
     """Gradients of the tensors that need one, and of the start, by derivative programs."""
     statement = call.spec.statement

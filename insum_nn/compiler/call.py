@@ -16,8 +16,9 @@ import torch
 from torch import Tensor
 
 from insum_nn.compiler.ast import Statement
-from insum_nn.compiler.bind import Bound, Extents, bind, check_extents, layout_of
+from insum_nn.compiler.bind import Bound, Extents, bind, layout_of
 from insum_nn.compiler.execution import Executable, executable, generation
+from insum_nn.compiler.extents import check_extents
 from insum_nn.compiler.options import Options
 from insum_nn.compiler.parser import parse
 from insum_nn.compiler.proofs import prove

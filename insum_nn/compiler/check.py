@@ -42,14 +42,15 @@ def _written_never_read(statement: Statement, sized: Collection[str]) -> list[In
         if name in sized or name in nested:
             continue
         known = ", ".join(sorted(read)) or "none"
+        instead = "write one of those, multiply" if read else "multiply"
         faults.append(
             InsumNameError(
                 f"index '{name}' is written but never read",
                 expression=statement.text,
                 spans=spans,
                 details=[f"indices read on the right: {known}"],
-                fix=f"write one of those, multiply by a tensor that carries '{name}', or repeat the result along "
-                f"a new axis with sizes={{'{name}': ...}}.",
+                fix=f"{instead} by a tensor that carries '{name}', or repeat the result along a new axis with "
+                f"sizes={{'{name}': ...}}.",
                 index=name,
                 expected=tuple(sorted(read)),
             )
@@ -117,7 +118,7 @@ def check_names(statement: Statement, passed: Collection[str]) -> None:
             continue
         spans = [access.name_span for access in statement.accesses() if access.name == name]
         if name in statement.indices():
-            fix = f"'{name}' is an index here; an index has no value as a factor: pass a tensor of its values under another name."
+            fix = f"pass a tensor of its values under another name; the index '{name}' has no value as a factor."
         elif unused:
             fix = f"pass {name}=..., or rename: '{unused[0]}' was passed and is not used."
         else:

@@ -219,7 +219,8 @@ def executable(
     key: tuple[object, ...] = (bound, options, backend)
     if backend == "inductor":
         bound = _specialise(bound, extents, options)
-        key = (bound, options, backend, inductor.size_class(bound, tensors, extents))
+        precision = torch.get_float32_matmul_precision()
+        key = (bound, options, backend, precision, inductor.size_class(bound, tensors, extents))
     with _lock:
         program = _cache.get(key)
         if program is not None:

@@ -6,7 +6,8 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 from insum_nn.compiler.ast import Access, Statement
-from insum_nn.compiler.bind import Extents, interval, layout_of
+from insum_nn.compiler.bind import Extents, layout_of
+from insum_nn.compiler.extents import interval
 from insum_nn.compiler.plan import Plan, Role
 
 __all__ = ["ExtentSource", "clip", "extent_sources", "initial_line", "loop_lines", "loop_notes", "text_roles"]

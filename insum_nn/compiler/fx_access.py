@@ -27,7 +27,7 @@ HALVES = (torch.float16, torch.bfloat16)
 
 
 def extent_arguments(bound: Bound) -> tuple[tuple[str, ...], tuple[int, ...]]:
-    """The extents a graph takes as integers: indices that index no axis directly, and output axes not written by one."""
+    """The extents a graph takes as integers: of indices that no axis shows, and of output axes that no index shows."""
     layout = bound.layout
     static = {name for name, _ in bound.static}
     indices = tuple(
@@ -290,6 +290,9 @@ class GraphWriter:
                 at = self.bounds(subscript, at, size, nested=False)
             elif at.present is not None:
                 at = Position(self.call(torch.clamp, at.node, min=0), at.labels, at.present, None)
+            if len(self.plan.combine.scattered) > 1:
+                # An address over several axes may exceed what an int32 index tensor holds.
+                at = Position(self.method("to", at.node, torch.int64), at.labels, at.present, at.inside)
             positions.append(at)
             sizes.append(size)
         labels = tuple(dict.fromkeys(label for at in positions for label in at.labels))

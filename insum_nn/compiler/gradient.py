@@ -59,7 +59,8 @@ def derivatives(statement: Statement, operand: str) -> Derivative:
     >>> print(derivatives(parse("C[Row[p],n] += Val[p] * B[Col[p],n]"), "B").statements[0])
     dB[Col[p],n] += dC[Row[p],n] * Val[p]
     """
-    positions = [i for i, factor in enumerate(statement.factors) if isinstance(factor, Access) and factor.name == operand]
+    factors = enumerate(statement.factors)
+    positions = [i for i, factor in factors if isinstance(factor, Access) and factor.name == operand]
     if not positions:
         factors = ", ".join(dict.fromkeys(access.name for access in statement.reads)) or "none"
         raise InsumNameError(

@@ -21,12 +21,19 @@ _INT64_MAX = 2**63 - 1
 
 _NUMBER = re.compile(r"[0-9]+(?:\.[0-9]*)?(?:[eE][+-]?[0-9]+)?|\.[0-9]+(?:[eE][+-]?[0-9]+)?")
 _SYMBOLS = ("+=", "=", "[", "]", ",", "*", "+", "-")
+_NO_PARENTHESES = "write without parentheses: apply functions to tensors before passing them, and multiply sums out."
 _HINTS = {
-    "(": "subscripts are sums of integer multiples of indices; multiply the parentheses out.",
-    ")": "subscripts are sums of integer multiples of indices; multiply the parentheses out.",
-    "/": "the language has products and affine sums only; pass a precomputed index tensor or factor instead.",
-    "%": "the language has products and affine sums only; pass a precomputed index tensor or factor instead.",
-    ".": "names are Python identifiers; pass the attribute's value under a name of its own.",
+    "(": _NO_PARENTHESES,
+    ")": _NO_PARENTHESES,
+    "...": "write one index per dimension.",
+    ":=": "write '=' to assign, or '+=' to add.",
+    "/": "pass a precomputed factor or index tensor; the language has products and affine sums only.",
+    "%": "pass a precomputed index tensor; the language has products and affine sums only.",
+    "@": "write a matrix product with indices, for example C[i,j] += A[i,k] * B[k,j].",
+    "'": "write names without quotes.",
+    '"': "write names without quotes.",
+    "#": "leave the comment out.",
+    ".": "pass the attribute's value under a name of its own; names are Python identifiers.",
     ":": "write an index variable instead of a slice, for example A[i,j].",
     ";": "give one statement at a time.",
     "\n": "give one statement at a time.",
@@ -66,16 +73,21 @@ def _tokenize(text: str) -> list[_Token]:
             name = unicodedata.normalize("NFKC", text[position:stop])
             tokens.append(_Token("name", name, Span(position, stop)))
         else:
-            raise InsumSyntaxError(
-                f"unexpected character {character!r}",
-                expression=text,
-                spans=[Span(position, position + 1)],
-                fix=_HINTS.get(character, "use names, integers, and the symbols [ ] , * + - and one of += = max= min=."),
-                got=character,
-            )
+            raise _unexpected(text, position)
         position = stop
     tokens.append(_Token("end", "end of text", Span(len(text), len(text))))
     return tokens
+
+
+def _unexpected(text: str, position: int) -> InsumSyntaxError:
+    symbol = next((s for s in ("...", ":=") if text.startswith(s, position)), text[position])
+    return InsumSyntaxError(
+        f"unexpected {'character' if len(symbol) == 1 else 'symbol'} {symbol!r}",
+        expression=text,
+        spans=[Span(position, position + len(symbol))],
+        fix=_HINTS.get(symbol, "use names, numbers, the symbols [ ] , * + - and one of += = max= min=."),
+        got=symbol,
+    )
 
 
 def parse(text: str) -> Statement:
@@ -95,7 +107,8 @@ def parse(text: str) -> Statement:
     'C[i] += A[i,2*k+1] * x'
     """
     if not isinstance(text, str):  # pyright: ignore[reportUnnecessaryIsInstance]
-        raise InsumSyntaxError(f"an expression must be a str, got {type(text).__name__}", fix="pass the statement as text.")
+        got = type(text).__name__
+        raise InsumSyntaxError(f"an expression must be a str, got {got}", fix="pass the statement as text.")
     if len(text) > _MAX_LENGTH:
         raise InsumSyntaxError(
             f"the expression has {len(text)} characters; at most {_MAX_LENGTH} are read",
@@ -146,10 +159,19 @@ class _Parser:
         while self.maybe("*"):
             factors.append(self.factor())
             if len(factors) > _MAX_FACTORS:
-                raise self.fail(f"at most {_MAX_FACTORS} factors", "split the product into several statements.")
+                raise InsumSyntaxError(
+                    f"the statement has more than {_MAX_FACTORS} factors",
+                    expression=self.text,
+                    spans=[factors[-1].span],
+                    fix="split the product into several statements.",
+                    expected=_MAX_FACTORS,
+                )
         if self.token.kind != "end":
             if self.token.text in ("+", "-"):
-                fix = "a statement is one product; run one statement per summand, passing the first result as the start of '+='."
+                fix = (
+                    "a statement is one product; run one statement per summand, passing the first result as the "
+                    "start of '+='."
+                )
             elif self.token.kind in ("name", "number"):
                 fix = "put '*' between factors."
             else:
@@ -168,7 +190,25 @@ class _Parser:
             if after.text == "=" and after.span.start == token.span.stop:
                 self.position += 2
                 return "max=" if token.text == "max" else "min="
-        raise self.fail("one of += = max= min=", "put the operator between the output and its factors.")
+        raise self.fail("one of += = max= min=", self.operator_hint())
+
+    def operator_hint(self) -> str:
+        symbol, after = self.token.text, self.tokens[min(self.position + 1, len(self.tokens) - 1)].text
+        if after == "=" and symbol in ("+", "max", "min"):
+            return f"write '{symbol}=' without a space."
+        if symbol == "-" and after == "=":
+            return "write '+=', and -1 as a factor."
+        if symbol == "*" and after == "=":
+            return "write '+=' or '='; a product with the old value is a statement of its own."
+        return "put the operator between the output and its factors."
+
+    def factor_hint(self) -> str:
+        before = self.tokens[self.position - 1].text
+        if self.token.text == before == "*":
+            return "write a power as a product, for example A[i] * A[i]."
+        if self.token.text == "=":
+            return "write the operator once: one of += = max= min=."
+        return "write an access such as A[i,k], a number, or the name of a 0-d tensor."
 
     def factor(self) -> Factor:
         sign = self.maybe("-", "+")
@@ -178,8 +218,8 @@ class _Parser:
             value = self.number_value(token)
             return Number(-value if sign is not None and sign.text == "-" else value, span)
         if sign is not None:
-            raise self.fail("a number after the sign", "write the factor -1 explicitly, for example -1 * A[i].")
-        return self.access("a factor", "a factor is an access such as A[i,k], a number, or the name of a 0-d tensor.")
+            raise self.fail("a number after the sign", "write -1 as a factor, for example -1 * A[i].")
+        return self.access("a factor", self.factor_hint())
 
     def number_value(self, token: _Token) -> int | float:
         if token.text.isdigit():
@@ -214,9 +254,15 @@ class _Parser:
             return Access(name.text, (), name.span, name.span)
         self.depth += 1
         if self.depth > _MAX_DEPTH:
-            raise self.fail(f"at most {_MAX_DEPTH} nested index tensors", "compose the index tensors beforehand.")
+            raise InsumSyntaxError(
+                f"accesses are nested more than {_MAX_DEPTH} deep",
+                expression=self.text,
+                spans=[name.span],
+                fix="compose the index tensors beforehand.",
+                expected=_MAX_DEPTH,
+            )
         if self.token.text == "]":
-            raise self.fail("a subscript", f"a 0-d tensor is written without brackets: {name.text}.")
+            raise self.fail("a subscript", f"write a 0-d tensor without brackets: {name.text}.")
         subscripts = [self.subscript()]
         while self.maybe(","):
             subscripts.append(self.subscript())
@@ -256,7 +302,8 @@ class _Parser:
         if self.maybe("*") is None:
             return Term(sign, atom, atom.span)
         if self.token.kind != "number":
-            raise self.fail("an integer coefficient", "indices may be multiplied by integers only.")
+            fix = "multiply indices by integers only, or close the subscript with ']' before the '*'."
+            raise self.fail("an integer coefficient", fix)
         factor = self.advance()
         return Term(sign * self.index_integer(factor), atom, atom.span.merge(factor.span))
 
@@ -266,13 +313,13 @@ class _Parser:
                 f"expected an integer in a subscript, got {token.text!r}",
                 expression=self.text,
                 spans=[token.span],
-                fix="coefficients and offsets of subscripts are integers.",
+                fix="write coefficients and offsets of subscripts as integers, or pass an index tensor.",
                 got=token.text,
             )
         return self.integer(token)
 
     def atom(self) -> Index | Access:
-        access = self.access("an index, an index tensor or an integer", "subscripts are sums such as i, 2*p+r-1 or Col[g,q].")
+        access = self.access("an index, an index tensor or an integer", "write a sum such as i, 2*p+r-1 or Col[g,q].")
         return access if access.subscripts else Index(access.name, access.span)
 
     def merge(self, terms: list[Term]) -> tuple[Term, ...]:
@@ -296,6 +343,10 @@ class _Parser:
     def fit(self, value: int, span: Span) -> int:
         if abs(value) > _INT64_MAX:
             raise InsumOverflowError(
-                "an integer does not fit 64 bits", expression=self.text, spans=[span], fix="use smaller integers."
+                "the sum of the integers does not fit 64 bits",
+                expression=self.text,
+                spans=[span],
+                details=[f"expected at most {_INT64_MAX}"],
+                fix="use smaller integers.",
             )
         return value

@@ -121,8 +121,8 @@ class SparseProduct:
     def __str__(self) -> str:
         value = self.value or "1"
         return (
-            f"{self.result}[{self.row},{','.join(self.labels)}] = sparse product of {value} at ({self.row}, {self.col}) "
-            f"over {','.join(self.entries)} with {self.dense}"
+            f"{self.result}[{self.row},{','.join(self.labels)}] = "
+            f"sparse product of {value} at ({self.row}, {self.col}) over {','.join(self.entries)} with {self.dense}"
         )
 
 

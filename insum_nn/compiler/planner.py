@@ -269,7 +269,7 @@ class _Planner:
         return sum(math.prod(self.sizes[x] for x in step.labels) for step in gathered if label in step.labels)
 
     def sliceable(self, label: str) -> bool:
-        """Whether cutting every axis that `label` indexes, and nothing else, restricts the statement to a range of it."""
+        """Whether cutting every axis that `label` indexes restricts the statement to a range of it."""
         cut: dict[str, tuple[int, ...]] = {}
         for access in self.statement.accesses():
             addressed = scattered_axes(access)
@@ -309,7 +309,7 @@ def scattered_axes(access: Access) -> tuple[int, ...]:
 
 
 def find_sparse_product(bound: Bound) -> tuple[Access, int, int, Labels] | None:
-    """The dense factor, its selected axis, the output's row axis and the entries' labels; `None` if it is no such product."""
+    """The dense factor, its selected axis, the output's row axis and the entries' labels, if it is such a product."""
     statement = bound.statement
     rows = [axis for axis, s in enumerate(statement.output.subscripts) if s.indirect is not None]
     for dense in statement.reads:

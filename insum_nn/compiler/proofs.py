@@ -15,11 +15,23 @@ from torch import Tensor
 from torch.utils.weak import WeakTensorKeyDictionary
 
 from insum_nn.compiler.ast import Access, Index, Statement, Subscript
-from insum_nn.compiler.bind import Extents, interval, layout_of
-from insum_nn.errors import InsumBackendError, InsumError, InsumRangeError, Span, raise_collected
+from insum_nn.compiler.bind import Extents, layout_of
+from insum_nn.compiler.extents import interval
+from insum_nn.errors import (
+    InsumBackendError,
+    InsumError,
+    InsumOverflowError,
+    InsumRangeError,
+    Span,
+    plural,
+    raise_collected,
+)
 from insum_nn.facts import UNKNOWN, IndexFacts
 
 __all__ = ["prove", "stats_of"]
+
+
+_INT64_MAX = 2**63 - 1
 
 
 @dataclass(frozen=True, slots=True)
@@ -143,12 +155,26 @@ def _check_ranges(
             # A nested index tensor may point past the inner one: that reads "no entry".
             bounded = outer and (subscript.indirect is not None or (is_output and not drop_outside))
             low, high = _hull(subscript, sizes, stats)
+            if not -_INT64_MAX <= low <= high <= _INT64_MAX and all(s.smallest <= s.largest for s in stats.values()):
+                faults.append(_overflow(statement, subscript, low, high))
+                continue
             beyond = bounded and (low < (-1 if subscript.indirect is not None else 0) or high >= shape[axis])
             if below or beyond:
                 fault = _exact(statement, access, axis, subscript, shape[axis], named, sizes, bounded)
                 if fault is not None:
                     faults.append(fault)
     raise_collected(faults)
+
+
+def _overflow(statement: Statement, subscript: Subscript, low: int, high: int) -> InsumOverflowError:
+    return InsumOverflowError(
+        f"the subscript '{subscript}' overflows int64",
+        expression=statement.text,
+        spans=[subscript.span],
+        details=[f"with the largest entries of its index tensors it reaches from {low} to {high}"],
+        fix="use smaller entries or coefficients.",
+        got=(low, high),
+    )
 
 
 def _hull(subscript: Subscript, sizes: Mapping[str, int], stats: Mapping[str, Stats]) -> tuple[int, int]:
@@ -178,10 +204,10 @@ def _exact(
     """Evaluate the subscript everywhere; some entries of its index tensors may never be read."""
     evaluator = _Evaluator(named, sizes)
     values, valid, labels = evaluator.subscript(subscript)
-    for inner, entries, reached in evaluator.read:
+    for inner, entries, reached, own in evaluator.read:
         bad = reached & (entries < -1)
         if bool(bad.any()):
-            return _below(statement, inner, entries, bad)
+            return _below(statement, inner, entries, bad, own)
     if not bounded:
         return None
     bad = valid & ((values < 0) | (values >= extent))
@@ -189,8 +215,7 @@ def _exact(
         return None
     shown = values[valid]
     count, total = int(bad.sum()), int(valid.sum())
-    first = ", ".join(f"{label} = {int(at)}" for label, at in zip(labels, bad.nonzero()[0], strict=True))
-    where = f"; first at {first}" if first else ""
+    where = _first(bad, labels)
     smallest, largest = int(shown.min()), int(shown.max())
     what = "writes" if access is statement.output else "points"
     name = subscript.indirect.name if subscript.indirect is not None else str(subscript)
@@ -206,7 +231,7 @@ def _exact(
         spans=[subscript.span],
         details=[
             f"expected 0 <= {subscript} < {extent}; got minimum {smallest}, maximum {largest} "
-            f"({count} of {total} entr{'y' if total == 1 else 'ies'}{where})"
+            f"({count} of {plural(total, 'entry')}{where})"
         ],
         fix=f"{needed}, or drop those entries. Negative values do not wrap; -1 means no entry.",
         tensor=name,
@@ -215,14 +240,22 @@ def _exact(
     )
 
 
-def _below(statement: Statement, inner: Access, entries: Tensor, bad: Tensor) -> InsumError:
+def _first(bad: Tensor, labels: Sequence[str]) -> str:
+    first = ", ".join(f"{label} = {int(at)}" for label, at in zip(labels, bad.nonzero()[0], strict=True))
+    return f"; first at {first}" if first else ""
+
+
+def _below(statement: Statement, inner: Access, entries: Tensor, bad: Tensor, labels: Sequence[str]) -> InsumRangeError:
     value = int(entries[bad][0])
     return InsumRangeError(
         f"index tensor '{inner.name}' holds {value}",
         expression=statement.text,
         spans=[inner.span],
-        details=[f"expected entries >= -1; got minimum {int(entries.min())} ({int(bad.sum())} entries below -1)"],
-        fix="negative values do not wrap; -1 means no entry.",
+        details=[
+            f"expected {inner} >= -1; got minimum {int(entries[bad].min())} "
+            f"({int(bad.sum())} of {plural(bad.numel(), 'entry')}{_first(bad, labels)})"
+        ],
+        fix="write -1 for no entry, or count from 0: negative values do not wrap.",
         tensor=inner.name,
         got=value,
     )
@@ -235,7 +268,7 @@ class _Evaluator:
         self.named = named
         self.sizes = sizes
         self.device = next(iter(named.values())).device
-        self.read: list[tuple[Access, Tensor, Tensor]] = []
+        self.read: list[tuple[Access, Tensor, Tensor, tuple[str, ...]]] = []
 
     def subscript(self, subscript: Subscript) -> tuple[Tensor, Tensor, tuple[str, ...]]:
         labels = tuple(dict.fromkeys(index.name for index in subscript.indices()))
@@ -268,7 +301,7 @@ class _Evaluator:
             entries = torch.full(shape, -1, dtype=torch.int64, device=self.device)
         else:
             entries = tensor.reshape(-1)[flat].long()
-        self.read.append((access, entries, valid))
+        self.read.append((access, entries, valid, labels))
         return entries, valid & (entries != -1), labels
 
 
@@ -287,11 +320,14 @@ def _check_claims(statement: Statement, named: Mapping[str, Tensor], facts: Mapp
         entries = flat[flat != -1]
         broken: list[str] = []
         if claim.masked is False and len(entries) != len(flat):
-            broken.append(f"masked=False, but {len(flat) - len(entries)} entries are -1")
+            first, count = int((flat == -1).nonzero()[0]), plural(len(flat) - len(entries), "entry")
+            broken.append(f"masked=False, but it holds {count} of -1, the first at position {first}")
         if claim.sorted and len(entries) > 1:
             down = (entries[1:] < entries[:-1]).nonzero()
             if len(down):
-                broken.append(f"sorted, but entry {int(down[0]) + 1} is smaller than the one before")
+                before, after = int(entries[down[0]]), int(entries[down[0] + 1])
+                at = int((flat != -1).nonzero()[int(down[0]) + 1])
+                broken.append(f"sorted, but {after} at position {at} follows {before}")
         if claim.unique:
             values, counts = entries.unique(return_counts=True)
             twice = values[counts > 1]

@@ -19,7 +19,6 @@ from insum_nn.errors import InsumRangeError
 __all__ = ["interpret"]
 
 _Nested = list["_Nested"] | int | float
-_NO_ENTRY = None
 
 
 def interpret(
@@ -85,14 +84,14 @@ class _Interpreter:
                 term = term * factor.value
                 continue
             where = self.place(factor, point, self.shapes[factor.name], write=False)
-            if where is _NO_ENTRY:
+            if where is None:
                 absent = True
                 term = term * 0
             elif any(not 0 <= at < extent for at, extent in zip(where, self.shapes[factor.name], strict=True)):
                 term = term * 0
             else:
                 term = term * self.cell(factor.name, where)
-        if place is _NO_ENTRY:
+        if place is None:
             return
         operator = self.statement.operator
         if operator in ("+=", "="):
@@ -108,7 +107,7 @@ class _Interpreter:
         missing = False
         for subscript, extent in zip(access.subscripts, shape, strict=True):
             at = self.evaluate(subscript, point)
-            if at is _NO_ENTRY:
+            if at is None:
                 missing = True
                 continue
             outside = not 0 <= at < extent
@@ -121,7 +120,7 @@ class _Interpreter:
             if outside and write:
                 missing = True
             coordinates.append(at)
-        return _NO_ENTRY if missing else tuple(coordinates)
+        return None if missing else tuple(coordinates)
 
     def evaluate(self, subscript: Subscript, point: Mapping[str, int]) -> int | None:
         total = subscript.offset
@@ -130,8 +129,8 @@ class _Interpreter:
                 total += term.coefficient * point[term.atom.name]
                 continue
             entry = self.entry(term.atom, point)
-            if entry is _NO_ENTRY:
-                return _NO_ENTRY
+            if entry is None:
+                return None
             total += term.coefficient * entry
         return total
 
@@ -140,15 +139,15 @@ class _Interpreter:
         where: list[int] = []
         for subscript, extent in zip(access.subscripts, self.shapes[access.name], strict=True):
             at = self.evaluate(subscript, point)
-            if at is _NO_ENTRY or not 0 <= at < extent:
-                return _NO_ENTRY
+            if at is None or not 0 <= at < extent:
+                return None
             where.append(at)
         value = int(self.cell(access.name, tuple(where)))
         if value < -1:
             raise InsumRangeError(
                 f"index tensor '{access.name}' holds {value}", expression=self.statement.text, spans=[access.span]
             )
-        return _NO_ENTRY if value == -1 else value
+        return None if value == -1 else value
 
     def cell(self, name: str, where: tuple[int, ...]) -> int | float:
         value = self.values[name]

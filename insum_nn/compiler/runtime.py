@@ -105,7 +105,9 @@ def _remembered(
     inner = _structures.get(first)
     if inner is None:
         inner = _structures[first] = WeakTensorKeyDictionary()
-    known: dict[tuple[object, ...], _Structure] = inner.setdefault(second, {})
+    known: dict[tuple[object, ...], _Structure] | None = inner.get(second)
+    if known is None:
+        known = inner[second] = {}
     key = (row_axes, col_axes, shape, num_rows, masked, row is None, col is None, _version(row), _version(col))
     structure = known.get(key)
     if structure is None:

@@ -1,6 +1,6 @@
 """The gradient's shares under `max=` and `min=`, as a registered operator.
 
-Terms that attain the extremum of their cell share its gradient equally; a starting value that attains it is one of them.
+Terms that attain the extremum of their cell share its gradient equally; a starting value that attains it counts too.
 """
 
 from __future__ import annotations
@@ -80,18 +80,19 @@ def _terms(spec: Spec, tensors: Sequence[Tensor], extents: Extents) -> tuple[Ten
     sizes = dict(zip(layout.indices, extents.indices, strict=True))
     _, space = _space(statement)
     factors = " * ".join(map(str, statement.factors))
-    # The same operator multiplies in the same order as the forward pass, so that a term equals its extremum bit for bit.
+    # The same operator multiplies in the order of the forward pass, so that a term equals its extremum bit for bit.
     terms = _auxiliary(spec, f"{space} {statement.operator} {factors}", named, sizes, extents.indices)
     live = torch.ones(tuple(extents.indices), dtype=torch.bool, device=terms.device)
     for access in (statement.output, *statement.reads):
         for nested in access.nested():
-            # Reading ones through an index tensor gives 0 where it has no entry.
-            ones = fresh_name("ones", {*named, *sizes, space.split("[")[0]})
-            entry = named[nested.name]
-            size = int(entry.max()) + 1 if entry.numel() else 0
-            text = f"{space} = {ones}[{nested}]"
-            row = torch.ones(max(size, 1), dtype=terms.dtype, device=terms.device)
-            live = live & (_auxiliary(spec, text, {**named, ones: row}, sizes, extents.indices) != 0)
+            # Reading a single one through an index tensor that keeps only its -1 gives 0 where it has no entry.
+            taken = {*named, *sizes, space.split("[")[0]}
+            one = fresh_name("one", taken)
+            entry = fresh_name("entry", taken)
+            text = f"{space} = {one}[{entry}{str(nested)[len(nested.name) :]}]"
+            row = torch.ones(1, dtype=terms.dtype, device=terms.device)
+            given = {**named, entry: named[nested.name].clamp(max=0), one: row}
+            live = live & (_auxiliary(spec, text, given, sizes, extents.indices) != 0)
     return terms, live
 
 

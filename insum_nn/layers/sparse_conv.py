@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from dataclasses import replace
 from typing import Any, cast
 
 import torch
@@ -112,7 +113,7 @@ class SparseConvolution(SparseModule):
         self.indice_key = indice_key
         self.record_voxel_count = record_voxel_count
         self.fp32_accum = fp32_accum
-        self.options = Options(**{**_as_dict(options), "accumulate": "storage"}) if fp32_accum is False else options
+        self.options = replace(options, accumulate="storage") if fp32_accum is False else options
         _check_channels(owner, in_channels, out_channels, groups)
         self.geometry = self._make_geometry(owner, anchor)
         self.conv1x1 = self.geometry.is_pointwise and not inverse
@@ -276,10 +277,6 @@ class SparseConvolution(SparseModule):
         named = sparse_conv_operands(input.features, self.weight, kernel_map, self.bias, groups=self.groups)
         shape = None if kernel_map is None else (kernel_map.num_outputs, *(None,) * (1 if self.groups == 1 else 2))
         return program.explain(tensors=named, out_shape=shape, measure=measure)
-
-
-def _as_dict(options: Options) -> dict[str, Any]:
-    return {name: getattr(options, name) for name in options.__dataclass_fields__}
 
 
 def _check_channels(owner: str, in_channels: int, out_channels: int, groups: int) -> None:

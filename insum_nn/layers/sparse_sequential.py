@@ -27,6 +27,7 @@ __all__ = [
     "SparseSyncBatchNorm",
     "ToDense",
     "assign_name_for_sparse_modules",
+    "on_features",
 ]
 
 
@@ -47,11 +48,12 @@ def _takes_sparse(module: nn.Module) -> bool:
     return isinstance(module, SparseModule | SparseBatchNorm | SparseSyncBatchNorm | SparseReLU | SparseIdentity)
 
 
-def _on_features(module: nn.Module, features: Tensor) -> Tensor:
-    if features.shape[0] == 0 and isinstance(module, _BatchNorm) and module.training:
-        # No voxel, so no statistics to take: torch raises here, and a batch may hold an empty cloud.
-        return features
-    return module(features)
+def on_features(module: nn.Module, x: SparseConvTensor) -> SparseConvTensor:
+    """Apply a dense module to the features of a sparse tensor."""
+    if x.features.shape[0] == 0 and isinstance(module, _BatchNorm) and module.training:
+        # No voxel, so no statistics to take: torch raises here, and a cloud may be empty.
+        return x
+    return x.replace_feature(module(x.features))
 
 
 class SparseSequential(SparseModule):
@@ -107,7 +109,7 @@ class SparseSequential(SparseModule):
         """Run every module in order."""
         for module in self:
             if not _takes_sparse(module) and isinstance(input, SparseConvTensor):
-                input = input.replace_feature(_on_features(module, input.features))
+                input = on_features(module, input)
             else:
                 input = module(input)
         return input

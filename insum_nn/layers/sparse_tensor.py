@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -14,13 +14,6 @@ from insum_nn.structure.coordinates import Coordinates
 from insum_nn.structure.kernel_map import KernelMap
 
 __all__ = ["SparseConvTensor", "sparse_add"]
-
-
-class _Proven(NamedTuple):
-    """Coordinates that were checked, and what they were checked of."""
-
-    sites: Coordinates
-    version: int | None
 
 
 class SparseConvTensor:
@@ -82,7 +75,7 @@ class SparseConvTensor:
         self.benchmark_record: dict[str, Any] = {}
         self.force_algo = force_algo
         # Shared by all tensors made from this one by new features; filled at first use.
-        self._proven: dict[str, _Proven] = {}
+        self._proven: dict[str, Coordinates] = {}
 
     def __repr__(self) -> str:
         return (
@@ -127,26 +120,20 @@ class SparseConvTensor:
             InsumRangeError: a voxel lies outside the grid.
             InsumFormatError: a voxel stands twice.
         """
-        version = None if self.indices.is_inference() else self.indices._version
         known = self._proven.get("sites")
-        if known is not None and known.version == version and self._is_of(known.sites):
-            return known.sites
+        if known is not None and known.describes(self.indices, self.spatial_shape, self.batch_size):
+            return known
         sites = Coordinates(self.indices, tuple(self.spatial_shape), self.batch_size).prove()
         if known is not None:
             # Other tensors go on with the voxels that this one no longer has.
             self._proven = {}
-        self._proven["sites"] = _Proven(sites, version)
+        self._proven["sites"] = sites
         return sites
-
-    def _is_of(self, sites: Coordinates) -> bool:
-        same = sites.spatial_shape == tuple(self.spatial_shape) and sites.batch_size == self.batch_size
-        return same and sites.indices is self.indices
 
     def with_sites(self, features: Tensor, sites: Coordinates, indice_dict: dict[str, KernelMap]) -> SparseConvTensor:
         """A tensor over other voxels, known to be in range and distinct, that keeps this one's annotations."""
         result = self._derive(features, sites.indices, list(sites.spatial_shape), indice_dict)
-        version = None if sites.indices.is_inference() else sites.indices._version
-        result._proven = {"sites": _Proven(sites, version)}
+        result._proven = {"sites": sites}
         return result
 
     def _derive(
@@ -163,6 +150,24 @@ class SparseConvTensor:
         """The same voxels with other features (n, C')."""
         result = self._derive(feature, self.indices, self.spatial_shape, self.indice_dict)
         result._proven = self._proven
+        return result
+
+    def with_spatial_shape(self, spatial_shape: Sequence[int]) -> SparseConvTensor:
+        """The same voxels in a grid of another shape, with the same kernel maps.
+
+        Raises:
+            InsumRangeError: a voxel lies outside the grid.
+        """
+        if list(spatial_shape) == self.spatial_shape:
+            return self
+        shape = tuple(int(extent) for extent in spatial_shape)
+        result = self._derive(self._features, self.indices, list(shape), self.indice_dict)
+        known = self.coordinates()
+        if all(new >= old for new, old in zip(shape, known.spatial_shape, strict=True)):
+            # What lies inside a grid lies inside a larger one.
+            result._proven = {"sites": Coordinates(self.indices, shape, self.batch_size)}
+        else:
+            result.coordinates()
         return result
 
     def shadow_copy(self) -> SparseConvTensor:

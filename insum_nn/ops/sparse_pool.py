@@ -3,18 +3,16 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from functools import lru_cache
 
 import torch
 from torch import Tensor
 
-from insum_nn.compiler.api import Program, compile
 from insum_nn.compiler.options import DEFAULT, Options
 from insum_nn.errors import InsumShapeError
 from insum_nn.facts import IndexFacts
-from insum_nn.ops.sparse_conv import check_features, map_program
+from insum_nn.ops.sparse_conv import check_features, run_facts
 from insum_nn.structure.coordinates import Coordinates, unique_sites
-from insum_nn.structure.kernel_map import KernelMap
+from insum_nn.structure.kernel_map import FACTS, KernelMap
 
 __all__ = [
     "SPARSE_AVG_POOL",
@@ -38,6 +36,13 @@ SPARSE_GLOBAL_AVG_POOL = "Out[Batch[p],c] += Inv[Batch[p]] * In[p,c]"
 SPARSE_TO_DENSE = "Out[Cell[p],c] += In[p,c]"
 SPARSE_SUM = "Out[Row[p],c] += In[p,c]"
 
+# Entries of proven coordinates, and places among distinct voxels, point inside, and none is missing.
+_ROW_FACTS = {
+    "Batch": IndexFacts(masked=False, proven=True),
+    "Cell": IndexFacts(masked=False, proven=True, unique=True),
+    "Row": IndexFacts(masked=False, proven=True),
+}
+
 
 def sparse_max_pool(features: Tensor, kernel_map: KernelMap, *, options: Options = DEFAULT) -> Tensor:
     """The largest feature among the active voxels under the kernel.
@@ -54,7 +59,7 @@ def sparse_max_pool(features: Tensor, kernel_map: KernelMap, *, options: Options
     """
     check_features("sparse_max_pool", features, kernel_map.num_inputs, kernel_map.in_index.device)
     named = {"In": features, "InIdx": kernel_map.in_index, "OutIdx": kernel_map.out_index}
-    return map_program(SPARSE_MAX_POOL, options)(tensors=named, out_shape=(kernel_map.num_outputs, None))
+    return run_facts(SPARSE_MAX_POOL, FACTS, named, options, (kernel_map.num_outputs, None))
 
 
 def sparse_avg_pool(features: Tensor, kernel_map: KernelMap, *, options: Options = DEFAULT) -> Tensor:
@@ -75,7 +80,7 @@ def sparse_avg_pool(features: Tensor, kernel_map: KernelMap, *, options: Options
     wide = torch.promote_types(features.dtype, torch.float32)
     inverse = (1 / kernel_map.output_counts(wide).clamp(min=1)).to(features.dtype)
     named = {"In": features, "Inv": inverse, "InIdx": kernel_map.in_index, "OutIdx": kernel_map.out_index}
-    return map_program(SPARSE_AVG_POOL, options)(tensors=named, out_shape=(kernel_map.num_outputs, None))
+    return run_facts(SPARSE_AVG_POOL, FACTS, named, options, (kernel_map.num_outputs, None))
 
 
 def sparse_global_max_pool(features: Tensor, sites: Coordinates, *, options: Options = DEFAULT) -> Tensor:
@@ -93,7 +98,7 @@ def sparse_global_max_pool(features: Tensor, sites: Coordinates, *, options: Opt
     """
     check_features("sparse_global_max_pool", features, sites.num_sites, sites.device)
     named = {"In": features, "Batch": sites.columns[0]}
-    return _row_program(SPARSE_GLOBAL_MAX_POOL, "Batch", options)(tensors=named, out_shape=(sites.batch_size, None))
+    return run_facts(SPARSE_GLOBAL_MAX_POOL, _ROW_FACTS, named, options, (sites.batch_size, None))
 
 
 def sparse_global_avg_pool(features: Tensor, sites: Coordinates, *, options: Options = DEFAULT) -> Tensor:
@@ -115,7 +120,7 @@ def sparse_global_avg_pool(features: Tensor, sites: Coordinates, *, options: Opt
     wide = torch.promote_types(features.dtype, torch.float32)
     inverse = (1 / counts.to(wide).clamp(min=1)).to(features.dtype)
     named = {"In": features, "Inv": inverse, "Batch": batch}
-    return _row_program(SPARSE_GLOBAL_AVG_POOL, "Batch", options)(tensors=named, out_shape=(sites.batch_size, None))
+    return run_facts(SPARSE_GLOBAL_AVG_POOL, _ROW_FACTS, named, options, (sites.batch_size, None))
 
 
 def sparse_to_dense(features: Tensor, sites: Coordinates, *, options: Options = DEFAULT) -> Tensor:
@@ -139,8 +144,8 @@ def sparse_to_dense(features: Tensor, sites: Coordinates, *, options: Options = 
     total = sites.batch_size
     for extent in sites.spatial_shape:
         total *= extent
-    program = _row_program(SPARSE_TO_DENSE, "Cell", options)
-    return program(In=features, Cell=cells, out_shape=(total, None)).reshape(*sites.extents, features.shape[1])
+    grid = run_facts(SPARSE_TO_DENSE, _ROW_FACTS, {"In": features, "Cell": cells}, options, (total, None))
+    return grid.reshape(*sites.extents, features.shape[1])
 
 
 def sparse_sum(
@@ -175,12 +180,5 @@ def sparse_sum(
     merged, place = unique_sites(columns, sites[0].extents)
     indices = torch.stack(merged, dim=1).to(sites[0].indices.dtype)
     stacked = torch.cat(tuple(features))
-    program = _row_program(SPARSE_SUM, "Row", options)
-    return program(In=stacked, Row=place, out_shape=(indices.shape[0], None)), indices
-
-
-@lru_cache(maxsize=64)
-def _row_program(expression: str, index: str, options: Options) -> Program:
-    # A batch entry of proven coordinates and a place among distinct voxels point inside, and none is missing.
-    facts = {index: IndexFacts(masked=False, proven=True, unique=index == "Cell")}
-    return compile(expression, facts=facts, options=options)
+    total = run_facts(SPARSE_SUM, _ROW_FACTS, {"In": stacked, "Row": place}, options, (indices.shape[0], None))
+    return total, indices

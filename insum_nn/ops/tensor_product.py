@@ -105,19 +105,13 @@ class _Call:
         key = (operand, mul)
         if key not in self._packed:
             tensor = self.operands[operand]
-            entries, starts = self.form.entries[operand], self.form.starts[operand]
-            numbers = self.form.packed_entries(operand, mul)
-            first = numbers[0]
-            # Consecutive entries of one copy already lie as they are wanted.
-            if mul == 1 and numbers == tuple(range(first, first + len(numbers))):
-                width = sum(entries[n].size for n in numbers)
-                self._packed[key] = tensor.narrow(1, starts[first], width).unsqueeze(2)
+            start, order = self.form.packing(operand, mul, self.device)
+            if start is not None:
+                # Single copies side by side already lie as they are wanted.
+                flat = tensor.narrow(1, start, order.numel())
             else:
-                parts = [
-                    tensor.narrow(1, starts[n], entries[n].dim).unflatten(1, (mul, entries[n].size)).transpose(1, 2)
-                    for n in numbers
-                ]
-                self._packed[key] = parts[0] if len(parts) == 1 else torch.cat(parts, 1)
+                flat = tensor.index_select(1, order)
+            self._packed[key] = flat.reshape(tensor.shape[0], order.numel() // mul, mul)
         return self._packed[key]
 
     def arguments(self, statement: Statement) -> dict[str, Tensor]:
@@ -140,39 +134,31 @@ class _Call:
     def result(self, statement: Statement, size: int) -> Tensor:
         return statement.program(tensors=self.arguments(statement), out_shape=statement.out_shape(size))
 
-    def run(self, size: int) -> Tensor:
-        """The role's tensor, of `size` rows."""
-        statements = self.form.statements(self.role)
+    def run(self, size: int, *, split: bool) -> Tensor:
+        """The role's tensor, of `size` rows; `split` as for `Form.statements`."""
+        statements = self.form.statements(self.role, split=split)
         if self.role == "w":
             return self._weights(statements, size)
-        parts: dict[int, Tensor] = {}
-        for statement in statements:
-            packed = self.result(statement, size)
-            for number, row in statement.rows:
-                entry = self.form.entries[self.role][number]
-                part = packed.narrow(1, row, entry.size).reshape(size, entry.size, entry.mul)
-                parts[number] = parts[number] + part if number in parts else part
-        return self._joined(parts, size)
-
-    def _joined(self, parts: Mapping[int, Tensor], size: int) -> Tensor:
-        """All entries side by side, component fastest; those that nothing reaches are 0."""
-        zeros = torch.zeros((), dtype=self.dtype, device=self.device)
-        columns: list[Tensor] = []
-        for number, entry in enumerate(self.form.entries[self.role]):
-            if number in parts:
-                columns.append(parts[number].transpose(1, 2).reshape(size, entry.dim))
-            elif entry.dim:
-                columns.append(zeros.expand(size, entry.dim))
-        if not columns:
-            return zeros.new_zeros(size, 0)
-        # A single column may be a view of a statement's result, which nobody else holds.
-        return columns[0].contiguous() if len(columns) == 1 else torch.cat(columns, 1)
+        if not statements:
+            return torch.zeros(size, self.form.dims[self.role], dtype=self.dtype, device=self.device)
+        columns = [self.result(statement, size).reshape(size, statement.width) for statement in statements]
+        orders, needs_zero = self.form.unpacking(self.role, self.device, split=split)
+        if needs_zero:
+            columns.append(torch.zeros(size, 1, dtype=self.dtype, device=self.device))
+        side_by_side = columns[0] if len(columns) == 1 else torch.cat(columns, 1)
+        total: Tensor | None = None
+        for order in orders:
+            part = side_by_side if order is None else side_by_side.index_select(1, order)
+            total = part if total is None else total.add_(part)
+        assert total is not None
+        return total
 
     def _weights(self, statements: tuple[Statement, ...], size: int) -> Tensor:
         batch = () if self.form.spec.shared else (size,)
         parts: dict[int, Tensor] = {}
         for statement in statements:
-            blocks = self.result(statement, size).reshape(*batch, len(statement.group.paths), -1)
+            paths = len(statement.group.paths)
+            blocks = self.result(statement, size).reshape(*batch, paths, statement.width // paths)
             parts |= dict(zip(statement.group.paths, blocks.unbind(-2), strict=True))
         zeros = torch.zeros((), dtype=self.dtype, device=self.device)
         columns = [
@@ -200,8 +186,9 @@ def _operator(
 ) -> Tensor:
     form = form_of(spec)
     call = _Call(form, role, (first, second, third), receivers, senders)
+    rows = _rows(role, call.operands, senders, num_x, num_z)
     with torch.autocast(first.device.type, enabled=False):
-        return call.run(_rows(role, call.operands, senders, num_x, num_z))
+        return call.run(rows, split=first.device.type == "cpu")
 
 
 def _rows(role: str, operands: Mapping[str, Tensor], senders: Tensor | None, num_x: int, num_z: int) -> int:
@@ -244,6 +231,9 @@ def _backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
     spec, role, num_x, num_z = ctx.constants
     *given, receivers, senders = ctx.saved_tensors
     operands = dict(zip(others(role), given, strict=True)) | {role: grad}
+    if role == "w":
+        # What a gradient of the weights depends on are the paths that have weights.
+        spec = form_of(spec).linear_text
     gradients: list[Tensor | None] = []
     for position, wanted in enumerate(others(role)):
         if not ctx.needs_input_grad[2 + position]:

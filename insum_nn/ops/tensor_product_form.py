@@ -12,15 +12,17 @@ import math
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
 from functools import cached_property, lru_cache
+from typing import Any
 
 import numpy as np
 import torch
+from numpy.typing import NDArray
 from torch import Tensor
 
 from insum_nn.compiler.api import Program, compile
 from insum_nn.compiler.options import Options
 from insum_nn.facts import IndexFacts
-from insum_nn.structure.clebsch_gordan import Entries, Table, make_table, path_table
+from insum_nn.structure.clebsch_gordan import Entries, Table, divide, make_table, path_table
 from insum_nn.structure.irreps import MODES, Entry, Mode, Path, dimension, offsets, weight_offsets
 
 __all__ = ["ROLES", "Form", "Group", "TensorProductSpec", "form_of", "others"]
@@ -126,12 +128,19 @@ class Form:
         self.dims = {role: dimension(entries) for role, entries in self.entries.items()}
         self.starts = {role: offsets(entries) for role, entries in self.entries.items()}
         self.weight_starts = weight_offsets(spec.paths)
-        self._statements: dict[str, tuple[Statement, ...]] = {}
+        self._statements: dict[tuple[str, bool], tuple[Statement, ...]] = {}
+        self._orders: dict[tuple[object, ...], Any] = {}
 
     @cached_property
     def live(self) -> tuple[int, ...]:
         """Paths that contribute anything."""
         return tuple(number for number, path in enumerate(self.spec.paths) if self._contributes(path))
+
+    @cached_property
+    def linear_text(self) -> str:
+        """The spec without the paths that have no weights: the part that is linear in the weights."""
+        paths = tuple(path if path.weighted else path._replace(coefficient=0.0) for path in self.spec.paths)
+        return replace(self.spec, paths=paths).to_json()
 
     def _contributes(self, path: Path) -> bool:
         muls = (self.entry("x", path).mul, self.entry("y", path).mul, self.entry("z", path).mul)
@@ -158,12 +167,85 @@ class Form:
         """Entries in use of one multiplicity."""
         return tuple(n for n in self.components[role] if self.entries[role][n].mul == mul)
 
-    def statements(self, role: str) -> tuple[Statement, ...]:
-        """What computes a role."""
-        if role not in self._statements:
-            groups = (g for g in self.groups(role) if role != "w" or g.weighted)
-            self._statements[role] = tuple(Statement(self, role, group) for group in groups)
-        return self._statements[role]
+    def statements(self, role: str, *, split: bool = False) -> tuple[Statement, ...]:
+        """What computes a role.
+
+        Args:
+            role: a letter of `ROLES`.
+            split: divide rows by how many slots they need. Library calls work through the slots that fill short rows
+                up, so fewer of them pay for more calls; a generated kernel would rather read everything once.
+        """
+        key = (role, split)
+        if key not in self._statements:
+            groups = [g for g in self.groups(role) if role != "w" or g.weighted]
+            parts = [part for group in groups for part in (self._divided(role, group) if split else [(group, None)])]
+            self._statements[key] = tuple(Statement(self, role, group, rows) for group, rows in parts)
+        return self._statements[key]
+
+    def _divided(self, role: str, group: Group) -> list[tuple[Group, NDArray[np.int64] | None]]:
+        """A group as one or more, each with rows of like length."""
+        if group.weighted and group.mode.mixes:
+            return [(group, None)]
+        entries = self.coefficients(group)
+        if role == "w":
+            buckets = divide(entries.path, None)
+            return [(replace(group, paths=tuple(group.paths[p] for p in rows)), None) for rows in buckets]
+        owner = entries.component[_NUMBER[role]]
+        return [(group, rows) for rows in divide(owner, entries.path if group.weighted else None)]
+
+    def packing(self, operand: str, mul: int, device: torch.device) -> tuple[int | None, Tensor]:
+        """How entries of one multiplicity are brought side by side, copies fastest.
+
+        Returns:
+            The first column if they lie so already, else `None`; and the columns in their new order.
+        """
+        key = ("pack", operand, mul, device)
+        if key not in self._orders:
+            entries, starts = self.entries[operand], self.starts[operand]
+            parts = [
+                starts[n] + np.arange(entries[n].dim).reshape(mul, entries[n].size).T.reshape(-1)
+                for n in self.packed_entries(operand, mul)
+            ]
+            order = np.concatenate(parts)
+            start = int(order[0]) if np.array_equal(order, order[0] + np.arange(order.size)) else None
+            self._orders[key] = (start, torch.from_numpy(order).to(device))
+        return self._orders[key]
+
+    def unpacking(self, role: str, device: torch.device, *, split: bool) -> tuple[list[Tensor | None], bool]:
+        """How the results of a role's statements, side by side, become a representation.
+
+        Returns:
+            Selections of columns that add up (`None`: all as they lie), and whether they read a column of zeros
+            that stands last.
+        """
+        key = ("unpack", role, split, device)
+        if key not in self._orders:
+            self._orders[key] = self._unpacking(role, device, split)
+        return self._orders[key]
+
+    def _unpacking(self, role: str, device: torch.device, split: bool) -> tuple[list[Tensor | None], bool]:
+        statements = self.statements(role, split=split)
+        zero = sum(statement.width for statement in statements)
+        orders: list[NDArray[np.int64]] = []
+        filled = np.zeros(self.dims[role], np.int64)
+        base = 0
+        for statement in statements:
+            for row, (number, component) in enumerate(statement.rows):
+                entry = self.entries[role][number]
+                target = self.starts[role][number] + component + entry.size * np.arange(entry.mul)
+                layer = int(filled[target[0]])
+                filled[target] += 1
+                if layer == len(orders):
+                    orders.append(np.full(self.dims[role], zero))
+                orders[layer][target] = base + row * entry.mul + np.arange(entry.mul)
+            base += statement.width
+        needs_zero = any(bool((order == zero).any()) for order in orders)
+        whole = np.arange(zero)
+        tensors = [
+            None if np.array_equal(order, whole) and not needs_zero else torch.from_numpy(order).to(device)
+            for order in orders
+        ]
+        return tensors, needs_zero
 
     def groups(self, role: str) -> Iterator[Group]:
         """Divide the paths: by mode and multiplicities; where multiplicities are mixed, also by the owner's entry.
@@ -247,10 +329,10 @@ class WeightAccess:
             return weight
         if self.copies:
             parts = [weight.narrow(-1, start, self.size) for start in self.starts]
-            return torch.stack(parts, -2).reshape(*weight.shape[:-1], len(parts), *self.shape)
+            return torch.stack(parts, -2).reshape((*weight.shape[:-1], len(parts), *self.shape))
         view = weight.narrow(-1, self.low, self.count * self.size)
         paths = () if self.single else (self.count,)
-        return view.reshape(*weight.shape[:-1], *paths, *self.shape)
+        return view.reshape((*weight.shape[:-1], *paths, *self.shape))
 
     def subscripts(self, place: str) -> list[str]:
         """The subscripts of `W` for a path's place, `L[k,r]` or a plain index."""
@@ -267,10 +349,10 @@ class Statement:
     Attributes:
         expression: the statement.
         group: the paths that it computes.
-        rows: components that it owns: (entry, first row) pairs; for the weights, the paths.
+        rows: the entry and the component in it that each row owns; for the weights, the group's paths are the rows.
     """
 
-    def __init__(self, form: Form, role: str, group: Group) -> None:
+    def __init__(self, form: Form, role: str, group: Group, owned: NDArray[np.int64] | None = None) -> None:
         self.form = form
         self.role = role
         self.group = group
@@ -280,7 +362,8 @@ class Statement:
         self._on: dict[tuple[torch.device, torch.dtype], dict[str, Tensor]] = {}
         # A group that owns an entry as a whole reads a gradient of it without a table.
         self.whole = self.mixes and role == "w"
-        place = self._tabulate()
+        self.rows: list[tuple[int, int]] = []
+        place = self._tabulate(owned)
         self.expression = self._text(place)
         self.program: Program = compile(
             self.expression,
@@ -291,7 +374,7 @@ class Statement:
 
     # Tables.
 
-    def _tabulate(self) -> str:
+    def _tabulate(self, owned: NDArray[np.int64] | None) -> str:
         """Make the static tables; returns how the text names a path's place among the weights."""
         form, group, role = self.form, self.group, self.role
         entries = form.coefficients(group)
@@ -302,13 +385,14 @@ class Statement:
             self._slots = self._drop("rq", value, dict(zip("xyz", components, strict=True)))
             return ""
         owner = "z" if role == "w" else role
-        self.rows: list[tuple[int, int]] = []
-        rows: list[int] = []
-        for number in group.entries:
-            self.rows.append((number, len(rows)))
-            start = form.components[owner][number]
-            rows += range(start, start + form.entries[owner][number].size)
-        table = make_table(entries, _NUMBER[owner], np.array(rows), by_path=group.weighted)
+        components = {
+            form.components[owner][number] + k: (number, k)
+            for number in group.entries
+            for k in range(form.entries[owner][number].size)
+        }
+        rows = np.array(list(components)) if owned is None else owned
+        self.rows = [components[int(row)] for row in rows]
+        table = make_table(entries, _NUMBER[owner], rows, by_path=group.weighted)
         return self._from_table(table, owner)
 
     def _from_table(self, table: Table, owner: str) -> str:
@@ -375,6 +459,13 @@ class Statement:
         return {x: group.extents[x] for x in group.letters(self.role) if x not in read}
 
     # Numbers.
+
+    @property
+    def width(self) -> int:
+        """Columns of the result; for the weights, of one sample."""
+        if self.role == "w":
+            return len(self.group.paths) * math.prod(self.group.shape("w"))
+        return self.tables["CG"].shape[0] * math.prod(self.group.shape(self.role))
 
     def tables_on(self, device: torch.device, dtype: torch.dtype) -> dict[str, Tensor]:
         """The static tables on a device; kept."""

@@ -55,7 +55,24 @@ def tensor_product_right(spec: TensorProductSpec | str, y: Tensor, weight: Tenso
 def right_expressions(spec: TensorProductSpec) -> tuple[str, ...]:
     """The statement of each path that contributes."""
     form = form_of(spec.to_json())
-    return tuple(_program(_text(form, form.spec.paths[n]), ()).expression for n in form.live)
+    return tuple(_path_program(form, form.spec.paths[n]).expression for n in form.live)
+
+
+def _path_program(form: Form, path: Path) -> Program:
+    mode, out, extents = MODES[path.mode], _out_letters(path), _extents(form, path)
+    read = set(mode.in2 + (mode.weight if path.weighted else ""))
+    # Multiplicities that no factor has: the result repeats along them.
+    sizes = tuple((x, extents[x]) for x in dict.fromkeys(mode.in1 + out) if x not in read)
+    return _program(_text(form, path), sizes)
+
+
+def _out_letters(path: Path) -> str:
+    letters = MODES[path.mode].out
+    return letters if path.weighted else letters.replace("w", "")
+
+
+def _extents(form: Form, path: Path) -> dict[str, int]:
+    return dict(zip("uvw", (form.entry(role, path).mul for role in "xyz"), strict=True))
 
 
 @lru_cache(maxsize=256)
@@ -73,12 +90,10 @@ def _text(form: Form, path: Path) -> str:
             fix="call forward.",
             mode=path.mode,
         )
-    weighted = path.weighted
-    out = mode.out if weighted else mode.out.replace("w", "")
     factors = ["CG[p]", f"Y[{','.join(['z', 'J[p]', *mode.in2])}]"]
-    if weighted:
+    if path.weighted:
         factors.append(f"W[{','.join([*([] if form.spec.shared else ['z']), *mode.weight])}]")
-    return f"B[{','.join(['z', *mode.in1, 'I[p]', *out, 'K[p]'])}] += {' * '.join(factors)}"
+    return f"B[{','.join(['z', *mode.in1, 'I[p]', *_out_letters(path), 'K[p]'])}] += {' * '.join(factors)}"
 
 
 def _block(form: Form, number: int, y: Tensor, weight: Tensor) -> Tensor:
@@ -94,12 +109,9 @@ def _block(form: Form, number: int, y: Tensor, weight: Tensor) -> Tensor:
     if path.weighted:
         own = weight.narrow(-1, form.weight_starts[number], path.numel)
         tables["W"] = own.reshape(*weight.shape[:-1], *path.shape)
-    extents = {"u": a.mul, "v": b.mul, "w": c.mul}
-    out = mode.out if path.weighted else mode.out.replace("w", "")
-    read = set(mode.in2 + (mode.weight if path.weighted else ""))
-    sizes = tuple((x, extents[x]) for x in dict.fromkeys(mode.in1 + out) if x not in read)
-    shape = (y.shape[0], *(extents[x] for x in mode.in1), a.size, *(extents[x] for x in out), c.size)
-    block = _program(_text(form, path), sizes)(tensors=tables, out_shape=shape)
+    extents = _extents(form, path)
+    shape = (y.shape[0], *(extents[x] for x in mode.in1), a.size, *(extents[x] for x in _out_letters(path)), c.size)
+    block = _path_program(form, path)(tensors=tables, out_shape=shape)
     return block.reshape(y.shape[0], a.dim, c.dim)
 
 

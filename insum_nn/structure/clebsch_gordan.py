@@ -21,7 +21,7 @@ from torch import Tensor
 from insum_nn.errors import MissingExtraError
 from insum_nn.facts import IndexFacts
 
-__all__ = ["Entries", "Table", "make_table", "nonzeros", "path_table"]
+__all__ = ["Entries", "Table", "divide", "make_table", "nonzeros", "path_table"]
 
 
 @lru_cache(maxsize=512)
@@ -90,6 +90,11 @@ class Entries:
         )
 
 
+    def select(self, mask: NDArray[np.bool_]) -> Entries:
+        """The coefficients where `mask` is true."""
+        return Entries(self.path[mask], self.component[:, mask], self.value[mask])
+
+
 @dataclass(frozen=True, slots=True)
 class Table:
     """Coefficients by owner: `value[row, slot...]` multiplies components `first[row, slot...]` and `second[...]`.
@@ -119,16 +124,67 @@ class Table:
         return Table(self.value.to(device, dtype), self.first.to(device), self.second.to(device), path)
 
 
+# Buckets a list of rows is divided into at most, and the share of all slots that one more must save.
+_BUCKETS = 4
+_WORTH = 0.12
+
+
+def divide(row: NDArray[np.int64], path: NDArray[np.int64] | None) -> list[NDArray[np.int64]]:
+    """Divide rows so that rows of like length are together, because short rows are filled up to the longest.
+
+    Args:
+        row: (p,) row of each coefficient.
+        path: (p,) its path, if a row's slots are divided by path.
+
+    Returns:
+        The rows of each part; together, all rows that occur.
+
+    >>> [part.tolist() for part in divide(np.array([0, 1, 2, 2, 2, 2, 2, 2, 3]), None)]
+    [[0, 1, 3], [2]]
+    """
+    rows, place = np.unique(row, return_inverse=True)
+    count = np.bincount(place)
+    paths, longest = np.ones_like(count), count
+    if path is not None:
+        pairs, length = np.unique(np.stack([place, path]), axis=1, return_counts=True)
+        paths = np.bincount(pairs[0])
+        longest = np.zeros_like(count)
+        np.maximum.at(longest, pairs[0], length)
+    order = np.lexsort((paths, longest)) if int(paths.max(initial=1)) == 1 else np.argsort(paths * longest, kind="stable")
+    paths, longest = paths[order], longest[order]
+
+    def slots(start: int, stop: int) -> int:
+        return (stop - start) * int(paths[start:stop].max()) * int(longest[start:stop].max())
+
+    total = rows.size
+    # best[n][stop]: fewest slots for the first `stop` rows in n parts, and where the last part starts.
+    best: list[list[tuple[float, int]]] = [[(0.0, 0)] + [(float("inf"), 0)] * total]
+    for _ in range(min(_BUCKETS, total)):
+        before = best[-1]
+        best.append(
+            [(float("inf"), 0)]
+            + [min((before[i][0] + slots(i, stop), i) for i in range(stop)) for stop in range(1, total + 1)]
+        )
+    parts = 1
+    while parts + 1 < len(best) and best[parts][total][0] - best[parts + 1][total][0] > _WORTH * best[1][total][0]:
+        parts += 1
+    cuts = [total]
+    for n in range(parts, 0, -1):
+        cuts.insert(0, best[n][cuts[0]][1])
+    return [np.sort(rows[order[a:b]]) for a, b in zip(cuts, cuts[1:], strict=False)]
+
+
 def make_table(entries: Entries, owner: int, rows: NDArray[np.int64], *, by_path: bool) -> Table:
     """List coefficients by one operand's components.
 
     Args:
         entries: the coefficients.
         owner: 0, 1 or 2: whose components are the rows (in1, in2, out).
-        rows: components to list, in this order; each occurs in `entries`.
+        rows: components to list, in this order; each occurs in `entries`, and coefficients of others are left out.
         by_path: divide a row's slots by path.
     """
     first, second = (axis for axis in range(3) if axis != owner)
+    entries = entries.select(np.isin(entries.component[owner], rows))
     position = np.full(int(entries.component[owner].max(initial=-1)) + 1, -1, np.int64)
     position[rows] = np.arange(rows.size)
     row = position[entries.component[owner]]

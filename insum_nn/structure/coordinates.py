@@ -8,7 +8,7 @@ there, which keeps the order and needs no more than the number of sites.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import cached_property
 
 import torch
@@ -44,13 +44,22 @@ class Coordinates:
     indices: Tensor
     spatial_shape: tuple[int, ...]
     batch_size: int
+    _version: int | None = field(init=False, default=None)
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "spatial_shape", tuple(int(extent) for extent in self.spatial_shape))
         _check_static(self.indices, self.spatial_shape, self.batch_size)
+        # Inference tensors count no changes.
+        version = None if self.indices.is_inference() else self.indices._version
+        object.__setattr__(self, "_version", version)
 
     def __repr__(self) -> str:
         return f"Coordinates(sites={self.num_sites}, spatial_shape={self.spatial_shape}, batch_size={self.batch_size})"
+
+    def describes(self, indices: Tensor, spatial_shape: Sequence[int], batch_size: int) -> bool:
+        """Whether these are the sites of a tensor: of the very same `indices`, unchanged since, in the same grid."""
+        same = indices is self.indices and batch_size == self.batch_size and tuple(spatial_shape) == self.spatial_shape
+        return same and (self._version is None or indices._version == self._version)
 
     @property
     def num_sites(self) -> int:

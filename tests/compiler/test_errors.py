@@ -170,9 +170,7 @@ CASES: dict[str, Case] = {
     ),
     "derivative_of_nothing": Case(InsumNameError, lambda: insum_nn.compile(SPMM).grad("Z"), {"tensor": "Z"}),
     # The output read.
-    "output_also_read": Case(
-        InsumAliasError, compiling("C[D[y],x] += A[y,E[r]] * C[r,x]"), {"tensor": "C"}
-    ),
+    "output_also_read": Case(InsumAliasError, compiling("C[D[y],x] += A[y,E[r]] * C[r,x]"), {"tensor": "C"}),
     "output_read_twice": Case(InsumAliasError, compiling("C[i] max= C[i] * A[C[i]]"), {"tensor": "C"}),
     "output_directs_itself": Case(InsumAliasError, compiling("C[C[i]] += A[i]"), {"tensor": "C"}),
     "output_scalar_read": Case(InsumAliasError, compiling("s += s * A[i]"), {"tensor": "s"}),
@@ -216,12 +214,12 @@ CASES: dict[str, Case] = {
     "extent_against_the_start": Case(
         InsumShapeError, running("y[i] += x[i]", x=torch.ones(3), y=torch.ones(2)), {"index": "i", "got": (2, 3)}
     ),
-    "index_without_extent": Case(InsumShapeError, running("y[i] += x[i+2*j]", x=torch.ones(9), out_shape=(4,)), {"index": "j"}),
+    "index_without_extent": Case(
+        InsumShapeError, running("y[i] += x[i+2*j]", x=torch.ones(9), out_shape=(4,)), {"index": "j"}
+    ),
     "two_indices_without_extent": Case(InsumShapeError, running("s += x[i+2*j]", x=torch.ones(9)), {"index": "i"}),
     "output_extent_unknown": Case(InsumShapeError, spmm(out_shape=None), {"axis": 0}),
-    "output_extents_unknown": Case(
-        InsumShapeError, running("C[2*i,j,3] += A[i,j]", A=torch.ones(2, 3)), {"axis": 0}
-    ),
+    "output_extents_unknown": Case(InsumShapeError, running("C[2*i,j,3] += A[i,j]", A=torch.ones(2, 3)), {"axis": 0}),
     "out_shape_too_short": Case(InsumShapeError, spmm(out_shape=(3,)), {"expected": 2, "got": 1}),
     "out_shape_against_the_start": Case(
         InsumShapeError, spmm(C=torch.ones(3, 4), out_shape=(4, None)), {"expected": 4, "got": 3}
@@ -238,7 +236,9 @@ CASES: dict[str, Case] = {
     # Kinds, dtypes, devices.
     "not_a_tensor_list": Case(InsumDtypeError, spmm(Val=[1.0, 2.0, 3.0]), {"tensor": "Val", "got": "list"}),
     "not_a_tensor_number": Case(
-        InsumDtypeError, running("y[i] += alpha * x[i]", alpha=2.0, x=torch.ones(3)), {"tensor": "alpha", "got": "float"}
+        InsumDtypeError,
+        running("y[i] += alpha * x[i]", alpha=2.0, x=torch.ones(3)),
+        {"tensor": "alpha", "got": "float"},
     ),
     "sparse_tensor": Case(InsumDtypeError, spmm(B=torch.ones(2, 4).to_sparse()), {"tensor": "B"}),
     "index_tensor_of_floats": Case(
@@ -330,6 +330,15 @@ CASES: dict[str, Case] = {
         ),
         {"tensor": "Row"},
     ),
+    # Arguments of the call.
+    "argument_sizes_a_tensor": Case(
+        InsumDtypeError, running("y[i] += sizes[i]", sizes=torch.ones(3)), {"got": torch.Tensor}
+    ),
+    "argument_sizes_a_list": Case(InsumDtypeError, spmm(sizes=[("n", 4)]), {"got": list}),
+    "argument_out_shape_an_int": Case(InsumDtypeError, spmm(out_shape=3), {"got": int}),
+    "argument_tensors_a_list": Case(InsumDtypeError, spmm(tensors=[torch.ones(3)]), {"got": list}),
+    "argument_options_a_text": Case(InsumDtypeError, spmm(options="eager"), {"got": str}),
+    "argument_facts_a_set": Case(InsumDtypeError, compiling(SPMM, facts={"Row"}), {"got": set}),
     # Integers that cannot address what they must.
     "overflow_int32": Case(
         InsumOverflowError,
@@ -347,11 +356,22 @@ CASES: dict[str, Case] = {
         InsumOverflowError,
         running("y[i] += x[9223372036854775807*E[i]]", x=torch.ones(3), E=torch.zeros(3, dtype=torch.int64)),
     ),
+    "overflow_entries": Case(
+        InsumOverflowError,
+        running("y[4*E[i]] += x[i]", E=torch.tensor([0, 2**62]), x=torch.ones(2), out_shape=(3,)),
+        {"got": (0, 2**64)},
+    ),
+    "overflow_entries_read": Case(
+        InsumOverflowError,
+        running("y[i] += x[E[i]+F[i]]", E=torch.tensor([2**62]), F=torch.tensor([2**62]), x=torch.ones(2)),
+    ),
     # Several at once: the first is raised, the others stand in its text.
     "several_names": Case(InsumNameError, compiling("C[z,w] += A[i] * C[i] * A[i,j]"), {"index": "z"}),
     "several_dtypes": Case(
         InsumDtypeError,
-        running("y[E[i]] += x[F[i]]", E=torch.ones(3), F=torch.ones(3), x=torch.ones(3, dtype=torch.bool), out_shape=(3,)),
+        running(
+            "y[E[i]] += x[F[i]]", E=torch.ones(3), F=torch.ones(3), x=torch.ones(3, dtype=torch.bool), out_shape=(3,)
+        ),
         {"tensor": "E"},
     ),
     "several_extents": Case(
@@ -382,3 +402,134 @@ def test_message(name: str, golden: Golden):
     for key, expected in case.fields.items():
         assert error.fields[key] == expected, key
     golden(f"errors/{name}", f"{type(error).__name__}: {error}")
+
+
+def test_every_class_is_met_or_belongs_to_another_test():
+    """Formats, optional packages and back ends have errors of their own; `test_backend_error` is below."""
+    met = {case.raises for case in CASES.values()}
+    assert set(BUILTINS) - met == {InsumFormatError, MissingExtraError, InsumBackendError}
+    assert all(issubclass(cls, InsumError) for cls in BUILTINS)
+
+
+def test_every_golden_file_has_its_case():
+    """A renamed case must not leave its old message behind."""
+    from tests.golden_fixture import GOLDEN
+
+    assert {path.stem for path in (GOLDEN / "errors").glob("*.txt")} == set(CASES)
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_parts_of_a_message(name: str):
+    """What is wrong, the text with carets inside it, facts, and one fix that tells what to do."""
+    error = caught(CASES[name])
+    for one in (error, *error.others):
+        text = str(one).split("\nalso, ")[0]
+        lines = text.splitlines()
+        assert lines[0] == one.message
+        assert not one.message.endswith(".")
+        assert one.fix is not None
+        assert one.fix.endswith((".", "..."))
+        assert lines[-1] == f"  fix: {one.fix}"
+        assert all(line == line.rstrip() for line in lines), "trailing spaces would be lost in the golden files"
+        for span in one.spans:
+            assert 0 <= span.start < span.stop <= len(one.expression) + 1 or span.start == len(one.expression)
+
+
+def test_the_span_is_the_guilty_token():
+    error = caught(CASES["two_extents"])
+    assert [error.expression[span.start : span.stop] for span in error.spans] == ["r", "r"]
+    first = error.expression.index("E[r]") + 2
+    assert [span.start for span in error.spans] == [first, error.expression.index("B[r") + 2]
+    error = caught(CASES["syntax_full_width"])
+    assert [error.expression[span.start : span.stop] for span in error.spans] == ["+"]
+
+
+def test_several_faults_are_raised_together():
+    error = caught(CASES["several_names"])
+    assert [type(other) for other in error.others] == [InsumNameError, InsumAliasError, InsumShapeError]
+    assert all(str(other) in str(error) for other in error.others)
+
+
+@pytest.mark.parametrize("name", ["several_dtypes", "two_extents", "syntax_lone_surrogate", "overflow_int32"])
+def test_errors_pickle(name: str):
+    """A worker process sends its error to its parent."""
+    error = caught(CASES[name])
+    other = pickle.loads(pickle.dumps(error))
+    assert type(other) is type(error)
+    assert str(other) == str(error)
+    assert other.fields == error.fields
+    assert [str(o) for o in other.others] == [str(o) for o in error.others]
+
+
+@pytest.mark.parametrize("cls", BUILTINS)
+def test_errors_have_their_builtin_and_print_themselves(cls: type[InsumError]):
+    error = cls("wrong", expression="A[i]", spans=[Span(2, 3)], details=["fact"], fix="do it.", index="i")
+    for builtin in BUILTINS[cls]:
+        assert isinstance(error, builtin)
+    assert str(error) == "wrong\n  A[i]\n    ^\n  fact\n  fix: do it."
+    assert error.fields == {"index": "i"}
+
+
+def test_carets_of_wide_and_combining_characters():
+    assert caret_lines("列[é]", [Span(2, 3)]) == ["  列[é]", "     ^"]
+    assert caret_lines("列[i]", [Span(0, 1)]) == ["  列[i]", "  ^^"]
+    assert caret_lines("e\u0301[i]", [Span(3, 4)]) == ["  e\u0301[i]", "    ^"]
+
+
+def test_carets_of_several_spans_and_of_none():
+    assert caret_lines("A[i] * B[i]", [Span(9, 10), Span(2, 3)]) == ["  A[i] * B[i]", "    ^      ^"]
+    assert caret_lines("A[i]", []) == ["  A[i]"]
+    assert caret_lines("A[i]", [Span(4, 4)]) == ["  A[i]", "      ^"]
+    assert caret_lines("A[i]", [Span(0, 4), Span(2, 3)]) == ["  A[i]", "  ^^^^"]
+    assert caret_lines("", [Span(0, 0)]) == []
+
+
+def test_carets_of_a_long_text_stay_in_the_window():
+    text = "x" * 500
+    shown, marks = caret_lines(text, [Span(300, 303)])
+    assert len(shown) == 2 + 3 + 160 + 3
+    assert shown[len(marks) - 3 : len(marks)] == "xxx"
+    assert marks.strip() == "^^^"
+    assert shown.startswith("  ...")
+    assert shown.endswith("...")
+
+
+def test_out_of_range_entries_that_nobody_reads_are_no_fault():
+    """The proof looks at what the statement reads, not at all that the index tensor holds."""
+    table = torch.tensor([0, 1, 99])
+    got = insum("y[i] += x[E[F[i]]]", E=table, F=torch.tensor([1, 0]), x=torch.tensor([3.0, 4.0]))
+    assert got.tolist() == [4.0, 3.0]
+    got = insum("y[i] += x[E[1]] * w[i]", E=table, x=torch.tensor([3.0, 4.0]), w=torch.ones(1))
+    assert got.tolist() == [4.0]
+
+
+def test_no_entry_is_read_where_the_loop_nest_is_empty():
+    got = insum("y[j] += x[E[i]] * w[i,j]", E=torch.tensor([9])[:0], x=torch.ones(2), w=torch.ones(0, 3))
+    assert got.tolist() == [0.0, 0.0, 0.0]
+
+
+def test_backend_error(monkeypatch: pytest.MonkeyPatch, golden: Golden):
+    """A back end that was asked for by name and fails says so, and is not replaced silently."""
+    from insum_nn.compiler import inductor
+
+    def broken(*arguments: object, **named: object) -> object:
+        raise RuntimeError("no C++ compiler")
+
+    monkeypatch.setattr(inductor, "_trace", broken)
+    insum_nn.clear_cache()
+    with pytest.raises(InsumBackendError) as info:
+        insum("never_on_disk[i] += x[i] * 17", x=torch.ones(3), options=Options(backend="inductor"))
+    assert isinstance(info.value.__cause__, RuntimeError)
+    golden("errors_of_back_ends/inductor", f"{type(info.value).__name__}: {info.value}")
+
+
+@pytest.mark.parametrize(("name", "value"), [("backend", "cuda"), ("order", "best"), ("accumulate", "float64")])
+def test_options_are_checked(name: str, value: str):
+    with pytest.raises(ValueError, match=f"Options.{name} is '{value}'; expected one of '"):
+        Options(**{name: value})
+
+
+def test_a_plain_read_may_leave_the_tensor_and_a_plain_write_may_not():
+    assert insum("y[i] += x[i+5]", x=torch.ones(3), sizes={"i": 2}).tolist() == [0.0, 0.0]
+    with pytest.raises(IndexError):
+        insum("y[i+5] += x[i]", x=torch.ones(3), out_shape=(4,))

@@ -1,0 +1,298 @@
+"""S3DIS: rooms of six buildings as coloured points, read in the owner's own layout."""
+
+from __future__ import annotations
+
+import hashlib
+import os
+import tempfile
+import zipfile
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Literal
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor
+from torch.utils.data import Dataset
+
+from insum_nn.datasets.rooms import CLASSES, UNLABELLED, Room, read_point_file, read_points
+from insum_nn.datasets.voxels import voxelize
+from insum_nn.errors import InsumFormatError, InsumNameError
+
+__all__ = ["S3DIS", "VoxelBatch", "VoxelSample", "collate", "read_room", "voxel_sample"]
+
+_SPLITS = {"train": (1, 2, 3, 4, 6), "val": (5,)}
+# In the published annotations a few stairs stand beside the 13 classes; by custom they count as clutter.
+_ALIASES = {"stairs": "clutter"}
+_POINT_FILES = (".ply", ".pcd")
+_CACHE_FORMAT = 1
+
+
+def read_room(path: str | Path, *, broken: Literal["raise", "skip"] = "raise") -> Room:
+    """Read one room.
+
+    Args:
+        path: a folder with `Annotations/<class>_<number>.txt`, or with `<room>.txt` alone (no labels); or a file:
+            `.txt` with lines `x y z r g b`, `.ply` or `.pcd` (through Open3D).
+        broken: `"raise"` names file and line of the first line that is no point; `"skip"` leaves such lines out, with a
+            warning.
+
+    Raises:
+        InsumNameError: a class is none of S3DIS, or there is nothing to read.
+        InsumFormatError: a line is no point.
+        MissingExtraError: a PLY or PCD file without Open3D.
+    """
+    path = Path(path)
+    name = f"{path.parent.name}/{path.name}" if path.parent.name.startswith("Area_") else path.stem
+    if path.is_file():
+        if path.suffix in _POINT_FILES:
+            return read_point_file(path)
+        points, colors = read_points(path, broken=broken)
+        return Room(name, points, colors, np.full(len(points), UNLABELLED, np.int64))
+    files = _room_files(path)
+    parts = [(*read_points(file, broken=broken), _label_of(file)) for file in files]
+    labels = [np.full(len(points), label, np.int64) for points, _, label in parts]
+    return Room(
+        name, np.concatenate([p for p, _, _ in parts]), np.concatenate([c for _, c, _ in parts]), np.concatenate(labels)
+    )
+
+
+def _room_files(folder: Path) -> list[Path]:
+    """The annotations of a room, or its points without labels."""
+    files = sorted((folder / "Annotations").glob("*.txt"))
+    files = [file for file in files if not file.name.startswith(".")]
+    if not files:
+        files = [file for file in (folder / f"{folder.name}.txt", folder / "room.txt") if file.is_file()][:1]
+    if not files:
+        raise InsumNameError(
+            f"there is no room at {folder}",
+            details=[f"expected {folder}/Annotations/<class>_<number>.txt, or {folder}/{folder.name}.txt"],
+            fix="pass the folder of a room, as Area_1/office_1.",
+            path=str(folder),
+        )
+    return files
+
+
+def _label_of(file: Path) -> int:
+    if file.parent.name != "Annotations":
+        return UNLABELLED
+    word = file.stem.partition("_")[0]
+    word = _ALIASES.get(word, word)
+    if word not in CLASSES:
+        raise InsumNameError(
+            f"{file}: '{word}' is no class of S3DIS",
+            details=[f"classes: {', '.join(CLASSES)}"],
+            fix="name annotation files <class>_<number>.txt.",
+            path=str(file),
+            got=word,
+        )
+    return CLASSES.index(word)
+
+
+@dataclass(frozen=True, eq=False)
+class VoxelSample:
+    """A room as voxels.
+
+    Attributes:
+        room: its points.
+        indices: (v, 3) int32 coordinates.
+        spatial_shape: extents of the grid.
+        features: (v, 6) float32: place in the room in metres (x and y from its middle, z from its floor), then colour
+            from -1 to 1.
+        labels: (v,) int64, -1 for none.
+        inverse: (n,) int64: the voxel of each point, so that `prediction[inverse]` labels the points.
+    """
+
+    room: Room
+    indices: Tensor
+    spatial_shape: tuple[int, ...]
+    features: Tensor
+    labels: Tensor
+    inverse: Tensor
+
+
+@dataclass(frozen=True, eq=False)
+class VoxelBatch:
+    """Several samples as one sparse tensor's members.
+
+    Attributes:
+        features: (v, 6).
+        indices: (v, 4) int32, the sample's number first.
+        spatial_shape: large enough for all.
+        batch_size: samples.
+        labels: (v,).
+        samples: what the batch was made of.
+    """
+
+    features: Tensor
+    indices: Tensor
+    spatial_shape: tuple[int, ...]
+    batch_size: int
+    labels: Tensor
+    samples: tuple[VoxelSample, ...]
+
+    def to(self, device: torch.device | str) -> VoxelBatch:
+        """The batch on a device; the samples stay where they are."""
+        tensors = (self.features.to(device), self.indices.to(device))
+        return VoxelBatch(*tensors, self.spatial_shape, self.batch_size, self.labels.to(device), self.samples)
+
+
+def voxel_sample(room: Room, voxel_size: float = 0.05) -> VoxelSample:
+    """Cut a room into voxels with mean features and majority labels.
+
+    Args:
+        room: points, colours, labels.
+        voxel_size: edge in metres.
+    """
+    points = room.points.astype(np.float64)
+    if len(points):
+        low, high = points.min(0), points.max(0)
+        points = points - np.array([(low[0] + high[0]) / 2, (low[1] + high[1]) / 2, low[2]])
+    features = np.concatenate([points, room.colors / 127.5 - 1], axis=1)
+    voxels = voxelize(room.points, voxel_size, labels=room.labels, features=features)
+    return VoxelSample(
+        room,
+        torch.from_numpy(voxels.coordinates),
+        voxels.spatial_shape,
+        _tensor(voxels.features),
+        _tensor(voxels.labels),
+        torch.from_numpy(voxels.inverse),
+    )
+
+
+def _tensor(array: NDArray[Any] | None) -> Tensor:
+    return torch.from_numpy(np.zeros(0) if array is None else array)
+
+
+def collate(samples: Sequence[VoxelSample]) -> VoxelBatch:
+    """Join samples into a batch; `collate_fn` of a data loader."""
+    rows = [torch.nn.functional.pad(s.indices, (1, 0), value=place) for place, s in enumerate(samples)]
+    shape = tuple(max(extents) for extents in zip(*(s.spatial_shape for s in samples), strict=True))
+    return VoxelBatch(
+        torch.cat([s.features for s in samples]),
+        torch.cat(rows),
+        shape,
+        len(samples),
+        torch.cat([s.labels for s in samples]),
+        tuple(samples),
+    )
+
+
+class S3DIS(Dataset[VoxelSample]):
+    """The rooms of S3DIS as voxels.
+
+    Expects the owner's layout `root/Area_<k>/<room>/Annotations/<class>_<number>.txt`; nothing is downloaded. By custom
+    areas 1 to 4 and 6 are for training and area 5 for validation. Parsed rooms are kept in a cache on disk, keyed by
+    the names, sizes and times of their files.
+
+    Args:
+        root: the folder that holds `Area_1` and so on.
+        split: `"train"`, `"val"`, or `None` for all areas.
+        areas: numbers of areas, in place of a split.
+        rooms: names `Area_3/hallway_3` (or `hallway_3`) to keep; default all.
+        voxel_size: edge in metres.
+        cache: folder of the cache; `"auto"`: `insum_nn/s3dis` in the user's cache folder; `None`: no cache.
+        broken: what to do with a line that is no point; see `read_room`.
+        transform: applied to each `Room` before it is cut into voxels.
+
+    Raises:
+        InsumNameError: no room is found.
+    """
+
+    def __init__(
+        self,
+        root: str | Path,
+        *,
+        split: Literal["train", "val"] | None = None,
+        areas: Sequence[int] | None = None,
+        rooms: Sequence[str] | None = None,
+        voxel_size: float = 0.05,
+        cache: str | Path | None = "auto",
+        broken: Literal["raise", "skip"] = "raise",
+        transform: Callable[[Room], Room] | None = None,
+    ) -> None:
+        self.root = Path(root)
+        self.voxel_size = voxel_size
+        self.broken: Literal["raise", "skip"] = broken
+        self.transform = transform
+        self.cache = _default_cache() if cache == "auto" else None if cache is None else Path(cache)
+        if split is not None and split not in _SPLITS:
+            raise InsumNameError(f"there is no split '{split}'", fix="pass 'train', 'val' or None.", got=split)
+        wanted = areas if areas is not None else _SPLITS[split] if split is not None else None
+        self.paths = self._find(wanted, rooms)
+
+    def _find(self, areas: Sequence[int] | None, rooms: Sequence[str] | None) -> list[Path]:
+        folders = sorted(self.root.glob("Area_*")) if areas is None else [self.root / f"Area_{k}" for k in areas]
+        found = [room for folder in folders for room in sorted(folder.glob("*")) if _is_room(room)]
+        if rooms is not None:
+            names = set(rooms)
+            found = [room for room in found if room.name in names or f"{room.parent.name}/{room.name}" in names]
+        if not found:
+            areas_there = [path.name for path in sorted(self.root.glob("Area_*"))]
+            raise InsumNameError(
+                f"no room of S3DIS under {self.root}",
+                details=[
+                    f"areas asked for: {'all' if areas is None else list(areas)}; there: {areas_there or 'none'}",
+                    f"rooms asked for: {'all' if rooms is None else list(rooms)}",
+                    "expected Area_<k>/<room>/Annotations/<class>_<number>.txt",
+                ],
+                fix="pass the folder that holds Area_1 and so on.",
+                path=str(self.root),
+            )
+        return found
+
+    def __len__(self) -> int:
+        return len(self.paths)
+
+    def __getitem__(self, index: int) -> VoxelSample:
+        room = self.room(index)
+        return voxel_sample(room if self.transform is None else self.transform(room), self.voxel_size)
+
+    def room(self, index: int) -> Room:
+        """The points of a room, from the cache where it is up to date."""
+        path = self.paths[index]
+        if self.cache is None:
+            return read_room(path, broken=self.broken)
+        file = self.cache / f"{path.parent.name}-{path.name}-{_fingerprint(path, self.broken)}.npz"
+        room = _load(file, f"{path.parent.name}/{path.name}")
+        if room is None:
+            room = read_room(path, broken=self.broken)
+            _save(file, room)
+        return room
+
+
+def _is_room(path: Path) -> bool:
+    return path.is_dir() and ((path / "Annotations").is_dir() or (path / f"{path.name}.txt").is_file())
+
+
+def _default_cache() -> Path:
+    base = os.environ.get("XDG_CACHE_HOME")
+    return (Path(base) if base else Path.home() / ".cache") / "insum_nn" / "s3dis"
+
+
+def _fingerprint(path: Path, broken: str) -> str:
+    """Changes whenever a file of the room does."""
+    digest = hashlib.sha256(f"{_CACHE_FORMAT} {path.resolve()} {broken}".encode())
+    for file in _room_files(path):
+        stat = file.stat()
+        digest.update(f"{file.name} {stat.st_size} {stat.st_mtime_ns}".encode())
+    return digest.hexdigest()[:16]
+
+
+def _load(file: Path, name: str) -> Room | None:
+    """A room of the cache; `None` where it is not there or damaged."""
+    try:
+        with np.load(file) as held:
+            return Room(name, held["points"], held["colors"], held["labels"].astype(np.int64))
+    except (OSError, ValueError, KeyError, EOFError, zipfile.BadZipFile, InsumFormatError):
+        return None
+
+
+def _save(file: Path, room: Room) -> None:
+    """Write by renaming, so that a reader in another process sees a whole file or none."""
+    file.parent.mkdir(parents=True, exist_ok=True)
+    with tempfile.NamedTemporaryFile(dir=file.parent, suffix=".tmp", delete=False) as handle:
+        np.savez(handle, points=room.points, colors=room.colors, labels=room.labels.astype(np.int8))
+    Path(handle.name).replace(file)

@@ -1,0 +1,181 @@
+"""MinkUNet: a U-shaped segmentation network of residual blocks over sparse grids."""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Sequence
+from typing import ClassVar
+
+import torch
+from torch import nn
+
+from insum_nn.errors import InsumShapeError
+from insum_nn.layers.sparse_conv import SparseConvolution
+from insum_nn.layers.sparse_sequential import SparseModule, SparseSequential, on_features
+from insum_nn.layers.sparse_tensor import SparseConvTensor
+
+__all__ = ["MinkUNet", "MinkUNet14", "MinkUNet18", "MinkUNet34", "SparseBasicBlock"]
+
+_LEVELS = 4
+
+
+class SparseBasicBlock(SparseModule):
+    """Two 3-wide submanifold convolutions and a shortcut, as in a residual network's basic block.
+
+    Args:
+        in_channels: channels read.
+        out_channels: channels written; where they differ, the shortcut is a pointwise convolution.
+        ndim: spatial dimensions.
+        indice_key: name of the map, shared by all blocks of a resolution.
+    """
+
+    def __init__(self, in_channels: int, out_channels: int, *, ndim: int = 3, indice_key: str | None = None) -> None:
+        super().__init__()
+        options = {"bias": False, "subm": True}
+        self.conv1 = SparseConvolution(ndim, in_channels, out_channels, 3, indice_key=indice_key, **options)
+        self.norm1 = nn.BatchNorm1d(out_channels)
+        self.conv2 = SparseConvolution(ndim, out_channels, out_channels, 3, indice_key=indice_key, **options)
+        self.norm2 = nn.BatchNorm1d(out_channels)
+        self.relu = nn.ReLU()
+        self.downsample: SparseSequential | None = None
+        if in_channels != out_channels:
+            shortcut = SparseConvolution(ndim, in_channels, out_channels, 1, **options)
+            self.downsample = SparseSequential(shortcut, nn.BatchNorm1d(out_channels))
+
+    def forward(self, x: SparseConvTensor) -> SparseConvTensor:
+        """Convolve twice and add the shortcut."""
+        y = on_features(self.relu, on_features(self.norm1, self.conv1(x)))
+        y = on_features(self.norm2, self.conv2(y))
+        shortcut = x if self.downsample is None else self.downsample(x)
+        return y.replace_feature(self.relu(y.features + shortcut.features))
+
+
+class MinkUNet(nn.Module):
+    """A U-Net over sparse grids: four halvings of the resolution, four inverse convolutions back, skip connections.
+
+    Source: Choy, Gwak, Savarese, "4D Spatio-Temporal ConvNets: Minkowski Convolutional Neural Networks" (CVPR 2019).
+    Module names follow the published code, so that `insum_nn.structure.conv_weights.convert_state_dict` loads its
+    weights.
+
+    A grid whose extents are no multiples of 16 is enlarged to such, so that no voxel falls off its upper edge.
+
+    Args:
+        in_channels: features per voxel.
+        out_channels: classes.
+        layers: blocks at each of the four resolutions down and the four up.
+        planes: their channels.
+        init_dim: channels of the first convolution.
+        ndim: spatial dimensions.
+
+    >>> model = MinkUNet14(4, 13)
+    >>> sum(parameter.numel() for parameter in model.parameters())
+    COUNT
+    """
+
+    LAYERS: ClassVar[tuple[int, ...]] = (1,) * 8
+    PLANES: ClassVar[tuple[int, ...]] = (32, 64, 128, 256, 256, 128, 96, 96)
+
+    def __init__(
+        self,
+        in_channels: int,
+        out_channels: int,
+        *,
+        layers: Sequence[int] | None = None,
+        planes: Sequence[int] | None = None,
+        init_dim: int = 32,
+        ndim: int = 3,
+    ) -> None:
+        super().__init__()
+        depths = self.LAYERS if layers is None else tuple(layers)
+        widths = self.PLANES if planes is None else tuple(planes)
+        for name, values in (("layers", depths), ("planes", widths)):
+            if len(values) != 2 * _LEVELS or any(v < 1 for v in values):
+                raise InsumShapeError(
+                    f"MinkUNet: '{name}' is {list(values)}",
+                    details=[f"expected {2 * _LEVELS} positive numbers: four resolutions down, four up"],
+                    fix=f"pass {2 * _LEVELS} numbers.",
+                    argument=name,
+                    got=values,
+                )
+        self.ndim = ndim
+        self.relu = nn.ReLU()
+        self.conv0p1s1 = SparseConvolution(ndim, in_channels, init_dim, 5, bias=False, subm=True)
+        self.bn0 = nn.BatchNorm1d(init_dim)
+        skips = [init_dim]
+        width = init_dim
+        for level in range(_LEVELS):
+            stride = 2**level
+            down = SparseConvolution(ndim, width, width, 2, 2, bias=False, indice_key=f"down{level}")
+            self.add_module(f"conv{level + 1}p{stride}s2", down)
+            self.add_module(f"bn{level + 1}", nn.BatchNorm1d(width))
+            self.add_module(f"block{level + 1}", self._blocks(width, widths[level], depths[level], 2 * stride))
+            width = widths[level]
+            skips.append(width)
+        for step in range(_LEVELS):
+            level = _LEVELS - 1 - step
+            stride, out = 2 ** (level + 1), widths[_LEVELS + step]
+            up = SparseConvolution(ndim, width, out, 2, bias=False, inverse=True, indice_key=f"down{level}")
+            self.add_module(f"convtr{_LEVELS + step}p{stride}s2", up)
+            self.add_module(f"bntr{_LEVELS + step}", nn.BatchNorm1d(out))
+            joined = out + skips[level]
+            depth = depths[_LEVELS + step]
+            self.add_module(f"block{_LEVELS + 1 + step}", self._blocks(joined, out, depth, stride // 2))
+            width = out
+        self.final = SparseConvolution(ndim, width, out_channels, 1, subm=True)
+
+    def _blocks(self, in_channels: int, out_channels: int, count: int, stride: int) -> SparseSequential:
+        widths = [in_channels] + [out_channels] * count
+        key = f"subm{stride}"
+        pairs = itertools.pairwise(widths)
+        return SparseSequential(*(SparseBasicBlock(a, b, ndim=self.ndim, indice_key=key) for a, b in pairs))
+
+    def forward(self, x: SparseConvTensor) -> SparseConvTensor:
+        """Segment.
+
+        Args:
+            x: (n, in_channels) features.
+
+        Returns:
+            (n, out_channels) logits over the same voxels, in the same order.
+        """
+        multiple = 2**_LEVELS
+        y = x.with_spatial_shape([-(-extent // multiple) * multiple for extent in x.spatial_shape]).shadow_copy()
+        # Maps of another network over the same voxels may stand under the same keys.
+        y.indice_dict = {}
+        y = self._activate("bn0", self.conv0p1s1(y))
+        skips = [y]
+        for level in range(_LEVELS):
+            y = self._activate(f"bn{level + 1}", self._run(f"conv{level + 1}p{2**level}s2", y))
+            y = self._run(f"block{level + 1}", y)
+            skips.append(y)
+        for step in range(_LEVELS):
+            level = _LEVELS - 1 - step
+            y = self._run(f"convtr{_LEVELS + step}p{2 ** (level + 1)}s2", y)
+            y = self._activate(f"bntr{_LEVELS + step}", y)
+            y = y.replace_feature(torch.cat([y.features, skips[level].features], dim=1))
+            y = self._run(f"block{_LEVELS + 1 + step}", y)
+        return x.replace_feature(self.final(y).features)
+
+    def _run(self, name: str, x: SparseConvTensor) -> SparseConvTensor:
+        return getattr(self, name)(x)
+
+    def _activate(self, norm: str, x: SparseConvTensor) -> SparseConvTensor:
+        return on_features(self.relu, on_features(getattr(self, norm), x))
+
+
+class MinkUNet14(MinkUNet):
+    """One block at each resolution."""
+
+    LAYERS = (1, 1, 1, 1, 1, 1, 1, 1)
+
+
+class MinkUNet18(MinkUNet):
+    """Two blocks at each resolution."""
+
+    LAYERS = (2, 2, 2, 2, 2, 2, 2, 2)
+
+
+class MinkUNet34(MinkUNet):
+    """Two to six blocks at each resolution."""
+
+    LAYERS = (2, 3, 4, 6, 2, 2, 2, 2)

@@ -1,0 +1,228 @@
+"""A graph as a matrix over its nodes, kept for as long as the tensor it was built from lives.
+
+Sorting and grouping the edges costs more than one product with them, and a training loop multiplies by the same graph
+again and again, forwards and backwards. So what is built from a tensor is remembered under its identity and version.
+"""
+
+from __future__ import annotations
+
+import threading
+import weakref
+from collections import OrderedDict
+from collections.abc import Callable, Hashable, Sequence
+from dataclasses import dataclass
+from functools import cached_property
+from typing import TypeVar, cast
+
+import torch
+from torch import Tensor
+
+from insum_nn.compiler.api import Program
+from insum_nn.compiler.options import DEFAULT
+from insum_nn.formats import GroupCOO
+from insum_nn.ops.spmm import spmm_program
+from insum_nn.structure.gcn_norm import GraphEntries
+
+__all__ = ["GraphMatrix", "Grouped", "Level", "TensorCache"]
+
+Built = TypeVar("Built")
+# Slots of a group in a tree of partial sums; two or more.
+_TREE_SLOTS = 8
+
+
+class TensorCache:
+    """A bounded cache whose keys are tensors, by identity and version, held weakly.
+
+    What was built leaves when one of its tensors dies or is written to, or when it was not used for longest. Writes
+    that torch does not see (through NumPy, or `.data`) are not seen here either.
+
+    >>> cache, edges = TensorCache(limit=2), torch.tensor([[0], [1]])
+    >>> first = cache.get([edges], "key", lambda: object())
+    >>> first is cache.get([edges], "key", lambda: object())
+    True
+    >>> _ = edges.add_(1)
+    >>> first is cache.get([edges], "key", lambda: object())
+    False
+    """
+
+    def __init__(self, limit: int) -> None:
+        self.limit = limit
+        self._known: OrderedDict[Hashable, tuple[tuple[weakref.ref[Tensor], ...], object]] = OrderedDict()
+        self._lock = threading.RLock()
+
+    def __len__(self) -> int:
+        return len(self._known)
+
+    def clear(self) -> None:
+        """Forget everything."""
+        with self._lock:
+            self._known.clear()
+
+    def get(self, tensors: Sequence[Tensor], key: Hashable, build: Callable[[], Built]) -> Built:
+        """What `build` made of these tensors: now, or when they were last seen."""
+        if any(tensor.is_inference() for tensor in tensors):
+            # Inference tensors have no version, so nobody can tell whether they were written to.
+            return build()
+        whole = (key, *((id(tensor), tensor._version) for tensor in tensors))
+        with self._lock:
+            found = self._known.get(whole)
+            if found is not None and all(ref() is tensor for ref, tensor in zip(found[0], tensors, strict=True)):
+                self._known.move_to_end(whole)
+                return cast("Built", found[1])
+        built = build()
+        known = weakref.ref(self)
+
+        def forget(_: object) -> None:
+            cache = known()
+            if cache is not None:
+                cache._known.pop(whole, None)
+
+        with self._lock:
+            self._known[whole] = (tuple(weakref.ref(tensor, forget) for tensor in tensors), built)
+            self._known.move_to_end(whole)
+            while len(self._known) > self.limit:
+                self._known.popitem(last=False)
+        return built
+
+
+@dataclass(frozen=True, eq=False, slots=True)
+class Level:
+    """One level of a tree of partial sums: `P[h,n] += Q[Idx[h,q],n]`."""
+
+    index: Tensor
+
+
+@dataclass(frozen=True, eq=False)
+class Grouped:
+    """The entries of a graph grouped by the node that owns them: by receiver, or for the transpose by sender.
+
+    Attributes:
+        matrix: (n, n); its values number the entries from 1, and are 0 in unused slots.
+        order: (p,) where each of its entries stands among the graph's; `None`: in the same order.
+        program: `C[Row[g],n] += Val[g,q] * B[Col[g,q],n]` with the facts of this matrix.
+    """
+
+    matrix: GroupCOO
+    order: Tensor | None
+    program: Program
+
+    @cached_property
+    def slots(self) -> Tensor | None:
+        """(p,) the slot of each of its entries; `None`: every slot is used, in the order of entries."""
+        numbers = self.matrix.values
+        if numbers.numel() == self._count:
+            return None
+        return (numbers.reshape(-1) > 0).nonzero().squeeze(1)
+
+    @property
+    def _count(self) -> int:
+        return self.order.shape[0] if self.order is not None else self._entries
+
+    _entries: int = 0
+
+    def spread(self, values: Tensor) -> Tensor:
+        """Values of the graph's entries (p,) to slots (g, q), 0 in unused ones."""
+        if self.order is not None:
+            values = values.index_select(0, self.order)
+        shape = self.matrix.values.shape
+        if self.slots is None:
+            return values.reshape(shape)
+        return values.new_zeros(shape.numel()).index_copy(0, self.slots, values).reshape(shape)
+
+    def collect(self, values: Tensor) -> Tensor:
+        """Values in slots (g, q) to those of its entries (p,), in its own order."""
+        flat = values.reshape(-1)
+        return flat if self.slots is None else flat.index_select(0, self.slots)
+
+    @cached_property
+    def tree(self) -> tuple[tuple[Level, ...], Tensor]:
+        """How sums of groups add up to rows without two writers of one cell: levels, and each row's last sum.
+
+        Returns:
+            Levels from the groups upwards, and (n,) the index of each row's sum in the last of them, -1 for none.
+        """
+        owner = self.matrix.group_index.long()
+        levels: list[Level] = []
+        while not bool((owner[1:] != owner[:-1]).all()):
+            numbers = torch.arange(1, owner.shape[0] + 1, device=owner.device)
+            shape = (self.matrix.shape[0], owner.shape[0])
+            grouped = GroupCOO.from_coo((owner, numbers - 1), numbers, shape, coalesce=False, group_size=_TREE_SLOTS)
+            levels.append(Level(grouped.col))
+            owner = grouped.row.long()
+        last = torch.full((self.matrix.shape[0],), -1, dtype=torch.int64, device=owner.device)
+        last[owner] = torch.arange(owner.shape[0], device=owner.device)
+        return tuple(levels), last
+
+
+class GraphMatrix:
+    """The matrix of a graph and its transpose, both sorted by the node that owns a product's row.
+
+        Out[Row[g],n] += Val[g,q] * X[Col[g,q],n]
+
+    Duplicate edges stay entries of their own. On a CPU groups have one slot, which is what the library's product
+    takes; elsewhere their size follows the rule of `choose_group_size`.
+
+    Attributes:
+        entries: sorted by receiver, then by sender; `values` everywhere are in this order.
+    """
+
+    def __init__(self, entries: GraphEntries) -> None:
+        self.entries = entries.reordered(_order(entries.row, entries.col, entries.num_nodes))
+        # What was computed from weights that do not change: normalised values, and values spread to slots.
+        self.remembered = TensorCache(limit=8)
+        self._constants: dict[Hashable, Tensor] = {}
+
+    @property
+    def num_nodes(self) -> int:
+        """Rows, and columns."""
+        return self.entries.num_nodes
+
+    @property
+    def num_entries(self) -> int:
+        """Entries, self-loops that were added included."""
+        return self.entries.row.shape[0]
+
+    @cached_property
+    def by_row(self) -> Grouped:
+        """Grouped by receiver: what the product reads."""
+        return self._group(self.entries.row, self.entries.col, None)
+
+    @cached_property
+    def by_col(self) -> Grouped:
+        """Grouped by sender: what the product's gradient reads."""
+        row, col = self.entries.row, self.entries.col
+        order = _order(col, row, self.num_nodes)
+        return self._group(col[order], row[order], order)
+
+    def grouped(self, transposed: bool) -> Grouped:
+        """`by_col` when transposed, else `by_row`."""
+        return self.by_col if transposed else self.by_row
+
+    def constant(self, key: Hashable, build: Callable[[], Tensor]) -> Tensor:
+        """A tensor that the graph alone decides, computed once."""
+        found = self._constants.get(key)
+        if found is None:
+            # Made inside inference mode it would be unusable outside.
+            with torch.inference_mode(False), torch.no_grad():
+                found = self._constants[key] = build()
+        return found
+
+    def ones(self, dtype: torch.dtype) -> Tensor:
+        """(p,) ones."""
+        return self.constant(("ones", dtype), lambda: self.entries.row.new_ones(self.num_entries, dtype=dtype))
+
+    def _group(self, row: Tensor, col: Tensor, order: Tensor | None) -> Grouped:
+        with torch.inference_mode(False), torch.no_grad():
+            numbers = torch.arange(1, self.num_entries + 1, device=row.device)
+            shape = (self.num_nodes, self.num_nodes)
+            size = 1 if row.device.type == "cpu" else "auto"
+            matrix = GroupCOO.from_coo((row, col), numbers, shape, coalesce=False, group_size=size)
+        return Grouped(matrix, order, spmm_program(matrix, options=DEFAULT), self.num_entries)
+
+
+def _order(first: Tensor, second: Tensor, extent: int) -> Tensor:
+    """The stable permutation that sorts by two keys below `extent`."""
+    if extent < 1 << 31:
+        return (first * extent + second).argsort(stable=True)
+    order = second.argsort(stable=True)
+    return order[first[order].argsort(stable=True)]

@@ -1,0 +1,268 @@
+"""Graphs as entries of a sparse matrix, and the symmetric normalisation of graph convolutions."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Literal
+
+import torch
+from torch import Tensor
+
+from insum_nn.errors import InsumDtypeError, InsumNameError, InsumRangeError, InsumShapeError
+
+__all__ = [
+    "Flow",
+    "GraphEntries",
+    "Loops",
+    "check_edge_index",
+    "check_edge_weight",
+    "edge_entries",
+    "entry_weights",
+    "gcn_norm",
+    "inverse_root",
+]
+
+Loops = Literal["none", "remaining", "all"]
+Flow = Literal["source_to_target", "target_to_source"]
+
+
+@dataclass(frozen=True, eq=False, slots=True)
+class GraphEntries:
+    """The entries of the matrix that carries features along the edges of a graph.
+
+        Out[Row[p],n] += Weight[p] * X[Col[p],n]
+
+    Attributes:
+        row: (p,) int64: the node that receives.
+        col: (p,) int64: the node that sends.
+        source: (p,) int64: which edge's weight an entry has; `num_edges` for a self-loop of its own, whose weight
+            is the fill value. `None`: entry `p` has the weight of edge `p`.
+        num_nodes: nodes.
+        num_edges: edges of the graph, which is how many weights there are.
+    """
+
+    row: Tensor
+    col: Tensor
+    source: Tensor | None
+    num_nodes: int
+    num_edges: int
+
+    def reordered(self, order: Tensor) -> GraphEntries:
+        """The same entries in another order."""
+        source = order if self.source is None else self.source[order]
+        return GraphEntries(self.row[order], self.col[order], source, self.num_nodes, self.num_edges)
+
+
+def check_edge_index(edge_index: Tensor, num_nodes: int, *, values: bool = True) -> None:
+    """Raise unless an edge list has two rows of nodes that exist.
+
+    Args:
+        edge_index: (2, e), int32 or int64.
+        num_nodes: nodes.
+        values: also read the nodes; else only what needs no reading is checked.
+
+    Raises:
+        InsumShapeError: not two rows.
+        InsumDtypeError: no integers.
+        InsumRangeError: a node lies outside.
+    """
+    if edge_index.dtype in (torch.bool, torch.uint8) or edge_index.is_floating_point() or edge_index.is_complex():
+        raise InsumDtypeError(
+            f"'edge_index' must hold integers, got {edge_index.dtype}",
+            details=["expected int64 (or int32, int16, int8)"],
+            fix="pass edge_index.long().",
+            got=edge_index.dtype,
+        )
+    if edge_index.ndim != 2 or edge_index.shape[0] != 2:
+        raise InsumShapeError(
+            "'edge_index' must have two rows, sources and targets",
+            details=[f"expected shape (2, e); got {tuple(edge_index.shape)}"],
+            fix="pass edge_index.t() when edges are its rows.",
+            got=tuple(edge_index.shape),
+        )
+    if not values or edge_index.numel() == 0:
+        return
+    low, high = torch.stack(torch.aminmax(edge_index)).tolist()
+    if low < 0 or high >= num_nodes:
+        bad = ((edge_index < 0) | (edge_index >= num_nodes)).any(0)
+        first = int(bad.nonzero()[0])
+        what = "negative indices" if low < 0 else f"indices that are larger than {num_nodes - 1}"
+        raise InsumRangeError(
+            f"Found {what} in 'edge_index'",
+            details=[
+                f"expected 0 <= node < {num_nodes}; got minimum {low}, maximum {high} "
+                f"({int(bad.sum())} of {edge_index.shape[1]} edges; first at edge {first})"
+            ],
+            fix="pass a row of node features for every node, or drop those edges.",
+            expected=num_nodes,
+            got=(low, high),
+        )
+
+
+def check_edge_weight(edge_weight: Tensor, num_edges: int) -> Tensor:
+    """The weights as (e,), from (e,) or (e, 1).
+
+    Raises:
+        InsumShapeError: not one weight per edge.
+    """
+    if edge_weight.ndim == 2 and edge_weight.shape[1] == 1:
+        edge_weight = edge_weight.squeeze(1)
+    if edge_weight.ndim != 1 or edge_weight.shape[0] != num_edges:
+        raise InsumShapeError(
+            "'edge_weight' must hold one number per edge",
+            details=[f"expected shape ({num_edges},); got {tuple(edge_weight.shape)}"],
+            fix="pass one weight for each column of edge_index.",
+            expected=(num_edges,),
+            got=tuple(edge_weight.shape),
+        )
+    return edge_weight
+
+
+def edge_entries(
+    edge_index: Tensor,
+    num_nodes: int,
+    *,
+    loops: Loops = "remaining",
+    flow: Flow = "source_to_target",
+    fixed_size: bool = False,
+) -> GraphEntries:
+    """The entries that the edges of a graph give: those of edges first, then those of self-loops.
+
+    Args:
+        edge_index: (2, e): sources, targets.
+        num_nodes: nodes; every entry of `edge_index` is one of them.
+        loops: `"none"` adds nothing; `"remaining"` gives each node exactly one self-loop, whose weight is that of
+            its last self-loop in `edge_index` where it has one; `"all"` gives each node one more.
+        flow: which end of an edge receives.
+        fixed_size: keep self-loops of the input where they stand, whatever `loops` says, so that no size depends
+            on values; the caller gives those that do not count the weight 0.
+
+    Returns:
+        Entries in the order of edges.
+
+    >>> entries = edge_entries(torch.tensor([[0, 1, 1], [1, 1, 0]]), 3)
+    >>> entries.row.tolist(), entries.col.tolist(), entries.source.tolist()
+    ([1, 0, 0, 1, 2], [0, 1, 0, 1, 2], [0, 2, 3, 1, 3])
+    """
+    if flow not in ("source_to_target", "target_to_source"):
+        raise InsumNameError(
+            f"'flow' is {flow!r}", fix="pass 'source_to_target' or 'target_to_source'.", argument="flow", got=flow
+        )
+    edge_index = edge_index.long()
+    num_edges = edge_index.shape[1]
+    source: Tensor | None = None
+    if loops != "none":
+        nodes = torch.arange(num_nodes, device=edge_index.device)
+        kept, own = torch.arange(num_edges, device=edge_index.device), torch.full_like(nodes, num_edges)
+        if loops == "remaining":
+            is_loop = edge_index[0] == edge_index[1]
+            own = _last_loops(edge_index, is_loop, num_nodes)
+            if not fixed_size:
+                kept = (~is_loop).nonzero().squeeze(1)
+                edge_index = edge_index.index_select(1, kept)
+        edge_index = torch.cat([edge_index, nodes.expand(2, -1)], dim=1)
+        source = torch.cat([kept, own])
+    sends, receives = edge_index.unbind(0)
+    if flow == "target_to_source":
+        sends, receives = receives, sends
+    return GraphEntries(receives, sends, source, num_nodes, num_edges)
+
+
+def _last_loops(edge_index: Tensor, is_loop: Tensor, num_nodes: int) -> Tensor:
+    """(n,) the last edge that is a self-loop of each node; the number of edges where there is none."""
+    num_edges = edge_index.shape[1]
+    numbers = torch.arange(num_edges, device=edge_index.device)
+    # Of duplicates the last one counts, in whatever order the device writes: the largest number wins.
+    last = torch.full((num_nodes,), -1, dtype=torch.int64, device=edge_index.device)
+    last = last.scatter_reduce(0, edge_index[0], torch.where(is_loop, numbers, -1), "amax")
+    return torch.where(last < 0, num_edges, last)
+
+
+def entry_weights(entries: GraphEntries, edge_weight: Tensor, fill: float) -> Tensor:
+    """(p,) the weight of each entry before normalisation; differentiable in `edge_weight` (e,)."""
+    if entries.source is None:
+        return edge_weight
+    return torch.cat([edge_weight, edge_weight.new_full((1,), fill)]).index_select(0, entries.source)
+
+
+def inverse_root(degree: Tensor) -> Tensor:
+    """`degree ** -0.5`, and 0 where the degree is 0; NaN of a negative degree stays.
+
+    The zeros are constants: no gradient passes through them, of any order.
+
+    >>> inverse_root(torch.tensor([4.0, 0.0])).tolist()
+    [0.5, 0.0]
+    """
+    isolated = degree == 0
+    return torch.where(isolated, 1.0, degree).pow(-0.5).masked_fill(isolated, 0.0)
+
+
+def gcn_norm(
+    edge_index: Tensor,
+    edge_weight: Tensor | None = None,
+    num_nodes: int | None = None,
+    improved: bool = False,
+    add_self_loops: bool = True,
+    flow: Flow = "source_to_target",
+    dtype: torch.dtype | None = None,
+    *,
+    fixed_size: bool = False,
+) -> tuple[Tensor, Tensor]:
+    """The edges of a graph with self-loops, and their weights normalised by the degrees of both ends.
+
+        W'[p] = D[Row[p]] * W[p] * D[Col[p]],        D = (degree of the receiving side) ** -0.5
+
+    As `torch_geometric.nn.conv.gcn_conv.gcn_norm` on an edge list: nodes without an edge get 0, and without
+    `edge_weight` every weight is 1, that of self-loops too, whatever `improved` says.
+
+    Source: Kipf, Welling, Semi-Supervised Classification with Graph Convolutional Networks (ICLR 2017), section 2.
+
+    Args:
+        edge_index: (2, e) integers.
+        edge_weight: (e,) or (e, 1); differentiable.
+        num_nodes: nodes; default one more than the largest.
+        improved: self-loops that are added weigh 2 rather than 1.
+        add_self_loops: give every node exactly one self-loop; one that is there keeps its weight.
+        flow: which end of an edge receives.
+        dtype: of the weights, without `edge_weight`; default torch's.
+        fixed_size: keep self-loops of the input beside those added, with weight 0 where they do not count, so that
+            no size depends on values.
+
+    Returns:
+        (2, e') int64 and (e',).
+
+    Raises:
+        InsumShapeError: not two rows, or not one weight per edge.
+        InsumDtypeError: nodes are no integers, or weights no floating-point numbers.
+        InsumRangeError: a node lies outside.
+
+    >>> edges, weight = gcn_norm(torch.tensor([[0, 1], [1, 0]]), num_nodes=3)
+    >>> edges.tolist(), [round(w, 6) for w in weight.tolist()]
+    ([[0, 1, 0, 1, 2], [1, 0, 0, 1, 2]], [0.5, 0.5, 0.5, 0.5, 1.0])
+    """
+    if num_nodes is None:
+        num_nodes = int(edge_index.max()) + 1 if edge_index.numel() else 0
+    check_edge_index(edge_index, num_nodes, values=not fixed_size)
+    loops: Loops = "remaining" if add_self_loops else "none"
+    entries = edge_entries(edge_index, num_nodes, loops=loops, flow=flow, fixed_size=fixed_size)
+    if edge_weight is None:
+        weight = torch.ones(entries.row.shape[0], dtype=dtype, device=edge_index.device)
+    else:
+        if not edge_weight.is_floating_point():
+            raise InsumDtypeError(
+                f"'edge_weight' must be floating-point to be normalised, got {edge_weight.dtype}",
+                fix="pass edge_weight.float().",
+                got=edge_weight.dtype,
+            )
+        fill = 2.0 if improved else 1.0
+        weight = entry_weights(entries, check_edge_weight(edge_weight, edge_index.shape[1]), fill)
+    if fixed_size and add_self_loops:
+        edges = torch.arange(entries.row.shape[0], device=edge_index.device) < edge_index.shape[1]
+        weight = torch.where(edges & (entries.row == entries.col), 0.0, weight)
+    # Half types count far less than they can carry, so degrees are summed in float32.
+    wide = weight.float() if weight.dtype in (torch.float16, torch.bfloat16) else weight
+    degree = wide.new_zeros(num_nodes).index_add(0, entries.row, wide)
+    root = inverse_root(degree)
+    normalised = (root[entries.row] * wide * root[entries.col]).to(weight.dtype)
+    ends = (entries.col, entries.row) if flow == "source_to_target" else (entries.row, entries.col)
+    return torch.stack(ends), normalised

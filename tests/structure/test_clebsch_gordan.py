@@ -1,0 +1,210 @@
+from __future__ import annotations
+
+import itertools
+import math
+
+import numpy as np
+import pytest
+import torch
+
+from insum_nn.structure.clebsch_gordan import Entries, divide, make_table, nonzeros, path_table
+from insum_nn.structure.irreps import (
+    Entry,
+    InstructionError,
+    dimension,
+    entries_of,
+    make_paths,
+    offsets,
+    path_coefficients,
+    weight_offsets,
+)
+from tests.layers.tensor_product_cases import MODE_NAMES, one_mode, random_case
+
+o3 = pytest.importorskip("e3nn.o3")
+
+TRIPLES = [(a, b, c) for a, b in itertools.product(range(4), range(3)) for c in range(abs(a - b), a + b + 1)]
+
+
+@pytest.mark.parametrize("degrees", TRIPLES, ids=str)
+def test_nonzeros_are_the_dense_block(degrees: tuple[int, int, int]):
+    index, values = nonzeros(*degrees)
+    dense = np.zeros([2 * l + 1 for l in degrees])
+    dense[tuple(index)] = values
+    expected = o3.wigner_3j(*degrees, dtype=torch.float64).numpy()
+    assert np.abs(dense - expected).max() <= 1e-12
+    assert np.abs(values).min() > 1e-3
+    assert math.isclose(np.square(values).sum(), 1.0, abs_tol=1e-12)
+
+
+def test_degrees_that_do_not_couple_are_refused():
+    with pytest.raises(AssertionError):
+        nonzeros(1, 1, 3)
+
+
+def several() -> Entries:
+    degrees = [(1, 1, 0), (1, 1, 1), (2, 1, 1), (1, 1, 2), (0, 1, 1)]
+    starts = [(0, 0, 0), (0, 0, 1), (3, 0, 1), (0, 0, 4), (8, 0, 1)]
+    return Entries.from_paths(degrees, starts, [1.0, -2.0, 0.5, 1.0, 3.0])
+
+
+def dense_of(entries: Entries) -> np.ndarray:
+    dense = np.zeros((5, 9, 3, 9))
+    np.add.at(dense, (entries.path, *entries.component), entries.value)
+    return dense
+
+
+@pytest.mark.parametrize("owner", [0, 1, 2])
+@pytest.mark.parametrize("by_path", [False, True])
+def test_a_table_holds_every_coefficient_once(owner: int, by_path: bool):
+    entries = several()
+    rows = np.unique(entries.component[owner])[::-1].copy()
+    table = make_table(entries, owner, rows, by_path=by_path)
+    got = np.zeros((9, 9, 9, 9))
+    expected = np.moveaxis(dense_of(entries), owner + 1, 1)
+    for place in itertools.product(*map(range, table.value.shape)):
+        path = 0 if table.path is None else int(table.path[place[:2]])
+        where = (path, int(rows[place[0]]), int(table.first[place]), int(table.second[place]))
+        got[where] += float(table.value[place])
+    if not by_path:
+        expected = expected.sum(0, keepdims=True)
+    shape = expected.shape
+    assert np.array_equal(got[: shape[0], : shape[1], : shape[2], : shape[3]], expected)
+    assert got.sum() == pytest.approx(expected.sum())
+
+
+def test_filled_up_slots_repeat_their_row():
+    """What a filled-up slot reads, another slot of its row reads too: NaN spreads no further than it has to."""
+    entries = several()
+    rows = np.unique(entries.component[2])
+    table = make_table(entries, 2, rows, by_path=True)
+    for row in range(len(rows)):
+        used = {(int(a), int(b)) for a, b, v in zip(*(t[row].flatten() for t in (table.first, table.second, table.value)))
+                if v != 0}
+        read = {(int(a), int(b)) for a, b in zip(table.first[row].flatten(), table.second[row].flatten())}
+        assert read == used
+
+
+def test_rows_can_be_a_part():
+    entries = several()
+    table = make_table(entries, 2, np.array([0, 4]), by_path=False)
+    whole = make_table(entries, 2, np.arange(9), by_path=False)
+    assert table.value.shape[0] == 2
+    assert torch.equal(table.value.sum(1), whole.value.sum(1)[[0, 4]])
+
+
+def test_a_path_table_holds_every_coefficient_once():
+    entries = several()
+    value, components = path_table(entries, 5)
+    got = np.zeros((5, 9, 3, 9))
+    for path, slot in itertools.product(*map(range, value.shape)):
+        got[(path, *(int(c) for c in components[:, path, slot]))] += float(value[path, slot])
+    assert np.array_equal(got, dense_of(entries))
+
+
+def test_no_paths():
+    entries = Entries.from_paths([], [], [])
+    table = make_table(entries, 0, np.zeros(0, np.int64), by_path=True)
+    assert table.value.shape[0] == 0
+
+
+@pytest.mark.parametrize("seed", range(20))
+@pytest.mark.parametrize("with_paths", [False, True])
+def test_divide_keeps_every_row_and_never_adds_slots(seed: int, with_paths: bool):
+    draw = np.random.default_rng(seed)
+    row = draw.integers(0, 12, draw.integers(1, 60))
+    path = draw.integers(0, 4, row.size) if with_paths else None
+    parts = divide(row, path)
+    assert sorted(np.concatenate(parts).tolist()) == sorted(set(row.tolist()))
+    assert all(np.all(np.diff(part) > 0) for part in parts)
+
+    def slots(rows: np.ndarray) -> int:
+        if path is None:
+            return len(rows) * max((row == r).sum() for r in rows)
+        chosen = [path[row == r] for r in rows]
+        return len(rows) * max(len(set(p)) for p in chosen) * max(np.bincount(p).max() for p in chosen)
+
+    assert sum(map(slots, parts)) <= slots(np.unique(row))
+
+
+def test_entries_from_e3nn_and_from_tuples():
+    expected = (Entry(2, 1, -1), Entry(0, 3, 1), Entry(3, 0, 1))
+    assert entries_of(o3.Irreps("2x1o+0x3e+3x0e")) == expected
+    assert entries_of([(2, (1, -1)), (0, 3, 1), (3, (0, 1))]) == expected
+    assert dimension(expected) == o3.Irreps("2x1o+0x3e+3x0e").dim
+    assert offsets(expected) == (0, 6, 6)
+    assert str(expected[0]) == "2x1o"
+
+
+@pytest.mark.parametrize("irrep", ["component", "norm", "none"])
+@pytest.mark.parametrize("path", ["element", "path", "none"])
+@pytest.mark.parametrize("seed", range(4))
+def test_normalisation_is_e3nns(irrep: str, path: str, seed: int):
+    case = random_case(seed)
+    irreps = [o3.Irreps(text) for text in case.args[:3]]
+    spread = [[0.5 + n for n in range(len(part))] for part in irreps]
+    spread[0][0] = 0.0
+    peer = o3.TensorProduct(
+        *case.args,
+        in1_var=spread[0],
+        in2_var=spread[1],
+        out_var=spread[2],
+        irrep_normalization=irrep,
+        path_normalization=path,
+        compile_left_right=False,
+    )
+    entries = tuple(entries_of(part) for part in irreps)
+    paths, weights = make_paths(*entries, case.instructions)
+    got = list(path_coefficients(paths, weights, entries, tuple(spread), irrep, path))
+    assert got == pytest.approx([i.path_weight for i in peer.instructions], rel=1e-14)
+    assert [p.shape for p in paths] == [i.path_shape for i in peer.instructions]
+
+
+def test_weight_offsets_skip_paths_without_weights():
+    entries = [Entry(2, 0, 1)]
+    paths, _ = make_paths(entries, entries, entries, [(0, 0, 0, "uuu", w) for w in (True, False, True)])
+    assert weight_offsets(paths) == (0, 2, 2)
+
+
+A, B, C = Entry(4, 1, -1), Entry(3, 1, -1), Entry(4, 2, 1)
+
+
+@pytest.mark.parametrize(
+    ("instruction", "message"),
+    [
+        ((0, 0, 0), "has 3 items"),
+        ((0, 5, 0, "uvu", True), "points outside irreps_in2"),
+        ((-1, 0, 0, "uvu", True), "points outside irreps_in1"),
+        ((0, 0, 0, "uvx", True), "unknown mode 'uvx'"),
+        ((0, 0, 0, "uvu", True, -1.0), "negative path weight"),
+        ((0, 0, 1, "uvu", True), "breaks parity"),
+        ((0, 0, 2, "uvu", True), "do not couple"),
+        ((0, 0, 0, "uvw", False), "has no weight"),
+        ((0, 0, 0, "uvv", True), r"expected 3 \(mul_in2\); got 4"),
+        ((0, 0, 0, "uuu", True), "equal multiplicities"),
+        ((0, 0, 0, "uvuv", True), "expected 12"),
+        ((0, 1, 0, "uvu<v", True), "expected 6"),
+        ((0, 1, 0, "uuw", False), "without weights u is summed"),
+    ],
+    ids=lambda v: str(v)[:30],
+)
+def test_impossible_instructions(instruction: tuple, message: str):
+    out = [C, Entry(4, 2, -1), Entry(4, 4, 1)]
+    with pytest.raises(InstructionError, match=message) as info:
+        make_paths([A], [B, Entry(4, 1, -1)], out, [instruction])
+    assert "fix: " in str(info.value)
+    assert isinstance(info.value, AssertionError)
+
+
+def test_all_faults_are_listed():
+    with pytest.raises(InstructionError) as info:
+        make_paths([A], [B], [C], [(0, 0, 0, "uvx", True), (0, 9, 0, "uvu", True)])
+    assert "instruction 0" in str(info.value)
+    assert "instruction 1" in str(info.value)
+
+
+@pytest.mark.parametrize("mode", MODE_NAMES)
+def test_empty_multiplicities_are_no_fault(mode: str):
+    none = [Entry(0, 0, 1)]
+    paths, _ = make_paths(none, none, [Entry(2, 0, 1)], [(0, 0, 0, mode, True)])
+    assert paths[0].numel == 0
+    assert one_mode(mode, True).instructions
