@@ -29,6 +29,7 @@ __all__ = [
     "clear_cache",
     "executable",
     "generation",
+    "split_arguments",
 ]
 
 # Programs kept; the least recently used one leaves first.

@@ -27,7 +27,7 @@ from insum_nn.compiler.plan import (
     Sum,
 )
 
-__all__ = ["UNROLL_LIMIT", "make_plan", "scattered_axes", "slot_indices"]
+__all__ = ["UNROLL_LIMIT", "find_sparse_product", "make_plan", "scattered_axes", "slot_indices"]
 
 # Longest in-group sum that is written out term by term; longer ones keep a reduction loop.
 UNROLL_LIMIT = 32

@@ -28,7 +28,7 @@ from insum_nn.errors import (
 )
 from insum_nn.facts import UNKNOWN, IndexFacts
 
-__all__ = ["prove", "stats_of"]
+__all__ = ["Stats", "prove", "stats_of"]
 
 
 _INT64_MAX = 2**63 - 1

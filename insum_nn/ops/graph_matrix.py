@@ -16,10 +16,12 @@ from typing import TypeVar, cast
 
 import torch
 from torch import Tensor
+from torch.utils.weak import WeakTensorKeyDictionary
 
 from insum_nn.compiler.api import Program
 from insum_nn.compiler.options import DEFAULT
-from insum_nn.formats import GroupCOO
+from insum_nn.facts import IndexFacts
+from insum_nn.formats import COO, GroupCOO
 from insum_nn.ops.spmm import spmm_program
 from insum_nn.structure.gcn_norm import GraphEntries
 
@@ -100,25 +102,21 @@ class Grouped:
         matrix: (n, n); its values number the entries from 1, and are 0 in unused slots.
         order: (p,) where each of its entries stands among the graph's; `None`: in the same order.
         program: `C[Row[g],n] += Val[g,q] * B[Col[g,q],n]` with the facts of this matrix.
+        num_entries: `p`.
     """
 
     matrix: GroupCOO
     order: Tensor | None
     program: Program
+    num_entries: int
 
     @cached_property
     def slots(self) -> Tensor | None:
         """(p,) the slot of each of its entries; `None`: every slot is used, in the order of entries."""
         numbers = self.matrix.values
-        if numbers.numel() == self._count:
+        if numbers.numel() == self.num_entries:
             return None
         return (numbers.reshape(-1) > 0).nonzero().squeeze(1)
-
-    @property
-    def _count(self) -> int:
-        return self.order.shape[0] if self.order is not None else self._entries
-
-    _entries: int = 0
 
     def spread(self, values: Tensor) -> Tensor:
         """Values of the graph's entries (p,) to slots (g, q), 0 in unused ones."""
@@ -146,7 +144,9 @@ class Grouped:
         while not bool((owner[1:] != owner[:-1]).all()):
             numbers = torch.arange(1, owner.shape[0] + 1, device=owner.device)
             shape = (self.matrix.shape[0], owner.shape[0])
-            grouped = GroupCOO.from_coo((owner, numbers - 1), numbers, shape, coalesce=False, group_size=_TREE_SLOTS)
+            facts = (IndexFacts(sorted=True, masked=False, proven=True), IndexFacts(masked=False, proven=True))
+            coo = COO(shape, (owner, numbers - 1), numbers, facts)
+            grouped = GroupCOO.from_coo(coo, coalesce=False, group_size=_TREE_SLOTS)
             levels.append(Level(grouped.col))
             owner = grouped.row.long()
         last = torch.full((self.matrix.shape[0],), -1, dtype=torch.int64, device=owner.device)
@@ -168,9 +168,11 @@ class GraphMatrix:
 
     def __init__(self, entries: GraphEntries) -> None:
         self.entries = entries.reordered(_order(entries.row, entries.col, entries.num_nodes))
-        # What was computed from weights that do not change: normalised values, and values spread to slots.
+        # Values computed from weights that are not learned, by the weights.
         self.remembered = TensorCache(limit=8)
         self._constants: dict[Hashable, Tensor] = {}
+        # Values that come again, spread to slots: by the values, then by whether transposed.
+        self._kept: WeakTensorKeyDictionary = WeakTensorKeyDictionary()
 
     @property
     def num_nodes(self) -> int:
@@ -204,8 +206,23 @@ class GraphMatrix:
         if found is None:
             # Made inside inference mode it would be unusable outside.
             with torch.inference_mode(False), torch.no_grad():
-                found = self._constants[key] = build()
+                found = self._constants[key] = self.keep(build())
         return found
+
+    def keep(self, values: Tensor) -> Tensor:
+        """Mark values (p,) that will come again and are never written to, so that what is made of them is kept."""
+        self._kept[values] = {}
+        return values
+
+    def spread(self, values: Tensor, transposed: bool) -> Tensor:
+        """Values (p,) to the slots (g, q) of the matrix or its transpose."""
+        grouped = self.grouped(transposed)
+        kept = self._kept.get(values)
+        if kept is None:
+            return grouped.spread(values)
+        if transposed not in kept:
+            kept[transposed] = grouped.spread(values)
+        return kept[transposed]
 
     def ones(self, dtype: torch.dtype) -> Tensor:
         """(p,) ones."""
@@ -215,8 +232,12 @@ class GraphMatrix:
         with torch.inference_mode(False), torch.no_grad():
             numbers = torch.arange(1, self.num_entries + 1, device=row.device)
             shape = (self.num_nodes, self.num_nodes)
-            size = 1 if row.device.type == "cpu" else "auto"
-            matrix = GroupCOO.from_coo((row, col), numbers, shape, coalesce=False, group_size=size)
+            facts = (IndexFacts(sorted=True, masked=False, proven=True), IndexFacts(masked=False, proven=True))
+            coo = COO(shape, (row, col), numbers, facts)
+            if row.device.type == "cpu":
+                matrix = GroupCOO(shape, 0, row, (col[:, None],), numbers[:, None], facts)
+            else:
+                matrix = GroupCOO.from_coo(coo, coalesce=False)
         return Grouped(matrix, order, spmm_program(matrix, options=DEFAULT), self.num_entries)
 
 

@@ -99,9 +99,16 @@ def test_twenty_sizes_compile_once(gpu):
     for size in range(3, 23):
         row = torch.arange(size, device=gpu) % 3
         col = table(size, size, 4, device=gpu)
-        tensors = {"Row": row, "Col": col, "Val": torch.randn(size, 4, device=gpu), "B": torch.randn(size, 32, device=gpu)}
+        tensors = {
+            "Row": row,
+            "Col": col,
+            "Val": torch.randn(size, 4, device=gpu),
+            "B": torch.randn(size, 32, device=gpu),
+        }
         found = program(tensors=tensors, out_shape=(size + 1, None)).double().cpu()
-        torch.testing.assert_close(found, program.reference(tensors=tensors, out_shape=(size + 1, None)), rtol=1e-5, atol=1e-5)
+        torch.testing.assert_close(
+            found, program.reference(tensors=tensors, out_shape=(size + 1, None)), rtol=1e-5, atol=1e-5
+        )
     # Sorted or not is no matter to this path, so one program serves all.
     assert insum_nn.cache_info().misses == 1
 

@@ -1,0 +1,430 @@
+"""Base of layers that store their weight at chosen places of a grid only."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from typing import Any, Self, cast
+
+import torch
+from torch import Tensor, nn
+
+from insum_nn.compiler.options import Options
+from insum_nn.errors import InsumDtypeError, InsumFormatError, InsumShapeError
+from insum_nn.formats import GroupCOO
+from insum_nn.structure.pruning import (
+    carry_optimizer_state,
+    magnitude_mask,
+    prune_and_regrow,
+    random_mask,
+    take_rows,
+)
+
+__all__ = ["GradientRecord", "GroupSize", "PrunedModule"]
+
+GroupSize = int | str
+
+
+class PrunedModule(nn.Module):
+    """A layer whose weight is a list of cells at chosen places of a grid.
+
+    What is stored is a parameter like any other: gradients, optimizers and `state_dict` see the stored cells only.
+    The places are the buffer `position`; loading a state of other places adopts them. Index tensors that follow from
+    `position` are buffers that are not saved.
+
+    Attributes:
+        weight: (p, ..) stored cells in ascending order of their place.
+        position: (p,) int64, the place of each cell in the flattened grid.
+        dense_shape: extents of the dense weight, kept in the state so that no other layer's is taken for one's own.
+        group_size: cells of a row that one group holds, or `"auto"`.
+        options: compile options.
+    """
+
+    weight: nn.Parameter
+    position: Tensor
+    dense_shape: Tensor
+
+    def __init__(self, group_size: GroupSize, options: Options) -> None:
+        super().__init__()
+        self.group_size = group_size
+        self.options = options
+        self._index_names: tuple[str, ...] = ()
+
+    # What a layer defines.
+
+    @property
+    def grid_shape(self) -> tuple[int, ...]:
+        """Extents of the grid of places."""
+        raise NotImplementedError
+
+    def cell_norms(self) -> Tensor:
+        """(p,) the norm of each stored cell."""
+        return self.weight.detach().float().reshape(self.weight.shape[0], -1).norm(dim=1)
+
+    def to_dense(self) -> Tensor:
+        """The dense weight; differentiable."""
+        raise NotImplementedError
+
+    def _make_index(self) -> dict[str, Tensor]:
+        """The index tensors of the statement, from `position`."""
+        raise NotImplementedError
+
+    def _dense_gradient(self, input: Tensor, grad_output: Tensor) -> Tensor:
+        """The gradient of the dense weight from one call's input and its output's gradient."""
+        raise NotImplementedError
+
+    def _grid_norms(self, dense: Tensor) -> Tensor:
+        """The norm of each place's cell in a dense tensor of the weight's shape."""
+        raise NotImplementedError
+
+    def _grid_mask(self, mask: Tensor) -> Tensor | None:
+        """A mask of another shape as one over the grid; `None` if it fits nothing."""
+        return None
+
+    # Structure.
+
+    @property
+    def num_stored(self) -> int:
+        """Stored cells."""
+        return self.position.shape[0]
+
+    @property
+    def density(self) -> float:
+        """The share of the grid's places that are stored; 0 for a grid without any."""
+        total = torch.Size(self.grid_shape).numel()
+        return self.num_stored / total if total else 0.0
+
+    @property
+    def mask(self) -> Tensor:
+        """Which places are stored, (grid_shape), bool."""
+        mask = torch.zeros(torch.Size(self.grid_shape).numel(), dtype=torch.bool, device=self.position.device)
+        mask[self.position] = True
+        return mask.reshape(self.grid_shape)
+
+    @property
+    def index(self) -> Mapping[str, Tensor]:
+        """The index tensors of the statement, by name."""
+        return {name: cast(Tensor, getattr(self, name)) for name in self._index_names}
+
+    def check_mask(self, mask: Tensor) -> Tensor:
+        """A mask over the grid, bool, on the weight's device.
+
+        Raises:
+            InsumDtypeError: not bool.
+            InsumShapeError: neither of the grid's shape nor of the dense weight's.
+        """
+        owner = type(self).__name__
+        if mask.dtype != torch.bool:
+            raise InsumDtypeError(
+                f"{owner}: 'mask' must be bool, got {mask.dtype}",
+                fix="pass mask != 0.",
+                argument="mask",
+                expected=torch.bool,
+                got=mask.dtype,
+            )
+        found = mask if tuple(mask.shape) == self.grid_shape else self._grid_mask(mask)
+        if found is None:
+            dense = tuple(int(extent) for extent in self.dense_extents)
+            shapes = [self.grid_shape] if dense == self.grid_shape else [self.grid_shape, dense]
+            raise InsumShapeError(
+                f"{owner}: 'mask' has shape {tuple(mask.shape)}",
+                details=[f"expected {' or '.join(map(str, shapes))}"],
+                fix="pass a mask with one element per place of the grid.",
+                argument="mask",
+                expected=shapes,
+                got=tuple(mask.shape),
+            )
+        return found
+
+    @property
+    def dense_extents(self) -> tuple[int, ...]:
+        """The shape of the dense weight."""
+        raise NotImplementedError
+
+    def _choose_mask(self, mask: Tensor | None, density: float | None) -> Tensor:
+        """The mask of a new layer, on the CPU: as given, at random places, or full."""
+        if mask is not None and density is not None:
+            raise InsumFormatError(
+                f"{type(self).__name__} got both mask= and density=",
+                fix="pass one of them; a mask says how many places are kept.",
+                argument="density",
+            )
+        if mask is not None:
+            return self.check_mask(mask).cpu()
+        if density is not None:
+            return random_mask(self.grid_shape, density)
+        return torch.ones(self.grid_shape, dtype=torch.bool)
+
+    def _store(self, mask: Tensor, device: torch.device | str | None, cell: tuple[int, ...], dtype: Any) -> None:
+        """Make parameter and buffers for a mask on the CPU."""
+        position = mask.reshape(-1).nonzero().squeeze(1)
+        self.register_buffer("position", position)
+        self.register_buffer("dense_shape", torch.tensor(self.dense_extents))
+        target = torch.get_default_device() if device is None else torch.device(device)
+        self._build_index(target.type)
+        for name in ("position", "dense_shape", *self._index_names):
+            setattr(self, name, getattr(self, name).to(target))
+        self.weight = nn.Parameter(torch.empty(position.shape[0], *cell, device=target, dtype=dtype))
+
+    def _build_index(self, device_type: str | None = None) -> None:
+        """Replace the buffers that follow from `position`."""
+        for name in self._index_names:
+            delattr(self, name)
+        self._grouped_for = self.position.device.type if device_type is None else device_type
+        index = self._make_index()
+        self._index_names = tuple(index)
+        for name, tensor in index.items():
+            self.register_buffer(name, tensor, persistent=False)
+
+    def _groups(self, row: Tensor, col: Tensor, shape: tuple[int, int], size: int | None) -> GroupCOO:
+        """Cells at (row, col) in groups that share their row; the values are the cells' numbers."""
+        number = torch.arange(row.shape[0], device=row.device)
+        return GroupCOO.from_coo((row, col), number, shape, group_size="auto" if size is None else size)
+
+    def _chosen_size(self) -> int | None:
+        """The group size asked for; `None` for the rule."""
+        if self.group_size == "auto":
+            return None
+        if not isinstance(self.group_size, int) or isinstance(self.group_size, bool) or self.group_size < 1:
+            raise InsumFormatError(
+                f"group_size must be an integer of at least 1 or 'auto', got {self.group_size!r}",
+                fix="pass group_size='auto' to let the rule choose.",
+                argument="group_size",
+                got=self.group_size,
+            )
+        return self.group_size
+
+    def _apply(self, fn: Any, recurse: bool = True) -> Self:
+        super()._apply(fn, recurse)
+        here = self.position.device.type
+        # Another kind of device wants other groups. From or to the meta device there is nothing to read.
+        if self.group_size == "auto" and here != self._grouped_for and "meta" not in (here, self._grouped_for):
+            self._build_index()
+        return self
+
+    # Changing the mask.
+
+    @torch.no_grad()
+    def update_mask(self, mask: Tensor, optimizer: torch.optim.Optimizer | None = None) -> None:
+        """Store other places: survivors keep their values and what the optimizer remembers of them, new ones are zero.
+
+        The parameter stays the same object. Under `DistributedDataParallel` a mask with another number of places asks
+        for wrapping the model anew.
+
+        Args:
+            mask: bool, over the grid or over the dense weight.
+            optimizer: holds the layer's weight; its momenta and moments follow the survivors. Left out, an optimizer
+                that has made a step fits the weight no longer.
+
+        Raises:
+            InsumDtypeError: the mask is not bool.
+            InsumShapeError: the mask does not fit.
+            InsumNameError: the optimizer does not hold the weight.
+            InsumFormatError: the optimizer remembers a tensor that does not follow the weight's rows.
+        """
+        chosen = self.check_mask(mask).to(self.position.device).reshape(-1).nonzero().squeeze(1)
+        source = self._sources(chosen)
+        if optimizer is not None:
+            carry_optimizer_state(optimizer, self.weight, source)
+        gradient = self.weight.grad
+        self.weight.grad = None
+        self.weight.data = take_rows(self.weight.data, source)
+        if gradient is not None:
+            self.weight.grad = take_rows(gradient, source)
+        self.position = chosen
+        self._build_index()
+
+    def _sources(self, chosen: Tensor) -> Tensor:
+        """For each place its row in the weight as it is, or -1."""
+        if self.num_stored == 0:
+            return torch.full_like(chosen, -1)
+        at = torch.searchsorted(self.position, chosen).clamp(max=self.num_stored - 1)
+        return torch.where(self.position[at] == chosen, at, -1)
+
+    def prune(self, density: float, optimizer: torch.optim.Optimizer | None = None) -> None:
+        """Keep the stored cells of the largest norm.
+
+        Args:
+            density: share of the grid's places that stay.
+            optimizer: as for `update_mask`.
+
+        Raises:
+            InsumFormatError: the density is not in (0, 1], or above the present one.
+        """
+        scores = torch.full(self.grid_shape, -torch.inf, device=self.position.device).reshape(-1)
+        scores[self.position] = self.cell_norms().nan_to_num(nan=0.0)
+        mask = magnitude_mask(scores, density).reshape(self.grid_shape)
+        if int(mask.sum()) > self.num_stored:
+            raise InsumFormatError(
+                f"{type(self).__name__} stores {self.density:.3g} of its places, and cannot be pruned to {density}",
+                fix="pass a lower density, or call regrow.",
+                argument="density",
+                expected=self.density,
+                got=density,
+            )
+        self.update_mask(mask, optimizer)
+
+    def regrow(
+        self, density: float, optimizer: torch.optim.Optimizer | None = None, *, scores: Tensor | None = None
+    ) -> None:
+        """Add places, as zeros, until a share of the grid is stored.
+
+        Args:
+            density: share of the grid's places that are stored in the end.
+            optimizer: as for `update_mask`.
+            scores: over the grid: the highest earn a place, such as those of `record_gradients`. Default: at random.
+
+        Raises:
+            InsumFormatError: the density is not in (0, 1], or below the present one.
+            InsumShapeError: `scores` has not the shape of the grid.
+        """
+        own = self.mask
+        if scores is None:
+            scores = torch.rand(self.grid_shape, device=own.device)
+        scores = self._check_scores(scores)
+        mask = magnitude_mask(torch.where(own, torch.inf, scores.nan_to_num(nan=-torch.inf, posinf=3e38)), density)
+        if int(mask.sum()) < self.num_stored:
+            raise InsumFormatError(
+                f"{type(self).__name__} stores {self.density:.3g} of its places, and cannot be regrown to {density}",
+                fix="pass a higher density, or call prune.",
+                argument="density",
+                expected=self.density,
+                got=density,
+            )
+        self.update_mask(mask, optimizer)
+
+    def rewire(
+        self, fraction: float, optimizer: torch.optim.Optimizer | None = None, *, scores: Tensor | None = None
+    ) -> None:
+        """Drop the share of stored cells with the smallest norms and grow as many elsewhere, as zeros.
+
+        Source: Evci, Gale, Menick, Castro, Elsen, Rigging the Lottery: Making All Tickets Winners (ICML 2020).
+
+        Args:
+            fraction: share of the stored cells that move, in [0, 1]; see `cosine_fraction`.
+            optimizer: as for `update_mask`.
+            scores: over the grid: the highest earn a place, such as those of `record_gradients`. Default: at random.
+
+        Raises:
+            InsumFormatError: the fraction is not in [0, 1].
+            InsumShapeError: `scores` has not the shape of the grid.
+        """
+        own = self.mask
+        keep = torch.zeros(own.numel(), device=own.device)
+        keep[self.position] = self.cell_norms()
+        grow = torch.rand(self.grid_shape, device=own.device) if scores is None else self._check_scores(scores)
+        self.update_mask(prune_and_regrow(own, keep.reshape(own.shape), grow, fraction), optimizer)
+
+    def _check_scores(self, scores: Tensor) -> Tensor:
+        if tuple(scores.shape) != self.grid_shape:
+            raise InsumShapeError(
+                f"{type(self).__name__}: 'scores' has shape {tuple(scores.shape)}",
+                details=[f"expected {self.grid_shape}"],
+                fix="pass one score per place of the grid.",
+                argument="scores",
+                expected=self.grid_shape,
+                got=tuple(scores.shape),
+            )
+        return scores.to(self.position.device)
+
+    @contextmanager
+    def record_gradients(self) -> Iterator[GradientRecord]:
+        """While it is open, sum the dense weight's gradient over all backward passes through the layer.
+
+        This is what RigL grows by; it costs a dense product per backward pass, so open it only for the steps before
+        a change of the mask.
+
+        Yields:
+            A record whose `scores()` are the norms of that gradient over the grid.
+        """
+        record = GradientRecord(self)
+
+        def watch(module: nn.Module, args: tuple[Tensor, ...], output: Tensor) -> None:
+            if output.requires_grad:
+                output.register_hook(lambda grad: record.add(args[0].detach(), grad.detach()))
+
+        handle = self.register_forward_hook(watch)
+        try:
+            yield record
+        finally:
+            handle.remove()
+
+    # State.
+
+    def _load_from_state_dict(
+        self,
+        state_dict: dict[str, Any],
+        prefix: str,
+        local_metadata: dict[str, Any],
+        strict: bool,
+        missing_keys: list[str],
+        unexpected_keys: list[str],
+        error_msgs: list[str],
+    ) -> None:
+        """Take over weight and places; an error of the state leaves the layer as it was."""
+        weight, position, shape = (state_dict.get(prefix + key) for key in ("weight", "position", "dense_shape"))
+        if isinstance(weight, Tensor) and position is None and tuple(weight.shape) == self.dense_extents:
+            error_msgs.append(
+                f"'{prefix}weight' is dense, {tuple(weight.shape)}; {type(self).__name__} stores chosen places only. "
+                "Load it into the dense layer and convert that."
+            )
+            return
+        given = all(isinstance(t, Tensor) for t in (weight, position, shape))
+        if given:
+            fault = self._state_fault(weight, position, shape)
+            if fault is not None:
+                error_msgs.append(f"{type(self).__name__} '{prefix}': {fault}")
+                return
+            if position.shape != self.position.shape:
+                self.position = self.position.new_empty(position.shape)
+                self.weight.grad = None
+                self.weight.data = self.weight.data.new_empty(weight.shape)
+        super()._load_from_state_dict(
+            state_dict, prefix, local_metadata, strict, missing_keys, unexpected_keys, error_msgs
+        )
+        if given and not self.position.is_meta:
+            self._build_index()
+
+    def _state_fault(self, weight: Tensor, position: Tensor, shape: Tensor) -> str | None:
+        """What keeps a state from being this layer's, if anything; the places are proven, for kernels trust them."""
+        if weight.shape[1:] != self.weight.shape[1:]:
+            return f"stored cells are {tuple(weight.shape[1:])}, the layer's are {tuple(self.weight.shape[1:])}"
+        if weight.shape[0] != position.shape[0] or position.ndim != 1 or position.dtype != torch.int64:
+            return f"weight {tuple(weight.shape)} and position {tuple(position.shape)} do not belong together"
+        if shape.is_meta or position.is_meta:
+            return None
+        extents = tuple(shape.tolist())
+        if extents != self.dense_extents:
+            return f"the state is of a dense weight {extents}, the layer's is {self.dense_extents}"
+        total = torch.Size(self.grid_shape).numel()
+        if position.numel() and not bool(
+            ((position[1:] > position[:-1]).all() & (position[0] >= 0) & (position[-1] < total)).item()
+        ):
+            return f"positions must ascend and lie in [0, {total})"
+        return None
+
+
+class GradientRecord:
+    """The dense gradient of a pruned layer's weight, summed over backward passes."""
+
+    def __init__(self, layer: PrunedModule) -> None:
+        self._layer = layer
+        self._dense: Tensor | None = None
+
+    def add(self, input: Tensor, grad_output: Tensor) -> None:
+        """Add one pass."""
+        found = self._layer._dense_gradient(input, grad_output)
+        self._dense = found if self._dense is None else self._dense + found
+
+    def scores(self) -> Tensor:
+        """The norm of the gradient at each place of the grid.
+
+        Raises:
+            InsumFormatError: no backward pass was recorded.
+        """
+        if self._dense is None:
+            raise InsumFormatError(
+                f"no backward pass through this {type(self._layer).__name__} was recorded",
+                fix="call loss.backward() inside the record_gradients() block.",
+            )
+        return self._layer._grid_norms(self._dense)
