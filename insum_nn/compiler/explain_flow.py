@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 from insum_nn.compiler.ast import Access, Number, Statement
 from insum_nn.compiler.bind import layout_of
 from insum_nn.compiler.explain_svg import Box, Edge, Kind
-from insum_nn.compiler.plan import Dot, Load, Multiply, Plan, Scale, SparseProduct, Sum
+from insum_nn.compiler.plan import Dot, Load, Multiply, Plan, SampledProduct, Scale, SparseProduct, Sum
 
 __all__ = ["Flow", "data_flow"]
 
@@ -114,6 +114,8 @@ class _Builder:
                 self.values[step.result] = self.read(step.access)
             elif isinstance(step, SparseProduct):
                 self.values[step.result] = self.sparse_product(step)
+            elif isinstance(step, SampledProduct):
+                self.values[step.result] = self.sampled_product(step)
             else:
                 self.values[step.result] = self.arithmetic(step)
         name = plan.combine.value
@@ -148,6 +150,16 @@ class _Builder:
         if step.value is not None:
             self.edge(self.values[step.value], key)
         self.edge(dense, key)
+        self.point(pointers, key)
+        return key
+
+    def sampled_product(self, step: SampledProduct) -> str:
+        pointers = [self.read(inner) for s in (step.row, step.col) for inner in s.index_accesses()]
+        key = f"step {step.result}"
+        place, over = f"at entries ({step.row}, {step.col})", f"sum over {','.join(step.inner)}"
+        self.box(key, "product", "sampled dense × dense", place, over, f"→ {self.shaped(step.labels)}", hover=str(step))
+        for access in (step.near, step.far):
+            self.edge(self.tensor(access), key)
         self.point(pointers, key)
         return key
 

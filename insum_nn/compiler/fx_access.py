@@ -12,6 +12,7 @@ from typing import Any
 import torch
 from torch import fx
 
+from insum_nn.compiler import runtime
 from insum_nn.compiler.ast import Access, Index, Subscript
 from insum_nn.compiler.bind import Bound
 from insum_nn.compiler.options import Options
@@ -71,7 +72,8 @@ class GraphWriter:
         self.graph = fx.Graph()
         self.span: Span | None = None
         # What the code of the graph's `forward` names by itself.
-        self.parameters = {"self", "torch", "inf", "nan", "device", "insum_nn_compiler_runtime_csr_product"}
+        library = (f"insum_nn_compiler_runtime_{name}" for name in runtime.__all__)
+        self.parameters = {"self", "torch", "inf", "nan", "device", *library}
         self.tensors: dict[str, Node] = {}
         self.sizes: dict[str, Node | int] = dict(self.bound.static)
         self.output_sizes: dict[int, Node] = {}

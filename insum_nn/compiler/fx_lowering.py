@@ -14,11 +14,11 @@ import torch
 from torch import fx
 
 from insum_nn.compiler import runtime
-from insum_nn.compiler.ast import Number, Subscript
+from insum_nn.compiler.ast import Access, Number, Subscript
 from insum_nn.compiler.fx_access import ACCUMULATOR, GraphWriter, Node, Value, extent_arguments
 from insum_nn.compiler.fx_extremum import Extremum
 from insum_nn.compiler.options import Options
-from insum_nn.compiler.plan import Dot, Labels, Load, Multiply, Plan, Scale, SparseProduct, Sum
+from insum_nn.compiler.plan import Dot, Labels, Load, Multiply, Plan, SampledProduct, Scale, SparseProduct, Sum
 
 __all__ = ["ACCUMULATOR", "extent_arguments", "lower"]
 
@@ -58,10 +58,16 @@ class _Lowering(GraphWriter):
         mask = self.both(present, inside)
         owned = step.gather
         if mask is not None:
-            node = self.call(torch.where, mask, node, 0)
+            node = self.keep_where(mask, node)
         if labels != step.labels:
             node = self.align(node, labels, step.labels)
         return Value(node, step.labels, wide=False, owned=owned)
+
+    def keep_where(self, mask: Node, node: Node) -> Node:
+        """Zero where an entry is missing; on a CPU in place, since the gathered tensor is nobody else's."""
+        if self.compiled or self.bound.device_type != "cpu":
+            return self.call(torch.where, mask, node, 0)
+        return self.call(runtime.keep_where, mask, node)
 
     def widen(self, value: Value) -> Node:
         if self.half and not value.wide:
@@ -167,6 +173,27 @@ class _Lowering(GraphWriter):
         if len(step.labels) != 1:
             node = self.method("unflatten", node, 1, tuple(self.sizes[label] for label in step.labels))
         return Value(node, step.labels)
+
+    def lower_sampledproduct(self, step: SampledProduct) -> Value:
+        self.span = step.near.span
+        near = self.rows_of(step.near, step.near_axis, step.inner)
+        far = self.rows_of(step.far, step.far_axis, step.inner)
+        row, row_axes, row_masked = self.entry_index(step.row, step.labels)
+        col, col_axes, col_masked = self.entry_index(step.col, step.labels)
+        shape = tuple(self.sizes[label] for label in step.labels)
+        masked = row_masked or col_masked
+        node = self.call(runtime.sampled_product, near, far, row, row_axes, col, col_axes, shape, masked)
+        return Value(node, step.labels)
+
+    def rows_of(self, access: Access, axis: int, labels: Labels) -> Node:
+        """A factor as a matrix: one axis, then all others in the order of `labels`."""
+        plain = [s.plain for s in access.subscripts]
+        plain[axis] = None
+        order = [axis, *(plain.index(label) for label in labels)]
+        node = self.tensors[access.name]
+        if order != sorted(order):
+            node = self.method("permute", node, order)
+        return node if len(labels) == 1 else self.method("flatten", node, 1)
 
     def entry_index(self, subscript: Subscript, entries: Labels) -> tuple[Node | None, tuple[int, ...], bool]:
         if subscript.plain is not None:

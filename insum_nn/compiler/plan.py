@@ -13,7 +13,20 @@ from typing import Literal
 from insum_nn.compiler.ast import Access, Subscript
 from insum_nn.compiler.bind import Bound
 
-__all__ = ["Combine", "Decision", "Dot", "Load", "Multiply", "Plan", "Role", "Scale", "SparseProduct", "Step", "Sum"]
+__all__ = [
+    "Combine",
+    "Decision",
+    "Dot",
+    "Load",
+    "Multiply",
+    "Plan",
+    "Role",
+    "SampledProduct",
+    "Scale",
+    "SparseProduct",
+    "Step",
+    "Sum",
+]
 
 Labels = tuple[str, ...]
 
@@ -126,7 +139,40 @@ class SparseProduct:
         )
 
 
-Step = Load | Sum | Scale | Multiply | Dot | SparseProduct
+@dataclass(frozen=True, slots=True)
+class SampledProduct:
+    """`result[entries] = sum over inner of near[row, inner] * far[col, inner]`: a dense product at some entries only.
+
+    Attributes:
+        near: the access whose axis `near_axis` is selected by `row`; its other axes are `inner`.
+        far: likewise with `col`.
+        labels: the entries' labels.
+    """
+
+    result: str
+    near: Access
+    near_axis: int
+    far: Access
+    far_axis: int
+    inner: Labels
+    labels: Labels
+
+    @property
+    def row(self) -> Subscript:
+        return self.near.subscripts[self.near_axis]
+
+    @property
+    def col(self) -> Subscript:
+        return self.far.subscripts[self.far_axis]
+
+    def __str__(self) -> str:
+        return (
+            f"{self.result}[{','.join(self.labels)}] = sampled product of {self.near} and {self.far} "
+            f"over {','.join(self.inner)}"
+        )
+
+
+Step = Load | Sum | Scale | Multiply | Dot | SparseProduct | SampledProduct
 
 
 @dataclass(frozen=True, slots=True)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -21,6 +22,7 @@ from insum_nn.compiler.plan import (
     Multiply,
     Plan,
     Role,
+    SampledProduct,
     Scale,
     SparseProduct,
     Step,
@@ -104,15 +106,19 @@ class _Planner:
 
     def general(self) -> Combine:
         output = _ordered(self.statement.output)
-        operands = [self.load(access) for access in self.statement.reads]
-        value = self.contract(operands, output)
+        sampled = self.sampled_product()
+        used = () if sampled is None else (sampled.near, sampled.far)
+        rest = [access for access in self.statement.reads if not any(access is other for other in used)]
+        operands = ([] if sampled is None else [self.emit(sampled)]) + [self.load(access) for access in rest]
+        names = ([] if sampled is None else ["sampled product"]) + [str(access) for access in rest]
+        value = self.contract(operands, output, names)
         value = self.scale(value)
         combine = self.combination(value)
-        if len(combine.scattered) < 2:
+        if len(combine.scattered) < 2 and sampled is None:
             self.choose_chunk()
         return combine
 
-    def contract(self, operands: list[_Value], keep: Labels) -> _Value | None:
+    def contract(self, operands: list[_Value], keep: Labels, texts: Sequence[str] | None = None) -> _Value | None:
         """Multiply all operands, summing every label outside `keep` as early as possible."""
         if not operands:
             return None
@@ -121,7 +127,7 @@ class _Planner:
             order, cost, left_cost = contraction_order(
                 [v.labels for v in operands], keep, self.sizes, search=self.options.order == "cost"
             )
-            names = {i: str(self.statement.reads[i]) for i in range(len(operands))}
+            names = dict(enumerate(texts or map(str, self.statement.reads)))
             text = " then ".join(f"({names.get(a, 'result')} , {names.get(b, 'result')})" for a, b in order)
             reason = f"{cost:.3g} products and intermediate cells instead of {left_cost:.3g} from left to right"
             self.decide("order", text, reason)
@@ -191,6 +197,23 @@ class _Planner:
         if value is None or number == 1:
             return value
         return self.emit(Scale(self.fresh(), value.name, value.labels, number))
+
+    # Sampled product: a library call on the CPU.
+
+    def sampled_product(self) -> SampledProduct | None:
+        """`A[Row[p],k] * B[Col[p],k]`, summed over k, is torch's sampled product."""
+        bound, reads = self.bound, self.statement.reads
+        if self.compiled or bound.device_type != "cpu" or bound.dtype not in (torch.float32, torch.float64):
+            return None
+        for near, far in itertools.combinations(reads, 2):
+            others = [access for access in reads if access is not near and access is not far]
+            parts = _sampled_parts(self.statement.output, near, far, others)
+            if parts is not None:
+                near_axis, far_axis, inner, entries = parts
+                reason = "a dense product at some entries only; the library needs no gathered rows"
+                self.decide("library", "sampled product", reason)
+                return SampledProduct(self.fresh(), near, near_axis, far, far_axis, inner, entries)
+        return None
 
     # Sparse product: a library call on the CPU.
 
@@ -345,6 +368,30 @@ def _sparse_entries(bound: Bound, dense: Access, axis: int, row_axis: int) -> La
     if row.indirect is None and len(entries) == 1:
         return None
     return entries
+
+
+def _sampled_parts(
+    output: Access, near: Access, far: Access, others: Sequence[Access]
+) -> tuple[int, int, Labels, Labels] | None:
+    """The axes of both factors that entries select along, the summed labels, and those of the entries."""
+    inner = {index.name for index in near.indices()} & {index.name for index in far.indices()}
+    inner -= {index.name for access in (output, *others) for index in access.indices()}
+    axes: list[int] = []
+    for access in (near, far):
+        free = [axis for axis, s in enumerate(access.subscripts) if s.plain is None or s.plain not in inner]
+        plain = [s.plain for s in access.subscripts if s.plain in inner]
+        if len(free) != 1 or not _simple(access.subscripts[free[0]]) or sorted(map(str, plain)) != sorted(inner):
+            return None
+        axes.append(free[0])
+    row, col = near.subscripts[axes[0]], far.subscripts[axes[1]]
+    entries = tuple(dict.fromkeys(index.name for subscript in (row, col) for index in subscript.indices()))
+    # Two plain subscripts are a dense product; without a sum there is only a gather.
+    if not inner or set(entries) & inner or (row.plain is not None and col.plain is not None):
+        return None
+    # Another factor may narrow the entries only after the fact, so it must speak of them as they are.
+    if any(scattered_axes(access) or not set(_ordered(access)) <= set(entries) for access in others):
+        return None
+    return axes[0], axes[1], tuple(label for label in _ordered(near) if label in inner), entries
 
 
 def _simple(subscript: Subscript) -> bool:

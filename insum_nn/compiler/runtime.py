@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import math
 import warnings
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -11,7 +12,7 @@ import torch
 from torch import Tensor
 from torch.utils.weak import WeakTensorKeyDictionary
 
-__all__ = ["clear_structures", "csr_product"]
+__all__ = ["clear_structures", "csr_product", "keep_where", "sampled_product"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -74,6 +75,64 @@ def csr_product(
         structure.crow, structure.col, values, (num_rows, dense.shape[0]), check_invariants=False
     )
     return torch.mm(matrix, dense.contiguous())
+
+
+def sampled_product(
+    left: Tensor,
+    right: Tensor,
+    row: Tensor | None,
+    row_axes: tuple[int, ...],
+    col: Tensor | None,
+    col_axes: tuple[int, ...],
+    shape: Sequence[int],
+    masked: bool,
+) -> Tensor:
+    """`out[e] = sum_k left[row[e],k] * right[col[e],k]` over a grid of entries `e`, by torch's sampled product.
+
+    Args:
+        left: `(m, k)`.
+        right: `(n, k)`.
+        row: an entry's row of `left`, as in `csr_product`.
+        row_axes: grid axes of `row`.
+        col: an entry's row of `right`.
+        col_axes: grid axes of `col`.
+        shape: the grid of entries.
+        masked: some index may be -1; such entries are 0.
+
+    Returns:
+        `shape`, contiguous.
+    """
+    structure = _remembered(row, row_axes, col, col_axes, tuple(shape), left.shape[0], masked)
+    count = structure.col.numel()
+    if count == 0 or left.numel() == 0 or right.numel() == 0:
+        return left.new_zeros(tuple(shape))
+    _silence_beta_warning()
+    pattern = torch.sparse_csr_tensor(
+        structure.crow, structure.col, left.new_zeros(count), (left.shape[0], right.shape[0]), check_invariants=False
+    )
+    found = torch.sparse.sampled_addmm(pattern, left.contiguous(), right.contiguous().t(), beta=0.0).values()
+    if structure.select is None:
+        return found.reshape(tuple(shape))
+    output = left.new_zeros(math.prod(shape)) if count < math.prod(shape) else left.new_empty(count)
+    return output.index_copy_(0, structure.select, found).reshape(tuple(shape))
+
+
+def keep_where(present: Tensor, gathered: Tensor) -> Tensor:
+    """Zero a gathered tensor, which nobody else holds, in place where an entry is missing.
+
+    Few entries are, so that writing them is much cheaper than choosing for all.
+
+    Args:
+        present: bool, of as many axes as `gathered`; of extent 1 where it does not depend on the axis.
+        gathered: fresh from a gather.
+    """
+    axes = [axis for axis, extent in enumerate(present.shape) if extent != 1]
+    missing = present.logical_not().squeeze().nonzero(as_tuple=True) if axes else None
+    if missing is None:
+        return gathered if bool(present) else gathered.zero_()
+    if missing[0].numel():
+        gathered.movedim(axes, list(range(len(axes))))[missing] = 0
+    return gathered
 
 
 @functools.cache

@@ -186,7 +186,9 @@ class BlockSparseLinear(PrunedModule):
             options=options,
         )
         with torch.no_grad():
-            layer.weight.copy_(BlockCOO.from_dense(weight, block_shape=layer.block_shape, mask=layer.mask).values)
+            if not weight.is_meta:
+                kept = BlockCOO.from_dense(weight, block_shape=layer.block_shape, mask=layer.mask)
+                layer.weight.copy_(kept.values)
             layer.weight.requires_grad_(linear.weight.requires_grad)
             if layer.bias is not None:
                 layer.bias.copy_(linear.bias)

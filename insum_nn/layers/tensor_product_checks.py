@@ -101,7 +101,8 @@ def check_inputs(module: Any, x: Tensor, y: Tensor, weight: Tensor) -> None:
     check_last("y", y, module._in2_dim, module.irreps_in2, faults)
     check_same({"x": x, "y": y} | ({"weight": weight} if weight.numel() else {}), faults)
     shapes = [x.shape[:-1], y.shape[:-1]] + ([] if module.shared_weights else [weight.shape[:-1]])
-    if not faults and not _broadcast(shapes):
+    # While tracing, looking at extents would fix them; torch refuses what does not broadcast.
+    if not faults and not torch.compiler.is_compiling() and not _broadcast(shapes):
         names = "x, y" if module.shared_weights else "x, y and weight"
         faults.append(
             InputError(

@@ -1,0 +1,209 @@
+"""The block-sparse linear map against a dense one in float64: values, first and second derivatives."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from torch import Tensor
+from torch.nn import functional
+
+from insum_nn.compiler.options import Options
+from insum_nn.errors import InsumDeviceError, InsumDtypeError, InsumFormatError, InsumShapeError
+from insum_nn.formats import COO, BlockCOO, BlockGroupCOO
+from insum_nn.ops.block_linear import (
+    BLOCK_LINEAR,
+    block_linear,
+    block_linear_expression,
+    block_linear_operands,
+    block_linear_program,
+    block_linear_stored,
+)
+from insum_nn.testing.tolerances import assert_matches
+from tests.ops.oracle import assert_gradients, assert_same, strided
+
+# out_features, in_features, block shape, density of blocks
+SHAPES = [
+    (8, 8, (4, 4), 0.5),
+    (13, 21, (4, 5), 0.5),
+    (5, 40, (8, 16), 0.6),
+    (40, 5, (16, 8), 0.6),
+    (1, 1, (1, 1), 1.0),
+    (64, 96, (32, 32), 0.3),
+    (130, 70, (128, 64), 0.5),
+    (9, 7, (3, 2), 0.0),
+    (0, 6, (2, 2), 0.0),
+    (6, 0, (2, 2), 0.0),
+]
+each_shape = pytest.mark.parametrize("shape", SHAPES, ids=str)
+BOTH = [BlockCOO, BlockGroupCOO]
+
+
+def block_weight(
+    shape: tuple[int, int, tuple[int, int], float], dtype: torch.dtype = torch.float64, group: int | None = None
+) -> BlockCOO | BlockGroupCOO:
+    m, k, (a, b), density = shape
+    mask = torch.rand(-(-m // a), -(-k // b)) < density
+    dense = torch.randn(m, k, dtype=torch.float64).to(dtype)
+    if group is None:
+        return BlockCOO.from_dense(dense, block_shape=(a, b), mask=mask)
+    return BlockGroupCOO.from_dense(dense, block_shape=(a, b), mask=mask, group_size=group)
+
+
+def assert_linear(weight: BlockCOO | BlockGroupCOO, x: Tensor, bias: Tensor | None) -> None:
+    own = weight.to("cpu", torch.float64)
+    leaves = [weight.values, x] + ([] if bias is None else [bias])
+    assert_same(
+        lambda values, x, *rest: block_linear(x, weight.with_values(values), *rest),
+        lambda values, x, *rest: functional.linear(x, own.with_values(values).to_dense(), *rest),
+        leaves,
+    )
+
+
+@each_shape
+@pytest.mark.parametrize("group", [None, 1, 2, 3])
+@pytest.mark.parametrize("lead", [(), (3,), (2, 5), (0,), (2, 0, 3)], ids=str)
+def test_value_and_gradients(shape, group, lead):
+    m, k = shape[:2]
+    weight = block_weight(shape, group=group)
+    assert_linear(weight, torch.randn(*lead, k, dtype=torch.float64), torch.randn(m, dtype=torch.float64))
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.bfloat16], ids=str)
+@pytest.mark.parametrize("group", [None, 2])
+def test_dtypes(dtype, group):
+    weight = block_weight((37, 50, (8, 16), 0.5), dtype, group)
+    assert_linear(weight, torch.randn(17, 50).to(dtype), torch.randn(37).to(dtype))
+
+
+@pytest.mark.parametrize("group", [None, 2])
+def test_non_contiguous(group):
+    weight = block_weight((13, 21, (4, 5), 0.5), group=group)
+    x = strided(torch.randn(6, 21, dtype=torch.float64))
+    assert not x.is_contiguous()
+    assert_linear(weight, x, None)
+    assert_linear(weight, torch.randn(21, 4, 3, dtype=torch.float64).movedim(0, -1), None)
+    assert_linear(weight.with_values(strided(weight.values)), x, None)
+    assert block_linear(x, weight).is_contiguous()
+
+
+@pytest.mark.parametrize("group", [None, 2])
+def test_finite_differences(group):
+    weight = block_weight((5, 6, (2, 4), 0.7), group=group)
+    assert_gradients(lambda v, x, b: block_linear(x, weight.with_values(v), b), [weight.values, torch.randn(3, 6), torch.randn(5)])
+
+
+def test_second_derivatives_equal_the_dense_ones():
+    weight = block_weight((13, 21, (4, 5), 0.5))
+    x = torch.randn(7, 21, dtype=torch.float64)
+    results: list[list[Tensor]] = []
+    for run in (lambda x, v: block_linear(x, weight.with_values(v)), lambda x, v: x @ weight.with_values(v).to_dense().T):
+        leaves = [t.detach().clone().requires_grad_() for t in (x, weight.values)]
+        first = torch.autograd.grad(run(*leaves).pow(3).sum(), leaves, create_graph=True)
+        results.append([*first, *torch.autograd.grad(sum(g.square().sum() for g in first), leaves)])
+    for ours, theirs in zip(*results, strict=True):
+        assert_matches(ours, theirs, dtype=torch.float64, kind="second")
+
+
+def test_stored_blocks_with_slots_equal_their_format():
+    groups = block_weight((13, 21, (4, 5), 0.6), group=2)
+    blocks = groups.blocks()
+    slot = torch.full(groups.col.shape, -1)
+    slot[groups.col >= 0] = torch.arange(blocks.num_blocks)
+    index = {"Row": groups.row, "Col": groups.col, "Slot": slot.to(torch.int32)}
+    assert (slot < 0).any(), "the case must have an unused slot"
+    x = torch.randn(6, 21, dtype=torch.float64)
+    assert_same(
+        lambda values, x: block_linear_stored(x, values, index, groups.shape),
+        lambda values, x: x @ blocks.with_values(values).to_dense().T,
+        [blocks.values, x],
+    )
+
+
+def test_a_feature_that_no_block_reads_does_not_count():
+    weight = BlockCOO.from_dense(torch.ones(2, 4), block_shape=(2, 2), mask=torch.tensor([[True, False]]))
+    x = torch.tensor([[1.0, 2.0, torch.nan, torch.inf]])
+    assert block_linear(x, weight).tolist() == [[3.0, 3.0]]
+    x[0, 0] = torch.nan
+    assert block_linear(x, weight).isnan().all()
+
+
+def test_no_grid_wide_intermediate_in_the_statement():
+    """What is gathered has a cell per stored block and input row, never one per place of the grid."""
+    weight = block_weight((64, 96, (8, 8), 0.1))
+    named = block_linear_operands(torch.randn(5, 96, dtype=torch.float64), weight.values, {}, weight.shape)
+    assert named["W"].shape[0] == weight.num_blocks < 96
+    text = str(block_linear_program("BlockCOO").explain(tensors={**named, "Row": weight.row, "Col": weight.col}, out_shape=(None, 8, None)))
+    assert "dot" in text
+
+
+@pytest.mark.parametrize("options", [Options(backend="eager"), Options(deterministic=True), Options(validate=True)], ids=str)
+def test_options(options):
+    weight = block_weight((13, 21, (4, 5), 0.5))
+    x = torch.randn(3, 21, dtype=torch.float64)
+    assert_matches(block_linear(x, weight, options=options), x @ weight.to_dense().T, dtype=torch.float64, kind="sum")
+
+
+@pytest.mark.compile
+def test_inductor():
+    weight = block_weight((13, 21, (4, 5), 0.5), torch.float32)
+    x = torch.randn(3, 21)
+    ours = block_linear(x, weight, options=Options(backend="inductor"))
+    assert_matches(ours, x.double() @ weight.to_dense().T.double(), dtype=torch.float32, kind="sum")
+
+
+def test_expressions():
+    assert block_linear_expression(block_weight(SHAPES[0])) == BLOCK_LINEAR["BlockCOO"]
+    assert block_linear_expression(block_weight(SHAPES[0], group=2)) == BLOCK_LINEAR["BlockGroupCOO"]
+
+
+def test_wrong_features():
+    weight = block_weight(SHAPES[1])
+    with pytest.raises(InsumShapeError) as caught:
+        block_linear(torch.randn(3, 20, dtype=torch.float64), weight)
+    assert str(caught.value) == (
+        "block_linear: 'input' has 20 features, the weight reads 21\n"
+        "  Y[n,Row[p],a] += W[p,a,b] * X[n,Col[p],b]\n"
+        "                              ^\n"
+        "  expected shape (..., 21); got (3, 20)\n"
+        "  fix: pass an input whose last dimension is 21."
+    )
+
+
+def test_wrong_dtypes():
+    weight = block_weight(SHAPES[1])
+    with pytest.raises(InsumDtypeError) as caught:
+        block_linear(torch.randn(3, 21), weight)
+    assert str(caught.value) == (
+        "block_linear: 'input' is torch.float32, the weight is torch.float64\n"
+        "  Y[n,Row[p],a] += W[p,a,b] * X[n,Col[p],b]\n"
+        "                   ^          ^\n"
+        "  fix: pass input.to(torch.float64), or run under torch.autocast."
+    )
+    with pytest.raises(InsumDtypeError, match="must be floating, got torch.int64"):
+        block_linear(torch.ones(3, 21, dtype=torch.int64), weight)
+
+
+def test_all_faults_are_named():
+    weight = block_weight(SHAPES[1])
+    with pytest.raises(InsumShapeError) as caught:
+        block_linear(torch.randn(()), weight, torch.randn(12, dtype=torch.float64))
+    text = str(caught.value)
+    assert "'input' has no features" in text
+    assert "'bias' has shape (12,)" in text
+    assert "'input' is torch.float32" in text
+
+
+def test_other_device():
+    weight = block_weight(SHAPES[1])
+    with pytest.raises(InsumDeviceError, match="'weight' is on cpu, 'input' on meta"):
+        block_linear(torch.randn(3, 21, dtype=torch.float64, device="meta"), weight)
+
+
+def test_no_format_of_blocks():
+    with pytest.raises(InsumFormatError, match="cannot take a COO for 'weight'"):
+        block_linear(torch.randn(3, 2), COO.from_dense(torch.eye(2)))
+
+
+def test_on_each_device(device):
+    weight = block_weight((37, 50, (8, 16), 0.5), torch.float32, 2).to(device)
+    assert_linear(weight, torch.randn(17, 50, device=device), torch.randn(37, device=device))
