@@ -144,6 +144,14 @@ class Statement:
     operator: Operator
     factors: tuple[Factor, ...]
     text: str = field(compare=False, repr=False)
+    _hash: int = field(default=0, init=False, compare=False, repr=False)
+
+    def __post_init__(self) -> None:
+        # Statements are the keys of every cache; walking the tree at each look-up would cost more than a small kernel.
+        object.__setattr__(self, "_hash", hash((self.output, self.operator, self.factors)))
+
+    def __hash__(self) -> int:
+        return self._hash
 
     def __str__(self) -> str:
         return f"{self.output} {self.operator} {' * '.join(map(str, self.factors))}"

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import lru_cache
 from typing import Any
 
 import torch
@@ -74,7 +75,7 @@ def _gradients(
         if not need or name not in layout.value_tensors:
             gradients.append(None)
             continue
-        gradients.append(_gradient_of(call, derivatives(statement, name), tensors, tensor, grad, shares))
+        gradients.append(_gradient_of(call, name, tensors, tensor, grad, shares))
     start_gradient = None
     if start is not None:
         start_gradient = grad if start_share is None else grad * start_share
@@ -131,10 +132,21 @@ def _tangent(
     return total
 
 
+@lru_cache(maxsize=2048)
+def _derivative_specs(
+    spec: Spec, operand: str
+) -> tuple[Derivative, tuple[tuple[Spec, tuple[str, ...], tuple[str, ...]], ...]]:
+    """The derivative's programs, each with the tensors and the indices that it takes."""
+    derivative = derivatives(spec.statement, operand)
+    parts = tuple((spec.with_statement(s, drop_outside=True), layout_of(s)) for s in derivative.statements)
+    return derivative, tuple((inner, layout.tensors, layout.indices) for inner, layout in parts)
+
+
 def _gradient_of(
-    call: _Call, derivative: Derivative, tensors: Sequence[Tensor], operand: Tensor, grad: Tensor, shares: Tensor | None
+    call: _Call, name: str, tensors: Sequence[Tensor], operand: Tensor, grad: Tensor, shares: Tensor | None
 ) -> Tensor:
     layout = layout_of(call.spec.statement)
+    derivative, programs = _derivative_specs(call.spec, name)
     named = dict(zip(layout.tensors, tensors, strict=True))
     named[derivative.seed] = grad
     if derivative.share is not None:
@@ -142,11 +154,9 @@ def _gradient_of(
         named[derivative.share] = shares
     sizes = dict(zip(layout.indices, call.indices, strict=True))
     total: Tensor | None = None
-    for statement in derivative.statements:
-        inner = layout_of(statement)
-        spec = call.spec.with_statement(statement, drop_outside=True)
-        extents = Extents(tuple(sizes[name] for name in inner.indices), tuple(operand.shape))
-        total = apply(spec, [named[name] for name in inner.tensors], total, extents)
+    for spec, names, indices in programs:
+        extents = Extents(tuple(sizes[index] for index in indices), tuple(operand.shape))
+        total = apply(spec, [named[x] for x in names], total, extents)
     assert total is not None
     return total
 

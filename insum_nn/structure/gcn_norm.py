@@ -22,7 +22,7 @@ __all__ = [
     "inverse_root",
 ]
 
-Loops = Literal["none", "remaining", "all"]
+Loops = Literal["none", "remaining", "replaced", "more"]
 Flow = Literal["source_to_target", "target_to_source"]
 
 
@@ -132,7 +132,8 @@ def edge_entries(
         edge_index: (2, e): sources, targets.
         num_nodes: nodes; every entry of `edge_index` is one of them.
         loops: `"none"` adds nothing; `"remaining"` gives each node exactly one self-loop, whose weight is that of
-            its last self-loop in `edge_index` where it has one; `"all"` gives each node one more.
+            its last self-loop in `edge_index` where it has one; `"replaced"` the same, but its weight is the fill
+            value; `"more"` gives each node one more.
         flow: which end of an edge receives.
         fixed_size: keep self-loops of the input where they stand, whatever `loops` says, so that no size depends
             on values; the caller gives those that do not count the weight 0.
@@ -154,9 +155,10 @@ def edge_entries(
     if loops != "none":
         nodes = torch.arange(num_nodes, device=edge_index.device)
         kept, own = torch.arange(num_edges, device=edge_index.device), torch.full_like(nodes, num_edges)
-        if loops == "remaining":
+        if loops != "more":
             is_loop = edge_index[0] == edge_index[1]
-            own = _last_loops(edge_index, is_loop, num_nodes)
+            if loops == "remaining":
+                own = _last_loops(edge_index, is_loop, num_nodes)
             if not fixed_size:
                 kept = (~is_loop).nonzero().squeeze(1)
                 edge_index = edge_index.index_select(1, kept)
