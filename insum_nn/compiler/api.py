@@ -13,7 +13,7 @@ from torch import Tensor
 from insum_nn.compiler.ast import Statement
 from insum_nn.compiler.autograd import apply
 from insum_nn.compiler.bind import Extents, bind, layout_of
-from insum_nn.compiler.call import Key, Spec, call_key, prepare, run_spec
+from insum_nn.compiler.call import Key, Spec, call_key, keep, prepare, run_spec
 from insum_nn.compiler.check import check_names, check_statement
 from insum_nn.compiler.explain import Explanation, explain_program
 from insum_nn.compiler.extents import check_extents, resolve_extents
@@ -146,9 +146,7 @@ class Program:
         ordered, start = self._arrange(named)
         extents = self._extents(ordered, start, sizes, out_shape)
         if call is not None:
-            if len(self._seen) >= _SEEN_LIMIT:
-                self._seen.pop(next(iter(self._seen)))
-            self._seen[call] = extents
+            keep(self._seen, call, extents, _SEEN_LIMIT)
         return apply(self._spec, ordered, start, extents)
 
     def _seen_key(

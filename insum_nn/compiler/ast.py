@@ -146,11 +146,10 @@ class Statement:
     text: str = field(compare=False, repr=False)
     _hash: int = field(default=0, init=False, compare=False, repr=False)
 
-    def __post_init__(self) -> None:
-        # Statements are the keys of every cache; walking the tree at each look-up would cost more than a small kernel.
-        object.__setattr__(self, "_hash", hash((self.output, self.operator, self.factors)))
-
     def __hash__(self) -> int:
+        # Statements are the keys of every cache; walking the tree at each look-up would cost more than a small kernel.
+        if not self._hash:
+            object.__setattr__(self, "_hash", hash((self.output, self.operator, self.factors)) or 1)
         return self._hash
 
     def __str__(self) -> str:

@@ -7,10 +7,12 @@ dtypes and devices were seen before finds everything ready, down to the variant 
 from __future__ import annotations
 
 import json
+import threading
 import weakref
 from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass, field
 from functools import lru_cache
+from typing import TypeVar
 
 import torch
 from torch import Tensor
@@ -24,9 +26,11 @@ from insum_nn.compiler.parser import parse
 from insum_nn.compiler.proofs import prove
 from insum_nn.facts import IndexFacts
 
-__all__ = ["Key", "Spec", "call_key", "parse_cached", "prepare", "run_spec", "value_dtype"]
+__all__ = ["Key", "Spec", "call_key", "keep", "parse_cached", "prepare", "run_spec", "value_dtype"]
 
 Key = tuple[object, ...]
+K = TypeVar("K")
+V = TypeVar("V")
 # Shapes of one program that are kept ready; a run over ever new sizes must not grow without bound.
 _READY_LIMIT = 64
 
@@ -132,6 +136,8 @@ def call_key(tensors: Sequence[Tensor], start: Tensor | None) -> Key:
         key += (tensor.shape, tensor.dtype, tensor.device)
     if start is not None:
         key += (start.shape, start.dtype, start.device)
+    elif not tensors:
+        key.append(torch.get_default_dtype())
     return tuple(key)
 
 
@@ -200,9 +206,18 @@ def _remember(
         read.append((at, weakref.ref(tensors[at]), tensors[at]._version))
     if spec.options.validate or _writes_sums(spec.statement):
         return
-    if len(spec.ready) >= _READY_LIMIT:
-        spec.ready.pop(next(iter(spec.ready)))
-    spec.ready[key] = _Ready(run, tuple(read), generation())
+    keep(spec.ready, key, _Ready(run, tuple(read), generation()), _READY_LIMIT)
+
+
+_lock = threading.Lock()
+
+
+def keep(kept: dict[K, V], key: K, value: V, limit: int) -> None:
+    """Put into a bounded dictionary, whose oldest entry leaves first; several threads may do so at once."""
+    with _lock:
+        while len(kept) >= limit:
+            del kept[next(iter(kept))]
+        kept[key] = value
 
 
 @lru_cache(maxsize=2048)

@@ -254,7 +254,9 @@ class BlockSparseLinear(PrunedModule):
         return group_norms(dense, self.block_shape)
 
     def _dense_gradient(self, input: Tensor, grad_output: Tensor) -> Tensor:
-        return grad_output.reshape(-1, self.out_features).T.float() @ input.reshape(-1, self.in_features).float()
+        wide = torch.promote_types(grad_output.dtype, torch.float32)
+        rows = math.prod(input.shape[:-1])
+        return grad_output.reshape(rows, self.out_features).T.to(wide) @ input.reshape(rows, self.in_features).to(wide)
 
     # The map.
 

@@ -3,7 +3,7 @@
 # Annotations are not postponed here: TorchScript reads those of `forward` as they stand.
 
 import types
-from typing import Any, ClassVar, NamedTuple
+from typing import Any, ClassVar, NamedTuple, Optional
 
 import torch
 from torch import Tensor
@@ -19,7 +19,7 @@ try:
     from torch_geometric.nn import MessagePassing
     from torch_geometric.nn.aggr import SumAggregation
     from torch_geometric.nn.conv import gcn_conv as peer
-    from torch_geometric.typing import Adj, OptTensor, SparseTensor
+    from torch_geometric.typing import Adj, OptPairTensor, OptTensor, SparseTensor
 except ImportError as error:
     raise MissingExtraError(
         "GCNConv takes the place of torch_geometric's, which is not installed", fix="run: pip install insum-nn[pyg]"
@@ -88,6 +88,12 @@ class GCNConv(peer.GCNConv):
     torch.Size([4, 32])
     """
 
+    # Where TorchScript looks for the types of what starts as None.
+    _cached_edge_index: Optional[OptPairTensor]
+    _cached_adj_t: Optional[SparseTensor]
+
+    # The peer's inspector looks for this in the source of classes by their names, and ours has the peer's.
+    propagate_type: ClassVar[dict[str, Any]] = {"x": Tensor, "edge_weight": OptTensor}
     # The peer replaces `propagate` of each class by generated code; without a `propagate` of its own this class would
     # take what was generated for the peer's for the plain one.
     propagate = MessagePassing.propagate

@@ -59,7 +59,8 @@ class PrunedModule(nn.Module):
 
     def cell_norms(self) -> Tensor:
         """(p,) the norm of each stored cell."""
-        return self.weight.detach().float().reshape(self.weight.shape[0], -1).norm(dim=1)
+        cells = self.weight.detach().to(torch.promote_types(self.weight.dtype, torch.float32))
+        return cells.square().sum(tuple(range(1, cells.ndim))).sqrt() if cells.ndim > 1 else cells.abs()
 
     def to_dense(self) -> Tensor:
         """The dense weight; differentiable."""
@@ -251,8 +252,9 @@ class PrunedModule(nn.Module):
         Raises:
             InsumFormatError: the density is not in (0, 1], or above the present one.
         """
-        scores = torch.full(self.grid_shape, -torch.inf, device=self.position.device).reshape(-1)
-        scores[self.position] = self.cell_norms().nan_to_num(nan=0.0)
+        norms = self.cell_norms()
+        scores = norms.new_full(self.grid_shape, -torch.inf).reshape(-1)
+        scores[self.position] = norms.nan_to_num(nan=0.0)
         mask = magnitude_mask(scores, density).reshape(self.grid_shape)
         if int(mask.sum()) > self.num_stored:
             raise InsumFormatError(
@@ -309,9 +311,9 @@ class PrunedModule(nn.Module):
             InsumFormatError: the fraction is not in [0, 1].
             InsumShapeError: `scores` has not the shape of the grid.
         """
-        own = self.mask
-        keep = torch.zeros(own.numel(), device=own.device)
-        keep[self.position] = self.cell_norms()
+        own, norms = self.mask, self.cell_norms()
+        keep = norms.new_zeros(own.numel())
+        keep[self.position] = norms
         grow = torch.rand(self.grid_shape, device=own.device) if scores is None else self._check_scores(scores)
         self.update_mask(prune_and_regrow(own, keep.reshape(own.shape), grow, fraction), optimizer)
 

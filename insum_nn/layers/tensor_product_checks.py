@@ -72,7 +72,7 @@ def check_same(tensors: dict[str, Tensor], faults: list[InsumError]) -> None:
                 got=anchor.dtype,
             )
         )
-    relaxed = torch.is_autocast_enabled(anchor.device.type)
+    relaxed = under_autocast(anchor.device)
     for name, tensor in rest:
         if tensor.device != anchor.device:
             faults.append(
@@ -92,6 +92,11 @@ def check_same(tensors: dict[str, Tensor], faults: list[InsumError]) -> None:
                     got=tensor.dtype,
                 )
             )
+
+
+def under_autocast(device: torch.device) -> bool:
+    """Whether autocast is on for a device; off for devices that know none, such as meta."""
+    return torch.amp.is_autocast_available(device.type) and torch.is_autocast_enabled(device.type)
 
 
 def check_inputs(module: Any, x: Tensor, y: Tensor, weight: Tensor) -> None:
@@ -125,9 +130,8 @@ def _broadcast(shapes: Sequence[Sequence[int]]) -> bool:
 
 def cast_for_autocast(x: Tensor, y: Tensor, weight: Tensor) -> tuple[Tensor, Tensor, Tensor]:
     """Under autocast a tensor product is a matrix product: float32 operands take the autocast dtype."""
-    device = x.device.type
-    if not torch.is_autocast_enabled(device):
+    if not under_autocast(x.device):
         return x, y, weight
-    dtype = torch.get_autocast_dtype(device)
+    dtype = torch.get_autocast_dtype(x.device.type)
     halves = (torch.float16, torch.bfloat16, torch.float32)
     return tuple(t.to(dtype) if t.dtype in halves else t for t in (x, y, weight))  # type: ignore[return-value]

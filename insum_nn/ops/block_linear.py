@@ -26,6 +26,7 @@ __all__ = [
     "block_linear_operands",
     "block_linear_program",
     "block_linear_stored",
+    "under_autocast",
 ]
 
 BLOCK_LINEAR: Mapping[str, str] = MappingProxyType(
@@ -185,7 +186,7 @@ def _check(input: Tensor, weight: Tensor, shape: tuple[int, int], bias: Tensor |
     if not (input.dtype.is_floating_point or input.dtype.is_complex):
         fix = f"pass input.to({weight.dtype})."
         faults.append(_dtype_fault(f"'input' must be floating, got {input.dtype}", weight.dtype, input.dtype, fix))
-    elif input.dtype != weight.dtype and not torch.is_autocast_enabled(input.device.type):
+    elif input.dtype != weight.dtype and not under_autocast(input.device):
         fix = f"pass input.to({weight.dtype}), or run under torch.autocast."
         message = f"'input' is {input.dtype}, the weight is {weight.dtype}"
         faults.append(_dtype_fault(message, weight.dtype, input.dtype, fix))
@@ -201,6 +202,15 @@ def _check(input: Tensor, weight: Tensor, shape: tuple[int, int], bias: Tensor |
                 )
             )
     raise_collected(faults)
+
+
+def under_autocast(device: torch.device) -> bool:
+    """Whether operands on this device take autocast's dtype.
+
+    >>> under_autocast(torch.device("meta"))
+    False
+    """
+    return torch.amp.is_autocast_available(device.type) and torch.is_autocast_enabled(device.type)
 
 
 def _dtype_fault(message: str, expected: torch.dtype, got: torch.dtype, fix: str) -> InsumError:

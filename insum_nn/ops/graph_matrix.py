@@ -21,7 +21,7 @@ from torch.utils.weak import WeakTensorKeyDictionary
 from insum_nn.compiler.api import Program
 from insum_nn.compiler.options import DEFAULT
 from insum_nn.facts import IndexFacts
-from insum_nn.formats import COO, GroupCOO
+from insum_nn.formats import COO, GroupCOO, GroupSize
 from insum_nn.ops.spmm import spmm_program
 from insum_nn.structure.gcn_norm import GraphEntries
 
@@ -162,11 +162,16 @@ class GraphMatrix:
     Duplicate edges stay entries of their own. On a CPU groups have one slot, which is what the library's product
     takes; elsewhere their size follows the rule of `choose_group_size`.
 
+    Args:
+        entries: in any order; every node in them is below `num_nodes`.
+        group_size: slots per group, where the default is not wanted.
+
     Attributes:
         entries: sorted by receiver, then by sender; `values` everywhere are in this order.
     """
 
-    def __init__(self, entries: GraphEntries) -> None:
+    def __init__(self, entries: GraphEntries, *, group_size: GroupSize | None = None) -> None:
+        self._group_size: GroupSize = group_size or (1 if entries.row.device.type == "cpu" else "auto")
         self.entries = entries.reordered(_order(entries.row, entries.col, entries.num_nodes))
         # Values computed from weights that are not learned, by the weights.
         self.remembered = TensorCache(limit=8)
@@ -234,10 +239,10 @@ class GraphMatrix:
             shape = (self.num_nodes, self.num_nodes)
             facts = (IndexFacts(sorted=True, masked=False, proven=True), IndexFacts(masked=False, proven=True))
             coo = COO(shape, (row, col), numbers, facts)
-            if row.device.type == "cpu":
+            if self._group_size == 1:
                 matrix = GroupCOO(shape, 0, row, (col[:, None],), numbers[:, None], facts)
             else:
-                matrix = GroupCOO.from_coo(coo, coalesce=False)
+                matrix = GroupCOO.from_coo(coo, coalesce=False, group_size=self._group_size)
         return Grouped(matrix, order, spmm_program(matrix, options=DEFAULT), self.num_entries)
 
 

@@ -36,7 +36,7 @@ def value_names(program: RandomProgram) -> list[str]:
 
 
 def arguments(program: RandomProgram, **changed: Tensor) -> dict[str, Any]:
-    known = program.arguments()
+    known: dict[str, Any] = program.arguments()
     known["tensors"] = {**known["tensors"], **changed}
     return known
 
@@ -106,6 +106,20 @@ def test_values(number: int, monkeypatch: pytest.MonkeyPatch):
             assert torch.equal(tensor.nan_to_num(), before[name].nan_to_num()), f"{name} changed: {program.expression}"
             shared = tensor.untyped_storage().data_ptr() == got.untyped_storage().data_ptr()
             assert not (shared and got.numel()), f"the output aliases {name}: {program.expression}"
+
+
+@pytest.mark.parametrize("number", range(3))
+def test_nan_goes_where_the_definition_sends_it(number: int):
+    """A twentieth of all values is NaN: none may leak from a cell that is not read, and none may vanish."""
+    for program in batch(400 + number, BATCH):
+        changed = {
+            name: torch.where(torch.rand(program.tensors[name].shape) < 0.05, float("nan"), program.tensors[name])
+            for name in value_names(program)
+        }
+        got, want = run(program, **changed), reference(program, **changed).to(torch.float64)
+        torch.testing.assert_close(
+            got.double(), want, rtol=1e-6, atol=1e-8, equal_nan=True, msg=lambda m, p=program: f"{p.expression}\n{m}"
+        )
 
 
 @pytest.mark.parametrize("number", range(2))

@@ -1,0 +1,332 @@
+"""An equivariant message-passing potential after NequIP: energies, and forces by automatic differentiation."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from insum_nn.errors import InsumShapeError, MissingExtraError
+from insum_nn.layers.tensor_product import FullyConnectedTensorProduct, TensorProduct
+from insum_nn.layers.tensor_product_conv import TensorProductConv
+
+try:
+    import e3nn
+    from e3nn import o3
+    from e3nn.nn import FullyConnectedNet, Gate
+except ImportError as error:
+    raise MissingExtraError(
+        "equivariant models are built from e3nn's layers, which is not installed",
+        fix="run: pip install insum-nn[e3nn]",
+    ) from error
+
+__all__ = ["Interaction", "NequIP", "RadialBasis", "gated", "plain_e3nn"]
+
+Irreps = Any
+
+
+@contextmanager
+def plain_e3nn() -> Iterator[None]:
+    """Let e3nn build its layers as plain modules: TorchScript would specialise on the first calls and hide from
+    `torch.compile`.
+    """
+    before = e3nn.get_optimization_defaults()["jit_mode"]
+    e3nn.set_optimization_defaults(jit_mode="eager")
+    try:
+        yield
+    finally:
+        e3nn.set_optimization_defaults(jit_mode=before)
+
+
+def gated(irreps: Irreps, available: Irreps) -> Gate:
+    """A gate whose output is as much of `irreps` as can be made from tensor products of what is `available`.
+
+    Scalars pass through an activation; everything else is multiplied by an activated even scalar of its own.
+    """
+    kept = [(mul, ir) for mul, ir in o3.Irreps(irreps) if ir in available]
+    scalars = o3.Irreps([(mul, ir) for mul, ir in kept if ir.l == 0])
+    rest = o3.Irreps([(mul, ir) for mul, ir in kept if ir.l > 0])
+    gates = o3.Irreps([(rest.num_irreps, (0, 1))]) if rest.num_irreps else o3.Irreps([])
+    silu, tanh = nn.functional.silu, torch.tanh
+    gate = Gate(scalars, [silu if ir.p == 1 else tanh for _, ir in scalars], gates, [silu] * len(gates), rest)
+    gate.mul = TensorProduct.from_e3nn(gate.mul)
+    return gate
+
+
+class RadialBasis(nn.Module):
+    """Bessel functions of a distance that end smoothly at the cutoff.
+
+        b_n(r) = sqrt(2 / c) * sin(w_n r / c) / r * p(r / c),        w_n = n pi at first
+
+    `p` is the polynomial that falls from 1 to 0 with `power - 1` derivatives that vanish at both ends.
+
+    Source: Gasteiger, Gross, Guennemann, Directional Message Passing for Molecular Graphs (ICLR 2020), eqs. (7), (8).
+
+    Args:
+        cutoff: distance from which on everything is 0.
+        count: number of functions.
+        power: of the cutoff polynomial.
+
+    >>> RadialBasis(5.0, 8)(torch.tensor([1.0, 5.0, 6.0]))[1:].abs().max().item() < 1e-6
+    True
+    """
+
+    def __init__(self, cutoff: float, count: int = 8, power: int = 6) -> None:
+        super().__init__()
+        self.cutoff = cutoff
+        self.power = power
+        self.frequencies = nn.Parameter(math.pi * torch.arange(1, count + 1, dtype=torch.get_default_dtype()))
+
+    def envelope(self, x: Tensor) -> Tensor:
+        """The polynomial at `x`, a distance over the cutoff."""
+        p = self.power
+        value = (
+            1
+            - (p + 1) * (p + 2) / 2 * x**p
+            + p * (p + 2) * x ** (p + 1)
+            - p * (p + 1) / 2 * x ** (p + 2)
+        )
+        return torch.where(x < 1, value, torch.zeros_like(value))
+
+    def forward(self, distance: Tensor) -> Tensor:
+        """Values of the functions, (e, count), at distances (e,)."""
+        x = distance / self.cutoff
+        bessel = math.sqrt(2 / self.cutoff) * torch.sin(self.frequencies * x[:, None]) / distance[:, None]
+        return bessel * self.envelope(x)[:, None]
+
+
+class Interaction(nn.Module):
+    """One round of messages: mix channels, convolve along edges, mix again, add what the atom itself says, gate.
+
+    The convolution's statement is `interaction.convolution.expression`.
+
+    Args:
+        irreps_in: representation of the atoms' features.
+        irreps_attributes: representation of the atoms' kinds, scalars.
+        irreps_edges: spherical harmonics of the edges.
+        irreps_hidden: wished representation of the result; what cannot be reached is left out.
+        num_basis: radial functions.
+        radial_hidden: widths of the network that turns them into the convolution's weights.
+        average_neighbors: messages are divided by its root.
+    """
+
+    def __init__(
+        self,
+        irreps_in: Irreps,
+        irreps_attributes: Irreps,
+        irreps_edges: Irreps,
+        irreps_hidden: Irreps,
+        num_basis: int,
+        radial_hidden: Sequence[int],
+        average_neighbors: float,
+    ) -> None:
+        super().__init__()
+        irreps_in, irreps_edges = o3.Irreps(irreps_in), o3.Irreps(irreps_edges)
+        reachable = {ir for _, a in irreps_in for _, b in irreps_edges for ir in a * b} | {ir for _, ir in irreps_in}
+        self.gate = gated(irreps_hidden, reachable)
+        self.irreps_out = self.gate.irreps_out
+        wanted = self.gate.irreps_in
+        middle: list[tuple[int, Any]] = []
+        paths: list[tuple[int, int, int]] = []
+        for i, (mul, a) in enumerate(irreps_in):
+            for j, (_, b) in enumerate(irreps_edges):
+                for ir in a * b:
+                    if ir in wanted:
+                        paths.append((i, j, len(middle)))
+                        middle.append((mul, ir))
+        irreps_middle, order, _ = o3.Irreps(middle).sort()
+        instructions = sorted(((i, j, order[k], "uvu", True) for i, j, k in paths), key=lambda row: row[2])
+        self.mix_in = o3.Linear(irreps_in, irreps_in)
+        self.convolution = TensorProductConv(irreps_in, irreps_edges, irreps_middle, instructions)
+        self.mix_out = o3.Linear(irreps_middle.simplify(), wanted)
+        self.itself = FullyConnectedTensorProduct(irreps_in, irreps_attributes, wanted)
+        self.radial = FullyConnectedNet(
+            [num_basis, *radial_hidden, self.convolution.weight_numel], nn.functional.silu
+        )
+        self.scale = average_neighbors**-0.5
+
+    def forward(
+        self, x: Tensor, attributes: Tensor, harmonics: Tensor, radial: Tensor, receivers: Tensor, senders: Tensor
+    ) -> Tensor:
+        """Features after the round, (n, irreps_out.dim)."""
+        weights = self.radial(radial)
+        messages = self.convolution(self.mix_in(x), harmonics, weights, receivers, senders)
+        return self.gate(self.mix_out(messages * self.scale) + self.itself(x, attributes))
+
+
+class NequIP(nn.Module):
+    """A potential: the energy of a configuration of atoms is a sum of terms that see their neighbours' directions.
+
+    Energies do not change under rotations, reflections, translations and permutations of equal atoms; forces turn
+    with the atoms. Molecules and periodic cells: an edge says by its offset which image of the sender is meant.
+
+    Source: Batzner et al., E(3)-equivariant graph neural networks for data-efficient and accurate interatomic
+    potentials (Nature Communications 2022).
+
+    Args:
+        species: atomic numbers that occur.
+        cutoff: distance up to which atoms see each other.
+        num_layers: rounds of messages.
+        num_features: copies of each irrep.
+        lmax: highest degree of features and harmonics.
+        parity: features of both parities, instead of those of the harmonics only.
+        num_basis: radial functions.
+        radial_hidden: hidden widths of the radial networks.
+        average_neighbors: mean number of neighbours in the data.
+        energy_scale: standard deviation of the energy of an atom, or of the forces.
+        energy_shift: energy of a lone atom of each species; default 0.
+
+    >>> _ = torch.manual_seed(0)
+    >>> model = NequIP([1, 8], cutoff=2.0, num_layers=2, num_features=4, lmax=1)
+    >>> water = torch.tensor([[0.0, 0.0, 0.0], [0.96, 0.0, 0.0], [-0.24, 0.93, 0.0]])
+    >>> receivers, senders = torch.tensor([[0, 0, 1, 1, 2, 2], [1, 2, 0, 2, 0, 1]])
+    >>> energy, forces = model.energy_and_forces(water, torch.tensor([8, 1, 1]), receivers, senders)
+    >>> energy.shape, forces.shape, bool(forces.sum(0).abs().max() < 1e-5)
+    (torch.Size([1]), torch.Size([3, 3]), True)
+    """
+
+    def __init__(
+        self,
+        species: Sequence[int],
+        *,
+        cutoff: float = 5.0,
+        num_layers: int = 3,
+        num_features: int = 16,
+        lmax: int = 2,
+        parity: bool = True,
+        num_basis: int = 8,
+        radial_hidden: Sequence[int] = (64, 64),
+        average_neighbors: float = 16.0,
+        energy_scale: float = 1.0,
+        energy_shift: Sequence[float] | None = None,
+    ) -> None:
+        super().__init__()
+        numbers = sorted({int(s) for s in species})
+        shift = [0.0] * len(numbers) if energy_shift is None else [float(e) for e in energy_shift]
+        if len(shift) != len(numbers):
+            raise InsumShapeError(
+                f"energy_shift has {len(shift)} energies for {len(numbers)} species",
+                fix="give one for each atomic number, in ascending order.",
+                expected=len(numbers),
+                got=len(shift),
+            )
+        self.cutoff = cutoff
+        self.lmax = lmax
+        index = torch.full((max(numbers) + 1,), -1, dtype=torch.int64)
+        index[numbers] = torch.arange(len(numbers))
+        self.register_buffer("species_index", index)
+        self.register_buffer("energy_shift", torch.tensor(shift))
+        self.register_buffer("energy_scale", torch.tensor(float(energy_scale)))
+        self.num_species = len(numbers)
+        attributes = o3.Irreps([(len(numbers), (0, 1))])
+        edges = o3.Irreps.spherical_harmonics(lmax)
+        parities = [(l, p) for l in range(lmax + 1) for p in ((1, -1) if parity else ((-1) ** l,))]
+        hidden = o3.Irreps([(num_features, ir) for ir in parities])
+        with plain_e3nn():
+            self.embedding = o3.Linear(attributes, o3.Irreps([(num_features, (0, 1))]))
+            self.radial_basis = RadialBasis(cutoff, num_basis)
+            self.harmonics = o3.SphericalHarmonics(edges, normalize=True, normalization="component")
+            layers: list[Interaction] = []
+            irreps = self.embedding.irreps_out
+            for number in range(num_layers):
+                # The last round only has to provide what the energy is read from.
+                wished = hidden if number + 1 < num_layers else o3.Irreps([(num_features, (0, 1))])
+                layer = Interaction(irreps, attributes, edges, wished, num_basis, radial_hidden, average_neighbors)
+                irreps = layer.irreps_out
+                layers.append(layer)
+            self.layers = nn.ModuleList(layers)
+            self.readout = nn.Sequential(
+                o3.Linear(irreps, o3.Irreps([(max(num_features // 2, 1), (0, 1))])),
+                o3.Linear(o3.Irreps([(max(num_features // 2, 1), (0, 1))]), o3.Irreps("0e")),
+            )
+
+    def forward(
+        self,
+        positions: Tensor,
+        species: Tensor,
+        receivers: Tensor,
+        senders: Tensor,
+        offsets: Tensor | None = None,
+        batch: Tensor | None = None,
+        num_graphs: int = 1,
+    ) -> Tensor:
+        """Energies.
+
+        Args:
+            positions: (n, 3); differentiable.
+            species: (n,) atomic numbers.
+            receivers: (e,) atom that an edge informs.
+            senders: (e,) atom that it is informed of.
+            offsets: (e, 3) what is added to the sender's position to reach the meant image of it; default 0.
+            batch: (n,) configuration of each atom; default all in one.
+            num_graphs: configurations.
+
+        Returns:
+            (num_graphs,) energies.
+
+        Raises:
+            InsumShapeError: an atom's species is unknown, or shapes do not fit.
+        """
+        kinds = self._kinds(positions, species)
+        vectors = positions.index_select(0, senders) - positions.index_select(0, receivers)
+        if offsets is not None:
+            vectors = vectors + offsets
+        radial = self.radial_basis(torch.linalg.vector_norm(vectors, dim=1))
+        harmonics = self.harmonics(vectors)
+        attributes = nn.functional.one_hot(kinds, self.num_species).to(positions.dtype)
+        x = self.embedding(attributes)
+        for layer in self.layers:
+            x = layer(x, attributes, harmonics, radial, receivers, senders)
+        atoms = self.readout(x).squeeze(1) * self.energy_scale + self.energy_shift[kinds]
+        if batch is None:
+            batch = torch.zeros_like(kinds)
+        return atoms.new_zeros(num_graphs).index_add(0, batch, atoms)
+
+    def _kinds(self, positions: Tensor, species: Tensor) -> Tensor:
+        if positions.dim() != 2 or positions.shape[1] != 3 or species.shape != positions.shape[:1]:
+            raise InsumShapeError(
+                "positions and species do not describe atoms",
+                details=[f"expected (n, 3) and (n,); got {tuple(positions.shape)} and {tuple(species.shape)}"],
+                fix="pass one row of positions and one atomic number for each atom.",
+                got=(tuple(positions.shape), tuple(species.shape)),
+            )
+        kinds = self.species_index[species.clamp(0, self.species_index.numel() - 1)]
+        kinds = torch.where(species < self.species_index.numel(), kinds, -1)
+        if not torch.compiler.is_compiling() and bool((kinds < 0).any()):
+            unknown = sorted(set(species[kinds < 0].tolist()))
+            known = [n for n, k in enumerate(self.species_index.tolist()) if k >= 0]
+            raise InsumShapeError(
+                f"the model knows no species {unknown}",
+                details=[f"expected atomic numbers among {known}"],
+                fix="build the model with all species of the data.",
+                expected=known,
+                got=unknown,
+            )
+        return kinds
+
+    def energy_and_forces(
+        self,
+        positions: Tensor,
+        species: Tensor,
+        receivers: Tensor,
+        senders: Tensor,
+        offsets: Tensor | None = None,
+        batch: Tensor | None = None,
+        num_graphs: int = 1,
+    ) -> tuple[Tensor, Tensor]:
+        """Energies, and forces: minus their gradient by the positions.
+
+        In training mode the forces can be differentiated again, which is what a loss on forces needs.
+
+        Returns:
+            (num_graphs,) energies and (n, 3) forces.
+        """
+        with torch.enable_grad():
+            leaf = positions if positions.requires_grad else positions.detach().requires_grad_()
+            energy = self(leaf, species, receivers, senders, offsets, batch, num_graphs)
+            (gradient,) = torch.autograd.grad(energy.sum(), leaf, create_graph=self.training)
+        return (energy, -gradient) if self.training else (energy.detach(), -gradient)

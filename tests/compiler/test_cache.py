@@ -1,0 +1,299 @@
+"""What is remembered, for how long, and what makes it forgotten."""
+
+from __future__ import annotations
+
+import gc
+import sys
+import weakref
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+
+import pytest
+import torch
+from torch import Tensor
+
+import insum_nn
+from insum_nn import IndexFacts, Options, cache_info, clear_cache, insum
+from insum_nn.compiler import call, execution, inductor, proofs
+from insum_nn.errors import InsumRangeError
+
+SPMM = "C[Row[p],n] += Val[p] * B[Col[p],n]"
+SIZES = [(rows, 2 * rows + 1, 3 + rows % 7) for rows in range(2, 22)]
+
+
+@pytest.fixture(autouse=True)
+def _fresh() -> Iterator[None]:
+    clear_cache()
+    yield
+    clear_cache()
+
+
+def spmm(rows: int, entries: int, width: int) -> dict[str, Tensor]:
+    return {
+        "Row": torch.randint(0, rows, (entries,)),
+        "Col": torch.randint(0, rows + 1, (entries,)),
+        "Val": torch.randn(entries, dtype=torch.float64),
+        "B": torch.randn(rows + 1, width, dtype=torch.float64),
+    }
+
+
+def check(rows: int, entries: int, width: int, options: Options) -> None:
+    t = spmm(rows, entries, width)
+    got = insum(SPMM, **t, out_shape=(rows, None), options=options)
+    want = torch.zeros(rows, width, dtype=torch.float64).index_add(0, t["Row"], t["Val"][:, None] * t["B"][t["Col"]])
+    torch.testing.assert_close(got, want)
+
+
+def test_twenty_sizes_are_planned_once():
+    for size in SIZES:
+        check(*size, Options())
+    info = cache_info()
+    assert (info.misses, info.hits, info.size) == (1, len(SIZES) - 1, 1)
+
+
+def test_twenty_sizes_of_a_gradient_are_planned_once():
+    for rows, entries, width in SIZES:
+        t = spmm(rows, entries, width)
+        t["Val"].requires_grad_()
+        t["B"].requires_grad_()
+        insum(SPMM, **t, out_shape=(rows, None)).sum().backward()
+    assert cache_info().misses == 3
+
+
+@pytest.mark.compile
+def test_twenty_sizes_are_compiled_once_by_inductor(monkeypatch: pytest.MonkeyPatch):
+    compiled: list[object] = []
+    standalone = inductor._standalone
+
+    def counted(*arguments: object) -> object:
+        compiled.append(arguments)
+        return standalone(*arguments)
+
+    monkeypatch.setattr(inductor, "_standalone", counted)
+    # Nothing from disk: every compilation shall be seen.
+    monkeypatch.setattr(inductor, "_load", lambda path: None)
+    for size in SIZES:
+        check(*size, Options(backend="inductor"))
+    assert len(compiled) == 1
+    assert cache_info().misses == 1
+
+
+def test_what_tells_programs_apart():
+    x, E = torch.ones(3), torch.tensor([0, 1, 2])
+    variants = [
+        lambda: insum("y[i] += x[E[i]]", x=x, E=E),
+        lambda: insum("y[i] += x[E[i]]", x=x.double(), E=E),
+        lambda: insum("y[i] += x[E[i]]", x=x, E=E.int()),
+        lambda: insum("y[i] += x[E[i]]", x=x, E=torch.tensor([0, -1, 2])),
+        lambda: insum("y[i] += x[E[i]]", x=x, E=E, y=x),
+        lambda: insum("y[i] = x[E[i]]", x=x, E=E),
+        lambda: insum("y[i] += x[E[i]]", x=x, E=E, options=Options(order="left")),
+        lambda: insum("y[j] += x[E[j]]", x=x, E=E),
+    ]
+    for count, variant in enumerate(variants, start=1):
+        variant()
+        assert cache_info().misses == count
+    for variant in variants:
+        variant()
+    assert cache_info().misses == len(variants)
+
+
+def test_what_does_not_tell_programs_apart():
+    """Spelling, sizes, layout, sortedness, gradients: one program serves them all."""
+    E = torch.tensor([2, 0, 1])
+    insum("y[i] += x[E[i]]", x=torch.ones(3), E=E)
+    insum("y[i]+=x[ E[i] ]", x=torch.ones(3), E=E)
+    insum("y[i] += x[E[i]]", x=torch.ones(7), E=E.sort().values)
+    insum("y[i] += x[E[i]]", x=torch.ones(6)[::2], E=E)
+    insum("y[i] += x[E[i]]", x=torch.ones(3, requires_grad=True), E=E)
+    insum_nn.compile("y[i] += x[E[i]]", facts={"E": IndexFacts(unique=True)})(x=torch.ones(3), E=E)
+    assert cache_info().misses == 1
+
+
+def test_the_cache_is_bounded_and_forgets_the_oldest(monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr(execution, "CACHE_LIMIT", 4)
+    x = torch.ones(3)
+    for name in "abcd":
+        insum(f"{name}[i] += x[i]", x=x)
+    # Used anew (at another size, so that the cache is asked), `a` is now the youngest.
+    insum("a[i] += x[i]", x=torch.ones(4))
+    insum("e[i] += x[i]", x=x)
+    assert cache_info().size == 4
+    assert cache_info().limit == 4
+    assert [key[0].statement.output.name for key in execution._cache] == ["c", "d", "a", "e"]
+
+
+def test_clearing():
+    check(3, 5, 2, Options())
+    check(3, 5, 2, Options())
+    clear_cache()
+    info = cache_info()
+    assert (info.hits, info.misses, info.size) == (0, 0, 0)
+    check(3, 5, 2, Options())
+    assert cache_info().misses == 1
+
+
+def test_a_program_made_ready_is_not_used_after_a_clearing():
+    """Nothing that a call left ready survives, so memory is given back and new settings take effect."""
+    t = spmm(3, 5, 2)
+    program = insum_nn.compile(SPMM, out_shape=(3, None))
+    program(**t)
+    assert program._spec.ready
+    clear_cache()
+    program(**t)
+    assert cache_info().misses == 1
+
+
+def test_ready_calls_are_bounded():
+    program = insum_nn.compile("y[i] += x[i]")
+    for size in range(3 * call._READY_LIMIT):
+        assert program(x=torch.ones(size)).shape == (size,)
+    assert len(program._spec.ready) <= call._READY_LIMIT
+    assert len(program._seen) <= call._READY_LIMIT
+    assert cache_info().misses == 1
+
+
+def test_ready_calls_from_many_threads():
+    """Far more shapes than are kept, from eight threads that take turns as often as Python lets them."""
+    program = insum_nn.compile("y[i] += x[i]")
+    one = torch.ones(1)
+
+    def work(seed: int) -> None:
+        for step in range(1000):
+            size = (seed * 31 + step * 17) % 997
+            assert program(x=one.expand(size)).shape == (size,)
+
+    before = sys.getswitchinterval()
+    sys.setswitchinterval(1e-6)
+    try:
+        with ThreadPoolExecutor(8) as pool:
+            for future in [pool.submit(work, seed) for seed in range(8)]:
+                future.result()
+    finally:
+        sys.setswitchinterval(before)
+
+
+# Proofs about index tensors.
+
+
+@pytest.fixture
+def readings(monkeypatch: pytest.MonkeyPatch) -> list[Tensor]:
+    """Every tensor whose entries are read to prove something."""
+    read: list[Tensor] = []
+    aminmax = Tensor.aminmax
+
+    def watched(tensor: Tensor, *args: object, **kwargs: object) -> object:
+        read.append(tensor)
+        return aminmax(tensor, *args, **kwargs)
+
+    monkeypatch.setattr(Tensor, "aminmax", watched)
+    return read
+
+
+def test_a_proof_is_read_once(readings: list[Tensor]):
+    x, E = torch.arange(5.0), torch.tensor([0, 4])
+    for _ in range(3):
+        insum("y[i] += x[E[i]]", x=x, E=E)
+        insum("s max= x[E[i]]", x=x, E=E)
+    assert len(readings) == 1
+
+
+def test_a_change_in_place_is_read_again(readings: list[Tensor]):
+    x, E = torch.arange(5.0), torch.tensor([0, 4])
+    assert insum("y[i] += x[E[i]]", x=x, E=E).tolist() == [0.0, 4.0]
+    E[0] = 3
+    assert insum("y[i] += x[E[i]]", x=x, E=E).tolist() == [3.0, 4.0]
+    assert len(readings) == 2
+    E[1] = -1
+    assert insum("y[i] += x[E[i]]", x=x, E=E).tolist() == [3.0, 0.0]
+    E.add_(3)
+    with pytest.raises(InsumRangeError, match="maximum 6"):
+        insum("y[i] += x[E[i]]", x=x, E=E)
+    E.clamp_(max=4)
+    assert insum("y[i] += x[E[i]]", x=x, E=E).tolist() == [4.0, 2.0]
+
+
+def test_a_change_through_a_view_is_read_again():
+    base = torch.tensor([0, 1, 2, 3])
+    x, E = torch.arange(4.0), base[1:3]
+    assert insum("y[i] += x[E[i]]", x=x, E=E).tolist() == [1.0, 2.0]
+    base.fill_(9)
+    with pytest.raises(InsumRangeError):
+        insum("y[i] += x[E[i]]", x=x, E=E)
+
+
+def test_a_proof_belongs_to_its_tensor_and_to_the_axis():
+    E = torch.tensor([0, 4])
+    insum("y[i] += x[E[i]]", x=torch.arange(5.0), E=E)
+    # The same tensor, a shorter axis.
+    with pytest.raises(InsumRangeError):
+        insum("y[i] += x[E[i]]", x=torch.arange(4.0), E=E)
+    # Another tensor of the same shape, perhaps at the same address.
+    del E
+    with pytest.raises(InsumRangeError):
+        insum("y[i] += x[E[i]]", x=torch.arange(5.0), E=torch.tensor([0, 5]))
+
+
+def test_another_tensor_of_the_same_shape_is_checked():
+    """After a call left everything ready for these shapes, others of the same shapes are proven on their own."""
+    program = insum_nn.compile("y[i] += x[E[i]]")
+    x = torch.arange(5.0)
+    good = torch.tensor([0, 4])
+    for _ in range(3):
+        assert program(x=x, E=good).tolist() == [0.0, 4.0]
+    with pytest.raises(InsumRangeError):
+        program(x=x, E=torch.tensor([0, 5]))
+    assert program(x=x, E=torch.tensor([-1, 4])).tolist() == [0.0, 4.0]
+    assert program(x=x, E=good).tolist() == [0.0, 4.0]
+    # Two index tensors swapped: each was proven, for the other's axis.
+    pair = insum_nn.compile("y[i] += A[E[i],F[i]]")
+    A, wide = torch.arange(10.0).view(2, 5), torch.tensor([4, 3])
+    narrow = torch.tensor([1, 0])
+    assert pair(A=A, E=narrow, F=wide).tolist() == [9.0, 3.0]
+    with pytest.raises(InsumRangeError):
+        pair(A=A, E=wide, F=narrow)
+
+
+def test_sums_of_index_tensors_are_checked_together():
+    """Each tensor alone is harmless, and their sum leaves the output."""
+    program = insum_nn.compile("y[E[i]+F[i]] += v[i]", out_shape=(5,))
+    v, low, high = torch.ones(2), torch.tensor([0, 1]), torch.tensor([3, 3])
+    assert program(v=v, E=low, F=high).tolist() == [0.0, 0.0, 0.0, 1.0, 1.0]
+    assert program(v=v, E=low, F=low).tolist() == [1.0, 0.0, 1.0, 0.0, 0.0]
+    with pytest.raises(InsumRangeError):
+        program(v=v, E=high, F=high)
+
+
+def test_promised_facts_spare_the_reading(readings: list[Tensor]):
+    facts = {name: IndexFacts(masked=False, proven=True) for name in ("Row", "Col")}
+    program = insum_nn.compile(SPMM, facts=facts, out_shape=(3, None))
+    program(**spmm(3, 5, 2))
+    assert readings == []
+    # `validate` does not believe them.
+    again = insum_nn.compile(SPMM, facts=facts, out_shape=(3, None), options=Options(validate=True))
+    t = spmm(3, 5, 2)
+    again(**t)
+    again(**t)
+    assert len(readings) == 4
+    with pytest.raises(InsumRangeError, match="'Row' breaks a fact claimed of it"):
+        again(**{**t, "Row": torch.full_like(t["Row"], -1)})
+
+
+def test_validate_reads_at_every_call(readings: list[Tensor]):
+    x, E = torch.arange(5.0), torch.tensor([0, 4])
+    for _ in range(3):
+        insum("y[i] += x[E[i]]", x=x, E=E, validate=True)
+    assert len(readings) == 3
+
+
+def test_nothing_keeps_a_tensor_alive():
+    t = spmm(3, 5, 2)
+    program = insum_nn.compile(SPMM, out_shape=(3, None))
+    t["Val"].requires_grad_()
+    program(**t).sum().backward()
+    insum(SPMM.replace("+=", "max="), **t, out_shape=(3, None)).sum().backward()
+    references = [weakref.ref(tensor) for tensor in t.values()]
+    assert len(proofs._known) > 0
+    del t
+    gc.collect()
+    assert [reference() for reference in references] == [None] * 4
