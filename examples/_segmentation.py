@@ -64,6 +64,7 @@ def draw_room(room: Room, predicted: NDArray[np.int64], title: str, path: Path) 
     # Painted from below to above.
     keep = keep[np.argsort(room.points[keep, 2], kind="stable")]
     points = room.points[keep]
+    dot = float(np.clip(60_000 / max(1, len(keep)), 1.5, 9.0))
     panels = {"points": room.colors[keep], "predicted": class_colors(predicted[keep])}
     shown = set(predicted[keep].tolist())
     if (room.labels >= 0).any():
@@ -73,7 +74,7 @@ def draw_room(room: Room, predicted: NDArray[np.int64], title: str, path: Path) 
     FigureCanvasAgg(figure)
     for column, (name, colors) in enumerate(panels.items()):
         flat = figure.add_subplot(2, len(panels), column + 1)
-        flat.scatter(points[:, 0], points[:, 1], c=colors / 255, s=1.5, linewidths=0)
+        flat.scatter(points[:, 0], points[:, 1], c=colors / 255, s=dot, linewidths=0)
         flat.set_aspect("equal")
         flat.set_title(f"{name}, from above")
         flat.set_xlabel("x (m)")
@@ -89,13 +90,13 @@ def draw_room(room: Room, predicted: NDArray[np.int64], title: str, path: Path) 
     return path
 
 
-def _perspective(axes: Any, points: NDArray[np.float32], colors: NDArray[np.uint8], name: str) -> None:
+def _perspective(axes: Any, points: NDArray[np.float32], colors: NDArray[np.uint8], name: str, dot: float) -> None:
     # The walls between the viewer and the room are cut away, so that one looks inside.
     low, high = points.min(0), points.max(0)
     inside = (points[:, 0] < high[0] - 0.08 * (high[0] - low[0])) & (points[:, 1] > low[1] + 0.08 * (high[1] - low[1]))
     points, colors = points[inside], colors[inside]
-    axes.scatter(points[:, 0], points[:, 1], points[:, 2], c=colors / 255, s=1.2, linewidths=0, depthshade=False)
-    axes.set_box_aspect(np.maximum(high - low, 1e-3))
+    axes.scatter(points[:, 0], points[:, 1], points[:, 2], c=colors / 255, s=dot, linewidths=0, depthshade=False)
+    axes.set_box_aspect(np.maximum(high - low, 1e-3), zoom=1.3)
     axes.view_init(elev=32, azim=-50)
     axes.set_proj_type("persp")
     axes.set_title(f"{name}, in perspective")

@@ -144,7 +144,7 @@ def _line_by_line(path: Path, text: bytes, broken: str) -> NDArray[np.float64]:
         if len(row) == 6 and bool(_are_points(np.array([row]))[0]):
             rows.append(row)
         else:
-            bad.append((number, line.decode("ascii", errors="backslashreplace").strip()))
+            bad.append((number, line.decode("latin-1").strip()))
     if bad:
         number, line = bad[0]
         where = f"{path}, line {number}: {line!r} is no point"

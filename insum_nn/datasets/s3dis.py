@@ -284,7 +284,7 @@ def _fingerprint(path: Path, broken: str) -> str:
 def _load(file: Path, name: str) -> Room | None:
     """A room of the cache; `None` where it is not there or damaged."""
     try:
-        with np.load(file) as held:
+        with file.open("rb") as handle, np.load(handle) as held:
             return Room(name, held["points"], held["colors"], held["labels"].astype(np.int64))
     except (OSError, ValueError, KeyError, EOFError, zipfile.BadZipFile, InsumFormatError):
         return None

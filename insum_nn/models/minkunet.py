@@ -69,7 +69,7 @@ class MinkUNet(nn.Module):
 
     >>> model = MinkUNet14(4, 13)
     >>> sum(parameter.numel() for parameter in model.parameters())
-    COUNT
+    11584173
     """
 
     LAYERS: ClassVar[tuple[int, ...]] = (1,) * 8
