@@ -79,10 +79,9 @@ def draw_room(room: Room, predicted: NDArray[np.int64], title: str, path: Path) 
         flat.set_title(f"{name}, from above")
         flat.set_xlabel("x (m)")
         flat.set_ylabel("y (m)")
-        _perspective(
-            figure.add_subplot(2, len(panels), len(panels) + column + 1, projection="3d"), points, colors, name
-        )
-    patches = [Patch(color=PALETTE[i] / 255, label=CLASSES[i]) for i in sorted(shown) if i >= 0]
+        below = figure.add_subplot(2, len(panels), len(panels) + column + 1, projection="3d")
+        _perspective(below, points, colors, name, dot)
+    patches = [Patch(color=tuple((PALETTE[i] / 255).tolist()), label=CLASSES[i]) for i in sorted(shown) if i >= 0]
     figure.legend(handles=patches, loc="outside lower center", ncols=min(7, len(patches)), frameon=False)
     figure.suptitle(title)
     path.parent.mkdir(parents=True, exist_ok=True)
@@ -96,7 +95,7 @@ def _perspective(axes: Any, points: NDArray[np.float32], colors: NDArray[np.uint
     inside = (points[:, 0] < high[0] - 0.08 * (high[0] - low[0])) & (points[:, 1] > low[1] + 0.08 * (high[1] - low[1]))
     points, colors = points[inside], colors[inside]
     axes.scatter(points[:, 0], points[:, 1], points[:, 2], c=colors / 255, s=dot, linewidths=0, depthshade=False)
-    axes.set_box_aspect(np.maximum(high - low, 1e-3), zoom=1.3)
+    axes.set_box_aspect(np.maximum(high - low, 1e-3), zoom=1.15)
     axes.view_init(elev=32, azim=-50)
     axes.set_proj_type("persp")
     axes.set_title(f"{name}, in perspective")

@@ -97,7 +97,7 @@ def load_rooms(options: argparse.Namespace, settings: Settings) -> tuple[Rooms, 
     if options.root is None:
         tiny = options.size == "tiny"
         train, points = (1, 9_000) if tiny else (12, 120_000)
-        made = {"num_points": points, "voxel_size": settings.voxel_size}
+        made: dict[str, Any] = {"num_points": points, "voxel_size": settings.voxel_size}
         return SyntheticRooms(train, **made), SyntheticRooms(1, first_seed=1000, **made)
     rooms = None if options.split else tuple(options.rooms)
     found = S3DIS(options.root, split=options.split, rooms=rooms, voxel_size=settings.voxel_size)
@@ -194,8 +194,9 @@ class Trainer:
 
 
 def settings_of(state: dict[str, Any]) -> Settings:
-    held = state["settings"]
-    return Settings(**{k: tuple(v) if isinstance(v, list) else v for k, v in held.items()})
+    held: dict[str, Any] = state["settings"]
+    values: dict[str, Any] = {name: tuple(v) if isinstance(v, list) else v for name, v in held.items()}
+    return Settings(**values)
 
 
 def load_model(path: Path, device: torch.device) -> tuple[MinkUNet, Settings]:

@@ -13,7 +13,7 @@ from torch import Tensor
 from insum_nn.compiler.ast import Statement
 from insum_nn.compiler.autograd import apply
 from insum_nn.compiler.bind import Extents, bind, layout_of
-from insum_nn.compiler.call import Key, Spec, call_key, keep, prepare, run_spec
+from insum_nn.compiler.call import Key, Spec, call_key, check_kinds, keep, prepare, run_spec
 from insum_nn.compiler.check import check_names, check_statement
 from insum_nn.compiler.explain import Explanation, explain_program
 from insum_nn.compiler.extents import check_extents, resolve_extents
@@ -21,7 +21,6 @@ from insum_nn.compiler.gradient import derivatives
 from insum_nn.compiler.options import DEFAULT, Options
 from insum_nn.compiler.parser import parse
 from insum_nn.compiler.reference import interpret
-from insum_nn.errors import InsumDtypeError
 from insum_nn.facts import IndexFacts
 
 __all__ = ["Program", "ProgramSum", "compile", "insum"]
@@ -30,28 +29,6 @@ Shape = Sequence[int | None]
 # Calls of one program whose checks are remembered.
 _SEEN_LIMIT = 64
 _PLAIN = (Tensor, torch.nn.Parameter)
-
-
-_KINDS: dict[str, tuple[type, str]] = {
-    "sizes": (Mapping, "a dict of extents by index name"),
-    "out_shape": (Sequence, "a tuple of extents"),
-    "tensors": (Mapping, "a dict of tensors by name"),
-    "facts": (Mapping, "a dict of IndexFacts by tensor name"),
-    "options": (Options, "insum_nn.Options"),
-}
-
-
-def _check_kinds(**given: object) -> None:
-    """A tensor that is named like an argument of the call arrives as that argument."""
-    for name, value in given.items():
-        kind, what = _KINDS[name]
-        if value is None or isinstance(value, kind):
-            continue
-        tensor = isinstance(value, Tensor)
-        fix = f"pass a tensor of that name as tensors={{'{name}': ...}}." if tensor else f"pass {name}= as {what}."
-        raise InsumDtypeError(
-            f"{name}= must be {what}, got {type(value).__name__}", fix=fix, expected=kind, got=type(value)
-        )
 
 
 def _hashable(sizes: Mapping[str, int] | None) -> tuple[tuple[str, int], ...] | None:
@@ -78,7 +55,7 @@ class Program:
         options: Options = DEFAULT,
         drop_outside: bool = False,
     ) -> None:
-        _check_kinds(sizes=sizes, out_shape=out_shape, facts=facts, options=options)
+        check_kinds(sizes=sizes, out_shape=out_shape, facts=facts, options=options)
         statement = parse(expression)
         check_statement(statement, sizes or ())
         self.statement: Statement = statement
@@ -131,7 +108,7 @@ class Program:
             The output: contiguous, of the factors' dtype and device.
         """
         if not torch.compiler.is_dynamo_compiling():
-            _check_kinds(sizes=sizes, out_shape=out_shape, tensors=tensors)
+            check_kinds(sizes=sizes, out_shape=out_shape, tensors=tensors)
         if tensors:
             named = {**tensors, **named}
         if torch.compiler.is_dynamo_compiling():
@@ -430,7 +407,7 @@ def insum(
     if torch.compiler.is_dynamo_compiling():
         text = _spec_text(expression, *(getattr(chosen, name) for name in _OPTION_NAMES), validate)
         return _traced_call(text, {**(tensors or {}), **named}, sizes or {}, out_shape)
-    _check_kinds(sizes=sizes, out_shape=out_shape, tensors=tensors, options=options)
+    check_kinds(sizes=sizes, out_shape=out_shape, tensors=tensors, options=options)
     if validate and not chosen.validate:
         chosen = replace(chosen, validate=True)
     program = _cached_program(expression, chosen, tuple(sizes) if sizes else ())

@@ -9,7 +9,7 @@ from __future__ import annotations
 import json
 import threading
 import weakref
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from functools import lru_cache
 from typing import TypeVar
@@ -24,9 +24,10 @@ from insum_nn.compiler.extents import check_extents
 from insum_nn.compiler.options import Options
 from insum_nn.compiler.parser import parse
 from insum_nn.compiler.proofs import prove
+from insum_nn.errors import InsumDtypeError
 from insum_nn.facts import IndexFacts
 
-__all__ = ["Key", "Spec", "call_key", "keep", "parse_cached", "prepare", "run_spec", "value_dtype"]
+__all__ = ["Key", "Spec", "call_key", "check_kinds", "keep", "parse_cached", "prepare", "run_spec", "value_dtype"]
 
 Key = tuple[object, ...]
 K = TypeVar("K")
@@ -127,6 +128,32 @@ def prepare(spec: Spec, tensors: Sequence[Tensor], start: Tensor | None, extents
             facts[name] = IndexFacts(masked=True, proven=True)
     bound = bind(statement, named, start, facts=facts, drop_outside=spec.drop_outside)
     return bound, executable(bound, tensors, start, extents, spec.options)
+
+
+_KINDS: dict[str, tuple[type, str]] = {
+    "sizes": (Mapping, "a dict of extents by index name"),
+    "out_shape": (Sequence, "a tuple of extents"),
+    "tensors": (Mapping, "a dict of tensors by name"),
+    "facts": (Mapping, "a dict of IndexFacts by tensor name"),
+    "options": (Options, "insum_nn.Options"),
+}
+
+
+def check_kinds(**given: object) -> None:
+    """Check the arguments of a call beside its tensors: a tensor that is named like one of them arrives as it.
+
+    Raises:
+        InsumDtypeError: one is of another type.
+    """
+    for name, value in given.items():
+        kind, what = _KINDS[name]
+        if value is None or isinstance(value, kind):
+            continue
+        tensor = isinstance(value, Tensor)
+        fix = f"pass a tensor of that name as tensors={{'{name}': ...}}." if tensor else f"pass {name}= as {what}."
+        raise InsumDtypeError(
+            f"{name}= must be {what}, got {type(value).__name__}", fix=fix, expected=kind, got=type(value)
+        )
 
 
 def call_key(tensors: Sequence[Tensor], start: Tensor | None) -> Key:

@@ -30,7 +30,7 @@ def contraction_order(
 
     >>> sizes = {"z": 1000, "p": 10, "u": 64, "w": 64}
     >>> contraction_order([("p",), ("z", "p", "u"), ("z", "p"), ("p", "u", "w")], ("z", "p", "w"), sizes)[0]
-    [(0, 2), (1, 4), (3, 5)]
+    [(0, 2), (1, 4), (5, 3)]
     """
     cost = _Cost(operands, keep, sizes)
     left = cost.left_to_right()

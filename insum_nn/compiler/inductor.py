@@ -12,6 +12,7 @@ import os
 import pathlib
 import pickle
 import tempfile
+import warnings
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -107,8 +108,10 @@ class Compiled:
         return result[0] if isinstance(result, tuple | list) else result
 
 
-def _key(bound: Bound, options: Options, sizes: tuple[object, ...], device: torch.device) -> str:
+def _key(graph: fx.GraphModule, bound: Bound, options: Options, sizes: tuple[object, ...], device: torch.device) -> str:
     parts: list[object] = [_FORMAT, repr(bound), repr(options), sizes, torch.__version__, torch.version.git_version]
+    # Another version of this package may write another graph for the same statement.
+    parts.append(graph.code)
     parts.append(sorted(inductor_options(bound, options).items()))
     parts.append(torch.get_float32_matmul_precision())
     if device.type == "cuda":
@@ -230,7 +233,7 @@ def compile_graph(
     """
     anchor = next(iter(tensors), start)
     device = torch.device("cpu") if anchor is None else anchor.device
-    path = cache_folder() / "inductor" / _key(bound, options, sizes, device)
+    path = cache_folder() / "inductor" / _key(graph, bound, options, sizes, device)
     arguments = [*tensors, *(value for _, value in integers), *([] if start is None else [start])]
     if path.is_dir():
         found = _load(path)
@@ -275,7 +278,9 @@ def _trace(
 def _standalone(traced: fx.GraphModule, fake: list[Any], chosen: dict[str, Any]) -> Any:
     from torch._inductor import config, standalone_compile
 
-    with torch.no_grad(), config.patch(chosen):
+    with torch.no_grad(), config.patch(chosen), warnings.catch_warnings():
+        # Advice to the author of a model (use TF32) or to Inductor's (a deprecated Triton call); not to our caller.
+        warnings.simplefilter("ignore")
         return standalone_compile(traced, fake, dynamic_shapes="from_graph", options={})
 
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import importlib
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, fields, replace
+from dataclasses import dataclass, field, fields, replace
 from pathlib import Path
 from typing import Any
 
@@ -46,6 +46,7 @@ class Configuration:
     periodic: tuple[bool, bool, bool] = (False, False, False)
     energy: float | None = None
     forces: Tensor | None = None
+    _edges: dict[float, tuple[Tensor, Tensor, Tensor]] = field(default_factory=dict, repr=False)
 
     @classmethod
     def from_ase(cls, atoms: Any, *, energy_key: str = "energy", forces_key: str = "forces") -> Configuration:
@@ -76,7 +77,7 @@ class Configuration:
         )
 
     def edges(self, cutoff: float) -> tuple[Tensor, Tensor, Tensor]:
-        """All pairs of atoms, or of an atom and an image of an atom, that are closer than `cutoff`.
+        """All pairs of atoms, or of an atom and an image of an atom, that are closer than `cutoff`; remembered.
 
         Returns:
             (e,) receivers, ascending; (e,) senders; (e, 3) what takes a sender to its image.
@@ -86,11 +87,15 @@ class Configuration:
         >>> receivers.tolist(), senders.tolist(), sorted(offsets[:, 0].tolist())
         ([0, 0], [0, 0], [-2.0, 2.0])
         """
+        if cutoff in self._edges:
+            return self._edges[cutoff]
         find = _ase("neighborlist").neighbor_list
         receivers, senders, images = find("ijS", self.to_ase(), cutoff)
         shifts = torch.from_numpy(np.asarray(images, np.float64))
         offsets = shifts @ self.cell.double() if self.cell is not None else torch.zeros_like(shifts)
-        return torch.from_numpy(receivers.astype(np.int64)), torch.from_numpy(senders.astype(np.int64)), offsets
+        found = torch.from_numpy(receivers.astype(np.int64)), torch.from_numpy(senders.astype(np.int64)), offsets
+        self._edges[cutoff] = found
+        return found
 
 
 @dataclass(frozen=True, eq=False)

@@ -176,7 +176,7 @@ class BlockSparseLinear(PrunedModule):
         layer = cls(
             linear.in_features,
             linear.out_features,
-            linear.bias is not None,
+            linear.bias is not None,  # pyright: ignore[reportUnnecessaryComparison] - torch types it as always there
             block_shape=block_shape,
             mask=mask,
             density=density,

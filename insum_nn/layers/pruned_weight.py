@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Generator, Mapping
 from contextlib import contextmanager
 from typing import Any, Self, cast
 
@@ -330,7 +330,7 @@ class PrunedModule(nn.Module):
         return scores.to(self.position.device)
 
     @contextmanager
-    def record_gradients(self) -> Iterator[GradientRecord]:
+    def record_gradients(self) -> Generator[GradientRecord]:
         """While it is open, sum the dense weight's gradient over all backward passes through the layer.
 
         This is what RigL grows by; it costs a dense product per backward pass, so open it only for the steps before
@@ -364,15 +364,17 @@ class PrunedModule(nn.Module):
         error_msgs: list[str],
     ) -> None:
         """Take over weight and places; an error of the state leaves the layer as it was."""
-        weight, position, shape = (state_dict.get(prefix + key) for key in ("weight", "position", "dense_shape"))
-        if isinstance(weight, Tensor) and position is None and tuple(weight.shape) == self.dense_extents:
+        keys = [prefix + key for key in ("weight", "position", "dense_shape")]
+        given = all(isinstance(state_dict.get(key), Tensor) for key in keys)
+        dense = state_dict.get(keys[0])
+        if isinstance(dense, Tensor) and keys[1] not in state_dict and tuple(dense.shape) == self.dense_extents:
             error_msgs.append(
-                f"'{prefix}weight' is dense, {tuple(weight.shape)}; {type(self).__name__} stores chosen places only. "
+                f"'{prefix}weight' is dense, {tuple(dense.shape)}; {type(self).__name__} stores chosen places only. "
                 "Load it into the dense layer and convert that."
             )
             return
-        given = all(isinstance(t, Tensor) for t in (weight, position, shape))
         if given:
+            weight, position, shape = (state_dict[key] for key in keys)
             fault = self._state_fault(weight, position, shape)
             if fault is not None:
                 error_msgs.append(f"{type(self).__name__} '{prefix}': {fault}")

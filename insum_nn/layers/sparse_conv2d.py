@@ -8,6 +8,7 @@ from typing import Any, Self, cast
 import torch
 from torch import Tensor, nn
 from torch.nn import functional
+from torch.nn.grad import conv2d_weight
 
 from insum_nn.compiler.options import DEFAULT, Options
 from insum_nn.errors import InsumFormatError, InsumShapeError
@@ -244,7 +245,7 @@ class SparseConv2d(PrunedModule):
             self.dilation,
             self.groups,
             self.bias is not None,
-            self.padding_mode,
+            cast(Any, self.padding_mode),
             self.weight.device,
             self.weight.dtype,
         )
@@ -278,9 +279,9 @@ class SparseConv2d(PrunedModule):
         input, grad = (input, grad_output) if batched else (input[None], grad_output[None])
         wide = torch.promote_types(grad.dtype, torch.float32)
         padded, _ = self._padded(input.to(wide), every_mode=True)
-        return torch.nn.grad.conv2d_weight(
-            padded, self.grid_shape, grad.to(wide), self.stride, 0, self.dilation, self.groups
-        )
+        # torch types stride and dilation as integers, and takes pairs.
+        steps: dict[str, Any] = {"stride": self.stride, "dilation": self.dilation}
+        return conv2d_weight(padded, self.grid_shape, grad.to(wide), groups=self.groups, **steps)
 
     # The convolution.
 

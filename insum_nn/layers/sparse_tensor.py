@@ -265,7 +265,7 @@ def sparse_add(*tensors: SparseConvTensor) -> SparseConvTensor:
     return tensors[0]._derive(features, indices, tensors[0].spatial_shape, {})
 
 
-def _check(features: Tensor, indices: Tensor, spatial_shape: Sequence[int]) -> None:
+def _check(features: object, indices: Tensor, spatial_shape: Sequence[int]) -> None:
     if not isinstance(features, Tensor) or features.ndim != 2:
         got: object = tuple(features.shape) if isinstance(features, Tensor) else type(features).__name__
         raise InsumShapeError(

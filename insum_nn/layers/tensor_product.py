@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import warnings
 from collections.abc import Iterator, Sequence
-from typing import Any, Optional, Union
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -248,7 +248,7 @@ class TensorProduct(o3.TensorProduct):
     # Weights.
 
     @torch.jit.unused
-    def _checked_weights(self, weight: Optional[Union[Tensor, list[Tensor]]]) -> Optional[Tensor]:
+    def _checked_weights(self, weight: Tensor | list[Tensor] | None) -> Tensor | None:
         if isinstance(weight, list):
             batch = () if self.shared_weights else (-1,)
             shapes = [ins.path_shape for ins in self.instructions if ins.has_weight]
@@ -265,7 +265,9 @@ class TensorProduct(o3.TensorProduct):
             if self.weight_numel > 0 and not self.internal_weights:
                 raise InputError(
                     "the weights are missing",
-                    details=[f"expected a tensor of {self.weight_numel} weights{'' if self.shared_weights else ' a sample'}"],
+                    details=[
+                        f"expected a tensor of {self.weight_numel} weights{'' if self.shared_weights else ' a sample'}"
+                    ],
                     fix="pass weight=, or build the module with internal_weights=True.",
                     expected=self.weight_numel,
                 )
@@ -282,7 +284,7 @@ class TensorProduct(o3.TensorProduct):
             )
         return weight
 
-    def _get_weights(self, weight: Optional[Tensor]) -> Tensor:
+    def _get_weights(self, weight: Tensor | None) -> Tensor:
         if not torch.jit.is_scripting():
             weight = self._checked_weights(weight)
         if weight is None:
@@ -296,7 +298,7 @@ class TensorProduct(o3.TensorProduct):
             torch._assert(weight.ndim > 1, "When shared weights is false, weights must have batch dimension")
         return weight
 
-    def weight_view_for_instruction(self, instruction: int, weight: Optional[Tensor] = None) -> Tensor:
+    def weight_view_for_instruction(self, instruction: int, weight: Tensor | None = None) -> Tensor:
         """The weights of one instruction, as a view of `weight` or of the module's own.
 
         Args:
@@ -311,7 +313,7 @@ class TensorProduct(o3.TensorProduct):
         own = weight.narrow(-1, weight_offsets(paths)[instruction], path.numel)
         return own.view(*weight.shape[:-1], *path.shape)
 
-    def weight_views(self, weight: Optional[Tensor] = None, yield_instruction: bool = False) -> Iterator[Any]:
+    def weight_views(self, weight: Tensor | None = None, yield_instruction: bool = False) -> Iterator[Any]:
         """The weights of each instruction that has any, as views; with `(number, instruction, view)` if wished."""
         weight = self._get_weights(weight)
         paths = self._paths()
@@ -328,7 +330,7 @@ class TensorProduct(o3.TensorProduct):
             check_inputs(self, x, y, weight)
         return cast_for_autocast(x, y, weight)
 
-    def forward(self, x: Tensor, y: Tensor, weight: Optional[Tensor] = None) -> Tensor:
+    def forward(self, x: Tensor, y: Tensor, weight: Tensor | None = None) -> Tensor:
         """Multiply `x` by `y`.
 
         Args:
@@ -366,7 +368,7 @@ class TensorProduct(o3.TensorProduct):
         return z.reshape(batch + [self._out_dim])  # noqa: RUF005
 
     @torch.jit.export
-    def right(self, y: Tensor, weight: Optional[Tensor] = None) -> Tensor:
+    def right(self, y: Tensor, weight: Tensor | None = None) -> Tensor:
         """Multiply by `y` what is still to come: a matrix that takes any `x` to the tensor product with `y`.
 
         Args:

@@ -99,9 +99,7 @@ class TensorProductConv(torch.nn.Module):
         product = self.tensor_product._profiling_str.partition("(")[2]
         return "\n  ".join([f"{type(self).__name__}({product}", *expressions(self.spec)])
 
-    def explain(
-        self, X: Tensor, Y: Tensor, W: Tensor | None, rows: Tensor, cols: Tensor, *, statement: int = 0
-    ) -> Any:
+    def explain(self, X: Tensor, Y: Tensor, W: Tensor | None, rows: Tensor, cols: Tensor, *, statement: int = 0) -> Any:
         """What becomes of one statement on these inputs: an `Explanation`."""
         weight = self.tensor_product._get_weights(W)
         return explain_tensor_product(self.spec, X, Y, weight, rows, cols, statement=statement)
@@ -206,7 +204,9 @@ def _from_problem(problem: Any) -> TensorProduct:
     if isinstance(problem, torch.nn.Module):
         return TensorProduct.from_e3nn(problem)  # type: ignore[arg-type]
     rows = [tuple(i)[:5] for i in problem.instructions]
-    irreps = [[(int(m), (int(ir.l), int(ir.p))) for m, ir in getattr(problem, f"irreps_{n}")] for n in ("in1", "in2", "out")]
+    irreps = [
+        [(int(m), (int(ir.l), int(ir.p))) for m, ir in getattr(problem, f"irreps_{n}")] for n in ("in1", "in2", "out")
+    ]
     product = TensorProduct(*irreps, rows, shared_weights=bool(problem.shared_weights), internal_weights=False)
     product.instructions = [
         own._replace(path_weight=float(tuple(given)[5]))

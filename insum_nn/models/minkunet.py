@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Sequence
-from typing import ClassVar
+from typing import Any, ClassVar
 
 import torch
 from torch import nn
@@ -31,7 +31,7 @@ class SparseBasicBlock(SparseModule):
 
     def __init__(self, in_channels: int, out_channels: int, *, ndim: int = 3, indice_key: str | None = None) -> None:
         super().__init__()
-        options = {"bias": False, "subm": True}
+        options: dict[str, Any] = {"bias": False, "subm": True}
         self.conv1 = SparseConvolution(ndim, in_channels, out_channels, 3, indice_key=indice_key, **options)
         self.norm1 = nn.BatchNorm1d(out_channels)
         self.conv2 = SparseConvolution(ndim, out_channels, out_channels, 3, indice_key=indice_key, **options)

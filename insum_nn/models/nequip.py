@@ -31,9 +31,7 @@ Irreps = Any
 
 @contextmanager
 def plain_e3nn() -> Iterator[None]:
-    """Let e3nn build its layers as plain modules: TorchScript would specialise on the first calls and hide from
-    `torch.compile`.
-    """
+    """Let e3nn build its layers as plain modules, which `torch.compile` can see into, instead of by TorchScript."""
     before = e3nn.get_optimization_defaults()["jit_mode"]
     e3nn.set_optimization_defaults(jit_mode="eager")
     try:
@@ -84,12 +82,7 @@ class RadialBasis(nn.Module):
     def envelope(self, x: Tensor) -> Tensor:
         """The polynomial at `x`, a distance over the cutoff."""
         p = self.power
-        value = (
-            1
-            - (p + 1) * (p + 2) / 2 * x**p
-            + p * (p + 2) * x ** (p + 1)
-            - p * (p + 1) / 2 * x ** (p + 2)
-        )
+        value = 1 - (p + 1) * (p + 2) / 2 * x**p + p * (p + 2) * x ** (p + 1) - p * (p + 1) / 2 * x ** (p + 2)
         return torch.where(x < 1, value, torch.zeros_like(value))
 
     def forward(self, distance: Tensor) -> Tensor:
@@ -144,9 +137,7 @@ class Interaction(nn.Module):
         self.convolution = TensorProductConv(irreps_in, irreps_edges, irreps_middle, instructions)
         self.mix_out = o3.Linear(irreps_middle.simplify(), wanted)
         self.itself = FullyConnectedTensorProduct(irreps_in, irreps_attributes, wanted)
-        self.radial = FullyConnectedNet(
-            [num_basis, *radial_hidden, self.convolution.weight_numel], nn.functional.silu
-        )
+        self.radial = FullyConnectedNet([num_basis, *radial_hidden, self.convolution.weight_numel], nn.functional.silu)
         self.scale = average_neighbors**-0.5
 
     def forward(

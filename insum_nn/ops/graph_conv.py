@@ -246,6 +246,9 @@ def _by_levels(grouped: Grouped, values: Tensor, dense: Tensor) -> Tensor:
 
 def _compared(a: Tensor, b: Tensor, graph: GraphMatrix, options: Options) -> Tensor:
     with torch.no_grad(), _exact_dtypes(a.device):
+        if graph.num_entries > graph.num_nodes**2:
+            # torch's sampled product refuses a pattern with more entries than cells. So many duplicates mean few nodes.
+            return (a[graph.entries.row] * b[graph.entries.col]).sum(-1)
         grouped = graph.by_row
         matrix = grouped.matrix
         # Each number is written once, so the default way is deterministic already.

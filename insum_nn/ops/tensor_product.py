@@ -8,7 +8,6 @@ from typing import Any
 import torch
 from torch import Tensor
 
-import insum_nn.ops.tensor_product_right  # registers its operator
 from insum_nn.compiler.api import Explanation
 from insum_nn.ops.tensor_product_form import Form, Statement, TensorProductSpec, form_of, others
 
@@ -150,8 +149,8 @@ class _Call:
         for order in orders:
             part = side_by_side if order is None else side_by_side.index_select(1, order)
             total = part if total is None else total.add_(part)
-        assert total is not None
-        return total
+        # The widest representation may still have no components at all.
+        return side_by_side if total is None else total
 
     def _weights(self, statements: tuple[Statement, ...], size: int) -> Tensor:
         batch = () if self.form.spec.shared else (size,)

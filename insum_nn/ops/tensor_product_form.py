@@ -67,10 +67,12 @@ class TensorProductSpec:
     deterministic: bool = False
 
     def to_json(self) -> str:
+        """As text, which the registered operators carry."""
         return json.dumps(asdict(self), separators=(",", ":"))
 
     @staticmethod
     def from_json(text: str) -> TensorProductSpec:
+        """From the text of `to_json`."""
         data = json.loads(text)
         paths = tuple(Path(*values[:6], tuple(values[6])) for values in data.pop("paths"))
         in1, in2, out = (tuple(Entry(*e) for e in data.pop(name)) for name in ("in1", "in2", "out"))
@@ -78,9 +80,11 @@ class TensorProductSpec:
 
     @property
     def weight_numel(self) -> int:
+        """Weights of one sample."""
         return sum(path.numel for path in self.paths if path.weighted)
 
     def with_shared(self, shared: bool) -> TensorProductSpec:
+        """The same product with shared weights, or with weights of each sample."""
         return replace(self, shared=shared)
 
 
@@ -147,6 +151,7 @@ class Form:
         return path.coefficient != 0 and 0 not in path.shape and 0 not in muls
 
     def entry(self, role: str, path: Path) -> Entry:
+        """The entry of an operand that a path connects."""
         return self.entries[role][path[_NUMBER[role]]]
 
     @cached_property

@@ -11,6 +11,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import lru_cache
+from itertools import pairwise
 from typing import Any
 
 import numpy as np
@@ -89,7 +90,6 @@ class Entries:
             np.concatenate([v * scale for (_, v), scale in zip(found, scales, strict=True)]),
         )
 
-
     def select(self, mask: NDArray[np.bool_]) -> Entries:
         """The coefficients where `mask` is true."""
         return Entries(self.path[mask], self.component[:, mask], self.value[mask])
@@ -116,6 +116,7 @@ class Table:
 
     @property
     def facts(self) -> IndexFacts:
+        """What holds for all its index tensors."""
         return IndexFacts(masked=False, proven=True)
 
     def to(self, device: torch.device, dtype: torch.dtype) -> Table:
@@ -150,7 +151,9 @@ def divide(row: NDArray[np.int64], path: NDArray[np.int64] | None) -> list[NDArr
         paths = np.bincount(pairs[0])
         longest = np.zeros_like(count)
         np.maximum.at(longest, pairs[0], length)
-    order = np.lexsort((paths, longest)) if int(paths.max(initial=1)) == 1 else np.argsort(paths * longest, kind="stable")
+    order = (
+        np.lexsort((paths, longest)) if int(paths.max(initial=1)) == 1 else np.argsort(paths * longest, kind="stable")
+    )
     paths, longest = paths[order], longest[order]
 
     def slots(start: int, stop: int) -> int:
@@ -171,7 +174,7 @@ def divide(row: NDArray[np.int64], path: NDArray[np.int64] | None) -> list[NDArr
     cuts = [total]
     for n in range(parts, 0, -1):
         cuts.insert(0, best[n][cuts[0]][1])
-    return [np.sort(rows[order[a:b]]) for a, b in zip(cuts, cuts[1:], strict=False)]
+    return [np.sort(rows[order[a:b]]) for a, b in pairwise(cuts)]
 
 
 def make_table(entries: Entries, owner: int, rows: NDArray[np.int64], *, by_path: bool) -> Table:

@@ -116,6 +116,7 @@ class Path(NamedTuple):
 
     @property
     def numel(self) -> int:
+        """Number of its weights, whether it has any or not."""
         return math.prod(self.shape)
 
 

@@ -26,7 +26,7 @@ __all__ = [
 FILTER_AXES = "MCRS"
 
 
-def kept_count(density: float, total: int) -> int:
+def kept_count(density: object, total: int) -> int:
     """How many of `total` parts a density keeps: the nearest integer, and at least one of any.
 
     Raises:

@@ -19,6 +19,10 @@ from insum_nn.testing.random_programs import random_program
 from tests.golden_fixture import Golden
 
 
+# Planning looks at no device, so a GPU's plans are made and compared without one.
+GPU = "cuda"
+
+
 def table(*shape: int) -> Tensor:
     return torch.zeros(shape, dtype=torch.int32)
 
@@ -84,7 +88,7 @@ def plan_of(name: str, *, cuda: bool = False, dtype: torch.dtype | None = None, 
     """The plan for the CPU's libraries, or for a GPU's compiler: planning looks at no device."""
     bound, sizes = bound_of(name)
     if cuda:
-        bound = replace(bound, device_type="cuda")
+        bound = replace(bound, device_type=GPU)
     if dtype is not None:
         bound = replace(bound, dtype=dtype)
     return make_plan(bound, sizes, Options(**options), compiled=cuda)
@@ -115,10 +119,10 @@ def test_a_dot_needs_three_extents_and_a_dtype():
     assert not steps(plan_of("spmm", cuda=True), Dot)
     bound, sizes = bound_of("dense_product")
     for index in "ijk":
-        plan = make_plan(replace(bound, device_type="cuda"), {**sizes, index: 1}, Options(), compiled=True)
+        plan = make_plan(replace(bound, device_type=GPU), {**sizes, index: 1}, Options(), compiled=True)
         assert not steps(plan, Dot)
         assert "m, k or n is 1" in described(plan)
-    plan = make_plan(replace(bound, device_type="cuda"), sizes, Options(), compiled=True)
+    plan = make_plan(replace(bound, device_type=GPU), sizes, Options(), compiled=True)
     assert [(step.m, step.k, step.n) for step in steps(plan, Dot)] == [(("i",), ("k",), ("j",))]
 
 
@@ -168,7 +172,7 @@ def test_random_programs_have_plans_that_hold():
         program = random_program(seed)
         bound = bind(parse(program.expression), program.tensors, program.start)
         sizes = dict.fromkeys(bound.layout.indices, 3)
-        for device, compiled in (("cpu", False), ("cpu", True), ("cuda", False), ("cuda", True)):
+        for device, compiled in (("cpu", False), ("cpu", True), (GPU, False), (GPU, True)):
             plan = make_plan(replace(bound, device_type=device), sizes, Options(), compiled=compiled)
             assert plan.verify() is plan
             assert str(plan)

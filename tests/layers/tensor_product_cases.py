@@ -85,7 +85,9 @@ def random_case(seed: int, modes: Sequence[str] = MODE_NAMES) -> Case:
         l1, l2 = draw.randint(0, 2), draw.randint(0, 2)
         l3 = draw.randint(abs(l1 - l2), l1 + l2)
         p1, p2 = draw.choice([-1, 1]), draw.choice([-1, 1])
-        places = [_place(draw, part, e) for part, e in ((in1, (a, l1, p1)), (in2, (b, l2, p2)), (out, (c, l3, p1 * p2)))]
+        places = [
+            _place(draw, part, e) for part, e in ((in1, (a, l1, p1)), (in2, (b, l2, p2)), (out, (c, l3, p1 * p2)))
+        ]
         rows.append((*places, mode, weighted, draw.choice([0.0, 0.3, 1.0, 2.0])))
     for part in (in1, in2, out):
         part.append((draw.choice([0, 2]), draw.randint(0, 3), draw.choice([-1, 1])))

@@ -22,7 +22,9 @@ each_size = pytest.mark.parametrize(("k", "m", "block"), SIZES)
 each_group = pytest.mark.parametrize("group", ["auto", 1, 2, 3])
 
 
-def make(k: int = 70, m: int = 45, block=(32, 16), *, density: float = 0.5, dtype=torch.float64, **more) -> BlockSparseLinear:
+def make(
+    k: int = 70, m: int = 45, block=(32, 16), *, density: float = 0.5, dtype=torch.float64, **more
+) -> BlockSparseLinear:
     return BlockSparseLinear(k, m, block_shape=block, density=density, dtype=dtype, **more)
 
 
@@ -36,7 +38,7 @@ def assert_as_dense(layer: BlockSparseLinear, x: Tensor) -> None:
     assert_matches(y, z, dtype=dtype, kind="sum")
     back = torch.randn(z.shape, dtype=torch.float64).to(dtype)
     found = torch.autograd.grad(y, [own, layer.weight, *([] if layer.bias is None else [layer.bias])], back)
-    wanted = torch.autograd.grad(z, [theirs, dense.weight, *([] if layer.bias is None else [dense.bias])], back.double())
+    wanted = torch.autograd.grad(z, [theirs, *dense.parameters()], back.double())
     assert_matches(found[0], wanted[0], dtype=dtype, kind="gradient")
     on_dense = layer.matrix.with_values(found[1]).to_dense()
     stored = layer.matrix.with_values(torch.ones_like(layer.weight)).to_dense() != 0
@@ -97,7 +99,10 @@ def test_fresh_outputs_spread_as_a_dense_layer_s():
     assert 0.85 < (layer(x).std() / dense(x).std()).item() < 1.15
     ragged = make(70, 45, (32, 16), density=1.0)
     whole = ragged.weight.detach().double()
-    assert whole.square().sum().sqrt().item() == pytest.approx(ragged.to_dense().norm().item()), "nothing beyond the edge"
+    # Nothing beyond the edge.
+    assert whole.square().sum().sqrt().item() == pytest.approx(ragged.to_dense().norm().item()), (
+        "nothing beyond the edge"
+    )
 
 
 # From and to dense layers.
@@ -222,7 +227,9 @@ def test_survivors_keep_values_and_optimizer_state(kind, group):
     optimizer.zero_grad()
     layer(x).square().sum().backward()
     optimizer.step()
-    assert (layer.to_dense() != 0)[(mask & ~own).repeat_interleave(2, 0).repeat_interleave(3, 1)].all(), "new blocks learn"
+    assert (layer.to_dense() != 0)[(mask & ~own).repeat_interleave(2, 0).repeat_interleave(3, 1)].all(), (
+        "new blocks learn"
+    )
 
 
 def test_a_mask_over_single_elements_updates_too():
@@ -530,7 +537,9 @@ def _replica(rank: int, port: int, folder: str) -> None:
     torch.distributed.init_process_group("gloo", f"tcp://127.0.0.1:{port}", rank=rank, world_size=2)
     try:
         torch.manual_seed(0)
-        model = nn.Sequential(BlockSparseLinear(12, 8, block_shape=(2, 3), density=0.5), nn.ReLU(), nn.Linear(8, 2)).double()
+        model = nn.Sequential(
+            BlockSparseLinear(12, 8, block_shape=(2, 3), density=0.5), nn.ReLU(), nn.Linear(8, 2)
+        ).double()
         replica = nn.parallel.DistributedDataParallel(model)
         optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
         data = torch.randn(4, 12, dtype=torch.float64)
@@ -556,7 +565,9 @@ def test_data_parallel(tmp_path):
     torch.multiprocessing.spawn(_replica, (port, str(tmp_path)), nprocs=2)
     states = [torch.load(tmp_path / f"{rank}.pt") for rank in range(2)]
     torch.manual_seed(0)
-    model = nn.Sequential(BlockSparseLinear(12, 8, block_shape=(2, 3), density=0.5), nn.ReLU(), nn.Linear(8, 2)).double()
+    model = nn.Sequential(
+        BlockSparseLinear(12, 8, block_shape=(2, 3), density=0.5), nn.ReLU(), nn.Linear(8, 2)
+    ).double()
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
     data = torch.randn(4, 12, dtype=torch.float64)
     for step in range(4):

@@ -36,7 +36,9 @@ from tests.layers.tensor_product_cases import (  # noqa: E402
 
 IRREP = ("component", "norm", "none")
 PATH = ("element", "path", "none")
-WEIGHTED = [(mode, weighted) for mode in MODE_NAMES for weighted in (True, False) if weighted or mode not in ("uvw", "u<vw")]
+WEIGHTED = [
+    (mode, weighted) for mode in MODE_NAMES for weighted in (True, False) if weighted or mode not in ("uvw", "u<vw")
+]
 
 
 @pytest.fixture(autouse=True)
@@ -196,7 +198,9 @@ def test_empty_batches():
 
 def test_lists_of_weights():
     for shared in (True, False):
-        module = FullyConnectedTensorProduct("1e + 3x3o", "1e+2e", "1e+3x3o", shared_weights=shared, internal_weights=False)
+        module = FullyConnectedTensorProduct(
+            "1e + 3x3o", "1e+2e", "1e+3x3o", shared_weights=shared, internal_weights=False
+        )
         x, y, w = inputs_of(module, 3)
         views = [v.clone() for v in module.weight_views(w)]
         assert torch.equal(module(x, y, views), module(x, y, w))
@@ -222,7 +226,9 @@ def test_views_are_views():
 def test_right():
     module = TensorProduct(*random_case(4, [m for m in MODE_NAMES if not MODES[m].pairs]).args, shared_weights=False)
     x, y, w = inputs_of(module, 6)
-    product = torch.einsum("...i,...ik->...k", x.reshape(2, 3, -1), module.right(y.reshape(2, 3, -1), w.reshape(2, 3, -1)))
+    product = torch.einsum(
+        "...i,...ik->...k", x.reshape(2, 3, -1), module.right(y.reshape(2, 3, -1), w.reshape(2, 3, -1))
+    )
     assert_matches(product.reshape(6, -1), module(x, y, w), dtype=torch.float64, kind="sum")
 
 
@@ -298,7 +304,9 @@ def test_from_e3nn(seed: int):
 
 def test_from_e3nn_keeps_the_kind():
     for name in ("FullyConnectedTensorProduct", "FullTensorProduct", "TensorSquare", "ElementwiseTensorProduct"):
-        arguments = {"FullyConnectedTensorProduct": ("1o", "1o", "0e"), "TensorSquare": ("2x1o",)}.get(name, ("1o", "1o"))
+        arguments = {"FullyConnectedTensorProduct": ("1o", "1o", "0e"), "TensorSquare": ("2x1o",)}.get(
+            name, ("1o", "1o")
+        )
         peer = getattr(o3, name)(*arguments)
         ours = TensorProduct.from_e3nn(peer)
         assert type(ours).__name__ == name
@@ -312,7 +320,9 @@ def test_from_e3nn_keeps_the_kind():
 @pytest.mark.parametrize("shared", [True, False])
 def test_torch_compile_breaks_no_graph(shared: bool, dynamic: bool):
     torch._dynamo.reset()
-    module = FullyConnectedTensorProduct("4x0e+2x1o", "1x0e+1o", "2x0e+5x1o", shared_weights=shared, internal_weights=False)
+    module = FullyConnectedTensorProduct(
+        "4x0e+2x1o", "1x0e+1o", "2x0e+5x1o", shared_weights=shared, internal_weights=False
+    )
     compiled = torch.compile(module, fullgraph=True, backend="aot_eager", dynamic=dynamic)
     with torch._dynamo.config.patch(error_on_recompile=dynamic):
         for z in (3, 7):

@@ -12,23 +12,29 @@ from torch import Tensor
 
 pytest.importorskip("e3nn")
 
-from e3nn import o3  # noqa: E402
-from e3nn.util.test import assert_equivariant  # noqa: E402
+from e3nn import o3
+from e3nn.util.test import assert_equivariant
 
-from insum_nn.errors import InsumDeviceError, InsumDtypeError, InsumRangeError  # noqa: E402
-from insum_nn.layers.tensor_product import TensorProduct  # noqa: E402
-from insum_nn.layers.tensor_product_checks import InputError  # noqa: E402
-from insum_nn.layers.tensor_product_conv import TensorProductConv  # noqa: E402
-from insum_nn.testing.tolerances import assert_matches  # noqa: E402
-from tests.layers.tensor_product_cases import Case, assert_same_derivatives, one_mode, random_case  # noqa: E402
+from insum_nn.errors import InsumDeviceError, InsumDtypeError, InsumRangeError
+from insum_nn.layers.tensor_product import TensorProduct
+from insum_nn.layers.tensor_product_checks import InputError
+from insum_nn.layers.tensor_product_conv import TensorProductConv
+from insum_nn.testing.tolerances import assert_matches
+from tests.layers.tensor_product_cases import Case, assert_same_derivatives, one_mode, random_case
 
 CASES = {
     "nequip": Case(
         "4x0e+4x1o",
         "1x0e+1x1o+1x2e",
         "4x0e+4x1o+4x2e+4x1o+4x0e+4x1e",
-        ((0, 0, 0, "uvu", True), (0, 1, 1, "uvu", True), (0, 2, 2, "uvu", True), (1, 0, 3, "uvu", True),
-         (1, 1, 4, "uvu", True), (1, 1, 5, "uvu", True)),
+        (
+            (0, 0, 0, "uvu", True),
+            (0, 1, 1, "uvu", True),
+            (0, 2, 2, "uvu", True),
+            (1, 0, 3, "uvu", True),
+            (1, 1, 4, "uvu", True),
+            (1, 1, 5, "uvu", True),
+        ),
     ),
     "mixed multiplicities": Case(
         "6x0e+3x1o",
@@ -231,7 +237,9 @@ def test_autocast(dtype: torch.dtype, device: torch.device):
 
 
 # The planner cuts along the index that most gathered cells carry, which shared weights turn from the edges to `k`.
-CUT_ALONG_ROWS = pytest.mark.xfail(reason="pieces are cut along the rows of the table instead of the edges", strict=False)
+CUT_ALONG_ROWS = pytest.mark.xfail(
+    reason="pieces are cut along the rows of the table instead of the edges", strict=False
+)
 
 
 @pytest.mark.parametrize("shared", [False, pytest.param(True, marks=CUT_ALONG_ROWS)])

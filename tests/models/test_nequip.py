@@ -11,14 +11,14 @@ from torch import Tensor
 pytest.importorskip("e3nn")
 pytest.importorskip("ase")
 
-from ase.build import bulk, molecule  # noqa: E402
-from e3nn import o3  # noqa: E402
+from ase.build import bulk, molecule
+from e3nn import o3
 
-from insum_nn.datasets.extended_xyz import AtomBatch, Configuration, collate  # noqa: E402
-from insum_nn.errors import InsumShapeError  # noqa: E402
-from insum_nn.layers.tensor_product import TensorProduct  # noqa: E402
-from insum_nn.layers.tensor_product_conv import TensorProductConv  # noqa: E402
-from insum_nn.models.nequip import NequIP, RadialBasis  # noqa: E402
+from insum_nn.datasets.extended_xyz import AtomBatch, Configuration, collate
+from insum_nn.errors import InsumShapeError
+from insum_nn.layers.tensor_product import TensorProduct
+from insum_nn.layers.tensor_product_conv import TensorProductConv
+from insum_nn.models.nequip import NequIP, RadialBasis
 
 CUTOFF = 3.0
 
@@ -254,7 +254,9 @@ def test_bad_input():
     batch = collate([ethanol()], CUTOFF)
     positions, species, *rest = batch.model_inputs
     with pytest.raises(InsumShapeError, match=r"knows no species \[7, 99\]"):
-        model(positions, species.clone().index_fill(0, torch.tensor([0]), 7).index_fill(0, torch.tensor([2]), 99), *rest)
+        model(
+            positions, species.clone().index_fill(0, torch.tensor([0]), 7).index_fill(0, torch.tensor([2]), 99), *rest
+        )
     with pytest.raises(InsumShapeError, match="do not describe atoms"):
         model(positions[:, :2], species, *rest)
     with pytest.raises(InsumShapeError, match="energy_shift has 1 energies for 2 species"):

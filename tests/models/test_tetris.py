@@ -5,9 +5,9 @@ import torch
 
 pytest.importorskip("e3nn")
 
-from e3nn import o3  # noqa: E402
+from e3nn import o3
 
-from insum_nn.models.tetris import TETRIS_NAMES, TetrisClassifier, radius_edges, tetris_pieces  # noqa: E402
+from insum_nn.models.tetris import TETRIS_NAMES, TetrisClassifier, radius_edges, tetris_pieces
 
 
 def test_the_pieces_are_different_and_one_pair_is_chiral():

@@ -89,14 +89,19 @@ def test_non_contiguous(group):
 @pytest.mark.parametrize("group", [None, 2])
 def test_finite_differences(group):
     weight = block_weight((5, 6, (2, 4), 0.7), group=group)
-    assert_gradients(lambda v, x, b: block_linear(x, weight.with_values(v), b), [weight.values, torch.randn(3, 6), torch.randn(5)])
+    assert_gradients(
+        lambda v, x, b: block_linear(x, weight.with_values(v), b), [weight.values, torch.randn(3, 6), torch.randn(5)]
+    )
 
 
 def test_second_derivatives_equal_the_dense_ones():
     weight = block_weight((13, 21, (4, 5), 0.5))
     x = torch.randn(7, 21, dtype=torch.float64)
     results: list[list[Tensor]] = []
-    for run in (lambda x, v: block_linear(x, weight.with_values(v)), lambda x, v: x @ weight.with_values(v).to_dense().T):
+    for run in (
+        lambda x, v: block_linear(x, weight.with_values(v)),
+        lambda x, v: x @ weight.with_values(v).to_dense().T,
+    ):
         leaves = [t.detach().clone().requires_grad_() for t in (x, weight.values)]
         first = torch.autograd.grad(run(*leaves).pow(3).sum(), leaves, create_graph=True)
         results.append([*first, *torch.autograd.grad(sum(g.square().sum() for g in first), leaves)])
@@ -132,11 +137,17 @@ def test_no_grid_wide_intermediate_in_the_statement():
     weight = block_weight((64, 96, (8, 8), 0.1))
     named = block_linear_operands(torch.randn(5, 96, dtype=torch.float64), weight.values, {}, weight.shape)
     assert named["W"].shape[0] == weight.num_blocks < 96
-    text = str(block_linear_program("BlockCOO").explain(tensors={**named, "Row": weight.row, "Col": weight.col}, out_shape=(None, 8, None)))
+    text = str(
+        block_linear_program("BlockCOO").explain(
+            tensors={**named, "Row": weight.row, "Col": weight.col}, out_shape=(None, 8, None)
+        )
+    )
     assert "dot" in text
 
 
-@pytest.mark.parametrize("options", [Options(backend="eager"), Options(deterministic=True), Options(validate=True)], ids=str)
+@pytest.mark.parametrize(
+    "options", [Options(backend="eager"), Options(deterministic=True), Options(validate=True)], ids=str
+)
 def test_options(options):
     weight = block_weight((13, 21, (4, 5), 0.5))
     x = torch.randn(3, 21, dtype=torch.float64)

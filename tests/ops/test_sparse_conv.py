@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import pytest
 import torch
+from torch.overrides import TorchFunctionMode
 
 from insum_nn.compiler.options import Options
 from insum_nn.errors import InsumDeviceError, InsumDtypeError, InsumShapeError
@@ -235,3 +236,39 @@ class TestBadInput:
     def test_is_refused_before_any_kernel(self, arguments, error, text):
         with pytest.raises(error, match=text):
             self.run(**arguments)
+
+
+class Results(TorchFunctionMode):
+    """Shows every tensor that an operation inside returns, views left out."""
+
+    def __init__(self, watch) -> None:
+        super().__init__()
+        self.watch = watch
+
+    def __torch_function__(self, function, types, args=(), kwargs=None):
+        result = function(*args, **(kwargs or {}))
+        if isinstance(result, torch.Tensor) and not result._is_view():
+            self.watch(result)
+        return result
+
+
+def test_nothing_of_the_size_of_all_pairs_and_channels_is_formed():
+    sites = random_sites((30, 30, 30), 1, 12_000)
+    near = build_kernel_map(sites, geometry("subm", (3, 3, 3)))
+    channels = 32
+    features = torch.randn(sites.num_sites, channels, requires_grad=True)
+    weight = torch.randn(channels, 3, 3, 3, channels, requires_grad=True)
+    whole = near.num_pairs * channels
+    assert whole > 2_000_000
+    plain = [near.in_index, near.out_index, features, weight]
+    largest = 0
+
+    def watch(*tensors: torch.Tensor) -> None:
+        nonlocal largest
+        largest = max([largest, *(t.numel() for t in tensors)])
+
+    with Results(watch):
+        result = sparse_conv(features, weight, near)
+        torch.autograd.grad(result, [features, weight], torch.ones_like(result))
+    assert largest >= max(t.numel() for t in plain)
+    assert largest < whole / 3

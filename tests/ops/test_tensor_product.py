@@ -9,23 +9,23 @@ from torch import Tensor
 
 pytest.importorskip("e3nn")
 
-from insum_nn.errors import InsumRangeError  # noqa: E402
-from insum_nn.ops.tensor_product import (  # noqa: E402
+from insum_nn.errors import InsumRangeError
+from insum_nn.ops.tensor_product import (
     TensorProductSpec,
     _Call,
     explain_tensor_product,
     expressions,
     tensor_product,
 )
-from insum_nn.ops.tensor_product_form import form_of  # noqa: E402
-from insum_nn.ops.tensor_product_right import (  # noqa: E402
+from insum_nn.ops.tensor_product_form import form_of
+from insum_nn.ops.tensor_product_right import (
     UnsupportedModeError,
     right_expressions,
     tensor_product_right,
 )
-from insum_nn.structure.irreps import MODES, Entry, dimension, entries_of, make_paths  # noqa: E402
-from insum_nn.testing.tolerances import assert_matches  # noqa: E402
-from tests.layers.tensor_product_cases import (  # noqa: E402
+from insum_nn.structure.irreps import MODES, Entry, dimension, entries_of, make_paths
+from insum_nn.testing.tolerances import assert_matches
+from tests.layers.tensor_product_cases import (
     MODE_NAMES,
     Case,
     assert_same_derivatives,
@@ -34,7 +34,9 @@ from tests.layers.tensor_product_cases import (  # noqa: E402
     random_case,
 )
 
-WEIGHTED = [(mode, weighted) for mode in MODE_NAMES for weighted in (True, False) if weighted or mode not in ("uvw", "u<vw")]
+WEIGHTED = [
+    (mode, weighted) for mode in MODE_NAMES for weighted in (True, False) if weighted or mode not in ("uvw", "u<vw")
+]
 MULS = [(4, 3, 5), (3, 1, 2), (1, 1, 1), (1, 3, 1), (2, 2, 1)]
 
 
@@ -47,7 +49,9 @@ def entries_from(text: str) -> tuple[Entry, ...]:
 def spec_of(case: Case, *, shared: bool, **flags: bool) -> TensorProductSpec:
     entries = tuple(entries_from(text) for text in case.args[:3])
     paths, factors = make_paths(*entries, case.instructions)
-    paths = tuple(p._replace(coefficient=0.25 + f) if f else p._replace(coefficient=0.0) for p, f in zip(paths, factors))
+    paths = tuple(
+        p._replace(coefficient=0.25 + f) if f else p._replace(coefficient=0.0) for p, f in zip(paths, factors)
+    )
     return TensorProductSpec(*entries, paths, shared, **flags)
 
 
@@ -186,7 +190,9 @@ def test_gradcheck():
 
 
 def test_third_derivatives():
-    spec = spec_of(Case("2x0e+2x1o", "1x0e+1x1o", "2x1o", ((0, 1, 0, "uvu", True), (1, 0, 0, "uvu", True))), shared=False)
+    spec = spec_of(
+        Case("2x0e+2x1o", "1x0e+1x1o", "2x1o", ((0, 1, 0, "uvu", True), (1, 0, 0, "uvu", True))), shared=False
+    )
     oracle = oracle_of(spec)
     inputs = [t.requires_grad_() for t in inputs_of(spec, 3)]
 
@@ -307,7 +313,9 @@ def test_other_receivers_than_senders():
 
 
 def test_statements():
-    mixing = spec_of(Case("4x0e+4x1o", "1x0e+1x1o", "6x1o", ((0, 1, 0, "uvw", True), (1, 0, 0, "uvw", True))), shared=True)
+    mixing = spec_of(
+        Case("4x0e+4x1o", "1x0e+1x1o", "6x1o", ((0, 1, 0, "uvw", True), (1, 0, 0, "uvw", True))), shared=True
+    )
     assert expressions(mixing) == ("Z[z,k,w] += CG[k,r] * X[z,I[k,r],u] * Y[z,J[k,r]] * W[r,u,w]",)
     keeping = spec_of(one_mode("uvu", True), shared=False, convolution=True)
     assert expressions(keeping) == (

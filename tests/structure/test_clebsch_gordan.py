@@ -78,8 +78,11 @@ def test_filled_up_slots_repeat_their_row():
     rows = np.unique(entries.component[2])
     table = make_table(entries, 2, rows, by_path=True)
     for row in range(len(rows)):
-        used = {(int(a), int(b)) for a, b, v in zip(*(t[row].flatten() for t in (table.first, table.second, table.value)))
-                if v != 0}
+        used = {
+            (int(a), int(b))
+            for a, b, v in zip(*(t[row].flatten() for t in (table.first, table.second, table.value)))
+            if v != 0
+        }
         read = {(int(a), int(b)) for a, b in zip(table.first[row].flatten(), table.second[row].flatten())}
         assert read == used
 

@@ -1,4 +1,4 @@
-"""A pytest plugin that puts our tensor products in the place of e3nn's, wherever e3nn names them."""
+"""Puts our tensor products in the place of e3nn's, wherever that package names them."""
 
 from __future__ import annotations
 
@@ -7,8 +7,11 @@ import pkgutil
 import sys
 import warnings
 from pathlib import Path
+from typing import Any
 
-import pytest
+from tests.peers.runner import Substitution
+
+__all__ = ["CLASSES", "SKIPS", "E3nn", "substitute"]
 
 SKIPS = Path(__file__).with_name("skips.txt")
 CLASSES = (
@@ -53,45 +56,20 @@ def substitute() -> dict[str, int]:
     return counts
 
 
-def read_skips() -> dict[str, str]:
-    """Test names (up to a parameter list) to skip, with the reason of each."""
-    found: dict[str, str] = {}
-    for line in SKIPS.read_text(encoding="utf-8").splitlines():
-        if line.strip() and not line.startswith("#"):
-            name, reason = line.split("|", 1)
-            found[name.strip()] = reason.strip()
-    return found
-
-
-class Plugin:
-    """Substitutes on start, skips what the list names, and counts the products of ours that the tests built."""
+class E3nn(Substitution):
+    """Counts the products of ours that were built."""
 
     def __init__(self) -> None:
-        self.counts: dict[str, int] = {}
-        self.built = 0
-        self.outcomes: dict[str, int] = {}
-        self.skipped_by_list: dict[str, str] = {}
+        super().__init__(SKIPS)
 
-    def pytest_configure(self, config: pytest.Config) -> None:
-        self.counts = substitute()
+    def substitute(self) -> None:
+        substitute()
         from insum_nn.layers.tensor_product import TensorProduct
 
         finish = TensorProduct._finish
 
-        def finish_and_count(module: TensorProduct) -> None:
-            finish(module)
-            self.built += 1
+        def finish_and_count(module: TensorProduct) -> Any:
+            self.met += 1
+            return finish(module)
 
         TensorProduct._finish = finish_and_count
-
-    def pytest_collection_modifyitems(self, items: list[pytest.Item]) -> None:
-        skips = read_skips()
-        for item in items:
-            for name, reason in skips.items():
-                if item.nodeid.endswith(name) or item.nodeid.split("[")[0].endswith(name):
-                    item.add_marker(pytest.mark.skip(reason=reason))
-                    self.skipped_by_list[item.nodeid] = reason
-
-    def pytest_runtest_logreport(self, report: pytest.TestReport) -> None:
-        if report.when == "call" or (report.when == "setup" and report.outcome != "passed"):
-            self.outcomes[report.outcome] = self.outcomes.get(report.outcome, 0) + 1

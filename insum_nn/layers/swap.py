@@ -1,0 +1,331 @@
+"""Replacing the supported layers of a model in place."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from fnmatch import fnmatchcase
+from typing import Any, Literal, cast
+
+import torch
+from torch import Tensor, nn
+from torch.nn.utils.parametrize import is_parametrized
+
+from insum_nn.errors import InsumError, InsumFormatError, InsumNameError
+from insum_nn.layers.block_sparse_linear import BlockSparseLinear
+from insum_nn.layers.sparse_conv2d import SparseConv2d
+from insum_nn.layers.swap_converters import CONVERTERS, NotConvertible
+
+__all__ = ["SwapReport", "SwapRow", "swap"]
+
+_PEERS = ("torch_geometric.nn.conv.", "spconv.pytorch.", "e3nn.o3.")
+
+
+# The report.
+
+
+@dataclass(frozen=True)
+class SwapRow:
+    """What became of one layer.
+
+    Attributes:
+        name: its path in the model; empty for the model itself.
+        layer: its class.
+        action: "swapped" or "left"; in a dry run what would be done.
+        detail: the class that took its place, or why it was left alone.
+    """
+
+    name: str
+    layer: str
+    action: Literal["swapped", "left"]
+    detail: str
+
+
+@dataclass(frozen=True)
+class SwapReport:
+    """What `swap` did; `str()` is a table.
+
+    Attributes:
+        rows: one per layer that was swapped, or that was left alone for a reason.
+        model: the model; another object only if the model itself was a supported layer.
+        dry_run: nothing was changed.
+    """
+
+    rows: tuple[SwapRow, ...]
+    model: nn.Module = field(repr=False)
+    dry_run: bool = False
+
+    @property
+    def swapped(self) -> tuple[SwapRow, ...]:
+        """The layers that were swapped."""
+        return tuple(row for row in self.rows if row.action == "swapped")
+
+    @property
+    def left(self) -> tuple[SwapRow, ...]:
+        """The layers that were left alone."""
+        return tuple(row for row in self.rows if row.action == "left")
+
+    def __str__(self) -> str:
+        header = ("layer", "class", "action", "detail")
+        action = {"swapped": "would swap" if self.dry_run else "swapped", "left": "left alone"}
+        lines = [header, *((row.name or "(model)", row.layer, action[row.action], row.detail) for row in self.rows)]
+        widths = [max(len(line[column]) for line in lines) for column in range(4)]
+        text = [
+            "  ".join(cell.ljust(width) for cell, width in zip(line, widths, strict=True)).rstrip() for line in lines
+        ]
+        verb = "would be swapped" if self.dry_run else "swapped"
+        return "\n".join([*text, f"{len(self.swapped)} {verb}, {len(self.left)} left alone"])
+
+
+# The swap.
+
+
+Pruning = float | Tensor | Mapping[str, Any]
+
+
+def swap(
+    model: nn.Module,
+    *,
+    dry_run: bool = False,
+    include: str | Sequence[str] | None = None,
+    exclude: str | Sequence[str] = (),
+    block_sparse: Mapping[str, Pruning] | None = None,
+) -> SwapReport:
+    """Replace every supported layer of a model in place, weights kept.
+
+    Supported are `torch_geometric`'s `GCNConv`, the tensor products of `e3nn.o3` and the modules of `spconv.pytorch`
+    (build the model's inputs with our `SparseConvTensor` then). New layers share the parameters of those they replace,
+    so an optimizer that holds them stays valid, and give equal outputs. Dense layers of torch are replaced only where
+    `block_sparse` names them; these get parameters of their own, and equal outputs only as far as nothing is pruned.
+
+    Args:
+        model: any module.
+        dry_run: change nothing; the report says what would be done.
+        include: patterns (`"encoder.*"`) of the names of layers to consider; default all.
+        exclude: patterns of names to leave alone.
+        block_sparse: pattern -> what to keep of the `Linear` and `Conv2d` layers whose names fit: a density, a mask,
+            or the keyword arguments of `BlockSparseLinear.from_linear` or `SparseConv2d.from_conv2d`. The first
+            pattern that fits a name counts.
+
+    Returns:
+        The report; its `model` is `model`, unless that is itself a supported layer.
+
+    Raises:
+        InsumNameError: a pattern fits no layer.
+        InsumFormatError: what `block_sparse` asks for a layer cannot be done; nothing is changed then.
+
+    >>> model = nn.Sequential(nn.Linear(64, 64), nn.ReLU(), nn.Linear(64, 8))
+    >>> print(swap(model, block_sparse={"0": {"density": 0.5, "block_shape": (16, 16)}}))
+    layer  class                   action      detail
+    0      torch.nn.Linear         swapped     BlockSparseLinear, 8 of 16 blocks
+    2      torch.nn.Linear         left alone  dense; name it in block_sparse= to prune it
+    1 swapped, 1 left alone
+    >>> type(model[0]).__name__
+    'BlockSparseLinear'
+    """
+    work = _Swap(model, _patterns(include), _patterns(exclude) or (), dict(block_sparse or {}))
+    root = work.visit(model, "", None)
+    work.check_patterns()
+    if not dry_run:
+        work.attach()
+    return SwapReport(tuple(work.rows), model if dry_run else root, dry_run)
+
+
+def _patterns(given: str | Sequence[str] | None) -> tuple[str, ...] | None:
+    if given is None:
+        return None
+    return (given,) if isinstance(given, str) else tuple(given)
+
+
+class _Swap:
+    """One walk over a model; replacements are made first and attached together at the end."""
+
+    def __init__(
+        self,
+        model: nn.Module,
+        include: tuple[str, ...] | None,
+        exclude: tuple[str, ...],
+        block_sparse: dict[str, Pruning],
+    ) -> None:
+        self.include = include
+        self.exclude = exclude
+        self.block_sparse = block_sparse
+        self.rows: list[SwapRow] = []
+        self.made: dict[int, nn.Module] = {}
+        self.pending: list[tuple[nn.Module, str, nn.Module]] = []
+        self.fitted: set[str] = set()
+        # Modules stay alive for as long as their ids are keys.
+        self.model = model
+        self.owners: dict[int, list[str]] = {}
+        # A module that stands at two names owns its parameters once.
+        for name, module in model.named_modules():
+            for key, parameter in module.named_parameters(name, recurse=False):
+                self.owners.setdefault(id(parameter), []).append(key)
+
+    def visit(self, module: nn.Module, name: str, parent: nn.Module | None) -> nn.Module:
+        """The replacement of a module, or itself; children first, for containers take theirs along."""
+        if id(module) in self.made:
+            return self.made[id(module)]
+        self.made[id(module)] = module
+        inside = self.convert(module, name, parent)
+        if inside is not None and not _is_container(inside):
+            self.made[id(module)] = inside
+            return inside
+        target = module if inside is None else inside
+        for key, child in list(_children(module)):
+            new = self.visit(child, f"{name}.{key}" if name else key, module)
+            if inside is not None:
+                target._modules[key] = new
+            elif new is not child:
+                self.pending.append((module, key, new))
+        self.made[id(module)] = target
+        return target
+
+    def attach(self) -> None:
+        for parent, key, new in self.pending:
+            parent._modules[key] = new
+
+    def convert(self, module: nn.Module, name: str, parent: nn.Module | None) -> nn.Module | None:
+        """Our layer for a module, and a row of the report; `None` where there is none."""
+        path = f"{type(module).__module__}.{type(module).__qualname__}"
+        shown = _shown(path)
+        pruning = self.pruning_of(module, name)
+        supported = path in CONVERTERS or pruning is not None
+        skipped = self.skipped(name)
+        if not supported:
+            reason = self.why_not(module, path)
+            if reason is not None and skipped is None:
+                self.rows.append(SwapRow(name, shown, "left", reason))
+            return None
+        reason = skipped or _attached(module)
+        if reason is None and pruning is not None:
+            reason = self.why_not_prune(module, parent)
+        if reason is None:
+            try:
+                # Constructors draw weights that are thrown away: the caller's random numbers stay as they are.
+                with torch.random.fork_rng(devices=[]):
+                    new, detail = self.make(module, name, path, pruning)
+            except NotConvertible as error:
+                reason = str(error)
+            else:
+                self.rows.append(SwapRow(name, shown, "swapped", detail))
+                # Not `train`, which would reach into what both share.
+                new.training = module.training
+                return new
+        self.rows.append(SwapRow(name, shown, "left", reason))
+        return None
+
+    def make(self, module: nn.Module, name: str, path: str, pruning: Pruning | None) -> tuple[nn.Module, str]:
+        if pruning is None:
+            try:
+                new = CONVERTERS[path](module)
+            except InsumError as error:
+                raise NotConvertible(error.message) from error
+            return new, type(new).__name__
+        arguments = _arguments(pruning)
+        try:
+            if isinstance(module, nn.Linear):
+                linear = BlockSparseLinear.from_linear(module, **arguments)
+                return linear, f"BlockSparseLinear, {linear.num_stored} of {linear.mask.numel()} blocks"
+            conv = SparseConv2d.from_conv2d(cast(nn.Conv2d, module), **arguments)
+            return conv, f"SparseConv2d, {conv.num_stored} of {conv.mask.numel()} weights"
+        except (InsumError, TypeError) as error:
+            message = error.message if isinstance(error, InsumError) else str(error)
+            raise InsumFormatError(
+                f"block_sparse cannot be applied to '{name}', {type(module).__name__}: {message}",
+                fix="correct the density, the mask or the arguments under its pattern, or exclude the layer.",
+                layer=name,
+            ) from error
+
+    # Reasons.
+
+    def skipped(self, name: str) -> str | None:
+        if self.include is not None:
+            fitting = [p for p in self.include if fnmatchcase(name, p)]
+            self.fitted.update(fitting)
+            if not fitting:
+                return "not included"
+        for pattern in self.exclude:
+            if fnmatchcase(name, pattern):
+                self.fitted.add(pattern)
+                return f"excluded by '{pattern}'"
+        return None
+
+    def pruning_of(self, module: nn.Module, name: str) -> Pruning | None:
+        if type(module) not in (nn.Linear, nn.Conv2d):
+            return None
+        fitting = [pattern for pattern in self.block_sparse if fnmatchcase(name, pattern)]
+        self.fitted.update(fitting)
+        return self.block_sparse[fitting[0]] if fitting else None
+
+    def why_not(self, module: nn.Module, path: str) -> str | None:
+        """Why an unsupported module is worth a line, or `None`."""
+        if path.startswith("insum_nn."):
+            return None
+        for kind in type(module).__mro__[1:]:
+            known = f"{kind.__module__}.{kind.__qualname__}"
+            if known in CONVERTERS:
+                return f"a subclass of {kind.__name__}, whose behaviour may differ"
+        if type(module) in (nn.Linear, nn.Conv2d):
+            return "dense; name it in block_sparse= to prune it"
+        if isinstance(module, torch.jit.ScriptModule):
+            return "compiled by TorchScript"
+        if path.startswith(_PEERS) and not _is_container(module):
+            return "no counterpart"
+        return None
+
+    def why_not_prune(self, module: nn.Module, parent: nn.Module | None) -> str | None:
+        if isinstance(parent, nn.TransformerEncoderLayer):
+            return "TransformerEncoderLayer reads its weight itself"
+        names = self.owners[id(module.weight)]
+        return f"its weight is shared: {', '.join(names)}" if len(names) > 1 else None
+
+    def check_patterns(self) -> None:
+        asked = [*(self.include or ()), *self.exclude, *self.block_sparse]
+        for pattern in asked:
+            if pattern not in self.fitted:
+                kind = "Linear or Conv2d layer" if pattern in self.block_sparse else "layer"
+                known = [row.name for row in self.rows if row.name]
+                raise InsumNameError(
+                    f"swap: the pattern '{pattern}' fits no {kind}",
+                    details=[f"layers: {', '.join(known) or 'none'}"],
+                    fix="write the layer's path in the model; '*' stands for any characters.",
+                    pattern=pattern,
+                )
+
+
+def _children(module: nn.Module) -> Iterator[tuple[str, nn.Module]]:
+    """Children by name, one that stands at two names at both."""
+    for key, child in module._modules.items():
+        if child is not None:
+            yield key, child
+
+
+def _is_container(module: nn.Module) -> bool:
+    """Whether a module is a peer's container, or ours, whose children are layers of their own."""
+    return type(module).__name__ in ("SparseSequential", "ConcatTable")
+
+
+def _attached(module: nn.Module) -> str | None:
+    """What hangs on a module and would be lost with it."""
+    if is_parametrized(module):
+        return "it is parametrized"
+    hooks = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks")
+    return "it has hooks" if any(getattr(module, name) for name in hooks) else None
+
+
+def _shown(path: str) -> str:
+    """A class by the path that people import it by."""
+    package, _, name = path.rpartition(".")
+    if package.startswith("torch.nn.modules"):
+        return f"torch.nn.{name}"
+    for public in ("torch_geometric.nn", "spconv.pytorch", "e3nn.o3"):
+        if package.startswith(public):
+            return f"{public}.{name}"
+    return path
+
+
+def _arguments(pruning: Pruning) -> dict[str, Any]:
+    if isinstance(pruning, Mapping):
+        return dict(pruning)
+    return {"mask": pruning} if isinstance(pruning, Tensor) else {"density": pruning}

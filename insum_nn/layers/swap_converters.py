@@ -1,0 +1,162 @@
+"""What makes our layer of a peer's: a table from the path of the peer's class to a converter."""
+
+from __future__ import annotations
+
+import copy
+import importlib
+from collections.abc import Callable, Sequence
+from typing import Any
+
+from torch import nn
+
+__all__ = ["CONVERTERS", "Converter", "NotConvertible", "register_converter"]
+
+Converter = Callable[[nn.Module], nn.Module]
+
+
+class NotConvertible(Exception):
+    """Raised by a converter that cannot replace a layer; the text is the reason."""
+
+
+# Converters. Peers are known by the path of their class, so that none is imported before a model brings it.
+
+
+def _gcn_conv(module: Any) -> nn.Module:
+    ours = importlib.import_module("insum_nn.layers.gcn_conv").GCNConv
+    if module._explain is not None or any(value for name, value in vars(module).items() if name.endswith("_hooks")):
+        raise NotConvertible("an explainer or a hook asks for its messages")
+    new = ours(
+        module.in_channels,
+        module.out_channels,
+        module.improved,
+        module.cached,
+        module.add_self_loops,
+        module.normalize,
+        module.bias is not None,
+        aggr=module.aggr if module.aggr is not None else module.aggr_module,
+        flow=module.flow,
+        node_dim=module.node_dim,
+        decomposed_layers=module.decomposed_layers,
+    )
+    new.lin, new.bias, new.aggr_module = module.lin, module.bias, module.aggr_module
+    new._cached_edge_index, new._cached_adj_t = module._cached_edge_index, module._cached_adj_t
+    return new
+
+
+def _tensor_product(module: Any) -> nn.Module:
+    ours = importlib.import_module("insum_nn.layers.tensor_product").TensorProduct
+    return ours.from_e3nn(module)
+
+
+def _spconv_convolution(module: Any) -> nn.Module:
+    kinds, base = (importlib.import_module(f"insum_nn.layers.{name}") for name in ("sparse_conv_kinds", "sparse_conv"))
+    kernel = tuple(int(extent) for extent in module.kernel_size)
+    expected = (module.out_channels, *kernel, module.in_channels // module.groups)
+    if tuple(module.weight.shape) != expected:
+        raise NotConvertible(f"its weight is {tuple(module.weight.shape)}, not (out, kernel.., in) = {expected}")
+    activation = str(getattr(module, "act_type", None)).rpartition(".")[2]
+    if activation not in ("None", "None_"):
+        raise NotConvertible(f"it applies an activation of its own, {activation}")
+    new: Any = _uninitialised(kinds, module)
+    base.SparseConvolution.__init__(
+        new,
+        module.ndim,
+        module.in_channels,
+        module.out_channels,
+        list(kernel),
+        list(module.stride),
+        list(module.padding),
+        list(module.dilation),
+        module.groups,
+        module.bias is not None,
+        module.subm,
+        list(module.output_padding),
+        module.transposed,
+        module.inverse,
+        module.indice_key,
+        fp32_accum=getattr(module, "fp32_accum", None),
+        record_voxel_count=getattr(module, "record_voxel_count", False),
+        name=module.name,
+        device="meta",
+    )
+    new.weight, new.bias = module.weight, module.bias
+    new._buffers.update(module._buffers)
+    return new
+
+
+def _spconv_pool(module: Any) -> nn.Module:
+    pools = importlib.import_module("insum_nn.layers.sparse_pool")
+    new: Any = _uninitialised(pools, module)
+    if not hasattr(module, "kernel_size"):
+        new.__init__(module.name)
+        return new
+    # The constructor that knows all arguments; those of fixed dimensions leave some out.
+    base: Any = next(kind for kind in type(new).__mro__ if kind.__name__ == "_SparsePool")
+    base.__init__(
+        new,
+        module.ndim,
+        list(module.kernel_size),
+        list(module.stride),
+        list(module.padding),
+        list(module.dilation),
+        module.indice_key,
+        module.subm,
+        record_voxel_count=getattr(module, "record_voxel_count", False),
+        name=module.name,
+    )
+    new._buffers.update(module._buffers)
+    return new
+
+
+def _spconv_module(module: Any) -> nn.Module:
+    """Containers and small modules, which are nothing but their state and children."""
+    new = _uninitialised(importlib.import_module("insum_nn.layers.sparse_sequential"), module)
+    blank: dict[str, Any] = {"name": None, "_sparse_unique_name": ""} if not isinstance(module, nn.BatchNorm1d) else {}
+    new.__dict__.update({**blank, **{k: copy.copy(v) if isinstance(v, dict) else v for k, v in vars(module).items()}})
+    return new
+
+
+def _uninitialised(source: Any, module: nn.Module) -> nn.Module:
+    """An instance of our class of the same name, whose constructor has yet to run."""
+    kind = getattr(source, type(module).__name__, None)
+    if kind is None:
+        raise NotConvertible("there is no such kind here")
+    return kind.__new__(kind)
+
+
+def _names(prefix: str, kinds: Sequence[str], dims: Sequence[int]) -> list[str]:
+    return [f"{prefix}.{kind}{dim}d" for kind in kinds for dim in dims]
+
+
+def _known() -> dict[str, Converter]:
+    found: dict[str, Converter] = {"torch_geometric.nn.conv.gcn_conv.GCNConv": _gcn_conv}
+    found["e3nn.o3._tensor_product._tensor_product.TensorProduct"] = _tensor_product
+    for name in ("FullyConnected", "Elementwise", "Full"):
+        found[f"e3nn.o3._tensor_product._sub.{name}TensorProduct"] = _tensor_product
+    found["e3nn.o3._tensor_product._sub.TensorSquare"] = _tensor_product
+    kinds = ("SubMConv", "SparseConv", "SparseInverseConv", "SparseConvTranspose")
+    found |= dict.fromkeys(_names("spconv.pytorch.conv", kinds, (1, 2, 3, 4)), _spconv_convolution)
+    pools = _names("spconv.pytorch.pool", ("SparseMaxPool", "SparseAvgPool"), (1, 2, 3, 4))
+    pools += ["spconv.pytorch.pool.SparseGlobalMaxPool", "spconv.pytorch.pool.SparseGlobalAvgPool"]
+    found |= dict.fromkeys(pools, _spconv_pool)
+    small = ("Sequential", "BatchNorm", "SyncBatchNorm", "ReLU", "Identity")
+    found |= dict.fromkeys([f"spconv.pytorch.modules.Sparse{name}" for name in small], _spconv_module)
+    found |= dict.fromkeys([f"spconv.pytorch.modules.{name}" for name in ("ToDense", "RemoveGrid")], _spconv_module)
+    tables = ("JoinTable", "AddTable", "AddTableMisaligned", "ConcatTable")
+    found |= dict.fromkeys([f"spconv.pytorch.tables.{name}" for name in tables], _spconv_module)
+    return found
+
+
+CONVERTERS: dict[str, Converter] = _known()
+"""The path of a peer's class -> what makes our layer of an instance, sharing its parameters."""
+
+
+def register_converter(path: str, converter: Converter) -> None:
+    """Teach `swap` another class.
+
+    Args:
+        path: module and qualified name of the class; instances of subclasses are left alone.
+        converter: takes the layer, returns its replacement, which shares the parameters; raises `NotConvertible` with
+            the reason where it cannot. The layer itself stays as it is.
+    """
+    CONVERTERS[path] = converter

@@ -1,0 +1,400 @@
+"""`swap`: equal outputs, shared weights, an honest report, and nothing changed in a dry run."""
+
+from __future__ import annotations
+
+import copy
+from collections import OrderedDict
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from insum_nn.errors import InsumFormatError, InsumNameError
+from insum_nn.layers import sparse_conv_kinds, sparse_pool, sparse_sequential
+from insum_nn.layers.block_sparse_linear import BlockSparseLinear
+from insum_nn.layers.sparse_conv2d import SparseConv2d
+from insum_nn.layers.sparse_tensor import SparseConvTensor
+from insum_nn.layers.swap import swap
+from insum_nn.layers.swap_converters import CONVERTERS, NotConvertible, register_converter
+
+
+class MLP(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.encoder = nn.ModuleDict({"fc1": nn.Linear(64, 96), "fc2": nn.Linear(96, 64, bias=False)})
+        self.stem = nn.Conv2d(3, 8, 3, padding=1)
+        self.head = nn.Linear(64, 10)
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = self.stem(x).mean((2, 3)).repeat(1, 8)
+        return self.head(self.encoder["fc2"](self.encoder["fc1"](x).relu()))
+
+
+def state_ids(model: nn.Module) -> dict[str, int]:
+    return {name: id(value) for name, value in model.named_parameters()}
+
+
+# Dense layers, by name.
+
+
+def test_nothing_dense_is_touched_unasked():
+    model = MLP()
+    report = swap(model)
+    assert report.swapped == ()
+    assert [row.name for row in report.left] == ["encoder.fc1", "encoder.fc2", "stem", "head"]
+    assert {row.detail for row in report.left} == {"dense; name it in block_sparse= to prune it"}
+    assert not any(isinstance(m, BlockSparseLinear) for m in model.modules())
+    assert report.model is model
+
+
+def test_pruning_by_name():
+    model = MLP().double().eval()
+    before = copy.deepcopy(model)
+    mask = torch.rand(8, 3, 3, 3) < 0.5
+    report = swap(model, block_sparse={"encoder.fc?": {"density": 0.5, "block_shape": (16, 32)}, "stem": mask})
+    assert str(report) == (
+        "layer        class            action      detail\n"
+        "encoder.fc1  torch.nn.Linear  swapped     BlockSparseLinear, 6 of 12 blocks\n"
+        "encoder.fc2  torch.nn.Linear  swapped     BlockSparseLinear, 6 of 12 blocks\n"
+        f"stem         torch.nn.Conv2d  swapped     SparseConv2d, {int(mask.sum())} of 216 weights\n"
+        "head         torch.nn.Linear  left alone  dense; name it in block_sparse= to prune it\n"
+        "3 swapped, 1 left alone"
+    )
+    assert isinstance(model.encoder["fc1"], BlockSparseLinear)
+    assert isinstance(model.stem, SparseConv2d)
+    assert not model.encoder["fc1"].training
+    with torch.no_grad():
+        before.stem.weight.mul_(mask)
+        for name in ("fc1", "fc2"):
+            kept = model.encoder[name].mask.repeat_interleave(16, 0).repeat_interleave(32, 1)
+            before.encoder[name].weight.mul_(kept)
+    x = torch.randn(5, 3, 7, 6, dtype=torch.float64)
+    assert torch.allclose(model(x), before(x), rtol=1e-12)
+
+
+def test_keeping_everything_keeps_the_outputs():
+    model = MLP().double()
+    x = torch.randn(5, 3, 7, 6, dtype=torch.float64)
+    want = model(x)
+    report = swap(model, block_sparse={"*": 1.0})
+    assert len(report.swapped) == 4
+    assert torch.allclose(model(x), want, rtol=1e-12)
+    model(x).sum().backward()
+    assert all(p.grad is not None for p in model.parameters())
+    again = swap(model)
+    assert again.rows == ()
+
+
+def test_dry_run_changes_nothing():
+    model = MLP()
+    ids, modules = state_ids(model), [id(m) for m in model.modules()]
+    generator = torch.get_rng_state()
+    report = swap(model, dry_run=True, block_sparse={"head": 0.5})
+    assert state_ids(model) == ids
+    assert [id(m) for m in model.modules()] == modules
+    assert torch.equal(torch.get_rng_state(), generator)
+    assert "would swap" in str(report)
+    assert "1 would be swapped, 3 left alone" in str(report)
+    rows = [(row.name, row.action, row.detail) for row in report.rows]
+    assert rows == [(row.name, row.action, row.detail) for row in swap(model, block_sparse={"head": 0.5}).rows]
+
+
+def test_the_caller_s_random_numbers_stay():
+    model = MLP()
+    generator = torch.get_rng_state()
+    swap(model, block_sparse={"*": 0.5})
+    assert torch.equal(torch.get_rng_state(), generator)
+
+
+def test_include_and_exclude():
+    model = MLP()
+    report = swap(model, include="encoder.*", exclude=["*2"], block_sparse={"*": 0.5})
+    assert {row.name: row.detail for row in report.left} == {
+        "encoder.fc2": "excluded by '*2'",
+        "stem": "not included",
+        "head": "not included",
+    }
+    assert [row.name for row in report.swapped] == ["encoder.fc1"]
+
+
+def test_patterns_that_fit_nothing():
+    model = MLP()
+    with pytest.raises(InsumNameError) as caught:
+        swap(model, block_sparse={"decoder.*": 0.5})
+    assert str(caught.value) == (
+        "swap: the pattern 'decoder.*' fits no Linear or Conv2d layer\n"
+        "  layers: encoder.fc1, encoder.fc2, stem, head\n"
+        "  fix: write the layer's path in the model; '*' stands for any characters."
+    )
+    with pytest.raises(InsumNameError, match="the pattern 'hed' fits no layer"):
+        swap(model, exclude="hed")
+
+
+def test_a_fault_leaves_the_model_whole():
+    model = MLP()
+    modules = [id(m) for m in model.modules()]
+    with pytest.raises(InsumFormatError) as caught:
+        swap(model, block_sparse={"encoder.*": 0.5, "head": 7.0})
+    assert "block_sparse cannot be applied to 'head', Linear: density must lie in (0, 1], got 7.0" in str(caught.value)
+    with pytest.raises(InsumFormatError, match="unexpected keyword argument 'blocks'"):
+        swap(model, block_sparse={"head": {"blocks": 3}})
+    assert [id(m) for m in model.modules()] == modules
+
+
+def test_a_module_at_two_names_stays_one():
+    shared = nn.Linear(8, 8)
+    model = nn.Sequential(shared, nn.ReLU(), shared)
+    report = swap(model, block_sparse={"0": 1.0})
+    assert model[0] is model[2]
+    assert isinstance(model[0], BlockSparseLinear)
+    assert len(report.swapped) == 1
+
+
+def test_layers_that_cannot_be_replaced_are_left_with_a_reason():
+    class Odd(nn.Linear):
+        pass
+
+    tied = nn.Linear(8, 8)
+    model = nn.ModuleDict(
+        {
+            "hooked": nn.Linear(8, 8),
+            "normed": nn.utils.parametrizations.weight_norm(nn.Linear(8, 8)),
+            "tied": tied,
+            "embedding": nn.Embedding(8, 8),
+            "transformer": nn.TransformerEncoderLayer(8, 2, 8),
+            "odd": Odd(8, 8),
+        }
+    )
+    model["embedding"].weight = tied.weight
+    model["hooked"].register_forward_hook(lambda *_: None)
+    report = swap(model, block_sparse={"*": 0.5})
+    reasons = {row.name: row.detail for row in report.rows}
+    assert reasons == {
+        "hooked": "it has hooks",
+        "tied": "its weight is shared: tied.weight, embedding.weight",
+        "transformer.linear1": "TransformerEncoderLayer reads its weight itself",
+        "transformer.linear2": "TransformerEncoderLayer reads its weight itself",
+    }
+    assert report.swapped == ()
+
+
+def test_the_model_itself():
+    layer = nn.Linear(8, 8)
+    report = swap(layer, block_sparse={"*": 0.5})
+    assert isinstance(report.model, BlockSparseLinear)
+    assert "(model)  torch.nn.Linear  swapped" in str(report)
+
+
+def test_a_converter_of_one_s_own():
+    class Doubling(nn.Module):
+        def forward(self, x: Tensor) -> Tensor:
+            return 2 * x
+
+    class Fast(nn.Module):
+        def forward(self, x: Tensor) -> Tensor:
+            return x + x
+
+    path = f"{Doubling.__module__}.{Doubling.__qualname__}"
+    try:
+        register_converter(path, lambda module: Fast())
+        model = nn.Sequential(Doubling())
+        assert [row.detail for row in swap(model).swapped] == ["Fast"]
+
+        def refuse(module: nn.Module) -> nn.Module:
+            raise NotConvertible("it is too slow already")
+
+        register_converter(path, refuse)
+        assert [row.detail for row in swap(nn.Sequential(Doubling())).left] == ["it is too slow already"]
+    finally:
+        del CONVERTERS[path]
+
+
+# torch_geometric.
+
+
+@pytest.mark.peer
+def test_graph_models():
+    geometric = pytest.importorskip("torch_geometric.nn")
+    ours = pytest.importorskip("insum_nn.layers.gcn_conv")
+    model = geometric.GCN(6, 16, num_layers=3, out_channels=4, norm="batch_norm").double().eval()
+    reference = copy.deepcopy(model)
+    ids = state_ids(model)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    report = swap(model)
+    assert [row.name for row in report.swapped] == ["convs.0", "convs.1", "convs.2"]
+    assert all(row.layer == "torch_geometric.nn.GCNConv" for row in report.swapped)
+    assert all(type(conv) is ours.GCNConv for conv in model.convs)
+    assert state_ids(model) == ids, "an optimizer built before the swap stays valid"
+    assert list(model.state_dict()) == list(reference.state_dict())
+    x = torch.randn(9, 6, dtype=torch.float64)
+    edges = torch.randint(9, (2, 30))
+    weight = torch.rand(30, dtype=torch.float64)
+    want = reference(x, edges, weight)
+    assert torch.allclose(model(x, edges, weight), want, rtol=1e-10)
+    for net in (model, reference):
+        net(x, edges, weight).square().sum().backward()
+    for ours_p, theirs in zip(model.parameters(), reference.parameters(), strict=True):
+        assert torch.allclose(ours_p.grad, theirs.grad, rtol=1e-9, atol=1e-12)
+    optimizer.step()
+
+
+@pytest.mark.peer
+@pytest.mark.parametrize(
+    "arguments",
+    [
+        {"improved": True, "bias": False},
+        {"normalize": False, "aggr": "mean"},
+        {"flow": "target_to_source", "add_self_loops": False},
+        {"cached": True},
+        {"node_dim": 0},
+        {"decomposed_layers": 2},
+    ],
+    ids=str,
+)
+def test_graph_convolutions(arguments: dict[str, Any]):
+    geometric = pytest.importorskip("torch_geometric.nn")
+    pytest.importorskip("insum_nn.layers.gcn_conv")
+    model = nn.ModuleList([geometric.GCNConv(6, 4, **arguments).double()])
+    reference = copy.deepcopy(model)
+    assert len(swap(model).swapped) == 1
+    x, edges = torch.randn(9, 6, dtype=torch.float64), torch.randint(9, (2, 30))
+    assert torch.allclose(model[0](x, edges), reference[0](x, edges), rtol=1e-10, atol=1e-12)
+    assert list(model.state_dict()) == list(reference.state_dict())
+
+
+@pytest.mark.peer
+def test_lazy_graph_convolutions_and_subclasses():
+    geometric = pytest.importorskip("torch_geometric.nn")
+    pytest.importorskip("insum_nn.layers.gcn_conv")
+
+    class Own(geometric.GCNConv):
+        pass
+
+    model = nn.ModuleDict({"lazy": geometric.GCNConv(-1, 4), "own": Own(3, 4), "gat": geometric.GATConv(3, 4)})
+    report = swap(model)
+    assert [row.name for row in report.swapped] == ["lazy"]
+    assert {row.name: row.detail for row in report.left} == {
+        "own": "a subclass of GCNConv, whose behaviour may differ",
+        "gat": "no counterpart",
+    }
+    assert model["lazy"](torch.randn(5, 7), torch.randint(5, (2, 9))).shape == (5, 4)
+
+
+# e3nn.
+
+
+@pytest.mark.peer
+def test_equivariant_models():
+    o3 = pytest.importorskip("e3nn.o3")
+    ours = pytest.importorskip("insum_nn.layers.tensor_product")
+    model = nn.ModuleDict(
+        {
+            "mix": o3.FullyConnectedTensorProduct("4x0e + 2x1o", "0e + 1o", "3x0e + 2x1o"),
+            "uvu": o3.TensorProduct("4x1o", "0e + 1o", "4x1o + 4x0e", [(0, 0, 0, "uvu", True), (0, 1, 1, "uvu", True)]),
+            "linear": o3.Linear("4x0e", "2x0e"),
+        }
+    ).double()
+    reference = copy.deepcopy(model)
+    ids = state_ids(model)
+    report = swap(model)
+    assert [(row.name, row.layer, row.detail) for row in report.swapped] == [
+        ("mix", "e3nn.o3.FullyConnectedTensorProduct", "FullyConnectedTensorProduct"),
+        ("uvu", "e3nn.o3.TensorProduct", "TensorProduct"),
+    ]
+    assert [(row.name, row.detail) for row in report.left] == [("linear", "no counterpart")]
+    assert type(model["mix"]) is ours.FullyConnectedTensorProduct
+    assert state_ids(model) == ids
+    for name in ("mix", "uvu"):
+        x = torch.randn(5, reference[name].irreps_in1.dim, dtype=torch.float64)
+        y = torch.randn(5, reference[name].irreps_in2.dim, dtype=torch.float64)
+        assert torch.allclose(model[name](x, y), reference[name](x, y), rtol=1e-10, atol=1e-12)
+
+
+# spconv, whose class names and attributes stand-ins carry where it is not installed.
+
+
+def stand_in(source: Any, name: str, path: str) -> Any:
+    """A class that `swap` takes for spconv's: its path and name, and layers with the attributes of spconv's."""
+    return type(name, (getattr(source, name),), {"__module__": path, "__qualname__": name})
+
+
+def sparse_model() -> tuple[nn.Module, Any]:
+    conv = lambda name: stand_in(sparse_conv_kinds, name, "spconv.pytorch.conv")  # noqa: E731
+    small = lambda name: stand_in(sparse_sequential, name, "spconv.pytorch.modules")  # noqa: E731
+    pool = stand_in(sparse_pool, "SparseMaxPool2d", "spconv.pytorch.pool")
+    sequential = small("SparseSequential")
+    model = sequential(
+        OrderedDict(
+            stem=conv("SubMConv2d")(3, 8, 3, indice_key="a", bias=False),
+            norm=nn.BatchNorm1d(8),
+            act=small("SparseReLU")(),
+            inner=sequential(conv("SparseConv2d")(8, 8, 2, 2, indice_key="down"), nn.ReLU()),
+            up=conv("SparseInverseConv2d")(8, 4, 2, indice_key="down"),
+            pool=pool(2, 2),
+            dense=small("ToDense")(),
+        )
+    )
+    return model, sequential
+
+
+def sparse_input() -> SparseConvTensor:
+    indices = torch.cat([torch.zeros(12, 1, dtype=torch.int64), torch.randperm(48)[:12, None]], 1)
+    indices = torch.stack([indices[:, 0], indices[:, 1] // 8, indices[:, 1] % 8], 1).int()
+    return SparseConvTensor(torch.randn(12, 3, dtype=torch.float64), indices, [6, 8], 1)
+
+
+def test_sparse_convolutions_and_their_containers():
+    model, sequential = sparse_model()
+    model = model.double().eval()
+    x = sparse_input()
+    want, ids = model(x), state_ids(model)
+    keys = list(model.state_dict())
+    holder = nn.ModuleList([model])
+    dry = swap(holder, dry_run=True)
+    assert type(holder[0]) is sequential
+    assert type(holder[0].stem).__module__ == "spconv.pytorch.conv"
+    assert type(holder[0].inner[0]).__module__ == "spconv.pytorch.conv"
+    report = swap(holder)
+    assert [(row.name, row.detail) for row in report.swapped] == [
+        ("0", "SparseSequential"),
+        ("0.stem", "SubMConv2d"),
+        ("0.act", "SparseReLU"),
+        ("0.inner", "SparseSequential"),
+        ("0.inner.0", "SparseConv2d"),
+        ("0.up", "SparseInverseConv2d"),
+        ("0.pool", "SparseMaxPool2d"),
+        ("0.dense", "ToDense"),
+    ]
+    assert report.left == ()
+    assert [row.name for row in dry.rows] == [row.name for row in report.rows]
+    ours = holder[0]
+    assert not any(type(m).__module__.startswith("spconv") for m in ours.modules())
+    assert state_ids(ours) == ids
+    assert list(ours.state_dict()) == keys
+    assert torch.equal(ours(x), want)
+    assert not ours.training
+    assert not ours.stem.training
+
+
+def test_the_model_itself_may_be_a_container():
+    model, _ = sparse_model()
+    report = swap(model)
+    assert type(report.model) is sparse_sequential.SparseSequential
+
+
+def test_weights_in_another_order_are_left_alone():
+    kind = stand_in(sparse_conv_kinds, "SubMConv2d", "spconv.pytorch.conv")
+    layer = kind(3, 8, 3)
+    layer.weight = nn.Parameter(layer.weight.detach().permute(1, 2, 3, 0).contiguous())
+    (row,) = swap(nn.Sequential(layer)).rows
+    assert row.detail == "its weight is (3, 3, 3, 8), not (out, kernel.., in) = (8, 3, 3, 3)"
+
+
+@pytest.mark.peer
+def test_spconv_itself():
+    spconv = pytest.importorskip("spconv.pytorch")
+    model = spconv.SparseSequential(spconv.SubMConv3d(3, 8, 3, indice_key="a"), nn.ReLU(), spconv.SparseMaxPool3d(2, 2))
+    report = swap(model)
+    assert len(report.swapped) == 3
+    assert type(report.model) is sparse_sequential.SparseSequential
