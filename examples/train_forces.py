@@ -121,14 +121,20 @@ def load(root: Path | None, settings: Settings, energy_key: str, forces_key: str
     )
 
 
+def targets(batch: AtomBatch) -> tuple[Tensor, Tensor]:
+    """Energies and forces that a batch is known to have."""
+    if batch.energies is None or batch.forces is None:
+        raise ValueError("the configurations lack energies or forces")
+    return batch.energies, batch.forces
+
+
 def batches(configurations: Sequence[Configuration], data: Data, settings: Settings) -> list[AtomBatch]:
     """Put together batches in the given order; energies become what the lone atoms leave over, a small number."""
     found: list[AtomBatch] = []
     for start in range(0, len(configurations), settings.batch):
         batch = collate(configurations[start : start + settings.batch], settings.cutoff)
         lone = torch.tensor([data.atom_energies[int(s)] for s in batch.species], dtype=torch.float64)
-        assert batch.energies is not None
-        rest = batch.energies.index_add(0, batch.batch, -lone)
+        rest = targets(batch)[0].index_add(0, batch.batch, -lone)
         found.append(replace(batch, energies=rest))
     return found
 
@@ -155,10 +161,9 @@ def predict(model: NequIP, given: Sequence[AtomBatch]) -> list[tuple[Tensor, Ten
     found: list[tuple[Tensor, Tensor, Tensor, Tensor]] = []
     for batch in given:
         energies, forces = model.energy_and_forces(*batch.model_inputs)
-        assert batch.energies is not None
-        assert batch.forces is not None
+        true_energies, true_forces = targets(batch)
         atoms = batch.batch.bincount(minlength=batch.num_graphs)
-        found.append((energies / atoms, batch.energies / atoms, forces, batch.forces))
+        found.append((energies / atoms, true_energies / atoms, forces, true_forces))
     return found
 
 
@@ -173,11 +178,10 @@ def errors(model: NequIP, given: Sequence[AtomBatch]) -> tuple[float, float]:
 def loss_of(model: NequIP, batch: AtomBatch, data: Data, settings: Settings) -> Tensor:
     """Squared errors of forces and of energies an atom, both in units of the forces' spread."""
     energies, forces = model.energy_and_forces(*batch.model_inputs)
-    assert batch.energies is not None
-    assert batch.forces is not None
+    true_energies, true_forces = targets(batch)
     atoms = batch.batch.bincount(minlength=batch.num_graphs)
-    force = ((forces - batch.forces) / data.force_scale).square().mean()
-    energy = ((energies - batch.energies) / atoms / data.force_scale).square().mean()
+    force = ((forces - true_forces) / data.force_scale).square().mean()
+    energy = ((energies - true_energies) / atoms / data.force_scale).square().mean()
     return force + settings.energy_weight * energy
 
 

@@ -42,7 +42,9 @@ class _Edges(NamedTuple):
 
 def _renamed(function: Any, name: str) -> Any:
     """The same function under another name: TorchScript knows methods by it, and `forward` is taken."""
-    copy = types.FunctionType(function.__code__, function.__globals__, name, function.__defaults__, function.__closure__)
+    copy = types.FunctionType(
+        function.__code__, function.__globals__, name, function.__defaults__, function.__closure__
+    )
     copy.__annotations__ = function.__annotations__
     return copy
 
@@ -298,9 +300,7 @@ class GCNConv(peer.GCNConv):
         return (edge_index, edge_weight, True) if known is None else (*known, False)
 
     def _peer_norm(self, edge_index: Any, edge_weight: Tensor | None, num_nodes: int, dtype: torch.dtype) -> Any:
-        return peer.gcn_norm(
-            edge_index, edge_weight, num_nodes, self.improved, self.add_self_loops, self.flow, dtype
-        )
+        return peer.gcn_norm(edge_index, edge_weight, num_nodes, self.improved, self.add_self_loops, self.flow, dtype)
 
 
 def _check_square(rows: int | None, cols: int | None, num_nodes: int) -> None:

@@ -187,7 +187,9 @@ def _compare(graph: GraphMatrix, a: Tensor, b: Tensor, options: Options = DEFAUL
 
 class _Carry(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, values: Tensor, dense: Tensor, graph: GraphMatrix, transposed: bool, options: Options) -> Tensor:
+    def forward(
+        ctx: Any, values: Tensor, dense: Tensor, graph: GraphMatrix, transposed: bool, options: Options
+    ) -> Tensor:
         ctx.save_for_backward(values, dense)
         ctx.rest = graph, transposed, options
         return _carry(values, dense, graph, transposed, options)
@@ -342,9 +344,7 @@ def graph_conv(
     return graph_product(graph, graph_values(graph, edge_weight, recipe, x.dtype), x, options=options)
 
 
-def _agree(
-    x: Tensor, edge_index: Tensor, edge_weight: Tensor | None, recipe: Recipe
-) -> tuple[Tensor, Tensor | None]:
+def _agree(x: Tensor, edge_index: Tensor, edge_weight: Tensor | None, recipe: Recipe) -> tuple[Tensor, Tensor | None]:
     """Operands on one device, and features in the dtype of the product."""
     if edge_index.device != x.device or (edge_weight is not None and edge_weight.device != x.device):
         where = {"x": x, "edge_index": edge_index, "edge_weight": edge_weight}
@@ -376,7 +376,12 @@ def _traced(*tensors: Tensor | None) -> bool:
 
 
 def explain_graph_conv(
-    x: Tensor, edge_index: Tensor, edge_weight: Tensor | None = None, *, recipe: Recipe = Recipe(), measure: bool = False  # noqa: B008
+    x: Tensor,
+    edge_index: Tensor,
+    edge_weight: Tensor | None = None,
+    *,
+    recipe: Recipe = Recipe(),
+    measure: bool = False,  # noqa: B008
 ) -> Explanation:
     """What becomes of the product that `graph_conv` runs: loop nest, plan, code."""
     x, edge_weight = _agree(x, edge_index, edge_weight, recipe)
@@ -460,9 +465,7 @@ def _through_norm(graph: GraphMatrix, weights: Tensor, of_values: Tensor, option
 
 
 @_weight_gradient.register_fake
-def _weight_gradient_fake(
-    grad: Tensor, x: Tensor, edge_index: Tensor, edge_weight: Tensor, *_: object
-) -> Tensor:
+def _weight_gradient_fake(grad: Tensor, x: Tensor, edge_index: Tensor, edge_weight: Tensor, *_: object) -> Tensor:
     return torch.empty_like(edge_weight, memory_format=torch.contiguous_format)
 
 

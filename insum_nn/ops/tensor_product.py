@@ -9,7 +9,9 @@ import torch
 from torch import Tensor
 
 from insum_nn.compiler.api import Explanation
-from insum_nn.ops.tensor_product_form import Form, Statement, TensorProductSpec, form_of, others
+from insum_nn.ops.tensor_product_form import Form, form_of
+from insum_nn.ops.tensor_product_spec import TensorProductSpec, others
+from insum_nn.ops.tensor_product_statement import Statement
 
 __all__ = ["TensorProductSpec", "explain_tensor_product", "expressions", "tensor_product"]
 

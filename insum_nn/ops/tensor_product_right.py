@@ -11,7 +11,8 @@ from torch import Tensor
 from insum_nn.compiler.api import Program, compile
 from insum_nn.errors import InsumError
 from insum_nn.facts import IndexFacts
-from insum_nn.ops.tensor_product_form import Form, TensorProductSpec, form_of
+from insum_nn.ops.tensor_product_form import Form, form_of
+from insum_nn.ops.tensor_product_spec import TensorProductSpec
 from insum_nn.structure.clebsch_gordan import nonzeros
 from insum_nn.structure.irreps import MODES, Path
 
@@ -45,7 +46,8 @@ def tensor_product_right(spec: TensorProductSpec | str, y: Tensor, weight: Tenso
     >>> from insum_nn.structure.irreps import Entry, Path
     >>> double = Path(0, 0, 0, "uuu", False, 2.0, (1,))
     >>> scalar = (Entry(1, 0, 1),)
-    >>> tensor_product_right(TensorProductSpec(scalar, scalar, scalar, (double,), True), torch.ones(1, 1), torch.zeros(0))
+    >>> spec = TensorProductSpec(scalar, scalar, scalar, (double,), shared=True)
+    >>> tensor_product_right(spec, torch.ones(1, 1), torch.zeros(0))
     tensor([[[2.]]])
     """
     text = spec if isinstance(spec, str) else spec.to_json()

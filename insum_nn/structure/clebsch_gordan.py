@@ -20,7 +20,6 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from insum_nn.errors import MissingExtraError
-from insum_nn.facts import IndexFacts
 
 __all__ = ["Entries", "Table", "divide", "make_table", "nonzeros", "path_table"]
 
@@ -113,16 +112,6 @@ class Table:
     first: Tensor
     second: Tensor
     path: Tensor | None
-
-    @property
-    def facts(self) -> IndexFacts:
-        """What holds for all its index tensors."""
-        return IndexFacts(masked=False, proven=True)
-
-    def to(self, device: torch.device, dtype: torch.dtype) -> Table:
-        """The table on a device, values rounded to `dtype`."""
-        path = None if self.path is None else self.path.to(device)
-        return Table(self.value.to(device, dtype), self.first.to(device), self.second.to(device), path)
 
 
 # Buckets a list of rows is divided into at most, and the share of all slots that one more must save.

@@ -86,9 +86,10 @@ def check_edge_index(edge_index: Tensor, num_nodes: int, *, values: bool = True)
     if low < 0 or high >= num_nodes:
         bad = ((edge_index < 0) | (edge_index >= num_nodes)).any(0)
         first = int(bad.nonzero()[0])
-        what = "negative indices" if low < 0 else f"indices that are larger than {num_nodes - 1}"
         raise InsumRangeError(
-            f"Found {what} in 'edge_index'",
+            "Found negative indices in 'edge_index'"
+            if low < 0
+            else f"Found indices in 'edge_index' that are larger than {num_nodes - 1}",
             details=[
                 f"expected 0 <= node < {num_nodes}; got minimum {low}, maximum {high} "
                 f"({int(bad.sum())} of {edge_index.shape[1]} edges; first at edge {first})"

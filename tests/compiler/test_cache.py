@@ -78,6 +78,18 @@ def test_twenty_sizes_are_compiled_once_by_inductor(monkeypatch: pytest.MonkeyPa
     assert cache_info().misses == 1
 
 
+def test_code_on_disk_belongs_to_its_graph():
+    """Another version of the package may lower a statement to another graph, and must not find the old code."""
+    keys: set[str] = set()
+    for expression in ("y[i] += x[i]", "y[i] += x[i] * 2"):
+        clear_cache()
+        insum(expression, x=torch.ones(3))
+        (program,) = execution._cache.values()
+        bound = insum_nn.compiler.bind.bind(insum_nn.compile("y[i] += x[i]").statement, {"x": torch.ones(3)}, None)
+        keys |= {inductor._key(program.graph, bound, Options(), (), torch.device("cpu")) for _ in range(2)}
+    assert len(keys) == 2
+
+
 def test_what_tells_programs_apart():
     x, E = torch.ones(3), torch.tensor([0, 1, 2])
     variants = [

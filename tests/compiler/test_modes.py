@@ -442,14 +442,6 @@ def test_autocast_leaves_a_backward_of_other_dtypes_alone():
     torch.testing.assert_close(a.grad, b.detach().sum(1).expand(3, 4))
 
 
-def test_autocast_of_another_device_changes_nothing():
-    other = "xpu" if torch.cuda.is_available() else "cuda"
-    with pytest.warns(UserWarning, match="is not available"):
-        region = torch.autocast(other, torch.float16)
-    with region:
-        assert insum("y[i] += x[i]", x=torch.ones(2)).dtype == torch.float32
-
-
 @pytest.mark.gpu
 def test_autocast_of_a_gpu_leaves_the_cpu_alone():
     with torch.autocast("cuda", torch.float16):

@@ -18,7 +18,6 @@ from insum_nn.compiler.planner import make_plan
 from insum_nn.testing.random_programs import random_program
 from tests.golden_fixture import Golden
 
-
 # Planning looks at no device, so a GPU's plans are made and compared without one.
 GPU = "cuda"
 

@@ -377,7 +377,9 @@ def test_explain_statement(weighted: bool):
         assert "CSR product" in text
 
 
-@pytest.mark.parametrize("way", [copy.deepcopy, lambda layer: pickle.loads(pickle.dumps(layer))], ids=["copy", "pickle"])
+@pytest.mark.parametrize(
+    "way", [copy.deepcopy, lambda layer: pickle.loads(pickle.dumps(layer))], ids=["copy", "pickle"]
+)
 @pytest.mark.parametrize("called", [False, True])
 def test_copies(way, called: bool):
     layer, graph = GCNConv(3, 4, options=Options(deterministic=True)), random_graph()

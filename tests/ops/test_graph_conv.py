@@ -62,7 +62,9 @@ def test_gradients_of_every_order(group_size: int, transposed: bool):
     torch.autograd.gradcheck(run, (values, x))
     torch.autograd.gradgradcheck(run, (values, x))
     third = torch.autograd.grad(run(values, x).pow(3).sum(), values, create_graph=True)[0]
-    torch.autograd.gradcheck(lambda x: torch.autograd.grad(run(values, x).pow(3).sum(), values, create_graph=True)[0], x)
+    torch.autograd.gradcheck(
+        lambda x: torch.autograd.grad(run(values, x).pow(3).sum(), values, create_graph=True)[0], x
+    )
     assert third.requires_grad
 
 

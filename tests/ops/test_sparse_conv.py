@@ -260,15 +260,22 @@ def test_nothing_of_the_size_of_all_pairs_and_channels_is_formed():
     weight = torch.randn(channels, 3, 3, 3, channels, requires_grad=True)
     whole = near.num_pairs * channels
     assert whole > 2_000_000
-    plain = [near.in_index, near.out_index, features, weight]
     largest = 0
 
-    def watch(*tensors: torch.Tensor) -> None:
+    def watch(tensor: torch.Tensor) -> None:
         nonlocal largest
-        largest = max([largest, *(t.numel() for t in tensors)])
+        largest = max(largest, tensor.numel())
 
+    program = map_program(SPARSE_CONV, Options())
+    named = {name: tensor.detach() for name, tensor in sparse_conv_operands(features, weight, near).items()}
     with Results(watch):
-        result = sparse_conv(features, weight, near)
-        torch.autograd.grad(result, [features, weight], torch.ones_like(result))
-    assert largest >= max(t.numel() for t in plain)
-    assert largest < whole / 3
+        result = program(tensors=named, out_shape=(near.num_outputs, None))
+    assert features.numel() <= largest < whole / 3
+    # The backward pass runs these statements.
+    for name in ("In", "W"):
+        others = {key: tensor for key, tensor in named.items() if key != name} | {"dOut": result}
+        largest = 0
+        with Results(watch):
+            gradient = program.grad(name)(tensors=others, out_shape=named[name].shape)
+        assert gradient.shape == named[name].shape
+        assert gradient.numel() <= largest < whole / 3

@@ -50,7 +50,8 @@ def spec_of(case: Case, *, shared: bool, **flags: bool) -> TensorProductSpec:
     entries = tuple(entries_from(text) for text in case.args[:3])
     paths, factors = make_paths(*entries, case.instructions)
     paths = tuple(
-        p._replace(coefficient=0.25 + f) if f else p._replace(coefficient=0.0) for p, f in zip(paths, factors)
+        p._replace(coefficient=0.25 + f) if f else p._replace(coefficient=0.0)
+        for p, f in zip(paths, factors, strict=True)
     )
     return TensorProductSpec(*entries, paths, shared, **flags)
 

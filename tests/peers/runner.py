@@ -72,7 +72,9 @@ def run_suite(
     options = ["-c", os.devnull, "--rootdir", str(suite), "-p", "no:cacheprovider", "-p", "no:dash", "-q"]
     status = pytest.main([*options, *arguments, *(str(suite / file) for file in files)], plugins=[plugin])
     numbers = ", ".join(f"{count} {outcome}" for outcome, count in sorted(plugin.outcomes.items())) or "no tests"
-    summary = f"{name}'s suite: {numbers} ({len(plugin.skipped)} skipped by our list); our classes ran {plugin.met} times"
+    summary = (
+        f"{name}'s suite: {numbers} ({len(plugin.skipped)} skipped by our list); our classes ran {plugin.met} times"
+    )
     if status == 0 and (plugin.met == 0 or not plugin.outcomes.get("passed")):
         return 1, summary + "; the suite never met our classes"
     return int(status), summary

@@ -80,10 +80,10 @@ def test_filled_up_slots_repeat_their_row():
     for row in range(len(rows)):
         used = {
             (int(a), int(b))
-            for a, b, v in zip(*(t[row].flatten() for t in (table.first, table.second, table.value)))
+            for a, b, v in zip(*(t[row].flatten() for t in (table.first, table.second, table.value)), strict=True)
             if v != 0
         }
-        read = {(int(a), int(b)) for a, b in zip(table.first[row].flatten(), table.second[row].flatten())}
+        read = {(int(a), int(b)) for a, b in zip(table.first[row].flatten(), table.second[row].flatten(), strict=True)}
         assert read == used
 
 

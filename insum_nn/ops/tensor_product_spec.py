@@ -1,0 +1,189 @@
+"""What a tensor product is made of: its representations and paths, and the groups that statements compute.
+
+A tensor product is linear in four tensors: in1 `X`, in2 `Y`, the weight `W`, and (for its derivatives) the output's
+gradient. Each can be computed from the other three, its *role*; a derivative of one role is another role. Every role
+is a list of statements in which each component of the result has one owner, so components are never scattered.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator, Mapping
+from dataclasses import asdict, dataclass, replace
+from functools import cached_property
+
+from insum_nn.structure.clebsch_gordan import Entries
+from insum_nn.structure.irreps import MODES, Entry, Mode, Path, dimension, offsets, weight_offsets
+
+__all__ = ["NUMBER", "ROLES", "Group", "ProductLayout", "TensorProductSpec", "others"]
+
+ROLES = "xywz"
+# The operand's number in a path.
+NUMBER = {"x": 0, "y": 1, "z": 2}
+
+
+def others(role: str) -> str:
+    """The roles that a role is computed from.
+
+    >>> others("w")
+    'xyz'
+    """
+    return ROLES.replace(role, "")
+
+
+@dataclass(frozen=True)
+class TensorProductSpec:
+    """A tensor product without its numbers; converts to JSON and back.
+
+    Attributes:
+        in1: entries of the first input.
+        in2: entries of the second input.
+        out: entries of the output.
+        paths: the paths, in the order of their weights.
+        shared: one weight for all samples, rather than one each.
+        convolution: gather the first input along edges, and add the results up at their receivers.
+        deterministic: the same bits at every run.
+    """
+
+    in1: tuple[Entry, ...]
+    in2: tuple[Entry, ...]
+    out: tuple[Entry, ...]
+    paths: tuple[Path, ...]
+    shared: bool
+    convolution: bool = False
+    deterministic: bool = False
+
+    def to_json(self) -> str:
+        """As text, which the registered operators carry."""
+        return json.dumps(asdict(self), separators=(",", ":"))
+
+    @staticmethod
+    def from_json(text: str) -> TensorProductSpec:
+        """From the text of `to_json`."""
+        data = json.loads(text)
+        paths = tuple(Path(*values[:6], tuple(values[6])) for values in data.pop("paths"))
+        in1, in2, out = (tuple(Entry(*e) for e in data.pop(name)) for name in ("in1", "in2", "out"))
+        return TensorProductSpec(in1, in2, out, paths, **data)
+
+    @property
+    def weight_numel(self) -> int:
+        """Weights of one sample."""
+        return sum(path.numel for path in self.paths if path.weighted)
+
+    def with_shared(self, shared: bool) -> TensorProductSpec:
+        """The same product with shared weights, or with weights of each sample."""
+        return replace(self, shared=shared)
+
+
+@dataclass(frozen=True, eq=False)
+class Group:
+    """Paths of one mode, with equal multiplicities, that one statement per role computes.
+
+    Attributes:
+        mode: connection mode.
+        paths: numbers of the paths in the spec.
+        extents: extent of each multiplicity index.
+        muls: multiplicity of the entries of x, y and z.
+        weighted: the paths have weights.
+        entries: entries of the output whose components the statement owns, for the role that the group belongs to.
+    """
+
+    mode: Mode
+    paths: tuple[int, ...]
+    extents: Mapping[str, int]
+    muls: tuple[int, int, int]
+    weighted: bool
+    entries: tuple[int, ...]
+
+    def letters(self, role: str) -> str:
+        """Multiplicity indices of an operand; those of extent 1 are left out."""
+        mode = self.mode
+        letters = {"x": mode.in1, "y": mode.in2, "z": mode.out, "w": mode.weight}[role]
+        if role == "z" and not self.weighted:
+            letters = letters.replace("w", "")
+        return "".join(x for x in letters if x == "n" or self.extents[x] != 1)
+
+    def shape(self, role: str) -> tuple[int, ...]:
+        """Extents of an operand's multiplicity axes."""
+        if self.mode.pairs and role in "xy":
+            return (self.muls[NUMBER[role]],)
+        return tuple(self.extents[x] for x in self.letters(role))
+
+
+class ProductLayout:
+    """Where the numbers of a spec lie, and what is computed together."""
+
+    def __init__(self, spec: TensorProductSpec) -> None:
+        self.spec = spec
+        self.entries = {"x": spec.in1, "y": spec.in2, "z": spec.out}
+        self.dims = {role: dimension(entries) for role, entries in self.entries.items()}
+        self.starts = {role: offsets(entries) for role, entries in self.entries.items()}
+        self.weight_starts = weight_offsets(spec.paths)
+
+    @cached_property
+    def live(self) -> tuple[int, ...]:
+        """Paths that contribute anything."""
+        return tuple(number for number, path in enumerate(self.spec.paths) if self._contributes(path))
+
+    @cached_property
+    def linear_text(self) -> str:
+        """The spec without the paths that have no weights: the part that is linear in the weights."""
+        paths = tuple(path if path.weighted else path._replace(coefficient=0.0) for path in self.spec.paths)
+        return replace(self.spec, paths=paths).to_json()
+
+    def _contributes(self, path: Path) -> bool:
+        muls = (self.entry("x", path).mul, self.entry("y", path).mul, self.entry("z", path).mul)
+        return path.coefficient != 0 and 0 not in path.shape and 0 not in muls
+
+    def entry(self, role: str, path: Path) -> Entry:
+        """The entry of an operand that a path connects."""
+        return self.entries[role][path[NUMBER[role]]]
+
+    @cached_property
+    def components(self) -> dict[str, dict[int, int]]:
+        """For each operand: the first component of each entry in use, counted through entries of one multiplicity."""
+        found: dict[str, dict[int, int]] = {}
+        for role in "xyz":
+            used = sorted({self.spec.paths[p][NUMBER[role]] for p in self.live})
+            totals: dict[int, int] = {}
+            found[role] = {}
+            for number in used:
+                entry = self.entries[role][number]
+                found[role][number] = totals.get(entry.mul, 0)
+                totals[entry.mul] = found[role][number] + entry.size
+        return found
+
+    def packed_entries(self, role: str, mul: int) -> tuple[int, ...]:
+        """Entries in use of one multiplicity."""
+        return tuple(n for n in self.components[role] if self.entries[role][n].mul == mul)
+
+    def groups(self, role: str) -> Iterator[Group]:
+        """Divide the paths: by mode and multiplicities; where multiplicities are mixed, also by the owner's entry.
+
+        A path that mixes multiplicities is a matrix product. Those that end in one entry add up in one product.
+        """
+        classes: dict[tuple[object, ...], list[int]] = {}
+        for number in self.live:
+            path = self.spec.paths[number]
+            muls = tuple(self.entry(r, path).mul for r in "xyz")
+            key: tuple[object, ...] = (path.mode, path.weighted, *muls)
+            if path.weighted and MODES[path.mode].mixes:
+                key = (*key, path[NUMBER["z" if role == "w" else role]])
+            classes.setdefault(key, []).append(number)
+        for numbers in classes.values():
+            path = self.spec.paths[numbers[0]]
+            mode = MODES[path.mode]
+            a, b, c = (self.entry(r, path).mul for r in "xyz")
+            extents = {"u": a, "v": b, "w": c, "n": a * (a - 1) // 2}
+            owner = "z" if role == "w" else role
+            owned = tuple(sorted({self.spec.paths[n][NUMBER[owner]] for n in numbers}))
+            yield Group(mode, tuple(numbers), extents, (a, b, c), path.weighted, owned)
+
+    def coefficients(self, group: Group) -> Entries:
+        """The group's Clebsch-Gordan entries."""
+        paths = [self.spec.paths[n] for n in group.paths]
+        degrees = [(self.entry("x", p).l, self.entry("y", p).l, self.entry("z", p).l) for p in paths]
+        starts = [
+            (self.components["x"][p.i_in1], self.components["y"][p.i_in2], self.components["z"][p.i_out]) for p in paths
+        ]
+        return Entries.from_paths(degrees, starts, [p.coefficient for p in paths])
