@@ -195,7 +195,7 @@ def run_all(
 def _load(path: Path, settings: Settings, device: torch.device) -> tuple[list[Result], dict[str, Tensor] | None]:
     """The finished networks, and the weights of the dense one of the last seed."""
     state: dict[str, Any] = torch.load(path, map_location=device, weights_only=True)
-    saved = Settings(**{**state["settings"], "densities": tuple(state["settings"]["densities"])})
+    saved = Settings(**state["settings"])
     if replace(saved, seeds=settings.seeds) != settings:
         raise SystemExit(f"{path} was written with {saved}, not with {settings}; leave --resume out")
     results = [Result(**result) for result in state["results"]]

@@ -284,7 +284,12 @@ class _Planner:
         candidates = [label for step in gathered for label in step.labels if self.sliceable(label)]
         if not candidates:
             return
-        best = max(dict.fromkeys(candidates), key=lambda label: (self.reach(label, gathered), self.sizes[label]))
+        written = _ordered(self.statement.output)
+        # A summed index would repeat the scatter for every piece, so on a tie a written one is cut.
+        best = max(
+            dict.fromkeys(candidates),
+            key=lambda label: (self.reach(label, gathered), label in written, self.sizes[label]),
+        )
         self.chunk = best
         self.decide("pieces", f"along {best}", "gathered tensors stay in the cache instead of passing through memory")
 

@@ -17,11 +17,15 @@ __all__ = ["clear_structures", "csr_product", "keep_where", "sampled_product"]
 
 @dataclass(frozen=True, slots=True)
 class _Structure:
-    """A sparse matrix's row pointers and columns, and where its entries stand among the given ones."""
+    """A sparse matrix's row pointers and columns, and where its entries stand among the given ones.
+
+    `absent` holds, for entries that lack a row or a column, their position, row and column (-1 where lacking).
+    """
 
     crow: Tensor
     col: Tensor
     select: Tensor | None
+    absent: tuple[Tensor, Tensor, Tensor] | None = None
 
 
 # Sorting the entries by row costs more than the product; a training loop multiplies by the same
@@ -63,18 +67,27 @@ def csr_product(
     """
     structure = _remembered(row, row_axes, col, col_axes, tuple(shape), num_rows, masked)
     count = structure.col.numel()
-    if value is None:
-        values = dense.new_ones(count)
-    else:
-        flat = value.reshape(-1)
-        values = flat if structure.select is None else flat[structure.select]
+    flat = None if value is None else value.reshape(-1)
     if count == 0 or dense.numel() == 0:
-        return dense.new_zeros(num_rows, dense.shape[1])
-    _silence_beta_warning()
-    matrix = torch.sparse_csr_tensor(
-        structure.crow, structure.col, values, (num_rows, dense.shape[0]), check_invariants=False
-    )
-    return torch.mm(matrix, dense.contiguous())
+        output = dense.new_zeros(num_rows, dense.shape[1])
+    else:
+        values = dense.new_ones(count) if flat is None else flat if structure.select is None else flat[structure.select]
+        _silence_beta_warning()
+        matrix = torch.sparse_csr_tensor(
+            structure.crow, structure.col, values, (num_rows, dense.shape[0]), check_invariants=False
+        )
+        output = torch.mm(matrix, dense.contiguous())
+    if flat is not None and structure.absent is not None:
+        _add_zero_products(output, structure.absent[1], flat[structure.absent[0]])
+    return output
+
+
+def _add_zero_products(output: Tensor, row: Tensor, factor: Tensor) -> None:
+    """Add `0 * factor`, by definition the term of an entry that reads nothing: NaN where the factor is not finite."""
+    term = factor * 0
+    if not bool(term.isfinite().all()):
+        at = row >= 0
+        output.index_add_(0, row[at], term[at].unsqueeze(1).expand(-1, output.shape[1]))
 
 
 def sampled_product(
@@ -104,17 +117,32 @@ def sampled_product(
     """
     structure = _remembered(row, row_axes, col, col_axes, tuple(shape), left.shape[0], masked)
     count = structure.col.numel()
-    if count == 0 or left.numel() == 0 or right.numel() == 0:
-        return left.new_zeros(tuple(shape))
+    cells = math.prod(shape)
+    output = left.new_zeros(cells) if count < cells else left.new_empty(cells)
+    if count and left.numel() and right.numel():
+        found = _sampled(structure, left, right)
+        if structure.select is None:
+            return found.reshape(tuple(shape))
+        output.index_copy_(0, structure.select, found)
+    else:
+        output.zero_()
+    if structure.absent is not None:
+        place, rows, cols = structure.absent
+        for factor, at in ((left, rows), (right, cols)):
+            # By definition 0 times what the other factor holds: NaN where that is not finite.
+            terms = (factor * 0).sum(1)
+            if not bool(terms.isfinite().all()):
+                output[place[at >= 0]] += terms[at[at >= 0]]
+    return output.reshape(tuple(shape))
+
+
+def _sampled(structure: _Structure, left: Tensor, right: Tensor) -> Tensor:
     _silence_beta_warning()
+    zeros = left.new_zeros(structure.col.numel())
     pattern = torch.sparse_csr_tensor(
-        structure.crow, structure.col, left.new_zeros(count), (left.shape[0], right.shape[0]), check_invariants=False
+        structure.crow, structure.col, zeros, (left.shape[0], right.shape[0]), check_invariants=False
     )
-    found = torch.sparse.sampled_addmm(pattern, left.contiguous(), right.contiguous().t(), beta=0.0).values()
-    if structure.select is None:
-        return found.reshape(tuple(shape))
-    output = left.new_zeros(math.prod(shape)) if count < math.prod(shape) else left.new_empty(count)
-    return output.index_copy_(0, structure.select, found).reshape(tuple(shape))
+    return torch.sparse.sampled_addmm(pattern, left.contiguous(), right.contiguous().t(), beta=0.0).values()
 
 
 def keep_where(present: Tensor, gathered: Tensor) -> Tensor:
@@ -200,9 +228,12 @@ def _build(
     rows = _over_grid(row, row_axes, shape, device)
     cols = _over_grid(col, col_axes, shape, device)
     select: Tensor | None = None
+    absent: tuple[Tensor, Tensor, Tensor] | None = None
     if masked:
         keep = (rows >= 0) & (cols >= 0)
         if not bool(keep.all()):
+            lost = keep.logical_not().nonzero().squeeze(1)
+            absent = (lost, rows[lost], cols[lost])
             select = keep.nonzero().squeeze(1)
             rows, cols = rows[select], cols[select]
     if not bool((rows[1:] >= rows[:-1]).all()):
@@ -211,4 +242,4 @@ def _build(
         select = order if select is None else select[order]
     bounds = torch.arange(num_rows + 1, device=device, dtype=rows.dtype)
     crow = torch.searchsorted(rows.contiguous(), bounds).to(torch.int64)
-    return _Structure(crow, cols.to(torch.int64).contiguous(), select)
+    return _Structure(crow, cols.to(torch.int64).contiguous(), select, absent)

@@ -3,23 +3,24 @@
 # Annotations are not postponed here: TorchScript reads those of `forward` as they stand.
 
 import types
-from typing import Any, ClassVar, NamedTuple, Optional
+from typing import Any, ClassVar, NamedTuple, Optional, cast
 
 import torch
 from torch import Tensor
 
 from insum_nn.compiler.options import DEFAULT, Options
 from insum_nn.errors import InsumShapeError, MissingExtraError
-from insum_nn.ops.graph_conv import CARRY, Recipe, explain_graph_conv, graph_conv
+from insum_nn.ops.graph_conv import Recipe, explain_graph_conv, graph_conv
 from insum_nn.ops.graph_matrix import TensorCache
-from insum_nn.structure.gcn_norm import Loops, gcn_norm
+from insum_nn.ops.graph_product import CARRY
+from insum_nn.structure.gcn_norm import Flow, Loops, gcn_norm
 
 try:
     from torch_geometric import EdgeIndex
     from torch_geometric.nn import MessagePassing
     from torch_geometric.nn.aggr import SumAggregation
     from torch_geometric.nn.conv import gcn_conv as peer
-    from torch_geometric.typing import Adj, OptPairTensor, OptTensor, SparseTensor
+    from torch_geometric.typing import Adj, OptPairTensor, OptTensor, SparseTensor  # pyright: ignore
 except ImportError as error:
     raise MissingExtraError(
         "GCNConv takes the place of torch_geometric's, which is not installed", fix="run: pip install insum-nn[pyg]"
@@ -56,11 +57,11 @@ class GCNConv(peer.GCNConv):
 
     `Val` are the edges' weights between the inverse roots of both ends' degrees. The matrix and its transpose are
     sorted and grouped once for each edge list (by the tensor's identity and version) and shared by all layers, forwards
-    and backwards; no tensor has both an axis of edges and one of features. Constructor, `state_dict` and results are the
-    peer's. What is better: gradients of any order in features, weights and `edge_weight`; sums in a fixed order with
-    `options=Options(deterministic=True)` or torch's own switch; no graph break under `torch.compile`; CSC adjacencies
-    may be normalised; degrees of half types are summed in float32; of duplicate self-loops the last one counts, and
-    only it gets a gradient.
+    and backwards; no tensor has both an axis of edges and one of features. Constructor, `state_dict` and results are
+    the peer's. What is better: gradients of any order in features, weights and `edge_weight`; sums in a fixed order
+    with `options=Options(deterministic=True)` or torch's own switch; no graph break under `torch.compile`; CSC
+    adjacencies may be normalised; degrees of half types are summed in float32; of duplicate self-loops the last one
+    counts, and only it gets a gradient.
 
     The peer's own path, which forms one message per edge, runs where messages are asked for: explanations, hooks of
     `propagate`, `message` or `aggregate`, `decomposed_layers` above 1, an `aggr` other than a sum, subclasses that
@@ -91,8 +92,8 @@ class GCNConv(peer.GCNConv):
     """
 
     # Where TorchScript looks for the types of what starts as None.
-    _cached_edge_index: Optional[OptPairTensor]
-    _cached_adj_t: Optional[SparseTensor]
+    _cached_edge_index: Optional[OptPairTensor]  # noqa: UP045
+    _cached_adj_t: Optional[SparseTensor]  # noqa: UP045
 
     # The peer's inspector looks for this in the source of classes by their names, and ours has the peer's.
     propagate_type: ClassVar[dict[str, Any]] = {"x": Tensor, "edge_weight": OptTensor}
@@ -219,10 +220,12 @@ class GCNConv(peer.GCNConv):
         out = rows if back is None else back(rows)
         if first:
             out = self.lin(out)
-        return out if self.bias is None else out + self.bias
+        bias = cast("Tensor | None", self.bias)
+        return out if bias is None else out + bias
 
     def _recipe(self, edges: _Edges, normalize: bool) -> Recipe:
-        return Recipe(normalize, edges.loops, 2.0 if self.improved else 1.0, self.flow)
+        flow = cast("Flow", self.flow)
+        return Recipe(normalize, edges.loops, 2.0 if self.improved else 1.0, flow)
 
     def _aggregates_first(self, x: Tensor, edge_weight: Tensor | None) -> bool:
         """Whether (A X) W costs less than A (X W): both directions, and what needs no gradient needs no product."""
@@ -291,13 +294,13 @@ class GCNConv(peer.GCNConv):
                     num_nodes,
                     self.improved,
                     self.add_self_loops,
-                    self.flow,
+                    cast("Flow", self.flow),
                     dtype,
                     fixed_size=torch.compiler.is_compiling(),
                 )
             self._cached_edge_index = known
         known = self._cached_edge_index
-        return (edge_index, edge_weight, True) if known is None else (*known, False)
+        return (edge_index, edge_weight, True) if known is None else (known[0], known[1], False)
 
     def _peer_norm(self, edge_index: Any, edge_weight: Tensor | None, num_nodes: int, dtype: torch.dtype) -> Any:
         return peer.gcn_norm(edge_index, edge_weight, num_nodes, self.improved, self.add_self_loops, self.flow, dtype)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib
 import warnings
 from collections.abc import Iterator, Sequence
 from typing import Any
@@ -16,10 +17,10 @@ from insum_nn.ops.tensor_product import TensorProductSpec, explain_tensor_produc
 from insum_nn.structure.irreps import entries_of, make_paths, path_coefficients, weight_offsets
 
 try:
-    import e3nn
-    from e3nn import o3
-    from e3nn.o3._tensor_product._instruction import Instruction
-    from e3nn.util.jit import compile_mode
+    # e3nn has no types, so what comes from it is `Any`.
+    e3nn: Any = importlib.import_module("e3nn")
+    o3: Any = importlib.import_module("e3nn.o3")
+    Instruction: Any = importlib.import_module("e3nn.o3._tensor_product._instruction").Instruction
 except ImportError as error:
     raise MissingExtraError(
         "the tensor products take the place of e3nn's, which is not installed", fix="run: pip install insum-nn[e3nn]"
@@ -36,7 +37,6 @@ __all__ = [
 Irreps = Any
 
 
-@compile_mode("script")
 class TensorProduct(o3.TensorProduct):
     """Tensor product of two representations along chosen paths: `e3nn.o3.TensorProduct`.
 
@@ -399,7 +399,6 @@ class TensorProduct(o3.TensorProduct):
 # e3nn's own constructors write the instructions; the next class in line is ours.
 
 
-@compile_mode("script")
 class FullyConnectedTensorProduct(o3.FullyConnectedTensorProduct, TensorProduct):
     """Every path that the degrees and parities allow, with weights that mix all multiplicities.
 
@@ -409,7 +408,6 @@ class FullyConnectedTensorProduct(o3.FullyConnectedTensorProduct, TensorProduct)
     """
 
 
-@compile_mode("script")
 class ElementwiseTensorProduct(o3.ElementwiseTensorProduct, TensorProduct):
     """The product of each copy of one input with the copy of the other that stands at its place.
 
@@ -419,7 +417,6 @@ class ElementwiseTensorProduct(o3.ElementwiseTensorProduct, TensorProduct):
     """
 
 
-@compile_mode("script")
 class FullTensorProduct(o3.FullTensorProduct, TensorProduct):
     """The product of each copy of one input with each of the other, without weights.
 
@@ -429,7 +426,6 @@ class FullTensorProduct(o3.FullTensorProduct, TensorProduct):
     """
 
 
-@compile_mode("script")
 class TensorSquare(o3.TensorSquare, TensorProduct):
     """The product of a representation with itself, each pair of copies once.
 

@@ -2,7 +2,7 @@
 
 # Annotations are not postponed here: TorchScript reads those of methods as they stand.
 
-from typing import Any, Tuple, Union  # noqa: UP035 - as the method it overrides has them
+from typing import Any, Tuple, Union, cast  # noqa: UP035 - as the method it overrides has them
 
 from insum_nn.errors import MissingExtraError
 from insum_nn.layers.gcn_conv import GCNConv
@@ -55,4 +55,4 @@ class GCN(basic_gnn.GCN):
         **kwargs: Any,
     ) -> MessagePassing:
         """One layer."""
-        return GCNConv(in_channels, out_channels, **kwargs)
+        return GCNConv(cast("int", in_channels), out_channels, **kwargs)

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import importlib
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Generator, Sequence
 from contextlib import contextmanager
 from typing import Any
 
@@ -15,9 +16,10 @@ from insum_nn.layers.tensor_product import FullyConnectedTensorProduct, TensorPr
 from insum_nn.layers.tensor_product_conv import TensorProductConv
 
 try:
-    import e3nn
-    from e3nn import o3
-    from e3nn.nn import FullyConnectedNet, Gate
+    # e3nn has no types, so what comes from it is `Any`.
+    e3nn: Any = importlib.import_module("e3nn")
+    o3: Any = importlib.import_module("e3nn.o3")
+    e3nn_nn: Any = importlib.import_module("e3nn.nn")
 except ImportError as error:
     raise MissingExtraError(
         "equivariant models are built from e3nn's layers, which is not installed",
@@ -30,7 +32,7 @@ Irreps = Any
 
 
 @contextmanager
-def plain_e3nn() -> Iterator[None]:
+def plain_e3nn() -> Generator[None]:
     """Let e3nn build its layers as plain modules, which `torch.compile` can see into, instead of by TorchScript."""
     before = e3nn.get_optimization_defaults()["jit_mode"]
     e3nn.set_optimization_defaults(jit_mode="eager")
@@ -40,7 +42,7 @@ def plain_e3nn() -> Iterator[None]:
         e3nn.set_optimization_defaults(jit_mode=before)
 
 
-def gated(irreps: Irreps, available: Irreps) -> Gate:
+def gated(irreps: Irreps, available: Irreps) -> nn.Module:
     """A gate whose output is as much of `irreps` as can be made from tensor products of what is `available`.
 
     Scalars pass through an activation; everything else is multiplied by an activated even scalar of its own.
@@ -50,7 +52,7 @@ def gated(irreps: Irreps, available: Irreps) -> Gate:
     rest = o3.Irreps([(mul, ir) for mul, ir in kept if ir.l > 0])
     gates = o3.Irreps([(rest.num_irreps, (0, 1))]) if rest.num_irreps else o3.Irreps([])
     silu, tanh = nn.functional.silu, torch.tanh
-    gate = Gate(scalars, [silu if ir.p == 1 else tanh for _, ir in scalars], gates, [silu] * len(gates), rest)
+    gate = e3nn_nn.Gate(scalars, [silu if ir.p == 1 else tanh for _, ir in scalars], gates, [silu] * len(gates), rest)
     gate.mul = TensorProduct.from_e3nn(gate.mul)
     return gate
 
@@ -137,7 +139,7 @@ class Interaction(nn.Module):
         self.convolution = TensorProductConv(irreps_in, irreps_edges, irreps_middle, instructions)
         self.mix_out = o3.Linear(irreps_middle.simplify(), wanted)
         self.itself = FullyConnectedTensorProduct(irreps_in, irreps_attributes, wanted)
-        self.radial = FullyConnectedNet([num_basis, *radial_hidden, self.convolution.weight_numel], nn.functional.silu)
+        self.radial = e3nn_nn.FullyConnectedNet([num_basis, *radial_hidden, self.convolution.weight_numel], nn.functional.silu)
         self.scale = average_neighbors**-0.5
 
     def forward(

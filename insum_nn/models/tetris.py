@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib
 from typing import Any
 
 import torch
@@ -12,8 +13,9 @@ from insum_nn.layers.tensor_product_conv import TensorProductConv
 from insum_nn.models.nequip import RadialBasis, gated, plain_e3nn
 
 try:
-    from e3nn import o3
-    from e3nn.nn import FullyConnectedNet
+    # e3nn has no types, so what comes from it is `Any`.
+    o3: Any = importlib.import_module("e3nn.o3")
+    e3nn_nn: Any = importlib.import_module("e3nn.nn")
 except ImportError as error:
     raise MissingExtraError(
         "equivariant models are built from e3nn's layers, which is not installed",
@@ -80,7 +82,7 @@ class _Layer(nn.Module):
             if ir in a * b
         ]
         self.convolution = TensorProductConv(irreps_in, irreps_edges, wanted, instructions)
-        self.radial = FullyConnectedNet([num_basis, 32, self.convolution.weight_numel], nn.functional.silu)
+        self.radial = e3nn_nn.FullyConnectedNet([num_basis, 32, self.convolution.weight_numel], nn.functional.silu)
 
     def forward(self, x: Tensor, harmonics: Tensor, radial: Tensor, receivers: Tensor, senders: Tensor) -> Tensor:
         z = self.convolution(x, harmonics, self.radial(radial), receivers, senders) * 0.5

@@ -1,11 +1,4 @@
-"""Products with the matrix of a graph, and their gradients, as products of the same two kinds.
-
-    Out[Row[g],n] += Val[g,q] * X[Col[g,q],n]         carry: from senders to receivers, or back by the transpose
-    W[g,q] += A[Row[g],n] * B[Col[g,q],n]             compare: one number per edge
-
-The gradient of each is made of the two, so that gradients of any order write rows that one group owns, and no tensor
-has both an axis of edges and one of features.
-"""
+"""Graph convolution without its weights: the matrix of a graph, normalised by degrees, times node features."""
 
 from __future__ import annotations
 
@@ -14,14 +7,12 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch._C._functorch import peek_interpreter_stack
 
-from insum_nn.compiler.api import Explanation, Program, compile
+from insum_nn.compiler.api import Explanation
 from insum_nn.compiler.options import DEFAULT, Options
 from insum_nn.errors import InsumDeviceError, InsumDtypeError
-from insum_nn.facts import IndexFacts
-from insum_nn.ops.graph_matrix import GraphMatrix, Grouped, TensorCache
-from insum_nn.ops.spmm import SPMM
+from insum_nn.ops.graph_matrix import GraphMatrix, TensorCache
+from insum_nn.ops.graph_product import graph_compare, graph_product, transformed
 from insum_nn.structure.gcn_norm import (
     Flow,
     Loops,
@@ -33,22 +24,13 @@ from insum_nn.structure.gcn_norm import (
 )
 
 __all__ = [
-    "CARRY",
-    "COMPARE",
     "Recipe",
     "clear_graphs",
     "explain_graph_conv",
     "graph_conv",
     "graph_matrix",
-    "graph_product",
     "graph_values",
 ]
-
-CARRY = SPMM["GroupCOO along rows"]
-COMPARE = "W[g,q] += A[Row[g],n] * B[Col[g,q],n]"
-_PARTIAL = "P[g,n] += Val[g,q] * B[Col[g,q],n]"
-_COLLECT = "P[h,n] += Q[Idx[h,q],n]"
-_PLACE = "C[m,n] = Q[Last[m],n]"
 
 
 @dataclass(frozen=True, slots=True)
@@ -122,7 +104,7 @@ def graph_values(graph: GraphMatrix, edge_weight: Tensor | None, recipe: Recipe,
         weights = entry_weights(graph.entries, edge_weight.to(_wide(dtype)), recipe.fill)
         return (_normalised(graph, weights) if recipe.normalize else weights).to(dtype)
 
-    if (torch.is_grad_enabled() and edge_weight.requires_grad) or _transformed() or edge_weight.is_inference():
+    if (torch.is_grad_enabled() and edge_weight.requires_grad) or transformed() or edge_weight.is_inference():
         return build()
 
     def steady() -> Tensor:
@@ -137,154 +119,14 @@ def _wide(dtype: torch.dtype) -> torch.dtype:
 
 
 def _normalised(graph: GraphMatrix, weights: Tensor) -> Tensor:
-    if weights.requires_grad and torch.is_grad_enabled() or _transformed():
+    if (weights.requires_grad and torch.is_grad_enabled()) or transformed():
         # By the products, whose gradients need no atomic addition.
         degree = graph_product(graph, weights, weights.new_ones(graph.num_nodes, 1))
         root = inverse_root(degree)
-        return weights * _compare(graph, root, root)
+        return weights * graph_compare(graph, root, root)
     degree = weights.new_zeros(graph.num_nodes).index_add(0, graph.entries.row, weights)
     root = inverse_root(degree)
     return root[graph.entries.row] * weights * root[graph.entries.col]
-
-
-# Products.
-
-
-def graph_product(
-    graph: GraphMatrix, values: Tensor, dense: Tensor, *, transposed: bool = False, options: Options = DEFAULT
-) -> Tensor:
-    """Carry features along the edges of a graph.
-
-        Out[Row[g],n] += Val[g,q] * X[Col[g,q],n]
-
-    Args:
-        graph: the matrix.
-        values: (p,) in the order of `graph.entries`; differentiable to any order.
-        dense: (n, f); dtype and device of the values; differentiable to any order.
-        transposed: carry from receivers to senders.
-        options: compile options. `deterministic`: on a GPU sums are formed level by level instead of by atomics.
-
-    Returns:
-        (n, f).
-    """
-    if _transformed():
-        grouped = graph.grouped(transposed)
-        named = {**grouped.matrix.tensors, "Val": grouped.spread(values), "B": dense}
-        return grouped.program(tensors=named, out_shape=(graph.num_nodes, None))
-    if torch.is_grad_enabled() and (values.requires_grad or dense.requires_grad):
-        return _Carry.apply(values, dense, graph, transposed, options)  # type: ignore[no-any-return]
-    return _carry(values, dense, graph, transposed, options)
-
-
-def _compare(graph: GraphMatrix, a: Tensor, b: Tensor, options: Options = DEFAULT) -> Tensor:
-    """(p,) the product of the receiver's row of `a` with the sender's row of `b`."""
-    if _transformed():
-        return (a[graph.entries.row] * b[graph.entries.col]).sum(-1)
-    if torch.is_grad_enabled() and (a.requires_grad or b.requires_grad):
-        return _Compare.apply(a, b, graph, options)  # type: ignore[no-any-return]
-    return _compared(a, b, graph, options)
-
-
-class _Carry(torch.autograd.Function):
-    @staticmethod
-    def forward(
-        ctx: Any, values: Tensor, dense: Tensor, graph: GraphMatrix, transposed: bool, options: Options
-    ) -> Tensor:
-        ctx.save_for_backward(values, dense)
-        ctx.rest = graph, transposed, options
-        return _carry(values, dense, graph, transposed, options)
-
-    @staticmethod
-    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
-        values, dense = ctx.saved_tensors
-        graph, transposed, options = ctx.rest
-        of_values = of_dense = None
-        if ctx.needs_input_grad[0]:
-            ends = (dense, grads[0]) if transposed else (grads[0], dense)
-            of_values = _compare(graph, *ends, options)
-        if ctx.needs_input_grad[1]:
-            of_dense = graph_product(graph, values, grads[0], transposed=not transposed, options=options)
-        return of_values, of_dense, None, None, None
-
-
-class _Compare(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: Any, a: Tensor, b: Tensor, graph: GraphMatrix, options: Options) -> Tensor:
-        ctx.save_for_backward(a, b)
-        ctx.rest = graph, options
-        return _compared(a, b, graph, options)
-
-    @staticmethod
-    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
-        a, b = ctx.saved_tensors
-        graph, options = ctx.rest
-        of_a = graph_product(graph, grads[0], b, options=options) if ctx.needs_input_grad[0] else None
-        of_b = graph_product(graph, grads[0], a, transposed=True, options=options) if ctx.needs_input_grad[1] else None
-        return of_a, of_b, None, None
-
-
-def _carry(values: Tensor, dense: Tensor, graph: GraphMatrix, transposed: bool, options: Options) -> Tensor:
-    with torch.no_grad(), _exact_dtypes(dense.device):
-        grouped = graph.grouped(transposed)
-        spread = graph.spread(values, transposed)
-        if dense.device.type != "cpu" and (options.deterministic or torch.are_deterministic_algorithms_enabled()):
-            return _by_levels(grouped, spread, dense)
-        matrix = grouped.matrix
-        named = {"Row": matrix.group_index, "Col": matrix.indices[0], "Val": spread, "B": dense}
-        program = grouped.program if options == DEFAULT else _program(CARRY, tuple(matrix.facts.items()), options)
-        return program(tensors=named, out_shape=(graph.num_nodes, dense.shape[1]))
-
-
-def _by_levels(grouped: Grouped, values: Tensor, dense: Tensor) -> Tensor:
-    """The product without two writers of one cell: sums of groups, then of eight sums at a time, then of rows."""
-    levels, last = grouped.tree
-    (_, col_facts) = grouped.matrix.index_facts
-    column = _program(_PARTIAL, (("Col", col_facts),), DEFAULT)
-    sums = column(Col=grouped.matrix.indices[0], Val=values, B=dense)
-    for level in levels:
-        sums = _program(_COLLECT, (("Idx", IndexFacts(masked=True, proven=True)),), DEFAULT)(Idx=level.index, Q=sums)
-    return _program(_PLACE, (("Last", IndexFacts(masked=True, proven=True)),), DEFAULT)(Last=last, Q=sums)
-
-
-def _compared(a: Tensor, b: Tensor, graph: GraphMatrix, options: Options) -> Tensor:
-    with torch.no_grad(), _exact_dtypes(a.device):
-        if graph.num_entries > graph.num_nodes**2:
-            # torch's sampled product refuses a pattern with more entries than cells. So many duplicates mean few nodes.
-            return (a[graph.entries.row] * b[graph.entries.col]).sum(-1)
-        grouped = graph.by_row
-        matrix = grouped.matrix
-        # Each number is written once, so the default way is deterministic already.
-        program = _program(COMPARE, tuple(matrix.facts.items()), DEFAULT)
-        out_shape = tuple(matrix.values.shape)
-        named = {"Row": matrix.group_index, "Col": matrix.indices[0], "A": a, "B": b}
-        return grouped.collect(program(tensors=named, out_shape=out_shape))
-
-
-_programs: dict[object, Program] = {}
-
-
-def _program(expression: str, facts: tuple[tuple[str, IndexFacts], ...], options: Options) -> Program:
-    key = (expression, facts, options)
-    found = _programs.get(key)
-    if found is None:
-        found = _programs[key] = compile(expression, facts=dict(facts), options=options)
-    return found
-
-
-class _Nothing:
-    def __enter__(self) -> None: ...
-
-    def __exit__(self, *_: object) -> None: ...
-
-
-def _exact_dtypes(device: torch.device) -> Any:
-    """Operands were given their dtype where autocast was in force; inside, it would mix what was equal."""
-    return torch.autocast(device.type, enabled=False) if torch._C._is_any_autocast_enabled() else _Nothing()
-
-
-def _transformed() -> bool:
-    """Whether `torch.func` or forward-mode differentiation looks on: they know the compiler's operator."""
-    return bool(peek_interpreter_stack()) or torch.autograd.forward_ad._current_level >= 0
 
 
 # The whole operator.
@@ -295,7 +137,7 @@ def graph_conv(
     edge_index: Tensor,
     edge_weight: Tensor | None = None,
     *,
-    recipe: Recipe = Recipe(),  # noqa: B008 - frozen
+    recipe: Recipe = Recipe(),
     options: Options = DEFAULT,
     key: Tensor | None = None,
 ) -> Tensor:
@@ -381,7 +223,7 @@ def explain_graph_conv(
     edge_weight: Tensor | None = None,
     *,
     recipe: Recipe = Recipe(),
-    measure: bool = False,  # noqa: B008
+    measure: bool = False,
 ) -> Explanation:
     """What becomes of the product that `graph_conv` runs: loop nest, plan, code."""
     x, edge_weight = _agree(x, edge_index, edge_weight, recipe)
@@ -439,7 +281,7 @@ def _weight_gradient(
     options = Options(deterministic=deterministic, backend=backend)  # type: ignore[arg-type]
     graph = graph_matrix(edge_index, x.shape[0], recipe)
     entries = graph.entries
-    of_values = _compare(graph, *((x, grad) if transposed else (grad, x)), options)
+    of_values = graph_compare(graph, *((x, grad) if transposed else (grad, x)), options)
     wide = _wide(x.dtype)
     of_values, weights = of_values.to(wide), entry_weights(entries, edge_weight.to(wide), fill)
     if normalize:

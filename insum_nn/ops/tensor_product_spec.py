@@ -137,14 +137,14 @@ class ProductLayout:
 
     def entry(self, role: str, path: Path) -> Entry:
         """The entry of an operand that a path connects."""
-        return self.entries[role][path[NUMBER[role]]]
+        return self.entries[role][path.ends[NUMBER[role]]]
 
     @cached_property
     def components(self) -> dict[str, dict[int, int]]:
         """For each operand: the first component of each entry in use, counted through entries of one multiplicity."""
         found: dict[str, dict[int, int]] = {}
         for role in "xyz":
-            used = sorted({self.spec.paths[p][NUMBER[role]] for p in self.live})
+            used = sorted({self.spec.paths[p].ends[NUMBER[role]] for p in self.live})
             totals: dict[int, int] = {}
             found[role] = {}
             for number in used:
@@ -168,7 +168,7 @@ class ProductLayout:
             muls = tuple(self.entry(r, path).mul for r in "xyz")
             key: tuple[object, ...] = (path.mode, path.weighted, *muls)
             if path.weighted and MODES[path.mode].mixes:
-                key = (*key, path[NUMBER["z" if role == "w" else role]])
+                key = (*key, path.ends[NUMBER["z" if role == "w" else role]])
             classes.setdefault(key, []).append(number)
         for numbers in classes.values():
             path = self.spec.paths[numbers[0]]
@@ -176,7 +176,7 @@ class ProductLayout:
             a, b, c = (self.entry(r, path).mul for r in "xyz")
             extents = {"u": a, "v": b, "w": c, "n": a * (a - 1) // 2}
             owner = "z" if role == "w" else role
-            owned = tuple(sorted({self.spec.paths[n][NUMBER[owner]] for n in numbers}))
+            owned = tuple(sorted({self.spec.paths[n].ends[NUMBER[owner]] for n in numbers}))
             yield Group(mode, tuple(numbers), extents, (a, b, c), path.weighted, owned)
 
     def coefficients(self, group: Group) -> Entries:

@@ -115,6 +115,11 @@ class Path(NamedTuple):
     shape: tuple[int, ...]
 
     @property
+    def ends(self) -> tuple[int, int, int]:
+        """The entries that it connects."""
+        return self.i_in1, self.i_in2, self.i_out
+
+    @property
     def numel(self) -> int:
         """Number of its weights, whether it has any or not."""
         return math.prod(self.shape)
@@ -202,7 +207,7 @@ class _Check:
         self.faults = faults
         self.path_weight = 1.0
 
-    def fail(self, message: str, details: Sequence[str], fix: str, **fields: object) -> None:
+    def fail(self, message: str, details: Sequence[str], fix: str, **fields: Any) -> None:
         text = f"instruction {self.number}, {self.values}, {message}"
         self.faults.append(InstructionError(text, details=details, fix=fix, instruction=self.number, **fields))
 

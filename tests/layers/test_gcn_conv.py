@@ -1,4 +1,4 @@
-"""GCNConv against torch_geometric's in float64: values, gradients, second derivatives, every kind of input, bad input."""
+"""GCNConv against torch_geometric's in float64: values, two orders of derivatives, every kind of input, bad input."""
 
 from __future__ import annotations
 
@@ -13,7 +13,6 @@ from torch import Tensor, nn
 
 pytest.importorskip("torch_geometric")
 
-import torch_geometric.nn
 from torch_geometric import EdgeIndex
 from torch_geometric.nn import MessagePassing
 from torch_geometric.nn.conv import GCNConv as Peer
@@ -297,6 +296,7 @@ def test_cached_keeps_the_first_graph():
     x = torch.randn(NODES, 3, dtype=torch.float64)
     want = theirs(x, first)
     assert_matches(ours(x, first), want, dtype=torch.float64, kind="sum")
+    assert ours._cached_edge_index is not None
     edges, weight = ours._cached_edge_index
     assert edges.tolist() == theirs._cached_edge_index[0].tolist()
     assert_matches(weight, theirs._cached_edge_index[1], dtype=torch.float64, kind="product")
@@ -464,7 +464,7 @@ def test_other_aggregations_are_the_peers(aggr: str, fused_calls: list[int]):
 
 def test_subclasses_that_make_messages_are_heard(fused_calls: list[int]):
     class Doubled(GCNConv):
-        def message(self, x_j: Tensor, edge_weight: Tensor) -> Tensor:
+        def message(self, x_j: Tensor, edge_weight: Tensor | None) -> Tensor:
             return 2 * super().message(x_j, edge_weight)
 
     class DoubledAgain(Doubled):

@@ -94,6 +94,7 @@ def test_learns_what_a_node_belongs_to():
     known = torch.tensor([1, half + 1])
     model = GCN(NODES, 8, num_layers=2, out_channels=2)
     optimizer = torch.optim.Adam(model.parameters(), lr=0.02)
+    loss = torch.ones(())
     for _ in range(60):
         optimizer.zero_grad()
         loss = nn.functional.cross_entropy(model(torch.eye(NODES), graph)[known], labels[known])

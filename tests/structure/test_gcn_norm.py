@@ -131,12 +131,17 @@ def test_half_degrees_are_counted_in_float32():
     assert_matches(got, exact, dtype=torch.float16, kind="product")
 
 
-def test_gradients():
+@pytest.mark.parametrize("flow", FLOWS)
+@pytest.mark.parametrize("loops", [False, True])
+def test_gradients(loops: bool, flow: str):
     graph = random_graph(6, 17)
     weight = torch.rand(17, dtype=torch.float64).add(0.2).requires_grad_()
-    for flow, loops in itertools.product(FLOWS, (False, True)):
-        torch.autograd.gradcheck(lambda w: gcn_norm(graph, w, 6, True, loops, flow)[1], weight)
-        torch.autograd.gradgradcheck(lambda w: gcn_norm(graph, w, 6, True, loops, flow)[1], weight)
+
+    def run(weight: Tensor) -> Tensor:
+        return gcn_norm(graph, weight, 6, True, loops, flow)[1]
+
+    torch.autograd.gradcheck(run, weight)
+    torch.autograd.gradgradcheck(run, weight)
 
 
 @pytest.mark.parametrize(

@@ -1,0 +1,182 @@
+"""Products with the matrix of a graph, and their gradients, as products of the same two kinds.
+
+    Out[Row[g],n] += Val[g,q] * X[Col[g,q],n]         carry: from senders to receivers, or back by the transpose
+    W[g,q] += A[Row[g],n] * B[Col[g,q],n]             compare: one number per edge
+
+The gradient of each is made of the two, so that gradients of any order write rows that one group owns, and no tensor
+has both an axis of edges and one of features.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch._C._functorch import peek_interpreter_stack
+
+from insum_nn.compiler.api import Program, compile
+from insum_nn.compiler.options import DEFAULT, Options
+from insum_nn.facts import IndexFacts
+from insum_nn.ops.graph_matrix import GraphMatrix, Grouped
+from insum_nn.ops.spmm import SPMM
+
+__all__ = ["CARRY", "COMPARE", "graph_compare", "graph_product", "sum_by_levels", "transformed"]
+
+CARRY = SPMM["GroupCOO along rows"]
+COMPARE = "W[g,q] += A[Row[g],n] * B[Col[g,q],n]"
+_PARTIAL = "P[g,n] += Val[g,q] * B[Col[g,q],n]"
+_COLLECT = "P[h,n] += Q[Idx[h,q],n]"
+_PLACE = "C[m,n] = Q[Last[m],n]"
+
+
+def graph_product(
+    graph: GraphMatrix, values: Tensor, dense: Tensor, *, transposed: bool = False, options: Options = DEFAULT
+) -> Tensor:
+    """Carry features along the edges of a graph.
+
+        Out[Row[g],n] += Val[g,q] * X[Col[g,q],n]
+
+    Args:
+        graph: the matrix.
+        values: (p,) in the order of `graph.entries`; differentiable to any order.
+        dense: (n, f); dtype and device of the values; differentiable to any order.
+        transposed: carry from receivers to senders.
+        options: compile options. `deterministic`: on a GPU sums are formed level by level instead of by atomics.
+
+    Returns:
+        (n, f).
+    """
+    if transformed():
+        grouped = graph.grouped(transposed)
+        named = {**grouped.matrix.tensors, "Val": grouped.spread(values), "B": dense}
+        return grouped.program(tensors=named, out_shape=(graph.num_nodes, None))
+    if torch.is_grad_enabled() and (values.requires_grad or dense.requires_grad):
+        return _Carry.apply(values, dense, graph, transposed, options)  # type: ignore[no-any-return]
+    return _carry(values, dense, graph, transposed, options)
+
+
+def graph_compare(graph: GraphMatrix, a: Tensor, b: Tensor, options: Options = DEFAULT) -> Tensor:
+    """Compare features at both ends of every entry of a graph.
+
+        W[g,q] += A[Row[g],n] * B[Col[g,q],n]
+
+    Args:
+        graph: the matrix.
+        a: (n, f): what receivers have; differentiable to any order.
+        b: (n, f): what senders have; differentiable to any order.
+        options: compile options.
+
+    Returns:
+        (p,) in the order of `graph.entries`.
+    """
+    if transformed():
+        return _compared_by_groups(a, b, graph)
+    if torch.is_grad_enabled() and (a.requires_grad or b.requires_grad):
+        return _Compare.apply(a, b, graph, options)  # type: ignore[no-any-return]
+    return _compared(a, b, graph)
+
+
+class _Carry(torch.autograd.Function):
+    @staticmethod
+    def forward(
+        ctx: Any, values: Tensor, dense: Tensor, graph: GraphMatrix, transposed: bool, options: Options
+    ) -> Tensor:
+        ctx.save_for_backward(values, dense)
+        ctx.rest = graph, transposed, options
+        return _carry(values, dense, graph, transposed, options)
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
+        values, dense = ctx.saved_tensors
+        graph, transposed, options = ctx.rest
+        of_values = of_dense = None
+        if ctx.needs_input_grad[0]:
+            ends = (dense, grads[0]) if transposed else (grads[0], dense)
+            of_values = graph_compare(graph, *ends, options)
+        if ctx.needs_input_grad[1]:
+            of_dense = graph_product(graph, values, grads[0], transposed=not transposed, options=options)
+        return of_values, of_dense, None, None, None
+
+
+class _Compare(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, a: Tensor, b: Tensor, graph: GraphMatrix, options: Options) -> Tensor:
+        ctx.save_for_backward(a, b)
+        ctx.rest = graph, options
+        return _compared(a, b, graph)
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
+        a, b = ctx.saved_tensors
+        graph, options = ctx.rest
+        of_a = graph_product(graph, grads[0], b, options=options) if ctx.needs_input_grad[0] else None
+        of_b = graph_product(graph, grads[0], a, transposed=True, options=options) if ctx.needs_input_grad[1] else None
+        return of_a, of_b, None, None
+
+
+def _carry(values: Tensor, dense: Tensor, graph: GraphMatrix, transposed: bool, options: Options) -> Tensor:
+    with torch.no_grad(), _exact_dtypes(dense.device):
+        grouped = graph.grouped(transposed)
+        spread = graph.spread(values, transposed)
+        if dense.device.type != "cpu" and (options.deterministic or torch.are_deterministic_algorithms_enabled()):
+            return sum_by_levels(grouped, spread, dense)
+        matrix = grouped.matrix
+        named = {"Row": matrix.group_index, "Col": matrix.indices[0], "Val": spread, "B": dense}
+        program = grouped.program if options == DEFAULT else _program(CARRY, tuple(matrix.facts.items()), options)
+        return program(tensors=named, out_shape=(graph.num_nodes, dense.shape[1]))
+
+
+def sum_by_levels(grouped: Grouped, values: Tensor, dense: Tensor) -> Tensor:
+    """The product without two writers of one cell: sums of groups, then of eight sums at a time, then of rows."""
+    levels, last = grouped.tree
+    (_, col_facts) = grouped.matrix.index_facts
+    column = _program(_PARTIAL, (("Col", col_facts),), DEFAULT)
+    sums = column(Col=grouped.matrix.indices[0], Val=values, B=dense)
+    for level in levels:
+        sums = _program(_COLLECT, (("Idx", IndexFacts(masked=True, proven=True)),), DEFAULT)(Idx=level.index, Q=sums)
+    return _program(_PLACE, (("Last", IndexFacts(masked=True, proven=True)),), DEFAULT)(Last=last, Q=sums)
+
+
+def _compared(a: Tensor, b: Tensor, graph: GraphMatrix) -> Tensor:
+    with torch.no_grad(), _exact_dtypes(a.device):
+        if graph.num_entries > graph.num_nodes**2:
+            # torch's sampled product refuses a pattern with more entries than cells. So many duplicates mean few nodes.
+            return (a[graph.entries.row] * b[graph.entries.col]).sum(-1)
+        return _compared_by_groups(a, b, graph)
+
+
+def _compared_by_groups(a: Tensor, b: Tensor, graph: GraphMatrix) -> Tensor:
+    grouped = graph.by_row
+    matrix = grouped.matrix
+    # Each number is written once, so the default way is deterministic already.
+    program = _program(COMPARE, tuple(matrix.facts.items()), DEFAULT)
+    named = {"Row": matrix.group_index, "Col": matrix.indices[0], "A": a, "B": b}
+    return grouped.collect(program(tensors=named, out_shape=tuple(matrix.values.shape)))
+
+
+_programs: dict[object, Program] = {}
+
+
+def _program(expression: str, facts: tuple[tuple[str, IndexFacts], ...], options: Options) -> Program:
+    key = (expression, facts, options)
+    found = _programs.get(key)
+    if found is None:
+        found = _programs[key] = compile(expression, facts=dict(facts), options=options)
+    return found
+
+
+class _Nothing:
+    def __enter__(self) -> None: ...
+
+    def __exit__(self, *_: object) -> None: ...
+
+
+def _exact_dtypes(device: torch.device) -> Any:
+    """Operands were given their dtype where autocast was in force; inside, it would mix what was equal."""
+    return torch.autocast(device.type, enabled=False) if torch._C._is_any_autocast_enabled() else _Nothing()
+
+
+def transformed() -> bool:
+    """Whether `torch.func` or forward-mode differentiation looks on: they know the compiler's operator."""
+    return bool(peek_interpreter_stack()) or torch.autograd.forward_ad._current_level >= 0

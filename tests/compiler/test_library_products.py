@@ -1,0 +1,45 @@
+"""The CPU's library products keep the definition where entries are missing and factors are not finite."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+import insum_nn
+
+NAN, INF = float("nan"), float("inf")
+ROW = torch.tensor([0, 0, 1, -1])
+COL = torch.tensor([-1, 1, -1, 0])
+
+
+def agree(program, **tensors):
+    found = program(**tensors).double()
+    torch.testing.assert_close(found, program.reference(**tensors), equal_nan=True)
+    return found
+
+
+@pytest.mark.parametrize("bad", [NAN, INF, -INF])
+def test_a_missing_entry_with_a_value_that_is_not_finite(bad):
+    program = insum_nn.compile("C[Row[p],n] += Val[p] * B[Col[p],n]", out_shape=(3, None))
+    dense = torch.tensor([[1.0, 2.0], [3.0, 4.0]])
+    assert agree(program, Row=ROW, Col=COL, Val=torch.tensor([bad, 1.0, 2.0, 5.0]), B=dense)[0].isnan().all()
+    # A dropped write drops its NaN too.
+    assert not agree(program, Row=ROW, Col=COL, Val=torch.tensor([1.0, 1.0, 2.0, bad]), B=dense).isnan().any()
+
+
+@pytest.mark.parametrize("bad", [NAN, INF])
+@pytest.mark.parametrize("row", [ROW, torch.tensor([-1, -1, 0, 1])], ids=["some", "others"])
+def test_a_missing_row_in_a_sampled_product(bad, row):
+    program = insum_nn.compile("V[p] += A[Row[p],k] * B[Col[p],k]")
+    broken = torch.tensor([[bad, 1.0], [2.0, 3.0]])
+    whole = torch.tensor([[1.0, 2.0], [3.0, 4.0]])
+    agree(program, Row=row, Col=COL, A=broken, B=whole)
+    agree(program, Row=row, Col=COL, A=whole, B=broken)
+
+
+def test_every_entry_missing():
+    nothing = torch.tensor([-1, -1])
+    spmm = insum_nn.compile("C[Row[p],n] += Val[p] * B[Col[p],n]", out_shape=(3, None))
+    agree(spmm, Row=torch.tensor([0, 2]), Col=nothing, Val=torch.tensor([NAN, 1.0]), B=torch.ones(2, 3))
+    sampled = insum_nn.compile("V[p] += A[Row[p],k] * B[Col[p],k]")
+    agree(sampled, Row=nothing, Col=torch.tensor([0, 1]), A=torch.ones(2, 3), B=torch.full((2, 3), NAN))
