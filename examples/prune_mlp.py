@@ -169,7 +169,8 @@ def run_all(
 
     ways: list[tuple[Way, float]] = [("dense", 1.0)]
     for density in settings.densities:
-        ways += [("pruned", density), ("from scratch", density)]
+        ways.append(("pruned", density))
+        ways.append(("from scratch", density))
     finished = len(results)
     for seed in range(finished // len(ways), settings.seeds):
         # Every network draws from a seed of its own, so that a resumed run draws what the interrupted one would have.

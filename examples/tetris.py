@@ -115,7 +115,8 @@ def train(
 
 def difference_to_e3nn(model: TetrisClassifier) -> float:
     """Largest difference between our convolution and e3nn's product of gathered features, added up by hand."""
-    conv = model.layers[1].convolution
+    layer: Any = model.layers[1]
+    conv = layer.convolution
     own = conv.tensor_product
     peer = o3.TensorProduct(
         own.irreps_in1,
@@ -245,7 +246,8 @@ def main(argv: Sequence[str] | None = None, *, size: str = "full") -> float:
         seed=options.seed,
     )
     model, curve = train_with_progress(settings, device, checkpoint=options.out / "tetris.pt", resume=options.resume)
-    print("A layer's statements:\n  " + model.layers[1].convolution.expression.replace("\n", "\n  "))
+    layer: Any = model.layers[1]
+    print("A layer's statements:\n  " + layer.convolution.expression.replace("\n", "\n  "))
     positions, batch, labels = (t.to(device) for t in tetris_pieces())
     generator = torch.Generator().manual_seed(1)
     scores = []

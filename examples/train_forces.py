@@ -299,7 +299,8 @@ def difference_to_e3nn(model: NequIP) -> float:
     """Largest difference between a round's convolution and e3nn's product of gathered features, added up by hand."""
     from e3nn import o3
 
-    conv: Any = model.layers[-1].convolution
+    layer: Any = model.layers[-1]
+    conv = layer.convolution
     own = conv.tensor_product
     rows = [(*tuple(i)[:5], i.path_weight**2) for i in own.instructions]
     options = {"irrep_normalization": "none", "path_normalization": "none", "shared_weights": False}

@@ -4,6 +4,7 @@ from insum_nn.compiler.api import Program, compile, insum
 from insum_nn.compiler.execution import cache_info, clear_cache
 from insum_nn.compiler.options import Options
 from insum_nn.facts import IndexFacts
+from insum_nn.layers.swap import swap
 
-__all__ = ["IndexFacts", "Options", "Program", "cache_info", "clear_cache", "compile", "insum"]
+__all__ = ["IndexFacts", "Options", "Program", "cache_info", "clear_cache", "compile", "insum", "swap"]
 __version__ = "0.1.0"

@@ -5,7 +5,7 @@ from __future__ import annotations
 import importlib
 import warnings
 from collections.abc import Iterator, Sequence
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
@@ -14,7 +14,7 @@ from insum_nn.errors import MissingExtraError
 from insum_nn.layers.tensor_product_checks import InputError, cast_for_autocast, check_choice, check_inputs, variances
 from insum_nn.layers.tensor_product_constants import add_constants, drop_constants
 from insum_nn.ops.tensor_product import TensorProductSpec, explain_tensor_product, expressions
-from insum_nn.structure.irreps import entries_of, make_paths, path_coefficients, weight_offsets
+from insum_nn.structure.irreps import Entry, Path, entries_of, make_paths, path_coefficients, weight_offsets
 
 try:
     # e3nn has no types, so what comes from it is `Any`.
@@ -114,15 +114,16 @@ class TensorProduct(o3.TensorProduct):
         self.irreps_in1 = o3.Irreps(irreps_in1)
         self.irreps_in2 = o3.Irreps(irreps_in2)
         self.irreps_out = o3.Irreps(irreps_out)
-        entries = tuple(entries_of(irreps) for irreps in (self.irreps_in1, self.irreps_in2, self.irreps_out))
-        paths, path_weights = make_paths(*entries, instructions)
-        spread = tuple(
-            variances(name, given, len(own))
-            for name, given, own in zip(
-                ("in1_var", "in2_var", "out_var"), (in1_var, in2_var, out_var), entries, strict=True
-            )
+        in1, in2, out = self._entries()
+        paths, path_weights = make_paths(in1, in2, out, instructions)
+        spread = (
+            variances("in1_var", in1_var, len(in1)),
+            variances("in2_var", in2_var, len(in2)),
+            variances("out_var", out_var, len(out)),
         )
-        factors = path_coefficients(paths, path_weights, entries, spread, irrep_normalization, path_normalization)
+        factors = path_coefficients(
+            paths, path_weights, (in1, in2, out), spread, irrep_normalization, path_normalization
+        )
         self.instructions = [
             Instruction(p.i_in1, p.i_in2, p.i_out, p.mode, p.weighted, factor, p.shape)
             for p, factor in zip(paths, factors, strict=True)
@@ -164,10 +165,12 @@ class TensorProduct(o3.TensorProduct):
                 mask[parts[ins.i_out]] = 1
         self.register_buffer("output_mask", mask)
 
-    def _paths(self) -> Any:
-        entries = (entries_of(irreps) for irreps in (self.irreps_in1, self.irreps_in2, self.irreps_out))
+    def _entries(self) -> tuple[tuple[Entry, ...], tuple[Entry, ...], tuple[Entry, ...]]:
+        return entries_of(self.irreps_in1), entries_of(self.irreps_in2), entries_of(self.irreps_out)
+
+    def _paths(self) -> tuple[Path, ...]:
         rows = [(i.i_in1, i.i_in2, i.i_out, i.connection_mode, i.has_weight) for i in self.instructions]
-        paths, _ = make_paths(*entries, rows)
+        paths, _ = make_paths(*self._entries(), rows)
         return tuple(p._replace(coefficient=i.path_weight) for p, i in zip(paths, self.instructions, strict=True))
 
     def _finish(self) -> None:
@@ -183,11 +186,10 @@ class TensorProduct(o3.TensorProduct):
     @property
     def spec(self) -> TensorProductSpec:
         """Representations and normalised paths, without numbers."""
-        entries = (entries_of(irreps) for irreps in (self.irreps_in1, self.irreps_in2, self.irreps_out))
-        return TensorProductSpec(*entries, self._paths(), self.shared_weights)
+        return TensorProductSpec(*self._entries(), self._paths(), self.shared_weights)
 
     @classmethod
-    def from_e3nn(cls, module: o3.TensorProduct) -> TensorProduct:
+    def from_e3nn(cls, module: Any) -> TensorProduct:
         """The same product as a module of e3nn, sharing its weights; of the class that replaces the module's.
 
         >>> peer = o3.FullyConnectedTensorProduct("2x0e + 1o", "1o", "0e + 2x1o")
@@ -407,6 +409,10 @@ class FullyConnectedTensorProduct(o3.FullyConnectedTensorProduct, TensorProduct)
     Takes the place of `e3nn.o3.FullyConnectedTensorProduct`; arguments as there, and of `TensorProduct`.
     """
 
+    if TYPE_CHECKING:
+
+        def __init__(self, irreps_in1: Irreps, irreps_in2: Irreps, irreps_out: Irreps, **kwargs: Any) -> None: ...
+
 
 class ElementwiseTensorProduct(o3.ElementwiseTensorProduct, TensorProduct):
     """The product of each copy of one input with the copy of the other that stands at its place.
@@ -415,6 +421,12 @@ class ElementwiseTensorProduct(o3.ElementwiseTensorProduct, TensorProduct):
 
     Takes the place of `e3nn.o3.ElementwiseTensorProduct`; arguments as there, and of `TensorProduct`.
     """
+
+    if TYPE_CHECKING:
+
+        def __init__(
+            self, irreps_in1: Irreps, irreps_in2: Irreps, filter_ir_out: Any = None, **kwargs: Any
+        ) -> None: ...
 
 
 class FullTensorProduct(o3.FullTensorProduct, TensorProduct):
@@ -425,6 +437,12 @@ class FullTensorProduct(o3.FullTensorProduct, TensorProduct):
     Takes the place of `e3nn.o3.FullTensorProduct`; arguments as there, and of `TensorProduct`.
     """
 
+    if TYPE_CHECKING:
+
+        def __init__(
+            self, irreps_in1: Irreps, irreps_in2: Irreps, filter_ir_out: Any = None, **kwargs: Any
+        ) -> None: ...
+
 
 class TensorSquare(o3.TensorSquare, TensorProduct):
     """The product of a representation with itself, each pair of copies once.
@@ -433,6 +451,12 @@ class TensorSquare(o3.TensorSquare, TensorProduct):
 
     Takes the place of `e3nn.o3.TensorSquare`; arguments as there, and of `TensorProduct`.
     """
+
+    if TYPE_CHECKING:
+
+        def __init__(
+            self, irreps_in: Irreps, irreps_out: Irreps = None, filter_ir_out: Any = None, **kwargs: Any
+        ) -> None: ...
 
     def __repr__(self) -> str:
         return "\n  ".join([o3.TensorSquare.__repr__(self), *expressions(self.spec)])

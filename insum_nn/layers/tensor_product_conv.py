@@ -137,10 +137,10 @@ class TensorProductConv(torch.nn.Module):
         """
         weight = self.tensor_product._get_weights(W)
         self._check(X, Y, weight, rows, cols, sender_perm)
-        X, Y, weight = cast_for_autocast(X, Y, weight)
-        if not self.tensor_product.shared_weights and weight.shape[0] == 1 != Y.shape[0]:
-            weight = weight.expand(Y.shape[0], -1)
-        return tensor_product(self._text, X, Y, weight, rows, cols, num_nodes)
+        x, y, weight = cast_for_autocast(X, Y, weight)
+        if not self.tensor_product.shared_weights and weight.shape[0] == 1 != y.shape[0]:
+            weight = weight.expand(y.shape[0], -1)
+        return tensor_product(self._text, x, y, weight, rows, cols, num_nodes)
 
     def _check(
         self, X: Tensor, Y: Tensor, weight: Tensor, rows: Tensor, cols: Tensor, sender_perm: Tensor | None
@@ -148,7 +148,10 @@ class TensorProductConv(torch.nn.Module):
         product = self.tensor_product
         faults: list[InsumError] = []
         edges = Y.shape[0] if Y.dim() else 0
-        expected = {"X": (X, (None, product._in1_dim)), "Y": (Y, (None, product._in2_dim))}
+        expected: dict[str, tuple[Tensor, tuple[int | None, ...]]] = {
+            "X": (X, (None, product._in1_dim)),
+            "Y": (Y, (None, product._in2_dim)),
+        }
         indices = {"rows": rows, "cols": cols} | ({} if sender_perm is None else {"sender_perm": sender_perm})
         expected |= {name: (index, (edges,)) for name, index in indices.items()}
         if not product.shared_weights and product.weight_numel:
@@ -202,12 +205,13 @@ def _from_problem(problem: Any) -> TensorProduct:
     if isinstance(problem, TensorProduct):
         return problem
     if isinstance(problem, torch.nn.Module):
-        return TensorProduct.from_e3nn(problem)  # type: ignore[arg-type]
+        return TensorProduct.from_e3nn(problem)
     rows = [tuple(i)[:5] for i in problem.instructions]
-    irreps = [
-        [(int(m), (int(ir.l), int(ir.p))) for m, ir in getattr(problem, f"irreps_{n}")] for n in ("in1", "in2", "out")
-    ]
-    product = TensorProduct(*irreps, rows, shared_weights=bool(problem.shared_weights), internal_weights=False)
+    in1, in2, out = (
+        [(int(mul), (int(ir.l), int(ir.p))) for mul, ir in irreps]
+        for irreps in (problem.irreps_in1, problem.irreps_in2, problem.irreps_out)
+    )
+    product = TensorProduct(in1, in2, out, rows, shared_weights=bool(problem.shared_weights), internal_weights=False)
     product.instructions = [
         own._replace(path_weight=float(tuple(given)[5]))
         for own, given in zip(product.instructions, problem.instructions, strict=True)

@@ -1,0 +1,34 @@
+"""Whole networks, composed from layers; each is imported when it is first asked for, with the extra that it needs."""
+
+from __future__ import annotations
+
+import importlib
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from insum_nn.models.gcn import GCN
+    from insum_nn.models.minkunet import MinkUNet, MinkUNet14, MinkUNet18, MinkUNet34
+    from insum_nn.models.nequip import NequIP
+    from insum_nn.models.tetris import TetrisClassifier
+
+__all__ = ["GCN", "MinkUNet", "MinkUNet14", "MinkUNet18", "MinkUNet34", "NequIP", "TetrisClassifier"]
+
+_HOME = {
+    "GCN": "gcn",
+    "MinkUNet": "minkunet",
+    "MinkUNet14": "minkunet",
+    "MinkUNet18": "minkunet",
+    "MinkUNet34": "minkunet",
+    "NequIP": "nequip",
+    "TetrisClassifier": "tetris",
+}
+
+
+def __getattr__(name: str) -> Any:
+    if name not in _HOME:
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    return getattr(importlib.import_module(f"{__name__}.{_HOME[name]}"), name)
+
+
+def __dir__() -> list[str]:
+    return sorted({*globals(), *__all__})

@@ -42,7 +42,7 @@ def plain_e3nn() -> Generator[None]:
         e3nn.set_optimization_defaults(jit_mode=before)
 
 
-def gated(irreps: Irreps, available: Irreps) -> nn.Module:
+def gated(irreps: Irreps, available: Irreps) -> Any:
     """A gate whose output is as much of `irreps` as can be made from tensor products of what is `available`.
 
     Scalars pass through an activation; everything else is multiplied by an activated even scalar of its own.
@@ -139,7 +139,8 @@ class Interaction(nn.Module):
         self.convolution = TensorProductConv(irreps_in, irreps_edges, irreps_middle, instructions)
         self.mix_out = o3.Linear(irreps_middle.simplify(), wanted)
         self.itself = FullyConnectedTensorProduct(irreps_in, irreps_attributes, wanted)
-        self.radial = e3nn_nn.FullyConnectedNet([num_basis, *radial_hidden, self.convolution.weight_numel], nn.functional.silu)
+        widths = [num_basis, *radial_hidden, self.convolution.weight_numel]
+        self.radial = e3nn_nn.FullyConnectedNet(widths, nn.functional.silu)
         self.scale = average_neighbors**-0.5
 
     def forward(
@@ -198,6 +199,9 @@ class NequIP(nn.Module):
         energy_shift: Sequence[float] | None = None,
     ) -> None:
         super().__init__()
+        self.species_index: Tensor
+        self.energy_shift: Tensor
+        self.energy_scale: Tensor
         numbers = sorted({int(s) for s in species})
         shift = [0.0] * len(numbers) if energy_shift is None else [float(e) for e in energy_shift]
         if len(shift) != len(numbers):

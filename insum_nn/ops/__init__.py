@@ -1,13 +1,20 @@
 """Operators on sparse formats: each is one expression per format, differentiable in values and dense operands."""
 
+from insum_nn.ops.block_linear import block_linear, block_linear_expression
 from insum_nn.ops.elementwise import add, multiply, multiply_expression, same_structure, scale, scale_cols, scale_rows
 from insum_nn.ops.mttkrp import mttkrp, mttkrp_expression
 from insum_nn.ops.sddmm import sddmm, sddmm_expression
+from insum_nn.ops.sparse_conv import sparse_conv, sparse_conv_expression
+from insum_nn.ops.sparse_conv2d import sparse_conv2d, sparse_conv2d_expression
+from insum_nn.ops.sparse_pool import sparse_avg_pool, sparse_max_pool
 from insum_nn.ops.spmm import spmm, spmm_expression, spmm_program
+from insum_nn.ops.tensor_product import tensor_product
 from insum_nn.ops.ttm import ttm, ttm_expression
 
 __all__ = [
     "add",
+    "block_linear",
+    "block_linear_expression",
     "mttkrp",
     "mttkrp_expression",
     "multiply",
@@ -18,9 +25,16 @@ __all__ = [
     "scale_rows",
     "sddmm",
     "sddmm_expression",
+    "sparse_avg_pool",
+    "sparse_conv",
+    "sparse_conv2d",
+    "sparse_conv2d_expression",
+    "sparse_conv_expression",
+    "sparse_max_pool",
     "spmm",
     "spmm_expression",
     "spmm_program",
+    "tensor_product",
     "ttm",
     "ttm_expression",
 ]

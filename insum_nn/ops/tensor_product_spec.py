@@ -61,7 +61,7 @@ class TensorProductSpec:
     def from_json(text: str) -> TensorProductSpec:
         """From the text of `to_json`."""
         data = json.loads(text)
-        paths = tuple(Path(*values[:6], tuple(values[6])) for values in data.pop("paths"))
+        paths = tuple(Path(a, b, c, mode, w, f, tuple(shape)) for a, b, c, mode, w, f, shape in data.pop("paths"))
         in1, in2, out = (tuple(Entry(*e) for e in data.pop(name)) for name in ("in1", "in2", "out"))
         return TensorProductSpec(in1, in2, out, paths, **data)
 

@@ -149,7 +149,7 @@ class Statement:
 
     def _drop(self, letters: str, value: Tensor, components: Mapping[str, Tensor]) -> str:
         """Keep the tables under their names, without slots of extent 1; returns the letters of their axes."""
-        kept = [axis for axis, x in enumerate(letters) if axis == 0 or value.shape[axis] != 1]
+        kept = [axis for axis in range(len(letters)) if axis == 0 or value.shape[axis] != 1]
         shape = [value.shape[axis] for axis in kept]
         self.tables["CG"] = value.reshape(shape)
         for operand, table in components.items():

@@ -186,7 +186,9 @@ def make_table(entries: Entries, owner: int, rows: NDArray[np.int64], *, by_path
     value = slots.spread(entries.value, zero=True)
     path = slots.spread(entries.path)[:, :, 0] if by_path else None
     as_tensor = torch.from_numpy
-    return Table(as_tensor(value), *map(as_tensor, shown), None if path is None else as_tensor(path.copy()))
+    return Table(
+        as_tensor(value), as_tensor(shown[0]), as_tensor(shown[1]), None if path is None else as_tensor(path.copy())
+    )
 
 
 def path_table(entries: Entries, count: int) -> tuple[Tensor, Tensor]:

@@ -1,0 +1,107 @@
+"""The point-cloud layers under the names of `spconv.pytorch`.
+
+    # import spconv.pytorch as spconv
+    import insum_nn.layers.spconv as spconv
+
+>>> import torch
+>>> conv = SubMConv3d(4, 8, kernel_size=3, bias=False)
+>>> indices = torch.tensor([[0, 1, 1, 1], [0, 1, 1, 2]], dtype=torch.int32)
+>>> x = SparseConvTensor(torch.ones(2, 4), indices, spatial_shape=[4, 4, 4], batch_size=1)
+>>> conv(x).features.shape
+torch.Size([2, 8])
+"""
+
+from __future__ import annotations
+
+from insum_nn.layers.sparse_conv import SparseConvolution
+from insum_nn.layers.sparse_conv_kinds import (
+    SparseConv1d,
+    SparseConv2d,
+    SparseConv3d,
+    SparseConv4d,
+    SparseConvTranspose1d,
+    SparseConvTranspose2d,
+    SparseConvTranspose3d,
+    SparseConvTranspose4d,
+    SparseInverseConv1d,
+    SparseInverseConv2d,
+    SparseInverseConv3d,
+    SparseInverseConv4d,
+    SubMConv1d,
+    SubMConv2d,
+    SubMConv3d,
+    SubMConv4d,
+)
+from insum_nn.layers.sparse_pool import (
+    SparseAvgPool1d,
+    SparseAvgPool2d,
+    SparseAvgPool3d,
+    SparseAvgPool4d,
+    SparseGlobalAvgPool,
+    SparseGlobalMaxPool,
+    SparseMaxPool1d,
+    SparseMaxPool2d,
+    SparseMaxPool3d,
+    SparseMaxPool4d,
+)
+from insum_nn.layers.sparse_sequential import (
+    AddTable,
+    AddTableMisaligned,
+    ConcatTable,
+    JoinTable,
+    RemoveGrid,
+    SparseBatchNorm,
+    SparseIdentity,
+    SparseModule,
+    SparseReLU,
+    SparseSequential,
+    SparseSyncBatchNorm,
+    ToDense,
+    assign_name_for_sparse_modules,
+)
+from insum_nn.layers.sparse_tensor import SparseConvTensor, sparse_add
+
+__all__ = [
+    "AddTable",
+    "AddTableMisaligned",
+    "ConcatTable",
+    "JoinTable",
+    "RemoveGrid",
+    "SparseAvgPool1d",
+    "SparseAvgPool2d",
+    "SparseAvgPool3d",
+    "SparseAvgPool4d",
+    "SparseBatchNorm",
+    "SparseConv1d",
+    "SparseConv2d",
+    "SparseConv3d",
+    "SparseConv4d",
+    "SparseConvTensor",
+    "SparseConvTranspose1d",
+    "SparseConvTranspose2d",
+    "SparseConvTranspose3d",
+    "SparseConvTranspose4d",
+    "SparseConvolution",
+    "SparseGlobalAvgPool",
+    "SparseGlobalMaxPool",
+    "SparseIdentity",
+    "SparseInverseConv1d",
+    "SparseInverseConv2d",
+    "SparseInverseConv3d",
+    "SparseInverseConv4d",
+    "SparseMaxPool1d",
+    "SparseMaxPool2d",
+    "SparseMaxPool3d",
+    "SparseMaxPool4d",
+    "SparseModule",
+    "SparseReLU",
+    "SparseSequential",
+    "SparseSyncBatchNorm",
+    "SubMConv1d",
+    "SubMConv2d",
+    "SubMConv3d",
+    "SubMConv4d",
+    "ToDense",
+    "assign_name_for_sparse_modules",
+    "sparse_add",
+]
