@@ -74,10 +74,14 @@ class Executable:
                 return lambda tensors, start: _run_pieces(self, tensors, arguments, extents, start, step)
         run = self.run
         if isinstance(run, _Inductor):
+            inductor_run = run
             begin = time.perf_counter()
-            run = run.variant([*tensors, *arguments, *([] if start is None else [start])])
+            run = inductor_run.variant([*tensors, *arguments, *([] if start is None else [start])])
             self.compile_seconds += 0.0 if self.warm else time.perf_counter() - begin
             self.warm = True
+            note = inductor_run.note
+            if note and note not in self.reason:
+                self.reason += f"; {note}"
 
         def call(tensors: Sequence[Tensor], start: Tensor | None) -> Tensor:
             return run(*tensors, *arguments) if start is None else run(*tensors, *arguments, start)
@@ -286,6 +290,7 @@ class _Inductor:
         self.bound = bound
         self.options = options
         self.variants: list[inductor.Compiled] = []
+        self.note = ""
 
     def __call__(self, *args: object) -> Tensor:
         return self.variant(args)(*args)
@@ -299,6 +304,7 @@ class _Inductor:
             if found is None:
                 found = self.compile(flat)
                 self.variants.append(found)
+            self.note = found.note
         return _contiguous(found)
 
     def compile(self, flat: Sequence[object]) -> inductor.Compiled:

@@ -11,10 +11,11 @@ import hashlib
 import os
 import pathlib
 import pickle
+import shutil
 import tempfile
 import warnings
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -27,7 +28,7 @@ from insum_nn.errors import InsumBackendError
 __all__ = ["Compiled", "cache_folder", "compile_graph", "inductor_options", "kernel_sources", "size_class"]
 
 _INT32 = 2**31
-_FORMAT = 1
+_FORMAT = 2
 
 
 def inductor_options(bound: Bound, options: Options) -> dict[str, Any]:
@@ -78,12 +79,14 @@ class Compiled:
         run: the code; takes the graph's arguments as a flat list.
         guards: assumptions about sizes, as text over the symbols of `symbols`.
         symbols: names of the sizes that guards speak of, each with the argument and axis that shows it.
+        note: what is out of the ordinary about it, for `explain()`.
         from_disk: it was found on disk.
     """
 
     run: Callable[..., Any]
     guards: tuple[str, ...]
     symbols: tuple[tuple[str, int, int], ...]
+    note: str
     from_disk: bool
     check: Callable[..., bool] | None = None
 
@@ -126,27 +129,27 @@ def _load(path: pathlib.Path) -> Compiled | None:
 
     try:
         with (path / "guards").open("rb") as file:
-            guards, symbols = pickle.load(file)
+            guards, symbols, note = pickle.load(file)
         run = CompiledArtifact.load(path=str(path / "artifact"), format="binary")
     except Exception:
         return None
-    return Compiled(run, guards, symbols, from_disk=True)
+    return Compiled(run, guards, symbols, note, from_disk=True)
 
 
-def _store(
-    artifact: Any, guards: tuple[str, ...], symbols: tuple[tuple[str, int, int], ...], path: pathlib.Path
-) -> None:
+def _store(artifact: Any, facts: tuple[object, ...], path: pathlib.Path) -> None:
     """Write beside, then rename: another process sees the whole entry or none."""
+    folder: pathlib.Path | None = None
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
         folder = pathlib.Path(tempfile.mkdtemp(dir=path.parent))
         artifact.save(path=str(folder / "artifact"), format="binary")
         with (folder / "guards").open("wb") as file:
-            pickle.dump((guards, symbols), file)
+            pickle.dump(facts, file)
         folder.rename(path)
     except OSError:
         # Another process was first, or the disk is full or read-only: the program in memory serves all the same.
-        return
+        if folder is not None:
+            shutil.rmtree(folder, ignore_errors=True)
 
 
 class _Symbols:
@@ -239,21 +242,48 @@ def compile_graph(
         found = _load(path)
         if found is not None and found.fits(arguments):
             return found
+    note = ""
     try:
-        traced, fake, symbols = _trace(graph, bound, integers, tensors, start)
-        artifact = _standalone(traced, fake, inductor_options(bound, options))
+        artifact, symbols = _compile(graph, bound, options, integers, tensors, start)
     except Exception as error:
-        raise InsumBackendError(
-            f"Inductor could not compile the statement for {device.type}: {type(error).__name__}: {error}",
-            expression=bound.statement.text,
-            fix='choose Options(backend="eager"), and report the statement.',
-        ) from error
+        if device.type != "cuda" or not options.native_matmul:
+            raise _cannot(bound, device, error) from error
+        # Inductor's fused product fails to compile for some shapes (a batch of few, small blocks); its separate
+        # gather, product and scatter do not. Explain says which one runs.
+        note = f"gather, product and scatter in separate kernels: the fused one does not compile ({_first_line(error)})"
+        try:
+            artifact, symbols = _compile(graph, bound, replace(options, native_matmul=False), integers, tensors, start)
+        except Exception as second:
+            raise _cannot(bound, device, second) from error
     guards = tuple(str(guard.expr) for guard in symbols.env.guards if str(guard.expr) != "True")
     shown = tuple((name, at, axis) for name, (at, axis) in symbols.shown.items())
-    compiled = Compiled(artifact, guards, shown, from_disk=False)
     if not path.exists():
-        _store(artifact, guards, shown, path)
-    return compiled
+        _store(artifact, (guards, shown, note), path)
+    return Compiled(artifact, guards, shown, note, from_disk=False)
+
+
+def _compile(
+    graph: fx.GraphModule,
+    bound: Bound,
+    options: Options,
+    integers: Sequence[tuple[str, int]],
+    tensors: Sequence[Tensor],
+    start: Tensor | None,
+) -> tuple[Any, _Symbols]:
+    traced, fake, symbols = _trace(graph, bound, integers, tensors, start)
+    return _standalone(traced, fake, inductor_options(bound, options)), symbols
+
+
+def _first_line(error: Exception) -> str:
+    return f"{type(error).__name__}: {(str(error).strip().splitlines() or [''])[0][:160]}"
+
+
+def _cannot(bound: Bound, device: torch.device, error: Exception) -> InsumBackendError:
+    return InsumBackendError(
+        f"Inductor could not compile the statement for {device.type}: {type(error).__name__}: {error}",
+        expression=bound.statement.text,
+        fix='choose Options(backend="eager"), and report the statement.',
+    )
 
 
 def _trace(

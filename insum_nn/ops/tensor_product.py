@@ -10,10 +10,11 @@ from torch import Tensor
 
 from insum_nn.compiler.api import Explanation
 from insum_nn.ops.tensor_product_form import Form, form_of
+from insum_nn.ops.tensor_product_right import tensor_product_right
 from insum_nn.ops.tensor_product_spec import TensorProductSpec, others
 from insum_nn.ops.tensor_product_statement import Statement
 
-__all__ = ["TensorProductSpec", "explain_tensor_product", "expressions", "tensor_product"]
+__all__ = ["TensorProductSpec", "explain_tensor_product", "expressions", "tensor_product", "tensor_product_right"]
 
 
 def tensor_product(

@@ -138,3 +138,49 @@ def test_captured_in_a_cuda_graph(gpu):
     tensors["Val"].copy_(torch.randn(50, 2, device=gpu))
     graph.replay()
     torch.testing.assert_close(captured.double().cpu(), program.reference(tensors=tensors), rtol=1e-4, atol=1e-4)
+
+
+def test_a_fused_product_that_does_not_compile_runs_in_separate_kernels_and_says_so(gpu, monkeypatch):
+    """Few groups of small blocks: Inductor's native matmul has had no code for some of them."""
+    from insum_nn.compiler import inductor
+
+    compile_all = inductor._standalone
+
+    def refuse(traced, fake, chosen):
+        if chosen.get("triton.native_matmul"):
+            raise RuntimeError("planted")
+        return compile_all(traced, fake, chosen)
+
+    monkeypatch.setattr(inductor, "_standalone", refuse)
+    monkeypatch.setattr(inductor, "_load", lambda path: None)
+    monkeypatch.setattr(inductor, "_store", lambda *args: None)
+    insum_nn.clear_cache()
+    program = insum_nn.compile("Out[Y[g,q],d] += In[X[g,q],c] * W[O[g],c,d]", out_shape=(18, None))
+    tensors = {
+        "Y": table(18, 5, 16, device=gpu, masked=True),
+        "X": table(18, 5, 16, device=gpu, masked=True),
+        "O": table(3, 5, device=gpu),
+        "In": torch.randn(18, 6, device=gpu),
+        "W": torch.randn(3, 6, 2, device=gpu),
+    }
+    torch.testing.assert_close(
+        program(tensors=tensors).double().cpu(), program.reference(tensors=tensors), rtol=1e-4, atol=1e-4
+    )
+    assert "planted" in str(program.explain(tensors=tensors))
+    insum_nn.clear_cache()
+
+
+@pytest.mark.parametrize("groups", [1, 2, 5, 16, 100])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+def test_any_number_of_groups(gpu, groups, dtype):
+    program = insum_nn.compile("Out[Y[g,q],d] += In[X[g,q],c] * W[O[g],c,d]", out_shape=(18, None))
+    tensors = {
+        "Y": table(18, groups, 16, device=gpu, masked=True),
+        "X": table(18, groups, 16, device=gpu, masked=True),
+        "O": table(3, groups, device=gpu),
+        "In": torch.randn(18, 6, device=gpu).to(dtype),
+        "W": torch.randn(3, 6, 2, device=gpu).to(dtype),
+    }
+    exact = program.reference(tensors=tensors)
+    error = (program(tensors=tensors).double().cpu() - exact).norm() / exact.norm()
+    assert error < (1e-5 if dtype is torch.float32 else 2e-2)
