@@ -38,7 +38,8 @@ class Form(ProductLayout):
         if key not in self._statements:
             groups = [g for g in self.groups(role) if role != "w" or g.weighted]
             parts = [part for group in groups for part in (self._divided(role, group) if split else [(group, None)])]
-            self._statements[key] = tuple(Statement(self, role, group, rows) for group, rows in parts)
+            with _kept_tensors():
+                self._statements[key] = tuple(Statement(self, role, group, rows) for group, rows in parts)
         return self._statements[key]
 
     def _divided(self, role: str, group: Group) -> list[tuple[Group, NDArray[np.int64] | None]]:
@@ -67,7 +68,8 @@ class Form(ProductLayout):
             ]
             order = np.concatenate(parts)
             start = int(order[0]) if np.array_equal(order, order[0] + np.arange(order.size)) else None
-            self._orders[key] = (start, torch.from_numpy(order).to(device))
+            with _kept_tensors():
+                self._orders[key] = (start, torch.from_numpy(order).to(device))
         return self._orders[key]
 
     def unpacking(self, role: str, device: torch.device, *, split: bool) -> tuple[list[Tensor | None], bool]:
@@ -79,7 +81,8 @@ class Form(ProductLayout):
         """
         key = ("unpack", role, split, device)
         if key not in self._orders:
-            self._orders[key] = self._unpacking(role, device, split)
+            with _kept_tensors():
+                self._orders[key] = self._unpacking(role, device, split)
         return self._orders[key]
 
     def _unpacking(self, role: str, device: torch.device, split: bool) -> tuple[list[Tensor | None], bool]:
@@ -105,6 +108,11 @@ class Form(ProductLayout):
             for order in orders
         ]
         return tensors, needs_zero
+
+
+def _kept_tensors() -> torch.inference_mode:
+    """What is kept must be of use in training too, even if the first call is not."""
+    return torch.inference_mode(False)
 
 
 @lru_cache(maxsize=256)

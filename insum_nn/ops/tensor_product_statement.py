@@ -54,8 +54,8 @@ class WeightAccess:
     def places(self) -> Tensor:
         """What the statement's `L` holds for each path: its place in the stack, its block, or its offset."""
         if self.kind == "stack":
-            return torch.arange(len(self.starts))
-        starts = torch.tensor(self.starts)
+            return torch.arange(len(self.starts), device="cpu")
+        starts = torch.tensor(self.starts, device="cpu")
         return (starts - self.low) // self.size if self.kind == "blocks" else starts
 
     def operand(self, weight: Tensor) -> Tensor:
@@ -114,7 +114,9 @@ class Statement:
         layout, group, role = self.layout, self.group, self.role
         entries = layout.coefficients(group)
         if group.mode.pairs:
-            self.tables["U"], self.tables["V"] = torch.triu_indices(group.muls[0], group.muls[0], 1).unbind()
+            self.tables["U"], self.tables["V"] = torch.triu_indices(
+                group.muls[0], group.muls[0], 1, device="cpu"
+            ).unbind()
         if role == "w" and not self.mixes:
             value, components = path_table(entries, len(group.paths))
             self._slots = self._drop("rq", value, dict(zip("xyz", components, strict=True)))
@@ -205,10 +207,12 @@ class Statement:
         """The static tables on a device; kept."""
         key = (device, dtype)
         if key not in self._on:
-            self._on[key] = {
-                name: table.to(device, dtype) if table.is_floating_point() else table.to(device)
-                for name, table in self.tables.items()
-            }
+            # What is kept must be of use in training too, even if the first call is not.
+            with torch.inference_mode(False):
+                self._on[key] = {
+                    name: table.to(device, dtype) if table.is_floating_point() else table.to(device)
+                    for name, table in self.tables.items()
+                }
         return self._on[key]
 
     def out_shape(self, size: int) -> tuple[int, ...]:

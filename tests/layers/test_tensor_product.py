@@ -5,6 +5,8 @@ import io
 import itertools
 import pickle
 import random
+import subprocess
+import sys
 import warnings
 
 import pytest
@@ -367,6 +369,38 @@ def test_autocast(dtype: torch.dtype, device: torch.device):
     assert x.grad.dtype == torch.float32
     expected = module(x, y).detach()
     assert_matches(z, expected, dtype=dtype, kind="sum", scale=2 * float(expected.abs().max()))
+
+
+def test_inference_first_and_training_later():
+    module = FullyConnectedTensorProduct("3x0e+2x1o", "1x0e+1o", "5x1o+7x0e")
+    x, y, _ = inputs_of(module, 3)
+    with torch.inference_mode():
+        expected = module(x, y)
+        module.right(y)
+    x.requires_grad_()
+    z = module(x, y)
+    assert torch.equal(z, expected)
+    (grad,) = torch.autograd.grad(z.square().sum(), x, create_graph=True)
+    grad.square().sum().backward()
+    assert x.grad is not None
+
+
+def test_another_default_device():
+    """Static tables are made on the CPU whatever torch's default device is."""
+    with torch.device("meta"):
+        module = TensorProduct(*one_mode("u<vw", True, lmax=1).args, shared_weights=False)
+        assert module.output_mask.is_meta
+    inputs = inputs_of(module, 3)
+    with torch.device("meta"):
+        z = module(*inputs)
+    assert torch.equal(z, module(*inputs))
+
+
+def test_without_e3nn_the_error_names_the_extra():
+    code = "import sys\nsys.modules['e3nn'] = None\nimport insum_nn.layers.tensor_product"
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False)
+    assert "MissingExtraError" in done.stderr
+    assert "pip install insum-nn[e3nn]" in done.stderr
 
 
 def test_optimizers_train_it():
