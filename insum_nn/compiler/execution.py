@@ -241,6 +241,7 @@ def executable(
 
 # Extents that a statement was compiled for, by statement and index; past the limit an index stays dynamic.
 _VALUES_LIMIT = 4
+_STATEMENTS_LIMIT = 4096
 _values: dict[tuple[object, str], set[int]] = {}
 
 
@@ -259,6 +260,8 @@ def _specialise(bound: Bound, extents: Extents, options: Options) -> Bound:
             indexed = any(layout.tensors[where] in layout.index_tensors for where, _ in places)
             feature = not indexed and any(axis > 0 for _, axis in places)
             if name in slots or feature:
+                if len(_values) >= _STATEMENTS_LIMIT:
+                    _values.clear()
                 seen = _values.setdefault((bound, name), set())
                 if len(seen) < _VALUES_LIMIT:
                     seen.add(sizes[name])
