@@ -200,7 +200,8 @@ def run_spec(
             # The operands were cast where the call was made; inside, autocast would mix dtypes that were equal.
             with torch.autocast(device, enabled=False):
                 return run_spec(spec, tensors, start, extents, key)
-    key = (key or call_key(tensors, start), start is None, extents)
+    # Compiled float32 products follow the precision that was asked for when they were compiled.
+    key = (key or call_key(tensors, start), start is None, extents, torch.get_float32_matmul_precision())
     ready = spec.ready.get(key)
     if ready is not None and ready.holds(tensors):
         return ready.run(tensors, start)

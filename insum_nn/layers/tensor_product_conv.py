@@ -37,6 +37,9 @@ class TensorProductConv(torch.nn.Module):
         irreps_out: representation of the result.
         instructions: as for `TensorProduct`.
         deterministic: the same bits at every run, on a GPU too.
+        torch_op: accepted, as OpenEquivariance takes it; the layer always is a registered operator.
+        use_opaque: accepted, as OpenEquivariance takes it.
+        kahan: compensated summation, which is not offered.
         **kwargs: of `TensorProduct`; weights belong to the edges (`shared_weights=False`) unless told otherwise.
 
     >>> from insum_nn.layers.tensor_product_conv import TensorProductConv
@@ -57,9 +60,18 @@ class TensorProductConv(torch.nn.Module):
         instructions: Sequence[tuple[Any, ...]] | None = None,
         *,
         deterministic: bool = False,
+        torch_op: bool = True,
+        use_opaque: bool = False,
+        kahan: bool = False,
         **kwargs: Any,
     ) -> None:
         super().__init__()
+        if kahan:
+            raise InputError(
+                "compensated (Kahan) summation is not offered",
+                details=["half types are summed in float32; other types in their own"],
+                fix="leave kahan out, or convolve in float64.",
+            )
         if irreps_in2 is None and irreps_out is None and instructions is None:
             self.tensor_product = _from_problem(irreps_in1)
         elif irreps_in2 is None or irreps_out is None or instructions is None:
@@ -98,6 +110,14 @@ class TensorProductConv(torch.nn.Module):
     def __repr__(self) -> str:
         product = self.tensor_product._profiling_str.partition("(")[2]
         return "\n  ".join([f"{type(self).__name__}({product}", *expressions(self.spec)])
+
+    def reorder_weights_from_e3nn(self, weights: Tensor, has_batch_dim: bool = True) -> Tensor:
+        """The weights as they are: e3nn's order is the layer's own. OpenEquivariance's may differ, hence the method."""
+        return weights
+
+    def reorder_weights_to_e3nn(self, weights: Tensor, has_batch_dim: bool = True) -> Tensor:
+        """The weights as they are."""
+        return weights
 
     def explain(self, X: Tensor, Y: Tensor, W: Tensor | None, rows: Tensor, cols: Tensor, *, statement: int = 0) -> Any:
         """What becomes of one statement on these inputs: an `Explanation`."""

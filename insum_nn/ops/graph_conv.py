@@ -119,14 +119,15 @@ def _wide(dtype: torch.dtype) -> torch.dtype:
 
 
 def _normalised(graph: GraphMatrix, weights: Tensor) -> Tensor:
-    if (weights.requires_grad and torch.is_grad_enabled()) or transformed():
+    row, col = graph.entries.row, graph.entries.col
+    learned = (weights.requires_grad and torch.is_grad_enabled()) or transformed()
+    if learned and weights.device.type != "cpu":
         # By the products, whose gradients need no atomic addition.
         degree = graph_product(graph, weights, weights.new_ones(graph.num_nodes, 1))
         root = inverse_root(degree)
         return weights * graph_compare(graph, root, root)
-    degree = weights.new_zeros(graph.num_nodes).index_add(0, graph.entries.row, weights)
-    root = inverse_root(degree)
-    return root[graph.entries.row] * weights * root[graph.entries.col]
+    root = inverse_root(weights.new_zeros(graph.num_nodes).index_add(0, row, weights))
+    return root.index_select(0, row) * weights * root.index_select(0, col)
 
 
 # The whole operator.

@@ -199,7 +199,7 @@ class GraphMatrix:
         """Grouped by sender: what the product's gradient reads."""
         row, col = self.entries.row, self.entries.col
         order = _order(col, row, self.num_nodes)
-        return self._group(col[order], row[order], order)
+        return self._group(col.index_select(0, order), row.index_select(0, order), order)
 
     def grouped(self, transposed: bool) -> Grouped:
         """`by_col` when transposed, else `by_row`."""

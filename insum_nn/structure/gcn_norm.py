@@ -49,8 +49,9 @@ class GraphEntries:
 
     def reordered(self, order: Tensor) -> GraphEntries:
         """The same entries in another order."""
-        source = order if self.source is None else self.source[order]
-        return GraphEntries(self.row[order], self.col[order], source, self.num_nodes, self.num_edges)
+        source = order if self.source is None else self.source.index_select(0, order)
+        row, col = self.row.index_select(0, order), self.col.index_select(0, order)
+        return GraphEntries(row, col, source, self.num_nodes, self.num_edges)
 
 
 def check_edge_index(edge_index: Tensor, num_nodes: int, *, values: bool = True) -> None:
@@ -266,6 +267,6 @@ def gcn_norm(
     wide = weight.float() if weight.dtype in (torch.float16, torch.bfloat16) else weight
     degree = wide.new_zeros(num_nodes).index_add(0, entries.row, wide)
     root = inverse_root(degree)
-    normalised = (root[entries.row] * wide * root[entries.col]).to(weight.dtype)
+    normalised = (root.index_select(0, entries.row) * wide * root.index_select(0, entries.col)).to(weight.dtype)
     ends = (entries.col, entries.row) if flow == "source_to_target" else (entries.row, entries.col)
     return torch.stack(ends), normalised

@@ -188,6 +188,9 @@ def test_problems():
         x, y, w = inputs_of(conv, 5, 7)
         expected = unfused(peer, x, y, w, rows, cols)
         assert_matches(conv(x, y, w, rows, cols), expected, dtype=torch.float64, kind="sum")
+    assert conv.reorder_weights_from_e3nn(w) is conv.reorder_weights_to_e3nn(w) is w
+    with pytest.raises(InputError, match="Kahan"):
+        TensorProductConv(problem, deterministic=True, kahan=True)
     with pytest.raises(InputError, match="no attribute irreps_in1"):
         TensorProductConv(3)
     with pytest.raises(InputError, match="without the rest of a problem"):
