@@ -137,6 +137,11 @@ def sampled_product(
 
 
 def _sampled(structure: _Structure, left: Tensor, right: Tensor) -> Tensor:
+    count, cells = structure.col.numel(), left.shape[0] * right.shape[0]
+    if count > cells:
+        # torch's sampled product takes no more entries than cells; then the whole product is the smaller work anyway.
+        rows = torch.repeat_interleave(structure.crow.diff())
+        return torch.mm(left, right.t()).reshape(-1)[rows * right.shape[0] + structure.col]
     _silence_beta_warning()
     zeros = left.new_zeros(structure.col.numel())
     pattern = torch.sparse_csr_tensor(
@@ -240,6 +245,5 @@ def _build(
         rows, order = rows.sort(stable=True)
         cols = cols[order]
         select = order if select is None else select[order]
-    bounds = torch.arange(num_rows + 1, device=device, dtype=rows.dtype)
-    crow = torch.searchsorted(rows.contiguous(), bounds).to(torch.int64)
+    crow = torch._convert_indices_from_coo_to_csr(rows.contiguous(), num_rows)
     return _Structure(crow, cols.to(torch.int64).contiguous(), select, absent)

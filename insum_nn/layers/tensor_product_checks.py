@@ -10,7 +10,16 @@ from torch import Tensor
 
 from insum_nn.errors import InsumDeviceError, InsumDtypeError, InsumError, InsumShapeError, raise_collected
 
-__all__ = ["InputError", "cast_for_autocast", "check_choice", "check_inputs", "check_same", "variances"]
+__all__ = [
+    "InputError",
+    "cast_for_autocast",
+    "check_choice",
+    "check_inputs",
+    "check_last",
+    "check_same",
+    "under_autocast",
+    "variances",
+]
 
 _FLOATS = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
 

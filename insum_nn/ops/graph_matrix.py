@@ -172,7 +172,9 @@ class GraphMatrix:
 
     def __init__(self, entries: GraphEntries, *, group_size: GroupSize | None = None) -> None:
         self._group_size: GroupSize = group_size or (1 if entries.row.device.type == "cpu" else "auto")
-        self.entries = entries.reordered(_order(entries.row, entries.col, entries.num_nodes))
+        row, col, order = _sorted(entries.row, entries.col, entries.num_nodes)
+        source = order if entries.source is None else entries.source.index_select(0, order)
+        self.entries = GraphEntries(row, col, source, entries.num_nodes, entries.num_edges)
         # Values computed from weights that are not learned, by the weights.
         self.remembered = TensorCache(limit=8)
         self._constants: dict[Hashable, Tensor] = {}
@@ -197,9 +199,8 @@ class GraphMatrix:
     @cached_property
     def by_col(self) -> Grouped:
         """Grouped by sender: what the product's gradient reads."""
-        row, col = self.entries.row, self.entries.col
-        order = _order(col, row, self.num_nodes)
-        return self._group(col.index_select(0, order), row.index_select(0, order), order)
+        col, row, order = _sorted(self.entries.col, self.entries.row, self.num_nodes)
+        return self._group(col, row, order)
 
     def grouped(self, transposed: bool) -> Grouped:
         """`by_col` when transposed, else `by_row`."""
@@ -238,16 +239,16 @@ class GraphMatrix:
             numbers = torch.arange(1, self.num_entries + 1, device=row.device)
             shape = (self.num_nodes, self.num_nodes)
             facts = (IndexFacts(sorted=True, masked=False, proven=True), IndexFacts(masked=False, proven=True))
-            coo = COO(shape, (row, col), numbers, facts)
             if self._group_size == 1:
                 matrix = GroupCOO(shape, 0, row, (col[:, None],), numbers[:, None], facts)
             else:
+                coo = COO(shape, (row, col), numbers, facts)
                 matrix = GroupCOO.from_coo(coo, coalesce=False, group_size=self._group_size)
         return Grouped(matrix, order, spmm_program(matrix, options=DEFAULT), self.num_entries)
 
 
-def _order(first: Tensor, second: Tensor, extent: int) -> Tensor:
-    """The stable permutation that sorts by two keys below `extent`."""
+def _sorted(first: Tensor, second: Tensor, extent: int) -> tuple[Tensor, Tensor, Tensor]:
+    """Two keys below `extent` in ascending order, and the stable permutation that sorts them."""
     bits, places = max(extent - 1, 1).bit_length(), max(first.shape[0] - 1, 1).bit_length()
     if 2 * bits + places <= 63:
         # Both keys and the place in one integer: plain numbers are sorted, which is much faster than an argsort.
@@ -256,6 +257,7 @@ def _order(first: Tensor, second: Tensor, extent: int) -> Tensor:
             packed.numpy().sort()
         else:
             packed = packed.sort().values
-        return packed & ((1 << places) - 1)
+        return packed >> (bits + places), (packed >> places) & ((1 << bits) - 1), packed & ((1 << places) - 1)
     order = second.argsort(stable=True)
-    return order[first[order].argsort(stable=True)]
+    order = order[first[order].argsort(stable=True)]
+    return first[order], second[order], order

@@ -47,12 +47,6 @@ class GraphEntries:
     num_nodes: int
     num_edges: int
 
-    def reordered(self, order: Tensor) -> GraphEntries:
-        """The same entries in another order."""
-        source = order if self.source is None else self.source.index_select(0, order)
-        row, col = self.row.index_select(0, order), self.col.index_select(0, order)
-        return GraphEntries(row, col, source, self.num_nodes, self.num_edges)
-
 
 def check_edge_index(edge_index: Tensor, num_nodes: int, *, values: bool = True) -> None:
     """Raise unless an edge list has two rows of nodes that exist.

@@ -43,3 +43,11 @@ def test_every_entry_missing():
     agree(spmm, Row=torch.tensor([0, 2]), Col=nothing, Val=torch.tensor([NAN, 1.0]), B=torch.ones(2, 3))
     sampled = insum_nn.compile("V[p] += A[Row[p],k] * B[Col[p],k]")
     agree(sampled, Row=nothing, Col=torch.tensor([0, 1]), A=torch.ones(2, 3), B=torch.full((2, 3), NAN))
+
+
+def test_more_entries_than_cells():
+    """A multigraph on few nodes: torch's sampled product refuses it."""
+    sampled = insum_nn.compile("V[p] += A[Row[p],k] * B[Col[p],k]")
+    row, col = torch.arange(40) % 3, torch.arange(40) % 2
+    agree(sampled, Row=row, Col=col, A=torch.randn(3, 4), B=torch.randn(2, 4))
+    agree(sampled, Row=row.flip(0), Col=torch.where(row == 1, -1, col), A=torch.randn(3, 4), B=torch.randn(2, 4))

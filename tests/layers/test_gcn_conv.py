@@ -5,6 +5,9 @@ from __future__ import annotations
 import copy
 import itertools
 import pickle
+import subprocess
+import sys
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -779,3 +782,20 @@ def test_compiled_on_a_gpu(gpu: torch.device):
     compiled = torch.compile(layer, fullgraph=True)
     for _ in range(2):
         assert_matches(compiled(x, graph), layer(x, graph).double(), dtype=torch.float32, kind="gradient")
+
+
+def test_the_missing_package_is_named():
+    code = (
+        "import sys\n"
+        "sys.modules['torch_geometric'] = None\n"
+        "from insum_nn.errors import MissingExtraError\n"
+        "try:\n"
+        "    import insum_nn.layers.gcn_conv\n"
+        "except MissingExtraError as error:\n"
+        "    assert 'pip install insum-nn[pyg]' in str(error)\n"
+        "else:\n"
+        "    raise AssertionError\n"
+    )
+    root = Path(__file__).resolve().parents[2]
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False, cwd=root)
+    assert done.returncode == 0, done.stderr

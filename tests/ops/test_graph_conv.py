@@ -13,7 +13,7 @@ from insum_nn.compiler.options import Options
 from insum_nn.errors import InsumDeviceError, InsumDtypeError, InsumRangeError, InsumShapeError
 from insum_nn.ops import graph_conv as module
 from insum_nn.ops.graph_conv import Recipe, clear_graphs, graph_conv, graph_matrix, graph_values
-from insum_nn.ops.graph_matrix import GraphMatrix, TensorCache, _order
+from insum_nn.ops.graph_matrix import GraphMatrix, TensorCache, _sorted
 from insum_nn.ops.graph_product import graph_product, sum_by_levels
 from insum_nn.structure.gcn_norm import edge_entries, gcn_norm
 from insum_nn.testing.tolerances import assert_matches
@@ -122,10 +122,12 @@ def test_entries_are_sorted(extent: int):
     """Packed into one integer, and for extents that do not fit by two sorts."""
     row, col = torch.randint(extent, (2, 40)) if extent < 1 << 31 else (1 << 30) + torch.randint(5, (2, 40))
     row[::3], col[::2] = row[0], col[0]
-    order = _order(row, col, extent)
+    first, second, order = _sorted(row, col, extent)
     want = sorted(range(40), key=lambda at: (int(row[at]), int(col[at]), at))
     assert order.tolist() == want
-    assert _order(row[:0], col[:0], extent).shape == (0,)
+    assert torch.equal(first, row[order])
+    assert torch.equal(second, col[order])
+    assert _sorted(row[:0], col[:0], extent)[2].shape == (0,)
 
 
 # The whole operator.
