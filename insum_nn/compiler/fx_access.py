@@ -244,7 +244,8 @@ class GraphWriter:
             # Flattened, the index would be taken apart again by divisions in the generated kernel.
             return self.call(torch.ops.aten.index.Tensor, source, [*[None] * axis, at.node]), labels
         flat = at.node if len(at.labels) == 1 else self.method("reshape", at.node, -1)
-        node = self.call(torch.index_select, source, axis, flat)
+        # The method, because other packages are known to put a function of their own in place of torch's.
+        node = self.method("index_select", source, axis, flat)
         if len(at.labels) > 1:
             node = self.method("unflatten", node, axis, tuple(self.sizes[label] for label in at.labels))
         elif not at.labels:

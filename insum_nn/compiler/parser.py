@@ -323,6 +323,8 @@ class _Parser:
         return access if access.subscripts else Index(access.name, access.span)
 
     def merge(self, terms: list[Term]) -> tuple[Term, ...]:
+        if len(terms) == 1 and terms[0].coefficient:
+            return (terms[0],)
         merged: dict[Index | Access, Term] = {}
         for term in terms:
             before = merged.get(term.atom)

@@ -199,8 +199,13 @@ class SparseFormat(ABC):
         """The same format with values cut from the autograd graph."""
         return self._replace(values=self.values.detach())
 
-    def to(self, device: torch.device | str | None = None, dtype: torch.dtype | None = None) -> Self:
-        """Move every tensor to `device` and cast the values to `dtype`; indices keep their dtype."""
+    def to(self, device: torch.device | str | torch.dtype | None = None, dtype: torch.dtype | None = None) -> Self:
+        """Move every tensor to `device` and cast the values to `dtype`; indices keep their dtype.
+
+        As with a tensor, `to(torch.float64)` casts.
+        """
+        if isinstance(device, torch.dtype):
+            device, dtype = None, device
         values = self.values.to(device=device, dtype=dtype)
         return self._with_tensors([part.tensor.to(device=values.device) for part in self.index_parts], values)
 
