@@ -17,7 +17,7 @@ from insum_nn.compiler.bind import Bound, Extents
 from insum_nn.compiler.fx_lowering import extent_arguments, lower
 from insum_nn.compiler.options import Options
 from insum_nn.compiler.plan import Load, Plan
-from insum_nn.compiler.planner import UNROLL_LIMIT, make_plan, slot_indices
+from insum_nn.compiler.planner import UNROLL_LIMIT, is_feature, make_plan, slot_indices
 from insum_nn.facts import IndexFacts
 
 __all__ = [
@@ -256,10 +256,8 @@ def _specialise(bound: Bound, extents: Extents, options: Options) -> Bound:
     fixed = {name: size for name, size in sizes.items() if size == 1}
     if bound.device_type == "cuda" and options.specialize:
         slots = {name for name in slot_indices(bound) if sizes[name] <= UNROLL_LIMIT}
-        for name, places in zip(layout.indices, layout.plain, strict=True):
-            indexed = any(layout.tensors[where] in layout.index_tensors for where, _ in places)
-            feature = not indexed and any(axis > 0 for _, axis in places)
-            if name in slots or feature:
+        for name in layout.indices:
+            if name in slots or is_feature(layout, name):
                 if len(_values) >= _STATEMENTS_LIMIT:
                     _values.clear()
                 seen = _values.setdefault((bound, name), set())

@@ -10,7 +10,7 @@ from dataclasses import dataclass
 import torch
 
 from insum_nn.compiler.ast import Access, Index, Number, Subscript
-from insum_nn.compiler.bind import Bound
+from insum_nn.compiler.bind import Bound, Layout
 from insum_nn.compiler.contraction import contraction_order
 from insum_nn.compiler.options import Options
 from insum_nn.compiler.plan import (
@@ -29,7 +29,7 @@ from insum_nn.compiler.plan import (
     Sum,
 )
 
-__all__ = ["UNROLL_LIMIT", "find_sparse_product", "make_plan", "scattered_axes", "slot_indices"]
+__all__ = ["UNROLL_LIMIT", "find_sparse_product", "is_feature", "make_plan", "scattered_axes", "slot_indices"]
 
 # Longest in-group sum that is written out term by term; longer ones keep a reduction loop.
 UNROLL_LIMIT = 32
@@ -49,6 +49,13 @@ def slot_indices(bound: Bound) -> tuple[str, ...]:
                 continue
             slots.update((s.plain, None) for s in access.subscripts if s.plain is not None and s.plain not in written)
     return tuple(slots)
+
+
+def is_feature(layout: Layout, index: str) -> bool:
+    """Whether no index tensor has the index, and some tensor carries it behind its first axis: a dense feature axis."""
+    places = layout.plain[layout.indices.index(index)]
+    indexed = any(layout.tensors[where] in layout.index_tensors for where, _ in places)
+    return not indexed and any(axis > 0 for _, axis in places)
 
 
 def _ordered(access: Access) -> Labels:
@@ -285,11 +292,11 @@ class _Planner:
         if not candidates:
             return
         written = _ordered(self.statement.output)
-        # A summed index would repeat the scatter for every piece, so on a tie a written one is cut.
-        best = max(
-            dict.fromkeys(candidates),
-            key=lambda label: (self.reach(label, gathered), label in written, self.sizes[label]),
-        )
+        reach = {label: self.reach(label, gathered) for label in candidates}
+        # Among those that cut nearly as much: rather not a feature axis, whose slices are strided; then the longest,
+        # which makes the smallest pieces; then a written one, because a summed index repeats the scatter every time.
+        wide = [label for label, cells in reach.items() if 2 * cells >= max(reach.values())]
+        best = max(wide, key=lambda x: (not is_feature(self.bound.layout, x), self.sizes[x], x in written))
         self.chunk = best
         self.decide("pieces", f"along {best}", "gathered tensors stay in the cache instead of passing through memory")
 

@@ -239,13 +239,7 @@ def test_autocast(dtype: torch.dtype, device: torch.device):
     assert {g.dtype for g in torch.autograd.grad(z.float().sum(), inputs)} == {torch.float32}
 
 
-# The planner cuts along the index that most gathered cells carry, which shared weights turn from the edges to `k`.
-CUT_ALONG_ROWS = pytest.mark.xfail(
-    reason="pieces are cut along the rows of the table instead of the edges", strict=False
-)
-
-
-@pytest.mark.parametrize("shared", [False, pytest.param(True, marks=CUT_ALONG_ROWS)])
+@pytest.mark.parametrize("shared", [False, True])
 @pytest.mark.parametrize("name", ["nequip", "mixed multiplicities", "mixing"])
 def test_nothing_as_large_as_the_messages(name: str, shared: bool):
     """No direction, first or second, allocates the gathered features or the messages of all edges.
