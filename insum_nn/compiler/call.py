@@ -23,7 +23,7 @@ from insum_nn.compiler.execution import Executable, executable, generation
 from insum_nn.compiler.extents import check_extents
 from insum_nn.compiler.options import Options
 from insum_nn.compiler.parser import parse
-from insum_nn.compiler.proofs import prove
+from insum_nn.compiler.proofs import prove, writes_sums
 from insum_nn.errors import InsumDtypeError
 from insum_nn.facts import IndexFacts
 
@@ -232,7 +232,7 @@ def _remember(
             # No version is tracked, so the values must be read at every call.
             return
         read.append((at, weakref.ref(tensors[at]), tensors[at]._version))
-    if spec.options.validate or _writes_sums(spec.statement):
+    if spec.options.validate or writes_sums(spec.statement):
         return
     keep(spec.ready, key, _Ready(run, tuple(read), generation()), _READY_LIMIT)
 
@@ -246,12 +246,6 @@ def keep(kept: dict[K, V], key: K, value: V, limit: int) -> None:
         while len(kept) >= limit:
             del kept[next(iter(kept))]
         kept[key] = value
-
-
-@lru_cache(maxsize=2048)
-def _writes_sums(statement: Statement) -> bool:
-    """Whether a sum with index tensors addresses the output: its range is checked against the values at each call."""
-    return any(s.indirect is None and any(True for _ in s.index_accesses()) for s in statement.output.subscripts)
 
 
 def _without_terms(spec: Spec, tensors: Sequence[Tensor], start: Tensor | None, extents: Extents) -> Tensor:

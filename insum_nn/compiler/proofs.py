@@ -28,7 +28,7 @@ from insum_nn.errors import (
 )
 from insum_nn.facts import UNKNOWN, IndexFacts
 
-__all__ = ["Stats", "prove", "stats_of"]
+__all__ = ["Stats", "prove", "stats_of", "writes_sums"]
 
 
 _INT64_MAX = 2**63 - 1
@@ -106,7 +106,7 @@ def prove(
     if validate:
         _check_claims(statement, named, given)
         given = {name: replace(f, proven=False, masked=None) for name, f in given.items()}
-    if all(f.proven and f.masked is not None for f in given.values()) and not _composite_writes(statement):
+    if all(f.proven and f.masked is not None for f in given.values()) and not writes_sums(statement):
         return given
     proven: dict[str, IndexFacts] = {}
     for name, known in given.items():
@@ -121,7 +121,8 @@ def prove(
     return proven
 
 
-def _composite_writes(statement: Statement) -> bool:
+def writes_sums(statement: Statement) -> bool:
+    """Whether a sum with index tensors addresses the output: its range is checked against the values at each call."""
     return any(
         subscript.indirect is None and any(True for _ in subscript.index_accesses())
         for subscript in statement.output.subscripts

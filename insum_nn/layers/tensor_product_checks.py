@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 
 from insum_nn.errors import InsumDeviceError, InsumDtypeError, InsumError, InsumShapeError, raise_collected
+from insum_nn.ops.arguments import under_autocast
 
 __all__ = [
     "InputError",
@@ -17,7 +18,6 @@ __all__ = [
     "check_inputs",
     "check_last",
     "check_same",
-    "under_autocast",
     "variances",
 ]
 
@@ -101,11 +101,6 @@ def check_same(tensors: dict[str, Tensor], faults: list[InsumError]) -> None:
                     got=tensor.dtype,
                 )
             )
-
-
-def under_autocast(device: torch.device) -> bool:
-    """Whether autocast is on for a device; off for devices that know none, such as meta."""
-    return torch.amp.is_autocast_available(device.type) and torch.is_autocast_enabled(device.type)
 
 
 def check_inputs(module: Any, x: Tensor, y: Tensor, weight: Tensor) -> None:

@@ -38,6 +38,7 @@ __all__ = [
     "run",
     "span_of",
     "subscripts",
+    "under_autocast",
 ]
 
 
@@ -147,7 +148,7 @@ def named_tensors(owner: str, expression: str, matrix: SparseFormat, operands: S
     values = matrix.values
     named = dict(matrix.tensors)
     cast = values.dtype
-    if any(isinstance(o.tensor, Tensor) and o.tensor.dtype != cast for o in operands) and _autocast(values.device):
+    if any(isinstance(o.tensor, Tensor) and o.tensor.dtype != cast for o in operands) and under_autocast(values.device):
         cast = torch.get_autocast_dtype(values.device.type)
         named["Val"] = _cast(values, cast)
         operands = [o._replace(tensor=_cast(o.tensor, cast)) for o in operands]
@@ -159,8 +160,13 @@ def named_tensors(owner: str, expression: str, matrix: SparseFormat, operands: S
     return named
 
 
-def _autocast(device: torch.device) -> bool:
-    return torch.is_autocast_enabled(device.type)
+def under_autocast(device: torch.device) -> bool:
+    """Whether operands on this device take autocast's dtype; never on devices that know none, such as meta.
+
+    >>> under_autocast(torch.device("meta"))
+    False
+    """
+    return torch.amp.is_autocast_available(device.type) and torch.is_autocast_enabled(device.type)
 
 
 def _cast(tensor: object, dtype: torch.dtype) -> Any:
@@ -257,13 +263,13 @@ def program(expression: str, tensor: SparseFormat, options: Options) -> Program:
 
 def run(
     expression: str,
-    tensor: SparseFormat | None,
+    facts: Mapping[str, IndexFacts],
     named: Mapping[str, Tensor],
     options: Options,
     out_shape: Sequence[int | None],
 ) -> Tensor:
-    """Run an expression on named tensors, with the facts of those that are index tensors of a format."""
-    facts = {} if tensor is None else {name: fact for name, fact in tensor.facts.items() if name in named}
+    """Run an expression on named tensors, with what is known of those that are index tensors."""
+    facts = {name: fact for name, fact in facts.items() if name in named}
     if torch.compiler.is_dynamo_compiling():
         claims = [(name, f.sorted, f.unique, f.masked, f.proven) for name, f in facts.items()]
         text = _spec_text(expression, claims, [getattr(options, name) for name in _OPTION_NAMES])

@@ -15,8 +15,7 @@ from insum_nn.compiler.options import DEFAULT, Options
 from insum_nn.errors import InsumDeviceError, InsumDtypeError, InsumError, InsumShapeError, raise_collected
 from insum_nn.facts import IndexFacts
 from insum_nn.formats import BlockCOO, BlockFormat, BlockGroupCOO
-from insum_nn.ops.arguments import pad_axis, require_format, span_of
-from insum_nn.ops.sparse_conv import run_facts
+from insum_nn.ops.arguments import pad_axis, require_format, run, span_of, under_autocast
 
 __all__ = [
     "BLOCK_LINEAR",
@@ -26,7 +25,6 @@ __all__ = [
     "block_linear_operands",
     "block_linear_program",
     "block_linear_stored",
-    "under_autocast",
 ]
 
 BLOCK_LINEAR: Mapping[str, str] = MappingProxyType(
@@ -136,7 +134,7 @@ def _run(
 ) -> Tensor:
     (m, _), a = shape, named["W"].shape[-2]
     rows = -(-m // a)
-    result = run_facts(expression, facts, named, options, (None, rows, a)).flatten(1)
+    result = run(expression, facts, named, options, (None, rows, a)).flatten(1)
     if rows * a != m:
         result = result[:, :m]
     if bias is not None:
@@ -202,15 +200,6 @@ def _check(input: Tensor, weight: Tensor, shape: tuple[int, int], bias: Tensor |
                 )
             )
     raise_collected(faults)
-
-
-def under_autocast(device: torch.device) -> bool:
-    """Whether operands on this device take autocast's dtype.
-
-    >>> under_autocast(torch.device("meta"))
-    False
-    """
-    return torch.amp.is_autocast_available(device.type) and torch.is_autocast_enabled(device.type)
 
 
 def _dtype_fault(message: str, expected: torch.dtype, got: torch.dtype, fix: str) -> InsumError:

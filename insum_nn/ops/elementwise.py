@@ -71,14 +71,14 @@ def multiply(tensor: Format, other: Tensor | SparseFormat, *, options: Options =
         axes = ",".join(tensor.value_axes)
         named = {"Val": tensor.values, "Other": _checked_pair("multiply", tensor, other)}
         expression = f"D[{axes}] += Val[{axes}] * Other[{axes}]"
-        return tensor.with_values(run(expression, None, named, options, tuple(tensor.values.shape)))
+        return tensor.with_values(run(expression, {}, named, options, tuple(tensor.values.shape)))
     expression = multiply_expression(tensor)
     axes = tuple((f"d{dim}", extent) for dim, extent in enumerate(tensor.shape))
     named = named_tensors("multiply", expression, tensor, [Operand("other", "B", other, axes)])
     if isinstance(tensor, BlockFormat):
         (rows, cols), (a, b) = tensor.grid_shape, tensor.block_shape
         named["B"] = pad_axis(pad_axis(named["B"], 0, rows * a), 1, cols * b).reshape(rows, a, cols, b)
-    return tensor.with_values(run(expression, tensor, named, options, tuple(tensor.values.shape)))
+    return tensor.with_values(run(expression, tensor.facts, named, options, tuple(tensor.values.shape)))
 
 
 def multiply_expression(tensor: SparseFormat) -> str:
@@ -131,7 +131,7 @@ def scale(tensor: Format, vector: Tensor, dim: int, *, options: Options = DEFAUL
     if isinstance(tensor, BlockFormat):
         extent, block = tensor.grid_shape[dim], tensor.block_shape[dim]
         named["S"] = pad_axis(named["S"], 0, extent * block).reshape(extent, block)
-    return tensor.with_values(run(expression, tensor, named, options, tuple(tensor.values.shape)))
+    return tensor.with_values(run(expression, tensor.facts, named, options, tuple(tensor.values.shape)))
 
 
 def scale_expression(tensor: SparseFormat, dim: int) -> str:

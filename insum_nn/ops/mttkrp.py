@@ -64,7 +64,7 @@ def mttkrp(tensor: SparseFormat, factors: Sequence[Tensor | None], mode: int, *,
         if dim != mode
     ]
     named = named_tensors("mttkrp", expression, tensor, operands)
-    return run(expression, tensor, named, options, (tensor.shape[mode], None))
+    return run(expression, tensor.facts, named, options, (tensor.shape[mode], None))
 
 
 def mttkrp_expression(tensor: SparseFormat, mode: int) -> str:

@@ -78,7 +78,7 @@ def sddmm(pattern: Format, a: Tensor, b: Tensor, *, options: Options = DEFAULT) 
         for symbol, extent, block in zip(("A", "Bt"), pattern.grid_shape, pattern.block_shape, strict=True):
             rows = pad_axis(named[symbol], 0, extent * block)
             named[symbol] = rows.reshape(extent, block, rows.shape[1])
-    values = run(expression, pattern, named, options, tuple(pattern.values.shape))
+    values = run(expression, pattern.facts, named, options, tuple(pattern.values.shape))
     return pattern.with_values(_without_padding(pattern, values))
 
 

@@ -2,10 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
 from functools import lru_cache
-from typing import Any, cast
 
 import torch
 from torch import Tensor
@@ -13,7 +10,6 @@ from torch import Tensor
 from insum_nn.compiler.api import Program, compile
 from insum_nn.compiler.options import DEFAULT, Options
 from insum_nn.errors import InsumDeviceError, InsumDtypeError, InsumError, InsumShapeError, raise_collected
-from insum_nn.facts import IndexFacts
 from insum_nn.ops.arguments import run
 from insum_nn.structure.kernel_map import FACTS, KernelMap
 
@@ -24,7 +20,6 @@ __all__ = [
     "SPARSE_CONV_POINTWISE_GROUPS",
     "check_features",
     "map_program",
-    "run_facts",
     "sparse_conv",
     "sparse_conv_expression",
     "sparse_conv_operands",
@@ -98,28 +93,10 @@ def sparse_conv(
     named = sparse_conv_operands(features, weight, kernel_map, bias, groups=groups)
     expression = sparse_conv_expression(groups=groups, pointwise=kernel_map is None)
     rows = None if kernel_map is None else kernel_map.num_outputs
-    result = run_facts(expression, FACTS, named, options, (rows, *(None,) * (1 if groups == 1 else 2)))
+    result = run(expression, FACTS, named, options, (rows, *(None,) * (1 if groups == 1 else 2)))
     if groups > 1:
         result = result.flatten(1)
     return result if bias is None else result + bias.to(result.dtype)
-
-
-@dataclass(frozen=True)
-class _Claims:
-    """Facts where an operator expects them of a format."""
-
-    facts: Mapping[str, IndexFacts]
-
-
-def run_facts(
-    expression: str,
-    facts: Mapping[str, IndexFacts],
-    named: Mapping[str, Tensor],
-    options: Options,
-    out_shape: Sequence[int | None],
-) -> Tensor:
-    """Run an expression on named tensors, with what is known of its index tensors."""
-    return run(expression, cast(Any, _Claims(facts)), named, options, out_shape)
 
 
 @lru_cache(maxsize=256)

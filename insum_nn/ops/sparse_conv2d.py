@@ -12,8 +12,7 @@ from insum_nn.compiler.api import Program, compile
 from insum_nn.compiler.options import DEFAULT, Options
 from insum_nn.errors import InsumDeviceError, InsumDtypeError, InsumError, InsumShapeError, raise_collected
 from insum_nn.facts import IndexFacts
-from insum_nn.ops.block_linear import under_autocast
-from insum_nn.ops.sparse_conv import run_facts
+from insum_nn.ops.arguments import run, under_autocast
 
 __all__ = [
     "SPARSE_CONV2D_FACTS",
@@ -139,7 +138,7 @@ def sparse_conv2d(
     expression = sparse_conv2d_expression(stride, padding)
     check_sparse_conv2d(input, weight, channels[0], bias, expression)
     named = {"I": input, "F": weight, **index}
-    result = run_facts(expression, SPARSE_CONV2D_FACTS, named, options, (None, channels[1], *output))
+    result = run(expression, SPARSE_CONV2D_FACTS, named, options, (None, channels[1], *output))
     return result if bias is None else result + bias.to(result.dtype)[:, None, None]
 
 

@@ -10,7 +10,8 @@ from torch import Tensor
 from insum_nn.compiler.options import DEFAULT, Options
 from insum_nn.errors import InsumShapeError
 from insum_nn.facts import IndexFacts
-from insum_nn.ops.sparse_conv import check_features, run_facts
+from insum_nn.ops.arguments import run
+from insum_nn.ops.sparse_conv import check_features
 from insum_nn.structure.coordinates import Coordinates, unique_sites
 from insum_nn.structure.kernel_map import FACTS, KernelMap
 
@@ -59,7 +60,7 @@ def sparse_max_pool(features: Tensor, kernel_map: KernelMap, *, options: Options
     """
     check_features("sparse_max_pool", features, kernel_map.num_inputs, kernel_map.in_index.device)
     named = {"In": features, "InIdx": kernel_map.in_index, "OutIdx": kernel_map.out_index}
-    return run_facts(SPARSE_MAX_POOL, FACTS, named, options, (kernel_map.num_outputs, None))
+    return run(SPARSE_MAX_POOL, FACTS, named, options, (kernel_map.num_outputs, None))
 
 
 def sparse_avg_pool(features: Tensor, kernel_map: KernelMap, *, options: Options = DEFAULT) -> Tensor:
@@ -80,7 +81,7 @@ def sparse_avg_pool(features: Tensor, kernel_map: KernelMap, *, options: Options
     wide = torch.promote_types(features.dtype, torch.float32)
     inverse = (1 / kernel_map.output_counts(wide).clamp(min=1)).to(features.dtype)
     named = {"In": features, "Inv": inverse, "InIdx": kernel_map.in_index, "OutIdx": kernel_map.out_index}
-    return run_facts(SPARSE_AVG_POOL, FACTS, named, options, (kernel_map.num_outputs, None))
+    return run(SPARSE_AVG_POOL, FACTS, named, options, (kernel_map.num_outputs, None))
 
 
 def sparse_global_max_pool(features: Tensor, sites: Coordinates, *, options: Options = DEFAULT) -> Tensor:
@@ -98,7 +99,7 @@ def sparse_global_max_pool(features: Tensor, sites: Coordinates, *, options: Opt
     """
     check_features("sparse_global_max_pool", features, sites.num_sites, sites.device)
     named = {"In": features, "Batch": sites.columns[0]}
-    return run_facts(SPARSE_GLOBAL_MAX_POOL, _ROW_FACTS, named, options, (sites.batch_size, None))
+    return run(SPARSE_GLOBAL_MAX_POOL, _ROW_FACTS, named, options, (sites.batch_size, None))
 
 
 def sparse_global_avg_pool(features: Tensor, sites: Coordinates, *, options: Options = DEFAULT) -> Tensor:
@@ -120,7 +121,7 @@ def sparse_global_avg_pool(features: Tensor, sites: Coordinates, *, options: Opt
     wide = torch.promote_types(features.dtype, torch.float32)
     inverse = (1 / counts.to(wide).clamp(min=1)).to(features.dtype)
     named = {"In": features, "Inv": inverse, "Batch": batch}
-    return run_facts(SPARSE_GLOBAL_AVG_POOL, _ROW_FACTS, named, options, (sites.batch_size, None))
+    return run(SPARSE_GLOBAL_AVG_POOL, _ROW_FACTS, named, options, (sites.batch_size, None))
 
 
 def sparse_to_dense(features: Tensor, sites: Coordinates, *, options: Options = DEFAULT) -> Tensor:
@@ -144,7 +145,7 @@ def sparse_to_dense(features: Tensor, sites: Coordinates, *, options: Options = 
     total = sites.batch_size
     for extent in sites.spatial_shape:
         total *= extent
-    grid = run_facts(SPARSE_TO_DENSE, _ROW_FACTS, {"In": features, "Cell": cells}, options, (total, None))
+    grid = run(SPARSE_TO_DENSE, _ROW_FACTS, {"In": features, "Cell": cells}, options, (total, None))
     return grid.reshape(*sites.extents, features.shape[1])
 
 
@@ -180,5 +181,5 @@ def sparse_sum(
     merged, place = unique_sites(columns, sites[0].extents)
     indices = torch.stack(merged, dim=1).to(sites[0].indices.dtype)
     stacked = torch.cat(tuple(features))
-    total = run_facts(SPARSE_SUM, _ROW_FACTS, {"In": stacked, "Row": place}, options, (indices.shape[0], None))
+    total = run(SPARSE_SUM, _ROW_FACTS, {"In": stacked, "Row": place}, options, (indices.shape[0], None))
     return total, indices

@@ -75,7 +75,7 @@ def spmm(matrix: SparseFormat, dense: Tensor, *, options: Options = DEFAULT) -> 
     if isinstance(matrix, BlockFormat):
         result = _blocks(expression, matrix, named, options)
     else:
-        result = run(expression, matrix, named, options, (m, None))
+        result = run(expression, matrix.facts, named, options, (m, None))
     return result.squeeze(1) if vector else result
 
 
@@ -85,7 +85,7 @@ def _blocks(expression: str, matrix: BlockFormat, named: dict[str, Tensor], opti
     dense = named["B"]
     n = dense.shape[1]
     named["B"] = pad_axis(dense, 0, cols * b).reshape(cols, b, n)
-    return run(expression, matrix, named, options, (rows, a, n)).reshape(rows * a, n)[: matrix.shape[0]]
+    return run(expression, matrix.facts, named, options, (rows, a, n)).reshape(rows * a, n)[: matrix.shape[0]]
 
 
 def spmm_expression(matrix: SparseFormat) -> str:

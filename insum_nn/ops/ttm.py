@@ -49,7 +49,7 @@ def ttm(tensor: SparseFormat, matrix: Tensor, mode: int, *, options: Options = D
     operand = Operand("matrix", "U", matrix, (("k", tensor.shape[mode]), ("r", None)))
     named = named_tensors("ttm", expression, tensor, [operand])
     shape = [None if dim == mode else extent for dim, extent in enumerate(tensor.shape)]
-    return run(expression, tensor, named, options, shape)
+    return run(expression, tensor.facts, named, options, shape)
 
 
 def ttm_expression(tensor: SparseFormat, mode: int) -> str:
