@@ -1,10 +1,13 @@
-"""What is known about an index tensor without reading it."""
+"""What is known about a tensor without reading it."""
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 
-__all__ = ["UNKNOWN", "IndexFacts"]
+from torch import Tensor
+
+__all__ = ["UNKNOWN", "IndexFacts", "StaticTable"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -28,3 +31,33 @@ class IndexFacts:
 
 
 UNKNOWN = IndexFacts()
+
+
+@dataclass(frozen=True, slots=True)
+class StaticTable:
+    """A tensor whose values are known when a statement is compiled: its shape, and its values row by row.
+
+    Generated kernels write the terms of such tables out as straight-line code. It is a promise like a fact: a call
+    passes a tensor of these values.
+
+    >>> import torch
+    >>> StaticTable.of(torch.tensor([[1, 2], [3, 4]])).at((1, 0))
+    3
+    """
+
+    shape: tuple[int, ...]
+    values: tuple[int | float, ...]
+
+    @staticmethod
+    def of(tensor: Tensor) -> StaticTable:
+        """The table of a tensor's values, read now."""
+        return StaticTable(tuple(tensor.shape), tuple(tensor.detach().reshape(-1).tolist()))
+
+    def at(self, place: Sequence[int]) -> int | float:
+        """The value at a place; -1 outside of the table."""
+        flat = 0
+        for extent, position in zip(self.shape, place, strict=True):
+            if not 0 <= position < extent:
+                return -1
+            flat = flat * extent + position
+        return self.values[flat]

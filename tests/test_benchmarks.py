@@ -2,17 +2,21 @@
 
 from __future__ import annotations
 
+import fnmatch
+import gzip
 import importlib
 import json
 import math
 import re
+import sys
 from pathlib import Path
 
+import numpy as np
 import pytest
 import torch
 from torch import Tensor
 
-from benchmarks import gate, plot, registry, report, run
+from benchmarks import clouds, gate, graphs, irreps, marks, plot, records, registry, report, run, supervise
 from benchmarks.registry import Case, Floor, Problem, Registry, Setting, Unavailable, Work
 from tests.source_tree import ROOT, sources
 
@@ -101,12 +105,12 @@ def results(small: Registry, tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def test_every_provider_has_a_record_with_exactly_the_keys(results: Path):
-    records = json.loads(results.read_text())
-    assert len(records) == 2 * 3 * 9
-    assert all(tuple(r) == run.RECORD for r in records)
-    assert run.RECORD == (
+    found = json.loads(results.read_text())
+    assert len(found) == 2 * 3 * 9
+    assert all(tuple(r) == records.RECORD for r in found)
+    assert records.RECORD == (
         *("schema", "case", "provider", "mode", "ms", "repeats", "compile_s", "peak_bytes", "max_rel_err", "gate"),
-        *("gpu", "driver", "torch", "triton", "commit", "dirty", "utc"),
+        *("floor", "gpu", "driver", "torch", "triton", "commit", "dirty", "utc"),
     )
 
 
@@ -162,9 +166,9 @@ def test_our_red_tests_stop_the_clock(tmp_path: Path, monkeypatch: pytest.Monkey
     own = Registry()
     own.case("product", tests=(str(red),))(small_problem)
     monkeypatch.chdir(tmp_path)
-    machine = run.Machine.here(CPU)
+    machine = records.Machine.here(CPU)
     gate.operator_tests.cache_clear()
-    found = [r for r, _ in run.run_case(own["product"], Setting(CPU), ("fwd",), machine, warmup_ms=1, rep_ms=1)]
+    found = [r for r in run.run_case(own["product"], Setting(CPU), ("fwd",), machine, warmup_ms=1, rep_ms=1)]
     by_provider = {r["provider"]: r for r in found}
     assert by_provider["insum_nn"]["gate"].startswith("tests: ")
     assert by_provider["insum_nn"]["ms"] is None
@@ -252,6 +256,281 @@ def test_plot_is_drawn_from_the_file_alone(results: Path, tmp_path: Path):
         plot.draw(report.read([results]), tmp_path / "c.svg", mode="other")
 
 
+# Runs that are cut short ----------------------------------------------------------------------------------------------
+
+
+def test_budget_stops_cleanly_and_resume_goes_on(small: Registry, tmp_path: Path):
+    path = tmp_path / "x.json"
+    arguments = ["product", "--device", "cpu", "--out", str(path), "--warmup-ms", "1", "--rep-ms", "1"]
+    assert run.main([*arguments, "--budget", "0"], registry=small) == 1, "nothing was timed"
+    cut = report.read([path])
+    assert [(r["case"], r["gate"]) for r in cut] == [
+        (f"product/n={n}", "not run: the budget was spent") for n in (1, 2)
+    ]
+    assert run.main([*arguments, "--modes", "fwd", "--providers", "^insum_nn$", "--resume"], registry=small) == 0
+    first = report.read([path])
+    assert [(r["provider"], r["gate"]) for r in first] == [("insum_nn", "passed")] * 2
+    assert run.main([*arguments, "--resume"], registry=small) == 0
+    assert report.read([path]) == first, "finished cases are not measured again"
+
+
+def test_a_case_cut_in_the_middle_is_completed(small: Registry, tmp_path: Path):
+    machine, state = records.Machine.here(CPU), supervise.State(tmp_path / "x.json")
+    case, setting = small["product/n=1"], Setting(CPU)
+    found = run.run_case(case, setting, ("fwd",), machine, warmup_ms=0, rep_ms=0, state=state)
+    for _ in range(3):
+        state.add(next(found))
+    found.close()
+    again = supervise.State.of(state.path, resume=True)
+    assert not again.finished(case.name)
+    rest = [r["provider"] for r in run.run_case(case, setting, ("fwd",), machine, warmup_ms=0, rep_ms=0, state=again)]
+    assert [r["provider"] for r in state.records] + rest == list(small_problem(setting).providers)
+
+
+WORKER = """
+import os, sys, time
+import torch
+from benchmarks import run
+from benchmarks.registry import Problem, Registry, Work
+
+own = Registry()
+x = torch.ones(3)
+
+def right():
+    return Work(lambda: x)
+
+def oracle():
+    return Work(lambda: x.double())
+
+@own.case("deadly", n=(1, 2))
+def deadly(setting, *, n):
+    if n == 2:
+        os._exit(7)
+    providers = {"insum_nn": right, "dies": lambda: os._exit(7), "hangs": lambda: time.sleep(600), "torch": right}
+    return Problem(providers, oracle, 0.0)
+
+own.case("fine")(lambda setting: Problem({"insum_nn": right}, oracle, 0.0))
+sys.exit(run.main(registry=own))
+"""
+
+
+@pytest.mark.slow
+def test_a_provider_that_kills_or_hangs_loses_only_itself(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    script, path = tmp_path / "worker.py", tmp_path / "x.json"
+    script.write_text(WORKER)
+    monkeypatch.setenv("PYTHONPATH", str(ROOT))
+    arguments = ["deadly", "fine", "--device", "cpu", "--out", str(path), "--warmup-ms", "0", "--rep-ms", "0"]
+    command = (sys.executable, str(script))
+    code = supervise.supervise([*arguments, "--supervise"], path, limit=2.0, budget=math.inf, command=command)
+    gates = {(r["case"], r["provider"]): r["gate"] for r in report.read([path])}
+    assert gates == {
+        ("deadly/n=1", "insum_nn"): "passed",
+        ("deadly/n=1", "dies"): "error: the process ended with 7",
+        ("deadly/n=1", "hangs"): "error: no result after 2 s",
+        ("deadly/n=1", "torch"): "passed",
+        ("deadly/n=2", "insum_nn"): "error: the problem: the process ended with 7",
+        ("fine", "insum_nn"): "passed",
+    }
+    assert code == 1, "ours failed in one case"
+
+
+def test_a_problem_that_cannot_be_built_is_one_record(tmp_path: Path):
+    def missing(setting: Setting) -> Problem:
+        raise Unavailable("no such file")
+
+    def broken(setting: Setting) -> Problem:
+        raise RuntimeError("out of order")
+
+    own = Registry()
+    own.case("missing")(missing)
+    own.case("broken")(broken)
+    path = tmp_path / "x.json"
+    assert run.main(["*", "--device", "cpu", "--out", str(path)], registry=own) == 1
+    assert [r["gate"] for r in report.read([path])] == [
+        "unavailable: no such file",
+        "error: the problem: RuntimeError: out of order",
+    ]
+
+
+# Several outputs, clocks, precision -----------------------------------------------------------------------------------
+
+
+def test_several_outputs_in_another_layout():
+    a = torch.randn(4, 3, dtype=torch.float64)
+
+    def oracle() -> Work:
+        x = a.clone().requires_grad_()
+        return Work(lambda: (x * 2, x.exp()), (x,))
+
+    def provider(*, restores: bool) -> Work:
+        x = a.clone().requires_grad_()
+        back = (lambda found: (found[0], found[1].T)) if restores else (lambda found: found)
+        return Work(lambda: (x * 2, x.exp().T), (x,), output=lambda o: (o[0], o[1].T), upstream=back)
+
+    problem = Problem(
+        {"insum_nn": lambda: provider(restores=True), "careless": lambda: provider(restores=False)}, oracle, 1e-12
+    )
+    wanted = gate.reference(problem, ("fwdbwd",))
+    assert [tuple(t.shape) for t in wanted.outputs] == [(4, 3), (4, 3)]
+    assert run.measure(problem, "insum_nn", "fwdbwd", wanted, CPU, warmup_ms=0, rep_ms=0).gate == "passed"
+    assert run.measure(problem, "careless", "fwdbwd", wanted, CPU, warmup_ms=0, rep_ms=0).gate.startswith("error")
+
+
+def test_the_host_clock_and_recording():
+    seen: list[tuple[bool, str]] = []
+
+    def ours() -> Work:
+        x = torch.ones(3, requires_grad=True)
+
+        def forward() -> Tensor:
+            seen.append((torch.is_grad_enabled(), torch.get_float32_matmul_precision()))
+            return x * 2
+
+        return Work(forward)
+
+    def problem(setting: Setting, *, recorded: bool) -> Problem:
+        double = torch.full((3,), 2.0, dtype=torch.float64)
+        options = {"clock": "host", "recorded": recorded, "precision": "high"}
+        return Problem({"insum_nn": ours}, lambda: Work(lambda: double), 0.0, **options)
+
+    own = Registry()
+    own.case("clock", recorded=(False, True))(problem)
+    machine = records.Machine.here(CPU)
+    for recorded in (False, True):
+        seen.clear()
+        (found,) = run.run_case(own[f"clock/recorded={recorded}"], Setting(CPU), ("fwd",), machine, rep_ms=0)
+        assert found["gate"] == "passed"
+        assert set(seen) == {(recorded, "high")}
+    assert torch.get_float32_matmul_precision() == "highest"
+
+
+# Marks ----------------------------------------------------------------------------------------------------------------
+
+
+def measured(case: str, provider: str, us: float, *, mode: str = "fwd", gpu: str = "NVIDIA H200", **more):
+    machine = records.Machine(gpu, None, "2", "3", None, None)
+    ms = {"p20": us / 1e3, "p50": us / 1e3, "p80": us / 1e3}
+    return records.record(machine, case, provider, mode, "passed", ms=ms, max_rel_err=0.0, **more)
+
+
+def verdicts(*entries) -> list[tuple[bool, str]]:
+    found = report.rows(entries)
+    return [(v.met, v.asked) for row in found for v in marks.judge(row.case, row.mode, row.group)]
+
+
+def test_marks():
+    block = "block_spmm/block=32/sparsity=0.95/dtype=float16"
+    peers = (measured(block, "torch_dense", 164.0), measured(block, "torch_bsr", 221.0))
+    assert verdicts(measured(block, "insum_nn", 39.0), *peers) == [(True, ">= 1x torch_dense"), (True, "<= 40 us")]
+    assert [met for met, _ in verdicts(measured(block, "insum_nn", 170.0), *peers)] == [False, False]
+    assert verdicts(measured(block, "insum_nn", 39.0, gpu="a CPU")) == [], "marks are for one device"
+    assert verdicts(*peers) == [], "nothing of ours to judge"
+    # A faster provider of ours counts; a peer that is no OpenEquivariance does not.
+    conv = "tp_conv/shape=nequip/dtype=float32"
+    entries = (measured(conv, "insum_nn", 300.0), measured(conv, "insum_nn/deterministic", 190.0))
+    assert verdicts(*entries, measured(conv, "oeq", 595.0), measured(conv, "e3nn", 200.0)) == [(True, ">= 3x oeq")]
+    step = "gcn_step/graph=cora/input=cached"
+    entries = (measured(step, "insum_nn", 700.0, peak_bytes=3 << 20), measured(step, "pyg", 1392.0, peak_bytes=2 << 20))
+    assert [met for met, _ in verdicts(*entries)] == [False, False]
+
+
+def test_gather_floor_and_means():
+    case = "spmm/graph=ppi/n=128/dtype=float32"
+    floor = Floor(bytes=1, gathered=820_132 * 512, row=512, table=56_944 * 512)
+    ours = measured(case, "insum_nn", 74.0, floor=floor)
+    assert marks.gather_us(ours) == pytest.approx(46.7, abs=0.1)
+    far = measured(case, "insum_nn", 74.0, floor=Floor(gathered=1_850_000 * 512, row=512, table=335_000 * 512))
+    assert marks.gather_us(far) == pytest.approx(189, abs=5)
+    entries = [ours, measured(case, "torch_csr", 98.0)]
+    assert verdicts(*entries) == [(True, ">= 1x torch_csr"), (False, "<= 1.5x gather floor 46.7 us")]
+    (mean,) = marks.judge_means({(r.case, r.mode): r.group for r in report.rows(entries)})
+    assert (mean.met, mean.found) == (False, "1.32x over 1 cases")
+    text = report.table(entries)
+    assert "**missed** <= 1.5x gather floor 46.7 us: 1.59x" in text
+    assert "1 of 3 marks met" in text
+
+
+def test_every_mark_is_of_a_case():
+    names = [case.name for case in CASES]
+    assert [m.cases for m in marks.MARKS if not fnmatch.filter(names, m.cases)] == []
+    assert [m.cases for m in marks.MEANS if not any(re.fullmatch(m.cases, name) for name in names)] == []
+    modes = {case.family: set(case.problem(Setting(CPU, "tiny")).modes) for case in families()}
+    assert [m.cases for m in marks.MARKS if not set(m.modes) <= modes[m.cases.partition("/")[0]]] == []
+
+
+# Inputs ---------------------------------------------------------------------------------------------------------------
+
+
+def test_graph_files(tmp_path: Path):
+    np.savez(tmp_path / "a.npz", src_li=[1, 0, 1, 1], dst_li=[0, 2, 0, 2], num_nodes=4)
+    (tmp_path / "a.csv").write_text("id_1,id_2\n0,2\n1,2\n")
+    header = "%%MatrixMarket matrix coordinate pattern symmetric\n% note\n3 3 2\n"
+    (tmp_path / "a.mtx").write_text(f"{header}3 1\n3 2\n")
+    with gzip.open(tmp_path / "a.txt.gz", "wt") as file:
+        file.write("# From To\n0\t1\n1\t0\n2\t0\n")
+    wanted = {
+        "a.npz": (4, [(0, 2), (1, 0), (1, 2)]),
+        "a.csv": (3, [(0, 2), (1, 2), (2, 0), (2, 1)]),
+        "a.mtx": (3, [(0, 2), (1, 2), (2, 0), (2, 1)]),
+        "a.txt.gz": (3, [(0, 1), (1, 0), (2, 0)]),
+    }
+    for name, (nodes, entries) in wanted.items():
+        found, row, col = graphs.load_pattern(tmp_path / name, CPU)
+        assert (found, list(zip(row.tolist(), col.tolist(), strict=True))) == (nodes, entries), name
+
+
+def test_graphs_are_of_the_stated_size():
+    nodes, row, col = graphs.pattern(Setting(CPU), "hub")
+    degree = torch.bincount(row, minlength=nodes)
+    assert (int(degree[0]), int(degree[1:].max())) == (100_000, 3)
+    assert bool(((row * nodes + col).diff() > 0).all())
+    with pytest.raises(Unavailable, match="pubmed"):
+        graphs.pattern(Setting(CPU), "pubmed")
+
+
+def test_clouds_and_their_neighbours():
+    points, extents = clouds.cloud(Setting(CPU), "room")
+    assert len(points) == 236_160, "as large as the room that published times are of"
+    assert bool((points < torch.tensor(extents)).all())
+    assert int((clouds.neighbour_table(points) >= 0).sum()) == 1_925_908
+    assert 85_000 < len(clouds.cloud(Setting(CPU), "sweep")[0]) < 100_000
+    small, _ = clouds.cloud(Setting(CPU, "tiny"), "sweep")
+    table = clouds.neighbour_table(small)
+    near = (small[None, :, :] - small[:, None, :]).abs().amax(-1) <= 1
+    assert int((table >= 0).sum()) == int(near.sum())
+    offsets = torch.cartesian_prod(*[torch.arange(-1, 2)] * 3)
+    for offset, rows in zip(offsets, table, strict=True):
+        assert torch.equal(small[rows[rows >= 0]], small[rows >= 0] + offset)
+
+
+def test_dense_oracle_of_tensor_products_is_e3nn_s():
+    o3 = irreps.o3()
+    shape = irreps.channelwise("3x0e+3x1o+3x2e", "1x0e+1x1o+1x2e", "0e+1o+2e")
+    with irreps.e3nn_in_double():
+        uvu = o3.TensorProduct(*shape[:4], shared_weights=False, internal_weights=False)
+        in1, in2 = irreps.fully_connected(2, 3)
+        uvw = o3.FullyConnectedTensorProduct(in1, in2, in1, shared_weights=True, internal_weights=False)
+        for product, shared in ((uvu, False), (uvw, True)):
+            x, y = torch.randn(5, product.irreps_in1.dim), torch.randn(5, product.irreps_in2.dim)
+            w = torch.randn(product.weight_numel) if shared else torch.randn(5, product.weight_numel)
+            found = torch.cat(irreps.in_pieces(irreps.path_tables(product, CPU), x, y, w, 2))
+            torch.testing.assert_close(found, product(x, y, w), rtol=1e-12, atol=1e-12)
+            if not shared:
+                leaves = [t.clone().requires_grad_() for t in (x, y, w)]
+                sent = torch.randn_like(found)
+                wanted = torch.autograd.grad(product(*leaves), leaves, sent)
+                got = irreps.dense_gradients(irreps.path_tables(product, CPU), x, y, w, sent)
+                torch.testing.assert_close(got, wanted, rtol=1e-12, atol=1e-12)
+
+
+def test_bare_launch(gpu: torch.device):
+    matrix = torch.randn(20, 30, device=gpu) * (torch.rand(20, 30, device=gpu) < 0.2)
+    csr, dense = matrix.to_sparse_csr(), torch.randn(30, 16, device=gpu)
+    multiply = importlib.import_module("benchmarks.bare_launch").multiply
+    found = multiply(csr.crow_indices().int(), csr.col_indices().int(), csr.values(), dense)
+    assert gate.relative_error(found, matrix.double() @ dense.double()) < 1e-6
+
+
 # Laws of the registry -------------------------------------------------------------------------------------------------
 
 
@@ -260,6 +539,15 @@ def test_selection(small: Registry):
     assert [c.name for c in small.select(["*n=2", "product/n=*"])] == ["product/n=2", "product/n=1"]
     with pytest.raises(KeyError, match="no case matches"):
         small.select(["nothing"])
+
+
+def test_quick_cases_stand_for_every_family():
+    own = Registry()
+    own.case("product", n=(1, 2), k=(3, 4), quick={"n": (2,)})(lambda setting, **_: small_problem(setting))
+    assert [c.name for c in own if c.quick] == ["product/n=2/k=3", "product/n=2/k=4"]
+    with pytest.raises(ValueError, match="n=5"):
+        own.case("other", n=(1, 2), quick={"n": (5,)})
+    assert {c.family for c in CASES if c.quick} == {c.family for c in CASES}
 
 
 def test_registration_refuses_bad_names(small: Registry):
@@ -276,7 +564,7 @@ def test_every_benchmark_module_imports(source):
     importlib.import_module(source.module)
 
 
-@pytest.mark.parametrize("case", list(CASES), ids=lambda c: c.name)
+@pytest.mark.parametrize("case", families(), ids=lambda c: c.name)
 def test_cases_are_described_and_tested(case: Case):
     assert case.build.__doc__, "say what is measured"
     assert case.tests, "name the tests of the operator"
@@ -293,8 +581,8 @@ def test_tiny_cases_pass_the_gate(case: Case):
     assert any(registry.is_ours(name) for name in problem.providers), "ours takes part"
     assert set(problem.modes) <= set(registry.MODES)
     assert set(problem.tolerances) <= set(problem.providers)
-    machine = run.Machine.here(CPU)
-    found = [r for r, _ in run.run_case(case, setting, problem.modes, machine, run_tests=False, warmup_ms=0, rep_ms=0)]
+    machine = records.Machine.here(CPU)
+    found = [r for r in run.run_case(case, setting, problem.modes, machine, run_tests=False, warmup_ms=0, rep_ms=0)]
     assert len(found) == len(problem.modes) * len(problem.providers)
     assert [r["gate"] for r in found if not r["gate"].startswith(("passed", "unavailable"))] == []
     ours = [r for r in found if registry.is_ours(r["provider"])]

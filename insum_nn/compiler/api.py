@@ -21,7 +21,8 @@ from insum_nn.compiler.gradient import derivatives
 from insum_nn.compiler.options import DEFAULT, Options
 from insum_nn.compiler.parser import parse
 from insum_nn.compiler.reference import interpret
-from insum_nn.facts import IndexFacts
+from insum_nn.errors import InsumNameError
+from insum_nn.facts import IndexFacts, StaticTable
 
 __all__ = ["Program", "ProgramSum", "compile", "insum"]
 
@@ -52,10 +53,11 @@ class Program:
         sizes: Mapping[str, int] | None = None,
         out_shape: Shape | None = None,
         facts: Mapping[str, IndexFacts] | None = None,
+        static: Mapping[str, Tensor | StaticTable] | None = None,
         options: Options = DEFAULT,
         drop_outside: bool = False,
     ) -> None:
-        check_kinds(sizes=sizes, out_shape=out_shape, facts=facts, options=options)
+        check_kinds(sizes=sizes, out_shape=out_shape, facts=facts, static=static, options=options)
         statement = parse(expression)
         check_statement(statement, sizes or ())
         self.statement: Statement = statement
@@ -63,7 +65,9 @@ class Program:
         self.options = options
         self._sizes: dict[str, int] = dict(sizes or {})
         self._out_shape = None if out_shape is None else tuple(out_shape)
-        self._spec = Spec(expression, tuple(sorted((facts or {}).items())), options, drop_outside)
+        self._spec = Spec(
+            expression, tuple(sorted((facts or {}).items())), options, drop_outside, _tables(statement, static or {})
+        )
         self._names: tuple[str, ...] = layout_of(statement).tensors
         self._text: str = self._spec.to_json()
         self._seen: dict[tuple[object, ...], Extents] = {}
@@ -82,7 +86,7 @@ class Program:
 
     def __reduce__(self) -> tuple[object, ...]:
         spec = self._spec
-        state = (spec.expression, self._sizes, self._out_shape, dict(spec.facts), spec.options, spec.drop_outside)
+        state = (spec, self._sizes, self._out_shape)
         return (_rebuild, state)
 
     def __deepcopy__(self, memo: dict[int, object]) -> Program:
@@ -195,7 +199,7 @@ class Program:
         return programs[0] if len(programs) == 1 else ProgramSum(tuple(programs))
 
     def _derived(self, expression: str) -> Program:
-        spec = Spec(expression, self._spec.facts, self.options, True)
+        spec = Spec(expression, self._spec.facts, self.options, True, self._spec.static)
         indices = spec.statement.indices()
         # Extents that only the operand shows arrive with the call, so the written-never-read rule is lifted.
         return Program._of(spec, {k: v for k, v in self._sizes.items() if k in indices}, self.statement.indices())
@@ -282,18 +286,24 @@ def _autocast(value: Tensor) -> Tensor:
 _AUTOCAST = (torch.float16, torch.bfloat16, torch.float32)
 
 
-def _rebuild(
-    expression: str,
-    sizes: Mapping[str, int],
-    out_shape: Shape | None,
-    facts: Mapping[str, IndexFacts],
-    options: Options,
-    drop_outside: bool,
-) -> Program:
-    if drop_outside:
-        spec = Spec(expression, tuple(sorted(facts.items())), options, True)
-        return Program._of(spec, sizes, spec.statement.indices(), out_shape)
-    return Program(expression, sizes=sizes, out_shape=out_shape, facts=facts, options=options)
+def _rebuild(spec: Spec, sizes: Mapping[str, int], out_shape: Shape | None) -> Program:
+    return Program._of(spec, sizes, spec.statement.indices() if spec.drop_outside else sizes, out_shape)
+
+
+def _tables(statement: Statement, static: Mapping[str, Tensor | StaticTable]) -> tuple[tuple[str, StaticTable], ...]:
+    unknown = [name for name in static if name not in statement.tensors()]
+    if unknown:
+        raise InsumNameError(
+            f"static= names '{unknown[0]}', which the statement does not read",
+            expression=statement.text,
+            details=[f"tensors read: {', '.join(statement.tensors())}"],
+            fix="name a tensor of the statement.",
+            tensor=unknown[0],
+        )
+    return tuple(
+        (name, table if isinstance(table, StaticTable) else StaticTable.of(table))
+        for name, table in sorted(static.items())
+    )
 
 
 def _time(spec: Spec, tensors: Sequence[Tensor], start: Tensor | None, extents: Extents) -> float:
@@ -341,6 +351,7 @@ def compile(
     sizes: Mapping[str, int] | None = None,
     out_shape: Shape | None = None,
     facts: Mapping[str, IndexFacts] | None = None,
+    static: Mapping[str, Tensor | StaticTable] | None = None,
     options: Options = DEFAULT,
 ) -> Program:
     """Check a statement once and return a `Program` to call with tensors.
@@ -350,6 +361,8 @@ def compile(
         sizes: extents of indices that no tensor shows.
         out_shape: shape of the output; `None` entries are inferred.
         facts: promises about index tensors, by name; they spare a reading of the values.
+        static: tensors whose values are known now and stay, by name: small tables of indices and coefficients, whose
+            terms a generated kernel writes out. They are still passed to every call.
         options: compile options.
 
     Raises:
@@ -361,7 +374,7 @@ def compile(
     >>> program(A=torch.eye(2), x=torch.tensor([3.0, 4.0])).tolist()
     [3.0, 4.0]
     """
-    return Program(expression, sizes=sizes, out_shape=out_shape, facts=facts, options=options)
+    return Program(expression, sizes=sizes, out_shape=out_shape, facts=facts, static=static, options=options)
 
 
 def insum(

@@ -302,7 +302,8 @@ class _Batch:
         text = f"{written} {statement.operator} {' * '.join(factors)}"
         # A batched index tensor is addressed by the batch too, so facts about it as a whole no longer hold.
         facts = tuple((name, f) for name, f in call.spec.facts if name not in names)
-        self.spec = Spec(text, facts, call.spec.options, call.spec.drop_outside)
+        static = tuple((name, table) for name, table in call.spec.static if name not in names)
+        self.spec = Spec(text, facts, call.spec.options, call.spec.drop_outside, static)
         sizes = {**dict(zip(layout.indices, call.indices, strict=True)), index: size}
         inner = layout_of(self.spec.statement)
         self.order = inner.tensors

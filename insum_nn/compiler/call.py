@@ -24,8 +24,8 @@ from insum_nn.compiler.extents import check_extents
 from insum_nn.compiler.options import Options
 from insum_nn.compiler.parser import parse
 from insum_nn.compiler.proofs import prove, writes_sums
-from insum_nn.errors import InsumDtypeError
-from insum_nn.facts import IndexFacts
+from insum_nn.errors import InsumDtypeError, InsumRangeError, InsumShapeError
+from insum_nn.facts import IndexFacts, StaticTable
 
 __all__ = ["Key", "Spec", "call_key", "check_kinds", "keep", "parse_cached", "prepare", "run_spec", "value_dtype"]
 
@@ -45,23 +45,27 @@ class Spec:
         facts: facts promised of index tensors, by name.
         options: compile options.
         drop_outside: writes outside the output are dropped (derivative statements).
+        static: tensors whose values are known, by name.
     """
 
     expression: str
     facts: tuple[tuple[str, IndexFacts], ...] = ()
     options: Options = field(default_factory=Options)
     drop_outside: bool = False
+    static: tuple[tuple[str, StaticTable], ...] = ()
     ready: dict[Key, _Ready] = field(default_factory=dict, init=False, repr=False, compare=False)
     _hash: int = field(default=0, init=False, repr=False, compare=False)
 
     def __post_init__(self) -> None:
-        object.__setattr__(self, "_hash", hash((self.expression, self.facts, self.options, self.drop_outside)))
+        object.__setattr__(
+            self, "_hash", hash((self.expression, self.facts, self.options, self.drop_outside, self.static))
+        )
 
     def __hash__(self) -> int:
         return self._hash
 
     def __reduce__(self) -> tuple[object, ...]:
-        return (Spec, (self.expression, self.facts, self.options, self.drop_outside))
+        return (Spec, (self.expression, self.facts, self.options, self.drop_outside, self.static))
 
     @property
     def statement(self) -> Statement:
@@ -86,7 +90,7 @@ def parse_cached(expression: str) -> Statement:
 
 @lru_cache(maxsize=2048)
 def _with_expression(spec: Spec, expression: str, drop_outside: bool) -> Spec:
-    return Spec(expression, spec.facts, spec.options, drop_outside)
+    return Spec(expression, spec.facts, spec.options, drop_outside, spec.static)
 
 
 @lru_cache(maxsize=2048)
@@ -97,6 +101,7 @@ def _to_json(spec: Spec) -> str:
             "facts": {name: asdict(facts) for name, facts in spec.facts},
             "options": asdict(spec.options),
             "drop_outside": spec.drop_outside,
+            "static": {name: [table.shape, table.values] for name, table in spec.static},
         },
         sort_keys=True,
     )
@@ -106,7 +111,9 @@ def _to_json(spec: Spec) -> str:
 def _from_json(text: str) -> Spec:
     data = json.loads(text)
     facts = tuple((name, IndexFacts(**values)) for name, values in data["facts"].items())
-    return Spec(data["expression"], facts, Options(**data["options"]), data["drop_outside"])
+    tables = data.get("static", {}).items()
+    static = tuple((name, StaticTable(tuple(shape), tuple(values))) for name, (shape, values) in tables)
+    return Spec(data["expression"], facts, Options(**data["options"]), data["drop_outside"], static)
 
 
 def prepare(spec: Spec, tensors: Sequence[Tensor], start: Tensor | None, extents: Extents) -> tuple[Bound, Executable]:
@@ -126,8 +133,35 @@ def prepare(spec: Spec, tensors: Sequence[Tensor], start: Tensor | None, extents
     for name, tensor in named.items():
         if name in facts and tensor.numel() == 0:
             facts[name] = IndexFacts(masked=True, proven=True)
+    _check_static(spec, named)
     bound = bind(statement, named, start, facts=facts, drop_outside=spec.drop_outside)
-    return bound, executable(bound, tensors, start, extents, spec.options)
+    return bound, executable(bound, tensors, start, extents, spec.options, spec.static)
+
+
+def _check_static(spec: Spec, named: Mapping[str, Tensor]) -> None:
+    """Raise unless tensors promised to be static have the promised shape, and with `validate` the promised values."""
+    for name, table in spec.static:
+        tensor = named.get(name)
+        if tensor is None:
+            continue
+        if tuple(tensor.shape) != table.shape:
+            raise InsumShapeError(
+                f"'{name}' was compiled as a static tensor of shape {table.shape}, got {tuple(tensor.shape)}",
+                expression=spec.statement.text,
+                fix="pass the tensor that was given as static= to compile(), or compile again.",
+                tensor=name,
+                expected=table.shape,
+                got=tuple(tensor.shape),
+            )
+        if spec.options.validate:
+            promised = torch.tensor(table.values, dtype=tensor.dtype, device=tensor.device).reshape(table.shape)
+            if not torch.equal(promised, tensor):
+                raise InsumRangeError(
+                    f"'{name}' differs from the static tensor that the statement was compiled for",
+                    expression=spec.statement.text,
+                    fix="pass the tensor that was given as static= to compile(), or compile again.",
+                    tensor=name,
+                )
 
 
 _KINDS: dict[str, tuple[type, str]] = {
@@ -135,6 +169,7 @@ _KINDS: dict[str, tuple[type, str]] = {
     "out_shape": (Sequence, "a tuple of extents"),
     "tensors": (Mapping, "a dict of tensors by name"),
     "facts": (Mapping, "a dict of IndexFacts by tensor name"),
+    "static": (Mapping, "a dict of tensors by name"),
     "options": (Options, "insum_nn.Options"),
 }
 

@@ -12,13 +12,17 @@ from dataclasses import dataclass, replace
 import torch
 from torch import Tensor, fx
 
-from insum_nn.compiler import inductor, runtime
+from insum_nn.compiler import inductor, runtime, triton_lowering
 from insum_nn.compiler.bind import Bound, Extents
 from insum_nn.compiler.fx_lowering import extent_arguments, lower
+from insum_nn.compiler.generated import Generated
+from insum_nn.compiler.kernel_form import FormError
 from insum_nn.compiler.options import Options
+from insum_nn.compiler.owners import clear_owners
 from insum_nn.compiler.plan import Load, Plan
 from insum_nn.compiler.planner import UNROLL_LIMIT, is_feature, make_plan, slot_indices
-from insum_nn.facts import IndexFacts
+from insum_nn.errors import InsumFormatError
+from insum_nn.facts import IndexFacts, StaticTable
 
 __all__ = [
     "CACHE_LIMIT",
@@ -43,7 +47,7 @@ class Executable:
     """A compiled plan, and how it came about.
 
     Attributes:
-        backend: `"eager"` or `"inductor"`.
+        backend: `"eager"`, `"inductor"` or `"triton"`.
         reason: why this back end.
         graph: the FX module that runs, or that Inductor compiled.
         compile_seconds: time of planning and lowering, and of the first call where that compiles.
@@ -54,7 +58,7 @@ class Executable:
     backend: str
     reason: str
     graph: fx.GraphModule
-    run: Callable[..., Tensor]
+    run: Callable[..., Tensor] | Generated
     pieces: fx.GraphModule | None
     compile_seconds: float
     warm: bool = False
@@ -73,6 +77,8 @@ class Executable:
             if step is not None:
                 return lambda tensors, start: _run_pieces(self, tensors, arguments, extents, start, step)
         run = self.run
+        if isinstance(run, Generated):
+            return run.prepare(tensors, extents, start)
         if isinstance(run, _Inductor):
             inductor_run = run
             begin = time.perf_counter()
@@ -157,12 +163,20 @@ def choose_backend(bound: Bound, options: Options) -> tuple[str, str]:
     """Which path runs a statement, and why."""
     if options.backend != "auto":
         return options.backend, "asked for by name"
-    if bound.device_type == "cuda" and not options.deterministic and bound.dtype.is_floating_point:
-        return "inductor", "on a GPU, gather, product and scatter fuse into one kernel"
-    if bound.device_type == "cuda":
-        reason = "the scatter must sum in a fixed order" if options.deterministic else "integer factors"
-        return "eager", reason
-    return "eager", "on a CPU, torch's library calls are faster than generated scatter loops"
+    if bound.device_type != "cuda":
+        return "eager", "on a CPU, torch's library calls are faster than generated scatter loops"
+    if not bound.dtype.is_floating_point:
+        return "eager", "integer factors"
+    if triton_lowering.available():
+        return "triton", "on a GPU, one generated kernel gathers, multiplies and sums"
+    return _without_generator(options)
+
+
+def _without_generator(options: Options) -> tuple[str, str]:
+    """The path on a GPU for what the generator does not do."""
+    if options.deterministic:
+        return "eager", "the scatter must sum in a fixed order"
+    return "inductor", "on a GPU, gather, product and scatter fuse into one kernel"
 
 
 _cache: OrderedDict[tuple[object, ...], Executable] = OrderedDict()
@@ -207,6 +221,7 @@ def clear_cache() -> None:
         _values.clear()
         _hits = _misses = 0
     runtime.clear_structures()
+    clear_owners()
 
 
 def _without_unused_facts(bound: Bound) -> Bound:
@@ -215,28 +230,76 @@ def _without_unused_facts(bound: Bound) -> Bound:
 
 
 def executable(
-    bound: Bound, tensors: Sequence[Tensor], start: Tensor | None, extents: Extents, options: Options
+    bound: Bound,
+    tensors: Sequence[Tensor],
+    start: Tensor | None,
+    extents: Extents,
+    options: Options,
+    static: tuple[tuple[str, StaticTable], ...] = (),
 ) -> Executable:
     """The program for a bound statement, compiled now or remembered."""
-    global _hits, _misses
     backend, reason = choose_backend(bound, options)
+    if backend == "triton":
+        try:
+            return _generated(bound, extents, options, reason, static)
+        except FormError as error:
+            if options.backend == "triton":
+                raise InsumFormatError(
+                    f"no kernel can be generated: {error}",
+                    expression=bound.statement.text,
+                    fix='choose Options(backend="auto").',
+                ) from error
+            backend, other = _without_generator(options)
+            reason = f"{other}; no generated kernel: {error}"
     bound = _without_unused_facts(bound)
     key: tuple[object, ...] = (bound, options, backend)
     if backend == "inductor":
         bound = _specialise(bound, extents, options)
         precision = torch.get_float32_matmul_precision()
         key = (bound, options, backend, precision, inductor.size_class(bound, tensors, extents))
+    return _remembered(key, lambda: _build(bound, extents, options, backend, reason))
+
+
+def _remembered(key: tuple[object, ...], build: Callable[[], Executable]) -> Executable:
+    global _hits, _misses
     with _lock:
         program = _cache.get(key)
         if program is not None:
             _cache.move_to_end(key)
             _hits += 1
             return program
+        program = build()
         _misses += 1
-        program = _cache[key] = _build(bound, extents, options, backend, reason)
+        _cache[key] = program
         while len(_cache) > CACHE_LIMIT:
             _cache.popitem(last=False)
         return program
+
+
+def _generated(
+    bound: Bound, extents: Extents, options: Options, reason: str, static: tuple[tuple[str, StaticTable], ...]
+) -> Executable:
+    """The program of generated kernels.
+
+    Raises:
+        FormError: the statement is not of the generator's kind.
+    """
+    if bound.statement.operator not in ("+=", "="):
+        raise FormError(f"the generator sums; {bound.statement.operator} goes another way")
+    bound = _specialise(bound, extents, options, frozenset(name for name, _ in static))
+    precision = torch.get_float32_matmul_precision()
+
+    def build() -> Executable:
+        begin = time.perf_counter()
+        sizes = dict(zip(bound.layout.indices, extents.indices, strict=True))
+        generated = Generated(bound, sizes, extents.output, dict(static), options)
+        plain = replace(_without_unused_facts(bound), static=())
+        plan = make_plan(plain, sizes, options, compiled=True)
+        graph = lower(plan, options, compiled=True)
+        seconds = time.perf_counter() - begin
+        return Executable(plan, options, "triton", reason, graph, generated, None, seconds)
+
+    return _remembered((bound, options, "triton", precision, static), build)
 
 
 # Extents that a statement was compiled for, by statement and index; past the limit an index stays dynamic.
@@ -245,16 +308,19 @@ _STATEMENTS_LIMIT = 4096
 _values: dict[tuple[object, str], set[int]] = {}
 
 
-def _specialise(bound: Bound, extents: Extents, options: Options) -> Bound:
+def _specialise(bound: Bound, extents: Extents, options: Options, tables: frozenset[str] = frozenset()) -> Bound:
     """Fix the extents that are properties of a model rather than of its data, and those of 1, which broadcast.
 
     These are slots of a group, and dense feature axes: axes that no index tensor has and that some tensor carries
-    behind its first axis. An index that keeps changing is compiled for every extent.
+    behind its first axis. An index that keeps changing is compiled for every extent. Axes of static tables are fixed.
     """
     layout = bound.layout
     sizes = dict(zip(layout.indices, extents.indices, strict=True))
     fixed = {name: size for name, size in sizes.items() if size == 1}
-    if bound.device_type == "cuda" and options.specialize:
+    if options.specialize:
+        accesses = [access for access in bound.statement.accesses() if access.name in tables]
+        fixed |= {index.name: sizes[index.name] for access in accesses for index in access.indices()}
+    if (bound.device_type == "cuda" or triton_lowering.interpreted()) and options.specialize:
         slots = {name for name in slot_indices(bound) if sizes[name] <= UNROLL_LIMIT}
         for name in layout.indices:
             if name in slots or is_feature(layout, name):

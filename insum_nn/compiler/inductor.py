@@ -71,6 +71,24 @@ def size_class(bound: Bound, tensors: Sequence[Tensor], extents: Extents) -> tup
     return ones, large
 
 
+# What torch's functions of sizes mean; its guards are text in which they stand by name.
+_INTEGERS: dict[str, Callable[..., Any]] = {
+    "FloorDiv": lambda a, b: a // b,
+    "CleanDiv": lambda a, b: a // b,
+    "CeilDiv": lambda a, b: -(-a // b),
+    "IntTrueDiv": lambda a, b: a / b,
+    "FloatTrueDiv": lambda a, b: a / b,
+    "Mod": lambda a, b: a % b,
+    "PythonMod": lambda a, b: a % b,
+    "ModularIndexing": lambda a, b, c: a // b % c,
+    "PowByNatural": lambda a, b: a**b,
+    "FloatPow": lambda a, b: a**b,
+    "ToFloat": float,
+    "Identity": lambda a: a,
+    "Where": lambda c, a, b: a if c else b,
+}
+
+
 @dataclass(slots=True)
 class Compiled:
     """Compiled code and what it assumes.
@@ -97,7 +115,7 @@ class Compiled:
             names = [name for name, _, _ in self.symbols]
             known = {name: sympy.Symbol(name, integer=True, positive=True) for name in names}
             expressions = [sympy.parse_expr(text, local_dict=known) for text in self.guards]
-            self.check = sympy.lambdify([known[n] for n in names], sympy.And(*expressions), modules="math")
+            self.check = sympy.lambdify([known[n] for n in names], sympy.And(*expressions), modules=[_INTEGERS, "math"])
 
     def fits(self, args: Sequence[Any]) -> bool:
         """Whether the arguments' sizes are among those the code was compiled for."""

@@ -14,7 +14,7 @@ class Options:
 
     Attributes:
         backend: `"auto"` measures or knows which path is fastest on the device; `"eager"` runs the plan with
-            torch's library calls; `"inductor"` compiles it with TorchInductor.
+            torch's library calls; `"inductor"` compiles it with TorchInductor; `"triton"` generates a Triton kernel.
         deterministic: only ways of combining that give the same bits at every run.
         validate: read every index tensor again at each call, builders' facts included.
         native_matmul: let Inductor fuse gather, `tl.dot` and scatter into one kernel (CUDA only).
@@ -22,22 +22,31 @@ class Options:
             model; sizes of the data are never fixed. `False` fixes nothing.
         order: `"cost"` picks the cheapest order of pairwise products; `"left"` keeps the written order.
         accumulate: dtype in which half types are summed across terms: `"float32"`, or `"storage"` for the
-            operands' own dtype, which saves a pass over the output and loses accuracy.
+            operands' own dtype, which saves a pass over the output and loses accuracy. Generated kernels always sum in
+            float32.
+        precision: how a generated kernel's matrix unit multiplies float32: `"ieee"` exactly, `"tf32"` with 10 bits of
+            mantissa, `"tf32x3"` in three such products, nearly exactly; `"auto"` follows
+            `torch.set_float32_matmul_precision`.
+        tune: measure schedules of a generated kernel at the first use of a statement and size that is worth it, and
+            remember the fastest on disk; `False` takes a good default.
     """
 
-    backend: Literal["auto", "eager", "inductor"] = "auto"
+    backend: Literal["auto", "eager", "inductor", "triton"] = "auto"
     deterministic: bool = False
     validate: bool = False
     native_matmul: bool = True
     specialize: bool = True
     order: Literal["cost", "left"] = "cost"
     accumulate: Literal["float32", "storage"] = "float32"
+    precision: Literal["auto", "ieee", "tf32", "tf32x3"] = "auto"
+    tune: bool = True
 
     def __post_init__(self) -> None:
         allowed = {
-            "backend": ("auto", "eager", "inductor"),
+            "backend": ("auto", "eager", "inductor", "triton"),
             "order": ("cost", "left"),
             "accumulate": ("float32", "storage"),
+            "precision": ("auto", "ieee", "tf32", "tf32x3"),
         }
         for name, choices in allowed.items():
             value = getattr(self, name)

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import math
+from collections import OrderedDict
+from collections.abc import Mapping
 from dataclasses import replace
 from typing import Any, cast
 
@@ -11,15 +13,19 @@ from torch import Tensor, nn
 
 from insum_nn.compiler.options import DEFAULT, Options
 from insum_nn.errors import InsumFormatError, InsumNameError, InsumShapeError
-from insum_nn.layers.sparse_maps import IntOrInts, expand_nd, map_differences, reuse_map, store_map
+from insum_nn.layers.sparse_maps import IntOrInts, check_ndim, expand_nd, map_differences, map_of, store_map
 from insum_nn.layers.sparse_sequential import SparseModule
 from insum_nn.layers.sparse_tensor import SparseConvTensor
 from insum_nn.ops.sparse_conv import map_program, sparse_conv, sparse_conv_expression, sparse_conv_operands
+from insum_nn.structure.conv_weights import export_weight, import_weight
 from insum_nn.structure.kernel_map import Geometry, KernelMap
-from insum_nn.structure.kernel_map_build import build_kernel_map
 
-__all__ = ["SparseConvolution"]
+__all__ = ["SparseConvolution", "load_spconv_state_dict"]
 
+# What states of a layer say of its weight. spconv's layers of one cell and stride 1 keep a weight (O, 1.., I) and
+# multiply by its numbers read as (I, O); their states say 1, torch's default. Ours have one law for all kernels.
+_SPCONV_VERSION = 1
+_VERSION = 2
 _VOXEL_COUNT = "max_num_voxels_during_training"
 
 
@@ -33,6 +39,10 @@ class SparseConvolution(SparseModule):
     bfloat16 and float64, second derivatives, output voxels always in lexicographic order, and no error where all
     output voxels vanish.
 
+    States of spconv's layers can be loaded. spconv keeps the weights of a kernel of one cell and stride 1 in another
+    order than their shape says; they are brought into ours on loading. torch's states tell which library they come from
+    by their metadata; where a copy has lost that, `load_spconv_state_dict` says it.
+
     Source: Won, Ahrens, Amarasinghe, Emer, Insum (ASPLOS 2026), section 5.
 
     Attributes:
@@ -41,6 +51,8 @@ class SparseConvolution(SparseModule):
         geometry: how the kernel moves.
         options: compile options.
     """
+
+    _version: int = _VERSION  # type: ignore[assignment]
 
     def __init__(
         self,
@@ -166,6 +178,38 @@ class SparseConvolution(SparseModule):
                 self.bias.uniform_(-bound, bound)
 
     @property
+    def dense_weight(self) -> Tensor:
+        """`weight` by our law (O, k_1, .., k_d, I / groups); in layers that `swap` made it may be spconv's own."""
+        is_theirs = self._version == _SPCONV_VERSION and self._is_one_cell
+        return import_weight(self.weight, "spconv_pointwise", self.kernel_size) if is_theirs else self.weight
+
+    @property
+    def _is_one_cell(self) -> bool:
+        return self.geometry.is_pointwise and self.groups == 1
+
+    def _load_from_state_dict(
+        self,
+        state_dict: dict[str, Any],
+        prefix: str,
+        local_metadata: dict[str, Any],
+        strict: bool,
+        missing_keys: list[str],
+        unexpected_keys: list[str],
+        error_msgs: list[str],
+    ) -> None:
+        key, version = prefix + "weight", local_metadata.get("version", self._version)
+        given = state_dict.get(key)
+        if version != self._version and self._is_one_cell and given is not None and given.shape == self.weight.shape:
+            if version == _SPCONV_VERSION:
+                given = import_weight(given, "spconv_pointwise", self.kernel_size)
+            else:
+                given = export_weight(given, "spconv_pointwise")
+            # The caller's dictionary is left as it is.
+            state_dict = {**state_dict, key: given}
+        rest = (strict, missing_keys, unexpected_keys, error_msgs)
+        super()._load_from_state_dict(state_dict, prefix, local_metadata, *rest)
+
+    @property
     def expression(self) -> str:
         """The statement that the layer runs."""
         return sparse_conv_expression(groups=self.groups, pointwise=self.conv1x1)
@@ -198,17 +242,10 @@ class SparseConvolution(SparseModule):
             InsumShapeError: the grid has not the layer's dimensions, or the output's would be empty.
         """
         owner = type(self).__name__
-        if len(input.spatial_shape) != self.ndim:
-            raise InsumShapeError(
-                f"{owner} takes grids of {self.ndim} dimensions, got spatial_shape {input.spatial_shape}",
-                fix=f"use the layer for {len(input.spatial_shape)} dimensions.",
-                expected=self.ndim,
-                got=len(input.spatial_shape),
-            )
+        check_ndim(owner, self.ndim, input)
         if self.inverse:
             return self._inverse_map(owner, input)
-        known = reuse_map(owner, self.indice_key, input, self.geometry)
-        return build_kernel_map(input.coordinates(), self.geometry, proven=True) if known is None else known
+        return map_of(owner, self.indice_key, input, self.geometry)
 
     def _inverse_map(self, owner: str, input: SparseConvTensor) -> KernelMap:
         known = input.find_indice_pair(self.indice_key)
@@ -246,7 +283,9 @@ class SparseConvolution(SparseModule):
         stores = self.indice_key is not None and not self.subm
         kernel_map = None if self.conv1x1 and not stores else self.kernel_map(input)
         used = None if self.conv1x1 else kernel_map
-        features = sparse_conv(input.features, self.weight, used, self.bias, groups=self.groups, options=self.options)
+        features = sparse_conv(
+            input.features, self.dense_weight, used, self.bias, groups=self.groups, options=self.options
+        )
         if kernel_map is None or self.subm:
             output = input.replace_feature(features)
         else:
@@ -274,9 +313,34 @@ class SparseConvolution(SparseModule):
         if input is None:
             return program.explain()
         kernel_map = None if self.conv1x1 else self.kernel_map(input)
-        named = sparse_conv_operands(input.features, self.weight, kernel_map, self.bias, groups=self.groups)
+        named = sparse_conv_operands(input.features, self.dense_weight, kernel_map, self.bias, groups=self.groups)
         shape = None if kernel_map is None else (kernel_map.num_outputs, *(None,) * (1 if self.groups == 1 else 2))
         return program.explain(tensors=named, out_shape=shape, measure=measure)
+
+
+def load_spconv_state_dict(model: nn.Module, state: Mapping[str, Tensor], *, strict: bool = True) -> Any:
+    """`model.load_state_dict` of a state that spconv's layers saved, whatever became of its metadata.
+
+    Args:
+        model: any module with our layers in the places of spconv's.
+        state: tensors by name.
+        strict: whether keys must agree.
+
+    Returns:
+        What `load_state_dict` returns.
+
+    >>> layer = SparseConvolution(1, 3, 2, 1, bias=False)
+    >>> load_spconv_state_dict(layer, {"weight": torch.arange(6.0).reshape(2, 1, 3)})
+    <All keys matched successfully>
+    >>> layer.weight.tolist()
+    [[[0.0, 2.0, 4.0]], [[1.0, 3.0, 5.0]]]
+    """
+    marked: Any = OrderedDict(state)
+    marked._metadata = OrderedDict(
+        (path, {"version": _SPCONV_VERSION if isinstance(module, SparseConvolution) else module._version})
+        for path, module in model.named_modules()
+    )
+    return model.load_state_dict(marked, strict=strict)
 
 
 def _check_channels(owner: str, in_channels: int, out_channels: int, groups: int) -> None:

@@ -27,10 +27,11 @@ __all__ = [
 ]
 
 
-class _Strided(SparseConvolution):
-    """The constructor of `SparseConv` and `SparseConvTranspose`."""
+class _Sized(SparseConvolution):
+    """The constructor of `SubMConv`, `SparseConv` and `SparseConvTranspose`."""
 
     NDIM: ClassVar[int]
+    SUBM: ClassVar[bool] = False
     TRANSPOSED: ClassVar[bool] = False
 
     def __init__(
@@ -61,53 +62,12 @@ class _Strided(SparseConvolution):
             dilation,
             groups,
             bias,
+            self.SUBM,
             transposed=self.TRANSPOSED,
             indice_key=indice_key,
             algo=algo,
             fp32_accum=fp32_accum,
             record_voxel_count=record_voxel_count,
-            large_kernel_fast_algo=large_kernel_fast_algo,
-            name=name,
-            **rest,
-        )
-
-
-class _SubM(SparseConvolution):
-    """The constructor of `SubMConv`."""
-
-    NDIM: ClassVar[int]
-
-    def __init__(
-        self,
-        in_channels: int,
-        out_channels: int,
-        kernel_size: IntOrInts,
-        stride: IntOrInts = 1,
-        padding: IntOrInts = 0,
-        dilation: IntOrInts = 1,
-        groups: int = 1,
-        bias: bool = True,
-        indice_key: str | None = None,
-        algo: object = None,
-        fp32_accum: bool | None = None,
-        large_kernel_fast_algo: bool = False,
-        name: str | None = None,
-        **rest: Any,
-    ) -> None:
-        super().__init__(
-            self.NDIM,
-            in_channels,
-            out_channels,
-            kernel_size,
-            stride,
-            padding,
-            dilation,
-            groups,
-            bias,
-            True,
-            indice_key=indice_key,
-            algo=algo,
-            fp32_accum=fp32_accum,
             large_kernel_fast_algo=large_kernel_fast_algo,
             name=name,
             **rest,
@@ -148,52 +108,52 @@ class _Inverse(SparseConvolution):
         )
 
 
-class SparseConv1d(_Strided):
+class SparseConv1d(_Sized):
     """Sparse convolution in 1 dimension; writes every voxel that the kernel reaches. See `SparseConvolution`."""
 
     NDIM = 1
 
 
-class SparseConv2d(_Strided):
+class SparseConv2d(_Sized):
     """Sparse convolution in 2 dimensions; writes every voxel that the kernel reaches. See `SparseConvolution`."""
 
     NDIM = 2
 
 
-class SparseConv3d(_Strided):
+class SparseConv3d(_Sized):
     """Sparse convolution in 3 dimensions; writes every voxel that the kernel reaches. See `SparseConvolution`."""
 
     NDIM = 3
 
 
-class SparseConv4d(_Strided):
+class SparseConv4d(_Sized):
     """Sparse convolution in 4 dimensions; writes every voxel that the kernel reaches. See `SparseConvolution`."""
 
     NDIM = 4
 
 
-class SparseConvTranspose1d(_Strided):
+class SparseConvTranspose1d(_Sized):
     """Transposed sparse convolution in 1 dimension, as `nn.ConvTranspose`. See `SparseConvolution`."""
 
     NDIM = 1
     TRANSPOSED = True
 
 
-class SparseConvTranspose2d(_Strided):
+class SparseConvTranspose2d(_Sized):
     """Transposed sparse convolution in 2 dimensions, as `nn.ConvTranspose`. See `SparseConvolution`."""
 
     NDIM = 2
     TRANSPOSED = True
 
 
-class SparseConvTranspose3d(_Strided):
+class SparseConvTranspose3d(_Sized):
     """Transposed sparse convolution in 3 dimensions, as `nn.ConvTranspose`. See `SparseConvolution`."""
 
     NDIM = 3
     TRANSPOSED = True
 
 
-class SparseConvTranspose4d(_Strided):
+class SparseConvTranspose4d(_Sized):
     """Transposed sparse convolution in 4 dimensions, as `nn.ConvTranspose`. See `SparseConvolution`."""
 
     NDIM = 4
@@ -224,25 +184,29 @@ class SparseInverseConv4d(_Inverse):
     NDIM = 4
 
 
-class SubMConv1d(_SubM):
+class SubMConv1d(_Sized):
     """Submanifold convolution in 1 dimension: writes the voxels that it reads. See `SparseConvolution`."""
 
     NDIM = 1
+    SUBM = True
 
 
-class SubMConv2d(_SubM):
+class SubMConv2d(_Sized):
     """Submanifold convolution in 2 dimensions: writes the voxels that it reads. See `SparseConvolution`."""
 
     NDIM = 2
+    SUBM = True
 
 
-class SubMConv3d(_SubM):
+class SubMConv3d(_Sized):
     """Submanifold convolution in 3 dimensions: writes the voxels that it reads. See `SparseConvolution`."""
 
     NDIM = 3
+    SUBM = True
 
 
-class SubMConv4d(_SubM):
+class SubMConv4d(_Sized):
     """Submanifold convolution in 4 dimensions: writes the voxels that it reads. See `SparseConvolution`."""
 
     NDIM = 4
+    SUBM = True

@@ -10,8 +10,9 @@ from torch import Tensor
 from insum_nn.errors import InsumFormatError, InsumShapeError
 from insum_nn.layers.sparse_tensor import SparseConvTensor
 from insum_nn.structure.kernel_map import Geometry, KernelMap
+from insum_nn.structure.kernel_map_op import kernel_map_of
 
-__all__ = ["IntOrInts", "expand_nd", "map_differences", "reuse_map", "store_map"]
+__all__ = ["IntOrInts", "check_ndim", "expand_nd", "map_differences", "map_of", "store_map"]
 
 IntOrInts = int | Sequence[int]
 
@@ -45,15 +46,28 @@ def store_map(indice_dict: dict[str, KernelMap], key: str | None, kernel_map: Ke
     return {**indice_dict, key: kernel_map}
 
 
-def reuse_map(owner: str, key: str | None, x: SparseConvTensor, geometry: Geometry) -> KernelMap | None:
-    """The map stored under `key`, where it is this layer's own; `None` if nothing is stored.
+def check_ndim(owner: str, ndim: int, x: SparseConvTensor) -> None:
+    """Raise unless the grid has a layer's dimensions."""
+    if len(x.spatial_shape) != ndim:
+        raise InsumShapeError(
+            f"{owner} takes grids of {ndim} dimensions, got spatial_shape {x.spatial_shape}",
+            fix=f"use the layer for {len(x.spatial_shape)} dimensions.",
+            expected=ndim,
+            got=len(x.spatial_shape),
+        )
+
+
+def map_of(owner: str, key: str | None, x: SparseConvTensor, geometry: Geometry) -> KernelMap:
+    """The map stored under `key`, where it is this layer's own; else a new one.
 
     Raises:
-        InsumFormatError: what is stored is of another kernel or of other voxels.
+        InsumFormatError: what is stored is of another kernel or of other voxels, or a voxel stands twice.
+        InsumRangeError: a voxel lies outside the grid.
+        InsumShapeError: the output's grid would be empty.
     """
     known = x.find_indice_pair(key)
     if known is None:
-        return None
+        return kernel_map_of(x.coordinates(), geometry)
     wrong = map_differences(known, x, geometry, known.inputs.indices, known.inputs.spatial_shape)
     if known.inverted or known.geometry.kind != geometry.kind:
         wrong.insert(0, f"kind: stored {known.geometry.kind}, this layer {geometry.kind}")

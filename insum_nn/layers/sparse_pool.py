@@ -8,8 +8,7 @@ import torch
 from torch import Tensor
 
 from insum_nn.compiler.options import DEFAULT, Options
-from insum_nn.errors import InsumShapeError
-from insum_nn.layers.sparse_maps import IntOrInts, expand_nd, reuse_map, store_map
+from insum_nn.layers.sparse_maps import IntOrInts, check_ndim, expand_nd, map_of, store_map
 from insum_nn.layers.sparse_sequential import SparseModule
 from insum_nn.layers.sparse_tensor import SparseConvTensor
 from insum_nn.ops.sparse_conv import map_program
@@ -24,7 +23,6 @@ from insum_nn.ops.sparse_pool import (
     sparse_max_pool,
 )
 from insum_nn.structure.kernel_map import Geometry, KernelMap
-from insum_nn.structure.kernel_map_build import build_kernel_map
 
 __all__ = [
     "SparseAvgPool",
@@ -115,6 +113,8 @@ class _SparsePool(SparseModule):
         parts += [f"padding={self.padding}"] if any(self.padding) else []
         parts += [f"dilation={self.dilation}"] if set(self.dilation) != {1} else []
         parts += [f"indice_key={self.indice_key!r}"] if self.indice_key is not None else []
+        least = getattr(self, "at_least", None)
+        parts += [f"at_least={least}"] if least is not None else []
         return ", ".join([*parts, repr(self.expression)])
 
     def get_max_num_voxels(self) -> Tensor | None:
@@ -129,15 +129,8 @@ class _SparsePool(SparseModule):
             InsumShapeError: the grid has not the layer's dimensions.
         """
         owner = type(self).__name__
-        if len(input.spatial_shape) != self.ndim:
-            raise InsumShapeError(
-                f"{owner} takes grids of {self.ndim} dimensions, got spatial_shape {input.spatial_shape}",
-                fix=f"use the layer for {len(input.spatial_shape)} dimensions.",
-                expected=self.ndim,
-                got=len(input.spatial_shape),
-            )
-        known = reuse_map(owner, self.indice_key, input, self.geometry)
-        return build_kernel_map(input.coordinates(), self.geometry, proven=True) if known is None else known
+        check_ndim(owner, self.ndim, input)
+        return map_of(owner, self.indice_key, input, self.geometry)
 
     def pool(self, features: Tensor, kernel_map: KernelMap) -> Tensor:
         """Features of the output voxels."""
@@ -163,13 +156,19 @@ class SparseMaxPool(_SparsePool):
         Out[OutIdx[g,q],c] max= In[InIdx[g,q],c]
 
     Voxels that are not there take no part, so a result may be negative where a dense pool of zeros would give 0.
+    spconv's pool gives 0 there, full window or not; set `at_least` to 0 to have the same, as `swap` does.
+
+    Attributes:
+        at_least: what a smaller result becomes; `None`: it stays.
     """
 
     EXPRESSION = SPARSE_MAX_POOL
+    at_least: float | None = None
 
     def pool(self, features: Tensor, kernel_map: KernelMap) -> Tensor:
         """The maximum."""
-        return sparse_max_pool(features, kernel_map, options=self.options)
+        found = sparse_max_pool(features, kernel_map, options=self.options)
+        return found if self.at_least is None else found.clamp(min=self.at_least)
 
 
 class SparseAvgPool(_SparsePool):

@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 from collections import OrderedDict
-from collections.abc import Iterator, Sequence
-from typing import Any
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any, cast
 
 import torch
 from torch import Tensor, nn
@@ -18,6 +18,7 @@ __all__ = [
     "AddTableMisaligned",
     "ConcatTable",
     "JoinTable",
+    "RemoveDuplicate",
     "RemoveGrid",
     "SparseBatchNorm",
     "SparseIdentity",
@@ -49,11 +50,36 @@ def _takes_sparse(module: nn.Module) -> bool:
 
 
 def on_features(module: nn.Module, x: SparseConvTensor) -> SparseConvTensor:
-    """Apply a dense module to the features of a sparse tensor."""
-    if x.features.shape[0] == 0 and isinstance(module, _BatchNorm) and module.training:
-        # No voxel, so no statistics to take: torch raises here, and a cloud may be empty.
-        return x
+    """Apply a dense module to the features of a sparse tensor.
+
+    In training a normalisation leaves a tensor without voxels as it is. Under `torch.compile` it refuses such a tensor,
+    when the compiled code runs.
+    """
+    if isinstance(module, _BatchNorm):
+        return x.replace_feature(_normalised(module, x.features, module))
     return x.replace_feature(module(x.features))
+
+
+def _normalised(module: _BatchNorm, features: Tensor, run: Callable[[Tensor], Tensor]) -> Tensor:
+    """`run(features)`, or what stands for it where torch cannot.
+
+    Torch raises where there is no voxel to take statistics of, and a cloud may be empty. And it asks how many there
+    are, which may not be known while tracing.
+    """
+    takes_statistics = module.training or module.running_mean is None
+    if not torch.compiler.is_compiling():
+        alone = not (isinstance(module, nn.SyncBatchNorm) and torch.distributed.is_initialized())
+        # Other processes wait for this one's statistics, however many voxels it has.
+        return features if takes_statistics and alone and features.shape[0] == 0 else run(features)
+    if takes_statistics or type(module) not in _NORMS:
+        torch._check(features.shape[0] > 1)
+        return run(features)
+    mean, variance = cast(Tensor, module.running_mean), cast(Tensor, module.running_var)
+    scale = (variance + module.eps).rsqrt()
+    if not module.affine:
+        return ((features - mean) * scale).to(features.dtype)
+    scale = scale * module.weight
+    return (features * scale + (module.bias - mean * scale)).to(features.dtype)
 
 
 class SparseSequential(SparseModule):
@@ -136,15 +162,27 @@ class RemoveGrid(SparseModule):
         return x
 
 
+class RemoveDuplicate(SparseModule):
+    """Keep the first row of each voxel; kernel maps are dropped where a row is."""
+
+    def forward(self, x: SparseConvTensor) -> SparseConvTensor:
+        """Drop rows that repeat a voxel."""
+        _, place = torch.unique(x.indices, dim=0, return_inverse=True)
+        rows = torch.arange(place.shape[0], device=place.device)
+        voxels = int(place.max()) + 1 if place.shape[0] else 0
+        if voxels == place.shape[0]:
+            return x
+        first = torch.full((voxels,), place.shape[0], device=place.device).scatter_reduce_(0, place, rows, "amin")
+        return x.select_by_index(first.sort().values)
+
+
 class SparseBatchNorm(nn.BatchNorm1d):
     """`nn.BatchNorm1d` that also takes a sparse tensor."""
 
     def forward(self, input: Any) -> Any:
         """Normalise the features."""
         if isinstance(input, SparseConvTensor):
-            if input.features.shape[0] == 0 and self.training:
-                return input
-            return input.replace_feature(super().forward(input.features))
+            return input.replace_feature(_normalised(self, input.features, super().forward))
         return super().forward(input)
 
 
@@ -154,8 +192,12 @@ class SparseSyncBatchNorm(nn.SyncBatchNorm):
     def forward(self, input: Any) -> Any:
         """Normalise the features over all processes."""
         if isinstance(input, SparseConvTensor):
-            return input.replace_feature(super().forward(input.features))
+            return input.replace_feature(_normalised(self, input.features, super().forward))
         return super().forward(input)
+
+
+# Those that normalise as torch does, by what they keep.
+_NORMS = (nn.BatchNorm1d, nn.SyncBatchNorm, SparseBatchNorm, SparseSyncBatchNorm)
 
 
 class SparseReLU(nn.ReLU):

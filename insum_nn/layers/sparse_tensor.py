@@ -12,6 +12,7 @@ from insum_nn.errors import InsumDtypeError, InsumFormatError, InsumShapeError
 from insum_nn.ops.sparse_pool import sparse_sum, sparse_to_dense
 from insum_nn.structure.coordinates import Coordinates
 from insum_nn.structure.kernel_map import KernelMap
+from insum_nn.structure.kernel_map_op import prove_sites
 
 __all__ = ["SparseConvTensor", "sparse_add"]
 
@@ -123,7 +124,7 @@ class SparseConvTensor:
         known = self._proven.get("sites")
         if known is not None and known.describes(self.indices, self.spatial_shape, self.batch_size):
             return known
-        sites = Coordinates(self.indices, tuple(self.spatial_shape), self.batch_size).prove()
+        sites = prove_sites(Coordinates(self.indices, tuple(self.spatial_shape), self.batch_size))
         if known is not None:
             # Other tensors go on with the voxels that this one no longer has.
             self._proven = {}

@@ -80,6 +80,8 @@ def _spconv_convolution(module: Any) -> nn.Module:
         device="meta",
     )
     new.weight, new.bias = module.weight, module.bias
+    # The weight stays as spconv reads it.
+    new._version = module._version
     new._buffers.update(module._buffers)
     return new
 
@@ -104,6 +106,8 @@ def _spconv_pool(module: Any) -> nn.Module:
         record_voxel_count=getattr(module, "record_voxel_count", False),
         name=module.name,
     )
+    if isinstance(new, pools.SparseMaxPool):
+        new.at_least = 0.0
     new._buffers.update(module._buffers)
     return new
 
@@ -114,6 +118,10 @@ def _spconv_module(module: Any) -> nn.Module:
     blank: dict[str, Any] = {"name": None, "_sparse_unique_name": ""} if not isinstance(module, nn.BatchNorm1d) else {}
     new.__dict__.update({**blank, **{k: copy.copy(v) if isinstance(v, dict) else v for k, v in vars(module).items()}})
     return new
+
+
+def _spconv_identity(_: nn.Module) -> nn.Module:
+    return importlib.import_module("insum_nn.layers.spconv.identity").Identity()
 
 
 def _uninitialised(source: Any, module: nn.Module) -> nn.Module:
@@ -141,7 +149,9 @@ def _known() -> dict[str, Converter]:
     found |= dict.fromkeys(pools, _spconv_pool)
     small = ("Sequential", "BatchNorm", "SyncBatchNorm", "ReLU", "Identity")
     found |= dict.fromkeys([f"spconv.pytorch.modules.Sparse{name}" for name in small], _spconv_module)
-    found |= dict.fromkeys([f"spconv.pytorch.modules.{name}" for name in ("ToDense", "RemoveGrid")], _spconv_module)
+    # These two are defined in the package's own file.
+    found |= dict.fromkeys([f"spconv.pytorch.{name}" for name in ("ToDense", "RemoveGrid")], _spconv_module)
+    found["spconv.pytorch.identity.Identity"] = _spconv_identity
     tables = ("JoinTable", "AddTable", "AddTableMisaligned", "ConcatTable")
     found |= dict.fromkeys([f"spconv.pytorch.tables.{name}" for name in tables], _spconv_module)
     return found

@@ -7,11 +7,21 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from insum_nn.models.gcn import GCN
-    from insum_nn.models.minkunet import MinkUNet, MinkUNet14, MinkUNet18, MinkUNet34
+    from insum_nn.models.minkunet import MinkUNet, MinkUNet14, MinkUNet18, MinkUNet34, MinkUNet50, MinkUNet101
     from insum_nn.models.nequip import NequIP
     from insum_nn.models.tetris import TetrisClassifier
 
-__all__ = ["GCN", "MinkUNet", "MinkUNet14", "MinkUNet18", "MinkUNet34", "NequIP", "TetrisClassifier"]
+__all__ = [
+    "GCN",
+    "MinkUNet",
+    "MinkUNet14",
+    "MinkUNet18",
+    "MinkUNet34",
+    "MinkUNet50",
+    "MinkUNet101",
+    "NequIP",
+    "TetrisClassifier",
+]
 
 _HOME = {
     "GCN": "gcn",
@@ -19,6 +29,8 @@ _HOME = {
     "MinkUNet14": "minkunet",
     "MinkUNet18": "minkunet",
     "MinkUNet34": "minkunet",
+    "MinkUNet50": "minkunet",
+    "MinkUNet101": "minkunet",
     "NequIP": "nequip",
     "TetrisClassifier": "tetris",
 }

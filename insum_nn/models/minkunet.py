@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import itertools
 from collections.abc import Sequence
 from typing import Any, ClassVar
 
@@ -14,40 +13,92 @@ from insum_nn.layers.sparse_conv import SparseConvolution
 from insum_nn.layers.sparse_sequential import SparseModule, SparseSequential, on_features
 from insum_nn.layers.sparse_tensor import SparseConvTensor
 
-__all__ = ["MinkUNet", "MinkUNet14", "MinkUNet18", "MinkUNet34", "SparseBasicBlock"]
+__all__ = [
+    "MinkUNet",
+    "MinkUNet14",
+    "MinkUNet18",
+    "MinkUNet34",
+    "MinkUNet50",
+    "MinkUNet101",
+    "SparseBasicBlock",
+    "SparseBottleneck",
+]
 
 _LEVELS = 4
 
 
-class SparseBasicBlock(SparseModule):
+class _Residual(SparseModule):
+    """Convolutions in a row, each normalised, and a shortcut around all of them.
+
+    Layers are named `conv1`, `norm1`, `conv2` and so on, and the shortcut `downsample`.
+
+    Args:
+        in_channels: channels read.
+        kernels: of each convolution.
+        widths: channels that each convolution writes.
+        ndim: spatial dimensions.
+        indice_key: name of the map of the kernels wider than one cell.
+    """
+
+    EXPANSION: ClassVar[int] = 1
+
+    def __init__(
+        self, in_channels: int, kernels: Sequence[int], widths: Sequence[int], ndim: int, indice_key: str | None
+    ) -> None:
+        super().__init__()
+        options: dict[str, Any] = {"bias": False, "subm": True}
+        self._depth = len(widths)
+        read = in_channels
+        for place, (kernel, width) in enumerate(zip(kernels, widths, strict=True), 1):
+            key = None if kernel == 1 else indice_key
+            self.add_module(f"conv{place}", SparseConvolution(ndim, read, width, kernel, indice_key=key, **options))
+            self.add_module(f"norm{place}", nn.BatchNorm1d(width))
+            read = width
+        self.relu = nn.ReLU()
+        self.downsample: SparseSequential | None = None
+        if in_channels != read:
+            shortcut = SparseConvolution(ndim, in_channels, read, 1, **options)
+            self.downsample = SparseSequential(shortcut, nn.BatchNorm1d(read))
+
+    def forward(self, x: SparseConvTensor) -> SparseConvTensor:
+        """Convolve and add the shortcut."""
+        y = x
+        for place in range(1, self._depth + 1):
+            y = on_features(getattr(self, f"norm{place}"), getattr(self, f"conv{place}")(y))
+            if place < self._depth:
+                y = on_features(self.relu, y)
+        shortcut = x if self.downsample is None else self.downsample(x)
+        return y.replace_feature(self.relu(y.features + shortcut.features))
+
+
+class SparseBasicBlock(_Residual):
     """Two 3-wide submanifold convolutions and a shortcut, as in a residual network's basic block.
 
     Args:
         in_channels: channels read.
-        out_channels: channels written; where they differ, the shortcut is a pointwise convolution.
+        planes: channels written; where they differ, the shortcut is a pointwise convolution.
         ndim: spatial dimensions.
         indice_key: name of the map, shared by all blocks of a resolution.
     """
 
-    def __init__(self, in_channels: int, out_channels: int, *, ndim: int = 3, indice_key: str | None = None) -> None:
-        super().__init__()
-        options: dict[str, Any] = {"bias": False, "subm": True}
-        self.conv1 = SparseConvolution(ndim, in_channels, out_channels, 3, indice_key=indice_key, **options)
-        self.norm1 = nn.BatchNorm1d(out_channels)
-        self.conv2 = SparseConvolution(ndim, out_channels, out_channels, 3, indice_key=indice_key, **options)
-        self.norm2 = nn.BatchNorm1d(out_channels)
-        self.relu = nn.ReLU()
-        self.downsample: SparseSequential | None = None
-        if in_channels != out_channels:
-            shortcut = SparseConvolution(ndim, in_channels, out_channels, 1, **options)
-            self.downsample = SparseSequential(shortcut, nn.BatchNorm1d(out_channels))
+    def __init__(self, in_channels: int, planes: int, *, ndim: int = 3, indice_key: str | None = None) -> None:
+        super().__init__(in_channels, (3, 3), (planes, planes), ndim, indice_key)
 
-    def forward(self, x: SparseConvTensor) -> SparseConvTensor:
-        """Convolve twice and add the shortcut."""
-        y = on_features(self.relu, on_features(self.norm1, self.conv1(x)))
-        y = on_features(self.norm2, self.conv2(y))
-        shortcut = x if self.downsample is None else self.downsample(x)
-        return y.replace_feature(self.relu(y.features + shortcut.features))
+
+class SparseBottleneck(_Residual):
+    """A 3-wide submanifold convolution between two pointwise ones, and a shortcut, as in a residual network's.
+
+    Args:
+        in_channels: channels read.
+        planes: channels between the pointwise convolutions; four times as many are written.
+        ndim: spatial dimensions.
+        indice_key: name of the map, shared by all blocks of a resolution.
+    """
+
+    EXPANSION = 4
+
+    def __init__(self, in_channels: int, planes: int, *, ndim: int = 3, indice_key: str | None = None) -> None:
+        super().__init__(in_channels, (1, 3, 1), (planes, planes, self.EXPANSION * planes), ndim, indice_key)
 
 
 class MinkUNet(nn.Module):
@@ -63,7 +114,7 @@ class MinkUNet(nn.Module):
         in_channels: features per voxel.
         out_channels: classes.
         layers: blocks at each of the four resolutions down and the four up.
-        planes: their channels.
+        planes: their channels, which bottleneck blocks multiply by four on their way out.
         init_dim: channels of the first convolution.
         ndim: spatial dimensions.
 
@@ -74,6 +125,7 @@ class MinkUNet(nn.Module):
 
     LAYERS: ClassVar[tuple[int, ...]] = (1,) * 8
     PLANES: ClassVar[tuple[int, ...]] = (32, 64, 128, 256, 256, 128, 96, 96)
+    BLOCK: ClassVar[type[SparseBasicBlock] | type[SparseBottleneck]] = SparseBasicBlock
 
     def __init__(
         self,
@@ -109,7 +161,7 @@ class MinkUNet(nn.Module):
             self.add_module(f"conv{level + 1}p{stride}s2", down)
             self.add_module(f"bn{level + 1}", nn.BatchNorm1d(width))
             self.add_module(f"block{level + 1}", self._blocks(width, widths[level], depths[level], 2 * stride))
-            width = widths[level]
+            width = widths[level] * self.BLOCK.EXPANSION
             skips.append(width)
         for step in range(_LEVELS):
             level = _LEVELS - 1 - step
@@ -120,14 +172,13 @@ class MinkUNet(nn.Module):
             joined = out + skips[level]
             depth = depths[_LEVELS + step]
             self.add_module(f"block{_LEVELS + 1 + step}", self._blocks(joined, out, depth, stride // 2))
-            width = out
+            width = out * self.BLOCK.EXPANSION
         self.final = SparseConvolution(ndim, width, out_channels, 1, subm=True)
 
-    def _blocks(self, in_channels: int, out_channels: int, count: int, stride: int) -> SparseSequential:
-        widths = [in_channels] + [out_channels] * count
+    def _blocks(self, in_channels: int, planes: int, count: int, stride: int) -> SparseSequential:
+        reads = [in_channels] + [planes * self.BLOCK.EXPANSION] * (count - 1)
         key = f"subm{stride}"
-        pairs = itertools.pairwise(widths)
-        return SparseSequential(*(SparseBasicBlock(a, b, ndim=self.ndim, indice_key=key) for a, b in pairs))
+        return SparseSequential(*(self.BLOCK(read, planes, ndim=self.ndim, indice_key=key) for read in reads))
 
     def forward(self, x: SparseConvTensor) -> SparseConvTensor:
         """Segment.
@@ -179,3 +230,17 @@ class MinkUNet34(MinkUNet):
     """Two to six blocks at each resolution."""
 
     LAYERS = (2, 3, 4, 6, 2, 2, 2, 2)
+
+
+class MinkUNet50(MinkUNet):
+    """The depths of `MinkUNet34` in bottleneck blocks."""
+
+    LAYERS = (2, 3, 4, 6, 2, 2, 2, 2)
+    BLOCK = SparseBottleneck
+
+
+class MinkUNet101(MinkUNet):
+    """Two to twenty-three bottleneck blocks at each resolution."""
+
+    LAYERS = (2, 3, 4, 23, 2, 2, 2, 2)
+    BLOCK = SparseBottleneck

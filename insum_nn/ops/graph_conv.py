@@ -84,7 +84,9 @@ def graph_matrix(edge_index: Tensor, num_nodes: int, recipe: Recipe, *, key: Ten
     return _graphs.get([edge_index if key is None else key], (num_nodes, recipe.loops, recipe.flow), build)
 
 
-def graph_values(graph: GraphMatrix, edge_weight: Tensor | None, recipe: Recipe, dtype: torch.dtype) -> Tensor:
+def graph_values(
+    graph: GraphMatrix, edge_weight: Tensor | None, recipe: Recipe, dtype: torch.dtype, options: Options = DEFAULT
+) -> Tensor:
     """(p,) the values of a graph's entries.
 
         Val[p] = D[Row[p]] * Weight[p] * D[Col[p]],        D = (sum of weights that a node receives) ** -0.5
@@ -94,15 +96,20 @@ def graph_values(graph: GraphMatrix, edge_weight: Tensor | None, recipe: Recipe,
         edge_weight: (e,) floating-point; differentiable. `None`: all weights are 1, also those of added self-loops.
         recipe: normalisation and the weight of added self-loops.
         dtype: of the values; half types are normalised in float32.
+        options: compile options; only `deterministic` matters.
     """
+    fixed = options.deterministic or torch.are_deterministic_algorithms_enabled()
     if edge_weight is None:
         if not recipe.normalize:
             return graph.ones(dtype)
-        return graph.constant(("normal", dtype), lambda: _normalised(graph, graph.ones(_wide(dtype))).to(dtype))
+        # Degrees without weights are small whole numbers: every order of summation gives the same.
+        return graph.constant(
+            ("normal", dtype), lambda: _normalised(graph, graph.ones(_wide(dtype)), DEFAULT).to(dtype)
+        )
 
     def build() -> Tensor:
         weights = entry_weights(graph.entries, edge_weight.to(_wide(dtype)), recipe.fill)
-        return (_normalised(graph, weights) if recipe.normalize else weights).to(dtype)
+        return (_normalised(graph, weights, Options(deterministic=fixed)) if recipe.normalize else weights).to(dtype)
 
     if (torch.is_grad_enabled() and edge_weight.requires_grad) or transformed() or edge_weight.is_inference():
         return build()
@@ -111,21 +118,21 @@ def graph_values(graph: GraphMatrix, edge_weight: Tensor | None, recipe: Recipe,
         with torch.inference_mode(False), torch.no_grad():
             return graph.keep(build())
 
-    return graph.remembered.get([edge_weight], (recipe.normalize, recipe.fill, dtype), steady)
+    return graph.remembered.get([edge_weight], (recipe.normalize, recipe.fill, dtype, fixed), steady)
 
 
 def _wide(dtype: torch.dtype) -> torch.dtype:
     return torch.float32 if dtype in (torch.float16, torch.bfloat16) else dtype
 
 
-def _normalised(graph: GraphMatrix, weights: Tensor) -> Tensor:
+def _normalised(graph: GraphMatrix, weights: Tensor, options: Options) -> Tensor:
     row, col = graph.entries.row, graph.entries.col
     learned = (weights.requires_grad and torch.is_grad_enabled()) or transformed()
-    if learned and weights.device.type != "cpu":
+    if (learned or options.deterministic) and weights.device.type != "cpu":
         # By the products, whose gradients need no atomic addition.
-        degree = graph_product(graph, weights, weights.new_ones(graph.num_nodes, 1))
+        degree = graph_product(graph, weights, weights.new_ones(graph.num_nodes, 1), options=options)
         root = inverse_root(degree)
-        return weights * graph_compare(graph, root, root)
+        return weights * graph_compare(graph, root, root, options)
     root = inverse_root(weights.new_zeros(graph.num_nodes).index_add(0, row, weights))
     return root.index_select(0, row) * weights * root.index_select(0, col)
 
@@ -184,7 +191,7 @@ def graph_conv(
             False,
         )
     graph = graph_matrix(edge_index, x.shape[0], recipe, key=key)
-    return graph_product(graph, graph_values(graph, edge_weight, recipe, x.dtype), x, options=options)
+    return graph_product(graph, graph_values(graph, edge_weight, recipe, x.dtype, options), x, options=options)
 
 
 def _agree(x: Tensor, edge_index: Tensor, edge_weight: Tensor | None, recipe: Recipe) -> tuple[Tensor, Tensor | None]:
@@ -255,7 +262,7 @@ def _operator(
     recipe = Recipe(normalize, loops, fill, flow)  # type: ignore[arg-type]
     options = Options(deterministic=deterministic, backend=backend)  # type: ignore[arg-type]
     graph = graph_matrix(edge_index, x.shape[0], recipe)
-    values = graph_values(graph, edge_weight, recipe, x.dtype)
+    values = graph_values(graph, edge_weight, recipe, x.dtype, options)
     return graph_product(graph, values, x, transposed=transposed, options=options)
 
 

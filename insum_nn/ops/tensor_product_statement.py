@@ -104,6 +104,8 @@ class Statement:
             self.expression,
             sizes=self._unread(),
             facts={name: _STATIC for name, table in self.tables.items() if not table.is_floating_point()},
+            # Pairs of copies (U, V) are many and regular; the rest is few numbers, which kernels write out.
+            static={name: table for name, table in self.tables.items() if name not in ("U", "V")},
             options=Options(deterministic=layout.spec.deterministic),
         )
 

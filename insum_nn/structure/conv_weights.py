@@ -17,9 +17,10 @@ from insum_nn.errors import InsumFormatError, InsumNameError, InsumShapeError
 
 __all__ = ["WeightLayout", "convert_state_dict", "export_weight", "import_weight", "kernel_anchor"]
 
-WeightLayout = Literal["spconv", "spconv_rsck", "spconv_rskc", "minkowski", "torchsparse"]
-"""`spconv`: (O, k.., I), ours. `spconv_rsck`: (k.., I, O) and `spconv_rskc`: (k.., O, I), of spconv 1 and 2.1.
-`minkowski`, `torchsparse`: (cells, I, O), or (I, O) for one cell."""
+WeightLayout = Literal["spconv", "spconv_pointwise", "spconv_rsck", "spconv_rskc", "minkowski", "torchsparse"]
+"""`spconv`: (O, k.., I), ours. `spconv_pointwise`: the same shape, of spconv's layers with a kernel of one cell and
+stride 1, which multiply by the numbers read as (I, O). `spconv_rsck`: (k.., I, O) and `spconv_rskc`: (k.., O, I), of
+spconv 1 and 2.1. `minkowski`, `torchsparse`: (cells, I, O), or (I, O) for one cell."""
 
 
 def kernel_anchor(layout: WeightLayout, kernel_size: Sequence[int]) -> tuple[int, ...]:
@@ -64,9 +65,17 @@ def import_weight(weight: Tensor, layout: WeightLayout, kernel_size: Sequence[in
         if _first_axis_fastest(layout, kernel):
             grid = grid.permute(*reversed(range(len(kernel))), -2, -1)
         return grid.movedim(-1, 0).contiguous()
-    place = {"spconv": slice(1, -1), "spconv_rsck": slice(0, -2), "spconv_rskc": slice(0, -2)}[layout]
-    if weight.ndim != len(kernel) + 2 or tuple(weight.shape[place]) != kernel:
+    place = {
+        "spconv": slice(1, -1),
+        "spconv_pointwise": slice(1, -1),
+        "spconv_rsck": slice(0, -2),
+        "spconv_rskc": slice(0, -2),
+    }[layout]
+    several = layout == "spconv_pointwise" and math.prod(kernel) != 1
+    if weight.ndim != len(kernel) + 2 or tuple(weight.shape[place]) != kernel or several:
         raise _wrong_shape(weight, layout, kernel)
+    if layout == "spconv_pointwise":
+        return weight.reshape(weight.shape[-1], weight.shape[0]).T.reshape(weight.shape)
     if layout == "spconv_rsck":
         return weight.movedim(-1, 0).contiguous()
     return (weight.movedim(-2, 0) if layout == "spconv_rskc" else weight).contiguous()
@@ -95,6 +104,8 @@ def export_weight(weight: Tensor, layout: WeightLayout) -> Tensor:
             grid = grid.permute(*reversed(range(len(kernel))), -2, -1)
         cells = grid.reshape(math.prod(kernel), *grid.shape[-2:]).contiguous()
         return cells[0] if cells.shape[0] == 1 else cells
+    if layout == "spconv_pointwise":
+        return weight.flatten(1).T.reshape(weight.shape)
     if layout == "spconv_rsck":
         return weight.movedim(0, -1).contiguous()
     return (weight.movedim(0, -2) if layout == "spconv_rskc" else weight).contiguous()
@@ -183,6 +194,7 @@ def _wrong_shape(weight: Tensor, layout: WeightLayout, kernel: tuple[int, ...]) 
     sizes = ", ".join(map(str, kernel))
     shapes = {
         "spconv": f"(O, {sizes}, I)",
+        "spconv_pointwise": f"(O, {sizes}, I), a kernel of one cell",
         "spconv_rsck": f"({sizes}, I, O)",
         "spconv_rskc": f"({sizes}, O, I)",
     }

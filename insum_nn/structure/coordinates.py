@@ -8,8 +8,8 @@ there, which keeps the order and needs no more than the number of sites.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, field
-from functools import cached_property
+from dataclasses import InitVar, dataclass, field
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -35,6 +35,7 @@ class Coordinates:
         indices: (n, 1 + d), int32 or int64: the batch entry, then d coordinates.
         spatial_shape: d extents.
         batch_size: grids in the batch.
+        origin: the tensor that `indices` is a copy of, for `describes`.
 
     >>> sites = Coordinates(torch.tensor([[0, 2], [0, 0], [1, 1]]), (3,), 2)
     >>> sites.find([torch.tensor([0, 0, 1]), torch.tensor([0, 1, 1])]).tolist()
@@ -44,22 +45,31 @@ class Coordinates:
     indices: Tensor
     spatial_shape: tuple[int, ...]
     batch_size: int
+    origin: InitVar[Tensor | None] = None
+    _of: Tensor = field(init=False)
     _version: int | None = field(init=False, default=None)
+    # What was computed from the sites. A dictionary of its own: `cached_property` takes a lock, which cannot be traced.
+    _cache: dict[str, Any] = field(init=False, default_factory=dict)
 
-    def __post_init__(self) -> None:
-        object.__setattr__(self, "spatial_shape", tuple(int(extent) for extent in self.spatial_shape))
+    def __post_init__(self, origin: Tensor | None) -> None:
+        object.__setattr__(self, "spatial_shape", tuple(self.spatial_shape))
         _check_static(self.indices, self.spatial_shape, self.batch_size)
-        # Inference tensors count no changes.
-        version = None if self.indices.is_inference() else self.indices._version
-        object.__setattr__(self, "_version", version)
+        of = self.indices if origin is None else origin
+        object.__setattr__(self, "_of", of)
+        # Inference tensors count no changes, and a tensor that is only traced has none.
+        counted = not torch.compiler.is_compiling() and not of.is_inference()
+        object.__setattr__(self, "_version", of._version if counted else None)
 
     def __repr__(self) -> str:
         return f"Coordinates(sites={self.num_sites}, spatial_shape={self.spatial_shape}, batch_size={self.batch_size})"
 
     def describes(self, indices: Tensor, spatial_shape: Sequence[int], batch_size: int) -> bool:
         """Whether these are the sites of a tensor: of the very same `indices`, unchanged since, in the same grid."""
-        same = indices is self.indices and batch_size == self.batch_size and tuple(spatial_shape) == self.spatial_shape
-        return same and (self._version is None or indices._version == self._version)
+        own = indices is self._of or indices is self.indices
+        same = own and batch_size == self.batch_size and tuple(spatial_shape) == self.spatial_shape
+        if torch.compiler.is_compiling():
+            return same
+        return same and (self._version is None or self._of._version == self._version)
 
     @property
     def num_sites(self) -> int:
@@ -81,14 +91,20 @@ class Coordinates:
         """The batch size, then the spatial shape."""
         return (self.batch_size, *self.spatial_shape)
 
-    @cached_property
+    @property
     def columns(self) -> tuple[Tensor, ...]:
-        """The columns of `indices` as contiguous int64 tensors."""
-        return self.indices.T.long().contiguous().unbind(0)
+        """The columns of `indices` as contiguous int64 tensors; kept."""
+        found = self._cache.get("columns")
+        if found is None:
+            found = self._cache["columns"] = self.indices.T.long().contiguous().unbind(0)
+        return found
 
-    @cached_property
+    @property
     def _table(self) -> _Table:
-        return _Table.build(self.columns, self.extents)
+        found = self._cache.get("table")
+        if found is None:
+            found = self._cache["table"] = _Table.build(self.columns, self.extents)
+        return found
 
     def prove(self) -> Coordinates:
         """Check every coordinate, and that no site stands twice; reads the device once.
@@ -120,7 +136,7 @@ class Coordinates:
         """
         return self._table.find(columns)
 
-    @cached_property
+    @property
     def cells(self) -> Tensor:
         """(n,) int64: each site's place in the dense grid (batch, x_1, .., x_d), read row by row.
 

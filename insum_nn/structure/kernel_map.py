@@ -9,7 +9,7 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
-from typing import Literal
+from typing import Any, Literal
 
 import torch
 from torch import Tensor
@@ -17,6 +17,7 @@ from torch import Tensor
 from insum_nn.errors import InsumFormatError, InsumRangeError
 from insum_nn.facts import IndexFacts
 from insum_nn.structure.coordinates import Coordinates
+from insum_nn.structure.kernel_map_table import NeighbourTable, neighbour_rows, order_by_mask
 
 __all__ = ["FACTS", "Geometry", "KernelMap", "MapKind", "Pairs"]
 
@@ -82,7 +83,7 @@ class KernelMap:
         offset: `Off`, (g,) int32: place of the kernel cell, row by row.
         in_index: `InIdx`, (g, q) int32; -1 in unused slots.
         out_index: `OutIdx`, (g, q) int32; -1 in unused slots.
-        counts: pairs of each offset.
+        filled: (o,) int64: pairs of each offset; `counts` as numbers.
         inverted: the map of another one read backwards.
 
     >>> sites = Coordinates(torch.tensor([[0, 0], [0, 1], [0, 3]], dtype=torch.int32), (4,), 1)
@@ -98,9 +99,10 @@ class KernelMap:
     offset: Tensor
     in_index: Tensor
     out_index: Tensor
-    counts: tuple[int, ...]
+    filled: Tensor
     inverted: bool = False
-    _cache: dict[str, Tensor] = field(default_factory=dict, repr=False)
+    # What was computed from the map, by name and direction; shared with the inverse.
+    _cache: dict[tuple[str, bool], Any] = field(default_factory=dict, repr=False)
 
     def __repr__(self) -> str:
         return (
@@ -118,6 +120,14 @@ class KernelMap:
     def num_outputs(self) -> int:
         """Rows of the result."""
         return self.outputs.num_sites
+
+    @property
+    def counts(self) -> tuple[int, ...]:
+        """Pairs of each offset; read from the device once, by the builder where that needs them."""
+        counts = self._cache.get(("counts", False))
+        if counts is None:
+            counts = self._cache["counts", False] = tuple(self.filled.tolist())
+        return counts
 
     @property
     def num_pairs(self) -> int:
@@ -154,7 +164,6 @@ class KernelMap:
             in_index=self.out_index,
             out_index=self.in_index,
             inverted=not self.inverted,
-            _cache={},
         )
 
     @property
@@ -167,24 +176,33 @@ class KernelMap:
     @property
     def neighbours(self) -> Tensor:
         """(o, m) int32: the input row that each output row meets at each offset, or -1; kept once built."""
-        table = self._cache.get("neighbours")
+        table = self._cache.get(("neighbours", self.inverted))
         if table is None:
-            pairs = self.pairs
-            shape = (self.geometry.volume, self.num_outputs)
-            table = torch.full(shape, -1, dtype=torch.int32, device=self.in_index.device)
-            table[pairs.offset, pairs.output] = pairs.input.int()
-            self._cache["neighbours"] = table
+            table = neighbour_rows(self.offset, self.in_index, self.out_index, self.geometry.volume, self.num_outputs)
+            self._cache["neighbours", self.inverted] = table
         return table
+
+    @property
+    def table(self) -> NeighbourTable:
+        """`neighbours` with an order of the outputs in which those of like offsets are together; kept once built.
+
+        `map.inverse.table` is the same for the transposed direction, whose owners are the inputs.
+        """
+        found = self._cache.get(("table", self.inverted))
+        if found is None:
+            found = self._cache["table", self.inverted] = order_by_mask(self.neighbours)
+        return found
 
     def output_counts(self, dtype: torch.dtype) -> Tensor:
         """(m,) the pairs that meet in each output voxel; at least one of those of any kernel but a submanifold's."""
-        counts = self._cache.get("counts")
+        counts = self._cache.get(("output_counts", self.inverted))
         if counts is None:
+            # A slot that is not used counts into a place of its own, after the last.
             flat = self.out_index.reshape(-1).long()
-            ones = (flat >= 0).long()
-            zeros = torch.zeros(self.num_outputs, dtype=torch.int64, device=flat.device)
-            counts = zeros.index_add_(0, flat.clamp(min=0), ones) if self.num_outputs else zeros
-            self._cache["counts"] = counts
+            place = torch.where(flat >= 0, flat, self.num_outputs)
+            zeros = torch.zeros(self.num_outputs + 1, dtype=torch.int64, device=flat.device)
+            counts = zeros.scatter_add_(0, place, torch.ones_like(place))[: self.num_outputs]
+            self._cache["output_counts", self.inverted] = counts
         return counts.to(dtype)
 
     def validate(self) -> None:
@@ -215,8 +233,9 @@ class KernelMap:
             "offsets ascend": bool((self.offset[1:] >= self.offset[:-1]).all()),
             "a slot is unused in both index tensors or in none": torch.equal(self.in_index < 0, self.out_index < 0),
             "every group has a used slot": bool((self.in_index >= 0).any(1).all()),
-            "counts are those of the offsets": torch.bincount(pairs.offset, minlength=self.geometry.volume).tolist()
-            == list(self.counts),
+            "counts are those of the offsets": torch.equal(
+                torch.bincount(pairs.offset, minlength=self.geometry.volume), self.filled
+            ),
             "a voxel stands once at each offset": all(torch.unique(key).numel() == key.numel() for key in keys),
         }
         broken = [law for law, holds in laws.items() if not holds]
@@ -278,14 +297,14 @@ class KernelMap:
     @property
     def indice_pair_num(self) -> Tensor:
         """(o,) int32: pairs of each offset."""
-        return torch.tensor(self.counts, dtype=torch.int32, device=self.in_index.device)
+        return self.filled.int()
 
     @property
     def indice_pairs(self) -> Tensor:
         """(2, o, n) int32: input and output rows of each offset's pairs, from the left, then -1."""
         pairs = self.pairs
-        counts = torch.tensor(self.counts, device=pairs.offset.device)
-        rank = torch.arange(self.num_pairs, device=pairs.offset.device) - (counts.cumsum(0) - counts)[pairs.offset]
+        first = self.filled.cumsum(0) - self.filled
+        rank = torch.arange(self.num_pairs, device=pairs.offset.device) - first[pairs.offset]
         shape = (2, self.geometry.volume, max(self.num_inputs, max(self.counts, default=0)))
         table = torch.full(shape, -1, dtype=torch.int32, device=pairs.offset.device)
         table[0, pairs.offset, rank] = pairs.input.int()

@@ -5,6 +5,7 @@ from __future__ import annotations
 import itertools
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -21,8 +22,8 @@ _CANDIDATES = 1 << 23
 _GROUP_SIZES = (128, 64, 32, 16)
 _MAX_UNUSED = 0.25
 
-Groups = tuple[Tensor, Tensor, Tensor, tuple[int, ...]]
-"""`Off` (g,), `InIdx` (g, q), `OutIdx` (g, q), and the pairs of each offset."""
+Groups = tuple[Tensor, Tensor, Tensor, Tensor, tuple[int, ...]]
+"""`Off` (g,), `InIdx` (g, q), `OutIdx` (g, q), and the pairs of each offset, on the device and as numbers."""
 # Offsets, rows and landing columns of voxels under kernel cells.
 _Landed = tuple[Tensor, Tensor, list[Tensor]]
 
@@ -94,14 +95,20 @@ def build_kernel_map(inputs: Coordinates, geometry: Geometry, *, proven: bool = 
         inputs.prove()
     if geometry.is_pointwise:
         outputs = inputs if geometry.kind == "subm" else _with_shape(inputs, shape)
-        return KernelMap(inputs, outputs, geometry, *_identity_groups(inputs))
+        return _with_counts(inputs, outputs, geometry, _identity_groups(inputs))
     if geometry.kind == "subm":
         outputs = inputs
         pairs = _submanifold_pairs(inputs, geometry)
     else:
         outputs, pairs = _reached_pairs(inputs, geometry, shape)
-    offset, in_index, out_index, counts = group_pairs(pairs, geometry.volume)
-    return KernelMap(inputs, outputs, geometry, offset, in_index, out_index, counts)
+    return _with_counts(inputs, outputs, geometry, group_pairs(pairs, geometry.volume))
+
+
+def _with_counts(inputs: Coordinates, outputs: Coordinates, geometry: Geometry, groups: Groups) -> KernelMap:
+    """A map that knows its counts already, since they were read to cut the groups."""
+    offset, in_index, out_index, filled, counts = groups
+    cache: dict[tuple[str, bool], Any] = {("counts", False): counts}
+    return KernelMap(inputs, outputs, geometry, offset, in_index, out_index, filled, _cache=cache)
 
 
 def _with_shape(sites: Coordinates, shape: tuple[int, ...]) -> Coordinates:
@@ -119,7 +126,7 @@ def group_pairs(pairs: Pairs, volume: int, group_size: int | None = None) -> Gro
             slots unused as there are pairs.
 
     Returns:
-        `Off` (g,), `InIdx` (g, q), `OutIdx` (g, q), all int32, and the pairs of each offset.
+        `Off` (g,), `InIdx` (g, q), `OutIdx` (g, q), all int32, and the pairs of each offset, (o,) and as numbers.
 
     >>> rows = torch.tensor([0, 1, 2])
     >>> group_pairs(Pairs(torch.tensor([0, 0, 2]), rows, rows), 3, group_size=2)[:2]
@@ -140,7 +147,7 @@ def group_pairs(pairs: Pairs, volume: int, group_size: int | None = None) -> Gro
     for rows in (pairs.input, pairs.output):
         table = torch.full((num_groups * size,), -1, dtype=torch.int32, device=device)
         tables.append(table.scatter_(0, slots, rows.int()).reshape(num_groups, size))
-    return offset, tables[0], tables[1], counts
+    return offset, tables[0], tables[1], filled, counts
 
 
 def _identity_groups(sites: Coordinates) -> Groups:
@@ -149,7 +156,8 @@ def _identity_groups(sites: Coordinates) -> Groups:
     size = _choose_group_size((count,))
     rows = torch.arange(-(-count // size) * size, dtype=torch.int32, device=sites.device)
     table = torch.where(rows < count, rows, -1).reshape(-1, size)
-    return torch.zeros(table.shape[0], dtype=torch.int32, device=sites.device), table, table, (count,)
+    offset = torch.zeros(table.shape[0], dtype=torch.int32, device=sites.device)
+    return offset, table, table, torch.full((1,), count, device=sites.device), (count,)
 
 
 def _choose_group_size(counts: Sequence[int]) -> int:

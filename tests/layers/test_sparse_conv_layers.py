@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import pickle
+from collections import OrderedDict
 
 import pytest
 import torch
@@ -11,7 +12,8 @@ from torch import nn
 
 from insum_nn.errors import InsumFormatError, InsumNameError, InsumRangeError, InsumShapeError
 from insum_nn.layers import sparse_conv_kinds as kinds
-from insum_nn.layers.sparse_conv import SparseConvolution
+from insum_nn.layers import sparse_maps
+from insum_nn.layers.sparse_conv import SparseConvolution, load_spconv_state_dict
 from insum_nn.layers.sparse_conv_kinds import (
     SparseConv2d,
     SparseConv3d,
@@ -125,11 +127,9 @@ class TestKeys:
         torch.testing.assert_close(z.features, second(SparseConvTensor(y.features, x.indices, [6, 5, 7], 2)).features)
 
     def test_backward_uses_the_map_of_forward(self, monkeypatch):
-        from insum_nn.layers import sparse_conv
-
         built: list[object] = []
-        build = sparse_conv.build_kernel_map
-        monkeypatch.setattr(sparse_conv, "build_kernel_map", lambda *a, **k: built.append(build(*a, **k)) or built[-1])
+        build = sparse_maps.kernel_map_of
+        monkeypatch.setattr(sparse_maps, "kernel_map_of", lambda *a, **k: built.append(build(*a, **k)) or built[-1])
         layers = SparseSequential(*(SubMConv3d(4, 4, 3, indice_key="a", dtype=torch.float64) for _ in range(3)))
         layers(cloud()).features.sum().backward()
         assert len(built) == 1
@@ -232,6 +232,35 @@ class TestModes:
         assert torch.equal(other(x).features, want)
         assert list(SubMConv3d(4, 8, 3).state_dict()) == ["weight", "bias"]
         assert SubMConv3d(4, 8, (3, 1, 2), groups=2).weight.shape == (8, 3, 1, 2, 2)
+
+    def test_weights_of_one_cell_as_spconv_reads_them(self):
+        """Where every voxel is its own output, spconv multiplies by the numbers of (O, 1.., I) read as (I, O)."""
+        x = cloud()
+        weight, bias = torch.randn(6, 1, 1, 1, 4, dtype=torch.float64), torch.randn(6, dtype=torch.float64)
+        want = x.features @ weight.reshape(4, 6) + bias
+        plain = {"weight": weight, "bias": bias}
+        theirs = OrderedDict(plain)
+        theirs._metadata = OrderedDict({"": {"version": 1}})
+        layer = SubMConv3d(4, 6, 1, dtype=torch.float64)
+        layer.load_state_dict(theirs)
+        torch.testing.assert_close(layer(x).features, want)
+        assert torch.equal(theirs["weight"], weight)
+        again = SubMConv3d(4, 6, 1, dtype=torch.float64)
+        again.load_state_dict(layer.state_dict())
+        torch.testing.assert_close(again(x).features, want)
+        # A state that says nothing is one of ours.
+        again.load_state_dict(plain)
+        torch.testing.assert_close(again(x).features, x.features @ weight.reshape(6, 4).T + bias)
+        again = SparseSequential(nn.Identity(), SubMConv3d(4, 6, 1, dtype=torch.float64))
+        load_spconv_state_dict(again, {f"1.{name}": value for name, value in plain.items()})
+        torch.testing.assert_close(again(x).features, want)
+        # A kernel of more cells, or one that leaves voxels out, is read by its shape.
+        for same in (SubMConv3d(4, 6, (1, 1, 3)), SparseConv3d(4, 6, 1, 2)):
+            state = {name: torch.randn_like(value) for name, value in same.state_dict().items()}
+            load_spconv_state_dict(same, state)
+            assert torch.equal(same.weight, state["weight"])
+        with pytest.raises(RuntimeError, match="size mismatch"):
+            layer.load_state_dict(OrderedDict(weight=weight[:5], bias=bias))
 
     def test_autocast_and_gradients(self, device):
         model = self.model().to(device)

@@ -68,6 +68,21 @@ def test_maximum_of_positive_features_is_the_dense_pool():
     torch.testing.assert_close(SparseAvgPool3d(2)(full).dense(), want)
 
 
+def test_a_least_result():
+    x = cloud()
+    layer = SparseMaxPool3d(2)
+    want = layer(x).features
+    assert (want < 0).any()
+    layer.at_least = 0.0
+    leaf = x.features.detach().requires_grad_()
+    got = layer(x.replace_feature(leaf)).features
+    torch.testing.assert_close(got, want.clamp(min=0))
+    got.sum().backward()
+    # What is not reached has no part in the result.
+    assert not leaf.grad[(leaf < 0)].any()
+    assert "at_least=0.0" in repr(layer)
+
+
 @pytest.mark.parametrize("layer", [SparseMaxPool3d(3, 2, 1), SparseAvgPool3d(3, 2, 1)], ids=repr)
 def test_gradients(layer):
     x = cloud(count=6)

@@ -323,6 +323,9 @@ def sparse_model() -> tuple[nn.Module, Any]:
     conv = lambda name: stand_in(sparse_conv_kinds, name, "spconv.pytorch.conv")  # noqa: E731
     small = lambda name: stand_in(sparse_sequential, name, "spconv.pytorch.modules")  # noqa: E731
     pool = stand_in(sparse_pool, "SparseMaxPool2d", "spconv.pytorch.pool")
+    # spconv's pool gives nothing below 0.
+    pool.at_least = 0.0
+    to_dense = stand_in(sparse_sequential, "ToDense", "spconv.pytorch")
     sequential = small("SparseSequential")
     model = sequential(
         OrderedDict(
@@ -332,7 +335,7 @@ def sparse_model() -> tuple[nn.Module, Any]:
             inner=sequential(conv("SparseConv2d")(8, 8, 2, 2, indice_key="down"), nn.ReLU()),
             up=conv("SparseInverseConv2d")(8, 4, 2, indice_key="down"),
             pool=pool(2, 2),
-            dense=small("ToDense")(),
+            dense=to_dense(),
         )
     )
     return model, sequential

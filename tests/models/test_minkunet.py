@@ -13,7 +13,16 @@ from torch import nn
 
 from insum_nn.errors import InsumShapeError
 from insum_nn.layers.sparse_tensor import SparseConvTensor
-from insum_nn.models.minkunet import MinkUNet, MinkUNet14, MinkUNet18, MinkUNet34
+from insum_nn.models.minkunet import (
+    MinkUNet,
+    MinkUNet14,
+    MinkUNet18,
+    MinkUNet34,
+    MinkUNet50,
+    MinkUNet101,
+    SparseBasicBlock,
+    SparseBottleneck,
+)
 from insum_nn.structure.conv_weights import convert_state_dict, export_weight
 from tests.ops.conv_oracle import random_sites
 
@@ -36,8 +45,13 @@ def dense_minkunet(model: MinkUNet, grid: torch.Tensor) -> torch.Tensor:
 
     def block(blocks, x):
         for b in blocks:
-            y = norm(b.norm1, conv(b.conv1, x, padding=1)).relu()
-            y = norm(b.norm2, conv(b.conv2, y, padding=1))
+            if isinstance(b, SparseBottleneck):
+                y = norm(b.norm1, conv(b.conv1, x)).relu()
+                y = norm(b.norm2, conv(b.conv2, y, padding=1)).relu()
+                y = norm(b.norm3, conv(b.conv3, y))
+            else:
+                y = norm(b.norm1, conv(b.conv1, x, padding=1)).relu()
+                y = norm(b.norm2, conv(b.conv2, y, padding=1))
             shortcut = x if b.downsample is None else norm(b.downsample[1], conv(b.downsample[0], x))
             x = (y + shortcut).relu()
         return x
@@ -56,8 +70,13 @@ def dense_minkunet(model: MinkUNet, grid: torch.Tensor) -> torch.Tensor:
     return conv(model.final, x)
 
 
-def test_equals_a_dense_network_where_every_site_is_active():
-    model = MinkUNet(3, 5, ndim=2, **SMALL).double()
+class Bottlenecked(MinkUNet):
+    BLOCK = SparseBottleneck
+
+
+@pytest.mark.parametrize("kind", [MinkUNet, Bottlenecked])
+def test_equals_a_dense_network_where_every_site_is_active(kind):
+    model = kind(3, 5, ndim=2, **SMALL).double()
     for module in model.modules():
         if isinstance(module, nn.BatchNorm1d):
             nn.init.normal_(module.weight, 1, 0.2)
@@ -86,6 +105,65 @@ def test_published_widths_and_sizes():
         assert model.conv0p1s1.kernel_size == [5, 5, 5]
         widths = [getattr(model, f"block{k}")[-1].conv2.out_channels for k in range(1, 9)]
         assert widths == [32, 64, 128, 256, 256, 128, 96, 96]
+
+
+def counted(layers, planes, expansion: int, inputs: int, outputs: int) -> int:
+    """Parameters of the published architecture: convolutions without bias, two numbers per normalised channel."""
+
+    def conv(read: int, written: int, cells: int) -> int:
+        return read * written * cells + 2 * written
+
+    def block(read: int, width: int) -> int:
+        if expansion == 1:
+            inner = conv(read, width, 27) + conv(width, width, 27)
+        else:
+            inner = conv(read, width, 1) + conv(width, width, 27) + conv(width, expansion * width, 1)
+        return inner + (conv(read, expansion * width, 1) if read != expansion * width else 0)
+
+    def stage(read: int, width: int, count: int) -> int:
+        return block(read, width) + (count - 1) * block(expansion * width, width)
+
+    total, width, skips = conv(inputs, 32, 125), 32, [32]
+    for level in range(4):
+        total += conv(width, width, 8) + stage(width, planes[level], layers[level])
+        width = expansion * planes[level]
+        skips.append(width)
+    for level in range(4, 8):
+        total += conv(width, planes[level], 8) + stage(planes[level] + skips[7 - level], planes[level], layers[level])
+        width = expansion * planes[level]
+    return total + width * outputs + outputs
+
+
+@pytest.mark.parametrize(
+    ("kind", "layers", "expansion"),
+    [
+        (MinkUNet14, (1,) * 8, 1),
+        (MinkUNet18, (2,) * 8, 1),
+        (MinkUNet34, (2, 3, 4, 6, 2, 2, 2, 2), 1),
+        (MinkUNet50, (2, 3, 4, 6, 2, 2, 2, 2), 4),
+        (MinkUNet101, (2, 3, 4, 23, 2, 2, 2, 2), 4),
+    ],
+)
+def test_parameters_of_the_published_architectures(kind, layers, expansion):
+    with torch.device("meta"):
+        model = kind(3, 20)
+    planes = (32, 64, 128, 256, 256, 128, 96, 96)
+    assert sum(p.numel() for p in model.parameters()) == counted(layers, planes, expansion, 3, 20)
+    blocks = [getattr(model, f"block{k}") for k in range(1, 9)]
+    assert tuple(map(len, blocks)) == layers
+    expected = SparseBasicBlock if expansion == 1 else SparseBottleneck
+    assert all(type(block) is expected for stage in blocks for block in stage)
+    assert [stage[-1].conv2.out_channels for stage in blocks] == list(planes)
+    assert {"conv1.weight", "norm1.weight", "conv2.weight", "norm2.bias"} <= set(blocks[0][0].state_dict())
+
+
+def test_bottleneck_networks_run():
+    model = MinkUNet50(3, 5, planes=(2, 2, 3, 3, 3, 2, 2, 2), init_dim=2).double()
+    x = cloud(count=60)
+    y = model(x)
+    assert y.features.shape == (120, 5)
+    y.features.square().sum().backward()
+    assert all(p.grad is not None for p in model.parameters())
 
 
 def test_output_is_over_the_input_s_voxels():

@@ -6,14 +6,20 @@ list names (each line with its reason), and counts that our classes were really 
 
 from __future__ import annotations
 
+import argparse
 import os
+import subprocess
+import sys
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
 from pathlib import Path
+from typing import ClassVar
 
 import pytest
 
-__all__ = ["Substitution", "read_skips", "run_suite"]
+__all__ = ["ROOT", "Substitution", "main", "read_skips", "run_apart", "run_code", "run_suite"]
+
+ROOT = Path(__file__).resolve().parents[2]
 
 
 def read_skips(path: Path) -> dict[str, str]:
@@ -27,19 +33,39 @@ def read_skips(path: Path) -> dict[str, str]:
 
 
 class Substitution(ABC):
-    """The plugin.
+    """The plugin; what is particular to a peer stands in the class attributes of its own.
 
     Attributes:
+        NAME: the peer.
+        SCRIPT: what runs its suite, in this folder; the name also tells the environment variable of the suite's folder.
+        FOLDER: the folder of the peer's repository that holds its tests.
+        FILES: files of the suite, or folders.
+        MORE: files that meet our classes in passing; run with `--more`.
+        SKIPS: the list of tests that are not run.
+        suite: the folder that was given.
         met: how often our classes did what they are for.
         outcomes: tests by outcome.
-        skipped: tests that the list names, with their reasons.
+        skipped: tests, and whole files, that the list names, with their reasons.
     """
 
-    def __init__(self, skips: Path) -> None:
-        self.skips = read_skips(skips)
+    NAME: ClassVar[str]
+    SCRIPT: ClassVar[str]
+    FOLDER: ClassVar[str]
+    FILES: ClassVar[tuple[str, ...]]
+    MORE: ClassVar[tuple[str, ...]] = ()
+    SKIPS: ClassVar[Path]
+
+    def __init__(self) -> None:
+        self.skips = read_skips(self.SKIPS)
+        self.suite = Path()
         self.met = 0
         self.outcomes: dict[str, int] = {}
         self.skipped: dict[str, str] = {}
+
+    @classmethod
+    def environment(cls) -> str:
+        """The variable that may name the suite's folder."""
+        return f"INSUM_PEER_{cls.SCRIPT.removeprefix('run_').removesuffix('.py').upper()}"
 
     @abstractmethod
     def substitute(self) -> None:
@@ -62,19 +88,59 @@ class Substitution(ABC):
             self.outcomes[report.outcome] = self.outcomes.get(report.outcome, 0) + 1
 
 
-def run_suite(
-    name: str, plugin: Substitution, suite: Path, files: Sequence[str], arguments: Sequence[str]
-) -> tuple[int, str]:
+def run_suite(plugin: Substitution, suite: Path, arguments: Sequence[str], *, more: bool = False) -> tuple[int, str]:
     """Run files of a suite in this process; returns pytest's exit status and a line that sums up."""
+    files = plugin.FILES + plugin.MORE if more else plugin.FILES
     missing = [file for file in files if not (suite / file).exists()]
     if missing:
         return int(pytest.ExitCode.USAGE_ERROR), f"{suite} lacks {', '.join(missing)}"
+    plugin.suite = suite
+    # A file that is skipped as a whole may not even be importable here.
+    plugin.skipped = {file: plugin.skips[file] for file in files if file in plugin.skips}
     options = ["-c", os.devnull, "--rootdir", str(suite), "-p", "no:cacheprovider", "-p", "no:dash", "-q"]
-    status = pytest.main([*options, *arguments, *(str(suite / file) for file in files)], plugins=[plugin])
+    paths = [str(suite / file) for file in files if file not in plugin.skipped]
+    status = pytest.main([*options, *arguments, *paths], plugins=[plugin])
     numbers = ", ".join(f"{count} {outcome}" for outcome, count in sorted(plugin.outcomes.items())) or "no tests"
     summary = (
-        f"{name}'s suite: {numbers} ({len(plugin.skipped)} skipped by our list); our classes ran {plugin.met} times"
+        f"{plugin.NAME}'s suite: {numbers} ({len(plugin.skipped)} skipped by our list); "
+        f"our classes ran {plugin.met} times"
     )
     if status == 0 and (plugin.met == 0 or not plugin.outcomes.get("passed")):
         return 1, summary + "; the suite never met our classes"
     return int(status), summary
+
+
+def main(plugin: Substitution, description: str | None) -> int:
+    """The command line of a peer's script; returns the exit status."""
+    variable = plugin.environment()
+    parser = argparse.ArgumentParser(description=description, formatter_class=argparse.RawDescriptionHelpFormatter)
+    text = f"the peer's folder `{plugin.FOLDER}`"
+    parser.add_argument("--suite", type=Path, default=os.environ.get(variable), help=text)
+    if plugin.MORE:
+        parser.add_argument("--more", action="store_true", help="also files that meet our classes in passing")
+    known, rest = parser.parse_known_args()
+    if known.suite is None:
+        parser.error(f"give --suite PATH, or set {variable}")
+    status, summary = run_suite(plugin, Path(known.suite).resolve(), rest, more=getattr(known, "more", False))
+    print(summary)
+    return status
+
+
+# For the tests of each peer.
+
+
+def run_apart(kind: type[Substitution], *arguments: str) -> None:
+    """Run a peer's suite in a process of its own, for a substitution lasts as long as its process; skip without one."""
+    suite = os.environ.get(kind.environment())
+    if not suite:
+        pytest.skip(f"set {kind.environment()} to the folder `{kind.FOLDER}` of a checkout of {kind.NAME}")
+    command = [sys.executable, str(ROOT / "tests" / "peers" / kind.SCRIPT), "--suite", suite, *arguments]
+    done = subprocess.run(command, capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stdout[-4000:] + done.stderr[-2000:]
+
+
+def run_code(code: str) -> list[str]:
+    """Run lines of Python in a process of its own; returns the words that they print."""
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, cwd=ROOT, check=False)
+    assert done.returncode == 0, done.stderr
+    return done.stdout.split()

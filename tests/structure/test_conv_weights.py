@@ -83,6 +83,16 @@ def test_old_spconv_layouts():
     assert torch.equal(import_weight(weight.permute(1, 2, 0, 3), "spconv_rskc", (3, 2)), weight)
 
 
+def test_one_cell_weights_of_spconv_are_read_the_other_way():
+    weight = torch.randn(3, 1, 1, 5)
+    ours = import_weight(weight, "spconv_pointwise", (1, 1))
+    assert ours.shape == weight.shape
+    assert torch.equal(ours.flatten(1).T, weight.reshape(5, 3))
+    assert torch.equal(export_weight(ours, "spconv_pointwise"), weight)
+    with pytest.raises(InsumShapeError, match="a kernel of one cell"):
+        import_weight(torch.randn(3, 1, 2, 5), "spconv_pointwise", (1, 2))
+
+
 def test_anchor_of_even_kernels_differs():
     assert kernel_anchor("spconv", (2, 4, 3)) == (1, 2, 1)
     assert kernel_anchor("minkowski", (2, 4, 3)) == (0, 0, 1)

@@ -148,8 +148,8 @@ def test_neighbours_and_spconv_tables():
 def test_groups_hold_one_offset(size):
     offset = torch.tensor([0, 0, 0, 2, 3, 3, 3, 3])
     rows = torch.arange(8)
-    off, in_index, out_index, counts = group_pairs(Pairs(offset, rows, rows + 8), 5, size)
-    assert counts == (3, 0, 1, 4, 0)
+    off, in_index, out_index, filled, counts = group_pairs(Pairs(offset, rows, rows + 8), 5, size)
+    assert counts == tuple(filled.tolist()) == (3, 0, 1, 4, 0)
     assert in_index.shape == out_index.shape == (len(off), size)
     assert off.tolist() == [o for o, n in enumerate(counts) for _ in range(-(-n // size))]
     used = in_index >= 0

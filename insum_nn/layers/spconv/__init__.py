@@ -1,7 +1,11 @@
-"""The point-cloud layers under the names of `spconv.pytorch`.
+"""The point-cloud layers under the names of `spconv.pytorch`, its submodules included.
 
     # import spconv.pytorch as spconv
+    # from spconv.pytorch.utils import PointToVoxel
     import insum_nn.layers.spconv as spconv
+    from insum_nn.layers.spconv.utils import PointToVoxel
+
+What is asked for by `algo` is not read: the compiler chooses.
 
 >>> import torch
 >>> conv = SubMConv3d(4, 8, kernel_size=3, bias=False)
@@ -13,7 +17,7 @@ torch.Size([2, 8])
 
 from __future__ import annotations
 
-from insum_nn.layers.sparse_conv import SparseConvolution
+from insum_nn.layers.sparse_conv import SparseConvolution, load_spconv_state_dict
 from insum_nn.layers.sparse_conv_kinds import (
     SparseConv1d,
     SparseConv2d,
@@ -49,6 +53,7 @@ from insum_nn.layers.sparse_sequential import (
     AddTableMisaligned,
     ConcatTable,
     JoinTable,
+    RemoveDuplicate,
     RemoveGrid,
     SparseBatchNorm,
     SparseIdentity,
@@ -60,12 +65,18 @@ from insum_nn.layers.sparse_sequential import (
     assign_name_for_sparse_modules,
 )
 from insum_nn.layers.sparse_tensor import SparseConvTensor, sparse_add
+from insum_nn.layers.spconv import conv, core, functional, identity, modules, ops, pool, tables, utils
+from insum_nn.layers.spconv.identity import Identity
+from insum_nn.layers.spconv.ops import ConvAlgo
 
 __all__ = [
     "AddTable",
     "AddTableMisaligned",
     "ConcatTable",
+    "ConvAlgo",
+    "Identity",
     "JoinTable",
+    "RemoveDuplicate",
     "RemoveGrid",
     "SparseAvgPool1d",
     "SparseAvgPool2d",
@@ -103,5 +114,15 @@ __all__ = [
     "SubMConv4d",
     "ToDense",
     "assign_name_for_sparse_modules",
+    "conv",
+    "core",
+    "functional",
+    "identity",
+    "load_spconv_state_dict",
+    "modules",
+    "ops",
+    "pool",
     "sparse_add",
+    "tables",
+    "utils",
 ]

@@ -1,0 +1,122 @@
+"""Programs made of generated kernels: the form of a statement, the schedule for its sizes, the kernels made so far."""
+
+from __future__ import annotations
+
+import math
+import threading
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+
+from torch import Tensor
+
+from insum_nn.compiler.bind import Bound, Extents
+from insum_nn.compiler.kernel_form import Form, make_form
+from insum_nn.compiler.kernel_schedule import Schedule
+from insum_nn.compiler.kernel_source import Source
+from insum_nn.compiler.options import Options
+from insum_nn.compiler.owners import Owners, owners_of
+from insum_nn.compiler.triton_lowering import Kernel, precision_of, prepare_kernel
+from insum_nn.compiler.tuning import Measurement, choose_schedule
+from insum_nn.facts import StaticTable
+
+__all__ = ["Generated"]
+
+# Kernels prepared for one program, by sizes and memory layout; a run over ever new sizes must not grow without bound.
+_LIMIT = 128
+
+
+class Generated:
+    """A statement computed by generated kernels.
+
+    Args:
+        bound: the statement.
+        sizes: extents of the first call.
+        output: the output's shape in the first call.
+        tables: static tensors by name.
+        options: compile options.
+
+    Raises:
+        FormError: the statement is not of the generator's kind.
+
+    Attributes:
+        form: what its kernels compute.
+        source: the kernel that ran last.
+        measurements: what was measured to choose its schedule.
+    """
+
+    def __init__(
+        self,
+        bound: Bound,
+        sizes: dict[str, int],
+        output: Sequence[int],
+        tables: dict[str, StaticTable],
+        options: Options,
+    ) -> None:
+        self.options = options
+        self.tables = tables
+        self.form = make_form(bound, sizes, output, tables, deterministic=options.deterministic, prefer_own=True)
+        self.precision = precision_of(bound.dtype, options.precision)
+        self.source: Source | None = None
+        self.measurements: tuple[Measurement, ...] = ()
+        self._schedules: dict[tuple[int, ...], Schedule] = {}
+        self._kernels: dict[tuple[object, ...], Kernel] = {}
+        self._lock = threading.RLock()
+
+    def prepare(
+        self, tensors: Sequence[Tensor], extents: Extents, start: Tensor | None
+    ) -> Callable[[Sequence[Tensor], Tensor | None], Tensor]:
+        """What runs the statement on tensors of these shapes."""
+        form = self.form
+        owner = form.owner
+        place = -1 if owner is None else form.bound.layout.tensors.index(owner.name)
+        rows = 0 if owner is None else extents.output[form.owner_axis]
+        kernels: dict[object, Kernel] = {}
+        schedule = self._schedule(tensors, extents, start)
+
+        def run(tensors: Sequence[Tensor], start: Tensor | None) -> Tensor:
+            tensors = [t.detach() if t.requires_grad else t for t in tensors]
+            if start is not None:
+                start = start.detach().contiguous()
+            owners = None if place < 0 else owners_of(tensors[place], rows, form.permuted, schedule.share)
+            key: object = owners.rows if owners is not None and owners.split else None
+            if not all(t.is_contiguous() for t in tensors):
+                key = (key, *(t.stride() for t in tensors))
+            kernel = kernels.get(key)
+            if kernel is None:
+                if len(kernels) >= _LIMIT:
+                    kernels.clear()
+                kernel = self._kernel(schedule, tensors, extents, start, owners)
+                kernels[key] = kernel
+            self.source = kernel.source
+            return kernel(tensors, start, owners)
+
+        return run
+
+    def _kernel(
+        self,
+        schedule: Schedule,
+        tensors: Sequence[Tensor],
+        extents: Extents,
+        start: Tensor | None,
+        owners: Owners | None,
+    ) -> Kernel:
+        form = self._sized(extents)
+        return prepare_kernel(form, schedule, tensors, start, extents, self.precision, owners)
+
+    def _sized(self, extents: Extents) -> Form:
+        """The form with the sizes of a call."""
+        sizes = dict(self.form.sizes)
+        sizes.update(zip(self.form.bound.layout.indices, extents.indices, strict=True))
+        return replace(self.form, sizes=sizes)
+
+    def _schedule(self, tensors: Sequence[Tensor], extents: Extents, start: Tensor | None) -> Schedule:
+        """The schedule for a call's sizes: one for all sizes within a factor of two."""
+        bucket = tuple(math.ceil(math.log2(max(1, e))) for e in (*extents.indices, *extents.output))
+        with self._lock:
+            if bucket not in self._schedules:
+                form = self._sized(extents)
+                self._schedules[bucket], found = choose_schedule(
+                    form, self.tables, bucket, tensors, extents, start, self.precision, self.options
+                )
+                self.measurements = found or self.measurements
+            return self._schedules[bucket]

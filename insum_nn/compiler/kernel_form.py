@@ -1,0 +1,406 @@
+"""Bound -> `KernelForm`: what a generated kernel computes, before a schedule says how its indices are spread.
+
+Three things happen to a statement here. Index tensors whose values are known (`static`) are replaced by numbers: the
+indices that address them are written out, point by point. An index tensor that says where a term is added becomes the
+*owner* of its terms, so that a program can walk the terms of one output row instead of adding to memory. And the
+factors are divided into the two sides of a matrix product, if they are one.
+"""
+
+from __future__ import annotations
+
+import itertools
+import math
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from functools import cached_property
+from typing import Literal
+
+import torch
+
+from insum_nn.compiler.ast import Access, Index, Number, Subscript
+from insum_nn.compiler.bind import Bound
+from insum_nn.facts import StaticTable
+
+__all__ = ["ENTRY", "OWNER", "Combining", "Form", "FormError", "Point", "Product", "Read", "Sub", "make_form"]
+
+# Index names no statement can have: the output row that a program owns, and the number of a term of that row.
+OWNER, ENTRY = "@owner", "@entry"
+# Most points that are written out; past it, static tensors are read like any other.
+POINT_LIMIT = 6000
+
+Combining = Literal["direct", "place", "own", "atomic"]
+
+
+class FormError(Exception):
+    """No kernel of the generator's kind computes the statement; the text says why."""
+
+
+@dataclass(frozen=True, slots=True)
+class Sub:
+    """An affine sum of indices and reads; `safe`: cannot leave the axis, but through a missing entry."""
+
+    terms: tuple[tuple[int, str | Read], ...]
+    offset: int
+    safe: bool
+
+    def __str__(self) -> str:
+        parts = [f"{c}*{a}" for c, a in self.terms]
+        return "+".join([*parts, str(self.offset)])
+
+    @property
+    def plain(self) -> str | None:
+        if self.offset == 0 and len(self.terms) == 1 and self.terms[0][0] == 1 and isinstance(self.terms[0][1], str):
+            return self.terms[0][1]
+        return None
+
+
+@dataclass(frozen=True, slots=True)
+class Read:
+    """A tensor at subscripts in which nothing is left to write out."""
+
+    name: str
+    subs: tuple[Sub, ...]
+
+    def __str__(self) -> str:
+        return f"{self.name}[{','.join(map(str, self.subs))}]"
+
+    def indices(self) -> Iterator[str]:
+        for sub in self.subs:
+            for _, atom in sub.terms:
+                if isinstance(atom, str):
+                    yield atom
+                else:
+                    yield from atom.indices()
+
+
+@dataclass(frozen=True, slots=True)
+class Point:
+    """One combination of the indices that are written out: the output cell it adds to, its factor, its reads."""
+
+    target: Read
+    number: float
+    reads: tuple[Read, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class Product:
+    """The matrix product inside a statement: which factors make either side, and the indices of its three axes."""
+
+    left: tuple[int, ...]
+    right: tuple[int, ...]
+    m: tuple[str, ...]
+    k: tuple[str, ...]
+    n: tuple[str, ...]
+
+
+@dataclass(frozen=True)
+class Form:
+    """What a kernel computes.
+
+    Attributes:
+        bound: the statement.
+        sizes: extents of the first call; they steer choices.
+        points: the points written out; a single one where nothing is.
+        combine: how terms reach the output.
+        owner: the access that owns terms, with `combine == "own"`.
+        owner_axis: the output axis it addresses.
+        entries: its indices.
+        permuted: the owner's terms are not in order, but listed in a permutation.
+        parallel: indices of the output that are left.
+        reduce: indices summed over that are left, without those of the owner's terms.
+        tables: the static tensors that are written out; a kernel does not read them.
+    """
+
+    bound: Bound
+    sizes: Mapping[str, int]
+    points: tuple[Point, ...]
+    combine: Combining
+    owner: Access | None
+    owner_axis: int
+    entries: tuple[str, ...]
+    permuted: bool
+    parallel: tuple[str, ...]
+    reduce: tuple[str, ...]
+    tables: frozenset[str]
+
+    @cached_property
+    def static(self) -> dict[str, int]:
+        return dict(self.bound.static)
+
+    @cached_property
+    def depends(self) -> tuple[frozenset[str], ...]:
+        """For each factor, the indices that any of its reads varies with."""
+        count = len(self.points[0].reads)
+        return tuple(frozenset(i for p in self.points for i in p.reads[n].indices()) for n in range(count))
+
+    @cached_property
+    def product(self) -> Product | None:
+        """The matrix product with the most work per value read, if there is one."""
+        return _find_product(self)
+
+    def size(self, index: str) -> int:
+        """The extent of an index in the first call; of an owner's terms, their mean number."""
+        if index == OWNER:
+            return self.rows
+        if index == ENTRY:
+            return max(1, round(math.prod(self.sizes[x] for x in self.entries) / max(1, self.rows)))
+        return self.sizes[index]
+
+    @property
+    def rows(self) -> int:
+        return self.sizes.get(OWNER, 1)
+
+    @property
+    def wide(self) -> bool:
+        """Sums are formed in float32, and the output is of a half type."""
+        return self.bound.dtype in (torch.float16, torch.bfloat16)
+
+
+def _points(bound: Bound, tables: Mapping[str, StaticTable]) -> tuple[tuple[str, ...], list[dict[str, int]]]:
+    """The indices to write out, and their combinations whose known factors are not 0."""
+    statement = bound.statement
+    fixed = dict(bound.static)
+    accesses = [a for a in statement.accesses() if a.name in tables]
+    names = tuple(dict.fromkeys(i.name for a in accesses for i in a.indices()))
+    if not names or any(name not in fixed for name in names):
+        return (), [{}]
+    known = [f for f in statement.reads if f.name in tables]
+    places: list[dict[str, int]] = []
+    ranges = [range(fixed[name]) for name in names]
+    if math.prod(map(len, ranges)) > 64 * POINT_LIMIT:
+        return (), [{}]
+    for values in itertools.product(*ranges):
+        point = dict(zip(names, values, strict=True))
+        if all(_constant(access, point, tables) != 0 for access in known):
+            places.append(point)
+    if len(places) > POINT_LIMIT:
+        return (), [{}]
+    return names, places
+
+
+def _constant(access: Access, point: Mapping[str, int], tables: Mapping[str, StaticTable]) -> int | float:
+    """The value of a static tensor at a point; -1 outside of it."""
+    place: list[int] = []
+    for subscript in access.subscripts:
+        value = subscript.offset
+        for term in subscript.terms:
+            atom = term.atom
+            inner = point[atom.name] if isinstance(atom, Index) else int(_constant(atom, point, tables))
+            value += term.coefficient * inner
+        place.append(value)
+    return tables[access.name].at(place)
+
+
+class _Reader:
+    """Turns accesses into reads: points filled in, static tensors looked up, the owner's access named."""
+
+    def __init__(self, point: Mapping[str, int], tables: Mapping[str, StaticTable], owner: Access | None) -> None:
+        self.point = point
+        self.tables = tables
+        self.owner = owner
+
+    def read(self, access: Access, *, nested: bool = False) -> Read:
+        return Read(access.name, tuple(self.sub(s, nested) for s in access.subscripts))
+
+    def sub(self, subscript: Subscript, nested: bool) -> Sub:
+        # Index tensors are proven to point into value tensors; into each other they may point outside: "no entry".
+        safe = subscript.plain is not None or (subscript.indirect is not None and not nested)
+        offset = subscript.offset
+        terms: dict[str | Read, int] = {}
+        for term in subscript.terms:
+            atom: str | Read
+            if isinstance(term.atom, Index):
+                atom = term.atom.name
+                if atom in self.point:
+                    offset += term.coefficient * self.point[atom]
+                    continue
+            elif self.owner is not None and term.atom == self.owner:
+                atom = OWNER
+            elif term.atom.name in self.tables:
+                value = int(_constant(term.atom, self.point, self.tables))
+                if value < 0:
+                    raise FormError("a static index tensor has entries of -1")
+                offset += term.coefficient * value
+                continue
+            else:
+                atom = self.read(term.atom, nested=True)
+            terms[atom] = terms.get(atom, 0) + term.coefficient
+        return Sub(tuple((c, a) for a, c in terms.items() if c), offset, safe)
+
+
+def make_form(
+    bound: Bound,
+    sizes: Mapping[str, int],
+    output: Sequence[int],
+    tables: Mapping[str, StaticTable],
+    *,
+    deterministic: bool,
+    prefer_own: bool,
+) -> Form:
+    """The form of a bound statement.
+
+    Args:
+        bound: what is known of the statement and its tensors.
+        sizes: extents of the first call.
+        output: the output's shape in the first call.
+        tables: static tensors by name.
+        deterministic: several programs must not add to one cell.
+        prefer_own: sort an owner's terms if they are not sorted.
+
+    Raises:
+        FormError: the statement is not of the generator's kind.
+    """
+    statement = bound.statement
+    if statement.operator not in ("+=", "="):
+        raise FormError(f"the generator sums; {statement.operator} goes another way")
+    if not bound.dtype.is_floating_point:
+        raise FormError("factors are integers")
+    if not statement.reads:
+        raise FormError("no tensor is read")
+    unrolled, places = _points(bound, tables)
+    used = frozenset(tables) if unrolled else frozenset[str]()
+    if not places:
+        raise FormError("all known factors are 0")
+    tables = {name: table for name, table in tables.items() if name in used}
+    if all(access.name in used for access in statement.reads):
+        raise FormError("every factor is static")
+    combine, axis = _combining(bound, unrolled, used, output)
+    owner = statement.output.subscripts[axis].indirect if combine == "own" else None
+    entries = tuple(i.name for i in owner.indices()) if owner is not None else ()
+    permuted = owner is not None and not _in_order(bound, owner)
+    if any(not math.isfinite(v) for table in tables.values() for v in table.values):
+        raise FormError("a static tensor holds values that are not finite")
+    number = math.prod(f.value for f in statement.factors if isinstance(f, Number))
+    points: list[Point] = []
+    for place in places:
+        reader = _Reader(place, tables, owner)
+        known = math.prod(_constant(f, place, tables) for f in statement.reads if f.name in tables)
+        reads = tuple(reader.read(f) for f in statement.reads if f.name not in tables)
+        points.append(Point(reader.read(statement.output), float(number * known), reads))
+    written = dict.fromkeys(i.name for i in statement.output.indices() if i.name not in unrolled)
+    parallel = tuple(i for i in written if i not in entries)
+    reduce = tuple(i for i in bound.layout.indices if i not in written and i not in unrolled and i not in entries)
+    known_sizes = dict(sizes)
+    if owner is not None:
+        parallel = (OWNER, *parallel)
+        known_sizes[OWNER] = output[axis]
+    form = Form(bound, known_sizes, tuple(points), combine, owner, axis, entries, permuted, parallel, reduce, used)
+    if owner is not None and (permuted and not (prefer_own or deterministic)):
+        return _atomic(form, statement.output, tables, places)
+    if owner is not None and not deterministic and form.product is None:
+        # Terms that meet only by adding to memory may still be one matrix product, which is worth more.
+        scattered = _atomic(form, statement.output, tables, places)
+        if scattered.product is not None:
+            return scattered
+    if form.combine == "atomic" and deterministic:
+        raise FormError("several terms meet in one cell, in no fixed order")
+    return form
+
+
+def _atomic(form: Form, output: Access, tables: Mapping[str, StaticTable], places: Sequence[Mapping[str, int]]) -> Form:
+    """The same statement, every term added to memory."""
+    statement = form.bound.statement
+    points = tuple(
+        Point(
+            _Reader(place, tables, None).read(output),
+            point.number,
+            tuple(_Reader(place, tables, None).read(f) for f in statement.reads if f.name not in tables),
+        )
+        for place, point in zip(places, form.points, strict=True)
+    )
+    parallel = (*form.entries, *(i for i in form.parallel if i != OWNER))
+    return Form(form.bound, form.sizes, points, "atomic", None, -1, (), False, parallel, form.reduce, form.tables)
+
+
+def _combining(
+    bound: Bound, unrolled: Sequence[str], tables: frozenset[str], output: Sequence[int]
+) -> tuple[Combining, int]:
+    """How terms reach the output, and the axis that is addressed by an index tensor."""
+    statement = bound.statement
+    subscripts = statement.output.subscripts
+    plain = [s.plain for s in subscripts]
+    loose = [
+        axis
+        for axis, s in enumerate(subscripts)
+        if (plain[axis] is None and not _literal(s, unrolled, tables))
+        or (plain[axis] is not None and plain.count(plain[axis]) > 1)
+    ]
+    named = [i.name for a in loose for i in subscripts[a].indices()]
+    if not loose:
+        # A static table may send several points to one cell; their sums share an accumulator.
+        return "direct", -1
+    if len(loose) > 1 or set(named) & {p for p in plain if p is not None} or len(set(named)) != len(named):
+        return "atomic", -1
+    (axis,) = loose
+    owner = subscripts[axis].indirect
+    if owner is None or owner.name in tables or any(s.plain is None or s.plain in unrolled for s in owner.subscripts):
+        return "atomic", -1
+    facts = bound.facts_of(owner.name)
+    if facts.unique:
+        return "place", axis
+    return "own", axis
+
+
+def _literal(subscript: Subscript, unrolled: Sequence[str], tables: frozenset[str]) -> bool:
+    """Whether a subscript is a number once points are filled in."""
+    if any(i.name not in unrolled for i in subscript.indices()):
+        return False
+    return all(a.name in tables for a in subscript.index_accesses())
+
+
+def _in_order(bound: Bound, owner: Access) -> bool:
+    facts = bound.facts_of(owner.name)
+    # Entries of -1 may stand anywhere between sorted ones.
+    return facts.sorted and facts.masked is False
+
+
+# The matrix product.
+
+
+def _find_product(form: Form) -> Product | None:
+    """Divide the factors into two sides that share summed indices and have written ones of their own."""
+    depends = form.depends
+    if form.bound.dtype == torch.float64 or len(depends) < 2 or len(depends) > 6:
+        return None
+    reduced = {*form.reduce, *((ENTRY,) if form.owner is not None else ())}
+    own = [_named(d, form) for d in depends]
+    best: tuple[float, Product] | None = None
+    for sides in itertools.product((0, 1), repeat=len(depends) - 1):
+        chosen = (0, *sides)
+        if not any(chosen):
+            continue
+        left = [n for n, side in enumerate(chosen) if side == 0]
+        right = [n for n, side in enumerate(chosen) if side == 1]
+        l_has, r_has = (frozenset[str]().union(*(own[n] for n in side)) for side in (left, right))
+        # A program owns one row at a time.
+        m = _sorted_like(form, l_has - r_has - reduced - {OWNER})
+        n = _sorted_like(form, r_has - l_has - reduced - {OWNER})
+        k = [i for i in (ENTRY, *form.reduce) if i in l_has & r_has & reduced]
+        if ENTRY in l_has ^ r_has:
+            continue
+        product = _weigh(form, left, right, m, k, n)
+        if product is not None and (best is None or product[0] > best[0]):
+            best = product
+    return None if best is None else best[1]
+
+
+def _weigh(
+    form: Form, left: Sequence[int], right: Sequence[int], m: list[str], k: list[str], n: list[str]
+) -> tuple[float, Product] | None:
+    sizes = [math.prod(form.size(i) for i in axis) for axis in (m, k, n)]
+    if not (m and k and n) or min(sizes) < 8 or max(sizes[0], sizes[2]) < 16:
+        return None
+    # Reads of either side per product, the fewer the better.
+    work = math.prod(min(s, 128) for s in sizes)
+    reads = min(sizes[0], 128) * min(sizes[1], 128) * len(left) + min(sizes[1], 128) * min(sizes[2], 128) * len(right)
+    return work / reads, Product(tuple(left), tuple(right), tuple(m), tuple(k), tuple(n))
+
+
+def _named(depends: frozenset[str], form: Form) -> frozenset[str]:
+    """Dependencies with the indices of an owner's terms as one."""
+    inner = {ENTRY if i in form.entries else i for i in depends}
+    return frozenset(inner)
+
+
+def _sorted_like(form: Form, names: frozenset[str]) -> list[str]:
+    return [i for i in form.parallel if i in names]

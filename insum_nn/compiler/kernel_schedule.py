@@ -1,0 +1,278 @@
+"""How a generated kernel spreads its indices over programs, lanes and loops: the space of schedules and its defaults."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator
+from dataclasses import asdict, dataclass, replace
+from typing import Any, Literal
+
+from insum_nn.compiler.kernel_form import ENTRY, OWNER, Form, Product
+
+__all__ = ["Axis", "Layout", "Precision", "Schedule", "candidates", "default_schedule", "place_indices"]
+
+Precision = Literal["ieee", "tf32", "tf32x3"]
+
+
+@dataclass(frozen=True, slots=True)
+class Schedule:
+    """The choices that change a kernel's speed and nothing else.
+
+    Attributes:
+        m: lanes along the rows of a tile; 1: none.
+        n: lanes along its columns.
+        k: lanes along what is summed.
+        dot: sum by the matrix unit.
+        swap: hand the matrix unit the transposed product, so that the tile's columns are its long side.
+        groups: programs among which the accumulators of written-out points are divided.
+        splits: programs among which one long sum is divided; their results are added in order.
+        share: most terms of an owned row that one program walks; longer rows are divided.
+        warps: warps a program.
+        stages: depth of the software pipeline.
+    """
+
+    m: int = 1
+    n: int = 1
+    k: int = 1
+    dot: bool = False
+    swap: bool = False
+    groups: int = 1
+    splits: int = 1
+    share: int = 512
+    warps: int = 4
+    stages: int = 2
+
+    def __str__(self) -> str:
+        tile = f"tile {self.m} x {self.n}, {self.k} at a time"
+        how = "by dot" + (", transposed" if self.swap else "") if self.dot else "by products and sums"
+        rest = f"{self.warps} warps, {self.stages} stages"
+        if self.groups > 1:
+            rest += f", accumulators over {self.groups} programs"
+        if self.splits > 1:
+            rest += f", sum over {self.splits} programs"
+        return f"{tile} {how}; {rest}"
+
+    def to_json(self) -> dict[str, Any]:
+        return asdict(self)
+
+
+@dataclass(frozen=True, slots=True)
+class Axis:
+    """Indices on the lanes of one tile axis, slowest first; `block` values of the first at a time.
+
+    `lanes` is a power of two, at least `block` times the extents of the others.
+    """
+
+    indices: tuple[str, ...]
+    lanes: int
+    block: int
+    inner: tuple[int, ...]
+
+    @property
+    def first(self) -> str:
+        return self.indices[0]
+
+
+@dataclass(frozen=True, slots=True)
+class Layout:
+    """Where each index of a form goes under a schedule.
+
+    Attributes:
+        m: rows of the tile.
+        k: what is summed.
+        n: columns of the tile.
+        grid: indices of which a program has one value.
+        loops: summed indices that are stepped through one by one, outermost first.
+    """
+
+    m: Axis | None
+    k: Axis | None
+    n: Axis | None
+    grid: tuple[str, ...]
+    loops: tuple[str, ...]
+
+
+def _power(number: int) -> int:
+    return 1 << max(0, number - 1).bit_length()
+
+
+def _axis(form: Form, wanted: list[str], lanes: int, least: int = 1) -> Axis | None:
+    """The last of `wanted`, and as many before it as fit; all but the first need a known extent."""
+    if not wanted or lanes <= 1:
+        return None
+    taken: list[str] = []
+    inner = 1
+    for index in reversed(wanted):
+        if taken:
+            extent = form.static.get(taken[0])
+            if extent is None or inner * extent * 2 > lanes or ENTRY == taken[0]:
+                break
+            inner *= extent
+        taken.insert(0, index)
+    extent = form.static.get(taken[0])
+    block = max(1, lanes // inner)
+    if extent is not None:
+        block = min(block, _power(extent) if inner == 1 else extent)
+    sizes = tuple(form.static[i] for i in taken[1:])
+    return Axis(tuple(taken), max(least, _power(block * inner)), block, sizes)
+
+
+def place_indices(form: Form, schedule: Schedule) -> Layout:
+    """Where each index goes."""
+    if schedule.dot and form.product is not None:
+        return _place_product(form, schedule, form.product)
+    rows, columns, summed = _element_axes(form)
+    n = _axis(form, columns, schedule.n)
+    taken = set(n.indices) if n else set[str]()
+    m = _axis(form, [i for i in rows if i not in taken], schedule.m)
+    if m is not None and OWNER in m.indices and m.indices != (OWNER,):
+        m = _axis(form, [OWNER], schedule.m)
+    k = _axis(form, summed, schedule.k)
+    return _rest(form, m, k, n)
+
+
+def _place_product(form: Form, schedule: Schedule, product: Product) -> Layout:
+    m = _axis(form, list(product.m), schedule.m, 16)
+    n = _axis(form, list(product.n), schedule.n, 16)
+    k = _axis(form, _steady(form, product), schedule.k, 16)
+    return _rest(form, m, k, n)
+
+
+def _steady(form: Form, product: Product) -> list[str]:
+    """Indices for the lanes of k: without those at which a whole tile may lack entries, whose steps are skipped."""
+    gaps: set[str] = set()
+    for read in form.points[0].reads:
+        for sub in read.subs:
+            for _, atom in sub.terms:
+                if not isinstance(atom, str) and form.bound.facts_of(atom.name).masked is not False:
+                    names = set(atom.indices())
+                    if names & set(product.m):
+                        gaps |= names
+    kept = [i for i in product.k if i not in gaps]
+    return kept if math.prod(form.size(i) for i in kept) >= 16 else list(product.k)
+
+
+def _rest(form: Form, m: Axis | None, k: Axis | None, n: Axis | None) -> Layout:
+    placed = {i for axis in (m, k, n) if axis is not None for i in axis.indices}
+    grid = tuple(i for i in form.parallel if i not in placed)
+    summed = ((ENTRY,) if form.owner is not None else ()) + form.reduce
+    return Layout(m, k, n, grid, tuple(i for i in summed if i not in placed))
+
+
+def _element_axes(form: Form) -> tuple[list[str], list[str], list[str]]:
+    """Candidates for rows, columns and sums of a tile that is multiplied element by element."""
+    last = {sub.plain for p in form.points for r in (*p.reads, p.target) if r.subs and (sub := r.subs[-1]).plain}
+    parallel = [i for i in form.parallel if i != OWNER]
+    columns = [i for i in parallel[-1:] if i in last and (form.owner is not None or len(form.parallel) > 1)]
+    rows = [i for i in form.parallel if i not in columns]
+    summed = [i for i in form.reduce if i in last] or list(form.reduce)
+    # Lanes along what is summed: dense axes that lie side by side where columns do not, else the terms themselves.
+    if form.owner is not None:
+        known = [i for i in form.reduce if i in form.static]
+        summed = [ENTRY, *known] if columns or not form.reduce else summed[-1:]
+    elif columns:
+        summed = list(form.reduce)
+    return rows, columns, summed
+
+
+def default_schedule(form: Form) -> Schedule:
+    """A good schedule without any measurement."""
+    if form.product is not None:
+        return _default_product(form, form.product)
+    rows, columns, summed = _element_axes(form)
+    width = math.prod(form.size(i) for i in columns) if columns else 1
+    accumulators = len({str(p.target) for p in form.points})
+    n = min(_power(width), 128 if accumulators < 8 else 64)
+    length = form.size(summed[0]) * math.prod(form.size(i) for i in summed[1:]) if summed else 1
+    if len(form.points) > 16:
+        return _written_out(form, n, accumulators)
+    if not columns:
+        # Long sums along lanes, a few rows at a time.
+        k = min(_power(length), 128 if summed else 1)
+        m = 1 if not rows else max(1, min(1024 // max(1, k), 64, _power(form.size(rows[-1]))))
+        return Schedule(m=m, k=k, n=1, warps=4, splits=_splits(form, m, 1))
+    k = min(_power(length), 8 if n >= 64 else 16 if n >= 16 else 32)
+    m = 1
+    if rows and n * k < 512:
+        m = min(_power(form.size(rows[-1])), 512 // (n * k))
+    warps = 1 if m * n * k <= 512 else 2 if m * n * k <= 1024 else 4
+    return Schedule(m=m, n=n, k=k, warps=warps, splits=_splits(form, m, n))
+
+
+def _written_out(form: Form, n: int, accumulators: int) -> Schedule:
+    rows, columns, summed = _element_axes(form)
+    groups = max(1, min(8, accumulators // 24))
+    if columns:
+        return Schedule(n=n, k=1, m=1, groups=groups, warps=max(1, n // 64), stages=2, splits=_splits(form, 1, n))
+    k = min(64, _power(form.size(summed[-1]))) if summed else 1
+    m = min(_power(form.size(rows[-1])), max(1, 128 // k)) if rows else 1
+    return Schedule(m=m, k=k, groups=groups, warps=2, splits=_splits(form, m, 1))
+
+
+def _default_product(form: Form, product: Product) -> Schedule:
+    size = {a: math.prod(form.size(i) for i in getattr(product, a)) for a in "mkn"}
+    m, n = (max(16, min(128, _power(size[a]))) for a in "mn")
+    accumulators = len({str(p.target) for p in form.points})
+    exact = form.bound.dtype.itemsize == 4
+    if exact:
+        m, n = min(m, 64), min(n, 64)
+    while m * n * min(accumulators, 8) > 16384 and max(m, n) > 16:
+        m, n = (m // 2, n) if m >= n and m > 16 else (m, n // 2)
+    k = max(16, min(32 if exact else 64, _power(size["k"])))
+    groups = max(1, min(accumulators, -(-accumulators * m * n // 16384)))
+    # A Hopper's matrix unit takes 64 rows at least.
+    swap = n > m and n >= 64
+    warps = 8 if m * n >= 128 * 128 else 4
+    return Schedule(m, n, k, True, swap, groups, _splits(form, m, n), warps=warps, stages=3)
+
+
+def _splits(form: Form, m: int, n: int) -> int:
+    """Programs for one long sum, where the output alone does not fill the device."""
+    if form.owner is not None or form.combine == "atomic" or not form.reduce:
+        return 1
+    cells = math.prod(form.size(i) for i in form.parallel)
+    programs = max(1, cells // (m * n))
+    length = max(form.size(i) for i in form.reduce)
+    if programs >= 512 or length < 1024:
+        return 1
+    return max(1, min(64, 1024 // programs, length // 256))
+
+
+def candidates(form: Form) -> Iterator[Schedule]:
+    """Schedules worth measuring, the default first."""
+    base = default_schedule(form)
+    seen: set[Schedule] = set()
+    for schedule in _varied(form, base):
+        if schedule not in seen:
+            seen.add(schedule)
+            yield schedule
+
+
+def _varied(form: Form, base: Schedule) -> Iterator[Schedule]:
+    yield base
+    if base.dot:
+        yield from _varied_products(form, base)
+        return
+    if len(form.points) > 16:
+        for groups in (1, 2, 4, 8):
+            for warps in (1, 2, 4):
+                yield replace(base, groups=groups, warps=warps)
+        return
+    for m in {1, base.m, base.m * 2, max(1, base.m // 2)}:
+        for k in {base.k, max(1, base.k // 2), base.k * 2}:
+            for warps in (1, 2, 4):
+                if m * base.n * k <= 8192:
+                    yield replace(base, m=m, k=k, warps=warps)
+
+
+def _varied_products(form: Form, base: Schedule) -> Iterator[Schedule]:
+    assert form.product is not None
+    size = {a: math.prod(form.size(i) for i in getattr(form.product, a)) for a in "mkn"}
+    most = {a: max(16, _power(size[a])) for a in "mkn"}
+    for m, n in ((base.m, base.n), (64, 128), (128, 64), (128, 128), (64, 64), (32, 128), (32, 256)):
+        for k in {base.k, 32, 64}:
+            if m > most["m"] or n > most["n"] or k > most["k"]:
+                continue
+            for swap in (False, True):
+                for warps, stages in ((4, 3), (4, 2), (8, 3)):
+                    yield replace(base, m=m, n=n, k=k, swap=swap, warps=warps, stages=stages)

@@ -1,0 +1,134 @@
+"""Which program walks which terms: the terms of a scattered sum by the output row that owns them, built once and kept.
+
+Sorting the terms costs more than one sum, and a training loop scatters by the same index tensor again and again. So
+what is built from an index tensor is kept for as long as the tensor lives and is not written to.
+"""
+
+from __future__ import annotations
+
+import weakref
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+__all__ = ["Owners", "clear_owners", "known_owners", "owners_of"]
+
+# Index tensors whose owners are kept.
+_LIMIT = 256
+
+
+@dataclass(frozen=True, slots=True)
+class Owners:
+    """The terms of every output row, as ranges.
+
+    Attributes:
+        rows: number of ranges.
+        begin: (rows + 1,) where each range begins; without division a range ends where the next begins.
+        end: (rows,) where each ends, if rows are divided.
+        target: (rows,) the output row of a range, or -1 - s for a part of a divided row, whose sum is left in slot s.
+        owner: (rows,) the output row that a range belongs to, divided or not.
+        order: (terms,) the terms in the order of their rows; `None`: they are in order.
+        slots: parts of divided rows.
+        divided: (d,) the output rows that are divided, ascending.
+        lengths: (d,) parts of each.
+    """
+
+    rows: int
+    begin: Tensor
+    end: Tensor | None = None
+    target: Tensor | None = None
+    owner: Tensor | None = None
+    order: Tensor | None = None
+    slots: int = 0
+    divided: Tensor | None = None
+    lengths: Tensor | None = None
+
+    @property
+    def split(self) -> bool:
+        return self.end is not None
+
+    def collect(self, parts: Tensor) -> Tensor:
+        """The sums of divided rows from those of their parts (slots, ...), added in order."""
+        assert self.lengths is not None
+        if parts[0].numel() == 0:
+            return parts.new_zeros(self.lengths.shape[0], *parts.shape[1:])
+        return torch.segment_reduce(parts.flatten(1), "sum", lengths=self.lengths, axis=0, unsafe=True).reshape(
+            -1, *parts.shape[1:]
+        )
+
+
+_known: dict[tuple[int, int, int, bool, int], tuple[weakref.ref[Tensor], Owners]] = {}
+
+
+def clear_owners() -> None:
+    """Forget everything that was built."""
+    _known.clear()
+
+
+def _key(index: Tensor, rows: int, permuted: bool, share: int) -> tuple[int, int, int, bool, int]:
+    return (id(index), 0 if index.is_inference() else index._version, rows, permuted, share)
+
+
+def known_owners(index: Tensor, rows: int, permuted: bool, share: int) -> Owners | None:
+    """The owners of an index tensor, if they were built before."""
+    found = _known.get(_key(index, rows, permuted, share))
+    return found[1] if found is not None and found[0]() is index else None
+
+
+def owners_of(index: Tensor, rows: int, permuted: bool, share: int) -> Owners:
+    """The owners of the terms of an index tensor.
+
+    Args:
+        index: the output row of each term; terms with -1 have none.
+        rows: output rows.
+        permuted: the terms are not in order.
+        share: most terms in a range; rows with more are divided.
+    """
+    found = known_owners(index, rows, permuted, share)
+    if found is None:
+        with torch.inference_mode(False), torch.no_grad():
+            found = _build(index, rows, permuted, share)
+        if not index.is_inference():
+            key = _key(index, rows, permuted, share)
+            while len(_known) >= _LIMIT:
+                del _known[next(iter(_known))]
+            _known[key] = (weakref.ref(index, lambda _: _known.pop(key, None)), found)
+    return found
+
+
+def _build(index: Tensor, rows: int, permuted: bool, share: int) -> Owners:
+    flat = index.reshape(-1)
+    small = torch.int32 if max(flat.numel(), rows) < 2**31 else torch.int64
+    order = None
+    if permuted:
+        flat, positions = flat.sort(stable=True)
+        order = positions.to(small)
+    bounds = torch.arange(rows + 1, device=flat.device, dtype=flat.dtype)
+    begin = torch.searchsorted(flat, bounds, out_int32=small == torch.int32)
+    length = begin[1:] - begin[:-1]
+    longest = int(length.max()) if rows else 0
+    if longest <= share:
+        return Owners(rows, begin, order=order)
+    parts = (length + (share - 1)).div(share, rounding_mode="floor").clamp_min_(1)
+    owner = torch.repeat_interleave(torch.arange(rows, device=flat.device), parts)
+    first = parts.cumsum(0) - parts
+    within = torch.arange(owner.shape[0], device=flat.device) - first[owner]
+    low = begin[owner] + within * share
+    high = torch.minimum(low + share, begin[owner + 1])
+    apart = parts[owner] > 1
+    slot = apart.cumsum(0) - 1
+    target = torch.where(apart, -1 - slot, owner)
+    divided = (parts > 1).nonzero().squeeze(1)
+    lengths = parts[divided]
+    return Owners(
+        owner.shape[0],
+        low.to(small),
+        high.to(small),
+        target.to(small),
+        owner.to(small),
+        order,
+        int(lengths.sum()),
+        divided,
+        lengths.long(),
+    )

@@ -1,0 +1,354 @@
+"""Generated kernels made callable: compiled by Triton, their arguments filled in, launched.
+
+A kernel's text is fixed by the statement, the extents compiled in, the memory layout and the schedule. What is left to
+decide for one set of shapes (numbers passed, the grid) is decided once, so that a call only passes pointers.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import importlib.util
+import linecache
+import math
+import os
+import sys
+import threading
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from types import ModuleType
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from insum_nn.compiler.bind import Extents
+from insum_nn.compiler.kernel_form import ENTRY, OWNER, Form
+from insum_nn.compiler.kernel_schedule import Precision, Schedule
+from insum_nn.compiler.kernel_source import Argument, Source, Strides, write_kernel
+from insum_nn.compiler.owners import Owners
+
+__all__ = ["Kernel", "available", "interpreted", "precision_of", "prepare_kernel", "strides_of"]
+
+_WIDE = 2**31 - 2**16
+_POINTERS = {
+    torch.float16: "*fp16",
+    torch.bfloat16: "*bf16",
+    torch.float32: "*fp32",
+    torch.float64: "*fp64",
+    torch.int32: "*i32",
+    torch.int64: "*i64",
+}
+
+
+def interpreted() -> bool:
+    """Whether Triton interprets kernels on the CPU instead of compiling them."""
+    return os.environ.get("TRITON_INTERPRET", "0") == "1"
+
+
+def available() -> bool:
+    """Whether Triton is installed."""
+    return importlib.util.find_spec("triton") is not None
+
+
+def precision_of(dtype: torch.dtype, asked: str) -> Precision:
+    """How the matrix unit multiplies float32, following torch's float32 matmul precision unless asked for by name."""
+    if asked != "auto":
+        return asked  # type: ignore[return-value]
+    if dtype != torch.float32 or torch.get_float32_matmul_precision() == "highest":
+        return "ieee"
+    return "tf32"
+
+
+def strides_of(form: Form, tensors: Sequence[Tensor], extents: Extents, split: bool) -> Strides:
+    """What of the memory layout a kernel's text depends on."""
+    output = math.prod(extents.output)
+    entries = math.prod(form.sizes[i] for i in form.entries)
+    reach = max([output, entries, *(_reach(t) for t in tensors)])
+    return Strides(tuple(t.is_contiguous() for t in tensors), reach >= _WIDE, split)
+
+
+def _reach(tensor: Tensor) -> int:
+    return 1 + sum((extent - 1) * abs(step) for extent, step in zip(tensor.shape, tensor.stride(), strict=True))
+
+
+# Text to callable.
+
+_modules: dict[str, Any] = {}
+_lock = threading.RLock()
+
+
+def _jit(source: Source) -> Any:
+    """The kernel's function, from its text; the text can be shown in tracebacks."""
+    digest = hashlib.sha256(source.text.encode()).hexdigest()[:16]
+    with _lock:
+        if digest not in _modules:
+            name = f"insum_nn_kernel_{digest}"
+            path = f"<{name}>"
+            module = ModuleType(name)
+            module.__file__ = path
+            linecache.cache[path] = (len(source.text), None, source.text.splitlines(keepends=True), path)
+            sys.modules[name] = module
+            exec(compile(source.text, path, "exec"), module.__dict__)
+            _modules[digest] = module.__dict__["kernel"]
+        return _modules[digest]
+
+
+@dataclass(frozen=True, slots=True)
+class Kernel:
+    """A kernel with everything that shapes decide: call it with the tensors.
+
+    Attributes:
+        form: what it computes.
+        source: its text.
+        extents: the sizes it was prepared for.
+        slots: for each parameter, the position of its tensor, or -1 - n for the n-th of `Kernel.own`.
+        arguments: its arguments, with numbers filled in and tensors missing.
+        launch: runs it on a list of arguments; `None`: there is nothing to run.
+    """
+
+    form: Form
+    source: Source
+    extents: Extents
+    fill: tuple[tuple[int, str, int], ...]
+    arguments: tuple[Any, ...]
+    launch: Callable[[list[Any]], None] | None
+    empty: bool
+
+    def __call__(self, tensors: Sequence[Tensor], start: Tensor | None, owners: Owners | None) -> Tensor:
+        """The statement's output."""
+        form = self.form
+        output = self._output(start, tensors[0].device)
+        scratch = None
+        if owners is not None and owners.split:
+            shape, axis = self.extents.output, form.owner_axis
+            lengths = (owners.slots, *shape[:axis], *shape[axis + 1 :])
+            scratch = torch.empty(lengths, dtype=self.source.accumulator, device=output.device)
+        arguments = list(self.arguments)
+        for place, kind, position in self.fill:
+            if kind == "tensor":
+                arguments[place] = tensors[position]
+            elif kind == "out":
+                arguments[place] = output
+            elif kind == "start":
+                arguments[place] = start
+            elif kind == "scratch":
+                arguments[place] = scratch
+            else:
+                arguments[place] = getattr(owners, kind)
+        if self.launch is not None:
+            self.launch(arguments)
+        if scratch is not None and owners is not None:
+            self._add_divided(output, scratch, start, owners)
+        if self.source.schedule.splits > 1:
+            output = output.sum(0) if start is None else output.sum(0).add_(start)
+        return output if output.dtype == form.bound.dtype else output.to(form.bound.dtype)
+
+    def _add_divided(self, output: Tensor, scratch: Tensor, start: Tensor | None, owners: Owners) -> None:
+        assert owners.divided is not None
+        sums = owners.collect(scratch)
+        axis = self.form.owner_axis
+        if start is not None:
+            sums = sums + start.movedim(axis, 0).index_select(0, owners.divided)
+        output.movedim(axis, 0).index_copy_(0, owners.divided, sums.to(output.dtype))
+
+    def _output(self, start: Tensor | None, device: torch.device) -> Tensor:
+        """What the kernel writes to; sums of a half type that meet in memory do so in float32."""
+        form, shape = self.form, self.extents.output
+        if self.source.schedule.splits > 1:
+            shape = (self.source.schedule.splits, *shape)
+            return (torch.empty if self.empty else torch.zeros)(shape, dtype=self.source.accumulator, device=device)
+        if self.empty:
+            return torch.empty(shape, dtype=form.bound.dtype, device=device)
+        dtype = self.source.accumulator if form.combine == "atomic" else form.bound.dtype
+        if start is None:
+            return torch.zeros(shape, dtype=dtype, device=device)
+        return start.detach().to(dtype, copy=True, memory_format=torch.contiguous_format)
+
+
+def _covers(form: Form, cells: int, extents: Extents) -> bool:
+    if form.combine == "place":
+        # Unique, and as many as there are cells: every one of them.
+        subscript = form.bound.statement.output.subscripts[form.owner_axis].indirect
+        assert subscript is not None
+        entries = math.prod(form.sizes[i.name] for i in subscript.indices())
+        masked = form.bound.facts_of(subscript.name).masked is not False
+        if masked or entries != extents.output[form.owner_axis]:
+            return False
+    written = 1
+    for axis, subscript in enumerate(form.bound.statement.output.subscripts):
+        plain = subscript.plain
+        if axis != form.owner_axis and (plain is None or plain not in form.parallel):
+            written *= extents.output[axis]
+    return cells == written
+
+
+def prepare_kernel(
+    form: Form,
+    schedule: Schedule,
+    tensors: Sequence[Tensor],
+    start: Tensor | None,
+    extents: Extents,
+    precision: Precision,
+    owners: Owners | None,
+) -> Kernel:
+    """The kernel of a form for tensors of these shapes, compiled.
+
+    Args:
+        form: what to compute.
+        schedule: how.
+        tensors: in the layout's order.
+        start: the starting value.
+        extents: the call's sizes.
+        precision: of float32 products in the matrix unit.
+        owners: the owners of the terms, where the form has them.
+    """
+    strides = strides_of(form, tensors, extents, owners is not None and owners.split)
+    source = write_kernel(form, schedule, strides, precision)
+    numbers = _Numbers(form, source, tensors, extents, owners)
+    names = form.bound.layout.tensors
+    values = tuple(numbers.value(argument) for argument in source.arguments)
+    fill = tuple(
+        (place, argument.kind, names.index(argument.name) if argument.kind == "tensor" else -1)
+        for place, (argument, value) in enumerate(zip(source.arguments, values, strict=True))
+        if value is None
+    )
+    grid = numbers.grid()
+    launch = None
+    if grid:
+        types = _types(form, source, tensors, owners)
+        launch = _launcher(source, types, grid, tensors[0].device, strides.wide)
+    empty = form.combine != "atomic" and _covers(form, source.cells, extents)
+    return Kernel(form, source, extents, fill, values, launch, empty)
+
+
+def _types(form: Form, source: Source, tensors: Sequence[Tensor], owners: Owners | None) -> list[str | None]:
+    """Triton's types of the pointers; `None` for numbers."""
+    names = form.bound.layout.tensors
+    found: list[str | None] = []
+    for argument in source.arguments:
+        if argument.kind == "tensor":
+            dtype = tensors[names.index(argument.name)].dtype
+        elif argument.kind in ("out", "start", "scratch"):
+            apart = argument.kind == "scratch" or (
+                argument.kind == "out" and (form.combine == "atomic" or source.schedule.splits > 1)
+            )
+            dtype = source.accumulator if apart else form.bound.dtype
+        elif argument.kind in ("begin", "end", "target", "owner", "order"):
+            dtype = getattr(owners, argument.kind).dtype
+        else:
+            found.append(None)
+            continue
+        found.append(_POINTERS[dtype])
+    return found
+
+
+class _Numbers:
+    """The integer parameters of a kernel for one set of shapes."""
+
+    def __init__(
+        self, form: Form, source: Source, tensors: Sequence[Tensor], extents: Extents, owners: Owners | None
+    ) -> None:
+        self.form = form
+        self.source = source
+        self.tensors = dict(zip(form.bound.layout.tensors, tensors, strict=True))
+        self.sizes = dict(zip(form.bound.layout.indices, extents.indices, strict=True))
+        self.output = extents.output
+        self.owners = owners
+
+    def value(self, argument: Argument) -> int | None:
+        kind, name, axis = argument.kind, argument.name, argument.axis
+        if kind == "extent":
+            return self.sizes[name]
+        if kind == "stride":
+            return self.tensors[name].stride(axis)
+        if kind == "dim":
+            return self.output[axis] if name == "@out" else self.tensors[name].shape[axis]
+        if kind == "out_stride":
+            return math.prod(self.output[axis + 1 :])
+        if kind == "split_stride":
+            return math.prod(self.output)
+        if kind == "rows":
+            assert self.owners is not None
+            return self.owners.rows
+        if kind == "scratch_stride":
+            owner = self.form.owner_axis
+            lengths = [e for place, e in enumerate(self.output) if place != owner]
+            place = 0 if axis == owner else 1 + axis - (axis > owner)
+            return math.prod(lengths[place:])
+        return None
+
+    def grid(self) -> int:
+        programs = 1
+        for index, block in self.source.grid:
+            if index == "@part":
+                count = block
+            elif index == "@split":
+                count = self.source.schedule.splits
+            elif index == OWNER:
+                assert self.owners is not None
+                count = -(-self.owners.rows // block)
+            else:
+                assert index != ENTRY
+                count = -(-self.sizes[index] // block)
+            programs *= count
+        return programs
+
+
+def _launcher(
+    source: Source, types: Sequence[str | None], grid: int, device: torch.device, wide: bool
+) -> Callable[[list[Any]], None]:
+    """What launches a kernel on a list of arguments."""
+    function = _jit(source)
+    if interpreted():
+
+        def interpret(arguments: list[Any]) -> None:
+            function[(grid,)](*arguments)
+
+        return interpret
+    compiled: dict[tuple[bool, ...], Callable[..., None]] = {}
+    pointers = [place for place, kind in enumerate(types) if kind is not None]
+    stream_of = torch._C._cuda_getCurrentRawStream
+    number = device.index if device.index is not None else torch.cuda.current_device()
+
+    def launch(arguments: list[Any]) -> None:
+        aligned = tuple(arguments[place].data_ptr() % 16 == 0 for place in pointers)
+        run = compiled.get(aligned)
+        if run is None:
+            with torch.cuda.device(number):
+                run = compiled[aligned] = _compiled(function, source, types, pointers, aligned, wide)
+        if torch.cuda.current_device() == number:
+            run(grid, stream_of(number), arguments)
+        else:
+            with torch.cuda.device(number):
+                run(grid, stream_of(number), arguments)
+
+    return launch
+
+
+def _compiled(
+    function: Any,
+    source: Source,
+    types: Sequence[str | None],
+    pointers: Sequence[int],
+    aligned: Sequence[bool],
+    wide: bool,
+) -> Callable[..., None]:
+    """A kernel's machine code on the current device, behind as little of Triton's launcher as there is."""
+    from triton.compiler import ASTSource
+    from triton.compiler import compile as compile_source
+
+    names = function.arg_names
+    integer = "i64" if wide else "i32"
+    signature = {name: kind or integer for name, kind in zip(names, types, strict=True)}
+    attributes = {(p,): [["tt.divisibility", 16]] for p, fits in zip(pointers, aligned, strict=True) if fits}
+    schedule = source.schedule
+    options = {"num_warps": schedule.warps, "num_stages": schedule.stages}
+    kernel = compile_source(ASTSource(function, signature, {}, attributes), options=options)
+    start, handle, metadata = kernel.run, kernel.function, kernel.packed_metadata
+
+    def run(grid: int, stream: int, arguments: Sequence[Any]) -> None:
+        start(grid, 1, 1, stream, handle, metadata, None, None, None, *arguments)
+
+    # The handle belongs to the kernel, which has to live as long.
+    run.kernel = kernel  # type: ignore[attr-defined]
+    return run

@@ -1,0 +1,155 @@
+"""The choice of a schedule: by measurement where it pays, remembered on disk, else by the default rules."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import math
+import os
+import tempfile
+import time
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+from torch import Tensor
+
+from insum_nn.compiler.bind import Extents
+from insum_nn.compiler.inductor import cache_folder
+from insum_nn.compiler.kernel_form import Form
+from insum_nn.compiler.kernel_schedule import Precision, Schedule, candidates, default_schedule
+from insum_nn.compiler.options import Options
+from insum_nn.compiler.owners import owners_of
+from insum_nn.compiler.triton_lowering import interpreted, prepare_kernel
+from insum_nn.facts import StaticTable
+
+__all__ = ["Measurement", "choose_schedule"]
+
+_VERSION = 1
+# Seconds of search for one statement and size.
+_BUDGET = 12.0
+# Fewest multiplications for which a search pays.
+_WORTH = 2**24
+
+
+@dataclass(frozen=True, slots=True)
+class Measurement:
+    """What a schedule took, in microseconds; infinite where it did not run."""
+
+    schedule: Schedule
+    microseconds: float
+
+
+def choose_schedule(
+    form: Form,
+    tables: Mapping[str, StaticTable],
+    bucket: tuple[int, ...],
+    tensors: Sequence[Tensor],
+    extents: Extents,
+    start: Tensor | None,
+    precision: Precision,
+    options: Options,
+) -> tuple[Schedule, tuple[Measurement, ...]]:
+    """The schedule for a form at some sizes, and what was measured to find it."""
+    default = default_schedule(form)
+    work = math.prod(max(1, e) for e in extents.indices)
+    if not options.tune or interpreted() or work < _WORTH or torch.cuda.is_current_stream_capturing():
+        return default, ()
+    path = _path(form, tables, bucket, tensors[0].device, precision)
+    found = _read(path)
+    if found is not None:
+        return found, ()
+    measured = _measure(form, tensors, extents, start, precision)
+    if not measured or math.isinf(measured[0].microseconds):
+        return default, measured
+    _write(path, measured[0])
+    return measured[0].schedule, measured
+
+
+def _measure(
+    form: Form, tensors: Sequence[Tensor], extents: Extents, start: Tensor | None, precision: Precision
+) -> tuple[Measurement, ...]:
+    """Candidates with their times, the fastest first."""
+    begin = time.perf_counter()
+    measured: list[Measurement] = []
+    plain = [t.detach() for t in tensors]
+    for schedule in candidates(form):
+        if measured and time.perf_counter() - begin > _BUDGET:
+            break
+        measured.append(Measurement(schedule, _time(form, schedule, plain, extents, start, precision)))
+    measured.sort(key=lambda m: m.microseconds)
+    # The first few again: differences among them are small.
+    best = [
+        Measurement(m.schedule, _time(form, m.schedule, plain, extents, start, precision, repeat=20))
+        for m in measured[:3]
+        if not math.isinf(m.microseconds)
+    ]
+    best.sort(key=lambda m: m.microseconds)
+    return (*best, *measured[3:])
+
+
+def _time(
+    form: Form,
+    schedule: Schedule,
+    tensors: Sequence[Tensor],
+    extents: Extents,
+    start: Tensor | None,
+    precision: Precision,
+    repeat: int = 5,
+) -> float:
+    """Microseconds of one run; infinite if the device has no room for the schedule."""
+    owners = None
+    if form.owner is not None:
+        index = tensors[form.bound.layout.tensors.index(form.owner.name)]
+        owners = owners_of(index, extents.output[form.owner_axis], form.permuted, schedule.share)
+    try:
+        kernel = prepare_kernel(form, schedule, tensors, start, extents, precision, owners)
+        kernel(tensors, start, owners)
+        torch.cuda.synchronize()
+    except torch.OutOfMemoryError:
+        raise
+    except Exception as error:
+        if type(error).__module__.startswith("triton"):
+            return math.inf
+        raise
+    events = [torch.cuda.Event(enable_timing=True) for _ in range(repeat + 1)]
+    # Work in front keeps the device busy while the host launches, so that the times are the device's.
+    torch.cuda._sleep(200_000)
+    events[0].record()
+    for event in events[1:]:
+        kernel(tensors, start, owners)
+        event.record()
+    torch.cuda.synchronize()
+    times = sorted(a.elapsed_time(b) for a, b in zip(events, events[1:], strict=False))
+    return 1000.0 * times[len(times) // 2]
+
+
+# On disk.
+
+
+def _path(
+    form: Form, tables: Mapping[str, StaticTable], bucket: tuple[int, ...], device: torch.device, precision: str
+) -> Path:
+    properties = torch.cuda.get_device_properties(device)
+    parts = (_VERSION, repr(form.bound), sorted(tables.items()), bucket, precision, properties.name)
+    parts = (*parts, torch.__version__, form.combine)
+    return cache_folder() / "schedules" / f"{hashlib.sha256(repr(parts).encode()).hexdigest()}.json"
+
+
+def _read(path: Path) -> Schedule | None:
+    try:
+        return Schedule(**json.loads(path.read_text())["schedule"])
+    except (OSError, ValueError, TypeError, KeyError):
+        return None
+
+
+def _write(path: Path, measurement: Measurement) -> None:
+    """Written whole or not at all: several processes may do so at once."""
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        with tempfile.NamedTemporaryFile("w", dir=path.parent, delete=False) as file:
+            json.dump({"schedule": measurement.schedule.to_json(), "microseconds": measurement.microseconds}, file)
+        os.replace(file.name, path)
+    except OSError:
+        return

@@ -1,0 +1,33 @@
+"""`spconv.pytorch.pool`: the pools."""
+
+from __future__ import annotations
+
+from insum_nn.layers.sparse_pool import (
+    SparseAvgPool,
+    SparseAvgPool1d,
+    SparseAvgPool2d,
+    SparseAvgPool3d,
+    SparseAvgPool4d,
+    SparseGlobalAvgPool,
+    SparseGlobalMaxPool,
+    SparseMaxPool,
+    SparseMaxPool1d,
+    SparseMaxPool2d,
+    SparseMaxPool3d,
+    SparseMaxPool4d,
+)
+
+__all__ = [
+    "SparseAvgPool",
+    "SparseAvgPool1d",
+    "SparseAvgPool2d",
+    "SparseAvgPool3d",
+    "SparseAvgPool4d",
+    "SparseGlobalAvgPool",
+    "SparseGlobalMaxPool",
+    "SparseMaxPool",
+    "SparseMaxPool1d",
+    "SparseMaxPool2d",
+    "SparseMaxPool3d",
+    "SparseMaxPool4d",
+]

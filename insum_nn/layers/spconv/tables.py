@@ -1,0 +1,7 @@
+"""`spconv.pytorch.tables`: modules over several tensors."""
+
+from __future__ import annotations
+
+from insum_nn.layers.sparse_sequential import AddTable, AddTableMisaligned, ConcatTable, JoinTable
+
+__all__ = ["AddTable", "AddTableMisaligned", "ConcatTable", "JoinTable"]

@@ -1,0 +1,208 @@
+"""`spconv.pytorch.utils`: point clouds to voxels."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+
+from insum_nn.errors import InsumDeviceError, InsumDtypeError, InsumShapeError
+from insum_nn.structure.coordinates import unique_sites
+
+__all__ = ["PointToVoxel", "gather_features_by_pc_voxel_id"]
+
+
+class PointToVoxel:
+    """Sorts the points of a cloud into voxels; `spconv.pytorch.utils.PointToVoxel`'s interface.
+
+    Voxels stand in the order in which the cloud first enters them, and their points in the cloud's order, on every
+    device; a grid needs no memory of its size.
+
+    Attributes:
+        ndim: d, the coordinates that a point begins with.
+        vsize: the edges of a voxel, in the order of a voxel's coordinates: last axis of the points first.
+        grid_size: voxels along each axis, in that order.
+        grid_stride: steps between them in a dense grid.
+        coors_range: d least coordinates, then d greatest, in that order.
+
+    >>> grid = PointToVoxel([1.0, 1.0], [0.0, 0.0, 4.0, 2.0], num_point_features=3, max_num_voxels=8,
+    ...                     max_num_points_per_voxel=2)
+    >>> points = torch.tensor([[3.5, 0.5, 7.0], [0.5, 1.5, 8.0], [3.1, 0.1, 9.0], [9.0, 0.0, 1.0]])
+    >>> voxels, indices, counts, ids = grid.generate_voxel_with_id(points)
+    >>> indices.tolist(), counts.tolist(), ids.tolist(), voxels[0, :, 2].tolist()
+    ([[0, 3], [1, 0]], [2, 1], [0, 1, 0, -1], [7.0, 9.0])
+    """
+
+    def __init__(
+        self,
+        vsize_xyz: Sequence[float],
+        coors_range_xyz: Sequence[float],
+        num_point_features: int,
+        max_num_voxels: int,
+        max_num_points_per_voxel: int,
+        device: torch.device | str = "cpu",
+    ) -> None:
+        """Lay the grid.
+
+        Args:
+            vsize_xyz: d edges of a voxel.
+            coors_range_xyz: d least coordinates, then d greatest.
+            num_point_features: numbers of a point, its coordinates first.
+            max_num_voxels: voxels that are kept, the first that the cloud enters.
+            max_num_points_per_voxel: points that a voxel keeps, its first.
+            device: where the points will be.
+
+        Raises:
+            InsumShapeError: the ranges are not twice as many as the edges, an extent is empty, or a limit is negative.
+        """
+        self.ndim = len(vsize_xyz)
+        self.device = torch.device(device)
+        self.num_point_features = num_point_features
+        self.max_num_voxels = max_num_voxels
+        self.max_num_points_per_voxel = max_num_points_per_voxel
+        edges = torch.tensor(list(vsize_xyz), dtype=torch.float32)
+        ranges = torch.tensor(list(coors_range_xyz), dtype=torch.float32)
+        if self.ndim < 1 or ranges.shape[0] != 2 * self.ndim or num_point_features < self.ndim:
+            raise InsumShapeError(
+                f"PointToVoxel: {self.ndim} voxel edges, {ranges.shape[0]} range limits, {num_point_features} features",
+                details=["expected d edges, 2 d limits (all least, then all greatest) and at least d features"],
+                fix="give coors_range_xyz as [x_min, y_min, z_min, x_max, y_max, z_max].",
+            )
+        least, greatest = ranges[: self.ndim], ranges[self.ndim :]
+        cells = ((greatest - least) / edges).round()
+        some = bool((edges > 0).all()) and bool((cells >= 1).all())
+        if not some or min(max_num_voxels, max_num_points_per_voxel) < 0:
+            raise InsumShapeError(
+                "PointToVoxel: the grid has no voxel along some axis, or a limit is negative",
+                details=[
+                    f"vsize_xyz {list(vsize_xyz)}, coors_range_xyz {list(coors_range_xyz)}",
+                    f"max_num_voxels {max_num_voxels}, max_num_points_per_voxel {max_num_points_per_voxel}",
+                ],
+                fix="pass positive edges, ranges that hold a voxel at least, and limits of 0 or more.",
+            )
+        self._edges, self._least, self._cells = edges, least, cells
+        self.vsize: list[float] = edges.flip(0).tolist()
+        self.grid_size: list[int] = [int(cell) for cell in cells.flip(0).tolist()]
+        self.coors_range: list[float] = [*least.flip(0).tolist(), *greatest.flip(0).tolist()]
+        self.grid_stride = [1] * self.ndim
+        for axis in range(self.ndim - 2, -1, -1):
+            self.grid_stride[axis] = self.grid_stride[axis + 1] * self.grid_size[axis + 1]
+
+    def __call__(
+        self, pc: Tensor, clear_voxels: bool = True, empty_mean: bool = False
+    ) -> tuple[Tensor, Tensor, Tensor]:
+        """Voxels, their coordinates and their numbers of points; see `generate_voxel_with_id`."""
+        return self.generate_voxel_with_id(pc, clear_voxels, empty_mean)[:3]
+
+    @torch.no_grad()
+    def generate_voxel_with_id(
+        self, pc: Tensor, clear_voxels: bool = True, empty_mean: bool = False
+    ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+        """Sort points into voxels.
+
+        Args:
+            pc: (n, num_point_features), floating. Points outside the range, or that are not numbers, belong nowhere.
+            clear_voxels: not read: results are new tensors, and places without a point are zero.
+            empty_mean: places without a point hold the mean of the voxel's kept points.
+
+        Returns:
+            Points by voxel (v, max_num_points_per_voxel, num_point_features), of the dtype of `pc`; voxel coordinates
+            (v, d) int32, last axis of the points first; kept points of each voxel (v,) int32; and the voxel of each
+            point (n,) int64, also of points that their voxel does not keep, -1 where there is none.
+
+        Raises:
+            InsumShapeError: a point has not `num_point_features` numbers.
+            InsumDtypeError: `pc` is not floating.
+            InsumDeviceError: `pc` is on another kind of device than was said.
+        """
+        self._check(pc)
+        points, columns = self._inside(pc)
+        sites, place = unique_sites(columns, self.grid_size)
+        # Voxels are numbered by the first of their points.
+        first = torch.full_like(sites[0], pc.shape[0]).scatter_reduce_(0, place, points, "amin")
+        order = first.argsort()
+        number = torch.empty_like(order).scatter_(0, order, torch.arange(order.shape[0], device=pc.device))[place]
+        kept = order[: self.max_num_voxels]
+        owner = torch.full((pc.shape[0],), -1, dtype=torch.int64, device=pc.device)
+        owner[points] = torch.where(number < kept.shape[0], number, -1)
+        indices = torch.stack(sites, dim=1)[kept].int()
+        voxels, counts = self._fill(pc, points, number, kept.shape[0])
+        if empty_mean:
+            mean = voxels.sum(1) / counts.clamp(min=1).to(pc.dtype)[:, None]
+            slots = torch.arange(self.max_num_points_per_voxel, device=pc.device)
+            voxels = torch.where((slots < counts[:, None])[:, :, None], voxels, mean[:, None])
+        return voxels, indices, counts.int(), owner
+
+    def _inside(self, pc: Tensor) -> tuple[Tensor, tuple[Tensor, ...]]:
+        """The points that lie in the grid, and the coordinates of their voxels, last axis of the points first."""
+        wide = torch.promote_types(pc.dtype, torch.float32)
+        least, edges, cells = (t.to(pc.device, wide) for t in (self._least, self._edges, self._cells))
+        place = ((pc[:, : self.ndim].to(wide) - least) / edges).floor()
+        # A coordinate that is no number is in no range.
+        points = ((place >= 0) & (place < cells)).all(1).nonzero().squeeze(1)
+        return points, place[points].long().flip(1).T.contiguous().unbind(0)
+
+    def _fill(self, pc: Tensor, points: Tensor, number: Tensor, voxels: int) -> tuple[Tensor, Tensor]:
+        """The kept points of each voxel, and how many they are, from the voxel's number of each point."""
+        most = self.max_num_points_per_voxel
+        number, order = number.sort(stable=True)
+        members = torch.zeros(voxels, dtype=torch.int64, device=pc.device)
+        # Numbers ascend, so a point's place in its voxel is its distance from the first of that number.
+        slot = torch.arange(number.shape[0], device=pc.device) - torch.searchsorted(number, number)
+        kept = ((number < voxels) & (slot < most)).nonzero().squeeze(1)
+        members.index_add_(0, number[kept], torch.ones_like(kept))
+        filled = pc.new_zeros(voxels * most, self.num_point_features)
+        filled[number[kept] * most + slot[kept]] = pc[points[order[kept]]]
+        return filled.view(voxels, most, self.num_point_features), members
+
+    def _check(self, pc: Tensor) -> None:
+        if pc.ndim != 2 or pc.shape[1] != self.num_point_features:
+            raise InsumShapeError(
+                f"PointToVoxel: 'pc' has shape {tuple(pc.shape)}",
+                details=[f"expected (points, {self.num_point_features})"],
+                fix="pass one row per point, of num_point_features numbers.",
+                argument="pc",
+                expected=self.num_point_features,
+                got=tuple(pc.shape),
+            )
+        if not pc.dtype.is_floating_point:
+            raise InsumDtypeError(
+                f"PointToVoxel: 'pc' must be floating, got {str(pc.dtype).removeprefix('torch.')}",
+                fix="pass pc.float().",
+                argument="pc",
+                got=pc.dtype,
+            )
+        if pc.device.type != self.device.type:
+            raise InsumDeviceError(
+                f"PointToVoxel: 'pc' is on {pc.device}, the grid was made for {self.device}",
+                fix=f"pass pc.to('{self.device}'), or make the grid with device='{pc.device}'.",
+                argument="pc",
+                expected=self.device,
+                got=pc.device,
+            )
+
+
+def gather_features_by_pc_voxel_id(seg_res_features: Tensor, pc_voxel_id: Tensor, invalid_value: float = 0) -> Tensor:
+    """What was found for voxels, given to their points.
+
+    Args:
+        seg_res_features: (v, ..); differentiable.
+        pc_voxel_id: (n,) of `generate_voxel_with_id`, on any device.
+        invalid_value: what a point without a voxel gets.
+
+    Returns:
+        (n, ..), on the device of the features.
+
+    >>> gather_features_by_pc_voxel_id(torch.tensor([5.0, 6.0]), torch.tensor([1, -1, 0, 1]), -1).tolist()
+    [6.0, -1.0, 5.0, 6.0]
+    """
+    owner = pc_voxel_id.to(seg_res_features.device).long()
+    found = torch.full(
+        (owner.shape[0], *seg_res_features.shape[1:]),
+        invalid_value,
+        dtype=seg_res_features.dtype,
+        device=seg_res_features.device,
+    )
+    points = (owner >= 0).nonzero().squeeze(1)
+    return found.index_copy(0, points, seg_res_features[owner[points]])

@@ -1,0 +1,223 @@
+"""Our point-cloud layers beside the installed spconv on the CPU: values, gradients, weights, swapped models.
+
+On the CPU spconv has odd submanifold kernels, convolutions and the largest of a window; the rest is left out here.
+"""
+
+from __future__ import annotations
+
+import copy
+import importlib
+import inspect
+import warnings
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+import insum_nn.layers.spconv as ours
+from insum_nn.layers.spconv.utils import PointToVoxel, gather_features_by_pc_voxel_id
+from insum_nn.layers.swap import swap
+from insum_nn.structure.conv_weights import import_weight
+from tests.ops.conv_oracle import random_sites
+
+# Of what spconv does, in its own files.
+pytestmark = [
+    pytest.mark.peer,
+    pytest.mark.filterwarnings("ignore:Using a non-tuple sequence"),
+    pytest.mark.filterwarnings("ignore:Sparse invariant checks"),
+]
+
+SHAPE = [12, 11, 13]
+
+
+@pytest.fixture(scope="module")
+def theirs() -> Any:
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        try:
+            package = importlib.import_module("spconv.pytorch")
+        except ImportError as error:
+            pytest.skip(f"needs spconv 2.3, pip install spconv: {error}")
+    if not torch.cuda.is_available():
+        # Its backward asks for the current CUDA stream on the CPU too.
+        for part in ("ops", "functional"):
+            vars(getattr(package, part))["get_current_stream"] = lambda: 0
+    return package
+
+
+def cloud(channels: int = 8, count: int = 150) -> tuple[torch.Tensor, torch.Tensor]:
+    sites = random_sites(SHAPE, 2, count)
+    return torch.randn(sites.num_sites, channels), sites.indices
+
+
+def in_order(x: Any) -> tuple[torch.Tensor, torch.Tensor]:
+    """Features and voxels in lexicographic order of the voxels, which spconv does not keep."""
+    keys = [x.batch_size, *x.spatial_shape]
+    flat = x.indices[:, 0].long()
+    for axis, extent in enumerate(keys[1:], 1):
+        flat = flat * extent + x.indices[:, axis]
+    order = flat.argsort()
+    return x.features[order], x.indices[order]
+
+
+CASES = {
+    "subm": ("SubMConv3d", (8, 6, 3), {}),
+    "subm without bias": ("SubMConv3d", (8, 6, 3), {"bias": False}),
+    "subm 5 1 3": ("SubMConv3d", (8, 6, (5, 1, 3)), {}),
+    "subm dilated": ("SubMConv3d", (8, 6, 3), {"dilation": 2}),
+    "subm padded": ("SubMConv3d", (8, 6, 3), {"padding": 1, "indice_key": "a"}),
+    "pointwise": ("SubMConv3d", (8, 6, 1), {}),
+    "pointwise strided kind": ("SparseConv3d", (8, 6, 1), {"bias": False}),
+    # One cell, but not on every voxel: spconv keeps these weights as their shape says.
+    "one cell, stride 2": ("SparseConv3d", (8, 6, 1), {"stride": 2}),
+    "strided": ("SparseConv3d", (8, 6, 3), {"stride": 2, "padding": 1}),
+    "even": ("SparseConv3d", (8, 6, 2), {"stride": 2, "bias": False}),
+    "uneven": ("SparseConv3d", (8, 6, (3, 2, 1)), {"stride": (2, 1, 1), "padding": (1, 0, 0)}),
+    "dilated": ("SparseConv3d", (8, 6, 3), {"dilation": 2, "padding": 2}),
+    "transposed": ("SparseConvTranspose3d", (8, 6, 3), {"stride": 2, "padding": 1}),
+    "transposed even": ("SparseConvTranspose3d", (8, 6, 2), {"stride": 2}),
+    "max": ("SparseMaxPool3d", (2, 2), {}),
+    "max overlapping": ("SparseMaxPool3d", (3,), {"stride": 2, "padding": 1}),
+}
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_layers(theirs, name):
+    kind, arguments, named = CASES[name]
+    torch.manual_seed(0)
+    their_layer = getattr(theirs, kind)(*arguments, **named)
+    our_layer = getattr(ours, kind)(*arguments, **named)
+    state = their_layer.state_dict()
+    assert {k: v.shape for k, v in our_layer.state_dict().items()} == {k: v.shape for k, v in state.items()}
+    our_layer.load_state_dict(state)
+    features, indices = cloud()
+    if kind == "SparseMaxPool3d":
+        # spconv's largest is never less than 0.
+        features = features.abs() + 0.1
+    results = []
+    for lib, layer in ((theirs, their_layer), (ours, our_layer)):
+        leaf = features.clone().requires_grad_()
+        y = layer(lib.SparseConvTensor(leaf, indices, SHAPE, 2))
+        values, voxels = in_order(y)
+        generator = torch.Generator().manual_seed(1)
+        values.backward(torch.randn(values.shape, generator=generator))
+        gradients = [leaf.grad, *(p.grad for p in layer.parameters())]
+        results.append((values, voxels, y.spatial_shape, y.dense(), gradients))
+    (want, want_voxels, want_shape, want_dense, want_grads), (got, voxels, shape, dense, grads) = results
+    assert torch.equal(voxels, want_voxels)
+    assert list(shape) == list(want_shape)
+    torch.testing.assert_close(got, want, rtol=1e-4, atol=1e-5)
+    torch.testing.assert_close(dense, want_dense, rtol=1e-4, atol=1e-5)
+    if name.startswith("pointwise"):
+        # Theirs reads its weight as (I, O), ours had it brought into its own order.
+        want_grads[1] = import_weight(want_grads[1], "spconv_pointwise", (1, 1, 1))
+    for mine, other in zip(grads, want_grads, strict=True):
+        torch.testing.assert_close(mine, other, rtol=1e-4, atol=1e-4)
+
+
+def network(lib: Any) -> nn.Module:
+    """On the CPU spconv's convolutions take no bias in evaluation."""
+    return lib.SparseSequential(
+        lib.SubMConv3d(8, 16, 3, padding=1, bias=False, indice_key="s0"),
+        nn.BatchNorm1d(16),
+        nn.ReLU(),
+        lib.SparseConv3d(16, 24, 3, stride=2, padding=1, bias=False, indice_key="d1"),
+        lib.SparseBatchNorm(24),
+        lib.SparseReLU(),
+        lib.SubMConv3d(24, 24, 3, indice_key="s1", bias=False),
+        lib.SparseMaxPool3d(2, 2, indice_key="p"),
+        lib.SparseInverseConv3d(24, 16, 2, indice_key="p", bias=False),
+        lib.SparseInverseConv3d(16, 12, 3, indice_key="d1", bias=False),
+        lib.SubMConv3d(12, 5, 1),
+        lib.SparseIdentity(),
+        lib.Identity(),
+        lib.ToDense(),
+        nn.Conv3d(5, 2, 1),
+    )
+
+
+@pytest.mark.parametrize("train", [False, True])
+def test_a_swapped_model(theirs, train):
+    torch.manual_seed(0)
+    model = network(theirs).train(train)
+    swapped = copy.deepcopy(model)
+    parameters = list(swapped.parameters())
+    report = swap(swapped)
+    new = report.model
+    assert not any(row.action == "left" and "spconv" in row.layer for row in report.rows), str(report)
+    assert not any(type(m).__module__.startswith("spconv") for m in new.modules()), str(report)
+    assert all(a is b for a, b in zip(new.parameters(), parameters, strict=True))
+    assert list(new.state_dict()) == list(model.state_dict())
+    features, indices = cloud()
+    features = features + 2
+    want = model(theirs.SparseConvTensor(features, indices, SHAPE, 2))
+    got = new(ours.SparseConvTensor(features, indices, SHAPE, 2))
+    torch.testing.assert_close(got, want, rtol=1e-3, atol=1e-4)
+    want.square().mean().backward()
+    got.square().mean().backward()
+    for mine, other in zip(new.parameters(), model.parameters(), strict=True):
+        torch.testing.assert_close(mine.grad, other.grad, rtol=1e-2, atol=1e-4)
+    # The same network of our classes takes the weights, from a state that tells where it comes from or from any other;
+    # and so does one of spconv's, from the swapped model's.
+    x = ours.SparseConvTensor(features, indices, SHAPE, 2)
+    plain = {name: tensor.clone() for name, tensor in model.state_dict().items()}
+    want = model.eval()(theirs.SparseConvTensor(features, indices, SHAPE, 2))
+    own = [network(ours).eval() for _ in range(3)]
+    for twin in own:
+        twin[7].at_least = 0.0
+    own[0].load_state_dict(model.state_dict())
+    ours.load_spconv_state_dict(own[1], plain)
+    own[2].load_state_dict(new.state_dict())
+    for twin in own:
+        torch.testing.assert_close(twin(x), want, rtol=1e-3, atol=1e-4)
+    new.load_state_dict(own[0].state_dict())
+    torch.testing.assert_close(new.eval()(x), want, rtol=1e-3, atol=1e-4)
+
+
+def test_constructors_take_the_same_arguments(theirs):
+    for name in vars(theirs):
+        kind = getattr(theirs, name)
+        if not (inspect.isclass(kind) and issubclass(kind, nn.Module)):
+            continue
+        assert hasattr(ours, name), name
+        expected = [p for p in inspect.signature(kind).parameters.values() if p.kind is p.POSITIONAL_OR_KEYWORD]
+        taken = inspect.signature(getattr(ours, name)).parameters
+        free = any(p.kind is p.VAR_KEYWORD for p in taken.values())
+        missing = [p.name for p in expected if p.name not in taken and not free]
+        assert missing == [], f"{name} lacks {missing}"
+        shared = list(taken)[: min(len(expected), 10)]
+        assert shared == [p.name for p in expected][: len(shared)], name
+
+
+@pytest.mark.parametrize("most", [(500, 4), (20, 2)], ids=str)
+def test_points_to_voxels(theirs, most):
+    utilities = importlib.import_module("spconv.pytorch.utils")
+    points = torch.rand(2000, 4) * 12 - 1
+    edges, ranges = [1.0, 0.5, 2.0], [0.0, 0.0, 0.0, 10.0, 10.0, 10.0]
+    want = utilities.PointToVoxel(edges, ranges, 4, *most, torch.device("cpu"))
+    got = PointToVoxel(edges, ranges, 4, *most)
+    for mine, other in zip(got.generate_voxel_with_id(points), want.generate_voxel_with_id(points), strict=True):
+        assert torch.equal(mine, other)
+        assert mine.dtype == other.dtype
+    for name in ("grid_size", "grid_stride", "vsize", "coors_range"):
+        assert list(getattr(got, name)) == list(getattr(want, name))
+    assert got.ndim == want.ndim
+    ids = got.generate_voxel_with_id(points)[3]
+    values = torch.randn(most[0], 3)
+    back = utilities.gather_features_by_pc_voxel_id(values, ids)
+    assert torch.equal(gather_features_by_pc_voxel_id(values, ids), back)
+
+
+def test_sums_and_sizes(theirs):
+    first, second = (random_sites(SHAPE, 2, 60, seed=seed).indices for seed in (0, 1))
+    features = [torch.randn(120, 4) for _ in range(2)]
+    sums = []
+    for lib in (theirs, ours):
+        tensors = [lib.SparseConvTensor(f, i, SHAPE, 2) for f, i in zip(features, (first, second), strict=True)]
+        sums.append(lib.functional.sparse_add(*tensors))
+    assert torch.equal(sums[1].indices, sums[0].indices)
+    torch.testing.assert_close(sums[1].features, sums[0].features)
+    how = ([19, 18, 17], [3, 2, 5], [2, 1, 3], [1, 0, 2], [1, 1, 1])
+    assert ours.ops.get_conv_output_size(*how) == theirs.ops.get_conv_output_size(*how)
+    assert ours.ops.get_deconv_output_size(*how, [0, 0, 1]) == theirs.ops.get_deconv_output_size(*how, [0, 0, 1])
