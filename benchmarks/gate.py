@@ -17,11 +17,22 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from benchmarks.registry import Mode, Problem, Work
+from benchmarks.registry import Mode, Output, Problem, Work
 
-__all__ = ["Reference", "accuracy", "gradients", "operator_tests", "reference", "relative_error", "upstream"]
+__all__ = [
+    "Reference",
+    "accuracy",
+    "as_tuple",
+    "gradients",
+    "operator_tests",
+    "reference",
+    "relative_error",
+    "sent_back",
+    "upstream",
+]
 
 ROOT = Path(__file__).resolve().parent.parent
+_PIECE = 1 << 27
 
 
 @functools.cache
@@ -56,19 +67,29 @@ def relative_error(got: Tensor, want: Tensor) -> float:
         return math.inf
     if want.numel() == 0:
         return 0.0
-    difference = (got.detach().to(want) - want).abs().max().item()
-    scale = want.abs().max().item()
+    got = got.detach()
+    # In pieces: a gradient of several gigabytes would need three times its float64 size at once.
+    pairs = zip(got.reshape(-1).split(_PIECE), want.reshape(-1).split(_PIECE), strict=True)
+    difference = torch.stack([(g.to(w) - w).abs().max() for g, w in pairs]).max().item()
+    scale = torch.stack([w.abs().max() for w in want.reshape(-1).split(_PIECE)]).max().item()
     error = difference if scale == 0 else difference / scale
     return error if math.isfinite(error) else math.inf
 
 
 class Reference:
-    """The oracle's output, the gradient sent back through it, and the oracle's gradients."""
+    """The oracle's outputs, the gradients sent back through them, and the oracle's gradients."""
 
-    def __init__(self, output: Tensor, upstream: Tensor | None, gradients: Sequence[Tensor]) -> None:
-        self.output = output
+    def __init__(
+        self, outputs: tuple[Tensor, ...], upstream: tuple[Tensor, ...] | None, gradients: Sequence[Tensor]
+    ) -> None:
+        self.outputs = outputs
         self.upstream = upstream
         self.gradients = gradients
+
+
+def as_tuple(output: Output) -> tuple[Tensor, ...]:
+    """One output as a tuple of one."""
+    return (output,) if isinstance(output, Tensor) else tuple(output)
 
 
 def upstream(output: Tensor, seed: int = 1) -> Tensor:
@@ -77,37 +98,46 @@ def upstream(output: Tensor, seed: int = 1) -> Tensor:
     return torch.randn(output.shape, generator=generator, device=output.device, dtype=torch.float64)
 
 
-def gradients(work: Work, back: Tensor) -> tuple[Tensor, Sequence[Tensor]]:
+def sent_back(work: Work, output: Output, back: Sequence[Tensor]) -> list[Tensor]:
+    """The upstream gradients in the layout and the dtypes of a provider's outputs."""
+    return [b.to(o) for b, o in zip(work.upstream(back), as_tuple(output), strict=True)]
+
+
+def gradients(work: Work, back: Sequence[Tensor]) -> tuple[Output, Sequence[Tensor]]:
     """A provider's output and its gradients, in the oracle's layout."""
     output = work.forward()
-    found = torch.autograd.grad(output, tuple(work.leaves), back.to(output))
-    return output, work.gradients(found)
+    found = torch.autograd.grad(as_tuple(output), tuple(work.leaves), sent_back(work, output, back))
+    return work.output(output), work.gradients(found)
 
 
 def reference(problem: Problem, modes: Sequence[Mode]) -> Reference:
     """Run the oracle once, backward too when a mode needs it."""
     work = problem.oracle()
+    found: Sequence[Tensor] = ()
+    back = None
     if not any(mode != "fwd" for mode in modes):
-        with torch.no_grad():
-            output = work.forward()
-        found: Sequence[Tensor] = ()
-        back = None
+        with torch.set_grad_enabled(problem.recorded):
+            outputs = as_tuple(work.output(work.forward()))
     else:
-        output = work.forward()
-        back = upstream(output)
-        found = tuple(torch.autograd.grad(output, tuple(work.leaves), back))
-    if output.dtype != torch.float64:
-        raise TypeError(f"an oracle computes in float64, got {output.dtype}")
-    return Reference(output.detach(), back, found)
+        raw = work.forward()
+        back = tuple(upstream(tensor, seed) for seed, tensor in enumerate(as_tuple(raw), 1))
+        found = tuple(torch.autograd.grad(as_tuple(raw), tuple(work.leaves), back))
+        outputs = as_tuple(work.output(raw))
+    if any(tensor.dtype != torch.float64 for tensor in outputs):
+        raise TypeError(f"an oracle computes in float64, got {', '.join(str(t.dtype) for t in outputs)}")
+    return Reference(tuple(tensor.detach() for tensor in outputs), back, found)
 
 
-def accuracy(work: Work, wanted: Reference, mode: Mode) -> float:
-    """The provider's relative error: of its output, and of each gradient for `bwd` and `fwdbwd`."""
+def accuracy(work: Work, wanted: Reference, mode: Mode, *, recorded: bool = False) -> float:
+    """The provider's relative error: of its outputs, and of each gradient for `bwd` and `fwdbwd`."""
     if mode == "fwd" or wanted.upstream is None:
-        with torch.no_grad():
-            return relative_error(work.forward(), wanted.output)
+        with torch.set_grad_enabled(recorded):
+            return _largest(as_tuple(work.output(work.forward())), wanted.outputs)
     output, found = gradients(work, wanted.upstream)
-    if len(found) != len(wanted.gradients):
+    return max(_largest(found, wanted.gradients), _largest(as_tuple(output), wanted.outputs))
+
+
+def _largest(got: Sequence[Tensor], want: Sequence[Tensor]) -> float:
+    if len(got) != len(want):
         return math.inf
-    errors = [relative_error(g, w) for g, w in zip(found, wanted.gradients, strict=True)]
-    return max([relative_error(output, wanted.output), *errors])
+    return max((relative_error(g, w) for g, w in zip(got, want, strict=True)), default=0.0)

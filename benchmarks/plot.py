@@ -7,9 +7,9 @@ import sys
 from collections.abc import Sequence
 from pathlib import Path
 
+from benchmarks.records import Record
 from benchmarks.registry import is_ours
 from benchmarks.report import read
-from benchmarks.run import Record
 
 __all__ = ["draw", "main"]
 

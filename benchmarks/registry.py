@@ -20,6 +20,7 @@ import pkgutil
 import re
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Any, Literal, Protocol, get_args
 
 import torch
@@ -33,6 +34,7 @@ __all__ = [
     "Case",
     "Floor",
     "Mode",
+    "Output",
     "Problem",
     "Registry",
     "Setting",
@@ -49,6 +51,10 @@ MODES: tuple[Mode, ...] = get_args(Mode)
 
 Size = Literal["tiny", "full"]
 Device = Literal["cpu", "cuda"]
+Clock = Literal["device", "host"]
+Precision = Literal["highest", "high"]
+
+Output = Tensor | tuple[Tensor, ...]
 
 OURS = "insum_nn"
 _NAME = re.compile(r"[a-z0-9_]+(/[A-Za-z0-9_.=+-]+)*")
@@ -66,11 +72,13 @@ class Setting:
         device: where all tensors live.
         size: "full" is what is measured; "tiny" is the same problem small enough for a test on a CPU.
         seed: of the problem's own generator, so that each provider sees the same numbers.
+        root: folder of data sets that a few cases read; they are unavailable without it.
     """
 
     device: torch.device
     size: Size = "full"
     seed: int = 0
+    root: Path | None = None
 
     @property
     def tiny(self) -> bool:
@@ -85,20 +93,28 @@ def _same(tensors: Sequence[Tensor]) -> Sequence[Tensor]:
     return tensors
 
 
+def _as_it_is(output: Any) -> Output:
+    return output
+
+
 @dataclass(frozen=True)
 class Work:
     """A provider (or the oracle), ready to run.
 
     Attributes:
-        forward: computes the output; called many times.
+        forward: computes the output; called many times. Where there is a backward it returns a tensor or several.
         leaves: what is differentiated, in the order of the oracle's leaves; empty when there is no backward.
         gradients: brings this provider's gradients into the layout of the oracle's (a format may store the values
             of a matrix in another order, or padded).
+        output: brings what `forward` returned into the form of the oracle's; called by the gate, never timed.
+        upstream: brings the gradients that are sent back, which are in the oracle's layout, into this provider's.
     """
 
-    forward: Callable[[], Tensor]
+    forward: Callable[[], Any]
     leaves: Sequence[Tensor] = ()
     gradients: Callable[[Sequence[Tensor]], Sequence[Tensor]] = _same
+    output: Callable[[Any], Output] = _as_it_is
+    upstream: Callable[[Sequence[Tensor]], Sequence[Tensor]] = _same
 
 
 Builder = Callable[[], Work]
@@ -106,10 +122,21 @@ Builder = Callable[[], Work]
 
 @dataclass(frozen=True)
 class Floor:
-    """The least that the device must do: bytes moved once each, and arithmetic."""
+    """The least that the device must do: bytes moved once each, arithmetic, and rows gathered.
+
+    Attributes:
+        bytes: each byte of operands and result, once.
+        flops: additions and multiplications.
+        gathered: bytes of the rows that index tensors pick, as often as they are picked.
+        row: bytes of one such row.
+        table: bytes of what they are picked from: whether it fits into a cache decides how fast that goes.
+    """
 
     bytes: int | None = None
     flops: int | None = None
+    gathered: int | None = None
+    row: int | None = None
+    table: int | None = None
 
 
 @dataclass(frozen=True)
@@ -124,6 +151,9 @@ class Problem:
         tolerances: the same for single providers that accumulate in less precision; say why beside it.
         floors: by mode.
         modes: those that make sense here.
+        clock: what is timed: the device's work, or the host's, which hands it over and does not wait.
+        recorded: whether `fwd` is run with autograd recording, as in training.
+        precision: of float32 products, as `torch.set_float32_matmul_precision` names it, for every provider.
     """
 
     providers: Mapping[str, Builder]
@@ -132,6 +162,9 @@ class Problem:
     tolerances: Mapping[str, float] = field(default_factory=dict[str, float])
     floors: Mapping[Mode, Floor] = field(default_factory=dict[Mode, Floor])
     modes: tuple[Mode, ...] = ("fwd",)
+    clock: Clock = "device"
+    recorded: bool = False
+    precision: Precision = "highest"
 
 
 class Build(Protocol):
@@ -153,6 +186,7 @@ class Case:
         parameters: this case's point of the grid.
         tests: files of the operator's tests; the gate runs them before anything is timed.
         devices: where the case makes sense.
+        quick: whether it is one of the few that stand for its family.
     """
 
     name: str
@@ -161,6 +195,7 @@ class Case:
     parameters: Mapping[str, object]
     tests: tuple[str, ...]
     devices: tuple[Device, ...]
+    quick: bool = True
 
     def problem(self, setting: Setting) -> Problem:
         return self.build(setting, **self.parameters)
@@ -187,6 +222,7 @@ class Registry:
         *,
         tests: Sequence[str] = (),
         devices: Sequence[Device] = ("cpu", "cuda"),
+        quick: Mapping[str, Sequence[object]] | None = None,
         **grid: Sequence[object],
     ) -> Callable[[Callable[..., Problem]], Callable[..., Problem]]:
         """Register a builder of problems, once for each point of the grid.
@@ -195,6 +231,7 @@ class Registry:
             family: first part of the names.
             tests: files of the operator's tests, from the project's root.
             devices: "cpu", "cuda" or both.
+            quick: parameter -> the values that stand for the family; parameters left out keep all of theirs.
             **grid: parameter -> its values; all combinations are registered.
 
         Returns:
@@ -212,11 +249,15 @@ class Registry:
                     raise ValueError(f"case {name!r}: letters, digits and '_.=+-' between slashes")
                 if name in self._cases:
                     raise ValueError(f"case {name!r} is registered twice")
-                self._cases[name] = Case(name, family, build, parameters, tuple(tests), tuple(devices))
+                chosen = all(parameters[key] in values for key, values in few.items())
+                self._cases[name] = Case(name, family, build, parameters, tuple(tests), tuple(devices), chosen)
             return build
 
+        few = quick or {}
         if not all(grid.values()):
             raise ValueError(f"case {family!r}: an axis of its grid is empty")
+        if unknown := [f"{k}={v}" for k, values in few.items() for v in values if v not in grid.get(k, ())]:
+            raise ValueError(f"case {family!r}: quick names {', '.join(unknown)}, which its grid does not have")
         return register
 
     def select(self, patterns: Sequence[str]) -> list[Case]:

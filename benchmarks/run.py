@@ -1,220 +1,37 @@
 """Run benchmarks and write their results.
 
-    python -m benchmarks.run spmm 'conv/c=*' --modes fwd,bwd --out benchmarks/results/x.json
+    python -m benchmarks.run spmm 'subm_conv/cloud=room/*' --modes fwd,fwdbwd --out benchmarks/results/x.json
 
 The file is a list of records, one for each case, provider and mode, with the keys of `RECORD` and no others. Nothing
 is left out: a provider that is not installed, raises, or fails the gate has a record that says so, without timings.
+With `--supervise` the work is done in a process of its own, which is started again after a provider brought it down
+or did not come back; with `--budget` a run stops in time and its file says what was not run; `--resume` goes on there.
 """
 
 from __future__ import annotations
 
 import argparse
-import datetime
 import gc
-import importlib.metadata
-import json
 import math
-import platform
+import os
 import re
-import subprocess
 import sys
 import time
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
-from typing import Any, NamedTuple, TypedDict, cast
+from typing import Any, NamedTuple
 
 import torch
-from torch import Tensor
 
-from benchmarks import gate
-from benchmarks.registry import (
-    MODES,
-    Case,
-    Floor,
-    Mode,
-    Problem,
-    Registry,
-    Setting,
-    Unavailable,
-    Work,
-    is_ours,
-    load,
-)
+from benchmarks import gate, timing
+from benchmarks.records import LOCK, RECORD, SCHEMA, Machine, Milliseconds, Record, record, version
+from benchmarks.registry import MODES, OURS, Case, Mode, Problem, Registry, Setting, Unavailable, Work, is_ours, load
+from benchmarks.supervise import State, supervise
 
 __all__ = ["RECORD", "SCHEMA", "Machine", "Milliseconds", "Record", "main", "measure", "run_case"]
 
-SCHEMA = 1
-ROOT = Path(__file__).resolve().parent.parent
-LOCK = Path(__file__).with_name("peers.lock")
-
-
-class Milliseconds(TypedDict):
-    """Percentiles of the time of one call."""
-
-    p20: float
-    p50: float
-    p80: float
-
-
-class Record(TypedDict):
-    """One measurement. What could not be measured is `None`.
-
-    Attributes:
-        schema: version of this layout.
-        case: the case's name.
-        provider: who solved it.
-        mode: "fwd", "bwd" (backward alone) or "fwdbwd".
-        ms: time of one call.
-        repeats: timed calls.
-        compile_s: from the start of the provider's builder to the end of its first call in this mode.
-        peak_bytes: device memory that the provider holds and needs at its peak, beyond the problem's own tensors.
-        max_rel_err: against the oracle; see `benchmarks.gate.relative_error`.
-        gate: "passed", or why there are no timings: "unavailable: ...", "error: ...", "wrong: ...", "tests: ...".
-        gpu: the device's name; on a CPU, its name and the number of threads.
-        driver: of the GPU.
-        torch: version.
-        triton: version.
-        commit: of this project.
-        dirty: whether files differed from the commit.
-        utc: when the measurement ended.
-    """
-
-    schema: int
-    case: str
-    provider: str
-    mode: Mode
-    ms: Milliseconds | None
-    repeats: int
-    compile_s: float | None
-    peak_bytes: int | None
-    max_rel_err: float | None
-    gate: str
-    gpu: str
-    driver: str | None
-    torch: str
-    triton: str | None
-    commit: str | None
-    dirty: bool | None
-    utc: str
-
-
-RECORD = tuple(Record.__annotations__)
-
-
-class Machine(NamedTuple):
-    """What the numbers were measured on."""
-
-    gpu: str
-    driver: str | None
-    torch: str
-    triton: str | None
-    commit: str | None
-    dirty: bool | None
-
-    @classmethod
-    def here(cls, device: torch.device, commit: str | None = None) -> Machine:
-        """Read this machine; `commit` stands in where the files are a copy without their history."""
-        if device.type == "cuda":
-            gpu = torch.cuda.get_device_name(device)
-            driver = _output("nvidia-smi", "--query-gpu=driver_version", "--format=csv,noheader")
-            driver = driver.splitlines()[0] if driver else None
-        else:
-            gpu, driver = f"{_processor()} ({torch.get_num_threads()} threads)", None
-        found = _output("git", "-C", str(ROOT), "rev-parse", "HEAD")
-        status = _output("git", "-C", str(ROOT), "status", "--porcelain") if found else None
-        dirty = None if status is None else status != ""
-        return cls(gpu, driver, torch.__version__, _version("triton"), found or commit, dirty)
-
-
-def _output(*command: str) -> str | None:
-    try:
-        done = subprocess.run(command, capture_output=True, text=True, check=False, timeout=60)
-    except (OSError, subprocess.TimeoutExpired):
-        return None
-    return done.stdout.strip() if done.returncode == 0 else None
-
-
-def _version(name: str) -> str | None:
-    try:
-        return importlib.metadata.version(name)
-    except importlib.metadata.PackageNotFoundError:
-        return None
-
-
-def _processor() -> str:
-    information = Path("/proc/cpuinfo")
-    found = re.search(r"model name\s*: (.*)", information.read_text()) if information.exists() else None
-    return found.group(1).strip() if found else platform.processor() or platform.machine()
-
-
-# Timing ---------------------------------------------------------------------------------------------------------------
-
-
-def _times_cuda(call: Callable[[], object], warmup_ms: int, rep_ms: int) -> list[float]:
-    """Milliseconds of each call between CUDA events, with the L2 cache flushed before each."""
-    from triton.testing import do_bench
-
-    return cast(list[float], do_bench(call, warmup=warmup_ms, rep=rep_ms, return_mode="all"))
-
-
-def _times_cpu(call: Callable[[], object], warmup_ms: int, rep_ms: int) -> list[float]:
-    """Milliseconds of each call by the process's clock; at least five calls."""
-
-    def until(budget_ms: float, least: int) -> list[float]:
-        times: list[float] = []
-        while len(times) < least or (sum(times) < budget_ms and len(times) < 10_000):
-            start = time.perf_counter()
-            call()
-            times.append((time.perf_counter() - start) * 1e3)
-        return times
-
-    until(warmup_ms, 1)
-    return until(rep_ms, 5)
-
-
-def _quantile(times: Sequence[float], q: float) -> float:
-    ordered = sorted(times)
-    position = q * (len(ordered) - 1)
-    low = math.floor(position)
-    high = min(low + 1, len(ordered) - 1)
-    return ordered[low] + (ordered[high] - ordered[low]) * (position - low)
-
-
-def _call(work: Work, mode: Mode, back: Tensor | None) -> Callable[[], object]:
-    """The function that is timed; for `bwd`, the graph of one forward is kept and walked again and again."""
-    if mode == "fwd":
-
-        def forward() -> Tensor:
-            with torch.no_grad():
-                return work.forward()
-
-        return forward
-    if back is None or not work.leaves:
-        raise Unavailable("has no backward")
-    leaves = tuple(work.leaves)
-    output = work.forward()
-    sent = back.to(output)
-    if mode == "bwd":
-        return lambda: torch.autograd.grad(output, leaves, sent, retain_graph=True)
-    return lambda: torch.autograd.grad(work.forward(), leaves, sent)
-
-
-def _synchronize(device: torch.device) -> None:
-    if device.type == "cuda":
-        torch.cuda.synchronize(device)
-
-
-def _peak(call: Callable[[], object], device: torch.device, before: int) -> int | None:
-    """Peak of allocated bytes during a call, less what was there before the provider was built."""
-    if device.type != "cuda":
-        return None
-    torch.cuda.reset_peak_memory_stats(device)
-    call()
-    _synchronize(device)
-    return torch.cuda.max_memory_allocated(device) - before
-
-
-# Running --------------------------------------------------------------------------------------------------------------
+# The process's result when the device no longer answers; a supervisor starts another process then.
+BROKEN_DEVICE = 3
 
 
 class Measurement(NamedTuple):
@@ -226,6 +43,37 @@ class Measurement(NamedTuple):
     compile_s: float | None = None
     peak_bytes: int | None = None
     max_rel_err: float | None = None
+
+
+class BrokenDeviceError(Exception):
+    """An earlier fault left the device unusable for this process."""
+
+
+# One provider ---------------------------------------------------------------------------------------------------------
+
+
+def _call(work: Work, mode: Mode, back: Sequence[torch.Tensor] | None) -> Callable[[], object]:
+    """The function that is timed; for `bwd`, the graph of one forward is kept and walked again and again."""
+    if mode == "fwd":
+        return work.forward
+    if back is None or not work.leaves:
+        raise Unavailable("has no backward")
+    leaves = tuple(work.leaves)
+    output = work.forward()
+    sent, outputs = gate.sent_back(work, output, back), gate.as_tuple(output)
+    if mode == "bwd":
+        return lambda: torch.autograd.grad(outputs, leaves, sent, retain_graph=True)
+    return lambda: torch.autograd.grad(gate.as_tuple(work.forward()), leaves, sent)
+
+
+def _peak(call: Callable[[], object], device: torch.device, before: int) -> int | None:
+    """Peak of allocated bytes during a call, less what was there before the provider was built."""
+    if device.type != "cuda":
+        return None
+    torch.cuda.reset_peak_memory_stats(device)
+    call()
+    timing.synchronize(device)
+    return torch.cuda.max_memory_allocated(device) - before
 
 
 def measure(
@@ -261,27 +109,54 @@ def measure(
     try:
         work = problem.providers[provider]()
         call = _call(work, mode, wanted.upstream)
-        call()
-        _synchronize(device)
-        compile_s = time.perf_counter() - start
-        error = gate.accuracy(work, wanted, mode)
-        limit = problem.tolerances.get(provider, problem.tolerance)
-        if not error <= limit:
-            shown = None if math.isinf(error) else error
-            return Measurement(f"wrong: error {error:.3g} > {limit:.3g}", compile_s=compile_s, max_rel_err=shown)
-        peak = _peak(call, device, before)
-        times = (_times_cuda if device.type == "cuda" else _times_cpu)(call, warmup_ms, rep_ms)
+        with torch.set_grad_enabled(mode != "fwd" or problem.recorded):
+            call()
+            timing.synchronize(device)
+            compile_s = time.perf_counter() - start
+            error = gate.accuracy(work, wanted, mode, recorded=problem.recorded)
+            limit = problem.tolerances.get(provider, problem.tolerance)
+            if not error <= limit:
+                shown = None if math.isinf(error) else error
+                return Measurement(f"wrong: error {error:.3g} > {limit:.3g}", compile_s=compile_s, max_rel_err=shown)
+            peak = _peak(call, device, before)
+            times = _times(problem, call, device, warmup_ms, rep_ms)
     except (ModuleNotFoundError, Unavailable) as fault:
         return Measurement(f"unavailable: {_one_line(fault)}")
     except Exception as fault:
         # Whatever a peer raises is its result; the other providers go on.
         return Measurement(f"error: {type(fault).__name__}: {_one_line(fault)}")
-    ms = Milliseconds(p20=_quantile(times, 0.2), p50=_quantile(times, 0.5), p80=_quantile(times, 0.8))
+    ms = Milliseconds(p20=timing.quantile(times, 0.2), p50=timing.quantile(times, 0.5), p80=timing.quantile(times, 0.8))
     return Measurement("passed", ms, len(times), compile_s, peak, error)
+
+
+def _times(
+    problem: Problem, call: Callable[[], object], device: torch.device, warmup_ms: int, rep_ms: int
+) -> list[float]:
+    if problem.clock == "host":
+        return timing.times_host(call, warmup_ms, rep_ms, device)
+    return (timing.times_cuda if device.type == "cuda" else timing.times_cpu)(call, warmup_ms, rep_ms)
 
 
 def _one_line(fault: BaseException) -> str:
     return (str(fault).strip().splitlines() or [type(fault).__name__])[0][:300]
+
+
+def _release(device: torch.device) -> None:
+    """Give back what is held for reuse: the next one needs it in other pieces."""
+    gc.collect()
+    if device.type == "cuda":
+        torch.cuda.empty_cache()
+
+
+def _require_device(device: torch.device) -> None:
+    """Some faults (a wild address) leave every later call failing."""
+    try:
+        timing.synchronize(device)
+    except RuntimeError as fault:
+        raise BrokenDeviceError(_one_line(fault)) from fault
+
+
+# One case -------------------------------------------------------------------------------------------------------------
 
 
 def run_case(
@@ -294,7 +169,9 @@ def run_case(
     run_tests: bool = True,
     warmup_ms: int = 25,
     rep_ms: int = 200,
-) -> Iterator[tuple[Record, Floor | None]]:
+    state: State | None = None,
+    deadline: float = math.inf,
+) -> Iterator[Record]:
     """Measure every provider of a case in every mode that the case has.
 
     Args:
@@ -306,48 +183,72 @@ def run_case(
         run_tests: whether the operator's tests stand before the timing, as they should.
         warmup_ms: see `measure`.
         rep_ms: see `measure`.
+        state: what was measured before and is not measured again; told what is under way.
+        deadline: of `time.monotonic()`; later measurements are recorded as not run.
 
     Yields:
-        Records with the problem's floor for their mode, as they are measured.
+        Records, as they are measured.
+
+    Raises:
+        BrokenDeviceError: the device no longer answers; everything up to then was yielded.
     """
+    state = State() if state is None else state
     failed = gate.operator_tests(case.tests) if run_tests else None
-    problem = case.problem(setting)
-    chosen: list[Mode] = [mode for mode in modes if mode in problem.modes]
-    wanted = gate.reference(problem, chosen)
-    for mode in chosen:
-        for provider in problem.providers:
-            if not re.search(only, provider):
-                continue
-            if failed is not None and is_ours(provider):
-                result = Measurement(f"tests: {failed}")
-            else:
-                result = measure(problem, provider, mode, wanted, setting.device, warmup_ms=warmup_ms, rep_ms=rep_ms)
-            now = datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds")
-            fields: dict[str, Any] = {
-                "schema": SCHEMA,
-                "case": case.name,
-                "provider": provider,
-                "mode": mode,
-                "utc": now,
-            }
-            fields |= result._asdict() | machine._asdict()
-            yield cast(Record, {key: fields[key] for key in RECORD}), problem.floors.get(mode)
+    state.begin(case.name)
+    try:
+        problem = case.problem(setting)
+        torch.set_float32_matmul_precision(problem.precision)
+        chosen: list[Mode] = [mode for mode in modes if mode in problem.modes]
+        wanted = gate.reference(problem, chosen)
+    except (ModuleNotFoundError, Unavailable) as fault:
+        yield record(machine, case.name, OURS, modes[0], f"unavailable: {_one_line(fault)}")
+        return
+    except Exception as fault:
+        # One problem that cannot be built does not cost the others their measurements.
+        why = f"error: the problem: {type(fault).__name__}: {_one_line(fault)}"
+        yield record(machine, case.name, OURS, modes[0], why)
+        _require_device(setting.device)
+        return
+    try:
+        for mode in chosen:
+            for provider in problem.providers:
+                if not re.search(only, provider) or state.known(case.name, provider, mode):
+                    continue
+                state.begin(case.name, provider, mode)
+                if failed is not None and is_ours(provider):
+                    result = Measurement(f"tests: {failed}")
+                elif time.monotonic() > deadline:
+                    result = Measurement("not run: the budget was spent")
+                else:
+                    device = setting.device
+                    result = measure(problem, provider, mode, wanted, device, warmup_ms=warmup_ms, rep_ms=rep_ms)
+                fields: dict[str, Any] = result._asdict()
+                yield record(
+                    machine, case.name, provider, mode, fields.pop("gate"), floor=problem.floors.get(mode), **fields
+                )
+                if result.gate.startswith("error"):
+                    _require_device(setting.device)
+                    _release(setting.device)
+    finally:
+        torch.set_float32_matmul_precision("highest")
 
 
-def _show(record: Record, floor: Floor | None) -> str:
-    """One line for the terminal; the rates are of the floor's work, so they say how far from it the time is."""
-    head = f"{record['case']:<48} {record['mode']:<7} {record['provider']:<28}"
-    if record["ms"] is None:
-        return f"{head} {record['gate']}"
-    ms = record["ms"]
+# The command ----------------------------------------------------------------------------------------------------------
+
+
+def _show(entry: Record) -> str:
+    """A line for people; rates are of the floor's work, so they say how far from it the time is."""
+    head = f"{entry['case']:<48} {entry['mode']:<7} {entry['provider']:<28}"
+    if entry["ms"] is None:
+        return f"{head} {entry['gate']}"
+    ms, floor = entry["ms"], entry["floor"] or {}
     parts = [f"{ms['p50'] * 1e3:10.1f} us [{ms['p20'] * 1e3:.1f}, {ms['p80'] * 1e3:.1f}]"]
-    parts.append(f"err {record['max_rel_err']:.1e}")
-    if record["peak_bytes"] is not None:
-        parts.append(f"{record['peak_bytes'] / 2**20:.1f} MiB")
-    if floor is not None and floor.bytes is not None:
-        parts.append(f"{floor.bytes / ms['p50'] * 1e-9:.3f} TB/s")
-    if floor is not None and floor.flops is not None:
-        parts.append(f"{floor.flops / ms['p50'] * 1e-9:.3f} TFLOP/s")
+    parts.append(f"err {entry['max_rel_err']:.1e}  first {entry['compile_s']:.1f} s")
+    if entry["peak_bytes"] is not None:
+        parts.append(f"{entry['peak_bytes'] / 2**20:.1f} MiB")
+    for key, unit in (("bytes", "TB/s"), ("gathered", "TB/s gathered"), ("flops", "TFLOP/s")):
+        if floor.get(key):
+            parts.append(f"{floor[key] / ms['p50'] * 1e-9:.3f} {unit}")
     return "  ".join([head, *parts])
 
 
@@ -355,76 +256,109 @@ def _compare_peers() -> Iterator[str]:
     """Installed peers whose version is not the locked one."""
     for line in LOCK.read_text(encoding="utf-8").splitlines():
         name, _, locked = line.partition("#")[0].strip().partition("==")
-        here = _version(name) if name else None
+        here = version(name) if name else None
         if here is not None and here != locked:
             yield f"note: {name} {here} is installed, peers.lock says {locked}"
 
 
-def main(arguments: Sequence[str] | None = None, registry: Registry | None = None) -> int:
-    """The command line; 1 when no timing was made or one of our own providers failed."""
+def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(
         prog="python -m benchmarks.run", description="Run benchmarks and write their results."
     )
     parser.add_argument("cases", nargs="*", metavar="CASE", help="family, name or shell pattern")
-    parser.add_argument("--list", action="store_true", help="list the cases and stop")
+    parser.add_argument("--list", action="store_true", help="list the cases (with CASE: those chosen) and stop")
+    parser.add_argument("--quick", action="store_true", help="the cases that stand for their families, timed briefly")
     parser.add_argument("--out", type=Path, help="the JSON file to write")
+    parser.add_argument("--resume", action="store_true", help="keep what --out holds, and measure what it lacks")
+    parser.add_argument("--budget", type=float, default=math.inf, metavar="SECONDS", help="stop cleanly after so long")
+    parser.add_argument("--supervise", action="store_true", help="work in another process; start it anew when it dies")
+    parser.add_argument("--limit", type=float, default=120.0, metavar="SECONDS", help="of one measurement, supervised")
+    parser.add_argument("--root", type=Path, help="folder of data sets (default: the variable INSUM_DATA)")
     parser.add_argument("--modes", default=",".join(MODES), help="of fwd,bwd,fwdbwd")
     parser.add_argument("--providers", default="", metavar="REGEX", help="run only these")
     parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")
     parser.add_argument("--size", choices=["tiny", "full"], default="full")
     parser.add_argument("--commit", help="where the files are a copy without history, the commit they are of")
     parser.add_argument("--skip-tests", action="store_true", help="do not run the operators' tests first")
-    parser.add_argument("--warmup-ms", type=int, default=25)
-    parser.add_argument("--rep-ms", type=int, default=200)
-    options = parser.parse_args(arguments)
+    parser.add_argument("--warmup-ms", type=int, help="default 25; quick 10")
+    parser.add_argument("--rep-ms", type=int, help="default 200; quick 50")
+    return parser
 
+
+def main(arguments: Sequence[str] | None = None, registry: Registry | None = None) -> int:
+    """The command line; 1 when no timing was made or one of our own providers failed."""
+    start = time.monotonic()
+    parser = _parser()
+    given = list(sys.argv[1:] if arguments is None else arguments)
+    options = parser.parse_args(given)
     registry = load() if registry is None else registry
-    if options.list or not options.cases:
+    if not options.cases:
         print("\n".join(case.name for case in registry))
         return 0 if options.list else 2
     modes: list[Mode] = [mode for mode in MODES if mode in options.modes.split(",")]
     unknown = set(options.modes.split(",")) - set(MODES)
     if unknown:
         parser.error(f"unknown mode {', '.join(sorted(unknown))}")
+    if not options.out and (options.resume or options.supervise):
+        parser.error("--resume and --supervise need --out")
     device = torch.device(options.device)
     try:
         cases = registry.select(options.cases)
     except KeyError as fault:
         parser.error(str(fault.args[0]))
+    cases = [case for case in cases if device.type in case.devices and (case.quick or not options.quick)]
+    if options.list:
+        print("\n".join(case.name for case in cases))
+        return 0
+    if options.supervise:
+        return supervise(given, options.out, limit=options.limit, budget=options.budget, commit=options.commit)
+    return _run(options, cases, modes, device, start + options.budget)
 
+
+def _run(
+    options: argparse.Namespace, cases: Sequence[Case], modes: Sequence[Mode], device: torch.device, deadline: float
+) -> int:
     print(*_compare_peers(), sep="\n", file=sys.stderr)
     machine = Machine.here(device, options.commit)
-    print(f"{machine.gpu}, torch {machine.torch}, triton {machine.triton}, commit {machine.commit}")
-    records: list[Record] = []
+    print(f"{machine.gpu}, torch {machine.torch}, triton {machine.triton}, commit {machine.commit}, {len(cases)} cases")
+    state = State.of(options.out, resume=options.resume)
+    root = options.root or (Path(os.environ["INSUM_DATA"]) if "INSUM_DATA" in os.environ else None)
+    setting = Setting(device, options.size, root=root)
     for case in cases:
-        if device.type not in case.devices:
-            print(f"{case.name:<48} not for {device.type}")
+        if state.finished(case.name):
             continue
-        for record, floor in run_case(
+        if time.monotonic() > deadline:
+            state.add(record(machine, case.name, OURS, modes[0], "not run: the budget was spent"))
+            continue
+        found = run_case(
             case,
-            Setting(device, options.size),
+            setting,
             modes,
             machine,
             only=options.providers,
             run_tests=not options.skip_tests,
-            warmup_ms=options.warmup_ms,
-            rep_ms=options.rep_ms,
-        ):
-            print(_show(record, floor), flush=True)
-            records.append(record)
-            # Written as it grows: a run that is cut short keeps what it has.
-            if options.out:
-                _write(options.out, records)
-    fine = ("passed", "unavailable")
+            warmup_ms=(10 if options.quick else 25) if options.warmup_ms is None else options.warmup_ms,
+            rep_ms=(50 if options.quick else 200) if options.rep_ms is None else options.rep_ms,
+            state=state,
+            deadline=deadline,
+        )
+        try:
+            for entry in found:
+                print(_show(entry), flush=True)
+                state.add(entry)
+        except BrokenDeviceError as fault:
+            print(f"the device no longer answers: {fault}", file=sys.stderr)
+            return BROKEN_DEVICE
+        state.finish(case.name)
+        _release(device)
+    state.end()
+    return _outcome(state.records)
+
+
+def _outcome(records: Sequence[Record]) -> int:
+    fine = ("passed", "unavailable", "not run")
     ours_failed = [r for r in records if is_ours(r["provider"]) and not r["gate"].startswith(fine)]
     return 1 if ours_failed or not any(r["ms"] for r in records) else 0
-
-
-def _write(path: Path, records: Sequence[Record]) -> None:
-    path.parent.mkdir(parents=True, exist_ok=True)
-    temporary = path.with_suffix(".part")
-    temporary.write_text(json.dumps(records, indent=1) + "\n", encoding="utf-8")
-    temporary.replace(path)
 
 
 if __name__ == "__main__":

@@ -556,11 +556,12 @@ class _Writer:
             order = axes[::-1] if swapped else axes
             shape = "(" + ", ".join(str(self.axes[a].lanes) for a in order) + ("," if len(order) == 1 else "") + ")"
             self.scopes[0].lines.append(f"{name} = tl.zeros({shape if order else '()'}, {self.type})")
-            if self.product is not None:
-                self.dots(name, group)
-            else:
+            if self.product is None:
                 self.sums(name, group, axes)
             results[key] = (name, order, group[0].target)
+        if self.product is not None:
+            names = [name for name, _, _ in results.values()]
+            self.dots(list(zip(names, by_target.values(), strict=True)))
         return results
 
     def values(self, points: Sequence[Point]) -> list[list[_Value]]:
@@ -630,25 +631,30 @@ class _Writer:
             return value
         return self.define("w", f"{value.text}.to(tl.float32)", value.axes, value.depth)
 
-    def dots(self, name: str, points: Sequence[Point]) -> None:
-        """Add the points' matrix products to an accumulator."""
+    def dots(self, cells: Sequence[tuple[str, Sequence[Point]]]) -> None:
+        """Add the points' matrix products to their accumulators.
+
+        Products with one right side are written together, so that few operands are alive at any time.
+        """
         product = self.product
         assert product is not None
-        sides: dict[str, tuple[_Value, list[tuple[float, tuple[_Value, ...]]]]] = {}
-        for point in points:
-            values = [self.load(read) for read in point.reads]
-            left, right = (tuple(values[n] for n in side) for side in (product.left, product.right))
-            # What is written out differently from point to point goes to the left.
-            key = " * ".join(v.text for v in right)
-            whole = right[0] if len(right) == 1 else self.factored([(1.0, right)])
-            sides.setdefault(key, (whole, []))[1].append((point.number, left))
-        for whole, terms in sides.values():
-            left = self.operand(terms, "mk")
-            right = self.side(whole, "kn")
-            if self.schedule.swap:
-                left, right = f"tl.trans({right})", f"tl.trans({left})"
-            how = f", input_precision='{self.precision}'" if self.form.bound.dtype == torch.float32 else ""
-            self.scopes[-1].lines.append(f"{name} = tl.dot({left}, {right}, {name}{how})")
+        sides: dict[tuple[Read, ...], list[tuple[str, list[Point]]]] = {}
+        for name, points in cells:
+            by_right: dict[tuple[Read, ...], list[Point]] = {}
+            for point in points:
+                by_right.setdefault(tuple(point.reads[n] for n in product.right), []).append(point)
+            for key, group in by_right.items():
+                sides.setdefault(key, []).append((name, group))
+        how = f", input_precision='{self.precision}'" if self.form.bound.dtype == torch.float32 else ""
+        for reads, groups in sides.items():
+            factors = tuple(self.load(read) for read in reads)
+            right = self.side(factors[0] if len(factors) == 1 else self.factored([(1.0, factors)]), "kn")
+            for name, points in groups:
+                terms = [(p.number, tuple(self.load(p.reads[n]) for n in product.left)) for p in points]
+                first, second = self.operand(terms, "mk"), right
+                if self.schedule.swap:
+                    first, second = f"tl.trans({second})", f"tl.trans({first})"
+                self.scopes[-1].lines.append(f"{name} = tl.dot({first}, {second}, {name}{how})")
 
     def operand(self, terms: list[tuple[float, tuple[_Value, ...]]], axes: str) -> str:
         if len(terms) == 1 and terms[0][0] == 1.0 and len(terms[0][1]) == 1:

@@ -5,7 +5,11 @@
     import insum_nn.layers.spconv as spconv
     from insum_nn.layers.spconv.utils import PointToVoxel
 
-What is asked for by `algo` is not read: the compiler chooses.
+What differs from spconv 2.3: `algo` is not read, for the compiler chooses. Output voxels are in lexicographic order. A
+repeated voxel is refused. The largest of a window of negative features is negative (`SparseMaxPool3d.at_least` gives
+spconv's 0). The weight of a kernel of one cell and stride 1 is what its shape says; states of spconv are brought into
+that order on loading (`load_spconv_state_dict`, where a state has lost its metadata). A dilation enlarges the output of
+a transposed convolution, as in torch.
 
 >>> import torch
 >>> conv = SubMConv3d(4, 8, kernel_size=3, bias=False)

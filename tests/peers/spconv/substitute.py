@@ -13,7 +13,7 @@ from typing import Any
 import pytest
 import torch
 
-from tests.peers.runner import Substitution
+from tests.peers.runner import Substitution, read_skips
 
 __all__ = ["Spconv", "substitute"]
 
@@ -71,6 +71,11 @@ class Spconv(Substitution):
     FOLDER = "test"
     SKIPS = Path(__file__).with_name("skips.txt")
     FILES = ("test_conv.py", "test_multi_impl.py", "test_all_algo.py")
+
+    def __init__(self) -> None:
+        super().__init__()
+        if not torch.cuda.is_available():
+            self.skips |= read_skips(self.SKIPS.with_name("skips_cpu.txt"))
 
     def substitute(self) -> None:
         substitute(self.suite.parent / "spconv" / "test_utils.py")

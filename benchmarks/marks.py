@@ -1,0 +1,248 @@
+"""The marks to reach on one H200, as conditions on measurements: which cases, which quantity, how much.
+
+A mark is judged from a result file alone. Where what it compares with is missing it is not judged.
+"""
+
+from __future__ import annotations
+
+import fnmatch
+import math
+import re
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+
+from benchmarks.records import Record
+from benchmarks.registry import is_ours
+
+__all__ = ["MARKS", "MEANS", "Group", "Mark", "Mean", "Verdict", "gather_us", "judge", "judge_means"]
+
+# Two runs of one kernel differ by as much: "no slower" cannot ask for more.
+NOISE = 0.97
+DEVICE = "H200"
+# Of a device-to-device copy there, read and written bytes together, per second.
+COPY = 4.3e12
+MIB = 1 << 20
+
+Group = Mapping[str, Record]
+"""The records of one case in one mode, by provider."""
+
+
+@dataclass(frozen=True)
+class Verdict:
+    """A mark's outcome: what was asked, what was found."""
+
+    asked: str
+    found: str
+    met: bool
+
+
+def ours(group: Group) -> Record | None:
+    """Our fastest provider that passed."""
+    return _fastest(group, is_ours)
+
+
+def _fastest(group: Group, wanted: Callable[[str], object]) -> Record | None:
+    timed = [r for name, r in group.items() if r["ms"] is not None and wanted(name)]
+    return min(timed, key=lambda r: r["ms"]["p50"] if r["ms"] else math.inf, default=None)
+
+
+def _p50(record: Record) -> float:
+    return record["ms"]["p50"] if record["ms"] else math.nan
+
+
+def gather_us(record: Record) -> float | None:
+    """The time in which the rows of the floor can be gathered, at the rates measured on an H200.
+
+    Random rows from a table that fits into the L2 cache (up to 40 MiB) arrive at 9 TB/s, from 170 MiB on at 5; rows of
+    128 bytes and less at 7 and 4.2.
+    """
+    floor = record["floor"]
+    if floor is None or not floor["gathered"] or not floor["row"] or not floor["table"]:
+        return None
+    near, far = (7.0e12, 4.2e12) if floor["row"] <= 128 else (9.0e12, 5.0e12)
+    share = (math.log2(floor["table"]) - math.log2(40 * MIB)) / (math.log2(170 * MIB) - math.log2(40 * MIB))
+    rate = near + (far - near) * min(1.0, max(0.0, share))
+    return floor["gathered"] / rate * 1e6
+
+
+# Judges ---------------------------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class Faster:
+    """So many times as fast as the best of these peers."""
+
+    times: float
+    peers: str = ""
+
+    def __call__(self, group: Group) -> Verdict | None:
+        mine = ours(group)
+        other = _fastest(group, lambda name: not is_ours(name) and re.search(self.peers, name))
+        if mine is None or other is None:
+            return None
+        ratio = _p50(other) / _p50(mine)
+        limit = NOISE if self.times == 1 else self.times
+        return Verdict(f">= {self.times:g}x {other['provider']}", f"{ratio:.2f}x", ratio >= limit)
+
+
+@dataclass(frozen=True)
+class Within:
+    """At most so many microseconds."""
+
+    us: float
+    provider: str = ""
+
+    def __call__(self, group: Group) -> Verdict | None:
+        mine = _fastest(group, lambda name: is_ours(name) and re.search(self.provider, name))
+        if mine is None:
+            return None
+        return Verdict(f"<= {self.us:g} us", f"{_p50(mine) * 1e3:.1f} us", _p50(mine) * 1e3 <= self.us)
+
+
+@dataclass(frozen=True)
+class NearGather:
+    """At most so many times the time of gathering."""
+
+    times: float
+
+    def __call__(self, group: Group) -> Verdict | None:
+        mine = ours(group)
+        floor = None if mine is None else gather_us(mine)
+        if mine is None or floor is None:
+            return None
+        ratio = _p50(mine) * 1e3 / floor
+        return Verdict(f"<= {self.times:g}x gather floor {floor:.1f} us", f"{ratio:.2f}x", ratio <= self.times)
+
+
+@dataclass(frozen=True)
+class NearBytes:
+    """At most so many times the time of moving each byte once, at the rate of a copy."""
+
+    times: float
+
+    def __call__(self, group: Group) -> Verdict | None:
+        mine = ours(group)
+        counted = None if mine is None or mine["floor"] is None else mine["floor"]["bytes"]
+        if mine is None or not counted:
+            return None
+        floor = counted / COPY * 1e6
+        ratio = _p50(mine) * 1e3 / floor
+        return Verdict(f"<= {self.times:g}x byte floor {floor:.1f} us", f"{ratio:.2f}x", ratio <= self.times)
+
+
+@dataclass(frozen=True)
+class NoMoreMemory:
+    """A peak no higher than the lowest of the peers."""
+
+    def __call__(self, group: Group) -> Verdict | None:
+        mine = ours(group)
+        other = [r["peak_bytes"] for name, r in group.items() if not is_ours(name) and r["peak_bytes"] is not None]
+        if mine is None or mine["peak_bytes"] is None or not other:
+            return None
+        asked, found = min(other) / MIB, mine["peak_bytes"] / MIB
+        return Verdict(f"peak <= {asked:.1f} MiB", f"{found:.1f} MiB", found <= asked)
+
+
+@dataclass(frozen=True)
+class Mark:
+    """A judge, and the cases and modes that it is for.
+
+    Attributes:
+        cases: shell pattern of names.
+        modes: those judged.
+        judge: the condition.
+    """
+
+    cases: str
+    modes: tuple[str, ...]
+    judge: Callable[[Group], Verdict | None]
+
+
+BOTH = ("fwd", "fwdbwd")
+MARKS: tuple[Mark, ...] = (
+    Mark("block_spmm/*/dtype=float16", ("fwd",), Faster(1, "torch_dense")),
+    Mark("block_spmm/block=32/sparsity=0.9/dtype=float16", ("fwd",), Within(65)),
+    Mark("block_spmm/block=32/sparsity=0.9/dtype=float16", ("fwd",), Faster(3.6, "torch_bsr")),
+    Mark("block_spmm/block=32/sparsity=0.95/dtype=float16", ("fwd",), Within(40)),
+    Mark("block_spmm/block=32/sparsity=0.99/dtype=float16", ("fwd",), Within(20)),
+    Mark("spmm/*", ("fwd",), Faster(1, "torch_csr")),
+    Mark("spmm/*/n=64/*", ("fwd",), NearGather(1.5)),
+    Mark("spmm/*/n=128/*", ("fwd",), NearGather(1.5)),
+    Mark("spmm/*/n=256/*", ("fwd",), NearGather(1.5)),
+    Mark("gcn_step/*", ("fwd",), Faster(2)),
+    Mark("gcn_step/*", ("fwd",), NoMoreMemory()),
+    Mark("gcn_layer/*", BOTH, Faster(1)),
+    Mark("gcn/*", BOTH, Faster(1)),
+    Mark("subm_conv/*/dtype=float16", BOTH, Faster(1.3)),
+    Mark("subm_conv/*/dtype=bfloat16", BOTH, Faster(1.3)),
+    Mark("subm_conv/*/dtype=float32", BOTH, Faster(1)),
+    Mark("subm_conv/*/dtype=tf32", BOTH, Faster(1)),
+    Mark("subm_map/*", ("fwd",), Faster(1.3)),
+    Mark("tp_conv/*", ("fwd",), Faster(3, "oeq")),
+    Mark("tp_conv/*", ("fwdbwd",), Faster(2.5, "oeq")),
+    Mark("tp_conv_double/*", ("bwd",), Faster(2, "oeq")),
+    Mark("fctp/*/channels=[!1]*/weights=shared/dtype=float32", ("fwd",), Faster(2.5)),
+    Mark("fctp/*/channels=128/weights=shared/dtype=float32", ("fwd",), Faster(2.5)),
+    Mark("fctp/*/channels=[!1]*/weights=shared/dtype=tf32", ("fwd",), Faster(4)),
+    Mark("fctp/*/channels=128/weights=shared/dtype=tf32", ("fwd",), Faster(4)),
+    Mark("fctp/*/weights=sample/*", ("fwd",), NearBytes(1.3)),
+    Mark("fctp/*/dtype=float32", ("fwdbwd",), Faster(1)),
+    Mark("block_linear/*", BOTH, Faster(1)),
+    Mark("host/call=program/autograd=off", ("fwd",), Within(20, "program")),
+    Mark("host/call=program/autograd=on", ("fwd",), Within(60, "program")),
+)
+
+
+def judge(case: str, mode: str, group: Group) -> list[Verdict]:
+    """The verdicts on one case in one mode; none where another device was measured than the marks are for."""
+    if not all(DEVICE in record["gpu"] for record in group.values()):
+        return []
+    found = [mark.judge(group) for mark in MARKS if mode in mark.modes and fnmatch.fnmatchcase(case, mark.cases)]
+    return [verdict for verdict in found if verdict is not None]
+
+
+# Over many cases ------------------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class Mean:
+    """A geometric mean of ratios over cases.
+
+    Attributes:
+        cases: regular expression of names, matched whole.
+        mode: that judged.
+        times: what it must be at least.
+        peers: regular expression: the best of these.
+    """
+
+    cases: str
+    mode: str
+    times: float
+    peers: str
+
+
+MEANS: tuple[Mean, ...] = (
+    Mean(r"spmm/.*/n=(16|32|64|128|256)/dtype=float32", "fwd", 1.4, "torch_csr"),
+    Mean(r"spmm/.*/n=(16|32|64|128|256)/dtype=b?float16", "fwd", 1.8, "torch_csr"),
+)
+
+
+def judge_means(groups: Mapping[tuple[str, str], Group], means: Sequence[Mean] = MEANS) -> list[Verdict]:
+    """The verdicts on means; `groups` is keyed by case and mode."""
+    verdicts: list[Verdict] = []
+    for mean in means:
+        ratios: list[float] = []
+        for (case, mode), group in groups.items():
+            if not all(DEVICE in record["gpu"] for record in group.values()):
+                continue
+            if mode != mean.mode or not re.fullmatch(mean.cases, case):
+                continue
+            mine, wanted = ours(group), re.compile(mean.peers)
+            other = _fastest(group, lambda name, wanted=wanted: not is_ours(name) and wanted.search(name))
+            if mine is not None and other is not None:
+                ratios.append(_p50(other) / _p50(mine))
+        if ratios:
+            value = math.exp(sum(map(math.log, ratios)) / len(ratios))
+            asked = f"{mean.cases}: geometric mean >= {mean.times:g}x {mean.peers}"
+            verdicts.append(Verdict(asked, f"{value:.2f}x over {len(ratios)} cases", value >= mean.times))
+    return verdicts
