@@ -74,8 +74,9 @@ system-libs: ## install the system libraries that Open3D loads, where allowed
 	then echo "installed for Open3D:$$missing"; \
 	else echo "note: Open3D needs the system packages$$missing, which could not be installed here; all else works without them."; fi
 
-demo: $(READY) ## train a small graph network on our einsum and show its kernel
-	@$(RUN_ENV) $(PY) examples/demo.py
+demo: $(READY) ## train five small networks on our layers, compare each with its peer, print one table
+	@# One thread unless asked otherwise: on a busy machine threads that wait for each other spin, and all takes several times as long.
+	@OMP_NUM_THREADS=$${OMP_NUM_THREADS:-1} $(RUN_ENV) $(PY) examples/demo.py --size tiny --out $(OUTPUT)/demo
 
 test: $(READY) doctest ## run all CPU tests
 	$(TEST_ENV) $(PY) -m pytest -n $(JOBS) -m "not gpu"

@@ -1,87 +1,99 @@
-"""The shortest tour: train a network built on one indirect einsum, and look at its kernel.
+"""All four layers, each swapped into a network that is trained here, and one table of what came out.
 
-python examples/demo.py
+    python examples/demo.py --size tiny             about a minute on a CPU; what `make demo` runs
+    python examples/demo.py                         generated data too, at full size: for a GPU
+
+The layers: GCNConv, sparse convolutions, tensor products, BlockSparseLinear. Each is compared with the peer's layer,
+with the same weights and on what it saw in the network. Nothing is downloaded.
 """
 
 from __future__ import annotations
 
-import argparse
 import sys
-from collections.abc import Sequence
-from dataclasses import replace
+import time
+from collections.abc import Callable, Sequence
+from contextlib import redirect_stdout
+from functools import partial
 from pathlib import Path
-
-import torch
 
 # The examples are scripts side by side, no package.
 sys.path.insert(0, str(Path(__file__).resolve().parent))
 
+import _training
+import prune_mlp
+import tetris
+import torch
+import train_forces
 import train_gcn
+import train_s3dis
 
-from insum_nn.ops import spmm_program
-
-EXPLAIN_LINES = 25
-
-
-def show_kernel(graph: train_gcn.Graph, folder: Path, width: int) -> Path:
-    """Print the head of what became of the layer's product; write the whole as a page with a picture."""
-    adjacency = graph.adjacency
-    program = spmm_program(adjacency)
-    dense = torch.randn(adjacency.num_cols, width, device=adjacency.device)
-    explanation = program.explain(tensors={**adjacency.tensors, "B": dense}, out_shape=(adjacency.num_rows, None))
-    lines = str(explanation).splitlines()
-    print("\n".join(lines[:EXPLAIN_LINES]))
-    if len(lines) > EXPLAIN_LINES:
-        print(f"... {len(lines) - EXPLAIN_LINES} more lines in the page below")
-    page = folder / "kernel.html"
-    folder.mkdir(parents=True, exist_ok=True)
-    page.write_text(explanation.html(), encoding="utf-8")
-    return page
+# From device and folder, and whether to resume.
+Run = Callable[..., _training.Outcome]
 
 
-def table(settings: train_gcn.Settings, curves: Sequence[train_gcn.Curve], graph: train_gcn.Graph) -> str:
-    """One row per seed: the loss of the first and of the last epoch, and the accuracy on nodes not trained on."""
-    accuracies = train_gcn.selected_accuracies(curves)
-    model = f"GCN {graph.features.num_cols}-{settings.hidden}-{graph.num_classes}"
-    rows = [("model", "seed", "loss before", "loss after", "test accuracy")]
-    for seed, (curve, accuracy) in enumerate(zip(curves, accuracies.tolist(), strict=True)):
-        rows.append((model, str(seed), f"{curve.val_loss[0]:.3f}", f"{curve.val_loss[-1]:.3f}", f"{accuracy:.1%}"))
-    rows.append((model, "mean", "", "", f"{accuracies.mean():.1%}"))
-    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
-    return "\n".join(
-        "  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)).rstrip() for row in rows
-    )
+def runs(*, tiny: bool) -> dict[str, Run]:
+    """The examples that need no data, by name: device and folder -> outcome."""
+    if not tiny:
+        return {
+            "train_gcn": partial(train_gcn.run, train_gcn.Settings()),
+            "train_s3dis": partial(train_s3dis.run, train_s3dis.Settings(), source=train_s3dis.Source()),
+            "tetris": partial(tetris.run, tetris.Settings()),
+            "train_forces": partial(train_forces.run, train_forces.Settings()),
+            "prune_mlp": partial(prune_mlp.run, prune_mlp.Settings()),
+        }
+    return {
+        "train_gcn": partial(train_gcn.run, train_gcn.TINY),
+        "train_s3dis": partial(train_s3dis.run, train_s3dis.TINY, source=train_s3dis.TINY_SOURCE),
+        "tetris": partial(tetris.run, tetris.TINY),
+        "train_forces": partial(train_forces.run, train_forces.TINY),
+        "prune_mlp": partial(prune_mlp.run, prune_mlp.TINY),
+    }
+
+
+def run_all(chosen: dict[str, Run], device: torch.device, out: Path) -> list[_training.Outcome]:
+    """Run examples one after the other; what they print goes to a file beside their pictures."""
+    outcomes: list[_training.Outcome] = []
+    for name, run in chosen.items():
+        folder = out / name
+        folder.mkdir(parents=True, exist_ok=True)
+        start = time.perf_counter()
+        with (folder / "report.txt").open("w", encoding="utf-8") as report, redirect_stdout(report):
+            outcome = run(device, folder)
+            outcome.report()
+        outcomes.append(outcome)
+        print(f"{name}.py: {time.perf_counter() - start:.0f} s")
+    return outcomes
 
 
 def main(argv: Sequence[str] | None = None, *, size: str = "full") -> float:
-    """Train on KarateClub, print kernel and results, write the pictures.
+    """Run the examples that need no data, print one table, say where the pictures lie.
 
     Args:
         argv: command line arguments; none by default.
         size: "tiny" or "full", unless `argv` says.
 
     Returns:
-        The mean accuracy on the nodes that were not trained on.
-    """
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--size", choices=("tiny", "full"), default=size)
-    parser.add_argument("--device", default="auto")
-    parser.add_argument("--out", type=Path, default=Path("outputs") / "demo")
-    options = parser.parse_args(argv or [])
+        The largest difference of a layer to its peer, relative to the largest value that the peer gave.
 
-    settings = train_gcn.Settings(seeds=3)
-    if options.size == "tiny":
-        settings = replace(settings, seeds=1, epochs=20)
-    graph = train_gcn.load_graph(settings.dataset, device=train_gcn.choose_device(options.device))
-    print(f"A two-layer graph network on {settings.dataset}: {graph.adjacency}")
-    print(f"Each layer is A (X W) + b, and A (X W) is one statement: {spmm_program(graph.adjacency).expression}\n")
-    curves = train_gcn.train_with_progress(graph, settings)
-    print("\nWhat became of the statement:\n")
-    page = show_kernel(graph, options.out, settings.hidden)
-    picture = train_gcn.plot(curves, settings.dataset, options.out / "training.png")
-    print(f"\n{table(settings, curves, graph)}\n")
-    print(f"loss and accuracy by epoch: {picture}\nthe statement, its plan and code: {page}")
-    return train_gcn.selected_accuracies(curves).mean().item()
+    Raises:
+        SystemExit: a layer differs from its peer by more than rounding in float32.
+    """
+    parser = _training.argument_parser(__doc__, "demo", size)
+    options = parser.parse_args(argv or [])
+    device = _training.choose_device(options.device)
+    chosen = runs(tiny=options.size == "tiny")
+    if options.resume:
+        chosen = {name: partial(run, resume=True) for name, run in chosen.items()}
+    outcomes = run_all(chosen, device, options.out)
+    print(f"\n{_training.outcome_table(outcomes)}\n")
+    print("max difference: to the peer's layers, same weights and inputs, float32; of the largest value that they gave")
+    for name, outcome in zip(chosen, outcomes, strict=True):
+        pictures = ", ".join(picture.name for picture in outcome.pictures)
+        print(f"pictures and report: {options.out / name} ({pictures})")
+    worst = max(outcome.difference / outcome.largest for outcome in outcomes)
+    if not worst <= _training.ROUNDING:
+        raise SystemExit(f"a layer differs from its peer by {worst:.1e} of the largest value")
+    return worst
 
 
 if __name__ == "__main__":

@@ -1,20 +1,20 @@
 """Prune a network by blocks: accuracy against the share of the weights that is kept.
 
-    python examples/prune_mlp.py
+    python examples/prune_mlp.py                    the full setting: five densities, three seeds
+    python examples/prune_mlp.py --size tiny
 
-A dense network learns scikit-learn's handwritten digits. Then, for each density, `insum_nn.layers.swap` replaces its
-hidden layers by block-sparse ones that keep the heaviest blocks, and these are fine-tuned. Beside it a network that is
-sparse from the start, whose blocks move while it learns: the lightest are dropped, and grown where the dense gradient
-is largest (Evci et al., Rigging the Lottery, ICML 2020). Nothing is downloaded.
+A dense network learns scikit-learn's handwritten digits. Then, for each density, `insum_nn.swap` replaces its hidden
+layers by block-sparse ones that keep the heaviest blocks, and these are fine-tuned. Beside it a network that is sparse
+from the start, whose blocks move while it learns: the lightest are dropped, and grown where the dense gradient is
+largest (Evci et al., Rigging the Lottery, ICML 2020). Nothing is downloaded.
 """
 
 from __future__ import annotations
 
-import argparse
 import copy
 import sys
 from collections.abc import Callable, Sequence
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any, Literal
 
@@ -22,8 +22,14 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
+# The examples are scripts side by side, no package.
+sys.path.insert(0, str(Path(__file__).resolve().parent))
+
+import _peers
+import _training
+
+from insum_nn import swap
 from insum_nn.layers.block_sparse_linear import BlockSparseLinear
-from insum_nn.layers.swap import swap
 from insum_nn.structure.pruning import cosine_fraction
 
 Way = Literal["dense", "pruned", "from scratch"]
@@ -37,13 +43,25 @@ class Settings:
     hidden: int = 256
     block: int = 16
     epochs: int = 60
-    fine_tuning: int = 30
     batch: int = 64
     learning_rate: float = 2e-3
     # Epochs between two moves of blocks, and the share that moves at first.
     rewire_every: int = 3
     rewired: float = 0.3
     seeds: int = 3
+
+    @property
+    def fine_tuning(self) -> int:
+        """Epochs after pruning."""
+        return max(1, self.epochs // 2)
+
+    @property
+    def each(self) -> int:
+        """Networks of one seed."""
+        return 1 + 2 * len(self.densities)
+
+
+TINY = Settings(densities=(0.5, 0.2, 0.1), hidden=128, epochs=16, seeds=1)
 
 
 @dataclass(frozen=True)
@@ -58,14 +76,25 @@ class Digits:
 
 @dataclass(frozen=True)
 class Result:
-    """One trained network: test accuracy before and after training, and the weights its hidden layers store."""
+    """One trained network.
+
+    Attributes:
+        seed: what it was drawn from.
+        way: how it came to be.
+        density: share of the hidden layers' blocks that is kept.
+        loss: test cross entropy before and after training.
+        accuracy: test accuracy before and after training.
+        stored: weights of the hidden layers.
+        beside: its block-sparse layers beside dense ones with the same weights.
+    """
 
     seed: int
     way: Way
     density: float
-    before: float
-    after: float
+    loss: tuple[float, float]
+    accuracy: tuple[float, float]
     stored: int
+    beside: _peers.Comparison | None
 
 
 def load_digits(device: torch.device) -> Digits:
@@ -102,8 +131,19 @@ def stored_weights(model: nn.Module) -> int:
 
 
 @torch.no_grad()
-def accuracy(model: nn.Module, digits: Digits) -> float:
-    return (model(digits.test_x).argmax(1) == digits.test_y).float().mean().item()
+def judge(model: nn.Module, digits: Digits) -> tuple[float, float]:
+    """Cross entropy and accuracy on the digits that are held back."""
+    scores = model(digits.test_x)
+    right = (scores.argmax(1) == digits.test_y).float().mean()
+    return functional.cross_entropy(scores, digits.test_y).item(), right.item()
+
+
+@torch.no_grad()
+def beside_dense(model: nn.Module, digits: Digits) -> _peers.Comparison | None:
+    """The block-sparse layers beside dense ones with the same weights; `None` where there are none."""
+    if not sparse_layers(model):
+        return None
+    return _peers.compare(model, {BlockSparseLinear: _peers.dense_linear}, lambda: model(digits.test_x))
 
 
 def train(model: nn.Module, digits: Digits, settings: Settings, epochs: int, *, rewire: bool = False) -> None:
@@ -157,15 +197,19 @@ def run_all(
     device = digits.x.device
     results: list[Result] = []
     dense_state: dict[str, Tensor] | None = None
-    if resume and checkpoint is not None and checkpoint.exists():
-        results, dense_state = _load(checkpoint, settings, device)
+    state = _training.resumed(checkpoint, settings, resume=resume, free=("seeds",))
+    if state is not None:
+        results = [restored(row) for row in state["results"]][: settings.each * settings.seeds]
+        # Between two seeds there is no dense network to go on with.
+        dense_state = state["dense"] if len(results) % settings.each else None
 
-    def keep(result: Result, model: nn.Module) -> None:
+    def keep(result: Result, dense: nn.Module) -> None:
         results.append(result)
         if on_result is not None:
             on_result(result)
         if checkpoint is not None:
-            _save(checkpoint, settings, results, model)
+            rows = [asdict(r) for r in results]
+            _training.save_checkpoint(checkpoint, settings, results=rows, dense=dense.state_dict())
 
     ways: list[tuple[Way, float]] = [("dense", 1.0)]
     for density in settings.densities:
@@ -185,40 +229,29 @@ def run_all(
             model = dense if way == "dense" else sparsify(dense, settings, density)
             if way == "from scratch":
                 model = sparsify(make_model(settings, device), settings, density)
-            before = accuracy(model, digits)
+            before = judge(model, digits)
             epochs = settings.fine_tuning if way == "pruned" else settings.epochs
             train(model, digits, settings, epochs, rewire=way == "from scratch")
-            keep(Result(seed, way, density, before, accuracy(model, digits), stored_weights(model)), dense)
+            loss, accuracy = zip(before, judge(model, digits), strict=True)
+            stored, beside = stored_weights(model), beside_dense(model, digits)
+            keep(Result(seed, way, density, loss, accuracy, stored, beside), dense)
         dense_state = None
     return results
 
 
-def _load(path: Path, settings: Settings, device: torch.device) -> tuple[list[Result], dict[str, Tensor] | None]:
-    """The finished networks, and the weights of the dense one of the last seed."""
-    state: dict[str, Any] = torch.load(path, map_location=device, weights_only=True)
-    saved = Settings(**state["settings"])
-    if replace(saved, seeds=settings.seeds) != settings:
-        raise SystemExit(f"{path} was written with {saved}, not with {settings}; leave --resume out")
-    results = [Result(**result) for result in state["results"]]
-    each = 1 + 2 * len(settings.densities)
-    # Between two seeds there is no dense network to go on with.
-    return results[: each * settings.seeds], state["dense"] if len(results) % each else None
-
-
-def _save(path: Path, settings: Settings, results: Sequence[Result], dense: nn.Module) -> None:
-    stored = {"settings": asdict(settings), "results": [asdict(r) for r in results], "dense": dense.state_dict()}
-    path.parent.mkdir(parents=True, exist_ok=True)
-    # A run that is killed while it writes leaves the file before this one whole.
-    partial = path.with_suffix(".partial")
-    torch.save(stored, partial)
-    partial.replace(path)
+def restored(row: dict[str, Any]) -> Result:
+    """A result of a checkpoint."""
+    beside = None if row["beside"] is None else _peers.Comparison(**row["beside"])
+    values: dict[str, Any] = {**row, "beside": beside}
+    return Result(**values)
 
 
 # Showing it.
 
 
-def mean(results: Sequence[Result], way: Way, density: float, which: Literal["before", "after"] = "after") -> float:
-    found = [getattr(r, which) for r in results if r.way == way and r.density == density]
+def mean(results: Sequence[Result], way: Way, density: float, what: str = "accuracy", *, before: bool = False) -> float:
+    """Over the seeds, the accuracy or the loss of networks that came to be in one way, before or after training."""
+    found = [getattr(r, what)[0 if before else 1] for r in results if r.way == way and r.density == density]
     return sum(found) / len(found)
 
 
@@ -229,84 +262,87 @@ def table(results: Sequence[Result], settings: Settings) -> str:
     rows.append(("1", f"{stored[1.0]:,}", f"{mean(results, 'dense', 1.0):.1%}", "", ""))
     for density in settings.densities:
         numbers = (
-            mean(results, "pruned", density, "before"),
+            mean(results, "pruned", density, before=True),
             mean(results, "pruned", density),
             mean(results, "from scratch", density),
         )
         rows.append((f"{density:g}", f"{stored[density]:,}", *(f"{x:.1%}" for x in numbers)))
-    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
-    return "\n".join("  ".join(c.rjust(width) for c, width in zip(row, widths, strict=True)).rstrip() for row in rows)
+    return _training.table(rows, right=range(5))
 
 
 def plot(results: Sequence[Result], settings: Settings, path: Path) -> Path:
     """Draw accuracy by density: the mean over seeds, and each seed as a point."""
-    from matplotlib.backends.backend_agg import FigureCanvasAgg
-    from matplotlib.figure import Figure
-
-    figure = Figure(figsize=(6.5, 4), layout="constrained")
-    FigureCanvasAgg(figure)
+    figure = _training.new_figure(7, 4.4)
     axes = figure.subplots()
     dense = mean(results, "dense", 1.0)
-    axes.axhline(dense, color="#6c757d", linewidth=1, linestyle="--", label=f"dense ({dense:.1%})")
-    curves: list[tuple[str, Way, Literal["before", "after"], str]] = [
-        ("heaviest blocks kept", "pruned", "before", "#adb5bd"),
-        ("the same, fine-tuned", "pruned", "after", "#0b6e99"),
-        ("sparse from scratch, blocks moving", "from scratch", "after", "#d1495b"),
+    axes.axhline(dense, color="black", linewidth=1, linestyle="--", label=f"dense network ({dense:.1%})")
+    curves: list[tuple[str, Way, bool, str]] = [
+        ("pruned: its heaviest blocks alone", "pruned", True, "#adb5bd"),
+        ("pruned and fine-tuned", "pruned", False, _training.BLUE),
+        ("sparse from scratch, blocks move", "from scratch", False, _training.RED),
     ]
-    for label, way, which, color in curves:
-        means = [mean(results, way, density, which) for density in settings.densities]
-        axes.plot(settings.densities, means, color=color, label=label)
+    for label, way, before, color in curves:
+        means = [mean(results, way, density, before=before) for density in settings.densities]
+        axes.plot(settings.densities, means, color=color, label=label, marker="o", markersize=4)
         own = [r for r in results if r.way == way]
-        axes.scatter([r.density for r in own], [getattr(r, which) for r in own], color=color, s=12, alpha=0.6)
+        if settings.seeds > 1:
+            values = [r.accuracy[0 if before else 1] for r in own]
+            axes.scatter([r.density for r in own], values, color=color, s=10, alpha=0.4)
     axes.set_xscale("log")
-    axes.set_xticks(settings.densities, [f"{density:g}" for density in settings.densities])
+    axes.set_xticks(settings.densities, [f"{density:.0%}" for density in settings.densities])
     axes.minorticks_off()
-    axes.set_xlabel(f"share of the {settings.block} x {settings.block} blocks of the hidden layers that is kept")
-    axes.set_ylabel("test accuracy")
-    axes.grid(linewidth=0.4, alpha=0.5)
-    axes.legend(frameon=False)
-    path.parent.mkdir(parents=True, exist_ok=True)
-    figure.savefig(path, dpi=150)
-    return path
+    axes.yaxis.set_major_formatter(lambda value, _: f"{value:.0%}")
+    axes.set_xlabel(f"blocks of {settings.block} x {settings.block} that the hidden layers keep")
+    axes.set_ylabel("test digits labelled right")
+    seeds = f"mean of {settings.seeds} seeds; small dots: each" if settings.seeds > 1 else "one seed"
+    axes.set_title(f"scikit-learn's digits, network of 64-{settings.hidden}-{settings.hidden}-10, {seeds}", fontsize=10)
+    _training.grid(axes)
+    axes.legend(frameon=False, loc="lower right")
+    return _training.save_figure(figure, path)
 
 
-def run_with_progress(digits: Digits, settings: Settings, **more: Any) -> list[Result]:
-    """`run_all` under a progress bar."""
-    from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
+def run(settings: Settings, device: torch.device, out: Path, *, resume: bool = False) -> _training.Outcome:
+    """Train with a progress bar, compare the layers with dense ones, draw.
 
-    columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeRemainingColumn())
-    with Progress(*columns) as progress:
-        each = 1 + 2 * len(settings.densities)
-        task = progress.add_task("dense network", total=settings.seeds * each)
+    Args:
+        settings: what to train.
+        device: where.
+        out: folder of picture and checkpoint.
+        resume: continue from the checkpoint in `out`.
+
+    Returns:
+        What came out; losses and score are those of the networks pruned to the largest density, before and after
+        fine-tuning.
+    """
+    digits = load_digits(device)
+    print(f"{len(digits.y)} digits to learn from, {len(digits.test_y)} to test on; {device}")
+    print(sparsify(make_model(settings, device), settings, settings.densities[0]))
+    with _training.progress("digits", settings.seeds * settings.each) as bar:
 
         def show(result: Result) -> None:
-            text = f"seed {result.seed}, {result.way}, density {result.density:g}: {result.after:.1%}"
             place = 0 if result.way == "dense" else 1 + 2 * settings.densities.index(result.density)
-            done = result.seed * each + place + (result.way == "from scratch") + 1
-            progress.update(task, completed=done, description=text)
+            done = result.seed * settings.each + place + (result.way == "from scratch") + 1
+            bar(done, f"seed {result.seed}, {result.way}, {result.density:.0%}: {result.accuracy[1]:.1%}")
 
-        return run_all(digits, settings, on_result=show, **more)
-
-
-def choose_device(name: str) -> torch.device:
-    if name == "auto":
-        name = "cuda" if torch.cuda.is_available() else "cpu"
-    return torch.device(name)
-
-
-def parse(argv: Sequence[str], size: str) -> argparse.Namespace:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--size", choices=("tiny", "full"), default=size, help="tiny: one seed, two densities")
-    parser.add_argument("--densities", type=float, nargs="+", help="default 0.5 0.25 0.1 0.05 0.02")
-    parser.add_argument("--hidden", type=int, help="default 256, or 128 at size tiny")
-    parser.add_argument("--block", type=int, default=Settings.block, help="rows and columns of a block")
-    parser.add_argument("--epochs", type=int, help="default 60, or 10 at size tiny; half of them for fine-tuning")
-    parser.add_argument("--seeds", type=int, help="default 3, or 1 at size tiny")
-    parser.add_argument("--lr", type=float, default=Settings.learning_rate)
-    parser.add_argument("--device", default="auto")
-    parser.add_argument("--out", type=Path, default=Path("outputs") / "prune_mlp", help="folder of plot and checkpoint")
-    parser.add_argument("--resume", action="store_true", help="continue from the checkpoint in --out")
-    return parser.parse_args(argv)
+        checkpoint = out / "checkpoint.pt"
+        results = run_all(digits, settings, checkpoint=checkpoint, resume=resume, on_result=show)
+    print(f"\n{table(results, settings)}\n")
+    most = max(settings.densities)
+    compared = [r.beside for r in results if r.beside is not None]
+    worst = max(compared, key=lambda c: c.difference)
+    share, dense = mean(results, "pruned", most), mean(results, "dense", 1.0)
+    return _training.Outcome(
+        model=f"MLP, digits, {most:.0%} of blocks\n64-{settings.hidden}-{settings.hidden}-10",
+        layers=worst.layers,
+        peer="nn.Linear\nwith the masked weight",
+        difference=worst.difference,
+        largest=worst.largest,
+        loss_before=mean(results, "pruned", most, "loss", before=True),
+        loss_after=mean(results, "pruned", most, "loss"),
+        accuracy=f"{share:.1%} of test digits\n(dense {dense:.1%})",
+        score=share,
+        pictures=(plot(results, settings, out / "accuracy.png"),),
+    )
 
 
 def main(argv: Sequence[str] | None = None, *, size: str = "full") -> float:
@@ -319,26 +355,23 @@ def main(argv: Sequence[str] | None = None, *, size: str = "full") -> float:
     Returns:
         The mean test accuracy after pruning to the largest density and fine-tuning.
     """
-    options = parse(argv or [], size)
-    tiny = options.size == "tiny"
-    epochs = options.epochs or (10 if tiny else Settings.epochs)
-    settings = Settings(
-        tuple(options.densities or ((0.5, 0.1) if tiny else Settings.densities)),
-        options.hidden or (128 if tiny else Settings.hidden),
-        options.block,
-        epochs,
-        max(1, epochs // 2),
-        learning_rate=options.lr,
-        seeds=options.seeds or (1 if tiny else Settings.seeds),
+    parser = _training.argument_parser(__doc__, "prune_mlp", size)
+    _training.add_settings(
+        parser,
+        Settings(),
+        TINY,
+        densities="shares of the blocks to keep",
+        hidden="width of the hidden layers",
+        block="rows and columns of a block",
+        epochs="half of them for fine-tuning",
+        seeds="",
+        learning_rate="",
     )
-    digits = load_digits(choose_device(options.device))
-    print(f"{len(digits.y)} digits to learn from, {len(digits.test_y)} to test on")
-    print(sparsify(make_model(settings, digits.x.device), settings, settings.densities[0]))
-    checkpoint = options.out / "checkpoint.pt"
-    results = run_with_progress(digits, settings, checkpoint=checkpoint, resume=options.resume)
-    print(f"\n{table(results, settings)}\n")
-    print(f"accuracy against density: {plot(results, settings, options.out / 'accuracy.png')}")
-    return mean(results, "pruned", max(settings.densities))
+    options = parser.parse_args(argv or [])
+    settings = _training.chosen_settings(options, Settings(), TINY)
+    outcome = run(settings, _training.choose_device(options.device), options.out, resume=options.resume)
+    outcome.report()
+    return outcome.score
 
 
 if __name__ == "__main__":

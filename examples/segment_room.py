@@ -1,11 +1,12 @@
 """Label the points of a room with a trained MinkUNet; write a picture and a PLY.
 
-    python examples/segment_room.py                                   a generated room
-    python examples/segment_room.py --root DIR                        S3DIS: Area_5/storage_3
+    python examples/segment_room.py --size tiny                         a generated room
+    python examples/segment_room.py --root DIR --checkpoint FILE        S3DIS: Area_5/storage_3
     python examples/segment_room.py --room office.ply --checkpoint FILE
 
-A room is a folder of S3DIS, a text file of lines `x y z r g b`, or a PLY or PCD file (those two need Open3D). The
-checkpoint is one of train_s3dis.py; where there is none, a model is trained first.
+The second line, with the checkpoint that `train_s3dis.py --root DIR` writes, is the full setting. A room is a folder of
+S3DIS, a text file of lines `x y z r g b`, or a PLY or PCD file (those two need Open3D). Where no checkpoint is given, a
+model is trained first.
 """
 
 from __future__ import annotations
@@ -13,12 +14,16 @@ from __future__ import annotations
 import argparse
 import sys
 from collections.abc import Sequence
+from dataclasses import replace
 from pathlib import Path
+
+import torch
 
 # The examples are scripts side by side, no package.
 sys.path.insert(0, str(Path(__file__).resolve().parent))
 
 import _segmentation
+import _training
 import train_s3dis
 
 from insum_nn.datasets.rooms import Room, write_ply
@@ -33,21 +38,24 @@ def load_room(options: argparse.Namespace) -> Room:
         return read_room(inside if inside.exists() else options.room)
     if options.root is not None:
         return read_room(options.root / "Area_5" / "storage_3")
-    return generate_room(1000, num_points=9_000 if options.size == "tiny" else 120_000)
+    points = (train_s3dis.TINY_SOURCE if options.size == "tiny" else train_s3dis.Source()).points
+    return generate_room(1000, num_points=points)
 
 
-def find_checkpoint(options: argparse.Namespace) -> Path:
-    """The checkpoint given or lying in --out; trained now where there is none."""
+def find_checkpoint(options: argparse.Namespace, device: torch.device) -> Path:
+    """The checkpoint given or lying in --out; trained now, or to its end, where there is none."""
     if options.checkpoint is not None:
         return options.checkpoint
     folder = options.out / "model"
+    tiny = options.size == "tiny"
+    settings = train_s3dis.TINY if tiny else train_s3dis.Settings()
+    if options.epochs is not None:
+        settings = replace(settings, epochs=options.epochs)
     path = folder / "minkunet.pt"
-    if not path.exists():
-        print(f"no checkpoint at {path}: training one")
-        arguments = ["--size", options.size, "--device", options.device, "--out", str(folder)]
-        arguments += [] if options.root is None else ["--root", str(options.root)]
-        arguments += [] if options.epochs is None else ["--epochs", str(options.epochs)]
-        train_s3dis.main(arguments)
+    if options.resume or not path.exists():
+        print(f"training a model for {path}")
+        source = replace(train_s3dis.TINY_SOURCE if tiny else train_s3dis.Source(), root=options.root)
+        train_s3dis.run(settings, device, folder, source=source, resume=options.resume)
     return path
 
 
@@ -61,22 +69,19 @@ def main(argv: Sequence[str] | None = None, *, size: str = "full") -> float:
     Returns:
         The share of points labelled right; NaN for a room without labels.
     """
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = _training.argument_parser(__doc__, "segment_room", size)
     parser.add_argument("--root", type=Path, help="folder of S3DIS")
     parser.add_argument("--room", type=Path, help="folder or file; also relative to --root")
     parser.add_argument("--checkpoint", type=Path, help="of train_s3dis.py; default the one in --out")
-    parser.add_argument("--size", choices=("tiny", "full"), default=size)
     parser.add_argument("--epochs", type=int, help="of the training, where there is no checkpoint")
-    parser.add_argument("--device", default="auto")
-    parser.add_argument("--out", type=Path, default=Path("outputs") / "segment_room")
     options = parser.parse_args(argv or [])
 
-    device = _segmentation.choose_device(options.device)
-    checkpoint = find_checkpoint(options)
+    device = _training.choose_device(options.device)
+    checkpoint = find_checkpoint(options, device)
     model, settings = train_s3dis.load_model(checkpoint, device)
     room = load_room(options)
     sample = voxel_sample(room, settings.voxel_size)
-    print(f"{room}: {len(sample.indices)} voxels of {settings.voxel_size} m")
+    print(f"{room}: {len(sample.indices)} voxels of {settings.voxel_size} m; {device}")
     predicted = train_s3dis.predict(model, sample, device)
     stem = room.name.replace("/", "_")
     accuracy = float("nan")
@@ -84,7 +89,8 @@ def main(argv: Sequence[str] | None = None, *, size: str = "full") -> float:
         accuracy, mean, each = _segmentation.scores(_segmentation.confusion(room.labels, predicted))
         print(f"point accuracy {accuracy:.2%}, mean IoU {mean:.2%}")
         print(_segmentation.score_table(each))
-    print(f"picture: {_segmentation.draw_room(room, predicted, room.name, options.out / f'{stem}.png')}")
+    labels = {"predicted classes": predicted}
+    print(f"picture: {_segmentation.draw_room(room, labels, room.name, options.out / f'{stem}.png')}")
     ply = write_ply(options.out / f"{stem}.ply", room.points, _segmentation.class_colors(predicted), predicted)
     print(f"points in class colours: {ply}")
     return accuracy

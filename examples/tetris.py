@@ -1,15 +1,15 @@
 """Tell the eight Tetris pieces apart, two of them mirror images, having seen each in one orientation only.
 
-    python examples/tetris.py                       train, test on turned and mirrored pieces, draw them
+    python examples/tetris.py                       the full setting: 100 % on turned and mirrored pieces
     python examples/tetris.py --size tiny
 
-The network's layers are convolutions by tensor products; the program prints the statement of one. Source: Geiger and
-Smidt, e3nn: Euclidean Neural Networks (2022), the Tetris example.
+The network's layers are convolutions by tensor products; the program prints the statements of one. Nothing is
+downloaded. Source: Geiger and Smidt, e3nn: Euclidean Neural Networks (2022), the Tetris example.
 """
 
 from __future__ import annotations
 
-import argparse
+import math
 import sys
 from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass, field
@@ -20,6 +20,12 @@ import torch
 from e3nn import o3
 from torch import Tensor
 from torch.nn import functional
+
+# The examples are scripts side by side, no package.
+sys.path.insert(0, str(Path(__file__).resolve().parent))
+
+import _peers
+import _training
 
 from insum_nn.models.tetris import TETRIS_NAMES, TetrisClassifier, tetris_pieces
 
@@ -39,9 +45,12 @@ class Settings:
     seed: int = 0
 
 
+TINY = Settings(features=4, steps=60)
+
+
 @dataclass
 class Curve:
-    """Loss on the pieces as they are, accuracy on turned ones; a number per step."""
+    """Loss on the pieces as they are, accuracy on turned ones; a number per step, before it is taken."""
 
     loss: list[float] = field(default_factory=list)
     accuracy: list[float] = field(default_factory=list)
@@ -66,6 +75,18 @@ def accuracy(model: TetrisClassifier, positions: Tensor, batch: Tensor, labels: 
         return (model(positions, batch, len(labels)).argmax(1) == labels).float().mean().item()
 
 
+def score(model: TetrisClassifier, device: torch.device) -> float:
+    """The accuracy on a hundred turned copies of each piece, half of them mirrored."""
+    positions, batch, labels = (t.to(device) for t in tetris_pieces())
+    generator = torch.Generator().manual_seed(1)
+    found: list[float] = []
+    for _ in range(50):
+        view = turned(positions, batch, generator)
+        found.append(accuracy(model, view, batch, labels))
+        found.append(accuracy(model, -view, batch, MIRRORED.to(device)))
+    return sum(found) / len(found)
+
+
 def train(
     settings: Settings,
     device: torch.device,
@@ -80,78 +101,26 @@ def train(
     positions, batch, labels = (t.to(device) for t in tetris_pieces())
     model = TetrisClassifier(settings.features, settings.lmax, settings.layers).to(device)
     optimizer = torch.optim.Adam(model.parameters(), settings.learning_rate)
+    parts = {"model": model, "optimizer": optimizer, "generator": generator}
     curve = Curve()
-    if resume and checkpoint is not None and checkpoint.exists():
-        state: dict[str, Any] = torch.load(checkpoint, map_location=device, weights_only=True)
-        if state["settings"] | {"steps": settings.steps} != asdict(settings):
-            raise SystemExit(f"{checkpoint} was written with other settings; leave --resume out")
-        model.load_state_dict(state["model"])
-        optimizer.load_state_dict(state["optimizer"])
-        generator.set_state(state["generator"].cpu())
+    state = _training.resumed(checkpoint, settings, resume=resume, free=("steps",))
+    if state is not None:
+        _training.restore(state["current"], device, **parts)
         curve = Curve(**state["curve"])
+    every = max(1, settings.steps // 4)
     for step in range(len(curve.loss), settings.steps):
         loss = functional.cross_entropy(model(positions, batch, len(labels)), labels)
+        curve.accuracy.append(accuracy(model, turned(positions, batch, generator), batch, labels))
+        curve.loss.append(loss.item())
         optimizer.zero_grad()
         loss.backward()
         optimizer.step()
-        curve.loss.append(loss.item())
-        curve.accuracy.append(accuracy(model, turned(positions, batch, generator), batch, labels))
         if on_step is not None:
             on_step(curve)
-        if checkpoint is not None and (step + 1) % max(1, settings.steps // 4) == 0:
-            state = {
-                "settings": asdict(settings),
-                "model": model.state_dict(),
-                "optimizer": optimizer.state_dict(),
-                "generator": generator.get_state(),
-                "curve": asdict(curve),
-            }
-            checkpoint.parent.mkdir(parents=True, exist_ok=True)
-            partial = checkpoint.with_suffix(".partial")
-            torch.save(state, partial)
-            partial.replace(checkpoint)
+        if checkpoint is not None and ((step + 1) % every == 0 or step + 1 == settings.steps):
+            current = _training.snapshot(device, **parts)
+            _training.save_checkpoint(checkpoint, settings, current=current, curve=asdict(curve))
     return model, curve
-
-
-def difference_to_e3nn(model: TetrisClassifier) -> float:
-    """Largest difference between our convolution and e3nn's product of gathered features, added up by hand."""
-    layer: Any = model.layers[1]
-    conv = layer.convolution
-    own = conv.tensor_product
-    peer = o3.TensorProduct(
-        own.irreps_in1,
-        own.irreps_in2,
-        own.irreps_out,
-        [(*tuple(i)[:5], i.path_weight**2) for i in own.instructions],
-        irrep_normalization="none",
-        path_normalization="none",
-        shared_weights=False,
-    )
-    generator = torch.Generator().manual_seed(0)
-    x, y, w = (
-        torch.randn(n, d, generator=generator)
-        for n, d in ((20, own._in1_dim), (90, own._in2_dim), (90, own.weight_numel))
-    )
-    rows, cols = torch.randint(0, 20, (2, 90), generator=generator)
-    expected = torch.zeros(20, own.irreps_out.dim).index_add(0, rows, peer(x[cols], y, w))
-    device = next(model.parameters()).device
-    got = conv(*(t.to(device) for t in (x, y, w, rows, cols)))
-    return (got.cpu() - expected).abs().max().item()
-
-
-def train_with_progress(settings: Settings, device: torch.device, **more: Any) -> tuple[TetrisClassifier, Curve]:
-    """`train` under a progress bar."""
-    from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
-
-    columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeRemainingColumn())
-    with Progress(*columns) as progress:
-        task = progress.add_task("tetris", total=settings.steps)
-
-        def show(curve: Curve) -> None:
-            text = f"tetris: loss {curve.loss[-1]:.4f}, turned pieces {curve.accuracy[-1]:.1%}"
-            progress.update(task, completed=len(curve.loss), description=text)
-
-        return train(settings, device, on_step=show, **more)
 
 
 # Showing it.
@@ -159,15 +128,11 @@ def train_with_progress(settings: Settings, device: torch.device, **more: Any) -
 _CORNERS = torch.cartesian_prod(*[torch.tensor([-0.5, 0.5])] * 3)
 # The six faces of a cube as loops over `_CORNERS`.
 _FACES = ((0, 1, 3, 2), (4, 5, 7, 6), (0, 1, 5, 4), (2, 3, 7, 6), (0, 2, 6, 4), (1, 3, 7, 5))
-_COLORS = ("#0b6e99", "#e07a5f", "#f2cc8f", "#81b29a", "#9b5de5", "#f15bb5", "#00bbf9", "#6c757d")
+_COLORS = ("#0b6e99", "#d1495b", "#edae49", "#81b29a", "#9b5de5", "#f15bb5", "#00a6d6", "#8d99ae")
 
 
 def draw(model: TetrisClassifier, curve: Curve, path: Path) -> Path:
     """Draw each piece as it was turned, with what the network says of it, and the curve of the training."""
-    from matplotlib.backends.backend_agg import FigureCanvasAgg
-    from matplotlib.figure import Figure
-    from mpl_toolkits.mplot3d.art3d import Poly3DCollection
-
     device = next(model.parameters()).device
     positions, batch, labels = tetris_pieces()
     rotations = random_rotations(len(labels), torch.Generator().manual_seed(4))
@@ -175,54 +140,86 @@ def draw(model: TetrisClassifier, curve: Curve, path: Path) -> Path:
         views = torch.einsum("nij,nj->ni", rotations[batch], positions)
         logits = model(views.to(device), batch.to(device), len(labels))
     probability = logits.softmax(1).cpu()
-    figure = Figure(figsize=(13, 5.5), layout="constrained")
-    FigureCanvasAgg(figure)
-    grid = figure.add_gridspec(2, 6)
+    figure = _training.new_figure(13, 5.6)
+    halves: Any = figure.subfigures(1, 2, width_ratios=(8, 5))
+    pieces, side = halves
+    pieces.suptitle("pieces never seen turned like this: the class, and what the network says")
     for piece in range(len(labels)):
-        axes: Any = figure.add_subplot(grid[piece // 4, piece % 4], projection="3d")
-        cubes = positions[batch == piece]
-        centre = cubes.mean(0)
-        for cube in cubes:
-            corners = (cube - centre + _CORNERS) @ rotations[piece].T
-            faces = [corners[list(face)].numpy() for face in _FACES]
-            axes.add_collection3d(
-                Poly3DCollection(faces, facecolor=_COLORS[piece], edgecolor="white", linewidth=0.6, alpha=0.95)
-            )
+        axes: Any = pieces.add_subplot(2, 4, piece + 1, projection="3d")
         guess = int(probability[piece].argmax())
-        mark = "" if guess == piece else "  (wrong)"
-        axes.set_title(
-            f"{TETRIS_NAMES[piece]}: {TETRIS_NAMES[guess]} {probability[piece, guess]:.0%}{mark}", fontsize=9
-        )
-        axes.set_xlim(-1.8, 1.8)
-        axes.set_ylim(-1.8, 1.8)
-        axes.set_zlim(-1.8, 1.8)
-        axes.set_box_aspect((1, 1, 1))
-        axes.set_axis_off()
-    side = figure.add_subplot(grid[:, 4:])
-    steps = range(1, len(curve.loss) + 1)
-    side.semilogy(steps, curve.loss, color="#0b6e99", label="cross entropy, pieces as they are")
-    side.set_xlabel("step")
-    side.set_ylabel("cross entropy", color="#0b6e99")
-    other = side.twinx()
-    other.plot(steps, curve.accuracy, color="#e07a5f", linewidth=1)
-    other.set_ylim(-0.02, 1.05)
-    other.set_ylabel("accuracy on turned pieces", color="#e07a5f")
-    side.grid(linewidth=0.4, alpha=0.5)
-    path.parent.mkdir(parents=True, exist_ok=True)
-    figure.savefig(path, dpi=140)
-    return path
+        right = guess == piece
+        said = f"{TETRIS_NAMES[guess]}, {probability[piece, guess]:.1%}"
+        axes.set_title(f"{TETRIS_NAMES[piece]}\n{said}", fontsize=10, color="black" if right else _training.RED, y=0.96)
+        draw_piece(axes, positions[batch == piece], rotations[piece], _COLORS[piece])
+    side.suptitle("training")
+    loss, share = side.subplots(2, 1, sharex=True)
+    steps = range(len(curve.loss))
+    # Below this a loss in float32 is rounding.
+    loss.semilogy(steps, [value if value > 1e-8 else math.nan for value in curve.loss], color=_training.BLUE)
+    loss.set_ylabel("cross entropy,\npieces as they are")
+    share.plot(steps, curve.accuracy, color=_training.RED)
+    share.set_ylim(-0.02, 1.05)
+    share.set_ylabel("share right,\npieces turned at random")
+    share.set_xlabel("step")
+    _training.grid(loss, share)
+    return _training.save_figure(figure, path, dpi=140)
 
 
-def parse(argv: Sequence[str], size: str) -> argparse.Namespace:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--size", choices=("tiny", "full"), default=size, help="tiny: 60 steps of a narrower network")
-    parser.add_argument("--steps", type=int, help="default 200, or 60 at size tiny")
-    parser.add_argument("--features", type=int, help="default 8, or 4 at size tiny")
-    parser.add_argument("--seed", type=int, default=Settings.seed)
-    parser.add_argument("--device", default="auto")
-    parser.add_argument("--out", type=Path, default=Path("outputs") / "tetris", help="folder of picture and checkpoint")
-    parser.add_argument("--resume", action="store_true", help="continue from the checkpoint in --out")
-    return parser.parse_args(argv)
+def draw_piece(axes: Any, cubes: Tensor, rotation: Tensor, color: str) -> None:
+    from matplotlib.colors import to_rgb
+    from mpl_toolkits.mplot3d.art3d import Poly3DCollection
+
+    # One collection for the whole piece, so that its faces are painted from behind to the front.
+    corners = torch.stack([(cube - cubes.mean(0) + _CORNERS) @ rotation.T for cube in cubes])
+    faces = corners[:, list(_FACES)].flatten(0, 1)
+    normals = 2 * (corners[:, list(_FACES)].mean(2) - corners.mean(1, keepdim=True)).flatten(0, 1)
+    light = 0.75 + 0.25 * normals @ torch.tensor([0.2, -0.6, 0.77])
+    colors = light[:, None] * torch.tensor(to_rgb(color))
+    shown: dict[str, Any] = {"facecolors": colors.numpy(), "edgecolors": "white", "linewidths": 0.7}
+    axes.add_collection3d(Poly3DCollection(list(faces.numpy()), **shown))
+    for limit in (axes.set_xlim, axes.set_ylim, axes.set_zlim):
+        limit(-1.6, 1.6)
+    axes.set_box_aspect((1, 1, 1), zoom=1.2)
+    axes.set_axis_off()
+
+
+def run(settings: Settings, device: torch.device, out: Path, *, resume: bool = False) -> _training.Outcome:
+    """Train with a progress bar, compare the layers with e3nn's, draw.
+
+    Args:
+        settings: what to train.
+        device: where.
+        out: folder of picture and checkpoint.
+        resume: continue from the checkpoint in `out`.
+
+    Returns:
+        What came out; the score is the accuracy on turned and mirrored pieces.
+    """
+    with _training.progress("Tetris", settings.steps) as bar:
+
+        def show(curve: Curve) -> None:
+            bar(len(curve.loss), f"loss {curve.loss[-1]:.4f}, turned pieces {curve.accuracy[-1]:.1%}")
+
+        model, curve = train(settings, device, checkpoint=out / "tetris.pt", resume=resume, on_step=show)
+    layer: Any = model.layers[1]
+    print("a layer's statements:\n  " + layer.convolution.expression.replace("\n", "\n  "))
+    positions, batch, labels = (t.to(device) for t in tetris_pieces())
+    with torch.no_grad():
+        logits = model(positions, batch, len(labels))
+        found = _peers.compare(model, _peers.e3nn_peers(), lambda: model(positions, batch, len(labels)))
+    share = score(model, device)
+    return _training.Outcome(
+        model=f"Tetris classifier\nlmax {settings.lmax}",
+        layers=found.layers,
+        peer=_peers.version("e3nn"),
+        difference=found.difference,
+        largest=found.largest,
+        loss_before=curve.loss[0],
+        loss_after=functional.cross_entropy(logits, labels).item(),
+        accuracy=f"{share:.1%} of pieces,\nturned and mirrored",
+        score=share,
+        pictures=(draw(model, curve, out / "tetris.png"),),
+    )
 
 
 def main(argv: Sequence[str] | None = None, *, size: str = "full") -> float:
@@ -235,31 +232,14 @@ def main(argv: Sequence[str] | None = None, *, size: str = "full") -> float:
     Returns:
         The accuracy on a hundred turned copies of each piece, half of them mirrored.
     """
-    options = parse(argv or [], size)
-    tiny = options.size == "tiny"
-    name = options.device if options.device != "auto" else "cuda" if torch.cuda.is_available() else "cpu"
-    device = torch.device(name)
-    settings = Settings(
-        features=options.features or (4 if tiny else Settings.features),
-        steps=options.steps or (60 if tiny else Settings.steps),
-        learning_rate=0.02 if tiny else Settings.learning_rate,
-        seed=options.seed,
-    )
-    model, curve = train_with_progress(settings, device, checkpoint=options.out / "tetris.pt", resume=options.resume)
-    layer: Any = model.layers[1]
-    print("A layer's statements:\n  " + layer.convolution.expression.replace("\n", "\n  "))
-    positions, batch, labels = (t.to(device) for t in tetris_pieces())
-    generator = torch.Generator().manual_seed(1)
-    scores = []
-    for _ in range(50):
-        view = turned(positions, batch, generator)
-        scores += [accuracy(model, view, batch, labels), accuracy(model, -view, batch, MIRRORED.to(device))]
-    score = sum(scores) / len(scores)
-    print(f"loss {curve.loss[0]:.3f} before, {curve.loss[-1]:.2e} after {len(curve.loss)} steps")
-    print(f"accuracy on turned and mirrored pieces: {score:.2%}")
-    print(f"largest difference of a layer to e3nn's: {difference_to_e3nn(model):.1e}")
-    print(f"picture: {draw(model, curve, options.out / 'tetris.png')}")
-    return score
+    parser = _training.argument_parser(__doc__, "tetris", size)
+    helps = {"steps": "", "features": "copies of each irrep", "lmax": "highest degree", "learning_rate": "", "seed": ""}
+    _training.add_settings(parser, Settings(), TINY, **helps)
+    options = parser.parse_args(argv or [])
+    settings = _training.chosen_settings(options, Settings(), TINY)
+    outcome = run(settings, _training.choose_device(options.device), options.out, resume=options.resume)
+    outcome.report()
+    return outcome.score
 
 
 if __name__ == "__main__":

@@ -1,17 +1,17 @@
 """Learn energies and forces of atoms with an equivariant potential, and check what equivariance promises.
 
-    python examples/train_forces.py                                   copper and gold, computed on the spot by ase
-    python examples/train_forces.py --root DIR                        3BPA: DIR holds 3BPA_train_300K.xyz
+    python examples/train_forces.py --size tiny                       copper and gold, computed on the spot by ase
+    python examples/train_forces.py --root DIR --train 440 --val 60 --batch 10 --cutoff 5 --epochs 100
     python examples/train_forces.py --root FILE.xyz --energy-key E    any extended XYZ file
 
-Every round of messages is one statement, gather and scatter included; the loss on forces differentiates it twice.
+The second line is the full setting: 3BPA, of which DIR holds 3BPA_train_300K.xyz. Every round of messages is one
+statement, gather and scatter included; the loss on forces differentiates it twice. Nothing is downloaded.
 Source: Batzner et al., E(3)-equivariant graph neural networks for data-efficient and accurate interatomic potentials
 (2022); 3BPA: Kovacs et al., Linear atomic cluster expansion force fields (2021).
 """
 
 from __future__ import annotations
 
-import argparse
 import copy
 import sys
 from collections.abc import Callable, Sequence
@@ -22,6 +22,12 @@ from typing import Any
 import numpy as np
 import torch
 from torch import Tensor
+
+# The examples are scripts side by side, no package.
+sys.path.insert(0, str(Path(__file__).resolve().parent))
+
+import _peers
+import _training
 
 from insum_nn.datasets.extended_xyz import AtomBatch, Configuration, collate, read_extended_xyz
 from insum_nn.models.nequip import NequIP
@@ -46,11 +52,25 @@ class Settings:
     seed: int = 0
 
 
+TINY = replace(Settings(), layers=2, features=8, lmax=1, train=32, val=16, batch=4, epochs=30)
+
+# What `checks` may leave in float64; the forces' differences carry the error of the step too.
+EXACT = 1e-6
+
+
 @dataclass
 class Curve:
-    """Mean absolute errors after each epoch: energies in meV an atom, forces in meV an angstrom."""
+    """Errors, before training and after each epoch.
+
+    Attributes:
+        train_loss: mean over the batches of an epoch, none before training.
+        loss: on configurations not trained on.
+        energy: their mean absolute error, in meV an atom.
+        force: likewise of force components, in meV an angstrom.
+    """
 
     train_loss: list[float] = field(default_factory=list)
+    loss: list[float] = field(default_factory=list)
     energy: list[float] = field(default_factory=list)
     force: list[float] = field(default_factory=list)
 
@@ -155,34 +175,28 @@ def make_model(data: Data, settings: Settings) -> NequIP:
     )
 
 
-def predict(model: NequIP, given: Sequence[AtomBatch]) -> list[tuple[Tensor, Tensor, Tensor, Tensor]]:
-    """Predicted and true energies an atom, and predicted and true forces, batch by batch."""
-    model.eval()
-    found: list[tuple[Tensor, Tensor, Tensor, Tensor]] = []
-    for batch in given:
-        energies, forces = model.energy_and_forces(*batch.model_inputs)
-        true_energies, true_forces = targets(batch)
-        atoms = batch.batch.bincount(minlength=batch.num_graphs)
-        found.append((energies / atoms, true_energies / atoms, forces, true_forces))
-    return found
-
-
-def errors(model: NequIP, given: Sequence[AtomBatch]) -> tuple[float, float]:
-    """Mean absolute errors: energies in meV an atom, forces in meV an angstrom."""
-    parts = predict(model, given)
-    energy = torch.cat([(a - b).abs() for a, b, _, _ in parts]).mean()
-    force = torch.cat([(a - b).abs().flatten() for _, _, a, b in parts]).mean()
-    return 1000 * energy.item(), 1000 * force.item()
-
-
-def loss_of(model: NequIP, batch: AtomBatch, data: Data, settings: Settings) -> Tensor:
-    """Squared errors of forces and of energies an atom, both in units of the forces' spread."""
+def predict(model: NequIP, batch: AtomBatch) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """Predicted and true energies an atom, and predicted and true forces."""
     energies, forces = model.energy_and_forces(*batch.model_inputs)
     true_energies, true_forces = targets(batch)
     atoms = batch.batch.bincount(minlength=batch.num_graphs)
-    force = ((forces - true_forces) / data.force_scale).square().mean()
-    energy = ((energies - true_energies) / atoms / data.force_scale).square().mean()
-    return force + settings.energy_weight * energy
+    return energies / atoms, true_energies / atoms, forces, true_forces
+
+
+def loss_of(predicted: tuple[Tensor, Tensor, Tensor, Tensor], data: Data, settings: Settings) -> Tensor:
+    """Squared errors of forces and of energies an atom, both in units of the forces' spread."""
+    energy, true_energy, force, true_force = (part / data.force_scale for part in predicted)
+    return (force - true_force).square().mean() + settings.energy_weight * (energy - true_energy).square().mean()
+
+
+def judge(curve: Curve, model: NequIP, given: Sequence[AtomBatch], data: Data, settings: Settings) -> None:
+    """Add loss and mean absolute errors on configurations that are not trained on."""
+    model.eval()
+    parts = [predict(model, batch) for batch in given]
+    energy, true_energy, force, true_force = (torch.cat(part) for part in zip(*parts, strict=True))
+    curve.loss.append(loss_of((energy, true_energy, force, true_force), data, settings).item())
+    curve.energy.append(1000 * (energy - true_energy).abs().mean().item())
+    curve.force.append(1000 * (force - true_force).abs().mean().item())
 
 
 def train(
@@ -198,66 +212,36 @@ def train(
     model = make_model(data, settings).to(device)
     optimizer = torch.optim.Adam(model.parameters(), settings.learning_rate)
     schedule = torch.optim.lr_scheduler.CosineAnnealingLR(optimizer, settings.epochs, settings.learning_rate / 50)
-    curve = Curve()
     generator = torch.Generator().manual_seed(settings.seed)
-    if resume and checkpoint is not None and checkpoint.exists():
-        state: dict[str, Any] = torch.load(checkpoint, map_location=device, weights_only=True)
-        if state["settings"] != asdict(settings):
-            raise SystemExit(f"{checkpoint} was written with other settings; leave --resume out")
-        model.load_state_dict(state["model"])
-        optimizer.load_state_dict(state["optimizer"])
-        schedule.load_state_dict(state["schedule"])
-        generator.set_state(state["generator"].cpu())
-        curve = Curve(**state["curve"])
+    parts = {"model": model, "optimizer": optimizer, "schedule": schedule, "generator": generator}
     val = [b.to(device, torch.float32) for b in batches(data.val, data, settings)]
-    for epoch in range(len(curve.force), settings.epochs):
+    curve = Curve()
+    state = _training.resumed(checkpoint, settings, resume=resume)
+    if state is None:
+        judge(curve, model, val, data, settings)
+    else:
+        _training.restore(state["current"], device, **parts)
+        curve = Curve(**state["curve"])
+    for epoch in range(len(curve.train_loss), settings.epochs):
         order = torch.randperm(len(data.train), generator=generator).tolist()
-        losses: list[float] = []
+        losses: list[Tensor] = []
         model.train()
         for number, batch in enumerate(batches([data.train[i] for i in order], data, settings)):
-            loss = loss_of(model, batch.to(device, torch.float32), data, settings)
+            loss = loss_of(predict(model, batch.to(device, torch.float32)), data, settings)
             optimizer.zero_grad()
             loss.backward()
             torch.nn.utils.clip_grad_norm_(model.parameters(), 10.0)
             optimizer.step()
-            losses.append(loss.item())
+            losses.append(loss.detach())
             if on_batch is not None:
                 on_batch(epoch, number + 1, curve)
         schedule.step()
-        energy, force = errors(model, val)
-        curve.train_loss.append(sum(losses) / len(losses))
-        curve.energy.append(energy)
-        curve.force.append(force)
+        curve.train_loss.append(torch.stack(losses).mean().item())
+        judge(curve, model, val, data, settings)
         if checkpoint is not None:
-            state = {
-                "settings": asdict(settings),
-                "model": model.state_dict(),
-                "optimizer": optimizer.state_dict(),
-                "schedule": schedule.state_dict(),
-                "generator": generator.get_state(),
-                "curve": asdict(curve),
-            }
-            checkpoint.parent.mkdir(parents=True, exist_ok=True)
-            partial = checkpoint.with_suffix(".partial")
-            torch.save(state, partial)
-            partial.replace(checkpoint)
+            current = _training.snapshot(device, **parts)
+            _training.save_checkpoint(checkpoint, settings, current=current, curve=asdict(curve))
     return model, curve
-
-
-def train_with_progress(data: Data, settings: Settings, device: torch.device, **more: Any) -> tuple[NequIP, Curve]:
-    """`train` under a progress bar."""
-    from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
-
-    steps = -(-len(data.train) // settings.batch)
-    columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeRemainingColumn())
-    with Progress(*columns) as progress:
-        task = progress.add_task("potential", total=settings.epochs * steps)
-
-        def show(epoch: int, number: int, curve: Curve) -> None:
-            last = f", {curve.energy[-1]:.1f} meV an atom, {curve.force[-1]:.0f} meV/A" if curve.force else ""
-            progress.update(task, completed=epoch * steps + number, description=f"epoch {epoch + 1}{last}")
-
-        return train(data, settings, device, on_batch=show, **more)
 
 
 # Checks.
@@ -295,77 +279,101 @@ def checks(model: NequIP, given: Configuration, settings: Settings) -> dict[str,
     }
 
 
-def difference_to_e3nn(model: NequIP) -> float:
-    """Largest difference between a round's convolution and e3nn's product of gathered features, added up by hand."""
-    from e3nn import o3
-
-    layer: Any = model.layers[-1]
-    conv = layer.convolution
-    own = conv.tensor_product
-    rows = [(*tuple(i)[:5], i.path_weight**2) for i in own.instructions]
-    options = {"irrep_normalization": "none", "path_normalization": "none", "shared_weights": False}
-    peer = o3.TensorProduct(own.irreps_in1, own.irreps_in2, own.irreps_out, rows, **options)
-    generator = torch.Generator().manual_seed(0)
-    shapes = ((20, own._in1_dim), (90, own._in2_dim), (90, own.weight_numel))
-    x, y, w = (torch.randn(shape, generator=generator) for shape in shapes)
-    receivers, senders = torch.randint(0, 20, (2, 90), generator=generator)
-    expected = torch.zeros(20, own.irreps_out.dim).index_add(0, receivers, peer(x[senders], y, w))
-    device = next(model.parameters()).device
-    got = conv(*(t.to(device) for t in (x, y, w, receivers, senders)))
-    return (got.cpu() - expected).abs().max().item()
-
-
 # Showing it.
 
 
 def plot(model: NequIP, curve: Curve, given: Sequence[AtomBatch], title: str, path: Path) -> Path:
     """Draw the errors by epoch, and predictions against true values of configurations that were not trained on."""
-    from matplotlib.backends.backend_agg import FigureCanvasAgg
-    from matplotlib.figure import Figure
-
-    parts = predict(model, given)
-    energy, true_energy, force, true_force = (torch.cat([p[n] for p in parts]).cpu().flatten() for n in range(4))
-    figure = Figure(figsize=(13, 4), layout="constrained")
-    FigureCanvasAgg(figure)
+    parts = [predict(model, batch) for batch in given]
+    energy, true_energy, force, true_force = (torch.cat(part).cpu().flatten() for part in zip(*parts, strict=True))
+    figure = _training.new_figure(13, 4.4)
     left, middle, right = figure.subplots(1, 3)
-    epochs = range(1, len(curve.force) + 1)
-    left.semilogy(epochs, curve.force, color="#0b6e99", label="forces, meV/Å")
-    left.semilogy(epochs, curve.energy, color="#e07a5f", label="energies, meV an atom")
+    epochs = range(len(curve.force))
+    left.semilogy(epochs, curve.force, color=_training.BLUE, label="force components, meV/Å")
+    left.semilogy(epochs, curve.energy, color=_training.RED, label="energies, meV per atom")
     left.set_xlabel("epoch")
-    left.set_ylabel("mean absolute error")
+    left.set_ylabel("mean absolute error, not trained on")
     left.legend(frameon=False)
+    left.set_title("learning curve", fontsize=10)
     shown = (
-        (middle, 1000 * true_energy, 1000 * energy, "energy, meV an atom beyond lone atoms", "#e07a5f"),
-        (right, true_force, force, "force component, eV/Å", "#0b6e99"),
+        (middle, 1000 * true_energy, 1000 * energy, "energy above lone atoms", "meV per atom", _training.RED),
+        (right, true_force, force, "force component", "eV/Å", _training.BLUE),
     )
-    for axes, true, guess, name, color in shown:
+    for axes, true, guess, name, unit, color in shown:
         low, high = float(torch.minimum(true, guess).min()), float(torch.maximum(true, guess).max())
-        axes.plot([low, high], [low, high], color="#adb5bd", linewidth=1)
-        axes.scatter(true, guess, s=8, alpha=0.5, color=color, linewidth=0)
-        axes.set_xlabel(f"true {name}")
-        axes.set_ylabel("predicted")
-    for axes in (left, middle, right):
-        axes.grid(linewidth=0.4, alpha=0.5)
-    figure.suptitle(title)
-    path.parent.mkdir(parents=True, exist_ok=True)
-    figure.savefig(path, dpi=150)
-    return path
+        axes.plot([low, high], [low, high], color="#adb5bd", linewidth=1, label="exact")
+        axes.scatter(true, guess, s=8, alpha=0.5, color=color, linewidth=0, label="predicted")
+        axes.set_aspect("equal", adjustable="datalim")
+        axes.set_xlabel(f"true {name} ({unit})")
+        axes.set_ylabel(f"predicted {name} ({unit})")
+        axes.locator_params(nbins=6)
+        axes.legend(frameon=False)
+    middle.set_title(f"mean absolute error {curve.energy[-1]:.1f} meV per atom", fontsize=10)
+    right.set_title(f"mean absolute error {curve.force[-1]:.1f} meV/Å", fontsize=10)
+    _training.grid(left, middle, right)
+    figure.suptitle(f"{title}: {len(true_energy)} configurations that were not trained on")
+    return _training.save_figure(figure, path)
 
 
-def parse(argv: Sequence[str], size: str) -> argparse.Namespace:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--root", type=Path, help=f"folder that holds {FILE_NAME}, or an extended XYZ file")
-    parser.add_argument("--energy-key", default="energy")
-    parser.add_argument("--forces-key", default="forces")
-    parser.add_argument("--size", choices=("tiny", "full"), default=size, help="tiny: few configurations, small model")
-    for name, kind in (("cutoff", float), ("epochs", int), ("train", int), ("val", int), ("features", int)):
-        parser.add_argument(f"--{name}", type=kind, help=f"default {getattr(Settings, name)}, less at size tiny")
-    parser.add_argument("--lmax", type=int)
-    parser.add_argument("--seed", type=int, default=Settings.seed)
-    parser.add_argument("--device", default="auto")
-    parser.add_argument("--out", type=Path, default=Path("outputs") / "train_forces", help="of picture and checkpoint")
-    parser.add_argument("--resume", action="store_true", help="continue from the checkpoint in --out")
-    return parser.parse_args(argv)
+def run(
+    settings: Settings,
+    device: torch.device,
+    out: Path,
+    *,
+    root: Path | None = None,
+    keys: tuple[str, str] = ("energy", "forces"),
+    resume: bool = False,
+) -> _training.Outcome:
+    """Train with a progress bar, check equivariance and forces, compare the layers with e3nn's, draw.
+
+    Args:
+        settings: what to train.
+        device: where.
+        out: folder of picture and checkpoint.
+        root: an extended XYZ file, or the folder of 3BPA; `None`: copper and gold.
+        keys: the file's names of energies and forces.
+        resume: continue from the checkpoint in `out`.
+
+    Returns:
+        What came out; the score is the mean absolute error of the forces in meV an angstrom.
+
+    Raises:
+        SystemExit: a check of equivariance failed.
+    """
+    data = load(root, settings, *keys)
+    title = "copper and gold" if root is None else "3BPA" if root.is_dir() else root.stem
+    print(f"{title}: {len(data.train)} configurations to learn from, {len(data.val)} to be judged by; {device}")
+    print(f"forces spread by {1000 * data.force_scale:.0f} meV/Å, an atom sees {data.neighbors:.1f} neighbours")
+    steps = -(-len(data.train) // settings.batch)
+    with _training.progress(title, settings.epochs * steps) as bar:
+
+        def show(epoch: int, number: int, curve: Curve) -> None:
+            text = f"epoch {epoch + 1}, {curve.energy[-1]:.1f} meV per atom, {curve.force[-1]:.0f} meV/Å"
+            bar(epoch * steps + number, text)
+
+        model, curve = train(data, settings, device, checkpoint=out / "potential.pt", resume=resume, on_batch=show)
+    layer: Any = model.layers[-1]
+    print("a round's statements:\n  " + layer.convolution.expression.replace("\n", "\n  "))
+    print(f"mean absolute errors: {curve.energy[-1]:.2f} meV per atom, {curve.force[-1]:.1f} meV/Å")
+    for what, value in checks(model, data.val[0], settings).items():
+        print(f"relative difference of {what}: {value:.1e}")
+        if not value <= EXACT:
+            raise SystemExit(f"{what} should agree to {EXACT:.0e}, and differ by {value:.1e}")
+    val = [b.to(device, torch.float32) for b in batches(data.val, data, settings)]
+    with torch.no_grad():
+        found = _peers.compare(model.eval(), _peers.e3nn_peers(), lambda: model(*val[0].model_inputs))
+    return _training.Outcome(
+        model=f"NequIP, {title}\n{settings.layers} rounds, lmax {settings.lmax}",
+        layers=found.layers,
+        peer=_peers.version("e3nn"),
+        difference=found.difference,
+        largest=found.largest,
+        loss_before=curve.loss[0],
+        loss_after=curve.loss[-1],
+        accuracy=f"forces to {curve.force[-1]:.0f} meV/Å\nof {1000 * data.force_scale:.0f}",
+        score=curve.force[-1],
+        pictures=(plot(model, curve, val, title, out / "train_forces.png"),),
+    )
 
 
 def main(argv: Sequence[str] | None = None, *, size: str = "full") -> float:
@@ -378,37 +386,31 @@ def main(argv: Sequence[str] | None = None, *, size: str = "full") -> float:
     Returns:
         The mean absolute error of the forces, in meV an angstrom, of configurations that were not trained on.
     """
-    options = parse(argv or [], size)
-    settings = Settings(seed=options.seed)
-    if options.size == "tiny":
-        settings = replace(settings, layers=2, features=8, lmax=1, train=24, val=8, batch=4, epochs=25)
-    given = {n: getattr(options, n) for n in ("cutoff", "epochs", "train", "val", "features", "lmax")}
-    settings = replace(settings, **{name: value for name, value in given.items() if value is not None})
-    name = options.device if options.device != "auto" else "cuda" if torch.cuda.is_available() else "cpu"
-    device = torch.device(name)
-    data = load(options.root, settings, options.energy_key, options.forces_key)
-    title = (
-        "3BPA"
-        if options.root is not None and options.root.is_dir()
-        else "copper and gold"
-        if options.root is None
-        else options.root.stem
+    parser = _training.argument_parser(__doc__, "train_forces", size)
+    parser.add_argument("--root", type=Path, help=f"folder that holds {FILE_NAME}, or an extended XYZ file")
+    parser.add_argument("--energy-key", default="energy")
+    parser.add_argument("--forces-key", default="forces")
+    _training.add_settings(
+        parser,
+        Settings(),
+        TINY,
+        train="configurations to learn from",
+        val="configurations to be judged by",
+        batch="configurations of a step",
+        epochs="",
+        cutoff="in angstrom",
+        layers="rounds of messages",
+        features="copies of each irrep",
+        lmax="highest degree",
+        learning_rate="",
+        seed="",
     )
-    print(f"{title}: {len(data.train)} configurations to learn from, {len(data.val)} to be judged by")
-    print(f"forces spread by {1000 * data.force_scale:.0f} meV/A, an atom sees {data.neighbors:.1f} neighbours")
-    model, curve = train_with_progress(
-        data, settings, device, checkpoint=options.out / "potential.pt", resume=options.resume
-    )
-    layer: Any = model.layers[-1]
-    print("A round's statements:\n  " + layer.convolution.expression.replace("\n", "\n  "))
-    print(f"loss {curve.train_loss[0]:.3f} in the first epoch, {curve.train_loss[-1]:.4f} in the last")
-    print(f"mean absolute errors: {curve.energy[-1]:.2f} meV an atom, {curve.force[-1]:.1f} meV/A")
-    for what, value in checks(model, data.val[0], settings).items():
-        print(f"relative difference of {what}: {value:.1e}")
-    print(f"largest difference of a layer to e3nn's: {difference_to_e3nn(model):.1e}")
-    val = [b.to(device, torch.float32) for b in batches(data.val, data, settings)]
-    print(f"picture: {plot(model, curve, val, title, options.out / 'train_forces.png')}")
-    return curve.force[-1]
+    options = parser.parse_args(argv or [])
+    settings = _training.chosen_settings(options, Settings(), TINY)
+    device, keys = _training.choose_device(options.device), (options.energy_key, options.forces_key)
+    outcome = run(settings, device, options.out, root=options.root, keys=keys, resume=options.resume)
+    outcome.report()
+    return outcome.score
 
 
 if __name__ == "__main__":

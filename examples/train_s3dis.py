@@ -1,21 +1,22 @@
 """Train a MinkUNet to label the points of rooms.
 
-    python examples/train_s3dis.py                           generated rooms, which need no download
-    python examples/train_s3dis.py --root DIR                S3DIS: learn Area_3/hallway_3 by heart
+    python examples/train_s3dis.py --size tiny               one generated room, by heart
+    python examples/train_s3dis.py                           twelve generated rooms, which need no download
+    python examples/train_s3dis.py --root DIR                S3DIS: learn Area_3/hallway_3 by heart, to 97 % and more
     python examples/train_s3dis.py --root DIR --split train  all rooms of areas 1 to 4 and 6 that are there
 
-DIR holds `Area_<k>/<room>/Annotations/<class>_<number>.txt` as the owner lays it out. Nothing is downloaded. The model
-is that of Choy, Gwak, Savarese, 4D Spatio-Temporal ConvNets (CVPR 2019); each of its convolutions is one statement.
+The second and the third line are the full setting, for a GPU. DIR holds the annotations as the owner lays them out:
+`Area_<k>/<room>/Annotations/<class>_<number>.txt`. Nothing is downloaded. The model is that of Choy, Gwak, Savarese, 4D
+Spatio-Temporal ConvNets (CVPR 2019); each of its convolutions is one statement.
 """
 
 from __future__ import annotations
 
-import argparse
 import sys
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import numpy as np
 import torch
@@ -25,11 +26,14 @@ from torch.utils.data import DataLoader, Dataset
 # The examples are scripts side by side, no package.
 sys.path.insert(0, str(Path(__file__).resolve().parent))
 
+import _peers
 import _segmentation
+import _training
 
 from insum_nn.datasets.rooms import CLASSES, Room
 from insum_nn.datasets.s3dis import S3DIS, VoxelBatch, VoxelSample, collate, voxel_sample
 from insum_nn.datasets.synthetic_rooms import SyntheticRooms
+from insum_nn.layers.sparse_conv import SparseConvolution
 from insum_nn.layers.sparse_tensor import SparseConvTensor
 from insum_nn.models.minkunet import MinkUNet
 
@@ -54,7 +58,10 @@ class Settings:
     seed: int = 0
 
 
-TINY = Settings(0.16, planes=(16, 16, 32, 32, 32, 32, 16, 16), init_dim=16, epochs=60, batch_size=1, learning_rate=1e-2)
+TINY = Settings(0.1, planes=(16, 16, 32, 32, 32, 32, 16, 16), init_dim=16, epochs=100, batch_size=1, learning_rate=1e-2)
+
+# Layers are compared with dense ones on voxels at least this large, so that the dense grids fit.
+COMPARED_AT = 0.1
 
 
 @dataclass
@@ -92,17 +99,42 @@ class Turned(Dataset[VoxelSample]):
         return voxel_sample(Room(room.name, points, colors, room.labels), self.voxel_size)
 
 
-def load_rooms(options: argparse.Namespace, settings: Settings) -> tuple[Rooms, Rooms]:
-    """Rooms to train on, and one to look at that was not trained on."""
-    if options.root is None:
-        tiny = options.size == "tiny"
-        train, points = (1, 9_000) if tiny else (12, 120_000)
-        made: dict[str, Any] = {"num_points": points, "voxel_size": settings.voxel_size}
-        return SyntheticRooms(train, **made), SyntheticRooms(1, first_seed=1000, **made)
-    rooms = None if options.split else tuple(options.rooms)
-    found = S3DIS(options.root, split=options.split, rooms=rooms, voxel_size=settings.voxel_size)
-    held = S3DIS(options.root, split="val", voxel_size=settings.voxel_size)
-    return found, held
+@dataclass(frozen=True)
+class Source:
+    """Where rooms come from: S3DIS, or a generator.
+
+    Attributes:
+        root: folder of S3DIS; `None`: rooms are generated.
+        split: all rooms of a split of S3DIS, in place of `rooms`.
+        rooms: names of rooms of S3DIS.
+        generated: how many rooms to generate.
+        points: points of a generated room.
+    """
+
+    root: Path | None = None
+    split: Literal["train", "val"] | None = None
+    rooms: tuple[str, ...] = HALLWAY
+    generated: int = 12
+    points: int = 120_000
+
+    @property
+    def several(self) -> bool:
+        """Whether there is more to learn than one room by heart."""
+        if self.root is None:
+            return self.generated > 1
+        return self.split is not None or len(self.rooms) > 1
+
+    def load(self, voxel_size: float) -> tuple[Rooms, Rooms]:
+        """Rooms to train on, and one to look at that was not trained on."""
+        if self.root is None:
+            made: dict[str, Any] = {"num_points": self.points, "voxel_size": voxel_size}
+            return SyntheticRooms(self.generated, **made), SyntheticRooms(1, first_seed=1000, **made)
+        rooms = None if self.split else self.rooms
+        found = S3DIS(self.root, split=self.split, rooms=rooms, voxel_size=voxel_size)
+        return found, S3DIS(self.root, split="val", voxel_size=voxel_size)
+
+
+TINY_SOURCE = Source(generated=1, points=20_000)
 
 
 # Training.
@@ -139,13 +171,13 @@ class Trainer:
         total = self.settings.epochs * self.steps
         self.schedule = torch.optim.lr_scheduler.OneCycleLR(self.optimizer, rate, total_steps=total, pct_start=0.2)
 
-    def epoch(self, loader: Iterator[VoxelBatch] | DataLoader[VoxelSample]) -> None:
+    def epoch(self, batches: Iterable[VoxelBatch]) -> None:
         """One pass over the rooms."""
         self.model.train()
         losses: list[Tensor] = []
         hits, count = 0, 0
-        for batch in loader:
-            batch = batch.to(self.device)  # type: ignore[union-attr]
+        for batch in batches:
+            batch = batch.to(self.device)
             self.optimizer.zero_grad()
             with autocast(self.device):
                 logits = self.model(sparse(batch)).features
@@ -159,53 +191,32 @@ class Trainer:
         self.curve.loss.append(torch.stack(losses).mean().item())
         self.curve.accuracy.append(hits / max(1, count))
 
+    @property
+    def parts(self) -> dict[str, Any]:
+        """What has a state that a later run needs to go on."""
+        return {"model": self.model, "optimizer": self.optimizer, "schedule": self.schedule}
+
     def save(self, path: Path) -> None:
         """Write everything that a later run needs to go on."""
-        state = {
-            "settings": asdict(self.settings),
-            "steps": self.steps,
-            "model": self.model.state_dict(),
-            "optimizer": self.optimizer.state_dict(),
-            "schedule": self.schedule.state_dict(),
-            "curve": asdict(self.curve),
-            "random": torch.get_rng_state(),
-        }
-        path.parent.mkdir(parents=True, exist_ok=True)
-        # A run that is killed while it writes leaves the file before this one whole.
-        partial = path.with_suffix(".partial")
-        torch.save(state, partial)
-        partial.replace(path)
+        current = _training.snapshot(self.device, **self.parts)
+        curve = asdict(self.curve)
+        _training.save_checkpoint(path, self.settings, current=current, curve=curve, steps=self.steps)
 
-    def load(self, path: Path) -> None:
-        """Go on where a checkpoint was written.
-
-        Raises:
-            SystemExit: it was written with other settings.
-        """
-        state: dict[str, Any] = torch.load(path, map_location=self.device, weights_only=True)
-        saved = settings_of(state)
-        if saved != self.settings or state["steps"] != self.steps:
-            raise SystemExit(f"{path} was written with {saved}, not with {self.settings}; leave --resume out")
-        self.model.load_state_dict(state["model"])
-        self.optimizer.load_state_dict(state["optimizer"])
-        self.schedule.load_state_dict(state["schedule"])
+    def go_on(self, state: dict[str, Any]) -> None:
+        """Go on where a checkpoint was written."""
+        if state["steps"] != self.steps:
+            raise SystemExit(f"the checkpoint has {state['steps']} steps an epoch, not {self.steps}: other rooms")
+        _training.restore(state["current"], self.device, **self.parts)
         self.curve = Curve(**state["curve"])
-        torch.set_rng_state(state["random"].cpu())
-
-
-def settings_of(state: dict[str, Any]) -> Settings:
-    held: dict[str, Any] = state["settings"]
-    values: dict[str, Any] = {name: tuple(v) if isinstance(v, list) else v for name, v in held.items()}
-    return Settings(**values)
 
 
 def load_model(path: Path, device: torch.device) -> tuple[MinkUNet, Settings]:
     """The model of a checkpoint, for prediction."""
-    state: dict[str, Any] = torch.load(path, map_location=device, weights_only=True)
-    settings = settings_of(state)
-    model = make_model(settings).to(device)
-    model.load_state_dict(state["model"])
-    return model.eval(), settings
+    state = _training.read_checkpoint(path)
+    settings = Settings(**state["settings"])
+    model = make_model(settings)
+    model.load_state_dict(state["current"]["model"])
+    return model.to(device).eval(), settings
 
 
 @torch.no_grad()
@@ -224,7 +235,6 @@ def train(
     *,
     checkpoint: Path,
     resume: bool = False,
-    every: int = 10,
     on_epoch: Callable[[Curve], None] | None = None,
 ) -> Trainer:
     """Train on rooms.
@@ -233,75 +243,107 @@ def train(
         rooms: what to train on.
         settings: how.
         device: where.
-        checkpoint: a file written every so many epochs and at the end.
+        checkpoint: a file written six times on the way, and at the end.
         resume: continue from that file when it is there.
-        every: epochs between two checkpoints.
         on_epoch: called after each epoch.
 
     Returns:
         The trainer, with model and curve.
     """
     data = Turned(rooms, settings.voxel_size) if settings.augment else rooms
-    loader = DataLoader(data, batch_size=settings.batch_size, shuffle=True, collate_fn=collate)
+    loader: Any = DataLoader(data, batch_size=settings.batch_size, shuffle=True, collate_fn=collate)
     trainer = Trainer(settings, device, len(loader))
-    if resume and checkpoint.exists():
-        trainer.load(checkpoint)
+    state = _training.resumed(checkpoint, settings, resume=resume)
+    if state is not None:
+        trainer.go_on(state)
     # Without random turns a room is the same each time, so it is cut into voxels once.
-    fixed = list(loader) if not settings.augment and len(loader) == 1 else None
+    batches: Iterable[VoxelBatch] = list(loader) if not settings.augment and len(loader) == 1 else loader
     for epoch in range(len(trainer.curve.loss), settings.epochs):
-        trainer.epoch(loader if fixed is None else fixed)  # type: ignore[arg-type]
+        trainer.epoch(batches)
         if on_epoch is not None:
             on_epoch(trainer.curve)
-        if (epoch + 1) % every == 0:
+        if (epoch + 1) % max(1, settings.epochs // 6) == 0 or epoch + 1 == settings.epochs:
             trainer.save(checkpoint)
-    trainer.save(checkpoint)
     return trainer
 
 
-def train_with_progress(rooms: Rooms, settings: Settings, device: torch.device, **more: Any) -> Trainer:
-    """`train` under a progress bar."""
-    from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
+# Showing it.
 
-    columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeRemainingColumn())
-    with Progress(*columns) as progress:
-        task = progress.add_task("MinkUNet", total=settings.epochs)
+
+def beside_peer(model: MinkUNet, room: Room, settings: Settings, device: torch.device) -> _peers.Comparison:
+    """The network's convolutions on a room beside the peer's."""
+    batch = collate([voxel_sample(room, max(settings.voxel_size, COMPARED_AT))]).to(device)
+    peers = {SparseConvolution: _peers.sparse_convolution}
+    with torch.no_grad():
+        return _peers.compare(model.eval(), peers, lambda: model(sparse(batch)))
+
+
+def judge(model: MinkUNet, rooms: Iterable[VoxelSample], device: torch.device, what: str) -> float:
+    """Print and return the share of points labelled right; print the intersection over union of each class too."""
+    matrix = np.zeros((len(CLASSES),) * 2, np.int64)
+    best = np.zeros_like(matrix)
+    for sample in rooms:
+        matrix += _segmentation.confusion(sample.room.labels, predict(model, sample, device))
+        best += _segmentation.confusion(sample.room.labels, sample.labels[sample.inverse].numpy())
+    accuracy, mean, each = _segmentation.scores(matrix)
+    limit = _segmentation.scores(best)[0]
+    print(f"{what}: point accuracy {accuracy:.2%} (voxels allow {limit:.2%}), mean IoU {mean:.2%}")
+    print(_segmentation.score_table(each))
+    return accuracy
+
+
+def run(
+    settings: Settings, device: torch.device, out: Path, *, source: Source, resume: bool = False
+) -> _training.Outcome:
+    """Train with a progress bar, compare the layers with the peer's, draw.
+
+    Args:
+        settings: how to train; several rooms are turned and tinted, one is learned by heart.
+        device: where.
+        out: folder of pictures and checkpoint.
+        source: what to train on.
+        resume: continue from the checkpoint in `out`.
+
+    Returns:
+        What came out; the score is the share of points of the training rooms that are labelled right.
+    """
+    settings = replace(settings, augment=source.several)
+    rooms, held = source.load(settings.voxel_size)
+    first, other = rooms[0], held[0]
+    print(f"{len(rooms)} rooms, voxels of {settings.voxel_size} m; {device}")
+    print(f"the first: {first.room}, {len(first.indices)} voxels")
+    untrained = make_model(settings).to(device)
+    before = predict(untrained, first, device), predict(untrained, other, device)
+    with _training.progress("MinkUNet", settings.epochs) as bar:
 
         def show(curve: Curve) -> None:
-            text = f"MinkUNet: loss {curve.loss[-1]:.3f}, voxels {curve.accuracy[-1]:.1%}"
-            progress.update(task, completed=len(curve.loss), description=text)
+            bar(len(curve.loss), f"loss {curve.loss[-1]:.3f}, voxels {curve.accuracy[-1]:.1%}")
 
-        return train(rooms, settings, device, on_epoch=show, **more)
-
-
-def parse(argv: Sequence[str], size: str) -> argparse.Namespace:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--root", type=Path, help="folder of S3DIS; without it rooms are generated")
-    parser.add_argument("--split", choices=("train", "val"), help="all rooms of a split, in place of --rooms")
-    parser.add_argument("--rooms", nargs="+", default=HALLWAY, metavar="AREA/ROOM", help="default Area_3/hallway_3")
-    parser.add_argument("--size", choices=("tiny", "full"), default=size, help="tiny: coarse voxels, a narrow model")
-    parser.add_argument("--epochs", type=int)
-    parser.add_argument("--batch-size", type=int)
-    parser.add_argument("--voxel-size", type=float, help="in metres")
-    parser.add_argument("--lr", type=float)
-    parser.add_argument("--seed", type=int, default=0)
-    parser.add_argument("--device", default="auto")
-    parser.add_argument("--out", type=Path, default=Path("outputs") / "train_s3dis", help="pictures and checkpoint")
-    parser.add_argument("--resume", action="store_true", help="continue from the checkpoint in --out")
-    return parser.parse_args(argv)
-
-
-def choose_settings(options: argparse.Namespace) -> Settings:
-    settings = replace(TINY if options.size == "tiny" else Settings(), seed=options.seed)
-    # One room is learned by heart; many are turned and tinted.
-    several = options.split is not None or (options.root is None and options.size == "full")
-    settings = replace(settings, augment=several or (options.root is not None and len(options.rooms) > 1))
-    given = {
-        "epochs": options.epochs,
-        "batch_size": options.batch_size,
-        "voxel_size": options.voxel_size,
-        "learning_rate": options.lr,
-    }
-    return replace(settings, **{name: value for name, value in given.items() if value is not None})
+        trainer = train(rooms, settings, device, checkpoint=out / "minkunet.pt", resume=resume, on_epoch=show)
+    model, curve = trainer.model, trainer.curve
+    print(f"each convolution is {model.conv0p1s1.expression}")
+    accuracy = judge(model, (rooms[i] for i in range(len(rooms))), device, "trained on")
+    judge(model, [other], device, f"{other.room.name}, not trained on")
+    pictures: list[Path] = []
+    for name, sample, early in (("trained_room", first, before[0]), ("other_room", other, before[1])):
+        labels = {"before training": early, "after training": predict(model, sample, device)}
+        title = f"{sample.room.name}, {'trained on' if sample is first else 'not trained on'}"
+        pictures.append(_segmentation.draw_room(sample.room, labels, title, out / f"{name}.png"))
+    pictures.append(_segmentation.plot_curve(curve.loss, curve.accuracy, "MinkUNet", out / "curve.png"))
+    found = beside_peer(model, first.room, settings, device)
+    where = first.room.name if len(rooms) == 1 else f"{len(rooms)} rooms"
+    return _training.Outcome(
+        model=f"MinkUNet, {where}\nvoxels of {settings.voxel_size} m",
+        layers=found.layers,
+        peer=_peers.sparse_conv_peer(device),
+        difference=found.difference,
+        largest=found.largest,
+        loss_before=curve.loss[0],
+        loss_after=curve.loss[-1],
+        accuracy=f"{accuracy:.1%} of points",
+        score=accuracy,
+        pictures=tuple(pictures),
+    )
 
 
 def main(argv: Sequence[str] | None = None, *, size: str = "full") -> float:
@@ -314,40 +356,21 @@ def main(argv: Sequence[str] | None = None, *, size: str = "full") -> float:
     Returns:
         The share of points of the training rooms that are labelled right.
     """
-    options = parse(argv or [], size)
-    settings = choose_settings(options)
-    device = _segmentation.choose_device(options.device)
-    rooms, held = load_rooms(options, settings)
-    print(f"{len(rooms)} rooms, the first {rooms.room(0)}; voxels of {settings.voxel_size} m; {device}")
-    checkpoint = options.out / "minkunet.pt"
-    trainer = train_with_progress(
-        rooms, settings, device, checkpoint=checkpoint, resume=options.resume, every=max(1, settings.epochs // 6)
+    parser = _training.argument_parser(__doc__, "train_s3dis", size)
+    parser.add_argument("--root", type=Path, help="folder of S3DIS; without it rooms are generated")
+    parser.add_argument("--split", choices=("train", "val"), help="all rooms of a split, in place of --rooms")
+    parser.add_argument("--rooms", nargs="+", default=HALLWAY, metavar="AREA/ROOM", help="default Area_3/hallway_3")
+    _training.add_settings(
+        parser, Settings(), TINY, epochs="", batch_size="rooms", voxel_size="metres", learning_rate="", seed=""
     )
-    model = trainer.model
-    print(f"each convolution is {model.conv0p1s1.expression}")
-    matrix = np.zeros((len(CLASSES),) * 2, np.int64)
-    for index in range(len(rooms)):
-        sample = rooms[index]
-        predicted = predict(model, sample, device)
-        matrix += _segmentation.confusion(sample.room.labels, predicted)
-        if index == 0:
-            title = f"{sample.room.name}, trained on"
-            print(
-                f"picture: {_segmentation.draw_room(sample.room, predicted, title, options.out / 'trained_room.png')}"
-            )
-    accuracy, mean, each = _segmentation.scores(matrix)
-    print(f"trained rooms: point accuracy {accuracy:.2%}, mean IoU {mean:.2%}")
-    print(_segmentation.score_table(each))
-    sample = held[0]
-    predicted = predict(model, sample, device)
-    other, other_mean, _ = _segmentation.scores(_segmentation.confusion(sample.room.labels, predicted))
-    print(f"{sample.room.name}, not trained on: point accuracy {other:.2%}, mean IoU {other_mean:.2%}")
-    title = f"{sample.room.name}, not trained on"
-    print(f"picture: {_segmentation.draw_room(sample.room, predicted, title, options.out / 'other_room.png')}")
-    curve = trainer.curve
-    path = _segmentation.plot_curve(curve.loss, curve.accuracy, "MinkUNet", options.out / "curve.png")
-    print(f"plot: {path}\ncheckpoint: {checkpoint}")
-    return accuracy
+    options = parser.parse_args(argv or [])
+    made = TINY_SOURCE if options.size == "tiny" else Source()
+    source = replace(made, root=options.root, split=options.split, rooms=tuple(options.rooms))
+    settings = _training.chosen_settings(options, Settings(), TINY)
+    device = _training.choose_device(options.device)
+    outcome = run(settings, device, options.out, source=source, resume=options.resume)
+    outcome.report()
+    return outcome.score
 
 
 if __name__ == "__main__":

@@ -179,51 +179,57 @@ def default_schedule(form: Form) -> Schedule:
     """A good schedule without any measurement."""
     if form.product is not None:
         return _default_product(form, form.product)
+    if len(form.points) > _MANY_POINTS:
+        return _default_written_out(form)
     rows, columns, summed = _element_axes(form)
     width = math.prod(form.size(i) for i in columns) if columns else 1
-    accumulators = len({str(p.target) for p in form.points})
-    n = min(_power(width), 128 if accumulators < 8 else 64)
-    length = form.size(summed[0]) * math.prod(form.size(i) for i in summed[1:]) if summed else 1
-    if len(form.points) > 16:
-        return _written_out(form, n, accumulators)
+    length = math.prod(form.size(i) for i in summed) if summed else 1
     if not columns:
         # Long sums along lanes, a few rows at a time.
         k = min(_power(length), 128 if summed else 1)
-        m = 1 if not rows else max(1, min(1024 // max(1, k), 64, _power(form.size(rows[-1]))))
-        return Schedule(m=m, k=k, n=1, warps=4, splits=_splits(form, m, 1))
+        m = 1 if not rows else max(1, min(2048 // k, 64, _power(form.size(rows[-1]))))
+        return Schedule(m=m, k=k, warps=1 if m * k <= 2048 else 4, splits=_splits(form, m, 1))
+    n = min(_power(width), 128)
     k = min(_power(length), 8 if n >= 64 else 16 if n >= 16 else 32)
-    m = 1
-    if rows and n * k < 512:
-        m = min(_power(form.size(rows[-1])), 512 // (n * k))
-    warps = 1 if m * n * k <= 512 else 2 if m * n * k <= 1024 else 4
+    m = 1 if not rows else max(1, min(_power(form.size(rows[-1])), 1024 // (n * k)))
+    warps = 1 if m * n * k <= 2048 else 4
     return Schedule(m=m, n=n, k=k, warps=warps, splits=_splits(form, m, n))
 
 
-def _written_out(form: Form, n: int, accumulators: int) -> Schedule:
+# Points past which a kernel is straight-line code rather than a loop with a few terms.
+_MANY_POINTS = 8
+
+
+def _default_written_out(form: Form) -> Schedule:
     rows, columns, summed = _element_axes(form)
-    groups = max(1, min(8, accumulators // 24))
+    accumulators = len({str(p.target) for p in form.points})
+    double = form.bound.dtype.itemsize == 8
     if columns:
-        return Schedule(n=n, k=1, m=1, groups=groups, warps=max(1, n // 64), stages=2, splits=_splits(form, 1, n))
+        n = min(64, _power(math.prod(form.size(i) for i in columns)))
+        groups = max(1, accumulators * (2 if double else 1) // 48)
+        return Schedule(n=n, groups=groups, warps=1, splits=_splits(form, 1, n))
     k = min(64, _power(form.size(summed[-1]))) if summed else 1
-    m = min(_power(form.size(rows[-1])), max(1, 128 // k)) if rows else 1
-    return Schedule(m=m, k=k, groups=groups, warps=2, splits=_splits(form, m, 1))
+    m = min(_power(form.size(rows[-1])), max(1, 64 // k)) if rows else 1
+    return Schedule(m=m, k=k, groups=max(1, accumulators // 48), warps=1, splits=_splits(form, m, 1))
 
 
 def _default_product(form: Form, product: Product) -> Schedule:
     size = {a: math.prod(form.size(i) for i in getattr(product, a)) for a in "mkn"}
     m, n = (max(16, min(128, _power(size[a]))) for a in "mn")
     accumulators = len({str(p.target) for p in form.points})
-    exact = form.bound.dtype.itemsize == 4
-    if exact:
+    if form.bound.dtype.itemsize == 4:
         m, n = min(m, 64), min(n, 64)
-    while m * n * min(accumulators, 8) > 16384 and max(m, n) > 16:
-        m, n = (m // 2, n) if m >= n and m > 16 else (m, n // 2)
-    k = max(16, min(32 if exact else 64, _power(size["k"])))
-    groups = max(1, min(accumulators, -(-accumulators * m * n // 16384)))
+    # Each accumulator to a program of its own, where many terms go into it: registers are what is short.
+    groups = accumulators
+    k = max(16, min(32 if form.bound.dtype.itemsize == 4 else 64, _power(size["k"])))
     # A Hopper's matrix unit takes 64 rows at least.
     swap = n > m and n >= 64
     warps = 8 if m * n >= 128 * 128 else 4
-    return Schedule(m, n, k, True, swap, groups, _splits(form, m, n), warps=warps, stages=3)
+    share = 512
+    if form.owner is not None:
+        terms = form.size(ENTRY) * form.rows
+        share = max(1, min(512, -(-terms // 1024)))
+    return Schedule(m, n, k, True, swap, groups, _splits(form, m, n), share, warps, 2)
 
 
 def _splits(form: Form, m: int, n: int) -> int:
@@ -238,41 +244,81 @@ def _splits(form: Form, m: int, n: int) -> int:
     return max(1, min(64, 1024 // programs, length // 256))
 
 
+# Candidates.
+
+
 def candidates(form: Form) -> Iterator[Schedule]:
     """Schedules worth measuring, the default first."""
     base = default_schedule(form)
-    seen: set[Schedule] = set()
-    for schedule in _varied(form, base):
-        if schedule not in seen:
-            seen.add(schedule)
+    seen: set[tuple[Schedule, Layout]] = set()
+    for schedule in (base, *_varied(form, base)):
+        # Different numbers may come to the same kernel.
+        key = replace(schedule, m=0, n=0, k=0), place_indices(form, schedule)
+        if key not in seen:
+            seen.add(key)
             yield schedule
 
 
 def _varied(form: Form, base: Schedule) -> Iterator[Schedule]:
-    yield base
     if base.dot:
         yield from _varied_products(form, base)
-        return
-    if len(form.points) > 16:
-        for groups in (1, 2, 4, 8):
+    elif len(form.points) > _MANY_POINTS:
+        yield from _varied_written_out(base)
+    elif base.n == 1:
+        for m, k in ((base.m, base.k), (base.m * 2, base.k), (max(1, base.m // 2), base.k), (base.m, base.k // 2)):
             for warps in (1, 2, 4):
-                yield replace(base, groups=groups, warps=warps)
-        return
-    for m in {1, base.m, base.m * 2, max(1, base.m // 2)}:
-        for k in {base.k, max(1, base.k // 2), base.k * 2}:
-            for warps in (1, 2, 4):
-                if m * base.n * k <= 8192:
-                    yield replace(base, m=m, k=k, warps=warps)
+                yield replace(base, m=m, k=max(1, k), warps=warps)
+    else:
+        for k in (1, 4, 8, 16, 32):
+            for m in (1, 2, 4, 8, 16):
+                size = m * base.n * k
+                if 512 <= size <= 4096 and (k <= 2 * base.k or k == 1):
+                    yield replace(base, m=m, k=k, warps=1)
+                    if size >= 2048:
+                        yield replace(base, m=m, k=k, warps=2)
+        if form.owner is not None:
+            yield replace(base, share=128)
+
+
+def _varied_written_out(base: Schedule) -> Iterator[Schedule]:
+    wide = base.n > 1
+    for lanes, groups, warps in (
+        (2, 1, 1),
+        (2, 1, 2),
+        (2, 2, 1),
+        (1, 1, 1),
+        (1, 2, 1),
+        (4, 1, 2),
+        (4, 1, 4),
+        (2, 4, 1),
+    ):
+        if wide:
+            yield replace(base, n=max(1, base.n * lanes // 2), groups=groups, warps=warps)
+        else:
+            yield replace(base, m=max(1, base.m * lanes // 2), groups=groups, warps=warps)
 
 
 def _varied_products(form: Form, base: Schedule) -> Iterator[Schedule]:
     assert form.product is not None
     size = {a: math.prod(form.size(i) for i in getattr(form.product, a)) for a in "mkn"}
     most = {a: max(16, _power(size[a])) for a in "mkn"}
-    for m, n in ((base.m, base.n), (64, 128), (128, 64), (128, 128), (64, 64), (32, 128), (32, 256)):
-        for k in {base.k, 32, 64}:
-            if m > most["m"] or n > most["n"] or k > most["k"]:
-                continue
-            for swap in (False, True):
-                for warps, stages in ((4, 3), (4, 2), (8, 3)):
-                    yield replace(base, m=m, n=n, k=k, swap=swap, warps=warps, stages=stages)
+    many = base.groups > 1
+    shapes = (
+        ((16, 64), (32, 64), (64, 64), (128, 64))
+        if many
+        else ((base.m, base.n), (64, 128), (128, 64), (128, 128), (64, 64), (32, 128), (32, 256), (64, 256), (128, 32))
+    )
+    for m, n in shapes:
+        if m > most["m"] or n > max(most["n"], 64):
+            continue
+        swaps = (False,) if n <= m or n < 64 else (True,) if m < 64 else (False, True)
+        for k in sorted({32, 64} if most["k"] >= 64 else {most["k"], 32}):
+            for swap in swaps:
+                for warps, stages in ((4, 2), (4, 3), (8, 3)):
+                    if warps == 8 and m * n < 64 * 128 and not many:
+                        continue
+                    for groups in {1, base.groups}:
+                        yield replace(base, m=m, n=n, k=k, swap=swap, warps=warps, stages=stages, groups=groups)
+    if form.owner is not None:
+        for share in {max(1, base.share // 2), base.share * 2}:
+            yield replace(base, share=share)

@@ -54,9 +54,10 @@ def precision_of(dtype: torch.dtype, asked: str) -> Precision:
     """How the matrix unit multiplies float32, following torch's float32 matmul precision unless asked for by name."""
     if asked != "auto":
         return asked  # type: ignore[return-value]
-    if dtype != torch.float32 or torch.get_float32_matmul_precision() == "highest":
+    if dtype != torch.float32:
         return "ieee"
-    return "tf32"
+    # Three products of 10-bit parts keep what float32 can hold of a product.
+    return "tf32x3" if torch.get_float32_matmul_precision() == "highest" else "tf32"
 
 
 def strides_of(form: Form, tensors: Sequence[Tensor], extents: Extents, split: bool) -> Strides:
@@ -101,9 +102,10 @@ class Kernel:
         form: what it computes.
         source: its text.
         extents: the sizes it was prepared for.
-        slots: for each parameter, the position of its tensor, or -1 - n for the n-th of `Kernel.own`.
+        fill: the pointers among its arguments: place, kind, and the tensor's position.
         arguments: its arguments, with numbers filled in and tensors missing.
         launch: runs it on a list of arguments; `None`: there is nothing to run.
+        empty: it writes every cell of the output.
     """
 
     form: Form
@@ -111,7 +113,7 @@ class Kernel:
     extents: Extents
     fill: tuple[tuple[int, str, int], ...]
     arguments: tuple[Any, ...]
-    launch: Callable[[list[Any]], None] | None
+    launch: _Launch | _Interpret | None
     empty: bool
 
     def __call__(self, tensors: Sequence[Tensor], start: Tensor | None, owners: Owners | None) -> Tensor:
@@ -216,7 +218,8 @@ def prepare_kernel(
     launch = None
     if grid:
         types = _types(form, source, tensors, owners)
-        launch = _launcher(source, types, grid, tensors[0].device, strides.wide)
+        device = tensors[0].device
+        launch = _Interpret(source, grid) if interpreted() else _Launch(source, types, grid, device, strides.wide)
     empty = form.combine != "atomic" and _covers(form, source.cells, extents)
     return Kernel(form, source, extents, fill, values, launch, empty)
 
@@ -294,61 +297,72 @@ class _Numbers:
         return programs
 
 
-def _launcher(
-    source: Source, types: Sequence[str | None], grid: int, device: torch.device, wide: bool
-) -> Callable[[list[Any]], None]:
-    """What launches a kernel on a list of arguments."""
-    function = _jit(source)
-    if interpreted():
+class _Launch:
+    """Launches a kernel on a list of arguments; its machine code depends on which pointers are aligned."""
 
-        def interpret(arguments: list[Any]) -> None:
-            function[(grid,)](*arguments)
+    def __init__(
+        self, source: Source, types: Sequence[str | None], grid: int, device: torch.device, wide: bool
+    ) -> None:
+        self.function = _jit(source)
+        self.source = source
+        self.grid = grid
+        self.number = device.index if device.index is not None else torch.cuda.current_device()
+        self.pointers = [place for place, kind in enumerate(types) if kind is not None]
+        integer = "i64" if wide else "i32"
+        self.signature = {n: kind or integer for n, kind in zip(self.function.arg_names, types, strict=True)}
+        self.known: dict[tuple[bool, ...], Callable[..., None]] = {}
 
-        return interpret
-    compiled: dict[tuple[bool, ...], Callable[..., None]] = {}
-    pointers = [place for place, kind in enumerate(types) if kind is not None]
-    stream_of = torch._C._cuda_getCurrentRawStream
-    number = device.index if device.index is not None else torch.cuda.current_device()
-
-    def launch(arguments: list[Any]) -> None:
-        aligned = tuple(arguments[place].data_ptr() % 16 == 0 for place in pointers)
-        run = compiled.get(aligned)
+    def __call__(self, arguments: list[Any]) -> None:
+        aligned = tuple([not arguments[place].data_ptr() & 15 for place in self.pointers])
+        run = self.known.get(aligned)
+        number = self.number
         if run is None:
             with torch.cuda.device(number):
-                run = compiled[aligned] = _compiled(function, source, types, pointers, aligned, wide)
+                run = self.known[aligned] = self.load(aligned)
         if torch.cuda.current_device() == number:
-            run(grid, stream_of(number), arguments)
+            run(self.grid, torch._C._cuda_getCurrentRawStream(number), arguments)
         else:
             with torch.cuda.device(number):
-                run(grid, stream_of(number), arguments)
+                run(self.grid, torch._C._cuda_getCurrentRawStream(number), arguments)
 
-    return launch
+    def compile(self, aligned: Sequence[bool]) -> Any:
+        """The machine code for the current device; Triton keeps it on disk."""
+        from triton.compiler import ASTSource
+        from triton.compiler import compile as compile_source
+
+        pairs = zip(self.pointers, aligned, strict=True)
+        attributes = {(place,): [["tt.divisibility", 16]] for place, fits in pairs if fits}
+        schedule = self.source.schedule
+        options = {"num_warps": schedule.warps, "num_stages": schedule.stages}
+        return compile_source(ASTSource(self.function, self.signature, {}, attributes), options=options)
+
+    def compile_ahead(self) -> None:
+        """Compile for aligned pointers on behalf of a later launch, perhaps in another thread."""
+        with torch.cuda.device(self.number):
+            self.compile([True] * len(self.pointers))
+
+    def load(self, aligned: Sequence[bool]) -> Callable[..., None]:
+        """The machine code on the device, behind as little of Triton's launcher as there is."""
+        kernel = self.compile(aligned)
+        start, handle, metadata = kernel.run, kernel.function, kernel.packed_metadata
+
+        def run(grid: int, stream: int, arguments: Sequence[Any]) -> None:
+            start(grid, 1, 1, stream, handle, metadata, None, None, None, *arguments)
+
+        # The handle belongs to the kernel, which has to live as long.
+        run.kernel = kernel  # type: ignore[attr-defined]
+        return run
 
 
-def _compiled(
-    function: Any,
-    source: Source,
-    types: Sequence[str | None],
-    pointers: Sequence[int],
-    aligned: Sequence[bool],
-    wide: bool,
-) -> Callable[..., None]:
-    """A kernel's machine code on the current device, behind as little of Triton's launcher as there is."""
-    from triton.compiler import ASTSource
-    from triton.compiler import compile as compile_source
+class _Interpret:
+    """Runs a kernel in Triton's interpreter."""
 
-    names = function.arg_names
-    integer = "i64" if wide else "i32"
-    signature = {name: kind or integer for name, kind in zip(names, types, strict=True)}
-    attributes = {(p,): [["tt.divisibility", 16]] for p, fits in zip(pointers, aligned, strict=True) if fits}
-    schedule = source.schedule
-    options = {"num_warps": schedule.warps, "num_stages": schedule.stages}
-    kernel = compile_source(ASTSource(function, signature, {}, attributes), options=options)
-    start, handle, metadata = kernel.run, kernel.function, kernel.packed_metadata
+    def __init__(self, source: Source, grid: int) -> None:
+        self.function = _jit(source)
+        self.grid = grid
 
-    def run(grid: int, stream: int, arguments: Sequence[Any]) -> None:
-        start(grid, 1, 1, stream, handle, metadata, None, None, None, *arguments)
+    def __call__(self, arguments: list[Any]) -> None:
+        self.function[(self.grid,)](*arguments)
 
-    # The handle belongs to the kernel, which has to live as long.
-    run.kernel = kernel  # type: ignore[attr-defined]
-    return run
+    def compile_ahead(self) -> None:
+        """Nothing is compiled."""

@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import hashlib
+import itertools
 import json
 import math
 import os
 import tempfile
 import time
 from collections.abc import Mapping, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -28,7 +30,7 @@ __all__ = ["Measurement", "choose_schedule"]
 
 _VERSION = 1
 # Seconds of search for one statement and size.
-_BUDGET = 12.0
+_BUDGET = 5.0
 # Fewest multiplications for which a search pays.
 _WORTH = 2**24
 
@@ -72,57 +74,92 @@ def _measure(
 ) -> tuple[Measurement, ...]:
     """Candidates with their times, the fastest first."""
     begin = time.perf_counter()
-    measured: list[Measurement] = []
     plain = [t.detach() for t in tensors]
-    for schedule in candidates(form):
-        if measured and time.perf_counter() - begin > _BUDGET:
-            break
-        measured.append(Measurement(schedule, _time(form, schedule, plain, extents, start, precision)))
-    measured.sort(key=lambda m: m.microseconds)
-    # The first few again: differences among them are small.
-    best = [
-        Measurement(m.schedule, _time(form, m.schedule, plain, extents, start, precision, repeat=20))
-        for m in measured[:3]
-        if not math.isinf(m.microseconds)
-    ]
-    best.sort(key=lambda m: m.microseconds)
-    return (*best, *measured[3:])
-
-
-def _time(
-    form: Form,
-    schedule: Schedule,
-    tensors: Sequence[Tensor],
-    extents: Extents,
-    start: Tensor | None,
-    precision: Precision,
-    repeat: int = 5,
-) -> float:
-    """Microseconds of one run; infinite if the device has no room for the schedule."""
-    owners = None
-    if form.owner is not None:
-        index = tensors[form.bound.layout.tensors.index(form.owner.name)]
-        owners = owners_of(index, extents.output[form.owner_axis], form.permuted, schedule.share)
+    trials: list[_Trial] = []
+    measured: list[tuple[float, _Trial]] = []
+    workers = ThreadPoolExecutor(min(8, os.cpu_count() or 1))
     try:
-        kernel = prepare_kernel(form, schedule, tensors, start, extents, precision, owners)
-        kernel(tensors, start, owners)
-        torch.cuda.synchronize()
-    except torch.OutOfMemoryError:
-        raise
-    except Exception as error:
-        if type(error).__module__.startswith("triton"):
+        for schedule in candidates(form):
+            trial = _Trial(form, schedule, plain, extents, start, precision)
+            trial.compiled = workers.submit(trial.compile)
+            trials.append(trial)
+        for trial in trials:
+            left = _BUDGET - (time.perf_counter() - begin)
+            if measured and left <= 0:
+                break
+            try:
+                assert trial.compiled is not None
+                fits = trial.compiled.result(timeout=left if measured else None)
+            except TimeoutError:
+                continue
+            measured.append((trial.time(5) if fits else math.inf, trial))
+    finally:
+        workers.shutdown(wait=False, cancel_futures=True)
+    measured.sort(key=lambda pair: pair[0])
+    # The first few again: differences among them are small.
+    best = sorted(
+        ((trial.time(20), trial) for us, trial in measured[:3] if not math.isinf(us)), key=lambda pair: pair[0]
+    )
+    return tuple(Measurement(trial.schedule, us) for us, trial in (*best, *measured[len(best) :]))
+
+
+class _Trial:
+    """One schedule on the tensors of the call at hand."""
+
+    def __init__(
+        self,
+        form: Form,
+        schedule: Schedule,
+        tensors: Sequence[Tensor],
+        extents: Extents,
+        start: Tensor | None,
+        precision: Precision,
+    ) -> None:
+        self.schedule = schedule
+        self.tensors = tensors
+        self.start = start
+        self.compiled: Future[bool] | None = None
+        self.owners = None
+        if form.owner is not None:
+            index = tensors[form.bound.layout.tensors.index(form.owner.name)]
+            self.owners = owners_of(index, extents.output[form.owner_axis], form.permuted, schedule.share)
+        self.kernel = prepare_kernel(form, schedule, tensors, start, extents, precision, self.owners)
+
+    def compile(self) -> bool:
+        """Whether there is machine code for the schedule."""
+        try:
+            if self.kernel.launch is not None:
+                self.kernel.launch.compile_ahead()
+        except Exception as error:
+            return self.refused(error)
+        return True
+
+    @staticmethod
+    def refused(error: Exception) -> bool:
+        """`False` where Triton has no code or no room for a schedule; other errors are errors."""
+        if type(error).__module__.startswith("triton") or "PassManager" in str(error):
+            return False
+        raise error
+
+    def time(self, repeat: int) -> float:
+        """Microseconds of one run; infinite if the device has no room for the schedule."""
+        try:
+            self.kernel(self.tensors, self.start, self.owners)
+        except torch.OutOfMemoryError:
+            raise
+        except Exception as error:
+            self.refused(error)
             return math.inf
-        raise
-    events = [torch.cuda.Event(enable_timing=True) for _ in range(repeat + 1)]
-    # Work in front keeps the device busy while the host launches, so that the times are the device's.
-    torch.cuda._sleep(200_000)
-    events[0].record()
-    for event in events[1:]:
-        kernel(tensors, start, owners)
-        event.record()
-    torch.cuda.synchronize()
-    times = sorted(a.elapsed_time(b) for a, b in zip(events, events[1:], strict=False))
-    return 1000.0 * times[len(times) // 2]
+        events = [torch.cuda.Event(enable_timing=True) for _ in range(repeat + 1)]
+        # Work in front keeps the device busy while the host launches, so that the times are the device's.
+        torch.cuda._sleep(400_000)
+        events[0].record()
+        for event in events[1:]:
+            self.kernel(self.tensors, self.start, self.owners)
+            event.record()
+        torch.cuda.synchronize()
+        times = sorted(a.elapsed_time(b) for a, b in itertools.pairwise(events))
+        return 1000.0 * times[len(times) // 2]
 
 
 # On disk.

@@ -16,7 +16,7 @@ from insum_nn.errors import InsumFormatError, InsumNameError, InsumShapeError
 from insum_nn.layers.sparse_maps import IntOrInts, check_ndim, expand_nd, map_differences, map_of, store_map
 from insum_nn.layers.sparse_sequential import SparseModule
 from insum_nn.layers.sparse_tensor import SparseConvTensor
-from insum_nn.ops.sparse_conv import map_program, sparse_conv, sparse_conv_expression, sparse_conv_operands
+from insum_nn.ops.sparse_conv import map_program, sparse_conv, sparse_conv_call, sparse_conv_expression
 from insum_nn.structure.conv_weights import export_weight, import_weight
 from insum_nn.structure.kernel_map import Geometry, KernelMap
 
@@ -32,7 +32,8 @@ _VOXEL_COUNT = "max_num_voxels_during_training"
 class SparseConvolution(SparseModule):
     """A convolution over the active voxels of a `SparseConvTensor`; base of all kinds.
 
-        Out[OutIdx[g,q],d] += In[InIdx[g,q],c] * W[Off[g],c,d]
+        Out[OutIdx[g,q],d] += In[InIdx[g,q],c] * W[Off[g],c,d]     on a CPU
+        Out[Order[i],d] += In[Near[k,i],c] * W[k,c,d]              on a GPU
 
     Constructor, weights (O, k_1, .., k_d, I / groups) and results are those of `spconv.pytorch`'s layers, which
     correlate as torch's do. Besides: groups of channels, even submanifold kernels, kernels and grids of any size,
@@ -211,8 +212,10 @@ class SparseConvolution(SparseModule):
 
     @property
     def expression(self) -> str:
-        """The statement that the layer runs."""
-        return sparse_conv_expression(groups=self.groups, pointwise=self.conv1x1)
+        """The statement that the layer runs on its device."""
+        return sparse_conv_expression(
+            groups=self.groups, pointwise=self.conv1x1, device=self.weight.device, options=self.options
+        )
 
     def extra_repr(self) -> str:
         """Arguments that differ from their defaults, and the statement."""
@@ -309,13 +312,13 @@ class SparseConvolution(SparseModule):
         Returns:
             The compiler's `Explanation`.
         """
-        program = map_program(self.expression, self.options)
         if input is None:
-            return program.explain()
+            return map_program(self.expression, self.options).explain()
         kernel_map = None if self.conv1x1 else self.kernel_map(input)
-        named = sparse_conv_operands(input.features, self.dense_weight, kernel_map, self.bias, groups=self.groups)
-        shape = None if kernel_map is None else (kernel_map.num_outputs, *(None,) * (1 if self.groups == 1 else 2))
-        return program.explain(tensors=named, out_shape=shape, measure=measure)
+        expression, named, shape = sparse_conv_call(
+            input.features, self.dense_weight, kernel_map, self.bias, groups=self.groups, options=self.options
+        )
+        return map_program(expression, self.options).explain(tensors=named, out_shape=shape, measure=measure)
 
 
 def load_spconv_state_dict(model: nn.Module, state: Mapping[str, Tensor], *, strict: bool = True) -> Any:

@@ -25,11 +25,9 @@ from insum_nn.formats import COO, GroupCOO, GroupSize
 from insum_nn.ops.spmm import spmm_program
 from insum_nn.structure.gcn_norm import GraphEntries
 
-__all__ = ["GraphMatrix", "Grouped", "Level", "TensorCache"]
+__all__ = ["GraphMatrix", "Grouped", "TensorCache"]
 
 Built = TypeVar("Built")
-# Slots of a group in a tree of partial sums; two or more.
-_TREE_SLOTS = 8
 
 
 class TensorCache:
@@ -87,13 +85,6 @@ class TensorCache:
         return built
 
 
-@dataclass(frozen=True, eq=False, slots=True)
-class Level:
-    """One level of a tree of partial sums: `P[h,n] += Q[Idx[h,q],n]`."""
-
-    index: Tensor
-
-
 @dataclass(frozen=True, eq=False)
 class Grouped:
     """The entries of a graph grouped by the node that owns them: by receiver, or for the transpose by sender.
@@ -132,35 +123,14 @@ class Grouped:
         flat = values.reshape(-1)
         return flat if self.slots is None else flat.index_select(0, self.slots)
 
-    @cached_property
-    def tree(self) -> tuple[tuple[Level, ...], Tensor]:
-        """How sums of groups add up to rows without two writers of one cell: levels, and each row's last sum.
-
-        Returns:
-            Levels from the groups upwards, and (n,) the index of each row's sum in the last of them, -1 for none.
-        """
-        owner = self.matrix.group_index.long()
-        levels: list[Level] = []
-        while not bool((owner[1:] != owner[:-1]).all()):
-            numbers = torch.arange(1, owner.shape[0] + 1, device=owner.device)
-            shape = (self.matrix.shape[0], owner.shape[0])
-            facts = (IndexFacts(sorted=True, masked=False, proven=True), IndexFacts(masked=False, proven=True))
-            coo = COO(shape, (owner, numbers - 1), numbers, facts)
-            grouped = GroupCOO.from_coo(coo, coalesce=False, group_size=_TREE_SLOTS)
-            levels.append(Level(grouped.col))
-            owner = grouped.row.long()
-        last = torch.full((self.matrix.shape[0],), -1, dtype=torch.int64, device=owner.device)
-        last[owner] = torch.arange(owner.shape[0], device=owner.device)
-        return tuple(levels), last
-
 
 class GraphMatrix:
     """The matrix of a graph and its transpose, both sorted by the node that owns a product's row.
 
         Out[Row[g],n] += Val[g,q] * X[Col[g,q],n]
 
-    Duplicate edges stay entries of their own. On a CPU groups have one slot, which is what the library's product
-    takes; elsewhere their size follows the rule of `choose_group_size`.
+    Duplicate edges stay entries of their own. Groups have one slot: that is what the library's product takes on a CPU,
+    and a generated kernel walks the entries of a row by itself.
 
     Args:
         entries: in any order; every node in them is below `num_nodes`.
@@ -171,7 +141,7 @@ class GraphMatrix:
     """
 
     def __init__(self, entries: GraphEntries, *, group_size: GroupSize | None = None) -> None:
-        self._group_size: GroupSize = group_size or (1 if entries.row.device.type == "cpu" else "auto")
+        self._group_size: GroupSize = group_size or 1
         row, col, order = _sorted(entries.row, entries.col, entries.num_nodes)
         source = order if entries.source is None else entries.source.index_select(0, order)
         self.entries = GraphEntries(row, col, source, entries.num_nodes, entries.num_edges)

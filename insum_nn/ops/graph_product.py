@@ -9,6 +9,7 @@ has both an axis of edges and one of features.
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -18,16 +19,13 @@ from torch._C._functorch import peek_interpreter_stack
 from insum_nn.compiler.api import Program, compile
 from insum_nn.compiler.options import DEFAULT, Options
 from insum_nn.facts import IndexFacts
-from insum_nn.ops.graph_matrix import GraphMatrix, Grouped
+from insum_nn.ops.graph_matrix import GraphMatrix
 from insum_nn.ops.spmm import SPMM
 
-__all__ = ["CARRY", "COMPARE", "graph_compare", "graph_product", "sum_by_levels", "transformed"]
+__all__ = ["CARRY", "COMPARE", "graph_compare", "graph_product", "transformed"]
 
 CARRY = SPMM["GroupCOO along rows"]
 COMPARE = "W[g,q] += A[Row[g],n] * B[Col[g,q],n]"
-_PARTIAL = "P[g,n] += Val[g,q] * B[Col[g,q],n]"
-_COLLECT = "P[h,n] += Q[Idx[h,q],n]"
-_PLACE = "C[m,n] = Q[Last[m],n]"
 
 
 def graph_product(
@@ -42,7 +40,7 @@ def graph_product(
         values: (p,) in the order of `graph.entries`; differentiable to any order.
         dense: (n, f); dtype and device of the values; differentiable to any order.
         transposed: carry from receivers to senders.
-        options: compile options. `deterministic`: on a GPU sums are formed level by level instead of by atomics.
+        options: compile options.
 
     Returns:
         (n, f).
@@ -119,23 +117,12 @@ def _carry(values: Tensor, dense: Tensor, graph: GraphMatrix, transposed: bool, 
     with torch.no_grad(), _exact_dtypes(dense.device):
         grouped = graph.grouped(transposed)
         spread = graph.spread(values, transposed)
-        if dense.device.type != "cpu" and (options.deterministic or torch.are_deterministic_algorithms_enabled()):
-            return sum_by_levels(grouped, spread, dense)
+        if torch.are_deterministic_algorithms_enabled() and not options.deterministic:
+            options = replace(options, deterministic=True)
         matrix = grouped.matrix
         named = {"Row": matrix.group_index, "Col": matrix.indices[0], "Val": spread, "B": dense}
         program = grouped.program if options == DEFAULT else _program(CARRY, tuple(matrix.facts.items()), options)
         return program(tensors=named, out_shape=(graph.num_nodes, dense.shape[1]))
-
-
-def sum_by_levels(grouped: Grouped, values: Tensor, dense: Tensor) -> Tensor:
-    """The product without two writers of one cell: sums of groups, then of eight sums at a time, then of rows."""
-    levels, last = grouped.tree
-    (_, col_facts) = grouped.matrix.index_facts
-    column = _program(_PARTIAL, (("Col", col_facts),), DEFAULT)
-    sums = column(Col=grouped.matrix.indices[0], Val=values, B=dense)
-    for level in levels:
-        sums = _program(_COLLECT, (("Idx", IndexFacts(masked=True, proven=True)),), DEFAULT)(Idx=level.index, Q=sums)
-    return _program(_PLACE, (("Last", IndexFacts(masked=True, proven=True)),), DEFAULT)(Last=last, Q=sums)
 
 
 def _compared(a: Tensor, b: Tensor, graph: GraphMatrix) -> Tensor:

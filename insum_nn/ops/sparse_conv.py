@@ -1,4 +1,4 @@
-"""Convolution over the pairs of a kernel map."""
+"""Convolution over the pairs of a kernel map, or over its table of neighbours where that is faster."""
 
 from __future__ import annotations
 
@@ -11,7 +11,9 @@ from insum_nn.compiler.api import Program, compile
 from insum_nn.compiler.options import DEFAULT, Options
 from insum_nn.errors import InsumDeviceError, InsumDtypeError, InsumError, InsumShapeError, raise_collected
 from insum_nn.ops.arguments import run
+from insum_nn.ops.sparse_conv_table import by_table, table_conv, table_operands, table_statement, takes_table
 from insum_nn.structure.kernel_map import FACTS, KernelMap
+from insum_nn.structure.kernel_map_table import TABLE_FACTS
 
 __all__ = [
     "SPARSE_CONV",
@@ -21,6 +23,7 @@ __all__ = [
     "check_features",
     "map_program",
     "sparse_conv",
+    "sparse_conv_call",
     "sparse_conv_expression",
     "sparse_conv_operands",
     "to_autocast",
@@ -32,18 +35,28 @@ SPARSE_CONV_POINTWISE = "Out[p,d] += In[p,c] * W[c,d]"
 SPARSE_CONV_POINTWISE_GROUPS = "Out[p,h,d] += In[p,h,c] * W[h,c,d]"
 
 
-def sparse_conv_expression(*, groups: int = 1, pointwise: bool = False) -> str:
+def sparse_conv_expression(
+    *,
+    groups: int = 1,
+    pointwise: bool = False,
+    device: torch.device | str | None = None,
+    options: Options = DEFAULT,
+) -> str:
     """The statement of a sparse convolution.
 
     Args:
         groups: groups of channels, as in torch's convolutions.
         pointwise: a kernel of one cell that lies on its voxel: a dense product, without a map.
+        device: where it runs; a GPU runs over a table of neighbours. Default: the statement over pairs.
+        options: compile options; a backend may go another way.
 
     >>> sparse_conv_expression()
     'Out[OutIdx[g,q],d] += In[InIdx[g,q],c] * W[Off[g],c,d]'
     """
     if pointwise:
         return SPARSE_CONV_POINTWISE if groups == 1 else SPARSE_CONV_POINTWISE_GROUPS
+    if device is not None and by_table(torch.device(device), options):
+        return table_statement(groups=groups)
     return SPARSE_CONV if groups == 1 else SPARSE_CONV_GROUPS
 
 
@@ -60,6 +73,10 @@ def sparse_conv(
 
         Out[OutIdx[g,q],d] += In[InIdx[g,q],c] * W[Off[g],c,d]
         Out[OutIdx[g,q],h,d] += In[InIdx[g,q],h,c] * W[Off[g],h,c,d]     with groups of channels h
+
+    On a GPU the same sum runs over the map's table of neighbours, so that every output row is written once:
+
+        Out[Order[i],d] += In[Near[k,i],c] * W[k,c,d]
 
     Source: Won, Ahrens, Amarasinghe, Emer, Insum (ASPLOS 2026), section 5 (sparse convolution), with pairs grouped by
     kernel offset: a group shares its slice of the weights, so nothing of the size [pairs, c, d] is formed.
@@ -91,18 +108,42 @@ def sparse_conv(
     [[210.0], [21.0]]
     """
     named = sparse_conv_operands(features, weight, kernel_map, bias, groups=groups)
-    expression = sparse_conv_expression(groups=groups, pointwise=kernel_map is None)
-    rows = None if kernel_map is None else kernel_map.num_outputs
-    result = run(expression, FACTS, named, options, (rows, *(None,) * (1 if groups == 1 else 2)))
+    if kernel_map is not None and takes_table(kernel_map, named["In"], named["W"], options):
+        result = table_conv(named["In"], named["W"], kernel_map, options)
+    else:
+        expression = sparse_conv_expression(groups=groups, pointwise=kernel_map is None)
+        result = run(expression, FACTS, named, options, _out_shape(kernel_map, groups))
     if groups > 1:
         result = result.flatten(1)
     return result if bias is None else result + bias.to(result.dtype)
 
 
+def sparse_conv_call(
+    features: Tensor,
+    weight: Tensor,
+    kernel_map: KernelMap | None,
+    bias: Tensor | None = None,
+    *,
+    groups: int = 1,
+    options: Options = DEFAULT,
+) -> tuple[str, dict[str, Tensor], tuple[int | None, ...]]:
+    """The statement that `sparse_conv` runs on these tensors, its operands by name, and the output's shape."""
+    named = sparse_conv_operands(features, weight, kernel_map, bias, groups=groups)
+    shape = _out_shape(kernel_map, groups)
+    if kernel_map is not None and takes_table(kernel_map, named["In"], named["W"], options):
+        return table_statement(groups=groups), table_operands(named["In"], named["W"], kernel_map), shape
+    return sparse_conv_expression(groups=groups, pointwise=kernel_map is None), named, shape
+
+
+def _out_shape(kernel_map: KernelMap | None, groups: int) -> tuple[int | None, ...]:
+    rows = None if kernel_map is None else kernel_map.num_outputs
+    return (rows, *(None,) * (1 if groups == 1 else 2))
+
+
 @lru_cache(maxsize=256)
 def map_program(expression: str, options: Options) -> Program:
     """The compiled statement, with what a kernel map guarantees of its index tensors; remembered."""
-    facts = {name: known for name, known in FACTS.items() if f"{name}[" in expression}
+    facts = {name: known for name, known in {**FACTS, **TABLE_FACTS}.items() if f"{name}[" in expression}
     return compile(expression, facts=facts, options=options)
 
 

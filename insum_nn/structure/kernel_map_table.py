@@ -9,17 +9,27 @@ Nothing here reads the device.
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass
+from functools import cached_property
 
 import torch
 from torch import Tensor
 
-__all__ = ["MASK_BITS", "NeighbourTable", "neighbour_rows", "order_by_mask"]
+from insum_nn.facts import IndexFacts
+
+__all__ = ["MASK_BITS", "TABLE_FACTS", "NeighbourTable", "neighbour_rows", "order_by_mask"]
 
 # Offsets to a word of a mask: words are int64 and never negative, so that they sort as their bits read.
 MASK_BITS = 56
 # Offsets whose bits are put together at a time: what that takes is this times as large as a word.
 _BITS_AT_ONCE = 8
+# What the builder guarantees of a table's index tensors. `masked` holds also where every output meets an input at every
+# offset: one program serves the tables of all maps.
+TABLE_FACTS: Mapping[str, IndexFacts] = {
+    "Order": IndexFacts(unique=True, masked=False, proven=True),
+    "Near": IndexFacts(masked=True, proven=True),
+}
 
 
 @dataclass(frozen=True, eq=False)
@@ -55,10 +65,15 @@ class NeighbourTable:
         """Rows that own a column, `m`."""
         return self.neighbours.shape[1]
 
-    @property
+    @cached_property
     def sorted_neighbours(self) -> Tensor:
-        """(o, m) int32: the columns of `neighbours` in the order of `order`."""
-        return self.neighbours[:, self.order.long()]
+        """(o, m) int32, contiguous: the columns of `neighbours` in the order of `order`; kept once built."""
+        return self.neighbours.index_select(1, self.order)
+
+    @property
+    def tensors(self) -> Mapping[str, Tensor]:
+        """The index tensors by their names in expressions: `Order[i]` meets `Near[k,i]` at offset k."""
+        return {"Order": self.order, "Near": self.sorted_neighbours}
 
     def tile_offsets(self, tile: int) -> Tensor:
         """Which offsets each tile of consecutive outputs of `order` has to run over.

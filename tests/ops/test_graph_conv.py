@@ -14,7 +14,7 @@ from insum_nn.errors import InsumDeviceError, InsumDtypeError, InsumRangeError, 
 from insum_nn.ops import graph_conv as module
 from insum_nn.ops.graph_conv import Recipe, clear_graphs, graph_conv, graph_matrix, graph_values
 from insum_nn.ops.graph_matrix import GraphMatrix, TensorCache, _sorted
-from insum_nn.ops.graph_product import graph_product, sum_by_levels
+from insum_nn.ops.graph_product import graph_product
 from insum_nn.structure.gcn_norm import edge_entries, gcn_norm
 from insum_nn.testing.tolerances import assert_matches
 
@@ -80,18 +80,6 @@ def test_gradient_of_values_equals_the_dense_one(group_size: int, nodes: int, ed
     want = torch.autograd.grad(matrix_of(graph, values) @ x, (values, x), seed)
     for a, b in zip(got, want, strict=True):
         assert_matches(a, b, dtype=torch.float64, kind="gradient")
-
-
-@pytest.mark.parametrize("group_size", [1, 2, 4])
-@pytest.mark.parametrize(("nodes", "edges"), [(9, 31), (4, 0), (3, 400), (1, 1)])
-def test_sums_level_by_level(group_size: int, nodes: int, edges: int):
-    graph = make(nodes, edges, group_size)
-    values, x = torch.randn(edges, dtype=torch.float64), torch.randn(nodes, 3, dtype=torch.float64)
-    for transposed in (False, True):
-        grouped = graph.grouped(transposed)
-        got = sum_by_levels(grouped, grouped.spread(values), x)
-        want = graph_product(graph, values, x, transposed=transposed)
-        assert_matches(got, want, dtype=torch.float64, kind="sum")
 
 
 def largest_allocation(work: Callable[[], object]) -> int:

@@ -1,0 +1,106 @@
+"""Triton's interpreter as a test bench: generated kernels run on CPU tensors, and every address they use is checked."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+import triton.language as tl
+import triton.language.standard as standard
+from torch import Tensor
+from triton.runtime.interpreter import InterpretedFunction, InterpreterBuilder
+from triton.runtime.jit import JITFunction
+
+import insum_nn
+from insum_nn.compiler import triton_lowering
+
+__all__ = ["interpreter"]
+
+
+class _Ranges:
+    """The bytes that the tensors of a running kernel occupy."""
+
+    def __init__(self) -> None:
+        self.known: list[tuple[int, int]] = []
+
+    def enter(self, arguments: tuple[Any, ...]) -> None:
+        self.known = []
+        for tensor in arguments:
+            if isinstance(tensor, Tensor) and tensor.numel():
+                reach = 1 + sum((n - 1) * s for n, s in zip(tensor.shape, tensor.stride(), strict=True))
+                self.known.append((tensor.data_ptr(), tensor.data_ptr() + reach * tensor.element_size()))
+
+    def check(self, pointers: Any, mask: Any, what: str) -> None:
+        addresses = np.asarray(pointers, dtype=np.uint64)
+        active = addresses[np.broadcast_to(np.asarray(mask, dtype=bool), addresses.shape)]
+        inside = np.zeros(active.shape, dtype=bool)
+        for low, high in self.known:
+            inside |= (active >= low) & (active < high)
+        # The interpreter goes on with addresses as they are, and would end the process.
+        if not inside.all():
+            raise AssertionError(f"a kernel {what} {int((~inside).sum())} cells outside of every tensor")
+
+
+class _Watched:
+    """A kernel's function that says which tensors it was given."""
+
+    def __init__(self, function: Any, ranges: _Ranges) -> None:
+        self.function = function
+        self.ranges = ranges
+
+    def __getitem__(self, grid: tuple[int, ...]) -> Any:
+        def call(*arguments: Any) -> None:
+            self.ranges.enter(arguments)
+            self.function[grid](*arguments)
+
+        return call
+
+
+def _poisoned(real: Any) -> Any:
+    def empty(*args: Any, **kwargs: Any) -> Tensor:
+        made = real(*args, **kwargs)
+        return made.fill_(float("nan")) if made.is_floating_point() else made
+
+    return empty
+
+
+@pytest.fixture
+def interpreter(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    """Generated kernels are interpreted; fresh memory holds NaN; an address outside of all tensors is an error."""
+    monkeypatch.setenv("TRITON_INTERPRET", "1")
+    # Triton decides when it is imported whether its own library is interpreted; torch imports it early.
+    for module in (tl, standard, tl.math, tl.core):
+        for name, value in list(vars(module).items()):
+            if isinstance(value, JITFunction):
+                monkeypatch.setattr(module, name, InterpretedFunction(value.fn))  # type: ignore[no-untyped-call]
+    ranges = _Ranges()
+    # Functions made for the interpreter must not meet a compiler, nor the other way round.
+    monkeypatch.setattr(triton_lowering, "_modules", {})
+    jit: Any = triton_lowering._jit
+    monkeypatch.setattr(triton_lowering, "_jit", lambda source: _Watched(jit(source), ranges))
+    load: Any = InterpreterBuilder.create_masked_load
+    store: Any = InterpreterBuilder.create_masked_store
+    add: Any = InterpreterBuilder.create_atomic_rmw
+
+    def checked_load(self: Any, ptrs: Any, mask: Any, *rest: Any) -> Any:
+        ranges.check(ptrs.data, mask.data, "reads")
+        return load(self, ptrs, mask, *rest)
+
+    def checked_store(self: Any, ptrs: Any, value: Any, mask: Any, *rest: Any) -> Any:
+        ranges.check(ptrs.data, mask.data, "writes")
+        return store(self, ptrs, value, mask, *rest)
+
+    def checked_add(self: Any, op: Any, ptr: Any, val: Any, mask: Any, *rest: Any) -> Any:
+        ranges.check(ptr.data, mask.data, "adds to")
+        return add(self, op, ptr, val, mask, *rest)
+
+    monkeypatch.setattr(InterpreterBuilder, "create_masked_load", checked_load)
+    monkeypatch.setattr(InterpreterBuilder, "create_masked_store", checked_store)
+    monkeypatch.setattr(InterpreterBuilder, "create_atomic_rmw", checked_add)
+    monkeypatch.setattr(torch, "empty", _poisoned(torch.empty))
+    insum_nn.clear_cache()
+    yield
+    insum_nn.clear_cache()

@@ -1,0 +1,396 @@
+"""Sparse convolution through the neighbour table: values and first and second derivatives against dense convolution."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+
+from insum_nn.compiler.options import Options
+from insum_nn.errors import InsumRangeError
+from insum_nn.layers.sparse_conv_kinds import SubMConv3d
+from insum_nn.layers.sparse_tensor import SparseConvTensor
+from insum_nn.ops import sparse_conv_table
+from insum_nn.ops.sparse_conv import (
+    SPARSE_CONV,
+    SPARSE_CONV_GROUPS,
+    map_program,
+    sparse_conv,
+    sparse_conv_call,
+    sparse_conv_expression,
+)
+from insum_nn.ops.sparse_conv_table import by_table, table_statement
+from insum_nn.structure.coordinates import Coordinates
+from insum_nn.structure.kernel_map import Geometry, KernelMap
+from insum_nn.structure.kernel_map_build import build_kernel_map
+from insum_nn.testing.tolerances import assert_matches
+from tests.ops.conv_oracle import dense_conv, geometry, random_sites, read
+from tests.ops.oracle import assert_gradients, assert_same, strided
+from tests.ops.test_sparse_conv import label, operands
+
+EAGER = Options(backend="eager")
+TRITON = Options(backend="triton", tune=False)
+TABLE = "Out[Order[i],d] += In[Near[k,i],c] * W[k,c,d]"
+
+# spatial shape, geometry, groups of channels
+CASES = [
+    ((9,), geometry("subm", (3,)), 1),
+    ((9,), geometry("subm", (4,), dilation=2), 2),
+    ((9,), geometry("conv", (3,), 3, 1, 2), 1),
+    ((9,), geometry("transpose", (3,), 2, 1, output_padding=1), 1),
+    ((6, 7), geometry("subm", (3, 5)), 1),
+    ((6, 7), geometry("subm", (1, 1)), 1),
+    ((6, 7), geometry("conv", (3, 2), (2, 1), (1, 0)), 1),
+    ((6, 7), geometry("conv", (4, 1), (1, 3), (2, 0), (2, 1)), 3),
+    ((6, 7), geometry("transpose", (2, 2), 2), 2),
+    ((5, 6, 4), geometry("subm", (3, 3, 3)), 1),
+    ((5, 6, 4), geometry("subm", (3, 2, 3)), 3),
+    ((5, 6, 4), geometry("conv", (3, 3, 3), 2, 1), 1),
+    ((5, 6, 4), geometry("conv", (2, 2, 2), 2), 2),
+    ((5, 6, 4), geometry("transpose", (3, 3, 3), 2, 1, output_padding=1), 1),
+]
+
+
+@pytest.fixture
+def ran(monkeypatch):
+    """All devices and backends go by the table; the statements that ran are listed."""
+    statements: list[str] = []
+    inner = sparse_conv_table.run
+
+    def watch(expression, *rest):
+        statements.append(expression)
+        return inner(expression, *rest)
+
+    monkeypatch.setattr(sparse_conv_table, "_everywhere", True)
+    monkeypatch.setattr(sparse_conv_table, "run", watch)
+    return statements
+
+
+def oracle_of(near: KernelMap, how: Geometry, groups: int):
+    """Dense convolution; for an inverse map, its transpose by automatic differentiation."""
+
+    def forward(features, weight, bias):
+        sites = near.outputs if near.inverted else near.inputs
+        if not near.inverted:
+            return read(dense_conv(features, weight, bias, sites, how, groups), near.out_indices)
+        return inverse(features, weight, bias)
+
+    def inverse(features, weight, bias):
+        # The weights of the convolution that is transposed: channels out and in exchanged, in each group.
+        folded = weight.unflatten(0, (groups, -1)).movedim(-1, 1)
+        swapped = folded.movedim(2, -1).flatten(0, 1)
+        zero = features.new_zeros(near.num_outputs, weight.shape[0], requires_grad=True)
+        there = read(dense_conv(zero, swapped, None, near.outputs, how, groups), near.inputs.indices)
+        return torch.autograd.grad(there, zero, features, create_graph=True)[0] + bias
+
+    return forward
+
+
+def check(case, *, inverse: bool, options: Options, dtype=torch.float64, device="cpu", channels: int = 6) -> None:
+    shape, how, groups = case
+    near = build_kernel_map(random_sites(shape, 2, 11, device=device), how)
+    near = near.inverse if inverse else near
+    leaves = operands(near.inputs, how, groups, dtype, channels)
+    assert_same(
+        lambda x, w, b: sparse_conv(x, w, near, b, groups=groups, options=options), oracle_of(near, how, groups), leaves
+    )
+
+
+@pytest.mark.parametrize("inverse", [False, True], ids=["forward", "inverse"])
+@pytest.mark.parametrize("case", CASES, ids=label)
+def test_equals_dense_convolution(case, inverse, ran):
+    check(case, inverse=inverse, options=EAGER)
+    middle = "h," if case[2] > 1 else ""
+    assert ran == [
+        f"Out[Order[i],{middle}d] += In[Near[k,i],{middle}c] * W[k,{middle}c,d]",
+        f"dIn[Order[i],{middle}c] += dOut[Near[k,i],{middle}d] * W[k,{middle}c,d]",
+        f"dW[Off[g],{middle}c,d] += In[InIdx[g,q],{middle}c] * dOut[OutIdx[g,q],{middle}d]",
+    ]
+
+
+@pytest.mark.parametrize("inverse", [False, True], ids=["forward", "inverse"])
+@pytest.mark.parametrize("groups", [1, 2])
+@pytest.mark.parametrize(
+    ("shape", "how"),
+    [
+        ((7,), geometry("subm", (3,))),
+        ((4, 5), geometry("subm", (3, 2))),
+        ((4, 5), geometry("conv", (3, 3), 2, 1)),
+        ((4, 5), geometry("transpose", (2, 3), 2)),
+        ((3, 3, 3), geometry("conv", (2, 2, 2), 2)),
+    ],
+    ids=["subm1", "subm2", "conv2", "transpose2", "conv3"],
+)
+def test_first_and_second_derivatives(shape, how, groups, inverse, ran):
+    """Second derivatives of the convolution and of its gradients, by finite differences."""
+    near = build_kernel_map(random_sites(shape, 1, 4), how)
+    near = near.inverse if inverse else near
+    leaves = operands(near.inputs, how, groups, channels=2)
+    assert_gradients(lambda x, w, b: sparse_conv(x, w, near, b, groups=groups, options=EAGER), leaves)
+    assert all("Order" in statement or statement.startswith("dW") for statement in ran)
+
+
+@pytest.mark.parametrize("case", [CASES[6], CASES[8], CASES[10]], ids=label)
+def test_second_derivatives_equal_those_of_dense_convolution(case, ran):
+    shape, how, groups = case
+    near = build_kernel_map(random_sites(shape, 2, 11), how)
+    leaves = operands(near.inputs, how, groups)
+    back = torch.randn(near.num_outputs, leaves[1].shape[0], dtype=torch.float64)
+    found = []
+    for function in (
+        lambda x, w, b: sparse_conv(x, w, near, b, groups=groups, options=EAGER),
+        oracle_of(near, how, groups),
+    ):
+        inputs = [t.detach().clone().requires_grad_() for t in (*leaves, back)]
+        first = torch.autograd.grad(function(*inputs[:3]).tanh(), inputs[:3], inputs[3], create_graph=True)
+        penalty = sum((g**2).sum() for g in first)
+        found.append(torch.autograd.grad(penalty, inputs))
+    for got, want in zip(*found, strict=True):
+        assert_matches(got, want, dtype=torch.float64, kind="second")
+
+
+def test_on_a_cpu_the_pairs_are_used_unless_kernels_are_asked_for():
+    cpu = torch.device("cpu")
+    assert not by_table(cpu, Options())
+    assert not by_table(cpu, EAGER)
+    assert by_table(cpu, TRITON)
+    assert sparse_conv_expression(device="cpu") == sparse_conv_expression() == SPARSE_CONV
+    assert sparse_conv_expression(device="cpu", groups=2) == SPARSE_CONV_GROUPS
+    assert sparse_conv_expression(device="cpu", options=TRITON) == table_statement() == TABLE
+    assert sparse_conv_expression(device="cpu", options=TRITON, groups=2) == table_statement(groups=2)
+    assert "Order" not in sparse_conv_expression(device="cpu", options=TRITON, pointwise=True)
+
+
+def test_on_a_gpu_the_table_is_used_where_kernels_are_generated(gpu, monkeypatch):
+    near = build_kernel_map(random_sites((4, 5), 1, 6, device=gpu), geometry("subm", (3, 3)))
+    features, weight, _ = operands(near.inputs, near.geometry, 1)
+    for options, want in (
+        (Options(), TABLE),
+        (TRITON, TABLE),
+        (EAGER, SPARSE_CONV),
+        (Options(backend="inductor"), SPARSE_CONV),
+    ):
+        assert sparse_conv_expression(device=gpu, options=options) == want
+        assert sparse_conv_call(features, weight, near, options=options)[0] == want
+    monkeypatch.setattr(sparse_conv_table, "_generates_kernels", lambda: False)
+    assert sparse_conv_expression(device=gpu) == SPARSE_CONV
+
+
+def test_indices_are_validated_when_asked_for(ran):
+    near = build_kernel_map(random_sites((5, 6), 1, 12), geometry("conv", (3, 3), 2))
+    features, weight, _ = (t.requires_grad_() for t in operands(near.inputs, near.geometry, 1))
+    options = Options(backend="eager", validate=True)
+    sparse_conv(features, weight, near, options=options).sum().backward()
+    assert len(ran) == 3
+    near.table.sorted_neighbours[0, 0] = near.num_inputs
+    with pytest.raises(InsumRangeError, match="Near"):
+        sparse_conv(features, weight, near, options=options)
+
+
+def test_layers_show_the_statement_of_their_device(ran):
+    layer = SubMConv3d(4, 4, 3, dtype=torch.float64, options=EAGER)
+    sites = random_sites((5, 5, 5), 1, 20)
+    x = SparseConvTensor(torch.randn(20, 4, dtype=torch.float64), sites.indices, [5, 5, 5], 1)
+    assert layer.expression == TABLE
+    assert TABLE in repr(layer)
+    assert TABLE in str(layer.explain())
+    assert TABLE in str(layer.explain(x))
+    layer(x)
+    assert ran == [TABLE]
+
+
+def test_matches_the_reference_interpreter(ran):
+    how = geometry("conv", (2, 2), 1, 1)
+    near = build_kernel_map(random_sites((3, 4), 1, 5), how)
+    features, weight, _ = operands(near.inputs, how, 1, channels=2)
+    expression, named, shape = sparse_conv_call(features, weight, near, options=EAGER)
+    assert expression == TABLE
+    want = map_program(expression, EAGER).reference(tensors=named, out_shape=shape)
+    torch.testing.assert_close(sparse_conv(features, weight, near, options=EAGER), want)
+
+
+def test_tables_too_large_leave_the_pairs(ran, monkeypatch):
+    near = build_kernel_map(random_sites((6, 6), 1, 20), geometry("subm", (3, 3)))
+    features, weight, bias = operands(near.inputs, near.geometry, 1)
+    want = sparse_conv(features, weight, near, bias, options=EAGER)
+    assert ran == [TABLE]
+    monkeypatch.setattr(sparse_conv_table, "_MOST_ENTRIES", 9 * 20 - 1)
+    torch.testing.assert_close(sparse_conv(features, weight, near, bias, options=EAGER), want)
+    assert sparse_conv_call(features, weight, near, bias, options=EAGER)[0] == SPARSE_CONV
+    assert ran == [TABLE]
+
+
+@pytest.mark.parametrize("kind", ["subm", "conv", "transpose"])
+def test_no_voxels_and_vanished_outputs(kind, ran):
+    how = geometry(kind, (2, 2), 1 if kind == "subm" else 2)
+    lonely = Coordinates(torch.tensor([[0, 1, 1]], dtype=torch.int32), (4, 4), 1)
+    vanished = build_kernel_map(lonely, geometry("conv", (1, 1), 2))
+    # The last has a voxel to write, and none to read.
+    for near in (build_kernel_map(random_sites((4, 4), 2, 0), how), vanished, vanished.inverse):
+        features, weight, bias = (t.requires_grad_() for t in operands(near.inputs, near.geometry, 1))
+        result = sparse_conv(features, weight, near, bias, options=EAGER)
+        assert result.shape == (near.num_outputs, 2)
+        torch.testing.assert_close(result, bias.expand(near.num_outputs, 2))
+        grads = torch.autograd.grad(result.sum(), (features, weight), create_graph=True)
+        assert [g.shape for g in grads] == [features.shape, weight.shape]
+        assert not any(g.any() for g in grads)
+        torch.autograd.grad(sum((g**2).sum() for g in grads), (features, weight), allow_unused=True)
+    assert ran
+
+
+def test_offsets_without_pairs(ran):
+    """Two voxels side by side: most cells of the kernel meet nothing, and their gradient is zero."""
+    sites = Coordinates(torch.tensor([[0, 4, 4], [0, 4, 5]], dtype=torch.int32), (9, 9), 1)
+    how = geometry("subm", (5, 5))
+    near = build_kernel_map(sites, how)
+    assert near.counts.count(0) == 22
+    leaves = operands(sites, how, 1)
+    assert_same(lambda x, w, b: sparse_conv(x, w, near, b, options=EAGER), oracle_of(near, how, 1), leaves)
+    weight = leaves[1].requires_grad_()
+    (grad,) = torch.autograd.grad(sparse_conv(leaves[0], weight, near, options=EAGER).sum(), weight)
+    assert grad.flatten(1, 2).any(2).any(0).tolist() == [count > 0 for count in near.counts]
+
+
+def test_non_contiguous_operands_and_gradients(ran):
+    how = geometry("subm", (3, 3))
+    near = build_kernel_map(random_sites((5, 6), 1, 12), how)
+    leaves = [strided(t) for t in operands(near.inputs, how, 1)]
+    assert not leaves[0].is_contiguous()
+    assert_same(lambda x, w, b: sparse_conv(x, w, near, b, options=EAGER), oracle_of(near, how, 1), leaves)
+    inputs = [t.clone().requires_grad_() for t in leaves]
+    # The gradient of a sum is one number expanded.
+    got = torch.autograd.grad(sparse_conv(*inputs[:2], near, inputs[2], options=EAGER).sum(), inputs)
+    want = torch.autograd.grad(oracle_of(near, how, 1)(*inputs).sum(), inputs)
+    for ours, theirs in zip(got, want, strict=True):
+        torch.testing.assert_close(ours, theirs)
+
+
+def test_only_the_gradients_asked_for_are_computed(ran):
+    near = build_kernel_map(random_sites((5, 6), 1, 12), geometry("subm", (3, 3)))
+    features, weight, _ = operands(near.inputs, near.geometry, 1)
+    sparse_conv(features, weight.requires_grad_(), near, options=EAGER).sum().backward()
+    assert [statement.split("[")[0] for statement in ran] == ["Out", "dW"]
+    ran.clear()
+    with torch.no_grad():
+        assert not sparse_conv(features, weight, near, options=EAGER).requires_grad
+    with torch.inference_mode():
+        sparse_conv(features, weight, near, options=EAGER)
+    assert ran == [TABLE, TABLE]
+
+
+def test_a_table_made_in_inference_mode_serves_training(ran):
+    near = build_kernel_map(random_sites((5, 6), 1, 12), geometry("conv", (3, 3), 2))
+    features, weight, bias = operands(near.inputs, near.geometry, 1)
+    with torch.inference_mode():
+        sparse_conv(features, weight, near, bias, options=EAGER)
+    assert near.table.order.is_inference()
+    run = lambda x, w, b: sparse_conv(x, w, near, b, options=EAGER)  # noqa: E731
+    assert_same(run, oracle_of(near, near.geometry, 1), [features, weight, bias])
+
+
+def test_autocast_takes_mixed_inputs(ran):
+    how = geometry("subm", (3, 3, 3))
+    near = build_kernel_map(random_sites((5, 5, 5), 1, 40), how)
+    features, weight, bias = (t.requires_grad_() for t in operands(near.inputs, how, 1, torch.float32))
+    with torch.autocast("cpu", dtype=torch.bfloat16):
+        result = sparse_conv(features, weight, near, bias, options=EAGER)
+        result.float().sum().backward()
+    assert result.dtype == torch.bfloat16
+    assert weight.grad is not None
+    assert weight.grad.dtype == torch.float32
+    wide = [t.detach().double().requires_grad_() for t in (features, weight, bias)]
+    want = oracle_of(near, how, 1)(*wide)
+    want.sum().backward()
+    # Operands are rounded to bfloat16 too.
+    torch.testing.assert_close(result.double(), want, rtol=0, atol=2e-2 * want.abs().max().item())
+    torch.testing.assert_close(weight.grad.double(), wide[1].grad, rtol=0, atol=2e-2 * wide[1].grad.abs().max().item())
+
+
+class TestTransforms:
+    how = geometry("conv", (3, 2), 2, 1)
+    near = build_kernel_map(random_sites((5, 6), 2, 9), how)
+
+    def run(self, x, w):
+        return sparse_conv(x, w, self.near, options=EAGER)
+
+    def test_forward_mode_and_vmap(self, ran):
+        """They differentiate the statement over pairs, which the compiler knows how to."""
+        x, w, _ = operands(self.near.inputs, self.how, 1)
+        tangents = torch.randn_like(x), torch.randn_like(w)
+        value, tangent = torch.func.jvp(self.run, (x, w), tangents)[:2]
+        torch.testing.assert_close(value, self.run(x, w))
+        torch.testing.assert_close(tangent, self.run(tangents[0], w) + self.run(x, tangents[1]))
+        batch = torch.randn(3, *x.shape, dtype=x.dtype)
+        each = torch.stack([self.run(row, w) for row in batch])
+        torch.testing.assert_close(torch.func.vmap(self.run, (0, None))(batch, w), each)
+        assert set(ran) == {TABLE}
+
+    def test_batched_gradients(self, ran):
+        x, w, _ = (t.requires_grad_() for t in operands(self.near.inputs, self.how, 1))
+        result = self.run(x, w)
+        backs = torch.randn(3, *result.shape, dtype=x.dtype)
+        backward = lambda back: torch.autograd.grad(result, (x, w), back, retain_graph=True)  # noqa: E731
+        together = torch.func.vmap(backward)(backs)
+        single = [torch.autograd.grad(result, (x, w), back, retain_graph=True) for back in backs]
+        for got, want in zip(together, zip(*single, strict=True), strict=True):
+            torch.testing.assert_close(got, torch.stack(want))
+
+    def test_recomputation(self, ran):
+        x, w, _ = (t.requires_grad_() for t in operands(self.near.inputs, self.how, 1))
+        plain = torch.autograd.grad(self.run(x, w).square().sum(), (x, w))
+        again = torch.utils.checkpoint.checkpoint(self.run, x, w, use_reentrant=False)
+        for got, want in zip(torch.autograd.grad(again.square().sum(), (x, w)), plain, strict=True):
+            torch.testing.assert_close(got, want)
+
+
+def interpret_kernels() -> None:
+    """Values and gradients of tiny convolutions by kernels that Triton interprets; every backend but it is refused."""
+    assert os.environ["TRITON_INTERPRET"] == "1"
+    torch.manual_seed(0)
+    for case in (((3, 4), geometry("conv", (2, 2), 2), 1), ((5,), geometry("subm", (3,)), 2)):
+        for inverse in (False, True):
+            check(case, inverse=inverse, options=TRITON, dtype=torch.float32, channels=4)
+
+
+def test_generated_kernels_on_the_cpu():
+    # Triton reads the variable when it is imported, which here it may have been already.
+    pytest.importorskip("triton")
+    code = "from tests.ops.test_sparse_conv_table import interpret_kernels; interpret_kernels()"
+    root = Path(__file__).parents[2]
+    environment = {**os.environ, "TRITON_INTERPRET": "1", "PYTHONPATH": str(root)}
+    command = [sys.executable, "-c", code]
+    done = subprocess.run(command, capture_output=True, text=True, check=False, cwd=root, env=environment)
+    assert done.returncode == 0, done.stderr
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64, torch.float16, torch.bfloat16], ids=str)
+@pytest.mark.parametrize("inverse", [False, True], ids=["forward", "inverse"])
+@pytest.mark.parametrize("case", CASES, ids=label)
+def test_generated_kernels_on_a_gpu(case, inverse, dtype, gpu):
+    if dtype.itemsize == 2 and case not in (CASES[9], CASES[12]):
+        pytest.skip("half types: two cases")
+    check(case, inverse=inverse, options=Options(tune=False), dtype=dtype, device=gpu)
+
+
+@pytest.mark.parametrize("groups", [1, 2])
+def test_derivatives_on_a_gpu(groups, gpu):
+    how = geometry("conv", (3, 2), 2, 1)
+    near = build_kernel_map(random_sites((4, 5), 1, 6, device=gpu), how)
+    assert sparse_conv_call(*operands(near.inputs, how, groups)[:2], near, groups=groups)[0].startswith("Out[Order")
+    leaves = operands(near.inputs, how, groups, channels=2)
+    assert_gradients(lambda x, w, b: sparse_conv(x, w, near, b, groups=groups), leaves)
+
+
+def test_runs_repeat_their_bits_on_a_gpu(gpu):
+    """Each output row has one writer, so also without the option for it."""
+    near = build_kernel_map(random_sites((6, 6, 6), 1, 150, device=gpu), geometry("subm", (3, 3, 3)))
+    features, weight, _ = (t.requires_grad_() for t in operands(near.inputs, near.geometry, 1, torch.float32))
+    runs = []
+    for _ in range(3):
+        result = sparse_conv(features, weight, near, options=Options(deterministic=True))
+        runs.append((result, *torch.autograd.grad(result.square().sum(), (features, weight))))
+    assert all(torch.equal(a, b) for run in runs[1:] for a, b in zip(runs[0], run, strict=True))
