@@ -12,7 +12,7 @@ __all__ = ["multiply"]
 
 
 @triton.jit
-def _row_kernel(crow_ptr: Any, col_ptr: Any, value_ptr: Any, dense_ptr: Any, out_ptr: Any, N: tl.constexpr):  # noqa: ANN202
+def _row_kernel(crow_ptr, col_ptr, value_ptr, dense_ptr, out_ptr, N: tl.constexpr):  # noqa: ANN001, ANN202  # type: ignore[no-untyped-def]
     """One program for each row: out[r,n] = sum over the row's entries of value * dense[col,n]."""
     row = tl.program_id(0)
     n = tl.arange(0, N)

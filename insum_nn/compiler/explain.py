@@ -32,6 +32,7 @@ from insum_nn.compiler.explain_loops import (
 )
 from insum_nn.compiler.explain_svg import draw
 from insum_nn.compiler.fx_lowering import extent_arguments, lower
+from insum_nn.compiler.generated import Generated
 from insum_nn.compiler.options import Options
 from insum_nn.compiler.plan import Decision, Plan, Role, SparseProduct
 from insum_nn.errors import InsumBackendError
@@ -70,7 +71,7 @@ class Explanation:
         output_shape: shape of the result; `None` when only the text is explained.
         tensors: the tensors read, and the starting value where there is one.
         plan: the plan; `None` without tensors, and for a call without a single term.
-        backend: `"eager"` or `"inductor"`; `None` like the plan.
+        backend: `"eager"`, `"inductor"` or `"triton"`; `None` like the plan.
         reason: why this back end, or why there is no program.
         fx_code: the plan as torch calls.
         schedule: how a call is carried out.
@@ -104,13 +105,16 @@ class Explanation:
     roles: tuple[Role, ...] = ()
     _sizes: Extents | None = field(default=None, repr=False)
     _sources: list[str] = field(default_factory=list[str], compare=False, repr=False)
+    _choices: tuple[Decision, ...] = ()
 
     @property
     def decisions(self) -> tuple[Decision, ...]:
         """Every choice with its reason, the back end first."""
         if self.plan is None or self.backend is None:
             return ()
-        return (Decision("backend", self.backend, self.reason), *self.plan.decisions)
+        chosen = Decision("backend", self.backend, self.reason)
+        # A generated kernel does not follow the plan's steps; its own choices take their place.
+        return (chosen, *(self._choices if self.backend == "triton" else self.plan.decisions))
 
     @property
     def facts(self) -> dict[str, IndexFacts]:
@@ -118,13 +122,17 @@ class Explanation:
         return {row.name: row.facts for row in self.tensors if row.facts is not None}
 
     def kernel_source(self) -> str | None:
-        """The code that runs: Inductor's kernels, or the torch calls of the eager path; `None` without a program.
+        """The code that runs: a generated kernel, Inductor's kernels, or the torch calls of the eager path.
+
+        `None` without a program.
 
         Inductor compiles the graph once more, for the shapes of the call, the first time this is asked.
 
         Raises:
             InsumBackendError: Inductor, or the device that the explanation was made on, is not available here.
         """
+        if self.backend == "triton":
+            return self._sources[0]
         if self.plan is None or self.backend != "inductor":
             return self.fx_code
         if not self._sources:
@@ -223,7 +231,7 @@ class Explanation:
         return sections
 
     def _kernel_section(self) -> Section:
-        if self.backend == "inductor" and self._sources:
+        if self.backend in ("inductor", "triton") and self._sources:
             return Section("kernel source", code="\n\n".join(self._sources), folded=True)
         if self.backend == "inductor":
             return Section("kernel source", note="written by Inductor; kernel_source() compiles once more and shows it")
@@ -299,6 +307,14 @@ def explain_program(
     else:
         empty = "the index space is empty, so no term is computed"
         reason = "pass tensors to see it" if extents is None else empty
+    generated = program.run if program is not None and isinstance(program.run, Generated) else None
+    sources: list[str] = []
+    choices: tuple[Decision, ...] = ()
+    schedule = _schedule(program) if program is not None else None
+    if generated is not None and inputs is not None and extents is not None:
+        source, described = generated.described(inputs[0], extents, inputs[1])
+        sources, schedule = [source.text], str(source.schedule)
+        choices = tuple(Decision(*each) for each in described)
     return Explanation(
         statement=statement,
         options=options,
@@ -310,12 +326,14 @@ def explain_program(
         backend=program.backend if program is not None else None,
         reason=reason,
         fx_code=_readable(str(program.graph.code)) if program is not None else None,
-        schedule=_schedule(program) if program is not None else None,
+        schedule=schedule,
         compile_seconds=program.compile_seconds if program is not None else None,
         compiled=program is None or program.warm or program.backend != "inductor",
         call_seconds=seconds,
         roles=roles,
         _sizes=extents,
+        _sources=sources,
+        _choices=choices,
     )
 
 

@@ -92,6 +92,19 @@ class Generated:
 
         return run
 
+    def described(
+        self, tensors: Sequence[Tensor], extents: Extents, start: Tensor | None
+    ) -> tuple[Source, tuple[tuple[str, str, str], ...]]:
+        """The kernel for a call, and each choice behind it with its reason."""
+        form = self.form
+        schedule = self._schedule(tensors, extents, start)
+        owners = None
+        if form.owner is not None:
+            index = tensors[form.bound.layout.tensors.index(form.owner.name)]
+            owners = owners_of(index, extents.output[form.owner_axis], form.permuted, schedule.share)
+        source = self._kernel(schedule, tensors, extents, start, owners).source
+        return source, (_combining(form), *_schedule_choice(schedule, self.measurements), *_written_out(form))
+
     def _kernel(
         self,
         schedule: Schedule,
@@ -120,3 +133,36 @@ class Generated:
                 )
                 self.measurements = found or self.measurements
             return self._schedules[bucket]
+
+
+def _combining(form: Form) -> tuple[str, str, str]:
+    """How terms reach the output, and why."""
+    choice = {
+        "direct": ("direct", "every cell of the output belongs to one program"),
+        "place": ("place", "no two terms have the same place, so each is stored"),
+        "own": (
+            "own: a program walks the terms of a row",
+            "no two programs add to one cell, and every run gives the same",
+        ),
+        "atomic": ("atomic", "terms meet in memory, in float32 or better"),
+    }[form.combine]
+    if form.combine == "own" and form.permuted:
+        choice = (choice[0], f"{choice[1]}; the terms are sorted once for each index tensor")
+    return ("combine", *choice)
+
+
+def _schedule_choice(schedule: Schedule, measured: Sequence[Measurement]) -> list[tuple[str, str, str]]:
+    if not measured:
+        return [("schedule", str(schedule), "the default, or remembered on disk from an earlier measurement")]
+    rows = [("schedule", str(schedule), f"the fastest of {len(measured)} measured")]
+    for each in measured[:6]:
+        time = "no room" if math.isinf(each.microseconds) else f"{each.microseconds:.1f} us"
+        rows.append(("candidate", str(each.schedule), time))
+    return rows
+
+
+def _written_out(form: Form) -> list[tuple[str, str, str]]:
+    if len(form.points) == 1:
+        return []
+    cells = len({str(p.target) for p in form.points})
+    return [("static tables", f"{len(form.points)} terms written out", f"they add to {cells} accumulators")]

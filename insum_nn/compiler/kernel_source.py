@@ -137,6 +137,8 @@ class _Writer:
         self.masks: dict[str, _Value] = {}
         self.loaded: dict[str, _Value] = {}
         self.lanes: dict[str, str] = {}
+        # The number of a program's tile along an axis.
+        self.tile_of: dict[str, str] = {"m": "0", "n": "0"}
         self.axes = {a: axis for a, axis in zip(_AXES, (layout.m, layout.k, layout.n), strict=True) if axis}
         self.type = "tl.float64" if form.bound.dtype == torch.float64 else "tl.float32"
         self.int = "tl.int64" if strides.wide else "tl.int32"
@@ -200,6 +202,7 @@ class _Writer:
                 continue
             axis = next((a for a, each in self.axes.items() if each.first == index), None)
             if axis is not None:
+                self.tile_of[axis] = position
                 self.lane_indices(axis, f"{position} * {block}", 0)
             elif index == OWNER:
                 self.own(self.define("o", f"({position}).to({self.int})", "", 0))
@@ -314,6 +317,10 @@ class _Writer:
             if index == ENTRY:
                 self.open_terms(1)
                 continue
+            gaps = None if split else self.gaps(index)
+            if gaps is not None:
+                self.open_steps(index, gaps, depth)
+                continue
             name = self.fresh("l")
             if split:
                 head = self.split_range(name, index, 1)
@@ -322,7 +329,6 @@ class _Writer:
                 head = f"for {name} in range({self.extent(index)}):"
             self.scopes.append(_Scope(head))
             self.indices[index] = self.define("i", self.cast(name), "", depth)
-            self.guard(index)
         each = self.axes.get("k")
         if each is None:
             return
@@ -393,28 +399,28 @@ class _Writer:
         self.masks["e"] = self.define("ok", " & ".join(conditions), value.axes, depth)
         self.entry(value)
 
-    def guard(self, index: str) -> None:
-        """Skip the steps of a loop for which no lane of the tile has an entry."""
-        if self.product is None or "m" not in self.axes or self.form.owner is not None:
-            return
-        rows = set(self.axes["m"].indices)
+    def gaps(self, index: str) -> Read | None:
+        """The index tensor `T[index, row]` over a tile's rows that may lack entries: its steps can be listed."""
+        m = self.axes.get("m")
+        if self.product is None or m is None or len(m.indices) > 1 or self.form.owner is not None:
+            return None
         for read in self.form.points[0].reads:
             for sub in read.subs:
                 for _, atom in sub.terms:
-                    if isinstance(atom, str) or not self.may_lack(atom):
-                        continue
-                    names = set(atom.indices())
-                    if index in names and names & rows and names <= rows | {index, *self.layout.grid}:
-                        found = self.load(atom, integer=True)
-                        self.scopes.append(_Scope(f"if tl.max({found.text}, 0) >= 0:"))
-                        deeper = len(self.scopes) - 1
-                        for key, value in list(self.memo.items()):
-                            if value is found:
-                                self.memo[key] = _Value(found.text, found.axes, deeper)
-                        self.loaded[str(atom)] = _Value(found.text, found.axes, deeper)
-                        previous = self.indices[index]
-                        self.indices[index] = _Value(previous.text, previous.axes, deeper)
-                        return
+                    if not isinstance(atom, str) and [s.plain for s in atom.subs] == [index, m.first]:
+                        facts = self.form.bound.facts_of(atom.name)
+                        return atom if facts.masked is not False and m.block == m.lanes else None
+        return None
+
+    def open_steps(self, index: str, gaps: Read, depth: int) -> None:
+        """A loop over the steps for which some row of the tile has an entry; the others add nothing."""
+        name = self.fresh("l")
+        steps = self.parameters("steps", gaps.name)
+        width = f"({self.extent(index)} + 1)"
+        place = self.define("t", f"{steps} + {self.tile_of['m']} * {width}", "", 0).text
+        count = self.define("c", f"tl.load({place})", "", 0).text
+        self.scopes.append(_Scope(f"for {name} in range({count}):"))
+        self.indices[index] = self.define("i", f"tl.load({place} + 1 + {name}).to({self.int})", "", depth)
 
     def may_lack(self, read: Read) -> bool:
         """Whether an index tensor may say "no entry" there: by -1, or because it is read outside of itself."""

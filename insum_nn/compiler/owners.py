@@ -12,7 +12,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-__all__ = ["Owners", "clear_owners", "known_owners", "owners_of"]
+__all__ = ["Owners", "clear_owners", "known_owners", "owners_of", "steps_of"]
 
 # Index tensors whose owners are kept.
 _LIMIT = 256
@@ -64,6 +64,7 @@ _known: dict[tuple[int, int, int, bool, int], tuple[weakref.ref[Tensor], Owners]
 def clear_owners() -> None:
     """Forget everything that was built."""
     _known.clear()
+    _steps.clear()
 
 
 def _key(index: Tensor, rows: int, permuted: bool, share: int) -> tuple[int, int, int, bool, int]:
@@ -132,3 +133,32 @@ def _build(index: Tensor, rows: int, permuted: bool, share: int) -> Owners:
         divided,
         lengths.long(),
     )
+
+
+# For each tile of an index tensor's columns, the rows in which some column has an entry.
+_steps: dict[tuple[int, int, int], tuple[weakref.ref[Tensor], Tensor]] = {}
+
+
+def steps_of(index: Tensor, tile: int) -> Tensor:
+    """Which rows of an index tensor (k, i) have an entry in each tile of its columns; kept like `Owners`.
+
+    Returns:
+        (tiles, 1 + k): the number of such rows, then the rows, ascending.
+    """
+    key = (id(index), 0 if index.is_inference() else index._version, tile)
+    found = _steps.get(key)
+    if found is not None and found[0]() is index:
+        return found[1]
+    with torch.inference_mode(False), torch.no_grad():
+        rows, columns = index.shape
+        tiles = -(-columns // tile)
+        present = torch.zeros(rows, tiles * tile, dtype=torch.bool, device=index.device)
+        present[:, :columns] = index >= 0
+        present = present.reshape(rows, tiles, tile).any(2).t()
+        order = torch.argsort(~present, dim=1, stable=True)
+        steps = torch.cat([present.sum(1, keepdim=True), order], 1).to(torch.int32)
+    if not index.is_inference():
+        while len(_steps) >= _LIMIT:
+            del _steps[next(iter(_steps))]
+        _steps[key] = (weakref.ref(index, lambda _: _steps.pop(key, None)), steps)
+    return steps

@@ -23,9 +23,9 @@ from torch import Tensor
 
 from insum_nn.compiler.bind import Extents
 from insum_nn.compiler.kernel_form import ENTRY, OWNER, Form
-from insum_nn.compiler.kernel_schedule import Precision, Schedule
+from insum_nn.compiler.kernel_schedule import Precision, Schedule, place_indices
 from insum_nn.compiler.kernel_source import Argument, Source, Strides, write_kernel
-from insum_nn.compiler.owners import Owners
+from insum_nn.compiler.owners import Owners, steps_of
 
 __all__ = ["Kernel", "available", "interpreted", "precision_of", "prepare_kernel", "strides_of"]
 
@@ -106,6 +106,7 @@ class Kernel:
         arguments: its arguments, with numbers filled in and tensors missing.
         launch: runs it on a list of arguments; `None`: there is nothing to run.
         empty: it writes every cell of the output.
+        tile: rows of a program's tile.
     """
 
     form: Form
@@ -115,6 +116,7 @@ class Kernel:
     arguments: tuple[Any, ...]
     launch: _Launch | _Interpret | None
     empty: bool
+    tile: int
 
     def __call__(self, tensors: Sequence[Tensor], start: Tensor | None, owners: Owners | None) -> Tensor:
         """The statement's output."""
@@ -135,6 +137,8 @@ class Kernel:
                 arguments[place] = start
             elif kind == "scratch":
                 arguments[place] = scratch
+            elif kind == "steps":
+                arguments[place] = steps_of(tensors[position], self.tile)
             else:
                 arguments[place] = getattr(owners, kind)
         if self.launch is not None:
@@ -210,7 +214,7 @@ def prepare_kernel(
     names = form.bound.layout.tensors
     values = tuple(numbers.value(argument) for argument in source.arguments)
     fill = tuple(
-        (place, argument.kind, names.index(argument.name) if argument.kind == "tensor" else -1)
+        (place, argument.kind, names.index(argument.name) if argument.kind in ("tensor", "steps") else -1)
         for place, (argument, value) in enumerate(zip(source.arguments, values, strict=True))
         if value is None
     )
@@ -221,7 +225,8 @@ def prepare_kernel(
         device = tensors[0].device
         launch = _Interpret(source, grid) if interpreted() else _Launch(source, types, grid, device, strides.wide)
     empty = form.combine != "atomic" and _covers(form, source.cells, extents)
-    return Kernel(form, source, extents, fill, values, launch, empty)
+    m = place_indices(form, source.schedule).m
+    return Kernel(form, source, extents, fill, values, launch, empty, m.block if m else 1)
 
 
 def _types(form: Form, source: Source, tensors: Sequence[Tensor], owners: Owners | None) -> list[str | None]:
@@ -236,6 +241,8 @@ def _types(form: Form, source: Source, tensors: Sequence[Tensor], owners: Owners
                 argument.kind == "out" and (form.combine == "atomic" or source.schedule.splits > 1)
             )
             dtype = source.accumulator if apart else form.bound.dtype
+        elif argument.kind == "steps":
+            dtype = torch.int32
         elif argument.kind in ("begin", "end", "target", "owner", "order"):
             dtype = getattr(owners, argument.kind).dtype
         else:

@@ -1,12 +1,12 @@
 """Classes of statements for the kernel generator, each with an oracle written in torch's own calls.
 
-The oracles are dense where that is affordable, share nothing with the compiler, and are differentiable.
+The oracles share nothing with the compiler, and are differentiable.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 import torch
 from torch import Tensor
@@ -16,6 +16,7 @@ from insum_nn.facts import IndexFacts
 __all__ = ["CASES", "Case", "put", "take"]
 
 Tensors = dict[str, Tensor]
+Shape = tuple[int | None, ...]
 SORTED = IndexFacts(sorted=True, masked=False, proven=True)
 FULL = IndexFacts(masked=False, proven=True)
 HOLES = IndexFacts(masked=True, proven=True)
@@ -23,8 +24,8 @@ ONCE = IndexFacts(unique=True, masked=False, proven=True)
 
 
 def take(x: Tensor, index: Tensor) -> Tensor:
-    """Rows of `x`; of 0 where there is no entry."""
-    rows = x[index.clamp(min=0)]
+    """Rows of `x`; 0 where there is no entry."""
+    rows = x[index.clamp(min=0).long()]
     return torch.where((index >= 0).reshape(*index.shape, *[1] * (x.dim() - 1)), rows, 0)
 
 
@@ -40,27 +41,271 @@ class Case:
     """One class of statements.
 
     Attributes:
-        draw: its tensors, values in float64, for a scale (1: a few cells; 8: a device's worth).
-        oracle: the output from float64 tensors.
+        draw: its tensors for a scale (1: a few cells, for the interpreter; 8: for a device); values are float64.
+        oracle: the output, from float64 tensors and the scale.
+        out_shape: the output's shape for a scale.
+        facts: facts of its index tensors.
         fixed: indices whose extents are compiled in when a schedule is tried by hand.
         static: tensors whose values are written out.
-        dot: a matrix product is expected in the text at a large scale.
+        dot: a matrix product is expected in the text for large sizes.
     """
 
     name: str
     expression: str
     draw: Callable[[int], Tensors]
     oracle: Callable[[Tensors, int], Tensor]
-    out_shape: Callable[[int], tuple[int | None, ...] | None] = lambda s: None
-    facts: Mapping[str, IndexFacts] = torch.jit.annotate(dict, {}) if False else None  # type: ignore[assignment]
+    out_shape: Callable[[int], Shape | None] = lambda scale: None
+    facts: Mapping[str, IndexFacts] = field(default_factory=dict)
     fixed: str = ""
     static: tuple[str, ...] = ()
     dot: bool = False
 
 
-def index(high: int, *shape: int, low: int = 0) -> Tensor:
-    return torch.randint(low, high, shape)
+def entries(high: int, *shape: int, holes: float = 0.0) -> Tensor:
+    drawn = torch.randint(0, high, shape)
+    return torch.where(torch.rand(shape) < holes, -1, drawn) if holes else drawn
 
 
 def real(*shape: int) -> Tensor:
     return torch.randn(shape, dtype=torch.float64)
+
+
+# Rows 1 and the last are empty, row 0 has many entries.
+def rows_of(count: int, rows: int) -> Tensor:
+    drawn = torch.where(torch.rand(count) < 0.4, 0, torch.randint(2, rows - 1, (count,)))
+    return drawn.sort().values
+
+
+def _tables() -> Tensors:
+    """Coefficients of a small tensor product; some are 0."""
+    coefficients = real(3, 2, 2)
+    coefficients[0, 0, 1] = 0
+    coefficients[2, 1] = 0
+    return {"I": entries(3, 3, 2, 2), "J": entries(4, 3, 2, 2), "CG": coefficients}
+
+
+def _edges(scale: int) -> Tensors:
+    edges, nodes, width = 7 * scale * scale, 4 * scale, 5 * scale
+    return {
+        **_tables(),
+        "L": entries(2, 3, 2),
+        "Dst": entries(nodes, edges).sort().values,
+        "Src": entries(nodes, edges),
+        "X": real(nodes, 3, width),
+        "Y": real(edges, 4),
+        "W": real(edges, 2, width),
+    }
+
+
+def _edges_oracle(t: Tensors, scale: int) -> Tensor:
+    terms = torch.einsum(
+        "krq,ekrqu,ekrq,ekru->eku", t["CG"], t["X"][t["Src"]][:, t["I"]], t["Y"][:, t["J"]], t["W"][:, t["L"]]
+    )
+    return put(terms, t["Dst"], 4 * scale + 1)
+
+
+def _stencil_oracle(t: Tensors, scale: int) -> Tensor:
+    y = 2 * t["R"][:, None] + torch.arange(3, device=t["R"].device) - 1
+    x = 3 * t["Q"][:, None] + torch.arange(2, device=t["R"].device) - 1
+    grid = t["G"]
+    inside = ((y >= 0) & (y < grid.shape[0]))[:, :, None] & ((x >= 0) & (x < grid.shape[1]))[:, None, :]
+    found = grid[y.clamp(0, grid.shape[0] - 1)[:, :, None], x.clamp(0, grid.shape[1] - 1)[:, None, :]]
+    return torch.einsum("ab,pabc->pc", t["S"], torch.where(inside[..., None], found, 0))
+
+
+CASES: dict[str, Case] = {
+    case.name: case
+    for case in (
+        Case(
+            "spmm",
+            "C[Row[p],n] += Val[p] * B[Col[p],n]",
+            lambda s: {
+                "Row": rows_of(23 * s * s, 6 * s),
+                "Col": entries(7 * s, 23 * s * s),
+                "Val": real(23 * s * s),
+                "B": real(7 * s, 11 * s),
+            },
+            lambda t, s: put(t["Val"][:, None] * t["B"][t["Col"]], t["Row"], 6 * s),
+            lambda s: (6 * s, None),
+            {"Row": SORTED, "Col": FULL},
+            fixed="n",
+        ),
+        Case(
+            "spmv",
+            "y[Row[p]] += Val[p] * x[Col[p]]",
+            lambda s: {
+                "Row": rows_of(23 * s * s, 6 * s),
+                "Col": entries(7 * s, 23 * s * s),
+                "Val": real(23 * s * s),
+                "x": real(7 * s),
+            },
+            lambda t, s: put(t["Val"] * t["x"][t["Col"]], t["Row"], 6 * s),
+            lambda s: (6 * s,),
+            {"Row": SORTED, "Col": FULL},
+        ),
+        Case(
+            "group spmm",
+            "C[Row[g],n] += Val[g,q] * B[Col[g,q],n]",
+            lambda s: {
+                "Row": rows_of(9 * s * s, 6 * s),
+                "Col": entries(7 * s, 9 * s * s, 3, holes=0.3),
+                "Val": real(9 * s * s, 3),
+                "B": real(7 * s, 11 * s),
+            },
+            lambda t, s: put((t["Val"][..., None] * take(t["B"], t["Col"])).sum(1), t["Row"], 6 * s),
+            lambda s: (6 * s, None),
+            {"Row": SORTED, "Col": HOLES},
+            fixed="nq",
+        ),
+        Case(
+            "block spmm",
+            "C[Row[g],a,n] += Val[g,q,a,b] * B[Col[g,q],b,n]",
+            lambda s: {
+                "Row": rows_of(5 * s, 5 * s),
+                "Col": entries(4, 5 * s, 2, holes=0.3),
+                "Val": real(5 * s, 2, 16, 16),
+                "B": real(4, 16, 19 * s),
+            },
+            lambda t, s: put(torch.einsum("gqab,gqbn->gan", t["Val"], take(t["B"], t["Col"])), t["Row"], 5 * s),
+            lambda s: (5 * s, None, None),
+            {"Row": SORTED, "Col": HOLES},
+            fixed="abnq",
+            dot=True,
+        ),
+        Case(
+            "sddmm",
+            "V[g,q] += X[Row[g],c] * Y[Col[g,q],c]",
+            lambda s: {
+                "Row": rows_of(9 * s, 6 * s),
+                "Col": entries(7 * s, 9 * s, 3, holes=0.3),
+                "X": real(6 * s, 11 * s),
+                "Y": real(7 * s, 11 * s),
+            },
+            lambda t, s: torch.einsum("gc,gqc->gq", t["X"][t["Row"]], take(t["Y"], t["Col"])),
+            facts={"Row": SORTED, "Col": HOLES},
+            fixed="cq",
+        ),
+        Case(
+            "convolution",
+            "O[P[i],d] += F[NB[k,i],c] * W[k,c,d]",
+            lambda s: {
+                "P": torch.randperm(19 * s),
+                # No voxel has the second neighbour, so its tiles are skipped.
+                "NB": entries(13 * s, 4, 19 * s, holes=0.4).index_fill(0, torch.tensor([1]), -1),
+                "F": real(13 * s, 9 * s),
+                "W": real(4, 9 * s, 16 * s),
+            },
+            lambda t, s: put(torch.einsum("kic,kcd->id", take(t["F"], t["NB"]), t["W"]), t["P"], 19 * s),
+            lambda s: (19 * s, None),
+            {"P": ONCE, "NB": HOLES},
+            fixed="cd",
+            dot=True,
+        ),
+        Case(
+            "convolution by kernel map",
+            "O[OI[g,q],d] += F[II[g,q],c] * W[Off[g],c,d]",
+            lambda s: {
+                "OI": entries(13 * s, 4 * s, 16, holes=0.2),
+                "II": entries(13 * s, 4 * s, 16, holes=0.2),
+                "Off": entries(3, 4 * s),
+                "F": real(13 * s, 9 * s),
+                "W": real(3, 9 * s, 16 * s),
+            },
+            lambda t, s: put(torch.einsum("gqc,gcd->gqd", take(t["F"], t["II"]), t["W"][t["Off"]]), t["OI"], 13 * s),
+            lambda s: (13 * s, None),
+            {"OI": HOLES, "II": HOLES, "Off": FULL},
+            fixed="cdq",
+            dot=True,
+        ),
+        Case(
+            "convolution's weight gradient",
+            "dW[k,c,d] += F[NB[k,i],c] * dO[P[i],d]",
+            lambda s: {
+                "P": torch.randperm(37 * s),
+                "NB": entries(13 * s, 3, 37 * s, holes=0.4),
+                "F": real(13 * s, 9 * s),
+                "dO": real(37 * s, 16 * s),
+            },
+            lambda t, s: torch.einsum("kic,id->kcd", take(t["F"], t["NB"]), t["dO"][t["P"]]),
+            facts={"P": ONCE, "NB": HOLES},
+            fixed="cd",
+            dot=True,
+        ),
+        Case(
+            "tensor product uvu",
+            "Z[Dst[e],k,u] += CG[k,r,q] * X[Src[e],I[k,r,q],u] * Y[e,J[k,r,q]] * W[e,L[k,r],u]",
+            _edges,
+            _edges_oracle,
+            lambda s: (4 * s + 1, None, None),
+            {"I": FULL, "J": FULL, "L": FULL, "Dst": SORTED, "Src": FULL},
+            fixed="krqu",
+            static=("CG", "I", "J", "L"),
+        ),
+        Case(
+            "tensor product uvw",
+            "O[z,k,w] += CG[k,r,q] * X[z,I[k,r,q],u] * Y[z,J[k,r,q]] * W[r,u,w]",
+            lambda s: {
+                **_tables(),
+                "X": real(9 * s, 3, 8 * s),
+                "Y": real(9 * s, 4),
+                "W": real(2, 8 * s, 16 * s),
+            },
+            lambda t, s: torch.einsum("krq,zkrqu,zkrq,ruw->zkw", t["CG"], t["X"][:, t["I"]], t["Y"][:, t["J"]], t["W"]),
+            facts={"I": FULL, "J": FULL},
+            fixed="krquw",
+            static=("CG", "I", "J"),
+            dot=True,
+        ),
+        # Three statements that no application is made of.
+        Case(
+            "mttkrp",
+            "M[I0[p],r] += V[p] * B[J0[p],r] * D[K0[p],r]",
+            lambda s: {
+                "I0": entries(5 * s, 21 * s),
+                "J0": entries(6 * s, 21 * s),
+                "K0": entries(4 * s, 21 * s, holes=0.3),
+                "V": real(21 * s),
+                "B": real(6 * s, 7 * s),
+                "D": real(4 * s, 7 * s),
+            },
+            lambda t, s: put(t["V"][:, None] * t["B"][t["J0"]] * take(t["D"], t["K0"]), t["I0"], 5 * s),
+            lambda s: (5 * s, None),
+            {"I0": FULL, "J0": FULL, "K0": HOLES},
+            fixed="r",
+        ),
+        Case(
+            "strided stencil",
+            "O[p,c] += S[a,b] * G[2*R[p] + a - 1, 3*Q[p] + b - 1, c]",
+            lambda s: {
+                "R": entries(5 * s, 17 * s),
+                "Q": entries(4 * s, 17 * s),
+                "S": real(3, 2),
+                # Smaller than the stencil's reach: reads outside give 0.
+                "G": real(9 * s, 10 * s, 6 * s),
+            },
+            _stencil_oracle,
+            facts={"R": FULL, "Q": FULL},
+            fixed="abc",
+        ),
+        Case(
+            "batched sddmm with scatter",
+            "Z[b,Seg[p]] += Val[p] * X[b,Row[p],c] * Y[b,Col[p],c]",
+            lambda s: {
+                "Seg": entries(4 * s, 13 * s, holes=0.2),
+                "Row": entries(5 * s, 13 * s),
+                "Col": entries(6 * s, 13 * s, holes=0.2),
+                "Val": real(13 * s),
+                "X": real(3, 5 * s, 7 * s),
+                "Y": real(3, 6 * s, 7 * s),
+            },
+            lambda t, s: put(
+                torch.einsum("p,bpc,pbc->pb", t["Val"], t["X"][:, t["Row"]], take(t["Y"].transpose(0, 1), t["Col"])),
+                t["Seg"],
+                4 * s,
+            ).t(),
+            lambda s: (None, 4 * s),
+            {"Seg": HOLES, "Row": FULL, "Col": HOLES},
+            fixed="bc",
+        ),
+    )
+}

@@ -351,11 +351,19 @@ def test_inductor_writes_triton(gpu):
         "Val": torch.rand(3, device=gpu),
         "B": torch.rand(4, 5, device=gpu),
     }
-    explanation = compile("C[Row[p],n] += Val[p] * B[Col[p],n]").explain(tensors=tensors, out_shape=(4, None))
-    assert explanation.backend == "inductor"
-    source = explanation.kernel_source()
+    statement = "C[Row[p],n] += Val[p] * B[Col[p],n]"
+    inductor = compile(statement, options=Options(backend="inductor")).explain(tensors=tensors, out_shape=(4, None))
+    assert inductor.backend == "inductor"
+    source = inductor.kernel_source()
     assert source is not None
     assert "tl.atomic_add" in source
+    generated = compile(statement).explain(tensors=tensors, out_shape=(4, None))
+    assert generated.backend == "triton"
+    source = generated.kernel_source()
+    assert source is not None
+    assert "@triton.jit" in source
+    assert all(line in str(generated) for line in source.splitlines() if line)
+    assert "own: " in str(generated)
 
 
 # Page and picture -----------------------------------------------------------------------------------------------------

@@ -155,7 +155,8 @@ def test_a_fused_product_that_does_not_compile_runs_in_separate_kernels_and_says
     monkeypatch.setattr(inductor, "_load", lambda path: None)
     monkeypatch.setattr(inductor, "_store", lambda *args: None)
     insum_nn.clear_cache()
-    program = insum_nn.compile("Out[Y[g,q],d] += In[X[g,q],c] * W[O[g],c,d]", out_shape=(18, None))
+    options = insum_nn.Options(backend="inductor")
+    program = insum_nn.compile("Out[Y[g,q],d] += In[X[g,q],c] * W[O[g],c,d]", out_shape=(18, None), options=options)
     tensors = {
         "Y": table(18, 5, 16, device=gpu, masked=True),
         "X": table(18, 5, 16, device=gpu, masked=True),

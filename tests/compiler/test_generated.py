@@ -1,0 +1,538 @@
+"""Generated Triton kernels under Triton's interpreter: every class of statement, schedule, dtype and memory layout.
+
+The interpreter runs the text that a GPU runs, and the fixture checks every address and fills fresh memory with NaN.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import replace
+
+import pytest
+import torch
+from torch import Tensor
+
+import insum_nn
+from insum_nn import IndexFacts, Options
+from insum_nn.compiler.bind import bind, layout_of
+from insum_nn.compiler.extents import resolve_extents
+from insum_nn.compiler.kernel_form import Form, make_form
+from insum_nn.compiler.kernel_schedule import Schedule, candidates, default_schedule
+from insum_nn.compiler.owners import owners_of
+from insum_nn.compiler.parser import parse
+from insum_nn.compiler.triton_lowering import Kernel, prepare_kernel
+from insum_nn.errors import InsumFormatError
+from insum_nn.facts import StaticTable
+from insum_nn.testing.random_programs import RandomProgram, random_program
+from insum_nn.testing.tolerances import assert_matches
+from tests.compiler.generated_cases import CASES, Case
+from tests.compiler.interpreted import interpreter
+from tests.compiler.test_property import assert_close_to_reference, gradients, run
+
+__all__ = ["interpreter"]
+
+pytestmark = pytest.mark.usefixtures("interpreter")
+GENERATED = Options(backend="triton", tune=False)
+EAGER = Options(backend="eager")
+NAMES = list(CASES)
+DTYPES = (torch.float64, torch.float32, torch.float16, torch.bfloat16)
+HALF = (torch.float16, torch.bfloat16)
+
+
+# What a case is compared with.
+
+
+def rounded(tensors: dict[str, Tensor], dtype: torch.dtype) -> dict[str, Tensor]:
+    return {name: t.to(dtype) if t.is_floating_point() else t for name, t in tensors.items()}
+
+
+def doubled(tensors: dict[str, Tensor]) -> dict[str, Tensor]:
+    return {name: t.detach().double() if t.is_floating_point() else t for name, t in tensors.items()}
+
+
+def assert_case(case: Case, tensors: dict[str, Tensor], got: Tensor, start: Tensor | None = None) -> None:
+    exact = doubled(tensors)
+    want = case.oracle(exact, 1)
+    # The size of the terms, not of what is left of them where they cancel.
+    scale = case.oracle({n: t.abs() if t.is_floating_point() else t for n, t in exact.items()}, 1).max()
+    if start is not None:
+        want, scale = want + start.double(), scale + start.double().abs().max()
+    assert got.is_contiguous()
+    dtype = next(t.dtype for t in tensors.values() if t.is_floating_point())
+    assert_matches(got, want, dtype=dtype, kind="sum", scale=float(scale))
+
+
+def compiled(case: Case, tensors: dict[str, Tensor], options: Options = GENERATED) -> insum_nn.Program:
+    static = {name: tensors[name] for name in case.static}
+    return insum_nn.compile(
+        case.expression, out_shape=case.out_shape(1), facts=case.facts, static=static, options=options
+    )
+
+
+# Schedules chosen by hand.
+
+
+def kernel_of(
+    case: Case,
+    tensors: dict[str, Tensor],
+    schedule: Schedule | None,
+    *,
+    facts: dict[str, IndexFacts] | None = None,
+    start: Tensor | None = None,
+    prefer_own: bool = True,
+    fixed: str | None = None,
+) -> tuple[Form, Kernel, Tensor]:
+    """The form, the kernel under a schedule, and what it computes."""
+    statement = parse(case.expression)
+    layout = layout_of(statement)
+    ordered = [tensors[name] for name in layout.tensors]
+    extents = resolve_extents(statement, ordered, start, {}, None if start is not None else case.out_shape(1))
+    bound = bind(statement, tensors, start, facts={**case.facts, **(facts or {})})
+    sizes = dict(zip(layout.indices, extents.indices, strict=True))
+    fixed = case.fixed if fixed is None else fixed
+    bound = replace(bound, static=tuple(sorted((name, sizes[name]) for name in fixed)))
+    tables = {name: StaticTable.of(tensors[name]) for name in case.static}
+    form = make_form(bound, sizes, extents.output, tables, deterministic=False, prefer_own=prefer_own)
+    schedule = schedule or default_schedule(form)
+    owners = None
+    if form.owner is not None:
+        rows = extents.output[form.owner_axis]
+        owners = owners_of(tensors[form.owner.name], rows, form.permuted, schedule.share)
+    kernel = prepare_kernel(form, schedule, ordered, start, extents, "ieee", owners)
+    return form, kernel, kernel(ordered, start, owners)
+
+
+def drawn(name: str, dtype: torch.dtype = torch.float32) -> tuple[Case, dict[str, Tensor]]:
+    case = CASES[name]
+    return case, rounded(case.draw(1), dtype)
+
+
+ELEMENTS = {
+    "one cell": Schedule(),
+    "wide": Schedule(n=32, k=4),
+    "narrow": Schedule(n=4, k=2),
+    "rows": Schedule(m=4, n=16),
+    "rows and sums": Schedule(m=8, n=2, k=16),
+    "divided": Schedule(n=16, k=4, share=2),
+    "divided rows": Schedule(m=2, n=8, k=2, share=1),
+    "groups": Schedule(n=8, groups=3),
+}
+
+
+@pytest.mark.parametrize("name", NAMES)
+@pytest.mark.parametrize("which", ELEMENTS)
+def test_schedules_by_element(name: str, which: str):
+    case, tensors = drawn(name)
+    _, _, got = kernel_of(case, tensors, ELEMENTS[which])
+    assert_case(case, tensors, got)
+
+
+DOTS = {
+    "small": Schedule(16, 16, 16, True),
+    "small, transposed": Schedule(16, 16, 16, True, True),
+    "large": Schedule(32, 64, 32, True),
+    "large, transposed": Schedule(64, 16, 32, True, True, groups=2),
+    "divided": Schedule(16, 32, 16, True, share=1),
+}
+
+
+@pytest.mark.parametrize("name", [name for name in NAMES if CASES[name].dot])
+@pytest.mark.parametrize("which", DOTS)
+def test_schedules_by_dot(name: str, which: str):
+    case, tensors = drawn(name)
+    form, kernel, got = kernel_of(case, tensors, DOTS[which])
+    assert form.product is not None
+    assert "tl.dot(" in kernel.source.text
+    assert_case(case, tensors, got)
+
+
+@pytest.mark.parametrize("name", [name for name in NAMES if CASES[name].dot])
+@pytest.mark.parametrize("dtype", HALF, ids=str)
+def test_dots_of_half_types(name: str, dtype: torch.dtype):
+    case, tensors = drawn(name, dtype)
+    _, kernel, got = kernel_of(case, tensors, Schedule(16, 32, 32, True))
+    assert "tl.dot(" in kernel.source.text
+    assert_case(case, tensors, got)
+
+
+@pytest.mark.parametrize("name", ["convolution's weight gradient", "tensor product uvw", "sddmm", "convolution"])
+@pytest.mark.parametrize("splits", [2, 3, 64])
+@pytest.mark.parametrize("dot", [False, True])
+def test_a_long_sum_divided_among_programs(name: str, splits: int, dot: bool):
+    case, tensors = drawn(name)
+    tile = Schedule(16, 16, 16, True) if dot else Schedule(m=2, n=16, k=4)
+    start = None
+    if name == "sddmm":
+        start = torch.randn(9, 3)
+    _, _, got = kernel_of(case, tensors, replace(tile, splits=splits), start=start)
+    assert_case(case, tensors, got, start)
+
+
+@pytest.mark.parametrize("name", ["spmm", "spmv", "group spmm", "block spmm", "tensor product uvu"])
+@pytest.mark.parametrize("share", [1, 4, 512])
+@pytest.mark.parametrize("m", [1, 4])
+def test_owners_in_any_order(name: str, share: int, m: int):
+    """Unsorted, with entries of -1, both by the terms in order and by adding to memory."""
+    case, tensors = drawn(name)
+    owner = {"tensor product uvu": "Dst"}.get(name, "Row")
+    shuffled = tensors[owner][torch.randperm(tensors[owner].numel())]
+    tensors[owner] = torch.where(torch.rand(shuffled.shape) < 0.2, -1, shuffled)
+    facts = {owner: IndexFacts(masked=True, proven=True)}
+    rows = case.out_shape(1)
+    assert rows is not None
+    shape = case.oracle(doubled(tensors), 1).shape
+    schedule = Schedule(m=m, n=16, k=2, share=share)
+    for start in (None, torch.randn(shape)):
+        form, _, got = kernel_of(case, tensors, schedule, facts=facts, start=start)
+        assert (form.combine, form.permuted) in (("own", True), ("atomic", False))
+        assert_case(case, tensors, got, start)
+        form, _, got = kernel_of(case, tensors, schedule, facts=facts, start=start, prefer_own=False)
+        assert form.combine == "atomic"
+        assert_case(case, tensors, got, start)
+
+
+@pytest.mark.parametrize("name", ["spmm", "group spmm", "sddmm", "tensor product uvu", "convolution"])
+def test_extents_that_are_not_compiled_in(name: str):
+    case, tensors = drawn(name)
+    fixed = "krq" if case.static else ""
+    for schedule in (Schedule(n=16, k=4), Schedule(m=4, n=8, k=2), Schedule(m=4, n=4, share=2)):
+        _, _, got = kernel_of(case, tensors, schedule, fixed=fixed)
+        assert_case(case, tensors, got)
+
+
+@pytest.mark.parametrize("name", ["spmm", "spmv", "group spmm"])
+def test_every_candidate_of_the_search_computes_the_same(name: str):
+    case, tensors = drawn(name)
+    form, _, _ = kernel_of(case, tensors, None)
+    tried = list(candidates(form))[:12]
+    assert tried[0] == default_schedule(form)
+    for schedule in tried:
+        _, _, got = kernel_of(case, tensors, schedule)
+        assert_case(case, tensors, got)
+
+
+def test_a_tile_without_neighbours_is_skipped():
+    case, tensors = drawn("convolution")
+    _, kernel, _ = kernel_of(case, tensors, Schedule(16, 16, 16, True))
+    assert "if tl.max(" in kernel.source.text
+
+
+# Whole programs.
+
+
+@pytest.mark.parametrize("name", NAMES)
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+def test_dtypes(name: str, dtype: torch.dtype):
+    case, tensors = drawn(name, dtype)
+    assert_case(case, tensors, compiled(case, tensors)(tensors=tensors))
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_gradients(name: str):
+    """With the default schedules, for every value that is not written out."""
+    case, tensors = drawn(name, torch.float64)
+    named = [n for n, t in tensors.items() if t.is_floating_point() and n not in case.static]
+    ours = {n: t.clone().requires_grad_() if n in named else t for n, t in tensors.items()}
+    theirs = {n: t.clone().requires_grad_() if n in named else t for n, t in tensors.items()}
+    out, want = compiled(case, tensors)(tensors=ours), case.oracle(theirs, 1)
+    weights = torch.randn_like(want)
+    got = torch.autograd.grad(out, [ours[n] for n in named], weights)
+    expected = torch.autograd.grad(want, [theirs[n] for n in named], weights)
+    for n, one, other in zip(named, got, expected, strict=True):
+        torch.testing.assert_close(one, other, rtol=1e-10, atol=1e-11, msg=lambda m, n=n: f"d{n}\n{m}")
+
+
+@pytest.mark.parametrize("name", [name for name in NAMES if CASES[name].dot])
+def test_gradients_by_dot(name: str):
+    """float64 takes no matrix unit, so the products' gradients are looked at in float32 too."""
+    case, tensors = drawn(name, torch.float32)
+    named = [n for n, t in tensors.items() if t.is_floating_point() and n not in case.static]
+    ours = {n: t.clone().requires_grad_() if n in named else t for n, t in tensors.items()}
+    theirs = {n: t.clone().requires_grad_() if n in named else t for n, t in doubled(tensors).items()}
+    out, want = compiled(case, tensors)(tensors=ours), case.oracle(theirs, 1)
+    weights = torch.randn_like(out)
+    got = torch.autograd.grad(out, [ours[n] for n in named], weights)
+    expected = torch.autograd.grad(want, [theirs[n] for n in named], weights.double())
+    for one, other in zip(got, expected, strict=True):
+        assert_matches(one, other, dtype=torch.float32, kind="gradient")
+
+
+def layouts(tensor: Tensor) -> Iterator[Tensor]:
+    """The same values transposed in memory, with gaps of NaN, and from an offset."""
+    order = list(range(tensor.dim()))[::-1]
+    yield tensor.permute(order).contiguous().permute(order)
+    gaps = torch.full(
+        (*tensor.shape[:-1], 2 * tensor.shape[-1] + 1), float("nan") if tensor.is_floating_point() else -9
+    )
+    yield gaps.to(tensor.dtype)[..., 1::2].copy_(tensor)
+
+
+@pytest.mark.parametrize("name", ["spmm", "group spmm", "block spmm", "convolution", "sddmm", "tensor product uvu"])
+@pytest.mark.parametrize("style", [0, 1])
+def test_layouts_in_memory(name: str, style: int):
+    case, tensors = drawn(name)
+    moved = {n: list(layouts(t))[style] for n, t in tensors.items()}
+    assert any(not t.is_contiguous() for t in moved.values())
+    program = compiled(case, tensors)
+    assert_case(case, tensors, program(tensors=moved))
+    # The same program takes either layout.
+    assert_case(case, tensors, program(tensors=tensors))
+    assert_case(case, tensors, program(tensors=moved))
+
+
+def test_expanded_operands():
+    case, tensors = drawn("spmm")
+    tensors["Val"] = torch.tensor(1.5).expand(23)
+    tensors["B"] = tensors["B"][:1].expand(7, 11)
+    assert_case(case, tensors, compiled(case, tensors)(tensors=tensors))
+
+
+@pytest.mark.parametrize("name", ["spmm", "group spmm", "convolution", "convolution by kernel map", "mttkrp"])
+def test_index_dtypes(name: str):
+    case, tensors = drawn(name)
+    mixed = {n: t if t.is_floating_point() or i % 2 else t.int() for i, (n, t) in enumerate(tensors.items())}
+    assert_case(case, tensors, compiled(case, tensors)(tensors=mixed))
+
+
+@pytest.mark.parametrize("name", ["spmm", "spmv", "group spmm", "convolution", "strided stencil", "tensor product uvw"])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+def test_a_start_is_added_to_and_not_changed(name: str, dtype: torch.dtype):
+    case, tensors = drawn(name, dtype)
+    shape = case.oracle(doubled(tensors), 1).shape
+    output = parse(case.expression).output.name
+    for start in (torch.randn(shape), torch.randn(shape[::-1]).permute(*range(len(shape))[::-1])):
+        start = start.to(dtype)
+        before = start.clone()
+        got = compiled(case, tensors)(tensors={**tensors, output: start})
+        assert torch.equal(start, before)
+        assert_case(case, tensors, got, start)
+
+
+def test_one_row_of_many_entries():
+    """More terms than one program walks; rows before and after it are short or empty."""
+    for expression, width in (("C[Row[p],n] += Val[p] * B[Col[p],n]", 3), ("C[Row[p]] += Val[p] * B[Col[p]]", 0)):
+        row = torch.cat([torch.tensor([0, 0, 2]), torch.full((1300,), 3), torch.tensor([5])])
+        shape = (7, width) if width else (7,)
+        value, dense = torch.randn(row.numel(), dtype=torch.float64), torch.randn(shape, dtype=torch.float64)
+        col = torch.randint(0, 7, row.shape)
+        terms = value.reshape(-1, *[1] * (dense.dim() - 1)) * dense[col]
+        for start in (None, torch.randn(shape, dtype=torch.float64)):
+            want = (torch.zeros(shape, dtype=torch.float64) if start is None else start).index_add(0, row, terms)
+            for order in (torch.arange(row.numel()), torch.randperm(row.numel())):
+                tensors = {"Row": row[order], "Col": col[order], "Val": value[order], "B": dense}
+                if start is not None:
+                    tensors["C"] = start
+                got = insum_nn.insum(expression, tensors=tensors, out_shape=shape, options=GENERATED)
+                torch.testing.assert_close(got, want, rtol=1e-11, atol=1e-11)
+
+
+def test_a_long_row_beside_cells_that_nothing_is_added_to():
+    row = torch.zeros(1300, dtype=torch.int64)
+    value = torch.randn(1300, dtype=torch.float64)
+    got = insum_nn.insum("C[1,Row[p],2] += Val[p]", Row=row, Val=value, out_shape=(2, 2, 4), options=GENERATED)
+    want = torch.zeros(2, 2, 4, dtype=torch.float64)
+    want[1, 0, 2] = value.sum()
+    torch.testing.assert_close(got, want)
+
+
+def test_a_factor_at_the_owner_with_fewer_rows_than_the_output():
+    """Rows without terms own nothing, and what would stand beside them is not read."""
+    row = torch.tensor([0, 1, 2, 2])
+    value, scale = torch.randn(4), torch.randn(3, 5)
+    got = insum_nn.insum(
+        "C[Row[p],n] += Val[p] * D[Row[p],n]", Row=row, Val=value, D=scale, out_shape=(40, None), options=GENERATED
+    )
+    want = torch.zeros(40, 5).index_add(0, row, value[:, None] * scale[row])
+    torch.testing.assert_close(got, want)
+
+
+def test_a_step_is_skipped_only_if_every_written_out_point_lacks_it():
+    neighbours = torch.randint(0, 30, (5, 33, 2))
+    neighbours[2, :, 0] = -1
+    neighbours[4, :, 1] = -1
+    tensors = {
+        "CG": torch.randn(2),
+        "NB": neighbours,
+        "F": torch.randn(30, 16),
+        "W": torch.randn(5, 16, 24),
+    }
+    program = insum_nn.compile(
+        "O[i,d] += CG[r] * F[NB[k,i,r],c] * W[k,c,d]", static={"CG": tensors["CG"]}, options=GENERATED
+    )
+    from tests.compiler.generated_cases import take
+
+    want = torch.einsum("r,kirc,kcd->id", tensors["CG"], take(tensors["F"], neighbours), tensors["W"])
+    torch.testing.assert_close(program(tensors=tensors), want, rtol=1e-4, atol=1e-4)
+
+
+def test_index_sums_past_32_bits_read_outside():
+    read = torch.randn(5)
+    for dtype, far in ((torch.int64, 2**32), (torch.int64, 2**40 + 1), (torch.int32, 2**30)):
+        at = torch.tensor([far, 0, 1, far, 0], dtype=dtype)
+        program = insum_nn.compile("y[i] += A[4*At[i] + i]", options=GENERATED)
+        want = program.reference(A=read, At=at)
+        torch.testing.assert_close(program(A=read, At=at).double(), want)
+
+
+@pytest.mark.parametrize("name", ["spmm", "group spmm", "convolution by kernel map", "mttkrp", "sddmm"])
+def test_cells_that_are_not_read_do_not_leak(name: str):
+    case, tensors = drawn(name)
+    clean = compiled(case, tensors)(tensors=tensors)
+    read = {"B": "Col", "F": "II", "Y": "Col", "D": "K0", "X": "Row"}
+    poisoned = dict(tensors)
+    for value, by in read.items():
+        if value in poisoned and by in poisoned:
+            unread = torch.ones(poisoned[value].shape[0], dtype=torch.bool)
+            unread[poisoned[by].clamp(min=0)] = False
+            wide = torch.cat([poisoned[value], torch.zeros(3, *poisoned[value].shape[1:])])
+            wide[: unread.shape[0]][unread] = float("nan")
+            wide[unread.shape[0] :] = float("nan")
+            poisoned[value] = wide
+    assert any(bool(t.isnan().any()) for t in poisoned.values() if t.is_floating_point())
+    assert torch.equal(compiled(case, tensors)(tensors=poisoned), clean)
+
+
+# Empty things.
+
+
+def test_nothing_to_add_and_nowhere_to_add_it():
+    spmm = CASES["spmm"].expression
+    for entries, rows, width in ((0, 4, 3), (5, 4, 0), (0, 0, 3), (0, 0, 0)):
+        tensors = {
+            "Row": torch.zeros(entries, dtype=torch.int64),
+            "Col": torch.zeros(entries, dtype=torch.int32),
+            "Val": torch.randn(entries),
+            "B": torch.randn(2, width),
+        }
+        got = insum_nn.insum(spmm, tensors=tensors, out_shape=(rows, None), options=GENERATED)
+        assert torch.equal(got, torch.zeros(rows, width))
+        if rows:
+            start = torch.randn(rows, width)
+            assert torch.equal(insum_nn.insum(spmm, tensors={**tensors, "C": start}, options=GENERATED), start)
+
+
+def test_only_missing_entries():
+    case, tensors = drawn("group spmm")
+    tensors["Col"] = torch.full_like(tensors["Col"], -1)
+    assert torch.equal(compiled(case, tensors)(tensors=tensors), torch.zeros(6, 11))
+    case, tensors = drawn("convolution by kernel map")
+    tensors["OI"] = torch.full_like(tensors["OI"], -1)
+    assert torch.equal(compiled(case, tensors)(tensors=tensors), torch.zeros(13, 16))
+
+
+def test_a_gather_from_a_tensor_without_rows():
+    tensors = {"Col": torch.full((4,), -1), "B": torch.randn(0, 3), "Row": torch.arange(4)}
+    got = insum_nn.insum("C[Row[p],n] += B[Col[p],n]", tensors=tensors, out_shape=(4, None), options=GENERATED)
+    assert torch.equal(got, torch.zeros(4, 3))
+
+
+# Sizes, bits, refusals.
+
+
+def test_twenty_sizes_make_one_program():
+    case = CASES["group spmm"]
+    program = insum_nn.compile(case.expression, facts=case.facts, options=GENERATED)
+    insum_nn.clear_cache()
+    for size in range(3, 23):
+        tensors = {
+            "Row": torch.randint(0, 4, (size,)).sort().values,
+            "Col": torch.randint(-1, size, (size, 3)),
+            "Val": torch.randn(size, 3),
+            "B": torch.randn(size, 5),
+        }
+        got = program(tensors=tensors, out_shape=(size + 1, None))
+        want = program.reference(tensors=tensors, out_shape=(size + 1, None))
+        torch.testing.assert_close(got.double(), want, rtol=1e-5, atol=1e-5)
+    assert insum_nn.cache_info().misses == 1
+
+
+def test_an_index_tensor_that_is_written_to_is_read_again():
+    case, tensors = drawn("spmm")
+    program = insum_nn.compile(case.expression, out_shape=(6, None), options=GENERATED)
+    for _ in range(3):
+        tensors["Row"].copy_(torch.randint(0, 6, (23,)))
+        assert_case(case, tensors, program(tensors=tensors))
+
+
+@pytest.mark.parametrize("name", ["spmm", "group spmm", "tensor product uvu", "mttkrp"])
+def test_deterministic_runs_agree_bit_for_bit(name: str):
+    case, tensors = drawn(name)
+    options = replace(GENERATED, deterministic=True)
+    runs = [compiled(case, tensors, options)(tensors=tensors) for _ in range(2)]
+    assert torch.equal(*runs)
+    assert_case(case, tensors, runs[0])
+
+
+def test_deterministic_refuses_what_has_no_order():
+    tensors = {"Row": torch.tensor([0, 1, 1]), "Col": torch.tensor([2, 0, 0]), "Val": torch.randn(3)}
+    program = "C[Row[p],Col[p]] += Val[p]"
+    with pytest.raises(InsumFormatError, match="no fixed order"):
+        insum_nn.insum(
+            program, tensors=tensors, out_shape=(2, 3), options=Options(backend="triton", deterministic=True)
+        )
+    got = insum_nn.insum(program, tensors=tensors, out_shape=(2, 3), options=Options(deterministic=True))
+    want = torch.zeros(2, 3).index_put((tensors["Row"], tensors["Col"]), tensors["Val"], accumulate=True)
+    torch.testing.assert_close(got, want)
+    torch.testing.assert_close(insum_nn.insum(program, tensors=tensors, out_shape=(2, 3), options=GENERATED), want)
+
+
+@pytest.mark.parametrize(
+    ("expression", "values", "reason"),
+    [
+        ("y[i] max= A[i,j]", torch.randn(2, 3), "max= goes another way"),
+        ("y[i] min= A[i,j]", torch.randn(2, 3), "min= goes another way"),
+        ("y[i] += A[i,j]", torch.ones(2, 3, dtype=torch.int64), "factors are integers"),
+    ],
+)
+def test_refusals_name_the_reason(expression: str, values: Tensor, reason: str):
+    with pytest.raises(InsumFormatError, match=reason):
+        insum_nn.insum(expression, A=values, options=GENERATED)
+
+
+def test_without_the_interpreter_the_cpu_is_refused(monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setenv("TRITON_INTERPRET", "0")
+    insum_nn.clear_cache()
+    with pytest.raises(insum_nn.errors.InsumError):
+        insum_nn.insum("y[i] += A[i,j]", A=torch.randn(2, 3), options=GENERATED)
+
+
+# Random programs.
+
+
+def refused(program: RandomProgram) -> bool:
+    """Whether the statement is of a kind that the generator does not do."""
+    statement = parse(program.expression)
+    return statement.operator in ("max=", "min=") or not statement.reads
+
+
+@pytest.mark.parametrize("number", range(4))
+def test_random_programs(number: int):
+    """200 programs: those that sum run and agree, the others are refused by name."""
+    generated = 0
+    for seed in range(50 * number, 50 * (number + 1)):
+        program = random_program(seed)
+        try:
+            got = run(program, GENERATED)
+        except InsumFormatError as error:
+            assert refused(program), f"{program.expression}\n{error}"
+            assert "no kernel can be generated" in str(error)
+            continue
+        assert not refused(program), program.expression
+        assert_close_to_reference(program, got)
+        generated += 1
+    assert generated >= 20
+
+
+def test_gradients_of_random_programs():
+    checked = 0
+    for seed in range(30):
+        program = random_program(seed, profile="smooth")
+        if refused(program):
+            continue
+        expected: Sequence[Tensor] = gradients(program, EAGER)
+        for got, want in zip(gradients(program, GENERATED), expected, strict=True):
+            torch.testing.assert_close(
+                got, want, rtol=1e-9, atol=1e-10, msg=lambda m, p=program: f"{p.expression}\n{m}"
+            )
+        checked += 1
+    assert checked >= 20
