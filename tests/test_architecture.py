@@ -50,6 +50,8 @@ COMPILER_ORDER = [
     "inductor",
     "kernel_form",
     "kernel_schedule",
+    "kernel_text",
+    "kernel_loops",
     "kernel_source",
     "owners",
     "triton_lowering",

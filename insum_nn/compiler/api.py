@@ -13,7 +13,7 @@ from torch import Tensor
 from insum_nn.compiler.ast import Statement
 from insum_nn.compiler.autograd import apply
 from insum_nn.compiler.bind import Extents, bind, layout_of
-from insum_nn.compiler.call import Key, Spec, call_key, check_kinds, keep, prepare, run_spec
+from insum_nn.compiler.call import Key, Spec, call_key, check_kinds, keep, prepare, run_spec, static_tables
 from insum_nn.compiler.check import check_names, check_statement
 from insum_nn.compiler.explain import Explanation, explain_program
 from insum_nn.compiler.extents import check_extents, resolve_extents
@@ -21,7 +21,6 @@ from insum_nn.compiler.gradient import derivatives
 from insum_nn.compiler.options import DEFAULT, Options
 from insum_nn.compiler.parser import parse
 from insum_nn.compiler.reference import interpret
-from insum_nn.errors import InsumNameError
 from insum_nn.facts import IndexFacts, StaticTable
 
 __all__ = ["Program", "ProgramSum", "compile", "insum"]
@@ -66,7 +65,11 @@ class Program:
         self._sizes: dict[str, int] = dict(sizes or {})
         self._out_shape = None if out_shape is None else tuple(out_shape)
         self._spec = Spec(
-            expression, tuple(sorted((facts or {}).items())), options, drop_outside, _tables(statement, static or {})
+            expression,
+            tuple(sorted((facts or {}).items())),
+            options,
+            drop_outside,
+            static_tables(statement, static or {}),
         )
         self._names: tuple[str, ...] = layout_of(statement).tensors
         self._text: str = self._spec.to_json()
@@ -288,22 +291,6 @@ _AUTOCAST = (torch.float16, torch.bfloat16, torch.float32)
 
 def _rebuild(spec: Spec, sizes: Mapping[str, int], out_shape: Shape | None) -> Program:
     return Program._of(spec, sizes, spec.statement.indices() if spec.drop_outside else sizes, out_shape)
-
-
-def _tables(statement: Statement, static: Mapping[str, Tensor | StaticTable]) -> tuple[tuple[str, StaticTable], ...]:
-    unknown = [name for name in static if name not in statement.tensors()]
-    if unknown:
-        raise InsumNameError(
-            f"static= names '{unknown[0]}', which the statement does not read",
-            expression=statement.text,
-            details=[f"tensors read: {', '.join(statement.tensors())}"],
-            fix="name a tensor of the statement.",
-            tensor=unknown[0],
-        )
-    return tuple(
-        (name, table if isinstance(table, StaticTable) else StaticTable.of(table))
-        for name, table in sorted(static.items())
-    )
 
 
 def _time(spec: Spec, tensors: Sequence[Tensor], start: Tensor | None, extents: Extents) -> float:

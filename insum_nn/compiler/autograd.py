@@ -237,19 +237,21 @@ def _operator_backward(ctx: Any, grad: Tensor) -> tuple[Any, ...]:
 _run.register_autograd(_operator_backward, setup_context=_setup_context)
 
 
-def _plain(tensors: Sequence[Tensor]) -> bool:
-    return all(type(t) in (Tensor, torch.nn.Parameter) and not t.is_meta for t in tensors)
-
-
-def _traced(present: Sequence[Tensor]) -> bool:
+def _traced(present: Sequence[Tensor | None]) -> bool:
     """Whether somebody records or replaces torch's calls, and has to be shown the registered operator."""
-    return torch.compiler.is_compiling() or torch._C._len_torch_dispatch_stack() > 0 or not _plain(present)
+    for tensor in present:
+        if tensor is not None and (type(tensor) not in _PLAIN or tensor.is_meta):
+            return True
+    return torch._C._len_torch_dispatch_stack() > 0 or torch.compiler.is_compiling()
+
+
+_PLAIN = (Tensor, torch.nn.Parameter)
 
 
 def _execute(
     spec: Spec, tensors: Sequence[Tensor], start: Tensor | None, extents: Extents, key: Key | None = None
 ) -> Tensor:
-    if _traced(tensors if start is None else (*tensors, start)):
+    if _traced(tensors) or _traced((start,)):
         return torch.ops.insum_nn.run(spec.to_json(), list(tensors), start, list(extents.indices), list(extents.output))
     return run_spec(spec, tensors, start, extents, key)
 
@@ -258,13 +260,20 @@ def apply(
     spec: Spec, tensors: Sequence[Tensor], start: Tensor | None, extents: Extents, key: Key | None = None
 ) -> Tensor:
     """Run a program, recording what its gradients need."""
-    present = (*tensors, start) if start is not None else tensors
-    transformed = bool(peek_interpreter_stack()) or torch.autograd.forward_ad._current_level >= 0
+    transformed = peek_interpreter_stack() is not None or torch.autograd.forward_ad._current_level >= 0
     if transformed and not torch.compiler.is_compiling():
         return _Transformed.apply(_Call(spec, extents.indices, extents.output), start, *tensors)  # type: ignore[no-any-return]
-    if not _traced(present) and torch.is_grad_enabled() and any(t.requires_grad for t in present):
+    if _traced(tensors) or (start is not None and _traced((start,))):
+        return torch.ops.insum_nn.run(spec.to_json(), list(tensors), start, list(extents.indices), list(extents.output))
+    if torch.is_grad_enabled():
+        for tensor in tensors:
+            if tensor.requires_grad:
+                break
+        else:
+            if start is None or not start.requires_grad:
+                return run_spec(spec, tensors, start, extents, key)
         return _Function.apply(_Call(spec, extents.indices, extents.output, key), start, *tensors)  # type: ignore[no-any-return]
-    return _execute(spec, tensors, start, extents, key)
+    return run_spec(spec, tensors, start, extents, key)
 
 
 # Batching.

@@ -24,10 +24,21 @@ from insum_nn.compiler.extents import check_extents
 from insum_nn.compiler.options import Options
 from insum_nn.compiler.parser import parse
 from insum_nn.compiler.proofs import prove, writes_sums
-from insum_nn.errors import InsumDtypeError, InsumRangeError, InsumShapeError
+from insum_nn.errors import InsumDtypeError, InsumNameError, InsumRangeError, InsumShapeError
 from insum_nn.facts import IndexFacts, StaticTable
 
-__all__ = ["Key", "Spec", "call_key", "check_kinds", "keep", "parse_cached", "prepare", "run_spec", "value_dtype"]
+__all__ = [
+    "Key",
+    "Spec",
+    "call_key",
+    "check_kinds",
+    "keep",
+    "parse_cached",
+    "prepare",
+    "run_spec",
+    "static_tables",
+    "value_dtype",
+]
 
 Key = tuple[object, ...]
 K = TypeVar("K")
@@ -114,6 +125,29 @@ def _from_json(text: str) -> Spec:
     tables = data.get("static", {}).items()
     static = tuple((name, StaticTable(tuple(shape), tuple(values))) for name, (shape, values) in tables)
     return Spec(data["expression"], facts, Options(**data["options"]), data["drop_outside"], static)
+
+
+def static_tables(
+    statement: Statement, static: Mapping[str, Tensor | StaticTable]
+) -> tuple[tuple[str, StaticTable], ...]:
+    """Static tensors as a `Spec` holds them.
+
+    Raises:
+        InsumNameError: the statement reads no tensor of a name.
+    """
+    unknown = [name for name in static if name not in statement.tensors()]
+    if unknown:
+        raise InsumNameError(
+            f"static= names '{unknown[0]}', which the statement does not read",
+            expression=statement.text,
+            details=[f"tensors read: {', '.join(statement.tensors())}"],
+            fix="name a tensor of the statement.",
+            tensor=unknown[0],
+        )
+    return tuple(
+        (name, table if isinstance(table, StaticTable) else StaticTable.of(table))
+        for name, table in sorted(static.items())
+    )
 
 
 def prepare(spec: Spec, tensors: Sequence[Tensor], start: Tensor | None, extents: Extents) -> tuple[Bound, Executable]:
@@ -212,9 +246,11 @@ class _Ready:
     generation: int
 
     def holds(self, tensors: Sequence[Tensor]) -> bool:
-        return self.generation == generation() and all(
-            ref() is tensors[at] and tensors[at]._version == version for at, ref, version in self.read
-        )
+        for at, ref, version in self.read:
+            tensor = tensors[at]
+            if ref() is not tensor or tensor._version != version:
+                return False
+        return self.generation == generation()
 
 
 def run_spec(

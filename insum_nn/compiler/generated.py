@@ -73,21 +73,26 @@ class Generated:
         kernels: dict[object, Kernel] = {}
         schedule = self._schedule(tensors, extents, start)
 
+        share, permuted = schedule.share, form.permuted
+
         def run(tensors: Sequence[Tensor], start: Tensor | None) -> Tensor:
-            tensors = [t.detach() if t.requires_grad else t for t in tensors]
             if start is not None:
                 start = start.detach().contiguous()
-            owners = None if place < 0 else owners_of(tensors[place], rows, form.permuted, schedule.share)
-            key: object = owners.rows if owners is not None and owners.split else None
-            if not all(t.is_contiguous() for t in tensors):
-                key = (key, *(t.stride() for t in tensors))
+            owners = None
+            key: object = None
+            if place >= 0:
+                owners = owners_of(tensors[place], rows, permuted, share)
+                if owners.end is not None:
+                    key = owners.rows
+            for tensor in tensors:
+                if not tensor.is_contiguous():
+                    key = (key, *(t.stride() for t in tensors))
+                    break
             kernel = kernels.get(key)
             if kernel is None:
                 if len(kernels) >= _LIMIT:
                     kernels.clear()
-                kernel = self._kernel(schedule, tensors, extents, start, owners)
-                kernels[key] = kernel
-            self.source = kernel.source
+                kernel = kernels[key] = self._kernel(schedule, tensors, extents, start, owners)
             return kernel(tensors, start, owners)
 
         return run

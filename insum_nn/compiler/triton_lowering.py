@@ -24,7 +24,8 @@ from torch import Tensor
 from insum_nn.compiler.bind import Extents
 from insum_nn.compiler.kernel_form import ENTRY, OWNER, Form
 from insum_nn.compiler.kernel_schedule import Precision, Schedule, place_indices
-from insum_nn.compiler.kernel_source import Argument, Source, Strides, write_kernel
+from insum_nn.compiler.kernel_source import Source, write_kernel
+from insum_nn.compiler.kernel_text import Argument, Strides
 from insum_nn.compiler.owners import Owners, steps_of
 
 __all__ = ["Kernel", "available", "interpreted", "precision_of", "prepare_kernel", "strides_of"]
@@ -102,36 +103,44 @@ class Kernel:
         form: what it computes.
         source: its text.
         extents: the sizes it was prepared for.
-        fill: the pointers among its arguments: place, kind, and the tensor's position.
+        inputs: the tensors among its arguments: their places, and their positions among the statement's.
+        others: its other pointers: place, kind, and a tensor's position.
         arguments: its arguments, with numbers filled in and tensors missing.
         launch: runs it on a list of arguments; `None`: there is nothing to run.
         empty: it writes every cell of the output.
+        simple: the output is what the kernel writes, without anything before or after it.
         tile: rows of a program's tile.
     """
 
     form: Form
     source: Source
     extents: Extents
-    fill: tuple[tuple[int, str, int], ...]
+    inputs: tuple[tuple[int, int], ...]
+    others: tuple[tuple[int, str, int], ...]
     arguments: tuple[Any, ...]
     launch: _Launch | _Interpret | None
     empty: bool
+    simple: bool
     tile: int
 
     def __call__(self, tensors: Sequence[Tensor], start: Tensor | None, owners: Owners | None) -> Tensor:
         """The statement's output."""
         form = self.form
-        output = self._output(start, tensors[0].device)
+        device = tensors[0].device
+        if self.simple:
+            output = torch.empty(self.extents.output, dtype=form.bound.dtype, device=device)
+        else:
+            output = self._output(start, device)
         scratch = None
         if owners is not None and owners.split:
             shape, axis = self.extents.output, form.owner_axis
             lengths = (owners.slots, *shape[:axis], *shape[axis + 1 :])
             scratch = torch.empty(lengths, dtype=self.source.accumulator, device=output.device)
         arguments = list(self.arguments)
-        for place, kind, position in self.fill:
-            if kind == "tensor":
-                arguments[place] = tensors[position]
-            elif kind == "out":
+        for place, position in self.inputs:
+            arguments[place] = tensors[position]
+        for place, kind, position in self.others:
+            if kind == "out":
                 arguments[place] = output
             elif kind == "start":
                 arguments[place] = start
@@ -145,6 +154,8 @@ class Kernel:
             self.launch(arguments)
         if scratch is not None and owners is not None:
             self._add_divided(output, scratch, start, owners)
+        if self.simple:
+            return output
         if self.source.schedule.splits > 1:
             output = output.sum(0) if start is None else output.sum(0).add_(start)
         return output if output.dtype == form.bound.dtype else output.to(form.bound.dtype)
@@ -213,11 +224,13 @@ def prepare_kernel(
     numbers = _Numbers(form, source, tensors, extents, owners)
     names = form.bound.layout.tensors
     values = tuple(numbers.value(argument) for argument in source.arguments)
-    fill = tuple(
-        (place, argument.kind, names.index(argument.name) if argument.kind in ("tensor", "steps") else -1)
-        for place, (argument, value) in enumerate(zip(source.arguments, values, strict=True))
-        if value is None
-    )
+    inputs: list[tuple[int, int]] = []
+    others: list[tuple[int, str, int]] = []
+    for place, (argument, value) in enumerate(zip(source.arguments, values, strict=True)):
+        if argument.kind == "tensor":
+            inputs.append((place, names.index(argument.name)))
+        elif value is None:
+            others.append((place, argument.kind, names.index(argument.name) if argument.name in names else -1))
     grid = numbers.grid()
     launch = None
     if grid:
@@ -226,7 +239,18 @@ def prepare_kernel(
         launch = _Interpret(source, grid) if interpreted() else _Launch(source, types, grid, device, strides.wide)
     empty = form.combine != "atomic" and _covers(form, source.cells, extents)
     m = place_indices(form, source.schedule).m
-    return Kernel(form, source, extents, fill, values, launch, empty, m.block if m else 1)
+    return Kernel(
+        form,
+        source,
+        extents,
+        tuple(inputs),
+        tuple(others),
+        values,
+        launch,
+        empty,
+        empty and source.schedule.splits == 1,
+        m.block if m else 1,
+    )
 
 
 def _types(form: Form, source: Source, tensors: Sequence[Tensor], owners: Owners | None) -> list[str | None]:
