@@ -21,7 +21,7 @@ from insum_nn.compiler.options import Options
 from insum_nn.compiler.owners import clear_owners
 from insum_nn.compiler.plan import Load, Plan
 from insum_nn.compiler.planner import UNROLL_LIMIT, is_feature, make_plan, slot_indices
-from insum_nn.errors import InsumFormatError
+from insum_nn.errors import InsumBackendError, InsumFormatError
 from insum_nn.facts import IndexFacts, StaticTable
 
 __all__ = [
@@ -240,6 +240,7 @@ def executable(
     """The program for a bound statement, compiled now or remembered."""
     backend, reason = choose_backend(bound, options)
     if backend == "triton":
+        _require_triton(bound)
         try:
             return _generated(bound, extents, options, reason, static)
         except FormError as error:
@@ -258,6 +259,22 @@ def executable(
         precision = torch.get_float32_matmul_precision()
         key = (bound, options, backend, precision, inductor.size_class(bound, tensors, extents))
     return _remembered(key, lambda: _build(bound, extents, options, backend, reason))
+
+
+def _require_triton(bound: Bound) -> None:
+    """Raise unless generated kernels can run on the tensors' device."""
+    if not triton_lowering.available():
+        raise InsumBackendError(
+            'Options(backend="triton") needs the package triton, which is not installed',
+            expression=bound.statement.text,
+            fix='pip install triton, or choose Options(backend="auto").',
+        )
+    if bound.device_type != "cuda" and not triton_lowering.interpreted():
+        raise InsumBackendError(
+            f"generated kernels run on a GPU, and these tensors are on {bound.device_type}",
+            expression=bound.statement.text,
+            fix='choose Options(backend="auto"), or set TRITON_INTERPRET=1 before Python starts, to debug.',
+        )
 
 
 def _remembered(key: tuple[object, ...], build: Callable[[], Executable]) -> Executable:

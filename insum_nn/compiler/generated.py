@@ -40,7 +40,7 @@ class Generated:
 
     Attributes:
         form: what its kernels compute.
-        source: the kernel that ran last.
+        source: the kernel that was made last.
         measurements: what was measured to choose its schedule.
     """
 
@@ -119,7 +119,9 @@ class Generated:
         owners: Owners | None,
     ) -> Kernel:
         form = self._sized(extents)
-        return prepare_kernel(form, schedule, tensors, start, extents, self.precision, owners)
+        kernel = prepare_kernel(form, schedule, tensors, start, extents, self.precision, owners)
+        self.source = kernel.source
+        return kernel
 
     def _sized(self, extents: Extents) -> Form:
         """The form with the sizes of a call."""

@@ -156,13 +156,30 @@ class Form:
         return self.bound.dtype in (torch.float16, torch.bfloat16)
 
 
+def _usable(bound: Bound, tables: Mapping[str, StaticTable]) -> dict[str, StaticTable]:
+    """Tables of which every read is known once some indices of fixed extent are written out."""
+    fixed = {name for name, _ in bound.static}
+    accesses = list(bound.statement.accesses())
+    usable = dict(tables)
+    while True:
+        unknown = {
+            a.name
+            for a in accesses
+            if a.name in usable
+            and (any(n.name not in usable for n in a.nested()) or any(i.name not in fixed for i in a.indices()))
+        }
+        if not unknown:
+            return usable
+        usable = {name: table for name, table in usable.items() if name not in unknown}
+
+
 def _points(bound: Bound, tables: Mapping[str, StaticTable]) -> tuple[tuple[str, ...], list[dict[str, int]]]:
     """The indices to write out, and their combinations whose known factors are not 0."""
     statement = bound.statement
     fixed = dict(bound.static)
     accesses = [a for a in statement.accesses() if a.name in tables]
     names = tuple(dict.fromkeys(i.name for a in accesses for i in a.indices()))
-    if not names or any(name not in fixed for name in names):
+    if not accesses:
         return (), [{}]
     known = [f for f in statement.reads if f.name in tables]
     places: list[dict[str, int]] = []
@@ -171,24 +188,37 @@ def _points(bound: Bound, tables: Mapping[str, StaticTable]) -> tuple[tuple[str,
         return (), [{}]
     for values in itertools.product(*ranges):
         point = dict(zip(names, values, strict=True))
-        if all(_constant(access, point, tables) != 0 for access in known):
+        if all(_factor(access, point, tables) != 0 for access in known):
             places.append(point)
     if len(places) > POINT_LIMIT:
         return (), [{}]
     return names, places
 
 
-def _constant(access: Access, point: Mapping[str, int], tables: Mapping[str, StaticTable]) -> int | float:
-    """The value of a static tensor at a point; -1 outside of it."""
+def _constant(access: Access, point: Mapping[str, int], tables: Mapping[str, StaticTable]) -> int | float | None:
+    """The value of a static tensor at a point; `None` outside of it, and where a subscript has no entry."""
     place: list[int] = []
     for subscript in access.subscripts:
         value = subscript.offset
         for term in subscript.terms:
-            atom = term.atom
-            inner = point[atom.name] if isinstance(atom, Index) else int(_constant(atom, point, tables))
+            if isinstance(term.atom, Index):
+                inner = point[term.atom.name]
+            else:
+                entry = _constant(term.atom, point, tables)
+                if entry is None or entry < 0:
+                    return None
+                inner = int(entry)
             value += term.coefficient * inner
         place.append(value)
-    return tables[access.name].at(place)
+    table = tables[access.name]
+    if any(not 0 <= at < extent for at, extent in zip(place, table.shape, strict=True)):
+        return None
+    return table.at(place)
+
+
+def _factor(access: Access, point: Mapping[str, int], tables: Mapping[str, StaticTable]) -> int | float:
+    """The value of a static factor at a point."""
+    return _constant(access, point, tables) or 0
 
 
 class _Reader:
@@ -217,10 +247,10 @@ class _Reader:
             elif self.owner is not None and term.atom == self.owner:
                 atom = OWNER
             elif term.atom.name in self.tables:
-                value = int(_constant(term.atom, self.point, self.tables))
-                if value < 0:
-                    raise FormError("a static index tensor has entries of -1")
-                offset += term.coefficient * value
+                value = _constant(term.atom, self.point, self.tables)
+                if value is None or value < 0:
+                    raise FormError("a static index tensor has no entry at some point")
+                offset += term.coefficient * int(value)
                 continue
             else:
                 atom = self.read(term.atom, nested=True)
@@ -257,6 +287,7 @@ def make_form(
         raise FormError("factors are integers")
     if not statement.reads:
         raise FormError("no tensor is read")
+    tables = _usable(bound, tables)
     unrolled, places = _points(bound, tables)
     used = frozenset(tables) if unrolled else frozenset[str]()
     if not places:
@@ -274,7 +305,7 @@ def make_form(
     points: list[Point] = []
     for place in places:
         reader = _Reader(place, tables, owner)
-        known = math.prod(_constant(f, place, tables) for f in statement.reads if f.name in tables)
+        known = math.prod(_factor(f, place, tables) for f in statement.reads if f.name in tables)
         reads = tuple(reader.read(f) for f in statement.reads if f.name not in tables)
         points.append(Point(reader.read(statement.output), float(number * known), reads))
     written = dict.fromkeys(i.name for i in statement.output.indices() if i.name not in unrolled)

@@ -1,4 +1,4 @@
-"""How a generated kernel spreads its indices over programs, lanes and loops: the space of schedules and its defaults."""
+"""How a generated kernel spreads its indices over programs, lanes and loops: the schedules, and their defaults."""
 
 from __future__ import annotations
 

@@ -28,13 +28,11 @@ class Source:
 
     Attributes:
         grid: (index or "", values per program) for each factor of the number of programs, the fastest first.
-        cells: number of different combinations of the output's written-out subscripts.
     """
 
     text: str
     arguments: tuple[Argument, ...]
     grid: tuple[tuple[str, int], ...]
-    cells: int
     schedule: Schedule
     accumulator: torch.dtype
 
@@ -271,6 +269,9 @@ def _parts(points: Sequence[Point], groups: int) -> list[list[Point]]:
 
 def write_kernel(form: Form, schedule: Schedule, strides: Strides, precision: Precision) -> Source:
     """The kernel of a form under a schedule."""
+    if form.owner is not None and schedule.splits > 1:
+        # Rows are divided by their owners.
+        schedule = replace(schedule, splits=1)
     layout = place_indices(form, schedule)
     tiles = _tiles(form, layout, schedule)
     parameters = Parameters()
@@ -280,11 +281,9 @@ def write_kernel(form: Form, schedule: Schedule, strides: Strides, precision: Pr
     if len(parts) > 1:
         body += [f"part = pid % {len(parts)}", f"rest = pid // {len(parts)}"]
         pid = "rest"
-    cells = 0
     for number, part in enumerate(parts):
         writer = _Writer(form, schedule, layout, strides, parameters, precision, f"_{number}" if number else "")
         lines = writer.write(part, tiles, pid)
-        cells += len({str(p.target) for p in part})
         if len(parts) > 1:
             body.append(f"{'if' if number == 0 else 'elif'} part == {number}:")
             lines = [f"    {line}" for line in lines]
@@ -297,4 +296,4 @@ def write_kernel(form: Form, schedule: Schedule, strides: Strides, precision: Pr
     )
     grid = (*((("@part", len(parts)),) if len(parts) > 1 else ()), *tiles)
     accumulator = torch.float64 if form.bound.dtype == torch.float64 else torch.float32
-    return Source(text + "\n", arguments, grid, cells, replace(schedule, groups=len(parts)), accumulator)
+    return Source(text + "\n", arguments, grid, replace(schedule, groups=len(parts)), accumulator)

@@ -12,7 +12,7 @@ from dataclasses import dataclass, field
 
 import torch
 
-from insum_nn.compiler.kernel_form import Form, Read, Sub
+from insum_nn.compiler.kernel_form import OWNER, Form, Read, Sub
 from insum_nn.compiler.kernel_schedule import Layout, Precision, Schedule
 
 __all__ = ["Argument", "KernelText", "Parameters", "Scope", "Strides", "Value", "join_axes", "spread"]
@@ -148,9 +148,9 @@ class KernelText:
             return True
         return any(self.may_lack(a) for sub in read.subs for _, a in sub.terms if not isinstance(a, str))
 
-    def load(self, read: Read, *, integer: bool = False) -> Value:
+    def load(self, read: Read, *, integer: bool = False, wide: bool = False) -> Value:
         """Read a tensor: what lies outside, or has no entry, is 0; of an index tensor -1."""
-        key = str(read)
+        key = f"{read}{' wide' if wide else ''}"
         if key in self.loaded:
             return self.loaded[key]
         place = self.form.bound.layout.tensors.index(read.name)
@@ -163,7 +163,7 @@ class KernelText:
         other = f", mask={mask}, other={-1 if integer else '0.0'}" if mask else ""
         text = f"tl.load({pointer} + {self.reach(offset, axes)}{other})"
         if integer:
-            text += f".to({self.int})"
+            text += f".to({'tl.int64' if wide else self.int})"
         value = self.define("j" if integer else "v", text, axes, depth)
         self.loaded[key] = value
         return value
@@ -183,6 +183,10 @@ class KernelText:
         """Where the lanes of a read's indices are inside their extents."""
         found: list[Value] = []
         for index in dict.fromkeys(read.indices()):
+            if index == OWNER:
+                # A row without terms may lie outside of what is read there.
+                low, high = self.indices["@begin"], self.indices["@end"]
+                found.append(self.define("any", f"{low.text} < {high.text}", low.axes, 0))
             if index in self.form.entries and "e" in self.masks:
                 found.append(self.masks["e"])
                 continue
@@ -227,7 +231,8 @@ class KernelText:
             if isinstance(atom, str):
                 value = self.indices[atom]
             else:
-                value = self.load(atom, integer=True)
+                # Entries that no axis bounds are added up without overflow.
+                value = self.load(atom, integer=True, wide=not sub.safe)
                 if self.may_lack(atom):
                     conditions.append(self.define("has", f"{value.text} >= 0", value.axes, value.depth))
             text = value.text if coefficient == 1 else f"{value.text} * {coefficient}"

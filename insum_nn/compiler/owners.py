@@ -51,11 +51,11 @@ class Owners:
     def collect(self, parts: Tensor) -> Tensor:
         """The sums of divided rows from those of their parts (slots, ...), added in order."""
         assert self.lengths is not None
+        shape = (self.lengths.shape[0], *parts.shape[1:])
         if parts[0].numel() == 0:
-            return parts.new_zeros(self.lengths.shape[0], *parts.shape[1:])
-        return torch.segment_reduce(parts.flatten(1), "sum", lengths=self.lengths, axis=0, unsafe=True).reshape(
-            -1, *parts.shape[1:]
-        )
+            return parts.new_zeros(shape)
+        flat = parts.reshape(parts.shape[0], -1)
+        return torch.segment_reduce(flat, "sum", lengths=self.lengths, axis=0, unsafe=True).reshape(shape)
 
 
 _known: dict[tuple[int, int, int, bool, int], tuple[weakref.ref[Tensor], Owners]] = {}
@@ -99,11 +99,12 @@ def owners_of(index: Tensor, rows: int, permuted: bool, share: int) -> Owners:
 
 
 def _build(index: Tensor, rows: int, permuted: bool, share: int) -> Owners:
-    flat = index.reshape(-1)
+    flat = index.reshape(-1).contiguous()
     small = torch.int32 if max(flat.numel(), rows) < 2**31 else torch.int64
     order = None
     if permuted:
         flat, positions = flat.sort(stable=True)
+        flat = flat.contiguous()
         order = positions.to(small)
     bounds = torch.arange(rows + 1, device=flat.device, dtype=flat.dtype)
     begin = torch.searchsorted(flat, bounds, out_int32=small == torch.int32)

@@ -81,7 +81,8 @@ _lock = threading.RLock()
 
 def _jit(source: Source) -> Any:
     """The kernel's function, from its text; the text can be shown in tracebacks."""
-    digest = hashlib.sha256(source.text.encode()).hexdigest()[:16]
+    # Triton makes another kind of function for its interpreter.
+    digest = hashlib.sha256(source.text.encode()).hexdigest()[:16] + ("_interpreted" if interpreted() else "")
     with _lock:
         if digest not in _modules:
             name = f"insum_nn_kernel_{digest}"
@@ -135,7 +136,8 @@ class Kernel:
         if owners is not None and owners.split:
             shape, axis = self.extents.output, form.owner_axis
             lengths = (owners.slots, *shape[:axis], *shape[axis + 1 :])
-            scratch = torch.empty(lengths, dtype=self.source.accumulator, device=output.device)
+            make = torch.empty if self.empty else torch.zeros
+            scratch = make(lengths, dtype=self.source.accumulator, device=output.device)
         arguments = list(self.arguments)
         for place, position in self.inputs:
             arguments[place] = tensors[position]
@@ -182,7 +184,7 @@ class Kernel:
         return start.detach().to(dtype, copy=True, memory_format=torch.contiguous_format)
 
 
-def _covers(form: Form, cells: int, extents: Extents) -> bool:
+def _covers(form: Form, extents: Extents) -> bool:
     if form.combine == "place":
         # Unique, and as many as there are cells: every one of them.
         subscript = form.bound.statement.output.subscripts[form.owner_axis].indirect
@@ -191,12 +193,13 @@ def _covers(form: Form, cells: int, extents: Extents) -> bool:
         masked = form.bound.facts_of(subscript.name).masked is not False
         if masked or entries != extents.output[form.owner_axis]:
             return False
-    written = 1
-    for axis, subscript in enumerate(form.bound.statement.output.subscripts):
-        plain = subscript.plain
-        if axis != form.owner_axis and (plain is None or plain not in form.parallel):
-            written *= extents.output[axis]
-    return cells == written
+    literal = [axis for axis, sub in enumerate(form.points[0].target.subs) if not sub.terms]
+    written: set[tuple[int, ...]] = set()
+    for point in form.points:
+        place = tuple(point.target.subs[axis].offset for axis in literal)
+        if all(0 <= at < extents.output[axis] for axis, at in zip(literal, place, strict=True)):
+            written.add(place)
+    return len(written) == math.prod(extents.output[axis] for axis in literal)
 
 
 def prepare_kernel(
@@ -237,7 +240,7 @@ def prepare_kernel(
         types = _types(form, source, tensors, owners)
         device = tensors[0].device
         launch = _Interpret(source, grid) if interpreted() else _Launch(source, types, grid, device, strides.wide)
-    empty = form.combine != "atomic" and _covers(form, source.cells, extents)
+    empty = form.combine != "atomic" and _covers(form, extents)
     m = place_indices(form, source.schedule).m
     return Kernel(
         form,

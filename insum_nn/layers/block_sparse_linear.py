@@ -72,8 +72,7 @@ class BlockSparseLinear(PrunedModule):
             mask: which blocks are stored: bool, over the grid of blocks, or (out_features, in_features): every block
                 that it touches is stored whole.
             density: share of the blocks to store, at random places; default all.
-            group_size: blocks of one row that a group holds, or `"auto"`: one on the CPU, whose products are calls
-                of a library, elsewhere the rule of `choose_group_size`. It changes speed only.
+            group_size: blocks of one row that a group holds, or `"auto"`: one. It changes speed only.
             device: where parameters and index tensors are made.
             dtype: of weight and bias.
             options: compile options; see `insum_nn.Options`.
@@ -236,7 +235,8 @@ class BlockSparseLinear(PrunedModule):
 
     def _make_index(self) -> dict[str, Tensor]:
         size = self._chosen_size()
-        if size is None and self._grouped_for == "cpu":
+        if size is None:
+            # A library's product takes single blocks, and a generated kernel walks the blocks of a row by itself.
             size = 1
         row, col = self._coordinates()
         if size == 1:

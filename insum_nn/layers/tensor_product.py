@@ -11,9 +11,16 @@ import torch
 from torch import Tensor
 
 from insum_nn.errors import MissingExtraError
-from insum_nn.layers.tensor_product_checks import InputError, cast_for_autocast, check_choice, check_inputs, variances
+from insum_nn.layers.tensor_product_checks import (
+    InputError,
+    cast_for_autocast,
+    check_choice,
+    check_inputs,
+    fits_plainly,
+    variances,
+)
 from insum_nn.layers.tensor_product_constants import add_constants, drop_constants
-from insum_nn.ops.tensor_product import TensorProductSpec, explain_tensor_product, expressions
+from insum_nn.ops.tensor_product import TensorProductSpec, explain_tensor_product, expressions, tensor_product
 from insum_nn.structure.irreps import Entry, Path, entries_of, make_paths, path_coefficients, weight_offsets
 
 try:
@@ -40,7 +47,7 @@ Irreps = Any
 class TensorProduct(o3.TensorProduct):
     """Tensor product of two representations along chosen paths: `e3nn.o3.TensorProduct`.
 
-        Z[z,k,w] += CG[k,r,q] * X[z,I[k,r,q],u] * Y[z,J[k,r,q],v] * W[r,u,v,w]
+        Z[z,k,w] += CG[k,r,q] * X[z,I[k,r,q],u] * Y[z,J[k,r,q],v] * W[L[k,r],u,v,w]
         Z[z,k,u] += CG[k,r,q] * X[z,I[k,r,q],u] * Y[z,J[k,r,q],v] * W[L[k,r],u,v]
 
     The first line is a mode that mixes multiplicities (uvw), the second one that keeps them (uvu); see `expression`
@@ -332,6 +339,23 @@ class TensorProduct(o3.TensorProduct):
             check_inputs(self, x, y, weight)
         return cast_for_autocast(x, y, weight)
 
+    @torch.jit.unused
+    def _is_plain(self, x: Tensor, y: Tensor, weight: Tensor | None) -> bool:
+        """Whether nothing is to be checked, cast, repeated or told apart."""
+        if weight is None:
+            if self.weight_numel > 0 and not self.internal_weights:
+                return False
+            weight = self.weight
+        if not isinstance(weight, Tensor) or not isinstance(x, Tensor) or not isinstance(y, Tensor):
+            return False
+        if weight.dim() != (1 if self.shared_weights else 2):
+            return False
+        dims = (self._in1_dim, self._in2_dim, self.weight_numel)
+        if not fits_plainly(x, y, weight, dims) or x.shape[0] != y.shape[0]:
+            return False
+        # One weight for a whole batch is a shared one.
+        return self.shared_weights or (weight.shape[0] == x.shape[0] != 1)
+
     def forward(self, x: Tensor, y: Tensor, weight: Tensor | None = None) -> Tensor:
         """Multiply `x` by `y`.
 
@@ -344,6 +368,9 @@ class TensorProduct(o3.TensorProduct):
         Returns:
             (..., irreps_out.dim).
         """
+        if not torch.jit.is_scripting():
+            if self._is_plain(x, y, weight):
+                return tensor_product(self._text, x, y, self.weight if weight is None else weight)
         w = self._get_weights(weight)
         if not torch.jit.is_scripting():
             x, y, w = self._prepared(x, y, w)
@@ -404,7 +431,7 @@ class TensorProduct(o3.TensorProduct):
 class FullyConnectedTensorProduct(o3.FullyConnectedTensorProduct, TensorProduct):
     """Every path that the degrees and parities allow, with weights that mix all multiplicities.
 
-        Z[z,k,w] += CG[k,r,q] * X[z,I[k,r,q],u] * Y[z,J[k,r,q],v] * W[r,u,v,w]
+        Z[z,k,w] += CG[k,r,q] * X[z,I[k,r,q],u] * Y[z,J[k,r,q],v] * W[L[k,r],u,v,w]
 
     Takes the place of `e3nn.o3.FullyConnectedTensorProduct`; arguments as there, and of `TensorProduct`.
     """

@@ -18,6 +18,7 @@ __all__ = [
     "check_inputs",
     "check_last",
     "check_same",
+    "fits_plainly",
     "variances",
 ]
 
@@ -101,6 +102,35 @@ def check_same(tensors: dict[str, Tensor], faults: list[InsumError]) -> None:
                     got=tensor.dtype,
                 )
             )
+
+
+_PLAIN = (Tensor, torch.nn.Parameter)
+
+
+def fits_plainly(x: Tensor, y: Tensor, weight: Tensor, dims: tuple[int, int, int]) -> bool:
+    """Whether inputs are what most calls pass, at a glance: matrices of one dtype on one device, and nobody watching.
+
+    Args:
+        x: wanted (any, in1).
+        y: wanted (any, in2).
+        weight: of any rank; wanted `numel` long at the end.
+        dims: in1, in2, numel.
+    """
+    if torch.compiler.is_compiling() or torch._C._get_tracing_state() is not None:
+        return False
+    if type(x) not in _PLAIN or type(y) not in _PLAIN or type(weight) not in _PLAIN:
+        return False
+    dtype, device = x.dtype, x.device
+    return (
+        x.dim() == y.dim() == 2
+        and weight.dim() > 0
+        and (x.shape[1], y.shape[1], weight.shape[-1]) == dims
+        and y.dtype == dtype
+        and y.device == device
+        and dtype in _FLOATS
+        and (dims[2] == 0 or (weight.dtype == dtype and weight.device == device))
+        and not torch._C._is_any_autocast_enabled()
+    )
 
 
 def check_inputs(module: Any, x: Tensor, y: Tensor, weight: Tensor) -> None:

@@ -10,7 +10,7 @@ from torch import Tensor
 
 from insum_nn.errors import InsumDeviceError, InsumDtypeError, InsumError, raise_collected
 from insum_nn.layers.tensor_product import TensorProduct
-from insum_nn.layers.tensor_product_checks import InputError, cast_for_autocast, check_same
+from insum_nn.layers.tensor_product_checks import InputError, cast_for_autocast, check_same, fits_plainly
 from insum_nn.ops.tensor_product import TensorProductSpec, explain_tensor_product, expressions, tensor_product
 
 __all__ = ["TensorProductConv"]
@@ -155,12 +155,32 @@ class TensorProductConv(torch.nn.Module):
             InputError: a shape does not fit.
             InsumRangeError: an edge points outside the nodes.
         """
-        weight = self.tensor_product._get_weights(W)
+        product = self.tensor_product
+        weight = product.weight if W is None and product.internal_weights else product._get_weights(W)
+        if self._is_plain(X, Y, weight, rows, cols) and sender_perm is None:
+            return tensor_product(self._text, X, Y, weight, rows, cols, num_nodes)
         self._check(X, Y, weight, rows, cols, sender_perm)
         x, y, weight = cast_for_autocast(X, Y, weight)
-        if not self.tensor_product.shared_weights and weight.shape[0] == 1 != y.shape[0]:
+        if not product.shared_weights and weight.shape[0] == 1 != y.shape[0]:
             weight = weight.expand(y.shape[0], -1)
         return tensor_product(self._text, x, y, weight, rows, cols, num_nodes)
+
+    def _is_plain(self, X: Tensor, Y: Tensor, weight: Tensor, rows: Tensor, cols: Tensor) -> bool:
+        """Whether nothing is to be checked, cast or repeated."""
+        product = self.tensor_product
+        if not fits_plainly(X, Y, weight, (product._in1_dim, product._in2_dim, product.weight_numel)):
+            return False
+        edges = Y.shape[0]
+        return (
+            weight.dim() == (1 if product.shared_weights else 2)
+            and (product.shared_weights or weight.shape[0] == edges)
+            and type(rows) is type(cols) is Tensor
+            and rows.dim() == cols.dim() == 1
+            and rows.shape[0] == cols.shape[0] == edges
+            and rows.dtype in _INDEX
+            and cols.dtype in _INDEX
+            and rows.device == cols.device == X.device
+        )
 
     def _check(
         self, X: Tensor, Y: Tensor, weight: Tensor, rows: Tensor, cols: Tensor, sender_perm: Tensor | None

@@ -2,7 +2,7 @@
 
     Out[Order[i],d] += In[Near[k,i],c] * W[k,c,d]              Out:  each output row is written once, by one tile
     dIn[Order[i],c] += dOut[Near[k,i],d] * W[k,c,d]            In:   the same by the table of the inverse map
-    dW[Off[g],c,d] += In[InIdx[g,q],c] * dOut[OutIdx[g,q],d]   W:    over the pairs, whose groups ascend by offset
+    dW[k,c,d] += In[Near[k,i],c] * dOut[Order[i],d]            W:    for each offset by itself
 
 All three contract one form, linear in each of `In`, `W` and `Out`, with two of its tensors, and so leave the third. The
 gradient of a contraction is made of the other two, so that derivatives of any order add to no cell from several sides.
@@ -41,7 +41,7 @@ _PAIRS = {"output": "OutIdx[g,q]", "input": "InIdx[g,q]", "cell": "Off[g]"}
 _TABLES: dict[Kind, dict[str, str]] = {
     "Out": {"output": "Order[i]", "input": "Near[k,i]", "cell": "k"},
     "In": {"output": "Near[k,i]", "input": "Order[i]", "cell": "k"},
-    "W": _PAIRS,
+    "W": {"output": "Order[i]", "input": "Near[k,i]", "cell": "k"},
 }
 _FACTS = {**FACTS, **TABLE_FACTS}
 # Entries of the largest table: past it (1 GiB of int32, in either direction) the pairs take far less memory.
@@ -161,9 +161,9 @@ def _run(kind: Kind, a: Tensor, b: Tensor, kernel_map: KernelMap, options: Optio
 
 
 def _indices(kind: Kind, kernel_map: KernelMap, table: bool) -> dict[str, Tensor]:
-    if not table or kind == "W":
+    if not table:
         return dict(kernel_map.tensors)
-    return dict((kernel_map if kind == "Out" else kernel_map.inverse).table.tensors)
+    return dict((kernel_map.inverse if kind == "In" else kernel_map).table.tensors)
 
 
 def _statement(kind: Kind, grouped: bool, *, table: bool) -> str:

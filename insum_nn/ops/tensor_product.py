@@ -2,17 +2,17 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from typing import Any
 
 import torch
 from torch import Tensor
 
 from insum_nn.compiler.api import Explanation
+from insum_nn.ops.graph_product import transformed
 from insum_nn.ops.tensor_product_form import Form, form_of
+from insum_nn.ops.tensor_product_plan import plan_of
 from insum_nn.ops.tensor_product_right import tensor_product_right
 from insum_nn.ops.tensor_product_spec import TensorProductSpec, others
-from insum_nn.ops.tensor_product_statement import Statement
 
 __all__ = ["TensorProductSpec", "explain_tensor_product", "expressions", "tensor_product", "tensor_product_right"]
 
@@ -28,7 +28,7 @@ def tensor_product(
 ) -> Tensor:
     """Multiply two representations and decompose the product.
 
-        Z[z,k,w] += CG[k,r,q] * X[z,I[k,r,q],u] * Y[z,J[k,r,q],v] * W[r,u,v,w]
+        Z[z,k,w] += CG[k,r,q] * X[z,I[k,r,q],u] * Y[z,J[k,r,q],v] * W[L[k,r],u,v,w]
         Z[Dst[e],k,u] += CG[k,r,q] * X[Src[e],I[k,r,q],u] * Y[e,J[k,r,q]] * W[e,L[k,r],u]
 
     The first line is a mode that mixes multiplicities, the second one that does not, along edges. `k` counts the
@@ -63,7 +63,7 @@ def tensor_product(
     text = spec if isinstance(spec, str) else spec.to_json()
     num_x = x.shape[0]
     num_z = (num_x if num_receivers is None else num_receivers) if senders is not None else num_x
-    return torch.ops.insum_nn.tensor_product(text, "z", x, y, weight, receivers, senders, num_x, num_z)
+    return _product(text, "z", (x, y, weight), receivers, senders, num_x, num_z)
 
 
 def expressions(spec: TensorProductSpec, role: str = "z") -> tuple[str, ...]:
@@ -84,91 +84,110 @@ def explain_tensor_product(
     """What becomes of one statement of the output on these tensors."""
     form = form_of(spec.to_json())
     chosen = form.statements("z")[statement]
-    call = _Call(form, "z", (x, y, weight), receivers, senders)
-    return chosen.program.explain(tensors=call.arguments(chosen), out_shape=chosen.out_shape(x.shape[0]))
+    plan = plan_of(form, "z", x.device, x.dtype, split=False, staged=False)
+    named = plan.arguments(statement, (x, y, weight), (receivers, senders))
+    return chosen.program.explain(tensors=named, out_shape=chosen.out_shape(x.shape[0]))
 
 
-class _Call:
-    """Runs the statements of one role on tensors as they come, and puts the result together as it is expected."""
+# Numbers between the two steps of a gradient at most: what they cost in memory.
+_MOST_BETWEEN = 2**28
 
-    def __init__(
-        self, form: Form, role: str, given: tuple[Tensor, ...], receivers: Tensor | None, senders: Tensor | None
-    ) -> None:
-        self.form = form
-        self.role = role
-        self.operands = dict(zip(others(role), given, strict=True))
-        self.edges = {} if receivers is None or senders is None else {"Dst": receivers, "Src": senders}
-        anchor = given[0]
-        self.device, self.dtype = anchor.device, anchor.dtype
-        self._packed: dict[tuple[str, int], Tensor] = {}
 
-    def packed(self, operand: str, mul: int) -> Tensor:
-        """The operand's entries of one multiplicity: (z, component, mul)."""
-        key = (operand, mul)
-        if key not in self._packed:
-            tensor = self.operands[operand]
-            start, order = self.form.packing(operand, mul, self.device)
-            if start is not None:
-                # Single copies side by side already lie as they are wanted.
-                flat = tensor.narrow(1, start, order.numel())
-            else:
-                flat = tensor.index_select(1, order)
-            self._packed[key] = flat.reshape(tensor.shape[0], order.numel() // mul, mul)
-        return self._packed[key]
+def _splits(device: torch.device) -> bool:
+    """Whether the statements are to be those for library calls; see `Form.statements`."""
+    return device.type == "cpu"
 
-    def arguments(self, statement: Statement) -> dict[str, Tensor]:
-        """Everything that a statement reads, by name."""
-        group = statement.group
-        named = dict(statement.tables_on(self.device, self.dtype))
-        for operand, mul in zip("xyz", group.muls, strict=True):
-            if operand not in self.operands:
-                continue
-            packed = self.packed(operand, mul)
-            if statement.whole and operand == "z":
-                (number,) = group.entries
-                packed = packed.narrow(1, self.form.components["z"][number], self.form.entries["z"][number].size)
-            name = operand.upper() if operand != "z" else "dZ"
-            named[name] = packed.reshape(*packed.shape[:2], *group.shape(operand))
-        if "w" in self.operands and statement.weight is not None:
-            named["W"] = statement.weight.operand(self.operands["w"])
-        return named | self.edges
 
-    def result(self, statement: Statement, size: int) -> Tensor:
-        return statement.program(tensors=self.arguments(statement), out_shape=statement.out_shape(size))
+def _run(
+    form: Form,
+    role: str,
+    given: tuple[Tensor, Tensor, Tensor],
+    receivers: Tensor | None,
+    senders: Tensor | None,
+    num_x: int,
+    num_z: int,
+) -> Tensor:
+    """A role's tensor, without a record for gradients."""
+    if torch._C._is_any_autocast_enabled() and torch.is_autocast_enabled(given[0].device.type):
+        with torch.autocast(given[0].device.type, enabled=False):
+            return _run(form, role, given, receivers, senders, num_x, num_z)
+    device, dtype = given[0].device, given[0].dtype
+    rows = _rows(role, given, senders, num_x, num_z)
+    split = _splits(device)
+    staged = role == "y" and not split
+    plan = plan_of(form, role, device, dtype, split=split, staged=staged)
+    if staged and rows * plan.feed_width > _MOST_BETWEEN:
+        plan = plan_of(form, role, device, dtype, split=split, staged=False)
+    return plan(given, (receivers, senders), rows)
 
-    def run(self, size: int, *, split: bool) -> Tensor:
-        """The role's tensor, of `size` rows; `split` as for `Form.statements`."""
-        statements = self.form.statements(self.role, split=split)
-        if self.role == "w":
-            return self._weights(statements, size)
-        if not statements:
-            return torch.zeros(size, self.form.dims[self.role], dtype=self.dtype, device=self.device)
-        columns = [self.result(statement, size).reshape(size, statement.width) for statement in statements]
-        orders, needs_zero = self.form.unpacking(self.role, self.device, split=split)
-        if needs_zero:
-            columns.append(torch.zeros(size, 1, dtype=self.dtype, device=self.device))
-        side_by_side = columns[0] if len(columns) == 1 else torch.cat(columns, 1)
-        total: Tensor | None = None
-        for order in orders:
-            part = side_by_side if order is None else side_by_side.index_select(1, order)
-            total = part if total is None else total.add_(part)
-        # The widest representation may still have no components at all.
-        return side_by_side if total is None else total
 
-    def _weights(self, statements: tuple[Statement, ...], size: int) -> Tensor:
-        batch = () if self.form.spec.shared else (size,)
-        parts: dict[int, Tensor] = {}
-        for statement in statements:
-            paths = len(statement.group.paths)
-            blocks = self.result(statement, size).reshape(*batch, paths, statement.width // paths)
-            parts |= dict(zip(statement.group.paths, blocks.unbind(-2), strict=True))
-        zeros = torch.zeros((), dtype=self.dtype, device=self.device)
-        columns = [
-            parts[number] if number in parts else zeros.expand(*batch, path.numel)
-            for number, path in enumerate(self.form.spec.paths)
-            if path.weighted and path.numel
-        ]
-        return torch.cat(columns, -1) if columns else zeros.new_zeros(*batch, 0)
+def _rows(role: str, given: tuple[Tensor, ...], senders: Tensor | None, num_x: int, num_z: int) -> int:
+    """Rows of a role: nodes for the first input and the output, edges for the rest."""
+    if role == "x":
+        return num_x
+    if role == "z":
+        return num_z
+    # What is given for the other roles begins with `x`.
+    return senders.shape[0] if senders is not None else given[0].shape[0]
+
+
+_PLAIN = (Tensor, torch.nn.Parameter)
+
+
+def _traced(given: tuple[Tensor, Tensor, Tensor], receivers: Tensor | None, senders: Tensor | None) -> bool:
+    """Whether somebody records or replaces torch's calls, and has to be shown one registered operator."""
+    return (
+        torch.compiler.is_compiling()
+        or torch._C._get_tracing_state() is not None
+        or torch._C._len_torch_dispatch_stack() > 0
+        or any(type(t) not in _PLAIN or t.is_meta for t in given)
+        or any(t is not None and type(t) not in _PLAIN for t in (receivers, senders))
+    )
+
+
+def _product(
+    text: str,
+    role: str,
+    given: tuple[Tensor, Tensor, Tensor],
+    receivers: Tensor | None,
+    senders: Tensor | None,
+    num_x: int,
+    num_z: int,
+) -> Tensor:
+    """A role's tensor, differentiable."""
+    if not torch.compiler.is_compiling() and transformed():
+        # Transforms go through the programs, which know them; a registered operator does not.
+        return _run(form_of(text), role, given, receivers, senders, num_x, num_z)
+    if _traced(given, receivers, senders):
+        return torch.ops.insum_nn.tensor_product(text, role, *given, receivers, senders, num_x, num_z)
+    if torch.is_grad_enabled() and any(t.requires_grad for t in given):
+        return _Product.apply(text, role, *given, receivers, senders, num_x, num_z)  # type: ignore[no-any-return]
+    return _run(form_of(text), role, given, receivers, senders, num_x, num_z)
+
+
+class _Product(torch.autograd.Function):
+    """The recorded product of plain tensors: a registered operator costs the host more than a small product."""
+
+    @staticmethod
+    def forward(
+        ctx: Any,
+        text: str,
+        role: str,
+        first: Tensor,
+        second: Tensor,
+        third: Tensor,
+        receivers: Tensor | None,
+        senders: Tensor | None,
+        num_x: int,
+        num_z: int,
+    ) -> Tensor:
+        ctx.constants = text, role, num_x, num_z
+        ctx.save_for_backward(first, second, third, receivers, senders)
+        return _run(form_of(text), role, (first, second, third), receivers, senders, num_x, num_z)
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
+        return _backward(ctx, grads[0])
 
 
 # The registered operator: how tracing, TorchScript and exported graphs see a tensor product.
@@ -186,20 +205,7 @@ def _operator(
     num_x: int,
     num_z: int,
 ) -> Tensor:
-    form = form_of(spec)
-    call = _Call(form, role, (first, second, third), receivers, senders)
-    rows = _rows(role, call.operands, senders, num_x, num_z)
-    with torch.autocast(first.device.type, enabled=False):
-        return call.run(rows, split=first.device.type == "cpu")
-
-
-def _rows(role: str, operands: Mapping[str, Tensor], senders: Tensor | None, num_x: int, num_z: int) -> int:
-    """Rows of a role: nodes for the first input and the output, edges for the rest."""
-    if role == "x":
-        return num_x
-    if role == "z":
-        return num_z
-    return senders.shape[0] if senders is not None else operands["x"].shape[0]
+    return _run(form_of(spec), role, (first, second, third), receivers, senders, num_x, num_z)
 
 
 @_operator.register_fake
@@ -215,8 +221,7 @@ def _fake(
     num_z: int,
 ) -> Tensor:
     form = form_of(spec)
-    operands = dict(zip(others(role), (first, second, third), strict=True))
-    rows = _rows(role, operands, senders, num_x, num_z)
+    rows = _rows(role, (first, second, third), senders, num_x, num_z)
     if role == "w":
         batch = () if form.spec.shared else (rows,)
         return first.new_empty(*batch, form.spec.weight_numel)
@@ -243,10 +248,8 @@ def _backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
         elif wanted == "w" and given[position].numel() == 0:
             gradients.append(torch.zeros_like(given[position]))
         else:
-            arguments = [operands[name] for name in others(wanted)]
-            gradients.append(
-                torch.ops.insum_nn.tensor_product(spec, wanted, *arguments, receivers, senders, num_x, num_z)
-            )
+            a, b, c = (operands[name] for name in others(wanted))
+            gradients.append(_product(spec, wanted, (a, b, c), receivers, senders, num_x, num_z))
     return None, None, *gradients, None, None, None, None
 
 

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from functools import lru_cache
-from typing import Any
+from typing import Any, TypeVar
 
 import numpy as np
 import torch
@@ -12,10 +13,18 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from insum_nn.ops.tensor_product_spec import NUMBER, Group, ProductLayout, TensorProductSpec
-from insum_nn.ops.tensor_product_statement import Statement
+from insum_nn.ops.tensor_product_statement import Feed, Statement
 from insum_nn.structure.clebsch_gordan import divide
 
 __all__ = ["Form", "form_of"]
+
+
+# Non-zero coefficients of one statement at most, since a generated kernel writes each out; and copies of the output
+# from which on a matrix product over them is worth a step of its own.
+_POINTS = 5000
+_LONG = 16
+
+T = TypeVar("T")
 
 
 class Form(ProductLayout):
@@ -23,24 +32,51 @@ class Form(ProductLayout):
 
     def __init__(self, spec: TensorProductSpec) -> None:
         super().__init__(spec)
-        self._statements: dict[tuple[str, bool], tuple[Statement, ...]] = {}
-        self._orders: dict[tuple[object, ...], Any] = {}
+        self._statements: dict[tuple[str, bool, bool], tuple[Statement, ...]] = {}
+        self._kept: dict[tuple[object, ...], Any] = {}
 
-    def statements(self, role: str, *, split: bool = False) -> tuple[Statement, ...]:
+    @property
+    def text(self) -> str:
+        """The spec's JSON."""
+        return self.spec.to_json()
+
+    def keep(self, key: tuple[object, ...], build: Callable[[], T]) -> T:
+        """What `build` makes, once for each key; of use in training too, even if the first call is not."""
+        found = self._kept.get(key)
+        if found is None:
+            with torch.inference_mode(False):
+                found = self._kept[key] = build()
+        return found
+
+    def statements(self, role: str, *, split: bool = False, staged: bool = False) -> tuple[Statement, ...]:
         """What computes a role.
 
         Args:
             role: a letter of `ROLES`.
-            split: divide rows by how many slots they need. Library calls work through the slots that fill short rows
-                up, so fewer of them pay for more calls; a generated kernel would rather read everything once.
+            split: divide rows by how many slots they need, and by entry where multiplicities mix. Library calls work
+                through the slots that fill short rows up, and do a matrix product of one size best, so fewer slots
+                pay for more calls; a generated kernel would rather read everything once.
+            staged: make the gradient of `y` in two steps where its first is a long matrix product.
         """
-        key = (role, split)
+        key = (role, split, staged)
         if key not in self._statements:
-            groups = [g for g in self.groups(role) if role != "w" or g.weighted]
-            parts = [part for group in groups for part in (self._divided(role, group) if split else [(group, None)])]
-            with _kept_tensors():
-                self._statements[key] = tuple(Statement(self, role, group, rows) for group, rows in parts)
+            groups = [g for g in self.groups(role, fused=not split) if role != "w" or g.weighted]
+            with torch.inference_mode(False):
+                made: list[Statement] = []
+                for group in groups:
+                    feed = self._feed(role, group) if staged else None
+                    parts = self._divided(role, group) if split else self._limited(role, group)
+                    made += [Statement(self, role, part, rows, feed) for part, rows in parts]
+                self._statements[key] = tuple(made)
         return self._statements[key]
+
+    def _feed(self, role: str, group: Group) -> Feed | None:
+        mode = group.mode
+        long = group.weighted and mode.mixes and not mode.pairs and group.extents["w"] >= _LONG
+        # Weights of each sample are read once for one sample: no matrix product.
+        if role != "y" or not long or not self.spec.shared or self.coefficients(group).path.size > _POINTS:
+            return None
+        return Feed(self, group)
 
     def _divided(self, role: str, group: Group) -> list[tuple[Group, NDArray[np.int64] | None]]:
         """A group as one or more, each with rows of like length."""
@@ -48,10 +84,27 @@ class Form(ProductLayout):
             return [(group, None)]
         entries = self.coefficients(group)
         if role == "w":
-            buckets = divide(entries.path, None)
-            return [(replace(group, paths=tuple(group.paths[p] for p in rows)), None) for rows in buckets]
+            return [(_with_paths(group, rows), None) for rows in divide(entries.path, None)]
         owner = entries.component[NUMBER[role]]
         return [(group, rows) for rows in divide(owner, entries.path if group.weighted else None)]
+
+    def _limited(self, role: str, group: Group) -> list[tuple[Group, NDArray[np.int64] | None]]:
+        """A group as one or more, none with more coefficients than a kernel can write out."""
+        entries = self.coefficients(group)
+        if entries.value.size <= _POINTS:
+            return [(group, None)]
+        rows, counts = np.unique(entries.path if role == "w" else entries.component[NUMBER[role]], return_counts=True)
+        # A part ends where the next row would be too much.
+        parts: list[list[int]] = [[]]
+        room = _POINTS
+        for row, count in zip(rows.tolist(), counts.tolist(), strict=True):
+            if count > room and parts[-1]:
+                parts.append([])
+                room = _POINTS
+            parts[-1].append(row)
+            room -= count
+        chosen = [np.array(part) for part in parts]
+        return [(_with_paths(group, part), None) if role == "w" else (group, part) for part in chosen]
 
     def packing(self, operand: str, mul: int, device: torch.device) -> tuple[int | None, Tensor]:
         """How entries of one multiplicity are brought side by side, copies fastest.
@@ -59,8 +112,8 @@ class Form(ProductLayout):
         Returns:
             The first column if they lie so already, else `None`; and the columns in their new order.
         """
-        key = ("pack", operand, mul, device)
-        if key not in self._orders:
+
+        def build() -> tuple[int | None, Tensor]:
             entries, starts = self.entries[operand], self.starts[operand]
             parts = [
                 starts[n] + np.arange(entries[n].dim).reshape(mul, entries[n].size).T.reshape(-1)
@@ -68,25 +121,19 @@ class Form(ProductLayout):
             ]
             order = np.concatenate(parts)
             start = int(order[0]) if np.array_equal(order, order[0] + np.arange(order.size)) else None
-            with _kept_tensors():
-                self._orders[key] = (start, torch.from_numpy(order).to(device))
-        return self._orders[key]
+            return start, torch.from_numpy(order).to(device)
 
-    def unpacking(self, role: str, device: torch.device, *, split: bool) -> tuple[list[Tensor | None], bool]:
+        return self.keep(("pack", operand, mul, device), build)
+
+    def unpacking(
+        self, role: str, statements: Sequence[Statement], device: torch.device
+    ) -> tuple[list[Tensor | None], bool]:
         """How the results of a role's statements, side by side, become a representation.
 
         Returns:
             Selections of columns that add up (`None`: all as they lie), and whether they read a column of zeros
             that stands last.
         """
-        key = ("unpack", role, split, device)
-        if key not in self._orders:
-            with _kept_tensors():
-                self._orders[key] = self._unpacking(role, device, split)
-        return self._orders[key]
-
-    def _unpacking(self, role: str, device: torch.device, split: bool) -> tuple[list[Tensor | None], bool]:
-        statements = self.statements(role, split=split)
         zero = sum(statement.width for statement in statements)
         orders: list[NDArray[np.int64]] = []
         filled = np.zeros(self.dims[role], np.int64)
@@ -110,9 +157,9 @@ class Form(ProductLayout):
         return tensors, needs_zero
 
 
-def _kept_tensors() -> torch.inference_mode:
-    """What is kept must be of use in training too, even if the first call is not."""
-    return torch.inference_mode(False)
+def _with_paths(group: Group, numbers: NDArray[np.int64]) -> Group:
+    """A group of some of its paths."""
+    return replace(group, paths=tuple(group.paths[n] for n in numbers.tolist()))
 
 
 @lru_cache(maxsize=256)

@@ -55,6 +55,10 @@ class TensorProductSpec:
 
     def to_json(self) -> str:
         """As text, which the registered operators carry."""
+        return self._text
+
+    @cached_property
+    def _text(self) -> str:
         return json.dumps(asdict(self), separators=(",", ":"))
 
     @staticmethod
@@ -86,6 +90,7 @@ class Group:
         muls: multiplicity of the entries of x, y and z.
         weighted: the paths have weights.
         entries: entries of the output whose components the statement owns, for the role that the group belongs to.
+        fused: paths that mix multiplicities are together whatever entry they end in.
     """
 
     mode: Mode
@@ -94,6 +99,7 @@ class Group:
     muls: tuple[int, int, int]
     weighted: bool
     entries: tuple[int, ...]
+    fused: bool = False
 
     def letters(self, role: str) -> str:
         """Multiplicity indices of an operand; those of extent 1 are left out."""
@@ -157,17 +163,20 @@ class ProductLayout:
         """Entries in use of one multiplicity."""
         return tuple(n for n in self.components[role] if self.entries[role][n].mul == mul)
 
-    def groups(self, role: str) -> Iterator[Group]:
-        """Divide the paths: by mode and multiplicities; where multiplicities are mixed, also by the owner's entry.
+    def groups(self, role: str, *, fused: bool) -> Iterator[Group]:
+        """Divide the paths by mode and multiplicities.
 
-        A path that mixes multiplicities is a matrix product. Those that end in one entry add up in one product.
+        Args:
+            role: a letter of `ROLES`.
+            fused: `False` divides paths that mix multiplicities also by the owner's entry. Such a path is a matrix
+                product, and those that end in one entry add up in one product of a library.
         """
         classes: dict[tuple[object, ...], list[int]] = {}
         for number in self.live:
             path = self.spec.paths[number]
             muls = tuple(self.entry(r, path).mul for r in "xyz")
             key: tuple[object, ...] = (path.mode, path.weighted, *muls)
-            if path.weighted and MODES[path.mode].mixes:
+            if path.weighted and MODES[path.mode].mixes and not fused:
                 key = (*key, path.ends[NUMBER["z" if role == "w" else role]])
             classes.setdefault(key, []).append(number)
         for numbers in classes.values():
@@ -177,7 +186,7 @@ class ProductLayout:
             extents = {"u": a, "v": b, "w": c, "n": a * (a - 1) // 2}
             owner = "z" if role == "w" else role
             owned = tuple(sorted({self.spec.paths[n].ends[NUMBER[owner]] for n in numbers}))
-            yield Group(mode, tuple(numbers), extents, (a, b, c), path.weighted, owned)
+            yield Group(mode, tuple(numbers), extents, (a, b, c), path.weighted, owned, fused)
 
     def coefficients(self, group: Group) -> Entries:
         """The group's Clebsch-Gordan entries."""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from abc import ABC, abstractmethod
 from collections.abc import Mapping, Sequence
 
 import numpy as np
@@ -16,11 +17,11 @@ from insum_nn.facts import IndexFacts
 from insum_nn.ops.tensor_product_spec import NUMBER, Group, ProductLayout, others
 from insum_nn.structure.clebsch_gordan import Table, make_table, path_table
 
-__all__ = ["Statement", "WeightAccess"]
+__all__ = ["Feed", "Reading", "Statement", "WeightAccess"]
 
 # An operand's axis of components in a statement, and the table that selects them.
 _ROW = {"x": "i", "y": "j", "z": "k", "w": "r"}
-_TABLE = {"x": "I", "y": "J", "z": "K"}
+_TABLE = {"x": "I", "y": "J", "z": "K", "g": "P"}
 _STATIC = IndexFacts(masked=False, proven=True)
 
 
@@ -32,8 +33,8 @@ class WeightAccess:
     """How a statement addresses the weights of its paths.
 
     `stack`: the paths' weights one after the other, as a view where they lie so, else as a copy (of shared weights,
-    which are small). `blocks`: a view of weights that belong to each sample, cut into blocks of one path's size.
-    `flat`: the weights as they lie; each path is found by its offset.
+    which are small). `blocks`: a view of the weights, cut into blocks of one path's size. `flat`: the weights as they
+    lie; each path is found by its offset. A fused group never copies.
     """
 
     def __init__(self, layout: ProductLayout, group: Group) -> None:
@@ -46,9 +47,10 @@ class WeightAccess:
         self.size = size
         in_order = [low + n * size for n in range(len(self.starts))] == self.starts
         aligned = all((start - low) % size == 0 for start in self.starts)
-        self.copies = layout.spec.shared and not in_order
-        self.kind = "stack" if layout.spec.shared or in_order else "blocks" if aligned else "flat"
+        self.copies = layout.spec.shared and not in_order and not group.fused
+        self.kind = "stack" if self.copies or in_order else "blocks" if aligned else "flat"
         self.single = len(self.starts) == 1
+        self.view = self.shape if self.single else (self.count, *self.shape)
 
     @property
     def places(self) -> Tensor:
@@ -65,9 +67,9 @@ class WeightAccess:
         if self.copies:
             parts = [weight.narrow(-1, start, self.size) for start in self.starts]
             return torch.stack(parts, -2).reshape((*weight.shape[:-1], len(parts), *self.shape))
-        view = weight.narrow(-1, self.low, self.count * self.size)
-        paths = () if self.single else (self.count,)
-        return view.reshape((*weight.shape[:-1], *paths, *self.shape))
+        length = self.count * self.size
+        view = weight if length == weight.shape[-1] else weight.narrow(-1, self.low, length)
+        return view.reshape((*weight.shape[:-1], *self.view))
 
     def subscripts(self, place: str) -> list[str]:
         """The subscripts of `W` for a path's place, `L[k,r]` or a plain index."""
@@ -78,36 +80,137 @@ class WeightAccess:
         return [" + ".join(terms)]
 
 
-class Statement:
-    """One statement of a role: its text, its static tables, its program.
+class Reading(ABC):
+    """A compiled statement and its static tables.
 
     Attributes:
-        expression: the statement.
+        layout: where the spec's numbers lie.
         group: the paths that it computes.
-        rows: the entry and the component in it that each row owns; for the weights, the group's paths are the rows.
+        tables: its static tables, by name.
+        weight: how it reads the weights; `None`: it does not.
+        reads: the operand that each of its tensors is made of, by the tensor's name; without the weights.
+        expression: the statement.
+        program: compiled.
     """
 
-    def __init__(self, layout: ProductLayout, role: str, group: Group, owned: NDArray[np.int64] | None = None) -> None:
+    def __init__(self, layout: ProductLayout, group: Group) -> None:
         self.layout = layout
-        self.role = role
         self.group = group
-        self.mixes = group.weighted and group.mode.mixes
         self.tables: dict[str, Tensor] = {}
-        self.weight = WeightAccess(layout, group) if group.weighted else None
+        self.weight: WeightAccess | None = None
+        self.reads: dict[str, str] = {}
         self._on: dict[tuple[torch.device, torch.dtype], dict[str, Tensor]] = {}
-        # A group that owns an entry as a whole reads a gradient of it without a table.
-        self.whole = self.mixes and role == "w"
-        self.rows: list[tuple[int, int]] = []
-        place = self._tabulate(owned)
-        self.expression = self._text(place)
+
+    def _compile(self, expression: str, sizes: Mapping[str, int]) -> None:
+        self.expression = expression
         self.program: Program = compile(
-            self.expression,
-            sizes=self._unread(),
+            expression,
+            sizes=sizes,
             facts={name: _STATIC for name, table in self.tables.items() if not table.is_floating_point()},
             # Pairs of copies (U, V) are many and regular; the rest is few numbers, which kernels write out.
             static={name: table for name, table in self.tables.items() if name not in ("U", "V")},
-            options=Options(deterministic=layout.spec.deterministic),
+            options=Options(deterministic=self.layout.spec.deterministic),
         )
+
+    @property
+    def edges(self) -> tuple[str, ...]:
+        """The tensors of edges' ends that it reads."""
+        return tuple(name for name in ("Dst", "Src") if f"{name}[e]" in self.expression)
+
+    def batch(self, operand: str) -> str:
+        """The subscript of an operand's rows."""
+        if not self.layout.spec.convolution:
+            return "z"
+        return {"x": "Src[e]", "z": "Dst[e]"}.get(operand, "e")
+
+    def tables_on(self, device: torch.device, dtype: torch.dtype) -> dict[str, Tensor]:
+        """The static tables on a device; kept."""
+        key = (device, dtype)
+        if key not in self._on:
+            # What is kept must be of use in training too, even if the first call is not.
+            with torch.inference_mode(False):
+                self._on[key] = {
+                    name: table.to(device, dtype) if table.is_floating_point() else table.to(device)
+                    for name, table in self.tables.items()
+                }
+        return self._on[key]
+
+    @abstractmethod
+    def out_shape(self, size: int) -> tuple[int, ...]:
+        """Shape of the result for `size` rows of it."""
+
+
+class Feed(Reading):
+    """What the weights make of the output's gradient, path by path: the first of two steps to the gradient of `y`.
+
+        G[z,p,u,v] += dZ[z,K[p],w] * W[L[p],u,v,w]
+
+    `p` counts pairs of a path and a component that it ends in. It sums over `w` by a matrix product; what is left for
+    the second step, the coefficients and `u`, is short.
+    """
+
+    def __init__(self, layout: ProductLayout, group: Group) -> None:
+        super().__init__(layout, group)
+        entries = layout.coefficients(group)
+        self.pairs = np.unique(np.stack([entries.path, entries.component[NUMBER["z"]]]), axis=1)
+        self.weight = weight = WeightAccess(layout, group)
+        self.tables["K"] = torch.from_numpy(self.pairs[1].copy())
+        if not weight.single:
+            self.tables["L"] = weight.places[torch.from_numpy(self.pairs[0].copy())]
+        self.reads = {"dZ": "z"}
+        self.letters = [x for x in weight.letters if x != "w"]
+        self.shape = tuple(group.extents[x] for x in self.letters)
+        read = [_access("dZ", [self.batch("z"), "K[p]", "w"]), _access("W", weight.subscripts("L[p]"))]
+        self._compile(f"{_access('G', [self.batch('g'), 'p', *self.letters])} += {' * '.join(read)}", {})
+
+    @property
+    def width(self) -> int:
+        """Numbers per row of the result."""
+        return self.pairs.shape[1] * math.prod(self.shape)
+
+    def place(self, path: Tensor, component: Tensor) -> Tensor:
+        """The pairs of paths and components."""
+        known = np.zeros((int(self.pairs[0].max()) + 1, int(self.pairs[1].max()) + 1), np.int64)
+        known[self.pairs[0], self.pairs[1]] = np.arange(self.pairs.shape[1])
+        return torch.from_numpy(known)[path, component]
+
+    def out_shape(self, size: int) -> tuple[int, ...]:
+        """(rows, pairs, copies...)."""
+        return (size, self.pairs.shape[1], *self.shape)
+
+
+class Statement(Reading):
+    """One statement of a role: its text, its static tables, its program.
+
+    Attributes:
+        role: what it computes.
+        rows: the entry and the component in it that each row owns; for the weights, the group's paths are the rows.
+        mixes: it owns one entry, all of whose components every path of the group reaches.
+        whole: it reads the components of that entry in their order, without a table.
+        feed: what makes `G`, which it reads in the place of the weights and the output's gradient.
+    """
+
+    def __init__(
+        self,
+        layout: ProductLayout,
+        role: str,
+        group: Group,
+        owned: NDArray[np.int64] | None = None,
+        feed: Feed | None = None,
+    ) -> None:
+        super().__init__(layout, group)
+        self.role = role
+        self.feed = feed
+        apart = role == "w" and group.fused
+        self.mixes = group.weighted and group.mode.mixes and len(group.entries) == 1 and not apart and feed is None
+        self.weight = WeightAccess(layout, group) if group.weighted and feed is None else None
+        # A group that owns an entry as a whole reads a gradient of it without a table.
+        self.whole = self.mixes and role == "w"
+        self.rows: list[tuple[int, int]] = []
+        operands = [x for x in "xyz" if x != role and (x != "z" or feed is None)]
+        self.reads = {self._name(x): x for x in operands}
+        place = self._tabulate(owned)
+        self._compile(self._text(place), self._unread())
 
     # Tables.
 
@@ -138,6 +241,8 @@ class Statement:
         row = _ROW[owner]
         letters = f"{row}rq" if self.group.weighted else f"{row}q"
         read = dict(zip("xyz".replace(owner, ""), (table.first, table.second), strict=True))
+        if self.feed is not None and table.path is not None:
+            read["g"] = self.feed.place(table.path[:, :, None], read.pop("z"))
         self._slots = self._drop(letters, table.value, read)
         if self.role == "w" or table.path is None or self.weight is None or self.weight.single:
             return ""
@@ -164,31 +269,32 @@ class Statement:
 
     def _text(self, place: str) -> str:
         role, group = self.role, self.group
-        operands = [x for x in ("x", "y", "w", "z") if x != role and (x != "w" or group.weighted)]
+        operands = [x for x in "xywz" if x != role and (x != "w" or group.weighted)]
+        if self.feed is not None:
+            operands = ["x", "g"]
         factors = [f"CG[{','.join(self._slots)}]", *(self._access(x, place) for x in operands)]
         return f"{self._access(role, place)} += {' * '.join(factors)}"
 
+    def _name(self, operand: str) -> str:
+        """An operand's tensor; in the statements of the gradients, the output stands for its own gradient."""
+        gradient = operand == self.role != "z" or (operand == "z" != self.role)
+        return f"{'d' if gradient else ''}{operand.upper()}"
+
     def _access(self, operand: str, place: str) -> str:
-        # In the statements of the gradients, the output stands for its own gradient.
-        name = operand.upper() if operand != "z" or self.role == "z" else "dZ"
-        if operand == self.role != "z":
-            name = f"d{name}"
+        name = self._name(operand)
         if operand == "w" and self.weight is not None:
-            batch = [] if self.layout.spec.shared else [self._batch("w")]
+            batch = [] if self.layout.spec.shared else [self.batch("w")]
             if self.role == "w":
                 return _access(name, [*batch, *(["r"] if "r" in self._slots else []), *self.weight.letters])
             return _access(name, [*batch, *self.weight.subscripts(place)])
         owner = "z" if self.whole else self.role
         component = _ROW[owner] if operand == owner else f"{_TABLE[operand]}[{','.join(self._slots)}]"
+        if operand == "g" and self.feed is not None:
+            return _access(name, [self.batch("g"), component, *self.feed.letters])
         letters = list(self.group.letters(operand))
         if self.group.mode.pairs and operand in "xy":
             letters = ["U[n]" if operand == "x" else "V[n]"]
-        return _access(name, [self._batch(operand), component, *letters])
-
-    def _batch(self, operand: str) -> str:
-        if not self.layout.spec.convolution:
-            return "z"
-        return {"x": "Src[e]", "y": "e", "w": "e", "z": "Dst[e]"}[operand]
+        return _access(name, [self.batch(operand), component, *letters])
 
     def _unread(self) -> dict[str, int]:
         """Multiplicities that the result has and no factor: they repeat it."""
@@ -205,20 +311,8 @@ class Statement:
             return len(self.group.paths) * math.prod(self.group.shape("w"))
         return self.tables["CG"].shape[0] * math.prod(self.group.shape(self.role))
 
-    def tables_on(self, device: torch.device, dtype: torch.dtype) -> dict[str, Tensor]:
-        """The static tables on a device; kept."""
-        key = (device, dtype)
-        if key not in self._on:
-            # What is kept must be of use in training too, even if the first call is not.
-            with torch.inference_mode(False):
-                self._on[key] = {
-                    name: table.to(device, dtype) if table.is_floating_point() else table.to(device)
-                    for name, table in self.tables.items()
-                }
-        return self._on[key]
-
     def out_shape(self, size: int) -> tuple[int, ...]:
-        """Shape of the result for `size` rows of it."""
+        """(rows, components, copies...), or for the weights (rows if not shared, paths, copies...)."""
         group = self.group
         if self.role == "w":
             batch = () if self.layout.spec.shared else (size,)

@@ -100,6 +100,15 @@ def interpreter(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     monkeypatch.setattr(InterpreterBuilder, "create_masked_load", checked_load)
     monkeypatch.setattr(InterpreterBuilder, "create_masked_store", checked_store)
     monkeypatch.setattr(InterpreterBuilder, "create_atomic_rmw", checked_add)
+    dot: Any = InterpreterBuilder.create_dot
+
+    def wide_dot(self: Any, left: Any, right: Any, *rest: Any) -> Any:
+        # NumPy has no bfloat16: the interpreter would multiply the numbers' bits.
+        if left.dtype.scalar == tl.bfloat16:
+            left, right = self.cast_impl(left, tl.float32), self.cast_impl(right, tl.float32)
+        return dot(self, left, right, *rest)
+
+    monkeypatch.setattr(InterpreterBuilder, "create_dot", wide_dot)
     monkeypatch.setattr(torch, "empty", _poisoned(torch.empty))
     insum_nn.clear_cache()
     yield

@@ -1,0 +1,220 @@
+"""Who owns which terms: ranges against a plain Python oracle, divided rows, and how long they are remembered."""
+
+from __future__ import annotations
+
+import gc
+import math
+from collections.abc import Iterator
+
+import pytest
+import torch
+from torch import Tensor
+
+import insum_nn
+from insum_nn.compiler import owners
+from insum_nn.compiler.owners import Owners, clear_owners, known_owners, owners_of, steps_of
+
+
+@pytest.fixture(autouse=True)
+def _fresh() -> Iterator[None]:
+    clear_owners()
+    yield
+    clear_owners()
+
+
+def terms_by_row(index: Tensor, rows: int) -> list[list[int]]:
+    """The terms of each row, in order; terms without a row, or with one past the end, have none."""
+    found: list[list[int]] = [[] for _ in range(rows)]
+    for term, row in enumerate(index.flatten().tolist()):
+        if 0 <= row < rows:
+            found[row].append(term)
+    return found
+
+
+def walked(built: Owners) -> list[tuple[int, list[int]]]:
+    """Each range as its row and the terms that a program would walk, in order."""
+    begin = built.begin.tolist()
+    end = begin[1:] if built.end is None else built.end.tolist()
+    owner = list(range(built.rows)) if built.owner is None else built.owner.tolist()
+    order = None if built.order is None else built.order.tolist()
+    return [(owner[r], [t if order is None else order[t] for t in range(begin[r], end[r])]) for r in range(built.rows)]
+
+
+def assert_owns(index: Tensor, rows: int, share: int, *, permuted: bool) -> Owners:
+    built = owners_of(index, rows, permuted, share)
+    want = terms_by_row(index, rows)
+    got: list[list[int]] = [[] for _ in range(rows)]
+    for row, terms in walked(built):
+        assert len(terms) <= share
+        got[row] += terms
+    assert got == want
+    longest = max(map(len, want), default=0)
+    assert built.split == (longest > share)
+    assert (built.order is None) == (not permuted)
+    if not built.split:
+        assert built.rows == rows
+        return built
+    check_division(built, want, share)
+    return built
+
+
+def check_division(built: Owners, want: list[list[int]], share: int) -> None:
+    """Rows with more than `share` terms have slots of their own, in order; the others are written directly."""
+    parts = [max(1, math.ceil(len(terms) / share)) for terms in want]
+    assert built.rows == sum(parts)
+    assert built.target is not None
+    assert built.divided is not None
+    assert built.lengths is not None
+    assert built.divided.tolist() == [row for row, count in enumerate(parts) if count > 1]
+    assert built.lengths.tolist() == [count for count in parts if count > 1]
+    assert built.slots == sum(count for count in parts if count > 1)
+    slots = iter(range(built.slots))
+    expected = [-1 - next(slots) if count > 1 else row for row, count in enumerate(parts) for _ in range(count)]
+    assert built.target.tolist() == expected
+
+
+@pytest.mark.parametrize("dtype", [torch.int32, torch.int64], ids=str)
+@pytest.mark.parametrize("share", [1, 2, 3, 7, 512])
+@pytest.mark.parametrize("rows", [1, 2, 9])
+def test_ranges_match_the_oracle(dtype: torch.dtype, share: int, rows: int):
+    for count in (1, 2, 5, 40):
+        drawn = torch.randint(0, rows, (count,)).to(dtype)
+        assert_owns(drawn.sort().values, rows, share, permuted=False)
+        assert_owns(drawn, rows, share, permuted=True)
+        holes = torch.where(torch.rand(count) < 0.4, -1, drawn)
+        assert_owns(holes, rows, share, permuted=True)
+        assert_owns(holes.sort().values, rows, share, permuted=False)
+
+
+@pytest.mark.parametrize("share", [1, 4, 100])
+def test_of_several_axes_and_layouts(share: int):
+    index = torch.randint(-1, 6, (4, 5, 3))
+    for one in (index, index.permute(2, 0, 1), index[:, ::2], index[:, :1].expand(4, 5, 3), index[0, 0]):
+        assert_owns(one, 6, share, permuted=True)
+
+
+def test_a_strided_index_in_order_gives_no_warning():
+    """Warnings are errors here: a search in strided memory copies it, and torch says so."""
+    index = torch.tensor([0, 9, 0, 9, 2, 9, 5, 9])[::2]
+    assert_owns(index, 6, 2, permuted=False)
+
+
+def test_rows_past_the_end_own_nothing():
+    """As in derivatives, which drop what is written outside."""
+    assert_owns(torch.tensor([0, 0, 1, 4, 7, 7]), 3, 1, permuted=False)
+    assert_owns(torch.tensor([7, 0, -1, 4, 0]), 3, 512, permuted=True)
+
+
+def test_nothing_at_all():
+    for rows in (0, 3):
+        built = owners_of(torch.zeros(0, dtype=torch.int64), rows, False, 4)
+        assert (built.rows, built.split) == (rows, False)
+        assert built.begin.tolist() == [0] * (rows + 1)
+    assert_owns(torch.full((5,), -1), 3, 2, permuted=True)
+
+
+def test_one_row_has_nearly_everything():
+    index = torch.cat([torch.tensor([0, 1]), torch.full((5000,), 2), torch.tensor([4])])
+    built = assert_owns(index, 6, 512, permuted=False)
+    assert built.slots == 10
+    assert_owns(index[torch.randperm(index.numel())], 6, 512, permuted=True)
+
+
+@pytest.mark.parametrize("shape", [(), (3,), (2, 0), (2, 3)])
+def test_collecting_the_parts_of_divided_rows(shape: tuple[int, ...]):
+    built = owners_of(torch.tensor([0] * 5 + [1] + [3] * 3), 5, False, 2)
+    parts = torch.randn(built.slots, *shape, dtype=torch.float64)
+    want = torch.stack([parts[:3].sum(0), parts[3:].sum(0)])
+    torch.testing.assert_close(built.collect(parts), want)
+
+
+def test_remembered_by_tensor_version_and_arguments():
+    index = torch.tensor([0, 1, 1, 2])
+    first = owners_of(index, 3, False, 512)
+    assert owners_of(index, 3, False, 512) is first
+    assert known_owners(index, 3, False, 512) is first
+    # Equal values in another tensor, other rows, another order, another division.
+    assert owners_of(index.clone(), 3, False, 512) is not first
+    for arguments in ((4, False, 512), (3, True, 512), (3, False, 1)):
+        assert known_owners(index, *arguments) is None
+        assert owners_of(index, *arguments) is not first
+    index[0] = 1
+    assert known_owners(index, 3, False, 512) is None
+    assert owners_of(index, 3, False, 512).begin.tolist() == [0, 0, 3, 4]
+
+
+def test_a_write_through_a_view_is_seen():
+    index = torch.tensor([0, 1, 1, 2])
+    owners_of(index, 3, False, 512)
+    index[1:3].fill_(0)
+    assert owners_of(index, 3, False, 512).begin.tolist() == [0, 3, 3, 4]
+
+
+def test_forgotten_with_the_tensor():
+    index = torch.tensor([0, 1, 1, 2])
+    owners_of(index, 3, False, 512)
+    owners_of(index, 3, True, 512)
+    assert len(owners._known) == 2
+    del index
+    gc.collect()
+    assert not owners._known
+
+
+def test_no_more_than_the_limit_is_kept(monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr(owners, "_LIMIT", 4)
+    kept = [torch.tensor([0, 1]) for _ in range(9)]
+    for index in kept:
+        owners_of(index, 2, False, 512)
+    assert len(owners._known) == 4
+    assert known_owners(kept[-1], 2, False, 512) is not None
+    assert known_owners(kept[0], 2, False, 512) is None
+
+
+def test_inference_tensors_are_read_every_time():
+    """Their writes leave no trace."""
+    with torch.inference_mode():
+        index = torch.tensor([0, 1, 1])
+        assert owners_of(index, 2, False, 512).begin.tolist() == [0, 1, 3]
+        index[0] = 1
+        assert owners_of(index, 2, False, 512).begin.tolist() == [0, 0, 3]
+    assert not owners._known
+
+
+def test_built_in_inference_mode_and_used_outside():
+    index = torch.tensor([1, 0, 1])
+    with torch.inference_mode():
+        built = owners_of(index, 2, True, 512)
+    assert not built.begin.is_inference()
+    assert owners_of(index, 2, True, 512) is built
+
+
+def test_cleared_with_the_cache():
+    index = torch.tensor([0, 1])
+    owners_of(index, 2, False, 512)
+    insum_nn.clear_cache()
+    assert known_owners(index, 2, False, 512) is None
+
+
+@pytest.mark.parametrize("tile", [1, 2, 4, 16])
+@pytest.mark.parametrize("dtype", [torch.int32, torch.int64], ids=str)
+def test_steps_with_an_entry_by_tile(tile: int, dtype: torch.dtype):
+    for rows, columns in ((1, 1), (3, 7), (5, 16), (2, 33)):
+        index = torch.where(torch.rand(rows, columns) < 0.8, -1, torch.randint(0, 9, (rows, columns))).to(dtype)
+        steps = steps_of(index, tile).tolist()
+        assert len(steps) == math.ceil(columns / tile)
+        for number, (count, *found) in enumerate(steps):
+            piece = index[:, number * tile : (number + 1) * tile]
+            assert found[:count] == [row for row in range(rows) if bool((piece[row] >= 0).any())]
+            assert len(found) == rows
+
+
+def test_steps_are_remembered_until_written_to():
+    index = torch.tensor([[0, -1], [-1, -1]])
+    first = steps_of(index, 2)
+    assert steps_of(index, 2) is first
+    assert steps_of(index, 1) is not first
+    index[1, 1] = 3
+    assert steps_of(index, 2).tolist() == [[2, 0, 1]]
+    del index
+    gc.collect()
+    assert not owners._steps
