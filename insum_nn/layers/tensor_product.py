@@ -346,12 +346,8 @@ class TensorProduct(o3.TensorProduct):
             if self.weight_numel > 0 and not self.internal_weights:
                 return False
             weight = self.weight
-        if not isinstance(weight, Tensor) or not isinstance(x, Tensor) or not isinstance(y, Tensor):
-            return False
-        if weight.dim() != (1 if self.shared_weights else 2):
-            return False
         dims = (self._in1_dim, self._in2_dim, self.weight_numel)
-        if not fits_plainly(x, y, weight, dims) or x.shape[0] != y.shape[0]:
+        if not fits_plainly(x, y, weight, dims, shared=self.shared_weights) or x.shape[0] != y.shape[0]:
             return False
         # One weight for a whole batch is a shared one.
         return self.shared_weights or (weight.shape[0] == x.shape[0] != 1)

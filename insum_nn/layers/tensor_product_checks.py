@@ -107,23 +107,25 @@ def check_same(tensors: dict[str, Tensor], faults: list[InsumError]) -> None:
 _PLAIN = (Tensor, torch.nn.Parameter)
 
 
-def fits_plainly(x: Tensor, y: Tensor, weight: Tensor, dims: tuple[int, int, int]) -> bool:
+def fits_plainly(x: Tensor, y: Tensor, weight: object, dims: tuple[int, int, int], *, shared: bool) -> bool:
     """Whether inputs are what most calls pass, at a glance: matrices of one dtype on one device, and nobody watching.
 
     Args:
         x: wanted (any, in1).
         y: wanted (any, in2).
-        weight: of any rank; wanted `numel` long at the end.
+        weight: wanted (numel,) if shared, else (any, numel).
         dims: in1, in2, numel.
+        shared: all samples share the weights.
     """
-    if torch.compiler.is_compiling() or torch._C._get_tracing_state() is not None:
+    if torch.compiler.is_compiling() or torch.jit.is_tracing():
         return False
     if type(x) not in _PLAIN or type(y) not in _PLAIN or type(weight) not in _PLAIN:
         return False
+    assert isinstance(weight, Tensor)
     dtype, device = x.dtype, x.device
     return (
         x.dim() == y.dim() == 2
-        and weight.dim() > 0
+        and weight.dim() == (1 if shared else 2)
         and (x.shape[1], y.shape[1], weight.shape[-1]) == dims
         and y.dtype == dtype
         and y.device == device

@@ -168,12 +168,12 @@ class TensorProductConv(torch.nn.Module):
     def _is_plain(self, X: Tensor, Y: Tensor, weight: Tensor, rows: Tensor, cols: Tensor) -> bool:
         """Whether nothing is to be checked, cast or repeated."""
         product = self.tensor_product
-        if not fits_plainly(X, Y, weight, (product._in1_dim, product._in2_dim, product.weight_numel)):
+        dims = (product._in1_dim, product._in2_dim, product.weight_numel)
+        if not fits_plainly(X, Y, weight, dims, shared=product.shared_weights):
             return False
         edges = Y.shape[0]
         return (
-            weight.dim() == (1 if product.shared_weights else 2)
-            and (product.shared_weights or weight.shape[0] == edges)
+            (product.shared_weights or weight.shape[0] == edges)
             and type(rows) is type(cols) is Tensor
             and rows.dim() == cols.dim() == 1
             and rows.shape[0] == cols.shape[0] == edges

@@ -138,7 +138,7 @@ def _traced(given: tuple[Tensor, Tensor, Tensor], receivers: Tensor | None, send
     """Whether somebody records or replaces torch's calls, and has to be shown one registered operator."""
     return (
         torch.compiler.is_compiling()
-        or torch._C._get_tracing_state() is not None
+        or torch.jit.is_tracing()
         or torch._C._len_torch_dispatch_stack() > 0
         or any(type(t) not in _PLAIN or t.is_meta for t in given)
         or any(t is not None and type(t) not in _PLAIN for t in (receivers, senders))

@@ -108,7 +108,7 @@ def test_equals_dense_convolution(case, inverse, ran):
     assert ran == [
         f"Out[Order[i],{middle}d] += In[Near[k,i],{middle}c] * W[k,{middle}c,d]",
         f"dIn[Order[i],{middle}c] += dOut[Near[k,i],{middle}d] * W[k,{middle}c,d]",
-        f"dW[Off[g],{middle}c,d] += In[InIdx[g,q],{middle}c] * dOut[OutIdx[g,q],{middle}d]",
+        f"dW[k,{middle}c,d] += In[Near[k,i],{middle}c] * dOut[Order[i],{middle}d]",
     ]
 
 

@@ -1,4 +1,4 @@
-"""How calls of a tensor product run: the statements of a GPU against those of a CPU, and what a call shows to others."""
+"""How a tensor product runs: the statements of a GPU against those of a CPU, and what a call shows to others."""
 
 from __future__ import annotations
 
