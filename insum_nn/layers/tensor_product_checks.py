@@ -119,9 +119,8 @@ def fits_plainly(x: Tensor, y: Tensor, weight: object, dims: tuple[int, int, int
     """
     if torch.compiler.is_compiling() or torch.jit.is_tracing():
         return False
-    if type(x) not in _PLAIN or type(y) not in _PLAIN or type(weight) not in _PLAIN:
+    if type(x) not in _PLAIN or type(y) not in _PLAIN or not isinstance(weight, Tensor) or type(weight) not in _PLAIN:
         return False
-    assert isinstance(weight, Tensor)
     dtype, device = x.dtype, x.device
     return (
         x.dim() == y.dim() == 2

@@ -1,12 +1,16 @@
 """Sets of grid sites: proofs about them, and where a given site stands.
 
-A site is a row `(batch, x_1, .., x_d)`. Sites are compared by one 64-bit key, their place in the grid read row by row.
+A site is a row `(batch, x_1, .., x_d)`. Sites are compared by one key, their place in the grid read row by row. Every
+axis but the first has a margin after it, so that a step beyond either end of an axis leads to cells that no site has:
+the key of a neighbour is the key of the site and a constant. Keys are 32 bits wide where these can number the cells.
+
 Where a grid has more cells than the key can number, leading axes are replaced by their rank among the sites that are
 there, which keeps the order and needs no more than the number of sites.
 """
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from dataclasses import InitVar, dataclass, field
 from typing import Any
@@ -16,10 +20,16 @@ from torch import Tensor
 
 from insum_nn.errors import InsumDtypeError, InsumFormatError, InsumRangeError, InsumShapeError
 
-__all__ = ["MAX_EXTENT", "Coordinates", "unique_sites"]
+__all__ = ["MAX_EXTENT", "Coordinates", "SiteKeys", "constant", "spans_of", "steps_of", "unique_sites"]
 
 # Keys stay below this, so that adding an offset or comparing with -1 never wraps.
 _KEY_LIMIT = 1 << 62
+# Numbers of cells up to this have keys of 32 bits: adding an offset, at most one cell number more, never wraps.
+_NARROW_LIMIT = 1 << 30
+# Cells after each axis, the least of any key. Most kernels reach no further, so that their maps share one sorted list.
+_MARGIN = 4
+# Tensors of numbers that are kept, over all devices.
+_MOST_CONSTANTS = 256
 # The largest extent of an axis: coordinates are stored as int32.
 MAX_EXTENT = 1 << 31
 
@@ -100,11 +110,31 @@ class Coordinates:
         return found
 
     @property
-    def _table(self) -> _Table:
-        found = self._cache.get("table")
+    def _keys(self) -> SiteKeys:
+        found = self._cache.get("keys")
         if found is None:
-            found = self._cache["table"] = _Table.build(self.columns, self.extents)
+            found = self._cache["keys"] = SiteKeys.build(self.indices, spans_of(self.extents))
         return found
+
+    def keys(self, reach: int) -> SiteKeys | None:
+        """Sorted keys in which steps of up to `reach` along every axis never lead to another site's key by mistake.
+
+        `None` where the grid has more cells than a key can number.
+        """
+        found = self._keys
+        if found.ranks or reach <= _MARGIN:
+            return None if found.ranks else found
+        return found.with_spans(self.indices, spans_of(self.extents, reach))
+
+    @classmethod
+    def of_keys(cls, keys: Tensor, spatial_shape: tuple[int, ...], batch_size: int, dtype: torch.dtype) -> Coordinates:
+        """The sites of ascending distinct keys, which are those of `spans_of((batch_size, *spatial_shape))`."""
+        spans = spans_of((batch_size, *spatial_shape))
+        wide = keys[:, None].div(constant(steps_of(spans), keys.device), rounding_mode="floor")
+        sites = cls(wide.remainder_(constant(spans, keys.device)).to(dtype), spatial_shape, batch_size)
+        rows = torch.arange(keys.shape[0], device=keys.device)
+        sites._cache["keys"] = SiteKeys(spans, (), keys.to(_key_dtype(spans)), rows)
+        return sites
 
     def prove(self) -> Coordinates:
         """Check every coordinate, and that no site stands twice; reads the device once.
@@ -114,12 +144,10 @@ class Coordinates:
             InsumFormatError: a site stands twice.
         """
         if self.num_sites:
-            limits = torch.stack([torch.stack(torch.aminmax(column)) for column in self.columns])
             # Keys of rows that lie outside mean nothing; they are judged after the limits, but read with them.
-            *flat, twice = torch.cat([limits.reshape(-1), self._table.repeats().reshape(1)]).tolist()
-            if any(
-                low < 0 or high >= extent for low, high, extent in zip(flat[::2], flat[1::2], self.extents, strict=True)
-            ):
+            facts = torch.cat([*torch.aminmax(self.indices, dim=0), self._keys.repeats()[None]]).tolist()
+            lows, highs, twice = facts[: self.ndim + 1], facts[self.ndim + 1 : -1], facts[-1]
+            if min(lows) < 0 or any(high >= extent for high, extent in zip(highs, self.extents, strict=True)):
                 raise _outside(self)
             if twice:
                 raise _duplicate(self)
@@ -134,7 +162,7 @@ class Coordinates:
         Returns:
             int64, of that shape.
         """
-        return self._table.find(columns)
+        return self._keys.find(columns)
 
     @property
     def cells(self) -> Tensor:
@@ -159,51 +187,113 @@ class Coordinates:
 
 
 @dataclass(frozen=True, eq=False)
-class _Table:
+class SiteKeys:
     """Sorted keys of sites.
 
     Attributes:
-        extents: extents of the axes.
+        spans: cells of each axis, its margin among them.
         ranks: for each place where the key would grow too large, the sorted distinct keys so far.
-        keys: (n,) sorted.
-        order: (n,) the row of each key.
+        keys: (n,) sorted; int32 where `spans` have few cells, else int64.
+        order: (n,) int64: the row of each key.
     """
 
-    extents: tuple[int, ...]
+    spans: tuple[int, ...]
     ranks: tuple[Tensor, ...]
     keys: Tensor
     order: Tensor
 
     @classmethod
-    def build(cls, columns: Sequence[Tensor], extents: tuple[int, ...]) -> _Table:
+    def build(cls, indices: Tensor, spans: tuple[int, ...]) -> SiteKeys:
         ranks: list[Tensor] = []
-        key, bound = columns[0], extents[0]
-        for extent, column in zip(extents[1:], columns[1:], strict=True):
-            if bound * extent > _KEY_LIMIT:
-                known, key = torch.unique(key, return_inverse=True)
-                ranks.append(known)
-                bound = known.shape[0]
-            key, bound = key * extent + column, bound * extent
+        if math.prod(spans) <= _KEY_LIMIT:
+            key = _number(indices, spans)
+        else:
+            key, *columns = indices.long().unbind(1)
+            bound = spans[0]
+            for extent, column in zip(spans[1:], columns, strict=True):
+                if bound * extent > _KEY_LIMIT:
+                    known, key = torch.unique(key, return_inverse=True)
+                    ranks.append(known)
+                    bound = known.shape[0]
+                key, bound = key * extent + column, bound * extent
         keys, order = key.sort(stable=True)
-        return cls(extents, tuple(ranks), keys, order)
+        return cls(spans, tuple(ranks), keys, order)
+
+    def with_spans(self, indices: Tensor, spans: tuple[int, ...]) -> SiteKeys | None:
+        """The same sites, which stand in the same order, in a grid of other margins; `None` where that is too large."""
+        if math.prod(spans) > _KEY_LIMIT:
+            return None
+        return SiteKeys(spans, (), _number(indices, spans).index_select(0, self.order), self.order)
+
+    @property
+    def steps(self) -> tuple[int, ...]:
+        """By how much a key grows with each coordinate."""
+        return steps_of(self.spans)
 
     def repeats(self) -> Tensor:
-        """0-d int64: how many keys stand again."""
-        return (self.keys[1:] == self.keys[:-1]).sum()
+        """0-d bool: whether a key stands again."""
+        return (self.keys[1:] == self.keys[:-1]).any()
 
     def find(self, columns: Sequence[Tensor]) -> Tensor:
         if self.keys.shape[0] == 0:
             return torch.full_like(columns[0], -1)
         ranks = iter(self.ranks)
-        key, bound = columns[0], self.extents[0]
-        for extent, column in zip(self.extents[1:], columns[1:], strict=True):
-            if bound * extent > _KEY_LIMIT:
+        key, bound = columns[0], self.spans[0]
+        for extent, column in zip(self.spans[1:], columns[1:], strict=True):
+            if self.ranks and bound * extent > _KEY_LIMIT:
                 known = next(ranks)
                 # What is missing becomes -1 and stays negative, which no key is.
                 key, bound = _place(known, key), known.shape[0]
             key, bound = key * extent + column, bound * extent
-        at = _place(self.keys, key)
+        at = _place(self.keys, key.to(self.keys.dtype))
         return torch.where(at >= 0, self.order[at.clamp(min=0)], -1)
+
+
+def spans_of(extents: Sequence[int], reach: int = _MARGIN) -> tuple[int, ...]:
+    """Cells of each axis with a margin after every one but the first, for steps of up to `reach`.
+
+    >>> spans_of((2, 10, 10)), steps_of(spans_of((2, 10, 10)))
+    ((2, 14, 14), (196, 14, 1))
+    """
+    return (extents[0], *(extent + max(reach, _MARGIN) for extent in extents[1:]))
+
+
+def steps_of(spans: Sequence[int]) -> tuple[int, ...]:
+    """By how much the number of a cell grows with each coordinate."""
+    return tuple(math.prod(spans[axis + 1 :]) for axis in range(len(spans)))
+
+
+_constants: dict[tuple[tuple[int, ...], torch.device, torch.dtype], Tensor] = {}
+
+
+def constant(values: tuple[int, ...], device: torch.device, dtype: torch.dtype = torch.int64) -> Tensor:
+    """(len(values),) these numbers on a device. Kept, since to send them there waits for the device; not to be written.
+
+    >>> constant((1, 2), torch.device("cpu")) is constant((1, 2), torch.device("cpu"))
+    True
+    """
+    found = _constants.get((values, device, dtype))
+    if found is None:
+        with torch.inference_mode(False):
+            found = torch.tensor(values, dtype=dtype, device=device)
+        # A tensor that is only traced is of no use to others.
+        if type(found) is Tensor:
+            if len(_constants) >= _MOST_CONSTANTS:
+                _constants.clear()
+            _constants[values, device, dtype] = found
+    return found
+
+
+def _key_dtype(spans: Sequence[int]) -> torch.dtype:
+    return torch.int32 if math.prod(spans) <= _NARROW_LIMIT else torch.int64
+
+
+def _number(indices: Tensor, spans: Sequence[int]) -> Tensor:
+    """(n,) the cell of each site; its dtype is that of keys. What lies outside gets any number."""
+    key, *columns = indices.to(_key_dtype(spans)).unbind(1)
+    for extent, column in zip(spans[1:], columns, strict=True):
+        key = torch.add(column, key, alpha=extent)
+    return key
 
 
 def _place(known: Tensor, wanted: Tensor) -> Tensor:
@@ -302,7 +392,7 @@ def _outside(sites: Coordinates) -> InsumRangeError:
 
 
 def _duplicate(sites: Coordinates) -> InsumFormatError:
-    table = sites._table
+    table = sites._keys
     again = (table.keys[1:] == table.keys[:-1]).nonzero().squeeze(1)
     rows = torch.stack([table.order[again], table.order[again + 1]], dim=1)
     first, second = rows[rows[:, 1].argmin()].tolist()

@@ -4,26 +4,28 @@ At one offset an output meets at most one input, so a map is a table `neighbours
 has to run over every offset that any of its members has; the fewer kinds of members it has, the less of that is in
 vain. So outputs are sorted by their mask: the offsets that they have, as bits.
 
-Nothing here reads the device.
+Nothing here reads the device. Numbers of offsets are sent there, once.
 """
 
 from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass
-from functools import cached_property
 
 import torch
 from torch import Tensor
 
 from insum_nn.facts import IndexFacts
+from insum_nn.structure.coordinates import constant
 
 __all__ = ["MASK_BITS", "TABLE_FACTS", "NeighbourTable", "neighbour_rows", "order_by_mask"]
 
 # Offsets to a word of a mask: words are int64 and never negative, so that they sort as their bits read.
 MASK_BITS = 56
-# Offsets whose bits are put together at a time: what that takes is this times as large as a word.
-_BITS_AT_ONCE = 8
+# The same where a word is int32, which takes half of the time; for the tables of so few offsets.
+_NARROW_BITS = 31
+# Bits that are put together at a time, over all outputs: bounds the memory of that.
+_BITS_AT_ONCE = 1 << 26
 # What the builder guarantees of a table's index tensors. `masked` holds also where every output meets an input at every
 # offset: one program serves the tables of all maps.
 TABLE_FACTS: Mapping[str, IndexFacts] = {
@@ -36,14 +38,13 @@ TABLE_FACTS: Mapping[str, IndexFacts] = {
 class NeighbourTable:
     """A kernel map by outputs.
 
-    Laws: `neighbours[o, p]` is the input that output p meets at offset o, or -1; `order` is a permutation of the
-    outputs in which masks ascend, equal ones by row. Of two masks that is the smaller whose last differing offset is
-    missing.
+    Laws: `order` is a permutation of the outputs; `sorted_neighbours[o, i]` is the input that output `order[i]` meets
+    at offset o, or -1; outputs of equal masks stand together. Masks ascend, where of two masks that is the smaller
+    whose last differing offset is missing; in the table that `mirrored` gives, those of the table it is made from do.
 
     Attributes:
-        neighbours: (o, m) int32.
-        masks: (w, m) int64, w = ceil(o / 56): bit b of word v says whether the output has offset 56 v + b.
         order: (m,) int32.
+        sorted_neighbours: (o, m) int32, contiguous.
 
     >>> rows = torch.tensor([[-1, 0, -1], [0, 1, 2], [1, -1, -1]], dtype=torch.int32)
     >>> table = order_by_mask(rows)
@@ -51,29 +52,55 @@ class NeighbourTable:
     ([[6, 3, 2]], [2, 1, 0], [[True, True, False], [False, True, True]])
     """
 
-    neighbours: Tensor
-    masks: Tensor
     order: Tensor
+    sorted_neighbours: Tensor
 
     @property
     def num_offsets(self) -> int:
         """Kernel offsets, `o`."""
-        return self.neighbours.shape[0]
+        return self.sorted_neighbours.shape[0]
 
     @property
     def num_outputs(self) -> int:
         """Rows that own a column, `m`."""
-        return self.neighbours.shape[1]
+        return self.sorted_neighbours.shape[1]
 
-    @cached_property
-    def sorted_neighbours(self) -> Tensor:
-        """(o, m) int32, contiguous: the columns of `neighbours` in the order of `order`; kept once built."""
-        return self.neighbours.index_select(1, self.order)
+    @property
+    def neighbours(self) -> Tensor:
+        """(o, m) int32: the columns in the order of the outputs' rows; not kept."""
+        return torch.empty_like(self.sorted_neighbours).index_copy_(1, self.order.long(), self.sorted_neighbours)
+
+    @property
+    def masks(self) -> Tensor:
+        """(w, m) int64, w = ceil(o / 56): bit b of word v says whether the output has offset 56 v + b; not kept."""
+        present = self.neighbours
+        words = [_word(present[start : start + MASK_BITS]) for start in range(0, self.num_offsets, MASK_BITS)]
+        return torch.stack(words).long()
 
     @property
     def tensors(self) -> Mapping[str, Tensor]:
         """The index tensors by their names in expressions: `Order[i]` meets `Near[k,i]` at offset k."""
         return {"Order": self.order, "Near": self.sorted_neighbours}
+
+    def mirrored(self) -> NeighbourTable:
+        """The table of a map whose offsets are those of this one read backwards; shares `order`.
+
+        The inverse of a submanifold map of odd extents is one: a voxel is another's neighbour where that is its
+        neighbour on the other side.
+        """
+        return NeighbourTable(self.order, self.sorted_neighbours.flip(0))
+
+    def exchanged(self, inputs: int) -> Tensor:
+        """(o, n) int32: the output that each of n inputs meets at each offset, or -1."""
+        volume, outputs = self.num_offsets, self.num_outputs
+        near, device = self.sorted_neighbours, self.order.device
+        cells = torch.add(near, torch.arange(volume, device=device)[:, None], alpha=inputs)
+        # What is missing writes into cells of its own, after the last: many writes to one cell would wait in line.
+        spare = torch.arange(volume * inputs, volume * inputs + outputs, device=device)
+        place = torch.where(near >= 0, cells, spare)
+        table = torch.full((volume * inputs + outputs,), -1, dtype=torch.int32, device=device)
+        table.scatter_(0, place.view(-1), self.order.expand(volume, outputs).reshape(-1))
+        return table[: volume * inputs].view(volume, inputs)
 
     def tile_offsets(self, tile: int) -> Tensor:
         """Which offsets each tile of consecutive outputs of `order` has to run over.
@@ -113,18 +140,31 @@ def neighbour_rows(offset: Tensor, in_index: Tensor, out_index: Tensor, volume: 
     return table[:-1].view(volume, outputs)
 
 
-def order_by_mask(neighbours: Tensor) -> NeighbourTable:
-    """Sort the outputs of a table (o, m) by the offsets that they have; see `NeighbourTable`."""
-    volume, outputs = neighbours.shape
-    device = neighbours.device
-    masks = torch.zeros(-(-volume // MASK_BITS), outputs, dtype=torch.int64, device=device)
-    for start in range(0, volume, _BITS_AT_ONCE):
-        word, first = divmod(start, MASK_BITS)
-        present = (neighbours[start : start + _BITS_AT_ONCE] >= 0).long()
-        bits = torch.arange(first, first + present.shape[0], device=device)
-        masks[word] += (present << bits[:, None]).sum(0)
+def order_by_mask(neighbours: Tensor, rows: Tensor | None = None) -> NeighbourTable:
+    """Sort the outputs of a table by the offsets that they have; see `NeighbourTable`.
+
+    Args:
+        neighbours: (o, m) int32.
+        rows: (m,) int32: the output of each column; default: the column. Outputs of equal masks stay in the order of
+            the columns.
+    """
     # From the least word to the greatest, each keeping the order of those before it where it does not decide.
-    order = torch.arange(outputs, device=device)
-    for word in masks:
-        order = order[word[order].argsort(stable=True)]
-    return NeighbourTable(neighbours, masks, order.int())
+    order = _word(neighbours[:MASK_BITS]).sort(stable=True).indices
+    for start in range(MASK_BITS, neighbours.shape[0], MASK_BITS):
+        word = _word(neighbours[start : start + MASK_BITS])
+        order = order[word[order].sort(stable=True).indices]
+    found = order.int() if rows is None else rows.index_select(0, order)
+    return NeighbourTable(found, neighbours.index_select(1, order))
+
+
+def _word(neighbours: Tensor) -> Tensor:
+    """(m,) bit b says whether row b of at most 56 has an entry; int32 where they are few."""
+    volume, outputs = neighbours.shape
+    dtype = torch.int32 if volume <= _NARROW_BITS else torch.int64
+    bits = constant(tuple(1 << bit for bit in range(volume)), neighbours.device, dtype)[:, None]
+    run = max(8, _BITS_AT_ONCE // max(1, outputs))
+    words = [
+        torch.where(neighbours[at : at + run] >= 0, bits[at : at + run], 0).sum(0, dtype=dtype)
+        for at in range(0, volume, run)
+    ]
+    return words[0] if len(words) == 1 else torch.stack(words).sum(0, dtype=dtype)

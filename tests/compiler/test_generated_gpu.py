@@ -219,7 +219,7 @@ def kernels(program: Program, tensors: dict[str, Tensor]) -> list[str]:
     """Names of what runs on the device in one call of a warm program."""
     program(tensors=tensors)
     torch.cuda.synchronize()
-    with profile(activities=[ProfilerActivity.CPU, ProfilerActivity.CUDA]) as recorded:
+    with profile(activities=[ProfilerActivity.CPU, ProfilerActivity.CUDA], acc_events=True) as recorded:
         program(tensors=tensors)
         torch.cuda.synchronize()
     return [event.name for event in recorded.events() or [] if event.device_type == DeviceType.CUDA]

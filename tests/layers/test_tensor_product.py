@@ -517,3 +517,32 @@ def test_visualize():
 def test_explain():
     module, inputs = module_and_inputs()
     assert module.expression.splitlines()[0] in str(module.explain(*inputs))
+
+
+@pytest.mark.parametrize("shared", [True, False])
+def test_plain_matrices_take_a_short_way(shared: bool, monkeypatch: pytest.MonkeyPatch):
+    """What fits at a glance is not checked, broadcast and reshaped; the numbers are those of the long way."""
+    module = FullyConnectedTensorProduct("3x0e+2x1o", "1o", "2x0e+4x1o", shared_weights=shared)
+    generator = torch.Generator().manual_seed(1)
+    weight = torch.randn(*(() if shared else (5,)), module.weight_numel, generator=generator)
+    x, y = torch.randn(5, 9, generator=generator), torch.randn(5, 3, generator=generator)
+    expected = module(x[None], y[None], weight if shared else weight[None])[0]
+    monkeypatch.setattr(sys.modules["insum_nn.layers.tensor_product"], "check_inputs", lambda *_: pytest.fail("long"))
+    assert torch.equal(module(x, y, weight), expected)
+    monkeypatch.undo()
+    for wrong in ((x.double(), y), (x[:, 1:], y), (x[:3], y), (x.int(), y.int())):
+        with pytest.raises((InsumShapeError, InsumDtypeError)):
+            from insum_nn.ops.arguments import under_autocast
+
+            print(
+                "WRONG",
+                torch._C._is_any_autocast_enabled(),
+                under_autocast(x.device),
+                wrong[0].dtype,
+                wrong[1].dtype,
+                weight.dtype,
+                torch.get_default_dtype(),
+                module(*wrong, weight).dtype,
+            )
+    with pytest.raises(InputError):
+        module(x, y, torch.zeros(()))

@@ -384,3 +384,20 @@ def test_two_processes_train_as_one():
         optimizer.step()
     assert torch.equal(ranks[0], ranks[1])
     assert_matches(ranks[0], conv.tensor_product.weight, dtype=torch.float64, kind="second")
+
+
+@pytest.mark.parametrize("shared", [True, False])
+def test_plain_inputs_take_a_short_way(shared: bool, monkeypatch: pytest.MonkeyPatch):
+    conv = TensorProductConv("2x0e+2x1o", "1x1o", "2x1o", [(0, 0, 0, "uvu", True)], shared_weights=shared)
+    edges = torch.tensor([0, 2, 2, 1]), torch.tensor([1, 0, 1, 2], dtype=torch.int32)
+    weight = torch.randn(*(() if shared else (4,)), conv.weight_numel)
+    x, y = torch.randn(3, 8), torch.randn(4, 3)
+    expected = conv(x, y, weight, *edges, torch.arange(4))
+    monkeypatch.setattr(TensorProductConv, "_check", lambda *_: pytest.fail("long"))
+    assert torch.equal(conv(x, y, weight, *edges), expected)
+    monkeypatch.undo()
+    for bad in (edges[0][:3], edges[0].float(), edges[0][:, None]):
+        with pytest.raises((InputError, InsumDtypeError)):
+            conv(x, y, weight, bad, edges[1])
+    with pytest.raises(InputError):
+        conv(x, y, torch.zeros(()), *edges)

@@ -1,0 +1,204 @@
+"""Tables of neighbours from sorted keys of voxels: the way of building a kernel map that reads the device least.
+
+A voxel's neighbour under a kernel cell has the voxel's key plus a constant, so all neighbours of all voxels are found
+by one search among the sorted keys. A submanifold kernel with a middle cell is its own mirror: where a voxel meets
+another on one side, that one meets it on the other; half of the cells are searched. Nothing of it reads the device.
+
+How many voxels a strided kernel reaches depends on the coordinates: the keys of what is reached are sorted, which is
+where the device is read.
+"""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+
+from insum_nn.structure.coordinates import Coordinates, SiteKeys, constant, spans_of, steps_of
+from insum_nn.structure.kernel_map import Geometry
+from insum_nn.structure.kernel_map_table import NeighbourTable, order_by_mask
+
+__all__ = ["identity_table", "reached_table", "submanifold_table"]
+
+# (offset, voxel) looked at together: bounds the memory of a search, not the size of a map.
+_CANDIDATES = 1 << 24
+# Numbers of cells up to which the keys of what is missing, of which d may be added up, do not wrap: of 64 and 32 bits.
+_CELL_LIMIT = 1 << 59
+_NARROW_CELLS = 1 << 27
+
+
+def identity_table(count: int, device: torch.device) -> NeighbourTable:
+    """The table of a kernel of one cell, in which every row meets itself."""
+    rows = torch.arange(count, dtype=torch.int32, device=device)
+    return NeighbourTable(rows, rows[None])
+
+
+def submanifold_table(sites: Coordinates, geometry: Geometry) -> NeighbourTable | None:
+    """The table of a submanifold map; `None` where the grid has more cells than a key can number.
+
+        neighbour = voxel - padding + cell * dilation
+
+    Columns are made in the order of the keys, so that neighbours in space are searched, and later read, together.
+    """
+    moves = [
+        range(-padding, extent * step - padding, step)
+        for extent, step, padding in zip(geometry.kernel_size, geometry.dilation, geometry.padding, strict=True)
+    ]
+    keys = sites.keys(max(max(abs(axis[0]), abs(axis[-1])) for axis in moves))
+    if keys is None:
+        return None
+    rows = keys.order.int()
+    if sites.num_sites == 0:
+        return NeighbourTable(rows, rows.expand(geometry.volume, 0))
+    # The batch entry never changes.
+    steps = keys.steps[1:]
+    deltas = tuple(
+        sum(move * step for move, step in zip(cell, steps, strict=True)) for cell in itertools.product(*moves)
+    )
+    near = _by_halves(keys, rows, deltas) if geometry.is_mirrored else _by_search(keys, rows, deltas)
+    return order_by_mask(near, rows)
+
+
+def _search(keys: SiteKeys, deltas: tuple[int, ...], into: Tensor, rows: Tensor) -> tuple[Tensor, Tensor]:
+    """Write the rows that stand `deltas` away from each key `into` (k, n), or -1; also their places, and which miss."""
+    known = keys.keys
+    wanted = known + constant(deltas, known.device, known.dtype)[:, None]
+    place = torch.searchsorted(known, wanted, out_int32=True)
+    if max(deltas) > 0:
+        # What is greater than all keys has no place among them. Without a step forward there is none.
+        place.clamp_(max=known.shape[0] - 1)
+    flat = place.view(-1)
+    misses = known.index_select(0, flat).view_as(wanted) != wanted
+    torch.index_select(rows, 0, flat, out=into.view(-1))
+    into.masked_fill_(misses, -1)
+    return place, misses
+
+
+def _by_search(keys: SiteKeys, rows: Tensor, deltas: tuple[int, ...]) -> Tensor:
+    volume, count = len(deltas), rows.shape[0]
+    near = torch.empty(volume, count, dtype=torch.int32, device=rows.device)
+    run = max(1, _CANDIDATES // count)
+    for start in range(0, volume, run):
+        some = slice(start, start + run)
+        _search(keys, deltas[some], near[some], rows)
+    return near
+
+
+def _by_halves(keys: SiteKeys, rows: Tensor, deltas: tuple[int, ...]) -> Tensor:
+    """The same for a kernel that is its own mirror: the cells before the middle are searched, the others written."""
+    volume, count, device = len(deltas), rows.shape[0], rows.device
+    half = volume // 2
+    # One row more takes what is not to be written; each column its own, as many writes to one cell would wait in line.
+    table = torch.empty(volume + 1, count, dtype=torch.int32, device=device)
+    table[half] = rows
+    table[half + 1 :] = -1
+    spare = torch.arange(volume * count, (volume + 1) * count, device=device)
+    run = max(1, _CANDIDATES // count)
+    for start in range(0, half, run):
+        stop = min(start + run, half)
+        place, misses = _search(keys, deltas[start:stop], table[start:stop], rows)
+        # Cell k of the searched half and cell volume - 1 - k are mirrors.
+        first = tuple((volume - 1 - cell) * count for cell in range(start, stop))
+        cells = torch.where(misses, spare, place + constant(first, device)[:, None])
+        table.view(-1).scatter_(0, cells.view(-1), rows.expand(stop - start, count).reshape(-1))
+    return table[:volume]
+
+
+def reached_table(
+    sites: Coordinates, geometry: Geometry, shape: tuple[int, ...]
+) -> tuple[Coordinates, NeighbourTable] | None:
+    """The voxels that a strided or transposed kernel reaches, and the table; `None` where their grid is too large.
+
+        conv:       output = (voxel + padding - cell * dilation) / stride, where that is whole
+        transpose:  output = voxel * stride - padding + cell * dilation
+    """
+    spans = spans_of((sites.batch_size, *shape))
+    cells = steps_of(spans)[0] * spans[0]
+    if cells > _CELL_LIMIT:
+        return None
+    dtype = torch.int32 if cells <= _NARROW_CELLS else torch.int64
+    plain = all(step == 1 for step in geometry.dilation) and not any(geometry.padding)
+    if geometry.kind == "conv" and plain and geometry.stride == geometry.kernel_size:
+        offset, row, key = _tiled(sites, geometry, shape, spans)
+    else:
+        at, key = _landings(sites, geometry, shape, spans, dtype)
+        offset = at.div(max(1, sites.num_sites), rounding_mode="floor")
+        row = torch.sub(at, offset, alpha=sites.num_sites)
+    known, place = torch.unique(key.to(dtype), return_inverse=True)
+    outputs = Coordinates.of_keys(known, shape, sites.batch_size, sites.indices.dtype)
+    near = torch.full((geometry.volume, outputs.num_sites), -1, dtype=torch.int32, device=sites.device)
+    # An offset sends each voxel to an output of its own: no cell is written twice.
+    near.view(-1).scatter_(0, torch.add(place, offset, alpha=outputs.num_sites), row.int())
+    return outputs, order_by_mask(near)
+
+
+def _tiled(
+    sites: Coordinates, geometry: Geometry, shape: tuple[int, ...], spans: tuple[int, ...]
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Offset, row and output's key of the voxels, where the kernel's places do not overlap and leave no gap."""
+    device = sites.device
+    stride = constant((1, *geometry.stride), device)[:, None]
+    place = sites.indices.T.div(stride, rounding_mode="floor")
+    key = (place * constant(steps_of(spans), device)[:, None]).sum(0)
+    inner = steps_of((1, *geometry.kernel_size))
+    offset = ((sites.indices.T - place * stride) * constant(inner, device)[:, None]).sum(0)
+    if all(extent % step == 0 for extent, step in zip(sites.spatial_shape, geometry.stride, strict=True)):
+        return offset, torch.arange(sites.num_sites, device=device), key
+    # The last voxels of an axis may lie behind the last place of the kernel.
+    row = (place < constant((sites.batch_size, *shape), device)[:, None]).all(0).nonzero().squeeze(1)
+    return offset[row], row, key[row]
+
+
+def _landings(
+    sites: Coordinates, geometry: Geometry, shape: tuple[int, ...], spans: tuple[int, ...], dtype: torch.dtype
+) -> tuple[Tensor, Tensor]:
+    """Where in (offset, row) a kernel cell takes a voxel to an output, ascending, and the output's key."""
+    device, steps = sites.device, steps_of(spans)
+    axes = _axis_keys(sites, geometry, shape, steps, -steps[0] * spans[0]).to(dtype).unbind(0)
+    parts = [axis[:extent] for axis, extent in zip(axes, geometry.kernel_size, strict=True)]
+    batch = (sites.indices[:, 0] * steps[0]).to(dtype) if sites.batch_size > 1 else None
+    rest = geometry.volume // geometry.kernel_size[0]
+    run = max(1, _CANDIDATES // max(1, rest * sites.num_sites))
+    found: list[tuple[Tensor, Tensor]] = []
+    for start in range(0, geometry.kernel_size[0], run):
+        key = parts[0][start : start + run]
+        if batch is not None:
+            key = key + batch
+        for part in parts[1:]:
+            key = (key[:, None] + part).flatten(0, 1)
+        at = (key >= 0).view(-1).nonzero().squeeze(1)
+        reached = key.view(-1).index_select(0, at)
+        found.append((at + start * rest * sites.num_sites if start else at, reached))
+    if len(found) == 1:
+        return found[0]
+    return torch.cat([at for at, _ in found]).to(device), torch.cat([key for _, key in found])
+
+
+def _axis_keys(
+    sites: Coordinates, geometry: Geometry, shape: Sequence[int], steps: tuple[int, ...], miss: int
+) -> Tensor:
+    """(d, k, n) what each axis adds to the key of the output under each of at most k cells; `miss` where there is none.
+
+    `miss` is so far below zero that no key of the other axes makes up for it.
+    """
+    device, longest = sites.device, max(geometry.kernel_size)
+    stride = constant(geometry.stride, device)[:, None, None]
+    sign = 1 if geometry.kind == "transpose" else -1
+    moves = tuple(
+        sign * (cell * step - padding)
+        for step, padding in zip(geometry.dilation, geometry.padding, strict=True)
+        for cell in range(longest)
+    )
+    move = constant(moves, device).view(-1, longest, 1)
+    columns = sites.indices[:, 1:].T[:, None, :]
+    if geometry.kind == "transpose":
+        place = columns * stride + move
+        whole = place >= 0
+    else:
+        ahead = columns + move
+        place = ahead.div(stride, rounding_mode="floor")
+        whole = (place * stride == ahead) & (place >= 0)
+    inside = whole & (place < constant(tuple(shape), device)[:, None, None])
+    return torch.where(inside, place * constant(steps[1:], device)[:, None, None], miss)
