@@ -389,7 +389,10 @@ class TensorProduct(o3.TensorProduct):
                 text = self._text_shared
             else:
                 w = w.expand(batch + [self.weight_numel]).reshape(number, self.weight_numel)  # noqa: RUF005
-        z = torch.ops.insum_nn.tensor_product(text, "z", x, y, w, None, None, number, number)
+        if torch.jit.is_scripting():
+            z = torch.ops.insum_nn.tensor_product(text, "z", x, y, w, None, None, number, number)
+        else:
+            z = tensor_product(text, x, y, w)
         return z.reshape(batch + [self._out_dim])  # noqa: RUF005
 
     @torch.jit.export

@@ -204,6 +204,7 @@ class SiteKeys:
 
     @classmethod
     def build(cls, indices: Tensor, spans: tuple[int, ...]) -> SiteKeys:
+        """Number the sites (n, 1 + d) and sort the numbers."""
         ranks: list[Tensor] = []
         if math.prod(spans) <= _KEY_LIMIT:
             key = _number(indices, spans)
@@ -235,6 +236,7 @@ class SiteKeys:
         return (self.keys[1:] == self.keys[:-1]).any()
 
     def find(self, columns: Sequence[Tensor]) -> Tensor:
+        """See `Coordinates.find`."""
         if self.keys.shape[0] == 0:
             return torch.full_like(columns[0], -1)
         ranks = iter(self.ranks)

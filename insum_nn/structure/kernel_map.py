@@ -1,15 +1,15 @@
 """Kernel maps: which input voxel meets which output voxel under which kernel offset.
 
-A map holds triples (offset, output row, input row), grouped by offset into groups of equal length, so that a whole
-group shares one slice of the weights. It is built on the device of the coordinates, by sorting 64-bit keys.
+A map holds triples (offset, output row, input row), in two forms: grouped by offset into groups of equal length, so
+that a whole group shares one slice of the weights; and as a table with a column for each output. Whichever the builder
+makes, the other is made from it at the first use. All is done on the device of the coordinates, by sorting keys.
 """
 
 from __future__ import annotations
 
-import math
 from collections.abc import Mapping
-from dataclasses import dataclass, field, replace
-from typing import Any, Literal
+from dataclasses import dataclass, field
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -17,53 +17,11 @@ from torch import Tensor
 from insum_nn.errors import InsumFormatError, InsumRangeError
 from insum_nn.facts import IndexFacts
 from insum_nn.structure.coordinates import Coordinates
+from insum_nn.structure.kernel_map_geometry import Geometry, MapKind
+from insum_nn.structure.kernel_map_pairs import Groups, Pairs, groups_of_table
 from insum_nn.structure.kernel_map_table import NeighbourTable, neighbour_rows, order_by_mask
 
 __all__ = ["FACTS", "Geometry", "KernelMap", "MapKind", "Pairs"]
-
-MapKind = Literal["subm", "conv", "transpose"]
-
-
-@dataclass(frozen=True, slots=True)
-class Geometry:
-    """How a kernel moves over a grid.
-
-    Attributes:
-        kind: `"subm"`: outputs are the inputs' voxels; `"conv"`: every voxel that the kernel reaches; `"transpose"`:
-            the same for the transposed convolution.
-        kernel_size: d extents.
-        stride: d steps; ones for `"subm"`.
-        padding: d; for `"subm"` the kernel cell that lies on the voxel itself, times the dilation.
-        dilation: d steps between kernel cells.
-        output_padding: d; added to the shape of a transposed convolution's output.
-    """
-
-    kind: MapKind
-    kernel_size: tuple[int, ...]
-    stride: tuple[int, ...]
-    padding: tuple[int, ...]
-    dilation: tuple[int, ...]
-    output_padding: tuple[int, ...]
-
-    @property
-    def volume(self) -> int:
-        """Kernel offsets, `o`."""
-        return math.prod(self.kernel_size)
-
-    @property
-    def is_pointwise(self) -> bool:
-        """Whether every output voxel is the input voxel of the same row."""
-        ones = self.volume == 1 and all(step == 1 for step in self.stride)
-        return ones and not any(self.padding) and not any(self.output_padding)
-
-
-@dataclass(frozen=True, slots=True)
-class Pairs:
-    """Triples (offset, output row, input row), ascending by offset, then output, then input: int64 (p,) each."""
-
-    offset: Tensor
-    output: Tensor
-    input: Tensor
 
 
 @dataclass(frozen=True, eq=False, repr=False)
@@ -76,14 +34,12 @@ class KernelMap:
     `OutIdx`; in a group, and over the groups of one offset, outputs stand at most once, inputs too. Used slots of one
     offset ascend by output row.
 
+    `of_groups` and `of_table` make a map.
+
     Attributes:
         inputs: the voxels that are read, n of them.
         outputs: the voxels that are written, m of them.
         geometry: the kernel's movement.
-        offset: `Off`, (g,) int32: place of the kernel cell, row by row.
-        in_index: `InIdx`, (g, q) int32; -1 in unused slots.
-        out_index: `OutIdx`, (g, q) int32; -1 in unused slots.
-        filled: (o,) int64: pairs of each offset; `counts` as numbers.
         inverted: the map of another one read backwards.
 
     >>> sites = Coordinates(torch.tensor([[0, 0], [0, 1], [0, 3]], dtype=torch.int32), (4,), 1)
@@ -96,19 +52,27 @@ class KernelMap:
     inputs: Coordinates
     outputs: Coordinates
     geometry: Geometry
-    offset: Tensor
-    in_index: Tensor
-    out_index: Tensor
-    filled: Tensor
     inverted: bool = False
-    # What was computed from the map, by name and direction; shared with the inverse.
+    # The map and what was computed from it, by name and direction; shared with the inverse. Holds "groups" or "table"
+    # of the direction that is not inverted from the beginning.
     _cache: dict[tuple[str, bool], Any] = field(default_factory=dict, repr=False)
+
+    @classmethod
+    def of_groups(cls, inputs: Coordinates, outputs: Coordinates, geometry: Geometry, groups: Groups) -> KernelMap:
+        """The map of grouped pairs."""
+        return cls(inputs, outputs, geometry, _cache={("groups", False): groups})
+
+    @classmethod
+    def of_table(
+        cls, inputs: Coordinates, outputs: Coordinates, geometry: Geometry, table: NeighbourTable
+    ) -> KernelMap:
+        """The map of a table of neighbours."""
+        return cls(inputs, outputs, geometry, _cache={("table", False): table})
 
     def __repr__(self) -> str:
         return (
             f"KernelMap({self.geometry.kind}{', inverted' if self.inverted else ''}, inputs={self.num_inputs}, "
-            f"outputs={self.num_outputs}, offsets={self.geometry.volume}, pairs={self.num_pairs}, "
-            f"groups={tuple(self.in_index.shape)})"
+            f"outputs={self.num_outputs}, offsets={self.geometry.volume}, pairs={self.num_pairs})"
         )
 
     @property
@@ -122,11 +86,49 @@ class KernelMap:
         return self.outputs.num_sites
 
     @property
+    def device(self) -> torch.device:
+        """Where the map is stored."""
+        return self.inputs.device
+
+    @property
+    def _groups(self) -> Groups:
+        """Pairs in groups, of the direction that is not inverted."""
+        groups = self._cache.get(("groups", False))
+        if groups is None:
+            groups = self._cache["groups", False] = groups_of_table(self._cache["table", False].neighbours)
+        return groups
+
+    @property
+    def offset(self) -> Tensor:
+        """`Off`, (g,) int32: place of the kernel cell, row by row."""
+        return self._groups.offset
+
+    @property
+    def in_index(self) -> Tensor:
+        """`InIdx`, (g, q) int32; -1 in unused slots."""
+        return self._groups.out_index if self.inverted else self._groups.in_index
+
+    @property
+    def out_index(self) -> Tensor:
+        """`OutIdx`, (g, q) int32; -1 in unused slots."""
+        return self._groups.in_index if self.inverted else self._groups.out_index
+
+    @property
+    def filled(self) -> Tensor:
+        """(o,) int64: pairs of each offset; `counts` as numbers."""
+        groups = self._cache.get(("groups", False))
+        if groups is not None:
+            return groups.filled
+        return (self._cache["table", False].sorted_neighbours >= 0).sum(1)
+
+    @property
     def counts(self) -> tuple[int, ...]:
         """Pairs of each offset; read from the device once, by the builder where that needs them."""
         counts = self._cache.get(("counts", False))
         if counts is None:
-            counts = self._cache["counts", False] = tuple(self.filled.tolist())
+            groups = self._cache.get(("groups", False))
+            counts = None if groups is None else groups.counts
+            counts = self._cache["counts", False] = tuple(self.filled.tolist()) if counts is None else counts
         return counts
 
     @property
@@ -157,14 +159,7 @@ class KernelMap:
     @property
     def inverse(self) -> KernelMap:
         """The map with inputs and outputs exchanged; shares its tensors."""
-        return replace(
-            self,
-            inputs=self.outputs,
-            outputs=self.inputs,
-            in_index=self.out_index,
-            out_index=self.in_index,
-            inverted=not self.inverted,
-        )
+        return KernelMap(self.outputs, self.inputs, self.geometry, not self.inverted, self._cache)
 
     @property
     def pairs(self) -> Pairs:
@@ -176,11 +171,14 @@ class KernelMap:
     @property
     def neighbours(self) -> Tensor:
         """(o, m) int32: the input row that each output row meets at each offset, or -1; kept once built."""
-        table = self._cache.get(("neighbours", self.inverted))
-        if table is None:
-            table = neighbour_rows(self.offset, self.in_index, self.out_index, self.geometry.volume, self.num_outputs)
-            self._cache["neighbours", self.inverted] = table
-        return table
+        rows = self._cache.get(("neighbours", self.inverted))
+        if rows is None:
+            rows = self._neighbours() if ("groups", False) in self._cache else self.table.neighbours
+            self._cache["neighbours", self.inverted] = rows
+        return rows
+
+    def _neighbours(self) -> Tensor:
+        return neighbour_rows(self.offset, self.in_index, self.out_index, self.geometry.volume, self.num_outputs)
 
     @property
     def table(self) -> NeighbourTable:
@@ -190,20 +188,33 @@ class KernelMap:
         """
         found = self._cache.get(("table", self.inverted))
         if found is None:
-            found = self._cache["table", self.inverted] = order_by_mask(self.neighbours)
+            found = self._cache["table", self.inverted] = self._table()
         return found
+
+    def _table(self) -> NeighbourTable:
+        if self.inverted and self.geometry.is_mirrored:
+            return self.inverse.table.mirrored()
+        known = self._cache.get(("table", not self.inverted))
+        if known is not None:
+            return order_by_mask(known.exchanged(self.num_outputs))
+        rows = self._cache.get(("neighbours", self.inverted))
+        return order_by_mask(self._neighbours() if rows is None else rows)
 
     def output_counts(self, dtype: torch.dtype) -> Tensor:
         """(m,) the pairs that meet in each output voxel; at least one of those of any kernel but a submanifold's."""
         counts = self._cache.get(("output_counts", self.inverted))
         if counts is None:
-            # A slot that is not used counts into a place of its own, after the last.
-            flat = self.out_index.reshape(-1).long()
-            place = torch.where(flat >= 0, flat, self.num_outputs)
-            zeros = torch.zeros(self.num_outputs + 1, dtype=torch.int64, device=flat.device)
-            counts = zeros.scatter_add_(0, place, torch.ones_like(place))[: self.num_outputs]
-            self._cache["output_counts", self.inverted] = counts
+            counts = self._cache["output_counts", self.inverted] = self._output_counts()
         return counts.to(dtype)
+
+    def _output_counts(self) -> Tensor:
+        if ("groups", False) not in self._cache:
+            return (self.neighbours >= 0).sum(0)
+        # A slot that is not used counts into a place of its own, after the last.
+        flat = self.out_index.reshape(-1).long()
+        place = torch.where(flat >= 0, flat, self.num_outputs)
+        zeros = torch.zeros(self.num_outputs + 1, dtype=torch.int64, device=flat.device)
+        return zeros.scatter_add_(0, place, torch.ones_like(place))[: self.num_outputs]
 
     def validate(self) -> None:
         """Prove the laws of the map against its values; reads the device.

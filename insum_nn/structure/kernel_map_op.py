@@ -15,8 +15,10 @@ import torch
 from torch import Tensor
 
 from insum_nn.structure.coordinates import Coordinates
-from insum_nn.structure.kernel_map import Geometry, KernelMap, MapKind
-from insum_nn.structure.kernel_map_build import build_kernel_map, output_shape
+from insum_nn.structure.kernel_map import KernelMap
+from insum_nn.structure.kernel_map_build import build_kernel_map
+from insum_nn.structure.kernel_map_geometry import Geometry, MapKind, output_shape
+from insum_nn.structure.kernel_map_pairs import Groups
 
 __all__ = ["kernel_map_of", "prove_sites"]
 
@@ -59,7 +61,7 @@ def kernel_map_of(inputs: Coordinates, geometry: Geometry) -> KernelMap:
         list(geometry.output_padding),
     )
     outputs = inputs if geometry.kind == "subm" else Coordinates(indices, shape, inputs.batch_size)
-    return KernelMap(inputs, outputs, geometry, offset, in_index, out_index, filled)
+    return KernelMap.of_groups(inputs, outputs, geometry, Groups(offset, in_index, out_index, filled, None))
 
 
 @torch.library.custom_op("insum_nn::prove_sites", mutates_args=())
@@ -91,7 +93,7 @@ def _build(
     moves = (kernel_size, stride, padding, dilation, output_padding)
     geometry = Geometry(_kind(kind), *(tuple(numbers) for numbers in moves))
     inputs = Coordinates(indices, tuple(spatial_shape), batch_size)
-    found = build_kernel_map(inputs, geometry, proven=True)
+    found = build_kernel_map(inputs, geometry, proven=True, by_table=False)
     # An operator's results share no memory, with one another or with its arguments.
     outputs = found.out_indices
     if kind == "subm":

@@ -91,7 +91,8 @@ def identity_groups(count: int, device: torch.device) -> Groups:
 def groups_of_table(neighbours: Tensor) -> Groups:
     """The groups of a table of neighbours (o, m), outputs by row; one operator under `torch.compile`."""
     if torch.compiler.is_compiling():
-        return Groups(*torch.ops.insum_nn.kernel_map_groups(neighbours), None)
+        offset, in_index, out_index, filled = torch.ops.insum_nn.kernel_map_groups(neighbours)
+        return Groups(offset, in_index, out_index, filled, None)
     offset, output = (neighbours >= 0).nonzero(as_tuple=True)
     return group_pairs(Pairs(offset, output, neighbours[offset, output].long()), neighbours.shape[0])
 

@@ -1,4 +1,4 @@
-"""Tables of neighbours from sorted keys of voxels: the way of building a kernel map that reads the device least.
+"""Neighbours from sorted keys of voxels: the way of building a kernel map that reads the device least.
 
 A voxel's neighbour under a kernel cell has the voxel's key plus a constant, so all neighbours of all voxels are found
 by one search among the sorted keys. A submanifold kernel with a middle cell is its own mirror: where a voxel meets
@@ -12,15 +12,15 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Sequence
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
 from insum_nn.structure.coordinates import Coordinates, SiteKeys, constant, spans_of, steps_of
-from insum_nn.structure.kernel_map import Geometry
-from insum_nn.structure.kernel_map_table import NeighbourTable, order_by_mask
+from insum_nn.structure.kernel_map_geometry import Geometry
 
-__all__ = ["identity_table", "reached_table", "submanifold_table"]
+__all__ = ["Neighbours", "identity_neighbours", "reached_neighbours", "submanifold_neighbours"]
 
 # (offset, voxel) looked at together: bounds the memory of a search, not the size of a map.
 _CANDIDATES = 1 << 24
@@ -29,18 +29,39 @@ _CELL_LIMIT = 1 << 59
 _NARROW_CELLS = 1 << 27
 
 
-def identity_table(count: int, device: torch.device) -> NeighbourTable:
-    """The table of a kernel of one cell, in which every row meets itself."""
-    rows = torch.arange(count, dtype=torch.int32, device=device)
-    return NeighbourTable(rows, rows[None])
+class Neighbours(NamedTuple):
+    """Who meets whom.
+
+    Attributes:
+        outputs: the voxels that own a column.
+        near: (o, m) int32: the input row that each column's output meets at each offset, or -1.
+        rows: (m,) int32: the output row of each column; `None`: the column.
+    """
+
+    outputs: Coordinates
+    near: Tensor
+    rows: Tensor | None
+
+    @property
+    def by_rows(self) -> Tensor:
+        """`near` with columns in the order of the outputs' rows."""
+        if self.rows is None:
+            return self.near
+        return torch.empty_like(self.near).index_copy_(1, self.rows.long(), self.near)
 
 
-def submanifold_table(sites: Coordinates, geometry: Geometry) -> NeighbourTable | None:
-    """The table of a submanifold map; `None` where the grid has more cells than a key can number.
+def identity_neighbours(outputs: Coordinates) -> Neighbours:
+    """The neighbours of a kernel of one cell, in which every row meets itself."""
+    rows = torch.arange(outputs.num_sites, dtype=torch.int32, device=outputs.device)
+    return Neighbours(outputs, rows[None], rows)
+
+
+def submanifold_neighbours(sites: Coordinates, geometry: Geometry) -> Neighbours | None:
+    """The neighbours of a submanifold map; `None` where the grid has more cells than a key can number.
 
         neighbour = voxel - padding + cell * dilation
 
-    Columns are made in the order of the keys, so that neighbours in space are searched, and later read, together.
+    Columns stand in the order of the keys, so that neighbours in space are searched, and later read, together.
     """
     moves = [
         range(-padding, extent * step - padding, step)
@@ -51,14 +72,14 @@ def submanifold_table(sites: Coordinates, geometry: Geometry) -> NeighbourTable 
         return None
     rows = keys.order.int()
     if sites.num_sites == 0:
-        return NeighbourTable(rows, rows.expand(geometry.volume, 0))
+        return Neighbours(sites, rows.expand(geometry.volume, 0), None)
     # The batch entry never changes.
     steps = keys.steps[1:]
     deltas = tuple(
         sum(move * step for move, step in zip(cell, steps, strict=True)) for cell in itertools.product(*moves)
     )
     near = _by_halves(keys, rows, deltas) if geometry.is_mirrored else _by_search(keys, rows, deltas)
-    return order_by_mask(near, rows)
+    return Neighbours(sites, near, rows)
 
 
 def _search(keys: SiteKeys, deltas: tuple[int, ...], into: Tensor, rows: Tensor) -> tuple[Tensor, Tensor]:
@@ -102,17 +123,15 @@ def _by_halves(keys: SiteKeys, rows: Tensor, deltas: tuple[int, ...]) -> Tensor:
         # Cell k of the searched half and cell volume - 1 - k are mirrors.
         first = tuple((volume - 1 - cell) * count for cell in range(start, stop))
         cells = torch.where(misses, spare, place + constant(first, device)[:, None])
-        table.view(-1).scatter_(0, cells.view(-1), rows.expand(stop - start, count).reshape(-1))
+        table.view(-1)[cells] = rows
     return table[:volume]
 
 
-def reached_table(
-    sites: Coordinates, geometry: Geometry, shape: tuple[int, ...]
-) -> tuple[Coordinates, NeighbourTable] | None:
-    """The voxels that a strided or transposed kernel reaches, and the table; `None` where their grid is too large.
+def reached_neighbours(sites: Coordinates, geometry: Geometry, shape: tuple[int, ...]) -> Neighbours | None:
+    """The voxels that a strided or transposed kernel reaches, and their neighbours; `None` where the grid is too large.
 
-        conv:       output = (voxel + padding - cell * dilation) / stride, where that is whole
-        transpose:  output = voxel * stride - padding + cell * dilation
+    conv:       output = (voxel + padding - cell * dilation) / stride, where that is whole
+    transpose:  output = voxel * stride - padding + cell * dilation
     """
     spans = spans_of((sites.batch_size, *shape))
     cells = steps_of(spans)[0] * spans[0]
@@ -131,7 +150,7 @@ def reached_table(
     near = torch.full((geometry.volume, outputs.num_sites), -1, dtype=torch.int32, device=sites.device)
     # An offset sends each voxel to an output of its own: no cell is written twice.
     near.view(-1).scatter_(0, torch.add(place, offset, alpha=outputs.num_sites), row.int())
-    return outputs, order_by_mask(near)
+    return Neighbours(outputs, near, None)
 
 
 def _tiled(
@@ -155,10 +174,10 @@ def _landings(
     sites: Coordinates, geometry: Geometry, shape: tuple[int, ...], spans: tuple[int, ...], dtype: torch.dtype
 ) -> tuple[Tensor, Tensor]:
     """Where in (offset, row) a kernel cell takes a voxel to an output, ascending, and the output's key."""
-    device, steps = sites.device, steps_of(spans)
+    steps = steps_of(spans)
     axes = _axis_keys(sites, geometry, shape, steps, -steps[0] * spans[0]).to(dtype).unbind(0)
     parts = [axis[:extent] for axis, extent in zip(axes, geometry.kernel_size, strict=True)]
-    batch = (sites.indices[:, 0] * steps[0]).to(dtype) if sites.batch_size > 1 else None
+    batch = sites.indices[:, 0].to(dtype) * steps[0] if sites.batch_size > 1 else None
     rest = geometry.volume // geometry.kernel_size[0]
     run = max(1, _CANDIDATES // max(1, rest * sites.num_sites))
     found: list[tuple[Tensor, Tensor]] = []
@@ -173,7 +192,7 @@ def _landings(
         found.append((at + start * rest * sites.num_sites if start else at, reached))
     if len(found) == 1:
         return found[0]
-    return torch.cat([at for at, _ in found]).to(device), torch.cat([key for _, key in found])
+    return torch.cat([at for at, _ in found]), torch.cat([key for _, key in found])
 
 
 def _axis_keys(

@@ -18,12 +18,14 @@ from torch import Tensor
 from insum_nn.facts import IndexFacts
 from insum_nn.structure.coordinates import constant
 
-__all__ = ["MASK_BITS", "TABLE_FACTS", "NeighbourTable", "neighbour_rows", "order_by_mask"]
+__all__ = ["MASK_BITS", "MOST_ENTRIES", "TABLE_FACTS", "NeighbourTable", "neighbour_rows", "order_by_mask"]
 
 # Offsets to a word of a mask: words are int64 and never negative, so that they sort as their bits read.
 MASK_BITS = 56
 # The same where a word is int32, which takes half of the time; for the tables of so few offsets.
 _NARROW_BITS = 31
+# Entries of the largest table that is built first: past it (1 GiB of int32) the pairs take far less memory.
+MOST_ENTRIES = 1 << 28
 # Bits that are put together at a time, over all outputs: bounds the memory of that.
 _BITS_AT_ONCE = 1 << 26
 # What the builder guarantees of a table's index tensors. `masked` holds also where every output meets an input at every
@@ -73,9 +75,7 @@ class NeighbourTable:
     @property
     def masks(self) -> Tensor:
         """(w, m) int64, w = ceil(o / 56): bit b of word v says whether the output has offset 56 v + b; not kept."""
-        present = self.neighbours
-        words = [_word(present[start : start + MASK_BITS]) for start in range(0, self.num_offsets, MASK_BITS)]
-        return torch.stack(words).long()
+        return torch.stack([_word(part) for part in self.neighbours.split(MASK_BITS)]).long()
 
     @property
     def tensors(self) -> Mapping[str, Tensor]:
@@ -99,7 +99,7 @@ class NeighbourTable:
         spare = torch.arange(volume * inputs, volume * inputs + outputs, device=device)
         place = torch.where(near >= 0, cells, spare)
         table = torch.full((volume * inputs + outputs,), -1, dtype=torch.int32, device=device)
-        table.scatter_(0, place.view(-1), self.order.expand(volume, outputs).reshape(-1))
+        table[place] = self.order
         return table[: volume * inputs].view(volume, inputs)
 
     def tile_offsets(self, tile: int) -> Tensor:
@@ -149,9 +149,10 @@ def order_by_mask(neighbours: Tensor, rows: Tensor | None = None) -> NeighbourTa
             the columns.
     """
     # From the least word to the greatest, each keeping the order of those before it where it does not decide.
-    order = _word(neighbours[:MASK_BITS]).sort(stable=True).indices
-    for start in range(MASK_BITS, neighbours.shape[0], MASK_BITS):
-        word = _word(neighbours[start : start + MASK_BITS])
+    words = neighbours.split(MASK_BITS)
+    order = _word(words[0]).sort(stable=True).indices
+    for later in words[1:]:
+        word = _word(later)
         order = order[word[order].sort(stable=True).indices]
     found = order.int() if rows is None else rows.index_select(0, order)
     return NeighbourTable(found, neighbours.index_select(1, order))
@@ -163,8 +164,9 @@ def _word(neighbours: Tensor) -> Tensor:
     dtype = torch.int32 if volume <= _NARROW_BITS else torch.int64
     bits = constant(tuple(1 << bit for bit in range(volume)), neighbours.device, dtype)[:, None]
     run = max(8, _BITS_AT_ONCE // max(1, outputs))
-    words = [
-        torch.where(neighbours[at : at + run] >= 0, bits[at : at + run], 0).sum(0, dtype=dtype)
-        for at in range(0, volume, run)
-    ]
-    return words[0] if len(words) == 1 else torch.stack(words).sum(0, dtype=dtype)
+    if run >= volume:
+        return ((neighbours >= 0) * bits).sum(0, dtype=dtype)
+    word = torch.zeros(outputs, dtype=dtype, device=neighbours.device)
+    for at in range(0, volume, run):
+        word += ((neighbours[at : at + run] >= 0) * bits[at : at + run]).sum(0, dtype=dtype)
+    return word

@@ -6,11 +6,12 @@ import itertools
 
 import pytest
 import torch
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from insum_nn.errors import InsumDtypeError, InsumFormatError, InsumRangeError, InsumShapeError
-from insum_nn.structure import coordinates
+from insum_nn.structure import coordinates, kernel_map_build, kernel_map_search
 from insum_nn.structure.coordinates import Coordinates
-from insum_nn.structure.kernel_map import Geometry, Pairs
+from insum_nn.structure.kernel_map import Geometry, KernelMap, Pairs
 from insum_nn.structure.kernel_map_build import build_kernel_map, group_pairs
 from tests.ops.conv_oracle import geometry, random_sites, reached
 
@@ -20,6 +21,14 @@ GEOMETRIES = [
     geometry("conv", (3, 3), 2, 1),
     geometry("conv", (2, 3), (2, 1), 0, (1, 2)),
     geometry("conv", (1, 1), 3),
+    geometry("conv", (2, 2), 2),
+    geometry("conv", (3, 5), (3, 5)),
+    geometry("conv", (2, 1), (2, 1), (1, 0)),
+    geometry("subm", (3, 1), dilation=(2, 1)),
+    geometry("subm", (5, 3), dilation=(3, 1)),
+    geometry("subm", (3, 3), padding=(2, 0)),
+    geometry("subm", (1, 1)),
+    geometry("conv", (1, 1), 1),
     geometry("transpose", (2, 2), 2),
     geometry("transpose", (3, 2), (2, 3), 1, (2, 1), (1, 0)),
 ]
@@ -47,13 +56,18 @@ def triples(sites: Coordinates, how: Geometry) -> tuple[list[list[int]], list[tu
 
 
 @pytest.mark.parametrize("how", GEOMETRIES, ids=lambda g: f"{g.kind}-{g.kernel_size}-{g.stride}".replace(" ", ""))
+@pytest.mark.parametrize("way", ["table", "pairs", "pairs without a table"])
 @pytest.mark.parametrize("index_dtype", [torch.int32, torch.int64], ids=str)
-def test_holds_every_pair_and_no_other(how, index_dtype, device):
+def test_holds_every_pair_and_no_other(how, index_dtype, way, device):
     sites = random_sites((6, 5), 3, 9)
     sites = Coordinates(sites.indices.to(device, index_dtype), sites.spatial_shape, 3)
-    near = build_kernel_map(sites, how)
+    near = without_tables(sites, how) if "without" in way else build_kernel_map(sites, how, by_table=way == "table")
+    assert (("table", False) in near._cache) == (way == "table")
+    assert near.num_pairs == near.filled.sum() == near.output_counts(torch.float32).sum()
     near.validate()
     outputs, want = triples(sites, how)
+    if how.is_pointwise and how.kind == "conv":
+        outputs, want = sites.indices.tolist(), [(0, row, row) for row in range(sites.num_sites)]
     assert near.out_indices.tolist() == outputs
     assert near.out_indices.dtype == index_dtype
     assert near.in_index.device.type == device.type
@@ -73,17 +87,113 @@ def test_output_rows_do_not_depend_on_the_order_of_inputs():
     assert rows == sorted(rows)
 
 
-def test_memory_is_bounded_by_runs_of_offsets(monkeypatch):
-    from insum_nn.structure import kernel_map_build
+def without_tables(sites: Coordinates, how: Geometry) -> KernelMap:
+    """The map as of too many voxels and offsets for a table."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(kernel_map_build, "MOST_ENTRIES", -1)
+        return build_kernel_map(sites, how, by_table=True)
 
+
+def test_memory_is_bounded_by_runs_of_offsets(monkeypatch):
     sites = random_sites((6, 5, 4), 2, 30)
     for how in (geometry("subm", (3, 3, 3)), geometry("conv", (3, 2, 2), 2), geometry("transpose", (2, 3, 2), 2)):
         want = build_kernel_map(sites, how)
         monkeypatch.setattr(kernel_map_build, "_CANDIDATES", 100)
-        got = build_kernel_map(sites, how)
+        monkeypatch.setattr(kernel_map_search, "_CANDIDATES", 250)
+        found = [build_kernel_map(sites, how), without_tables(sites, how)]
         monkeypatch.undo()
-        for name, tensor in want.tensors.items():
-            assert torch.equal(got.tensors[name], tensor), name
+        for got in found:
+            for name, tensor in want.tensors.items():
+                assert torch.equal(got.tensors[name], tensor), name
+
+
+def test_large_tables_are_left_to_the_pairs(monkeypatch):
+    monkeypatch.setattr(kernel_map_build, "MOST_ENTRIES", 9 * 30 - 1)
+    sites = random_sites((6, 5), 2, 15)
+    assert ("groups", False) in build_kernel_map(sites, geometry("subm", (3, 3)), by_table=True)._cache
+    assert ("table", False) in build_kernel_map(sites, geometry("subm", (1, 3)), by_table=True)._cache
+
+
+@pytest.mark.parametrize("extent", [9, 1 << 11, 1 << 20])
+@pytest.mark.parametrize(
+    "how",
+    [
+        geometry("subm", (3, 3, 3)),
+        geometry("subm", (3, 2, 3), dilation=(1, 3, 5)),
+        geometry("subm", (3, 3, 3), dilation=(1 << 11, 1, 1 << 12)),
+        geometry("conv", (2, 2, 2), 2),
+        geometry("conv", (3, 3, 2), 2, 1),
+        geometry("transpose", (3, 2, 2), 2, 1),
+    ],
+    ids=lambda g: f"{g.kind}-{g.kernel_size}".replace(" ", ""),
+)
+def test_both_ways_at_the_edges_of_a_grid(how, extent, device):
+    """Keys of 32 and of 64 bits, and voxels at both ends of each axis, whose neighbours are not to wrap."""
+    ends = [0, 1, extent - 2, extent - 1]
+    every = torch.tensor(list(itertools.product([0, 2], ends, ends, ends)), dtype=torch.int32)
+    storage = every[torch.randperm(len(every), generator=torch.Generator().manual_seed(0))].T.contiguous().to(device)
+    sites = Coordinates(storage.T, (extent,) * 3, 3)
+    assert not sites.indices.is_contiguous()
+    assert sites._keys.keys.dtype == (torch.int64 if extent > 1000 else torch.int32)
+    got, want = build_kernel_map(sites, how, by_table=True), without_tables(sites, how)
+    assert torch.equal(got.out_indices, want.out_indices)
+    assert torch.equal(got.neighbours, want.neighbours)
+    for name, tensor in want.tensors.items():
+        assert torch.equal(got.tensors[name], tensor), name
+    # The next level starts from the keys that came with the outputs.
+    deeper, again = (
+        build_kernel_map(
+            Coordinates(near.out_indices.clone(), near.outputs.spatial_shape, 3) if fresh else near.outputs,
+            geometry("subm", (3, 3, 3)),
+        )
+        for near, fresh in ((got, False), (want, True))
+    )
+    assert torch.equal(deeper.neighbours, again.neighbours)
+
+
+class Calls(TorchDispatchMode):
+    """Operators that are called, without those that only look at a tensor otherwise."""
+
+    views = ("slice", "view", "select", "unsqueeze", "unbind", "permute", "expand", "split", "squeeze", "lift_fresh")
+    reads = ("nonzero", "unique", "_local_scalar_dense", "bincount", "is_nonzero", "equal", "repeat_interleave")
+
+    def __init__(self):
+        super().__init__()
+        self.names = []
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        self.names.append(func.overloadpacket.__name__)
+        return func(*args, **(kwargs or {}))
+
+    @property
+    def kernels(self) -> int:
+        return sum(not name.startswith(self.views) for name in self.names)
+
+    @property
+    def readers(self) -> list[str]:
+        return [name for name in self.names if any(word in name for word in self.reads)]
+
+
+@pytest.mark.parametrize(
+    ("how", "kernels", "readers"),
+    [
+        (geometry("subm", (3, 3, 3)), 30, []),
+        (geometry("conv", (2, 2, 2), 2), 34, ["_unique2"]),
+        (geometry("conv", (3, 3, 3), 2, 1), 46, ["nonzero", "_unique2"]),
+    ],
+    ids=["subm", "tiled", "overlapping"],
+)
+def test_a_table_takes_few_operators_and_readings(how, kernels, readers, monkeypatch):
+    sites = random_sites((8, 8, 8), 2, 60)
+    # Proof and map together; a list of numbers is read by `tolist`, which is no operator.
+    read, tolist = [], torch.Tensor.tolist
+    monkeypatch.setattr(torch.Tensor, "tolist", lambda tensor: read.append(1) or tolist(tensor))
+    with Calls() as calls:
+        near = build_kernel_map(sites, how, by_table=True)
+    assert ("table", False) in near._cache
+    assert calls.kernels <= kernels
+    assert calls.readers == readers
+    assert len(read) == 1
 
 
 def test_grids_too_large_for_one_key(device):
@@ -92,7 +202,8 @@ def test_grids_too_large_for_one_key(device):
     rows = [[0, 0, 0, 0], [0, corner, corner, corner], [0, corner, corner, corner + 1], [1, corner, corner, corner]]
     rows += [[1, corner + 1, corner, corner], [0, 0, 0, corner]]
     sites = Coordinates(torch.tensor(rows, dtype=torch.int32, device=device), huge, 2)
-    near = build_kernel_map(sites, geometry("subm", (3, 3, 3)))
+    near = build_kernel_map(sites, geometry("subm", (3, 3, 3)), by_table=True)
+    assert ("table", False) not in near._cache
     near.validate()
     pairs = near.pairs
     side = {(o, p) for o, p in zip(pairs.output.tolist(), pairs.input.tolist(), strict=True) if o != p}
@@ -120,12 +231,16 @@ def test_ranks_give_the_same_map_as_keys(monkeypatch):
 def test_empty():
     sites = Coordinates(torch.zeros(0, 4, dtype=torch.int32), (4, 4, 4), 2)
     for how in (geometry("subm", (3, 3, 3)), geometry("conv", (3, 3, 3), 2, 1), geometry("transpose", (2, 2, 2), 2)):
-        near = build_kernel_map(sites, how)
-        near.validate()
-        assert near.num_pairs == near.num_outputs == 0
-        assert near.counts == (0,) * how.volume
-        assert near.out_indices.shape == (0, 4)
-        assert near.neighbours.shape == (how.volume, 0)
+        for near in (
+            build_kernel_map(sites, how, by_table=True),
+            build_kernel_map(sites, how),
+            without_tables(sites, how),
+        ):
+            near.validate()
+            assert near.num_pairs == near.num_outputs == 0
+            assert near.counts == (0,) * how.volume
+            assert near.out_indices.shape == (0, 4)
+            assert near.neighbours.shape == (how.volume, 0)
 
 
 def test_neighbours_and_spconv_tables():

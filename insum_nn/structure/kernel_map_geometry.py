@@ -1,0 +1,94 @@
+"""How a kernel moves over a grid, and the grid that it leads to."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Literal
+
+from insum_nn.errors import InsumShapeError
+from insum_nn.structure.coordinates import MAX_EXTENT
+
+__all__ = ["Geometry", "MapKind", "output_shape"]
+
+MapKind = Literal["subm", "conv", "transpose"]
+
+
+@dataclass(frozen=True, slots=True)
+class Geometry:
+    """How a kernel moves over a grid.
+
+    Attributes:
+        kind: `"subm"`: outputs are the inputs' voxels; `"conv"`: every voxel that the kernel reaches; `"transpose"`:
+            the same for the transposed convolution.
+        kernel_size: d extents.
+        stride: d steps; ones for `"subm"`.
+        padding: d; for `"subm"` the kernel cell that lies on the voxel itself, times the dilation.
+        dilation: d steps between kernel cells.
+        output_padding: d; added to the shape of a transposed convolution's output.
+    """
+
+    kind: MapKind
+    kernel_size: tuple[int, ...]
+    stride: tuple[int, ...]
+    padding: tuple[int, ...]
+    dilation: tuple[int, ...]
+    output_padding: tuple[int, ...]
+
+    @property
+    def volume(self) -> int:
+        """Kernel offsets, `o`."""
+        return math.prod(self.kernel_size)
+
+    @property
+    def is_pointwise(self) -> bool:
+        """Whether every output voxel is the input voxel of the same row."""
+        ones = self.volume == 1 and all(step == 1 for step in self.stride)
+        return ones and not any(self.padding) and not any(self.output_padding)
+
+    @property
+    def is_mirrored(self) -> bool:
+        """Whether the kernel is a submanifold one whose middle cell lies on the voxel: its own mirror."""
+        parts = zip(self.kernel_size, self.padding, self.dilation, strict=True)
+        return self.kind == "subm" and all(size % 2 and pad == size // 2 * step for size, pad, step in parts)
+
+
+def output_shape(spatial_shape: Sequence[int], geometry: Geometry) -> tuple[int, ...]:
+    """The spatial shape of the output, as of torch's dense convolutions.
+
+    Raises:
+        InsumShapeError: the kernel is larger than the padded input, or the output is too large to index.
+
+    >>> rest = dict(kernel_size=(3,), stride=(2,), padding=(0,), dilation=(1,), output_padding=(0,))
+    >>> output_shape((5,), Geometry("conv", **rest)), output_shape((2,), Geometry("transpose", **rest))
+    ((2,), (5,))
+    """
+    if geometry.kind == "subm":
+        return tuple(spatial_shape)
+    parts = zip(
+        spatial_shape,
+        geometry.kernel_size,
+        geometry.stride,
+        geometry.padding,
+        geometry.dilation,
+        geometry.output_padding,
+        strict=True,
+    )
+    if geometry.kind == "transpose":
+        shape = tuple((x - 1) * s - 2 * p + d * (k - 1) + e + 1 for x, k, s, p, d, e in parts)
+    else:
+        shape = tuple((x + 2 * p - d * (k - 1) - 1) // s + 1 for x, k, s, p, d, _ in parts)
+    if any(not 0 < extent <= MAX_EXTENT for extent in shape):
+        raise InsumShapeError(
+            f"the output's spatial shape would be {shape}",
+            details=[
+                f"spatial_shape {tuple(spatial_shape)}, kernel_size {geometry.kernel_size}, stride {geometry.stride}, "
+                f"padding {geometry.padding}, dilation {geometry.dilation}",
+                f"expected extents from 1 to {MAX_EXTENT}",
+            ],
+            fix="enlarge spatial_shape or padding, or use a smaller kernel.",
+            expected=MAX_EXTENT,
+            got=shape,
+        )
+    return shape
