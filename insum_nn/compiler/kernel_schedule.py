@@ -225,11 +225,22 @@ def _default_product(form: Form, product: Product) -> Schedule:
     # A Hopper's matrix unit takes 64 rows at least.
     swap = n > m and n >= 64
     warps = 8 if m * n >= 128 * 128 else 4
-    share = 512
-    if form.owner is not None:
-        terms = form.size(ENTRY) * form.rows
-        share = max(1, min(512, -(-terms // 1024)))
-    return Schedule(m, n, k, True, swap, groups, _splits(form, m, n), share, warps, 2)
+    return Schedule(m, n, k, True, swap, groups, _splits(form, m, n), _share(form, m * n), warps, 2)
+
+
+# Programs that keep a large GPU busy.
+_ENOUGH = 512
+
+
+def _share(form: Form, tile: int) -> int:
+    """Most terms of a row that one program walks: fewer where rows and tiles alone are too few programs."""
+    if form.owner is None:
+        return 512
+    cells = math.prod(form.size(i) for i in form.parallel if i != OWNER)
+    programs = form.rows * max(1, cells // tile)
+    if programs >= _ENOUGH:
+        return 512
+    return max(16, min(512, form.size(ENTRY) * programs // (2 * _ENOUGH)))
 
 
 def _splits(form: Form, m: int, n: int) -> int:

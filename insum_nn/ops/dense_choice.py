@@ -44,6 +44,6 @@ def block_tiles(values: Tensor, row: Tensor, col: Tensor, grid: tuple[int, int])
     [[1.0, 1.0, 0.0, 0.0], [0.0, 0.0, 1.0, 1.0]]
     """
     (rows, cols), (a, b) = grid, values.shape[-2:]
-    place = row.long() * cols + col
-    tiles = values.new_zeros(rows * cols, a, b).index_put((place,), values)
-    return tiles.reshape(rows, cols, a, b).transpose(1, 2).reshape(rows * a, cols * b)
+    dense = values.new_zeros(rows, a, cols, b)
+    dense.permute(0, 2, 1, 3).index_put_((row.long(), col.long()), values)
+    return dense.reshape(rows * a, cols * b)
