@@ -260,7 +260,7 @@ def apply(
     spec: Spec, tensors: Sequence[Tensor], start: Tensor | None, extents: Extents, key: Key | None = None
 ) -> Tensor:
     """Run a program, recording what its gradients need."""
-    transformed = peek_interpreter_stack() is not None or torch.autograd.forward_ad._current_level >= 0
+    transformed = bool(peek_interpreter_stack()) or torch.autograd.forward_ad._current_level >= 0
     if transformed and not torch.compiler.is_compiling():
         return _Transformed.apply(_Call(spec, extents.indices, extents.output), start, *tensors)  # type: ignore[no-any-return]
     if _traced(tensors) or (start is not None and _traced((start,))):

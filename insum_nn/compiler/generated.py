@@ -11,7 +11,7 @@ from torch import Tensor
 
 from insum_nn.compiler.bind import Bound, Extents
 from insum_nn.compiler.kernel_form import Form, make_form
-from insum_nn.compiler.kernel_schedule import Schedule
+from insum_nn.compiler.kernel_schedule import Precision, Schedule
 from insum_nn.compiler.kernel_source import Source
 from insum_nn.compiler.options import Options
 from insum_nn.compiler.owners import Owners, owners_of
@@ -55,7 +55,7 @@ class Generated:
         self.options = options
         self.tables = tables
         self.form = make_form(bound, sizes, output, tables, deterministic=options.deterministic, prefer_own=True)
-        self.precision = precision_of(bound.dtype, options.precision)
+        self.precision: Precision = precision_of(bound.dtype, options.precision)
         self.source: Source | None = None
         self.measurements: tuple[Measurement, ...] = ()
         self._schedules: dict[tuple[int, ...], Schedule] = {}

@@ -340,7 +340,8 @@ class _Launch:
         self.function = _jit(source)
         self.source = source
         self.grid = grid
-        self.number = device.index if device.index is not None else torch.cuda.current_device()
+        # A device without a number is the current one.
+        self.number = torch.cuda.current_device() if str(device) == "cuda" else device.index
         self.pointers = [place for place, kind in enumerate(types) if kind is not None]
         integer = "i64" if wide else "i32"
         self.signature = {n: kind or integer for n, kind in zip(self.function.arg_names, types, strict=True)}

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import torch
 from torch import Tensor
 
@@ -18,7 +20,7 @@ _LARGE = 64
 _COLUMNS = 256
 
 
-def dense_is_faster(values: Tensor, grid: tuple[int, int], columns: int, options: Options) -> bool:
+def dense_is_faster(values: Tensor, grid: Sequence[int], columns: int, options: Options) -> bool:
     """Whether to multiply by the dense matrix instead of its blocks.
 
     In float32 the library multiplies exactly unless it is told otherwise, and is slower than the blocks at any share.

@@ -121,8 +121,8 @@ def _by_halves(keys: SiteKeys, rows: Tensor, deltas: tuple[int, ...]) -> Tensor:
         stop = min(start + run, half)
         place, misses = _search(keys, deltas[start:stop], table[start:stop], rows)
         # Cell k of the searched half and cell volume - 1 - k are mirrors.
-        first = tuple((volume - 1 - cell) * count for cell in range(start, stop))
-        cells = torch.where(misses, spare, place + constant(first, device)[:, None])
+        first = torch.arange((volume - 1 - start) * count, (volume - 1 - stop) * count, -count, device=device)
+        cells = torch.where(misses, spare, place + first[:, None])
         table.view(-1)[cells] = rows
     return table[:volume]
 
