@@ -107,10 +107,11 @@ def sparse_conv(
     >>> sparse_conv(torch.tensor([[1.0], [2.0]]), torch.tensor([[[1.0], [10.0], [100.0]]]), near).tolist()
     [[210.0], [21.0]]
     """
-    named = sparse_conv_operands(features, weight, kernel_map, bias, groups=groups)
+    named = _values(features, weight, kernel_map, bias, groups)
     if kernel_map is not None and takes_table(kernel_map, named["In"], named["W"], options):
         result = table_conv(named["In"], named["W"], kernel_map, options)
     else:
+        named |= {} if kernel_map is None else kernel_map.tensors
         expression = sparse_conv_expression(groups=groups, pointwise=kernel_map is None)
         result = run(expression, FACTS, named, options, _out_shape(kernel_map, groups))
     if groups > 1:
@@ -128,10 +129,11 @@ def sparse_conv_call(
     options: Options = DEFAULT,
 ) -> tuple[str, dict[str, Tensor], tuple[int | None, ...]]:
     """The statement that `sparse_conv` runs on these tensors, its operands by name, and the output's shape."""
-    named = sparse_conv_operands(features, weight, kernel_map, bias, groups=groups)
+    named = _values(features, weight, kernel_map, bias, groups)
     shape = _out_shape(kernel_map, groups)
     if kernel_map is not None and takes_table(kernel_map, named["In"], named["W"], options):
         return table_statement(groups=groups), table_operands(named["In"], named["W"], kernel_map), shape
+    named |= {} if kernel_map is None else kernel_map.tensors
     return sparse_conv_expression(groups=groups, pointwise=kernel_map is None), named, shape
 
 
@@ -151,10 +153,18 @@ def sparse_conv_operands(
     features: Tensor, weight: Tensor, kernel_map: KernelMap | None, bias: Tensor | None = None, *, groups: int = 1
 ) -> dict[str, Tensor]:
     """The tensors of a convolution by their names in its statement, after all checks; see `sparse_conv`."""
+    named = _values(features, weight, kernel_map, bias, groups)
+    return named if kernel_map is None else {**named, **kernel_map.tensors}
+
+
+def _values(
+    features: Tensor, weight: Tensor, kernel_map: KernelMap | None, bias: Tensor | None, groups: int
+) -> dict[str, Tensor]:
+    """The operands without the map's index tensors, of which a map has two kinds, made when they are asked for."""
     pointwise = kernel_map is None
     expression = sparse_conv_expression(groups=groups, pointwise=pointwise)
     if kernel_map is not None:
-        check_features("sparse_conv", features, kernel_map.num_inputs, kernel_map.in_index.device)
+        check_features("sparse_conv", features, kernel_map.num_inputs, kernel_map.device)
     else:
         check_features("sparse_conv", features)
     features, weight = to_autocast(features, weight)
@@ -168,8 +178,7 @@ def sparse_conv_operands(
         cells = cells.squeeze(0)
     cells = cells.contiguous()
     source = features if groups == 1 else features.unflatten(1, (groups, inputs))
-    index = {} if kernel_map is None else dict(kernel_map.tensors)
-    return {"In": source, "W": cells, **index}
+    return {"In": source, "W": cells}
 
 
 def to_autocast(*tensors: Tensor) -> tuple[Tensor, ...]:

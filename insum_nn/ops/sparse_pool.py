@@ -58,7 +58,7 @@ def sparse_max_pool(features: Tensor, kernel_map: KernelMap, *, options: Options
     Returns:
         `Out`, (m, C).
     """
-    check_features("sparse_max_pool", features, kernel_map.num_inputs, kernel_map.in_index.device)
+    check_features("sparse_max_pool", features, kernel_map.num_inputs, kernel_map.device)
     named = {"In": features, "InIdx": kernel_map.in_index, "OutIdx": kernel_map.out_index}
     return run(SPARSE_MAX_POOL, FACTS, named, options, (kernel_map.num_outputs, None))
 
@@ -76,7 +76,7 @@ def sparse_avg_pool(features: Tensor, kernel_map: KernelMap, *, options: Options
     Returns:
         `Out`, (m, C).
     """
-    check_features("sparse_avg_pool", features, kernel_map.num_inputs, kernel_map.in_index.device)
+    check_features("sparse_avg_pool", features, kernel_map.num_inputs, kernel_map.device)
     # Counted exactly, and inverted in float32 at least: a count above 2048 is no half number.
     wide = torch.promote_types(features.dtype, torch.float32)
     inverse = (1 / kernel_map.output_counts(wide).clamp(min=1)).to(features.dtype)
