@@ -10,6 +10,7 @@ with the same weights and on what it saw in the network. Nothing is downloaded.
 from __future__ import annotations
 
 import sys
+import textwrap
 import time
 from collections.abc import Callable, Sequence
 from contextlib import redirect_stdout
@@ -90,6 +91,8 @@ def main(argv: Sequence[str] | None = None, *, size: str = "full") -> float:
     for name, outcome in zip(chosen, outcomes, strict=True):
         pictures = ", ".join(picture.name for picture in outcome.pictures)
         print(f"pictures and report: {options.out / name} ({pictures})")
+        for page in (picture for picture in outcome.pictures if picture.suffix == ".html"):
+            print(f"what {page.name} shows, in short:\n{textwrap.indent(page.with_suffix('.txt').read_text(), '  ')}")
     worst = max(outcome.difference / outcome.largest for outcome in outcomes)
     if not worst <= _training.ROUNDING:
         raise SystemExit(f"a layer differs from its peer by {worst:.1e} of the largest value")

@@ -272,10 +272,11 @@ def plot(curves: Sequence[Curve], settings: Settings, path: Path) -> Path:
 
 
 def write_kernel(model: GCN, graph: Graph, path: Path) -> Path:
-    """What became of a layer's statement, as a page: loop nest, plan, code, a picture."""
-    layer = model.layers[0]
+    """What became of a layer's statement: loop nest, plan, code and a picture as a page, and in short as text."""
+    explanation = model.layers[0].explain_statement(graph.features, graph.edge_index)
     path.parent.mkdir(parents=True, exist_ok=True)
-    path.write_text(layer.explain_statement(graph.features, graph.edge_index).html(), encoding="utf-8")
+    path.write_text(explanation.html(), encoding="utf-8")
+    path.with_suffix(".txt").write_text(explanation.short(), encoding="utf-8")
     return path
 
 
