@@ -252,8 +252,12 @@ def _execute(
     spec: Spec, tensors: Sequence[Tensor], start: Tensor | None, extents: Extents, key: Key | None = None
 ) -> Tensor:
     if _traced(tensors) or _traced((start,)):
-        return torch.ops.insum_nn.run(spec.to_json(), list(tensors), start, list(extents.indices), list(extents.output))
+        return _registered(spec, tensors, start, extents)
     return run_spec(spec, tensors, start, extents, key)
+
+
+def _registered(spec: Spec, tensors: Sequence[Tensor], start: Tensor | None, extents: Extents) -> Tensor:
+    return torch.ops.insum_nn.run(spec.to_json(), list(tensors), start, list(extents.indices), list(extents.output))
 
 
 def apply(
@@ -264,7 +268,7 @@ def apply(
     if transformed and not torch.compiler.is_compiling():
         return _Transformed.apply(_Call(spec, extents.indices, extents.output), start, *tensors)  # type: ignore[no-any-return]
     if _traced(tensors) or (start is not None and _traced((start,))):
-        return torch.ops.insum_nn.run(spec.to_json(), list(tensors), start, list(extents.indices), list(extents.output))
+        return _registered(spec, tensors, start, extents)
     if torch.is_grad_enabled():
         for tensor in tensors:
             if tensor.requires_grad:

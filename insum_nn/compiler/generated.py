@@ -14,7 +14,7 @@ from insum_nn.compiler.kernel_form import Form, make_form
 from insum_nn.compiler.kernel_schedule import Precision, Schedule
 from insum_nn.compiler.kernel_source import Source
 from insum_nn.compiler.options import Options
-from insum_nn.compiler.owners import Owners, owners_of
+from insum_nn.compiler.owners import Owners, owners_for, owners_of
 from insum_nn.compiler.triton_lowering import Kernel, precision_of, prepare_kernel
 from insum_nn.compiler.tuning import Measurement, choose_schedule
 from insum_nn.facts import StaticTable
@@ -59,7 +59,6 @@ class Generated:
         self.source: Source | None = None
         self.measurements: tuple[Measurement, ...] = ()
         self._schedules: dict[tuple[int, ...], Schedule] = {}
-        self._kernels: dict[tuple[object, ...], Kernel] = {}
         self._lock = threading.RLock()
 
     def prepare(
@@ -103,10 +102,7 @@ class Generated:
         """The kernel for a call, and each choice behind it with its reason."""
         form = self.form
         schedule = self._schedule(tensors, extents, start)
-        owners = None
-        if form.owner is not None:
-            index = tensors[form.bound.layout.tensors.index(form.owner.name)]
-            owners = owners_of(index, extents.output[form.owner_axis], form.permuted, schedule.share)
+        owners = owners_for(form, tensors, extents, schedule.share)
         source = self._kernel(schedule, tensors, extents, start, owners).source
         return source, (_combining(form), *_schedule_choice(schedule, self.measurements), *_written_out(form))
 

@@ -63,17 +63,14 @@ class _Writer(KernelLoops):
             For each output cell: its accumulator, the accumulator's axes, and the cell.
         """
         self.open_loops()
-        by_target: dict[str, list[Point]] = {}
-        for point in points:
-            by_target.setdefault(str(point.target), []).append(point)
+        by_target = _by_target(points)
         axes = join_axes(*(a for a in self.axes if a != "k"))
         results: dict[str, tuple[str, str, Read]] = {}
         for key, group in by_target.items():
             name = self.fresh("acc")
             swapped = self.product is not None and self.schedule.swap
             order = axes[::-1] if swapped else axes
-            shape = "(" + ", ".join(str(self.axes[a].lanes) for a in order) + ("," if len(order) == 1 else "") + ")"
-            self.scopes[0].lines.append(f"{name} = tl.zeros({shape if order else '()'}, {self.type})")
+            self.scopes[0].lines.append(f"{name} = tl.zeros({self.shape(order)}, {self.type})")
             if self.product is None:
                 self.sums(name, group, axes)
             results[key] = (name, order, group[0].target)
@@ -82,14 +79,9 @@ class _Writer(KernelLoops):
             self.dots(list(zip(names, by_target.values(), strict=True)))
         return results
 
-    def values(self, points: Sequence[Point]) -> list[list[Value]]:
-        return [[self.load(read) for read in point.reads] for point in points]
-
     def sums(self, name: str, points: Sequence[Point], axes: str) -> None:
         """Add the points' products, summed along the lanes of k, to an accumulator."""
-        values = self.values(points)
-        terms = [(p.number, tuple(v)) for p, v in zip(points, values, strict=True)]
-        total = self.factored(terms)
+        total = self.factored([(p.number, tuple(self.load(read) for read in p.reads)) for p in points])
         masks = [self.masks[a] for a in ("k", "e") if a in self.masks]
         if "k" in self.axes:
             whole = join_axes(total.axes, "k", *(m.axes for m in masks))
@@ -253,11 +245,17 @@ def _tiles(form: Form, layout: Layout, schedule: Schedule) -> list[tuple[str, in
     return tiles
 
 
-def _parts(points: Sequence[Point], groups: int) -> list[list[Point]]:
-    """Points divided by the cells they add to, into parts of like work."""
+def _by_target(points: Sequence[Point]) -> dict[str, list[Point]]:
+    """Points by the output cell that they add to."""
     cells: dict[str, list[Point]] = {}
     for point in points:
         cells.setdefault(str(point.target), []).append(point)
+    return cells
+
+
+def _parts(points: Sequence[Point], groups: int) -> list[list[Point]]:
+    """Points divided by the cells they add to, into parts of like work."""
+    cells = _by_target(points)
     total = sum(4 + len(group) for group in cells.values())
     parts: list[list[Point]] = [[] for _ in range(min(groups, len(cells)))]
     done = 0

@@ -7,12 +7,17 @@ what is built from an index tensor is kept for as long as the tensor lives and i
 from __future__ import annotations
 
 import weakref
+from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import TypeVar
 
 import torch
 from torch import Tensor
 
-__all__ = ["Owners", "clear_owners", "known_owners", "owners_of", "steps_of"]
+from insum_nn.compiler.bind import Extents
+from insum_nn.compiler.kernel_form import Form
+
+__all__ = ["Owners", "clear_owners", "known_owners", "owners_for", "owners_of", "steps_of"]
 
 # Index tensors whose owners are kept.
 _LIMIT = 256
@@ -58,7 +63,9 @@ class Owners:
         return torch.segment_reduce(flat, "sum", lengths=self.lengths, axis=0, unsafe=True).reshape(shape)
 
 
-_known: dict[tuple[int, int, int, bool, int], tuple[weakref.ref[Tensor], Owners]] = {}
+Key = tuple[int, ...]
+Built = TypeVar("Built")
+_known: dict[Key, tuple[weakref.ref[Tensor], Owners]] = {}
 
 
 def clear_owners() -> None:
@@ -67,14 +74,35 @@ def clear_owners() -> None:
     _steps.clear()
 
 
-def _key(index: Tensor, rows: int, permuted: bool, share: int) -> tuple[int, int, int, bool, int]:
-    return (id(index), 0 if index.is_inference() else index._version, rows, permuted, share)
+def _key(index: Tensor, *rest: int) -> Key:
+    return (id(index), 0 if index.is_inference() else index._version, *rest)
+
+
+def _find(known: dict[Key, tuple[weakref.ref[Tensor], Built]], key: Key, index: Tensor) -> Built | None:
+    found = known.get(key)
+    return found[1] if found is not None and found[0]() is index else None
+
+
+def _keep(known: dict[Key, tuple[weakref.ref[Tensor], Built]], key: Key, index: Tensor, built: Built) -> None:
+    """Keep what was built from a tensor until it dies; a tensor without versions could change unseen."""
+    if index.is_inference():
+        return
+    while len(known) >= _LIMIT:
+        del known[next(iter(known))]
+    known[key] = (weakref.ref(index, lambda _: known.pop(key, None)), built)
 
 
 def known_owners(index: Tensor, rows: int, permuted: bool, share: int) -> Owners | None:
     """The owners of an index tensor, if they were built before."""
-    found = _known.get(_key(index, rows, permuted, share))
-    return found[1] if found is not None and found[0]() is index else None
+    return _find(_known, _key(index, rows, permuted, share), index)
+
+
+def owners_for(form: Form, tensors: Sequence[Tensor], extents: Extents, share: int) -> Owners | None:
+    """The owners of a form's terms in a call; `None` where nothing owns them."""
+    if form.owner is None:
+        return None
+    index = tensors[form.bound.layout.tensors.index(form.owner.name)]
+    return owners_of(index, extents.output[form.owner_axis], form.permuted, share)
 
 
 def owners_of(index: Tensor, rows: int, permuted: bool, share: int) -> Owners:
@@ -90,11 +118,7 @@ def owners_of(index: Tensor, rows: int, permuted: bool, share: int) -> Owners:
     if found is None:
         with torch.inference_mode(False), torch.no_grad():
             found = _build(index, rows, permuted, share)
-        if not index.is_inference():
-            key = _key(index, rows, permuted, share)
-            while len(_known) >= _LIMIT:
-                del _known[next(iter(_known))]
-            _known[key] = (weakref.ref(index, lambda _: _known.pop(key, None)), found)
+        _keep(_known, _key(index, rows, permuted, share), index, found)
     return found
 
 
@@ -137,7 +161,7 @@ def _build(index: Tensor, rows: int, permuted: bool, share: int) -> Owners:
 
 
 # For each tile of an index tensor's columns, the rows in which some column has an entry.
-_steps: dict[tuple[int, int, int], tuple[weakref.ref[Tensor], Tensor]] = {}
+_steps: dict[Key, tuple[weakref.ref[Tensor], Tensor]] = {}
 
 
 def steps_of(index: Tensor, tile: int) -> Tensor:
@@ -146,10 +170,10 @@ def steps_of(index: Tensor, tile: int) -> Tensor:
     Returns:
         (tiles, 1 + k): the number of such rows, then the rows, ascending.
     """
-    key = (id(index), 0 if index.is_inference() else index._version, tile)
-    found = _steps.get(key)
-    if found is not None and found[0]() is index:
-        return found[1]
+    key = _key(index, tile)
+    found = _find(_steps, key, index)
+    if found is not None:
+        return found
     with torch.inference_mode(False), torch.no_grad():
         rows, columns = index.shape
         tiles = -(-columns // tile)
@@ -158,8 +182,5 @@ def steps_of(index: Tensor, tile: int) -> Tensor:
         present = present.reshape(rows, tiles, tile).any(2).t()
         order = torch.argsort(~present, dim=1, stable=True)
         steps = torch.cat([present.sum(1, keepdim=True), order], 1).to(torch.int32)
-    if not index.is_inference():
-        while len(_steps) >= _LIMIT:
-            del _steps[next(iter(_steps))]
-        _steps[key] = (weakref.ref(index, lambda _: _steps.pop(key, None)), steps)
+    _keep(_steps, key, index, steps)
     return steps

@@ -22,7 +22,7 @@ from insum_nn.compiler.inductor import cache_folder
 from insum_nn.compiler.kernel_form import Form
 from insum_nn.compiler.kernel_schedule import Precision, Schedule, candidates, default_schedule
 from insum_nn.compiler.options import Options
-from insum_nn.compiler.owners import owners_of
+from insum_nn.compiler.owners import owners_for
 from insum_nn.compiler.triton_lowering import interpreted, prepare_kernel
 from insum_nn.facts import StaticTable
 
@@ -119,10 +119,7 @@ class _Trial:
         self.tensors = tensors
         self.start = start
         self.compiled: Future[bool] | None = None
-        self.owners = None
-        if form.owner is not None:
-            index = tensors[form.bound.layout.tensors.index(form.owner.name)]
-            self.owners = owners_of(index, extents.output[form.owner_axis], form.permuted, schedule.share)
+        self.owners = owners_for(form, tensors, extents, schedule.share)
         self.kernel = prepare_kernel(form, schedule, tensors, start, extents, precision, self.owners)
 
     def compile(self) -> bool:
