@@ -18,7 +18,7 @@ from typing import Literal
 import torch
 from torch import Tensor
 
-from insum_nn.compiler.api import Given, Program, compile, generates_kernels
+from insum_nn.compiler.api import Program, compile, generates_kernels
 from insum_nn.compiler.options import Options
 from insum_nn.facts import IndexFacts
 from insum_nn.ops.graph_matrix import TensorCache
@@ -51,7 +51,7 @@ def takes_columns(x: Tensor, weight: Tensor, options: Options) -> bool:
     """Whether a product of (n, k) samples with (p, a, b) blocks is better formed from transposed samples."""
     if x.device.type != "cuda" or options.backend != "auto" or not generates_kernels():
         return False
-    if x.shape[0] < _SAMPLES or min(weight.shape[1:]) < 16 or weight.shape[2] * weight.element_size() > _PIECE:
+    if x.shape[0] < _SAMPLES or weight.shape[0] == 0 or min(weight.shape[1:]) < 16 or weight.shape[2] * weight.element_size() > _PIECE:
         return False
     return weight.dtype != torch.float64 and x.dtype == weight.dtype and ordinary(x, weight)
 
@@ -102,20 +102,22 @@ class BlockColumns:
         """The tensors of `COLUMNS["Y"]` by name."""
         return {**self.index, "W": weight, "X": _columns(x, self.grid[1])}
 
-    def sum(self, wanted: str, a: Tensor, b: Tensor) -> Tensor:
+    def sum(self, wanted: str, a: Tensor, b: Tensor, made: dict[str, Tensor]) -> Tensor:
         """The tensor of that name; nothing is recorded."""
-        run: Given = self._given[wanted]
+        run, (rows, cols) = self._given[wanted], self.grid
         if wanted == "W":
-            count = {"Y": self.grid[0], "X": self.grid[1]}
-            places = self.index["Row"].shape[0]
-            sizes = (a.shape[1] // count["Y"], b.shape[1] // count["X"])
-            return run(_columns(a, count["Y"]), _columns(b, count["X"]), out_shape=(places, *sizes))
-        rows, cols = self.grid
-        read, written, block = (cols, rows, a.shape[1]) if wanted == "Y" else (rows, cols, a.shape[2])
-        shape = (b.shape[0], written, block)
-        return run(a.contiguous(), _columns(b, read), out_shape=shape).flatten(1)
+            y, x = self._columns("Y", a, made), self._columns("X", b, made)
+            return run(y, x, out_shape=(self.index["Row"].shape[0], y.shape[1], x.shape[1]))
+        read, shape = ("X", (rows, a.shape[1])) if wanted == "Y" else ("Y", (cols, a.shape[2]))
+        return run(a.contiguous(), self._columns(read, b, made), out_shape=(b.shape[0], *shape)).flatten(1)
+
+    def _columns(self, name: str, samples: Tensor, made: dict[str, Tensor]) -> Tensor:
+        if name not in made:
+            made[name] = _columns(samples, self.grid[name == "X"])
+        return made[name]
 
 
 def _columns(samples: Tensor, blocks: int) -> Tensor:
     """(n, blocks * b) samples as (blocks, b, n)."""
-    return samples.t().contiguous().unflatten(0, (blocks, -1))
+    columns, count = samples.shape[1], samples.shape[0]
+    return samples.t().contiguous().view(blocks, columns // blocks, count)

@@ -26,8 +26,11 @@ class Trilinear(Protocol):
         """What a sum is made of, by what it leaves."""
         ...
 
-    def sum(self, wanted: str, a: Tensor, b: Tensor) -> Tensor:
-        """The tensor of that name from its operands, in their order; nothing is recorded."""
+    def sum(self, wanted: str, a: Tensor, b: Tensor, made: dict[str, Tensor]) -> Tensor:
+        """The tensor of that name from its operands, in their order; nothing is recorded.
+
+        `made` is for what one sum makes of an operand and the next sum of the same three tensors can use, by name.
+        """
         ...
 
 
@@ -43,7 +46,7 @@ def contract(form: Trilinear, wanted: str, a: Tensor, b: Tensor) -> Tensor:
     if torch.is_grad_enabled() and (a.requires_grad or b.requires_grad):
         return _Contract.apply(form, wanted, a, b)  # type: ignore[no-any-return]
     with torch.no_grad():
-        return form.sum(wanted, a, b)
+        return form.sum(wanted, a, b, {})
 
 
 _PLAIN = (Tensor, torch.nn.Parameter)
@@ -61,15 +64,20 @@ class _Contract(torch.autograd.Function):
     def forward(ctx: Any, form: Trilinear, wanted: str, a: Tensor, b: Tensor) -> Tensor:
         ctx.save_for_backward(a, b)
         ctx.rest = form, wanted
-        return form.sum(wanted, a, b)
+        return form.sum(wanted, a, b, {})
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
         form, left = ctx.rest
         names = form.operands[left]
         known = {left: grads[0], **dict(zip(names, ctx.saved_tensors, strict=True))}
+        learned = torch.is_grad_enabled()
+        made: dict[str, Tensor] = {}
         found: list[Tensor | None] = []
         for wanted, needed in zip(names, ctx.needs_input_grad[2:], strict=True):
+            if not needed:
+                found.append(None)
+                continue
             a, b = (known[other] for other in form.operands[wanted])
-            found.append(contract(form, wanted, a, b) if needed else None)
+            found.append(contract(form, wanted, a, b) if learned else form.sum(wanted, a, b, made))
         return None, None, *found
