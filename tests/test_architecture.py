@@ -35,6 +35,7 @@ COMPILER_ORDER = [
     "parser",
     "check",
     "options",
+    "epilogue",
     "gradient",
     "bind",
     "extents",
@@ -51,6 +52,7 @@ COMPILER_ORDER = [
     "kernel_form",
     "kernel_schedule",
     "kernel_text",
+    "kernel_epilogue",
     "kernel_loops",
     "kernel_source",
     "owners",
@@ -66,6 +68,7 @@ COMPILER_ORDER = [
     "explain_loops",
     "explain_flow",
     "explain",
+    "program",
     "api",
     "__init__",
 ]

@@ -71,6 +71,15 @@ class Executable:
         self, tensors: Sequence[Tensor], extents: Extents, start: Tensor | None
     ) -> Callable[[Sequence[Tensor], Tensor | None], Tensor]:
         """Everything that sizes decide, decided: what is returned runs on any tensors of these shapes."""
+        run = self._prepared(tensors, extents, start)
+        epilogue, dtype = self.plan.bound.epilogue, self.plan.bound.dtype
+        if isinstance(self.run, Generated) or not epilogue:
+            return run
+        return lambda tensors, start: epilogue(run(tensors, start), dtype)
+
+    def _prepared(
+        self, tensors: Sequence[Tensor], extents: Extents, start: Tensor | None
+    ) -> Callable[[Sequence[Tensor], Tensor | None], Tensor]:
         arguments = _integers(self.plan.bound, extents)
         if self.pieces is not None:
             step = _piece(self.plan, extents)

@@ -75,14 +75,16 @@ class Generated:
         share, permuted = schedule.share, form.permuted
 
         def run(tensors: Sequence[Tensor], start: Tensor | None) -> Tensor:
-            if start is not None:
-                start = start.detach().contiguous()
             owners = None
             key: object = None
             if place >= 0:
                 owners = owners_of(tensors[place], rows, permuted, share)
                 if owners.end is not None:
                     key = owners.rows
+            if start is not None:
+                start = start.detach()
+                if not start.is_contiguous():
+                    key = (key, "start", *start.stride())
             for tensor in tensors:
                 if not tensor.is_contiguous():
                     key = (key, *(t.stride() for t in tensors))

@@ -7,6 +7,7 @@ from dataclasses import dataclass, replace
 
 import torch
 
+from insum_nn.compiler.kernel_epilogue import activated, finishes
 from insum_nn.compiler.kernel_form import OWNER, Form, Point, Read, Sub
 from insum_nn.compiler.kernel_loops import KernelLoops
 from insum_nn.compiler.kernel_schedule import Layout, Precision, Schedule, place_indices
@@ -28,6 +29,7 @@ class Source:
 
     Attributes:
         grid: (index or "", values per program) for each factor of the number of programs, the fastest first.
+        finished: it stores the output itself; else sums, to which the start and the epilogue are yet to come.
     """
 
     text: str
@@ -35,6 +37,7 @@ class Source:
     grid: tuple[tuple[str, int], ...]
     schedule: Schedule
     accumulator: torch.dtype
+    finished: bool
 
 
 class _Writer(KernelLoops):
@@ -215,10 +218,35 @@ class _Writer(KernelLoops):
             conditions = [*conditions, kept]
         when = self.when(conditions, axes)
         if form.bound.has_start:
-            first = f"tl.load({self.parameters('start')} + {where}{when}).to({self.type})"
+            first = self.first(subs, axes, where, when)
             value = f"{value} + {first}"
+        if form.bound.epilogue.activation is not None:
+            total = self.fresh("total")
+            lines.append(f"{total} = {value}")
+            value = activated(form, total)
         lines.append(f"tl.store({out} + {where}, {value}{when})")
         return lines
+
+    def first(self, subs: Sequence[Sub], axes: str, where: str, when: str) -> str:
+        """The starting value of a tile: read where the output is written, or through strides of its own.
+
+        Along an axis of stride 0 it is not read again: a bias is one number for each column.
+        """
+        start, steps = self.parameters("start"), self.strides.start
+        if steps is None:
+            return f"tl.load({start} + {where}{when}).to({self.type})"
+        used = [axis for axis, step in enumerate(steps) if step != "0"]
+        varying = [subs[axis] for axis in used]
+        step = [steps[axis] or self.parameters("start_stride", "", axis) for axis in used]
+        offset, conditions = self.address(varying, lambda place: step[place], "@start")
+        for index in dict.fromkeys(Read("@out", tuple(varying)).indices()):
+            conditions += [self.masks[a] for a in self.indices[index].axes if a in self.masks]
+        own = join_axes(offset.axes, *(c.axes for c in conditions))
+        mask = self.when(conditions, own)
+        other = ", other=0.0" if mask else ""
+        found = Value(f"tl.load({start} + {self.reach(offset, own)}{mask}{other}).to({self.type})", own, 0)
+        found = self.define("first", found.text, own, 0)
+        return spread(found, axes)
 
     def out_stride(self, subs: Sequence[Sub], axis: int) -> str:
         known = 1
@@ -294,4 +322,5 @@ def write_kernel(form: Form, schedule: Schedule, strides: Strides, precision: Pr
     )
     grid = (*((("@part", len(parts)),) if len(parts) > 1 else ()), *tiles)
     accumulator = torch.float64 if form.bound.dtype == torch.float64 else torch.float32
-    return Source(text + "\n", arguments, grid, replace(schedule, groups=len(parts)), accumulator)
+    schedule = replace(schedule, groups=len(parts))
+    return Source(text + "\n", arguments, grid, schedule, accumulator, finishes(form, schedule))

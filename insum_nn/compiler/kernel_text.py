@@ -37,11 +37,13 @@ class Strides:
         contiguous: for each tensor of the layout.
         wide: some offset needs 64 bits.
         split: the owner's rows are divided among programs.
+        start: how the starting value is addressed; see `start_steps`.
     """
 
     contiguous: tuple[bool, ...]
     wide: bool = False
     split: bool = False
+    start: tuple[str, ...] | None = None
 
 
 @dataclass(slots=True)
