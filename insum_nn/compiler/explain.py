@@ -24,8 +24,8 @@ from insum_nn.compiler.explain_flow import data_flow
 from insum_nn.compiler.explain_html import Section, Table, page, panel
 from insum_nn.compiler.explain_loops import (
     ExtentSource,
-    epilogue_line,
     clip,
+    epilogue_line,
     extent_sources,
     initial_line,
     loop_lines,

@@ -134,7 +134,7 @@ def _given_shape(
                     f"{own[axis]}",
                     expression=statement.text,
                     spans=[statement.output.subscripts[axis].span],
-                    fix="drop out_shape=; the starting value gives the shape. An axis of extent 1 broadcasts.",
+                    fix="drop out_shape=; the starting value gives the shape.",
                     expected=extent,
                     got=own[axis],
                 )

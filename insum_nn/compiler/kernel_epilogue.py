@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-
 from torch import Tensor
 
 from insum_nn.compiler.kernel_form import Form
@@ -39,8 +37,3 @@ def start_steps(start: Tensor | None) -> tuple[str, ...] | None:
 
 def _step(extent: int, step: int) -> str:
     return "0" if extent == 1 or step == 0 else "1" if step == 1 else ""
-
-
-def used_axes(steps: Sequence[str]) -> list[int]:
-    """The axes that a starting value varies along."""
-    return [axis for axis, step in enumerate(steps) if step != "0"]

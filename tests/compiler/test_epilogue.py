@@ -290,7 +290,7 @@ def test_a_start_broadcasts_where_something_else_says_how_far():
     assert insum_nn.insum(SPMM, tensors={**tensors, "C": one}).shape == (1, 3)
     with pytest.raises(InsumShapeError, match="unknown"):
         insum_nn.insum(SPMM, tensors={**tensors, "C": one[0]})
-    with pytest.raises(InsumShapeError, match="extents, 3 and 2"):
+    with pytest.raises(InsumShapeError, match="extents, 2 and 3"):
         insum_nn.insum(SPMM, tensors={**tensors, "C": one[0, :2]}, out_shape=(5, None))
     with pytest.raises(InsumShapeError, match="out_shape"):
         insum_nn.insum(SPMM, tensors={**tensors, "C": one.expand(4, 3)}, out_shape=(5, None))
