@@ -18,6 +18,7 @@ from torch import Tensor
 from insum_nn.compiler import inductor
 from insum_nn.compiler.ast import Statement
 from insum_nn.compiler.bind import Bound, Extents, layout_of
+from insum_nn.compiler.chained import Chained
 from insum_nn.compiler.epilogue import PLAIN, Epilogue
 from insum_nn.compiler.execution import Executable, split_arguments
 from insum_nn.compiler.explain_flow import data_flow
@@ -313,7 +314,7 @@ def explain_program(
     else:
         empty = "the index space is empty, so no term is computed"
         reason = "pass tensors to see it" if extents is None else empty
-    generated = program.run if program is not None and isinstance(program.run, Generated) else None
+    generated = program.run if program is not None and isinstance(program.run, Generated | Chained) else None
     sources: list[str] = []
     choices: tuple[Decision, ...] = ()
     schedule = _schedule(program) if program is not None else None

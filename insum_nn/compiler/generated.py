@@ -34,6 +34,7 @@ class Generated:
         output: the output's shape in the first call.
         tables: static tensors by name.
         options: compile options.
+        form: what to compute, where that is not for the statement alone to say.
 
     Raises:
         FormError: the statement is not of the generator's kind.
@@ -51,10 +52,13 @@ class Generated:
         output: Sequence[int],
         tables: dict[str, StaticTable],
         options: Options,
+        *,
+        form: Form | None = None,
     ) -> None:
         self.options = options
         self.tables = tables
-        self.form = make_form(bound, sizes, output, tables, deterministic=options.deterministic, prefer_own=True)
+        deterministic = options.deterministic
+        self.form = form or make_form(bound, sizes, output, tables, deterministic=deterministic, prefer_own=True)
         self.precision: Precision = precision_of(bound.dtype, options.precision)
         self.source: Source | None = None
         self.measurements: tuple[Measurement, ...] = ()

@@ -9,8 +9,8 @@ import torch
 
 from insum_nn.compiler.kernel_epilogue import activated, finishes
 from insum_nn.compiler.kernel_form import OWNER, Form, Point, Read, Sub
-from insum_nn.compiler.kernel_loops import KernelLoops
 from insum_nn.compiler.kernel_schedule import Layout, Precision, Schedule, place_indices
+from insum_nn.compiler.kernel_tail import KernelTail
 from insum_nn.compiler.kernel_text import Argument, Parameters, Strides, Value, join_axes, spread
 
 __all__ = ["Source", "write_kernel"]
@@ -40,7 +40,7 @@ class Source:
     finished: bool
 
 
-class _Writer(KernelLoops):
+class _Writer(KernelTail):
     """Writes the body of a kernel for some of the points."""
 
     def write(self, points: Sequence[Point], tiles: Sequence[tuple[str, int]], pid: str) -> list[str]:
@@ -51,7 +51,10 @@ class _Writer(KernelLoops):
             if axis in self.axes and self.axes[axis].first not in tiled:
                 self.lane_indices(axis, "0", 0)
         results = self.emit(points)
-        tail = [line for name, order, target in results.values() for line in self.store(name, order, target)]
+        if self.form.tail is None:
+            tail = [line for name, order, target in results.values() for line in self.store(name, order, target)]
+        else:
+            tail = [line for name, _, target in results.values() for line in self.multiplied(name, target, self.store)]
         lines: list[str] = []
         for depth, scope in enumerate(self.scopes):
             if scope.head:

@@ -1,0 +1,93 @@
+"""A matrix product at the end of a kernel: sums in registers times a weight, before they are stored.
+
+    C[i,n] += T[i,k] * W[k,n]        with T[i,:] the sum that a program has just formed for the rows that it owns
+
+The rows of `T` never reach memory. Parts of divided rows go through the product too, which is linear.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import replace
+
+import torch
+
+from insum_nn.compiler.bind import Bound
+from insum_nn.compiler.kernel_form import Form, FormError, Read, Sub, Tail
+from insum_nn.compiler.kernel_loops import KernelLoops
+from insum_nn.compiler.kernel_schedule import Axis
+
+__all__ = ["KernelTail", "with_tail"]
+
+# A tile holds whole rows of T; the weight's columns pass by in tiles.
+_LIMIT = 256
+
+
+def with_tail(sums: Form, bound: Bound, tail: Tail) -> Form:
+    """The form of a whole statement, from that of its sum and the product after it.
+
+    Raises:
+        FormError: the product does not fit behind the sum.
+    """
+    if bound.dtype == torch.float64:
+        raise FormError("the matrix unit takes no float64")
+    static = dict(bound.static)
+    for index in (tail.inner, tail.outer):
+        if index not in static:
+            raise FormError(f"the extent of '{index}' is not compiled in, so the tile of sums has no size")
+        if static[index] > _LIMIT:
+            raise FormError(f"'{index}' runs to {static[index]}, and a tile has at most {_LIMIT} numbers a row")
+    if sums.combine != "own":
+        raise FormError("no program has all terms of an output row")
+    if len(sums.points) != 1:
+        raise FormError("terms are written out")
+    return replace(sums, bound=bound, tail=tail)
+
+
+class KernelTail(KernelLoops):
+    """Multiplies accumulators by a weight, tile by tile of its columns."""
+
+    def multiplied(self, total: str, target: Read, store: Callable[[str, str, Read], list[str]]) -> list[str]:
+        """The lines that multiply an accumulator by the weight and store the product.
+
+        Args:
+            total: the accumulator, rows by the index that is summed.
+            target: the cell that it would be stored in.
+            store: writes the lines that store a tile.
+        """
+        tail = self.form.tail
+        assert tail is not None
+        kind = {torch.float16: "tl.float16", torch.bfloat16: "tl.bfloat16"}.get(self.form.bound.dtype, "tl.float32")
+        how = f", input_precision='{self.precision}'" if kind == "tl.float32" else ""
+        inner, mask, rows = self.indices[tail.inner].text, self.masks.pop("n", None), self.axes["n"].lanes
+        # What lies beyond the last number of a row must not meet the weight, not even as NaN.
+        clean = total if mask is None else f"tl.where({mask.text}[None, :], {total}, 0.0)"
+        left = self.fresh("left")
+        lines = [f"{left} = {clean}.to({kind})"]
+        extent = self.form.static[tail.outer]
+        lanes = max(16, min(self.schedule.tail, 1 << max(0, extent - 1).bit_length()))
+        place = self.form.bound.layout.tensors.index(tail.weight)
+        read = Read(tail.weight, tuple(map(_plain, tail.subscripts)))
+        steps = {i: self.stride(place, axis, read) for axis, i in enumerate(tail.subscripts)}
+        cell = Read(target.name, tuple(_plain(tail.outer) if s.plain == tail.inner else s for s in target.subs))
+        self.axes["n"] = Axis((tail.outer,), lanes, lanes, ())
+        for base in range(0, extent, lanes):
+            column = self.define("c", f"(tl.arange(0, {lanes}) + {base}).to({self.int})", "n", 0)
+            inside = [f"{mask.text}[:, None]"] if mask else []
+            self.masks.pop("n", None)
+            if base + lanes > extent:
+                self.masks["n"] = self.define("ok", f"{column.text} < {extent}", "n", 0)
+                inside.append(f"{self.masks['n'].text}[None, :]")
+            where = f"({inner} * {steps[tail.inner]})[:, None] + ({column.text} * {steps[tail.outer]})[None, :]"
+            whole = f"(tl.zeros(({rows}, {lanes}), tl.int32) == 0)"
+            other = f", mask={' & '.join([whole, *inside])}, other=0.0" if inside else ""
+            weight, tile = self.fresh("w"), self.fresh("tile")
+            lines.append(f"{weight} = tl.load({self.parameters('tensor', tail.weight)} + {where}{other})")
+            lines.append(f"{tile} = tl.dot({left}, {weight}{how})")
+            self.indices[tail.outer] = column
+            lines += store(tile, "mn", cell)
+        return lines
+
+
+def _plain(index: str) -> Sub:
+    return Sub(((1, index),), 0, True)
