@@ -226,7 +226,9 @@ def _default_tail(form: Form, tail: Tail) -> Schedule:
     n = max(16, _power(form.static[tail.inner]))
     k = max(1, min(4, 2048 // (16 * n), _power(form.size(ENTRY))))
     share = max(32, min(512, 4 * _power(form.size(ENTRY))))
-    return Schedule(16, n, k, share=share, warps=4 if n <= 128 else 8, tail=min(128, max(16, 8192 // n)))
+    # Weights in float32 are taken apart into several operands, which fill the registers.
+    cells = 8192 if form.wide else 4096
+    return Schedule(16, n, k, share=share, warps=4 if n <= 128 else 8, tail=min(128, max(16, cells // n)))
 
 
 def _default_product(form: Form, product: Product) -> Schedule:
@@ -295,6 +297,7 @@ def _varied(form: Form, base: Schedule) -> Iterator[Schedule]:
                         yield replace(base, m=m, k=k, warps=warps)
         for share in (32, 128, 512):
             yield replace(base, share=share)
+        yield replace(base, tail=max(16, base.tail // 2))
     elif base.dot:
         yield from _varied_products(form, base)
     elif len(form.points) > _MANY_POINTS:

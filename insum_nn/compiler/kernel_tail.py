@@ -71,22 +71,29 @@ class KernelTail(KernelLoops):
         steps = {i: self.stride(place, axis, read) for axis, i in enumerate(tail.subscripts)}
         cell = Read(target.name, tuple(_plain(tail.outer) if s.plain == tail.inner else s for s in target.subs))
         self.axes["n"] = Axis((tail.outer,), lanes, lanes, ())
-        for base in range(0, extent, lanes):
-            column = self.define("c", f"(tl.arange(0, {lanes}) + {base}).to({self.int})", "n", 0)
-            inside = [f"{mask.text}[:, None]"] if mask else []
-            self.masks.pop("n", None)
-            if base + lanes > extent:
-                self.masks["n"] = self.define("ok", f"{column.text} < {extent}", "n", 0)
-                inside.append(f"{self.masks['n'].text}[None, :]")
-            where = f"({inner} * {steps[tail.inner]})[:, None] + ({column.text} * {steps[tail.outer]})[None, :]"
-            whole = f"(tl.zeros(({rows}, {lanes}), tl.int32) == 0)"
-            other = f", mask={' & '.join([whole, *inside])}, other=0.0" if inside else ""
-            weight, tile = self.fresh("w"), self.fresh("tile")
-            lines.append(f"{weight} = tl.load({self.parameters('tensor', tail.weight)} + {where}{other})")
-            lines.append(f"{tile} = tl.dot({left}, {weight}{how})")
-            self.indices[tail.outer] = column
-            lines += store(tile, "mn", cell)
-        return lines
+        before = len(self.scopes[0].lines)
+        base = self.fresh("l") if lanes < extent else "0"
+        column = self.define("c", f"({base} + tl.arange(0, {lanes})).to({self.int})", "n", 0)
+        inside = [f"{mask.text}[:, None]"] if mask else []
+        if extent % lanes:
+            self.masks["n"] = self.define("ok", f"{column.text} < {extent}", "n", 0)
+            inside.append(f"{self.masks['n'].text}[None, :]")
+        where = f"({inner} * {steps[tail.inner]})[:, None] + ({column.text} * {steps[tail.outer]})[None, :]"
+        whole = f"(tl.zeros(({rows}, {lanes}), tl.int32) == 0)"
+        other = f", mask={' & '.join([whole, *inside])}, other=0.0" if inside else ""
+        weight, tile = self.fresh("w"), self.fresh("tile")
+        body = [
+            f"{weight} = tl.load({self.parameters('tensor', tail.weight)} + {where}{other})",
+            f"{tile} = tl.dot({left}, {weight}{how})",
+        ]
+        self.indices[tail.outer] = column
+        body += store(tile, "mn", cell)
+        # What was defined for the product alone belongs to it, and varies with its columns.
+        body = self.scopes[0].lines[before:] + body
+        del self.scopes[0].lines[before:]
+        if lanes >= extent:
+            return lines + body
+        return [*lines, f"for {base} in range(0, {extent}, {lanes}):", *(f"    {line}" for line in body)]
 
 
 def _plain(index: str) -> Sub:
