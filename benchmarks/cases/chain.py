@@ -7,6 +7,7 @@ timed, and so is the one that the program chooses. With bias and ReLU these are 
 from __future__ import annotations
 
 from functools import partial
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -52,7 +53,7 @@ def _candidate(program: Program, named: dict[str, Tensor], rows: int, one: bool,
     raise Unavailable("; ".join(found.run.refused.values()) or "no such candidate")
 
 
-GRID = {
+GRID: dict[str, Any] = {
     "graph": ("ppi", "artist"),
     "k": (32, 64, 128),
     "n": (32, 64, 128),
