@@ -89,7 +89,7 @@ class Chained:
     Attributes:
         candidates: what may run, by name.
         refused: what cannot, and why.
-        measured: microseconds of the candidates that were measured last, by name.
+        measured: microseconds of the candidates that were measured, by name, for each bucket of sizes.
     """
 
     def __init__(
@@ -105,7 +105,7 @@ class Chained:
         self.options = options
         self.candidates: dict[str, Generated | _Staged] = {}
         self.refused: dict[str, str] = {}
-        self.measured: dict[str, float] = {}
+        self.measured: dict[tuple[int, ...], dict[str, float]] = {}
         self._chosen: dict[tuple[int, ...], str] = {}
         self._lock = threading.RLock()
         self._add("one kernel over all terms", lambda: Generated(bound, sizes, output, {}, options))
@@ -130,24 +130,25 @@ class Chained:
 
     def choose(self, tensors: Sequence[Tensor], extents: Extents, start: Tensor | None) -> str:
         """The name of the candidate for a call's sizes: one for all sizes within a factor of two."""
-        bucket = tuple(math.ceil(math.log2(max(1, e))) for e in (*extents.indices, *extents.output))
+        bucket = _bucket(extents)
         with self._lock:
             if bucket not in self._chosen:
                 costs = self.costs(tensors, extents)
                 best = min(costs, key=lambda name: costs[name])
                 near = [name for name in costs if costs[name] <= _HOPELESS * costs[best]]
                 if len(near) > 1 and worth_measuring(self.options, extents):
-                    best = self._measure(near, tensors, extents, start)
+                    times = self.measured[bucket] = self._measure(near, tensors, extents, start)
+                    best = min(near, key=lambda name: times[name])
                 self._chosen[bucket] = best
             return self._chosen[bucket]
 
-    def _measure(self, names: Sequence[str], tensors: Sequence[Tensor], extents: Extents, start: Tensor | None) -> str:
+    def _measure(
+        self, names: Sequence[str], tensors: Sequence[Tensor], extents: Extents, start: Tensor | None
+    ) -> dict[str, float]:
         plain = [t.detach() for t in tensors]
         start = None if start is None else start.detach()
-        self.measured = {
-            name: time_calls(self.candidates[name].prepare(plain, extents, start), plain, start) for name in names
-        }
-        return min(self.measured, key=lambda name: self.measured[name])
+        ready = {name: self.candidates[name].prepare(plain, extents, start) for name in names}
+        return {name: time_calls(run, plain, start) for name, run in ready.items()}
 
     def costs(self, tensors: Sequence[Tensor], extents: Extents) -> dict[str, float]:
         """What each candidate moves, in bytes, with its multiplications weighed as bytes."""
@@ -168,15 +169,20 @@ class Chained:
     ) -> tuple[Source, tuple[Row, ...]]:
         """The kernel for a call, and each choice behind it with its reason."""
         chosen = self.choose(tensors, extents, start)
-        costs = self.costs(tensors, extents)
-        why = "the fastest of those measured" if chosen in self.measured else "the least bytes and multiplications"
+        costs, times = self.costs(tensors, extents), self.measured.get(_bucket(extents), {})
+        why = "the fastest of those measured" if times else "the least bytes and multiplications"
         rows: list[Row] = [("order", chosen, why)]
-        for name in sorted(costs, key=lambda name: self.measured.get(name, math.inf)):
-            time = f", {self.measured[name]:.1f} us" if name in self.measured else ""
+        for name in sorted(costs, key=lambda name: (times.get(name, math.inf), costs[name])):
+            time = f", {times[name]:.1f} us" if name in times else ""
             rows.append(("candidate", name, f"counts as {costs[name] / 1e6:.3g} MB moved{time}"))
         rows += [("refused", name, reason) for name, reason in self.refused.items()]
         source, inner = self.candidates[chosen].described(tensors, extents, start)
         return source, (*rows, *inner)
+
+
+def _bucket(extents: Extents) -> tuple[int, ...]:
+    """Sizes within a factor of two are one."""
+    return tuple(math.ceil(math.log2(max(1, e))) for e in (*extents.indices, *extents.output))
 
 
 def _fused(

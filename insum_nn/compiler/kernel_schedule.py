@@ -30,6 +30,7 @@ class Schedule:
         warps: warps a program.
         stages: depth of the software pipeline.
         tail: columns at a time of a product that follows the sum.
+        serial: before such a product the rows of a tile are summed one after the other, instead of side by side.
     """
 
     m: int = 1
@@ -43,6 +44,7 @@ class Schedule:
     warps: int = 4
     stages: int = 2
     tail: int = 64
+    serial: bool = False
 
     def __str__(self) -> str:
         tile = f"tile {self.m} x {self.n}, {self.k} at a time"
@@ -50,6 +52,8 @@ class Schedule:
         rest = f"{self.warps} warps, {self.stages} stages"
         if self.groups > 1:
             rest += f", accumulators over {self.groups} programs"
+        if self.serial:
+            rest += ", rows one by one"
         if self.splits > 1:
             rest += f", sum over {self.splits} programs"
         return f"{tile} {how}; {rest}"
@@ -295,6 +299,10 @@ def _varied(form: Form, base: Schedule) -> Iterator[Schedule]:
                 for warps in (2, 4, 8):
                     if 32 * warps * 4 <= m * base.n * k <= 32 * warps * 64:
                         yield replace(base, m=m, k=k, warps=warps)
+        for k in (4, 8, 16, 32):
+            for warps in (1, 2, 4):
+                if 32 * warps * 2 <= base.n * k <= 32 * warps * 64:
+                    yield replace(base, k=k, warps=warps, share=512, serial=True)
         for share in (32, 128, 512):
             yield replace(base, share=share)
         yield replace(base, tail=max(16, base.tail // 2))

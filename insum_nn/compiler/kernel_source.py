@@ -43,8 +43,12 @@ class Source:
 class _Writer(KernelTail):
     """Writes the body of a kernel for some of the points."""
 
+    # What follows the loops inside of an outer one.
+    closing: list[str]
+
     def write(self, points: Sequence[Point], tiles: Sequence[tuple[str, int]], pid: str) -> list[str]:
         """All lines of the kernel's body for these points."""
+        self.closing = []
         self.programs(tiles, pid)
         tiled = {index for index, _ in tiles}
         for axis in "nm":
@@ -60,7 +64,7 @@ class _Writer(KernelTail):
             if scope.head:
                 lines.append("    " * (depth - 1) + scope.head)
             lines += ["    " * depth + line for line in scope.lines]
-        return lines + tail
+        return lines + self.closing + tail
 
     def emit(self, points: Sequence[Point]) -> dict[str, tuple[str, str, Read]]:
         """Write the sums of all points.
@@ -68,6 +72,7 @@ class _Writer(KernelTail):
         Returns:
             For each output cell: its accumulator, the accumulator's axes, and the cell.
         """
+        owned = {name: self.indices[name] for name in (OWNER, "@begin", "@end") if name in self.indices}
         self.open_loops()
         by_target = _by_target(points)
         axes = join_axes(*(a for a in self.axes if a != "k"))
@@ -77,12 +82,18 @@ class _Writer(KernelTail):
             swapped = self.product is not None and self.schedule.swap
             order = axes[::-1] if swapped else axes
             self.scopes[0].lines.append(f"{name} = tl.zeros({self.shape(order)}, {self.type})")
-            if self.product is None:
+            if self.row_depth:
+                part = self.fresh("part")
+                self.scopes[self.row_depth].lines.append(f"{part} = tl.zeros({self.shape('n')}, {self.type})")
+                self.sums(part, group, "n")
+                self.closing.append(self.put_row(name, part))
+            elif self.product is None:
                 self.sums(name, group, axes)
             results[key] = (name, order, group[0].target)
         if self.product is not None:
             names = [name for name, _, _ in results.values()]
             self.dots(list(zip(names, by_target.values(), strict=True)))
+        self.indices |= owned
         return results
 
     def sums(self, name: str, points: Sequence[Point], axes: str) -> None:

@@ -13,9 +13,10 @@ from dataclasses import replace
 import torch
 
 from insum_nn.compiler.bind import Bound
-from insum_nn.compiler.kernel_form import Form, FormError, Read, Sub, Tail
+from insum_nn.compiler.kernel_form import OWNER, Form, FormError, Read, Sub, Tail
 from insum_nn.compiler.kernel_loops import KernelLoops
 from insum_nn.compiler.kernel_schedule import Axis
+from insum_nn.compiler.kernel_text import Scope
 
 __all__ = ["KernelTail", "with_tail"]
 
@@ -45,7 +46,42 @@ def with_tail(sums: Form, bound: Bound, tail: Tail) -> Form:
 
 
 class KernelTail(KernelLoops):
-    """Multiplies accumulators by a weight, tile by tile of its columns."""
+    """Multiplies accumulators by a weight, tile by tile of its columns.
+
+    The rows of a tile are summed side by side, for as many steps as the longest takes, or one after the other, with the
+    terms of each side by side.
+    """
+
+    # The depth of the loop over a tile's rows, and its variable; 0: they are side by side.
+    row_depth = 0
+    row = ""
+
+    def open_terms(self, block: int) -> None:
+        """The loop over the terms of owned rows; where rows come one by one, inside a loop over the rows."""
+        if not self.schedule.serial:
+            super().open_terms(block)
+            return
+        self.row, self.row_depth = self.fresh("r"), len(self.scopes)
+        lanes, depth = self.axes["m"].lanes, self.row_depth
+        self.scopes.append(Scope(f"for {self.row} in range({lanes}):"))
+        place = self.define("o", f"({self.tile_of['m']} * {lanes} + {self.row}).to({self.int})", "", depth).text
+        inside = f", mask={place} < {self.parameters('rows')}, other=0"
+        begin, owner = self.parameters("begin"), place
+        end = f"{begin} + 1"
+        if self.strides.split:
+            end = self.parameters("end")
+            owner = f"tl.load({self.parameters('owner')} + {place}{inside}).to({self.int})"
+        low = self.define("low", f"tl.load({begin} + {place}{inside})", "", depth)
+        high = self.define("high", f"tl.load({end} + {place}{inside})", "", depth)
+        self.indices["@begin"], self.indices["@end"] = low, high
+        self.indices[OWNER] = self.define("own", f"{owner} + 0", "", depth)
+        super().open_terms(block)
+
+    def put_row(self, total: str, part: str) -> str:
+        """The line, in the loop over rows, that adds a row's sum to the tile."""
+        chosen = f"({self.lane('m')} == {self.row})[:, None]"
+        line = f"{total} = tl.where({chosen}, {total} + {part}[None, :], {total})"
+        return "    " * self.row_depth + line
 
     def multiplied(self, total: str, target: Read, store: Callable[[str, str, Read], list[str]]) -> list[str]:
         """The lines that multiply an accumulator by the weight and store the product.

@@ -222,8 +222,9 @@ def test_a_row_that_is_divided_among_programs(index: torch.dtype):
 @pytest.mark.usefixtures("interpreter")
 @pytest.mark.parametrize("m", [16, 32])
 @pytest.mark.parametrize("k", [1, 4])
-@pytest.mark.parametrize("tail", [16, 32])
-def test_schedules_of_the_fused_kernel(m: int, k: int, tail: int):
+@pytest.mark.parametrize(("tail", "share"), [(16, 8), (32, 512)])
+@pytest.mark.parametrize("serial", [False, True])
+def test_schedules_of_the_fused_kernel(m: int, k: int, tail: int, share: int, serial: bool):
     tensors = tensors_of(19, 50, torch.float32)
     program = insum_nn.compile(CHAIN, out_shape=(ROWS, None), facts=FACTS, options=GENERATED)
     program(tensors=tensors)
@@ -232,11 +233,39 @@ def test_schedules_of_the_fused_kernel(m: int, k: int, tail: int):
     ordered = [tensors[name] for name in layout_of(program.statement).tensors]
     extents = program._extents(ordered, None, None, None)
     default = fused._schedule(ordered, extents, None)  # type: ignore[union-attr]
-    schedule = replace(default, m=m, k=k, tail=tail, share=8)
+    schedule = replace(default, m=m, k=k, tail=tail, share=share, serial=serial)
     for bucket in fused._schedules:  # type: ignore[union-attr]
         fused._schedules[bucket] = schedule  # type: ignore[union-attr]
     got = fused.prepare(ordered, extents, None)(ordered, None)
     assert_matches(got, oracle(doubled(tensors)), dtype=torch.float32, kind="sum", scale=scale_of(tensors))
+
+
+@pytest.mark.usefixtures("interpreter")
+@pytest.mark.filterwarnings("ignore::RuntimeWarning")
+@pytest.mark.parametrize("serial", [False, True])
+def test_a_factor_of_the_row_and_a_row_that_is_not_finite(serial: bool):
+    """A factor read at the output's row; what one row reads does not reach its neighbours."""
+    text = "C[Row[g],n] += Val[g,q] * D[Row[g]] * X[Col[g,q],k] * W[k,n]"
+    tensors = {**tensors_of(6, 16, torch.float32), "D": torch.randn(ROWS)}
+    tensors["Val"] = tensors["Val"] * tensors["D"][tensors["Row"]][:, None]
+    want, scale = oracle(doubled(tensors)), scale_of(tensors)
+    tensors["Val"] = tensors["Val"] / tensors["D"][tensors["Row"]][:, None]
+    row = int(tensors["Row"][0])
+    tensors["Val"][tensors["Row"] == row] = float("inf")
+    facts = {**FACTS}
+    program = insum_nn.compile(text, out_shape=(ROWS, None), facts=facts, options=GENERATED)
+    program(tensors=tensors)
+    (run,) = chained()
+    (fused,) = [c for name, c in run.candidates.items() if name.endswith("in one kernel")]
+    ordered = [tensors[name] for name in layout_of(program.statement).tensors]
+    extents = program._extents(ordered, None, None, None)
+    default = fused._schedule(ordered, extents, None)  # type: ignore[union-attr]
+    for bucket in fused._schedules:  # type: ignore[union-attr]
+        fused._schedules[bucket] = replace(default, serial=serial)  # type: ignore[union-attr]
+    got = fused.prepare(ordered, extents, None)(ordered, None)
+    others = torch.arange(ROWS) != row
+    assert not got[row].isfinite().all()
+    assert_matches(got[others], want[others], dtype=torch.float32, kind="sum", scale=scale)
 
 
 @pytest.mark.usefixtures("interpreter")
