@@ -2,361 +2,24 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import fields, replace
-from functools import lru_cache, partial
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from insum_nn.compiler.ast import Statement
-from insum_nn.compiler.autograd import apply, recorded
-from insum_nn.compiler.bind import Extents, bind, layout_of
-from insum_nn.compiler.call import Key, Seen, Spec, call_key, check_kinds, keep, prepare, run_spec, static_tables
-from insum_nn.compiler.check import check_names, check_statement
-from insum_nn.compiler.explain import Explanation, explain_program
-from insum_nn.compiler.extents import check_extents, resolve_extents
+from insum_nn.compiler.call import Spec, check_kinds
+from insum_nn.compiler.epilogue import check_epilogue
+from insum_nn.compiler.explain import Explanation
 from insum_nn.compiler.given import Given
-from insum_nn.compiler.gradient import derivatives
 from insum_nn.compiler.options import DEFAULT, Options
-from insum_nn.compiler.parser import parse
-from insum_nn.compiler.reference import interpret
+from insum_nn.compiler.program import Program, ProgramSum, Shape
+from insum_nn.compiler.program import traced_call as _traced_call
 from insum_nn.compiler.triton_lowering import available as generates_kernels
 from insum_nn.facts import IndexFacts, StaticTable
 
-__all__ = ["Given", "Program", "ProgramSum", "compile", "generates_kernels", "insum"]
-
-Shape = Sequence[int | None]
-# Calls of one program whose checks are remembered.
-_SEEN_LIMIT = 64
-_PLAIN = (Tensor, torch.nn.Parameter)
-# Kinds of arguments that need no look at them.
-_SHAPES = (type(None), tuple, torch.Size)
-_NAMED = (type(None), dict)
-
-
-def _hashable(sizes: Mapping[str, int] | None) -> tuple[tuple[str, int], ...] | None:
-    return tuple(sorted(sizes.items())) if sizes else None
-
-
-class Program:
-    """A checked statement, ready to be called with tensors of any size.
-
-    Programs are immutable, hashable by content, and pickle as their text; compiled code is shared between equal ones.
-
-    Attributes:
-        expression: the statement as text.
-        options: compile options.
-    """
-
-    def __init__(
-        self,
-        expression: str,
-        *,
-        sizes: Mapping[str, int] | None = None,
-        out_shape: Shape | None = None,
-        facts: Mapping[str, IndexFacts] | None = None,
-        static: Mapping[str, Tensor | StaticTable] | None = None,
-        options: Options = DEFAULT,
-        drop_outside: bool = False,
-    ) -> None:
-        check_kinds(sizes=sizes, out_shape=out_shape, facts=facts, static=static, options=options)
-        statement = parse(expression)
-        check_statement(statement, sizes or ())
-        self.statement: Statement = statement
-        self.expression: str = str(statement)
-        self.options = options
-        self._sizes: dict[str, int] = dict(sizes or {})
-        self._out_shape = None if out_shape is None else tuple(out_shape)
-        self._spec = Spec(
-            expression,
-            tuple(sorted((facts or {}).items())),
-            options,
-            drop_outside,
-            static_tables(statement, static or {}),
-        )
-        self._names: tuple[str, ...] = layout_of(statement).tensors
-        self._text: str = self._spec.to_json()
-        self._seen: dict[tuple[object, ...], Seen] = {}
-
-    def __repr__(self) -> str:
-        return f"Program({self.expression!r})"
-
-    def __eq__(self, other: object) -> bool:
-        return isinstance(other, Program) and self._state() == other._state()
-
-    def __hash__(self) -> int:
-        return hash((self._spec, self._out_shape, tuple(sorted(self._sizes.items()))))
-
-    def _state(self) -> tuple[object, ...]:
-        return (self._spec, self._sizes, self._out_shape)
-
-    def __reduce__(self) -> tuple[object, ...]:
-        spec = self._spec
-        state = (spec, self._sizes, self._out_shape)
-        return (_rebuild, state)
-
-    def __deepcopy__(self, memo: dict[int, object]) -> Program:
-        return self
-
-    def __call__(
-        self,
-        *,
-        sizes: Mapping[str, int] | None = None,
-        out_shape: Shape | None = None,
-        tensors: Mapping[str, Tensor] | None = None,
-        **named: Tensor,
-    ) -> Tensor:
-        """Run the statement.
-
-        Args:
-            sizes: extents of indices that no tensor shows; added to those given at compile time.
-            out_shape: shape of the output; `None` entries are inferred.
-            tensors: tensors by name, for names that are no Python keywords arguments.
-            **named: tensors by name. One under the output's name is the starting value.
-
-        Returns:
-            The output: contiguous, of the factors' dtype and device.
-        """
-        if torch.compiler.is_dynamo_compiling():
-            merged = {**self._sizes, **(sizes or {})}
-            named = {**(tensors or {}), **named}
-            return _traced_call(self._text, named, merged, out_shape if out_shape is not None else self._out_shape)
-        if sizes is not None or type(out_shape) not in _SHAPES or type(tensors) not in _NAMED:
-            check_kinds(sizes=sizes, out_shape=out_shape, tensors=tensors)
-        if tensors:
-            named = {**tensors, **named} if named else tensors  # type: ignore[assignment]
-        call = self._seen_key(named, sizes, out_shape)
-        if call is None:
-            ordered, start = self._arrange(named)
-            return apply(self._spec, ordered, start, self._extents(ordered, start, sizes, out_shape))
-        ordered = [named[name] for name in self._names]
-        start = named.get(self.statement.output.name)
-        seen = self._seen.get(call)
-        if seen is None:
-            self._arrange(named)
-            seen = Seen(self._extents(ordered, start, sizes, out_shape))
-            keep(self._seen, call, seen, _SEEN_LIMIT)
-        if recorded(ordered, start):
-            return apply(self._spec, ordered, start, seen.extents, call[0])
-        if seen.ready is not None and seen.holds(ordered):
-            return seen.ready.run(ordered, start)
-        result = apply(self._spec, ordered, start, seen.extents, call[0])
-        seen.ready = self._spec.ready_for(call[0], start is None, seen.extents)
-        return result
-
-    def given(self, tensors: Mapping[str, Tensor]) -> Given:
-        """The program with some of its tensors given: for one who calls it again and again with others.
-
-        >>> product = compile("y[Row[p]] += Val[p] * x[Col[p]]")
-        >>> known = product.given({"Row": torch.tensor([0, 1]), "Col": torch.tensor([1, 1])})
-        >>> known(torch.tensor([2.0, 3.0]), torch.tensor([1.0, 10.0]), out_shape=(2,))
-        tensor([20., 30.])
-        """
-        return Given(self, self._names, tensors)
-
-    def _seen_key(
-        self, named: Mapping[str, Tensor], sizes: Mapping[str, int] | None, out_shape: Shape | None
-    ) -> tuple[Key, object, object] | None:
-        """A key under which the checks of a call need no repetition; `None` where something is out of the ordinary."""
-        if torch._C._is_any_autocast_enabled():
-            return None
-        # 3.0 and True hash as 3 and 1 do, and must not pass for them; nor may symbolic sizes, which do not hash.
-        if out_shape is not None:
-            for extent in out_shape:
-                if type(extent) is not int and extent is not None:
-                    return None
-        if sizes and any(type(e) is not int for e in sizes.values()):
-            return None
-        names = self._names
-        start = None
-        if len(named) != len(names):
-            start = named.get(self.statement.output.name)
-            if start is None or len(named) != len(names) + 1:
-                return None
-            if type(start) not in _PLAIN or start.layout is not torch.strided:
-                return None
-        ordered: list[Tensor] = []
-        for name in names:
-            tensor = named.get(name)
-            if type(tensor) not in _PLAIN or tensor.layout is not torch.strided or tensor.is_meta:  # type: ignore[union-attr]
-                return None
-            ordered.append(tensor)  # type: ignore[arg-type]
-        return call_key(ordered, start), _hashable(sizes), None if out_shape is None else tuple(out_shape)
-
-    def _arrange(self, named: Mapping[str, Tensor]) -> tuple[list[Tensor], Tensor | None]:
-        statement = self.statement
-        start = named.get(statement.output.name)
-        expected = len(self._names) + (start is not None)
-        if len(named) != expected or any(name not in named for name in self._names):
-            present = [n for n, t in named.items() if t is not None]  # pyright: ignore[reportUnnecessaryComparison]
-            check_names(statement, present)
-        if torch._C._is_any_autocast_enabled():
-            named = {name: _autocast(value) for name, value in named.items()}
-            start = named.get(statement.output.name)
-        bind(statement, named, start)
-        return [named[name] for name in self._names], start
-
-    def _extents(
-        self, ordered: Sequence[Tensor], start: Tensor | None, sizes: Mapping[str, int] | None, out_shape: Shape | None
-    ) -> Extents:
-        merged = {**self._sizes, **sizes} if sizes else self._sizes
-        shape = out_shape if out_shape is not None else self._out_shape
-        extents = resolve_extents(self.statement, ordered, start, merged, shape)
-        return extents
-
-    def seen(self, ordered: Sequence[Tensor], out_shape: Shape | None) -> Seen | None:
-        """What is remembered of a call with these tensors, in the statement's order."""
-        call = self._seen_key(dict(zip(self._names, ordered, strict=True)), None, out_shape)
-        return None if call is None else self._seen.get(call)
-
-    def grad(self, name: str) -> Program | ProgramSum:
-        """The derivative with respect to one factor, as a program of its own.
-
-        It reads the operands, and the gradient of the output under the name `d` + output; its output is
-        `d` + `name`. Extents are taken from the operands; give `out_shape=` (the operand's shape) and `sizes=`
-        where the derivative statement alone does not show them.
-
-        Raises:
-            InsumNameError: `name` is not a factor.
-
-        >>> compile("C[Row[p],n] += Val[p] * B[Col[p],n]").grad("Val").expression
-        'dVal[p] += dC[Row[p],n] * B[Col[p],n]'
-        """
-        statements = derivatives(self.statement, name).statements
-        programs = [self._derived(str(s)) for s in statements]
-        return programs[0] if len(programs) == 1 else ProgramSum(tuple(programs))
-
-    def _derived(self, expression: str) -> Program:
-        spec = Spec(expression, self._spec.facts, self.options, True, self._spec.static)
-        indices = spec.statement.indices()
-        # Extents that only the operand shows arrive with the call, so the written-never-read rule is lifted.
-        return Program._of(spec, {k: v for k, v in self._sizes.items() if k in indices}, self.statement.indices())
-
-    @staticmethod
-    def _of(spec: Spec, sizes: Mapping[str, int], sized: Collection[str], out_shape: Shape | None = None) -> Program:
-        """A program from its parts; indices in `sized` get their extent from the call."""
-        program = Program.__new__(Program)
-        statement = parse(spec.expression)
-        check_statement(statement, sized)
-        program.statement = statement
-        program.expression = str(statement)
-        program.options = spec.options
-        program._sizes = dict(sizes)
-        program._out_shape = None if out_shape is None else tuple(out_shape)
-        program._spec = spec
-        program._names = layout_of(statement).tensors
-        program._text = spec.to_json()
-        program._seen = {}
-        return program
-
-    def reference(
-        self,
-        *,
-        sizes: Mapping[str, int] | None = None,
-        out_shape: Shape | None = None,
-        tensors: Mapping[str, Tensor] | None = None,
-        **named: Tensor,
-    ) -> Tensor:
-        """Run the statement by its definition: nested loops in float64 on the CPU. Slow; the oracle of every test."""
-        named = {**(tensors or {}), **named}
-        ordered, start = self._arrange(named)
-        extents = self._extents(ordered, start, sizes, out_shape)
-        check_extents(self.statement, ordered, extents, drop_outside=self._spec.drop_outside)
-        inputs = dict(zip(self._names, ordered, strict=True))
-        return interpret(self.statement, inputs, extents, start, drop_outside=self._spec.drop_outside)
-
-    def explain(
-        self,
-        *,
-        sizes: Mapping[str, int] | None = None,
-        out_shape: Shape | None = None,
-        tensors: Mapping[str, Tensor] | None = None,
-        measure: bool = False,
-        **named: Tensor,
-    ) -> Explanation:
-        """Show what becomes of the statement: loop nest, extents, plan with reasons, FX code, kernel source.
-
-        Args:
-            sizes: as in a call.
-            out_shape: as in a call.
-            tensors: as in a call.
-            measure: also time the program on these tensors.
-            **named: tensors to explain the call with; without any, only what the text alone says is shown.
-
-        Returns:
-            An `Explanation`: `str()` is the text, `.html()` a page with a picture of the data flow.
-        """
-        named = {**(tensors or {}), **named}
-        given = {**self._sizes, **(sizes or {})}
-        shape = out_shape if out_shape is not None else self._out_shape
-        about = partial(explain_program, self.statement, self.options, sizes=given, out_shape=shape)
-        if not named:
-            return about(None, None, None)
-        ordered, start = self._arrange(named)
-        extents = self._extents(ordered, start, sizes, out_shape)
-        if 0 in extents.indices:
-            return about(extents, None, (ordered, start))
-        _, program = prepare(self._spec, ordered, start, extents)
-        seconds = _time(self._spec, ordered, start, extents) if measure else None
-        return about(extents, program, (ordered, start), seconds)
-
-
-def _autocast(value: Tensor) -> Tensor:
-    """Under autocast a statement is a matrix product: floating-point operands but float64 take the autocast dtype."""
-    # What is no tensor, and where autocast is unknown (meta), is for the checks to judge.
-    if not isinstance(value, Tensor) or not torch.amp.is_autocast_available(value.device.type):  # pyright: ignore[reportUnnecessaryIsInstance]
-        return value
-    if value.dtype not in _AUTOCAST or not torch.is_autocast_enabled(value.device.type):
-        return value
-    return value.to(torch.get_autocast_dtype(value.device.type))
-
-
-_AUTOCAST = (torch.float16, torch.bfloat16, torch.float32)
-
-
-def _rebuild(spec: Spec, sizes: Mapping[str, int], out_shape: Shape | None) -> Program:
-    return Program._of(spec, sizes, spec.statement.indices() if spec.drop_outside else sizes, out_shape)
-
-
-def _time(spec: Spec, tensors: Sequence[Tensor], start: Tensor | None, extents: Extents) -> float:
-    """Median seconds of a call."""
-    from torch.utils.benchmark import Timer
-
-    run_spec(spec, tensors, start, extents)
-    timer = Timer("call()", globals={"call": partial(run_spec, spec, tensors, start, extents)})
-    return float(timer.blocked_autorange(min_run_time=0.1).median)
-
-
-class ProgramSum:
-    """Several programs whose results add up: the derivative of a tensor that stands in several factors."""
-
-    def __init__(self, programs: tuple[Program, ...]) -> None:
-        self.programs = programs
-
-    @property
-    def expression(self) -> str:
-        return "\n".join(program.expression for program in self.programs)
-
-    def __repr__(self) -> str:
-        return f"ProgramSum({self.expression!r})"
-
-    def __call__(
-        self,
-        *,
-        sizes: Mapping[str, int] | None = None,
-        out_shape: Shape | None = None,
-        tensors: Mapping[str, Tensor] | None = None,
-        **named: Tensor,
-    ) -> Tensor:
-        """Run all of them on the same tensors; each continues from the one before."""
-        named = {**(tensors or {}), **named}
-        output = self.programs[0].statement.output.name
-        for program in self.programs:
-            used = {name: named[name] for name in (*program._names, output) if name in named}
-            named[output] = program(sizes=sizes, out_shape=out_shape, tensors=used)
-        return named[output]
+__all__ = ["Explanation", "Given", "Program", "ProgramSum", "compile", "generates_kernels", "insum"]
 
 
 def compile(
@@ -366,6 +29,8 @@ def compile(
     out_shape: Shape | None = None,
     facts: Mapping[str, IndexFacts] | None = None,
     static: Mapping[str, Tensor | StaticTable] | None = None,
+    activation: str | None = None,
+    out_dtype: torch.dtype | None = None,
     options: Options = DEFAULT,
 ) -> Program:
     """Check a statement once and return a `Program` to call with tensors.
@@ -377,18 +42,35 @@ def compile(
         facts: promises about index tensors, by name; they spare a reading of the values.
         static: tensors whose values are known now and stay, by name: small tables of indices and coefficients, whose
             terms a generated kernel writes out. They are still passed to every call.
+        activation: applied to the sum with its starting value, before it is stored: `"relu"`, `"silu"` or `"gelu"`.
+        out_dtype: floating-point dtype of the output, where it is not that of the factors. A generated kernel stores
+            its float32 sums in it; the other back ends cast their result.
         options: compile options.
 
     Raises:
         InsumSyntaxError: the text is not a statement.
         InsumNameError: an index is written but never read.
         InsumAliasError: the output is also read.
+        InsumFormatError: an unknown activation.
+        InsumDtypeError: `out_dtype` is no floating-point dtype.
 
     >>> program = compile("y[i] += A[i,j] * x[j]")
     >>> program(A=torch.eye(2), x=torch.tensor([3.0, 4.0])).tolist()
     [3.0, 4.0]
+    >>> layer = compile("y[i] += A[i,j] * x[j]", activation="relu")
+    >>> layer(A=torch.eye(2), x=torch.tensor([3.0, 4.0]), y=torch.tensor([-5.0])).tolist()
+    [0.0, 0.0]
     """
-    return Program(expression, sizes=sizes, out_shape=out_shape, facts=facts, static=static, options=options)
+    return Program(
+        expression,
+        sizes=sizes,
+        out_shape=out_shape,
+        facts=facts,
+        static=static,
+        activation=activation,
+        out_dtype=out_dtype,
+        options=options,
+    )
 
 
 def insum(
@@ -396,6 +78,8 @@ def insum(
     *,
     sizes: Mapping[str, int] | None = None,
     out_shape: Shape | None = None,
+    activation: str | None = None,
+    out_dtype: torch.dtype | None = None,
     options: Options | None = None,
     validate: bool = False,
     tensors: Mapping[str, Tensor] | None = None,
@@ -413,10 +97,12 @@ def insum(
         expression: the statement; see the language reference.
         sizes: extents of indices that no tensor shows, by name.
         out_shape: shape of the output; `None` entries are inferred.
+        activation: applied to the sum; see `compile`.
+        out_dtype: the output's dtype; see `compile`.
         options: compile options.
         validate: prove every index tensor again and name the first bad entries.
         tensors: tensors by name, for names that cannot be keyword arguments here.
-        **named: tensors by name. One passed under the output's name is the starting value.
+        **named: tensors by name. One passed under the output's name is the starting value, broadcast to the output.
             Factors are differentiable; index tensors are int32 or int64.
 
     Returns:
@@ -432,88 +118,53 @@ def insum(
     """
     chosen = DEFAULT if options is None else options
     if torch.compiler.is_dynamo_compiling():
-        text = _spec_text(expression, *(getattr(chosen, name) for name in _OPTION_NAMES), validate)
+        text = _spec_text(
+            expression, activation, out_dtype, *(getattr(chosen, name) for name in _OPTION_NAMES), validate
+        )
         return _traced_call(text, {**(tensors or {}), **named}, sizes or {}, out_shape)
     check_kinds(sizes=sizes, out_shape=out_shape, tensors=tensors, options=options)
     if validate and not chosen.validate:
         chosen = replace(chosen, validate=True)
-    program = _cached_program(expression, chosen, tuple(sizes) if sizes else ())
+    program = _cached_program(expression, chosen, tuple(sizes) if sizes else (), activation, out_dtype)
     return program(sizes=sizes, out_shape=out_shape, tensors=tensors, **named)
 
 
-# Under torch.compile the whole call is one operator, so that Dynamo never follows the parser and the checks.
+# What Dynamo sees of a call under torch.compile: the program as text.
 
 _OPTION_NAMES = tuple(field.name for field in fields(Options))
 
 
 @torch.compiler.assume_constant_result  # type: ignore[untyped-decorator]
-def _spec_text(expression: str, *values: Any) -> str:
+def _spec_text(expression: str, activation: str | None, out_dtype: torch.dtype | None, *values: Any) -> str:
     """The program's text, from the option values and whether to validate."""
     options = Options(**dict(zip(_OPTION_NAMES, values[:-1], strict=True)))
-    return Spec(expression, options=replace(options, validate=options.validate or values[-1])).to_json()
-
-
-torch.library.define(
-    "insum_nn::call",
-    "(str spec, str[] names, Tensor[] tensors, str[] sized, SymInt[] sizes, bool[] known, SymInt[] shape, bool shaped) "
-    "-> Tensor",
-)
-
-
-def _traced_call(text: str, named: Mapping[str, Tensor], sizes: Mapping[str, int], out_shape: Shape | None) -> Tensor:
-    shape = out_shape if out_shape is not None else ()
-    named = {n: t for n, t in named.items() if t is not None}  # pyright: ignore[reportUnnecessaryComparison]
-    return torch.ops.insum_nn.call(  # type: ignore[no-any-return]
-        text,
-        list(named.keys()),
-        list(named.values()),
-        list(sizes.keys()),
-        list(sizes.values()),
-        [extent is not None for extent in shape],
-        [0 if extent is None else extent for extent in shape],
-        out_shape is not None,
-    )
-
-
-@torch.library.impl("insum_nn::call", "CompositeImplicitAutograd")
-def _call(
-    text: str,
-    names: list[str],
-    tensors: list[Tensor],
-    sized: list[str],
-    sizes: list[int],
-    known: list[bool],
-    shape: list[int],
-    shaped: bool,
-) -> Tensor:
-    """A call whose arguments are resolved here, by whoever runs or traces the operator."""
-    program = _program_of(text, frozenset(sized))
-    out_shape = tuple(extent if given else None for extent, given in zip(shape, known, strict=True)) if shaped else None
-    named = dict(zip(names, tensors, strict=True))
-    return program(sizes=dict(zip(sized, sizes, strict=True)), out_shape=out_shape, tensors=named)
-
-
-@lru_cache(maxsize=1024)
-def _program_of(text: str, sized: frozenset[str]) -> Program:
-    spec = Spec.from_json(text)
-    return Program._of(spec, {}, spec.statement.indices() if spec.drop_outside else sized)
+    options = replace(options, validate=options.validate or values[-1])
+    return Spec(expression, options=options, epilogue=check_epilogue(expression, activation, out_dtype)).to_json()
 
 
 _programs: dict[tuple[object, ...], Program] = {}
 
 
-def _cached_program(expression: str, options: Options, sized: tuple[str, ...]) -> Program:
-    key = (expression, options, sized)
+def _cached_program(
+    expression: str,
+    options: Options,
+    sized: tuple[str, ...],
+    activation: str | None,
+    out_dtype: torch.dtype | None,
+) -> Program:
+    key = (expression, options, sized, activation, out_dtype)
     program = _programs.get(key)
     if program is None:
         if len(_programs) >= 1024:
             _programs.clear()
-        program = Program(expression, options=options) if not sized else _sized_program(expression, options, sized)
+        program = Program(
+            expression,
+            sizes=dict.fromkeys(sized, 0) if sized else None,
+            activation=activation,
+            out_dtype=out_dtype,
+            options=options,
+        )
+        # Their extents come with each call.
+        program._sizes = {}
         _programs[key] = program
-    return program
-
-
-def _sized_program(expression: str, options: Options, sized: tuple[str, ...]) -> Program:
-    program = Program(expression, sizes=dict.fromkeys(sized, 0), options=options)
-    program._sizes = {}
     return program

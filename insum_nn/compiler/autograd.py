@@ -19,6 +19,7 @@ from torch._C._functorch import peek_interpreter_stack
 from insum_nn.compiler.ast import Access
 from insum_nn.compiler.bind import Extents, layout_of
 from insum_nn.compiler.call import Key, Spec, run_spec, value_dtype
+from insum_nn.compiler.epilogue import ACTIVATIONS
 from insum_nn.compiler.gradient import Derivative, derivatives, directional, fresh_name
 from insum_nn.compiler.shares import shares
 
@@ -168,15 +169,25 @@ class _Function(torch.autograd.Function):
     def forward(ctx: Any, call: _Call, start: Tensor | None, *tensors: Tensor) -> Tensor:
         result = run_spec(call.spec, tensors, start, Extents(call.indices, call.output), call.key)
         ctx.call = call
-        keep = result if call.spec.statement.operator in ("max=", "min=") else None
+        keep = result if call.spec.epilogue or call.spec.statement.operator in ("max=", "min=") else None
         ctx.save_for_backward(start, keep, *tensors)
         return result
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
         start, result, *tensors = ctx.saved_tensors
-        gradients, start_gradient = _gradients(ctx.call, tensors, start, result, ctx.needs_input_grad[2:], grads[0])
+        grad = grads[0]
+        if ctx.call.spec.epilogue:
+            grad = _before_epilogue(ctx.call.spec, grad, result).to(value_dtype(ctx.call.spec, tensors, start))
+        gradients, start_gradient = _gradients(ctx.call, tensors, start, result, ctx.needs_input_grad[2:], grad)
         return (None, start_gradient if ctx.needs_input_grad[1] else None, *gradients)
+
+
+def _before_epilogue(spec: Spec, grad: Tensor, result: Tensor) -> Tensor:
+    """The gradient of the sum, from that of the output and the output itself."""
+    name = spec.epilogue.activation
+    backward = None if name is None else ACTIVATIONS[name].backward
+    return grad if backward is None else backward(grad, result)
 
 
 class _Transformed(torch.autograd.Function):
@@ -280,6 +291,8 @@ def apply(
     spec: Spec, tensors: Sequence[Tensor], start: Tensor | None, extents: Extents, key: Key | None = None
 ) -> Tensor:
     """Run a program, recording what its gradients need."""
+    if spec.epilogue:
+        return _finished(spec, tensors, start, extents, key)
     transformed = bool(peek_interpreter_stack()) or torch.autograd.forward_ad._current_level >= 0
     if transformed and not torch.compiler.is_compiling():
         return _Transformed.apply(_Call(spec, extents.indices, extents.output), start, *tensors)  # type: ignore[no-any-return]
@@ -294,6 +307,25 @@ def apply(
                 return run_spec(spec, tensors, start, extents, key)
         return _Function.apply(_Call(spec, extents.indices, extents.output, key), start, *tensors)  # type: ignore[no-any-return]
     return run_spec(spec, tensors, start, extents, key)
+
+
+def _finished(spec: Spec, tensors: Sequence[Tensor], start: Tensor | None, extents: Extents, key: Key | None) -> Tensor:
+    """`apply` for a sum that is activated or cast.
+
+    Where gradients are recorded, an activation that is differentiated from its output stays in the sum's own store. One
+    that takes the number before it (silu, gelu) is applied by torch: that number must be written for backward anyway,
+    so to fuse would save one read of the output, and cost every back end a second output.
+    """
+    seen = _traced(tensors) or _traced((start,)) or peek_interpreter_stack()
+    if not seen and torch.autograd.forward_ad._current_level < 0:
+        recorded = torch.is_grad_enabled() and any(t is not None and t.requires_grad for t in (*tensors, start))
+        if not recorded:
+            return run_spec(spec, tensors, start, extents, key)
+        name = spec.epilogue.activation
+        kept = spec.statement.operator in ("max=", "min=")
+        if not kept and (name is None or ACTIVATIONS[name].backward is not None):
+            return _Function.apply(_Call(spec, extents.indices, extents.output, key), start, *tensors)  # type: ignore[no-any-return]
+    return spec.epilogue(apply(spec.bare, tensors, start, extents, key), value_dtype(spec, tensors, start))
 
 
 # Batching.

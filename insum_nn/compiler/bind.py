@@ -14,6 +14,7 @@ import torch
 from torch import Tensor
 
 from insum_nn.compiler.ast import Number, Statement
+from insum_nn.compiler.epilogue import PLAIN, Epilogue
 from insum_nn.errors import (
     InsumDeviceError,
     InsumDtypeError,
@@ -106,13 +107,14 @@ class Bound:
 
     Attributes:
         statement: the statement.
-        dtype: of the factors and of the output.
+        dtype: of the factors and of the starting value.
         index_dtypes: of each tensor of the layout; the factors' dtype where it is no index tensor.
         device_type: `"cpu"`, `"cuda"`, ...
         has_start: a starting value was passed.
         facts: of each tensor of the layout.
         drop_outside: writes outside the output are dropped instead of refused (derivative statements).
         static: indices whose extent is part of the key, with that extent.
+        epilogue: what follows the sum.
     """
 
     statement: Statement
@@ -123,6 +125,12 @@ class Bound:
     facts: tuple[IndexFacts, ...]
     drop_outside: bool = False
     static: tuple[tuple[str, int], ...] = ()
+    epilogue: Epilogue = PLAIN
+
+    @property
+    def out_dtype(self) -> torch.dtype:
+        """The output's dtype."""
+        return self.epilogue.out_dtype(self.dtype)
 
     @property
     def layout(self) -> Layout:
@@ -157,6 +165,7 @@ def bind(
     *,
     facts: Mapping[str, IndexFacts] | None = None,
     drop_outside: bool = False,
+    epilogue: Epilogue = PLAIN,
 ) -> Bound:
     """Check kinds, ranks, dtypes and devices, and collect what a program depends on.
 
@@ -166,6 +175,7 @@ def bind(
         start: the starting value, or `None`.
         facts: facts of index tensors, by name; unknown where missing.
         drop_outside: see `Bound`.
+        epilogue: see `Bound`.
 
     Raises:
         InsumDtypeError: a value is no tensor, an index tensor is no int32 or int64, factors mix dtypes.
@@ -191,6 +201,7 @@ def bind(
         has_start=start is not None,
         facts=tuple(facts.get(name, UNKNOWN) for name in layout.tensors),
         drop_outside=drop_outside,
+        epilogue=epilogue,
     )
 
 
@@ -224,6 +235,9 @@ def _check_ranks(statement: Statement, named: Mapping[str, Tensor]) -> list[Insu
     for access in statement.accesses():
         tensor = named.get(access.name)
         if tensor is None or access.name in done or tensor.ndim == len(access.subscripts):
+            continue
+        if access is statement.output and tensor.ndim < len(access.subscripts):
+            # A starting value is broadcast.
             continue
         done.add(access.name)
         count = len(access.subscripts)

@@ -19,6 +19,7 @@ from torch import Tensor
 
 from insum_nn.compiler.ast import Statement
 from insum_nn.compiler.bind import Bound, Extents, bind, layout_of
+from insum_nn.compiler.epilogue import PLAIN, Epilogue
 from insum_nn.compiler.execution import Executable, executable, generation
 from insum_nn.compiler.extents import check_extents
 from insum_nn.compiler.options import Options
@@ -31,6 +32,7 @@ __all__ = [
     "Key",
     "Seen",
     "Spec",
+    "broadcast",
     "call_key",
     "check_kinds",
     "keep",
@@ -58,6 +60,7 @@ class Spec:
         options: compile options.
         drop_outside: writes outside the output are dropped (derivative statements).
         static: tensors whose values are known, by name.
+        epilogue: what follows the sum.
     """
 
     expression: str
@@ -65,19 +68,22 @@ class Spec:
     options: Options = field(default_factory=Options)
     drop_outside: bool = False
     static: tuple[tuple[str, StaticTable], ...] = ()
+    epilogue: Epilogue = PLAIN
     ready: dict[Key, _Ready] = field(default_factory=dict, init=False, repr=False, compare=False)
     _hash: int = field(default=0, init=False, repr=False, compare=False)
 
     def __post_init__(self) -> None:
         object.__setattr__(
-            self, "_hash", hash((self.expression, self.facts, self.options, self.drop_outside, self.static))
+            self,
+            "_hash",
+            hash((self.expression, self.facts, self.options, self.drop_outside, self.static, self.epilogue)),
         )
 
     def __hash__(self) -> int:
         return self._hash
 
     def __reduce__(self) -> tuple[object, ...]:
-        return (Spec, (self.expression, self.facts, self.options, self.drop_outside, self.static))
+        return (Spec, (self.expression, self.facts, self.options, self.drop_outside, self.static, self.epilogue))
 
     @property
     def statement(self) -> Statement:
@@ -93,6 +99,11 @@ class Spec:
     def ready_for(self, key: Key, fresh: bool, extents: Extents) -> _Ready | None:
         """What runs a call that was made just now, if it was made ready; `fresh`: without a starting value."""
         return self.ready.get(_ready_key(key, fresh, extents))
+
+    @property
+    def bare(self) -> Spec:
+        """The sum alone."""
+        return _with_expression(self, self.expression, self.drop_outside)
 
     def with_statement(self, statement: Statement, *, drop_outside: bool) -> Spec:
         return _with_expression(self, str(statement), drop_outside)
@@ -122,6 +133,7 @@ def _to_json(spec: Spec) -> str:
             "options": asdict(spec.options),
             "drop_outside": spec.drop_outside,
             "static": {name: [table.shape, table.values] for name, table in spec.static},
+            "epilogue": asdict(spec.epilogue),
         },
         sort_keys=True,
     )
@@ -133,7 +145,8 @@ def _from_json(text: str) -> Spec:
     facts = tuple((name, IndexFacts(**values)) for name, values in data["facts"].items())
     tables = data.get("static", {}).items()
     static = tuple((name, StaticTable(tuple(shape), tuple(values))) for name, (shape, values) in tables)
-    return Spec(data["expression"], facts, Options(**data["options"]), data["drop_outside"], static)
+    epilogue = Epilogue(**data.get("epilogue", {}))
+    return Spec(data["expression"], facts, Options(**data["options"]), data["drop_outside"], static, epilogue)
 
 
 def static_tables(
@@ -177,7 +190,7 @@ def prepare(spec: Spec, tensors: Sequence[Tensor], start: Tensor | None, extents
         if name in facts and tensor.numel() == 0:
             facts[name] = IndexFacts(masked=True, proven=True)
     _check_static(spec, named)
-    bound = bind(statement, named, start, facts=facts, drop_outside=spec.drop_outside)
+    bound = bind(statement, named, start, facts=facts, drop_outside=spec.drop_outside, epilogue=spec.epilogue)
     return bound, executable(bound, tensors, start, extents, spec.options, spec.static)
 
 
@@ -260,6 +273,11 @@ class _Ready:
             if ref() is not tensor or tensor._version != version:
                 return False
         return self.generation == generation()
+
+
+def broadcast(start: Tensor | None, extents: Extents) -> Tensor | None:
+    """The starting value in the output's shape, without a copy."""
+    return start if start is None or start.shape == extents.output else start.expand(extents.output)
 
 
 @dataclass(slots=True)
@@ -348,11 +366,12 @@ def keep(kept: dict[K, V], key: K, value: V, limit: int) -> None:
 
 def _without_terms(spec: Spec, tensors: Sequence[Tensor], start: Tensor | None, extents: Extents) -> Tensor:
     """Without terms or without cells the output is its start, or zero."""
-    if start is not None:
-        return start.detach().clone(memory_format=torch.contiguous_format)
     dtype = value_dtype(spec, tensors, start)
+    if start is not None:
+        total = start.detach().clone(memory_format=torch.contiguous_format)
+        return spec.epilogue(total, dtype) if spec.epilogue else total
     device = tensors[0].device if tensors else None
-    return torch.zeros(extents.output, dtype=dtype, device=device)
+    return torch.zeros(extents.output, dtype=spec.epilogue.out_dtype(dtype), device=device)
 
 
 def _stand_in(tensor: Tensor, is_index: bool) -> Tensor:
@@ -364,7 +383,7 @@ def _stand_in(tensor: Tensor, is_index: bool) -> Tensor:
 
 
 def value_dtype(spec: Spec, tensors: Sequence[Tensor], start: Tensor | None) -> torch.dtype:
-    """The dtype of the factors, and of the output."""
+    """The dtype of the factors, and of the sum."""
     layout = layout_of(spec.statement)
     for access in spec.statement.reads:
         return tensors[layout.tensors.index(access.name)].dtype

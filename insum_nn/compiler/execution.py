@@ -14,6 +14,7 @@ from torch import Tensor, fx
 
 from insum_nn.compiler import inductor, runtime, triton_lowering
 from insum_nn.compiler.bind import Bound, Extents
+from insum_nn.compiler.chained import Chained, generate
 from insum_nn.compiler.fx_lowering import extent_arguments, lower
 from insum_nn.compiler.generated import Generated
 from insum_nn.compiler.kernel_form import FormError
@@ -58,7 +59,7 @@ class Executable:
     backend: str
     reason: str
     graph: fx.GraphModule
-    run: Callable[..., Tensor] | Generated
+    run: Callable[..., Tensor] | Generated | Chained
     pieces: fx.GraphModule | None
     compile_seconds: float
     warm: bool = False
@@ -71,13 +72,22 @@ class Executable:
         self, tensors: Sequence[Tensor], extents: Extents, start: Tensor | None
     ) -> Callable[[Sequence[Tensor], Tensor | None], Tensor]:
         """Everything that sizes decide, decided: what is returned runs on any tensors of these shapes."""
+        run = self._prepared(tensors, extents, start)
+        epilogue, dtype = self.plan.bound.epilogue, self.plan.bound.dtype
+        if isinstance(self.run, Generated | Chained) or not epilogue:
+            return run
+        return lambda tensors, start: epilogue(run(tensors, start), dtype)
+
+    def _prepared(
+        self, tensors: Sequence[Tensor], extents: Extents, start: Tensor | None
+    ) -> Callable[[Sequence[Tensor], Tensor | None], Tensor]:
         arguments = _integers(self.plan.bound, extents)
         if self.pieces is not None:
             step = _piece(self.plan, extents)
             if step is not None:
                 return lambda tensors, start: _run_pieces(self, tensors, arguments, extents, start, step)
         run = self.run
-        if isinstance(run, Generated):
+        if isinstance(run, Generated | Chained):
             return run.prepare(tensors, extents, start)
         if isinstance(run, _Inductor):
             inductor_run = run
@@ -242,7 +252,7 @@ def executable(
     if backend == "triton":
         _require_triton(bound)
         try:
-            return _generated(bound, extents, options, reason, static)
+            return _generated(bound, tensors, extents, options, reason, static)
         except FormError as error:
             if options.backend == "triton":
                 raise InsumFormatError(
@@ -294,7 +304,12 @@ def _remembered(key: tuple[object, ...], build: Callable[[], Executable]) -> Exe
 
 
 def _generated(
-    bound: Bound, extents: Extents, options: Options, reason: str, static: tuple[tuple[str, StaticTable], ...]
+    bound: Bound,
+    tensors: Sequence[Tensor],
+    extents: Extents,
+    options: Options,
+    reason: str,
+    static: tuple[tuple[str, StaticTable], ...],
 ) -> Executable:
     """The program of generated kernels.
 
@@ -309,7 +324,7 @@ def _generated(
     def build() -> Executable:
         begin = time.perf_counter()
         sizes = dict(zip(bound.layout.indices, extents.indices, strict=True))
-        generated = Generated(bound, sizes, extents.output, dict(static), options)
+        generated = generate(bound, sizes, tensors, extents.output, dict(static), options)
         plain = replace(_without_unused_facts(bound), static=())
         plan = make_plan(plain, sizes, options, compiled=True)
         graph = lower(plan, options, compiled=True)

@@ -18,12 +18,15 @@ from torch import Tensor
 from insum_nn.compiler import inductor
 from insum_nn.compiler.ast import Statement
 from insum_nn.compiler.bind import Bound, Extents, layout_of
+from insum_nn.compiler.chained import Chained
+from insum_nn.compiler.epilogue import PLAIN, Epilogue
 from insum_nn.compiler.execution import Executable, split_arguments
 from insum_nn.compiler.explain_flow import data_flow
 from insum_nn.compiler.explain_html import Section, Table, page, panel
 from insum_nn.compiler.explain_loops import (
     ExtentSource,
     clip,
+    epilogue_line,
     extent_sources,
     initial_line,
     loop_lines,
@@ -278,6 +281,7 @@ def explain_program(
     *,
     sizes: Mapping[str, int] | None = None,
     out_shape: Sequence[int | None] | None = None,
+    epilogue: Epilogue = PLAIN,
 ) -> Explanation:
     """Collect what there is to say.
 
@@ -290,6 +294,7 @@ def explain_program(
         seconds: measured time of a call.
         sizes: the call's `sizes=`, to say where an extent came from.
         out_shape: the call's `out_shape=`, likewise.
+        epilogue: what follows the sum.
     """
     plan = program.plan if program is not None else None
     has_start = inputs is not None and inputs[1] is not None
@@ -302,12 +307,14 @@ def explain_program(
     *loops, body = loop_lines(statement, rows, roles)
     inside = body[: len(body) - len(body.lstrip())]
     nest = [initial_line(statement, shape, rows, has_start), *loops, *(f"{inside}# {note}" for note in notes), body]
+    if epilogue:
+        nest.append(epilogue_line(statement, epilogue))
     if program is not None:
         reason = program.reason
     else:
         empty = "the index space is empty, so no term is computed"
         reason = "pass tensors to see it" if extents is None else empty
-    generated = program.run if program is not None and isinstance(program.run, Generated) else None
+    generated = program.run if program is not None and isinstance(program.run, Generated | Chained) else None
     sources: list[str] = []
     choices: tuple[Decision, ...] = ()
     schedule = _schedule(program) if program is not None else None

@@ -7,10 +7,20 @@ from dataclasses import dataclass
 
 from insum_nn.compiler.ast import Access, Statement
 from insum_nn.compiler.bind import Extents, layout_of
+from insum_nn.compiler.epilogue import Epilogue
 from insum_nn.compiler.extents import interval
 from insum_nn.compiler.plan import Plan, Role
 
-__all__ = ["ExtentSource", "clip", "extent_sources", "initial_line", "loop_lines", "loop_notes", "text_roles"]
+__all__ = [
+    "ExtentSource",
+    "clip",
+    "epilogue_line",
+    "extent_sources",
+    "initial_line",
+    "loop_lines",
+    "loop_notes",
+    "text_roles",
+]
 
 
 @dataclass(frozen=True, slots=True)
@@ -120,6 +130,13 @@ def initial_line(
         return f"{name} = zeros({size})"
     neutral = "-inf" if statement.operator == "max=" else "inf"
     return f"{name} = full({size}, {neutral})  # a cell that no term reaches becomes 0"
+
+
+def epilogue_line(statement: Statement, epilogue: Epilogue) -> str:
+    """The line after the loops: what is done to the sum."""
+    name = statement.output.name
+    done = name if epilogue.activation is None else f"{epilogue.activation}({name})"
+    return f"{name} = {done}" + (f".to({epilogue.dtype})" if epilogue.dtype else "")
 
 
 def loop_lines(

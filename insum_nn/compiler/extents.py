@@ -37,7 +37,7 @@ def resolve_extents(
     Args:
         statement: a statement whose ranks were checked.
         tensors: the tensors read, in the layout's order.
-        start: the starting value; its shape is the output's.
+        start: the starting value; its shape is the output's, or broadcasts to it.
         sizes: extents given by name.
         out_shape: the output's shape; `None` entries are inferred.
 
@@ -67,7 +67,7 @@ def resolve_extents(
         _check_extent(statement, f"sizes['{name}']", extent, spans)
         if found.setdefault(name, extent) != extent:
             clash = True
-    given = _given_shape(statement, start, out_shape)
+    given = _given_shape(statement, start, out_shape, found)
     for name, extent in zip(layout.output_plain, given, strict=True):
         if name is not None and extent is not None and found.setdefault(name, extent) != extent:
             clash = True
@@ -102,11 +102,15 @@ def _check_extent(statement: Statement, what: str, extent: object, spans: Sequen
 
 
 def _given_shape(
-    statement: Statement, start: Tensor | None, out_shape: Sequence[int | None] | None
+    statement: Statement,
+    start: Tensor | None,
+    out_shape: Sequence[int | None] | None,
+    found: Mapping[str, int],
 ) -> tuple[int | None, ...]:
+    """What `out_shape` and the starting value say of the output's shape; `found`: extents that the factors show."""
     rank = len(statement.output.subscripts)
     if out_shape is None:
-        return tuple(start.shape) if start is not None else (None,) * rank
+        return _start_shape(statement, start, (None,) * rank, found)
     if len(out_shape) != rank:
         raise InsumShapeError(
             f"out_shape has {plural(len(out_shape), 'entry')}, but '{statement.output.name}' has "
@@ -122,19 +126,36 @@ def _given_shape(
         if extent is not None:
             _check_extent(statement, f"out_shape[{axis}]", extent, [statement.output.subscripts[axis].span])
     if start is not None:
+        own = _start_shape(statement, start, out_shape, found)
         for axis, extent in enumerate(out_shape):
-            if extent is not None and start.shape[axis] != extent:
+            if extent is not None and own[axis] != extent:
                 raise InsumShapeError(
                     f"out_shape[{axis}] is {extent}, but the tensor passed for '{statement.output.name}' has "
-                    f"{start.shape[axis]}",
+                    f"{own[axis]}",
                     expression=statement.text,
                     spans=[statement.output.subscripts[axis].span],
                     fix="drop out_shape=; the starting value gives the shape.",
                     expected=extent,
-                    got=start.shape[axis],
+                    got=own[axis],
                 )
-        return tuple(start.shape)
+        return own
     return tuple(out_shape)
+
+
+def _start_shape(
+    statement: Statement, start: Tensor | None, wanted: Sequence[int | None], found: Mapping[str, int]
+) -> tuple[int | None, ...]:
+    """The starting value's shape, with `wanted` where it lacks an axis or may be repeated along one of extent 1."""
+    if start is None:
+        return tuple(wanted)
+    missing = len(wanted) - start.ndim
+    shape: list[int | None] = []
+    for axis, (name, extent) in enumerate(zip(layout_of(statement).output_plain, wanted, strict=True)):
+        own = start.shape[axis - missing] if axis >= missing else None
+        if own is None or (own == 1 and (extent is not None or name in found)):
+            own = extent
+        shape.append(own)
+    return tuple(shape)
 
 
 def _extent_faults(
@@ -147,7 +168,8 @@ def _extent_faults(
 ) -> list[InsumError]:
     layout = layout_of(statement)
     named = dict(zip(layout.tensors, tensors, strict=True))
-    given = _given_shape(statement, start, out_shape)
+    shown = {n: tensors[p[0][0]].shape[p[0][1]] for n, p in zip(layout.indices, layout.plain, strict=True) if p}
+    given = _given_shape(statement, start, out_shape, {**shown, **sizes})
     faults: list[InsumError] = []
     for name in layout.indices:
         values: list[int] = []

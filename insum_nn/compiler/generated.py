@@ -34,6 +34,7 @@ class Generated:
         output: the output's shape in the first call.
         tables: static tensors by name.
         options: compile options.
+        form: what to compute, where that is not for the statement alone to say.
 
     Raises:
         FormError: the statement is not of the generator's kind.
@@ -51,10 +52,13 @@ class Generated:
         output: Sequence[int],
         tables: dict[str, StaticTable],
         options: Options,
+        *,
+        form: Form | None = None,
     ) -> None:
         self.options = options
         self.tables = tables
-        self.form = make_form(bound, sizes, output, tables, deterministic=options.deterministic, prefer_own=True)
+        deterministic = options.deterministic
+        self.form = form or make_form(bound, sizes, output, tables, deterministic=deterministic, prefer_own=True)
         self.precision: Precision = precision_of(bound.dtype, options.precision)
         self.source: Source | None = None
         self.measurements: tuple[Measurement, ...] = ()
@@ -75,14 +79,16 @@ class Generated:
         share, permuted = schedule.share, form.permuted
 
         def run(tensors: Sequence[Tensor], start: Tensor | None) -> Tensor:
-            if start is not None:
-                start = start.detach().contiguous()
             owners = None
             key: object = None
             if place >= 0:
                 owners = owners_of(tensors[place], rows, permuted, share)
                 if owners.end is not None:
                     key = owners.rows
+            if start is not None:
+                start = start.detach()
+                if not start.is_contiguous():
+                    key = (key, "start", *start.stride())
             for tensor in tensors:
                 if not tensor.is_contiguous():
                     key = (key, *(t.stride() for t in tensors))

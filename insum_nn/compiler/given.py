@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from insum_nn.compiler.autograd import recorded
-from insum_nn.compiler.call import Key, Seen, call_key, keep
+from insum_nn.compiler.call import Key, Seen, broadcast, call_key, keep
 
 __all__ = ["Given"]
 
@@ -22,7 +22,7 @@ _PLAIN = (Tensor, torch.nn.Parameter)
 class _Program(Protocol):
     def __call__(self, *, tensors: Mapping[str, Tensor], out_shape: Shape) -> Tensor: ...
 
-    def seen(self, ordered: Sequence[Tensor], out_shape: Shape | None) -> Seen | None: ...
+    def seen(self, named: Mapping[str, Tensor], out_shape: Shape | None) -> Seen | None: ...
 
 
 class Given:
@@ -34,41 +34,47 @@ class Given:
 
     Args:
         program: the statement's program.
-        order: names of its tensors, in its order.
+        output: its output's name.
+        order: names of the tensors it reads, in its order.
         tensors: those given, by name.
 
     Attributes:
         names: the tensors that a call takes, in this order.
     """
 
-    def __init__(self, program: _Program, order: Sequence[str], tensors: Mapping[str, Tensor]) -> None:
+    def __init__(self, program: _Program, output: str, order: Sequence[str], tensors: Mapping[str, Tensor]) -> None:
         self.program = program
         self.tensors = dict(tensors)
         self.names = tuple(name for name in order if name not in tensors)
+        self._output = output
         self._order = tuple(order)
         self._template: list[Any] = [tensors.get(name) for name in order]
         self._places = tuple(order.index(name) for name in self.names)
         self._seen: dict[Key, Seen] = {}
 
-    def __call__(self, *others: Tensor, out_shape: Shape) -> Tensor:
+    def __call__(self, *others: Tensor, out_shape: Shape, start: Tensor | None = None) -> Tensor:
         """Run the statement.
 
         Args:
             *others: in the order of `names`.
             out_shape: the output's shape, a tuple; `None` entries are inferred.
+            start: the starting value; it may broadcast to the output.
         """
-        key = (call_key(others, None), out_shape)
+        key = (call_key(others, start), out_shape)
         ordered = list(self._template)
         for place, tensor in zip(self._places, others, strict=True):
             ordered[place] = tensor
-        plain = all([type(tensor) in _PLAIN for tensor in others])
+        plain = all([type(tensor) in _PLAIN for tensor in others]) and (start is None or type(start) in _PLAIN)
         seen = self._seen.get(key) if plain else None
         with torch.no_grad():
-            if seen is not None and not recorded(ordered, None) and not torch._C._is_any_autocast_enabled():
+            if seen is not None and not recorded(ordered, start) and not torch._C._is_any_autocast_enabled():
                 if seen.ready is not None and seen.holds(ordered):
-                    return seen.ready.run(ordered, None)
-            result = self.program(tensors=dict(zip(self._order, ordered, strict=True)), out_shape=out_shape)
-        seen = self.program.seen(ordered, out_shape)
+                    return seen.ready.run(ordered, broadcast(start, seen.extents))
+            named = dict(zip(self._order, ordered, strict=True))
+            if start is not None:
+                named[self._output] = start
+            result = self.program(tensors=named, out_shape=out_shape)
+        seen = self.program.seen(named, out_shape)
         if plain and seen is not None and seen.ready is not None:
             keep(self._seen, key, seen, _LIMIT)
         return result

@@ -21,7 +21,7 @@ from insum_nn.compiler.ast import Access, Index, Number, Subscript
 from insum_nn.compiler.bind import Bound
 from insum_nn.facts import StaticTable
 
-__all__ = ["ENTRY", "OWNER", "Combining", "Form", "FormError", "Point", "Product", "Read", "Sub", "make_form"]
+__all__ = ["ENTRY", "OWNER", "Combining", "Form", "FormError", "Point", "Product", "Read", "Sub", "Tail", "make_form"]
 
 # Index names no statement can have: the output row that a program owns, and the number of a term of that row.
 OWNER, ENTRY = "@owner", "@entry"
@@ -93,6 +93,23 @@ class Product:
     n: tuple[str, ...]
 
 
+@dataclass(frozen=True, slots=True)
+class Tail:
+    """A matrix product with what a kernel has summed, before it is stored.
+
+    Attributes:
+        weight: the factor.
+        subscripts: its two indices.
+        inner: the one that is summed: an axis of what the kernel sums.
+        outer: the other, which takes its place in the output.
+    """
+
+    weight: str
+    subscripts: tuple[str, str]
+    inner: str
+    outer: str
+
+
 @dataclass(frozen=True)
 class Form:
     """What a kernel computes.
@@ -109,6 +126,7 @@ class Form:
         parallel: indices of the output that are left.
         reduce: indices summed over that are left, without those of the owner's terms.
         tables: the static tensors that are written out; a kernel does not read them.
+        tail: a product that follows the sum; all of the above is about the sum.
     """
 
     bound: Bound
@@ -122,6 +140,7 @@ class Form:
     parallel: tuple[str, ...]
     reduce: tuple[str, ...]
     tables: frozenset[str]
+    tail: Tail | None = None
 
     @cached_property
     def static(self) -> dict[str, int]:

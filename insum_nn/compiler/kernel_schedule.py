@@ -7,7 +7,7 @@ from collections.abc import Iterator
 from dataclasses import asdict, dataclass, replace
 from typing import Any, Literal
 
-from insum_nn.compiler.kernel_form import ENTRY, OWNER, Form, Product
+from insum_nn.compiler.kernel_form import ENTRY, OWNER, Form, Product, Tail
 
 __all__ = ["Axis", "Layout", "Precision", "Schedule", "candidates", "default_schedule", "place_indices"]
 
@@ -29,6 +29,8 @@ class Schedule:
         share: most terms of an owned row that one program walks; longer rows are divided.
         warps: warps a program.
         stages: depth of the software pipeline.
+        tail: columns at a time of a product that follows the sum.
+        serial: before such a product the rows of a tile are summed one after the other, instead of side by side.
     """
 
     m: int = 1
@@ -41,6 +43,8 @@ class Schedule:
     share: int = 512
     warps: int = 4
     stages: int = 2
+    tail: int = 64
+    serial: bool = False
 
     def __str__(self) -> str:
         tile = f"tile {self.m} x {self.n}, {self.k} at a time"
@@ -48,6 +52,8 @@ class Schedule:
         rest = f"{self.warps} warps, {self.stages} stages"
         if self.groups > 1:
             rest += f", accumulators over {self.groups} programs"
+        if self.serial:
+            rest += ", rows one by one"
         if self.splits > 1:
             rest += f", sum over {self.splits} programs"
         return f"{tile} {how}; {rest}"
@@ -119,6 +125,10 @@ def _axis(form: Form, wanted: list[str], lanes: int, least: int = 1) -> Axis | N
 
 def place_indices(form: Form, schedule: Schedule) -> Layout:
     """Where each index goes."""
+    if form.tail is not None:
+        # Whole rows of the sum, which a product follows.
+        m, n = _axis(form, [OWNER], schedule.m, 16), _axis(form, [form.tail.inner], schedule.n, 16)
+        return _rest(form, m, _axis(form, [ENTRY], schedule.k), n)
     if schedule.dot and form.product is not None:
         return _place_product(form, schedule, form.product)
     rows, columns, summed = _element_axes(form)
@@ -177,6 +187,8 @@ def _element_axes(form: Form) -> tuple[list[str], list[str], list[str]]:
 
 def default_schedule(form: Form) -> Schedule:
     """A good schedule without any measurement."""
+    if form.tail is not None:
+        return _default_tail(form, form.tail)
     if form.product is not None:
         return _default_product(form, form.product)
     if len(form.points) > _MANY_POINTS:
@@ -211,6 +223,16 @@ def _default_written_out(form: Form) -> Schedule:
     k = min(64, _power(form.size(summed[-1]))) if summed else 1
     m = min(_power(form.size(rows[-1])), max(1, 64 // k)) if rows else 1
     return Schedule(m=m, k=k, groups=max(1, accumulators // 48), warps=1, splits=_splits(form, m, 1))
+
+
+def _default_tail(form: Form, tail: Tail) -> Schedule:
+    """Sixteen rows side by side, as few as the matrix unit takes; rows far longer than others are divided."""
+    n = max(16, _power(form.static[tail.inner]))
+    k = max(1, min(4, 2048 // (16 * n), _power(form.size(ENTRY))))
+    share = max(32, min(512, 4 * _power(form.size(ENTRY))))
+    # Weights in float32 are taken apart into several operands, which fill the registers.
+    cells = 8192 if form.wide else 4096
+    return Schedule(16, n, k, share=share, warps=4 if n <= 128 else 8, tail=min(128, max(16, cells // n)))
 
 
 def _default_product(form: Form, product: Product) -> Schedule:
@@ -271,7 +293,20 @@ def candidates(form: Form) -> Iterator[Schedule]:
 
 
 def _varied(form: Form, base: Schedule) -> Iterator[Schedule]:
-    if base.dot:
+    if form.tail is not None:
+        for m in (16, 32, 64):
+            for k in (1, 2, 4, 8):
+                for warps in (2, 4, 8):
+                    if 32 * warps * 4 <= m * base.n * k <= 32 * warps * 64:
+                        yield replace(base, m=m, k=k, warps=warps)
+        for k in (4, 8, 16, 32):
+            for warps in (1, 2, 4):
+                if 32 * warps * 2 <= base.n * k <= 32 * warps * 64:
+                    yield replace(base, k=k, warps=warps, share=512, serial=True)
+        for share in (32, 128, 512):
+            yield replace(base, share=share)
+        yield replace(base, tail=max(16, base.tail // 2))
+    elif base.dot:
         yield from _varied_products(form, base)
     elif len(form.points) > _MANY_POINTS:
         yield from _varied_written_out(base)

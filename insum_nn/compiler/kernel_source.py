@@ -7,9 +7,10 @@ from dataclasses import dataclass, replace
 
 import torch
 
+from insum_nn.compiler.kernel_epilogue import activated, finishes
 from insum_nn.compiler.kernel_form import OWNER, Form, Point, Read, Sub
-from insum_nn.compiler.kernel_loops import KernelLoops
 from insum_nn.compiler.kernel_schedule import Layout, Precision, Schedule, place_indices
+from insum_nn.compiler.kernel_tail import KernelTail
 from insum_nn.compiler.kernel_text import Argument, Parameters, Strides, Value, join_axes, spread
 
 __all__ = ["Source", "write_kernel"]
@@ -28,6 +29,7 @@ class Source:
 
     Attributes:
         grid: (index or "", values per program) for each factor of the number of programs, the fastest first.
+        finished: it stores the output itself; else sums, to which the start and the epilogue are yet to come.
     """
 
     text: str
@@ -35,26 +37,34 @@ class Source:
     grid: tuple[tuple[str, int], ...]
     schedule: Schedule
     accumulator: torch.dtype
+    finished: bool
 
 
-class _Writer(KernelLoops):
+class _Writer(KernelTail):
     """Writes the body of a kernel for some of the points."""
+
+    # What follows the loops inside of an outer one.
+    closing: list[str]
 
     def write(self, points: Sequence[Point], tiles: Sequence[tuple[str, int]], pid: str) -> list[str]:
         """All lines of the kernel's body for these points."""
+        self.closing = []
         self.programs(tiles, pid)
         tiled = {index for index, _ in tiles}
         for axis in "nm":
             if axis in self.axes and self.axes[axis].first not in tiled:
                 self.lane_indices(axis, "0", 0)
         results = self.emit(points)
-        tail = [line for name, order, target in results.values() for line in self.store(name, order, target)]
+        if self.form.tail is None:
+            tail = [line for name, order, target in results.values() for line in self.store(name, order, target)]
+        else:
+            tail = [line for name, _, target in results.values() for line in self.multiplied(name, target, self.store)]
         lines: list[str] = []
         for depth, scope in enumerate(self.scopes):
             if scope.head:
                 lines.append("    " * (depth - 1) + scope.head)
             lines += ["    " * depth + line for line in scope.lines]
-        return lines + tail
+        return lines + self.closing + tail
 
     def emit(self, points: Sequence[Point]) -> dict[str, tuple[str, str, Read]]:
         """Write the sums of all points.
@@ -62,6 +72,7 @@ class _Writer(KernelLoops):
         Returns:
             For each output cell: its accumulator, the accumulator's axes, and the cell.
         """
+        owned = {name: self.indices[name] for name in (OWNER, "@begin", "@end") if name in self.indices}
         self.open_loops()
         by_target = _by_target(points)
         axes = join_axes(*(a for a in self.axes if a != "k"))
@@ -71,12 +82,18 @@ class _Writer(KernelLoops):
             swapped = self.product is not None and self.schedule.swap
             order = axes[::-1] if swapped else axes
             self.scopes[0].lines.append(f"{name} = tl.zeros({self.shape(order)}, {self.type})")
-            if self.product is None:
+            if self.row_depth:
+                part = self.fresh("part")
+                self.scopes[self.row_depth].lines.append(f"{part} = tl.zeros({self.shape('n')}, {self.type})")
+                self.sums(part, group, "n")
+                self.closing.append(self.put_row(name, part))
+            elif self.product is None:
                 self.sums(name, group, axes)
             results[key] = (name, order, group[0].target)
         if self.product is not None:
             names = [name for name, _, _ in results.values()]
             self.dots(list(zip(names, by_target.values(), strict=True)))
+        self.indices |= owned
         return results
 
     def sums(self, name: str, points: Sequence[Point], axes: str) -> None:
@@ -215,10 +232,35 @@ class _Writer(KernelLoops):
             conditions = [*conditions, kept]
         when = self.when(conditions, axes)
         if form.bound.has_start:
-            first = f"tl.load({self.parameters('start')} + {where}{when}).to({self.type})"
+            first = self.first(subs, axes, where, when)
             value = f"{value} + {first}"
+        if form.bound.epilogue.activation is not None:
+            total = self.fresh("total")
+            lines.append(f"{total} = {value}")
+            value = activated(form, total)
         lines.append(f"tl.store({out} + {where}, {value}{when})")
         return lines
+
+    def first(self, subs: Sequence[Sub], axes: str, where: str, when: str) -> str:
+        """The starting value of a tile: read where the output is written, or through strides of its own.
+
+        Along an axis of stride 0 it is not read again: a bias is one number for each column.
+        """
+        start, steps = self.parameters("start"), self.strides.start
+        if steps is None:
+            return f"tl.load({start} + {where}{when}).to({self.type})"
+        used = [axis for axis, step in enumerate(steps) if step != "0"]
+        varying = [subs[axis] for axis in used]
+        step = [steps[axis] or self.parameters("start_stride", "", axis) for axis in used]
+        offset, conditions = self.address(varying, lambda place: step[place], "@start")
+        for index in dict.fromkeys(Read("@out", tuple(varying)).indices()):
+            conditions += [self.masks[a] for a in self.indices[index].axes if a in self.masks]
+        own = join_axes(offset.axes, *(c.axes for c in conditions))
+        mask = self.when(conditions, own)
+        other = ", other=0.0" if mask else ""
+        found = Value(f"tl.load({start} + {self.reach(offset, own)}{mask}{other}).to({self.type})", own, 0)
+        found = self.define("first", found.text, own, 0)
+        return spread(found, axes)
 
     def out_stride(self, subs: Sequence[Sub], axis: int) -> str:
         known = 1
@@ -294,4 +336,5 @@ def write_kernel(form: Form, schedule: Schedule, strides: Strides, precision: Pr
     )
     grid = (*((("@part", len(parts)),) if len(parts) > 1 else ()), *tiles)
     accumulator = torch.float64 if form.bound.dtype == torch.float64 else torch.float32
-    return Source(text + "\n", arguments, grid, replace(schedule, groups=len(parts)), accumulator)
+    schedule = replace(schedule, groups=len(parts))
+    return Source(text + "\n", arguments, grid, schedule, accumulator, finishes(form, schedule))

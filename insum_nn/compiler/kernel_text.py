@@ -37,11 +37,13 @@ class Strides:
         contiguous: for each tensor of the layout.
         wide: some offset needs 64 bits.
         split: the owner's rows are divided among programs.
+        start: how the starting value is addressed; see `start_steps`.
     """
 
     contiguous: tuple[bool, ...]
     wide: bool = False
     split: bool = False
+    start: tuple[str, ...] | None = None
 
 
 @dataclass(slots=True)
@@ -186,7 +188,7 @@ class KernelText:
             if index == OWNER:
                 # A row without terms may lie outside of what is read there.
                 low, high = self.indices["@begin"], self.indices["@end"]
-                found.append(self.define("any", f"{low.text} < {high.text}", low.axes, 0))
+                found.append(self.define("any", f"{low.text} < {high.text}", low.axes, low.depth))
             if index in self.form.entries and "e" in self.masks:
                 found.append(self.masks["e"])
                 continue

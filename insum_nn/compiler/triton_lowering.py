@@ -22,6 +22,7 @@ import torch
 from torch import Tensor
 
 from insum_nn.compiler.bind import Extents
+from insum_nn.compiler.kernel_epilogue import start_steps
 from insum_nn.compiler.kernel_form import ENTRY, OWNER, Form
 from insum_nn.compiler.kernel_schedule import Precision, Schedule, place_indices
 from insum_nn.compiler.kernel_source import Source, write_kernel
@@ -61,12 +62,12 @@ def precision_of(dtype: torch.dtype, asked: str) -> Precision:
     return "tf32x3" if torch.get_float32_matmul_precision() == "highest" else "tf32"
 
 
-def strides_of(form: Form, tensors: Sequence[Tensor], extents: Extents, split: bool) -> Strides:
+def strides_of(form: Form, tensors: Sequence[Tensor], extents: Extents, split: bool, start: Tensor | None) -> Strides:
     """What of the memory layout a kernel's text depends on."""
     output = math.prod(extents.output)
     entries = math.prod(form.sizes[i] for i in form.entries)
-    reach = max([output, entries, *(_reach(t) for t in tensors)])
-    return Strides(tuple(t.is_contiguous() for t in tensors), reach >= _WIDE, split)
+    reach = max([output, entries, *(_reach(t) for t in (*tensors, start) if t is not None)])
+    return Strides(tuple(t.is_contiguous() for t in tensors), reach >= _WIDE, split, start_steps(start))
 
 
 def _reach(tensor: Tensor) -> int:
@@ -111,6 +112,7 @@ class Kernel:
         empty: it writes every cell of the output.
         simple: the output is what the kernel writes, without anything before or after it.
         tile: rows of a program's tile.
+        dtype: of the output.
     """
 
     form: Form
@@ -123,13 +125,14 @@ class Kernel:
     empty: bool
     simple: bool
     tile: int
+    dtype: torch.dtype
 
     def __call__(self, tensors: Sequence[Tensor], start: Tensor | None, owners: Owners | None) -> Tensor:
         """The statement's output."""
         form = self.form
         device = tensors[0].device
         if self.simple:
-            output = torch.empty(self.extents.output, dtype=form.bound.dtype, device=device)
+            output = torch.empty(self.extents.output, dtype=self.dtype, device=device)
         else:
             output = self._output(start, device)
         scratch = None
@@ -160,7 +163,9 @@ class Kernel:
             return output
         if self.source.schedule.splits > 1:
             output = output.sum(0) if start is None else output.sum(0).add_(start)
-        return output if output.dtype == form.bound.dtype else output.to(form.bound.dtype)
+        if not self.source.finished:
+            output = form.bound.epilogue.activated(output)
+        return output if output.dtype == self.dtype else output.to(self.dtype)
 
     def _add_divided(self, output: Tensor, scratch: Tensor, start: Tensor | None, owners: Owners) -> None:
         assert owners.divided is not None
@@ -168,6 +173,7 @@ class Kernel:
         axis = self.form.owner_axis
         if start is not None:
             sums = sums + start.movedim(axis, 0).index_select(0, owners.divided)
+        sums = self.form.bound.epilogue.activated(sums)
         output.movedim(axis, 0).index_copy_(0, owners.divided, sums.to(output.dtype))
 
     def _output(self, start: Tensor | None, device: torch.device) -> Tensor:
@@ -177,11 +183,14 @@ class Kernel:
             shape = (self.source.schedule.splits, *shape)
             return (torch.empty if self.empty else torch.zeros)(shape, dtype=self.source.accumulator, device=device)
         if self.empty:
-            return torch.empty(shape, dtype=form.bound.dtype, device=device)
-        dtype = self.source.accumulator if form.combine == "atomic" else form.bound.dtype
+            return torch.empty(shape, dtype=self.dtype, device=device)
+        dtype = self.dtype if self.source.finished else self.source.accumulator
         if start is None:
             return torch.zeros(shape, dtype=dtype, device=device)
-        return start.detach().to(dtype, copy=True, memory_format=torch.contiguous_format)
+        if self.source.finished:
+            # Cells that the kernel does not write.
+            start = form.bound.epilogue.activated(start)
+        return start.to(dtype, copy=True, memory_format=torch.contiguous_format)
 
 
 def _covers(form: Form, extents: Extents) -> bool:
@@ -222,9 +231,9 @@ def prepare_kernel(
         precision: of float32 products in the matrix unit.
         owners: the owners of the terms, where the form has them.
     """
-    strides = strides_of(form, tensors, extents, owners is not None and owners.split)
+    strides = strides_of(form, tensors, extents, owners is not None and owners.split, start)
     source = write_kernel(form, schedule, strides, precision)
-    numbers = _Numbers(form, source, tensors, extents, owners)
+    numbers = _Numbers(form, source, tensors, start, extents, owners)
     names = form.bound.layout.tensors
     values = tuple(numbers.value(argument) for argument in source.arguments)
     inputs: list[tuple[int, int]] = []
@@ -253,6 +262,7 @@ def prepare_kernel(
         empty,
         empty and source.schedule.splits == 1,
         m.block if m else 1,
+        form.bound.out_dtype,
     )
 
 
@@ -264,10 +274,9 @@ def _types(form: Form, source: Source, tensors: Sequence[Tensor], owners: Owners
         if argument.kind == "tensor":
             dtype = tensors[names.index(argument.name)].dtype
         elif argument.kind in ("out", "start", "scratch"):
-            apart = argument.kind == "scratch" or (
-                argument.kind == "out" and (form.combine == "atomic" or source.schedule.splits > 1)
-            )
-            dtype = source.accumulator if apart else form.bound.dtype
+            apart = argument.kind == "scratch" or (argument.kind == "out" and not source.finished)
+            own = form.bound.dtype if argument.kind == "start" else form.bound.out_dtype
+            dtype = source.accumulator if apart else own
         elif argument.kind == "steps":
             dtype = torch.int32
         elif argument.kind in ("begin", "end", "target", "owner", "order"):
@@ -283,9 +292,16 @@ class _Numbers:
     """The integer parameters of a kernel for one set of shapes."""
 
     def __init__(
-        self, form: Form, source: Source, tensors: Sequence[Tensor], extents: Extents, owners: Owners | None
+        self,
+        form: Form,
+        source: Source,
+        tensors: Sequence[Tensor],
+        start: Tensor | None,
+        extents: Extents,
+        owners: Owners | None,
     ) -> None:
         self.form = form
+        self.start = start
         self.source = source
         self.tensors = dict(zip(form.bound.layout.tensors, tensors, strict=True))
         self.sizes = dict(zip(form.bound.layout.indices, extents.indices, strict=True))
@@ -298,6 +314,9 @@ class _Numbers:
             return self.sizes[name]
         if kind == "stride":
             return self.tensors[name].stride(axis)
+        if kind == "start_stride":
+            assert self.start is not None
+            return self.start.stride(axis)
         if kind == "dim":
             return self.output[axis] if name == "@out" else self.tensors[name].shape[axis]
         if kind == "out_stride":

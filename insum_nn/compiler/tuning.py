@@ -9,7 +9,7 @@ import math
 import os
 import tempfile
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
@@ -26,7 +26,7 @@ from insum_nn.compiler.owners import owners_for
 from insum_nn.compiler.triton_lowering import interpreted, prepare_kernel
 from insum_nn.facts import StaticTable
 
-__all__ = ["Measurement", "choose_schedule"]
+__all__ = ["Measurement", "choose_schedule", "time_calls", "worth_measuring"]
 
 _VERSION = 1
 # Seconds of search for one statement and size.
@@ -43,6 +43,12 @@ class Measurement:
     microseconds: float
 
 
+def worth_measuring(options: Options, extents: Extents) -> bool:
+    """Whether a search at these sizes is wanted, possible, and soon regained."""
+    work = math.prod(max(1, e) for e in extents.indices)
+    return options.tune and not interpreted() and work >= _WORTH and not torch.cuda.is_current_stream_capturing()
+
+
 def choose_schedule(
     form: Form,
     tables: Mapping[str, StaticTable],
@@ -55,8 +61,7 @@ def choose_schedule(
 ) -> tuple[Schedule, tuple[Measurement, ...]]:
     """The schedule for a form at some sizes, and what was measured to find it."""
     default = default_schedule(form)
-    work = math.prod(max(1, e) for e in extents.indices)
-    if not options.tune or interpreted() or work < _WORTH or torch.cuda.is_current_stream_capturing():
+    if not worth_measuring(options, extents):
         return default, ()
     path = _path(form, tables, bucket, tensors[0].device, precision)
     found = _read(path)
@@ -147,16 +152,32 @@ class _Trial:
         except Exception as error:
             self.refused(error)
             return math.inf
-        events = [torch.cuda.Event(enable_timing=True) for _ in range(repeat + 1)]
-        # Work in front keeps the device busy while the host launches, so that the times are the device's.
-        torch.cuda._sleep(400_000)
-        events[0].record()
-        for event in events[1:]:
-            self.kernel(self.tensors, self.start, self.owners)
-            event.record()
-        torch.cuda.synchronize()
-        times = sorted(a.elapsed_time(b) for a, b in itertools.pairwise(events))
-        return 1000.0 * times[len(times) // 2]
+        return _median(lambda: self.kernel(self.tensors, self.start, self.owners), repeat)
+
+
+def _median(call: Callable[[], object], repeat: int) -> float:
+    """Median microseconds of a call that ran before."""
+    events = [torch.cuda.Event(enable_timing=True) for _ in range(repeat + 1)]
+    # Work in front keeps the device busy while the host launches, so that the times are the device's.
+    torch.cuda._sleep(400_000)
+    events[0].record()
+    for event in events[1:]:
+        call()
+        event.record()
+    torch.cuda.synchronize()
+    times = sorted(a.elapsed_time(b) for a, b in itertools.pairwise(events))
+    return 1000.0 * times[len(times) // 2]
+
+
+def time_calls(
+    run: Callable[[Sequence[Tensor], Tensor | None], Tensor], tensors: Sequence[Tensor], start: Tensor | None
+) -> float:
+    """Median microseconds of a program on these tensors; infinite where the device has no room for its kernels."""
+    try:
+        run(tensors, start)
+    except torch.OutOfMemoryError:
+        return math.inf
+    return _median(lambda: run(tensors, start), 20)
 
 
 # On disk.
@@ -167,7 +188,7 @@ def _path(
 ) -> Path:
     properties = torch.cuda.get_device_properties(device)
     parts = (_VERSION, repr(form.bound), sorted(tables.items()), bucket, precision, properties.name)
-    parts = (*parts, torch.__version__, form.combine)
+    parts = (*parts, torch.__version__, form.combine, form.tail)
     return cache_folder() / "schedules" / f"{hashlib.sha256(repr(parts).encode()).hexdigest()}.json"
 
 

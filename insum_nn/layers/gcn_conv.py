@@ -216,11 +216,13 @@ class GCNConv(peer.GCNConv):
         first = self._aggregates_first(x, edges.edge_weight)
         dense = x if first else self.lin(x)
         rows, back = _node_rows(dense, self.node_dim)
+        bias = cast("Tensor | None", self.bias)
+        if not first and back is None:
+            return graph_conv(rows, edges.edge_index, edges.edge_weight, bias, recipe=recipe, options=self.options)
         rows = graph_conv(rows, edges.edge_index, edges.edge_weight, recipe=recipe, options=self.options)
         out = rows if back is None else back(rows)
         if first:
             out = self.lin(out)
-        bias = cast("Tensor | None", self.bias)
         return out if bias is None else out + bias
 
     def _recipe(self, edges: _Edges, normalize: bool) -> Recipe:

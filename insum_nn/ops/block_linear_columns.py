@@ -51,7 +51,12 @@ def takes_columns(x: Tensor, weight: Tensor, options: Options) -> bool:
     """Whether a product of (n, k) samples with (p, a, b) blocks is better formed from transposed samples."""
     if x.device.type != "cuda" or options.backend != "auto" or not generates_kernels():
         return False
-    if x.shape[0] < _SAMPLES or weight.shape[0] == 0 or min(weight.shape[1:]) < 16 or weight.shape[2] * weight.element_size() > _PIECE:
+    if (
+        x.shape[0] < _SAMPLES
+        or weight.shape[0] == 0
+        or min(weight.shape[1:]) < 16
+        or weight.shape[2] * weight.element_size() > _PIECE
+    ):
         return False
     return weight.dtype != torch.float64 and x.dtype == weight.dtype and ordinary(x, weight)
 

@@ -144,6 +144,7 @@ def graph_conv(
     x: Tensor,
     edge_index: Tensor,
     edge_weight: Tensor | None = None,
+    bias: Tensor | None = None,
     *,
     recipe: Recipe = Recipe(),
     options: Options = DEFAULT,
@@ -159,6 +160,7 @@ def graph_conv(
         x: (n, f); differentiable.
         edge_index: (2, e): sources, targets; int32 or int64.
         edge_weight: (e,) or (e, 1); differentiable. Dtypes are promoted as in a product.
+        bias: (f,), added to every row; differentiable. Dtypes are promoted as in a sum.
         recipe: normalisation, self-loops, flow.
         options: compile options.
         key: the tensor that the graph is remembered under, where `edge_index` was made from it just now.
@@ -177,8 +179,8 @@ def graph_conv(
     [[0.0, 0.0, 0.0], [1.0, 0.0, 0.0], [0.0, 1.0, 0.0]]
     """
     x, edge_weight = _agree(x, edge_index, edge_weight, recipe)
-    if _traced(x, edge_index, edge_weight):
-        return torch.ops.insum_nn.graph_conv(  # type: ignore[no-any-return]
+    if _traced(x, edge_index, edge_weight, bias):
+        out = torch.ops.insum_nn.graph_conv(
             x,
             edge_index,
             edge_weight,
@@ -190,8 +192,14 @@ def graph_conv(
             options.backend,
             False,
         )
+        return out if bias is None else out + bias
     graph = graph_matrix(edge_index, x.shape[0], recipe, key=key)
-    return graph_product(graph, graph_values(graph, edge_weight, recipe, x.dtype, options), x, options=options)
+    values = graph_values(graph, edge_weight, recipe, x.dtype, options)
+    if bias is None or bias.dtype != x.dtype:
+        out = graph_product(graph, values, x, options=options)
+        return out if bias is None else out + bias
+    # The sum starts from it, which spares a pass over the output.
+    return graph_product(graph, values, x, bias=bias, options=options)
 
 
 def _agree(x: Tensor, edge_index: Tensor, edge_weight: Tensor | None, recipe: Recipe) -> tuple[Tensor, Tensor | None]:

@@ -29,7 +29,13 @@ COMPARE = "W[g,q] += A[Row[g],n] * B[Col[g,q],n]"
 
 
 def graph_product(
-    graph: GraphMatrix, values: Tensor, dense: Tensor, *, transposed: bool = False, options: Options = DEFAULT
+    graph: GraphMatrix,
+    values: Tensor,
+    dense: Tensor,
+    *,
+    bias: Tensor | None = None,
+    transposed: bool = False,
+    options: Options = DEFAULT,
 ) -> Tensor:
     """Carry features along the edges of a graph.
 
@@ -39,6 +45,7 @@ def graph_product(
         graph: the matrix.
         values: (p,) in the order of `graph.entries`; differentiable to any order.
         dense: (n, f); dtype and device of the values; differentiable to any order.
+        bias: (f,), what every row starts from; dtype of the values; differentiable to any order.
         transposed: carry from receivers to senders.
         options: compile options.
 
@@ -48,10 +55,12 @@ def graph_product(
     if transformed():
         grouped = graph.grouped(transposed)
         named = {**grouped.matrix.tensors, "Val": grouped.spread(values), "B": dense}
+        named |= {} if bias is None else {"C": bias}
         return grouped.program(tensors=named, out_shape=(graph.num_nodes, None))
-    if torch.is_grad_enabled() and (values.requires_grad or dense.requires_grad):
-        return _Carry.apply(values, dense, graph, transposed, options)  # type: ignore[no-any-return]
-    return _carry(values, dense, graph, transposed, options)
+    learned = values.requires_grad or dense.requires_grad or (bias is not None and bias.requires_grad)
+    if learned and torch.is_grad_enabled():
+        return _Carry.apply(values, dense, graph, transposed, options, bias)  # type: ignore[no-any-return]
+    return _carry(values, dense, graph, transposed, options, bias)
 
 
 def graph_compare(graph: GraphMatrix, a: Tensor, b: Tensor, options: Options = DEFAULT) -> Tensor:
@@ -78,11 +87,17 @@ def graph_compare(graph: GraphMatrix, a: Tensor, b: Tensor, options: Options = D
 class _Carry(torch.autograd.Function):
     @staticmethod
     def forward(
-        ctx: Any, values: Tensor, dense: Tensor, graph: GraphMatrix, transposed: bool, options: Options
+        ctx: Any,
+        values: Tensor,
+        dense: Tensor,
+        graph: GraphMatrix,
+        transposed: bool,
+        options: Options,
+        bias: Tensor | None,
     ) -> Tensor:
         ctx.save_for_backward(values, dense)
         ctx.rest = graph, transposed, options
-        return _carry(values, dense, graph, transposed, options)
+        return _carry(values, dense, graph, transposed, options, bias)
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
@@ -94,7 +109,8 @@ class _Carry(torch.autograd.Function):
             of_values = graph_compare(graph, *ends, options)
         if ctx.needs_input_grad[1]:
             of_dense = graph_product(graph, values, grads[0], transposed=not transposed, options=options)
-        return of_values, of_dense, None, None, None
+        of_bias = grads[0].sum(0) if ctx.needs_input_grad[5] else None
+        return of_values, of_dense, None, None, None, of_bias
 
 
 class _Compare(torch.autograd.Function):
@@ -113,7 +129,9 @@ class _Compare(torch.autograd.Function):
         return of_a, of_b, None, None
 
 
-def _carry(values: Tensor, dense: Tensor, graph: GraphMatrix, transposed: bool, options: Options) -> Tensor:
+def _carry(
+    values: Tensor, dense: Tensor, graph: GraphMatrix, transposed: bool, options: Options, bias: Tensor | None
+) -> Tensor:
     with torch.no_grad(), _exact_dtypes(dense.device):
         grouped = graph.grouped(transposed)
         spread = graph.spread(values, transposed)
@@ -121,9 +139,11 @@ def _carry(values: Tensor, dense: Tensor, graph: GraphMatrix, transposed: bool, 
             options = replace(options, deterministic=True)
         shape = (graph.num_nodes, dense.shape[1])
         if options is DEFAULT or options == DEFAULT:
-            return grouped.product(spread, dense, out_shape=shape)
+            return grouped.product(spread, dense, out_shape=shape, start=bias)
         matrix = grouped.matrix
         named = {"Row": matrix.group_index, "Col": matrix.indices[0], "Val": spread, "B": dense}
+        if bias is not None:
+            named["C"] = bias
         return _program(CARRY, tuple(matrix.facts.items()), options)(tensors=named, out_shape=shape)
 
 

@@ -108,10 +108,15 @@ def sparse_conv(
     [[210.0], [21.0]]
     """
     named = _values(features, weight, kernel_map, bias, groups)
+    start: Tensor | None = None
+    if bias is not None and bias.dtype == named["In"].dtype == named["W"].dtype:
+        # The sum starts from it, which spares a pass over the output.
+        start, bias = bias.unflatten(0, (groups, -1)) if groups > 1 else bias, None
     if kernel_map is not None and takes_table(kernel_map, named["In"], named["W"], options):
-        result = table_conv(named["In"], named["W"], kernel_map, options)
+        result = table_conv(named["In"], named["W"], kernel_map, options, start)
     else:
         named |= {} if kernel_map is None else kernel_map.tensors
+        named |= {} if start is None else {"Out": start}
         expression = sparse_conv_expression(groups=groups, pointwise=kernel_map is None)
         result = run(expression, FACTS, named, options, _out_shape(kernel_map, groups))
     if groups > 1:

@@ -95,7 +95,9 @@ def table_operands(features: Tensor, cells: Tensor, kernel_map: KernelMap) -> di
     return {**kernel_map.table.tensors, "In": features, "W": cells}
 
 
-def table_conv(features: Tensor, cells: Tensor, kernel_map: KernelMap, options: Options) -> Tensor:
+def table_conv(
+    features: Tensor, cells: Tensor, kernel_map: KernelMap, options: Options, bias: Tensor | None = None
+) -> Tensor:
     """Convolve through the neighbour table.
 
         Out[Order[i],d] += In[Near[k,i],c] * W[k,c,d]
@@ -108,29 +110,35 @@ def table_conv(features: Tensor, cells: Tensor, kernel_map: KernelMap, options: 
         cells: `W`, (o, c, d) or (o, h, c, d), dtype and device of `features`; differentiable to any order.
         kernel_map: the map of n input voxels to m output voxels.
         options: compile options.
+        bias: (d,) or (h, d), what every output starts from; dtype of `features`; differentiable to any order.
 
     Returns:
         `Out`, (m, d) or (m, h, d).
     """
-    return _contract("Out", features, cells, kernel_map, options)
+    return _contract("Out", features, cells, kernel_map, options, bias)
 
 
-def _contract(kind: Kind, a: Tensor, b: Tensor, kernel_map: KernelMap, options: Options) -> Tensor:
+def _contract(
+    kind: Kind, a: Tensor, b: Tensor, kernel_map: KernelMap, options: Options, bias: Tensor | None = None
+) -> Tensor:
     """The tensor of a kind from the two others, in the order of `_OPERANDS`."""
-    if torch.compiler.is_compiling() or not _ordinary(a, b):
+    present = (a, b) if bias is None else (a, b, bias)
+    if torch.compiler.is_compiling() or not _ordinary(*present):
         # Who looks on knows the compiler's operator, and wants its derivatives from there.
-        return _run(kind, a, b, kernel_map, options, table=False)
-    if torch.is_grad_enabled() and (a.requires_grad or b.requires_grad):
-        return _Contract.apply(kind, a, b, kernel_map, options)  # type: ignore[no-any-return]
-    return _contracted(kind, a, b, kernel_map, options)
+        return _run(kind, a, b, kernel_map, options, bias, table=False)
+    if torch.is_grad_enabled() and any(t.requires_grad for t in present):
+        return _Contract.apply(kind, a, b, kernel_map, options, bias)  # type: ignore[no-any-return]
+    return _contracted(kind, a, b, kernel_map, options, bias)
 
 
 class _Contract(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, kind: Kind, a: Tensor, b: Tensor, kernel_map: KernelMap, options: Options) -> Tensor:
+    def forward(
+        ctx: Any, kind: Kind, a: Tensor, b: Tensor, kernel_map: KernelMap, options: Options, bias: Tensor | None
+    ) -> Tensor:
         ctx.save_for_backward(a, b)
         ctx.rest = kind, kernel_map, options
-        return _contracted(kind, a, b, kernel_map, options)
+        return _contracted(kind, a, b, kernel_map, options, bias)
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
@@ -141,21 +149,34 @@ class _Contract(torch.autograd.Function):
         for wanted, needed in zip(operands, ctx.needs_input_grad[1:3], strict=True):
             a, b = (known[other] for other in _OPERANDS[wanted])
             found.append(_contract(wanted, a, b, kernel_map, options) if needed else None)
-        return None, *found, None, None
+        return None, *found, None, None, grads[0].sum(0) if ctx.needs_input_grad[5] else None
 
 
-def _contracted(kind: Kind, a: Tensor, b: Tensor, kernel_map: KernelMap, options: Options) -> Tensor:
+def _contracted(
+    kind: Kind, a: Tensor, b: Tensor, kernel_map: KernelMap, options: Options, bias: Tensor | None
+) -> Tensor:
     with torch.no_grad(), _exact_dtypes(a.device):
         # A kernel is written for the layout of its operands; one layout is enough, and gradients have many.
-        return _run(kind, a.contiguous(), b.contiguous(), kernel_map, options, table=True)
+        return _run(kind, a.contiguous(), b.contiguous(), kernel_map, options, bias, table=True)
 
 
-def _run(kind: Kind, a: Tensor, b: Tensor, kernel_map: KernelMap, options: Options, *, table: bool) -> Tensor:
+def _run(
+    kind: Kind,
+    a: Tensor,
+    b: Tensor,
+    kernel_map: KernelMap,
+    options: Options,
+    bias: Tensor | None,
+    *,
+    table: bool,
+) -> Tensor:
     inner = {"Out": 2, "In": 2, "W": 3}
     grouped = a.ndim > inner[_OPERANDS[kind][0]]
     rows = {"Out": kernel_map.num_outputs, "In": kernel_map.num_inputs, "W": kernel_map.geometry.volume}[kind]
     names = ("dOut" if operand == "Out" else operand for operand in _OPERANDS[kind])
     named = {**_indices(kind, kernel_map, table), **dict(zip(names, (a, b), strict=True))}
+    if bias is not None:
+        named[kind] = bias
     shape = (rows, *(None,) * (inner[kind] - 1 + grouped))
     return run(_statement(kind, grouped, table=table), _FACTS, named, options, shape)
 

@@ -182,7 +182,7 @@ CASES: dict[str, Case] = {
         {"tensor": "alpha", "expected": 0, "got": 1},
     ),
     "rank_of_the_start": Case(
-        InsumShapeError, spmm(C=torch.ones(3), out_shape=None), {"tensor": "C", "expected": 2, "got": 1}
+        InsumShapeError, spmm(C=torch.ones(1, 1, 3), out_shape=None), {"tensor": "C", "expected": 2, "got": 3}
     ),
     "two_ranks": Case(InsumShapeError, compiling("C[i] += A[i] * A[i,j]"), {"tensor": "A", "got": (1, 2)}),
     "two_extents": Case(

@@ -1,0 +1,152 @@
+"""A graph's matrix times features times a weight: one statement, against the two products taken apart.
+
+The statement may run as one kernel, which keeps the rows of A X in registers, or as two stages in either order; each is
+timed, and so is the one that the program chooses. With bias and ReLU these are part of the statement.
+"""
+
+from __future__ import annotations
+
+from functools import partial
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from benchmarks.graphs import pattern
+from benchmarks.registry import Floor, Problem, Setting, Unavailable, Work, case
+from insum_nn import IndexFacts, Options, compile
+from insum_nn.compiler.api import Program
+from insum_nn.compiler.call import prepare
+from insum_nn.compiler.chained import Chained
+
+__all__ = ["chain", "chain_step"]
+
+STATEMENT = "C[Row[p],n] += Val[p] * X[Col[p],k] * W[k,n]"
+FACTS = {
+    "Row": IndexFacts(sorted=True, masked=False, proven=True),
+    "Col": IndexFacts(masked=False, proven=True),
+}
+TESTS = ("tests/compiler/test_chain.py", "tests/compiler/test_epilogue.py")
+# A X is rounded to the operands' dtype before its product with W.
+TOLERANCE = {torch.float32: 2e-5, torch.float16: 3e-3}
+LOOSE = {torch.float32: 1e-4, torch.float16: 2e-2}
+
+
+def _leaf(tensor: Tensor, dtype: torch.dtype) -> Tensor:
+    return tensor.detach().to(dtype, copy=True).requires_grad_()
+
+
+def _candidate(program: Program, named: dict[str, Tensor], rows: int, one: bool, dense_first: bool) -> Work:
+    """One candidate of the program by itself, forward only."""
+    start = named.get("C")
+    ordered = [named[name].detach() for name in program._names]
+    start = None if start is None else start.detach()
+    extents = program._extents(ordered, start, None, (rows, None))
+    start = None if start is None else start.expand(extents.output)
+    _, found = prepare(program._spec, ordered, start, extents)
+    if not isinstance(found.run, Chained):
+        raise Unavailable("the statement runs as one program here")
+    for name, candidate in found.run.candidates.items():
+        fits = name.startswith("T[i,n] +=" if dense_first else "T[Row[p],k] +=")
+        if fits and name.endswith("in one kernel") == one:
+            return Work(partial(candidate.prepare(ordered, extents, start), ordered, start))
+    raise Unavailable("; ".join(found.run.refused.values()) or "no such candidate")
+
+
+GRID: dict[str, Any] = {
+    "graph": ("ppi", "artist"),
+    "k": (32, 64, 128),
+    "n": (32, 64, 128),
+    "end": ("linear", "bias_relu"),
+    "dtype": ("float32", "float16"),
+}
+
+
+@case("chain", tests=TESTS, **GRID, quick={"k": (64, 128), "n": (64, 128)})
+def chain(setting: Setting, *, graph: str, k: int, n: int, end: str, dtype: str) -> Problem:
+    """A X W, and with bias and ReLU: every order by itself."""
+    return _problem(setting, graph, k, n, end, dtype, step=False)
+
+
+@case("chain_step", tests=TESTS, **GRID, quick={"k": (64, 128), "n": (64, 128)})
+def chain_step(setting: Setting, *, graph: str, k: int, n: int, end: str, dtype: str) -> Problem:
+    """A X W, and with bias and ReLU, with the gradients of X, W and the bias."""
+    return _problem(setting, graph, k, n, end, dtype, step=True)
+
+
+def _problem(setting: Setting, graph: str, k: int, n: int, end: str, dtype: str, *, step: bool) -> Problem:
+    kind = getattr(torch, dtype)
+    nodes, row, col = pattern(setting, graph)
+    generator = setting.generator()
+    values = torch.randn(row.numel(), generator=generator, device=setting.device).to(kind)
+    features = torch.randn(nodes, k, generator=generator, device=setting.device).to(kind)
+    weight = (torch.randn(k, n, generator=generator, device=setting.device) / k**0.5).to(kind)
+    bias = torch.randn(n, generator=generator, device=setting.device).to(kind)
+    full = end == "bias_relu"
+
+    def given(options: Options) -> tuple[Program, dict[str, Tensor], tuple[Tensor, ...]]:
+        leaves = _leaf(features, kind), _leaf(weight, kind), _leaf(bias, kind)
+        named = {"Row": row, "Col": col, "Val": values, "X": leaves[0], "W": leaves[1]}
+        named |= {"C": leaves[2]} if full else {}
+        program = compile(STATEMENT, facts=FACTS, activation="relu" if full else None, options=options)
+        return program, named, leaves if full else leaves[:2]
+
+    def ours() -> Work:
+        program, named, leaves = given(Options())
+        return Work(lambda: program(tensors=named, out_shape=(nodes, None)), leaves)
+
+    def one_of(one: bool, dense_first: bool) -> Work:
+        if setting.device.type == "cpu":
+            raise Unavailable("kernels are generated for a GPU")
+        program, named, _ = given(Options(backend="triton"))
+        return _candidate(program, named, nodes, one, dense_first)
+
+    def csr(dense_first: bool) -> Work:
+        if setting.device.type == "cpu" and kind != torch.float32:
+            raise Unavailable("torch multiplies sparse halves on a GPU only")
+        crow = torch.searchsorted(row, torch.arange(nodes + 1, device=row.device)).int()
+        matrix = torch.sparse_csr_tensor(crow, col.int(), values, (nodes, nodes), check_invariants=False)
+        x, w, b = _leaf(features, kind), _leaf(weight, kind), _leaf(bias, kind)
+
+        def forward() -> Tensor:
+            if dense_first:
+                out = torch.sparse.mm(matrix, x @ w)
+                return torch.relu(out + b) if full else out
+            out = torch.sparse.mm(matrix, x)
+            return torch.relu(torch.addmm(b, out, w)) if full else out @ w
+
+        return Work(forward, (x, w, b) if full else (x, w))
+
+    def exact() -> Work:
+        x, w, b = _leaf(features, torch.float64), _leaf(weight, torch.float64), _leaf(bias, torch.float64)
+        scale = values.double()[:, None]
+
+        def forward() -> Tensor:
+            out = x.new_zeros(nodes, k).index_add(0, row, scale * x.index_select(0, col)) @ w
+            return torch.relu(out + b) if full else out
+
+        return Work(forward, (x, w, b) if full else (x, w))
+
+    cell, entries = features.element_size(), row.numel()
+    narrow = min(k, n) * cell
+    floor = Floor(
+        bytes=entries * (cell + 4) + 4 * nodes + nodes * (k + n) * cell + k * n * cell,
+        flops=2 * entries * min(k, n) + 2 * nodes * k * n,
+        gathered=entries * narrow,
+        row=narrow,
+        table=nodes * narrow,
+    )
+    orders = {
+        "insum_nn/fused": lambda: one_of(True, False),
+        "insum_nn/sum_first": lambda: one_of(False, False),
+        "insum_nn/product_first": lambda: one_of(False, True),
+    }
+    theirs = {"torch_csr/sum_first": lambda: csr(False), "torch_csr/product_first": lambda: csr(True)}
+    return Problem(
+        providers={"insum_nn": ours, **({} if step else orders), **theirs},
+        oracle=exact,
+        tolerance=TOLERANCE[kind],
+        tolerances=dict.fromkeys(theirs, LOOSE[kind]),
+        floors={} if step else {"fwd": floor},
+        modes=("fwdbwd",) if step else ("fwd",),
+    )

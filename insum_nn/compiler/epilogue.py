@@ -1,0 +1,104 @@
+"""What is done to a statement's output after its sum: an activation, and a change of dtype.
+
+Every back end does it to the same number, the sum with its starting value. A generated kernel does it in its store,
+the others by torch's own calls.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+from torch.nn import functional
+
+from insum_nn.errors import InsumDtypeError, InsumFormatError
+
+__all__ = ["ACTIVATIONS", "PLAIN", "Activation", "Epilogue", "check_epilogue"]
+
+
+@dataclass(frozen=True, slots=True)
+class Activation:
+    """A function of one number that maps 0 to 0.
+
+    Attributes:
+        forward: of a tensor, differentiable to any order.
+        backward: (gradient, output) -> the gradient before the activation, where the output alone decides it;
+            `None`: it takes the number before, which must then be kept.
+    """
+
+    forward: Callable[[Tensor], Tensor]
+    backward: Callable[[Tensor, Tensor], Tensor] | None = None
+
+
+def _relu_backward(grad: Tensor, output: Tensor) -> Tensor:
+    return torch.ops.aten.threshold_backward(grad, output, 0)  # type: ignore[no-any-return]
+
+
+ACTIVATIONS: dict[str, Activation] = {
+    "relu": Activation(torch.relu, _relu_backward),
+    "silu": Activation(functional.silu),
+    "gelu": Activation(functional.gelu),
+}
+"""By name; `kernel_epilogue` has the same names."""
+
+
+@dataclass(frozen=True, slots=True)
+class Epilogue:
+    """What follows the sum.
+
+    Attributes:
+        activation: a name in `ACTIVATIONS`.
+        dtype: of the output, by torch's name; the factors' where it is not given.
+    """
+
+    activation: str | None = None
+    dtype: str | None = None
+
+    def __bool__(self) -> bool:
+        return self.activation is not None or self.dtype is not None
+
+    def __str__(self) -> str:
+        return ", then ".join(filter(None, (self.activation, self.dtype and f"cast to {self.dtype}"))) or "nothing"
+
+    def out_dtype(self, dtype: torch.dtype) -> torch.dtype:
+        """The output's dtype, from that of the factors."""
+        return dtype if self.dtype is None else getattr(torch, self.dtype)  # type: ignore[no-any-return]
+
+    def activated(self, total: Tensor) -> Tensor:
+        """The activation alone."""
+        return total if self.activation is None else ACTIVATIONS[self.activation].forward(total)
+
+    def __call__(self, total: Tensor, dtype: torch.dtype) -> Tensor:
+        """The output, from the sum and the factors' dtype."""
+        return self.activated(total).to(self.out_dtype(dtype))
+
+
+PLAIN = Epilogue()
+
+
+def check_epilogue(expression: str, activation: str | None, out_dtype: torch.dtype | None) -> Epilogue:
+    """The arguments `activation=` and `out_dtype=` of a program, as one value.
+
+    Raises:
+        InsumFormatError: there is no activation of that name.
+        InsumDtypeError: `out_dtype` is no floating-point dtype.
+    """
+    if activation is not None and activation not in ACTIVATIONS:
+        raise InsumFormatError(
+            f"activation={activation!r} is not known",
+            expression=expression,
+            details=[f"activations: {', '.join(ACTIVATIONS)}"],
+            fix="name one of these, or None and activate the result.",
+        )
+    if out_dtype is None:
+        return Epilogue(activation)
+    if not isinstance(out_dtype, torch.dtype) or not out_dtype.is_floating_point:  # pyright: ignore[reportUnnecessaryIsInstance]
+        raise InsumDtypeError(
+            f"out_dtype= must be a floating-point torch.dtype, got {out_dtype!r}",
+            expression=expression,
+            fix="pass torch.float16, torch.bfloat16, torch.float32 or torch.float64.",
+            got=out_dtype,
+        )
+    return Epilogue(activation, str(out_dtype).removeprefix("torch."))
