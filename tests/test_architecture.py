@@ -52,6 +52,7 @@ COMPILER_ORDER = [
     "kernel_schedule",
     "kernel_text",
     "kernel_loops",
+    "kernel_segment",
     "kernel_source",
     "owners",
     "triton_lowering",

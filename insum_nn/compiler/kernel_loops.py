@@ -95,6 +95,9 @@ class KernelLoops(KernelText):
 
     def own(self, row: Value) -> None:
         """Define the rows that a program owns, and the range of their terms."""
+        if self.segment:
+            self.share(row)
+            return
         mask = self.masks.get("m") if "m" in row.axes else None
         safe = f", mask={mask.text}, other=0" if mask else ""
         begin = self.parameters("begin")
@@ -116,9 +119,17 @@ class KernelLoops(KernelText):
             self.indices[OWNER] = row
         self.indices["@begin"], self.indices["@end"] = low, high
 
+    def share(self, number: Value) -> None:
+        """Define the range of terms of an equal share; of one past the last it is empty."""
+        begin, size = self.parameters("begin"), self.schedule.share
+        low = self.define("low", f"tl.load({begin}) + {number.text} * {size}", number.axes, 0)
+        high = self.define("high", f"tl.minimum({low.text} + {size}, tl.load({begin} + 1))", number.axes, 0)
+        self.indices["@begin"], self.indices["@end"] = low, high
+
     def entry(self, value: Value) -> None:
         """Define the indices of a term from its number."""
         form = self.form
+        self.indices[ENTRY] = value
         if form.permuted:
             inside = f"{value.text} < {spread(self.indices['@end'], value.axes)}"
             mask = f", mask={inside}, other=0" if value.axes else ""
@@ -139,6 +150,11 @@ class KernelLoops(KernelText):
     def open_loops(self) -> None:
         """Open every loop over what is summed, outermost first, and the lanes along it last."""
         split = self.schedule.splits > 1
+        each = self.axes.get("k")
+        # Sums of runs are written at each step of a share, so that its loop is the outermost.
+        early = self.segment and each is not None and each.first == ENTRY
+        if early and each is not None:
+            self.open_terms(each.block)
         for index in self.layout.loops:
             depth = len(self.scopes)
             if index == ENTRY:
@@ -156,8 +172,7 @@ class KernelLoops(KernelText):
                 head = f"for {name} in range({self.extent(index)}):"
             self.scopes.append(Scope(head))
             self.indices[index] = self.define("i", self.cast(name), "", depth)
-        each = self.axes.get("k")
-        if each is None:
+        if each is None or early:
             return
         if each.first == ENTRY:
             self.open_terms(each.block)

@@ -9,7 +9,16 @@ from typing import Any, Literal
 
 from insum_nn.compiler.kernel_form import ENTRY, OWNER, Form, Product
 
-__all__ = ["Axis", "Layout", "Precision", "Schedule", "candidates", "default_schedule", "place_indices"]
+__all__ = [
+    "Axis",
+    "Layout",
+    "Precision",
+    "Schedule",
+    "candidates",
+    "default_schedule",
+    "place_indices",
+    "segmented",
+]
 
 Precision = Literal["ieee", "tf32", "tf32x3"]
 
@@ -17,6 +26,17 @@ Precision = Literal["ieee", "tf32", "tf32x3"]
 @dataclass(frozen=True, slots=True)
 class Schedule:
     """The choices that change a kernel's speed and nothing else.
+
+    Sgap (Zhang et al.) writes the space of a sparse sum with dense columns as {<x nnz or x row, y col>, r}: what a
+    thread takes, and how many threads add up to one value. All of it can be said here, of any statement whose terms
+    have owners; t stands for the elements of a tile that a thread holds, m * n * k / (32 * warps).
+
+        {<x row, y col>, 1}     m rows, k = 1: no lanes along a row; t = x * y
+        {<1/r row, y col>, r}   k = r lanes along a row, t = y
+        {<1/g row, y col>, r}   the same, and `share` = g terms at most of a row to a program
+        {<x nnz, y col>, 1}     segment, share = x, k = 1: m groups, each walks x terms one by one; t = y
+        {<1 nnz, y col>, r}     segment, share = k = r: m groups of r lanes, a term a lane; t = y
+        {<x nnz, y col>, r}     segment, share = x * r, k = r: a group takes x steps of r terms
 
     Attributes:
         m: lanes along the rows of a tile; 1: none.
@@ -26,7 +46,8 @@ class Schedule:
         swap: hand the matrix unit the transposed product, so that the tile's columns are its long side.
         groups: programs among which the accumulators of written-out points are divided.
         splits: programs among which one long sum is divided; their results are added in order.
-        share: most terms of an owned row that one program walks; longer rows are divided.
+        share: most terms of an owned row that one program walks; longer rows are divided. Of a segment: its terms.
+        segment: programs take equal shares of the terms, in the order of their rows, instead of rows; m counts shares.
         warps: warps a program.
         stages: depth of the software pipeline.
     """
@@ -41,6 +62,7 @@ class Schedule:
     share: int = 512
     warps: int = 4
     stages: int = 2
+    segment: bool = False
 
     def __str__(self) -> str:
         tile = f"tile {self.m} x {self.n}, {self.k} at a time"
@@ -50,6 +72,8 @@ class Schedule:
             rest += f", accumulators over {self.groups} programs"
         if self.splits > 1:
             rest += f", sum over {self.splits} programs"
+        if self.segment:
+            rest += f", equal shares of {self.share} terms"
         return f"{tile} {how}; {rest}"
 
     def to_json(self) -> dict[str, Any]:
@@ -115,6 +139,11 @@ def _axis(form: Form, wanted: list[str], lanes: int, least: int = 1) -> Axis | N
         block = min(block, _power(extent) if inner == 1 else extent)
     sizes = tuple(form.static[i] for i in taken[1:])
     return Axis(tuple(taken), max(least, _power(block * inner)), block, sizes)
+
+
+def segmented(form: Form, schedule: Schedule) -> bool:
+    """Whether programs take equal shares of terms: a choice that only terms with owners have, and no dot."""
+    return schedule.segment and form.owner is not None and not (schedule.dot and form.product is not None)
 
 
 def place_indices(form: Form, schedule: Schedule) -> Layout:

@@ -128,10 +128,11 @@ class Kernel:
         """The statement's output."""
         form = self.form
         device = tensors[0].device
-        if self.simple:
+        gaps = owners is not None and owners.gaps
+        if self.simple and not gaps:
             output = torch.empty(self.extents.output, dtype=form.bound.dtype, device=device)
         else:
-            output = self._output(start, device)
+            output = self._output(start, device, gaps)
         scratch = None
         if owners is not None and owners.split:
             shape, axis = self.extents.output, form.owner_axis
@@ -154,7 +155,7 @@ class Kernel:
                 arguments[place] = getattr(owners, kind)
         if self.launch is not None:
             self.launch(arguments)
-        if scratch is not None and owners is not None:
+        if scratch is not None and owners is not None and owners.slots:
             self._add_divided(output, scratch, start, owners)
         if self.simple:
             return output
@@ -170,13 +171,13 @@ class Kernel:
             sums = sums + start.movedim(axis, 0).index_select(0, owners.divided)
         output.movedim(axis, 0).index_copy_(0, owners.divided, sums.to(output.dtype))
 
-    def _output(self, start: Tensor | None, device: torch.device) -> Tensor:
+    def _output(self, start: Tensor | None, device: torch.device, gaps: bool) -> Tensor:
         """What the kernel writes to; sums of a half type that meet in memory do so in float32."""
         form, shape = self.form, self.extents.output
         if self.source.schedule.splits > 1:
             shape = (self.source.schedule.splits, *shape)
             return (torch.empty if self.empty else torch.zeros)(shape, dtype=self.source.accumulator, device=device)
-        if self.empty:
+        if self.empty and not gaps:
             return torch.empty(shape, dtype=form.bound.dtype, device=device)
         dtype = self.source.accumulator if form.combine == "atomic" else form.bound.dtype
         if start is None:

@@ -18,7 +18,7 @@ from insum_nn.compiler.bind import bind, layout_of
 from insum_nn.compiler.extents import resolve_extents
 from insum_nn.compiler.kernel_form import Form, make_form
 from insum_nn.compiler.kernel_schedule import Schedule, candidates, default_schedule
-from insum_nn.compiler.owners import owners_of
+from insum_nn.compiler.owners import owners_for
 from insum_nn.compiler.parser import parse
 from insum_nn.compiler.triton_lowering import Kernel, prepare_kernel
 from insum_nn.errors import InsumFormatError
@@ -94,10 +94,7 @@ def kernel_of(
     tables = {name: StaticTable.of(tensors[name]) for name in case.static}
     form = make_form(bound, sizes, extents.output, tables, deterministic=False, prefer_own=prefer_own)
     schedule = schedule or default_schedule(form)
-    owners = None
-    if form.owner is not None:
-        rows = extents.output[form.owner_axis]
-        owners = owners_of(tensors[form.owner.name], rows, form.permuted, schedule.share)
+    owners = owners_for(form, ordered, extents, schedule)
     kernel = prepare_kernel(form, schedule, ordered, start, extents, "ieee", owners)
     return form, kernel, kernel(ordered, start, owners)
 
@@ -115,11 +112,17 @@ ELEMENTS = {
     "divided": Schedule(n=32, k=4, share=2),
     "divided rows": Schedule(m=2, n=8, k=2, share=1),
     "groups": Schedule(n=8, groups=3),
+    "segments": Schedule(n=32, share=5, segment=True),
+    "segments on lanes": Schedule(n=4, k=4, share=11, segment=True),
+    "several segments": Schedule(m=4, n=16, share=3, segment=True),
+    "several segments on lanes": Schedule(m=2, n=8, k=8, share=13, segment=True),
+    "segments of one step": Schedule(m=2, n=4, k=4, share=4, segment=True),
+    "segments with groups": Schedule(n=8, groups=3, share=4, segment=True),
 }
 
 
 # Products have many cells: small tiles would be many programs, which the interpreter runs one by one.
-LARGE_TILES = ("wide", "rows", "divided")
+LARGE_TILES = ("wide", "rows", "divided", "segments", "several segments on lanes")
 PAIRS = [(name, which) for name in NAMES for which in ELEMENTS if not CASES[name].dot or which in LARGE_TILES]
 
 
