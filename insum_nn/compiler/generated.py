@@ -152,7 +152,7 @@ def _combining(form: Form, schedule: Schedule) -> tuple[str, str, str]:
     """How terms reach the output, and why."""
     segment = (
         "segment: a program takes an equal share of the terms",
-        "rows of any length are walked alike; sums of divided rows are added in order, so that every run gives the same",
+        "rows of any length take as long; parts of divided rows are added in order, so every run gives the same",
     )
     choice = {
         "direct": ("direct", "every cell of the output belongs to one program"),

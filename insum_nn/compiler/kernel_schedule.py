@@ -308,16 +308,41 @@ def _varied(form: Form, base: Schedule) -> Iterator[Schedule]:
         for m, k in ((base.m, base.k), (base.m * 2, base.k), (max(1, base.m // 2), base.k), (base.m, base.k // 2)):
             for warps in (1, 2, 4):
                 yield replace(base, m=m, k=max(1, k), warps=warps)
-    else:
-        for k in (1, 4, 8, 16, 32):
-            for m in (1, 2, 4, 8, 16):
-                size = m * base.n * k
-                if 512 <= size <= 4096 and (k <= 2 * base.k or k == 1):
-                    yield replace(base, m=m, k=k, warps=1)
-                    if size >= 2048:
-                        yield replace(base, m=m, k=k, warps=2)
         if form.owner is not None:
-            yield replace(base, share=128)
+            for m, k, share in ((8, 32, 256), (1, 128, 1024), (32, 4, 64)):
+                yield replace(base, m=m, k=k, share=share, segment=True, warps=1)
+    else:
+        yield from _varied_columns(form, base)
+
+
+def _varied_columns(form: Form, base: Schedule) -> Iterator[Schedule]:
+    """Every reduction width with rows to fill a warp, and where terms have owners, equal shares of them."""
+    # Elements of a program, and its warps: few columns take more of them to keep the device busy.
+    sizes = ((512, 1), (1024, 1), (2048, 1), (2048, 2)) if base.n >= 32 else ((256, 1), (1024, 1), (1024, 4))
+    near = sorted(_WIDTHS, key=lambda k: abs(math.log2(k / base.k)))
+    for place, (size, warps) in enumerate(sizes):
+        for k in near:
+            m = size // (base.n * k)
+            if 1 <= m <= 128 and (k <= 4 * base.k or k == 1) and (warps < 2 or k in (4, 8, 16)):
+                yield replace(base, m=m, k=k, warps=warps)
+        if place == 0 and form.owner is not None:
+            # Early, lest the time for a search ends before them.
+            yield from _shares(base)
+    if form.owner is not None:
+        yield replace(base, share=128)
+
+
+def _shares(base: Schedule) -> Iterator[Schedule]:
+    """Equal shares of terms, by lanes along them; a scan holds flags beside sums, so that fewer fit into a program."""
+    for k, share in ((8, 256), (4, 64), (1, 64), (32, 256)):
+        m = max(1, (512 if k > 1 else 256) // (base.n * k))
+        if m * base.n * k <= 1024:
+            yield replace(base, m=m, k=k, share=share, segment=True, warps=1)
+            yield replace(base, m=m * 4, k=k, share=share, segment=True, warps=4)
+
+
+# Reduction widths: lanes along what is summed. A warp has 32.
+_WIDTHS = (1, 2, 4, 8, 16, 32)
 
 
 def _varied_written_out(base: Schedule) -> Iterator[Schedule]:

@@ -97,7 +97,7 @@ class _Writer(KernelSegments):
         self.scopes[-1].lines.append(f"{name} += {spread(summed, axes)}")
 
     def products(self, points: Sequence[Point]) -> Value:
-        """The sum of the points' products on each lane, 0 on lanes past what is summed; it varies with k if lanes do."""
+        """The sum of the points' products on each lane, 0 past what is summed; with lanes of k it varies with them."""
         total = self.factored([(p.number, tuple(self.load(read) for read in p.reads)) for p in points])
         masks = [self.masks[a] for a in ("k", "e") if a in self.masks]
         if "k" in self.axes:

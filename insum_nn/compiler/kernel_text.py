@@ -189,7 +189,7 @@ class KernelText:
                 # A row without terms may lie outside of what is read there.
                 low, high = self.indices["@begin"], self.indices["@end"]
                 found.append(self.define("any", f"{low.text} < {high.text}", low.axes, 0))
-            if (index in self.form.entries or index == OWNER and self.segment) and "e" in self.masks:
+            if (index in self.form.entries or (index == OWNER and self.segment)) and "e" in self.masks:
                 found.append(self.masks["e"])
                 continue
             axes = self.indices[index].axes

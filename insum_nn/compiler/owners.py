@@ -43,7 +43,7 @@ class Owners:
         order: (terms,) the terms in the order of their rows; `None`: they are in order.
         slots: parts of divided rows.
         divided: (d,) the output rows that are divided, ascending.
-        lengths: (d,) parts of each.
+        first: (d + 1,) the slot of the first part of each, and the number of slots; parts of a row are in order.
         gaps: some output row has no range, and nothing is written there.
     """
 
@@ -55,31 +55,24 @@ class Owners:
     order: Tensor | None = None
     slots: int = 0
     divided: Tensor | None = None
-    lengths: Tensor | None = None
+    first: Tensor | None = None
     gaps: bool = False
 
     @property
     def split(self) -> bool:
         return self.target is not None
 
-    def collect(self, parts: Tensor) -> Tensor:
-        """The sums of divided rows from those of their parts (slots, ...), added in order."""
-        assert self.lengths is not None
-        shape = (self.lengths.shape[0], *parts.shape[1:])
-        if parts.numel() == 0:
-            return parts.new_zeros(shape)
-        flat = parts.reshape(parts.shape[0], -1)
-        return torch.segment_reduce(flat, "sum", lengths=self.lengths, axis=0, unsafe=True).reshape(shape)
-
 
 Key = tuple[int, ...]
 Built = TypeVar("Built")
 _known: dict[Key, tuple[weakref.ref[Tensor], Owners]] = {}
+_orders: dict[Key, tuple[weakref.ref[Tensor], Tensor]] = {}
 
 
 def clear_owners() -> None:
     """Forget everything that was built."""
     _known.clear()
+    _orders.clear()
     _steps.clear()
 
 
@@ -138,8 +131,18 @@ def _ordered(index: Tensor, rows: int, permuted: bool) -> tuple[Tensor, Tensor |
     small = torch.int32 if max(flat.numel(), rows) < 2**31 else torch.int64
     if not permuted:
         return flat, None, small
-    flat, positions = flat.sort(stable=True)
-    return flat.contiguous(), positions.to(small), small
+    # The order is the same for every way to divide the terms.
+    order = _find(_orders, _key(index), index)
+    if order is None:
+        flat, positions = flat.sort(stable=True)
+        order = positions.to(small)
+        _keep(_orders, _key(index), index, order)
+        return flat.contiguous(), order, small
+    return flat[order], order, small
+
+
+def _offsets(lengths: Tensor) -> Tensor:
+    return torch.nn.functional.pad(lengths.long().cumsum(0), (1, 0))
 
 
 def _build(index: Tensor, rows: int, permuted: bool, share: int) -> Owners:
@@ -160,7 +163,7 @@ def _build(index: Tensor, rows: int, permuted: bool, share: int) -> Owners:
     slot = apart.cumsum(0) - 1
     target = torch.where(apart, -1 - slot, owner)
     divided = (parts > 1).nonzero().squeeze(1)
-    lengths = parts[divided]
+    first = _offsets(parts[divided])
     return Owners(
         owner.shape[0],
         low.to(small),
@@ -168,9 +171,9 @@ def _build(index: Tensor, rows: int, permuted: bool, share: int) -> Owners:
         target.to(small),
         owner.to(small),
         order,
-        int(lengths.sum()),
+        int(first[-1]),
         divided,
-        lengths.long(),
+        first,
     )
 
 
@@ -196,8 +199,8 @@ def _build_shares(index: Tensor, rows: int, permuted: bool, share: int) -> Owner
     target = torch.where(apart, -1 - slot, of_run)[run]
     code = target * 4 + border[:-1].long() + border[1:].long() * 2
     divided, lengths = torch.unique_consecutive(of_run[apart], return_counts=True)
-    rows_met = int(change[:-1].sum())
-    slots = int(lengths.sum())
+    first = _offsets(lengths)
+    slots, rows_met = int(first[-1]), int(change[:-1].sum())
     fits = max(rows, slots) < 2**29
     padded = torch.zeros(flat.shape[0], dtype=torch.int32 if fits else torch.int64, device=flat.device)
     padded[low:high] = code.to(padded.dtype)
@@ -208,7 +211,7 @@ def _build_shares(index: Tensor, rows: int, permuted: bool, share: int) -> Owner
         order=order,
         slots=slots,
         divided=divided,
-        lengths=lengths,
+        first=first,
         gaps=rows_met < rows,
     )
 

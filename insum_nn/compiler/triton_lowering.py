@@ -24,6 +24,7 @@ from torch import Tensor
 from insum_nn.compiler.bind import Extents
 from insum_nn.compiler.kernel_form import ENTRY, OWNER, Form
 from insum_nn.compiler.kernel_schedule import Precision, Schedule, place_indices
+from insum_nn.compiler.kernel_segment import write_collection
 from insum_nn.compiler.kernel_source import Source, write_kernel
 from insum_nn.compiler.kernel_text import Argument, Strides
 from insum_nn.compiler.owners import Owners, steps_of
@@ -111,6 +112,7 @@ class Kernel:
         empty: it writes every cell of the output.
         simple: the output is what the kernel writes, without anything before or after it.
         tile: rows of a program's tile.
+        collector: adds up divided rows, where some are.
     """
 
     form: Form
@@ -123,6 +125,7 @@ class Kernel:
     empty: bool
     simple: bool
     tile: int
+    collector: _Collector | None
 
     def __call__(self, tensors: Sequence[Tensor], start: Tensor | None, owners: Owners | None) -> Tensor:
         """The statement's output."""
@@ -164,12 +167,17 @@ class Kernel:
         return output if output.dtype == form.bound.dtype else output.to(form.bound.dtype)
 
     def _add_divided(self, output: Tensor, scratch: Tensor, start: Tensor | None, owners: Owners) -> None:
-        assert owners.divided is not None
-        sums = owners.collect(scratch)
+        rows, collector = owners.divided, self.collector
+        assert rows is not None
+        assert collector is not None
+        if start is None:
+            collector(scratch, output, rows, owners)
+            return
         axis = self.form.owner_axis
-        if start is not None:
-            sums = sums + start.movedim(axis, 0).index_select(0, owners.divided)
-        output.movedim(axis, 0).index_copy_(0, owners.divided, sums.to(output.dtype))
+        sums = torch.empty((rows.shape[0], *scratch.shape[1:]), dtype=scratch.dtype, device=scratch.device)
+        collector(scratch, sums, None, owners)
+        sums = sums + start.movedim(axis, 0).index_select(0, rows)
+        output.movedim(axis, 0).index_copy_(0, rows, sums.to(output.dtype))
 
     def _output(self, start: Tensor | None, device: torch.device, gaps: bool) -> Tensor:
         """What the kernel writes to; sums of a half type that meet in memory do so in float32."""
@@ -254,6 +262,7 @@ def prepare_kernel(
         empty,
         empty and source.schedule.splits == 1,
         m.block if m else 1,
+        _Collector(form, source, extents, tensors[0].device, strides.wide) if strides.split else None,
     )
 
 
@@ -348,7 +357,9 @@ class _Launch:
         self.signature = {n: kind or integer for n, kind in zip(self.function.arg_names, types, strict=True)}
         self.known: dict[tuple[bool, ...], Callable[..., None]] = {}
 
-    def __call__(self, arguments: list[Any]) -> None:
+    def __call__(self, arguments: list[Any], grid: int | None = None) -> None:
+        if grid is None:
+            grid = self.grid
         aligned = tuple([not arguments[place].data_ptr() & 15 for place in self.pointers])
         run = self.known.get(aligned)
         number = self.number
@@ -356,10 +367,10 @@ class _Launch:
             with torch.cuda.device(number):
                 run = self.known[aligned] = self.load(aligned)
         if torch.cuda.current_device() == number:
-            run(self.grid, torch._C._cuda_getCurrentRawStream(number), arguments)
+            run(grid, torch._C._cuda_getCurrentRawStream(number), arguments)
         else:
             with torch.cuda.device(number):
-                run(self.grid, torch._C._cuda_getCurrentRawStream(number), arguments)
+                run(grid, torch._C._cuda_getCurrentRawStream(number), arguments)
 
     def compile(self, aligned: Sequence[bool]) -> Any:
         """The machine code for the current device; Triton keeps it on disk."""
@@ -397,8 +408,45 @@ class _Interpret:
         self.function = _jit(source)
         self.grid = grid
 
-    def __call__(self, arguments: list[Any]) -> None:
-        self.function[(self.grid,)](*arguments)
+    def __call__(self, arguments: list[Any], grid: int | None = None) -> None:
+        self.function[(self.grid if grid is None else grid,)](*arguments)
 
     def compile_ahead(self) -> None:
         """Nothing is compiled."""
+
+
+class _Collector:
+    """Adds up the parts of divided rows, left in scratch memory, and writes the sums to their rows."""
+
+    def __init__(self, form: Form, source: Source, extents: Extents, device: torch.device, wide: bool) -> None:
+        axis, shape = form.owner_axis, extents.output
+        self.inner = math.prod(shape[axis + 1 :])
+        self.step = shape[axis] * self.inner
+        self.cells = math.prod(shape[:axis]) * self.inner
+        text, block = write_collection(self.cells, source.accumulator == torch.float64)
+        self.tiles = -(-self.cells // block)
+        self.source = Source(text, (), (), Schedule(warps=2), source.accumulator)
+        self.device, self.wide = device, wide
+        self.known: dict[torch.dtype, _Launch | _Interpret] = {}
+
+    def __call__(self, scratch: Tensor, output: Tensor, rows: Tensor | None, owners: Owners) -> None:
+        """Write the sums to these rows of the output; without rows, to as many as there are, side by side."""
+        first = owners.first
+        assert first is not None
+        count = first.shape[0] - 1
+        inner, step = self.inner, self.step
+        if rows is None:
+            rows, inner, step = torch.arange(count, device=scratch.device), self.cells, 0
+        programs = count * self.tiles
+        if not programs:
+            return
+        launch = self.known.get(output.dtype)
+        if launch is None:
+            launch = self.known[output.dtype] = self.prepare(output.dtype)
+        launch([scratch, output, rows, first, self.cells, inner, step], programs)
+
+    def prepare(self, dtype: torch.dtype) -> _Launch | _Interpret:
+        if interpreted():
+            return _Interpret(self.source, 0)
+        pointers = (_POINTERS[self.source.accumulator], _POINTERS[dtype], "*i64", "*i64")
+        return _Launch(self.source, (*pointers, None, None, None), 0, self.device, self.wide)
