@@ -14,18 +14,12 @@ from torch import Tensor
 
 import insum_nn
 from insum_nn import IndexFacts, Options
-from insum_nn.compiler.bind import bind, layout_of
-from insum_nn.compiler.extents import resolve_extents
-from insum_nn.compiler.kernel_form import Form, make_form
 from insum_nn.compiler.kernel_schedule import Schedule, candidates, default_schedule
-from insum_nn.compiler.owners import owners_for
 from insum_nn.compiler.parser import parse
-from insum_nn.compiler.triton_lowering import Kernel, prepare_kernel
 from insum_nn.errors import InsumFormatError
-from insum_nn.facts import StaticTable
 from insum_nn.testing.random_programs import RandomProgram, random_program
 from insum_nn.testing.tolerances import assert_matches
-from tests.compiler.generated_cases import CASES, Case, take
+from tests.compiler.generated_cases import CASES, Case, kernel_of, take
 from tests.compiler.interpreted import interpreter
 from tests.compiler.test_property import assert_close_to_reference, gradients, run
 
@@ -70,33 +64,6 @@ def compiled(case: Case, tensors: dict[str, Tensor], options: Options = GENERATE
 
 
 # Schedules chosen by hand.
-
-
-def kernel_of(
-    case: Case,
-    tensors: dict[str, Tensor],
-    schedule: Schedule | None,
-    *,
-    facts: dict[str, IndexFacts] | None = None,
-    start: Tensor | None = None,
-    prefer_own: bool = True,
-    fixed: str | None = None,
-) -> tuple[Form, Kernel, Tensor]:
-    """The form, the kernel under a schedule, and what it computes."""
-    statement = parse(case.expression)
-    layout = layout_of(statement)
-    ordered = [tensors[name] for name in layout.tensors]
-    extents = resolve_extents(statement, ordered, start, {}, None if start is not None else case.out_shape(1))
-    bound = bind(statement, tensors, start, facts={**case.facts, **(facts or {})})
-    sizes = dict(zip(layout.indices, extents.indices, strict=True))
-    fixed = case.fixed if fixed is None else fixed
-    bound = replace(bound, static=tuple(sorted((name, sizes[name]) for name in fixed)))
-    tables = {name: StaticTable.of(tensors[name]) for name in case.static}
-    form = make_form(bound, sizes, extents.output, tables, deterministic=False, prefer_own=prefer_own)
-    schedule = schedule or default_schedule(form)
-    owners = owners_for(form, ordered, extents, schedule)
-    kernel = prepare_kernel(form, schedule, ordered, start, extents, "ieee", owners)
-    return form, kernel, kernel(ordered, start, owners)
 
 
 def drawn(name: str, dtype: torch.dtype = torch.float32) -> tuple[Case, dict[str, Tensor]]:

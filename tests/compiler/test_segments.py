@@ -12,9 +12,9 @@ from insum_nn import IndexFacts
 from insum_nn.compiler.kernel_schedule import Schedule, place_indices
 from insum_nn.compiler.owners import clear_owners, owners_of
 from insum_nn.testing.tolerances import assert_matches
-from tests.compiler.generated_cases import CASES, SORTED, Case, entries, put, real, take
+from tests.compiler.generated_cases import CASES, SORTED, Case, entries, kernel_of, put, real, take
 from tests.compiler.interpreted import interpreter
-from tests.compiler.test_generated import assert_case, doubled, drawn, kernel_of, rounded
+from tests.compiler.test_generated import assert_case, doubled, drawn, rounded
 
 __all__ = ["interpreter"]
 
