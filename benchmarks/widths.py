@@ -51,13 +51,12 @@ def width_table(groups: Mapping[str, Mapping[str, Record]]) -> list[str]:
             if not mine:
                 cells += ["", "", ""]
                 continue
-            width = min(mine, key=lambda w: mine[w])
-            best[kind] = mine[width]
+            best[kind], width = min((us, w) for w, us in mine.items())
             ratio = mine[32] / mine[width] if 32 in mine else None
             cells += [f"r = {width}", f"{mine[width]:.1f}", "" if ratio is None else f"{ratio:.2f}x"]
             if ratio is not None:
                 gains.setdefault(n, {}).setdefault(kind, []).append(ratio)
-        winner = min(best, key=lambda kind: best[kind])
+        _, winner = min((us, kind) for kind, us in best.items())
         wins.setdefault(n, {}).setdefault(winner, 0)
         wins[n][winner] += 1
         peer = group.get("torch_csr")

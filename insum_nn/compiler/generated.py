@@ -150,10 +150,6 @@ class Generated:
 
 def _combining(form: Form, schedule: Schedule) -> tuple[str, str, str]:
     """How terms reach the output, and why."""
-    segment = (
-        "segment: a program takes an equal share of the terms",
-        "rows of any length take as long; parts of divided rows are added in order, so every run gives the same",
-    )
     choice = {
         "direct": ("direct", "every cell of the output belongs to one program"),
         "place": ("place", "no two terms have the same place, so each is stored"),
@@ -164,7 +160,10 @@ def _combining(form: Form, schedule: Schedule) -> tuple[str, str, str]:
         "atomic": ("atomic", "terms meet in memory, in float32 or better"),
     }[form.combine]
     if segmented(form, schedule):
-        choice = segment
+        choice = (
+            "segment: a program takes an equal share of the terms",
+            "rows of any length take as long; parts of divided rows are added in order, so every run gives the same",
+        )
     if form.combine == "own" and form.permuted:
         choice = (choice[0], f"{choice[1]}; the terms are sorted once for each index tensor")
     return ("combine", *choice)
