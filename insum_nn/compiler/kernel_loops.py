@@ -210,7 +210,7 @@ class KernelLoops(KernelText):
         depth = len(self.scopes)
         lanes = "k" in self.axes and self.axes["k"].first == ENTRY
         if not low.axes:
-            self.scopes.append(Scope(f"for {name} in range({low.text}, {high.text}, {block}):"))
+            self.scopes.append(Scope(f"for {name} in {self.steps_of_terms(low.text, high.text, block)}:"))
             if lanes:
                 self.lane_indices("k", name, depth)
             else:
@@ -218,7 +218,7 @@ class KernelLoops(KernelText):
             return
         # Several rows at a time: as many steps as the longest of them takes.
         longest = self.define("most", f"tl.max({high.text} - {low.text}, 0)", "", 0)
-        self.scopes.append(Scope(f"for {name} in range(0, {longest.text}, {block}):"))
+        self.scopes.append(Scope(f"for {name} in {self.steps_of_terms('0', longest.text, block)}:"))
         if lanes:
             each = self.axes["k"]
             inner = 1
@@ -240,6 +240,12 @@ class KernelLoops(KernelText):
             conditions = [f"({value.text} < {high.text})"]
         self.masks["e"] = self.define("ok", " & ".join(conditions), value.axes, depth)
         self.entry(value)
+
+    def steps_of_terms(self, low: str, high: str, block: int) -> str:
+        """The steps of the loop over terms; Triton pipelines loads that feed no dot only where it is told to."""
+        if self.product is not None or self.schedule.stages < 3:
+            return f"range({low}, {high}, {block})"
+        return f"tl.range({low}, {high}, {block}, num_stages={self.schedule.stages})"
 
     def gaps(self, index: str) -> Read | None:
         """The index tensor `T[index, row]` over a tile's rows that may lack entries: its steps can be listed."""

@@ -49,7 +49,8 @@ class Schedule:
         share: most terms of an owned row that one program walks; longer rows are divided. Of a segment: its terms.
         segment: programs take equal shares of the terms, in the order of their rows, instead of rows; m counts shares.
         warps: warps a program.
-        stages: depth of the software pipeline.
+        stages: depth of the software pipeline. Without a dot it is 3 at least, or there is none: the loop over an
+            owner's terms then reads ahead.
     """
 
     m: int = 1
@@ -318,7 +319,10 @@ def _varied(form: Form, base: Schedule) -> Iterator[Schedule]:
 def _varied_columns(form: Form, base: Schedule) -> Iterator[Schedule]:
     """Every reduction width with rows to fill a warp, and where terms have owners, equal shares of them."""
     # Elements of a program, and its warps: few columns take more of them to keep the device busy.
-    sizes = ((512, 1), (1024, 1), (2048, 1), (2048, 2)) if base.n >= 32 else ((256, 1), (1024, 1), (1024, 4))
+    if base.n < 32:
+        sizes = [(256, 1), (1024, 1), (1024, 4)]
+    else:
+        sizes = [(512, 1), (1024, 1), *([(2048, 1)] if base.n > 32 else []), (2048, 2)]
     near = sorted(_WIDTHS, key=lambda k: abs(math.log2(k / base.k)))
     for place, (size, warps) in enumerate(sizes):
         for k in near:
@@ -328,6 +332,7 @@ def _varied_columns(form: Form, base: Schedule) -> Iterator[Schedule]:
         if place == 0 and form.owner is not None:
             # Early, lest the time for a search ends before them.
             yield from _shares(base)
+            yield from _ahead(base)
     if form.owner is not None:
         yield replace(base, share=128)
 
@@ -339,6 +344,15 @@ def _shares(base: Schedule) -> Iterator[Schedule]:
         if m * base.n * k <= 1024:
             yield replace(base, m=m, k=k, share=share, segment=True, warps=1)
             yield replace(base, m=m * 4, k=k, share=share, segment=True, warps=4)
+
+
+def _ahead(base: Schedule) -> Iterator[Schedule]:
+    """Loops that read the next terms while these are summed: what they read ahead lies in shared memory."""
+    for k, size in ((8, 1024), (4, 512)):
+        if base.n * k <= size:
+            yield replace(base, m=size // (base.n * k), k=k, stages=3, warps=1)
+    m = max(1, 512 // (base.n * 8))
+    yield replace(base, m=m, k=8, share=256, segment=True, stages=3, warps=1)
 
 
 # Reduction widths: lanes along what is summed. A warp has 32.

@@ -50,10 +50,11 @@ ELEMENTS = (
     Schedule(n=32, k=4, share=2),
     Schedule(m=2, n=8, k=2, share=1, warps=2),
     Schedule(n=8, groups=3),
+    Schedule(m=2, n=8, k=4, stages=3),
 )
 SEGMENTS = (
     Schedule(n=32, share=5, segment=True),
-    Schedule(n=4, k=8, share=11, segment=True, warps=2),
+    Schedule(n=4, k=8, share=11, segment=True, warps=2, stages=3),
     Schedule(m=4, n=16, k=2, share=7, segment=True),
     Schedule(m=16, n=4, k=4, share=4, segment=True),
 )
@@ -73,7 +74,7 @@ KINDS = frozenset(
     (
         *("direct", "place", "own", "segment", "atomic", "permuted", "divided", "splits", "groups", "start"),
         *("dot", "dot transposed", "steps", "static tables", "strided", "extents as parameters", "indices of 64 bits"),
-        *("indices of 32 bits", "float64", "float32", "float16", "bfloat16", "tf32", "tf32x3", "ieee"),
+        *("indices of 32 bits", "reading ahead", "float64", "float32", "float16", "bfloat16", "tf32", "tf32x3", "ieee"),
     )
 )
 
@@ -184,6 +185,7 @@ def kinds_of(setting: Setting, form: Form, schedule: Schedule, arguments: Sequen
         "static tables": bool(form.tables),
         "strided": setting.strided,
         "extents as parameters": "extent" in arguments,
+        "reading ahead": form.owner is not None and not dot and schedule.stages > 2,
         "indices of 32 bits": setting.small,
         "indices of 64 bits": not setting.small,
         str(setting.dtype).removeprefix("torch."): True,
