@@ -8,11 +8,13 @@ import pytest
 import torch
 from torch import Tensor
 
-from insum_nn import IndexFacts
-from insum_nn.compiler.kernel_schedule import Schedule, place_indices
+from benchmarks.schedules import generated_of
+from insum_nn import IndexFacts, Options, Program, compile
+from insum_nn.compiler.bind import layout_of
+from insum_nn.compiler.kernel_schedule import Schedule, candidates, place_indices
 from insum_nn.compiler.owners import clear_owners, owners_of
 from insum_nn.testing.tolerances import assert_matches
-from tests.compiler.generated_cases import CASES, SORTED, Case, entries, kernel_of, put, real, take
+from tests.compiler.generated_cases import CASES, SORTED, Case, entries, form_of, kernel_of, put, real, take
 from tests.compiler.interpreted import interpreter
 from tests.compiler.test_generated import assert_case, doubled, drawn, rounded
 
@@ -276,3 +278,78 @@ def test_one_row_among_many_gives_the_same_bits(share: int):
     clear_owners()
     assert torch.equal(first, kernel_of(case, tensors, schedule, facts=facts)[2])
     assert_case(case, tensors, first)
+
+
+def test_the_order_of_terms_is_found_once():
+    index = index_of(50, 7, 0.2)
+    for first, second in ((False, True), (True, False)):
+        clear_owners()
+        one = owners_of(index, 7, True, 5, first)
+        other = owners_of(index, 7, True, 5, second)
+        assert one.order is other.order
+        alone = owners_of(index.clone(), 7, True, 5, second)
+        assert torch.equal(alone.begin, other.begin)
+        assert (alone.target is None) == (other.target is None)
+        if alone.target is not None and other.target is not None:
+            assert torch.equal(alone.target, other.target)
+
+
+def program_of(name: str) -> Program:
+    case = CASES[name]
+    return compile(case.expression, out_shape=case.out_shape(1), options=Options(backend="triton", tune=False))
+
+
+@pytest.mark.usefixtures("interpreter")
+def test_one_program_takes_other_rows():
+    """As many shares, but other rows: without gaps, with gaps, with more and with fewer divided rows."""
+    case, tensors = drawn("spmm")
+    program = program_of("spmm")
+    found, _ = generated_of(program, tensors)
+    ordered, start = program._arrange(tensors)
+    extents = program._extents(ordered, start, None, None)
+    run = found.with_schedule(SHARES[1]).prepare(ordered, extents, start)
+    names = layout_of(program.statement).tensors
+    rows = (
+        torch.arange(23) * 6 // 23,
+        torch.full((23,), 5),
+        torch.randint(0, 6, (23,)).sort().values,
+        torch.zeros(23).long(),
+    )
+    for row in (*rows, *rows):
+        other = {**tensors, "Row": row}
+        assert_case(case, other, run([other[name] for name in names], None))
+    # What was chosen for the program itself stays.
+    assert found.with_schedule(SHARES[0]) is not found
+    assert_case(case, tensors, program(tensors=tensors))
+
+
+@pytest.mark.usefixtures("interpreter")
+def test_explained():
+    _, tensors = drawn("spmm")
+    program = program_of("spmm")
+    found, _ = generated_of(program, tensors)
+    ordered, start = program._arrange(tensors)
+    extents = program._extents(ordered, start, None, None)
+    for schedule, word in ((SHARES[0], "segment"), (Schedule(n=4), "own")):
+        _, notes = found.with_schedule(schedule).described(ordered, extents, start)
+        assert notes[0][1].partition(":")[0] == word
+        assert ("equal shares of 3 terms" in notes[1][1]) == schedule.segment
+
+
+@pytest.mark.usefixtures("interpreter")
+@pytest.mark.parametrize("columns", [1, 4, 16, 32, 64, 128, 300])
+def test_candidates_are_few_and_hold_every_width(columns: int):
+    case = CASES["spmm"]
+    tensors = {
+        "Row": torch.arange(2000) // 14,
+        "Col": torch.zeros(2000, dtype=torch.int64),
+        "Val": torch.ones(2000),
+        "B": torch.ones(1, columns),
+    }
+    form, _, _ = form_of(replace(case, out_shape=lambda s: (200, None)), tensors)
+    tried = list(candidates(form))
+    assert len(tried) <= 32
+    assert sum(schedule.segment for schedule in tried) >= 3
+    if columns > 1:
+        wanted = {1, 2, 4, 8, 16, 32} if columns < 64 else {1, 2, 4, 8, 16}
+        assert {s.k for s in tried if not s.segment} >= wanted
