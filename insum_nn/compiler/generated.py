@@ -150,7 +150,7 @@ class Generated:
 
 def _combining(form: Form, schedule: Schedule) -> tuple[str, str, str]:
     """How terms reach the output, and why."""
-    choice = {
+    choice: tuple[str, str] = {
         "direct": ("direct", "every cell of the output belongs to one program"),
         "place": ("place", "no two terms have the same place, so each is stored"),
         "own": (

@@ -317,7 +317,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
     if not torch.cuda.is_available():
         print("no GPU: 0 kernels ran", file=sys.stderr)
         return 1
-    device = torch.device("cuda")
+    device = torch.accelerator.current_accelerator()
+    assert device is not None
     if options.wild:
         read_wildly(device)
         return 0
