@@ -150,7 +150,7 @@ class Generated:
 
 def _combining(form: Form, schedule: Schedule) -> tuple[str, str, str]:
     """How terms reach the output, and why."""
-    choice: tuple[str, str] = {
+    what, why = {
         "direct": ("direct", "every cell of the output belongs to one program"),
         "place": ("place", "no two terms have the same place, so each is stored"),
         "own": (
@@ -160,13 +160,11 @@ def _combining(form: Form, schedule: Schedule) -> tuple[str, str, str]:
         "atomic": ("atomic", "terms meet in memory, in float32 or better"),
     }[form.combine]
     if segmented(form, schedule):
-        choice = (
-            "segment: a program takes an equal share of the terms",
-            "rows of any length take as long; parts of divided rows are added in order, so every run gives the same",
-        )
+        what = "segment: a program takes an equal share of the terms"
+        why = "rows of any length take as long; parts of divided rows are added in order, so every run gives the same"
     if form.combine == "own" and form.permuted:
-        choice = (choice[0], f"{choice[1]}; the terms are sorted once for each index tensor")
-    return ("combine", *choice)
+        why = f"{why}; the terms are sorted once for each index tensor"
+    return "combine", what, why
 
 
 def _schedule_choice(schedule: Schedule, measured: Sequence[Measurement]) -> list[tuple[str, str, str]]:
