@@ -33,7 +33,7 @@ endif
 TEST_ENV := OMP_NUM_THREADS=1 MPLBACKEND=Agg PYTHONPATH=$(CURDIR)
 RUN_ENV := MPLBACKEND=$${MPLBACKEND:-Agg} PYTHONPATH=$(CURDIR)
 
-.PHONY: help venv system-libs demo test doctest lint format types examples check gpu-check bench constraints clean distclean
+.PHONY: help venv system-libs demo test doctest lint format types examples check gpu-check sanitize bench constraints clean distclean
 
 help: ## list the targets
 	@grep -hE '^[a-z-]+:.*##' $(firstword $(MAKEFILE_LIST)) | sed -E 's/^([a-z-]+):.*## */\1\t/' | expand -t 14
@@ -111,6 +111,9 @@ check: lint types test ## what a change must pass
 
 gpu-check: $(READY) ## run the tests that need a GPU; none run, or any skipped, is a failure
 	INSUM_REQUIRE_GPU=1 MPLBACKEND=Agg PYTHONPATH=$(CURDIR) $(PY) -m pytest -m gpu
+
+sanitize: $(READY) ## run generated kernels of every kind under compute-sanitizer; needs a GPU and the CUDA toolkit
+	$(RUN_ENV) $(PY) -m tests.compiler.sweep memcheck racecheck
 
 bench: $(READY) ## run benchmarks: make bench CASES='spmm*'
 	@mkdir -p benchmarks/results

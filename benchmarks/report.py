@@ -16,6 +16,7 @@ from typing import NamedTuple
 from benchmarks import marks, records
 from benchmarks.records import Record
 from benchmarks.registry import is_ours
+from benchmarks.widths import width_table
 
 __all__ = ["Row", "main", "read", "rows", "table"]
 
@@ -143,7 +144,11 @@ def table(entries: Sequence[Record]) -> str:
     found = rows(entries)
     lines: list[str] = []
     for family in dict.fromkeys(row.family for row in found):
-        lines += [f"## {family}", "", *_family_table([row for row in found if row.family == family]), ""]
+        mine = [row for row in found if row.family == family]
+        lines += [f"## {family}", "", *_family_table(mine), ""]
+        for gpu in dict.fromkeys(row.gpu for row in mine):
+            widths = width_table({row.case: row.group for row in mine if row.gpu == gpu and row.mode == "fwd"})
+            lines += [f"### Reduction widths, {gpu}", "", *widths, ""] if widths else []
     summary = _summary(found)
     lines += ["## Marks", "", *summary, ""] if summary else []
     machines = sorted({f"{r['gpu']}, torch {r['torch']}, triton {r['triton']}, driver {r['driver']}" for r in entries})

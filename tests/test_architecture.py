@@ -56,6 +56,7 @@ COMPILER_ORDER = [
     "kernel_epilogue",
     "kernel_loops",
     "kernel_tail",
+    "kernel_segment",
     "kernel_source",
     "owners",
     "triton_lowering",

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import math
 import threading
 from collections.abc import Callable, Sequence
@@ -11,7 +12,7 @@ from torch import Tensor
 
 from insum_nn.compiler.bind import Bound, Extents
 from insum_nn.compiler.kernel_form import Form, make_form
-from insum_nn.compiler.kernel_schedule import Precision, Schedule
+from insum_nn.compiler.kernel_schedule import Precision, Schedule, segmented
 from insum_nn.compiler.kernel_source import Source
 from insum_nn.compiler.options import Options
 from insum_nn.compiler.owners import Owners, owners_for, owners_of
@@ -56,6 +57,7 @@ class Generated:
         form: Form | None = None,
     ) -> None:
         self.options = options
+        self._fixed: Schedule | None = None
         self.tables = tables
         deterministic = options.deterministic
         self.form = form or make_form(bound, sizes, output, tables, deterministic=deterministic, prefer_own=True)
@@ -64,6 +66,12 @@ class Generated:
         self.measurements: tuple[Measurement, ...] = ()
         self._schedules: dict[tuple[int, ...], Schedule] = {}
         self._lock = threading.RLock()
+
+    def with_schedule(self, schedule: Schedule) -> Generated:
+        """The same statement under one schedule at all sizes, whatever would be chosen."""
+        other = copy.copy(self)
+        other._fixed, other.source, other.measurements = schedule, None, ()
+        return other
 
     def prepare(
         self, tensors: Sequence[Tensor], extents: Extents, start: Tensor | None
@@ -76,14 +84,14 @@ class Generated:
         kernels: dict[object, Kernel] = {}
         schedule = self._schedule(tensors, extents, start)
 
-        share, permuted = schedule.share, form.permuted
+        share, permuted, segment = schedule.share, form.permuted, segmented(form, schedule)
 
         def run(tensors: Sequence[Tensor], start: Tensor | None) -> Tensor:
             owners = None
             key: object = None
             if place >= 0:
-                owners = owners_of(tensors[place], rows, permuted, share)
-                if owners.end is not None:
+                owners = owners_of(tensors[place], rows, permuted, share, segment)
+                if owners.target is not None:
                     key = owners.rows
             if start is not None:
                 start = start.detach()
@@ -108,9 +116,9 @@ class Generated:
         """The kernel for a call, and each choice behind it with its reason."""
         form = self.form
         schedule = self._schedule(tensors, extents, start)
-        owners = owners_for(form, tensors, extents, schedule.share)
+        owners = owners_for(form, tensors, extents, schedule)
         source = self._kernel(schedule, tensors, extents, start, owners).source
-        return source, (_combining(form), *_schedule_choice(schedule, self.measurements), *_written_out(form))
+        return source, (_combining(form, schedule), *_schedule_choice(schedule, self.measurements), *_written_out(form))
 
     def _kernel(
         self,
@@ -133,6 +141,8 @@ class Generated:
 
     def _schedule(self, tensors: Sequence[Tensor], extents: Extents, start: Tensor | None) -> Schedule:
         """The schedule for a call's sizes: one for all sizes within a factor of two."""
+        if self._fixed is not None:
+            return self._fixed
         bucket = tuple(math.ceil(math.log2(max(1, e))) for e in (*extents.indices, *extents.output))
         with self._lock:
             if bucket not in self._schedules:
@@ -144,9 +154,9 @@ class Generated:
             return self._schedules[bucket]
 
 
-def _combining(form: Form) -> tuple[str, str, str]:
+def _combining(form: Form, schedule: Schedule) -> tuple[str, str, str]:
     """How terms reach the output, and why."""
-    choice = {
+    what, why = {
         "direct": ("direct", "every cell of the output belongs to one program"),
         "place": ("place", "no two terms have the same place, so each is stored"),
         "own": (
@@ -155,9 +165,12 @@ def _combining(form: Form) -> tuple[str, str, str]:
         ),
         "atomic": ("atomic", "terms meet in memory, in float32 or better"),
     }[form.combine]
+    if segmented(form, schedule):
+        what = "segment: a program takes an equal share of the terms"
+        why = "rows of any length take as long; parts of divided rows are added in order, so every run gives the same"
     if form.combine == "own" and form.permuted:
-        choice = (choice[0], f"{choice[1]}; the terms are sorted once for each index tensor")
-    return ("combine", *choice)
+        why = f"{why}; the terms are sorted once for each index tensor"
+    return "combine", what, why
 
 
 def _schedule_choice(schedule: Schedule, measured: Sequence[Measurement]) -> list[tuple[str, str, str]]:

@@ -95,6 +95,9 @@ class KernelLoops(KernelText):
 
     def own(self, row: Value) -> None:
         """Define the rows that a program owns, and the range of their terms."""
+        if self.segment:
+            self.share(row)
+            return
         mask = self.masks.get("m") if "m" in row.axes else None
         safe = f", mask={mask.text}, other=0" if mask else ""
         begin = self.parameters("begin")
@@ -116,9 +119,17 @@ class KernelLoops(KernelText):
             self.indices[OWNER] = row
         self.indices["@begin"], self.indices["@end"] = low, high
 
+    def share(self, number: Value) -> None:
+        """Define the range of terms of an equal share; of one past the last it is empty."""
+        begin, size = self.parameters("begin"), self.schedule.share
+        low = self.define("low", f"tl.load({begin}) + {number.text} * {size}", number.axes, 0)
+        high = self.define("high", f"tl.minimum({low.text} + {size}, tl.load({begin} + 1))", number.axes, 0)
+        self.indices["@begin"], self.indices["@end"] = low, high
+
     def entry(self, value: Value) -> None:
         """Define the indices of a term from its number."""
         form = self.form
+        self.indices[ENTRY] = value
         if form.permuted:
             inside = f"{value.text} < {spread(self.indices['@end'], value.axes)}"
             mask = f", mask={inside}, other=0" if value.axes else ""
@@ -139,6 +150,11 @@ class KernelLoops(KernelText):
     def open_loops(self) -> None:
         """Open every loop over what is summed, outermost first, and the lanes along it last."""
         split = self.schedule.splits > 1
+        each = self.axes.get("k")
+        # Sums of runs are written at each step of a share, so that its loop is the outermost.
+        early = self.segment and each is not None and each.first == ENTRY
+        if early and each is not None:
+            self.open_terms(each.block)
         for index in self.layout.loops:
             depth = len(self.scopes)
             if index == ENTRY:
@@ -156,8 +172,7 @@ class KernelLoops(KernelText):
                 head = f"for {name} in range({self.extent(index)}):"
             self.scopes.append(Scope(head))
             self.indices[index] = self.define("i", self.cast(name), "", depth)
-        each = self.axes.get("k")
-        if each is None:
+        if each is None or early:
             return
         if each.first == ENTRY:
             self.open_terms(each.block)
@@ -195,7 +210,7 @@ class KernelLoops(KernelText):
         depth = len(self.scopes)
         lanes = "k" in self.axes and self.axes["k"].first == ENTRY
         if not low.axes:
-            self.scopes.append(Scope(f"for {name} in range({low.text}, {high.text}, {block}):"))
+            self.scopes.append(Scope(f"for {name} in {self.steps_of_terms(low.text, high.text, block)}:"))
             if lanes:
                 self.lane_indices("k", name, depth)
             else:
@@ -203,7 +218,7 @@ class KernelLoops(KernelText):
             return
         # Several rows at a time: as many steps as the longest of them takes.
         longest = self.define("most", f"tl.max({high.text} - {low.text}, 0)", "", 0)
-        self.scopes.append(Scope(f"for {name} in range(0, {longest.text}, {block}):"))
+        self.scopes.append(Scope(f"for {name} in {self.steps_of_terms('0', longest.text, block)}:"))
         if lanes:
             each = self.axes["k"]
             inner = 1
@@ -225,6 +240,12 @@ class KernelLoops(KernelText):
             conditions = [f"({value.text} < {high.text})"]
         self.masks["e"] = self.define("ok", " & ".join(conditions), value.axes, depth)
         self.entry(value)
+
+    def steps_of_terms(self, low: str, high: str, block: int) -> str:
+        """The steps of the loop over terms; Triton pipelines loads that feed no dot only where it is told to."""
+        if self.product is not None or self.schedule.stages < 3:
+            return f"range({low}, {high}, {block})"
+        return f"tl.range({low}, {high}, {block}, num_stages={self.schedule.stages})"
 
     def gaps(self, index: str) -> Read | None:
         """The index tensor `T[index, row]` over a tile's rows that may lack entries: its steps can be listed."""

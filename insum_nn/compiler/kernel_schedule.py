@@ -9,7 +9,16 @@ from typing import Any, Literal
 
 from insum_nn.compiler.kernel_form import ENTRY, OWNER, Form, Product, Tail
 
-__all__ = ["Axis", "Layout", "Precision", "Schedule", "candidates", "default_schedule", "place_indices"]
+__all__ = [
+    "Axis",
+    "Layout",
+    "Precision",
+    "Schedule",
+    "candidates",
+    "default_schedule",
+    "place_indices",
+    "segmented",
+]
 
 Precision = Literal["ieee", "tf32", "tf32x3"]
 
@@ -17,6 +26,17 @@ Precision = Literal["ieee", "tf32", "tf32x3"]
 @dataclass(frozen=True, slots=True)
 class Schedule:
     """The choices that change a kernel's speed and nothing else.
+
+    Sgap (Zhang et al.) writes the space of a sparse sum with dense columns as {<x nnz or x row, y col>, r}: what a
+    thread takes, and how many threads add up to one value. All of it can be said here, of any statement whose terms
+    have owners; t stands for the elements of a tile that a thread holds, m * n * k / (32 * warps).
+
+        {<x row, y col>, 1}     m rows, k = 1: no lanes along a row; t = x * y
+        {<1/r row, y col>, r}   k = r lanes along a row, t = y
+        {<1/g row, y col>, r}   the same, and `share` = g terms at most of a row to a program
+        {<x nnz, y col>, 1}     segment, share = x, k = 1: m groups, each walks x terms one by one; t = y
+        {<1 nnz, y col>, r}     segment, share = k = r: m groups of r lanes, a term a lane; t = y
+        {<x nnz, y col>, r}     segment, share = x * r, k = r: a group takes x steps of r terms
 
     Attributes:
         m: lanes along the rows of a tile; 1: none.
@@ -26,9 +46,11 @@ class Schedule:
         swap: hand the matrix unit the transposed product, so that the tile's columns are its long side.
         groups: programs among which the accumulators of written-out points are divided.
         splits: programs among which one long sum is divided; their results are added in order.
-        share: most terms of an owned row that one program walks; longer rows are divided.
+        share: most terms of an owned row that one program walks; longer rows are divided. Of a segment: its terms.
+        segment: programs take equal shares of the terms, in the order of their rows, instead of rows; m counts shares.
         warps: warps a program.
-        stages: depth of the software pipeline.
+        stages: depth of the software pipeline. Without a dot it is 3 at least, or there is none: the loop over an
+            owner's terms then reads ahead.
         tail: columns at a time of a product that follows the sum.
         serial: before such a product the rows of a tile are summed one after the other, instead of side by side.
     """
@@ -45,6 +67,7 @@ class Schedule:
     stages: int = 2
     tail: int = 64
     serial: bool = False
+    segment: bool = False
 
     def __str__(self) -> str:
         tile = f"tile {self.m} x {self.n}, {self.k} at a time"
@@ -56,6 +79,8 @@ class Schedule:
             rest += ", rows one by one"
         if self.splits > 1:
             rest += f", sum over {self.splits} programs"
+        if self.segment:
+            rest += f", equal shares of {self.share} terms"
         return f"{tile} {how}; {rest}"
 
     def to_json(self) -> dict[str, Any]:
@@ -121,6 +146,13 @@ def _axis(form: Form, wanted: list[str], lanes: int, least: int = 1) -> Axis | N
         block = min(block, _power(extent) if inner == 1 else extent)
     sizes = tuple(form.static[i] for i in taken[1:])
     return Axis(tuple(taken), max(least, _power(block * inner)), block, sizes)
+
+
+def segmented(form: Form, schedule: Schedule) -> bool:
+    """Whether programs take equal shares of terms: a choice that only terms with owners have, and no dot."""
+    if form.owner is None or form.tail is not None:
+        return False
+    return schedule.segment and not (schedule.dot and form.product is not None)
 
 
 def place_indices(form: Form, schedule: Schedule) -> Layout:
@@ -314,16 +346,54 @@ def _varied(form: Form, base: Schedule) -> Iterator[Schedule]:
         for m, k in ((base.m, base.k), (base.m * 2, base.k), (max(1, base.m // 2), base.k), (base.m, base.k // 2)):
             for warps in (1, 2, 4):
                 yield replace(base, m=m, k=max(1, k), warps=warps)
-    else:
-        for k in (1, 4, 8, 16, 32):
-            for m in (1, 2, 4, 8, 16):
-                size = m * base.n * k
-                if 512 <= size <= 4096 and (k <= 2 * base.k or k == 1):
-                    yield replace(base, m=m, k=k, warps=1)
-                    if size >= 2048:
-                        yield replace(base, m=m, k=k, warps=2)
         if form.owner is not None:
-            yield replace(base, share=128)
+            for m, k, share in ((8, 32, 256), (1, 128, 1024), (32, 4, 64)):
+                yield replace(base, m=m, k=k, share=share, segment=True, warps=1)
+    else:
+        yield from _varied_columns(form, base)
+
+
+def _varied_columns(form: Form, base: Schedule) -> Iterator[Schedule]:
+    """Every reduction width with rows to fill a warp, and where terms have owners, equal shares of them."""
+    # Elements of a program, and its warps: few columns take more of them to keep the device busy.
+    if base.n < 32:
+        sizes = [(256, 1), (1024, 1), (1024, 4)]
+    else:
+        sizes = [(512, 1), (1024, 1), *([(2048, 1)] if base.n > 32 else []), (2048, 2)]
+    near = sorted(_WIDTHS, key=lambda k: abs(math.log2(k / base.k)))
+    for place, (size, warps) in enumerate(sizes):
+        for k in near:
+            m = size // (base.n * k)
+            if 1 <= m <= 128 and (k <= 4 * base.k or k == 1) and (warps < 2 or k in (4, 8, 16)):
+                yield replace(base, m=m, k=k, warps=warps)
+        if place == 0 and form.owner is not None:
+            # Early, lest the time for a search ends before them.
+            yield from _shares(base)
+            yield from _ahead(base)
+    if form.owner is not None:
+        yield replace(base, share=128)
+
+
+def _shares(base: Schedule) -> Iterator[Schedule]:
+    """Equal shares of terms, by lanes along them; a scan holds flags beside sums, so that fewer fit into a program."""
+    for k, share in ((8, 256), (4, 64), (1, 64), (32, 256)):
+        m = max(1, (512 if k > 1 else 256) // (base.n * k))
+        if m * base.n * k <= 1024:
+            yield replace(base, m=m, k=k, share=share, segment=True, warps=1)
+            yield replace(base, m=m * 4, k=k, share=share, segment=True, warps=4)
+
+
+def _ahead(base: Schedule) -> Iterator[Schedule]:
+    """Loops that read the next terms while these are summed: what they read ahead lies in shared memory."""
+    for k, size in ((8, 1024), (4, 512)):
+        if base.n * k <= size:
+            yield replace(base, m=size // (base.n * k), k=k, stages=3, warps=1)
+    m = max(1, 512 // (base.n * 8))
+    yield replace(base, m=m, k=8, share=256, segment=True, stages=3, warps=1)
+
+
+# Reduction widths: lanes along what is summed. A warp has 32.
+_WIDTHS = (1, 2, 4, 8, 16, 32)
 
 
 def _varied_written_out(base: Schedule) -> Iterator[Schedule]:

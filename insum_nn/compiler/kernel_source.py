@@ -9,7 +9,8 @@ import torch
 
 from insum_nn.compiler.kernel_epilogue import activated, finishes
 from insum_nn.compiler.kernel_form import OWNER, Form, Point, Read, Sub
-from insum_nn.compiler.kernel_schedule import Layout, Precision, Schedule, place_indices
+from insum_nn.compiler.kernel_schedule import Layout, Precision, Schedule, place_indices, segmented
+from insum_nn.compiler.kernel_segment import SCAN, KernelSegments
 from insum_nn.compiler.kernel_tail import KernelTail
 from insum_nn.compiler.kernel_text import Argument, Parameters, Strides, Value, join_axes, spread
 
@@ -40,7 +41,7 @@ class Source:
     finished: bool
 
 
-class _Writer(KernelTail):
+class _Writer(KernelTail, KernelSegments):
     """Writes the body of a kernel for some of the points."""
 
     # What follows the loops inside of an outer one.
@@ -64,6 +65,8 @@ class _Writer(KernelTail):
             if scope.head:
                 lines.append("    " * (depth - 1) + scope.head)
             lines += ["    " * depth + line for line in scope.lines]
+        for depth in range(len(self.scopes) - 1, -1, -1):
+            lines += ["    " * depth + line for line in self.scopes[depth].tail]
         return lines + self.closing + tail
 
     def emit(self, points: Sequence[Point]) -> dict[str, tuple[str, str, Read]]:
@@ -77,6 +80,11 @@ class _Writer(KernelTail):
         by_target = _by_target(points)
         axes = join_axes(*(a for a in self.axes if a != "k"))
         results: dict[str, tuple[str, str, Read]] = {}
+        if self.segment:
+            self.open_runs()
+            for group in by_target.values():
+                self.runs(self.products(group), axes, group[0].target)
+            return results
         for key, group in by_target.items():
             name = self.fresh("acc")
             swapped = self.product is not None and self.schedule.swap
@@ -98,6 +106,16 @@ class _Writer(KernelTail):
 
     def sums(self, name: str, points: Sequence[Point], axes: str) -> None:
         """Add the points' products, summed along the lanes of k, to an accumulator."""
+        summed = self.products(points)
+        if "k" in self.axes:
+            place = summed.axes.index("k")
+            summed = Value(f"tl.sum({summed.text}, {place})", summed.axes.replace("k", ""), 0)
+        if summed.axes and summed.axes != axes:
+            summed = self.define("x", summed.text, summed.axes, len(self.scopes) - 1)
+        self.scopes[-1].lines.append(f"{name} += {spread(summed, axes)}")
+
+    def products(self, points: Sequence[Point]) -> Value:
+        """The sum of the points' products on each lane, 0 past what is summed; with lanes of k it varies with them."""
         total = self.factored([(p.number, tuple(self.load(read) for read in p.reads)) for p in points])
         masks = [self.masks[a] for a in ("k", "e") if a in self.masks]
         if "k" in self.axes:
@@ -107,16 +125,11 @@ class _Writer(KernelTail):
             if masks:
                 mask = self.all_of(masks, whole)
                 text = f"tl.where(tl.broadcast_to({mask}, {lengths}), {text}, 0.0)"
-            summed = Value(f"tl.sum({text}, {whole.index('k')})", whole.replace("k", ""), 0)
-        elif masks:
-            whole = join_axes(total.axes, *(m.axes for m in masks))
-            text = f"tl.where({self.all_of(masks, whole)}, {spread(self.named(total), whole)}, 0.0)"
-            summed = Value(text, whole, 0)
-        else:
-            summed = total
-        if summed.axes and summed.axes != axes:
-            summed = self.define("x", summed.text, summed.axes, len(self.scopes) - 1)
-        self.scopes[-1].lines.append(f"{name} += {spread(summed, axes)}")
+            return Value(text, whole, 0)
+        if not masks:
+            return total
+        whole = join_axes(total.axes, *(m.axes for m in masks))
+        return Value(f"tl.where({self.all_of(masks, whole)}, {spread(self.named(total), whole)}, 0.0)", whole, 0)
 
     def named(self, value: Value) -> Value:
         return self.define("x", value.text, value.axes, len(self.scopes) - 1)
@@ -198,8 +211,8 @@ class _Writer(KernelTail):
             text = f"tl.broadcast_to({text}, {self.shape(axes)})"
         return self.define("d", text, axes, len(self.scopes) - 1).text
 
-    def store(self, name: str, order: str, target: Read) -> list[str]:
-        """The lines that write one accumulator, after all loops."""
+    def store(self, name: str, order: str, target: Read, needs: Sequence[Value] = ()) -> list[str]:
+        """The lines that write one accumulator, after all loops that add to it, on lanes that meet all needs."""
         form = self.form
         axes = join_axes(order)
         value = name if order == axes else f"tl.trans({name})"
@@ -207,6 +220,7 @@ class _Writer(KernelTail):
         if form.owner is not None:
             subs[form.owner_axis] = Sub(((1, OWNER),), 0, True)
         offset, conditions = self.address(subs, lambda axis: self.out_stride(subs, axis), "@out")
+        conditions += needs
         for index in dict.fromkeys(Read("@out", tuple(subs)).indices()):
             conditions += [self.masks[a] for a in self.indices[index].axes if a in self.masks]
         out = self.parameters("out")
@@ -220,9 +234,9 @@ class _Writer(KernelTail):
         lines: list[str] = []
         if self.strides.split:
             row = self.indices["@target"]
-            kept = self.define("whole", f"{row.text} >= 0", row.axes, 0)
-            apart = self.define("apart", f"{row.text} < 0", row.axes, 0)
-            slot = self.define("slot", f"-1 - {row.text}", row.axes, 0)
+            kept = self.define("whole", f"{row.text} >= 0", row.axes, row.depth)
+            apart = self.define("apart", f"{row.text} < 0", row.axes, row.depth)
+            slot = self.define("slot", f"-1 - {row.text}", row.axes, row.depth)
             saved = self.indices[OWNER]
             self.indices[OWNER] = slot
             scratch, _ = self.address(subs, lambda axis: self.parameters("scratch_stride", "", axis), "@out")
@@ -259,8 +273,16 @@ class _Writer(KernelTail):
         mask = self.when(conditions, own)
         other = ", other=0.0" if mask else ""
         found = Value(f"tl.load({start} + {self.reach(offset, own)}{mask}{other}).to({self.type})", own, 0)
-        found = self.define("first", found.text, own, 0)
+        found = self.define("first", found.text, own, max([offset.depth, *(c.depth for c in conditions)]))
         return spread(found, axes)
+
+    def store_runs(self, value: str, axes: str, target: Read) -> list[str]:
+        saved = self.indices.get(OWNER)
+        self.indices[OWNER] = self.indices["@target"]
+        lines = self.store(value, axes, target, [self.ends] if self.ends.axes else [])
+        if saved is not None:
+            self.indices[OWNER] = saved
+        return lines
 
     def out_stride(self, subs: Sequence[Sub], axis: int) -> str:
         known = 1
@@ -331,7 +353,9 @@ def write_kernel(form: Form, schedule: Schedule, strides: Strides, precision: Pr
     arguments = tuple(parameters.known)
     names = ", ".join(parameters.known.values())
     text = "\n".join(
-        ["import triton", "import triton.language as tl", "", "", "@triton.jit", f"def kernel({names}):"]
+        ["import triton", "import triton.language as tl", "", ""]
+        + ([SCAN, ""] if segmented(form, schedule) else [])
+        + ["@triton.jit", f"def kernel({names}):"]
         + [f"    {line}" for line in body]
     )
     grid = (*((("@part", len(parts)),) if len(parts) > 1 else ()), *tiles)

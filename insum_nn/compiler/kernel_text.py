@@ -13,7 +13,7 @@ from dataclasses import dataclass, field
 import torch
 
 from insum_nn.compiler.kernel_form import OWNER, Form, Read, Sub
-from insum_nn.compiler.kernel_schedule import Layout, Precision, Schedule
+from insum_nn.compiler.kernel_schedule import Layout, Precision, Schedule, segmented
 
 __all__ = ["Argument", "KernelText", "Parameters", "Scope", "Strides", "Value", "join_axes", "spread"]
 
@@ -57,10 +57,11 @@ class Value:
 
 @dataclass(slots=True)
 class Scope:
-    """One depth of the loop nest: the line that opens it, and its statements."""
+    """One depth of the loop nest: the line that opens it, its statements, and those behind the loops inside it."""
 
     head: str
     lines: list[str] = field(default_factory=list)
+    tail: list[str] = field(default_factory=list)
 
 
 def join_axes(*axes: str) -> str:
@@ -123,6 +124,7 @@ class KernelText:
         self.type = "tl.float64" if form.bound.dtype == torch.float64 else "tl.float32"
         self.int = "tl.int64" if strides.wide else "tl.int32"
         self.product = form.product if schedule.dot else None
+        self.segment = segmented(form, schedule)
 
     def fresh(self, hint: str) -> str:
         self.count += 1
@@ -185,11 +187,11 @@ class KernelText:
         """Where the lanes of a read's indices are inside their extents."""
         found: list[Value] = []
         for index in dict.fromkeys(read.indices()):
-            if index == OWNER:
+            if index == OWNER and not self.segment:
                 # A row without terms may lie outside of what is read there.
                 low, high = self.indices["@begin"], self.indices["@end"]
                 found.append(self.define("any", f"{low.text} < {high.text}", low.axes, low.depth))
-            if index in self.form.entries and "e" in self.masks:
+            if (index in self.form.entries or (index == OWNER and self.segment)) and "e" in self.masks:
                 found.append(self.masks["e"])
                 continue
             axes = self.indices[index].axes

@@ -1,5 +1,8 @@
 """Which program walks which terms: the terms of a scattered sum by the output row that owns them, built once and kept.
 
+Either a program owns rows, of which long ones are divided, or it takes an equal share of all terms, in the order of
+their rows, so that a row may lie in several shares.
+
 Sorting the terms costs more than one sum, and a training loop scatters by the same index tensor again and again. So
 what is built from an index tensor is kept for as long as the tensor lives and is not written to.
 """
@@ -16,6 +19,7 @@ from torch import Tensor
 
 from insum_nn.compiler.bind import Extents
 from insum_nn.compiler.kernel_form import Form
+from insum_nn.compiler.kernel_schedule import Schedule, segmented
 
 __all__ = ["Owners", "clear_owners", "known_owners", "owners_for", "owners_of", "steps_of"]
 
@@ -29,14 +33,18 @@ class Owners:
 
     Attributes:
         rows: number of ranges.
-        begin: (rows + 1,) where each range begins; without division a range ends where the next begins.
+        begin: (rows + 1,) where each range begins; without division a range ends where the next begins. Of equal
+            shares (2,): where the first begins and the last ends.
         end: (rows,) where each ends, if rows are divided.
         target: (rows,) the output row of a range, or -1 - s for a part of a divided row, whose sum is left in slot s.
+            Of equal shares (terms,): the same for each term in their order, times 4, + 1 at the first term of a row in
+            a share, + 2 at its last.
         owner: (rows,) the output row that a range belongs to, divided or not.
         order: (terms,) the terms in the order of their rows; `None`: they are in order.
         slots: parts of divided rows.
         divided: (d,) the output rows that are divided, ascending.
-        lengths: (d,) parts of each.
+        first: (d + 1,) the slot of the first part of each, and the number of slots; parts of a row are in order.
+        gaps: some output row has no range, and nothing is written there.
     """
 
     rows: int
@@ -47,30 +55,24 @@ class Owners:
     order: Tensor | None = None
     slots: int = 0
     divided: Tensor | None = None
-    lengths: Tensor | None = None
+    first: Tensor | None = None
+    gaps: bool = False
 
     @property
     def split(self) -> bool:
-        return self.end is not None
-
-    def collect(self, parts: Tensor) -> Tensor:
-        """The sums of divided rows from those of their parts (slots, ...), added in order."""
-        assert self.lengths is not None
-        shape = (self.lengths.shape[0], *parts.shape[1:])
-        if parts[0].numel() == 0:
-            return parts.new_zeros(shape)
-        flat = parts.reshape(parts.shape[0], -1)
-        return torch.segment_reduce(flat, "sum", lengths=self.lengths, axis=0, unsafe=True).reshape(shape)
+        return self.target is not None
 
 
 Key = tuple[int, ...]
 Built = TypeVar("Built")
 _known: dict[Key, tuple[weakref.ref[Tensor], Owners]] = {}
+_orders: dict[Key, tuple[weakref.ref[Tensor], Tensor]] = {}
 
 
 def clear_owners() -> None:
     """Forget everything that was built."""
     _known.clear()
+    _orders.clear()
     _steps.clear()
 
 
@@ -92,20 +94,20 @@ def _keep(known: dict[Key, tuple[weakref.ref[Tensor], Built]], key: Key, index: 
     known[key] = (weakref.ref(index, lambda _: known.pop(key, None)), built)
 
 
-def known_owners(index: Tensor, rows: int, permuted: bool, share: int) -> Owners | None:
+def known_owners(index: Tensor, rows: int, permuted: bool, share: int, segment: bool = False) -> Owners | None:
     """The owners of an index tensor, if they were built before."""
-    return _find(_known, _key(index, rows, permuted, share), index)
+    return _find(_known, _key(index, rows, permuted, share, segment), index)
 
 
-def owners_for(form: Form, tensors: Sequence[Tensor], extents: Extents, share: int) -> Owners | None:
+def owners_for(form: Form, tensors: Sequence[Tensor], extents: Extents, schedule: Schedule) -> Owners | None:
     """The owners of a form's terms in a call; `None` where nothing owns them."""
     if form.owner is None:
         return None
     index = tensors[form.bound.layout.tensors.index(form.owner.name)]
-    return owners_of(index, extents.output[form.owner_axis], form.permuted, share)
+    return owners_of(index, extents.output[form.owner_axis], form.permuted, schedule.share, segmented(form, schedule))
 
 
-def owners_of(index: Tensor, rows: int, permuted: bool, share: int) -> Owners:
+def owners_of(index: Tensor, rows: int, permuted: bool, share: int, segment: bool = False) -> Owners:
     """The owners of the terms of an index tensor.
 
     Args:
@@ -113,23 +115,38 @@ def owners_of(index: Tensor, rows: int, permuted: bool, share: int) -> Owners:
         rows: output rows.
         permuted: the terms are not in order.
         share: most terms in a range; rows with more are divided.
+        segment: equal shares of terms instead of rows.
     """
-    found = known_owners(index, rows, permuted, share)
+    found = known_owners(index, rows, permuted, share, segment)
     if found is None:
         with torch.inference_mode(False), torch.no_grad():
-            found = _build(index, rows, permuted, share)
-        _keep(_known, _key(index, rows, permuted, share), index, found)
+            found = (_build_shares if segment else _build)(index, rows, permuted, share)
+        _keep(_known, _key(index, rows, permuted, share, segment), index, found)
     return found
 
 
-def _build(index: Tensor, rows: int, permuted: bool, share: int) -> Owners:
+def _ordered(index: Tensor, rows: int, permuted: bool) -> tuple[Tensor, Tensor | None, torch.dtype]:
+    """The row of each term in order, the terms in that order, and an integer type for their numbers."""
     flat = index.reshape(-1).contiguous()
     small = torch.int32 if max(flat.numel(), rows) < 2**31 else torch.int64
-    order = None
-    if permuted:
+    if not permuted:
+        return flat, None, small
+    # The order is the same for every way to divide the terms.
+    order = _find(_orders, _key(index), index)
+    if order is None:
         flat, positions = flat.sort(stable=True)
-        flat = flat.contiguous()
         order = positions.to(small)
+        _keep(_orders, _key(index), index, order)
+        return flat.contiguous(), order, small
+    return flat[order], order, small
+
+
+def _offsets(lengths: Tensor) -> Tensor:
+    return torch.nn.functional.pad(lengths.long().cumsum(0), (1, 0))
+
+
+def _build(index: Tensor, rows: int, permuted: bool, share: int) -> Owners:
+    flat, order, small = _ordered(index, rows, permuted)
     bounds = torch.arange(rows + 1, device=flat.device, dtype=flat.dtype)
     begin = torch.searchsorted(flat, bounds, out_int32=small == torch.int32)
     length = begin[1:] - begin[:-1]
@@ -146,7 +163,7 @@ def _build(index: Tensor, rows: int, permuted: bool, share: int) -> Owners:
     slot = apart.cumsum(0) - 1
     target = torch.where(apart, -1 - slot, owner)
     divided = (parts > 1).nonzero().squeeze(1)
-    lengths = parts[divided]
+    first = _offsets(parts[divided])
     return Owners(
         owner.shape[0],
         low.to(small),
@@ -154,9 +171,48 @@ def _build(index: Tensor, rows: int, permuted: bool, share: int) -> Owners:
         target.to(small),
         owner.to(small),
         order,
-        int(lengths.sum()),
+        int(first[-1]),
         divided,
-        lengths.long(),
+        first,
+    )
+
+
+def _build_shares(index: Tensor, rows: int, permuted: bool, share: int) -> Owners:
+    flat, order, small = _ordered(index, rows, permuted)
+    begin = torch.searchsorted(flat, torch.tensor([0, rows], device=flat.device, dtype=flat.dtype))
+    # Terms without a row stand before the first share.
+    low, high = begin.tolist()
+    owner = flat[low:high].long()
+    terms = high - low
+    shares = -(-terms // share)
+    change = torch.ones(terms + 1, dtype=torch.bool, device=flat.device)
+    torch.ne(owner[1:], owner[:-1], out=change[1:-1])
+    border = change.clone()
+    border[::share] = True
+    # A run is what a share holds of one row; it is a part if the row goes on before or behind it.
+    run = border[:-1].cumsum(0) - 1
+    where = border[:-1].nonzero().squeeze(1)
+    edges = torch.cat([where, where.new_tensor([terms])])
+    apart = ~(change[edges[:-1]] & change[edges[1:]])
+    slot = apart.cumsum(0) - 1
+    of_run = owner[where]
+    target = torch.where(apart, -1 - slot, of_run)[run]
+    code = target * 4 + border[:-1].long() + border[1:].long() * 2
+    divided, lengths = torch.unique_consecutive(of_run[apart], return_counts=True)
+    first = _offsets(lengths)
+    slots, rows_met = int(first[-1]), int(change[:-1].sum())
+    fits = max(rows, slots) < 2**29
+    padded = torch.zeros(flat.shape[0], dtype=torch.int32 if fits else torch.int64, device=flat.device)
+    padded[low:high] = code.to(padded.dtype)
+    return Owners(
+        shares,
+        begin.to(small),
+        target=padded,
+        order=order,
+        slots=slots,
+        divided=divided,
+        first=first,
+        gaps=rows_met < rows,
     )
 
 

@@ -25,6 +25,7 @@ from insum_nn.compiler.bind import Extents
 from insum_nn.compiler.kernel_epilogue import start_steps
 from insum_nn.compiler.kernel_form import ENTRY, OWNER, Form
 from insum_nn.compiler.kernel_schedule import Precision, Schedule, place_indices
+from insum_nn.compiler.kernel_segment import write_collection
 from insum_nn.compiler.kernel_source import Source, write_kernel
 from insum_nn.compiler.kernel_text import Argument, Strides
 from insum_nn.compiler.owners import Owners, steps_of
@@ -113,6 +114,7 @@ class Kernel:
         simple: the output is what the kernel writes, without anything before or after it.
         tile: rows of a program's tile.
         dtype: of the output.
+        collector: adds up divided rows, where some are.
     """
 
     form: Form
@@ -126,15 +128,17 @@ class Kernel:
     simple: bool
     tile: int
     dtype: torch.dtype
+    collector: _Collector | None
 
     def __call__(self, tensors: Sequence[Tensor], start: Tensor | None, owners: Owners | None) -> Tensor:
         """The statement's output."""
         form = self.form
         device = tensors[0].device
-        if self.simple:
+        gaps = owners is not None and owners.gaps
+        if self.simple and not gaps:
             output = torch.empty(self.extents.output, dtype=self.dtype, device=device)
         else:
-            output = self._output(start, device)
+            output = self._output(start, device, gaps)
         scratch = None
         if owners is not None and owners.split:
             shape, axis = self.extents.output, form.owner_axis
@@ -157,7 +161,7 @@ class Kernel:
                 arguments[place] = getattr(owners, kind)
         if self.launch is not None:
             self.launch(arguments)
-        if scratch is not None and owners is not None:
+        if scratch is not None and owners is not None and owners.slots:
             self._add_divided(output, scratch, start, owners)
         if self.simple:
             return output
@@ -168,21 +172,27 @@ class Kernel:
         return output if output.dtype == self.dtype else output.to(self.dtype)
 
     def _add_divided(self, output: Tensor, scratch: Tensor, start: Tensor | None, owners: Owners) -> None:
-        assert owners.divided is not None
-        sums = owners.collect(scratch)
+        rows, collector = owners.divided, self.collector
+        assert rows is not None
+        assert collector is not None
+        if start is None and self.form.bound.epilogue.activation is None:
+            collector(scratch, output, rows, owners)
+            return
         axis = self.form.owner_axis
+        sums = torch.empty((rows.shape[0], *scratch.shape[1:]), dtype=scratch.dtype, device=scratch.device)
+        collector(scratch, sums, None, owners)
         if start is not None:
-            sums = sums + start.movedim(axis, 0).index_select(0, owners.divided)
+            sums = sums + start.movedim(axis, 0).index_select(0, rows)
         sums = self.form.bound.epilogue.activated(sums)
-        output.movedim(axis, 0).index_copy_(0, owners.divided, sums.to(output.dtype))
+        output.movedim(axis, 0).index_copy_(0, rows, sums.to(output.dtype))
 
-    def _output(self, start: Tensor | None, device: torch.device) -> Tensor:
+    def _output(self, start: Tensor | None, device: torch.device, gaps: bool) -> Tensor:
         """What the kernel writes to; sums of a half type that meet in memory do so in float32."""
         form, shape = self.form, self.extents.output
         if self.source.schedule.splits > 1:
             shape = (self.source.schedule.splits, *shape)
             return (torch.empty if self.empty else torch.zeros)(shape, dtype=self.source.accumulator, device=device)
-        if self.empty:
+        if self.empty and not gaps:
             return torch.empty(shape, dtype=self.dtype, device=device)
         dtype = self.dtype if self.source.finished else self.source.accumulator
         if start is None:
@@ -263,6 +273,7 @@ def prepare_kernel(
         empty and source.schedule.splits == 1,
         m.block if m else 1,
         form.bound.out_dtype,
+        _Collector(form, source, extents, tensors[0].device, strides.wide) if strides.split else None,
     )
 
 
@@ -366,7 +377,9 @@ class _Launch:
         self.signature = {n: kind or integer for n, kind in zip(self.function.arg_names, types, strict=True)}
         self.known: dict[tuple[bool, ...], Callable[..., None]] = {}
 
-    def __call__(self, arguments: list[Any]) -> None:
+    def __call__(self, arguments: list[Any], grid: int | None = None) -> None:
+        if grid is None:
+            grid = self.grid
         aligned = tuple([not arguments[place].data_ptr() & 15 for place in self.pointers])
         run = self.known.get(aligned)
         number = self.number
@@ -375,10 +388,10 @@ class _Launch:
                 run = self.known[aligned] = self.load(aligned)
         # `torch.cuda.current_device` would first ask whether CUDA is initialised.
         if torch._C._cuda_getDevice() == number:
-            run(self.grid, torch._C._cuda_getCurrentRawStream(number), arguments)
+            run(grid, torch._C._cuda_getCurrentRawStream(number), arguments)
         else:
             with torch.cuda.device(number):
-                run(self.grid, torch._C._cuda_getCurrentRawStream(number), arguments)
+                run(grid, torch._C._cuda_getCurrentRawStream(number), arguments)
 
     def compile(self, aligned: Sequence[bool]) -> Any:
         """The machine code for the current device; Triton keeps it on disk."""
@@ -416,8 +429,45 @@ class _Interpret:
         self.function = _jit(source)
         self.grid = grid
 
-    def __call__(self, arguments: list[Any]) -> None:
-        self.function[(self.grid,)](*arguments)
+    def __call__(self, arguments: list[Any], grid: int | None = None) -> None:
+        self.function[(self.grid if grid is None else grid,)](*arguments)
 
     def compile_ahead(self) -> None:
         """Nothing is compiled."""
+
+
+class _Collector:
+    """Adds up the parts of divided rows, left in scratch memory, and writes the sums to their rows."""
+
+    def __init__(self, form: Form, source: Source, extents: Extents, device: torch.device, wide: bool) -> None:
+        axis, shape = form.owner_axis, extents.output
+        self.inner = math.prod(shape[axis + 1 :])
+        self.step = shape[axis] * self.inner
+        self.cells = math.prod(shape[:axis]) * self.inner
+        text, block = write_collection(self.cells, source.accumulator == torch.float64)
+        self.tiles = -(-self.cells // block)
+        self.source = Source(text, (), (), Schedule(warps=2), source.accumulator, True)
+        self.device, self.wide = device, wide
+        self.known: dict[torch.dtype, _Launch | _Interpret] = {}
+
+    def __call__(self, scratch: Tensor, output: Tensor, rows: Tensor | None, owners: Owners) -> None:
+        """Write the sums to these rows of the output; without rows, to as many as there are, side by side."""
+        first = owners.first
+        assert first is not None
+        count = first.shape[0] - 1
+        inner, step = self.inner, self.step
+        if rows is None:
+            rows, inner, step = torch.arange(count, device=scratch.device), self.cells, 0
+        programs = count * self.tiles
+        if not programs:
+            return
+        launch = self.known.get(output.dtype)
+        if launch is None:
+            launch = self.known[output.dtype] = self.prepare(output.dtype)
+        launch([scratch, output, rows, first, self.cells, inner, step], programs)
+
+    def prepare(self, dtype: torch.dtype) -> _Launch | _Interpret:
+        if interpreted():
+            return _Interpret(self.source, 0)
+        pointers = (_POINTERS[self.source.accumulator], _POINTERS[dtype], "*i64", "*i64")
+        return _Launch(self.source, (*pointers, None, None, None), 0, self.device, self.wide)

@@ -28,7 +28,7 @@ from insum_nn.facts import StaticTable
 
 __all__ = ["Measurement", "choose_schedule", "time_calls", "worth_measuring"]
 
-_VERSION = 1
+_VERSION = 2
 # Seconds of search for one statement and size.
 _BUDGET = 5.0
 # Fewest multiplications for which a search pays.
@@ -124,7 +124,7 @@ class _Trial:
         self.tensors = tensors
         self.start = start
         self.compiled: Future[bool] | None = None
-        self.owners = owners_for(form, tensors, extents, schedule.share)
+        self.owners = owners_for(form, tensors, extents, schedule)
         self.kernel = prepare_kernel(form, schedule, tensors, start, extents, precision, self.owners)
 
     def compile(self) -> bool:

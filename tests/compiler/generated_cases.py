@@ -6,14 +6,34 @@ The oracles share nothing with the compiler, and are differentiable.
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 import torch
 from torch import Tensor
 
-from insum_nn.facts import IndexFacts
+from insum_nn.compiler.bind import Extents, bind, layout_of
+from insum_nn.compiler.extents import resolve_extents
+from insum_nn.compiler.kernel_form import Form, make_form
+from insum_nn.compiler.kernel_schedule import Precision, Schedule, default_schedule
+from insum_nn.compiler.owners import owners_for
+from insum_nn.compiler.parser import parse
+from insum_nn.compiler.triton_lowering import Kernel, prepare_kernel
+from insum_nn.facts import IndexFacts, StaticTable
 
-__all__ = ["CASES", "Case", "put", "take"]
+__all__ = [
+    "CASES",
+    "FULL",
+    "HOLES",
+    "SORTED",
+    "Case",
+    "Tensors",
+    "entries",
+    "form_of",
+    "kernel_of",
+    "put",
+    "real",
+    "take",
+]
 
 Tensors = dict[str, Tensor]
 Shape = tuple[int | None, ...]
@@ -309,3 +329,48 @@ CASES: dict[str, Case] = {
         ),
     )
 }
+
+
+# A case under a schedule chosen by hand.
+
+
+def form_of(
+    case: Case,
+    tensors: Tensors,
+    *,
+    facts: Mapping[str, IndexFacts] | None = None,
+    start: Tensor | None = None,
+    prefer_own: bool = True,
+    fixed: str | None = None,
+) -> tuple[Form, list[Tensor], Extents]:
+    """What a kernel of the case computes, its tensors in order, and the call's sizes."""
+    statement = parse(case.expression)
+    layout = layout_of(statement)
+    ordered = [tensors[name] for name in layout.tensors]
+    extents = resolve_extents(statement, ordered, start, {}, None if start is not None else case.out_shape(1))
+    bound = bind(statement, tensors, start, facts={**case.facts, **(facts or {})})
+    sizes = dict(zip(layout.indices, extents.indices, strict=True))
+    fixed = case.fixed if fixed is None else fixed
+    bound = replace(bound, static=tuple(sorted((name, sizes[name]) for name in fixed)))
+    tables = {name: StaticTable.of(tensors[name]) for name in case.static}
+    form = make_form(bound, sizes, extents.output, tables, deterministic=False, prefer_own=prefer_own)
+    return form, ordered, extents
+
+
+def kernel_of(
+    case: Case,
+    tensors: Tensors,
+    schedule: Schedule | None,
+    *,
+    facts: Mapping[str, IndexFacts] | None = None,
+    start: Tensor | None = None,
+    prefer_own: bool = True,
+    fixed: str | None = None,
+    precision: Precision = "ieee",
+) -> tuple[Form, Kernel, Tensor]:
+    """The form, the kernel under a schedule, and what it computes."""
+    form, ordered, extents = form_of(case, tensors, facts=facts, start=start, prefer_own=prefer_own, fixed=fixed)
+    schedule = schedule or default_schedule(form)
+    owners = owners_for(form, ordered, extents, schedule)
+    kernel = prepare_kernel(form, schedule, ordered, start, extents, precision, owners)
+    return form, kernel, kernel(ordered, start, owners)

@@ -14,18 +14,12 @@ from torch import Tensor
 
 import insum_nn
 from insum_nn import IndexFacts, Options
-from insum_nn.compiler.bind import bind, layout_of
-from insum_nn.compiler.extents import resolve_extents
-from insum_nn.compiler.kernel_form import Form, make_form
 from insum_nn.compiler.kernel_schedule import Schedule, candidates, default_schedule
-from insum_nn.compiler.owners import owners_of
 from insum_nn.compiler.parser import parse
-from insum_nn.compiler.triton_lowering import Kernel, prepare_kernel
 from insum_nn.errors import InsumFormatError
-from insum_nn.facts import StaticTable
 from insum_nn.testing.random_programs import RandomProgram, random_program
 from insum_nn.testing.tolerances import assert_matches
-from tests.compiler.generated_cases import CASES, Case, take
+from tests.compiler.generated_cases import CASES, Case, kernel_of, take
 from tests.compiler.interpreted import interpreter
 from tests.compiler.test_property import assert_close_to_reference, gradients, run
 
@@ -72,36 +66,6 @@ def compiled(case: Case, tensors: dict[str, Tensor], options: Options = GENERATE
 # Schedules chosen by hand.
 
 
-def kernel_of(
-    case: Case,
-    tensors: dict[str, Tensor],
-    schedule: Schedule | None,
-    *,
-    facts: dict[str, IndexFacts] | None = None,
-    start: Tensor | None = None,
-    prefer_own: bool = True,
-    fixed: str | None = None,
-) -> tuple[Form, Kernel, Tensor]:
-    """The form, the kernel under a schedule, and what it computes."""
-    statement = parse(case.expression)
-    layout = layout_of(statement)
-    ordered = [tensors[name] for name in layout.tensors]
-    extents = resolve_extents(statement, ordered, start, {}, None if start is not None else case.out_shape(1))
-    bound = bind(statement, tensors, start, facts={**case.facts, **(facts or {})})
-    sizes = dict(zip(layout.indices, extents.indices, strict=True))
-    fixed = case.fixed if fixed is None else fixed
-    bound = replace(bound, static=tuple(sorted((name, sizes[name]) for name in fixed)))
-    tables = {name: StaticTable.of(tensors[name]) for name in case.static}
-    form = make_form(bound, sizes, extents.output, tables, deterministic=False, prefer_own=prefer_own)
-    schedule = schedule or default_schedule(form)
-    owners = None
-    if form.owner is not None:
-        rows = extents.output[form.owner_axis]
-        owners = owners_of(tensors[form.owner.name], rows, form.permuted, schedule.share)
-    kernel = prepare_kernel(form, schedule, ordered, start, extents, "ieee", owners)
-    return form, kernel, kernel(ordered, start, owners)
-
-
 def drawn(name: str, dtype: torch.dtype = torch.float32) -> tuple[Case, dict[str, Tensor]]:
     case = CASES[name]
     return case, rounded(case.draw(1), dtype)
@@ -115,11 +79,18 @@ ELEMENTS = {
     "divided": Schedule(n=32, k=4, share=2),
     "divided rows": Schedule(m=2, n=8, k=2, share=1),
     "groups": Schedule(n=8, groups=3),
+    "reading ahead": Schedule(m=2, n=8, k=4, stages=3),
+    "segments": Schedule(n=32, share=5, segment=True),
+    "segments on lanes": Schedule(n=4, k=4, share=11, segment=True, stages=3),
+    "several segments": Schedule(m=4, n=16, share=3, segment=True),
+    "several segments on lanes": Schedule(m=2, n=8, k=8, share=13, segment=True),
+    "segments of one step": Schedule(m=2, n=4, k=4, share=4, segment=True),
+    "segments with groups": Schedule(n=8, groups=3, share=4, segment=True),
 }
 
 
 # Products have many cells: small tiles would be many programs, which the interpreter runs one by one.
-LARGE_TILES = ("wide", "rows", "divided")
+LARGE_TILES = ("wide", "rows", "divided", "segments", "several segments on lanes")
 PAIRS = [(name, which) for name in NAMES for which in ELEMENTS if not CASES[name].dot or which in LARGE_TILES]
 
 

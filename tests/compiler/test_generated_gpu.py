@@ -15,11 +15,12 @@ from torch.autograd import DeviceType
 from torch.profiler import ProfilerActivity, profile
 
 import insum_nn
+from benchmarks.schedules import generated_of, run_scheduled
 from insum_nn import IndexFacts, Options, Program
 from insum_nn.compiler import tuning
 from insum_nn.compiler.call import prepare
 from insum_nn.compiler.generated import Generated
-from insum_nn.compiler.kernel_schedule import Schedule
+from insum_nn.compiler.kernel_schedule import Schedule, candidates
 from insum_nn.compiler.parser import parse
 from insum_nn.testing.random_programs import random_program
 from insum_nn.testing.tolerances import assert_matches
@@ -31,6 +32,11 @@ pytestmark = pytest.mark.gpu
 GENERATED = Options(backend="triton", tune=False, precision="ieee")
 DTYPES = (torch.float64, torch.float32, torch.float16, torch.bfloat16)
 SCALE = 6
+SEGMENTS = (
+    Schedule(m=4, n=32, k=1, share=64, segment=True),
+    Schedule(m=1, n=32, k=32, share=256, segment=True),
+    Schedule(m=8, n=8, k=8, share=8, segment=True, warps=1),
+)
 
 
 @pytest.fixture(autouse=True)
@@ -181,6 +187,38 @@ def test_a_matrix_with_one_row_of_1e5_entries(gpu: torch.device):
         del vector["B"]
         got = insum_nn.insum(CASES["spmv"].expression, tensors=vector, out_shape=(501,), options=GENERATED)
         assert_matches(got, want[:, 0], dtype=torch.float32, kind="sum", scale=float(terms.max()))
+
+
+@pytest.mark.parametrize("schedule", SEGMENTS, ids=str)
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+def test_equal_shares_of_a_skewed_matrix(gpu: torch.device, schedule: Schedule, dtype: torch.dtype):
+    """One row of 10^5 entries among rows of 3 and empty ones, in order and not; every run gives the same bits."""
+    row = torch.cat([torch.randint(0, 900, (3000,)), torch.full((100_000,), 17)])
+    row = row[torch.randperm(row.numel())].to(gpu)
+    col = torch.randint(0, 900, row.shape).to(gpu)
+    value, dense = torch.randn(row.shape).to(gpu, dtype), torch.randn(900, 33).to(gpu, dtype)
+    want = put(value.double()[:, None] * dense.double()[col], row, 1001)
+    terms = put(value.double().abs()[:, None] * dense.double()[col].abs(), row, 1001)
+    for order in (torch.arange(row.numel(), device=gpu), row.argsort(stable=True)):
+        tensors = {"Row": row[order], "Col": col[order], "Val": value[order], "B": dense}
+        program = insum_nn.compile(CASES["spmm"].expression, out_shape=(1001, None), options=GENERATED)
+        call = run_scheduled(program, tensors, schedule)
+        assert_matches(call(), want, dtype=dtype, kind="sum", scale=float(terms.max()))
+        assert torch.equal(call(), call())
+
+
+@pytest.mark.parametrize("name", ["spmm", "group spmm", "spmv", "mttkrp", "batched sddmm with scatter"])
+def test_every_candidate_computes_the_same(gpu: torch.device, name: str):
+    case = CASES[name]
+    tensors = placed(case.draw(SCALE), gpu, torch.float32)
+    known = exact(tensors)
+    scale = sizes_of_terms(case, known, SCALE)
+    found, scheduled = generated_of(compiled(case, tensors), tensors)
+    tried = list(candidates(found.form))
+    assert any(schedule.segment for schedule in tried)
+    for schedule in tried:
+        got = scheduled(schedule)()
+        assert_matches(got, case.oracle(known, SCALE), dtype=torch.float32, kind="sum", scale=scale)
 
 
 def test_a_factor_at_the_owner_with_fewer_rows_than_the_output(gpu: torch.device):

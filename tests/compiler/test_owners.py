@@ -64,9 +64,10 @@ def check_division(built: Owners, want: list[list[int]], share: int) -> None:
     assert built.rows == sum(parts)
     assert built.target is not None
     assert built.divided is not None
-    assert built.lengths is not None
+    assert built.first is not None
     assert built.divided.tolist() == [row for row, count in enumerate(parts) if count > 1]
-    assert built.lengths.tolist() == [count for count in parts if count > 1]
+    assert built.first.diff().tolist() == [count for count in parts if count > 1]
+    assert built.first[0] == 0
     assert built.slots == sum(count for count in parts if count > 1)
     slots = iter(range(built.slots))
     expected = [-1 - next(slots) if count > 1 else row for row, count in enumerate(parts) for _ in range(count)]
@@ -120,12 +121,11 @@ def test_one_row_has_nearly_everything():
     assert_owns(index[torch.randperm(index.numel())], 6, 512, permuted=True)
 
 
-@pytest.mark.parametrize("shape", [(), (3,), (2, 0), (2, 3)])
-def test_collecting_the_parts_of_divided_rows(shape: tuple[int, ...]):
+def test_the_parts_of_divided_rows_are_side_by_side():
     built = owners_of(torch.tensor([0] * 5 + [1] + [3] * 3), 5, False, 2)
-    parts = torch.randn(built.slots, *shape, dtype=torch.float64)
-    want = torch.stack([parts[:3].sum(0), parts[3:].sum(0)])
-    torch.testing.assert_close(built.collect(parts), want)
+    assert built.divided is not None
+    assert built.first is not None
+    assert (built.divided.tolist(), built.first.tolist(), built.slots) == ([0, 3], [0, 3, 5], 5)
 
 
 def test_remembered_by_tensor_version_and_arguments():

@@ -1,0 +1,51 @@
+"""A statement run under a schedule given by name, to compare schedules with each other."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+
+from torch import Tensor
+
+from benchmarks.registry import Unavailable
+from insum_nn import Program
+from insum_nn.compiler.call import prepare
+from insum_nn.compiler.generated import Generated
+from insum_nn.compiler.kernel_schedule import Schedule
+
+__all__ = ["generated_of", "run_scheduled"]
+
+
+def generated_of(
+    program: Program, tensors: Mapping[str, Tensor], out_shape: Sequence[int | None] | None = None
+) -> tuple[Generated, Callable[[Schedule], Callable[[], Tensor]]]:
+    """The kernels behind a program on these tensors, and what runs them under a schedule.
+
+    Raises:
+        Unavailable: the program runs in another way here, as on a CPU.
+    """
+    ordered, start = program._arrange(tensors)
+    extents = program._extents(ordered, start, None, None if out_shape is None else tuple(out_shape))
+    _, executable = prepare(program._spec, ordered, start, extents)
+    found = executable.run
+    if not isinstance(found, Generated):
+        raise Unavailable(f"needs a generated kernel: {executable.reason}")
+
+    def scheduled(schedule: Schedule) -> Callable[[], Tensor]:
+        run = found.with_schedule(schedule).prepare(ordered, extents, start)
+        return lambda: run(ordered, start)
+
+    return found, scheduled
+
+
+def run_scheduled(
+    program: Program,
+    tensors: Mapping[str, Tensor],
+    schedule: Schedule,
+    out_shape: Sequence[int | None] | None = None,
+) -> Callable[[], Tensor]:
+    """What runs a program's statement on these tensors under one schedule.
+
+    Raises:
+        Unavailable: the program runs in another way here, as on a CPU.
+    """
+    return generated_of(program, tensors, out_shape)[1](schedule)

@@ -1,0 +1,336 @@
+"""Generated kernels of every kind on a GPU, small, under NVIDIA's compute-sanitizer: `python -m tests.compiler.sweep`.
+
+    python -m tests.compiler.sweep                       runs the kernels and compares what they compute
+    python -m tests.compiler.sweep memcheck racecheck    does so first, then again under each of these tools
+
+Without torch's cache of memory every tensor is an allocation of its own, so that memcheck sees a step past its end.
+Kernels are compiled in the run before, whose machine code Triton keeps on disk. A tool that finds nothing has to have
+looked: memcheck must also find the one wild read that is made on purpose.
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import re
+import shutil
+import subprocess
+import sys
+import threading
+import time
+from collections import Counter
+from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
+
+import torch
+from torch import Tensor
+
+from insum_nn.compiler.kernel_form import Form
+from insum_nn.compiler.kernel_schedule import Precision, Schedule, segmented
+from insum_nn.facts import IndexFacts
+from insum_nn.testing.tolerances import assert_matches
+from tests.compiler.generated_cases import CASES, HOLES, Case, Tensors, kernel_of
+
+__all__ = ["KINDS", "Setting", "kinds_of", "main", "settings"]
+
+HERE = Path(__file__).resolve().parents[2]
+SECONDS = 90.0
+FOUND = 9
+TOOLS = ("memcheck", "racecheck", "initcheck", "synccheck")
+
+_drawing = threading.Lock()
+
+ELEMENTS = (
+    Schedule(n=32, k=4),
+    Schedule(m=4, n=16),
+    Schedule(m=8, n=2, k=16, warps=4),
+    Schedule(n=32, k=4, share=2),
+    Schedule(m=2, n=8, k=2, share=1, warps=2),
+    Schedule(n=8, groups=3),
+    Schedule(m=2, n=8, k=4, stages=3),
+)
+SEGMENTS = (
+    Schedule(n=32, share=5, segment=True),
+    Schedule(n=4, k=8, share=11, segment=True, warps=2, stages=3),
+    Schedule(m=4, n=16, k=2, share=7, segment=True),
+    Schedule(m=16, n=4, k=4, share=4, segment=True),
+)
+DOTS = (
+    Schedule(16, 16, 16, True),
+    Schedule(16, 64, 16, True, True),
+    Schedule(64, 64, 32, True, groups=2, stages=3),
+    Schedule(16, 32, 16, True, share=1),
+    Schedule(64, 128, 32, True, True, warps=8, stages=3),
+)
+SPLITS = (Schedule(m=2, n=16, k=4, splits=3), Schedule(16, 32, 16, True, splits=3))
+
+# Owners that the cases give in order; here they are shuffled, some without a row.
+OWNERS = {"spmm": "Row", "spmv": "Row", "group spmm": "Row", "block spmm": "Row", "tensor product uvu": "Dst"}
+
+KINDS = frozenset(
+    (
+        *("direct", "place", "own", "segment", "atomic", "permuted", "divided", "splits", "groups", "start"),
+        *("dot", "dot transposed", "steps", "static tables", "strided", "extents as parameters", "indices of 64 bits"),
+        *("indices of 32 bits", "reading ahead", "float64", "float32", "float16", "bfloat16", "tf32", "tf32x3", "ieee"),
+    )
+)
+
+
+@dataclass(frozen=True)
+class Setting:
+    """One kernel: a case under a schedule (`None`: its default), and what is out of the ordinary about its tensors."""
+
+    name: str
+    schedule: Schedule | None = None
+    dtype: torch.dtype = torch.float32
+    small: bool = False
+    shuffled: bool = False
+    own: bool = True
+    strided: bool = False
+    start: bool = False
+    loose: bool = False
+    precision: Precision = "ieee"
+
+    @property
+    def case(self) -> Case:
+        return CASES[self.name]
+
+    def __str__(self) -> str:
+        extras = [n for n in ("small", "shuffled", "own", "strided", "start", "loose") if getattr(self, n)]
+        return f"{self.name}, {self.dtype}, {self.schedule}, {self.precision} {' '.join(extras)}"
+
+    def tensors(self, device: torch.device) -> tuple[Tensors, Tensors, Tensor | None]:
+        """The tensors, the same numbers in float64 on the CPU, and the starting value."""
+        # The numbers come from one generator.
+        with _drawing:
+            torch.manual_seed(0)
+            drawn = self.case.draw(1)
+            if self.shuffled:
+                owner = drawn[OWNERS[self.name]]
+                owner = owner[torch.randperm(owner.numel())]
+                drawn[OWNERS[self.name]] = torch.where(torch.rand(owner.shape) < 0.2, -1, owner)
+        rounded = {n: t.to(self.dtype) if t.is_floating_point() else t for n, t in drawn.items()}
+        exact = {n: t.double() if t.is_floating_point() else t for n, t in rounded.items()}
+        there = {n: self.placed(t, device) for n, t in rounded.items()}
+        start = None
+        if self.start:
+            start = torch.randn(self.case.oracle(exact, 1).shape).to(device, self.dtype)
+        return there, exact, start
+
+    def placed(self, tensor: Tensor, device: torch.device) -> Tensor:
+        if self.small and not tensor.is_floating_point():
+            tensor = tensor.int()
+        if self.strided:
+            order = list(range(tensor.dim()))[::-1]
+            if tensor.dim() == 1:
+                return torch.stack([tensor, tensor], 1).to(device)[:, 1]
+            return tensor.permute(order).contiguous().to(device).permute(order)
+        return tensor.to(device)
+
+    @property
+    def facts(self) -> dict[str, IndexFacts]:
+        return {OWNERS[self.name]: HOLES} if self.shuffled else {}
+
+
+def settings() -> Iterator[Setting]:
+    """Every kernel of the sweep."""
+    for place, (name, case) in enumerate(CASES.items()):
+        dots = DOTS if case.dot else ()
+        for number, schedule in enumerate((None, *ELEMENTS, *dots)):
+            # Products by element are many small programs.
+            if not (case.dot and schedule in ELEMENTS[1:3]):
+                yield Setting(name, schedule, small=(place + number) % 2 == 0)
+        for schedule in () if case.dot else SEGMENTS:
+            yield Setting(name, schedule, start=schedule is SEGMENTS[2])
+        for dtype in (torch.float64, torch.float16, torch.bfloat16):
+            yield Setting(name, None, dtype)
+            if case.dot and dtype != torch.float64:
+                yield Setting(name, Schedule(64, 64, 32, True, True), dtype)
+            elif not case.dot:
+                yield Setting(name, SEGMENTS[1], dtype, small=True)
+        yield Setting(name, None, strided=True)
+        yield Setting(name, ELEMENTS[3], start=True)
+        if not case.static:
+            yield Setting(name, ELEMENTS[4], loose=True)
+        if case.dot:
+            for precision in ("tf32", "tf32x3"):
+                yield Setting(name, DOTS[2], precision=precision)
+    for name in ("convolution's weight gradient", "tensor product uvw", "sddmm", "convolution"):
+        for schedule in SPLITS:
+            yield Setting(name, schedule)
+    for name in OWNERS:
+        dot = CASES[name].dot
+        for schedule in (DOTS[3],) if dot else (ELEMENTS[0], ELEMENTS[4], SEGMENTS[1], SEGMENTS[2]):
+            yield Setting(name, schedule, shuffled=True)
+        yield Setting(name, DOTS[0] if dot else ELEMENTS[0], shuffled=True, own=False)
+
+
+def kinds_of(setting: Setting, form: Form, schedule: Schedule, arguments: Sequence[str], divided: bool) -> set[str]:
+    """What a kernel is an example of."""
+    dot = schedule.dot and form.product is not None
+    found = {
+        form.combine: not segmented(form, schedule),
+        "segment": segmented(form, schedule),
+        "permuted": form.permuted,
+        "divided": divided,
+        "splits": schedule.splits > 1,
+        "groups": schedule.groups > 1,
+        "start": setting.start,
+        "dot": dot and not schedule.swap,
+        "dot transposed": dot and schedule.swap,
+        "steps": "steps" in arguments,
+        "static tables": bool(form.tables),
+        "strided": setting.strided,
+        "extents as parameters": "extent" in arguments,
+        "reading ahead": form.owner is not None and not dot and schedule.stages > 2,
+        "indices of 32 bits": setting.small,
+        "indices of 64 bits": not setting.small,
+        str(setting.dtype).removeprefix("torch."): True,
+        setting.precision: dot and setting.dtype == torch.float32,
+    }
+    return {kind for kind, holds in found.items() if holds}
+
+
+def run_all(device: torch.device, chosen: Sequence[Setting], threads: int = 1) -> Counter[str]:
+    """Run kernels, compare them, and count what they are examples of.
+
+    Raises:
+        AssertionError: one computed something else.
+    """
+    with ThreadPoolExecutor(threads) as pool:
+        return sum(pool.map(partial(run_one, device=device), chosen), Counter[str]())
+
+
+def run_one(setting: Setting, device: torch.device) -> Counter[str]:
+    tensors, exact, start = setting.tensors(device)
+    form, kernel, got = kernel_of(
+        setting.case,
+        tensors,
+        setting.schedule,
+        facts=setting.facts,
+        start=start,
+        prefer_own=setting.own,
+        fixed="" if setting.loose else None,
+        precision=setting.precision,
+    )
+    want = setting.case.oracle(exact, 1)
+    scale = setting.case.oracle({n: t.abs() if t.is_floating_point() else t for n, t in exact.items()}, 1).max()
+    if start is not None:
+        want, scale = want + start.cpu().double(), scale + start.cpu().double().abs().max()
+    if setting.precision == "tf32":
+        assert (got.cpu().double() - want).abs().max() < 2e-3 * scale, str(setting)
+    else:
+        assert_matches(got, want, dtype=setting.dtype, kind="sum", scale=float(scale))
+    arguments = [argument.kind for argument in kernel.source.arguments]
+    divided = "end" in arguments
+    return Counter(kinds_of(setting, form, kernel.source.schedule, arguments, divided))
+
+
+def read_wildly(device: torch.device) -> None:
+    """A kernel that reads far past its operand, because a fact that is not true says that it does not."""
+    setting = Setting("spmm")
+    tensors, _, _ = setting.tensors(device)
+    tensors["Col"][3] = 100_000
+    kernel_of(setting.case, tensors, None)
+    torch.cuda.synchronize()
+
+
+# Under a tool.
+
+
+def command(tool: str | None, *arguments: str) -> list[str]:
+    """The command line that runs this file, under a tool."""
+    inner = [sys.executable, "-m", "tests.compiler.sweep", *arguments]
+    if tool is None:
+        return inner
+    extra = ["--report-api-errors", "no"] if tool == "memcheck" else []
+    return [sanitizer(), "--tool", tool, "--error-exitcode", str(FOUND), *extra, *inner]
+
+
+def sanitizer() -> str:
+    """Where compute-sanitizer is.
+
+    Raises:
+        SystemExit: nowhere.
+    """
+    folders = [os.environ.get("CUDA_HOME", ""), "/usr/local/cuda"]
+    path = shutil.which("compute-sanitizer")
+    for folder in folders:
+        path = path or shutil.which("compute-sanitizer", path=os.path.join(folder, "bin"))
+    if path is None:
+        raise SystemExit("compute-sanitizer was not found: install the CUDA toolkit, or put it on PATH")
+    return path
+
+
+Runner = Callable[[Sequence[str]], "subprocess.CompletedProcess[str]"]
+
+
+def in_process(line: Sequence[str]) -> subprocess.CompletedProcess[str]:
+    environment = os.environ | {"PYTORCH_NO_CUDA_MEMORY_CACHING": "1"}
+    return subprocess.run(line, cwd=HERE, env=environment, capture_output=True, text=True, check=False)
+
+
+def checked(tool: str | None, run: Runner) -> bool:
+    """Run the sweep, under a tool; print what came of it, and say whether it is clean."""
+    start = time.monotonic()
+    # Eight threads compile what the tools then find compiled.
+    done = run(command(tool, *(() if tool else ("--threads", "8"))))
+    seconds = time.monotonic() - start
+    output = done.stdout + done.stderr
+    count = re.search(r"(\d+) kernels ran", output)
+    clean = done.returncode == 0 and count is not None and int(count[1]) > 0
+    if tool is not None:
+        # A tool that was not at work has no summary.
+        clean = clean and re.search(r"SUMMARY: 0 ", output) is not None and seconds <= SECONDS
+    print(f"{tool or 'without a tool'}: {count[0] if count else 'no kernel ran'}, {seconds:.0f} s, ", end="")
+    print("clean" if clean else f"NOT clean (exit {done.returncode}, at most {SECONDS:g} s are allowed)", flush=True)
+    if not clean:
+        print(output[-6000:])
+    return clean
+
+
+def check(tools: Sequence[str], run: Runner = in_process) -> int:
+    """Run without a tool, under each, and with a wild read that memcheck has to find."""
+    fine = checked(None, run)
+    fine = fine and all([checked(tool, run) for tool in tools])
+    if fine and "memcheck" in tools:
+        done = run(command("memcheck", "--wild"))
+        fine = done.returncode == FOUND or "Invalid __global__ read" in done.stdout + done.stderr
+        print(f"memcheck {'finds' if fine else 'does NOT find'} a wild read")
+    return 0 if fine else 1
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    parser = argparse.ArgumentParser(prog="python -m tests.compiler.sweep", description=__doc__)
+    parser.add_argument("tools", nargs="*", metavar="TOOL", help=f"of {', '.join(TOOLS)}")
+    parser.add_argument("--threads", type=int, default=1, help="that compile and run kernels")
+    parser.add_argument("--wild", action="store_true", help="only a kernel that reads where it must not")
+    options = parser.parse_args(arguments)
+    if unknown := set(options.tools) - set(TOOLS):
+        parser.error(f"unknown tool {', '.join(sorted(unknown))}")
+    if options.tools:
+        sanitizer()
+        return check(options.tools)
+    if not torch.cuda.is_available():
+        print("no GPU: 0 kernels ran", file=sys.stderr)
+        return 1
+    device = torch.accelerator.current_accelerator()
+    assert device is not None
+    if options.wild:
+        read_wildly(device)
+        return 0
+    chosen = list(settings())
+    met = run_all(device, chosen, options.threads)
+    missing = KINDS - met.keys()
+    torch.cuda.synchronize()
+    print(f"{len(chosen)} kernels ran; " + ", ".join(f"{kind} {met[kind]}" for kind in sorted(met)))
+    if missing:
+        print(f"no kernel was an example of: {', '.join(sorted(missing))}", file=sys.stderr)
+    return 1 if missing else 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,98 @@
+"""The sanitizer's sweep: which kernels it runs, and that it fails where it must."""
+
+from __future__ import annotations
+
+import subprocess
+from collections.abc import Sequence
+
+import pytest
+import torch
+
+from insum_nn.compiler.kernel_schedule import default_schedule
+from insum_nn.compiler.kernel_source import write_kernel
+from insum_nn.compiler.owners import owners_for
+from insum_nn.compiler.triton_lowering import strides_of
+from tests.compiler import sweep
+from tests.compiler.generated_cases import form_of
+from tests.compiler.interpreted import interpreter
+
+__all__ = ["interpreter"]
+
+CPU = torch.device("cpu")
+
+
+def kinds(setting: sweep.Setting) -> set[str]:
+    """What a setting's kernel is an example of, from its text alone."""
+    tensors, _, start = setting.tensors(CPU)
+    form, ordered, extents = form_of(
+        setting.case,
+        tensors,
+        facts=setting.facts,
+        start=start,
+        prefer_own=setting.own,
+        fixed="" if setting.loose else None,
+    )
+    schedule = setting.schedule or default_schedule(form)
+    owners = owners_for(form, ordered, extents, schedule)
+    strides = strides_of(form, ordered, extents, owners is not None and owners.split, start)
+    source = write_kernel(form, schedule, strides, setting.precision)
+    arguments = [argument.kind for argument in source.arguments]
+    return sweep.kinds_of(setting, form, source.schedule, arguments, "end" in arguments)
+
+
+def test_the_sweep_has_every_kind():
+    chosen = list(sweep.settings())
+    assert len(set(map(str, chosen))) == len(chosen)
+    assert set().union(*map(kinds, chosen)) >= sweep.KINDS
+
+
+@pytest.mark.usefixtures("interpreter")
+def test_some_of_the_sweep_in_the_interpreter():
+    some = [s for s in sweep.settings() if s.name in ("spmm", "group spmm") and s.precision == "ieee"][::3]
+    met = sweep.run_all(CPU, some)
+    assert met["segment"]
+    assert met["own"]
+
+
+def outcomes(monkeypatch: pytest.MonkeyPatch, outputs: dict[str, tuple[int, str]]) -> int:
+    monkeypatch.setattr(sweep, "sanitizer", lambda: "compute-sanitizer")
+
+    def run(line: Sequence[str]) -> subprocess.CompletedProcess[str]:
+        key = "wild" if "--wild" in line else line[line.index("--tool") + 1] if "--tool" in line else "plain"
+        return subprocess.CompletedProcess(line, outputs[key][0], outputs[key][1], "")
+
+    return sweep.check(["memcheck", "racecheck"], run)
+
+
+GOOD = {
+    "plain": (0, "7 kernels ran"),
+    "memcheck": (0, "7 kernels ran\nERROR SUMMARY: 0 errors"),
+    "racecheck": (0, "7 kernels ran\nRACECHECK SUMMARY: 0 hazards displayed"),
+    "wild": (9, "Invalid __global__ read of size 4 bytes"),
+}
+
+
+@pytest.mark.parametrize(
+    ("key", "outcome"),
+    [
+        ("plain", (1, "0 kernels ran")),
+        ("memcheck", (9, "7 kernels ran\nERROR SUMMARY: 2 errors")),
+        ("memcheck", (0, "7 kernels ran")),
+        ("racecheck", (0, "0 kernels ran\nRACECHECK SUMMARY: 0 hazards displayed")),
+        ("wild", (0, "")),
+    ],
+)
+def test_a_sweep_that_is_not_clean_fails(monkeypatch: pytest.MonkeyPatch, key: str, outcome: tuple[int, str]):
+    assert outcomes(monkeypatch, GOOD) == 0
+    assert outcomes(monkeypatch, {**GOOD, key: outcome}) == 1
+
+
+def test_a_missing_tool_is_a_failure(monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr(sweep.shutil, "which", lambda *_, **__: None)
+    with pytest.raises(SystemExit, match="compute-sanitizer was not found"):
+        sweep.main(["memcheck"])
+
+
+def test_without_a_device_nothing_ran(monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    assert sweep.main([]) == 1
