@@ -217,6 +217,8 @@ _KINDS: dict[str, tuple[type, str]] = {
     "facts": (Mapping, "a dict of IndexFacts by tensor name"),
     "static": (Mapping, "a dict of tensors by name"),
     "options": (Options, "insum_nn.Options"),
+    "activation": (str, "the name of an activation"),
+    "out_dtype": (torch.dtype, "a torch.dtype"),
 }
 
 
