@@ -301,7 +301,10 @@ class Program:
 
 def _broadcast(start: Tensor | None, extents: Extents) -> Tensor | None:
     """The starting value in the output's shape, without a copy."""
-    return start if start is None or start.shape == extents.output else start.expand(extents.output)
+    # Symbolic extents are not compared where the ranks differ already.
+    if start is None or (start.ndim == len(extents.output) and start.shape == extents.output):
+        return start
+    return start.expand(extents.output)
 
 
 def _autocast(value: Tensor) -> Tensor:
