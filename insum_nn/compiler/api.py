@@ -123,6 +123,7 @@ def insum(
         )
         return _traced_call(text, {**(tensors or {}), **named}, sizes or {}, out_shape)
     check_kinds(sizes=sizes, out_shape=out_shape, tensors=tensors, options=options)
+    check_kinds(activation=activation, out_dtype=out_dtype)
     if validate and not chosen.validate:
         chosen = replace(chosen, validate=True)
     program = _cached_program(expression, chosen, tuple(sizes) if sizes else (), activation, out_dtype)

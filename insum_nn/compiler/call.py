@@ -227,6 +227,8 @@ _KINDS: dict[str, tuple[type, str]] = {
     "facts": (Mapping, "a dict of IndexFacts by tensor name"),
     "static": (Mapping, "a dict of tensors by name"),
     "options": (Options, "insum_nn.Options"),
+    "activation": (str, "the name of an activation"),
+    "out_dtype": (torch.dtype, "a torch.dtype"),
 }
 
 
@@ -277,7 +279,10 @@ class _Ready:
 
 def broadcast(start: Tensor | None, extents: Extents) -> Tensor | None:
     """The starting value in the output's shape, without a copy."""
-    return start if start is None or start.shape == extents.output else start.expand(extents.output)
+    # Symbolic extents are not compared where the ranks differ already.
+    if start is None or (start.ndim == len(extents.output) and start.shape == extents.output):
+        return start
+    return start.expand(extents.output)
 
 
 @dataclass(slots=True)

@@ -94,7 +94,7 @@ def check_epilogue(expression: str, activation: str | None, out_dtype: torch.dty
         )
     if out_dtype is None:
         return Epilogue(activation)
-    if not isinstance(out_dtype, torch.dtype) or not out_dtype.is_floating_point:  # pyright: ignore[reportUnnecessaryIsInstance]
+    if not out_dtype.is_floating_point:
         raise InsumDtypeError(
             f"out_dtype= must be a floating-point torch.dtype, got {out_dtype!r}",
             expression=expression,

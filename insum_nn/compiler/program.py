@@ -74,6 +74,7 @@ class Program:
         drop_outside: bool = False,
     ) -> None:
         check_kinds(sizes=sizes, out_shape=out_shape, facts=facts, static=static, options=options)
+        check_kinds(activation=activation, out_dtype=out_dtype)
         statement = parse(expression)
         check_statement(statement, sizes or ())
         self.statement: Statement = statement

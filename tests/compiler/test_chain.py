@@ -128,38 +128,60 @@ SPLIT = [
 ]
 
 
-@pytest.mark.usefixtures("interpreter")
+KNOWN = {"g": 7, "q": 2, "k": 3, "n": 4, "b": 2}
+
+
+def drawn_for(text: str) -> tuple[dict[str, Tensor], tuple[int, ...]]:
+    """Tensors for one of the statements above, and the output's shape."""
+    statement = parse(text)
+    shapes: dict[str, tuple[int, ...]] = {}
+    for access in statement.accesses():
+        plain = [s.plain for s in access.subscripts]
+        # Rows and columns that are looked up; `X` is longer along what is summed than the statement reads.
+        lengths = {"X": 5 if "3*k" not in text else 11, "dC": 6}
+        shapes[access.name] = tuple(
+            (5 if access.name == "X" and s.indirect else lengths.get(access.name, 6)) if i is None else KNOWN[i]
+            for i, s in zip(plain, access.subscripts, strict=True)
+        )
+    index = {
+        "Row": torch.randint(6, shapes["Row"]),
+        "Col": torch.where(torch.rand(7, 2) < 0.2, -1, torch.randint(5, (7, 2))),
+    }
+    tensors = {n: index.get(n, torch.randn(shapes[n], dtype=torch.float64)) for n in statement.tensors()}
+    return tensors, shapes[statement.output.name]
+
+
 @pytest.mark.parametrize("text", SPLIT)
 def test_both_parts_are_the_whole(text: str):
     """By the reference interpreter alone."""
-    k, n, groups = 3, 4, 7
-    shapes = {"Val": (groups, 2), "W": (k, n), "X": (5, k), "dC": (6, n)}
-    if "X[k," in text:
-        shapes["X"] = (k, 5)
-    shapes |= {"Val": (groups, 2, 2)} if "q,b]" in text else {}
-    shapes |= {"Val": (groups, 2, n)} if "q,n]" in text else {}
-    shapes |= {"W": (n, k)} if "W[n,k]" in text else {}
-    statement = parse(text)
-    tensors: dict[str, Tensor] = {
-        "Row": torch.randint(6, (groups,)),
-        "Col": torch.where(torch.rand(groups, 2) < 0.2, -1, torch.randint(5, (groups, 2))),
-        **{name: torch.randn(shape, dtype=torch.float64) for name, shape in shapes.items()},
-    }
-    known = {"g": groups, "q": 2, "k": k, "n": n, "b": 2}
-    splits = find_splits(statement)
+    tensors, shape = drawn_for(text)
+    splits = find_splits(parse(text))
     assert splits
-    plain = [s.plain for s in statement.output.subscripts]
-    shape = tuple(6 if index is None else known[index] for index in plain)
-    named = {name: tensors[name] for name in statement.tensors()}
-    want = insum_nn.compile(text, out_shape=shape).reference(tensors=named)
+    want = insum_nn.compile(text, out_shape=shape).reference(tensors=tensors)
     for split in splits:
-        _, made = split.sizes(known, {name: t.shape for name, t in named.items()}, shape)
+        _, made = split.sizes(KNOWN, {name: t.shape for name, t in tensors.items()}, shape)
         first = {name: tensors[name] for name in split.first.tensors()}
         between = insum_nn.compile(str(split.first), out_shape=made).reference(tensors=first)
         second = {**tensors, split.made: between}
         second = {name: second[name] for name in split.second.tensors()}
         got = insum_nn.compile(str(split.second), out_shape=shape).reference(tensors=second)
         torch.testing.assert_close(got, want, msg=str(split))
+
+
+@pytest.mark.usefixtures("interpreter")
+@pytest.mark.parametrize("text", SPLIT)
+@pytest.mark.parametrize("started", [False, True])
+def test_every_candidate_of_every_statement(text: str, started: bool):
+    tensors, shape = drawn_for(text)
+    tensors = rounded(tensors, torch.float32)
+    start = torch.randn(shape) if started else None
+    program = insum_nn.compile(text, out_shape=shape, options=GENERATED)
+    given = tensors if start is None else {**tensors, program.statement.output.name: start}
+    want = program.reference(tensors=given)
+    found = all_candidates(program, tensors, start)
+    assert len(found) >= 2
+    for name, got in found.items():
+        torch.testing.assert_close(got.double(), want, rtol=1e-4, atol=1e-4, msg=name)
 
 
 # Candidates.
@@ -422,9 +444,28 @@ def test_candidates_on_a_gpu(gpu: torch.device, dtype: torch.dtype, k: int, n: i
     named = ("Val", "X", "W")
     ours = {name: x.requires_grad_() if x.is_floating_point() else x for name, x in t.items()}
     theirs = {name: x.detach().double().requires_grad_() if x.is_floating_point() else x for name, x in t.items()}
-    linear = insum_nn.compile(CHAIN, out_shape=(rows, None), facts=FACTS)
+    linear = insum_nn.compile(CHAIN, out_shape=(rows, None), facts=FACTS, options=GENERATED)
     seed = torch.randn(rows, n, device=gpu).to(dtype)
     got = torch.autograd.grad(linear(tensors=ours), [ours[x] for x in named], seed)
     expected = torch.autograd.grad(oracle(theirs, rows), [theirs[x] for x in named], seed.double())
     for one, other in zip(got, expected, strict=True):
         assert_matches(one, other, dtype=dtype, kind="gradient")
+
+
+@pytest.mark.gpu
+def test_the_choice_is_measured_on_a_gpu(gpu: torch.device):
+    insum_nn.clear_cache()
+    rows, entries = 20_000, 200_000
+    t = {
+        "Row": torch.randint(rows, (entries,), device=gpu).sort().values,
+        "Col": torch.randint(rows, (entries, 1), device=gpu),
+        "Val": torch.randn(entries, 1, device=gpu),
+        "X": torch.randn(rows, 64, device=gpu),
+        "W": torch.randn(64, 64, device=gpu) / 8,
+    }
+    program = insum_nn.compile(CHAIN, out_shape=(rows, None), facts=FACTS)
+    assert_matches(
+        program(tensors=t), oracle(doubled(t), rows), dtype=torch.float32, kind="sum", scale=scale_of(t, rows)
+    )
+    decisions = {d.topic: d for d in program.explain(tensors=t).decisions}
+    assert decisions["order"].reason == "the fastest of those measured"

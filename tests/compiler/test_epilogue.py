@@ -330,5 +330,30 @@ def test_bad_arguments():
         insum_nn.compile("y[i] += x[i]", activation="tanh")
     with pytest.raises(InsumDtypeError, match="out_dtype"):
         insum_nn.compile("y[i] += x[i]", out_dtype=torch.int32)
+    with pytest.raises(InsumDtypeError, match="tensors={'activation'"):
+        insum_nn.insum("y[i] += activation[i]", activation=torch.ones(3))  # type: ignore[arg-type]
+    assert insum_nn.insum("y[i] += activation[i]", tensors={"activation": torch.ones(2)}).tolist() == [1.0, 1.0]
     with pytest.raises(InsumFormatError, match="not one statement"):
         insum_nn.compile("y[i] += x[i]", activation="relu").grad("x")
+
+
+# On a device.
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("name", COMBINING)
+@pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.float16, torch.bfloat16], ids=str)
+def test_every_way_of_combining_on_a_gpu(gpu: torch.device, name: str, dtype: torch.dtype):
+    case = CASES[name]
+    tensors = {n: t.to(gpu) for n, t in rounded(case.draw(8), dtype).items()}
+    total = case.oracle(doubled(tensors), 8)
+    scale = case.oracle({n: t.abs() if t.is_floating_point() else t for n, t in doubled(tensors).items()}, 8).max()
+    output = case.expression.partition("[")[0]
+    for number, start in enumerate(starts(total.shape, dtype).values()):
+        activation = (None, *NAMES)[number % 4]
+        program = Program(
+            case.expression, out_shape=tuple(total.shape), facts=case.facts, options=GENERATED, activation=activation
+        )
+        got = program(tensors={**tensors, output: start.to(gpu)})
+        want = TORCH[activation](total + start.to(gpu).double())
+        assert_matches(got, want, dtype=dtype, kind="sum", scale=float(scale + start.double().abs().max()))
