@@ -19,10 +19,11 @@ from torch import Tensor
 
 from insum_nn.compiler.ast import Statement
 from insum_nn.compiler.bind import Bound, Extents, bind, layout_of
-from insum_nn.compiler.execution import Executable, executable, generation
+from insum_nn.compiler.execution import Executable, generation
 from insum_nn.compiler.extents import check_extents
 from insum_nn.compiler.options import Options
 from insum_nn.compiler.parser import parse
+from insum_nn.compiler.paths import fastest
 from insum_nn.compiler.proofs import prove, writes_sums
 from insum_nn.errors import InsumDtypeError, InsumNameError, InsumRangeError, InsumShapeError
 from insum_nn.facts import IndexFacts, StaticTable
@@ -169,7 +170,7 @@ def prepare(spec: Spec, tensors: Sequence[Tensor], start: Tensor | None, extents
             facts[name] = IndexFacts(masked=True, proven=True)
     _check_static(spec, named)
     bound = bind(statement, named, start, facts=facts, drop_outside=spec.drop_outside)
-    return bound, executable(bound, tensors, start, extents, spec.options, spec.static)
+    return bound, fastest(bound, tensors, start, extents, spec.options, spec.static)
 
 
 def _check_static(spec: Spec, named: Mapping[str, Tensor]) -> None:

@@ -106,6 +106,7 @@ class Explanation:
     _sizes: Extents | None = field(default=None, repr=False)
     _sources: list[str] = field(default_factory=list[str], compare=False, repr=False)
     _choices: tuple[Decision, ...] = ()
+    _candidates: tuple[Decision, ...] = ()
 
     @property
     def decisions(self) -> tuple[Decision, ...]:
@@ -114,7 +115,7 @@ class Explanation:
             return ()
         chosen = Decision("backend", self.backend, self.reason)
         # A generated kernel does not follow the plan's steps; its own choices take their place.
-        return (chosen, *(self._choices if self.backend == "triton" else self.plan.decisions))
+        return (chosen, *self._candidates, *(self._choices if self.backend == "triton" else self.plan.decisions))
 
     @property
     def facts(self) -> dict[str, IndexFacts]:
@@ -334,6 +335,7 @@ def explain_program(
         _sizes=extents,
         _sources=sources,
         _choices=choices,
+        _candidates=() if program is None else tuple(Decision(*row) for row in program.candidates),
     )
 
 
