@@ -138,7 +138,7 @@ class Generated:
                     form, self.tables, bucket, tensors, extents, start, self.precision, self.options
                 )
                 # While a CUDA graph is captured nothing is measured; a later call may.
-                if not torch.cuda.is_current_stream_capturing():
+                if not (tensors[0].is_cuda and torch.cuda.is_current_stream_capturing()):
                     self._schedules[bucket] = chosen
                 self.measurements = chosen.measured or self.measurements
             return chosen

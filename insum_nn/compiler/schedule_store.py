@@ -17,7 +17,7 @@ import tempfile
 import threading
 import time
 import warnings
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Generator, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -277,7 +277,7 @@ def _warn(path: Path | None, why: str) -> None:
 
 
 @contextmanager
-def turn(key: Key, seconds: float) -> Iterator[bool]:
+def turn(key: Key, seconds: float) -> Generator[bool]:
     """Wait until no other process on this cache folder measures a key; then look it up again.
 
     Args:
