@@ -22,12 +22,20 @@ class IndexFacts:
         unique: no value other than -1 stands twice.
         masked: `True`: may hold -1 ("no entry"); `False`: holds none; `None`: unknown.
         proven: every entry is -1 or lies inside the axis that it selects along.
+        unique_with: names of index tensors together with which its values are unique: no combination of entries at
+            one place, none of them -1, stands twice. Places are matched from the first axis on: `Row[g]` with
+            `Col[g,q]`.
     """
 
     sorted: bool = False
     unique: bool = False
     masked: bool | None = None
     proven: bool = False
+    unique_with: tuple[str, ...] = ()
+
+    def __post_init__(self) -> None:
+        # JSON knows no tuples.
+        object.__setattr__(self, "unique_with", tuple(self.unique_with))
 
 
 UNKNOWN = IndexFacts()

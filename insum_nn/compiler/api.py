@@ -3,14 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Collection, Mapping, Sequence
-from dataclasses import fields, replace
+from dataclasses import replace
 from functools import lru_cache, partial
-from typing import Any
 
 import torch
 from torch import Tensor
 
 from insum_nn.compiler.ast import Statement
+from insum_nn.compiler.autocast import to_autocast, under_autocast
 from insum_nn.compiler.autograd import apply
 from insum_nn.compiler.bind import Extents, bind, layout_of
 from insum_nn.compiler.call import Key, Spec, call_key, check_kinds, keep, prepare, run_spec, static_tables
@@ -21,9 +21,20 @@ from insum_nn.compiler.gradient import derivatives
 from insum_nn.compiler.options import DEFAULT, Options
 from insum_nn.compiler.parser import parse
 from insum_nn.compiler.reference import interpret
+from insum_nn.compiler.traced import call_operator, call_traced
+from insum_nn.compiler.triton_lowering import available as generates_kernels
 from insum_nn.facts import IndexFacts, StaticTable
 
-__all__ = ["Program", "ProgramSum", "compile", "insum"]
+__all__ = [
+    "Program",
+    "ProgramSum",
+    "call_traced",
+    "compile",
+    "generates_kernels",
+    "insum",
+    "to_autocast",
+    "under_autocast",
+]
 
 Shape = Sequence[int | None]
 # Calls of one program whose checks are remembered.
@@ -120,7 +131,7 @@ class Program:
             named = {**tensors, **named}
         if torch.compiler.is_dynamo_compiling():
             merged = {**self._sizes, **(sizes or {})}
-            return _traced_call(self._text, named, merged, out_shape if out_shape is not None else self._out_shape)
+            return call_operator(self._text, named, merged, out_shape if out_shape is not None else self._out_shape)
         call = self._seen_key(named, sizes, out_shape)
         if call is not None:
             extents = self._seen.get(call)
@@ -171,7 +182,7 @@ class Program:
             present = [n for n, t in named.items() if t is not None]  # pyright: ignore[reportUnnecessaryComparison]
             check_names(statement, present)
         if torch._C._is_any_autocast_enabled():
-            named = {name: _autocast(value) for name, value in named.items()}
+            named = {name: to_autocast(value) for name, value in named.items()}
             start = named.get(statement.output.name)
         bind(statement, named, start)
         return [named[name] for name in self._names], start
@@ -274,19 +285,6 @@ class Program:
         _, program = prepare(self._spec, ordered, start, extents)
         seconds = _time(self._spec, ordered, start, extents) if measure else None
         return about(extents, program, (ordered, start), seconds)
-
-
-def _autocast(value: Tensor) -> Tensor:
-    """Under autocast a statement is a matrix product: floating-point operands but float64 take the autocast dtype."""
-    # What is no tensor, and where autocast is unknown (meta), is for the checks to judge.
-    if not isinstance(value, Tensor) or not torch.amp.is_autocast_available(value.device.type):  # pyright: ignore[reportUnnecessaryIsInstance]
-        return value
-    if value.dtype not in _AUTOCAST or not torch.is_autocast_enabled(value.device.type):
-        return value
-    return value.to(torch.get_autocast_dtype(value.device.type))
-
-
-_AUTOCAST = (torch.float16, torch.bfloat16, torch.float32)
 
 
 def _rebuild(spec: Spec, sizes: Mapping[str, int], out_shape: Shape | None) -> Program:
@@ -405,47 +403,15 @@ def insum(
     """
     chosen = DEFAULT if options is None else options
     if torch.compiler.is_dynamo_compiling():
-        text = _spec_text(expression, *(getattr(chosen, name) for name in _OPTION_NAMES), validate)
-        return _traced_call(text, {**(tensors or {}), **named}, sizes or {}, out_shape)
+        given = {**(tensors or {}), **named}
+        return call_traced(
+            expression, given, facts={}, options=chosen, sizes=sizes, out_shape=out_shape, validate=validate
+        )
     check_kinds(sizes=sizes, out_shape=out_shape, tensors=tensors, options=options)
     if validate and not chosen.validate:
         chosen = replace(chosen, validate=True)
     program = _cached_program(expression, chosen, tuple(sizes) if sizes else ())
     return program(sizes=sizes, out_shape=out_shape, tensors=tensors, **named)
-
-
-# Under torch.compile the whole call is one operator, so that Dynamo never follows the parser and the checks.
-
-_OPTION_NAMES = tuple(field.name for field in fields(Options))
-
-
-@torch.compiler.assume_constant_result  # type: ignore[untyped-decorator]
-def _spec_text(expression: str, *values: Any) -> str:
-    """The program's text, from the option values and whether to validate."""
-    options = Options(**dict(zip(_OPTION_NAMES, values[:-1], strict=True)))
-    return Spec(expression, options=replace(options, validate=options.validate or values[-1])).to_json()
-
-
-torch.library.define(
-    "insum_nn::call",
-    "(str spec, str[] names, Tensor[] tensors, str[] sized, SymInt[] sizes, bool[] known, SymInt[] shape, bool shaped) "
-    "-> Tensor",
-)
-
-
-def _traced_call(text: str, named: Mapping[str, Tensor], sizes: Mapping[str, int], out_shape: Shape | None) -> Tensor:
-    shape = out_shape if out_shape is not None else ()
-    named = {n: t for n, t in named.items() if t is not None}  # pyright: ignore[reportUnnecessaryComparison]
-    return torch.ops.insum_nn.call(  # type: ignore[no-any-return]
-        text,
-        list(named.keys()),
-        list(named.values()),
-        list(sizes.keys()),
-        list(sizes.values()),
-        [extent is not None for extent in shape],
-        [0 if extent is None else extent for extent in shape],
-        out_shape is not None,
-    )
 
 
 @torch.library.impl("insum_nn::call", "CompositeImplicitAutograd")

@@ -427,7 +427,8 @@ def _known(extent: int | None) -> str:
 def _facts(facts: IndexFacts) -> str:
     masked = {True: "may hold -1", False: "holds no -1", None: "not known to hold no -1"}[facts.masked]
     others = [name for name in ("sorted", "unique", "proven") if getattr(facts, name)]
-    return ", ".join([masked, *others])
+    together = [f"unique with {' and '.join(facts.unique_with)}"] if facts.unique_with else []
+    return ", ".join([masked, *others, *together])
 
 
 def _seconds(seconds: float) -> str:

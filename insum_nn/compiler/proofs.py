@@ -115,7 +115,7 @@ def prove(
             continue
         stats = stats_of(named[name], again=validate)
         ascending = known.sorted or (stats.ascending and stats.smallest >= 0)
-        proven[name] = IndexFacts(ascending, known.unique, stats.smallest < 0, proven=True)
+        proven[name] = replace(known, sorted=ascending, masked=stats.smallest < 0, proven=True)
     if 0 not in extents.indices:
         _check_ranges(statement, named, extents, given, drop_outside=drop_outside, validate=validate)
     return proven
@@ -262,6 +262,16 @@ def _below(statement: Statement, inner: Access, entries: Tensor, bad: Tensor, la
     )
 
 
+def _stand_twice(tensors: Sequence[Tensor]) -> tuple[int, ...] | None:
+    """A combination of entries that several places hold, their axes matched from the first one on."""
+    rank = max(tensor.ndim for tensor in tensors)
+    aligned = [t.detach().reshape(*t.shape, *[1] * (rank - t.ndim)) for t in tensors]
+    entries = torch.stack([t.long().reshape(-1) for t in torch.broadcast_tensors(*aligned)])
+    rows, counts = entries[:, (entries != -1).all(0)].unique(dim=1, return_counts=True)
+    twice = rows[:, counts > 1]
+    return tuple(twice[:, 0].tolist()) if twice.shape[1] else None
+
+
 class _Evaluator:
     """Evaluates subscripts as whole tensors; remembers every entry it read."""
 
@@ -334,6 +344,10 @@ def _check_claims(statement: Statement, named: Mapping[str, Tensor], facts: Mapp
             twice = values[counts > 1]
             if len(twice):
                 broken.append(f"unique, but {int(twice[0])} stands more than once")
+        if claim.unique_with and all(other in named for other in claim.unique_with):
+            twice = _stand_twice([named[name], *(named[other] for other in claim.unique_with)])
+            if twice is not None:
+                broken.append(f"unique with {', '.join(claim.unique_with)}, but {twice} stands more than once")
         if broken:
             spans: list[Span] = [a.name_span for a in statement.accesses() if a.name == name]
             faults.append(

@@ -212,11 +212,13 @@ class Kernel:
 def _covers(form: Form, extents: Extents) -> bool:
     if form.combine == "place":
         # Unique, and as many as there are cells: every one of them.
-        subscript = form.bound.statement.output.subscripts[form.owner_axis].indirect
-        assert subscript is not None
-        entries = math.prod(form.sizes[i.name] for i in subscript.indices())
-        masked = form.bound.facts_of(subscript.name).masked is not False
-        if masked or entries != extents.output[form.owner_axis]:
+        subscripts = form.bound.statement.output.subscripts
+        placed = {
+            axis: s.indirect for axis, s in enumerate(subscripts) if s.indirect and s.indirect.name not in form.tables
+        }
+        entries = math.prod(form.sizes[name] for name in {i.name for a in placed.values() for i in a.indices()})
+        masked = any(form.bound.facts_of(access.name).masked is not False for access in placed.values())
+        if masked or entries != math.prod(extents.output[axis] for axis in placed):
             return False
     literal = [axis for axis, sub in enumerate(form.points[0].target.subs) if not sub.terms]
     written: set[tuple[int, ...]] = set()

@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 from abc import ABC, abstractmethod
 from collections.abc import Mapping, Sequence
+from functools import lru_cache
 from typing import TYPE_CHECKING, Any, ClassVar, NamedTuple, Self, cast
 
 import torch
@@ -161,9 +162,18 @@ class SparseFormat(ABC):
 
     @property
     def facts(self) -> Mapping[str, IndexFacts]:
-        """Facts of each index tensor by its name in expressions."""
-        known = self.index_facts or (UNKNOWN,) * len(self.index_parts)
-        return {part.name: fact for part, fact in zip(self.index_parts, known, strict=True)}
+        """Facts of each index tensor by its name in expressions.
+
+        No entry of a coalesced format stands twice, which is a fact of all index tensors together.
+        """
+        parts = self.index_parts
+        known = self.index_facts or (UNKNOWN,) * len(parts)
+        facts = {part.name: fact for part, fact in zip(parts, known, strict=True)}
+        # In ELL one dimension has no index tensor: the position is the index.
+        if self.coalesced and len(parts) == self.ndim > 1:
+            first, *others = facts
+            facts[first] = _unique_with(facts[first], tuple(others))
+        return facts
 
     @property
     def tensors(self) -> Mapping[str, Tensor]:
@@ -328,6 +338,11 @@ class SparseFormat(ABC):
         if self.coalesced:
             found.append(checks.ascending_fault(self._ordered_indices()))
         return [fault for fault in found if fault is not None]
+
+
+@lru_cache(maxsize=256)
+def _unique_with(facts: IndexFacts, names: tuple[str, ...]) -> IndexFacts:
+    return dataclasses.replace(facts, unique_with=names)
 
 
 def dim_name(dim: int, ndim: int) -> str:
