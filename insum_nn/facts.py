@@ -5,9 +5,10 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
+import torch
 from torch import Tensor
 
-__all__ = ["UNKNOWN", "IndexFacts", "StaticTable"]
+__all__ = ["UNKNOWN", "IndexFacts", "StaticTable", "repeated"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -33,12 +34,24 @@ class IndexFacts:
     proven: bool = False
     unique_with: tuple[str, ...] = ()
 
-    def __post_init__(self) -> None:
-        # JSON knows no tuples.
-        object.__setattr__(self, "unique_with", tuple(self.unique_with))
-
 
 UNKNOWN = IndexFacts()
+
+
+def repeated(tensors: Sequence[Tensor]) -> tuple[int, ...] | None:
+    """A combination of entries that stands at several places, which contradicts `unique_with`; `None`: there is none.
+
+    >>> repeated([torch.tensor([0, 1]), torch.tensor([[3, -1], [3, 4]])]) is None
+    True
+    >>> repeated([torch.tensor([0, 1]), torch.tensor([[3, -1], [4, 4]])])
+    (1, 4)
+    """
+    rank = max(tensor.ndim for tensor in tensors)
+    aligned = [t.detach().reshape(*t.shape, *[1] * (rank - t.ndim)) for t in tensors]
+    entries = torch.stack([t.long().reshape(-1) for t in torch.broadcast_tensors(*aligned)])
+    found, counts = entries[:, (entries != -1).all(0)].unique(dim=1, return_counts=True)
+    twice = found[:, counts > 1]
+    return tuple(twice[:, 0].tolist()) if twice.shape[1] else None
 
 
 @dataclass(frozen=True, slots=True)

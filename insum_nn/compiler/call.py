@@ -12,7 +12,7 @@ import weakref
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from functools import lru_cache
-from typing import TypeVar
+from typing import Any, TypeVar
 
 import torch
 from torch import Tensor
@@ -122,10 +122,15 @@ def _to_json(spec: Spec) -> str:
 @lru_cache(maxsize=2048)
 def _from_json(text: str) -> Spec:
     data = json.loads(text)
-    facts = tuple((name, IndexFacts(**values)) for name, values in data["facts"].items())
+    facts = tuple((name, _facts(values)) for name, values in data["facts"].items())
     tables = data.get("static", {}).items()
     static = tuple((name, StaticTable(tuple(shape), tuple(values))) for name, (shape, values) in tables)
     return Spec(data["expression"], facts, Options(**data["options"]), data["drop_outside"], static)
+
+
+def _facts(values: dict[str, Any]) -> IndexFacts:
+    """Facts from JSON, which knows no tuples."""
+    return IndexFacts(**{**values, "unique_with": tuple(values["unique_with"])})
 
 
 def static_tables(

@@ -26,7 +26,7 @@ from insum_nn.errors import (
     plural,
     raise_collected,
 )
-from insum_nn.facts import UNKNOWN, IndexFacts
+from insum_nn.facts import UNKNOWN, IndexFacts, repeated
 
 __all__ = ["Stats", "prove", "stats_of", "writes_sums"]
 
@@ -262,16 +262,6 @@ def _below(statement: Statement, inner: Access, entries: Tensor, bad: Tensor, la
     )
 
 
-def _stand_twice(tensors: Sequence[Tensor]) -> tuple[int, ...] | None:
-    """A combination of entries that several places hold, their axes matched from the first one on."""
-    rank = max(tensor.ndim for tensor in tensors)
-    aligned = [t.detach().reshape(*t.shape, *[1] * (rank - t.ndim)) for t in tensors]
-    entries = torch.stack([t.long().reshape(-1) for t in torch.broadcast_tensors(*aligned)])
-    rows, counts = entries[:, (entries != -1).all(0)].unique(dim=1, return_counts=True)
-    twice = rows[:, counts > 1]
-    return tuple(twice[:, 0].tolist()) if twice.shape[1] else None
-
-
 class _Evaluator:
     """Evaluates subscripts as whole tensors; remembers every entry it read."""
 
@@ -345,7 +335,7 @@ def _check_claims(statement: Statement, named: Mapping[str, Tensor], facts: Mapp
             if len(twice):
                 broken.append(f"unique, but {int(twice[0])} stands more than once")
         if claim.unique_with and all(other in named for other in claim.unique_with):
-            twice = _stand_twice([named[name], *(named[other] for other in claim.unique_with)])
+            twice = repeated([named[name], *(named[other] for other in claim.unique_with)])
             if twice is not None:
                 broken.append(f"unique with {', '.join(claim.unique_with)}, but {twice} stands more than once")
         if broken:

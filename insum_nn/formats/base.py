@@ -5,7 +5,6 @@ from __future__ import annotations
 import dataclasses
 from abc import ABC, abstractmethod
 from collections.abc import Mapping, Sequence
-from functools import lru_cache
 from typing import TYPE_CHECKING, Any, ClassVar, NamedTuple, Self, cast
 
 import torch
@@ -167,12 +166,13 @@ class SparseFormat(ABC):
         No entry of a coalesced format stands twice, which is a fact of all index tensors together.
         """
         parts = self.index_parts
-        known = self.index_facts or (UNKNOWN,) * len(parts)
-        facts = {part.name: fact for part, fact in zip(parts, known, strict=True)}
+        claims = self.index_facts or (UNKNOWN,) * len(parts)
+        facts = {part.name: fact for part, fact in zip(parts, claims, strict=True)}
         # In ELL one dimension has no index tensor: the position is the index.
         if self.coalesced and len(parts) == self.ndim > 1:
             first, *others = facts
-            facts[first] = _unique_with(facts[first], tuple(others))
+            known = facts[first]
+            facts[first] = IndexFacts(known.sorted, known.unique, known.masked, known.proven, tuple(others))
         return facts
 
     @property
@@ -318,6 +318,7 @@ class SparseFormat(ABC):
         """Ranges, claims and padding."""
         found: list[Fault | None] = []
         known = self.index_facts or (UNKNOWN,) * len(self.index_parts)
+        named = {part.name: part.tensor for part in self.index_parts}
         for part, facts in zip(self.index_parts, known, strict=True):
             extent = self.grid_shape[part.dim]
             found.append(checks.range_fault(part.field, part.axes, part.tensor, extent, padded=part.padded))
@@ -327,6 +328,9 @@ class SparseFormat(ABC):
                 found.append(checks.sorted_fault(part.field, part.tensor))
             if facts.unique:
                 found.append(checks.unique_fault(part.field, part.tensor))
+            if facts.unique_with:
+                together = [named[name] for name in facts.unique_with if name in named]
+                found.append(checks.joint_fault(part.field, facts.unique_with, [part.tensor, *together]))
         padded = [part for part in self.index_parts if part.padded]
         if padded:
             unused = padded[0].tensor == -1
@@ -338,11 +342,6 @@ class SparseFormat(ABC):
         if self.coalesced:
             found.append(checks.ascending_fault(self._ordered_indices()))
         return [fault for fault in found if fault is not None]
-
-
-@lru_cache(maxsize=256)
-def _unique_with(facts: IndexFacts, names: tuple[str, ...]) -> IndexFacts:
-    return dataclasses.replace(facts, unique_with=names)
 
 
 def dim_name(dim: int, ndim: int) -> str:
