@@ -12,7 +12,6 @@ from torch import Tensor
 from insum_nn.compiler import choice
 from insum_nn.compiler.bind import Bound, Extents
 from insum_nn.compiler.execution import Executable, executable, from_graph
-from insum_nn.compiler.generated import Generated
 from insum_nn.compiler.options import Options
 from insum_nn.compiler.schedule_store import key_of, size_bucket
 from insum_nn.compiler.tuning import worth_measuring
@@ -47,7 +46,7 @@ def fastest(
     if chosen is not None:
         return chosen
     least = {"least": _WORTH_A_CALL} if choice.is_library_call(program.plan) else {}
-    if not worth_measuring(extents, options, **least) or 0 in extents.output or any(t.numel() == 0 for t in tensors):
+    if not worth_measuring(options, extents, **least) or 0 in extents.output or any(t.numel() == 0 for t in tensors):
         return program
     with _choosing:
         if bucket not in program.chosen:
@@ -79,11 +78,10 @@ class _Alternatives:
         """The fastest, with what was measured."""
         program, options = self.program, self.options
         sizes = dict(zip(self.bound.layout.indices, self.extents.indices, strict=True))
-        bound = program.run.form.bound if isinstance(program.run, Generated) else program.plan.bound
         device = self.tensors[0].device
         key = key_of(
             "path",
-            bound,
+            self.bound,
             tables,
             bucket,
             device,
@@ -101,7 +99,7 @@ class _Alternatives:
         if program.backend != "inductor":
             ready = lambda: self.ready(self.other("inductor"))  # noqa: E731
             offers.append(choice.inductor_offer(program.plan, sizes, self.tensors, self.extents.output, ready))
-        found = choice.choose_path(key, str(bound.statement), offers, choice.room_of(device))
+        found = choice.choose_path(key, str(self.bound.statement), offers, choice.room_of(device))
         if found is None:
             return program
         taken, reason = program, found.reason

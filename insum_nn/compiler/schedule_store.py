@@ -19,7 +19,7 @@ import time
 import warnings
 from collections.abc import Generator, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager, suppress
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, fields
 from pathlib import Path
 from typing import IO, Any
 
@@ -115,14 +115,16 @@ def key_of(
             for name, facts in zip(layout.tensors, bound.facts, strict=True)
             if name in layout.index_tensors
         },
-        "start": bound.has_start,
-        "drop_outside": bound.drop_outside,
-        "fixed": dict(bound.static),
+        **{field.name: str(getattr(bound, field.name)) for field in fields(bound) if field.name not in _OWN_FORM},
         "tables": {name: _digest([table.shape, table.values]) for name, table in sorted(tables.items())},
         "bucket": list(bucket),
         "device": torch.cuda.get_device_name(device) if device.type == "cuda" else device.type,
         **more,
     }
+
+
+# What a key spells out; the other fields of a `Bound` print as what they are.
+_OWN_FORM = ("statement", "dtype", "index_dtypes", "facts")
 
 
 def _digest(value: object) -> str:

@@ -53,7 +53,7 @@ class Chosen:
     measured: tuple[Measurement, ...] = ()
 
 
-def worth_measuring(extents: Extents, options: Options, least: int = _WORTH) -> bool:
+def worth_measuring(options: Options, extents: Extents, least: int = _WORTH) -> bool:
     """Whether a measurement pays for sizes like these, and can be made now."""
     if not options.tune or interpreted() or math.prod(max(1, e) for e in extents.indices) < least:
         return False
@@ -75,7 +75,7 @@ def choose_schedule(
     One process measures it, and others on the same cache folder wait and read what it found.
     """
     default = default_schedule(form)
-    if not worth_measuring(extents, options):
+    if not worth_measuring(options, extents):
         return Chosen(default, "the default" if not options.tune else "the default: too little work to measure")
     more = {"precision": precision, "combine": form.combine}
     key = store.key_of("schedule", form.bound, tables, bucket, tensors[0].device, **more)

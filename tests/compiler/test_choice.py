@@ -216,7 +216,7 @@ def measuring(interpreter: None, monkeypatch: pytest.MonkeyPatch) -> dict[str, f
     """Generated kernels are the rule on the CPU too, and times are taken from a table."""
     times = {"triton": 30.0, "eager": 10.0, "inductor": 20.0}
     monkeypatch.setattr(execution, "choose_backend", lambda bound, options: ("triton", "the rule"))
-    monkeypatch.setattr(paths, "worth_measuring", lambda extents, options, **least: options.tune)
+    monkeypatch.setattr(paths, "worth_measuring", lambda options, extents, **least: options.tune)
 
     def measured(offer: Offer, *, rule: bool) -> choice.Candidate:
         if offer.backend != "inductor":

@@ -41,7 +41,7 @@ FASTEST, SECOND = Schedule(n=8, k=4, warps=2), Schedule(n=8, k=2)
 def _own_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setenv("INSUM_NN_CACHE_DIR", str(tmp_path / "cache"))
     monkeypatch.delenv("INSUM_NN_SCHEDULES", raising=False)
-    monkeypatch.setattr(tuning, "worth_measuring", lambda extents, options: options.tune)
+    monkeypatch.setattr(tuning, "worth_measuring", lambda options, extents: options.tune)
     yield
     schedule_store.unload()
 
@@ -350,7 +350,7 @@ from pathlib import Path
 from tests.compiler import test_schedule_store as own
 from insum_nn.compiler import tuning
 from insum_nn.compiler.tuning import Measurement
-tuning.worth_measuring = lambda extents, options: True
+tuning.worth_measuring = lambda options, extents: True
 folder = Path(FOLDER)
 def measure(search):
     with (folder / "made").open("a") as file:
