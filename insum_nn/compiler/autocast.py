@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import TypeVar
+from typing import TypeVar, overload
 
 import torch
 from torch import Tensor
@@ -22,7 +22,11 @@ def under_autocast(device: torch.device) -> bool:
     return torch.amp.is_autocast_available(device.type) and torch.is_autocast_enabled(device.type)
 
 
-def to_autocast(value: T) -> T:
+@overload
+def to_autocast(value: Tensor) -> Tensor: ...
+@overload
+def to_autocast(value: T) -> T: ...
+def to_autocast(value: object) -> object:
     """A floating-point operand but of float64 in autocast's dtype, where autocast is in force; else the value itself.
 
     >>> to_autocast(torch.ones(1)).dtype

@@ -130,7 +130,8 @@ def _from_json(text: str) -> Spec:
 
 def _facts(values: dict[str, Any]) -> IndexFacts:
     """Facts from JSON, which knows no tuples."""
-    return IndexFacts(**{**values, "unique_with": tuple(values["unique_with"])})
+    values["unique_with"] = tuple(values["unique_with"])
+    return IndexFacts(**values)
 
 
 def static_tables(
