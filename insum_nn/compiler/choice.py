@@ -15,11 +15,20 @@ import torch
 from torch import Tensor
 
 from insum_nn.compiler import schedule_store as store
-from insum_nn.compiler.plan import Dot, Load, Multiply, Plan, SparseProduct
+from insum_nn.compiler.plan import Dot, Load, Multiply, Plan, SampledProduct, SparseProduct
 from insum_nn.compiler.progress import Progress
 from insum_nn.compiler.tuning import WAIT, device_time
 
-__all__ = ["Candidate", "Choice", "Offer", "choose_path", "eager_offer", "inductor_offer", "is_library_call", "room_of"]
+__all__ = [
+    "Candidate",
+    "Choice",
+    "Offer",
+    "choose_path",
+    "eager_offer",
+    "inductor_offer",
+    "is_elementwise",
+    "is_library_call",
+]
 
 # Seconds for all that is measured of one statement and size, the search of schedules included.
 _BUDGET = 15.0
@@ -89,6 +98,17 @@ def is_library_call(plan: Plan) -> bool:
     return contracts and plan.combine.mode == "direct" and not any(load.gather for load in plan.loads())
 
 
+def is_elementwise(plan: Plan) -> bool:
+    """Whether a statement multiplies cell by cell, in several steps, without adding to cells of its own choice.
+
+    On a CPU such a statement is one loop of Inductor's; library calls pass through memory once a step.
+    """
+    heavy = (Dot, SparseProduct, SampledProduct)
+    if plan.combine.mode != "direct" or plan.combine.guards or any(isinstance(step, heavy) for step in plan.steps):
+        return False
+    return sum(not isinstance(step, Load) or step.gather for step in plan.steps) > 1
+
+
 def _cells(labels: Sequence[str], sizes: Mapping[str, int]) -> int:
     return math.prod(sizes[label] for label in labels)
 
@@ -130,19 +150,19 @@ def inductor_offer(
 # The choice.
 
 
-def room_of(device: torch.device) -> float:
+def _room(device: torch.device) -> float:
     """Bytes that intermediate results may fill on a device."""
     return _ROOM * torch.cuda.mem_get_info(device)[0] if device.type == "cuda" else math.inf
 
 
-def choose_path(key: store.Key, what: str, offers: Sequence[Offer], room: float = math.inf) -> Choice | None:
+def choose_path(key: store.Key, what: str, offers: Sequence[Offer], device: torch.device) -> Choice | None:
     """The fastest of several paths, measured now or remembered.
 
     Args:
         key: what the choice is for.
         what: the statement, for whoever looks on.
         offers: the rule's path first.
-        room: bytes that intermediate results may fill.
+        device: where it runs.
 
     Returns:
         `None`: another process measures the same, and was not done in time.
@@ -155,15 +175,15 @@ def choose_path(key: store.Key, what: str, offers: Sequence[Offer], room: float 
         found = _remembered(key, names)
         if found is not None or not mine:
             return found
-        candidates = _measure_all(what, offers, room)
+        candidates = _measure_all(what, offers, device)
         times = {c.backend: c.microseconds for c in candidates if c.microseconds is not None}
         backend = _fastest(names[0], times)
         store.write(key, _to_json(backend, candidates))
     return Choice(backend, _because(names[0], backend, times), candidates)
 
 
-def _measure_all(what: str, offers: Sequence[Offer], room: float) -> tuple[Candidate, ...]:
-    begin = time.perf_counter()
+def _measure_all(what: str, offers: Sequence[Offer], device: torch.device) -> tuple[Candidate, ...]:
+    begin, room = time.perf_counter(), _room(device)
     candidates: list[Candidate] = []
     best = math.inf
     with Progress(f"choosing a path for {what}", len(offers)) as progress:
@@ -173,7 +193,7 @@ def _measure_all(what: str, offers: Sequence[Offer], room: float) -> tuple[Candi
             if note:
                 candidates.append(Candidate(offer.backend, None, f"not tried: {note}"))
             else:
-                candidates.append(_measured(offer, rule=not candidates))
+                candidates.append(_measured(offer, device, rule=not candidates))
             best = min(best, candidates[-1].microseconds or math.inf)
             progress.step()
         progress.result = "; ".join(f"{name} {found}" for _, name, found in (c.row for c in candidates))
@@ -191,10 +211,10 @@ def _unpromising(offer: Offer, best: float, left: float, room: float) -> str:
     return ""
 
 
-def _measured(offer: Offer, *, rule: bool) -> Candidate:
+def _measured(offer: Offer, device: torch.device, *, rule: bool) -> Candidate:
     """An offer's time; what fails is no candidate, but the rule's path has to run."""
     try:
-        return Candidate(offer.backend, _measure(offer.ready()))
+        return Candidate(offer.backend, _measure(offer.ready(), device))
     except torch.OutOfMemoryError:
         if rule:
             raise
@@ -206,16 +226,22 @@ def _measured(offer: Offer, *, rule: bool) -> Candidate:
         return Candidate(offer.backend, None, f"it fails: {(str(error).strip().splitlines() or [''])[0][:160]}")
 
 
-def _measure(run: Callable[[], object]) -> float:
+def _measure(run: Callable[[], object], device: torch.device) -> float:
     """Microseconds of one run."""
     with torch.no_grad():
-        run()
-        torch.cuda.synchronize()
-        begin = time.perf_counter()
-        run()
-        torch.cuda.synchronize()
-        seconds = time.perf_counter() - begin
-        return device_time(run, max(3, min(20, int(0.2 / max(seconds, 1e-6)))))
+        _seconds(run, device)
+        repeat = max(3, min(20, int(0.2 / max(_seconds(run, device), 1e-6))))
+        if device.type == "cuda":
+            return device_time(run, repeat)
+        return 1e6 * min(_seconds(run, device) for _ in range(repeat))
+
+
+def _seconds(run: Callable[[], object], device: torch.device) -> float:
+    begin = time.perf_counter()
+    run()
+    if device.type == "cuda":
+        torch.cuda.synchronize(device)
+    return time.perf_counter() - begin
 
 
 def _fastest(rule: str, times: Mapping[str, float]) -> str:

@@ -39,7 +39,9 @@ def fastest(
     for what is too small to be worth a measurement, the rule stands.
     """
     program = executable(bound, tensors, start, extents, options, static)
-    if options.backend != "auto" or options.deterministic or program.backend == "eager":
+    if options.backend != "auto" or options.deterministic:
+        return program
+    if program.backend == "eager" and (bound.device_type != "cpu" or not choice.is_elementwise(program.plan)):
         return program
     bucket = size_bucket(extents)
     chosen = program.chosen.get(bucket)
@@ -93,13 +95,13 @@ class _Alternatives:
             native_matmul=str(options.native_matmul),
         )
         offers = [choice.Offer(program.backend, lambda: self.ready(program))]
-        if self.library_is_as_exact():
+        if program.backend != "eager" and self.library_is_as_exact():
             library = self.other("eager")
             offers.append(choice.eager_offer(library.plan, sizes, lambda: self.ready(library)))
         if program.backend != "inductor":
             ready = lambda: self.ready(self.other("inductor"))  # noqa: E731
             offers.append(choice.inductor_offer(program.plan, sizes, self.tensors, self.extents.output, ready))
-        found = choice.choose_path(key, str(self.bound.statement), offers, choice.room_of(device))
+        found = choice.choose_path(key, str(self.bound.statement), offers, device)
         if found is None:
             return program
         taken, reason = program, found.reason

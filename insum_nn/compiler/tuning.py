@@ -57,7 +57,7 @@ def worth_measuring(options: Options, extents: Extents, least: int = _WORTH) -> 
     """Whether a measurement pays for sizes like these, and can be made now."""
     if not options.tune or interpreted() or math.prod(max(1, e) for e in extents.indices) < least:
         return False
-    return not torch.cuda.is_current_stream_capturing()
+    return not (torch.cuda.is_available() and torch.cuda.is_current_stream_capturing())
 
 
 def choose_schedule(

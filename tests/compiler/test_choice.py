@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterator
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -21,6 +22,7 @@ from tests.compiler.interpreted import interpreter
 
 __all__ = ["interpreter"]
 
+CPU = torch.device("cpu")
 KEY = {"format": 0, "kind": "path", "statement": "imagined"}
 
 
@@ -38,7 +40,7 @@ class Clock:
     def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
         self.now = 0.0
         self.tried: list[str] = []
-        monkeypatch.setattr(choice, "_measure", lambda run: run())
+        monkeypatch.setattr(choice, "_measure", lambda run, device: run())
         monkeypatch.setattr(choice.time, "perf_counter", lambda: self.now)
 
     def offer(self, backend: str, microseconds: float | Exception, takes: float = 0.0, **more: float) -> Offer:
@@ -58,7 +60,9 @@ def clock(monkeypatch: pytest.MonkeyPatch) -> Clock:
 
 
 def chosen(*offers: Offer, room: float = math.inf) -> Choice:
-    found = choose_path(KEY, "imagined", offers, room)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(choice, "_room", lambda device: room)
+        found = choose_path(KEY, "imagined", offers, CPU)
     assert found is not None
     return found
 
@@ -123,7 +127,7 @@ def test_what_fails_is_no_candidate(clock: Clock, monkeypatch: pytest.MonkeyPatc
 
 def test_the_rule_s_path_has_to_run(clock: Clock):
     with pytest.raises(RuntimeError, match="broken"):
-        choose_path(KEY, "imagined", [clock.offer("triton", RuntimeError("broken")), clock.offer("eager", 1.0)])
+        choose_path(KEY, "imagined", [clock.offer("triton", RuntimeError("broken")), clock.offer("eager", 1.0)], CPU)
 
 
 # What is remembered.
@@ -148,7 +152,7 @@ def test_another_process_is_measuring(clock: Clock, monkeypatch: pytest.MonkeyPa
     monkeypatch.setattr(choice, "WAIT", 0.0)
     with schedule_store.turn(KEY, 0.0) as mine:
         assert mine
-        assert choose_path(KEY, "imagined", [clock.offer("triton", 1.0)]) is None
+        assert choose_path(KEY, "imagined", [clock.offer("triton", 1.0)], CPU) is None
     assert clock.tried == []
 
 
@@ -218,7 +222,7 @@ def measuring(interpreter: None, monkeypatch: pytest.MonkeyPatch) -> dict[str, f
     monkeypatch.setattr(execution, "choose_backend", lambda bound, options: ("triton", "the rule"))
     monkeypatch.setattr(paths, "worth_measuring", lambda options, extents, **least: options.tune)
 
-    def measured(offer: Offer, *, rule: bool) -> choice.Candidate:
+    def measured(offer: Offer, device: torch.device, *, rule: bool) -> choice.Candidate:
         if offer.backend != "inductor":
             offer.ready()()
         return choice.Candidate(offer.backend, times[offer.backend])
@@ -321,6 +325,58 @@ def test_inductor_that_does_not_compile_here_is_not_taken(measuring: dict[str, f
     explained = program.explain(A=A, B=B)
     assert explained.backend == "triton"
     assert "not here" in explained.reason
+
+
+# On a CPU.
+
+
+@pytest.mark.parametrize(
+    ("expression", "expected"),
+    [
+        ("C[i,n] += A[i,n] * B[i,n] * V[n]", True),
+        ("C[i] += A[i,n] * B[i,n] * V[n]", True),
+        ("C[e,n] += A[E[e],n] * V[n]", True),
+        ("C[i,n] += A[i,n] * V[n]", False),
+        ("C[i,n] += A[i,k] * B[k,n] * V[n]", False),
+        ("C[E[e],n] += A[e,n] * B[e,n] * V[n]", False),
+        ("C[i,n] max= A[i,n] * B[E[i],n] * V[n]", False),
+    ],
+)
+def test_what_is_elementwise(expression: str, expected: bool):
+    tensors = {"A": torch.ones(4, 4), "B": torch.ones(4, 4), "V": torch.ones(4), "E": torch.zeros(4, dtype=torch.long)}
+    tensors = {name: t for name, t in tensors.items() if f"{name}[" in expression}
+    bound = bind(parse(expression), tensors, None)
+    plan = make_plan(bound, dict.fromkeys("iekn", 4), Options(), compiled=False)
+    assert choice.is_elementwise(plan) is expected
+
+
+@pytest.mark.parametrize(("inductor", "backend"), [(1.0, "inductor"), (50.0, "eager")])
+def test_a_cpu_s_choice(monkeypatch: pytest.MonkeyPatch, inductor: float, backend: str):
+    times = {"eager": 40.0, "inductor": inductor}
+    monkeypatch.setattr(paths, "worth_measuring", lambda options, extents, **least: options.tune)
+    monkeypatch.setattr(
+        choice, "_measured", lambda offer, *rest, rule: choice.Candidate(offer.backend, times[offer.backend])
+    )
+    # What is compiled does not matter here.
+    graphs = execution._build
+    monkeypatch.setattr(
+        execution, "_build", lambda b, e, o, kind, why: replace(graphs(b, e, o, "eager", why), backend=kind)
+    )
+    tensors = {"A": torch.randn(4, 5), "B": torch.randn(4, 5), "V": torch.randn(5)}
+    program = insum_nn.compile("C[i,n] += A[i,n] * B[i,n] * V[n]")
+    torch.testing.assert_close(program(tensors=tensors), tensors["A"] * tensors["B"] * tensors["V"])
+    explained = program.explain(tensors=tensors)
+    assert explained.backend == backend
+    assert [d.choice for d in explained.decisions if d.topic == "candidate"] == ["library calls", "Inductor"]
+    # A matrix product is the library's.
+    product = insum_nn.compile("C[i,n] += A[i,k] * B[n,k]").explain(A=tensors["A"], B=tensors["B"])
+    assert (product.backend, [d for d in product.decisions if d.topic == "candidate"]) == ("eager", [])
+
+
+def test_the_clock_of_a_cpu():
+    calls: list[int] = []
+    assert choice._measure(lambda: calls.append(1), CPU) > 0
+    assert 5 <= len(calls) <= 22
 
 
 # On a device.
