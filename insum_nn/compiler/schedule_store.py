@@ -13,6 +13,7 @@ from __future__ import annotations
 import hashlib
 import json
 import os
+import platform
 import tempfile
 import threading
 import time
@@ -96,7 +97,7 @@ def key_of(
         bound: the statement.
         tables: its static tensors.
         bucket: `size_bucket` of the call.
-        device: where it runs; devices of one name share entries.
+        device: where it runs.
         more: what else the choice depends on.
     """
     layout = bound.layout
@@ -118,9 +119,16 @@ def key_of(
         **{field.name: str(getattr(bound, field.name)) for field in fields(bound) if field.name not in _OWN_FORM},
         "tables": {name: _digest([table.shape, table.values]) for name, table in sorted(tables.items())},
         "bucket": list(bucket),
-        "device": torch.cuda.get_device_name(device) if device.type == "cuda" else device.type,
+        "device": _device(device),
         **more,
     }
+
+
+def _device(device: torch.device) -> str:
+    """Devices of one name share entries."""
+    if device.type == "cuda":
+        return torch.cuda.get_device_name(device)
+    return f"{platform.machine()} {device.type}, {torch.get_num_threads()} threads"
 
 
 # What a key spells out; the other fields of a `Bound` print as what they are.
