@@ -110,6 +110,9 @@ def _jit(source: Source) -> Any:
             # The module is found by its name, and must not hold what decides how long it stays.
             function = _functions[digest] = module.__dict__.pop("kernel")
             weakref.finalize(function, _forget, module).atexit = False
+            # Triton keeps all functions, by name, for a way of loading kernels that is not used here.
+            known = getattr(sys.modules.get("triton.runtime.jit"), "_triton_jit_function_registry", {})
+            known.pop(f"{name}:kernel", None)
         return function
 
 

@@ -393,7 +393,11 @@ def test_a_dense_product_on_a_gpu(gpu: torch.device, dtype: torch.dtype):
     times = {d.choice: d.reason for d in explained.decisions if d.topic == "candidate"}
     assert times["library calls"].endswith(" us")
     assert times["generated kernel"].endswith(" us")
-    assert explained.backend == "eager"
+    if dtype is torch.float16:
+        assert explained.backend == "eager"
+    # In float32 the library multiplies exactly and the kernel in three parts, which may be the faster way.
+    taken, other = ("library calls", "generated kernel")[:: 1 if explained.backend == "eager" else -1]
+    assert float(times[taken].split()[0]) <= 1.06 * float(times[other].split()[0])
     torch.testing.assert_close(got, a @ b, rtol=1e-2, atol=1e-1)
 
 
