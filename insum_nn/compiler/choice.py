@@ -20,6 +20,7 @@ from insum_nn.compiler.progress import Progress
 from insum_nn.compiler.tuning import WAIT, device_time
 
 __all__ = [
+    "NAMES",
     "Candidate",
     "Choice",
     "Offer",
@@ -43,7 +44,7 @@ _ABOVE_FLOOR = 2.0
 _SHARE = 0.95
 # Share of the free memory that a path may fill with what it puts aside.
 _ROOM = 0.25
-_NAMES = {"triton": "generated kernel", "eager": "library calls", "inductor": "Inductor"}
+NAMES = {"triton": "generated kernel", "eager": "library calls", "inductor": "Inductor"}
 
 
 @dataclass(frozen=True, slots=True)
@@ -77,7 +78,7 @@ class Candidate:
     def row(self) -> tuple[str, str, str]:
         """Topic, choice and reason, for `explain()`."""
         found = self.note if self.microseconds is None else f"{self.microseconds:.1f} us"
-        return "candidate", _NAMES.get(self.backend, self.backend), found
+        return "candidate", NAMES.get(self.backend, self.backend), found
 
 
 @dataclass(frozen=True, slots=True)
@@ -250,8 +251,8 @@ def _fastest(rule: str, times: Mapping[str, float]) -> str:
 
 
 def _because(rule: str, backend: str, times: Mapping[str, float]) -> str:
-    own = f"{_NAMES[backend]} {times[backend]:.1f} us" if backend in times else _NAMES[backend]
-    others = ", ".join(f"{_NAMES[name]} {us:.1f} us" for name, us in times.items() if name != backend)
+    own = f"{NAMES[backend]} {times[backend]:.1f} us" if backend in times else NAMES[backend]
+    others = ", ".join(f"{NAMES[name]} {us:.1f} us" for name, us in times.items() if name != backend)
     if not others:
         return f"measured: {own}; no other path was worth a trial"
     return f"measured: {own} against {others}" + ("" if backend != rule else "; the rule's path")
@@ -281,5 +282,5 @@ def _remembered(key: store.Key, names: Sequence[str]) -> Choice | None:
     except (KeyError, TypeError, ValueError) as error:
         entry.broken(error)
         return None
-    times = {c.backend: c.microseconds for c in found if c.microseconds is not None and c.backend in _NAMES}
+    times = {c.backend: c.microseconds for c in found if c.microseconds is not None and c.backend in NAMES}
     return Choice(backend, f"{_because(names[0], backend, times)}; {entry.origin()}", found)

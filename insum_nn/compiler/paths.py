@@ -112,7 +112,8 @@ class _Alternatives:
             except InsumError as error:
                 # It ran where it was measured, perhaps under other versions.
                 taken, reason = program, f"{reason}; not here: {error}"
-        rows = tuple(candidate.row for candidate in found.candidates)
+        rule = ("rule", choice.NAMES[program.backend], program.reason)
+        rows = (rule, *(candidate.row for candidate in found.candidates))
         return replace(taken, reason=reason, candidates=rows, chosen={})
 
     def other(self, backend: str) -> Executable:

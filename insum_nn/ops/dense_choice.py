@@ -52,6 +52,9 @@ def block_tiles(
         D[Row[p],a,Col[p],b] += Val[p,a,b]
         D[Row[g],a,Col[g,q],b] += Val[g,q,a,b]          with groups of blocks that share their row
 
+    It is formed anew at each call, of constant values too: a write through `values.data` leaves no trace by which a
+    kept matrix could be told to be stale, and the matrix takes more memory than the blocks do.
+
     Args:
         values: `Val`.
         index: `Row` and `Col`.

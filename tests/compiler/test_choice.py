@@ -246,7 +246,8 @@ def test_a_dense_product_takes_the_library(measuring: dict[str, float]):
     assert explained.backend == "eager"
     text = str(explained)
     assert "measured: library calls 10.0 us against generated kernel 30.0 us" in text.replace("\n  ", " ")
-    assert [str(d) for d in explained.decisions[1:4]] == [
+    assert [str(d) for d in explained.decisions[1:5]] == [
+        "rule: generated kernel; the rule",
         "candidate: generated kernel; 30.0 us",
         "candidate: library calls; 10.0 us",
         "candidate: Inductor; not tried: compiles long",
@@ -260,7 +261,7 @@ def test_a_generated_kernel_that_is_faster_stays(measuring: dict[str, float]):
     explained = program.explain(A=A, B=B)
     assert explained.backend == "triton"
     topics = [d.topic for d in explained.decisions]
-    assert topics[:4] == ["backend", "candidate", "candidate", "candidate"]
+    assert topics[:5] == ["backend", "rule", "candidate", "candidate", "candidate"]
     assert "combine" in topics
 
 
