@@ -1,10 +1,11 @@
 """Sparse layers for PyTorch, written as indirect einsums."""
 
+from insum_nn import schedules
 from insum_nn.compiler.api import Program, compile, insum
 from insum_nn.compiler.execution import cache_info, clear_cache
 from insum_nn.compiler.options import Options
 from insum_nn.facts import IndexFacts
 from insum_nn.layers.swap import swap
 
-__all__ = ["IndexFacts", "Options", "Program", "cache_info", "clear_cache", "compile", "insum", "swap"]
+__all__ = ["IndexFacts", "Options", "Program", "cache_info", "clear_cache", "compile", "insum", "schedules", "swap"]
 __version__ = "0.1.0"

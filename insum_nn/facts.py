@@ -5,9 +5,10 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
+import torch
 from torch import Tensor
 
-__all__ = ["UNKNOWN", "IndexFacts", "StaticTable"]
+__all__ = ["UNKNOWN", "IndexFacts", "StaticTable", "repeated"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -22,15 +23,35 @@ class IndexFacts:
         unique: no value other than -1 stands twice.
         masked: `True`: may hold -1 ("no entry"); `False`: holds none; `None`: unknown.
         proven: every entry is -1 or lies inside the axis that it selects along.
+        unique_with: names of index tensors together with which its values are unique: no combination of entries at
+            one place, none of them -1, stands twice. Places are matched from the first axis on: `Row[g]` with
+            `Col[g,q]`.
     """
 
     sorted: bool = False
     unique: bool = False
     masked: bool | None = None
     proven: bool = False
+    unique_with: tuple[str, ...] = ()
 
 
 UNKNOWN = IndexFacts()
+
+
+def repeated(tensors: Sequence[Tensor]) -> tuple[int, ...] | None:
+    """A combination of entries that stands at several places, which contradicts `unique_with`; `None`: there is none.
+
+    >>> repeated([torch.tensor([0, 1]), torch.tensor([[3, -1], [3, 4]])]) is None
+    True
+    >>> repeated([torch.tensor([0, 1]), torch.tensor([[3, -1], [4, 4]])])
+    (1, 4)
+    """
+    rank = max(tensor.ndim for tensor in tensors)
+    aligned = [t.detach().reshape(*t.shape, *[1] * (rank - t.ndim)) for t in tensors]
+    entries = torch.stack([t.long().reshape(-1) for t in torch.broadcast_tensors(*aligned)])
+    found, counts = entries[:, (entries != -1).all(0)].unique(dim=1, return_counts=True)
+    twice = found[:, counts > 1]
+    return tuple(twice[:, 0].tolist()) if twice.shape[1] else None
 
 
 @dataclass(frozen=True, slots=True)

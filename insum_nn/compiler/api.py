@@ -3,23 +3,33 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import fields, replace
-from typing import Any
+from dataclasses import replace
 
 import torch
 from torch import Tensor
 
-from insum_nn.compiler.call import Spec, check_kinds
-from insum_nn.compiler.epilogue import check_epilogue
+from insum_nn.compiler.autocast import to_autocast, under_autocast
+from insum_nn.compiler.call import check_kinds
 from insum_nn.compiler.explain import Explanation
 from insum_nn.compiler.given import Given
 from insum_nn.compiler.options import DEFAULT, Options
 from insum_nn.compiler.program import Program, ProgramSum, Shape
-from insum_nn.compiler.program import traced_call as _traced_call
+from insum_nn.compiler.traced import call_traced
 from insum_nn.compiler.triton_lowering import available as generates_kernels
 from insum_nn.facts import IndexFacts, StaticTable
 
-__all__ = ["Explanation", "Given", "Program", "ProgramSum", "compile", "generates_kernels", "insum"]
+__all__ = [
+    "Explanation",
+    "Given",
+    "Program",
+    "ProgramSum",
+    "call_traced",
+    "compile",
+    "generates_kernels",
+    "insum",
+    "to_autocast",
+    "under_autocast",
+]
 
 
 def compile(
@@ -118,29 +128,23 @@ def insum(
     """
     chosen = DEFAULT if options is None else options
     if torch.compiler.is_dynamo_compiling():
-        text = _spec_text(
-            expression, activation, out_dtype, *(getattr(chosen, name) for name in _OPTION_NAMES), validate
+        return call_traced(
+            expression,
+            {**(tensors or {}), **named},
+            facts={},
+            options=chosen,
+            sizes=sizes,
+            out_shape=out_shape,
+            activation=activation,
+            out_dtype=out_dtype,
+            validate=validate,
         )
-        return _traced_call(text, {**(tensors or {}), **named}, sizes or {}, out_shape)
     check_kinds(sizes=sizes, out_shape=out_shape, tensors=tensors, options=options)
     check_kinds(activation=activation, out_dtype=out_dtype)
     if validate and not chosen.validate:
         chosen = replace(chosen, validate=True)
     program = _cached_program(expression, chosen, tuple(sizes) if sizes else (), activation, out_dtype)
     return program(sizes=sizes, out_shape=out_shape, tensors=tensors, **named)
-
-
-# What Dynamo sees of a call under torch.compile: the program as text.
-
-_OPTION_NAMES = tuple(field.name for field in fields(Options))
-
-
-@torch.compiler.assume_constant_result  # type: ignore[untyped-decorator]
-def _spec_text(expression: str, activation: str | None, out_dtype: torch.dtype | None, *values: Any) -> str:
-    """The program's text, from the option values and whether to validate."""
-    options = Options(**dict(zip(_OPTION_NAMES, values[:-1], strict=True)))
-    options = replace(options, validate=options.validate or values[-1])
-    return Spec(expression, options=options, epilogue=check_epilogue(expression, activation, out_dtype)).to_json()
 
 
 _programs: dict[tuple[object, ...], Program] = {}

@@ -12,7 +12,7 @@ import weakref
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from functools import lru_cache
-from typing import TypeVar
+from typing import Any, TypeVar
 
 import torch
 from torch import Tensor
@@ -20,10 +20,11 @@ from torch import Tensor
 from insum_nn.compiler.ast import Statement
 from insum_nn.compiler.bind import Bound, Extents, bind, layout_of
 from insum_nn.compiler.epilogue import PLAIN, Epilogue
-from insum_nn.compiler.execution import Executable, executable, generation
+from insum_nn.compiler.execution import Executable, generation
 from insum_nn.compiler.extents import check_extents
 from insum_nn.compiler.options import Options
 from insum_nn.compiler.parser import parse
+from insum_nn.compiler.paths import fastest
 from insum_nn.compiler.proofs import prove, writes_sums
 from insum_nn.errors import InsumDtypeError, InsumNameError, InsumRangeError, InsumShapeError
 from insum_nn.facts import IndexFacts, StaticTable
@@ -142,11 +143,17 @@ def _to_json(spec: Spec) -> str:
 @lru_cache(maxsize=2048)
 def _from_json(text: str) -> Spec:
     data = json.loads(text)
-    facts = tuple((name, IndexFacts(**values)) for name, values in data["facts"].items())
+    facts = tuple((name, _facts(values)) for name, values in data["facts"].items())
     tables = data.get("static", {}).items()
     static = tuple((name, StaticTable(tuple(shape), tuple(values))) for name, (shape, values) in tables)
     epilogue = Epilogue(**data.get("epilogue", {}))
     return Spec(data["expression"], facts, Options(**data["options"]), data["drop_outside"], static, epilogue)
+
+
+def _facts(values: dict[str, Any]) -> IndexFacts:
+    """Facts from JSON, which knows no tuples."""
+    values["unique_with"] = tuple(values["unique_with"])
+    return IndexFacts(**values)
 
 
 def static_tables(
@@ -191,7 +198,7 @@ def prepare(spec: Spec, tensors: Sequence[Tensor], start: Tensor | None, extents
             facts[name] = IndexFacts(masked=True, proven=True)
     _check_static(spec, named)
     bound = bind(statement, named, start, facts=facts, drop_outside=spec.drop_outside, epilogue=spec.epilogue)
-    return bound, executable(bound, tensors, start, extents, spec.options, spec.static)
+    return bound, fastest(bound, tensors, start, extents, spec.options, spec.static)
 
 
 def _check_static(spec: Spec, named: Mapping[str, Tensor]) -> None:

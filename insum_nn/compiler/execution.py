@@ -7,7 +7,7 @@ import threading
 import time
 from collections import OrderedDict
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 
 import torch
 from torch import Tensor, fx
@@ -33,6 +33,7 @@ __all__ = [
     "choose_backend",
     "clear_cache",
     "executable",
+    "from_graph",
     "generation",
     "split_arguments",
 ]
@@ -52,6 +53,8 @@ class Executable:
         reason: why this back end.
         graph: the FX module that runs, or that Inductor compiled.
         compile_seconds: time of planning and lowering, and of the first call where that compiles.
+        candidates: the paths that were considered, each with what became of it.
+        chosen: by bucket of sizes, the program that was measured to be the fastest.
     """
 
     plan: Plan
@@ -63,6 +66,8 @@ class Executable:
     pieces: fx.GraphModule | None
     compile_seconds: float
     warm: bool = False
+    candidates: tuple[tuple[str, str, str], ...] = ()
+    chosen: dict[tuple[int, ...], Executable] = field(default_factory=dict["tuple[int, ...]", "Executable"])
 
     def __call__(self, tensors: Sequence[Tensor], extents: Extents, start: Tensor | None) -> Tensor:
         """Run on tensors in the layout's order."""
@@ -247,7 +252,7 @@ def executable(
     options: Options,
     static: tuple[tuple[str, StaticTable], ...] = (),
 ) -> Executable:
-    """The program for a bound statement, compiled now or remembered."""
+    """The program that the rule names for a bound statement, compiled now or remembered."""
     backend, reason = choose_backend(bound, options)
     if backend == "triton":
         _require_triton(bound)
@@ -262,6 +267,13 @@ def executable(
                 ) from error
             backend, other = _without_generator(options)
             reason = f"{other}; no generated kernel: {error}"
+    return from_graph(bound, tensors, extents, options, backend, reason)
+
+
+def from_graph(
+    bound: Bound, tensors: Sequence[Tensor], extents: Extents, options: Options, backend: str, reason: str
+) -> Executable:
+    """The program of torch's library calls, or of Inductor."""
     bound = _without_unused_facts(bound)
     key: tuple[object, ...] = (bound, options, backend)
     if backend == "inductor":
@@ -316,8 +328,6 @@ def _generated(
     Raises:
         FormError: the statement is not of the generator's kind.
     """
-    if bound.statement.operator not in ("+=", "="):
-        raise FormError(f"the generator sums; {bound.statement.operator} goes another way")
     bound = _specialise(bound, extents, options, frozenset(name for name, _ in static))
     precision = torch.get_float32_matmul_precision()
 

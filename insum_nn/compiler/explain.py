@@ -109,6 +109,7 @@ class Explanation:
     _sizes: Extents | None = field(default=None, repr=False)
     _sources: list[str] = field(default_factory=list[str], compare=False, repr=False)
     _choices: tuple[Decision, ...] = ()
+    _candidates: tuple[Decision, ...] = ()
 
     @property
     def decisions(self) -> tuple[Decision, ...]:
@@ -117,7 +118,7 @@ class Explanation:
             return ()
         chosen = Decision("backend", self.backend, self.reason)
         # A generated kernel does not follow the plan's steps; its own choices take their place.
-        return (chosen, *(self._choices if self.backend == "triton" else self.plan.decisions))
+        return (chosen, *self._candidates, *(self._choices if self.backend == "triton" else self.plan.decisions))
 
     @property
     def facts(self) -> dict[str, IndexFacts]:
@@ -341,6 +342,7 @@ def explain_program(
         _sizes=extents,
         _sources=sources,
         _choices=choices,
+        _candidates=() if program is None else tuple(Decision(*row) for row in program.candidates),
     )
 
 
@@ -432,7 +434,8 @@ def _known(extent: int | None) -> str:
 def _facts(facts: IndexFacts) -> str:
     masked = {True: "may hold -1", False: "holds no -1", None: "not known to hold no -1"}[facts.masked]
     others = [name for name in ("sorted", "unique", "proven") if getattr(facts, name)]
-    return ", ".join([masked, *others])
+    together = [f"unique with {' and '.join(facts.unique_with)}"] if facts.unique_with else []
+    return ", ".join([masked, *others, *together])
 
 
 def _seconds(seconds: float) -> str:

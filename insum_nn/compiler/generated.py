@@ -8,6 +8,7 @@ import threading
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 
+import torch
 from torch import Tensor
 
 from insum_nn.compiler.bind import Bound, Extents
@@ -16,8 +17,9 @@ from insum_nn.compiler.kernel_schedule import Precision, Schedule, segmented
 from insum_nn.compiler.kernel_source import Source
 from insum_nn.compiler.options import Options
 from insum_nn.compiler.owners import Owners, owners_for, owners_of
+from insum_nn.compiler.schedule_store import size_bucket
 from insum_nn.compiler.triton_lowering import Kernel, precision_of, prepare_kernel
-from insum_nn.compiler.tuning import Measurement, choose_schedule
+from insum_nn.compiler.tuning import Chosen, Measurement, choose_schedule
 from insum_nn.facts import StaticTable
 
 __all__ = ["Generated"]
@@ -64,7 +66,7 @@ class Generated:
         self.precision: Precision = precision_of(bound.dtype, options.precision)
         self.source: Source | None = None
         self.measurements: tuple[Measurement, ...] = ()
-        self._schedules: dict[tuple[int, ...], Schedule] = {}
+        self._schedules: dict[tuple[int, ...], Chosen] = {}
         self._lock = threading.RLock()
 
     def with_schedule(self, schedule: Schedule) -> Generated:
@@ -82,7 +84,7 @@ class Generated:
         place = -1 if owner is None else form.bound.layout.tensors.index(owner.name)
         rows = 0 if owner is None else extents.output[form.owner_axis]
         kernels: dict[object, Kernel] = {}
-        schedule = self._schedule(tensors, extents, start)
+        schedule = self._schedule(tensors, extents, start).schedule
 
         share, permuted, segment = schedule.share, form.permuted, segmented(form, schedule)
 
@@ -115,10 +117,10 @@ class Generated:
     ) -> tuple[Source, tuple[tuple[str, str, str], ...]]:
         """The kernel for a call, and each choice behind it with its reason."""
         form = self.form
-        schedule = self._schedule(tensors, extents, start)
-        owners = owners_for(form, tensors, extents, schedule)
-        source = self._kernel(schedule, tensors, extents, start, owners).source
-        return source, (_combining(form, schedule), *_schedule_choice(schedule, self.measurements), *_written_out(form))
+        chosen = self._schedule(tensors, extents, start)
+        owners = owners_for(form, tensors, extents, chosen.schedule)
+        source = self._kernel(chosen.schedule, tensors, extents, start, owners).source
+        return source, (_combining(form, chosen.schedule), *_schedule_choice(chosen), *_written_out(form))
 
     def _kernel(
         self,
@@ -139,19 +141,23 @@ class Generated:
         sizes.update(zip(self.form.bound.layout.indices, extents.indices, strict=True))
         return replace(self.form, sizes=sizes)
 
-    def _schedule(self, tensors: Sequence[Tensor], extents: Extents, start: Tensor | None) -> Schedule:
+    def _schedule(self, tensors: Sequence[Tensor], extents: Extents, start: Tensor | None) -> Chosen:
         """The schedule for a call's sizes: one for all sizes within a factor of two."""
         if self._fixed is not None:
-            return self._fixed
-        bucket = tuple(math.ceil(math.log2(max(1, e))) for e in (*extents.indices, *extents.output))
+            return Chosen(self._fixed, "asked for")
+        bucket = size_bucket(extents)
         with self._lock:
-            if bucket not in self._schedules:
+            chosen = self._schedules.get(bucket)
+            if chosen is None:
                 form = self._sized(extents)
-                self._schedules[bucket], found = choose_schedule(
+                chosen = choose_schedule(
                     form, self.tables, bucket, tensors, extents, start, self.precision, self.options
                 )
-                self.measurements = found or self.measurements
-            return self._schedules[bucket]
+                # While a CUDA graph is captured nothing is measured; a later call may.
+                if not (tensors[0].is_cuda and torch.cuda.is_current_stream_capturing()):
+                    self._schedules[bucket] = chosen
+                self.measurements = chosen.measured or self.measurements
+            return chosen
 
 
 def _combining(form: Form, schedule: Schedule) -> tuple[str, str, str]:
@@ -173,11 +179,9 @@ def _combining(form: Form, schedule: Schedule) -> tuple[str, str, str]:
     return "combine", what, why
 
 
-def _schedule_choice(schedule: Schedule, measured: Sequence[Measurement]) -> list[tuple[str, str, str]]:
-    if not measured:
-        return [("schedule", str(schedule), "the default, or remembered on disk from an earlier measurement")]
-    rows = [("schedule", str(schedule), f"the fastest of {len(measured)} measured")]
-    for each in measured[:6]:
+def _schedule_choice(chosen: Chosen) -> list[tuple[str, str, str]]:
+    rows = [("schedule", str(chosen.schedule), chosen.reason)]
+    for each in chosen.measured[:6]:
         time = "no room" if math.isinf(each.microseconds) else f"{each.microseconds:.1f} us"
         rows.append(("candidate", str(each.schedule), time))
     return rows

@@ -379,7 +379,11 @@ def _combining(
     if not loose:
         # A static table may send several points to one cell; their sums share an accumulator.
         return "direct", -1
-    if len(loose) > 1 or set(named) & {p for p in plain if p is not None} or len(set(named)) != len(named):
+    if set(named) & {p for p in plain if p is not None}:
+        return "atomic", -1
+    if len(loose) > 1 and _jointly_unique(bound, [subscripts[axis] for axis in loose], unrolled, tables):
+        return "place", loose[0]
+    if len(loose) > 1 or len(set(named)) != len(named):
         return "atomic", -1
     (axis,) = loose
     owner = subscripts[axis].indirect
@@ -389,6 +393,26 @@ def _combining(
     if facts.unique:
         return "place", axis
     return "own", axis
+
+
+def _jointly_unique(
+    bound: Bound, subscripts: Sequence[Subscript], unrolled: Sequence[str], tables: frozenset[str]
+) -> bool:
+    """Whether index tensors that address several axes send no two of their entries to one cell."""
+    read = [s.indirect for s in subscripts]
+    accesses = [a for a in read if a is not None and a.name not in tables]
+    places = [tuple(s.plain for s in a.subscripts) for a in accesses]
+    longest = max(places, key=len, default=())
+    if len(accesses) < len(read) or len(set(longest)) < len(longest) or set(longest) & {None, *unrolled}:
+        return False
+    # An entry of each at every place of the longest one.
+    if any(longest[: len(place)] != place for place in places):
+        return False
+    names = {a.name for a in accesses}
+    facts = [(name, bound.facts_of(name)) for name in names]
+    known = [{name, *f.unique_with} for name, f in facts if f.unique_with] + [{name} for name, f in facts if f.unique]
+    whole = {a.name for a, place in zip(accesses, places, strict=True) if place == longest}
+    return any(group <= names and group & whole for group in known)
 
 
 def _literal(subscript: Subscript, unrolled: Sequence[str], tables: frozenset[str]) -> bool:

@@ -13,8 +13,9 @@ class Options:
     """Compile options; hashable, so that they are part of a program's key.
 
     Attributes:
-        backend: `"auto"` measures or knows which path is fastest on the device; `"eager"` runs the plan with
-            torch's library calls; `"inductor"` compiles it with TorchInductor; `"triton"` generates a Triton kernel.
+        backend: `"auto"` takes a rule's path, or the fastest where it is worth a measurement; `"eager"` runs the plan
+            with torch's library calls; `"inductor"` compiles it with TorchInductor; `"triton"` generates a Triton
+            kernel.
         deterministic: only ways of combining that give the same bits at every run.
         validate: read every index tensor again at each call, builders' facts included.
         native_matmul: let Inductor fuse gather, `tl.dot` and scatter into one kernel (CUDA only).
@@ -27,8 +28,8 @@ class Options:
         precision: how a generated kernel's matrix unit multiplies float32: `"ieee"` exactly, `"tf32"` with 10 bits of
             mantissa, `"tf32x3"` in three such products, nearly exactly; `"auto"` follows
             `torch.set_float32_matmul_precision`.
-        tune: measure schedules of a generated kernel at the first use of a statement and size that is worth it, and
-            remember the fastest on disk; `False` takes a good default.
+        tune: measure paths and schedules at the first use of a statement and size that is worth it, and remember the
+            fastest on disk; `False` takes the rule's path with a good default, and looks nothing up.
     """
 
     backend: Literal["auto", "eager", "inductor", "triton"] = "auto"

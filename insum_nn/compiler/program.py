@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 
 from insum_nn.compiler.ast import Statement
+from insum_nn.compiler.autocast import to_autocast
 from insum_nn.compiler.autograd import apply, recorded
 from insum_nn.compiler.bind import Extents, bind, layout_of
 from insum_nn.compiler.call import (
@@ -32,10 +33,11 @@ from insum_nn.compiler.gradient import derivatives
 from insum_nn.compiler.options import DEFAULT, Options
 from insum_nn.compiler.parser import parse
 from insum_nn.compiler.reference import interpret
+from insum_nn.compiler.traced import call_operator
 from insum_nn.errors import InsumFormatError
 from insum_nn.facts import IndexFacts, StaticTable
 
-__all__ = ["Program", "ProgramSum", "Shape", "traced_call"]
+__all__ = ["Program", "ProgramSum", "Shape"]
 
 Shape = Sequence[int | None]
 # Calls of one program whose checks are remembered.
@@ -137,7 +139,7 @@ class Program:
         if torch.compiler.is_dynamo_compiling():
             merged = {**self._sizes, **(sizes or {})}
             named = {**(tensors or {}), **named}
-            return traced_call(self._text, named, merged, out_shape if out_shape is not None else self._out_shape)
+            return call_operator(self._text, named, merged, out_shape if out_shape is not None else self._out_shape)
         if sizes is not None or type(out_shape) not in _SHAPES or type(tensors) not in _NAMED:
             check_kinds(sizes=sizes, out_shape=out_shape, tensors=tensors)
         if tensors:
@@ -211,7 +213,7 @@ class Program:
             present = [n for n, t in named.items() if t is not None]  # pyright: ignore[reportUnnecessaryComparison]
             check_names(statement, present)
         if torch._C._is_any_autocast_enabled():
-            named = {name: _autocast(value) for name, value in named.items()}
+            named = {name: to_autocast(value) for name, value in named.items()}
             start = named.get(statement.output.name)
         bind(statement, named, start)
         return [named[name] for name in self._names], start
@@ -338,19 +340,6 @@ class Program:
         return about(extents, program, (ordered, start), seconds)
 
 
-def _autocast(value: Tensor) -> Tensor:
-    """Under autocast a statement is a matrix product: floating-point operands but float64 take the autocast dtype."""
-    # What is no tensor, and where autocast is unknown (meta), is for the checks to judge.
-    if not isinstance(value, Tensor) or not torch.amp.is_autocast_available(value.device.type):  # pyright: ignore[reportUnnecessaryIsInstance]
-        return value
-    if value.dtype not in _AUTOCAST or not torch.is_autocast_enabled(value.device.type):
-        return value
-    return value.to(torch.get_autocast_dtype(value.device.type))
-
-
-_AUTOCAST = (torch.float16, torch.bfloat16, torch.float32)
-
-
 def _rebuild(spec: Spec, sizes: Mapping[str, int], out_shape: Shape | None) -> Program:
     return Program._of(spec, sizes, spec.statement.indices() if spec.drop_outside else sizes, out_shape)
 
@@ -394,29 +383,7 @@ class ProgramSum:
         return named[output]
 
 
-# Under torch.compile the whole call is one operator, so that Dynamo never follows the parser and the checks.
-
-torch.library.define(
-    "insum_nn::call",
-    "(str spec, str[] names, Tensor[] tensors, str[] sized, SymInt[] sizes, bool[] known, SymInt[] shape, bool shaped) "
-    "-> Tensor",
-)
-
-
-def traced_call(text: str, named: Mapping[str, Tensor], sizes: Mapping[str, int], out_shape: Shape | None) -> Tensor:
-    """A call as one operator, for whoever traces it."""
-    shape = out_shape if out_shape is not None else ()
-    named = {n: t for n, t in named.items() if t is not None}  # pyright: ignore[reportUnnecessaryComparison]
-    return torch.ops.insum_nn.call(  # type: ignore[no-any-return]
-        text,
-        list(named.keys()),
-        list(named.values()),
-        list(sizes.keys()),
-        list(sizes.values()),
-        [extent is not None for extent in shape],
-        [0 if extent is None else extent for extent in shape],
-        out_shape is not None,
-    )
+# How the operator of `traced` runs a call.
 
 
 @torch.library.impl("insum_nn::call", "CompositeImplicitAutograd")

@@ -26,7 +26,7 @@ from insum_nn.errors import (
     plural,
     raise_collected,
 )
-from insum_nn.facts import UNKNOWN, IndexFacts
+from insum_nn.facts import UNKNOWN, IndexFacts, repeated
 
 __all__ = ["Stats", "prove", "stats_of", "writes_sums"]
 
@@ -115,7 +115,7 @@ def prove(
             continue
         stats = stats_of(named[name], again=validate)
         ascending = known.sorted or (stats.ascending and stats.smallest >= 0)
-        proven[name] = IndexFacts(ascending, known.unique, stats.smallest < 0, proven=True)
+        proven[name] = replace(known, sorted=ascending, masked=stats.smallest < 0, proven=True)
     if 0 not in extents.indices:
         _check_ranges(statement, named, extents, given, drop_outside=drop_outside, validate=validate)
     return proven
@@ -334,6 +334,10 @@ def _check_claims(statement: Statement, named: Mapping[str, Tensor], facts: Mapp
             twice = values[counts > 1]
             if len(twice):
                 broken.append(f"unique, but {int(twice[0])} stands more than once")
+        if claim.unique_with and all(other in named for other in claim.unique_with):
+            twice = repeated([named[name], *(named[other] for other in claim.unique_with)])
+            if twice is not None:
+                broken.append(f"unique with {', '.join(claim.unique_with)}, but {twice} stands more than once")
         if broken:
             spans: list[Span] = [a.name_span for a in statement.accesses() if a.name == name]
             faults.append(

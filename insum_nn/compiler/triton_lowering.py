@@ -6,6 +6,7 @@ decide for one set of shapes (numbers passed, the grid) is decided once, so that
 
 from __future__ import annotations
 
+import functools
 import hashlib
 import importlib.util
 import linecache
@@ -13,7 +14,8 @@ import math
 import os
 import sys
 import threading
-from collections.abc import Callable, Sequence
+import weakref
+from collections.abc import Callable, MutableMapping, Sequence
 from dataclasses import dataclass
 from types import ModuleType
 from typing import Any
@@ -30,7 +32,7 @@ from insum_nn.compiler.kernel_source import Source, write_kernel
 from insum_nn.compiler.kernel_text import Argument, Strides
 from insum_nn.compiler.owners import Owners, steps_of
 
-__all__ = ["Kernel", "available", "interpreted", "precision_of", "prepare_kernel", "strides_of"]
+__all__ = ["Kernel", "available", "interpreted", "precision_of", "prepare_kernel", "strides_of", "version"]
 
 _WIDE = 2**31 - 2**16
 _POINTERS = {
@@ -48,9 +50,20 @@ def interpreted() -> bool:
     return os.environ.get("TRITON_INTERPRET", "0") == "1"
 
 
+@functools.cache
 def available() -> bool:
     """Whether Triton is installed."""
     return importlib.util.find_spec("triton") is not None
+
+
+@functools.cache
+def version() -> str:
+    """Triton's version; empty where it is not installed."""
+    if not available():
+        return ""
+    import triton
+
+    return str(triton.__version__)
 
 
 def precision_of(dtype: torch.dtype, asked: str) -> Precision:
@@ -77,7 +90,8 @@ def _reach(tensor: Tensor) -> int:
 
 # Text to callable.
 
-_modules: dict[str, Any] = {}
+# Functions live as long as the kernels made of them: a search makes dozens of which one is kept.
+_functions: MutableMapping[str, Any] = weakref.WeakValueDictionary()
 _lock = threading.RLock()
 
 
@@ -86,7 +100,8 @@ def _jit(source: Source) -> Any:
     # Triton makes another kind of function for its interpreter.
     digest = hashlib.sha256(source.text.encode()).hexdigest()[:16] + ("_interpreted" if interpreted() else "")
     with _lock:
-        if digest not in _modules:
+        function = _functions.get(digest)
+        if function is None:
             name = f"insum_nn_kernel_{digest}"
             path = f"<{name}>"
             module = ModuleType(name)
@@ -94,8 +109,21 @@ def _jit(source: Source) -> Any:
             linecache.cache[path] = (len(source.text), None, source.text.splitlines(keepends=True), path)
             sys.modules[name] = module
             exec(compile(source.text, path, "exec"), module.__dict__)
-            _modules[digest] = module.__dict__["kernel"]
-        return _modules[digest]
+            # The module is found by its name, and must not hold what decides how long it stays.
+            function = _functions[digest] = module.__dict__.pop("kernel")
+            weakref.finalize(function, _forget, module).atexit = False
+            # Triton keeps all functions, by name, for a way of loading kernels that is not used here.
+            known = getattr(sys.modules.get("triton.runtime.jit"), "_triton_jit_function_registry", {})
+            known.pop(f"{name}:kernel", None)
+        return function
+
+
+def _forget(module: ModuleType) -> None:
+    """Drop the module of a function that is gone, unless the same text was made into another one since."""
+    with _lock:
+        if sys.modules.get(module.__name__) is module:
+            del sys.modules[module.__name__]
+            linecache.cache.pop(str(module.__file__), None)
 
 
 @dataclass(frozen=True, slots=True)
@@ -206,11 +234,13 @@ class Kernel:
 def _covers(form: Form, extents: Extents) -> bool:
     if form.combine == "place":
         # Unique, and as many as there are cells: every one of them.
-        subscript = form.bound.statement.output.subscripts[form.owner_axis].indirect
-        assert subscript is not None
-        entries = math.prod(form.sizes[i.name] for i in subscript.indices())
-        masked = form.bound.facts_of(subscript.name).masked is not False
-        if masked or entries != extents.output[form.owner_axis]:
+        subscripts = form.bound.statement.output.subscripts
+        placed = {
+            axis: s.indirect for axis, s in enumerate(subscripts) if s.indirect and s.indirect.name not in form.tables
+        }
+        entries = math.prod(form.sizes[name] for name in {i.name for a in placed.values() for i in a.indices()})
+        masked = any(form.bound.facts_of(access.name).masked is not False for access in placed.values())
+        if masked or entries != math.prod(extents.output[axis] for axis in placed):
             return False
     literal = [axis for axis, sub in enumerate(form.points[0].target.subs) if not sub.terms]
     written: set[tuple[int, ...]] = set()

@@ -2,37 +2,38 @@
 
 from __future__ import annotations
 
-import hashlib
 import itertools
-import json
 import math
 import os
-import tempfile
 import time
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
-from pathlib import Path
+from typing import Any
 
 import torch
 from torch import Tensor
 
+from insum_nn.compiler import schedule_store as store
 from insum_nn.compiler.bind import Extents
-from insum_nn.compiler.inductor import cache_folder
 from insum_nn.compiler.kernel_form import Form
 from insum_nn.compiler.kernel_schedule import Precision, Schedule, candidates, default_schedule
 from insum_nn.compiler.options import Options
 from insum_nn.compiler.owners import owners_for
+from insum_nn.compiler.progress import Progress
 from insum_nn.compiler.triton_lowering import interpreted, prepare_kernel
 from insum_nn.facts import StaticTable
 
-__all__ = ["Measurement", "choose_schedule", "time_calls", "worth_measuring"]
+__all__ = ["WAIT", "Chosen", "Measurement", "choose_schedule", "device_time", "time_calls", "worth_measuring"]
 
-_VERSION = 2
 # Seconds of search for one statement and size.
 _BUDGET = 5.0
+# Longest wait for another process that measures the same, in seconds.
+WAIT = 30.0
 # Fewest multiplications for which a search pays.
 _WORTH = 2**24
+# Measurements that are remembered beside the fastest, to show them.
+_SHOWN = 6
 
 
 @dataclass(frozen=True, slots=True)
@@ -43,10 +44,20 @@ class Measurement:
     microseconds: float
 
 
-def worth_measuring(options: Options, extents: Extents) -> bool:
-    """Whether a search at these sizes is wanted, possible, and soon regained."""
-    work = math.prod(max(1, e) for e in extents.indices)
-    return options.tune and not interpreted() and work >= _WORTH and not torch.cuda.is_current_stream_capturing()
+@dataclass(frozen=True, slots=True)
+class Chosen:
+    """A schedule, why it was taken, and what was measured, the fastest first."""
+
+    schedule: Schedule
+    reason: str
+    measured: tuple[Measurement, ...] = ()
+
+
+def worth_measuring(options: Options, extents: Extents, least: int = _WORTH) -> bool:
+    """Whether a measurement pays for sizes like these, and can be made now."""
+    if not options.tune or interpreted() or math.prod(max(1, e) for e in extents.indices) < least:
+        return False
+    return not (torch.cuda.is_available() and torch.cuda.is_current_stream_capturing())
 
 
 def choose_schedule(
@@ -58,53 +69,126 @@ def choose_schedule(
     start: Tensor | None,
     precision: Precision,
     options: Options,
-) -> tuple[Schedule, tuple[Measurement, ...]]:
-    """The schedule for a form at some sizes, and what was measured to find it."""
+) -> Chosen:
+    """The schedule for a form at some sizes.
+
+    One process measures it, and others on the same cache folder wait and read what it found.
+    """
     default = default_schedule(form)
     if not worth_measuring(options, extents):
-        return default, ()
-    path = _path(form, tables, bucket, tensors[0].device, precision)
-    found = _read(path)
+        return Chosen(default, "the default" if not options.tune else "the default: too little work to measure")
+    more = {"precision": precision, "combine": form.combine, "tail": str(form.tail)}
+    key = store.key_of("schedule", form.bound, tables, bucket, tensors[0].device, **more)
+    search = _Search(form, tensors, extents, start, precision)
+    found = search.remembered(key)
     if found is not None:
-        return found, ()
-    measured = _measure(form, tensors, extents, start, precision)
-    if not measured or math.isinf(measured[0].microseconds):
-        return default, measured
-    _write(path, measured[0])
-    return measured[0].schedule, measured
+        return found
+    with store.turn(key, WAIT) as mine:
+        found = search.remembered(key)
+        if found is not None:
+            return found
+        if not mine:
+            return Chosen(default, f"the default: another process measures, and was not done after {WAIT:.0f} s")
+        measured = _measure(search)
+        if not measured or math.isinf(measured[0].microseconds):
+            return Chosen(default, "the default: no candidate ran", measured)
+        store.write(key, _to_json(measured))
+    return Chosen(measured[0].schedule, f"the fastest of {len(measured)} measured", measured)
 
 
-def _measure(
-    form: Form, tensors: Sequence[Tensor], extents: Extents, start: Tensor | None, precision: Precision
-) -> tuple[Measurement, ...]:
+def _to_json(measured: Sequence[Measurement]) -> dict[str, Any]:
+    shown = [m for m in measured[:_SHOWN] if not math.isinf(m.microseconds)]
+    return {
+        "schedule": measured[0].schedule.to_json(),
+        "measured": [{"schedule": m.schedule.to_json(), "microseconds": m.microseconds} for m in shown],
+    }
+
+
+def _from_json(value: Any) -> Schedule:
+    """A schedule that can be used.
+
+    Raises:
+        ValueError: it is none.
+    """
+    known = Schedule().to_json()
+    if not isinstance(value, dict) or not value.keys() <= known.keys():
+        raise ValueError(f"{value!r} is no schedule")
+    for name, number in value.items():
+        if type(number) is not type(known[name]):
+            raise ValueError(f"{name} of a schedule is {number!r}")
+        if type(number) is int and (number < min(1, known[name]) or (name in _POWERS and number & (number - 1))):
+            raise ValueError(f"{name} of a schedule is {number}")
+    return Schedule(**value)
+
+
+_POWERS = ("m", "n", "k", "warps")
+
+
+class _Search:
+    """The search for the fastest schedule of a form, on the tensors of the call at hand."""
+
+    def __init__(
+        self, form: Form, tensors: Sequence[Tensor], extents: Extents, start: Tensor | None, precision: Precision
+    ) -> None:
+        self.form = form
+        self.tensors = [t.detach() for t in tensors]
+        self.extents = extents
+        self.start = start
+        self.precision: Precision = precision
+
+    def trial(self, schedule: Schedule) -> _Trial:
+        return _Trial(self.form, schedule, self.tensors, self.extents, self.start, self.precision)
+
+    def remembered(self, key: store.Key) -> Chosen | None:
+        """What is remembered, if it can be used here."""
+        entry = store.find(key)
+        if entry is None:
+            return None
+        try:
+            schedule = _from_json(entry.value["schedule"])
+            shown = [(_from_json(m["schedule"]), float(m["microseconds"])) for m in entry.value["measured"]]
+        except (KeyError, TypeError, ValueError) as error:
+            entry.broken(error)
+            return None
+        # Another version of Triton may need more room for the same text than the device has.
+        if not entry.current and math.isinf(self.trial(schedule).time(1)):
+            return None
+        return Chosen(schedule, entry.origin(), tuple(Measurement(*m) for m in shown))
+
+
+def _measure(search: _Search) -> tuple[Measurement, ...]:
     """Candidates with their times, the fastest first."""
     begin = time.perf_counter()
-    plain = [t.detach() for t in tensors]
     trials: list[_Trial] = []
     measured: list[tuple[float, _Trial]] = []
+    schedules = list(candidates(search.form))
     workers = ThreadPoolExecutor(min(8, os.cpu_count() or 1))
-    try:
-        for schedule in candidates(form):
-            trial = _Trial(form, schedule, plain, extents, start, precision)
-            trial.compiled = workers.submit(trial.compile)
-            trials.append(trial)
-        for trial in trials:
-            left = _BUDGET - (time.perf_counter() - begin)
-            if measured and left <= 0:
-                break
-            try:
-                assert trial.compiled is not None
-                fits = trial.compiled.result(timeout=left if measured else None)
-            except TimeoutError:
-                continue
-            measured.append((trial.time(5) if fits else math.inf, trial))
-    finally:
-        workers.shutdown(wait=False, cancel_futures=True)
-    measured.sort(key=lambda pair: pair[0])
-    # The first few again: differences among them are small.
-    best = sorted(
-        ((trial.time(20), trial) for us, trial in measured[:3] if not math.isinf(us)), key=lambda pair: pair[0]
-    )
+    with Progress(f"tuning {search.form.bound.statement}", len(schedules)) as progress:
+        try:
+            for schedule in schedules:
+                trial = search.trial(schedule)
+                trial.compiled = workers.submit(trial.compile)
+                trials.append(trial)
+            for trial in trials:
+                left = _BUDGET - (time.perf_counter() - begin)
+                if measured and left <= 0:
+                    break
+                try:
+                    assert trial.compiled is not None
+                    fits = trial.compiled.result(timeout=left if measured else None)
+                except TimeoutError:
+                    continue
+                measured.append((trial.time(5) if fits else math.inf, trial))
+                progress.step()
+        finally:
+            workers.shutdown(wait=False, cancel_futures=True)
+        measured.sort(key=lambda pair: pair[0])
+        # The first few again: differences among them are small.
+        best = sorted(
+            ((trial.time(20), trial) for us, trial in measured[:3] if not math.isinf(us)), key=lambda pair: pair[0]
+        )
+        if best:
+            progress.result = f"{best[0][0]:.1f} us: {best[0][1].schedule}"
     return tuple(Measurement(trial.schedule, us) for us, trial in (*best, *measured[len(best) :]))
 
 
@@ -146,23 +230,26 @@ class _Trial:
     def time(self, repeat: int) -> float:
         """Microseconds of one run; infinite if the device has no room for the schedule."""
         try:
-            self.kernel(self.tensors, self.start, self.owners)
+            self.run()
         except torch.OutOfMemoryError:
             raise
         except Exception as error:
             self.refused(error)
             return math.inf
-        return _median(lambda: self.kernel(self.tensors, self.start, self.owners), repeat)
+        return device_time(self.run, repeat)
+
+    def run(self) -> Tensor:
+        return self.kernel(self.tensors, self.start, self.owners)
 
 
-def _median(call: Callable[[], object], repeat: int) -> float:
-    """Median microseconds of a call that ran before."""
+def device_time(run: Callable[[], object], repeat: int) -> float:
+    """Microseconds that the device takes for something that ran before: the median."""
     events = [torch.cuda.Event(enable_timing=True) for _ in range(repeat + 1)]
     # Work in front keeps the device busy while the host launches, so that the times are the device's.
     torch.cuda._sleep(400_000)
     events[0].record()
     for event in events[1:]:
-        call()
+        run()
         event.record()
     torch.cuda.synchronize()
     times = sorted(a.elapsed_time(b) for a, b in itertools.pairwise(events))
@@ -177,34 +264,4 @@ def time_calls(
         run(tensors, start)
     except torch.OutOfMemoryError:
         return math.inf
-    return _median(lambda: run(tensors, start), 20)
-
-
-# On disk.
-
-
-def _path(
-    form: Form, tables: Mapping[str, StaticTable], bucket: tuple[int, ...], device: torch.device, precision: str
-) -> Path:
-    properties = torch.cuda.get_device_properties(device)
-    parts = (_VERSION, repr(form.bound), sorted(tables.items()), bucket, precision, properties.name)
-    parts = (*parts, torch.__version__, form.combine, form.tail)
-    return cache_folder() / "schedules" / f"{hashlib.sha256(repr(parts).encode()).hexdigest()}.json"
-
-
-def _read(path: Path) -> Schedule | None:
-    try:
-        return Schedule(**json.loads(path.read_text())["schedule"])
-    except (OSError, ValueError, TypeError, KeyError):
-        return None
-
-
-def _write(path: Path, measurement: Measurement) -> None:
-    """Written whole or not at all: several processes may do so at once."""
-    try:
-        path.parent.mkdir(parents=True, exist_ok=True)
-        with tempfile.NamedTemporaryFile("w", dir=path.parent, delete=False) as file:
-            json.dump({"schedule": measurement.schedule.to_json(), "microseconds": measurement.microseconds}, file)
-        os.replace(file.name, path)
-    except OSError:
-        return
+    return device_time(lambda: run(tensors, start), 20)

@@ -161,9 +161,19 @@ class SparseFormat(ABC):
 
     @property
     def facts(self) -> Mapping[str, IndexFacts]:
-        """Facts of each index tensor by its name in expressions."""
-        known = self.index_facts or (UNKNOWN,) * len(self.index_parts)
-        return {part.name: fact for part, fact in zip(self.index_parts, known, strict=True)}
+        """Facts of each index tensor by its name in expressions.
+
+        No entry of a coalesced format stands twice, which is a fact of all index tensors together.
+        """
+        parts = self.index_parts
+        claims = self.index_facts or (UNKNOWN,) * len(parts)
+        facts = {part.name: fact for part, fact in zip(parts, claims, strict=True)}
+        # In ELL one dimension has no index tensor: the position is the index.
+        if self.coalesced and len(parts) == self.ndim > 1:
+            first, *others = facts
+            known = facts[first]
+            facts[first] = IndexFacts(known.sorted, known.unique, known.masked, known.proven, tuple(others))
+        return facts
 
     @property
     def tensors(self) -> Mapping[str, Tensor]:
@@ -308,6 +318,7 @@ class SparseFormat(ABC):
         """Ranges, claims and padding."""
         found: list[Fault | None] = []
         known = self.index_facts or (UNKNOWN,) * len(self.index_parts)
+        named = {part.name: part.tensor for part in self.index_parts}
         for part, facts in zip(self.index_parts, known, strict=True):
             extent = self.grid_shape[part.dim]
             found.append(checks.range_fault(part.field, part.axes, part.tensor, extent, padded=part.padded))
@@ -317,6 +328,9 @@ class SparseFormat(ABC):
                 found.append(checks.sorted_fault(part.field, part.tensor))
             if facts.unique:
                 found.append(checks.unique_fault(part.field, part.tensor))
+            if facts.unique_with:
+                together = [named[name] for name in facts.unique_with if name in named]
+                found.append(checks.joint_fault(part.field, facts.unique_with, [part.tensor, *together]))
         padded = [part for part in self.index_parts if part.padded]
         if padded:
             unused = padded[0].tensor == -1

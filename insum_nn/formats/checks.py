@@ -17,6 +17,7 @@ from insum_nn.errors import (
     InsumRangeError,
     InsumShapeError,
 )
+from insum_nn.facts import repeated
 
 __all__ = [
     "INDEX_DTYPES",
@@ -25,6 +26,7 @@ __all__ = [
     "at_position",
     "count_of",
     "first_true",
+    "joint_fault",
     "mask_claim_fault",
     "raise_faults",
     "range_fault",
@@ -166,6 +168,20 @@ def unique_fault(field: str, tensor: Tensor) -> Fault | None:
         f"{int(tensor[position])} again at {at_position(position)}",
         "merge the entries with a builder, or set unique=False in its IndexFacts.",
         position,
+    )
+
+
+def joint_fault(field: str, others: Sequence[str], tensors: Sequence[Tensor]) -> Fault | None:
+    """A combination of entries that stands twice, where the facts of the first tensor say that none does."""
+    twice = repeated(tensors) if len(tensors) == 1 + len(others) else None
+    if twice is None:
+        return None
+    return Fault(
+        field,
+        "law",
+        f"no combination with {', '.join(others)} twice (its facts say unique_with)",
+        f"{twice} more than once",
+        "merge the entries with a builder, or drop unique_with from its IndexFacts.",
     )
 
 

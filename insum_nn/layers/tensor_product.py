@@ -13,13 +13,13 @@ from torch import Tensor
 from insum_nn.errors import MissingExtraError
 from insum_nn.layers.tensor_product_checks import (
     InputError,
-    cast_for_autocast,
     check_choice,
     check_inputs,
     fits_plainly,
     variances,
 )
 from insum_nn.layers.tensor_product_constants import add_constants, drop_constants
+from insum_nn.ops.arguments import to_autocast
 from insum_nn.ops.tensor_product import TensorProductSpec, explain_tensor_product, expressions, tensor_product
 from insum_nn.structure.irreps import Entry, Path, entries_of, make_paths, path_coefficients, weight_offsets
 
@@ -337,7 +337,7 @@ class TensorProduct(o3.TensorProduct):
     def _prepared(self, x: Tensor, y: Tensor, weight: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         if not torch.jit.is_tracing():
             check_inputs(self, x, y, weight)
-        return cast_for_autocast(x, y, weight)
+        return to_autocast(x), to_autocast(y), to_autocast(weight)
 
     @torch.jit.unused
     def _is_plain(self, x: Tensor, y: Tensor, weight: Tensor | None) -> bool:

@@ -13,7 +13,6 @@ from insum_nn.ops.arguments import under_autocast
 
 __all__ = [
     "InputError",
-    "cast_for_autocast",
     "check_choice",
     "check_inputs",
     "check_last",
@@ -161,12 +160,3 @@ def _broadcast(shapes: Sequence[Sequence[int]]) -> bool:
         if len(extents) > 1:
             return False
     return True
-
-
-def cast_for_autocast(x: Tensor, y: Tensor, weight: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-    """Under autocast a tensor product is a matrix product: float32 operands take the autocast dtype."""
-    if not under_autocast(x.device):
-        return x, y, weight
-    dtype = torch.get_autocast_dtype(x.device.type)
-    halves = (torch.float16, torch.bfloat16, torch.float32)
-    return tuple(t.to(dtype) if t.dtype in halves else t for t in (x, y, weight))  # type: ignore[return-value]

@@ -10,7 +10,8 @@ from torch import Tensor
 
 from insum_nn.errors import InsumDeviceError, InsumDtypeError, InsumError, raise_collected
 from insum_nn.layers.tensor_product import TensorProduct
-from insum_nn.layers.tensor_product_checks import InputError, cast_for_autocast, check_same, fits_plainly
+from insum_nn.layers.tensor_product_checks import InputError, check_same, fits_plainly
+from insum_nn.ops.arguments import to_autocast
 from insum_nn.ops.tensor_product import TensorProductSpec, explain_tensor_product, expressions, tensor_product
 
 __all__ = ["TensorProductConv"]
@@ -160,7 +161,7 @@ class TensorProductConv(torch.nn.Module):
         if self._is_plain(X, Y, weight, rows, cols) and sender_perm is None:
             return tensor_product(self._text, X, Y, weight, rows, cols, num_nodes)
         self._check(X, Y, weight, rows, cols, sender_perm)
-        x, y, weight = cast_for_autocast(X, Y, weight)
+        x, y, weight = to_autocast(X), to_autocast(Y), to_autocast(weight)
         if not product.shared_weights and weight.shape[0] == 1 != y.shape[0]:
             weight = weight.expand(y.shape[0], -1)
         return tensor_product(self._text, x, y, weight, rows, cols, num_nodes)

@@ -4,14 +4,13 @@ from __future__ import annotations
 
 import re
 from collections.abc import Mapping, Sequence
-from dataclasses import fields
 from functools import lru_cache
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
-from insum_nn.compiler.api import Program, _traced_call, compile
+from insum_nn.compiler.api import Program, call_traced, compile, to_autocast, under_autocast
 from insum_nn.compiler.options import Options
 from insum_nn.errors import (
     InsumDeviceError,
@@ -38,6 +37,7 @@ __all__ = [
     "run",
     "span_of",
     "subscripts",
+    "to_autocast",
     "under_autocast",
 ]
 
@@ -140,37 +140,21 @@ def check_mode(mode: object, ndim: int, owner: str) -> int:
 def named_tensors(owner: str, expression: str, matrix: SparseFormat, operands: Sequence[Operand]) -> dict[str, Tensor]:
     """The tensors of a call by their names in the expression, after checks of rank, extents, dtype and device.
 
-    Under autocast float32 tensors take the autocast dtype, as they do before a dense product.
+    Under autocast float32 and half tensors take its dtype, as they do before a dense product.
 
     Raises:
         InsumError: the first fault; its text lists the others.
     """
-    values = matrix.values
     named = dict(matrix.tensors)
-    cast = values.dtype
-    if any(isinstance(o.tensor, Tensor) and o.tensor.dtype != cast for o in operands) and under_autocast(values.device):
-        cast = torch.get_autocast_dtype(values.device.type)
-        named["Val"] = _cast(values, cast)
-        operands = [o._replace(tensor=_cast(o.tensor, cast)) for o in operands]
+    if under_autocast(matrix.device):
+        named["Val"] = to_autocast(matrix.values)
+        operands = [o._replace(tensor=to_autocast(o.tensor)) for o in operands]
     check = _Check(owner, expression, named["Val"])
     for operand in operands:
         check.operand(operand)
         named[operand.symbol] = operand.tensor
     raise_collected(check.faults)
     return named
-
-
-def under_autocast(device: torch.device) -> bool:
-    """Whether operands on this device take autocast's dtype; never on devices that know none, such as meta.
-
-    >>> under_autocast(torch.device("meta"))
-    False
-    """
-    return torch.amp.is_autocast_available(device.type) and torch.is_autocast_enabled(device.type)
-
-
-def _cast(tensor: object, dtype: torch.dtype) -> Any:
-    return tensor.to(dtype) if isinstance(tensor, Tensor) and tensor.dtype == torch.float32 else tensor
 
 
 class _Check:
@@ -271,25 +255,13 @@ def run(
     """Run an expression on named tensors, with what is known of those that are index tensors."""
     facts = {name: fact for name, fact in facts.items() if name in named}
     if torch.compiler.is_dynamo_compiling():
-        claims = [(name, f.sorted, f.unique, f.masked, f.proven) for name, f in facts.items()]
-        text = _spec_text(expression, claims, [getattr(options, name) for name in _OPTION_NAMES])
-        return _traced_call(text, named, {}, out_shape)
+        return call_traced(expression, named, facts=facts, options=options, out_shape=out_shape)
     return _compiled(expression, tuple(facts.items()), options)(tensors=named, out_shape=out_shape)
 
 
 @lru_cache(maxsize=1024)
 def _compiled(expression: str, facts: tuple[tuple[str, IndexFacts], ...], options: Options) -> Program:
     return compile(expression, facts=dict(facts), options=options)
-
-
-_OPTION_NAMES = tuple(field.name for field in fields(Options))
-
-
-@torch.compiler.assume_constant_result  # type: ignore[untyped-decorator]
-def _spec_text(expression: str, claims: Sequence[tuple[Any, ...]], values: Sequence[Any]) -> str:
-    """The program as text, from plain constants: Dynamo calls it while it traces, and keeps the result."""
-    facts = tuple((name, IndexFacts(*claim)) for name, *claim in claims)
-    return _compiled(expression, facts, Options(**dict(zip(_OPTION_NAMES, values, strict=True))))._text
 
 
 def is_vector(value: object) -> bool:

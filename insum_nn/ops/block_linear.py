@@ -42,7 +42,7 @@ BLOCK_LINEAR: Mapping[str, str] = MappingProxyType(
 BLOCK_LINEAR_FACTS: Mapping[str, Mapping[str, IndexFacts]] = MappingProxyType(
     {
         "BlockCOO": {
-            "Row": IndexFacts(sorted=True, masked=False, proven=True),
+            "Row": IndexFacts(sorted=True, masked=False, proven=True, unique_with=("Col",)),
             "Col": IndexFacts(masked=False, proven=True),
         },
         "slots": {
@@ -126,7 +126,7 @@ def block_linear_stored(
     named = block_linear_operands(input, weight, index, shape, bias)
     stored, (rows, (_, cols, _)) = named["W"], (-(-shape[0] // weight.shape[1]), named["X"].shape)
     if form == "BlockCOO" and dense_is_faster(stored, (rows, cols), named["X"].shape[0], options):
-        dense = block_tiles(stored, index["Row"], index["Col"], (rows, cols))[: shape[0], : shape[1]]
+        dense = block_tiles(stored, index, (rows, cols), BLOCK_LINEAR_FACTS[form], options)[: shape[0], : shape[1]]
         result = torch.nn.functional.linear(
             input.to(dense.dtype), dense, None if bias is None else bias.to(dense.dtype)
         )

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 
 import torch
 from torch import Tensor
 
-from insum_nn.compiler.options import Options
+from insum_nn.compiler.options import DEFAULT, Options
+from insum_nn.facts import IndexFacts
+from insum_nn.ops.arguments import run
 
 __all__ = ["block_tiles", "dense_is_faster"]
 
@@ -38,14 +40,37 @@ def dense_is_faster(values: Tensor, grid: Sequence[int], columns: int, options: 
     return values.shape[:-2].numel() >= share * grid[0] * grid[1]
 
 
-def block_tiles(values: Tensor, row: Tensor, col: Tensor, grid: tuple[int, int]) -> Tensor:
-    """The dense matrix of blocks that stand once each: (rows * a, cols * b); differentiable.
+def block_tiles(
+    values: Tensor,
+    index: Mapping[str, Tensor],
+    grid: Sequence[int],
+    facts: Mapping[str, IndexFacts],
+    options: Options = DEFAULT,
+) -> Tensor:
+    """The dense matrix of blocks, (rows * a, cols * b); differentiable.
 
-    >>> place = torch.tensor([0, 1])
-    >>> block_tiles(torch.ones(2, 1, 2), place, place, (2, 2)).tolist()
+        D[Row[p],a,Col[p],b] += Val[p,a,b]
+        D[Row[g],a,Col[g,q],b] += Val[g,q,a,b]          with groups of blocks that share their row
+
+    It is formed anew at each call, of constant values too: a write through `values.data` leaves no trace by which a
+    kept matrix could be told to be stale, and the matrix takes more memory than the blocks do.
+
+    Args:
+        values: `Val`.
+        index: `Row` and `Col`.
+        grid: block rows and columns of the matrix.
+        facts: of `Row` and `Col`; blocks that stand once each (`unique_with`) are stored, others are added.
+        options: compile options.
+
+    >>> index = {"Row": torch.tensor([0, 1]), "Col": torch.tensor([0, 1])}
+    >>> block_tiles(torch.ones(2, 1, 2), index, (2, 2), {}).tolist()
     [[1.0, 1.0, 0.0, 0.0], [0.0, 0.0, 1.0, 1.0]]
     """
     (rows, cols), (a, b) = grid, values.shape[-2:]
-    dense = values.new_zeros(rows, a, cols, b)
-    dense.permute(0, 2, 1, 3).index_put_((row.long(), col.long()), values)
-    return dense.reshape(rows * a, cols * b)
+    expression = _BLOCKS if values.ndim == 3 else _GROUPS
+    tensors = {"Row": index["Row"], "Col": index["Col"], "Val": values}
+    return run(expression, facts, tensors, options, (rows, a, cols, b)).reshape(rows * a, cols * b)
+
+
+_BLOCKS = "D[Row[p],a,Col[p],b] += Val[p,a,b]"
+_GROUPS = "D[Row[g],a,Col[g,q],b] += Val[g,q,a,b]"

@@ -11,6 +11,7 @@ from torch import Tensor
 from insum_nn.compiler.api import Explanation
 from insum_nn.compiler.options import DEFAULT, Options
 from insum_nn.errors import InsumDeviceError, InsumDtypeError
+from insum_nn.ops.arguments import to_autocast, under_autocast
 from insum_nn.ops.graph_matrix import GraphMatrix, TensorCache
 from insum_nn.ops.graph_product import graph_compare, graph_product, transformed
 from insum_nn.structure.gcn_norm import (
@@ -219,9 +220,8 @@ def _agree(x: Tensor, edge_index: Tensor, edge_weight: Tensor | None, recipe: Re
                 got=edge_weight.dtype,
             )
         edge_weight = check_edge_weight(edge_weight, edge_index.shape[1])
-    device = x.device.type
-    if torch.is_autocast_enabled(device) and x.dtype in (torch.float16, torch.bfloat16, torch.float32):
-        return x.to(torch.get_autocast_dtype(device)), edge_weight
+    if under_autocast(x.device) and x.is_floating_point() and x.dtype != torch.float64:
+        return to_autocast(x), edge_weight
     return (x if edge_weight is None else x.to(torch.promote_types(x.dtype, edge_weight.dtype))), edge_weight
 
 

@@ -10,7 +10,7 @@ from torch import Tensor
 from insum_nn.compiler.api import Program, compile
 from insum_nn.compiler.options import DEFAULT, Options
 from insum_nn.errors import InsumDeviceError, InsumDtypeError, InsumError, InsumShapeError, raise_collected
-from insum_nn.ops.arguments import run
+from insum_nn.ops.arguments import run, to_autocast
 from insum_nn.ops.sparse_conv_table import by_table, table_conv, table_operands, table_statement, takes_table
 from insum_nn.structure.kernel_map import FACTS, KernelMap
 from insum_nn.structure.kernel_map_table import TABLE_FACTS
@@ -26,7 +26,6 @@ __all__ = [
     "sparse_conv_call",
     "sparse_conv_expression",
     "sparse_conv_operands",
-    "to_autocast",
 ]
 
 SPARSE_CONV = "Out[OutIdx[g,q],d] += In[InIdx[g,q],c] * W[Off[g],c,d]"
@@ -172,7 +171,7 @@ def _values(
         check_features("sparse_conv", features, kernel_map.num_inputs, kernel_map.device)
     else:
         check_features("sparse_conv", features)
-    features, weight = to_autocast(features, weight)
+    features, weight = to_autocast(features), to_autocast(weight)
     _check_weight(expression, features, weight, kernel_map, bias, groups)
     outputs, inputs = weight.shape[0], weight.shape[-1]
     # (h, d, o, c) -> (o, h, c, d); one copy of the weights, so that a group's slice is read in one piece.
@@ -184,16 +183,6 @@ def _values(
     cells = cells.contiguous()
     source = features if groups == 1 else features.unflatten(1, (groups, inputs))
     return {"In": source, "W": cells}
-
-
-def to_autocast(*tensors: Tensor) -> tuple[Tensor, ...]:
-    """Under autocast float32 operands take its dtype, as before a dense product; other tensors are left alone."""
-    device = tensors[0].device.type
-    if not torch.is_autocast_enabled(device):
-        return tensors
-    dtype = torch.get_autocast_dtype(device)
-    halves = (torch.float32, torch.float16, torch.bfloat16)
-    return tuple(t.to(dtype) if t.dtype in halves else t for t in tensors)
 
 
 def check_features(owner: str, features: Tensor, rows: int | None = None, device: torch.device | None = None) -> None:

@@ -11,7 +11,7 @@ from insum_nn.compiler.api import Program
 from insum_nn.compiler.options import DEFAULT, Options
 from insum_nn.formats import BlockFormat, SparseFormat
 from insum_nn.ops.arguments import Operand, is_vector, matrix_layout, named_tensors, pad_axis, program, run
-from insum_nn.ops.dense_choice import dense_is_faster
+from insum_nn.ops.dense_choice import block_tiles, dense_is_faster
 
 __all__ = ["SPMM", "spmm", "spmm_expression", "spmm_program"]
 
@@ -77,7 +77,8 @@ def spmm(matrix: SparseFormat, dense: Tensor, *, options: Options = DEFAULT) -> 
     if isinstance(matrix, BlockFormat) and dense_is_faster(
         named["Val"], matrix.grid_shape, named["B"].shape[1], options
     ):
-        result = matrix.with_values(named["Val"]).to_dense() @ named["B"]
+        tiles = block_tiles(named["Val"], named, matrix.grid_shape, matrix.facts, options)
+        result = tiles[:m, :k] @ named["B"]
     elif isinstance(matrix, BlockFormat):
         result = _blocks(expression, matrix, named, options)
     else:

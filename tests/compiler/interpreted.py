@@ -78,7 +78,7 @@ def interpreter(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
                 monkeypatch.setattr(module, name, InterpretedFunction(value.fn))  # type: ignore[no-untyped-call]
     ranges = _Ranges()
     # Functions made for the interpreter must not meet a compiler, nor the other way round.
-    monkeypatch.setattr(triton_lowering, "_modules", {})
+    monkeypatch.setattr(triton_lowering, "_functions", {})
     jit: Any = triton_lowering._jit
     monkeypatch.setattr(triton_lowering, "_jit", lambda source: _Watched(jit(source), ranges))
     load: Any = InterpreterBuilder.create_masked_load

@@ -7,6 +7,7 @@ import sys
 import weakref
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -14,7 +15,7 @@ from torch import Tensor
 
 import insum_nn
 from insum_nn import IndexFacts, Options, cache_info, clear_cache, insum
-from insum_nn.compiler import call, execution, inductor, proofs
+from insum_nn.compiler import call, execution, inductor, proofs, triton_lowering
 from insum_nn.errors import InsumRangeError
 
 SPMM = "C[Row[p],n] += Val[p] * B[Col[p],n]"
@@ -309,3 +310,17 @@ def test_nothing_keeps_a_tensor_alive():
     del t
     gc.collect()
     assert [reference() for reference in references] == [None] * 4
+
+
+def test_a_compiled_kernel_s_function_is_forgotten_with_it():
+    """Without the interpreter too: Triton must not keep every function that a search made."""
+    source = SimpleNamespace(text="import triton\n\n\n@triton.jit\ndef kernel(a):\n    pass\n")
+    function = triton_lowering._jit(source)  # type: ignore[arg-type]
+    assert triton_lowering._jit(source) is function  # type: ignore[arg-type]
+    name = function.__module__
+    assert name in sys.modules
+    gone = weakref.ref(function)
+    del function
+    gc.collect()
+    assert gone() is None
+    assert name not in sys.modules

@@ -5,6 +5,10 @@ The interpreter runs the text that a GPU runs, and the fixture checks every addr
 
 from __future__ import annotations
 
+import gc
+import linecache
+import sys
+import weakref
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
 
@@ -14,6 +18,7 @@ from torch import Tensor
 
 import insum_nn
 from insum_nn import IndexFacts, Options
+from insum_nn.compiler import triton_lowering
 from insum_nn.compiler.kernel_schedule import Schedule, candidates, default_schedule
 from insum_nn.compiler.parser import parse
 from insum_nn.errors import InsumFormatError
@@ -513,3 +518,31 @@ def test_gradients_of_random_programs():
             )
         checked += 1
     assert checked >= 20
+
+
+def test_functions_are_forgotten_with_their_kernels(monkeypatch: pytest.MonkeyPatch):
+    """A search makes dozens of kernels; what they were read from must not outlive them."""
+    functions: weakref.WeakValueDictionary[str, object] = weakref.WeakValueDictionary()
+    monkeypatch.setattr(triton_lowering, "_functions", functions)
+
+    def modules() -> set[str]:
+        return {name for name in sys.modules if name.startswith("insum_nn_kernel_")}
+
+    before = modules()
+    case = CASES["spmm"]
+    tensors = case.draw(1)
+    _, kernel, first = kernel_of(case, tensors, Schedule(m=2, n=2, k=2))
+    made = modules() - before
+    assert len(made) == len(functions) == 1
+    path = f"<{next(iter(made))}>"
+    assert linecache.getlines(path)
+    gc.collect()
+    # While the kernel lives, it runs, and its text can be shown.
+    assert modules() - before == made
+    again = kernel_of(case, tensors, Schedule(m=2, n=2, k=2))[2]
+    torch.testing.assert_close(again, first)
+    del kernel
+    gc.collect()
+    assert not functions
+    assert modules() == before
+    assert not linecache.getlines(path)

@@ -1,0 +1,41 @@
+"""Autocast: a statement counts as a matrix product, whose operands take autocast's dtype."""
+
+from __future__ import annotations
+
+from typing import TypeVar, overload
+
+import torch
+from torch import Tensor
+
+__all__ = ["to_autocast", "under_autocast"]
+
+T = TypeVar("T")
+_CAST = (torch.float16, torch.bfloat16, torch.float32)
+
+
+def under_autocast(device: torch.device) -> bool:
+    """Whether operands on this device take autocast's dtype; never on devices that know none, such as meta.
+
+    >>> under_autocast(torch.device("meta"))
+    False
+    """
+    return torch.amp.is_autocast_available(device.type) and torch.is_autocast_enabled(device.type)
+
+
+@overload
+def to_autocast(value: Tensor) -> Tensor: ...
+@overload
+def to_autocast(value: T) -> T: ...
+def to_autocast(value: object) -> object:
+    """A floating-point operand but of float64 in autocast's dtype, where autocast is in force; else the value itself.
+
+    >>> to_autocast(torch.ones(1)).dtype
+    torch.float32
+    >>> with torch.autocast("cpu", dtype=torch.bfloat16):
+    ...     to_autocast(torch.ones(1)).dtype
+    torch.bfloat16
+    """
+    # What is no tensor is for the checks to judge.
+    if not isinstance(value, Tensor) or value.dtype not in _CAST or not under_autocast(value.device):
+        return value
+    return value.to(torch.get_autocast_dtype(value.device.type))

@@ -1,0 +1,327 @@
+"""What was measured, remembered: in the user's cache folder, in files that were loaded, and in those of the package.
+
+An entry is a *key* (the statement, the bucket of its sizes, dtypes, facts, tables, the device), the *versions* it was
+measured with, and a *value*: a schedule, or the path that runs a statement. All of it is JSON, and nothing in it
+depends on the process or on the version of Python. The cache folder holds one file an entry, found by key and versions,
+so that new versions measure anew. Files of many entries are found by the key alone: a schedule is valid code under any
+version of Triton, if perhaps not the fastest one. `_FORMAT` is part of the key: raise it when schedules come to mean
+something else.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+import platform
+import tempfile
+import threading
+import time
+import warnings
+from collections.abc import Generator, Iterator, Mapping, Sequence
+from contextlib import ExitStack, contextmanager, suppress
+from dataclasses import asdict, dataclass, fields
+from pathlib import Path
+from typing import IO, Any
+
+import torch
+
+from insum_nn.compiler.bind import Bound, Extents, show_dtype
+from insum_nn.compiler.inductor import cache_folder
+from insum_nn.compiler.triton_lowering import version as triton_version
+from insum_nn.facts import StaticTable
+
+__all__ = ["Entry", "Key", "export", "find", "key_of", "load", "size_bucket", "turn", "unload", "write"]
+
+_FORMAT = 2
+Key = Mapping[str, Any]
+
+
+@dataclass(frozen=True, slots=True)
+class Entry:
+    """One remembered measurement.
+
+    Attributes:
+        key: what it is for.
+        value: what was chosen, and what was measured.
+        versions: of torch and Triton, when it was measured.
+        source: the file it was found in.
+    """
+
+    key: Key
+    value: Mapping[str, Any]
+    versions: Mapping[str, str]
+    source: Path | None = None
+
+    @property
+    def current(self) -> bool:
+        """Whether it was measured with the versions in use."""
+        return dict(self.versions) == _versions()
+
+    def origin(self) -> str:
+        """Where it comes from, in words."""
+        if self.current:
+            return f"remembered in {self.source}"
+        known = ", ".join(f"{name} {number}" for name, number in self.versions.items())
+        return f"remembered in {self.source}, measured with {known}"
+
+    def broken(self, why: object) -> None:
+        """Warn that the value makes no sense."""
+        _warn(self.source, f"an entry is ignored: {why}")
+
+
+def _versions() -> dict[str, str]:
+    return {"torch": torch.__version__, "triton": triton_version()}
+
+
+# Keys.
+
+
+def size_bucket(extents: Extents) -> tuple[int, ...]:
+    """Sizes for which one choice is made: all within a factor of two."""
+    return tuple(max(0, e - 1).bit_length() for e in (*extents.indices, *extents.output))
+
+
+def key_of(
+    kind: str,
+    bound: Bound,
+    tables: Mapping[str, StaticTable],
+    bucket: Sequence[int],
+    device: torch.device,
+    **more: str,
+) -> Key:
+    """The key of a statement's measurement.
+
+    Args:
+        kind: what is chosen.
+        bound: the statement.
+        tables: its static tensors.
+        bucket: `size_bucket` of the call.
+        device: where it runs.
+        more: what else the choice depends on.
+    """
+    layout = bound.layout
+    return {
+        "format": _FORMAT,
+        "kind": kind,
+        "statement": str(bound.statement),
+        "dtype": show_dtype(bound.dtype),
+        "index_dtypes": {
+            name: show_dtype(dtype)
+            for name, dtype in zip(layout.tensors, bound.index_dtypes, strict=True)
+            if name in layout.index_tensors
+        },
+        "facts": {
+            name: asdict(facts)
+            for name, facts in zip(layout.tensors, bound.facts, strict=True)
+            if name in layout.index_tensors
+        },
+        **{field.name: str(getattr(bound, field.name)) for field in fields(bound) if field.name not in _OWN_FORM},
+        "tables": {name: _digest([table.shape, table.values]) for name, table in sorted(tables.items())},
+        "bucket": list(bucket),
+        "device": _device(device),
+        **more,
+    }
+
+
+def _device(device: torch.device) -> str:
+    """Devices of one name share entries."""
+    if device.type == "cuda":
+        return torch.cuda.get_device_name(device)
+    return f"{platform.machine()} {device.type}, {torch.get_num_threads()} threads"
+
+
+# What a key spells out; the other fields of a `Bound` print as what they are.
+_OWN_FORM = ("statement", "dtype", "index_dtypes", "facts")
+
+
+def _digest(value: object) -> str:
+    return hashlib.sha256(json.dumps(value, sort_keys=True).encode()).hexdigest()
+
+
+# One entry a file: the user's cache folder.
+
+
+def _folder() -> Path:
+    return cache_folder() / "schedules"
+
+
+def _own(key: Key) -> Path:
+    return _folder() / f"{_digest([key, _versions()])}.json"
+
+
+def find(key: Key) -> Entry | None:
+    """What is remembered of a key: in the cache folder, in the files loaded last, in those of the package."""
+    path = _own(key)
+    if path.exists():
+        for entry in _read(path):
+            return entry
+    digest = _digest(key)
+    for path in (*reversed(_loaded), *_named(), *_packaged()):
+        entry = _entries(path).get(digest)
+        if entry is not None:
+            return entry
+    return None
+
+
+def write(key: Key, value: Mapping[str, Any]) -> None:
+    """Remember a value: whole or not at all, as several processes may do so at once."""
+    path = _own(key)
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        with tempfile.NamedTemporaryFile("w", dir=path.parent, delete=False) as file:
+            json.dump(_to_json(Entry(key, value, _versions())), file)
+        os.replace(file.name, path)
+    except OSError:
+        # Without a folder to write to, every process measures for itself.
+        return
+
+
+# Files of many entries.
+
+_loaded: list[Path] = []
+_known: dict[Path, tuple[int, dict[str, Entry]]] = {}
+_lock = threading.RLock()
+
+
+def export(path: str | os.PathLike[str]) -> int:
+    """Write everything remembered in the cache folder to one JSON file, which `load` reads anywhere.
+
+    Of measurements with several versions of torch and Triton, those of the versions in use are taken, else the latest.
+
+    Args:
+        path: the file; replaced if it exists.
+
+    Returns:
+        The number of entries written.
+    """
+    found: dict[str, Entry] = {}
+    files = sorted(_folder().glob("*.json"), key=lambda file: (file.stat().st_mtime_ns, file.name))
+    for entry in (entry for file in files for entry in _read(file)):
+        digest = _digest(entry.key)
+        if entry.current or digest not in found or not found[digest].current:
+            found[digest] = entry
+    entries = [_to_json(found[digest]) for digest in sorted(found)]
+    Path(path).write_text(json.dumps({"entries": entries}, indent=1, sort_keys=True) + "\n", encoding="utf-8")
+    return len(entries)
+
+
+def load(path: str | os.PathLike[str]) -> int:
+    """Use the measurements of a file that `export` wrote; they are looked up after the user's own.
+
+    The file is only read, and its entries serve devices of the name they were measured on. What this process has
+    chosen already stays until `insum_nn.clear_cache()`. A file that is no such file gives a warning.
+
+    Args:
+        path: the file. `INSUM_NN_SCHEDULES` names such files too, separated like the folders of `PATH`.
+
+    Returns:
+        The number of entries found.
+
+    Raises:
+        FileNotFoundError: there is no such file.
+    """
+    file = Path(path).resolve()
+    if not file.exists():
+        raise FileNotFoundError(f"there is no file of schedules at {file}")
+    with _lock:
+        if file in _loaded:
+            _loaded.remove(file)
+        _loaded.append(file)
+        _known.pop(file, None)
+    return len(_entries(file))
+
+
+def unload() -> None:
+    """Forget the files that were loaded."""
+    with _lock:
+        _loaded.clear()
+        _known.clear()
+
+
+def _named() -> list[Path]:
+    return [Path(part) for part in os.environ.get("INSUM_NN_SCHEDULES", "").split(os.pathsep) if part]
+
+
+def _packaged() -> list[Path]:
+    return sorted((Path(__file__).parents[1] / "schedules").glob("*.json"))
+
+
+def _entries(path: Path) -> dict[str, Entry]:
+    """A file's entries by their keys; read again when it changes."""
+    try:
+        changed = path.stat().st_mtime_ns
+    except OSError:
+        changed = -1
+    with _lock:
+        known = _known.get(path)
+        if known is None or known[0] != changed:
+            known = _known[path] = changed, {_digest(entry.key): entry for entry in _read(path)}
+        return known[1]
+
+
+def _to_json(entry: Entry) -> dict[str, Any]:
+    return {"key": entry.key, "value": entry.value, "versions": entry.versions}
+
+
+def _read(path: Path) -> Iterator[Entry]:
+    """The entries of a file; a warning for what is none."""
+    try:
+        data = json.loads(path.read_text(encoding="utf-8"))
+        found = data["entries"] if "entries" in data else [data]
+        parts = [(each["key"], each["value"], each["versions"]) for each in found]
+        if not all(isinstance(part, dict) for each in parts for part in each):
+            raise TypeError("an entry is not made of objects")
+    except (OSError, ValueError, TypeError, KeyError, AttributeError) as error:
+        _warn(path, f"{type(error).__name__}: {error}")
+        return
+    for key, value, versions in parts:
+        yield Entry(key, value, versions, path)
+
+
+def _warn(path: Path | None, why: str) -> None:
+    warnings.warn(f"{path} is no file of schedules, and is ignored ({why}); delete it or export it anew", stacklevel=2)
+
+
+# One process measures, the others read.
+
+
+@contextmanager
+def turn(key: Key, seconds: float) -> Generator[bool]:
+    """Wait until no other process on this cache folder measures a key; then look it up again.
+
+    Args:
+        key: what is measured.
+        seconds: the longest wait.
+
+    Yields:
+        Whether it is this process's turn; `False` after a wait in vain.
+    """
+    path = cache_folder() / "locks" / _digest([key, _versions()])
+    with ExitStack() as stack:
+        file = None
+        with suppress(OSError):
+            path.parent.mkdir(parents=True, exist_ok=True)
+            # Closing the file gives the lock back; so does the end of a process, however it comes.
+            file = stack.enter_context(path.open("w"))
+        until = time.monotonic() + seconds
+        while not (taken := _take(file)) and time.monotonic() < until:
+            time.sleep(0.05)
+        yield taken
+
+
+def _take(file: IO[str] | None) -> bool:
+    if file is None:
+        return True
+    try:
+        import fcntl
+    except ImportError:
+        return True
+    try:
+        fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError:
+        return False
+    except OSError:
+        # A file system without locks: everyone measures.
+        return True
+    return True

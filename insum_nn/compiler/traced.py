@@ -1,0 +1,78 @@
+"""Calls under torch.compile: the whole call is one operator, so that Dynamo never follows the parser and the checks."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import fields, replace
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from insum_nn.compiler.call import Spec
+from insum_nn.compiler.epilogue import check_epilogue
+from insum_nn.compiler.options import Options
+from insum_nn.facts import IndexFacts
+
+__all__ = ["call_operator", "call_traced"]
+
+_OPTION_NAMES = tuple(field.name for field in fields(Options))
+
+torch.library.define(
+    "insum_nn::call",
+    "(str spec, str[] names, Tensor[] tensors, str[] sized, SymInt[] sizes, bool[] known, SymInt[] shape, bool shaped) "
+    "-> Tensor",
+)
+
+
+def call_operator(
+    text: str, named: Mapping[str, Tensor], sizes: Mapping[str, int], out_shape: Sequence[int | None] | None
+) -> Tensor:
+    """Call a program, given as the JSON of its `Spec`, through the operator."""
+    shape = out_shape if out_shape is not None else ()
+    named = {n: t for n, t in named.items() if t is not None}  # pyright: ignore[reportUnnecessaryComparison]
+    return torch.ops.insum_nn.call(  # type: ignore[no-any-return]
+        text,
+        list(named.keys()),
+        list(named.values()),
+        list(sizes.keys()),
+        list(sizes.values()),
+        [extent is not None for extent in shape],
+        [0 if extent is None else extent for extent in shape],
+        out_shape is not None,
+    )
+
+
+def call_traced(
+    expression: str,
+    named: Mapping[str, Tensor],
+    *,
+    facts: Mapping[str, IndexFacts],
+    options: Options,
+    sizes: Mapping[str, int] | None = None,
+    out_shape: Sequence[int | None] | None = None,
+    activation: str | None = None,
+    out_dtype: torch.dtype | None = None,
+    validate: bool = False,
+) -> Tensor:
+    """Run a statement while Dynamo traces: as `insum_nn.insum`, with facts of index tensors."""
+    claims = [(name, f.sorted, f.unique, f.masked, f.proven, f.unique_with) for name, f in facts.items()]
+    values = [getattr(options, name) for name in _OPTION_NAMES]
+    text = _spec_text(expression, claims, values, activation, out_dtype, validate)
+    return call_operator(text, named, sizes or {}, out_shape)
+
+
+@torch.compiler.assume_constant_result  # type: ignore[untyped-decorator]
+def _spec_text(
+    expression: str,
+    claims: Sequence[tuple[Any, ...]],
+    values: Sequence[Any],
+    activation: str | None,
+    out_dtype: torch.dtype | None,
+    validate: bool,
+) -> str:
+    """The program as text, from plain constants: Dynamo calls it while it traces, and keeps the result."""
+    options = Options(**dict(zip(_OPTION_NAMES, values, strict=True)))
+    facts = tuple((name, IndexFacts(*claim)) for name, *claim in sorted(claims, key=lambda claim: claim[0]))
+    options = replace(options, validate=options.validate or validate)
+    return Spec(expression, facts, options, epilogue=check_epilogue(expression, activation, out_dtype)).to_json()

@@ -1,0 +1,465 @@
+"""Remembered measurements: keys that are the same everywhere, files that are torn, one process that measures."""
+
+from __future__ import annotations
+
+import json
+import logging
+import os
+import subprocess
+import sys
+import textwrap
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+import torch
+
+import insum_nn
+import insum_nn.schedules
+from insum_nn import IndexFacts, Options
+from insum_nn.compiler import progress, schedule_store, tuning
+from insum_nn.compiler.bind import Extents, bind
+from insum_nn.compiler.kernel_form import make_form
+from insum_nn.compiler.kernel_schedule import Schedule, default_schedule
+from insum_nn.compiler.parser import parse
+from insum_nn.compiler.tuning import Chosen, Measurement, choose_schedule
+
+ROOT = Path(__file__).parents[2]
+TEXT = "C[Row[p],n] += Val[p] * B[Col[p],n]"
+FACTS = {"Row": IndexFacts(sorted=True, masked=False, proven=True), "Col": IndexFacts(masked=False, proven=True)}
+TENSORS = {
+    "Row": torch.tensor([0, 0, 2]),
+    "Col": torch.tensor([1, 2, 0]),
+    "Val": torch.ones(3),
+    "B": torch.ones(4, 8),
+}
+EXTENTS = Extents((3, 8), (5, 8))
+FASTEST, SECOND = Schedule(n=8, k=4, warps=2), Schedule(n=8, k=2)
+
+
+@pytest.fixture(autouse=True)
+def _own_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setenv("INSUM_NN_CACHE_DIR", str(tmp_path / "cache"))
+    monkeypatch.delenv("INSUM_NN_SCHEDULES", raising=False)
+    monkeypatch.setattr(tuning, "worth_measuring", lambda options, extents: options.tune)
+    yield
+    schedule_store.unload()
+
+
+def choose(expression: str = TEXT, bucket: tuple[int, ...] = (2, 3, 3, 3), options: Options | None = None) -> Chosen:
+    bound = bind(parse(expression), TENSORS, None, facts=FACTS)
+    form = make_form(bound, {"p": 3, "n": 8}, (5, 8), {}, deterministic=False, prefer_own=True)
+    ordered = [TENSORS[name] for name in bound.layout.tensors]
+    return choose_schedule(form, {}, bucket, ordered, EXTENTS, None, "ieee", options or Options())
+
+
+def measured(monkeypatch: pytest.MonkeyPatch) -> list[str]:
+    """A measurement that says it was made."""
+    made: list[str] = []
+
+    def measure(search: tuning._Search) -> tuple[Measurement, ...]:
+        made.append(str(search.form.bound.statement))
+        return Measurement(FASTEST, 10.0), Measurement(SECOND, 20.0), Measurement(Schedule(), float("inf"))
+
+    monkeypatch.setattr(tuning, "_measure", measure)
+    return made
+
+
+def test_the_fastest_is_taken_and_remembered(monkeypatch: pytest.MonkeyPatch):
+    made = measured(monkeypatch)
+    first = choose()
+    assert (first.schedule, first.reason) == (FASTEST, "the fastest of 3 measured")
+    again = choose()
+    assert again.schedule == FASTEST
+    assert again.reason.startswith("remembered in ")
+    # The times are remembered too; what did not run is not.
+    assert again.measured == first.measured[:2]
+    assert len(made) == 1
+    choose(bucket=(3, 3, 3, 3))
+    assert len(made) == 2
+
+
+def test_without_tuning_nothing_is_read(monkeypatch: pytest.MonkeyPatch):
+    made = measured(monkeypatch)
+    choose()
+    chosen = choose(options=Options(tune=False))
+    assert chosen.schedule != FASTEST
+    assert chosen.reason == "the default"
+    assert len(made) == 1
+
+
+def test_nothing_ran(monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr(tuning, "_measure", lambda search: (Measurement(FASTEST, float("inf")),))
+    assert choose().reason == "the default: no candidate ran"
+    assert not list(schedule_store._folder().glob("*"))
+
+
+def test_times_of_candidates(monkeypatch: pytest.MonkeyPatch):
+    """The search itself, with a clock that prefers the second candidate."""
+    bound = bind(parse(TEXT), TENSORS, None, facts=FACTS)
+    form = make_form(bound, {"p": 3, "n": 8}, (5, 8), {}, deterministic=False, prefer_own=True)
+    tried: list[Schedule] = []
+
+    class Trial:
+        def __init__(self, form: object, schedule: Schedule, *rest: object) -> None:
+            self.schedule = schedule
+            self.place = len(tried)
+            tried.append(schedule)
+
+        def compile(self) -> bool:
+            return self.place != 0
+
+        def time(self, repeat: int) -> float:
+            return abs(self.place - 1) + 1.0
+
+    monkeypatch.setattr(tuning, "_Trial", Trial)
+    search = tuning._Search(form, list(TENSORS.values()), EXTENTS, None, "ieee")
+    found = tuning._measure(search)
+    assert [m.schedule for m in found[:1]] == [tried[1]]
+    assert found[0].microseconds == 1.0
+    # The first has no machine code.
+    assert found[-1] == Measurement(tried[0], float("inf"))
+
+
+# Keys.
+
+
+def test_a_key_tells_apart_what_matters():
+    bound = bind(parse(TEXT), TENSORS, None, facts=FACTS)
+    device = torch.device("cpu")
+
+    def key(changed: dict[str, object], bucket: tuple[int, ...] = (1, 2)) -> str:
+        return json.dumps(schedule_store.key_of("schedule", replace(bound, **changed), {}, bucket, device))
+
+    keys = [
+        key({}),
+        key({}, (1, 3)),
+        key({"dtype": torch.float16}),
+        key({"has_start": True}),
+        key({"drop_outside": True}),
+        key({"static": (("n", 8),)}),
+        key({"index_dtypes": (torch.int32,) * 4}),
+        key({"facts": (IndexFacts(),) * 4}),
+    ]
+    assert len(set(keys)) == len(keys)
+    assert key({}) == keys[0]
+
+
+def test_buckets():
+    def bucket(extent: int) -> tuple[int, ...]:
+        return schedule_store.size_bucket(Extents((extent,), ()))
+
+    assert [bucket(e) for e in (0, 1, 2, 3, 4, 5, 8, 9)] == [(0,), (0,), (1,), (2,), (2,), (3,), (3,), (4,)]
+
+
+SCRIPT = """
+import sys, json
+import torch
+from insum_nn import IndexFacts
+from insum_nn.compiler import schedule_store
+from insum_nn.compiler.bind import bind
+from insum_nn.compiler.parser import parse
+from insum_nn.facts import StaticTable
+tensors = {"Row": torch.tensor([0, 1]), "Val": torch.ones(2)}
+bound = bind(parse("C[Row[p]] += Val[p]"), tensors, None, facts={"Row": IndexFacts(unique=True, masked=False)})
+key = schedule_store.key_of("schedule", bound, {"Row": StaticTable.of(tensors["Row"])}, (1,), torch.device("cpu"))
+print(schedule_store._own(key).name)
+"""
+
+
+def python(script: str, **environment: str) -> subprocess.Popen[str]:
+    return subprocess.Popen(
+        [sys.executable, "-W", "ignore", "-c", textwrap.dedent(script)],
+        env={**os.environ, **environment},
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+        cwd=ROOT,
+    )
+
+
+def output(process: subprocess.Popen[str]) -> str:
+    out, err = process.communicate(timeout=120)
+    assert process.returncode == 0, err
+    return out.strip()
+
+
+def test_keys_are_the_same_in_every_process():
+    names = [output(python(SCRIPT, PYTHONHASHSEED=seed)) for seed in ("1", "2")]
+    assert names[0] == names[1]
+
+
+# Files.
+
+
+def test_export_and_load(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    made = measured(monkeypatch)
+    choose()
+    choose(bucket=(9, 9, 9, 9))
+    file = tmp_path / "shipped.json"
+    assert insum_nn.schedules.export(file) == 2
+    entry = json.loads(file.read_text())["entries"][0]
+    assert entry["key"]["statement"] == TEXT
+    assert "cpu" in entry["key"]["device"]
+    assert entry["versions"]["torch"] == torch.__version__
+    # Elsewhere.
+    monkeypatch.setenv("INSUM_NN_CACHE_DIR", str(tmp_path / "elsewhere"))
+    choose(bucket=(1, 1, 1, 1))
+    assert len(made) == 3
+    assert insum_nn.schedules.load(file) == 2
+    found = choose()
+    assert found.schedule == FASTEST
+    assert str(file) in found.reason
+    assert len(made) == 3
+
+
+def test_files_named_by_the_environment(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    made = measured(monkeypatch)
+    choose()
+    file = tmp_path / "shipped.json"
+    insum_nn.schedules.export(file)
+    monkeypatch.setenv("INSUM_NN_CACHE_DIR", str(tmp_path / "elsewhere"))
+    monkeypatch.setenv("INSUM_NN_SCHEDULES", os.pathsep.join([str(file), ""]))
+    assert choose().schedule == FASTEST
+    assert len(made) == 1
+
+
+def test_the_user_s_own_come_first(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    measured(monkeypatch)
+    choose()
+    file = tmp_path / "shipped.json"
+    insum_nn.schedules.export(file)
+    text = file.read_text().replace('"warps": 2', '"warps": 8')
+    assert text != file.read_text()
+    file.write_text(text)
+    insum_nn.schedules.load(file)
+    assert choose().schedule.warps == 2
+    monkeypatch.setenv("INSUM_NN_CACHE_DIR", str(tmp_path / "elsewhere"))
+    assert choose().schedule.warps == 8
+
+
+@pytest.mark.parametrize("fits", [True, False])
+def test_other_versions(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, fits: bool):
+    """A schedule measured with another Triton is tried once: there may be no room for it here."""
+    made = measured(monkeypatch)
+    choose()
+    file = tmp_path / "shipped.json"
+    insum_nn.schedules.export(file)
+    monkeypatch.setenv("INSUM_NN_CACHE_DIR", str(tmp_path / "elsewhere"))
+    monkeypatch.setattr(schedule_store, "_versions", lambda: {"torch": "9.9", "triton": "9.9"})
+    insum_nn.schedules.load(file)
+
+    class Trial:
+        def __init__(self, *rest: object) -> None:
+            pass
+
+        def time(self, repeat: int) -> float:
+            return 1.0 if fits else float("inf")
+
+    monkeypatch.setattr(tuning, "_Trial", Trial)
+    found = choose()
+    assert found.schedule == FASTEST
+    assert len(made) == (1 if fits else 2)
+    assert ("measured with torch" in found.reason) is fits
+    # The user's own measurements are made anew with new versions.
+    if not fits:
+        assert choose().reason.startswith("remembered in ")
+        assert len(made) == 2
+
+
+def test_of_several_versions_the_current_is_exported(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    real = schedule_store._versions()
+    key = schedule_store.key_of("path", bind(parse(TEXT), TENSORS, None), {}, (1,), torch.device("cpu"))
+    schedule_store.write(key, {"number": 1})
+    monkeypatch.setattr(schedule_store, "_versions", lambda: {**real, "torch": "1.0"})
+    schedule_store.write(key, {"number": 2})
+    file = tmp_path / "all.json"
+    assert insum_nn.schedules.export(file) == 1
+    assert json.loads(file.read_text())["entries"][0]["value"] == {"number": 2}
+    monkeypatch.undo()
+    monkeypatch.setenv("INSUM_NN_CACHE_DIR", str(tmp_path / "cache"))
+    insum_nn.schedules.export(file)
+    assert json.loads(file.read_text())["entries"][0]["value"] == {"number": 1}
+
+
+@pytest.mark.parametrize(
+    "text", ['{"key": {', "[]", "3", '{"entries": [3]}', '{"entries": [{"key": 1, "value": {}, "versions": {}}]}', "\0"]
+)
+def test_a_torn_file_is_named_and_ignored(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, text: str):
+    made = measured(monkeypatch)
+    choose()
+    (own,) = schedule_store._folder().glob("*.json")
+    own.write_text(text)
+    with pytest.warns(UserWarning, match=own.name):
+        assert choose().schedule == FASTEST
+    assert len(made) == 2
+    file = tmp_path / "shipped.json"
+    file.write_text(text)
+    with pytest.warns(UserWarning, match="shipped.json"):
+        assert insum_nn.schedules.load(file) == 0
+    assert choose().schedule == FASTEST
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        {"m": 3},
+        {"m": 0},
+        {"warps": "4"},
+        {"dot": 1},
+        {"stages": True},
+        {"unheard": 1},
+    ],
+)
+def test_an_entry_that_is_no_schedule_is_ignored(monkeypatch: pytest.MonkeyPatch, change: dict[str, object]):
+    made = measured(monkeypatch)
+    choose()
+    (own,) = schedule_store._folder().glob("*.json")
+    data = json.loads(own.read_text())
+    data["value"]["schedule"].update(change)
+    own.write_text(json.dumps(data))
+    with pytest.warns(UserWarning, match=own.name):
+        assert choose().schedule == FASTEST
+    assert len(made) == 2
+
+
+def test_a_missing_file(tmp_path: Path):
+    with pytest.raises(FileNotFoundError, match=r"none\.json"):
+        insum_nn.schedules.load(tmp_path / "none.json")
+
+
+def test_a_folder_that_cannot_be_written(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    (tmp_path / "file").write_text("")
+    monkeypatch.setenv("INSUM_NN_CACHE_DIR", str(tmp_path / "file"))
+    made = measured(monkeypatch)
+    assert choose().schedule == FASTEST
+    assert choose().schedule == FASTEST
+    assert len(made) == 2
+
+
+def test_packaged_files_are_whole():
+    for file in schedule_store._packaged():
+        assert schedule_store._entries(file), file
+
+
+# One measures, the others read.
+
+RACE = """
+import time
+from pathlib import Path
+from tests.compiler import test_schedule_store as own
+from insum_nn.compiler import tuning
+from insum_nn.compiler.tuning import Measurement
+tuning.worth_measuring = lambda options, extents: True
+folder = Path(FOLDER)
+def measure(search):
+    with (folder / "made").open("a") as file:
+        file.write("x")
+    (folder / "begun").touch()
+    time.sleep(SLEEP)
+    return (Measurement(own.FASTEST, 10.0),)
+tuning._measure = measure
+tuning.WAIT = WAITS
+while len(list(folder.glob("ready*"))) < 2:
+    (folder / ("ready" + NAME)).touch()
+    time.sleep(0.01)
+if NAME == "b":
+    while not (folder / "begun").exists():
+        time.sleep(0.01)
+print(own.choose())
+"""
+
+
+def race(folder: Path, sleep: float, waits: float) -> list[str]:
+    (folder / "made").write_text("")
+    processes = []
+    for name in "ab":
+        values = {"FOLDER": str(folder), "SLEEP": sleep, "WAITS": waits, "NAME": name}
+        head = "\n".join(f"{n} = {v!r}" for n, v in values.items())
+        processes.append(python(head + RACE))
+    return [output(process) for process in processes]
+
+
+def test_one_of_two_processes_measures(tmp_path: Path):
+    first, second = race(tmp_path, 1.0, 30.0)
+    assert (tmp_path / "made").read_text() == "x"
+    assert "the fastest of 1 measured" in first
+    assert "remembered in " in second
+    assert str(FASTEST.to_json()["warps"]) in second
+
+
+def test_the_wait_is_bounded(tmp_path: Path):
+    _, second = race(tmp_path, 3.0, 0.2)
+    assert (tmp_path / "made").read_text() == "x"
+    assert "another process measures" in second
+
+
+def test_a_process_that_died_holds_nobody_up(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    made = measured(monkeypatch)
+    choose()
+    (own,) = schedule_store._folder().glob("*.json")
+    own.unlink()
+    # Its lock file stays behind.
+    assert list((tmp_path / "cache" / "locks").iterdir())
+    assert choose().schedule == FASTEST
+    assert len(made) == 2
+
+
+# Progress.
+
+
+class Terminal:
+    def __init__(self, tty: bool) -> None:
+        self.tty = tty
+        self.text = ""
+
+    def isatty(self) -> bool:
+        return self.tty
+
+    def write(self, text: str) -> None:
+        self.text += text
+
+    def flush(self) -> None:
+        pass
+
+
+def test_progress_is_shown_and_disappears(monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture):
+    screen = Terminal(tty=True)
+    monkeypatch.setattr(sys, "stderr", screen)
+    monkeypatch.setattr(progress, "find_spec", lambda name: None)
+    with caplog.at_level(logging.INFO, logger="insum_nn.tuning"), progress.Progress("tuning C[i]  += A[i]", 2) as shown:
+        shown.step()
+        assert screen.text.endswith("\rtuning C[i] += A[i] 1 of 2")
+        shown.step()
+        shown.result = "5 us"
+    last = screen.text.split("\r")
+    assert last[-1] == ""
+    assert last[-2].strip() == ""
+    assert len(last[-2]) >= len("tuning C[i] += A[i] 2 of 2")
+    assert [record.levelname for record in caplog.records] == ["INFO", "INFO"]
+    assert "2 of 2" in caplog.text
+    assert "5 us" in caplog.text
+
+
+def test_a_long_statement_stays_on_one_line(monkeypatch: pytest.MonkeyPatch):
+    screen = Terminal(tty=True)
+    monkeypatch.setattr(sys, "stderr", screen)
+    monkeypatch.setattr(progress, "find_spec", lambda name: None)
+    monkeypatch.setenv("COLUMNS", "40")
+    with progress.Progress("x" * 200, 3) as shown:
+        shown.step()
+    assert max(len(line) for line in screen.text.split("\r")) < 40
+
+
+def test_nothing_is_shown_without_a_terminal(monkeypatch: pytest.MonkeyPatch):
+    screen = Terminal(tty=False)
+    monkeypatch.setattr(sys, "stderr", screen)
+    with progress.Progress("tuning", 2) as shown:
+        shown.step()
+    assert screen.text == ""
+
+
+def test_the_default_is_among_what_is_never_measured():
+    bound = bind(parse(TEXT), TENSORS, None, facts=FACTS)
+    form = make_form(bound, {"p": 3, "n": 8}, (5, 8), {}, deterministic=False, prefer_own=True)
+    assert choose(options=Options(tune=False)).schedule == default_schedule(form)
