@@ -48,6 +48,7 @@ COMPILER_ORDER = [
     "fx_extremum",
     "fx_lowering",
     "inductor",
+    "kernel_tables",
     "kernel_form",
     "kernel_schedule",
     "kernel_text",

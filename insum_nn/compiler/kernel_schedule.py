@@ -161,7 +161,7 @@ def _rest(form: Form, m: Axis | None, k: Axis | None, n: Axis | None) -> Layout:
 
 def _element_axes(form: Form) -> tuple[list[str], list[str], list[str]]:
     """Candidates for rows, columns and sums of a tile that is multiplied element by element."""
-    last = {sub.plain for p in form.points for r in (*p.reads, p.target) if r.subs and (sub := r.subs[-1]).plain}
+    last = {r.subs[-1].runs_along for p in form.points for r in (*p.reads, p.target) if r.subs}
     parallel = [i for i in form.parallel if i != OWNER]
     columns = [i for i in parallel[-1:] if i in last and (form.owner is not None or len(form.parallel) > 1)]
     rows = [i for i in form.parallel if i not in columns]

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import hashlib
 import importlib.util
+import itertools
 import linecache
 import math
 import os
@@ -22,7 +23,7 @@ import torch
 from torch import Tensor
 
 from insum_nn.compiler.bind import Extents
-from insum_nn.compiler.kernel_form import ENTRY, OWNER, Form
+from insum_nn.compiler.kernel_form import ENTRY, OWNER, Form, Sub
 from insum_nn.compiler.kernel_schedule import Precision, Schedule, place_indices
 from insum_nn.compiler.kernel_source import Source, write_kernel
 from insum_nn.compiler.kernel_text import Argument, Strides
@@ -193,13 +194,23 @@ def _covers(form: Form, extents: Extents) -> bool:
         masked = form.bound.facts_of(subscript.name).masked is not False
         if masked or entries != extents.output[form.owner_axis]:
             return False
-    literal = [axis for axis, sub in enumerate(form.points[0].target.subs) if not sub.terms]
+    known = [axis for axis, sub in enumerate(form.points[0].target.subs) if sub.part or not sub.terms]
+    lengths = [extents.output[axis] for axis in known]
     written: set[tuple[int, ...]] = set()
-    for point in form.points:
-        place = tuple(point.target.subs[axis].offset for axis in literal)
-        if all(0 <= at < extents.output[axis] for axis, at in zip(literal, place, strict=True)):
-            written.add(place)
-    return len(written) == math.prod(extents.output[axis] for axis in literal)
+    for target in {point.target for point in form.points}:
+        for cell in itertools.product(*(_cells(form, target.subs[axis]) for axis in known)):
+            if all(0 <= at < extent for at, extent in zip(cell, lengths, strict=True)):
+                written.add(cell)
+    return len(written) == math.prod(lengths)
+
+
+def _cells(form: Form, sub: Sub) -> list[int]:
+    """Where a subscript of numbers and steps points."""
+    cells = [sub.offset]
+    for step, index in sub.terms:
+        assert isinstance(index, str)
+        cells = [cell + step * n for cell in cells for n in range(form.static[index])]
+    return cells
 
 
 def prepare_kernel(
