@@ -9,6 +9,7 @@ from torch import Tensor
 
 from insum_nn.compiler.api import Explanation
 from insum_nn.ops.graph_product import transformed
+from insum_nn.ops.tensor_product_direct import direct_of
 from insum_nn.ops.tensor_product_form import Form, form_of
 from insum_nn.ops.tensor_product_plan import plan_of
 from insum_nn.ops.tensor_product_right import tensor_product_right
@@ -83,6 +84,12 @@ def explain_tensor_product(
 ) -> Explanation:
     """What becomes of one statement of the output on these tensors."""
     form = form_of(spec.to_json())
+    direct = None if _splits(x.device) else direct_of(form, "z", x.device, x.dtype)
+    if direct is not None:
+        own = direct.statements[statement]
+        return own.program.explain(
+            tensors=direct.arguments(statement, (x, y, weight)), out_shape=own.out_shape(x.shape[0])
+        )
     chosen = form.statements("z")[statement]
     plan = plan_of(form, "z", x.device, x.dtype, split=False, staged=False)
     named = plan.arguments(statement, (x, y, weight), (receivers, senders))
@@ -115,6 +122,10 @@ def _run(
     rows = _rows(role, given, senders, num_x, num_z)
     split = _splits(device)
     staged = role == "y" and not split
+    if not split:
+        direct = direct_of(form, role, device, dtype)
+        if direct is not None and rows * direct.part_width <= _MOST_BETWEEN:
+            return direct(given, rows)
     plan = plan_of(form, role, device, dtype, split=split, staged=staged)
     if staged and rows * plan.feed_width > _MOST_BETWEEN:
         plan = plan_of(form, role, device, dtype, split=split, staged=False)

@@ -33,7 +33,7 @@ module = sys.modules["insum_nn.ops.tensor_product"]
 def gpu_statements(monkeypatch: pytest.MonkeyPatch) -> None:
     """Take the statements that a GPU takes, here too; steps of their own from short sums on."""
     monkeypatch.setattr(module, "_splits", lambda device: False)
-    monkeypatch.setattr(form_module, "_LONG", 2)
+    monkeypatch.setattr(form_module, "LONG", 2)
     monkeypatch.setattr(form_module, "form_of", lru_cache(lambda text: Form(TensorProductSpec.from_json(text))))
     monkeypatch.setattr(module, "form_of", form_module.form_of)
 
@@ -86,7 +86,7 @@ def test_the_gpu_statements_convolve_alike(mode: str, shared: bool):
 @pytest.mark.parametrize("case", [one_mode("uvu", True), one_mode("uvw", True), *map(random_case, range(6))], ids=str)
 def test_statements_for_a_gpu_and_a_cpu_compute_the_same(case: Case, role: str, monkeypatch: pytest.MonkeyPatch):
     """And so do parts of them, where one kernel could not write out all coefficients."""
-    monkeypatch.setattr(form_module, "_LONG", 2)
+    monkeypatch.setattr(form_module, "LONG", 2)
     spec = spec_of(case, shared=True)
     given = operands_of(spec, role, 4)
 
@@ -98,7 +98,7 @@ def test_statements_for_a_gpu_and_a_cpu_compute_the_same(case: Case, role: str, 
     for staged in (False, True):
         assert_matches(run(False, staged), expected, dtype=torch.float64, kind="sum")
     whole = len(Form(spec).statements(role))
-    monkeypatch.setattr(form_module, "_POINTS", 20)
+    monkeypatch.setattr(form_module, "POINTS", 20)
     parts = Form(spec).statements(role)
     assert len(parts) > whole or sum(int(s.tables["CG"].count_nonzero()) for s in parts) <= 20 * whole
     assert_matches(run(False, False), expected, dtype=torch.float64, kind="sum")
@@ -164,7 +164,7 @@ from tests.ops.test_tensor_product import spec_of
 from tests.ops.test_tensor_product_plan import operands_of
 from insum_nn.testing.tolerances import assert_matches
 
-form_module._LONG = 2
+form_module.LONG = 2
 spec = spec_of(one_mode("uvw", True, 2, 1, 3, lmax=1), shared=True)
 form = form_module.Form(spec)
 for role in "xyzw":
