@@ -50,6 +50,7 @@ COMPILER_ORDER = [
     "inductor",
     "kernel_tables",
     "kernel_form",
+    "kernel_axes",
     "kernel_schedule",
     "kernel_text",
     "kernel_loops",

@@ -7,6 +7,7 @@ from collections.abc import Iterator
 from dataclasses import asdict, dataclass, replace
 from typing import Any, Literal
 
+from insum_nn.compiler.kernel_axes import MANY_POINTS, element_axes
 from insum_nn.compiler.kernel_form import ENTRY, OWNER, Form, Product
 
 __all__ = ["Axis", "Layout", "Precision", "Schedule", "candidates", "default_schedule", "place_indices"]
@@ -27,6 +28,7 @@ class Schedule:
         groups: programs among which the accumulators of written-out points are divided.
         splits: programs among which one long sum is divided; their results are added in order.
         share: most terms of an owned row that one program walks; longer rows are divided.
+        turns: neighbouring tiles that one program computes, one after the other.
         warps: warps a program.
         stages: depth of the software pipeline.
     """
@@ -41,6 +43,7 @@ class Schedule:
     share: int = 512
     warps: int = 4
     stages: int = 2
+    turns: int = 1
 
     def __str__(self) -> str:
         tile = f"tile {self.m} x {self.n}, {self.k} at a time"
@@ -48,6 +51,8 @@ class Schedule:
         rest = f"{self.warps} warps, {self.stages} stages"
         if self.groups > 1:
             rest += f", accumulators over {self.groups} programs"
+        if self.turns > 1:
+            rest += f", {self.turns} tiles in turn"
         if self.splits > 1:
             rest += f", sum over {self.splits} programs"
         return f"{tile} {how}; {rest}"
@@ -121,7 +126,7 @@ def place_indices(form: Form, schedule: Schedule) -> Layout:
     """Where each index goes."""
     if schedule.dot and form.product is not None:
         return _place_product(form, schedule, form.product)
-    rows, columns, summed = _element_axes(form)
+    rows, columns, summed = element_axes(form)
     n = _axis(form, columns, schedule.n)
     taken = set(n.indices) if n else set[str]()
     m = _axis(form, [i for i in rows if i not in taken], schedule.m)
@@ -159,29 +164,13 @@ def _rest(form: Form, m: Axis | None, k: Axis | None, n: Axis | None) -> Layout:
     return Layout(m, k, n, grid, tuple(i for i in summed if i not in placed))
 
 
-def _element_axes(form: Form) -> tuple[list[str], list[str], list[str]]:
-    """Candidates for rows, columns and sums of a tile that is multiplied element by element."""
-    last = {r.subs[-1].runs_along for p in form.points for r in (*p.reads, p.target) if r.subs}
-    parallel = [i for i in form.parallel if i != OWNER]
-    columns = [i for i in parallel[-1:] if i in last and (form.owner is not None or len(form.parallel) > 1)]
-    rows = [i for i in form.parallel if i not in columns]
-    summed = [i for i in form.reduce if i in last] or list(form.reduce)
-    # Lanes along what is summed: dense axes that lie side by side where columns do not, else the terms themselves.
-    if form.owner is not None:
-        known = [i for i in form.reduce if i in form.static]
-        summed = [ENTRY, *known] if columns or not form.reduce else summed[-1:]
-    elif columns:
-        summed = list(form.reduce)
-    return rows, columns, summed
-
-
 def default_schedule(form: Form) -> Schedule:
     """A good schedule without any measurement."""
     if form.product is not None:
         return _default_product(form, form.product)
-    if len(form.points) > _MANY_POINTS:
+    if len(form.points) > MANY_POINTS:
         return _default_written_out(form)
-    rows, columns, summed = _element_axes(form)
+    rows, columns, summed = element_axes(form)
     width = math.prod(form.size(i) for i in columns) if columns else 1
     length = math.prod(form.size(i) for i in summed) if summed else 1
     if not columns:
@@ -196,21 +185,34 @@ def default_schedule(form: Form) -> Schedule:
     return Schedule(m=m, n=n, k=k, warps=warps, splits=_splits(form, m, n))
 
 
-# Points past which a kernel is straight-line code rather than a loop with a few terms.
-_MANY_POINTS = 8
+# Values of a tile that a program of straight-line code works on at a time: eight for each thread of four warps.
+_TILE = 1024
 
 
 def _default_written_out(form: Form) -> Schedule:
-    rows, columns, summed = _element_axes(form)
-    accumulators = len({str(p.target) for p in form.points})
-    double = form.bound.dtype.itemsize == 8
+    rows, columns, summed = element_axes(form)
+    accumulators = len({str(p.target) for p in form.points}) * (2 if form.bound.dtype.itemsize == 8 else 1)
+    length = math.prod(form.size(i) for i in summed) if summed else 1
+    m, n, k = 1, 1, 1
+    known = bool(rows) and rows[-1] in form.static
     if columns:
-        n = min(64, _power(math.prod(form.size(i) for i in columns)))
-        groups = max(1, accumulators * (2 if double else 1) // 48)
-        return Schedule(n=n, groups=groups, warps=1, splits=_splits(form, 1, n))
-    k = min(64, _power(form.size(summed[-1]))) if summed else 1
-    m = min(_power(form.size(rows[-1])), max(1, 64 // k)) if rows else 1
-    return Schedule(m=m, k=k, groups=max(1, accumulators // 48), warps=1, splits=_splits(form, m, 1))
+        n = min(128 if form.owner is None else 64, _power(math.prod(form.size(i) for i in columns)))
+    if form.owner is not None:
+        if not columns:
+            k = min(64, _power(form.size(summed[-1]))) if summed else 1
+            m = max(1, 64 // k)
+        return Schedule(m=m, n=n, k=k, groups=max(1, accumulators // 48), warps=1)
+    if not columns and known:
+        k = min(64, _power(form.size(summed[-1]))) if summed else 1
+    elif summed:
+        k = min(_TILE // n, _power(length))
+    if known and (columns or summed):
+        m = min(_power(form.size(rows[-1])), max(1, _TILE // (n * k)))
+    elif rows and n * k < 64:
+        m = min(64 // (n * k), _power(form.size(rows[-1])))
+    warps = max(1, min(8, m * n * k // 256))
+    held = accumulators * m * n // (32 * warps)
+    return Schedule(m=m, n=n, k=k, groups=max(1, held // 128), warps=warps, splits=_splits(form, m, n))
 
 
 def _default_product(form: Form, product: Product) -> Schedule:
@@ -273,8 +275,8 @@ def candidates(form: Form) -> Iterator[Schedule]:
 def _varied(form: Form, base: Schedule) -> Iterator[Schedule]:
     if base.dot:
         yield from _varied_products(form, base)
-    elif len(form.points) > _MANY_POINTS:
-        yield from _varied_written_out(base)
+    elif len(form.points) > MANY_POINTS:
+        yield from _varied_owned(base) if form.owner is not None else _varied_tiles(base)
     elif base.n == 1:
         for m, k in ((base.m, base.k), (base.m * 2, base.k), (max(1, base.m // 2), base.k), (base.m, base.k // 2)):
             for warps in (1, 2, 4):
@@ -291,22 +293,37 @@ def _varied(form: Form, base: Schedule) -> Iterator[Schedule]:
             yield replace(base, share=128)
 
 
-def _varied_written_out(base: Schedule) -> Iterator[Schedule]:
+def _varied_owned(base: Schedule) -> Iterator[Schedule]:
+    """Of code for owned rows: accumulators stay in registers, so lanes and groups decide how many a thread has."""
     wide = base.n > 1
     for lanes, groups, warps in (
         (2, 1, 1),
-        (2, 1, 2),
         (2, 2, 1),
         (1, 1, 1),
         (1, 2, 1),
         (4, 1, 2),
-        (4, 1, 4),
+        (4, 2, 1),
+        (4, 4, 1),
         (2, 4, 1),
     ):
         if wide:
             yield replace(base, n=max(1, base.n * lanes // 2), groups=groups, warps=warps)
         else:
             yield replace(base, m=max(1, base.m * lanes // 2), groups=groups, warps=warps)
+
+
+def _varied_tiles(base: Schedule) -> Iterator[Schedule]:
+    """Of code for a tile: a longer or shorter one, in more or fewer warps, several in turn."""
+    axis = "k" if base.k > 1 else "m" if base.m > 1 else "n"
+    yield replace(base, turns=8)
+    for lanes in (getattr(base, axis) * 2, getattr(base, axis) // 2, getattr(base, axis) * 4):
+        size = base.m * base.n * base.k // getattr(base, axis) * lanes
+        if lanes and size >= 32:
+            sized = replace(base, **{axis: lanes}, warps=max(1, min(8, size // 256)))
+            yield sized
+            yield replace(sized, turns=8)
+    yield replace(base, turns=32)
+    yield replace(base, warps=max(1, base.warps // 2) if base.warps > 1 else 2)
 
 
 def _varied_products(form: Form, base: Schedule) -> Iterator[Schedule]:

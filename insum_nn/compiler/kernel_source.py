@@ -274,7 +274,7 @@ def write_kernel(form: Form, schedule: Schedule, strides: Strides, precision: Pr
     tiles = _tiles(form, layout, schedule)
     parameters = Parameters()
     parts = _parts(form.points, schedule.groups)
-    body: list[str] = ["pid = tl.program_id(0)"]
+    body: list[str] = []
     pid = "pid"
     if len(parts) > 1:
         body += [f"part = pid % {len(parts)}", f"rest = pid // {len(parts)}"]
@@ -286,6 +286,13 @@ def write_kernel(form: Form, schedule: Schedule, strides: Strides, precision: Pr
             body.append(f"{'if' if number == 0 else 'elif'} part == {number}:")
             lines = [f"    {line}" for line in lines]
         body += lines
+    if schedule.turns > 1:
+        # What one turn has read, the next one finds in the cache of the multiprocessor.
+        last = f"tl.minimum(first + {schedule.turns}, {parameters('programs')})"
+        head = [f"first = tl.program_id(0) * {schedule.turns}", f"for pid in range(first, {last}):"]
+        body = [*head, *(f"    {line}" for line in body)]
+    else:
+        body.insert(0, "pid = tl.program_id(0)")
     arguments = tuple(parameters.known)
     names = ", ".join(parameters.known.values())
     text = "\n".join(

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import hashlib
 import importlib.util
-import itertools
 import linecache
 import math
 import os
@@ -23,7 +22,7 @@ import torch
 from torch import Tensor
 
 from insum_nn.compiler.bind import Extents
-from insum_nn.compiler.kernel_form import ENTRY, OWNER, Form, Sub
+from insum_nn.compiler.kernel_form import ENTRY, OWNER, Form
 from insum_nn.compiler.kernel_schedule import Precision, Schedule, place_indices
 from insum_nn.compiler.kernel_source import Source, write_kernel
 from insum_nn.compiler.kernel_text import Argument, Strides
@@ -185,34 +184,6 @@ class Kernel:
         return start.detach().to(dtype, copy=True, memory_format=torch.contiguous_format)
 
 
-def _covers(form: Form, extents: Extents) -> bool:
-    if form.combine == "place":
-        # Unique, and as many as there are cells: every one of them.
-        subscript = form.bound.statement.output.subscripts[form.owner_axis].indirect
-        assert subscript is not None
-        entries = math.prod(form.sizes[i.name] for i in subscript.indices())
-        masked = form.bound.facts_of(subscript.name).masked is not False
-        if masked or entries != extents.output[form.owner_axis]:
-            return False
-    known = [axis for axis, sub in enumerate(form.points[0].target.subs) if sub.part or not sub.terms]
-    lengths = [extents.output[axis] for axis in known]
-    written: set[tuple[int, ...]] = set()
-    for target in {point.target for point in form.points}:
-        for cell in itertools.product(*(_cells(form, target.subs[axis]) for axis in known)):
-            if all(0 <= at < extent for at, extent in zip(cell, lengths, strict=True)):
-                written.add(cell)
-    return len(written) == math.prod(lengths)
-
-
-def _cells(form: Form, sub: Sub) -> list[int]:
-    """Where a subscript of numbers and steps points."""
-    cells = [sub.offset]
-    for step, index in sub.terms:
-        assert isinstance(index, str)
-        cells = [cell + step * n for cell in cells for n in range(form.static[index])]
-    return cells
-
-
 def prepare_kernel(
     form: Form,
     schedule: Schedule,
@@ -250,8 +221,10 @@ def prepare_kernel(
     if grid:
         types = _types(form, source, tensors, owners)
         device = tensors[0].device
-        launch = _Interpret(source, grid) if interpreted() else _Launch(source, types, grid, device, strides.wide)
-    empty = form.combine != "atomic" and _covers(form, extents)
+        launch = (
+            _Interpret(source, grid) if interpreted() else _Launch(source, types, values, grid, device, strides.wide)
+        )
+    empty = form.combine != "atomic" and form.covers(extents.output)
     m = place_indices(form, source.schedule).m
     return Kernel(
         form,
@@ -315,6 +288,8 @@ class _Numbers:
             return math.prod(self.output[axis + 1 :])
         if kind == "split_stride":
             return math.prod(self.output)
+        if kind == "programs":
+            return self.shares()
         if kind == "rows":
             assert self.owners is not None
             return self.owners.rows
@@ -326,6 +301,11 @@ class _Numbers:
         return None
 
     def grid(self) -> int:
+        """Programs, each of which takes several shares in turn where the schedule says so."""
+        return -(-self.shares() // self.source.schedule.turns)
+
+    def shares(self) -> int:
+        """Into how many shares the work is divided."""
         programs = 1
         for index, block in self.source.grid:
             if index == "@part":
@@ -342,11 +322,26 @@ class _Numbers:
         return programs
 
 
+def steps_of_vectors(source: Source, values: Sequence[int | None]) -> tuple[int, ...]:
+    """The arguments that are steps along an axis, multiples of 16."""
+    return tuple(
+        place
+        for place, (argument, value) in enumerate(zip(source.arguments, values, strict=True))
+        if argument.kind.endswith("stride") and value is not None and value % 16 == 0
+    )
+
+
 class _Launch:
     """Launches a kernel on a list of arguments; its machine code depends on which pointers are aligned."""
 
     def __init__(
-        self, source: Source, types: Sequence[str | None], grid: int, device: torch.device, wide: bool
+        self,
+        source: Source,
+        types: Sequence[str | None],
+        values: Sequence[int | None],
+        grid: int,
+        device: torch.device,
+        wide: bool,
     ) -> None:
         self.function = _jit(source)
         self.source = source
@@ -354,6 +349,8 @@ class _Launch:
         # A device without a number is the current one.
         self.number = torch.cuda.current_device() if str(device) == "cuda" else device.index
         self.pointers = [place for place, kind in enumerate(types) if kind is not None]
+        # Steps along an axis belong to a model, and where rows begin at whole vectors, they are read as vectors.
+        self.even = steps_of_vectors(source, values)
         integer = "i64" if wide else "i32"
         self.signature = {n: kind or integer for n, kind in zip(self.function.arg_names, types, strict=True)}
         self.known: dict[tuple[bool, ...], Callable[..., None]] = {}
@@ -377,7 +374,7 @@ class _Launch:
         from triton.compiler import compile as compile_source
 
         pairs = zip(self.pointers, aligned, strict=True)
-        attributes = {(place,): [["tt.divisibility", 16]] for place, fits in pairs if fits}
+        attributes = {(place,): [["tt.divisibility", 16]] for place in (*self.even, *(p for p, fits in pairs if fits))}
         schedule = self.source.schedule
         options = {"num_warps": schedule.warps, "num_stages": schedule.stages}
         return compile_source(ASTSource(self.function, self.signature, {}, attributes), options=options)
