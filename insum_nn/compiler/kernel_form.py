@@ -165,6 +165,33 @@ class Form:
         """Sums are formed in float32, and the output is of a half type."""
         return self.bound.dtype in (torch.float16, torch.bfloat16)
 
+    def covers(self, output: Sequence[int]) -> bool:
+        """Whether every cell of an output of this shape is written, as long as terms do not meet in memory."""
+        if self.combine == "place":
+            # Unique, and as many as there are cells: every one of them.
+            subscript = self.bound.statement.output.subscripts[self.owner_axis].indirect
+            assert subscript is not None
+            entries = math.prod(self.sizes[i.name] for i in subscript.indices())
+            masked = self.bound.facts_of(subscript.name).masked is not False
+            if masked or entries != output[self.owner_axis]:
+                return False
+        known = [axis for axis, sub in enumerate(self.points[0].target.subs) if sub.part or not sub.terms]
+        lengths = [output[axis] for axis in known]
+        written: set[tuple[int, ...]] = set()
+        for target in {point.target for point in self.points}:
+            for cell in itertools.product(*(self._cells(target.subs[axis]) for axis in known)):
+                if all(0 <= at < extent for at, extent in zip(cell, lengths, strict=True)):
+                    written.add(cell)
+        return len(written) == math.prod(lengths)
+
+    def _cells(self, sub: Sub) -> list[int]:
+        """Where a subscript of numbers and steps points."""
+        cells = [sub.offset]
+        for step, index in sub.terms:
+            assert isinstance(index, str)
+            cells = [cell + step * n for cell in cells for n in range(self.static[index])]
+        return cells
+
 
 class _Reader:
     """Turns accesses into reads: points filled in, static tensors looked up, the owner's access named."""
@@ -206,33 +233,6 @@ class _Reader:
                 atom = self.read(term.atom, nested=True)
             terms[atom] = terms.get(atom, 0) + term.coefficient
         return Sub(tuple((c, a) for a, c in terms.items() if c), offset, safe, part)
-
-    def covers(self, output: Sequence[int]) -> bool:
-        """Whether every cell of an output of this shape is written, as long as terms do not meet in memory."""
-        if self.combine == "place":
-            # Unique, and as many as there are cells: every one of them.
-            subscript = self.bound.statement.output.subscripts[self.owner_axis].indirect
-            assert subscript is not None
-            entries = math.prod(self.sizes[i.name] for i in subscript.indices())
-            masked = self.bound.facts_of(subscript.name).masked is not False
-            if masked or entries != output[self.owner_axis]:
-                return False
-        known = [axis for axis, sub in enumerate(self.points[0].target.subs) if sub.part or not sub.terms]
-        lengths = [output[axis] for axis in known]
-        written: set[tuple[int, ...]] = set()
-        for target in {point.target for point in self.points}:
-            for cell in itertools.product(*(self._cells(target.subs[axis]) for axis in known)):
-                if all(0 <= at < extent for at, extent in zip(cell, lengths, strict=True)):
-                    written.add(cell)
-        return len(written) == math.prod(lengths)
-
-    def _cells(self, sub: Sub) -> list[int]:
-        """Where a subscript of numbers and steps points."""
-        cells = [sub.offset]
-        for step, index in sub.terms:
-            assert isinstance(index, str)
-            cells = [cell + step * n for cell in cells for n in range(self.static[index])]
-        return cells
 
 
 def make_form(
