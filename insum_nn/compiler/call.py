@@ -35,6 +35,7 @@ __all__ = [
     "keep",
     "parse_cached",
     "prepare",
+    "ready_call",
     "run_spec",
     "static_tables",
     "value_dtype",
@@ -288,6 +289,19 @@ def run_spec(
     run = program.prepare(tensors, extents, start)
     _remember(spec, key, run, tensors)
     return run(tensors, start)
+
+
+def ready_call(
+    spec: Spec, tensors: Sequence[Tensor], extents: Extents
+) -> Callable[[Sequence[Tensor], Tensor | None], Tensor] | None:
+    """What a call that was made before runs, checks and all that they found left out; `None` if it depends on values.
+
+    It serves tensors of the same shapes, dtypes, devices and layouts, until `generation()` changes or another float32
+    precision is asked for.
+    """
+    key = (call_key(tensors, None), True, extents, torch.get_float32_matmul_precision())
+    ready = spec.ready.get(key)
+    return ready.run if ready is not None and not ready.read else None
 
 
 def _remember(

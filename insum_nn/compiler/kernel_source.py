@@ -256,6 +256,8 @@ def _by_target(points: Sequence[Point]) -> dict[str, list[Point]]:
 def _parts(points: Sequence[Point], groups: int) -> list[list[Point]]:
     """Points divided by the cells they add to, into parts of like work."""
     cells = _by_target(points)
+    if groups >= len(cells):
+        return list(cells.values())
     total = sum(4 + len(group) for group in cells.values())
     parts: list[list[Point]] = [[] for _ in range(min(groups, len(cells)))]
     done = 0

@@ -8,7 +8,7 @@ kernel needs no packed operands. Library calls would gather every coefficient's 
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -16,6 +16,8 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
+from insum_nn.compiler.bind import layout_of
+from insum_nn.compiler.execution import generation
 from insum_nn.ops.tensor_product_form import POINTS, Form
 from insum_nn.ops.tensor_product_spec import NUMBER, Group, others
 from insum_nn.ops.tensor_product_statement import Reading, WeightAccess
@@ -26,6 +28,8 @@ __all__ = ["Direct", "direct_of"]
 # Groups of paths at most, since each but the first goes over the whole result again; and cells in a table.
 _GROUPS = 3
 _CELLS = 1 << 17
+# Shapes for which a statement's call is kept ready.
+_READY = 32
 # The table of an operand's cells, and of the parts of a sum that a first step made.
 _TABLE = {"x": "I", "y": "J", "z": "K"}
 _PARTS = "P"
@@ -188,57 +192,95 @@ class Direct:
         self.form = form
         self.role = role
         self.order = others(role)
-        self.result = f"{'' if role == 'z' else 'd'}{role.upper()}"
         feeds = [_Parts(form, group) if form.in_steps(role, group) else None for group in groups]
         self.statements = [_Direct(form, role, g, parts) for g, parts in zip(groups, feeds, strict=True)]
         self.part_width = sum(parts.width for parts in feeds if parts is not None)
         self._steps = [
             (
-                statement,
-                statement.tables_on(device, dtype),
-                None if parts is None else (parts, parts.tables_on(device, dtype)),
+                _Step(statement, device, dtype, self.order),
+                None if parts is None else _Step(parts, device, dtype, self.order),
             )
             for statement, parts in zip(self.statements, feeds, strict=True)
         ]
         self._pieces = form.weight_pieces(self.statements) if role == "w" else []
 
-    def __call__(self, given: Sequence[Tensor], size: int) -> Tensor:
-        """The role's tensor, of `size` rows, from the operands in the order of `others(role)`."""
-        operands = dict(zip(self.order, given, strict=True))
-        if self.role == "w":
-            results = [self._run(statement, tables, operands, size) for statement, tables, _ in self._steps]
-            return self.form.join_weights(self.statements, results, self._pieces, size)
-        more: dict[str, Tensor] = {}
-        for statement, tables, first in self._steps:
-            if first is not None:
-                more["G"] = self._run(*first, operands, size)
-            total = self._run(statement, tables, operands, size, more)
-            more = {self.result: total}
-        return more[self.result]
+    def __call__(self, given: Sequence[Tensor], size: int, *, plain: bool = False) -> Tensor:
+        """The role's tensor.
 
-    def _run(
-        self,
-        statement: _Parts | _Direct,
-        tables: dict[str, Tensor],
-        operands: dict[str, Tensor],
-        size: int,
-        more: dict[str, Tensor] | None = None,
-    ) -> Tensor:
-        named = dict(tables)
-        for name, operand in statement.reads.items():
-            named[name] = operands[operand]
-        if statement.weight is not None:
-            named["W"] = statement.weight.operand(operands["w"])
-        if more:
-            named |= more
-        return statement.program(tensors=named, out_shape=statement.out_shape(size))
+        Args:
+            given: the operands, in the order of `others(role)`.
+            size: rows of the result.
+            plain: nothing records or transforms the call.
+        """
+        key: object = None
+        if plain:
+            precision = torch.get_float32_matmul_precision()
+            key = (generation(), precision, size, *[(t.shape, t.dtype, t.device, t.layout) for t in given])
+        if self.role == "w":
+            results = [step(given, size, key) for step, _ in self._steps]
+            return self.form.join_weights(self.statements, results, self._pieces, size)
+        total: Tensor | None = None
+        for step, first in self._steps:
+            parts = None if first is None else first(given, size, key)
+            total = step(given, size, key, parts, total)
+        if total is None:
+            raise ValueError("a tensor product without paths has no direct statements")
+        return total
 
     def arguments(self, statement: int, given: Sequence[Tensor]) -> dict[str, Tensor]:
         """Everything that a statement of the output reads, by name."""
-        chosen, tables, _ = self._steps[statement]
-        operands = dict(zip(self.order, given, strict=True))
-        named = tables | {name: operands[operand] for name, operand in chosen.reads.items()}
-        return named if chosen.weight is None else named | {"W": chosen.weight.operand(operands["w"])}
+        return self._steps[statement][0].named(given)
+
+
+class _Step:
+    """A statement with its tables, and where each of its operands stands among those given."""
+
+    def __init__(self, source: _Parts | _Direct, device: torch.device, dtype: torch.dtype, order: str) -> None:
+        self.source = source
+        self.program = source.program
+        self.result = source.program.statement.output.name
+        self.tables = source.tables_on(device, dtype)
+        self.places = [(name, order.index(operand)) for name, operand in source.reads.items()]
+        self.weight = source.weight
+        self.at_weight = order.find("w")
+        self.names = layout_of(source.program.statement).tensors
+        self._ready: dict[object, Callable[[Sequence[Tensor], Tensor | None], Tensor]] = {}
+
+    def named(self, given: Sequence[Tensor]) -> dict[str, Tensor]:
+        """Tables and operands by name."""
+        named = dict(self.tables)
+        for name, place in self.places:
+            named[name] = given[place]
+        if self.weight is not None:
+            named["W"] = self.weight.operand(given[self.at_weight])
+        return named
+
+    def __call__(
+        self,
+        given: Sequence[Tensor],
+        size: int,
+        key: object,
+        parts: Tensor | None = None,
+        start: Tensor | None = None,
+    ) -> Tensor:
+        """Run it; `key` names what was the same at an earlier call, if it is plain."""
+        named = self.named(given)
+        if parts is not None:
+            named["G"] = parts
+        run = self._ready.get(key) if key is not None and start is None else None
+        if run is not None:
+            return run([named[name] for name in self.names], None)
+        shape = self.source.out_shape(size)
+        if start is not None:
+            return self.program(tensors=named | {self.result: start}, out_shape=shape)
+        result = self.program(tensors=named, out_shape=shape)
+        if key is not None:
+            found = self.program.ready(named, shape)
+            if found is not None:
+                if len(self._ready) >= _READY:
+                    self._ready.clear()
+                self._ready[key] = found
+        return result
 
 
 def direct_of(form: Form, role: str, device: torch.device, dtype: torch.dtype) -> Direct | None:
