@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import asdict, dataclass, replace
 from typing import Any, Literal
 
@@ -189,6 +189,12 @@ def default_schedule(form: Form) -> Schedule:
 _TILE = 1024
 
 
+def _each(form: Form) -> int:
+    """Values of a tile for each thread: the more terms are written out, the more registers one value takes."""
+    count = 8 if len(form.points) <= 16 else 4 if len(form.points) <= 128 else 2
+    return max(1, count * 4 // max(4, form.bound.dtype.itemsize))
+
+
 def _default_written_out(form: Form) -> Schedule:
     rows, columns, summed = element_axes(form)
     accumulators = len({str(p.target) for p in form.points}) * (2 if form.bound.dtype.itemsize == 8 else 1)
@@ -210,7 +216,7 @@ def _default_written_out(form: Form) -> Schedule:
         m = min(_power(form.size(rows[-1])), max(1, _TILE // (n * k)))
     elif rows and n * k < 64:
         m = min(64 // (n * k), _power(form.size(rows[-1])))
-    warps = max(1, min(8, m * n * k // 256))
+    warps = max(1, min(8, m * n * k // (32 * _each(form))))
     held = accumulators * m * n // (32 * warps)
     return Schedule(m=m, n=n, k=k, groups=max(1, held // 128), warps=warps, splits=_splits(form, m, n))
 
@@ -227,7 +233,26 @@ def _default_product(form: Form, product: Product) -> Schedule:
     # A Hopper's matrix unit takes 64 rows at least.
     swap = n > m and n >= 64
     warps = 8 if m * n >= 128 * 128 else 4
-    return Schedule(m, n, k, True, swap, groups, _splits(form, m, n), _share(form, m * n), warps, 2)
+    # What is written out has too many operands to hold several steps of them.
+    stages = 1 if groups > 1 else 2
+    return Schedule(m, n, k, True, swap, groups, _splits(form, m, n), _share(form, m * n), warps, stages)
+
+
+def _varied_written_products(base: Schedule, most: Mapping[str, int]) -> Iterator[Schedule]:
+    """Of long straight-line code: few, since each takes seconds to compile."""
+    if base.m > 16:
+        yield replace(base, m=base.m // 2)
+    if base.k * 2 <= most["k"]:
+        yield replace(base, k=base.k * 2)
+    if base.n > 16:
+        yield replace(base, n=base.n // 2)
+    yield replace(base, groups=max(1, base.groups // 3))
+    yield replace(base, stages=2)
+    if base.m * 2 <= most["m"]:
+        yield replace(base, m=base.m * 2, warps=8)
+    if base.splits > 1:
+        yield replace(base, splits=base.splits * 2)
+        yield replace(base, splits=max(2, base.splits // 2))
 
 
 # Programs that keep a large GPU busy.
@@ -276,7 +301,7 @@ def _varied(form: Form, base: Schedule) -> Iterator[Schedule]:
     if base.dot:
         yield from _varied_products(form, base)
     elif len(form.points) > MANY_POINTS:
-        yield from _varied_owned(base) if form.owner is not None else _varied_tiles(base)
+        yield from _varied_owned(base) if form.owner is not None else _varied_tiles(form, base)
     elif base.n == 1:
         for m, k in ((base.m, base.k), (base.m * 2, base.k), (max(1, base.m // 2), base.k), (base.m, base.k // 2)):
             for warps in (1, 2, 4):
@@ -312,30 +337,33 @@ def _varied_owned(base: Schedule) -> Iterator[Schedule]:
             yield replace(base, m=max(1, base.m * lanes // 2), groups=groups, warps=warps)
 
 
-def _varied_tiles(base: Schedule) -> Iterator[Schedule]:
+def _varied_tiles(form: Form, base: Schedule) -> Iterator[Schedule]:
     """Of code for a tile: a longer or shorter one, in more or fewer warps, several in turn."""
     axis = "k" if base.k > 1 else "m" if base.m > 1 else "n"
+    whole = getattr(place_indices(form, replace(base, **{axis: 1 << 16})), axis)
+    most = whole.lanes if whole is not None else 1
+    lanes = getattr(base, axis)
     yield replace(base, turns=8)
-    for lanes in (getattr(base, axis) * 2, getattr(base, axis) // 2, getattr(base, axis) * 4):
-        size = base.m * base.n * base.k // getattr(base, axis) * lanes
-        if lanes and size >= 32:
-            sized = replace(base, **{axis: lanes}, warps=max(1, min(8, size // 256)))
-            yield sized
-            yield replace(sized, turns=8)
+    yield replace(base, warps=base.warps * 2)
+    if base.warps > 1:
+        yield replace(base, warps=base.warps // 2)
+        yield replace(base, warps=base.warps // 2, turns=8)
+    if lanes >= 64:
+        yield replace(base, **{axis: lanes // 2}, warps=max(1, base.warps // 2))
+        yield replace(base, **{axis: lanes // 2}, warps=max(1, base.warps // 2), turns=8)
+    if lanes * 2 <= most:
+        yield replace(base, **{axis: lanes * 2}, warps=min(8, base.warps * 2))
     yield replace(base, turns=32)
-    yield replace(base, warps=max(1, base.warps // 2) if base.warps > 1 else 2)
 
 
 def _varied_products(form: Form, base: Schedule) -> Iterator[Schedule]:
     assert form.product is not None
     size = {a: math.prod(form.size(i) for i in getattr(form.product, a)) for a in "mkn"}
     most = {a: max(16, _power(size[a])) for a in "mkn"}
-    many = base.groups > 1
-    shapes = (
-        ((16, 64), (32, 64), (64, 64), (128, 64))
-        if many
-        else ((base.m, base.n), (64, 128), (128, 64), (128, 128), (64, 64), (32, 128), (32, 256), (64, 256), (128, 32))
-    )
+    if base.groups > 1:
+        yield from _varied_written_products(base, most)
+        return
+    shapes = ((base.m, base.n), (64, 128), (128, 64), (128, 128), (64, 64), (32, 128), (32, 256), (64, 256), (128, 32))
     for m, n in shapes:
         if m > most["m"] or n > max(most["n"], 64):
             continue
@@ -343,10 +371,9 @@ def _varied_products(form: Form, base: Schedule) -> Iterator[Schedule]:
         for k in sorted({32, 64} if most["k"] >= 64 else {most["k"], 32}):
             for swap in swaps:
                 for warps, stages in ((4, 2), (4, 3), (8, 3)):
-                    if warps == 8 and m * n < 64 * 128 and not many:
+                    if warps == 8 and m * n < 64 * 128:
                         continue
-                    for groups in {1, base.groups}:
-                        yield replace(base, m=m, n=n, k=k, swap=swap, warps=warps, stages=stages, groups=groups)
+                    yield replace(base, m=m, n=n, k=k, swap=swap, warps=warps, stages=stages)
     if form.owner is not None:
         for share in {max(1, base.share // 2), base.share * 2}:
             yield replace(base, share=share)

@@ -290,9 +290,9 @@ def write_kernel(form: Form, schedule: Schedule, strides: Strides, precision: Pr
         body += lines
     if schedule.turns > 1:
         # What one turn has read, the next one finds in the cache of the multiprocessor.
-        last = f"tl.minimum(first + {schedule.turns}, {parameters('programs')})"
-        head = [f"first = tl.program_id(0) * {schedule.turns}", f"for pid in range(first, {last}):"]
-        body = [*head, *(f"    {line}" for line in body)]
+        count = f"tl.minimum({schedule.turns}, {parameters('programs')} - first)"
+        head = [f"first = tl.program_id(0) * {schedule.turns}", f"for turn in range({count}):"]
+        body = [*head, *(f"    {line}" for line in ("pid = first + turn", *body))]
     else:
         body.insert(0, "pid = tl.program_id(0)")
     arguments = tuple(parameters.known)

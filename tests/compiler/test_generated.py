@@ -115,6 +115,7 @@ ELEMENTS = {
     "divided": Schedule(n=32, k=4, share=2),
     "divided rows": Schedule(m=2, n=8, k=2, share=1),
     "groups": Schedule(n=8, groups=3),
+    "in turn": Schedule(m=2, n=16, groups=2, turns=3),
 }
 
 
@@ -136,6 +137,7 @@ DOTS = {
     "large": Schedule(32, 64, 32, True),
     "large, transposed": Schedule(64, 16, 32, True, True, groups=2),
     "divided": Schedule(16, 32, 16, True, share=1),
+    "in turn": Schedule(16, 16, 16, True, groups=2, turns=5),
 }
 
 
