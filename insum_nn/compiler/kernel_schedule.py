@@ -207,7 +207,7 @@ def _default_written_out(form: Form) -> Schedule:
         if not columns:
             k = min(64, _power(form.size(summed[-1]))) if summed else 1
             m = max(1, 64 // k)
-        return Schedule(m=m, n=n, k=k, groups=max(1, accumulators // 48), warps=1)
+        return Schedule(m=m, n=n, k=k, groups=max(1, min(4, round(accumulators / 24))), warps=1)
     if not columns and known:
         k = min(64, _power(form.size(summed[-1]))) if summed else 1
     elif summed:
@@ -234,25 +234,25 @@ def _default_product(form: Form, product: Product) -> Schedule:
     swap = n > m and n >= 64
     warps = 8 if m * n >= 128 * 128 else 4
     # What is written out has too many operands to hold several steps of them.
-    stages = 1 if groups > 1 else 2
-    return Schedule(m, n, k, True, swap, groups, _splits(form, m, n), _share(form, m * n), warps, stages)
+    if groups > 1:
+        return Schedule(m, n, k, True, swap, groups, _splits_of_parts(form, m * n, groups), warps=4, stages=1)
+    return Schedule(m, n, k, True, swap, groups, _splits(form, m, n), _share(form, m * n), warps, 2)
 
 
-def _varied_written_products(base: Schedule, most: Mapping[str, int]) -> Iterator[Schedule]:
-    """Of long straight-line code: few, since each takes seconds to compile."""
-    if base.m > 16:
-        yield replace(base, m=base.m // 2)
-    if base.k * 2 <= most["k"]:
-        yield replace(base, k=base.k * 2)
-    if base.n > 16:
-        yield replace(base, n=base.n // 2)
-    yield replace(base, groups=max(1, base.groups // 3))
-    yield replace(base, stages=2)
-    if base.m * 2 <= most["m"]:
-        yield replace(base, m=base.m * 2, warps=8)
-    if base.splits > 1:
-        yield replace(base, splits=base.splits * 2)
-        yield replace(base, splits=max(2, base.splits // 2))
+# Bytes of the parts of one sum at most.
+_PARTS = 1 << 24
+
+
+def _splits_of_parts(form: Form, tile: int, groups: int) -> int:
+    """Programs for one long sum of code that is divided among programs already."""
+    if form.owner is not None or form.combine == "atomic" or not form.reduce:
+        return 1
+    cells = math.prod(form.size(i) for i in form.parallel)
+    length = max(form.size(i) for i in form.reduce)
+    programs = max(1, cells // tile) * groups
+    if programs >= _ENOUGH or length < 1024:
+        return 1
+    return max(1, min(128, 4 * _ENOUGH // programs, length // 64, _PARTS // (4 * cells * groups)))
 
 
 # Programs that keep a large GPU busy.
@@ -321,16 +321,8 @@ def _varied(form: Form, base: Schedule) -> Iterator[Schedule]:
 def _varied_owned(base: Schedule) -> Iterator[Schedule]:
     """Of code for owned rows: accumulators stay in registers, so lanes and groups decide how many a thread has."""
     wide = base.n > 1
-    for lanes, groups, warps in (
-        (2, 1, 1),
-        (2, 2, 1),
-        (1, 1, 1),
-        (1, 2, 1),
-        (4, 1, 2),
-        (4, 2, 1),
-        (4, 4, 1),
-        (2, 4, 1),
-    ):
+    ways = ((2, 1, 1), (2, 2, 1), (2, 3, 1), (1, 1, 1), (1, 2, 1), (4, 3, 1), (4, 2, 2), (2, 4, 1))
+    for lanes, groups, warps in ways:
         if wide:
             yield replace(base, n=max(1, base.n * lanes // 2), groups=groups, warps=warps)
         else:
@@ -377,3 +369,22 @@ def _varied_products(form: Form, base: Schedule) -> Iterator[Schedule]:
     if form.owner is not None:
         for share in {max(1, base.share // 2), base.share * 2}:
             yield replace(base, share=share)
+
+
+def _varied_written_products(base: Schedule, most: Mapping[str, int]) -> Iterator[Schedule]:
+    """Of long straight-line code: few, since each takes seconds to compile, the shortest first."""
+    if base.splits > 1:
+        yield replace(base, splits=base.splits // 2)
+        yield replace(base, m=max(16, base.m // 2))
+    else:
+        yield replace(base, m=16)
+        # The columns as the long side of the matrix unit, padded if they must be.
+        yield replace(base, m=16, n=max(64, base.n), swap=True, stages=2)
+        yield replace(base, m=16, n=max(64, base.n), swap=True, groups=1, stages=2)
+        yield replace(base, m=32)
+    if base.n > 32:
+        yield replace(base, n=base.n // 2)
+    if base.k * 2 <= most["k"]:
+        yield replace(base, k=base.k * 2)
+    yield replace(base, groups=max(1, base.groups // 3))
+    yield replace(base, stages=2)

@@ -155,16 +155,31 @@ class _Writer(KernelLoops):
                 by_right.setdefault(tuple(point.reads[n] for n in product.right), []).append(point)
             for key, group in by_right.items():
                 sides.setdefault(key, []).append((name, group))
-        how = f", input_precision='{self.precision}'" if self.form.bound.dtype == torch.float32 else ""
+        single = self.form.bound.dtype == torch.float32
+        split = single and self.precision == "tf32x3" and len(self.form.points) > 1
+        how = f", input_precision='{'tf32' if split else self.precision}'" if single else ""
         for reads, groups in sides.items():
             factors = tuple(self.load(read) for read in reads)
             right = self.side(factors[0] if len(factors) == 1 else self.factored([(1.0, factors)]), "kn")
             for name, points in groups:
                 terms = [(p.number, tuple(self.load(p.reads[n]) for n in product.left)) for p in points]
                 first, second = self.operand(terms, "mk"), right
-                if self.schedule.swap:
-                    first, second = f"tl.trans({second})", f"tl.trans({first})"
-                self.scopes[-1].lines.append(f"{name} = tl.dot({first}, {second}, {name}{how})")
+                if split:
+                    # Triton's own way takes four times the code, much of it for infinities, which become NaN here.
+                    (high, low), (high_right, low_right) = self.halves(first, "mk"), self.halves(second, "kn")
+                    pairs = [(low, high_right), (high, low_right), (high, high_right)]
+                else:
+                    pairs = [(first, second)]
+                for left, other in pairs:
+                    sides_text = f"tl.trans({other}), tl.trans({left})" if self.schedule.swap else f"{left}, {other}"
+                    self.scopes[-1].lines.append(f"{name} = tl.dot({sides_text}, {name}{how})")
+
+    def halves(self, text: str, axes: str) -> tuple[str, str]:
+        """The part of a float32 block that 10 bits of mantissa hold, and what is left of it."""
+        depth = len(self.scopes) - 1
+        bits = f"({text}.to(tl.int32, bitcast=True) & -8192)"
+        high = self.define("h", f"{bits}.to(tl.float32, bitcast=True)", axes, depth)
+        return high.text, self.define("l", f"{text} - {high.text}", axes, depth).text
 
     def operand(self, terms: list[tuple[float, tuple[Value, ...]]], axes: str) -> str:
         if len(terms) == 1 and terms[0][0] == 1.0 and len(terms[0][1]) == 1:
@@ -279,8 +294,13 @@ def write_kernel(form: Form, schedule: Schedule, strides: Strides, precision: Pr
     body: list[str] = []
     pid = "pid"
     if len(parts) > 1:
-        body += [f"part = pid % {len(parts)}", f"rest = pid // {len(parts)}"]
         pid = "rest"
+        if schedule.dot:
+            # Long code: programs that run at one time should be in the same part of it, which the cache holds.
+            tiles_each = parameters("programs_each")
+            body += [f"part = pid // {tiles_each}", f"rest = pid % {tiles_each}"]
+        else:
+            body += [f"part = pid % {len(parts)}", f"rest = pid // {len(parts)}"]
     for number, part in enumerate(parts):
         writer = _Writer(form, schedule, layout, strides, parameters, precision, f"_{number}" if number else "")
         lines = writer.write(part, tiles, pid)

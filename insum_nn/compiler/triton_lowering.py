@@ -290,6 +290,8 @@ class _Numbers:
             return math.prod(self.output)
         if kind == "programs":
             return self.shares()
+        if kind == "programs_each":
+            return self.shares() // self.source.schedule.groups
         if kind == "rows":
             assert self.owners is not None
             return self.owners.rows
