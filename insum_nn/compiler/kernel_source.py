@@ -247,14 +247,16 @@ class _Writer(KernelLoops):
 
 def _tiles(form: Form, layout: Layout, schedule: Schedule) -> list[tuple[str, int]]:
     """The factors of the number of programs, the fastest first: an index and how many of its values one has."""
-    tiles: list[tuple[str, int]] = []
+    blocks: list[tuple[str, int]] = []
     for axis in (layout.n, layout.m):
         if axis is None:
             continue
         known = form.static.get(axis.first)
         if known is None or known > axis.block:
-            tiles.append((axis.first, axis.block))
-    tiles += [(index, 1) for index in reversed(layout.grid)]
+            blocks.append((axis.first, axis.block))
+    single = [(index, 1) for index in reversed(layout.grid)]
+    # What one turn has read of some columns, the next one reads again.
+    tiles = [*single, *blocks] if schedule.turns > 1 else [*blocks, *single]
     if schedule.splits > 1:
         tiles.append(("@split", 1))
     return tiles
@@ -295,7 +297,7 @@ def write_kernel(form: Form, schedule: Schedule, strides: Strides, precision: Pr
     pid = "pid"
     if len(parts) > 1:
         pid = "rest"
-        if schedule.dot:
+        if schedule.dot or schedule.turns > 1:
             # Long code: programs that run at one time should be in the same part of it, which the cache holds.
             tiles_each = parameters("programs_each")
             body += [f"part = pid // {tiles_each}", f"rest = pid % {tiles_each}"]
