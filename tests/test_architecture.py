@@ -54,6 +54,7 @@ COMPILER_ORDER = [
     "kernel_schedule",
     "kernel_text",
     "kernel_loops",
+    "kernel_alike",
     "kernel_source",
     "owners",
     "triton_lowering",

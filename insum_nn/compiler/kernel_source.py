@@ -7,6 +7,7 @@ from dataclasses import dataclass, replace
 
 import torch
 
+from insum_nn.compiler.kernel_alike import merge_alike
 from insum_nn.compiler.kernel_form import OWNER, Form, Point, Read, Sub
 from insum_nn.compiler.kernel_loops import KernelLoops
 from insum_nn.compiler.kernel_schedule import Layout, Precision, Schedule, place_indices
@@ -284,6 +285,21 @@ def _parts(points: Sequence[Point], groups: int) -> list[list[Point]]:
     return [part for part in parts if part]
 
 
+def _branches(parts: Sequence[list[str]], *, exact: bool) -> list[str]:
+    """The parts of a kernel, each for the programs of its number; those that are alike follow one another."""
+    lines: list[str] = []
+    first = 0
+    for merged in merge_alike(parts, exact=exact):
+        after = first + len(merged.members)
+        last = after == len(parts)
+        lines.append("else:" if last and first else f"{'elif' if first else 'if'} part < {after}:")
+        if len(merged.members) > 1:
+            lines.append(f"    which = part - {first}")
+        lines += [f"    {line}" for line in merged.lines]
+        first = after
+    return lines
+
+
 def write_kernel(form: Form, schedule: Schedule, strides: Strides, precision: Precision) -> Source:
     """The kernel of a form under a schedule."""
     if form.owner is not None and schedule.splits > 1:
@@ -303,13 +319,11 @@ def write_kernel(form: Form, schedule: Schedule, strides: Strides, precision: Pr
             body += [f"part = pid // {tiles_each}", f"rest = pid % {tiles_each}"]
         else:
             body += [f"part = pid % {len(parts)}", f"rest = pid // {len(parts)}"]
+    written: list[list[str]] = []
     for number, part in enumerate(parts):
         writer = _Writer(form, schedule, layout, strides, parameters, precision, f"_{number}" if number else "")
-        lines = writer.write(part, tiles, pid)
-        if len(parts) > 1:
-            body.append(f"{'if' if number == 0 else 'elif'} part == {number}:")
-            lines = [f"    {line}" for line in lines]
-        body += lines
+        written.append(writer.write(part, tiles, pid))
+    body += _branches(written, exact=form.bound.dtype == torch.float64) if len(parts) > 1 else written[0]
     if schedule.turns > 1:
         # What one turn has read, the next one finds in the cache of the multiprocessor.
         count = f"tl.minimum({schedule.turns}, {parameters('programs')} - first)"

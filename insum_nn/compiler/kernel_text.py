@@ -156,7 +156,7 @@ class KernelText:
         place = self.form.bound.layout.tensors.index(read.name)
         parts, conditions = self.parts(read.subs, lambda axis: self.stride(place, axis, read), read.name)
         pointer = self.parameters("tensor", read.name)
-        literal = 0
+        literal: int | None = None
         if len(self.form.points) > 1:
             # Points differ by literals, which cost nothing if they are added to one pointer.
             literal = sum(int(v.text) for v in parts if v.text.isdigit())
@@ -168,7 +168,7 @@ class KernelText:
         mask = self.all_of(conditions, axes)
         other = f", mask={mask}, other={-1 if integer else '0.0'}" if mask else ""
         where = f"{pointer} + {self.reach(offset, axes)}"
-        if literal:
+        if literal is not None:
             where = f"{self.define('at', where, axes, depth).text} + {literal}"
         text = f"tl.load({where}{other})"
         if integer:

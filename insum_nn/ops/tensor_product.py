@@ -119,7 +119,7 @@ def _run(
     """A role's tensor, without a record for gradients; `plain`: nothing looks on, and all tensors are plain ones."""
     if torch._C._is_any_autocast_enabled() and torch.is_autocast_enabled(given[0].device.type):
         with torch.autocast(given[0].device.type, enabled=False):
-            return _run(form, role, given, receivers, senders, num_x, num_z)
+            return _run(form, role, given, receivers, senders, num_x, num_z, plain=plain)
     device, dtype = given[0].device, given[0].dtype
     rows = _rows(role, given, senders, num_x, num_z)
     split = _splits(device)
