@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import fields, replace
 from functools import lru_cache, partial
 from typing import Any
@@ -13,7 +13,19 @@ from torch import Tensor
 from insum_nn.compiler.ast import Statement
 from insum_nn.compiler.autograd import apply
 from insum_nn.compiler.bind import Extents, bind, layout_of
-from insum_nn.compiler.call import Key, Spec, call_key, check_kinds, keep, prepare, ready_call, run_spec, static_tables
+from insum_nn.compiler.call import (
+    Key,
+    ReadyCall,
+    Spec,
+    autocast_operand,
+    call_key,
+    check_kinds,
+    keep,
+    prepare,
+    ready_call,
+    run_spec,
+    static_tables,
+)
 from insum_nn.compiler.check import check_names, check_statement
 from insum_nn.compiler.explain import Explanation, explain_program
 from insum_nn.compiler.extents import check_extents, resolve_extents
@@ -133,13 +145,8 @@ class Program:
             keep(self._seen, call, extents, _SEEN_LIMIT)
         return apply(self._spec, ordered, start, extents)
 
-    def ready(
-        self, tensors: Mapping[str, Tensor], out_shape: Shape
-    ) -> Callable[[Sequence[Tensor], Tensor | None], Tensor] | None:
-        """What a call like one before runs, for those who make it often and know that nothing but values changed.
-
-        It takes the tensors in the order of `layout_of(statement).tensors`; see `ready_call`.
-        """
+    def ready(self, tensors: Mapping[str, Tensor], out_shape: Shape) -> ReadyCall | None:
+        """What a call like one before runs, without its checks, for those who know that nothing but values changed."""
         ordered, _ = self._arrange(tensors)
         return ready_call(self._spec, ordered, self._extents(ordered, None, None, out_shape))
 
@@ -181,7 +188,7 @@ class Program:
             present = [n for n, t in named.items() if t is not None]  # pyright: ignore[reportUnnecessaryComparison]
             check_names(statement, present)
         if torch._C._is_any_autocast_enabled():
-            named = {name: _autocast(value) for name, value in named.items()}
+            named = {name: autocast_operand(value) for name, value in named.items()}
             start = named.get(statement.output.name)
         bind(statement, named, start)
         return [named[name] for name in self._names], start
@@ -284,19 +291,6 @@ class Program:
         _, program = prepare(self._spec, ordered, start, extents)
         seconds = _time(self._spec, ordered, start, extents) if measure else None
         return about(extents, program, (ordered, start), seconds)
-
-
-def _autocast(value: Tensor) -> Tensor:
-    """Under autocast a statement is a matrix product: floating-point operands but float64 take the autocast dtype."""
-    # What is no tensor, and where autocast is unknown (meta), is for the checks to judge.
-    if not isinstance(value, Tensor) or not torch.amp.is_autocast_available(value.device.type):  # pyright: ignore[reportUnnecessaryIsInstance]
-        return value
-    if value.dtype not in _AUTOCAST or not torch.is_autocast_enabled(value.device.type):
-        return value
-    return value.to(torch.get_autocast_dtype(value.device.type))
-
-
-_AUTOCAST = (torch.float16, torch.bfloat16, torch.float32)
 
 
 def _rebuild(spec: Spec, sizes: Mapping[str, int], out_shape: Shape | None) -> Program:

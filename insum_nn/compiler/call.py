@@ -29,7 +29,9 @@ from insum_nn.facts import IndexFacts, StaticTable
 
 __all__ = [
     "Key",
+    "ReadyCall",
     "Spec",
+    "autocast_operand",
     "call_key",
     "check_kinds",
     "keep",
@@ -199,6 +201,19 @@ def _check_static(spec: Spec, named: Mapping[str, Tensor]) -> None:
                 )
 
 
+def autocast_operand(value: Tensor) -> Tensor:
+    """Under autocast a statement is a matrix product: floating-point operands but float64 take the autocast dtype."""
+    # What is no tensor, and where autocast is unknown (meta), is for the checks to judge.
+    if not isinstance(value, Tensor) or not torch.amp.is_autocast_available(value.device.type):  # pyright: ignore[reportUnnecessaryIsInstance]
+        return value
+    if value.dtype not in _AUTOCAST or not torch.is_autocast_enabled(value.device.type):
+        return value
+    return value.to(torch.get_autocast_dtype(value.device.type))
+
+
+_AUTOCAST = (torch.float16, torch.bfloat16, torch.float32)
+
+
 _KINDS: dict[str, tuple[type, str]] = {
     "sizes": (Mapping, "a dict of extents by index name"),
     "out_shape": (Sequence, "a tuple of extents"),
@@ -291,17 +306,32 @@ def run_spec(
     return run(tensors, start)
 
 
-def ready_call(
-    spec: Spec, tensors: Sequence[Tensor], extents: Extents
-) -> Callable[[Sequence[Tensor], Tensor | None], Tensor] | None:
-    """What a call that was made before runs, checks and all that they found left out; `None` if it depends on values.
+@dataclass(frozen=True, slots=True)
+class ReadyCall:
+    """What a call that was made before runs, all checks left out.
 
-    It serves tensors of the same shapes, dtypes, devices and layouts, until `generation()` changes or another float32
-    precision is asked for.
+    It serves tensors of the same shapes, dtypes, devices and layouts, as long as it `holds`.
     """
-    key = (call_key(tensors, None), True, extents, torch.get_float32_matmul_precision())
-    ready = spec.ready.get(key)
-    return ready.run if ready is not None and not ready.read else None
+
+    names: tuple[str, ...]
+    run: Callable[[Sequence[Tensor], Tensor | None], Tensor]
+    generation: int
+    precision: str
+
+    def holds(self) -> bool:
+        return self.generation == generation() and self.precision == torch.get_float32_matmul_precision()
+
+    def __call__(self, tensors: Mapping[str, Tensor]) -> Tensor:
+        return self.run([tensors[name] for name in self.names], None)
+
+
+def ready_call(spec: Spec, tensors: Sequence[Tensor], extents: Extents) -> ReadyCall | None:
+    """The ready call of a program; `None` if there was none yet, or if it depends on the values of index tensors."""
+    precision = torch.get_float32_matmul_precision()
+    ready = spec.ready.get((call_key(tensors, None), True, extents, precision))
+    if ready is None or ready.read or not ready.holds(tensors):
+        return None
+    return ReadyCall(layout_of(spec.statement).tensors, ready.run, ready.generation, precision)
 
 
 def _remember(

@@ -8,7 +8,7 @@ kernel needs no packed operands. Library calls would gather every coefficient's 
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -16,8 +16,7 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from insum_nn.compiler.bind import layout_of
-from insum_nn.compiler.execution import generation
+from insum_nn.compiler.api import ReadyCall
 from insum_nn.ops.tensor_product_form import POINTS, Form
 from insum_nn.ops.tensor_product_spec import NUMBER, Group, others
 from insum_nn.ops.tensor_product_statement import Reading, WeightAccess
@@ -212,10 +211,7 @@ class Direct:
             size: rows of the result.
             plain: nothing records or transforms the call.
         """
-        key: object = None
-        if plain:
-            precision = torch.get_float32_matmul_precision()
-            key = (generation(), precision, size, *[(t.shape, t.dtype, t.device, t.layout) for t in given])
+        key = (size, *[(t.shape, t.dtype, t.device, t.layout) for t in given]) if plain else None
         if self.role == "w":
             results = [step(given, size, key) for step, _ in self._steps]
             return self.form.join_weights(self.statements, results, self._pieces, size)
@@ -243,8 +239,7 @@ class _Step:
         self.places = [(name, order.index(operand)) for name, operand in source.reads.items()]
         self.weight = source.weight
         self.at_weight = order.find("w")
-        self.names = layout_of(source.program.statement).tensors
-        self._ready: dict[object, Callable[[Sequence[Tensor], Tensor | None], Tensor]] = {}
+        self._ready: dict[object, ReadyCall] = {}
 
     def named(self, given: Sequence[Tensor]) -> dict[str, Tensor]:
         """Tables and operands by name."""
@@ -267,9 +262,9 @@ class _Step:
         named = self.named(given)
         if parts is not None:
             named["G"] = parts
-        run = self._ready.get(key) if key is not None and start is None else None
-        if run is not None:
-            return run([named[name] for name in self.names], None)
+        ready = self._ready.get(key) if key is not None and start is None else None
+        if ready is not None and ready.holds():
+            return ready(named)
         shape = self.source.out_shape(size)
         if start is not None:
             return self.program(tensors=named | {self.result: start}, out_shape=shape)
