@@ -324,7 +324,7 @@ class _Numbers:
         return programs
 
 
-def steps_of_vectors(source: Source, values: Sequence[int | None]) -> tuple[int, ...]:
+def _steps_of_vectors(source: Source, values: Sequence[int | None]) -> tuple[int, ...]:
     """The arguments that are steps along an axis, multiples of 16."""
     return tuple(
         place
@@ -352,7 +352,7 @@ class _Launch:
         self.number = torch.cuda.current_device() if str(device) == "cuda" else device.index
         self.pointers = [place for place, kind in enumerate(types) if kind is not None]
         # Steps along an axis belong to a model, and where rows begin at whole vectors, they are read as vectors.
-        self.even = steps_of_vectors(source, values)
+        self.even = _steps_of_vectors(source, values)
         integer = "i64" if wide else "i32"
         self.signature = {n: kind or integer for n, kind in zip(self.function.arg_names, types, strict=True)}
         self.known: dict[tuple[bool, ...], Callable[..., None]] = {}
