@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from insum_nn.compiler.autocast import to_autocast, under_autocast
-from insum_nn.compiler.call import check_kinds
+from insum_nn.compiler.call import ReadyCall, check_kinds
 from insum_nn.compiler.explain import Explanation
 from insum_nn.compiler.given import Given
 from insum_nn.compiler.options import DEFAULT, Options
@@ -23,6 +23,7 @@ __all__ = [
     "Given",
     "Program",
     "ProgramSum",
+    "ReadyCall",
     "call_traced",
     "compile",
     "generates_kernels",

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import itertools
 import math
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Container, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from typing import Literal
@@ -19,14 +19,13 @@ import torch
 
 from insum_nn.compiler.ast import Access, Index, Number, Subscript
 from insum_nn.compiler.bind import Bound
+from insum_nn.compiler.kernel_tables import WrittenOut, write_out
 from insum_nn.facts import StaticTable
 
 __all__ = ["ENTRY", "OWNER", "Combining", "Form", "FormError", "Point", "Product", "Read", "Sub", "Tail", "make_form"]
 
 # Index names no statement can have: the output row that a program owns, and the number of a term of that row.
 OWNER, ENTRY = "@owner", "@entry"
-# Most points that are written out; past it, static tensors are read like any other.
-POINT_LIMIT = 6000
 
 Combining = Literal["direct", "place", "own", "atomic"]
 
@@ -37,11 +36,15 @@ class FormError(Exception):
 
 @dataclass(frozen=True, slots=True)
 class Sub:
-    """An affine sum of indices and reads; `safe`: cannot leave the axis, but through a missing entry."""
+    """An affine sum of indices and reads.
+
+    `safe`: it cannot leave the axis, but through a missing entry; `part`: its indices need not run over the whole axis.
+    """
 
     terms: tuple[tuple[int, str | Read], ...]
     offset: int
     safe: bool
+    part: bool = False
 
     def __str__(self) -> str:
         parts = [f"{c}*{a}" for c, a in self.terms]
@@ -49,7 +52,14 @@ class Sub:
 
     @property
     def plain(self) -> str | None:
-        if self.offset == 0 and len(self.terms) == 1 and self.terms[0][0] == 1 and isinstance(self.terms[0][1], str):
+        if self.offset == 0 and not self.part and len(self.terms) == 1 and self.terms[0][0] == 1:
+            return self.runs_along
+        return None
+
+    @property
+    def runs_along(self) -> str | None:
+        """The only index of the sum, if there is but one and nothing is read."""
+        if len(self.terms) == 1 and isinstance(self.terms[0][1], str):
             return self.terms[0][1]
         return None
 
@@ -174,78 +184,40 @@ class Form:
         """Sums are formed in float32, and the output is of a half type."""
         return self.bound.dtype in (torch.float16, torch.bfloat16)
 
+    def covers(self, output: Sequence[int]) -> bool:
+        """Whether every cell of an output of this shape is written, as long as terms do not meet in memory."""
+        if self.combine == "place":
+            # Unique, and as many as there are cells: every one of them.
+            subscripts = enumerate(self.bound.statement.output.subscripts)
+            placed = {axis: s.indirect for axis, s in subscripts if s.indirect and s.indirect.name not in self.tables}
+            entries = math.prod(self.sizes[name] for name in {i.name for a in placed.values() for i in a.indices()})
+            masked = any(self.bound.facts_of(access.name).masked is not False for access in placed.values())
+            if masked or entries != math.prod(output[axis] for axis in placed):
+                return False
+        known = [axis for axis, sub in enumerate(self.points[0].target.subs) if sub.part or not sub.terms]
+        lengths = [output[axis] for axis in known]
+        written: set[tuple[int, ...]] = set()
+        for target in {point.target for point in self.points}:
+            for cell in itertools.product(*(self._cells(target.subs[axis]) for axis in known)):
+                if all(0 <= at < extent for at, extent in zip(cell, lengths, strict=True)):
+                    written.add(cell)
+        return len(written) == math.prod(lengths)
 
-def _usable(bound: Bound, tables: Mapping[str, StaticTable]) -> dict[str, StaticTable]:
-    """Tables of which every read is known once some indices of fixed extent are written out."""
-    fixed = {name for name, _ in bound.static}
-    accesses = list(bound.statement.accesses())
-    usable = dict(tables)
-    while True:
-        unknown = {
-            a.name
-            for a in accesses
-            if a.name in usable
-            and (any(n.name not in usable for n in a.nested()) or any(i.name not in fixed for i in a.indices()))
-        }
-        if not unknown:
-            return usable
-        usable = {name: table for name, table in usable.items() if name not in unknown}
-
-
-def _points(bound: Bound, tables: Mapping[str, StaticTable]) -> tuple[tuple[str, ...], list[dict[str, int]]]:
-    """The indices to write out, and their combinations whose known factors are not 0."""
-    statement = bound.statement
-    fixed = dict(bound.static)
-    accesses = [a for a in statement.accesses() if a.name in tables]
-    names = tuple(dict.fromkeys(i.name for a in accesses for i in a.indices()))
-    if not accesses:
-        return (), [{}]
-    known = [f for f in statement.reads if f.name in tables]
-    places: list[dict[str, int]] = []
-    ranges = [range(fixed[name]) for name in names]
-    if math.prod(map(len, ranges)) > 64 * POINT_LIMIT:
-        return (), [{}]
-    for values in itertools.product(*ranges):
-        point = dict(zip(names, values, strict=True))
-        if all(_factor(access, point, tables) != 0 for access in known):
-            places.append(point)
-    if len(places) > POINT_LIMIT:
-        return (), [{}]
-    return names, places
-
-
-def _constant(access: Access, point: Mapping[str, int], tables: Mapping[str, StaticTable]) -> int | float | None:
-    """The value of a static tensor at a point; `None` outside of it, and where a subscript has no entry."""
-    place: list[int] = []
-    for subscript in access.subscripts:
-        value = subscript.offset
-        for term in subscript.terms:
-            if isinstance(term.atom, Index):
-                inner = point[term.atom.name]
-            else:
-                entry = _constant(term.atom, point, tables)
-                if entry is None or entry < 0:
-                    return None
-                inner = int(entry)
-            value += term.coefficient * inner
-        place.append(value)
-    table = tables[access.name]
-    if any(not 0 <= at < extent for at, extent in zip(place, table.shape, strict=True)):
-        return None
-    return table.at(place)
-
-
-def _factor(access: Access, point: Mapping[str, int], tables: Mapping[str, StaticTable]) -> int | float:
-    """The value of a static factor at a point."""
-    return _constant(access, point, tables) or 0
+    def _cells(self, sub: Sub) -> list[int]:
+        """Where a subscript of numbers and steps points."""
+        cells = [sub.offset]
+        for step, index in sub.terms:
+            assert isinstance(index, str)
+            cells = [cell + step * n for cell in cells for n in range(self.static[index])]
+        return cells
 
 
 class _Reader:
     """Turns accesses into reads: points filled in, static tensors looked up, the owner's access named."""
 
-    def __init__(self, point: Mapping[str, int], tables: Mapping[str, StaticTable], owner: Access | None) -> None:
+    def __init__(self, point: Mapping[str, int], written: WrittenOut, owner: Access | None) -> None:
         self.point = point
-        self.tables = tables
+        self.written = written
         self.owner = owner
 
     def read(self, access: Access, *, nested: bool = False) -> Read:
@@ -255,6 +227,7 @@ class _Reader:
         # Index tensors are proven to point into value tensors; into each other they may point outside: "no entry".
         safe = subscript.plain is not None or (subscript.indirect is not None and not nested)
         offset = subscript.offset
+        part = False
         terms: dict[str | Read, int] = {}
         for term in subscript.terms:
             atom: str | Read
@@ -265,16 +238,20 @@ class _Reader:
                     continue
             elif self.owner is not None and term.atom == self.owner:
                 atom = OWNER
-            elif term.atom.name in self.tables:
-                value = _constant(term.atom, self.point, self.tables)
-                if value is None or value < 0:
+            elif term.atom.name in self.written.tables:
+                entry = self.written.affine(term.atom, self.point)
+                if entry is None:
                     raise FormError("a static index tensor has no entry at some point")
-                offset += term.coefficient * int(value)
+                start, steps = entry
+                offset += term.coefficient * start
+                for index, step in steps.items():
+                    part = True
+                    terms[index] = terms.get(index, 0) + term.coefficient * step
                 continue
             else:
                 atom = self.read(term.atom, nested=True)
             terms[atom] = terms.get(atom, 0) + term.coefficient
-        return Sub(tuple((c, a) for a, c in terms.items() if c), offset, safe)
+        return Sub(tuple((c, a) for a, c in terms.items() if c), offset, safe, part)
 
 
 def make_form(
@@ -306,40 +283,38 @@ def make_form(
         raise FormError("factors are integers")
     if not statement.reads:
         raise FormError("no tensor is read")
-    tables = _usable(bound, tables)
-    unrolled, places = _points(bound, tables)
-    used = frozenset(tables) if unrolled else frozenset[str]()
-    if not places:
+    written = write_out(bound, tables)
+    used, unrolled = frozenset(written.tables), written.names
+    if not written.places:
         raise FormError("all known factors are 0")
-    tables = {name: table for name, table in tables.items() if name in used}
     if all(access.name in used for access in statement.reads):
         raise FormError("every factor is static")
-    combine, axis = _combining(bound, unrolled, used, output)
+    combine, axis = _combining(bound, written)
     owner = statement.output.subscripts[axis].indirect if combine == "own" else None
     entries = tuple(i.name for i in owner.indices()) if owner is not None else ()
     permuted = owner is not None and not _in_order(bound, owner)
-    if any(not math.isfinite(v) for table in tables.values() for v in table.values):
+    if any(not math.isfinite(v) for table in written.tables.values() for v in table.values):
         raise FormError("a static tensor holds values that are not finite")
     number = math.prod(f.value for f in statement.factors if isinstance(f, Number))
     points: list[Point] = []
-    for place in places:
-        reader = _Reader(place, tables, owner)
-        known = math.prod(_factor(f, place, tables) for f in statement.reads if f.name in tables)
-        reads = tuple(reader.read(f) for f in statement.reads if f.name not in tables)
+    for place in written.places:
+        reader = _Reader(place, written, owner)
+        known = math.prod(written.factor(f, place) for f in statement.reads if f.name in used)
+        reads = tuple(reader.read(f) for f in statement.reads if f.name not in used)
         points.append(Point(reader.read(statement.output), float(number * known), reads))
-    written = dict.fromkeys(i.name for i in statement.output.indices() if i.name not in unrolled)
-    parallel = tuple(i for i in written if i not in entries)
-    reduce = tuple(i for i in bound.layout.indices if i not in written and i not in unrolled and i not in entries)
+    kept = dict.fromkeys(i.name for i in statement.output.indices() if i.name not in unrolled)
+    parallel = tuple(i for i in kept if i not in entries)
+    reduce = tuple(i for i in bound.layout.indices if i not in kept and i not in unrolled and i not in entries)
     known_sizes = dict(sizes)
     if owner is not None:
         parallel = (OWNER, *parallel)
         known_sizes[OWNER] = output[axis]
     form = Form(bound, known_sizes, tuple(points), combine, owner, axis, entries, permuted, parallel, reduce, used)
     if owner is not None and (permuted and not (prefer_own or deterministic)):
-        return _atomic(form, statement.output, tables, places)
+        return _atomic(form, statement.output, written)
     if owner is not None and not deterministic and form.product is None:
         # Terms that meet only by adding to memory may still be one matrix product, which is worth more.
-        scattered = _atomic(form, statement.output, tables, places)
+        scattered = _atomic(form, statement.output, written)
         if scattered.product is not None:
             return scattered
     if form.combine == "atomic" and deterministic:
@@ -347,33 +322,37 @@ def make_form(
     return form
 
 
-def _atomic(form: Form, output: Access, tables: Mapping[str, StaticTable], places: Sequence[Mapping[str, int]]) -> Form:
+def _atomic(form: Form, output: Access, written: WrittenOut) -> Form:
     """The same statement, every term added to memory."""
     statement = form.bound.statement
     points = tuple(
         Point(
-            _Reader(place, tables, None).read(output),
+            _Reader(place, written, None).read(output),
             point.number,
-            tuple(_Reader(place, tables, None).read(f) for f in statement.reads if f.name not in tables),
+            tuple(_Reader(place, written, None).read(f) for f in statement.reads if f.name not in written.tables),
         )
-        for place, point in zip(places, form.points, strict=True)
+        for place, point in zip(written.places, form.points, strict=True)
     )
     parallel = (*form.entries, *(i for i in form.parallel if i != OWNER))
     return Form(form.bound, form.sizes, points, "atomic", None, -1, (), False, parallel, form.reduce, form.tables)
 
 
-def _combining(
-    bound: Bound, unrolled: Sequence[str], tables: frozenset[str], output: Sequence[int]
-) -> tuple[Combining, int]:
+def _combining(bound: Bound, written: WrittenOut) -> tuple[Combining, int]:
     """How terms reach the output, and the axis that is addressed by an index tensor."""
     statement = bound.statement
     subscripts = statement.output.subscripts
     plain = [s.plain for s in subscripts]
+    # What tables address is known, but points must not share cells unless they share all of them.
+    known = [axis for axis, s in enumerate(subscripts) if plain[axis] is None and written.literal(s)]
+    stepped = {i.name for axis in known for i in subscripts[axis].indices()} & written.steps
+    if stepped & {i.name for axis, s in enumerate(subscripts) if axis not in known for i in s.indices()}:
+        return "atomic", -1
+    if not written.apart(statement.output, [a for a in range(len(plain)) if a in known or plain[a] in written.names]):
+        return "atomic", -1
     loose = [
         axis
-        for axis, s in enumerate(subscripts)
-        if (plain[axis] is None and not _literal(s, unrolled, tables))
-        or (plain[axis] is not None and plain.count(plain[axis]) > 1)
+        for axis in range(len(subscripts))
+        if axis not in known and (plain[axis] is None or plain.count(plain[axis]) > 1)
     ]
     named = [i.name for a in loose for i in subscripts[a].indices()]
     if not loose:
@@ -381,13 +360,17 @@ def _combining(
         return "direct", -1
     if set(named) & {p for p in plain if p is not None}:
         return "atomic", -1
-    if len(loose) > 1 and _jointly_unique(bound, [subscripts[axis] for axis in loose], unrolled, tables):
+    if len(loose) > 1 and _jointly_unique(bound, [subscripts[axis] for axis in loose], written.names, written.tables):
         return "place", loose[0]
     if len(loose) > 1 or len(set(named)) != len(named):
         return "atomic", -1
     (axis,) = loose
     owner = subscripts[axis].indirect
-    if owner is None or owner.name in tables or any(s.plain is None or s.plain in unrolled for s in owner.subscripts):
+    if (
+        owner is None
+        or owner.name in written.tables
+        or any(s.plain is None or s.plain in written.names for s in owner.subscripts)
+    ):
         return "atomic", -1
     facts = bound.facts_of(owner.name)
     if facts.unique:
@@ -396,7 +379,7 @@ def _combining(
 
 
 def _jointly_unique(
-    bound: Bound, subscripts: Sequence[Subscript], unrolled: Sequence[str], tables: frozenset[str]
+    bound: Bound, subscripts: Sequence[Subscript], unrolled: Iterable[str], tables: Container[str]
 ) -> bool:
     """Whether index tensors that address several axes send no two of their entries to one cell."""
     read = [s.indirect for s in subscripts]
@@ -413,13 +396,6 @@ def _jointly_unique(
     known = [{name, *f.unique_with} for name, f in facts if f.unique_with] + [{name} for name, f in facts if f.unique]
     whole = {a.name for a, place in zip(accesses, places, strict=True) if place == longest}
     return any(group <= names and group & whole for group in known)
-
-
-def _literal(subscript: Subscript, unrolled: Sequence[str], tables: frozenset[str]) -> bool:
-    """Whether a subscript is a number once points are filled in."""
-    if any(i.name not in unrolled for i in subscript.indices()):
-        return False
-    return all(a.name in tables for a in subscript.index_accesses())
 
 
 def _in_order(bound: Bound, owner: Access) -> bool:

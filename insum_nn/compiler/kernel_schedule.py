@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import asdict, dataclass, replace
 from typing import Any, Literal
 
+from insum_nn.compiler.kernel_axes import MANY_POINTS, element_axes
 from insum_nn.compiler.kernel_form import ENTRY, OWNER, Form, Product, Tail
 
 __all__ = [
@@ -48,6 +49,7 @@ class Schedule:
         splits: programs among which one long sum is divided; their results are added in order.
         share: most terms of an owned row that one program walks; longer rows are divided. Of a segment: its terms.
         segment: programs take equal shares of the terms, in the order of their rows, instead of rows; m counts shares.
+        turns: neighbouring tiles that one program computes, one after the other.
         warps: warps a program.
         stages: depth of the software pipeline. Without a dot it is 3 at least, or there is none: the loop over an
             owner's terms then reads ahead.
@@ -68,6 +70,7 @@ class Schedule:
     tail: int = 64
     serial: bool = False
     segment: bool = False
+    turns: int = 1
 
     def __str__(self) -> str:
         tile = f"tile {self.m} x {self.n}, {self.k} at a time"
@@ -77,6 +80,8 @@ class Schedule:
             rest += f", accumulators over {self.groups} programs"
         if self.serial:
             rest += ", rows one by one"
+        if self.turns > 1:
+            rest += f", {self.turns} tiles in turn"
         if self.splits > 1:
             rest += f", sum over {self.splits} programs"
         if self.segment:
@@ -163,7 +168,7 @@ def place_indices(form: Form, schedule: Schedule) -> Layout:
         return _rest(form, m, _axis(form, [ENTRY], schedule.k), n)
     if schedule.dot and form.product is not None:
         return _place_product(form, schedule, form.product)
-    rows, columns, summed = _element_axes(form)
+    rows, columns, summed = element_axes(form)
     n = _axis(form, columns, schedule.n)
     taken = set(n.indices) if n else set[str]()
     m = _axis(form, [i for i in rows if i not in taken], schedule.m)
@@ -201,31 +206,15 @@ def _rest(form: Form, m: Axis | None, k: Axis | None, n: Axis | None) -> Layout:
     return Layout(m, k, n, grid, tuple(i for i in summed if i not in placed))
 
 
-def _element_axes(form: Form) -> tuple[list[str], list[str], list[str]]:
-    """Candidates for rows, columns and sums of a tile that is multiplied element by element."""
-    last = {sub.plain for p in form.points for r in (*p.reads, p.target) if r.subs and (sub := r.subs[-1]).plain}
-    parallel = [i for i in form.parallel if i != OWNER]
-    columns = [i for i in parallel[-1:] if i in last and (form.owner is not None or len(form.parallel) > 1)]
-    rows = [i for i in form.parallel if i not in columns]
-    summed = [i for i in form.reduce if i in last] or list(form.reduce)
-    # Lanes along what is summed: dense axes that lie side by side where columns do not, else the terms themselves.
-    if form.owner is not None:
-        known = [i for i in form.reduce if i in form.static]
-        summed = [ENTRY, *known] if columns or not form.reduce else summed[-1:]
-    elif columns:
-        summed = list(form.reduce)
-    return rows, columns, summed
-
-
 def default_schedule(form: Form) -> Schedule:
     """A good schedule without any measurement."""
     if form.tail is not None:
         return _default_tail(form, form.tail)
     if form.product is not None:
         return _default_product(form, form.product)
-    if len(form.points) > _MANY_POINTS:
+    if len(form.points) > MANY_POINTS:
         return _default_written_out(form)
-    rows, columns, summed = _element_axes(form)
+    rows, columns, summed = element_axes(form)
     width = math.prod(form.size(i) for i in columns) if columns else 1
     length = math.prod(form.size(i) for i in summed) if summed else 1
     if not columns:
@@ -240,21 +229,40 @@ def default_schedule(form: Form) -> Schedule:
     return Schedule(m=m, n=n, k=k, warps=warps, splits=_splits(form, m, n))
 
 
-# Points past which a kernel is straight-line code rather than a loop with a few terms.
-_MANY_POINTS = 8
+# Values of a tile that a program of straight-line code works on at a time: eight for each thread of four warps.
+_TILE = 1024
+
+
+def _each(form: Form) -> int:
+    """Values of a tile for each thread: the more terms are written out, the more registers one value takes."""
+    count = 8 if len(form.points) <= 16 else 4 if len(form.points) <= 128 else 2
+    return max(1, count * 4 // max(4, form.bound.dtype.itemsize))
 
 
 def _default_written_out(form: Form) -> Schedule:
-    rows, columns, summed = _element_axes(form)
-    accumulators = len({str(p.target) for p in form.points})
-    double = form.bound.dtype.itemsize == 8
+    rows, columns, summed = element_axes(form)
+    accumulators = len({str(p.target) for p in form.points}) * (2 if form.bound.dtype.itemsize == 8 else 1)
+    length = math.prod(form.size(i) for i in summed) if summed else 1
+    m, n, k = 1, 1, 1
+    known = bool(rows) and rows[-1] in form.static
     if columns:
-        n = min(64, _power(math.prod(form.size(i) for i in columns)))
-        groups = max(1, accumulators * (2 if double else 1) // 48)
-        return Schedule(n=n, groups=groups, warps=1, splits=_splits(form, 1, n))
-    k = min(64, _power(form.size(summed[-1]))) if summed else 1
-    m = min(_power(form.size(rows[-1])), max(1, 64 // k)) if rows else 1
-    return Schedule(m=m, k=k, groups=max(1, accumulators // 48), warps=1, splits=_splits(form, m, 1))
+        n = min(128 if form.owner is None else 64, _power(math.prod(form.size(i) for i in columns)))
+    if form.owner is not None:
+        if not columns:
+            k = min(64, _power(form.size(summed[-1]))) if summed else 1
+            m = max(1, 64 // k)
+        return Schedule(m=m, n=n, k=k, groups=max(1, min(4, round(accumulators / 24))), warps=1)
+    if not columns and known:
+        k = min(64, _power(form.size(summed[-1]))) if summed else 1
+    elif summed:
+        k = min(_TILE // n, _power(length))
+    if known and (columns or summed):
+        m = min(_power(form.size(rows[-1])), max(1, _TILE // (n * k)))
+    elif rows and n * k < 64:
+        m = min(64 // (n * k), _power(form.size(rows[-1])))
+    warps = max(1, min(8, m * n * k // (32 * _each(form))))
+    held = accumulators * m * n // (32 * warps)
+    return Schedule(m=m, n=n, k=k, groups=max(1, held // 128), warps=warps, splits=_splits(form, m, n))
 
 
 def _default_tail(form: Form, tail: Tail) -> Schedule:
@@ -279,7 +287,26 @@ def _default_product(form: Form, product: Product) -> Schedule:
     # A Hopper's matrix unit takes 64 rows at least.
     swap = n > m and n >= 64
     warps = 8 if m * n >= 128 * 128 else 4
+    # What is written out has too many operands to hold several steps of them.
+    if groups > 1:
+        return Schedule(m, n, k, True, swap, groups, _splits_of_parts(form, m * n, groups), warps=4, stages=1)
     return Schedule(m, n, k, True, swap, groups, _splits(form, m, n), _share(form, m * n), warps, 2)
+
+
+# Bytes of the parts of one sum at most.
+_PARTS = 1 << 24
+
+
+def _splits_of_parts(form: Form, tile: int, groups: int) -> int:
+    """Programs for one long sum of code that is divided among programs already."""
+    if form.owner is not None or form.combine == "atomic" or not form.reduce:
+        return 1
+    cells = math.prod(form.size(i) for i in form.parallel)
+    length = max(form.size(i) for i in form.reduce)
+    programs = max(1, cells // tile) * groups
+    if programs >= _ENOUGH or length < 1024:
+        return 1
+    return max(1, min(128, 4 * _ENOUGH // programs, length // 64, _PARTS // (4 * cells * groups)))
 
 
 # Programs that keep a large GPU busy.
@@ -340,8 +367,8 @@ def _varied(form: Form, base: Schedule) -> Iterator[Schedule]:
         yield replace(base, tail=max(16, base.tail // 2))
     elif base.dot:
         yield from _varied_products(form, base)
-    elif len(form.points) > _MANY_POINTS:
-        yield from _varied_written_out(base)
+    elif len(form.points) > MANY_POINTS:
+        yield from _varied_owned(base) if form.owner is not None else _varied_tiles(form, base)
     elif base.n == 1:
         for m, k in ((base.m, base.k), (base.m * 2, base.k), (max(1, base.m // 2), base.k), (base.m, base.k // 2)):
             for warps in (1, 2, 4):
@@ -396,34 +423,44 @@ def _ahead(base: Schedule) -> Iterator[Schedule]:
 _WIDTHS = (1, 2, 4, 8, 16, 32)
 
 
-def _varied_written_out(base: Schedule) -> Iterator[Schedule]:
+def _varied_owned(base: Schedule) -> Iterator[Schedule]:
+    """Of code for owned rows: accumulators stay in registers, so lanes and groups decide how many a thread has."""
     wide = base.n > 1
-    for lanes, groups, warps in (
-        (2, 1, 1),
-        (2, 1, 2),
-        (2, 2, 1),
-        (1, 1, 1),
-        (1, 2, 1),
-        (4, 1, 2),
-        (4, 1, 4),
-        (2, 4, 1),
-    ):
+    ways = ((2, 1, 1), (2, 2, 1), (2, 3, 1), (1, 1, 1), (1, 2, 1), (4, 3, 1), (4, 2, 2), (2, 4, 1))
+    for lanes, groups, warps in ways:
         if wide:
             yield replace(base, n=max(1, base.n * lanes // 2), groups=groups, warps=warps)
         else:
             yield replace(base, m=max(1, base.m * lanes // 2), groups=groups, warps=warps)
 
 
+def _varied_tiles(form: Form, base: Schedule) -> Iterator[Schedule]:
+    """Of code for a tile: a longer or shorter one, in more or fewer warps, several in turn."""
+    axis = "k" if base.k > 1 else "m" if base.m > 1 else "n"
+    whole = getattr(place_indices(form, replace(base, **{axis: 1 << 16})), axis)
+    most = whole.lanes if whole is not None else 1
+    lanes = getattr(base, axis)
+    yield replace(base, turns=8)
+    yield replace(base, warps=base.warps * 2)
+    if base.warps > 1:
+        yield replace(base, warps=base.warps // 2)
+        yield replace(base, warps=base.warps // 2, turns=8)
+    if lanes >= 64:
+        yield replace(base, **{axis: lanes // 2}, warps=max(1, base.warps // 2))
+        yield replace(base, **{axis: lanes // 2}, warps=max(1, base.warps // 2), turns=8)
+    if lanes * 2 <= most:
+        yield replace(base, **{axis: lanes * 2}, warps=min(8, base.warps * 2))
+    yield replace(base, turns=32)
+
+
 def _varied_products(form: Form, base: Schedule) -> Iterator[Schedule]:
     assert form.product is not None
     size = {a: math.prod(form.size(i) for i in getattr(form.product, a)) for a in "mkn"}
     most = {a: max(16, _power(size[a])) for a in "mkn"}
-    many = base.groups > 1
-    shapes = (
-        ((16, 64), (32, 64), (64, 64), (128, 64))
-        if many
-        else ((base.m, base.n), (64, 128), (128, 64), (128, 128), (64, 64), (32, 128), (32, 256), (64, 256), (128, 32))
-    )
+    if base.groups > 1:
+        yield from _varied_written_products(base, most)
+        return
+    shapes = ((base.m, base.n), (64, 128), (128, 64), (128, 128), (64, 64), (32, 128), (32, 256), (64, 256), (128, 32))
     for m, n in shapes:
         if m > most["m"] or n > max(most["n"], 64):
             continue
@@ -431,10 +468,28 @@ def _varied_products(form: Form, base: Schedule) -> Iterator[Schedule]:
         for k in sorted({32, 64} if most["k"] >= 64 else {most["k"], 32}):
             for swap in swaps:
                 for warps, stages in ((4, 2), (4, 3), (8, 3)):
-                    if warps == 8 and m * n < 64 * 128 and not many:
+                    if warps == 8 and m * n < 64 * 128:
                         continue
-                    for groups in {1, base.groups}:
-                        yield replace(base, m=m, n=n, k=k, swap=swap, warps=warps, stages=stages, groups=groups)
+                    yield replace(base, m=m, n=n, k=k, swap=swap, warps=warps, stages=stages)
     if form.owner is not None:
         for share in {max(1, base.share // 2), base.share * 2}:
             yield replace(base, share=share)
+
+
+def _varied_written_products(base: Schedule, most: Mapping[str, int]) -> Iterator[Schedule]:
+    """Of long straight-line code: few, since each takes seconds to compile, the shortest first."""
+    if base.splits > 1:
+        yield replace(base, splits=base.splits // 2)
+        yield replace(base, m=max(16, base.m // 2))
+    else:
+        yield replace(base, m=16)
+        # The columns as the long side of the matrix unit, padded if they must be.
+        yield replace(base, m=16, n=max(64, base.n), swap=True, stages=2)
+        yield replace(base, m=16, n=max(64, base.n), swap=True, groups=1, stages=2)
+        yield replace(base, m=32)
+    if base.n > 32:
+        yield replace(base, n=base.n // 2)
+    if base.k * 2 <= most["k"]:
+        yield replace(base, k=base.k * 2)
+    yield replace(base, groups=max(1, base.groups // 3))
+    yield replace(base, stages=2)

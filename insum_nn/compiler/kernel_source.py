@@ -7,6 +7,7 @@ from dataclasses import dataclass, replace
 
 import torch
 
+from insum_nn.compiler.kernel_alike import merge_alike
 from insum_nn.compiler.kernel_epilogue import activated, finishes
 from insum_nn.compiler.kernel_form import OWNER, Form, Point, Read, Sub
 from insum_nn.compiler.kernel_schedule import Layout, Precision, Schedule, place_indices, segmented
@@ -185,16 +186,31 @@ class _Writer(KernelTail, KernelSegments):
                 by_right.setdefault(tuple(point.reads[n] for n in product.right), []).append(point)
             for key, group in by_right.items():
                 sides.setdefault(key, []).append((name, group))
-        how = f", input_precision='{self.precision}'" if self.form.bound.dtype == torch.float32 else ""
+        single = self.form.bound.dtype == torch.float32
+        split = single and self.precision == "tf32x3" and len(self.form.points) > 1
+        how = f", input_precision='{'tf32' if split else self.precision}'" if single else ""
         for reads, groups in sides.items():
             factors = tuple(self.load(read) for read in reads)
             right = self.side(factors[0] if len(factors) == 1 else self.factored([(1.0, factors)]), "kn")
             for name, points in groups:
                 terms = [(p.number, tuple(self.load(p.reads[n]) for n in product.left)) for p in points]
                 first, second = self.operand(terms, "mk"), right
-                if self.schedule.swap:
-                    first, second = f"tl.trans({second})", f"tl.trans({first})"
-                self.scopes[-1].lines.append(f"{name} = tl.dot({first}, {second}, {name}{how})")
+                if split:
+                    # Triton's own way takes four times the code, much of it for infinities, which become NaN here.
+                    (high, low), (high_right, low_right) = self.halves(first, "mk"), self.halves(second, "kn")
+                    pairs = [(low, high_right), (high, low_right), (high, high_right)]
+                else:
+                    pairs = [(first, second)]
+                for left, other in pairs:
+                    sides_text = f"tl.trans({other}), tl.trans({left})" if self.schedule.swap else f"{left}, {other}"
+                    self.scopes[-1].lines.append(f"{name} = tl.dot({sides_text}, {name}{how})")
+
+    def halves(self, text: str, axes: str) -> tuple[str, str]:
+        """The part of a float32 block that 10 bits of mantissa hold, and what is left of it."""
+        depth = len(self.scopes) - 1
+        bits = f"({text}.to(tl.int32, bitcast=True) & -8192)"
+        high = self.define("h", f"{bits}.to(tl.float32, bitcast=True)", axes, depth)
+        return high.text, self.define("l", f"{text} - {high.text}", axes, depth).text
 
     def operand(self, terms: list[tuple[float, tuple[Value, ...]]], axes: str) -> str:
         if len(terms) == 1 and terms[0][0] == 1.0 and len(terms[0][1]) == 1:
@@ -296,14 +312,16 @@ class _Writer(KernelTail, KernelSegments):
 
 def _tiles(form: Form, layout: Layout, schedule: Schedule) -> list[tuple[str, int]]:
     """The factors of the number of programs, the fastest first: an index and how many of its values one has."""
-    tiles: list[tuple[str, int]] = []
+    blocks: list[tuple[str, int]] = []
     for axis in (layout.n, layout.m):
         if axis is None:
             continue
         known = form.static.get(axis.first)
         if known is None or known > axis.block:
-            tiles.append((axis.first, axis.block))
-    tiles += [(index, 1) for index in reversed(layout.grid)]
+            blocks.append((axis.first, axis.block))
+    single = [(index, 1) for index in reversed(layout.grid)]
+    # What one turn has read of some columns, the next one reads again.
+    tiles = [*single, *blocks] if schedule.turns > 1 else [*blocks, *single]
     if schedule.splits > 1:
         tiles.append(("@split", 1))
     return tiles
@@ -320,6 +338,8 @@ def _by_target(points: Sequence[Point]) -> dict[str, list[Point]]:
 def _parts(points: Sequence[Point], groups: int) -> list[list[Point]]:
     """Points divided by the cells they add to, into parts of like work."""
     cells = _by_target(points)
+    if groups >= len(cells):
+        return list(cells.values())
     total = sum(4 + len(group) for group in cells.values())
     parts: list[list[Point]] = [[] for _ in range(min(groups, len(cells)))]
     done = 0
@@ -327,6 +347,21 @@ def _parts(points: Sequence[Point], groups: int) -> list[list[Point]]:
         parts[min(len(parts) - 1, done * len(parts) // total)] += group
         done += 4 + len(group)
     return [part for part in parts if part]
+
+
+def _branches(parts: Sequence[list[str]], *, exact: bool) -> list[str]:
+    """The parts of a kernel, each for the programs of its number; those that are alike follow one another."""
+    lines: list[str] = []
+    first = 0
+    for merged in merge_alike(parts, exact=exact):
+        after = first + len(merged.members)
+        last = after == len(parts)
+        lines.append("else:" if last and first else f"{'elif' if first else 'if'} part < {after}:")
+        if len(merged.members) > 1:
+            lines.append(f"    which = part - {first}")
+        lines += [f"    {line}" for line in merged.lines]
+        first = after
+    return lines
 
 
 def write_kernel(form: Form, schedule: Schedule, strides: Strides, precision: Precision) -> Source:
@@ -338,18 +373,28 @@ def write_kernel(form: Form, schedule: Schedule, strides: Strides, precision: Pr
     tiles = _tiles(form, layout, schedule)
     parameters = Parameters()
     parts = _parts(form.points, schedule.groups)
-    body: list[str] = ["pid = tl.program_id(0)"]
+    body: list[str] = []
     pid = "pid"
     if len(parts) > 1:
-        body += [f"part = pid % {len(parts)}", f"rest = pid // {len(parts)}"]
         pid = "rest"
+        if schedule.dot or schedule.turns > 1:
+            # Long code: programs that run at one time should be in the same part of it, which the cache holds.
+            tiles_each = parameters("programs_each")
+            body += [f"part = pid // {tiles_each}", f"rest = pid % {tiles_each}"]
+        else:
+            body += [f"part = pid % {len(parts)}", f"rest = pid // {len(parts)}"]
+    written: list[list[str]] = []
     for number, part in enumerate(parts):
         writer = _Writer(form, schedule, layout, strides, parameters, precision, f"_{number}" if number else "")
-        lines = writer.write(part, tiles, pid)
-        if len(parts) > 1:
-            body.append(f"{'if' if number == 0 else 'elif'} part == {number}:")
-            lines = [f"    {line}" for line in lines]
-        body += lines
+        written.append(writer.write(part, tiles, pid))
+    body += _branches(written, exact=form.bound.dtype == torch.float64) if len(parts) > 1 else written[0]
+    if schedule.turns > 1:
+        # What one turn has read, the next one finds in the cache of the multiprocessor.
+        count = f"tl.minimum({schedule.turns}, {parameters('programs')} - first)"
+        head = [f"first = tl.program_id(0) * {schedule.turns}", f"for turn in range({count}):"]
+        body = [*head, *(f"    {line}" for line in ("pid = first + turn", *body))]
+    else:
+        body.insert(0, "pid = tl.program_id(0)")
     arguments = tuple(parameters.known)
     names = ", ".join(parameters.known.values())
     text = "\n".join(

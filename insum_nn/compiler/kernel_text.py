@@ -158,14 +158,23 @@ class KernelText:
         if key in self.loaded:
             return self.loaded[key]
         place = self.form.bound.layout.tensors.index(read.name)
-        offset, conditions = self.address(read.subs, lambda axis: self.stride(place, axis, read), read.name)
+        parts, conditions = self.parts(read.subs, lambda axis: self.stride(place, axis, read), read.name)
         pointer = self.parameters("tensor", read.name)
+        literal: int | None = None
+        if len(self.form.points) > 1:
+            # Points differ by literals, which cost nothing if they are added to one pointer.
+            literal = sum(int(v.text) for v in parts if v.text.isdigit())
+            parts = [v for v in parts if not v.text.isdigit()]
+        offset = self.total(parts)
         conditions = conditions + self.lane_masks(read)
         axes = join_axes(offset.axes, *(c.axes for c in conditions))
         depth = max([offset.depth, *(c.depth for c in conditions)])
         mask = self.all_of(conditions, axes)
         other = f", mask={mask}, other={-1 if integer else '0.0'}" if mask else ""
-        text = f"tl.load({pointer} + {self.reach(offset, axes)}{other})"
+        where = f"{pointer} + {self.reach(offset, axes)}"
+        if literal is not None:
+            where = f"{self.define('at', where, axes, depth).text} + {literal}"
+        text = f"tl.load({where}{other})"
         if integer:
             text += f".to({'tl.int64' if wide else self.int})"
         value = self.define("j" if integer else "v", text, axes, depth)
@@ -200,14 +209,22 @@ class KernelText:
 
     def address(self, subs: Sequence[Sub], stride: Callable[[int], str], name: str) -> tuple[Value, list[Value]]:
         """The offset of a cell, and the conditions under which there is one."""
+        parts, conditions = self.parts(subs, stride, name)
+        return self.total(parts), conditions
+
+    def parts(self, subs: Sequence[Sub], stride: Callable[[int], str], name: str) -> tuple[list[Value], list[Value]]:
+        """The offset of a cell as a sum of values, and the conditions under which there is one."""
         parts: list[Value] = []
         conditions: list[Value] = []
         for axis, sub in enumerate(subs):
             position, needs = self.position(sub, name, axis)
             conditions += needs
             step = stride(axis)
-            parts += [Value(v.text if step == "1" else f"({v.text}) * {step}", v.axes, v.depth) for v in position]
-        return self.total(parts), conditions
+            for v in position:
+                known = v.text.isdigit() and step.isdigit()
+                text = str(int(v.text) * int(step)) if known else v.text if step == "1" else f"({v.text}) * {step}"
+                parts.append(Value(text, v.axes, v.depth))
+        return parts, conditions
 
     def total(self, parts: Sequence[Value]) -> Value:
         """A sum, with what varies with the same axes added first."""

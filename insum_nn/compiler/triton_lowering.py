@@ -231,26 +231,6 @@ class Kernel:
         return start.to(dtype, copy=True, memory_format=torch.contiguous_format)
 
 
-def _covers(form: Form, extents: Extents) -> bool:
-    if form.combine == "place":
-        # Unique, and as many as there are cells: every one of them.
-        subscripts = form.bound.statement.output.subscripts
-        placed = {
-            axis: s.indirect for axis, s in enumerate(subscripts) if s.indirect and s.indirect.name not in form.tables
-        }
-        entries = math.prod(form.sizes[name] for name in {i.name for a in placed.values() for i in a.indices()})
-        masked = any(form.bound.facts_of(access.name).masked is not False for access in placed.values())
-        if masked or entries != math.prod(extents.output[axis] for axis in placed):
-            return False
-    literal = [axis for axis, sub in enumerate(form.points[0].target.subs) if not sub.terms]
-    written: set[tuple[int, ...]] = set()
-    for point in form.points:
-        place = tuple(point.target.subs[axis].offset for axis in literal)
-        if all(0 <= at < extents.output[axis] for axis, at in zip(literal, place, strict=True)):
-            written.add(place)
-    return len(written) == math.prod(extents.output[axis] for axis in literal)
-
-
 def prepare_kernel(
     form: Form,
     schedule: Schedule,
@@ -288,8 +268,10 @@ def prepare_kernel(
     if grid:
         types = _types(form, source, tensors, owners)
         device = tensors[0].device
-        launch = _Interpret(source, grid) if interpreted() else _Launch(source, types, grid, device, strides.wide)
-    empty = form.combine != "atomic" and _covers(form, extents)
+        launch = (
+            _Interpret(source, grid) if interpreted() else _Launch(source, types, values, grid, device, strides.wide)
+        )
+    empty = form.combine != "atomic" and form.covers(extents.output)
     m = place_indices(form, source.schedule).m
     return Kernel(
         form,
@@ -364,6 +346,10 @@ class _Numbers:
             return math.prod(self.output[axis + 1 :])
         if kind == "split_stride":
             return math.prod(self.output)
+        if kind == "programs":
+            return self.shares()
+        if kind == "programs_each":
+            return self.shares() // self.source.schedule.groups
         if kind == "rows":
             assert self.owners is not None
             return self.owners.rows
@@ -375,6 +361,11 @@ class _Numbers:
         return None
 
     def grid(self) -> int:
+        """Programs, each of which takes several shares in turn where the schedule says so."""
+        return -(-self.shares() // self.source.schedule.turns)
+
+    def shares(self) -> int:
+        """Into how many shares the work is divided."""
         programs = 1
         for index, block in self.source.grid:
             if index == "@part":
@@ -391,11 +382,26 @@ class _Numbers:
         return programs
 
 
+def _steps_of_vectors(source: Source, values: Sequence[int | None]) -> tuple[int, ...]:
+    """The arguments that are steps along an axis, multiples of 16."""
+    return tuple(
+        place
+        for place, (argument, value) in enumerate(zip(source.arguments, values, strict=True))
+        if argument.kind.endswith("stride") and value is not None and value % 16 == 0
+    )
+
+
 class _Launch:
     """Launches a kernel on a list of arguments; its machine code depends on which pointers are aligned."""
 
     def __init__(
-        self, source: Source, types: Sequence[str | None], grid: int, device: torch.device, wide: bool
+        self,
+        source: Source,
+        types: Sequence[str | None],
+        values: Sequence[int | None],
+        grid: int,
+        device: torch.device,
+        wide: bool,
     ) -> None:
         self.function = _jit(source)
         self.source = source
@@ -403,6 +409,8 @@ class _Launch:
         # A device without a number is the current one.
         self.number = torch.cuda.current_device() if str(device) == "cuda" else device.index
         self.pointers = [place for place, kind in enumerate(types) if kind is not None]
+        # Steps along an axis belong to a model, and where rows begin at whole vectors, they are read as vectors.
+        self.even = _steps_of_vectors(source, values)
         integer = "i64" if wide else "i32"
         self.signature = {n: kind or integer for n, kind in zip(self.function.arg_names, types, strict=True)}
         self.known: dict[tuple[bool, ...], Callable[..., None]] = {}
@@ -429,7 +437,7 @@ class _Launch:
         from triton.compiler import compile as compile_source
 
         pairs = zip(self.pointers, aligned, strict=True)
-        attributes = {(place,): [["tt.divisibility", 16]] for place, fits in pairs if fits}
+        attributes = {(place,): [["tt.divisibility", 16]] for place in (*self.even, *(p for p, fits in pairs if fits))}
         schedule = self.source.schedule
         options = {"num_warps": schedule.warps, "num_stages": schedule.stages}
         return compile_source(ASTSource(self.function, self.signature, {}, attributes), options=options)
@@ -500,4 +508,4 @@ class _Collector:
         if interpreted():
             return _Interpret(self.source, 0)
         pointers = (_POINTERS[self.source.accumulator], _POINTERS[dtype], "*i64", "*i64")
-        return _Launch(self.source, (*pointers, None, None, None), 0, self.device, self.wide)
+        return _Launch(self.source, (*pointers, None, None, None), (), 0, self.device, self.wide)

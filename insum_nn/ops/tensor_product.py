@@ -9,6 +9,7 @@ from torch import Tensor
 
 from insum_nn.compiler.api import Explanation
 from insum_nn.ops.graph_product import transformed
+from insum_nn.ops.tensor_product_direct import direct_of
 from insum_nn.ops.tensor_product_form import Form, form_of
 from insum_nn.ops.tensor_product_plan import plan_of
 from insum_nn.ops.tensor_product_right import tensor_product_right
@@ -83,6 +84,12 @@ def explain_tensor_product(
 ) -> Explanation:
     """What becomes of one statement of the output on these tensors."""
     form = form_of(spec.to_json())
+    direct = None if _splits(x.device) else direct_of(form, "z", x.device, x.dtype)
+    if direct is not None:
+        own = direct.statements[statement]
+        return own.program.explain(
+            tensors=direct.arguments(statement, (x, y, weight)), out_shape=own.out_shape(x.shape[0])
+        )
     chosen = form.statements("z")[statement]
     plan = plan_of(form, "z", x.device, x.dtype, split=False, staged=False)
     named = plan.arguments(statement, (x, y, weight), (receivers, senders))
@@ -106,15 +113,21 @@ def _run(
     senders: Tensor | None,
     num_x: int,
     num_z: int,
+    *,
+    plain: bool = False,
 ) -> Tensor:
-    """A role's tensor, without a record for gradients."""
+    """A role's tensor, without a record for gradients; `plain`: nothing looks on, and all tensors are plain ones."""
     if torch._C._is_any_autocast_enabled() and torch.is_autocast_enabled(given[0].device.type):
         with torch.autocast(given[0].device.type, enabled=False):
-            return _run(form, role, given, receivers, senders, num_x, num_z)
+            return _run(form, role, given, receivers, senders, num_x, num_z, plain=plain)
     device, dtype = given[0].device, given[0].dtype
     rows = _rows(role, given, senders, num_x, num_z)
     split = _splits(device)
     staged = role == "y" and not split
+    if not split:
+        direct = direct_of(form, role, device, dtype)
+        if direct is not None and rows * direct.part_width <= _MOST_BETWEEN:
+            return direct(given, rows, plain=plain)
     plan = plan_of(form, role, device, dtype, split=split, staged=staged)
     if staged and rows * plan.feed_width > _MOST_BETWEEN:
         plan = plan_of(form, role, device, dtype, split=split, staged=False)
@@ -136,13 +149,13 @@ _PLAIN = (Tensor, torch.nn.Parameter)
 
 def _traced(given: tuple[Tensor, Tensor, Tensor], receivers: Tensor | None, senders: Tensor | None) -> bool:
     """Whether somebody records or replaces torch's calls, and has to be shown one registered operator."""
-    return (
-        torch.compiler.is_compiling()
-        or torch.jit.is_tracing()
-        or torch._C._len_torch_dispatch_stack() > 0
-        or any(type(t) not in _PLAIN or t.is_meta for t in given)
-        or any(t is not None and type(t) not in _PLAIN for t in (receivers, senders))
-    )
+    for t in given:
+        if type(t) not in _PLAIN or t.is_meta:
+            return True
+    for t in (receivers, senders):
+        if t is not None and type(t) not in _PLAIN:
+            return True
+    return torch.compiler.is_compiling() or torch.jit.is_tracing() or torch._C._len_torch_dispatch_stack() > 0
 
 
 def _product(
@@ -162,7 +175,7 @@ def _product(
         return torch.ops.insum_nn.tensor_product(text, role, *given, receivers, senders, num_x, num_z)
     if torch.is_grad_enabled() and any(t.requires_grad for t in given):
         return _Product.apply(text, role, *given, receivers, senders, num_x, num_z)  # type: ignore[no-any-return]
-    return _run(form_of(text), role, given, receivers, senders, num_x, num_z)
+    return _run(form_of(text), role, given, receivers, senders, num_x, num_z, plain=True)
 
 
 class _Product(torch.autograd.Function):
@@ -183,7 +196,7 @@ class _Product(torch.autograd.Function):
     ) -> Tensor:
         ctx.constants = text, role, num_x, num_z
         ctx.save_for_backward(first, second, third, receivers, senders)
-        return _run(form_of(text), role, (first, second, third), receivers, senders, num_x, num_z)
+        return _run(form_of(text), role, (first, second, third), receivers, senders, num_x, num_z, plain=True)
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:

@@ -13,16 +13,16 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from insum_nn.ops.tensor_product_spec import NUMBER, Group, ProductLayout, TensorProductSpec
-from insum_nn.ops.tensor_product_statement import Feed, Statement
+from insum_nn.ops.tensor_product_statement import Feed, Reading, Statement
 from insum_nn.structure.clebsch_gordan import divide
 
-__all__ = ["Form", "form_of"]
+__all__ = ["POINTS", "Form", "form_of"]
 
 
 # Non-zero coefficients of one statement at most, since a generated kernel writes each out; and copies of the output
 # from which on a matrix product over them is worth a step of its own.
-_POINTS = 5000
-_LONG = 16
+POINTS = 5000
+LONG = 16
 
 T = TypeVar("T")
 
@@ -70,13 +70,15 @@ class Form(ProductLayout):
                 self._statements[key] = tuple(made)
         return self._statements[key]
 
-    def _feed(self, role: str, group: Group) -> Feed | None:
+    def in_steps(self, role: str, group: Group) -> bool:
+        """Whether a role is made in two steps where that can be: its first is a long matrix product."""
         mode = group.mode
-        long = group.weighted and mode.mixes and not mode.pairs and group.extents["w"] >= _LONG
+        long = group.weighted and mode.mixes and not mode.pairs and group.extents["w"] >= LONG
         # Weights of each sample are read once for one sample: no matrix product.
-        if role != "y" or not long or not self.spec.shared or self.coefficients(group).path.size > _POINTS:
-            return None
-        return Feed(self, group)
+        return role == "y" and long and self.spec.shared and self.coefficients(group).path.size <= POINTS
+
+    def _feed(self, role: str, group: Group) -> Feed | None:
+        return Feed(self, group) if self.in_steps(role, group) else None
 
     def _divided(self, role: str, group: Group) -> list[tuple[Group, NDArray[np.int64] | None]]:
         """A group as one or more, each with rows of like length."""
@@ -91,16 +93,16 @@ class Form(ProductLayout):
     def _limited(self, role: str, group: Group) -> list[tuple[Group, NDArray[np.int64] | None]]:
         """A group as one or more, none with more coefficients than a kernel can write out."""
         entries = self.coefficients(group)
-        if entries.value.size <= _POINTS:
+        if entries.value.size <= POINTS:
             return [(group, None)]
         rows, counts = np.unique(entries.path if role == "w" else entries.component[NUMBER[role]], return_counts=True)
         # A part ends where the next row would be too much.
         parts: list[list[int]] = [[]]
-        room = _POINTS
+        room = POINTS
         for row, count in zip(rows.tolist(), counts.tolist(), strict=True):
             if count > room and parts[-1]:
                 parts.append([])
-                room = _POINTS
+                room = POINTS
             parts[-1].append(row)
             room -= count
         chosen = [np.array(part) for part in parts]
@@ -155,6 +157,53 @@ class Form(ProductLayout):
             for order in orders
         ]
         return tensors, needs_zero
+
+    def weight_pieces(self, statements: Sequence[Reading]) -> list[tuple[int, int, int]]:
+        """The gradient of the weights as pieces of the statements' results: (statement, first column, columns).
+
+        Statement -1 stands for zeros.
+        """
+        place: dict[int, tuple[int, int]] = {}
+        for number, statement in enumerate(statements):
+            paths = statement.group.paths
+            size = statement.width // len(paths)
+            place |= {path: (number, size * at) for at, path in enumerate(paths)}
+        pieces: list[tuple[int, int, int]] = []
+        for number, path in enumerate(self.spec.paths):
+            if not path.weighted or not path.numel:
+                continue
+            source, first = place.get(number, (-1, 0))
+            if pieces and pieces[-1][0] == source and (source < 0 or sum(pieces[-1][1:]) == first):
+                _, before, count = pieces.pop()
+                pieces.append((source, before, count + path.numel))
+            else:
+                pieces.append((source, first, path.numel))
+        return pieces
+
+    def join_weights(
+        self,
+        statements: Sequence[Reading],
+        results: Sequence[Tensor],
+        pieces: Sequence[tuple[int, int, int]],
+        size: int,
+    ) -> Tensor:
+        """The gradient of the weights, put together from the statements' results."""
+        batch = () if self.spec.shared else (size,)
+        flats = [r.reshape(*batch, s.width) for r, s in zip(results, statements, strict=True)]
+        if len(pieces) == 1 and pieces[0][0] >= 0 and pieces[0][2] == flats[pieces[0][0]].shape[-1]:
+            return flats[pieces[0][0]]
+        zeros = results[0].new_zeros(())
+        columns = [
+            zeros.expand(*batch, count)
+            if source < 0
+            else flats[source]
+            if count == flats[source].shape[-1]
+            else flats[source].narrow(-1, first, count)
+            for source, first, count in pieces
+        ]
+        if len(columns) == 1:
+            return columns[0].contiguous()
+        return torch.cat(columns, -1)
 
 
 def _with_paths(group: Group, numbers: NDArray[np.int64]) -> Group:

@@ -89,7 +89,7 @@ class Plan:
         self.views = list(self._views)
         self.feed_width = sum(feed.width for feed in feeds)
         if role == "w":
-            self._pieces = self._weight_pieces()
+            self._pieces = form.weight_pieces(self.statements)
         else:
             self._orders, self._needs_zero = form.unpacking(role, self.statements, device)
 
@@ -121,28 +121,6 @@ class Plan:
         shape = (total, *group.shape(operand))
         view = _View(self._columns[operand, mul], first, count, shape, count == total)
         return self._views.setdefault(view, len(self._views))
-
-    def _weight_pieces(self) -> list[tuple[int, int, int]]:
-        """The gradient of the weights as pieces of the statements' results: (statement, first column, columns).
-
-        Statement -1 stands for zeros.
-        """
-        place: dict[int, tuple[int, int]] = {}
-        for number, statement in enumerate(self.statements):
-            paths = statement.group.paths
-            size = statement.width // len(paths)
-            place |= {path: (number, size * at) for at, path in enumerate(paths)}
-        pieces: list[tuple[int, int, int]] = []
-        for number, path in enumerate(self.form.spec.paths):
-            if not path.weighted or not path.numel:
-                continue
-            source, first = place.get(number, (-1, 0))
-            if pieces and pieces[-1][0] == source and (source < 0 or sum(pieces[-1][1:]) == first):
-                _, before, count = pieces.pop()
-                pieces.append((source, before, count + path.numel))
-            else:
-                pieces.append((source, first, path.numel))
-        return pieces
 
     # Each time.
 
@@ -208,20 +186,11 @@ class Plan:
         return side_by_side if total is None else total
 
     def _weights(self, results: Iterable[Tensor], size: int) -> Tensor:
-        batch = () if self.form.spec.shared else (size,)
-        flats = [r.reshape(*batch, s.width) for r, s in zip(results, self.statements, strict=True)]
-        zeros = torch.zeros((), dtype=self.dtype, device=self.device)
-        columns = [
-            zeros.expand(*batch, count)
-            if source < 0
-            else flats[source]
-            if count == flats[source].shape[-1]
-            else flats[source].narrow(-1, first, count)
-            for source, first, count in self._pieces
-        ]
-        if len(columns) == 1 and self._pieces[0][0] >= 0:
-            return columns[0].contiguous()
-        return torch.cat(columns, -1) if columns else zeros.new_zeros(*batch, 0)
+        made = list(results)
+        if not made:
+            batch = () if self.form.spec.shared else (size,)
+            return torch.zeros(*batch, self.form.spec.weight_numel, dtype=self.dtype, device=self.device)
+        return self.form.join_weights(self.statements, made, self._pieces, size)
 
 
 def plan_of(form: Form, role: str, device: torch.device, dtype: torch.dtype, *, split: bool, staged: bool) -> Plan:

@@ -135,6 +135,11 @@ class Reading(ABC):
                 }
         return self._on[key]
 
+    @property
+    @abstractmethod
+    def width(self) -> int:
+        """Numbers per row of the result; for the weights, of one sample."""
+
     @abstractmethod
     def out_shape(self, size: int) -> tuple[int, ...]:
         """Shape of the result for `size` rows of it."""

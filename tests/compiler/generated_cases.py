@@ -133,6 +133,28 @@ def _stencil_oracle(t: Tensors, scale: int) -> Tensor:
     return torch.einsum("ab,pabc->pc", t["S"], torch.where(inside[..., None], found, 0))
 
 
+def _strided_tables(u: int, w: int) -> Tensors:
+    """Of two entries each, of one component and of three, the copies one after the other; W[2] goes backwards in u."""
+    copies, columns = torch.arange(u), torch.arange(w)
+    # (first cell, step) of the components of x and of the output; cells of the output between them stay empty.
+    x = [(0, 1)] + [(u + 3 + c, 3) for c in range(3)]
+    z = [(1, 1)] + [(w + 2 + c, 3) for c in range(3)]
+    points = [(0, 0, 0, 0), (0, 1, 1, 1), (0, 2, 2, 1), (1, 0, 1, 2), (2, 0, 2, 2), (3, 0, 3, 2), (1, 1, 0, 0)]
+    return {
+        "CG": torch.cat([real(len(points) - 1), torch.zeros(1, dtype=torch.float64)]),
+        "I": torch.stack([x[a][0] + x[a][1] * (copies.flip(0) if w_ == 2 else copies) for a, _, _, w_ in points]),
+        "J": torch.tensor([b for _, b, _, _ in points]),
+        "K": torch.stack([z[c][0] + z[c][1] * columns for _, _, c, _ in points]),
+        "L": torch.tensor([w_ for _, _, _, w_ in points]),
+    }
+
+
+def _strided_oracle(t: Tensors, s: int) -> Tensor:
+    terms = torch.einsum("p,zpu,zp,puw->zpw", t["CG"], t["X"][:, t["I"]], t["Y"][:, t["J"]], t["W"][t["L"]])
+    out = terms.new_zeros(terms.shape[0], 64 * s + 2)
+    return out.index_add(1, t["K"].flatten(), terms.flatten(1))
+
+
 CASES: dict[str, Case] = {
     case.name: case
     for case in (
@@ -274,6 +296,22 @@ CASES: dict[str, Case] = {
             facts={"I": FULL, "J": FULL},
             fixed="krquw",
             static=("CG", "I", "J"),
+            dot=True,
+        ),
+        Case(
+            "tensor product of representations",
+            "O[z,K[p,w]] += CG[p] * X[z,I[p,u]] * Y[z,J[p]] * W[L[p],u,w]",
+            lambda s: {
+                **_strided_tables(8 * s, 16 * s),
+                "X": real(9 * s, 32 * s + 3),
+                "Y": real(9 * s, 4),
+                "W": real(3, 8 * s, 16 * s),
+            },
+            _strided_oracle,
+            lambda s: (None, 64 * s + 2),
+            {"I": FULL, "J": FULL, "K": FULL, "L": FULL},
+            fixed="puw",
+            static=("CG", "I", "J", "K", "L"),
             dot=True,
         ),
         # Three statements that no application is made of.

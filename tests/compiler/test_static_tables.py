@@ -11,7 +11,9 @@ from torch import Tensor
 
 import insum_nn
 from insum_nn import Options, Program
-from insum_nn.compiler.call import Spec
+from insum_nn.compiler.call import Spec, prepare
+from insum_nn.compiler.generated import Generated
+from insum_nn.compiler.kernel_form import Form
 from insum_nn.errors import InsumDtypeError, InsumNameError, InsumRangeError, InsumShapeError
 from insum_nn.facts import StaticTable
 from tests.compiler.generated_cases import CASES
@@ -171,6 +173,68 @@ def test_a_divided_row_with_cells_that_no_point_writes():
     for column, factor in zip(known["I"].tolist(), known["CG"], strict=True):
         want[:, column] = torch.zeros(4, dtype=torch.float64).index_add(0, row, factor * x)
     torch.testing.assert_close(program(Row=row, X=x, **known), want)
+
+
+# Tables that are affine in an index, which then is not written out.
+
+
+def form_of(program: Program, tensors: dict[str, Tensor]) -> Form:
+    ordered, start = program._arrange(tensors)
+    _, chosen = prepare(program._spec, ordered, start, program._extents(ordered, start, None, None))
+    assert isinstance(chosen.run, Generated)
+    return chosen.run.form
+
+
+STEPS = torch.arange(3)
+
+
+@pytest.mark.usefixtures("interpreter")
+@pytest.mark.parametrize(
+    ("expression", "indices", "width", "points", "combine"),
+    [
+        # A start and a step at each point, in the operand and in the output.
+        ("O[z,p] += CG[p] * X[z,I[p,u]]", {"I": torch.stack([2 + 3 * STEPS, 8 - STEPS])}, None, 2, "direct"),
+        ("O[z,I[p,u]] += CG[p] * X[z,u]", {"I": torch.stack([1 + 2 * STEPS, 2 * STEPS])}, 9, 2, "direct"),
+        # Points that share all cells, some, and one in which the values of the index meet.
+        ("O[z,I[p,u]] += CG[p] * X[z,u]", {"I": torch.stack([2 * STEPS, 2 * STEPS])}, 9, 2, "direct"),
+        ("O[z,I[p,u]] += CG[p] * X[z,u]", {"I": torch.stack([STEPS, 1 + STEPS])}, 9, 2, "atomic"),
+        ("O[z,I[p,u]] += CG[p] * X[z,u]", {"I": torch.stack([0 * STEPS, 1 + STEPS])}, 9, 6, "direct"),
+        # Not affine: written out; two indices, together and not.
+        ("O[z,p] += CG[p] * X[z,I[p,u]]", {"I": torch.tensor([[0, 1, 3], [0, 1, 2]])}, None, 6, "direct"),
+        ("O[z,p] += CG[p] * X[z,I[p,u,v]]", {"I": (4 * STEPS[:, None] + STEPS[:2]).expand(2, 3, 2)}, None, 2, "direct"),
+        (
+            "O[z,p] += CG[p] * X[z,I[p,u,v]]",
+            {"I": ((1 + STEPS[:, None]) * (1 + STEPS[:2])).expand(2, 3, 2)},
+            None,
+            4,
+            "direct",
+        ),
+        # A single value, in the output too; part of a sum; under another table.
+        ("O[z,I[p,u]] += CG[p] * X[z,u]", {"I": torch.tensor([[4], [2]])}, 9, 2, "direct"),
+        ("O[z,p] += CG[p] * X[z,I[p,u]+u]", {"I": torch.stack([STEPS, 1 + STEPS])}, None, 2, "direct"),
+        ("O[z,p] += CG[p] * X[z,2*I[p,u]-1]", {"I": torch.stack([STEPS, 1 + STEPS])}, None, 2, "direct"),
+        ("O[z,p] += CG[p] * X[z,I[J[p],u]]", {"I": torch.stack([STEPS, 5 - STEPS]), "J": STEPS[:2]}, None, 2, "direct"),
+        ("O[I[p,u],J[p,u]] += CG[p] * X[z,u]", {"I": STEPS.expand(2, 3), "J": STEPS.expand(2, 3)}, 9, 2, "atomic"),
+    ],
+    ids=str,
+)
+def test_an_index_in_which_tables_are_affine_stays(
+    expression: str, indices: dict[str, Tensor], width: int | None, points: int, combine: str
+):
+    columns = indices["I"].shape[-1] if "X[z,u]" in expression else 13
+    known = {"CG": torch.randn(2, dtype=torch.float64), **{name: index.clone() for name, index in indices.items()}}
+    tensors = {**known, "X": torch.randn(5, columns, dtype=torch.float64)}
+    shape = None if width is None else (None, width) if expression.startswith("O[z") else (width, width)
+    check(expression, tensors, tuple(known), out_shape=shape)
+    program = insum_nn.compile(expression, static=known, options=GENERATED, out_shape=shape)
+    form = form_of(program, tensors)
+    assert (len(form.points), form.combine) == (points, combine)
+    x = tensors["X"].clone().requires_grad_()
+    weights = torch.randn_like(program(**known, X=x))
+    program(**known, X=x).backward(weights)
+    again = tensors["X"].clone().requires_grad_()
+    insum_nn.compile(expression, options=Options(backend="eager"), out_shape=shape)(**known, X=again).backward(weights)
+    torch.testing.assert_close(x.grad, again.grad)
 
 
 # The promise.

@@ -15,9 +15,11 @@ from torch import Tensor
 
 pytest.importorskip("e3nn")
 
+import insum_nn
 from insum_nn.compiler.api import Program
 from insum_nn.ops import tensor_product_form as form_module
 from insum_nn.ops.tensor_product import TensorProductSpec, tensor_product
+from insum_nn.ops.tensor_product_direct import direct_of
 from insum_nn.ops.tensor_product_form import Form, form_of
 from insum_nn.ops.tensor_product_plan import plan_of
 from insum_nn.structure.irreps import dimension
@@ -33,7 +35,7 @@ module = sys.modules["insum_nn.ops.tensor_product"]
 def gpu_statements(monkeypatch: pytest.MonkeyPatch) -> None:
     """Take the statements that a GPU takes, here too; steps of their own from short sums on."""
     monkeypatch.setattr(module, "_splits", lambda device: False)
-    monkeypatch.setattr(form_module, "_LONG", 2)
+    monkeypatch.setattr(form_module, "LONG", 2)
     monkeypatch.setattr(form_module, "form_of", lru_cache(lambda text: Form(TensorProductSpec.from_json(text))))
     monkeypatch.setattr(module, "form_of", form_module.form_of)
 
@@ -86,7 +88,7 @@ def test_the_gpu_statements_convolve_alike(mode: str, shared: bool):
 @pytest.mark.parametrize("case", [one_mode("uvu", True), one_mode("uvw", True), *map(random_case, range(6))], ids=str)
 def test_statements_for_a_gpu_and_a_cpu_compute_the_same(case: Case, role: str, monkeypatch: pytest.MonkeyPatch):
     """And so do parts of them, where one kernel could not write out all coefficients."""
-    monkeypatch.setattr(form_module, "_LONG", 2)
+    monkeypatch.setattr(form_module, "LONG", 2)
     spec = spec_of(case, shared=True)
     given = operands_of(spec, role, 4)
 
@@ -98,7 +100,7 @@ def test_statements_for_a_gpu_and_a_cpu_compute_the_same(case: Case, role: str, 
     for staged in (False, True):
         assert_matches(run(False, staged), expected, dtype=torch.float64, kind="sum")
     whole = len(Form(spec).statements(role))
-    monkeypatch.setattr(form_module, "_POINTS", 20)
+    monkeypatch.setattr(form_module, "POINTS", 20)
     parts = Form(spec).statements(role)
     assert len(parts) > whole or sum(int(s.tables["CG"].count_nonzero()) for s in parts) <= 20 * whole
     assert_matches(run(False, False), expected, dtype=torch.float64, kind="sum")
@@ -164,7 +166,7 @@ from tests.ops.test_tensor_product import spec_of
 from tests.ops.test_tensor_product_plan import operands_of
 from insum_nn.testing.tolerances import assert_matches
 
-form_module._LONG = 2
+form_module.LONG = 2
 spec = spec_of(one_mode("uvw", True, 2, 1, 3, lmax=1), shared=True)
 form = form_module.Form(spec)
 for role in "xyzw":
@@ -191,6 +193,85 @@ def test_kernels_of_the_gpu_statements():
     done = subprocess.run(command, env=environment, capture_output=True, text=True, check=False, timeout=300)
     assert done.returncode == 0, done.stderr
     assert done.stdout.split("\n")[:-1] == ["x 1", "y 1", "z 1", "w 1"]
+
+
+DIRECT = """
+import torch
+from insum_nn.compiler.api import Options, compile
+from insum_nn.ops import tensor_product_form as form_module
+from insum_nn.ops.tensor_product_direct import direct_of
+from insum_nn.ops.tensor_product_plan import plan_of
+from tests.layers.tensor_product_cases import Case, one_mode
+from tests.ops.test_tensor_product import spec_of
+from tests.ops.test_tensor_product_plan import operands_of
+from insum_nn.testing.tolerances import assert_matches
+
+form_module.LONG = 2
+small = one_mode("uvw", True, 2, 1, 3, lmax=1)
+products = one_mode("uvw", True, 16, 1, 16, lmax=1)
+paths = ((0, 0, 0, "uvw", True), (2, 0, 0, "uvw", True), (1, 1, 0, "uvw", True), (1, 1, 0, "uvw", False))
+mixed = Case("2x0e+2x1o+3x0e", "1x0e+1x1o", "4x0e+4x1o+5x1o", paths[:3])
+twice = Case("2x0e+2x1o", "1x0e+1x1o", "2x0e+2x1o", ((0, 0, 0, "uvu", True), (1, 1, 0, "uvu", False)))
+runs = ((small, True, 3), (small, False, 3), (products, True, 16), (mixed, True, 3), (twice, False, 3))
+for case, shared, rows in runs:
+    spec = spec_of(case, shared=shared)
+    form = form_module.Form(spec)
+    for role in "xyzw":
+        given = operands_of(spec, role, rows, torch.float32)
+        device = given[0].device
+        expected = plan_of(form, role, device, torch.float32, split=True, staged=False)(given, (None, None), rows)
+        direct = direct_of(form, role, device, torch.float32)
+        for step in (s for pair in direct._steps for s in pair if s is not None):
+            source = step.source
+            facts = dict(source.program._spec.facts)
+            options = Options(backend="triton", tune=False)
+            step.program = compile(source.expression, facts=facts, static=source.tables, options=options)
+        for _ in range(2):
+            got = direct(given, rows, plain=True)
+            assert_matches(got, expected, dtype=torch.float32, kind="sum")
+        made = [step for pair in direct._steps for step in pair if step is not None]
+        print(role, len(made), sum(bool(step._ready) for step in made))
+"""
+
+
+def test_kernels_of_the_direct_statements():
+    """Operands as they lie, several groups that add up, cells that no path reaches; the second call is a ready one."""
+    pytest.importorskip("triton")
+    environment = {**os.environ, "TRITON_INTERPRET": "1", "PYTHONPATH": os.pathsep.join(["", *sys.path])}
+    done = subprocess.run(
+        [sys.executable, "-c", DIRECT], env=environment, capture_output=True, text=True, check=False, timeout=300
+    )
+    assert done.returncode == 0, done.stderr
+    shared, single = ["x 1 1", "y 2 2", "z 1 1", "w 1 1"], ["x 1 1", "y 1 1", "z 1 1", "w 1 1"]
+    # Each further group starts from what is there; only the first is kept ready.
+    assert done.stdout.split("\n")[:-1][:12] == [*shared, *single, *shared]
+    assert done.stdout.split("\n")[12] == "x 2 1"
+
+
+def test_ready_calls_notice_what_changed():
+    """A call kept ready serves the same shapes only, and none from before a clearing of the cache."""
+    spec = spec_of(one_mode("uvw", True, 2, 1, 3, lmax=1), shared=True)
+    form = Form(spec)
+    given = operands_of(spec, "z", 4)
+    direct = direct_of(form, "z", given[0].device, torch.float64)
+    assert direct is not None
+    step = direct._steps[0][0]
+    first = direct(given, 4, plain=True)
+    assert_matches(direct(given, 4, plain=True), first, dtype=torch.float64, kind="sum")
+    (ready,) = step._ready.values()
+    assert ready.holds()
+    insum_nn.clear_cache()
+    assert not ready.holds()
+    assert_matches(direct(given, 4, plain=True), first, dtype=torch.float64, kind="sum")
+    (again,) = step._ready.values()
+    assert again is not ready
+    assert again.holds()
+    fewer = [given[0][:3], given[1][:3], given[2]]
+    assert_matches(direct(fewer, 3, plain=True), first[:3], dtype=torch.float64, kind="sum")
+    strided = [given[0].t().contiguous().t(), *given[1:]]
+    assert_matches(direct(strided, 4, plain=True), first, dtype=torch.float64, kind="sum")
+    along_edges = Form(spec_of(one_mode("uvu", True), shared=False, convolution=True))
+    assert direct_of(along_edges, "z", given[0].device, torch.float64) is None
 
 
 def test_plain_calls_show_no_operator():
