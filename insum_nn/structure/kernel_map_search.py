@@ -1,6 +1,7 @@
-"""Neighbours from sorted keys of voxels: the way of building a kernel map that reads the device least.
+"""Neighbours from cells or sorted keys of voxels: the way of building a kernel map that reads the device least.
 
-A voxel's neighbour under a kernel cell has the voxel's key plus a constant, so all neighbours of all voxels are found
+In a grid with few cells for its voxels, every voxel's row is written at its cell, and a neighbour is read a constant
+number of cells away. Else voxels are sorted. A voxel's neighbour under a kernel cell has the voxel's key plus a constant, so all neighbours of all voxels are found
 by one search among the sorted keys. A submanifold kernel with a middle cell is its own mirror: where a voxel meets
 another on one side, that one meets it on the other; half of the cells are searched. Nothing of it reads the device.
 
@@ -17,8 +18,9 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from insum_nn.structure.coordinates import Coordinates, SiteKeys, constant, spans_of, steps_of
+from insum_nn.structure.coordinates import Coordinates, SiteKeys, constant, spans_of
 from insum_nn.structure.kernel_map_geometry import Geometry
+from insum_nn.structure.site_grid import steps_of
 
 __all__ = ["Neighbours", "identity_neighbours", "reached_neighbours", "submanifold_neighbours"]
 
@@ -61,13 +63,19 @@ def submanifold_neighbours(sites: Coordinates, geometry: Geometry) -> Neighbours
 
         neighbour = voxel - padding + cell * dilation
 
-    Columns stand in the order of the keys, so that neighbours in space are searched, and later read, together.
+    In a grid of moderate size they are looked up by their cells. Else by a search; columns then stand in the order of
+    the keys, so that neighbours in space are searched, and later read, together.
     """
     moves = [
         range(-padding, extent * step - padding, step)
         for extent, step, padding in zip(geometry.kernel_size, geometry.dilation, geometry.padding, strict=True)
     ]
-    keys = sites.keys(max(max(abs(axis[0]), abs(axis[-1])) for axis in moves))
+    reach = max(max(abs(axis[0]), abs(axis[-1])) for axis in moves)
+    grid = sites.grid(reach)
+    if grid is not None:
+        first = [-padding for padding in geometry.padding]
+        return Neighbours(sites, grid.neighbours(first, geometry.kernel_size, geometry.dilation), None)
+    keys = sites.keys(reach)
     if keys is None:
         return None
     rows = keys.order.int()
