@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
 
 import torch
@@ -208,7 +208,7 @@ class _Writer(KernelLoops):
             slot = self.define("slot", f"-1 - {row.text}", row.axes, 0)
             saved = self.indices[OWNER]
             self.indices[OWNER] = slot
-            scratch, _ = self.address(subs, lambda axis: self.parameters("scratch_stride", "", axis), "@out")
+            scratch, _ = self.address(subs, self.scratch_stride, "@out")
             self.indices[OWNER] = saved
             place = f"{self.parameters('scratch')} + {self.reach(scratch, axes)}"
             lines.append(f"tl.store({place}, {value}{self.when([*conditions, apart], axes)})")
@@ -221,13 +221,26 @@ class _Writer(KernelLoops):
         return lines
 
     def out_stride(self, subs: Sequence[Sub], axis: int) -> str:
+        known = self.cells_of(range(axis + 1, len(subs)))
+        return self.parameters("out_stride", "", axis) if known is None else str(known)
+
+    def scratch_stride(self, axis: int) -> str:
+        """The step along an axis of the sums of divided rows, whose slots stand before all other axes."""
+        owner = self.form.owner_axis
+        rest = range(len(self.form.bound.statement.output.subscripts))
+        known = self.cells_of([at for at in rest if at != owner and (axis == owner or at > axis)])
+        return self.parameters("scratch_stride", "", axis) if known is None else str(known)
+
+    def cells_of(self, axes: Iterable[int]) -> int | None:
+        """Cells of some of the output's axes, where their extents are known."""
         known = 1
-        for subscript in self.form.bound.statement.output.subscripts[axis + 1 :]:
-            extent = self.literal(subscript.plain) if subscript.plain else None
+        for axis in axes:
+            plain = self.form.bound.statement.output.subscripts[axis].plain
+            extent = self.literal(plain) if plain else None
             if extent is None:
-                return self.parameters("out_stride", "", axis)
+                return None
             known *= extent
-        return str(known)
+        return known
 
 
 def _tiles(form: Form, layout: Layout, schedule: Schedule) -> list[tuple[str, int]]:

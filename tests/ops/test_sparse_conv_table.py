@@ -34,7 +34,7 @@ from tests.ops.test_sparse_conv import label, operands
 
 EAGER = Options(backend="eager")
 TRITON = Options(backend="triton", tune=False)
-TABLE = "Out[Order[i],d] += In[Near[k,i],c] * W[k,c,d]"
+TABLE = "Out[Order[i],d] += In[Near[k,i],c] * W[d,k,c]"
 
 # spatial shape, geometry, groups of channels
 CASES = [
@@ -59,14 +59,14 @@ CASES = [
 def ran(monkeypatch):
     """All devices and backends go by the table; the statements that ran are listed."""
     statements: list[str] = []
-    inner = sparse_conv_table.run
+    inner = sparse_conv_table._launch
 
-    def watch(expression, *rest):
-        statements.append(expression)
-        return inner(expression, *rest)
+    def watch(program, *rest):
+        statements.append(program.expression)
+        return inner(program, *rest)
 
     monkeypatch.setattr(sparse_conv_table, "_everywhere", True)
-    monkeypatch.setattr(sparse_conv_table, "run", watch)
+    monkeypatch.setattr(sparse_conv_table, "_launch", watch)
     return statements
 
 
@@ -102,13 +102,17 @@ def check(case, *, inverse: bool, options: Options, dtype=torch.float64, device=
 
 @pytest.mark.parametrize("inverse", [False, True], ids=["forward", "inverse"])
 @pytest.mark.parametrize("case", CASES, ids=label)
-def test_equals_dense_convolution(case, inverse, ran):
+@pytest.mark.parametrize("listed", [False, True], ids=["table", "list"])
+def test_equals_dense_convolution(case, inverse, listed, ran, monkeypatch):
+    monkeypatch.setattr(sparse_conv_table, "_LIST_BYTES", 8 if listed else 4)
     check(case, inverse=inverse, options=EAGER)
-    middle = "h," if case[2] > 1 else ""
+    h = "h," if case[2] > 1 else ""
     assert ran == [
-        f"Out[Order[i],{middle}d] += In[Near[k,i],{middle}c] * W[k,{middle}c,d]",
-        f"dIn[Order[i],{middle}c] += dOut[Near[k,i],{middle}d] * W[k,{middle}c,d]",
-        f"dW[k,{middle}c,d] += In[Near[k,i],{middle}c] * dOut[Order[i],{middle}d]",
+        f"Out[Order[i],{h}d] += In[Near[k,i],{h}c] * W[{h}d,k,c]",
+        f"dIn[Order[i],{h}c] += dOut[Near[k,i],{h}d] * W[{h}d,k,c]",
+        f"dW[{h}d,Off[p],c] += dOut[OutIdx[p],{h}d] * In[InIdx[p],{h}c]"
+        if listed
+        else f"dW[{h}d,k,c] += dOut[Order[i],{h}d] * In[Near[k,i],{h}c]",
     ]
 
 
@@ -125,7 +129,8 @@ def test_equals_dense_convolution(case, inverse, ran):
     ],
     ids=["subm1", "subm2", "conv2", "transpose2", "conv3"],
 )
-def test_first_and_second_derivatives(shape, how, groups, inverse, ran):
+def test_first_and_second_derivatives(shape, how, groups, inverse, ran, monkeypatch):
+    monkeypatch.setattr(sparse_conv_table, "_LIST_BYTES", 8)
     """Second derivatives of the convolution and of its gradients, by finite differences."""
     near = build_kernel_map(random_sites(shape, 1, 4), how)
     near = near.inverse if inverse else near
@@ -287,7 +292,7 @@ def test_a_table_made_in_inference_mode_serves_training(ran):
     features, weight, bias = operands(near.inputs, near.geometry, 1)
     with torch.inference_mode():
         sparse_conv(features, weight, near, bias, options=EAGER)
-    assert near.table.order.is_inference()
+    assert not near.table.order.is_inference()
     run = lambda x, w, b: sparse_conv(x, w, near, b, options=EAGER)  # noqa: E731
     assert_same(run, oracle_of(near, near.geometry, 1), [features, weight, bias])
 
