@@ -240,7 +240,8 @@ def _share(form: Form, tile: int) -> int:
     programs = form.rows * max(1, cells // tile)
     if programs >= _ENOUGH:
         return 512
-    return max(16, min(512, form.size(ENTRY) * programs // (2 * _ENOUGH)))
+    # Each part of a row costs a tile of sums in memory: no more parts than keep the device busy.
+    return max(64, form.size(ENTRY) * programs // (2 * _ENOUGH))
 
 
 def _splits(form: Form, m: int, n: int) -> int:
@@ -309,6 +310,22 @@ def _varied_written_out(base: Schedule) -> Iterator[Schedule]:
             yield replace(base, m=max(1, base.m * lanes // 2), groups=groups, warps=warps)
 
 
+# Tiles, steps, warps and stages of halves whose summed axis is long: fewer, larger steps of a loop that software can
+# pipeline, where a shorter step would make a loop of two inside of another; and fewer reads of the right side.
+_LARGE_STEPS = (
+    (128, 128, 128, 8, 2),
+    (128, 128, 128, 8, 3),
+    (64, 128, 128, 4, 3),
+    (256, 128, 64, 8, 3),
+    (256, 128, 128, 8, 2),
+    (128, 64, 128, 4, 3),
+    (256, 64, 64, 8, 3),
+    (64, 64, 128, 4, 3),
+    (64, 64, 64, 4, 4),
+    (128, 64, 64, 4, 4),
+)
+
+
 def _varied_products(form: Form, base: Schedule) -> Iterator[Schedule]:
     assert form.product is not None
     size = {a: math.prod(form.size(i) for i in getattr(form.product, a)) for a in "mkn"}
@@ -319,6 +336,10 @@ def _varied_products(form: Form, base: Schedule) -> Iterator[Schedule]:
         if many
         else ((base.m, base.n), (64, 128), (128, 64), (128, 128), (64, 64), (32, 128), (32, 256), (64, 256), (128, 32))
     )
+    if form.bound.dtype.itemsize == 2 and not many:
+        for m, n, k, warps, stages in _LARGE_STEPS:
+            if m <= most["m"] and n <= max(most["n"], 64) and k <= most["k"]:
+                yield replace(base, m=m, n=n, k=k, swap=False, warps=warps, stages=stages)
     for m, n in shapes:
         if m > most["m"] or n > max(most["n"], 64):
             continue

@@ -221,26 +221,28 @@ class _Writer(KernelLoops):
         return lines
 
     def out_stride(self, subs: Sequence[Sub], axis: int) -> str:
-        known = self.cells_of(range(axis + 1, len(subs)))
-        return self.parameters("out_stride", "", axis) if known is None else str(known)
+        return self.cells_of(range(axis + 1, len(subs)))
 
     def scratch_stride(self, axis: int) -> str:
         """The step along an axis of the sums of divided rows, whose slots stand before all other axes."""
         owner = self.form.owner_axis
         rest = range(len(self.form.bound.statement.output.subscripts))
-        known = self.cells_of([at for at in rest if at != owner and (axis == owner or at > axis)])
-        return self.parameters("scratch_stride", "", axis) if known is None else str(known)
+        return self.cells_of([at for at in rest if at != owner and (axis == owner or at > axis)])
 
-    def cells_of(self, axes: Iterable[int]) -> int | None:
-        """Cells of some of the output's axes, where their extents are known."""
+    def cells_of(self, axes: Iterable[int]) -> str:
+        """Cells of some of the output's axes; what is known of the number tells the compiler how rows are aligned."""
         known = 1
+        unknown: list[str] = []
         for axis in axes:
             plain = self.form.bound.statement.output.subscripts[axis].plain
             extent = self.literal(plain) if plain else None
             if extent is None:
-                return None
-            known *= extent
-        return known
+                unknown.append(self.parameters("dim", "@out", axis))
+            else:
+                known *= extent
+        if not unknown:
+            return str(known)
+        return f"({' * '.join([*unknown, str(known)] if known != 1 else unknown)})"
 
 
 def _tiles(form: Form, layout: Layout, schedule: Schedule) -> list[tuple[str, int]]:
