@@ -21,6 +21,8 @@ __all__ = ["Owners", "clear_owners", "known_owners", "owners_for", "owners_of", 
 
 # Index tensors whose owners are kept.
 _LIMIT = 256
+# Rows up to which they are divided on the host.
+_FEW_ROWS = 4096
 
 
 @dataclass(frozen=True, slots=True)
@@ -36,7 +38,7 @@ class Owners:
         order: (terms,) the terms in the order of their rows; `None`: they are in order.
         slots: parts of divided rows.
         divided: (d,) the output rows that are divided, ascending.
-        lengths: (d,) parts of each.
+        offsets: (d + 1,) where the slots of each begin, and the last ends.
     """
 
     rows: int
@@ -47,7 +49,7 @@ class Owners:
     order: Tensor | None = None
     slots: int = 0
     divided: Tensor | None = None
-    lengths: Tensor | None = None
+    offsets: Tensor | None = None
 
     @property
     def split(self) -> bool:
@@ -55,12 +57,12 @@ class Owners:
 
     def collect(self, parts: Tensor) -> Tensor:
         """The sums of divided rows from those of their parts (slots, ...), added in order."""
-        assert self.lengths is not None
-        shape = (self.lengths.shape[0], *parts.shape[1:])
+        assert self.offsets is not None
+        shape = (self.offsets.shape[0] - 1, *parts.shape[1:])
         if parts[0].numel() == 0:
             return parts.new_zeros(shape)
         flat = parts.reshape(parts.shape[0], -1)
-        return torch.segment_reduce(flat, "sum", lengths=self.lengths, axis=0, unsafe=True).reshape(shape)
+        return torch.segment_reduce(flat, "sum", offsets=self.offsets, axis=0, unsafe=True).reshape(shape)
 
 
 Key = tuple[int, ...]
@@ -132,32 +134,26 @@ def _build(index: Tensor, rows: int, permuted: bool, share: int) -> Owners:
         order = positions.to(small)
     bounds = torch.arange(rows + 1, device=flat.device, dtype=flat.dtype)
     begin = torch.searchsorted(flat, bounds, out_int32=small == torch.int32)
-    length = begin[1:] - begin[:-1]
+    # Few rows are divided on the host, which then reads the device once rather than at every size it needs.
+    known = begin.cpu() if rows <= _FEW_ROWS else begin
+    length = known[1:] - known[:-1]
     longest = int(length.max()) if rows else 0
     if longest <= share:
         return Owners(rows, begin, order=order)
     parts = (length + (share - 1)).div(share, rounding_mode="floor").clamp_min_(1)
-    owner = torch.repeat_interleave(torch.arange(rows, device=flat.device), parts)
+    owner = torch.repeat_interleave(torch.arange(rows, device=known.device), parts)
     first = parts.cumsum(0) - parts
-    within = torch.arange(owner.shape[0], device=flat.device) - first[owner]
-    low = begin[owner] + within * share
-    high = torch.minimum(low + share, begin[owner + 1])
+    within = torch.arange(owner.shape[0], device=known.device) - first[owner]
+    low = known[owner] + within * share
+    high = torch.minimum(low + share, known[owner + 1])
     apart = parts[owner] > 1
     slot = apart.cumsum(0) - 1
     target = torch.where(apart, -1 - slot, owner)
     divided = (parts > 1).nonzero().squeeze(1)
-    lengths = parts[divided]
-    return Owners(
-        owner.shape[0],
-        low.to(small),
-        high.to(small),
-        target.to(small),
-        owner.to(small),
-        order,
-        int(lengths.sum()),
-        divided,
-        lengths.long(),
-    )
+    ends = parts[divided].cumsum(0)
+    ranges = torch.stack([low, high, target, owner]).to(small).to(flat.device).unbind(0)
+    sums = torch.stack([divided, ends]).long().to(flat.device).unbind(0)
+    return Owners(owner.shape[0], *ranges, order, int(ends[-1]), sums[0], torch.nn.functional.pad(sums[1], (1, 0)))
 
 
 # For each tile of an index tensor's columns, the rows in which some column has an entry.
@@ -168,7 +164,7 @@ def steps_of(index: Tensor, tile: int) -> Tensor:
     """Which rows of an index tensor (k, i) have an entry in each tile of its columns; kept like `Owners`.
 
     Returns:
-        (tiles, 1 + k): the number of such rows, then the rows, ascending.
+        (tiles, 1 + k) int32: the number of such rows, then the rows, ascending, then what is not to be read.
     """
     key = _key(index, tile)
     found = _find(_steps, key, index)
@@ -177,10 +173,15 @@ def steps_of(index: Tensor, tile: int) -> Tensor:
     with torch.inference_mode(False), torch.no_grad():
         rows, columns = index.shape
         tiles = -(-columns // tile)
-        present = torch.zeros(rows, tiles * tile, dtype=torch.bool, device=index.device)
-        present[:, :columns] = index >= 0
-        present = present.reshape(rows, tiles, tile).any(2).t()
-        order = torch.argsort(~present, dim=1, stable=True)
-        steps = torch.cat([present.sum(1, keepdim=True), order], 1).to(torch.int32)
+        whole = columns // tile * tile
+        # Entries are numbers from -1 on: the greatest of a tile tells whether there is one.
+        most = index.new_empty(rows, tiles)
+        torch.amax(index[:, :whole].unflatten(1, (-1, tile)), 2, out=most[:, : whole // tile])
+        if whole < columns:
+            torch.amax(index[:, whole:], 1, out=most[:, -1])
+        present = most >= 0
+        numbers = torch.arange(rows, dtype=torch.int32, device=index.device)[:, None]
+        order = torch.where(present, numbers, numbers + rows).t().sort(1).values
+        steps = torch.cat([present.sum(0, dtype=torch.int32)[:, None], order], 1)
     _keep(_steps, key, index, steps)
     return steps

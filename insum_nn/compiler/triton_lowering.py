@@ -168,7 +168,11 @@ class Kernel:
         axis = self.form.owner_axis
         if start is not None:
             sums = sums + start.movedim(axis, 0).index_select(0, owners.divided)
-        output.movedim(axis, 0).index_copy_(0, owners.divided, sums.to(output.dtype))
+        rows = output.movedim(axis, 0)
+        if rows.shape[0] == sums.shape[0]:
+            rows.copy_(sums)
+        else:
+            rows.index_copy_(0, owners.divided, sums.to(output.dtype))
 
     def _output(self, start: Tensor | None, device: torch.device) -> Tensor:
         """What the kernel writes to; sums of a half type that meet in memory do so in float32."""
