@@ -173,6 +173,13 @@ class SparseConvTensor:
 
     def replace_feature(self, feature: Tensor) -> SparseConvTensor:
         """The same voxels with other features (n, C')."""
+        if not torch.compiler.is_compiling() and type(self) is SparseConvTensor:
+            if not isinstance(feature, Tensor) or feature.ndim != 2 or feature.shape[0] != self.indices.shape[0]:
+                _check(feature, self.indices, self.spatial_shape)
+            # All members at once; what of them can be written to is copied.
+            result = object.__new__(SparseConvTensor)
+            result.__dict__.update(self.__dict__, _features=feature, spatial_shape=[*self.spatial_shape])
+            return result
         result = self._derive(feature, self.indices, self.spatial_shape, self.indice_dict)
         result._proven = self._proven
         return result

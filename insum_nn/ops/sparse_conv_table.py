@@ -156,10 +156,17 @@ class _Contract(torch.autograd.Function):
 
 
 def _contracted(kind: Kind, a: Tensor, b: Tensor, kernel_map: KernelMap, groups: int, options: Options) -> Tensor:
+    """The same where nothing is to be recorded: gradients are off, or neither operand asks for one."""
+    # A kernel is written for the layout of its operands; one layout is enough, and gradients have many.
+    if not a.is_contiguous():
+        a = a.contiguous()
+    if not b.is_contiguous():
+        b = b.contiguous()
     way: Way = "list" if kind == "W" and a.dtype.itemsize <= _LIST_BYTES else "table"
-    with torch.no_grad(), _exact_dtypes(a.device):
-        # A kernel is written for the layout of its operands; one layout is enough, and gradients have many.
-        return _run(kind, a.contiguous(), b.contiguous(), kernel_map, groups, options, way)
+    if torch._C._is_any_autocast_enabled():
+        with _exact_dtypes(a.device):
+            return _run(kind, a, b, kernel_map, groups, options, way)
+    return _run(kind, a, b, kernel_map, groups, options, way)
 
 
 class _Call(NamedTuple):

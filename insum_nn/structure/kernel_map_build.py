@@ -60,15 +60,15 @@ def build_kernel_map(
     # What is built of ordinary tensors keeps count of its changes, so that a compiler can keep what it made of them.
     with torch.inference_mode(False):
         judge = None if proven else inputs.proof()
-        # Look-ups by cell are safe without the answer: the device goes on while it is on its way.
-        early = judge is not None and not (geometry.kind == "subm" and inputs.has_grid)
-        if judge is not None and early:
-            judge()
         try:
+            # Look-ups by cell are safe without the answer: the device goes on while it is on its way.
+            if judge is not None and not (geometry.kind == "subm" and inputs.has_grid):
+                judge()
+                judge = None
             found = _build(inputs, geometry, shape, by_table)
         finally:
             inputs.drop_grid()
-        if judge is not None and not early:
+        if judge is not None:
             judge()
     return found
 
