@@ -19,9 +19,9 @@ import torch
 from torch import Tensor
 
 from insum_nn.errors import InsumDtypeError, InsumFormatError, InsumRangeError, InsumShapeError
-from insum_nn.structure.site_grid import SiteGrid, fits, steps_of
+from insum_nn.structure.site_grid import SiteGrid, constant, fits, steps_of
 
-__all__ = ["MAX_EXTENT", "Coordinates", "SiteKeys", "constant", "spans_of", "unique_sites"]
+__all__ = ["MAX_EXTENT", "Coordinates", "SiteKeys", "spans_of", "unique_sites"]
 
 # Keys stay below this, so that adding an offset or comparing with -1 never wraps.
 _KEY_LIMIT = 1 << 62
@@ -29,8 +29,6 @@ _KEY_LIMIT = 1 << 62
 _NARROW_LIMIT = 1 << 30
 # Cells after each axis, the least of any key. Most kernels reach no further, so that their maps share one sorted list.
 _MARGIN = 4
-# Tensors of numbers that are kept, over all devices.
-_MOST_CONSTANTS = 256
 # The largest extent of an axis: coordinates are stored as int32.
 MAX_EXTENT = 1 << 31
 
@@ -308,27 +306,6 @@ def spans_of(extents: Sequence[int], reach: int = _MARGIN) -> tuple[int, ...]:
     ((2, 14, 14), (196, 14, 1))
     """
     return (extents[0], *(extent + max(reach, _MARGIN) for extent in extents[1:]))
-
-
-_constants: dict[tuple[tuple[int, ...], torch.device, torch.dtype], Tensor] = {}
-
-
-def constant(values: tuple[int, ...], device: torch.device, dtype: torch.dtype = torch.int64) -> Tensor:
-    """(len(values),) these numbers on a device. Kept, since to send them there waits for the device; not to be written.
-
-    >>> constant((1, 2), torch.device("cpu")) is constant((1, 2), torch.device("cpu"))
-    True
-    """
-    found = _constants.get((values, device, dtype))
-    if found is None:
-        with torch.inference_mode(False):
-            found = torch.tensor(values, dtype=dtype, device=device)
-        # A tensor that is only traced is of no use to others.
-        if type(found) is Tensor:
-            if len(_constants) >= _MOST_CONSTANTS:
-                _constants.clear()
-            _constants[values, device, dtype] = found
-    return found
 
 
 def _key_dtype(spans: Sequence[int]) -> torch.dtype:

@@ -18,9 +18,9 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from insum_nn.structure.coordinates import Coordinates, SiteKeys, constant, spans_of
+from insum_nn.structure.coordinates import Coordinates, SiteKeys, spans_of
 from insum_nn.structure.kernel_map_geometry import Geometry
-from insum_nn.structure.site_grid import steps_of
+from insum_nn.structure.site_grid import constant, steps_of
 
 __all__ = ["Neighbours", "identity_neighbours", "reached_neighbours", "submanifold_neighbours"]
 

@@ -13,12 +13,16 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import lru_cache
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
-__all__ = ["SiteGrid", "fits", "steps_of"]
+__all__ = ["SiteGrid", "constant", "fits", "steps_of"]
 
+# Tensors of numbers that are kept, over all devices.
+_MOST_CONSTANTS = 256
 # Cells of the largest grid (512 MiB), and the share of a GPU's memory that it may take.
 _MOST_CELLS = 1 << 27
 _MEMORY_SHARE = 32
@@ -49,28 +53,18 @@ class SiteGrid:
     @classmethod
     def build(cls, indices: Tensor, spans: tuple[int, ...], reach: int) -> SiteGrid:
         """Write the rows of sites (n, 1 + d) at their cells; `spans` hold a margin of `reach` after every axis."""
-        device, steps = indices.device, steps_of(spans)
-        # With one grid in the batch the first column is zero, or the sites are refused.
-        first = 0 if spans[0] > 1 else 1
-        columns = indices.unbind(1)[first:]
-        key = columns[0]
-        for extent, column in zip(spans[first + 1 :], columns[1:], strict=True):
-            key = torch.add(column, key, alpha=extent)
-        cells = key.clamp(0, _last(spans, reach)).long()
+        device, numbers = indices.device, _numbers(spans, reach)
+        steps = constant(numbers.steps, device)
+        cells = (indices * steps).sum(1).clamp_(0, numbers.last)
         rows = torch.arange(indices.shape[0], dtype=torch.int32, device=device)
-        lead = reach * sum(steps[1:])
-        table = torch.full((lead + math.prod(spans),), -1, dtype=torch.int32, device=device)
-        table[lead:].scatter_(0, cells, rows)
+        table = torch.full((numbers.lead + numbers.cells,), -1, dtype=torch.int32, device=device)
+        table[numbers.lead :].scatter_(0, cells, rows)
         return cls(spans, reach, table, cells, rows)
 
     def repeats(self) -> Tensor:
         """0-d bool: whether some cell is of two sites. Of two rows written to one cell, one is not found there."""
-        return (self.table[self.lead :].index_select(0, self.cells) != self.rows).any()
-
-    @property
-    def lead(self) -> int:
-        """Cells before the first."""
-        return self.reach * sum(steps_of(self.spans)[1:])
+        found = self.table[_numbers(self.spans, self.reach).lead :].index_select(0, self.cells)
+        return (found != self.rows).any()
 
     def neighbours(self, first: Sequence[int], size: Sequence[int], step: Sequence[int]) -> Tensor:
         """(o, n) int32: the row at every cell of a box around each site, or -1; cells of the box row by row.
@@ -80,12 +74,12 @@ class SiteGrid:
             size: d cells.
             step: d, from one cell of the box to the next. Nothing of the box is more than `reach` away.
         """
-        steps = steps_of(self.spans)[1:]
-        begin = self.lead + sum(at * by for at, by in zip(first, steps, strict=True))
+        numbers = _numbers(self.spans, self.reach)
+        steps = numbers.steps[1:]
+        begin = numbers.lead + sum(at * by for at, by in zip(first, steps, strict=True))
         strides = [by * each for by, each in zip(step, steps, strict=True)]
-        last = _last(self.spans, self.reach) + 1
         # One view shows, behind every cell of the box, the grid moved by it.
-        seen = self.table.as_strided((*size, last), (*strides, 1), self.table.storage_offset() + begin)
+        seen = self.table.as_strided((*size, numbers.last + 1), (*strides, 1), self.table.storage_offset() + begin)
         return seen.gather(len(size), self.cells.expand(*size, -1)).view(-1, self.cells.shape[0])
 
 
@@ -98,18 +92,52 @@ def steps_of(spans: Sequence[int]) -> tuple[int, ...]:
     return tuple(math.prod(spans[axis + 1 :]) for axis in range(len(spans)))
 
 
-def _last(spans: Sequence[int], reach: int) -> int:
-    """The last cell that can have a site."""
-    return math.prod(spans) - 1 - reach * sum(steps_of(spans)[1:])
+class _Numbers(NamedTuple):
+    """Of a grid: by how much a cell's number grows with each coordinate, its cells, those before the first, and the
+    last that can have a site."""
+
+    steps: tuple[int, ...]
+    cells: int
+    lead: int
+    last: int
 
 
-def fits(spans: Sequence[int], reach: int, sites: int, device: torch.device) -> bool:
+@lru_cache(maxsize=256)
+def _numbers(spans: tuple[int, ...], reach: int) -> _Numbers:
+    steps, cells = steps_of(spans), math.prod(spans)
+    margin = reach * sum(steps[1:])
+    return _Numbers(steps, cells, margin, cells - 1 - margin)
+
+
+_constants: dict[tuple[tuple[int, ...], torch.device, torch.dtype], Tensor] = {}
+
+
+def constant(values: tuple[int, ...], device: torch.device, dtype: torch.dtype = torch.int64) -> Tensor:
+    """(len(values),) these numbers on a device. Kept, since to send them there waits for the device; not to be written.
+
+    >>> constant((1, 2), torch.device("cpu")) is constant((1, 2), torch.device("cpu"))
+    True
+    """
+    found = _constants.get((values, device, dtype))
+    if found is None:
+        with torch.inference_mode(False):
+            found = torch.tensor(values, dtype=dtype, device=device)
+        # A tensor that is only traced is of no use to others.
+        if type(found) is Tensor:
+            if len(_constants) >= _MOST_CONSTANTS:
+                _constants.clear()
+            _constants[values, device, dtype] = found
+    return found
+
+
+def fits(spans: tuple[int, ...], reach: int, sites: int, device: torch.device) -> bool:
     """Whether a grid is small enough to be the cheaper way; decided without a look at the device.
 
     >>> fits((1, 404, 404, 64), 4, 236_000, torch.device("cpu")), fits((1, 1 << 20, 1 << 20), 4, 9, torch.device("cpu"))
     (True, False)
     """
-    cells = math.prod(spans) + reach * sum(steps_of(spans)[1:])
+    numbers = _numbers(spans, reach)
+    cells = numbers.cells + numbers.lead
     if sites == 0 or cells > _MOST_CELLS:
         return False
     if device.type == "cuda":
