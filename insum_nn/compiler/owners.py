@@ -151,9 +151,10 @@ def _build(index: Tensor, rows: int, permuted: bool, share: int) -> Owners:
     target = torch.where(apart, -1 - slot, owner)
     divided = (parts > 1).nonzero().squeeze(1)
     ends = parts[divided].cumsum(0)
-    ranges = torch.stack([low, high, target, owner]).to(small).to(flat.device).unbind(0)
-    sums = torch.stack([divided, ends]).long().to(flat.device).unbind(0)
-    return Owners(owner.shape[0], *ranges, order, int(ends[-1]), sums[0], torch.nn.functional.pad(sums[1], (1, 0)))
+    low, high, target, owner = torch.stack([low, high, target, owner]).to(small).to(flat.device).unbind(0)
+    offsets = torch.nn.functional.pad(ends, (1, 0)).to(flat.device)
+    slots = int(ends[-1])
+    return Owners(owner.shape[0], low, high, target, owner, order, slots, divided.to(flat.device), offsets)
 
 
 # For each tile of an index tensor's columns, the rows in which some column has an entry.

@@ -178,9 +178,7 @@ class _Call(NamedTuple):
     shape: tuple[int | None, ...]
 
 
-def _run(
-    kind: Kind, a: Tensor, b: Tensor, kernel_map: KernelMap, groups: int, options: Options, way: Way
-) -> Tensor:
+def _run(kind: Kind, a: Tensor, b: Tensor, kernel_map: KernelMap, groups: int, options: Options, way: Way) -> Tensor:
     first, second = _OPERANDS[kind]
     if torch.compiler.is_compiling():
         call = _call(kind, kernel_map, groups, options, way)

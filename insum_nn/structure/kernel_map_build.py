@@ -59,7 +59,7 @@ def build_kernel_map(
     shape = output_shape(inputs.spatial_shape, geometry)
     # What is built of ordinary tensors keeps count of its changes, so that a compiler can keep what it made of them.
     with torch.inference_mode(False):
-        judge = None if proven else inputs.proof()
+        judge = None if proven else inputs.proof(by_cells=geometry.kind == "subm")
         try:
             # Look-ups by cell are safe without the answer: the device goes on while it is on its way.
             if judge is not None and not (geometry.kind == "subm" and inputs.has_grid):

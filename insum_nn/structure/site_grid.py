@@ -19,7 +19,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-__all__ = ["SiteGrid", "constant", "fits", "steps_of"]
+__all__ = ["SiteGrid", "constant", "distinct_cells", "fits", "steps_of"]
 
 # Tensors of numbers that are kept, over all devices.
 _MOST_CONSTANTS = 256
@@ -93,8 +93,14 @@ def steps_of(spans: Sequence[int]) -> tuple[int, ...]:
 
 
 class _Numbers(NamedTuple):
-    """Of a grid: by how much a cell's number grows with each coordinate, its cells, those before the first, and the
-    last that can have a site."""
+    """What is known of a grid from its extents.
+
+    Attributes:
+        steps: by how much a cell's number grows with each coordinate.
+        cells: without the lead.
+        lead: cells before the first.
+        last: the last cell that can have a site.
+    """
 
     steps: tuple[int, ...]
     cells: int
@@ -128,6 +134,20 @@ def constant(values: tuple[int, ...], device: torch.device, dtype: torch.dtype =
                 _constants.clear()
             _constants[values, device, dtype] = found
     return found
+
+
+def distinct_cells(cells: Tensor, count: int) -> tuple[Tensor, Tensor]:
+    """`torch.unique(cells, return_inverse=True)` of int64 numbers below `count`, by marks instead of a sort.
+
+    >>> distinct_cells(torch.tensor([7, 2, 7]), 9)
+    (tensor([2, 7]), tensor([1, 0, 1]))
+    """
+    marks = torch.zeros(count, dtype=torch.bool, device=cells.device).scatter_(0, cells, True)
+    known = marks.nonzero().squeeze(1)
+    # Only cells that were written are read.
+    numbers = torch.empty(count, dtype=torch.int64, device=cells.device)
+    numbers.scatter_(0, known, torch.arange(known.shape[0], device=cells.device))
+    return known, numbers.index_select(0, cells)
 
 
 def fits(spans: tuple[int, ...], reach: int, sites: int, device: torch.device) -> bool:
