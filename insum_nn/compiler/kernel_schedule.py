@@ -241,7 +241,8 @@ def _share(form: Form, tile: int) -> int:
     if programs >= _ENOUGH:
         return 512
     # Each part of a row costs a tile of sums in memory: no more parts than keep the device busy.
-    return max(64, form.size(ENTRY) * programs // (2 * _ENOUGH))
+    parts = 2 * _ENOUGH if tile <= 64 * 64 else _ENOUGH
+    return max(1, form.size(ENTRY) * programs // (64 * parts)) * 64
 
 
 def _splits(form: Form, m: int, n: int) -> int:
@@ -310,20 +311,33 @@ def _varied_written_out(base: Schedule) -> Iterator[Schedule]:
             yield replace(base, m=max(1, base.m * lanes // 2), groups=groups, warps=warps)
 
 
-# Tiles, steps, warps and stages of halves whose summed axis is long: fewer, larger steps of a loop that software can
-# pipeline, where a shorter step would make a loop of two inside of another; and fewer reads of the right side.
-_LARGE_STEPS = (
-    (128, 128, 128, 8, 2),
+# Tiles, steps, warps and stages of halves whose operands are addressed by index tensors. A step that takes the whole of
+# a dense axis leaves one loop, where a shorter one makes a loop of two inside of another. The software pipeline gives
+# each read of a chain (a list of steps, an index, what it addresses) a stage of its own: 3 to 4 stages hide a chain
+# once, 5 to 7 twice. Taller tiles read the right side less often.
+_CHAINED = (
+    (128, 128, 128, 8, 4),
     (128, 128, 128, 8, 3),
-    (64, 128, 128, 4, 3),
     (256, 128, 64, 8, 3),
+    (64, 128, 128, 4, 4),
     (256, 128, 128, 8, 2),
-    (128, 64, 128, 4, 3),
-    (256, 64, 64, 8, 3),
-    (64, 64, 128, 4, 3),
-    (64, 64, 64, 4, 4),
+    (128, 128, 64, 8, 5),
     (128, 64, 64, 4, 4),
+    (64, 64, 64, 4, 4),
+    (256, 64, 64, 8, 4),
+    (128, 64, 64, 4, 7),
+    (64, 64, 64, 4, 5),
+    (64, 64, 128, 4, 5),
+    (32, 64, 64, 4, 5),
+    (32, 64, 128, 4, 5),
 )
+
+
+def _varied_chains(base: Schedule, most: dict[str, int]) -> Iterator[Schedule]:
+    for m, n, k, warps, stages in _CHAINED:
+        covers = min(most["n"], 128) <= n <= max(most["n"], 64)
+        if covers and (m == most["m"] or 64 <= m <= most["m"]) and k <= most["k"]:
+            yield replace(base, m=m, n=n, k=k, swap=False, warps=warps, stages=stages)
 
 
 def _varied_products(form: Form, base: Schedule) -> Iterator[Schedule]:
@@ -336,10 +350,8 @@ def _varied_products(form: Form, base: Schedule) -> Iterator[Schedule]:
         if many
         else ((base.m, base.n), (64, 128), (128, 64), (128, 128), (64, 64), (32, 128), (32, 256), (64, 256), (128, 32))
     )
-    if form.bound.dtype.itemsize == 2 and not many:
-        for m, n, k, warps, stages in _LARGE_STEPS:
-            if m <= most["m"] and n <= max(most["n"], 64) and k <= most["k"]:
-                yield replace(base, m=m, n=n, k=k, swap=False, warps=warps, stages=stages)
+    if form.bound.dtype.itemsize == 2 and not many and form.bound.layout.index_tensors:
+        yield from _varied_chains(base, most)
     for m, n in shapes:
         if m > most["m"] or n > max(most["n"], 64):
             continue
