@@ -241,8 +241,7 @@ def _share(form: Form, tile: int) -> int:
     if programs >= _ENOUGH:
         return 512
     # Each part of a row costs a tile of sums in memory: no more parts than keep the device busy.
-    parts = 2 * _ENOUGH if tile <= 64 * 64 else _ENOUGH
-    return max(1, form.size(ENTRY) * programs // (64 * parts)) * 64
+    return max(1, form.size(ENTRY) * programs // (64 * _ENOUGH)) * 64
 
 
 def _splits(form: Form, m: int, n: int) -> int:
@@ -316,20 +315,19 @@ def _varied_written_out(base: Schedule) -> Iterator[Schedule]:
 # each read of a chain (a list of steps, an index, what it addresses) a stage of its own: 3 to 4 stages hide a chain
 # once, 5 to 7 twice. Taller tiles read the right side less often.
 _CHAINED = (
-    (128, 128, 128, 8, 4),
-    (128, 128, 128, 8, 3),
-    (256, 128, 64, 8, 3),
+    (64, 128, 128, 4, 3),
+    (64, 128, 64, 4, 3),
+    (64, 128, 64, 4, 4),
+    (128, 128, 64, 8, 4),
     (64, 128, 128, 4, 4),
-    (256, 128, 128, 8, 2),
-    (128, 128, 64, 8, 5),
-    (128, 64, 64, 4, 4),
+    (128, 128, 128, 8, 3),
+    (128, 64, 64, 4, 3),
+    (64, 64, 64, 4, 3),
     (64, 64, 64, 4, 4),
-    (256, 64, 64, 8, 4),
-    (128, 64, 64, 4, 7),
-    (64, 64, 64, 4, 5),
-    (64, 64, 128, 4, 5),
-    (32, 64, 64, 4, 5),
-    (32, 64, 128, 4, 5),
+    (128, 64, 64, 4, 4),
+    (64, 64, 128, 4, 3),
+    (32, 64, 64, 2, 3),
+    (32, 64, 128, 4, 3),
 )
 
 
