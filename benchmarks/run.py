@@ -28,7 +28,7 @@ from benchmarks.records import LOCK, RECORD, SCHEMA, Machine, Milliseconds, Reco
 from benchmarks.registry import MODES, OURS, Case, Mode, Problem, Registry, Setting, Unavailable, Work, is_ours, load
 from benchmarks.supervise import State, supervise
 
-__all__ = ["RECORD", "SCHEMA", "Machine", "Milliseconds", "Record", "main", "measure", "run_case"]
+__all__ = ["RECORD", "SCHEMA", "Machine", "Milliseconds", "Record", "main", "measure", "run_case", "timed_call"]
 
 # The process's result when the device no longer answers; a supervisor starts another process then.
 BROKEN_DEVICE = 3
@@ -52,7 +52,7 @@ class BrokenDeviceError(Exception):
 # One provider ---------------------------------------------------------------------------------------------------------
 
 
-def _call(work: Work, mode: Mode, back: Sequence[torch.Tensor] | None) -> Callable[[], object]:
+def timed_call(work: Work, mode: Mode, back: Sequence[torch.Tensor] | None) -> Callable[[], object]:
     """The function that is timed; for `bwd`, the graph of one forward is kept and walked again and again."""
     if mode == "fwd":
         return work.forward
@@ -108,7 +108,7 @@ def measure(
     start = time.perf_counter()
     try:
         work = problem.providers[provider]()
-        call = _call(work, mode, wanted.upstream)
+        call = timed_call(work, mode, wanted.upstream)
         with torch.set_grad_enabled(mode != "fwd" or problem.recorded):
             call()
             timing.synchronize(device)

@@ -66,6 +66,7 @@ COMPILER_ORDER = [
     "explain_loops",
     "explain_flow",
     "explain",
+    "given",
     "api",
     "__init__",
 ]

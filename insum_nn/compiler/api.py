@@ -11,24 +11,29 @@ import torch
 from torch import Tensor
 
 from insum_nn.compiler.ast import Statement
-from insum_nn.compiler.autograd import apply
+from insum_nn.compiler.autograd import apply, recorded
 from insum_nn.compiler.bind import Extents, bind, layout_of
-from insum_nn.compiler.call import Key, Spec, call_key, check_kinds, keep, prepare, run_spec, static_tables
+from insum_nn.compiler.call import Key, Seen, Spec, call_key, check_kinds, keep, prepare, run_spec, static_tables
 from insum_nn.compiler.check import check_names, check_statement
 from insum_nn.compiler.explain import Explanation, explain_program
 from insum_nn.compiler.extents import check_extents, resolve_extents
+from insum_nn.compiler.given import Given
 from insum_nn.compiler.gradient import derivatives
 from insum_nn.compiler.options import DEFAULT, Options
 from insum_nn.compiler.parser import parse
 from insum_nn.compiler.reference import interpret
+from insum_nn.compiler.triton_lowering import available as generates_kernels
 from insum_nn.facts import IndexFacts, StaticTable
 
-__all__ = ["Program", "ProgramSum", "compile", "insum"]
+__all__ = ["Given", "Program", "ProgramSum", "compile", "generates_kernels", "insum"]
 
 Shape = Sequence[int | None]
 # Calls of one program whose checks are remembered.
 _SEEN_LIMIT = 64
 _PLAIN = (Tensor, torch.nn.Parameter)
+# Kinds of arguments that need no look at them.
+_SHAPES = (type(None), tuple, torch.Size)
+_NAMED = (type(None), dict)
 
 
 def _hashable(sizes: Mapping[str, int] | None) -> tuple[tuple[str, int], ...] | None:
@@ -73,7 +78,7 @@ class Program:
         )
         self._names: tuple[str, ...] = layout_of(statement).tensors
         self._text: str = self._spec.to_json()
-        self._seen: dict[tuple[object, ...], Extents] = {}
+        self._seen: dict[tuple[object, ...], Seen] = {}
 
     def __repr__(self) -> str:
         return f"Program({self.expression!r})"
@@ -114,24 +119,42 @@ class Program:
         Returns:
             The output: contiguous, of the factors' dtype and device.
         """
-        if not torch.compiler.is_dynamo_compiling():
-            check_kinds(sizes=sizes, out_shape=out_shape, tensors=tensors)
-        if tensors:
-            named = {**tensors, **named}
         if torch.compiler.is_dynamo_compiling():
             merged = {**self._sizes, **(sizes or {})}
+            named = {**(tensors or {}), **named}
             return _traced_call(self._text, named, merged, out_shape if out_shape is not None else self._out_shape)
+        if sizes is not None or type(out_shape) not in _SHAPES or type(tensors) not in _NAMED:
+            check_kinds(sizes=sizes, out_shape=out_shape, tensors=tensors)
+        if tensors:
+            named = {**tensors, **named} if named else tensors  # type: ignore[assignment]
         call = self._seen_key(named, sizes, out_shape)
-        if call is not None:
-            extents = self._seen.get(call)
-            if extents is not None:
-                ordered = [named[name] for name in self._names]
-                return apply(self._spec, ordered, named.get(self.statement.output.name), extents, call[0])
-        ordered, start = self._arrange(named)
-        extents = self._extents(ordered, start, sizes, out_shape)
-        if call is not None:
-            keep(self._seen, call, extents, _SEEN_LIMIT)
-        return apply(self._spec, ordered, start, extents)
+        if call is None:
+            ordered, start = self._arrange(named)
+            return apply(self._spec, ordered, start, self._extents(ordered, start, sizes, out_shape))
+        ordered = [named[name] for name in self._names]
+        start = named.get(self.statement.output.name)
+        seen = self._seen.get(call)
+        if seen is None:
+            self._arrange(named)
+            seen = Seen(self._extents(ordered, start, sizes, out_shape))
+            keep(self._seen, call, seen, _SEEN_LIMIT)
+        if recorded(ordered, start):
+            return apply(self._spec, ordered, start, seen.extents, call[0])
+        if seen.ready is not None and seen.holds(ordered):
+            return seen.ready.run(ordered, start)
+        result = apply(self._spec, ordered, start, seen.extents, call[0])
+        seen.ready = self._spec.ready_for(call[0], start is None, seen.extents)
+        return result
+
+    def given(self, tensors: Mapping[str, Tensor]) -> Given:
+        """The program with some of its tensors given: for one who calls it again and again with others.
+
+        >>> product = compile("y[Row[p]] += Val[p] * x[Col[p]]")
+        >>> known = product.given({"Row": torch.tensor([0, 1]), "Col": torch.tensor([1, 1])})
+        >>> known(torch.tensor([2.0, 3.0]), torch.tensor([1.0, 10.0]), out_shape=(2,))
+        tensor([20., 30.])
+        """
+        return Given(self, self._names, tensors)
 
     def _seen_key(
         self, named: Mapping[str, Tensor], sizes: Mapping[str, int] | None, out_shape: Shape | None
@@ -139,29 +162,28 @@ class Program:
         """A key under which the checks of a call need no repetition; `None` where something is out of the ordinary."""
         if torch._C._is_any_autocast_enabled():
             return None
-        # 3.0 and True hash as 3 and 1 do, and must not pass for them.
-        if out_shape is not None and any(e is not None and type(e) is not int for e in out_shape):
-            return None
+        # 3.0 and True hash as 3 and 1 do, and must not pass for them; nor may symbolic sizes, which do not hash.
+        if out_shape is not None:
+            for extent in out_shape:
+                if type(extent) is not int and extent is not None:
+                    return None
         if sizes and any(type(e) is not int for e in sizes.values()):
             return None
-        start = named.get(self.statement.output.name)
-        if len(named) != len(self._names) + (start is not None):
-            return None
+        names = self._names
+        start = None
+        if len(named) != len(names):
+            start = named.get(self.statement.output.name)
+            if start is None or len(named) != len(names) + 1:
+                return None
+            if type(start) not in _PLAIN or start.layout is not torch.strided:
+                return None
         ordered: list[Tensor] = []
-        for name in self._names:
+        for name in names:
             tensor = named.get(name)
-            if type(tensor) not in _PLAIN or tensor.layout is not torch.strided:  # type: ignore[union-attr]
+            if type(tensor) not in _PLAIN or tensor.layout is not torch.strided or tensor.is_meta:  # type: ignore[union-attr]
                 return None
             ordered.append(tensor)  # type: ignore[arg-type]
-        if start is not None and (type(start) not in _PLAIN or start.layout is not torch.strided):
-            return None
-        key = call_key(ordered, start), _hashable(sizes), None if out_shape is None else tuple(out_shape)
-        try:
-            hash(key)
-        except TypeError:
-            # Symbolic or ill-typed sizes; the full check deals with them.
-            return None
-        return key
+        return call_key(ordered, start), _hashable(sizes), None if out_shape is None else tuple(out_shape)
 
     def _arrange(self, named: Mapping[str, Tensor]) -> tuple[list[Tensor], Tensor | None]:
         statement = self.statement
@@ -183,6 +205,11 @@ class Program:
         shape = out_shape if out_shape is not None else self._out_shape
         extents = resolve_extents(self.statement, ordered, start, merged, shape)
         return extents
+
+    def seen(self, ordered: Sequence[Tensor], out_shape: Shape | None) -> Seen | None:
+        """What is remembered of a call with these tensors, in the statement's order."""
+        call = self._seen_key(dict(zip(self._names, ordered, strict=True)), None, out_shape)
+        return None if call is None else self._seen.get(call)
 
     def grad(self, name: str) -> Program | ProgramSum:
         """The derivative with respect to one factor, as a program of its own.

@@ -22,7 +22,7 @@ from insum_nn.compiler.call import Key, Spec, run_spec, value_dtype
 from insum_nn.compiler.gradient import Derivative, derivatives, directional, fresh_name
 from insum_nn.compiler.shares import shares
 
-__all__ = ["apply"]
+__all__ = ["apply", "recorded"]
 
 
 # The registered operator.
@@ -258,6 +258,22 @@ def _execute(
 
 def _registered(spec: Spec, tensors: Sequence[Tensor], start: Tensor | None, extents: Extents) -> Tensor:
     return torch.ops.insum_nn.run(spec.to_json(), list(tensors), start, list(extents.indices), list(extents.output))
+
+
+def recorded(tensors: Sequence[Tensor], start: Tensor | None) -> bool:
+    """Whether anybody looks on: autograd, a transform, a tracer. Of plain tensors, none of them meta."""
+    if torch.is_grad_enabled():
+        for tensor in tensors:
+            if tensor.requires_grad:
+                return True
+        if start is not None and start.requires_grad:
+            return True
+    return (
+        torch._C._len_torch_dispatch_stack() > 0
+        or torch.autograd.forward_ad._current_level >= 0
+        or bool(peek_interpreter_stack())
+        or torch.compiler.is_compiling()
+    )
 
 
 def apply(

@@ -29,6 +29,7 @@ from insum_nn.facts import IndexFacts, StaticTable
 
 __all__ = [
     "Key",
+    "Seen",
     "Spec",
     "call_key",
     "check_kinds",
@@ -89,8 +90,16 @@ class Spec:
     def from_json(text: str) -> Spec:
         return _from_json(text)
 
+    def ready_for(self, key: Key, fresh: bool, extents: Extents) -> _Ready | None:
+        """What runs a call that was made just now, if it was made ready; `fresh`: without a starting value."""
+        return self.ready.get(_ready_key(key, fresh, extents))
+
     def with_statement(self, statement: Statement, *, drop_outside: bool) -> Spec:
         return _with_expression(self, str(statement), drop_outside)
+
+
+def _ready_key(key: Key, fresh: bool, extents: Extents) -> Key:
+    return key, fresh, extents, torch.get_float32_matmul_precision()
 
 
 @lru_cache(maxsize=2048)
@@ -253,6 +262,24 @@ class _Ready:
         return self.generation == generation()
 
 
+@dataclass(slots=True)
+class Seen:
+    """A call that was checked before: its sizes, and what runs it where nothing is recorded."""
+
+    extents: Extents
+    ready: _Ready | None = None
+    precision: str = field(default_factory=torch.get_float32_matmul_precision)
+
+    def holds(self, tensors: Sequence[Tensor]) -> bool:
+        """Whether `ready` may run on these tensors."""
+        assert self.ready is not None
+        if self.precision != torch.get_float32_matmul_precision():
+            self.precision = torch.get_float32_matmul_precision()
+            self.ready = None
+            return False
+        return self.ready.holds(tensors)
+
+
 def run_spec(
     spec: Spec, tensors: Sequence[Tensor], start: Tensor | None, extents: Extents, key: Key | None = None
 ) -> Tensor:
@@ -272,7 +299,7 @@ def run_spec(
             with torch.autocast(device, enabled=False):
                 return run_spec(spec, tensors, start, extents, key)
     # Compiled float32 products follow the precision that was asked for when they were compiled.
-    key = (key or call_key(tensors, start), start is None, extents, torch.get_float32_matmul_precision())
+    key = _ready_key(key or call_key(tensors, start), start is None, extents)
     ready = spec.ready.get(key)
     if ready is not None and ready.holds(tensors):
         return ready.run(tensors, start)

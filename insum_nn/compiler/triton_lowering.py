@@ -351,7 +351,8 @@ class _Launch:
         if run is None:
             with torch.cuda.device(number):
                 run = self.known[aligned] = self.load(aligned)
-        if torch.cuda.current_device() == number:
+        # `torch.cuda.current_device` would first ask whether CUDA is initialised.
+        if torch._C._cuda_getDevice() == number:
             run(self.grid, torch._C._cuda_getCurrentRawStream(number), arguments)
         else:
             with torch.cuda.device(number):

@@ -15,9 +15,9 @@ from insum_nn.layers.pruned_weight import GroupSize, PrunedModule
 from insum_nn.ops.block_linear import (
     BLOCK_LINEAR,
     BLOCK_LINEAR_FACTS,
-    block_linear_operands,
     block_linear_program,
     block_linear_stored,
+    explain_block_linear,
 )
 from insum_nn.structure.pruning import group_norms, magnitude_mask, touched_blocks
 
@@ -296,12 +296,12 @@ class BlockSparseLinear(PrunedModule):
         Returns:
             The compiler's `Explanation`.
         """
-        program = block_linear_program(self._form, self.options)
         if input is None:
-            return program.explain()
+            return block_linear_program(self._form, self.options).explain()
         shape = (self.out_features, self.in_features)
-        named = block_linear_operands(input, self.weight, self.index, shape, self.bias)
-        return program.explain(tensors=named, out_shape=(None, self.grid_shape[0], None), measure=measure)
+        return explain_block_linear(
+            input, self.weight, self.index, shape, self.bias, options=self.options, measure=measure
+        )
 
     def extra_repr(self) -> str:
         """Sizes, what is stored, and the statement."""

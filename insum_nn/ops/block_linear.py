@@ -10,12 +10,13 @@ from types import MappingProxyType
 import torch
 from torch import Tensor
 
-from insum_nn.compiler.api import Program, compile
+from insum_nn.compiler.api import Explanation, Program, compile
 from insum_nn.compiler.options import DEFAULT, Options
 from insum_nn.errors import InsumDeviceError, InsumDtypeError, InsumError, InsumShapeError, raise_collected
 from insum_nn.facts import IndexFacts
 from insum_nn.formats import BlockCOO, BlockFormat, BlockGroupCOO
 from insum_nn.ops.arguments import pad_axis, require_format, run, span_of, under_autocast
+from insum_nn.ops.block_linear_columns import block_columns, columns_program, takes_columns
 from insum_nn.ops.dense_choice import block_tiles, dense_is_faster
 
 __all__ = [
@@ -26,6 +27,7 @@ __all__ = [
     "block_linear_operands",
     "block_linear_program",
     "block_linear_stored",
+    "explain_block_linear",
 ]
 
 BLOCK_LINEAR: Mapping[str, str] = MappingProxyType(
@@ -129,7 +131,21 @@ def block_linear_stored(
             input.to(dense.dtype), dense, None if bias is None else bias.to(dense.dtype)
         )
         return result.contiguous()
+    if form == "BlockCOO":
+        flat, values = to_columns(named)
+        if takes_columns(flat, values, options):
+            product = block_columns(index["Row"], index["Col"], (rows, cols), options)
+            return _finish(product(flat, values), input, shape, bias)
     return _run(input, named, BLOCK_LINEAR[form], BLOCK_LINEAR_FACTS[form], shape, bias, options)
+
+
+def to_columns(named: Mapping[str, Tensor]) -> tuple[Tensor, Tensor]:
+    """`X` as (n, cols * b) and `W`, in autocast's dtype where it is in force."""
+    x, weight = named["X"].flatten(1), named["W"]
+    if not torch._C._is_any_autocast_enabled() or not under_autocast(x.device) or x.dtype == torch.float64:
+        return x, weight
+    dtype = torch.get_autocast_dtype(x.device.type)
+    return x.to(dtype), weight.to(dtype)
 
 
 def _run(
@@ -141,10 +157,16 @@ def _run(
     bias: Tensor | None,
     options: Options,
 ) -> Tensor:
-    (m, _), a = shape, named["W"].shape[-2]
-    rows = -(-m // a)
+    a = named["W"].shape[-2]
+    rows = -(-shape[0] // a)
     result = run(expression, facts, named, options, (None, rows, a)).flatten(1)
-    if rows * a != m:
+    return _finish(result, input, shape, bias)
+
+
+def _finish(result: Tensor, input: Tensor, shape: tuple[int, int], bias: Tensor | None) -> Tensor:
+    """(n, rows * a) without what lies beyond the edge, with the bias, in the input's leading dimensions."""
+    m = shape[0]
+    if result.shape[1] != m:
         result = result[:, :m]
     if bias is not None:
         result = result + bias.to(result.dtype)
@@ -228,6 +250,27 @@ def block_linear_expression(weight: BlockFormat) -> str:
     """
     require_format(weight, "block_linear", "weight", (BlockCOO, BlockGroupCOO))
     return BLOCK_LINEAR["BlockCOO" if isinstance(weight, BlockCOO) else "BlockGroupCOO"]
+
+
+def explain_block_linear(
+    input: Tensor,
+    weight: Tensor,
+    index: Mapping[str, Tensor],
+    shape: tuple[int, int],
+    bias: Tensor | None = None,
+    *,
+    options: Options = DEFAULT,
+    measure: bool = False,
+) -> Explanation:
+    """What becomes of the statement that `block_linear_stored` runs; the arguments are the same."""
+    form = "slots" if "Slot" in index else "BlockCOO"
+    named = block_linear_operands(input, weight, index, shape, bias)
+    program, grid = block_linear_program(form, options), (-(-shape[0] // weight.shape[1]), named["X"].shape[1])
+    flat, values = to_columns(named)
+    if form == "BlockCOO" and takes_columns(flat, values, options):
+        program = columns_program("Y", options)
+        named = block_columns(index["Row"], index["Col"], grid, options).operands_of(flat, values)
+    return program.explain(tensors=named, out_shape=(None, grid[0], None), measure=measure)
 
 
 @lru_cache(maxsize=64)

@@ -18,7 +18,7 @@ import torch
 from torch import Tensor
 from torch.utils.weak import WeakTensorKeyDictionary
 
-from insum_nn.compiler.api import Program
+from insum_nn.compiler.api import Given, Program
 from insum_nn.compiler.options import DEFAULT
 from insum_nn.facts import IndexFacts
 from insum_nn.formats import COO, GroupCOO, GroupSize
@@ -100,6 +100,11 @@ class Grouped:
     order: Tensor | None
     program: Program
     num_entries: int
+
+    @cached_property
+    def product(self) -> Given:
+        """The program with this matrix's index tensors given; a call takes values in slots, and `B`."""
+        return self.program.given({"Row": self.matrix.group_index, "Col": self.matrix.indices[0]})
 
     @cached_property
     def slots(self) -> Tensor | None:

@@ -119,10 +119,12 @@ def _carry(values: Tensor, dense: Tensor, graph: GraphMatrix, transposed: bool, 
         spread = graph.spread(values, transposed)
         if torch.are_deterministic_algorithms_enabled() and not options.deterministic:
             options = replace(options, deterministic=True)
+        shape = (graph.num_nodes, dense.shape[1])
+        if options is DEFAULT or options == DEFAULT:
+            return grouped.product(spread, dense, out_shape=shape)
         matrix = grouped.matrix
         named = {"Row": matrix.group_index, "Col": matrix.indices[0], "Val": spread, "B": dense}
-        program = grouped.program if options == DEFAULT else _program(CARRY, tuple(matrix.facts.items()), options)
-        return program(tensors=named, out_shape=(graph.num_nodes, dense.shape[1]))
+        return _program(CARRY, tuple(matrix.facts.items()), options)(tensors=named, out_shape=shape)
 
 
 def _compared(a: Tensor, b: Tensor, graph: GraphMatrix) -> Tensor:

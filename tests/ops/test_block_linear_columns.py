@@ -1,0 +1,94 @@
+"""The linear map of blocks on transposed samples against a dense one, and when it is taken."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from torch import Tensor
+from torch.nn import functional
+
+from insum_nn.compiler.options import DEFAULT, Options
+from insum_nn.formats import BlockCOO
+from insum_nn.ops.block_linear import block_linear_stored, explain_block_linear
+from insum_nn.ops.block_linear_columns import BlockColumns, takes_columns
+from insum_nn.ops.dense_choice import block_tiles
+from tests.ops.oracle import assert_same
+
+# block rows, block columns, block shape, samples
+SHAPES = [(3, 5, (4, 6), 17), (1, 1, (8, 8), 1), (4, 2, (3, 5), 0), (2, 7, (16, 1), 5)]
+
+
+def blocks(rows: int, cols: int, shape: tuple[int, int], **kind: object) -> tuple[Tensor, Tensor, Tensor]:
+    """Blocks in random places, one block row without any, and their values."""
+    mask = torch.rand(rows, cols) < 0.6
+    mask[rows // 2] = False
+    mask[0, 0] = True
+    row, col = mask.nonzero(as_tuple=True)
+    return row, col, torch.randn(row.shape[0], *shape, **kind)  # type: ignore[call-overload]
+
+
+@pytest.mark.parametrize("shape", SHAPES, ids=str)
+def test_values_and_derivatives_equal_the_dense_product(shape):
+    rows, cols, block, samples = shape
+    row, col, weight = blocks(rows, cols, block, dtype=torch.float64)
+    x = torch.randn(samples, cols * block[1], dtype=torch.float64)
+    form = BlockColumns(row, col, (rows, cols), DEFAULT)
+    assert_same(lambda x, w: form(x, w), lambda x, w: x @ block_tiles(w, row, col, (rows, cols)).t(), [x, weight])
+
+
+def test_the_second_derivative_is_right():
+    row, col, weight = blocks(3, 4, (2, 3), dtype=torch.float64)
+    x = torch.randn(5, 12, dtype=torch.float64)
+    form = BlockColumns(row, col, (3, 4), DEFAULT)
+    assert torch.autograd.gradgradcheck(form, (x.requires_grad_(), weight.requires_grad_()))
+
+
+def test_a_cpu_and_small_problems_go_the_other_way():
+    assert not takes_columns(torch.randn(512, 32), torch.randn(2, 16, 16), DEFAULT)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16, torch.float32])
+@pytest.mark.parametrize("bias", [False, True])
+def test_the_layers_product_on_a_gpu(dtype, bias):
+    row, col, weight = (t.cuda() for t in blocks(7, 5, (32, 32)))
+    weight = (weight / 8).to(dtype)
+    shape = (7 * 32 - 9, 5 * 32 - 3)
+    x, b = torch.randn(2, 150, shape[1], device="cuda").to(dtype), torch.randn(shape[0], device="cuda").to(dtype)
+    leaves = [x, weight, *([b] if bias else [])]
+    for leaf in leaves:
+        leaf.requires_grad_()
+    index = {"Row": row, "Col": col}
+    exact = [leaf.detach().double().requires_grad_() for leaf in leaves]
+    wide = block_tiles(exact[1], row, col, (7, 5))[: shape[0], : shape[1]]
+    wanted = functional.linear(exact[0], wide, exact[2] if bias else None)
+    found = block_linear_stored(x, weight, index, shape, b if bias else None)
+    sent = torch.randn_like(found)
+    got = torch.autograd.grad(found, leaves, sent)
+    right = torch.autograd.grad(wanted, exact, sent.double())
+    close = {torch.float16: 4e-3, torch.bfloat16: 3e-2, torch.float32: 1e-5}[dtype]
+    for a, e in zip((found, *got), (wanted, *right), strict=True):
+        assert (a.double() - e).abs().max() <= close * e.abs().max()
+    assert "X[Col[p],b,n]" in str(explain_block_linear(x, weight, index, shape))
+
+
+@pytest.mark.gpu
+def test_autocast_and_compilation_on_a_gpu():
+    row, col, weight = (t.cuda() for t in blocks(4, 4, (32, 32)))
+    x = torch.randn(300, 128, device="cuda")
+    index = {"Row": row, "Col": col}
+    dense = block_tiles(weight, row, col, (4, 4))
+    with torch.autocast("cuda", dtype=torch.float16):
+        found = block_linear_stored(x, weight, index, (128, 128))
+        assert found.dtype == torch.float16
+        assert torch.allclose(found.float(), x @ dense.t(), atol=0.1, rtol=0.02)
+    compiled = torch.compile(lambda x: block_linear_stored(x, weight, index, (128, 128)), fullgraph=True)
+    assert torch.allclose(compiled(x), x @ dense.t(), atol=1e-3)
+
+
+def test_formats_are_not_affected():
+    weight = BlockCOO.from_dense(torch.randn(64, 64), block_shape=(16, 16))
+    index = {part.name: part.tensor for part in weight.index_parts}
+    x = torch.randn(300, 64)
+    found = block_linear_stored(x, weight.values, index, (64, 64), options=Options())
+    assert torch.allclose(found, x @ weight.to_dense().t(), atol=1e-4)
