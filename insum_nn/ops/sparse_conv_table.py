@@ -24,7 +24,7 @@ from typing import Any, Literal, NamedTuple
 import torch
 from torch import Tensor
 
-from insum_nn.compiler.api import Program, compile
+from insum_nn.compiler.api import Given, Program, compile
 from insum_nn.compiler.options import Options
 from insum_nn.facts import IndexFacts
 from insum_nn.ops.graph_product import _exact_dtypes, transformed
@@ -170,12 +170,13 @@ def _contracted(kind: Kind, a: Tensor, b: Tensor, kernel_map: KernelMap, groups:
 
 
 class _Call(NamedTuple):
-    """A statement over a map, ready for the two operands."""
+    """A statement over a map, ready for the two operands; `given`: where nothing is recorded."""
 
     program: Program
     indices: Mapping[str, Tensor]
     names: tuple[str, str]
     shape: tuple[int | None, ...]
+    given: Given
 
 
 def _run(kind: Kind, a: Tensor, b: Tensor, kernel_map: KernelMap, groups: int, options: Options, way: Way) -> Tensor:
@@ -188,14 +189,16 @@ def _run(kind: Kind, a: Tensor, b: Tensor, kernel_map: KernelMap, groups: int, o
         if call is None:
             call = kernel_map.calls[key] = _call(kind, kernel_map, groups, options, way)
     a, b = _split(first, a, kernel_map, groups), _split(second, b, kernel_map, groups)
-    result = _launch(call.program, {**call.indices, call.names[0]: a, call.names[1]: b}, call.shape)
+    result = _launch(call, a, b, way)
     if kind == "W":
         return result.reshape(-1, *kernel_map.geometry.kernel_size, result.shape[-1])
     return result if groups == 1 else result.flatten(1)
 
 
-def _launch(program: Program, named: Mapping[str, Tensor], shape: tuple[int | None, ...]) -> Tensor:
-    return program(tensors=named, out_shape=shape)
+def _launch(call: _Call, a: Tensor, b: Tensor, way: Way) -> Tensor:
+    if way == "groups":
+        return call.program(tensors={**call.indices, call.names[0]: a, call.names[1]: b}, out_shape=call.shape)
+    return call.given(*((a, b) if call.given.names == call.names else (b, a)), out_shape=call.shape)
 
 
 def _call(kind: Kind, kernel_map: KernelMap, groups: int, options: Options, way: Way) -> _Call:
@@ -212,7 +215,8 @@ def _call(kind: Kind, kernel_map: KernelMap, groups: int, options: Options, way:
     else:
         indices, facts = kernel_map.tensors, FACTS
     known = tuple((name, facts[name]) for name in indices)
-    return _Call(_program(_statement(kind, groups > 1, way), known, options), indices, (first, second), shape)
+    program = _program(_statement(kind, groups > 1, way), known, options)
+    return _Call(program, indices, (first, second), shape, program.given(indices))
 
 
 @lru_cache(maxsize=256)

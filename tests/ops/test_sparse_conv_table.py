@@ -61,9 +61,9 @@ def ran(monkeypatch):
     statements: list[str] = []
     inner = sparse_conv_table._launch
 
-    def watch(program, *rest):
-        statements.append(program.expression)
-        return inner(program, *rest)
+    def watch(call, *rest):
+        statements.append(call.program.expression)
+        return inner(call, *rest)
 
     monkeypatch.setattr(sparse_conv_table, "_everywhere", True)
     monkeypatch.setattr(sparse_conv_table, "_launch", watch)
