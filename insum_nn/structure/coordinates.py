@@ -189,7 +189,7 @@ class Coordinates:
             return lambda: self._judge(facts.tolist())
         copied = facts.to("cpu", non_blocking=True)
         done = torch.cuda.Event()
-        done.record()
+        done.record(torch.cuda.current_stream(facts.device))
 
         def judge() -> None:
             done.synchronize()

@@ -56,7 +56,7 @@ class SiteGrid:
         device, numbers = indices.device, _numbers(spans, reach)
         steps = constant(numbers.steps, device)
         cells = (indices * steps).sum(1).clamp_(0, numbers.last)
-        rows = torch.arange(indices.shape[0], dtype=torch.int32, device=device)
+        rows = _first_rows(indices.shape[0], device)
         table = torch.full((numbers.lead + numbers.cells,), -1, dtype=torch.int32, device=device)
         table[numbers.lead :].scatter_(0, cells, rows)
         return cls(spans, reach, table, cells, rows)
@@ -134,6 +134,20 @@ def constant(values: tuple[int, ...], device: torch.device, dtype: torch.dtype =
                 _constants.clear()
             _constants[values, device, dtype] = found
     return found
+
+
+_rows: dict[torch.device, Tensor] = {}
+
+
+def _first_rows(count: int, device: torch.device) -> Tensor:
+    """(count,) int32: 0, 1, ..; the longest that was asked for is kept for each device, and not to be written."""
+    known = _rows.get(device)
+    if known is None or known.shape[0] < count:
+        with torch.inference_mode(False):
+            known = torch.arange(1 << (count - 1).bit_length(), dtype=torch.int32, device=device)
+        if type(known) is Tensor:
+            _rows[device] = known
+    return known[:count]
 
 
 def distinct_cells(cells: Tensor, count: int) -> tuple[Tensor, Tensor]:
