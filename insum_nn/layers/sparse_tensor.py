@@ -174,9 +174,7 @@ class SparseConvTensor:
     def replace_feature(self, feature: Tensor) -> SparseConvTensor:
         """The same voxels with other features (n, C')."""
         if not torch.compiler.is_compiling() and type(self) is SparseConvTensor:
-            given: object = feature
-            if not isinstance(given, Tensor) or given.ndim != 2 or given.shape[0] != self.indices.shape[0]:
-                _check(given, self.indices, self.spatial_shape)
+            _check(feature, self.indices, self.spatial_shape)
             # All members at once; what of them can be written to is copied.
             result = object.__new__(SparseConvTensor)
             result.__dict__.update(self.__dict__, _features=feature, spatial_shape=[*self.spatial_shape])
