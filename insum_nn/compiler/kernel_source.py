@@ -201,24 +201,30 @@ class _Writer(KernelLoops):
             whole = f"{self.indices['@split'].text} * {self.parameters('split_stride')}"
             return [f"tl.store({out} + {whole} + {where}, {value}{self.when(conditions, axes)})"]
         lines: list[str] = []
+        row: Value | None = None
         if self.strides.split:
             row = self.indices["@target"]
-            kept = self.define("whole", f"{row.text} >= 0", row.axes, 0)
-            apart = self.define("apart", f"{row.text} < 0", row.axes, 0)
             slot = self.define("slot", f"-1 - {row.text}", row.axes, 0)
             saved = self.indices[OWNER]
             self.indices[OWNER] = slot
             scratch, _ = self.address(subs, self.scratch_stride, "@out")
             self.indices[OWNER] = saved
             place = f"{self.parameters('scratch')} + {self.reach(scratch, axes)}"
-            lines.append(f"tl.store({place}, {value}{self.when([*conditions, apart], axes)})")
-            conditions = [*conditions, kept]
+            needs = conditions
+            if row.axes:
+                needs = [*conditions, self.define("apart", f"{row.text} < 0", row.axes, 0)]
+                conditions = [*conditions, self.define("whole", f"{row.text} >= 0", row.axes, 0)]
+            lines.append(f"tl.store({place}, {value}{self.when(needs, axes)})")
         when = self.when(conditions, axes)
         if form.bound.has_start:
             first = f"tl.load({self.parameters('start')} + {where}{when}).to({self.type})"
             value = f"{value} + {first}"
         lines.append(f"tl.store({out} + {where}, {value}{when})")
-        return lines
+        if row is None or row.axes:
+            return lines
+        # All of the tile goes to one of the two: a branch, as the addresses of both would fill the registers.
+        apart, *whole = (f"    {line}" for line in lines)
+        return [f"if {row.text} < 0:", apart, "else:", *whole]
 
     def out_stride(self, subs: Sequence[Sub], axis: int) -> str:
         return self.cells_of(range(axis + 1, len(subs)))
