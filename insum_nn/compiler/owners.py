@@ -38,7 +38,7 @@ class Owners:
         order: (terms,) the terms in the order of their rows; `None`: they are in order.
         slots: parts of divided rows.
         divided: (d,) the output rows that are divided, ascending.
-        offsets: (d + 1,) where the slots of each begin, and the last ends.
+        first: (d + 1,) the slot of the first part of each, and the number of slots; parts of a row are in order.
     """
 
     rows: int
@@ -49,7 +49,7 @@ class Owners:
     order: Tensor | None = None
     slots: int = 0
     divided: Tensor | None = None
-    offsets: Tensor | None = None
+    first: Tensor | None = None
 
     @property
     def split(self) -> bool:
@@ -57,12 +57,12 @@ class Owners:
 
     def collect(self, parts: Tensor) -> Tensor:
         """The sums of divided rows from those of their parts (slots, ...), added in order."""
-        assert self.offsets is not None
-        shape = (self.offsets.shape[0] - 1, *parts.shape[1:])
+        assert self.first is not None
+        shape = (self.first.shape[0] - 1, *parts.shape[1:])
         if parts[0].numel() == 0:
             return parts.new_zeros(shape)
         flat = parts.reshape(parts.shape[0], -1)
-        return torch.segment_reduce(flat, "sum", offsets=self.offsets, axis=0, unsafe=True).reshape(shape)
+        return torch.segment_reduce(flat, "sum", offsets=self.first, axis=0, unsafe=True).reshape(shape)
 
 
 Key = tuple[int, ...]
@@ -142,8 +142,8 @@ def _build(index: Tensor, rows: int, permuted: bool, share: int) -> Owners:
         return Owners(rows, begin, order=order)
     parts = (length + (share - 1)).div(share, rounding_mode="floor").clamp_min_(1)
     owner = torch.repeat_interleave(torch.arange(rows, device=known.device), parts)
-    first = parts.cumsum(0) - parts
-    within = torch.arange(owner.shape[0], device=known.device) - first[owner]
+    before = parts.cumsum(0) - parts
+    within = torch.arange(owner.shape[0], device=known.device) - before[owner]
     low = known[owner] + within * share
     high = torch.minimum(low + share, known[owner + 1])
     apart = parts[owner] > 1
@@ -152,9 +152,9 @@ def _build(index: Tensor, rows: int, permuted: bool, share: int) -> Owners:
     divided = (parts > 1).nonzero().squeeze(1)
     ends = parts[divided].cumsum(0)
     low, high, target, owner = torch.stack([low, high, target, owner]).to(small).to(flat.device).unbind(0)
-    offsets = torch.nn.functional.pad(ends, (1, 0)).to(flat.device)
+    first = torch.nn.functional.pad(ends, (1, 0)).to(flat.device)
     slots = int(ends[-1])
-    return Owners(owner.shape[0], low, high, target, owner, order, slots, divided.to(flat.device), offsets)
+    return Owners(owner.shape[0], low, high, target, owner, order, slots, divided.to(flat.device), first)
 
 
 # For each tile of an index tensor's columns, the rows in which some column has an entry.

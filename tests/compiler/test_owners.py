@@ -64,9 +64,9 @@ def check_division(built: Owners, want: list[list[int]], share: int) -> None:
     assert built.rows == sum(parts)
     assert built.target is not None
     assert built.divided is not None
-    assert built.offsets is not None
+    assert built.first is not None
     assert built.divided.tolist() == [row for row, count in enumerate(parts) if count > 1]
-    assert built.offsets.diff().tolist() == [count for count in parts if count > 1]
+    assert built.first.diff().tolist() == [count for count in parts if count > 1]
     assert built.slots == sum(count for count in parts if count > 1)
     slots = iter(range(built.slots))
     expected = [-1 - next(slots) if count > 1 else row for row, count in enumerate(parts) for _ in range(count)]
