@@ -6,6 +6,7 @@ decide for one set of shapes (numbers passed, the grid) is decided once, so that
 
 from __future__ import annotations
 
+import functools
 import hashlib
 import importlib.util
 import linecache
@@ -46,6 +47,7 @@ def interpreted() -> bool:
     return os.environ.get("TRITON_INTERPRET", "0") == "1"
 
 
+@functools.cache
 def available() -> bool:
     """Whether Triton is installed."""
     return importlib.util.find_spec("triton") is not None

@@ -16,7 +16,6 @@ output, whatever the kernel; so it needs no other way for maps of certain kinds.
 
 from __future__ import annotations
 
-import importlib.util
 from collections.abc import Mapping
 from functools import lru_cache
 from typing import Any, Literal, NamedTuple
@@ -24,7 +23,7 @@ from typing import Any, Literal, NamedTuple
 import torch
 from torch import Tensor
 
-from insum_nn.compiler.api import Given, Program, compile
+from insum_nn.compiler.api import Given, Program, compile, generates_kernels
 from insum_nn.compiler.options import Options
 from insum_nn.facts import IndexFacts
 from insum_nn.ops.graph_product import _exact_dtypes, transformed
@@ -78,12 +77,7 @@ def by_table(device: torch.device, options: Options) -> bool:
     """
     if _everywhere or options.backend == "triton":
         return True
-    return device.type == "cuda" and options.backend == "auto" and _generates_kernels()
-
-
-@lru_cache(maxsize=1)
-def _generates_kernels() -> bool:
-    return importlib.util.find_spec("triton") is not None
+    return device.type == "cuda" and options.backend == "auto" and generates_kernels()
 
 
 def takes_table(kernel_map: KernelMap, features: Tensor, weight: Tensor, options: Options) -> bool:

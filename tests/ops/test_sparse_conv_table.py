@@ -181,7 +181,7 @@ def test_on_a_gpu_the_table_is_used_where_kernels_are_generated(gpu, monkeypatch
     ):
         assert sparse_conv_expression(device=gpu, options=options) == want
         assert sparse_conv_call(features, weight, near, options=options)[0] == want
-    monkeypatch.setattr(sparse_conv_table, "_generates_kernels", lambda: False)
+    monkeypatch.setattr(sparse_conv_table, "generates_kernels", lambda: False)
     assert sparse_conv_expression(device=gpu) == SPARSE_CONV
 
 
