@@ -402,3 +402,25 @@ def test_runs_repeat_their_bits_on_a_gpu(gpu):
         result = sparse_conv(features, weight, near, options=Options(deterministic=True))
         runs.append((result, *torch.autograd.grad(result.square().sum(), (features, weight))))
     assert all(torch.equal(a, b) for run in runs[1:] for a, b in zip(runs[0], run, strict=True))
+
+
+@pytest.mark.parametrize("channels", [32, 48, 128])
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16, torch.float32], ids=str)
+def test_clouds_of_many_tiles_on_a_gpu(channels, dtype, gpu):
+    """Steps that are skipped, sums in pieces, long lists of pairs in parts, voxels in any order; map made on the GPU."""
+    filled = torch.rand(2, 24, 20, 16, generator=torch.Generator().manual_seed(1)) < 0.2
+    rows = filled.nonzero().int()
+    rows = rows[torch.randperm(len(rows))]
+    how = geometry("subm", (3, 3, 3))
+    wide, near = (build_kernel_map(Coordinates(r, (24, 20, 16), 2), how) for r in (rows, rows.to(gpu)))
+    assert torch.equal(near.neighbours.cpu(), wide.neighbours)
+    x, w = torch.randn(len(rows), channels), torch.randn(channels, 3, 3, 3, channels) / 40
+    back = torch.randn(len(rows), channels)
+    ours = [t.to(gpu, dtype).requires_grad_() for t in (x, w)]
+    theirs = [t.detach().cpu().double().requires_grad_() for t in ours]
+    back = back.to(dtype)
+    got, want = sparse_conv(*ours, near, options=Options(tune=False)), sparse_conv(*theirs, wide, options=EAGER)
+    results = [got, *torch.autograd.grad(got, ours, back.to(gpu))]
+    expected = [want, *torch.autograd.grad(want, theirs, back.double())]
+    for one, other, kind in zip(results, expected, ("sum", "gradient", "gradient"), strict=True):
+        assert_matches(one, other, dtype=dtype, kind=kind)
