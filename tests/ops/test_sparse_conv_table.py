@@ -407,7 +407,7 @@ def test_runs_repeat_their_bits_on_a_gpu(gpu):
 @pytest.mark.parametrize("channels", [32, 48, 128])
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16, torch.float32], ids=str)
 def test_clouds_of_many_tiles_on_a_gpu(channels, dtype, gpu):
-    """Steps that are skipped, sums in pieces, long lists of pairs in parts, voxels in any order; map made on the GPU."""
+    """Steps that are skipped, sums in pieces, long lists of pairs in parts, voxels in any order; a map of the GPU."""
     filled = torch.rand(2, 24, 20, 16, generator=torch.Generator().manual_seed(1)) < 0.2
     rows = filled.nonzero().int()
     rows = rows[torch.randperm(len(rows))]
