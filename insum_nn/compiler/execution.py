@@ -13,7 +13,7 @@ import torch
 from torch import Tensor, fx
 
 from insum_nn.compiler import inductor, runtime, triton_lowering
-from insum_nn.compiler.bind import Bound, Extents
+from insum_nn.compiler.bind import Bound, Extents, Layout
 from insum_nn.compiler.chained import Chained, generate
 from insum_nn.compiler.fx_lowering import extent_arguments, lower
 from insum_nn.compiler.generated import Generated
@@ -365,7 +365,7 @@ def _specialise(bound: Bound, extents: Extents, options: Options, tables: frozen
     if (bound.device_type == "cuda" or triton_lowering.interpreted()) and options.specialize:
         slots = {name for name in slot_indices(bound) if sizes[name] <= UNROLL_LIMIT}
         for name in layout.indices:
-            if name in slots or is_feature(layout, name):
+            if name in slots or is_feature(layout, name) or _in_written_rows(layout, name):
                 if len(_values) >= _STATEMENTS_LIMIT:
                     _values.clear()
                 seen = _values.setdefault((bound, name), set())
@@ -374,6 +374,15 @@ def _specialise(bound: Bound, extents: Extents, options: Options, tables: frozen
                 if sizes[name] in seen:
                     fixed[name] = sizes[name]
     return replace(bound, static=tuple(sorted(fixed.items())))
+
+
+def _in_written_rows(layout: Layout, index: str) -> bool:
+    """Whether an index that no index tensor has lies inside of rows that the output is written by, as features do."""
+    places = layout.plain[layout.indices.index(index)]
+    if any(layout.tensors[where] in layout.index_tensors for where, _ in places):
+        return False
+    written = layout.output_plain
+    return index in written and None in written[: written.index(index)]
 
 
 def _build(bound: Bound, extents: Extents, options: Options, backend: str, reason: str) -> Executable:

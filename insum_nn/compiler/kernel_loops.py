@@ -162,7 +162,10 @@ class KernelLoops(KernelText):
                 continue
             gaps = None if split else self.gaps(index)
             if gaps is not None:
-                self.open_steps(index, gaps, depth)
+                pieces = self.pieces(index)
+                self.open_steps(index, gaps, depth, pieces)
+                if pieces > 1:
+                    return
                 continue
             name = self.fresh("l")
             if split:
@@ -260,12 +263,30 @@ class KernelLoops(KernelText):
                         return atom if facts.masked is not False and m.block == m.lanes else None
         return None
 
-    def open_steps(self, index: str, gaps: Read, depth: int) -> None:
+    def pieces(self, index: str) -> int:
+        """How many values of the lanes of k each step of a loop takes, where that is known and the loop the last.
+
+        One loop over all of them then does for two, whose inner one may be too short for a pipeline.
+        """
+        each = self.axes.get("k")
+        if each is None or each.first == ENTRY or index != self.layout.loops[-1]:
+            return 1
+        known = self.literal(each.first)
+        return known // each.block if known is not None and known % each.block == 0 else 1
+
+    def open_steps(self, index: str, gaps: Read, depth: int, pieces: int) -> None:
         """A loop over the steps for which some row of the tile has an entry; the others add nothing."""
         name = self.fresh("l")
         steps = self.parameters("steps", gaps.name)
         width = f"({self.extent(index)} + 1)"
         place = self.define("t", f"{steps} + {self.tile_of['m']} * {width}", "", 0).text
         count = self.define("c", f"tl.load({place})", "", 0).text
-        self.scopes.append(Scope(f"for {name} in range({count}):"))
-        self.indices[index] = self.define("i", f"tl.load({place} + 1 + {name}).to({self.int})", "", depth)
+        if pieces == 1:
+            self.scopes.append(Scope(f"for {name} in range({count}):"))
+            at = name
+        else:
+            self.scopes.append(Scope(f"for {name} in range({count} * {pieces}):"))
+            at = f"{name} // {pieces}"
+        self.indices[index] = self.define("i", f"tl.load({place} + 1 + {at}).to({self.int})", "", depth)
+        if pieces > 1:
+            self.lane_indices("k", f"{name} % {pieces} * {self.axes['k'].block}", depth)

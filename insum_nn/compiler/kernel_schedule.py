@@ -321,7 +321,8 @@ def _share(form: Form, tile: int) -> int:
     programs = form.rows * max(1, cells // tile)
     if programs >= _ENOUGH:
         return 512
-    return max(16, min(512, form.size(ENTRY) * programs // (2 * _ENOUGH)))
+    # Each part of a row costs a tile of sums in memory: no more parts than keep the device busy.
+    return max(1, form.size(ENTRY) * programs // (64 * _ENOUGH)) * 64
 
 
 def _splits(form: Form, m: int, n: int) -> int:
@@ -453,6 +454,34 @@ def _varied_tiles(form: Form, base: Schedule) -> Iterator[Schedule]:
     yield replace(base, turns=32)
 
 
+# Tiles, steps, warps and stages of halves whose operands are addressed by index tensors. A step that takes the whole of
+# a dense axis leaves one loop, where a shorter one makes a loop of two inside of another. The software pipeline gives
+# each read of a chain (a list of steps, an index, what it addresses) a stage of its own: 3 to 4 stages hide a chain
+# once, 5 to 7 twice. Taller tiles read the right side less often.
+_CHAINED = (
+    (64, 128, 128, 4, 3),
+    (64, 128, 64, 4, 3),
+    (64, 128, 64, 4, 4),
+    (128, 128, 64, 8, 4),
+    (64, 128, 128, 4, 4),
+    (128, 128, 128, 8, 3),
+    (128, 64, 64, 4, 3),
+    (64, 64, 64, 4, 3),
+    (64, 64, 64, 4, 4),
+    (128, 64, 64, 4, 4),
+    (64, 64, 128, 4, 3),
+    (32, 64, 64, 2, 3),
+    (32, 64, 128, 4, 3),
+)
+
+
+def _varied_chains(base: Schedule, most: dict[str, int]) -> Iterator[Schedule]:
+    for m, n, k, warps, stages in _CHAINED:
+        covers = min(most["n"], 128) <= n <= max(most["n"], 64)
+        if covers and (m == most["m"] or 64 <= m <= most["m"]) and k <= most["k"]:
+            yield replace(base, m=m, n=n, k=k, swap=False, warps=warps, stages=stages)
+
+
 def _varied_products(form: Form, base: Schedule) -> Iterator[Schedule]:
     assert form.product is not None
     size = {a: math.prod(form.size(i) for i in getattr(form.product, a)) for a in "mkn"}
@@ -461,6 +490,8 @@ def _varied_products(form: Form, base: Schedule) -> Iterator[Schedule]:
         yield from _varied_written_products(base, most)
         return
     shapes = ((base.m, base.n), (64, 128), (128, 64), (128, 128), (64, 64), (32, 128), (32, 256), (64, 256), (128, 32))
+    if form.bound.dtype.itemsize == 2 and form.bound.layout.index_tensors:
+        yield from _varied_chains(base, most)
     for m, n in shapes:
         if m > most["m"] or n > max(most["n"], 64):
             continue

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
 
 import torch
@@ -248,18 +248,20 @@ class _Writer(KernelTail, KernelSegments):
             whole = f"{self.indices['@split'].text} * {self.parameters('split_stride')}"
             return [f"tl.store({out} + {whole} + {where}, {value}{self.when(conditions, axes)})"]
         lines: list[str] = []
+        row: Value | None = None
         if self.strides.split:
             row = self.indices["@target"]
-            kept = self.define("whole", f"{row.text} >= 0", row.axes, row.depth)
-            apart = self.define("apart", f"{row.text} < 0", row.axes, row.depth)
             slot = self.define("slot", f"-1 - {row.text}", row.axes, row.depth)
             saved = self.indices[OWNER]
             self.indices[OWNER] = slot
-            scratch, _ = self.address(subs, lambda axis: self.parameters("scratch_stride", "", axis), "@out")
+            scratch, _ = self.address(subs, self.scratch_stride, "@out")
             self.indices[OWNER] = saved
             place = f"{self.parameters('scratch')} + {self.reach(scratch, axes)}"
-            lines.append(f"tl.store({place}, {value}{self.when([*conditions, apart], axes)})")
-            conditions = [*conditions, kept]
+            needs = conditions
+            if row.axes:
+                needs = [*conditions, self.define("apart", f"{row.text} < 0", row.axes, row.depth)]
+                conditions = [*conditions, self.define("whole", f"{row.text} >= 0", row.axes, row.depth)]
+            lines.append(f"tl.store({place}, {value}{self.when(needs, axes)})")
         when = self.when(conditions, axes)
         if form.bound.has_start:
             first = self.first(subs, axes, where, when)
@@ -269,7 +271,11 @@ class _Writer(KernelTail, KernelSegments):
             lines.append(f"{total} = {value}")
             value = activated(form, total)
         lines.append(f"tl.store({out} + {where}, {value}{when})")
-        return lines
+        if row is None or row.axes:
+            return lines
+        # All of the tile goes to one of the two: a branch, as the addresses of both would fill the registers.
+        apart, *whole = (f"    {line}" for line in lines)
+        return [f"if {row.text} < 0:", apart, "else:", *whole]
 
     def first(self, subs: Sequence[Sub], axes: str, where: str, when: str) -> str:
         """The starting value of a tile: read where the output is written, or through strides of its own.
@@ -301,13 +307,28 @@ class _Writer(KernelTail, KernelSegments):
         return lines
 
     def out_stride(self, subs: Sequence[Sub], axis: int) -> str:
+        return self.cells_of(range(axis + 1, len(subs)))
+
+    def scratch_stride(self, axis: int) -> str:
+        """The step along an axis of the sums of divided rows, whose slots stand before all other axes."""
+        owner = self.form.owner_axis
+        rest = range(len(self.form.bound.statement.output.subscripts))
+        return self.cells_of([at for at in rest if at != owner and (axis == owner or at > axis)])
+
+    def cells_of(self, axes: Iterable[int]) -> str:
+        """Cells of some of the output's axes; what is known of the number tells the compiler how rows are aligned."""
         known = 1
-        for subscript in self.form.bound.statement.output.subscripts[axis + 1 :]:
-            extent = self.literal(subscript.plain) if subscript.plain else None
+        unknown: list[str] = []
+        for axis in axes:
+            plain = self.form.bound.statement.output.subscripts[axis].plain
+            extent = self.literal(plain) if plain else None
             if extent is None:
-                return self.parameters("out_stride", "", axis)
-            known *= extent
-        return str(known)
+                unknown.append(self.parameters("dim", "@out", axis))
+            else:
+                known *= extent
+        if not unknown:
+            return str(known)
+        return f"({' * '.join([*unknown, str(known)] if known != 1 else unknown)})"
 
 
 def _tiles(form: Form, layout: Layout, schedule: Schedule) -> list[tuple[str, int]]:

@@ -25,6 +25,8 @@ __all__ = ["Owners", "clear_owners", "known_owners", "owners_for", "owners_of", 
 
 # Index tensors whose owners are kept.
 _LIMIT = 256
+# Rows up to which they are divided on the host.
+_FEW_ROWS = 4096
 
 
 @dataclass(frozen=True, slots=True)
@@ -149,32 +151,27 @@ def _build(index: Tensor, rows: int, permuted: bool, share: int) -> Owners:
     flat, order, small = _ordered(index, rows, permuted)
     bounds = torch.arange(rows + 1, device=flat.device, dtype=flat.dtype)
     begin = torch.searchsorted(flat, bounds, out_int32=small == torch.int32)
-    length = begin[1:] - begin[:-1]
+    # Few rows are divided on the host, which then reads the device once rather than at every size it needs.
+    known = begin.cpu() if rows <= _FEW_ROWS else begin
+    length = known[1:] - known[:-1]
     longest = int(length.max()) if rows else 0
     if longest <= share:
         return Owners(rows, begin, order=order)
     parts = (length + (share - 1)).div(share, rounding_mode="floor").clamp_min_(1)
-    owner = torch.repeat_interleave(torch.arange(rows, device=flat.device), parts)
-    first = parts.cumsum(0) - parts
-    within = torch.arange(owner.shape[0], device=flat.device) - first[owner]
-    low = begin[owner] + within * share
-    high = torch.minimum(low + share, begin[owner + 1])
+    owner = torch.repeat_interleave(torch.arange(rows, device=known.device), parts)
+    before = parts.cumsum(0) - parts
+    within = torch.arange(owner.shape[0], device=known.device) - before[owner]
+    low = known[owner] + within * share
+    high = torch.minimum(low + share, known[owner + 1])
     apart = parts[owner] > 1
     slot = apart.cumsum(0) - 1
     target = torch.where(apart, -1 - slot, owner)
     divided = (parts > 1).nonzero().squeeze(1)
-    first = _offsets(parts[divided])
-    return Owners(
-        owner.shape[0],
-        low.to(small),
-        high.to(small),
-        target.to(small),
-        owner.to(small),
-        order,
-        int(first[-1]),
-        divided,
-        first,
-    )
+    ends = parts[divided].cumsum(0)
+    low, high, target, owner = torch.stack([low, high, target, owner]).to(small).to(flat.device).unbind(0)
+    first = torch.nn.functional.pad(ends, (1, 0)).to(flat.device)
+    slots = int(ends[-1])
+    return Owners(owner.shape[0], low, high, target, owner, order, slots, divided.to(flat.device), first)
 
 
 def _build_shares(index: Tensor, rows: int, permuted: bool, share: int) -> Owners:
@@ -224,7 +221,7 @@ def steps_of(index: Tensor, tile: int) -> Tensor:
     """Which rows of an index tensor (k, i) have an entry in each tile of its columns; kept like `Owners`.
 
     Returns:
-        (tiles, 1 + k): the number of such rows, then the rows, ascending.
+        (tiles, 1 + k) int32: the number of such rows, then the rows, ascending, then what is not to be read.
     """
     key = _key(index, tile)
     found = _find(_steps, key, index)
@@ -233,10 +230,15 @@ def steps_of(index: Tensor, tile: int) -> Tensor:
     with torch.inference_mode(False), torch.no_grad():
         rows, columns = index.shape
         tiles = -(-columns // tile)
-        present = torch.zeros(rows, tiles * tile, dtype=torch.bool, device=index.device)
-        present[:, :columns] = index >= 0
-        present = present.reshape(rows, tiles, tile).any(2).t()
-        order = torch.argsort(~present, dim=1, stable=True)
-        steps = torch.cat([present.sum(1, keepdim=True), order], 1).to(torch.int32)
+        whole = columns // tile * tile
+        # Entries are numbers from -1 on: the greatest of a tile tells whether there is one.
+        most = index.new_empty(rows, tiles)
+        torch.amax(index[:, :whole].unflatten(1, (-1, tile)), 2, out=most[:, : whole // tile])
+        if whole < columns:
+            torch.amax(index[:, whole:], 1, out=most[:, -1])
+        present = most >= 0
+        numbers = torch.arange(rows, dtype=torch.int32, device=index.device)[:, None]
+        order = torch.where(present, numbers, numbers + rows).t().sort(1).values
+        steps = torch.cat([present.sum(0, dtype=torch.int32)[:, None], order], 1)
     _keep(_steps, key, index, steps)
     return steps

@@ -342,8 +342,6 @@ class _Numbers:
             return self.start.stride(axis)
         if kind == "dim":
             return self.output[axis] if name == "@out" else self.tensors[name].shape[axis]
-        if kind == "out_stride":
-            return math.prod(self.output[axis + 1 :])
         if kind == "split_stride":
             return math.prod(self.output)
         if kind == "programs":
@@ -353,11 +351,6 @@ class _Numbers:
         if kind == "rows":
             assert self.owners is not None
             return self.owners.rows
-        if kind == "scratch_stride":
-            owner = self.form.owner_axis
-            lengths = [e for place, e in enumerate(self.output) if place != owner]
-            place = 0 if axis == owner else 1 + axis - (axis > owner)
-            return math.prod(lengths[place:])
         return None
 
     def grid(self) -> int:

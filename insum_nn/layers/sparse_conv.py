@@ -33,7 +33,7 @@ class SparseConvolution(SparseModule):
     """A convolution over the active voxels of a `SparseConvTensor`; base of all kinds.
 
         Out[OutIdx[g,q],d] += In[InIdx[g,q],c] * W[Off[g],c,d]     on a CPU
-        Out[Order[i],d] += In[Near[k,i],c] * W[k,c,d]              on a GPU
+        Out[Order[i],d] += In[Near[k,i],c] * W[d,k,c]              on a GPU
 
     Constructor, weights (O, k_1, .., k_d, I / groups) and results are those of `spconv.pytorch`'s layers, which
     correlate as torch's do. Besides: groups of channels, even submanifold kernels, kernels and grids of any size,

@@ -10,7 +10,6 @@ from torch import Tensor
 from insum_nn.errors import InsumFormatError, InsumShapeError
 from insum_nn.layers.sparse_tensor import SparseConvTensor
 from insum_nn.structure.kernel_map import Geometry, KernelMap
-from insum_nn.structure.kernel_map_op import kernel_map_of
 
 __all__ = ["IntOrInts", "check_ndim", "expand_nd", "map_differences", "map_of", "store_map"]
 
@@ -67,7 +66,7 @@ def map_of(owner: str, key: str | None, x: SparseConvTensor, geometry: Geometry)
     """
     known = x.find_indice_pair(key)
     if known is None:
-        return kernel_map_of(x.coordinates(), geometry)
+        return x.build_map(geometry)
     wrong = map_differences(known, x, geometry, known.inputs.indices, known.inputs.spatial_shape)
     if known.inverted or known.geometry.kind != geometry.kind:
         wrong.insert(0, f"kind: stored {known.geometry.kind}, this layer {geometry.kind}")

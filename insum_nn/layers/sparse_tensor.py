@@ -11,8 +11,8 @@ from torch import Tensor
 from insum_nn.errors import InsumDtypeError, InsumFormatError, InsumShapeError
 from insum_nn.ops.sparse_pool import sparse_sum, sparse_to_dense
 from insum_nn.structure.coordinates import Coordinates
-from insum_nn.structure.kernel_map import KernelMap
-from insum_nn.structure.kernel_map_op import prove_sites
+from insum_nn.structure.kernel_map import Geometry, KernelMap
+from insum_nn.structure.kernel_map_op import kernel_map_of, prove_sites
 
 __all__ = ["SparseConvTensor", "sparse_add"]
 
@@ -121,11 +121,35 @@ class SparseConvTensor:
             InsumRangeError: a voxel lies outside the grid.
             InsumFormatError: a voxel stands twice.
         """
+        known = self._known_sites()
+        return self._keep_sites(prove_sites(self._sites())) if known is None else known
+
+    def build_map(self, geometry: Geometry) -> KernelMap:
+        """A kernel map over the voxels, which are proven at the same time where they are not yet.
+
+        Raises:
+            InsumRangeError: a voxel lies outside the grid.
+            InsumFormatError: a voxel stands twice.
+            InsumShapeError: the output's grid would be empty.
+        """
+        known = self._known_sites()
+        if known is not None or torch.compiler.is_compiling():
+            return kernel_map_of(self.coordinates(), geometry)
+        sites = self._sites()
+        found = kernel_map_of(sites, geometry, proven=False)
+        self._keep_sites(sites)
+        return found
+
+    def _sites(self) -> Coordinates:
+        return Coordinates(self.indices, tuple(self.spatial_shape), self.batch_size)
+
+    def _known_sites(self) -> Coordinates | None:
         known = self._proven.get("sites")
-        if known is not None and known.describes(self.indices, self.spatial_shape, self.batch_size):
-            return known
-        sites = prove_sites(Coordinates(self.indices, tuple(self.spatial_shape), self.batch_size))
-        if known is not None:
+        fits = known is not None and known.describes(self.indices, self.spatial_shape, self.batch_size)
+        return known if fits else None
+
+    def _keep_sites(self, sites: Coordinates) -> Coordinates:
+        if "sites" in self._proven:
             # Other tensors go on with the voxels that this one no longer has.
             self._proven = {}
         self._proven["sites"] = sites
@@ -149,6 +173,12 @@ class SparseConvTensor:
 
     def replace_feature(self, feature: Tensor) -> SparseConvTensor:
         """The same voxels with other features (n, C')."""
+        if not torch.compiler.is_compiling() and type(self) is SparseConvTensor:
+            _check(feature, self.indices, self.spatial_shape)
+            # All members at once; what of them can be written to is copied.
+            result = object.__new__(SparseConvTensor)
+            result.__dict__.update(self.__dict__, _features=feature, spatial_shape=[*self.spatial_shape])
+            return result
         result = self._derive(feature, self.indices, self.spatial_shape, self.indice_dict)
         result._proven = self._proven
         return result

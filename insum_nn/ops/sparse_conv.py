@@ -75,7 +75,7 @@ def sparse_conv(
 
     On a GPU the same sum runs over the map's table of neighbours, so that every output row is written once:
 
-        Out[Order[i],d] += In[Near[k,i],c] * W[k,c,d]
+        Out[Order[i],d] += In[Near[k,i],c] * W[d,k,c]
 
     Source: Won, Ahrens, Amarasinghe, Emer, Insum (ASPLOS 2026), section 5 (sparse convolution), with pairs grouped by
     kernel offset: a group shares its slice of the weights, so nothing of the size [pairs, c, d] is formed.
@@ -83,7 +83,7 @@ def sparse_conv(
     Args:
         features: `In`, (n, I); differentiable.
         weight: (O, k_1, .., k_d, I / groups), dtype and device of `features`; differentiable. `W` is this with the
-            offset first: (o, c, d).
+            offset first, (o, c, d), or over the table in its own order, (d, o, c).
         kernel_map: the map of n input voxels to m output voxels. `None`: a kernel of one cell on its own voxel, which
             needs no map; the statement is then a dense product.
         bias: (O,), added to every output voxel; differentiable.
@@ -106,20 +106,21 @@ def sparse_conv(
     >>> sparse_conv(torch.tensor([[1.0], [2.0]]), torch.tensor([[[1.0], [10.0], [100.0]]]), near).tolist()
     [[210.0], [21.0]]
     """
-    named = _values(features, weight, kernel_map, bias, groups)
+    features, weight = _checked(features, weight, kernel_map, bias, groups)
     start: Tensor | None = None
-    if bias is not None and bias.dtype == named["In"].dtype == named["W"].dtype:
+    if bias is not None and bias.dtype == features.dtype == weight.dtype:
         # The sum starts from it, which spares a pass over the output.
         start, bias = bias.unflatten(0, (groups, -1)) if groups > 1 else bias, None
-    if kernel_map is not None and takes_table(kernel_map, named["In"], named["W"], options):
-        result = table_conv(named["In"], named["W"], kernel_map, options, start)
+    if kernel_map is not None and takes_table(kernel_map, features, weight, options):
+        result = table_conv(features, weight, kernel_map, groups, options, start)
     else:
+        named = _values(features, weight, kernel_map, groups)
         named |= {} if kernel_map is None else kernel_map.tensors
         named |= {} if start is None else {"Out": start}
         expression = sparse_conv_expression(groups=groups, pointwise=kernel_map is None)
         result = run(expression, FACTS, named, options, _out_shape(kernel_map, groups))
-    if groups > 1:
-        result = result.flatten(1)
+        if groups > 1:
+            result = result.flatten(1)
     return result if bias is None else result + bias.to(result.dtype)
 
 
@@ -133,10 +134,11 @@ def sparse_conv_call(
     options: Options = DEFAULT,
 ) -> tuple[str, dict[str, Tensor], tuple[int | None, ...]]:
     """The statement that `sparse_conv` runs on these tensors, its operands by name, and the output's shape."""
-    named = _values(features, weight, kernel_map, bias, groups)
+    features, weight = _checked(features, weight, kernel_map, bias, groups)
     shape = _out_shape(kernel_map, groups)
-    if kernel_map is not None and takes_table(kernel_map, named["In"], named["W"], options):
-        return table_statement(groups=groups), table_operands(named["In"], named["W"], kernel_map), shape
+    if kernel_map is not None and takes_table(kernel_map, features, weight, options):
+        return table_statement(groups=groups), table_operands(features, weight, kernel_map, groups), shape
+    named = _values(features, weight, kernel_map, groups)
     named |= {} if kernel_map is None else kernel_map.tensors
     return sparse_conv_expression(groups=groups, pointwise=kernel_map is None), named, shape
 
@@ -157,22 +159,28 @@ def sparse_conv_operands(
     features: Tensor, weight: Tensor, kernel_map: KernelMap | None, bias: Tensor | None = None, *, groups: int = 1
 ) -> dict[str, Tensor]:
     """The tensors of a convolution by their names in its statement, after all checks; see `sparse_conv`."""
-    named = _values(features, weight, kernel_map, bias, groups)
+    features, weight = _checked(features, weight, kernel_map, bias, groups)
+    named = _values(features, weight, kernel_map, groups)
     return named if kernel_map is None else {**named, **kernel_map.tensors}
 
 
-def _values(
+def _checked(
     features: Tensor, weight: Tensor, kernel_map: KernelMap | None, bias: Tensor | None, groups: int
-) -> dict[str, Tensor]:
-    """The operands without the map's index tensors, of which a map has two kinds, made when they are asked for."""
-    pointwise = kernel_map is None
-    expression = sparse_conv_expression(groups=groups, pointwise=pointwise)
+) -> tuple[Tensor, ...]:
+    """Features and weight, of autocast's dtype where it is in force, after all checks."""
     if kernel_map is not None:
         check_features("sparse_conv", features, kernel_map.num_inputs, kernel_map.device)
     else:
         check_features("sparse_conv", features)
     features, weight = to_autocast(features), to_autocast(weight)
+    expression = sparse_conv_expression(groups=groups, pointwise=kernel_map is None)
     _check_weight(expression, features, weight, kernel_map, bias, groups)
+    return features, weight
+
+
+def _values(features: Tensor, weight: Tensor, kernel_map: KernelMap | None, groups: int) -> dict[str, Tensor]:
+    """The operands without the map's index tensors, of which a map has two kinds, made when they are asked for."""
+    pointwise = kernel_map is None
     outputs, inputs = weight.shape[0], weight.shape[-1]
     # (h, d, o, c) -> (o, h, c, d); one copy of the weights, so that a group's slice is read in one piece.
     cells = weight.reshape(groups, outputs // groups, -1, inputs).permute(2, 0, 3, 1)

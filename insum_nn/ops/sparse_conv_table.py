@@ -1,11 +1,14 @@
 """Sparse convolution through the neighbour table of a kernel map, and its gradients, as sums of the same kind.
 
-    Out[Order[i],d] += In[Near[k,i],c] * W[k,c,d]              Out:  each output row is written once, by one tile
-    dIn[Order[i],c] += dOut[Near[k,i],d] * W[k,c,d]            In:   the same by the table of the inverse map
-    dW[k,c,d] += In[Near[k,i],c] * dOut[Order[i],d]            W:    for each offset by itself
+    Out[Order[i],d] += In[Near[k,i],c] * W[d,k,c]              Out:  each output row is written once, by one tile
+    dIn[Order[i],c] += dOut[Near[k,i],d] * W[d,k,c]            In:   the same by the table of the inverse map
+    dW[d,Off[p],c] += dOut[OutIdx[p],d] * In[InIdx[p],c]       W:    by the list of pairs, which stand by their offset
 
 All three contract one form, linear in each of `In`, `W` and `Out`, with two of its tensors, and so leave the third. The
 gradient of a contraction is made of the other two, so that derivatives of any order add to no cell from several sides.
+
+`W` is the layer's weight as it lies in memory, its kernel cells as one axis. The gradient of `W` takes pairs where they
+can be the summed axis of a matrix product: over the table, rows of `dOut` would be read for every offset, met or not.
 
 The laws of kernel maps make the table complete: at one offset an output meets at most one input, and an input one
 output, whatever the kernel; so it needs no other way for maps of certain kinds.
@@ -13,16 +16,20 @@ output, whatever the kernel; so it needs no other way for maps of certain kinds.
 
 from __future__ import annotations
 
-from typing import Any, Literal
+from collections.abc import Mapping
+from functools import lru_cache
+from typing import Any, Literal, NamedTuple
 
 import torch
 from torch import Tensor
 
-from insum_nn.compiler.api import generates_kernels
+from insum_nn.compiler.api import Given, Program, compile, generates_kernels
 from insum_nn.compiler.options import Options
-from insum_nn.ops.arguments import run
-from insum_nn.ops.graph_product import _exact_dtypes, transformed
+from insum_nn.facts import IndexFacts
+from insum_nn.ops.graph_product import _exact_dtypes
+from insum_nn.ops.trilinear import ordinary
 from insum_nn.structure.kernel_map import FACTS, KernelMap
+from insum_nn.structure.kernel_map_pairs import LIST_FACTS
 from insum_nn.structure.kernel_map_table import TABLE_FACTS
 
 __all__ = ["by_table", "table_conv", "table_operands", "table_statement", "takes_table"]
@@ -30,21 +37,25 @@ __all__ = ["by_table", "table_conv", "table_operands", "table_statement", "takes
 Kind = Literal["Out", "In", "W"]
 
 # What a contraction leaves, by the tensors it is made of.
-_OPERANDS: dict[Kind, tuple[Kind, Kind]] = {"Out": ("In", "W"), "In": ("Out", "W"), "W": ("In", "Out")}
+_OPERANDS: dict[Kind, tuple[Kind, Kind]] = {"Out": ("In", "W"), "In": ("Out", "W"), "W": ("Out", "In")}
 _STATEMENTS: dict[Kind, str] = {
-    "Out": "Out[{output},{h}d] += In[{input},{h}c] * W[{cell},{h}c,d]",
-    "In": "dIn[{input},{h}c] += dOut[{output},{h}d] * W[{cell},{h}c,d]",
-    "W": "dW[{cell},{h}c,d] += In[{input},{h}c] * dOut[{output},{h}d]",
+    "Out": "Out[{output},{h}d] += In[{input},{h}c] * W[{h}d,{cell},c]",
+    "In": "dIn[{input},{h}c] += dOut[{output},{h}d] * W[{h}d,{cell},c]",
+    "W": "dW[{h}d,{cell},c] += dOut[{output},{h}d] * In[{input},{h}c]",
 }
-_PAIRS = {"output": "OutIdx[g,q]", "input": "InIdx[g,q]", "cell": "Off[g]"}
+_GROUPS = {"output": "OutIdx[g,q]", "input": "InIdx[g,q]", "cell": "Off[g]"}
+_LIST = {"output": "OutIdx[p]", "input": "InIdx[p]", "cell": "Off[p]"}
 _TABLES: dict[Kind, dict[str, str]] = {
     "Out": {"output": "Order[i]", "input": "Near[k,i]", "cell": "k"},
     "In": {"output": "Near[k,i]", "input": "Order[i]", "cell": "k"},
     "W": {"output": "Order[i]", "input": "Near[k,i]", "cell": "k"},
 }
-_FACTS = {**FACTS, **TABLE_FACTS}
+# How the index tensors of a statement are had from a map: its groups, its table, its list of pairs.
+Way = Literal["groups", "table", "list"]
 # Entries of the largest table: past it (1 GiB of int32, in either direction) the pairs take far less memory.
 _MOST_ENTRIES = 1 << 28
+# Of the widest elements that the matrix unit multiplies: of these the weight's gradient goes by the list of pairs.
+_LIST_BYTES = 4
 # Tests let every device and backend go through the table.
 _everywhere = False
 
@@ -53,11 +64,11 @@ def table_statement(*, groups: int = 1) -> str:
     """The statement of a convolution through the table.
 
     >>> table_statement()
-    'Out[Order[i],d] += In[Near[k,i],c] * W[k,c,d]'
+    'Out[Order[i],d] += In[Near[k,i],c] * W[d,k,c]'
     >>> table_statement(groups=2)
-    'Out[Order[i],h,d] += In[Near[k,i],h,c] * W[k,h,c,d]'
+    'Out[Order[i],h,d] += In[Near[k,i],h,c] * W[h,d,k,c]'
     """
-    return _statement("Out", groups > 1, table=True)
+    return _statement("Out", groups > 1, "table")
 
 
 def by_table(device: torch.device, options: Options) -> bool:
@@ -70,88 +81,120 @@ def by_table(device: torch.device, options: Options) -> bool:
     return device.type == "cuda" and options.backend == "auto" and generates_kernels()
 
 
-def takes_table(kernel_map: KernelMap, features: Tensor, cells: Tensor, options: Options) -> bool:
-    """Whether `table_conv` can take these tensors, and is the better way.
-
-    Args:
-        kernel_map: the map.
-        features: `In`.
-        cells: `W`.
-        options: compile options.
-    """
-    if torch.compiler.is_compiling() or not by_table(features.device, options) or not _ordinary(features, cells):
+def takes_table(kernel_map: KernelMap, features: Tensor, weight: Tensor, options: Options) -> bool:
+    """Whether `table_conv` can take these tensors, and is the better way."""
+    if not by_table(features.device, options) or not ordinary(features, weight):
         return False
     return kernel_map.geometry.volume * max(kernel_map.num_inputs, kernel_map.num_outputs) <= _MOST_ENTRIES
 
 
-def table_operands(features: Tensor, cells: Tensor, kernel_map: KernelMap) -> dict[str, Tensor]:
+def table_operands(features: Tensor, weight: Tensor, kernel_map: KernelMap, groups: int) -> dict[str, Tensor]:
     """The tensors of a convolution by their names in `table_statement`."""
-    return {**kernel_map.table.tensors, "In": features, "W": cells}
+    values = {"In": _split("In", features, kernel_map, groups), "W": _split("W", weight, kernel_map, groups)}
+    return {**kernel_map.table.tensors, **values}
 
 
 def table_conv(
-    features: Tensor, cells: Tensor, kernel_map: KernelMap, options: Options, bias: Tensor | None = None
+    features: Tensor,
+    weight: Tensor,
+    kernel_map: KernelMap,
+    groups: int,
+    options: Options,
+    bias: Tensor | None = None,
 ) -> Tensor:
-    """Convolve through the neighbour table.
+    """Convolve through the neighbour table, where `takes_table` says so.
 
-        Out[Order[i],d] += In[Near[k,i],c] * W[k,c,d]
-        Out[Order[i],h,d] += In[Near[k,i],h,c] * W[k,h,c,d]     with groups of channels h
+        Out[Order[i],d] += In[Near[k,i],c] * W[d,k,c]
+        Out[Order[i],h,d] += In[Near[k,i],h,c] * W[h,d,k,c]     with groups of channels h
 
     A missing neighbour counts as features of zero, so a cell of `W` that is not finite reaches every output.
 
     Args:
-        features: `In`, (n, c) or (n, h, c); differentiable to any order.
-        cells: `W`, (o, c, d) or (o, h, c, d), dtype and device of `features`; differentiable to any order.
+        features: `In`, (n, I); differentiable to any order.
+        weight: `W`, (O, k_1, .., k_d, I / groups), dtype and device of `features`; differentiable to any order.
         kernel_map: the map of n input voxels to m output voxels.
+        groups: groups of channels.
         options: compile options.
         bias: (d,) or (h, d), what every output starts from; dtype of `features`; differentiable to any order.
 
     Returns:
-        `Out`, (m, d) or (m, h, d).
+        `Out`, (m, O).
     """
-    return _contract("Out", features, cells, kernel_map, options, bias)
+    return _contract("Out", features, weight, kernel_map, groups, options, bias)
 
 
 def _contract(
-    kind: Kind, a: Tensor, b: Tensor, kernel_map: KernelMap, options: Options, bias: Tensor | None = None
+    kind: Kind,
+    a: Tensor,
+    b: Tensor,
+    kernel_map: KernelMap,
+    groups: int,
+    options: Options,
+    bias: Tensor | None = None,
 ) -> Tensor:
     """The tensor of a kind from the two others, in the order of `_OPERANDS`."""
-    present = (a, b) if bias is None else (a, b, bias)
-    if torch.compiler.is_compiling() or not _ordinary(*present):
+    if not ordinary(a, b, *(() if bias is None else (bias,))):
         # Who looks on knows the compiler's operator, and wants its derivatives from there.
-        return _run(kind, a, b, kernel_map, options, bias, table=False)
-    if torch.is_grad_enabled() and any(t.requires_grad for t in present):
-        return _Contract.apply(kind, a, b, kernel_map, options, bias)  # type: ignore[no-any-return]
-    return _contracted(kind, a, b, kernel_map, options, bias)
+        return _run(kind, a, b, kernel_map, groups, options, "groups", bias)
+    learned = a.requires_grad or b.requires_grad or (bias is not None and bias.requires_grad)
+    if learned and torch.is_grad_enabled():
+        return _Contract.apply(kind, a, b, kernel_map, groups, options, bias)  # type: ignore[no-any-return]
+    return _contracted(kind, a, b, kernel_map, groups, options, bias)
 
 
 class _Contract(torch.autograd.Function):
     @staticmethod
     def forward(
-        ctx: Any, kind: Kind, a: Tensor, b: Tensor, kernel_map: KernelMap, options: Options, bias: Tensor | None
+        ctx: Any,
+        kind: Kind,
+        a: Tensor,
+        b: Tensor,
+        kernel_map: KernelMap,
+        groups: int,
+        options: Options,
+        bias: Tensor | None,
     ) -> Tensor:
         ctx.save_for_backward(a, b)
-        ctx.rest = kind, kernel_map, options
-        return _contracted(kind, a, b, kernel_map, options, bias)
+        ctx.rest = kind, kernel_map, groups, options, None if bias is None else bias.shape
+        return _contracted(kind, a, b, kernel_map, groups, options, bias)
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
-        kind, kernel_map, options = ctx.rest
+        kind, *rest, start = ctx.rest
         operands = _OPERANDS[kind]
         known: dict[Kind, Tensor] = {kind: grads[0], **dict(zip(operands, ctx.saved_tensors, strict=True))}
         found: list[Tensor | None] = []
         for wanted, needed in zip(operands, ctx.needs_input_grad[1:3], strict=True):
             a, b = (known[other] for other in _OPERANDS[wanted])
-            found.append(_contract(wanted, a, b, kernel_map, options) if needed else None)
-        return None, *found, None, None, grads[0].sum(0) if ctx.needs_input_grad[5] else None
+            found.append(_contract(wanted, a, b, *rest) if needed else None)
+        of_bias = grads[0].sum(0).reshape(start) if ctx.needs_input_grad[6] else None
+        return None, *found, None, None, None, of_bias
 
 
 def _contracted(
-    kind: Kind, a: Tensor, b: Tensor, kernel_map: KernelMap, options: Options, bias: Tensor | None
+    kind: Kind, a: Tensor, b: Tensor, kernel_map: KernelMap, groups: int, options: Options, bias: Tensor | None
 ) -> Tensor:
-    with torch.no_grad(), _exact_dtypes(a.device):
-        # A kernel is written for the layout of its operands; one layout is enough, and gradients have many.
-        return _run(kind, a.contiguous(), b.contiguous(), kernel_map, options, bias, table=True)
+    """The same where nothing is to be recorded: gradients are off, or no operand asks for one."""
+    # A kernel is written for the layout of its operands; one layout is enough, and gradients have many.
+    if not a.is_contiguous():
+        a = a.contiguous()
+    if not b.is_contiguous():
+        b = b.contiguous()
+    way: Way = "list" if kind == "W" and a.dtype.itemsize <= _LIST_BYTES else "table"
+    if torch._C._is_any_autocast_enabled():
+        with _exact_dtypes(a.device):
+            return _run(kind, a, b, kernel_map, groups, options, way, bias)
+    return _run(kind, a, b, kernel_map, groups, options, way, bias)
+
+
+class _Call(NamedTuple):
+    """A statement over a map, ready for the two operands; `given`: where nothing is recorded."""
+
+    program: Program
+    indices: Mapping[str, Tensor]
+    names: tuple[str, str]
+    shape: tuple[int | None, ...]
+    given: Given
 
 
 def _run(
@@ -159,34 +202,66 @@ def _run(
     a: Tensor,
     b: Tensor,
     kernel_map: KernelMap,
+    groups: int,
     options: Options,
-    bias: Tensor | None,
-    *,
-    table: bool,
+    way: Way,
+    bias: Tensor | None = None,
 ) -> Tensor:
-    inner = {"Out": 2, "In": 2, "W": 3}
-    grouped = a.ndim > inner[_OPERANDS[kind][0]]
-    rows = {"Out": kernel_map.num_outputs, "In": kernel_map.num_inputs, "W": kernel_map.geometry.volume}[kind]
-    names = ("dOut" if operand == "Out" else operand for operand in _OPERANDS[kind])
-    named = {**_indices(kind, kernel_map, table), **dict(zip(names, (a, b), strict=True))}
-    if bias is not None:
-        named[kind] = bias
-    shape = (rows, *(None,) * (inner[kind] - 1 + grouped))
-    return run(_statement(kind, grouped, table=table), _FACTS, named, options, shape)
+    first, second = _OPERANDS[kind]
+    if torch.compiler.is_compiling():
+        call = _call(kind, kernel_map, groups, options, way)
+    else:
+        key = kind, groups, options, way
+        call = kernel_map.calls.get(key)
+        if call is None:
+            call = kernel_map.calls[key] = _call(kind, kernel_map, groups, options, way)
+    a, b = _split(first, a, kernel_map, groups), _split(second, b, kernel_map, groups)
+    result = _launch(call, a, b, way, kind if bias is not None else "", bias)
+    if kind == "W":
+        return result.reshape(-1, *kernel_map.geometry.kernel_size, result.shape[-1])
+    return result if groups == 1 else result.flatten(1)
 
 
-def _indices(kind: Kind, kernel_map: KernelMap, table: bool) -> dict[str, Tensor]:
-    if not table:
-        return dict(kernel_map.tensors)
-    return dict((kernel_map.inverse if kind == "In" else kernel_map).table.tensors)
+def _launch(call: _Call, a: Tensor, b: Tensor, way: Way, output: str, start: Tensor | None) -> Tensor:
+    if way == "groups":
+        named = {**call.indices, call.names[0]: a, call.names[1]: b}
+        if start is not None:
+            named[output] = start
+        return call.program(tensors=named, out_shape=call.shape)
+    return call.given(*((a, b) if call.given.names == call.names else (b, a)), out_shape=call.shape, start=start)
 
 
-def _statement(kind: Kind, grouped: bool, *, table: bool) -> str:
-    return _STATEMENTS[kind].format(h="h," if grouped else "", **(_TABLES[kind] if table else _PAIRS))
+def _call(kind: Kind, kernel_map: KernelMap, groups: int, options: Options, way: Way) -> _Call:
+    rest: tuple[int | None, ...] = (None,) * (1 if groups == 1 else 2)
+    if kind == "W":
+        shape = (*rest, kernel_map.geometry.volume, None)
+    else:
+        shape = (kernel_map.num_outputs if kind == "Out" else kernel_map.num_inputs, *rest)
+    first, second = ("dOut" if operand == "Out" else operand for operand in _OPERANDS[kind])
+    if way == "list":
+        indices, facts = kernel_map.pair_list, LIST_FACTS
+    elif way == "table":
+        indices, facts = (kernel_map.inverse if kind == "In" else kernel_map).table.tensors, TABLE_FACTS
+    else:
+        indices, facts = kernel_map.tensors, FACTS
+    known = tuple((name, facts[name]) for name in indices)
+    program = _program(_statement(kind, groups > 1, way), known, options)
+    return _Call(program, indices, (first, second), shape, program.given(indices))
 
 
-def _ordinary(*tensors: Tensor) -> bool:
-    """Whether nobody records, replaces or differentiates torch's calls by other means than autograd."""
-    if transformed() or torch._C._len_torch_dispatch_stack() > 0:
-        return False
-    return all(type(t) in (Tensor, torch.nn.Parameter) and not t.is_meta for t in tensors)
+@lru_cache(maxsize=256)
+def _program(expression: str, facts: tuple[tuple[str, IndexFacts], ...], options: Options) -> Program:
+    return compile(expression, facts=dict(facts), options=options)
+
+
+def _split(kind: Kind, tensor: Tensor, kernel_map: KernelMap, groups: int) -> Tensor:
+    """A tensor with groups of channels, and the cells of the kernel, as axes of their own."""
+    if kind == "W":
+        outputs, volume, inputs = tensor.shape[0], kernel_map.geometry.volume, tensor.shape[-1]
+        return tensor.reshape(*((groups,) if groups > 1 else ()), outputs // groups, volume, inputs)
+    return tensor if groups == 1 else tensor.unflatten(1, (groups, tensor.shape[1] // groups))
+
+
+def _statement(kind: Kind, grouped: bool, way: Way) -> str:
+    subscripts = _TABLES[kind] if way == "table" else _LIST if way == "list" else _GROUPS
+    return _STATEMENTS[kind].format(h="h," if grouped else "", **subscripts)

@@ -11,7 +11,7 @@ there, which keeps the order and needs no more than the number of sites.
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import InitVar, dataclass, field
 from typing import Any
 
@@ -19,8 +19,9 @@ import torch
 from torch import Tensor
 
 from insum_nn.errors import InsumDtypeError, InsumFormatError, InsumRangeError, InsumShapeError
+from insum_nn.structure.site_grid import SiteGrid, constant, fits, steps_of
 
-__all__ = ["MAX_EXTENT", "Coordinates", "SiteKeys", "constant", "spans_of", "steps_of", "unique_sites"]
+__all__ = ["MAX_EXTENT", "Coordinates", "SiteKeys", "spans_of", "unique_sites"]
 
 # Keys stay below this, so that adding an offset or comparing with -1 never wraps.
 _KEY_LIMIT = 1 << 62
@@ -28,8 +29,6 @@ _KEY_LIMIT = 1 << 62
 _NARROW_LIMIT = 1 << 30
 # Cells after each axis, the least of any key. Most kernels reach no further, so that their maps share one sorted list.
 _MARGIN = 4
-# Tensors of numbers that are kept, over all devices.
-_MOST_CONSTANTS = 256
 # The largest extent of an axis: coordinates are stored as int32.
 MAX_EXTENT = 1 << 31
 
@@ -136,6 +135,30 @@ class Coordinates:
         sites._cache["keys"] = SiteKeys(spans, (), keys.to(_key_dtype(spans)), rows)
         return sites
 
+    def grid(self, reach: int = _MARGIN) -> SiteGrid | None:
+        """The rows at their cells of a dense grid with margins of `reach` or more, where that is the cheaper way.
+
+        Kept until `drop_grid`. The sites need not be proven.
+        """
+        found = self._cache.get("grid")
+        if found is not None and found.reach >= reach:
+            return found
+        reach = max(reach, _MARGIN)
+        spans = spans_of(self.extents, reach)
+        if not fits(spans, reach, self.num_sites, self.device):
+            return None
+        found = self._cache["grid"] = SiteGrid.build(self.indices, spans, reach)
+        return found
+
+    @property
+    def has_grid(self) -> bool:
+        """Whether `grid` was made and not dropped."""
+        return "grid" in self._cache
+
+    def drop_grid(self) -> None:
+        """Give the grid's memory back, which may be far more than that of the sites."""
+        self._cache.pop("grid", None)
+
     def prove(self) -> Coordinates:
         """Check every coordinate, and that no site stands twice; reads the device once.
 
@@ -143,15 +166,43 @@ class Coordinates:
             InsumRangeError: a coordinate is negative or not below its extent.
             InsumFormatError: a site stands twice.
         """
-        if self.num_sites:
-            # Keys of rows that lie outside mean nothing; they are judged after the limits, but read with them.
-            facts = torch.cat([*torch.aminmax(self.indices, dim=0), self._keys.repeats()[None]]).tolist()
-            lows, highs, twice = facts[: self.ndim + 1], facts[self.ndim + 1 : -1], facts[-1]
-            if min(lows) < 0 or any(high >= extent for high, extent in zip(highs, self.extents, strict=True)):
-                raise _outside(self)
-            if twice:
-                raise _duplicate(self)
+        judge = self.proof()
+        self.drop_grid()
+        judge()
         return self
+
+    def proof(self, *, by_cells: bool = False) -> Callable[[], None]:
+        """Ask the device whether the sites are as they should be; what is returned waits for the answer.
+
+        Work that is handed to a device between the two does not wait. The function raises as `prove` does.
+
+        Args:
+            by_cells: make the `grid` also where sorting costs less than it, since it will be wanted.
+        """
+        if not self.num_sites:
+            return lambda: None
+        grid = self.grid() if by_cells or self.device.type == "cuda" else None
+        twice = self._keys.repeats() if grid is None else grid.repeats()
+        # Cells of rows that lie outside mean nothing; they are judged after the limits, but read with them.
+        facts = torch.cat([*torch.aminmax(self.indices, dim=0), twice[None]])
+        if facts.device.type != "cuda":
+            return lambda: self._judge(facts.tolist())
+        copied = facts.to("cpu", non_blocking=True)
+        done = torch.cuda.Event()
+        done.record(torch.cuda.current_stream(facts.device))
+
+        def judge() -> None:
+            done.synchronize()
+            self._judge(copied.tolist())
+
+        return judge
+
+    def _judge(self, facts: list[int]) -> None:
+        lows, highs, twice = facts[: self.ndim + 1], facts[self.ndim + 1 : -1], facts[-1]
+        if min(lows) < 0 or any(high >= extent for high, extent in zip(highs, self.extents, strict=True)):
+            raise _outside(self)
+        if twice:
+            raise _duplicate(self)
 
     def find(self, columns: Sequence[Tensor]) -> Tensor:
         """The row of each site that is asked for, or -1.
@@ -258,32 +309,6 @@ def spans_of(extents: Sequence[int], reach: int = _MARGIN) -> tuple[int, ...]:
     ((2, 14, 14), (196, 14, 1))
     """
     return (extents[0], *(extent + max(reach, _MARGIN) for extent in extents[1:]))
-
-
-def steps_of(spans: Sequence[int]) -> tuple[int, ...]:
-    """By how much the number of a cell grows with each coordinate."""
-    return tuple(math.prod(spans[axis + 1 :]) for axis in range(len(spans)))
-
-
-_constants: dict[tuple[tuple[int, ...], torch.device, torch.dtype], Tensor] = {}
-
-
-def constant(values: tuple[int, ...], device: torch.device, dtype: torch.dtype = torch.int64) -> Tensor:
-    """(len(values),) these numbers on a device. Kept, since to send them there waits for the device; not to be written.
-
-    >>> constant((1, 2), torch.device("cpu")) is constant((1, 2), torch.device("cpu"))
-    True
-    """
-    found = _constants.get((values, device, dtype))
-    if found is None:
-        with torch.inference_mode(False):
-            found = torch.tensor(values, dtype=dtype, device=device)
-        # A tensor that is only traced is of no use to others.
-        if type(found) is Tensor:
-            if len(_constants) >= _MOST_CONSTANTS:
-                _constants.clear()
-            _constants[values, device, dtype] = found
-    return found
 
 
 def _key_dtype(spans: Sequence[int]) -> torch.dtype:

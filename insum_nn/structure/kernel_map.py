@@ -18,7 +18,7 @@ from insum_nn.errors import InsumFormatError, InsumRangeError
 from insum_nn.facts import IndexFacts
 from insum_nn.structure.coordinates import Coordinates
 from insum_nn.structure.kernel_map_geometry import Geometry, MapKind
-from insum_nn.structure.kernel_map_pairs import Groups, Pairs, groups_of_table
+from insum_nn.structure.kernel_map_pairs import Groups, Pairs, groups_of_table, list_of_groups, list_of_table
 from insum_nn.structure.kernel_map_table import NeighbourTable, neighbour_rows, order_by_mask
 
 __all__ = ["FACTS", "Geometry", "KernelMap", "MapKind", "Pairs"]
@@ -152,6 +152,29 @@ class KernelMap:
         return {"Off": self.offset, "InIdx": self.in_index, "OutIdx": self.out_index}
 
     @property
+    def pair_list(self) -> Mapping[str, Tensor]:
+        """Every pair once, ascending by offset: `Off`, `OutIdx`, `InIdx`, (p,) int32; kept once built."""
+        found = self._cache.get(("list", self.inverted))
+        if found is None:
+            found = self._cache["list", self.inverted] = self._pair_list()
+        return found
+
+    def _pair_list(self) -> Mapping[str, Tensor]:
+        if self.inverted:
+            known = self.inverse.pair_list
+            return {"Off": known["Off"], "OutIdx": known["InIdx"], "InIdx": known["OutIdx"]}
+        with torch.inference_mode(False):
+            groups = self._cache.get(("groups", False))
+            if groups is not None:
+                return list_of_groups(groups)
+            return list_of_table(self._cache["table", False].neighbours)
+
+    @property
+    def calls(self) -> dict[Any, Any]:
+        """What operators keep with the map, of this direction."""
+        return self._cache.setdefault(("calls", self.inverted), {})
+
+    @property
     def facts(self) -> Mapping[str, IndexFacts]:
         """What the builder guarantees of each index tensor. The same for every map, so that maps share programs."""
         return FACTS
@@ -188,7 +211,9 @@ class KernelMap:
         """
         found = self._cache.get(("table", self.inverted))
         if found is None:
-            found = self._cache["table", self.inverted] = self._table()
+            # Ordinary tensors count their changes, so that a compiler can keep what it makes of them.
+            with torch.inference_mode(False):
+                found = self._cache["table", self.inverted] = self._table()
         return found
 
     def _table(self) -> NeighbourTable:

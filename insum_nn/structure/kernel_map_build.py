@@ -57,8 +57,23 @@ def build_kernel_map(
         InsumShapeError: the output's spatial shape is empty.
     """
     shape = output_shape(inputs.spatial_shape, geometry)
-    if not proven:
-        inputs.prove()
+    # What is built of ordinary tensors keeps count of its changes, so that a compiler can keep what it made of them.
+    with torch.inference_mode(False):
+        judge = None if proven else inputs.proof(by_cells=geometry.kind == "subm")
+        try:
+            # Look-ups by cell are safe without the answer: the device goes on while it is on its way.
+            if judge is not None and not (geometry.kind == "subm" and inputs.has_grid):
+                judge()
+                judge = None
+            found = _build(inputs, geometry, shape, by_table)
+        finally:
+            inputs.drop_grid()
+        if judge is not None:
+            judge()
+    return found
+
+
+def _build(inputs: Coordinates, geometry: Geometry, shape: tuple[int, ...], by_table: bool | None) -> KernelMap:
     if by_table is None:
         by_table = inputs.device.type == "cuda"
     small = geometry.volume * inputs.num_sites <= MOST_ENTRIES

@@ -40,14 +40,16 @@ def prove_sites(sites: Coordinates) -> Coordinates:
     return Coordinates(proven, sites.spatial_shape, sites.batch_size, origin=sites.indices)
 
 
-def kernel_map_of(inputs: Coordinates, geometry: Geometry) -> KernelMap:
-    """`build_kernel_map` of proven voxels, also under `torch.compile`; see there.
+def kernel_map_of(inputs: Coordinates, geometry: Geometry, *, proven: bool = True) -> KernelMap:
+    """`build_kernel_map`, also under `torch.compile`, where the voxels must be proven; see there.
 
     Raises:
+        InsumRangeError: a voxel lies outside the grid.
+        InsumFormatError: a voxel stands twice.
         InsumShapeError: the output's spatial shape is empty.
     """
     if not torch.compiler.is_compiling():
-        return build_kernel_map(inputs, geometry, proven=True)
+        return build_kernel_map(inputs, geometry, proven=proven)
     shape = output_shape(inputs.spatial_shape, geometry)
     indices, offset, in_index, out_index, filled = torch.ops.insum_nn.kernel_map(
         inputs.indices,

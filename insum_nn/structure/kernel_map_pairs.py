@@ -2,14 +2,32 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
-__all__ = ["Groups", "Pairs", "group_pairs", "groups_of_table", "identity_groups"]
+from insum_nn.facts import IndexFacts
+
+__all__ = [
+    "LIST_FACTS",
+    "Groups",
+    "Pairs",
+    "group_pairs",
+    "groups_of_table",
+    "identity_groups",
+    "list_of_groups",
+    "list_of_table",
+]
+
+# What holds of the lists of pairs.
+LIST_FACTS: Mapping[str, IndexFacts] = {
+    "Off": IndexFacts(sorted=True, masked=False, proven=True),
+    "OutIdx": IndexFacts(masked=False, proven=True),
+    "InIdx": IndexFacts(masked=False, proven=True),
+}
 
 # Slots of a group: the longest that leaves few slots unused is taken.
 _GROUP_SIZES = (128, 64, 32, 16)
@@ -95,6 +113,26 @@ def groups_of_table(neighbours: Tensor) -> Groups:
         return Groups(offset, in_index, out_index, filled, None)
     offset, output = (neighbours >= 0).nonzero(as_tuple=True)
     return group_pairs(Pairs(offset, output, neighbours[offset, output].long()), neighbours.shape[0])
+
+
+def list_of_table(neighbours: Tensor) -> dict[str, Tensor]:
+    """The pairs of a table of neighbours (o, m), outputs by row, as `Off`, `OutIdx`, `InIdx`: int32 (p,) each.
+
+    Ascending by offset, then output. Reads the device.
+    """
+    outputs = neighbours.shape[1]
+    cell = (neighbours >= 0).view(-1).nonzero().squeeze(1)
+    offset = cell.div(max(1, outputs), rounding_mode="floor")
+    output = torch.sub(cell, offset, alpha=outputs).int()
+    return {"Off": offset.int(), "OutIdx": output, "InIdx": neighbours.reshape(-1).index_select(0, cell)}
+
+
+def list_of_groups(groups: Groups) -> dict[str, Tensor]:
+    """The same from groups."""
+    cell = (groups.in_index >= 0).view(-1).nonzero().squeeze(1)
+    offset = groups.offset[:, None].expand(groups.in_index.shape).reshape(-1)
+    parts = {"Off": offset, "OutIdx": groups.out_index.reshape(-1), "InIdx": groups.in_index.reshape(-1)}
+    return {name: part.index_select(0, cell) for name, part in parts.items()}
 
 
 @torch.library.custom_op("insum_nn::kernel_map_groups", mutates_args=())

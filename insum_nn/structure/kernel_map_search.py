@@ -1,11 +1,13 @@
-"""Neighbours from sorted keys of voxels: the way of building a kernel map that reads the device least.
+"""Neighbours from cells or sorted keys of voxels: the way of building a kernel map that reads the device least.
 
-A voxel's neighbour under a kernel cell has the voxel's key plus a constant, so all neighbours of all voxels are found
-by one search among the sorted keys. A submanifold kernel with a middle cell is its own mirror: where a voxel meets
-another on one side, that one meets it on the other; half of the cells are searched. Nothing of it reads the device.
+In a grid with few cells for its voxels, every voxel's row is written at its cell, and a neighbour is read a constant
+number of cells away. Else voxels are sorted: a voxel's neighbour under a kernel cell has the voxel's key plus a
+constant, so all neighbours of all voxels are found by one search among the sorted keys. A submanifold kernel with a
+middle cell is its own mirror: where a voxel meets another on one side, that one meets it on the other; half of the
+cells are searched. Nothing of it reads the device.
 
-How many voxels a strided kernel reaches depends on the coordinates: the keys of what is reached are sorted, which is
-where the device is read.
+How many voxels a strided kernel reaches depends on the coordinates: their cells are marked, or else their keys sorted,
+which is where the device is read.
 """
 
 from __future__ import annotations
@@ -17,8 +19,9 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from insum_nn.structure.coordinates import Coordinates, SiteKeys, constant, spans_of, steps_of
+from insum_nn.structure.coordinates import Coordinates, SiteKeys, spans_of
 from insum_nn.structure.kernel_map_geometry import Geometry
+from insum_nn.structure.site_grid import constant, distinct_cells, fits, steps_of
 
 __all__ = ["Neighbours", "identity_neighbours", "reached_neighbours", "submanifold_neighbours"]
 
@@ -61,13 +64,19 @@ def submanifold_neighbours(sites: Coordinates, geometry: Geometry) -> Neighbours
 
         neighbour = voxel - padding + cell * dilation
 
-    Columns stand in the order of the keys, so that neighbours in space are searched, and later read, together.
+    In a grid of moderate size they are looked up by their cells. Else by a search; columns then stand in the order of
+    the keys, so that neighbours in space are searched, and later read, together.
     """
     moves = [
         range(-padding, extent * step - padding, step)
         for extent, step, padding in zip(geometry.kernel_size, geometry.dilation, geometry.padding, strict=True)
     ]
-    keys = sites.keys(max(max(abs(axis[0]), abs(axis[-1])) for axis in moves))
+    reach = max(max(abs(axis[0]), abs(axis[-1])) for axis in moves)
+    grid = sites.grid(reach)
+    if grid is not None:
+        first = [-padding for padding in geometry.padding]
+        return Neighbours(sites, grid.neighbours(first, geometry.kernel_size, geometry.dilation), None)
+    keys = sites.keys(reach)
     if keys is None:
         return None
     rows = keys.order.int()
@@ -145,12 +154,20 @@ def reached_neighbours(sites: Coordinates, geometry: Geometry, shape: tuple[int,
         at, key = _landings(sites, geometry, shape, spans, dtype)
         offset = at.div(max(1, sites.num_sites), rounding_mode="floor")
         row = torch.sub(at, offset, alpha=sites.num_sites)
-    known, place = torch.unique(key.to(dtype), return_inverse=True)
+    if _marks(spans, key):
+        known, place = distinct_cells(key.long(), cells)
+    else:
+        known, place = torch.unique(key.to(dtype), return_inverse=True)
     outputs = Coordinates.of_keys(known, shape, sites.batch_size, sites.indices.dtype)
     near = torch.full((geometry.volume, outputs.num_sites), -1, dtype=torch.int32, device=sites.device)
     # An offset sends each voxel to an output of its own: no cell is written twice.
     near.view(-1).scatter_(0, torch.add(place, offset, alpha=outputs.num_sites), row.int())
     return Neighbours(outputs, near, None)
+
+
+def _marks(spans: tuple[int, ...], key: Tensor) -> bool:
+    """Whether to mark the cells that are reached: on a GPU, which sorts slower; torch's way on a CPU is faster yet."""
+    return key.is_cuda and fits(spans, 0, key.shape[0], key.device)
 
 
 def _tiled(

@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 
 from insum_nn.facts import IndexFacts
-from insum_nn.structure.coordinates import constant
+from insum_nn.structure.site_grid import constant
 
 __all__ = ["MASK_BITS", "MOST_ENTRIES", "TABLE_FACTS", "NeighbourTable", "neighbour_rows", "order_by_mask"]
 
@@ -149,7 +149,7 @@ def order_by_mask(neighbours: Tensor, rows: Tensor | None = None) -> NeighbourTa
             the columns.
     """
     # From the least word to the greatest, each keeping the order of those before it where it does not decide.
-    words = neighbours.split(MASK_BITS)
+    words = neighbours.split(MASK_BITS) if neighbours.shape[0] > MASK_BITS else (neighbours,)
     order = _word(words[0]).sort(stable=True).indices
     for later in words[1:]:
         word = _word(later)

@@ -274,6 +274,22 @@ CASES: dict[str, Case] = {
             dot=True,
         ),
         Case(
+            "convolution's weight gradient by pairs",
+            "dW[d,Off[p],c] += dO[OI[p],d] * F[II[p],c]",
+            lambda s: {
+                "Off": torch.sort(entries(5, 61 * s)).values,
+                "OI": entries(11 * s, 61 * s),
+                "II": entries(13 * s, 61 * s),
+                "dO": real(11 * s, 16 * s),
+                "F": real(13 * s, 9 * s),
+            },
+            lambda t, s: put(torch.einsum("pd,pc->pdc", t["dO"][t["OI"]], t["F"][t["II"]]), t["Off"], 5).movedim(0, 1),
+            lambda s: (None, 5, None),
+            {"Off": SORTED, "OI": FULL, "II": FULL},
+            fixed="cd",
+            dot=True,
+        ),
+        Case(
             "tensor product uvu",
             "Z[Dst[e],k,u] += CG[k,r,q] * X[Src[e],I[k,r,q],u] * Y[e,J[k,r,q]] * W[e,L[k,r],u]",
             _edges,

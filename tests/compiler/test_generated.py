@@ -197,6 +197,32 @@ def test_a_tile_without_neighbours_is_skipped():
     assert [a.name for a in kernel.source.arguments if a.kind == "steps"] == ["NB"]
 
 
+@pytest.mark.parametrize("channels", [32, 48, 40])
+def test_steps_in_pieces_of_a_dense_axis(channels: int):
+    """One loop over the listed steps and the pieces of the summed axis, where these fill it."""
+    torch.manual_seed(3)
+    near = torch.where(torch.rand(4, 37) < 0.6, -1, torch.randint(0, 20, (4, 37)))
+    near[1] = -1
+    near[:, 16:32] = -1
+    tensors = {"P": torch.randperm(37), "NB": near, "F": torch.randn(20, channels), "W": torch.randn(16, 4, channels)}
+    facts = {"P": IndexFacts(unique=True, masked=False, proven=True), "NB": IndexFacts(masked=True, proven=True)}
+    case = Case(
+        "convolution by its weight as it lies",
+        "O[P[i],d] += F[NB[k,i],c] * W[d,k,c]",
+        lambda s: tensors,
+        lambda t, s: torch.zeros(37, 16, dtype=t["F"].dtype).index_copy(
+            0, t["P"], torch.einsum("kic,dkc->id", torch.where(t["NB"][..., None] >= 0, t["F"][t["NB"]], 0), t["W"])
+        ),
+        lambda s: (37, None),
+        facts,
+        fixed="cdk",
+        dot=True,
+    )
+    _, kernel, got = kernel_of(case, tensors, Schedule(16, 16, 16, True))
+    assert (f"* {channels // 16}):" in kernel.source.text) == (channels % 16 == 0)
+    assert_case(case, tensors, got)
+
+
 # Whole programs.
 
 

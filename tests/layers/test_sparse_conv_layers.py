@@ -12,7 +12,7 @@ from torch import nn
 
 from insum_nn.errors import InsumFormatError, InsumNameError, InsumRangeError, InsumShapeError
 from insum_nn.layers import sparse_conv_kinds as kinds
-from insum_nn.layers import sparse_maps
+from insum_nn.layers import sparse_tensor
 from insum_nn.layers.sparse_conv import SparseConvolution, load_spconv_state_dict
 from insum_nn.layers.sparse_conv_kinds import (
     SparseConv2d,
@@ -128,8 +128,8 @@ class TestKeys:
 
     def test_backward_uses_the_map_of_forward(self, monkeypatch):
         built: list[object] = []
-        build = sparse_maps.kernel_map_of
-        monkeypatch.setattr(sparse_maps, "kernel_map_of", lambda *a, **k: built.append(build(*a, **k)) or built[-1])
+        build = sparse_tensor.kernel_map_of
+        monkeypatch.setattr(sparse_tensor, "kernel_map_of", lambda *a, **k: built.append(build(*a, **k)) or built[-1])
         layers = SparseSequential(*(SubMConv3d(4, 4, 3, indice_key="a", dtype=torch.float64) for _ in range(3)))
         layers(cloud()).features.sum().backward()
         assert len(built) == 1

@@ -34,7 +34,7 @@ from tests.ops.test_sparse_conv import label, operands
 
 EAGER = Options(backend="eager")
 TRITON = Options(backend="triton", tune=False)
-TABLE = "Out[Order[i],d] += In[Near[k,i],c] * W[k,c,d]"
+TABLE = "Out[Order[i],d] += In[Near[k,i],c] * W[d,k,c]"
 
 # spatial shape, geometry, groups of channels
 CASES = [
@@ -59,14 +59,14 @@ CASES = [
 def ran(monkeypatch):
     """All devices and backends go by the table; the statements that ran are listed."""
     statements: list[str] = []
-    inner = sparse_conv_table.run
+    inner = sparse_conv_table._launch
 
-    def watch(expression, *rest):
-        statements.append(expression)
-        return inner(expression, *rest)
+    def watch(call, *rest):
+        statements.append(call.program.expression)
+        return inner(call, *rest)
 
     monkeypatch.setattr(sparse_conv_table, "_everywhere", True)
-    monkeypatch.setattr(sparse_conv_table, "run", watch)
+    monkeypatch.setattr(sparse_conv_table, "_launch", watch)
     return statements
 
 
@@ -102,13 +102,17 @@ def check(case, *, inverse: bool, options: Options, dtype=torch.float64, device=
 
 @pytest.mark.parametrize("inverse", [False, True], ids=["forward", "inverse"])
 @pytest.mark.parametrize("case", CASES, ids=label)
-def test_equals_dense_convolution(case, inverse, ran):
+@pytest.mark.parametrize("listed", [False, True], ids=["table", "list"])
+def test_equals_dense_convolution(case, inverse, listed, ran, monkeypatch):
+    monkeypatch.setattr(sparse_conv_table, "_LIST_BYTES", 8 if listed else 4)
     check(case, inverse=inverse, options=EAGER)
-    middle = "h," if case[2] > 1 else ""
+    h = "h," if case[2] > 1 else ""
     assert ran == [
-        f"Out[Order[i],{middle}d] += In[Near[k,i],{middle}c] * W[k,{middle}c,d]",
-        f"dIn[Order[i],{middle}c] += dOut[Near[k,i],{middle}d] * W[k,{middle}c,d]",
-        f"dW[k,{middle}c,d] += In[Near[k,i],{middle}c] * dOut[Order[i],{middle}d]",
+        f"Out[Order[i],{h}d] += In[Near[k,i],{h}c] * W[{h}d,k,c]",
+        f"dIn[Order[i],{h}c] += dOut[Near[k,i],{h}d] * W[{h}d,k,c]",
+        f"dW[{h}d,Off[p],c] += dOut[OutIdx[p],{h}d] * In[InIdx[p],{h}c]"
+        if listed
+        else f"dW[{h}d,k,c] += dOut[Order[i],{h}d] * In[Near[k,i],{h}c]",
     ]
 
 
@@ -125,7 +129,8 @@ def test_equals_dense_convolution(case, inverse, ran):
     ],
     ids=["subm1", "subm2", "conv2", "transpose2", "conv3"],
 )
-def test_first_and_second_derivatives(shape, how, groups, inverse, ran):
+def test_first_and_second_derivatives(shape, how, groups, inverse, ran, monkeypatch):
+    monkeypatch.setattr(sparse_conv_table, "_LIST_BYTES", 8)
     """Second derivatives of the convolution and of its gradients, by finite differences."""
     near = build_kernel_map(random_sites(shape, 1, 4), how)
     near = near.inverse if inverse else near
@@ -287,7 +292,7 @@ def test_a_table_made_in_inference_mode_serves_training(ran):
     features, weight, bias = operands(near.inputs, near.geometry, 1)
     with torch.inference_mode():
         sparse_conv(features, weight, near, bias, options=EAGER)
-    assert near.table.order.is_inference()
+    assert not near.table.order.is_inference()
     run = lambda x, w, b: sparse_conv(x, w, near, b, options=EAGER)  # noqa: E731
     assert_same(run, oracle_of(near, near.geometry, 1), [features, weight, bias])
 
@@ -397,3 +402,25 @@ def test_runs_repeat_their_bits_on_a_gpu(gpu):
         result = sparse_conv(features, weight, near, options=Options(deterministic=True))
         runs.append((result, *torch.autograd.grad(result.square().sum(), (features, weight))))
     assert all(torch.equal(a, b) for run in runs[1:] for a, b in zip(runs[0], run, strict=True))
+
+
+@pytest.mark.parametrize("channels", [32, 48, 128])
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16, torch.float32], ids=str)
+def test_clouds_of_many_tiles_on_a_gpu(channels, dtype, gpu):
+    """Steps that are skipped, sums in pieces, long lists of pairs in parts, voxels in any order; a map of the GPU."""
+    filled = torch.rand(2, 24, 20, 16, generator=torch.Generator().manual_seed(1)) < 0.2
+    rows = filled.nonzero().int()
+    rows = rows[torch.randperm(len(rows))]
+    how = geometry("subm", (3, 3, 3))
+    wide, near = (build_kernel_map(Coordinates(r, (24, 20, 16), 2), how) for r in (rows, rows.to(gpu)))
+    assert torch.equal(near.neighbours.cpu(), wide.neighbours)
+    x, w = torch.randn(len(rows), channels), torch.randn(channels, 3, 3, 3, channels) / 40
+    back = torch.randn(len(rows), channels)
+    ours = [t.to(gpu, dtype).requires_grad_() for t in (x, w)]
+    theirs = [t.detach().cpu().double().requires_grad_() for t in ours]
+    back = back.to(dtype)
+    got, want = sparse_conv(*ours, near, options=Options(tune=False)), sparse_conv(*theirs, wide, options=EAGER)
+    results = [got, *torch.autograd.grad(got, ours, back.to(gpu))]
+    expected = [want, *torch.autograd.grad(want, theirs, back.double())]
+    for one, other, kind in zip(results, expected, ("sum", "gradient", "gradient"), strict=True):
+        assert_matches(one, other, dtype=dtype, kind=kind)

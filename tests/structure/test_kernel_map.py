@@ -177,7 +177,7 @@ class Calls(TorchDispatchMode):
 @pytest.mark.parametrize(
     ("how", "kernels", "readers"),
     [
-        (geometry("subm", (3, 3, 3)), 30, []),
+        (geometry("subm", (3, 3, 3)), 22, []),
         (geometry("conv", (2, 2, 2), 2), 34, ["_unique2"]),
         (geometry("conv", (3, 3, 3), 2, 1), 46, ["nonzero", "_unique2"]),
     ],
@@ -336,3 +336,20 @@ class TestBadInput:
         sites = Coordinates(self.good, (4, 5), 2)
         with pytest.raises(InsumShapeError, match=r"would be \(-1, 0\)"):
             build_kernel_map(sites, geometry("conv", (6, 6)))
+
+
+@pytest.mark.parametrize("by_table", [True, False])
+@pytest.mark.parametrize(
+    "how", [geometry("subm", (3, 3)), geometry("conv", (3, 2), 2, 1), geometry("transpose", (2, 2), 2)]
+)
+def test_the_list_holds_every_pair_once(how, by_table, device):
+    near = build_kernel_map(random_sites((6, 5), 2, 11, device=device), how, by_table=by_table)
+    listed, pairs = near.pair_list, near.pairs
+    for name, want in (("Off", pairs.offset), ("OutIdx", pairs.output), ("InIdx", pairs.input)):
+        assert listed[name].dtype == torch.int32
+        assert torch.equal(listed[name].long(), want)
+    assert near.pair_list is listed
+    assert near.inverse.pair_list["InIdx"] is listed["OutIdx"]
+    assert near.inverse.pair_list["Off"] is listed["Off"]
+    empty = Coordinates(torch.zeros(0, 3, dtype=torch.int32, device=device), (6, 5), 1)
+    assert all(part.shape == (0,) for part in build_kernel_map(empty, how, by_table=by_table).pair_list.values())
