@@ -56,6 +56,7 @@ COMPILER_ORDER = [
     "kernel_form",
     "kernel_axes",
     "kernel_schedule",
+    "kernel_candidates",
     "kernel_text",
     "kernel_epilogue",
     "kernel_loops",

@@ -13,12 +13,12 @@ from torch import Tensor
 
 from insum_nn.compiler.bind import Bound, Extents
 from insum_nn.compiler.kernel_form import Form, make_form
-from insum_nn.compiler.kernel_schedule import Precision, Schedule, segmented
+from insum_nn.compiler.kernel_schedule import Precision, Schedule, precision_of, segmented
 from insum_nn.compiler.kernel_source import Source
 from insum_nn.compiler.options import Options
 from insum_nn.compiler.owners import Owners, owners_for, owners_of
 from insum_nn.compiler.schedule_store import size_bucket
-from insum_nn.compiler.triton_lowering import Kernel, precision_of, prepare_kernel
+from insum_nn.compiler.triton_lowering import Kernel, prepare_kernel
 from insum_nn.compiler.tuning import Chosen, Measurement, choose_schedule
 from insum_nn.facts import StaticTable
 

@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Mapping
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict, dataclass
 from typing import Any, Literal
+
+import torch
 
 from insum_nn.compiler.kernel_axes import MANY_POINTS, element_axes
 from insum_nn.compiler.kernel_form import ENTRY, OWNER, Form, Product, Tail
@@ -15,13 +16,24 @@ __all__ = [
     "Layout",
     "Precision",
     "Schedule",
-    "candidates",
     "default_schedule",
     "place_indices",
+    "power",
+    "precision_of",
     "segmented",
 ]
 
 Precision = Literal["ieee", "tf32", "tf32x3"]
+
+
+def precision_of(dtype: torch.dtype, asked: str) -> Precision:
+    """How the matrix unit multiplies float32, following torch's float32 matmul precision unless asked for by name."""
+    if asked != "auto":
+        return asked  # type: ignore[return-value]
+    if dtype != torch.float32:
+        return "ieee"
+    # Three products of 10-bit parts keep what float32 can hold of a product.
+    return "tf32x3" if torch.get_float32_matmul_precision() == "highest" else "tf32"
 
 
 @dataclass(frozen=True, slots=True)
@@ -128,7 +140,8 @@ class Layout:
     loops: tuple[str, ...]
 
 
-def _power(number: int) -> int:
+def power(number: int) -> int:
+    """The least power of two that is no less."""
     return 1 << max(0, number - 1).bit_length()
 
 
@@ -148,9 +161,9 @@ def _axis(form: Form, wanted: list[str], lanes: int, least: int = 1) -> Axis | N
     extent = form.static.get(taken[0])
     block = max(1, lanes // inner)
     if extent is not None:
-        block = min(block, _power(extent) if inner == 1 else extent)
+        block = min(block, power(extent) if inner == 1 else extent)
     sizes = tuple(form.static[i] for i in taken[1:])
-    return Axis(tuple(taken), max(least, _power(block * inner)), block, sizes)
+    return Axis(tuple(taken), max(least, power(block * inner)), block, sizes)
 
 
 def segmented(form: Form, schedule: Schedule) -> bool:
@@ -219,12 +232,12 @@ def default_schedule(form: Form) -> Schedule:
     length = math.prod(form.size(i) for i in summed) if summed else 1
     if not columns:
         # Long sums along lanes, a few rows at a time.
-        k = min(_power(length), 128 if summed else 1)
-        m = 1 if not rows else max(1, min(2048 // k, 64, _power(form.size(rows[-1]))))
+        k = min(power(length), 128 if summed else 1)
+        m = 1 if not rows else max(1, min(2048 // k, 64, power(form.size(rows[-1]))))
         return Schedule(m=m, k=k, warps=1 if m * k <= 2048 else 4, splits=_splits(form, m, 1))
-    n = min(_power(width), 128)
-    k = min(_power(length), 8 if n >= 64 else 16 if n >= 16 else 32)
-    m = 1 if not rows else max(1, min(_power(form.size(rows[-1])), 1024 // (n * k)))
+    n = min(power(width), 128)
+    k = min(power(length), 8 if n >= 64 else 16 if n >= 16 else 32)
+    m = 1 if not rows else max(1, min(power(form.size(rows[-1])), 1024 // (n * k)))
     warps = 1 if m * n * k <= 2048 else 4
     return Schedule(m=m, n=n, k=k, warps=warps, splits=_splits(form, m, n))
 
@@ -246,20 +259,20 @@ def _default_written_out(form: Form) -> Schedule:
     m, n, k = 1, 1, 1
     known = bool(rows) and rows[-1] in form.static
     if columns:
-        n = min(128 if form.owner is None else 64, _power(math.prod(form.size(i) for i in columns)))
+        n = min(128 if form.owner is None else 64, power(math.prod(form.size(i) for i in columns)))
     if form.owner is not None:
         if not columns:
-            k = min(64, _power(form.size(summed[-1]))) if summed else 1
+            k = min(64, power(form.size(summed[-1]))) if summed else 1
             m = max(1, 64 // k)
         return Schedule(m=m, n=n, k=k, groups=max(1, min(4, round(accumulators / 24))), warps=1)
     if not columns and known:
-        k = min(64, _power(form.size(summed[-1]))) if summed else 1
+        k = min(64, power(form.size(summed[-1]))) if summed else 1
     elif summed:
-        k = min(_TILE // n, _power(length))
+        k = min(_TILE // n, power(length))
     if known and (columns or summed):
-        m = min(_power(form.size(rows[-1])), max(1, _TILE // (n * k)))
+        m = min(power(form.size(rows[-1])), max(1, _TILE // (n * k)))
     elif rows and n * k < 64:
-        m = min(64 // (n * k), _power(form.size(rows[-1])))
+        m = min(64 // (n * k), power(form.size(rows[-1])))
     warps = max(1, min(8, m * n * k // (32 * _each(form))))
     held = accumulators * m * n // (32 * warps)
     return Schedule(m=m, n=n, k=k, groups=max(1, held // 128), warps=warps, splits=_splits(form, m, n))
@@ -267,9 +280,9 @@ def _default_written_out(form: Form) -> Schedule:
 
 def _default_tail(form: Form, tail: Tail) -> Schedule:
     """Sixteen rows side by side, as few as the matrix unit takes; rows far longer than others are divided."""
-    n = max(16, _power(form.static[tail.inner]))
-    k = max(1, min(4, 2048 // (16 * n), _power(form.size(ENTRY))))
-    share = max(32, min(512, 4 * _power(form.size(ENTRY))))
+    n = max(16, power(form.static[tail.inner]))
+    k = max(1, min(4, 2048 // (16 * n), power(form.size(ENTRY))))
+    share = max(32, min(512, 4 * power(form.size(ENTRY))))
     # Weights in float32 are taken apart into several operands, which fill the registers.
     cells = 8192 if form.wide else 4096
     return Schedule(16, n, k, share=share, warps=4 if n <= 128 else 8, tail=min(128, max(16, cells // n)))
@@ -277,13 +290,13 @@ def _default_tail(form: Form, tail: Tail) -> Schedule:
 
 def _default_product(form: Form, product: Product) -> Schedule:
     size = {a: math.prod(form.size(i) for i in getattr(product, a)) for a in "mkn"}
-    m, n = (max(16, min(128, _power(size[a]))) for a in "mn")
+    m, n = (max(16, min(128, power(size[a]))) for a in "mn")
     accumulators = len({str(p.target) for p in form.points})
     if form.bound.dtype.itemsize == 4:
         m, n = min(m, 64), min(n, 64)
     # Each accumulator to a program of its own, where many terms go into it: registers are what is short.
     groups = accumulators
-    k = max(16, min(32 if form.bound.dtype.itemsize == 4 else 64, _power(size["k"])))
+    k = max(16, min(32 if form.bound.dtype.itemsize == 4 else 64, power(size["k"])))
     # A Hopper's matrix unit takes 64 rows at least.
     swap = n > m and n >= 64
     warps = 8 if m * n >= 128 * 128 else 4
@@ -335,192 +348,3 @@ def _splits(form: Form, m: int, n: int) -> int:
     if programs >= 512 or length < 1024:
         return 1
     return max(1, min(64, 1024 // programs, length // 256))
-
-
-# Candidates.
-
-
-def candidates(form: Form) -> Iterator[Schedule]:
-    """Schedules worth measuring, the default first."""
-    base = default_schedule(form)
-    seen: set[tuple[Schedule, Layout]] = set()
-    for schedule in (base, *_varied(form, base)):
-        # Different numbers may come to the same kernel.
-        key = replace(schedule, m=0, n=0, k=0), place_indices(form, schedule)
-        if key not in seen:
-            seen.add(key)
-            yield schedule
-
-
-def _varied(form: Form, base: Schedule) -> Iterator[Schedule]:
-    if form.tail is not None:
-        for m in (16, 32, 64):
-            for k in (1, 2, 4, 8):
-                for warps in (2, 4, 8):
-                    if 32 * warps * 4 <= m * base.n * k <= 32 * warps * 64:
-                        yield replace(base, m=m, k=k, warps=warps)
-        for k in (4, 8, 16, 32):
-            for warps in (1, 2, 4):
-                if 32 * warps * 2 <= base.n * k <= 32 * warps * 64:
-                    yield replace(base, k=k, warps=warps, share=512, serial=True)
-        for share in (32, 128, 512):
-            yield replace(base, share=share)
-        yield replace(base, tail=max(16, base.tail // 2))
-    elif base.dot:
-        yield from _varied_products(form, base)
-    elif len(form.points) > MANY_POINTS:
-        yield from _varied_owned(base) if form.owner is not None else _varied_tiles(form, base)
-    elif base.n == 1:
-        for m, k in ((base.m, base.k), (base.m * 2, base.k), (max(1, base.m // 2), base.k), (base.m, base.k // 2)):
-            for warps in (1, 2, 4):
-                yield replace(base, m=m, k=max(1, k), warps=warps)
-        if form.owner is not None:
-            for m, k, share in ((8, 32, 256), (1, 128, 1024), (32, 4, 64)):
-                yield replace(base, m=m, k=k, share=share, segment=True, warps=1)
-    else:
-        yield from _varied_columns(form, base)
-
-
-def _varied_columns(form: Form, base: Schedule) -> Iterator[Schedule]:
-    """Every reduction width with rows to fill a warp, and where terms have owners, equal shares of them."""
-    # Elements of a program, and its warps: few columns take more of them to keep the device busy.
-    if base.n < 32:
-        sizes = [(256, 1), (1024, 1), (1024, 4)]
-    else:
-        sizes = [(512, 1), (1024, 1), *([(2048, 1)] if base.n > 32 else []), (2048, 2)]
-    near = sorted(_WIDTHS, key=lambda k: abs(math.log2(k / base.k)))
-    for place, (size, warps) in enumerate(sizes):
-        for k in near:
-            m = size // (base.n * k)
-            if 1 <= m <= 128 and (k <= 4 * base.k or k == 1) and (warps < 2 or k in (4, 8, 16)):
-                yield replace(base, m=m, k=k, warps=warps)
-        if place == 0 and form.owner is not None:
-            # Early, lest the time for a search ends before them.
-            yield from _shares(base)
-            yield from _ahead(base)
-    if form.owner is not None:
-        yield replace(base, share=128)
-
-
-def _shares(base: Schedule) -> Iterator[Schedule]:
-    """Equal shares of terms, by lanes along them; a scan holds flags beside sums, so that fewer fit into a program."""
-    for k, share in ((8, 256), (4, 64), (1, 64), (32, 256)):
-        m = max(1, (512 if k > 1 else 256) // (base.n * k))
-        if m * base.n * k <= 1024:
-            yield replace(base, m=m, k=k, share=share, segment=True, warps=1)
-            yield replace(base, m=m * 4, k=k, share=share, segment=True, warps=4)
-
-
-def _ahead(base: Schedule) -> Iterator[Schedule]:
-    """Loops that read the next terms while these are summed: what they read ahead lies in shared memory."""
-    for k, size in ((8, 1024), (4, 512)):
-        if base.n * k <= size:
-            yield replace(base, m=size // (base.n * k), k=k, stages=3, warps=1)
-    m = max(1, 512 // (base.n * 8))
-    yield replace(base, m=m, k=8, share=256, segment=True, stages=3, warps=1)
-
-
-# Reduction widths: lanes along what is summed. A warp has 32.
-_WIDTHS = (1, 2, 4, 8, 16, 32)
-
-
-def _varied_owned(base: Schedule) -> Iterator[Schedule]:
-    """Of code for owned rows: accumulators stay in registers, so lanes and groups decide how many a thread has."""
-    wide = base.n > 1
-    ways = ((2, 1, 1), (2, 2, 1), (2, 3, 1), (1, 1, 1), (1, 2, 1), (4, 3, 1), (4, 2, 2), (2, 4, 1))
-    for lanes, groups, warps in ways:
-        if wide:
-            yield replace(base, n=max(1, base.n * lanes // 2), groups=groups, warps=warps)
-        else:
-            yield replace(base, m=max(1, base.m * lanes // 2), groups=groups, warps=warps)
-
-
-def _varied_tiles(form: Form, base: Schedule) -> Iterator[Schedule]:
-    """Of code for a tile: a longer or shorter one, in more or fewer warps, several in turn."""
-    axis = "k" if base.k > 1 else "m" if base.m > 1 else "n"
-    whole = getattr(place_indices(form, replace(base, **{axis: 1 << 16})), axis)
-    most = whole.lanes if whole is not None else 1
-    lanes = getattr(base, axis)
-    yield replace(base, turns=8)
-    yield replace(base, warps=base.warps * 2)
-    if base.warps > 1:
-        yield replace(base, warps=base.warps // 2)
-        yield replace(base, warps=base.warps // 2, turns=8)
-    if lanes >= 64:
-        yield replace(base, **{axis: lanes // 2}, warps=max(1, base.warps // 2))
-        yield replace(base, **{axis: lanes // 2}, warps=max(1, base.warps // 2), turns=8)
-    if lanes * 2 <= most:
-        yield replace(base, **{axis: lanes * 2}, warps=min(8, base.warps * 2))
-    yield replace(base, turns=32)
-
-
-# Tiles, steps, warps and stages of halves whose operands are addressed by index tensors. A step that takes the whole of
-# a dense axis leaves one loop, where a shorter one makes a loop of two inside of another. The software pipeline gives
-# each read of a chain (a list of steps, an index, what it addresses) a stage of its own: 3 to 4 stages hide a chain
-# once, 5 to 7 twice. Taller tiles read the right side less often.
-_CHAINED = (
-    (64, 128, 128, 4, 3),
-    (64, 128, 64, 4, 3),
-    (64, 128, 64, 4, 4),
-    (128, 128, 64, 8, 4),
-    (64, 128, 128, 4, 4),
-    (128, 128, 128, 8, 3),
-    (128, 64, 64, 4, 3),
-    (64, 64, 64, 4, 3),
-    (64, 64, 64, 4, 4),
-    (128, 64, 64, 4, 4),
-    (64, 64, 128, 4, 3),
-    (32, 64, 64, 2, 3),
-    (32, 64, 128, 4, 3),
-)
-
-
-def _varied_chains(base: Schedule, most: dict[str, int]) -> Iterator[Schedule]:
-    for m, n, k, warps, stages in _CHAINED:
-        covers = min(most["n"], 128) <= n <= max(most["n"], 64)
-        if covers and (m == most["m"] or 64 <= m <= most["m"]) and k <= most["k"]:
-            yield replace(base, m=m, n=n, k=k, swap=False, warps=warps, stages=stages)
-
-
-def _varied_products(form: Form, base: Schedule) -> Iterator[Schedule]:
-    assert form.product is not None
-    size = {a: math.prod(form.size(i) for i in getattr(form.product, a)) for a in "mkn"}
-    most = {a: max(16, _power(size[a])) for a in "mkn"}
-    if base.groups > 1:
-        yield from _varied_written_products(base, most)
-        return
-    shapes = ((base.m, base.n), (64, 128), (128, 64), (128, 128), (64, 64), (32, 128), (32, 256), (64, 256), (128, 32))
-    if form.bound.dtype.itemsize == 2 and form.bound.layout.index_tensors:
-        yield from _varied_chains(base, most)
-    for m, n in shapes:
-        if m > most["m"] or n > max(most["n"], 64):
-            continue
-        swaps = (False,) if n <= m or n < 64 else (True,) if m < 64 else (False, True)
-        for k in sorted({32, 64} if most["k"] >= 64 else {most["k"], 32}):
-            for swap in swaps:
-                for warps, stages in ((4, 2), (4, 3), (8, 3)):
-                    if warps == 8 and m * n < 64 * 128:
-                        continue
-                    yield replace(base, m=m, n=n, k=k, swap=swap, warps=warps, stages=stages)
-    if form.owner is not None:
-        for share in {max(1, base.share // 2), base.share * 2}:
-            yield replace(base, share=share)
-
-
-def _varied_written_products(base: Schedule, most: Mapping[str, int]) -> Iterator[Schedule]:
-    """Of long straight-line code: few, since each takes seconds to compile, the shortest first."""
-    if base.splits > 1:
-        yield replace(base, splits=base.splits // 2)
-        yield replace(base, m=max(16, base.m // 2))
-    else:
-        yield replace(base, m=16)
-        # The columns as the long side of the matrix unit, padded if they must be.
-        yield replace(base, m=16, n=max(64, base.n), swap=True, stages=2)
-        yield replace(base, m=16, n=max(64, base.n), swap=True, groups=1, stages=2)
-        yield replace(base, m=32)
-    if base.n > 32:
-        yield replace(base, n=base.n // 2)
-    if base.k * 2 <= most["k"]:
-        yield replace(base, k=base.k * 2)
-    yield replace(base, groups=max(1, base.groups // 3))
-    yield replace(base, stages=2)

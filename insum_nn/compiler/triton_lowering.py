@@ -32,7 +32,7 @@ from insum_nn.compiler.kernel_source import Source, write_kernel
 from insum_nn.compiler.kernel_text import Argument, Strides
 from insum_nn.compiler.owners import Owners, steps_of
 
-__all__ = ["Kernel", "available", "interpreted", "precision_of", "prepare_kernel", "strides_of", "version"]
+__all__ = ["Kernel", "available", "interpreted", "prepare_kernel", "strides_of", "version"]
 
 _WIDE = 2**31 - 2**16
 _POINTERS = {
@@ -64,16 +64,6 @@ def version() -> str:
     import triton
 
     return str(triton.__version__)
-
-
-def precision_of(dtype: torch.dtype, asked: str) -> Precision:
-    """How the matrix unit multiplies float32, following torch's float32 matmul precision unless asked for by name."""
-    if asked != "auto":
-        return asked  # type: ignore[return-value]
-    if dtype != torch.float32:
-        return "ieee"
-    # Three products of 10-bit parts keep what float32 can hold of a product.
-    return "tf32x3" if torch.get_float32_matmul_precision() == "highest" else "tf32"
 
 
 def strides_of(form: Form, tensors: Sequence[Tensor], extents: Extents, split: bool, start: Tensor | None) -> Strides:

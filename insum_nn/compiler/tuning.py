@@ -16,8 +16,9 @@ from torch import Tensor
 
 from insum_nn.compiler import schedule_store as store
 from insum_nn.compiler.bind import Extents
+from insum_nn.compiler.kernel_candidates import candidates
 from insum_nn.compiler.kernel_form import Form
-from insum_nn.compiler.kernel_schedule import Precision, Schedule, candidates, default_schedule
+from insum_nn.compiler.kernel_schedule import Precision, Schedule, default_schedule
 from insum_nn.compiler.options import Options
 from insum_nn.compiler.owners import owners_for
 from insum_nn.compiler.progress import Progress

@@ -255,9 +255,9 @@ def test_schedules_of_the_fused_kernel(m: int, k: int, tail: int, share: int, se
     ordered = [tensors[name] for name in layout_of(program.statement).tensors]
     extents = program._extents(ordered, None, None, None)
     default = fused._schedule(ordered, extents, None)  # type: ignore[union-attr]
-    schedule = replace(default, m=m, k=k, tail=tail, share=share, serial=serial)
+    schedule = replace(default.schedule, m=m, k=k, tail=tail, share=share, serial=serial)
     for bucket in fused._schedules:  # type: ignore[union-attr]
-        fused._schedules[bucket] = schedule  # type: ignore[union-attr]
+        fused._schedules[bucket] = replace(default, schedule=schedule)  # type: ignore[union-attr]
     got = fused.prepare(ordered, extents, None)(ordered, None)
     assert_matches(got, oracle(doubled(tensors)), dtype=torch.float32, kind="sum", scale=scale_of(tensors))
 
@@ -283,7 +283,7 @@ def test_a_factor_of_the_row_and_a_row_that_is_not_finite(serial: bool):
     extents = program._extents(ordered, None, None, None)
     default = fused._schedule(ordered, extents, None)  # type: ignore[union-attr]
     for bucket in fused._schedules:  # type: ignore[union-attr]
-        fused._schedules[bucket] = replace(default, serial=serial)  # type: ignore[union-attr]
+        fused._schedules[bucket] = replace(default, schedule=replace(default.schedule, serial=serial))  # type: ignore[union-attr]
     got = fused.prepare(ordered, extents, None)(ordered, None)
     others = torch.arange(ROWS) != row
     assert not got[row].isfinite().all()

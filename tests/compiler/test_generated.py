@@ -19,7 +19,8 @@ from torch import Tensor
 import insum_nn
 from insum_nn import IndexFacts, Options
 from insum_nn.compiler import triton_lowering
-from insum_nn.compiler.kernel_schedule import Schedule, candidates, default_schedule
+from insum_nn.compiler.kernel_candidates import candidates
+from insum_nn.compiler.kernel_schedule import Schedule, default_schedule
 from insum_nn.compiler.parser import parse
 from insum_nn.errors import InsumFormatError
 from insum_nn.testing.random_programs import RandomProgram, random_program

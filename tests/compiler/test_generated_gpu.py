@@ -20,7 +20,8 @@ from insum_nn import IndexFacts, Options, Program
 from insum_nn.compiler import tuning
 from insum_nn.compiler.call import prepare
 from insum_nn.compiler.generated import Generated
-from insum_nn.compiler.kernel_schedule import Schedule, candidates
+from insum_nn.compiler.kernel_candidates import candidates
+from insum_nn.compiler.kernel_schedule import Schedule
 from insum_nn.compiler.parser import parse
 from insum_nn.testing.random_programs import random_program
 from insum_nn.testing.tolerances import assert_matches

@@ -11,7 +11,8 @@ from torch import Tensor
 from benchmarks.schedules import generated_of
 from insum_nn import IndexFacts, Options, Program, compile
 from insum_nn.compiler.bind import layout_of
-from insum_nn.compiler.kernel_schedule import Schedule, candidates, place_indices
+from insum_nn.compiler.kernel_candidates import candidates
+from insum_nn.compiler.kernel_schedule import Schedule, place_indices
 from insum_nn.compiler.owners import clear_owners, owners_of
 from insum_nn.testing.tolerances import assert_matches
 from tests.compiler.generated_cases import CASES, SORTED, Case, entries, form_of, kernel_of, put, real, take
