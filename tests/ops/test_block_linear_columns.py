@@ -11,7 +11,6 @@ from insum_nn.compiler.options import DEFAULT, Options
 from insum_nn.formats import BlockCOO
 from insum_nn.ops.block_linear import block_linear_stored, explain_block_linear
 from insum_nn.ops.block_linear_columns import BlockColumns, takes_columns
-from insum_nn.ops.dense_choice import block_tiles
 from tests.ops.oracle import assert_same
 
 # block rows, block columns, block shape, samples
@@ -27,13 +26,20 @@ def blocks(rows: int, cols: int, shape: tuple[int, int], **kind: object) -> tupl
     return row, col, torch.randn(row.shape[0], *shape, **kind)  # type: ignore[call-overload]
 
 
+def tiles(values: Tensor, row: Tensor, col: Tensor, grid: tuple[int, int]) -> Tensor:
+    """The dense matrix, by torch alone."""
+    a, b = values.shape[-2:]
+    dense = values.new_zeros(*grid, a, b).index_put((row, col), values)
+    return dense.permute(0, 2, 1, 3).reshape(grid[0] * a, grid[1] * b)
+
+
 @pytest.mark.parametrize("shape", SHAPES, ids=str)
 def test_values_and_derivatives_equal_the_dense_product(shape):
     rows, cols, block, samples = shape
     row, col, weight = blocks(rows, cols, block, dtype=torch.float64)
     x = torch.randn(samples, cols * block[1], dtype=torch.float64)
     form = BlockColumns(row, col, (rows, cols), DEFAULT)
-    assert_same(lambda x, w: form(x, w), lambda x, w: x @ block_tiles(w, row, col, (rows, cols)).t(), [x, weight])
+    assert_same(lambda x, w: form(x, w), lambda x, w: x @ tiles(w, row, col, (rows, cols)).t(), [x, weight])
 
 
 def test_the_second_derivative_is_right():
@@ -60,7 +66,7 @@ def test_the_layers_product_on_a_gpu(dtype, bias):
         leaf.requires_grad_()
     index = {"Row": row, "Col": col}
     exact = [leaf.detach().double().requires_grad_() for leaf in leaves]
-    wide = block_tiles(exact[1], row, col, (7, 5))[: shape[0], : shape[1]]
+    wide = tiles(exact[1], row, col, (7, 5))[: shape[0], : shape[1]]
     wanted = functional.linear(exact[0], wide, exact[2] if bias else None)
     found = block_linear_stored(x, weight, index, shape, b if bias else None)
     sent = torch.randn_like(found)
@@ -77,7 +83,7 @@ def test_autocast_and_compilation_on_a_gpu():
     row, col, weight = (t.cuda() for t in blocks(4, 4, (32, 32)))
     x = torch.randn(300, 128, device="cuda")
     index = {"Row": row, "Col": col}
-    dense = block_tiles(weight, row, col, (4, 4))
+    dense = tiles(weight, row, col, (4, 4))
     with torch.autocast("cuda", dtype=torch.float16):
         found = block_linear_stored(x, weight, index, (128, 128))
         assert found.dtype == torch.float16
