@@ -10,6 +10,7 @@ from torch import Tensor
 __all__ = ["to_autocast", "under_autocast"]
 
 T = TypeVar("T")
+_DEVICES = ("cpu", "cuda", "xpu", "mps", "hpu", "mtia")
 _CAST = (torch.float16, torch.bfloat16, torch.float32)
 
 
@@ -19,7 +20,8 @@ def under_autocast(device: torch.device) -> bool:
     >>> under_autocast(torch.device("meta"))
     False
     """
-    return torch.amp.is_autocast_available(device.type) and torch.is_autocast_enabled(device.type)
+    # `torch.amp.is_autocast_available` is unknown to Dynamo before torch 2.13.
+    return device.type in _DEVICES and torch.is_autocast_enabled(device.type)
 
 
 @overload

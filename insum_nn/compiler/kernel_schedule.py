@@ -235,11 +235,19 @@ def default_schedule(form: Form) -> Schedule:
         k = min(power(length), 128 if summed else 1)
         m = 1 if not rows else max(1, min(2048 // k, 64, power(form.size(rows[-1]))))
         return Schedule(m=m, k=k, warps=1 if m * k <= 2048 else 4, splits=_splits(form, m, 1))
+    if form.owner is None and not summed and rows and _crossed(form, rows[-1]):
+        # Read along one axis and written along the other: a square tile has whole lines of memory in either.
+        return Schedule(m=min(power(form.size(rows[-1])), 64), n=min(power(width), 64), warps=4)
     n = min(power(width), 128)
     k = min(power(length), 8 if n >= 64 else 16 if n >= 16 else 32)
     m = 1 if not rows else max(1, min(power(form.size(rows[-1])), 1024 // (n * k)))
     warps = 1 if m * n * k <= 2048 else 4
     return Schedule(m=m, n=n, k=k, warps=warps, splits=_splits(form, m, n))
+
+
+def _crossed(form: Form, row: str) -> bool:
+    """Whether some tensor has its values side by side along the rows of a tile."""
+    return any(read.subs[-1].plain == row for point in form.points for read in point.reads if read.subs)
 
 
 # Values of a tile that a program of straight-line code works on at a time: eight for each thread of four warps.

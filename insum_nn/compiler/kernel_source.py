@@ -15,7 +15,7 @@ from insum_nn.compiler.kernel_segment import SCAN, KernelSegments
 from insum_nn.compiler.kernel_tail import KernelTail
 from insum_nn.compiler.kernel_text import Argument, Parameters, Strides, Value, join_axes, spread
 
-__all__ = ["Source", "write_kernel"]
+__all__ = ["Source", "steps_of_vectors", "write_kernel"]
 
 _TYPES = {
     torch.float16: "tl.float16",
@@ -428,3 +428,20 @@ def write_kernel(form: Form, schedule: Schedule, strides: Strides, precision: Pr
     accumulator = torch.float64 if form.bound.dtype == torch.float64 else torch.float32
     schedule = replace(schedule, groups=len(parts))
     return Source(text + "\n", arguments, grid, schedule, accumulator, finishes(form, schedule))
+
+
+def steps_of_vectors(form: Form, source: Source, values: Sequence[int | None]) -> tuple[int, ...]:
+    """The arguments that are steps along an axis, or the length of the output's rows, multiples of 16."""
+    last = form.bound.statement.output.subscripts[-1:]
+    rows = {s.plain for s in last}
+    return tuple(
+        place
+        for place, (argument, value) in enumerate(zip(source.arguments, values, strict=True))
+        if value is not None
+        and value % 16 == 0
+        and (
+            argument.kind.endswith("stride")
+            or (argument.kind == "dim" and argument.name == "@out")
+            or (argument.kind == "extent" and argument.name in rows)
+        )
+    )

@@ -98,7 +98,7 @@ class _Alternatives:
         if program.backend != "eager" and self.library_is_as_exact():
             library = self.other("eager")
             offers.append(choice.eager_offer(library.plan, sizes, lambda: self.ready(library)))
-        if program.backend != "inductor":
+        if program.backend != "inductor" and not tables:
             ready = lambda: self.ready(self.other("inductor"))  # noqa: E731
             offers.append(choice.inductor_offer(program.plan, sizes, self.tensors, self.extents.output, ready))
         found = choice.choose_path(key, str(self.bound.statement), offers, device)
@@ -114,6 +114,9 @@ class _Alternatives:
                 taken, reason = program, f"{reason}; not here: {error}"
         rule = ("rule", choice.NAMES[program.backend], program.reason)
         rows = (rule, *(candidate.row for candidate in found.candidates))
+        if tables and program.backend != "inductor":
+            why = "not tried: static tables are written out by generated kernels alone"
+            rows = (*rows, choice.Candidate("inductor", None, why).row)
         return replace(taken, reason=reason, candidates=rows, chosen={})
 
     def other(self, backend: str) -> Executable:

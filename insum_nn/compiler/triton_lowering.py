@@ -28,7 +28,7 @@ from insum_nn.compiler.kernel_epilogue import start_steps
 from insum_nn.compiler.kernel_form import ENTRY, OWNER, Form
 from insum_nn.compiler.kernel_schedule import Precision, Schedule, place_indices
 from insum_nn.compiler.kernel_segment import write_collection
-from insum_nn.compiler.kernel_source import Source, write_kernel
+from insum_nn.compiler.kernel_source import Source, steps_of_vectors, write_kernel
 from insum_nn.compiler.kernel_text import Argument, Strides
 from insum_nn.compiler.owners import Owners, steps_of
 
@@ -259,7 +259,9 @@ def prepare_kernel(
         types = _types(form, source, tensors, owners)
         device = tensors[0].device
         launch = (
-            _Interpret(source, grid) if interpreted() else _Launch(source, types, values, grid, device, strides.wide)
+            _Interpret(source, grid)
+            if interpreted()
+            else _Launch(source, types, steps_of_vectors(form, source, values), grid, device, strides.wide)
         )
     empty = form.combine != "atomic" and form.covers(extents.output)
     m = place_indices(form, source.schedule).m
@@ -365,15 +367,6 @@ class _Numbers:
         return programs
 
 
-def _steps_of_vectors(source: Source, values: Sequence[int | None]) -> tuple[int, ...]:
-    """The arguments that are steps along an axis, multiples of 16."""
-    return tuple(
-        place
-        for place, (argument, value) in enumerate(zip(source.arguments, values, strict=True))
-        if argument.kind.endswith("stride") and value is not None and value % 16 == 0
-    )
-
-
 class _Launch:
     """Launches a kernel on a list of arguments; its machine code depends on which pointers are aligned."""
 
@@ -381,7 +374,7 @@ class _Launch:
         self,
         source: Source,
         types: Sequence[str | None],
-        values: Sequence[int | None],
+        even: Sequence[int],
         grid: int,
         device: torch.device,
         wide: bool,
@@ -393,7 +386,7 @@ class _Launch:
         self.number = torch.cuda.current_device() if str(device) == "cuda" else device.index
         self.pointers = [place for place, kind in enumerate(types) if kind is not None]
         # Steps along an axis belong to a model, and where rows begin at whole vectors, they are read as vectors.
-        self.even = _steps_of_vectors(source, values)
+        self.even = tuple(even)
         integer = "i64" if wide else "i32"
         self.signature = {n: kind or integer for n, kind in zip(self.function.arg_names, types, strict=True)}
         self.known: dict[tuple[bool, ...], Callable[..., None]] = {}

@@ -15,7 +15,7 @@ from insum_nn.compiler.options import DEFAULT, Options
 from insum_nn.errors import InsumDeviceError, InsumDtypeError, InsumError, InsumShapeError, raise_collected
 from insum_nn.facts import IndexFacts
 from insum_nn.formats import BlockCOO, BlockFormat, BlockGroupCOO
-from insum_nn.ops.arguments import pad_axis, require_format, run, span_of, under_autocast
+from insum_nn.ops.arguments import pad_axis, require_format, run, span_of, to_autocast, under_autocast
 from insum_nn.ops.block_linear_columns import block_columns, columns_program, takes_columns
 from insum_nn.ops.dense_choice import block_tiles, dense_is_faster
 
@@ -132,20 +132,16 @@ def block_linear_stored(
         )
         return result.contiguous()
     if form == "BlockCOO":
-        flat, values = to_columns(named)
+        flat, values = _to_columns(named)
         if takes_columns(flat, values, options):
             product = block_columns(index["Row"], index["Col"], (rows, cols), options)
             return _finish(product(flat, values), input, shape, bias)
     return _run(input, named, BLOCK_LINEAR[form], BLOCK_LINEAR_FACTS[form], shape, bias, options)
 
 
-def to_columns(named: Mapping[str, Tensor]) -> tuple[Tensor, Tensor]:
+def _to_columns(named: Mapping[str, Tensor]) -> tuple[Tensor, Tensor]:
     """`X` as (n, cols * b) and `W`, in autocast's dtype where it is in force."""
-    x, weight = named["X"].flatten(1), named["W"]
-    if not torch._C._is_any_autocast_enabled() or not under_autocast(x.device) or x.dtype == torch.float64:
-        return x, weight
-    dtype = torch.get_autocast_dtype(x.device.type)
-    return x.to(dtype), weight.to(dtype)
+    return to_autocast(named["X"].flatten(1)), to_autocast(named["W"])
 
 
 def _run(
@@ -269,7 +265,7 @@ def explain_block_linear(
     form = "slots" if "Slot" in index else "BlockCOO"
     named = block_linear_operands(input, weight, index, shape, bias)
     program, grid = block_linear_program(form, options), (-(-shape[0] // weight.shape[1]), named["X"].shape[1])
-    flat, values = to_columns(named)
+    flat, values = _to_columns(named)
     if form == "BlockCOO" and takes_columns(flat, values, options):
         program = columns_program("Y", options)
         named = block_columns(index["Row"], index["Col"], grid, options).operands_of(flat, values)

@@ -96,3 +96,16 @@ def test_a_missing_tool_is_a_failure(monkeypatch: pytest.MonkeyPatch):
 def test_without_a_device_nothing_ran(monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
     assert sweep.main([]) == 1
+
+
+RACE = """========= Error: Race reported between Write access at kernel+0x8a0 in <insum_nn_kernel_ab>:31
+=========     and {other} access at {where} in <insum_nn_kernel_ab>:31 [6 hazards]
+"""
+
+
+def test_copies_of_one_value_are_told_from_races():
+    same = RACE.format(other="Write", where="kernel+0x8a0")
+    assert sweep.only_copies(same * 2) == 2
+    assert sweep.only_copies(same + RACE.format(other="Write", where="kernel+0x8b0")) == 0
+    assert sweep.only_copies(same + RACE.format(other="Read", where="kernel+0x8a0")) == 0
+    assert sweep.only_copies("") == 0
