@@ -38,8 +38,8 @@ _COMPILES = (5.0, 12.0)
 # Bytes and operations a microsecond, no less than any GPU of today has: through memory, through caches, by dtype.
 _MEMORY, _CACHE = 8e6, 12e6
 _OPERATIONS = {torch.float16: 2.5e9, torch.bfloat16: 2.5e9, torch.float32: 1.2e9}
-# Inductor's kernels that gather or multiply matrices took three times their floor and more, at these rates, on everything
-# that was measured; a compilation in vain is what a first call waits for.
+# Inductor's kernels that gather or multiply matrices took three times their floor and more, at these rates, on all that
+# was measured; a compilation in vain is what a first call waits for.
 _ABOVE_FLOOR = 2.8
 # A path is taken instead of the rule's if it takes less than this share of its time: below, it is noise.
 _SHARE = 0.95

@@ -273,8 +273,8 @@ def in_process(line: Sequence[str]) -> subprocess.CompletedProcess[str]:
     return subprocess.run(line, cwd=HERE, env=environment, capture_output=True, text=True, check=False)
 
 
-# One store of one instruction: threads that hold copies of a value write it to one place of shared memory. Triton does
-# so where a tile has fewer values than a program has threads; what comes of it is compared with the oracle in the same run.
+# One instruction: threads that hold copies of a value write it to one place of shared memory. Triton does so where a
+# tile has fewer values than a program has threads; what comes of it is compared with the oracle in the same run.
 _WRITE = r"Write access at (\S+) in <(\w+)>:\d+"
 COPIES = re.compile(rf"reported between {_WRITE}\s*\n=+ +and Write access at \1 in <\2>:")
 
