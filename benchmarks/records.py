@@ -123,7 +123,10 @@ class Machine(NamedTuple):
         found = _output("git", "-C", str(ROOT), "rev-parse", "HEAD")
         status = _output("git", "-C", str(ROOT), "status", "--porcelain") if found else None
         dirty = None if status is None else status != ""
-        return cls(gpu, driver, torch.__version__, version("triton"), found or commit, dirty)
+        if commit is not None:
+            # Said of a copy, whose own history, if it has one, may be another's.
+            found, dirty = commit, None
+        return cls(gpu, driver, torch.__version__, version("triton"), found, dirty)
 
 
 def _output(*command: str) -> str | None:
