@@ -14,15 +14,16 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch._C._functorch import peek_interpreter_stack
 
 from insum_nn.compiler.api import Program, compile
 from insum_nn.compiler.options import DEFAULT, Options
 from insum_nn.facts import IndexFacts
+from insum_nn.ops.column_sums import column_sums
 from insum_nn.ops.graph_matrix import GraphMatrix
+from insum_nn.ops.onlookers import transformed
 from insum_nn.ops.spmm import SPMM
 
-__all__ = ["CARRY", "COMPARE", "graph_compare", "graph_product", "transformed"]
+__all__ = ["CARRY", "COMPARE", "graph_compare", "graph_product"]
 
 CARRY = SPMM["GroupCOO along rows"]
 COMPARE = "W[g,q] += A[Row[g],n] * B[Col[g,q],n]"
@@ -109,7 +110,7 @@ class _Carry(torch.autograd.Function):
             of_values = graph_compare(graph, *ends, options)
         if ctx.needs_input_grad[1]:
             of_dense = graph_product(graph, values, grads[0], transposed=not transposed, options=options)
-        of_bias = grads[0].sum(0) if ctx.needs_input_grad[5] else None
+        of_bias = column_sums(grads[0]) if ctx.needs_input_grad[5] else None
         return of_values, of_dense, None, None, None, of_bias
 
 
@@ -184,8 +185,3 @@ class _Nothing:
 def _exact_dtypes(device: torch.device) -> Any:
     """Operands were given their dtype where autocast was in force; inside, it would mix what was equal."""
     return torch.autocast(device.type, enabled=False) if torch._C._is_any_autocast_enabled() else _Nothing()
-
-
-def transformed() -> bool:
-    """Whether `torch.func` or forward-mode differentiation looks on: they know the compiler's operator."""
-    return bool(peek_interpreter_stack()) or torch.autograd.forward_ad._current_level >= 0

@@ -26,8 +26,9 @@ from torch import Tensor
 from insum_nn.compiler.api import Given, Program, compile, generates_kernels
 from insum_nn.compiler.options import Options
 from insum_nn.facts import IndexFacts
+from insum_nn.ops.column_sums import column_sums
 from insum_nn.ops.graph_product import _exact_dtypes
-from insum_nn.ops.trilinear import ordinary
+from insum_nn.ops.onlookers import ordinary
 from insum_nn.structure.kernel_map import FACTS, KernelMap
 from insum_nn.structure.kernel_map_pairs import LIST_FACTS
 from insum_nn.structure.kernel_map_table import TABLE_FACTS
@@ -167,7 +168,7 @@ class _Contract(torch.autograd.Function):
         for wanted, needed in zip(operands, ctx.needs_input_grad[1:3], strict=True):
             a, b = (known[other] for other in _OPERANDS[wanted])
             found.append(_contract(wanted, a, b, *rest) if needed else None)
-        of_bias = grads[0].sum(0).reshape(start) if ctx.needs_input_grad[6] else None
+        of_bias = column_sums(grads[0]).reshape(start) if ctx.needs_input_grad[6] else None
         return None, *found, None, None, None, of_bias
 
 

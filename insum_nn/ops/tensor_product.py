@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from insum_nn.compiler.api import Explanation
-from insum_nn.ops.graph_product import transformed
+from insum_nn.ops.onlookers import transformed
 from insum_nn.ops.tensor_product_direct import direct_of
 from insum_nn.ops.tensor_product_form import Form, form_of
 from insum_nn.ops.tensor_product_plan import plan_of

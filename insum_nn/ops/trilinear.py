@@ -13,9 +13,7 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor
 
-from insum_nn.ops.graph_product import transformed
-
-__all__ = ["Trilinear", "contract", "ordinary"]
+__all__ = ["Trilinear", "contract"]
 
 
 class Trilinear(Protocol):
@@ -47,16 +45,6 @@ def contract(form: Trilinear, wanted: str, a: Tensor, b: Tensor) -> Tensor:
         return _Contract.apply(form, wanted, a, b)  # type: ignore[no-any-return]
     with torch.no_grad():
         return form.sum(wanted, a, b, {})
-
-
-_PLAIN = (Tensor, torch.nn.Parameter)
-
-
-def ordinary(*tensors: Tensor) -> bool:
-    """Whether nobody records, replaces or differentiates torch's calls by other means than autograd."""
-    if torch.compiler.is_compiling() or transformed() or torch._C._len_torch_dispatch_stack() > 0:
-        return False
-    return all([type(t) in _PLAIN and not t.is_meta for t in tensors])
 
 
 class _Contract(torch.autograd.Function):
