@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from functools import lru_cache
 
+import torch
 from torch import Tensor
 
 from insum_nn.compiler.api import Program, compile, generates_kernels
@@ -16,22 +17,24 @@ __all__ = ["column_sums"]
 _MANY = 1 << 22
 
 
-def column_sums(matrix: Tensor) -> Tensor:
+def column_sums(matrix: Tensor, *, deterministic: bool = False) -> Tensor:
     """Sum a matrix over its rows.
 
         S[n] += G[i,n]
 
     Args:
         matrix: `G`, (m, n); differentiable to any order.
+        deterministic: the same way in every process; else the way that was measured to be faster.
 
     Returns:
         `S`, (n,).
 
-    >>> import torch
     >>> column_sums(torch.tensor([[1.0, 2.0], [3.0, 4.0]])).tolist()
     [4.0, 6.0]
     """
     if matrix.device.type != "cuda" or matrix.ndim != 2 or matrix.numel() < _MANY:
+        return matrix.sum(0)
+    if deterministic or torch.are_deterministic_algorithms_enabled():
         return matrix.sum(0)
     if not generates_kernels() or not ordinary(matrix):
         return matrix.sum(0)

@@ -110,7 +110,7 @@ class _Carry(torch.autograd.Function):
             of_values = graph_compare(graph, *ends, options)
         if ctx.needs_input_grad[1]:
             of_dense = graph_product(graph, values, grads[0], transposed=not transposed, options=options)
-        of_bias = column_sums(grads[0]) if ctx.needs_input_grad[5] else None
+        of_bias = column_sums(grads[0], deterministic=options.deterministic) if ctx.needs_input_grad[5] else None
         return of_values, of_dense, None, None, None, of_bias
 
 

@@ -168,7 +168,9 @@ class _Contract(torch.autograd.Function):
         for wanted, needed in zip(operands, ctx.needs_input_grad[1:3], strict=True):
             a, b = (known[other] for other in _OPERANDS[wanted])
             found.append(_contract(wanted, a, b, *rest) if needed else None)
-        of_bias = column_sums(grads[0]).reshape(start) if ctx.needs_input_grad[6] else None
+        of_bias = None
+        if ctx.needs_input_grad[6]:
+            of_bias = column_sums(grads[0], deterministic=rest[-1].deterministic).reshape(start)
         return None, *found, None, None, None, of_bias
 
 
