@@ -551,6 +551,8 @@ def _replica(rank: int, port: int, folder: str) -> None:
                 # As many places as before, the same on every rank: the replica needs no new wrapping.
                 model[0].rewire(0.5, optimizer, scores=torch.arange(16.0).reshape(4, 4))
         torch.save(model.state_dict(), f"{folder}/{rank}.pt")
+        # The wrapper goes before the group: what waits for the group's threads must not hold the interpreter's lock.
+        del replica
     finally:
         torch.distributed.destroy_process_group()
 

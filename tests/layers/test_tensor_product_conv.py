@@ -344,6 +344,8 @@ def _train(rank: int, world: int, port: int, results: dict) -> None:
             loss.backward()
             optimizer.step()
         results[rank] = conv.tensor_product.weight.detach().clone()
+        # The wrapper goes before the group: what waits for the group's threads must not hold the interpreter's lock.
+        del model, loss
     finally:
         dist.destroy_process_group()
 

@@ -121,6 +121,8 @@ def _train_part(rank: int, port: int, folder: str) -> None:
         parallel(x, graph).square().mean().backward()
         optimizer.step()
     torch.save(model.state_dict(), Path(folder) / f"{rank}.pt")
+    # The wrapper goes before the group: what waits for the group's threads must not hold the interpreter's lock.
+    del parallel
     torch.distributed.destroy_process_group()
 
 

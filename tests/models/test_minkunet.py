@@ -268,6 +268,8 @@ def _train(rank: int, size: int, port: int, folder: str) -> None:
     y = parallel(SparseConvTensor(x.features[rows], indices, x.spatial_shape, 1))
     y.features.square().mean().backward()
     torch.save([p.grad for p in model.parameters()], f"{folder}/{rank}.pt")
+    # The wrapper goes before the group: what waits for the group's threads must not hold the interpreter's lock.
+    del parallel, y
     torch.distributed.destroy_process_group()
 
 
