@@ -345,7 +345,7 @@ def _train(rank: int, world: int, port: int, results: dict) -> None:
             optimizer.step()
         results[rank] = conv.tensor_product.weight.detach().clone()
         # The wrapper goes before the group: what waits for the group's threads must not hold the interpreter's lock.
-        del model, loss
+        del model
     finally:
         dist.destroy_process_group()
 
