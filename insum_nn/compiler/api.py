@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 
 from insum_nn.compiler.autocast import to_autocast, under_autocast
+from insum_nn.compiler.autograd import transformed
 from insum_nn.compiler.call import ReadyCall, check_kinds
 from insum_nn.compiler.explain import Explanation
 from insum_nn.compiler.given import Given
@@ -29,6 +30,7 @@ __all__ = [
     "generates_kernels",
     "insum",
     "to_autocast",
+    "transformed",
     "under_autocast",
 ]
 

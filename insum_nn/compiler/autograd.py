@@ -23,7 +23,7 @@ from insum_nn.compiler.epilogue import ACTIVATIONS
 from insum_nn.compiler.gradient import Derivative, derivatives, directional, fresh_name
 from insum_nn.compiler.shares import shares
 
-__all__ = ["apply", "recorded"]
+__all__ = ["apply", "recorded", "transformed"]
 
 
 # The registered operator.
@@ -271,6 +271,11 @@ def _registered(spec: Spec, tensors: Sequence[Tensor], start: Tensor | None, ext
     return torch.ops.insum_nn.run(spec.to_json(), list(tensors), start, list(extents.indices), list(extents.output))
 
 
+def transformed() -> bool:
+    """Whether `torch.func` or forward-mode differentiation looks on: they know the compiler's operator."""
+    return bool(peek_interpreter_stack()) or torch.autograd.forward_ad._current_level >= 0
+
+
 def recorded(tensors: Sequence[Tensor], start: Tensor | None) -> bool:
     """Whether anybody looks on: autograd, a transform, a tracer. Of plain tensors, none of them meta."""
     if torch.is_grad_enabled():
@@ -279,12 +284,7 @@ def recorded(tensors: Sequence[Tensor], start: Tensor | None) -> bool:
                 return True
         if start is not None and start.requires_grad:
             return True
-    return (
-        torch._C._len_torch_dispatch_stack() > 0
-        or torch.autograd.forward_ad._current_level >= 0
-        or bool(peek_interpreter_stack())
-        or torch.compiler.is_compiling()
-    )
+    return torch._C._len_torch_dispatch_stack() > 0 or transformed() or torch.compiler.is_compiling()
 
 
 def apply(
@@ -293,8 +293,7 @@ def apply(
     """Run a program, recording what its gradients need."""
     if spec.epilogue:
         return _finished(spec, tensors, start, extents, key)
-    transformed = bool(peek_interpreter_stack()) or torch.autograd.forward_ad._current_level >= 0
-    if transformed and not torch.compiler.is_compiling():
+    if transformed() and not torch.compiler.is_compiling():
         return _Transformed.apply(_Call(spec, extents.indices, extents.output), start, *tensors)  # type: ignore[no-any-return]
     if _traced(tensors) or (start is not None and _traced((start,))):
         return _registered(spec, tensors, start, extents)
@@ -316,10 +315,9 @@ def _finished(spec: Spec, tensors: Sequence[Tensor], start: Tensor | None, exten
     that takes the number before it (silu, gelu) is applied by torch: that number must be written for backward anyway,
     so to fuse would save one read of the output, and cost every back end a second output.
     """
-    seen = _traced(tensors) or _traced((start,)) or peek_interpreter_stack()
-    if not seen and torch.autograd.forward_ad._current_level < 0:
-        recorded = torch.is_grad_enabled() and any(t is not None and t.requires_grad for t in (*tensors, start))
-        if not recorded:
+    if not (_traced(tensors) or _traced((start,)) or transformed()):
+        learned = torch.is_grad_enabled() and any(t is not None and t.requires_grad for t in (*tensors, start))
+        if not learned:
             return run_spec(spec, tensors, start, extents, key)
         name = spec.epilogue.activation
         kept = spec.statement.operator in ("max=", "min=")

@@ -25,6 +25,7 @@ from insum_nn.compiler.kernel_form import FormError, Tail, make_form
 from insum_nn.compiler.kernel_source import Source
 from insum_nn.compiler.kernel_tail import with_tail
 from insum_nn.compiler.options import Options
+from insum_nn.compiler.schedule_store import size_bucket
 from insum_nn.compiler.tuning import time_calls, worth_measuring
 from insum_nn.facts import UNKNOWN, StaticTable
 
@@ -130,7 +131,7 @@ class Chained:
 
     def choose(self, tensors: Sequence[Tensor], extents: Extents, start: Tensor | None) -> str:
         """The name of the candidate for a call's sizes: one for all sizes within a factor of two."""
-        bucket = _bucket(extents)
+        bucket = size_bucket(extents)
         with self._lock:
             if bucket not in self._chosen:
                 costs = self.costs(tensors, extents)
@@ -169,7 +170,7 @@ class Chained:
     ) -> tuple[Source, tuple[Row, ...]]:
         """The kernel for a call, and each choice behind it with its reason."""
         chosen = self.choose(tensors, extents, start)
-        costs, times = self.costs(tensors, extents), self.measured.get(_bucket(extents), {})
+        costs, times = self.costs(tensors, extents), self.measured.get(size_bucket(extents), {})
         why = "the fastest of those measured" if times else "the least bytes and multiplications"
         rows: list[Row] = [("order", chosen, why)]
         for name in sorted(costs, key=lambda name: (times.get(name, math.inf), costs[name])):
@@ -178,11 +179,6 @@ class Chained:
         rows += [("refused", name, reason) for name, reason in self.refused.items()]
         source, inner = self.candidates[chosen].described(tensors, extents, start)
         return source, (*rows, *inner)
-
-
-def _bucket(extents: Extents) -> tuple[int, ...]:
-    """Sizes within a factor of two are one."""
-    return tuple(math.ceil(math.log2(max(1, e))) for e in (*extents.indices, *extents.output))
 
 
 def _fused(

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import torch
 from torch import Tensor
-from torch._C._functorch import peek_interpreter_stack
+
+from insum_nn.compiler.api import transformed
 
 __all__ = ["ordinary", "transformed"]
 
@@ -16,8 +17,3 @@ def ordinary(*tensors: Tensor) -> bool:
     if torch.compiler.is_compiling() or transformed() or torch._C._len_torch_dispatch_stack() > 0:
         return False
     return all([type(t) in _PLAIN and not t.is_meta for t in tensors])
-
-
-def transformed() -> bool:
-    """Whether `torch.func` or forward-mode differentiation looks on: they know the compiler's operator."""
-    return bool(peek_interpreter_stack()) or torch.autograd.forward_ad._current_level >= 0
