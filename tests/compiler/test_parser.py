@@ -174,7 +174,7 @@ def test_the_longest_texts_take_no_time():
             parse(text)
         except (InsumSyntaxError, InsumOverflowError):
             continue
-    assert time.process_time() - begin < 5
+    assert time.process_time() - begin < 30
 
 
 def test_nesting_does_not_depend_on_the_recursion_limit():
