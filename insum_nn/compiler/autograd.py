@@ -61,30 +61,31 @@ class _Call:
 
 def _gradients(
     call: _Call,
-    tensors: Sequence[Tensor],
+    tensors: Sequence[Tensor | None],
+    shapes: Sequence[torch.Size],
     start: Tensor | None,
     result: Tensor | None,
     needs: Sequence[bool],
     grad: Tensor,
-) -> tuple[list[Tensor | None], Tensor | None]:
-    """Gradients of the tensors that need one, and of the start, by derivative programs."""
+) -> tuple[list[Tensor | None], Tensor]:
+    """Gradients of the tensors that need one, and that of a start, by derivative programs.
+
+    Tensors that `_read_again` does not name may be `None`; shapes are those of all.
+    """
     statement = call.spec.statement
     layout = layout_of(statement)
     shares, start_share = _shares_of(call, tensors, start, result)
     gradients: list[Tensor | None] = []
-    for name, tensor, need in zip(layout.tensors, tensors, needs, strict=True):
+    for name, shape, need in zip(layout.tensors, shapes, needs, strict=True):
         if not need or name not in layout.value_tensors:
             gradients.append(None)
             continue
-        gradients.append(_gradient_of(call, name, tensors, tensor, grad, shares))
-    start_gradient = None
-    if start is not None:
-        start_gradient = grad if start_share is None else grad * start_share
-    return gradients, start_gradient
+        gradients.append(_gradient_of(call, name, tensors, shape, grad, shares))
+    return gradients, grad if start_share is None else grad * start_share
 
 
 def _shares_of(
-    call: _Call, tensors: Sequence[Tensor], start: Tensor | None, result: Tensor | None
+    call: _Call, tensors: Sequence[Tensor | None], start: Tensor | None, result: Tensor | None
 ) -> tuple[Tensor | None, Tensor | None]:
     """The shares of `max=` and `min=`; `None` for the other operators, whose terms all count."""
     if call.spec.statement.operator not in ("max=", "min="):
@@ -92,7 +93,7 @@ def _shares_of(
     assert result is not None
     return shares(  # type: ignore[no-any-return]
         call.spec.to_json(),
-        [t.detach() for t in tensors],
+        [t.detach() for t in tensors if t is not None],
         None if start is None else start.detach(),
         result.detach(),
         list(call.indices),
@@ -143,12 +144,27 @@ def _derivative_specs(
     return derivative, tuple((inner, layout.tensors, layout.indices) for inner, layout in parts)
 
 
+@lru_cache(maxsize=2048)
+def _read_again(spec: Spec, needs: tuple[bool, ...]) -> tuple[bool, ...] | None:
+    """Which of the tensors the gradients of those that need one are made of; `None`: all of them."""
+    layout = layout_of(spec.statement)
+    learned = [name for name, need in zip(layout.tensors, needs, strict=True) if need and name in layout.value_tensors]
+    read = {x for name in learned for _, tensors, _ in _derivative_specs(spec, name)[1] for x in tensors}
+    kept = tuple(name in read for name in layout.tensors)
+    return None if all(kept) else kept
+
+
 def _gradient_of(
-    call: _Call, name: str, tensors: Sequence[Tensor], operand: Tensor, grad: Tensor, shares: Tensor | None
+    call: _Call,
+    name: str,
+    tensors: Sequence[Tensor | None],
+    shape: tuple[int, ...],
+    grad: Tensor,
+    shares: Tensor | None,
 ) -> Tensor:
     layout = layout_of(call.spec.statement)
     derivative, programs = _derivative_specs(call.spec, name)
-    named = dict(zip(layout.tensors, tensors, strict=True))
+    named: dict[str, Any] = dict(zip(layout.tensors, tensors, strict=True))
     named[derivative.seed] = grad
     if derivative.share is not None:
         assert shares is not None
@@ -156,7 +172,7 @@ def _gradient_of(
     sizes = dict(zip(layout.indices, call.indices, strict=True))
     total: Tensor | None = None
     for spec, names, indices in programs:
-        extents = Extents(tuple(sizes[index] for index in indices), tuple(operand.shape))
+        extents = Extents(tuple(sizes[index] for index in indices), tuple(shape))
         total = apply(spec, [named[x] for x in names], total, extents)
     assert total is not None
     return total
@@ -169,8 +185,16 @@ class _Function(torch.autograd.Function):
     def forward(ctx: Any, call: _Call, start: Tensor | None, *tensors: Tensor) -> Tensor:
         result = run_spec(call.spec, tensors, start, Extents(call.indices, call.output), call.key)
         ctx.call = call
-        keep = result if call.spec.epilogue or call.spec.statement.operator in ("max=", "min=") else None
-        ctx.save_for_backward(start, keep, *tensors)
+        spec = call.spec
+        if spec.statement.operator in ("max=", "min="):
+            ctx.shapes = None
+            ctx.save_for_backward(start, result, *tensors)
+            return result
+        kept = _read_again(spec, ctx.needs_input_grad[2:])
+        ctx.shapes = None if kept is None else [tensor.shape for tensor in tensors]
+        ctx.dtype = value_dtype(spec, tensors, start) if spec.epilogue else None
+        saved = tensors if kept is None else [t if need else None for t, need in zip(tensors, kept, strict=True)]
+        ctx.save_for_backward(None, result if spec.epilogue.activation else None, *saved)
         return result
 
     @staticmethod
@@ -178,8 +202,10 @@ class _Function(torch.autograd.Function):
         start, result, *tensors = ctx.saved_tensors
         grad = grads[0]
         if ctx.call.spec.epilogue:
-            grad = _before_epilogue(ctx.call.spec, grad, result).to(value_dtype(ctx.call.spec, tensors, start))
-        gradients, start_gradient = _gradients(ctx.call, tensors, start, result, ctx.needs_input_grad[2:], grad)
+            grad = _before_epilogue(ctx.call.spec, grad, result).to(ctx.dtype)
+        shapes = ctx.shapes or [t.shape for t in tensors]
+        needs = ctx.needs_input_grad[2:]
+        gradients, start_gradient = _gradients(ctx.call, tensors, shapes, start, result, needs, grad)
         return (None, start_gradient if ctx.needs_input_grad[1] else None, *gradients)
 
 
@@ -204,6 +230,8 @@ class _Transformed(torch.autograd.Function):
     def setup_context(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
         call, start, *tensors = inputs
         ctx.call = call
+        ctx.shapes = None
+        ctx.dtype = value_dtype(call.spec, tensors, start)
         keep = output if call.spec.statement.operator in ("max=", "min=") else None
         ctx.save_for_backward(start, keep, *tensors)
         ctx.save_for_forward(start, keep, *tensors)
@@ -239,10 +267,11 @@ def _operator_backward(ctx: Any, grad: Tensor) -> tuple[Any, ...]:
     needs = [t.requires_grad or t.is_floating_point() for t in tensors]
     if isinstance(ctx.needs_input_grad[1], Sequence):
         needs = list(ctx.needs_input_grad[1])
-    gradients, start_gradient = _gradients(ctx.call, tensors, start, result, needs, grad)
+    shapes = [t.shape for t in tensors]
+    gradients, start_gradient = _gradients(ctx.call, tensors, shapes, start, result, needs, grad)
     # torch takes an empty list of integers for one of tensors, and wants a list of gradients back.
     lists = [None if integers else [] for integers in (ctx.call.indices, ctx.call.output)]
-    return None, gradients, start_gradient, *lists
+    return None, gradients, None if start is None else start_gradient, *lists
 
 
 _run.register_autograd(_operator_backward, setup_context=_setup_context)

@@ -90,7 +90,8 @@ class Grouped:
     """The entries of a graph grouped by the node that owns them: by receiver, or for the transpose by sender.
 
     Attributes:
-        matrix: (n, n); its values number the entries from 1, and are 0 in unused slots.
+        matrix: (n, n); its values number the entries from 1, and are 0 in unused slots. Where slots are entries, in
+            their order, values are all 1.
         order: (p,) where each of its entries stands among the graph's; `None`: in the same order.
         program: `C[Row[g],n] += Val[g,q] * B[Col[g,q],n]` with the facts of this matrix.
         num_entries: `p`.
@@ -149,6 +150,7 @@ class GraphMatrix:
         self._group_size: GroupSize = group_size or 1
         row, col, order = _sorted(entries.row, entries.col, entries.num_nodes)
         source = order if entries.source is None else entries.source.index_select(0, order)
+        source = source.to(_index_dtype(source.device, entries.num_edges))
         self.entries = GraphEntries(row, col, source, entries.num_nodes, entries.num_edges)
         # Values computed from weights that are not learned, by the weights.
         self.remembered = TensorCache(limit=8)
@@ -211,12 +213,14 @@ class GraphMatrix:
 
     def _group(self, row: Tensor, col: Tensor, order: Tensor | None) -> Grouped:
         with torch.inference_mode(False), torch.no_grad():
-            numbers = torch.arange(1, self.num_entries + 1, device=row.device)
             shape = (self.num_nodes, self.num_nodes)
             facts = (IndexFacts(sorted=True, masked=False, proven=True), IndexFacts(masked=False, proven=True))
             if self._group_size == 1:
-                matrix = GroupCOO(shape, 0, row, (col[:, None],), numbers[:, None], facts)
+                # Slots are entries, in their order: the numbers are not read, and take no memory.
+                numbers = row.new_ones(1, 1).expand(self.num_entries, 1)
+                matrix = GroupCOO(shape, 0, row, (col[:, None],), numbers, facts)
             else:
+                numbers = torch.arange(1, self.num_entries + 1, device=row.device)
                 coo = COO(shape, (row, col), numbers, facts)
                 matrix = GroupCOO.from_coo(coo, coalesce=False, group_size=self._group_size)
         return Grouped(matrix, order, spmm_program(matrix, options=DEFAULT), self.num_entries)
@@ -225,14 +229,23 @@ class GraphMatrix:
 def _sorted(first: Tensor, second: Tensor, extent: int) -> tuple[Tensor, Tensor, Tensor]:
     """Two keys below `extent` in ascending order, and the stable permutation that sorts them."""
     bits, places = max(extent - 1, 1).bit_length(), max(first.shape[0] - 1, 1).bit_length()
+    dtype = _index_dtype(first.device, max(extent, first.shape[0]))
     if 2 * bits + places <= 63:
         # Both keys and the place in one integer: plain numbers are sorted, which is much faster than an argsort.
-        packed = (first << (bits + places)) | (second << places) | torch.arange(first.shape[0], device=first.device)
+        place = torch.arange(first.shape[0], device=first.device)
+        packed = (first.long() << (bits + places)) | (second.long() << places) | place
         if packed.device.type == "cpu":
             packed.numpy().sort()
         else:
             packed = packed.sort().values
-        return packed >> (bits + places), (packed >> places) & ((1 << bits) - 1), packed & ((1 << places) - 1)
+        ordered = packed >> (bits + places), (packed >> places) & ((1 << bits) - 1), packed & ((1 << places) - 1)
+        return ordered[0].to(dtype), ordered[1].to(dtype), ordered[2].to(dtype)
     order = second.argsort(stable=True)
     order = order[first[order].argsort(stable=True)]
-    return first[order], second[order], order
+    return first[order].to(dtype), second[order].to(dtype), order.to(dtype)
+
+
+def _index_dtype(device: torch.device, most: int) -> torch.dtype:
+    """The dtype of numbers up to `most` that entries are kept in."""
+    # Half the memory, and half of what a kernel reads of them; torch's products on a CPU take int64 alone.
+    return torch.int64 if device.type == "cpu" or most >= 2**31 else torch.int32

@@ -96,7 +96,8 @@ class _Carry(torch.autograd.Function):
         options: Options,
         bias: Tensor | None,
     ) -> Tensor:
-        ctx.save_for_backward(values, dense)
+        # Features are read again for the gradient of values alone, and are the largest of what could be kept.
+        ctx.save_for_backward(values, dense if ctx.needs_input_grad[0] else None)
         ctx.rest = graph, transposed, options
         return _carry(values, dense, graph, transposed, options, bias)
 
@@ -117,7 +118,8 @@ class _Carry(torch.autograd.Function):
 class _Compare(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, a: Tensor, b: Tensor, graph: GraphMatrix, options: Options) -> Tensor:
-        ctx.save_for_backward(a, b)
+        of_a, of_b = ctx.needs_input_grad[:2]
+        ctx.save_for_backward(a if of_b else None, b if of_a else None)
         ctx.rest = graph, options
         return _compared(a, b, graph)
 

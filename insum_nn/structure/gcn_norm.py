@@ -33,10 +33,10 @@ class GraphEntries:
         Out[Row[p],n] += Weight[p] * X[Col[p],n]
 
     Attributes:
-        row: (p,) int64: the node that receives.
-        col: (p,) int64: the node that sends.
-        source: (p,) int64: which edge's weight an entry has; `num_edges` for a self-loop of its own, whose weight
-            is the fill value. `None`: entry `p` has the weight of edge `p`.
+        row: (p,) int32 or int64: the node that receives.
+        col: (p,) of the same dtype: the node that sends.
+        source: (p,) int32 or int64: which edge's weight an entry has; `num_edges` for a self-loop of its own, whose
+            weight is the fill value. `None`: entry `p` has the weight of edge `p`.
         num_nodes: nodes.
         num_edges: edges of the graph, which is how many weights there are.
     """

@@ -12,6 +12,7 @@ from torch import Tensor
 from insum_nn.compiler.options import Options
 from insum_nn.errors import InsumDeviceError, InsumDtypeError, InsumRangeError, InsumShapeError
 from insum_nn.ops import graph_conv as module
+from insum_nn.ops import graph_matrix as matrices
 from insum_nn.ops.graph_conv import Recipe, clear_graphs, graph_conv, graph_matrix, graph_values
 from insum_nn.ops.graph_matrix import GraphMatrix, TensorCache, _sorted
 from insum_nn.ops.graph_product import graph_product
@@ -39,6 +40,14 @@ def make(nodes: int, edges: int, group_size: int) -> GraphMatrix:
     return GraphMatrix(edge_entries(skewed_graph(nodes, edges), nodes, loops="none"), group_size=group_size)
 
 
+@pytest.fixture(params=["as on a CPU", "as on a GPU"])
+def index_dtype(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch):
+    """Entries are int64 on a CPU, for torch's products, and int32 elsewhere."""
+    if request.param == "as on a GPU":
+        monkeypatch.setattr(matrices, "_index_dtype", lambda device, most: torch.int32)
+
+
+@pytest.mark.usefixtures("index_dtype")
 @pytest.mark.parametrize("group_size", [1, 2, 4, 32])
 @pytest.mark.parametrize("transposed", [False, True])
 @pytest.mark.parametrize(("nodes", "edges", "width"), [(9, 31, 3), (4, 0, 2), (1, 5, 1), (30, 200, 7), (3, 4, 0)])
@@ -50,6 +59,7 @@ def test_product(group_size: int, transposed: bool, nodes: int, edges: int, widt
     assert_matches(graph_product(graph, values, x, transposed=transposed), want, dtype=torch.float64, kind="sum")
 
 
+@pytest.mark.usefixtures("index_dtype")
 @pytest.mark.parametrize("group_size", [1, 4])
 @pytest.mark.parametrize("transposed", [False, True])
 def test_gradients_of_every_order(group_size: int, transposed: bool):
