@@ -77,6 +77,7 @@ COMPILER_ORDER = [
     "call",
     "traced",
     "shares",
+    "backward",
     "autograd",
     "explain_svg",
     "explain_html",

@@ -8,8 +8,6 @@ code of their own.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
-from functools import lru_cache
 from typing import Any
 
 import torch
@@ -17,10 +15,11 @@ from torch import Tensor
 from torch._C._functorch import peek_interpreter_stack
 
 from insum_nn.compiler.ast import Access
+from insum_nn.compiler.backward import Call, Shapes, derivative_specs, plain_gradients, read_again, shape_at
 from insum_nn.compiler.bind import Extents, layout_of
-from insum_nn.compiler.call import Key, Spec, run_spec, value_dtype
+from insum_nn.compiler.call import Key, Seen, Spec, run_spec, value_dtype
 from insum_nn.compiler.epilogue import ACTIVATIONS
-from insum_nn.compiler.gradient import Derivative, derivatives, directional, fresh_name
+from insum_nn.compiler.gradient import directional, fresh_name
 from insum_nn.compiler.shares import shares
 
 __all__ = ["apply", "recorded", "transformed"]
@@ -29,6 +28,8 @@ __all__ = ["apply", "recorded", "transformed"]
 # The registered operator.
 
 _NAMESPACE = "insum_nn"
+# Of these the terms do not all count, so gradients are more than sums of products.
+_EXTREMA = ("max=", "min=")
 
 
 @torch.library.custom_op(f"{_NAMESPACE}::run", mutates_args=())
@@ -49,20 +50,10 @@ def _run_fake(spec: str, tensors: list[Tensor], start: Tensor | None, indices: l
 # Gradients.
 
 
-@dataclass(frozen=True, slots=True)
-class _Call:
-    """The constants of one call."""
-
-    spec: Spec
-    indices: tuple[int, ...]
-    output: tuple[int, ...]
-    key: Key | None = None
-
-
 def _gradients(
-    call: _Call,
+    call: Call,
     tensors: Sequence[Tensor | None],
-    shapes: Sequence[torch.Size],
+    shapes: Shapes,
     start: Tensor | None,
     result: Tensor | None,
     needs: Sequence[bool],
@@ -70,25 +61,24 @@ def _gradients(
 ) -> tuple[list[Tensor | None], Tensor]:
     """Gradients of the tensors that need one, and that of a start, by derivative programs.
 
-    Tensors that `_read_again` does not name may be `None`; shapes are those of all.
+    Tensors that `read_again` does not name may be `None`, if shapes are given.
     """
-    statement = call.spec.statement
-    layout = layout_of(statement)
+    layout = call.spec.layout
     shares, start_share = _shares_of(call, tensors, start, result)
     gradients: list[Tensor | None] = []
-    for name, shape, need in zip(layout.tensors, shapes, needs, strict=True):
+    for position, (name, need) in enumerate(zip(layout.tensors, needs, strict=True)):
         if not need or name not in layout.value_tensors:
             gradients.append(None)
             continue
-        gradients.append(_gradient_of(call, name, tensors, shape, grad, shares))
+        gradients.append(_gradient_of(call, name, tensors, shape_at(position, tensors, shapes), grad, shares))
     return gradients, grad if start_share is None else grad * start_share
 
 
 def _shares_of(
-    call: _Call, tensors: Sequence[Tensor | None], start: Tensor | None, result: Tensor | None
+    call: Call, tensors: Sequence[Tensor | None], start: Tensor | None, result: Tensor | None
 ) -> tuple[Tensor | None, Tensor | None]:
     """The shares of `max=` and `min=`; `None` for the other operators, whose terms all count."""
-    if call.spec.statement.operator not in ("max=", "min="):
+    if call.spec.statement.operator not in _EXTREMA:
         return None, None
     assert result is not None
     return shares(  # type: ignore[no-any-return]
@@ -102,7 +92,7 @@ def _shares_of(
 
 
 def _tangent(
-    call: _Call,
+    call: Call,
     tensors: Sequence[Tensor],
     start: Tensor | None,
     result: Tensor | None,
@@ -110,8 +100,7 @@ def _tangent(
     start_tangent: Tensor | None,
 ) -> Tensor:
     """The output's change along the operands' tangents: the statement is linear in each occurrence of a factor."""
-    statement = call.spec.statement
-    layout = layout_of(statement)
+    statement, layout = call.spec.statement, call.spec.layout
     named = dict(zip(layout.tensors, tensors, strict=True))
     sizes = dict(zip(layout.indices, call.indices, strict=True))
     shares, start_share = _shares_of(call, tensors, start, result)
@@ -134,36 +123,16 @@ def _tangent(
     return total
 
 
-@lru_cache(maxsize=2048)
-def _derivative_specs(
-    spec: Spec, operand: str
-) -> tuple[Derivative, tuple[tuple[Spec, tuple[str, ...], tuple[str, ...]], ...]]:
-    """The derivative's programs, each with the tensors and the indices that it takes."""
-    derivative = derivatives(spec.statement, operand)
-    parts = tuple((spec.with_statement(s, drop_outside=True), layout_of(s)) for s in derivative.statements)
-    return derivative, tuple((inner, layout.tensors, layout.indices) for inner, layout in parts)
-
-
-@lru_cache(maxsize=2048)
-def _read_again(spec: Spec, needs: tuple[bool, ...]) -> tuple[bool, ...] | None:
-    """Which of the tensors the gradients of those that need one are made of; `None`: all of them."""
-    layout = layout_of(spec.statement)
-    learned = [name for name, need in zip(layout.tensors, needs, strict=True) if need and name in layout.value_tensors]
-    read = {x for name in learned for _, tensors, _ in _derivative_specs(spec, name)[1] for x in tensors}
-    kept = tuple(name in read for name in layout.tensors)
-    return None if all(kept) else kept
-
-
 def _gradient_of(
-    call: _Call,
+    call: Call,
     name: str,
     tensors: Sequence[Tensor | None],
     shape: tuple[int, ...],
     grad: Tensor,
     shares: Tensor | None,
 ) -> Tensor:
-    layout = layout_of(call.spec.statement)
-    derivative, programs = _derivative_specs(call.spec, name)
+    layout = call.spec.layout
+    derivative, programs = derivative_specs(call.spec, name)
     named: dict[str, Any] = dict(zip(layout.tensors, tensors, strict=True))
     named[derivative.seed] = grad
     if derivative.share is not None:
@@ -172,7 +141,7 @@ def _gradient_of(
     sizes = dict(zip(layout.indices, call.indices, strict=True))
     total: Tensor | None = None
     for spec, names, indices in programs:
-        extents = Extents(tuple(sizes[index] for index in indices), tuple(shape))
+        extents = Extents(tuple(sizes[index] for index in indices), shape)
         total = apply(spec, [named[x] for x in names], total, extents)
     assert total is not None
     return total
@@ -182,15 +151,15 @@ class _Function(torch.autograd.Function):
     """The recorded call on plain tensors; tracing and transforms take the registered operator instead."""
 
     @staticmethod
-    def forward(ctx: Any, call: _Call, start: Tensor | None, *tensors: Tensor) -> Tensor:
-        result = run_spec(call.spec, tensors, start, Extents(call.indices, call.output), call.key)
+    def forward(ctx: Any, call: Call, start: Tensor | None, *tensors: Tensor) -> Tensor:
+        result = call.run(tensors, start)
         ctx.call = call
         spec = call.spec
-        if spec.statement.operator in ("max=", "min="):
+        if spec.statement.operator in _EXTREMA:
             ctx.shapes = None
             ctx.save_for_backward(start, result, *tensors)
             return result
-        kept = _read_again(spec, ctx.needs_input_grad[2:])
+        kept = read_again(spec, ctx.needs_input_grad[2:])
         ctx.shapes = None if kept is None else [tensor.shape for tensor in tensors]
         ctx.dtype = value_dtype(spec, tensors, start) if spec.epilogue else None
         saved = tensors if kept is None else [t if need else None for t, need in zip(tensors, kept, strict=True)]
@@ -203,10 +172,12 @@ class _Function(torch.autograd.Function):
         grad = grads[0]
         if ctx.call.spec.epilogue:
             grad = _before_epilogue(ctx.call.spec, grad, result).to(ctx.dtype)
-        shapes = ctx.shapes or [t.shape for t in tensors]
-        needs = ctx.needs_input_grad[2:]
-        gradients, start_gradient = _gradients(ctx.call, tensors, shapes, start, result, needs, grad)
-        return (None, start_gradient if ctx.needs_input_grad[1] else None, *gradients)
+        shapes, needs = ctx.shapes, ctx.needs_input_grad[2:]
+        if _unwatched(grad) and ctx.call.spec.statement.operator not in _EXTREMA:
+            gradients, of_start = plain_gradients(ctx.call, tensors, shapes, needs, grad), grad
+        else:
+            gradients, of_start = _gradients(ctx.call, tensors, shapes, start, result, needs, grad)
+        return (None, of_start if ctx.needs_input_grad[1] else None, *gradients)
 
 
 def _before_epilogue(spec: Spec, grad: Tensor, result: Tensor) -> Tensor:
@@ -223,7 +194,7 @@ class _Transformed(torch.autograd.Function):
     """
 
     @staticmethod
-    def forward(call: _Call, start: Tensor | None, *tensors: Tensor) -> Tensor:
+    def forward(call: Call, start: Tensor | None, *tensors: Tensor) -> Tensor:
         return _execute(call.spec, tensors, start, Extents(call.indices, call.output))
 
     @staticmethod
@@ -232,7 +203,7 @@ class _Transformed(torch.autograd.Function):
         ctx.call = call
         ctx.shapes = None
         ctx.dtype = value_dtype(call.spec, tensors, start)
-        keep = output if call.spec.statement.operator in ("max=", "min=") else None
+        keep = output if call.spec.statement.operator in _EXTREMA else None
         ctx.save_for_backward(start, keep, *tensors)
         ctx.save_for_forward(start, keep, *tensors)
 
@@ -256,9 +227,9 @@ class _Transformed(torch.autograd.Function):
 
 def _setup_context(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
     spec, tensors, start, indices, shape = inputs
-    ctx.call = _Call(Spec.from_json(spec), tuple(indices), tuple(shape))
+    ctx.call = Call(Spec.from_json(spec), tuple(indices), tuple(shape))
     ctx.count = len(tensors)
-    keep = output if ctx.call.spec.statement.operator in ("max=", "min=") else None
+    keep = output if ctx.call.spec.statement.operator in _EXTREMA else None
     ctx.save_for_backward(start, keep, *tensors)
 
 
@@ -267,8 +238,7 @@ def _operator_backward(ctx: Any, grad: Tensor) -> tuple[Any, ...]:
     needs = [t.requires_grad or t.is_floating_point() for t in tensors]
     if isinstance(ctx.needs_input_grad[1], Sequence):
         needs = list(ctx.needs_input_grad[1])
-    shapes = [t.shape for t in tensors]
-    gradients, start_gradient = _gradients(ctx.call, tensors, shapes, start, result, needs, grad)
+    gradients, start_gradient = _gradients(ctx.call, tensors, None, start, result, needs, grad)
     # torch takes an empty list of integers for one of tensors, and wants a list of gradients back.
     lists = [None if integers else [] for integers in (ctx.call.indices, ctx.call.output)]
     return None, gradients, None if start is None else start_gradient, *lists
@@ -300,6 +270,13 @@ def _registered(spec: Spec, tensors: Sequence[Tensor], start: Tensor | None, ext
     return torch.ops.insum_nn.run(spec.to_json(), list(tensors), start, list(extents.indices), list(extents.output))
 
 
+def _unwatched(grad: Tensor) -> bool:
+    """Whether nobody looks on while gradients of plain tensors are computed."""
+    if torch.is_grad_enabled() or torch._C._is_any_autocast_enabled():
+        return False
+    return type(grad) in _PLAIN and torch._C._len_torch_dispatch_stack() == 0 and not transformed()
+
+
 def transformed() -> bool:
     """Whether `torch.func` or forward-mode differentiation looks on: they know the compiler's operator."""
     return bool(peek_interpreter_stack()) or torch.autograd.forward_ad._current_level >= 0
@@ -317,13 +294,27 @@ def recorded(tensors: Sequence[Tensor], start: Tensor | None) -> bool:
 
 
 def apply(
-    spec: Spec, tensors: Sequence[Tensor], start: Tensor | None, extents: Extents, key: Key | None = None
+    spec: Spec,
+    tensors: Sequence[Tensor],
+    start: Tensor | None,
+    extents: Extents,
+    key: Key | None = None,
+    seen: Seen | None = None,
 ) -> Tensor:
-    """Run a program, recording what its gradients need."""
+    """Run a program, recording what its gradients need.
+
+    Args:
+        spec: the program.
+        tensors: in the layout's order.
+        start: the starting value, in the output's shape.
+        extents: the call's sizes.
+        key: `call_key` of the tensors, where the caller has it.
+        seen: what is remembered of calls with this key and these sizes.
+    """
     if spec.epilogue:
-        return _finished(spec, tensors, start, extents, key)
+        return _finished(spec, tensors, start, extents, key, seen)
     if transformed() and not torch.compiler.is_compiling():
-        return _Transformed.apply(_Call(spec, extents.indices, extents.output), start, *tensors)  # type: ignore[no-any-return]
+        return _Transformed.apply(Call(spec, extents.indices, extents.output), start, *tensors)  # type: ignore[no-any-return]
     if _traced(tensors) or (start is not None and _traced((start,))):
         return _registered(spec, tensors, start, extents)
     if torch.is_grad_enabled():
@@ -333,11 +324,18 @@ def apply(
         else:
             if start is None or not start.requires_grad:
                 return run_spec(spec, tensors, start, extents, key)
-        return _Function.apply(_Call(spec, extents.indices, extents.output, key), start, *tensors)  # type: ignore[no-any-return]
+        return _Function.apply(Call.of(spec, extents, key, seen), start, *tensors)  # type: ignore[no-any-return]
     return run_spec(spec, tensors, start, extents, key)
 
 
-def _finished(spec: Spec, tensors: Sequence[Tensor], start: Tensor | None, extents: Extents, key: Key | None) -> Tensor:
+def _finished(
+    spec: Spec,
+    tensors: Sequence[Tensor],
+    start: Tensor | None,
+    extents: Extents,
+    key: Key | None,
+    seen: Seen | None,
+) -> Tensor:
     """`apply` for a sum that is activated or cast.
 
     Where gradients are recorded, an activation that is differentiated from its output stays in the sum's own store. One
@@ -349,9 +347,9 @@ def _finished(spec: Spec, tensors: Sequence[Tensor], start: Tensor | None, exten
         if not learned:
             return run_spec(spec, tensors, start, extents, key)
         name = spec.epilogue.activation
-        kept = spec.statement.operator in ("max=", "min=")
+        kept = spec.statement.operator in _EXTREMA
         if not kept and (name is None or ACTIVATIONS[name].backward is not None):
-            return _Function.apply(_Call(spec, extents.indices, extents.output, key), start, *tensors)  # type: ignore[no-any-return]
+            return _Function.apply(Call.of(spec, extents, key, seen), start, *tensors)  # type: ignore[no-any-return]
     return spec.epilogue(apply(spec.bare, tensors, start, extents, key), value_dtype(spec, tensors, start))
 
 
@@ -377,7 +375,7 @@ def _batched(access: Access, names: set[str], batch: str) -> str:
 class _Batch:
     """A batch of statements is one statement with one more index, the first of the output."""
 
-    def __init__(self, call: _Call, size: int, dims: Sequence[int | None]) -> None:
+    def __init__(self, call: Call, size: int, dims: Sequence[int | None]) -> None:
         statement = call.spec.statement
         layout = layout_of(statement)
         self.size = size
@@ -393,7 +391,7 @@ class _Batch:
         static = tuple((name, table) for name, table in call.spec.static if name not in names)
         self.spec = Spec(text, facts, call.spec.options, call.spec.drop_outside, static)
         sizes = {**dict(zip(layout.indices, call.indices, strict=True)), index: size}
-        inner = layout_of(self.spec.statement)
+        inner = self.spec.layout
         self.order = inner.tensors
         self.extents = Extents(tuple(sizes[name] for name in inner.indices), (size, *call.output))
 
@@ -417,7 +415,7 @@ def _vmap(
     indices: list[int],
     output: list[int],
 ) -> tuple[Tensor, int]:
-    batch = _Batch(_Call(Spec.from_json(spec), tuple(indices), tuple(output)), info.batch_size, in_dims[1])
+    batch = _Batch(Call(Spec.from_json(spec), tuple(indices), tuple(output)), info.batch_size, in_dims[1])
     result = torch.ops.insum_nn.run(
         batch.spec.to_json(),
         batch.operands(tensors),
@@ -441,7 +439,7 @@ def _vmap_shares(
     indices: list[int],
     output: list[int],
 ) -> tuple[tuple[Tensor, Tensor], tuple[int, int]]:
-    batch = _Batch(_Call(Spec.from_json(spec), tuple(indices), tuple(output)), info.batch_size, in_dims[1])
+    batch = _Batch(Call(Spec.from_json(spec), tuple(indices), tuple(output)), info.batch_size, in_dims[1])
     results = batch.start(result, in_dims[3])
     share, from_start = shares(
         batch.spec.to_json(),

@@ -11,14 +11,14 @@ import threading
 import weakref
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
-from functools import lru_cache
+from functools import cached_property, lru_cache
 from typing import Any, TypeVar
 
 import torch
 from torch import Tensor
 
 from insum_nn.compiler.ast import Statement
-from insum_nn.compiler.bind import Bound, Extents, bind, layout_of
+from insum_nn.compiler.bind import Bound, Extents, Layout, bind, layout_of
 from insum_nn.compiler.epilogue import PLAIN, Epilogue
 from insum_nn.compiler.execution import Executable, generation
 from insum_nn.compiler.extents import check_extents
@@ -88,9 +88,13 @@ class Spec:
     def __reduce__(self) -> tuple[object, ...]:
         return (Spec, (self.expression, self.facts, self.options, self.drop_outside, self.static, self.epilogue))
 
-    @property
+    @cached_property
     def statement(self) -> Statement:
         return parse_cached(self.expression)
+
+    @cached_property
+    def layout(self) -> Layout:
+        return layout_of(self.statement)
 
     def to_json(self) -> str:
         return _to_json(self)
@@ -184,7 +188,7 @@ def static_tables(
 def prepare(spec: Spec, tensors: Sequence[Tensor], start: Tensor | None, extents: Extents) -> tuple[Bound, Executable]:
     """Check a call and find its program."""
     statement = spec.statement
-    layout = layout_of(statement)
+    layout = spec.layout
     named = dict(zip(layout.tensors, tensors, strict=True))
     check_extents(statement, tensors, extents, drop_outside=spec.drop_outside)
     facts = prove(
@@ -296,11 +300,12 @@ def broadcast(start: Tensor | None, extents: Extents) -> Tensor | None:
 
 @dataclass(slots=True)
 class Seen:
-    """A call that was checked before: its sizes, and what runs it where nothing is recorded."""
+    """A call that was checked before: its sizes, what runs it where nothing is recorded, and the recorded call."""
 
     extents: Extents
     ready: _Ready | None = None
     precision: str = field(default_factory=torch.get_float32_matmul_precision)
+    call: object = None
 
     def holds(self, tensors: Sequence[Tensor]) -> bool:
         """Whether `ready` may run on these tensors."""
@@ -374,14 +379,14 @@ def ready_call(spec: Spec, tensors: Sequence[Tensor], extents: Extents) -> Ready
     ready = spec.ready_for(call_key(tensors, None), True, extents)
     if ready is None or ready.read or not ready.holds(tensors):
         return None
-    return ReadyCall(layout_of(spec.statement).tensors, ready.run, ready.generation, precision)
+    return ReadyCall(spec.layout.tensors, ready.run, ready.generation, precision)
 
 
 def _remember(
     spec: Spec, key: Key, run: Callable[[Sequence[Tensor], Tensor | None], Tensor], tensors: Sequence[Tensor]
 ) -> None:
     trusted = {name for name, facts in spec.facts if facts.proven and facts.masked is not None}
-    layout = layout_of(spec.statement)
+    layout = spec.layout
     read: list[tuple[int, weakref.ref[Tensor], int]] = []
     for at, name in enumerate(layout.tensors):
         if name not in layout.index_tensors or name in trusted:
@@ -426,7 +431,7 @@ def _stand_in(tensor: Tensor, is_index: bool) -> Tensor:
 
 def value_dtype(spec: Spec, tensors: Sequence[Tensor], start: Tensor | None) -> torch.dtype:
     """The dtype of the factors, and of the sum."""
-    layout = layout_of(spec.statement)
+    layout = spec.layout
     for access in spec.statement.reads:
         return tensors[layout.tensors.index(access.name)].dtype
     return start.dtype if start is not None else torch.get_default_dtype()

@@ -161,7 +161,7 @@ class Program:
             start = named.get(self.statement.output.name)
         start = broadcast(start, seen.extents)
         if recorded(ordered, start):
-            return apply(self._spec, ordered, start, seen.extents, call[0])
+            return apply(self._spec, ordered, start, seen.extents, call[0], seen)
         if seen.ready is not None and seen.holds(ordered):
             return seen.ready.run(ordered, start)
         result = apply(self._spec, ordered, start, seen.extents, call[0])

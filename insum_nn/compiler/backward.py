@@ -1,0 +1,155 @@
+"""A recorded call, and the gradients of it that nothing records in turn: its derivative programs, ready to run.
+
+Backward runs in a thread of its own, where the same Python takes longer than in the caller's. So what the derivative
+programs of one kind of call are, which tensors they read and in which shapes, is found once and kept with the call.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from functools import lru_cache
+
+import torch
+from torch import Tensor
+
+from insum_nn.compiler.bind import Extents
+from insum_nn.compiler.call import Key, Seen, Spec, call_key, run_spec
+from insum_nn.compiler.gradient import Derivative, derivatives
+
+__all__ = ["Call", "Shapes", "derivative_specs", "plain_gradients", "read_again", "shape_at"]
+
+# Of all tensors of a call, where some of them were not kept.
+Shapes = Sequence[torch.Size] | None
+
+
+@dataclass(slots=True)
+class Call:
+    """The constants of a call, or of all calls of one kind.
+
+    Attributes:
+        spec: the program.
+        indices: extents, in the layout's order.
+        output: the output's shape.
+        key: `call_key` of its tensors, where it is known.
+        seen: what is remembered of calls of its kind.
+    """
+
+    spec: Spec
+    indices: tuple[int, ...]
+    output: tuple[int, ...]
+    key: Key | None = None
+    seen: Seen | None = None
+    _steps: dict[int, tuple[_Step, ...]] = field(default_factory=dict)
+
+    @staticmethod
+    def of(spec: Spec, extents: Extents, key: Key | None, seen: Seen | None) -> Call:
+        """The call; the same one for all calls that share what is remembered of them."""
+        if seen is None:
+            return Call(spec, extents.indices, extents.output, key)
+        call = seen.call
+        if not isinstance(call, Call):
+            call = seen.call = Call(spec, extents.indices, extents.output, key, seen)
+        return call
+
+    def run(self, tensors: Sequence[Tensor], start: Tensor | None) -> Tensor:
+        """The output; nothing is recorded."""
+        seen = self.seen
+        if seen is None:
+            return run_spec(self.spec, tensors, start, Extents(self.indices, self.output), self.key)
+        if seen.ready is None or not seen.holds(tensors) or torch._C._is_any_autocast_enabled():
+            result = run_spec(self.spec, tensors, start, seen.extents, self.key)
+            if self.key is not None:
+                seen.ready = self.spec.ready_for(self.key, start is None, seen.extents)
+            return result
+        return seen.ready.run(tensors, start)
+
+    def steps(self, position: int, tensors: Sequence[Tensor | None], shapes: Shapes) -> tuple[_Step, ...]:
+        """The derivative programs of the tensor at a position."""
+        found = self._steps.get(position)
+        if found is None:
+            found = self._steps[position] = self._found(position, shape_at(position, tensors, shapes))
+        return found
+
+    def _found(self, position: int, shape: tuple[int, ...]) -> tuple[_Step, ...]:
+        layout = self.spec.layout
+        derivative, programs = derivative_specs(self.spec, layout.tensors[position])
+        pool = {name: place for place, name in enumerate((*layout.tensors, derivative.seed))}
+        sizes = dict(zip(layout.indices, self.indices, strict=True))
+        return tuple(
+            _Step(spec, tuple(pool[x] for x in names), Extents(tuple(sizes[x] for x in indices), shape))
+            for spec, names, indices in programs
+        )
+
+
+def shape_at(position: int, tensors: Sequence[Tensor | None], shapes: Shapes) -> tuple[int, ...]:
+    """The shape of the tensor at a position, kept or not."""
+    tensor = tensors[position]
+    if tensor is not None:
+        return tuple(tensor.shape)
+    assert shapes is not None
+    return tuple(shapes[position])
+
+
+@dataclass(slots=True)
+class _Step:
+    """A derivative program, and where its tensors stand among those of the call, of which the last is the gradient."""
+
+    spec: Spec
+    places: tuple[int, ...]
+    extents: Extents
+    seen: Seen | None = None
+
+    def __call__(self, pool: Sequence[Tensor | None], total: Tensor | None) -> Tensor:
+        tensors: list[Tensor] = [pool[place] for place in self.places]  # type: ignore[misc]
+        seen = self.seen
+        if seen is not None and seen.ready is not None and seen.holds(tensors):
+            return seen.ready.run(tensors, total)
+        key = call_key(tensors, total)
+        result = run_spec(self.spec, tensors, total, self.extents, key)
+        ready = self.spec.ready_for(key, total is None, self.extents)
+        self.seen = None if ready is None else Seen(self.extents, ready)
+        return result
+
+
+@lru_cache(maxsize=2048)
+def derivative_specs(
+    spec: Spec, operand: str
+) -> tuple[Derivative, tuple[tuple[Spec, tuple[str, ...], tuple[str, ...]], ...]]:
+    """The derivative's programs, each with the tensors and the indices that it takes."""
+    derivative = derivatives(spec.statement, operand)
+    inner = tuple(spec.with_statement(statement, drop_outside=True) for statement in derivative.statements)
+    return derivative, tuple((each, each.layout.tensors, each.layout.indices) for each in inner)
+
+
+@lru_cache(maxsize=2048)
+def read_again(spec: Spec, needs: tuple[bool, ...]) -> tuple[bool, ...] | None:
+    """Which of the tensors the gradients of those that need one are made of; `None`: all of them."""
+    layout = spec.layout
+    learned = [name for name, need in zip(layout.tensors, needs, strict=True) if need and name in layout.value_tensors]
+    read = {x for name in learned for _, tensors, _ in derivative_specs(spec, name)[1] for x in tensors}
+    kept = tuple(name in read for name in layout.tensors)
+    return None if all(kept) else kept
+
+
+def plain_gradients(
+    call: Call,
+    tensors: Sequence[Tensor | None],
+    shapes: Shapes,
+    needs: Sequence[bool],
+    grad: Tensor,
+) -> list[Tensor | None]:
+    """Gradients of the tensors that need one, where all terms count and nobody looks on.
+
+    Tensors that `read_again` does not name may be `None`, if shapes are given.
+    """
+    values, names = call.spec.layout.value_tensors, call.spec.layout.tensors
+    pool = (*tensors, grad)
+    gradients: list[Tensor | None] = []
+    for position, need in enumerate(needs):
+        total: Tensor | None = None
+        if need and names[position] in values:
+            for step in call.steps(position, tensors, shapes):
+                total = step(pool, total)
+        gradients.append(total)
+    return gradients
