@@ -10,7 +10,7 @@ from torch import Tensor
 
 from insum_nn.compiler.autocast import to_autocast, under_autocast
 from insum_nn.compiler.autograd import transformed
-from insum_nn.compiler.call import ReadyCall, check_kinds
+from insum_nn.compiler.call import check_kinds
 from insum_nn.compiler.explain import Explanation
 from insum_nn.compiler.given import Given
 from insum_nn.compiler.options import DEFAULT, Options
@@ -24,7 +24,6 @@ __all__ = [
     "Given",
     "Program",
     "ProgramSum",
-    "ReadyCall",
     "call_traced",
     "compile",
     "generates_kernels",

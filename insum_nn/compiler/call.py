@@ -31,7 +31,6 @@ from insum_nn.facts import IndexFacts, StaticTable
 
 __all__ = [
     "Key",
-    "ReadyCall",
     "Seen",
     "Spec",
     "broadcast",
@@ -40,7 +39,6 @@ __all__ = [
     "keep",
     "parse_cached",
     "prepare",
-    "ready_call",
     "run_spec",
     "static_tables",
     "value_dtype",
@@ -352,34 +350,6 @@ def run_spec(
     run = program.prepare(tensors, extents, start)
     _remember(spec, key, run, tensors)
     return run(tensors, start)
-
-
-@dataclass(frozen=True, slots=True)
-class ReadyCall:
-    """What a call that was made before runs, all checks left out.
-
-    It serves tensors of the same shapes, dtypes, devices and layouts, as long as it `holds`.
-    """
-
-    names: tuple[str, ...]
-    run: Callable[[Sequence[Tensor], Tensor | None], Tensor]
-    generation: int
-    precision: str
-
-    def holds(self) -> bool:
-        return self.generation == generation() and self.precision == torch.get_float32_matmul_precision()
-
-    def __call__(self, tensors: Mapping[str, Tensor]) -> Tensor:
-        return self.run([tensors[name] for name in self.names], None)
-
-
-def ready_call(spec: Spec, tensors: Sequence[Tensor], extents: Extents) -> ReadyCall | None:
-    """The ready call of a program; `None` if there was none yet, or if it depends on the values of index tensors."""
-    precision = torch.get_float32_matmul_precision()
-    ready = spec.ready_for(call_key(tensors, None), True, extents)
-    if ready is None or ready.read or not ready.holds(tensors):
-        return None
-    return ReadyCall(spec.layout.tensors, ready.run, ready.generation, precision)
 
 
 def _remember(

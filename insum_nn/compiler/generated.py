@@ -87,6 +87,8 @@ class Generated:
         schedule = self._schedule(tensors, extents, start).schedule
 
         share, permuted, segment = schedule.share, form.permuted, segmented(form, schedule)
+        # Tables that are written out are not read.
+        read = [n for n, name in enumerate(form.bound.layout.tensors) if name not in form.tables]
 
         def run(tensors: Sequence[Tensor], start: Tensor | None) -> Tensor:
             owners = None
@@ -99,8 +101,8 @@ class Generated:
                 start = start.detach()
                 if not start.is_contiguous():
                     key = (key, "start", *start.stride())
-            for tensor in tensors:
-                if not tensor.is_contiguous():
+            for n in read:
+                if not tensors[n].is_contiguous():
                     key = (key, *(t.stride() for t in tensors))
                     break
             kernel = kernels.get(key)

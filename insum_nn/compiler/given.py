@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Hashable, Mapping, Sequence
 from typing import Any, Protocol
 
 import torch
 from torch import Tensor
 
 from insum_nn.compiler.autograd import recorded
-from insum_nn.compiler.call import Key, Seen, broadcast, call_key, keep
+from insum_nn.compiler.call import Seen, broadcast, call_key, keep
 
 __all__ = ["Given"]
 
@@ -50,31 +50,49 @@ class Given:
         self._order = tuple(order)
         self._template: list[Any] = [tensors.get(name) for name in order]
         self._places = tuple(order.index(name) for name in self.names)
-        self._seen: dict[Key, Seen] = {}
+        self._seen: dict[Hashable, Seen] = {}
 
-    def __call__(self, *others: Tensor, out_shape: Shape, start: Tensor | None = None) -> Tensor:
+    def __call__(
+        self, *others: Tensor, out_shape: Shape, start: Tensor | None = None, key: Hashable | None = None
+    ) -> Tensor:
         """Run the statement.
 
         Args:
             *others: in the order of `names`.
             out_shape: the output's shape, a tuple; `None` entries are inferred.
             start: the starting value; it may broadcast to the output.
+            key: what the caller has that decides shapes, dtypes and devices of all these, as `call_key` does: a
+                promise too that they are plain tensors and that nobody looks on. It spares the look at each of them.
         """
-        key = (call_key(others, start), out_shape)
+        if torch.is_grad_enabled():
+            with torch.no_grad():
+                return self._run(others, out_shape, start, key)
+        return self._run(others, out_shape, start, key)
+
+    def _run(self, others: Sequence[Tensor], out_shape: Shape, start: Tensor | None, key: Hashable | None) -> Tensor:
         ordered = list(self._template)
         for place, tensor in zip(self._places, others, strict=True):
             ordered[place] = tensor
-        plain = all([type(tensor) in _PLAIN for tensor in others]) and (start is None or type(start) in _PLAIN)
-        seen = self._seen.get(key) if plain else None
-        with torch.no_grad():
-            if seen is not None and not recorded(ordered, start) and not torch._C._is_any_autocast_enabled():
-                if seen.ready is not None and seen.holds(ordered):
-                    return seen.ready.run(ordered, broadcast(start, seen.extents))
-            named = dict(zip(self._order, ordered, strict=True))
-            if start is not None:
-                named[self._output] = start
-            result = self.program(tensors=named, out_shape=out_shape)
-        seen = self.program.seen(named, out_shape)
-        if plain and seen is not None and seen.ready is not None:
+        if key is None and _ordinary(others, start):
+            key = (call_key(others, start), out_shape)
+        if key is not None:
+            seen = self._seen.get(key)
+            if seen is not None and seen.ready is not None and seen.holds(ordered):
+                return seen.ready.run(ordered, broadcast(start, seen.extents))
+        named = dict(zip(self._order, ordered, strict=True))
+        if start is not None:
+            named[self._output] = start
+        result = self.program(tensors=named, out_shape=out_shape)
+        seen = None if key is None else self.program.seen(named, out_shape)
+        if key is not None and seen is not None and seen.ready is not None:
             keep(self._seen, key, seen, _LIMIT)
         return result
+
+
+def _ordinary(others: Sequence[Tensor], start: Tensor | None) -> bool:
+    for tensor in others:
+        if type(tensor) not in _PLAIN:
+            return False
+    if start is not None and type(start) not in _PLAIN:
+        return False
+    return not recorded((), None) and not torch._C._is_any_autocast_enabled()

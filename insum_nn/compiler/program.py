@@ -14,7 +14,6 @@ from insum_nn.compiler.autograd import apply, recorded
 from insum_nn.compiler.bind import Extents, bind, layout_of
 from insum_nn.compiler.call import (
     Key,
-    ReadyCall,
     Seen,
     Spec,
     broadcast,
@@ -22,7 +21,6 @@ from insum_nn.compiler.call import (
     check_kinds,
     keep,
     prepare,
-    ready_call,
     run_spec,
     static_tables,
 )
@@ -177,11 +175,6 @@ class Program:
         tensor([20., 30.])
         """
         return Given(self, self.statement.output.name, self._names, tensors)
-
-    def ready(self, tensors: Mapping[str, Tensor], out_shape: Shape) -> ReadyCall | None:
-        """What a call like one before runs, without its checks, for those who know that nothing but values changed."""
-        ordered, _ = self._arrange(tensors)
-        return ready_call(self._spec, ordered, self._extents(ordered, None, None, out_shape))
 
     def _seen_key(
         self, named: Mapping[str, Tensor], sizes: Mapping[str, int] | None, out_shape: Shape | None

@@ -135,7 +135,8 @@ def block_linear_stored(
         flat, values = _to_columns(named)
         if takes_columns(flat, values, options):
             product = block_columns(index["Row"], index["Col"], (rows, cols), options)
-            return _finish(product(flat, values), input, shape, bias)
+            start, bias = _as_start(bias, values, shape[0])
+            return _finish(product(flat, values, start), input, shape, bias)
     return _run(input, named, BLOCK_LINEAR[form], BLOCK_LINEAR_FACTS[form], shape, bias, options)
 
 
@@ -155,11 +156,22 @@ def _run(
 ) -> Tensor:
     a = named["W"].shape[-2]
     rows = -(-shape[0] // a)
-    if bias is not None and rows * a == shape[0] and bias.dtype == named["X"].dtype == named["W"].dtype:
-        # The sum starts from it, which spares a pass over the output.
-        named, bias = {**named, "Y": bias.reshape(rows, a)}, None
+    if named["X"].dtype == named["W"].dtype:
+        start, bias = _as_start(bias, named["W"], shape[0])
+        named = named if start is None else {**named, "Y": start}
     result = run(expression, facts, named, options, (None, rows, a)).flatten(1)
     return _finish(result, input, shape, bias)
+
+
+def _as_start(bias: Tensor | None, weight: Tensor, m: int) -> tuple[Tensor | None, Tensor | None]:
+    """A bias as (rows, a), from which the sum can start, and what is left to add after it.
+
+    To start from it spares a pass over the output.
+    """
+    a = weight.shape[-2]
+    if bias is None or m % a or bias.dtype != weight.dtype:
+        return None, bias
+    return bias.reshape(m // a, a), None
 
 
 def _finish(result: Tensor, input: Tensor, shape: tuple[int, int], bias: Tensor | None) -> Tensor:

@@ -96,26 +96,49 @@ class BlockColumns:
     operands = MappingProxyType({"Y": ("W", "X"), "X": ("W", "Y"), "W": ("Y", "X")})
 
     def __init__(self, row: Tensor, col: Tensor, grid: tuple[int, int], options: Options) -> None:
-        self.grid = grid
+        self.grid, self.options = grid, options
         self.index = {"Row": row, "Col": col}
         self._given = {role: columns_program(role, options).given(self.index) for role in COLUMNS}
 
-    def __call__(self, x: Tensor, weight: Tensor) -> Tensor:
-        """(n, rows * a); differentiable to any order."""
-        return contract(self, "Y", weight, x)
+    @property
+    def deterministic(self) -> bool:
+        """Whether every run is to give the same bits."""
+        return self.options.deterministic
+
+    def __call__(self, x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
+        """(n, rows * a), each row of which starts from the bias (rows, a); differentiable to any order."""
+        return contract(self, "Y", weight, x, bias)
 
     def operands_of(self, x: Tensor, weight: Tensor) -> dict[str, Tensor]:
         """The tensors of `COLUMNS["Y"]` by name."""
         return {**self.index, "W": weight, "X": _columns(x, self.grid[1])}
 
-    def sum(self, wanted: str, a: Tensor, b: Tensor, made: dict[str, Tensor]) -> Tensor:
-        """The tensor of that name; nothing is recorded."""
-        run, (rows, cols) = self._given[wanted], self.grid
+    def sum(self, wanted: str, a: Tensor, b: Tensor, made: dict[str, Tensor], start: Tensor | None = None) -> Tensor:
+        """The tensor of that name; nothing is recorded, and nobody looks on."""
+        key = (a.shape, b.shape, a.dtype, a.device, start is None)
+        operands, shape = self._arranged(wanted, a, b, made)
+        result = self._given[wanted](*operands, out_shape=shape, start=start, key=key)
+        return result if wanted == "W" else result.flatten(1)
+
+    def watched(self, wanted: str, a: Tensor, b: Tensor, start: Tensor | None = None) -> Tensor:
+        """The same by the compiler's operator, which knows who looks on."""
+        operands, shape = self._arranged(wanted, a, b, {})
+        named = {**self.index, **dict(zip(self._given[wanted].names, operands, strict=True))}
+        if start is not None:
+            named[wanted] = start
+        result = columns_program(wanted, self.options)(tensors=named, out_shape=shape)
+        return result if wanted == "W" else result.flatten(1)
+
+    def _arranged(
+        self, wanted: str, a: Tensor, b: Tensor, made: dict[str, Tensor]
+    ) -> tuple[tuple[Tensor, Tensor], tuple[int, ...]]:
+        """The operands as a statement reads them, and the shape of its output."""
+        rows, cols = self.grid
         if wanted == "W":
             y, x = self._columns("Y", a, made), self._columns("X", b, made)
-            return run(y, x, out_shape=(self.index["Row"].shape[0], y.shape[1], x.shape[1]))
-        read, shape = ("X", (rows, a.shape[1])) if wanted == "Y" else ("Y", (cols, a.shape[2]))
-        return run(a.contiguous(), self._columns(read, b, made), out_shape=(b.shape[0], *shape)).flatten(1)
+            return (y, x), (self.index["Row"].shape[0], y.shape[1], x.shape[1])
+        read, blocks, size = ("X", rows, a.shape[1]) if wanted == "Y" else ("Y", cols, a.shape[2])
+        return (a.contiguous(), self._columns(read, b, made)), (b.shape[0], blocks, size)
 
     def _columns(self, name: str, samples: Tensor, made: dict[str, Tensor]) -> Tensor:
         if name not in made:

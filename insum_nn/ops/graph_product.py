@@ -20,7 +20,7 @@ from insum_nn.compiler.options import DEFAULT, Options
 from insum_nn.facts import IndexFacts
 from insum_nn.ops.column_sums import column_sums
 from insum_nn.ops.graph_matrix import GraphMatrix
-from insum_nn.ops.onlookers import transformed
+from insum_nn.ops.onlookers import ordinary
 from insum_nn.ops.spmm import SPMM
 
 __all__ = ["CARRY", "COMPARE", "graph_compare", "graph_product"]
@@ -53,7 +53,8 @@ def graph_product(
     Returns:
         (n, f).
     """
-    if transformed():
+    if not ordinary(values, dense, *(() if bias is None else (bias,))):
+        # Who looks on knows the compiler's operator, and wants its derivatives from there.
         grouped = graph.grouped(transposed)
         named = {**grouped.matrix.tensors, "Val": grouped.spread(values), "B": dense}
         named |= {} if bias is None else {"C": bias}
@@ -61,7 +62,7 @@ def graph_product(
     learned = values.requires_grad or dense.requires_grad or (bias is not None and bias.requires_grad)
     if learned and torch.is_grad_enabled():
         return _Carry.apply(values, dense, graph, transposed, options, bias)  # type: ignore[no-any-return]
-    return _carry(values, dense, graph, transposed, options, bias)
+    return _carry(graph, values, dense, bias=bias, transposed=transposed, options=options)
 
 
 def graph_compare(graph: GraphMatrix, a: Tensor, b: Tensor, options: Options = DEFAULT) -> Tensor:
@@ -78,7 +79,7 @@ def graph_compare(graph: GraphMatrix, a: Tensor, b: Tensor, options: Options = D
     Returns:
         (p,) in the order of `graph.entries`.
     """
-    if transformed():
+    if not ordinary(a, b):
         return _compared_by_groups(a, b, graph)
     if torch.is_grad_enabled() and (a.requires_grad or b.requires_grad):
         return _Compare.apply(a, b, graph, options)  # type: ignore[no-any-return]
@@ -99,18 +100,20 @@ class _Carry(torch.autograd.Function):
         # Features are read again for the gradient of values alone, and are the largest of what could be kept.
         ctx.save_for_backward(values, dense if ctx.needs_input_grad[0] else None)
         ctx.rest = graph, transposed, options
-        return _carry(values, dense, graph, transposed, options, bias)
+        return _carry(graph, values, dense, bias=bias, transposed=transposed, options=options)
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
         values, dense = ctx.saved_tensors
         graph, transposed, options = ctx.rest
+        # Most backward passes are not recorded in turn, nor looked at.
+        carry = graph_product if torch.is_grad_enabled() or not ordinary(values, grads[0]) else _carry
         of_values = of_dense = None
         if ctx.needs_input_grad[0]:
             ends = (dense, grads[0]) if transposed else (grads[0], dense)
             of_values = graph_compare(graph, *ends, options)
         if ctx.needs_input_grad[1]:
-            of_dense = graph_product(graph, values, grads[0], transposed=not transposed, options=options)
+            of_dense = carry(graph, values, grads[0], transposed=not transposed, options=options)
         of_bias = column_sums(grads[0], deterministic=options.deterministic) if ctx.needs_input_grad[5] else None
         return of_values, of_dense, None, None, None, of_bias
 
@@ -133,21 +136,32 @@ class _Compare(torch.autograd.Function):
 
 
 def _carry(
-    values: Tensor, dense: Tensor, graph: GraphMatrix, transposed: bool, options: Options, bias: Tensor | None
+    graph: GraphMatrix,
+    values: Tensor,
+    dense: Tensor,
+    *,
+    bias: Tensor | None = None,
+    transposed: bool = False,
+    options: Options = DEFAULT,
 ) -> Tensor:
-    with torch.no_grad(), _exact_dtypes(dense.device):
-        grouped = graph.grouped(transposed)
-        spread = graph.spread(values, transposed)
-        if torch.are_deterministic_algorithms_enabled() and not options.deterministic:
-            options = replace(options, deterministic=True)
-        shape = (graph.num_nodes, dense.shape[1])
-        if options is DEFAULT or options == DEFAULT:
-            return grouped.product(spread, dense, out_shape=shape, start=bias)
-        matrix = grouped.matrix
-        named = {"Row": matrix.group_index, "Col": matrix.indices[0], "Val": spread, "B": dense}
-        if bias is not None:
-            named["C"] = bias
-        return _program(CARRY, tuple(matrix.facts.items()), options)(tensors=named, out_shape=shape)
+    """`graph_product` of plain tensors where nothing is recorded, and nobody looks on."""
+    if torch.is_grad_enabled() or torch._C._is_any_autocast_enabled():
+        with torch.no_grad(), _exact_dtypes(dense.device):
+            return _carry(graph, values, dense, bias=bias, transposed=transposed, options=options)
+    grouped = graph.grouped(transposed)
+    spread = graph.spread(values, transposed)
+    if torch.are_deterministic_algorithms_enabled() and not options.deterministic:
+        options = replace(options, deterministic=True)
+    shape = (graph.num_nodes, dense.shape[1])
+    if options is DEFAULT or options == DEFAULT:
+        # The graph and the way decide the rest.
+        key = (dense.shape, dense.dtype, dense.device, bias is None)
+        return grouped.product(spread, dense, out_shape=shape, start=bias, key=key)
+    matrix = grouped.matrix
+    named = {"Row": matrix.group_index, "Col": matrix.indices[0], "Val": spread, "B": dense}
+    if bias is not None:
+        named["C"] = bias
+    return _program(CARRY, tuple(matrix.facts.items()), options)(tensors=named, out_shape=shape)
 
 
 def _compared(a: Tensor, b: Tensor, graph: GraphMatrix) -> Tensor:

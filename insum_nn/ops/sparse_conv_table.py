@@ -16,9 +16,10 @@ output, whatever the kernel; so it needs no other way for maps of certain kinds.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Hashable, Mapping
+from dataclasses import dataclass
 from functools import lru_cache
-from typing import Any, Literal, NamedTuple
+from typing import Literal, NamedTuple, cast
 
 import torch
 from torch import Tensor
@@ -26,9 +27,9 @@ from torch import Tensor
 from insum_nn.compiler.api import Given, Program, compile, generates_kernels
 from insum_nn.compiler.options import Options
 from insum_nn.facts import IndexFacts
-from insum_nn.ops.column_sums import column_sums
 from insum_nn.ops.graph_product import _exact_dtypes
 from insum_nn.ops.onlookers import ordinary
+from insum_nn.ops.trilinear import contract
 from insum_nn.structure.kernel_map import FACTS, KernelMap
 from insum_nn.structure.kernel_map_pairs import LIST_FACTS
 from insum_nn.structure.kernel_map_table import TABLE_FACTS
@@ -121,73 +122,60 @@ def table_conv(
     Returns:
         `Out`, (m, O).
     """
-    return _contract("Out", features, weight, kernel_map, groups, options, bias)
+    return contract(_Conv(kernel_map, groups, options), "Out", features, weight, bias)
 
 
-def _contract(
-    kind: Kind,
-    a: Tensor,
-    b: Tensor,
-    kernel_map: KernelMap,
-    groups: int,
-    options: Options,
-    bias: Tensor | None = None,
-) -> Tensor:
-    """The tensor of a kind from the two others, in the order of `_OPERANDS`."""
-    if not ordinary(a, b, *(() if bias is None else (bias,))):
-        # Who looks on knows the compiler's operator, and wants its derivatives from there.
-        return _run(kind, a, b, kernel_map, groups, options, "groups", bias)
-    learned = a.requires_grad or b.requires_grad or (bias is not None and bias.requires_grad)
-    if learned and torch.is_grad_enabled():
-        return _Contract.apply(kind, a, b, kernel_map, groups, options, bias)  # type: ignore[no-any-return]
-    return _contracted(kind, a, b, kernel_map, groups, options, bias)
+@dataclass(frozen=True, slots=True)
+class _Conv:
+    """The three sums of a convolution over one map."""
 
+    kernel_map: KernelMap
+    groups: int
+    options: Options
 
-class _Contract(torch.autograd.Function):
-    @staticmethod
-    def forward(
-        ctx: Any,
-        kind: Kind,
-        a: Tensor,
-        b: Tensor,
-        kernel_map: KernelMap,
-        groups: int,
-        options: Options,
-        bias: Tensor | None,
-    ) -> Tensor:
-        ctx.save_for_backward(a, b)
-        ctx.rest = kind, kernel_map, groups, options, None if bias is None else bias.shape
-        return _contracted(kind, a, b, kernel_map, groups, options, bias)
+    @property
+    def operands(self) -> Mapping[str, tuple[str, str]]:
+        return _OPERANDS  # type: ignore[return-value]
 
-    @staticmethod
-    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
-        kind, *rest, start = ctx.rest
-        operands = _OPERANDS[kind]
-        known: dict[Kind, Tensor] = {kind: grads[0], **dict(zip(operands, ctx.saved_tensors, strict=True))}
-        found: list[Tensor | None] = []
-        for wanted, needed in zip(operands, ctx.needs_input_grad[1:3], strict=True):
-            a, b = (known[other] for other in _OPERANDS[wanted])
-            found.append(_contract(wanted, a, b, *rest) if needed else None)
-        of_bias = None
-        if ctx.needs_input_grad[6]:
-            of_bias = column_sums(grads[0], deterministic=rest[-1].deterministic).reshape(start)
-        return None, *found, None, None, None, of_bias
+    @property
+    def deterministic(self) -> bool:
+        return self.options.deterministic
 
+    def sum(self, wanted: str, a: Tensor, b: Tensor, made: dict[str, Tensor], start: Tensor | None = None) -> Tensor:
+        # A kernel is written for the layout of its operands; one layout is enough, and gradients have many.
+        if not a.is_contiguous():
+            a = a.contiguous()
+        if not b.is_contiguous():
+            b = b.contiguous()
+        kind = cast("Kind", wanted)
+        way: Way = "list" if kind == "W" and a.dtype.itemsize <= _LIST_BYTES else "table"
+        if torch._C._is_any_autocast_enabled():
+            with _exact_dtypes(a.device):
+                return self._run(kind, a, b, way, start)
+        return self._run(kind, a, b, way, start)
 
-def _contracted(
-    kind: Kind, a: Tensor, b: Tensor, kernel_map: KernelMap, groups: int, options: Options, bias: Tensor | None
-) -> Tensor:
-    """The same where nothing is to be recorded: gradients are off, or no operand asks for one."""
-    # A kernel is written for the layout of its operands; one layout is enough, and gradients have many.
-    if not a.is_contiguous():
-        a = a.contiguous()
-    if not b.is_contiguous():
-        b = b.contiguous()
-    way: Way = "list" if kind == "W" and a.dtype.itemsize <= _LIST_BYTES else "table"
-    if torch._C._is_any_autocast_enabled():
-        with _exact_dtypes(a.device):
-            return _run(kind, a, b, kernel_map, groups, options, way, bias)
-    return _run(kind, a, b, kernel_map, groups, options, way, bias)
+    def watched(self, wanted: str, a: Tensor, b: Tensor, start: Tensor | None = None) -> Tensor:
+        return self._run(cast("Kind", wanted), a, b, "groups", start)
+
+    def _run(self, kind: Kind, a: Tensor, b: Tensor, way: Way, start: Tensor | None) -> Tensor:
+        kernel_map, groups = self.kernel_map, self.groups
+        call = self._call(kind, way)
+        first, second = _OPERANDS[kind]
+        key = None if way == "groups" else (a.shape, b.shape, a.dtype, a.device, start is None)
+        a, b = _split(first, a, kernel_map, groups), _split(second, b, kernel_map, groups)
+        result = _launch(call, a, b, start, key)
+        if kind == "W":
+            return result.reshape(-1, *kernel_map.geometry.kernel_size, result.shape[-1])
+        return result if groups == 1 else result.flatten(1)
+
+    def _call(self, kind: Kind, way: Way) -> _Call:
+        if torch.compiler.is_compiling():
+            return _call(kind, self.kernel_map, self.groups, self.options, way)
+        calls, key = self.kernel_map.calls, (kind, self.groups, self.options, way)
+        call = calls.get(key)
+        if call is None:
+            call = calls[key] = _call(kind, self.kernel_map, self.groups, self.options, way)
+        return call
 
 
 class _Call(NamedTuple):
@@ -200,38 +188,15 @@ class _Call(NamedTuple):
     given: Given
 
 
-def _run(
-    kind: Kind,
-    a: Tensor,
-    b: Tensor,
-    kernel_map: KernelMap,
-    groups: int,
-    options: Options,
-    way: Way,
-    bias: Tensor | None = None,
-) -> Tensor:
-    first, second = _OPERANDS[kind]
-    if torch.compiler.is_compiling():
-        call = _call(kind, kernel_map, groups, options, way)
-    else:
-        key = kind, groups, options, way
-        call = kernel_map.calls.get(key)
-        if call is None:
-            call = kernel_map.calls[key] = _call(kind, kernel_map, groups, options, way)
-    a, b = _split(first, a, kernel_map, groups), _split(second, b, kernel_map, groups)
-    result = _launch(call, a, b, way, kind if bias is not None else "", bias)
-    if kind == "W":
-        return result.reshape(-1, *kernel_map.geometry.kernel_size, result.shape[-1])
-    return result if groups == 1 else result.flatten(1)
-
-
-def _launch(call: _Call, a: Tensor, b: Tensor, way: Way, output: str, start: Tensor | None) -> Tensor:
-    if way == "groups":
-        named = {**call.indices, call.names[0]: a, call.names[1]: b}
-        if start is not None:
-            named[output] = start
-        return call.program(tensors=named, out_shape=call.shape)
-    return call.given(*((a, b) if call.given.names == call.names else (b, a)), out_shape=call.shape, start=start)
+def _launch(call: _Call, a: Tensor, b: Tensor, start: Tensor | None, key: Hashable | None) -> Tensor:
+    """The call's statement; `key` decides the shapes of its tensors, where nobody looks on."""
+    if key is not None:
+        pair = (a, b) if call.given.names == call.names else (b, a)
+        return call.given(*pair, out_shape=call.shape, start=start, key=key)
+    named = {**call.indices, call.names[0]: a, call.names[1]: b}
+    if start is not None:
+        named[call.program.statement.output.name] = start
+    return call.program(tensors=named, out_shape=call.shape)
 
 
 def _call(kind: Kind, kernel_map: KernelMap, groups: int, options: Options, way: Way) -> _Call:

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+from collections.abc import Hashable
 from typing import Any
 
 import torch
 from torch import Tensor
 
 from insum_nn.compiler.api import Explanation
-from insum_nn.ops.onlookers import transformed
+from insum_nn.ops.onlookers import ordinary, transformed
 from insum_nn.ops.tensor_product_direct import direct_of
 from insum_nn.ops.tensor_product_form import Form, form_of
 from insum_nn.ops.tensor_product_plan import plan_of
@@ -114,12 +115,15 @@ def _run(
     num_x: int,
     num_z: int,
     *,
-    plain: bool = False,
+    key: Hashable | None = None,
 ) -> Tensor:
-    """A role's tensor, without a record for gradients; `plain`: nothing looks on, and all tensors are plain ones."""
+    """A role's tensor, without a record for gradients.
+
+    `key` is given where nobody looks on and all tensors are plain ones: it decides their shapes, dtypes and devices.
+    """
     if torch._C._is_any_autocast_enabled() and torch.is_autocast_enabled(given[0].device.type):
         with torch.autocast(given[0].device.type, enabled=False):
-            return _run(form, role, given, receivers, senders, num_x, num_z, plain=plain)
+            return _run(form, role, given, receivers, senders, num_x, num_z, key=key)
     device, dtype = given[0].device, given[0].dtype
     rows = _rows(role, given, senders, num_x, num_z)
     split = _splits(device)
@@ -127,7 +131,7 @@ def _run(
     if not split:
         direct = direct_of(form, role, device, dtype)
         if direct is not None and rows * direct.part_width <= _MOST_BETWEEN:
-            return direct(given, rows, plain=plain)
+            return direct(given, rows, key)
     plan = plan_of(form, role, device, dtype, split=split, staged=staged)
     if staged and rows * plan.feed_width > _MOST_BETWEEN:
         plan = plan_of(form, role, device, dtype, split=split, staged=False)
@@ -175,7 +179,13 @@ def _product(
         return torch.ops.insum_nn.tensor_product(text, role, *given, receivers, senders, num_x, num_z)
     if torch.is_grad_enabled() and any(t.requires_grad for t in given):
         return _Product.apply(text, role, *given, receivers, senders, num_x, num_z)  # type: ignore[no-any-return]
-    return _run(form_of(text), role, given, receivers, senders, num_x, num_z, plain=True)
+    return _run(form_of(text), role, given, receivers, senders, num_x, num_z, key=_key(given))
+
+
+def _key(given: tuple[Tensor, Tensor, Tensor]) -> Hashable:
+    """What decides the shapes of a product of plain tensors and of its gradients, beside its form."""
+    first, second, third = given
+    return first.shape, second.shape, third.shape, first.dtype, second.dtype, third.dtype, first.device
 
 
 class _Product(torch.autograd.Function):
@@ -194,9 +204,10 @@ class _Product(torch.autograd.Function):
         num_x: int,
         num_z: int,
     ) -> Tensor:
-        ctx.constants = text, role, num_x, num_z
-        ctx.save_for_backward(first, second, third, receivers, senders)
-        return _run(form_of(text), role, (first, second, third), receivers, senders, num_x, num_z, plain=True)
+        given = first, second, third
+        ctx.constants = text, role, num_x, num_z, _key(given)
+        ctx.save_for_backward(*given, receivers, senders)
+        return _run(form_of(text), role, given, receivers, senders, num_x, num_z, key=ctx.constants[-1])
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
@@ -243,17 +254,20 @@ def _fake(
 
 def _setup_context(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
     spec, role, first, second, third, receivers, senders, num_x, num_z = inputs
-    ctx.constants = (spec, role, num_x, num_z)
+    ctx.constants = (spec, role, num_x, num_z, None)
     ctx.save_for_backward(first, second, third, receivers, senders)
 
 
 def _backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
-    spec, role, num_x, num_z = ctx.constants
+    spec, role, num_x, num_z, key = ctx.constants
     *given, receivers, senders = ctx.saved_tensors
     operands = dict(zip(others(role), given, strict=True)) | {role: grad}
     if role == "w":
         # What a gradient of the weights depends on are the paths that have weights.
         spec = form_of(spec).linear_text
+    form = form_of(spec)
+    # Most backward passes are not recorded in turn, nor looked at.
+    alone = key is not None and not torch.is_grad_enabled() and ordinary(grad, *given)
     gradients: list[Tensor | None] = []
     for position, wanted in enumerate(others(role)):
         if not ctx.needs_input_grad[2 + position]:
@@ -261,8 +275,12 @@ def _backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
         elif wanted == "w" and given[position].numel() == 0:
             gradients.append(torch.zeros_like(given[position]))
         else:
-            a, b, c = (operands[name] for name in others(wanted))
-            gradients.append(_product(spec, wanted, (a, b, c), receivers, senders, num_x, num_z))
+            first, second, third = others(wanted)
+            made = (operands[first], operands[second], operands[third])
+            if alone:
+                gradients.append(_run(form, wanted, made, receivers, senders, num_x, num_z, key=(role, key)))
+            else:
+                gradients.append(_product(spec, wanted, made, receivers, senders, num_x, num_z))
     return None, None, *gradients, None, None, None, None
 
 

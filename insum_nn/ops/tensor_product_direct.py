@@ -8,15 +8,15 @@ kernel needs no packed operands. Library calls would gather every coefficient's 
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Hashable, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import numpy as np
 import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from insum_nn.compiler.api import ReadyCall
 from insum_nn.ops.tensor_product_form import POINTS, Form
 from insum_nn.ops.tensor_product_spec import NUMBER, Group, others
 from insum_nn.ops.tensor_product_statement import Reading, WeightAccess
@@ -27,11 +27,11 @@ __all__ = ["Direct", "direct_of"]
 # Groups of paths at most, since each but the first goes over the whole result again; and cells in a table.
 _GROUPS = 3
 _CELLS = 1 << 17
-# Shapes for which a statement's call is kept ready.
-_READY = 32
 # The table of an operand's cells, and of the parts of a sum that a first step made.
 _TABLE = {"x": "I", "y": "J", "z": "K"}
 _PARTS = "P"
+# The place of what is not an operand as it comes: weights, which are viewed first, and parts.
+_MADE = -1
 
 
 @dataclass(frozen=True, slots=True)
@@ -111,14 +111,16 @@ class _Parts(_Cells):
         self.reads = {"dZ": "z"}
         self._compile(f"{_join('G', ['z', 'p', *self.letters])} += {read}", {})
 
+        self._row = (self.count, *(group.extents[x] for x in self.letters))
+
     @property
     def width(self) -> int:
         """Numbers per row of the result."""
-        return self.count * math.prod(self.group.extents[x] for x in self.letters)
+        return math.prod(self._row)
 
     def out_shape(self, size: int) -> tuple[int, ...]:
         """(rows, pairs, copies...)."""
-        return (size, self.count, *(self.group.extents[x] for x in self.letters))
+        return (size, *self._row)
 
 
 class _Direct(_Cells):
@@ -161,20 +163,18 @@ class _Direct(_Cells):
             result = self.access(name, role, terms.cell[NUMBER[role]])
         self._compile(f"{result} += {' * '.join(factors)}", {})
 
+        paths = (len(group.paths),) if len(group.paths) > 1 else ()
+        self._row = (*paths, *group.shape("w")) if role == "w" else (form.dims[role],)
+        self._batched = role != "w" or not form.spec.shared
+
     @property
     def width(self) -> int:
         """Columns of the result; for the weights, of one sample."""
-        if self.role == "w":
-            return len(self.group.paths) * math.prod(self.group.shape("w"))
-        return self.form.dims[self.role]
+        return math.prod(self._row)
 
     def out_shape(self, size: int) -> tuple[int, ...]:
         """(rows, dimension), or for the weights (rows if not shared, paths, copies...)."""
-        if self.role != "w":
-            return (size, self.width)
-        batch = () if self.form.spec.shared else (size,)
-        paths = (len(self.group.paths),) if len(self.group.paths) > 1 else ()
-        return (*batch, *paths, *self.group.shape("w"))
+        return (size, *self._row) if self._batched else self._row
 
 
 class Direct:
@@ -203,15 +203,14 @@ class Direct:
         ]
         self._pieces = form.weight_pieces(self.statements) if role == "w" else []
 
-    def __call__(self, given: Sequence[Tensor], size: int, *, plain: bool = False) -> Tensor:
+    def __call__(self, given: Sequence[Tensor], size: int, key: Hashable | None = None) -> Tensor:
         """The role's tensor.
 
         Args:
             given: the operands, in the order of `others(role)`.
             size: rows of the result.
-            plain: nothing records or transforms the call.
+            key: where nothing is to be recorded and nobody looks on: what decides the shapes of all of these.
         """
-        key = (size, *[(t.shape, t.dtype, t.device, t.layout) for t in given]) if plain else None
         if self.role == "w":
             results = [step(given, size, key) for step, _ in self._steps]
             return self.form.join_weights(self.statements, results, self._pieces, size)
@@ -236,46 +235,40 @@ class _Step:
         self.program = source.program
         self.result = source.program.statement.output.name
         self.tables = source.tables_on(device, dtype)
-        self.places = [(name, order.index(operand)) for name, operand in source.reads.items()]
+        self.given = source.program.given(self.tables)
         self.weight = source.weight
         self.at_weight = order.find("w")
-        self._ready: dict[object, ReadyCall] = {}
+        places = {name: order.index(operand) for name, operand in source.reads.items()}
+        # Where a call's operands are found, in the order of `given`; what a first step made comes after them.
+        self.places = [places.get(name, _MADE) for name in self.given.names]
+        self.slot = self.given.names.index("W") if self.weight is not None else _MADE
 
-    def named(self, given: Sequence[Tensor]) -> dict[str, Tensor]:
+    def named(self, operands: Sequence[Tensor], parts: Tensor | None = None) -> dict[str, Tensor]:
         """Tables and operands by name."""
-        named = dict(self.tables)
-        for name, place in self.places:
-            named[name] = given[place]
+        return {**self.tables, **dict(zip(self.given.names, self._read(operands, parts), strict=True))}
+
+    def _read(self, operands: Sequence[Tensor], parts: Tensor | None) -> list[Tensor]:
+        found: list[Any] = [operands[place] if place != _MADE else parts for place in self.places]
         if self.weight is not None:
-            named["W"] = self.weight.operand(given[self.at_weight])
-        return named
+            found[self.slot] = self.weight.operand(operands[self.at_weight])
+        return found
 
     def __call__(
         self,
-        given: Sequence[Tensor],
+        operands: Sequence[Tensor],
         size: int,
-        key: object,
+        key: Hashable | None,
         parts: Tensor | None = None,
         start: Tensor | None = None,
     ) -> Tensor:
-        """Run it; `key` names what was the same at an earlier call, if it is plain."""
-        named = self.named(given)
-        if parts is not None:
-            named["G"] = parts
-        ready = self._ready.get(key) if key is not None and start is None else None
-        if ready is not None and ready.holds():
-            return ready(named)
+        """Run it."""
         shape = self.source.out_shape(size)
-        if start is not None:
-            return self.program(tensors=named | {self.result: start}, out_shape=shape)
-        result = self.program(tensors=named, out_shape=shape)
         if key is not None:
-            found = self.program.ready(named, shape)
-            if found is not None:
-                if len(self._ready) >= _READY:
-                    self._ready.clear()
-                self._ready[key] = found
-        return result
+            return self.given(*self._read(operands, parts), out_shape=shape, start=start, key=key)
+        named = self.named(operands, parts)
+        if start is not None:
+            named[self.result] = start
+        return self.program(tensors=named, out_shape=shape)
 
 
 def direct_of(form: Form, role: str, device: torch.device, dtype: torch.dtype) -> Direct | None:

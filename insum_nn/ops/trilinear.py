@@ -13,6 +13,9 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor
 
+from insum_nn.ops.column_sums import column_sums
+from insum_nn.ops.onlookers import ordinary
+
 __all__ = ["Trilinear", "contract"]
 
 
@@ -24,15 +27,24 @@ class Trilinear(Protocol):
         """What a sum is made of, by what it leaves."""
         ...
 
-    def sum(self, wanted: str, a: Tensor, b: Tensor, made: dict[str, Tensor]) -> Tensor:
-        """The tensor of that name from its operands, in their order; nothing is recorded.
+    @property
+    def deterministic(self) -> bool:
+        """Whether every run is to give the same bits."""
+        ...
+
+    def sum(self, wanted: str, a: Tensor, b: Tensor, made: dict[str, Tensor], start: Tensor | None = None) -> Tensor:
+        """The tensor of that name from its operands, in their order; nothing is recorded, and nobody looks on.
 
         `made` is for what one sum makes of an operand and the next sum of the same three tensors can use, by name.
         """
         ...
 
+    def watched(self, wanted: str, a: Tensor, b: Tensor, start: Tensor | None = None) -> Tensor:
+        """The same by the compiler's operator, which knows everyone who may look on, and has its own derivatives."""
+        ...
 
-def contract(form: Trilinear, wanted: str, a: Tensor, b: Tensor) -> Tensor:
+
+def contract(form: Trilinear, wanted: str, a: Tensor, b: Tensor, start: Tensor | None = None) -> Tensor:
     """The tensor of a name from the two others; differentiable to any order.
 
     Args:
@@ -40,32 +52,42 @@ def contract(form: Trilinear, wanted: str, a: Tensor, b: Tensor) -> Tensor:
         wanted: what is left.
         a: the first of `form.operands[wanted]`.
         b: the second.
+        start: what every row of it starts from: (n,), or the same cut into axes.
     """
-    if torch.is_grad_enabled() and (a.requires_grad or b.requires_grad):
-        return _Contract.apply(form, wanted, a, b)  # type: ignore[no-any-return]
-    with torch.no_grad():
-        return form.sum(wanted, a, b, {})
+    if not ordinary(a, b, *(() if start is None else (start,))):
+        return form.watched(wanted, a, b, start)
+    if torch.is_grad_enabled():
+        if a.requires_grad or b.requires_grad or (start is not None and start.requires_grad):
+            return _Contract.apply(form, wanted, a, b, start)  # type: ignore[no-any-return]
+        with torch.no_grad():
+            return form.sum(wanted, a, b, {}, start)
+    return form.sum(wanted, a, b, {}, start)
 
 
 class _Contract(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, form: Trilinear, wanted: str, a: Tensor, b: Tensor) -> Tensor:
-        ctx.save_for_backward(a, b)
-        ctx.rest = form, wanted
-        return form.sum(wanted, a, b, {})
+    def forward(ctx: Any, form: Trilinear, wanted: str, a: Tensor, b: Tensor, start: Tensor | None) -> Tensor:
+        _, _, of_a, of_b, _ = ctx.needs_input_grad
+        ctx.save_for_backward(a if of_b else None, b if of_a else None)
+        ctx.rest = form, wanted, None if start is None else start.shape
+        return form.sum(wanted, a, b, {}, start)
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
-        form, left = ctx.rest
-        names = form.operands[left]
-        known = {left: grads[0], **dict(zip(names, ctx.saved_tensors, strict=True))}
-        learned = torch.is_grad_enabled()
+        form, left, start = ctx.rest
+        grad, names = grads[0], form.operands[left]
+        known = {left: grad, **dict(zip(names, ctx.saved_tensors, strict=True))}
+        alone = not torch.is_grad_enabled() and ordinary(grad)
         made: dict[str, Tensor] = {}
         found: list[Tensor | None] = []
-        for wanted, needed in zip(names, ctx.needs_input_grad[2:], strict=True):
+        for wanted, needed in zip(names, ctx.needs_input_grad[2:4], strict=True):
             if not needed:
                 found.append(None)
                 continue
-            a, b = (known[other] for other in form.operands[wanted])
-            found.append(contract(form, wanted, a, b) if learned else form.sum(wanted, a, b, made))
-        return None, None, *found
+            first, second = form.operands[wanted]
+            a, b = known[first], known[second]
+            found.append(form.sum(wanted, a, b, made) if alone else contract(form, wanted, a, b))
+        of_start = None
+        if ctx.needs_input_grad[4]:
+            of_start = column_sums(grad, deterministic=form.deterministic).reshape(start)
+        return None, None, *found, of_start

@@ -49,6 +49,45 @@ def test_the_second_derivative_is_right():
     assert torch.autograd.gradgradcheck(form, (x.requires_grad_(), weight.requires_grad_()))
 
 
+def test_rows_start_from_a_bias():
+    row, col, weight = blocks(3, 4, (2, 3), dtype=torch.float64)
+    x, bias = torch.randn(5, 12, dtype=torch.float64), torch.randn(6, dtype=torch.float64)
+    form = BlockColumns(row, col, (3, 4), DEFAULT)
+    dense = lambda x, w, b: x @ tiles(w, row, col, (3, 4)).t() + b  # noqa: E731
+    assert_same(lambda x, w, b: form(x, w, b.reshape(3, 2)), dense, [x, weight, bias])
+    leaves = [x.requires_grad_(), weight.requires_grad_(), bias.reshape(3, 2).requires_grad_()]
+    assert torch.autograd.gradgradcheck(form, leaves)
+
+
+def test_transforms():
+    """Whoever looks on is shown the compiler's operator."""
+    row, col, weight = blocks(3, 4, (2, 3), dtype=torch.float64)
+    x, bias = torch.randn(5, 12, dtype=torch.float64), torch.randn(3, 2, dtype=torch.float64)
+    form = BlockColumns(row, col, (3, 4), DEFAULT)
+
+    def plain(x: Tensor, weight: Tensor, bias: Tensor) -> Tensor:
+        return x @ tiles(weight, row, col, (3, 4)).t() + bias.reshape(-1)
+
+    arguments = (x, weight, bias)
+    for found, right in zip(
+        torch.func.jacrev(form, (0, 1, 2))(*arguments), torch.func.jacrev(plain, (0, 1, 2))(*arguments), strict=True
+    ):
+        torch.testing.assert_close(found, right)
+    torch.testing.assert_close(
+        torch.func.vmap(form, (0, None, None))(x[:, None], weight, bias), plain(x, weight, bias)[:, None]
+    )
+
+
+@pytest.mark.parametrize("learned", [("x",), ("w",), ("x", "w")])
+def test_only_what_gradients_read_is_kept(learned: tuple[str, ...]):
+    row, col, weight = blocks(3, 4, (2, 3), dtype=torch.float64)
+    x = torch.randn(5, 12, dtype=torch.float64).requires_grad_("x" in learned)
+    result = BlockColumns(row, col, (3, 4), DEFAULT)(x, weight.requires_grad_("w" in learned))
+    kept = [t.data_ptr() for t in result.grad_fn.saved_tensors if t is not None]  # type: ignore[union-attr]
+    assert (x.data_ptr() in kept) == ("w" in learned)
+    assert (weight.data_ptr() in kept) == ("x" in learned)
+
+
 def test_a_cpu_and_small_problems_go_the_other_way():
     assert not takes_columns(torch.randn(512, 32), torch.randn(2, 16, 16), DEFAULT)
 

@@ -158,6 +158,20 @@ def test_second_derivatives_equal_those_of_dense_convolution(case, ran):
         assert_matches(got, want, dtype=torch.float64, kind="second")
 
 
+def test_transforms_take_the_pairs(ran):
+    """Whoever looks on is shown the compiler's operator, as under autograd."""
+    near = build_kernel_map(random_sites((4, 5), 1, 6), geometry("subm", (3, 3)))
+    leaves = operands(near.inputs, geometry("subm", (3, 3)), 1, channels=2)
+    found = torch.func.jacrev(lambda *a: sparse_conv(a[0], a[1], near, a[2], options=EAGER), (0, 1, 2))(*leaves)
+    assert all("Order" not in statement for statement in ran)
+    right = torch.autograd.functional.jacobian(
+        lambda *a: sparse_conv(a[0], a[1], near, a[2], options=EAGER), tuple(leaves)
+    )
+    assert any("Order" in statement for statement in ran)
+    for a, b in zip(found, right, strict=True):
+        torch.testing.assert_close(a, b)
+
+
 def test_on_a_cpu_the_pairs_are_used_unless_kernels_are_asked_for():
     cpu = torch.device("cpu")
     assert not by_table(cpu, Options())

@@ -226,11 +226,12 @@ for case, shared, rows in runs:
             facts = dict(source.program._spec.facts)
             options = Options(backend="triton", tune=False)
             step.program = compile(source.expression, facts=facts, static=source.tables, options=options)
+            step.given = step.program.given(step.tables)
         for _ in range(2):
-            got = direct(given, rows, plain=True)
+            got = direct(given, rows, "key")
             assert_matches(got, expected, dtype=torch.float32, kind="sum")
         made = [step for pair in direct._steps for step in pair if step is not None]
-        print(role, len(made), sum(bool(step._ready) for step in made))
+        print(role, len(made), sum(any(seen.ready for seen in step.given._seen.values()) for step in made))
 """
 
 
@@ -243,9 +244,8 @@ def test_kernels_of_the_direct_statements():
     )
     assert done.returncode == 0, done.stderr
     shared, single = ["x 1 1", "y 2 2", "z 1 1", "w 1 1"], ["x 1 1", "y 1 1", "z 1 1", "w 1 1"]
-    # Each further group starts from what is there; only the first is kept ready.
     assert done.stdout.split("\n")[:-1][:12] == [*shared, *single, *shared]
-    assert done.stdout.split("\n")[12] == "x 2 1"
+    assert done.stdout.split("\n")[12] == "x 2 2"
 
 
 def test_ready_calls_notice_what_changed():
@@ -256,20 +256,23 @@ def test_ready_calls_notice_what_changed():
     direct = direct_of(form, "z", given[0].device, torch.float64)
     assert direct is not None
     step = direct._steps[0][0]
-    first = direct(given, 4, plain=True)
-    assert_matches(direct(given, 4, plain=True), first, dtype=torch.float64, kind="sum")
-    (ready,) = step._ready.values()
-    assert ready.holds()
+    first = direct(given, 4, "of 4")
+    assert_matches(direct(given, 4, "of 4"), first, dtype=torch.float64, kind="sum")
+    (seen,) = step.given._seen.values()
+    assert seen.ready is not None
+    ready, operands = seen.ready, [step.named(given)[name] for name in step.program._names]
+    assert ready.holds(operands)
     insum_nn.clear_cache()
-    assert not ready.holds()
-    assert_matches(direct(given, 4, plain=True), first, dtype=torch.float64, kind="sum")
-    (again,) = step._ready.values()
-    assert again is not ready
-    assert again.holds()
+    assert not ready.holds(operands)
+    assert_matches(direct(given, 4, "of 4"), first, dtype=torch.float64, kind="sum")
+    (seen,) = step.given._seen.values()
+    assert seen.ready is not None
+    assert seen.ready is not ready
+    assert seen.ready.holds(operands)
     fewer = [given[0][:3], given[1][:3], given[2]]
-    assert_matches(direct(fewer, 3, plain=True), first[:3], dtype=torch.float64, kind="sum")
+    assert_matches(direct(fewer, 3, "of 3"), first[:3], dtype=torch.float64, kind="sum")
     strided = [given[0].t().contiguous().t(), *given[1:]]
-    assert_matches(direct(strided, 4, plain=True), first, dtype=torch.float64, kind="sum")
+    assert_matches(direct(strided, 4, "of 4"), first, dtype=torch.float64, kind="sum")
     along_edges = Form(spec_of(one_mode("uvu", True), shared=False, convolution=True))
     assert direct_of(along_edges, "z", given[0].device, torch.float64) is None
 
