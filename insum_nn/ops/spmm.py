@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping
 from types import MappingProxyType
+from weakref import WeakKeyDictionary
 
+import torch
 from torch import Tensor
 
 from insum_nn.compiler.api import Program
@@ -12,6 +15,7 @@ from insum_nn.compiler.options import DEFAULT, Options
 from insum_nn.formats import BlockFormat, SparseFormat
 from insum_nn.ops.arguments import Operand, is_vector, matrix_layout, named_tensors, pad_axis, program, run
 from insum_nn.ops.dense_choice import block_tiles, dense_is_faster
+from insum_nn.ops.onlookers import ordinary
 
 __all__ = ["SPMM", "spmm", "spmm_expression", "spmm_program"]
 
@@ -67,6 +71,19 @@ def spmm(matrix: SparseFormat, dense: Tensor, *, options: Options = DEFAULT) -> 
     >>> spmm(BlockCOO.from_dense(torch.ones(3, 3), block_shape=(2, 2)), torch.tensor([1.0, 2.0, 3.0])).tolist()
     [6.0, 6.0, 6.0]
     """
+    if torch.compiler.is_dynamo_compiling() or options != DEFAULT:
+        return _checked(matrix, dense, options)
+    known = _products.get(matrix) if isinstance(matrix, SparseFormat) else None  # pyright: ignore[reportUnnecessaryIsInstance]
+    if known is not None and known.takes(matrix, dense):
+        return known(matrix, dense)
+    result = _checked(matrix, dense, options)
+    if known is None:
+        # A matrix that is multiplied once, as one with the values of a training step, is not worth it.
+        _products[matrix] = _Product(matrix) if matrix in _products else None
+    return result
+
+
+def _checked(matrix: SparseFormat, dense: Tensor, options: Options) -> Tensor:
     expression = spmm_expression(matrix)
     vector = is_vector(dense)
     if vector:
@@ -84,6 +101,53 @@ def spmm(matrix: SparseFormat, dense: Tensor, *, options: Options = DEFAULT) -> 
     else:
         result = run(expression, matrix.facts, named, options, (m, None))
     return result.squeeze(1) if vector else result
+
+
+class _Product:
+    """What is the same at every product with one matrix, so that a call which is like most finds everything ready."""
+
+    def __init__(self, matrix: SparseFormat) -> None:
+        self.program = spmm_program(matrix)
+        self.index = {part.name: part.tensor for part in matrix.index_parts}
+        self.given = self.program.given(self.index)
+        self.rows, self.columns = matrix.shape
+        # The dense operand's rows, and the result's, as axes of a statement.
+        self.read, self.written = (self.columns,), (self.rows,)
+        if isinstance(matrix, BlockFormat):
+            (a, b), (rows, cols) = matrix.block_shape, matrix.grid_shape
+            self.read, self.written = (cols, b), (rows, a)
+
+    def takes(self, matrix: SparseFormat, dense: object) -> bool:
+        """Whether an operand is what most are: a plain matrix that fits as it is, and nobody looks on but autograd."""
+        values = matrix.values
+        if not isinstance(dense, Tensor) or not ordinary(values, dense) or torch._C._is_any_autocast_enabled():
+            return False
+        if dense.ndim != 2 or dense.dtype != values.dtype or dense.device != values.device:
+            return False
+        if dense.layout is not torch.strided or dense.shape[0] != self.columns or math.prod(self.read) != self.columns:
+            return False
+        return not isinstance(matrix, BlockFormat) or not dense_is_faster(
+            values, matrix.grid_shape, dense.shape[1], DEFAULT
+        )
+
+    def __call__(self, matrix: SparseFormat, dense: Tensor) -> Tensor:
+        values, n, blocks = matrix.values, dense.shape[1], len(self.read) == 2
+        operand = dense.reshape(*self.read, n) if blocks else dense
+        shape = (*self.written, n)
+        if torch.is_grad_enabled() and (values.requires_grad or dense.requires_grad):
+            result = self.program(tensors={**self.index, "Val": values, "B": operand}, out_shape=shape)
+        else:
+            pair = (values, operand) if self.given.names[0] == "Val" else (operand, values)
+            result = self.given(*pair, out_shape=shape, key=n)
+        if not blocks:
+            return result
+        padded = math.prod(self.written)
+        result = result.reshape(padded, n)
+        return result if padded == self.rows else result[: self.rows]
+
+
+# By the matrix: formats never change, and their tensors' values are read at each call.
+_products: WeakKeyDictionary[SparseFormat, _Product | None] = WeakKeyDictionary()
 
 
 def _blocks(expression: str, matrix: BlockFormat, named: dict[str, Tensor], options: Options) -> Tensor:

@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 import inspect
+import sys
 from collections.abc import Sequence
 
 import pytest
@@ -16,13 +17,15 @@ from insum_nn.errors import (
     InsumRangeError,
     InsumShapeError,
 )
-from insum_nn.formats import COO, ELL, BlockCOO, BlockGroupCOO, GroupCOO, SparseFormat
+from insum_nn.formats import COO, ELL, BlockCOO, BlockFormat, BlockGroupCOO, GroupCOO, SparseFormat
 from insum_nn.ops import spmm, spmm_expression, spmm_program
 from insum_nn.ops.spmm import SPMM
 from insum_nn.testing.tolerances import assert_matches
 from tests.formats.registry import REGISTRY, SHAPES, Entry, random_entries, sparse_dense
 from tests.ops.oracle import assert_gradients, assert_same, strided
 
+# The package shows the function under the module's name.
+module = sys.modules["insum_nn.ops.spmm"]
 each_format = pytest.mark.parametrize("entry", REGISTRY, ids=lambda e: e.name)
 
 
@@ -151,8 +154,61 @@ def test_structure_may_change_in_place():
     matrix = COO((2, 2), (row, col), torch.tensor([1.0, 2.0]))
     dense = torch.tensor([[1.0], [10.0]])
     assert spmm(matrix, dense).tolist() == [[1], [20]]
-    col.copy_(torch.tensor([1, 0]))
-    assert spmm(matrix, dense).tolist() == [[10], [2]]
+    for _ in range(2):
+        col.copy_(torch.tensor([1, 0]))
+        assert spmm(matrix, dense).tolist() == [[10], [2]]
+        col.copy_(torch.tensor([0, 1]))
+        assert spmm(matrix, dense).tolist() == [[1], [20]]
+    col[0] = 2
+    with pytest.raises(InsumRangeError):
+        spmm(matrix, dense)
+
+
+@each_format
+@pytest.mark.parametrize("shape", [(13, 11), (8, 12), (0, 3), (5, 0)], ids=str)
+def test_a_matrix_that_comes_again(entry: Entry, shape: tuple[int, int], monkeypatch: pytest.MonkeyPatch):
+    """From the third product on a call finds everything ready, whatever the operand; nothing is checked less."""
+    matrix = entry.from_dense(sparse_dense(shape))
+    dense = matrix.to_dense()
+    for _ in range(2):
+        spmm(matrix, torch.randn(shape[1], 3, dtype=torch.float64))
+    checked: list[object] = []
+    inner = module._checked
+    monkeypatch.setattr(module, "_checked", lambda *a: (checked.append(a), inner(*a))[1])
+    for columns in (3, 1, 0, 3, 7):
+        plain = torch.randn(shape[1], columns, dtype=torch.float64)
+        for operand in (plain, strided(plain)):
+            assert_matches(spmm(matrix, operand), dense @ operand, dtype=torch.float64, kind="sum")
+    padded = isinstance(matrix, BlockFormat) and shape[1] % matrix.block_shape[1] > 0
+    assert bool(checked) == padded
+    assert spmm(matrix, torch.ones(shape[1], dtype=torch.float64)).shape == shape[:1]
+    with pytest.raises(InsumShapeError):
+        spmm(matrix, torch.ones(shape[1] + 1, 2, dtype=torch.float64))
+    with pytest.raises(InsumDtypeError):
+        spmm(matrix, torch.ones(shape[1], 2))
+    with pytest.raises(InsumDeviceError):
+        spmm(matrix, torch.ones(shape[1], 2, dtype=torch.float64, device="meta"))
+
+
+@each_format
+def test_a_matrix_that_comes_again_is_differentiated(entry: Entry):
+    matrix = entry.from_dense(sparse_dense((16, 12)))
+    values = matrix.values.requires_grad_()
+    seed, dense = torch.randn(16, 3, dtype=torch.float64), torch.randn(12, 3, dtype=torch.float64, requires_grad=True)
+    first = torch.autograd.grad(spmm(matrix, dense), (values, dense), seed)
+    for _ in range(3):
+        for a, b in zip(torch.autograd.grad(spmm(matrix, dense), (values, dense), seed), first, strict=True):
+            torch.testing.assert_close(a, b)
+    mapped = torch.func.vmap(lambda x: spmm(matrix, x))(torch.stack([dense, 2 * dense]).detach())
+    torch.testing.assert_close(mapped[1], 2 * spmm(matrix, dense).detach())
+    with torch.no_grad():
+        values.mul_(2)
+    torch.testing.assert_close(spmm(matrix, dense), mapped[1])
+    with torch.autocast("cpu", torch.bfloat16):
+        assert spmm(matrix.to(torch.float32).detach(), dense.float().detach()).dtype == torch.bfloat16
+        half = matrix.to(torch.float32).detach()
+        for _ in range(3):
+            assert spmm(half, dense.float().detach()).dtype == torch.bfloat16
 
 
 @each_format
