@@ -27,8 +27,11 @@ from insum_nn.facts import StaticTable
 
 __all__ = ["WAIT", "Chosen", "Measurement", "choose_schedule", "device_time", "time_calls", "worth_measuring"]
 
-# Seconds of search for one statement and size.
+# Seconds of search for one statement and size; and what a first kernel that takes longer to compile adds, since those
+# that are compiled beside it are nearly done by then.
 _BUDGET = 5.0
+_BESIDE = 1.3
+_LONGEST = 15.0
 # Longest wait for another process that measures the same, in seconds.
 WAIT = 30.0
 # Fewest multiplications for which a search pays.
@@ -170,15 +173,18 @@ def _measure(search: _Search) -> tuple[Measurement, ...]:
                 trial = search.trial(schedule)
                 trial.compiled = workers.submit(trial.compile)
                 trials.append(trial)
+            until = math.inf
             for trial in trials:
-                left = _BUDGET - (time.perf_counter() - begin)
-                if measured and left <= 0:
-                    break
+                assert trial.compiled is not None
+                left = max(0.0, until - time.perf_counter())
                 try:
-                    assert trial.compiled is not None
-                    fits = trial.compiled.result(timeout=left if measured else None)
+                    fits = trial.compiled.result(timeout=None if math.isinf(left) else left)
                 except TimeoutError:
+                    # Those that follow may be there all the same.
                     continue
+                if fits and math.isinf(until):
+                    spent = time.perf_counter() - begin
+                    until = begin + max(_BUDGET, min(_BESIDE * spent, _LONGEST))
                 measured.append((trial.time(5) if fits else math.inf, trial))
                 progress.step()
         finally:

@@ -8,6 +8,8 @@ import os
 import subprocess
 import sys
 import textwrap
+import threading
+from concurrent.futures import Future
 from dataclasses import replace
 from pathlib import Path
 
@@ -119,6 +121,42 @@ def test_times_of_candidates(monkeypatch: pytest.MonkeyPatch):
     assert found[0].microseconds == 1.0
     # The first has no machine code.
     assert found[-1] == Measurement(tried[0], float("inf"))
+
+
+def test_a_search_takes_what_was_compiled_beside_a_slow_first_kernel(monkeypatch: pytest.MonkeyPatch):
+    """The budget is over when the first is there; those that are there too are measured, and nobody is waited for."""
+    bound = bind(parse(TEXT), TENSORS, None, facts=FACTS)
+    form = make_form(bound, {"p": 3, "n": 8}, (5, 8), {}, deterministic=False, prefer_own=True)
+    slow = threading.Event()
+    made: list[Trial] = []
+    timed: list[int] = []
+
+    class Trial:
+        compiled: Future[bool]
+
+        def __init__(self, form: object, schedule: Schedule, *rest: object) -> None:
+            self.schedule, self.place = schedule, len(made)
+            made.append(self)
+
+        def compile(self) -> bool:
+            return self.place != 1 or slow.wait(30)
+
+        def time(self, repeat: int) -> float:
+            if self.place == 0:
+                made[2].compiled.result()
+            timed.append(self.place)
+            return 1.0 + self.place
+
+    monkeypatch.setattr(tuning, "_Trial", Trial)
+    monkeypatch.setattr(tuning, "_BUDGET", 0.0)
+    monkeypatch.setattr(tuning, "_LONGEST", 0.0)
+    monkeypatch.setattr(tuning.os, "cpu_count", lambda: 3)
+    schedules = [Schedule(m=16), Schedule(m=32), Schedule(m=64)]
+    monkeypatch.setattr(tuning, "candidates", lambda form: schedules)
+    found = tuning._measure(tuning._Search(form, list(TENSORS.values()), EXTENTS, None, "ieee"))
+    slow.set()
+    assert set(timed) == {0, 2}
+    assert [m.schedule for m in found] == [schedules[0], schedules[2]]
 
 
 # Keys.
