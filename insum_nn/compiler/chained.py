@@ -16,6 +16,7 @@ from functools import partial
 import torch
 from torch import Tensor
 
+from insum_nn.compiler import schedule_store as store
 from insum_nn.compiler.ast import Statement
 from insum_nn.compiler.bind import Bound, Extents, layout_of
 from insum_nn.compiler.chain import Split, find_splits
@@ -26,7 +27,7 @@ from insum_nn.compiler.kernel_source import Source
 from insum_nn.compiler.kernel_tail import with_tail
 from insum_nn.compiler.options import Options
 from insum_nn.compiler.schedule_store import size_bucket
-from insum_nn.compiler.tuning import time_calls, worth_measuring
+from insum_nn.compiler.tuning import WAIT, time_calls, worth_measuring
 from insum_nn.facts import UNKNOWN, StaticTable
 
 __all__ = ["Chained", "generate"]
@@ -91,6 +92,7 @@ class Chained:
         candidates: what may run, by name.
         refused: what cannot, and why.
         measured: microseconds of the candidates that were measured, by name, for each bucket of sizes.
+        origin: where those are from, if not from this process.
     """
 
     def __init__(
@@ -107,6 +109,7 @@ class Chained:
         self.candidates: dict[str, Generated | _Staged] = {}
         self.refused: dict[str, str] = {}
         self.measured: dict[tuple[int, ...], dict[str, float]] = {}
+        self.origin: dict[tuple[int, ...], str] = {}
         self._chosen: dict[tuple[int, ...], str] = {}
         self._lock = threading.RLock()
         self._add("one kernel over all terms", lambda: Generated(bound, sizes, output, {}, options))
@@ -138,10 +141,38 @@ class Chained:
                 best = min(costs, key=lambda name: costs[name])
                 near = [name for name in costs if costs[name] <= _HOPELESS * costs[best]]
                 if len(near) > 1 and worth_measuring(self.options, extents):
-                    times = self.measured[bucket] = self._measure(near, tensors, extents, start)
-                    best = min(near, key=lambda name: times[name])
+                    times, self.origin[bucket] = self._times(near, bucket, tensors, extents, start)
+                    if times:
+                        best = min(times, key=lambda name: times[name])
+                    self.measured[bucket] = times
                 self._chosen[bucket] = best
             return self._chosen[bucket]
+
+    def _times(
+        self,
+        names: Sequence[str],
+        bucket: tuple[int, ...],
+        tensors: Sequence[Tensor],
+        extents: Extents,
+        start: Tensor | None,
+    ) -> tuple[dict[str, float], str]:
+        """Microseconds of candidates, and where they are from; none where another process measures for too long."""
+        asked = self.options
+        more = {"precision": asked.precision, "deterministic": str(asked.deterministic), "start": str(start is None)}
+        more["matmul"] = torch.get_float32_matmul_precision()
+        key = store.key_of("order", self.bound, {}, bucket, tensors[0].device, **more)
+        found = _remembered(key, names)
+        if found is not None:
+            return found
+        with store.turn(key, WAIT) as mine:
+            found = _remembered(key, names)
+            if found is not None:
+                return found
+            if not mine:
+                return {}, f"another process measures, and was not done after {WAIT:.0f} s"
+            times = self._measure(names, tensors, extents, start)
+            store.write(key, {"times": {name: None if math.isinf(us) else us for name, us in times.items()}})
+        return times, ""
 
     def _measure(
         self, names: Sequence[str], tensors: Sequence[Tensor], extents: Extents, start: Tensor | None
@@ -172,6 +203,7 @@ class Chained:
         chosen = self.choose(tensors, extents, start)
         costs, times = self.costs(tensors, extents), self.measured.get(size_bucket(extents), {})
         why = "the fastest of those measured" if times else "the least bytes and multiplications"
+        why = "; ".join(filter(None, (why, self.origin.get(size_bucket(extents)))))
         rows: list[Row] = [("order", chosen, why)]
         for name in sorted(costs, key=lambda name: (times.get(name, math.inf), costs[name])):
             time = f", {times[name]:.1f} us" if name in times else ""
@@ -179,6 +211,21 @@ class Chained:
         rows += [("refused", name, reason) for name, reason in self.refused.items()]
         source, inner = self.candidates[chosen].described(tensors, extents, start)
         return source, (*rows, *inner)
+
+
+def _remembered(key: store.Key, names: Sequence[str]) -> tuple[dict[str, float], str] | None:
+    """The times of all these candidates, if they are remembered."""
+    entry = store.find(key)
+    if entry is None:
+        return None
+    try:
+        times = {str(name): math.inf if us is None else float(us) for name, us in entry.value["times"].items()}
+        if not all(times[name] > 0 for name in names):
+            raise ValueError("a time is not positive")
+    except (AttributeError, KeyError, TypeError, ValueError) as error:
+        entry.broken(error)
+        return None
+    return {name: times[name] for name in names}, entry.origin()
 
 
 def _fused(

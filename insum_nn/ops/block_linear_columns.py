@@ -22,7 +22,7 @@ from insum_nn.compiler.api import Program, compile, generates_kernels
 from insum_nn.compiler.options import Options
 from insum_nn.facts import IndexFacts
 from insum_nn.ops.graph_matrix import TensorCache
-from insum_nn.ops.onlookers import ordinary
+from insum_nn.ops.onlookers import exact_dtypes, ordinary
 from insum_nn.ops.trilinear import contract
 
 __all__ = ["COLUMNS", "BlockColumns", "block_columns", "columns_program", "takes_columns"]
@@ -116,8 +116,9 @@ class BlockColumns:
     def sum(self, wanted: str, a: Tensor, b: Tensor, made: dict[str, Tensor], start: Tensor | None = None) -> Tensor:
         """The tensor of that name; nothing is recorded, and nobody looks on."""
         key = (a.shape, b.shape, a.dtype, a.device, start is None)
-        operands, shape = self._arranged(wanted, a, b, made)
-        result = self._given[wanted](*operands, out_shape=shape, start=start, key=key)
+        with exact_dtypes(a.device):
+            operands, shape = self._arranged(wanted, a, b, made)
+            result = self._given[wanted](*operands, out_shape=shape, start=start, key=key)
         return result if wanted == "W" else result.flatten(1)
 
     def watched(self, wanted: str, a: Tensor, b: Tensor, start: Tensor | None = None) -> Tensor:

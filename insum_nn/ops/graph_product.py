@@ -20,7 +20,7 @@ from insum_nn.compiler.options import DEFAULT, Options
 from insum_nn.facts import IndexFacts
 from insum_nn.ops.column_sums import column_sums
 from insum_nn.ops.graph_matrix import GraphMatrix
-from insum_nn.ops.onlookers import ordinary
+from insum_nn.ops.onlookers import exact_dtypes, ordinary
 from insum_nn.ops.spmm import SPMM
 
 __all__ = ["CARRY", "COMPARE", "graph_compare", "graph_product"]
@@ -146,7 +146,7 @@ def _carry(
 ) -> Tensor:
     """`graph_product` of plain tensors where nothing is recorded, and nobody looks on."""
     if torch.is_grad_enabled() or torch._C._is_any_autocast_enabled():
-        with torch.no_grad(), _exact_dtypes(dense.device):
+        with torch.no_grad(), exact_dtypes(dense.device):
             return _carry(graph, values, dense, bias=bias, transposed=transposed, options=options)
     grouped = graph.grouped(transposed)
     spread = graph.spread(values, transposed)
@@ -165,7 +165,7 @@ def _carry(
 
 
 def _compared(a: Tensor, b: Tensor, graph: GraphMatrix) -> Tensor:
-    with torch.no_grad(), _exact_dtypes(a.device):
+    with torch.no_grad(), exact_dtypes(a.device):
         if graph.num_entries > graph.num_nodes**2:
             # torch's sampled product refuses a pattern with more entries than cells. So many duplicates mean few nodes.
             return (a[graph.entries.row] * b[graph.entries.col]).sum(-1)
@@ -190,14 +190,3 @@ def _program(expression: str, facts: tuple[tuple[str, IndexFacts], ...], options
     if found is None:
         found = _programs[key] = compile(expression, facts=dict(facts), options=options)
     return found
-
-
-class _Nothing:
-    def __enter__(self) -> None: ...
-
-    def __exit__(self, *_: object) -> None: ...
-
-
-def _exact_dtypes(device: torch.device) -> Any:
-    """Operands were given their dtype where autocast was in force; inside, it would mix what was equal."""
-    return torch.autocast(device.type, enabled=False) if torch._C._is_any_autocast_enabled() else _Nothing()

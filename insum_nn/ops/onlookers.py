@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+from contextlib import AbstractContextManager, nullcontext
+
 import torch
 from torch import Tensor
 
 from insum_nn.compiler.api import transformed
 
-__all__ = ["ordinary", "transformed"]
+__all__ = ["exact_dtypes", "ordinary", "transformed"]
 
 _PLAIN = (Tensor, torch.nn.Parameter)
 
@@ -17,3 +19,8 @@ def ordinary(*tensors: Tensor) -> bool:
     if torch.compiler.is_compiling() or transformed() or torch._C._len_torch_dispatch_stack() > 0:
         return False
     return all([type(t) in _PLAIN and not t.is_meta for t in tensors])
+
+
+def exact_dtypes(device: torch.device) -> AbstractContextManager[object]:
+    """Operands were given their dtype where autocast was in force; inside, it would mix what was equal."""
+    return torch.autocast(device.type, enabled=False) if torch._C._is_any_autocast_enabled() else nullcontext()

@@ -27,8 +27,7 @@ from torch import Tensor
 from insum_nn.compiler.api import Given, Program, compile, generates_kernels
 from insum_nn.compiler.options import Options
 from insum_nn.facts import IndexFacts
-from insum_nn.ops.graph_product import _exact_dtypes
-from insum_nn.ops.onlookers import ordinary
+from insum_nn.ops.onlookers import exact_dtypes, ordinary
 from insum_nn.ops.trilinear import contract
 from insum_nn.structure.kernel_map import FACTS, KernelMap
 from insum_nn.structure.kernel_map_pairs import LIST_FACTS
@@ -149,10 +148,8 @@ class _Conv:
             b = b.contiguous()
         kind = cast("Kind", wanted)
         way: Way = "list" if kind == "W" and a.dtype.itemsize <= _LIST_BYTES else "table"
-        if torch._C._is_any_autocast_enabled():
-            with _exact_dtypes(a.device):
-                return self._run(kind, a, b, way, start)
-        return self._run(kind, a, b, way, start)
+        with exact_dtypes(a.device):
+            return self._run(kind, a, b, way, start)
 
     def watched(self, wanted: str, a: Tensor, b: Tensor, start: Tensor | None = None) -> Tensor:
         return self._run(cast("Kind", wanted), a, b, "groups", start)
