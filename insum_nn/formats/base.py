@@ -203,11 +203,37 @@ class SparseFormat(ABC):
                 expected=tuple(self.values.shape),
                 got=tuple(values.shape),
             )
-        return self._replace(values=values)
+        return self._with_values(values)
 
     def detach(self) -> Self:
         """The same format with values cut from the autograd graph."""
-        return self._replace(values=self.values.detach())
+        return self._with_values(self.values.detach())
+
+    def _with_values(self, values: Tensor) -> Self:
+        shared = self.shared
+        if values.dtype != self.values.dtype:
+            other = self._replace(values=values)
+            object.__setattr__(other, "_shared", shared)
+            return other
+        # Everything that is checked of a format is as it was.
+        other = object.__new__(type(self))
+        other.__dict__.update(self.__dict__, values=values)
+        return other
+
+    @property
+    def shared(self) -> dict[str, Any]:
+        """What operators keep for this structure, by their names: one dictionary for all formats that share it.
+
+        It stays behind when a format is copied or pickled.
+        """
+        shared = self.__dict__.get("_shared")
+        if shared is None:
+            shared = {}
+            object.__setattr__(self, "_shared", shared)
+        return shared
+
+    def __getstate__(self) -> dict[str, Any]:
+        return {name: value for name, value in self.__dict__.items() if name != "_shared"}
 
     def to(self, device: torch.device | str | torch.dtype | None = None, dtype: torch.dtype | None = None) -> Self:
         """Move every tensor to `device` and cast the values to `dtype`; indices keep their dtype.

@@ -5,7 +5,6 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping
 from types import MappingProxyType
-from weakref import WeakKeyDictionary
 
 import torch
 from torch import Tensor
@@ -73,13 +72,13 @@ def spmm(matrix: SparseFormat, dense: Tensor, *, options: Options = DEFAULT) -> 
     """
     if torch.compiler.is_dynamo_compiling() or options != DEFAULT:
         return _checked(matrix, dense, options)
-    known = _products.get(matrix) if isinstance(matrix, SparseFormat) else None  # pyright: ignore[reportUnnecessaryIsInstance]
+    known = matrix.shared.get("spmm") if isinstance(matrix, SparseFormat) else None  # pyright: ignore[reportUnnecessaryIsInstance]
     if known is not None and known.takes(matrix, dense):
         return known(matrix, dense)
     result = _checked(matrix, dense, options)
     if known is None:
-        # A matrix that is multiplied once, as one with the values of a training step, is not worth it.
-        _products[matrix] = _Product(matrix) if matrix in _products else None
+        # A structure that is multiplied once is not worth it.
+        matrix.shared["spmm"] = _Product(matrix) if "spmm" in matrix.shared else None
     return result
 
 
@@ -104,7 +103,7 @@ def _checked(matrix: SparseFormat, dense: Tensor, options: Options) -> Tensor:
 
 
 class _Product:
-    """What is the same at every product with one matrix, so that a call which is like most finds everything ready."""
+    """What is the same at every product with one structure, so that a call like most others finds everything ready."""
 
     def __init__(self, matrix: SparseFormat) -> None:
         self.program = spmm_program(matrix)
@@ -138,16 +137,12 @@ class _Product:
             result = self.program(tensors={**self.index, "Val": values, "B": operand}, out_shape=shape)
         else:
             pair = (values, operand) if self.given.names[0] == "Val" else (operand, values)
-            result = self.given(*pair, out_shape=shape, key=n)
+            result = self.given(*pair, out_shape=shape, key=(n, values.dtype))
         if not blocks:
             return result
         padded = math.prod(self.written)
         result = result.reshape(padded, n)
         return result if padded == self.rows else result[: self.rows]
-
-
-# By the matrix: formats never change, and their tensors' values are read at each call.
-_products: WeakKeyDictionary[SparseFormat, _Product | None] = WeakKeyDictionary()
 
 
 def _blocks(expression: str, matrix: BlockFormat, named: dict[str, Tensor], options: Options) -> Tensor:

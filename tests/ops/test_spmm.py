@@ -1,6 +1,8 @@
 from __future__ import annotations
 
+import copy
 import inspect
+import pickle
 import sys
 from collections.abc import Sequence
 
@@ -188,6 +190,26 @@ def test_a_matrix_that_comes_again(entry: Entry, shape: tuple[int, int], monkeyp
         spmm(matrix, torch.ones(shape[1], 2))
     with pytest.raises(InsumDeviceError):
         spmm(matrix, torch.ones(shape[1], 2, dtype=torch.float64, device="meta"))
+
+
+@each_format
+def test_a_structure_is_shared_by_its_values(entry: Entry):
+    """Other values find what was made ready for the structure; copies of it start anew."""
+    matrix = entry.from_dense(sparse_dense((16, 12)))
+    dense = torch.randn(12, 3, dtype=torch.float64)
+    for scale in (1.0, 2.0, 3.0, 4.0):
+        other = matrix.with_values(scale * matrix.values)
+        assert_matches(spmm(other, dense), scale * matrix.to_dense() @ dense, dtype=torch.float64, kind="sum")
+    assert isinstance(matrix.shared["spmm"], module._Product)
+    assert matrix.detach().shared is matrix.with_values(matrix.values.float()).shared is matrix.shared
+    half = matrix.with_values(matrix.values.float())
+    for _ in range(2):
+        assert spmm(half, dense.float()).dtype == torch.float32
+        assert spmm(matrix, dense).dtype == torch.float64
+    for copied in (copy.deepcopy(matrix), pickle.loads(pickle.dumps(matrix)), matrix.transpose().transpose()):
+        assert copied.shared is not matrix.shared
+        assert_matches(spmm(copied, dense), matrix.to_dense() @ dense, dtype=torch.float64, kind="sum")
+        torch.testing.assert_close(copied.values, matrix.values)
 
 
 @each_format
