@@ -84,6 +84,8 @@ class _Planner:
         self.unrolled: dict[str, int] = {}
         self.dotted: set[str] = set()
         self.chunk: str | None = None
+        # What lies side by side in the output.
+        self.last = frozenset(_ordered(self.statement.output)[-1:])
 
     def decide(self, topic: str, choice: str, reason: str) -> None:
         self.decisions.append(Decision(topic, choice, reason))
@@ -165,7 +167,8 @@ class _Planner:
         if not k:
             return self.emit(Multiply(self.fresh(), a.name, b.name, batch + m + n))
         if self.use_dot(m, k, n):
-            if not m and n:
+            if (not m and n) or (not self.compiled and n and self.last & set(m)):
+                # A library call stores what it multiplies: as the output lies, or adding it up goes cell by cell.
                 a, b, m, n = b, a, n, m
             self.dotted.update(k)
             return self.emit(Dot(self.fresh(), a.name, b.name, batch, m, k, n))
