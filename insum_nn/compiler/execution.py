@@ -20,7 +20,7 @@ from insum_nn.compiler.generated import Generated
 from insum_nn.compiler.kernel_form import FormError
 from insum_nn.compiler.options import Options
 from insum_nn.compiler.owners import clear_owners
-from insum_nn.compiler.plan import Load, Plan
+from insum_nn.compiler.plan import Dot, Load, Plan
 from insum_nn.compiler.planner import UNROLL_LIMIT, is_feature, make_plan, slot_indices
 from insum_nn.errors import InsumBackendError, InsumFormatError
 from insum_nn.facts import IndexFacts, StaticTable
@@ -127,7 +127,9 @@ def _piece(plan: Plan, extents: Extents) -> int | None:
         for step in plan.steps
         if isinstance(step, Load) and step.gather and plan.chunk in step.labels
     )
-    step = max(1, _PIECE_BYTES // max(1, cells * width))
+    # A batched product is one call for each piece, whose rows are added by as many calls as there are.
+    room = 2 * _PIECE_BYTES if any(isinstance(step, Dot) for step in plan.steps) else _PIECE_BYTES
+    step = max(1, room // max(1, cells * width))
     assert plan.chunk is not None
     return step if 2 * step <= sizes[plan.chunk] else None
 
@@ -150,10 +152,16 @@ def _run_pieces(
     wide = bound.dtype in (torch.float16, torch.bfloat16) and program.options.accumulate == "float32"
     dtype = torch.float32 if wide or _direct_half(plan) else bound.dtype
     device = tensors[0].device if tensors else start.device if start is not None else None
-    if start is None:
-        output = torch.zeros(extents.output, dtype=dtype, device=device)
-    else:
-        output = start.detach().to(dtype, copy=True).contiguous()
+    # Library calls add a row at a time, fastest where rows are what lies outermost.
+    outer = plan.combine.scattered[0] if len(plan.combine.scattered) == 1 else 0
+    shape = list(extents.output)
+    if outer:
+        shape.insert(0, shape.pop(outer))
+    output = (torch.zeros if start is None else torch.empty)(shape, dtype=dtype, device=device)
+    if outer:
+        output = output.movedim(0, outer)
+    if start is not None:
+        output.copy_(start.detach())
     axes = [[axis for where, axis in layout.plain[position] if where == i] for i in range(len(tensors))]
     written = [axis for axis, name in enumerate(layout.output_plain) if name == plan.chunk]
     total = extents.indices[position]
@@ -161,7 +169,7 @@ def _run_pieces(
         length = min(step, total - begin)
         cut = [_narrow(t, own, begin, length) for t, own in zip(tensors, axes, strict=True)]
         program.pieces(*cut, *arguments, _narrow(output, written, begin, length))
-    return output.to(bound.dtype)
+    return output.to(bound.dtype).contiguous()
 
 
 def _direct_half(plan: Plan) -> bool:

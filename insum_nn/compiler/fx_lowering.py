@@ -284,6 +284,9 @@ class _Lowering(GraphWriter):
             # CUDA's accumulating index_put sorts the addresses first, so its order of summation is fixed.
             places = (None,) * axis + (flat,)
             return self.call(torch.ops.aten.index_put.default, base, places, node, True)
+        if self.start is None and not self.compiled:
+            # Nobody else has the zeros.
+            return self.method("index_add_", base, axis, flat, node)
         return self.call(torch.index_add, base, axis, flat, node)
 
     def base(self, axis: int, rest: Labels, sizes: Sequence[Node | int], in_place: bool) -> Node:
@@ -292,8 +295,12 @@ class _Lowering(GraphWriter):
             return self.start
         if self.start is None:
             total = self.product(sizes)
-            shape = (*(self.sizes[x] for x in rest[:axis]), total, *(self.sizes[x] for x in rest[axis:]))
-            return self.call(torch.zeros, shape, dtype=self.sum_dtype, device=self.device)
+            before, after = [self.sizes[x] for x in rest[:axis]], [self.sizes[x] for x in rest[axis:]]
+            if not axis or self.compiled:
+                return self.call(torch.zeros, (*before, total, *after), dtype=self.sum_dtype, device=self.device)
+            # A library call adds a row at a time, fastest where rows are what lies outermost.
+            base = self.call(torch.zeros, (total, *before, *after), dtype=self.sum_dtype, device=self.device)
+            return self.method("movedim", base, 0, axis)
         start = self.method("to", self.start, self.sum_dtype) if self.half else self.start
         if in_place:
             return start
