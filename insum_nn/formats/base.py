@@ -217,7 +217,7 @@ class SparseFormat(ABC):
             return other
         # Everything that is checked of a format is as it was.
         other = object.__new__(type(self))
-        other.__dict__.update(self.__dict__, values=values)
+        vars(other).update(vars(self), values=values)
         return other
 
     @property
