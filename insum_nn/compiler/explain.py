@@ -9,7 +9,7 @@ import os
 import re
 import textwrap
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 
 import torch
@@ -119,6 +119,10 @@ class Explanation:
         chosen = Decision("backend", self.backend, self.reason)
         # A generated kernel does not follow the plan's steps; its own choices take their place.
         return (chosen, *self._candidates, *(self._choices if self.backend == "triton" else self.plan.decisions))
+
+    def with_choice(self, topic: str, choice: str, reason: str) -> Explanation:
+        """The same with a choice that was made around the statement, before its own candidates."""
+        return replace(self, _candidates=(Decision(topic, choice, reason), *self._candidates))
 
     @property
     def facts(self) -> dict[str, IndexFacts]:

@@ -2,22 +2,25 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping, Sequence
 
 import torch
 from torch import Tensor
 
+from insum_nn.compiler.api import Program, compile
 from insum_nn.compiler.options import DEFAULT, Options
 from insum_nn.facts import IndexFacts
 from insum_nn.ops.arguments import run
 
-__all__ = ["block_tiles", "dense_is_faster"]
+__all__ = ["block_tiles", "dense_is_faster", "dense_reason", "tiles_program"]
 
-# Share of stored blocks from which a dense product of half types is the faster one, by the shorter side of a block.
-# Measured on an H200 at 4096 x 4096 x 4096: blocks of 32 take as long as the dense product at 0.33, and forming the
-# dense matrix comes on top. Larger blocks are read fewer times.
-_SHARE_OF_SMALL, _SHARE_OF_LARGE = 0.37, 0.6
-_LARGE = 64
+# Share of stored blocks from which a dense product is the faster one, by what the shorter side of a block is at least.
+# Half types on an H200, 4096 x 4096 x 4096: blocks of 32 take as long as the dense product at 0.33, and forming the
+# dense matrix comes on top; larger blocks are read fewer times. On two cores of a CPU, 1024 x 1024 times 256 columns:
+# blocks of 16 and 32 take as long at 0.2 and 0.4, and larger ones are as fast as the dense product at any share.
+_SHARES = {"cuda": ((64, 0.6), (0, 0.37)), "cpu": ((64, math.inf), (32, 0.4), (0, 0.22))}
+_DTYPES = {"cuda": (torch.float16, torch.bfloat16), "cpu": (torch.float32, torch.float64)}
 # Fewest columns of the dense operand; with fewer, reading the matrix decides, and a sparse one is shorter.
 _COLUMNS = 256
 
@@ -25,7 +28,8 @@ _COLUMNS = 256
 def dense_is_faster(values: Tensor, grid: Sequence[int], columns: int, options: Options) -> bool:
     """Whether to multiply by the dense matrix instead of its blocks.
 
-    In float32 the library multiplies exactly unless it is told otherwise, and is slower than the blocks at any share.
+    On a GPU the library multiplies float32 exactly unless it is told otherwise, and is slower than the blocks at any
+    share; on a CPU it has no fast product of half types.
 
     Args:
         values: (p, a, b) stored blocks.
@@ -33,11 +37,27 @@ def dense_is_faster(values: Tensor, grid: Sequence[int], columns: int, options: 
         columns: columns of the dense operand.
         options: compile options; only `backend="auto"` has a choice.
     """
-    halves = values.dtype in (torch.float16, torch.bfloat16)
-    if values.device.type != "cuda" or not halves or options.backend != "auto" or columns < _COLUMNS:
+    device = values.device.type
+    if options.backend != "auto" or columns < _COLUMNS or values.dtype not in _DTYPES.get(device, ()):
         return False
-    share = _SHARE_OF_LARGE if min(values.shape[-2:]) >= _LARGE else _SHARE_OF_SMALL
-    return values.shape[:-2].numel() >= share * grid[0] * grid[1]
+    return values.shape[:-2].numel() >= _share(values) * grid[0] * grid[1]
+
+
+def _share(values: Tensor) -> float:
+    side = min(values.shape[-2:])
+    return next(share for least, share in _SHARES[values.device.type] if side >= least)
+
+
+def dense_reason(values: Tensor, grid: Sequence[int]) -> str:
+    """Why `dense_is_faster` said so, in words."""
+    stored = values.shape[:-2].numel() / max(1, grid[0] * grid[1])
+    a, b = values.shape[-2:]
+    return f"{stored:.2f} of the {a} x {b} blocks are stored; from {_share(values):.2f} on the dense product is faster"
+
+
+def tiles_program(facts: Mapping[str, IndexFacts], options: Options = DEFAULT) -> Program:
+    """The program that forms the dense matrix of ungrouped blocks, to explain it; see `block_tiles`."""
+    return compile(_BLOCKS, facts=facts, options=options)
 
 
 def block_tiles(

@@ -44,8 +44,8 @@ def spmm(matrix: SparseFormat, dense: Tensor, *, options: Options = DEFAULT) -> 
         BlockGroupCOO           C[Row[g],a,n] += Val[g,q,a,b] * B[Col[g,q],b,n]
 
     For blocks `B` is the dense operand cut into block rows, (grid columns, b, n), with zeros up to the grid's edge, and
-    the rows of `C` beyond the matrix are cut off. A vector is a matrix of one column. On a GPU a matrix of
-    half-precision blocks of which a third or more is stored is multiplied as a dense one, which is faster there.
+    the rows of `C` beyond the matrix are cut off. A vector is a matrix of one column. A matrix of which
+    many blocks are stored is multiplied as a dense one where that is faster; see `block_linear_stored` for when it is.
 
     Source: Won, Ahrens, Amarasinghe, Emer, Insum (ASPLOS 2026), sections 3 and 4.
 

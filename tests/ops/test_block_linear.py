@@ -17,6 +17,7 @@ from insum_nn.ops.block_linear import (
     block_linear_operands,
     block_linear_program,
     block_linear_stored,
+    explain_block_linear,
 )
 from insum_nn.testing.tolerances import assert_matches
 from tests.ops.oracle import assert_gradients, assert_same, strided
@@ -122,6 +123,35 @@ def test_stored_blocks_with_slots_equal_their_format():
         lambda values, x: x @ blocks.with_values(values).to_dense().T,
         [blocks.values, x],
     )
+
+
+@pytest.mark.parametrize(
+    ("side", "share", "dense"), [(16, 0.5, True), (16, 0.1, False), (32, 0.5, True), (64, 0.9, False)]
+)
+def test_many_blocks_are_multiplied_as_a_dense_weight(side: int, share: float, dense: bool):
+    """Where it was measured to be faster; the numbers are the same, and the layer says so."""
+    grid, samples = 256 // side, 256
+    mask = torch.zeros(grid * grid, dtype=torch.bool)
+    mask[torch.randperm(grid * grid)[: int(share * grid * grid)]] = True
+    row, col = mask.reshape(grid, grid).nonzero(as_tuple=True)
+    index = {"Row": row, "Col": col}
+    leaves = [torch.randn(samples, 256), torch.randn(row.shape[0], side, side), torch.randn(256)]
+    seed, found = torch.randn(samples, 256), []
+    for options in (Options(), Options(backend="eager")):
+        x, weight, bias = [leaf.clone().requires_grad_() for leaf in leaves]
+        out = block_linear_stored(x, weight, index, (256, 256), bias, options=options)
+        found.append((out, *torch.autograd.grad(out, (x, weight, bias), seed)))
+    for a, b in zip(*found, strict=True):
+        a, b = a.detach(), b.detach()
+        assert_matches(a, b, dtype=torch.float32, kind="gradient", scale=float(b.abs().max()))
+    explanation = explain_block_linear(leaves[0], leaves[1], index, (256, 256))
+    choices = {d.topic: d for d in explanation.decisions}
+    assert ("product" in choices) == dense
+    if dense:
+        assert choices["product"].choice == "dense, by the library"
+        assert f"of the {side} x {side} blocks are stored" in choices["product"].reason
+    few = explain_block_linear(leaves[0][:9], leaves[1], index, (256, 256))
+    assert "product" not in {d.topic for d in few.decisions}
 
 
 def test_a_feature_that_no_block_reads_does_not_count():
