@@ -570,7 +570,7 @@ def test_flat_addresses_of_int32_index_tensors_have_64_bits():
 
     class Watch(torch.overrides.TorchFunctionMode):
         def __torch_function__(self, func, types, args=(), kwargs=None):
-            if func is torch.index_add:
+            if func in (torch.index_add, torch.Tensor.index_add_):
                 seen.append(args[2].dtype)
             return func(*args, **(kwargs or {}))
 
