@@ -17,9 +17,11 @@ from tests.ops.oracle import assert_same
 SHAPES = [(3, 5, (4, 6), 17), (1, 1, (8, 8), 1), (4, 2, (3, 5), 0), (2, 7, (16, 1), 5)]
 
 
-def blocks(rows: int, cols: int, shape: tuple[int, int], **kind: object) -> tuple[Tensor, Tensor, Tensor]:
+def blocks(
+    rows: int, cols: int, shape: tuple[int, int], *, share: float = 0.6, **kind: object
+) -> tuple[Tensor, Tensor, Tensor]:
     """Blocks in random places, one block row without any, and their values."""
-    mask = torch.rand(rows, cols) < 0.6
+    mask = torch.rand(rows, cols) < share
     mask[rows // 2] = False
     mask[0, 0] = True
     row, col = mask.nonzero(as_tuple=True)
@@ -97,7 +99,8 @@ def test_a_cpu_and_small_problems_go_the_other_way():
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16, torch.float32])
 @pytest.mark.parametrize("bias", [False, True])
 def test_the_layers_product_on_a_gpu(dtype, bias):
-    row, col, weight = (t.cuda() for t in blocks(7, 5, (32, 32)))
+    # Few enough that the dense product is not taken.
+    row, col, weight = (t.cuda() for t in blocks(7, 5, (32, 32), share=0.15))
     weight = (weight / 8).to(dtype)
     shape = (7 * 32 - 9, 5 * 32 - 3)
     x, b = torch.randn(2, 150, shape[1], device="cuda").to(dtype), torch.randn(shape[0], device="cuda").to(dtype)
