@@ -45,7 +45,10 @@ def dense_is_faster(values: Tensor, grid: Sequence[int], columns: int, options: 
 
 def _share(values: Tensor) -> float:
     side = min(values.shape[-2:])
-    return next(share for least, share in _SHARES[values.device.type] if side >= least)
+    for least, share in _SHARES[values.device.type]:
+        if side >= least:
+            return share
+    return math.inf
 
 
 def dense_reason(values: Tensor, grid: Sequence[int]) -> str:

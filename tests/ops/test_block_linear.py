@@ -150,6 +150,10 @@ def test_many_blocks_are_multiplied_as_a_dense_weight(side: int, share: float, d
     if dense:
         assert choices["product"].choice == "dense, by the library"
         assert f"of the {side} x {side} blocks are stored" in choices["product"].reason
+    compiled = torch.compile(
+        lambda x, w, b: block_linear_stored(x, w, index, (256, 256), b), backend="aot_eager", fullgraph=True
+    )
+    torch.testing.assert_close(compiled(*leaves), found[1][0].detach(), atol=1e-4, rtol=1e-4)
     few = explain_block_linear(leaves[0][:9], leaves[1], index, (256, 256))
     assert "product" not in {d.topic for d in few.decisions}
 
