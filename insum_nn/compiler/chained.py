@@ -161,18 +161,14 @@ class Chained:
         more = {"precision": asked.precision, "deterministic": str(asked.deterministic), "start": str(start is None)}
         more["matmul"] = torch.get_float32_matmul_precision()
         key = store.key_of("order", self.bound, {}, bucket, tensors[0].device, **more)
-        found = _remembered(key, names)
-        if found is not None:
-            return found
-        with store.turn(key, WAIT) as mine:
-            found = _remembered(key, names)
-            if found is not None:
-                return found
-            if not mine:
-                return {}, f"another process measures, and was not done after {WAIT:.0f} s"
+
+        def measure() -> tuple[dict[str, float], str]:
             times = self._measure(names, tensors, extents, start)
             store.write(key, {"times": {name: None if math.isinf(us) else us for name, us in times.items()}})
-        return times, ""
+            return times, ""
+
+        late = {}, f"another process measures, and was not done after {WAIT:.0f} s"
+        return store.once(key, WAIT, lambda: _remembered(key, names), measure) or late
 
     def _measure(
         self, names: Sequence[str], tensors: Sequence[Tensor], extents: Extents, start: Tensor | None

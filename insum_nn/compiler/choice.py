@@ -170,18 +170,15 @@ def choose_path(key: store.Key, what: str, offers: Sequence[Offer], device: torc
         `None`: another process measures the same, and was not done in time.
     """
     names = [offer.backend for offer in offers]
-    found = _remembered(key, names)
-    if found is not None:
-        return found
-    with store.turn(key, WAIT) as mine:
-        found = _remembered(key, names)
-        if found is not None or not mine:
-            return found
+
+    def measure() -> Choice:
         candidates = _measure_all(what, offers, device)
         times = {c.backend: c.microseconds for c in candidates if c.microseconds is not None}
         backend = _fastest(names[0], times)
         store.write(key, _to_json(backend, candidates))
-    return Choice(backend, _because(names[0], backend, times), candidates)
+        return Choice(backend, _because(names[0], backend, times), candidates)
+
+    return store.once(key, WAIT, lambda: _remembered(key, names), measure)
 
 
 def _measure_all(what: str, offers: Sequence[Offer], device: torch.device) -> tuple[Candidate, ...]:

@@ -18,11 +18,11 @@ import tempfile
 import threading
 import time
 import warnings
-from collections.abc import Generator, Iterator, Mapping, Sequence
+from collections.abc import Callable, Generator, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import asdict, dataclass, fields
 from pathlib import Path
-from typing import IO, Any
+from typing import IO, Any, TypeVar
 
 import torch
 
@@ -31,10 +31,11 @@ from insum_nn.compiler.inductor import cache_folder
 from insum_nn.compiler.triton_lowering import version as triton_version
 from insum_nn.facts import StaticTable
 
-__all__ = ["Entry", "Key", "export", "find", "key_of", "load", "size_bucket", "turn", "unload", "write"]
+__all__ = ["Entry", "Key", "export", "find", "key_of", "load", "once", "size_bucket", "turn", "unload", "write"]
 
 _FORMAT = 2
 Key = Mapping[str, Any]
+T = TypeVar("T")
 
 
 @dataclass(frozen=True, slots=True)
@@ -308,6 +309,26 @@ def turn(key: Key, seconds: float) -> Generator[bool]:
         while not (taken := _take(file)) and time.monotonic() < until:
             time.sleep(0.05)
         yield taken
+
+
+def once(key: Key, seconds: float, remembered: Callable[[], T | None], measure: Callable[[], T]) -> T | None:
+    """What is remembered of a key, or else measured: by one process on this cache folder, while the others wait.
+
+    Args:
+        key: what is measured.
+        seconds: the longest wait.
+        remembered: looks it up.
+        measure: measures it, and writes what is to be remembered.
+
+    Returns:
+        `None`: another process measures it, and was not done in time.
+    """
+    found = remembered()
+    if found is not None:
+        return found
+    with turn(key, seconds) as mine:
+        found = remembered()
+        return measure() if found is None and mine else found
 
 
 def _take(file: IO[str] | None) -> bool:

@@ -84,20 +84,16 @@ def choose_schedule(
     more = {"precision": precision, "combine": form.combine, "tail": str(form.tail)}
     key = store.key_of("schedule", form.bound, tables, bucket, tensors[0].device, **more)
     search = _Search(form, tensors, extents, start, precision)
-    found = search.remembered(key)
-    if found is not None:
-        return found
-    with store.turn(key, WAIT) as mine:
-        found = search.remembered(key)
-        if found is not None:
-            return found
-        if not mine:
-            return Chosen(default, f"the default: another process measures, and was not done after {WAIT:.0f} s")
+
+    def measure() -> Chosen:
         measured = _measure(search)
         if not measured or math.isinf(measured[0].microseconds):
             return Chosen(default, "the default: no candidate ran", measured)
         store.write(key, _to_json(measured))
-    return Chosen(measured[0].schedule, f"the fastest of {len(measured)} measured", measured)
+        return Chosen(measured[0].schedule, f"the fastest of {len(measured)} measured", measured)
+
+    late = Chosen(default, f"the default: another process measures, and was not done after {WAIT:.0f} s")
+    return store.once(key, WAIT, lambda: search.remembered(key), measure) or late
 
 
 def _to_json(measured: Sequence[Measurement]) -> dict[str, Any]:
