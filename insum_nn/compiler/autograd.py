@@ -15,14 +15,14 @@ from torch import Tensor
 from torch._C._functorch import peek_interpreter_stack
 
 from insum_nn.compiler.ast import Access
-from insum_nn.compiler.backward import Call, Shapes, derivative_specs, plain_gradients, read_again, shape_at
+from insum_nn.compiler.backward import Call, Shapes, Step, gradients, read_again
 from insum_nn.compiler.bind import Extents, layout_of
 from insum_nn.compiler.call import Key, Seen, Spec, run_spec, value_dtype
 from insum_nn.compiler.epilogue import ACTIVATIONS
 from insum_nn.compiler.gradient import directional, fresh_name
 from insum_nn.compiler.shares import shares
 
-__all__ = ["apply", "recorded", "transformed"]
+__all__ = ["apply", "recorded", "transformed", "unwatched"]
 
 
 # The registered operator.
@@ -59,19 +59,14 @@ def _gradients(
     needs: Sequence[bool],
     grad: Tensor,
 ) -> tuple[list[Tensor | None], Tensor]:
-    """Gradients of the tensors that need one, and that of a start, by derivative programs.
+    """Gradients of the tensors that need one, and that of a start, for whoever looks on; see `gradients`."""
+    share, start_share = _shares_of(call, tensors, start, result)
+    found = gradients(call, tensors, shapes, needs, grad, share, _shown)
+    return found, grad if start_share is None else grad * start_share
 
-    Tensors that `read_again` does not name may be `None`, if shapes are given.
-    """
-    layout = call.spec.layout
-    shares, start_share = _shares_of(call, tensors, start, result)
-    gradients: list[Tensor | None] = []
-    for position, (name, need) in enumerate(zip(layout.tensors, needs, strict=True)):
-        if not need or name not in layout.value_tensors:
-            gradients.append(None)
-            continue
-        gradients.append(_gradient_of(call, name, tensors, shape_at(position, tensors, shapes), grad, shares))
-    return gradients, grad if start_share is None else grad * start_share
+
+def _shown(step: Step, pool: Sequence[Tensor | None], total: Tensor | None) -> Tensor:
+    return apply(step.spec, step.read(pool), total, step.extents)
 
 
 def _shares_of(
@@ -123,30 +118,6 @@ def _tangent(
     return total
 
 
-def _gradient_of(
-    call: Call,
-    name: str,
-    tensors: Sequence[Tensor | None],
-    shape: tuple[int, ...],
-    grad: Tensor,
-    shares: Tensor | None,
-) -> Tensor:
-    layout = call.spec.layout
-    derivative, programs = derivative_specs(call.spec, name)
-    named: dict[str, Any] = dict(zip(layout.tensors, tensors, strict=True))
-    named[derivative.seed] = grad
-    if derivative.share is not None:
-        assert shares is not None
-        named[derivative.share] = shares
-    sizes = dict(zip(layout.indices, call.indices, strict=True))
-    total: Tensor | None = None
-    for spec, names, indices in programs:
-        extents = Extents(tuple(sizes[index] for index in indices), shape)
-        total = apply(spec, [named[x] for x in names], total, extents)
-    assert total is not None
-    return total
-
-
 class _Function(torch.autograd.Function):
     """The recorded call on plain tensors; tracing and transforms take the registered operator instead."""
 
@@ -173,11 +144,12 @@ class _Function(torch.autograd.Function):
         if ctx.call.spec.epilogue:
             grad = _before_epilogue(ctx.call.spec, grad, result).to(ctx.dtype)
         shapes, needs = ctx.shapes, ctx.needs_input_grad[2:]
-        if _unwatched(grad) and ctx.call.spec.statement.operator not in _EXTREMA:
-            gradients, of_start = plain_gradients(ctx.call, tensors, shapes, needs, grad), grad
+        alone = not torch.is_grad_enabled() and unwatched((grad,), None)
+        if alone and ctx.call.spec.statement.operator not in _EXTREMA:
+            found, of_start = gradients(ctx.call, tensors, shapes, needs, grad, None, Step.alone), grad
         else:
-            gradients, of_start = _gradients(ctx.call, tensors, shapes, start, result, needs, grad)
-        return (None, of_start if ctx.needs_input_grad[1] else None, *gradients)
+            found, of_start = _gradients(ctx.call, tensors, shapes, start, result, needs, grad)
+        return (None, of_start if ctx.needs_input_grad[1] else None, *found)
 
 
 def _before_epilogue(spec: Spec, grad: Tensor, result: Tensor) -> Tensor:
@@ -238,10 +210,10 @@ def _operator_backward(ctx: Any, grad: Tensor) -> tuple[Any, ...]:
     needs = [t.requires_grad or t.is_floating_point() for t in tensors]
     if isinstance(ctx.needs_input_grad[1], Sequence):
         needs = list(ctx.needs_input_grad[1])
-    gradients, start_gradient = _gradients(ctx.call, tensors, None, start, result, needs, grad)
+    found, start_gradient = _gradients(ctx.call, tensors, None, start, result, needs, grad)
     # torch takes an empty list of integers for one of tensors, and wants a list of gradients back.
     lists = [None if integers else [] for integers in (ctx.call.indices, ctx.call.output)]
-    return None, gradients, None if start is None else start_gradient, *lists
+    return None, found, None if start is None else start_gradient, *lists
 
 
 _run.register_autograd(_operator_backward, setup_context=_setup_context)
@@ -270,11 +242,14 @@ def _registered(spec: Spec, tensors: Sequence[Tensor], start: Tensor | None, ext
     return torch.ops.insum_nn.run(spec.to_json(), list(tensors), start, list(extents.indices), list(extents.output))
 
 
-def _unwatched(grad: Tensor) -> bool:
-    """Whether nobody looks on while gradients of plain tensors are computed."""
-    if torch.is_grad_enabled() or torch._C._is_any_autocast_enabled():
+def unwatched(tensors: Sequence[Tensor], start: Tensor | None) -> bool:
+    """Whether tensors are plain ones, and nobody looks on beside autograd; whatever it records is not asked for."""
+    for tensor in tensors:
+        if type(tensor) not in _PLAIN:
+            return False
+    if start is not None and type(start) not in _PLAIN:
         return False
-    return type(grad) in _PLAIN and torch._C._len_torch_dispatch_stack() == 0 and not transformed()
+    return not recorded((), None) and not torch._C._is_any_autocast_enabled()
 
 
 def transformed() -> bool:

@@ -6,7 +6,7 @@ programs of one kind of call are, which tensors they read and in which shapes, i
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from functools import lru_cache
 
@@ -17,7 +17,7 @@ from insum_nn.compiler.bind import Extents
 from insum_nn.compiler.call import Key, Seen, Spec, call_key, run_spec
 from insum_nn.compiler.gradient import Derivative, derivatives
 
-__all__ = ["Call", "Shapes", "derivative_specs", "plain_gradients", "read_again", "shape_at"]
+__all__ = ["Call", "Shapes", "Step", "gradients", "read_again"]
 
 # Of all tensors of a call, where some of them were not kept.
 Shapes = Sequence[torch.Size] | None
@@ -40,7 +40,7 @@ class Call:
     output: tuple[int, ...]
     key: Key | None = None
     seen: Seen | None = None
-    _steps: dict[int, tuple[_Step, ...]] = field(default_factory=dict)
+    _steps: dict[int, tuple[Step, ...]] = field(default_factory=dict)
 
     @staticmethod
     def of(spec: Spec, extents: Extents, key: Key | None, seen: Seen | None) -> Call:
@@ -64,44 +64,42 @@ class Call:
             return result
         return seen.ready.run(tensors, start)
 
-    def steps(self, position: int, tensors: Sequence[Tensor | None], shapes: Shapes) -> tuple[_Step, ...]:
-        """The derivative programs of the tensor at a position."""
+    def steps(self, position: int, tensors: Sequence[Tensor | None], shapes: Shapes) -> tuple[Step, ...]:
+        """The derivative programs of the tensor at a position; shapes are given where it may be missing."""
         found = self._steps.get(position)
         if found is None:
-            found = self._steps[position] = self._found(position, shape_at(position, tensors, shapes))
+            tensor = tensors[position]
+            shape = shapes[position] if tensor is None else tensor.shape  # type: ignore[index]
+            found = self._steps[position] = self._found(position, tuple(shape))
         return found
 
-    def _found(self, position: int, shape: tuple[int, ...]) -> tuple[_Step, ...]:
+    def _found(self, position: int, shape: tuple[int, ...]) -> tuple[Step, ...]:
         layout = self.spec.layout
-        derivative, programs = derivative_specs(self.spec, layout.tensors[position])
-        pool = {name: place for place, name in enumerate((*layout.tensors, derivative.seed))}
+        derivative, programs = _derivative_specs(self.spec, layout.tensors[position])
+        pool = {name: place for place, name in enumerate((*layout.tensors, derivative.seed, derivative.share))}
         sizes = dict(zip(layout.indices, self.indices, strict=True))
         return tuple(
-            _Step(spec, tuple(pool[x] for x in names), Extents(tuple(sizes[x] for x in indices), shape))
+            Step(spec, tuple(pool[x] for x in names), Extents(tuple(sizes[x] for x in indices), shape))
             for spec, names, indices in programs
         )
 
 
-def shape_at(position: int, tensors: Sequence[Tensor | None], shapes: Shapes) -> tuple[int, ...]:
-    """The shape of the tensor at a position, kept or not."""
-    tensor = tensors[position]
-    if tensor is not None:
-        return tuple(tensor.shape)
-    assert shapes is not None
-    return tuple(shapes[position])
-
-
 @dataclass(slots=True)
-class _Step:
-    """A derivative program, and where its tensors stand among those of the call, of which the last is the gradient."""
+class Step:
+    """A derivative program, and where its tensors stand: among those of the call, the gradient, the shares."""
 
     spec: Spec
     places: tuple[int, ...]
     extents: Extents
     seen: Seen | None = None
 
-    def __call__(self, pool: Sequence[Tensor | None], total: Tensor | None) -> Tensor:
-        tensors: list[Tensor] = [pool[place] for place in self.places]  # type: ignore[misc]
+    def read(self, pool: Sequence[Tensor | None]) -> list[Tensor]:
+        """Its tensors."""
+        return [pool[place] for place in self.places]  # type: ignore[misc]
+
+    def alone(self, pool: Sequence[Tensor | None], total: Tensor | None) -> Tensor:
+        """Run it where nobody looks on, and nothing is recorded."""
+        tensors = self.read(pool)
         seen = self.seen
         if seen is not None and seen.ready is not None and seen.holds(tensors):
             return seen.ready.run(tensors, total)
@@ -113,7 +111,7 @@ class _Step:
 
 
 @lru_cache(maxsize=2048)
-def derivative_specs(
+def _derivative_specs(
     spec: Spec, operand: str
 ) -> tuple[Derivative, tuple[tuple[Spec, tuple[str, ...], tuple[str, ...]], ...]]:
     """The derivative's programs, each with the tensors and the indices that it takes."""
@@ -127,29 +125,38 @@ def read_again(spec: Spec, needs: tuple[bool, ...]) -> tuple[bool, ...] | None:
     """Which of the tensors the gradients of those that need one are made of; `None`: all of them."""
     layout = spec.layout
     learned = [name for name, need in zip(layout.tensors, needs, strict=True) if need and name in layout.value_tensors]
-    read = {x for name in learned for _, tensors, _ in derivative_specs(spec, name)[1] for x in tensors}
+    read = {x for name in learned for _, tensors, _ in _derivative_specs(spec, name)[1] for x in tensors}
     kept = tuple(name in read for name in layout.tensors)
     return None if all(kept) else kept
 
 
-def plain_gradients(
+def gradients(
     call: Call,
     tensors: Sequence[Tensor | None],
     shapes: Shapes,
     needs: Sequence[bool],
     grad: Tensor,
+    share: Tensor | None,
+    run: Callable[[Step, Sequence[Tensor | None], Tensor | None], Tensor],
 ) -> list[Tensor | None]:
-    """Gradients of the tensors that need one, where all terms count and nobody looks on.
+    """Gradients of the tensors that need one.
 
-    Tensors that `read_again` does not name may be `None`, if shapes are given.
+    Args:
+        call: the call.
+        tensors: its tensors; those that `read_again` does not name may be `None`, if shapes are given.
+        shapes: of all of them.
+        needs: which of them need one.
+        grad: the gradient of the sum.
+        share: the shares of terms, where they do not all count.
+        run: runs one derivative program, which adds to what those before it made.
     """
     values, names = call.spec.layout.value_tensors, call.spec.layout.tensors
-    pool = (*tensors, grad)
-    gradients: list[Tensor | None] = []
+    pool = (*tensors, grad, share)
+    found: list[Tensor | None] = []
     for position, need in enumerate(needs):
         total: Tensor | None = None
         if need and names[position] in values:
             for step in call.steps(position, tensors, shapes):
-                total = step(pool, total)
-        gradients.append(total)
-    return gradients
+                total = run(step, pool, total)
+        found.append(total)
+    return found

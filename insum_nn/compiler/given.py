@@ -8,7 +8,7 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor
 
-from insum_nn.compiler.autograd import recorded
+from insum_nn.compiler.autograd import unwatched
 from insum_nn.compiler.call import Seen, broadcast, call_key, keep
 
 __all__ = ["Given"]
@@ -16,7 +16,6 @@ __all__ = ["Given"]
 Shape = Sequence[int | None]
 # Shapes of the other tensors whose calls are remembered.
 _LIMIT = 64
-_PLAIN = (Tensor, torch.nn.Parameter)
 
 
 class _Program(Protocol):
@@ -73,7 +72,7 @@ class Given:
         ordered = list(self._template)
         for place, tensor in zip(self._places, others, strict=True):
             ordered[place] = tensor
-        if key is None and _ordinary(others, start):
+        if key is None and unwatched(others, start):
             key = (call_key(others, start), out_shape)
         if key is not None:
             seen = self._seen.get(key)
@@ -87,12 +86,3 @@ class Given:
         if key is not None and seen is not None and seen.ready is not None:
             keep(self._seen, key, seen, _LIMIT)
         return result
-
-
-def _ordinary(others: Sequence[Tensor], start: Tensor | None) -> bool:
-    for tensor in others:
-        if type(tensor) not in _PLAIN:
-            return False
-    if start is not None and type(start) not in _PLAIN:
-        return False
-    return not recorded((), None) and not torch._C._is_any_autocast_enabled()

@@ -62,7 +62,7 @@ def graph_product(
     learned = values.requires_grad or dense.requires_grad or (bias is not None and bias.requires_grad)
     if learned and torch.is_grad_enabled():
         return _Carry.apply(values, dense, graph, transposed, options, bias)  # type: ignore[no-any-return]
-    return _carry(graph, values, dense, bias=bias, transposed=transposed, options=options)
+    return _carry(graph, values, dense, bias, transposed, options)
 
 
 def graph_compare(graph: GraphMatrix, a: Tensor, b: Tensor, options: Options = DEFAULT) -> Tensor:
@@ -100,20 +100,18 @@ class _Carry(torch.autograd.Function):
         # Features are read again for the gradient of values alone, and are the largest of what could be kept.
         ctx.save_for_backward(values, dense if ctx.needs_input_grad[0] else None)
         ctx.rest = graph, transposed, options
-        return _carry(graph, values, dense, bias=bias, transposed=transposed, options=options)
+        return _carry(graph, values, dense, bias, transposed, options)
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
         values, dense = ctx.saved_tensors
         graph, transposed, options = ctx.rest
-        # Most backward passes are not recorded in turn, nor looked at.
-        carry = graph_product if torch.is_grad_enabled() or not ordinary(values, grads[0]) else _carry
         of_values = of_dense = None
         if ctx.needs_input_grad[0]:
             ends = (dense, grads[0]) if transposed else (grads[0], dense)
             of_values = graph_compare(graph, *ends, options)
         if ctx.needs_input_grad[1]:
-            of_dense = carry(graph, values, grads[0], transposed=not transposed, options=options)
+            of_dense = graph_product(graph, values, grads[0], transposed=not transposed, options=options)
         of_bias = column_sums(grads[0], deterministic=options.deterministic) if ctx.needs_input_grad[5] else None
         return of_values, of_dense, None, None, None, of_bias
 
@@ -136,18 +134,12 @@ class _Compare(torch.autograd.Function):
 
 
 def _carry(
-    graph: GraphMatrix,
-    values: Tensor,
-    dense: Tensor,
-    *,
-    bias: Tensor | None = None,
-    transposed: bool = False,
-    options: Options = DEFAULT,
+    graph: GraphMatrix, values: Tensor, dense: Tensor, bias: Tensor | None, transposed: bool, options: Options
 ) -> Tensor:
     """`graph_product` of plain tensors where nothing is recorded, and nobody looks on."""
     if torch.is_grad_enabled() or torch._C._is_any_autocast_enabled():
         with torch.no_grad(), exact_dtypes(dense.device):
-            return _carry(graph, values, dense, bias=bias, transposed=transposed, options=options)
+            return _carry(graph, values, dense, bias, transposed, options)
     grouped = graph.grouped(transposed)
     spread = graph.spread(values, transposed)
     if torch.are_deterministic_algorithms_enabled() and not options.deterministic:

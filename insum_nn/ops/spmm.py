@@ -115,6 +115,7 @@ class _Product:
         if isinstance(matrix, BlockFormat):
             (a, b), (rows, cols) = matrix.block_shape, matrix.grid_shape
             self.read, self.written = (cols, b), (rows, a)
+        self.fits, self.padded = math.prod(self.read) == self.columns, math.prod(self.written)
 
     def takes(self, matrix: SparseFormat, dense: object) -> bool:
         """Whether an operand is what most are: a plain matrix that fits as it is, and nobody looks on but autograd."""
@@ -123,7 +124,7 @@ class _Product:
             return False
         if dense.ndim != 2 or dense.dtype != values.dtype or dense.device != values.device:
             return False
-        if dense.layout is not torch.strided or dense.shape[0] != self.columns or math.prod(self.read) != self.columns:
+        if dense.layout is not torch.strided or dense.shape[0] != self.columns or not self.fits:
             return False
         return not isinstance(matrix, BlockFormat) or not dense_is_faster(
             values, matrix.grid_shape, dense.shape[1], DEFAULT
@@ -140,9 +141,8 @@ class _Product:
             result = self.given(*pair, out_shape=shape, key=(n, values.dtype))
         if not blocks:
             return result
-        padded = math.prod(self.written)
-        result = result.reshape(padded, n)
-        return result if padded == self.rows else result[: self.rows]
+        result = result.reshape(self.padded, n)
+        return result if self.padded == self.rows else result[: self.rows]
 
 
 def _blocks(expression: str, matrix: BlockFormat, named: dict[str, Tensor], options: Options) -> Tensor:
