@@ -12,6 +12,7 @@ Spatio-Temporal ConvNets (CVPR 2019); each of its convolutions is one statement.
 
 from __future__ import annotations
 
+import os
 import sys
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import asdict, dataclass, field, replace
@@ -251,7 +252,16 @@ def train(
         The trainer, with model and curve.
     """
     data = Turned(rooms, settings.voxel_size) if settings.augment else rooms
-    loader: Any = DataLoader(data, batch_size=settings.batch_size, shuffle=True, collate_fn=collate)
+    # Rooms that are turned anew are cut into voxels beside the training, where there are cores to do it.
+    workers = min(4, (os.cpu_count() or 1) // 4) if settings.augment else 0
+    loader: Any = DataLoader(
+        data,
+        batch_size=settings.batch_size,
+        shuffle=True,
+        collate_fn=collate,
+        num_workers=workers,
+        persistent_workers=workers > 0,
+    )
     trainer = Trainer(settings, device, len(loader))
     state = _training.resumed(checkpoint, settings, resume=resume)
     if state is not None:

@@ -62,6 +62,7 @@ COMPILER_ORDER = [
     "kernel_loops",
     "kernel_tail",
     "kernel_segment",
+    "kernel_beside",
     "kernel_alike",
     "kernel_source",
     "owners",
@@ -86,6 +87,7 @@ COMPILER_ORDER = [
     "explain",
     "given",
     "program",
+    "joint",
     "api",
     "__init__",
 ]

@@ -13,6 +13,7 @@ from insum_nn.compiler.autograd import transformed
 from insum_nn.compiler.call import check_kinds
 from insum_nn.compiler.explain import Explanation
 from insum_nn.compiler.given import Given
+from insum_nn.compiler.joint import Joint
 from insum_nn.compiler.options import DEFAULT, Options
 from insum_nn.compiler.program import Program, ProgramSum, Shape
 from insum_nn.compiler.traced import call_traced
@@ -22,6 +23,7 @@ from insum_nn.facts import IndexFacts, StaticTable
 __all__ = [
     "Explanation",
     "Given",
+    "Joint",
     "Program",
     "ProgramSum",
     "call_traced",

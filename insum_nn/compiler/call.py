@@ -31,11 +31,13 @@ from insum_nn.facts import IndexFacts, StaticTable
 
 __all__ = [
     "Key",
+    "Ready",
     "Seen",
     "Spec",
     "broadcast",
     "call_key",
     "check_kinds",
+    "index_versions",
     "keep",
     "parse_cached",
     "prepare",
@@ -45,6 +47,8 @@ __all__ = [
 ]
 
 Key = tuple[object, ...]
+# Positions of index tensors, the tensors, and their versions.
+Versions = tuple[tuple[int, "weakref.ref[Tensor]", int], ...]
 K = TypeVar("K")
 V = TypeVar("V")
 # Shapes of one program that are kept ready; a run over ever new sizes must not grow without bound.
@@ -70,7 +74,7 @@ class Spec:
     drop_outside: bool = False
     static: tuple[tuple[str, StaticTable], ...] = ()
     epilogue: Epilogue = PLAIN
-    ready: dict[Key, _Ready] = field(default_factory=dict, init=False, repr=False, compare=False)
+    ready: dict[Key, Ready] = field(default_factory=dict, init=False, repr=False, compare=False)
     _hash: int = field(default=0, init=False, repr=False, compare=False)
 
     def __post_init__(self) -> None:
@@ -101,7 +105,7 @@ class Spec:
     def from_json(text: str) -> Spec:
         return _from_json(text)
 
-    def ready_for(self, key: Key, fresh: bool, extents: Extents) -> _Ready | None:
+    def ready_for(self, key: Key, fresh: bool, extents: Extents) -> Ready | None:
         """What runs a call that was made just now, if it was made ready; `fresh`: without a starting value."""
         return self.ready.get(_ready_key(key, fresh, extents))
 
@@ -273,11 +277,11 @@ def call_key(tensors: Sequence[Tensor], start: Tensor | None) -> Key:
 
 
 @dataclass(slots=True)
-class _Ready:
+class Ready:
     """Everything decided for one key, and the index tensors whose values were read for it."""
 
     run: Callable[[Sequence[Tensor], Tensor | None], Tensor]
-    read: tuple[tuple[int, weakref.ref[Tensor], int], ...]
+    read: Versions
     generation: int
 
     def holds(self, tensors: Sequence[Tensor]) -> bool:
@@ -301,7 +305,7 @@ class Seen:
     """A call that was checked before: its sizes, what runs it where nothing is recorded, and the recorded call."""
 
     extents: Extents
-    ready: _Ready | None = None
+    ready: Ready | None = None
     precision: str = field(default_factory=torch.get_float32_matmul_precision)
     call: object = None
 
@@ -355,6 +359,16 @@ def run_spec(
 def _remember(
     spec: Spec, key: Key, run: Callable[[Sequence[Tensor], Tensor | None], Tensor], tensors: Sequence[Tensor]
 ) -> None:
+    read = index_versions(spec, tensors)
+    if read is None:
+        return
+    if spec.options.validate or writes_sums(spec.statement):
+        return
+    keep(spec.ready, key, Ready(run, read, generation()), _READY_LIMIT)
+
+
+def index_versions(spec: Spec, tensors: Sequence[Tensor]) -> Versions | None:
+    """The index tensors whose values were read for a call; `None`: they have to be read at every call."""
     trusted = {name for name, facts in spec.facts if facts.proven and facts.masked is not None}
     layout = spec.layout
     read: list[tuple[int, weakref.ref[Tensor], int]] = []
@@ -362,12 +376,10 @@ def _remember(
         if name not in layout.index_tensors or name in trusted:
             continue
         if tensors[at].is_inference():
-            # No version is tracked, so the values must be read at every call.
-            return
+            # No version is tracked.
+            return None
         read.append((at, weakref.ref(tensors[at]), tensors[at]._version))
-    if spec.options.validate or writes_sums(spec.statement):
-        return
-    keep(spec.ready, key, _Ready(run, tuple(read), generation()), _READY_LIMIT)
+    return tuple(read)
 
 
 _lock = threading.Lock()

@@ -79,6 +79,31 @@ class Generated:
         self, tensors: Sequence[Tensor], extents: Extents, start: Tensor | None
     ) -> Callable[[Sequence[Tensor], Tensor | None], Tensor]:
         """What runs the statement on tensors of these shapes."""
+        find = self._finder(tensors, extents, start)
+
+        def run(tensors: Sequence[Tensor], start: Tensor | None) -> Tensor:
+            if start is not None:
+                start = start.detach()
+            kernel, owners = find(tensors, start)
+            return kernel(tensors, start, owners)
+
+        return run
+
+    def prepare_all(self, tensors: Sequence[Tensor], extents: Extents) -> Callable[[Sequence[Tensor]], list[Tensor]]:
+        """What makes the output and all further ones on tensors of these shapes."""
+        find = self._finder(tensors, extents, None)
+
+        def run(tensors: Sequence[Tensor]) -> list[Tensor]:
+            kernel, owners = find(tensors, None)
+            beside = kernel.beside(tensors[0].device, owners)
+            return [kernel(tensors, None, owners, beside), *beside]
+
+        return run
+
+    def _finder(
+        self, tensors: Sequence[Tensor], extents: Extents, start: Tensor | None
+    ) -> Callable[[Sequence[Tensor], Tensor | None], tuple[Kernel, Owners | None]]:
+        """What finds the kernel for tensors of these shapes as they lie in memory, and the owners of their terms."""
         form = self.form
         owner = form.owner
         place = -1 if owner is None else form.bound.layout.tensors.index(owner.name)
@@ -90,17 +115,15 @@ class Generated:
         # Tables that are written out are not read.
         read = [n for n, name in enumerate(form.bound.layout.tensors) if name not in form.tables]
 
-        def run(tensors: Sequence[Tensor], start: Tensor | None) -> Tensor:
+        def find(tensors: Sequence[Tensor], start: Tensor | None) -> tuple[Kernel, Owners | None]:
             owners = None
             key: object = None
             if place >= 0:
                 owners = owners_of(tensors[place], rows, permuted, share, segment)
                 if owners.target is not None:
                     key = owners.rows
-            if start is not None:
-                start = start.detach()
-                if not start.is_contiguous():
-                    key = (key, "start", *start.stride())
+            if start is not None and not start.is_contiguous():
+                key = (key, "start", *start.stride())
             for n in read:
                 if not tensors[n].is_contiguous():
                     key = (key, *(t.stride() for t in tensors))
@@ -110,9 +133,9 @@ class Generated:
                 if len(kernels) >= _LIMIT:
                     kernels.clear()
                 kernel = kernels[key] = self._kernel(schedule, tensors, extents, start, owners)
-            return kernel(tensors, start, owners)
+            return kernel, owners
 
-        return run
+        return find
 
     def described(
         self, tensors: Sequence[Tensor], extents: Extents, start: Tensor | None

@@ -39,6 +39,8 @@ def _varied(form: Form, base: Schedule) -> Iterator[Schedule]:
         for share in (32, 128, 512):
             yield replace(base, share=share)
         yield replace(base, tail=max(16, base.tail // 2))
+    elif form.beside:
+        yield from _varied_beside(form, base)
     elif base.dot:
         yield from _varied_products(form, base)
     elif len(form.points) > MANY_POINTS:
@@ -95,6 +97,19 @@ def _ahead(base: Schedule) -> Iterator[Schedule]:
 
 # Reduction widths: lanes along what is summed. A warp has 32.
 _WIDTHS = (1, 2, 4, 8, 16, 32)
+
+
+def _varied_beside(form: Form, base: Schedule) -> Iterator[Schedule]:
+    """Of code with several outputs: the columns of a thread decide how many registers it needs."""
+    columns = place_indices(form, replace(base, n=1 << 16)).n
+    assert columns is not None
+    for lanes in (2, 1, 4):
+        for warps in (1, 2, 4, 8):
+            n = min(32 * lanes * warps, columns.lanes)
+            fits = n >= columns.lanes or (2 * n >= columns.lanes and form.bound.dtype.itemsize > 2)
+            if fits and n > 16 * lanes * warps:
+                yield replace(base, n=n, warps=warps)
+    yield replace(base, share=64)
 
 
 def _varied_owned(base: Schedule) -> Iterator[Schedule]:

@@ -22,7 +22,20 @@ from insum_nn.compiler.bind import Bound
 from insum_nn.compiler.kernel_tables import WrittenOut, write_out
 from insum_nn.facts import StaticTable
 
-__all__ = ["ENTRY", "OWNER", "Combining", "Form", "FormError", "Point", "Product", "Read", "Sub", "Tail", "make_form"]
+__all__ = [
+    "ENTRY",
+    "OWNER",
+    "Beside",
+    "Combining",
+    "Form",
+    "FormError",
+    "Point",
+    "Product",
+    "Read",
+    "Sub",
+    "Tail",
+    "make_form",
+]
 
 # Index names no statement can have: the output row that a program owns, and the number of a term of that row.
 OWNER, ENTRY = "@owner", "@entry"
@@ -120,6 +133,28 @@ class Tail:
     outer: str
 
 
+@dataclass(frozen=True, slots=True)
+class Beside:
+    """Another output, with a row for each term, that a kernel which walks the terms of owned rows writes as it goes.
+
+    Attributes:
+        name: its name in its own statement.
+        points: what it sums.
+        shape: of a row.
+        reduce: summed indices that are left: columns of the tile.
+    """
+
+    name: str
+    points: tuple[Point, ...]
+    shape: tuple[int, ...]
+    reduce: tuple[str, ...]
+
+    @property
+    def steps(self) -> tuple[int, ...]:
+        """The steps along its axes, whose first one counts terms."""
+        return tuple(math.prod(self.shape[axis:]) for axis in range(len(self.shape) + 1))
+
+
 @dataclass(frozen=True)
 class Form:
     """What a kernel computes.
@@ -137,6 +172,7 @@ class Form:
         reduce: indices summed over that are left, without those of the owner's terms.
         tables: the static tensors that are written out; a kernel does not read them.
         tail: a product that follows the sum; all of the above is about the sum.
+        beside: further outputs, of statements that read what this one does; `bound` reads what any of them does.
     """
 
     bound: Bound
@@ -151,6 +187,12 @@ class Form:
     reduce: tuple[str, ...]
     tables: frozenset[str]
     tail: Tail | None = None
+    beside: tuple[Beside, ...] = ()
+
+    @property
+    def statements(self) -> tuple[tuple[Point, ...], ...]:
+        """The points of every output."""
+        return (self.points, *(each.points for each in self.beside))
 
     @cached_property
     def static(self) -> dict[str, int]:

@@ -16,6 +16,7 @@ __all__ = [
     "Layout",
     "Precision",
     "Schedule",
+    "adds_rows",
     "default_schedule",
     "place_indices",
     "power",
@@ -168,9 +169,15 @@ def _axis(form: Form, wanted: list[str], lanes: int, least: int = 1) -> Axis | N
 
 def segmented(form: Form, schedule: Schedule) -> bool:
     """Whether programs take equal shares of terms: a choice that only terms with owners have, and no dot."""
-    if form.owner is None or form.tail is not None:
+    if form.owner is None or form.tail is not None or form.beside:
         return False
     return schedule.segment and not (schedule.dot and form.product is not None)
+
+
+def adds_rows(form: Form, schedule: Schedule) -> bool:
+    """Whether what belongs to one cell of a further output is added up in memory, over tiles of columns."""
+    n = place_indices(form, schedule).n
+    return any(each.reduce for each in form.beside) and n is not None and n.block < form.static[n.first]
 
 
 def place_indices(form: Form, schedule: Schedule) -> Layout:
@@ -223,6 +230,8 @@ def default_schedule(form: Form) -> Schedule:
     """A good schedule without any measurement."""
     if form.tail is not None:
         return _default_tail(form, form.tail)
+    if form.beside:
+        return _default_beside(form)
     if form.product is not None:
         return _default_product(form, form.product)
     if len(form.points) > MANY_POINTS:
@@ -294,6 +303,23 @@ def _default_tail(form: Form, tail: Tail) -> Schedule:
     # Weights in float32 are taken apart into several operands, which fill the registers.
     cells = 8192 if form.wide else 4096
     return Schedule(16, n, k, share=share, warps=4 if n <= 128 else 8, tail=min(128, max(16, cells // n)))
+
+
+# Numbers that a thread of straight-line code holds at a time, of the 255 that it can.
+_HELD = 160
+
+
+def _default_beside(form: Form) -> Schedule:
+    """One row in one warp, whose lanes hold as many columns each as there is room for."""
+    cells = {str(point.target) for points in form.statements for point in points}
+    columns = form.static[element_axes(form)[1][0]]
+    held = len(cells) * form.bound.dtype.itemsize // 4
+    n = max(2, min(64 if 2 * held <= _HELD else 32, power(columns)))
+    # What two programs add up is the same in either order, and what more of them do is not.
+    n = max(n, power(-(-columns // 2)))
+    if form.bound.dtype.itemsize == 2:
+        n = power(columns)
+    return Schedule(n=n, share=256, warps=max(1, min(8, n // 64)), stages=1)
 
 
 def _default_product(form: Form, product: Product) -> Schedule:

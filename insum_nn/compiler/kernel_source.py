@@ -8,6 +8,7 @@ from dataclasses import dataclass, replace
 import torch
 
 from insum_nn.compiler.kernel_alike import merge_alike
+from insum_nn.compiler.kernel_beside import KernelBeside, by_target
 from insum_nn.compiler.kernel_epilogue import activated, finishes
 from insum_nn.compiler.kernel_form import OWNER, Form, Point, Read, Sub
 from insum_nn.compiler.kernel_schedule import Layout, Precision, Schedule, place_indices, segmented
@@ -42,7 +43,7 @@ class Source:
     finished: bool
 
 
-class _Writer(KernelTail, KernelSegments):
+class _Writer(KernelTail, KernelSegments, KernelBeside):
     """Writes the body of a kernel for some of the points."""
 
     # What follows the loops inside of an outer one.
@@ -78,15 +79,19 @@ class _Writer(KernelTail, KernelSegments):
         """
         owned = {name: self.indices[name] for name in (OWNER, "@begin", "@end") if name in self.indices}
         self.open_loops()
-        by_target = _by_target(points)
+        cells = by_target(points)
         axes = join_axes(*(a for a in self.axes if a != "k"))
         results: dict[str, tuple[str, str, Read]] = {}
+        if self.form.beside:
+            results = self.together(axes, self.sums, self.products)
+            self.indices |= owned
+            return results
         if self.segment:
             self.open_runs()
-            for group in by_target.values():
+            for group in cells.values():
                 self.runs(self.products(group), axes, group[0].target)
             return results
-        for key, group in by_target.items():
+        for key, group in cells.items():
             name = self.fresh("acc")
             swapped = self.product is not None and self.schedule.swap
             order = axes[::-1] if swapped else axes
@@ -101,7 +106,7 @@ class _Writer(KernelTail, KernelSegments):
             results[key] = (name, order, group[0].target)
         if self.product is not None:
             names = [name for name, _, _ in results.values()]
-            self.dots(list(zip(names, by_target.values(), strict=True)))
+            self.dots(list(zip(names, cells.values(), strict=True)))
         self.indices |= owned
         return results
 
@@ -348,17 +353,9 @@ def _tiles(form: Form, layout: Layout, schedule: Schedule) -> list[tuple[str, in
     return tiles
 
 
-def _by_target(points: Sequence[Point]) -> dict[str, list[Point]]:
-    """Points by the output cell that they add to."""
-    cells: dict[str, list[Point]] = {}
-    for point in points:
-        cells.setdefault(str(point.target), []).append(point)
-    return cells
-
-
 def _parts(points: Sequence[Point], groups: int) -> list[list[Point]]:
     """Points divided by the cells they add to, into parts of like work."""
-    cells = _by_target(points)
+    cells = by_target(points)
     if groups >= len(cells):
         return list(cells.values())
     total = sum(4 + len(group) for group in cells.values())

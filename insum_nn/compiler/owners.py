@@ -47,6 +47,7 @@ class Owners:
         divided: (d,) the output rows that are divided, ascending.
         first: (d + 1,) the slot of the first part of each, and the number of slots; parts of a row are in order.
         gaps: some output row has no range, and nothing is written there.
+        whole: every term has an owner.
     """
 
     rows: int
@@ -59,6 +60,7 @@ class Owners:
     divided: Tensor | None = None
     first: Tensor | None = None
     gaps: bool = False
+    whole: bool = False
 
     @property
     def split(self) -> bool:
@@ -154,9 +156,11 @@ def _build(index: Tensor, rows: int, permuted: bool, share: int) -> Owners:
     # Few rows are divided on the host, which then reads the device once rather than at every size it needs.
     known = begin.cpu() if rows <= _FEW_ROWS else begin
     length = known[1:] - known[:-1]
-    longest = int(length.max()) if rows else 0
+    # One look at the device for all that is asked of it.
+    longest, owned = torch.stack([length.max().long(), length.sum()]).tolist() if rows else (0, 0)
+    whole = owned == flat.shape[0]
     if longest <= share:
-        return Owners(rows, begin, order=order)
+        return Owners(rows, begin, order=order, whole=whole)
     parts = (length + (share - 1)).div(share, rounding_mode="floor").clamp_min_(1)
     owner = torch.repeat_interleave(torch.arange(rows, device=known.device), parts)
     before = parts.cumsum(0) - parts
@@ -171,7 +175,8 @@ def _build(index: Tensor, rows: int, permuted: bool, share: int) -> Owners:
     low, high, target, owner = torch.stack([low, high, target, owner]).to(small).to(flat.device).unbind(0)
     first = torch.nn.functional.pad(ends, (1, 0)).to(flat.device)
     slots = int(ends[-1])
-    return Owners(owner.shape[0], low, high, target, owner, order, slots, divided.to(flat.device), first)
+    divided = divided.to(flat.device)
+    return Owners(owner.shape[0], low, high, target, owner, order, slots, divided, first, whole=whole)
 
 
 def _build_shares(index: Tensor, rows: int, permuted: bool, share: int) -> Owners:

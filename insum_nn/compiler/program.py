@@ -226,6 +226,16 @@ class Program:
         extents = resolve_extents(self.statement, ordered, start, merged, shape)
         return extents
 
+    @property
+    def spec(self) -> Spec:
+        """Everything but tensors and sizes."""
+        return self._spec
+
+    @property
+    def sizes(self) -> Mapping[str, int]:
+        """Extents given at compile time."""
+        return self._sizes
+
     def seen(self, named: Mapping[str, Tensor], out_shape: Shape | None) -> Seen | None:
         """What is remembered of a call with these tensors."""
         call = self._seen_key(named, None, out_shape)

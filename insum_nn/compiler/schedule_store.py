@@ -31,7 +31,20 @@ from insum_nn.compiler.inductor import cache_folder
 from insum_nn.compiler.triton_lowering import version as triton_version
 from insum_nn.facts import StaticTable
 
-__all__ = ["Entry", "Key", "export", "find", "key_of", "load", "once", "size_bucket", "turn", "unload", "write"]
+__all__ = [
+    "Entry",
+    "Key",
+    "digest",
+    "export",
+    "find",
+    "key_of",
+    "load",
+    "once",
+    "size_bucket",
+    "turn",
+    "unload",
+    "write",
+]
 
 _FORMAT = 2
 Key = Mapping[str, Any]
@@ -118,7 +131,7 @@ def key_of(
             if name in layout.index_tensors
         },
         **{field.name: str(getattr(bound, field.name)) for field in fields(bound) if field.name not in _OWN_FORM},
-        "tables": {name: _digest([table.shape, table.values]) for name, table in sorted(tables.items())},
+        "tables": {name: digest([table.shape, table.values]) for name, table in sorted(tables.items())},
         "bucket": list(bucket),
         "device": _device(device),
         **more,
@@ -136,7 +149,8 @@ def _device(device: torch.device) -> str:
 _OWN_FORM = ("statement", "dtype", "index_dtypes", "facts")
 
 
-def _digest(value: object) -> str:
+def digest(value: object) -> str:
+    """A short name for a value that JSON can hold."""
     return hashlib.sha256(json.dumps(value, sort_keys=True).encode()).hexdigest()
 
 
@@ -148,7 +162,7 @@ def _folder() -> Path:
 
 
 def _own(key: Key) -> Path:
-    return _folder() / f"{_digest([key, _versions()])}.json"
+    return _folder() / f"{digest([key, _versions()])}.json"
 
 
 def find(key: Key) -> Entry | None:
@@ -157,9 +171,9 @@ def find(key: Key) -> Entry | None:
     if path.exists():
         for entry in _read(path):
             return entry
-    digest = _digest(key)
+    name = digest(key)
     for path in (*reversed(_loaded), *_named(), *_packaged()):
-        entry = _entries(path).get(digest)
+        entry = _entries(path).get(name)
         if entry is not None:
             return entry
     return None
@@ -199,10 +213,10 @@ def export(path: str | os.PathLike[str]) -> int:
     found: dict[str, Entry] = {}
     files = sorted(_folder().glob("*.json"), key=lambda file: (file.stat().st_mtime_ns, file.name))
     for entry in (entry for file in files for entry in _read(file)):
-        digest = _digest(entry.key)
-        if entry.current or digest not in found or not found[digest].current:
-            found[digest] = entry
-    entries = [_to_json(found[digest]) for digest in sorted(found)]
+        name = digest(entry.key)
+        if entry.current or name not in found or not found[name].current:
+            found[name] = entry
+    entries = [_to_json(found[name]) for name in sorted(found)]
     Path(path).write_text(json.dumps({"entries": entries}, indent=1, sort_keys=True) + "\n", encoding="utf-8")
     return len(entries)
 
@@ -257,7 +271,7 @@ def _entries(path: Path) -> dict[str, Entry]:
     with _lock:
         known = _known.get(path)
         if known is None or known[0] != changed:
-            known = _known[path] = changed, {_digest(entry.key): entry for entry in _read(path)}
+            known = _known[path] = changed, {digest(entry.key): entry for entry in _read(path)}
         return known[1]
 
 
@@ -298,7 +312,7 @@ def turn(key: Key, seconds: float) -> Generator[bool]:
     Yields:
         Whether it is this process's turn; `False` after a wait in vain.
     """
-    path = cache_folder() / "locks" / _digest([key, _versions()])
+    path = cache_folder() / "locks" / digest([key, _versions()])
     with ExitStack() as stack:
         file = None
         with suppress(OSError):

@@ -24,6 +24,7 @@ import torch
 from torch import Tensor
 
 from insum_nn.compiler.bind import Extents
+from insum_nn.compiler.kernel_beside import further_outputs
 from insum_nn.compiler.kernel_epilogue import start_steps
 from insum_nn.compiler.kernel_form import ENTRY, OWNER, Form
 from insum_nn.compiler.kernel_schedule import Precision, Schedule, place_indices
@@ -70,7 +71,8 @@ def strides_of(form: Form, tensors: Sequence[Tensor], extents: Extents, split: b
     """What of the memory layout a kernel's text depends on."""
     output = math.prod(extents.output)
     entries = math.prod(form.sizes[i] for i in form.entries)
-    reach = max([output, entries, *(_reach(t) for t in (*tensors, start) if t is not None)])
+    rows = max((each.steps[0] for each in form.beside), default=0)
+    reach = max([output, entries, entries * rows, *(_reach(t) for t in (*tensors, start) if t is not None)])
     return Strides(tuple(t.is_contiguous() for t in tensors), reach >= _WIDE, split, start_steps(start))
 
 
@@ -125,7 +127,7 @@ class Kernel:
         source: its text.
         extents: the sizes it was prepared for.
         inputs: the tensors among its arguments: their places, and their positions among the statement's.
-        others: its other pointers: place, kind, and a tensor's position.
+        others: its other pointers: place, kind, and the position of a tensor or of a further output.
         arguments: its arguments, with numbers filled in and tensors missing.
         launch: runs it on a list of arguments; `None`: there is nothing to run.
         empty: it writes every cell of the output.
@@ -148,8 +150,10 @@ class Kernel:
     dtype: torch.dtype
     collector: _Collector | None
 
-    def __call__(self, tensors: Sequence[Tensor], start: Tensor | None, owners: Owners | None) -> Tensor:
-        """The statement's output."""
+    def __call__(
+        self, tensors: Sequence[Tensor], start: Tensor | None, owners: Owners | None, beside: Sequence[Tensor] = ()
+    ) -> Tensor:
+        """The statement's output; further ones are written to `beside`."""
         form = self.form
         device = tensors[0].device
         gaps = owners is not None and owners.gaps
@@ -173,6 +177,8 @@ class Kernel:
                 arguments[place] = start
             elif kind == "scratch":
                 arguments[place] = scratch
+            elif kind == "beside":
+                arguments[place] = beside[position]
             elif kind == "steps":
                 arguments[place] = steps_of(tensors[position], self.tile)
             else:
@@ -188,6 +194,11 @@ class Kernel:
         if not self.source.finished:
             output = form.bound.epilogue.activated(output)
         return output if output.dtype == self.dtype else output.to(self.dtype)
+
+    def beside(self, device: torch.device, owners: Owners | None) -> list[Tensor]:
+        """Memory for further outputs."""
+        whole = owners is not None and owners.whole
+        return further_outputs(self.form, self.source.schedule, whole=whole, device=device)
 
     def _add_divided(self, output: Tensor, scratch: Tensor, start: Tensor | None, owners: Owners) -> None:
         rows, collector = owners.divided, self.collector
@@ -252,7 +263,8 @@ def prepare_kernel(
         if argument.kind == "tensor":
             inputs.append((place, names.index(argument.name)))
         elif value is None:
-            others.append((place, argument.kind, names.index(argument.name) if argument.name in names else -1))
+            position = int(argument.name) if argument.kind == "beside" else -1
+            others.append((place, argument.kind, names.index(argument.name) if argument.name in names else position))
     grid = numbers.grid()
     launch = None
     if grid:
@@ -288,7 +300,7 @@ def _types(form: Form, source: Source, tensors: Sequence[Tensor], owners: Owners
     for argument in source.arguments:
         if argument.kind == "tensor":
             dtype = tensors[names.index(argument.name)].dtype
-        elif argument.kind in ("out", "start", "scratch"):
+        elif argument.kind in ("out", "start", "scratch", "beside"):
             apart = argument.kind == "scratch" or (argument.kind == "out" and not source.finished)
             own = form.bound.dtype if argument.kind == "start" else form.bound.out_dtype
             dtype = source.accumulator if apart else own

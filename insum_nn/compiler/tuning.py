@@ -82,6 +82,8 @@ def choose_schedule(
     if not worth_measuring(options, extents):
         return Chosen(default, "the default" if not options.tune else "the default: too little work to measure")
     more = {"precision": precision, "combine": form.combine, "tail": str(form.tail)}
+    if form.beside:
+        more["beside"] = store.digest([str(point) for points in form.statements for point in points])
     key = store.key_of("schedule", form.bound, tables, bucket, tensors[0].device, **more)
     search = _Search(form, tensors, extents, start, precision)
 
@@ -213,6 +215,7 @@ class _Trial:
         self.compiled: Future[bool] | None = None
         self.owners = owners_for(form, tensors, extents, schedule)
         self.kernel = prepare_kernel(form, schedule, tensors, start, extents, precision, self.owners)
+        self.beside: list[Tensor] | None = None
 
     def compile(self) -> bool:
         """Whether there is machine code for the schedule."""
@@ -242,7 +245,9 @@ class _Trial:
         return device_time(self.run, repeat)
 
     def run(self) -> Tensor:
-        return self.kernel(self.tensors, self.start, self.owners)
+        if self.beside is None:
+            self.beside = self.kernel.beside(self.tensors[0].device, self.owners)
+        return self.kernel(self.tensors, self.start, self.owners, self.beside)
 
 
 def device_time(run: Callable[[], object], repeat: int) -> float:

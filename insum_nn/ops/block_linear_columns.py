@@ -50,7 +50,7 @@ _PIECE = 256
 
 def takes_columns(x: Tensor, weight: Tensor, options: Options) -> bool:
     """Whether a product of (n, k) samples with (p, a, b) blocks is better formed from transposed samples."""
-    if x.device.type != "cuda" or options.backend != "auto" or not generates_kernels():
+    if torch.compiler.is_compiling() or x.device.type != "cuda" or options.backend != "auto" or not generates_kernels():
         return False
     if (
         x.shape[0] < _SAMPLES

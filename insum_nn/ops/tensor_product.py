@@ -2,19 +2,20 @@
 
 from __future__ import annotations
 
-from collections.abc import Hashable
+from collections.abc import Hashable, Mapping, Sequence
 from typing import Any
 
 import torch
 from torch import Tensor
 
 from insum_nn.compiler.api import Explanation
-from insum_nn.ops.onlookers import ordinary, transformed
+from insum_nn.ops.onlookers import exact_dtypes, ordinary, transformed
 from insum_nn.ops.tensor_product_direct import direct_of
 from insum_nn.ops.tensor_product_form import Form, form_of
+from insum_nn.ops.tensor_product_joint import joint_roles
 from insum_nn.ops.tensor_product_plan import plan_of
 from insum_nn.ops.tensor_product_right import tensor_product_right
-from insum_nn.ops.tensor_product_spec import TensorProductSpec, others
+from insum_nn.ops.tensor_product_spec import ROLES, TensorProductSpec, others
 
 __all__ = ["TensorProductSpec", "explain_tensor_product", "expressions", "tensor_product", "tensor_product_right"]
 
@@ -262,26 +263,104 @@ def _backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
     spec, role, num_x, num_z, key = ctx.constants
     *given, receivers, senders = ctx.saved_tensors
     operands = dict(zip(others(role), given, strict=True)) | {role: grad}
+    wanted = [x for place, x in enumerate(others(role)) if ctx.needs_input_grad[2 + place]]
+    made = _gradients(spec, role, wanted, operands, (receivers, senders, num_x, num_z), key)
+    return None, None, *(made.get(x) for x in others(role)), None, None, None, None
+
+
+# Receivers, senders, and how many nodes there are of either.
+Edges = tuple[Tensor | None, Tensor | None, int, int]
+
+
+def _gradients(
+    text: str, role: str, wanted: Sequence[str], operands: Mapping[str, Tensor], edges: Edges, key: Hashable | None
+) -> dict[str, Tensor]:
+    """The gradients of a role's operands, with the gradient of the role itself among the operands.
+
+    Args:
+        text: the spec's JSON.
+        role: what was computed.
+        wanted: the roles whose gradients are to be made.
+        operands: of all four roles.
+        edges: see `Edges`.
+        key: what decides the shapes of all operands, where they are plain tensors.
+    """
     if role == "w":
         # What a gradient of the weights depends on are the paths that have weights.
-        spec = form_of(spec).linear_text
-    form = form_of(spec)
-    # Most backward passes are not recorded in turn, nor looked at.
-    alone = key is not None and not torch.is_grad_enabled() and ordinary(grad, *given)
-    gradients: list[Tensor | None] = []
-    for position, wanted in enumerate(others(role)):
-        if not ctx.needs_input_grad[2 + position]:
-            gradients.append(None)
-        elif wanted == "w" and given[position].numel() == 0:
-            gradients.append(torch.zeros_like(given[position]))
-        else:
-            first, second, third = others(wanted)
-            made = (operands[first], operands[second], operands[third])
-            if alone:
-                gradients.append(_run(form, wanted, made, receivers, senders, num_x, num_z, key=(role, key)))
-            else:
-                gradients.append(_product(spec, wanted, made, receivers, senders, num_x, num_z))
-    return None, None, *gradients, None, None, None, None
+        text = form_of(text).linear_text
+    found = {"w": torch.zeros_like(operands["w"])} if "w" in wanted and not operands["w"].numel() else {}
+    wanted = [x for x in wanted if x not in found]
+    if key is None or not ordinary(*operands.values()):
+        rest = {x: _product(text, x, _given(operands, x), *edges) for x in wanted}
+    elif torch.is_grad_enabled() and len(wanted) > 1 and any(t.requires_grad for t in operands.values()):
+        roles = "".join(wanted)
+        rest = dict(zip(roles, _Products.apply(text, roles, *(operands[x] for x in ROLES), *edges), strict=True))  # type: ignore[arg-type]
+    elif torch.is_grad_enabled():
+        rest = {x: _product(text, x, _given(operands, x), *edges) for x in wanted}
+    else:
+        # Most backward passes are not recorded in turn, nor looked at.
+        rest = _run_all(text, wanted, operands, edges, (role, key))
+    return found | rest
+
+
+def _given(operands: Mapping[str, Tensor], role: str) -> tuple[Tensor, Tensor, Tensor]:
+    first, second, third = others(role)
+    return operands[first], operands[second], operands[third]
+
+
+def _run_all(
+    text: str, roles: Sequence[str], operands: Mapping[str, Tensor], edges: Edges, key: Hashable
+) -> dict[str, Tensor]:
+    """The tensors of several roles, without a record for gradients."""
+    form = form_of(text)
+    receivers, senders, num_x, num_z = edges
+    found: dict[str, Tensor] = {}
+    some = operands["x"]
+    if len(roles) > 1 and senders is not None and not _splits(some.device):
+        joint = joint_roles(form, roles, some.device, some.dtype)
+        if joint is not None:
+            rows = [_rows(x, _given(operands, x), senders, num_x, num_z) for x in joint.roles]
+            with exact_dtypes(some.device):
+                made = joint(operands, (receivers, senders), rows, key)
+            found |= dict(zip(joint.roles, made, strict=True))
+    for x in roles:
+        if x not in found:
+            found[x] = _run(form, x, _given(operands, x), *edges, key=(x, key))
+    return found
+
+
+class _Products(torch.autograd.Function):
+    """Several roles of plain tensors, recorded: the gradients of a product that are differentiated in turn."""
+
+    @staticmethod
+    def forward(
+        ctx: Any, text: str, roles: str, x: Tensor, y: Tensor, w: Tensor, z: Tensor, *edges: Any
+    ) -> tuple[Tensor, ...]:
+        operands = dict(zip(ROLES, (x, y, w, z), strict=True))
+        receivers, senders, *counts = edges
+        key = (roles, *((t.shape, t.dtype) for t in operands.values()), x.device)
+        ctx.constants = text, roles, counts, key
+        ctx.save_for_backward(*operands.values(), receivers, senders)
+        ctx.set_materialize_grads(False)
+        made = _run_all(text, roles, operands, edges, key)  # type: ignore[arg-type]
+        return tuple(made[role] for role in roles)
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor | None) -> tuple[Tensor | None, ...]:
+        text, roles, counts, key = ctx.constants
+        *given, receivers, senders = ctx.saved_tensors
+        operands = dict(zip(ROLES, given, strict=True))
+        total: dict[str, Tensor] = {}
+        for role, grad in zip(roles, grads, strict=True):
+            if grad is None:
+                continue
+            wanted = [x for place, x in enumerate(ROLES) if x != role and ctx.needs_input_grad[2 + place]]
+            if not wanted:
+                continue
+            edges = (receivers, senders, *counts)
+            for x, part in _gradients(text, role, wanted, {**operands, role: grad}, edges, key).items():
+                total[x] = total[x] + part if x in total else part
+        return None, None, *(total.get(x) for x in ROLES), None, None, None, None
 
 
 _operator.register_autograd(_backward, setup_context=_setup_context)

@@ -12,7 +12,10 @@ from insum_nn.ops.tensor_product_form import Form
 from insum_nn.ops.tensor_product_spec import NUMBER, others
 from insum_nn.ops.tensor_product_statement import Reading, Statement, WeightAccess
 
-__all__ = ["Plan", "plan_of"]
+__all__ = ["Packed", "Plan", "plan_of"]
+
+# Columns of operands, by the operand and their order.
+Packed = dict[tuple[int, int], Tensor]
 
 
 @dataclass(frozen=True, slots=True)
@@ -128,8 +131,15 @@ class Plan:
         """Everything that a statement without a feed reads, by name."""
         return self._named(self.steps[statement], self._operands(given), given, edges, ())
 
-    def _operands(self, given: Sequence[Tensor]) -> list[Tensor]:
-        flats = [columns(given[columns.position]) for columns in self.columns]
+    def _operands(self, given: Sequence[Tensor], packed: Packed | None = None) -> list[Tensor]:
+        """What the statements read of the operands; those that are in `packed` already are taken from there."""
+        packed = {} if packed is None else packed
+        flats: list[Tensor] = []
+        for columns in self.columns:
+            place = (id(given[columns.position]), id(columns.order))
+            if place not in packed:
+                packed[place] = columns(given[columns.position])
+            flats.append(packed[place])
         return [view(flats) for view in self.views]
 
     def _named(
@@ -165,7 +175,17 @@ class Plan:
         if self.feeds:
             # Rows of `y` are samples, or edges.
             made = [self._result(step, self._named(step, operands, given, edges, ()), size) for step in self.feeds]
-        results = (self._result(s, self._named(s, operands, given, edges, made), size) for s in self.steps)
+        return self.finish(
+            (self._result(s, self._named(s, operands, given, edges, made), size) for s in self.steps), size
+        )
+
+    def single(self, given: Sequence[Tensor], edges: Sequence[Tensor | None], packed: Packed) -> dict[str, Tensor]:
+        """Everything that the only statement reads, by name; operands are brought side by side once for all plans."""
+        (step,) = self.steps
+        return self._named(step, self._operands(given, packed), given, edges, ())
+
+    def finish(self, results: Iterable[Tensor], size: int) -> Tensor:
+        """The role's tensor, from what its statements made."""
         return self._weights(results, size) if self.role == "w" else self._representation(results, size)
 
     def _result(self, step: _Step, named: dict[str, Tensor], size: int) -> Tensor:

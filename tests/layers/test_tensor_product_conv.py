@@ -19,6 +19,8 @@ from insum_nn.errors import InsumDeviceError, InsumDtypeError, InsumRangeError
 from insum_nn.layers.tensor_product import TensorProduct
 from insum_nn.layers.tensor_product_checks import InputError
 from insum_nn.layers.tensor_product_conv import TensorProductConv
+from insum_nn.ops.tensor_product_form import form_of
+from insum_nn.ops.tensor_product_joint import joint_roles
 from insum_nn.testing.tolerances import assert_matches
 from tests.layers.tensor_product_cases import Case, assert_same_derivatives, one_mode, random_case
 
@@ -94,10 +96,13 @@ def test_gather_product_and_scatter_in_one(name: str, shared: bool, edges: str):
     )
 
 
+@pytest.mark.parametrize("shared", [True, False])
+@pytest.mark.parametrize("name", ["nequip", "mixing", "mixed multiplicities"])
 @pytest.mark.parametrize("deterministic", [True, False])
-def test_on_each_device(deterministic: bool, device: torch.device):
+def test_on_each_device(deterministic: bool, name: str, shared: bool, device: torch.device):
     rows, cols = EDGES["unsorted"]
-    conv = TensorProductConv(*CASES["nequip"].args, deterministic=deterministic)
+    options = {"shared_weights": shared, "internal_weights": False}
+    conv = TensorProductConv(*CASES[name].args, **options, deterministic=deterministic)
     inputs = [t.to(device) for t in inputs_of(conv, 5, 7)]
     product = conv.tensor_product
     placed = rows.to(device), cols.to(device)
@@ -111,6 +116,26 @@ def test_on_each_device(deterministic: bool, device: torch.device):
         [t.float() for t in inputs],
         dtype=torch.float32,
     )
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("learned", ["xyw", "xy", "xw", "yw", "x"])
+def test_gradients_that_are_made_together(learned: str):
+    rows, cols = (t.cuda() for t in EDGES["unsorted"])
+    conv = TensorProductConv(*CASES["nequip"].args)
+    inputs = [t.cuda().requires_grad_(x in learned) for x, t in zip("xyw", inputs_of(conv, 5, 7), strict=True)]
+    wanted = [t for t in inputs if t.requires_grad]
+    first = torch.autograd.grad(conv(*inputs, rows, cols).square().sum(), wanted)
+    peer = unfused(copy.deepcopy(conv.tensor_product).cpu(), *(t.cpu() for t in inputs), rows.cpu(), cols.cpu())
+    for got, want in zip(first, torch.autograd.grad(peer.square().sum(), wanted), strict=True):
+        assert_matches(got, want, dtype=torch.float64, kind="sum", scale=float(want.abs().max()))
+    joint = joint_roles(form_of(conv._text), list(learned), inputs[0].device, torch.float64)
+    if "x" in learned and len(learned) > 1:
+        assert joint is not None
+        assert joint.roles == learned
+        assert joint.joint.reason.startswith("together")
+    else:
+        assert joint is None
 
 
 def test_equivariance():

@@ -1,0 +1,326 @@
+"""Programs that are called together: one kernel with several outputs, what it refuses, and the choice."""
+
+from __future__ import annotations
+
+import itertools
+from pathlib import Path
+
+import pytest
+import torch
+from torch import Tensor
+
+import insum_nn
+from insum_nn import Options
+from insum_nn.compiler import joint as joint_module
+from insum_nn.compiler.api import Joint
+from insum_nn.compiler.extents import resolve_extents
+from insum_nn.compiler.kernel_beside import clusters
+from insum_nn.compiler.kernel_candidates import candidates
+from insum_nn.compiler.kernel_form import FormError
+from insum_nn.compiler.kernel_schedule import Schedule, adds_rows
+from insum_nn.testing.tolerances import assert_matches
+from tests.compiler.interpreted import interpreter
+
+__all__ = ["interpreter"]
+
+GENERATED = Options(backend="triton", tune=False)
+STATEMENTS = {
+    "x": "dX[Src[e],I[p],u] += CG[p] * dZ[Dst[e],K[p],u] * Y[e,J[p]] * W[e,L[p],u]",
+    "y": "dY[e,J[p]] += CG[p] * dZ[Dst[e],K[p],u] * X[Src[e],I[p],u] * W[e,L[p],u]",
+    "w": "dW[e,L[p],u] += CG[p] * dZ[Dst[e],K[p],u] * X[Src[e],I[p],u] * Y[e,J[p]]",
+    "z": "Z[Dst[e],K[p],u] += CG[p] * X[Src[e],I[p],u] * Y[e,J[p]] * W[e,L[p],u]",
+}
+TABLES = {
+    "CG": torch.tensor([1.0, 0.5, -0.25, 2.0, 1.0, 0.75, -1.5, 0.3]),
+    "I": torch.tensor([0, 1, 2, 0, 1, 2, 3, 3]),
+    "J": torch.tensor([0, 1, 1, 2, 2, 0, 1, 2]),
+    "K": torch.tensor([0, 0, 1, 2, 2, 3, 4, 4]),
+    "L": torch.tensor([0, 0, 0, 1, 1, 1, 2, 2]),
+}
+CELLS = {"x": 4, "y": 3, "w": 3, "z": 5}
+NODES, EDGES = 7, 23
+
+
+def draw(u: int, dtype: torch.dtype = torch.float32, *, holes: bool = False) -> dict[str, Tensor]:
+    """Node 2 has most edges, and node 5 none."""
+    src = torch.where(torch.rand(EDGES) < 0.5, 2, torch.randint(5, (EDGES,)))
+    dst = torch.randint(NODES, (EDGES,))
+    if holes:
+        src, dst = (torch.where(torch.rand(EDGES) < 0.2, -1, index) for index in (src, dst))
+    value = {
+        "dZ": torch.randn(NODES, CELLS["z"], u),
+        "X": torch.randn(NODES, CELLS["x"], u),
+        "Y": torch.randn(EDGES, CELLS["y"]),
+        "W": torch.randn(EDGES, CELLS["w"], u),
+    }
+    return {"Src": src, "Dst": dst, **{name: t.to(dtype) for name, t in value.items()}}
+
+
+def shape_of(role: str, u: int) -> tuple[int, ...]:
+    return (EDGES if role in "yw" else NODES, CELLS[role], *([] if role == "y" else [u]))
+
+
+def programs(roles: str, tables: dict[str, Tensor] = TABLES, options: Options = GENERATED) -> list[insum_nn.Program]:
+    return [insum_nn.compile(STATEMENTS[role], static=tables, options=options) for role in roles]
+
+
+def named(roles: str, tensors: dict[str, Tensor]) -> list[dict[str, Tensor]]:
+    """What each program reads; its tables are its own."""
+    dtype = tensors["dZ"].dtype
+    every = {**tensors, **{n: t.to(dtype) if t.is_floating_point() else t for n, t in TABLES.items()}}
+    return [{n: every[n] for n in p.statement.tensors()} for p in programs(roles)]
+
+
+def assert_right(roles: str, tensors: dict[str, Tensor], found: list[Tensor]) -> None:
+    u = tensors["dZ"].shape[2]
+    exact = {n: t.detach().cpu().double() if t.is_floating_point() else t.cpu() for n, t in tensors.items()}
+    sizes = {n: t.abs() if t.is_floating_point() else t for n, t in exact.items()}
+    for role, program, got, tables in zip(roles, programs(roles), found, named(roles, exact), strict=True):
+        want = program.reference(tensors=tables, out_shape=shape_of(role, u))
+        large = {n: t.abs() if t.is_floating_point() else t for n, t in {**tables, **sizes}.items() if n in tables}
+        scale = float(program.reference(tensors=large, out_shape=shape_of(role, u)).max())
+        assert got.is_contiguous()
+        assert_matches(got.cpu(), want, dtype=got.dtype, kind="sum", scale=max(scale, 1e-30))
+
+
+def together(roles: str, tensors: dict[str, Tensor], schedule: Schedule | None = None) -> list[Tensor]:
+    """All outputs by one kernel, under a schedule."""
+    u = tensors["dZ"].shape[2]
+    given = named(roles, tensors)
+    one = joint_module._one
+    ones = [one(p, t, shape_of(r, u)) for r, p, t in zip(roles, programs(roles), given, strict=True)]
+    found = joint_module._join(ones)
+    names = found.spec.layout.tensors
+    ordered = [next(t[name] for t in given if name in t) for name in names]
+    first = ones[found.order.index(0)]
+    extents = resolve_extents(found.spec.statement, ordered, None, found.static, first.extents.output)
+    generated = found.generated if schedule is None else found.generated.with_schedule(schedule)
+    made = generated.prepare_all(ordered, extents)(ordered)
+    return [made[at] for at in found.order]
+
+
+SETS = ("xyw", "xy", "xw", "wx", "zyw", "yz", "zw")
+
+
+@pytest.mark.usefixtures("interpreter")
+@pytest.mark.parametrize("holes", [False, True])
+@pytest.mark.parametrize("u", [2, 3, 16, 48])
+@pytest.mark.parametrize("roles", SETS)
+def test_one_kernel(roles: str, u: int, holes: bool):
+    tensors = draw(u, holes=holes)
+    joint = Joint(programs(roles))
+    shapes = [shape_of(role, u) for role in roles]
+    found = joint(named(roles, tensors), shapes, "key")
+    assert joint.reason.startswith("together")
+    assert_right(roles, tensors, found)
+    # As it was found ready.
+    assert_right(roles, tensors, joint(named(roles, tensors), shapes, "key"))
+
+
+@pytest.mark.usefixtures("interpreter")
+@pytest.mark.parametrize("dtype", [torch.float64, torch.float16, torch.bfloat16])
+def test_dtypes(dtype: torch.dtype):
+    tensors = draw(20, dtype)
+    assert_right("xyw", tensors, together("xyw", tensors))
+
+
+SCHEDULES = {
+    "two tiles": Schedule(n=16),
+    "wide": Schedule(n=64, warps=2),
+    "divided": Schedule(n=32, share=2),
+    "divided, two tiles": Schedule(n=16, share=3),
+    "rows on lanes": Schedule(m=4, n=32),
+    "rows on lanes, two tiles": Schedule(m=2, n=16, share=5),
+    "terms on lanes": Schedule(n=32, k=4),
+    "reading ahead": Schedule(n=32, stages=3),
+    "in turn": Schedule(n=16, turns=3),
+}
+
+
+@pytest.mark.usefixtures("interpreter")
+@pytest.mark.parametrize("holes", [False, True])
+@pytest.mark.parametrize("which", SCHEDULES)
+def test_schedules(which: str, holes: bool):
+    tensors = draw(21, holes=holes)
+    assert_right("xyw", tensors, together("xyw", tensors, SCHEDULES[which]))
+
+
+@pytest.mark.usefixtures("interpreter")
+def test_every_candidate_is_right_and_adds_no_more_than_two_parts():
+    tensors = draw(72)
+    ones = [
+        joint_module._one(p, t, shape_of(r, 72))
+        for r, p, t in zip("xyw", programs("xyw"), named("xyw", tensors), strict=True)
+    ]
+    form = joint_module._join(ones).generated.form
+    tried = list(candidates(form))
+    assert len(tried) > 3
+    assert {adds_rows(form, schedule) for schedule in tried} == {True, False}
+    for schedule in tried:
+        # A sum of two does not depend on which comes first.
+        assert 2 * schedule.n >= 72
+        assert_right("xyw", tensors, together("xyw", tensors, schedule))
+
+
+@pytest.mark.usefixtures("interpreter")
+def test_memory_layouts():
+    tensors = draw(6)
+    for name in ("dZ", "X", "W"):
+        tensors[name] = tensors[name].transpose(1, 2).contiguous().transpose(1, 2)
+    tensors["Y"] = torch.randn(EDGES, 2 * CELLS["y"])[:, ::2]
+    assert_right("xyw", tensors, together("xyw", tensors))
+
+
+@pytest.mark.usefixtures("interpreter")
+def test_other_edges_of_the_same_shapes():
+    joint = Joint(programs("xyw"))
+    shapes = [shape_of(role, 4) for role in "xyw"]
+    first, second = draw(4), draw(4)
+    for tensors in (first, second, first):
+        assert_right("xyw", tensors, joint(named("xyw", tensors), shapes, 0))
+    first["Src"].copy_(second["Src"])
+    assert_right("xyw", first, joint(named("xyw", first), shapes, 0))
+    first["Dst"][0] = NODES
+    with pytest.raises(insum_nn.errors.InsumRangeError, match="Dst"):
+        joint(named("xyw", first), shapes, 0)
+
+
+@pytest.mark.usefixtures("interpreter")
+def test_what_does_not_fit_runs_one_by_one():
+    tensors = draw(4)
+    shapes = {role: shape_of(role, 4) for role in "xywz"}
+    for roles, why in (("xz", "only one"), ("yw", "only one")):
+        joint = Joint(programs(roles))
+        assert_right(roles, tensors, joint(named(roles, tensors), [shapes[r] for r in roles], 0))
+        assert joint.reason.startswith("one by one")
+        assert why in joint.reason
+    # A tensor of one name that is not the same.
+    joint = Joint(programs("xy"))
+    given = named("xy", tensors)
+    given[1]["W"] = torch.randn_like(tensors["W"])
+    found = joint(given, [shapes["x"], shapes["y"]], 0)
+    assert "not the same" in joint.reason
+    assert_right("x", tensors, found[:1])
+    assert_right("y", {**tensors, "W": given[1]["W"]}, found[1:])
+    # No edges at all.
+    none = {n: t[:0] if n in ("Src", "Dst", "Y", "W") else t for n, t in tensors.items()}
+    joint = Joint(programs("xyw"))
+    found = joint(named("xyw", none), [(NODES, 4, 4), (0, 3), (0, 3, 4)], 0)
+    assert not found[0].any()
+    assert [f.shape[0] for f in found[1:]] == [0, 0]
+
+
+@pytest.mark.usefixtures("interpreter")
+def test_a_gradient_without_rows_for_terms_is_refused():
+    shared = "dV[L[p],u] += CG[p] * dZ[Dst[e],K[p],u] * X[Src[e],I[p],u] * Y[e,J[p]]"
+    tensors = draw(4)
+    pair = [programs("x")[0], insum_nn.compile(shared, static=TABLES, options=GENERATED)]
+    (first,) = named("x", tensors)
+    second = {n: {**tensors, **TABLES}[n] for n in pair[1].statement.tensors()}
+    joint = Joint(pair)
+    found = joint([first, second], [shape_of("x", 4), (3, 4)], 0)
+    assert "no row for each term" in joint.reason
+    assert_matches(found[1], pair[1].reference(tensors=second, out_shape=(3, 4)), dtype=torch.float32, kind="sum")
+
+
+@pytest.mark.usefixtures("interpreter")
+def test_rows_without_columns_are_refused():
+    scalar = [
+        insum_nn.compile("dX[Src[e]] += dZ[Dst[e]] * W[e]", options=GENERATED),
+        insum_nn.compile("dW[e] += dZ[Dst[e]] * X[Src[e]]", options=GENERATED),
+    ]
+    t = {"Src": torch.tensor([1, 0, 1]), "Dst": torch.tensor([0, 2, 1]), "W": torch.ones(3)}
+    t |= {"dZ": torch.tensor([1.0, 2.0, 3.0]), "X": torch.tensor([5.0, 7.0])}
+    joint = Joint(scalar)
+    found = joint([{n: t[n] for n in p.statement.tensors()} for p in scalar], [(2,), (3,)], 0)
+    assert "no columns" in joint.reason
+    assert [f.tolist() for f in found] == [[3.0, 3.0], [7.0, 15.0, 14.0]]
+
+
+@pytest.mark.usefixtures("interpreter")
+def test_statements_that_nobody_planned_for():
+    """A masked attention-like pair without tables: rows by an index tensor, and a score for each entry."""
+    pair = [
+        insum_nn.compile("Out[Row[e],n] += P[e] * V[Col[e],n]", options=GENERATED),
+        insum_nn.compile("S[e] += Q[Row[e],n] * V[Col[e],n]", options=GENERATED),
+    ]
+    t = {"Row": torch.randint(5, (20,)), "Col": torch.randint(-1, 6, (20,)), "P": torch.randn(20)}
+    t |= {"V": torch.randn(6, 10), "Q": torch.randn(5, 10)}
+    joint = Joint(pair)
+    given = [{n: t[n] for n in p.statement.tensors()} for p in pair]
+    found = joint(given, [(5, 10), (20,)], 0)
+    assert joint.reason.startswith("together")
+    for program, tensors, shape, got in zip(pair, given, [(5, 10), (20,)], found, strict=True):
+        want = program.reference(tensors=tensors, out_shape=shape)
+        assert_matches(got, want, dtype=torch.float32, kind="sum", scale=float(want.abs().max()))
+
+
+def test_points_that_share_most_come_together():
+    tensors = draw(4)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("TRITON_INTERPRET", "1")
+        ones = [
+            joint_module._one(p, t, shape_of(r, 4))
+            for r, p, t in zip("xyw", programs("xyw"), named("xyw", tensors), strict=True)
+        ]
+        form = joint_module._join(ones).generated.form
+    found = clusters(form)
+    # All points once, each cluster with those of one path: no cell of the output's gradient is in two of them.
+    assert sorted(itertools.chain(*(points for c in found for points in c)), key=repr) == sorted(
+        itertools.chain(*form.statements), key=repr
+    )
+    cells = [{str(r) for points in c for p in points for r in p.reads if r.name == "dZ"} for c in found]
+    assert len(found) > 1
+    assert all(not a & b for a, b in itertools.combinations(cells, 2))
+
+
+def test_no_kernel_without_an_owner():
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("TRITON_INTERPRET", "1")
+        tensors = draw(4)
+        ones = [
+            joint_module._one(p, t, shape_of(r, 4))
+            for r, p, t in zip("yw", programs("yw"), named("yw", tensors), strict=True)
+        ]
+        with pytest.raises(FormError, match="only one"):
+            joint_module._join(ones)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64, torch.float16])
+@pytest.mark.parametrize("u", [5, 64, 100])
+@pytest.mark.parametrize("roles", SETS)
+def test_on_a_gpu(roles: str, u: int, dtype: torch.dtype):
+    tensors = {n: t.cuda() for n, t in draw(u, dtype, holes=True).items()}
+    shapes = [shape_of(role, u) for role in roles]
+    joint = Joint(programs(roles))
+    given = [{n: t.cuda() for n, t in each.items()} for each in named(roles, {n: t.cpu() for n, t in tensors.items()})]
+    for each in given:
+        each.update({n: t for n, t in tensors.items() if n in each})
+    found = joint(given, shapes, "key")
+    assert joint.reason.startswith("together")
+    assert_right(roles, tensors, found)
+
+
+@pytest.mark.gpu
+def test_the_choice_is_measured_and_remembered(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setenv("INSUM_NN_CACHE_DIR", str(tmp_path))
+    edges, nodes, u = 20_000, 700, 64
+    src, dst = (torch.randint(nodes, (edges,), device="cuda") for _ in range(2))
+    t = {"Src": src, "Dst": dst, "dZ": torch.randn(nodes, 5, u), "X": torch.randn(nodes, 4, u)}
+    t |= {"Y": torch.randn(edges, 3), "W": torch.randn(edges, 3, u), **TABLES}
+    t = {n: each.cuda() for n, each in t.items()}
+    own = programs("xyw", options=Options())
+    given = [{n: t[n] for n in p.statement.tensors()} for p in own]
+    shapes = [(nodes, 4, u), (edges, 3), (edges, 3, u)]
+    joint = Joint(own)
+    found = joint(given, shapes, 0)
+    assert " us" in joint.reason
+    again = Joint(own)
+    monkeypatch.setattr(joint_module, "time_calls", lambda *_: pytest.fail("measured again"))
+    repeated = again(given, shapes, 0)
+    assert again.reason == joint.reason
+    for program, tensors, shape, a, b in zip(own, given, shapes, found, repeated, strict=True):
+        want = program(tensors=tensors, out_shape=shape)
+        assert (a - want).abs().max() <= 1e-5 * want.abs().max()
+        assert torch.equal(a, b)
