@@ -11,8 +11,8 @@ from torch import Tensor
 from insum_nn.compiler.options import DEFAULT, Options
 from insum_nn.errors import InsumShapeError, MissingExtraError
 from insum_nn.ops.graph_conv import Recipe, explain_graph_conv, graph_conv
-from insum_nn.ops.graph_matrix import TensorCache
 from insum_nn.ops.graph_product import CARRY
+from insum_nn.ops.tensor_cache import TensorCache
 from insum_nn.structure.gcn_norm import Flow, Loops, gcn_norm
 
 try:

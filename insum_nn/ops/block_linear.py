@@ -17,7 +17,7 @@ from insum_nn.facts import IndexFacts
 from insum_nn.formats import BlockCOO, BlockFormat, BlockGroupCOO
 from insum_nn.ops.arguments import pad_axis, require_format, run, span_of, to_autocast, under_autocast
 from insum_nn.ops.block_linear_columns import block_columns, columns_program, takes_columns
-from insum_nn.ops.dense_choice import block_tiles, dense_is_faster, dense_reason, tiles_program
+from insum_nn.ops.dense_choice import block_tiles, dense_is_faster, dense_reason, explain_tiles
 
 __all__ = [
     "BLOCK_LINEAR",
@@ -279,10 +279,7 @@ def explain_block_linear(
     named = block_linear_operands(input, weight, index, shape, bias)
     program, grid = block_linear_program(form, options), (-(-shape[0] // weight.shape[1]), named["X"].shape[1])
     if form == "BlockCOO" and dense_is_faster(weight, grid, named["X"].shape[0], options):
-        tensors = {"Row": index["Row"], "Col": index["Col"], "Val": weight}
-        tiles = (grid[0], weight.shape[1], grid[1], weight.shape[2])
-        formed = tiles_program(BLOCK_LINEAR_FACTS[form], options)
-        made = formed.explain(tensors=tensors, out_shape=tiles, measure=measure)
+        made = explain_tiles(weight, index, grid, BLOCK_LINEAR_FACTS[form], options, measure=measure)
         return made.with_choice("product", "dense, by the library", dense_reason(weight, grid))
     flat, values = _to_columns(named)
     if form == "BlockCOO" and takes_columns(flat, values, options):

@@ -21,8 +21,8 @@ from torch import Tensor
 from insum_nn.compiler.api import Program, compile, generates_kernels
 from insum_nn.compiler.options import Options
 from insum_nn.facts import IndexFacts
-from insum_nn.ops.graph_matrix import TensorCache
 from insum_nn.ops.onlookers import exact_dtypes, ordinary
+from insum_nn.ops.tensor_cache import TensorCache
 from insum_nn.ops.trilinear import contract
 
 __all__ = ["COLUMNS", "BlockColumns", "block_columns", "columns_program", "takes_columns"]

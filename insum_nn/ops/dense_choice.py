@@ -4,16 +4,19 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping, Sequence
+from typing import Any
 
 import torch
 from torch import Tensor
 
-from insum_nn.compiler.api import Program, compile
+from insum_nn.compiler.api import Explanation, compile
 from insum_nn.compiler.options import DEFAULT, Options
 from insum_nn.facts import IndexFacts
 from insum_nn.ops.arguments import run
+from insum_nn.ops.onlookers import ordinary
+from insum_nn.ops.tensor_cache import TensorCache
 
-__all__ = ["block_tiles", "dense_is_faster", "dense_reason", "tiles_program"]
+__all__ = ["block_tiles", "dense_is_faster", "dense_reason", "explain_tiles"]
 
 # Share of stored blocks from which a dense product is the faster one, by what the shorter side of a block is at least.
 # Half types on an H200, 4096 x 4096 x 4096: blocks of 32 take as long as the dense product at 0.33, and forming the
@@ -58,9 +61,22 @@ def dense_reason(values: Tensor, grid: Sequence[int]) -> str:
     return f"{stored:.2f} of the {a} x {b} blocks are stored; from {_share(values):.2f} on the dense product is faster"
 
 
-def tiles_program(facts: Mapping[str, IndexFacts], options: Options = DEFAULT) -> Program:
-    """The program that forms the dense matrix of ungrouped blocks, to explain it; see `block_tiles`."""
-    return compile(_BLOCKS, facts=facts, options=options)
+def explain_tiles(
+    values: Tensor,
+    index: Mapping[str, Tensor],
+    grid: tuple[int, int],
+    facts: Mapping[str, IndexFacts],
+    options: Options = DEFAULT,
+    *,
+    measure: bool = False,
+) -> Explanation:
+    """What becomes of the statement that `block_tiles` runs for ungrouped blocks; the arguments are the same."""
+    shape = (grid[0], values.shape[1], grid[1], values.shape[2])
+    if _gathers(values, facts, options):
+        named = {"Val": values, "Slot": _slots(index["Row"], index["Col"], grid)}
+        return compile(_GATHER, facts=_SLOT, options=options).explain(tensors=named, out_shape=shape, measure=measure)
+    named = {"Row": index["Row"], "Col": index["Col"], "Val": values}
+    return compile(_BLOCKS, facts=facts, options=options).explain(tensors=named, out_shape=shape, measure=measure)
 
 
 def block_tiles(
@@ -74,6 +90,7 @@ def block_tiles(
 
         D[Row[p],a,Col[p],b] += Val[p,a,b]
         D[Row[g],a,Col[g,q],b] += Val[g,q,a,b]          with groups of blocks that share their row
+        D[i,a,j,b] += Val[Slot[i,j],a,b]                on a GPU, where each block stands once: one pass, no zeros first
 
     It is formed anew at each call, of constant values too: a write through `values.data` leaves no trace by which a
     kept matrix could be told to be stale, and the matrix takes more memory than the blocks do.
@@ -90,10 +107,67 @@ def block_tiles(
     [[1.0, 1.0, 0.0, 0.0], [0.0, 0.0, 1.0, 1.0]]
     """
     (rows, cols), (a, b) = grid, values.shape[-2:]
-    expression = _BLOCKS if values.ndim == 3 else _GROUPS
-    tensors = {"Row": index["Row"], "Col": index["Col"], "Val": values}
-    return run(expression, facts, tensors, options, (rows, a, cols, b)).reshape(rows * a, cols * b)
+    named = {"Row": index["Row"], "Col": index["Col"]}
+    if _gathers(values, facts, options):
+        tiles = _Tiles.apply(values, named, (rows, cols), facts, options)
+    else:
+        expression = _BLOCKS if values.ndim == 3 else _GROUPS
+        tiles = run(expression, facts, {**named, "Val": values}, options, (rows, a, cols, b))
+    return tiles.reshape(rows * a, cols * b)  # type: ignore[no-any-return]
 
 
 _BLOCKS = "D[Row[p],a,Col[p],b] += Val[p,a,b]"
 _GROUPS = "D[Row[g],a,Col[g,q],b] += Val[g,q,a,b]"
+_GATHER = "D[i,a,j,b] += Val[Slot[i,j],a,b]"
+_ADJOINT = {3: "Val[p,a,b] += D[Row[p],a,Col[p],b]", 4: "Val[g,q,a,b] += D[Row[g],a,Col[g,q],b]"}
+_SLOT = {"Slot": IndexFacts(masked=True, unique=True, proven=True)}
+
+
+def _gathers(values: Tensor, facts: Mapping[str, IndexFacts], options: Options) -> bool:
+    """Whether the matrix is gathered: on a GPU, where it is known that no block has a place twice."""
+    once = any({name, *f.unique_with} == {"Row", "Col"} and f.proven for name, f in facts.items())
+    return once and values.is_cuda and options.backend == "auto" and values.numel() > 0 and ordinary(values)
+
+
+class _Tiles(torch.autograd.Function):
+    """The dense matrix, gathered from the blocks; its gradient is gathered at the blocks."""
+
+    @staticmethod
+    def forward(
+        ctx: Any,
+        values: Tensor,
+        index: Mapping[str, Tensor],
+        grid: tuple[int, int],
+        facts: Mapping[str, IndexFacts],
+        options: Options,
+    ) -> Tensor:
+        ctx.rest = index, values.ndim, facts, options, values.shape
+        blocks = values.flatten(0, -3)
+        named = {"Val": blocks, "Slot": _slots(index["Row"], index["Col"], grid)}
+        shape = (grid[0], blocks.shape[1], grid[1], blocks.shape[2])
+        return run(_GATHER, _SLOT, named, options, shape)
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
+        index, rank, facts, options, shape = ctx.rest
+        return run(_ADJOINT[rank], facts, {**index, "D": grads[0]}, options, shape), None, None, None, None
+
+
+_known = TensorCache(limit=256)
+
+
+def _slots(row: Tensor, col: Tensor, grid: tuple[int, int]) -> Tensor:
+    """(rows, cols) the number of the block that stands there, or -1; kept for as long as the index tensors."""
+
+    def build() -> Tensor:
+        with torch.inference_mode(False), torch.no_grad():
+            rows = row.reshape(-1, *(1,) * (col.ndim - 1)).expand_as(col).reshape(-1).long()
+            cols = col.reshape(-1).long()
+            stored = (rows >= 0) & (cols >= 0)
+            # Slots without a block are written to a cell that is cut off.
+            place = torch.where(stored, rows * grid[1] + cols, grid[0] * grid[1])
+            slots = torch.full((grid[0] * grid[1] + 1,), -1, dtype=torch.int32, device=row.device)
+            slots[place] = torch.arange(cols.shape[0], dtype=torch.int32, device=row.device)
+            return slots[:-1].reshape(grid)
+
+    return _known.get([row, col], grid, build)

@@ -12,9 +12,10 @@ from insum_nn.compiler.api import Explanation
 from insum_nn.compiler.options import DEFAULT, Options
 from insum_nn.errors import InsumDeviceError, InsumDtypeError
 from insum_nn.ops.arguments import to_autocast, under_autocast
-from insum_nn.ops.graph_matrix import GraphMatrix, TensorCache
+from insum_nn.ops.graph_matrix import GraphMatrix
 from insum_nn.ops.graph_product import graph_compare, graph_product
 from insum_nn.ops.onlookers import transformed
+from insum_nn.ops.tensor_cache import TensorCache
 from insum_nn.structure.gcn_norm import (
     Flow,
     Loops,

@@ -6,13 +6,10 @@ again and again, forwards and backwards. So what is built from a tensor is remem
 
 from __future__ import annotations
 
-import threading
-import weakref
-from collections import OrderedDict
-from collections.abc import Callable, Hashable, Sequence
+from collections.abc import Callable, Hashable
 from dataclasses import dataclass
 from functools import cached_property
-from typing import TypeVar, cast
+from typing import TypeVar
 
 import torch
 from torch import Tensor
@@ -23,66 +20,12 @@ from insum_nn.compiler.options import DEFAULT
 from insum_nn.facts import IndexFacts
 from insum_nn.formats import COO, GroupCOO, GroupSize
 from insum_nn.ops.spmm import spmm_program
+from insum_nn.ops.tensor_cache import TensorCache
 from insum_nn.structure.gcn_norm import GraphEntries
 
-__all__ = ["GraphMatrix", "Grouped", "TensorCache"]
+__all__ = ["GraphMatrix", "Grouped"]
 
 Built = TypeVar("Built")
-
-
-class TensorCache:
-    """A bounded cache whose keys are tensors, by identity and version, held weakly.
-
-    What was built leaves when one of its tensors dies or is written to, or when it was not used for longest. Writes
-    that torch does not see (through NumPy, or `.data`) are not seen here either.
-
-    >>> cache, edges = TensorCache(limit=2), torch.tensor([[0], [1]])
-    >>> first = cache.get([edges], "key", lambda: object())
-    >>> first is cache.get([edges], "key", lambda: object())
-    True
-    >>> _ = edges.add_(1)
-    >>> first is cache.get([edges], "key", lambda: object())
-    False
-    """
-
-    def __init__(self, limit: int) -> None:
-        self.limit = limit
-        self._known: OrderedDict[Hashable, tuple[tuple[weakref.ref[Tensor], ...], object]] = OrderedDict()
-        self._lock = threading.RLock()
-
-    def __len__(self) -> int:
-        return len(self._known)
-
-    def clear(self) -> None:
-        """Forget everything."""
-        with self._lock:
-            self._known.clear()
-
-    def get(self, tensors: Sequence[Tensor], key: Hashable, build: Callable[[], Built]) -> Built:
-        """What `build` made of these tensors: now, or when they were last seen."""
-        if any(tensor.is_inference() for tensor in tensors):
-            # Inference tensors have no version, so nobody can tell whether they were written to.
-            return build()
-        whole = (key, *((id(tensor), tensor._version) for tensor in tensors))
-        with self._lock:
-            found = self._known.get(whole)
-            if found is not None and all(ref() is tensor for ref, tensor in zip(found[0], tensors, strict=True)):
-                self._known.move_to_end(whole)
-                return cast("Built", found[1])
-        built = build()
-        known = weakref.ref(self)
-
-        def forget(_: object) -> None:
-            cache = known()
-            if cache is not None:
-                cache._known.pop(whole, None)
-
-        with self._lock:
-            self._known[whole] = (tuple(weakref.ref(tensor, forget) for tensor in tensors), built)
-            self._known.move_to_end(whole)
-            while len(self._known) > self.limit:
-                self._known.popitem(last=False)
-        return built
 
 
 @dataclass(frozen=True, eq=False)

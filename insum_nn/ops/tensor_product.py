@@ -84,7 +84,7 @@ def explain_tensor_product(
     *,
     statement: int = 0,
 ) -> Explanation:
-    """What becomes of one statement of the output on these tensors."""
+    """What becomes of one statement of the output on these tensors, and what became of the gradients last."""
     form = form_of(spec.to_json())
     direct = None if _splits(x.device) else direct_of(form, "z", x.device, x.dtype)
     if direct is not None:
@@ -95,7 +95,13 @@ def explain_tensor_product(
     chosen = form.statements("z")[statement]
     plan = plan_of(form, "z", x.device, x.dtype, split=False, staged=False)
     named = plan.arguments(statement, (x, y, weight), (receivers, senders))
-    return chosen.program.explain(tensors=named, out_shape=chosen.out_shape(x.shape[0]))
+    explained = chosen.program.explain(tensors=named, out_shape=chosen.out_shape(x.shape[0]))
+    joint = None if _splits(x.device) else joint_roles(form, "xyw", x.device, x.dtype)
+    if joint is None or not joint.joint.reason:
+        return explained
+    # What became of the gradients where they were made last.
+    how, why = joint.joint.reason.split(": ", 1)
+    return explained.with_choice("gradients", f"of {', '.join(joint.roles)} {how}", why)
 
 
 # Numbers between the two steps of a gradient at most: what they cost in memory.

@@ -17,6 +17,7 @@ from insum_nn.compiler.kernel_form import Form, make_form
 from insum_nn.compiler.parser import parse
 from insum_nn.errors import InsumError, InsumFormatError, InsumRangeError
 from insum_nn.formats import COO, ELL, BlockCOO, BlockGroupCOO, GroupCOO, SparseFormat
+from insum_nn.ops import dense_choice
 from insum_nn.ops.dense_choice import block_tiles
 from insum_nn.ops.spmm import spmm
 from tests.compiler.interpreted import interpreter
@@ -127,6 +128,32 @@ def test_dense_matrices_of_formats(kind: str):
         dense = matrix.to_dense()
     got = block_tiles(matrix.values, matrix.tensors, matrix.grid_shape, matrix.facts, GENERATED)
     torch.testing.assert_close(got, dense)
+
+
+@pytest.mark.usefixtures("interpreter")
+@pytest.mark.parametrize("kind", [BlockCOO, BlockGroupCOO])
+def test_gathered_in_one_pass(kind: type[BlockCOO | BlockGroupCOO]):
+    """What a GPU takes: the same matrix and gradients, of the second order too."""
+    dense = torch.randn(10, 12, dtype=torch.float64)
+    dense *= (torch.rand(5, 4) < 0.5).repeat_interleave(2, 0).repeat_interleave(3, 1)
+    matrix = kind.from_dense(dense, block_shape=(2, 3))
+    values = matrix.values.clone().requires_grad_()
+    index = {"Row": matrix.tensors["Row"], "Col": matrix.tensors["Col"]}
+
+    def form(values: Tensor, options: Options) -> Tensor:
+        return dense_choice._Tiles.apply(values, index, matrix.grid_shape, matrix.facts, options)
+
+    found = form(values, GENERATED)
+    torch.testing.assert_close(found.reshape(10, 12), dense)
+    torch.testing.assert_close(form(values, Options()).reshape(10, 12), dense)
+    weights = torch.randn_like(found)
+    (got,) = torch.autograd.grad((found * weights).sum(), values)
+    (want,) = torch.autograd.grad(
+        (block_tiles(values, matrix.tensors, matrix.grid_shape, matrix.facts).reshape(found.shape) * weights).sum(),
+        values,
+    )
+    torch.testing.assert_close(got, want)
+    assert torch.autograd.gradgradcheck(lambda v: form(v, Options()) ** 2, values)
 
 
 @pytest.mark.parametrize("ragged", [False, True])
@@ -258,7 +285,10 @@ def test_densified_on_a_gpu(gpu: torch.device, share: float):
     count = int(share * 128 * 128)
     index = {name: t.to(gpu) for name, t in distinct(count, 128, 128).items()}
     values = torch.randn(count, 32, 32).to(gpu).half()
+    values.requires_grad_()
     got = block_tiles(values, index, (128, 128), PAIRS)
     want = torch.zeros(128, 128, 32, 32, dtype=torch.float16, device=got.device)
-    want[index["Row"], index["Col"]] = values
+    want[index["Row"], index["Col"]] = values.detach()
     assert torch.equal(got, want.transpose(1, 2).reshape(4096, 4096))
+    (back,) = torch.autograd.grad(got, values, want.transpose(1, 2).reshape(4096, 4096))
+    assert torch.equal(back, values)

@@ -14,8 +14,9 @@ from insum_nn.errors import InsumDeviceError, InsumDtypeError, InsumRangeError, 
 from insum_nn.ops import graph_conv as module
 from insum_nn.ops import graph_matrix as matrices
 from insum_nn.ops.graph_conv import Recipe, clear_graphs, graph_conv, graph_matrix, graph_values
-from insum_nn.ops.graph_matrix import GraphMatrix, TensorCache, _sorted
+from insum_nn.ops.graph_matrix import GraphMatrix, _sorted
 from insum_nn.ops.graph_product import graph_product
+from insum_nn.ops.tensor_cache import TensorCache
 from insum_nn.structure.gcn_norm import edge_entries, gcn_norm
 from insum_nn.testing.tolerances import assert_matches
 
