@@ -53,6 +53,7 @@ COMPILER_ORDER = [
     "fx_lowering",
     "inductor",
     "kernel_tables",
+    "kernel_points",
     "kernel_form",
     "kernel_axes",
     "kernel_schedule",

@@ -22,7 +22,8 @@ from insum_nn.compiler.bind import Bound, Extents, layout_of
 from insum_nn.compiler.chain import Split, find_splits
 from insum_nn.compiler.epilogue import PLAIN
 from insum_nn.compiler.generated import Generated
-from insum_nn.compiler.kernel_form import FormError, Tail, make_form
+from insum_nn.compiler.kernel_form import FormError, make_form
+from insum_nn.compiler.kernel_points import Tail
 from insum_nn.compiler.kernel_source import Source
 from insum_nn.compiler.kernel_tail import with_tail
 from insum_nn.compiler.options import Options

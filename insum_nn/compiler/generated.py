@@ -95,7 +95,7 @@ class Generated:
 
         def run(tensors: Sequence[Tensor]) -> list[Tensor]:
             kernel, owners = find(tensors, None)
-            beside = kernel.beside(tensors[0].device, owners)
+            beside = kernel.beside(tensors, owners)
             return [kernel(tensors, None, owners, beside), *beside]
 
         return run

@@ -4,15 +4,17 @@
     dY[e,j]        += dZ[Dst[e],k,u] * X[Src[e],i,u] * W[e,l,u]
     dW[e,l,u]      += dZ[Dst[e],k,u] * X[Src[e],i,u] * Y[e,j]
 
-One of them sums rows that an index tensor owns, the others have a row for each term; `kernel_beside` says what becomes
-of them. Whatever does not fit together, or was measured to be faster apart, runs program by program.
+Terms are walked by the index tensor whose rows are worth most to have at hand; `kernel_beside` says what becomes of
+the outputs. Whatever does not fit together, or was measured to be faster apart, runs program by program.
 """
 
 from __future__ import annotations
 
+import math
 import threading
 from collections.abc import Callable, Hashable, Mapping, Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import Any
 
 import torch
@@ -26,8 +28,9 @@ from insum_nn.compiler.execution import generation
 from insum_nn.compiler.extents import resolve_extents
 from insum_nn.compiler.generated import Generated
 from insum_nn.compiler.gradient import fresh_name
-from insum_nn.compiler.kernel_beside import with_beside
+from insum_nn.compiler.kernel_beside import Walk, is_owned, with_beside
 from insum_nn.compiler.kernel_form import FormError
+from insum_nn.compiler.kernel_points import OWNER, Read
 from insum_nn.compiler.program import Program
 from insum_nn.compiler.schedule_store import size_bucket
 from insum_nn.compiler.tuning import WAIT, time_calls, worth_measuring
@@ -36,6 +39,7 @@ from insum_nn.facts import IndexFacts
 __all__ = ["Joint"]
 
 Shape = tuple[int, ...]
+Apart = Callable[[], list[Tensor]]
 # Kinds of calls that are kept ready.
 _LIMIT = 64
 
@@ -59,15 +63,15 @@ class _Together:
         spec: of a statement that writes what the first of them writes, and reads what any of them reads.
         static: its known extents.
         order: where the outputs stand among those of the kernel.
+        walk: by which index tensor terms are walked.
         generated: the kernel.
-        faster: by bucket of sizes, whether it is faster than the programs one by one, and why that is known.
     """
 
     spec: Spec
     static: Mapping[str, int]
     order: tuple[int, ...]
+    walk: Walk
     generated: Generated
-    faster: dict[tuple[int, ...], tuple[bool, str]]
 
 
 @dataclass(slots=True)
@@ -86,20 +90,29 @@ class Joint:
 
     Args:
         programs: two or more, of one set of options.
+        deterministic: every run is to give the same bits.
 
     Attributes:
         programs: the same.
         reason: of the last kind of call that was made ready: how it runs, and why.
     """
 
-    def __init__(self, programs: Sequence[Program]) -> None:
+    def __init__(self, programs: Sequence[Program], *, deterministic: bool = False) -> None:
         self.programs = tuple(programs)
+        self.deterministic = deterministic or any(p.options.deterministic for p in programs)
         self.reason = ""
         self._known: dict[Hashable, _Known] = {}
-        self._kernels: dict[Hashable, _Together | FormError] = {}
+        self._kernels: dict[Hashable, tuple[_Together, ...] | FormError] = {}
+        self._chosen: dict[Hashable, tuple[_Together | None, str]] = {}
         self._lock = threading.RLock()
 
-    def __call__(self, named: Sequence[Mapping[str, Tensor]], shapes: Sequence[Shape], key: Hashable) -> list[Tensor]:
+    def __call__(
+        self,
+        named: Sequence[Mapping[str, Tensor]],
+        shapes: Sequence[Shape],
+        key: Hashable,
+        apart: Apart | None = None,
+    ) -> list[Tensor]:
         """Run all programs.
 
         Args:
@@ -107,19 +120,21 @@ class Joint:
             shapes: of each output.
             key: what decides shapes, dtypes and devices of all these: a promise that they are plain tensors and that
                 nobody looks on.
+            apart: makes the same one by one, in the way that is best then; by default the programs do.
         """
         with torch.no_grad():
+            apart = apart or partial(self._apart, named, shapes)
             full = (key, torch.get_float32_matmul_precision())
             known = self._known.get(full)
             if known is not None and known.ready is None:
-                return self._apart(named, shapes)
+                return apart()
             tensors = None if known is None else [named[at][name] for at, name in known.sources]
             if known is None or tensors is None or known.ready is None or not known.ready.holds(tensors):
                 with self._lock:
-                    known = self._prepared(named, shapes)
+                    known = self._prepared(named, shapes, apart)
                 keep(self._known, full, known, _LIMIT)
                 if known.ready is None:
-                    return self._apart(named, shapes)
+                    return apart()
                 tensors = [named[at][name] for at, name in known.sources]
             made: Any = known.ready.run(tensors, None)
             return [made[at] for at in known.order]
@@ -127,49 +142,73 @@ class Joint:
     def _apart(self, named: Sequence[Mapping[str, Tensor]], shapes: Sequence[Shape]) -> list[Tensor]:
         return [p(tensors=t, out_shape=s) for p, t, s in zip(self.programs, named, shapes, strict=True)]
 
-    def _prepared(self, named: Sequence[Mapping[str, Tensor]], shapes: Sequence[Shape]) -> _Known:
+    def _prepared(self, named: Sequence[Mapping[str, Tensor]], shapes: Sequence[Shape], apart: Apart) -> _Known:
         """Decide how a kind of call runs."""
         try:
             ones = [_one(*each) for each in zip(self.programs, named, shapes, strict=True)]
-            together = self._together(ones)
+            key = tuple((one.bound, one.generated.form.bound.static, one.extents.output[1:]) for one in ones)
+            calls = [_Call(together, ones, named) for together in self._together(key, ones)]
         except FormError as error:
             self.reason = f"one by one: {error}"
             return _Known()
-        names = together.spec.layout.tensors
-        sources = tuple(next((at, name) for at, each in enumerate(named) if name in each) for name in names)
-        tensors = [named[at][name] for at, name in sources]
-        if not all(
-            _same(each[name], t) for name, t in zip(names, tensors, strict=True) for each in named if name in each
-        ):
-            self.reason = "one by one: tensors of one name are not the same"
+        versions = index_versions(calls[0].together.spec, calls[0].tensors)
+        if versions is None:
+            self.reason = "one by one: index tensors without versions are read at every call"
             return _Known()
-        owned = ones[together.order.index(0)]
-        extents = resolve_extents(together.spec.statement, tensors, None, together.static, owned.extents.output)
-        faster, self.reason = _faster(together, ones, tensors, extents)
-        versions = index_versions(together.spec, tensors)
-        if not faster or versions is None:
+        key = (key, *(size_bucket(one.extents) for one in ones))
+        if key not in self._chosen:
+            keep(self._chosen, key, _choose(calls, apart), _LIMIT)
+        together, self.reason = self._chosen[key]
+        if together is None:
             return _Known()
-        run = together.generated.prepare_all(tensors, extents)
+        call = next(each for each in calls if each.together is together)
+        run = together.generated.prepare_all(call.tensors, call.extents)
+        versions = index_versions(together.spec, call.tensors) or ()
         # What is kept ready may run with a starting value, of which there is none here.
         ready = Ready(lambda tensors, _: run(tensors), versions, generation())  # type: ignore[arg-type, return-value]
-        return _Known(ready, sources, together.order)
+        return _Known(ready, call.sources, together.order)
 
-    def _together(self, ones: Sequence[_One]) -> _Together:
-        """The kernel for all programs; remembered.
+    def _together(self, key: Hashable, ones: Sequence[_One]) -> tuple[_Together, ...]:
+        """The kernels that compute all programs; remembered.
 
         Raises:
             FormError: there is none.
         """
-        key = tuple((one.bound, one.generated.form.bound.static, one.extents.output[1:]) for one in ones)
         if key not in self._kernels:
             try:
-                keep(self._kernels, key, _join(ones), _LIMIT)
+                keep(self._kernels, key, _join(ones, deterministic=self.deterministic), _LIMIT)
             except FormError as error:
                 keep(self._kernels, key, error, _LIMIT)
         found = self._kernels[key]
         if isinstance(found, FormError):
             raise found
         return found
+
+
+class _Call:
+    """One kernel on the tensors of a call.
+
+    Raises:
+        FormError: tensors of one name are not the same.
+    """
+
+    def __init__(self, together: _Together, ones: Sequence[_One], named: Sequence[Mapping[str, Tensor]]) -> None:
+        self.together = together
+        names = together.spec.layout.tensors
+        self.sources = tuple(next((at, name) for at, each in enumerate(named) if name in each) for name in names)
+        self.tensors = [named[at][name] for at, name in self.sources]
+        for name, tensor in zip(names, self.tensors, strict=True):
+            if not all(_same(each[name], tensor) for each in named if name in each):
+                raise FormError(f"'{name}' is not the same tensor in all of them")
+        owned = [at for at, place in enumerate(together.order) if place == 0]
+        shape = _shape(ones, together.walk, owned, self.tensors, together.spec)
+        self.extents = resolve_extents(together.spec.statement, self.tensors, None, together.static, shape)
+
+    def run(self) -> Callable[[], object]:
+        """What makes all outputs."""
+        tensors = [t.detach() for t in self.tensors]
+        run = self.together.generated.prepare_all(tensors, self.extents)
+        return lambda: run(tensors)
 
 
 def _same(a: Tensor, b: Tensor) -> bool:
@@ -193,113 +232,186 @@ def _one(program: Program, named: Mapping[str, Tensor], shape: Shape) -> _One:
     return _One(program, tensors, extents, bound, chosen.run)
 
 
-def _join(ones: Sequence[_One]) -> _Together:
-    """The kernel for all programs.
+def _join(ones: Sequence[_One], *, deterministic: bool = False) -> tuple[_Together, ...]:
+    """The kernels for all programs, the one whose walk reads and adds least first.
 
     Raises:
         FormError: there is none.
     """
-    owned = [at for at, one in enumerate(ones) if one.generated.form.combine == "own"]
-    if len(owned) != 1:
-        raise FormError("not one of them, and only one, sums rows that have owners")
-    order = [owned[0], *(at for at in range(len(ones)) if at not in owned)]
-    first = ones[owned[0]]
-    expression, static = _union([ones[at] for at in order])
-    spec = Spec(expression, options=first.program.options)
+    refused = FormError("no index tensor has an entry for each term")
+    found: list[_Together] = []
+    for walk in sorted(_walks(ones), key=lambda walk: _cost(ones, walk)):
+        try:
+            found.append(_along(ones, walk, deterministic))
+        except FormError as error:
+            refused = error
+    if not found:
+        raise refused
+    return tuple(found)
+
+
+def _walks(ones: Sequence[_One]) -> list[Walk]:
+    """The index tensors by whose entries terms can be walked."""
+    found: dict[Walk, None] = {}
+    for one in ones:
+        for access in one.bound.statement.accesses():
+            if access.name in one.bound.layout.index_tensors and access.name not in one.generated.form.tables:
+                names = [subscript.plain for subscript in access.subscripts]
+                if len(names) == 1 and names[0] is not None:
+                    found[access.name, names[0]] = None
+    return list(found)
+
+
+def _cost(ones: Sequence[_One], walk: Walk) -> int:
+    """Cells that a term reads and adds to at other rows than the walk's own, over one column."""
+    cells: set[str] = set()
+    adds = 0
+    for one in ones:
+        form = one.generated.form
+        own = is_owned(form, walk)
+        if form.combine == "own" and not own:
+            # They are read and written.
+            adds += 2 * len({str(point.target) for point in form.points})
+        for read in (read for point in form.points for read in point.reads):
+            rows = [atom for sub in read.subs for _, atom in sub.terms if atom == OWNER or isinstance(atom, Read)]
+            if any(atom != OWNER and getattr(atom, "name", "") != walk[0] for atom in rows) or (
+                OWNER in rows and not own
+            ):
+                cells.add(f"{read.name}{[sub.offset for sub in read.subs]}")
+    return len(cells) + adds
+
+
+def _along(ones: Sequence[_One], walk: Walk, deterministic: bool) -> _Together:
+    """The kernel that walks terms by one index tensor.
+
+    Raises:
+        FormError: there is none.
+    """
+    owned = [at for at, one in enumerate(ones) if is_owned(one.generated.form, walk)]
+    if len(owned) > 1:
+        raise FormError(f"several outputs have rows of {walk[0]}")
+    order = [*owned, *(at for at in range(len(ones)) if at not in owned)]
+    expression, static = _union([ones[at] for at in order], walk, owns=bool(owned))
+    spec = Spec(expression, options=ones[0].program.options)
     tensors = {name: t for one in ones for name, t in zip(one.bound.layout.tensors, one.tensors, strict=True)}
     facts: dict[str, IndexFacts] = {}
     for one in ones:
         facts |= dict(zip(one.bound.layout.tensors, one.bound.facts, strict=True))
     kept = {name: tensors[name] for name in spec.layout.tensors}
-    extents = resolve_extents(spec.statement, list(kept.values()), None, static, first.extents.output)
-    bound = replace(
-        bind(spec.statement, kept, None, facts=facts, drop_outside=True), static=tuple(sorted(static.items()))
-    )
+    shape = _shape(ones, walk, owned, list(kept.values()), spec)
+    extents = resolve_extents(spec.statement, list(kept.values()), None, static, shape)
+    bound = bind(spec.statement, kept, None, facts=facts, drop_outside=True)
+    bound = replace(bound, static=tuple(sorted(static.items())))
     sizes = dict(zip(bound.layout.indices, extents.indices, strict=True))
-    form = first.generated.form
-    form = replace(form, sizes={**form.sizes, **sizes})
-    form = with_beside(form, [(ones[at].generated.form, ones[at].extents) for at in order[1:]], bound)
-    generated = Generated(bound, sizes, extents.output, {}, first.program.options, form=form)
-    return _Together(spec, static, tuple(order.index(at) for at in range(len(ones))), generated, {})
+    axis = ones[owned[0]].generated.form.owner_axis if owned else 0
+    forms = [(ones[at].generated.form, ones[at].extents) for at in order]
+    form = with_beside(walk, forms, bound, {**sizes, OWNER: extents.output[axis]}, deterministic=deterministic)
+    generated = Generated(bound, sizes, extents.output, {}, ones[0].program.options, form=form)
+    places = tuple(order.index(at) + (not owned) for at in range(len(ones)))
+    return _Together(spec, static, places, walk, generated)
 
 
-def _union(ones: Sequence[_One]) -> tuple[str, dict[str, int]]:
-    """A statement that writes what the first one writes and reads what any of them reads, and its known extents.
+def _shape(
+    ones: Sequence[_One], walk: Walk, owned: Sequence[int], tensors: Sequence[Tensor], spec: Spec
+) -> tuple[int, ...]:
+    """The shape of what the walk's rows own: an output, or as many numbers as there are rows.
 
-    Where a static tensor addresses an axis, an index of its own takes its place.
+    Raises:
+        FormError: nothing tells how many rows there are.
     """
-    first = ones[0].generated.form
-    output = str(first.bound.statement.output)
-    static = {i.name: first.static[i.name] for i in first.bound.statement.output.indices() if i.name in first.static}
+    if owned:
+        return ones[owned[0]].extents.output
+    for access in spec.statement.reads:
+        for axis, subscript in enumerate(access.subscripts):
+            if subscript.indirect is not None and subscript.indirect.name == walk[0]:
+                return (tensors[spec.layout.tensors.index(access.name)].shape[axis],)
+    raise FormError(f"no tensor is read at rows of {walk[0]}")
+
+
+def _union(ones: Sequence[_One], walk: Walk, *, owns: bool) -> tuple[str, dict[str, int]]:
+    """A statement that reads what any of them reads, and its known extents.
+
+    It writes what the first one writes, or where no output has rows of the walk, a number for each row. Where a static
+    tensor addresses an axis, an index of its own takes its place.
+    """
+    first = ones[0]
     taken = {name for one in ones for name in (*one.bound.layout.tensors, *one.bound.layout.indices)}
+    taken |= {one.bound.statement.output.name for one in ones}
+    static: dict[str, int] = {}
     reads: dict[str, str] = {}
+    output = f"{fresh_name('Rows', taken)}[{walk[0]}[{walk[1]}]]"
+    if owns:
+        form = first.generated.form
+        written = form.bound.statement.output
+        static |= {s.plain: form.static[s.plain] for s in written.subscripts if s.plain in form.static}
+        output = _renamed(written, form.tables, first.extents.output, taken, static)
     for one in ones:
         form = one.generated.form
         static |= {i: extent for i, extent in form.static.items() if i in (*form.parallel, *form.reduce)}
         for access in one.bound.statement.reads:
             if access.name not in form.tables and access.name not in reads:
-                where = one.bound.layout.tensors.index(access.name)
-                reads[access.name] = _read(access, form.tables, one.tensors[where], taken, static)
+                shape = one.tensors[one.bound.layout.tensors.index(access.name)].shape
+                reads[access.name] = _renamed(access, form.tables, shape, taken, static)
     return f"{output} += {' * '.join(reads.values())}", static
 
 
-def _read(access: Access, tables: frozenset[str], tensor: Tensor, taken: set[str], static: dict[str, int]) -> str:
+def _renamed(
+    access: Access, tables: frozenset[str], shape: Sequence[int], taken: set[str], static: dict[str, int]
+) -> str:
+    """An access without static tensors."""
     parts: list[str] = []
     for axis, subscript in enumerate(access.subscripts):
         if any(each.name in tables for each in subscript.index_accesses()):
             name = fresh_name("axis", taken)
             taken.add(name)
-            static[name] = tensor.shape[axis]
+            static[name] = shape[axis]
             parts.append(name)
         else:
             parts.append(str(subscript))
     return f"{access.name}[{','.join(parts)}]" if parts else access.name
 
 
-def _faster(together: _Together, ones: Sequence[_One], tensors: Sequence[Tensor], extents: Extents) -> tuple[bool, str]:
-    """Whether one kernel is faster than one for each program, and why that is known."""
-    bucket = size_bucket(extents)
-    found = together.faster.get(bucket)
-    if found is not None:
-        return found
-    if not worth_measuring(together.generated.options, extents):
-        return True, "together: what they read is read once"
-    times = _times(together.generated, ones, tensors, extents)
+def _choose(calls: Sequence[_Call], apart: Apart) -> tuple[_Together | None, str]:
+    """The fastest kernel, or none where the programs are faster one by one; and why that is known."""
+    first = calls[0]
+    if not worth_measuring(first.together.generated.options, first.extents):
+        return first.together, "together: what they read is read once"
+    times = _times(calls, apart)
     if times is None:
-        return True, f"together: another process measures, and was not done after {WAIT:.0f} s"
-    faster = times[0] < times[1]
-    reason = f"{times[0]:.1f} us in one kernel, {times[1]:.1f} us in one for each"
-    together.faster[bucket] = faster, f"{'together' if faster else 'one by one'}: {reason}"
-    return together.faster[bucket]
+        return first.together, f"together: another process measures, and was not done after {WAIT:.0f} s"
+    best = min(range(len(calls)), key=lambda at: times[at])
+    rows = [f"{us:.1f} us by {call.together.walk[0]}" for us, call in zip(times, calls, strict=False)]
+    shown = f"{', '.join(rows)}; one by one {times[-1]:.1f} us"
+    if times[-1] <= times[best]:
+        return None, f"one by one: in one kernel {shown}"
+    return calls[best].together, f"together: in one kernel {shown}"
 
 
-def _times(
-    generated: Generated, ones: Sequence[_One], tensors: Sequence[Tensor], extents: Extents
-) -> tuple[float, float] | None:
-    """Microseconds together and one by one; `None` where another process measures for too long."""
-    more = {"apart": store.digest([one.program.expression for one in ones]), "precision": generated.precision}
-    more["beside"] = store.digest([str(p) for points in generated.form.statements for p in points])
-    key = store.key_of("joint", generated.form.bound, {}, size_bucket(extents), tensors[0].device, **more)
+def _times(calls: Sequence[_Call], apart: Apart) -> tuple[float, ...] | None:
+    """Microseconds of each kernel, and at last one by one; `None` where another process measures for too long."""
+    generated = calls[0].together.generated
+    texts = [str(p) for call in calls for points in call.together.generated.form.statements for p in points]
+    more = {"points": store.digest(texts), "precision": generated.precision}
+    bucket = size_bucket(calls[0].extents)
+    key = store.key_of("joint", generated.form.bound, {}, bucket, calls[0].tensors[0].device, **more)
 
-    def remembered() -> tuple[float, float] | None:
+    def remembered() -> tuple[float, ...] | None:
         entry = store.find(key)
         if entry is None:
             return None
         try:
-            return float(entry.value["together"]), float(entry.value["apart"])
+            times = tuple(math.inf if us is None else float(us) for us in entry.value["times"])
+            if len(times) != len(calls) + 1 or not all(us > 0 for us in times):
+                raise ValueError(f"{times} are not the times of {len(calls)} kernels and of none")
         except (KeyError, TypeError, ValueError) as error:
             entry.broken(error)
             return None
+        return times
 
-    def measure() -> tuple[float, float]:
-        plain = [t.detach() for t in tensors]
-        run: Callable[..., Any] = generated.prepare_all(plain, extents)
-        whole = time_calls(lambda tensors, _: run(tensors), plain, None)
-        apart = 0.0
-        for one in ones:
-            own = [t.detach() for t in one.tensors]
-            apart += time_calls(one.generated.prepare(own, one.extents, None), own, None)
-        store.write(key, {"together": whole, "apart": apart})
-        return whole, apart
+    def measure() -> tuple[float, ...]:
+        runs = [*(call.run() for call in calls), apart]
+        times = tuple(time_calls(lambda _, __, run=run: run(), (), None) for run in runs)  # type: ignore[misc]
+        store.write(key, {"times": [None if math.isinf(us) else us for us in times]})
+        return times
 
     return store.once(key, WAIT, remembered, measure)

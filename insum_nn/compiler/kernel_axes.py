@@ -4,7 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from insum_nn.compiler.kernel_form import ENTRY, OWNER, Form, Read
+from insum_nn.compiler.kernel_form import Form
+from insum_nn.compiler.kernel_points import ENTRY, OWNER, Read
 
 __all__ = ["MANY_POINTS", "element_axes"]
 
@@ -16,7 +17,8 @@ def element_axes(form: Form) -> tuple[list[str], list[str], list[str]]:
     """Candidates for rows, columns and sums of a tile that is multiplied element by element."""
     if form.owner is None and len(form.points) > MANY_POINTS:
         return _along_the_largest(form)
-    last = {sub.plain for p in form.points for r in (*p.reads, p.target) if r.subs and (sub := r.subs[-1]).plain}
+    points = [p for each in form.statements for p in each]
+    last = {sub.plain for p in points for r in (*p.reads, p.target) if r.subs and (sub := r.subs[-1]).plain}
     parallel = [i for i in form.parallel if i != OWNER]
     columns = [i for i in parallel[-1:] if i in last and (form.owner is not None or len(form.parallel) > 1)]
     rows = [i for i in form.parallel if i not in columns]

@@ -1,93 +1,169 @@
 """Several outputs of one kernel: what else is made of the terms that a program walks for the rows that it owns.
 
-The gradients of one product read the same rows: those of the gradient of its output most of all. A program that walks
-the terms of an owned row
+The gradients of one product read the same rows, those of the gradient of its output most of all. A program that walks
+the terms of a row `Dst[e] = i` reads `dZ[i]` once, and passes all that these are made of:
 
     dX[Src[e],i,u] += dZ[Dst[e],k,u] * Y[e,j] * W[e,l,u]
+    dY[e,j]        += dZ[Dst[e],k,u] * X[Src[e],i,u] * W[e,l,u]
+    dW[e,l,u]      += dZ[Dst[e],k,u] * X[Src[e],i,u] * Y[e,j]
 
-has all that `dY[e,j]` and `dW[e,l,u]` are made of. It writes their rows as it passes the terms, so that everything is
-read once, and adds to memory only where columns that it does not have belong to a sum.
+It writes rows of `dY` and `dW` as it goes, and adds to rows of `dX`, which other programs add to as well. Walking the
+terms by `Src` instead it owns rows of `dX`, adds to nothing, and reads a row of `dZ` for every term.
 """
 
 from __future__ import annotations
 
-import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 
 import torch
 from torch import Tensor
 
+from insum_nn.compiler.ast import Access, Statement
 from insum_nn.compiler.bind import Bound, Extents
 from insum_nn.compiler.kernel_axes import element_axes
-from insum_nn.compiler.kernel_form import OWNER, Beside, Form, FormError, Point, Read, Sub
+from insum_nn.compiler.kernel_form import Form, FormError
 from insum_nn.compiler.kernel_loops import KernelLoops
+from insum_nn.compiler.kernel_points import OWNER, Beside, Point, Read, Sub
 from insum_nn.compiler.kernel_schedule import Schedule, adds_rows
 from insum_nn.compiler.kernel_text import Value, join_axes, spread
 
-__all__ = ["KernelBeside", "by_target", "further_outputs", "with_beside"]
+__all__ = ["KernelBeside", "Walk", "by_target", "clusters", "further_outputs", "is_owned", "with_beside"]
 
 Cell = tuple[str, str]
 
 
-def with_beside(first: Form, others: Sequence[tuple[Form, Extents]], bound: Bound) -> Form:
+Walk = tuple[str, str]
+"""An index tensor with an entry for each term, and the index of its entries."""
+
+
+def with_beside(
+    walk: Walk, forms: Sequence[tuple[Form, Extents]], bound: Bound, sizes: Mapping[str, int], *, deterministic: bool
+) -> Form:
     """The form of several statements.
 
     Args:
-        first: of the statement whose rows are owned.
-        others: of those with a row for each term, and their sizes.
-        bound: of a statement that writes what the first one does, and reads what any of them reads.
+        walk: whose rows a program owns.
+        forms: of each statement, and its sizes; of one whose rows are the walk's own, first.
+        bound: of a statement that writes what the first one does, or a number for each row, and reads what any reads.
+        sizes: extents of the first call; `OWNER` is the number of the walk's rows.
+        deterministic: several programs must not add to one cell.
 
     Raises:
         FormError: one kernel cannot compute them.
     """
-    if first.combine != "own" or first.tail is not None or first.reduce or len(first.entries) != 1:
-        raise FormError(f"{first.bound.statement} does not sum rows that have owners, and those alone")
-    columns = element_axes(first)[1]
-    if not columns or any(index not in first.static for index in columns):
-        raise FormError("the rows have no columns of a known number")
-    assert first.owner is not None
-    (entry,) = first.entries
-    row = Read(first.owner.name, (Sub(((1, entry),), 0, True),))
-    found: list[Beside] = []
-    for form, extents in others:
-        statement = form.bound.statement
-        if form.combine != "direct" or statement.output.subscripts[0].plain != entry:
-            raise FormError(f"{statement} has no row for each term of the first statement")
-        if {*form.parallel, *form.reduce} - {entry, *columns} or not form.covers(extents.output):
-            raise FormError(f"{statement} goes over other indices, or leaves cells out")
-        points = tuple(replace(p, reads=tuple(_owned(r, row) for r in p.reads)) for p in form.points)
-        if any(not sub.safe for point in points for sub in point.target.subs):
-            raise FormError(f"{statement} may write outside of its output")
-        found.append(Beside(statement.output.name, points, extents.output[1:], form.reduce))
-    return replace(first, bound=bound, beside=tuple(found))
+    tensor, entry = walk
+    first = forms[0][0]
+    owns = is_owned(first, walk)
+    axis = first.owner_axis if owns else 0
+    facts = bound.facts_of(tensor)
+    owner = bound.statement.output.subscripts[axis].indirect
+    columns = [i for i in first.parallel if i not in (OWNER, entry)] or list(first.reduce)
+    form = Form(
+        bound,
+        sizes,
+        first.points if owns else (),
+        "own",
+        owner,
+        axis,
+        (entry,),
+        not (facts.sorted and facts.masked is False),
+        (OWNER, *columns),
+        (),
+        frozenset(),
+    )
+    beside: list[Beside] = []
+    for each, extents in forms[owns:]:
+        beside.append(_further(each, extents, walk, columns, [form.bound.statement for form, _ in forms]))
+    form = replace(form, beside=tuple(beside))
+    lanes = element_axes(form)[1]
+    if len(columns) != 1 or lanes != columns or columns[0] not in form.static:
+        raise FormError("there are no columns of a known number")
+    if any(each.scattered for each in beside) and (deterministic or bound.dtype.itemsize < 4):
+        raise FormError("several terms meet in one cell, in no fixed order or in a half type")
+    return form
 
 
-def _owned(read: Read, row: Read) -> Read:
-    """A read with the number of the owned row in the place of the index tensor's entry."""
+def is_owned(form: Form, walk: Walk) -> bool:
+    """Whether a statement sums the rows of a walk, over its terms alone."""
+    owner = form.owner
+    return owner is not None and owner.name == walk[0] and form.entries == (walk[1],) and not form.reduce
+
+
+def _further(
+    form: Form, extents: Extents, walk: Walk, columns: Sequence[str], statements: Sequence[Statement]
+) -> Beside:
+    """An output that has a row for each term, or rows that another index tensor owns.
+
+    Raises:
+        FormError: it is of another kind.
+    """
+    statement = form.bound.statement
+    tensor, entry = walk
+    row = Read(tensor, (Sub(((1, entry),), 0, True),))
+    if {*form.parallel, *form.reduce} - {OWNER, entry, *columns} or form.tail is not None:
+        raise FormError(f"{statement} goes over other indices")
+    like, scattered, points = (tensor, 0), form.combine == "own", form.points
+    if scattered:
+        assert form.owner is not None
+        if form.entries != (entry,) or form.reduce or form.owner_axis:
+            raise FormError(f"{statement} sums other terms")
+        other = Read(form.owner.name, row.subs)
+        points = tuple(_exchanged(point, {OWNER: other}) for point in points)
+        like = _like(statements, form.owner)
+    elif form.combine != "direct" or statement.output.subscripts[0].plain != entry:
+        raise FormError(f"{statement} has no row for each term")
+    elif not form.covers(extents.output):
+        raise FormError(f"{statement} leaves cells out")
+    points = tuple(_exchanged(point, {row: OWNER}) for point in points)
+    if any(not sub.safe for point in points for sub in point.target.subs):
+        raise FormError(f"{statement} may write outside of its output")
+    return Beside(points, extents.output[1:], form.reduce, like, scattered)
+
+
+def _like(statements: Sequence[Statement], owner: Access) -> tuple[str, int]:
+    """A tensor that is read at the rows that an index tensor owns, and its axis of rows.
+
+    Raises:
+        FormError: there is none, so that nothing tells how many rows there are.
+    """
+    for access in (access for statement in statements for access in statement.reads):
+        for axis, subscript in enumerate(access.subscripts):
+            if subscript.indirect == owner:
+                return access.name, axis
+    raise FormError(f"no tensor is read at rows of {owner}")
+
+
+def _exchanged(point: Point, instead: Mapping[str | Read, str | Read]) -> Point:
+    """A point with some atoms of its subscripts in the place of others."""
+
+    def read(each: Read) -> Read:
+        return replace(each, subs=tuple(replace(s, terms=tuple((c, atom(a)) for c, a in s.terms)) for s in each.subs))
 
     def atom(each: str | Read) -> str | Read:
-        return each if isinstance(each, str) else OWNER if each == row else _owned(each, row)
+        if each in instead:
+            return instead[each]
+        return each if isinstance(each, str) else read(each)
 
-    subs = (replace(sub, terms=tuple((c, atom(a)) for c, a in sub.terms)) for sub in read.subs)
-    return replace(read, subs=tuple(subs))
+    return replace(point, target=read(point.target), reads=tuple(read(each) for each in point.reads))
 
 
-def further_outputs(form: Form, schedule: Schedule, *, whole: bool, device: torch.device) -> list[Tensor]:
+def further_outputs(form: Form, schedule: Schedule, tensors: Sequence[Tensor], *, whole: bool) -> list[Tensor]:
     """Memory for the further outputs: empty where every cell is written, once.
 
     Args:
         form: the statements.
         schedule: what decides whether programs add up what belongs to one cell.
+        tensors: in the layout's order.
         whole: every term has an owner, so that no row is left out.
-        device: where it is.
     """
     adds = adds_rows(form, schedule)
-    rows = math.prod(form.sizes[index] for index in form.entries)
     made: list[Tensor] = []
     for each in form.beside:
-        make = torch.empty if whole and not (adds and each.reduce) else torch.zeros
-        made.append(make((rows, *each.shape), dtype=form.bound.out_dtype, device=device))
+        name, axis = each.like
+        rows = tensors[form.bound.layout.tensors.index(name)].shape[axis]
+        make = torch.empty if whole and not each.scattered and not (adds and each.reduce) else torch.zeros
+        made.append(make((rows, *each.shape), dtype=form.bound.out_dtype, device=tensors[0].device))
     return made
 
 
@@ -204,7 +280,7 @@ class KernelBeside(KernelLoops):
         pointer = f"{self.parameters('beside', str(number))} + {self.reach(offset, axes)}"
         pointer = f"{self.define('to', pointer, axes, max(offset.depth, 0)).text} + {literal}"
         mask = self.when(conditions, axes)
-        if beside.reduce and tile.block < self.form.static[tile.first]:
+        if beside.scattered or (beside.reduce and tile.block < self.form.static[tile.first]):
             line = f"tl.atomic_add({pointer}, {text}{mask}, sem='relaxed')"
         else:
             line = f"tl.store({pointer}, {text}{mask})"

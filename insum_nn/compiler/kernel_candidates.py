@@ -8,7 +8,7 @@ from dataclasses import replace
 
 from insum_nn.compiler.kernel_axes import MANY_POINTS
 from insum_nn.compiler.kernel_form import Form
-from insum_nn.compiler.kernel_schedule import Layout, Schedule, default_schedule, place_indices, power
+from insum_nn.compiler.kernel_schedule import Layout, Schedule, default_schedule, place_indices, power, tiles_at_most
 
 __all__ = ["candidates"]
 
@@ -106,8 +106,7 @@ def _varied_beside(form: Form, base: Schedule) -> Iterator[Schedule]:
     for lanes in (2, 1, 4):
         for warps in (1, 2, 4, 8):
             n = min(32 * lanes * warps, columns.lanes)
-            fits = n >= columns.lanes or (2 * n >= columns.lanes and form.bound.dtype.itemsize > 2)
-            if fits and n > 16 * lanes * warps:
+            if n * tiles_at_most(form) >= columns.lanes and n > 16 * lanes * warps:
                 yield replace(base, n=n, warps=warps)
     yield replace(base, share=64)
 

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import itertools
 import math
-from collections.abc import Container, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Container, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from typing import Literal
@@ -19,140 +19,17 @@ import torch
 
 from insum_nn.compiler.ast import Access, Index, Number, Subscript
 from insum_nn.compiler.bind import Bound
+from insum_nn.compiler.kernel_points import ENTRY, OWNER, Beside, Point, Product, Read, Sub, Tail
 from insum_nn.compiler.kernel_tables import WrittenOut, write_out
 from insum_nn.facts import StaticTable
 
-__all__ = [
-    "ENTRY",
-    "OWNER",
-    "Beside",
-    "Combining",
-    "Form",
-    "FormError",
-    "Point",
-    "Product",
-    "Read",
-    "Sub",
-    "Tail",
-    "make_form",
-]
-
-# Index names no statement can have: the output row that a program owns, and the number of a term of that row.
-OWNER, ENTRY = "@owner", "@entry"
+__all__ = ["Combining", "Form", "FormError", "make_form"]
 
 Combining = Literal["direct", "place", "own", "atomic"]
 
 
 class FormError(Exception):
     """No kernel of the generator's kind computes the statement; the text says why."""
-
-
-@dataclass(frozen=True, slots=True)
-class Sub:
-    """An affine sum of indices and reads.
-
-    `safe`: it cannot leave the axis, but through a missing entry; `part`: its indices need not run over the whole axis.
-    """
-
-    terms: tuple[tuple[int, str | Read], ...]
-    offset: int
-    safe: bool
-    part: bool = False
-
-    def __str__(self) -> str:
-        parts = [f"{c}*{a}" for c, a in self.terms]
-        return "+".join([*parts, str(self.offset)])
-
-    @property
-    def plain(self) -> str | None:
-        if self.offset == 0 and not self.part and len(self.terms) == 1 and self.terms[0][0] == 1:
-            return self.runs_along
-        return None
-
-    @property
-    def runs_along(self) -> str | None:
-        """The only index of the sum, if there is but one and nothing is read."""
-        if len(self.terms) == 1 and isinstance(self.terms[0][1], str):
-            return self.terms[0][1]
-        return None
-
-
-@dataclass(frozen=True, slots=True)
-class Read:
-    """A tensor at subscripts in which nothing is left to write out."""
-
-    name: str
-    subs: tuple[Sub, ...]
-
-    def __str__(self) -> str:
-        return f"{self.name}[{','.join(map(str, self.subs))}]"
-
-    def indices(self) -> Iterator[str]:
-        for sub in self.subs:
-            for _, atom in sub.terms:
-                if isinstance(atom, str):
-                    yield atom
-                else:
-                    yield from atom.indices()
-
-
-@dataclass(frozen=True, slots=True)
-class Point:
-    """One combination of the indices that are written out: the output cell it adds to, its factor, its reads."""
-
-    target: Read
-    number: float
-    reads: tuple[Read, ...]
-
-
-@dataclass(frozen=True, slots=True)
-class Product:
-    """The matrix product inside a statement: which factors make either side, and the indices of its three axes."""
-
-    left: tuple[int, ...]
-    right: tuple[int, ...]
-    m: tuple[str, ...]
-    k: tuple[str, ...]
-    n: tuple[str, ...]
-
-
-@dataclass(frozen=True, slots=True)
-class Tail:
-    """A matrix product with what a kernel has summed, before it is stored.
-
-    Attributes:
-        weight: the factor.
-        subscripts: its two indices.
-        inner: the one that is summed: an axis of what the kernel sums.
-        outer: the other, which takes its place in the output.
-    """
-
-    weight: str
-    subscripts: tuple[str, str]
-    inner: str
-    outer: str
-
-
-@dataclass(frozen=True, slots=True)
-class Beside:
-    """Another output, with a row for each term, that a kernel which walks the terms of owned rows writes as it goes.
-
-    Attributes:
-        name: its name in its own statement.
-        points: what it sums.
-        shape: of a row.
-        reduce: summed indices that are left: columns of the tile.
-    """
-
-    name: str
-    points: tuple[Point, ...]
-    shape: tuple[int, ...]
-    reduce: tuple[str, ...]
-
-    @property
-    def steps(self) -> tuple[int, ...]:
-        """The steps along its axes, whose first one counts terms."""
-        return tuple(math.prod(self.shape[axis:]) for axis in range(len(self.shape) + 1))
 
 
 @dataclass(frozen=True)
@@ -172,7 +49,8 @@ class Form:
         reduce: indices summed over that are left, without those of the owner's terms.
         tables: the static tensors that are written out; a kernel does not read them.
         tail: a product that follows the sum; all of the above is about the sum.
-        beside: further outputs, of statements that read what this one does; `bound` reads what any of them does.
+        beside: further outputs, of statements that read what this one does; `bound` reads what any of them does. With
+            them there may be no points: the owner then says in which order terms are walked, and nothing else.
     """
 
     bound: Bound
@@ -228,6 +106,8 @@ class Form:
 
     def covers(self, output: Sequence[int]) -> bool:
         """Whether every cell of an output of this shape is written, as long as terms do not meet in memory."""
+        if not self.points:
+            return True
         if self.combine == "place":
             # Unique, and as many as there are cells: every one of them.
             subscripts = enumerate(self.bound.statement.output.subscripts)
@@ -276,6 +156,7 @@ class _Reader:
             if isinstance(term.atom, Index):
                 atom = term.atom.name
                 if atom in self.point:
+                    part = True
                     offset += term.coefficient * self.point[atom]
                     continue
             elif self.owner is not None and term.atom == self.owner:
@@ -285,9 +166,9 @@ class _Reader:
                 if entry is None:
                     raise FormError("a static index tensor has no entry at some point")
                 start, steps = entry
+                part = True
                 offset += term.coefficient * start
                 for index, step in steps.items():
-                    part = True
                     terms[index] = terms.get(index, 0) + term.coefficient * step
                 continue
             else:

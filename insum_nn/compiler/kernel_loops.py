@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from insum_nn.compiler.kernel_form import ENTRY, OWNER, Read
+from insum_nn.compiler.kernel_points import ENTRY, OWNER, Read
 from insum_nn.compiler.kernel_text import KernelText, Scope, Value, spread
 
 __all__ = ["KernelLoops"]

@@ -9,7 +9,8 @@ from typing import Any, Literal
 import torch
 
 from insum_nn.compiler.kernel_axes import MANY_POINTS, element_axes
-from insum_nn.compiler.kernel_form import ENTRY, OWNER, Form, Product, Tail
+from insum_nn.compiler.kernel_form import Form
+from insum_nn.compiler.kernel_points import ENTRY, OWNER, Product, Tail
 
 __all__ = [
     "Axis",
@@ -22,6 +23,7 @@ __all__ = [
     "power",
     "precision_of",
     "segmented",
+    "tiles_at_most",
 ]
 
 Precision = Literal["ieee", "tf32", "tf32x3"]
@@ -311,15 +313,24 @@ _HELD = 160
 
 def _default_beside(form: Form) -> Schedule:
     """One row in one warp, whose lanes hold as many columns each as there is room for."""
-    cells = {str(point.target) for points in form.statements for point in points}
     columns = form.static[element_axes(form)[1][0]]
+    points = [point for each in form.statements for point in each]
+    # Sums, and what is read of the row once for all of its terms.
+    cells = {str(point.target) for point in points}
+    cells |= {str(read) for point in points for read in point.reads if OWNER in read.indices()}
     held = len(cells) * form.bound.dtype.itemsize // 4
     n = max(2, min(64 if 2 * held <= _HELD else 32, power(columns)))
-    # What two programs add up is the same in either order, and what more of them do is not.
-    n = max(n, power(-(-columns // 2)))
-    if form.bound.dtype.itemsize == 2:
-        n = power(columns)
+    n = max(n, power(-(-columns // tiles_at_most(form))))
     return Schedule(n=n, share=256, warps=max(1, min(8, n // 64)), stages=1)
+
+
+def tiles_at_most(form: Form) -> int:
+    """Into how many programs the columns of a sum in memory may be divided."""
+    if form.bound.dtype.itemsize == 2:
+        # Each part would be rounded.
+        return 1
+    # What two programs add up is the same in either order, and what more of them do is not.
+    return 8 if any(each.scattered for each in form.beside) else 2
 
 
 def _default_product(form: Form, product: Product) -> Schedule:

@@ -10,8 +10,8 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from insum_nn.compiler.kernel_form import ENTRY, OWNER, Read, Sub
 from insum_nn.compiler.kernel_loops import KernelLoops
+from insum_nn.compiler.kernel_points import ENTRY, OWNER, Read, Sub
 from insum_nn.compiler.kernel_text import Value, join_axes, spread
 
 __all__ = ["SCAN", "KernelSegments", "write_collection"]

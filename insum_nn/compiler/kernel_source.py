@@ -10,7 +10,8 @@ import torch
 from insum_nn.compiler.kernel_alike import merge_alike
 from insum_nn.compiler.kernel_beside import KernelBeside, by_target
 from insum_nn.compiler.kernel_epilogue import activated, finishes
-from insum_nn.compiler.kernel_form import OWNER, Form, Point, Read, Sub
+from insum_nn.compiler.kernel_form import Form
+from insum_nn.compiler.kernel_points import OWNER, Point, Read, Sub
 from insum_nn.compiler.kernel_schedule import Layout, Precision, Schedule, place_indices, segmented
 from insum_nn.compiler.kernel_segment import SCAN, KernelSegments
 from insum_nn.compiler.kernel_tail import KernelTail
@@ -357,7 +358,7 @@ def _parts(points: Sequence[Point], groups: int) -> list[list[Point]]:
     """Points divided by the cells they add to, into parts of like work."""
     cells = by_target(points)
     if groups >= len(cells):
-        return list(cells.values())
+        return list(cells.values()) or [[]]
     total = sum(4 + len(group) for group in cells.values())
     parts: list[list[Point]] = [[] for _ in range(min(groups, len(cells)))]
     done = 0

@@ -13,8 +13,9 @@ from dataclasses import replace
 import torch
 
 from insum_nn.compiler.bind import Bound
-from insum_nn.compiler.kernel_form import OWNER, Form, FormError, Read, Sub, Tail
+from insum_nn.compiler.kernel_form import Form, FormError
 from insum_nn.compiler.kernel_loops import KernelLoops
+from insum_nn.compiler.kernel_points import OWNER, Read, Sub, Tail
 from insum_nn.compiler.kernel_schedule import Axis
 from insum_nn.compiler.kernel_text import Scope
 

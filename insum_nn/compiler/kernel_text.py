@@ -12,7 +12,8 @@ from dataclasses import dataclass, field
 
 import torch
 
-from insum_nn.compiler.kernel_form import OWNER, Form, Read, Sub
+from insum_nn.compiler.kernel_form import Form
+from insum_nn.compiler.kernel_points import OWNER, Read, Sub
 from insum_nn.compiler.kernel_schedule import Layout, Precision, Schedule, segmented
 
 __all__ = ["Argument", "KernelText", "Parameters", "Scope", "Strides", "Value", "join_axes", "spread"]
@@ -161,7 +162,7 @@ class KernelText:
         parts, conditions = self.parts(read.subs, lambda axis: self.stride(place, axis, read), read.name)
         pointer = self.parameters("tensor", read.name)
         literal: int | None = None
-        if len(self.form.points) > 1:
+        if len(self.form.points) > 1 or self.form.beside:
             # Points differ by literals, which cost nothing if they are added to one pointer.
             literal = sum(int(v.text) for v in parts if v.text.isdigit())
             parts = [v for v in parts if not v.text.isdigit()]

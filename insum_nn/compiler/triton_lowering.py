@@ -26,7 +26,8 @@ from torch import Tensor
 from insum_nn.compiler.bind import Extents
 from insum_nn.compiler.kernel_beside import further_outputs
 from insum_nn.compiler.kernel_epilogue import start_steps
-from insum_nn.compiler.kernel_form import ENTRY, OWNER, Form
+from insum_nn.compiler.kernel_form import Form
+from insum_nn.compiler.kernel_points import ENTRY, OWNER
 from insum_nn.compiler.kernel_schedule import Precision, Schedule, place_indices
 from insum_nn.compiler.kernel_segment import write_collection
 from insum_nn.compiler.kernel_source import Source, steps_of_vectors, write_kernel
@@ -72,7 +73,8 @@ def strides_of(form: Form, tensors: Sequence[Tensor], extents: Extents, split: b
     output = math.prod(extents.output)
     entries = math.prod(form.sizes[i] for i in form.entries)
     rows = max((each.steps[0] for each in form.beside), default=0)
-    reach = max([output, entries, entries * rows, *(_reach(t) for t in (*tensors, start) if t is not None)])
+    rows *= max((t.shape[axis] for t in tensors for axis in range(t.dim())), default=0) if form.beside else 0
+    reach = max([output, entries, rows, *(_reach(t) for t in (*tensors, start) if t is not None)])
     return Strides(tuple(t.is_contiguous() for t in tensors), reach >= _WIDE, split, start_steps(start))
 
 
@@ -195,10 +197,9 @@ class Kernel:
             output = form.bound.epilogue.activated(output)
         return output if output.dtype == self.dtype else output.to(self.dtype)
 
-    def beside(self, device: torch.device, owners: Owners | None) -> list[Tensor]:
+    def beside(self, tensors: Sequence[Tensor], owners: Owners | None) -> list[Tensor]:
         """Memory for further outputs."""
-        whole = owners is not None and owners.whole
-        return further_outputs(self.form, self.source.schedule, whole=whole, device=device)
+        return further_outputs(self.form, self.source.schedule, tensors, whole=owners is not None and owners.whole)
 
     def _add_divided(self, output: Tensor, scratch: Tensor, start: Tensor | None, owners: Owners) -> None:
         rows, collector = owners.divided, self.collector

@@ -246,7 +246,7 @@ class _Trial:
 
     def run(self) -> Tensor:
         if self.beside is None:
-            self.beside = self.kernel.beside(self.tensors[0].device, self.owners)
+            self.beside = self.kernel.beside(self.tensors, self.owners)
         return self.kernel(self.tensors, self.start, self.owners, self.beside)
 
 

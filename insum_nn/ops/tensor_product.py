@@ -92,8 +92,8 @@ def explain_tensor_product(
         return own.program.explain(
             tensors=direct.arguments(statement, (x, y, weight)), out_shape=own.out_shape(x.shape[0])
         )
-    chosen = form.statements("z")[statement]
-    plan = plan_of(form, "z", x.device, x.dtype, split=False, staged=False)
+    plan = plan_of(form, "z", x.device, x.dtype, split=False, staged=False, in_place=True)
+    chosen = plan.statements[statement]
     named = plan.arguments(statement, (x, y, weight), (receivers, senders))
     explained = chosen.program.explain(tensors=named, out_shape=chosen.out_shape(x.shape[0]))
     joint = None if _splits(x.device) else joint_roles(form, "xyw", x.device, x.dtype)
@@ -139,7 +139,7 @@ def _run(
         direct = direct_of(form, role, device, dtype)
         if direct is not None and rows * direct.part_width <= _MOST_BETWEEN:
             return direct(given, rows, key)
-    plan = plan_of(form, role, device, dtype, split=split, staged=staged)
+    plan = plan_of(form, role, device, dtype, split=split, staged=staged, in_place=role == "z" and not split)
     if staged and rows * plan.feed_width > _MOST_BETWEEN:
         plan = plan_of(form, role, device, dtype, split=split, staged=False)
     return plan(given, (receivers, senders), rows)
@@ -326,8 +326,12 @@ def _run_all(
         joint = joint_roles(form, roles, some.device, some.dtype)
         if joint is not None:
             rows = [_rows(x, _given(operands, x), senders, num_x, num_z) for x in joint.roles]
+
+            def apart() -> list[Tensor]:
+                return [_run(form, x, _given(operands, x), *edges, key=(x, key)) for x in joint.roles]
+
             with exact_dtypes(some.device):
-                made = joint(operands, (receivers, senders), rows, key)
+                made = joint(operands, (receivers, senders), rows, key, apart)
             found |= dict(zip(joint.roles, made, strict=True))
     for x in roles:
         if x not in found:

@@ -32,7 +32,7 @@ class Form(ProductLayout):
 
     def __init__(self, spec: TensorProductSpec) -> None:
         super().__init__(spec)
-        self._statements: dict[tuple[str, bool, bool], tuple[Statement, ...]] = {}
+        self._statements: dict[tuple[str, bool, bool, bool], tuple[Statement, ...]] = {}
         self._kept: dict[tuple[object, ...], Any] = {}
 
     @property
@@ -48,7 +48,9 @@ class Form(ProductLayout):
                 found = self._kept[key] = build()
         return found
 
-    def statements(self, role: str, *, split: bool = False, staged: bool = False) -> tuple[Statement, ...]:
+    def statements(
+        self, role: str, *, split: bool = False, staged: bool = False, in_place: bool = False
+    ) -> tuple[Statement, ...]:
         """What computes a role.
 
         Args:
@@ -57,8 +59,9 @@ class Form(ProductLayout):
                 through the slots that fill short rows up, and do a matrix product of one size best, so fewer slots
                 pay for more calls; a generated kernel would rather read everything once.
             staged: make the gradient of `y` in two steps where its first is a long matrix product.
+            in_place: address the output as it lies, where a role is a single statement that can.
         """
-        key = (role, split, staged)
+        key = (role, split, staged, in_place)
         if key not in self._statements:
             groups = [g for g in self.groups(role, fused=not split) if role != "w" or g.weighted]
             with torch.inference_mode(False):
@@ -66,7 +69,9 @@ class Form(ProductLayout):
                 for group in groups:
                     feed = self._feed(role, group) if staged else None
                     parts = self._divided(role, group) if split else self._limited(role, group)
-                    made += [Statement(self, role, part, rows, feed) for part, rows in parts]
+                    made += [Statement(self, role, part, rows, feed, in_place=in_place) for part, rows in parts]
+                if in_place and len(made) != 1:
+                    return self.statements(role, split=split, staged=staged)
                 self._statements[key] = tuple(made)
         return self._statements[key]
 

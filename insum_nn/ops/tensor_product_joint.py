@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Hashable, Mapping, Sequence
+from collections.abc import Callable, Hashable, Mapping, Sequence
 
 import torch
 from torch import Tensor
@@ -20,16 +20,17 @@ class JointRoles:
 
     Args:
         plans: one for each role, of a single statement.
+        deterministic: every run is to give the same bits.
 
     Attributes:
         roles: the roles.
         joint: their programs.
     """
 
-    def __init__(self, plans: Sequence[Plan]) -> None:
+    def __init__(self, plans: Sequence[Plan], *, deterministic: bool) -> None:
         self.plans = tuple(plans)
         self.roles = "".join(plan.role for plan in plans)
-        self.joint = Joint([plan.statements[0].program for plan in plans])
+        self.joint = Joint([plan.statements[0].program for plan in plans], deterministic=deterministic)
 
     def __call__(
         self,
@@ -37,6 +38,7 @@ class JointRoles:
         edges: Sequence[Tensor | None],
         rows: Sequence[int],
         key: Hashable,
+        apart: Callable[[], list[Tensor]],
     ) -> list[Tensor]:
         """The tensors of all roles.
 
@@ -45,26 +47,38 @@ class JointRoles:
             edges: receivers and senders.
             rows: of each result.
             key: what decides the shapes of all of these.
+            apart: makes them one by one.
         """
         packed: Packed = {}
         named = [plan.single([operands[x] for x in others(plan.role)], edges, packed) for plan in self.plans]
         shapes = [plan.statements[0].out_shape(size) for plan, size in zip(self.plans, rows, strict=True)]
-        results = self.joint(named, shapes, key)
+        alone: list[Tensor] = []
+
+        def one_by_one() -> list[Tensor]:
+            alone[:] = apart()
+            return alone
+
+        results = self.joint(named, shapes, key, one_by_one)
+        if results is alone:
+            return alone
         return [p.finish([result], size) for p, result, size in zip(self.plans, results, rows, strict=True)]
 
 
 def joint_roles(form: Form, wanted: Sequence[str], device: torch.device, dtype: torch.dtype) -> JointRoles | None:
     """Those of some roles that are computed together, remembered; `None` where there are none."""
-    owner = next((role for role in "xz" if role in wanted), None)
     # Weights that edges share have no row for each edge.
-    rest = [role for role in wanted if role == "y" or (role == "w" and not form.spec.shared)]
-    if not form.spec.convolution or owner is None or not rest:
+    fits = [role for role in wanted if role != "w" or not form.spec.shared]
+    fixed = form.spec.deterministic or torch.are_deterministic_algorithms_enabled()
+    if fixed and "x" in fits and "z" in fits:
+        # Both ends of an edge own a sum: one of them alone can be formed without adding to memory.
+        fits.remove("z")
+    if not form.spec.convolution or len(fits) < 2:
         return None
-    roles = "".join((owner, *rest))
+    roles = "".join(fits)
 
     def build() -> tuple[JointRoles | None]:
-        plans = [plan_of(form, role, device, dtype, split=False, staged=role == "y") for role in roles]
+        plans = [plan_of(form, role, device, dtype, split=False, staged=role == "y", in_place=True) for role in roles]
         single = all(len(plan.statements) == 1 and not plan.feeds for plan in plans)
-        return (JointRoles(plans) if single else None,)
+        return (JointRoles(plans, deterministic=fixed) if single else None,)
 
-    return form.keep(("joint", roles, device, dtype), build)[0]
+    return form.keep(("joint", roles, fixed, device, dtype), build)[0]

@@ -67,7 +67,9 @@ def programs(roles: str, tables: dict[str, Tensor] = TABLES, options: Options = 
 def named(roles: str, tensors: dict[str, Tensor]) -> list[dict[str, Tensor]]:
     """What each program reads; its tables are its own."""
     dtype = tensors["dZ"].dtype
-    every = {**tensors, **{n: t.to(dtype) if t.is_floating_point() else t for n, t in TABLES.items()}}
+    device = tensors["dZ"].device
+    tables = {n: t.to(device, dtype) if t.is_floating_point() else t.to(device) for n, t in TABLES.items()}
+    every = {**tensors, **tables}
     return [{n: every[n] for n in p.statement.tensors()} for p in programs(roles)]
 
 
@@ -83,23 +85,29 @@ def assert_right(roles: str, tensors: dict[str, Tensor], found: list[Tensor]) ->
         assert_matches(got.cpu(), want, dtype=got.dtype, kind="sum", scale=max(scale, 1e-30))
 
 
-def together(roles: str, tensors: dict[str, Tensor], schedule: Schedule | None = None) -> list[Tensor]:
-    """All outputs by one kernel, under a schedule."""
+def ones_of(roles: str, tensors: dict[str, Tensor]) -> list[joint_module._One]:
     u = tensors["dZ"].shape[2]
+    triples = zip(roles, programs(roles), named(roles, tensors), strict=True)
+    return [joint_module._one(program, given, shape_of(role, u)) for role, program, given in triples]
+
+
+def together(
+    roles: str, tensors: dict[str, Tensor], schedule: Schedule | None = None, walk: tuple[str, str] | None = None
+) -> list[Tensor]:
+    """All outputs by one kernel, under a schedule and along a walk."""
+    ones = ones_of(roles, tensors)
+    found = joint_module._join(ones)[0] if walk is None else joint_module._along(ones, walk, False)
     given = named(roles, tensors)
-    one = joint_module._one
-    ones = [one(p, t, shape_of(r, u)) for r, p, t in zip(roles, programs(roles), given, strict=True)]
-    found = joint_module._join(ones)
-    names = found.spec.layout.tensors
-    ordered = [next(t[name] for t in given if name in t) for name in names]
-    first = ones[found.order.index(0)]
-    extents = resolve_extents(found.spec.statement, ordered, None, found.static, first.extents.output)
+    ordered = [next(t[name] for t in given if name in t) for name in found.spec.layout.tensors]
+    owned = [at for at, place in enumerate(found.order) if place == 0]
+    shape = joint_module._shape(ones, found.walk, owned, ordered, found.spec)
+    extents = resolve_extents(found.spec.statement, ordered, None, found.static, shape)
     generated = found.generated if schedule is None else found.generated.with_schedule(schedule)
     made = generated.prepare_all(ordered, extents)(ordered)
     return [made[at] for at in found.order]
 
 
-SETS = ("xyw", "xy", "xw", "wx", "zyw", "yz", "zw")
+SETS = ("xyw", "xy", "xw", "wx", "zyw", "yz", "zw", "yw", "xz", "wxzy")
 
 
 @pytest.mark.usefixtures("interpreter")
@@ -113,6 +121,8 @@ def test_one_kernel(roles: str, u: int, holes: bool):
     found = joint(named(roles, tensors), shapes, "key")
     assert joint.reason.startswith("together")
     assert_right(roles, tensors, found)
+    for walk in ("Src", "Dst"):
+        assert_right(roles, tensors, together(roles, tensors, walk=(walk, "e")))
     # As it was found ready.
     assert_right(roles, tensors, joint(named(roles, tensors), shapes, "key"))
 
@@ -122,6 +132,12 @@ def test_one_kernel(roles: str, u: int, holes: bool):
 def test_dtypes(dtype: torch.dtype):
     tensors = draw(20, dtype)
     assert_right("xyw", tensors, together("xyw", tensors))
+    if dtype == torch.float64:
+        assert_right("xyw", tensors, together("xyw", tensors, walk=("Dst", "e")))
+    else:
+        # Sums in memory would be rounded at every step.
+        with pytest.raises(FormError, match="half type"):
+            joint_module._along(ones_of("xyw", tensors), ("Dst", "e"), False)
 
 
 SCHEDULES = {
@@ -139,27 +155,25 @@ SCHEDULES = {
 
 @pytest.mark.usefixtures("interpreter")
 @pytest.mark.parametrize("holes", [False, True])
+@pytest.mark.parametrize("walk", ["Src", "Dst"])
 @pytest.mark.parametrize("which", SCHEDULES)
-def test_schedules(which: str, holes: bool):
+def test_schedules(which: str, walk: str, holes: bool):
     tensors = draw(21, holes=holes)
-    assert_right("xyw", tensors, together("xyw", tensors, SCHEDULES[which]))
+    assert_right("xyw", tensors, together("xyw", tensors, SCHEDULES[which], (walk, "e")))
 
 
 @pytest.mark.usefixtures("interpreter")
-def test_every_candidate_is_right_and_adds_no_more_than_two_parts():
+@pytest.mark.parametrize("walk", ["Src", "Dst"])
+def test_every_candidate_is_right(walk: str):
     tensors = draw(72)
-    ones = [
-        joint_module._one(p, t, shape_of(r, 72))
-        for r, p, t in zip("xyw", programs("xyw"), named("xyw", tensors), strict=True)
-    ]
-    form = joint_module._join(ones).generated.form
+    form = joint_module._along(ones_of("xyw", tensors), (walk, "e"), False).generated.form
     tried = list(candidates(form))
     assert len(tried) > 3
     assert {adds_rows(form, schedule) for schedule in tried} == {True, False}
     for schedule in tried:
-        # A sum of two does not depend on which comes first.
-        assert 2 * schedule.n >= 72
-        assert_right("xyw", tensors, together("xyw", tensors, schedule))
+        # A sum of two does not depend on which comes first; what is scattered has no order anyway.
+        assert 2 * schedule.n >= 72 or walk == "Dst"
+        assert_right("xyw", tensors, together("xyw", tensors, schedule, (walk, "e")))
 
 
 @pytest.mark.usefixtures("interpreter")
@@ -189,8 +203,8 @@ def test_other_edges_of_the_same_shapes():
 def test_what_does_not_fit_runs_one_by_one():
     tensors = draw(4)
     shapes = {role: shape_of(role, 4) for role in "xywz"}
-    for roles, why in (("xz", "only one"), ("yw", "only one")):
-        joint = Joint(programs(roles))
+    for roles, why in (("xz", "no fixed order"),):
+        joint = Joint(programs(roles), deterministic=True)
         assert_right(roles, tensors, joint(named(roles, tensors), [shapes[r] for r in roles], 0))
         assert joint.reason.startswith("one by one")
         assert why in joint.reason
@@ -259,11 +273,7 @@ def test_points_that_share_most_come_together():
     tensors = draw(4)
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("TRITON_INTERPRET", "1")
-        ones = [
-            joint_module._one(p, t, shape_of(r, 4))
-            for r, p, t in zip("xyw", programs("xyw"), named("xyw", tensors), strict=True)
-        ]
-        form = joint_module._join(ones).generated.form
+        form = joint_module._join(ones_of("xyw", tensors))[0].generated.form
     found = clusters(form)
     # All points once, each cluster with those of one path: no cell of the output's gradient is in two of them.
     assert sorted(itertools.chain(*(points for c in found for points in c)), key=repr) == sorted(
@@ -274,16 +284,17 @@ def test_points_that_share_most_come_together():
     assert all(not a & b for a, b in itertools.combinations(cells, 2))
 
 
-def test_no_kernel_without_an_owner():
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setenv("TRITON_INTERPRET", "1")
-        tensors = draw(4)
-        ones = [
-            joint_module._one(p, t, shape_of(r, 4))
-            for r, p, t in zip("yw", programs("yw"), named("yw", tensors), strict=True)
-        ]
-        with pytest.raises(FormError, match="only one"):
-            joint_module._join(ones)
+@pytest.mark.usefixtures("interpreter")
+def test_which_index_tensor_terms_are_walked_by():
+    tensors = draw(4)
+    # A row of dZ has 5 cells, and one of X 4, which are read, or added to: read and written.
+    walks = {roles: joint_module._join(ones_of(roles, tensors))[0].walk[0] for roles in ("xyw", "zyw", "yw", "xz")}
+    assert walks == {"xyw": "Src", "zyw": "Dst", "yw": "Dst", "xz": "Dst"}
+    ones = ones_of("xyw", tensors)
+    assert [found.walk[0] for found in joint_module._join(ones)] == ["Src", "Dst"]
+    assert [found.walk[0] for found in joint_module._join(ones, deterministic=True)] == ["Src"]
+    with pytest.raises(FormError, match="no fixed order"):
+        joint_module._along(ones, ("Dst", "e"), True)
 
 
 @pytest.mark.gpu
@@ -294,12 +305,13 @@ def test_on_a_gpu(roles: str, u: int, dtype: torch.dtype):
     tensors = {n: t.cuda() for n, t in draw(u, dtype, holes=True).items()}
     shapes = [shape_of(role, u) for role in roles]
     joint = Joint(programs(roles))
-    given = [{n: t.cuda() for n, t in each.items()} for each in named(roles, {n: t.cpu() for n, t in tensors.items()})]
-    for each in given:
-        each.update({n: t for n, t in tensors.items() if n in each})
-    found = joint(given, shapes, "key")
-    assert joint.reason.startswith("together")
+    found = joint(named(roles, tensors), shapes, "key")
+    # Two outputs with owners: one is added to in memory, which half types are not.
+    added = {"x", "z"} <= set(roles) and dtype == torch.float16
+    assert joint.reason.startswith("one by one" if added else "together")
     assert_right(roles, tensors, found)
+    for walk in () if dtype == torch.float16 else ("Src", "Dst"):
+        assert_right(roles, tensors, together(roles, tensors, walk=(walk, "e")))
 
 
 @pytest.mark.gpu

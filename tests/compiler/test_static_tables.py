@@ -352,3 +352,20 @@ def test_extents_follow_the_data(name: str):
     for count in (1, 3, 6):
         fewer = {n: t[:count] if n in edges else t for n, t in tensors.items()}
         torch.testing.assert_close(program(tensors=fewer), case.oracle(fewer, 1))
+
+
+@pytest.mark.usefixtures("interpreter")
+@pytest.mark.parametrize("weight", ["L[k] + u", "3*k + u", "u + L[k]", "2*L[k] + u"])
+@pytest.mark.parametrize("rows", [1, 5])
+def test_a_part_of_an_axis_is_not_taken_for_the_whole(weight: str, rows: int):
+    """Where an offset comes to 0, what is left looks like the axis itself, which is longer."""
+    tensors = {
+        "CG": torch.tensor([0.5, 2.0], dtype=torch.float64),
+        "L": torch.tensor([0, 3]),
+        "X": torch.randn(rows, 3, dtype=torch.float64),
+        "W": torch.randn(rows, 11, dtype=torch.float64),
+    }
+    static = tuple(name for name in ("CG", "L") if name == "CG" or "L" in weight)
+    used = {name: t for name, t in tensors.items() if name != "L" or "L" in weight}
+    check(f"O[z,k,u] += CG[k] * X[z,u] * W[z,{weight}]", used, static)
+    check(f"O[k,u] += CG[k] * X[z,u] * W[z,{weight}]", used, static)
