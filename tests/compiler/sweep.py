@@ -32,6 +32,7 @@ from insum_nn.compiler.kernel_form import Form
 from insum_nn.compiler.kernel_schedule import Precision, Schedule, segmented
 from insum_nn.facts import IndexFacts
 from insum_nn.testing.tolerances import assert_matches
+from tests.compiler import joint_cases
 from tests.compiler.generated_cases import CASES, HOLES, Case, Tensors, kernel_of
 
 __all__ = ["KINDS", "Setting", "kinds_of", "main", "settings"]
@@ -229,6 +230,24 @@ def run_one(setting: Setting, device: torch.device) -> Counter[str]:
     return Counter(kinds_of(setting, form, kernel.source.schedule, arguments, divided))
 
 
+# Several outputs of one kernel: which, by which end of the edges they are walked, and how.
+JOINT = [
+    (roles, walk, name)
+    for roles, walk in (("xyw", "Src"), ("xyw", "Dst"), ("zyw", "Dst"), ("wxzy", "Dst"))
+    for name in joint_cases.SCHEDULES
+]
+
+
+def run_joint(setting: tuple[str, str, str], device: torch.device) -> Counter[str]:
+    roles, walk, name = setting
+    with _drawing:
+        torch.manual_seed(0)
+        tensors = {n: t.to(device) for n, t in joint_cases.draw(21, holes=True).items()}
+    found = joint_cases.together(roles, tensors, joint_cases.SCHEDULES[name], (walk, "e"))
+    joint_cases.assert_right(roles, tensors, found)
+    return Counter(["several outputs"])
+
+
 def read_wildly(device: torch.device) -> None:
     """A kernel that reads far past its operand, because a fact that is not true says that it does not."""
     setting = Setting("spmm")
@@ -340,9 +359,11 @@ def main(arguments: Sequence[str] | None = None) -> int:
         return 0
     chosen = list(settings())
     met = run_all(device, chosen, options.threads)
+    with ThreadPoolExecutor(options.threads) as pool:
+        met += sum(pool.map(partial(run_joint, device=device), JOINT), Counter[str]())
     missing = KINDS - met.keys()
     torch.cuda.synchronize()
-    print(f"{len(chosen)} kernels ran; " + ", ".join(f"{kind} {met[kind]}" for kind in sorted(met)))
+    print(f"{len(chosen) + len(JOINT)} kernels ran; " + ", ".join(f"{kind} {met[kind]}" for kind in sorted(met)))
     if missing:
         print(f"no kernel was an example of: {', '.join(sorted(missing))}", file=sys.stderr)
     return 1 if missing else 0

@@ -7,105 +7,34 @@ from pathlib import Path
 
 import pytest
 import torch
-from torch import Tensor
 
 import insum_nn
 from insum_nn import Options
 from insum_nn.compiler import joint as joint_module
 from insum_nn.compiler.api import Joint
-from insum_nn.compiler.extents import resolve_extents
 from insum_nn.compiler.kernel_beside import clusters
 from insum_nn.compiler.kernel_candidates import candidates
 from insum_nn.compiler.kernel_form import FormError
-from insum_nn.compiler.kernel_schedule import Schedule, adds_rows
+from insum_nn.compiler.kernel_schedule import adds_rows
 from insum_nn.testing.tolerances import assert_matches
 from tests.compiler.interpreted import interpreter
+from tests.compiler.joint_cases import (
+    CELLS,
+    EDGES,
+    GENERATED,
+    NODES,
+    SCHEDULES,
+    TABLES,
+    assert_right,
+    draw,
+    named,
+    ones_of,
+    programs,
+    shape_of,
+    together,
+)
 
 __all__ = ["interpreter"]
-
-GENERATED = Options(backend="triton", tune=False)
-STATEMENTS = {
-    "x": "dX[Src[e],I[p],u] += CG[p] * dZ[Dst[e],K[p],u] * Y[e,J[p]] * W[e,L[p],u]",
-    "y": "dY[e,J[p]] += CG[p] * dZ[Dst[e],K[p],u] * X[Src[e],I[p],u] * W[e,L[p],u]",
-    "w": "dW[e,L[p],u] += CG[p] * dZ[Dst[e],K[p],u] * X[Src[e],I[p],u] * Y[e,J[p]]",
-    "z": "Z[Dst[e],K[p],u] += CG[p] * X[Src[e],I[p],u] * Y[e,J[p]] * W[e,L[p],u]",
-}
-TABLES = {
-    "CG": torch.tensor([1.0, 0.5, -0.25, 2.0, 1.0, 0.75, -1.5, 0.3]),
-    "I": torch.tensor([0, 1, 2, 0, 1, 2, 3, 3]),
-    "J": torch.tensor([0, 1, 1, 2, 2, 0, 1, 2]),
-    "K": torch.tensor([0, 0, 1, 2, 2, 3, 4, 4]),
-    "L": torch.tensor([0, 0, 0, 1, 1, 1, 2, 2]),
-}
-CELLS = {"x": 4, "y": 3, "w": 3, "z": 5}
-NODES, EDGES = 7, 23
-
-
-def draw(u: int, dtype: torch.dtype = torch.float32, *, holes: bool = False) -> dict[str, Tensor]:
-    """Node 2 has most edges, and node 5 none."""
-    src = torch.where(torch.rand(EDGES) < 0.5, 2, torch.randint(5, (EDGES,)))
-    dst = torch.randint(NODES, (EDGES,))
-    if holes:
-        src, dst = (torch.where(torch.rand(EDGES) < 0.2, -1, index) for index in (src, dst))
-    value = {
-        "dZ": torch.randn(NODES, CELLS["z"], u),
-        "X": torch.randn(NODES, CELLS["x"], u),
-        "Y": torch.randn(EDGES, CELLS["y"]),
-        "W": torch.randn(EDGES, CELLS["w"], u),
-    }
-    return {"Src": src, "Dst": dst, **{name: t.to(dtype) for name, t in value.items()}}
-
-
-def shape_of(role: str, u: int) -> tuple[int, ...]:
-    return (EDGES if role in "yw" else NODES, CELLS[role], *([] if role == "y" else [u]))
-
-
-def programs(roles: str, tables: dict[str, Tensor] = TABLES, options: Options = GENERATED) -> list[insum_nn.Program]:
-    return [insum_nn.compile(STATEMENTS[role], static=tables, options=options) for role in roles]
-
-
-def named(roles: str, tensors: dict[str, Tensor]) -> list[dict[str, Tensor]]:
-    """What each program reads; its tables are its own."""
-    dtype = tensors["dZ"].dtype
-    device = tensors["dZ"].device
-    tables = {n: t.to(device, dtype) if t.is_floating_point() else t.to(device) for n, t in TABLES.items()}
-    every = {**tensors, **tables}
-    return [{n: every[n] for n in p.statement.tensors()} for p in programs(roles)]
-
-
-def assert_right(roles: str, tensors: dict[str, Tensor], found: list[Tensor]) -> None:
-    u = tensors["dZ"].shape[2]
-    exact = {n: t.detach().cpu().double() if t.is_floating_point() else t.cpu() for n, t in tensors.items()}
-    sizes = {n: t.abs() if t.is_floating_point() else t for n, t in exact.items()}
-    for role, program, got, tables in zip(roles, programs(roles), found, named(roles, exact), strict=True):
-        want = program.reference(tensors=tables, out_shape=shape_of(role, u))
-        large = {n: t.abs() if t.is_floating_point() else t for n, t in {**tables, **sizes}.items() if n in tables}
-        scale = float(program.reference(tensors=large, out_shape=shape_of(role, u)).max())
-        assert got.is_contiguous()
-        assert_matches(got.cpu(), want, dtype=got.dtype, kind="sum", scale=max(scale, 1e-30))
-
-
-def ones_of(roles: str, tensors: dict[str, Tensor]) -> list[joint_module._One]:
-    u = tensors["dZ"].shape[2]
-    triples = zip(roles, programs(roles), named(roles, tensors), strict=True)
-    return [joint_module._one(program, given, shape_of(role, u)) for role, program, given in triples]
-
-
-def together(
-    roles: str, tensors: dict[str, Tensor], schedule: Schedule | None = None, walk: tuple[str, str] | None = None
-) -> list[Tensor]:
-    """All outputs by one kernel, under a schedule and along a walk."""
-    ones = ones_of(roles, tensors)
-    found = joint_module._join(ones)[0] if walk is None else joint_module._along(ones, walk, False)
-    given = named(roles, tensors)
-    ordered = [next(t[name] for t in given if name in t) for name in found.spec.layout.tensors]
-    owned = [at for at, place in enumerate(found.order) if place == 0]
-    shape = joint_module._shape(ones, found.walk, owned, ordered, found.spec)
-    extents = resolve_extents(found.spec.statement, ordered, None, found.static, shape)
-    generated = found.generated if schedule is None else found.generated.with_schedule(schedule)
-    made = generated.prepare_all(ordered, extents)(ordered)
-    return [made[at] for at in found.order]
-
 
 SETS = ("xyw", "xy", "xw", "wx", "zyw", "yz", "zw", "yw", "xz", "wxzy")
 
@@ -138,19 +67,6 @@ def test_dtypes(dtype: torch.dtype):
         # Sums in memory would be rounded at every step.
         with pytest.raises(FormError, match="half type"):
             joint_module._along(ones_of("xyw", tensors), ("Dst", "e"), False)
-
-
-SCHEDULES = {
-    "two tiles": Schedule(n=16),
-    "wide": Schedule(n=64, warps=2),
-    "divided": Schedule(n=32, share=2),
-    "divided, two tiles": Schedule(n=16, share=3),
-    "rows on lanes": Schedule(m=4, n=32),
-    "rows on lanes, two tiles": Schedule(m=2, n=16, share=5),
-    "terms on lanes": Schedule(n=32, k=4),
-    "reading ahead": Schedule(n=32, stages=3),
-    "in turn": Schedule(n=16, turns=3),
-}
 
 
 @pytest.mark.usefixtures("interpreter")

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import subprocess
+from collections import Counter
 from collections.abc import Sequence
 
 import pytest
@@ -52,6 +53,12 @@ def test_some_of_the_sweep_in_the_interpreter():
     met = sweep.run_all(CPU, some)
     assert met["segment"]
     assert met["own"]
+
+
+@pytest.mark.usefixtures("interpreter")
+def test_some_kernels_of_several_outputs_in_the_interpreter():
+    met = sum((sweep.run_joint(setting, CPU) for setting in sweep.JOINT[::9]), Counter[str]())
+    assert met["several outputs"] == len(sweep.JOINT[::9])
 
 
 def outcomes(monkeypatch: pytest.MonkeyPatch, outputs: dict[str, tuple[int, str]]) -> int:
