@@ -147,7 +147,7 @@ class Joint:
         try:
             ones = [_one(*each) for each in zip(self.programs, named, shapes, strict=True)]
             key = tuple((one.bound, one.generated.form.bound.static, one.extents.output[1:]) for one in ones)
-            calls = [_Call(together, ones, named) for together in self._together(key, ones)]
+            calls = _calls(self._together(key, ones), ones, named)
         except FormError as error:
             self.reason = f"one by one: {error}"
             return _Known()
@@ -185,11 +185,29 @@ class Joint:
         return found
 
 
+def _calls(kernels: Sequence[_Together], ones: Sequence[_One], named: Sequence[Mapping[str, Tensor]]) -> list[_Call]:
+    """The kernels that can run on the tensors of a call.
+
+    Raises:
+        FormError: none can.
+    """
+    refused = FormError("there is no kernel")
+    found: list[_Call] = []
+    for together in kernels:
+        try:
+            found.append(_Call(together, ones, named))
+        except FormError as error:
+            refused = error
+    if not found:
+        raise refused
+    return found
+
+
 class _Call:
     """One kernel on the tensors of a call.
 
     Raises:
-        FormError: tensors of one name are not the same.
+        FormError: tensors of one name are not the same, or an output has other rows than what it is the gradient of.
     """
 
     def __init__(self, together: _Together, ones: Sequence[_One], named: Sequence[Mapping[str, Tensor]]) -> None:
@@ -203,6 +221,11 @@ class _Call:
         owned = [at for at, place in enumerate(together.order) if place == 0]
         shape = _shape(ones, together.walk, owned, self.tensors, together.spec)
         self.extents = resolve_extents(together.spec.statement, self.tensors, None, together.static, shape)
+        rest = sorted((at for at in range(len(ones)) if at not in owned), key=lambda at: together.order[at])
+        for at, each in zip(rest, together.generated.form.beside, strict=True):
+            name, axis = each.like
+            if ones[at].extents.output[0] != self.tensors[names.index(name)].shape[axis]:
+                raise FormError(f"{ones[at].program.expression} does not have as many rows as '{name}'")
 
     def run(self) -> Callable[[], object]:
         """What makes all outputs."""

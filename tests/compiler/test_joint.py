@@ -185,6 +185,26 @@ def test_statements_that_nobody_planned_for():
         assert_matches(got, want, dtype=torch.float32, kind="sum", scale=float(want.abs().max()))
 
 
+@pytest.mark.usefixtures("interpreter")
+def test_an_output_of_other_rows_than_what_is_read():
+    """`Out` is owned by `Row`, and `S` by `Col`: walked by either, the other is as long as its caller says."""
+    pair = [
+        insum_nn.compile("Out[Row[e],n] += P[e] * V[Col[e],n]", options=GENERATED),
+        insum_nn.compile("S[Col[e],n] += P[e] * Q[Row[e],n]", options=GENERATED),
+    ]
+    t = {"Row": torch.randint(5, (20,)), "Col": torch.randint(6, (20,)), "P": torch.randn(20)}
+    t |= {"V": torch.randn(6, 10), "Q": torch.randn(5, 10)}
+    given = [{n: t[n] for n in p.statement.tensors()} for p in pair]
+    for rows, columns, fits in ((5, 6, True), (8, 6, True), (5, 9, True), (8, 9, False)):
+        joint = Joint(pair)
+        shapes = [(rows, 10), (columns, 10)]
+        found = joint(given, shapes, 0)
+        assert joint.reason.startswith("together" if fits else "one by one")
+        for program, tensors, shape, got in zip(pair, given, shapes, found, strict=True):
+            want = program.reference(tensors=tensors, out_shape=shape)
+            assert_matches(got, want, dtype=torch.float32, kind="sum", scale=float(want.abs().max()))
+
+
 def test_points_that_share_most_come_together():
     tensors = draw(4)
     with pytest.MonkeyPatch.context() as patch:
