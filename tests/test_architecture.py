@@ -67,6 +67,7 @@ COMPILER_ORDER = [
     "kernel_alike",
     "kernel_source",
     "owners",
+    "kernel_numbers",
     "triton_lowering",
     "schedule_store",
     "progress",

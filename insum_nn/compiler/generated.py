@@ -18,7 +18,7 @@ from insum_nn.compiler.kernel_source import Source
 from insum_nn.compiler.options import Options
 from insum_nn.compiler.owners import Owners, owners_for, owners_of
 from insum_nn.compiler.schedule_store import size_bucket
-from insum_nn.compiler.triton_lowering import Kernel, prepare_kernel
+from insum_nn.compiler.triton_lowering import Kernel, prepare_kernel, strides_of
 from insum_nn.compiler.tuning import Chosen, Measurement, choose_schedule
 from insum_nn.facts import StaticTable
 
@@ -67,6 +67,7 @@ class Generated:
         self.source: Source | None = None
         self.measurements: tuple[Measurement, ...] = ()
         self._schedules: dict[tuple[int, ...], Chosen] = {}
+        self._first: dict[object, Kernel] = {}
         self._lock = threading.RLock()
 
     def with_schedule(self, schedule: Schedule) -> Generated:
@@ -156,7 +157,17 @@ class Generated:
         owners: Owners | None,
     ) -> Kernel:
         form = self._sized(extents)
-        kernel = prepare_kernel(form, schedule, tensors, start, extents, self.precision, owners)
+        # Sizes are arguments: what is written for some is right for all, if not the best.
+        strides = strides_of(form, tensors, extents, owners is not None and owners.split, start)
+        key = (size_bucket(extents), schedule, strides)
+        known = self._first.get(key)
+        source = None if known is None else known.source
+        kernel = prepare_kernel(form, schedule, tensors, start, extents, self.precision, owners, source)
+        if known is None:
+            if len(self._first) >= _LIMIT:
+                self._first.clear()
+            # As long as it lives, so does its machine code.
+            self._first[key] = kernel
         self.source = kernel.source
         return kernel
 

@@ -33,7 +33,7 @@ from insum_nn.compiler.kernel_form import FormError
 from insum_nn.compiler.kernel_points import OWNER, Read
 from insum_nn.compiler.program import Program
 from insum_nn.compiler.schedule_store import size_bucket
-from insum_nn.compiler.tuning import WAIT, time_calls, worth_measuring
+from insum_nn.compiler.tuning import WAIT, time_whole, worth_measuring
 from insum_nn.facts import IndexFacts
 
 __all__ = ["Joint"]
@@ -433,7 +433,7 @@ def _times(calls: Sequence[_Call], apart: Apart) -> tuple[float, ...] | None:
 
     def measure() -> tuple[float, ...]:
         runs = [*(call.run() for call in calls), apart]
-        times = tuple(time_calls(lambda _, __, run=run: run(), (), None) for run in runs)  # type: ignore[misc]
+        times = tuple(time_whole(run) for run in runs)
         store.write(key, {"times": [None if math.isinf(us) else us for us in times]})
         return times
 

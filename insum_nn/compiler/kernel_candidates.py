@@ -74,7 +74,8 @@ def _varied_columns(form: Form, base: Schedule) -> Iterator[Schedule]:
             yield from _shares(base)
             yield from _ahead(base)
     if form.owner is not None:
-        yield replace(base, share=128)
+        for share in (128, 512):
+            yield replace(base, share=share)
 
 
 def _shares(base: Schedule) -> Iterator[Schedule]:

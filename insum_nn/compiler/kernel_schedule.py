@@ -245,7 +245,9 @@ def default_schedule(form: Form) -> Schedule:
         # Long sums along lanes, a few rows at a time.
         k = min(power(length), 128 if summed else 1)
         m = 1 if not rows else max(1, min(2048 // k, 64, power(form.size(rows[-1]))))
-        return Schedule(m=m, k=k, warps=1 if m * k <= 2048 else 4, splits=_splits(form, m, 1))
+        return Schedule(
+            m=m, k=k, warps=1 if m * k <= 2048 else 4, splits=_splits(form, m, 1), share=_share_of_rows(form)
+        )
     if form.owner is None and not summed and rows and _crossed(form, rows[-1]):
         # Read along one axis and written along the other: a square tile has whole lines of memory in either.
         return Schedule(m=min(power(form.size(rows[-1])), 64), n=min(power(width), 64), warps=4)
@@ -253,7 +255,12 @@ def default_schedule(form: Form) -> Schedule:
     k = min(power(length), 8 if n >= 64 else 16 if n >= 16 else 32)
     m = 1 if not rows else max(1, min(power(form.size(rows[-1])), 1024 // (n * k)))
     warps = 1 if m * n * k <= 2048 else 4
-    return Schedule(m=m, n=n, k=k, warps=warps, splits=_splits(form, m, n))
+    return Schedule(m=m, n=n, k=k, warps=warps, splits=_splits(form, m, n), share=_share_of_rows(form))
+
+
+def _share_of_rows(form: Form) -> int:
+    """Most terms of a row for one program: rows far longer than the others are divided, lest all wait for them."""
+    return 512 if form.owner is None else max(64, min(512, 8 * power(form.size(ENTRY))))
 
 
 def _crossed(form: Form, row: str) -> bool:

@@ -27,11 +27,11 @@ from insum_nn.compiler.bind import Extents
 from insum_nn.compiler.kernel_beside import further_outputs
 from insum_nn.compiler.kernel_epilogue import start_steps
 from insum_nn.compiler.kernel_form import Form
-from insum_nn.compiler.kernel_points import ENTRY, OWNER
+from insum_nn.compiler.kernel_numbers import Numbers
 from insum_nn.compiler.kernel_schedule import Precision, Schedule, place_indices
 from insum_nn.compiler.kernel_segment import write_collection
 from insum_nn.compiler.kernel_source import Source, steps_of_vectors, write_kernel
-from insum_nn.compiler.kernel_text import Argument, Strides
+from insum_nn.compiler.kernel_text import Strides
 from insum_nn.compiler.owners import Owners, steps_of
 
 __all__ = ["Kernel", "available", "interpreted", "prepare_kernel", "strides_of", "version"]
@@ -241,6 +241,7 @@ def prepare_kernel(
     extents: Extents,
     precision: Precision,
     owners: Owners | None,
+    source: Source | None = None,
 ) -> Kernel:
     """The kernel of a form for tensors of these shapes, compiled.
 
@@ -252,10 +253,11 @@ def prepare_kernel(
         extents: the call's sizes.
         precision: of float32 products in the matrix unit.
         owners: the owners of the terms, where the form has them.
+        source: its text, where it was written for other sizes.
     """
     strides = strides_of(form, tensors, extents, owners is not None and owners.split, start)
-    source = write_kernel(form, schedule, strides, precision)
-    numbers = _Numbers(form, source, tensors, start, extents, owners)
+    source = source or write_kernel(form, schedule, strides, precision)
+    numbers = Numbers(form, source, tensors, start, extents, owners)
     names = form.bound.layout.tensors
     values = tuple(numbers.value(argument) for argument in source.arguments)
     inputs: list[tuple[int, int]] = []
@@ -316,70 +318,6 @@ def _types(form: Form, source: Source, tensors: Sequence[Tensor], owners: Owners
     return found
 
 
-class _Numbers:
-    """The integer parameters of a kernel for one set of shapes."""
-
-    def __init__(
-        self,
-        form: Form,
-        source: Source,
-        tensors: Sequence[Tensor],
-        start: Tensor | None,
-        extents: Extents,
-        owners: Owners | None,
-    ) -> None:
-        self.form = form
-        self.start = start
-        self.source = source
-        self.tensors = dict(zip(form.bound.layout.tensors, tensors, strict=True))
-        self.sizes = dict(zip(form.bound.layout.indices, extents.indices, strict=True))
-        self.output = extents.output
-        self.owners = owners
-
-    def value(self, argument: Argument) -> int | None:
-        kind, name, axis = argument.kind, argument.name, argument.axis
-        if kind == "extent":
-            return self.sizes[name]
-        if kind == "stride":
-            return self.tensors[name].stride(axis)
-        if kind == "start_stride":
-            assert self.start is not None
-            return self.start.stride(axis)
-        if kind == "dim":
-            return self.output[axis] if name == "@out" else self.tensors[name].shape[axis]
-        if kind == "split_stride":
-            return math.prod(self.output)
-        if kind == "programs":
-            return self.shares()
-        if kind == "programs_each":
-            return self.shares() // self.source.schedule.groups
-        if kind == "rows":
-            assert self.owners is not None
-            return self.owners.rows
-        return None
-
-    def grid(self) -> int:
-        """Programs, each of which takes several shares in turn where the schedule says so."""
-        return -(-self.shares() // self.source.schedule.turns)
-
-    def shares(self) -> int:
-        """Into how many shares the work is divided."""
-        programs = 1
-        for index, block in self.source.grid:
-            if index == "@part":
-                count = block
-            elif index == "@split":
-                count = self.source.schedule.splits
-            elif index == OWNER:
-                assert self.owners is not None
-                count = -(-self.owners.rows // block)
-            else:
-                assert index != ENTRY
-                count = -(-self.sizes[index] // block)
-            programs *= count
-        return programs
-
-
 class _Launch:
     """Launches a kernel on a list of arguments; its machine code depends on which pointers are aligned."""
 
@@ -427,9 +365,12 @@ class _Launch:
 
         pairs = zip(self.pointers, aligned, strict=True)
         attributes = {(place,): [["tt.divisibility", 16]] for place in (*self.even, *(p for p, fits in pairs if fits))}
-        schedule = self.source.schedule
-        options = {"num_warps": schedule.warps, "num_stages": schedule.stages}
-        return compile_source(ASTSource(self.function, self.signature, {}, attributes), options=options)
+        return compile_source(ASTSource(self.function, self.signature, {}, attributes), options=self.options)
+
+    @property
+    def options(self) -> dict[str, int]:
+        """Triton's, of the schedule."""
+        return {"num_warps": self.source.schedule.warps, "num_stages": self.source.schedule.stages}
 
     def compile_ahead(self) -> None:
         """Compile for aligned pointers on behalf of a later launch, perhaps in another thread."""
@@ -437,7 +378,18 @@ class _Launch:
             self.compile([True] * len(self.pointers))
 
     def load(self, aligned: Sequence[bool]) -> Callable[..., None]:
-        """The machine code on the device, behind as little of Triton's launcher as there is."""
+        """The machine code on the device, behind as little of Triton's launcher as there is.
+
+        It is loaded once for all sizes, and kept with the function: a device takes no code back.
+        """
+        key = (tuple(self.signature.items()), self.even, tuple(aligned), *self.options.values(), self.number)
+        with _lock:
+            loaded = self.function.__dict__.setdefault("loaded_by_insum_nn", {})
+            if key not in loaded:
+                loaded[key] = self._load(aligned)
+            return loaded[key]  # type: ignore[no-any-return]
+
+    def _load(self, aligned: Sequence[bool]) -> Callable[..., None]:
         kernel = self.compile(aligned)
         start, handle, metadata = kernel.run, kernel.function, kernel.packed_metadata
 

@@ -25,7 +25,16 @@ from insum_nn.compiler.progress import Progress
 from insum_nn.compiler.triton_lowering import interpreted, prepare_kernel
 from insum_nn.facts import StaticTable
 
-__all__ = ["WAIT", "Chosen", "Measurement", "choose_schedule", "device_time", "time_calls", "worth_measuring"]
+__all__ = [
+    "WAIT",
+    "Chosen",
+    "Measurement",
+    "choose_schedule",
+    "device_time",
+    "time_calls",
+    "time_whole",
+    "worth_measuring",
+]
 
 # Seconds of search for one statement and size; and what a first kernel that takes longer to compile adds, since those
 # that are compiled beside it are nearly done by then.
@@ -250,11 +259,14 @@ class _Trial:
         return self.kernel(self.tensors, self.start, self.owners, self.beside)
 
 
-def device_time(run: Callable[[], object], repeat: int) -> float:
-    """Microseconds that the device takes for something that ran before: the median."""
+def device_time(run: Callable[[], object], repeat: int, *, ahead: float = 200.0) -> float:
+    """Microseconds that the device takes for something that ran before: the median.
+
+    Work in front keeps the device busy while the host launches, `ahead` microseconds long, so that the times are the
+    device's.
+    """
     events = [torch.cuda.Event(enable_timing=True) for _ in range(repeat + 1)]
-    # Work in front keeps the device busy while the host launches, so that the times are the device's.
-    torch.cuda._sleep(400_000)
+    torch.cuda._sleep(int(2000 * ahead))
     events[0].record()
     for event in events[1:]:
         run()
@@ -273,3 +285,29 @@ def time_calls(
     except torch.OutOfMemoryError:
         return math.inf
     return device_time(lambda: run(tensors, start), 20)
+
+
+# Runs of which the median counts, and microseconds of work in front of them at most.
+_RUNS, _AHEAD = 10, 20_000.0
+
+
+def time_whole(run: Callable[[], object]) -> float:
+    """Microseconds of something of several kernels: the device's or the host's, whichever takes longer.
+
+    The device's time is taken behind so much work that the host is done before; else it would be the host's too, which
+    varies. Infinite where the device has no room.
+    """
+    try:
+        run()
+    except torch.OutOfMemoryError:
+        return math.inf
+    torch.cuda.synchronize()
+    times: list[float] = []
+    for _ in range(_RUNS):
+        begin = time.perf_counter()
+        run()
+        times.append(1e6 * (time.perf_counter() - begin))
+        torch.cuda.synchronize()
+    # The least: what keeps a host from its work is no property of the program.
+    host = min(times)
+    return max(host, device_time(run, _RUNS, ahead=min(_AHEAD, 1.5 * _RUNS * host)))

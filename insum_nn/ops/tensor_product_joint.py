@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Hashable, Mapping, Sequence
+from functools import partial
 
 import torch
 from torch import Tensor
@@ -77,7 +78,9 @@ def joint_roles(form: Form, wanted: Sequence[str], device: torch.device, dtype: 
     roles = "".join(fits)
 
     def build() -> tuple[JointRoles | None]:
-        plans = [plan_of(form, role, device, dtype, split=False, staged=role == "y", in_place=True) for role in roles]
+        # A walk by senders reads rows of the output's gradient for every edge, which are worth bringing side by side.
+        make = partial(plan_of, form, device=device, dtype=dtype, split=False)
+        plans = [make(role, staged=role == "y", in_place=role == "z") for role in roles]
         single = all(len(plan.statements) == 1 and not plan.feeds for plan in plans)
         return (JointRoles(plans, deterministic=fixed) if single else None,)
 

@@ -575,3 +575,46 @@ def test_functions_are_forgotten_with_their_kernels(monkeypatch: pytest.MonkeyPa
     assert not functions
     assert modules() == before
     assert not linecache.getlines(path)
+
+
+def test_machine_code_is_loaded_once_for_all_sizes(monkeypatch: pytest.MonkeyPatch):
+    """A device takes no code back, so that a run over ever new sizes must not load it anew."""
+    case = CASES["spmm"]
+    source = kernel_of(case, case.draw(1), Schedule(m=2, n=2, k=2))[1].source
+    count = [0]
+
+    def load(self: object, aligned: Sequence[bool]) -> object:
+        count[0] += 1
+        return lambda *_: None
+
+    monkeypatch.setattr(triton_lowering._Launch, "_load", load)
+    types = ["*fp32", *[None] * (len(source.arguments) - 1)]
+    device = torch.device("cuda", 0)
+    first, second = (triton_lowering._Launch(source, types, (), grid, device, False) for grid in (3, 5))
+    assert first.load([True]) is second.load([True])
+    assert count == [1]
+    assert first.load([False]) is not first.load([True])
+    other = triton_lowering._Launch(source, types, (), 3, torch.device("cuda", 1), False)
+    wide = triton_lowering._Launch(source, types, (), 3, device, True)
+    assert len({id(each.load([True])) for each in (first, other, wide)}) == 3
+    assert count == [4]
+
+
+def test_a_kernel_is_written_once_for_sizes_within_a_factor_of_two(monkeypatch: pytest.MonkeyPatch):
+    written: list[str] = []
+    plain = triton_lowering.write_kernel
+
+    def write(*given: object) -> object:
+        made = plain(*given)  # type: ignore[arg-type]
+        written.append(made.text)
+        return made
+
+    monkeypatch.setattr(triton_lowering, "write_kernel", write)
+    program = insum_nn.compile("C[Row[p],n] += Val[p] * B[Col[p],n]", options=GENERATED)
+    for entries in (9, 12, 16, 10):
+        t = {"Row": torch.randint(5, (entries,)), "Col": torch.randint(6, (entries,)), "Val": torch.randn(entries)}
+        t["B"] = torch.randn(6, 3)
+        got = program(tensors=t, out_shape=(5, None))
+        torch.testing.assert_close(got, torch.zeros(5, 3).index_add(0, t["Row"], t["Val"][:, None] * t["B"][t["Col"]]))
+    # Once where no row is divided.
+    assert len(written) == len(set(written)) <= 2

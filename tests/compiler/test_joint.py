@@ -265,7 +265,7 @@ def test_the_choice_is_measured_and_remembered(tmp_path: Path, monkeypatch: pyte
     found = joint(given, shapes, 0)
     assert " us" in joint.reason
     again = Joint(own)
-    monkeypatch.setattr(joint_module, "time_calls", lambda *_: pytest.fail("measured again"))
+    monkeypatch.setattr(joint_module, "time_whole", lambda *_: pytest.fail("measured again"))
     repeated = again(given, shapes, 0)
     assert again.reason == joint.reason
     for program, tensors, shape, a, b in zip(own, given, shapes, found, repeated, strict=True):
