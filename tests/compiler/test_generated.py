@@ -11,6 +11,7 @@ import sys
 import weakref
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -587,6 +588,8 @@ def test_machine_code_is_loaded_once_for_all_sizes(monkeypatch: pytest.MonkeyPat
         count[0] += 1
         return lambda *_: None
 
+    function = SimpleNamespace(arg_names=[f"a{n}" for n in range(len(source.arguments))])
+    monkeypatch.setattr(triton_lowering, "_jit", lambda _: function)
     monkeypatch.setattr(triton_lowering._Launch, "_load", load)
     types = ["*fp32", *[None] * (len(source.arguments) - 1)]
     device = torch.device("cuda", 0)
