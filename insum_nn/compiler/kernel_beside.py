@@ -14,10 +14,7 @@ terms by `Src` instead it owns rows of `dX`, adds to nothing, and reads a row of
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import replace
-
-import torch
-from torch import Tensor
+from dataclasses import dataclass, replace
 
 from insum_nn.compiler.ast import Access, Statement
 from insum_nn.compiler.bind import Bound, Extents
@@ -28,7 +25,7 @@ from insum_nn.compiler.kernel_points import OWNER, Beside, Point, Read, Sub
 from insum_nn.compiler.kernel_schedule import Schedule, adds_rows
 from insum_nn.compiler.kernel_text import Value, join_axes, spread
 
-__all__ = ["KernelBeside", "Walk", "by_target", "clusters", "further_outputs", "is_owned", "with_beside"]
+__all__ = ["KernelBeside", "Memory", "Walk", "by_target", "clusters", "is_owned", "memory_of", "with_beside"]
 
 Cell = tuple[str, str]
 
@@ -148,23 +145,32 @@ def _exchanged(point: Point, instead: Mapping[str | Read, str | Read]) -> Point:
     return replace(point, target=read(point.target), reads=tuple(read(each) for each in point.reads))
 
 
-def further_outputs(form: Form, schedule: Schedule, tensors: Sequence[Tensor], *, whole: bool) -> list[Tensor]:
-    """Memory for the further outputs: empty where every cell is written, once.
+@dataclass(frozen=True, slots=True)
+class Memory:
+    """What memory a further output needs.
 
-    Args:
-        form: the statements.
-        schedule: what decides whether programs add up what belongs to one cell.
-        tensors: in the layout's order.
-        whole: every term has an owner, so that no row is left out.
+    Attributes:
+        place: the position of a tensor, and its axis, with as many entries as this output has rows.
+        axis: that axis.
+        shape: of a row.
+        zero: cells are added to.
     """
-    adds = adds_rows(form, schedule)
-    made: list[Tensor] = []
-    for each in form.beside:
-        name, axis = each.like
-        rows = tensors[form.bound.layout.tensors.index(name)].shape[axis]
-        make = torch.empty if whole and not each.scattered and not (adds and each.reduce) else torch.zeros
-        made.append(make((rows, *each.shape), dtype=form.bound.out_dtype, device=tensors[0].device))
-    return made
+
+    place: int
+    axis: int
+    shape: tuple[int, ...]
+    zero: bool
+
+
+def memory_of(form: Form, schedule: Schedule) -> tuple[Memory, ...]:
+    """The memory of each further output."""
+    if not form.beside:
+        return ()
+    adds, names = adds_rows(form, schedule), form.bound.layout.tensors
+    return tuple(
+        Memory(names.index(each.like[0]), each.like[1], each.shape, each.scattered or (adds and bool(each.reduce)))
+        for each in form.beside
+    )
 
 
 def by_target(points: Sequence[Point]) -> dict[str, list[Point]]:

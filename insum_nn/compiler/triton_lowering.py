@@ -24,7 +24,7 @@ import torch
 from torch import Tensor
 
 from insum_nn.compiler.bind import Extents
-from insum_nn.compiler.kernel_beside import further_outputs
+from insum_nn.compiler.kernel_beside import Memory, memory_of
 from insum_nn.compiler.kernel_epilogue import start_steps
 from insum_nn.compiler.kernel_form import Form
 from insum_nn.compiler.kernel_numbers import Numbers
@@ -137,6 +137,7 @@ class Kernel:
         tile: rows of a program's tile.
         dtype: of the output.
         collector: adds up divided rows, where some are.
+        further: the memory of further outputs.
     """
 
     form: Form
@@ -151,6 +152,7 @@ class Kernel:
     tile: int
     dtype: torch.dtype
     collector: _Collector | None
+    further: tuple[Memory, ...]
 
     def __call__(
         self, tensors: Sequence[Tensor], start: Tensor | None, owners: Owners | None, beside: Sequence[Tensor] = ()
@@ -198,8 +200,15 @@ class Kernel:
         return output if output.dtype == self.dtype else output.to(self.dtype)
 
     def beside(self, tensors: Sequence[Tensor], owners: Owners | None) -> list[Tensor]:
-        """Memory for further outputs."""
-        return further_outputs(self.form, self.source.schedule, tensors, whole=owners is not None and owners.whole)
+        """Memory for further outputs: empty where every cell is written, once."""
+        whole = owners is not None and owners.whole
+        made: list[Tensor] = []
+        for each in self.further:
+            make = torch.zeros if each.zero or not whole else torch.empty
+            made.append(
+                make((tensors[each.place].shape[each.axis], *each.shape), dtype=self.dtype, device=tensors[0].device)
+            )
+        return made
 
     def _add_divided(self, output: Tensor, scratch: Tensor, start: Tensor | None, owners: Owners) -> None:
         rows, collector = owners.divided, self.collector
@@ -293,6 +302,7 @@ def prepare_kernel(
         m.block if m else 1,
         form.bound.out_dtype,
         _Collector(form, source, extents, tensors[0].device, strides.wide) if strides.split else None,
+        memory_of(form, source.schedule),
     )
 
 

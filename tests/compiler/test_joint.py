@@ -11,6 +11,7 @@ import torch
 import insum_nn
 from insum_nn import Options
 from insum_nn.compiler import joint as joint_module
+from insum_nn.compiler import kernel_axes, kernel_beside, kernel_schedule, triton_lowering
 from insum_nn.compiler.api import Joint
 from insum_nn.compiler.kernel_beside import clusters
 from insum_nn.compiler.kernel_candidates import candidates
@@ -90,6 +91,20 @@ def test_every_candidate_is_right(walk: str):
         # A sum of two does not depend on which comes first; what is scattered has no order anyway.
         assert 2 * schedule.n >= 72 or walk == "Dst"
         assert_right("xyw", tensors, together("xyw", tensors, schedule, (walk, "e")))
+
+
+@pytest.mark.usefixtures("interpreter")
+def test_a_call_that_was_made_before_decides_nothing(monkeypatch: pytest.MonkeyPatch):
+    """What depends on shapes alone costs the host more than the launch."""
+    tensors = draw(8)
+    joint = Joint(programs("xyw"))
+    given, shapes = named("xyw", tensors), [shape_of(role, 8) for role in "xyw"]
+    joint(given, shapes, 0)
+    for module in (kernel_axes, kernel_beside, kernel_schedule, triton_lowering):
+        for name in ("element_axes", "place_indices", "memory_of", "write_kernel"):
+            if hasattr(module, name):
+                monkeypatch.setattr(module, name, lambda *_: pytest.fail("decided again"))
+    assert_right("xyw", tensors, joint(given, shapes, 0))
 
 
 @pytest.mark.usefixtures("interpreter")
