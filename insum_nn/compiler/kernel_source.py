@@ -34,6 +34,7 @@ class Source:
     Attributes:
         grid: (index or "", values per program) for each factor of the number of programs, the fastest first.
         finished: it stores the output itself; else sums, to which the start and the epilogue are yet to come.
+        tile: rows of a tile.
     """
 
     text: str
@@ -42,6 +43,7 @@ class Source:
     schedule: Schedule
     accumulator: torch.dtype
     finished: bool
+    tile: int = 1
 
 
 class _Writer(KernelTail, KernelSegments, KernelBeside):
@@ -425,7 +427,8 @@ def write_kernel(form: Form, schedule: Schedule, strides: Strides, precision: Pr
     grid = (*((("@part", len(parts)),) if len(parts) > 1 else ()), *tiles)
     accumulator = torch.float64 if form.bound.dtype == torch.float64 else torch.float32
     schedule = replace(schedule, groups=len(parts))
-    return Source(text + "\n", arguments, grid, schedule, accumulator, finishes(form, schedule))
+    tile = layout.m.block if layout.m else 1
+    return Source(text + "\n", arguments, grid, schedule, accumulator, finishes(form, schedule), tile)
 
 
 def steps_of_vectors(form: Form, source: Source, values: Sequence[int | None]) -> tuple[int, ...]:

@@ -20,6 +20,7 @@ from insum_nn.compiler.call import (
     call_key,
     check_kinds,
     keep,
+    parse_cached,
     prepare,
     run_spec,
     static_tables,
@@ -31,7 +32,6 @@ from insum_nn.compiler.extents import check_extents, resolve_extents
 from insum_nn.compiler.given import Given
 from insum_nn.compiler.gradient import derivatives
 from insum_nn.compiler.options import DEFAULT, Options
-from insum_nn.compiler.parser import parse
 from insum_nn.compiler.reference import interpret
 from insum_nn.compiler.traced import call_operator
 from insum_nn.errors import InsumFormatError
@@ -77,7 +77,8 @@ class Program:
     ) -> None:
         check_kinds(sizes=sizes, out_shape=out_shape, facts=facts, static=static, options=options)
         check_kinds(activation=activation, out_dtype=out_dtype)
-        statement = parse(expression)
+        # The same object as the spec's: it is the key of many a look-up.
+        statement = parse_cached(expression)
         check_statement(statement, sizes or ())
         self.statement: Statement = statement
         self.expression: str = str(statement)
@@ -275,7 +276,7 @@ class Program:
     def _of(spec: Spec, sizes: Mapping[str, int], sized: Collection[str], out_shape: Shape | None = None) -> Program:
         """A program from its parts; indices in `sized` get their extent from the call."""
         program = Program.__new__(Program)
-        statement = parse(spec.expression)
+        statement = parse_cached(spec.expression)
         check_statement(statement, sized)
         program.statement = statement
         program.expression = str(statement)

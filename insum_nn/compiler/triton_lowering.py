@@ -28,7 +28,7 @@ from insum_nn.compiler.kernel_beside import Memory, memory_of
 from insum_nn.compiler.kernel_epilogue import start_steps
 from insum_nn.compiler.kernel_form import Form
 from insum_nn.compiler.kernel_numbers import Numbers
-from insum_nn.compiler.kernel_schedule import Precision, Schedule, place_indices
+from insum_nn.compiler.kernel_schedule import Precision, Schedule
 from insum_nn.compiler.kernel_segment import write_collection
 from insum_nn.compiler.kernel_source import Source, steps_of_vectors, write_kernel
 from insum_nn.compiler.kernel_text import Strides
@@ -288,7 +288,6 @@ def prepare_kernel(
             else _Launch(source, types, steps_of_vectors(form, source, values), grid, device, strides.wide)
         )
     empty = form.combine != "atomic" and form.covers(extents.output)
-    m = place_indices(form, source.schedule).m
     return Kernel(
         form,
         source,
@@ -299,7 +298,7 @@ def prepare_kernel(
         launch,
         empty,
         empty and source.schedule.splits == 1,
-        m.block if m else 1,
+        source.tile,
         form.bound.out_dtype,
         _Collector(form, source, extents, tensors[0].device, strides.wide) if strides.split else None,
         memory_of(form, source.schedule),
