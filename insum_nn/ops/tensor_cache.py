@@ -21,6 +21,7 @@ class TensorCache:
     What was built leaves when one of its tensors dies or is written to, or when it was not used for longest. Writes
     that torch does not see (through NumPy, or `.data`) are not seen here either.
 
+    >>> import torch
     >>> cache, edges = TensorCache(limit=2), torch.tensor([[0], [1]])
     >>> first = cache.get([edges], "key", lambda: object())
     >>> first is cache.get([edges], "key", lambda: object())
