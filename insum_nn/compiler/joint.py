@@ -398,7 +398,9 @@ def _choose(calls: Sequence[_Call], apart: Apart) -> tuple[_Together | None, str
     """The fastest kernel, or none where the programs are faster one by one; and why that is known."""
     first = calls[0]
     if not worth_measuring(first.together.generated.options, first.extents):
-        return first.together, "together: what they read is read once"
+        # Where speed does not matter, the same bits at every run do.
+        fixed = (c for c in calls if not any(each.scattered for each in c.together.generated.form.beside))
+        return next(fixed, first).together, "together: what they read is read once"
     times = _times(calls, apart)
     if times is None:
         return first.together, f"together: another process measures, and was not done after {WAIT:.0f} s"

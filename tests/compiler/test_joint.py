@@ -201,6 +201,25 @@ def test_statements_that_nobody_planned_for():
 
 
 @pytest.mark.usefixtures("interpreter")
+def test_what_is_not_measured_adds_to_nothing_where_that_can_be(monkeypatch: pytest.MonkeyPatch):
+    """Features of few cells are cheap to add to, so that the walk by receivers comes first; small sums do without."""
+    taken: list[list[bool]] = []
+    plain = joint_module.Generated.prepare_all
+
+    def prepare(self: joint_module.Generated, *given: object) -> object:
+        taken.append([each.scattered for each in self.form.beside])
+        return plain(self, *given)  # type: ignore[arg-type]
+
+    monkeypatch.setattr(joint_module.Generated, "prepare_all", prepare)
+    monkeypatch.setattr(joint_module, "_cost", lambda ones, walk: walk[0])
+    tensors = draw(4)
+    for roles in ("xyw", "xz"):
+        joint = Joint(programs(roles))
+        assert_right(roles, tensors, joint(named(roles, tensors), [shape_of(role, 4) for role in roles], 0))
+    assert taken == [[False, False], [True]]
+
+
+@pytest.mark.usefixtures("interpreter")
 def test_an_output_of_other_rows_than_what_is_read():
     """`Out` is owned by `Row`, and `S` by `Col`: walked by either, the other is as long as its caller says."""
     pair = [
