@@ -12,6 +12,7 @@ import weakref
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from types import SimpleNamespace
+from typing import Any
 
 import pytest
 import torch
@@ -592,12 +593,14 @@ def test_machine_code_is_loaded_once_for_all_sizes(monkeypatch: pytest.MonkeyPat
     monkeypatch.setattr(triton_lowering, "_jit", lambda _: function)
     monkeypatch.setattr(triton_lowering._Launch, "_load", load)
     types = ["*fp32", *[None] * (len(source.arguments) - 1)]
-    device = torch.device("cuda", 0)
+    # What stands for a device: all that is asked of it is its number.
+    device: Any = SimpleNamespace(index=0)
+    other_device: Any = SimpleNamespace(index=1)
     first, second = (triton_lowering._Launch(source, types, (), grid, device, False) for grid in (3, 5))
     assert first.load([True]) is second.load([True])
     assert count == [1]
     assert first.load([False]) is not first.load([True])
-    other = triton_lowering._Launch(source, types, (), 3, torch.device("cuda", 1), False)
+    other = triton_lowering._Launch(source, types, (), 3, other_device, False)
     wide = triton_lowering._Launch(source, types, (), 3, device, True)
     assert len({id(each.load([True])) for each in (first, other, wide)}) == 3
     assert count == [4]
