@@ -12,10 +12,10 @@ from __future__ import annotations
 
 import math
 import threading
-from collections.abc import Callable, Hashable, Mapping, Sequence
+from collections.abc import Callable, Hashable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 from torch import Tensor
@@ -28,7 +28,7 @@ from insum_nn.compiler.execution import generation
 from insum_nn.compiler.extents import resolve_extents
 from insum_nn.compiler.generated import Generated
 from insum_nn.compiler.gradient import fresh_name
-from insum_nn.compiler.kernel_beside import Walk, is_owned, with_beside
+from insum_nn.compiler.kernel_beside import Walk, is_owned, read_at, with_beside
 from insum_nn.compiler.kernel_form import FormError
 from insum_nn.compiler.kernel_points import OWNER, Read
 from insum_nn.compiler.program import Program
@@ -40,6 +40,7 @@ __all__ = ["Joint"]
 
 Shape = tuple[int, ...]
 Apart = Callable[[], list[Tensor]]
+T = TypeVar("T")
 # Kinds of calls that are kept ready.
 _LIMIT = 64
 
@@ -82,6 +83,10 @@ class _Known:
     sources: tuple[tuple[int, str], ...] = ()
     order: tuple[int, ...] = ()
 
+    def read(self, named: Sequence[Mapping[str, Tensor]]) -> list[Tensor]:
+        """Its tensors among those of a call."""
+        return [named[at][name] for at, name in self.sources]
+
 
 class Joint:
     """Programs that are called together and record no gradients.
@@ -106,54 +111,50 @@ class Joint:
         self._chosen: dict[Hashable, tuple[_Together | None, str]] = {}
         self._lock = threading.RLock()
 
-    def __call__(
-        self,
-        named: Sequence[Mapping[str, Tensor]],
-        shapes: Sequence[Shape],
-        key: Hashable,
-        apart: Apart | None = None,
-    ) -> list[Tensor]:
-        """Run all programs.
+    def __call__(self, named: Sequence[Mapping[str, Tensor]], shapes: Sequence[Shape], key: Hashable) -> list[Tensor]:
+        """Run all programs; the arguments are those of `together`."""
+
+        def apart() -> list[Tensor]:
+            return [p(tensors=t, out_shape=s) for p, t, s in zip(self.programs, named, shapes, strict=True)]
+
+        with torch.no_grad():
+            made = self.together(named, shapes, key, apart)
+            return apart() if made is None else made
+
+    def together(
+        self, named: Sequence[Mapping[str, Tensor]], shapes: Sequence[Shape], key: Hashable, apart: Apart
+    ) -> list[Tensor] | None:
+        """Run all programs as one kernel; `None`: they are to run one by one.
 
         Args:
             named: the tensors of each.
             shapes: of each output.
             key: what decides shapes, dtypes and devices of all these: a promise that they are plain tensors and that
                 nobody looks on.
-            apart: makes the same one by one, in the way that is best then; by default the programs do.
+            apart: makes the same one by one, in the way that is best then: what one kernel is measured against.
         """
         with torch.no_grad():
-            apart = apart or partial(self._apart, named, shapes)
             full = (key, torch.get_float32_matmul_precision())
             known = self._known.get(full)
-            if known is not None and known.ready is None:
-                return apart()
-            tensors = None if known is None else [named[at][name] for at, name in known.sources]
-            if known is None or tensors is None or known.ready is None or not known.ready.holds(tensors):
+            tensors = [] if known is None else known.read(named)
+            if known is None or (known.ready is not None and not known.ready.holds(tensors)):
                 with self._lock:
                     known = self._prepared(named, shapes, apart)
                 keep(self._known, full, known, _LIMIT)
-                if known.ready is None:
-                    return apart()
-                tensors = [named[at][name] for at, name in known.sources]
+                tensors = known.read(named)
+            if known.ready is None:
+                return None
             made: Any = known.ready.run(tensors, None)
             return [made[at] for at in known.order]
-
-    def _apart(self, named: Sequence[Mapping[str, Tensor]], shapes: Sequence[Shape]) -> list[Tensor]:
-        return [p(tensors=t, out_shape=s) for p, t, s in zip(self.programs, named, shapes, strict=True)]
 
     def _prepared(self, named: Sequence[Mapping[str, Tensor]], shapes: Sequence[Shape], apart: Apart) -> _Known:
         """Decide how a kind of call runs."""
         try:
             ones = [_one(*each) for each in zip(self.programs, named, shapes, strict=True)]
             key = tuple((one.bound, one.generated.form.bound.static, one.extents.output[1:]) for one in ones)
-            calls = _calls(self._together(key, ones), ones, named)
+            calls = _those_that_fit(partial(_Call, each, ones, named) for each in self._kernels_of(key, ones))
         except FormError as error:
             self.reason = f"one by one: {error}"
-            return _Known()
-        versions = index_versions(calls[0].together.spec, calls[0].tensors)
-        if versions is None:
-            self.reason = "one by one: index tensors without versions are read at every call"
             return _Known()
         key = (key, *(size_bucket(one.extents) for one in ones))
         if key not in self._chosen:
@@ -163,12 +164,11 @@ class Joint:
             return _Known()
         call = next(each for each in calls if each.together is together)
         run = together.generated.prepare_all(call.tensors, call.extents)
-        versions = index_versions(together.spec, call.tensors) or ()
         # What is kept ready may run with a starting value, of which there is none here.
-        ready = Ready(lambda tensors, _: run(tensors), versions, generation())  # type: ignore[arg-type, return-value]
+        ready = Ready(lambda tensors, _: run(tensors), call.versions, generation())  # type: ignore[arg-type, return-value]
         return _Known(ready, call.sources, together.order)
 
-    def _together(self, key: Hashable, ones: Sequence[_One]) -> tuple[_Together, ...]:
+    def _kernels_of(self, key: Hashable, ones: Sequence[_One]) -> tuple[_Together, ...]:
         """The kernels that compute all programs; remembered.
 
         Raises:
@@ -185,17 +185,17 @@ class Joint:
         return found
 
 
-def _calls(kernels: Sequence[_Together], ones: Sequence[_One], named: Sequence[Mapping[str, Tensor]]) -> list[_Call]:
-    """The kernels that can run on the tensors of a call.
+def _those_that_fit(makes: Iterable[Callable[[], T]]) -> list[T]:
+    """What can be made.
 
     Raises:
-        FormError: none can.
+        FormError: nothing can; that of the last.
     """
-    refused = FormError("there is no kernel")
-    found: list[_Call] = []
-    for together in kernels:
+    refused = FormError("no index tensor has an entry for each term")
+    found: list[T] = []
+    for make in makes:
         try:
-            found.append(_Call(together, ones, named))
+            found.append(make())
         except FormError as error:
             refused = error
     if not found:
@@ -207,7 +207,8 @@ class _Call:
     """One kernel on the tensors of a call.
 
     Raises:
-        FormError: tensors of one name are not the same, or an output has other rows than what it is the gradient of.
+        FormError: tensors of one name are not the same, an output has other rows than what it is the gradient of, or
+            index tensors have to be read at every call.
     """
 
     def __init__(self, together: _Together, ones: Sequence[_One], named: Sequence[Mapping[str, Tensor]]) -> None:
@@ -218,9 +219,12 @@ class _Call:
         for name, tensor in zip(names, self.tensors, strict=True):
             if not all(_same(each[name], tensor) for each in named if name in each):
                 raise FormError(f"'{name}' is not the same tensor in all of them")
+        versions = index_versions(together.spec, self.tensors)
+        if versions is None:
+            raise FormError("index tensors without versions are read at every call")
+        self.versions = versions
         owned = [at for at, place in enumerate(together.order) if place == 0]
-        shape = _shape(ones, together.walk, owned, self.tensors, together.spec)
-        self.extents = resolve_extents(together.spec.statement, self.tensors, None, together.static, shape)
+        self.extents = _extents(ones, together.walk, owned, self.tensors, together.spec, together.static)
         rest = sorted((at for at in range(len(ones)) if at not in owned), key=lambda at: together.order[at])
         for at, each in zip(rest, together.generated.form.beside, strict=True):
             name, axis = each.like
@@ -261,16 +265,8 @@ def _join(ones: Sequence[_One], *, deterministic: bool = False) -> tuple[_Togeth
     Raises:
         FormError: there is none.
     """
-    refused = FormError("no index tensor has an entry for each term")
-    found: list[_Together] = []
-    for walk in sorted(_walks(ones), key=lambda walk: _cost(ones, walk)):
-        try:
-            found.append(_along(ones, walk, deterministic))
-        except FormError as error:
-            refused = error
-    if not found:
-        raise refused
-    return tuple(found)
+    walks = sorted(_walks(ones), key=lambda walk: _cost(ones, walk))
+    return tuple(_those_that_fit(partial(_along, ones, walk, deterministic) for walk in walks))
 
 
 def _walks(ones: Sequence[_One]) -> list[Walk]:
@@ -321,8 +317,7 @@ def _along(ones: Sequence[_One], walk: Walk, deterministic: bool) -> _Together:
     for one in ones:
         facts |= dict(zip(one.bound.layout.tensors, one.bound.facts, strict=True))
     kept = {name: tensors[name] for name in spec.layout.tensors}
-    shape = _shape(ones, walk, owned, list(kept.values()), spec)
-    extents = resolve_extents(spec.statement, list(kept.values()), None, static, shape)
+    extents = _extents(ones, walk, owned, list(kept.values()), spec, static)
     bound = bind(spec.statement, kept, None, facts=facts, drop_outside=True)
     bound = replace(bound, static=tuple(sorted(static.items())))
     sizes = dict(zip(bound.layout.indices, extents.indices, strict=True))
@@ -334,21 +329,25 @@ def _along(ones: Sequence[_One], walk: Walk, deterministic: bool) -> _Together:
     return _Together(spec, static, places, walk, generated)
 
 
-def _shape(
-    ones: Sequence[_One], walk: Walk, owned: Sequence[int], tensors: Sequence[Tensor], spec: Spec
-) -> tuple[int, ...]:
-    """The shape of what the walk's rows own: an output, or as many numbers as there are rows.
+def _extents(
+    ones: Sequence[_One],
+    walk: Walk,
+    owned: Sequence[int],
+    tensors: Sequence[Tensor],
+    spec: Spec,
+    static: Mapping[str, int],
+) -> Extents:
+    """The sizes of a kernel's statement, which writes what the walk's rows own, or a number for each row.
 
     Raises:
         FormError: nothing tells how many rows there are.
     """
     if owned:
-        return ones[owned[0]].extents.output
-    for access in spec.statement.reads:
-        for axis, subscript in enumerate(access.subscripts):
-            if subscript.indirect is not None and subscript.indirect.name == walk[0]:
-                return (tensors[spec.layout.tensors.index(access.name)].shape[axis],)
-    raise FormError(f"no tensor is read at rows of {walk[0]}")
+        shape = ones[owned[0]].extents.output
+    else:
+        name, axis = read_at([spec.statement], walk)
+        shape = (tensors[spec.layout.tensors.index(name)].shape[axis],)
+    return resolve_extents(spec.statement, tensors, None, static, shape)
 
 
 def _union(ones: Sequence[_One], walk: Walk, *, owns: bool) -> tuple[str, dict[str, int]]:

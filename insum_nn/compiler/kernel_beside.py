@@ -16,7 +16,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 
-from insum_nn.compiler.ast import Access, Statement
+from insum_nn.compiler.ast import Statement
 from insum_nn.compiler.bind import Bound, Extents
 from insum_nn.compiler.kernel_axes import element_axes
 from insum_nn.compiler.kernel_form import Form, FormError
@@ -25,7 +25,7 @@ from insum_nn.compiler.kernel_points import OWNER, Beside, Point, Read, Sub
 from insum_nn.compiler.kernel_schedule import Schedule, adds_rows
 from insum_nn.compiler.kernel_text import Value, join_axes, spread
 
-__all__ = ["KernelBeside", "Memory", "Walk", "by_target", "clusters", "is_owned", "memory_of", "with_beside"]
+__all__ = ["KernelBeside", "Memory", "Walk", "by_target", "clusters", "is_owned", "memory_of", "read_at", "with_beside"]
 
 Cell = tuple[str, str]
 
@@ -107,7 +107,7 @@ def _further(
             raise FormError(f"{statement} sums other terms")
         other = Read(form.owner.name, row.subs)
         points = tuple(_exchanged(point, {OWNER: other}) for point in points)
-        like = _like(statements, form.owner)
+        like = read_at(statements, (form.owner.name, entry))
     elif form.combine != "direct" or statement.output.subscripts[0].plain != entry:
         raise FormError(f"{statement} has no row for each term")
     elif not form.covers(extents.output):
@@ -118,17 +118,18 @@ def _further(
     return Beside(points, extents.output[1:], form.reduce, like, scattered)
 
 
-def _like(statements: Sequence[Statement], owner: Access) -> tuple[str, int]:
-    """A tensor that is read at the rows that an index tensor owns, and its axis of rows.
+def read_at(statements: Sequence[Statement], rows: Walk) -> tuple[str, int]:
+    """A tensor that is read at the rows that an index tensor says, and its axis of rows.
 
     Raises:
         FormError: there is none, so that nothing tells how many rows there are.
     """
+    wanted = f"{rows[0]}[{rows[1]}]"
     for access in (access for statement in statements for access in statement.reads):
         for axis, subscript in enumerate(access.subscripts):
-            if subscript.indirect == owner:
+            if str(subscript.indirect) == wanted:
                 return access.name, axis
-    raise FormError(f"no tensor is read at rows of {owner}")
+    raise FormError(f"no tensor is read at rows of {wanted}")
 
 
 def _exchanged(point: Point, instead: Mapping[str | Read, str | Read]) -> Point:

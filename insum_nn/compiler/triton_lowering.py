@@ -72,9 +72,9 @@ def strides_of(form: Form, tensors: Sequence[Tensor], extents: Extents, split: b
     """What of the memory layout a kernel's text depends on."""
     output = math.prod(extents.output)
     entries = math.prod(form.sizes[i] for i in form.entries)
-    rows = max((each.steps[0] for each in form.beside), default=0)
-    rows *= max((t.shape[axis] for t in tensors for axis in range(t.dim())), default=0) if form.beside else 0
-    reach = max([output, entries, rows, *(_reach(t) for t in (*tensors, start) if t is not None)])
+    names = form.bound.layout.tensors
+    further = [each.steps[0] * tensors[names.index(each.like[0])].shape[each.like[1]] for each in form.beside]
+    reach = max([output, entries, *further, *(_reach(t) for t in (*tensors, start) if t is not None)])
     return Strides(tuple(t.is_contiguous() for t in tensors), reach >= _WIDE, split, start_steps(start))
 
 

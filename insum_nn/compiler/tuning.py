@@ -280,11 +280,20 @@ def time_calls(
     run: Callable[[Sequence[Tensor], Tensor | None], Tensor], tensors: Sequence[Tensor], start: Tensor | None
 ) -> float:
     """Median microseconds of a program on these tensors; infinite where the device has no room for its kernels."""
+
+    def call() -> Tensor:
+        return run(tensors, start)
+
+    return device_time(call, 20) if _has_room(call) else math.inf
+
+
+def _has_room(run: Callable[[], object]) -> bool:
+    """Run it once; whether the device has room for it."""
     try:
-        run(tensors, start)
+        run()
     except torch.OutOfMemoryError:
-        return math.inf
-    return device_time(lambda: run(tensors, start), 20)
+        return False
+    return True
 
 
 # Runs of which the median counts, and microseconds of work in front of them at most.
@@ -297,9 +306,7 @@ def time_whole(run: Callable[[], object]) -> float:
     The device's time is taken behind so much work that the host is done before; else it would be the host's too, which
     varies. Infinite where the device has no room.
     """
-    try:
-        run()
-    except torch.OutOfMemoryError:
+    if not _has_room(run):
         return math.inf
     torch.cuda.synchronize()
     times: list[float] = []

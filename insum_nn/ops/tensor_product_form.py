@@ -59,7 +59,7 @@ class Form(ProductLayout):
                 through the slots that fill short rows up, and do a matrix product of one size best, so fewer slots
                 pay for more calls; a generated kernel would rather read everything once.
             staged: make the gradient of `y` in two steps where its first is a long matrix product.
-            in_place: address the output as it lies, where a role is a single statement that can.
+            in_place: write the output as it lies, where it is a single statement that can.
         """
         key = (role, split, staged, in_place)
         if key not in self._statements:

@@ -17,7 +17,7 @@ __all__ = ["JointRoles", "joint_roles"]
 
 
 class JointRoles:
-    """Roles of which one sums over the edges of a node, and the others have a row for each edge.
+    """Roles that sum over the edges of a node or have a row for each edge.
 
     Args:
         plans: one for each role, of a single statement.
@@ -53,15 +53,9 @@ class JointRoles:
         packed: Packed = {}
         named = [plan.single([operands[x] for x in others(plan.role)], edges, packed) for plan in self.plans]
         shapes = [plan.statements[0].out_shape(size) for plan, size in zip(self.plans, rows, strict=True)]
-        alone: list[Tensor] = []
-
-        def one_by_one() -> list[Tensor]:
-            alone[:] = apart()
-            return alone
-
-        results = self.joint(named, shapes, key, one_by_one)
-        if results is alone:
-            return alone
+        results = self.joint.together(named, shapes, key, apart)
+        if results is None:
+            return apart()
         return [p.finish([result], size) for p, result, size in zip(self.plans, results, rows, strict=True)]
 
 
@@ -78,7 +72,6 @@ def joint_roles(form: Form, wanted: Sequence[str], device: torch.device, dtype: 
     roles = "".join(fits)
 
     def build() -> tuple[JointRoles | None]:
-        # A walk by senders reads rows of the output's gradient for every edge, which are worth bringing side by side.
         make = partial(plan_of, form, device=device, dtype=dtype, split=False)
         plans = [make(role, staged=role == "y", in_place=role == "z") for role in roles]
         single = all(len(plan.statements) == 1 and not plan.feeds for plan in plans)

@@ -111,8 +111,6 @@ class Plan:
 
     def _view(self, source: Reading, operand: str) -> int:
         form, group = self.form, source.group
-        if operand == "z" and isinstance(source, Statement) and source.in_place:
-            return self._as_it_lies(operand)
         mul = group.muls[NUMBER[operand]]
         start, order = form.packing(operand, mul, self.device)
         if (operand, mul) not in self._columns:
@@ -126,14 +124,6 @@ class Plan:
         shape = (total, *group.shape(operand))
         view = _View(self._columns[operand, mul], first, count, shape, count == total)
         return self._views.setdefault(view, len(self._views))
-
-    def _as_it_lies(self, operand: str) -> int:
-        dim, known = self.form.dims[operand], (operand, 0)
-        if known not in self._columns:
-            self._columns[known] = len(self.columns)
-            order = self.form.keep(("whole", operand, self.device), lambda: torch.arange(dim, device=self.device))
-            self.columns.append(_Columns(others(self.role).index(operand), 0, order, dim))
-        return self._views.setdefault(_View(self._columns[known], 0, dim, (dim,), True), len(self._views))
 
     # Each time.
 
@@ -202,7 +192,7 @@ class Plan:
         return step.source.program(tensors=named, out_shape=step.source.out_shape(size))
 
     def _representation(self, results: Iterable[Tensor], size: int) -> Tensor:
-        if self.role == "z" and any(statement.in_place for statement in self.statements):
+        if any(statement.in_place for statement in self.statements):
             (result,) = results
             return result
         columns = [r.reshape(size, s.width) for r, s in zip(results, self.statements, strict=True)]

@@ -193,8 +193,8 @@ class Statement(Reading):
         mixes: it owns one entry, all of whose components every path of the group reaches.
         whole: it reads the components of that entry in their order, without a table.
         feed: what makes `G`, which it reads in the place of the weights and the output's gradient.
-        in_place: it addresses the output, or its gradient, as a representation lies: a component of all copies is a
-            start and a step. Rows that are read or written once are not worth bringing side by side.
+        in_place: it writes the output as a representation lies: a component of all copies is a start and a step. Rows
+            that are written once are not worth bringing side by side.
     """
 
     def __init__(
@@ -210,7 +210,9 @@ class Statement(Reading):
         super().__init__(layout, group)
         self.role = role
         self.feed = feed
-        self.in_place = in_place and self.may_lie(layout, group)
+        # Where multiplicities mix, a component of all copies is more than that.
+        single = not group.mode.mixes and len(group.letters("z")) == 1
+        self.in_place = in_place and role == "z" and layout.spec.convolution and single
         apart = role == "w" and group.fused
         self.mixes = group.weighted and group.mode.mixes and len(group.entries) == 1 and not apart and feed is None
         self.weight = WeightAccess(layout, group) if group.weighted and feed is None else None
@@ -222,24 +224,14 @@ class Statement(Reading):
         place = self._tabulate(owned)
         self._compile(self._text(place), self._unread())
 
-    @staticmethod
-    def may_lie(layout: ProductLayout, group: Group) -> bool:
-        """Whether a group's statements can address the output as it lies: where multiplicities do not mix."""
-        return layout.spec.convolution and not group.mode.mixes and len(group.letters("z")) == 1
-
     # Tables.
 
-    def _cells(self, component: Tensor) -> Tensor:
-        """The cells of components of the output in a representation, with an axis of copies behind the others."""
-        layout, mul = self.layout, self.group.muls[2]
-        numbers = layout.packed_entries("z", mul)
-        entries = [layout.entries["z"][n] for n in numbers]
-        first = torch.tensor(
-            [layout.starts["z"][n] + m for n, e in zip(numbers, entries, strict=True) for m in range(e.size)],
-            device="cpu",
-        )
-        step = torch.tensor([e.size for e in entries for _ in range(e.size)], device="cpu")
-        return first[component, None] + step[component, None] * torch.arange(mul, device="cpu")
+    def _cells(self) -> Tensor:
+        """(rows, copies) the cells of the output's rows in a representation."""
+        layout = self.layout
+        first = torch.tensor([layout.starts["z"][number] + m for number, m in self.rows], device="cpu")
+        step = torch.tensor([layout.entries["z"][number].size for number, _ in self.rows], device="cpu")
+        return first[:, None] + step[:, None] * torch.arange(self.group.muls[2], device="cpu")
 
     def _tabulate(self, owned: NDArray[np.int64] | None) -> str:
         """Make the static tables; returns how the text names a path's place among the weights."""
@@ -289,14 +281,9 @@ class Statement(Reading):
         shape = [value.shape[axis] for axis in kept]
         self.tables["CG"] = value.reshape(shape)
         for operand, table in components.items():
-            cells = table.reshape(shape)
-            self.tables[_TABLE[operand]] = (
-                self._cells(cells) if operand == "z" and self.in_place else cells
-            ).contiguous()
-        if self.in_place and self.role == "z":
-            starts = self.layout.components["z"]
-            own = torch.tensor([starts[number] + m for number, m in self.rows], device="cpu")
-            self.tables[_TABLE["z"]] = self._cells(own)
+            self.tables[_TABLE[operand]] = table.reshape(shape).contiguous()
+        if self.in_place:
+            self.tables[_TABLE["z"]] = self._cells()
         return "".join(letters[axis] for axis in kept)
 
     # Text.
@@ -326,8 +313,7 @@ class Statement(Reading):
         if operand == "g" and self.feed is not None:
             return _access(name, [self.batch("g"), component, *self.feed.letters])
         if operand == "z" and self.in_place:
-            slots = _ROW["z"] if self.role == "z" else self._slots
-            return f"{name}[{self.batch('z')},{_TABLE['z']}[{','.join([*slots, *self.group.letters('z')])}]]"
+            return f"{name}[{self.batch('z')},{_TABLE['z']}[{_ROW['z']},{self.group.letters('z')}]]"
         letters = list(self.group.letters(operand))
         if self.group.mode.pairs and operand in "xy":
             letters = ["U[n]" if operand == "x" else "V[n]"]
@@ -355,7 +341,7 @@ class Statement(Reading):
             batch = () if self.layout.spec.shared else (size,)
             paths = (len(group.paths),) if "r" in self._slots else ()
             return (*batch, *paths, *group.shape("w"))
-        if self.role == "z" and self.in_place:
+        if self.in_place:
             return (size, self.layout.dims["z"])
         rows = self.tables["CG"].shape[0]
         return (size, rows, *group.shape(self.role))

@@ -8,7 +8,6 @@ from torch import Tensor
 import insum_nn
 from insum_nn import Options
 from insum_nn.compiler import joint as joint_module
-from insum_nn.compiler.extents import resolve_extents
 from insum_nn.compiler.kernel_schedule import Schedule
 from insum_nn.testing.tolerances import assert_matches
 
@@ -105,8 +104,7 @@ def together(
     given = named(roles, tensors)
     ordered = [next(t[name] for t in given if name in t) for name in found.spec.layout.tensors]
     owned = [at for at, place in enumerate(found.order) if place == 0]
-    shape = joint_module._shape(ones, found.walk, owned, ordered, found.spec)
-    extents = resolve_extents(found.spec.statement, ordered, None, found.static, shape)
+    extents = joint_module._extents(ones, found.walk, owned, ordered, found.spec, found.static)
     generated = found.generated if schedule is None else found.generated.with_schedule(schedule)
     made = generated.prepare_all(ordered, extents)(ordered)
     return [made[at] for at in found.order]
