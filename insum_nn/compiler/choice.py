@@ -41,6 +41,11 @@ _OPERATIONS = {torch.float16: 2.5e9, torch.bfloat16: 2.5e9, torch.float32: 1.2e9
 # Inductor's kernels that gather or multiply matrices took three times their floor and more, at these rates, on all that
 # was measured; a compilation in vain is what a first call waits for.
 _ABOVE_FLOOR = 2.8
+# Microseconds that a call may save at least for each second that a path compiles: who trains calls again and again, and
+# who predicts does not.
+_WORTH_A_SECOND = 1.0
+# A path that took so many times the rule's time for half or twice as many rows is not tried again.
+_HOPELESS = 1.5
 # A path is taken instead of the rule's if it takes less than this share of its time: below, it is noise.
 _SHARE = 0.95
 # Share of the free memory that a path may fill with what it puts aside.
@@ -172,7 +177,7 @@ def choose_path(key: store.Key, what: str, offers: Sequence[Offer], device: torc
     names = [offer.backend for offer in offers]
 
     def measure() -> Choice:
-        candidates = _measure_all(what, offers, device)
+        candidates = _measure_all(what, offers, device, _behind(key, names))
         times = {c.backend: c.microseconds for c in candidates if c.microseconds is not None}
         backend = _fastest(names[0], times)
         store.write(key, _to_json(backend, candidates))
@@ -181,14 +186,25 @@ def choose_path(key: store.Key, what: str, offers: Sequence[Offer], device: torc
     return store.once(key, WAIT, lambda: _remembered(key, names), measure)
 
 
-def _measure_all(what: str, offers: Sequence[Offer], device: torch.device) -> tuple[Candidate, ...]:
+def _behind(key: store.Key, names: Sequence[str]) -> dict[str, float]:
+    """How many times the rule's time other paths took for half or twice as many rows."""
+    entry = store.near(key)
+    found = None if entry is None else _parsed(entry, names)
+    times = {c.backend: c.microseconds for c in found or () if c.microseconds is not None}
+    rule = times.pop(names[0], None)
+    return {name: us / rule for name, us in times.items()} if rule else {}
+
+
+def _measure_all(
+    what: str, offers: Sequence[Offer], device: torch.device, behind: Mapping[str, float]
+) -> tuple[Candidate, ...]:
     begin, room = time.perf_counter(), _room(device)
     candidates: list[Candidate] = []
     best = math.inf
     with Progress(f"choosing a path for {what}", len(offers)) as progress:
         for offer in offers:
             left = _BUDGET - (time.perf_counter() - begin)
-            note = _unpromising(offer, best, left, room) if candidates else ""
+            note = _unpromising(offer, best, left, room, behind.get(offer.backend, 0.0)) if candidates else ""
             if note:
                 candidates.append(Candidate(offer.backend, None, f"not tried: {note}"))
             else:
@@ -199,10 +215,14 @@ def _measure_all(what: str, offers: Sequence[Offer], device: torch.device) -> tu
     return tuple(candidates)
 
 
-def _unpromising(offer: Offer, best: float, left: float, room: float) -> str:
+def _unpromising(offer: Offer, best: float, left: float, room: float, behind: float) -> str:
     """Why an offer is not worth a trial; empty if it is."""
+    if behind >= _HOPELESS:
+        return f"it took {behind:.1f} times as long for half or twice as many rows"
     if offer.least >= _SHARE * best:
         return f"it takes {offer.least:.0f} us at best, by what it moves and multiplies"
+    if best - offer.least < _WORTH_A_SECOND * offer.seconds:
+        return f"it saves {best - offer.least:.0f} us at most, and compiles for about {offer.seconds:.0f} s"
     if offer.aside > room:
         return f"it puts {offer.aside / 2**20:.0f} MiB aside"
     if offer.seconds and offer.seconds > left:
@@ -263,10 +283,17 @@ def _to_json(backend: str, candidates: Sequence[Candidate]) -> dict[str, object]
 
 def _remembered(key: store.Key, names: Sequence[str]) -> Choice | None:
     entry = store.find(key)
-    if entry is None:
+    found = None if entry is None else _parsed(entry, names)
+    if entry is None or found is None:
         return None
+    times = {c.backend: c.microseconds for c in found if c.microseconds is not None and c.backend in NAMES}
+    backend = entry.value["backend"]
+    return Choice(backend, f"{_because(names[0], backend, times)}; {entry.origin()}", found)
+
+
+def _parsed(entry: store.Entry, names: Sequence[str]) -> tuple[Candidate, ...] | None:
+    """What was measured; `None`, and a warning, if the entry makes no sense."""
     try:
-        backend = entry.value["backend"]
         found = tuple(
             Candidate(
                 str(row["backend"]),
@@ -275,10 +302,9 @@ def _remembered(key: store.Key, names: Sequence[str]) -> Choice | None:
             )
             for row in entry.value["candidates"]
         )
-        if backend not in names:
-            raise ValueError(f"{backend!r} is none of {', '.join(names)}")
+        if entry.value["backend"] not in names:
+            raise ValueError(f"{entry.value['backend']!r} is none of {', '.join(names)}")
     except (KeyError, TypeError, ValueError) as error:
         entry.broken(error)
         return None
-    times = {c.backend: c.microseconds for c in found if c.microseconds is not None and c.backend in NAMES}
-    return Choice(backend, f"{_because(names[0], backend, times)}; {entry.origin()}", found)
+    return found

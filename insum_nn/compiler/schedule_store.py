@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import hashlib
 import json
+import math
 import os
 import platform
 import tempfile
@@ -39,6 +40,7 @@ __all__ = [
     "find",
     "key_of",
     "load",
+    "near",
     "once",
     "size_bucket",
     "turn",
@@ -154,6 +156,48 @@ def digest(value: object) -> str:
     return hashlib.sha256(json.dumps(value, sort_keys=True).encode()).hexdigest()
 
 
+# Sizes nearby.
+
+# Two to this power and more: sizes that change from call to call, such as numbers of rows; smaller ones may be tiles'.
+_LARGE = 10
+
+
+def near(key: Key) -> Entry | None:
+    """What was measured in full for the sizes nearest to a key's: half or twice as many rows, all else alike."""
+    wanted = json.loads(json.dumps(dict(key)))
+    bucket = wanted.pop("bucket", [])
+    found, least = None, math.inf
+    for entry in _all():
+        other = dict(entry.key)
+        far = _distance(bucket, other.pop("bucket", None))
+        if far < least and other == wanted and not entry.value.get("nearby"):
+            found, least = entry, far
+    return found
+
+
+def _distance(bucket: Sequence[int], other: object) -> float:
+    """Powers of two between sizes; infinite if they are the same, or not nearby."""
+    if not isinstance(other, list) or len(other) != len(bucket) or not all(type(each) is int for each in other):
+        return math.inf
+    apart = [(a, b) for a, b in zip(bucket, other, strict=True) if a != b]
+    if not apart or any(abs(a - b) > 1 or min(a, b) < _LARGE for a, b in apart):
+        return math.inf
+    return len(apart)
+
+
+def _all() -> Iterator[Entry]:
+    """All there is; files of the cache folder are read once."""
+    for path in sorted(_folder().glob("*.json")):
+        with _lock:
+            if path not in _seen:
+                _seen[path] = next(_read(path), None)
+            entry = _seen[path]
+        if entry is not None:
+            yield entry
+    for path in (*_loaded, *_named(), *_packaged()):
+        yield from _entries(path).values()
+
+
 # One entry a file: the user's cache folder.
 
 
@@ -196,6 +240,7 @@ def write(key: Key, value: Mapping[str, Any]) -> None:
 
 _loaded: list[Path] = []
 _known: dict[Path, tuple[int, dict[str, Entry]]] = {}
+_seen: dict[Path, Entry | None] = {}
 _lock = threading.RLock()
 
 
@@ -252,6 +297,7 @@ def unload() -> None:
     with _lock:
         _loaded.clear()
         _known.clear()
+        _seen.clear()
 
 
 def _named() -> list[Path]:

@@ -47,6 +47,8 @@ WAIT = 30.0
 _WORTH = 2**24
 # Measurements that are remembered beside the fastest, to show them.
 _SHOWN = 6
+# Of those, the ones that are measured again for half or twice as many rows: so many, and no slower than this.
+_NEARBY, _ALIKE = 4, 1.3
 
 
 @dataclass(frozen=True, slots=True)
@@ -97,11 +99,13 @@ def choose_schedule(
     search = _Search(form, tensors, extents, start, precision)
 
     def measure() -> Chosen:
-        measured = _measure(search)
+        nearby = search.nearby(key)
+        measured = _measure(search, nearby or list(candidates(form)))
         if not measured or math.isinf(measured[0].microseconds):
             return Chosen(default, "the default: no candidate ran", measured)
-        store.write(key, _to_json(measured))
-        return Chosen(measured[0].schedule, f"the fastest of {len(measured)} measured", measured)
+        store.write(key, {**_to_json(measured), **({"nearby": True} if nearby else {})})
+        which = ", the best of half or twice as many rows" if nearby else ""
+        return Chosen(measured[0].schedule, f"the fastest of {len(measured)} measured{which}", measured)
 
     late = Chosen(default, f"the default: another process measures, and was not done after {WAIT:.0f} s")
     return store.once(key, WAIT, lambda: search.remembered(key), measure) or late
@@ -135,6 +139,18 @@ def _from_json(value: Any) -> Schedule:
 _POWERS = ("m", "n", "k", "warps")
 
 
+def _known(entry: store.Entry | None) -> tuple[Schedule, tuple[Measurement, ...]] | None:
+    """The schedule of an entry and what was measured; `None`, and a warning, if it holds none."""
+    if entry is None:
+        return None
+    try:
+        shown = [(_from_json(m["schedule"]), float(m["microseconds"])) for m in entry.value["measured"]]
+        return _from_json(entry.value["schedule"]), tuple(Measurement(*m) for m in shown)
+    except (KeyError, TypeError, ValueError) as error:
+        entry.broken(error)
+        return None
+
+
 class _Search:
     """The search for the fastest schedule of a form, on the tensors of the call at hand."""
 
@@ -153,26 +169,33 @@ class _Search:
     def remembered(self, key: store.Key) -> Chosen | None:
         """What is remembered, if it can be used here."""
         entry = store.find(key)
-        if entry is None:
+        known = _known(entry)
+        if entry is None or known is None:
             return None
-        try:
-            schedule = _from_json(entry.value["schedule"])
-            shown = [(_from_json(m["schedule"]), float(m["microseconds"])) for m in entry.value["measured"]]
-        except (KeyError, TypeError, ValueError) as error:
-            entry.broken(error)
-            return None
+        schedule, measured = known
         # Another version of Triton may need more room for the same text than the device has.
         if not entry.current and math.isinf(self.trial(schedule).time(1)):
             return None
-        return Chosen(schedule, entry.origin(), tuple(Measurement(*m) for m in shown))
+        return Chosen(schedule, entry.origin(), measured)
+
+    def nearby(self, key: store.Key) -> list[Schedule]:
+        """The default, and what did well for half or twice as many rows; empty if that was not measured.
+
+        Sizes that change from step to step pass through several buckets, each of which would wait for a search.
+        """
+        known = _known(store.near(key))
+        if known is None or not known[1]:
+            return []
+        best = known[1][0].microseconds
+        good = [m.schedule for m in known[1] if m.microseconds <= _ALIKE * best]
+        return list(dict.fromkeys((default_schedule(self.form), known[0], *good[:_NEARBY])))
 
 
-def _measure(search: _Search) -> tuple[Measurement, ...]:
-    """Candidates with their times, the fastest first."""
+def _measure(search: _Search, schedules: Sequence[Schedule]) -> tuple[Measurement, ...]:
+    """Schedules with their times, the fastest first."""
     begin = time.perf_counter()
     trials: list[_Trial] = []
     measured: list[tuple[float, _Trial]] = []
-    schedules = list(candidates(search.form))
     workers = ThreadPoolExecutor(min(8, os.cpu_count() or 1))
     with Progress(f"tuning {search.form.bound.statement}", len(schedules)) as progress:
         try:

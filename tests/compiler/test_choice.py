@@ -130,6 +130,12 @@ def test_the_rule_s_path_has_to_run(clock: Clock):
         choose_path(KEY, "imagined", [clock.offer("triton", RuntimeError("broken")), clock.offer("eager", 1.0)], CPU)
 
 
+def test_a_compilation_that_saves_little_is_not_waited_for(clock: Clock):
+    found = chosen(clock.offer("triton", 20.0), clock.offer("inductor", 1.0, least=10.0, seconds=12.0))
+    assert notes(found) == {"inductor": "not tried: it saves 10 us at most, and compiles for about 12 s"}
+    assert clock.tried == ["triton"]
+
+
 # What is remembered.
 
 

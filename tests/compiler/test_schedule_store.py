@@ -21,6 +21,7 @@ import insum_nn.schedules
 from insum_nn import IndexFacts, Options
 from insum_nn.compiler import progress, schedule_store, tuning
 from insum_nn.compiler.bind import Extents, bind
+from insum_nn.compiler.kernel_candidates import candidates
 from insum_nn.compiler.kernel_form import make_form
 from insum_nn.compiler.kernel_schedule import Schedule, default_schedule
 from insum_nn.compiler.parser import parse
@@ -59,7 +60,7 @@ def measured(monkeypatch: pytest.MonkeyPatch) -> list[str]:
     """A measurement that says it was made."""
     made: list[str] = []
 
-    def measure(search: tuning._Search) -> tuple[Measurement, ...]:
+    def measure(search: tuning._Search, schedules: list[Schedule]) -> tuple[Measurement, ...]:
         made.append(str(search.form.bound.statement))
         return Measurement(FASTEST, 10.0), Measurement(SECOND, 20.0), Measurement(Schedule(), float("inf"))
 
@@ -91,7 +92,7 @@ def test_without_tuning_nothing_is_read(monkeypatch: pytest.MonkeyPatch):
 
 
 def test_nothing_ran(monkeypatch: pytest.MonkeyPatch):
-    monkeypatch.setattr(tuning, "_measure", lambda search: (Measurement(FASTEST, float("inf")),))
+    monkeypatch.setattr(tuning, "_measure", lambda search, schedules: (Measurement(FASTEST, float("inf")),))
     assert choose().reason == "the default: no candidate ran"
     assert not list(schedule_store._folder().glob("*"))
 
@@ -116,7 +117,7 @@ def test_times_of_candidates(monkeypatch: pytest.MonkeyPatch):
 
     monkeypatch.setattr(tuning, "_Trial", Trial)
     search = tuning._Search(form, list(TENSORS.values()), EXTENTS, None, "ieee")
-    found = tuning._measure(search)
+    found = tuning._measure(search, list(candidates(form)))
     assert [m.schedule for m in found[:1]] == [tried[1]]
     assert found[0].microseconds == 1.0
     # The first has no machine code.
@@ -152,8 +153,7 @@ def test_a_search_takes_what_was_compiled_beside_a_slow_first_kernel(monkeypatch
     monkeypatch.setattr(tuning, "_LONGEST", 0.0)
     monkeypatch.setattr(tuning.os, "cpu_count", lambda: 3)
     schedules = [Schedule(m=16), Schedule(m=32), Schedule(m=64)]
-    monkeypatch.setattr(tuning, "candidates", lambda form: schedules)
-    found = tuning._measure(tuning._Search(form, list(TENSORS.values()), EXTENTS, None, "ieee"))
+    found = tuning._measure(tuning._Search(form, list(TENSORS.values()), EXTENTS, None, "ieee"), schedules)
     slow.set()
     assert set(timed) == {0, 2}
     assert [m.schedule for m in found] == [schedules[0], schedules[2]]
@@ -390,7 +390,7 @@ from insum_nn.compiler import tuning
 from insum_nn.compiler.tuning import Measurement
 tuning.worth_measuring = lambda options, extents: True
 folder = Path(FOLDER)
-def measure(search):
+def measure(search, schedules):
     with (folder / "made").open("a") as file:
         file.write("x")
     (folder / "begun").touch()
