@@ -48,6 +48,7 @@ COMPILER_ORDER = [
     "plan",
     "planner",
     "runtime",
+    "patience",
     "fx_access",
     "fx_extremum",
     "fx_lowering",

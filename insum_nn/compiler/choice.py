@@ -9,11 +9,13 @@ from __future__ import annotations
 import math
 import time
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import nullcontext
 from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 
+from insum_nn.compiler import patience
 from insum_nn.compiler import schedule_store as store
 from insum_nn.compiler.plan import Dot, Load, Multiply, Plan, SampledProduct, SparseProduct
 from insum_nn.compiler.progress import Progress
@@ -44,8 +46,9 @@ _ABOVE_FLOOR = 2.8
 # Microseconds that a call may save at least for each second that a path compiles: who trains calls again and again, and
 # who predicts does not.
 _WORTH_A_SECOND = 1.0
-# A path that took so many times the rule's time for half or twice as many rows is not tried again.
-_HOPELESS = 1.5
+# A path that took so many times the rule's time for half or twice as many rows is not tried again; nor is one that has
+# to be compiled, if it took so many times the rule's in any other sizes.
+_HOPELESS_NEARBY, _HOPELESS = 1.5, 2.0
 # A path is taken instead of the rule's if it takes less than this share of its time: below, it is noise.
 _SHARE = 0.95
 # Share of the free memory that a path may fill with what it puts aside.
@@ -177,7 +180,7 @@ def choose_path(key: store.Key, what: str, offers: Sequence[Offer], device: torc
     names = [offer.backend for offer in offers]
 
     def measure() -> Choice:
-        candidates = _measure_all(what, offers, device, _behind(key, names))
+        candidates = _measure_all(what, offers, device, _hopeless(key, offers))
         times = {c.backend: c.microseconds for c in candidates if c.microseconds is not None}
         backend = _fastest(names[0], times)
         store.write(key, _to_json(backend, candidates))
@@ -186,17 +189,36 @@ def choose_path(key: store.Key, what: str, offers: Sequence[Offer], device: torc
     return store.once(key, WAIT, lambda: _remembered(key, names), measure)
 
 
-def _behind(key: store.Key, names: Sequence[str]) -> dict[str, float]:
-    """How many times the rule's time other paths took for half or twice as many rows."""
-    entry = store.near(key)
-    found = None if entry is None else _parsed(entry, names)
-    times = {c.backend: c.microseconds for c in found or () if c.microseconds is not None}
-    rule = times.pop(names[0], None)
-    return {name: us / rule for name, us in times.items()} if rule else {}
+def _hopeless(key: store.Key, offers: Sequence[Offer]) -> dict[str, str]:
+    """Why some paths are not worth a trial, by what they took in other sizes."""
+    near = store.near(key)
+    others = _behind(store.alike(key), offers)
+    nearby = _behind([near] if near else [], offers)
+    notes: dict[str, str] = {}
+    for offer in offers[1:]:
+        factor, nearest = others.get(offer.backend, 0.0), nearby.get(offer.backend, 0.0)
+        if nearest >= _HOPELESS_NEARBY:
+            notes[offer.backend] = f"it took {nearest:.1f} times as long for half or twice as many rows"
+        elif offer.seconds and factor >= _HOPELESS:
+            notes[offer.backend] = f"it took {factor:.1f} times as long in other sizes, or more"
+    return notes
+
+
+def _behind(entries: Sequence[store.Entry], offers: Sequence[Offer]) -> dict[str, float]:
+    """How many times the time of the first path the others took at least."""
+    least: dict[str, float] = {}
+    names = [offer.backend for offer in offers]
+    for entry in entries:
+        times = {c.backend: c.microseconds for c in _parsed(entry, names) or () if c.microseconds is not None}
+        rule = times.pop(names[0], 0.0)
+        for name, us in times.items():
+            if rule > 0:
+                least[name] = min(us / rule, least.get(name, math.inf))
+    return least
 
 
 def _measure_all(
-    what: str, offers: Sequence[Offer], device: torch.device, behind: Mapping[str, float]
+    what: str, offers: Sequence[Offer], device: torch.device, hopeless: Mapping[str, str]
 ) -> tuple[Candidate, ...]:
     begin, room = time.perf_counter(), _room(device)
     candidates: list[Candidate] = []
@@ -204,7 +226,7 @@ def _measure_all(
     with Progress(f"choosing a path for {what}", len(offers)) as progress:
         for offer in offers:
             left = _BUDGET - (time.perf_counter() - begin)
-            note = _unpromising(offer, best, left, room, behind.get(offer.backend, 0.0)) if candidates else ""
+            note = hopeless.get(offer.backend, "") or _unpromising(offer, best, left, room) if candidates else ""
             if note:
                 candidates.append(Candidate(offer.backend, None, f"not tried: {note}"))
             else:
@@ -215,10 +237,8 @@ def _measure_all(
     return tuple(candidates)
 
 
-def _unpromising(offer: Offer, best: float, left: float, room: float, behind: float) -> str:
+def _unpromising(offer: Offer, best: float, left: float, room: float) -> str:
     """Why an offer is not worth a trial; empty if it is."""
-    if behind >= _HOPELESS:
-        return f"it took {behind:.1f} times as long for half or twice as many rows"
     if offer.least >= _SHARE * best:
         return f"it takes {offer.least:.0f} us at best, by what it moves and multiplies"
     if best - offer.least < _WORTH_A_SECOND * offer.seconds:
@@ -227,13 +247,17 @@ def _unpromising(offer: Offer, best: float, left: float, room: float, behind: fl
         return f"it puts {offer.aside / 2**20:.0f} MiB aside"
     if offer.seconds and offer.seconds > left:
         return f"it compiles for about {offer.seconds:.0f} s, and {max(0.0, left):.0f} s are left"
+    if offer.seconds > patience.left():
+        return f"it compiles for about {offer.seconds:.0f} s, and {patience.spent():.0f} s went into searches before"
     return ""
 
 
 def _measured(offer: Offer, device: torch.device, *, rule: bool) -> Candidate:
     """An offer's time; what fails is no candidate, but the rule's path has to run."""
     try:
-        return Candidate(offer.backend, _measure(offer.ready(), device))
+        with patience.spending() if offer.seconds else nullcontext():
+            run = offer.ready()
+        return Candidate(offer.backend, _measure(run, device))
     except torch.OutOfMemoryError:
         if rule:
             raise

@@ -12,7 +12,7 @@ from dataclasses import dataclass, field, replace
 import torch
 from torch import Tensor, fx
 
-from insum_nn.compiler import inductor, runtime, triton_lowering
+from insum_nn.compiler import inductor, patience, runtime, triton_lowering
 from insum_nn.compiler.bind import Bound, Extents, Layout
 from insum_nn.compiler.chained import Chained, generate
 from insum_nn.compiler.fx_lowering import extent_arguments, lower
@@ -245,6 +245,7 @@ def clear_cache() -> None:
         _hits = _misses = 0
     runtime.clear_structures()
     clear_owners()
+    patience.forget()
 
 
 def _without_unused_facts(bound: Bound) -> Bound:

@@ -253,14 +253,33 @@ def default_schedule(form: Form) -> Schedule:
         return Schedule(m=min(power(form.size(rows[-1])), 64), n=min(power(width), 64), warps=4)
     n = min(power(width), 128)
     k = min(power(length), 8 if n >= 64 else 16 if n >= 16 else 32)
-    m = 1 if not rows else max(1, min(power(form.size(rows[-1])), 1024 // (n * k)))
+    size = _size_of_rows(form, n * k)
+    if size < 1024 and form.owner is not None:
+        k = max(k, min(16, 32 // n))
+    m = 1 if not rows else max(1, min(power(form.size(rows[-1])), size // (n * k)))
     warps = 1 if m * n * k <= 2048 else 4
     return Schedule(m=m, n=n, k=k, warps=warps, splits=_splits(form, m, n), share=_share_of_rows(form))
 
 
+# One-warp programs that a large GPU works on side by side, more or less.
+_SIDE_BY_SIDE = 2048
+
+
+def _size_of_rows(form: Form, cells: int) -> int:
+    """Values for a program that walks rows of so many cells each: fewer where the device is not full.
+
+    There nothing but other programs hides that each step of a row waits for the last one's reads.
+    """
+    if form.owner is None or form.rows * cells >= 1024 * _SIDE_BY_SIDE:
+        return 1024
+    return max(128, power(form.rows * cells // _SIDE_BY_SIDE))
+
+
 def _share_of_rows(form: Form) -> int:
     """Most terms of a row for one program: rows far longer than the others are divided, lest all wait for them."""
-    return 512 if form.owner is None else max(64, min(512, 8 * power(form.size(ENTRY))))
+    if form.owner is None:
+        return 512
+    return max(64, min(512, 8 * power(form.size(ENTRY))))
 
 
 def _crossed(form: Form, row: str) -> bool:

@@ -58,11 +58,11 @@ class Progress:
         outcome = self.result if error is None else f"failed: {error}"
         _log.info("%s: %d of %d in %.1f s; %s", self.what, self.done, self.total, seconds, outcome)
 
-    def step(self) -> None:
-        """One more is done."""
-        self.done += 1
+    def step(self, count: int = 1) -> None:
+        """So many more are done."""
+        self.done += count
         if self._bar is not None:
-            self._bar.update()
+            self._bar.update(count)
         elif self._width:
             self._show()
 

@@ -12,7 +12,6 @@ from __future__ import annotations
 
 import hashlib
 import json
-import math
 import os
 import platform
 import tempfile
@@ -35,6 +34,7 @@ from insum_nn.facts import StaticTable
 __all__ = [
     "Entry",
     "Key",
+    "alike",
     "digest",
     "export",
     "find",
@@ -156,33 +156,41 @@ def digest(value: object) -> str:
     return hashlib.sha256(json.dumps(value, sort_keys=True).encode()).hexdigest()
 
 
-# Sizes nearby.
+# Other sizes.
 
 # Two to this power and more: sizes that change from call to call, such as numbers of rows; smaller ones may be tiles'.
 _LARGE = 10
 
 
-def near(key: Key) -> Entry | None:
-    """What was measured in full for the sizes nearest to a key's: half or twice as many rows, all else alike."""
-    wanted = json.loads(json.dumps(dict(key)))
-    bucket = wanted.pop("bucket", [])
-    found, least = None, math.inf
+def alike(key: Key) -> list[Entry]:
+    """What was measured in full for other sizes, all else alike; the nearest first."""
+    wanted, bucket, static = _apart(key)
+    found: list[tuple[int, bool, Entry]] = []
     for entry in _all():
-        other = dict(entry.key)
-        far = _distance(bucket, other.pop("bucket", None))
-        if far < least and other == wanted and not entry.value.get("nearby"):
-            found, least = entry, far
-    return found
+        other, sizes, known = _apart(entry.key)
+        if other == wanted and len(sizes) == len(bucket) and sizes != bucket and not entry.value.get("nearby"):
+            far = sum(abs(a - b) for a, b in zip(bucket, sizes, strict=True))
+            found.append((far, known != static, entry))
+    return [entry for _, _, entry in sorted(found, key=lambda each: each[:2])]
 
 
-def _distance(bucket: Sequence[int], other: object) -> float:
-    """Powers of two between sizes; infinite if they are the same, or not nearby."""
-    if not isinstance(other, list) or len(other) != len(bucket) or not all(type(each) is int for each in other):
-        return math.inf
-    apart = [(a, b) for a, b in zip(bucket, other, strict=True) if a != b]
-    if not apart or any(abs(a - b) > 1 or min(a, b) < _LARGE for a, b in apart):
-        return math.inf
-    return len(apart)
+def near(key: Key) -> Entry | None:
+    """Of those, the nearest if it has half or twice as many rows, and is no different else."""
+    _, bucket, static = _apart(key)
+    for entry in alike(key):
+        _, other, known = _apart(entry.key)
+        apart = [(a, b) for a, b in zip(bucket, other, strict=True) if a != b]
+        if known == static and all(abs(a - b) == 1 and min(a, b) >= _LARGE for a, b in apart):
+            return entry
+    return None
+
+
+def _apart(key: Key) -> tuple[dict[str, Any], list[int], object]:
+    """A key without its sizes, and these: by magnitude, and those that are known when a kernel is written."""
+    rest = json.loads(json.dumps(dict(key)))
+    bucket, static = rest.pop("bucket", None), rest.pop("static", None)
+    whole = isinstance(bucket, list) and all(type(each) is int for each in bucket)
+    return rest, bucket if whole else [], static
 
 
 def _all() -> Iterator[Entry]:

@@ -7,13 +7,14 @@ import math
 import os
 import time
 from collections.abc import Callable, Mapping, Sequence
-from concurrent.futures import Future, ThreadPoolExecutor
-from dataclasses import dataclass
+from concurrent.futures import FIRST_COMPLETED, Future, ThreadPoolExecutor, wait
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
 from torch import Tensor
 
+from insum_nn.compiler import patience
 from insum_nn.compiler import schedule_store as store
 from insum_nn.compiler.bind import Extents
 from insum_nn.compiler.kernel_candidates import candidates
@@ -31,6 +32,7 @@ __all__ = [
     "Measurement",
     "choose_schedule",
     "device_time",
+    "settle",
     "time_calls",
     "time_whole",
     "worth_measuring",
@@ -48,7 +50,9 @@ _WORTH = 2**24
 # Measurements that are remembered beside the fastest, to show them.
 _SHOWN = 6
 # Of those, the ones that are measured again for half or twice as many rows: so many, and no slower than this.
-_NEARBY, _ALIKE = 4, 1.3
+_FEW, _ALIKE = 4, 1.3
+# Other sizes, the nearest first, of which the fastest are measured again where all of them would take too long.
+_OTHERS = 8
 
 
 @dataclass(frozen=True, slots=True)
@@ -99,12 +103,12 @@ def choose_schedule(
     search = _Search(form, tensors, extents, start, precision)
 
     def measure() -> Chosen:
-        nearby = search.nearby(key)
-        measured = _measure(search, nearby or list(candidates(form)))
+        with patience.spending():
+            some, which = search.some(key)
+            measured = _measure(search, some or list(candidates(form)))
         if not measured or math.isinf(measured[0].microseconds):
             return Chosen(default, "the default: no candidate ran", measured)
-        store.write(key, {**_to_json(measured), **({"nearby": True} if nearby else {})})
-        which = ", the best of half or twice as many rows" if nearby else ""
+        store.write(key, {**_to_json(measured), **({"nearby": True} if some else {})})
         return Chosen(measured[0].schedule, f"the fastest of {len(measured)} measured{which}", measured)
 
     late = Chosen(default, f"the default: another process measures, and was not done after {WAIT:.0f} s")
@@ -178,47 +182,36 @@ class _Search:
             return None
         return Chosen(schedule, entry.origin(), measured)
 
-    def nearby(self, key: store.Key) -> list[Schedule]:
-        """The default, and what did well for half or twice as many rows; empty if that was not measured.
+    def some(self, key: store.Key) -> tuple[list[Schedule], str]:
+        """The candidates that other sizes speak for, the default first, and which; none where all are to be measured.
 
-        Sizes that change from step to step pass through several buckets, each of which would wait for a search.
+        Sizes that change from step to step pass through several buckets, each of which would wait for a search; and so
+        would each of the many sizes of a network.
         """
+        default = default_schedule(self.form)
         known = _known(store.near(key))
-        if known is None or not known[1]:
-            return []
-        best = known[1][0].microseconds
-        good = [m.schedule for m in known[1] if m.microseconds <= _ALIKE * best]
-        return list(dict.fromkeys((default_schedule(self.form), known[0], *good[:_NEARBY])))
+        if known is not None and known[1]:
+            best = known[1][0].microseconds
+            good = [m.schedule for m in known[1] if m.microseconds <= _ALIKE * best]
+            return list(dict.fromkeys((default, known[0], *good[:_FEW]))), ", the best of half or twice as many rows"
+        if patience.left() > 0:
+            return [], ""
+        taken = {_code(found[0]) for entry in store.alike(key)[:_OTHERS] if (found := _known(entry)) is not None}
+        liked = [schedule for schedule in candidates(self.form) if _code(schedule) in taken]
+        which = f", the best of other sizes: {patience.spent():.0f} s went into searches before"
+        return (list(dict.fromkeys((default, *liked[:_FEW]))), which) if taken else ([], "")
+
+
+def _code(schedule: Schedule) -> Schedule:
+    """What makes the same code of a schedule for other sizes: all but how a sum is divided."""
+    return replace(schedule, splits=1, share=1)
 
 
 def _measure(search: _Search, schedules: Sequence[Schedule]) -> tuple[Measurement, ...]:
     """Schedules with their times, the fastest first."""
-    begin = time.perf_counter()
-    trials: list[_Trial] = []
-    measured: list[tuple[float, _Trial]] = []
-    workers = ThreadPoolExecutor(min(8, os.cpu_count() or 1))
     with Progress(f"tuning {search.form.bound.statement}", len(schedules)) as progress:
-        try:
-            for schedule in schedules:
-                trial = search.trial(schedule)
-                trial.compiled = workers.submit(trial.compile)
-                trials.append(trial)
-            until = math.inf
-            for trial in trials:
-                assert trial.compiled is not None
-                left = max(0.0, until - time.perf_counter())
-                try:
-                    fits = trial.compiled.result(timeout=None if math.isinf(left) else left)
-                except TimeoutError:
-                    # Those that follow may be there all the same.
-                    continue
-                if fits and math.isinf(until):
-                    spent = time.perf_counter() - begin
-                    until = begin + max(_BUDGET, min(_BESIDE * spent, _LONGEST))
-                measured.append((trial.time(5) if fits else math.inf, trial))
-                progress.step()
-        finally:
-            workers.shutdown(wait=False, cancel_futures=True)
+        found = _compile(search, schedules, progress)
+        measured = [(trial.time(5) if fits else math.inf, trial) for trial, fits in found]
         measured.sort(key=lambda pair: pair[0])
         # The first few again: differences among them are small.
         best = sorted(
@@ -227,6 +220,43 @@ def _measure(search: _Search, schedules: Sequence[Schedule]) -> tuple[Measuremen
         if best:
             progress.result = f"{best[0][0]:.1f} us: {best[0][1].schedule}"
     return tuple(Measurement(trial.schedule, us) for us, trial in (*best, *measured[len(best) :]))
+
+
+def _compile(search: _Search, schedules: Sequence[Schedule], progress: Progress) -> list[tuple[_Trial, bool]]:
+    """Those that are compiled while there is time, side by side, and whether the device has room for them.
+
+    Nothing is measured before the last one is done: a compiler that runs beside takes the interpreter for milliseconds.
+    """
+    begin, until = time.perf_counter(), math.inf
+    workers = ThreadPoolExecutor(min(8, os.cpu_count() or 1))
+    compiled: dict[Future[bool], _Trial] = {}
+    try:
+        for schedule in schedules:
+            trial = search.trial(schedule)
+            compiled[workers.submit(trial.compile)] = trial
+        waiting = set(compiled)
+        while waiting and (left := until - time.perf_counter()) > 0:
+            done, waiting = wait(waiting, None if math.isinf(left) else left, FIRST_COMPLETED)
+            progress.step(len(done))
+            if math.isinf(until) and any(each.result() for each in done):
+                spent = time.perf_counter() - begin
+                until = begin + max(_BUDGET, min(_BESIDE * spent, _LONGEST))
+    finally:
+        workers.shutdown(wait=False, cancel_futures=True)
+    _behind.update(each for each in compiled if not each.cancelled() and not each.done())
+    settle()
+    return [(trial, each.result()) for each, trial in compiled.items() if each.done() and not each.cancelled()]
+
+
+# Compilations that a search did not wait for, and seconds that it waits for those it has begun.
+_behind: set[Future[bool]] = set()
+_SETTLE = 3.0
+
+
+def settle(seconds: float = _SETTLE) -> bool:
+    """Wait until nothing is compiled beside, so that what is measured next is measured alone; whether that is so."""
+    _behind.difference_update([each for each in _behind if each.done()])
+    return not wait(_behind, seconds).not_done
 
 
 class _Trial:
@@ -244,7 +274,6 @@ class _Trial:
         self.schedule = schedule
         self.tensors = tensors
         self.start = start
-        self.compiled: Future[bool] | None = None
         self.owners = owners_for(form, tensors, extents, schedule)
         self.kernel = prepare_kernel(form, schedule, tensors, start, extents, precision, self.owners)
         self.beside: list[Tensor] | None = None

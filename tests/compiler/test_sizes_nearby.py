@@ -1,10 +1,11 @@
-"""Half or twice as many rows: what was measured for them says what is worth measuring."""
+"""Other sizes: what was measured for them says what is worth measuring."""
 
 from __future__ import annotations
 
 import json
 import math
 import warnings
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -13,16 +14,17 @@ import torch
 
 import insum_nn
 from insum_nn import IndexFacts, Options
-from insum_nn.compiler import choice, schedule_store, tuning
+from insum_nn.compiler import choice, patience, schedule_store, tuning
 from insum_nn.compiler.bind import Extents, bind
 from insum_nn.compiler.choice import Offer, choose_path
-from insum_nn.compiler.kernel_form import make_form
+from insum_nn.compiler.kernel_candidates import candidates
+from insum_nn.compiler.kernel_form import Form, make_form
 from insum_nn.compiler.kernel_schedule import Schedule, default_schedule
 from insum_nn.compiler.parser import parse
 from insum_nn.compiler.tuning import Measurement, choose_schedule
 
 KEY = {"kind": "path", "statement": "imagined", "static": (("c", 4),), "bucket": [14, 5]}
-PATHS = {
+PATHS: dict[str, Any] = {
     "backend": "triton",
     "candidates": [
         {"backend": "triton", "microseconds": 100.0, "note": ""},
@@ -36,6 +38,7 @@ PATHS = {
 def _own_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setenv("INSUM_NN_CACHE_DIR", str(tmp_path / "cache"))
     monkeypatch.delenv("INSUM_NN_SCHEDULES", raising=False)
+    monkeypatch.setattr(patience, "_spent", 0.0)
     schedule_store.unload()
     yield
     schedule_store.unload()
@@ -90,6 +93,7 @@ def test_what_was_measured_in_part_tells_nothing():
 def test_a_key_without_sizes():
     schedule_store.write({"kind": "other"}, {})
     schedule_store.write({"kind": "path", "bucket": "many"}, {})
+    schedule_store.write({"kind": "path", "bucket": [1.5]}, {})
     assert schedule_store.near({"kind": "other"}) is None
     assert schedule_store.near({"kind": "path", "bucket": [14]}) is None
 
@@ -114,15 +118,25 @@ def test_a_torn_file_is_named_once(tmp_path: Path):
         assert schedule_store.near(KEY) is None
 
 
+def test_what_is_alike():
+    for size in (20, 8, 13):
+        schedule_store.write(key(size, 5), {"n": size})
+    schedule_store.write(key(14, 4, static=(("c", 8),)), {"n": "static"})
+    schedule_store.write(key(14, 3), {"nearby": True})
+    schedule_store.write(key(14, 3, statement="another"), {"n": "another"})
+    schedule_store.write(KEY, {"n": "the same"})
+    assert [entry.value["n"] for entry in schedule_store.alike(KEY)] == [13, "static", 8, 20]
+
+
 # Paths.
 
 
-def offer(backend: str, microseconds: float, tried: list[str]) -> Offer:
+def offer(backend: str, microseconds: float, tried: list[str], seconds: float = 0.0) -> Offer:
     def ready():
         tried.append(backend)
         return lambda: microseconds
 
-    return Offer(backend, ready)
+    return Offer(backend, ready, seconds=seconds)
 
 
 def test_a_path_far_behind_is_not_tried(monkeypatch: pytest.MonkeyPatch):
@@ -134,6 +148,35 @@ def test_a_path_far_behind_is_not_tried(monkeypatch: pytest.MonkeyPatch):
     assert found is not None
     assert (found.backend, tried) == ("eager", ["triton", "eager"])
     assert found.candidates[2].note == "not tried: it took 2.5 times as long for half or twice as many rows"
+
+
+def test_a_compilation_far_behind_in_any_size_is_not_tried(monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr(choice, "_measure", lambda run, device: run())
+    schedule_store.write(KEY, PATHS)
+    schedule_store.write(key(3, 5), {**PATHS, "candidates": [*PATHS["candidates"][:2]]})
+    tried: list[str] = []
+    offers = [offer("triton", 200.0, tried), offer("eager", 150.0, tried), offer("inductor", 1.0, tried, seconds=1.0)]
+    found = choose_path(key(19, 5), "imagined", offers, torch.device("cpu"))
+    assert found is not None
+    assert tried == ["triton", "eager"]
+    assert found.candidates[2].note == "not tried: it took 2.5 times as long in other sizes, or more"
+
+
+def test_no_compilation_is_tried_when_patience_is_at_an_end(monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr(choice, "_measure", lambda run, device: run())
+    monkeypatch.setattr(patience, "_spent", 58.0)
+    tried: list[str] = []
+    offers = [offer("triton", 200.0, tried), offer("inductor", 1.0, tried, seconds=5.0)]
+    found = choose_path(key(19, 5), "imagined", offers, torch.device("cpu"))
+    assert found is not None
+    assert tried == ["triton"]
+    assert found.candidates[1].note == "not tried: it compiles for about 5 s, and 58 s went into searches before"
+    insum_nn.clear_cache()
+    assert patience.spent() == 0.0
+    found = choose_path(key(21, 5), "imagined", offers, torch.device("cpu"))
+    assert found is not None
+    assert found.backend == "inductor"
+    assert patience.spent() > 0.0
 
 
 @pytest.mark.parametrize(
@@ -169,28 +212,39 @@ TENSORS = {
 TIMES = {Schedule(n=8, k=4, warps=2): 10.0, Schedule(n=8, k=2): 12.0, Schedule(n=8): 20.0}
 
 
-def test_a_search_takes_what_did_well(monkeypatch: pytest.MonkeyPatch):
-    bound = bind(parse(TEXT), TENSORS, None, facts=FACTS)
-    form = make_form(bound, {"p": 3, "n": 8}, (5, 8), {}, deterministic=False, prefer_own=True)
-    default = default_schedule(form)
-    searches: list[list[Schedule]] = []
+@pytest.fixture
+def searches(monkeypatch: pytest.MonkeyPatch) -> list[list[Schedule]]:
+    """What is measured, by a clock that knows its times."""
+    made: list[list[Schedule]] = []
 
     def measure(search: tuning._Search, schedules: list[Schedule]) -> tuple[Measurement, ...]:
-        searches.append(list(schedules))
+        made.append(list(schedules))
         times = {schedule: TIMES.get(schedule, math.inf) for schedule in (*TIMES, *schedules)}
         return tuple(Measurement(s, us) for s, us in sorted(times.items(), key=lambda pair: pair[1]))
 
     monkeypatch.setattr(tuning, "_measure", measure)
     monkeypatch.setattr(tuning, "worth_measuring", lambda options, extents: True)
+    return made
 
-    def choose(*bucket: int) -> tuning.Chosen:
-        ordered = [TENSORS[name] for name in bound.layout.tensors]
-        return choose_schedule(form, {}, bucket, ordered, Extents((3, 8), (5, 8)), None, "ieee", Options())
 
+def form_of(columns: int = 8) -> Form:
+    tensors = {**TENSORS, "B": torch.ones(4, columns)}
+    bound = bind(parse(TEXT), tensors, None, facts=FACTS)
+    return make_form(bound, {"p": 3, "n": columns}, (5, columns), {}, deterministic=False, prefer_own=True)
+
+
+def choose(*bucket: int, columns: int = 8) -> tuning.Chosen:
+    form = form_of(columns)
+    ordered = [TENSORS[name] for name in form.bound.layout.tensors]
+    extents = Extents((3, columns), (5, columns))
+    return choose_schedule(form, {}, bucket, ordered, extents, None, "ieee", Options())
+
+
+def test_a_search_takes_what_did_well(searches: list[list[Schedule]]):
     first = choose(14, 3, 13, 3)
     assert len(searches[0]) > 4
     again = choose(15, 3, 13, 3)
-    assert searches[1] == list(dict.fromkeys((default, *list(TIMES)[:2])))
+    assert searches[1] == list(dict.fromkeys((default_schedule(form_of()), *list(TIMES)[:2])))
     assert again.schedule == first.schedule
     assert again.reason.endswith(", the best of half or twice as many rows")
     # It is remembered as what it is: the next size is not guessed from a guess.
@@ -202,3 +256,15 @@ def test_a_search_takes_what_did_well(monkeypatch: pytest.MonkeyPatch):
     assert written["key"]["bucket"] == [15, 3, 13, 3]
     choose(16, 3, 13, 3)
     assert searches[2] == searches[0]
+
+
+def test_when_patience_is_at_an_end_other_sizes_speak(searches: list[list[Schedule]], monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr(patience, "_spent", 61.0)
+    # Nothing is known of the statement yet.
+    choose(14, 3, 13, 3)
+    found = choose(18, 4, 13, 4, columns=16)
+    default, every = default_schedule(form_of(16)), list(candidates(form_of(16)))
+    liked = [s for s in every if replace(s, splits=1, share=1) == replace(next(iter(TIMES)), splits=1, share=1)]
+    assert searches[1] == list(dict.fromkeys((default, *liked)))
+    assert len(searches[1]) < len(every)
+    assert found.reason.endswith(", the best of other sizes: 61 s went into searches before")
