@@ -61,6 +61,7 @@ COMPILER_ORDER = [
     "kernel_candidates",
     "kernel_text",
     "kernel_epilogue",
+    "kernel_early",
     "kernel_loops",
     "kernel_tail",
     "kernel_segment",

@@ -88,10 +88,11 @@ def _shares(base: Schedule) -> Iterator[Schedule]:
 
 
 def _ahead(base: Schedule) -> Iterator[Schedule]:
-    """Loops that read the next terms while these are summed: what they read ahead lies in shared memory."""
+    """Loops that read the next terms while these are summed: into shared memory, or their index tensors alone."""
     for k, size in ((8, 1024), (4, 512)):
         if base.n * k <= size:
             yield replace(base, m=size // (base.n * k), k=k, stages=3, warps=1)
+            yield replace(base, m=size // (base.n * k), k=k, early=True, warps=1)
     m = max(1, 512 // (base.n * 8))
     yield replace(base, m=m, k=8, share=256, segment=True, stages=3, warps=1)
 
@@ -109,6 +110,7 @@ def _varied_beside(form: Form, base: Schedule) -> Iterator[Schedule]:
             n = min(32 * lanes * warps, columns.lanes)
             if n * tiles_at_most(form) >= columns.lanes and n > 16 * lanes * warps:
                 yield replace(base, n=n, warps=warps)
+    yield replace(base, early=False)
     yield replace(base, share=64)
 
 
@@ -116,11 +118,12 @@ def _varied_owned(base: Schedule) -> Iterator[Schedule]:
     """Of code for owned rows: accumulators stay in registers, so lanes and groups decide how many a thread has."""
     wide = base.n > 1
     ways = ((2, 1, 1), (2, 2, 1), (2, 3, 1), (1, 1, 1), (1, 2, 1), (4, 3, 1), (4, 2, 2), (2, 4, 1))
-    for lanes, groups, warps in ways:
-        if wide:
-            yield replace(base, n=max(1, base.n * lanes // 2), groups=groups, warps=warps)
-        else:
-            yield replace(base, m=max(1, base.m * lanes // 2), groups=groups, warps=warps)
+    for place, (lanes, groups, warps) in enumerate(ways):
+        axis = "n" if wide else "m"
+        one = replace(base, **{axis: max(1, getattr(base, axis) * lanes // 2)}, groups=groups, warps=warps)
+        yield one
+        if place < 4:
+            yield replace(one, early=True)
 
 
 def _varied_tiles(form: Form, base: Schedule) -> Iterator[Schedule]:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
+from insum_nn.compiler.kernel_early import Terms
 from insum_nn.compiler.kernel_points import ENTRY, OWNER, Read
 from insum_nn.compiler.kernel_text import KernelText, Scope, Value, spread
 
@@ -12,6 +13,8 @@ __all__ = ["KernelLoops"]
 
 class KernelLoops(KernelText):
     """Opens the loops of a kernel and defines every index inside them."""
+
+    terms: Terms | None = None
 
     def programs(self, tiles: Sequence[tuple[str, int]], pid: str) -> None:
         """Define what a program's number says: tile positions, single indices, the split."""
@@ -133,7 +136,7 @@ class KernelLoops(KernelText):
         if form.permuted:
             inside = f"{value.text} < {spread(self.indices['@end'], value.axes)}"
             mask = f", mask={inside}, other=0" if value.axes else ""
-            value = self.define(
+            value = self.order = self.define(
                 "t", f"tl.load({self.parameters('order')} + {value.text}{mask})", value.axes, value.depth
             )
         rest = value
@@ -213,6 +216,7 @@ class KernelLoops(KernelText):
         depth = len(self.scopes)
         lanes = "k" in self.axes and self.axes["k"].first == ENTRY
         if not low.axes:
+            self.terms = Terms(depth, name, low.text, high.text, block)
             self.scopes.append(Scope(f"for {name} in {self.steps_of_terms(low.text, high.text, block)}:"))
             if lanes:
                 self.lane_indices("k", name, depth)
@@ -221,6 +225,7 @@ class KernelLoops(KernelText):
             return
         # Several rows at a time: as many steps as the longest of them takes.
         longest = self.define("most", f"tl.max({high.text} - {low.text}, 0)", "", 0)
+        self.terms = Terms(depth, name, "0", longest.text, block)
         self.scopes.append(Scope(f"for {name} in {self.steps_of_terms('0', longest.text, block)}:"))
         if lanes:
             each = self.axes["k"]

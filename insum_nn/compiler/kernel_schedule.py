@@ -65,6 +65,7 @@ class Schedule:
         share: most terms of an owned row that one program walks; longer rows are divided. Of a segment: its terms.
         segment: programs take equal shares of the terms, in the order of their rows, instead of rows; m counts shares.
         turns: neighbouring tiles that one program computes, one after the other.
+        early: the loop over an owner's terms reads index tensors a step before their terms, and their order two.
         warps: warps a program.
         stages: depth of the software pipeline. Without a dot it is 3 at least, or there is none: the loop over an
             owner's terms then reads ahead.
@@ -86,6 +87,7 @@ class Schedule:
     serial: bool = False
     segment: bool = False
     turns: int = 1
+    early: bool = False
 
     def __str__(self) -> str:
         tile = f"tile {self.m} x {self.n}, {self.k} at a time"
@@ -101,6 +103,8 @@ class Schedule:
             rest += f", sum over {self.splits} programs"
         if self.segment:
             rest += f", equal shares of {self.share} terms"
+        if self.early:
+            rest += ", indices read early"
         return f"{tile} {how}; {rest}"
 
     def to_json(self) -> dict[str, Any]:
@@ -244,42 +248,44 @@ def default_schedule(form: Form) -> Schedule:
     if not columns:
         # Long sums along lanes, a few rows at a time.
         k = min(power(length), 128 if summed else 1)
-        m = 1 if not rows else max(1, min(2048 // k, 64, power(form.size(rows[-1]))))
-        return Schedule(
-            m=m, k=k, warps=1 if m * k <= 2048 else 4, splits=_splits(form, m, 1), share=_share_of_rows(form)
-        )
+        if few := _few(form, k):
+            k = max(k, _wide(form, 16))
+        m = 1 if not rows else max(1, min((512 if few else 2048) // k, 64, power(form.size(rows[-1]))))
+        share = _share_of_rows(form, k, few=few)
+        return Schedule(m=m, k=k, warps=1 if m * k <= 2048 else 4, splits=_splits(form, m, 1), share=share)
     if form.owner is None and not summed and rows and _crossed(form, rows[-1]):
         # Read along one axis and written along the other: a square tile has whole lines of memory in either.
         return Schedule(m=min(power(form.size(rows[-1])), 64), n=min(power(width), 64), warps=4)
     n = min(power(width), 128)
     k = min(power(length), 8 if n >= 64 else 16 if n >= 16 else 32)
-    size = _size_of_rows(form, n * k)
-    if size < 1024 and form.owner is not None:
-        k = max(k, min(16, 32 // n))
-    m = 1 if not rows else max(1, min(power(form.size(rows[-1])), size // (n * k)))
+    if few := _few(form, n * k):
+        k = max(k, _wide(form, 16 if n <= 32 else 8))
+    m = 1 if not rows else max(1, min(power(form.size(rows[-1])), 1024 // (n * k)))
     warps = 1 if m * n * k <= 2048 else 4
-    return Schedule(m=m, n=n, k=k, warps=warps, splits=_splits(form, m, n), share=_share_of_rows(form))
+    share = _share_of_rows(form, k, few=few)
+    return Schedule(m=m, n=n, k=k, warps=warps, splits=_splits(form, m, n), share=share)
 
 
-# One-warp programs that a large GPU works on side by side, more or less.
-_SIDE_BY_SIDE = 2048
+# Values of all rows, a step of each, up to which a large GPU is not busy enough to hide what a step waits for.
+_FEW = 1 << 23
 
 
-def _size_of_rows(form: Form, cells: int) -> int:
-    """Values for a program that walks rows of so many cells each: fewer where the device is not full.
-
-    There nothing but other programs hides that each step of a row waits for the last one's reads.
-    """
-    if form.owner is None or form.rows * cells >= 1024 * _SIDE_BY_SIDE:
-        return 1024
-    return max(128, power(form.rows * cells // _SIDE_BY_SIDE))
+def _few(form: Form, cells: int) -> bool:
+    """Whether rows of terms, a step of which takes so many cells, leave a large GPU waiting for the longest of them."""
+    return form.owner is not None and form.rows * cells < _FEW
 
 
-def _share_of_rows(form: Form) -> int:
+def _wide(form: Form, most: int) -> int:
+    """Terms of a row at a time where there are few rows: rows four times as long as the mean take one step."""
+    return min(most, 4 * power(form.size(ENTRY)))
+
+
+def _share_of_rows(form: Form, k: int, *, few: bool) -> int:
     """Most terms of a row for one program: rows far longer than the others are divided, lest all wait for them."""
     if form.owner is None:
         return 512
-    return max(64, min(512, 8 * power(form.size(ENTRY))))
+    # What divided rows leave is added up by a kernel more, for which a small sum waits as long as for eight steps.
+    return 8 * k if few else max(64, min(512, 8 * power(form.size(ENTRY))))
 
 
 def _crossed(form: Form, row: str) -> bool:
@@ -347,7 +353,7 @@ def _default_beside(form: Form) -> Schedule:
     held = len(cells) * form.bound.dtype.itemsize // 4
     n = max(2, min(64 if 2 * held <= _HELD else 32, power(columns)))
     n = max(n, power(-(-columns // tiles_at_most(form))))
-    return Schedule(n=n, share=256, warps=max(1, min(8, n // 64)), stages=1)
+    return Schedule(n=n, share=256, warps=max(1, min(8, n // 64)), stages=1, early=True)
 
 
 def tiles_at_most(form: Form) -> int:

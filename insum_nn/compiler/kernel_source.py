@@ -9,6 +9,7 @@ import torch
 
 from insum_nn.compiler.kernel_alike import merge_alike
 from insum_nn.compiler.kernel_beside import KernelBeside, by_target
+from insum_nn.compiler.kernel_early import read_early
 from insum_nn.compiler.kernel_epilogue import activated, finishes
 from insum_nn.compiler.kernel_form import Form
 from insum_nn.compiler.kernel_points import OWNER, Point, Read, Sub
@@ -61,6 +62,8 @@ class _Writer(KernelTail, KernelSegments, KernelBeside):
             if axis in self.axes and self.axes[axis].first not in tiled:
                 self.lane_indices(axis, "0", 0)
         results = self.emit(points)
+        if self.schedule.early and self.terms is not None:
+            read_early(self.scopes, self.terms, self.order, self.entries, self.fresh)
         if self.form.tail is None:
             tail = [line for name, order, target in results.values() for line in self.store(name, order, target)]
         else:

@@ -118,6 +118,9 @@ class KernelText:
         self.indices: dict[str, Value] = {}
         self.masks: dict[str, Value] = {}
         self.loaded: dict[str, Value] = {}
+        # What is read of index tensors, and of the order of terms.
+        self.entries: list[Value] = []
+        self.order: Value | None = None
         self.lanes: dict[str, str] = {}
         # The number of a program's tile along an axis.
         self.tile_of: dict[str, str] = {"m": "0", "n": "0"}
@@ -179,6 +182,8 @@ class KernelText:
         if integer:
             text += f".to({'tl.int64' if wide else self.int})"
         value = self.define("j" if integer else "v", text, axes, depth)
+        if integer:
+            self.entries.append(value)
         self.loaded[key] = value
         return value
 

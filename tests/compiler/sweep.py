@@ -52,12 +52,15 @@ ELEMENTS = (
     Schedule(m=2, n=8, k=2, share=1, warps=2),
     Schedule(n=8, groups=3),
     Schedule(m=2, n=8, k=4, stages=3),
+    Schedule(n=32, early=True),
+    Schedule(m=2, n=8, k=4, share=2, early=True),
 )
 SEGMENTS = (
     Schedule(n=32, share=5, segment=True),
     Schedule(n=4, k=8, share=11, segment=True, warps=2, stages=3),
     Schedule(m=4, n=16, k=2, share=7, segment=True),
     Schedule(m=16, n=4, k=4, share=4, segment=True),
+    Schedule(n=16, k=2, share=7, segment=True, early=True),
 )
 DOTS = (
     Schedule(16, 16, 16, True),
@@ -75,7 +78,18 @@ KINDS = frozenset(
     (
         *("direct", "place", "own", "segment", "atomic", "permuted", "divided", "splits", "groups", "start"),
         *("dot", "dot transposed", "steps", "static tables", "strided", "extents as parameters", "indices of 64 bits"),
-        *("indices of 32 bits", "reading ahead", "float64", "float32", "float16", "bfloat16", "tf32", "tf32x3", "ieee"),
+        *(
+            "indices of 32 bits",
+            "reading ahead",
+            "indices early",
+            "float64",
+            "float32",
+            "float16",
+            "bfloat16",
+            "tf32",
+            "tf32x3",
+            "ieee",
+        ),
     )
 )
 
@@ -164,7 +178,7 @@ def settings() -> Iterator[Setting]:
             yield Setting(name, schedule)
     for name in OWNERS:
         dot = CASES[name].dot
-        for schedule in (DOTS[3],) if dot else (ELEMENTS[0], ELEMENTS[4], SEGMENTS[1], SEGMENTS[2]):
+        for schedule in (DOTS[3],) if dot else (ELEMENTS[0], ELEMENTS[4], *ELEMENTS[-2:], *SEGMENTS[1:3], SEGMENTS[-1]):
             yield Setting(name, schedule, shuffled=True)
         yield Setting(name, DOTS[0] if dot else ELEMENTS[0], shuffled=True, own=False)
 
@@ -187,6 +201,7 @@ def kinds_of(setting: Setting, form: Form, schedule: Schedule, arguments: Sequen
         "strided": setting.strided,
         "extents as parameters": "extent" in arguments,
         "reading ahead": form.owner is not None and not dot and schedule.stages > 2,
+        "indices early": form.owner is not None and not dot and schedule.early,
         "indices of 32 bits": setting.small,
         "indices of 64 bits": not setting.small,
         str(setting.dtype).removeprefix("torch."): True,
