@@ -260,7 +260,9 @@ def default_schedule(form: Form) -> Schedule:
     k = min(power(length), 8 if n >= 64 else 16 if n >= 16 else 32)
     if few := _few(form, n * k):
         k = max(k, _wide(form, 16 if n <= 32 else 8))
-    m = 1 if not rows else max(1, min(power(form.size(rows[-1])), 1024 // (n * k)))
+    # A tile waits for the longest of its rows.
+    size = 512 if few and n < 16 else 1024
+    m = 1 if not rows else max(1, min(power(form.size(rows[-1])), size // (n * k)))
     warps = 1 if m * n * k <= 2048 else 4
     share = _share_of_rows(form, k, few=few)
     return Schedule(m=m, n=n, k=k, warps=warps, splits=_splits(form, m, n), share=share)

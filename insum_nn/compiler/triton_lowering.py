@@ -199,6 +199,12 @@ class Kernel:
             output = form.bound.epilogue.activated(output)
         return output if output.dtype == self.dtype else output.to(self.dtype)
 
+    def further_launches(self, owners: Owners | None) -> int:
+        """What a call launches beside the kernel: sums of divided rows and of the parts of one sum, and their dtype."""
+        divided = owners is not None and owners.slots > 0
+        split = self.source.schedule.splits > 1
+        return divided + split + (split and self.source.accumulator != self.dtype)
+
     def beside(self, tensors: Sequence[Tensor], owners: Owners | None) -> list[Tensor]:
         """Memory for further outputs: empty where every cell is written, once."""
         whole = owners is not None and owners.whole

@@ -47,6 +47,9 @@ _LONGEST = 15.0
 WAIT = 30.0
 # Fewest multiplications for which a search pays.
 _WORTH = 2**24
+# Microseconds of the host that a launch beside the kernel's costs. Device times do not show them, and a call of the
+# size that is searched may wait for them.
+_LAUNCH = 8.0
 # Measurements that are remembered beside the fastest, to show them.
 _SHOWN = 6
 # Of those, the ones that are measured again for half or twice as many rows: so many, and no slower than this.
@@ -57,7 +60,7 @@ _OTHERS = 8
 
 @dataclass(frozen=True, slots=True)
 class Measurement:
-    """What a schedule took, in microseconds; infinite where it did not run."""
+    """What a schedule took, in microseconds of the device and of further launches; infinite where it did not run."""
 
     schedule: Schedule
     microseconds: float
@@ -295,7 +298,7 @@ class _Trial:
         raise error
 
     def time(self, repeat: int) -> float:
-        """Microseconds of one run; infinite if the device has no room for the schedule."""
+        """Microseconds of one run, with further launches; infinite if the device has no room for the schedule."""
         try:
             self.run()
         except torch.OutOfMemoryError:
@@ -303,7 +306,7 @@ class _Trial:
         except Exception as error:
             self.refused(error)
             return math.inf
-        return device_time(self.run, repeat)
+        return device_time(self.run, repeat) + _LAUNCH * self.kernel.further_launches(self.owners)
 
     def run(self) -> Tensor:
         if self.beside is None:

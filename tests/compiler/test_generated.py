@@ -20,14 +20,14 @@ from torch import Tensor
 
 import insum_nn
 from insum_nn import IndexFacts, Options
-from insum_nn.compiler import triton_lowering
+from insum_nn.compiler import triton_lowering, tuning
 from insum_nn.compiler.kernel_candidates import candidates
 from insum_nn.compiler.kernel_schedule import Schedule, default_schedule
 from insum_nn.compiler.parser import parse
 from insum_nn.errors import InsumFormatError
 from insum_nn.testing.random_programs import RandomProgram, random_program
 from insum_nn.testing.tolerances import assert_matches
-from tests.compiler.generated_cases import CASES, Case, kernel_of, take
+from tests.compiler.generated_cases import CASES, Case, form_of, kernel_of, take
 from tests.compiler.interpreted import interpreter
 from tests.compiler.test_property import assert_close_to_reference, gradients, run
 
@@ -192,6 +192,29 @@ def test_every_candidate_of_the_search_computes_the_same(name: str):
     for schedule in tried:
         _, _, got = kernel_of(case, tensors, schedule)
         assert_case(case, tensors, got)
+
+
+@pytest.mark.parametrize(("dtype", "launches"), [(torch.float32, 1), (torch.float16, 2)])
+def test_a_search_counts_what_a_call_launches_beside(
+    monkeypatch: pytest.MonkeyPatch, dtype: torch.dtype, launches: int
+):
+    case, drawn_tensors = drawn("convolution's weight gradient")
+    tensors = rounded(drawn_tensors, dtype)
+    form, ordered, extents = form_of(case, tensors)
+    monkeypatch.setattr(tuning, "device_time", lambda run, repeat: 5.0)
+    whole, divided = (
+        tuning._Trial(form, Schedule(16, 32, 16, True, splits=splits), ordered, extents, None, "ieee").time(1)
+        for splits in (1, 3)
+    )
+    assert (whole, divided) == (5.0, 5.0 + 8.0 * launches)
+
+
+def test_the_sum_of_divided_rows_is_a_launch_more():
+    case, tensors = drawn("spmm")
+    form, ordered, extents = form_of(case, tensors)
+    for share, launches in ((512, 0), (1, 1)):
+        trial = tuning._Trial(form, Schedule(n=32, share=share), ordered, extents, None, "ieee")
+        assert trial.kernel.further_launches(trial.owners) == launches
 
 
 def test_a_tile_without_neighbours_is_skipped():
