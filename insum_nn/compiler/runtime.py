@@ -140,7 +140,7 @@ def _sampled(structure: _Structure, left: Tensor, right: Tensor) -> Tensor:
     count, cells = structure.col.numel(), left.shape[0] * right.shape[0]
     if count > cells:
         # torch's sampled product takes no more entries than cells; then the whole product is the smaller work anyway.
-        rows = torch.repeat_interleave(structure.crow.diff())
+        rows = torch.repeat_interleave(structure.crow.diff().long())
         return torch.mm(left, right.t()).reshape(-1)[rows * right.shape[0] + structure.col]
     _silence_beta_warning()
     zeros = left.new_zeros(structure.col.numel())
@@ -245,5 +245,8 @@ def _build(
         rows, order = rows.sort(stable=True)
         cols = cols[order]
         select = order if select is None else select[order]
-    crow = torch._convert_indices_from_coo_to_csr(rows.contiguous(), num_rows)
-    return _Structure(crow, cols.to(torch.int64).contiguous(), select, absent)
+    # Libraries multiply by 32-bit indices; of others they make such at every call.
+    largest = max(num_rows, rows.numel(), int(cols.max()) if cols.numel() else 0)
+    small = largest < 2**31
+    crow = torch._convert_indices_from_coo_to_csr(rows.contiguous(), num_rows, out_int32=small)
+    return _Structure(crow, cols.to(torch.int32 if small else torch.int64).contiguous(), select, absent)
