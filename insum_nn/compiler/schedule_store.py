@@ -164,7 +164,7 @@ _LARGE = 10
 
 def alike(key: Key) -> list[Entry]:
     """What was measured in full for other sizes, all else alike; the nearest first."""
-    wanted, bucket, static = _apart(key)
+    wanted, bucket, static = _apart(_plain(key))
     found: list[tuple[int, bool, Entry]] = []
     for entry in _all():
         other, sizes, known = _apart(entry.key)
@@ -176,7 +176,7 @@ def alike(key: Key) -> list[Entry]:
 
 def near(key: Key) -> Entry | None:
     """Of those, the nearest if it has half or twice as many rows, and is no different else."""
-    _, bucket, static = _apart(key)
+    _, bucket, static = _apart(_plain(key))
     for entry in alike(key):
         _, other, known = _apart(entry.key)
         apart = [(a, b) for a, b in zip(bucket, other, strict=True) if a != b]
@@ -185,9 +185,14 @@ def near(key: Key) -> Entry | None:
     return None
 
 
+def _plain(key: Key) -> Key:
+    """A key as it is read from a file."""
+    return json.loads(json.dumps(dict(key)))
+
+
 def _apart(key: Key) -> tuple[dict[str, Any], list[int], object]:
     """A key without its sizes, and these: by magnitude, and those that are known when a kernel is written."""
-    rest = json.loads(json.dumps(dict(key)))
+    rest = dict(key)
     bucket, static = rest.pop("bucket", None), rest.pop("static", None)
     whole = isinstance(bucket, list) and all(type(each) is int for each in bucket)
     return rest, bucket if whole else [], static

@@ -259,7 +259,7 @@ _SETTLE = 3.0
 def settle(seconds: float = _SETTLE) -> bool:
     """Wait until nothing is compiled beside, so that what is measured next is measured alone; whether that is so."""
     _behind.difference_update([each for each in _behind if each.done()])
-    return not wait(_behind, seconds).not_done
+    return not wait(list(_behind), seconds).not_done
 
 
 class _Trial:

@@ -13,7 +13,7 @@ import pytest
 import torch
 
 import insum_nn
-from insum_nn import IndexFacts, Options
+from insum_nn import Options
 from insum_nn.compiler import choice, patience, schedule_store, tuning
 from insum_nn.compiler.bind import Extents, bind
 from insum_nn.compiler.choice import Offer, choose_path
@@ -22,6 +22,7 @@ from insum_nn.compiler.kernel_form import Form, make_form
 from insum_nn.compiler.kernel_schedule import Schedule, default_schedule
 from insum_nn.compiler.parser import parse
 from insum_nn.compiler.tuning import Measurement, choose_schedule
+from tests.compiler.test_schedule_store import FACTS, TENSORS, TEXT
 
 KEY = {"kind": "path", "statement": "imagined", "static": (("c", 4),), "bucket": [14, 5]}
 PATHS: dict[str, Any] = {
@@ -200,14 +201,6 @@ def test_an_entry_without_sense_is_named(monkeypatch: pytest.MonkeyPatch, value:
 
 # Schedules.
 
-TEXT = "C[Row[p],n] += Val[p] * B[Col[p],n]"
-FACTS = {"Row": IndexFacts(sorted=True, masked=False, proven=True), "Col": IndexFacts(masked=False, proven=True)}
-TENSORS = {
-    "Row": torch.tensor([0, 0, 2]),
-    "Col": torch.tensor([1, 2, 0]),
-    "Val": torch.ones(3),
-    "B": torch.ones(4, 8),
-}
 # By microseconds: the last is too far behind to be tried elsewhere.
 TIMES = {Schedule(n=8, k=4, warps=2): 10.0, Schedule(n=8, k=2): 12.0, Schedule(n=8): 20.0}
 
