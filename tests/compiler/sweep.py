@@ -52,15 +52,18 @@ ELEMENTS = (
     Schedule(m=2, n=8, k=2, share=1, warps=2),
     Schedule(n=8, groups=3),
     Schedule(m=2, n=8, k=4, stages=3),
+)
+# Of terms with owners: index tensors are read before their terms.
+EARLY = (
     Schedule(n=32, early=True),
     Schedule(m=2, n=8, k=4, share=2, early=True),
+    Schedule(n=16, k=2, share=7, segment=True, early=True),
 )
 SEGMENTS = (
     Schedule(n=32, share=5, segment=True),
     Schedule(n=4, k=8, share=11, segment=True, warps=2, stages=3),
     Schedule(m=4, n=16, k=2, share=7, segment=True),
     Schedule(m=16, n=4, k=4, share=4, segment=True),
-    Schedule(n=16, k=2, share=7, segment=True, early=True),
 )
 DOTS = (
     Schedule(16, 16, 16, True),
@@ -178,9 +181,11 @@ def settings() -> Iterator[Setting]:
             yield Setting(name, schedule)
     for name in OWNERS:
         dot = CASES[name].dot
-        for schedule in (DOTS[3],) if dot else (ELEMENTS[0], ELEMENTS[4], *ELEMENTS[-2:], *SEGMENTS[1:3], SEGMENTS[-1]):
+        for schedule in (DOTS[3],) if dot else (ELEMENTS[0], ELEMENTS[4], SEGMENTS[1], SEGMENTS[2], *EARLY):
             yield Setting(name, schedule, shuffled=True)
         yield Setting(name, DOTS[0] if dot else ELEMENTS[0], shuffled=True, own=False)
+        if not dot:
+            yield Setting(name, EARLY[0])
 
 
 def kinds_of(setting: Setting, form: Form, schedule: Schedule, arguments: Sequence[str], divided: bool) -> set[str]:
