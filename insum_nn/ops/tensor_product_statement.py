@@ -334,6 +334,16 @@ class Statement(Reading):
             return len(self.group.paths) * math.prod(self.group.shape("w"))
         return self.tables["CG"].shape[0] * math.prod(self.group.shape(self.role))
 
+    @property
+    def between(self) -> int:
+        """Numbers for each row between two products of library calls: copies of two operands, paths and components."""
+        pair = [x for x in others(self.role) if x != "w"][:2]
+        copies = dict.fromkeys(letter for x in pair for letter in self.group.letters(x))
+        slots = zip(self._slots, self.tables["CG"].shape, strict=True)
+        # A path's coefficients are summed by the first product.
+        cells = math.prod(extent for letter, extent in slots if letter != "q")
+        return cells * math.prod(self.group.extents[letter] for letter in copies)
+
     def out_shape(self, size: int) -> tuple[int, ...]:
         """(rows, components, copies...), or for the weights (rows if not shared, paths, copies...)."""
         group = self.group

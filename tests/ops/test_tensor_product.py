@@ -1,7 +1,8 @@
 from __future__ import annotations
 
 import pickle
-from collections.abc import Callable
+import sys
+from collections.abc import Callable, Sequence
 
 import pytest
 import torch
@@ -17,6 +18,7 @@ from insum_nn.ops.tensor_product import (
     tensor_product,
 )
 from insum_nn.ops.tensor_product_form import form_of
+from insum_nn.ops.tensor_product_plan import Plan
 from insum_nn.ops.tensor_product_right import (
     UnsupportedModeError,
     right_expressions,
@@ -92,6 +94,24 @@ def test_every_mode(mode: str, weighted: bool, muls: tuple[int, int, int], share
         muls = (2, 2, muls[2])
     spec = spec_of(one_mode(mode, weighted, *muls), shared=shared)
     assert_same_derivatives(lambda *t: tensor_product(spec, *t), oracle_of(spec), inputs_of(spec, 5))
+
+
+@pytest.mark.parametrize("shared", [True, False])
+@pytest.mark.parametrize("size", [1, 1000])
+@pytest.mark.parametrize(("mode", "weighted"), WEIGHTED)
+def test_a_few_samples_at_a_time(mode: str, weighted: bool, size: int, shared: bool, monkeypatch: pytest.MonkeyPatch):
+    spec = spec_of(one_mode(mode, weighted, 4, 3, 5), shared=shared)
+    rows: list[int] = []
+    call = Plan.__call__
+
+    def counted(plan: Plan, given: Sequence[Tensor], edges: Sequence[Tensor | None], size: int) -> Tensor:
+        rows.append(size)
+        return call(plan, given, edges, size)
+
+    monkeypatch.setattr(Plan, "__call__", counted)
+    monkeypatch.setattr(sys.modules[tensor_product.__module__], "_AT_ONCE", size)
+    assert_same_derivatives(lambda *t: tensor_product(spec, *t), oracle_of(spec), inputs_of(spec, 7))
+    assert set(rows) == {1} if size == 1 else max(rows) <= 7
 
 
 @pytest.mark.parametrize("shared", [True, False])
