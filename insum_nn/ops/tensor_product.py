@@ -134,7 +134,9 @@ def _run(
     device, dtype = given[0].device, given[0].dtype
     rows = _rows(role, given, senders, num_x, num_z)
     split = _splits(device)
-    staged = role == "y" and not split
+    # On a CPU the first step is worth it for samples, whose second operand has one copy of each entry, as harmonics do.
+    single = senders is None and all(entry.mul == 1 for entry in form.spec.in2)
+    staged = role == "y" and (not split or single)
     if not split:
         direct = direct_of(form, role, device, dtype)
         if direct is not None and rows * direct.part_width <= _MOST_BETWEEN:

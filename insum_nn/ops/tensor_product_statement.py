@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import math
 from abc import ABC, abstractmethod
 from collections.abc import Mapping, Sequence
@@ -336,13 +337,17 @@ class Statement(Reading):
 
     @property
     def between(self) -> int:
-        """Numbers for each row between two products of library calls: copies of two operands, paths and components."""
-        pair = [x for x in others(self.role) if x != "w"][:2]
-        copies = dict.fromkeys(letter for x in pair for letter in self.group.letters(x))
+        """Numbers for each row between two products of library calls: paths, components, and the fewest copies."""
+        group, out = self.group, set(self.group.letters(self.role))
+        given = [set(group.letters(x)) for x in others(self.role) if x != "w" or group.weighted]
+        # Two operands meet first; what neither the third nor the result has is summed.
+        least = min(
+            math.prod(group.extents[x] for x in (a | b) & out.union(*(c for c in given if c is not a and c is not b)))
+            for a, b in itertools.combinations(given, 2)
+        )
         slots = zip(self._slots, self.tables["CG"].shape, strict=True)
         # A path's coefficients are summed by the first product.
-        cells = math.prod(extent for letter, extent in slots if letter != "q")
-        return cells * math.prod(self.group.extents[letter] for letter in copies)
+        return least * math.prod(extent for letter, extent in slots if letter != "q")
 
     def out_shape(self, size: int) -> tuple[int, ...]:
         """(rows, components, copies...), or for the weights (rows if not shared, paths, copies...)."""
