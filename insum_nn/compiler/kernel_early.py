@@ -63,7 +63,7 @@ def read_early(
     if first:
         slices.copy(first, low, {}, ahead, known)
         following = slices.copy(first, f"{low} + {block}", {}, ahead)
-    slices.copy(later, low, {name: name for name in known}, ahead, [v.text for v in later])
+    slices.copy(later, low, dict(zip(known, known, strict=True)), ahead, [v.text for v in later])
     early: list[str] = []
     second = slices.copy(first, f"{name} + {2 * block}", {}, early)
     coming = slices.copy(later, f"{name} + {block}", following, early)

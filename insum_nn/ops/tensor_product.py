@@ -135,8 +135,7 @@ def _run(
     rows = _rows(role, given, senders, num_x, num_z)
     split = _splits(device)
     # On a CPU the first step is worth it for samples, whose second operand has one copy of each entry, as harmonics do.
-    single = senders is None and all(entry.mul == 1 for entry in form.spec.in2)
-    staged = role == "y" and (not split or single)
+    staged = role == "y" and (not split or (senders is None and all(entry.mul == 1 for entry in form.spec.in2)))
     if not split:
         direct = direct_of(form, role, device, dtype)
         if direct is not None and rows * direct.part_width <= _MOST_BETWEEN:
@@ -167,12 +166,7 @@ def _in_parts(plan: Plan, given: tuple[Tensor, Tensor, Tensor], rows: int) -> Te
         own = min(size, rows - start)
         some = tuple(t if x == "w" and shared else t.narrow(0, start, own) for x, t in zip(names, given, strict=True))
         parts.append(plan(some, (None, None), own))
-    if plan.role != "w" or not shared:
-        return torch.cat(parts)
-    total, *rest = parts
-    for part in rest:
-        total = total + part
-    return total
+    return sum(parts[1:], parts[0]) if plan.role == "w" and shared else torch.cat(parts)
 
 
 def _rows(role: str, given: tuple[Tensor, ...], senders: Tensor | None, num_x: int, num_z: int) -> int:

@@ -91,8 +91,7 @@ class Plan:
         self.steps = [self._step(s, None if s.feed is None else feeds.index(s.feed)) for s in self.statements]
         self.views = list(self._views)
         self.feed_width = sum(feed.width for feed in feeds)
-        self.row_bytes = dtype.itemsize * max((s.between for s in self.statements), default=self.feed_width)
-        self.row_bytes = max(self.row_bytes, dtype.itemsize * self.feed_width)
+        self.row_bytes = dtype.itemsize * max([self.feed_width, *(s.between for s in self.statements)])
         if role == "w":
             self._pieces = form.weight_pieces(self.statements)
         else:
