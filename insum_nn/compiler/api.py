@@ -15,6 +15,7 @@ from insum_nn.compiler.explain import Explanation
 from insum_nn.compiler.given import Given
 from insum_nn.compiler.joint import Joint
 from insum_nn.compiler.options import DEFAULT, Options
+from insum_nn.compiler.owners import keep_words
 from insum_nn.compiler.program import Program, ProgramSum, Shape
 from insum_nn.compiler.traced import call_traced
 from insum_nn.compiler.triton_lowering import available as generates_kernels
@@ -30,6 +31,7 @@ __all__ = [
     "compile",
     "generates_kernels",
     "insum",
+    "keep_words",
     "to_autocast",
     "transformed",
     "under_autocast",

@@ -8,7 +8,22 @@ from insum_nn.compiler.kernel_early import Terms
 from insum_nn.compiler.kernel_points import ENTRY, OWNER, Read
 from insum_nn.compiler.kernel_text import KernelText, Scope, Value, spread
 
-__all__ = ["KernelLoops"]
+__all__ = ["STEPS", "WORD_BITS", "KernelLoops"]
+
+# Rows of an index tensor to a word of 32 bits whose sign is not used.
+WORD_BITS = 31
+# What is said of words: the bits that are in one of two, and how many there are.
+STEPS = """@triton.jit
+def either(one, other):
+    return one | other
+
+
+@triton.jit
+def bits_of(word):
+    pairs = word - ((word >> 1) & 0x55555555)
+    fours = (pairs & 0x33333333) + ((pairs >> 2) & 0x33333333)
+    return (((fours + (fours >> 4)) & 0x0F0F0F0F) * 0x01010101) >> 24
+"""
 
 
 class KernelLoops(KernelText):
@@ -280,18 +295,29 @@ class KernelLoops(KernelText):
         return known // each.block if known is not None and known % each.block == 0 else 1
 
     def open_steps(self, index: str, gaps: Read, depth: int, pieces: int) -> None:
-        """A loop over the steps for which some row of the tile has an entry; the others add nothing."""
+        """A loop over the steps for which some row of the tile has an entry; the others add nothing.
+
+        A word for each row has a bit for each of its entries; a step takes the lowest bit that is left of all words.
+        """
+        words, row, known = self.parameters("words", gaps.name), self.indices[self.axes["m"].first], self.literal(index)
+        place, before = f"{words} + {row.text}", ""
+        if known is None or known > WORD_BITS:
+            word = self.fresh("l")
+            self.scopes.append(Scope(f"for {word} in range(tl.cdiv({self.extent(index)}, {WORD_BITS})):"))
+            depth += 1
+            place += f" + {word} * {self.parameters('dim', gaps.name, 1)}"
+            before = f" + {word} * {WORD_BITS}"
+        mask = f", mask={self.masks['m'].text}, other=0" if "m" in self.masks else ""
+        left = self.define("left", f"tl.reduce(tl.load({place}{mask}), 0, either)", "", depth - 1).text
         name = self.fresh("l")
-        steps = self.parameters("steps", gaps.name)
-        width = f"({self.extent(index)} + 1)"
-        place = self.define("t", f"{steps} + {self.tile_of['m']} * {width}", "", 0).text
-        count = self.define("c", f"tl.load({place})", "", 0).text
-        if pieces == 1:
-            self.scopes.append(Scope(f"for {name} in range({count}):"))
-            at = name
-        else:
-            self.scopes.append(Scope(f"for {name} in range({count} * {pieces}):"))
-            at = f"{name} // {pieces}"
-        self.indices[index] = self.define("i", f"tl.load({place} + 1 + {at}).to({self.int})", "", depth)
+        count = f"bits_of({left})" if pieces == 1 else f"bits_of({left}) * {pieces}"
+        self.scopes.append(Scope(f"for {name} in range({count}):"))
+        lowest = self.define("low", f"{left} & -{left}", "", depth).text
+        # A power of two is, as a number of 32 bits, its exponent and zeros.
+        number = f"({lowest}.to(tl.float32).to(tl.int32, bitcast=True) >> 23) - 127{before}"
+        self.indices[index] = self.define("i", f"({number}).to({self.int})", "", depth)
+        rest = f"{left} - {lowest}"
         if pieces > 1:
             self.lane_indices("k", f"{name} % {pieces} * {self.axes['k'].block}", depth)
+            rest = f"tl.where({name} % {pieces} == {pieces - 1}, {rest}, {left})"
+        self.scopes[-1].tail.append(f"{left} = {rest}")

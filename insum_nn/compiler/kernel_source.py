@@ -12,6 +12,7 @@ from insum_nn.compiler.kernel_beside import KernelBeside, by_target
 from insum_nn.compiler.kernel_early import read_early
 from insum_nn.compiler.kernel_epilogue import activated, finishes
 from insum_nn.compiler.kernel_form import Form
+from insum_nn.compiler.kernel_loops import STEPS
 from insum_nn.compiler.kernel_points import OWNER, Point, Read, Sub
 from insum_nn.compiler.kernel_schedule import Layout, Precision, Schedule, place_indices, segmented
 from insum_nn.compiler.kernel_segment import SCAN, KernelSegments
@@ -35,7 +36,6 @@ class Source:
     Attributes:
         grid: (index or "", values per program) for each factor of the number of programs, the fastest first.
         finished: it stores the output itself; else sums, to which the start and the epilogue are yet to come.
-        tile: rows of a tile.
     """
 
     text: str
@@ -44,7 +44,6 @@ class Source:
     schedule: Schedule
     accumulator: torch.dtype
     finished: bool
-    tile: int = 1
 
 
 class _Writer(KernelTail, KernelSegments, KernelBeside):
@@ -424,14 +423,14 @@ def write_kernel(form: Form, schedule: Schedule, strides: Strides, precision: Pr
     text = "\n".join(
         ["import triton", "import triton.language as tl", "", ""]
         + ([SCAN, ""] if segmented(form, schedule) else [])
+        + ([STEPS, ""] if any(argument.kind == "words" for argument in arguments) else [])
         + ["@triton.jit", f"def kernel({names}):"]
         + [f"    {line}" for line in body]
     )
     grid = (*((("@part", len(parts)),) if len(parts) > 1 else ()), *tiles)
     accumulator = torch.float64 if form.bound.dtype == torch.float64 else torch.float32
     schedule = replace(schedule, groups=len(parts))
-    tile = layout.m.block if layout.m else 1
-    return Source(text + "\n", arguments, grid, schedule, accumulator, finishes(form, schedule), tile)
+    return Source(text + "\n", arguments, grid, schedule, accumulator, finishes(form, schedule))
 
 
 def steps_of_vectors(form: Form, source: Source, values: Sequence[int | None]) -> tuple[int, ...]:

@@ -19,9 +19,10 @@ from torch import Tensor
 
 from insum_nn.compiler.bind import Extents
 from insum_nn.compiler.kernel_form import Form
+from insum_nn.compiler.kernel_loops import WORD_BITS
 from insum_nn.compiler.kernel_schedule import Schedule, segmented
 
-__all__ = ["Owners", "clear_owners", "known_owners", "owners_for", "owners_of", "steps_of"]
+__all__ = ["Owners", "clear_owners", "keep_words", "known_owners", "owners_for", "owners_of", "words_of"]
 
 # Index tensors whose owners are kept.
 _LIMIT = 256
@@ -77,7 +78,7 @@ def clear_owners() -> None:
     """Forget everything that was built."""
     _known.clear()
     _orders.clear()
-    _steps.clear()
+    _words.clear()
 
 
 def _key(index: Tensor, *rest: int) -> Key:
@@ -218,32 +219,33 @@ def _build_shares(index: Tensor, rows: int, permuted: bool, share: int) -> Owner
     )
 
 
-# For each tile of an index tensor's columns, the rows in which some column has an entry.
-_steps: dict[Key, tuple[weakref.ref[Tensor], Tensor]] = {}
+# For each column of an index tensor, the rows in which it has an entry.
+_words: dict[Key, tuple[weakref.ref[Tensor], Tensor]] = {}
+_bits: dict[torch.device, Tensor] = {}
 
 
-def steps_of(index: Tensor, tile: int) -> Tensor:
-    """Which rows of an index tensor (k, i) have an entry in each tile of its columns; kept like `Owners`.
+def words_of(index: Tensor) -> Tensor:
+    """Which rows of an index tensor (k, i) have an entry in each of its columns; kept like `Owners`.
 
     Returns:
-        (tiles, 1 + k) int32: the number of such rows, then the rows, ascending, then what is not to be read.
+        (ceil(k / 31), i) int32: bit b of word w says whether row 31 w + b has one.
     """
-    key = _key(index, tile)
-    found = _find(_steps, key, index)
+    found = _find(_words, _key(index), index)
     if found is not None:
         return found
     with torch.inference_mode(False), torch.no_grad():
-        rows, columns = index.shape
-        tiles = -(-columns // tile)
-        whole = columns // tile * tile
-        # Entries are numbers from -1 on: the greatest of a tile tells whether there is one.
-        most = index.new_empty(rows, tiles)
-        torch.amax(index[:, :whole].unflatten(1, (-1, tile)), 2, out=most[:, : whole // tile])
-        if whole < columns:
-            torch.amax(index[:, whole:], 1, out=most[:, -1])
-        present = most >= 0
-        numbers = torch.arange(rows, dtype=torch.int32, device=index.device)[:, None]
-        order = torch.where(present, numbers, numbers + rows).t().sort(1).values
-        steps = torch.cat([present.sum(0, dtype=torch.int32)[:, None], order], 1)
-    _keep(_steps, key, index, steps)
-    return steps
+        bits = _bits.get(index.device)
+        if bits is None:
+            bits = _bits[index.device] = (1 << torch.arange(WORD_BITS, dtype=torch.int32, device=index.device))[:, None]
+        parts = [
+            ((rows >= 0) * bits[: rows.shape[0]]).sum(0, dtype=torch.int32, keepdim=True)
+            for rows in (index.split(WORD_BITS) if index.shape[0] > WORD_BITS else (index,))
+        ]
+        words = parts[0] if len(parts) == 1 else torch.cat(parts)
+    _keep(_words, _key(index), index, words)
+    return words
+
+
+def keep_words(index: Tensor, words: Tensor) -> None:
+    """Take what `words_of` would find, where it is known from elsewhere; of at most 31 rows (i,) will do."""
+    _keep(_words, _key(index), index, words if words.ndim == 2 else words[None])

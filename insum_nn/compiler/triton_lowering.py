@@ -32,7 +32,7 @@ from insum_nn.compiler.kernel_schedule import Precision, Schedule
 from insum_nn.compiler.kernel_segment import write_collection
 from insum_nn.compiler.kernel_source import Source, steps_of_vectors, write_kernel
 from insum_nn.compiler.kernel_text import Strides
-from insum_nn.compiler.owners import Owners, steps_of
+from insum_nn.compiler.owners import Owners, words_of
 
 __all__ = ["Kernel", "available", "interpreted", "prepare_kernel", "strides_of", "version"]
 
@@ -134,7 +134,6 @@ class Kernel:
         launch: runs it on a list of arguments; `None`: there is nothing to run.
         empty: it writes every cell of the output.
         simple: the output is what the kernel writes, without anything before or after it.
-        tile: rows of a program's tile.
         dtype: of the output.
         collector: adds up divided rows, where some are.
         further: the memory of further outputs.
@@ -149,7 +148,6 @@ class Kernel:
     launch: _Launch | _Interpret | None
     empty: bool
     simple: bool
-    tile: int
     dtype: torch.dtype
     collector: _Collector | None
     further: tuple[Memory, ...]
@@ -183,8 +181,8 @@ class Kernel:
                 arguments[place] = scratch
             elif kind == "beside":
                 arguments[place] = beside[position]
-            elif kind == "steps":
-                arguments[place] = steps_of(tensors[position], self.tile)
+            elif kind == "words":
+                arguments[place] = words_of(tensors[position])
             else:
                 arguments[place] = getattr(owners, kind)
         if self.launch is not None:
@@ -304,7 +302,6 @@ def prepare_kernel(
         launch,
         empty,
         empty and source.schedule.splits == 1,
-        source.tile,
         form.bound.out_dtype,
         _Collector(form, source, extents, tensors[0].device, strides.wide) if strides.split else None,
         memory_of(form, source.schedule),
@@ -322,7 +319,7 @@ def _types(form: Form, source: Source, tensors: Sequence[Tensor], owners: Owners
             apart = argument.kind == "scratch" or (argument.kind == "out" and not source.finished)
             own = form.bound.dtype if argument.kind == "start" else form.bound.out_dtype
             dtype = source.accumulator if apart else own
-        elif argument.kind == "steps":
+        elif argument.kind == "words":
             dtype = torch.int32
         elif argument.kind in ("begin", "end", "target", "owner", "order"):
             dtype = getattr(owners, argument.kind).dtype

@@ -24,7 +24,7 @@ from typing import Literal, NamedTuple, cast
 import torch
 from torch import Tensor
 
-from insum_nn.compiler.api import Given, Program, compile, generates_kernels
+from insum_nn.compiler.api import Given, Program, compile, generates_kernels, keep_words
 from insum_nn.compiler.options import Options
 from insum_nn.facts import IndexFacts
 from insum_nn.ops.onlookers import exact_dtypes, ordinary
@@ -206,7 +206,10 @@ def _call(kind: Kind, kernel_map: KernelMap, groups: int, options: Options, way:
     if way == "list":
         indices, facts = kernel_map.pair_list, LIST_FACTS
     elif way == "table":
-        indices, facts = (kernel_map.inverse if kind == "In" else kernel_map).table.tensors, TABLE_FACTS
+        table = (kernel_map.inverse if kind == "In" else kernel_map).table
+        indices, facts = table.tensors, TABLE_FACTS
+        if table.words is not None and not torch.compiler.is_compiling():
+            keep_words(table.sorted_neighbours, table.words)
     else:
         indices, facts = kernel_map.tensors, FACTS
     known = tuple((name, facts[name]) for name in indices)

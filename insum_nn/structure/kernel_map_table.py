@@ -47,6 +47,7 @@ class NeighbourTable:
     Attributes:
         order: (m,) int32.
         sorted_neighbours: (o, m) int32, contiguous.
+        words: (m,) int32: the masks in that order, where one word of 31 bits holds them and they are known.
 
     >>> rows = torch.tensor([[-1, 0, -1], [0, 1, 2], [1, -1, -1]], dtype=torch.int32)
     >>> table = order_by_mask(rows)
@@ -56,6 +57,7 @@ class NeighbourTable:
 
     order: Tensor
     sorted_neighbours: Tensor
+    words: Tensor | None = None
 
     @property
     def num_offsets(self) -> int:
@@ -150,12 +152,13 @@ def order_by_mask(neighbours: Tensor, rows: Tensor | None = None) -> NeighbourTa
     """
     # From the least word to the greatest, each keeping the order of those before it where it does not decide.
     words = neighbours.split(MASK_BITS) if neighbours.shape[0] > MASK_BITS else (neighbours,)
-    order = _word(words[0]).sort(stable=True).indices
+    sorted_words, order = _word(words[0]).sort(stable=True)
     for later in words[1:]:
         word = _word(later)
         order = order[word[order].sort(stable=True).indices]
     found = order.int() if rows is None else rows.index_select(0, order)
-    return NeighbourTable(found, neighbours.index_select(1, order))
+    known = sorted_words if sorted_words.dtype == torch.int32 else None
+    return NeighbourTable(found, neighbours.index_select(1, order), known)
 
 
 def _word(neighbours: Tensor) -> Tensor:

@@ -220,7 +220,7 @@ def test_the_sum_of_divided_rows_is_a_launch_more():
 def test_a_tile_without_neighbours_is_skipped():
     case, tensors = drawn("convolution")
     _, kernel, _ = kernel_of(case, tensors, Schedule(16, 16, 16, True))
-    assert [a.name for a in kernel.source.arguments if a.kind == "steps"] == ["NB"]
+    assert [a.name for a in kernel.source.arguments if a.kind == "words"] == ["NB"]
 
 
 @pytest.mark.parametrize("channels", [32, 48, 40])

@@ -12,7 +12,7 @@ from torch import Tensor
 
 import insum_nn
 from insum_nn.compiler import owners
-from insum_nn.compiler.owners import Owners, clear_owners, known_owners, owners_of, steps_of
+from insum_nn.compiler.owners import Owners, clear_owners, keep_words, known_owners, owners_of, words_of
 
 
 @pytest.fixture(autouse=True)
@@ -195,26 +195,33 @@ def test_cleared_with_the_cache():
     assert known_owners(index, 2, False, 512) is None
 
 
-@pytest.mark.parametrize("tile", [1, 2, 4, 16])
 @pytest.mark.parametrize("dtype", [torch.int32, torch.int64], ids=str)
-def test_steps_with_an_entry_by_tile(tile: int, dtype: torch.dtype):
-    for rows, columns in ((1, 1), (3, 7), (5, 16), (2, 33)):
-        index = torch.where(torch.rand(rows, columns) < 0.8, -1, torch.randint(0, 9, (rows, columns))).to(dtype)
-        steps = steps_of(index, tile).tolist()
-        assert len(steps) == math.ceil(columns / tile)
-        for number, (count, *found) in enumerate(steps):
-            piece = index[:, number * tile : (number + 1) * tile]
-            assert found[:count] == [row for row in range(rows) if bool((piece[row] >= 0).any())]
-            assert len(found) == rows
+@pytest.mark.parametrize(("rows", "columns"), [(0, 3), (1, 1), (3, 7), (31, 5), (32, 5), (70, 9), (4, 0)])
+def test_words_of_the_rows_that_have_an_entry(rows: int, columns: int, dtype: torch.dtype):
+    index = torch.where(torch.rand(rows, columns) < 0.5, -1, torch.randint(0, 9, (rows, columns))).to(dtype)
+    words = words_of(index)
+    assert words.dtype == torch.int32
+    assert words.shape == (max(1, math.ceil(rows / 31)), columns)
+    for row in range(rows):
+        assert torch.equal((words[row // 31] >> row % 31 & 1).bool(), index[row] >= 0)
 
 
-def test_steps_are_remembered_until_written_to():
+def test_words_are_remembered_until_the_index_is_written_to():
     index = torch.tensor([[0, -1], [-1, -1]])
-    first = steps_of(index, 2)
-    assert steps_of(index, 2) is first
-    assert steps_of(index, 1) is not first
+    first = words_of(index)
+    assert words_of(index) is first
+    assert first.tolist() == [[1, 0]]
     index[1, 1] = 3
-    assert steps_of(index, 2).tolist() == [[2, 0, 1]]
+    assert words_of(index).tolist() == [[1, 2]]
     del index
     gc.collect()
-    assert not owners._steps
+    assert not owners._words
+
+
+def test_words_that_are_known_are_taken():
+    index = torch.tensor([[0, -1], [-1, -1]])
+    known = torch.tensor([1, 0], dtype=torch.int32)
+    keep_words(index, known)
+    assert words_of(index).data_ptr() == known.data_ptr()
+    index[0, 0] = -1
+    assert words_of(index).tolist() == [[0, 0]]
