@@ -22,6 +22,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 import torch
+import torch._inductor.config
 
 from benchmarks import gate, timing
 from benchmarks.records import LOCK, RECORD, SCHEMA, Machine, Milliseconds, Record, record, version
@@ -321,6 +322,8 @@ def main(arguments: Sequence[str] | None = None, registry: Registry | None = Non
 def _run(
     options: argparse.Namespace, cases: Sequence[Case], modes: Sequence[Mode], device: torch.device, deadline: float
 ) -> int:
+    # The processes of Inductor's pool would take the cores from what is timed.
+    torch._inductor.config.compile_threads = 1
     print(*_compare_peers(), sep="\n", file=sys.stderr)
     machine = Machine.here(device, options.commit)
     print(f"{machine.gpu}, torch {machine.torch}, triton {machine.triton}, commit {machine.commit}, {len(cases)} cases")

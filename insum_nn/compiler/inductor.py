@@ -326,7 +326,10 @@ def _trace(
 def _standalone(traced: fx.GraphModule, fake: list[Any], chosen: dict[str, Any]) -> Any:
     from torch._inductor import config, standalone_compile
 
-    with torch.no_grad(), config.patch(chosen), warnings.catch_warnings():
+    # One or two kernels need no pool of compiling processes: it is a Python for each core, which take the cores from
+    # what runs, and start again after each minute's pause.
+    alone = {"compile_threads": 1}
+    with torch.no_grad(), config.patch({**chosen, **alone}), warnings.catch_warnings():
         # Advice to the author of a model (use TF32) or to Inductor's (a deprecated Triton call); not to our caller.
         warnings.simplefilter("ignore")
         return standalone_compile(traced, fake, dynamic_shapes="from_graph", options={})

@@ -259,12 +259,12 @@ def default_schedule(form: Form) -> Schedule:
     n = min(power(width), 128)
     k = min(power(length), 8 if n >= 64 else 16 if n >= 16 else 32)
     if few := _few(form, n * k):
-        k = max(k, _wide(form, 16 if n <= 32 else 8))
+        k = max(k, min(32, 4 * power(length)) if n < 16 else _wide(form, 16 if n <= 32 else 8))
     # A tile waits for the longest of its rows.
     size = 512 if few and n < 16 else 1024
     m = 1 if not rows else max(1, min(power(form.size(rows[-1])), size // (n * k)))
     warps = 1 if m * n * k <= 2048 else 4
-    share = _share_of_rows(form, k, few=few)
+    share = _share_of_rows(form, min(k, 16), few=few)
     return Schedule(m=m, n=n, k=k, warps=warps, splits=_splits(form, m, n), share=share)
 
 
