@@ -28,7 +28,7 @@ from insum_nn.compiler.kernel_source import Source
 from insum_nn.compiler.kernel_tail import with_tail
 from insum_nn.compiler.options import Options
 from insum_nn.compiler.schedule_store import size_bucket
-from insum_nn.compiler.tuning import WAIT, time_calls, worth_measuring
+from insum_nn.compiler.tuning import WAIT, time_whole, worth_measuring
 from insum_nn.facts import UNKNOWN, StaticTable
 
 __all__ = ["Chained", "generate"]
@@ -177,7 +177,7 @@ class Chained:
         plain = [t.detach() for t in tensors]
         start = None if start is None else start.detach()
         ready = {name: self.candidates[name].prepare(plain, extents, start) for name in names}
-        return {name: time_calls(run, plain, start) for name, run in ready.items()}
+        return {name: time_whole(partial(run, plain, start)) for name, run in ready.items()}
 
     def costs(self, tensors: Sequence[Tensor], extents: Extents) -> dict[str, float]:
         """What each candidate moves, in bytes, with its multiplications weighed as bytes."""

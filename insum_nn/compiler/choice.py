@@ -19,7 +19,7 @@ from insum_nn.compiler import patience
 from insum_nn.compiler import schedule_store as store
 from insum_nn.compiler.plan import Dot, Load, Multiply, Plan, SampledProduct, SparseProduct
 from insum_nn.compiler.progress import Progress
-from insum_nn.compiler.tuning import WAIT, device_time
+from insum_nn.compiler.tuning import WAIT, time_whole
 
 __all__ = [
     "NAMES",
@@ -275,7 +275,7 @@ def _measure(run: Callable[[], object], device: torch.device) -> float:
         _seconds(run, device)
         repeat = max(3, min(20, int(0.2 / max(_seconds(run, device), 1e-6))))
         if device.type == "cuda":
-            return device_time(run, repeat)
+            return time_whole(run, repeat)
         return 1e6 * min(_seconds(run, device) for _ in range(repeat))
 
 

@@ -33,7 +33,6 @@ __all__ = [
     "choose_schedule",
     "device_time",
     "settle",
-    "time_calls",
     "time_whole",
     "worth_measuring",
 ]
@@ -314,14 +313,26 @@ class _Trial:
         return self.kernel(self.tensors, self.start, self.owners, self.beside)
 
 
-def device_time(run: Callable[[], object], repeat: int, *, ahead: float = 200.0) -> float:
+# Microseconds of work in front of what is measured: at least, and at most.
+_LEAST_AHEAD, _MOST_AHEAD = 200.0, 20_000.0
+
+
+def device_time(run: Callable[[], object], repeat: int, *, host: float | None = None) -> float:
     """Microseconds that the device takes for something that ran before: the median.
 
-    Work in front keeps the device busy while the host launches, `ahead` microseconds long, so that the times are the
-    device's.
+    Work in front keeps the device busy until the host has launched all of it; else the times would be the host's.
+
+    Args:
+        run: what is measured.
+        repeat: how often.
+        host: microseconds for which it keeps the host; measured by one run more where it is not given.
     """
+    if host is None:
+        begin = time.perf_counter()
+        run()
+        host = 1e6 * (time.perf_counter() - begin)
     events = [torch.cuda.Event(enable_timing=True) for _ in range(repeat + 1)]
-    torch.cuda._sleep(int(2000 * ahead))
+    torch.cuda._sleep(int(2000 * min(_MOST_AHEAD, max(_LEAST_AHEAD, 1.5 * repeat * host))))
     events[0].record()
     for event in events[1:]:
         run()
@@ -329,17 +340,6 @@ def device_time(run: Callable[[], object], repeat: int, *, ahead: float = 200.0)
     torch.cuda.synchronize()
     times = sorted(a.elapsed_time(b) for a, b in itertools.pairwise(events))
     return 1000.0 * times[len(times) // 2]
-
-
-def time_calls(
-    run: Callable[[Sequence[Tensor], Tensor | None], Tensor], tensors: Sequence[Tensor], start: Tensor | None
-) -> float:
-    """Median microseconds of a program on these tensors; infinite where the device has no room for its kernels."""
-
-    def call() -> Tensor:
-        return run(tensors, start)
-
-    return device_time(call, 20) if _has_room(call) else math.inf
 
 
 def _has_room(run: Callable[[], object]) -> bool:
@@ -351,25 +351,24 @@ def _has_room(run: Callable[[], object]) -> bool:
     return True
 
 
-# Runs of which the median counts, and microseconds of work in front of them at most.
-_RUNS, _AHEAD = 10, 20_000.0
+# Runs of which the median counts.
+_RUNS = 10
 
 
-def time_whole(run: Callable[[], object]) -> float:
+def time_whole(run: Callable[[], object], repeat: int = _RUNS) -> float:
     """Microseconds of something of several kernels: the device's or the host's, whichever takes longer.
 
-    The device's time is taken behind so much work that the host is done before; else it would be the host's too, which
-    varies. Infinite where the device has no room.
+    Both are taken apart, since together they would vary with the host. Infinite where the device has no room.
     """
     if not _has_room(run):
         return math.inf
     torch.cuda.synchronize()
     times: list[float] = []
-    for _ in range(_RUNS):
+    for _ in range(repeat):
         begin = time.perf_counter()
         run()
         times.append(1e6 * (time.perf_counter() - begin))
         torch.cuda.synchronize()
     # The least: what keeps a host from its work is no property of the program.
     host = min(times)
-    return max(host, device_time(run, _RUNS, ahead=min(_AHEAD, 1.5 * _RUNS * host)))
+    return max(host, device_time(run, repeat, host=host))

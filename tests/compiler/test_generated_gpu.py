@@ -430,6 +430,18 @@ def test_measured_schedules_are_kept_on_disk(gpu: torch.device, tmp_path: Path, 
     assert "remembered in" in str(again.explain(tensors=tensors))
 
 
+def test_a_slow_host_is_not_the_devices_time(gpu: torch.device):
+    x = torch.ones(1000, device=gpu)
+
+    def run() -> None:
+        time.sleep(5e-4)
+        x.mul(2.0)
+
+    run()
+    assert tuning.device_time(run, 10) < 100.0
+    assert tuning.time_whole(run) >= 500.0
+
+
 @pytest.mark.parametrize("name", ONE_LAUNCH)
 def test_the_hosts_share_is_shown(gpu: torch.device, name: str, capsys: pytest.CaptureFixture[str]):
     """Printed, not judged: machines differ."""
