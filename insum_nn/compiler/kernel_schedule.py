@@ -286,8 +286,9 @@ def _share_of_rows(form: Form, k: int, *, few: bool) -> int:
     """Most terms of a row for one program: rows far longer than the others are divided, lest all wait for them."""
     if form.owner is None:
         return 512
-    # What divided rows leave is added up by a kernel more, for which a small sum waits as long as for eight steps.
-    return 8 * k if few else max(64, min(512, 8 * power(form.size(ENTRY))))
+    # What divided rows leave is added up by a kernel more, for which a small sum waits as long as for eight steps, or
+    # for twelve where these are short.
+    return max(96, 8 * k) if few else max(64, min(512, 8 * power(form.size(ENTRY))))
 
 
 def _crossed(form: Form, row: str) -> bool:

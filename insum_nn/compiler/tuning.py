@@ -48,7 +48,7 @@ WAIT = 30.0
 _WORTH = 2**24
 # Microseconds of the host that a launch beside the kernel's costs. Device times do not show them, and a call of the
 # size that is searched may wait for them.
-_LAUNCH = 8.0
+_LAUNCH = 12.0
 # Measurements that are remembered beside the fastest, to show them.
 _SHOWN = 6
 # Of those, the ones that are measured again for half or twice as many rows: so many, and no slower than this.
