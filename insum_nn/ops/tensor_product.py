@@ -13,6 +13,7 @@ from insum_nn.ops.onlookers import exact_dtypes, ordinary, transformed
 from insum_nn.ops.tensor_product_direct import direct_of
 from insum_nn.ops.tensor_product_form import Form, form_of
 from insum_nn.ops.tensor_product_joint import joint_roles
+from insum_nn.ops.tensor_product_paths import AT_ONCE, PathProducts, path_products
 from insum_nn.ops.tensor_product_plan import Plan, plan_of
 from insum_nn.ops.tensor_product_right import tensor_product_right
 from insum_nn.ops.tensor_product_spec import ROLES, TensorProductSpec, others
@@ -134,8 +135,10 @@ def _run(
     device, dtype = given[0].device, given[0].dtype
     rows = _rows(role, given, senders, num_x, num_z)
     split = _splits(device)
-    # On a CPU the first step is worth it for samples, whose second operand has one copy of each entry, as harmonics do.
-    staged = role == "y" and (not split or (senders is None and all(entry.mul == 1 for entry in form.spec.in2)))
+    by_paths = _by_paths(form, given) if split else None
+    if by_paths is not None:
+        return by_paths(role, dict(zip(others(role), given, strict=True)))[role]
+    staged = role == "y" and not split
     if not split:
         direct = direct_of(form, role, device, dtype)
         if direct is not None and rows * direct.part_width <= _MOST_BETWEEN:
@@ -148,14 +151,14 @@ def _run(
     return plan(given, (receivers, senders), rows)
 
 
-# Bytes between two products on a CPU. Memory of more than 32 MiB is handed back at once, and made anew page by page:
-# that took two thirds of the time of 2000 samples.
-_AT_ONCE = 1 << 24
+def _by_paths(form: Form, operands: Sequence[Tensor]) -> PathProducts | None:
+    """What multiplies path by path; `None` where statements do it, which whoever looks on knows."""
+    return path_products(form) if PathProducts.takes(*operands) and ordinary(*operands) else None
 
 
 def _in_parts(plan: Plan, given: tuple[Tensor, Tensor, Tensor], rows: int) -> Tensor:
     """A role's tensor, a few of the samples at a time where all of them need much memory in between."""
-    count = -(-rows * plan.row_bytes // _AT_ONCE)
+    count = -(-rows * plan.row_bytes // AT_ONCE)
     if count <= 1:
         return plan(given, (None, None), rows)
     shared = plan.form.spec.shared
@@ -357,6 +360,10 @@ def _run_all(
             with exact_dtypes(some.device):
                 made = joint(operands, (receivers, senders), rows, key, apart)
             found |= dict(zip(joint.roles, made, strict=True))
+    by_paths = _by_paths(form, list(operands.values())) if len(roles) > 1 and _splits(some.device) else None
+    if by_paths is not None:
+        with exact_dtypes(some.device):
+            return by_paths(roles, operands)
     for x in roles:
         if x not in found:
             found[x] = _run(form, x, _given(operands, x), *edges, key=(x, key))
