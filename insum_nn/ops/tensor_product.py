@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from insum_nn.compiler.api import Explanation
+from insum_nn.compiler.api import Explanation, stats_of
 from insum_nn.ops.onlookers import exact_dtypes, ordinary, transformed
 from insum_nn.ops.tensor_product_direct import direct_of
 from insum_nn.ops.tensor_product_form import Form, form_of
@@ -97,6 +97,9 @@ def explain_tensor_product(
     chosen = plan.statements[statement]
     named = plan.arguments(statement, (x, y, weight), (receivers, senders))
     explained = chosen.program.explain(tensors=named, out_shape=chosen.out_shape(x.shape[0]))
+    if _splits(x.device) and PathProducts.takes(x) and path_products(form) is not None:
+        why = "on a CPU, where a library multiplies the matrices that single copies and coefficients make"
+        explained = explained.with_choice("product", "path by path", why)
     joint = None if _splits(x.device) else joint_roles(form, "xyw", x.device, x.dtype)
     if joint is None or not joint.joint.reason:
         return explained
@@ -135,9 +138,9 @@ def _run(
     device, dtype = given[0].device, given[0].dtype
     rows = _rows(role, given, senders, num_x, num_z)
     split = _splits(device)
-    by_paths = _by_paths(form, given) if split else None
-    if by_paths is not None:
-        return by_paths(role, dict(zip(others(role), given, strict=True)))[role]
+    found = _by_paths(form, role, dict(zip(others(role), given, strict=True)), (receivers, senders, num_x, num_z))
+    if found is not None:
+        return found[role]
     staged = role == "y" and not split
     if not split:
         direct = direct_of(form, role, device, dtype)
@@ -151,9 +154,28 @@ def _run(
     return plan(given, (receivers, senders), rows)
 
 
-def _by_paths(form: Form, operands: Sequence[Tensor]) -> PathProducts | None:
-    """What multiplies path by path; `None` where statements do it, which whoever looks on knows."""
-    return path_products(form) if PathProducts.takes(*operands) and ordinary(*operands) else None
+def _by_paths(
+    form: Form, roles: Sequence[str], operands: Mapping[str, Tensor], edges: Edges
+) -> dict[str, Tensor] | None:
+    """Some roles path by path, as a CPU does it; `None` where statements do it, which whoever looks on knows."""
+    given = list(operands.values())
+    if not _splits(given[0].device) or not PathProducts.takes(*given) or not ordinary(*given):
+        return None
+    products = path_products(form)
+    if products is None:
+        return None
+    receivers, senders, num_x, num_z = edges
+    if senders is None or receivers is None:
+        return products(roles, operands, {}, {})
+    if not ordinary(receivers, senders):
+        return None
+    nodes = {"x": num_x, "z": num_z}
+    for index, count in ((senders, num_x), (receivers, num_z)):
+        entries = stats_of(index)
+        # Statements leave out edges that are none, and say which ones point outside.
+        if entries.smallest < 0 or entries.largest >= count:
+            return None
+    return products(roles, operands, {"x": senders, "z": receivers}, nodes)
 
 
 def _in_parts(plan: Plan, given: tuple[Tensor, Tensor, Tensor], rows: int) -> Tensor:
@@ -360,10 +382,11 @@ def _run_all(
             with exact_dtypes(some.device):
                 made = joint(operands, (receivers, senders), rows, key, apart)
             found |= dict(zip(joint.roles, made, strict=True))
-    by_paths = _by_paths(form, list(operands.values())) if len(roles) > 1 and _splits(some.device) else None
-    if by_paths is not None:
+    if len(roles) > 1:
         with exact_dtypes(some.device):
-            return by_paths(roles, operands)
+            made = _by_paths(form, roles, operands, edges)
+        if made is not None:
+            return made
     for x in roles:
         if x not in found:
             found[x] = _run(form, x, _given(operands, x), *edges, key=(x, key))

@@ -1,4 +1,4 @@
-"""Tensor products of samples with single copies, such as harmonics, by matrix products: one path after the other.
+"""Tensor products with single copies, such as harmonics, by matrix products of a library: one path after the other.
 
 The coefficients and the single copies of `y` make a small matrix of each sample and path, `M`. What is left are matrix
 products, for each path (k counts components of its output, i of its first input):
@@ -11,6 +11,9 @@ products, for each path (k counts components of its output, i of its first input
 so that several gradients share them. Where copies are not mixed, `w` is `u`, and weights multiply cell by cell. A
 statement over the coefficients that are not zero, as generated kernels take it, would have a library gather the copies
 of a component once for each of them.
+
+Along edges `X` and `dZ` are read at a sample's sender and receiver, and `dX` and `Z` added up there. Zeros of a matrix
+are multiplied too, so that a NaN reaches all components that its path ends in, of its sample and copy, as in e3nn.
 
 Source: the order in which e3nn contracts its paths (Geiger and Smidt, e3nn, 2022). Between two products are as many
 numbers as a path's output has components and its first input copies.
@@ -77,13 +80,13 @@ def path_products(form: Form) -> PathProducts | None:
 def _fits(form: Form) -> bool:
     """Whether all paths are of single copies of the second input."""
     paths = [form.spec.paths[number] for number in form.live]
-    if not paths or form.spec.convolution or any(form.entry("y", path).mul != 1 for path in paths):
-        return False
-    return all(path.mode == "uvu" or (path.mode == "uvw" and path.weighted) for path in paths)
+    single = all(form.entry("y", path).mul == 1 for path in paths)
+    plain = all(path.mode == "uvu" or (path.mode == "uvw" and path.weighted) for path in paths)
+    return bool(paths) and single and plain
 
 
 class PathProducts:
-    """Any roles of a tensor product of samples, from the others."""
+    """Any roles of a tensor product, from the others."""
 
     def __init__(self, form: Form) -> None:
         self.form = form
@@ -108,39 +111,60 @@ class PathProducts:
             count += parts[-1].shape[1]
         self._table = torch.cat(parts, 1)
         self._tables: dict[torch.dtype, Tensor] = {}
-        # Numbers of a sample beside its operands: matrices and their gradients; of a path `T`, `G` and a result.
-        self._between = 2 * count + 3 * max(form.entries["z"][path.z].size * max(path.shape) for path in self.paths)
+        # Numbers of a sample beside its operands: matrices and their gradients; of a path `T`, `G` and a result; along
+        # edges what is gathered.
+        gathered = form.dims["x"] + form.dims["z"] if form.spec.convolution else 0
+        largest = max(form.entries["z"][path.z].size * max(path.shape) for path in self.paths)
+        self._between = gathered + 2 * count + 3 * largest
 
     @staticmethod
     def takes(*operands: Tensor) -> bool:
         """Whether products of these are faster, or as fast as others: of halves they would round each sum."""
         return operands[0].dtype in _DTYPES
 
-    def __call__(self, roles: Sequence[str], operands: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    def __call__(
+        self, roles: Sequence[str], operands: Mapping[str, Tensor], ends: Mapping[str, Tensor], nodes: Mapping[str, int]
+    ) -> dict[str, Tensor]:
         """The tensors of some roles.
 
         Args:
             roles: letters of `ROLES`.
             operands: by role, what these are made of; `z` is the gradient of the output.
+            ends: along edges, where they begin (`x`) and end (`z`), proven.
+            nodes: along edges, how many rows `x` and `z` have.
 
         Returns:
             For each role (rows, dimension); of the weights (numel,) or, if they are not shared, (rows, numel).
         """
-        some = next(operands[role] for role in "xyz" if role in operands)
-        rows, form = some.shape[0], self.form
-        found = {role: some.new_zeros(rows, form.dims[role]) for role in roles if role != "w"}
-        if "w" in roles:
-            found["w"] = some.new_zeros(*(() if self.shared else (rows,)), form.spec.weight_numel)
-        size = max(64, AT_ONCE // (some.element_size() * self._between))
-        count = -(-rows // size)
-        size = -(-rows // max(1, count))
+        some, form = next(iter(operands.values())), self.form
+        rows = ends["x"].shape[0] if ends else next(operands[role].shape[0] for role in "xyz" if role in operands)
+        found: dict[str, Tensor] = {}
+        for role in roles:
+            if role == "w":
+                found[role] = some.new_zeros(*(() if self.shared else (rows,)), form.spec.weight_numel)
+            else:
+                found[role] = some.new_zeros(nodes.get(role, rows), form.dims[role])
+        most = max(64, AT_ONCE // (some.element_size() * self._between))
+        if ends:
+            # Never as much as the messages of all edges, unless these are few.
+            most = min(most, max(256, rows // 8))
+        size = -(-rows // max(1, -(-rows // most)))
+        # What is added up at nodes, before it is.
+        apart = {role: some.new_zeros(size, form.dims[role]) for role in roles if role in ends}
         for start in range(0, rows, max(1, size)):
+            own = min(size, rows - start)
 
-            def part(role: str, tensor: Tensor, start: int = start) -> Tensor:
-                whole = role == "w" and self.shared
-                return tensor if whole else tensor.narrow(0, start, min(size, rows - start))
+            def part(role: str, tensor: Tensor, start: int = start, own: int = own) -> Tensor:
+                return tensor if role == "w" and self.shared else tensor.narrow(0, start, own)
 
-            _Part(self, {x: part(x, t) for x, t in operands.items()}, {x: part(x, t) for x, t in found.items()}).run()
+            given = {
+                role: tensor.index_select(0, ends[role].narrow(0, start, own)) if role in ends else part(role, tensor)
+                for role, tensor in operands.items()
+            }
+            made = {x: apart[x].narrow(0, 0, own) if x in apart else part(x, t) for x, t in found.items()}
+            _Part(self, own, given, made).run()
+            for role in apart:
+                found[role].index_add_(0, ends[role].narrow(0, start, own), made[role])
         return found
 
     def table(self, dtype: torch.dtype) -> Tensor:
@@ -155,9 +179,10 @@ class PathProducts:
 class _Part:
     """Some of the samples."""
 
-    def __init__(self, products: PathProducts, given: Mapping[str, Tensor], found: Mapping[str, Tensor]) -> None:
-        self.products, self.given, self.found = products, given, found
-        self.rows = next(given[role].shape[0] for role in "xyz" if role in given)
+    def __init__(
+        self, products: PathProducts, rows: int, given: Mapping[str, Tensor], found: Mapping[str, Tensor]
+    ) -> None:
+        self.products, self.rows, self.given, self.found = products, rows, given, found
         self.table = products.table(next(iter(given.values())).dtype)
         # Entries with the copies fastest, by role and number, made when they are first read or added to.
         self.entries: dict[tuple[str, int], Tensor] = {}

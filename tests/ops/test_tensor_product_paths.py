@@ -1,0 +1,177 @@
+"""Products with single copies, path by path, as a CPU does them; and what they are not for."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import pytest
+import torch
+from torch import Tensor
+
+pytest.importorskip("e3nn")
+
+from insum_nn.errors import InsumRangeError
+from insum_nn.ops import tensor_product_paths
+from insum_nn.ops.tensor_product import explain_tensor_product, tensor_product
+from insum_nn.ops.tensor_product_form import form_of
+from insum_nn.ops.tensor_product_paths import PathProducts, path_products
+from insum_nn.testing.tolerances import assert_matches
+from tests.layers.tensor_product_cases import Case, assert_same_derivatives, one_mode
+from tests.ops.test_tensor_product import conv_oracle_of, edges_of, inputs_of, oracle_of, spec_of
+
+KINDS = [("uvw", True), ("uvu", True), ("uvu", False)]
+# A scalar and an irrep of each degree, in both orders, an entry that no path reads and one that none ends in.
+MIXED = Case(
+    "3x0e+2x1o+1x2e+2x0o",
+    "1x0e+1x1o+1x2e",
+    "4x0e+2x1o+3x2e+1x1e",
+    (
+        (0, 0, 0, "uvw", True),
+        (1, 0, 1, "uvu", True),
+        (1, 1, 0, "uvw", True),
+        (1, 1, 2, "uvw", True),
+        (1, 2, 1, "uvu", False),
+        (2, 2, 2, "uvw", True),
+        (0, 1, 1, "uvw", True),
+    ),
+)
+
+
+@pytest.fixture
+def runs(monkeypatch: pytest.MonkeyPatch) -> list[tuple[str, ...]]:
+    """The roles of every run."""
+    found: list[tuple[str, ...]] = []
+    call = PathProducts.__call__
+
+    def counted(self: PathProducts, roles: Sequence[str], *rest: object) -> dict[str, Tensor]:
+        found.append(tuple(roles))
+        return call(self, roles, *rest)  # type: ignore[arg-type]
+
+    monkeypatch.setattr(PathProducts, "__call__", counted)
+    return found
+
+
+@pytest.mark.parametrize("shared", [True, False])
+@pytest.mark.parametrize(
+    "case", [*(one_mode(*kind, 4, 1, 5) for kind in KINDS), MIXED], ids=["uvw", "uvu", "bare", "mixed"]
+)
+def test_derivatives(case: Case, shared: bool, runs: list[tuple[str, ...]]):
+    spec = spec_of(case, shared=shared)
+    assert_same_derivatives(lambda *t: tensor_product(spec, *t), oracle_of(spec), inputs_of(spec, 5))
+    assert ("z",) in runs
+    # Gradients are made together.
+    weighted = any(path.weighted for path in spec.paths)
+    assert (("x", "y", "w") if weighted else ("x", "y")) in runs
+
+
+@pytest.mark.parametrize("shared", [True, False])
+@pytest.mark.parametrize("size", [1, 1 << 24])
+def test_edges(shared: bool, size: int, runs: list[tuple[str, ...]], monkeypatch: pytest.MonkeyPatch):
+    """More edges than are taken at a time, and nodes that have none."""
+    monkeypatch.setattr(tensor_product_paths, "AT_ONCE", size)
+    spec = spec_of(MIXED, shared=shared, convolution=True)
+    receivers, senders = (index.int() for index in edges_of(9, 150, sort=False))
+    assert_same_derivatives(
+        lambda x, y, w: tensor_product(spec, x, y, w, receivers, senders),
+        conv_oracle_of(spec, receivers.long(), senders.long()),
+        inputs_of(spec, 150, 9),
+    )
+    assert runs
+
+
+@pytest.mark.parametrize("rows", [0, 1, 64, 65, 200])
+def test_parts_of_the_samples(rows: int, monkeypatch: pytest.MonkeyPatch):
+    spec = spec_of(MIXED, shared=True)
+    given = [t.requires_grad_() for t in inputs_of(spec, rows)]
+
+    def run() -> list[Tensor]:
+        z = tensor_product(spec, *given)
+        return [z, *torch.autograd.grad(z.square().sum(), given)]
+
+    whole = run()
+    monkeypatch.setattr(tensor_product_paths, "AT_ONCE", 1)
+    for got, want in zip(run(), whole, strict=True):
+        torch.testing.assert_close(got, want)
+
+
+def test_operands_as_they_lie():
+    spec = spec_of(MIXED, shared=False)
+    x, y, w = inputs_of(spec, 6)
+    want = tensor_product(spec, x, y, w)
+    wide = torch.randn(6, y.shape[1] + 3, dtype=y.dtype)
+    wide[:, 1:-2] = y
+    got = tensor_product(spec, x.T.contiguous().T, wide[:, 1:-2], w.flip(0).flip(0)[:, None].squeeze(1))
+    torch.testing.assert_close(got, want)
+
+
+def test_float32():
+    spec = spec_of(MIXED, shared=True)
+    given = inputs_of(spec, 40)
+    got = tensor_product(spec, *(t.float() for t in given))
+    assert_matches(got, oracle_of(spec)(*given), dtype=torch.float32, kind="sum")
+
+
+@pytest.mark.parametrize(
+    "case",
+    [
+        one_mode("uvw", True, 4, 3, 5),
+        one_mode("uvv", True, 4, 1, 5),
+        one_mode("uuu", True, 4, 3, 5),
+        one_mode("uvuv", True, 4, 1, 5),
+    ],
+    ids=["several copies", "uvv", "uuu", "uvuv"],
+)
+def test_others_are_left_to_statements(case: Case):
+    assert path_products(form_of(spec_of(case, shared=True).to_json())) is None
+
+
+def test_halves_are_left_to_statements(runs: list[tuple[str, ...]]):
+    spec = spec_of(MIXED, shared=True)
+    given = inputs_of(spec, 7)
+    got = tensor_product(spec, *(t.half() for t in given))
+    assert not runs
+    assert_matches(got, oracle_of(spec)(*(t.half().double() for t in given)), dtype=torch.float16, kind="sum")
+
+
+def test_a_transform_sees_statements(runs: list[tuple[str, ...]]):
+    spec = spec_of(MIXED, shared=True)
+    x, y, w = inputs_of(spec, 12)
+    stacked = torch.vmap(lambda a, b: tensor_product(spec, a, b, w))(x.reshape(3, 4, -1), y.reshape(3, 4, -1))
+    assert not runs
+    torch.testing.assert_close(stacked.reshape(12, -1), oracle_of(spec)(x, y, w))
+
+
+@pytest.mark.parametrize("entry", [-2, 5])
+def test_edges_outside_are_refused(entry: int):
+    spec = spec_of(MIXED, shared=True, convolution=True)
+    receivers, senders = edges_of(5, 8, sort=False)
+    senders[3] = entry
+    with pytest.raises(InsumRangeError, match="Src"):
+        tensor_product(spec, *inputs_of(spec, 8, 5), receivers, senders)
+
+
+def test_edges_that_are_none_are_left_out(runs: list[tuple[str, ...]]):
+    spec = spec_of(MIXED, shared=True, convolution=True)
+    receivers, senders = edges_of(5, 8, sort=False)
+    x, y, w = inputs_of(spec, 8, 5)
+    keep = torch.arange(8) != 2
+    want = conv_oracle_of(spec, receivers[keep], senders[keep])(x, y[keep], w)
+    senders[2] = -1
+    torch.testing.assert_close(tensor_product(spec, x, y, w, receivers, senders), want)
+    assert not runs
+
+
+def test_explained():
+    for case, taken in ((MIXED, True), (one_mode("uvw", True, 4, 3, 5), False)):
+        spec = spec_of(case, shared=True)
+        assert ("path by path" in str(explain_tensor_product(spec, *inputs_of(spec, 5)))) == taken
+
+
+def test_edges_that_change_are_looked_at_again():
+    spec = spec_of(MIXED, shared=True, convolution=True)
+    receivers, senders = edges_of(5, 8, sort=False)
+    given = inputs_of(spec, 8, 5)
+    tensor_product(spec, *given, receivers, senders)
+    receivers[0] = 7
+    with pytest.raises(InsumRangeError, match="Dst"):
+        tensor_product(spec, *given, receivers, senders)
