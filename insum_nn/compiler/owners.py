@@ -234,9 +234,7 @@ def words_of(index: Tensor) -> Tensor:
     if found is not None:
         return found
     with torch.inference_mode(False), torch.no_grad():
-        bits = _bits.get(index.device)
-        if bits is None:
-            bits = _bits[index.device] = (1 << torch.arange(WORD_BITS, dtype=torch.int32, device=index.device))[:, None]
+        bits = _powers(index.device)
         parts = [
             ((rows >= 0) * bits[: rows.shape[0]]).sum(0, dtype=torch.int32, keepdim=True)
             for rows in (index.split(WORD_BITS) if index.shape[0] > WORD_BITS else (index,))
@@ -244,6 +242,20 @@ def words_of(index: Tensor) -> Tensor:
         words = parts[0] if len(parts) == 1 else torch.cat(parts)
     _keep(_words, _key(index), index, words)
     return words
+
+
+def _powers(device: torch.device) -> Tensor:
+    """(31, 1) int32: each bit of a word."""
+    found = _bits.get(device)
+    if found is None:
+        found = (1 << torch.arange(WORD_BITS, dtype=torch.int32, device=device))[:, None]
+        if device.type != "cuda":
+            _bits[device] = found
+        elif not torch.cuda.is_current_stream_capturing():
+            # Other streams will read it; and the memory of a captured graph is the graph's.
+            torch.cuda.current_stream(device).synchronize()
+            _bits[device] = found
+    return found
 
 
 def keep_words(index: Tensor, words: Tensor) -> None:
