@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from insum_nn.compiler.api import Explanation, stats_of
-from insum_nn.ops.onlookers import exact_dtypes, ordinary, transformed
+from insum_nn.ops.onlookers import asked_for, exact_dtypes, ordinary, transformed
 from insum_nn.ops.tensor_product_direct import direct_of
 from insum_nn.ops.tensor_product_form import Form, form_of
 from insum_nn.ops.tensor_product_joint import joint_roles
@@ -318,7 +318,7 @@ def _backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
     spec, role, num_x, num_z, key = ctx.constants
     *given, receivers, senders = ctx.saved_tensors
     operands = dict(zip(others(role), given, strict=True)) | {role: grad}
-    wanted = [x for place, x in enumerate(others(role)) if ctx.needs_input_grad[2 + place]]
+    wanted = [x for place, x in enumerate(others(role)) if ctx.needs_input_grad[2 + place] and asked_for(ctx, place)]
     made = _gradients(spec, role, wanted, operands, (receivers, senders, num_x, num_z), key)
     return None, None, *(made.get(x) for x in others(role)), None, None, None, None
 
@@ -415,10 +415,11 @@ class _Products(torch.autograd.Function):
         *given, receivers, senders = ctx.saved_tensors
         operands = dict(zip(ROLES, given, strict=True))
         total: dict[str, Tensor] = {}
+        asked = [pair for pair in enumerate(ROLES) if ctx.needs_input_grad[2 + pair[0]] and asked_for(ctx, pair[0])]
         for role, grad in zip(roles, grads, strict=True):
             if grad is None:
                 continue
-            wanted = [x for place, x in enumerate(ROLES) if x != role and ctx.needs_input_grad[2 + place]]
+            wanted = [x for _, x in asked if x != role]
             if not wanted:
                 continue
             edges = (receivers, senders, *counts)

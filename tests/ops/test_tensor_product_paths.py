@@ -161,6 +161,36 @@ def test_edges_that_are_none_are_left_out(runs: list[tuple[str, ...]]):
     assert not runs
 
 
+def test_gradients_that_nobody_asked_for(runs: list[tuple[str, ...]]):
+    """Forces are gradients of an energy: those of weights, which could have one, are not made."""
+    spec = spec_of(MIXED, shared=True)
+    x, y, w = (t.requires_grad_() for t in inputs_of(spec, 5))
+    place = torch.randn_like(y, requires_grad=True)
+
+    def energy() -> Tensor:
+        return tensor_product(spec, x, y * place, w).square().sum()
+
+    def asked(*leaves: Tensor) -> tuple[Tensor, ...]:
+        value = energy()
+        runs.clear()
+        return torch.autograd.grad(value, leaves, create_graph=True)
+
+    (force,) = asked(place)
+    assert runs == [("y",)]
+    assert torch.equal(asked(x, w)[1], asked(w)[0])
+    assert runs == [("w",)]
+    runs.clear()
+    force.square().sum().backward()
+    assert {role for made in runs for role in made} == set("xywz")
+    second = [t.grad for t in (x, w, place)]
+    for t in (x, w, place):
+        t.grad = None
+    (again,) = torch.autograd.grad(oracle_of(spec)(x, y * place, w).square().sum(), place, create_graph=True)
+    again.square().sum().backward()
+    for got, leaf in zip(second, (x, w, place), strict=True):
+        torch.testing.assert_close(got, leaf.grad)
+
+
 def test_explained():
     for case, taken in ((MIXED, True), (one_mode("uvw", True, 4, 3, 5), False)):
         spec = spec_of(case, shared=True)
