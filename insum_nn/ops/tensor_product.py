@@ -13,7 +13,7 @@ from insum_nn.ops.onlookers import asked_for, exact_dtypes, ordinary, transforme
 from insum_nn.ops.tensor_product_direct import direct_of
 from insum_nn.ops.tensor_product_form import Form, form_of
 from insum_nn.ops.tensor_product_joint import joint_roles
-from insum_nn.ops.tensor_product_paths import AT_ONCE, PathProducts, path_products
+from insum_nn.ops.tensor_product_paths import AT_ONCE, path_products
 from insum_nn.ops.tensor_product_plan import Plan, plan_of
 from insum_nn.ops.tensor_product_right import tensor_product_right
 from insum_nn.ops.tensor_product_spec import ROLES, TensorProductSpec, others
@@ -97,7 +97,11 @@ def explain_tensor_product(
     chosen = plan.statements[statement]
     named = plan.arguments(statement, (x, y, weight), (receivers, senders))
     explained = chosen.program.explain(tensors=named, out_shape=chosen.out_shape(x.shape[0]))
-    if _splits(x.device) and PathProducts.takes(x) and path_products(form) is not None:
+    products = path_products(form) if _splits(x.device) else None
+    samples = x.shape[0] if senders is None else senders.shape[0]
+    if products is not None and products.takes(
+        {"x": x, "y": y, "w": weight}, {"x": x.shape[0], "y": samples, "w": samples}
+    ):
         why = "on a CPU, where a library multiplies the matrices that single copies and coefficients make"
         explained = explained.with_choice("product", "path by path", why)
     joint = None if _splits(x.device) else joint_roles(form, "xyw", x.device, x.dtype)
@@ -154,28 +158,31 @@ def _run(
     return plan(given, (receivers, senders), rows)
 
 
+_INDICES = (torch.int32, torch.int64)
+
+
 def _by_paths(
     form: Form, roles: Sequence[str], operands: Mapping[str, Tensor], edges: Edges
 ) -> dict[str, Tensor] | None:
     """Some roles path by path, as a CPU does it; `None` where statements do it, which whoever looks on knows."""
     given = list(operands.values())
-    if not _splits(given[0].device) or not PathProducts.takes(*given) or not ordinary(*given):
-        return None
-    products = path_products(form)
+    products = path_products(form) if _splits(given[0].device) and ordinary(*given) else None
     if products is None:
         return None
     receivers, senders, num_x, num_z = edges
-    if senders is None or receivers is None:
-        return products(roles, operands, {}, {})
-    if not ordinary(receivers, senders):
+    ends = {} if senders is None or receivers is None else {"x": senders, "z": receivers}
+    samples = ends["x"].shape[0] if ends else num_x
+    rows = {"x": num_x, "y": samples, "w": samples, "z": num_z}
+    if not products.takes(operands, rows) or not ordinary(*ends.values()):
         return None
-    nodes = {"x": num_x, "z": num_z}
-    for index, count in ((senders, num_x), (receivers, num_z)):
+    for role, index in ends.items():
+        if index.shape != (samples,) or index.dtype not in _INDICES or index.device != given[0].device:
+            return None
         entries = stats_of(index)
         # Statements leave out edges that are none, and say which ones point outside.
-        if entries.smallest < 0 or entries.largest >= count:
+        if entries.smallest < 0 or entries.largest >= rows[role]:
             return None
-    return products(roles, operands, {"x": senders, "z": receivers}, nodes)
+    return products(roles, operands, ends, rows)
 
 
 def _in_parts(plan: Plan, given: tuple[Tensor, Tensor, Tensor], rows: int) -> Tensor:

@@ -117,13 +117,25 @@ class PathProducts:
         largest = max(form.entries["z"][path.z].size * max(path.shape) for path in self.paths)
         self._between = gathered + 2 * count + 3 * largest
 
-    @staticmethod
-    def takes(*operands: Tensor) -> bool:
-        """Whether products of these are faster, or as fast as others: of halves they would round each sum."""
-        return operands[0].dtype in _DTYPES
+    def takes(self, operands: Mapping[str, Tensor], rows: Mapping[str, int]) -> bool:
+        """Whether products of these are faster, or as fast as others, and all is as it should be.
+
+        Halves are left to statements, which round once; and so is what does not fit together, of which they say why.
+
+        Args:
+            operands: by role.
+            rows: what each of them has.
+        """
+        some, dims = next(iter(operands.values())), {**self.form.dims, "w": self.form.spec.weight_numel}
+        return some.dtype in _DTYPES and all(
+            tensor.dtype == some.dtype
+            and tensor.device == some.device
+            and tensor.shape == ((dims[role],) if role == "w" and self.shared else (rows[role], dims[role]))
+            for role, tensor in operands.items()
+        )
 
     def __call__(
-        self, roles: Sequence[str], operands: Mapping[str, Tensor], ends: Mapping[str, Tensor], nodes: Mapping[str, int]
+        self, roles: Sequence[str], operands: Mapping[str, Tensor], ends: Mapping[str, Tensor], rows: Mapping[str, int]
     ) -> dict[str, Tensor]:
         """The tensors of some roles.
 
@@ -131,28 +143,27 @@ class PathProducts:
             roles: letters of `ROLES`.
             operands: by role, what these are made of; `z` is the gradient of the output.
             ends: along edges, where they begin (`x`) and end (`z`), proven.
-            nodes: along edges, how many rows `x` and `z` have.
+            rows: what each role has.
 
         Returns:
             For each role (rows, dimension); of the weights (numel,) or, if they are not shared, (rows, numel).
         """
-        some, form = next(iter(operands.values())), self.form
-        rows = ends["x"].shape[0] if ends else next(operands[role].shape[0] for role in "xyz" if role in operands)
+        some, form, samples = next(iter(operands.values())), self.form, rows["y"]
         found: dict[str, Tensor] = {}
         for role in roles:
             if role == "w":
-                found[role] = some.new_zeros(*(() if self.shared else (rows,)), form.spec.weight_numel)
+                found[role] = some.new_zeros(*(() if self.shared else (samples,)), form.spec.weight_numel)
             else:
-                found[role] = some.new_zeros(nodes.get(role, rows), form.dims[role])
+                found[role] = some.new_zeros(rows[role], form.dims[role])
         most = max(64, AT_ONCE // (some.element_size() * self._between))
         if ends:
             # Never as much as the messages of all edges, unless these are few.
-            most = min(most, max(256, rows // 8))
-        size = -(-rows // max(1, -(-rows // most)))
+            most = min(most, max(256, samples // 8))
+        size = -(-samples // max(1, -(-samples // most)))
         # What is added up at nodes, before it is.
         apart = {role: some.new_zeros(size, form.dims[role]) for role in roles if role in ends}
-        for start in range(0, rows, max(1, size)):
-            own = min(size, rows - start)
+        for start in range(0, samples, max(1, size)):
+            own = min(size, samples - start)
 
             def part(role: str, tensor: Tensor, start: int = start, own: int = own) -> Tensor:
                 return tensor if role == "w" and self.shared else tensor.narrow(0, start, own)

@@ -10,7 +10,7 @@ from torch import Tensor
 
 pytest.importorskip("e3nn")
 
-from insum_nn.errors import InsumRangeError
+from insum_nn.errors import InsumError, InsumRangeError
 from insum_nn.ops import tensor_product_paths
 from insum_nn.ops.tensor_product import explain_tensor_product, tensor_product
 from insum_nn.ops.tensor_product_form import form_of
@@ -148,6 +148,15 @@ def test_edges_outside_are_refused(entry: int):
     senders[3] = entry
     with pytest.raises(InsumRangeError, match="Src"):
         tensor_product(spec, *inputs_of(spec, 8, 5), receivers, senders)
+
+
+def test_operands_that_do_not_fit_are_refused_as_ever(runs: list[tuple[str, ...]]):
+    spec = spec_of(MIXED, shared=False)
+    x, y, w = inputs_of(spec, 6)
+    for given in ((x, y[:4], w), (x, y, w[:5]), (x, y.float(), w)):
+        with pytest.raises(InsumError):
+            tensor_product(spec, *given)
+    assert not runs
 
 
 def test_edges_that_are_none_are_left_out(runs: list[tuple[str, ...]]):
