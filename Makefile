@@ -110,7 +110,8 @@ examples: $(READY) ## run every example at its tiny size: make examples SIZE=sma
 check: lint types test ## what a change must pass
 
 gpu-check: $(READY) ## run the tests that need a GPU; none run, or any skipped, is a failure
-	INSUM_REQUIRE_GPU=1 MPLBACKEND=Agg PYTHONPATH=$(CURDIR) $(PY) -m pytest -m gpu
+	@# Each test by its name: a run that is cut short has said what failed.
+	INSUM_REQUIRE_GPU=1 MPLBACKEND=Agg PYTHONPATH=$(CURDIR) $(PY) -m pytest -m gpu -v -rf
 
 sanitize: $(READY) ## run generated kernels of every kind under compute-sanitizer; needs a GPU and the CUDA toolkit
 	$(RUN_ENV) $(PY) -m tests.compiler.sweep memcheck racecheck
