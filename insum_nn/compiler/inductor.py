@@ -328,8 +328,7 @@ def _standalone(traced: fx.GraphModule, fake: list[Any], chosen: dict[str, Any])
 
     # One or two kernels need no pool of compiling processes: it is a Python for each core, which take the cores from
     # what runs, and start again after each minute's pause.
-    alone = {"compile_threads": 1}
-    with torch.no_grad(), config.patch({**chosen, **alone}), warnings.catch_warnings():
+    with torch.no_grad(), config.patch({**chosen, "compile_threads": 1}), warnings.catch_warnings():
         # Advice to the author of a model (use TF32) or to Inductor's (a deprecated Triton call); not to our caller.
         warnings.simplefilter("ignore")
         return standalone_compile(traced, fake, dynamic_shapes="from_graph", options={})

@@ -237,7 +237,7 @@ def words_of(index: Tensor) -> Tensor:
         bits = _powers(index.device)
         parts = [
             ((rows >= 0) * bits[: rows.shape[0]]).sum(0, dtype=torch.int32, keepdim=True)
-            for rows in (index.split(WORD_BITS) if index.shape[0] > WORD_BITS else (index,))
+            for rows in index.split(WORD_BITS)
         ]
         words = parts[0] if len(parts) == 1 else torch.cat(parts)
     _keep(_words, _key(index), index, words)
@@ -259,5 +259,5 @@ def _powers(device: torch.device) -> Tensor:
 
 
 def keep_words(index: Tensor, words: Tensor) -> None:
-    """Take what `words_of` would find, where it is known from elsewhere; of at most 31 rows (i,) will do."""
-    _keep(_words, _key(index), index, words if words.ndim == 2 else words[None])
+    """Take (i,) int32 as the words of an index tensor of at most 31 rows, where they are known from elsewhere."""
+    _keep(_words, _key(index), index, words[None])

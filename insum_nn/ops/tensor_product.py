@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Hashable, Mapping, Sequence
+from collections.abc import Callable, Hashable, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -97,11 +97,8 @@ def explain_tensor_product(
     chosen = plan.statements[statement]
     named = plan.arguments(statement, (x, y, weight), (receivers, senders))
     explained = chosen.program.explain(tensors=named, out_shape=chosen.out_shape(x.shape[0]))
-    products = path_products(form) if _splits(x.device) else None
-    samples = x.shape[0] if senders is None else senders.shape[0]
-    if products is not None and products.takes(
-        {"x": x, "y": y, "w": weight}, {"x": x.shape[0], "y": samples, "w": samples}
-    ):
+    edges = receivers, senders, x.shape[0], x.shape[0]
+    if _splits(x.device) and _by_paths(form, {"x": x, "y": y, "w": weight}, edges) is not None:
         why = "on a CPU, where a library multiplies the matrices that single copies and coefficients make"
         explained = explained.with_choice("product", "path by path", why)
     joint = None if _splits(x.device) else joint_roles(form, "xyw", x.device, x.dtype)
@@ -140,11 +137,12 @@ def _run(
         with torch.autocast(given[0].device.type, enabled=False):
             return _run(form, role, given, receivers, senders, num_x, num_z, key=key)
     device, dtype = given[0].device, given[0].dtype
-    rows = _rows(role, given, senders, num_x, num_z)
+    rows = _rows(role, senders, num_x, num_z)
     split = _splits(device)
-    found = _by_paths(form, role, dict(zip(others(role), given, strict=True)), (receivers, senders, num_x, num_z))
-    if found is not None:
-        return found[role]
+    if split:
+        by_paths = _by_paths(form, dict(zip(others(role), given, strict=True)), (receivers, senders, num_x, num_z))
+        if by_paths is not None:
+            return by_paths(role)[role]
     staged = role == "y" and not split
     if not split:
         direct = direct_of(form, role, device, dtype)
@@ -162,27 +160,26 @@ _INDICES = (torch.int32, torch.int64)
 
 
 def _by_paths(
-    form: Form, roles: Sequence[str], operands: Mapping[str, Tensor], edges: Edges
-) -> dict[str, Tensor] | None:
-    """Some roles path by path, as a CPU does it; `None` where statements do it, which whoever looks on knows."""
-    given = list(operands.values())
-    products = path_products(form) if _splits(given[0].device) and ordinary(*given) else None
+    form: Form, operands: Mapping[str, Tensor], edges: Edges
+) -> Callable[[Sequence[str]], dict[str, Tensor]] | None:
+    """What makes roles path by path, as a CPU does; `None` where statements do, which whoever looks on knows."""
+    receivers, senders, *nodes = edges
+    ends = {} if senders is None or receivers is None else {"x": senders, "z": receivers}
+    products = path_products(form) if ordinary(*operands.values(), *ends.values()) else None
     if products is None:
         return None
-    receivers, senders, num_x, num_z = edges
-    ends = {} if senders is None or receivers is None else {"x": senders, "z": receivers}
-    samples = ends["x"].shape[0] if ends else num_x
-    rows = {"x": num_x, "y": samples, "w": samples, "z": num_z}
-    if not products.takes(operands, rows) or not ordinary(*ends.values()):
+    rows = {role: _rows(role, senders, *nodes) for role in ROLES}
+    if not products.takes(operands, rows):
         return None
+    device = next(iter(operands.values())).device
     for role, index in ends.items():
-        if index.shape != (samples,) or index.dtype not in _INDICES or index.device != given[0].device:
+        if index.shape != (rows["y"],) or index.dtype not in _INDICES or index.device != device:
             return None
         entries = stats_of(index)
         # Statements leave out edges that are none, and say which ones point outside.
         if entries.smallest < 0 or entries.largest >= rows[role]:
             return None
-    return products(roles, operands, ends, rows)
+    return lambda roles: products(roles, operands, ends, rows)
 
 
 def _in_parts(plan: Plan, given: tuple[Tensor, Tensor, Tensor], rows: int) -> Tensor:
@@ -201,14 +198,13 @@ def _in_parts(plan: Plan, given: tuple[Tensor, Tensor, Tensor], rows: int) -> Te
     return sum(parts[1:], parts[0]) if plan.role == "w" and shared else torch.cat(parts)
 
 
-def _rows(role: str, given: tuple[Tensor, ...], senders: Tensor | None, num_x: int, num_z: int) -> int:
-    """Rows of a role: nodes for the first input and the output, edges for the rest."""
+def _rows(role: str, senders: Tensor | None, num_x: int, num_z: int) -> int:
+    """Rows of a role: nodes for the first input and the output, edges for the rest; without edges all have as many."""
     if role == "x":
         return num_x
     if role == "z":
         return num_z
-    # What is given for the other roles begins with `x`.
-    return senders.shape[0] if senders is not None else given[0].shape[0]
+    return num_x if senders is None else senders.shape[0]
 
 
 _PLAIN = (Tensor, torch.nn.Parameter)
@@ -308,7 +304,7 @@ def _fake(
     num_z: int,
 ) -> Tensor:
     form = form_of(spec)
-    rows = _rows(role, (first, second, third), senders, num_x, num_z)
+    rows = _rows(role, senders, num_x, num_z)
     if role == "w":
         batch = () if form.spec.shared else (rows,)
         return first.new_empty(*batch, form.spec.weight_numel)
@@ -325,7 +321,7 @@ def _backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
     spec, role, num_x, num_z, key = ctx.constants
     *given, receivers, senders = ctx.saved_tensors
     operands = dict(zip(others(role), given, strict=True)) | {role: grad}
-    wanted = [x for place, x in enumerate(others(role)) if ctx.needs_input_grad[2 + place] and asked_for(ctx, place)]
+    wanted = [x for place, x in enumerate(others(role)) if asked_for(ctx, place)]
     made = _gradients(spec, role, wanted, operands, (receivers, senders, num_x, num_z), key)
     return None, None, *(made.get(x) for x in others(role)), None, None, None, None
 
@@ -378,10 +374,15 @@ def _run_all(
     receivers, senders, num_x, num_z = edges
     found: dict[str, Tensor] = {}
     some = operands["x"]
-    if len(roles) > 1 and senders is not None and not _splits(some.device):
+    if len(roles) > 1 and _splits(some.device):
+        by_paths = _by_paths(form, operands, edges)
+        if by_paths is not None:
+            with exact_dtypes(some.device):
+                return by_paths(roles)
+    elif len(roles) > 1 and senders is not None:
         joint = joint_roles(form, roles, some.device, some.dtype)
         if joint is not None:
-            rows = [_rows(x, _given(operands, x), senders, num_x, num_z) for x in joint.roles]
+            rows = [_rows(x, senders, num_x, num_z) for x in joint.roles]
 
             def apart() -> list[Tensor]:
                 return [_run(form, x, _given(operands, x), *edges, key=(x, key)) for x in joint.roles]
@@ -389,11 +390,6 @@ def _run_all(
             with exact_dtypes(some.device):
                 made = joint(operands, (receivers, senders), rows, key, apart)
             found |= dict(zip(joint.roles, made, strict=True))
-    if len(roles) > 1:
-        with exact_dtypes(some.device):
-            made = _by_paths(form, roles, operands, edges)
-        if made is not None:
-            return made
     for x in roles:
         if x not in found:
             found[x] = _run(form, x, _given(operands, x), *edges, key=(x, key))
@@ -422,11 +418,11 @@ class _Products(torch.autograd.Function):
         *given, receivers, senders = ctx.saved_tensors
         operands = dict(zip(ROLES, given, strict=True))
         total: dict[str, Tensor] = {}
-        asked = [pair for pair in enumerate(ROLES) if ctx.needs_input_grad[2 + pair[0]] and asked_for(ctx, pair[0])]
+        asked = [x for place, x in enumerate(ROLES) if asked_for(ctx, place)]
         for role, grad in zip(roles, grads, strict=True):
             if grad is None:
                 continue
-            wanted = [x for _, x in asked if x != role]
+            wanted = [x for x in asked if x != role]
             if not wanted:
                 continue
             edges = (receivers, senders, *counts)

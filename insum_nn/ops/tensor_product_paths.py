@@ -195,7 +195,7 @@ class _Part:
     ) -> None:
         self.products, self.rows, self.given, self.found = products, rows, given, found
         self.table = products.table(next(iter(given.values())).dtype)
-        # Entries with the copies fastest, by role and number, made when they are first read or added to.
+        # Entries of operands and of results, copies fastest; made when they are first read, or added to.
         self.entries: dict[tuple[str, int], Tensor] = {}
         self.sums: dict[str, dict[int, Tensor]] = {"x": {}, "z": {}}
 
@@ -254,12 +254,12 @@ class _Part:
         if not path.mixes:
             weights = weights.unsqueeze(-2)
             sums[path.z] = turned * weights if into is None else into.addcmul_(turned, weights)
-        elif not self.products.shared:
-            sums[path.z] = torch.bmm(turned, weights) if into is None else into.baddbmm_(turned, weights)
         elif into is None:
-            sums[path.z] = torch.mm(turned.flatten(0, 1), weights).unflatten(0, turned.shape[:2])
-        else:
+            sums[path.z] = turned @ weights
+        elif self.products.shared:
             into.flatten(0, 1).addmm_(turned.flatten(0, 1), weights)
+        else:
+            into.baddbmm_(turned, weights)
 
     def back(self, path: _Path) -> Tensor:
         """`G`: what the weights make of the output's gradient."""
@@ -267,11 +267,7 @@ class _Part:
         if path.weight < 0:
             return slope
         weights = path.weights(self.given["w"])
-        if not path.mixes:
-            return slope * weights.unsqueeze(-2)
-        if not self.products.shared:
-            return torch.bmm(slope, weights.mT)
-        return torch.mm(slope.flatten(0, 1), weights.mT).unflatten(0, slope.shape[:2])
+        return slope @ weights.mT if path.mixes else slope * weights.unsqueeze(-2)
 
     def add(self, number: int, left: Tensor, right: Tensor) -> None:
         """Add a product to an entry of the first input's gradient."""
