@@ -24,6 +24,7 @@ __all__ = [
     "accuracy",
     "as_tuple",
     "gradients",
+    "largest_error",
     "operator_tests",
     "reference",
     "relative_error",
@@ -132,12 +133,13 @@ def accuracy(work: Work, wanted: Reference, mode: Mode, *, recorded: bool = Fals
     """The provider's relative error: of its outputs, and of each gradient for `bwd` and `fwdbwd`."""
     if mode == "fwd" or wanted.upstream is None:
         with torch.set_grad_enabled(recorded):
-            return _largest(as_tuple(work.output(work.forward())), wanted.outputs)
+            return largest_error(as_tuple(work.output(work.forward())), wanted.outputs)
     output, found = gradients(work, wanted.upstream)
-    return max(_largest(found, wanted.gradients), _largest(as_tuple(output), wanted.outputs))
+    return max(largest_error(found, wanted.gradients), largest_error(as_tuple(output), wanted.outputs))
 
 
-def _largest(got: Sequence[Tensor], want: Sequence[Tensor]) -> float:
+def largest_error(got: Sequence[Tensor], want: Sequence[Tensor]) -> float:
+    """The largest `relative_error` of several tensors."""
     if len(got) != len(want):
         return math.inf
     return max((relative_error(g, w) for g, w in zip(got, want, strict=True)), default=0.0)

@@ -24,13 +24,14 @@ __all__ = [
     "Machine",
     "Milliseconds",
     "Record",
+    "Replay",
     "read",
     "record",
     "version",
     "write",
 ]
 
-SCHEMA = 2
+SCHEMA = 3
 ROOT = Path(__file__).resolve().parent.parent
 LOCK = Path(__file__).with_name("peers.lock")
 
@@ -53,6 +54,13 @@ class Floors(TypedDict):
     table: int | None
 
 
+class Replay(TypedDict):
+    """The same call from a CUDA graph, without the host: `gate` is "passed", or why there are no timings."""
+
+    gate: str
+    ms: Milliseconds | None
+
+
 class Record(TypedDict):
     """One measurement. What could not be measured is `None`.
 
@@ -62,6 +70,7 @@ class Record(TypedDict):
         provider: who solved it.
         mode: "fwd", "bwd" (backward alone) or "fwdbwd".
         ms: time of one call: the device's, or the host's where the case says so.
+        replay: the call captured in a CUDA graph and replayed, where that was asked for.
         repeats: timed calls.
         compile_s: from the start of the provider's builder to the end of its first call in this mode.
         peak_bytes: device memory that the provider holds and needs at its peak, beyond the problem's own tensors.
@@ -83,6 +92,7 @@ class Record(TypedDict):
     provider: str
     mode: Mode
     ms: Milliseconds | None
+    replay: Replay | None
     repeats: int
     compile_s: float | None
     peak_bytes: int | None
@@ -172,7 +182,7 @@ def write(path: Path, records: Sequence[Record]) -> None:
 
 
 def read(path: Path) -> list[Record]:
-    """The records of a result file; those of schema 1, which has no floors, are brought to this one.
+    """The records of a result file; those of schemas 1 and 2, without floors or replays, are brought to this one.
 
     Raises:
         ValueError: the file is not a list of records of a known schema.
@@ -182,7 +192,9 @@ def read(path: Path) -> list[Record]:
         raise ValueError(f"{path}: a list of records was expected")
     for entry in found:
         if entry.get("schema") == 1 and "floor" not in entry:
-            entry |= {"schema": SCHEMA, "floor": None}
+            entry |= {"schema": 2, "floor": None}
+        if entry.get("schema") == 2 and "replay" not in entry:
+            entry |= {"schema": SCHEMA, "replay": None}
         if set(entry) != set(RECORD):
             raise ValueError(f"{path}: records with exactly the keys {', '.join(RECORD)} were expected")
         if entry["schema"] != SCHEMA:

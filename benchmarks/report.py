@@ -94,6 +94,9 @@ def _cell(record: Record | None) -> str:
 def _family_table(found: Sequence[Row]) -> list[str]:
     peers = list(dict.fromkeys(name for row in found for name in row.group if not is_ours(name)))
     head = ["case", "mode", "ours", "us (error)", *peers, "best peer / ours", "peak MiB, ours / least", "marks"]
+    replayed = any(r["replay"] is not None for row in found for r in row.group.values())
+    if replayed:
+        head.insert(-2, "replayed: ours, best peer, ratio")
     lines = ["| " + " | ".join(head) + " |", "|" + "|".join(["---"] * len(head)) + "|"]
     for row in found:
         name = row.ours[0] if row.ours else "none passed"
@@ -103,6 +106,8 @@ def _family_table(found: Sequence[Row]) -> list[str]:
         verdicts = marks.judge(row.case, row.mode, row.group)
         judged = "; ".join(f"{'met' if v.met else '**missed**'} {v.asked}: {v.found}" for v in verdicts)
         cells = [row.case, row.mode, name, own, *(_cell(row.group.get(p)) for p in peers), ratio, _peak(row), judged]
+        if replayed:
+            cells.insert(-2, _replays(row.group))
         lines.append("| " + " | ".join(cell.replace("|", "/") for cell in cells) + " |")
     for mode in dict.fromkeys(row.mode for row in found):
         ratios = [row.ratio for row in found if row.mode == mode and row.ratio is not None]
@@ -110,6 +115,15 @@ def _family_table(found: Sequence[Row]) -> list[str]:
             summary = f"geometric mean {geometric_mean(ratios):.2f}x over {len(ratios)} cases, least {min(ratios):.2f}x"
             lines += ["", f"{found[0].family} {mode}: {summary}"]
     return lines
+
+
+def _replays(group: Mapping[str, Record]) -> str:
+    """The fastest replays from a CUDA graph, of ours and of a peer's."""
+    times = {n: r["replay"]["ms"]["p50"] * 1e3 for n, r in group.items() if r["replay"] and r["replay"]["ms"]}
+    mine = min((t for n, t in times.items() if is_ours(n)), default=None)
+    other = min((t for n, t in times.items() if not is_ours(n)), default=None)
+    cells = ["none" if t is None else f"{t:.1f}" for t in (mine, other)]
+    return ", ".join([*cells, f"{other / mine:.2f}x" if mine and other else ""]).rstrip(", ")
 
 
 def _peak(row: Row) -> str:

@@ -6,6 +6,7 @@ The file is a list of records, one for each case, provider and mode, with the ke
 is left out: a provider that is not installed, raises, or fails the gate has a record that says so, without timings.
 With `--supervise` the work is done in a process of its own, which is started again after a provider brought it down
 or did not come back; with `--budget` a run stops in time and its file says what was not run; `--resume` goes on there.
+With `--replay` each call is timed from a CUDA graph too, where the host has no share.
 """
 
 from __future__ import annotations
@@ -25,7 +26,7 @@ import torch
 import torch._inductor.config
 
 from benchmarks import gate, timing
-from benchmarks.records import LOCK, RECORD, SCHEMA, Machine, Milliseconds, Record, record, version
+from benchmarks.records import LOCK, RECORD, SCHEMA, Machine, Milliseconds, Record, Replay, record, version
 from benchmarks.registry import MODES, OURS, Case, Mode, Problem, Registry, Setting, Unavailable, Work, is_ours, load
 from benchmarks.supervise import State, supervise
 from insum_nn.compiler.tuning import settle
@@ -45,6 +46,7 @@ class Measurement(NamedTuple):
     compile_s: float | None = None
     peak_bytes: int | None = None
     max_rel_err: float | None = None
+    replay: Replay | None = None
 
 
 class BrokenDeviceError(Exception):
@@ -87,6 +89,7 @@ def measure(
     *,
     warmup_ms: int = 25,
     rep_ms: int = 200,
+    replay: bool = False,
 ) -> Measurement:
     """Build a provider, pass it through the gate, and time it.
 
@@ -98,6 +101,7 @@ def measure(
         device: where the problem's tensors live.
         warmup_ms: not counted.
         rep_ms: counted.
+        replay: whether the call is also timed from a CUDA graph; a backward alone is not, whose forward is outside.
 
     Returns:
         The measurement; without timings when the provider is missing, raises or is wrong.
@@ -124,13 +128,45 @@ def measure(
             settle(60.0)
             peak = _peak(call, device, before)
             times = _times(problem, call, device, warmup_ms, rep_ms)
+            again = None
+            if replay and device.type == "cuda" and problem.clock == "device" and mode != "bwd":
+                again = _replayed(work, call, wanted, mode, limit, warmup_ms, rep_ms)
     except (ModuleNotFoundError, Unavailable) as fault:
         return Measurement(f"unavailable: {_one_line(fault)}")
     except Exception as fault:
         # Whatever a peer raises is its result; the other providers go on.
         return Measurement(f"error: {type(fault).__name__}: {_one_line(fault)}")
-    ms = Milliseconds(p20=timing.quantile(times, 0.2), p50=timing.quantile(times, 0.5), p80=timing.quantile(times, 0.8))
-    return Measurement("passed", ms, len(times), compile_s, peak, error)
+    return Measurement("passed", _percentiles(times), len(times), compile_s, peak, error, again)
+
+
+def _percentiles(times: Sequence[float]) -> Milliseconds:
+    p20, p50, p80 = (timing.quantile(times, q) for q in (0.2, 0.5, 0.8))
+    return Milliseconds(p20=p20, p50=p50, p80=p80)
+
+
+def _replayed(
+    work: Work,
+    call: Callable[[], Any],
+    wanted: gate.Reference,
+    mode: Mode,
+    limit: float,
+    warmup_ms: int,
+    rep_ms: int,
+) -> Replay:
+    """Time a call from a CUDA graph, after what a replay computed has passed the gate too."""
+    try:
+        graph, result = timing.captured(call)
+        graph.replay()
+        if mode == "fwd":
+            error = gate.largest_error(gate.as_tuple(work.output(result)), wanted.outputs)
+        else:
+            error = gate.largest_error(work.gradients(result), wanted.gradients)
+        if not error <= limit:
+            return Replay(gate=f"wrong: error {error:.3g} > {limit:.3g}", ms=None)
+        return Replay(gate="passed", ms=_percentiles(timing.times_cuda(graph.replay, warmup_ms, rep_ms)))
+    except Exception as fault:
+        # Whoever waits for the device inside a call cannot be captured, and its own time stands all the same.
+        return Replay(gate=f"error: {type(fault).__name__}: {_one_line(fault)}", ms=None)
 
 
 def _times(
@@ -173,6 +209,7 @@ def run_case(
     run_tests: bool = True,
     warmup_ms: int = 25,
     rep_ms: int = 200,
+    replay: bool = False,
     state: State | None = None,
     deadline: float = math.inf,
 ) -> Iterator[Record]:
@@ -187,6 +224,7 @@ def run_case(
         run_tests: whether the operator's tests stand before the timing, as they should.
         warmup_ms: see `measure`.
         rep_ms: see `measure`.
+        replay: see `measure`.
         state: what was measured before and is not measured again; told what is under way.
         deadline: of `time.monotonic()`; later measurements are recorded as not run.
 
@@ -224,13 +262,14 @@ def run_case(
                 elif time.monotonic() > deadline:
                     result = Measurement("not run: the budget was spent")
                 else:
-                    device = setting.device
-                    result = measure(problem, provider, mode, wanted, device, warmup_ms=warmup_ms, rep_ms=rep_ms)
+                    times = {"warmup_ms": warmup_ms, "rep_ms": rep_ms}
+                    result = measure(problem, provider, mode, wanted, setting.device, **times, replay=replay)
                 fields: dict[str, Any] = result._asdict()
                 yield record(
                     machine, case.name, provider, mode, fields.pop("gate"), floor=problem.floors.get(mode), **fields
                 )
-                if result.gate.startswith("error"):
+                said = [result.gate] + ([result.replay["gate"]] if result.replay else [])
+                if any(word.startswith("error") for word in said):
                     _require_device(setting.device)
                     _release(setting.device)
     finally:
@@ -247,6 +286,11 @@ def _show(entry: Record) -> str:
         return f"{head} {entry['gate']}"
     ms, floor = entry["ms"], entry["floor"] or {}
     parts = [f"{ms['p50'] * 1e3:10.1f} us [{ms['p20'] * 1e3:.1f}, {ms['p80'] * 1e3:.1f}]"]
+    if entry["replay"] is not None:
+        again = entry["replay"]
+        parts.append(
+            f"replayed {again['ms']['p50'] * 1e3:.1f} us" if again["ms"] else f"replayed: {again['gate'][:60]}"
+        )
     parts.append(f"err {entry['max_rel_err']:.1e}  first {entry['compile_s']:.1f} s")
     if entry["peak_bytes"] is not None:
         parts.append(f"{entry['peak_bytes'] / 2**20:.1f} MiB")
@@ -286,6 +330,7 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument("--skip-tests", action="store_true", help="do not run the operators' tests first")
     parser.add_argument("--warmup-ms", type=int, help="default 25; quick 10")
     parser.add_argument("--rep-ms", type=int, help="default 200; quick 50")
+    parser.add_argument("--replay", action="store_true", help="time each call from a CUDA graph too")
     return parser
 
 
@@ -345,6 +390,7 @@ def _run(
             run_tests=not options.skip_tests,
             warmup_ms=(10 if options.quick else 25) if options.warmup_ms is None else options.warmup_ms,
             rep_ms=(50 if options.quick else 200) if options.rep_ms is None else options.rep_ms,
+            replay=options.replay,
             state=state,
             deadline=deadline,
         )

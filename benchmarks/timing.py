@@ -6,11 +6,13 @@ import gc
 import math
 import time
 from collections.abc import Callable, Sequence
-from typing import cast
+from typing import TypeVar, cast
 
 import torch
 
-__all__ = ["quantile", "synchronize", "times_cpu", "times_cuda", "times_host"]
+__all__ = ["captured", "quantile", "synchronize", "times_cpu", "times_cuda", "times_host"]
+
+Result = TypeVar("Result")
 
 # Calls between two readings of the host's clock: few enough that the queue of the device never fills up.
 _BATCH = 20
@@ -27,6 +29,23 @@ def times_cuda(call: Callable[[], object], warmup_ms: int, rep_ms: int) -> list[
     from triton.testing import do_bench
 
     return cast(list[float], do_bench(call, warmup=warmup_ms, rep=rep_ms, return_mode="all"))
+
+
+def captured(call: Callable[[], Result]) -> tuple[torch.cuda.CUDAGraph, Result]:
+    """A call as a CUDA graph, and what it returned: tensors that each replay writes again.
+
+    A replay hands over all kernels at once, so that its time is the device's alone.
+    """
+    beside = torch.cuda.Stream()
+    beside.wait_stream(torch.cuda.current_stream())
+    with torch.cuda.stream(beside):
+        for _ in range(3):
+            call()
+    torch.cuda.current_stream().wait_stream(beside)
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        result = call()
+    return graph, result
 
 
 def times_cpu(call: Callable[[], object], warmup_ms: int, rep_ms: int) -> list[float]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import fnmatch
 import gzip
 import importlib
@@ -109,8 +110,8 @@ def test_every_provider_has_a_record_with_exactly_the_keys(results: Path):
     assert len(found) == 2 * 3 * 9
     assert all(tuple(r) == records.RECORD for r in found)
     assert records.RECORD == (
-        *("schema", "case", "provider", "mode", "ms", "repeats", "compile_s", "peak_bytes", "max_rel_err", "gate"),
-        *("floor", "gpu", "driver", "torch", "triton", "commit", "dirty", "utc"),
+        *("schema", "case", "provider", "mode", "ms", "replay", "repeats", "compile_s", "peak_bytes", "max_rel_err"),
+        *("gate", "floor", "gpu", "driver", "torch", "triton", "commit", "dirty", "utc"),
     )
 
 
@@ -158,6 +159,33 @@ def test_on_a_gpu(gpu: torch.device, small: Registry, tmp_path: Path):
         assert record["repeats"] > 1
         assert record["peak_bytes"] > 0
         assert 0 < record["ms"]["p20"] <= record["ms"]["p50"] <= record["ms"]["p80"] < 10
+
+
+@pytest.mark.slow
+def test_replays_on_a_gpu(gpu: torch.device, small: Registry, tmp_path: Path):
+    def waits() -> Work:
+        x = torch.randn(3, 5, device=gpu)
+        return Work(lambda: x * x.sum().item(), output=lambda _: torch.zeros(3, 7, device=gpu))
+
+    problem = small_problem(Setting(gpu))
+    wanted = gate.reference(problem, ("fwd", "fwdbwd"))
+    times = {"warmup_ms": 5, "rep_ms": 20}
+    for mode in ("fwd", "fwdbwd"):
+        found = run.measure(problem, "insum_nn", mode, wanted, gpu, replay=True, **times)
+        assert found.ms
+        assert found.replay
+        assert found.replay["gate"] == "passed"
+        assert found.replay["ms"]
+        # All kernels are handed over at once; without a host between them they are not later.
+        assert 0 < found.replay["ms"]["p20"] < 1.5 * found.ms["p50"]
+    assert run.measure(problem, "insum_nn", "bwd", wanted, gpu, replay=True, **times).replay is None
+    # Whoever waits for the device within a call keeps its time, and the device goes on.
+    patient = dataclasses.replace(problem, providers={"waits": waits}, tolerance=2.0)
+    found = run.measure(patient, "waits", "fwd", wanted, gpu, replay=True, **times)
+    assert found.ms
+    assert found.replay
+    assert found.replay["gate"].startswith("error: ")
+    assert run.measure(problem, "torch", "fwd", wanted, gpu, replay=True, **times).replay["ms"]
 
 
 def test_our_red_tests_stop_the_clock(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
@@ -234,6 +262,35 @@ def test_report_keeps_the_later_measurement(results: Path):
     records = report.read([results])
     again = [dict(r, utc="9999-01-01", ms={"p20": 1e9, "p50": 1e9, "p80": 1e9}) for r in records if r["ms"]]
     assert all(row.ours and row.ours[1] == 1e9 for row in report.rows([*again, *records]))
+
+
+def test_report_shows_replays(results: Path):
+    def with_replay(entry: records.Record) -> records.Record:
+        us = {"insum_nn": 2.0, "torch": 3.0}.get(entry["provider"])
+        ms = None if us is None else records.Milliseconds(p20=us / 1e3, p50=us / 1e3, p80=us / 1e3)
+        return dict(entry, replay={"gate": "error: it waits" if ms is None else "passed", "ms": ms})
+
+    found = report.read([results])
+    assert "replayed" not in report.table(found)
+    lines = report.table([with_replay(r) if r["mode"] == "fwd" else r for r in found]).splitlines()
+    head = next(line for line in lines if line.startswith("| case"))
+    (row,) = (line for line in lines if line.startswith("| product/n=1 | fwd |"))
+    at = head.split(" | ").index("replayed: ours, best peer, ratio")
+    assert row.split(" | ")[at] == "2.0, 3.0, 1.50x"
+    (row,) = (line for line in lines if line.startswith("| product/n=1 | bwd |"))
+    assert row.split(" | ")[at] == "none, none"
+
+
+def test_files_of_earlier_schemas_are_read(results: Path, tmp_path: Path):
+    entries = json.loads(results.read_text())
+    old = tmp_path / "old.json"
+    for schema, lacks in ((2, {"replay"}), (1, {"replay", "floor"})):
+        old.write_text(
+            json.dumps([{k: v for k, v in e.items() if k not in lacks} | {"schema": schema} for e in entries])
+        )
+        found = report.read([old])
+        assert [r["ms"] for r in found] == [e["ms"] for e in entries]
+        assert all(tuple(r) == records.RECORD and r["schema"] == records.SCHEMA for r in found)
 
 
 def test_report_refuses_other_files(tmp_path: Path, results: Path):

@@ -353,22 +353,38 @@ class _Launch:
         integer = "i64" if wide else "i32"
         self.signature = {n: kind or integer for n, kind in zip(self.function.arg_names, types, strict=True)}
         self.known: dict[tuple[bool, ...], Callable[..., None]] = {}
+        self.plain: Callable[..., None] | None = None
 
     def __call__(self, arguments: list[Any], grid: int | None = None) -> None:
         if grid is None:
             grid = self.grid
-        aligned = tuple([not arguments[place].data_ptr() & 15 for place in self.pointers])
-        run = self.known.get(aligned)
+        # Triton asks the driver about each pointer that comes as a tensor; of a number it takes the caller's word, and
+        # all tensors of a call were found on one device before.
+        numbers = list(arguments)
+        bits = 0
+        for place in self.pointers:
+            pointer = numbers[place] = arguments[place].data_ptr()
+            bits |= pointer
         number = self.number
+        run = self.plain if not bits & 15 else None
         if run is None:
-            with torch.cuda.device(number):
-                run = self.known[aligned] = self.load(aligned)
+            run = self._find(tuple([not numbers[place] & 15 for place in self.pointers]))
         # `torch.cuda.current_device` would first ask whether CUDA is initialised.
         if torch._C._cuda_getDevice() == number:
-            run(grid, torch._C._cuda_getCurrentRawStream(number), arguments)
+            run(grid, torch._C._cuda_getCurrentRawStream(number), numbers)
         else:
             with torch.cuda.device(number):
-                run(grid, torch._C._cuda_getCurrentRawStream(number), arguments)
+                run(grid, torch._C._cuda_getCurrentRawStream(number), numbers)
+
+    def _find(self, aligned: tuple[bool, ...]) -> Callable[..., None]:
+        """The machine code for pointers aligned in this way; that for aligned ones is at hand from then on."""
+        run = self.known.get(aligned)
+        if run is None:
+            with torch.cuda.device(self.number):
+                run = self.known[aligned] = self.load(aligned)
+        if all(aligned):
+            self.plain = run
+        return run
 
     def compile(self, aligned: Sequence[bool]) -> Any:
         """The machine code for the current device; Triton keeps it on disk."""
