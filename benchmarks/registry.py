@@ -270,7 +270,8 @@ class Registry:
         for pattern in patterns:
             found = [c for c in self._cases.values() if c.family == pattern or fnmatch.fnmatchcase(c.name, pattern)]
             if not found:
-                raise KeyError(f"no case matches {pattern!r}; known: {', '.join(self._cases) or 'none'}")
+                families = ", ".join(dict.fromkeys(case.family for case in self._cases.values())) or "none"
+                raise KeyError(f"no case matches {pattern!r}; families: {families}")
             chosen.update((c.name, c) for c in found)
         return list(chosen.values())
 

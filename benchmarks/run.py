@@ -166,7 +166,10 @@ def _replayed(
         return Replay(gate="passed", ms=_percentiles(timing.times_cuda(graph.replay, warmup_ms, rep_ms)))
     except Exception as fault:
         # Whoever waits for the device inside a call cannot be captured, and its own time stands all the same.
-        return Replay(gate=f"error: {type(fault).__name__}: {_one_line(fault)}", ms=None)
+        first: BaseException = fault
+        while first.__context__ is not None:
+            first = first.__context__
+        return Replay(gate=f"error: {type(first).__name__}: {_one_line(first)}", ms=None)
 
 
 def _times(

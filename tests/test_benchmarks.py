@@ -165,7 +165,7 @@ def test_on_a_gpu(gpu: torch.device, small: Registry, tmp_path: Path):
 def test_replays_on_a_gpu(gpu: torch.device, small: Registry, tmp_path: Path):
     def waits() -> Work:
         x = torch.randn(3, 5, device=gpu)
-        return Work(lambda: x * x.sum().item(), output=lambda _: torch.zeros(3, 7, device=gpu))
+        return Work(lambda: x * x.sum().item(), output=lambda _: torch.zeros(5, 3, device=gpu))
 
     problem = small_problem(Setting(gpu))
     wanted = gate.reference(problem, ("fwd", "fwdbwd"))
@@ -594,7 +594,7 @@ def test_bare_launch(gpu: torch.device):
 def test_selection(small: Registry):
     assert [c.name for c in small.select(["product"])] == ["product/n=1", "product/n=2"]
     assert [c.name for c in small.select(["*n=2", "product/n=*"])] == ["product/n=2", "product/n=1"]
-    with pytest.raises(KeyError, match="no case matches"):
+    with pytest.raises(KeyError, match="no case matches .*; families: product"):
         small.select(["nothing"])
 
 

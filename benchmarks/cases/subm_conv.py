@@ -78,7 +78,8 @@ def subm_conv(setting: Setting, *, cloud: str, channels: int, dtype: str) -> Pro
             conv.weight.copy_(weight)
         x = features.clone().requires_grad_()
         # The first call builds the map and leaves it, under its key, with the tensor that it returns.
-        known = conv(module.SparseConvTensor(x.detach(), _indices(points), list(extents), 1))
+        with torch.no_grad():  # or what it computed would stay, with all that leads back to the weight
+            known = conv(module.SparseConvTensor(x.detach(), _indices(points), list(extents), 1))
         return Work(lambda: conv(known.replace_feature(x)).features, (x, conv.weight))
 
     found = {name: _peer(setting, name, layer, tf32=dtype == "tf32") for name in PEERS}

@@ -124,26 +124,23 @@ def block_linear_stored(
         of 16, or two fifths of blocks of 32. NaN in a feature then reaches every result.
     """
     form = "slots" if "Slot" in index else "BlockCOO"
-    named = block_linear_operands(input, weight, index, shape, bias)
-    stored, (rows, (_, cols, _)) = named["W"], (-(-shape[0] // weight.shape[1]), named["X"].shape)
-    if form == "BlockCOO" and dense_is_faster(stored, (rows, cols), named["X"].shape[0], options):
-        dense = block_tiles(stored, index, (rows, cols), BLOCK_LINEAR_FACTS[form], options)[: shape[0], : shape[1]]
+    _check(input, weight, shape, bias)
+    flat, (a, b) = _rows_of(input, weight, shape[1]), weight.shape[-2:]
+    grid = -(-shape[0] // a), flat.shape[1] // b
+    if form == "BlockCOO" and dense_is_faster(weight, grid, flat.shape[0], options):
+        dense = block_tiles(weight, index, grid, BLOCK_LINEAR_FACTS[form], options)[: shape[0], : shape[1]]
         result = torch.nn.functional.linear(
             input.to(dense.dtype), dense, None if bias is None else bias.to(dense.dtype)
         )
         return result.contiguous()
     if form == "BlockCOO":
-        flat, values = _to_columns(named)
-        if takes_columns(flat, values, options):
-            product = block_columns(index["Row"], index["Col"], (rows, cols), options)
-            start, bias = _as_start(bias, values, shape[0])
-            return _finish(product(flat, values, start), input, shape, bias)
+        x, values = to_autocast(flat), to_autocast(weight)
+        if takes_columns(x, values, options):
+            product = block_columns(index["Row"], index["Col"], grid, options)
+            start, bias = (bias, None) if _starts(bias, values, shape[0]) else (None, bias)
+            return _finish(product(x, values, start), input, shape, bias)
+    named = {"W": weight, "X": flat.unflatten(1, (grid[1], b)), **index}
     return _run(input, named, BLOCK_LINEAR[form], BLOCK_LINEAR_FACTS[form], shape, bias, options)
-
-
-def _to_columns(named: Mapping[str, Tensor]) -> tuple[Tensor, Tensor]:
-    """`X` as (n, cols * b) and `W`, in autocast's dtype where it is in force."""
-    return to_autocast(named["X"].flatten(1)), to_autocast(named["W"])
 
 
 def _run(
@@ -158,21 +155,15 @@ def _run(
     a = named["W"].shape[-2]
     rows = -(-shape[0] // a)
     if named["X"].dtype == named["W"].dtype:
-        start, bias = _as_start(bias, named["W"], shape[0])
-        named = named if start is None else {**named, "Y": start}
+        if bias is not None and _starts(bias, named["W"], shape[0]):
+            named, bias = {**named, "Y": bias.reshape(rows, a)}, None
     result = run(expression, facts, named, options, (None, rows, a)).flatten(1)
     return _finish(result, input, shape, bias)
 
 
-def _as_start(bias: Tensor | None, weight: Tensor, m: int) -> tuple[Tensor | None, Tensor | None]:
-    """A bias as (rows, a), from which the sum can start, and what is left to add after it.
-
-    To start from it spares a pass over the output.
-    """
-    a = weight.shape[-2]
-    if bias is None or m % a or bias.dtype != weight.dtype:
-        return None, bias
-    return bias.reshape(m // a, a), None
+def _starts(bias: Tensor | None, weight: Tensor, m: int) -> bool:
+    """Whether the sum can start from the bias, which spares a pass over the output."""
+    return bias is not None and m % weight.shape[-2] == 0 and bias.dtype == weight.dtype
 
 
 def _finish(result: Tensor, input: Tensor, shape: tuple[int, int], bias: Tensor | None) -> Tensor:
@@ -182,7 +173,8 @@ def _finish(result: Tensor, input: Tensor, shape: tuple[int, int], bias: Tensor 
         result = result[:, :m]
     if bias is not None:
         result = result + bias.to(result.dtype)
-    return result.reshape(*input.shape[:-1], m).contiguous()
+    # Each view of a recorded tensor is a step more on the way back.
+    return (result if input.ndim == 2 else result.reshape(*input.shape[:-1], m)).contiguous()
 
 
 def block_linear_operands(
@@ -190,10 +182,15 @@ def block_linear_operands(
 ) -> dict[str, Tensor]:
     """The tensors of a call by their names in its statement, after all checks; see `block_linear`."""
     _check(input, weight, shape, bias)
-    k, b = shape[1], weight.shape[-1]
-    cols = -(-k // b)
-    flat = input.reshape(math.prod(input.shape[:-1]), k)
-    return {"W": weight, "X": pad_axis(flat, 1, cols * b).unflatten(1, (cols, b)), **index}
+    flat, b = _rows_of(input, weight, shape[1]), weight.shape[-1]
+    return {"W": weight, "X": flat.unflatten(1, (flat.shape[1] // b, b)), **index}
+
+
+def _rows_of(input: Tensor, weight: Tensor, k: int) -> Tensor:
+    """An input (..., k) as (n, cols * b), with zeros beyond the edge."""
+    flat = input if input.ndim == 2 else input.reshape(math.prod(input.shape[:-1]), k)
+    b = weight.shape[-1]
+    return pad_axis(flat, 1, -(-k // b) * b)
 
 
 def _check(input: Tensor, weight: Tensor, shape: tuple[int, int], bias: Tensor | None) -> None:
@@ -281,7 +278,7 @@ def explain_block_linear(
     if form == "BlockCOO" and dense_is_faster(weight, grid, named["X"].shape[0], options):
         made = explain_tiles(weight, index, grid, BLOCK_LINEAR_FACTS[form], options, measure=measure)
         return made.with_choice("product", "dense, by the library", dense_reason(weight, grid))
-    flat, values = _to_columns(named)
+    flat, values = to_autocast(named["X"].flatten(1)), to_autocast(named["W"])
     if form == "BlockCOO" and takes_columns(flat, values, options):
         program = columns_program("Y", options)
         named = block_columns(index["Row"], index["Col"], grid, options).operands_of(flat, values)

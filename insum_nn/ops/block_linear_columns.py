@@ -18,7 +18,7 @@ from typing import Literal
 import torch
 from torch import Tensor
 
-from insum_nn.compiler.api import Program, compile, generates_kernels
+from insum_nn.compiler.api import Given, Program, compile, generates_kernels
 from insum_nn.compiler.options import Options
 from insum_nn.facts import IndexFacts
 from insum_nn.ops.onlookers import exact_dtypes, ordinary
@@ -106,7 +106,7 @@ class BlockColumns:
         return self.options.deterministic
 
     def __call__(self, x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
-        """(n, rows * a), each row of which starts from the bias (rows, a); differentiable to any order."""
+        """(n, rows * a), each row of which starts from the bias (rows * a,); differentiable to any order."""
         return contract(self, "Y", weight, x, bias)
 
     def operands_of(self, x: Tensor, weight: Tensor) -> dict[str, Tensor]:
@@ -118,20 +118,21 @@ class BlockColumns:
         key = (a.shape, b.shape, a.dtype, a.device, start is None)
         with exact_dtypes(a.device):
             operands, shape = self._arranged(wanted, a, b, made)
+            start = None if start is None else start.view(shape[1:])
             result = self._given[wanted](*operands, out_shape=shape, start=start, key=key)
         return result if wanted == "W" else result.flatten(1)
 
     def watched(self, wanted: str, a: Tensor, b: Tensor, start: Tensor | None = None) -> Tensor:
         """The same by the compiler's operator, which knows who looks on."""
-        operands, shape = self._arranged(wanted, a, b, {})
+        operands, shape = self._arranged(wanted, a, b, None)
         named = {**self.index, **dict(zip(self._given[wanted].names, operands, strict=True))}
         if start is not None:
-            named[wanted] = start
+            named[wanted] = start.reshape(shape[1:])
         result = columns_program(wanted, self.options)(tensors=named, out_shape=shape)
         return result if wanted == "W" else result.flatten(1)
 
     def _arranged(
-        self, wanted: str, a: Tensor, b: Tensor, made: dict[str, Tensor]
+        self, wanted: str, a: Tensor, b: Tensor, made: dict[str, Tensor] | None
     ) -> tuple[tuple[Tensor, Tensor], tuple[int, ...]]:
         """The operands as a statement reads them, and the shape of its output."""
         rows, cols = self.grid
@@ -141,19 +142,33 @@ class BlockColumns:
         read, blocks, size = ("X", rows, a.shape[1]) if wanted == "Y" else ("Y", cols, a.shape[2])
         return (a.contiguous(), self._columns(read, b, made)), (b.shape[0], blocks, size)
 
-    def _columns(self, name: str, samples: Tensor, made: dict[str, Tensor]) -> Tensor:
+    def _columns(self, name: str, samples: Tensor, made: dict[str, Tensor] | None) -> Tensor:
+        """The operand of that name by columns; `made` holds those at hand, `None` where somebody looks on."""
+        blocks = self.grid[name == "X"]
+        if made is None:
+            return _columns(samples, blocks)
         if name not in made:
-            made[name] = _columns(samples, self.grid[name == "X"])
+            made[name] = _columns(samples, blocks, alone=True)
         return made[name]
 
 
-def _columns(samples: Tensor, blocks: int) -> Tensor:
-    """(n, blocks * b) samples as (blocks, b, n)."""
+def _columns(samples: Tensor, blocks: int, alone: bool = False) -> Tensor:
+    """(n, blocks * b) samples as (blocks, b, n); `alone` where nothing is recorded and nobody looks on."""
     # torch's own copy of a transposed matrix takes five times as long as its bytes do.
-    columns, count = samples.shape[1], samples.shape[0]
-    return _transposition()(X=samples).view(blocks, columns // blocks, count)
+    count, columns = samples.shape
+    if alone:
+        key = (samples.shape, samples.dtype, samples.device)
+        turned = _given_transposition()(samples, out_shape=(columns, count), key=key)
+    else:
+        turned = _transposition()(X=samples)
+    return turned.view(blocks, columns // blocks, count)
 
 
 @lru_cache(maxsize=1)
 def _transposition() -> Program:
     return compile("T[c,n] += X[n,c]")
+
+
+@lru_cache(maxsize=1)
+def _given_transposition() -> Given:
+    return _transposition().given({})

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Hashable
 from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
@@ -27,21 +28,42 @@ def exact_dtypes(device: torch.device) -> AbstractContextManager[object]:
     return torch.autocast(device.type, enabled=False) if torch._C._is_any_autocast_enabled() else nullcontext()
 
 
-def asked_for(ctx: Any, operand: int) -> bool:
-    """Whether the backward pass at hand wants the gradient of an operand, which is more than that it has one.
+# Backward passes for which a leaf counts as asked for after it was, by name: torch says that by an exception, which is
+# slower than most kernels.
+_PASSES = 16
+_MOST_KNOWN = 4096
+_by_name: dict[Hashable, int] = {}
+
+
+def asked_for(ctx: Any, operands: int, where: Hashable) -> list[bool]:
+    """Whether the backward pass at hand wants the gradients of a function's tensors, which is more than they have one.
 
     `torch.autograd.grad(energy, positions)` wants none of the weights, though `ctx.needs_input_grad` says that they
-    could have one.
+    could have one. `torch.autograd.grad(loss, weights)` wants them, and is asked about them once in many passes: the
+    gradient of a leaf is made in vain for so long after whoever wanted it by name no longer does.
 
     Args:
         ctx: of a function of autograd, in its backward.
-        operand: its number among the function's tensors.
+        operands: how many tensors it has, before everything else.
+        where: the function's kind, the same in every pass.
     """
-    node = ctx.next_functions[operand][0]
+    return [_asked(node, (where, place)) for place, (node, _) in enumerate(ctx.next_functions[:operands])]
+
+
+def _asked(node: Any, known: Hashable) -> bool:
     if node is None:
         return False
+    leaf = hasattr(node, "variable")
+    left = _by_name.get(known, 0) if leaf else 0
+    if left:
+        _by_name[known] = left - 1
+        return True
     try:
         return bool(torch._C._will_engine_execute_node(node))
     except RuntimeError:
-        # Torch does not say it of leaves whose gradient is asked for by name, nor outside of its engine.
+        # A leaf that is asked for by name; or nobody asks, outside of torch's engine.
+        if leaf:
+            if len(_by_name) >= _MOST_KNOWN:
+                _by_name.clear()
+            _by_name[known] = _PASSES - 1
         return True

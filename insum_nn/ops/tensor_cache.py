@@ -46,10 +46,14 @@ class TensorCache:
 
     def get(self, tensors: Sequence[Tensor], key: Hashable, build: Callable[[], Built]) -> Built:
         """What `build` made of these tensors: now, or when they were last seen."""
-        if any(tensor.is_inference() for tensor in tensors):
-            # Inference tensors have no version, so nobody can tell whether they were written to.
-            return build()
-        whole = (key, *((id(tensor), tensor._version) for tensor in tensors))
+        # Loops rather than generators: layers ask at every call.
+        parts: list[Hashable] = [key]
+        for tensor in tensors:
+            if tensor.is_inference():
+                # Inference tensors have no version, so nobody can tell whether they were written to.
+                return build()
+            parts += (id(tensor), tensor._version)
+        whole = tuple(parts)
         with self._lock:
             found = self._known.get(whole)
             if found is not None and all(ref() is tensor for ref, tensor in zip(found[0], tensors, strict=True)):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Hashable, Mapping, Sequence
+from itertools import compress
 from typing import Any
 
 import torch
@@ -321,7 +322,7 @@ def _backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
     spec, role, num_x, num_z, key = ctx.constants
     *given, receivers, senders = ctx.saved_tensors
     operands = dict(zip(others(role), given, strict=True)) | {role: grad}
-    wanted = [x for place, x in enumerate(others(role)) if asked_for(ctx, place)]
+    wanted = list(compress(others(role), asked_for(ctx, 3, (spec, role))))
     made = _gradients(spec, role, wanted, operands, (receivers, senders, num_x, num_z), key)
     return None, None, *(made.get(x) for x in others(role)), None, None, None, None
 
@@ -418,7 +419,7 @@ class _Products(torch.autograd.Function):
         *given, receivers, senders = ctx.saved_tensors
         operands = dict(zip(ROLES, given, strict=True))
         total: dict[str, Tensor] = {}
-        asked = [x for place, x in enumerate(ROLES) if asked_for(ctx, place)]
+        asked = list(compress(ROLES, asked_for(ctx, 4, (text, roles))))
         for role, grad in zip(roles, grads, strict=True):
             if grad is None:
                 continue
