@@ -211,8 +211,8 @@ def _remembered(
 
 def _over_grid(index: Tensor | None, axes: tuple[int, ...], shape: tuple[int, ...], device: torch.device) -> Tensor:
     """The index of every entry of the grid, flattened."""
-    if index is None:
-        index = torch.arange(shape[axes[0]], device=device)
+    # Of an alias: a view keeps what it is a view of, and what is kept for as long as an index lives must not keep it.
+    index = torch.arange(shape[axes[0]], device=device) if index is None else index.detach()
     order = sorted(range(len(axes)), key=lambda i: axes[i])
     view = [1] * len(shape)
     for axis in axes:
