@@ -20,7 +20,7 @@ from insum_nn.layers.tensor_product_checks import (
 )
 from insum_nn.layers.tensor_product_constants import add_constants, drop_constants
 from insum_nn.ops.arguments import to_autocast
-from insum_nn.ops.tensor_product import TensorProductSpec, explain_tensor_product, expressions, tensor_product
+from insum_nn.ops.tensor_product import TensorProductSpec, checked_product, explain_tensor_product, expressions
 from insum_nn.structure.irreps import Entry, Path, entries_of, make_paths, path_coefficients, weight_offsets
 
 try:
@@ -366,7 +366,7 @@ class TensorProduct(o3.TensorProduct):
         """
         if not torch.jit.is_scripting():
             if self._is_plain(x, y, weight):
-                return tensor_product(self._text, x, y, self.weight if weight is None else weight)
+                return checked_product(self._text, x, y, self.weight if weight is None else weight)
         w = self._get_weights(weight)
         if not torch.jit.is_scripting():
             x, y, w = self._prepared(x, y, w)
@@ -392,7 +392,7 @@ class TensorProduct(o3.TensorProduct):
         if torch.jit.is_scripting():
             z = torch.ops.insum_nn.tensor_product(text, "z", x, y, w, None, None, number, number)
         else:
-            z = tensor_product(text, x, y, w)
+            z = checked_product(text, x, y, w)
         return z.reshape(batch + [self._out_dim])  # noqa: RUF005
 
     @torch.jit.export

@@ -12,7 +12,7 @@ from insum_nn.errors import InsumDeviceError, InsumDtypeError, InsumError, raise
 from insum_nn.layers.tensor_product import TensorProduct
 from insum_nn.layers.tensor_product_checks import InputError, check_same, fits_plainly
 from insum_nn.ops.arguments import to_autocast
-from insum_nn.ops.tensor_product import TensorProductSpec, explain_tensor_product, expressions, tensor_product
+from insum_nn.ops.tensor_product import TensorProductSpec, checked_product, explain_tensor_product, expressions
 
 __all__ = ["TensorProductConv"]
 
@@ -159,12 +159,12 @@ class TensorProductConv(torch.nn.Module):
         product = self.tensor_product
         weight = product.weight if W is None and product.internal_weights else product._get_weights(W)
         if self._is_plain(X, Y, weight, rows, cols) and sender_perm is None:
-            return tensor_product(self._text, X, Y, weight, rows, cols, num_nodes)
+            return checked_product(self._text, X, Y, weight, rows, cols, num_nodes)
         self._check(X, Y, weight, rows, cols, sender_perm)
         x, y, weight = to_autocast(X), to_autocast(Y), to_autocast(weight)
         if not product.shared_weights and weight.shape[0] == 1 != y.shape[0]:
             weight = weight.expand(y.shape[0], -1)
-        return tensor_product(self._text, x, y, weight, rows, cols, num_nodes)
+        return checked_product(self._text, x, y, weight, rows, cols, num_nodes)
 
     def _is_plain(self, X: Tensor, Y: Tensor, weight: Tensor, rows: Tensor, cols: Tensor) -> bool:
         """Whether nothing is to be checked, cast or repeated."""

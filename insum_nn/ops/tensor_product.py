@@ -11,6 +11,7 @@ from torch import Tensor
 
 from insum_nn.compiler.api import Explanation, stats_of
 from insum_nn.ops.onlookers import asked_for, exact_dtypes, ordinary, transformed
+from insum_nn.ops.tensor_product_checks import check_operands
 from insum_nn.ops.tensor_product_direct import direct_of
 from insum_nn.ops.tensor_product_form import Form, form_of
 from insum_nn.ops.tensor_product_joint import joint_roles
@@ -19,7 +20,14 @@ from insum_nn.ops.tensor_product_plan import Plan, plan_of
 from insum_nn.ops.tensor_product_right import tensor_product_right
 from insum_nn.ops.tensor_product_spec import ROLES, TensorProductSpec, others
 
-__all__ = ["TensorProductSpec", "explain_tensor_product", "expressions", "tensor_product", "tensor_product_right"]
+__all__ = [
+    "TensorProductSpec",
+    "checked_product",
+    "explain_tensor_product",
+    "expressions",
+    "tensor_product",
+    "tensor_product_right",
+]
 
 
 def tensor_product(
@@ -56,6 +64,9 @@ def tensor_product(
         (z, dim of out), or (num_receivers, dim of out). Derivatives of all orders are tensor products themselves.
 
     Raises:
+        InsumShapeError: an operand has another shape than the spec and the edges ask for.
+        InsumDtypeError: dtypes differ, or nodes are no integers.
+        InsumDeviceError: devices differ.
         InsumRangeError: an edge points outside the nodes.
 
     >>> from insum_nn.structure.irreps import Entry, Path
@@ -66,6 +77,21 @@ def tensor_product(
     7.0
     """
     text = spec if isinstance(spec, str) else spec.to_json()
+    if not torch.compiler.is_compiling():
+        check_operands(form_of(text), x, y, weight, receivers, senders, num_receivers)
+    return checked_product(text, x, y, weight, receivers, senders, num_receivers)
+
+
+def checked_product(
+    text: str,
+    x: Tensor,
+    y: Tensor,
+    weight: Tensor,
+    receivers: Tensor | None = None,
+    senders: Tensor | None = None,
+    num_receivers: int | None = None,
+) -> Tensor:
+    """`tensor_product` of operands that the caller has checked; the spec as JSON."""
     num_x = x.shape[0]
     num_z = (num_x if num_receivers is None else num_receivers) if senders is not None else num_x
     return _product(text, "z", (x, y, weight), receivers, senders, num_x, num_z)

@@ -10,7 +10,7 @@ from torch import Tensor
 
 pytest.importorskip("e3nn")
 
-from insum_nn.errors import InsumRangeError
+from insum_nn.errors import InsumDeviceError, InsumDtypeError, InsumRangeError, InsumShapeError
 from insum_nn.ops.tensor_product import (
     TensorProductSpec,
     explain_tensor_product,
@@ -296,6 +296,39 @@ def test_edges_outside_the_nodes(which: int, entry: int):
     edges[which][2] = entry
     with pytest.raises(InsumRangeError, match=("Dst", "Src")[which]):
         tensor_product(spec, *inputs_of(spec, 5, 4), *edges)
+
+
+Misfit = tuple[type[Exception], str, Callable[..., dict[str, object]]]
+MISFITS: dict[str, Misfit] = {
+    "one component too few": (InsumShapeError, "'x' has shape", lambda x, **_: {"x": x[:, :-1]}),
+    "one too many": (InsumShapeError, "'y' has shape", lambda y, **_: {"y": torch.cat([y, y[:, :1]], 1)}),
+    "no samples": (InsumShapeError, "'x' has shape", lambda x, **_: {"x": x[0]}),
+    "other samples": (InsumShapeError, "'y' has shape", lambda y, **_: {"y": y[1:]}),
+    "other weights": (InsumShapeError, "'weight' has shape", lambda weight, **_: {"weight": weight[1:]}),
+    "another dtype": (InsumDtypeError, "'y' is torch.float32", lambda y, **_: {"y": y.float()}),
+    "whole numbers": (InsumDtypeError, "'x' must be floating-point", lambda x, **_: {"x": x.long()}),
+    "another device": (InsumDeviceError, "'weight' is on meta", lambda weight, **_: {"weight": weight.to("meta")}),
+    "a negative number": (InsumShapeError, "'num_receivers' is", lambda **_: {"num_receivers": -1}),
+    "edges": (InsumShapeError, "'senders' is given", lambda **_: {"senders": torch.zeros(5, dtype=torch.int64)}),
+}
+MISFITS_OF_EDGES: dict[str, Misfit] = {
+    "one end": (InsumShapeError, "'senders' is missing", lambda **_: {"senders": None}),
+    "other edges": (InsumShapeError, "'receivers' has", lambda receivers, **_: {"receivers": receivers[1:]}),
+    "no numbers": (InsumDtypeError, "'receivers' must", lambda receivers, **_: {"receivers": receivers * 1.0}),
+}
+
+
+@pytest.mark.parametrize("name", [*MISFITS, *MISFITS_OF_EDGES])
+def test_operands_that_do_not_fit(name: str):
+    error, message, change = (MISFITS | MISFITS_OF_EDGES)[name]
+    spec = spec_of(random_case(3), shared=True, convolution=name in MISFITS_OF_EDGES)
+    given: dict[str, object] = dict(zip(("x", "y", "weight"), inputs_of(spec, 5), strict=True))
+    if spec.convolution:
+        given |= zip(("receivers", "senders"), edges_of(5, 5, sort=False), strict=True)
+    tensor_product(spec, **given)
+    with pytest.raises(error, match=message) as info:
+        tensor_product(spec, **given | change(**given))
+    assert info.value.fix
 
 
 def test_missing_edges_are_left_out():

@@ -1,0 +1,98 @@
+"""What is wrong with the operands of a tensor product, said before any statement runs."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from insum_nn.errors import InsumDeviceError, InsumDtypeError, InsumError, InsumShapeError, raise_collected
+from insum_nn.ops.tensor_product_spec import ProductLayout
+
+__all__ = ["check_operands"]
+
+_INDICES = (torch.int32, torch.int64)
+
+
+def check_operands(
+    layout: ProductLayout,
+    x: Tensor,
+    y: Tensor,
+    weight: Tensor,
+    receivers: Tensor | None,
+    senders: Tensor | None,
+    num_receivers: int | None,
+) -> None:
+    """Check the operands of `tensor_product`; which nodes edges point to is not looked at.
+
+    Raises:
+        InsumShapeError: an operand has another shape than the spec and the edges ask for, or edges are missing or not
+            asked for.
+        InsumDtypeError: dtypes differ, or an edge's end is no integer.
+        InsumDeviceError: devices differ.
+    """
+    faults: list[InsumError] = []
+    spec = layout.spec
+    ends = {"receivers": receivers, "senders": senders}
+    for name, index in ends.items():
+        if spec.convolution and index is None:
+            faults.append(_fault(name, "is missing: the spec is a convolution", "give both ends of each edge."))
+        elif not spec.convolution and index is not None:
+            fix = "leave it out, or build the spec with convolution=True."
+            faults.append(_fault(name, "is given, but the spec is no convolution", fix))
+    if num_receivers is not None and not spec.convolution:
+        faults.append(_fault("num_receivers", "is given, but the spec is no convolution", "leave it out."))
+    elif num_receivers is not None and num_receivers < 0:
+        faults.append(_fault("num_receivers", f"is {num_receivers}", "pass a number of nodes.", got=num_receivers))
+    rows: Any = senders.shape[0] if senders is not None and senders.ndim == 1 else None
+    rows, what = (rows, "edges") if spec.convolution else (x.shape[0] if x.ndim else None, "samples")
+    wanted: dict[str, tuple[Tensor, tuple[Any, ...]]] = {
+        "x": (x, (None if spec.convolution else rows, layout.dims["x"])),
+        "y": (y, (rows, layout.dims["y"])),
+        "weight": (weight, (() if spec.shared else (rows,)) + (spec.weight_numel,)),
+        **{name: (index, (rows,)) for name, index in ends.items() if index is not None},
+    }
+    for name, (tensor, shape) in wanted.items():
+        got = tuple(tensor.shape)
+        if len(got) != len(shape) or any(e is not None and e != g for e, g in zip(shape, got, strict=True)):
+            names = ["n" if e is None else str(e) for e in shape]
+            shown = f"({', '.join(names)}{',' if len(names) == 1 else ''})"
+            message, fix = f"has shape {got}", f"pass {name} of shape {shown}, for {rows} {what}."
+            faults.append(_fault(name, message, fix, details=[f"expected {shown}; got {got}"], expected=shape, got=got))
+    faults += _kinds(x, y, weight, {name: index for name, index in ends.items() if index is not None})
+    raise_collected(faults)
+
+
+def _kinds(x: Tensor, y: Tensor, weight: Tensor, ends: dict[str, Tensor]) -> list[InsumError]:
+    faults: list[InsumError] = []
+    # Without weights there is nothing whose kind could matter.
+    factors = {"y": y} | ({"weight": weight} if weight.numel() else {})
+    for name, tensor in (factors | ends).items():
+        if tensor.device != x.device:
+            text, fix = f"'{name}' is on {tensor.device}, 'x' on {x.device}", f"pass {name}.to('{x.device}')."
+            faults.append(
+                InsumDeviceError(
+                    f"tensor_product: {text}", fix=fix, argument=name, expected=x.device, got=tensor.device
+                )
+            )
+    if not x.dtype.is_floating_point:
+        faults.append(_kind("x", f"must be floating-point, got {x.dtype}", "pass x.float().", None, x.dtype))
+    for name, tensor in factors.items():
+        if tensor.dtype != x.dtype:
+            message = f"is {tensor.dtype}, 'x' is {x.dtype}"
+            faults.append(_kind(name, message, f"pass {name}.to({x.dtype}).", x.dtype, tensor.dtype))
+    for name, index in ends.items():
+        if index.dtype not in _INDICES:
+            message = f"must be int32 or int64, got {index.dtype}"
+            faults.append(_kind(name, message, f"pass {name}.long().", _INDICES, index.dtype))
+    return faults
+
+
+def _fault(name: str, message: str, fix: str, **fields: Any) -> InsumError:
+    return InsumShapeError(f"tensor_product: '{name}' {message}", fix=fix, argument=name, **fields)
+
+
+def _kind(name: str, message: str, fix: str, expected: Any, got: Any) -> InsumError:
+    text = f"tensor_product: '{name}' {message}"
+    return InsumDtypeError(text, fix=fix, argument=name, expected=expected, got=got)
