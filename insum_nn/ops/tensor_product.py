@@ -77,7 +77,7 @@ def tensor_product(
     7.0
     """
     text = spec if isinstance(spec, str) else spec.to_json()
-    if not torch.compiler.is_compiling():
+    if not torch.compiler.is_compiling() and not torch.jit.is_tracing():
         check_operands(form_of(text), x, y, weight, receivers, senders, num_receivers)
     return checked_product(text, x, y, weight, receivers, senders, num_receivers)
 

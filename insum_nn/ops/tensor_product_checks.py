@@ -29,9 +29,15 @@ def check_operands(
     Raises:
         InsumShapeError: an operand has another shape than the spec and the edges ask for, or edges are missing or not
             asked for.
-        InsumDtypeError: dtypes differ, or an edge's end is no integer.
+        InsumDtypeError: an operand is no tensor, dtypes differ, or an edge's end is no integer.
         InsumDeviceError: devices differ.
     """
+    for name, value in {"x": x, "y": y, "weight": weight, "receivers": receivers, "senders": senders}.items():
+        required = name in ("x", "y", "weight")
+        if not isinstance(value, Tensor) and (required or value is not None):
+            raise _kind(
+                name, f"must be a tensor, got {type(value).__name__}", f"pass {name} as a tensor.", Tensor, value
+            )
     faults: list[InsumError] = []
     spec = layout.spec
     ends = {"receivers": receivers, "senders": senders}

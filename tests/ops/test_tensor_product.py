@@ -307,6 +307,7 @@ MISFITS: dict[str, Misfit] = {
     "other weights": (InsumShapeError, "'weight' has shape", lambda weight, **_: {"weight": weight[1:]}),
     "another dtype": (InsumDtypeError, "'y' is torch.float32", lambda y, **_: {"y": y.float()}),
     "whole numbers": (InsumDtypeError, "'x' must be floating-point", lambda x, **_: {"x": x.long()}),
+    "a list": (InsumDtypeError, "'y' must be a tensor, got list", lambda y, **_: {"y": y.tolist()}),
     "another device": (InsumDeviceError, "'weight' is on meta", lambda weight, **_: {"weight": weight.to("meta")}),
     "a negative number": (InsumShapeError, "'num_receivers' is", lambda **_: {"num_receivers": -1}),
     "edges": (InsumShapeError, "'senders' is given", lambda **_: {"senders": torch.zeros(5, dtype=torch.int64)}),
