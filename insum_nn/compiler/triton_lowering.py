@@ -33,6 +33,7 @@ from insum_nn.compiler.kernel_segment import write_collection
 from insum_nn.compiler.kernel_source import Source, steps_of_vectors, write_kernel
 from insum_nn.compiler.kernel_text import Strides
 from insum_nn.compiler.owners import Owners, words_of
+from insum_nn.errors import InsumDeviceError
 
 __all__ = ["Kernel", "available", "interpreted", "prepare_kernel", "strides_of", "version"]
 
@@ -358,14 +359,16 @@ class _Launch:
     def __call__(self, arguments: list[Any], grid: int | None = None) -> None:
         if grid is None:
             grid = self.grid
-        # Triton asks the driver about each pointer that comes as a tensor; of a number it takes the caller's word, and
-        # all tensors of a call were found on one device before.
-        numbers = list(arguments)
+        # Triton asks the driver about each pointer that comes as a tensor, which takes far longer than this; of a
+        # number it takes the caller's word.
+        numbers, number = list(arguments), self.number
         bits = 0
         for place in self.pointers:
-            pointer = numbers[place] = arguments[place].data_ptr()
+            tensor = arguments[place]
+            if tensor.get_device() != number:
+                raise self._elsewhere(place, tensor)
+            pointer = numbers[place] = tensor.data_ptr()
             bits |= pointer
-        number = self.number
         run = self.plain if not bits & 15 else None
         if run is None:
             run = self._find(tuple([not numbers[place] & 15 for place in self.pointers]))
@@ -375,6 +378,17 @@ class _Launch:
         else:
             with torch.cuda.device(number):
                 run(grid, torch._C._cuda_getCurrentRawStream(number), numbers)
+
+    def _elsewhere(self, place: int, tensor: Tensor) -> InsumDeviceError:
+        argument = self.source.arguments[place] if self.source.arguments else None
+        name = "a tensor" if argument is None else repr(argument.name or argument.kind)
+        here = f"cuda:{self.number}"
+        return InsumDeviceError(
+            f"{name} is on {tensor.device}, its kernel on {here}",
+            fix=f"pass it on {here}.",
+            expected=torch.device(here),
+            got=tensor.device,
+        )
 
     def _find(self, aligned: tuple[bool, ...]) -> Callable[..., None]:
         """The machine code for pointers aligned in this way; that for aligned ones is at hand from then on."""

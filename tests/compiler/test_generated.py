@@ -24,7 +24,7 @@ from insum_nn.compiler import triton_lowering, tuning
 from insum_nn.compiler.kernel_candidates import candidates
 from insum_nn.compiler.kernel_schedule import Schedule, default_schedule
 from insum_nn.compiler.parser import parse
-from insum_nn.errors import InsumFormatError
+from insum_nn.errors import InsumDeviceError, InsumFormatError
 from insum_nn.testing.random_programs import RandomProgram, random_program
 from insum_nn.testing.tolerances import assert_matches
 from tests.compiler.generated_cases import CASES, Case, form_of, kernel_of, take
@@ -629,6 +629,20 @@ def test_machine_code_is_loaded_once_for_all_sizes(monkeypatch: pytest.MonkeyPat
     wide = triton_lowering._Launch(source, types, (), 3, device, True)
     assert len({id(each.load([True])) for each in (first, other, wide)}) == 3
     assert count == [4]
+
+
+def test_a_pointer_of_another_device_is_refused(monkeypatch: pytest.MonkeyPatch):
+    """The driver is not asked about pointers, so that a kernel would read what another device has there."""
+    case = CASES["spmm"]
+    source = kernel_of(case, case.draw(1), Schedule(m=2, n=2, k=2))[1].source
+    types = ["*fp32" if argument.kind == "tensor" else None for argument in source.arguments]
+    function = SimpleNamespace(arg_names=[f"a{n}" for n in range(len(types))])
+    monkeypatch.setattr(triton_lowering, "_jit", lambda _: function)
+    device: Any = SimpleNamespace(index=0)
+    launch = triton_lowering._Launch(source, types, (), 1, device, False)
+    name = source.arguments[types.index("*fp32")].name
+    with pytest.raises(InsumDeviceError, match=f"'{name}' is on cpu, its kernel on cuda:0"):
+        launch([torch.zeros(3)] * len(types))
 
 
 def test_a_kernel_is_written_once_for_sizes_within_a_factor_of_two(monkeypatch: pytest.MonkeyPatch):
