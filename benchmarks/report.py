@@ -123,7 +123,7 @@ def _replays(group: Mapping[str, Record]) -> str:
     mine = min((t for n, t in times.items() if is_ours(n)), default=None)
     other = min((t for n, t in times.items() if not is_ours(n)), default=None)
     cells = ["none" if t is None else f"{t:.1f}" for t in (mine, other)]
-    return ", ".join([*cells, f"{other / mine:.2f}x" if mine and other else ""]).rstrip(", ")
+    return ", ".join([*cells, f"{other / mine:.2f}x"] if mine and other else cells)
 
 
 def _peak(row: Row) -> str:

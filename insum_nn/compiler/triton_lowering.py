@@ -349,12 +349,12 @@ class _Launch:
         # A device without a number is the current one.
         self.number = torch.cuda.current_device() if str(device) == "cuda" else device.index
         self.pointers = [place for place, kind in enumerate(types) if kind is not None]
+        self.aligned = (True,) * len(self.pointers)
         # Steps along an axis belong to a model, and where rows begin at whole vectors, they are read as vectors.
         self.even = tuple(even)
         integer = "i64" if wide else "i32"
         self.signature = {n: kind or integer for n, kind in zip(self.function.arg_names, types, strict=True)}
         self.known: dict[tuple[bool, ...], Callable[..., None]] = {}
-        self.plain: Callable[..., None] | None = None
 
     def __call__(self, arguments: list[Any], grid: int | None = None) -> None:
         if grid is None:
@@ -369,9 +369,11 @@ class _Launch:
                 raise self._elsewhere(place, tensor)
             pointer = numbers[place] = tensor.data_ptr()
             bits |= pointer
-        run = self.plain if not bits & 15 else None
+        aligned = tuple([not numbers[place] & 15 for place in self.pointers]) if bits & 15 else self.aligned
+        run = self.known.get(aligned)
         if run is None:
-            run = self._find(tuple([not numbers[place] & 15 for place in self.pointers]))
+            with torch.cuda.device(number):
+                run = self.known[aligned] = self.load(aligned)
         # `torch.cuda.current_device` would first ask whether CUDA is initialised.
         if torch._C._cuda_getDevice() == number:
             run(grid, torch._C._cuda_getCurrentRawStream(number), numbers)
@@ -390,16 +392,6 @@ class _Launch:
             got=tensor.device,
         )
 
-    def _find(self, aligned: tuple[bool, ...]) -> Callable[..., None]:
-        """The machine code for pointers aligned in this way; that for aligned ones is at hand from then on."""
-        run = self.known.get(aligned)
-        if run is None:
-            with torch.cuda.device(self.number):
-                run = self.known[aligned] = self.load(aligned)
-        if all(aligned):
-            self.plain = run
-        return run
-
     def compile(self, aligned: Sequence[bool]) -> Any:
         """The machine code for the current device; Triton keeps it on disk."""
         from triton.compiler import ASTSource
@@ -417,7 +409,7 @@ class _Launch:
     def compile_ahead(self) -> None:
         """Compile for aligned pointers on behalf of a later launch, perhaps in another thread."""
         with torch.cuda.device(self.number):
-            self.compile([True] * len(self.pointers))
+            self.compile(self.aligned)
 
     def load(self, aligned: Sequence[bool]) -> Callable[..., None]:
         """The machine code on the device, behind as little of Triton's launcher as there is.

@@ -8,8 +8,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from insum_nn.errors import InsumDeviceError, InsumDtypeError, InsumError, InsumShapeError, raise_collected
+from insum_nn.errors import InsumDtypeError, InsumError, InsumShapeError, raise_collected
 from insum_nn.ops.arguments import under_autocast
+from insum_nn.ops.tensor_product_checks import other_device, other_dtype
 
 __all__ = [
     "InputError",
@@ -83,24 +84,9 @@ def check_same(tensors: dict[str, Tensor], faults: list[InsumError]) -> None:
         )
     relaxed = under_autocast(anchor.device)
     for name, tensor in rest:
-        if tensor.device != anchor.device:
-            faults.append(
-                InsumDeviceError(
-                    f"'{name}' is on {tensor.device}, '{first}' on {anchor.device}",
-                    fix=f"pass {name}.to('{anchor.device}').",
-                    expected=anchor.device,
-                    got=tensor.device,
-                )
-            )
-        if tensor.dtype != anchor.dtype and not relaxed:
-            faults.append(
-                InsumDtypeError(
-                    f"'{name}' is {tensor.dtype}, '{first}' is {anchor.dtype}",
-                    fix=f"pass {name}.to({anchor.dtype}).",
-                    expected=anchor.dtype,
-                    got=tensor.dtype,
-                )
-            )
+        faults += other_device(name, tensor, first, anchor)
+        if not relaxed:
+            faults += other_dtype(name, tensor, first, anchor)
 
 
 _PLAIN = (Tensor, torch.nn.Parameter)

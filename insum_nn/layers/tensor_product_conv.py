@@ -8,15 +8,15 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from insum_nn.errors import InsumDeviceError, InsumDtypeError, InsumError, raise_collected
+from insum_nn.errors import InsumDtypeError, InsumError, raise_collected
+from insum_nn.formats.checks import INDEX_DTYPES
 from insum_nn.layers.tensor_product import TensorProduct
 from insum_nn.layers.tensor_product_checks import InputError, check_same, fits_plainly
 from insum_nn.ops.arguments import to_autocast
 from insum_nn.ops.tensor_product import TensorProductSpec, checked_product, explain_tensor_product, expressions
+from insum_nn.ops.tensor_product_checks import other_device
 
 __all__ = ["TensorProductConv"]
-
-_INDEX = (torch.int32, torch.int64)
 
 
 class TensorProductConv(torch.nn.Module):
@@ -178,8 +178,8 @@ class TensorProductConv(torch.nn.Module):
             and type(rows) is type(cols) is Tensor
             and rows.dim() == cols.dim() == 1
             and rows.shape[0] == cols.shape[0] == edges
-            and rows.dtype in _INDEX
-            and cols.dtype in _INDEX
+            and rows.dtype in INDEX_DTYPES
+            and cols.dtype in INDEX_DTYPES
             and rows.device == cols.device == X.device
         )
 
@@ -214,7 +214,7 @@ class TensorProductConv(torch.nn.Module):
                 )
         check_same({"X": X, "Y": Y} | ({"W": weight} if weight.numel() else {}), faults)
         for name, index in indices.items():
-            if index.dtype not in _INDEX:
+            if index.dtype not in INDEX_DTYPES:
                 faults.append(
                     InsumDtypeError(
                         f"Dtype mismatch: '{name}' must be int32 or int64, got {index.dtype}",
@@ -222,15 +222,7 @@ class TensorProductConv(torch.nn.Module):
                         got=index.dtype,
                     )
                 )
-            if index.device != X.device:
-                faults.append(
-                    InsumDeviceError(
-                        f"'{name}' is on {index.device}, 'X' on {X.device}",
-                        fix=f"pass {name}.to('{X.device}').",
-                        expected=X.device,
-                        got=index.device,
-                    )
-                )
+            faults += other_device(name, index, "X", X)
         raise_collected(faults)
 
 

@@ -137,9 +137,9 @@ def block_linear_stored(
         x, values = to_autocast(flat), to_autocast(weight)
         if takes_columns(x, values, options):
             product = block_columns(index["Row"], index["Col"], grid, options)
-            start, bias = (bias, None) if _starts(bias, values, shape[0]) else (None, bias)
+            start, bias = _as_start(bias, values, shape[0])
             return _finish(product(x, values, start), input, shape, bias)
-    named = {"W": weight, "X": flat.unflatten(1, (grid[1], b)), **index}
+    named = _named(flat, weight, index)
     return _run(input, named, BLOCK_LINEAR[form], BLOCK_LINEAR_FACTS[form], shape, bias, options)
 
 
@@ -155,15 +155,17 @@ def _run(
     a = named["W"].shape[-2]
     rows = -(-shape[0] // a)
     if named["X"].dtype == named["W"].dtype:
-        if bias is not None and _starts(bias, named["W"], shape[0]):
-            named, bias = {**named, "Y": bias.reshape(rows, a)}, None
+        start, bias = _as_start(bias, named["W"], shape[0])
+        named = named if start is None else {**named, "Y": start.reshape(rows, a)}
     result = run(expression, facts, named, options, (None, rows, a)).flatten(1)
     return _finish(result, input, shape, bias)
 
 
-def _starts(bias: Tensor | None, weight: Tensor, m: int) -> bool:
-    """Whether the sum can start from the bias, which spares a pass over the output."""
-    return bias is not None and m % weight.shape[-2] == 0 and bias.dtype == weight.dtype
+def _as_start(bias: Tensor | None, weight: Tensor, m: int) -> tuple[Tensor | None, Tensor | None]:
+    """A bias from which the sum can start, which spares a pass over the output, and what is left to add after it."""
+    if bias is None or m % weight.shape[-2] or bias.dtype != weight.dtype:
+        return None, bias
+    return bias, None
 
 
 def _finish(result: Tensor, input: Tensor, shape: tuple[int, int], bias: Tensor | None) -> Tensor:
@@ -182,7 +184,12 @@ def block_linear_operands(
 ) -> dict[str, Tensor]:
     """The tensors of a call by their names in its statement, after all checks; see `block_linear`."""
     _check(input, weight, shape, bias)
-    flat, b = _rows_of(input, weight, shape[1]), weight.shape[-1]
+    return _named(_rows_of(input, weight, shape[1]), weight, index)
+
+
+def _named(flat: Tensor, weight: Tensor, index: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    """The tensors of a statement, from an input (n, cols * b)."""
+    b = weight.shape[-1]
     return {"W": weight, "X": flat.unflatten(1, (flat.shape[1] // b, b)), **index}
 
 

@@ -6,7 +6,6 @@ again and again, forwards and backwards. So what is built from a tensor is remem
 
 from __future__ import annotations
 
-import weakref
 from collections.abc import Callable, Hashable
 from dataclasses import dataclass
 from functools import cached_property
@@ -14,6 +13,7 @@ from typing import TypeVar
 
 import torch
 from torch import Tensor
+from torch.utils.weak import WeakTensorKeyDictionary
 
 from insum_nn.compiler.api import Given, Program
 from insum_nn.compiler.options import DEFAULT
@@ -98,8 +98,8 @@ class GraphMatrix:
         # Values computed from weights that are not learned, by the weights.
         self.remembered = TensorCache(limit=8)
         self._constants: dict[Hashable, Tensor] = {}
-        # Values that come again, spread to slots: by the values' identity, then by whether transposed.
-        self._kept: dict[int, tuple[weakref.ref[Tensor], dict[bool, Tensor]]] = {}
+        # Values that come again, spread to slots: by the values, then by whether transposed.
+        self._kept: WeakTensorKeyDictionary = WeakTensorKeyDictionary()
 
     @property
     def num_nodes(self) -> int:
@@ -137,20 +137,19 @@ class GraphMatrix:
 
     def keep(self, values: Tensor) -> Tensor:
         """Mark values (p,) that will come again and are never written to, so that what is made of them is kept."""
-        known, key = self._kept, id(values)
-        known[key] = (weakref.ref(values, lambda _: known.pop(key, None)), {})
+        self._kept[values] = {}
         return values
 
     def spread(self, values: Tensor, transposed: bool) -> Tensor:
         """Values (p,) to the slots (g, q) of the matrix or its transpose."""
-        ref, kept = self._kept.get(id(values), (None, {}))
-        if ref is None or ref() is not values:
-            return self.grouped(transposed).spread(values)
-        found = kept.get(transposed)
-        if found is None:
+        grouped = self.grouped(transposed)
+        kept = self._kept.get(values)
+        if kept is None:
+            return grouped.spread(values)
+        if transposed not in kept:
             # Of an alias, since a view keeps what it is a view of, and what is kept here must not keep itself.
-            found = kept[transposed] = self.grouped(transposed).spread(values.detach())
-        return found
+            kept[transposed] = grouped.spread(values.detach())
+        return kept[transposed]
 
     def ones(self, dtype: torch.dtype) -> Tensor:
         """(p,) ones."""

@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 
 from insum_nn.compiler.api import Explanation, stats_of
+from insum_nn.formats.checks import INDEX_DTYPES
 from insum_nn.ops.onlookers import asked_for, exact_dtypes, ordinary, transformed
 from insum_nn.ops.tensor_product_checks import check_operands
 from insum_nn.ops.tensor_product_direct import direct_of
@@ -183,9 +184,6 @@ def _run(
     return plan(given, (receivers, senders), rows)
 
 
-_INDICES = (torch.int32, torch.int64)
-
-
 def _by_paths(
     form: Form, operands: Mapping[str, Tensor], edges: Edges
 ) -> Callable[[Sequence[str]], dict[str, Tensor]] | None:
@@ -200,7 +198,7 @@ def _by_paths(
         return None
     device = next(iter(operands.values())).device
     for role, index in ends.items():
-        if index.shape != (rows["y"],) or index.dtype not in _INDICES or index.device != device:
+        if index.shape != (rows["y"],) or index.dtype not in INDEX_DTYPES or index.device != device:
             return None
         entries = stats_of(index)
         # Statements leave out edges that are none, and say which ones point outside.

@@ -4,15 +4,15 @@ from __future__ import annotations
 
 from typing import Any
 
-import torch
 from torch import Tensor
 
 from insum_nn.errors import InsumDeviceError, InsumDtypeError, InsumError, InsumShapeError, raise_collected
+from insum_nn.formats.checks import INDEX_DTYPES
 from insum_nn.ops.tensor_product_spec import ProductLayout
 
-__all__ = ["check_operands"]
+__all__ = ["check_operands", "other_device", "other_dtype"]
 
-_INDICES = (torch.int32, torch.int64)
+_OWNER = "tensor_product: "
 
 
 def check_operands(
@@ -41,6 +41,7 @@ def check_operands(
     faults: list[InsumError] = []
     spec = layout.spec
     ends = {"receivers": receivers, "senders": senders}
+    given = {name: index for name, index in ends.items() if index is not None}
     for name, index in ends.items():
         if spec.convolution and index is None:
             faults.append(_fault(name, "is missing: the spec is a convolution", "give both ends of each edge."))
@@ -57,7 +58,7 @@ def check_operands(
         "x": (x, (None if spec.convolution else rows, layout.dims["x"])),
         "y": (y, (rows, layout.dims["y"])),
         "weight": (weight, (() if spec.shared else (rows,)) + (spec.weight_numel,)),
-        **{name: (index, (rows,)) for name, index in ends.items() if index is not None},
+        **{name: (index, (rows,)) for name, index in given.items()},
     }
     for name, (tensor, shape) in wanted.items():
         got = tuple(tensor.shape)
@@ -66,8 +67,38 @@ def check_operands(
             shown = f"({', '.join(names)}{',' if len(names) == 1 else ''})"
             message, fix = f"has shape {got}", f"pass {name} of shape {shown}, for {rows} {what}."
             faults.append(_fault(name, message, fix, details=[f"expected {shown}; got {got}"], expected=shape, got=got))
-    faults += _kinds(x, y, weight, {name: index for name, index in ends.items() if index is not None})
+    faults += _kinds(x, y, weight, given)
     raise_collected(faults)
+
+
+def other_device(name: str, tensor: Tensor, first: str, anchor: Tensor, *, owner: str = "") -> list[InsumError]:
+    """The fault of a tensor that is not where the first one is; none where it is."""
+    if tensor.device == anchor.device:
+        return []
+    return [
+        InsumDeviceError(
+            f"{owner}'{name}' is on {tensor.device}, '{first}' on {anchor.device}",
+            fix=f"pass {name}.to('{anchor.device}').",
+            argument=name,
+            expected=anchor.device,
+            got=tensor.device,
+        )
+    ]
+
+
+def other_dtype(name: str, tensor: Tensor, first: str, anchor: Tensor, *, owner: str = "") -> list[InsumError]:
+    """The fault of a tensor that has another dtype than the first one; none where it has the same."""
+    if tensor.dtype == anchor.dtype:
+        return []
+    return [
+        InsumDtypeError(
+            f"{owner}'{name}' is {tensor.dtype}, '{first}' is {anchor.dtype}",
+            fix=f"pass {name}.to({anchor.dtype}).",
+            argument=name,
+            expected=anchor.dtype,
+            got=tensor.dtype,
+        )
+    ]
 
 
 def _kinds(x: Tensor, y: Tensor, weight: Tensor, ends: dict[str, Tensor]) -> list[InsumError]:
@@ -75,30 +106,21 @@ def _kinds(x: Tensor, y: Tensor, weight: Tensor, ends: dict[str, Tensor]) -> lis
     # Without weights there is nothing whose kind could matter.
     factors = {"y": y} | ({"weight": weight} if weight.numel() else {})
     for name, tensor in (factors | ends).items():
-        if tensor.device != x.device:
-            text, fix = f"'{name}' is on {tensor.device}, 'x' on {x.device}", f"pass {name}.to('{x.device}')."
-            faults.append(
-                InsumDeviceError(
-                    f"tensor_product: {text}", fix=fix, argument=name, expected=x.device, got=tensor.device
-                )
-            )
+        faults += other_device(name, tensor, "x", x, owner=_OWNER)
     if not x.dtype.is_floating_point:
         faults.append(_kind("x", f"must be floating-point, got {x.dtype}", "pass x.float().", None, x.dtype))
     for name, tensor in factors.items():
-        if tensor.dtype != x.dtype:
-            message = f"is {tensor.dtype}, 'x' is {x.dtype}"
-            faults.append(_kind(name, message, f"pass {name}.to({x.dtype}).", x.dtype, tensor.dtype))
+        faults += other_dtype(name, tensor, "x", x, owner=_OWNER)
     for name, index in ends.items():
-        if index.dtype not in _INDICES:
+        if index.dtype not in INDEX_DTYPES:
             message = f"must be int32 or int64, got {index.dtype}"
-            faults.append(_kind(name, message, f"pass {name}.long().", _INDICES, index.dtype))
+            faults.append(_kind(name, message, f"pass {name}.long().", INDEX_DTYPES, index.dtype))
     return faults
 
 
 def _fault(name: str, message: str, fix: str, **fields: Any) -> InsumError:
-    return InsumShapeError(f"tensor_product: '{name}' {message}", fix=fix, argument=name, **fields)
+    return InsumShapeError(f"{_OWNER}'{name}' {message}", fix=fix, argument=name, **fields)
 
 
 def _kind(name: str, message: str, fix: str, expected: Any, got: Any) -> InsumError:
-    text = f"tensor_product: '{name}' {message}"
-    return InsumDtypeError(text, fix=fix, argument=name, expected=expected, got=got)
+    return InsumDtypeError(f"{_OWNER}'{name}' {message}", fix=fix, argument=name, expected=expected, got=got)
