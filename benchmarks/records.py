@@ -5,6 +5,7 @@ from __future__ import annotations
 import datetime
 import importlib.metadata
 import json
+import os
 import platform
 import re
 import subprocess
@@ -31,7 +32,7 @@ __all__ = [
     "write",
 ]
 
-SCHEMA = 3
+SCHEMA = 4
 ROOT = Path(__file__).resolve().parent.parent
 LOCK = Path(__file__).with_name("peers.lock")
 
@@ -80,6 +81,7 @@ class Record(TypedDict):
         floor: the least work of the problem in this mode, where it is counted.
         gpu: the device's name; on a CPU, its name and the number of threads.
         driver: of the GPU.
+        cores: of the CPU, that the process could use; one where it was held to it, so that no thread moves.
         torch: version.
         triton: version.
         commit: of this project.
@@ -101,6 +103,7 @@ class Record(TypedDict):
     floor: Floors | None
     gpu: str
     driver: str | None
+    cores: int | None
     torch: str
     triton: str | None
     commit: str | None
@@ -116,6 +119,7 @@ class Machine(NamedTuple):
 
     gpu: str
     driver: str | None
+    cores: int | None
     torch: str
     triton: str | None
     commit: str | None
@@ -136,7 +140,8 @@ class Machine(NamedTuple):
         if commit is not None:
             # Said of a copy, whose own history, if it has one, may be another's.
             found, dirty = commit, None
-        return cls(gpu, driver, torch.__version__, version("triton"), found, dirty)
+        cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count()
+        return cls(gpu, driver, cores, torch.__version__, version("triton"), found, dirty)
 
 
 def _output(*command: str) -> str | None:
@@ -182,7 +187,7 @@ def write(path: Path, records: Sequence[Record]) -> None:
 
 
 def read(path: Path) -> list[Record]:
-    """The records of a result file; those of schemas 1 and 2, without floors or replays, are brought to this one.
+    """The records of a result file; earlier schemas, without floors, replays or cores, are brought to this one.
 
     Raises:
         ValueError: the file is not a list of records of a known schema.
@@ -194,7 +199,9 @@ def read(path: Path) -> list[Record]:
         if entry.get("schema") == 1 and "floor" not in entry:
             entry |= {"schema": 2, "floor": None}
         if entry.get("schema") == 2 and "replay" not in entry:
-            entry |= {"schema": SCHEMA, "replay": None}
+            entry |= {"schema": 3, "replay": None}
+        if entry.get("schema") == 3 and "cores" not in entry:
+            entry |= {"schema": SCHEMA, "cores": None}
         if set(entry) != set(RECORD):
             raise ValueError(f"{path}: records with exactly the keys {', '.join(RECORD)} were expected")
         if entry["schema"] != SCHEMA:

@@ -21,6 +21,8 @@ from benchmarks.widths import width_table
 __all__ = ["Row", "main", "read", "rows", "table"]
 
 FIRST_CALL_S = 15.0
+# Of rows whose host was held to one core, where a call does not wait for a thread to move.
+ONE_CORE = ", host on one core"
 
 
 class Row(NamedTuple):
@@ -29,7 +31,7 @@ class Row(NamedTuple):
     Attributes:
         case: the case's name.
         mode: what was timed.
-        gpu: the device.
+        gpu: the device; and that the host was held to one core, where it was.
         ours: our fastest provider that passed, and its median in milliseconds.
         peer: the fastest other provider that passed.
         ratio: the peer's time over ours; above 1 we are faster.
@@ -65,7 +67,8 @@ def rows(entries: Sequence[Record]) -> list[Row]:
     """One row for each case, mode and device; of a provider measured twice the later result counts."""
     latest: dict[tuple[str, str, str], dict[str, Record]] = {}
     for record in sorted(entries, key=lambda r: r["utc"]):
-        latest.setdefault((record["case"], record["mode"], record["gpu"]), {})[record["provider"]] = record
+        where = record["gpu"] + (ONE_CORE if record["cores"] == 1 else "")
+        latest.setdefault((record["case"], record["mode"], where), {})[record["provider"]] = record
     result: list[Row] = []
     for (case, mode, gpu), group in latest.items():
         timed = [(r["ms"]["p50"], name) for name, r in group.items() if r["ms"] is not None]
@@ -105,7 +108,8 @@ def _family_table(found: Sequence[Row]) -> list[str]:
         ratio = "" if row.ratio is None else f"{row.ratio:.2f}x"
         verdicts = marks.judge(row.case, row.mode, row.group)
         judged = "; ".join(f"{'met' if v.met else '**missed**'} {v.asked}: {v.found}" for v in verdicts)
-        cells = [row.case, row.mode, name, own, *(_cell(row.group.get(p)) for p in peers), ratio, _peak(row), judged]
+        mode = row.mode + (ONE_CORE if row.gpu.endswith(ONE_CORE) else "")
+        cells = [row.case, mode, name, own, *(_cell(row.group.get(p)) for p in peers), ratio, _peak(row), judged]
         if replayed:
             cells.insert(-2, _replays(row.group))
         lines.append("| " + " | ".join(cell.replace("|", "/") for cell in cells) + " |")

@@ -111,7 +111,7 @@ def test_every_provider_has_a_record_with_exactly_the_keys(results: Path):
     assert all(tuple(r) == records.RECORD for r in found)
     assert records.RECORD == (
         *("schema", "case", "provider", "mode", "ms", "replay", "repeats", "compile_s", "peak_bytes", "max_rel_err"),
-        *("gate", "floor", "gpu", "driver", "torch", "triton", "commit", "dirty", "utc"),
+        *("gate", "floor", "gpu", "driver", "cores", "torch", "triton", "commit", "dirty", "utc"),
     )
 
 
@@ -284,13 +284,24 @@ def test_report_shows_replays(results: Path):
 def test_files_of_earlier_schemas_are_read(results: Path, tmp_path: Path):
     entries = json.loads(results.read_text())
     old = tmp_path / "old.json"
-    for schema, lacks in ((2, {"replay"}), (1, {"replay", "floor"})):
+    for schema, lacks in ((3, {"cores"}), (2, {"cores", "replay"}), (1, {"cores", "replay", "floor"})):
         old.write_text(
             json.dumps([{k: v for k, v in e.items() if k not in lacks} | {"schema": schema} for e in entries])
         )
         found = report.read([old])
         assert [r["ms"] for r in found] == [e["ms"] for e in entries]
         assert all(tuple(r) == records.RECORD and r["schema"] == records.SCHEMA for r in found)
+
+
+def test_report_tells_a_host_on_one_core_apart(results: Path):
+    entries = [dict(r, cores=8) for r in report.read([results])]
+    held = [dict(r, cores=1) for r in entries if r["mode"] == "fwd"]
+    assert held
+    modes = [
+        line.split(" | ")[1] for line in report.table([*entries, *held]).splitlines() if line.startswith("| product/")
+    ]
+    assert modes.count("fwd, host on one core") == modes.count("fwd") > 0
+    assert len(report.rows([*entries, *held])) == len(report.rows(entries)) + len(report.rows(held))
 
 
 def test_report_refuses_other_files(tmp_path: Path, results: Path):
@@ -465,7 +476,7 @@ def test_the_host_clock_and_recording():
 
 
 def measured(case: str, provider: str, us: float, *, mode: str = "fwd", gpu: str = "NVIDIA H200", **more):
-    machine = records.Machine(gpu, None, "2", "3", None, None)
+    machine = records.Machine(gpu, None, None, "2", "3", None, None)
     ms = {"p20": us / 1e3, "p50": us / 1e3, "p80": us / 1e3}
     return records.record(machine, case, provider, mode, "passed", ms=ms, max_rel_err=0.0, **more)
 

@@ -12,11 +12,13 @@ import torch
 from torch import Tensor
 
 from insum_nn.compiler.bind import Bound, Extents
+from insum_nn.compiler.kernel_axes import MANY_POINTS
 from insum_nn.compiler.kernel_form import Form, make_form
+from insum_nn.compiler.kernel_points import LONGEST, OWNER
 from insum_nn.compiler.kernel_schedule import Precision, Schedule, precision_of, segmented
 from insum_nn.compiler.kernel_source import Source
 from insum_nn.compiler.options import Options
-from insum_nn.compiler.owners import Owners, owners_for, owners_of
+from insum_nn.compiler.owners import Owners, longest_row, owners_for, owners_of
 from insum_nn.compiler.schedule_store import size_bucket
 from insum_nn.compiler.triton_lowering import Kernel, prepare_kernel, strides_of
 from insum_nn.compiler.tuning import Chosen, Measurement, choose_schedule
@@ -66,7 +68,7 @@ class Generated:
         self.precision: Precision = precision_of(bound.dtype, options.precision)
         self.source: Source | None = None
         self.measurements: tuple[Measurement, ...] = ()
-        self._schedules: dict[tuple[int, ...], Chosen] = {}
+        self._schedules: dict[tuple[object, ...], Chosen] = {}
         self._first: dict[object, Kernel] = {}
         self._lock = threading.RLock()
 
@@ -175,23 +177,34 @@ class Generated:
         """The form with the sizes of a call."""
         sizes = dict(self.form.sizes)
         sizes.update(zip(self.form.bound.layout.indices, extents.indices, strict=True))
+        if self.form.owner is not None:
+            sizes[OWNER] = extents.output[self.form.owner_axis]
         return replace(self.form, sizes=sizes)
 
+    def _measured(self, form: Form, tensors: Sequence[Tensor]) -> Form:
+        """The form of a call with the length of its longest row, where a choice depends on it."""
+        if form.owner is None or form.tail is not None or form.beside or form.product is not None:
+            return form
+        if len(form.points) > MANY_POINTS:
+            return form
+        index = tensors[form.bound.layout.tensors.index(form.owner.name)]
+        return replace(form, sizes={**form.sizes, LONGEST: longest_row(index, form.rows, form.permuted)})
+
     def _schedule(self, tensors: Sequence[Tensor], extents: Extents, start: Tensor | None) -> Chosen:
-        """The schedule for a call's sizes: one for all sizes within a factor of two."""
+        """The schedule for a call: one for all sizes within a factor of two, and rows that are even or are not."""
         if self._fixed is not None:
             return Chosen(self._fixed, "asked for")
-        bucket = size_bucket(extents)
+        bucket, form = size_bucket(extents), self._measured(self._sized(extents), tensors)
+        known = bucket, form.even
         with self._lock:
-            chosen = self._schedules.get(bucket)
+            chosen = self._schedules.get(known)
             if chosen is None:
-                form = self._sized(extents)
                 chosen = choose_schedule(
                     form, self.tables, bucket, tensors, extents, start, self.precision, self.options
                 )
                 # While a CUDA graph is captured nothing is measured; a later call may.
                 if not (tensors[0].is_cuda and torch.cuda.is_current_stream_capturing()):
-                    self._schedules[bucket] = chosen
+                    self._schedules[known] = chosen
                 self.measurements = chosen.measured or self.measurements
             return chosen
 

@@ -19,13 +19,17 @@ import torch
 
 from insum_nn.compiler.ast import Access, Index, Number, Subscript
 from insum_nn.compiler.bind import Bound
-from insum_nn.compiler.kernel_points import ENTRY, OWNER, Beside, Point, Product, Read, Sub, Tail
+from insum_nn.compiler.kernel_points import ENTRY, LONGEST, OWNER, Beside, Point, Product, Read, Sub, Tail
 from insum_nn.compiler.kernel_tables import WrittenOut, write_out
 from insum_nn.facts import StaticTable
 
 __all__ = ["Combining", "Form", "FormError", "make_form"]
 
 Combining = Literal["direct", "place", "own", "atomic"]
+
+
+# How many times the mean the longest row may have where rows count as even.
+_EVEN = 4.0
 
 
 class FormError(Exception):
@@ -38,7 +42,7 @@ class Form:
 
     Attributes:
         bound: the statement.
-        sizes: extents of the first call; they steer choices.
+        sizes: extents of a call, of the owner's rows, and of the longest of these if known; they steer choices.
         points: the points written out; a single one where nothing is.
         combine: how terms reach the output.
         owner: the access that owns terms, with `combine == "own"`.
@@ -88,7 +92,7 @@ class Form:
         return _find_product(self)
 
     def size(self, index: str) -> int:
-        """The extent of an index in the first call; of an owner's terms, their mean number."""
+        """The extent of an index in the call; of an owner's terms, their mean number."""
         if index == OWNER:
             return self.rows
         if index == ENTRY:
@@ -98,6 +102,18 @@ class Form:
     @property
     def rows(self) -> int:
         return self.sizes.get(OWNER, 1)
+
+    @property
+    def stretch(self) -> float | None:
+        """How many times as long as the mean the longest row of terms is, where that is known."""
+        longest = self.sizes.get(LONGEST)
+        terms = math.prod(self.sizes[x] for x in self.entries)
+        return None if longest is None or not terms else longest * self.rows / terms
+
+    @property
+    def even(self) -> bool:
+        """Whether rows of terms are known to be of like length."""
+        return self.stretch is not None and self.stretch <= _EVEN
 
     @property
     def wide(self) -> bool:

@@ -6,10 +6,11 @@ import math
 from collections.abc import Iterator
 from dataclasses import dataclass
 
-__all__ = ["ENTRY", "OWNER", "Beside", "Point", "Product", "Read", "Sub", "Tail"]
+__all__ = ["ENTRY", "LONGEST", "OWNER", "Beside", "Point", "Product", "Read", "Sub", "Tail"]
 
-# Index names no statement can have: the output row that a program owns, and the number of a term of that row.
-OWNER, ENTRY = "@owner", "@entry"
+# Index names no statement can have: the output row that a program owns, the number of a term of that row, and, among
+# sizes alone, the most terms that a row has.
+OWNER, ENTRY, LONGEST = "@owner", "@entry", "@longest"
 
 
 @dataclass(frozen=True, slots=True)

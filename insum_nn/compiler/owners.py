@@ -22,12 +22,14 @@ from insum_nn.compiler.kernel_form import Form
 from insum_nn.compiler.kernel_loops import WORD_BITS
 from insum_nn.compiler.kernel_schedule import Schedule, segmented
 
-__all__ = ["Owners", "clear_owners", "keep_words", "known_owners", "owners_for", "owners_of", "words_of"]
+__all__ = ["Owners", "clear_owners", "keep_words", "known_owners", "longest_row", "owners_for", "owners_of", "words_of"]
 
 # Index tensors whose owners are kept.
 _LIMIT = 256
 # Rows up to which they are divided on the host.
 _FEW_ROWS = 4096
+# A share that no row exceeds: nothing is divided.
+_WHOLE = 1 << 62
 
 
 @dataclass(frozen=True, slots=True)
@@ -49,6 +51,7 @@ class Owners:
         first: (d + 1,) the slot of the first part of each, and the number of slots; parts of a row are in order.
         gaps: some output row has no range, and nothing is written there.
         whole: every term has an owner.
+        longest: terms of the longest row; of equal shares 0.
     """
 
     rows: int
@@ -62,6 +65,7 @@ class Owners:
     first: Tensor | None = None
     gaps: bool = False
     whole: bool = False
+    longest: int = 0
 
     @property
     def split(self) -> bool:
@@ -124,10 +128,19 @@ def owners_of(index: Tensor, rows: int, permuted: bool, share: int, segment: boo
     """
     found = known_owners(index, rows, permuted, share, segment)
     if found is None:
-        with torch.inference_mode(False), torch.no_grad():
-            found = (_build_shares if segment else _build)(index, rows, permuted, share)
+        undivided = None if segment else known_owners(index, rows, permuted, _WHOLE)
+        if undivided is not None and undivided.longest <= share:
+            found = undivided
+        else:
+            with torch.inference_mode(False), torch.no_grad():
+                found = (_build_shares if segment else _build)(index, rows, permuted, share)
         _keep(_known, _key(index, rows, permuted, share, segment), index, found)
     return found
+
+
+def longest_row(index: Tensor, rows: int, permuted: bool) -> int:
+    """Terms of the longest row; see `owners_of`, which then finds the rows that no share divides."""
+    return owners_of(index, rows, permuted, _WHOLE).longest
 
 
 def _ordered(index: Tensor, rows: int, permuted: bool) -> tuple[Tensor, Tensor | None, torch.dtype]:
@@ -161,7 +174,7 @@ def _build(index: Tensor, rows: int, permuted: bool, share: int) -> Owners:
     longest, owned = torch.stack([length.max().long(), length.sum()]).tolist() if rows else (0, 0)
     whole = owned == flat.shape[0]
     if longest <= share:
-        return Owners(rows, begin, order=order, whole=whole)
+        return Owners(rows, begin, order=order, whole=whole, longest=longest)
     parts = (length + (share - 1)).div(share, rounding_mode="floor").clamp_min_(1)
     owner = torch.repeat_interleave(torch.arange(rows, device=known.device), parts)
     before = parts.cumsum(0) - parts
@@ -177,7 +190,7 @@ def _build(index: Tensor, rows: int, permuted: bool, share: int) -> Owners:
     first = torch.nn.functional.pad(ends, (1, 0)).to(flat.device)
     slots = int(ends[-1])
     divided = divided.to(flat.device)
-    return Owners(owner.shape[0], low, high, target, owner, order, slots, divided, first, whole=whole)
+    return Owners(owner.shape[0], low, high, target, owner, order, slots, divided, first, False, whole, longest)
 
 
 def _build_shares(index: Tensor, rows: int, permuted: bool, share: int) -> Owners:

@@ -99,6 +99,9 @@ def choose_schedule(
     if not worth_measuring(options, extents):
         return Chosen(default, "the default" if not options.tune else "the default: too little work to measure")
     more = {"precision": precision, "combine": form.combine, "tail": str(form.tail)}
+    if form.even:
+        # Where sizes are alike, what suits rows of like length need not suit those of a power law.
+        more["rows"] = "even"
     if form.beside:
         more["beside"] = store.digest([str(point) for points in form.statements for point in points])
     key = store.key_of("schedule", form.bound, tables, bucket, tensors[0].device, **more)

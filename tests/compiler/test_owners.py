@@ -12,7 +12,7 @@ from torch import Tensor
 
 import insum_nn
 from insum_nn.compiler import owners
-from insum_nn.compiler.owners import Owners, clear_owners, keep_words, known_owners, owners_of, words_of
+from insum_nn.compiler.owners import Owners, clear_owners, keep_words, known_owners, longest_row, owners_of, words_of
 
 
 @pytest.fixture(autouse=True)
@@ -141,6 +141,24 @@ def test_remembered_by_tensor_version_and_arguments():
     index[0] = 1
     assert known_owners(index, 3, False, 512) is None
     assert owners_of(index, 3, False, 512).begin.tolist() == [0, 0, 3, 4]
+
+
+def test_the_longest_row_is_known_and_shares_that_divide_none_are_one():
+    index = torch.tensor([4, 0, 4, 2, 4, -1, 0])
+    assert longest_row(index, 6, permuted=True) == 3
+    whole = owners_of(index, 6, permuted=True, share=3)
+    assert not whole.split
+    assert owners_of(index, 6, permuted=True, share=64) is whole
+    divided = owners_of(index, 6, permuted=True, share=2)
+    assert divided.split
+    assert divided.longest == 3
+    index[3] = 4
+    assert longest_row(index, 6, permuted=True) == 4
+    assert owners_of(index, 6, permuted=True, share=3).split
+    assert longest_row(torch.empty(0, dtype=torch.int32), 6, permuted=False) == 0
+    with torch.inference_mode():
+        hidden = torch.tensor([1, 1, 0])
+    assert longest_row(hidden, 2, permuted=True) == 2, "nothing is kept of it"
 
 
 def test_a_write_through_a_view_is_seen():

@@ -8,6 +8,7 @@ import pytest
 import torch
 from torch import Tensor
 
+import insum_nn
 from benchmarks.schedules import generated_of
 from insum_nn import IndexFacts, Options, Program, compile
 from insum_nn.compiler.bind import layout_of
@@ -354,3 +355,23 @@ def test_candidates_are_few_and_hold_every_width(columns: int):
     if columns > 1:
         wanted = {1, 2, 4, 8, 16, 32} if columns < 64 else {1, 2, 4, 8, 16}
         assert {s.k for s in tried if not s.segment} >= wanted
+
+
+@pytest.mark.usefixtures("interpreter")
+def test_a_schedule_is_for_the_rows_of_its_call():
+    """Not for those of the call that the program was made for."""
+    program = compile("C[Row[p],n] += Val[p] * B[Col[p],n]", facts={"Row": SORTED}, options=Options(backend="triton"))
+
+    def chosen(rows: int, terms: int) -> Schedule:
+        row = torch.arange(terms) * rows // terms
+        tensors = {"Row": row, "Col": torch.zeros_like(row), "Val": torch.ones(terms), "B": torch.ones(1, 4)}
+        ordered = [tensors[name] for name in layout_of(program.statement).tensors]
+        found = generated_of(program, tensors, (rows, None))[0]
+        return found._schedule(ordered, program._extents(ordered, None, None, (rows, None)), None).schedule
+
+    few, many = (20, 2000), (2000, 2000)
+    first = chosen(*few)
+    later = chosen(*many)
+    insum_nn.clear_cache()
+    assert chosen(*many) == later != first
+    assert chosen(*few) == first

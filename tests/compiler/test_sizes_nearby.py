@@ -19,6 +19,7 @@ from insum_nn.compiler.bind import Extents, bind
 from insum_nn.compiler.choice import Offer, choose_path
 from insum_nn.compiler.kernel_candidates import candidates
 from insum_nn.compiler.kernel_form import Form, make_form
+from insum_nn.compiler.kernel_points import LONGEST
 from insum_nn.compiler.kernel_schedule import Schedule, default_schedule
 from insum_nn.compiler.parser import parse
 from insum_nn.compiler.tuning import Measurement, choose_schedule
@@ -249,6 +250,21 @@ def test_a_search_takes_what_did_well(searches: list[list[Schedule]]):
     assert written["key"]["bucket"] == [15, 3, 13, 3]
     choose(16, 3, 13, 3)
     assert searches[2] == searches[0]
+
+
+def test_rows_of_like_length_are_searched_apart(searches: list[list[Schedule]]):
+    ordered = [TENSORS[name] for name in form_of().bound.layout.tensors]
+
+    def choose_with(longest: int) -> tuning.Chosen:
+        form = replace(form_of(), sizes={**form_of().sizes, LONGEST: longest})
+        # 3 terms in 5 rows.
+        assert form.even == (longest <= 2)
+        return choose_schedule(form, {}, (15, 3, 13, 3), ordered, Extents((3, 8), (5, 8)), None, "ieee", Options())
+
+    for longest in (3, 2, 3, 1):
+        choose_with(longest)
+    assert len(searches) == 2, "neither speaks for the other, and each is remembered"
+    assert len(searches[1]) > 4
 
 
 def test_when_patience_is_at_an_end_other_sizes_speak(searches: list[list[Schedule]], monkeypatch: pytest.MonkeyPatch):
