@@ -74,15 +74,14 @@ class Given:
             ordered[place] = tensor
         if key is None and unwatched(others, start):
             key = (call_key(others, start), out_shape)
-        if key is not None:
-            seen = self._seen.get(key)
-            if seen is not None and seen.ready is not None and seen.holds(ordered):
-                return seen.ready.run(ordered, broadcast(start, seen.extents))
-        named = dict(zip(self._order, ordered, strict=True))
-        if start is not None:
-            named[self._output] = start
-        result = self.program(tensors=named, out_shape=out_shape)
-        seen = None if key is None else self.program.seen(named, out_shape)
-        if key is not None and seen is not None and seen.ready is not None:
+        seen = None if key is None else self._seen.get(key)
+        if seen is None or seen.ready is None or not seen.holds(ordered):
+            named = dict(zip(self._order, ordered, strict=True))
+            if start is not None:
+                named[self._output] = start
+            # The program may know the call from others' given tensors: each structure has a `Given` of its own.
+            seen = None if key is None else self.program.seen(named, out_shape)
+            if key is None or seen is None or seen.ready is None or not seen.holds(ordered):
+                return self.program(tensors=named, out_shape=out_shape)
             keep(self._seen, key, seen, _LIMIT)
-        return result
+        return seen.ready.run(ordered, broadcast(start, seen.extents))

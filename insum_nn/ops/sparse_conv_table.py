@@ -53,6 +53,7 @@ _TABLES: dict[Kind, dict[str, str]] = {
 }
 # How the index tensors of a statement are had from a map: its groups, its table, its list of pairs.
 Way = Literal["groups", "table", "list"]
+_KNOWN: dict[Way, Mapping[str, IndexFacts]] = {"groups": FACTS, "table": TABLE_FACTS, "list": LIST_FACTS}
 # Entries of the largest table: past it (1 GiB of int32, in either direction) the pairs take far less memory.
 _MOST_ENTRIES = 1 << 28
 # Of the widest elements that the matrix unit multiplies: of these the weight's gradient goes by the list of pairs.
@@ -204,22 +205,22 @@ def _call(kind: Kind, kernel_map: KernelMap, groups: int, options: Options, way:
         shape = (kernel_map.num_outputs if kind == "Out" else kernel_map.num_inputs, *rest)
     first, second = ("dOut" if operand == "Out" else operand for operand in _OPERANDS[kind])
     if way == "list":
-        indices, facts = kernel_map.pair_list, LIST_FACTS
+        indices = kernel_map.pair_list
     elif way == "table":
         table = (kernel_map.inverse if kind == "In" else kernel_map).table
-        indices, facts = table.tensors, TABLE_FACTS
+        indices = table.tensors
         if table.words is not None and not torch.compiler.is_compiling():
             keep_words(table.sorted_neighbours, table.words)
     else:
-        indices, facts = kernel_map.tensors, FACTS
-    known = tuple((name, facts[name]) for name in indices)
-    program = _program(_statement(kind, groups > 1, way), known, options)
+        indices = kernel_map.tensors
+    program = _program(kind, groups > 1, way, options)
     return _Call(program, indices, (first, second), shape, program.given(indices))
 
 
 @lru_cache(maxsize=256)
-def _program(expression: str, facts: tuple[tuple[str, IndexFacts], ...], options: Options) -> Program:
-    return compile(expression, facts=dict(facts), options=options)
+def _program(kind: Kind, grouped: bool, way: Way, options: Options) -> Program:
+    """The statement of all maps."""
+    return compile(_statement(kind, grouped, way), facts=_KNOWN[way], options=options)
 
 
 def _split(kind: Kind, tensor: Tensor, kernel_map: KernelMap, groups: int) -> Tensor:

@@ -324,3 +324,27 @@ def test_a_compiled_kernel_s_function_is_forgotten_with_it():
     gc.collect()
     assert gone() is None
     assert name not in sys.modules
+
+
+@pytest.mark.parametrize("proven", [True, False])
+def test_programs_with_other_tensors_given_share_what_was_made_ready(proven: bool, monkeypatch: pytest.MonkeyPatch):
+    facts = {"I": IndexFacts(masked=False, proven=True)} if proven else {}
+    program = insum_nn.compile("C[i,n] = B[I[i],n]", facts=facts)
+    calls: list[object] = []
+    whole = type(program).__call__
+
+    def counted(self: object, **given: object) -> torch.Tensor:
+        calls.append(given)
+        return whole(self, **given)
+
+    monkeypatch.setattr(type(program), "__call__", counted)
+    rows = torch.arange(6.0).reshape(3, 2)
+    for index in ([2, 0], [1, 1], [0, 2]):
+        known = program.given({"I": torch.tensor(index)})
+        for _ in range(3):
+            assert torch.equal(known(rows, out_shape=(2, 2)), rows[index])
+    # Only the first is checked in full where the index tensor's values need no look.
+    assert len(calls) == (1 if proven else 3)
+    if not proven:
+        with pytest.raises(InsumRangeError, match="I"):
+            program.given({"I": torch.tensor([1, 3])})(rows, out_shape=(2, 2))
