@@ -43,8 +43,14 @@ def captured(call: Callable[[], Result]) -> tuple[torch.cuda.CUDAGraph, Result]:
             call()
     torch.cuda.current_stream().wait_stream(beside)
     graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph):
-        result = call()
+    try:
+        with torch.cuda.graph(graph):
+            result = call()
+    except Exception:
+        # The generator of random numbers would wait for the end of the capture for ever.
+        generator = torch.cuda.default_generators[torch.cuda.current_device()]
+        generator.graphsafe_set_state(torch.Generator(generator.device).graphsafe_get_state())
+        raise
     return graph, result
 
 

@@ -58,6 +58,7 @@ def _varied(form: Form, base: Schedule) -> Iterator[Schedule]:
 
 def _varied_columns(form: Form, base: Schedule) -> Iterator[Schedule]:
     """Every reduction width with rows to fill a warp, and where terms have owners, equal shares of them."""
+    base = replace(base, segment=False)
     # Elements of a program, and its warps: few columns take more of them to keep the device busy.
     if base.n < 32:
         sizes = [(256, 1), (1024, 1), (1024, 4)]
@@ -85,6 +86,8 @@ def _shares(base: Schedule) -> Iterator[Schedule]:
         if m * base.n * k <= 1024:
             yield replace(base, m=m, k=k, share=share, segment=True, warps=1)
             yield replace(base, m=m * 4, k=k, share=share, segment=True, warps=4)
+    if base.n <= 64:
+        yield replace(base, m=max(1, 2048 // (base.n * 16)), k=16, share=128, segment=True, warps=1)
 
 
 def _ahead(base: Schedule) -> Iterator[Schedule]:

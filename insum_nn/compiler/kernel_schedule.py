@@ -10,7 +10,7 @@ import torch
 
 from insum_nn.compiler.kernel_axes import MANY_POINTS, element_axes
 from insum_nn.compiler.kernel_form import Form
-from insum_nn.compiler.kernel_points import ENTRY, OWNER, Product, Tail
+from insum_nn.compiler.kernel_points import ENTRY, LONGEST, OWNER, Product, Tail
 
 __all__ = [
     "Axis",
@@ -258,18 +258,46 @@ def default_schedule(form: Form) -> Schedule:
         return Schedule(m=min(power(form.size(rows[-1])), 64), n=min(power(width), 64), warps=4)
     n = min(power(width), 128)
     k = min(power(length), 8 if n >= 64 else 16 if n >= 16 else 32)
+    longest = form.sizes.get(LONGEST)
     if few := _few(form, n * k):
-        k = max(k, min(32, 4 * power(length)) if n < 16 else _wide(form, 16 if n <= 32 else 8))
+        wide = min(32, 4 * power(length)) if n < 16 else _wide(form, 16 if n <= 32 else 8)
+        # Rows none of which takes many steps as it is need no more lanes.
+        k = max(k, wide if longest is None else min(wide, power(longest // 8)))
+    if (shares := _equal_shares(form, n)) is not None:
+        return shares
     # A tile waits for the longest of its rows.
     size = 512 if few and n < 16 else 1024
     m = 1 if not rows else max(1, min(power(form.size(rows[-1])), size // (n * k)))
     warps = 1 if m * n * k <= 2048 else 4
-    share = _share_of_rows(form, min(k, 16), few=few)
+    share = 64 if few else _share_of_rows(form, min(k, 16), few=False)
+    if longest is not None and longest <= _STEPS * k:
+        # To divide rows takes a launch more, which so few steps are not worth.
+        share = max(share, power(longest))
     return Schedule(m=m, n=n, k=k, warps=warps, splits=_splits(form, m, n), share=share)
 
 
 # Values of all rows, a step of each, up to which a large GPU is not busy enough to hide what a step waits for.
 _FEW = 1 << 23
+
+
+# Terms of all rows that leave a large GPU waiting for memory, whatever the rows.
+_FEW_TERMS = 1 << 19
+# Steps that a row may take before it is divided.
+_STEPS = 12
+
+
+def _equal_shares(form: Form, n: int) -> Schedule | None:
+    """Equal shares of the terms, for n columns, where rows are known to differ much; `None`: by rows."""
+    size, stretch = form.bound.dtype.itemsize, form.stretch
+    if stretch is None or form.reduce or size > 4 or n > (64 if size == 4 else 32):
+        return None
+    if stretch > 1024:
+        # One row has a good part of all terms.
+        return Schedule(m=4 if n <= 32 else 2, n=n, k=32 if n <= 16 else 16, warps=1, share=128, segment=True)
+    if n > 32 and stretch > 8 and form.size(ENTRY) > 4 and form.rows * form.size(ENTRY) <= _FEW_TERMS:
+        # As many programs as keep the device busy, each of which has more terms on their way than one of rows.
+        return Schedule(m=2, n=n, k=16, warps=1, share=64, segment=True)
+    return None
 
 
 def _few(form: Form, cells: int) -> bool:

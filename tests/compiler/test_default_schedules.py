@@ -1,0 +1,79 @@
+"""Schedules without any measurement: what is known of the rows of a sparse sum decides how they are walked."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+import torch
+
+from insum_nn import IndexFacts
+from insum_nn.compiler.bind import bind
+from insum_nn.compiler.kernel_candidates import candidates
+from insum_nn.compiler.kernel_form import Form, make_form
+from insum_nn.compiler.kernel_points import LONGEST
+from insum_nn.compiler.kernel_schedule import Schedule, default_schedule
+from insum_nn.compiler.parser import parse
+
+SPMM = "C[Row[p],n] += Val[p] * B[Col[p],n]"
+FACTS = {"Row": IndexFacts(sorted=True, masked=False, proven=True), "Col": IndexFacts(masked=False, proven=True)}
+
+
+def product(
+    rows: int, terms: int, columns: int, longest: int | None = None, dtype: torch.dtype = torch.float32
+) -> Form:
+    """The product of a sparse matrix whose longest row has so many terms."""
+    tensors = {name: torch.zeros(2, dtype=torch.int32) for name in ("Row", "Col")}
+    tensors |= {"Val": torch.ones(2, dtype=dtype), "B": torch.ones(2, columns, dtype=dtype)}
+    bound = bind(parse(SPMM), tensors, None, facts=FACTS)
+    sizes = {"p": terms, "n": columns}
+    form = make_form(bound, sizes, (rows, columns), {}, deterministic=False, prefer_own=True)
+    return form if longest is None else replace(form, sizes={**form.sizes, LONGEST: longest})
+
+
+def test_rows_without_long_ones_need_no_more_lanes():
+    """Lanes are for what a few long rows wait for; the others leave them idle."""
+    unknown, regular, skewed = (default_schedule(product(40_000, 150_000, 32, longest)) for longest in (None, 25, 200))
+    assert regular.k == 4
+    assert regular.k < skewed.k == unknown.k
+    assert regular.m > skewed.m
+
+
+@pytest.mark.parametrize(("longest", "divided"), [(12 * 32, False), (12 * 32 + 1, True)])
+def test_rows_of_few_steps_are_not_divided(longest: int, divided: bool):
+    schedule = default_schedule(product(20_000, 100_000, 4, longest))
+    assert schedule.k == 32
+    assert (schedule.share < longest) == divided
+
+
+@pytest.mark.parametrize("dtype", [torch.float16, torch.float32, torch.float64], ids=str)
+@pytest.mark.parametrize("columns", [4, 16, 32, 64, 128])
+def test_one_row_with_most_of_the_terms_is_shared(columns: int, dtype: torch.dtype):
+    schedule = default_schedule(product(200_000, 700_000, columns, 100_000, dtype))
+    # Beyond these, rows are no slower.
+    most = {torch.float16: 32, torch.float32: 64, torch.float64: 0}[dtype]
+    assert schedule.segment == (columns <= most)
+    assert schedule.m * schedule.n * schedule.k <= 2048
+
+
+def test_small_skewed_sums_of_float32_take_equal_shares():
+    def chosen(terms: int = 190_000, columns: int = 64, longest: int = 280, dtype: torch.dtype = torch.float32):
+        return default_schedule(product(23_000, terms, columns, longest, dtype))
+
+    assert chosen().segment
+    for other in ({"terms": 1_900_000}, {"columns": 32}, {"columns": 128}, {"longest": 60}, {"dtype": torch.float16}):
+        assert not chosen(**other).segment, other
+
+
+def test_a_search_from_equal_shares_tries_rows_too():
+    form = product(23_000, 190_000, 64, 280)
+    tried = list(candidates(form))
+    assert tried[0] == default_schedule(form)
+    assert tried[0].segment
+    for segment in (False, True):
+        assert {s.k for s in tried if s.segment == segment} >= {1, 4, 8, 16}
+
+
+def test_sizes_alone_give_a_schedule():
+    schedule = default_schedule(product(20_000, 100_000, 64))
+    assert schedule == Schedule(m=2, n=64, k=8, warps=1, share=64)
