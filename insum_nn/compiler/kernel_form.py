@@ -104,11 +104,22 @@ class Form:
         return self.sizes.get(OWNER, 1)
 
     @property
+    def terms(self) -> int:
+        """Terms of each of an owner's entries: those over which it is summed beside."""
+        return math.prod(self.sizes[x] for x in self.reduce)
+
+    @property
+    def longest(self) -> int | None:
+        """Terms of the longest row, where that is known."""
+        entries = self.sizes.get(LONGEST)
+        return None if entries is None else entries * self.terms
+
+    @property
     def stretch(self) -> float | None:
         """How many times as long as the mean the longest row of terms is, where that is known."""
         longest = self.sizes.get(LONGEST)
-        terms = math.prod(self.sizes[x] for x in self.entries)
-        return None if longest is None or not terms else longest * self.rows / terms
+        entries = math.prod(self.sizes[x] for x in self.entries)
+        return None if longest is None or not entries else longest * self.rows / entries
 
     @property
     def even(self) -> bool:

@@ -8,8 +8,8 @@ from dataclasses import dataclass
 
 __all__ = ["ENTRY", "LONGEST", "OWNER", "Beside", "Point", "Product", "Read", "Sub", "Tail"]
 
-# Index names no statement can have: the output row that a program owns, the number of a term of that row, and, among
-# sizes alone, the most terms that a row has.
+# Index names no statement can have: the output row that a program owns, the number of an entry of that row, and, among
+# sizes alone, the most entries that a row has.
 OWNER, ENTRY, LONGEST = "@owner", "@entry", "@longest"
 
 

@@ -258,7 +258,7 @@ def default_schedule(form: Form) -> Schedule:
         return Schedule(m=min(power(form.size(rows[-1])), 64), n=min(power(width), 64), warps=4)
     n = min(power(width), 128)
     k = min(power(length), 8 if n >= 64 else 16 if n >= 16 else 32)
-    longest = form.sizes.get(LONGEST)
+    longest = form.longest
     if few := _few(form, n * k):
         wide = min(32, 4 * power(length)) if n < 16 else _wide(form, 16 if n <= 32 else 8)
         # Rows none of which takes many steps as it is need no more lanes.
@@ -269,10 +269,10 @@ def default_schedule(form: Form) -> Schedule:
     size = 512 if few and n < 16 else 1024
     m = 1 if not rows else max(1, min(power(form.size(rows[-1])), size // (n * k)))
     warps = 1 if m * n * k <= 2048 else 4
-    share = 64 if few else _share_of_rows(form, min(k, 16), few=False)
+    share = max(1, 64 // form.terms) if few else _share_of_rows(form, min(k, 16), few=False)
     if longest is not None and longest <= _STEPS * k:
         # To divide rows takes a launch more, which so few steps are not worth.
-        share = max(share, power(longest))
+        share = max(share, power(form.sizes[LONGEST]))
     return Schedule(m=m, n=n, k=k, warps=warps, splits=_splits(form, m, n), share=share)
 
 
@@ -289,15 +289,21 @@ _STEPS = 12
 def _equal_shares(form: Form, n: int) -> Schedule | None:
     """Equal shares of the terms, for n columns, where rows are known to differ much; `None`: by rows."""
     size, stretch = form.bound.dtype.itemsize, form.stretch
-    if stretch is None or form.reduce or size > 4 or n > (64 if size == 4 else 32):
+    if stretch is None or size > 4 or n > (64 if size == 4 else 32):
         return None
+    if form.terms > 16 or any(index not in form.static for index in form.reduce):
+        # What an entry has is more than the lanes of a step, or steps of its own.
+        return None
+    length = form.size(ENTRY) * form.terms
     if stretch > 1024:
         # One row has a good part of all terms.
-        return Schedule(m=4 if n <= 32 else 2, n=n, k=32 if n <= 16 else 16, warps=1, share=128, segment=True)
-    if n > 32 and stretch > 8 and form.size(ENTRY) > 4 and form.rows * form.size(ENTRY) <= _FEW_TERMS:
+        m, k, share = 4 if n <= 32 else 2, 32 if n <= 16 else 16, 128
+    elif n > 32 and stretch > 8 and length > 4 and form.rows * length <= _FEW_TERMS:
         # As many programs as keep the device busy, each of which has more terms on their way than one of rows.
-        return Schedule(m=2, n=n, k=16, warps=1, share=64, segment=True)
-    return None
+        m, k, share = 2, 16, 64
+    else:
+        return None
+    return Schedule(m=m, n=n, k=k, warps=1, share=share // power(form.terms), segment=True)
 
 
 def _few(form: Form, cells: int) -> bool:

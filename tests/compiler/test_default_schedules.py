@@ -16,6 +16,7 @@ from insum_nn.compiler.kernel_schedule import Schedule, default_schedule
 from insum_nn.compiler.parser import parse
 
 SPMM = "C[Row[p],n] += Val[p] * B[Col[p],n]"
+GROUPED = "C[Row[p],n] += Val[p,q] * B[Col[p,q],n]"
 FACTS = {"Row": IndexFacts(sorted=True, masked=False, proven=True), "Col": IndexFacts(masked=False, proven=True)}
 
 
@@ -37,6 +38,26 @@ def test_rows_without_long_ones_need_no_more_lanes():
     assert regular.k == 4
     assert regular.k < skewed.k == unknown.k
     assert regular.m > skewed.m
+
+
+def test_rows_of_groups_count_all_their_terms():
+    tensors = {"Row": torch.zeros(2, dtype=torch.int32), "Col": torch.zeros(2, 4, dtype=torch.int32)}
+    tensors |= {"Val": torch.ones(2, 4), "B": torch.ones(2, 4)}
+    bound = bind(parse(GROUPED), tensors, None, facts=FACTS)
+    sizes = {"p": 100_000, "q": 4, "n": 4}
+    form = make_form(bound, sizes, (20_000, 4), {}, deterministic=False, prefer_own=True)
+    for groups, divided in ((96, False), (97, True)):
+        known = replace(form, sizes={**form.sizes, LONGEST: groups})
+        assert known.longest == 4 * groups
+        schedule = default_schedule(known)
+        assert schedule.k == 32
+        assert (schedule.share < groups) == divided
+        assert not schedule.segment
+    # Equal shares are of groups, whose terms are lanes where their number is known.
+    skewed = replace(form, sizes={**form.sizes, LONGEST: 20_000})
+    assert not default_schedule(skewed).segment
+    fixed = replace(skewed, bound=replace(bound, static=(("q", 4),)))
+    assert default_schedule(fixed) == Schedule(m=4, n=4, k=32, warps=1, share=32, segment=True)
 
 
 @pytest.mark.parametrize(("longest", "divided"), [(12 * 32, False), (12 * 32 + 1, True)])
