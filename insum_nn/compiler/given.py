@@ -65,23 +65,26 @@ class Given:
         """
         if torch.is_grad_enabled():
             with torch.no_grad():
-                return self._run(others, out_shape, start, key)
-        return self._run(others, out_shape, start, key)
-
-    def _run(self, others: Sequence[Tensor], out_shape: Shape, start: Tensor | None, key: Hashable | None) -> Tensor:
+                return self(*others, out_shape=out_shape, start=start, key=key)
         ordered = list(self._template)
         for place, tensor in zip(self._places, others, strict=True):
             ordered[place] = tensor
         if key is None and unwatched(others, start):
             key = (call_key(others, start), out_shape)
-        seen = None if key is None else self._seen.get(key)
-        if seen is None or seen.ready is None or not seen.holds(ordered):
-            named = dict(zip(self._order, ordered, strict=True))
-            if start is not None:
-                named[self._output] = start
-            # The program may know the call from others' given tensors: each structure has a `Given` of its own.
-            seen = None if key is None else self.program.seen(named, out_shape)
-            if key is None or seen is None or seen.ready is None or not seen.holds(ordered):
-                return self.program(tensors=named, out_shape=out_shape)
-            keep(self._seen, key, seen, _LIMIT)
+        # `None` is no key of what is remembered.
+        seen = self._seen.get(key)
+        if seen is None or (ready := seen.ready) is None or not seen.holds(ordered):
+            return self._first(ordered, out_shape, start, key)
+        return ready.run(ordered, None if start is None else broadcast(start, seen.extents))
+
+    def _first(self, ordered: Sequence[Tensor], out_shape: Shape, start: Tensor | None, key: Hashable | None) -> Tensor:
+        """A call that is not remembered here."""
+        named = dict(zip(self._order, ordered, strict=True))
+        if start is not None:
+            named[self._output] = start
+        # The program may know the call from others' given tensors: each structure has a `Given` of its own.
+        seen = None if key is None else self.program.seen(named, out_shape)
+        if key is None or seen is None or seen.ready is None or not seen.holds(ordered):
+            return self.program(tensors=named, out_shape=out_shape)
+        keep(self._seen, key, seen, _LIMIT)
         return seen.ready.run(ordered, broadcast(start, seen.extents))
