@@ -25,7 +25,7 @@ from insum_nn.compiler.kernel_schedule import Schedule, segmented
 __all__ = ["Owners", "clear_owners", "keep_words", "known_owners", "longest_row", "owners_for", "owners_of", "words_of"]
 
 # Index tensors whose owners are kept.
-_LIMIT = 256
+_LIMIT = 512
 # Rows up to which they are divided on the host.
 _FEW_ROWS = 4096
 # A share that no row exceeds: nothing is divided.

@@ -383,8 +383,17 @@ def test_a_folder_that_cannot_be_written(tmp_path: Path, monkeypatch: pytest.Mon
 
 
 def test_packaged_files_are_whole():
-    for file in schedule_store._packaged():
-        assert schedule_store._entries(file), file
+    (file,) = schedule_store._packaged()
+    entries = schedule_store._entries(file)
+    assert len(entries) > 100
+    for entry in entries.values():
+        assert entry.key["format"] == schedule_store._FORMAT, "measured for schedules of another meaning"
+        assert entry.key["device"] == "NVIDIA H200"
+        if entry.key["kind"] == "schedule":
+            # Warnings are errors: an entry that is none gives one.
+            found = tuning._known(entry)
+            assert found is not None
+            assert found[0] == found[1][0].schedule
 
 
 # One measures, the others read.
