@@ -181,11 +181,10 @@ class Generated:
             sizes[OWNER] = extents.output[self.form.owner_axis]
         return replace(self.form, sizes=sizes)
 
-    def _measured(self, form: Form, tensors: Sequence[Tensor]) -> Form:
+    def _with_longest_row(self, form: Form, tensors: Sequence[Tensor]) -> Form:
         """The form of a call with the length of its longest row, where a choice depends on it."""
-        if form.owner is None or form.tail is not None or form.beside or form.product is not None:
-            return form
-        if len(form.points) > MANY_POINTS:
+        alone = form.tail is None and not form.beside and form.product is None and len(form.points) <= MANY_POINTS
+        if form.owner is None or not alone:
             return form
         index = tensors[form.bound.layout.tensors.index(form.owner.name)]
         return replace(form, sizes={**form.sizes, LONGEST: longest_row(index, form.rows, form.permuted)})
@@ -194,7 +193,7 @@ class Generated:
         """The schedule for a call: one for all sizes within a factor of two, and rows that are even or are not."""
         if self._fixed is not None:
             return Chosen(self._fixed, "asked for")
-        bucket, form = size_bucket(extents), self._measured(self._sized(extents), tensors)
+        bucket, form = size_bucket(extents), self._with_longest_row(self._sized(extents), tensors)
         known = bucket, form.even
         with self._lock:
             chosen = self._schedules.get(known)

@@ -105,8 +105,8 @@ class Form:
 
     @property
     def terms(self) -> int:
-        """Terms of each of an owner's entries: those over which it is summed beside."""
-        return math.prod(self.sizes[x] for x in self.reduce)
+        """Terms of each of an owner's entries: over what it is summed beside them."""
+        return max(1, math.prod(self.sizes[x] for x in self.reduce))
 
     @property
     def longest(self) -> int | None:

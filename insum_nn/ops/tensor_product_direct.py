@@ -264,10 +264,7 @@ class _Step:
         """Run it."""
         shape = self.source.out_shape(size)
         if key is not None:
-            found: list[Any] = [operands[place] if place != _MADE else parts for place in self.places]
-            if self.weight is not None:
-                found[self.slot] = self.weight.operand(operands[self.at_weight])
-            return self.given(*found, out_shape=shape, start=start, key=key)
+            return self.given(*self._read(operands, parts), out_shape=shape, start=start, key=key)
         named = self.named(operands, parts)
         if start is not None:
             named[self.result] = start
