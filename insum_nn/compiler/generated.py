@@ -68,7 +68,7 @@ class Generated:
         self.precision: Precision = precision_of(bound.dtype, options.precision)
         self.source: Source | None = None
         self.measurements: tuple[Measurement, ...] = ()
-        self._schedules: dict[tuple[object, ...], Chosen] = {}
+        self._schedules: dict[object, Chosen] = {}
         self._first: dict[object, Kernel] = {}
         self._lock = threading.RLock()
 
@@ -190,11 +190,11 @@ class Generated:
         return replace(form, sizes={**form.sizes, LONGEST: longest_row(index, form.rows, form.permuted)})
 
     def _schedule(self, tensors: Sequence[Tensor], extents: Extents, start: Tensor | None) -> Chosen:
-        """The schedule for a call: one for all sizes within a factor of two, and rows that are even or are not."""
+        """The schedule for a call: one for all sizes, and longest rows, within a factor of two."""
         if self._fixed is not None:
             return Chosen(self._fixed, "asked for")
         bucket, form = size_bucket(extents), self._with_longest_row(self._sized(extents), tensors)
-        known = bucket, form.even
+        known = bucket, form.even, (form.longest or 0).bit_length()
         with self._lock:
             chosen = self._schedules.get(known)
             if chosen is None:

@@ -362,8 +362,8 @@ def test_a_schedule_is_for_the_rows_of_its_call():
     """Not for those of the call that the program was made for."""
     program = compile("C[Row[p],n] += Val[p] * B[Col[p],n]", facts={"Row": SORTED}, options=Options(backend="triton"))
 
-    def chosen(rows: int, terms: int) -> Schedule:
-        row = torch.arange(terms) * rows // terms
+    def chosen(rows: int, terms: int, longest: int = 1) -> Schedule:
+        row = (torch.arange(terms) * rows // terms).clamp(min=longest * rows // terms)
         tensors = {"Row": row, "Col": torch.zeros_like(row), "Val": torch.ones(terms), "B": torch.ones(1, 4)}
         ordered = [tensors[name] for name in layout_of(program.statement).tensors]
         found = generated_of(program, tensors, (rows, None))[0]
@@ -375,3 +375,10 @@ def test_a_schedule_is_for_the_rows_of_its_call():
     insum_nn.clear_cache()
     assert chosen(*many) == later != first
     assert chosen(*few) == first
+    # Nor for those of another matrix of the same sizes.
+    skewed = chosen(20_000, 60_000, 30_000)
+    regular = chosen(20_000, 60_000)
+    insum_nn.clear_cache()
+    assert chosen(20_000, 60_000) == regular != skewed
+    assert skewed.segment
+    assert not regular.segment
