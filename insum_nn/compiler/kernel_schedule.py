@@ -249,7 +249,7 @@ def default_schedule(form: Form) -> Schedule:
         # Long sums along lanes, a few rows at a time.
         k = min(power(length), 128 if summed else 1)
         if few := _few(form, k):
-            k = max(k, _wide(form, 16))
+            k = max(k, min(16, 4 * power(form.size(ENTRY))))
         m = 1 if not rows else max(1, min((512 if few else 2048) // k, 64, power(form.size(rows[-1]))))
         share = _share_of_rows(form, k, few=few)
         return Schedule(m=m, k=k, warps=1 if m * k <= 2048 else 4, splits=_splits(form, m, 1), share=share)
@@ -260,7 +260,8 @@ def default_schedule(form: Form) -> Schedule:
     k = min(power(length), 8 if n >= 64 else 16 if n >= 16 else 32)
     longest = form.longest
     if few := _few(form, n * k):
-        wide = min(32, 4 * power(length)) if n < 16 else _wide(form, 16 if n <= 32 else 8)
+        # Rows four times as long as the mean take one step.
+        wide = min(32 if n < 16 else 16 if n <= 32 else 8, 4 * power(length))
         # Rows none of which takes many steps as it is need no more lanes.
         k = max(k, wide if longest is None else min(wide, power(longest // 8)))
     if (shares := _equal_shares(form, n)) is not None:
@@ -309,11 +310,6 @@ def _equal_shares(form: Form, n: int) -> Schedule | None:
 def _few(form: Form, cells: int) -> bool:
     """Whether rows of terms, a step of which takes so many cells, leave a large GPU waiting for the longest of them."""
     return form.owner is not None and form.rows * cells < _FEW
-
-
-def _wide(form: Form, most: int) -> int:
-    """Terms of a row at a time where there are few rows: rows four times as long as the mean take one step."""
-    return min(most, 4 * power(form.size(ENTRY)))
 
 
 def _share_of_rows(form: Form, k: int, *, few: bool) -> int:
