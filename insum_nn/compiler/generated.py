@@ -108,9 +108,8 @@ class Generated:
     ) -> Callable[[Sequence[Tensor], Tensor | None], tuple[Kernel, Owners | None]]:
         """What finds the kernel for tensors of these shapes as they lie in memory, and the owners of their terms."""
         form = self.form
-        owner = form.owner
-        place = -1 if owner is None else form.bound.layout.tensors.index(owner.name)
-        rows = 0 if owner is None else extents.output[form.owner_axis]
+        place = form.owner_place
+        rows = 0 if place < 0 else extents.output[form.owner_axis]
         kernels: dict[object, Kernel] = {}
         schedule = self._schedule(tensors, extents, start).schedule
 
@@ -186,8 +185,8 @@ class Generated:
         alone = form.tail is None and not form.beside and form.product is None and len(form.points) <= MANY_POINTS
         if form.owner is None or not alone:
             return form
-        index = tensors[form.bound.layout.tensors.index(form.owner.name)]
-        return replace(form, sizes={**form.sizes, LONGEST: longest_row(index, form.rows, form.permuted)})
+        longest = longest_row(tensors[form.owner_place], form.rows, form.permuted)
+        return replace(form, sizes={**form.sizes, LONGEST: longest})
 
     def _schedule(self, tensors: Sequence[Tensor], extents: Extents, start: Tensor | None) -> Chosen:
         """The schedule for a call: one for all sizes, and longest rows, within a factor of two."""

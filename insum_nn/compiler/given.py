@@ -75,7 +75,7 @@ class Given:
         seen = self._seen.get(key)
         if seen is None or (ready := seen.ready) is None or not seen.holds(ordered):
             return self._first(ordered, out_shape, start, key)
-        return ready.run(ordered, None if start is None else broadcast(start, seen.extents))
+        return ready.run(ordered, broadcast(start, seen.extents))
 
     def _first(self, ordered: Sequence[Tensor], out_shape: Shape, start: Tensor | None, key: Hashable | None) -> Tensor:
         """A call that is not remembered here."""

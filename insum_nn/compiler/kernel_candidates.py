@@ -87,7 +87,7 @@ def _shares(base: Schedule) -> Iterator[Schedule]:
             yield replace(base, m=m, k=k, share=share, segment=True, warps=1)
             yield replace(base, m=m * 4, k=k, share=share, segment=True, warps=4)
     if base.n <= 64:
-        yield replace(base, m=max(1, 2048 // (base.n * 16)), k=16, share=128, segment=True, warps=1)
+        yield replace(base, m=128 // base.n, k=16, share=128, segment=True, warps=1)
 
 
 def _ahead(base: Schedule) -> Iterator[Schedule]:

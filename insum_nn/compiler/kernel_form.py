@@ -99,6 +99,11 @@ class Form:
             return max(1, round(math.prod(self.sizes[x] for x in self.entries) / max(1, self.rows)))
         return self.sizes[index]
 
+    @cached_property
+    def owner_place(self) -> int:
+        """The position of the owner's index tensor among the statement's; -1 without an owner."""
+        return -1 if self.owner is None else self.bound.layout.tensors.index(self.owner.name)
+
     @property
     def rows(self) -> int:
         return self.sizes.get(OWNER, 1)

@@ -251,12 +251,16 @@ def default_schedule(form: Form) -> Schedule:
         if few := _few(form, k):
             k = max(k, min(16, 4 * power(form.size(ENTRY))))
         m = 1 if not rows else max(1, min((512 if few else 2048) // k, 64, power(form.size(rows[-1]))))
-        share = _share_of_rows(form, k, few=few)
+        # What divided rows leave is added up by a kernel more, for which a small sum waits as long as for eight steps,
+        # or for twelve where these are short.
+        share = max(96, 8 * k) if few else _share_of_rows(form)
         return Schedule(m=m, k=k, warps=1 if m * k <= 2048 else 4, splits=_splits(form, m, 1), share=share)
     if form.owner is None and not summed and rows and _crossed(form, rows[-1]):
         # Read along one axis and written along the other: a square tile has whole lines of memory in either.
         return Schedule(m=min(power(form.size(rows[-1])), 64), n=min(power(width), 64), warps=4)
     n = min(power(width), 128)
+    if (shares := _equal_shares(form, n)) is not None:
+        return shares
     k = min(power(length), 8 if n >= 64 else 16 if n >= 16 else 32)
     longest = form.longest
     if few := _few(form, n * k):
@@ -264,13 +268,11 @@ def default_schedule(form: Form) -> Schedule:
         wide = min(32 if n < 16 else 16 if n <= 32 else 8, 4 * power(length))
         # Rows none of which takes many steps as it is need no more lanes.
         k = max(k, wide if longest is None else min(wide, power(longest // 8)))
-    if (shares := _equal_shares(form, n)) is not None:
-        return shares
     # A tile waits for the longest of its rows.
     size = 512 if few and n < 16 else 1024
     m = 1 if not rows else max(1, min(power(form.size(rows[-1])), size // (n * k)))
     warps = 1 if m * n * k <= 2048 else 4
-    share = max(1, 64 // form.terms) if few else _share_of_rows(form, min(k, 16), few=False)
+    share = max(1, 64 // form.terms) if few else _share_of_rows(form)
     if longest is not None and longest <= _STEPS * k:
         # To divide rows takes a launch more, which so few steps are not worth.
         share = max(share, power(form.sizes[LONGEST]))
@@ -312,13 +314,9 @@ def _few(form: Form, cells: int) -> bool:
     return form.owner is not None and form.rows * cells < _FEW
 
 
-def _share_of_rows(form: Form, k: int, *, few: bool) -> int:
+def _share_of_rows(form: Form) -> int:
     """Most terms of a row for one program: rows far longer than the others are divided, lest all wait for them."""
-    if form.owner is None:
-        return 512
-    # What divided rows leave is added up by a kernel more, for which a small sum waits as long as for eight steps, or
-    # for twelve where these are short.
-    return max(96, 8 * k) if few else max(64, min(512, 8 * power(form.size(ENTRY))))
+    return 512 if form.owner is None else max(64, min(512, 8 * power(form.size(ENTRY))))
 
 
 def _crossed(form: Form, row: str) -> bool:

@@ -112,7 +112,7 @@ def owners_for(form: Form, tensors: Sequence[Tensor], extents: Extents, schedule
     """The owners of a form's terms in a call; `None` where nothing owns them."""
     if form.owner is None:
         return None
-    index = tensors[form.bound.layout.tensors.index(form.owner.name)]
+    index = tensors[form.owner_place]
     return owners_of(index, extents.output[form.owner_axis], form.permuted, schedule.share, segmented(form, schedule))
 
 

@@ -9,8 +9,8 @@ import torch
 from torch import Tensor
 
 from insum_nn.errors import InsumDtypeError, InsumError, InsumShapeError, raise_collected
-from insum_nn.ops.arguments import under_autocast
-from insum_nn.ops.tensor_product_checks import other_device, other_dtype
+from insum_nn.ops.arguments import other_device, under_autocast
+from insum_nn.ops.tensor_product_checks import other_dtype
 
 __all__ = [
     "InputError",

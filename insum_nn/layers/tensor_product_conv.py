@@ -12,9 +12,8 @@ from insum_nn.errors import InsumDtypeError, InsumError, raise_collected
 from insum_nn.formats.checks import INDEX_DTYPES
 from insum_nn.layers.tensor_product import TensorProduct
 from insum_nn.layers.tensor_product_checks import InputError, check_same, fits_plainly
-from insum_nn.ops.arguments import to_autocast
+from insum_nn.ops.arguments import other_device, to_autocast
 from insum_nn.ops.tensor_product import TensorProductSpec, checked_product, explain_tensor_product, expressions
-from insum_nn.ops.tensor_product_checks import other_device
 
 __all__ = ["TensorProductConv"]
 

@@ -29,8 +29,10 @@ __all__ = [
     "Operand",
     "check_mode",
     "is_vector",
+    "layer_elsewhere",
     "matrix_layout",
     "named_tensors",
+    "other_device",
     "pad_axis",
     "program",
     "require_format",
@@ -276,3 +278,34 @@ def pad_axis(tensor: Tensor, axis: int, extent: int) -> Tensor:
         return tensor
     shape = (*tensor.shape[:axis], missing, *tensor.shape[axis + 1 :])
     return torch.cat([tensor, tensor.new_zeros(shape)], dim=axis)
+
+
+def other_device(
+    name: str, tensor: Tensor, first: str, anchor: Tensor, *, owner: str = "", fix: str | None = None
+) -> list[InsumError]:
+    """The fault of a tensor that is not where the first one is; none where it is."""
+    if tensor.device == anchor.device:
+        return []
+    return [
+        InsumDeviceError(
+            f"{owner}'{name}' is on {tensor.device}, '{first}' on {anchor.device}",
+            fix=f"pass {name}.to('{anchor.device}')." if fix is None else fix,
+            argument=name,
+            expected=anchor.device,
+            got=tensor.device,
+        )
+    ]
+
+
+def layer_elsewhere(owner: str, weight: Tensor, bias: Tensor | None, first: str, anchor: Tensor) -> list[InsumError]:
+    """The faults of a layer's tensors that are not where its input is."""
+    if weight.device == anchor.device and (bias is None or bias.device == anchor.device):
+        # Every call comes here: what follows is for those that end.
+        return []
+    owned = {"weight": weight} if bias is None else {"weight": weight, "bias": bias}
+    fix = f"move the layer with .to('{anchor.device}')."
+    return [
+        fault
+        for name, tensor in owned.items()
+        for fault in other_device(name, tensor, first, anchor, owner=f"{owner}: ", fix=fix)
+    ]

@@ -12,10 +12,18 @@ from torch import Tensor
 
 from insum_nn.compiler.api import Explanation, Program, compile
 from insum_nn.compiler.options import DEFAULT, Options
-from insum_nn.errors import InsumDeviceError, InsumDtypeError, InsumError, InsumShapeError, raise_collected
+from insum_nn.errors import InsumDtypeError, InsumError, InsumShapeError, raise_collected
 from insum_nn.facts import IndexFacts
 from insum_nn.formats import BlockCOO, BlockFormat, BlockGroupCOO
-from insum_nn.ops.arguments import pad_axis, require_format, run, span_of, to_autocast, under_autocast
+from insum_nn.ops.arguments import (
+    layer_elsewhere,
+    pad_axis,
+    require_format,
+    run,
+    span_of,
+    to_autocast,
+    under_autocast,
+)
 from insum_nn.ops.block_linear_columns import block_columns, columns_program, takes_columns
 from insum_nn.ops.dense_choice import block_tiles, dense_is_faster, dense_reason, explain_tiles
 
@@ -235,17 +243,7 @@ def _check(input: Tensor, weight: Tensor, shape: tuple[int, int], bias: Tensor |
         fix = f"pass input.to({weight.dtype}), or run under torch.autocast."
         message = f"'input' is {input.dtype}, the weight is {weight.dtype}"
         faults.append(_dtype_fault(message, weight.dtype, input.dtype, fix))
-    for name, tensor in (("weight", weight), ("bias", bias)):
-        if tensor is not None and tensor.device != input.device:
-            faults.append(
-                InsumDeviceError(
-                    f"block_linear: '{name}' is on {tensor.device}, 'input' on {input.device}",
-                    fix=f"move the layer with .to('{input.device}').",
-                    argument=name,
-                    expected=input.device,
-                    got=tensor.device,
-                )
-            )
+    faults += layer_elsewhere("block_linear", weight, bias, "input", input)
     raise_collected(faults)
 
 

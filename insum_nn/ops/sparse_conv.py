@@ -10,7 +10,7 @@ from torch import Tensor
 from insum_nn.compiler.api import Program, compile
 from insum_nn.compiler.options import DEFAULT, Options
 from insum_nn.errors import InsumDeviceError, InsumDtypeError, InsumError, InsumShapeError, raise_collected
-from insum_nn.ops.arguments import run, to_autocast
+from insum_nn.ops.arguments import layer_elsewhere, run, to_autocast
 from insum_nn.ops.sparse_conv_table import by_table, table_conv, table_operands, table_statement, takes_table
 from insum_nn.structure.kernel_map import FACTS, KernelMap
 from insum_nn.structure.kernel_map_table import TABLE_FACTS
@@ -282,15 +282,5 @@ def _check_weight(
                 got=features.dtype,
             )
         )
-    for name, tensor in (("weight", weight), ("bias", bias)):
-        if tensor is not None and tensor.device != features.device:
-            faults.append(
-                InsumDeviceError(
-                    f"sparse_conv: '{name}' is on {tensor.device}, 'features' on {features.device}",
-                    fix=f"move the layer with .to('{features.device}').",
-                    argument=name,
-                    expected=features.device,
-                    got=tensor.device,
-                )
-            )
+    faults += layer_elsewhere("sparse_conv", weight, bias, "features", features)
     raise_collected(faults)

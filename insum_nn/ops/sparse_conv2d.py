@@ -10,9 +10,9 @@ from torch import Tensor
 
 from insum_nn.compiler.api import Program, compile
 from insum_nn.compiler.options import DEFAULT, Options
-from insum_nn.errors import InsumDeviceError, InsumDtypeError, InsumError, InsumShapeError, raise_collected
+from insum_nn.errors import InsumDtypeError, InsumError, InsumShapeError, raise_collected
 from insum_nn.facts import IndexFacts
-from insum_nn.ops.arguments import run, under_autocast
+from insum_nn.ops.arguments import layer_elsewhere, run, under_autocast
 
 __all__ = [
     "SPARSE_CONV2D_FACTS",
@@ -169,17 +169,7 @@ def check_sparse_conv2d(input: Tensor, weight: Tensor, channels: int, bias: Tens
                 got=input.dtype,
             )
         )
-    for name, tensor in (("weight", weight), ("bias", bias)):
-        if tensor is not None and tensor.device != input.device:
-            faults.append(
-                InsumDeviceError(
-                    f"sparse_conv2d: '{name}' is on {tensor.device}, 'input' on {input.device}",
-                    fix=f"move the layer with .to('{input.device}').",
-                    argument=name,
-                    expected=input.device,
-                    got=tensor.device,
-                )
-            )
+    faults += layer_elsewhere("sparse_conv2d", weight, bias, "input", input)
     raise_collected(faults)
 
 

@@ -6,11 +6,12 @@ from typing import Any
 
 from torch import Tensor
 
-from insum_nn.errors import InsumDeviceError, InsumDtypeError, InsumError, InsumShapeError, raise_collected
+from insum_nn.errors import InsumDtypeError, InsumError, InsumShapeError, raise_collected
 from insum_nn.formats.checks import INDEX_DTYPES
+from insum_nn.ops.arguments import other_device
 from insum_nn.ops.tensor_product_spec import ProductLayout
 
-__all__ = ["check_operands", "other_device", "other_dtype"]
+__all__ = ["check_operands", "other_dtype"]
 
 _OWNER = "tensor_product: "
 
@@ -69,21 +70,6 @@ def check_operands(
             faults.append(_fault(name, message, fix, details=[f"expected {shown}; got {got}"], expected=shape, got=got))
     faults += _kinds(x, y, weight, given)
     raise_collected(faults)
-
-
-def other_device(name: str, tensor: Tensor, first: str, anchor: Tensor, *, owner: str = "") -> list[InsumError]:
-    """The fault of a tensor that is not where the first one is; none where it is."""
-    if tensor.device == anchor.device:
-        return []
-    return [
-        InsumDeviceError(
-            f"{owner}'{name}' is on {tensor.device}, '{first}' on {anchor.device}",
-            fix=f"pass {name}.to('{anchor.device}').",
-            argument=name,
-            expected=anchor.device,
-            got=tensor.device,
-        )
-    ]
 
 
 def other_dtype(name: str, tensor: Tensor, first: str, anchor: Tensor, *, owner: str = "") -> list[InsumError]:
