@@ -287,6 +287,8 @@ _FEW = 1 << 23
 _FEW_TERMS = 1 << 19
 # Steps that a row may take before it is divided.
 _STEPS = 12
+# Terms of an entry at most that are lanes of a step, with those of its neighbours.
+_GROUP = 16
 
 
 def _equal_shares(form: Form, n: int) -> Schedule | None:
@@ -294,7 +296,7 @@ def _equal_shares(form: Form, n: int) -> Schedule | None:
     size, stretch = form.bound.dtype.itemsize, form.stretch
     if stretch is None or size > 4 or n > (64 if size == 4 else 32):
         return None
-    if form.terms > 16 or any(index not in form.static for index in form.reduce):
+    if form.terms > _GROUP or any(index not in form.static for index in form.reduce):
         # What an entry has is more than the lanes of a step, or steps of its own.
         return None
     length = form.size(ENTRY) * form.terms
@@ -315,8 +317,12 @@ def _few(form: Form, cells: int) -> bool:
 
 
 def _share_of_rows(form: Form) -> int:
-    """Most terms of a row for one program: rows far longer than the others are divided, lest all wait for them."""
-    return 512 if form.owner is None else max(64, min(512, 8 * power(form.size(ENTRY))))
+    """Most entries of a row for one program: rows far longer than the others are divided, lest all wait for them."""
+    if form.owner is None:
+        return 512
+    # Entries of a few terms each count by these, and larger ones as they are: each is long enough for a program.
+    terms = form.terms if form.terms <= _GROUP else 1
+    return max(64, min(512, 8 * power(form.size(ENTRY) * terms))) // terms
 
 
 def _crossed(form: Form, row: str) -> bool:

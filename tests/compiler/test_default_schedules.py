@@ -40,12 +40,31 @@ def test_rows_without_long_ones_need_no_more_lanes():
     assert regular.m > skewed.m
 
 
-def test_rows_of_groups_count_all_their_terms():
-    tensors = {"Row": torch.zeros(2, dtype=torch.int32), "Col": torch.zeros(2, 4, dtype=torch.int32)}
-    tensors |= {"Val": torch.ones(2, 4), "B": torch.ones(2, 4)}
+def grouped(rows: int, groups: int, terms: int, columns: int) -> Form:
+    """The product of a sparse matrix in groups of so many terms."""
+    tensors = {"Row": torch.zeros(2, dtype=torch.int32), "Col": torch.zeros(2, terms, dtype=torch.int32)}
+    tensors |= {"Val": torch.ones(2, terms), "B": torch.ones(2, columns)}
     bound = bind(parse(GROUPED), tensors, None, facts=FACTS)
-    sizes = {"p": 100_000, "q": 4, "n": 4}
-    form = make_form(bound, sizes, (20_000, 4), {}, deterministic=False, prefer_own=True)
+    sizes = {"p": groups, "q": terms, "n": columns}
+    return make_form(bound, sizes, (rows, columns), {}, deterministic=False, prefer_own=True)
+
+
+@pytest.mark.parametrize("columns", [64, 128])
+@pytest.mark.parametrize(("terms", "length"), [(1, 8), (2, 16), (4, 8), (8, 32)])
+def test_groups_are_divided_where_their_terms_would_be(terms: int, length: int, columns: int):
+    rows = 60_000
+    entries = product(rows, rows * length, columns, 700)
+    groups = grouped(rows, rows * length // terms, terms, columns)
+    groups = replace(groups, sizes={**groups.sizes, LONGEST: -(-700 // terms)})
+    assert default_schedule(groups).share * terms == default_schedule(entries).share < 700
+
+
+def test_large_entries_are_not_divided_by_their_terms():
+    assert default_schedule(grouped(60_000, 480_000, 32, 128)).share == 64
+
+
+def test_rows_of_groups_count_all_their_terms():
+    form = grouped(20_000, 100_000, 4, 4)
     for groups, divided in ((96, False), (97, True)):
         known = replace(form, sizes={**form.sizes, LONGEST: groups})
         assert known.longest == 4 * groups
@@ -56,7 +75,7 @@ def test_rows_of_groups_count_all_their_terms():
     # Equal shares are of groups, whose terms are lanes where their number is known.
     skewed = replace(form, sizes={**form.sizes, LONGEST: 20_000})
     assert not default_schedule(skewed).segment
-    fixed = replace(skewed, bound=replace(bound, static=(("q", 4),)))
+    fixed = replace(skewed, bound=replace(form.bound, static=(("q", 4),)))
     assert default_schedule(fixed) == Schedule(m=4, n=4, k=32, warps=1, share=32, segment=True)
 
 
