@@ -1,4 +1,9 @@
-"""Parts of a kernel that are alike but for their numbers, made one: long code costs seconds to compile and to fetch."""
+"""The parts of a kernel, each for some of its programs: long code costs seconds to compile and to fetch.
+
+Parts that are alike but for their numbers are made one. Where many lines are left, each part is a function of its own
+that is not copied into its caller: to find the layout of a load, Triton goes through all that is connected with it once
+for each thing connected, and constants connect everything within a function.
+"""
 
 from __future__ import annotations
 
@@ -7,11 +12,15 @@ import re
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-__all__ = ["Merged", "merge_alike"]
+__all__ = ["Merged", "branches", "merge_alike"]
 
 _NUMBER = re.compile(r"(?<![\w.])-?\d+(?:\.\d+)?(?:e[-+]?\d+)?(?![\w.])")
 # Where Triton wants a number to be known when it compiles.
 _KNOWN = ("tl.arange(", "tl.zeros(", "tl.sum(", "tl.broadcast_to(", "range(")
+
+# Lines of all parts from which they are functions of their own.
+_LONG = 300
+_NAME = re.compile(r"(?<![\w.])[A-Za-z_]\w*")
 
 
 @dataclass(frozen=True, slots=True)
@@ -43,6 +52,39 @@ def merge_alike(parts: Sequence[Sequence[str]], *, exact: bool) -> list[Merged]:
         else:
             found.append(Merged(tuple(members), tuple(merged)))
     return found
+
+
+def branches(parts: Sequence[Sequence[str]], *, exact: bool, given: Sequence[str] = ()) -> tuple[list[str], list[str]]:
+    """Functions, and lines that do for the programs of each part what is its own; `part` is a program's number.
+
+    Args:
+        parts: the lines of each, as for `merge_alike`.
+        exact: see there.
+        given: names that parts do not define: what functions take. None: there are to be no functions.
+
+    >>> branches([["store(x + 3)"], ["store(x * 2)"]], exact=False)[1]
+    ['if part < 1:', '    store(x + 3)', 'else:', '    store(x * 2)']
+    """
+    found = merge_alike(parts, exact=exact)
+    long = bool(given) and sum(len(merged.lines) for merged in found) > _LONG
+    functions: list[str] = []
+    lines: list[str] = []
+    first = 0
+    for number, merged in enumerate(found):
+        after = first + len(merged.members)
+        last = after == len(parts)
+        lines.append("else:" if last and first else f"{'elif' if first else 'if'} part < {after}:")
+        own = list(merged.lines)
+        if len(merged.members) > 1:
+            own.insert(0, f"which = part - {first}")
+        if long:
+            used = {name for line in own for name in _NAME.findall(line)}
+            call = f"part_{number}({', '.join(name for name in ('part', *given) if name in used)})"
+            functions += ["@triton.jit(noinline=True)", f"def {call}:", *(f"    {line}" for line in own), "", ""]
+            own = [call]
+        lines += [f"    {line}" for line in own]
+        first = after
+    return functions, lines
 
 
 def _plain(lines: Sequence[str], number: int) -> list[str]:

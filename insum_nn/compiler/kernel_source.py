@@ -7,7 +7,7 @@ from dataclasses import dataclass, replace
 
 import torch
 
-from insum_nn.compiler.kernel_alike import merge_alike
+from insum_nn.compiler.kernel_alike import branches
 from insum_nn.compiler.kernel_beside import KernelBeside, by_target
 from insum_nn.compiler.kernel_early import read_early
 from insum_nn.compiler.kernel_epilogue import activated, finishes
@@ -372,21 +372,6 @@ def _parts(points: Sequence[Point], groups: int) -> list[list[Point]]:
     return [part for part in parts if part]
 
 
-def _branches(parts: Sequence[list[str]], *, exact: bool) -> list[str]:
-    """The parts of a kernel, each for the programs of its number; those that are alike follow one another."""
-    lines: list[str] = []
-    first = 0
-    for merged in merge_alike(parts, exact=exact):
-        after = first + len(merged.members)
-        last = after == len(parts)
-        lines.append("else:" if last and first else f"{'elif' if first else 'if'} part < {after}:")
-        if len(merged.members) > 1:
-            lines.append(f"    which = part - {first}")
-        lines += [f"    {line}" for line in merged.lines]
-        first = after
-    return lines
-
-
 def write_kernel(form: Form, schedule: Schedule, strides: Strides, precision: Precision) -> Source:
     """The kernel of a form under a schedule."""
     if form.owner is not None and schedule.splits > 1:
@@ -410,7 +395,14 @@ def write_kernel(form: Form, schedule: Schedule, strides: Strides, precision: Pr
     for number, part in enumerate(parts):
         writer = _Writer(form, schedule, layout, strides, parameters, precision, f"_{number}" if number else "")
         written.append(writer.write(part, tiles, pid))
-    body += _branches(written, exact=form.bound.dtype == torch.float64) if len(parts) > 1 else written[0]
+    apart: list[str] = []
+    if len(parts) > 1:
+        # Operands of a matrix product are what makes Triton's analysis of long code slow.
+        given = ("rest", *parameters.known.values()) if schedule.dot else ()
+        apart, chosen = branches(written, exact=form.bound.dtype == torch.float64, given=given)
+        body += chosen
+    else:
+        body += written[0]
     if schedule.turns > 1:
         # What one turn has read, the next one finds in the cache of the multiprocessor.
         count = f"tl.minimum({schedule.turns}, {parameters('programs')} - first)"
@@ -424,6 +416,7 @@ def write_kernel(form: Form, schedule: Schedule, strides: Strides, precision: Pr
         ["import triton", "import triton.language as tl", "", ""]
         + ([SCAN, ""] if segmented(form, schedule) else [])
         + ([STEPS, ""] if any(argument.kind == "words" for argument in arguments) else [])
+        + apart
         + ["@triton.jit", f"def kernel({names}):"]
         + [f"    {line}" for line in body]
     )

@@ -203,8 +203,10 @@ def _bends(array: Tensor | None, names: Sequence[str], left: set[str]) -> set[st
         line = line + step * _along(array.shape[axis], axis, array.ndim)
     if bool((line == array).all()):
         return set()
-    # The index of fewest values is the cheapest to write out.
-    return {min(mine, key=lambda i: array.shape[names.index(i)])}
+    # The index of fewest values is the cheapest to write out, but one that leaves others to be written out is not.
+    cheapest = sorted(mine, key=lambda i: array.shape[names.index(i)])
+    enough = (i for i in cheapest if not _bends(array, names, left - {i}))
+    return {next(enough, cheapest[0])}
 
 
 def _along(extent: int, axis: int, rank: int) -> Tensor:

@@ -109,7 +109,8 @@ def _jit(source: Source) -> Any:
             weakref.finalize(function, _forget, module).atexit = False
             # Triton keeps all functions, by name, for a way of loading kernels that is not used here.
             known = getattr(sys.modules.get("triton.runtime.jit"), "_triton_jit_function_registry", {})
-            known.pop(f"{name}:kernel", None)
+            for each in ("kernel", *module.__dict__):
+                known.pop(f"{name}:{each}", None)
         return function
 
 
