@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from insum_nn.compiler.kernel_alike import Merged, merge_alike
+from insum_nn.compiler.kernel_alike import Merged, branches, merge_alike
 
 
 def part(number: int, offset: str, factor: str = "0.5", lanes: int = 16) -> list[str]:
@@ -64,3 +64,24 @@ def test_fractions_in_double_precision_stay_apart():
     assert run(merged.lines, 1) == "\n".join(part(0, "5", "0.25"))
     alike = [part(0, "3", "-0.5"), part(1, "5", "-0.5")]
     assert [m.members for m in merge_alike(alike, exact=True)] == [(0, 1)]
+
+
+@pytest.mark.parametrize("count", [1, 400])
+def test_many_lines_are_functions(count: int):
+    parts = [[f"seen.append((rest, a, {number}))"] * count for number in (3, 5, 9)] + [["seen.append(b)"] * count]
+    for given in ((), ("rest", "a", "b", "unread")):
+        functions, lines = branches(parts, exact=False, given=given)
+        assert bool(functions) == (count > 300 and bool(given))
+        text = "\n".join(functions).replace("@triton.jit(noinline=True)", "")
+        assert "unread" not in text
+        seen: list[object] = []
+
+        class tl:
+            where = staticmethod(lambda condition, a, b: a if condition else b)
+
+        names = {"seen": seen, "tl": tl, "rest": 7, "a": "a", "b": "b"}
+        # Functions find what is not handed to them among the names of the module.
+        exec(text, module := {"seen": seen, "tl": tl})
+        for part in range(4):
+            exec("\n".join(lines), {**module, **names, "part": part})
+        assert seen == [x for n in (3, 5, 9) for x in [(7, "a", n)] * count] + ["b"] * count

@@ -20,7 +20,7 @@ from torch import Tensor
 
 import insum_nn
 from insum_nn import IndexFacts, Options
-from insum_nn.compiler import triton_lowering, tuning
+from insum_nn.compiler import kernel_alike, triton_lowering, tuning
 from insum_nn.compiler.kernel_candidates import candidates
 from insum_nn.compiler.kernel_schedule import Schedule, default_schedule
 from insum_nn.compiler.parser import parse
@@ -127,6 +127,23 @@ def test_schedules_by_dot(name: str, which: str):
     form, kernel, got = kernel_of(case, tensors, DOTS[which])
     assert form.product is not None
     assert "tl.dot(" in kernel.source.text
+    assert_case(case, tensors, got)
+
+
+@pytest.mark.parametrize("name", ["tensor product uvw", "tensor product of representations"])
+@pytest.mark.parametrize("which", ["large, transposed", "in turn"])
+def test_long_parts_are_functions(monkeypatch: pytest.MonkeyPatch, name: str, which: str):
+    case, tensors = drawn(name)
+    _, whole, want = kernel_of(case, tensors, DOTS[which])
+    monkeypatch.setattr(kernel_alike, "_LONG", 0)
+    _, kernel, got = kernel_of(case, tensors, DOTS[which])
+    assert "noinline" in kernel.source.text
+    assert "noinline" not in whole.source.text
+    # A part takes what it reads, and no more.
+    for line in kernel.source.text.splitlines():
+        if line.startswith("def part_"):
+            assert "out" in line
+    assert torch.equal(got, want)
     assert_case(case, tensors, got)
 
 

@@ -17,7 +17,7 @@ from torch.profiler import ProfilerActivity, profile
 import insum_nn
 from benchmarks.schedules import generated_of, run_scheduled
 from insum_nn import IndexFacts, Options, Program
-from insum_nn.compiler import tuning
+from insum_nn.compiler import kernel_alike, tuning
 from insum_nn.compiler.call import prepare
 from insum_nn.compiler.generated import Generated
 from insum_nn.compiler.kernel_candidates import candidates
@@ -220,6 +220,23 @@ def test_every_candidate_computes_the_same(gpu: torch.device, name: str):
     for schedule in tried:
         got = scheduled(schedule)()
         assert_matches(got, case.oracle(known, SCALE), dtype=torch.float32, kind="sum", scale=scale)
+
+
+@pytest.mark.parametrize("name", ["tensor product uvw", "tensor product of representations"])
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+def test_parts_as_functions(gpu: torch.device, name: str, dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch):
+    """Functions that are not copied into their caller: products, and what they put into shared memory."""
+    case = CASES[name]
+    tensors = placed(case.draw(SCALE), gpu, dtype)
+    known = exact(tensors)
+    scale = sizes_of_terms(case, known, SCALE)
+    for schedule in (Schedule(64, 32, 32, True, groups=2), Schedule(16, 64, 16, True, True, groups=3, stages=3)):
+        found: list[Tensor] = []
+        for least in (10**9, 0):
+            monkeypatch.setattr(kernel_alike, "_LONG", least)
+            found.append(run_scheduled(compiled(case, tensors), tensors, schedule)())
+        assert torch.equal(*found)
+        assert_matches(found[1], case.oracle(known, SCALE), dtype=dtype, kind="sum", scale=scale)
 
 
 def test_a_factor_at_the_owner_with_fewer_rows_than_the_output(gpu: torch.device):

@@ -237,6 +237,22 @@ def test_an_index_in_which_tables_are_affine_stays(
     torch.testing.assert_close(x.grad, again.grad)
 
 
+@pytest.mark.usefixtures("interpreter")
+@pytest.mark.parametrize("rows", [3, 4, 7])
+def test_an_index_that_steps_stays_however_many_rows_its_table_has(rows: int):
+    """Without the index that names the row the table is affine; without the other it is not."""
+    starts = 3 * torch.arange(rows) ** 2
+    known = {"I": starts[:, None] + STEPS * (1 + torch.arange(rows)[:, None] % 2), "L": torch.arange(rows) % 2}
+    tensors = {**known, "X": torch.randn(5, 3 * rows**2), "W": torch.randn(2, 3, 4)}
+    expression = "O[z,p,v] += X[z,I[p,u]] * W[L[p],u,v]"
+    program = insum_nn.compile(expression, static=known, options=GENERATED)
+    form = form_of(program, tensors)
+    assert (len(form.points), form.reduce) == (rows, ("u",))
+    got = program(tensors=tensors)
+    want = torch.einsum("zpu,puv->zpv", tensors["X"][:, known["I"]], tensors["W"][known["L"]])
+    torch.testing.assert_close(got, want)
+
+
 # The promise.
 
 
