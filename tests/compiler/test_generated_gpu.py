@@ -233,6 +233,7 @@ def test_parts_as_functions(gpu: torch.device, name: str, dtype: torch.dtype, mo
     for schedule in (Schedule(64, 32, 32, True, groups=2), Schedule(16, 64, 16, True, True, groups=3, stages=3)):
         for least in (10**9, 0):
             monkeypatch.setattr(kernel_alike, "_LONG", least)
+            insum_nn.clear_cache()
             got = run_scheduled(compiled(case, tensors), tensors, schedule)()
             assert_matches(got, case.oracle(known, SCALE), dtype=dtype, kind="sum", scale=scale)
 
