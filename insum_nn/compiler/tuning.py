@@ -45,9 +45,9 @@ _LONGEST = 15.0
 WAIT = 30.0
 # Fewest multiplications for which a search pays.
 _WORTH = 2**24
-# Microseconds of the host that a launch beside the kernel's costs. Device times do not show them, and a call of the
-# size that is searched may wait for them.
-_LAUNCH = 12.0
+# Microseconds of the host that a call takes, and that a launch beside the kernel's costs. Device times do not show
+# them, and a call waits for them where the device takes less.
+_CALL, _LAUNCH = 20.0, 12.0
 # Measurements that are remembered beside the fastest, to show them.
 _SHOWN = 6
 # Of those, the ones that are measured again for half or twice as many rows: so many, and no slower than this.
@@ -58,7 +58,7 @@ _OTHERS = 8
 
 @dataclass(frozen=True, slots=True)
 class Measurement:
-    """What a schedule took, in microseconds of the device and of further launches; infinite where it did not run."""
+    """What a schedule took, in microseconds, further launches counted; infinite where it did not run."""
 
     schedule: Schedule
     microseconds: float
@@ -299,7 +299,10 @@ class _Trial:
         raise error
 
     def time(self, repeat: int) -> float:
-        """Microseconds of one run, with further launches; infinite if the device has no room for the schedule."""
+        """Microseconds of one run; infinite if the device has no room for the schedule.
+
+        Of further launches counts what a call waits for: the device's work hides what is shorter.
+        """
         try:
             self.run()
         except torch.OutOfMemoryError:
@@ -307,7 +310,9 @@ class _Trial:
         except Exception as error:
             self.refused(error)
             return math.inf
-        return device_time(self.run, repeat) + _LAUNCH * self.kernel.further_launches(self.owners)
+        device = device_time(self.run, repeat)
+        host = _CALL + _LAUNCH * self.kernel.further_launches(self.owners)
+        return device + max(0.0, host - device) - max(0.0, _CALL - device)
 
     def run(self) -> Tensor:
         if self.beside is None:

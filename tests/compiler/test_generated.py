@@ -212,18 +212,22 @@ def test_every_candidate_of_the_search_computes_the_same(name: str):
 
 
 @pytest.mark.parametrize(("dtype", "launches"), [(torch.float32, 1), (torch.float16, 2)])
-def test_a_search_counts_what_a_call_launches_beside(
-    monkeypatch: pytest.MonkeyPatch, dtype: torch.dtype, launches: int
+@pytest.mark.parametrize("device", [5.0, 25.0, 80.0])
+def test_a_search_counts_what_a_call_waits_for(
+    monkeypatch: pytest.MonkeyPatch, dtype: torch.dtype, launches: int, device: float
 ):
     case, drawn_tensors = drawn("convolution's weight gradient")
     tensors = rounded(drawn_tensors, dtype)
     form, ordered, extents = form_of(case, tensors)
-    monkeypatch.setattr(tuning, "device_time", lambda run, repeat: 5.0)
+    monkeypatch.setattr(tuning, "device_time", lambda run, repeat: device)
     whole, divided = (
         tuning._Trial(form, Schedule(16, 32, 16, True, splits=splits), ordered, extents, None, "ieee").time(1)
         for splits in (1, 3)
     )
-    assert (whole, divided) == (5.0, 5.0 + 12.0 * launches)
+    assert whole == device
+    # A call keeps the host for 20 us, and each launch beside for 12.
+    waits = {5.0: 12.0 * launches, 25.0: 12.0 * launches - 5.0, 80.0: 0.0}[device]
+    assert divided == device + waits
 
 
 def test_the_sum_of_divided_rows_is_a_launch_more():
