@@ -5,7 +5,7 @@ measured with, and a *value*: a schedule, or the path that runs a statement. All
 depends on the process or on the version of Python. The cache folder holds one file an entry, found by key and versions,
 so that new versions measure anew. Files of many entries are found by the key alone: a schedule is valid code under any
 version of Triton, if perhaps not the fastest one. `_FORMAT` is part of the key: raise it when schedules come to mean
-something else.
+something else, or the same statement another kernel.
 """
 
 from __future__ import annotations
@@ -48,7 +48,7 @@ __all__ = [
     "write",
 ]
 
-_FORMAT = 2
+_FORMAT = 3
 Key = Mapping[str, Any]
 T = TypeVar("T")
 

@@ -28,6 +28,7 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
+from insum_nn.compiler import kernel_alike
 from insum_nn.compiler.kernel_form import Form
 from insum_nn.compiler.kernel_schedule import Precision, Schedule, segmented
 from insum_nn.facts import IndexFacts
@@ -268,6 +269,25 @@ def run_joint(setting: tuple[str, str, str], device: torch.device) -> Counter[st
     return Counter(["several outputs"])
 
 
+# Kernels of several parts, each of which is to be a function of its own.
+FUNCTIONS = [
+    Setting(name, schedule, dtype)
+    for name in ("tensor product uvw", "tensor product of representations")
+    for schedule in (Schedule(64, 32, 32, True, groups=2), Schedule(16, 64, 16, True, True, groups=3, stages=3))
+    for dtype in (torch.float32, torch.bfloat16)
+]
+
+
+def run_functions(device: torch.device, chosen: Sequence[Setting] = FUNCTIONS, threads: int = 1) -> Counter[str]:
+    """`run_all` with parts of any length as functions."""
+    least, kernel_alike._LONG = kernel_alike._LONG, 0
+    try:
+        met = run_all(device, chosen, threads)
+    finally:
+        kernel_alike._LONG = least
+    return Counter({"parts as functions": met["groups"]})
+
+
 def read_wildly(device: torch.device) -> None:
     """A kernel that reads far past its operand, because a fact that is not true says that it does not."""
     setting = Setting("spmm")
@@ -381,9 +401,13 @@ def main(arguments: Sequence[str] | None = None) -> int:
     met = run_all(device, chosen, options.threads)
     with ThreadPoolExecutor(options.threads) as pool:
         met += sum(pool.map(partial(run_joint, device=device), JOINT), Counter[str]())
+    met += run_functions(device, threads=options.threads)
     missing = KINDS - met.keys()
     torch.cuda.synchronize()
-    print(f"{len(chosen) + len(JOINT)} kernels ran; " + ", ".join(f"{kind} {met[kind]}" for kind in sorted(met)))
+    print(
+        f"{len(chosen) + len(JOINT) + len(FUNCTIONS)} kernels ran; "
+        + ", ".join(f"{kind} {met[kind]}" for kind in sorted(met))
+    )
     if missing:
         print(f"no kernel was an example of: {', '.join(sorted(missing))}", file=sys.stderr)
     return 1 if missing else 0

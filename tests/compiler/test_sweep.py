@@ -5,10 +5,13 @@ from __future__ import annotations
 import subprocess
 from collections import Counter
 from collections.abc import Sequence
+from typing import Any
 
 import pytest
 import torch
 
+from insum_nn.compiler import kernel_source
+from insum_nn.compiler.kernel_alike import branches
 from insum_nn.compiler.kernel_schedule import default_schedule
 from insum_nn.compiler.kernel_source import write_kernel
 from insum_nn.compiler.owners import owners_for
@@ -59,6 +62,21 @@ def test_some_of_the_sweep_in_the_interpreter():
 def test_some_kernels_of_several_outputs_in_the_interpreter():
     met = sum((sweep.run_joint(setting, CPU) for setting in sweep.JOINT[::9]), Counter[str]())
     assert met["several outputs"] == len(sweep.JOINT[::9])
+
+
+@pytest.mark.usefixtures("interpreter")
+def test_parts_as_functions_in_the_interpreter(monkeypatch: pytest.MonkeyPatch):
+    texts: list[bool] = []
+
+    def spied(*arguments: Any, **named: Any) -> tuple[list[str], list[str]]:
+        made = branches(*arguments, **named)
+        texts.append(bool(made[0]))
+        return made
+
+    monkeypatch.setattr(kernel_source, "branches", spied)
+    some = sweep.FUNCTIONS[::3]
+    assert sweep.run_functions(CPU, some)["parts as functions"] == len(some)
+    assert texts == [True] * len(some)
 
 
 def outcomes(monkeypatch: pytest.MonkeyPatch, outputs: dict[str, tuple[int, str]]) -> int:
