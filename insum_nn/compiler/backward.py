@@ -57,12 +57,13 @@ class Call:
         seen = self.seen
         if seen is None:
             return run_spec(self.spec, tensors, start, Extents(self.indices, self.output), self.key)
-        if seen.ready is None or not seen.holds(tensors) or torch._C._is_any_autocast_enabled():
+        ready = None if torch._C._is_any_autocast_enabled() else seen.runs(tensors)
+        if ready is None:
             result = run_spec(self.spec, tensors, start, seen.extents, self.key)
             if self.key is not None:
                 seen.ready = self.spec.ready_for(self.key, start is None, seen.extents)
             return result
-        return seen.ready.run(tensors, start)
+        return ready.run(tensors, start)
 
     def steps(self, position: int, tensors: Sequence[Tensor | None], shapes: Shapes) -> tuple[Step, ...]:
         """The derivative programs of the tensor at a position; shapes are given where it may be missing."""
@@ -101,8 +102,8 @@ class Step:
         """Run it where nobody looks on, and nothing is recorded."""
         tensors = self.read(pool)
         seen = self.seen
-        if seen is not None and seen.ready is not None and seen.holds(tensors):
-            return seen.ready.run(tensors, total)
+        if seen is not None and (ready := seen.runs(tensors)) is not None:
+            return ready.run(tensors, total)
         key = call_key(tensors, total)
         result = run_spec(self.spec, tensors, total, self.extents, key)
         ready = self.spec.ready_for(key, total is None, self.extents)

@@ -309,14 +309,16 @@ class Seen:
     precision: str = field(default_factory=torch.get_float32_matmul_precision)
     call: object = None
 
-    def holds(self, tensors: Sequence[Tensor]) -> bool:
-        """Whether `ready` may run on these tensors."""
-        assert self.ready is not None
+    def runs(self, tensors: Sequence[Tensor]) -> Ready | None:
+        """What may run on these tensors as it is."""
+        ready = self.ready
+        if ready is None:
+            return None
         if self.precision != torch.get_float32_matmul_precision():
             self.precision = torch.get_float32_matmul_precision()
             self.ready = None
-            return False
-        return self.ready.holds(tensors)
+            return None
+        return ready if ready.holds(tensors) else None
 
 
 def run_spec(

@@ -73,7 +73,7 @@ class Given:
             key = (call_key(others, start), out_shape)
         # `None` is no key of what is remembered.
         seen = self._seen.get(key)
-        if seen is None or (ready := seen.ready) is None or not seen.holds(ordered):
+        if seen is None or (ready := seen.runs(ordered)) is None:
             return self._first(ordered, out_shape, start, key)
         return ready.run(ordered, broadcast(start, seen.extents))
 
@@ -84,7 +84,7 @@ class Given:
             named[self._output] = start
         # The program may know the call from others' given tensors: each structure has a `Given` of its own.
         seen = None if key is None else self.program.seen(named, out_shape)
-        if key is None or seen is None or seen.ready is None or not seen.holds(ordered):
+        if key is None or seen is None or (ready := seen.runs(ordered)) is None:
             return self.program(tensors=named, out_shape=out_shape)
         keep(self._seen, key, seen, _LIMIT)
-        return seen.ready.run(ordered, broadcast(start, seen.extents))
+        return ready.run(ordered, broadcast(start, seen.extents))

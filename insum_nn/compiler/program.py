@@ -161,8 +161,8 @@ class Program:
         start = broadcast(start, seen.extents)
         if recorded(ordered, start):
             return apply(self._spec, ordered, start, seen.extents, call[0], seen)
-        if seen.ready is not None and seen.holds(ordered):
-            return seen.ready.run(ordered, start)
+        if (ready := seen.runs(ordered)) is not None:
+            return ready.run(ordered, start)
         result = apply(self._spec, ordered, start, seen.extents, call[0])
         seen.ready = self._spec.ready_for(call[0], start is None, seen.extents)
         return result
