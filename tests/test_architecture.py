@@ -83,6 +83,7 @@ COMPILER_ORDER = [
     "traced",
     "shares",
     "backward",
+    "batched",
     "autograd",
     "explain_svg",
     "explain_html",

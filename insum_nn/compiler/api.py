@@ -10,6 +10,7 @@ from torch import Tensor
 
 from insum_nn.compiler.autocast import to_autocast, under_autocast
 from insum_nn.compiler.autograd import transformed
+from insum_nn.compiler.batched import for_each_vector
 from insum_nn.compiler.call import check_kinds
 from insum_nn.compiler.explain import Explanation
 from insum_nn.compiler.given import Given
@@ -30,6 +31,7 @@ __all__ = [
     "ProgramSum",
     "call_traced",
     "compile",
+    "for_each_vector",
     "generates_kernels",
     "insum",
     "keep_words",

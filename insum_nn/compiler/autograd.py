@@ -16,6 +16,7 @@ from torch._C._functorch import peek_interpreter_stack
 
 from insum_nn.compiler.ast import Access
 from insum_nn.compiler.backward import Call, Shapes, Step, gradients, read_again
+from insum_nn.compiler.batched import for_each_vector
 from insum_nn.compiler.bind import Extents, layout_of
 from insum_nn.compiler.call import Key, Seen, Spec, run_spec, value_dtype
 from insum_nn.compiler.epilogue import ACTIVATIONS
@@ -138,6 +139,7 @@ class _Function(torch.autograd.Function):
         return result
 
     @staticmethod
+    @for_each_vector
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
         start, result, *tensors = ctx.saved_tensors
         grad = grads[0]

@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from insum_nn.compiler.api import Explanation, compile
+from insum_nn.compiler.api import Explanation, compile, for_each_vector
 from insum_nn.compiler.options import DEFAULT, Options
 from insum_nn.facts import IndexFacts
 from insum_nn.ops.arguments import run
@@ -148,6 +148,7 @@ class _Tiles(torch.autograd.Function):
         return run(_GATHER, _SLOT, named, options, shape)
 
     @staticmethod
+    @for_each_vector
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
         index, rank, facts, options, shape = ctx.rest
         return run(_ADJOINT[rank], facts, {**index, "D": grads[0]}, options, shape), None, None, None, None

@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from insum_nn.compiler.api import Explanation
+from insum_nn.compiler.api import Explanation, for_each_vector
 from insum_nn.compiler.options import DEFAULT, Options
 from insum_nn.errors import InsumDeviceError, InsumDtypeError
 from insum_nn.ops.arguments import to_autocast, under_autocast
@@ -335,6 +335,7 @@ def _operator_context(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None
     ctx.rest = rest
 
 
+@for_each_vector
 def _operator_backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
     x, edge_index, edge_weight = ctx.saved_tensors
     *rest, transposed = ctx.rest

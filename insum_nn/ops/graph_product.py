@@ -15,7 +15,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from insum_nn.compiler.api import Program, compile
+from insum_nn.compiler.api import Program, compile, for_each_vector
 from insum_nn.compiler.options import DEFAULT, Options
 from insum_nn.facts import IndexFacts
 from insum_nn.ops.column_sums import column_sums
@@ -103,6 +103,7 @@ class _Carry(torch.autograd.Function):
         return _carry(graph, values, dense, bias, transposed, options)
 
     @staticmethod
+    @for_each_vector
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
         values, dense = ctx.saved_tensors
         graph, transposed, options = ctx.rest
@@ -125,6 +126,7 @@ class _Compare(torch.autograd.Function):
         return _compared(a, b, graph)
 
     @staticmethod
+    @for_each_vector
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
         a, b = ctx.saved_tensors
         graph, options = ctx.rest

@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from insum_nn.compiler.api import Explanation, stats_of
+from insum_nn.compiler.api import Explanation, for_each_vector, stats_of
 from insum_nn.formats.checks import INDEX_DTYPES
 from insum_nn.ops.onlookers import asked_for, exact_dtypes, ordinary, transformed
 from insum_nn.ops.tensor_product_checks import check_operands
@@ -342,6 +342,7 @@ def _setup_context(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
     ctx.save_for_backward(first, second, third, receivers, senders)
 
 
+@for_each_vector
 def _backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
     spec, role, num_x, num_z, key = ctx.constants
     *given, receivers, senders = ctx.saved_tensors
@@ -438,6 +439,7 @@ class _Products(torch.autograd.Function):
         return tuple(made[role] for role in roles)
 
     @staticmethod
+    @for_each_vector
     def backward(ctx: Any, *grads: Tensor | None) -> tuple[Tensor | None, ...]:
         text, roles, counts, key = ctx.constants
         *given, receivers, senders = ctx.saved_tensors

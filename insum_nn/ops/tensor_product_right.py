@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from insum_nn.compiler.api import Program, compile
+from insum_nn.compiler.api import Program, compile, for_each_vector
 from insum_nn.errors import InsumError
 from insum_nn.facts import IndexFacts
 from insum_nn.ops.tensor_product_form import Form, form_of
@@ -153,6 +153,7 @@ def _setup_context(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
     ctx.save_for_backward(y, weight)
 
 
+@for_each_vector
 def _backward(ctx: Any, grad: Tensor) -> tuple[None, Tensor | None, Tensor | None]:
     # The result is linear in each of its two factors, so the gradient of one does not depend on its value:
     # differentiating at a detached copy leaves it a differentiable function of the other factor and of `grad`.

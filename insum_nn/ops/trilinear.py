@@ -13,6 +13,7 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor
 
+from insum_nn.compiler.api import for_each_vector
 from insum_nn.ops.column_sums import column_sums
 from insum_nn.ops.onlookers import ordinary
 
@@ -73,6 +74,7 @@ class _Contract(torch.autograd.Function):
         return form.sum(wanted, a, b, {}, start)
 
     @staticmethod
+    @for_each_vector
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
         form, left, start = ctx.rest
         grad, names = grads[0], form.operands[left]

@@ -1,0 +1,64 @@
+"""Gradients of many vectors at once: `torch.autograd.grad(..., is_grads_batched=True)`, `jacobian(vectorize=True)`.
+
+Autograd then runs one backward pass with tensors that stand for a batch. Torch's own operators have rules for them, and
+kernels have none: what such a tensor shows is one vector of many, and it has no memory of its own.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from functools import wraps
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch._C._functorch import is_legacy_batchedtensor
+
+__all__ = ["for_each_vector"]
+
+Backward = Callable[..., tuple[Tensor | None, ...]]
+
+# Depths to which batches are nested at most, which is more than torch's functions do.
+_DEEPEST = 16
+
+
+def for_each_vector(backward: Backward) -> Backward:
+    """A backward pass of a function of autograd that runs once for each vector of a batch, and stacks what it made."""
+
+    @wraps(backward)
+    def run(ctx: Any, *grads: Tensor | None) -> tuple[Tensor | None, ...]:
+        for grad in grads:
+            if grad is not None and is_legacy_batchedtensor(grad):
+                return _one_by_one(backward, ctx, grads)
+        return backward(ctx, *grads)
+
+    return run
+
+
+def _one_by_one(backward: Backward, ctx: Any, grads: tuple[Tensor | None, ...]) -> tuple[Tensor | None, ...]:
+    opened = [None if grad is None or not is_legacy_batchedtensor(grad) else _open(grad) for grad in grads]
+    level, first = next(each for each in opened if each is not None)
+    found = [
+        backward(ctx, *(grad if many is None else many[1][at] for grad, many in zip(grads, opened, strict=True)))
+        for at in range(first.shape[0])
+    ]
+    made: list[Tensor | None] = []
+    for parts in zip(*found, strict=True):
+        # A gradient that nobody has a use for may have been made for some vectors, and not for others.
+        kept = [part for part in parts if part is not None]
+        whole = torch.stack(kept) if len(kept) == len(parts) else None
+        made.append(None if whole is None else torch._add_batch_dim(whole, 0, level))
+    return tuple(made)
+
+
+def _open(tensor: Tensor) -> tuple[int, Tensor]:
+    """The depth of a batch, and the tensors that it stands for, stacked."""
+    for level in range(1, _DEEPEST + 1):
+        # At another depth the tensor becomes a row of itself.
+        stacked = torch._remove_batch_dim(tensor, level, 1, 0)
+        if not is_legacy_batchedtensor(stacked):
+            return level, stacked
+    raise NotImplementedError(
+        "gradients of batches within batches are not supported: take one of the derivatives without "
+        "is_grads_batched=True or vectorize=True"
+    )
