@@ -395,14 +395,12 @@ def write_kernel(form: Form, schedule: Schedule, strides: Strides, precision: Pr
     for number, part in enumerate(parts):
         writer = _Writer(form, schedule, layout, strides, parameters, precision, f"_{number}" if number else "")
         written.append(writer.write(part, tiles, pid))
-    apart: list[str] = []
+    apart, lines = list[str](), written[0]
     if len(parts) > 1:
-        # Operands of a matrix product are what makes Triton's analysis of long code slow.
+        # Parts without a matrix product were seen to compile in seconds as they are.
         given = ("rest", *parameters.known.values()) if schedule.dot else ()
-        apart, chosen = branches(written, exact=form.bound.dtype == torch.float64, given=given)
-        body += chosen
-    else:
-        body += written[0]
+        apart, lines = branches(written, exact=form.bound.dtype == torch.float64, given=given)
+    body += lines
     if schedule.turns > 1:
         # What one turn has read, the next one finds in the cache of the multiprocessor.
         count = f"tl.minimum({schedule.turns}, {parameters('programs')} - first)"

@@ -312,7 +312,8 @@ class _Trial:
             return math.inf
         device = device_time(self.run, repeat)
         host = _CALL + _LAUNCH * self.kernel.further_launches(self.owners)
-        return device + max(0.0, host - device) - max(0.0, _CALL - device)
+        waits = max(device, host) - max(device, _CALL)
+        return device + waits
 
     def run(self) -> Tensor:
         if self.beside is None:

@@ -270,11 +270,10 @@ def run_joint(setting: tuple[str, str, str], device: torch.device) -> Counter[st
 
 
 # Kernels of several parts, each of which is to be a function of its own.
+PARTED = ("tensor product uvw", "tensor product of representations")
+PARTS = (Schedule(64, 32, 32, True, groups=2), Schedule(16, 64, 16, True, True, groups=3, stages=3))
 FUNCTIONS = [
-    Setting(name, schedule, dtype)
-    for name in ("tensor product uvw", "tensor product of representations")
-    for schedule in (Schedule(64, 32, 32, True, groups=2), Schedule(16, 64, 16, True, True, groups=3, stages=3))
-    for dtype in (torch.float32, torch.bfloat16)
+    Setting(name, schedule, dtype) for name in PARTED for schedule in PARTS for dtype in (torch.float32, torch.bfloat16)
 ]
 
 

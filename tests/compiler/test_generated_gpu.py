@@ -26,6 +26,7 @@ from insum_nn.compiler.parser import parse
 from insum_nn.testing.random_programs import random_program
 from insum_nn.testing.tolerances import assert_matches
 from tests.compiler.generated_cases import CASES, Case, put
+from tests.compiler.sweep import PARTED, PARTS
 from tests.compiler.test_property import assert_close_to_reference, gradients, moved, run
 
 pytestmark = pytest.mark.gpu
@@ -222,7 +223,7 @@ def test_every_candidate_computes_the_same(gpu: torch.device, name: str):
         assert_matches(got, case.oracle(known, SCALE), dtype=torch.float32, kind="sum", scale=scale)
 
 
-@pytest.mark.parametrize("name", ["tensor product uvw", "tensor product of representations"])
+@pytest.mark.parametrize("name", PARTED)
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 def test_parts_as_functions(gpu: torch.device, name: str, dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch):
     """Functions that are not copied into their caller: products, and what they put into shared memory."""
@@ -230,7 +231,7 @@ def test_parts_as_functions(gpu: torch.device, name: str, dtype: torch.dtype, mo
     tensors = placed(case.draw(SCALE), gpu, dtype)
     known = exact(tensors)
     scale = sizes_of_terms(case, known, SCALE)
-    for schedule in (Schedule(64, 32, 32, True, groups=2), Schedule(16, 64, 16, True, True, groups=3, stages=3)):
+    for schedule in PARTS:
         for least in (10**9, 0):
             monkeypatch.setattr(kernel_alike, "_LONG", least)
             insum_nn.clear_cache()
