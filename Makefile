@@ -6,6 +6,7 @@
 #   USE_SYSTEM=1           make no environment and install nothing: use $(PYTHON) as it is (a GPU machine without a
 #                          network, a container that has everything)
 #   JOBS=4                 test processes
+#   GPU_JOBS=12            test processes that share the GPU; one unless asked otherwise
 
 SHELL := /bin/bash
 .SHELLFLAGS := -euo pipefail -c
@@ -16,6 +17,7 @@ VENV ?= .venv
 TORCH ?=
 USE_SYSTEM ?=
 JOBS ?= 2
+GPU_JOBS ?= 1
 EXTRAS ?= test,bench
 CASES ?= *
 SIZE ?= tiny
@@ -111,7 +113,7 @@ check: lint types test ## what a change must pass
 
 gpu-check: $(READY) ## run the tests that need a GPU; none run, or any skipped, is a failure
 	@# Each test by its name: a run that is cut short has said what failed.
-	INSUM_REQUIRE_GPU=1 MPLBACKEND=Agg PYTHONPATH=$(CURDIR) $(PY) -m pytest -m gpu -v -rf
+	INSUM_REQUIRE_GPU=1 MPLBACKEND=Agg PYTHONPATH=$(CURDIR) $(PY) -m pytest -m gpu -v -rf $(if $(filter-out 1,$(GPU_JOBS)),-n $(GPU_JOBS))
 
 sanitize: $(READY) ## run generated kernels of every kind under compute-sanitizer; needs a GPU and the CUDA toolkit
 	$(RUN_ENV) $(PY) -m tests.compiler.sweep memcheck racecheck
