@@ -31,9 +31,12 @@ else
   READY :=
 endif
 
+# What the caller's own path holds stays in reach: with USE_SYSTEM=1 that may be where the packages are.
+SEEN := $(CURDIR)$(if $(PYTHONPATH),:$(PYTHONPATH))
+
 # One thread per process: the test processes share the cores, and the sums stay in one order.
-TEST_ENV := OMP_NUM_THREADS=1 MPLBACKEND=Agg PYTHONPATH=$(CURDIR)
-RUN_ENV := MPLBACKEND=$${MPLBACKEND:-Agg} PYTHONPATH=$(CURDIR)
+TEST_ENV := OMP_NUM_THREADS=1 MPLBACKEND=Agg PYTHONPATH=$(SEEN)
+RUN_ENV := MPLBACKEND=$${MPLBACKEND:-Agg} PYTHONPATH=$(SEEN)
 
 .PHONY: help venv system-libs demo test doctest lint format types examples check gpu-check sanitize bench constraints clean distclean
 
@@ -113,7 +116,7 @@ check: lint types test ## what a change must pass
 
 gpu-check: $(READY) ## run the tests that need a GPU; none run, or any skipped, is a failure
 	@# Each test by its name: a run that is cut short has said what failed.
-	INSUM_REQUIRE_GPU=1 MPLBACKEND=Agg PYTHONPATH=$(CURDIR) $(PY) -m pytest -m gpu -v -rf $(if $(filter-out 1,$(GPU_JOBS)),-n $(GPU_JOBS))
+	INSUM_REQUIRE_GPU=1 MPLBACKEND=Agg PYTHONPATH=$(SEEN) $(PY) -m pytest -m gpu -v -rf $(if $(filter-out 1,$(GPU_JOBS)),-n $(GPU_JOBS))
 
 sanitize: $(READY) ## run generated kernels of every kind under compute-sanitizer; needs a GPU and the CUDA toolkit
 	$(RUN_ENV) $(PY) -m tests.compiler.sweep memcheck racecheck
