@@ -116,7 +116,7 @@ check: lint types test ## what a change must pass
 
 gpu-check: $(READY) ## run the tests that need a GPU; none run, or any skipped, is a failure
 	@# Each test by its name: a run that is cut short has said what failed.
-	INSUM_REQUIRE_GPU=1 MPLBACKEND=Agg PYTHONPATH=$(SEEN) $(PY) -m pytest -m gpu -v -rf $(if $(filter-out 1,$(GPU_JOBS)),-n $(GPU_JOBS))
+	INSUM_REQUIRE_GPU=1 MPLBACKEND=Agg PYTHONPATH=$(SEEN) $(PY) -m pytest -m gpu -v -rf $(if $(filter-out 1,$(GPU_JOBS)),-n $(GPU_JOBS) --dist worksteal)
 
 sanitize: $(READY) ## run generated kernels of every kind under compute-sanitizer; needs a GPU and the CUDA toolkit
 	$(RUN_ENV) $(PY) -m tests.compiler.sweep memcheck racecheck
