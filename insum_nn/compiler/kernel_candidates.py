@@ -8,7 +8,15 @@ from dataclasses import replace
 
 from insum_nn.compiler.kernel_axes import MANY_POINTS
 from insum_nn.compiler.kernel_form import Form
-from insum_nn.compiler.kernel_schedule import Layout, Schedule, default_schedule, place_indices, power, tiles_at_most
+from insum_nn.compiler.kernel_schedule import (
+    Layout,
+    Schedule,
+    accumulators_of,
+    default_schedule,
+    place_indices,
+    power,
+    tiles_at_most,
+)
 
 __all__ = ["candidates"]
 
@@ -180,8 +188,8 @@ def _varied_products(form: Form, base: Schedule) -> Iterator[Schedule]:
     assert form.product is not None
     size = {a: math.prod(form.size(i) for i in getattr(form.product, a)) for a in "mkn"}
     most = {a: max(16, power(size[a])) for a in "mkn"}
-    if base.groups > 1:
-        yield from _varied_written_products(base, most)
+    if (accumulators := accumulators_of(form)) > 1:
+        yield from _varied_written_products(base, most, accumulators)
         return
     shapes = ((base.m, base.n), (64, 128), (128, 64), (128, 128), (64, 64), (32, 128), (32, 256), (64, 256), (128, 32))
     if form.bound.dtype.itemsize == 2 and form.bound.layout.index_tensors:
@@ -201,20 +209,32 @@ def _varied_products(form: Form, base: Schedule) -> Iterator[Schedule]:
             yield replace(base, share=share)
 
 
-def _varied_written_products(base: Schedule, most: Mapping[str, int]) -> Iterator[Schedule]:
-    """Of long straight-line code: few, since each takes seconds to compile, the shortest first."""
+# Accumulators of one program at most, of 16 x 16 or 16 x 32 sums each.
+_HELD_AT_ONCE = 24
+
+
+def _varied_written_products(base: Schedule, most: Mapping[str, int], accumulators: int) -> Iterator[Schedule]:
+    """Of long straight-line code: few, since each takes seconds to compile, the most promising first."""
+    tall = most["k"] > most["m"]
+    # One program for all of them, where they leave it registers.
+    few = 1 if accumulators <= _HELD_AT_ONCE else max(1, accumulators // 6)
+    for groups in (max(1, accumulators // 6), accumulators):
+        yield replace(base, groups=groups)
+    if base.n == 32:
+        # More columns for what a row's operand passes through shared memory for, or the whole of a sum in one step.
+        n = min(64, most["n"])
+        if tall:
+            yield replace(base, m=min(64, most["m"]), n=n, warps=4)
+            yield replace(base, m=16, n=16, warps=1)
+        else:
+            yield replace(base, n=n, k=32, warps=2)
+            yield replace(base, m=32, k=32, warps=2)
     if base.splits > 1:
         yield replace(base, splits=base.splits // 2)
-        yield replace(base, m=max(16, base.m // 2))
-    else:
-        yield replace(base, m=16)
-        # The columns as the long side of the matrix unit, padded if they must be.
-        yield replace(base, m=16, n=max(64, base.n), swap=True, stages=2)
-        yield replace(base, m=16, n=max(64, base.n), swap=True, groups=1, stages=2)
-        yield replace(base, m=32)
-    if base.n > 32:
-        yield replace(base, n=base.n // 2)
+    yield replace(base, groups=few)
     if base.k * 2 <= most["k"]:
         yield replace(base, k=base.k * 2)
-    yield replace(base, groups=max(1, base.groups // 3))
-    yield replace(base, stages=2)
+    # The columns as the long side of the matrix unit, padded if they must be; its tallest tile.
+    if not tall:
+        yield replace(base, n=64, k=min(32, most["k"]), swap=True, groups=few, warps=4, stages=2)
+        yield replace(base, m=64, n=min(64, most["n"]), k=min(32, most["k"]), groups=accumulators, warps=4)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Mapping
 from dataclasses import asdict, dataclass
 from typing import Any, Literal
 
@@ -17,6 +18,7 @@ __all__ = [
     "Layout",
     "Precision",
     "Schedule",
+    "accumulators_of",
     "adds_rows",
     "default_schedule",
     "place_indices",
@@ -404,27 +406,43 @@ def tiles_at_most(form: Form) -> int:
 
 def _default_product(form: Form, product: Product) -> Schedule:
     size = {a: math.prod(form.size(i) for i in getattr(product, a)) for a in "mkn"}
+    if (accumulators := accumulators_of(form)) > 1:
+        return _default_products(form, size, accumulators)
     m, n = (max(16, min(128, power(size[a]))) for a in "mn")
-    accumulators = len({str(p.target) for p in form.points})
     if form.bound.dtype.itemsize == 4:
         m, n = min(m, 64), min(n, 64)
-    # Each accumulator to a program of its own, where many terms go into it: registers are what is short.
-    groups = accumulators
     k = max(16, min(32 if form.bound.dtype.itemsize == 4 else 64, power(size["k"])))
     # A Hopper's matrix unit takes 64 rows at least.
     swap = n > m and n >= 64
     warps = 8 if m * n >= 128 * 128 else 4
-    # What is written out has too many operands to hold several steps of them.
-    if groups > 1:
-        return Schedule(m, n, k, True, swap, groups, _splits_of_parts(form, m * n, groups), warps=4, stages=1)
-    return Schedule(m, n, k, True, swap, groups, _splits(form, m, n), _share(form, m * n), warps, 2)
+    return Schedule(m, n, k, True, swap, 1, _splits(form, m, n), _share(form, m * n), warps, 2)
+
+
+def accumulators_of(form: Form) -> int:
+    """How many cells the terms that are written out add to."""
+    return len({str(p.target) for p in form.points})
+
+
+def _default_products(form: Form, size: Mapping[str, int], accumulators: int) -> Schedule:
+    """Written-out products of matrices, short ones one after the other.
+
+    Each waits for its operands to pass through shared memory, and warps of one program for each other too. A warp by
+    itself waits least, and many such programs have something to do meanwhile. A step of 16 leaves them registers.
+    """
+    n = max(16, min(32, power(size["n"])))
+    # A few accumulators to a program: registers are what is short, and what their terms have in common is read again.
+    groups = max(1, accumulators // 3)
+    # Where the sum is long, few programs share a tile of the result, and a square one reads least.
+    m = max(16, min(32, power(size["m"]))) if size["k"] > size["m"] else 16
+    splits = _splits_of_parts(form, m * n, groups, accumulators)
+    return Schedule(m, n, 16, True, False, groups, splits, warps=max(1, m * n // 512), stages=1)
 
 
 # Bytes of the parts of one sum at most.
 _PARTS = 1 << 24
 
 
-def _splits_of_parts(form: Form, tile: int, groups: int) -> int:
+def _splits_of_parts(form: Form, tile: int, groups: int, accumulators: int) -> int:
     """Programs for one long sum of code that is divided among programs already."""
     if form.owner is not None or form.combine == "atomic" or not form.reduce:
         return 1
@@ -433,7 +451,7 @@ def _splits_of_parts(form: Form, tile: int, groups: int) -> int:
     programs = max(1, cells // tile) * groups
     if programs >= _ENOUGH or length < 1024:
         return 1
-    return max(1, min(128, 4 * _ENOUGH // programs, length // 64, _PARTS // (4 * cells * groups)))
+    return max(1, min(128, 4 * _ENOUGH // programs, length // 64, _PARTS // (4 * cells * accumulators)))
 
 
 # Programs that keep a large GPU busy.

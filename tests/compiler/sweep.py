@@ -2,6 +2,7 @@
 
     python -m tests.compiler.sweep                       runs the kernels and compares what they compute
     python -m tests.compiler.sweep memcheck racecheck    does so first, then again under each of these tools
+    python -m tests.compiler.sweep memcheck --only uvw   only kernels in whose description this is found
 
 Without torch's cache of memory every tensor is an allocation of its own, so that memcheck sees a step past its end.
 Kernels are compiled in the run before, whose machine code Triton keeps on disk. A tool that finds nothing has to have
@@ -72,8 +73,13 @@ DOTS = (
     Schedule(64, 64, 32, True, groups=2, stages=3),
     Schedule(16, 32, 16, True, share=1),
     Schedule(64, 128, 32, True, True, warps=8, stages=3),
+    Schedule(16, 32, 16, True, groups=2, warps=1, stages=1),
 )
-SPLITS = (Schedule(m=2, n=16, k=4, splits=3), Schedule(16, 32, 16, True, splits=3))
+SPLITS = (
+    Schedule(m=2, n=16, k=4, splits=3),
+    Schedule(16, 32, 16, True, splits=3),
+    Schedule(32, 32, 16, True, splits=3, warps=2, stages=1),
+)
 
 # Owners that the cases give in order; here they are shuffled, some without a row.
 OWNERS = {"spmm": "Row", "spmv": "Row", "group spmm": "Row", "block spmm": "Row", "tensor product uvu": "Dst"}
@@ -271,7 +277,11 @@ def run_joint(setting: tuple[str, str, str], device: torch.device) -> Counter[st
 
 # Kernels of several parts, each of which is to be a function of its own.
 PARTED = ("tensor product uvw", "tensor product of representations")
-PARTS = (Schedule(64, 32, 32, True, groups=2), Schedule(16, 64, 16, True, True, groups=3, stages=3))
+PARTS = (
+    Schedule(64, 32, 32, True, groups=2),
+    Schedule(16, 64, 16, True, True, groups=3, stages=3),
+    Schedule(16, 32, 16, True, groups=2, warps=1, stages=1),
+)
 FUNCTIONS = [
     Setting(name, schedule, dtype) for name in PARTED for schedule in PARTS for dtype in (torch.float32, torch.bfloat16)
 ]
@@ -343,11 +353,11 @@ def only_copies(output: str) -> int:
     return found if found == output.count("Race reported between") else 0
 
 
-def checked(tool: str | None, run: Runner) -> bool:
+def checked(tool: str | None, run: Runner, *more: str) -> bool:
     """Run the sweep, under a tool; print what came of it, and say whether it is clean."""
     start = time.monotonic()
     # Eight threads compile what the tools then find compiled.
-    done = run(command(tool, *(() if tool else ("--threads", "8"))))
+    done = run(command(tool, *more, *(() if tool else ("--threads", "8"))))
     seconds = time.monotonic() - start
     output = done.stdout + done.stderr
     count = re.search(r"(\d+) kernels ran", output)
@@ -366,10 +376,11 @@ def checked(tool: str | None, run: Runner) -> bool:
     return clean
 
 
-def check(tools: Sequence[str], run: Runner = in_process) -> int:
+def check(tools: Sequence[str], run: Runner = in_process, *, only: str | None = None) -> int:
     """Run without a tool, under each, and with a wild read that memcheck has to find."""
-    fine = checked(None, run)
-    fine = fine and all([checked(tool, run) for tool in tools])
+    more = () if only is None else ("--only", only)
+    fine = checked(None, run, *more)
+    fine = fine and all([checked(tool, run, *more) for tool in tools])
     if fine and "memcheck" in tools:
         done = run(command("memcheck", "--wild"))
         fine = done.returncode == FOUND or "Invalid __global__ read" in done.stdout + done.stderr
@@ -381,13 +392,14 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser = argparse.ArgumentParser(prog="python -m tests.compiler.sweep", description=__doc__)
     parser.add_argument("tools", nargs="*", metavar="TOOL", help=f"of {', '.join(TOOLS)}")
     parser.add_argument("--threads", type=int, default=1, help="that compile and run kernels")
+    parser.add_argument("--only", metavar="TEXT", help="kernels in whose description this is found")
     parser.add_argument("--wild", action="store_true", help="only a kernel that reads where it must not")
     options = parser.parse_args(arguments)
     if unknown := set(options.tools) - set(TOOLS):
         parser.error(f"unknown tool {', '.join(sorted(unknown))}")
     if options.tools:
         sanitizer()
-        return check(options.tools)
+        return check(options.tools, only=options.only)
     if not torch.cuda.is_available():
         print("no GPU: 0 kernels ran", file=sys.stderr)
         return 1
@@ -396,15 +408,17 @@ def main(arguments: Sequence[str] | None = None) -> int:
     if options.wild:
         read_wildly(device)
         return 0
-    chosen = list(settings())
+    chosen, joint, functions = (
+        [s for s in every if options.only is None or options.only in str(s)] for every in (settings(), JOINT, FUNCTIONS)
+    )
     met = run_all(device, chosen, options.threads)
     with ThreadPoolExecutor(options.threads) as pool:
-        met += sum(pool.map(partial(run_joint, device=device), JOINT), Counter[str]())
-    met += run_functions(device, threads=options.threads)
-    missing = KINDS - met.keys()
+        met += sum(pool.map(partial(run_joint, device=device), joint), Counter[str]())
+    met += run_functions(device, functions, threads=options.threads)
+    missing = KINDS - met.keys() if options.only is None else set[str]()
     torch.cuda.synchronize()
     print(
-        f"{len(chosen) + len(JOINT) + len(FUNCTIONS)} kernels ran; "
+        f"{len(chosen) + len(joint) + len(functions)} kernels ran; "
         + ", ".join(f"{kind} {met[kind]}" for kind in sorted(met))
     )
     if missing:

@@ -14,6 +14,7 @@ from insum_nn.compiler.kernel_form import Form, make_form
 from insum_nn.compiler.kernel_points import LONGEST
 from insum_nn.compiler.kernel_schedule import Schedule, default_schedule
 from insum_nn.compiler.parser import parse
+from insum_nn.facts import StaticTable
 
 SPMM = "C[Row[p],n] += Val[p] * B[Col[p],n]"
 GROUPED = "C[Row[p],n] += Val[p,q] * B[Col[p,q],n]"
@@ -117,3 +118,50 @@ def test_a_search_from_equal_shares_tries_rows_too():
 def test_sizes_alone_give_a_schedule():
     schedule = default_schedule(product(20_000, 100_000, 64))
     assert schedule == Schedule(m=2, n=64, k=8, warps=1, share=64)
+
+
+def written(expression: str, points: int, copies: int, samples: int = 10_000) -> Form:
+    """Products of matrices of so many copies, one for each of the points, whose tables are written out."""
+    shapes = {"X": (2, points, copies), "Y": (2, points, copies), "W": (points, copies, copies)}
+    tensors = {name: torch.ones(shape) for name, shape in shapes.items() if f"{name}[" in expression}
+    # Out of order, as a table in steps would be addressed by its index.
+    tensors |= {"I": torch.tensor([1, 0, *range(2, points)])}
+    bound = bind(parse(expression), tensors, None, facts={"I": IndexFacts(masked=False, proven=True)})
+    sizes = {"z": samples, "p": points, "u": copies, "w": copies}
+    bound = replace(bound, static=tuple((name, size) for name, size in sizes.items() if name != "z"))
+    first = points if expression.startswith("G") else samples
+    shape = (first, copies, copies) if first == points else (samples, points, copies)
+    tables = {"I": StaticTable.of(tensors["I"])}
+    return make_form(bound, sizes, shape, tables, deterministic=False, prefer_own=True)
+
+
+ROWS = "C[z,I[p],w] += X[z,I[p],u] * W[p,u,w]"
+SUMS = "G[I[p],u,w] += X[z,I[p],u] * Y[z,I[p],w]"
+
+
+@pytest.mark.parametrize(("copies", "columns"), [(16, 16), (32, 32), (128, 32)])
+def test_written_out_products_are_a_warp_each(copies: int, columns: int):
+    """Warps of one program would wait for each other at every product."""
+    schedule = default_schedule(written(ROWS, 16, copies))
+    assert schedule == Schedule(16, columns, 16, True, groups=5, warps=1, stages=1)
+
+
+@pytest.mark.parametrize(("copies", "tile", "warps"), [(16, 16, 1), (32, 32, 2), (64, 32, 2)])
+def test_long_sums_of_written_out_products_are_divided(copies: int, tile: int, warps: int):
+    schedule = default_schedule(written(SUMS, 12, copies))
+    assert (schedule.m, schedule.n, schedule.warps, schedule.groups) == (tile, tile, warps, 4)
+    assert schedule.splits > 16
+    # Every part of the sum has all cells of the result.
+    assert 4 * schedule.splits * 12 * copies * copies <= 1 << 24
+    assert default_schedule(written(SUMS, 12, copies, samples=100)).splits == 1
+
+
+@pytest.mark.parametrize("expression", [ROWS, SUMS])
+@pytest.mark.parametrize("points", [3, 16, 24, 25, 99])
+def test_one_program_has_no_more_accumulators_than_registers(expression: str, points: int):
+    form = written(expression, points, 32)
+    tried = list(candidates(form))
+    assert tried[0] == default_schedule(form)
+    assert min(schedule.groups for schedule in tried) == (1 if points <= 24 else points // 6)
+    assert max(schedule.groups for schedule in tried) == points
+    assert {schedule.warps for schedule in tried} >= {1, 2, 4}

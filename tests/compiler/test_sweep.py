@@ -112,6 +112,19 @@ def test_a_sweep_that_is_not_clean_fails(monkeypatch: pytest.MonkeyPatch, key: s
     assert outcomes(monkeypatch, {**GOOD, key: outcome}) == 1
 
 
+def test_a_part_of_the_sweep_is_asked_of_every_run(monkeypatch: pytest.MonkeyPatch):
+    lines: list[Sequence[str]] = []
+    monkeypatch.setattr(sweep, "sanitizer", lambda: "compute-sanitizer")
+
+    def run(line: Sequence[str]) -> subprocess.CompletedProcess[str]:
+        lines.append(line)
+        key = "wild" if "--wild" in line else line[line.index("--tool") + 1] if "--tool" in line else "plain"
+        return subprocess.CompletedProcess(line, *GOOD[key], "")
+
+    assert sweep.check(["memcheck"], run, only="uvw") == 0
+    assert [line[line.index("--only") + 1] for line in lines if "--wild" not in line] == ["uvw", "uvw"]
+
+
 def test_a_missing_tool_is_a_failure(monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setattr(sweep.shutil, "which", lambda *_, **__: None)
     with pytest.raises(SystemExit, match="compute-sanitizer was not found"):
