@@ -189,7 +189,7 @@ def _varied_products(form: Form, base: Schedule) -> Iterator[Schedule]:
     size = {a: math.prod(form.size(i) for i in getattr(form.product, a)) for a in "mkn"}
     most = {a: max(16, power(size[a])) for a in "mkn"}
     if (accumulators := accumulators_of(form)) > 1:
-        yield from _varied_written_products(base, most, accumulators)
+        yield from _varied_written_products(form, base, most, accumulators)
         return
     shapes = ((base.m, base.n), (64, 128), (128, 64), (128, 128), (64, 64), (32, 128), (32, 256), (64, 256), (128, 32))
     if form.bound.dtype.itemsize == 2 and form.bound.layout.index_tensors:
@@ -213,28 +213,27 @@ def _varied_products(form: Form, base: Schedule) -> Iterator[Schedule]:
 _HELD_AT_ONCE = 24
 
 
-def _varied_written_products(base: Schedule, most: Mapping[str, int], accumulators: int) -> Iterator[Schedule]:
+def _varied_written_products(
+    form: Form, base: Schedule, most: Mapping[str, int], accumulators: int
+) -> Iterator[Schedule]:
     """Of long straight-line code: few, since each takes seconds to compile, the most promising first."""
-    tall = most["k"] > most["m"]
-    # One program for all of them, where they leave it registers.
-    few = 1 if accumulators <= _HELD_AT_ONCE else max(1, accumulators // 6)
+    few = 1 if accumulators <= _HELD_AT_ONCE else accumulators // 6
+    four = replace(base, warps=4, groups=accumulators)
+    wide = most["n"] >= 64
+    if most["k"] > most["m"]:
+        if wide and most["m"] >= 64:
+            yield replace(base, m=64, n=64, warps=4)
+            yield replace(base, m=64, n=64, k=32, warps=4, groups=few)
+    elif wide:
+        # More columns for what a row's operand passes through shared memory for, or more rows for a column's.
+        yield replace(base, n=64, k=32, warps=2)
+        yield replace(four, n=64, k=32)
+        yield replace(four, m=64, n=64, k=64)
+        # The columns as the long side of the matrix unit.
+        yield replace(base, n=64, k=32, swap=True, groups=few, warps=4, stages=2)
+    if base.n == 32 and most["k"] <= most["m"]:
+        yield replace(base, m=32, k=32, warps=2)
     for groups in (max(1, accumulators // 6), accumulators):
         yield replace(base, groups=groups)
-    if base.n == 32:
-        # More columns for what a row's operand passes through shared memory for, or the whole of a sum in one step.
-        n = min(64, most["n"])
-        if tall:
-            yield replace(base, m=min(64, most["m"]), n=n, warps=4)
-            yield replace(base, m=16, n=16, warps=1)
-        else:
-            yield replace(base, n=n, k=32, warps=2)
-            yield replace(base, m=32, k=32, warps=2)
-    if base.splits > 1:
-        yield replace(base, splits=base.splits // 2)
-    yield replace(base, groups=few)
-    if base.k * 2 <= most["k"]:
-        yield replace(base, k=base.k * 2)
-    # The columns as the long side of the matrix unit, padded if they must be; its tallest tile.
-    if not tall:
-        yield replace(base, n=64, k=min(32, most["k"]), swap=True, groups=few, warps=4, stages=2)
-        yield replace(base, m=64, n=min(64, most["n"]), k=min(32, most["k"]), groups=accumulators, warps=4)
+    if form.bound.dtype.itemsize == 2:
+        yield replace(four, m=64, k=min(64, most["k"]))
