@@ -266,7 +266,9 @@ def test_nan_passes_through_relu(options: Options, request: pytest.FixtureReques
     x = torch.tensor([float("nan"), -1.0, float("inf"), -float("inf")])
     for name in NAMES:
         got = insum_nn.insum("y[i] += 1 * x[i]", x=x, activation=name, options=options)
-        torch.testing.assert_close(got, TORCH[name](x), equal_nan=True)
+        # On some processors torch's gelu of infinity is NaN in float32, and infinity in float64.
+        want = TORCH[name](x if options is EAGER else x.double()).float()
+        torch.testing.assert_close(got, want, equal_nan=True)
 
 
 @pytest.mark.parametrize("operator", ["max=", "="])
