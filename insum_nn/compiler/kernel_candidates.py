@@ -217,19 +217,19 @@ def _varied_written_products(
     form: Form, base: Schedule, most: Mapping[str, int], accumulators: int
 ) -> Iterator[Schedule]:
     """Of long straight-line code: few, since each takes seconds to compile, the most promising first."""
-    few = 1 if accumulators <= _HELD_AT_ONCE else accumulators // 6
     four = replace(base, warps=4, groups=accumulators)
     wide = most["n"] >= 64
     if most["k"] > most["m"]:
         if wide and most["m"] >= 64:
             yield replace(base, m=64, n=64, warps=4)
-            yield replace(base, m=64, n=64, k=32, warps=4, groups=few)
+            yield replace(base, m=64, n=64, k=32, warps=4)
     elif wide:
         # More columns for what a row's operand passes through shared memory for, or more rows for a column's.
         yield replace(base, n=64, k=32, warps=2)
         yield replace(four, n=64, k=32)
         yield replace(four, m=64, n=64, k=64)
         # The columns as the long side of the matrix unit.
+        few = 1 if accumulators <= _HELD_AT_ONCE else accumulators // 6
         yield replace(base, n=64, k=32, swap=True, groups=few, warps=4, stages=2)
     if base.n == 32 and most["k"] <= most["m"]:
         yield replace(base, m=32, k=32, warps=2)
