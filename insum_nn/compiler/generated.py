@@ -237,5 +237,5 @@ def _schedule_choice(chosen: Chosen) -> list[tuple[str, str, str]]:
 def _written_out(form: Form) -> list[tuple[str, str, str]]:
     if len(form.points) == 1:
         return []
-    cells = len({str(p.target) for p in form.points})
-    return [("static tables", f"{len(form.points)} terms written out", f"they add to {cells} accumulators")]
+    added = f"they add to {form.accumulators} accumulators"
+    return [("static tables", f"{len(form.points)} terms written out", added)]

@@ -290,7 +290,7 @@ def _cost(ones: Sequence[_One], walk: Walk) -> int:
         own = is_owned(form, walk)
         if form.combine == "own" and not own:
             # They are read and written.
-            adds += 2 * len({str(point.target) for point in form.points})
+            adds += 2 * form.accumulators
         for read in (read for point in form.points for read in point.reads):
             rows = [atom for sub in read.subs for _, atom in sub.terms if atom == OWNER or isinstance(atom, Read)]
             if any(atom != OWNER and getattr(atom, "name", "") != walk[0] for atom in rows) or (

@@ -8,15 +8,7 @@ from dataclasses import replace
 
 from insum_nn.compiler.kernel_axes import MANY_POINTS
 from insum_nn.compiler.kernel_form import Form
-from insum_nn.compiler.kernel_schedule import (
-    Layout,
-    Schedule,
-    accumulators_of,
-    default_schedule,
-    place_indices,
-    power,
-    tiles_at_most,
-)
+from insum_nn.compiler.kernel_schedule import Layout, Schedule, default_schedule, place_indices, power, tiles_at_most
 
 __all__ = ["candidates"]
 
@@ -188,8 +180,8 @@ def _varied_products(form: Form, base: Schedule) -> Iterator[Schedule]:
     assert form.product is not None
     size = {a: math.prod(form.size(i) for i in getattr(form.product, a)) for a in "mkn"}
     most = {a: max(16, power(size[a])) for a in "mkn"}
-    if (accumulators := accumulators_of(form)) > 1:
-        yield from _varied_written_products(form, base, most, accumulators)
+    if form.accumulators > 1:
+        yield from _varied_written_products(form, base, most)
         return
     shapes = ((base.m, base.n), (64, 128), (128, 64), (128, 128), (64, 64), (32, 128), (32, 256), (64, 256), (128, 32))
     if form.bound.dtype.itemsize == 2 and form.bound.layout.index_tensors:
@@ -213,25 +205,23 @@ def _varied_products(form: Form, base: Schedule) -> Iterator[Schedule]:
 _HELD_AT_ONCE = 24
 
 
-def _varied_written_products(
-    form: Form, base: Schedule, most: Mapping[str, int], accumulators: int
-) -> Iterator[Schedule]:
+def _varied_written_products(form: Form, base: Schedule, most: Mapping[str, int]) -> Iterator[Schedule]:
     """Of long straight-line code: few, since each takes seconds to compile, the most promising first."""
+    accumulators = form.accumulators
     four = replace(base, warps=4, groups=accumulators)
-    wide = most["n"] >= 64
     if most["k"] > most["m"]:
-        if wide and most["m"] >= 64:
-            yield replace(base, m=64, n=64, warps=4)
-            yield replace(base, m=64, n=64, k=32, warps=4)
-    elif wide:
-        # More columns for what a row's operand passes through shared memory for, or more rows for a column's.
-        yield replace(base, n=64, k=32, warps=2)
-        yield replace(four, n=64, k=32)
-        yield replace(four, m=64, n=64, k=64)
-        # The columns as the long side of the matrix unit.
-        few = 1 if accumulators <= _HELD_AT_ONCE else accumulators // 6
-        yield replace(base, n=64, k=32, swap=True, groups=few, warps=4, stages=2)
-    if base.n == 32 and most["k"] <= most["m"]:
+        if min(most["m"], most["n"]) >= 64:
+            for k in (base.k, 32):
+                yield replace(base, m=64, n=64, k=k, warps=4)
+    elif base.n == 32:
+        if most["n"] >= 64:
+            # More columns for what a row's operand passes through shared memory for, or more rows for a column's.
+            yield replace(base, n=64, k=32, warps=2)
+            yield replace(four, n=64, k=32)
+            yield replace(four, m=64, n=64, k=64)
+            # The columns as the long side of the matrix unit.
+            few = 1 if accumulators <= _HELD_AT_ONCE else accumulators // 6
+            yield replace(base, n=64, k=32, swap=True, groups=few, warps=4, stages=2)
         yield replace(base, m=32, k=32, warps=2)
     for groups in (max(1, accumulators // 6), accumulators):
         yield replace(base, groups=groups)

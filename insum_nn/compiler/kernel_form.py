@@ -91,6 +91,11 @@ class Form:
         """The matrix product with the most work per value read, if there is one."""
         return _find_product(self)
 
+    @cached_property
+    def accumulators(self) -> int:
+        """How many cells the points add to."""
+        return len({str(point.target) for point in self.points})
+
     def size(self, index: str) -> int:
         """The extent of an index in the call; of an owner's terms, their mean number."""
         if index == OWNER:

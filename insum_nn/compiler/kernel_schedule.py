@@ -18,7 +18,6 @@ __all__ = [
     "Layout",
     "Precision",
     "Schedule",
-    "accumulators_of",
     "adds_rows",
     "default_schedule",
     "place_indices",
@@ -344,7 +343,7 @@ def _each(form: Form) -> int:
 
 def _default_written_out(form: Form) -> Schedule:
     rows, columns, summed = element_axes(form)
-    accumulators = len({str(p.target) for p in form.points}) * (2 if form.bound.dtype.itemsize == 8 else 1)
+    accumulators = form.accumulators * (2 if form.bound.dtype.itemsize == 8 else 1)
     length = math.prod(form.size(i) for i in summed) if summed else 1
     m, n, k = 1, 1, 1
     known = bool(rows) and rows[-1] in form.static
@@ -406,8 +405,8 @@ def tiles_at_most(form: Form) -> int:
 
 def _default_product(form: Form, product: Product) -> Schedule:
     size = {a: math.prod(form.size(i) for i in getattr(product, a)) for a in "mkn"}
-    if (accumulators := accumulators_of(form)) > 1:
-        return _default_products(form, size, accumulators)
+    if form.accumulators > 1:
+        return _default_products(form, size)
     m, n = (max(16, min(128, power(size[a]))) for a in "mn")
     if form.bound.dtype.itemsize == 4:
         m, n = min(m, 64), min(n, 64)
@@ -418,12 +417,7 @@ def _default_product(form: Form, product: Product) -> Schedule:
     return Schedule(m, n, k, True, swap, 1, _splits(form, m, n), _share(form, m * n), warps, 2)
 
 
-def accumulators_of(form: Form) -> int:
-    """How many cells the terms that are written out add to."""
-    return len({str(p.target) for p in form.points})
-
-
-def _default_products(form: Form, size: Mapping[str, int], accumulators: int) -> Schedule:
+def _default_products(form: Form, size: Mapping[str, int]) -> Schedule:
     """Written-out products of matrices, short ones one after the other.
 
     Each waits for its operands to pass through shared memory, and warps of one program for each other too. A warp by
@@ -431,10 +425,10 @@ def _default_products(form: Form, size: Mapping[str, int], accumulators: int) ->
     """
     n = max(16, min(32, power(size["n"])))
     # A few accumulators to a program: registers are what is short, and what their terms have in common is read again.
-    groups = max(1, accumulators // 3)
+    groups = max(1, form.accumulators // 3)
     # Where the sum is long, few programs share a tile of the result, and a square one reads least.
     m = max(16, min(32, power(size["m"]))) if size["k"] > size["m"] else 16
-    splits = _splits_of_parts(form, m * n, groups, accumulators)
+    splits = _splits_of_parts(form, m * n, groups)
     return Schedule(m, n, 16, True, False, groups, splits, warps=max(1, m * n // 512), stages=1)
 
 
@@ -442,7 +436,7 @@ def _default_products(form: Form, size: Mapping[str, int], accumulators: int) ->
 _PARTS = 1 << 24
 
 
-def _splits_of_parts(form: Form, tile: int, groups: int, accumulators: int) -> int:
+def _splits_of_parts(form: Form, tile: int, groups: int) -> int:
     """Programs for one long sum of code that is divided among programs already."""
     if form.owner is not None or form.combine == "atomic" or not form.reduce:
         return 1
@@ -451,7 +445,7 @@ def _splits_of_parts(form: Form, tile: int, groups: int, accumulators: int) -> i
     programs = max(1, cells // tile) * groups
     if programs >= _ENOUGH or length < 1024:
         return 1
-    return max(1, min(128, 4 * _ENOUGH // programs, length // 64, _PARTS // (4 * cells * accumulators)))
+    return max(1, min(128, 4 * _ENOUGH // programs, length // 64, _PARTS // (4 * cells * form.accumulators)))
 
 
 # Programs that keep a large GPU busy.

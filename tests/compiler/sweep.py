@@ -376,9 +376,9 @@ def checked(tool: str | None, run: Runner, *more: str) -> bool:
     return clean
 
 
-def check(tools: Sequence[str], run: Runner = in_process, *, only: str | None = None) -> int:
+def check(tools: Sequence[str], run: Runner = in_process, *, only: str = "") -> int:
     """Run without a tool, under each, and with a wild read that memcheck has to find."""
-    more = () if only is None else ("--only", only)
+    more = ("--only", only) if only else ()
     fine = checked(None, run, *more)
     fine = fine and all([checked(tool, run, *more) for tool in tools])
     if fine and "memcheck" in tools:
@@ -392,7 +392,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser = argparse.ArgumentParser(prog="python -m tests.compiler.sweep", description=__doc__)
     parser.add_argument("tools", nargs="*", metavar="TOOL", help=f"of {', '.join(TOOLS)}")
     parser.add_argument("--threads", type=int, default=1, help="that compile and run kernels")
-    parser.add_argument("--only", metavar="TEXT", help="kernels in whose description this is found")
+    parser.add_argument("--only", metavar="TEXT", default="", help="kernels in whose description this is found")
     parser.add_argument("--wild", action="store_true", help="only a kernel that reads where it must not")
     options = parser.parse_args(arguments)
     if unknown := set(options.tools) - set(TOOLS):
@@ -409,13 +409,13 @@ def main(arguments: Sequence[str] | None = None) -> int:
         read_wildly(device)
         return 0
     chosen, joint, functions = (
-        [s for s in every if options.only is None or options.only in str(s)] for every in (settings(), JOINT, FUNCTIONS)
+        [setting for setting in every if options.only in str(setting)] for every in (settings(), JOINT, FUNCTIONS)
     )
     met = run_all(device, chosen, options.threads)
     with ThreadPoolExecutor(options.threads) as pool:
         met += sum(pool.map(partial(run_joint, device=device), joint), Counter[str]())
     met += run_functions(device, functions, threads=options.threads)
-    missing = KINDS - met.keys() if options.only is None else set[str]()
+    missing = set[str]() if options.only else KINDS - met.keys()
     torch.cuda.synchronize()
     print(
         f"{len(chosen) + len(joint) + len(functions)} kernels ran; "

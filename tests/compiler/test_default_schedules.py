@@ -129,8 +129,7 @@ def written(expression: str, points: int, copies: int, samples: int = 10_000) ->
     bound = bind(parse(expression), tensors, None, facts={"I": IndexFacts(masked=False, proven=True)})
     sizes = {"z": samples, "p": points, "u": copies, "w": copies}
     bound = replace(bound, static=tuple((name, size) for name, size in sizes.items() if name != "z"))
-    first = points if expression.startswith("G") else samples
-    shape = (first, copies, copies) if first == points else (samples, points, copies)
+    shape = (points, copies, copies) if expression.startswith("G") else (samples, points, copies)
     tables = {"I": StaticTable.of(tensors["I"])}
     return make_form(bound, sizes, shape, tables, deterministic=False, prefer_own=True)
 

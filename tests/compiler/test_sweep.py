@@ -79,14 +79,19 @@ def test_parts_as_functions_in_the_interpreter(monkeypatch: pytest.MonkeyPatch):
     assert texts == [True] * len(some)
 
 
-def outcomes(monkeypatch: pytest.MonkeyPatch, outputs: dict[str, tuple[int, str]]) -> int:
+def outcomes(
+    monkeypatch: pytest.MonkeyPatch, outputs: dict[str, tuple[int, str]], only: str = ""
+) -> tuple[int, list[Sequence[str]]]:
+    """What comes of a check, and the command lines that it runs."""
+    lines: list[Sequence[str]] = []
     monkeypatch.setattr(sweep, "sanitizer", lambda: "compute-sanitizer")
 
     def run(line: Sequence[str]) -> subprocess.CompletedProcess[str]:
+        lines.append(line)
         key = "wild" if "--wild" in line else line[line.index("--tool") + 1] if "--tool" in line else "plain"
         return subprocess.CompletedProcess(line, outputs[key][0], outputs[key][1], "")
 
-    return sweep.check(["memcheck", "racecheck"], run)
+    return sweep.check(["memcheck", "racecheck"], run, only=only), lines
 
 
 GOOD = {
@@ -108,21 +113,14 @@ GOOD = {
     ],
 )
 def test_a_sweep_that_is_not_clean_fails(monkeypatch: pytest.MonkeyPatch, key: str, outcome: tuple[int, str]):
-    assert outcomes(monkeypatch, GOOD) == 0
-    assert outcomes(monkeypatch, {**GOOD, key: outcome}) == 1
+    assert outcomes(monkeypatch, GOOD)[0] == 0
+    assert outcomes(monkeypatch, {**GOOD, key: outcome})[0] == 1
 
 
 def test_a_part_of_the_sweep_is_asked_of_every_run(monkeypatch: pytest.MonkeyPatch):
-    lines: list[Sequence[str]] = []
-    monkeypatch.setattr(sweep, "sanitizer", lambda: "compute-sanitizer")
-
-    def run(line: Sequence[str]) -> subprocess.CompletedProcess[str]:
-        lines.append(line)
-        key = "wild" if "--wild" in line else line[line.index("--tool") + 1] if "--tool" in line else "plain"
-        return subprocess.CompletedProcess(line, *GOOD[key], "")
-
-    assert sweep.check(["memcheck"], run, only="uvw") == 0
-    assert [line[line.index("--only") + 1] for line in lines if "--wild" not in line] == ["uvw", "uvw"]
+    code, lines = outcomes(monkeypatch, GOOD, only="uvw")
+    assert code == 0
+    assert [line[line.index("--only") + 1] for line in lines if "--wild" not in line] == ["uvw", "uvw", "uvw"]
 
 
 def test_a_missing_tool_is_a_failure(monkeypatch: pytest.MonkeyPatch):
