@@ -16,7 +16,7 @@ from torch._C._functorch import peek_interpreter_stack
 
 from insum_nn.compiler.ast import Access
 from insum_nn.compiler.backward import Call, Shapes, Step, gradients, read_again
-from insum_nn.compiler.batched import for_each_vector
+from insum_nn.compiler.batched import for_each_tangent, for_each_vector
 from insum_nn.compiler.bind import Extents, layout_of
 from insum_nn.compiler.call import Key, Seen, Spec, run_spec, value_dtype
 from insum_nn.compiler.epilogue import ACTIVATIONS
@@ -186,6 +186,7 @@ class _Transformed(torch.autograd.Function):
         return _Function.backward(ctx, *grads)
 
     @staticmethod
+    @for_each_tangent
     def jvp(ctx: Any, *args: Any) -> Tensor:
         _, start_tangent, *tangents = args
         start, result, *tensors = ctx.saved_tensors

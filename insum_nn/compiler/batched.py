@@ -1,7 +1,8 @@
 """Gradients of many vectors at once: `torch.autograd.grad(..., is_grads_batched=True)`, `jacobian(vectorize=True)`.
 
-Autograd then runs one backward pass with tensors that stand for a batch. Torch's own operators have rules for them, and
-kernels have none: what such a tensor shows is one vector of many, and it has no memory of its own.
+Autograd then runs one backward pass, or one forward-mode pass, with tensors that stand for a batch. Most of torch's own
+operators have rules for them, and kernels have none: what such a tensor shows is one vector of many, and it has no
+memory of its own.
 """
 
 from __future__ import annotations
@@ -14,9 +15,10 @@ import torch
 from torch import Tensor
 from torch._C._functorch import is_legacy_batchedtensor
 
-__all__ = ["for_each_vector"]
+__all__ = ["for_each_tangent", "for_each_vector"]
 
 Backward = Callable[..., tuple[Tensor | None, ...]]
+Forward = Callable[..., Tensor]
 
 # Depths to which batches are nested at most, which is more than torch's functions do.
 _DEEPEST = 16
@@ -31,6 +33,24 @@ def for_each_vector(backward: Backward) -> Backward:
             if grad is not None and is_legacy_batchedtensor(grad):
                 return _one_by_one(backward, ctx, grads)
         return backward(ctx, *grads)
+
+    return run
+
+
+def for_each_tangent(jvp: Forward) -> Forward:
+    """Run a function's forward-mode pass once for each tangent of a batch, and stack the results."""
+
+    def alone(ctx: Any, *tangents: Tensor | None) -> tuple[Tensor]:
+        return (jvp(ctx, *tangents),)
+
+    @wraps(jvp)
+    def run(ctx: Any, *tangents: Tensor | None) -> Tensor:
+        for tangent in tangents:
+            if tangent is not None and is_legacy_batchedtensor(tangent):
+                (made,) = _one_by_one(alone, ctx, tangents)
+                assert made is not None
+                return made
+        return jvp(ctx, *tangents)
 
     return run
 

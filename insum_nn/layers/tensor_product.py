@@ -20,7 +20,13 @@ from insum_nn.layers.tensor_product_checks import (
 )
 from insum_nn.layers.tensor_product_constants import add_constants, drop_constants
 from insum_nn.ops.arguments import to_autocast
-from insum_nn.ops.tensor_product import TensorProductSpec, checked_product, explain_tensor_product, expressions
+from insum_nn.ops.tensor_product import (
+    TensorProductSpec,
+    checked_product,
+    explain_tensor_product,
+    expressions,
+    tensor_product_right,
+)
 from insum_nn.structure.irreps import Entry, Path, entries_of, make_paths, path_coefficients, weight_offsets
 
 try:
@@ -420,7 +426,10 @@ class TensorProduct(o3.TensorProduct):
         y = y.expand(batch + [self._in2_dim]).reshape(number, self._in2_dim)  # noqa: RUF005
         if not self.shared_weights:
             w = w.expand(batch + [self.weight_numel]).reshape(number, self.weight_numel)  # noqa: RUF005
-        b = torch.ops.insum_nn.tensor_product_right(self._text, y, w)
+        if torch.jit.is_scripting():
+            b = torch.ops.insum_nn.tensor_product_right(self._text, y, w)
+        else:
+            b = tensor_product_right(self._text, y, w)
         return b.reshape(batch + [self._in1_dim, self._out_dim])  # noqa: RUF005
 
 

@@ -1,0 +1,187 @@
+"""A small instance of every layer, as a module that takes nothing but tensors and so suits every transform."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.func import functional_call
+
+from insum_nn.compiler.options import DEFAULT, Options
+from insum_nn.layers import (
+    BlockSparseLinear,
+    ElementwiseTensorProduct,
+    FullTensorProduct,
+    FullyConnectedTensorProduct,
+    GCNConv,
+    SparseAvgPool3d,
+    SparseConv2d,
+    SparseConv3d,
+    SparseConvTensor,
+    SparseConvTranspose3d,
+    SparseInverseConv3d,
+    SparseMaxPool3d,
+    SparseSequential,
+    SubMConv3d,
+    TensorProduct,
+    TensorProductConv,
+    TensorSquare,
+)
+
+__all__ = ["EVERY_LAYER", "Case", "with_parameters"]
+
+SHAPE = [4, 3, 4]
+
+
+class _On(nn.Module):
+    """A layer, and how it is called with tensors."""
+
+    def __init__(self, layer: nn.Module, call: Callable[..., Tensor] | None = None) -> None:
+        super().__init__()
+        self.layer = layer
+        self.call = call
+
+    def forward(self, *inputs: Tensor) -> Tensor:
+        return self.layer(*inputs) if self.call is None else self.call(self.layer, *inputs)
+
+
+@dataclass(frozen=True)
+class Case:
+    """A layer.
+
+    Attributes:
+        make: the module for compile options, in float64.
+        inputs: its tensors for a batch of this size; the same ones for the same size.
+        sizes: the name of the free extent of each dimension of each input.
+    """
+
+    make: Callable[[Options], nn.Module]
+    inputs: Callable[[int], tuple[Tensor, ...]]
+    sizes: tuple[Mapping[int, str], ...]
+
+    def module(self, options: Options = DEFAULT) -> nn.Module:
+        """The module, with the same weights whatever the options."""
+        torch.manual_seed(0)
+        return self.make(options).double()
+
+
+def with_parameters(module: nn.Module, inputs: tuple[Tensor, ...]) -> tuple[Callable[..., Tensor], tuple[Tensor, ...]]:
+    """The module as a function of its floating-point inputs and of its parameters, and these."""
+    named = dict(module.named_parameters())
+    floating = [at for at, tensor in enumerate(inputs) if tensor.is_floating_point()]
+
+    def run(*values: Tensor) -> Tensor:
+        given = list(inputs)
+        for at, value in zip(floating, values, strict=False):
+            given[at] = value
+        return functional_call(module, dict(zip(named, values[len(floating) :], strict=True)), tuple(given))
+
+    values = [*(inputs[at] for at in floating), *named.values()]
+    return run, tuple(value.detach().clone().requires_grad_() for value in values)
+
+
+def _real(seed: int, *shape: int) -> Tensor:
+    return torch.randn(*shape, dtype=torch.float64, generator=torch.Generator().manual_seed(seed))
+
+
+def _whole(seed: int, below: int, *shape: int) -> Tensor:
+    return torch.randint(0, below, shape, generator=torch.Generator().manual_seed(seed))
+
+
+def _batch(*widths: int | tuple[int, ...]) -> dict[str, Any]:
+    """Inputs (n, ..) that share their first dimension."""
+    shapes = [width if isinstance(width, tuple) else (width,) for width in widths]
+
+    def inputs(n: int) -> tuple[Tensor, ...]:
+        return tuple(_real(at, n, *shape) for at, shape in enumerate(shapes))
+
+    return {"inputs": inputs, "sizes": ({0: "batch"},) * len(widths)}
+
+
+def _graph(channels: int, *, weighted: bool) -> dict[str, Any]:
+    """Features, edges, and weights of the edges: three edges to two nodes, self-loops among them."""
+
+    def inputs(n: int) -> tuple[Tensor, ...]:
+        edges = _whole(1, n, 2, n + n // 2)
+        weights = (_real(2, edges.shape[1]).abs() + 0.5,) if weighted else ()
+        return _real(0, n, channels), edges, *weights
+
+    return {"inputs": inputs, "sizes": ({0: "nodes"}, {1: "edges"}, *([{0: "edges"}] if weighted else []))}
+
+
+def _edges(nodes: int, edges: int, weights: int) -> dict[str, Any]:
+    def inputs(n: int) -> tuple[Tensor, ...]:
+        count = n + n // 2
+        ends = _whole(3, n, count), _whole(4, n, count)
+        return _real(0, n, nodes), _real(1, count, edges), _real(2, count, weights), *ends
+
+    return {"inputs": inputs, "sizes": ({0: "nodes"}, *({0: "edges"},) * 4)}
+
+
+def _voxels(channels: int) -> dict[str, Any]:
+    def inputs(n: int) -> tuple[Tensor, ...]:
+        # The batch grows with the voxels, so that a grid always has room for them.
+        cells = torch.randperm(2 * n, generator=torch.Generator().manual_seed(0))[:n].sort().values
+        where, place = [], cells
+        for extent in reversed(SHAPE):
+            where.insert(0, place % extent)
+            place = place // extent
+        return _real(0, n, channels), torch.stack([place, *where], 1).int()
+
+    return {"inputs": inputs, "sizes": ({0: "voxels"}, {0: "voxels"})}
+
+
+def _cloud(make: Callable[[Options], nn.Module]) -> Case:
+    def call(layer: nn.Module, features: Tensor, sites: Tensor) -> Tensor:
+        return layer(SparseConvTensor(features, sites, SHAPE, 64)).features
+
+    return Case(lambda o: _On(make(o), call), **_voxels(2))
+
+
+def _right(layer: nn.Module, y: Tensor) -> Tensor:
+    return layer.right(y)  # type: ignore[operator, no-any-return]
+
+
+_IN, _OTHER, _OUT = "2x0e+1x1o", "1x0e+1x1o", "2x0e+1x1o"
+_PATHS = [(0, 0, 0, "uvu", True), (1, 1, 0, "uvu", True), (0, 1, 1, "uvu", True)]
+_CONV = ("2x0e+2x1o", "1x0e+1x1o", "2x0e+2x1o", _PATHS)
+
+EVERY_LAYER: dict[str, Case] = {
+    "GCNConv": Case(lambda o: _On(GCNConv(2, 3, options=o)), **_graph(2, weighted=True)),
+    "GCNConv, narrowing": Case(lambda o: _On(GCNConv(3, 2, options=o)), **_graph(3, weighted=True)),
+    "GCNConv, no weights": Case(lambda o: _On(GCNConv(3, 2, options=o)), **_graph(3, weighted=False)),
+    "BlockSparseLinear": Case(
+        lambda o: _On(BlockSparseLinear(5, 4, block_shape=2, density=0.5, options=o)), **_batch(5)
+    ),
+    "BlockSparseLinear, stored whole": Case(
+        lambda o: _On(BlockSparseLinear(32, 16, block_shape=16, options=o)), **_batch(32)
+    ),
+    "BlockSparseLinear, grouped": Case(
+        lambda o: _On(BlockSparseLinear(6, 4, block_shape=2, density=0.7, group_size=2, options=o)), **_batch(6)
+    ),
+    "SparseConv2d": Case(lambda o: _On(SparseConv2d(2, 3, 2, padding=1, density=0.5, options=o)), **_batch((2, 3, 3))),
+    "SubMConv3d": _cloud(lambda o: SubMConv3d(2, 3, 3, options=o)),
+    "SubMConv3d, groups": _cloud(lambda o: SubMConv3d(2, 2, 3, groups=2, options=o)),
+    "SubMConv3d, pointwise": _cloud(lambda o: SubMConv3d(2, 2, 1, options=o)),
+    "SparseConv3d": _cloud(lambda o: SparseConv3d(2, 3, 2, 2, options=o)),
+    "SparseConvTranspose3d": _cloud(lambda o: SparseConvTranspose3d(2, 3, 2, 2, options=o)),
+    "SparseInverseConv3d": _cloud(
+        lambda o: SparseSequential(
+            SparseConv3d(2, 2, 2, 2, indice_key="d", options=o), SparseInverseConv3d(2, 2, 2, "d", options=o)
+        )
+    ),
+    "SparseMaxPool3d": _cloud(lambda o: SparseMaxPool3d(2, 2, options=o)),
+    "SparseAvgPool3d": _cloud(lambda o: SparseAvgPool3d(2, 2, options=o)),
+    "FullyConnectedTensorProduct": Case(lambda _: _On(FullyConnectedTensorProduct(_IN, _OTHER, _OUT)), **_batch(5, 4)),
+    "TensorProduct, weights of samples": Case(
+        lambda _: _On(TensorProduct(_IN, _OTHER, _OUT, _PATHS[:1], shared_weights=False)), **_batch(5, 4, 2)
+    ),
+    "TensorProduct.right": Case(lambda _: _On(FullyConnectedTensorProduct(_IN, _OTHER, _OUT), _right), **_batch(4)),
+    "FullTensorProduct": Case(lambda _: _On(FullTensorProduct(_IN, _OTHER)), **_batch(5, 4)),
+    "ElementwiseTensorProduct": Case(lambda _: _On(ElementwiseTensorProduct(_IN, "3x1o")), **_batch(5, 9)),
+    "TensorSquare": Case(lambda _: _On(TensorSquare(_IN)), **_batch(5)),
+    "TensorProductConv": Case(lambda _: _On(TensorProductConv(*_CONV)), **_edges(8, 4, 6)),
+}
