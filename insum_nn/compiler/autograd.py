@@ -22,6 +22,7 @@ from insum_nn.compiler.call import Key, Seen, Spec, run_spec, value_dtype
 from insum_nn.compiler.epilogue import ACTIVATIONS
 from insum_nn.compiler.gradient import directional, fresh_name
 from insum_nn.compiler.shares import shares
+from insum_nn.facts import IndexFacts
 
 __all__ = ["apply", "recorded", "transformed", "unwatched"]
 
@@ -365,7 +366,7 @@ class _Batch:
         written = _batched(statement.output, {*names, statement.output.name}, index)
         text = f"{written} {statement.operator} {' * '.join(factors)}"
         # A batched index tensor is addressed by the batch too, so facts about it as a whole no longer hold.
-        facts = tuple((name, f) for name, f in call.spec.facts if name not in names)
+        facts = tuple((n, f if n not in names else IndexFacts(masked=f.masked)) for n, f in call.spec.facts)
         static = tuple((name, table) for name, table in call.spec.static if name not in names)
         self.spec = Spec(text, facts, call.spec.options, call.spec.drop_outside, static)
         sizes = {**dict(zip(layout.indices, call.indices, strict=True)), index: size}

@@ -152,7 +152,7 @@ def _check_ranges(
             if all(given[a.name].proven for a in inner) and subscript.indirect is not None:
                 continue
             stats = {a.name: stats_of(named[a.name]) for a in inner}
-            below = any(s.smallest < -1 for s in stats.values())
+            below = any(s.smallest < _lowest(given[name]) for name, s in stats.items())
             # A nested index tensor may point past the inner one: that reads "no entry".
             bounded = outer and (subscript.indirect is not None or (is_output and not drop_outside))
             low, high = _hull(subscript, sizes, stats)
@@ -161,7 +161,7 @@ def _check_ranges(
                 continue
             beyond = bounded and (low < (-1 if subscript.indirect is not None else 0) or high >= shape[axis])
             if below or beyond:
-                fault = _exact(statement, access, axis, subscript, shape[axis], named, sizes, bounded)
+                fault = _exact(statement, access, axis, subscript, shape[axis], named, sizes, given, bounded)
                 if fault is not None:
                     faults.append(fault)
     raise_collected(faults)
@@ -200,15 +200,17 @@ def _exact(
     extent: int,
     named: Mapping[str, Tensor],
     sizes: Mapping[str, int],
+    given: Mapping[str, IndexFacts],
     bounded: bool,
 ) -> InsumError | None:
     """Evaluate the subscript everywhere; some entries of its index tensors may never be read."""
     evaluator = _Evaluator(named, sizes)
     values, valid, labels = evaluator.subscript(subscript)
     for inner, entries, reached, own in evaluator.read:
-        bad = reached & (entries < -1)
+        lowest = _lowest(given[inner.name])
+        bad = reached & (entries < lowest)
         if bool(bad.any()):
-            return _below(statement, inner, entries, bad, own)
+            return _below(statement, inner, entries, bad, own, lowest)
     if not bounded:
         return None
     bad = valid & ((values < 0) | (values >= extent))
@@ -246,17 +248,27 @@ def _first(bad: Tensor, labels: Sequence[str]) -> str:
     return f"; first at {first}" if first else ""
 
 
-def _below(statement: Statement, inner: Access, entries: Tensor, bad: Tensor, labels: Sequence[str]) -> InsumRangeError:
+def _lowest(facts: IndexFacts) -> int:
+    """The smallest entry that an index tensor may hold."""
+    return 0 if facts.masked is False else -1
+
+
+def _below(
+    statement: Statement, inner: Access, entries: Tensor, bad: Tensor, labels: Sequence[str], lowest: int
+) -> InsumRangeError:
     value = int(entries[bad][0])
+    missing = (
+        "write -1 for no entry" if lowest else "leave out the terms that have no entry (masked=False: there are none)"
+    )
     return InsumRangeError(
         f"index tensor '{inner.name}' holds {value}",
         expression=statement.text,
         spans=[inner.span],
         details=[
-            f"expected {inner} >= -1; got minimum {int(entries[bad].min())} "
+            f"expected {inner} >= {lowest}; got minimum {int(entries[bad].min())} "
             f"({int(bad.sum())} of {plural(bad.numel(), 'entry')}{_first(bad, labels)})"
         ],
-        fix="write -1 for no entry, or count from 0: negative values do not wrap.",
+        fix=f"{missing}, or count from 0: negative values do not wrap.",
         tensor=inner.name,
         got=value,
     )

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -32,11 +33,14 @@ class TensorProductConv(torch.nn.Module):
     Args:
         irreps_in1: representation of the nodes; or a whole problem: any object with the attributes `irreps_in1`,
             `irreps_in2`, `irreps_out`, `instructions` (normalised) and `shared_weights`, such as OpenEquivariance's
-            `TPProblem` or a tensor product of e3nn. Its weights, if it has any, become this layer's.
+            `TPProblem` or a tensor product of e3nn. Its weights and its `layout`, if it has any, become this layer's.
         irreps_in2: representation of the edges.
         irreps_out: representation of the result.
         instructions: as for `TensorProduct`.
         deterministic: the same bits at every run, on a GPU too.
+        layout: order of an entry's numbers in `X`, `Y` and the result, as of a `TPProblem`: `"mul_ir"` (copies,
+            components), which is e3nn's and the default, or `"ir_mul"` (components, copies). Weights have one order,
+            which is e3nn's. The module `tensor_product` takes e3nn's layout in any case.
         torch_op: accepted, as OpenEquivariance takes it; the layer always is a registered operator.
         use_opaque: accepted, as OpenEquivariance takes it.
         kahan: compensated summation, which is not offered.
@@ -60,6 +64,7 @@ class TensorProductConv(torch.nn.Module):
         instructions: Sequence[tuple[Any, ...]] | None = None,
         *,
         deterministic: bool = False,
+        layout: str | None = None,
         torch_op: bool = True,
         use_opaque: bool = False,
         kahan: bool = False,
@@ -74,6 +79,7 @@ class TensorProductConv(torch.nn.Module):
             )
         if irreps_in2 is None and irreps_out is None and instructions is None:
             self.tensor_product = _from_problem(irreps_in1)
+            layout = layout or getattr(irreps_in1, "layout", None)
         elif irreps_in2 is None or irreps_out is None or instructions is None:
             raise InputError(
                 "irreps_in1 comes without the rest of a problem",
@@ -84,13 +90,14 @@ class TensorProductConv(torch.nn.Module):
             kwargs.setdefault("shared_weights", bool(kwargs.get("internal_weights")))
             self.tensor_product = TensorProduct(irreps_in1, irreps_in2, irreps_out, instructions, **kwargs)
         self.deterministic = deterministic
+        self.layout: str = layout or "mul_ir"
         self._text = self.spec.to_json()
 
     @property
     def spec(self) -> TensorProductSpec:
         """Representations and normalised paths, without numbers."""
         own = self.tensor_product.spec
-        return TensorProductSpec(own.in1, own.in2, own.out, own.paths, own.shared, True, self.deterministic)
+        return replace(own, convolution=True, deterministic=self.deterministic, layout=self.layout, masked=False)
 
     @property
     def weight_numel(self) -> int:
@@ -109,6 +116,8 @@ class TensorProductConv(torch.nn.Module):
 
     def __repr__(self) -> str:
         product = self.tensor_product._profiling_str.partition("(")[2]
+        if self.layout != "mul_ir":
+            product = f"{product.removesuffix(')')} | {self.layout})"
         return "\n  ".join([f"{type(self).__name__}({product}", *expressions(self.spec)])
 
     def reorder_weights_from_e3nn(self, weights: Tensor, has_batch_dim: bool = True) -> Tensor:
@@ -153,7 +162,7 @@ class TensorProductConv(torch.nn.Module):
 
         Raises:
             InputError: a shape does not fit.
-            InsumRangeError: an edge points outside the nodes.
+            InsumRangeError: an edge points outside the nodes; an end of -1 does, too.
         """
         product = self.tensor_product
         weight = product.weight if W is None and product.internal_weights else product._get_weights(W)

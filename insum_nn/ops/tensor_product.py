@@ -54,10 +54,11 @@ def tensor_product(
 
     Args:
         spec: the representations and paths, or their JSON.
-        x: (z, dim of in1), or (n, dim of in1) along edges; differentiable.
+        x: (z, dim of in1), or (n, dim of in1) along edges; differentiable. `spec.layout` says in which order an entry's
+            numbers are, here and in `y` and the result.
         y: (z, dim of in2), or (e, dim of in2); differentiable.
         weight: (numel,) if the spec shares weights, else (z, numel) or (e, numel); differentiable.
-        receivers: `Dst`, (e,), along edges only.
+        receivers: `Dst`, (e,), along edges only. An edge with an end of -1 is no edge, unless `spec.masked` is false.
         senders: `Src`, (e,), along edges only.
         num_receivers: rows of the result along edges; default the rows of `x`.
 
@@ -68,7 +69,7 @@ def tensor_product(
         InsumShapeError: an operand has another shape than the spec and the edges ask for.
         InsumDtypeError: dtypes differ, or nodes are no integers.
         InsumDeviceError: devices differ.
-        InsumRangeError: an edge points outside the nodes.
+        InsumRangeError: an edge points outside the nodes, or is none where the spec refuses that.
 
     >>> from insum_nn.structure.irreps import Entry, Path
     >>> dot = Path(0, 0, 0, "uuw", False, 3 ** 0.5, (1, 1))

@@ -1,8 +1,9 @@
 """Statements that read and write representations as they lie, for kernels that write static tables out.
 
-A representation holds an entry's copies one after the other, each with its components side by side. So the cells of one
-component are a start and a step, and a table that lists them for every coefficient is affine in the copy: a generated
-kernel needs no packed operands. Library calls would gather every coefficient's cells, so a CPU takes other statements.
+A representation holds an entry's copies one after the other, each with its components side by side, or the other way
+round. So the cells of one component are a start and a step, and a table that lists them for every coefficient is affine
+in the copy: a generated kernel needs no packed operands. Library calls would gather every coefficient's cells, so a CPU
+takes other statements.
 """
 
 from __future__ import annotations
@@ -51,10 +52,10 @@ class _Terms:
         for number, path in enumerate(form.spec.paths[n] for n in group.paths):
             a, b, c = (form.entry(operand, path).l for operand in "xyz")
             index, value = nonzeros(a, b, c)
-            starts = [form.starts[operand][path.ends[NUMBER[operand]]] for operand in "xyz"]
+            first = [form.columns(operand, path.ends[NUMBER[operand]])[:, 0] for operand in "xyz"]
             values.append(value * path.coefficient)
             paths.append(np.full(value.size, number, np.int64))
-            cells.append(index + np.array(starts)[:, None])
+            cells.append(np.stack([own[m] for own, m in zip(first, index, strict=True)]))
         value, path, cell = np.concatenate(values), np.concatenate(paths), np.concatenate(cells, axis=1)
         order = np.lexsort((path, path if role == "w" else cell[NUMBER[role]]))
         return cls(value[order], path[order], cell[:, order])
@@ -72,7 +73,7 @@ class _Cells(Reading):
         form, letters = self.form, self.group.letters(operand)
         ends = np.array(sorted({form.spec.paths[n].ends[NUMBER[operand]] for n in self.group.paths}))
         starts = np.array([form.starts[operand][end] for end in ends.tolist()])
-        steps = np.array([form.entries[operand][end].size for end in ends.tolist()])
+        steps = np.array([form.steps(operand, end)[1] for end in ends.tolist()])
         step = steps[np.searchsorted(starts, first, side="right") - 1]
         extents = [self.group.extents[x] for x in letters]
         table = first[:, None] + step[:, None] * np.arange(math.prod(extents))

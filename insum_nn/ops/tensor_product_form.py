@@ -121,12 +121,7 @@ class Form(ProductLayout):
         """
 
         def build() -> tuple[int | None, Tensor]:
-            entries, starts = self.entries[operand], self.starts[operand]
-            parts = [
-                starts[n] + np.arange(entries[n].dim).reshape(mul, entries[n].size).T.reshape(-1)
-                for n in self.packed_entries(operand, mul)
-            ]
-            order = np.concatenate(parts)
+            order = np.concatenate([self.columns(operand, n).reshape(-1) for n in self.packed_entries(operand, mul)])
             start = int(order[0]) if np.array_equal(order, order[0] + np.arange(order.size)) else None
             return start, torch.from_numpy(order).to(device)
 
@@ -148,7 +143,7 @@ class Form(ProductLayout):
         for statement in statements:
             for row, (number, component) in enumerate(statement.rows):
                 entry = self.entries[role][number]
-                target = self.starts[role][number] + component + entry.size * np.arange(entry.mul)
+                target = self.columns(role, number)[component]
                 layer = int(filled[target[0]])
                 filled[target] += 1
                 if layer == len(orders):

@@ -225,10 +225,13 @@ class _Part:
                 self.lying(role, number, found[role]).copy_(total.mT)
 
     def lying(self, role: str, number: int, tensor: Tensor) -> Tensor:
-        """An entry as it lies in a representation: (rows, copies, components)."""
+        """An entry of a representation, a view: (rows, copies, components)."""
         form = self.products.form
         entry: Entry = form.entries[role][number]
-        return tensor.narrow(1, form.starts[role][number], entry.dim).unflatten(1, (entry.mul, entry.size))
+        own = tensor.narrow(1, form.starts[role][number], entry.dim)
+        if form.spec.layout == "mul_ir":
+            return own.unflatten(1, (entry.mul, entry.size))
+        return own.unflatten(1, (entry.size, entry.mul)).mT
 
     def entry(self, role: str, number: int) -> Tensor:
         """An entry of an operand, copies fastest: (rows, components, copies)."""

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from functools import lru_cache
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 from torch import Tensor
@@ -21,6 +22,8 @@ __all__ = ["UnsupportedModeError", "right_expressions", "tensor_product_right"]
 
 _STATIC = IndexFacts(masked=False, proven=True)
 
+T = TypeVar("T")
+
 
 class UnsupportedModeError(InsumError, NotImplementedError):
     """A connection mode has no such operation; also a `NotImplementedError`, which e3nn raises here."""
@@ -35,7 +38,7 @@ def tensor_product_right(spec: TensorProductSpec | str, y: Tensor, weight: Tenso
 
     Args:
         spec: the representations and paths, or their JSON.
-        y: (z, dim of in2); differentiable.
+        y: (z, dim of in2); differentiable. `spec.layout` holds for both inputs and the output.
         weight: (numel,) if the spec shares weights, else (z, numel); differentiable.
 
     Returns:
@@ -99,7 +102,13 @@ def _text(form: Form, path: Path) -> str:
     factors = ["CG[p]", f"Y[{','.join(['z', 'J[p]', *mode.in2])}]"]
     if path.weighted:
         factors.append(f"W[{','.join([*([] if form.spec.shared else ['z']), *mode.weight])}]")
-    return f"B[{','.join(['z', *mode.in1, 'I[p]', *_out_letters(path), 'K[p]'])}] += {' * '.join(factors)}"
+    subscripts = ["z", *_side(form, mode.in1, "I[p]"), *_side(form, _out_letters(path), "K[p]")]
+    return f"B[{','.join(subscripts)}] += {' * '.join(factors)}"
+
+
+def _side(form: Form, copies: Iterable[T], component: T) -> list[T]:
+    """What stands for an entry of a representation, slowest first."""
+    return [*copies, component] if form.spec.layout == "mul_ir" else [component, *copies]
 
 
 def _block(form: Form, number: int, y: Tensor, weight: Tensor) -> Tensor:
@@ -111,13 +120,15 @@ def _block(form: Form, number: int, y: Tensor, weight: Tensor) -> Tensor:
     tables = {name: torch.from_numpy(axis).to(y.device) for name, axis in zip("IJK", index, strict=True)}
     tables["CG"] = torch.from_numpy(value * path.coefficient).to(y.device, y.dtype)
     start = form.starts["y"][path.i_in2]
-    tables["Y"] = y.narrow(1, start, b.dim).unflatten(1, (b.mul, b.size)).transpose(1, 2)
+    mine = y.narrow(1, start, b.dim).unflatten(1, _side(form, [b.mul], b.size))
+    tables["Y"] = mine.mT if form.spec.layout == "mul_ir" else mine
     if path.weighted:
         own = weight.narrow(-1, form.weight_starts[number], path.numel)
         tables["W"] = own.reshape(*weight.shape[:-1], *path.shape)
     extents = _extents(form, path)
-    shape = (y.shape[0], *(extents[x] for x in mode.in1), a.size, *(extents[x] for x in _out_letters(path)), c.size)
-    block = _path_program(form, path)(tensors=tables, out_shape=shape)
+    in1 = _side(form, (extents[x] for x in mode.in1), a.size)
+    out = _side(form, (extents[x] for x in _out_letters(path)), c.size)
+    block = _path_program(form, path)(tensors=tables, out_shape=(y.shape[0], *in1, *out))
     return block.reshape(y.shape[0], a.dim, c.dim)
 
 

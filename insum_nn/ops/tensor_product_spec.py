@@ -12,14 +12,20 @@ from collections.abc import Iterator, Mapping
 from dataclasses import asdict, dataclass, replace
 from functools import cached_property
 
+import numpy as np
+from numpy.typing import NDArray
+
+from insum_nn.errors import InsumFormatError
 from insum_nn.structure.clebsch_gordan import Entries
 from insum_nn.structure.irreps import MODES, Entry, Mode, Path, dimension, offsets, weight_offsets
 
-__all__ = ["NUMBER", "ROLES", "Group", "ProductLayout", "TensorProductSpec", "others"]
+__all__ = ["LAYOUTS", "NUMBER", "ROLES", "Group", "ProductLayout", "TensorProductSpec", "others"]
 
 ROLES = "xywz"
 # The operand's number in a path.
 NUMBER = {"x": 0, "y": 1, "z": 2}
+# What is slowest within an entry: its copies, as in e3nn, or its components.
+LAYOUTS = ("mul_ir", "ir_mul")
 
 
 def others(role: str) -> str:
@@ -43,6 +49,9 @@ class TensorProductSpec:
         shared: one weight for all samples, rather than one each.
         convolution: gather the first input along edges, and add the results up at their receivers.
         deterministic: the same bits at every run.
+        layout: order of the numbers of an entry in inputs and outputs: `"mul_ir"` (copies, components), which is
+            e3nn's, or `"ir_mul"` (components, copies). Weights have one order.
+        masked: an edge with an end of -1 is no edge; `False`: it is refused.
     """
 
     in1: tuple[Entry, ...]
@@ -52,6 +61,18 @@ class TensorProductSpec:
     shared: bool
     convolution: bool = False
     deterministic: bool = False
+    layout: str = "mul_ir"
+    masked: bool = True
+
+    def __post_init__(self) -> None:
+        if self.layout not in LAYOUTS:
+            raise InsumFormatError(
+                f"layout is {self.layout!r}",
+                details=[f"expected one of {', '.join(map(repr, LAYOUTS))}"],
+                fix="choose one of these for layout.",
+                expected=LAYOUTS,
+                got=self.layout,
+            )
 
     def to_json(self) -> str:
         """As text, which the registered operators carry."""
@@ -158,6 +179,17 @@ class ProductLayout:
                 found[role][number] = totals.get(entry.mul, 0)
                 totals[entry.mul] = found[role][number] + entry.size
         return found
+
+    def steps(self, role: str, number: int) -> tuple[int, int]:
+        """How far apart two components of an entry are in a representation, and two of its copies."""
+        entry = self.entries[role][number]
+        return (1, entry.size) if self.spec.layout == "mul_ir" else (entry.mul, 1)
+
+    def columns(self, role: str, number: int) -> NDArray[np.int64]:
+        """Where an entry's numbers are in a representation: (components, copies)."""
+        entry = self.entries[role][number]
+        component, copy = self.steps(role, number)
+        return self.starts[role][number] + np.add.outer(component * np.arange(entry.size), copy * np.arange(entry.mul))
 
     def packed_entries(self, role: str, mul: int) -> tuple[int, ...]:
         """Entries in use of one multiplicity."""

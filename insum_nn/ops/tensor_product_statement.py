@@ -24,6 +24,8 @@ __all__ = ["Feed", "Reading", "Statement", "WeightAccess"]
 _ROW = {"x": "i", "y": "j", "z": "k", "w": "r"}
 _TABLE = {"x": "I", "y": "J", "z": "K", "g": "P"}
 _STATIC = IndexFacts(masked=False, proven=True)
+# The ends of edges, where an entry of -1 is a mistake.
+_ENDS = {"Dst": IndexFacts(masked=False), "Src": IndexFacts(masked=False)}
 
 
 def _access(name: str, subscripts: Sequence[str]) -> str:
@@ -104,10 +106,13 @@ class Reading(ABC):
 
     def _compile(self, expression: str, sizes: Mapping[str, int]) -> None:
         self.expression = expression
+        facts = {name: _STATIC for name, table in self.tables.items() if not table.is_floating_point()}
+        if not self.layout.spec.masked:
+            facts |= {name: _ENDS[name] for name in self.edges}
         self.program: Program = compile(
             expression,
             sizes=sizes,
-            facts={name: _STATIC for name, table in self.tables.items() if not table.is_floating_point()},
+            facts=facts,
             # Pairs of copies (U, V) are many and regular; the rest is few numbers, which kernels write out.
             static={name: table for name, table in self.tables.items() if name not in ("U", "V")},
             options=Options(deterministic=self.layout.spec.deterministic),
@@ -229,10 +234,7 @@ class Statement(Reading):
 
     def _cells(self) -> Tensor:
         """(rows, copies) the cells of the output's rows in a representation."""
-        layout = self.layout
-        first = torch.tensor([layout.starts["z"][number] + m for number, m in self.rows], device="cpu")
-        step = torch.tensor([layout.entries["z"][number].size for number, _ in self.rows], device="cpu")
-        return first[:, None] + step[:, None] * torch.arange(self.group.muls[2], device="cpu")
+        return torch.from_numpy(np.stack([self.layout.columns("z", number)[m] for number, m in self.rows]))
 
     def _tabulate(self, owned: NDArray[np.int64] | None) -> str:
         """Make the static tables; returns how the text names a path's place among the weights."""

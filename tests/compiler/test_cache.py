@@ -292,6 +292,19 @@ def test_promised_facts_spare_the_reading(readings: list[Tensor]):
         again(**{**t, "Row": torch.full_like(t["Row"], -1)})
 
 
+def test_an_unproven_promise_of_no_missing_entry_is_checked_when_the_values_are_read():
+    program = insum_nn.compile("y[E[i]] += x[i]", facts={"E": IndexFacts(masked=False)}, out_shape=(3,))
+    x, E = torch.ones(2), torch.tensor([2, -1])
+    assert insum("y[E[i]] += x[i]", x=x, E=E, out_shape=(3,)).tolist() == [0.0, 0.0, 1.0]
+    with pytest.raises(InsumRangeError, match=r"expected E\[i\] >= 0; got minimum -1 \(1 of 2 entries; first at i = 1"):
+        program(x=x, E=E)
+    E[1] = 2
+    assert program(x=x, E=E).tolist() == [0.0, 0.0, 2.0]
+    E[0] = -1
+    with pytest.raises(InsumRangeError, match="'E' holds -1"):
+        program(x=x, E=E)
+
+
 def test_validate_reads_at_every_call(readings: list[Tensor]):
     x, E = torch.arange(5.0), torch.tensor([0, 4])
     for _ in range(3):

@@ -15,7 +15,7 @@ pytest.importorskip("e3nn")
 from e3nn import o3
 from e3nn.util.test import assert_equivariant
 
-from insum_nn.errors import InsumDeviceError, InsumDtypeError, InsumRangeError
+from insum_nn.errors import InsumDeviceError, InsumDtypeError, InsumFormatError, InsumRangeError
 from insum_nn.layers.tensor_product import TensorProduct
 from insum_nn.layers.tensor_product_checks import InputError
 from insum_nn.layers.tensor_product_conv import TensorProductConv
@@ -226,6 +226,49 @@ def test_problems():
         TensorProductConv("1o", "1o")
 
 
+def other_order(x: Tensor, irreps: o3.Irreps, *, components_first: bool) -> Tensor:
+    """Exchange copies and components within each entry of a representation."""
+    parts = []
+    for own, (mul, ir) in zip(irreps.slices(), irreps, strict=True):
+        shape = (ir.dim, mul) if components_first else (mul, ir.dim)
+        parts.append(x[..., own].unflatten(-1, shape).transpose(-1, -2).flatten(-2))
+    return torch.cat(parts, -1)
+
+
+@pytest.mark.parametrize("shared", [True, False])
+@pytest.mark.parametrize("name", ["nequip", "mixed multiplicities", "mixing", "pairs"])
+def test_components_before_copies(name: str, shared: bool):
+    """`layout="ir_mul"` of OpenEquivariance's problems: inputs and outputs, in all gradients; weights are as ever."""
+    options = {"shared_weights": shared, "internal_weights": False}
+    peer = o3.TensorProduct(*CASES[name].args, **options)
+    problem = SimpleNamespace(
+        irreps_in1=peer.irreps_in1,
+        irreps_in2=peer.irreps_in2,
+        irreps_out=peer.irreps_out,
+        instructions=peer.instructions,
+        shared_weights=shared,
+        internal_weights=False,
+        layout="ir_mul",
+    )
+    conv = TensorProductConv(problem)
+    rows, cols = EDGES["unsorted"]
+
+    def oracle(x: Tensor, y: Tensor, w: Tensor) -> Tensor:
+        x = other_order(x, peer.irreps_in1, components_first=True)
+        y = other_order(y, peer.irreps_in2, components_first=True)
+        return other_order(unfused(peer, x, y, w, rows, cols), peer.irreps_out, components_first=False)
+
+    assert_same_derivatives(lambda x, y, w: conv(x, y, w, rows, cols), oracle, inputs_of(conv, 5, 7))
+    by_argument = TensorProductConv(*CASES[name].args, **options, layout="ir_mul")
+    assert by_argument._text == conv._text
+    assert "ir_mul" in repr(conv).splitlines()[0]
+
+
+def test_an_unknown_layout_is_refused():
+    with pytest.raises(InsumFormatError, match="layout is 'irmul'"):
+        TensorProductConv(*CASES["nequip"].args, layout="irmul")
+
+
 def test_copies_and_repr():
     conv = TensorProductConv(*CASES["mixing"].args)
     assert "Z[Dst[e],k,w] += " in repr(conv)
@@ -348,14 +391,28 @@ def test_every_rank_dtype_and_device_is_checked(name: str):
 
 
 @pytest.mark.parametrize("name", ["rows", "cols"])
-@pytest.mark.parametrize("entry", [5, -2])
+@pytest.mark.parametrize("entry", [5, -1, -2])
 def test_edges_outside_are_refused(name: str, entry: int):
+    """The operator takes an end of -1 for an edge that is none; the layer, whose edges all are, does not."""
     given = arguments()
     given[name] = given[name].clone()
     given[name][3] = entry
     conv = TensorProductConv(*CASES["nequip"].args)
-    with pytest.raises(InsumRangeError, match="Dst" if name == "rows" else "Src"):
+    compiled = torch.compile(conv, backend="aot_eager", fullgraph=True)
+    batched = torch.vmap(lambda rows, cols: conv(given["X"], given["Y"], given["W"], rows, cols))
+    both = [torch.stack([given[x], given[x].clamp(0, 4)]) for x in ("rows", "cols")]
+    del given["sender_perm"]
+    wanted = "'Dst'" if name == "rows" else "'Src'"
+    with pytest.raises(InsumRangeError, match=wanted):
         conv(**given)
+    with pytest.raises(InsumRangeError, match=wanted):
+        compiled(**given)
+    with pytest.raises(InsumRangeError, match=wanted):
+        torch.func.grad(lambda x: conv(**{**given, "X": x}).sum())(given["X"])
+    with pytest.raises(InsumRangeError, match=wanted):
+        batched(*both)
+    given[name][3] = 4
+    conv(**given)
 
 
 def _train(rank: int, world: int, port: int, results: dict) -> None:
