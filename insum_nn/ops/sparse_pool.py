@@ -119,9 +119,9 @@ def sparse_global_avg_pool(features: Tensor, sites: Coordinates, *, options: Opt
     batch = sites.columns[0]
     counts = torch.bincount(batch, minlength=sites.batch_size)
     wide = torch.promote_types(features.dtype, torch.float32)
-    inverse = (1 / counts.to(wide).clamp(min=1)).to(features.dtype)
-    named = {"In": features, "Inv": inverse, "Batch": batch}
-    return run(SPARSE_GLOBAL_AVG_POOL, _ROW_FACTS, named, options, (sites.batch_size, None))
+    # One over a cloud's voxels may be subnormal in float16, with few bits left, so the products are taken in float32.
+    named = {"In": features.to(wide), "Inv": 1 / counts.to(wide).clamp(min=1), "Batch": batch}
+    return run(SPARSE_GLOBAL_AVG_POOL, _ROW_FACTS, named, options, (sites.batch_size, None)).to(features.dtype)
 
 
 def sparse_to_dense(features: Tensor, sites: Coordinates, *, options: Options = DEFAULT) -> Tensor:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import itertools
+
 import pytest
 import torch
 from torch import nn
@@ -11,6 +13,7 @@ from insum_nn.layers import sparse_pool as pools
 from insum_nn.layers.sparse_conv_kinds import SparseConv3d
 from insum_nn.layers.sparse_pool import (
     SparseAvgPool,
+    SparseAvgPool1d,
     SparseAvgPool3d,
     SparseGlobalAvgPool,
     SparseGlobalMaxPool,
@@ -19,7 +22,8 @@ from insum_nn.layers.sparse_pool import (
     SparseMaxPool3d,
 )
 from insum_nn.layers.sparse_tensor import SparseConvTensor
-from tests.ops.conv_oracle import random_sites, reached, to_dense
+from insum_nn.testing.tolerances import assert_matches
+from tests.ops.conv_oracle import random_sites, to_dense
 
 
 def cloud(shape=(6, 5, 7), channels=3, count=25, batch=2, device="cpu") -> SparseConvTensor:
@@ -28,28 +32,59 @@ def cloud(shape=(6, 5, 7), channels=3, count=25, batch=2, device="cpu") -> Spars
     return SparseConvTensor(features, sites.indices, list(shape), batch)
 
 
+def windows(
+    x: SparseConvTensor, kernel_size: int, stride: int = 1, padding: int = 0, dilation: int = 1, subm: bool = False
+) -> dict[tuple[int, ...], list[int]]:
+    """Rows of the input under the kernel of each output voxel, by the definition; uses nothing of the package.
+
+    A submanifold kernel has its outputs at the input's voxels, and the cell `kernel_size // 2` lies on the voxel.
+    """
+    sites = {tuple(site): row for row, site in enumerate(x.indices.tolist())}
+    if subm:
+        stride, padding = 1, kernel_size // 2 * dilation
+        outputs = sorted(sites, key=sites.__getitem__)
+    else:
+        shape = [(extent + 2 * padding - dilation * (kernel_size - 1) - 1) // stride + 1 for extent in x.spatial_shape]
+        outputs = list(itertools.product(range(x.batch_size), *map(range, shape)))
+    found: dict[tuple[int, ...], list[int]] = {}
+    for entry, *cell in outputs:
+        under = itertools.product(
+            *(range(c * stride - padding, c * stride - padding + dilation * kernel_size, dilation) for c in cell)
+        )
+        rows = [sites[entry, *place] for place in under if (entry, *place) in sites]
+        if rows:
+            found[entry, *cell] = rows
+    return found
+
+
 @pytest.mark.parametrize("ndim", [1, 2, 3, 4])
 @pytest.mark.parametrize("kind", ["Max", "Avg"])
 @pytest.mark.parametrize(
     "arguments",
     [
-        {"kernel_size": 2},
+        {"kernel_size": 2, "stride": 2},
         {"kernel_size": 3, "stride": 2, "padding": 1},
         {"kernel_size": 2, "stride": 1, "dilation": 2},
+        {"kernel_size": 3, "dilation": 2, "subm": True},
+        {"kernel_size": 2, "dilation": 3, "subm": True},
     ],
     ids=str,
 )
 def test_reduce_the_active_voxels_under_the_kernel(kind, ndim, arguments, device):
     x = cloud({1: (11,), 2: (6, 7), 3: (5, 6, 4), 4: (3, 4, 3, 3)}[ndim], count=9, device=device)
-    layer = getattr(pools, f"Sparse{kind}Pool{ndim}d")(**arguments)
-    y = layer(x)
-    near = layer.kernel_map(x)
-    assert y.indices.tolist() == reached(x.coordinates(), layer.geometry).tolist()
-    pairs = near.pairs
-    for row in range(near.num_outputs):
-        members = x.features[pairs.input[pairs.output == row]]
-        want = members.max(0).values if kind == "Max" else members.mean(0)
-        torch.testing.assert_close(y.features[row], want)
+    y = getattr(pools, f"Sparse{kind}Pool")(ndim, **arguments)(x)
+    under = windows(x, **arguments)
+    assert [tuple(site) for site in y.indices.tolist()] == list(under)
+    members = [x.features[rows] for rows in under.values()]
+    want = torch.stack([m.max(0).values if kind == "Max" else m.mean(0) for m in members])
+    torch.testing.assert_close(y.features, want)
+
+
+@pytest.mark.parametrize("kind", ["Max", "Avg"])
+def test_the_stride_of_a_sized_pool_is_its_kernel(kind):
+    x = cloud((6, 7), count=20)
+    y = getattr(pools, f"Sparse{kind}Pool2d")(2)(x)
+    assert [tuple(site) for site in y.indices.tolist()] == list(windows(x, 2, stride=2))
 
 
 def test_maximum_of_positive_features_is_the_dense_pool():
@@ -106,11 +141,19 @@ def test_global_pools(device):
         torch.autograd.gradcheck(lambda f, pool=pool: pool(few.replace_feature(f)), leaf)
 
 
-def test_half_mean_counts_exactly():
-    count = 3000
-    sites = torch.stack([torch.zeros(count, dtype=torch.int32), torch.arange(count, dtype=torch.int32)], 1)
-    x = SparseConvTensor(torch.ones(count, 1, dtype=torch.float16), sites, [count], 1)
-    assert SparseGlobalAvgPool()(x).item() == pytest.approx(1.0, abs=2e-3)
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
+def test_half_means_count_exactly(dtype):
+    """More voxels than a half type can count to (2,048 or 256), or can hold (65,504), or can hold the inverse of."""
+    values = torch.rand(500_000, 1).add(0.5).to(dtype)
+    for count in (2309, 500_000):
+        sites = torch.stack([torch.zeros(count, dtype=torch.int32), torch.arange(count, dtype=torch.int32)], 1)
+        x = SparseConvTensor(values[:count], sites, [count], 1)
+        want = values[:count].double().mean(0, keepdim=True)
+        assert_matches(SparseGlobalAvgPool()(x), want, dtype=dtype, kind="sum")
+    sites = sites[:2309]
+    ones = SparseConvTensor(torch.ones(2309, 1, dtype=dtype), sites, [2309], 1)
+    for window in (259, 2309):
+        assert SparseAvgPool1d(window)(ones).features.unique().tolist() == [1.0]
 
 
 def test_keys_and_submanifold_pools():

@@ -68,7 +68,7 @@ def test_equals_the_formula(loops: bool, flow: str):
         matrix = matrix.t()
     if loops:
         matrix = torch.where(torch.eye(nodes, dtype=bool) & (matrix.diagonal() == 0), 1.0, matrix)
-    root = inverse_root(matrix.sum(1))
+    root = torch.tensor([float(d) ** -0.5 if d else 0.0 for d in matrix.sum(1)], dtype=torch.float64)
     want = root[:, None] * matrix * root
     ends = edges if flow == "source_to_target" else edges.flip(0)
     assert_matches(dense(ends, got, nodes), want, dtype=torch.float64, kind="sum")
@@ -121,14 +121,18 @@ def test_degrees_of_zero_and_below():
     assert gradient[:3].tolist() == [0.0, 0.0, -0.0625]
 
 
-def test_half_degrees_are_counted_in_float32():
-    nodes, edges = 2, 5000
-    graph = torch.stack([torch.ones(edges, dtype=torch.int64), torch.zeros(edges, dtype=torch.int64)])
-    _, weight = gcn_norm(graph, None, nodes, add_self_loops=False, flow="target_to_source", dtype=torch.float16)
-    assert weight.dtype == torch.float16
-    _, exact = gcn_norm(graph, torch.ones(edges, dtype=torch.float64), nodes, flow="target_to_source")
-    got = gcn_norm(graph, None, nodes, flow="target_to_source", dtype=torch.float16)[1]
-    assert_matches(got, exact, dtype=torch.float16, kind="product")
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
+@pytest.mark.parametrize("weighted", [False, True])
+def test_half_degrees_are_counted_in_float32(dtype: torch.dtype, weighted: bool):
+    """Node 0 sends 5,000 edges to itself and to node 1: a half type counts to 2,048, or 256."""
+    graph = torch.zeros(2, 5000, dtype=torch.int64)
+    graph[1, ::2] = 1
+    weight = torch.full((5000,), 1.0, dtype=dtype) if weighted else None
+    edges, got = gcn_norm(graph, weight, 2, add_self_loops=False, dtype=dtype)
+    assert edges.tolist() == graph.tolist()
+    degree = torch.tensor([2500.0, 2500.0], dtype=torch.float64)
+    want = degree[graph[0]] ** -0.5 * degree[graph[1]] ** -0.5
+    assert_matches(got, want, dtype=dtype, kind="product")
 
 
 @pytest.mark.parametrize("flow", FLOWS)
