@@ -17,15 +17,15 @@ from insum_nn.layers.sparse_maps import IntOrInts, check_ndim, expand_nd, map_di
 from insum_nn.layers.sparse_sequential import SparseModule
 from insum_nn.layers.sparse_tensor import SparseConvTensor
 from insum_nn.ops.sparse_conv import map_program, sparse_conv, sparse_conv_call, sparse_conv_expression
-from insum_nn.structure.conv_weights import export_weight, import_weight
+from insum_nn.structure.conv_weights import WeightLayout, export_weight, import_weight
 from insum_nn.structure.kernel_map import Geometry, KernelMap
 
-__all__ = ["SparseConvolution", "load_spconv_state_dict"]
+__all__ = ["SparseConvolution", "load_spconv_state_dict", "spconv_state_dict"]
 
-# What states of a layer say of its weight. spconv's layers of one cell and stride 1 keep a weight (O, 1.., I) and
-# multiply by its numbers read as (I, O); their states say 1, torch's default. Ours have one law for all kernels.
-_SPCONV_VERSION = 1
-_VERSION = 2
+# What a state says of a layer's weight. In version 2 it was always what its shape says; in version 1, which is torch's
+# default and so spconv's, and from version 3 on it is in spconv's memory order (`SparseConvolution.weight_layout`).
+_VERSION = 3
+_VERSION_BY_SHAPE = 2
 _VOXEL_COUNT = "max_num_voxels_during_training"
 
 
@@ -40,14 +40,14 @@ class SparseConvolution(SparseModule):
     bfloat16 and float64, second derivatives, output voxels always in lexicographic order, and no error where all
     output voxels vanish.
 
-    States of spconv's layers can be loaded. spconv keeps the weights of a kernel of one cell and stride 1 in another
-    order than their shape says; they are brought into ours on loading. torch's states tell which library they come from
-    by their metadata; where a copy has lost that, `load_spconv_state_dict` says it.
+    States are exchanged with spconv's layers as they are, both ways, with or without torch's metadata. For this the
+    weight has spconv's memory order, which for a kernel of one cell is not what its shape says: see `weight_layout` and
+    `dense_weight`. States that say they are of version 2 of this class, which had another order there, are converted.
 
     Source: Won, Ahrens, Amarasinghe, Emer, Insum (ASPLOS 2026), section 5.
 
     Attributes:
-        weight: (O, k_1, .., k_d, I / groups).
+        weight: (O, k_1, .., k_d, I / groups), in the order of `weight_layout`.
         bias: (O,) or `None`.
         geometry: how the kernel moves.
         options: compile options.
@@ -89,7 +89,7 @@ class SparseConvolution(SparseModule):
             in_channels: channels read.
             out_channels: channels written.
             kernel_size: kernel cells along each axis.
-            stride: step of the kernel.
+            stride: step of the kernel. Not read by submanifold layers, which keep their voxels.
             padding: cells added around the grid. Not read by submanifold layers, whose kernel is centred.
             dilation: step between kernel cells.
             groups: groups of channels.
@@ -132,6 +132,7 @@ class SparseConvolution(SparseModule):
         self.conv1x1 = self.geometry.is_pointwise and not inverse
         factory: dict[str, Any] = {"device": device, "dtype": dtype}
         self.weight = nn.Parameter(torch.empty(out_channels, *self.kernel_size, in_channels // groups, **factory))
+        self._weight_version = _VERSION
         if bias:
             self.bias: nn.Parameter | None = nn.Parameter(torch.empty(out_channels, **factory))
         else:
@@ -145,13 +146,6 @@ class SparseConvolution(SparseModule):
         kernel = tuple(self.kernel_size)
         ones, zeros = (1,) * self.ndim, (0,) * self.ndim
         if self.subm:
-            if any(step != 1 for step in self.stride):
-                raise InsumShapeError(
-                    f"{owner}: 'stride' is {self.stride}, and a submanifold convolution keeps its input's voxels",
-                    fix="use SparseConv to move to a coarser grid.",
-                    argument="stride",
-                    got=self.stride,
-                )
             cells = [k // 2 for k in kernel] if anchor is None else expand_nd(owner, "anchor", self.ndim, anchor, 0)
             if any(cell >= k for cell, k in zip(cells, kernel, strict=True)):
                 raise InsumShapeError(
@@ -179,14 +173,21 @@ class SparseConvolution(SparseModule):
                 self.bias.uniform_(-bound, bound)
 
     @property
-    def dense_weight(self) -> Tensor:
-        """`weight` by our law (O, k_1, .., k_d, I / groups); in layers that `swap` made it may be spconv's own."""
-        is_theirs = self._version == _SPCONV_VERSION and self._is_one_cell
-        return import_weight(self.weight, "spconv_pointwise", self.kernel_size) if is_theirs else self.weight
+    def weight_layout(self) -> WeightLayout:
+        """In what order `weight` stores its numbers; see `insum_nn.structure.conv_weights`.
+
+        `"spconv_pointwise"` for a kernel of one cell in a submanifold layer or one of stride 1: `spconv` multiplies by
+        the numbers of (O, 1, .., 1, I) read as (I, O). Else `"spconv"`: what the shape says.
+        """
+        steps = self.subm or all(step == 1 for step in self.stride)
+        one_cell = math.prod(self.kernel_size) == 1 and steps and self.groups == 1
+        return "spconv_pointwise" if one_cell else "spconv"
 
     @property
-    def _is_one_cell(self) -> bool:
-        return self.geometry.is_pointwise and self.groups == 1
+    def dense_weight(self) -> Tensor:
+        """`weight` as its shape says, (O, k_1, .., k_d, I / groups); differentiable, a view where it can be."""
+        layout = self.weight_layout
+        return self.weight if layout == "spconv" else import_weight(self.weight, layout, self.kernel_size)
 
     def _load_from_state_dict(
         self,
@@ -198,17 +199,27 @@ class SparseConvolution(SparseModule):
         unexpected_keys: list[str],
         error_msgs: list[str],
     ) -> None:
-        key, version = prefix + "weight", local_metadata.get("version", self._version)
+        key = prefix + "weight"
         given = state_dict.get(key)
-        if version != self._version and self._is_one_cell and given is not None and given.shape == self.weight.shape:
-            if version == _SPCONV_VERSION:
-                given = import_weight(given, "spconv_pointwise", self.kernel_size)
-            else:
-                given = export_weight(given, "spconv_pointwise")
+        if (
+            local_metadata.get("version") == _VERSION_BY_SHAPE
+            and given is not None
+            and given.shape == self.weight.shape
+        ):
             # The caller's dictionary is left as it is.
-            state_dict = {**state_dict, key: given}
+            state_dict = {**state_dict, key: export_weight(given, self.weight_layout)}
         rest = (strict, missing_keys, unexpected_keys, error_msgs)
         super()._load_from_state_dict(state_dict, prefix, local_metadata, *rest)
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        super().__setstate__(state)
+        # A layer that was pickled whole. Version 2 wrote its number into no instance but those that `swap` made.
+        by_shape = "_weight_version" not in state and state.get("_version", _VERSION_BY_SHAPE) == _VERSION_BY_SHAPE
+        if by_shape and self.weight_layout != "spconv":
+            with torch.no_grad():
+                self.weight.copy_(export_weight(self.weight, self.weight_layout).clone())
+        self.__dict__.pop("_version", None)
+        self._weight_version = _VERSION
 
     @property
     def expression(self) -> str:
@@ -322,7 +333,7 @@ class SparseConvolution(SparseModule):
 
 
 def load_spconv_state_dict(model: nn.Module, state: Mapping[str, Tensor], *, strict: bool = True) -> Any:
-    """`model.load_state_dict` of a state that spconv's layers saved, whatever became of its metadata.
+    """`model.load_state_dict` of weights in spconv's layout, whatever their metadata say.
 
     Args:
         model: any module with our layers in the places of spconv's.
@@ -335,15 +346,47 @@ def load_spconv_state_dict(model: nn.Module, state: Mapping[str, Tensor], *, str
     >>> layer = SparseConvolution(1, 3, 2, 1, bias=False)
     >>> load_spconv_state_dict(layer, {"weight": torch.arange(6.0).reshape(2, 1, 3)})
     <All keys matched successfully>
-    >>> layer.weight.tolist()
+    >>> layer.dense_weight.tolist()
     [[[0.0, 2.0, 4.0]], [[1.0, 3.0, 5.0]]]
     """
     marked: Any = OrderedDict(state)
-    marked._metadata = OrderedDict(
-        (path, {"version": _SPCONV_VERSION if isinstance(module, SparseConvolution) else module._version})
-        for path, module in model.named_modules()
-    )
+    marked._metadata = OrderedDict((path, {"version": module._version}) for path, module in model.named_modules())
     return model.load_state_dict(marked, strict=strict)
+
+
+def spconv_state_dict(model: nn.Module) -> dict[str, Tensor]:
+    """The weights of a whole model for the same model made of spconv's layers, which loads them strictly.
+
+    Weights have spconv's layout in memory already; what this adds to `state_dict()` is that every convolution is one
+    that spconv has.
+
+    Args:
+        model: any module with our layers in the places of spconv's.
+
+    Returns:
+        Detached tensors by name, sharing the parameters' memory.
+
+    Raises:
+        InsumFormatError: a layer has groups of channels or an anchor, which spconv's have not.
+
+    >>> layer = SparseConvolution(3, 4, 8, 3, subm=True)
+    >>> {name: tuple(value.shape) for name, value in spconv_state_dict(layer).items()}
+    {'weight': (8, 3, 3, 3, 4), 'bias': (8,)}
+    """
+    wrong: list[str] = []
+    for path, module in model.named_modules():
+        if isinstance(module, SparseConvolution):
+            own = [k // 2 * step for k, step in zip(module.kernel_size, module.dilation, strict=True)]
+            wrong += [f"{path or 'the model'}: groups={module.groups}"] if module.groups != 1 else []
+            moved = module.subm and list(module.geometry.padding) != own
+            wrong += [f"{path or 'the model'}: an anchor other than kernel_size // 2"] if moved else []
+    if wrong:
+        raise InsumFormatError(
+            "spconv has no layers like some of this model's",
+            details=wrong,
+            fix="export models whose layers have groups=1 and no anchor.",
+        )
+    return dict(model.state_dict())
 
 
 def _check_channels(owner: str, in_channels: int, out_channels: int, groups: int) -> None:

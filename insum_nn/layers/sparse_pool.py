@@ -113,8 +113,6 @@ class _SparsePool(SparseModule):
         parts += [f"padding={self.padding}"] if any(self.padding) else []
         parts += [f"dilation={self.dilation}"] if set(self.dilation) != {1} else []
         parts += [f"indice_key={self.indice_key!r}"] if self.indice_key is not None else []
-        least = getattr(self, "at_least", None)
-        parts += [f"at_least={least}"] if least is not None else []
         return ", ".join([*parts, repr(self.expression)])
 
     def get_max_num_voxels(self) -> Tensor | None:
@@ -151,19 +149,24 @@ class _SparsePool(SparseModule):
 
 
 class SparseMaxPool(_SparsePool):
-    """The largest feature among the active voxels under the kernel.
+    """The largest feature among the active voxels under the kernel, and `at_least`, by default 0 as in spconv.
 
         Out[OutIdx[g,q],c] max= In[InIdx[g,q],c]
 
-    Voxels that are not there take no part, so a result may be negative where a dense pool of zeros would give 0.
-    spconv's pool gives 0 there, full window or not; set `at_least` to 0 to have the same, as `swap` does.
+    Voxels that are not there take no part: with `at_least=None` the largest of negative features is negative. spconv
+    gives 0 there, full window or not. Features that tie share the gradient; spconv gives each of them all of it.
 
     Attributes:
         at_least: what a smaller result becomes; `None`: it stays.
     """
 
     EXPRESSION = SPARSE_MAX_POOL
-    at_least: float | None = None
+    # Also of layers that were pickled before it was an argument.
+    at_least: float | None = 0.0
+
+    def __init__(self, *args: Any, at_least: float | None = 0.0, **kwargs: Any) -> None:
+        super().__init__(*args, **kwargs)
+        self.at_least = at_least
 
     def pool(self, features: Tensor, kernel_map: KernelMap) -> Tensor:
         """The maximum."""

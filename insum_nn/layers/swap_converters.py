@@ -80,8 +80,6 @@ def _spconv_convolution(module: Any) -> nn.Module:
         device="meta",
     )
     new.weight, new.bias = module.weight, module.bias
-    # The weight stays as spconv reads it.
-    new._version = module._version
     new._buffers.update(module._buffers)
     return new
 
@@ -106,8 +104,6 @@ def _spconv_pool(module: Any) -> nn.Module:
         record_voxel_count=getattr(module, "record_voxel_count", False),
         name=module.name,
     )
-    if isinstance(new, pools.SparseMaxPool):
-        new.at_least = 0.0
     new._buffers.update(module._buffers)
     return new
 

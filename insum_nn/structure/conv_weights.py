@@ -11,16 +11,17 @@ import math
 from collections.abc import Mapping, Sequence
 from typing import Literal, get_args
 
-from torch import Tensor
+from torch import Tensor, nn
 
 from insum_nn.errors import InsumFormatError, InsumNameError, InsumShapeError
 
 __all__ = ["WeightLayout", "convert_state_dict", "export_weight", "import_weight", "kernel_anchor"]
 
 WeightLayout = Literal["spconv", "spconv_pointwise", "spconv_rsck", "spconv_rskc", "minkowski", "torchsparse"]
-"""`spconv`: (O, k.., I), ours. `spconv_pointwise`: the same shape, of spconv's layers with a kernel of one cell and
-stride 1, which multiply by the numbers read as (I, O). `spconv_rsck`: (k.., I, O) and `spconv_rskc`: (k.., O, I), of
-spconv 1 and 2.1. `minkowski`, `torchsparse`: (cells, I, O), or (I, O) for one cell."""
+"""`spconv`: (O, k.., I), ours. `spconv_pointwise`: the same shape, of layers with a kernel of one cell that are
+submanifold or of stride 1, spconv's and ours, which multiply by the numbers read as (I, O). `spconv_rsck`:
+(k.., I, O) and `spconv_rskc`: (k.., O, I), of spconv 1 and 2.1. `minkowski`, `torchsparse`: (cells, I, O), or (I, O)
+for one cell."""
 
 
 def kernel_anchor(layout: WeightLayout, kernel_size: Sequence[int]) -> tuple[int, ...]:
@@ -112,7 +113,7 @@ def export_weight(weight: Tensor, layout: WeightLayout) -> Tensor:
 
 
 def convert_state_dict(
-    state: Mapping[str, Tensor], layout: WeightLayout, target: Mapping[str, Tensor]
+    state: Mapping[str, Tensor], layout: WeightLayout, target: nn.Module | Mapping[str, Tensor]
 ) -> dict[str, Tensor]:
     """The state of another library's model under the names and in the layout of ours.
 
@@ -121,7 +122,8 @@ def convert_state_dict(
     Args:
         state: the other model's `state_dict()`.
         layout: the library it comes from.
-        target: our model's `state_dict()`: its keys and kernel sizes.
+        target: our model, which tells its keys, its kernel sizes and how its layers store their weights. Its
+            `state_dict()` will do where no kernel has only one cell.
 
     Returns:
         A state for `load_state_dict`, with exactly the keys of `target`.
@@ -129,6 +131,7 @@ def convert_state_dict(
     Raises:
         InsumNameError: a key of either has no partner.
         InsumShapeError: a weight does not fit.
+        InsumFormatError: `target` is a state with a kernel of one cell, whose order depends on the layer.
 
     >>> import torch
     >>> ours = {"c.weight": torch.zeros(2, 3, 3, 4)}
@@ -136,6 +139,8 @@ def convert_state_dict(
     torch.Size([2, 3, 3, 4])
     """
     _check_layout(layout)
+    layouts = _layouts(target)
+    target = target.state_dict() if isinstance(target, nn.Module) else target
     found: dict[str, Tensor] = {}
     strangers: list[str] = []
     for key, tensor in state.items():
@@ -146,6 +151,8 @@ def convert_state_dict(
         like = target[name]
         is_kernel = name.endswith("weight") and like.ndim >= 3
         value = import_weight(tensor, layout, tuple(like.shape[1:-1])) if is_kernel else tensor
+        if is_kernel and value.shape == like.shape:
+            value = export_weight(value, _own_layout(name, like, layouts))
         if value.shape != like.shape and value.numel() == like.numel() and not is_kernel:
             value = value.reshape(like.shape)
         if value.shape != like.shape:
@@ -169,6 +176,31 @@ def convert_state_dict(
             missing=tuple(missing),
         )
     return found
+
+
+def _layouts(target: nn.Module | Mapping[str, Tensor]) -> dict[str, WeightLayout] | None:
+    """The layout of each layer's weight that has one of its own, by the weight's name; `None` where none is known."""
+    if not isinstance(target, nn.Module):
+        return None
+    found: dict[str, WeightLayout] = {}
+    for path, module in target.named_modules():
+        layout = getattr(module, "weight_layout", None)
+        if layout is not None:
+            found[f"{path}.weight" if path else "weight"] = layout
+    return found
+
+
+def _own_layout(name: str, like: Tensor, layouts: Mapping[str, WeightLayout] | None) -> WeightLayout:
+    if layouts is not None:
+        return layouts.get(name, "spconv")
+    if math.prod(like.shape[1:-1]) == 1:
+        raise InsumFormatError(
+            f"'{name}' is a kernel of one cell, whose order depends on its layer's stride",
+            details=["expected the model as target; got a state"],
+            fix="pass target=model instead of model.state_dict().",
+            argument="target",
+        )
+    return "spconv"
 
 
 def _our_name(key: str, target: Mapping[str, Tensor]) -> str | None:

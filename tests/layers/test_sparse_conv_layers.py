@@ -13,7 +13,7 @@ from torch import nn
 from insum_nn.errors import InsumFormatError, InsumNameError, InsumRangeError, InsumShapeError
 from insum_nn.layers import sparse_conv_kinds as kinds
 from insum_nn.layers import sparse_tensor
-from insum_nn.layers.sparse_conv import SparseConvolution, load_spconv_state_dict
+from insum_nn.layers.sparse_conv import SparseConvolution, load_spconv_state_dict, spconv_state_dict
 from insum_nn.layers.sparse_conv_kinds import (
     SparseConv2d,
     SparseConv3d,
@@ -58,7 +58,7 @@ def test_every_kind_and_dimension_equals_dense(ndim, kind, arguments, device):
     x = cloud(SHAPES[ndim], count=12, device=device)
     layer: SparseConvolution = getattr(kinds, f"{kind}{ndim}d")(4, 6, dtype=torch.float64, device=device, **arguments)
     y = layer(x)
-    leaves = [x.features, layer.weight, *([layer.bias] if layer.bias is not None else [])]
+    leaves = [x.features, layer.dense_weight, *([layer.bias] if layer.bias is not None else [])]
     wide = [t.detach().cpu() for t in leaves]
     bias = wide[2] if len(wide) > 2 else None
     dense = dense_conv(wide[0], wide[1], bias, x.coordinates(), layer.geometry, layer.groups)
@@ -171,7 +171,7 @@ class TestKeys:
         x = cloud()
         y = SparseConv3d(4, 2, 1, indice_key="k", dtype=torch.float64)(x)
         back = SparseInverseConv3d(2, 4, 1, "k", dtype=torch.float64)
-        want = y.features @ back.weight.flatten(1).T + back.bias
+        want = y.features @ back.dense_weight.flatten(1).T + back.bias
         torch.testing.assert_close(back(y).features, want)
 
     @pytest.mark.parametrize(
@@ -233,34 +233,69 @@ class TestModes:
         assert list(SubMConv3d(4, 8, 3).state_dict()) == ["weight", "bias"]
         assert SubMConv3d(4, 8, (3, 1, 2), groups=2).weight.shape == (8, 3, 1, 2, 2)
 
-    def test_weights_of_one_cell_as_spconv_reads_them(self):
+    def test_weights_of_one_cell_are_in_spconvs_order(self):
         """Where every voxel is its own output, spconv multiplies by the numbers of (O, 1.., I) read as (I, O)."""
         x = cloud()
         weight, bias = torch.randn(6, 1, 1, 1, 4, dtype=torch.float64), torch.randn(6, dtype=torch.float64)
         want = x.features @ weight.reshape(4, 6) + bias
-        plain = {"weight": weight, "bias": bias}
-        theirs = OrderedDict(plain)
-        theirs._metadata = OrderedDict({"": {"version": 1}})
+        state = {"weight": weight, "bias": bias}
+        versions = {number: OrderedDict(state) for number in (1, 2, 3)}
+        for number, marked in versions.items():
+            marked._metadata = OrderedDict({"": {"version": number}})
         layer = SubMConv3d(4, 6, 1, dtype=torch.float64)
-        layer.load_state_dict(theirs)
-        torch.testing.assert_close(layer(x).features, want)
-        assert torch.equal(theirs["weight"], weight)
-        again = SubMConv3d(4, 6, 1, dtype=torch.float64)
-        again.load_state_dict(layer.state_dict())
-        torch.testing.assert_close(again(x).features, want)
-        # A state that says nothing is one of ours.
-        again.load_state_dict(plain)
-        torch.testing.assert_close(again(x).features, x.features @ weight.reshape(6, 4).T + bias)
+        # With metadata of spconv or of ours, and without: copies of states lose it.
+        for same in (state, versions[1], versions[3]):
+            layer.load_state_dict(same)
+            torch.testing.assert_close(layer(x).features, want)
+            assert torch.equal(layer.weight, weight)
+            nn.init.zeros_(layer.weight)
+        # Version 2 stored what the shape says.
+        layer.load_state_dict(versions[2])
+        torch.testing.assert_close(layer(x).features, x.features @ weight.flatten(1).T + bias)
+        assert torch.equal(layer.dense_weight, weight)
+        assert torch.equal(versions[2]["weight"], weight)
+        layer.load_state_dict({name: value for name, value in layer.state_dict().items()})
+        torch.testing.assert_close(layer(x).features, x.features @ weight.flatten(1).T + bias)
         again = SparseSequential(nn.Identity(), SubMConv3d(4, 6, 1, dtype=torch.float64))
-        load_spconv_state_dict(again, {f"1.{name}": value for name, value in plain.items()})
+        load_spconv_state_dict(again, {f"1.{name}": value for name, value in versions[2].items()})
         torch.testing.assert_close(again(x).features, want)
-        # A kernel of more cells, or one that leaves voxels out, is read by its shape.
-        for same in (SubMConv3d(4, 6, (1, 1, 3)), SparseConv3d(4, 6, 1, 2)):
-            state = {name: torch.randn_like(value) for name, value in same.state_dict().items()}
-            load_spconv_state_dict(same, state)
-            assert torch.equal(same.weight, state["weight"])
+        # A kernel of more cells, one that leaves voxels out, and one with groups are read by their shape.
+        for other in (SubMConv3d(4, 6, (1, 1, 3)), SparseConv3d(4, 6, 1, 2), SubMConv3d(4, 6, 1, groups=2)):
+            assert other.dense_weight is other.weight
+            for number in versions:
+                copied = OrderedDict((name, torch.randn_like(value)) for name, value in other.state_dict().items())
+                copied._metadata = OrderedDict({"": {"version": number}})
+                other.load_state_dict(copied)
+                assert torch.equal(other.weight, copied["weight"])
         with pytest.raises(RuntimeError, match="size mismatch"):
             layer.load_state_dict(OrderedDict(weight=weight[:5], bias=bias))
+
+    @pytest.mark.parametrize("one_cell", [True, False])
+    def test_layers_pickled_whole_before_weights_had_spconvs_order(self, one_cell):
+        x, layer = cloud(), SubMConv3d(4, 6, 1 if one_cell else 3, dtype=torch.float64)
+        weight, want = layer.dense_weight.detach().clone(), layer(x).features
+        old = {**layer.__getstate__(), "_parameters": {**layer._parameters, "weight": nn.Parameter(weight)}}
+        del old["_weight_version"]
+        again = SubMConv3d.__new__(SubMConv3d)
+        again.__setstate__(old)
+        torch.testing.assert_close(again(x).features, want)
+        torch.testing.assert_close(pickle.loads(pickle.dumps(again))(x).features, want)
+        # One that `swap` had made had spconv's order already.
+        swapped = {**layer.__getstate__(), "_version": 1}
+        del swapped["_weight_version"]
+        again.__setstate__(swapped)
+        torch.testing.assert_close(again(x).features, want)
+        assert again._version == layer._version
+
+    def test_the_state_for_spconv(self):
+        model = SparseSequential(SubMConv3d(4, 6, 1), nn.BatchNorm1d(6), SubMConv3d(6, 6, 3, groups=2))
+        with pytest.raises(InsumFormatError, match="2: groups=2"):
+            spconv_state_dict(model)
+        with pytest.raises(InsumFormatError, match="an anchor other than"):
+            spconv_state_dict(SubMConv3d(4, 4, 4, anchor=1))
+        state = spconv_state_dict(model[:2])
+        assert list(state) == list(model[:2].state_dict())
+        assert state["0.weight"].data_ptr() == model[0].weight.data_ptr()
 
     def test_autocast_and_gradients(self, device):
         model = self.model().to(device)
@@ -370,7 +405,7 @@ class TestBadInput:
         [
             (lambda: SubMConv3d(4, 4, (3, 3)), r"'kernel_size' is \(3, 3\)"),
             (lambda: SubMConv3d(4, 4, 0), "'kernel_size' is 0"),
-            (lambda: SubMConv3d(4, 4, 3, stride=2), r"'stride' is \[2, 2, 2\], and a submanifold"),
+            (lambda: SubMConv3d(4, 4, 3, stride=0), "'stride' is 0"),
             (lambda: SubMConv3d(4, 4, 3, anchor=3), "is no cell of a kernel"),
             (lambda: SparseConv3d(4, 4, 3, padding=-1), "'padding' is -1"),
             (lambda: SparseConv3d(4, 6, 3, groups=4), "'groups' is 4, with 4 channels in and 6 out"),

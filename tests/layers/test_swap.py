@@ -323,8 +323,6 @@ def sparse_model() -> tuple[nn.Module, Any]:
     conv = lambda name: stand_in(sparse_conv_kinds, name, "spconv.pytorch.conv")  # noqa: E731
     small = lambda name: stand_in(sparse_sequential, name, "spconv.pytorch.modules")  # noqa: E731
     pool = stand_in(sparse_pool, "SparseMaxPool2d", "spconv.pytorch.pool")
-    # spconv's pool gives nothing below 0.
-    pool.at_least = 0.0
     to_dense = stand_in(sparse_sequential, "ToDense", "spconv.pytorch")
     sequential = small("SparseSequential")
     model = sequential(

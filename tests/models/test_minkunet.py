@@ -38,7 +38,7 @@ def dense_minkunet(model: MinkUNet, grid: torch.Tensor) -> torch.Tensor:
     """The same network by torch's dense convolutions; equal to the sparse one where every site is active."""
 
     def conv(layer, x, **how):
-        return F.conv2d(x, layer.weight.movedim(-1, 1), layer.bias, **how)
+        return F.conv2d(x, layer.dense_weight.movedim(-1, 1), layer.bias, **how)
 
     def norm(layer, x):
         return F.batch_norm(x, layer.running_mean, layer.running_var, layer.weight, layer.bias, eps=layer.eps)
@@ -218,9 +218,10 @@ def test_loads_weights_of_minkowski_engine():
             state[f"{stem}.bn.{leaf}"] = torch.randn_like(value.float()).to(value.dtype)
     assert state["conv0p1s1.kernel"].shape == (125, 3, 32)
     assert state["final.kernel"].shape == (96, 5)
-    model.load_state_dict(convert_state_dict(state, "minkowski", model.state_dict()))
+    model.load_state_dict(convert_state_dict(state, "minkowski", model))
     kernel = state["conv1p1s2.kernel"]
     assert torch.equal(model.conv1p1s2.weight[:, 1, 0, 1], kernel[1 + 4].T)
+    assert torch.equal(model.final.dense_weight.flatten(1).T, state["final.kernel"])
     assert torch.equal(model.bn1.weight, state["bn1.bn.weight"])
     assert torch.equal(model.final.bias, state["final.bias"][0])
 

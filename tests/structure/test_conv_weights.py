@@ -61,7 +61,9 @@ def test_imported_weights_convolve_as_their_library(kernel, layout, offsets, str
     anchor = kernel_anchor(layout, kernel)
     how = {"subm": True, "anchor": anchor} if stride == 1 else {"stride": 2, "padding": anchor}
     layer = SparseConvolution(len(kernel), 3, 2, kernel, bias=False, **how)
-    layer.weight = torch.nn.Parameter(import_weight(weight, layout, kernel))
+    ours = import_weight(weight, layout, kernel)
+    layer.weight = torch.nn.Parameter(export_weight(ours, layer.weight_layout))
+    assert torch.equal(layer.dense_weight, ours)
     y = layer(x)
     torch.testing.assert_close(y.features, by_loops(x, weight, offsets(kernel), stride, y.indices))
 
@@ -124,5 +126,20 @@ def test_states_with_missing_or_strange_keys():
         convert_state_dict(
             {**{k: v for k, v in good.items() if k != "c.kernel"}, "d.kernel": torch.ones(1)}, "minkowski", target
         )
+    one = {"c.kernel": torch.ones(4, 2)}
+    with pytest.raises(InsumFormatError, match=r"order depends on its layer's stride(.|\n)*target=model"):
+        convert_state_dict(one, "minkowski", {"c.weight": torch.zeros(2, 1, 4)})
     with pytest.raises(InsumShapeError, match="'c.kernel' does not fit 'c.weight'"):
         convert_state_dict({**good, "c.kernel": torch.ones(3, 5, 2)}, "minkowski", target)
+
+
+@pytest.mark.parametrize("layout", ["minkowski", "torchsparse", "spconv_rsck", "spconv_rskc"])
+def test_a_models_state_is_converted_by_what_its_layers_are(layout):
+    """One cell: of a submanifold layer, of a strided one, with groups; and three cells."""
+    how = {"a": {"kernel_size": 1, "subm": True}, "b": {"kernel_size": 1, "stride": 2}, "c": {"kernel_size": (3, 1)}}
+    model = torch.nn.ModuleDict({name: SparseConvolution(2, 4, 6, bias=False, **given) for name, given in how.items()})
+    want = {name: torch.randn(layer.weight.shape) for name, layer in model.items()}
+    state = {f"{name}.kernel": export_weight(value, layout) for name, value in want.items()}
+    model.load_state_dict(convert_state_dict(state, layout, model))
+    for name, layer in model.items():
+        assert torch.equal(layer.dense_weight, want[name]), name

@@ -6,10 +6,8 @@
     from insum_nn.layers.spconv.utils import PointToVoxel
 
 What differs from spconv 2.3: `algo` is not read, for the compiler chooses. Output voxels are in lexicographic order. A
-repeated voxel is refused. The largest of a window of negative features is negative (`SparseMaxPool3d.at_least` gives
-spconv's 0). The weight of a kernel of one cell and stride 1 is what its shape says; states of spconv are brought into
-that order on loading (`load_spconv_state_dict`, where a state has lost its metadata). A dilation enlarges the output of
-a transposed convolution, as in torch.
+repeated voxel is refused. A dilation enlarges the output of a transposed convolution, as in torch. Features that tie in
+a pool share its gradient.
 
 >>> import torch
 >>> conv = SubMConv3d(4, 8, kernel_size=3, bias=False)
@@ -21,7 +19,7 @@ torch.Size([2, 8])
 
 from __future__ import annotations
 
-from insum_nn.layers.sparse_conv import SparseConvolution, load_spconv_state_dict
+from insum_nn.layers.sparse_conv import SparseConvolution, load_spconv_state_dict, spconv_state_dict
 from insum_nn.layers.sparse_conv_kinds import (
     SparseConv1d,
     SparseConv2d,
@@ -127,6 +125,7 @@ __all__ = [
     "ops",
     "pool",
     "sparse_add",
+    "spconv_state_dict",
     "tables",
     "utils",
 ]
