@@ -10,6 +10,8 @@ import graphlib
 import re
 import sys
 import tomllib
+from collections.abc import Callable, Iterable
+from typing import Any
 
 import pytest
 
@@ -139,12 +141,16 @@ def test_the_package_has_files():
     assert MODULES
 
 
-@pytest.mark.parametrize("source", MODULES.values(), ids=lambda s: s.name)
-def test_imports_follow_the_layers(source: Source):
-    if source.module == PACKAGE:
-        pytest.skip("the package's face may import all of it; test_public_names.py checks that it does nothing else")
-    assert area(source.module) in MAY_IMPORT, f"{source.name}: give its folder a line in MAY_IMPORT"
-    assert forbidden_imports(source) == []
+def faults(check: Callable[[Source], Any], checked: Iterable[Source] = MODULES.values()) -> dict[str, Any]:
+    """What a check finds, by file; files without a fault are left out."""
+    return {source.name: found for source in checked if (found := check(source))}
+
+
+def test_imports_follow_the_layers():
+    # The package's face may import all of it; test_public_names.py checks that it does nothing else.
+    inner = [source for name, source in MODULES.items() if name != PACKAGE]
+    assert {s.name for s in inner if area(s.module) not in MAY_IMPORT} == set(), "a folder needs a line in MAY_IMPORT"
+    assert faults(forbidden_imports, inner) == {}
 
 
 @pytest.mark.parametrize(
@@ -176,16 +182,18 @@ def test_no_import_cycles():
         pytest.fail("import cycle: " + " -> ".join(error.args[1]))
 
 
-@pytest.mark.parametrize("source", sources("insum_nn/compiler"), ids=lambda s: s.name)
-def test_compiler_files_import_only_files_above_them(source: Source):
-    own = source.path.stem
-    assert own in COMPILER_ORDER, f"{source.name}: give it its place in COMPILER_ORDER"
-    above = set(COMPILER_ORDER[: COMPILER_ORDER.index(own)])
-    targets = {module_of(item.target, MODULES) for item in source.imports}
-    inner = {t.removeprefix("insum_nn.compiler.") for t in targets if t and t.startswith("insum_nn.compiler.")}
-    assert inner <= above, f"{source.name} imports {sorted(inner - above)}, which stand below it"
-    if own == "reference":
-        assert inner <= REFERENCE_MAY_IMPORT
+def test_compiler_files_import_only_files_above_them():
+    def below(source: Source) -> list[str]:
+        """What a file imports that stands below it in the table."""
+        own = source.path.stem
+        assert own in COMPILER_ORDER, f"{source.name}: give it its place in COMPILER_ORDER"
+        above = REFERENCE_MAY_IMPORT if own == "reference" else {*COMPILER_ORDER[: COMPILER_ORDER.index(own)]}
+        targets = {module_of(item.target, MODULES) for item in source.imports}
+        inner = {t.removeprefix("insum_nn.compiler.") for t in targets if t and t.startswith("insum_nn.compiler.")}
+        return sorted(inner - above)
+
+    assert REFERENCE_MAY_IMPORT < {*COMPILER_ORDER[: COMPILER_ORDER.index("reference")]}
+    assert faults(below, sources("insum_nn/compiler")) == {}
 
 
 def tools_named(source: Source) -> set[str]:
@@ -199,9 +207,8 @@ def tools_named(source: Source) -> set[str]:
     return found
 
 
-@pytest.mark.parametrize("source", MODULES.values(), ids=lambda s: s.name)
-def test_one_file_names_each_tool(source: Source):
-    assert tools_named(source) == set()
+def test_one_file_names_each_tool():
+    assert faults(tools_named) == {}
 
 
 @pytest.mark.parametrize(
@@ -221,58 +228,56 @@ def test_the_tool_check_sees_violations(name: str, text: str, bad: set[str]):
     assert tools_named(source) == bad
 
 
-@pytest.mark.parametrize("source", MODULES.values(), ids=lambda s: s.name)
-def test_extras_are_imported_where_they_can_be_missed(source: Source):
+def test_extras_are_imported_where_they_can_be_missed():
     """Only declared dependencies are imported unconditionally; an extra stands in a function or a `try`."""
     project = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))["project"]
     declared = {re.split(r"[<>=!~;\[ ]", d)[0].replace("-", "_") for d in project["dependencies"]}
     free = {PACKAGE, *declared, *sys.stdlib_module_names}
-    assert [i.target for i in source.imports if i.top_level and i.target.split(".")[0] not in free] == []
+    assert faults(lambda s: [i.target for i in s.imports if i.top_level and i.target.split(".")[0] not in free]) == {}
 
 
-@pytest.mark.parametrize("source", MODULES.values(), ids=lambda s: s.name)
-def test_nothing_in_the_package_knows_its_surroundings(source: Source):
+def test_nothing_in_the_package_knows_its_surroundings():
     outside = {"tests", "examples", "benchmarks"}
-    assert [i.target for i in source.imports if i.target.split(".")[0] in outside] == []
+    assert faults(lambda s: [i.target for i in s.imports if i.target.split(".")[0] in outside]) == {}
 
 
-@pytest.mark.parametrize("source", MODULES.values(), ids=lambda s: s.name)
-def test_the_package_moves_nothing_to_a_device_of_its_own_choice(source: Source):
-    calls = [n for n in ast.walk(source.tree) if isinstance(n, ast.Call) and isinstance(n.func, ast.Attribute)]
-    assert [n.lineno for n in calls if isinstance(n.func, ast.Attribute) and n.func.attr == "cuda"] == []
+def test_the_package_moves_nothing_to_a_device_of_its_own_choice():
+    def moves(source: Source) -> list[int]:
+        calls = [n for n in ast.walk(source.tree) if isinstance(n, ast.Call)]
+        return [n.lineno for n in calls if isinstance(n.func, ast.Attribute) and n.func.attr == "cuda"]
+
+    assert faults(moves) == {}
 
 
-@pytest.mark.parametrize(
-    "folder", sorted({s.path.parent for s in MODULES.values()}), ids=lambda p: p.relative_to(ROOT).as_posix()
-)
-def test_every_folder_is_a_package(folder):
-    assert (folder / "__init__.py").exists(), "without __init__.py a folder is left out of the built package"
+def test_every_folder_is_a_package():
+    folders = {source.path.parent for source in MODULES.values()}
+    missing = [folder.relative_to(ROOT).as_posix() for folder in folders if not (folder / "__init__.py").exists()]
+    assert missing == [], "without __init__.py a folder is left out of the built package"
 
 
-@pytest.mark.parametrize("source", [*MODULES.values(), *sources("benchmarks")], ids=lambda s: s.name)
-def test_files_stay_short(source: Source):
-    length = source.text.count("\n")
-    if source.name in LONG_FILES:
-        assert length > MAX_LINES, f"{source.name} is short again: take it off LONG_FILES"
-        return
-    assert length <= MAX_LINES, f"{source.name} has {length} lines: find the missing stage, or give a reason"
+def test_files_stay_short():
+    lengths = {source.name: source.text.count("\n") for source in [*MODULES.values(), *sources("benchmarks")]}
+    long = {name: length for name, length in lengths.items() if length > MAX_LINES}
+    assert {*long} - {*LONG_FILES} == set(), f"find the missing stage, or give a reason: {long}"
+    assert {*LONG_FILES} - {*long} == set(), "these are short again, or gone: take them off LONG_FILES"
 
 
 # Examples and devices -------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("source", sources("examples"), ids=lambda s: s.name)
-def test_every_example_has_main(source: Source):
-    if source.path.name.startswith("_"):
-        pytest.skip("a part shared by examples")
-    mains = [n for n in source.tree.body if isinstance(n, ast.FunctionDef) and n.name == "main"]
-    assert len(mains) == 1, "an example has one function main(size=...)"
-    arguments = mains[0].args
-    with_default = [*arguments.args[len(arguments.args) - len(arguments.defaults) :]]
-    with_default += [a for a, d in zip(arguments.kwonlyargs, arguments.kw_defaults, strict=True) if d is not None]
-    assert "size" in {a.arg for a in with_default}, "main takes `size`, with a default"
-    assert [n for n in source.tree.body if isinstance(n, ast.If) and ast.unparse(n.test) == "__name__ == '__main__'"]
-    assert "--size" in source.text, "an example is run with --size tiny"
+def test_every_example_has_main():
+    for source in sources("examples"):
+        if source.path.name.startswith("_"):
+            continue  # a part shared by examples
+        mains = [n for n in source.tree.body if isinstance(n, ast.FunctionDef) and n.name == "main"]
+        assert len(mains) == 1, f"{source.name}: an example has one function main(size=...)"
+        arguments = mains[0].args
+        with_default = [*arguments.args[len(arguments.args) - len(arguments.defaults) :]]
+        with_default += [a for a, d in zip(arguments.kwonlyargs, arguments.kw_defaults, strict=True) if d is not None]
+        assert "size" in {a.arg for a in with_default}, f"{source.name}: main takes `size`, with a default"
+        tests = [ast.unparse(n.test) for n in source.tree.body if isinstance(n, ast.If)]
+        assert "__name__ == '__main__'" in tests, source.name
+        assert "--size" in source.text, f"{source.name}: an example is run with --size tiny"
 
 
 def literal_devices(source: Source) -> list[int]:
@@ -309,11 +314,10 @@ def _names_gpu_mark(node: ast.Assign) -> bool:
     return ast.unparse(node.targets[0]) == "pytestmark" and "mark.gpu" in ast.unparse(node.value)
 
 
-@pytest.mark.parametrize("source", [*sources("examples"), *sources("tests")], ids=lambda s: s.name)
-def test_no_literal_cuda(source: Source):
-    if source.name == "tests/conftest.py":
-        pytest.skip("defines the fixtures `gpu` and `device`, which the others take")
-    assert literal_devices(source) == [], "take the fixture `gpu` or `device`; in an example, choose by availability"
+def test_no_literal_cuda():
+    # The conftest defines the fixtures `gpu` and `device`, which the others take.
+    checked = [s for s in (*sources("examples"), *sources("tests")) if s.name != "tests/conftest.py"]
+    assert faults(literal_devices, checked) == {}, "take the fixture `gpu` or `device`; or choose by availability"
 
 
 def test_the_device_check_sees_literals():

@@ -392,6 +392,21 @@ def caught(case: Case) -> InsumError:
     return info.value
 
 
+def assert_parts(error: InsumError) -> None:
+    """What is wrong, the text with carets inside it, facts, and one fix that tells what to do."""
+    for one in (error, *error.others):
+        text = str(one).split("\nalso, ")[0]
+        lines = text.splitlines()
+        assert lines[0] == one.message
+        assert not one.message.endswith(".")
+        assert one.fix is not None
+        assert one.fix.endswith((".", "..."))
+        assert lines[-1] == f"  fix: {one.fix}"
+        assert all(line == line.rstrip() for line in lines), "trailing spaces would be lost in the golden files"
+        for span in one.spans:
+            assert 0 <= span.start < span.stop <= len(one.expression) + 1 or span.start == len(one.expression)
+
+
 @pytest.mark.parametrize("name", CASES)
 def test_message(name: str, golden: Golden):
     case = CASES[name]
@@ -401,6 +416,7 @@ def test_message(name: str, golden: Golden):
         assert isinstance(error, builtin)
     for key, expected in case.fields.items():
         assert error.fields[key] == expected, key
+    assert_parts(error)
     golden(f"errors/{name}", f"{type(error).__name__}: {error}")
 
 
@@ -416,23 +432,6 @@ def test_every_golden_file_has_its_case():
     from tests.golden_fixture import GOLDEN
 
     assert {path.stem for path in (GOLDEN / "errors").glob("*.txt")} == set(CASES)
-
-
-@pytest.mark.parametrize("name", CASES)
-def test_parts_of_a_message(name: str):
-    """What is wrong, the text with carets inside it, facts, and one fix that tells what to do."""
-    error = caught(CASES[name])
-    for one in (error, *error.others):
-        text = str(one).split("\nalso, ")[0]
-        lines = text.splitlines()
-        assert lines[0] == one.message
-        assert not one.message.endswith(".")
-        assert one.fix is not None
-        assert one.fix.endswith((".", "..."))
-        assert lines[-1] == f"  fix: {one.fix}"
-        assert all(line == line.rstrip() for line in lines), "trailing spaces would be lost in the golden files"
-        for span in one.spans:
-            assert 0 <= span.start < span.stop <= len(one.expression) + 1 or span.start == len(one.expression)
 
 
 def test_the_span_is_the_guilty_token():
