@@ -50,7 +50,8 @@ _PIECE = 256
 
 def takes_columns(x: Tensor, weight: Tensor, options: Options) -> bool:
     """Whether a product of (n, k) samples with (p, a, b) blocks is better formed from transposed samples."""
-    if torch.compiler.is_compiling() or x.device.type != "cuda" or options.backend != "auto" or not generates_kernels():
+    # A tracer's sizes may be symbols, which a comparison would limit.
+    if x.device.type != "cuda" or options.backend != "auto" or not ordinary(x, weight) or not generates_kernels():
         return False
     if (
         x.shape[0] < _SAMPLES
@@ -59,7 +60,7 @@ def takes_columns(x: Tensor, weight: Tensor, options: Options) -> bool:
         or weight.shape[2] * weight.element_size() > _PIECE
     ):
         return False
-    return weight.dtype != torch.float64 and x.dtype == weight.dtype and ordinary(x, weight)
+    return weight.dtype != torch.float64 and x.dtype == weight.dtype
 
 
 @lru_cache(maxsize=64)

@@ -32,11 +32,9 @@ def column_sums(matrix: Tensor, *, deterministic: bool = False) -> Tensor:
     >>> column_sums(torch.tensor([[1.0, 2.0], [3.0, 4.0]])).tolist()
     [4.0, 6.0]
     """
-    if matrix.device.type != "cuda" or matrix.ndim != 2 or matrix.numel() < _MANY:
+    if matrix.device.type != "cuda" or matrix.ndim != 2 or not ordinary(matrix) or matrix.numel() < _MANY:
         return matrix.sum(0)
-    if deterministic or torch.are_deterministic_algorithms_enabled():
-        return matrix.sum(0)
-    if not generates_kernels() or not ordinary(matrix):
+    if deterministic or torch.are_deterministic_algorithms_enabled() or not generates_kernels():
         return matrix.sum(0)
     if torch.is_grad_enabled() and matrix.requires_grad:
         return _program()(G=matrix)

@@ -13,7 +13,7 @@ from insum_nn.compiler.api import Explanation, compile, for_each_vector
 from insum_nn.compiler.options import DEFAULT, Options
 from insum_nn.facts import IndexFacts
 from insum_nn.ops.arguments import run
-from insum_nn.ops.onlookers import ordinary
+from insum_nn.ops.onlookers import at_least, ordinary
 from insum_nn.ops.tensor_cache import TensorCache
 
 __all__ = ["block_tiles", "dense_is_faster", "dense_reason", "explain_tiles"]
@@ -41,9 +41,9 @@ def dense_is_faster(values: Tensor, grid: Sequence[int], columns: int, options: 
         options: compile options; only `backend="auto"` has a choice.
     """
     device = values.device.type
-    if options.backend != "auto" or columns < _COLUMNS or values.dtype not in _DTYPES.get(device, ()):
+    if options.backend != "auto" or values.dtype not in _DTYPES.get(device, ()) or not at_least(columns, _COLUMNS):
         return False
-    return values.shape[:-2].numel() >= _share(values) * grid[0] * grid[1]
+    return at_least(values.shape[:-2].numel(), _share(values) * grid[0] * grid[1])
 
 
 def _share(values: Tensor) -> float:

@@ -11,7 +11,7 @@ from torch import Tensor
 
 from insum_nn.compiler.api import transformed
 
-__all__ = ["asked_for", "exact_dtypes", "ordinary", "transformed"]
+__all__ = ["asked_for", "at_least", "exact_dtypes", "ordinary", "transformed"]
 
 _PLAIN = (Tensor, torch.nn.Parameter)
 
@@ -21,6 +21,20 @@ def ordinary(*tensors: Tensor) -> bool:
     if torch.compiler.is_compiling() or transformed() or torch._C._len_torch_dispatch_stack() > 0:
         return False
     return all([type(t) in _PLAIN and not t.is_meta for t in tensors])
+
+
+def at_least(size: int | torch.SymInt, threshold: float) -> bool:
+    """Whether a size reaches a threshold of speed, which must not limit the sizes that an exported graph takes.
+
+    Dynamo may compare a symbolic size: it compiles again on the other side. An exported graph is for all sizes, and so
+    is one of `make_fx`, so there a threshold counts only for sizes that are known.
+    """
+    if torch.compiler.is_exporting() or (isinstance(size, torch.SymInt) and not torch.compiler.is_dynamo_compiling()):
+        # It brings sympy with it.
+        from torch.fx.experimental.symbolic_shapes import statically_known_true
+
+        return statically_known_true(size >= threshold)
+    return bool(size >= threshold)
 
 
 def exact_dtypes(device: torch.device) -> AbstractContextManager[object]:
