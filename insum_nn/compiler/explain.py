@@ -13,7 +13,7 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 
 import torch
-from torch import Tensor
+from torch import Tensor, fx
 
 from insum_nn.compiler import inductor
 from insum_nn.compiler.ast import Statement
@@ -337,7 +337,7 @@ def explain_program(
         plan=plan,
         backend=program.backend if program is not None else None,
         reason=reason,
-        fx_code=_readable(str(program.graph.code)) if program is not None else None,
+        fx_code=_readable(program.graph) if program is not None else None,
         schedule=schedule,
         compile_seconds=program.compile_seconds if program is not None else None,
         compiled=program is None or program.warm or program.backend != "inductor",
@@ -418,9 +418,12 @@ def _paragraph(decision: Decision) -> str:
     return textwrap.fill(words, 110, initial_indent="- ", subsequent_indent="  ", break_long_words=False)
 
 
-def _readable(code: str) -> str:
-    """FX prints `;  x = None` after a last use, to free memory; that is noise for a reader."""
-    return re.sub(r";  (?:\w+ = )+None(?=\n|$)", "", code).strip()
+def _readable(graph: fx.GraphModule) -> str:
+    """What the numbered arguments stand for, and the code without `;  x = None` after last uses, which frees memory."""
+    arguments = [node for node in graph.graph.nodes if node.op == "placeholder"]
+    names = [f"# {node.name}: {node.meta['stands_for']}" for node in arguments]
+    code = re.sub(r";  (?:\w+ = )+None(?=\n|$)", "", str(graph.code)).strip()
+    return "\n".join([*names, code])
 
 
 def _shape(shape: Sequence[int]) -> str:

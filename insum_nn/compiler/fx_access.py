@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import builtins
-import keyword
 import operator
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -12,7 +10,6 @@ from typing import Any
 import torch
 from torch import fx
 
-from insum_nn.compiler import runtime
 from insum_nn.compiler.ast import Access, Index, Subscript
 from insum_nn.compiler.bind import Bound
 from insum_nn.compiler.options import Options
@@ -20,9 +17,8 @@ from insum_nn.compiler.plan import Labels, Plan
 from insum_nn.compiler.planner import scattered_axes
 from insum_nn.errors import Span
 
-__all__ = ["ACCUMULATOR", "HALVES", "GraphWriter", "Position", "Value", "extent_arguments"]
+__all__ = ["HALVES", "GraphWriter", "Position", "Value", "extent_arguments"]
 
-ACCUMULATOR = "accumulator"
 Node = fx.Node
 HALVES = (torch.float16, torch.bfloat16)
 
@@ -71,9 +67,7 @@ class GraphWriter:
         self.half = self.bound.dtype in HALVES
         self.graph = fx.Graph()
         self.span: Span | None = None
-        # What the code of the graph's `forward` names by itself.
-        library = (f"insum_nn_compiler_runtime_{name}" for name in runtime.__all__)
-        self.parameters = {"self", "torch", "inf", "nan", "device", *library}
+        self.parameters = 0
         self.tensors: dict[str, Node] = {}
         self.sizes: dict[str, Node | int] = dict(self.bound.static)
         self.output_sizes: dict[int, Node] = {}
@@ -95,12 +89,12 @@ class GraphWriter:
         node.meta["span"] = self.span
         return node
 
-    def parameter(self, name: str) -> Node:
-        """An argument of the graph; underscores are appended to names that its Python code cannot use."""
-        while name in self.parameters or keyword.iskeyword(name) or hasattr(builtins, name):
-            name += "_"
-        self.parameters.add(name)
-        return self.graph.placeholder(name)
+    def parameter(self, stands_for: str) -> Node:
+        """An argument of the graph, numbered: FX rewrites names, and would make one of `W` and `w`."""
+        node = self.graph.placeholder(f"arg{self.parameters}")
+        node.meta["stands_for"] = stands_for
+        self.parameters += 1
+        return node
 
     def inputs(self) -> None:
         layout = self.bound.layout
@@ -108,13 +102,13 @@ class GraphWriter:
             self.tensors[name] = self.parameter(name)
         indices, axes = extent_arguments(self.bound)
         for name in indices:
-            self.sizes[name] = self.parameter(f"extent_{name}")
+            self.sizes[name] = self.parameter(f"the extent of {name}")
         for axis in axes:
-            self.output_sizes[axis] = self.parameter(f"output_extent_{axis}")
+            self.output_sizes[axis] = self.parameter(f"the extent of axis {axis} of {self.statement.output.name}")
         if self.accumulate:
-            self.start = self.parameter(ACCUMULATOR)
+            self.start = self.parameter(f"{self.statement.output.name}, added to in place")
         elif self.bound.has_start:
-            self.start = self.parameter(self.statement.output.name)
+            self.start = self.parameter(f"{self.statement.output.name}, the starting value")
         anchor = next(iter(self.tensors.values()), self.start)
         if anchor is not None:
             self.device = self.call(getattr, anchor, "device")

@@ -15,12 +15,12 @@ from torch import fx
 
 from insum_nn.compiler import runtime
 from insum_nn.compiler.ast import Access, Number, Subscript
-from insum_nn.compiler.fx_access import ACCUMULATOR, GraphWriter, Node, Value, extent_arguments
+from insum_nn.compiler.fx_access import GraphWriter, Node, Value, extent_arguments
 from insum_nn.compiler.fx_extremum import Extremum
 from insum_nn.compiler.options import Options
 from insum_nn.compiler.plan import Dot, Labels, Load, Multiply, Plan, SampledProduct, Scale, SparseProduct, Sum
 
-__all__ = ["ACCUMULATOR", "extent_arguments", "lower"]
+__all__ = ["extent_arguments", "lower"]
 
 
 def lower(plan: Plan, options: Options, *, accumulate: bool = False, compiled: bool = False) -> fx.GraphModule:
@@ -29,7 +29,7 @@ def lower(plan: Plan, options: Options, *, accumulate: bool = False, compiled: b
     Args:
         plan: a verified plan.
         options: compile options.
-        accumulate: add into an `accumulator` passed last, in place, instead of returning a new tensor.
+        accumulate: add into a tensor passed last, in place, instead of returning a new tensor.
         compiled: for a compiler that fuses, rather than for torch's library calls.
 
     Returns:

@@ -202,29 +202,30 @@ def _fake_arguments(
     layout = bound.layout
     symbols = _Symbols()
     static = dict(bound.static)
+    # Sizes are numbered, because an index `A_1` is not axis 1 of a tensor `A`.
+    numbered = {name: f"i{number}" for number, name in enumerate(layout.indices)}
+    known = {numbered[name] for name in static}
     plain: dict[tuple[int, int], str] = {}
     for name, places in zip(layout.indices, layout.plain, strict=True):
-        plain.update(dict.fromkeys(places, name))
+        plain.update(dict.fromkeys(places, numbered[name]))
     fake: list[Any] = []
 
     def tensor(value: Tensor, names: Sequence[str], at: int) -> Any:
         shape = [
             # An output axis that is also an integer argument keeps the argument's symbol, whatever its length.
-            symbols.size(
-                name, extent, (at, axis), fixed=(extent == 1 and name not in symbols.by_name) or name in static
-            )
+            symbols.size(name, extent, (at, axis), fixed=(extent == 1 and name not in symbols.by_name) or name in known)
             for axis, (name, extent) in enumerate(zip(names, value.shape, strict=True))
         ]
         with symbols.mode:
             return torch.empty(shape, dtype=value.dtype, device=value.device)
 
     for where, value in enumerate(tensors):
-        names = [plain.get((where, axis), f"{layout.tensors[where]}_{axis}") for axis in range(value.ndim)]
+        names = [plain.get((where, axis), f"t{where}_{axis}") for axis in range(value.ndim)]
         fake.append(tensor(value, names, where))
     for name, extent in integers:
         fake.append(symbols.size(name, extent, (len(fake), -1), fixed=False))
     if start is not None:
-        names = [name or f"output_extent_{axis}" for axis, name in enumerate(layout.output_plain)]
+        names = [numbered[name] if name else f"output_extent_{axis}" for axis, name in enumerate(layout.output_plain)]
         fake.append(tensor(start, names, len(fake)))
     return symbols, fake
 

@@ -12,12 +12,14 @@ on every machine.
 from __future__ import annotations
 
 import random
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 from typing import Literal
 
 import torch
 from torch import Tensor
+
+from insum_nn.testing.confusable_names import confusable, renamed
 
 __all__ = ["Profile", "RandomProgram", "random_program"]
 
@@ -98,7 +100,8 @@ def random_program(seed: int, *, max_size: int = 5, profile: Profile = "full") -
         draft = _Draft(rng, max_size, profile)
         draft.draw()
         if draft.fits():
-            return _materialise(draft, seed)
+            program = _materialise(draft, seed)
+            return _confused(program, draft.extents, rng) if rng.random() < 0.6 else program
         attempt += 1
 
 
@@ -416,6 +419,20 @@ def _materialise(draft: _Draft, seed: int) -> RandomProgram:
         values = torch.randn(draft.out_extents, generator=generator, dtype=torch.float64)
         start = _laid_out(values, rng, overlap=not smooth)
     return RandomProgram(draft.expression, tensors, draft.sizes, draft.out_shape, start, draft.output)
+
+
+def _confused(program: RandomProgram, indices: Iterable[str], rng: random.Random) -> RandomProgram:
+    """The same program in names that are easily taken for one another; an index may have the name of a tensor."""
+    tensors = dict(zip((program.output, *program.tensors), confusable(rng), strict=False))
+    sizes = dict(zip(indices, confusable(rng), strict=False))
+    return RandomProgram(
+        renamed(program.expression, {**tensors, **sizes}),
+        {tensors[name]: tensor for name, tensor in program.tensors.items()},
+        {sizes[name]: extent for name, extent in program.sizes.items()},
+        program.out_shape,
+        program.start,
+        tensors[program.output],
+    )
 
 
 def _entries(shape: Sequence[int], bound: int, rng: random.Random, generator: torch.Generator) -> Tensor:
