@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import dataclasses
-from abc import ABC, abstractmethod
+from abc import abstractmethod
 from collections.abc import Mapping, Sequence
-from typing import TYPE_CHECKING, Any, ClassVar, NamedTuple, Self, cast
+from typing import TYPE_CHECKING, Any, ClassVar, Self, cast
 
 import torch
 from torch import Tensor
@@ -14,6 +14,7 @@ from insum_nn.errors import InsumShapeError
 from insum_nn.facts import UNKNOWN, IndexFacts
 from insum_nn.formats import arguments, checks
 from insum_nn.formats.checks import Fault
+from insum_nn.formats.verification import IndexPart, Verifiable
 
 if TYPE_CHECKING:
     from insum_nn.formats.coo import COO
@@ -21,30 +22,7 @@ if TYPE_CHECKING:
 __all__ = ["IndexPart", "SparseFormat", "dim_field", "dim_name"]
 
 
-class IndexPart(NamedTuple):
-    """One index tensor of a format.
-
-    Attributes:
-        name: its name in expressions, `"Col"`.
-        field: where it is found on the format, `"col"`.
-        tensor: int32 or int64.
-        axes: a letter per axis, `"gq"`.
-        dim: the dimension of `grid_shape` that it selects along.
-    """
-
-    name: str
-    field: str
-    tensor: Tensor
-    axes: str
-    dim: int
-
-    @property
-    def padded(self) -> bool:
-        """Whether the format allows -1 ("unused slot") in it: it has an axis of slots."""
-        return "q" in self.axes
-
-
-class SparseFormat(ABC):
+class SparseFormat(Verifiable):
     """A sparse tensor as dense tensors: indices, values, and facts about them.
 
     A format holds tensors and laws, never an expression. Constructors store what they are given (after checks of
@@ -61,6 +39,13 @@ class SparseFormat(ABC):
         f.entries() holds nnz entries, none of them padding
         an unused slot has index -1 in every index tensor and value 0
         d(f.to_dense()) / d(f.values) exists: every conversion is differentiable in the values
+
+    Index tensors may be written to in place. Writes that torch counts (`Tensor._version`) are noticed: facts fall, and
+    the next use of the format reads its index tensors again, which waits for the device once. Facts that a caller
+    claims are read once in the same way. Tensors made in inference mode have no count, and are copied. Writes
+    through `.data`, a NumPy array or DLPack are not counted: after one, call `validate`, or pass
+    `Options(validate=True)` to the operator; until then results may be those of the old indices, or of no indices at
+    all, since memory outside of a tensor may be read.
 
     Attributes:
         shape: extents of the tensor that is represented.
@@ -163,9 +148,15 @@ class SparseFormat(ABC):
     def facts(self) -> Mapping[str, IndexFacts]:
         """Facts of each index tensor by its name in expressions.
 
-        No entry of a coalesced format stands twice, which is a fact of all index tensors together.
+        They hold of the tensors as they are now: what a caller claimed, or has written to, is read once. No entry of a
+        coalesced format stands twice, which is a fact of all index tensors together.
+
+        Raises:
+            InsumError: as `validate`, where something has to be read.
         """
         parts = self.index_parts
+        if not self._verify():
+            return dict.fromkeys((part.name for part in parts), UNKNOWN)
         claims = self.index_facts or (UNKNOWN,) * len(parts)
         facts = {part.name: fact for part, fact in zip(parts, claims, strict=True)}
         # In ELL one dimension has no index tensor: the position is the index.
@@ -213,7 +204,7 @@ class SparseFormat(ABC):
         shared = self.shared
         if values.dtype != self.values.dtype:
             other = self._replace(values=values)
-            object.__setattr__(other, "_shared", shared)
+            vars(other).update(_shared=shared, _verified=self._verified)
             return other
         # Everything that is checked of a format is as it was.
         other = object.__new__(type(self))
@@ -233,7 +224,12 @@ class SparseFormat(ABC):
         return shared
 
     def __getstate__(self) -> dict[str, Any]:
-        return {name: value for name, value in self.__dict__.items() if name != "_shared"}
+        return {name: value for name, value in self.__dict__.items() if name not in ("_shared", "_verified")}
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        # A copy's tensors are new: what is said of them is read once.
+        vars(self).update(state)
+        self._own_versions()
 
     def to(self, device: torch.device | str | torch.dtype | None = None, dtype: torch.dtype | None = None) -> Self:
         """Move every tensor to `device` and cast the values to `dtype`; indices keep their dtype.
@@ -243,7 +239,8 @@ class SparseFormat(ABC):
         if isinstance(device, torch.dtype):
             device, dtype = None, device
         values = self.values.to(device=device, dtype=dtype)
-        return self._with_tensors([part.tensor.to(device=values.device) for part in self.index_parts], values)
+        moved = self._with_tensors([part.tensor.to(device=values.device) for part in self.index_parts], values)
+        return moved._guaranteed_if(self._holds())
 
     def to_dense(self) -> Tensor:
         """The dense tensor, `shape`; duplicates are summed (half types in float32), unused slots add nothing."""
@@ -264,6 +261,9 @@ class SparseFormat(ABC):
     def validate(self) -> Self:
         """Prove the laws and every claimed fact against the stored numbers; reads the device.
 
+        What was kept of the index tensors is forgotten, so that writes that torch did not count are noticed. Facts
+        that fell by a counted write are not claimed any more.
+
         Returns:
             `self`.
 
@@ -271,9 +271,10 @@ class SparseFormat(ABC):
             InsumRangeError: only ranges are wrong.
             InsumFormatError: anything else; the message lists all faults, the first bad entry of each.
         """
-        title = f"{type(self).__name__} of shape {self.shape} breaks its laws"
-        checks.raise_faults(title, self._structure_faults(), by_kind=False)
-        checks.raise_faults(title, self._value_faults(), by_kind=False)
+        self._raise(self._structure_faults())
+        self._forget()
+        self._raise(self._value_faults())
+        self._keep_measured()
         return self
 
     def __repr__(self) -> str:
@@ -297,6 +298,7 @@ class SparseFormat(ABC):
         """Check what needs no element to be read; called by each `__post_init__`."""
         object.__setattr__(self, "shape", arguments.check_shape(self.shape, type(self).__name__))
         object.__setattr__(self, "index_facts", tuple(self.index_facts))
+        self._own_versions()
         title = f"{type(self).__name__} of shape {self.shape} cannot hold these tensors"
         checks.raise_faults(title, self._structure_faults(), by_kind=True)
 
@@ -342,32 +344,13 @@ class SparseFormat(ABC):
 
     def _value_faults(self) -> list[Fault]:
         """Ranges, claims and padding."""
-        found: list[Fault | None] = []
-        known = self.index_facts or (UNKNOWN,) * len(self.index_parts)
-        named = {part.name: part.tensor for part in self.index_parts}
-        for part, facts in zip(self.index_parts, known, strict=True):
-            extent = self.grid_shape[part.dim]
-            found.append(checks.range_fault(part.field, part.axes, part.tensor, extent, padded=part.padded))
-            if facts.masked is False and part.padded:
-                found.append(checks.mask_claim_fault(part.field, part.tensor))
-            if facts.sorted:
-                found.append(checks.sorted_fault(part.field, part.tensor))
-            if facts.unique:
-                found.append(checks.unique_fault(part.field, part.tensor))
-            if facts.unique_with:
-                together = [named[name] for name in facts.unique_with if name in named]
-                found.append(checks.joint_fault(part.field, facts.unique_with, [part.tensor, *together]))
-        padded = [part for part in self.index_parts if part.padded]
+        faults = self._index_faults(claims=True) + self._slot_faults()
+        padded = [part.tensor for part in self.index_parts if part.padded]
         if padded:
-            unused = padded[0].tensor == -1
-            for part in padded[1:]:
-                found.append(checks.unused_where_used_fault(part.field, part.tensor, padded[0].field, unused))
-            for part in padded[1:]:
-                unused = unused & (part.tensor == -1)
-            found.append(checks.unused_value_fault(self.values, unused))
-        if self.coalesced:
-            found.append(checks.ascending_fault(self._ordered_indices()))
-        return [fault for fault in found if fault is not None]
+            unused = torch.stack([index == -1 for index in padded]).all(0)
+            stray = checks.unused_value_fault(self.values, unused)
+            faults += [] if stray is None else [stray]
+        return faults + self._order_faults()
 
 
 def dim_name(dim: int, ndim: int) -> str:

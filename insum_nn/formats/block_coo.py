@@ -50,6 +50,7 @@ class BlockCOO(BlockFormat):
     coalesced: bool = False
 
     value_axes = "pab"
+    _index_fields = ("row", "col")
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "block_shape", arguments.check_block_shape(self.block_shape))
@@ -191,7 +192,7 @@ class BlockCOO(BlockFormat):
         _, a, b = blocks.values.shape
         facts = (IndexFacts(sorted=blocks.coalesced, masked=False, proven=True), IndexFacts(masked=False, proven=True))
         row, col = blocks.row.to(dtype).contiguous(), blocks.col.to(dtype).contiguous()
-        return cls(shape, (a, b), row, col, blocks.values, facts, blocks.coalesced)
+        return cls(shape, (a, b), row, col, blocks.values, facts, blocks.coalesced)._guaranteed()
 
     # Properties.
 
@@ -203,6 +204,7 @@ class BlockCOO(BlockFormat):
     @property
     def nnz(self) -> int:
         """Stored scalars inside `shape`, zeros of a block included; reads the device if edges are ragged."""
+        self._verify()
         return shared.count_inside(self.row, self.col, self.shape, self.block_shape)
 
     @property
@@ -212,6 +214,7 @@ class BlockCOO(BlockFormat):
 
     def occupancy(self) -> Tensor:
         """The number of blocks in each block row that has any, (n,) int64, in ascending order of rows."""
+        self._verify()
         ordered = bool(self.index_facts) and self.index_facts[0].sorted
         rows = self.row if ordered else self.row.sort().values
         return torch.unique_consecutive(rows, return_counts=True)[1]
@@ -220,23 +223,28 @@ class BlockCOO(BlockFormat):
 
     def blocks(self) -> BlockCOO:
         """Itself: nothing is padding."""
+        self._verify()
         return self
 
     def coalesce(self) -> Self:
         """Sort blocks by (row, col) and sum duplicates; `self` if that is so already."""
+        known = self._verify()
         if self.coalesced:
             return self
         merged = shared.merge_blocks(Blocks(self.row, self.col, self.values, coalesced=False), self.shape)
         facts = self._sorted_facts()
-        return type(self)(self.shape, self.block_shape, merged.row, merged.col, merged.values, facts, coalesced=True)
+        own = (merged.row, merged.col, merged.values)
+        return type(self)(self.shape, self.block_shape, *own, facts, coalesced=True)._guaranteed_if(known)
 
     def transpose(self) -> Self:
         """Swap rows and columns, of the grid and of each block, and sort anew; duplicates are kept."""
+        known = self._verify()
         order = convert.lexicographic_order((self.col, self.row), self.grid_shape[::-1])
         values = self.values[order].transpose(1, 2).contiguous()
         shape, block_shape = (self.shape[1], self.shape[0]), (self.block_shape[1], self.block_shape[0])
         row, col = self.col[order], self.row[order]
-        return type(self)(shape, block_shape, row, col, values, self._sorted_facts(), self.coalesced)
+        turned = type(self)(shape, block_shape, row, col, values, self._sorted_facts(), self.coalesced)
+        return turned._guaranteed_if(known)
 
     # Pieces.
 

@@ -53,6 +53,7 @@ class BlockGroupCOO(BlockFormat):
     coalesced: bool = False
 
     value_axes = "gqab"
+    _index_fields = ("row", "col")
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "block_shape", arguments.check_block_shape(self.block_shape))
@@ -215,7 +216,7 @@ class BlockGroupCOO(BlockFormat):
             IndexFacts(sorted=True, unique=layout.one_group_per_key, masked=False, proven=proven),
             IndexFacts(masked=not full, proven=proven),
         )
-        return cls(
+        grouped = cls(
             shape,
             (values.shape[1], values.shape[2]),
             layout.group_index.to(dtype),
@@ -224,6 +225,7 @@ class BlockGroupCOO(BlockFormat):
             facts,
             blocks.coalesced,
         )
+        return grouped._guaranteed_if(proven)
 
     # Properties.
 
@@ -240,6 +242,7 @@ class BlockGroupCOO(BlockFormat):
     @property
     def num_blocks(self) -> int:
         """Used slots; reads the device unless the facts say that every slot is used."""
+        self._verify()
         return self.col.numel() if self._full() else int((self.col >= 0).sum())
 
     @property
@@ -257,6 +260,10 @@ class BlockGroupCOO(BlockFormat):
 
     def blocks(self) -> BlockCOO:
         """The blocks of used slots, in stored order; differentiable in the values."""
+        known = self._verify()
+        return self._blocks()._guaranteed_if(known)
+
+    def _blocks(self) -> BlockCOO:
         row = self.row[:, None].expand(self.col.shape).reshape(-1)
         col, values = self.col.reshape(-1), self.values.reshape(-1, *self.block_shape)
         if not self._full():
@@ -286,7 +293,7 @@ class BlockGroupCOO(BlockFormat):
         return self._replace(row=indices[0], col=indices[1], values=values)
 
     def _ordered_indices(self) -> tuple[Tensor, ...]:
-        own = self.blocks()
+        own = self._blocks()
         return own.row, own.col
 
     def _full(self) -> bool:

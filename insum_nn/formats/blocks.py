@@ -63,7 +63,8 @@ class BlockFormat(SparseFormat):
         indices, values = convert.expand_blocks(own.row, own.col, own.values, self.shape)
         proven = bool(own.index_facts) and all(facts.proven for facts in own.index_facts)
         facts = IndexFacts(masked=False, proven=proven)
-        return COO(self.shape, tuple(index.to(self.index_dtype) for index in indices), values, (facts, facts))
+        flat = tuple(index.to(self.index_dtype) for index in indices)
+        return COO(self.shape, flat, values, (facts, facts))._guaranteed_if(proven)
 
     def to_dense(self) -> Tensor:
         """The dense matrix; duplicate blocks are summed (half types in float32)."""

@@ -42,6 +42,7 @@ class COO(SparseFormat):
     coalesced: bool = False
 
     value_axes = "p"
+    _index_fields = ("indices",)
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "indices", tuple(self.indices))
@@ -172,7 +173,8 @@ class COO(SparseFormat):
     ) -> Self:
         dtype = arguments.choose_index_dtype(shape, index_dtype)
         known = _facts(len(shape), ordered=coalesced, distinct=coalesced) if facts is None else facts
-        return cls(shape, tuple(index.to(dtype).contiguous() for index in indices), values, known, coalesced)
+        stored = tuple(index.to(dtype).contiguous() for index in indices)
+        return cls(shape, stored, values, known, coalesced)._guaranteed()
 
     # Properties.
 
@@ -207,6 +209,7 @@ class COO(SparseFormat):
         [2, 1]
         """
         (dim,) = arguments.check_dims((dim,), self.ndim, "occupancy")
+        self._verify()
         ordered = self._known_sorted(dim)
         keys = self.indices[dim] if ordered else self.indices[dim].sort().values
         return torch.unique_consecutive(keys, return_counts=True)[1]
@@ -215,6 +218,7 @@ class COO(SparseFormat):
 
     def entries(self) -> COO:
         """Itself: nothing is padding."""
+        self._verify()
         return self
 
     def coalesce(self) -> Self:
@@ -223,20 +227,23 @@ class COO(SparseFormat):
         Returns:
             `self` if it is coalesced already. Half types accumulate in float32.
         """
+        known = self._verify()
         if self.coalesced:
             return self
         ordered = self.sort()
         indices, values = convert.merge_duplicates(ordered.indices, ordered.values)
         facts = _facts(self.ndim, ordered=True, distinct=True, proven=self._proven())
-        return type(self)(self.shape, indices, values, facts, coalesced=True)
+        return type(self)(self.shape, indices, values, facts, coalesced=True)._guaranteed_if(known)
 
     def sort(self) -> Self:
         """Sort lexicographically, duplicates kept in their order."""
+        known = self._verify()
         if self.coalesced:
             return self
         order = convert.lexicographic_order(self.indices, self.shape)
         facts = _facts(self.ndim, ordered=True, distinct=False, proven=self._proven())
-        return type(self)(self.shape, tuple(i[order] for i in self.indices), self.values[order], facts)
+        indices = tuple(i[order] for i in self.indices)
+        return type(self)(self.shape, indices, self.values[order], facts)._guaranteed_if(known)
 
     def transpose(self, dims: Sequence[int] | None = None) -> Self:
         """Permute the dimensions and sort anew.
@@ -251,17 +258,20 @@ class COO(SparseFormat):
             InsumShapeError: `dims` is no permutation.
         """
         permutation = arguments.check_permutation(dims, self.ndim)
+        known = self._verify()
         shape = tuple(self.shape[dim] for dim in permutation)
         indices = tuple(self.indices[dim] for dim in permutation)
         facts = _facts(self.ndim, ordered=False, distinct=False, proven=self._proven())
-        permuted = type(self)(shape, indices, self.values, facts).sort()
+        permuted = type(self)(shape, indices, self.values, facts)._guaranteed_if(known).sort()
         if not self.coalesced:
             return permuted
         facts = _facts(self.ndim, ordered=True, distinct=True, proven=self._proven())
-        return type(self)(shape, permuted.indices, permuted.values, facts, coalesced=True)
+        sorted_ = type(self)(shape, permuted.indices, permuted.values, facts, coalesced=True)
+        return sorted_._guaranteed_if(known)
 
     def to_dense(self) -> Tensor:
         """The dense tensor; duplicates are summed (half types in float32)."""
+        self._verify()
         numel = 1
         slots = torch.zeros(self.nnz, dtype=torch.int64, device=self.device)
         for index, extent in zip(self.indices, self.shape, strict=True):
@@ -287,6 +297,7 @@ class COO(SparseFormat):
             InsumShapeError: a compressed layout of a tensor that is no matrix.
         """
         if layout == torch.sparse_coo:
+            self._verify()
             indices = torch.stack([index.long() for index in self.indices])
             return torch.sparse_coo_tensor(
                 indices, self.values, self.shape, is_coalesced=self.coalesced, check_invariants=False
@@ -313,6 +324,7 @@ class COO(SparseFormat):
             InsumDtypeError: scipy has no such dtype (bfloat16).
         """
         sparse = convert.scipy_sparse()
+        self._verify()
         values = self.values.detach().cpu()
         try:
             numbers = values.numpy()

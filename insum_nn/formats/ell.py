@@ -51,6 +51,7 @@ class ELL(SparseFormat):
     coalesced: bool = False
 
     value_axes = "mq"
+    _index_fields = ("indices",)
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "indices", tuple(self.indices))
@@ -169,7 +170,7 @@ class ELL(SparseFormat):
             convert.scatter_rows(values, slots, extent * slots_per_row).reshape(grid),
             tuple(IndexFacts(masked=not full, proven=True) for _ in range(coo.ndim - 1)),
             coo.coalesced,
-        )
+        )._guaranteed()
 
     # Properties.
 
@@ -191,6 +192,7 @@ class ELL(SparseFormat):
     @property
     def nnz(self) -> int:
         """Used slots; reads the device unless the facts say that every slot is used."""
+        self._verify()
         if self._full():
             return self.values.numel()
         return int((self.indices[0] >= 0).sum())
@@ -213,6 +215,10 @@ class ELL(SparseFormat):
 
     def entries(self) -> COO:
         """The entries of used slots, in stored order; differentiable in the values."""
+        known = self._verify()
+        return self._entries()._guaranteed_if(known)
+
+    def _entries(self) -> COO:
         rows = torch.arange(self.values.shape[0], dtype=self.indices[0].dtype, device=self.device)
         rows = rows[:, None].expand(self.values.shape).reshape(-1)
         flat = [index.reshape(-1) for index in self.indices]
@@ -250,7 +256,7 @@ class ELL(SparseFormat):
         return self._replace(indices=tuple(indices), values=values)
 
     def _ordered_indices(self) -> tuple[Tensor, ...]:
-        coo = self.entries()
+        coo = self._entries()
         return (coo.indices[self.group_dim], *(coo.indices[dim] for dim in self.other_dims))
 
     def _fixed_extents(self) -> dict[str, int]:

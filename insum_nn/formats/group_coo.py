@@ -52,6 +52,7 @@ class GroupCOO(SparseFormat):
     coalesced: bool = False
 
     value_axes = "gq"
+    _index_fields = ("group_index", "indices")
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "indices", tuple(self.indices))
@@ -171,7 +172,7 @@ class GroupCOO(SparseFormat):
             layout.scatter(values),
             tuple(facts),
             coo.coalesced,
-        )
+        )._guaranteed()
 
     # Properties.
 
@@ -200,6 +201,7 @@ class GroupCOO(SparseFormat):
     @property
     def nnz(self) -> int:
         """Used slots; reads the device unless the facts say that every slot is used."""
+        self._verify()
         if self._full():
             return self.values.numel()
         return int((self.indices[0] >= 0).sum())
@@ -224,6 +226,10 @@ class GroupCOO(SparseFormat):
 
     def entries(self) -> COO:
         """The entries of used slots, in stored order; differentiable in the values."""
+        known = self._verify()
+        return self._entries()._guaranteed_if(known)
+
+    def _entries(self) -> COO:
         groups = self.group_index[:, None].expand(self.values.shape).reshape(-1)
         flat = [index.reshape(-1) for index in self.indices]
         values = self.values.reshape(-1)
@@ -264,7 +270,7 @@ class GroupCOO(SparseFormat):
         return self._replace(group_index=indices[0], indices=tuple(indices[1:]), values=values)
 
     def _ordered_indices(self) -> tuple[Tensor, ...]:
-        coo = self.entries()
+        coo = self._entries()
         return (coo.indices[self.group_dim], *(coo.indices[dim] for dim in self.other_dims))
 
     def _full(self) -> bool:

@@ -162,10 +162,10 @@ class GraphMatrix:
             if self._group_size == 1:
                 # Slots are entries, in their order: the numbers are not read, and take no memory.
                 numbers = row.new_ones(1, 1).expand(self.num_entries, 1)
-                matrix = GroupCOO(shape, 0, row, (col[:, None],), numbers, facts)
+                matrix = GroupCOO(shape, 0, row, (col[:, None],), numbers, facts)._guaranteed()  # pyright: ignore[reportPrivateUsage]
             else:
                 numbers = torch.arange(1, self.num_entries + 1, device=row.device)
-                coo = COO(shape, (row, col), numbers, facts)
+                coo = COO(shape, (row, col), numbers, facts)._guaranteed()  # pyright: ignore[reportPrivateUsage]
                 matrix = GroupCOO.from_coo(coo, coalesce=False, group_size=self._group_size)
         return Grouped(matrix, order, spmm_program(matrix, options=DEFAULT), self.num_entries)
 

@@ -73,10 +73,11 @@ def spmm(matrix: SparseFormat, dense: Tensor, *, options: Options = DEFAULT) -> 
     if torch.compiler.is_dynamo_compiling() or options != DEFAULT:
         return _checked(matrix, dense, options)
     known = matrix.shared.get("spmm") if isinstance(matrix, SparseFormat) else None  # pyright: ignore[reportUnnecessaryIsInstance]
-    if known is not None and known.takes(matrix, dense):
+    current = known is not None and known.current()
+    if known is not None and current and known.takes(matrix, dense):
         return known(matrix, dense)
     result = _checked(matrix, dense, options)
-    if known is None:
+    if not current:
         # A structure that is multiplied once is not worth it.
         matrix.shared["spmm"] = _Product(matrix) if "spmm" in matrix.shared else None
     return result
@@ -108,6 +109,7 @@ class _Product:
     def __init__(self, matrix: SparseFormat) -> None:
         self.program = spmm_program(matrix)
         self.index = {part.name: part.tensor for part in matrix.index_parts}
+        self.versions = self._versions()
         self.given = self.program.given(self.index)
         self.rows, self.columns = matrix.shape
         # The dense operand's rows, and the result's, as axes of a statement.
@@ -116,6 +118,13 @@ class _Product:
             (a, b), (rows, cols) = matrix.block_shape, matrix.grid_shape
             self.read, self.written = (cols, b), (rows, a)
         self.fits, self.padded = math.prod(self.read) == self.columns, math.prod(self.written)
+
+    def _versions(self) -> list[int]:
+        return [tensor._version for tensor in self.index.values()]
+
+    def current(self) -> bool:
+        """Whether no index tensor was written to since."""
+        return self.versions == self._versions()
 
     def takes(self, matrix: SparseFormat, dense: object) -> bool:
         """Whether an operand is what most are: a plain matrix that fits as it is, and nobody looks on but autograd."""
