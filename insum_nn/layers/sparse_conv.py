@@ -270,7 +270,7 @@ class SparseConvolution(SparseModule):
                 fix="give the SparseConv or pooling layer to be inverted this indice_key.",
                 indice_key=self.indice_key,
             )
-        wrong = map_differences(known, input, self.geometry, known.outputs.indices, known.outputs.spatial_shape)
+        wrong = map_differences(known, input, self.geometry, known.outputs)
         # Only the kernel must agree: stride, padding and dilation are the other layer's.
         wrong = [line for line in wrong if not line.startswith(("stride", "padding", "dilation"))]
         if known.geometry.kind == "subm":
@@ -297,6 +297,8 @@ class SparseConvolution(SparseModule):
         stores = self.indice_key is not None and not self.subm
         kernel_map = None if self.conv1x1 and not stores else self.kernel_map(input)
         used = None if self.conv1x1 else kernel_map
+        if kernel_map is None:
+            input.check_rows()
         features = sparse_conv(
             input.features, self.dense_weight, used, self.bias, groups=self.groups, options=self.options
         )

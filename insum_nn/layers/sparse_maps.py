@@ -5,10 +5,10 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 import torch
-from torch import Tensor
 
 from insum_nn.errors import InsumFormatError, InsumShapeError
 from insum_nn.layers.sparse_tensor import SparseConvTensor
+from insum_nn.structure.coordinates import Coordinates
 from insum_nn.structure.kernel_map import Geometry, KernelMap
 
 __all__ = ["IntOrInts", "check_ndim", "expand_nd", "map_differences", "map_of", "store_map"]
@@ -67,7 +67,7 @@ def map_of(owner: str, key: str | None, x: SparseConvTensor, geometry: Geometry)
     known = x.find_indice_pair(key)
     if known is None:
         return x.build_map(geometry)
-    wrong = map_differences(known, x, geometry, known.inputs.indices, known.inputs.spatial_shape)
+    wrong = map_differences(known, x, geometry, known.inputs)
     if known.inverted or known.geometry.kind != geometry.kind:
         wrong.insert(0, f"kind: stored {known.geometry.kind}, this layer {geometry.kind}")
     if wrong:
@@ -80,10 +80,10 @@ def map_of(owner: str, key: str | None, x: SparseConvTensor, geometry: Geometry)
     return known
 
 
-def map_differences(
-    known: KernelMap, x: SparseConvTensor, geometry: Geometry, indices: Tensor, shape: tuple[int, ...]
-) -> list[str]:
-    """What of a stored map does not fit a layer and its input."""
+def map_differences(known: KernelMap, x: SparseConvTensor, geometry: Geometry, sites: Coordinates) -> list[str]:
+    """What of a stored map does not fit a layer and its input, whose voxels should be `sites` of the map."""
+    x.check_rows()
+    indices, shape = sites.indices, sites.spatial_shape
     wrong: list[str] = []
     names = (
         ("kernel_size",) if geometry.kind != known.geometry.kind else ("kernel_size", "stride", "padding", "dilation")
@@ -96,6 +96,9 @@ def map_differences(
         wrong.append(f"spatial_shape: stored {shape}, input {tuple(x.spatial_shape)}")
     elif indices.shape != x.indices.shape:
         wrong.append(f"voxels: stored {indices.shape[0]}, input {x.indices.shape[0]}")
-    elif indices is not x.indices and not torch.compiler.is_compiling() and not torch.equal(indices, x.indices):
+    elif indices is x.indices:
+        edited = not sites.describes(indices, shape, sites.batch_size)
+        wrong += ["voxels: written to since the map was made"] if edited else []
+    elif not torch.compiler.is_compiling() and not torch.equal(indices, x.indices):
         wrong.append("voxels: as many as stored, at other places or in another order")
     return wrong

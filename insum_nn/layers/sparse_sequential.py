@@ -52,8 +52,8 @@ def _takes_sparse(module: nn.Module) -> bool:
 def on_features(module: nn.Module, x: SparseConvTensor) -> SparseConvTensor:
     """Apply a dense module to the features of a sparse tensor.
 
-    In training a normalisation leaves a tensor without voxels as it is. Under `torch.compile` it refuses such a tensor,
-    when the compiled code runs.
+    In training a normalisation takes no statistics of a tensor without voxels; its parameters get gradients of zeros.
+    Under `torch.compile` it refuses such a tensor, when the compiled code runs.
     """
     if isinstance(module, _BatchNorm):
         return x.replace_feature(_normalised(module, x.features, module))
@@ -70,7 +70,10 @@ def _normalised(module: _BatchNorm, features: Tensor, run: Callable[[Tensor], Te
     if not torch.compiler.is_compiling():
         alone = not (isinstance(module, nn.SyncBatchNorm) and torch.distributed.is_initialized())
         # Other processes wait for this one's statistics, however many voxels it has.
-        return features if takes_statistics and alone and features.shape[0] == 0 else run(features)
+        if not takes_statistics or not alone or features.shape[0] > 0:
+            return run(features)
+        # The parameters stay in the graph: DistributedDataParallel waits for the gradient of each.
+        return _affine(features, module.weight, module.bias) if module.affine else features
     if takes_statistics or type(module) not in _NORMS:
         torch._check(features.shape[0] > 1)
         return run(features)
@@ -79,7 +82,14 @@ def _normalised(module: _BatchNorm, features: Tensor, run: Callable[[Tensor], Te
     if not module.affine:
         return ((features - mean) * scale).to(features.dtype)
     scale = scale * module.weight
-    return (features * scale + (module.bias - mean * scale)).to(features.dtype)
+    # A normalisation made with bias=False has none, though torch's stubs say otherwise.
+    bias = cast(Tensor | None, module.bias)
+    return _affine(features, scale, -mean * scale if bias is None else bias - mean * scale)
+
+
+def _affine(features: Tensor, scale: Tensor, bias: Tensor | None) -> Tensor:
+    scaled = features * scale
+    return (scaled if bias is None else scaled + bias).to(features.dtype)
 
 
 class SparseSequential(SparseModule):
@@ -167,6 +177,7 @@ class RemoveDuplicate(SparseModule):
 
     def forward(self, x: SparseConvTensor) -> SparseConvTensor:
         """Drop rows that repeat a voxel."""
+        x.check_rows()
         _, place = torch.unique(x.indices, dim=0, return_inverse=True)
         rows = torch.arange(place.shape[0], device=place.device)
         voxels = int(place.max()) + 1 if place.shape[0] else 0

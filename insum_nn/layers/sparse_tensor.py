@@ -20,8 +20,9 @@ __all__ = ["SparseConvTensor", "sparse_add"]
 class SparseConvTensor:
     """Features at the active voxels of a batch of grids; `spconv.pytorch.SparseConvTensor`'s interface.
 
-    Coordinates are checked once, where they are first used: in range, none negative, none twice. Tensors made from one
-    another by `replace_feature` share the checked coordinates and their sorted keys.
+    Coordinates are checked once, where they are first used: as many as features, in range, none negative, none twice.
+    Tensors made from one another by `replace_feature` share the checked coordinates and their sorted keys. Features of
+    another number of voxels are given in two steps, `x = x.replace_feature(features)` and `x.indices = indices`.
 
     Attributes:
         features: (n, C) floating. Read only, see `replace_feature`.
@@ -48,6 +49,8 @@ class SparseConvTensor:
         permanent_thrust_allocator: bool = False,
         enable_timer: bool = False,
         force_algo: object = None,
+        *,
+        _rows: bool = True,
     ) -> None:
         """Check ranks, dtypes and devices; no value is read.
 
@@ -64,7 +67,9 @@ class SparseConvTensor:
             enable_timer: see `benchmark`.
             force_algo: see `benchmark`.
         """
-        _check(features, indices, spatial_shape)
+        _check_features(features)
+        if _rows:
+            _check_indices(indices, spatial_shape, features.shape[0])
         self._features = features
         self.indices = indices
         self.spatial_shape: list[int] = [int(extent) for extent in spatial_shape]
@@ -118,9 +123,11 @@ class SparseConvTensor:
         """The voxels, proven to be in range and distinct; reads the device once for all tensors that share them.
 
         Raises:
+            InsumShapeError: there are not as many voxels as features.
             InsumRangeError: a voxel lies outside the grid.
             InsumFormatError: a voxel stands twice.
         """
+        self.check_rows()
         known = self._known_sites()
         return self._keep_sites(prove_sites(self._sites())) if known is None else known
 
@@ -130,8 +137,9 @@ class SparseConvTensor:
         Raises:
             InsumRangeError: a voxel lies outside the grid.
             InsumFormatError: a voxel stands twice.
-            InsumShapeError: the output's grid would be empty.
+            InsumShapeError: the output's grid would be empty, or there are not as many voxels as features.
         """
+        self.check_rows()
         known = self._known_sites()
         if known is not None or torch.compiler.is_compiling():
             return kernel_map_of(self.coordinates(), geometry)
@@ -139,6 +147,10 @@ class SparseConvTensor:
         found = kernel_map_of(sites, geometry, proven=False)
         self._keep_sites(sites)
         return found
+
+    def check_rows(self) -> None:
+        """Raise `InsumShapeError` unless there are as many voxels as features; `replace_feature` leaves that open."""
+        _check_indices(self.indices, self.spatial_shape, self._features.shape[0])
 
     def _sites(self) -> Coordinates:
         return Coordinates(self.indices, tuple(self.spatial_shape), self.batch_size)
@@ -165,16 +177,27 @@ class SparseConvTensor:
         self, features: Tensor, indices: Tensor, spatial_shape: list[int], indice_dict: dict[str, KernelMap]
     ) -> SparseConvTensor:
         result = SparseConvTensor(
-            features, indices, spatial_shape, self.batch_size, self.grid, self.voxel_num, indice_dict, self.benchmark
+            features,
+            indices,
+            spatial_shape,
+            self.batch_size,
+            self.grid,
+            self.voxel_num,
+            indice_dict,
+            self.benchmark,
+            _rows=False,
         )
         result.benchmark_record = self.benchmark_record
         result.force_algo = self.force_algo
         return result
 
     def replace_feature(self, feature: Tensor) -> SparseConvTensor:
-        """The same voxels with other features (n, C')."""
+        """The same voxels with other features (n, C').
+
+        Features of other voxels may be given too, if `indices` are set before the result is used.
+        """
         if not torch.compiler.is_compiling() and type(self) is SparseConvTensor:
-            _check(feature, self.indices, self.spatial_shape)
+            _check_features(feature)
             # All members at once; what of them can be written to is copied.
             result = object.__new__(SparseConvTensor)
             result.__dict__.update(self.__dict__, _features=feature, spatial_shape=[*self.spatial_shape])
@@ -296,7 +319,7 @@ def sparse_add(*tensors: SparseConvTensor) -> SparseConvTensor:
     return tensors[0]._derive(features, indices, tensors[0].spatial_shape, {})
 
 
-def _check(features: object, indices: Tensor, spatial_shape: Sequence[int]) -> None:
+def _check_features(features: object) -> None:
     if not isinstance(features, Tensor) or features.ndim != 2:
         got: object = tuple(features.shape) if isinstance(features, Tensor) else type(features).__name__
         raise InsumShapeError(
@@ -305,6 +328,9 @@ def _check(features: object, indices: Tensor, spatial_shape: Sequence[int]) -> N
             field="features",
             got=got,
         )
+
+
+def _check_indices(indices: Tensor, spatial_shape: Sequence[int], voxels: int) -> None:
     if indices.dtype not in (torch.int32, torch.int64):
         raise InsumDtypeError(
             f"'indices' must be int32 or int64, got {str(indices.dtype).removeprefix('torch.')}",
@@ -312,14 +338,15 @@ def _check(features: object, indices: Tensor, spatial_shape: Sequence[int]) -> N
             field="indices",
             got=indices.dtype,
         )
-    if indices.ndim != 2 or indices.shape[1] != len(spatial_shape) + 1 or indices.shape[0] != features.shape[0]:
+    if indices.ndim != 2 or indices.shape[1] != len(spatial_shape) + 1 or indices.shape[0] != voxels:
         raise InsumShapeError(
             "'indices' must have one row (batch, coordinates) per row of 'features'",
             details=[
-                f"expected shape ({features.shape[0]}, {len(spatial_shape) + 1}) for spatial_shape "
+                f"expected shape ({voxels}, {len(spatial_shape) + 1}) for spatial_shape "
                 f"{list(spatial_shape)}; got {tuple(indices.shape)}"
             ],
-            fix="put the batch entry into column 0, and give spatial_shape one extent per coordinate.",
+            fix="put the batch entry into column 0, and give spatial_shape one extent per coordinate; after "
+            "replace_feature with features of other voxels set x.indices.",
             field="indices",
             got=tuple(indices.shape),
         )

@@ -22,7 +22,7 @@ from insum_nn.layers.sparse_conv_kinds import (
     SubMConv2d,
     SubMConv3d,
 )
-from insum_nn.layers.sparse_sequential import SparseSequential
+from insum_nn.layers.sparse_sequential import SparseBatchNorm, SparseSequential
 from insum_nn.layers.sparse_tensor import SparseConvTensor
 from insum_nn.ops.sparse_conv import SPARSE_CONV, SPARSE_CONV_GROUPS, SPARSE_CONV_POINTWISE
 from insum_nn.testing.tolerances import assert_matches
@@ -439,3 +439,30 @@ class TestBadInput:
         assert y.features.shape == (0, 3)
         assert y.dense().shape == (3, 3, 8, 8, 8)
         y.features.sum().backward()
+
+    @pytest.mark.parametrize("norm", [nn.BatchNorm1d(4), SparseBatchNorm(4), nn.BatchNorm1d(4, affine=False)], ids=repr)
+    @pytest.mark.parametrize("train", [True, False])
+    def test_no_voxels_give_every_parameter_a_gradient(self, norm, train):
+        """DistributedDataParallel waits for each."""
+        model = SparseSequential(
+            SubMConv3d(4, 4, 3, indice_key="s"),
+            copy.deepcopy(norm),
+            nn.ReLU(),
+            SubMConv3d(4, 4, 1),
+            SparseConv3d(4, 4, 2, 2, indice_key="d"),
+            copy.deepcopy(norm),
+            SubMConv3d(4, 4, 3, groups=2),
+            SparseInverseConv3d(4, 4, 2, "d"),
+            SparseConvTranspose3d(4, 4, 2, 2),
+            nn.Linear(4, 4),
+        ).train(train)
+        x = SparseConvTensor(torch.ones(0, 4), torch.zeros(0, 4, dtype=torch.int32), [8] * 3, 1)
+        before = copy.deepcopy(model.state_dict())
+        y = model(x)
+        y.features.square().sum().backward()
+        for name, parameter in model.named_parameters():
+            assert parameter.grad is not None, name
+            assert not parameter.grad.any(), name
+        assert all(torch.equal(value, before[name]) for name, value in model.state_dict().items())
+        with torch.autocast("cpu", dtype=torch.bfloat16):
+            assert model(x).features.dtype == torch.bfloat16

@@ -18,6 +18,7 @@ from insum_nn.errors import (
     InsumShapeError,
 )
 from insum_nn.layers.sparse_conv_kinds import SparseConv2d, SubMConv2d
+from insum_nn.layers.sparse_pool import SparseGlobalAvgPool, SparseMaxPool2d
 from insum_nn.layers.sparse_sequential import (
     AddTable,
     AddTableMisaligned,
@@ -96,6 +97,62 @@ class TestTensor:
         y.spatial_shape = [3, 3]
         with pytest.raises(InsumRangeError):
             y.dense()
+
+    @pytest.mark.parametrize("indices_first", [False, True])
+    def test_features_of_other_voxels_in_two_steps(self, indices_first):
+        """As VoxelNeXt and Focal (OpenPCDet) merge tensors: indices may be wrong until the result is used."""
+        x, more = cloud(), cloud((6, 7), count=7, seed=5)
+        taken = {tuple(row) for row in x.indices.tolist()}
+        new = torch.tensor([tuple(row) not in taken for row in more.indices.tolist()])
+        features = torch.cat([x.features, more.features[new]])
+        indices = torch.cat([x.indices, more.indices[new]])
+        layers = [
+            SubMConv2d(3, 3, 3, indice_key="a", dtype=torch.float64),
+            SubMConv2d(3, 3, 1, dtype=torch.float64),
+            SparseConv2d(3, 3, 3, 2, 1, dtype=torch.float64),
+            SparseMaxPool2d(2),
+            SparseGlobalAvgPool(),
+            ToDense(),
+        ]
+        want = SparseConvTensor(features, indices, x.spatial_shape, 2)
+        for layer in layers:
+            y = x.shadow_copy()
+            y.coordinates()
+            if indices_first:
+                y.indices = indices
+                with pytest.raises(InsumShapeError, match=r"expected shape \(20, 3\)(.|\n)*set x.indices"):
+                    layer(y)
+                y = y.replace_feature(features)
+            else:
+                y = y.replace_feature(features)
+                with pytest.raises(InsumShapeError, match=rf"expected shape \({len(features)}, 3\)"):
+                    layer(y)
+                y.indices = indices
+            got, exact = layer(y), layer(want)
+            for one in (got, exact):
+                assert isinstance(one, torch.Tensor | SparseConvTensor)
+            torch.testing.assert_close(getattr(got, "features", got), getattr(exact, "features", exact))
+        assert x.coordinates().num_sites == 20
+
+    def test_merged_resolutions(self):
+        """As VoxelNeXt: coarser voxels are scaled in place and join the finer ones."""
+        x = cloud((12, 8), count=20)
+        fine = SubMConv2d(3, 3, 3, indice_key="a", dtype=torch.float64)(x)
+        coarse = SparseConv2d(3, 3, 2, 2, indice_key="down", dtype=torch.float64)(fine)
+        doubled = coarse.indices.clone()
+        doubled[:, 1:] *= 2
+        coarse.indices[:, 1:] *= 2
+        merged = fine.replace_feature(torch.cat([fine.features, coarse.features]))
+        merged.indices = torch.cat([fine.indices, coarse.indices])
+        flat, place = torch.unique(merged.indices, dim=0, return_inverse=True)
+        summed = merged.features.new_zeros(len(flat), 3).index_add_(0, place, merged.features)
+        y = SparseConvTensor(summed, flat, [12, 8], 2)
+        want = fine.dense().movedim(1, -1).index_put(doubled.long().unbind(1), coarse.features, accumulate=True)
+        torch.testing.assert_close(y.dense(channels_first=False), want)
+        # The map under a key is of the voxels as they were.
+        fine.indices[:, 1] = fine.indices[:, 1].flip(0)
+        with pytest.raises(InsumFormatError, match="written to since the map was made"):
+            SubMConv2d(3, 3, 3, indice_key="a", dtype=torch.float64)(fine)
 
     def test_select_by_index(self):
         x = SubMConv2d(3, 3, 3, indice_key="a", dtype=torch.float64)(cloud())

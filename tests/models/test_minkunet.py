@@ -261,11 +261,18 @@ def _train(rank: int, size: int, port: int, folder: str) -> None:
     store = torch.distributed.TCPStore("localhost", port, size, rank == 0)
     torch.distributed.init_process_group("gloo", rank=rank, world_size=size, store=store)
     model = MinkUNet(3, 5, **SMALL).double()
-    parallel = nn.parallel.DistributedDataParallel(model.eval())
+    initial = copy.deepcopy(model.state_dict())
+    parallel = nn.parallel.DistributedDataParallel(model)
     x = cloud()
     rows = x.indices[:, 0] == rank
     indices = x.indices[rows].clone()
     indices[:, 0] = 0
+    # A step in which this process may have no voxels must leave the next one possible.
+    count = 0 if rank == 1 else None
+    parallel(SparseConvTensor(x.features[rows][:count], indices[:count], x.spatial_shape, 1)).features.sum().backward()
+    parallel.zero_grad()
+    parallel.eval()
+    model.load_state_dict(initial)
     y = parallel(SparseConvTensor(x.features[rows], indices, x.spatial_shape, 1))
     y.features.square().mean().backward()
     torch.save([p.grad for p in model.parameters()], f"{folder}/{rank}.pt")
@@ -275,7 +282,7 @@ def _train(rank: int, size: int, port: int, folder: str) -> None:
 
 
 def test_data_parallel_training(tmp_path):
-    """Two processes, a cloud each, agree on the gradients of both clouds together."""
+    """Two processes, a cloud each, agree on the gradients of both clouds together; also after one had no voxels."""
     with socket.socket() as probe:
         probe.bind(("localhost", 0))
         port = probe.getsockname()[1]
