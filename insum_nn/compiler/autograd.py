@@ -249,9 +249,9 @@ def _registered(spec: Spec, tensors: Sequence[Tensor], start: Tensor | None, ext
 def unwatched(tensors: Sequence[Tensor], start: Tensor | None) -> bool:
     """Whether tensors are plain ones, and nobody looks on beside autograd; whatever it records is not asked for."""
     for tensor in tensors:
-        if type(tensor) not in _PLAIN:
+        if type(tensor) not in _PLAIN or tensor.is_neg():
             return False
-    if start is not None and type(start) not in _PLAIN:
+    if start is not None and (type(start) not in _PLAIN or start.is_neg()):
         return False
     return not recorded((), None) and not torch._C._is_any_autocast_enabled()
 
@@ -287,9 +287,13 @@ def apply(
         tensors: in the layout's order.
         start: the starting value, in the output's shape.
         extents: the call's sizes.
-        key: `call_key` of the tensors, where the caller has it.
+        key: `call_key` of the tensors, where the caller has it: a promise too that none is lazily negated.
         seen: what is remembered of calls with this key and these sizes.
     """
+    if key is None:
+        # `z.conj().imag` is a view of `z` and a bit that torch's operators obey; kernels read memory as it is.
+        tensors = [t.resolve_neg() for t in tensors]
+        start = None if start is None else start.resolve_neg()
     if spec.epilogue:
         return _finished(spec, tensors, start, extents, key, seen)
     if transformed() and not torch.compiler.is_compiling():

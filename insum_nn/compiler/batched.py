@@ -25,13 +25,18 @@ _DEEPEST = 16
 
 
 def for_each_vector(backward: Backward) -> Backward:
-    """A backward pass of a function of autograd that runs once for each vector of a batch, and stacks what it made."""
+    """A backward pass of a function of autograd that runs once for each vector of a batch, and stacks what it made.
+
+    Lazily negated gradients arrive negated, since kernels read memory as it is.
+    """
 
     @wraps(backward)
     def run(ctx: Any, *grads: Tensor | None) -> tuple[Tensor | None, ...]:
         for grad in grads:
             if grad is not None and is_legacy_batchedtensor(grad):
                 return _one_by_one(backward, ctx, grads)
+            if grad is not None and grad.is_neg():
+                return backward(ctx, *(None if each is None else each.resolve_neg() for each in grads))
         return backward(ctx, *grads)
 
     return run

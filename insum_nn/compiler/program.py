@@ -196,12 +196,12 @@ class Program:
             start = named.get(self.statement.output.name)
             if start is None or len(named) != len(names) + 1:
                 return None
-            if type(start) not in _PLAIN or start.layout is not torch.strided:
+            if type(start) not in _PLAIN or start.layout is not torch.strided or start.is_neg():
                 return None
         ordered: list[Tensor] = []
         for name in names:
             tensor = named.get(name)
-            if type(tensor) not in _PLAIN or tensor.layout is not torch.strided or tensor.is_meta:  # type: ignore[union-attr]
+            if type(tensor) not in _PLAIN or tensor.layout is not torch.strided or tensor.is_meta or tensor.is_neg():  # type: ignore[union-attr]
                 return None
             ordered.append(tensor)  # type: ignore[arg-type]
         return call_key(ordered, start), _hashable(sizes), None if out_shape is None else tuple(out_shape)

@@ -17,10 +17,13 @@ _PLAIN = (Tensor, torch.nn.Parameter)
 
 
 def ordinary(*tensors: Tensor) -> bool:
-    """Whether nobody records, replaces or differentiates torch's calls by other means than autograd."""
+    """Whether nobody records, replaces or differentiates torch's calls by other means than autograd.
+
+    Nor is a tensor lazily negated: what a kernel finds in its memory is not its value.
+    """
     if torch.compiler.is_compiling() or transformed() or torch._C._len_torch_dispatch_stack() > 0:
         return False
-    return all([type(t) in _PLAIN and not t.is_meta for t in tensors])
+    return all([type(t) in _PLAIN and not t.is_meta and not t.is_neg() for t in tensors])
 
 
 def at_least(size: int | torch.SymInt, threshold: float) -> bool:

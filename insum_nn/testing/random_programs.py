@@ -13,7 +13,7 @@ from __future__ import annotations
 
 import random
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Literal
 
 import torch
@@ -101,6 +101,8 @@ def random_program(seed: int, *, max_size: int = 5, profile: Profile = "full") -
         draft.draw()
         if draft.fits():
             program = _materialise(draft, seed)
+            if rng.random() < 0.2:
+                program = _negated(program)
             return _confused(program, draft.extents, rng) if rng.random() < 0.6 else program
         attempt += 1
 
@@ -433,6 +435,13 @@ def _confused(program: RandomProgram, indices: Iterable[str], rng: random.Random
         program.start,
         tensors[program.output],
     )
+
+
+def _negated(program: RandomProgram) -> RandomProgram:
+    """The program with the values negated, lazily: torch negates what it reads, as with `z.conj().imag`."""
+    tensors = {n: torch._neg_view(t) if t.is_floating_point() else t for n, t in program.tensors.items()}
+    start = None if program.start is None else torch._neg_view(program.start)
+    return replace(program, tensors=tensors, start=start)
 
 
 def _entries(shape: Sequence[int], bound: int, rng: random.Random, generator: torch.Generator) -> Tensor:
