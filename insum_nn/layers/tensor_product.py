@@ -15,6 +15,7 @@ from insum_nn.layers.tensor_product_checks import (
     InputError,
     check_choice,
     check_inputs,
+    check_weights,
     fits_plainly,
     variances,
 )
@@ -27,6 +28,7 @@ from insum_nn.ops.tensor_product import (
     expressions,
     tensor_product_right,
 )
+from insum_nn.structure.clebsch_gordan import nonzeros
 from insum_nn.structure.irreps import Entry, Path, entries_of, make_paths, path_coefficients, weight_offsets
 
 try:
@@ -194,6 +196,11 @@ class TensorProduct(o3.TensorProduct):
         # The operator takes the whole product as text: traced, scripted and exported graphs carry it along.
         self._text: str = self.spec.to_json()
         self._text_shared: str = self.spec.with_shared(True).to_json()
+        for path in self._paths():
+            # Computed now and remembered: a first call may come in the midst of anything.
+            nonzeros(
+                self.irreps_in1[path.i_in1].ir.l, self.irreps_in2[path.i_in2].ir.l, self.irreps_out[path.i_out].ir.l
+            )
         self._profiling_str: str = o3.TensorProduct.__repr__(self)
 
     @property
@@ -264,40 +271,7 @@ class TensorProduct(o3.TensorProduct):
 
     @torch.jit.unused
     def _checked_weights(self, weight: Tensor | list[Tensor] | None) -> Tensor | None:
-        if isinstance(weight, list):
-            batch = () if self.shared_weights else (-1,)
-            shapes = [ins.path_shape for ins in self.instructions if ins.has_weight]
-            if len(weight) != len(shapes):
-                raise InputError(
-                    f"got {len(weight)} weights for {len(shapes)} paths with weights",
-                    fix="pass one tensor for each instruction with weights, in their order.",
-                    expected=len(shapes),
-                    got=len(weight),
-                )
-            numbers = [torch.Size(shape).numel() for shape in shapes]
-            weight = torch.cat([w.reshape(*batch, n) for w, n in zip(weight, numbers, strict=True)], -1)
-        if weight is None:
-            if self.weight_numel > 0 and not self.internal_weights:
-                raise InputError(
-                    "the weights are missing",
-                    details=[
-                        f"expected a tensor of {self.weight_numel} weights{'' if self.shared_weights else ' a sample'}"
-                    ],
-                    fix="pass weight=, or build the module with internal_weights=True.",
-                    expected=self.weight_numel,
-                )
-            return None
-        wanted = f"({self.weight_numel},)" if self.shared_weights else f"(..., {self.weight_numel})"
-        fits = weight.dim() == 1 if self.shared_weights else weight.dim() > 1
-        if not fits or weight.shape[-1] != self.weight_numel:
-            raise InputError(
-                "the weight has a wrong shape",
-                details=[f"expected {wanted}, shared_weights={self.shared_weights}; got {tuple(weight.shape)}"],
-                fix="pass weights of this shape; `weight_numel` is their number.",
-                expected=wanted,
-                got=tuple(weight.shape),
-            )
-        return weight
+        return check_weights(self, weight)
 
     def _get_weights(self, weight: Tensor | None) -> Tensor:
         if not torch.jit.is_scripting():

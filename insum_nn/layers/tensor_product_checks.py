@@ -18,6 +18,7 @@ __all__ = [
     "check_inputs",
     "check_last",
     "check_same",
+    "check_weights",
     "fits_plainly",
     "variances",
 ]
@@ -138,6 +139,44 @@ def check_inputs(module: Any, x: Tensor, y: Tensor, weight: Tensor) -> None:
             )
         )
     raise_collected(faults)
+
+
+def check_weights(module: Any, weight: Tensor | list[Tensor] | None) -> Tensor | None:
+    """Check the weights that were passed to a tensor product, as one tensor; `None`: those that it holds."""
+    if isinstance(weight, list):
+        batch = () if module.shared_weights else (-1,)
+        shapes = [ins.path_shape for ins in module.instructions if ins.has_weight]
+        if len(weight) != len(shapes):
+            raise InputError(
+                f"got {len(weight)} weights for {len(shapes)} paths with weights",
+                fix="pass one tensor for each instruction with weights, in their order.",
+                expected=len(shapes),
+                got=len(weight),
+            )
+        numbers = [torch.Size(shape).numel() for shape in shapes]
+        weight = torch.cat([w.reshape(*batch, n) for w, n in zip(weight, numbers, strict=True)], -1)
+    if weight is None:
+        if module.weight_numel > 0 and not module.internal_weights:
+            raise InputError(
+                "the weights are missing",
+                details=[
+                    f"expected a tensor of {module.weight_numel} weights{'' if module.shared_weights else ' a sample'}"
+                ],
+                fix="pass weight=, or build the module with internal_weights=True.",
+                expected=module.weight_numel,
+            )
+        return None
+    wanted = f"({module.weight_numel},)" if module.shared_weights else f"(..., {module.weight_numel})"
+    fits = weight.dim() == 1 if module.shared_weights else weight.dim() > 1
+    if not fits or weight.shape[-1] != module.weight_numel:
+        raise InputError(
+            "the weight has a wrong shape",
+            details=[f"expected {wanted}, shared_weights={module.shared_weights}; got {tuple(weight.shape)}"],
+            fix="pass weights of this shape; `weight_numel` is their number.",
+            expected=wanted,
+            got=tuple(weight.shape),
+        )
+    return weight
 
 
 def _broadcast(shapes: Sequence[Sequence[int]]) -> bool:

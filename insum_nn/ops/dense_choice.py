@@ -15,6 +15,7 @@ from insum_nn.facts import IndexFacts
 from insum_nn.ops.arguments import run
 from insum_nn.ops.onlookers import at_least, ordinary
 from insum_nn.ops.tensor_cache import TensorCache
+from insum_nn.structure.constants import plain_tensors
 
 __all__ = ["block_tiles", "dense_is_faster", "dense_reason", "explain_tiles"]
 
@@ -161,7 +162,7 @@ def _slots(row: Tensor, col: Tensor, grid: tuple[int, int]) -> Tensor:
     """(rows, cols) the number of the block that stands there, or -1; kept for as long as the index tensors."""
 
     def build() -> Tensor:
-        with torch.inference_mode(False), torch.no_grad():
+        with plain_tensors(row, col):
             rows = row.reshape(-1, *(1,) * (col.ndim - 1)).expand_as(col).reshape(-1).long()
             cols = col.reshape(-1).long()
             stored = (rows >= 0) & (cols >= 0)

@@ -16,6 +16,7 @@ from insum_nn.ops.graph_matrix import GraphMatrix
 from insum_nn.ops.graph_product import graph_compare, graph_product
 from insum_nn.ops.onlookers import transformed
 from insum_nn.ops.tensor_cache import TensorCache
+from insum_nn.structure.constants import plain_tensors
 from insum_nn.structure.gcn_norm import (
     Flow,
     Loops,
@@ -79,7 +80,7 @@ def graph_matrix(edge_index: Tensor, num_nodes: int, recipe: Recipe, *, key: Ten
     """
 
     def build() -> GraphMatrix:
-        with torch.inference_mode(False), torch.no_grad():
+        with plain_tensors(edge_index):
             edges = edge_index.clone() if edge_index.is_inference() else edge_index
             check_edge_index(edges, num_nodes)
             return GraphMatrix(edge_entries(edges, num_nodes, loops=recipe.loops, flow=recipe.flow))
@@ -118,7 +119,7 @@ def graph_values(
         return build()
 
     def steady() -> Tensor:
-        with torch.inference_mode(False), torch.no_grad():
+        with plain_tensors(edge_weight):
             return graph.keep(build())
 
     return graph.remembered.get([edge_weight], (recipe.normalize, recipe.fill, dtype, fixed), steady)

@@ -21,6 +21,7 @@ from insum_nn.facts import IndexFacts
 from insum_nn.formats import COO, GroupCOO, GroupSize
 from insum_nn.ops.spmm import spmm_program
 from insum_nn.ops.tensor_cache import TensorCache
+from insum_nn.structure.constants import plain_tensors
 from insum_nn.structure.gcn_norm import GraphEntries
 
 __all__ = ["GraphMatrix", "Grouped"]
@@ -130,8 +131,7 @@ class GraphMatrix:
         """A tensor that the graph alone decides, computed once."""
         found = self._constants.get(key)
         if found is None:
-            # Made inside inference mode it would be unusable outside.
-            with torch.inference_mode(False), torch.no_grad():
+            with plain_tensors(self.entries.row):
                 found = self._constants[key] = self.keep(build())
         return found
 
@@ -156,7 +156,7 @@ class GraphMatrix:
         return self.constant(("ones", dtype), lambda: self.entries.row.new_ones(self.num_entries, dtype=dtype))
 
     def _group(self, row: Tensor, col: Tensor, order: Tensor | None) -> Grouped:
-        with torch.inference_mode(False), torch.no_grad():
+        with plain_tensors(row, col):
             shape = (self.num_nodes, self.num_nodes)
             facts = (IndexFacts(sorted=True, masked=False, proven=True), IndexFacts(masked=False, proven=True))
             if self._group_size == 1:

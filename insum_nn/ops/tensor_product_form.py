@@ -15,6 +15,7 @@ from torch import Tensor
 from insum_nn.ops.tensor_product_spec import NUMBER, Group, ProductLayout, TensorProductSpec
 from insum_nn.ops.tensor_product_statement import Feed, Reading, Statement
 from insum_nn.structure.clebsch_gordan import divide
+from insum_nn.structure.constants import plain_tensors
 
 __all__ = ["POINTS", "Form", "form_of"]
 
@@ -41,10 +42,10 @@ class Form(ProductLayout):
         return self.spec.to_json()
 
     def keep(self, key: tuple[object, ...], build: Callable[[], T]) -> T:
-        """What `build` makes, once for each key; of use in training too, even if the first call is not."""
+        """What `build` makes, once for each key; plain tensors, whatever transform the first call is under."""
         found = self._kept.get(key)
         if found is None:
-            with torch.inference_mode(False):
+            with plain_tensors():
                 found = self._kept[key] = build()
         return found
 
@@ -64,7 +65,7 @@ class Form(ProductLayout):
         key = (role, split, staged, in_place)
         if key not in self._statements:
             groups = [g for g in self.groups(role, fused=not split) if role != "w" or g.weighted]
-            with torch.inference_mode(False):
+            with plain_tensors():
                 made: list[Statement] = []
                 for group in groups:
                     feed = self._feed(role, group) if staged else None

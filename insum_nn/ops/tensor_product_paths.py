@@ -31,6 +31,7 @@ from torch import Tensor
 
 from insum_nn.ops.tensor_product_form import Form
 from insum_nn.structure.clebsch_gordan import nonzeros
+from insum_nn.structure.constants import plain_tensors
 from insum_nn.structure.irreps import Entry
 
 __all__ = ["AT_ONCE", "PathProducts", "path_products"]
@@ -182,7 +183,7 @@ class PathProducts:
         """`CG`, (dimension of y, columns of `M`)."""
         found = self._tables.get(dtype)
         if found is None:
-            with torch.inference_mode(False):
+            with plain_tensors():
                 found = self._tables[dtype] = self._table.to(dtype)
         return found
 

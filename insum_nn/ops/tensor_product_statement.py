@@ -17,6 +17,7 @@ from insum_nn.compiler.options import Options
 from insum_nn.facts import IndexFacts
 from insum_nn.ops.tensor_product_spec import NUMBER, Group, ProductLayout, others
 from insum_nn.structure.clebsch_gordan import Table, make_table, path_table
+from insum_nn.structure.constants import plain_tensors
 
 __all__ = ["Feed", "Reading", "Statement", "WeightAccess"]
 
@@ -133,8 +134,7 @@ class Reading(ABC):
         """The static tables on a device; kept."""
         key = (device, dtype)
         if key not in self._on:
-            # What is kept must be of use in training too, even if the first call is not.
-            with torch.inference_mode(False):
+            with plain_tensors():
                 self._on[key] = {
                     name: table.to(device, dtype) if table.is_floating_point() else table.to(device)
                     for name, table in self.tables.items()

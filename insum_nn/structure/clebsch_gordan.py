@@ -18,8 +18,10 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 from torch import Tensor
+from torch.utils._python_dispatch import _disable_current_modes
 
 from insum_nn.errors import MissingExtraError
+from insum_nn.structure.constants import plain_tensors
 
 __all__ = ["Entries", "Table", "divide", "make_table", "nonzeros", "path_table"]
 
@@ -47,8 +49,9 @@ def nonzeros(l1: int, l2: int, l3: int) -> tuple[NDArray[np.int64], NDArray[np.f
             "Clebsch-Gordan coefficients are computed by e3nn, which is not installed",
             fix="run: pip install insum-nn[e3nn]",
         ) from error
-    # torch makes the result on its default device, which may hold no float64.
-    with torch.device("cpu"):
+    # torch makes the result on its default device, which may hold no float64, and for the transform or mode that is
+    # active, where it may have no values.
+    with plain_tensors(), _disable_current_modes(), torch.device("cpu"):
         dense: NDArray[np.float64] = wigner_3j(l1, l2, l3, dtype=torch.float64).numpy()
     # Entries below are rounding errors of the change of basis; true ones are never this small.
     index = np.stack(np.nonzero(np.abs(dense) > 1e-10)).astype(np.int64)

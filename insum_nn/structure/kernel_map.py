@@ -16,6 +16,7 @@ from torch import Tensor
 
 from insum_nn.errors import InsumFormatError, InsumRangeError
 from insum_nn.facts import IndexFacts
+from insum_nn.structure.constants import plain_tensors
 from insum_nn.structure.coordinates import Coordinates
 from insum_nn.structure.kernel_map_geometry import Geometry, MapKind
 from insum_nn.structure.kernel_map_pairs import Groups, Pairs, groups_of_table, list_of_groups, list_of_table
@@ -163,7 +164,7 @@ class KernelMap:
         if self.inverted:
             known = self.inverse.pair_list
             return {"Off": known["Off"], "OutIdx": known["InIdx"], "InIdx": known["OutIdx"]}
-        with torch.inference_mode(False):
+        with plain_tensors(self.inputs.indices):
             groups = self._cache.get(("groups", False))
             if groups is not None:
                 return list_of_groups(groups)
@@ -212,7 +213,7 @@ class KernelMap:
         found = self._cache.get(("table", self.inverted))
         if found is None:
             # Ordinary tensors count their changes, so that a compiler can keep what it makes of them.
-            with torch.inference_mode(False):
+            with plain_tensors(self.inputs.indices):
                 found = self._cache["table", self.inverted] = self._table()
         return found
 
@@ -229,7 +230,8 @@ class KernelMap:
         """(m,) the pairs that meet in each output voxel; at least one of those of any kernel but a submanifold's."""
         counts = self._cache.get(("output_counts", self.inverted))
         if counts is None:
-            counts = self._cache["output_counts", self.inverted] = self._output_counts()
+            with plain_tensors(self.inputs.indices):
+                counts = self._cache["output_counts", self.inverted] = self._output_counts()
         return counts.to(dtype)
 
     def _output_counts(self) -> Tensor:

@@ -9,6 +9,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from insum_nn.structure.constants import plain_tensors
 from insum_nn.structure.coordinates import Coordinates, unique_sites
 from insum_nn.structure.kernel_map import KernelMap
 from insum_nn.structure.kernel_map_geometry import Geometry, output_shape
@@ -58,7 +59,7 @@ def build_kernel_map(
     """
     shape = output_shape(inputs.spatial_shape, geometry)
     # What is built of ordinary tensors keeps count of its changes, so that a compiler can keep what it made of them.
-    with torch.inference_mode(False):
+    with plain_tensors(inputs.indices):
         judge = None if proven else inputs.proof(by_cells=geometry.kind == "subm")
         try:
             # Look-ups by cell are safe without the answer: the device goes on while it is on its way.

@@ -19,6 +19,8 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
+from insum_nn.structure.constants import plain_tensors
+
 __all__ = ["SiteGrid", "constant", "distinct_cells", "fits", "steps_of"]
 
 # Tensors of numbers that are kept, over all devices.
@@ -126,7 +128,7 @@ def constant(values: tuple[int, ...], device: torch.device, dtype: torch.dtype =
     """
     found = _constants.get((values, device, dtype))
     if found is None:
-        with torch.inference_mode(False):
+        with plain_tensors():
             found = torch.tensor(values, dtype=dtype, device=device)
         # A tensor that is only traced is of no use to others.
         if type(found) is Tensor:
@@ -143,7 +145,7 @@ def _first_rows(count: int, device: torch.device) -> Tensor:
     """(count,) int32: 0, 1, ..; the longest that was asked for is kept for each device, and not to be written."""
     known = _rows.get(device)
     if known is None or known.shape[0] < count:
-        with torch.inference_mode(False):
+        with plain_tensors():
             known = torch.arange(1 << (count - 1).bit_length(), dtype=torch.int32, device=device)
         if type(known) is Tensor:
             _rows[device] = known

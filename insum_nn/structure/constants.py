@@ -1,0 +1,44 @@
+"""Tensors that are made at a first call and kept, in the midst of whatever the caller does."""
+
+from __future__ import annotations
+
+from collections.abc import Generator
+from contextlib import AbstractContextManager, ExitStack, contextmanager
+
+import torch
+from torch import Tensor
+from torch._C._functorch import is_functorch_wrapped_tensor, peek_interpreter_stack
+
+__all__ = ["plain_tensors"]
+
+
+def plain_tensors(*sources: Tensor) -> AbstractContextManager[object]:
+    """Make tensors that later calls read too.
+
+    Under a transform of `torch.func` new tensors belong to the transform and have no memory to be read; in inference
+    mode they are of no use for training.
+
+    Args:
+        sources: what they are made of. Made of a transform's own tensors they belong to it in any case.
+
+    >>> def f(x):
+    ...     with plain_tensors():
+    ...         two = (torch.ones(()) + 1).item()
+    ...     return x * two
+    >>> torch.func.grad(f)(torch.tensor(3.0))
+    tensor(2.)
+    """
+    # Dynamo keeps nothing, and knows this context only.
+    return torch.inference_mode(False) if torch.compiler.is_compiling() else _outside(sources)
+
+
+@contextmanager
+def _outside(sources: tuple[Tensor, ...]) -> Generator[None]:
+    with ExitStack() as stack:
+        if peek_interpreter_stack() and not any(map(is_functorch_wrapped_tensor, sources)):
+            from torch._functorch.pyfunctorch import temporarily_clear_interpreter_stack
+
+            stack.enter_context(temporarily_clear_interpreter_stack())
+        stack.enter_context(torch.inference_mode(False))
+        stack.enter_context(torch.no_grad())
+        yield
