@@ -1,0 +1,110 @@
+"""What the compiler writes for a statement of the corpus: ATen graphs, kernels' text, and Triton's own IR of it."""
+
+from __future__ import annotations
+
+import hashlib
+import re
+from collections.abc import Iterator
+from dataclasses import replace
+from types import SimpleNamespace
+
+import torch
+
+from insum_nn.compiler.bind import Bound
+from insum_nn.compiler.chained import Chained, generate
+from insum_nn.compiler.fx_lowering import lower
+from insum_nn.compiler.generated import Generated
+from insum_nn.compiler.kernel_candidates import candidates
+from insum_nn.compiler.kernel_form import Form, FormError
+from insum_nn.compiler.kernel_schedule import Schedule, default_schedule, precision_of
+from insum_nn.compiler.kernel_source import Source, write_kernel
+from insum_nn.compiler.planner import make_plan
+from insum_nn.compiler.triton_lowering import _jit, _types, strides_of
+from tests.compiler.corpus.statements import DEVICE_TYPE, Entry
+
+__all__ = ["Code", "code_of", "digest", "ttir", "without_names"]
+
+# (what it is, its text)
+Code = tuple[str, str]
+_CAPABILITY = 90
+_NAME = re.compile(r"%[A-Za-z_0-9]+")
+
+
+def digest(text: str) -> str:
+    return hashlib.sha256(text.encode()).hexdigest()[:16]
+
+
+def code_of(entry: Entry, *, intermediate: bool = True) -> Iterator[Code]:
+    """Everything that is written for a statement.
+
+    Args:
+        entry: the statement.
+        intermediate: also Triton's IR of the kernel under the default schedule.
+    """
+    for compiled in (False, True):
+        graph = lower(make_plan(_plain(entry.bound), entry.sizes, entry.options, compiled=compiled), entry.options,
+                      compiled=compiled)  # fmt: skip
+        yield f"graph, {'compiled' if compiled else 'eager'}", graph.code
+    try:
+        program = generate(entry.bound, entry.sizes, entry.tensors, entry.extents.output, dict(entry.tables),
+                           entry.options)  # fmt: skip
+    except FormError as error:
+        yield "kernel", f"none: {error}"
+        return
+    for name, form in _forms(program):
+        default = default_schedule(form)
+        for schedule in candidates(form) if entry.every_candidate else (default,):
+            source = _source(entry, form, schedule)
+            chosen = {k: v for k, v in schedule.to_json().items() if v != getattr(Schedule(), k)}
+            yield f"kernel{name}, {chosen}", source.text
+            if intermediate and schedule == default:
+                yield f"ttir{name}, {chosen}", ttir(entry, form, source)
+
+
+def _plain(bound: Bound) -> Bound:
+    """Graphs of library calls are made for any sizes."""
+    return replace(bound, static=())
+
+
+def _forms(program: Generated | Chained) -> Iterator[tuple[str, Form]]:
+    if isinstance(program, Generated):
+        yield "", program.form
+        return
+    for name, candidate in program.candidates.items():
+        if isinstance(candidate, Generated):
+            yield f" ({name})", candidate.form
+
+
+def _source(entry: Entry, form: Form, schedule: Schedule) -> Source:
+    strides = strides_of(form, entry.tensors, entry.extents, False, None)
+    return write_kernel(form, schedule, strides, precision_of(entry.bound.dtype, entry.options.precision))
+
+
+def ttir(entry: Entry, form: Form, source: Source) -> str:
+    """Triton's IR of a kernel, without names and locations; needs no GPU."""
+    from triton._C.libtriton import ir  # type: ignore[attr-defined]
+    from triton.backends.compiler import GPUTarget
+    from triton.compiler import ASTSource
+    from triton.compiler.compiler import make_backend
+
+    target = GPUTarget(DEVICE_TYPE, _CAPABILITY, 32)
+    backend = make_backend(target)
+    function = _jit(source)
+    # Orders and bounds of rows are made from an index tensor, in its own dtype or int64.
+    owners = SimpleNamespace(**dict.fromkeys(("begin", "end", "target", "owner", "order"), torch.empty(0).long()))
+    types = _types(form, source, entry.tensors, owners)  # type: ignore[arg-type]
+    signature = {name: kind or "i32" for name, kind in zip(function.arg_names, types, strict=True)}
+    options = backend.parse_options({"num_warps": source.schedule.warps, "num_stages": source.schedule.stages})
+    context = ir.context()
+    ir.load_dialects(context)
+    backend.load_dialects(context)
+    written = ASTSource(function, signature, {}, {})
+    functions = backend.get_codegen_implementation(options)
+    module = written.make_ir(target, options, functions, backend.get_module_map(), context)
+    return without_names(backend.make_ttir(module, {}, options, _CAPABILITY).str_nodebug())
+
+
+def without_names(text: str) -> str:
+    """Triton's IR with its values numbered in the order of their appearance."""
+    numbers: dict[str, str] = {}
+    return _NAME.sub(lambda found: numbers.setdefault(found[0], f"%{len(numbers)}"), text)
