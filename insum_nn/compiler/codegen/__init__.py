@@ -1,0 +1,1 @@
+"""Printers from the loop-nest IR to the languages that run it."""

@@ -1,0 +1,110 @@
+"""Print a graph as straight-line Python: ATen calls for structures and memory, launches for kernels.
+
+The text is what runs in eager mode, what `torch.compile` traces through, and what a person reads.
+"""
+
+from __future__ import annotations
+
+import re
+from dataclasses import dataclass
+
+from insum_nn.compiler.codegen.triton import TritonKernel, print_kernel
+from insum_nn.compiler.ir.nodes import (
+    Buffer,
+    Const,
+    Expr,
+    Fill,
+    Graph,
+    Launch,
+    Op,
+    Size,
+    Structure,
+    walk,
+)
+
+__all__ = ["GraphText", "print_graph"]
+
+
+@dataclass(frozen=True, slots=True)
+class GraphText:
+    """A graph as text.
+
+    Attributes:
+        text: a module with the function `run`; it expects the names `kernel_0`, ..., `wrap` and `torch`.
+        kernels: the kernels that it launches, in order.
+        tensors: its tensor parameters, in order.
+        sizes: its integer parameters behind them: sizes that no tensor shows.
+    """
+
+    text: str
+    kernels: tuple[TritonKernel, ...]
+    tensors: tuple[str, ...]
+    sizes: tuple[str, ...]
+
+
+def print_graph(graph: Graph) -> GraphText:
+    """The graph as Python."""
+    shown: dict[str, str] = {}
+    for buffer in graph.inputs:
+        for axis, extent in enumerate(buffer.shape):
+            if isinstance(extent, Size):
+                shown.setdefault(extent.name, f"{buffer.name}.shape[{axis}]")
+    sizes = list(dict.fromkeys(node.name for node in walk(graph) if isinstance(node, Size) and node.name not in shown))
+    device = f"{graph.inputs[0].name}.device"
+    lines: list[str] = []
+    kernels: list[TritonKernel] = []
+    for node in graph.nodes:
+        if isinstance(node, Structure):
+            lines.append(f"{node.result.name} = {_structure(node)}")
+        elif isinstance(node, Fill):
+            shape = "".join(f"{_size(extent)}, " for extent in node.buffer.shape)
+            make = "torch.empty((" if node.value is None else "torch.full(("
+            value = "" if node.value is None else f", {node.value}"
+            lines.append(
+                f"{node.buffer.name} = {make}{shape}){value}, dtype=torch.{node.buffer.dtype}, device={device})"
+            )
+        else:
+            assert isinstance(node, Launch)
+            kernel = print_kernel(node.kernel)
+            arguments = [*(buffer.name for buffer in kernel.buffers), *kernel.sizes]
+            options = f"num_warps={node.warps}, num_stages={node.stages}"
+            number = len(kernels)
+            lines.append(f"wrap(kernel_{number})[({_size(kernel.grid)},)]({', '.join(arguments)}, {options})")
+            kernels.append(kernel)
+    lines.append(f"return {', '.join(buffer.name for buffer in graph.outputs)}")
+    words = {word for line in lines for word in _WORD.findall(line)}
+    lines = [*(f"{name} = {text}" for name, text in shown.items() if name in words), *lines]
+    names = tuple(buffer.name for buffer in graph.inputs)
+    parameters = [*(f"{name}: torch.Tensor" for name in names), *(f"{name}: int" for name in sizes)]
+    head = f"def run({', '.join(parameters)}) -> torch.Tensor:"
+    return GraphText("\n".join([head, *(f"    {line}" for line in lines)]) + "\n", tuple(kernels), names, tuple(sizes))
+
+
+def _structure(node: Structure) -> str:
+    first = node.inputs[0].name
+    if node.kind == "order":
+        return f"torch.sort({_flat(node.inputs[0])}, stable=True)[1]"
+    if node.kind == "take":
+        return f"torch.index_select({_flat(node.inputs[0])}, 0, {node.inputs[1].name})"
+    assert node.extent is not None
+    values = f"torch.arange({_size(node.extent)} + 1, dtype={first}.dtype, device={first}.device)"
+    return f"torch.searchsorted({_flat(node.inputs[0])}, {values})"
+
+
+def _flat(buffer: Buffer) -> str:
+    return buffer.name if len(buffer.shape) == 1 else f"{buffer.name}.flatten()"
+
+
+def _size(expr: Expr) -> str:
+    """An expression of sizes in Python."""
+    if isinstance(expr, Const):
+        return str(expr.value)
+    if isinstance(expr, Size):
+        return expr.name
+    assert isinstance(expr, Op)
+    left, right = (_size(arg) for arg in expr.args)
+    return f"(({left} + {right} - 1) // {right})" if expr.name == "cdiv" else f"({left} {_SIGNS[expr.name]} {right})"
+
+
+_WORD = re.compile(r"\w+")
+_SIGNS = {"add": "+", "mul": "*"}

@@ -1,0 +1,1 @@
+"""The loop-nest IR: nodes, their printer, verifier and interpreter, and the builder from bound statements."""

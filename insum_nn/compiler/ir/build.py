@@ -1,0 +1,144 @@
+"""Build the algorithm of a bound statement: what is summed where, with loops that are not placed yet."""
+
+from __future__ import annotations
+
+from insum_nn.compiler.ast import Access, Number, Statement, Subscript
+from insum_nn.compiler.ast import Index as IndexVariable
+from insum_nn.compiler.bind import Bound, show_dtype
+from insum_nn.compiler.ir.nodes import (
+    Buffer,
+    Const,
+    Expr,
+    Index,
+    Kernel,
+    Load,
+    Loop,
+    Op,
+    Result,
+    Size,
+    Stmt,
+    Store,
+    add,
+    conjunction,
+)
+
+__all__ = ["OUTPUT", "Names", "build"]
+
+OUTPUT = "out"
+
+
+class Names:
+    """The canonical names of a statement: `t0`, `t1`, ... for values, `x0`, ... for index tensors, letters for loops.
+
+    Attributes:
+        tensors: canonical name by the user's.
+        indices: the same for indices.
+    """
+
+    def __init__(self, statement: Statement) -> None:
+        index_tensors = frozenset(statement.index_tensors())
+        values = [name for name in statement.tensors() if name not in index_tensors]
+        entries = [name for name in statement.tensors() if name in index_tensors]
+        self.tensors = {name: f"t{i}" for i, name in enumerate(values)} | {n: f"x{i}" for i, n in enumerate(entries)}
+        self.indices = {name: _letter(i) for i, name in enumerate(statement.indices())}
+
+
+def _letter(number: int) -> str:
+    """a, b, ..., z, a1, b1, ..."""
+    return chr(ord("a") + number % 26) + (str(number // 26) if number >= 26 else "")
+
+
+def build(bound: Bound) -> Kernel:
+    """The algorithm of a bound statement.
+
+    C[Row[g],n] += Val[g,q] * B[Col[g,q],n] becomes
+
+        free a in 0 .. A:
+          free b in 0 .. B:
+            sum c in 0 .. C:
+              out[x0[a], b] += t0[a, c] * (t1[x1[a, c], b] if x1[a, c] >= 0 else 0)   where x1[a, c] >= 0
+
+    Raises:
+        NotImplementedError: the statement's operator or starting value has no form in the IR yet.
+    """
+    return _Builder(bound).kernel()
+
+
+class _Builder:
+    def __init__(self, bound: Bound) -> None:
+        if bound.statement.operator not in ("+=", "=") or bound.has_start:
+            raise NotImplementedError("the loop-nest IR covers sums without an initial value")
+        self.bound = bound
+        self.statement = bound.statement
+        self.names = Names(bound.statement)
+        layout = bound.layout
+        self.buffers = {
+            name: Buffer(
+                self.names.tensors[name],
+                show_dtype(dtype),
+                tuple(self.axis(name, position, axis) for axis in range(rank)),
+                facts,
+            )
+            for position, (name, dtype, facts, rank) in enumerate(
+                zip(layout.tensors, bound.index_dtypes, bound.facts, layout.ranks, strict=True)
+            )
+        }
+        shape = tuple(
+            Size(f"{OUTPUT}_{axis}") if name is None else Size(self.names.indices[name])
+            for axis, name in enumerate(layout.output_plain)
+        )
+        self.output = Buffer(OUTPUT, show_dtype(bound.out_dtype), shape)
+        self.conditions: list[Expr | None] = []
+
+    def axis(self, name: str, position: int, axis: int) -> Expr:
+        """The extent of an axis: of the index that addresses it directly, or a symbol of its own."""
+        for index, places in zip(self.bound.layout.indices, self.bound.layout.plain, strict=True):
+            if (position, axis) in places:
+                return Size(self.names.indices[index])
+        return Size(f"{self.names.tensors[name]}_{axis}")
+
+    def kernel(self) -> Kernel:
+        statement = self.statement
+        value: Expr | None = None
+        for factor in statement.factors:
+            read = self.load(factor) if isinstance(factor, Access) else _literal(factor)
+            value = read if value is None else Op("mul", (value, read))
+        assert value is not None
+        target = tuple(
+            self.subscript(s, e) for s, e in zip(statement.output.subscripts, self.output.shape, strict=True)
+        )
+        body: Stmt = Store(self.output, target, value, "add", conjunction(self.conditions))
+        written = {index.name for index in statement.output.indices()}
+        for name in reversed(sorted(statement.indices(), key=lambda index: index not in written)):
+            index = self.names.indices[name]
+            body = Loop(Index(index), Const(0), Size(index), "free" if name in written else "sum", (body,))
+        inputs = tuple(self.buffers[name] for name in self.bound.layout.tensors)
+        return Kernel(inputs, (Result(self.output, "zero"),), (body,))
+
+    def load(self, access: Access) -> Load:
+        """The read of an access, guarded by what has to hold for its address to be one."""
+        buffer, outer = self.buffers[access.name], self.conditions
+        self.conditions = []
+        pairs = zip(access.subscripts, buffer.shape, strict=True)
+        subscripts = tuple(self.subscript(subscript, extent) for subscript, extent in pairs)
+        own, self.conditions = self.conditions, outer + self.conditions
+        return Load(buffer, subscripts, conjunction(own))
+
+    def subscript(self, subscript: Subscript, extent: Expr) -> Expr:
+        """The position; what has to hold for the term to take part is noted."""
+        total: Expr = Const(subscript.offset)
+        for term in subscript.terms:
+            if isinstance(term.atom, IndexVariable):
+                atom: Expr = Index(self.names.indices[term.atom.name])
+            else:
+                atom = self.load(term.atom)
+                if self.bound.facts_of(term.atom.name).masked is not False:
+                    self.conditions.append(Op("at_least", (atom, Const(0))))
+            total = add(total, atom if term.coefficient == 1 else Op("mul", (Const(term.coefficient), atom)))
+        if subscript.plain is None and subscript.indirect is None:
+            self.conditions += [Op("at_least", (total, Const(0))), Op("less", (total, extent))]
+        return total
+
+
+def _literal(number: Number) -> Const:
+    return Const(number.value, "float64" if isinstance(number.value, float) else "int64")

@@ -1,0 +1,136 @@
+"""Run kernels and graphs of the IR as the loops that they are: what every pass has to leave unchanged."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from insum_nn.compiler.ir.nodes import (
+    OPERATIONS,
+    Alloc,
+    Buffer,
+    Const,
+    Expr,
+    Fill,
+    Graph,
+    Index,
+    Kernel,
+    Launch,
+    Load,
+    Loop,
+    Op,
+    Size,
+    Stmt,
+    Store,
+    Structure,
+)
+
+__all__ = ["interpret_graph", "interpret_kernel", "structure"]
+
+Point = dict[str, int]
+
+
+def interpret_kernel(kernel: Kernel, tensors: Mapping[str, Tensor], sizes: Mapping[str, int]) -> dict[str, Tensor]:
+    """The results of a kernel, by canonical name, in float64 (int64 for integers).
+
+    Raises:
+        IndexError: an address outside of a tensor.
+    """
+    run = _Run(dict(tensors), sizes)
+    for result in kernel.results:
+        run.fill(result.buffer, 0 if result.initial == "zero" else None)
+    run.block(kernel.body, {})
+    return {result.buffer.name: run.memory[result.buffer.name] for result in kernel.results}
+
+
+def interpret_graph(graph: Graph, tensors: Mapping[str, Tensor], sizes: Mapping[str, int]) -> list[Tensor]:
+    """The outputs of a graph."""
+    run = _Run(dict(tensors), sizes)
+    for node in graph.nodes:
+        if isinstance(node, Fill):
+            run.fill(node.buffer, node.value)
+        elif isinstance(node, Structure):
+            extent = None if node.extent is None else int(run.value(node.extent, {}))
+            run.memory[node.result.name] = structure(node.kind, [run.memory[b.name] for b in node.inputs], extent)
+        else:
+            assert isinstance(node, Launch)
+            run.block(node.kernel.body, {})
+    return [run.memory[buffer.name] for buffer in graph.outputs]
+
+
+def structure(kind: str, inputs: Sequence[Tensor], extent: int | None) -> Tensor:
+    """What a `Structure` node stands for."""
+    first = inputs[0]
+    if kind == "order":
+        return first.flatten().argsort(stable=True)
+    if kind == "take":
+        return first.flatten()[inputs[1].long()]
+    assert kind == "rows"
+    assert extent is not None
+    return torch.searchsorted(first.flatten(), torch.arange(extent + 1, dtype=first.dtype, device=first.device))
+
+
+class _Run:
+    def __init__(self, memory: dict[str, Tensor], sizes: Mapping[str, int]) -> None:
+        self.memory = {name: (t.double() if t.is_floating_point() else t.long()).cpu() for name, t in memory.items()}
+        self.sizes = sizes
+
+    def fill(self, buffer: Buffer, value: int | float | None) -> None:
+        """Fresh memory; cells that nothing filled hold NaN, or a number no index may have."""
+        floating = buffer.dtype.startswith(("float", "bfloat"))
+        dtype = torch.float64 if floating else torch.int64
+        shape = [int(self.value(extent, {})) for extent in buffer.shape]
+        empty = float("nan") if floating else -(2**62)
+        self.memory[buffer.name] = torch.full(shape, empty if value is None else value, dtype=dtype)
+
+    def block(self, statements: Sequence[Stmt], point: Point) -> None:
+        for statement in statements:
+            if isinstance(statement, Loop):
+                self.loop(statement, point)
+            elif isinstance(statement, Alloc):
+                self.fill(statement.buffer, statement.initial)
+            else:
+                assert isinstance(statement, Store)
+                self.store(statement, point)
+
+    def loop(self, loop: Loop, point: Point) -> None:
+        begin, end = self.value(loop.begin, point), self.value(loop.end, point)
+        if loop.limit is not None:
+            end = min(end, self.value(loop.limit, point))
+        for at in range(begin, end, loop.step):
+            self.block(loop.body, {**point, loop.index.name: at})
+
+    def store(self, store: Store, point: Point) -> None:
+        if store.where is not None and not self.value(store.where, point):
+            return
+        place = self.place(store.buffer, store.subscripts, point)
+        value = self.value(store.value, point)
+        cells = self.memory[store.buffer.name]
+        cells[place] = cells[place] + value if store.combine == "add" else value
+
+    def place(self, buffer: Buffer, subscripts: Sequence[Expr], point: Point) -> tuple[int, ...]:
+        place = tuple(int(self.value(subscript, point)) for subscript in subscripts)
+        shape = self.memory[buffer.name].shape
+        if any(not 0 <= at < extent for at, extent in zip(place, shape, strict=True)):
+            raise IndexError(f"{buffer.name}{list(place)} is outside of {tuple(shape)}")
+        return place
+
+    def value(self, node: Expr, point: Point) -> Any:
+        if isinstance(node, Const):
+            return node.value
+        if isinstance(node, Index):
+            return point[node.name]
+        if isinstance(node, Size):
+            return self.sizes[node.name]
+        if isinstance(node, Load):
+            if node.where is not None and not self.value(node.where, point):
+                return node.fill
+            return self.memory[node.buffer.name][self.place(node.buffer, node.subscripts, point)].item()
+        assert isinstance(node, Op)
+        if node.name == "and":
+            # The second condition may stand on an address that the first one guards.
+            return all(self.value(arg, point) for arg in node.args)
+        return OPERATIONS[node.name].evaluate(*(self.value(arg, point) for arg in node.args))

@@ -1,0 +1,108 @@
+"""Print kernels and graphs as text that a person can read; equal text means equal nodes up to facts."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+
+from insum_nn.compiler.ir.nodes import (
+    OPERATIONS,
+    Alloc,
+    Buffer,
+    Const,
+    Expr,
+    Fill,
+    Graph,
+    Index,
+    Kernel,
+    Launch,
+    Load,
+    Loop,
+    Node,
+    Op,
+    Size,
+    Stmt,
+    Store,
+    Structure,
+)
+
+__all__ = ["show"]
+
+
+def show(node: Node) -> str:
+    """The node as text."""
+    if isinstance(node, Graph):
+        return "\n".join(_graph(node))
+    if isinstance(node, Kernel):
+        return "\n".join(_kernel(node, "kernel"))
+    if isinstance(node, Stmt):
+        return "\n".join(_statement(node, ""))
+    assert isinstance(node, Expr)
+    return _expr(node)
+
+
+def _graph(graph: Graph) -> Iterator[str]:
+    yield f"graph({', '.join(map(_declared, graph.inputs))}) -> {', '.join(b.name for b in graph.outputs)}:"
+    for node in graph.nodes:
+        if isinstance(node, Structure):
+            arguments = [*(b.name for b in node.inputs), *([_expr(node.extent)] if node.extent is not None else [])]
+            yield f"  structure {_declared(node.result)} = {node.kind}({', '.join(arguments)})"
+        elif isinstance(node, Fill):
+            yield f"  {_declared(node.buffer)} = {'empty' if node.value is None else f'full of {node.value}'}"
+        else:
+            assert isinstance(node, Launch)
+            head = f"launch, {node.warps} warps, {node.stages} stages:"
+            yield from (f"  {line}" for line in _kernel(node.kernel, head))
+
+
+def _kernel(kernel: Kernel, head: str) -> Iterator[str]:
+    results = [f"{_declared(r.buffer)}{'' if r.initial == 'none' else f' initial {r.initial}'}" for r in kernel.results]
+    yield f"{head} ({', '.join(map(_declared, kernel.inputs))}) -> {', '.join(results)}:"
+    for statement in kernel.body:
+        yield from _statement(statement, "  ")
+
+
+def _declared(buffer: Buffer) -> str:
+    facts = [n for n in ("sorted", "unique", "masked") if getattr(buffer.facts, n)]
+    return " ".join([f"{buffer.name}: {buffer.dtype}{_subscripts(buffer.shape)}", *facts])
+
+
+def _subscripts(subscripts: Sequence[Expr]) -> str:
+    return f"[{', '.join(_bare(s) for s in subscripts)}]" if subscripts else ""
+
+
+def _statement(statement: Stmt, indent: str) -> Iterator[str]:
+    if isinstance(statement, Loop):
+        limit = "" if statement.limit is None else f" of {_bare(statement.limit)}"
+        span = f"in {_bare(statement.begin)} .. {_bare(statement.end)}{limit}"
+        step = "" if statement.step == 1 else f" step {statement.step}"
+        yield f"{indent}{statement.role} {statement.index.name} {span}{step}:"
+        for inner in statement.body:
+            yield from _statement(inner, indent + "  ")
+    elif isinstance(statement, Alloc):
+        yield f"{indent}alloc {_declared(statement.buffer)} = {statement.initial}"
+    else:
+        assert isinstance(statement, Store)
+        sign = {"set": "=", "add": "+="}[statement.combine]
+        where = "" if statement.where is None else f"   where {_bare(statement.where)}"
+        target = f"{statement.buffer.name}{_subscripts(statement.subscripts)}"
+        yield f"{indent}{target} {sign} {_bare(statement.value)}{where}"
+
+
+def _bare(node: Expr) -> str:
+    """Without the outermost parentheses."""
+    text = _expr(node)
+    return text[1:-1] if isinstance(node, Op) and text.startswith("(") else text
+
+
+def _expr(node: Expr) -> str:
+    if isinstance(node, Const):
+        return repr(node.value)
+    if isinstance(node, Size):
+        return node.name.upper()
+    if isinstance(node, Index):
+        return node.name
+    if isinstance(node, Load):
+        text = f"{node.buffer.name}{_subscripts(node.subscripts)}"
+        return text if node.where is None else f"({text} if {_bare(node.where)} else {node.fill})"
+    assert isinstance(node, Op)
+    return OPERATIONS[node.name].text.format(*map(_expr, node.args))

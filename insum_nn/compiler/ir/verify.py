@@ -1,0 +1,100 @@
+"""Check that a kernel or a graph is well formed; every pass is followed by it under test."""
+
+from __future__ import annotations
+
+from insum_nn.compiler.ir.nodes import (
+    OPERATIONS,
+    Alloc,
+    Buffer,
+    Expr,
+    Fill,
+    Graph,
+    Index,
+    Kernel,
+    Launch,
+    Load,
+    Loop,
+    Op,
+    Stmt,
+    Store,
+    Structure,
+    walk,
+)
+
+__all__ = ["verify_graph", "verify_kernel"]
+
+_PLACED = ("grid", "tile", "serial", "unroll")
+
+
+def verify_kernel(kernel: Kernel, *, placed: bool) -> None:
+    """Check one kernel.
+
+    Args:
+        kernel: the kernel.
+        placed: every loop has been given a place; otherwise none has.
+
+    Raises:
+        AssertionError: a loop of the wrong kind or a second loop of one index, an index outside of its loop, a buffer
+            that is no parameter and not allocated, a subscript too many or too few, an operation of another arity.
+    """
+    known = {*kernel.inputs, *(result.buffer for result in kernel.results)}
+    names = [buffer.name for buffer in known]
+    assert len(names) == len(set(names)), f"two buffers of one name: {sorted(names)}"
+    _check_block(kernel.body, frozenset(), known, placed, inside_tile=False)
+
+
+def verify_graph(graph: Graph) -> None:
+    """Check a graph and its kernels: each buffer is made before it is read, and made once."""
+    made = set(graph.inputs)
+    for node in graph.nodes:
+        if isinstance(node, Launch):
+            verify_kernel(node.kernel, placed=True)
+            used = {*node.kernel.inputs, *(result.buffer for result in node.kernel.results)}
+            assert used <= made, f"not made yet: {sorted(b.name for b in used - made)}"
+            continue
+        assert isinstance(node, Structure | Fill)
+        used, result = (set(node.inputs), node.result) if isinstance(node, Structure) else (set(), node.buffer)
+        assert used <= made, f"not made yet: {sorted(b.name for b in used - made)}"
+        assert result not in made, f"{result.name} is made twice"
+        made.add(result)
+    assert set(graph.outputs) <= made
+
+
+def _check_block(
+    statements: tuple[Stmt, ...], loops: frozenset[Index], known: set[Buffer], placed: bool, *, inside_tile: bool
+) -> None:
+    known = set(known)
+    for statement in statements:
+        if isinstance(statement, Loop):
+            assert (statement.role in _PLACED) == placed, f"a loop of role {statement.role}"
+            assert statement.index not in loops, f"two loops of {statement.index.name}"
+            assert not (statement.role == "grid" and inside_tile), "a grid loop inside of a program"
+            for bound in (statement.begin, statement.end, statement.limit):
+                if bound is not None:
+                    _check_expr(bound, loops, known)
+            inside = inside_tile or statement.role != "grid"
+            _check_block(statement.body, loops | {statement.index}, known, placed, inside_tile=inside)
+        elif isinstance(statement, Alloc):
+            assert statement.buffer.local, f"{statement.buffer.name} is allocated and not local"
+            known.add(statement.buffer)
+        else:
+            assert isinstance(statement, Store)
+            _check_access(statement.buffer, statement.subscripts, known)
+            for expr in (*statement.subscripts, statement.value, statement.where):
+                if expr is not None:
+                    _check_expr(expr, loops, known)
+
+
+def _check_expr(expr: Expr, loops: frozenset[Index], known: set[Buffer]) -> None:
+    for node in walk(expr):
+        if isinstance(node, Index):
+            assert node in loops, f"{node.name} outside of its loop"
+        elif isinstance(node, Load):
+            _check_access(node.buffer, node.subscripts, known)
+        elif isinstance(node, Op):
+            assert len(node.args) == OPERATIONS[node.name].arity, f"{node.name} of {len(node.args)} operands"
+
+
+def _check_access(buffer: Buffer, subscripts: tuple[Expr, ...], known: set[Buffer]) -> None:
+    assert buffer in known, f"{buffer.name} is not known here"
+    assert len(subscripts) == len(buffer.shape), f"{buffer.name} has {len(buffer.shape)} axes"

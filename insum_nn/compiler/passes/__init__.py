@@ -1,0 +1,1 @@
+"""Rewrites of the loop-nest IR, one a file."""
