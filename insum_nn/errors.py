@@ -17,6 +17,7 @@ __all__ = [
     "InsumDtypeError",
     "InsumError",
     "InsumFormatError",
+    "InsumGradientError",
     "InsumNameError",
     "InsumOverflowError",
     "InsumRangeError",
@@ -146,6 +147,10 @@ class InsumAliasError(InsumError, ValueError):
 
 class InsumOverflowError(InsumError, OverflowError):
     """An extent or a coefficient does not fit the integer type that carries it."""
+
+
+class InsumGradientError(InsumError, RuntimeError):
+    """Gradients were to be recorded where there are none."""
 
 
 class InsumFormatError(InsumError, ValueError):

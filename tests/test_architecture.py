@@ -107,6 +107,7 @@ COMPILER_ORDER = [
     "explain_flow",
     "explain",
     "given",
+    "into",
     "program",
     "joint",
     "api",

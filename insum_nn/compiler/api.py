@@ -14,6 +14,7 @@ from insum_nn.compiler.batched import for_each_vector
 from insum_nn.compiler.call import check_kinds
 from insum_nn.compiler.explain import Explanation
 from insum_nn.compiler.given import Given
+from insum_nn.compiler.into import check_unrecorded, write_out
 from insum_nn.compiler.joint import Joint
 from insum_nn.compiler.options import DEFAULT, Options
 from insum_nn.compiler.owners import keep_words
@@ -103,6 +104,7 @@ def insum(
     options: Options | None = None,
     validate: bool = False,
     tensors: Mapping[str, Tensor] | None = None,
+    out: Tensor | None = None,
     **named: Tensor,
 ) -> Tensor:
     """Run one indirect einsum.
@@ -122,11 +124,14 @@ def insum(
         options: compile options.
         validate: prove every index tensor again and name the first bad entries.
         tensors: tensors by name, for names that cannot be keyword arguments here.
+        out: a tensor of the output's shape, dtype and device, of any strides, that is overwritten with the result and
+            returned, as torch's `out=`. Its old values count only if it is the starting value too. It supplies extents
+            as `out_shape=` does, may not share memory with what is read, and no gradients are recorded.
         **named: tensors by name. One passed under the output's name is the starting value, broadcast to the output.
             Factors are differentiable; index tensors are int32 or int64.
 
     Returns:
-        The output, of the factors' dtype and device; half types are summed in float32.
+        The output, of the factors' dtype and device; half types are summed in float32. With `out`, that tensor.
 
     Raises:
         InsumError: a subclass that says what is wrong with the text, a name, a shape, a dtype, a device or an index.
@@ -135,12 +140,20 @@ def insum(
     >>> x = torch.tensor([1.0, 10.0, 100.0])
     >>> insum("y[Row[p]] += Val[p] * x[Col[p]]", Row=row, Col=col, Val=val, x=x, out_shape=(3,))
     tensor([210.,   0.,   3.])
+    >>> y = torch.ones(3)
+    >>> _ = insum("y[Row[p]] += Val[p] * x[Col[p]]", Row=row, Col=col, Val=val, x=x, y=y, out=y)
+    >>> y
+    tensor([211.,   1.,   4.])
     """
     chosen = DEFAULT if options is None else options
     if torch.compiler.is_dynamo_compiling():
-        return call_traced(
+        merged = {**(tensors or {}), **named}
+        if out is not None:
+            check_unrecorded(expression, out, merged)
+            out_shape = out.shape if out_shape is None else out_shape
+        result = call_traced(
             expression,
-            {**(tensors or {}), **named},
+            merged,
             facts={},
             options=chosen,
             sizes=sizes,
@@ -149,12 +162,13 @@ def insum(
             out_dtype=out_dtype,
             validate=validate,
         )
+        return result if out is None else write_out(expression, out, result)
     check_kinds(sizes=sizes, out_shape=out_shape, tensors=tensors, options=options)
     check_kinds(activation=activation, out_dtype=out_dtype)
     if validate and not chosen.validate:
         chosen = replace(chosen, validate=True)
     program = _cached_program(expression, chosen, tuple(sizes) if sizes else (), activation, out_dtype)
-    return program(sizes=sizes, out_shape=out_shape, tensors=tensors, **named)
+    return program(sizes=sizes, out_shape=out_shape, tensors=tensors, out=out, **named)
 
 
 _programs: dict[tuple[object, ...], Program] = {}

@@ -244,6 +244,7 @@ _KINDS: dict[str, tuple[type, str]] = {
     "options": (Options, "insum_nn.Options"),
     "activation": (str, "the name of an activation"),
     "out_dtype": (torch.dtype, "a torch.dtype"),
+    "out": (Tensor, "a torch.Tensor"),
 }
 
 

@@ -31,6 +31,7 @@ from insum_nn.compiler.explain import Explanation, explain_program
 from insum_nn.compiler.extents import check_extents, resolve_extents
 from insum_nn.compiler.given import Given
 from insum_nn.compiler.gradient import derivatives
+from insum_nn.compiler.into import check_out, check_unrecorded, shape_for, write_out
 from insum_nn.compiler.options import DEFAULT, Options
 from insum_nn.compiler.reference import interpret
 from insum_nn.compiler.traced import call_operator
@@ -123,6 +124,7 @@ class Program:
         sizes: Mapping[str, int] | None = None,
         out_shape: Shape | None = None,
         tensors: Mapping[str, Tensor] | None = None,
+        out: Tensor | None = None,
         **named: Tensor,
     ) -> Tensor:
         """Run the statement.
@@ -131,12 +133,15 @@ class Program:
             sizes: extents of indices that no tensor shows; added to those given at compile time.
             out_shape: shape of the output; `None` entries are inferred.
             tensors: tensors by name, for names that are no Python keywords arguments.
+            out: a tensor to write the result to; see `insum`.
             **named: tensors by name. One under the output's name is the starting value: a residual, or broadcast to
                 the output as a bias is, a (n,) or (1, n) for an output (m, n).
 
         Returns:
-            The output: contiguous, of the factors' dtype (or `out_dtype`) and device.
+            The output: contiguous, of the factors' dtype (or `out_dtype`) and device; or `out`.
         """
+        if out is not None:
+            return self._into(out, sizes, out_shape, {**(tensors or {}), **named})
         if torch.compiler.is_dynamo_compiling():
             merged = {**self._sizes, **(sizes or {})}
             named = {**(tensors or {}), **named}
@@ -166,6 +171,21 @@ class Program:
         result = apply(self._spec, ordered, start, seen.extents, call[0])
         seen.ready = self._spec.ready_for(call[0], start is None, seen.extents)
         return result
+
+    def _into(
+        self, out: Tensor, sizes: Mapping[str, int] | None, out_shape: Shape | None, named: Mapping[str, Tensor]
+    ) -> Tensor:
+        """Run the statement, and write the result to a tensor of the caller's."""
+        check_kinds(sizes=sizes, out_shape=out_shape, out=out)
+        if torch.compiler.is_dynamo_compiling():
+            # What is compiled copies what it made, wherever tensors lie.
+            check_unrecorded(self.expression, out, named)
+            whole = out_shape if out_shape is not None else out.shape
+            return write_out(self.expression, out, self(sizes=sizes, out_shape=whole, tensors=named))
+        check_out(self.statement, out, named)
+        shape = out_shape if out_shape is not None else self._out_shape
+        shape = shape_for(self.statement, out, {**self._sizes, **(sizes or {})}, shape)
+        return write_out(self.expression, out, self(sizes=sizes, out_shape=shape, tensors=named))
 
     def given(self, tensors: Mapping[str, Tensor]) -> Given:
         """The program with some of its tensors given: for one who calls it again and again with others.

@@ -19,6 +19,7 @@ from insum_nn.errors import (
     InsumDtypeError,
     InsumError,
     InsumFormatError,
+    InsumGradientError,
     InsumNameError,
     InsumOverflowError,
     InsumRangeError,
@@ -40,6 +41,7 @@ BUILTINS: dict[type[InsumError], tuple[type[Exception], ...]] = {
     InsumRangeError: (IndexError,),
     InsumAliasError: (ValueError,),
     InsumOverflowError: (OverflowError,),
+    InsumGradientError: (RuntimeError,),
     InsumFormatError: (ValueError,),
     InsumBackendError: (RuntimeError,),
     MissingExtraError: (ImportError,),
@@ -339,6 +341,22 @@ CASES: dict[str, Case] = {
     "argument_tensors_a_list": Case(InsumDtypeError, spmm(tensors=[torch.ones(3)]), {"got": list}),
     "argument_options_a_text": Case(InsumDtypeError, spmm(options="eager"), {"got": str}),
     "argument_facts_a_set": Case(InsumDtypeError, compiling(SPMM, facts={"Row"}), {"got": set}),
+    # Tensors to write to.
+    "out_of_another_shape": Case(InsumShapeError, spmm(out=torch.ones(3, 5)), {"tensor": "out", "got": (3, 5)}),
+    "out_of_another_rank": Case(InsumShapeError, spmm(out=torch.ones(3)), {"tensor": "out", "got": (3,)}),
+    "out_of_another_dtype": Case(InsumDtypeError, spmm(out=torch.ones(3, 4).double()), {"got": torch.float64}),
+    "out_on_another_device": Case(InsumDeviceError, spmm(out=torch.ones(3, 4, device="meta")), {"tensor": "out"}),
+    "out_that_requires_a_gradient": Case(InsumGradientError, spmm(out=torch.ones(3, 4).requires_grad_())),
+    "out_beside_a_gradient": Case(InsumGradientError, spmm(Val=torch.ones(3).requires_grad_(), out=torch.ones(3, 4))),
+    "out_is_read": Case(
+        InsumAliasError, lambda: running("y[i] += x[i]", x=(x := torch.ones(3)), out=x)(), {"tensor": "x"}
+    ),
+    "out_overlaps_its_start": Case(
+        InsumAliasError, lambda: running("y[i] += x[i]", x=torch.ones(3), y=(y := torch.ones(4))[1:], out=y[:3])()
+    ),
+    "out_overlaps_itself": Case(InsumAliasError, spmm(out=torch.ones(3, 1).expand(3, 4))),
+    "out_is_no_tensor": Case(InsumDtypeError, spmm(out=[1.0]), {"got": list}),
+    "out_of_the_statement": Case(InsumNameError, running("out[i] += x[i]", x=torch.ones(3), out=torch.ones(3))),
     # Integers that cannot address what they must.
     "overflow_int32": Case(
         InsumOverflowError,
