@@ -20,7 +20,7 @@ from insum_nn.compiler.options import DEFAULT, Options
 from insum_nn.compiler.owners import keep_words
 from insum_nn.compiler.program import Program, ProgramSum, Shape
 from insum_nn.compiler.proofs import stats_of
-from insum_nn.compiler.traced import call_traced
+from insum_nn.compiler.traced import call_traced, options_text
 from insum_nn.compiler.triton_lowering import available as generates_kernels
 from insum_nn.facts import IndexFacts, StaticTable
 
@@ -36,6 +36,7 @@ __all__ = [
     "generates_kernels",
     "insum",
     "keep_words",
+    "options_text",
     "stats_of",
     "to_autocast",
     "transformed",

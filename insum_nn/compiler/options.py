@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+import json
+from dataclasses import asdict, dataclass
+from functools import lru_cache
 from typing import Literal
 
 __all__ = ["DEFAULT", "Options"]
@@ -53,6 +55,29 @@ class Options:
             value = getattr(self, name)
             if value not in choices:
                 raise ValueError(f"Options.{name} is {value!r}; expected one of {', '.join(map(repr, choices))}")
+
+    def to_json(self) -> str:
+        """As text, which registered operators carry.
+
+        >>> Options.from_json(Options(tune=False).to_json()).tune
+        False
+        """
+        return _to_json(self)
+
+    @staticmethod
+    def from_json(text: str) -> Options:
+        """From the text of `to_json`."""
+        return _from_json(text)
+
+
+@lru_cache(maxsize=256)
+def _to_json(options: Options) -> str:
+    return json.dumps(asdict(options))
+
+
+@lru_cache(maxsize=256)
+def _from_json(text: str) -> Options:
+    return Options(**json.loads(text))
 
 
 DEFAULT = Options()

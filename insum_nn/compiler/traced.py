@@ -14,7 +14,7 @@ from insum_nn.compiler.epilogue import check_epilogue
 from insum_nn.compiler.options import Options
 from insum_nn.facts import IndexFacts
 
-__all__ = ["call_operator", "call_traced"]
+__all__ = ["call_operator", "call_traced", "options_text"]
 
 _OPTION_NAMES = tuple(field.name for field in fields(Options))
 
@@ -57,9 +57,23 @@ def call_traced(
 ) -> Tensor:
     """Run a statement while Dynamo traces: as `insum_nn.insum`, with facts of index tensors."""
     claims = [(name, f.sorted, f.unique, f.masked, f.proven, f.unique_with) for name, f in facts.items()]
-    values = [getattr(options, name) for name in _OPTION_NAMES]
+    values = _values(options)
     text = _spec_text(expression, claims, values, activation, out_dtype, validate)
     return call_operator(text, named, sizes or {}, out_shape)
+
+
+def options_text(options: Options) -> str:
+    """`options.to_json()`, also while Dynamo traces."""
+    return _options_text(_values(options)) if torch.compiler.is_dynamo_compiling() else options.to_json()
+
+
+def _values(options: Options) -> list[Any]:
+    return [getattr(options, name) for name in _OPTION_NAMES]
+
+
+@torch.compiler.assume_constant_result  # type: ignore[untyped-decorator]
+def _options_text(values: Sequence[Any]) -> str:
+    return Options(**dict(zip(_OPTION_NAMES, values, strict=True))).to_json()
 
 
 @torch.compiler.assume_constant_result  # type: ignore[untyped-decorator]

@@ -175,7 +175,8 @@ class GCNConv(peer.GCNConv):
             dense = x if self._aggregates_first(x, edges.edge_weight) else self.lin(x)
             recipe = self._recipe(edges, normalize)
             dense, _ = _node_rows(dense, self.node_dim)
-            return explain_graph_conv(dense, edges.edge_index, edges.edge_weight, recipe=recipe, measure=measure)
+            graph = edges.edge_index, edges.edge_weight
+            return explain_graph_conv(dense, *graph, recipe=recipe, options=self.options, measure=measure)
 
     # Which path.
 

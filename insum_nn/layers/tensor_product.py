@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor
 
+from insum_nn.compiler.options import DEFAULT, Options
 from insum_nn.errors import MissingExtraError
 from insum_nn.layers.tensor_product_checks import (
     InputError,
@@ -80,6 +81,7 @@ class TensorProduct(o3.TensorProduct):
         normalization: old name of `irrep_normalization`.
         _specialized_code: accepted; names the constants in the state dict as e3nn does.
         _optimize_einsums: accepted; the compiler chooses the order of products.
+        options: compile options.
 
     Raises:
         InstructionError: a path connects what cannot be connected.
@@ -115,6 +117,8 @@ class TensorProduct(o3.TensorProduct):
         normalization: str | None = None,
         _specialized_code: bool | None = None,
         _optimize_einsums: bool | None = None,
+        *,
+        options: Options = DEFAULT,
     ) -> None:
         torch.nn.Module.__init__(self)
         if normalization is not None:
@@ -148,6 +152,7 @@ class TensorProduct(o3.TensorProduct):
         self._optimize_einsums = defaults["optimize_einsums"] if _optimize_einsums is None else _optimize_einsums
         self._did_compile_left_right = compile_left_right
         self._did_compile_right = compile_right
+        self.options = options
         self._own_weights(internal_weights, shared_weights)
         self._finish()
 
@@ -206,10 +211,10 @@ class TensorProduct(o3.TensorProduct):
     @property
     def spec(self) -> TensorProductSpec:
         """Representations and normalised paths, without numbers."""
-        return TensorProductSpec(*self._entries(), self._paths(), self.shared_weights)
+        return TensorProductSpec(*self._entries(), self._paths(), self.shared_weights, options=self.options)
 
     @classmethod
-    def from_e3nn(cls, module: Any) -> TensorProduct:
+    def from_e3nn(cls, module: Any, *, options: Options = DEFAULT) -> TensorProduct:
         """The same product as a module of e3nn, sharing its weights; of the class that replaces the module's.
 
         >>> peer = o3.FullyConnectedTensorProduct("2x0e + 1o", "1o", "0e + 2x1o")
@@ -240,6 +245,7 @@ class TensorProduct(o3.TensorProduct):
         else:
             new.register_buffer("weight", module.weight)
         new.register_buffer("output_mask", module.output_mask)
+        new.options = options
         new._finish()
         return new.train(module.training)
 

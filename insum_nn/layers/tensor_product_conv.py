@@ -9,6 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from insum_nn.compiler.options import DEFAULT, Options
 from insum_nn.errors import InsumDtypeError, InsumError, raise_collected
 from insum_nn.formats.checks import INDEX_DTYPES
 from insum_nn.layers.tensor_product import TensorProduct
@@ -37,13 +38,14 @@ class TensorProductConv(torch.nn.Module):
         irreps_in2: representation of the edges.
         irreps_out: representation of the result.
         instructions: as for `TensorProduct`.
-        deterministic: the same bits at every run, on a GPU too.
+        deterministic: the same bits at every run, on a GPU too, as with `options=Options(deterministic=True)`.
         layout: order of an entry's numbers in `X`, `Y` and the result, as of a `TPProblem`: `"mul_ir"` (copies,
             components), which is e3nn's and the default, or `"ir_mul"` (components, copies). Weights have one order,
             which is e3nn's. The module `tensor_product` takes e3nn's layout in any case.
         torch_op: accepted, as OpenEquivariance takes it; the layer always is a registered operator.
         use_opaque: accepted, as OpenEquivariance takes it.
         kahan: compensated summation, which is not offered.
+        options: compile options.
         **kwargs: of `TensorProduct`; weights belong to the edges (`shared_weights=False`) unless told otherwise.
 
     >>> from insum_nn.layers.tensor_product_conv import TensorProductConv
@@ -68,6 +70,7 @@ class TensorProductConv(torch.nn.Module):
         torch_op: bool = True,
         use_opaque: bool = False,
         kahan: bool = False,
+        options: Options = DEFAULT,
         **kwargs: Any,
     ) -> None:
         super().__init__()
@@ -89,7 +92,7 @@ class TensorProductConv(torch.nn.Module):
         else:
             kwargs.setdefault("shared_weights", bool(kwargs.get("internal_weights")))
             self.tensor_product = TensorProduct(irreps_in1, irreps_in2, irreps_out, instructions, **kwargs)
-        self.deterministic = deterministic
+        self.options = replace(options, deterministic=True) if deterministic else options
         self.layout: str = layout or "mul_ir"
         self._text = self.spec.to_json()
 
@@ -97,7 +100,12 @@ class TensorProductConv(torch.nn.Module):
     def spec(self) -> TensorProductSpec:
         """Representations and normalised paths, without numbers."""
         own = self.tensor_product.spec
-        return replace(own, convolution=True, deterministic=self.deterministic, layout=self.layout, masked=False)
+        return replace(own, convolution=True, layout=self.layout, masked=False, options=self.options)
+
+    @property
+    def deterministic(self) -> bool:
+        """Whether every run gives the same bits."""
+        return self.options.deterministic
 
     @property
     def weight_numel(self) -> int:

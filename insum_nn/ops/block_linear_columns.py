@@ -101,18 +101,13 @@ class BlockColumns:
         self.index = {"Row": row, "Col": col}
         self._given = {role: columns_program(role, options).given(self.index) for role in COLUMNS}
 
-    @property
-    def deterministic(self) -> bool:
-        """Whether every run is to give the same bits."""
-        return self.options.deterministic
-
     def __call__(self, x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
         """(n, rows * a), each row of which starts from the bias (rows * a,); differentiable to any order."""
         return contract(self, "Y", weight, x, bias)
 
     def operands_of(self, x: Tensor, weight: Tensor) -> dict[str, Tensor]:
         """The tensors of `COLUMNS["Y"]` by name."""
-        return {**self.index, "W": weight, "X": _columns(x, self.grid[1])}
+        return {**self.index, "W": weight, "X": _columns(x, self.grid[1], self.options)}
 
     def sum(self, wanted: str, a: Tensor, b: Tensor, made: dict[str, Tensor], start: Tensor | None = None) -> Tensor:
         """The tensor of that name; nothing is recorded, and nobody looks on."""
@@ -147,29 +142,29 @@ class BlockColumns:
         """The operand of that name by columns; `made` holds those at hand, `None` where somebody looks on."""
         blocks = self.grid[name == "X"]
         if made is None:
-            return _columns(samples, blocks)
+            return _columns(samples, blocks, self.options)
         if name not in made:
-            made[name] = _columns(samples, blocks, alone=True)
+            made[name] = _columns(samples, blocks, self.options, alone=True)
         return made[name]
 
 
-def _columns(samples: Tensor, blocks: int, alone: bool = False) -> Tensor:
+def _columns(samples: Tensor, blocks: int, options: Options, alone: bool = False) -> Tensor:
     """(n, blocks * b) samples as (blocks, b, n); `alone` where nothing is recorded and nobody looks on."""
     # torch's own copy of a transposed matrix takes five times as long as its bytes do.
     count, columns = samples.shape
     if alone:
         key = (samples.shape, samples.dtype, samples.device)
-        turned = _given_transposition()(samples, out_shape=(columns, count), key=key)
+        turned = _given_transposition(options)(samples, out_shape=(columns, count), key=key)
     else:
-        turned = _transposition()(X=samples)
+        turned = _transposition(options)(X=samples)
     return turned.view(blocks, columns // blocks, count)
 
 
-@lru_cache(maxsize=1)
-def _transposition() -> Program:
-    return compile("T[c,n] += X[n,c]")
+@lru_cache(maxsize=64)
+def _transposition(options: Options) -> Program:
+    return compile("T[c,n] += X[n,c]", options=options)
 
 
-@lru_cache(maxsize=1)
-def _given_transposition() -> Given:
-    return _transposition().given({})
+@lru_cache(maxsize=64)
+def _given_transposition(options: Options) -> Given:
+    return _transposition(options).given({})

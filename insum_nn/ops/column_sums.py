@@ -8,6 +8,7 @@ import torch
 from torch import Tensor
 
 from insum_nn.compiler.api import Given, Program, compile, generates_kernels
+from insum_nn.compiler.options import DEFAULT, Options
 from insum_nn.ops.onlookers import ordinary
 
 __all__ = ["column_sums"]
@@ -17,14 +18,14 @@ __all__ = ["column_sums"]
 _MANY = 1 << 22
 
 
-def column_sums(matrix: Tensor, *, deterministic: bool = False) -> Tensor:
+def column_sums(matrix: Tensor, *, options: Options = DEFAULT) -> Tensor:
     """Sum a matrix over its rows.
 
         S[n] += G[i,n]
 
     Args:
         matrix: `G`, (m, n); differentiable to any order.
-        deterministic: the same way in every process; else the way that was measured to be faster.
+        options: compile options. Torch sums where they ask for the same bits at every run.
 
     Returns:
         `S`, (n,).
@@ -34,19 +35,20 @@ def column_sums(matrix: Tensor, *, deterministic: bool = False) -> Tensor:
     """
     if matrix.device.type != "cuda" or matrix.ndim != 2 or not ordinary(matrix) or matrix.numel() < _MANY:
         return matrix.sum(0)
-    if deterministic or torch.are_deterministic_algorithms_enabled() or not generates_kernels():
+    fixed = options.deterministic or torch.are_deterministic_algorithms_enabled()
+    if fixed or not generates_kernels():
         return matrix.sum(0)
     if torch.is_grad_enabled() and matrix.requires_grad:
-        return _program()(G=matrix)
+        return _program(options)(G=matrix)
     key = (matrix.shape, matrix.dtype, matrix.device)
-    return _given()(matrix, out_shape=(matrix.shape[1],), key=key)
+    return _given(options)(matrix, out_shape=(matrix.shape[1],), key=key)
 
 
-@lru_cache(maxsize=1)
-def _given() -> Given:
-    return _program().given({})
+@lru_cache(maxsize=64)
+def _given(options: Options) -> Given:
+    return _program(options).given({})
 
 
-@lru_cache(maxsize=1)
-def _program() -> Program:
-    return compile("S[n] += G[i,n]")
+@lru_cache(maxsize=64)
+def _program(options: Options) -> Program:
+    return compile("S[n] += G[i,n]", options=options)

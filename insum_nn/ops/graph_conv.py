@@ -8,12 +8,12 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from insum_nn.compiler.api import Explanation, for_each_vector
+from insum_nn.compiler.api import Explanation, compile, for_each_vector, options_text
 from insum_nn.compiler.options import DEFAULT, Options
 from insum_nn.errors import InsumDeviceError, InsumDtypeError
 from insum_nn.ops.arguments import to_autocast, under_autocast
 from insum_nn.ops.graph_matrix import GraphMatrix
-from insum_nn.ops.graph_product import graph_compare, graph_product
+from insum_nn.ops.graph_product import CARRY, fixed_order, graph_compare, graph_product
 from insum_nn.ops.onlookers import transformed
 from insum_nn.ops.tensor_cache import TensorCache
 from insum_nn.structure.constants import plain_tensors
@@ -100,20 +100,19 @@ def graph_values(
         edge_weight: (e,) floating-point; differentiable. `None`: all weights are 1, also those of added self-loops.
         recipe: normalisation and the weight of added self-loops.
         dtype: of the values; half types are normalised in float32.
-        options: compile options; only `deterministic` matters.
+        options: compile options.
     """
-    fixed = options.deterministic or torch.are_deterministic_algorithms_enabled()
+    options = fixed_order(options)
     if edge_weight is None:
         if not recipe.normalize:
             return graph.ones(dtype)
-        # Degrees without weights are small whole numbers: every order of summation gives the same.
         return graph.constant(
-            ("normal", dtype), lambda: _normalised(graph, graph.ones(_wide(dtype)), DEFAULT).to(dtype)
+            ("normal", dtype, options), lambda: _normalised(graph, graph.ones(_wide(dtype)), options).to(dtype)
         )
 
     def build() -> Tensor:
         weights = entry_weights(graph.entries, edge_weight.to(_wide(dtype)), recipe.fill)
-        return (_normalised(graph, weights, Options(deterministic=fixed)) if recipe.normalize else weights).to(dtype)
+        return (_normalised(graph, weights, options) if recipe.normalize else weights).to(dtype)
 
     if (torch.is_grad_enabled() and edge_weight.requires_grad) or transformed() or edge_weight.is_inference():
         return build()
@@ -122,7 +121,7 @@ def graph_values(
         with plain_tensors(edge_weight):
             return graph.keep(build())
 
-    return graph.remembered.get([edge_weight], (recipe.normalize, recipe.fill, dtype, fixed), steady)
+    return graph.remembered.get([edge_weight], (recipe.normalize, recipe.fill, dtype, options), steady)
 
 
 def _wide(dtype: torch.dtype) -> torch.dtype:
@@ -192,8 +191,7 @@ def graph_conv(
             recipe.loops,
             recipe.fill,
             recipe.flow,
-            options.deterministic,
-            options.backend,
+            options_text(options),
             False,
         )
         return out if bias is None else out + bias
@@ -242,15 +240,17 @@ def explain_graph_conv(
     edge_weight: Tensor | None = None,
     *,
     recipe: Recipe = Recipe(),
+    options: Options = DEFAULT,
     measure: bool = False,
 ) -> Explanation:
     """What becomes of the product that `graph_conv` runs: loop nest, plan, code."""
     x, edge_weight = _agree(x, edge_index, edge_weight, recipe)
     graph = graph_matrix(edge_index, x.shape[0], recipe)
     grouped = graph.by_row
-    values = grouped.spread(graph_values(graph, edge_weight, recipe, x.dtype).detach())
+    values = grouped.spread(graph_values(graph, edge_weight, recipe, x.dtype, options).detach())
     named = {**grouped.matrix.tensors, "Val": values, "B": x.detach()}
-    return grouped.program.explain(tensors=named, out_shape=(graph.num_nodes, None), measure=measure)
+    program = compile(CARRY, facts=grouped.matrix.facts, options=fixed_order(options))
+    return program.explain(tensors=named, out_shape=(graph.num_nodes, None), measure=measure)
 
 
 # The registered operator: what `torch.compile` and `torch.export` see. The structure stays behind it, where it is
@@ -266,15 +266,14 @@ def _operator(
     loops: str,
     fill: float,
     flow: str,
-    deterministic: bool,
-    backend: str,
+    options: str,
     transposed: bool,
 ) -> Tensor:
     recipe = Recipe(normalize, loops, fill, flow)  # type: ignore[arg-type]
-    options = Options(deterministic=deterministic, backend=backend)  # type: ignore[arg-type]
+    chosen = Options.from_json(options)
     graph = graph_matrix(edge_index, x.shape[0], recipe)
-    values = graph_values(graph, edge_weight, recipe, x.dtype, options)
-    return graph_product(graph, values, x, transposed=transposed, options=options)
+    values = graph_values(graph, edge_weight, recipe, x.dtype, chosen)
+    return graph_product(graph, values, x, transposed=transposed, options=chosen)
 
 
 @_operator.register_fake
@@ -292,19 +291,18 @@ def _weight_gradient(
     loops: str,
     fill: float,
     flow: str,
-    deterministic: bool,
-    backend: str,
+    options: str,
     transposed: bool,
 ) -> Tensor:
     recipe = Recipe(normalize, loops, fill, flow)  # type: ignore[arg-type]
-    options = Options(deterministic=deterministic, backend=backend)  # type: ignore[arg-type]
+    chosen = Options.from_json(options)
     graph = graph_matrix(edge_index, x.shape[0], recipe)
     entries = graph.entries
-    of_values = graph_compare(graph, *((x, grad) if transposed else (grad, x)), options)
+    of_values = graph_compare(graph, *((x, grad) if transposed else (grad, x)), chosen)
     wide = _wide(x.dtype)
     of_values, weights = of_values.to(wide), entry_weights(entries, edge_weight.to(wide), fill)
     if normalize:
-        of_values = _through_norm(graph, weights, of_values, options)
+        of_values = _through_norm(graph, weights, of_values, chosen)
     total = of_values.new_zeros(entries.num_edges + 1)
     source = torch.arange(0, device=x.device) if entries.source is None else entries.source
     # One entry per edge: nothing meets but at the fill value, which is cut off.

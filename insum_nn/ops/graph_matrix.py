@@ -13,6 +13,7 @@ from typing import TypeVar
 
 import torch
 from torch import Tensor
+from torch._C._functorch import is_functorch_wrapped_tensor
 from torch.utils.weak import WeakTensorKeyDictionary
 
 from insum_nn.compiler.api import Given, Program
@@ -57,7 +58,8 @@ class Grouped:
         numbers = self.matrix.values
         if numbers.numel() == self.num_entries:
             return None
-        return (numbers.reshape(-1) > 0).nonzero().squeeze(1)
+        with plain_tensors(numbers):
+            return (numbers.reshape(-1) > 0).nonzero().squeeze(1)
 
     def spread(self, values: Tensor) -> Tensor:
         """Values of the graph's entries (p,) to slots (g, q), 0 in unused ones."""
@@ -120,7 +122,8 @@ class GraphMatrix:
     @cached_property
     def by_col(self) -> Grouped:
         """Grouped by sender: what the product's gradient reads."""
-        col, row, order = _sorted(self.entries.col, self.entries.row, self.num_nodes)
+        with plain_tensors(self.entries.row):
+            col, row, order = _sorted(self.entries.col, self.entries.row, self.num_nodes)
         return self._group(col, row, order)
 
     def grouped(self, transposed: bool) -> Grouped:
@@ -148,7 +151,8 @@ class GraphMatrix:
             return grouped.spread(values)
         if transposed not in kept:
             # Of an alias, since a view keeps what it is a view of, and what is kept here must not keep itself.
-            kept[transposed] = grouped.spread(values.detach())
+            with plain_tensors(values):
+                kept[transposed] = grouped.spread(values.detach())
         return kept[transposed]
 
     def ones(self, dtype: torch.dtype) -> Tensor:
@@ -178,7 +182,7 @@ def _sorted(first: Tensor, second: Tensor, extent: int) -> tuple[Tensor, Tensor,
         # Both keys and the place in one integer: plain numbers are sorted, which is much faster than an argsort.
         place = torch.arange(first.shape[0], device=first.device)
         packed = (first.long() << (bits + places)) | (second.long() << places) | place
-        if packed.device.type == "cpu":
+        if packed.device.type == "cpu" and not is_functorch_wrapped_tensor(packed):
             packed.numpy().sort()
         else:
             packed = packed.sort().values

@@ -23,7 +23,7 @@ from insum_nn.ops.graph_matrix import GraphMatrix
 from insum_nn.ops.onlookers import exact_dtypes, ordinary
 from insum_nn.ops.spmm import SPMM
 
-__all__ = ["CARRY", "COMPARE", "graph_compare", "graph_product"]
+__all__ = ["CARRY", "COMPARE", "fixed_order", "graph_compare", "graph_product"]
 
 CARRY = SPMM["GroupCOO along rows"]
 COMPARE = "W[g,q] += A[Row[g],n] * B[Col[g,q],n]"
@@ -58,7 +58,8 @@ def graph_product(
         grouped = graph.grouped(transposed)
         named = {**grouped.matrix.tensors, "Val": grouped.spread(values), "B": dense}
         named |= {} if bias is None else {"C": bias}
-        return grouped.program(tensors=named, out_shape=(graph.num_nodes, None))
+        program = _program(CARRY, tuple(grouped.matrix.facts.items()), fixed_order(options))
+        return program(tensors=named, out_shape=(graph.num_nodes, None))
     learned = values.requires_grad or dense.requires_grad or (bias is not None and bias.requires_grad)
     if learned and torch.is_grad_enabled():
         return _Carry.apply(values, dense, graph, transposed, options, bias)  # type: ignore[no-any-return]
@@ -80,10 +81,10 @@ def graph_compare(graph: GraphMatrix, a: Tensor, b: Tensor, options: Options = D
         (p,) in the order of `graph.entries`.
     """
     if not ordinary(a, b):
-        return _compared_by_groups(a, b, graph)
+        return _compared_by_groups(a, b, graph, options)
     if torch.is_grad_enabled() and (a.requires_grad or b.requires_grad):
         return _Compare.apply(a, b, graph, options)  # type: ignore[no-any-return]
-    return _compared(a, b, graph)
+    return _compared(a, b, graph, options)
 
 
 class _Carry(torch.autograd.Function):
@@ -113,7 +114,7 @@ class _Carry(torch.autograd.Function):
             of_values = graph_compare(graph, *ends, options)
         if ctx.needs_input_grad[1]:
             of_dense = graph_product(graph, values, grads[0], transposed=not transposed, options=options)
-        of_bias = column_sums(grads[0], deterministic=options.deterministic) if ctx.needs_input_grad[5] else None
+        of_bias = column_sums(grads[0], options=options) if ctx.needs_input_grad[5] else None
         return of_values, of_dense, None, None, None, of_bias
 
 
@@ -123,7 +124,7 @@ class _Compare(torch.autograd.Function):
         of_a, of_b = ctx.needs_input_grad[:2]
         ctx.save_for_backward(a if of_b else None, b if of_a else None)
         ctx.rest = graph, options
-        return _compared(a, b, graph)
+        return _compared(a, b, graph, options)
 
     @staticmethod
     @for_each_vector
@@ -144,8 +145,7 @@ def _carry(
             return _carry(graph, values, dense, bias, transposed, options)
     grouped = graph.grouped(transposed)
     spread = graph.spread(values, transposed)
-    if torch.are_deterministic_algorithms_enabled() and not options.deterministic:
-        options = replace(options, deterministic=True)
+    options = fixed_order(options)
     shape = (graph.num_nodes, dense.shape[1])
     if options is DEFAULT or options == DEFAULT:
         # The graph and the way decide the rest.
@@ -158,19 +158,25 @@ def _carry(
     return _program(CARRY, tuple(matrix.facts.items()), options)(tensors=named, out_shape=shape)
 
 
-def _compared(a: Tensor, b: Tensor, graph: GraphMatrix) -> Tensor:
+def fixed_order(options: Options) -> Options:
+    """The options, deterministic where torch's own switch says so."""
+    if torch.are_deterministic_algorithms_enabled() and not options.deterministic:
+        return replace(options, deterministic=True)
+    return options
+
+
+def _compared(a: Tensor, b: Tensor, graph: GraphMatrix, options: Options) -> Tensor:
     with torch.no_grad(), exact_dtypes(a.device):
         if graph.num_entries > graph.num_nodes**2:
             # torch's sampled product refuses a pattern with more entries than cells. So many duplicates mean few nodes.
             return (a[graph.entries.row] * b[graph.entries.col]).sum(-1)
-        return _compared_by_groups(a, b, graph)
+        return _compared_by_groups(a, b, graph, options)
 
 
-def _compared_by_groups(a: Tensor, b: Tensor, graph: GraphMatrix) -> Tensor:
+def _compared_by_groups(a: Tensor, b: Tensor, graph: GraphMatrix, options: Options) -> Tensor:
     grouped = graph.by_row
     matrix = grouped.matrix
-    # Each number is written once, so the default way is deterministic already.
-    program = _program(COMPARE, tuple(matrix.facts.items()), DEFAULT)
+    program = _program(COMPARE, tuple(matrix.facts.items()), fixed_order(options))
     named = {"Row": matrix.group_index, "Col": matrix.indices[0], "A": a, "B": b}
     return grouped.collect(program(tensors=named, out_shape=tuple(matrix.values.shape)))
 

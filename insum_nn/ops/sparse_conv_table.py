@@ -137,10 +137,6 @@ class _Conv:
     def operands(self) -> Mapping[str, tuple[str, str]]:
         return _OPERANDS  # type: ignore[return-value]
 
-    @property
-    def deterministic(self) -> bool:
-        return self.options.deterministic
-
     def sum(self, wanted: str, a: Tensor, b: Tensor, made: dict[str, Tensor], start: Tensor | None = None) -> Tensor:
         # A kernel is written for the layout of its operands; one layout is enough, and gradients have many.
         if not a.is_contiguous():

@@ -191,7 +191,8 @@ def _by_paths(
     """What makes roles path by path, as a CPU does; `None` where statements do, which whoever looks on knows."""
     receivers, senders, *nodes = edges
     ends = {} if senders is None or receivers is None else {"x": senders, "z": receivers}
-    products = path_products(form) if ordinary(*operands.values(), *ends.values()) else None
+    chosen = form.spec.options.backend == "auto"
+    products = path_products(form) if chosen and ordinary(*operands.values(), *ends.values()) else None
     if products is None:
         return None
     rows = {role: _rows(role, senders, *nodes) for role in ROLES}

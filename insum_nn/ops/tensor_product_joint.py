@@ -63,7 +63,7 @@ def joint_roles(form: Form, wanted: Sequence[str], device: torch.device, dtype: 
     """Those of some roles that are computed together, remembered; `None` where there are none."""
     # Weights that edges share have no row for each edge.
     fits = [role for role in wanted if role != "w" or not form.spec.shared]
-    fixed = form.spec.deterministic or torch.are_deterministic_algorithms_enabled()
+    fixed = form.spec.options.deterministic or torch.are_deterministic_algorithms_enabled()
     if fixed and "x" in fits and "z" in fits:
         # Both ends of an edge own a sum: one of them alone can be formed without adding to memory.
         fits.remove("z")

@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 
 from insum_nn.compiler.api import Program, compile, for_each_vector
+from insum_nn.compiler.options import Options
 from insum_nn.errors import InsumError
 from insum_nn.facts import IndexFacts
 from insum_nn.ops.onlookers import transformed
@@ -72,7 +73,7 @@ def _path_program(form: Form, path: Path) -> Program:
     read = set(mode.in2 + (mode.weight if path.weighted else ""))
     # Multiplicities that no factor has: the result repeats along them.
     sizes = tuple((x, extents[x]) for x in dict.fromkeys(mode.in1 + out) if x not in read)
-    return _program(_text(form, path), sizes)
+    return _program(_text(form, path), sizes, form.spec.options)
 
 
 def _out_letters(path: Path) -> str:
@@ -85,9 +86,9 @@ def _extents(form: Form, path: Path) -> dict[str, int]:
 
 
 @lru_cache(maxsize=256)
-def _program(expression: str, sizes: tuple[tuple[str, int], ...]) -> Program:
+def _program(expression: str, sizes: tuple[tuple[str, int], ...], options: Options) -> Program:
     facts = dict.fromkeys("IJK", _STATIC)
-    return compile(expression, sizes=dict(sizes), facts=facts)
+    return compile(expression, sizes=dict(sizes), facts=facts, options=options)
 
 
 def _text(form: Form, path: Path) -> str:

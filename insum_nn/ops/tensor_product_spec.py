@@ -15,6 +15,7 @@ from functools import cached_property
 import numpy as np
 from numpy.typing import NDArray
 
+from insum_nn.compiler.options import DEFAULT, Options
 from insum_nn.errors import InsumFormatError
 from insum_nn.structure.clebsch_gordan import Entries
 from insum_nn.structure.irreps import MODES, Entry, Mode, Path, dimension, offsets, weight_offsets
@@ -48,10 +49,10 @@ class TensorProductSpec:
         paths: the paths, in the order of their weights.
         shared: one weight for all samples, rather than one each.
         convolution: gather the first input along edges, and add the results up at their receivers.
-        deterministic: the same bits at every run.
         layout: order of the numbers of an entry in inputs and outputs: `"mul_ir"` (copies, components), which is
             e3nn's, or `"ir_mul"` (components, copies). Weights have one order.
         masked: an edge with an end of -1 is no edge; `False`: it is refused.
+        options: compile options of every statement.
     """
 
     in1: tuple[Entry, ...]
@@ -60,9 +61,9 @@ class TensorProductSpec:
     paths: tuple[Path, ...]
     shared: bool
     convolution: bool = False
-    deterministic: bool = False
     layout: str = "mul_ir"
     masked: bool = True
+    options: Options = DEFAULT
 
     def __post_init__(self) -> None:
         if self.layout not in LAYOUTS:
@@ -88,7 +89,8 @@ class TensorProductSpec:
         data = json.loads(text)
         paths = tuple(Path(a, b, c, mode, w, f, tuple(shape)) for a, b, c, mode, w, f, shape in data.pop("paths"))
         in1, in2, out = (tuple(Entry(*e) for e in data.pop(name)) for name in ("in1", "in2", "out"))
-        return TensorProductSpec(in1, in2, out, paths, **data)
+        options = Options(**data.pop("options"))
+        return TensorProductSpec(in1, in2, out, paths, **data, options=options)
 
     @property
     def weight_numel(self) -> int:

@@ -13,7 +13,6 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from insum_nn.compiler.api import Program, compile
-from insum_nn.compiler.options import Options
 from insum_nn.facts import IndexFacts
 from insum_nn.ops.tensor_product_spec import NUMBER, Group, ProductLayout, others
 from insum_nn.structure.clebsch_gordan import Table, make_table, path_table
@@ -116,7 +115,7 @@ class Reading(ABC):
             facts=facts,
             # Pairs of copies (U, V) are many and regular; the rest is few numbers, which kernels write out.
             static={name: table for name, table in self.tables.items() if name not in ("U", "V")},
-            options=Options(deterministic=self.layout.spec.deterministic),
+            options=self.layout.spec.options,
         )
 
     @property

@@ -14,6 +14,7 @@ import torch
 from torch import Tensor
 
 from insum_nn.compiler.api import for_each_vector
+from insum_nn.compiler.options import Options
 from insum_nn.ops.column_sums import column_sums
 from insum_nn.ops.onlookers import ordinary
 
@@ -29,8 +30,8 @@ class Trilinear(Protocol):
         ...
 
     @property
-    def deterministic(self) -> bool:
-        """Whether every run is to give the same bits."""
+    def options(self) -> Options:
+        """Compile options of every sum."""
         ...
 
     def sum(self, wanted: str, a: Tensor, b: Tensor, made: dict[str, Tensor], start: Tensor | None = None) -> Tensor:
@@ -91,5 +92,5 @@ class _Contract(torch.autograd.Function):
             found.append(form.sum(wanted, a, b, made) if alone else contract(form, wanted, a, b))
         of_start = None
         if ctx.needs_input_grad[4]:
-            of_start = column_sums(grad, deterministic=form.deterministic).reshape(start)
+            of_start = column_sums(grad, options=form.options).reshape(start)
         return None, None, *found, of_start

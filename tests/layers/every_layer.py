@@ -175,13 +175,17 @@ EVERY_LAYER: dict[str, Case] = {
     ),
     "SparseMaxPool3d": _cloud(lambda o: SparseMaxPool3d(2, 2, options=o)),
     "SparseAvgPool3d": _cloud(lambda o: SparseAvgPool3d(2, 2, options=o)),
-    "FullyConnectedTensorProduct": Case(lambda _: _On(FullyConnectedTensorProduct(_IN, _OTHER, _OUT)), **_batch(5, 4)),
-    "TensorProduct, weights of samples": Case(
-        lambda _: _On(TensorProduct(_IN, _OTHER, _OUT, _PATHS[:1], shared_weights=False)), **_batch(5, 4, 2)
+    "FullyConnectedTensorProduct": Case(
+        lambda o: _On(FullyConnectedTensorProduct(_IN, _OTHER, _OUT, options=o)), **_batch(5, 4)
     ),
-    "TensorProduct.right": Case(lambda _: _On(FullyConnectedTensorProduct(_IN, _OTHER, _OUT), _right), **_batch(4)),
-    "FullTensorProduct": Case(lambda _: _On(FullTensorProduct(_IN, _OTHER)), **_batch(5, 4)),
-    "ElementwiseTensorProduct": Case(lambda _: _On(ElementwiseTensorProduct(_IN, "3x1o")), **_batch(5, 9)),
-    "TensorSquare": Case(lambda _: _On(TensorSquare(_IN)), **_batch(5)),
-    "TensorProductConv": Case(lambda _: _On(TensorProductConv(*_CONV)), **_edges(8, 4, 6)),
+    "TensorProduct, weights of samples": Case(
+        lambda o: _On(TensorProduct(_IN, _OTHER, _OUT, _PATHS[:1], shared_weights=False, options=o)), **_batch(5, 4, 2)
+    ),
+    "TensorProduct.right": Case(
+        lambda o: _On(FullyConnectedTensorProduct(_IN, _OTHER, _OUT, options=o), _right), **_batch(4)
+    ),
+    "FullTensorProduct": Case(lambda o: _On(FullTensorProduct(_IN, _OTHER, options=o)), **_batch(5, 4)),
+    "ElementwiseTensorProduct": Case(lambda o: _On(ElementwiseTensorProduct(_IN, "3x1o", options=o)), **_batch(5, 9)),
+    "TensorSquare": Case(lambda o: _On(TensorSquare(_IN, options=o)), **_batch(5)),
+    "TensorProductConv": Case(lambda o: _On(TensorProductConv(*_CONV, options=o)), **_edges(8, 4, 6)),
 }

@@ -686,6 +686,20 @@ def test_deterministic_switches():
     assert torch.equal(torch.autograd.grad(layer(x, graph).square().sum(), x)[0], first)
 
 
+def test_edges_that_are_made_inside_a_transform():
+    layer, graph = GCNConv(3, 4), random_graph()
+    x = torch.randn(NODES, 3)
+
+    def loss(x: Tensor) -> Tensor:
+        return layer(x, graph * (x[0, 0] == x[0, 0])).square().sum()
+
+    got, twice = torch.func.grad(loss)(x), torch.func.jacfwd(torch.func.grad(loss))(x)
+    leaf = x.clone().requires_grad_()
+    (want,) = torch.autograd.grad(layer(leaf, graph).square().sum(), leaf)
+    torch.testing.assert_close(got, want)
+    torch.testing.assert_close(twice, torch.autograd.functional.hessian(loss, x))
+
+
 # Bad input.
 
 

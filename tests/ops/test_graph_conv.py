@@ -199,7 +199,7 @@ def test_registered_operator(recipe: Recipe, weighted: bool):
     x = torch.randn(7, 3, dtype=torch.float64, requires_grad=True)
     weight = torch.rand(20, dtype=torch.float64, requires_grad=True) if weighted else None
     inputs = (x, weight) if weighted else (x,)
-    rest = (recipe.normalize, recipe.loops, recipe.fill, recipe.flow, False, "auto")
+    rest = (recipe.normalize, recipe.loops, recipe.fill, recipe.flow, Options().to_json())
     for transposed in (False, True):
         arguments = (x, edges, weight, *rest, transposed)
         torch.library.opcheck(torch.ops.insum_nn.graph_conv.default, arguments)

@@ -10,6 +10,7 @@ from torch import Tensor
 
 pytest.importorskip("e3nn")
 
+from insum_nn.compiler.options import Options
 from insum_nn.errors import InsumDeviceError, InsumDtypeError, InsumRangeError, InsumShapeError
 from insum_nn.ops.tensor_product import (
     TensorProductSpec,
@@ -47,14 +48,14 @@ def entries_from(text: str) -> tuple[Entry, ...]:
     return entries_of(Irreps(text))
 
 
-def spec_of(case: Case, *, shared: bool, **flags: bool) -> TensorProductSpec:
+def spec_of(case: Case, *, shared: bool, deterministic: bool = False, **flags: bool) -> TensorProductSpec:
     entries = tuple(entries_from(text) for text in case.args[:3])
     paths, factors = make_paths(*entries, case.instructions)
     paths = tuple(
         p._replace(coefficient=0.25 + f) if f else p._replace(coefficient=0.0)
         for p, f in zip(paths, factors, strict=True)
     )
-    return TensorProductSpec(*entries, paths, shared, **flags)
+    return TensorProductSpec(*entries, paths, shared, **flags, options=Options(deterministic=deterministic))
 
 
 def inputs_of(spec: TensorProductSpec, z: int, n: int | None = None, dtype=torch.float64, device="cpu") -> list[Tensor]:
