@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gc
+import itertools
 import sys
 import weakref
 from collections.abc import Iterator
@@ -155,6 +156,28 @@ def test_a_program_made_ready_is_not_used_after_a_clearing():
     clear_cache()
     program(**t)
     assert cache_info().misses == 1
+
+
+@pytest.mark.parametrize("backend", ["eager", "auto"])
+def test_a_program_made_ready_serves_calls_of_its_kind_alone(backend: str):
+    """One program and the same two tensors, and everything else that decides a call, in turn and twice."""
+    options = Options(backend=backend)
+    rows, x = torch.tensor([0, 2, 2]), torch.tensor([[1.0, 2.0], [3.0, 4.0], [5.0, 6.0]], dtype=torch.float64)
+    scatter = insum_nn.compile("y[E[i],j] += x[i,j]", options=options)
+    every_second = insum_nn.compile("y[i,j] += x[2*i,j]", options=options)
+    for extent, dtype in itertools.product((3, 5, 3), (torch.float64, torch.float32, torch.int64)):
+        want = torch.zeros(extent, 2, dtype=torch.float64).index_add(0, rows, x)
+        given = x.to(dtype)
+        for index in (rows, rows.int()):
+            got = [
+                scatter(E=index, x=given, out_shape=(extent, None)),
+                scatter(E=index, x=given, out_shape=(extent, 2)),
+            ]
+            got += [scatter(E=index, x=given, y=torch.ones(extent, 2, dtype=dtype)) - 1]
+            assert all(one.dtype == dtype and torch.equal(one.double(), want) for one in got)
+        for size in (1, 2, 1):
+            got = [every_second(x=given, sizes={"i": size}), every_second(x=given, out_shape=(size, None))]
+            assert all(torch.equal(one, given[: 2 * size : 2]) for one in got)
 
 
 def test_ready_calls_are_bounded():

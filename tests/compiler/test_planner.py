@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 
 import pytest
@@ -14,7 +14,7 @@ from insum_nn.compiler.contraction import contraction_order
 from insum_nn.compiler.options import Options
 from insum_nn.compiler.parser import parse
 from insum_nn.compiler.plan import Combine, Dot, Load, Multiply, Plan, Scale, SparseProduct, Sum
-from insum_nn.compiler.planner import make_plan
+from insum_nn.compiler.planner import make_plan, slot_indices
 from insum_nn.testing.random_programs import random_program
 from tests.golden_fixture import Golden
 
@@ -137,6 +137,27 @@ def test_which_statements_are_a_sparse_product():
     assert not steps(plan_of("spmm", dtype=torch.bfloat16), SparseProduct)
     for name in ("block_spmm", "sparse_convolution", "tensor_product", "dense_product"):
         assert not steps(plan_of(name), SparseProduct)
+
+
+@pytest.mark.parametrize(
+    ("text", "tensors", "slots"),
+    [
+        (*APPLICATIONS["spmm"][:2], ("q",)),
+        (*APPLICATIONS["sparse_convolution"][:2], ()),
+        ("y[i] += Val[i,q] * x[Col[i,q]]", {"Val": torch.ones(5, 3), "Col": table(5, 3), "x": torch.ones(7)}, ("q",)),
+        (
+            "y[i] += V[g,q,s] * x[E[g,q,s],i]",
+            {"V": torch.ones(2, 3, 4), "E": table(2, 3, 4), "x": torch.ones(7, 5)},
+            "gqs",
+        ),
+        ("y[i] += x[E[g],i]", {"E": table(5), "x": torch.ones(7, 5)}, ()),
+        ("y[Row[p]] += x[Col[p]]", {"Row": table(5), "Col": table(5), "x": torch.ones(7)}, ()),
+    ],
+)
+def test_slots_are_summed_axes_of_index_tensors_with_several(
+    text: str, tensors: dict[str, Tensor], slots: Sequence[str]
+):
+    assert slot_indices(bind(parse(text), tensors, None)) == tuple(slots)
 
 
 def test_the_order_of_products():

@@ -10,7 +10,8 @@ from torch.nn import functional
 from insum_nn.compiler.options import DEFAULT, Options
 from insum_nn.formats import BlockCOO
 from insum_nn.ops.block_linear import block_linear_stored, explain_block_linear
-from insum_nn.ops.block_linear_columns import BlockColumns, takes_columns
+from insum_nn.ops.block_linear_columns import BlockColumns, block_columns, takes_columns
+from insum_nn.testing.tolerances import assert_matches
 from tests.ops.oracle import assert_same
 
 # block rows, block columns, block shape, samples
@@ -88,6 +89,21 @@ def test_only_what_gradients_read_is_kept(learned: tuple[str, ...]):
     kept = [t.data_ptr() for t in result.grad_fn.saved_tensors if t is not None]  # type: ignore[union-attr]
     assert (x.data_ptr() in kept) == ("w" in learned)
     assert (weight.data_ptr() in kept) == ("x" in learned)
+
+
+def test_what_is_kept_serves_calls_of_its_kind_alone():
+    """The same places in a larger grid, and the same shapes in another dtype, with or without a bias."""
+    row, col, _ = blocks(3, 4, (2, 3))
+    for grid in ((3, 4), (5, 4), (3, 6), (3, 4)):
+        form = block_columns(row, col, grid, DEFAULT)
+        assert form is block_columns(row, col, grid, DEFAULT)
+        assert form is not block_columns(row, col, grid, Options(deterministic=True))
+        for dtype in (torch.float32, torch.float64, torch.float16, torch.float32):
+            weight, x = torch.randn(row.shape[0], 2, 3).to(dtype), torch.randn(5, grid[1] * 3).to(dtype)
+            bias = torch.randn(grid[0], 2).to(dtype)
+            want = x.double() @ tiles(weight.double(), row, col, grid).t()
+            assert_matches(form(x, weight), want, dtype=dtype, kind="sum")
+            assert_matches(form(x, weight, bias), want + bias.double().reshape(-1), dtype=dtype, kind="sum")
 
 
 def test_a_cpu_and_small_problems_go_the_other_way():
