@@ -44,6 +44,7 @@ COMPILER_ORDER = [
     "gradient",
     "bind",
     "extents",
+    "claims",
     "proofs",
     "reference",
     "ir",

@@ -32,6 +32,7 @@ __all__ = [
     "ProgramSum",
     "call_traced",
     "compile",
+    "compile_built",
     "for_each_vector",
     "generates_kernels",
     "insum",
@@ -61,7 +62,8 @@ def compile(
         expression: the statement.
         sizes: extents of indices that no tensor shows.
         out_shape: shape of the output; `None` entries are inferred.
-        facts: promises about index tensors, by name; they spare a reading of the values.
+        facts: claims about index tensors, by name. Each is read once for each tensor and version of it: entries outside
+            are an error, and what is claimed of order and does not hold is not used (`validate=True` names it).
         static: tensors whose values are known now and stay, by name: small tables of indices and coefficients, whose
             terms a generated kernel writes out. They are still passed to every call.
         activation: applied to the sum with its starting value, before it is stored: `"relu"`, `"silu"` or `"gelu"`.
@@ -93,6 +95,24 @@ def compile(
         out_dtype=out_dtype,
         options=options,
     )
+
+
+def compile_built(
+    expression: str,
+    *,
+    sizes: Mapping[str, int] | None = None,
+    facts: Mapping[str, IndexFacts] | None = None,
+    static: Mapping[str, Tensor | StaticTable] | None = None,
+    options: Options = DEFAULT,
+) -> Program:
+    """`compile` for index tensors that a builder has made: its facts are believed until a tensor is written to.
+
+    >>> facts = {"Row": IndexFacts(sorted=True, masked=False, proven=True)}
+    >>> program = compile_built("y[Row[p]] += Val[p]", facts=facts)
+    >>> program(Row=torch.tensor([0, 2]), Val=torch.ones(2), out_shape=(3,)).tolist()
+    [1.0, 0.0, 1.0]
+    """
+    return Program(expression, sizes=sizes, facts=facts, static=static, options=options, origin="builder")
 
 
 def insum(

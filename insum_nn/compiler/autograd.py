@@ -372,7 +372,7 @@ class _Batch:
         # A batched index tensor is addressed by the batch too, so facts about it as a whole no longer hold.
         facts = tuple((n, f if n not in names else IndexFacts(masked=f.masked)) for n, f in call.spec.facts)
         static = tuple((name, table) for name, table in call.spec.static if name not in names)
-        self.spec = Spec(text, facts, call.spec.options, call.spec.drop_outside, static)
+        self.spec = Spec(text, facts, call.spec.options, call.spec.drop_outside, static, origin=call.spec.origin)
         sizes = {**dict(zip(layout.indices, call.indices, strict=True)), index: size}
         inner = self.spec.layout
         self.order = inner.tensors

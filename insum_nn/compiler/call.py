@@ -19,6 +19,7 @@ from torch import Tensor
 
 from insum_nn.compiler.ast import Statement
 from insum_nn.compiler.bind import Bound, Extents, Layout, bind, layout_of
+from insum_nn.compiler.claims import Origin, unwritten
 from insum_nn.compiler.epilogue import PLAIN, Epilogue
 from insum_nn.compiler.execution import Executable, generation
 from insum_nn.compiler.extents import check_extents
@@ -47,8 +48,8 @@ __all__ = [
 ]
 
 Key = tuple[object, ...]
-# Positions of index tensors, the tensors, and their versions.
-Versions = tuple[tuple[int, "weakref.ref[Tensor]", int], ...]
+# Positions of index tensors, the tensors, their versions, and whether a builder speaks for others in their place.
+Versions = tuple[tuple[int, Callable[[], "Tensor | None"], int, bool], ...]
 K = TypeVar("K")
 V = TypeVar("V")
 # Shapes of one program that are kept ready; a run over ever new sizes must not grow without bound.
@@ -66,6 +67,7 @@ class Spec:
         drop_outside: writes outside the output are dropped (derivative statements).
         static: tensors whose values are known, by name.
         epilogue: what follows the sum.
+        origin: who says the facts; see `prove`.
     """
 
     expression: str
@@ -74,21 +76,21 @@ class Spec:
     drop_outside: bool = False
     static: tuple[tuple[str, StaticTable], ...] = ()
     epilogue: Epilogue = PLAIN
+    origin: Origin = "builder"
     ready: dict[Key, Ready] = field(default_factory=dict, init=False, repr=False, compare=False)
     _hash: int = field(default=0, init=False, repr=False, compare=False)
 
     def __post_init__(self) -> None:
-        object.__setattr__(
-            self,
-            "_hash",
-            hash((self.expression, self.facts, self.options, self.drop_outside, self.static, self.epilogue)),
-        )
+        object.__setattr__(self, "_hash", hash(self._state()))
 
     def __hash__(self) -> int:
         return self._hash
 
     def __reduce__(self) -> tuple[object, ...]:
-        return (Spec, (self.expression, self.facts, self.options, self.drop_outside, self.static, self.epilogue))
+        return (Spec, self._state())
+
+    def _state(self) -> tuple[object, ...]:
+        return (self.expression, self.facts, self.options, self.drop_outside, self.static, self.epilogue, self.origin)
 
     @cached_property
     def statement(self) -> Statement:
@@ -130,7 +132,7 @@ def parse_cached(expression: str) -> Statement:
 
 @lru_cache(maxsize=2048)
 def _with_expression(spec: Spec, expression: str, drop_outside: bool) -> Spec:
-    return Spec(expression, spec.facts, spec.options, drop_outside, spec.static)
+    return Spec(expression, spec.facts, spec.options, drop_outside, spec.static, origin=spec.origin)
 
 
 @lru_cache(maxsize=2048)
@@ -143,6 +145,7 @@ def _to_json(spec: Spec) -> str:
             "drop_outside": spec.drop_outside,
             "static": {name: [table.shape, table.values] for name, table in spec.static},
             "epilogue": asdict(spec.epilogue),
+            "origin": spec.origin,
         },
         sort_keys=True,
     )
@@ -155,7 +158,8 @@ def _from_json(text: str) -> Spec:
     tables = data.get("static", {}).items()
     static = tuple((name, StaticTable(tuple(shape), tuple(values))) for name, (shape, values) in tables)
     epilogue = Epilogue(**data.get("epilogue", {}))
-    return Spec(data["expression"], facts, Options(**data["options"]), data["drop_outside"], static, epilogue)
+    origin: Origin = data.get("origin", "caller")
+    return Spec(data["expression"], facts, Options(**data["options"]), data["drop_outside"], static, epilogue, origin)
 
 
 def _facts(values: dict[str, Any]) -> IndexFacts:
@@ -200,6 +204,7 @@ def prepare(spec: Spec, tensors: Sequence[Tensor], start: Tensor | None, extents
         dict(spec.facts),
         drop_outside=spec.drop_outside,
         validate=spec.options.validate,
+        origin=spec.origin,
     )
     for name, tensor in named.items():
         if name in facts and tensor.numel() == 0:
@@ -286,9 +291,12 @@ class Ready:
     generation: int
 
     def holds(self, tensors: Sequence[Tensor]) -> bool:
-        for at, ref, version in self.read:
+        for at, ref, version, spoken_for in self.read:
             tensor = tensors[at]
-            if ref() is not tensor or tensor._version != version:
+            if ref() is tensor:
+                if tensor._version != version:
+                    return False
+            elif not (spoken_for and unwritten(tensor)):
                 return False
         return self.generation == generation()
 
@@ -372,17 +380,26 @@ def _remember(
 
 def index_versions(spec: Spec, tensors: Sequence[Tensor]) -> Versions | None:
     """The index tensors whose values were read for a call; `None`: they have to be read at every call."""
-    trusted = {name for name, facts in spec.facts if facts.proven and facts.masked is not None}
+    built = {name for name, facts in spec.facts if facts.proven and facts.masked is not None}
     layout = spec.layout
-    read: list[tuple[int, weakref.ref[Tensor], int]] = []
+    read: list[tuple[int, Callable[[], Tensor | None], int, bool]] = []
     for at, name in enumerate(layout.tensors):
-        if name not in layout.index_tensors or name in trusted:
+        tensor = tensors[at]
+        if name not in layout.index_tensors:
             continue
-        if tensors[at].is_inference():
+        spoken_for = spec.origin == "builder" and name in built and unwritten(tensor)
+        if not tensor.is_inference():
+            read.append((at, weakref.ref(tensor), tensor._version, spoken_for))
+        elif spoken_for:
+            read.append((at, _nothing, 0, True))
+        else:
             # No version is tracked.
             return None
-        read.append((at, weakref.ref(tensors[at]), tensors[at]._version))
     return tuple(read)
+
+
+def _nothing() -> None:
+    """The weak reference of a tensor that is not known again."""
 
 
 _lock = threading.Lock()

@@ -26,6 +26,7 @@ from insum_nn.compiler.call import (
     static_tables,
 )
 from insum_nn.compiler.check import check_names, check_statement
+from insum_nn.compiler.claims import Origin
 from insum_nn.compiler.epilogue import check_epilogue
 from insum_nn.compiler.explain import Explanation, explain_program
 from insum_nn.compiler.extents import check_extents, resolve_extents
@@ -75,6 +76,7 @@ class Program:
         out_dtype: torch.dtype | None = None,
         options: Options = DEFAULT,
         drop_outside: bool = False,
+        origin: Origin = "caller",
     ) -> None:
         check_kinds(sizes=sizes, out_shape=out_shape, facts=facts, static=static, options=options)
         check_kinds(activation=activation, out_dtype=out_dtype)
@@ -93,6 +95,7 @@ class Program:
             drop_outside,
             static_tables(statement, static or {}),
             check_epilogue(expression, activation, out_dtype),
+            origin,
         )
         self._names: tuple[str, ...] = layout_of(statement).tensors
         self._text: str = self._spec.to_json()
@@ -287,7 +290,7 @@ class Program:
         return programs[0] if len(programs) == 1 else ProgramSum(tuple(programs))
 
     def _derived(self, expression: str) -> Program:
-        spec = Spec(expression, self._spec.facts, self.options, True, self._spec.static)
+        spec = Spec(expression, self._spec.facts, self.options, True, self._spec.static, origin=self._spec.origin)
         indices = spec.statement.indices()
         # Extents that only the operand shows arrive with the call, so the written-never-read rule is lifted.
         return Program._of(spec, {k: v for k, v in self._sizes.items() if k in indices}, self.statement.indices())

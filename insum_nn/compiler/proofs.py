@@ -1,8 +1,8 @@
 """Proofs about the values of index tensors: read once per tensor and version, then remembered.
 
 A value check reads the device, so it must not happen at every call. What was read (smallest and largest
-entry, whether ascending) is kept for as long as the tensor lives and is not modified. Builders of formats
-hand over facts they guarantee, and nothing is read at all.
+entry, whether ascending) is kept for as long as the tensor lives and is not modified. Builders of formats and of
+kernel maps hand over facts they guarantee, and nothing is read at all before one of their tensors is written to.
 """
 
 from __future__ import annotations
@@ -16,6 +16,7 @@ from torch.utils.weak import WeakTensorKeyDictionary
 
 from insum_nn.compiler.ast import Access, Index, Statement, Subscript
 from insum_nn.compiler.bind import Extents, layout_of
+from insum_nn.compiler.claims import Origin, standing, trusted
 from insum_nn.compiler.extents import interval
 from insum_nn.errors import (
     InsumBackendError,
@@ -27,6 +28,7 @@ from insum_nn.errors import (
     raise_collected,
 )
 from insum_nn.facts import UNKNOWN, IndexFacts, repeated
+from insum_nn.kept import forgets
 
 __all__ = ["Stats", "prove", "stats_of", "writes_sums"]
 
@@ -45,6 +47,11 @@ class Stats:
 
 
 _known: WeakTensorKeyDictionary = WeakTensorKeyDictionary()
+
+
+@forgets
+def _forget(tensor: Tensor) -> None:
+    _known.pop(tensor, None)
 
 
 def stats_of(tensor: Tensor, *, again: bool = False) -> Stats:
@@ -83,6 +90,7 @@ def prove(
     *,
     drop_outside: bool = False,
     validate: bool = False,
+    origin: Origin = "builder",
 ) -> dict[str, IndexFacts]:
     """Check every index value that a call would use, and complete the facts.
 
@@ -90,9 +98,11 @@ def prove(
         statement: the statement.
         tensors: the tensors read, in the layout's order.
         extents: the call's sizes.
-        facts: facts that a builder guarantees, by name; believed unless `validate`.
+        facts: by name.
         drop_outside: writes outside the output are dropped, not refused.
         validate: read everything again, the builder's facts included.
+        origin: who says so. A builder is believed until a tensor is written to; what is claimed is read once for each
+            version of a tensor. Then claims of order that do not hold fall; entries outside are an error.
 
     Returns:
         Facts of every index tensor, with `masked` and `proven` decided.
@@ -106,11 +116,18 @@ def prove(
     if validate:
         _check_claims(statement, named, given)
         given = {name: replace(f, proven=False, masked=None) for name, f in given.items()}
+    claimed = given
+    if not validate:
+        doubted = {n for n, f in given.items() if f != UNKNOWN and not trusted(named[n], f, origin)}
+        if doubted:
+            claimed = {n: standing(n, f, named) if n in doubted else f for n, f in given.items()}
+            given = {n: replace(f, proven=False) if n in doubted else f for n, f in claimed.items()}
     if all(f.proven and f.masked is not None for f in given.values()) and not writes_sums(statement):
         return given
     proven: dict[str, IndexFacts] = {}
-    for name, known in given.items():
+    for name, known in claimed.items():
         if known.proven and known.masked is not None:
+            # Of those in doubt the ranges are checked below.
             proven[name] = known
             continue
         stats = stats_of(named[name], again=validate)

@@ -87,6 +87,8 @@ def _spec_text(
 ) -> str:
     """The program as text, from plain constants: Dynamo calls it while it traces, and keeps the result."""
     options = Options(**dict(zip(_OPTION_NAMES, values, strict=True)))
+    # Nobody could look at the tensors' versions: whoever runs the call reads them once.
     facts = tuple((name, IndexFacts(*claim)) for name, *claim in sorted(claims, key=lambda claim: claim[0]))
     options = replace(options, validate=options.validate or validate)
-    return Spec(expression, facts, options, epilogue=check_epilogue(expression, activation, out_dtype)).to_json()
+    epilogue = check_epilogue(expression, activation, out_dtype)
+    return Spec(expression, facts, options, epilogue=epilogue, origin="format").to_json()

@@ -10,7 +10,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from insum_nn.compiler.api import Program, call_traced, compile, to_autocast, under_autocast
+from insum_nn.compiler.api import Program, call_traced, compile_built, to_autocast, under_autocast
 from insum_nn.compiler.options import Options
 from insum_nn.errors import (
     InsumDeviceError,
@@ -263,7 +263,7 @@ def run(
 
 @lru_cache(maxsize=1024)
 def _compiled(expression: str, facts: tuple[tuple[str, IndexFacts], ...], options: Options) -> Program:
-    return compile(expression, facts=dict(facts), options=options)
+    return compile_built(expression, facts=dict(facts), options=options)
 
 
 def is_vector(value: object) -> bool:

@@ -10,7 +10,7 @@ from types import MappingProxyType
 import torch
 from torch import Tensor
 
-from insum_nn.compiler.api import Explanation, Program, compile
+from insum_nn.compiler.api import Explanation, Program, compile_built
 from insum_nn.compiler.options import DEFAULT, Options
 from insum_nn.errors import InsumDtypeError, InsumError, InsumShapeError, raise_collected
 from insum_nn.facts import IndexFacts
@@ -297,4 +297,4 @@ def block_linear_program(form: str, options: Options = DEFAULT) -> Program:
     >>> block_linear_program("BlockCOO").expression
     'Y[n,Row[p],a] += W[p,a,b] * X[n,Col[p],b]'
     """
-    return compile(BLOCK_LINEAR[form], facts=BLOCK_LINEAR_FACTS.get(form), options=options)
+    return compile_built(BLOCK_LINEAR[form], facts=BLOCK_LINEAR_FACTS.get(form), options=options)

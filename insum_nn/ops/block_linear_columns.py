@@ -18,7 +18,7 @@ from typing import Literal
 import torch
 from torch import Tensor
 
-from insum_nn.compiler.api import Given, Program, compile, generates_kernels
+from insum_nn.compiler.api import Given, Program, compile, compile_built, generates_kernels
 from insum_nn.compiler.options import Options
 from insum_nn.facts import IndexFacts
 from insum_nn.ops.onlookers import exact_dtypes, ordinary
@@ -66,7 +66,7 @@ def takes_columns(x: Tensor, weight: Tensor, options: Options) -> bool:
 @lru_cache(maxsize=64)
 def columns_program(role: str, options: Options) -> Program:
     """The program of a role."""
-    return compile(COLUMNS[role], facts=_FACTS, options=options)
+    return compile_built(COLUMNS[role], facts=_FACTS, options=options)
 
 
 _known = TensorCache(limit=256)

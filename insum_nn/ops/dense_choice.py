@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from insum_nn.compiler.api import Explanation, compile, for_each_vector
+from insum_nn.compiler.api import Explanation, compile_built, for_each_vector
 from insum_nn.compiler.options import DEFAULT, Options
 from insum_nn.facts import IndexFacts
 from insum_nn.ops.arguments import run
@@ -75,9 +75,11 @@ def explain_tiles(
     shape = (grid[0], values.shape[1], grid[1], values.shape[2])
     if _gathers(values, facts, options):
         named = {"Val": values, "Slot": _slots(index["Row"], index["Col"], grid)}
-        return compile(_GATHER, facts=_SLOT, options=options).explain(tensors=named, out_shape=shape, measure=measure)
+        return compile_built(_GATHER, facts=_SLOT, options=options).explain(
+            tensors=named, out_shape=shape, measure=measure
+        )
     named = {"Row": index["Row"], "Col": index["Col"], "Val": values}
-    return compile(_BLOCKS, facts=facts, options=options).explain(tensors=named, out_shape=shape, measure=measure)
+    return compile_built(_BLOCKS, facts=facts, options=options).explain(tensors=named, out_shape=shape, measure=measure)
 
 
 def block_tiles(

@@ -15,7 +15,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from insum_nn.compiler.api import Program, compile, for_each_vector
+from insum_nn.compiler.api import Program, compile_built, for_each_vector
 from insum_nn.compiler.options import DEFAULT, Options
 from insum_nn.facts import IndexFacts
 from insum_nn.ops.column_sums import column_sums
@@ -188,5 +188,5 @@ def _program(expression: str, facts: tuple[tuple[str, IndexFacts], ...], options
     key = (expression, facts, options)
     found = _programs.get(key)
     if found is None:
-        found = _programs[key] = compile(expression, facts=dict(facts), options=options)
+        found = _programs[key] = compile_built(expression, facts=dict(facts), options=options)
     return found

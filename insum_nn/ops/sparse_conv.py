@@ -7,7 +7,7 @@ from functools import lru_cache
 import torch
 from torch import Tensor
 
-from insum_nn.compiler.api import Program, compile
+from insum_nn.compiler.api import Program, compile_built
 from insum_nn.compiler.options import DEFAULT, Options
 from insum_nn.errors import InsumDeviceError, InsumDtypeError, InsumError, InsumShapeError, raise_collected
 from insum_nn.ops.arguments import layer_elsewhere, run, to_autocast
@@ -152,7 +152,7 @@ def _out_shape(kernel_map: KernelMap | None, groups: int) -> tuple[int | None, .
 def map_program(expression: str, options: Options) -> Program:
     """The compiled statement, with what a kernel map guarantees of its index tensors; remembered."""
     facts = {name: known for name, known in {**FACTS, **TABLE_FACTS}.items() if f"{name}[" in expression}
-    return compile(expression, facts=facts, options=options)
+    return compile_built(expression, facts=facts, options=options)
 
 
 def sparse_conv_operands(

@@ -8,7 +8,7 @@ from types import MappingProxyType
 
 from torch import Tensor
 
-from insum_nn.compiler.api import Program, compile
+from insum_nn.compiler.api import Program, compile_built
 from insum_nn.compiler.options import DEFAULT, Options
 from insum_nn.errors import InsumDtypeError, InsumError, InsumShapeError, raise_collected
 from insum_nn.facts import IndexFacts
@@ -180,4 +180,4 @@ def sparse_conv2d_program(expression: str, options: Options = DEFAULT) -> Progra
     >>> sparse_conv2d_program(sparse_conv2d_expression()).expression
     'O[n,M[g],p,q] += F[Slot[g,k]] * I[n,C[g,k],p+R[g,k],q+S[g,k]]'
     """
-    return compile(expression, facts=SPARSE_CONV2D_FACTS, options=options)
+    return compile_built(expression, facts=SPARSE_CONV2D_FACTS, options=options)

@@ -24,7 +24,7 @@ from typing import Literal, NamedTuple, cast
 import torch
 from torch import Tensor
 
-from insum_nn.compiler.api import Given, Program, compile, generates_kernels, keep_words
+from insum_nn.compiler.api import Given, Program, compile_built, generates_kernels, keep_words
 from insum_nn.compiler.options import Options
 from insum_nn.facts import IndexFacts
 from insum_nn.ops.onlookers import exact_dtypes, ordinary
@@ -216,7 +216,7 @@ def _call(kind: Kind, kernel_map: KernelMap, groups: int, options: Options, way:
 @lru_cache(maxsize=256)
 def _program(kind: Kind, grouped: bool, way: Way, options: Options) -> Program:
     """The statement of all maps."""
-    return compile(_statement(kind, grouped, way), facts=_KNOWN[way], options=options)
+    return compile_built(_statement(kind, grouped, way), facts=_KNOWN[way], options=options)
 
 
 def _split(kind: Kind, tensor: Tensor, kernel_map: KernelMap, groups: int) -> Tensor:

@@ -9,7 +9,7 @@ from typing import Any, TypeVar
 import torch
 from torch import Tensor
 
-from insum_nn.compiler.api import Program, compile, for_each_vector
+from insum_nn.compiler.api import Program, compile_built, for_each_vector
 from insum_nn.compiler.options import Options
 from insum_nn.errors import InsumError
 from insum_nn.facts import IndexFacts
@@ -88,7 +88,7 @@ def _extents(form: Form, path: Path) -> dict[str, int]:
 @lru_cache(maxsize=256)
 def _program(expression: str, sizes: tuple[tuple[str, int], ...], options: Options) -> Program:
     facts = dict.fromkeys("IJK", _STATIC)
-    return compile(expression, sizes=dict(sizes), facts=facts, options=options)
+    return compile_built(expression, sizes=dict(sizes), facts=facts, options=options)
 
 
 def _text(form: Form, path: Path) -> str:

@@ -12,7 +12,7 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from insum_nn.compiler.api import Program, compile
+from insum_nn.compiler.api import Program, compile_built
 from insum_nn.facts import IndexFacts
 from insum_nn.ops.tensor_product_spec import NUMBER, Group, ProductLayout, others
 from insum_nn.structure.clebsch_gordan import Table, make_table, path_table
@@ -109,7 +109,7 @@ class Reading(ABC):
         facts = {name: _STATIC for name, table in self.tables.items() if not table.is_floating_point()}
         if not self.layout.spec.masked:
             facts |= {name: _ENDS[name] for name in self.edges}
-        self.program: Program = compile(
+        self.program: Program = compile_built(
             expression,
             sizes=sizes,
             facts=facts,

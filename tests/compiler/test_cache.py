@@ -17,6 +17,7 @@ from torch import Tensor
 import insum_nn
 from insum_nn import IndexFacts, Options, cache_info, clear_cache, insum
 from insum_nn.compiler import call, execution, inductor, proofs, triton_lowering
+from insum_nn.compiler.api import compile_built
 from insum_nn.errors import InsumRangeError
 
 SPMM = "C[Row[p],n] += Val[p] * B[Col[p],n]"
@@ -300,11 +301,26 @@ def test_sums_of_index_tensors_are_checked_together():
         program(v=v, E=high, F=high)
 
 
-def test_promised_facts_spare_the_reading(readings: list[Tensor]):
+def test_claimed_facts_are_read_once_and_those_of_builders_after_a_write(readings: list[Tensor]):
     facts = {name: IndexFacts(masked=False, proven=True) for name in ("Row", "Col")}
-    program = insum_nn.compile(SPMM, facts=facts, out_shape=(3, None))
-    program(**spmm(3, 5, 2))
-    assert readings == []
+    program, built = insum_nn.compile(SPMM, facts=facts, out_shape=(3, None)), compile_built(SPMM, facts=facts)
+    tensors = spmm(3, 5, 2)
+    for _ in range(2):
+        program(**tensors)
+    assert len(readings) == 2
+    tensors = spmm(3, 5, 2)
+    for _ in range(2):
+        built(**tensors, out_shape=(3, None))
+    assert len(readings) == 2
+    tensors["Col"].fill_(1)
+    for _ in range(2):
+        assert torch.equal(built(**tensors, out_shape=(3, None)), program(**tensors))
+    assert len(readings) == 4
+    tensors["Col"][0] = 10**9
+    for each in (built, program):
+        with pytest.raises(InsumRangeError, match="'Col' points outside axis 0 of 'B'"):
+            each(**tensors, out_shape=(3, None))
+    readings.clear()
     # `validate` does not believe them.
     again = insum_nn.compile(SPMM, facts=facts, out_shape=(3, None), options=Options(validate=True))
     t = spmm(3, 5, 2)
@@ -365,7 +381,7 @@ def test_a_compiled_kernel_s_function_is_forgotten_with_it():
 @pytest.mark.parametrize("proven", [True, False])
 def test_programs_with_other_tensors_given_share_what_was_made_ready(proven: bool, monkeypatch: pytest.MonkeyPatch):
     facts = {"I": IndexFacts(masked=False, proven=True)} if proven else {}
-    program = insum_nn.compile("C[i,n] = B[I[i],n]", facts=facts)
+    program = (compile_built if proven else insum_nn.compile)("C[i,n] = B[I[i],n]", facts=facts)
     calls: list[object] = []
     whole = type(program).__call__
 

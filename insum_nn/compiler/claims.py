@@ -1,0 +1,90 @@
+"""Facts that somebody claims of index tensors: until when they are believed, and whether they hold.
+
+Builders set facts of tensors that they have just made. Such a fact holds for the version of the tensor at which it is
+first met; a write that torch counts ends it. What a caller claims is never believed unread.
+"""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Mapping
+from dataclasses import replace
+from typing import Literal
+
+import torch
+from torch import Tensor
+from torch.utils.weak import WeakTensorKeyDictionary
+
+from insum_nn.facts import IndexFacts, repeated
+from insum_nn.kept import forgets
+
+__all__ = ["Origin", "standing", "trusted", "unwritten"]
+
+# Of a builder; of a format whose tensors could not be looked at, since a tracer followed the call; of a caller.
+Origin = Literal["builder", "format", "caller"]
+
+# Versions at which the facts of builders were first met.
+_met: dict[int, tuple[weakref.ref[Tensor], int]] = {}
+# Claims of order that were read.
+_read: WeakTensorKeyDictionary = WeakTensorKeyDictionary()
+
+
+@forgets
+def _forget(tensor: Tensor) -> None:
+    _read.pop(tensor, None)
+
+
+def unwritten(tensor: Tensor) -> bool:
+    """Whether a builder's tensor is as it was when it was first met; of inference tensors nothing is known."""
+    if tensor.is_inference():
+        return True
+    key = id(tensor)
+    found = _met.get(key)
+    if found is not None and found[0]() is tensor:
+        return found[1] == tensor._version
+
+    def gone(ref: weakref.ref[Tensor]) -> None:
+        if (kept := _met.get(key)) is not None and kept[0] is ref:
+            del _met[key]
+
+    _met[key] = weakref.ref(tensor, gone), tensor._version
+    return True
+
+
+def trusted(tensor: Tensor, facts: IndexFacts, origin: Origin) -> bool:
+    """Whether facts of a tensor need not be read."""
+    if origin == "builder":
+        return unwritten(tensor)
+    if origin == "format" and facts.proven and tensor.is_cuda:
+        # Nothing can be read while a graph is captured; the calls before it have read the same memory.
+        return torch.cuda.is_current_stream_capturing()
+    return False
+
+
+def standing(name: str, claim: IndexFacts, named: Mapping[str, Tensor]) -> IndexFacts:
+    """A claim without what does not hold of order and uniqueness; ranges are checked where extents are known."""
+    if not (claim.sorted or claim.unique or claim.unique_with):
+        return claim
+    tensor = named[name]
+    others = [named[other] for other in claim.unique_with if other in named]
+    together = [tensor, *others]
+    if any(t.is_inference() for t in together):
+        return _held(claim, together)
+    key = (claim, *((id(t), t._version) for t in together))
+    known = _read.get(tensor)
+    if known is None:
+        known = _read[tensor] = {}
+    found: IndexFacts | None = known.get(key)
+    if found is None:
+        known.clear()
+        found = known[key] = _held(claim, together)
+    return found
+
+
+def _held(claim: IndexFacts, together: list[Tensor]) -> IndexFacts:
+    flat = together[0].detach().reshape(-1)
+    entries = flat[flat != -1]
+    ascending = claim.sorted and bool((entries[1:] >= entries[:-1]).all())
+    once = claim.unique and entries.unique().numel() == entries.numel()
+    pairs = bool(claim.unique_with) and len(together) == 1 + len(claim.unique_with) and repeated(together) is None
+    return replace(claim, sorted=ascending, unique=once, unique_with=claim.unique_with if pairs else ())
