@@ -15,8 +15,9 @@ __all__ = ["UNKNOWN", "IndexFacts", "StaticTable", "repeated"]
 class IndexFacts:
     """Facts about one index tensor; set by the builder that guarantees them.
 
-    A fact is a promise: the compiler drops checks, masks or atomics because of it.
-    `validate()` of a format, or `validate=True` of a call, proves it against the values.
+    The compiler drops masks or atomics because of a fact. A builder's fact holds until torch counts a write to the
+    tensor; a caller's is read once for each tensor and version of it. `validate()` of a format, or `validate=True` of a
+    call, reads it again.
 
     Attributes:
         sorted: ascending over the flattened tensor; entries of -1 do not count.

@@ -27,7 +27,7 @@ MAY_IMPORT: dict[str, set[str]] = {
     "formats": {"errors", "facts", "kept"},
     "structure": {"errors", "facts"},
     "ops": {"errors", "facts", "kept", "compiler.api", "compiler.options", "formats", "structure"},
-    "layers": {"errors", "facts", "compiler.options", "ops", "formats", "structure"},
+    "layers": {"errors", "facts", "kept", "compiler.options", "ops", "formats", "structure"},
     "models": {"errors", "layers"},
     "datasets": {"errors"},
     "testing": {"errors", "facts", "compiler", "formats", "structure", "ops", "layers"},

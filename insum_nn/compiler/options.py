@@ -19,7 +19,8 @@ class Options:
             with torch's library calls; `"inductor"` compiles it with TorchInductor; `"triton"` generates a Triton
             kernel.
         deterministic: only ways of combining that give the same bits at every run.
-        validate: read every index tensor again at each call, builders' facts included.
+        validate: read every index tensor again at each call, builders' facts included, and forget what was kept of it.
+            That is how writes are seen that torch does not count: through `.data`, a NumPy array or DLPack.
         native_matmul: let Inductor fuse gather, `tl.dot` and scatter into one kernel (CUDA only).
         specialize: compile GPU kernels for the extents of dense feature axes and group slots, which belong to a
             model; sizes of the data are never fixed. `False` fixes nothing.

@@ -21,6 +21,7 @@ from insum_nn.compiler.bind import Extents
 from insum_nn.compiler.kernel_form import Form
 from insum_nn.compiler.kernel_loops import WORD_BITS
 from insum_nn.compiler.kernel_schedule import Schedule, segmented
+from insum_nn.kept import forgets
 
 __all__ = ["Owners", "clear_owners", "keep_words", "known_owners", "longest_row", "owners_for", "owners_of", "words_of"]
 
@@ -83,6 +84,13 @@ def clear_owners() -> None:
     _known.clear()
     _orders.clear()
     _words.clear()
+
+
+@forgets
+def _forget(index: Tensor) -> None:
+    for known in (_known, _orders, _words):
+        for key in [key for key in tuple(known) if key[0] == id(index)]:
+            known.pop(key, None)
 
 
 def _key(index: Tensor, *rest: int) -> Key:

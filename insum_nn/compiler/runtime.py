@@ -12,6 +12,8 @@ import torch
 from torch import Tensor
 from torch.utils.weak import WeakTensorKeyDictionary
 
+from insum_nn.kept import forgets
+
 __all__ = ["clear_structures", "csr_product", "keep_where", "sampled_product"]
 
 
@@ -36,6 +38,13 @@ _structures: WeakTensorKeyDictionary = WeakTensorKeyDictionary()
 def clear_structures() -> None:
     """Forget every remembered sparse structure."""
     _structures.clear()
+
+
+@forgets
+def _forget(index: Tensor) -> None:
+    _structures.pop(index, None)
+    for inner in _structures.values():
+        inner.pop(index, None)
 
 
 def csr_product(

@@ -10,6 +10,7 @@ from torch import Tensor
 
 from insum_nn.compiler.options import DEFAULT, Options
 from insum_nn.errors import InsumShapeError, MissingExtraError
+from insum_nn.kept import forget
 from insum_nn.ops.graph_conv import Recipe, explain_graph_conv, graph_conv
 from insum_nn.ops.graph_product import CARRY
 from insum_nn.ops.tensor_cache import TensorCache
@@ -66,6 +67,10 @@ class GCNConv(peer.GCNConv):
     The peer's own path, which forms one message per edge, runs where messages are asked for: explanations, hooks of
     `propagate`, `message` or `aggregate`, `decomposed_layers` above 1, an `aggr` other than a sum, subclasses that
     define any of those methods, TorchScript, and rectangular sparse adjacencies.
+
+    What an edge list says is read and sorted once, and kept until torch counts a write to it. Writes through `.data`, a
+    NumPy array or DLPack are not counted: after them the layer goes on with the old graph. Pass a new tensor, or
+    `options=Options(validate=True)`, which reads the edges and weights at every call. What `cached=True` keeps stays.
 
     Source: Kipf, Welling, Semi-Supervised Classification with Graph Convolutional Networks (ICLR 2017), eq. (2).
 
@@ -212,6 +217,9 @@ class GCNConv(peer.GCNConv):
 
     @torch.jit.unused
     def _fused(self, x: Tensor, edge_index: Any, edge_weight: Tensor | None) -> Tensor:
+        if self.options.validate and not torch.compiler.is_compiling():
+            stored = edge_index.coo()[:2] if isinstance(edge_index, SparseTensor) else (edge_index,)
+            forget(part for part in stored if part is not None)
         edges, normalize = self._edges(x, edge_index, edge_weight)
         recipe = self._recipe(edges, normalize)
         first = self._aggregates_first(x, edges.edge_weight)

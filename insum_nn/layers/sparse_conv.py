@@ -259,7 +259,7 @@ class SparseConvolution(SparseModule):
         check_ndim(owner, self.ndim, input)
         if self.inverse:
             return self._inverse_map(owner, input)
-        return map_of(owner, self.indice_key, input, self.geometry)
+        return map_of(owner, self.indice_key, input, self.geometry, again=self.options.validate)
 
     def _inverse_map(self, owner: str, input: SparseConvTensor) -> KernelMap:
         known = input.find_indice_pair(self.indice_key)

@@ -56,8 +56,8 @@ def check_ndim(owner: str, ndim: int, x: SparseConvTensor) -> None:
         )
 
 
-def map_of(owner: str, key: str | None, x: SparseConvTensor, geometry: Geometry) -> KernelMap:
-    """The map stored under `key`, where it is this layer's own; else a new one.
+def map_of(owner: str, key: str | None, x: SparseConvTensor, geometry: Geometry, *, again: bool = False) -> KernelMap:
+    """The map stored under `key`, where it is this layer's own; else, or with `again`, a new one.
 
     Raises:
         InsumFormatError: what is stored is of another kernel or of other voxels, or a voxel stands twice.
@@ -66,7 +66,7 @@ def map_of(owner: str, key: str | None, x: SparseConvTensor, geometry: Geometry)
     """
     known = x.find_indice_pair(key)
     if known is None:
-        return x.build_map(geometry)
+        return x.build_map(geometry, again=again)
     wrong = map_differences(known, x, geometry, known.inputs)
     if known.inverted or known.geometry.kind != geometry.kind:
         wrong.insert(0, f"kind: stored {known.geometry.kind}, this layer {geometry.kind}")
@@ -77,7 +77,7 @@ def map_of(owner: str, key: str | None, x: SparseConvTensor, geometry: Geometry)
             fix="give this layer an indice_key of its own.",
             indice_key=key,
         )
-    return known
+    return x.build_map(geometry, again=True) if again else known
 
 
 def map_differences(known: KernelMap, x: SparseConvTensor, geometry: Geometry, sites: Coordinates) -> list[str]:

@@ -128,7 +128,7 @@ class _SparsePool(SparseModule):
         """
         owner = type(self).__name__
         check_ndim(owner, self.ndim, input)
-        return map_of(owner, self.indice_key, input, self.geometry)
+        return map_of(owner, self.indice_key, input, self.geometry, again=self.options.validate)
 
     def pool(self, features: Tensor, kernel_map: KernelMap) -> Tensor:
         """Features of the output voxels."""
@@ -299,7 +299,9 @@ class SparseGlobalMaxPool(_SparseGlobalPool):
 
     def forward(self, input: SparseConvTensor) -> Tensor:
         """Pool each cloud."""
-        return sparse_global_max_pool(input.features, input.coordinates(), options=self.options)
+        return sparse_global_max_pool(
+            input.features, input.coordinates(again=self.options.validate), options=self.options
+        )
 
 
 class SparseGlobalAvgPool(_SparseGlobalPool):
@@ -312,4 +314,6 @@ class SparseGlobalAvgPool(_SparseGlobalPool):
 
     def forward(self, input: SparseConvTensor) -> Tensor:
         """Pool each cloud."""
-        return sparse_global_avg_pool(input.features, input.coordinates(), options=self.options)
+        return sparse_global_avg_pool(
+            input.features, input.coordinates(again=self.options.validate), options=self.options
+        )

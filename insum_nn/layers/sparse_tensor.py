@@ -119,8 +119,11 @@ class SparseConvTensor:
         """Where the features are."""
         return self._features.device
 
-    def coordinates(self) -> Coordinates:
+    def coordinates(self, *, again: bool = False) -> Coordinates:
         """The voxels, proven to be in range and distinct; reads the device once for all tensors that share them.
+
+        Args:
+            again: read them whatever is known.
 
         Raises:
             InsumShapeError: there are not as many voxels as features.
@@ -128,11 +131,15 @@ class SparseConvTensor:
             InsumFormatError: a voxel stands twice.
         """
         self.check_rows()
-        known = self._known_sites()
+        known = None if again else self._known_sites()
         return self._keep_sites(prove_sites(self._sites())) if known is None else known
 
-    def build_map(self, geometry: Geometry) -> KernelMap:
+    def build_map(self, geometry: Geometry, *, again: bool = False) -> KernelMap:
         """A kernel map over the voxels, which are proven at the same time where they are not yet.
+
+        Args:
+            geometry: the kernel and how it moves.
+            again: read the voxels whatever is known of them.
 
         Raises:
             InsumRangeError: a voxel lies outside the grid.
@@ -140,7 +147,7 @@ class SparseConvTensor:
             InsumShapeError: the output's grid would be empty, or there are not as many voxels as features.
         """
         self.check_rows()
-        known = self._known_sites()
+        known = None if again else self._known_sites()
         if known is not None or torch.compiler.is_compiling():
             return kernel_map_of(self.coordinates(), geometry)
         sites = self._sites()

@@ -128,6 +128,9 @@ _SLOT = {"Slot": IndexFacts(masked=True, unique=True, proven=True)}
 
 def _gathers(values: Tensor, facts: Mapping[str, IndexFacts], options: Options) -> bool:
     """Whether the matrix is gathered: on a GPU, where it is known that no block has a place twice."""
+    if options.validate:
+        # The places of blocks are an index tensor of their own: `Row` and `Col` are to be read.
+        return False
     once = any({name, *f.unique_with} == {"Row", "Col"} and f.proven for name, f in facts.items())
     return once and values.is_cuda and options.backend == "auto" and values.numel() > 0 and ordinary(values)
 

@@ -11,6 +11,7 @@ from torch import Tensor
 from insum_nn.compiler.api import Explanation, compile, for_each_vector, options_text
 from insum_nn.compiler.options import DEFAULT, Options
 from insum_nn.errors import InsumDeviceError, InsumDtypeError
+from insum_nn.kept import forget
 from insum_nn.ops.arguments import to_autocast, under_autocast
 from insum_nn.ops.graph_matrix import GraphMatrix
 from insum_nn.ops.graph_product import CARRY, fixed_order, graph_compare, graph_product
@@ -195,6 +196,8 @@ def graph_conv(
             False,
         )
         return out if bias is None else out + bias
+    if options.validate:
+        forget([edge_index if key is None else key])
     graph = graph_matrix(edge_index, x.shape[0], recipe, key=key)
     values = graph_values(graph, edge_weight, recipe, x.dtype, options)
     if bias is None or bias.dtype != x.dtype:

@@ -107,6 +107,8 @@ def sparse_conv(
     [[210.0], [21.0]]
     """
     features, weight = _checked(features, weight, kernel_map, bias, groups)
+    if options.validate and kernel_map is not None:
+        kernel_map.validate()
     start: Tensor | None = None
     if bias is not None and bias.dtype == features.dtype == weight.dtype:
         # The sum starts from it, which spares a pass over the output.

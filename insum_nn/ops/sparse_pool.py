@@ -14,6 +14,7 @@ from insum_nn.ops.arguments import run
 from insum_nn.ops.sparse_conv import check_features
 from insum_nn.structure.coordinates import Coordinates, unique_sites
 from insum_nn.structure.kernel_map import FACTS, KernelMap
+from insum_nn.structure.kernel_map_op import prove_sites
 
 __all__ = [
     "SPARSE_AVG_POOL",
@@ -45,6 +46,13 @@ _ROW_FACTS = {
 }
 
 
+def _read(sites: Coordinates, options: Options) -> Coordinates:
+    """The voxels; with `validate` without what was made of them, and proven by another reading."""
+    if not options.validate:
+        return sites
+    return prove_sites(Coordinates(sites.indices, sites.spatial_shape, sites.batch_size))
+
+
 def sparse_max_pool(features: Tensor, kernel_map: KernelMap, *, options: Options = DEFAULT) -> Tensor:
     """The largest feature among the active voxels under the kernel.
 
@@ -59,6 +67,8 @@ def sparse_max_pool(features: Tensor, kernel_map: KernelMap, *, options: Options
         `Out`, (m, C).
     """
     check_features("sparse_max_pool", features, kernel_map.num_inputs, kernel_map.device)
+    if options.validate:
+        kernel_map.validate()
     named = {"In": features, "InIdx": kernel_map.in_index, "OutIdx": kernel_map.out_index}
     return run(SPARSE_MAX_POOL, FACTS, named, options, (kernel_map.num_outputs, None))
 
@@ -77,6 +87,8 @@ def sparse_avg_pool(features: Tensor, kernel_map: KernelMap, *, options: Options
         `Out`, (m, C).
     """
     check_features("sparse_avg_pool", features, kernel_map.num_inputs, kernel_map.device)
+    if options.validate:
+        kernel_map.validate()
     # Counted exactly, and inverted in float32 at least: a count above 2048 is no half number.
     wide = torch.promote_types(features.dtype, torch.float32)
     inverse = (1 / kernel_map.output_counts(wide).clamp(min=1)).to(features.dtype)
@@ -98,6 +110,7 @@ def sparse_global_max_pool(features: Tensor, sites: Coordinates, *, options: Opt
         `Out`, (batch_size, C).
     """
     check_features("sparse_global_max_pool", features, sites.num_sites, sites.device)
+    sites = _read(sites, options)
     named = {"In": features, "Batch": sites.columns[0]}
     return run(SPARSE_GLOBAL_MAX_POOL, _ROW_FACTS, named, options, (sites.batch_size, None))
 
@@ -116,6 +129,7 @@ def sparse_global_avg_pool(features: Tensor, sites: Coordinates, *, options: Opt
         `Out`, (batch_size, C).
     """
     check_features("sparse_global_avg_pool", features, sites.num_sites, sites.device)
+    sites = _read(sites, options)
     batch = sites.columns[0]
     counts = torch.bincount(batch, minlength=sites.batch_size)
     wide = torch.promote_types(features.dtype, torch.float32)
@@ -141,6 +155,7 @@ def sparse_to_dense(features: Tensor, sites: Coordinates, *, options: Options = 
         InsumShapeError: the grid has more cells than can be numbered.
     """
     check_features("sparse_to_dense", features, sites.num_sites, sites.device)
+    sites = _read(sites, options)
     cells = sites.cells
     total = sites.batch_size
     for extent in sites.spatial_shape:
@@ -177,6 +192,7 @@ def sparse_sum(
         )
     for rows, own in zip(features, sites, strict=True):
         check_features("sparse_sum", rows, own.num_sites, own.device)
+    sites = [_read(own, options) for own in sites]
     columns = [torch.cat(parts) for parts in zip(*(s.columns for s in sites), strict=True)]
     merged, place = unique_sites(columns, sites[0].extents)
     indices = torch.stack(merged, dim=1).to(sites[0].indices.dtype)

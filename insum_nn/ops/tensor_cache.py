@@ -10,16 +10,27 @@ from typing import TypeVar, cast
 
 from torch import Tensor
 
+from insum_nn.kept import forgets
+
 __all__ = ["TensorCache"]
 
 Built = TypeVar("Built")
+
+
+_caches: weakref.WeakSet[TensorCache] = weakref.WeakSet()
+
+
+@forgets
+def _forget(tensor: Tensor) -> None:
+    for cache in tuple(_caches):
+        cache.forget(tensor)
 
 
 class TensorCache:
     """A bounded cache whose keys are tensors, by identity and version, held weakly.
 
     What was built leaves when one of its tensors dies or is written to, or when it was not used for longest. Writes
-    that torch does not see (through NumPy, or `.data`) are not seen here either.
+    that torch does not count (through NumPy, or `.data`) are not seen here either; `insum_nn.kept.forget` is for them.
 
     >>> import torch
     >>> cache, edges = TensorCache(limit=2), torch.tensor([[0], [1]])
@@ -35,6 +46,7 @@ class TensorCache:
         self.limit = limit
         self._known: OrderedDict[Hashable, tuple[tuple[weakref.ref[Tensor], ...], object]] = OrderedDict()
         self._lock = threading.RLock()
+        _caches.add(self)
 
     def __len__(self) -> int:
         return len(self._known)
@@ -43,6 +55,12 @@ class TensorCache:
         """Forget everything."""
         with self._lock:
             self._known.clear()
+
+    def forget(self, tensor: Tensor) -> None:
+        """Forget what was built from a tensor."""
+        with self._lock:
+            for key in [key for key, (refs, _) in self._known.items() if any(ref() is tensor for ref in refs)]:
+                del self._known[key]
 
     def get(self, tensors: Sequence[Tensor], key: Hashable, build: Callable[[], Built]) -> Built:
         """What `build` made of these tensors: now, or when they were last seen."""

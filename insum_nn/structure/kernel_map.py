@@ -244,12 +244,15 @@ class KernelMap:
         return zeros.scatter_add_(0, place, torch.ones_like(place))[: self.num_outputs]
 
     def validate(self) -> None:
-        """Prove the laws of the map against its values; reads the device.
+        """Prove the laws of the map against its values; reads the device. What was derived from it is forgotten.
 
         Raises:
             InsumRangeError: an index lies outside.
             InsumFormatError: another law is broken.
         """
+        first = ("groups", False) if ("groups", False) in self._cache else ("table", False)
+        for key in [key for key in self._cache if key != first]:
+            del self._cache[key]
         extents = {"offset": self.geometry.volume, "in_index": self.num_inputs, "out_index": self.num_outputs}
         for name, extent in extents.items():
             tensor: Tensor = getattr(self, name)

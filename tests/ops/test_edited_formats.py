@@ -16,6 +16,7 @@ from insum_nn.compiler.options import Options
 from insum_nn.errors import InsumError, InsumFormatError, InsumRangeError
 from insum_nn.facts import IndexFacts
 from insum_nn.formats import COO, ELL, BlockFormat, GroupCOO, SparseFormat
+from insum_nn.layers import BlockSparseLinear
 from tests.formats.registry import REGISTRY, Entry, sparse_dense
 
 each_format = pytest.mark.parametrize("entry", REGISTRY, ids=lambda e: e.name)
@@ -259,3 +260,40 @@ def test_one_reading_after_a_write_serves_all_that_share_the_structure(monkeypat
         ops.spmm(matrix.with_values(matrix.values * scale), dense)
         ops.spmm(matrix, dense)
     assert len(readings) == 1
+
+
+@pytest.mark.parametrize("group_size", [1, 2])
+def test_buffers_of_a_layer_are_read_after_a_write(group_size: int):
+    torch.manual_seed(0)
+    layer = BlockSparseLinear.from_linear(torch.nn.Linear(8, 6), density=0.6, block_shape=2, group_size=group_size)
+    x = torch.randn(3, 8)
+    layer(x)
+    index = [buffer for name, buffer in layer.named_buffers() if name not in ("position", "dense_shape")]
+    assert len(index) == 1 + group_size
+    for buffer in index:
+        before = buffer.clone()
+        for _ in range(2):
+            buffer.view(-1)[0] = WILD
+            for _ in range(2):
+                with pytest.raises(InsumRangeError):
+                    layer(x)
+        buffer.copy_(before)
+        torch.testing.assert_close(layer(x), torch.nn.functional.linear(x, layer.to_dense(), layer.bias))
+
+
+def test_a_format_in_a_compiled_program():
+    @torch.compile(backend="eager", fullgraph=True)
+    def product(matrix: COO, dense: Tensor) -> Tensor:
+        return ops.spmm(matrix, dense)
+
+    matrix, dense = COO.from_dense(torch.eye(3)), fixed(3, 2).float()
+    assert torch.equal(product(matrix, dense), dense)
+    matrix.col.copy_(torch.tensor([2, 1, 0]))
+    matrix.row.copy_(torch.tensor([2, 0, 0]))
+    assert torch.equal(product(matrix, dense), matrix.to_dense() @ dense)
+    matrix.col[0] = WILD
+    with pytest.raises(InsumRangeError):
+        product(matrix, dense)
+    false = COO((3, 3), tuple(matrix.indices), matrix.values, (IndexFacts(masked=False, proven=True),) * 2)
+    with pytest.raises(InsumRangeError):
+        product(false, dense)
