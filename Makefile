@@ -38,10 +38,10 @@ SEEN := $(CURDIR)$(if $(PYTHONPATH),:$(PYTHONPATH))
 TEST_ENV := OMP_NUM_THREADS=1 MPLBACKEND=Agg PYTHONPATH=$(SEEN)
 RUN_ENV := MPLBACKEND=$${MPLBACKEND:-Agg} PYTHONPATH=$(SEEN)
 
-.PHONY: help venv system-libs demo test doctest lint format types examples check gpu-check sanitize bench constraints clean distclean
+.PHONY: help venv system-libs demo test test-e3nn-oldest doctest lint format types examples check gpu-check sanitize bench constraints clean distclean
 
 help: ## list the targets
-	@grep -hE '^[a-z-]+:.*##' $(firstword $(MAKEFILE_LIST)) | sed -E 's/^([a-z-]+):.*## */\1\t/' | expand -t 14
+	@grep -hE '^[a-z0-9-]+:.*##' $(firstword $(MAKEFILE_LIST)) | sed -E 's/^([a-z0-9-]+):.*## */\1\t/' | expand -t 18
 
 venv: $(READY) ## make .venv and install everything (a second call does nothing)
 
@@ -85,6 +85,24 @@ demo: $(READY) ## train five small networks on our layers, compare each with its
 
 test: $(READY) doctest ## run all CPU tests
 	$(TEST_ENV) $(PY) -m pytest -n $(JOBS) -m "not gpu"
+
+# The oldest e3nn that the extra allows, which MACE pins, before the environment's own; the rest is the environment's.
+E3NN_OLDEST := $(shell sed -n 's/^e3nn = .*e3nn>=\([0-9.]*\).*/\1/p' pyproject.toml)
+E3NN_FOLDER := $(abspath $(VENV))-e3nn-$(E3NN_OLDEST)
+# It reads its constants in a way, and annotates its classes in one, that current torch warns of.
+E3NN_ALLOWED := -W "ignore:Environment variable TORCH_FORCE_NO_WEIGHTS_ONLY_LOAD:UserWarning" \
+  -W "ignore:The TorchScript type system doesn't support instance-level:UserWarning"
+
+$(E3NN_FOLDER): | $(READY)
+	@rm -rf $@.new
+	$(PY) -m pip install -q --no-deps --target $@.new e3nn==$(E3NN_OLDEST)
+	@mv $@.new $@
+
+test-e3nn-oldest: $(READY) | $(E3NN_FOLDER) ## run the tests of tensor products with the oldest e3nn that they support
+	export $(TEST_ENV) PYTHONPATH=$(E3NN_FOLDER):$(SEEN) TORCH_FORCE_NO_WEIGHTS_ONLY_LOAD=1; \
+	$(PY) -W ignore -c 'import e3nn; assert e3nn.__version__ == "$(E3NN_OLDEST)", e3nn.__file__'; \
+	$(PY) -m pytest -q -n $(JOBS) -m "not gpu" $(E3NN_ALLOWED) tests/layers/test_swap.py tests/layers/test_tensor_product.py \
+	  tests/structure/test_clebsch_gordan.py
 
 # Collected apart: a doctest module is imported, and the tests' own modules must not be.
 doctest: $(READY) ## run the examples of the docstrings
@@ -136,4 +154,4 @@ clean: ## remove what was made, but for the environment
 	find . -name __pycache__ -not -path './.git/*' -not -path './.venv*' -prune -exec rm -rf {} +
 
 distclean: clean ## remove the environment too
-	rm -rf .venv
+	rm -rf .venv .venv-*

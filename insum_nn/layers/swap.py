@@ -10,6 +10,7 @@ from typing import Any, Literal, cast
 import torch
 from torch import Tensor, nn
 from torch.nn.utils.parametrize import is_parametrized
+from torch.nn.utils.prune import BasePruningMethod
 
 from insum_nn.errors import InsumError, InsumFormatError, InsumNameError
 from insum_nn.layers.block_sparse_linear import BlockSparseLinear
@@ -107,6 +108,9 @@ def swap(
             or the keyword arguments of `BlockSparseLinear.from_linear` or `SparseConv2d.from_conv2d`. The first
             pattern that fits a name counts.
 
+    A layer that cannot be replaced is left alone, and its row says why: what is parametrized, pruned or has hooks would
+    lose that, and the row names the call that takes it away.
+
     Returns:
         The report; its `model` is `model`, unless that is itself a supported layer.
 
@@ -187,9 +191,11 @@ class _Swap:
 
     def convert(self, module: nn.Module, name: str, parent: nn.Module | None) -> nn.Module | None:
         """Our layer for a module, and a row of the report; `None` where there is none."""
-        path = f"{type(module).__module__}.{type(module).__qualname__}"
+        # A parametrization makes a class of its own for each layer.
+        kind = type(module).__mro__[1] if is_parametrized(module) else type(module)
+        path = f"{kind.__module__}.{kind.__qualname__}"
         shown = _shown(path)
-        pruning = self.pruning_of(module, name)
+        pruning = self.pruning_of(kind, name)
         supported = path in CONVERTERS or pruning is not None
         skipped = self.skipped(name)
         if not supported:
@@ -219,8 +225,13 @@ class _Swap:
         if pruning is None:
             try:
                 new = CONVERTERS[path](module)
+            except NotConvertible:
+                raise
             except InsumError as error:
                 raise NotConvertible(error.message) from error
+            except Exception as error:
+                # Versions of peers differ; a layer that ours does not understand works on as it is.
+                raise NotConvertible(f"it could not be converted: {type(error).__name__}: {error}") from error
             return new, type(new).__name__
         arguments = _arguments(pruning)
         try:
@@ -251,8 +262,8 @@ class _Swap:
                 return f"excluded by '{pattern}'"
         return None
 
-    def pruning_of(self, module: nn.Module, name: str) -> Pruning | None:
-        if type(module) not in (nn.Linear, nn.Conv2d):
+    def pruning_of(self, kind: type, name: str) -> Pruning | None:
+        if kind not in (nn.Linear, nn.Conv2d):
             return None
         fitting = [pattern for pattern in self.block_sparse if fnmatchcase(name, pattern)]
         self.fitted.update(fitting)
@@ -277,6 +288,8 @@ class _Swap:
     def why_not_prune(self, module: nn.Module, parent: nn.Module | None) -> str | None:
         if isinstance(parent, nn.TransformerEncoderLayer):
             return "TransformerEncoderLayer reads its weight itself"
+        if not isinstance(module.weight, nn.Parameter):
+            return "its weight is not a parameter"
         names = self.owners[id(module.weight)]
         return f"its weight is shared: {', '.join(names)}" if len(names) > 1 else None
 
@@ -306,12 +319,32 @@ def _is_container(module: nn.Module) -> bool:
     return type(module).__name__ in ("SparseSequential", "ConcatTable")
 
 
+# Attributes that hold a module's hooks, and torch's hooks that compute a weight before each call.
+_HOOKS = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks")
+_REMOVED_BY = {"WeightNorm": "torch.nn.utils.remove_weight_norm", "SpectralNorm": "torch.nn.utils.remove_spectral_norm"}
+
+
 def _attached(module: nn.Module) -> str | None:
-    """What hangs on a module and would be lost with it."""
+    """What hangs on a layer or its parts and would be lost with it, and how it is taken away."""
     if is_parametrized(module):
-        return "it is parametrized"
-    hooks = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks")
-    return "it has hooks" if any(getattr(module, name) for name in hooks) else None
+        names = ", ".join(repr(name) for name in cast(nn.ModuleDict, module.parametrizations))
+        return f"it is parametrized; torch.nn.utils.parametrize.remove_parametrizations(layer, {names}) ends that"
+    # What a container holds are layers of their own.
+    parts = [("", module)] if _is_container(module) else list(module.named_modules())
+    for name, part in parts:
+        it, layer = (f"its {name}", f"layer.{name}") if name else ("it", "layer")
+        for hook in [hook for kind in _HOOKS for hook in (getattr(part, kind, None) or {}).values()]:
+            if getattr(hook, "__self__", None) is part:
+                # A method of its own, such as the one that makes the weights of a lazy layer.
+                continue
+            if isinstance(hook, BasePruningMethod):
+                call = f"torch.nn.utils.prune.remove({layer}, {hook._tensor_name!r})"
+                return f"{it} is pruned; {call} makes that permanent"
+            call = _REMOVED_BY.get(type(hook).__name__)
+            if call is not None:
+                return f"{it} is normalised; {call}({layer}) makes that permanent"
+            return f"{it} has hooks; .remove() of the handle that registering one returned takes it away"
+    return None
 
 
 def _shown(path: str) -> str:

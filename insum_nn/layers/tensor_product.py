@@ -20,7 +20,7 @@ from insum_nn.layers.tensor_product_checks import (
     fits_plainly,
     variances,
 )
-from insum_nn.layers.tensor_product_constants import add_constants, drop_constants
+from insum_nn.layers.tensor_product_constants import add_constants, did_compile_right, drop_constants
 from insum_nn.ops.arguments import to_autocast
 from insum_nn.ops.tensor_product import (
     TensorProductSpec,
@@ -239,7 +239,7 @@ class TensorProduct(o3.TensorProduct):
         new._specialized_code = module._specialized_code
         new._optimize_einsums = module._optimize_einsums
         new._did_compile_left_right = True
-        new._did_compile_right = module._did_compile_right
+        new._did_compile_right = did_compile_right(module)
         if isinstance(module.weight, torch.nn.Parameter):
             new.weight = module.weight
         else:

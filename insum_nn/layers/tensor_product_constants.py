@@ -11,10 +11,20 @@ from typing import Any
 
 import torch
 
-__all__ = ["add_constants", "drop_constants"]
+__all__ = ["add_constants", "did_compile_right", "drop_constants"]
 
 _LEFT_RIGHT = "_compiled_main_left_right."
 _RIGHT = "_compiled_main_right."
+
+
+def did_compile_right(module: Any) -> bool:
+    """Whether the state dict of a module of e3nn has the constants of `right`."""
+    known: bool | None = getattr(module, "_did_compile_right", None)
+    if known is not None:
+        return known
+    # e3nn 0.4 does not say. Where its code for `right` has no constants, there are none to be written either.
+    code = getattr(module, _RIGHT.rstrip("."), None)
+    return code is not None and any(True for _ in code.buffers())
 
 
 def drop_constants(state: dict[str, Any], prefix: str) -> None:

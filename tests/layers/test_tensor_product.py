@@ -507,6 +507,8 @@ def test_who_holds_the_weights(internal: bool | None, shared: bool | None, expec
 
 def test_visualize():
     matplotlib = pytest.importorskip("matplotlib")
+    if e3nn.__version__.startswith("0.4."):
+        pytest.skip("e3nn 0.4 draws with a function that matplotlib no longer has")
     matplotlib.use("agg")
     module = FullyConnectedTensorProduct("2x0e+1o", "1o", "0e+1o")
     figure, _ = module.visualize()
