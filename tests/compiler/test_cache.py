@@ -8,6 +8,7 @@ import sys
 import weakref
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
+from dataclasses import replace
 from types import SimpleNamespace
 
 import pytest
@@ -18,9 +19,14 @@ import insum_nn
 from insum_nn import IndexFacts, Options, cache_info, clear_cache, insum
 from insum_nn.compiler import call, execution, inductor, proofs, triton_lowering
 from insum_nn.compiler.api import compile_built
+from insum_nn.compiler.bind import bind
+from insum_nn.compiler.extents import resolve_extents
+from insum_nn.compiler.parser import parse
 from insum_nn.errors import InsumRangeError
 
 SPMM = "C[Row[p],n] += Val[p] * B[Col[p],n]"
+# What is compiled in is decided without a device.
+GPU = "cuda"
 SIZES = [(rows, 2 * rows + 1, 3 + rows % 7) for rows in range(2, 22)]
 
 
@@ -179,6 +185,23 @@ def test_a_program_made_ready_serves_calls_of_its_kind_alone(backend: str):
         for size in (1, 2, 1):
             got = [every_second(x=given, sizes={"i": size}), every_second(x=given, out_shape=(size, None))]
             assert all(torch.equal(one, given[: 2 * size : 2]) for one in got)
+
+
+def test_each_feature_axis_has_its_own_extents_compiled_in():
+    """Up to four of each; an axis that keeps changing stays a parameter, and leaves the others as they are."""
+    statement = parse("C[i,n,m] += A[i,n] * B[i,m]")
+
+    def fixed(n: int, m: int) -> dict[str, int]:
+        tensors = {"A": torch.ones(11, n), "B": torch.ones(11, m)}
+        bound = replace(bind(statement, tensors, None), device_type=GPU)
+        extents = resolve_extents(statement, [*tensors.values()], None, {}, None)
+        return dict(execution._specialise(bound, extents, Options()).static)
+
+    for n in (2, 3, 4, 5):
+        assert fixed(n, 10 * n) == {"n": n, "m": 10 * n}
+    assert fixed(6, 20) == {"m": 20}
+    assert fixed(20, 60) == {}
+    assert fixed(3, 30) == {"n": 3, "m": 30}
 
 
 def test_ready_calls_are_bounded():

@@ -169,3 +169,23 @@ def test_one_program_has_no_more_accumulators_than_registers(expression: str, po
         assert max(schedule.groups for schedule in tried) == points
         # Wide tiles have work for more warps.
         assert any(schedule.warps == 4 for schedule in tried) == (copies == 64)
+
+
+@pytest.mark.parametrize(("points", "groups"), [(24, (1, 1, 2)), (48, (2, 2, 4)), (96, (4, 4, 4))], ids=str)
+def test_accumulators_of_float64_take_two_registers(points: int, groups: tuple[int, int, int]):
+    """A written-out sum by receiver, whose cells are divided among programs once they fill the registers."""
+    for dtype, wanted in zip((torch.float16, torch.float32, torch.float64), groups, strict=True):
+        tensors = {
+            "Dst": torch.arange(10),
+            "I": torch.tensor([1, 0, *range(2, points)]),
+            "X": torch.ones(10, points, 16, dtype=dtype),
+            "Y": torch.ones(10, points, dtype=dtype),
+        }
+        facts = {"Dst": IndexFacts(sorted=True, masked=False, proven=True), "I": IndexFacts(masked=False, proven=True)}
+        bound = bind(parse("Z[Dst[e],I[p],u] += X[e,I[p],u] * Y[e,p]"), tensors, None, facts=facts)
+        sizes = {"e": 10, "p": points, "u": 16}
+        bound = replace(bound, static=(("p", points), ("u", 16)))
+        tables = {"I": StaticTable.of(tensors["I"])}
+        form = make_form(bound, sizes, (10, points, 16), tables, deterministic=False, prefer_own=True)
+        assert (form.combine, form.accumulators) == ("own", points)
+        assert default_schedule(form).groups == wanted
