@@ -5,20 +5,19 @@ from __future__ import annotations
 import math
 from collections import OrderedDict
 from collections.abc import Mapping
-from dataclasses import replace
-from typing import Any, cast
+from typing import Any
 
 import torch
 from torch import Tensor, nn
 
 from insum_nn.compiler.options import DEFAULT, Options
-from insum_nn.errors import InsumFormatError, InsumNameError, InsumShapeError
-from insum_nn.layers.sparse_maps import IntOrInts, check_ndim, expand_nd, map_differences, map_of, store_map
+from insum_nn.errors import InsumFormatError
+from insum_nn.layers.sparse_conv_base import VOXEL_COUNT, Activation, SparseConvolutionBase, activation_name
+from insum_nn.layers.sparse_maps import IntOrInts
 from insum_nn.layers.sparse_sequential import SparseModule
 from insum_nn.layers.sparse_tensor import SparseConvTensor
-from insum_nn.ops.sparse_conv import map_program, sparse_conv, sparse_conv_call, sparse_conv_expression
-from insum_nn.structure.conv_weights import WeightLayout, export_weight, import_weight
-from insum_nn.structure.kernel_map import Geometry, KernelMap
+from insum_nn.ops.sparse_conv import map_program, sparse_conv_call, sparse_conv_expression
+from insum_nn.structure.conv_weights import export_weight, import_weight
 
 __all__ = ["SparseConvolution", "load_spconv_state_dict", "spconv_state_dict"]
 
@@ -26,10 +25,9 @@ __all__ = ["SparseConvolution", "load_spconv_state_dict", "spconv_state_dict"]
 # default and so spconv's, and from version 3 on it is in spconv's memory order (`SparseConvolution.weight_layout`).
 _VERSION = 3
 _VERSION_BY_SHAPE = 2
-_VOXEL_COUNT = "max_num_voxels_during_training"
 
 
-class SparseConvolution(SparseModule):
+class SparseConvolution(SparseConvolutionBase, SparseModule):
     """A convolution over the active voxels of a `SparseConvTensor`; base of all kinds.
 
         Out[OutIdx[g,q],d] += In[InIdx[g,q],c] * W[Off[g],c,d]     on a CPU
@@ -74,6 +72,9 @@ class SparseConvolution(SparseModule):
         algo: object = None,
         fp32_accum: bool | None = None,
         record_voxel_count: bool = False,
+        act_type: object = Activation.None_,
+        act_alpha: float = 0,
+        act_beta: float = 0,
         large_kernel_fast_algo: bool = False,
         name: str | None = None,
         device: torch.device | str | None = None,
@@ -102,6 +103,9 @@ class SparseConvolution(SparseModule):
             algo: not read: the compiler chooses. So is `large_kernel_fast_algo`.
             fp32_accum: `False` sums half types in their own precision; else in float32.
             record_voxel_count: keep the largest number of output voxels in a buffer.
+            act_type: applied to the result, one of `Activation` or of cumm's values of the same names.
+            act_alpha: the slope of `Activation.LeakyReLU`.
+            act_beta: not read: no activation has it.
             large_kernel_fast_algo: not read.
             name: kept for callers that label layers.
             device: of the parameters.
@@ -109,59 +113,44 @@ class SparseConvolution(SparseModule):
             anchor: kernel cell that lies on the voxel in a submanifold layer; default `kernel_size // 2`.
             options: compile options.
         """
-        super().__init__(name=name)
-        owner = type(self).__name__
-        self.ndim = ndim
-        self.in_channels = in_channels
-        self.out_channels = out_channels
-        self.kernel_size = expand_nd(owner, "kernel_size", ndim, kernel_size, 1)
-        self.stride = expand_nd(owner, "stride", ndim, stride, 1)
-        self.padding = expand_nd(owner, "padding", ndim, padding, 0)
-        self.dilation = expand_nd(owner, "dilation", ndim, dilation, 1)
-        self.output_padding = expand_nd(owner, "output_padding", ndim, output_padding, 0)
-        self.groups = groups
-        self.subm = subm
-        self.transposed = transposed
-        self.inverse = inverse
-        self.indice_key = indice_key
-        self.record_voxel_count = record_voxel_count
-        self.fp32_accum = fp32_accum
-        self.options = replace(options, accumulate="storage") if fp32_accum is False else options
-        _check_channels(owner, in_channels, out_channels, groups)
-        self.geometry = self._make_geometry(owner, anchor)
-        self.conv1x1 = self.geometry.is_pointwise and not inverse
+        SparseModule.__init__(self, name=name)
+        SparseConvolutionBase.__init__(
+            self,
+            ndim,
+            in_channels,
+            out_channels,
+            kernel_size,
+            stride,
+            padding,
+            dilation,
+            groups,
+            bias,
+            subm,
+            output_padding,
+            transposed,
+            inverse,
+            indice_key,
+            algo,
+            fp32_accum,
+            record_voxel_count,
+            act_type,
+            act_alpha,
+            act_beta,
+            large_kernel_fast_algo,
+            anchor=anchor,
+            options=options,
+        )
         factory: dict[str, Any] = {"device": device, "dtype": dtype}
-        self.weight = nn.Parameter(torch.empty(out_channels, *self.kernel_size, in_channels // groups, **factory))
+        self.weight = nn.Parameter(torch.empty(self.weight_shape, **factory))
         self._weight_version = _VERSION
         if bias:
             self.bias: nn.Parameter | None = nn.Parameter(torch.empty(out_channels, **factory))
         else:
             self.register_parameter("bias", None)
         if record_voxel_count and not subm and not inverse:
-            self.register_buffer(_VOXEL_COUNT, torch.zeros(1, dtype=torch.int32, device=device))
+            self.register_buffer(VOXEL_COUNT, torch.zeros(1, dtype=torch.int32, device=device))
             self.register_load_state_dict_pre_hook(_add_missing_count)
         self.reset_parameters()
-
-    def _make_geometry(self, owner: str, anchor: IntOrInts | None) -> Geometry:
-        kernel = tuple(self.kernel_size)
-        ones, zeros = (1,) * self.ndim, (0,) * self.ndim
-        if self.subm:
-            cells = [k // 2 for k in kernel] if anchor is None else expand_nd(owner, "anchor", self.ndim, anchor, 0)
-            if any(cell >= k for cell, k in zip(cells, kernel, strict=True)):
-                raise InsumShapeError(
-                    f"{owner}: 'anchor' {cells} is no cell of a kernel {list(kernel)}",
-                    fix="pass the place of a kernel cell along each axis.",
-                    argument="anchor",
-                    got=cells,
-                )
-            padding = tuple(cell * step for cell, step in zip(cells, self.dilation, strict=True))
-            return Geometry("subm", kernel, ones, padding, tuple(self.dilation), zeros)
-        rest = (kernel, tuple(self.stride), tuple(self.padding), tuple(self.dilation))
-        return (
-            Geometry("transpose", *rest, tuple(self.output_padding))
-            if self.transposed
-            else Geometry("conv", *rest, zeros)
-        )
 
     def reset_parameters(self) -> None:
         """Draw weight and bias uniformly within one over the root of the fan-in, as torch's convolutions do."""
@@ -171,17 +160,6 @@ class SparseConvolution(SparseModule):
             self.weight.uniform_(-bound, bound)
             if self.bias is not None:
                 self.bias.uniform_(-bound, bound)
-
-    @property
-    def weight_layout(self) -> WeightLayout:
-        """In what order `weight` stores its numbers; see `insum_nn.structure.conv_weights`.
-
-        `"spconv_pointwise"` for a kernel of one cell in a submanifold layer or one of stride 1: `spconv` multiplies by
-        the numbers of (O, 1, .., 1, I) read as (I, O). Else `"spconv"`: what the shape says.
-        """
-        steps = self.subm or all(step == 1 for step in self.stride)
-        one_cell = math.prod(self.kernel_size) == 1 and steps and self.groups == 1
-        return "spconv_pointwise" if one_cell else "spconv"
 
     @property
     def dense_weight(self) -> Tensor:
@@ -229,60 +207,23 @@ class SparseConvolution(SparseModule):
         )
 
     def extra_repr(self) -> str:
-        """Arguments that differ from their defaults, and the statement."""
-        parts = [f"{self.in_channels}, {self.out_channels}, kernel_size={self.kernel_size}"]
-        defaults = {"stride": 1, "padding": 0, "dilation": 1, "output_padding": 0}
-        parts += [f"{k}={getattr(self, k)}" for k, plain in defaults.items() if set(getattr(self, k)) != {plain}]
+        """Arguments, as spconv writes them."""
+        parts = [f"{self.in_channels}, {self.out_channels}"]
+        shown = ("kernel_size", "stride", "padding", "dilation", "output_padding")
+        parts += [f"{name}={getattr(self, name)}" for name in shown]
         parts += [f"groups={self.groups}"] if self.groups != 1 else []
         parts += ["bias=False"] if self.bias is None else []
-        parts += [f"indice_key={self.indice_key!r}"] if self.indice_key is not None else []
-        return ", ".join([*parts, repr(self.expression)])
+        parts += [f"algo={self.algo}"]
+        parts += [f"act={self.act_type}"] if activation_name(self.act_type) != "None_" else []
+        parts += [f"anchor={self.own_anchor}"] if self.own_anchor is not None else []
+        return ", ".join(parts)
 
-    def is_inverseable(self) -> bool:
-        """Whether a `SparseInverseConv` can go back from this layer's output."""
-        return self.indice_key is not None and not self.subm
+    def __repr__(self) -> str:
+        return f"{super().__repr__()}\n  {self.expression}"
 
     def get_max_num_voxels(self) -> Tensor | None:
         """The largest number of output voxels seen, with `record_voxel_count`."""
-        return getattr(self, _VOXEL_COUNT, None)
-
-    def kernel_map(self, input: SparseConvTensor) -> KernelMap:
-        """The map that the layer uses on a tensor: stored under its key, or built now.
-
-        Raises:
-            InsumNameError: an inverse layer's key is not stored.
-            InsumFormatError: what is stored under the key does not fit, or a voxel stands twice.
-            InsumRangeError: a voxel lies outside the grid.
-            InsumShapeError: the grid has not the layer's dimensions, or the output's would be empty.
-        """
-        owner = type(self).__name__
-        check_ndim(owner, self.ndim, input)
-        if self.inverse:
-            return self._inverse_map(owner, input)
-        return map_of(owner, self.indice_key, input, self.geometry, again=self.options.validate)
-
-    def _inverse_map(self, owner: str, input: SparseConvTensor) -> KernelMap:
-        known = input.find_indice_pair(self.indice_key)
-        if known is None:
-            raise InsumNameError(
-                f"{owner}: no map is stored under indice_key {self.indice_key!r}",
-                details=[f"stored: {', '.join(map(repr, input.indice_dict)) or 'none'}"],
-                fix="give the SparseConv or pooling layer to be inverted this indice_key.",
-                indice_key=self.indice_key,
-            )
-        wrong = map_differences(known, input, self.geometry, known.outputs)
-        # Only the kernel must agree: stride, padding and dilation are the other layer's.
-        wrong = [line for line in wrong if not line.startswith(("stride", "padding", "dilation"))]
-        if known.geometry.kind == "subm":
-            wrong.insert(0, "kind: stored subm, which has nothing to invert")
-        if wrong:
-            raise InsumFormatError(
-                f"{owner}: the map under indice_key '{self.indice_key}' does not lead to this input",
-                details=wrong,
-                fix="invert layers in reverse order, each with the kernel_size of its partner.",
-                indice_key=self.indice_key,
-            )
-        return known.inverse
+        return getattr(self, VOXEL_COUNT, None)
 
     def forward(self, input: SparseConvTensor, add_input: SparseConvTensor | None = None) -> SparseConvTensor:
         """Convolve.
@@ -294,26 +235,18 @@ class SparseConvolution(SparseModule):
         Returns:
             (m, O) features over the output's voxels, with this layer's map under its key.
         """
-        stores = self.indice_key is not None and not self.subm
-        kernel_map = None if self.conv1x1 and not stores else self.kernel_map(input)
-        used = None if self.conv1x1 else kernel_map
-        if kernel_map is None:
-            input.check_rows()
-        features = sparse_conv(
-            input.features, self.dense_weight, used, self.bias, groups=self.groups, options=self.options
+        return self._conv_forward(
+            self.training,
+            input,
+            self.weight,
+            self.bias,
+            add_input,
+            name=self.name,
+            sparse_unique_name=self._sparse_unique_name,
+            act_type=self.act_type,
+            act_alpha=self.act_alpha,
+            act_beta=self.act_beta,
         )
-        if kernel_map is None or self.subm:
-            output = input.replace_feature(features)
-        else:
-            output = input.with_sites(features, kernel_map.outputs, input.indice_dict)
-        if kernel_map is not None and not self.inverse:
-            output.indice_dict = store_map(input.indice_dict, self.indice_key, kernel_map)
-        self._record(features.shape[0])
-        return output if add_input is None else output + add_input
-
-    def _record(self, voxels: int) -> None:
-        if self.record_voxel_count and not self.subm and not self.inverse:
-            cast(Tensor, getattr(self, _VOXEL_COUNT)).clamp_(min=voxels)
 
     def explain(self, input: SparseConvTensor | None = None, *, measure: bool = False) -> Any:
         """What becomes of the layer's statement; see `Program.explain`.
@@ -378,10 +311,9 @@ def spconv_state_dict(model: nn.Module) -> dict[str, Tensor]:
     wrong: list[str] = []
     for path, module in model.named_modules():
         if isinstance(module, SparseConvolution):
-            own = [k // 2 * step for k, step in zip(module.kernel_size, module.dilation, strict=True)]
-            wrong += [f"{path or 'the model'}: groups={module.groups}"] if module.groups != 1 else []
-            moved = module.subm and list(module.geometry.padding) != own
-            wrong += [f"{path or 'the model'}: an anchor other than kernel_size // 2"] if moved else []
+            name = path or "the model"
+            wrong += [f"{name}: groups={module.groups}"] if module.groups != 1 else []
+            wrong += [f"{name}: anchor={module.own_anchor}"] if module.own_anchor is not None else []
     if wrong:
         raise InsumFormatError(
             "spconv has no layers like some of this model's",
@@ -391,17 +323,6 @@ def spconv_state_dict(model: nn.Module) -> dict[str, Tensor]:
     return dict(model.state_dict())
 
 
-def _check_channels(owner: str, in_channels: int, out_channels: int, groups: int) -> None:
-    if groups < 1 or in_channels % groups or out_channels % groups:
-        raise InsumShapeError(
-            f"{owner}: 'groups' is {groups}, with {in_channels} channels in and {out_channels} out",
-            details=["expected a positive number that divides both"],
-            fix="choose groups that divide in_channels and out_channels.",
-            argument="groups",
-            got=groups,
-        )
-
-
 def _add_missing_count(module: nn.Module, state_dict: dict[str, Any], prefix: str, *_: Any) -> None:
     """Weights saved without the voxel count load all the same."""
-    state_dict.setdefault(prefix + _VOXEL_COUNT, torch.zeros(1, dtype=torch.int32))
+    state_dict.setdefault(prefix + VOXEL_COUNT, torch.zeros(1, dtype=torch.int32))

@@ -28,10 +28,9 @@ __all__ = [
 
 
 class _Sized(SparseConvolution):
-    """The constructor of `SubMConv`, `SparseConv` and `SparseConvTranspose`."""
+    """The constructor of `SparseConv` and `SparseConvTranspose`."""
 
     NDIM: ClassVar[int]
-    SUBM: ClassVar[bool] = False
     TRANSPOSED: ClassVar[bool] = False
 
     def __init__(
@@ -62,12 +61,53 @@ class _Sized(SparseConvolution):
             dilation,
             groups,
             bias,
-            self.SUBM,
             transposed=self.TRANSPOSED,
             indice_key=indice_key,
             algo=algo,
             fp32_accum=fp32_accum,
             record_voxel_count=record_voxel_count,
+            large_kernel_fast_algo=large_kernel_fast_algo,
+            name=name,
+            **rest,
+        )
+
+
+class _SubM(SparseConvolution):
+    """The constructor of `SubMConv`."""
+
+    NDIM: ClassVar[int]
+
+    def __init__(
+        self,
+        in_channels: int,
+        out_channels: int,
+        kernel_size: IntOrInts,
+        stride: IntOrInts = 1,
+        padding: IntOrInts = 0,
+        dilation: IntOrInts = 1,
+        groups: int = 1,
+        bias: bool = True,
+        indice_key: str | None = None,
+        algo: object = None,
+        fp32_accum: bool | None = None,
+        large_kernel_fast_algo: bool = False,
+        name: str | None = None,
+        **rest: Any,
+    ) -> None:
+        super().__init__(
+            self.NDIM,
+            in_channels,
+            out_channels,
+            kernel_size,
+            stride,
+            padding,
+            dilation,
+            groups,
+            bias,
+            True,
+            indice_key=indice_key,
+            algo=algo,
+            fp32_accum=fp32_accum,
             large_kernel_fast_algo=large_kernel_fast_algo,
             name=name,
             **rest,
@@ -184,29 +224,25 @@ class SparseInverseConv4d(_Inverse):
     NDIM = 4
 
 
-class SubMConv1d(_Sized):
+class SubMConv1d(_SubM):
     """Submanifold convolution in 1 dimension: writes the voxels that it reads. See `SparseConvolution`."""
 
     NDIM = 1
-    SUBM = True
 
 
-class SubMConv2d(_Sized):
+class SubMConv2d(_SubM):
     """Submanifold convolution in 2 dimensions: writes the voxels that it reads. See `SparseConvolution`."""
 
     NDIM = 2
-    SUBM = True
 
 
-class SubMConv3d(_Sized):
+class SubMConv3d(_SubM):
     """Submanifold convolution in 3 dimensions: writes the voxels that it reads. See `SparseConvolution`."""
 
     NDIM = 3
-    SUBM = True
 
 
-class SubMConv4d(_Sized):
+class SubMConv4d(_SubM):
     """Submanifold convolution in 4 dimensions: writes the voxels that it reads. See `SparseConvolution`."""
 
     NDIM = 4
-    SUBM = True

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import cast
 
 import torch
 
@@ -11,7 +12,7 @@ from insum_nn.layers.sparse_tensor import SparseConvTensor
 from insum_nn.structure.coordinates import Coordinates
 from insum_nn.structure.kernel_map import Geometry, KernelMap
 
-__all__ = ["IntOrInts", "check_ndim", "expand_nd", "map_differences", "map_of", "store_map"]
+__all__ = ["IntOrInts", "check_ndim", "expand_nd", "map_differences", "map_of", "store_map", "stored_map"]
 
 IntOrInts = int | Sequence[int]
 
@@ -45,6 +46,26 @@ def store_map(indice_dict: dict[str, KernelMap], key: str | None, kernel_map: Ke
     return {**indice_dict, key: kernel_map}
 
 
+def stored_map(x: SparseConvTensor, key: str | None) -> KernelMap | None:
+    """The map under a key; one that a caller stored as spconv's tables of pairs is made into a map of ours.
+
+    Raises:
+        InsumFormatError: what is stored is neither.
+        InsumRangeError: a table of pairs points outside.
+    """
+    known = cast(object, x.find_indice_pair(key))
+    if known is None or isinstance(known, KernelMap):
+        return known
+    as_map: object = getattr(known, "kernel_map", None)
+    if isinstance(as_map, KernelMap):
+        return as_map
+    raise InsumFormatError(
+        f"what is stored under indice_key {key!r} is no kernel map, got {type(known).__name__}",
+        fix="store a KernelMap, an IndiceData or an ImplicitGemmIndiceData.",
+        indice_key=key,
+    )
+
+
 def check_ndim(owner: str, ndim: int, x: SparseConvTensor) -> None:
     """Raise unless the grid has a layer's dimensions."""
     if len(x.spatial_shape) != ndim:
@@ -64,7 +85,7 @@ def map_of(owner: str, key: str | None, x: SparseConvTensor, geometry: Geometry,
         InsumRangeError: a voxel lies outside the grid.
         InsumShapeError: the output's grid would be empty.
     """
-    known = x.find_indice_pair(key)
+    known = stored_map(x, key)
     if known is None:
         return x.build_map(geometry, again=again)
     wrong = map_differences(known, x, geometry, known.inputs)

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import math
 from typing import Any, ClassVar, cast
 
 import torch
 from torch import Tensor
 
 from insum_nn.compiler.options import DEFAULT, Options
+from insum_nn.layers.sparse_conv_base import VOXEL_COUNT, ConvAlgo, default_algo
 from insum_nn.layers.sparse_maps import IntOrInts, check_ndim, expand_nd, map_of, store_map
 from insum_nn.layers.sparse_sequential import SparseModule
 from insum_nn.layers.sparse_tensor import SparseConvTensor
@@ -39,8 +41,6 @@ __all__ = [
     "SparseMaxPool4d",
 ]
 
-_VOXEL_COUNT = "max_num_voxels_during_training"
-
 
 class _SparsePool(SparseModule):
     """What pools share: the kernel's movement and its map.
@@ -51,6 +51,8 @@ class _SparsePool(SparseModule):
     """
 
     EXPRESSION: ClassVar[str]
+    # Also of pools that were pickled before it was kept.
+    algo: object = ConvAlgo.MaskImplicitGemm
 
     def __init__(
         self,
@@ -93,8 +95,9 @@ class _SparsePool(SparseModule):
         self.indice_key = indice_key
         self.record_voxel_count = record_voxel_count
         self.options = options
+        self.algo = default_algo(math.prod(self.kernel_size), 128) if algo is None else algo
         if record_voxel_count and not subm:
-            self.register_buffer(_VOXEL_COUNT, torch.zeros(1, dtype=torch.int32))
+            self.register_buffer(VOXEL_COUNT, torch.zeros(1, dtype=torch.int32))
         kernel, dilated, zeros = tuple(self.kernel_size), tuple(self.dilation), (0,) * ndim
         if subm:
             centre = tuple(k // 2 * d for k, d in zip(kernel, dilated, strict=True))
@@ -108,16 +111,16 @@ class _SparsePool(SparseModule):
         return self.EXPRESSION
 
     def extra_repr(self) -> str:
-        """Arguments, and the statement."""
-        parts = [f"kernel_size={self.kernel_size}", f"stride={self.stride}"]
-        parts += [f"padding={self.padding}"] if any(self.padding) else []
-        parts += [f"dilation={self.dilation}"] if set(self.dilation) != {1} else []
-        parts += [f"indice_key={self.indice_key!r}"] if self.indice_key is not None else []
-        return ", ".join([*parts, repr(self.expression)])
+        """Arguments, as spconv writes them."""
+        shown = ("kernel_size", "stride", "padding", "dilation", "algo")
+        return ", ".join(f"{name}={getattr(self, name)}" for name in shown)
+
+    def __repr__(self) -> str:
+        return f"{super().__repr__()}\n  {self.expression}"
 
     def get_max_num_voxels(self) -> Tensor | None:
         """The largest number of output voxels seen, with `record_voxel_count`."""
-        return getattr(self, _VOXEL_COUNT, None)
+        return getattr(self, VOXEL_COUNT, None)
 
     def kernel_map(self, input: SparseConvTensor) -> KernelMap:
         """The map that the layer uses on a tensor: stored under its key, or built now.
@@ -140,7 +143,7 @@ class _SparsePool(SparseModule):
         features = self.pool(input.features, kernel_map)
         maps = store_map(input.indice_dict, self.indice_key, kernel_map)
         if self.record_voxel_count and not self.subm:
-            cast(Tensor, getattr(self, _VOXEL_COUNT)).clamp_(min=kernel_map.num_outputs)
+            cast(Tensor, getattr(self, VOXEL_COUNT)).clamp_(min=kernel_map.num_outputs)
         return input.with_sites(features, kernel_map.outputs, maps)
 
     def explain(self) -> Any:
@@ -167,6 +170,11 @@ class SparseMaxPool(_SparsePool):
     def __init__(self, *args: Any, at_least: float | None = 0.0, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
         self.at_least = at_least
+
+    def extra_repr(self) -> str:
+        """Arguments, as spconv writes them, and `at_least` where it is not 0."""
+        shown = super().extra_repr()
+        return shown if self.at_least == 0 else f"{shown}, at_least={self.at_least}"
 
     def pool(self, features: Tensor, kernel_map: KernelMap) -> Tensor:
         """The maximum."""
@@ -280,9 +288,8 @@ class _SparseGlobalPool(SparseModule):
         """The statement that the layer runs."""
         return self.EXPRESSION
 
-    def extra_repr(self) -> str:
-        """The statement."""
-        return repr(self.expression)
+    def __repr__(self) -> str:
+        return f"{super().__repr__()}\n  {self.expression}"
 
     def explain(self) -> Any:
         """What becomes of the layer's statement; see `Program.explain`."""

@@ -240,7 +240,15 @@ def _aligned(tensors: Sequence[SparseConvTensor], owner: str) -> SparseConvTenso
     return first
 
 
-class JoinTable(SparseModule):
+class _Table(SparseModule):
+    """What modules over several tensors share: they keep the grid."""
+
+    def input_spatial_size(self, out_size: Sequence[int]) -> Sequence[int]:
+        """The input's spatial size is the output's."""
+        return out_size
+
+
+class JoinTable(_Table):
     """Concatenate the channels of sparse tensors over the same voxels."""
 
     def forward(self, input: Sequence[SparseConvTensor]) -> SparseConvTensor:
@@ -248,7 +256,7 @@ class JoinTable(SparseModule):
         return _aligned(input, "JoinTable").replace_feature(torch.cat([x.features for x in input], dim=1))
 
 
-class AddTable(SparseModule):
+class AddTable(_Table):
     """Add sparse tensors over the same voxels."""
 
     def forward(self, input: Sequence[SparseConvTensor]) -> SparseConvTensor:
@@ -259,7 +267,7 @@ class AddTable(SparseModule):
         return _aligned(input, "AddTable").replace_feature(total)
 
 
-class AddTableMisaligned(SparseModule):
+class AddTableMisaligned(_Table):
     """Add sparse tensors whose voxels may differ; see `sparse_add`."""
 
     def forward(self, input: Sequence[SparseConvTensor]) -> SparseConvTensor:
@@ -273,6 +281,11 @@ class ConcatTable(SparseModule):
     def forward(self, input: SparseConvTensor) -> list[Any]:
         """Fan out."""
         return [module(input) for module in self._modules.values() if module is not None]
+
+    def input_spatial_size(self, out_size: Sequence[int]) -> Sequence[int]:
+        """What the first branch says."""
+        first: Any = self._modules["0"]
+        return first.input_spatial_size(out_size)
 
     def add(self, module: nn.Module) -> ConcatTable:
         """Append a branch."""

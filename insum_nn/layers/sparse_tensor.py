@@ -84,10 +84,7 @@ class SparseConvTensor:
         self._proven: dict[str, Coordinates] = {}
 
     def __repr__(self) -> str:
-        return (
-            f"SparseConvTensor[shape={tuple(self._features.shape)}, spatial_shape={self.spatial_shape}, "
-            f"batch_size={self.batch_size}, dtype={self._features.dtype}, device={self._features.device}]"
-        )
+        return f"SparseConvTensor[shape={self._features.shape}]"
 
     @property
     def features(self) -> Tensor:

@@ -54,9 +54,6 @@ def _spconv_convolution(module: Any) -> nn.Module:
     expected = (module.out_channels, *kernel, module.in_channels // module.groups)
     if tuple(module.weight.shape) != expected:
         raise NotConvertible(f"its weight is {tuple(module.weight.shape)}, not (out, kernel.., in) = {expected}")
-    activation = str(getattr(module, "act_type", None)).rpartition(".")[2]
-    if activation not in ("None", "None_"):
-        raise NotConvertible(f"it applies an activation of its own, {activation}")
     new: Any = _uninitialised(kinds, module)
     base.SparseConvolution.__init__(
         new,
@@ -76,6 +73,9 @@ def _spconv_convolution(module: Any) -> nn.Module:
         module.indice_key,
         fp32_accum=getattr(module, "fp32_accum", None),
         record_voxel_count=getattr(module, "record_voxel_count", False),
+        act_type=getattr(module, "act_type", None),
+        act_alpha=getattr(module, "act_alpha", 0.0),
+        algo=module.algo,
         name=module.name,
         device="meta",
     )

@@ -18,7 +18,7 @@ from insum_nn.errors import InsumFormatError, InsumRangeError
 from insum_nn.facts import IndexFacts
 from insum_nn.structure.constants import plain_tensors
 from insum_nn.structure.coordinates import Coordinates
-from insum_nn.structure.kernel_map_geometry import Geometry, MapKind
+from insum_nn.structure.kernel_map_geometry import ConvAlgo, Geometry, MapKind
 from insum_nn.structure.kernel_map_pairs import Groups, Pairs, groups_of_table, list_of_groups, list_of_table
 from insum_nn.structure.kernel_map_table import NeighbourTable, neighbour_rows, order_by_mask
 
@@ -334,6 +334,15 @@ class KernelMap:
     def dilation(self) -> list[int]:
         """Dilation."""
         return list(self.geometry.dilation)
+
+    @property
+    def algo(self) -> ConvAlgo:
+        """The way that has pairs in lists."""
+        return ConvAlgo.Native
+
+    @property
+    def voxel_num(self) -> None:
+        """Not kept."""
 
     @property
     def indice_pair_num(self) -> Tensor:

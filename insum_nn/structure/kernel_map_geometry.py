@@ -5,14 +5,23 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
+from enum import Enum
 from typing import Literal
 
 from insum_nn.errors import InsumShapeError
 from insum_nn.structure.coordinates import MAX_EXTENT
 
-__all__ = ["Geometry", "MapKind", "output_shape"]
+__all__ = ["ConvAlgo", "Geometry", "MapKind", "output_shape"]
 
 MapKind = Literal["subm", "conv", "transpose"]
+
+
+class ConvAlgo(Enum):
+    """Names of spconv's ways to convolve, which callers may pass; none is read, for the compiler chooses."""
+
+    Native = 0
+    MaskImplicitGemm = 1
+    MaskSplitImplicitGemm = 2
 
 
 @dataclass(frozen=True, slots=True)

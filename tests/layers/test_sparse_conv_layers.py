@@ -291,7 +291,7 @@ class TestModes:
         model = SparseSequential(SubMConv3d(4, 6, 1), nn.BatchNorm1d(6), SubMConv3d(6, 6, 3, groups=2))
         with pytest.raises(InsumFormatError, match="2: groups=2"):
             spconv_state_dict(model)
-        with pytest.raises(InsumFormatError, match="an anchor other than"):
+        with pytest.raises(InsumFormatError, match=r"the model: anchor=\[1, 1, 1\]"):
             spconv_state_dict(SubMConv3d(4, 4, 4, anchor=1))
         state = spconv_state_dict(model[:2])
         assert list(state) == list(model[:2].state_dict())
@@ -380,8 +380,14 @@ class TestModes:
         assert SubMConv3d(4, 4, 3).expression == SPARSE_CONV
         assert SubMConv3d(4, 4, 3, groups=2).expression == SPARSE_CONV_GROUPS
         assert SubMConv3d(4, 4, 1).expression == SPARSE_CONV_POINTWISE
-        shown = repr(SubMConv3d(4, 6, 3, bias=False))
-        assert shown == f"SubMConv3d(4, 6, kernel_size=[3, 3, 3], bias=False, '{SPARSE_CONV}')"
+        ones, zeros = [1, 1, 1], [0, 0, 0]
+        shown, statement = repr(SubMConv3d(4, 6, 3, bias=False)).splitlines()
+        assert shown == (
+            f"SubMConv3d(4, 6, kernel_size=[3, 3, 3], stride={ones}, padding={zeros}, dilation={ones}, "
+            f"output_padding={zeros}, bias=False, algo=ConvAlgo.MaskImplicitGemm)"
+        )
+        assert statement.strip() == SPARSE_CONV
+        assert "groups=2, algo=ConvAlgo.Native, anchor=[0, 0, 0])" in repr(SubMConv3d(4, 4, 4, groups=2, anchor=0))
         layer, x = SparseConv2d(4, 4, 3), cloud((6, 6), dtype=torch.float32)
         assert SPARSE_CONV in str(layer.explain())
         assert SPARSE_CONV in str(layer.explain(x))

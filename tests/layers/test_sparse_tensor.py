@@ -73,7 +73,7 @@ class TestTensor:
         x = cloud((4, 5, 2), count=10, batch=3)
         assert x.spatial_size == 40
         assert x.sparity == 30 / 40 / 3
-        assert "shape=(30, 3)" in repr(x)
+        assert repr(x) == "SparseConvTensor[shape=torch.Size([30, 3])]"
         assert x.find_indice_pair(None) is None
 
     def test_replace_feature_shares_what_is_known_of_the_voxels(self):

@@ -153,7 +153,11 @@ def test_tables_of_pairs_and_functions_over_them(kind, how, device):
     features = torch.randn(sites.num_sites, 4, dtype=torch.float64).to(device).requires_grad_()
     want = layer(spconv.SparseConvTensor(features, sites.indices, [6, 5, 7], 2))
     assert torch.equal(outputs, want.indices)
-    assert (pairs[0] >= 0).sum(1).tolist() == numbers.tolist()
+    counts = (pairs[0] >= 0).sum(1)
+    if kind == "subm":
+        # The second half of a submanifold kernel mirrors the first, and spconv counts the first.
+        counts[13:] = 0
+    assert counts.tolist() == numbers.tolist()
     run = functional.indice_subm_conv if kind == "subm" else functional.indice_conv
     got = run(features, layer.weight, pairs, numbers, outputs.shape[0], algo)
     torch.testing.assert_close(got, want.features)
@@ -167,7 +171,7 @@ def test_tables_of_pairs_and_functions_over_them(kind, how, device):
     back = torch.randn(6, *rest["ksize"], 6, dtype=torch.float64, device=device)
     returned = functional.indice_inverse_conv(got, back, pairs, numbers, sites.num_sites)
     exact = torch.zeros_like(returned)
-    for offset, count in enumerate(numbers.tolist()):
+    for offset, count in enumerate((pairs[0] >= 0).sum(1).tolist()):
         source, target = pairs[0, offset, :count].long(), pairs[1, offset, :count].long()
         exact.index_add_(0, source, got[target] @ back.flatten(1, -2)[:, offset].T)
     torch.testing.assert_close(returned, exact)
@@ -175,7 +179,7 @@ def test_tables_of_pairs_and_functions_over_them(kind, how, device):
     row = int(numbers.argmax())
     target = pairs[1, row, 0]
     members = pairs[0][pairs[1] == target].long()
-    torch.testing.assert_close(pooled[target], features[members].max(0).values)
+    torch.testing.assert_close(pooled[target], features[members].max(0).values.clamp(min=0))
 
 
 def test_functions_over_tables_refuse():

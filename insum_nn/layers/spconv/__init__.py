@@ -67,7 +67,21 @@ from insum_nn.layers.sparse_sequential import (
     assign_name_for_sparse_modules,
 )
 from insum_nn.layers.sparse_tensor import SparseConvTensor, sparse_add
-from insum_nn.layers.spconv import conv, core, functional, identity, modules, ops, pool, tables, utils
+from insum_nn.layers.spconv import (
+    constants,
+    conv,
+    core,
+    cppcore,
+    functional,
+    hash,
+    identity,
+    modules,
+    ops,
+    pool,
+    spatial,
+    tables,
+    utils,
+)
 from insum_nn.layers.spconv.identity import Identity
 from insum_nn.layers.spconv.ops import ConvAlgo
 
@@ -116,15 +130,19 @@ __all__ = [
     "SubMConv4d",
     "ToDense",
     "assign_name_for_sparse_modules",
+    "constants",
     "conv",
     "core",
+    "cppcore",
     "functional",
+    "hash",
     "identity",
     "load_spconv_state_dict",
     "modules",
     "ops",
     "pool",
     "sparse_add",
+    "spatial",
     "spconv_state_dict",
     "tables",
     "utils",

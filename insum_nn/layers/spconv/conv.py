@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from insum_nn.layers.sparse_conv import SparseConvolution
+from insum_nn.layers.sparse_conv_base import SparseConvolutionBase
 from insum_nn.layers.sparse_conv_kinds import (
     SparseConv1d,
     SparseConv2d,
@@ -23,6 +24,7 @@ from insum_nn.layers.sparse_conv_kinds import (
 )
 
 __all__ = [
+    "DEFAULT_SPARSE_CONV_TYPES",
     "SparseConv1d",
     "SparseConv2d",
     "SparseConv3d",
@@ -32,6 +34,7 @@ __all__ = [
     "SparseConvTranspose3d",
     "SparseConvTranspose4d",
     "SparseConvolution",
+    "SparseConvolutionBase",
     "SparseInverseConv1d",
     "SparseInverseConv2d",
     "SparseInverseConv3d",
@@ -41,3 +44,22 @@ __all__ = [
     "SubMConv3d",
     "SubMConv4d",
 ]
+
+DEFAULT_SPARSE_CONV_TYPES: set[type[SparseConvolution]] = {
+    SubMConv1d,
+    SubMConv2d,
+    SubMConv3d,
+    SubMConv4d,
+    SparseConv1d,
+    SparseConv2d,
+    SparseConv3d,
+    SparseConv4d,
+    SparseInverseConv1d,
+    SparseInverseConv2d,
+    SparseInverseConv3d,
+    SparseInverseConv4d,
+    SparseConvTranspose1d,
+    SparseConvTranspose2d,
+    SparseConvTranspose3d,
+    SparseConvTranspose4d,
+}

@@ -2,7 +2,237 @@
 
 from __future__ import annotations
 
-from insum_nn.layers.sparse_tensor import SparseConvTensor
-from insum_nn.structure.kernel_map import KernelMap
+from collections.abc import Sequence
+from functools import cached_property
+from typing import Any
 
-__all__ = ["KernelMap", "SparseConvTensor"]
+import torch
+from torch import Tensor
+
+from insum_nn.errors import InsumRangeError, InsumShapeError
+from insum_nn.layers import sparse_maps
+from insum_nn.layers.sparse_conv_base import Activation
+from insum_nn.layers.sparse_tensor import SparseConvTensor
+from insum_nn.structure.coordinates import Coordinates
+from insum_nn.structure.kernel_map import Geometry, KernelMap
+from insum_nn.structure.kernel_map_table import order_by_mask
+
+__all__ = [
+    "Activation",
+    "ImplicitGemmIndiceData",
+    "IndiceData",
+    "KernelMap",
+    "SparseConvTensor",
+    "expand_nd",
+    "scatter_nd",
+]
+
+
+class _Stored:
+    """What both forms of stored pairs have in common, and the kernel map that layers make of them."""
+
+    out_indices: Tensor
+    indices: Tensor
+    spatial_shape: Sequence[int]
+    out_spatial_shape: Sequence[int]
+    is_subm: bool
+    ksize: Sequence[int]
+    stride: Sequence[int]
+    padding: Sequence[int]
+    dilation: Sequence[int]
+
+    def neighbours(self) -> Tensor:
+        """(o, m) int32: the input row that each output row meets at each offset, or -1."""
+        raise NotImplementedError
+
+    @cached_property
+    def kernel_map(self) -> KernelMap:
+        """The same pairs as a map of ours, proven once.
+
+        Raises:
+            InsumRangeError: a pair or a voxel points outside.
+            InsumFormatError: a voxel stands twice, or a pair breaks a map's laws.
+        """
+        kernel, dilation = tuple(self.ksize), tuple(self.dilation)
+        zeros = (0,) * len(kernel)
+        if self.is_subm:
+            centre = tuple(k // 2 * step for k, step in zip(kernel, dilation, strict=True))
+            how = Geometry("subm", kernel, (1,) * len(kernel), centre, dilation, zeros)
+        else:
+            how = Geometry("conv", kernel, tuple(self.stride), tuple(self.padding), dilation, zeros)
+        batch = max((int(rows[:, 0].max()) + 1 for rows in (self.indices, self.out_indices) if len(rows)), default=1)
+        inputs = Coordinates(self.indices, tuple(self.spatial_shape), batch).prove()
+        outputs = Coordinates(self.out_indices, tuple(self.out_spatial_shape), batch).prove()
+        rows = self.neighbours()
+        expected = (how.volume, outputs.num_sites)
+        if tuple(rows.shape) != expected:
+            raise InsumShapeError(
+                f"{type(self).__name__}: the pairs have shape {tuple(rows.shape)}",
+                details=[f"expected (offsets, output voxels) = {expected}"],
+                fix="store the pairs that were made for this kernel and these voxels.",
+                expected=expected,
+                got=tuple(rows.shape),
+            )
+        _check_rows("pairs of input voxels", rows, inputs.num_sites)
+        found = KernelMap.of_table(inputs, outputs, how, order_by_mask(rows.int().contiguous()))
+        found.validate()
+        return found
+
+
+class _LikeIndiceData(type):
+    """Kernel maps have the attributes of `IndiceData`."""
+
+    def __instancecheck__(cls, instance: object) -> bool:
+        return type.__instancecheck__(cls, instance) or isinstance(instance, KernelMap)
+
+
+class IndiceData(_Stored, metaclass=_LikeIndiceData):
+    """Pairs of a convolution as lists by offset; `spconv.pytorch.core.IndiceData`.
+
+    Layers store a `KernelMap` under their `indice_key`, which has these attributes and is an instance of this class for
+    `isinstance`. One that a caller stores there is taken by inverse and submanifold layers.
+
+    Attributes:
+        out_indices: output voxels, (m, 1 + d).
+        indices: input voxels, (n, 1 + d).
+        indice_pairs: (2, o, q): rows of inputs and of outputs, from the left, then -1.
+        indice_pair_num: (o,); not read.
+    """
+
+    def __init__(
+        self,
+        out_indices: Tensor,
+        indices: Tensor,
+        indice_pairs: Tensor,
+        indice_pair_num: Tensor,
+        spatial_shape: Sequence[int],
+        out_spatial_shape: Sequence[int],
+        is_subm: bool,
+        algo: object,
+        ksize: Sequence[int],
+        stride: Sequence[int],
+        dilation: Sequence[int],
+        padding: Sequence[int],
+        voxel_num: Any = None,
+    ) -> None:
+        self.out_indices = out_indices
+        self.indices = indices
+        self.indice_pairs = indice_pairs
+        self.indice_pair_num = indice_pair_num
+        self.spatial_shape = spatial_shape
+        self.out_spatial_shape = out_spatial_shape
+        self.is_subm = is_subm
+        self.algo = algo
+        self.ksize = ksize
+        self.stride = stride
+        self.dilation = dilation
+        self.padding = padding
+        self.voxel_num = voxel_num
+
+    def neighbours(self) -> Tensor:
+        """(o, m) int32: the input row that each output row meets at each offset, or -1."""
+        source, target = self.indice_pairs.unbind(0)
+        outputs = self.out_indices.shape[0]
+        _check_rows("pairs of output voxels", target, outputs)
+        # What no pair fills goes to a column of its own, after the last.
+        place = torch.where((source >= 0) & (target >= 0), target, outputs).long()
+        rows = torch.full((source.shape[0], outputs + 1), -1, dtype=torch.int32, device=source.device)
+        return rows.scatter_(1, place, source.int())[:, :outputs]
+
+
+class ImplicitGemmIndiceData(_Stored):
+    """Pairs of a convolution as tables of neighbours; `spconv.pytorch.core.ImplicitGemmIndiceData`.
+
+    Attributes:
+        out_indices: output voxels, (m, 1 + d).
+        indices: input voxels, (n, 1 + d).
+        pair_fwd: (o, m): the input row that each output row meets at each offset, or -1.
+        pair_bwd: (o, n): the output row that each input row meets, or -1; not read.
+    """
+
+    def __init__(
+        self,
+        out_indices: Tensor,
+        indices: Tensor,
+        pair_fwd: Tensor,
+        pair_bwd: Tensor,
+        pair_mask_fwd_splits: list[Tensor],
+        pair_mask_bwd_splits: list[Tensor],
+        mask_argsort_fwd_splits: list[Tensor],
+        mask_argsort_bwd_splits: list[Tensor],
+        masks: list[Any],
+        spatial_shape: Sequence[int],
+        out_spatial_shape: Sequence[int],
+        is_subm: bool,
+        algo: object,
+        ksize: Sequence[int],
+        stride: Sequence[int],
+        dilation: Sequence[int],
+        padding: Sequence[int],
+        in_voxel_num: Any = None,
+        out_voxel_num: Any = None,
+    ) -> None:
+        self.out_indices = out_indices
+        self.indices = indices
+        self.pair_fwd = pair_fwd
+        self.pair_bwd = pair_bwd
+        self.pair_mask_fwd_splits = pair_mask_fwd_splits
+        self.pair_mask_bwd_splits = pair_mask_bwd_splits
+        self.mask_argsort_fwd_splits = mask_argsort_fwd_splits
+        self.mask_argsort_bwd_splits = mask_argsort_bwd_splits
+        self.masks = masks
+        self.spatial_shape = spatial_shape
+        self.out_spatial_shape = out_spatial_shape
+        self.is_subm = is_subm
+        self.algo = algo
+        self.ksize = ksize
+        self.stride = stride
+        self.dilation = dilation
+        self.padding = padding
+        self.in_voxel_num = in_voxel_num
+        self.out_voxel_num = out_voxel_num
+
+    def neighbours(self) -> Tensor:
+        """(o, m) int32: the input row that each output row meets at each offset, or -1."""
+        return self.pair_fwd
+
+
+def expand_nd(ndim: int, val: Any) -> list[int]:
+    """A number repeated, or `ndim` numbers as a list.
+
+    Raises:
+        InsumShapeError: there are not `ndim` numbers.
+
+    >>> expand_nd(3, 2), expand_nd(2, (1, 5))
+    ([2, 2, 2], [1, 5])
+    """
+    values = val if isinstance(val, int) else [int(value) for value in val]
+    # spconv takes any numbers here, -1 for a kernel over a whole axis among them.
+    return sparse_maps.expand_nd("expand_nd", "val", ndim, values, -(1 << 31))
+
+
+def scatter_nd(indices: Tensor, updates: Tensor, shape: Sequence[int]) -> Tensor:
+    """Zeros of `shape` with `updates` at `indices`; where an index stands twice, one of its updates.
+
+    Args:
+        indices: (.., k) int64.
+        updates: (.., *shape[k:]); differentiable.
+        shape: the result's.
+
+    >>> scatter_nd(torch.tensor([[0, 1], [1, 0]]), torch.tensor([3.0, 4.0]), [2, 2]).tolist()
+    [[0.0, 3.0], [4.0, 0.0]]
+    """
+    axes = indices.shape[-1]
+    places = indices.reshape(-1, axes).long().unbind(1)
+    zeros = torch.zeros(*shape, dtype=updates.dtype, device=updates.device)
+    return zeros.index_put(places, updates.reshape(-1, *shape[axes:]))
+
+
+def _check_rows(what: str, rows: Tensor, extent: int) -> None:
+    if rows.numel() and (int(rows.min()) < -1 or int(rows.max()) >= extent):
+        raise InsumRangeError(
+            f"{what} point outside",
+            details=[f"expected -1 <= row < {extent}; got {int(rows.min())} to {int(rows.max())}"],
+            fix="store the pairs that were made for these voxels.",
+            expected=extent,
+        )

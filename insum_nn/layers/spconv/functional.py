@@ -2,27 +2,26 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 from torch import Tensor
 
-from insum_nn.compiler.options import DEFAULT
-from insum_nn.errors import InsumShapeError
-from insum_nn.facts import IndexFacts
+from insum_nn.layers.sparse_conv_base import Activation
 from insum_nn.layers.sparse_tensor import SparseConvTensor, sparse_add
-from insum_nn.ops.arguments import run
+from insum_nn.layers.spconv import table_ops
+from insum_nn.layers.spconv.table_ops import indice_maxpool
 
 __all__ = [
+    "implicit_gemm",
+    "indice_avgpool_implicit_gemm",
     "indice_conv",
     "indice_inverse_conv",
     "indice_maxpool",
+    "indice_maxpool_implicit_gemm",
     "indice_subm_conv",
     "sparse_add",
     "sparse_add_hash_based",
 ]
-
-_CONV = "Out[OutIdx[o,q],d] += In[InIdx[o,q],c] * W[o,c,d]"
-_MAX_POOL = "Out[OutIdx[o,q],c] max= In[InIdx[o,q],c]"
-# A caller may pass any table, so that its values are proven by the call.
-_FACTS = {"InIdx": IndexFacts(masked=True), "OutIdx": IndexFacts(masked=True)}
 
 
 def sparse_add_hash_based(*tensors: SparseConvTensor) -> SparseConvTensor:
@@ -36,38 +35,18 @@ def indice_conv(
     indice_pairs: Tensor,
     indice_pair_num: Tensor,
     num_activate_out: int,
-    *_: object,
+    algo: object = None,
+    timer: object = None,
+    bias: Tensor | None = None,
+    act_alpha: float = 0.0,
+    act_beta: float = 0.0,
+    act_type: object = Activation.None_,
 ) -> Tensor:
-    """Convolve over a table of pairs.
-
-        Out[OutIdx[o,q],d] += In[InIdx[o,q],c] * W[o,c,d]
-
-    Args:
-        features: `In`, (n, I); differentiable.
-        filters: (O, k_1, .., k_d, I); differentiable. `W` is this with the offset first.
-        indice_pairs: (2, o, q) of `get_indice_pairs`: `InIdx`, then `OutIdx`.
-        indice_pair_num: not read: what no pair fills is -1.
-        num_activate_out: m.
-
-    Returns:
-        `Out`, (m, O).
-
-    Raises:
-        InsumShapeError: filters and table have different numbers of offsets.
-        InsumRangeError: a row points outside.
-    """
-    weight = filters.flatten(1, -2).permute(1, 2, 0).contiguous()
-    if indice_pairs.ndim != 3 or tuple(indice_pairs.shape[:2]) != (2, weight.shape[0]):
-        raise InsumShapeError(
-            f"indice_conv: 'indice_pairs' has shape {tuple(indice_pairs.shape)}",
-            details=[f"expected (2, {weight.shape[0]}, pairs) for filters {tuple(filters.shape)}"],
-            fix="pass the table that get_indice_pairs made for this kernel size.",
-            argument="indice_pairs",
-            expected=weight.shape[0],
-            got=tuple(indice_pairs.shape),
-        )
-    named = {"In": features, "W": weight, "InIdx": indice_pairs[0], "OutIdx": indice_pairs[1]}
-    return run(_CONV, _FACTS, named, DEFAULT, (num_activate_out, None))
+    """Convolve over lists of pairs; see `ops.indice_conv`."""
+    pairs = (indice_pairs, indice_pair_num, num_activate_out)
+    return table_ops.indice_conv(
+        features, filters, *pairs, bias=bias, act_alpha=act_alpha, act_beta=act_beta, act_type=act_type
+    )
 
 
 def indice_subm_conv(
@@ -76,10 +55,16 @@ def indice_subm_conv(
     indice_pairs: Tensor,
     indice_pair_num: Tensor,
     num_activate_out: int,
-    *_: object,
+    algo: object = None,
+    timer: object = None,
+    bias: Tensor | None = None,
+    act_alpha: float = 0.0,
+    act_beta: float = 0.0,
+    act_type: object = Activation.None_,
 ) -> Tensor:
     """The same as `indice_conv`: a submanifold table is complete."""
-    return indice_conv(features, filters, indice_pairs, indice_pair_num, num_activate_out)
+    pairs = (indice_pairs, indice_pair_num, num_activate_out)
+    return indice_conv(features, filters, *pairs, algo, timer, bias, act_alpha, act_beta, act_type)
 
 
 def indice_inverse_conv(
@@ -88,27 +73,55 @@ def indice_inverse_conv(
     indice_pairs: Tensor,
     indice_pair_num: Tensor,
     num_activate_out: int,
-    *_: object,
+    algo: object = None,
+    timer: object = None,
+    bias: Tensor | None = None,
+    act_alpha: float = 0.0,
+    act_beta: float = 0.0,
+    act_type: object = Activation.None_,
 ) -> Tensor:
     """`indice_conv` from a table's outputs back to its inputs, of which there are `num_activate_out`."""
-    return indice_conv(features, filters, indice_pairs.flip(0), indice_pair_num, num_activate_out)
+    pairs = (indice_pairs, indice_pair_num, num_activate_out)
+    return table_ops.indice_conv(
+        features, filters, *pairs, True, bias=bias, act_alpha=act_alpha, act_beta=act_beta, act_type=act_type
+    )
 
 
-def indice_maxpool(
-    features: Tensor, indice_pairs: Tensor, indice_pair_num: Tensor, num_activate_out: int, *_: object
+def implicit_gemm(
+    features: Tensor,
+    filters: Tensor,
+    pair_fwd: Tensor,
+    pair_bwd: Tensor,
+    pair_mask_fwd_splits: list[Tensor],
+    pair_mask_bwd_splits: list[Tensor],
+    mask_argsort_fwd_splits: list[Tensor],
+    mask_argsort_bwd_splits: list[Tensor],
+    num_activate_out: int,
+    masks: list[Any],
+    is_train: bool,
+    is_subm: bool,
+    timer: object = None,
+    fp32_accum: bool | None = None,
+    bias: Tensor | None = None,
+    act_alpha: float = 0.0,
+    act_beta: float = 0.0,
+    act_type: object = Activation.None_,
 ) -> Tensor:
-    """The largest feature among the inputs of each output of a table of pairs.
+    """Convolve over a table of neighbours; see `ops.implicit_gemm`. Of the tables only `pair_fwd` is read."""
+    tables = (pair_fwd, pair_mask_fwd_splits, mask_argsort_fwd_splits, num_activate_out, masks, False, is_subm)
+    rest = (timer, fp32_accum, bias, act_alpha, act_beta, act_type)
+    return table_ops.implicit_gemm(features, filters, *tables, *rest)[0]
 
-        Out[OutIdx[o,q],c] max= In[InIdx[o,q],c]
 
-    Args:
-        features: `In`, (n, C); differentiable.
-        indice_pairs: (2, o, q) of `get_indice_pairs`.
-        indice_pair_num: not read.
-        num_activate_out: m.
+def indice_maxpool_implicit_gemm(
+    features: Tensor, indice_pairs_fwd: Tensor, indice_pairs_bwd: Tensor, num_activate_out: int
+) -> Tensor:
+    """The largest feature among the neighbours of each output, or 0 where that is less; see `ops.indice_maxpool`."""
+    return table_ops.indice_maxpool_implicit_gemm(features, indice_pairs_fwd, num_activate_out)
 
-    Returns:
-        `Out`, (m, C).
-    """
-    named = {"In": features, "InIdx": indice_pairs[0], "OutIdx": indice_pairs[1]}
-    return run(_MAX_POOL, _FACTS, named, DEFAULT, (num_activate_out, None))
+
+def indice_avgpool_implicit_gemm(
+    features: Tensor, indice_pairs_fwd: Tensor, indice_pairs_bwd: Tensor, num_activate_out: int, calc_count: bool
+) -> Tensor:
+    """The mean feature of the neighbours of each output; `calc_count` is not read."""
+    return table_ops.indice_avgpool_implicit_gemm(features, indice_pairs_fwd, num_activate_out, False)[0]

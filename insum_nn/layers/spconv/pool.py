@@ -18,6 +18,7 @@ from insum_nn.layers.sparse_pool import (
 )
 
 __all__ = [
+    "ALL_POOL_LAYERS",
     "SparseAvgPool",
     "SparseAvgPool1d",
     "SparseAvgPool2d",
@@ -31,3 +32,16 @@ __all__ = [
     "SparseMaxPool3d",
     "SparseMaxPool4d",
 ]
+
+ALL_POOL_LAYERS: set[type[SparseMaxPool] | type[SparseAvgPool]] = {
+    SparseAvgPool,
+    SparseAvgPool1d,
+    SparseAvgPool2d,
+    SparseAvgPool3d,
+    SparseAvgPool4d,
+    SparseMaxPool,
+    SparseMaxPool1d,
+    SparseMaxPool2d,
+    SparseMaxPool3d,
+    SparseMaxPool4d,
+}

@@ -1,16 +1,29 @@
-"""`spconv.pytorch.utils`: point clouds to voxels."""
+"""`spconv.pytorch.utils` and `spconv.utils`: point clouds to voxels."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import Any, ClassVar, cast
 
+import numpy as np
 import torch
 from torch import Tensor
 
 from insum_nn.errors import InsumDeviceError, InsumDtypeError, InsumShapeError
 from insum_nn.structure.coordinates import unique_sites
 
-__all__ = ["PointToVoxel", "gather_features_by_pc_voxel_id"]
+__all__ = [
+    "Point2VoxelCPU1d",
+    "Point2VoxelCPU2d",
+    "Point2VoxelCPU3d",
+    "Point2VoxelCPU4d",
+    "Point2VoxelGPU1d",
+    "Point2VoxelGPU2d",
+    "Point2VoxelGPU3d",
+    "Point2VoxelGPU4d",
+    "PointToVoxel",
+    "gather_features_by_pc_voxel_id",
+]
 
 
 class PointToVoxel:
@@ -181,6 +194,147 @@ class PointToVoxel:
                 expected=self.device,
                 got=pc.device,
             )
+
+
+class _Shared(Tensor):
+    """A tensor that a caller of cumm's tensors can read as well; what is computed from it is a plain tensor."""
+
+    __torch_function__: Any = torch._C._disabled_torch_function_impl
+
+    def numpy_view(self) -> np.ndarray[Any, Any]:
+        """The numbers as an array over the same memory."""
+        return self.as_subclass(Tensor).numpy()
+
+
+class _Point2Voxel:
+    """What the classes of fixed dimensions share: a grid, and the order of the points' coordinates."""
+
+    NDIM: ClassVar[int]
+
+    def __init__(
+        self,
+        vsize_xyz: Sequence[float],
+        coors_range_xyz: Sequence[float],
+        num_point_features: int,
+        max_num_voxels: int,
+        max_num_points_per_voxel: int,
+    ) -> None:
+        """Lay the grid; see `PointToVoxel`.
+
+        Raises:
+            InsumShapeError: there are not as many edges as the class has dimensions, or the grid has no voxel.
+        """
+        owner = type(self).__name__
+        if len(vsize_xyz) != self.NDIM:
+            raise InsumShapeError(
+                f"{owner}: 'vsize_xyz' is {list(vsize_xyz)}",
+                details=[f"expected {self.NDIM} edges"],
+                fix=f"use the class for {len(vsize_xyz)} dimensions.",
+                argument="vsize_xyz",
+                expected=self.NDIM,
+                got=len(vsize_xyz),
+            )
+        self._arguments = (
+            vsize_xyz,
+            coors_range_xyz,
+            num_point_features,
+            max_num_voxels,
+            max_num_points_per_voxel,
+        )
+        self.grid_size = PointToVoxel(*self._arguments).grid_size
+
+    def _voxels(self, points: object, empty_mean: bool) -> tuple[Tensor, Tensor, Tensor]:
+        """Voxels of a tensor, an array, or one of cumm's tensors."""
+        if not isinstance(points, Tensor):
+            array: Any = points if isinstance(points, np.ndarray) else cast(Any, points).cpu().numpy()
+            points = torch.from_numpy(array)
+        found = PointToVoxel(*self._arguments, points.device)(points, True, empty_mean)
+        voxels, indices, counts = (part.as_subclass(_Shared) for part in found)
+        return voxels, indices, counts
+
+
+class _Point2VoxelCPU(_Point2Voxel):
+    """`spconv.utils.Point2VoxelCPU`: NumPy arrays, torch's or cumm's tensors to voxels; see `PointToVoxel`."""
+
+    def point_to_voxel(self, points: object, clear_voxels: bool = True) -> tuple[Tensor, Tensor, Tensor]:
+        """Points by voxel, voxel coordinates and numbers of points; places without a point are zero.
+
+        Args:
+            points: (n, num_point_features) float32: a tensor, a NumPy array, or what has `cpu().numpy()`.
+            clear_voxels: not read: results are new tensors.
+
+        Returns:
+            Tensors that also answer to `numpy_view()`.
+        """
+        return self._voxels(points, empty_mean=False)
+
+    def point_to_voxel_empty_mean(self, points: object, clear_voxels: bool = True) -> tuple[Tensor, Tensor, Tensor]:
+        """The same, with the mean of the voxel's points in places without one."""
+        return self._voxels(points, empty_mean=True)
+
+
+class _Point2VoxelGPU(_Point2Voxel):
+    """`spconv.utils.Point2VoxelGPU`: points on a GPU, or wherever they are, to voxels there; see `PointToVoxel`."""
+
+    def point_to_voxel_hash(
+        self, points: object, clear_voxels: bool = True, empty_mean: bool = False, stream_int: int = 0
+    ) -> tuple[Tensor, Tensor, Tensor]:
+        """Points by voxel, voxel coordinates and numbers of points; `clear_voxels` and `stream_int` are not read."""
+        return self._voxels(points, empty_mean)
+
+
+class Point2VoxelCPU1d(_Point2VoxelCPU):
+    """Points in 1 dimension to voxels."""
+
+    NDIM = 1
+
+
+class Point2VoxelCPU2d(_Point2VoxelCPU):
+    """Points in 2 dimensions to voxels."""
+
+    NDIM = 2
+
+
+class Point2VoxelCPU3d(_Point2VoxelCPU):
+    """Points in 3 dimensions to voxels.
+
+    >>> grid = Point2VoxelCPU3d([1.0] * 3, [0.0] * 3 + [4.0] * 3, 3, max_num_voxels=8, max_num_points_per_voxel=2)
+    >>> voxels, indices, counts = grid.point_to_voxel(np.array([[3.5, 0.5, 1.0]], dtype=np.float32))
+    >>> indices.numpy().tolist(), counts.numpy_view().tolist()
+    ([[1, 0, 3]], [1])
+    """
+
+    NDIM = 3
+
+
+class Point2VoxelCPU4d(_Point2VoxelCPU):
+    """Points in 4 dimensions to voxels."""
+
+    NDIM = 4
+
+
+class Point2VoxelGPU1d(_Point2VoxelGPU):
+    """Points in 1 dimension to voxels, on their device."""
+
+    NDIM = 1
+
+
+class Point2VoxelGPU2d(_Point2VoxelGPU):
+    """Points in 2 dimensions to voxels, on their device."""
+
+    NDIM = 2
+
+
+class Point2VoxelGPU3d(_Point2VoxelGPU):
+    """Points in 3 dimensions to voxels, on their device."""
+
+    NDIM = 3
+
+
+class Point2VoxelGPU4d(_Point2VoxelGPU):
+    """Points in 4 dimensions to voxels, on their device."""
+
+    NDIM = 4
 
 
 def gather_features_by_pc_voxel_id(seg_res_features: Tensor, pc_voxel_id: Tensor, invalid_value: float = 0) -> Tensor:

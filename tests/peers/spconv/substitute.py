@@ -18,8 +18,6 @@ from tests.peers.runner import Substitution, read_skips
 __all__ = ["Spconv", "substitute"]
 
 OURS = "insum_nn.layers.spconv"
-# How spconv lays out its weights, which its tests ask: (O, k.., I) everywhere.
-CONSTANTS = {"ALL_WEIGHT_IS_KRSC": True, "FILTER_HWIO": False}
 
 
 def substitute(utilities: Path | None) -> list[str]:
@@ -29,12 +27,13 @@ def substitute(utilities: Path | None) -> list[str]:
         utilities: the peer's file of helpers for its tests, which is theirs and is run as it is.
     """
     ours = importlib.import_module(OURS)
-    modules: dict[str, ModuleType] = {name: ModuleType(name) for name in ("spconv", "spconv.core", "spconv.constants")}
+    modules: dict[str, ModuleType] = {name: ModuleType(name) for name in ("spconv", "spconv.core")}
     modules["spconv.pytorch"] = ours
+    modules["spconv.constants"], modules["spconv.utils"] = ours.constants, ours.utils
     for part in pkgutil.iter_modules(ours.__path__):
         modules[f"spconv.pytorch.{part.name}"] = importlib.import_module(f"{OURS}.{part.name}")
     vars(modules["spconv.core"])["ConvAlgo"] = ours.ConvAlgo
-    vars(modules["spconv.constants"]).update(CONSTANTS)
+    vars(modules["spconv.core"])["AlgoHint"] = ours.ops.AlgoHint
     # Imported by a test that does not use it.
     modules["cumm"], modules["cumm.tensorview"] = ModuleType("cumm"), ModuleType("cumm.tensorview")
     if utilities is not None:

@@ -227,3 +227,159 @@ def test_sums_and_sizes(theirs):
     how = ([19, 18, 17], [3, 2, 5], [2, 1, 3], [1, 0, 2], [1, 1, 1])
     assert ours.ops.get_conv_output_size(*how) == theirs.ops.get_conv_output_size(*how)
     assert ours.ops.get_deconv_output_size(*how, [0, 0, 1]) == theirs.ops.get_deconv_output_size(*how, [0, 0, 1])
+
+
+PAIRS = {
+    "subm": ([3, 3, 3], [1] * 3, [0] * 3, [1] * 3, True, False),
+    "subm dilated": ([3, 1, 5], [1] * 3, [1] * 3, [2, 1, 1], True, False),
+    "one cell": ([1, 1, 1], [1] * 3, [0] * 3, [1] * 3, True, False),
+    "conv": ([3, 2, 3], [2, 2, 1], [1, 0, 1], [1, 1, 2], False, False),
+    "transposed": ([2, 3, 2], [2, 1, 2], [0] * 3, [1] * 3, False, True),
+}
+
+
+@pytest.mark.parametrize("name", PAIRS)
+def test_functions_over_tables(theirs, name):
+    kernel, stride, padding, dilation, subm, transposed = PAIRS[name]
+    features, indices = cloud(4, 60)
+    pools, ways = [], []
+    for lib in (theirs, ours):
+        out, pairs, counts = lib.ops.get_indice_pairs(
+            indices, 2, SHAPE, lib.ConvAlgo.Native, kernel, stride, padding, dilation, [0] * 3, subm, transposed
+        )
+        # Output rows by their voxel, for the two orders differ.
+        names = [tuple(row) for row in out.tolist()]
+        used = (pairs >= 0).all(0)
+        rows = zip(used.nonzero()[:, 0].tolist(), pairs[0][used].tolist(), pairs[1][used].tolist(), strict=True)
+        found = {(offset, source, names[target]) for offset, source, target in rows}
+        order = torch.tensor(sorted(range(len(names)), key=names.__getitem__))
+        generator = torch.Generator().manual_seed(3)
+        leaf = features.clone().requires_grad_()
+        filters = torch.randn(6, *kernel, 4, generator=generator).requires_grad_()
+        table = (pairs, counts, len(out))
+        conv = lib.functional.indice_subm_conv if subm else lib.functional.indice_conv
+        result = conv(leaf, filters, *table, lib.ConvAlgo.Native)
+        back = torch.empty(len(out), 6)
+        back[order] = torch.randn(len(out), 6, generator=generator)
+        result.backward(back)
+        again = lib.ops.indice_conv_backward(features, filters.detach(), back, pairs, counts, False, subm)
+        ways.append([pairs.shape, counts.tolist(), found, result[order], leaf.grad, filters.grad, *again])
+        pooled = lib.ops.indice_maxpool(features, *table)
+        share = torch.empty(len(out), 4)
+        share[order] = torch.randn(len(out), 4, generator=generator)
+        pools.append([pooled[order], lib.ops.indice_maxpool_backward(features, pooled, share, pairs, counts)])
+    for mine, other in zip(ways[1], ways[0], strict=True):
+        if isinstance(mine, torch.Tensor):
+            torch.testing.assert_close(mine, other, rtol=1e-4, atol=1e-4)
+        else:
+            assert mine == other
+    if not subm:
+        # The middle of a submanifold kernel is no pair that spconv counts, so that its pool on the CPU leaves it out.
+        torch.testing.assert_close(pools[1], pools[0])
+
+
+def test_names_and_their_signatures(theirs):
+    listed = {
+        "ops": ops_names,
+        "functional": [
+            "indice_conv",
+            "implicit_gemm",
+            "indice_inverse_conv",
+            "indice_subm_conv",
+            "indice_maxpool",
+            "indice_maxpool_implicit_gemm",
+            "indice_avgpool_implicit_gemm",
+        ],
+        "core": ["IndiceData", "ImplicitGemmIndiceData", "expand_nd", "scatter_nd"],
+        "conv": [
+            "SparseConvolutionBase",
+            "SparseConvolution",
+            "DEFAULT_SPARSE_CONV_TYPES",
+            "SubMConv3d",
+            "SparseConv2d",
+        ],
+        "hash": ["HashTable"],
+        "pool": ["ALL_POOL_LAYERS", "SparseMaxPool3d"],
+        "modules": ["PrintTensorMeta", "PrintCurrentTime", "SparseSyncBatchNorm", "is_sparse_conv", "is_spconv_module"],
+        "tables": ["JoinTable", "AddTable", "AddTableMisaligned", "ConcatTable"],
+        "cppcore": ["get_current_stream", "get_arch", "torch_tensor_to_tv", "torch_tensors_to_tv"],
+    }
+    for home, names in listed.items():
+        own, peer = (importlib.import_module(f"{root}.{home}") for root in (ours.__name__, theirs.__name__))
+        for name in names:
+            mine, other = getattr(own, name), getattr(peer, name)
+            # Applied autograd functions take their forward's arguments.
+            other = getattr(getattr(other, "__self__", None), "forward", other)
+            if not callable(mine):
+                continue
+            expected = [p for p in inspect.signature(other).parameters if p != "ctx"]
+            taken = inspect.signature(mine).parameters
+            free = any(p.kind is p.VAR_KEYWORD for p in taken.values())
+            assert list(taken)[: len(expected)] == expected[: len(taken)], f"{home}.{name}"
+            assert len(taken) >= len(expected) or free, f"{home}.{name}"
+
+
+ops_names = [
+    "get_indice_pairs",
+    "get_indice_pairs_implicit_gemm",
+    "indice_conv",
+    "indice_conv_backward",
+    "implicit_gemm",
+    "implicit_gemm_backward",
+    "indice_maxpool",
+    "indice_maxpool_backward",
+    "indice_maxpool_implicit_gemm",
+    "indice_maxpool_implicit_gemm_backward",
+    "indice_avgpool_implicit_gemm",
+    "indice_avgpool_implicit_gemm_backward",
+    "global_pool_rearrange",
+    "maximum_value_int_",
+    "get_conv_output_size",
+    "get_deconv_output_size",
+]
+
+
+def test_representations(theirs):
+    for kind, arguments, named in (
+        ("SubMConv3d", (4, 8, 3), {"padding": 1, "bias": False, "indice_key": "a"}),
+        ("SparseConv2d", (4, 8, (3, 1)), {"stride": 2, "dilation": (1, 2)}),
+        ("SparseConvTranspose1d", (4, 8, 2), {}),
+        ("SparseInverseConv3d", (4, 8, 2, "a"), {}),
+        ("SparseMaxPool3d", (2, 2), {}),
+    ):
+        algo = {"algo": theirs.ConvAlgo.Native}
+        peer = getattr(theirs, kind)(*arguments, **named, **algo)
+        mine = getattr(ours, kind)(*arguments, **named, **algo)
+        assert repr(mine).splitlines()[0] == repr(peer)
+        assert repr(mine).splitlines()[1].strip() == mine.expression
+    features, indices = cloud()
+    assert repr(ours.SparseConvTensor(features, indices, SHAPE, 2)) == repr(
+        theirs.SparseConvTensor(features, indices, SHAPE, 2)
+    )
+
+
+def test_parameters_are_drawn_alike(theirs):
+    for kind, arguments in (("SubMConv3d", (4, 8, 3)), ("SparseConv2d", (6, 8, (5, 1))), ("SparseConv3d", (4, 8, 1))):
+        drawn = []
+        for lib in (theirs, ours):
+            torch.manual_seed(7)
+            drawn.append(getattr(lib, kind)(*arguments).state_dict())
+        torch.testing.assert_close(drawn[1], drawn[0], rtol=1e-6, atol=0)
+
+
+def test_generators_of_fixed_dimensions(theirs):
+    peers = importlib.import_module("spconv.utils")
+    tv = importlib.import_module("cumm.tensorview")
+    points = (torch.rand(500, 4) * 12 - 1).float()
+    arguments = ([1.0, 0.5, 2.0], [0.0, 0.0, 0.0, 10.0, 10.0, 10.0], 4, 200, 3)
+    shared = tv.from_numpy(points.numpy())
+    # Not the means: spconv's add up over all voxels before.
+    peer = peers.Point2VoxelCPU3d(*arguments)
+    want = peer.point_to_voxel(shared)
+    for given in (shared, points, points.numpy()):
+        got = ours.utils.Point2VoxelCPU3d(*arguments).point_to_voxel(given)
+        for mine, other in zip(got, want, strict=True):
+            torch.testing.assert_close(mine.numpy(), other.numpy())
+    grid = torch.arange(12.0).reshape(3, 4)
+    assert (ours.cppcore.torch_tensor_to_tv(grid).numpy() == grid.numpy()).all()
+    assert (ours.cppcore.torch_tensor_to_tv(grid, shape=[4, 3]).numpy() == grid.reshape(4, 3).numpy()).all()

@@ -1,0 +1,98 @@
+"""`spconv.pytorch.cppcore`: torch tensors for cumm's code, and facts about the device."""
+
+from __future__ import annotations
+
+import importlib
+from collections.abc import Iterator, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from insum_nn.errors import InsumDeviceError, InsumDtypeError, InsumNameError, MissingExtraError
+
+__all__ = ["get_arch", "get_current_stream", "torch_tensor_to_tv", "torch_tensors_to_tv"]
+
+_NAMES = {
+    torch.float32: "float32",
+    torch.float64: "float64",
+    torch.float16: "float16",
+    torch.int32: "int32",
+    torch.int64: "int64",
+    torch.int8: "int8",
+    torch.int16: "int16",
+    torch.uint8: "uint8",
+    torch.qint8: "int8",
+}
+
+
+def get_current_stream() -> int:
+    """The address of the current CUDA stream; 0 without CUDA."""
+    return torch.cuda.current_stream().cuda_stream if torch.cuda.is_available() else 0
+
+
+def get_arch() -> tuple[int, int]:
+    """The compute capability of the current CUDA device; (0, 0) without CUDA."""
+    return torch.cuda.get_device_capability() if torch.cuda.is_available() else (0, 0)
+
+
+def torch_tensor_to_tv(
+    ten: Tensor, dtype: int | None = None, shape: Sequence[int] | None = None, stride: Sequence[int] | None = None
+) -> Any:
+    """A `cumm.tensorview.Tensor` over the memory of a tensor, for callers with kernels of cumm; nothing here takes one.
+
+    Args:
+        ten: on a CPU or a CUDA device; it must outlive the result.
+        dtype: one of cumm's; default: that of `ten`.
+        shape: default: that of `ten`.
+        stride: default: that of `ten`, or of a contiguous tensor of `shape`.
+
+    Raises:
+        MissingExtraError: cumm is not installed.
+        InsumDtypeError: cumm has no such dtype.
+        InsumDeviceError: the tensor is on another kind of device.
+    """
+    try:
+        tv: Any = importlib.import_module("cumm.tensorview")
+    except ImportError as error:
+        raise MissingExtraError(
+            "torch_tensor_to_tv needs cumm",
+            fix="pip install cumm, or pass the torch tensor, which every function of this package takes.",
+        ) from error
+    if dtype is None:
+        if ten.dtype not in _NAMES:
+            raise InsumDtypeError(
+                f"torch_tensor_to_tv: cumm has no {str(ten.dtype).removeprefix('torch.')}",
+                fix="convert the tensor first.",
+                argument="ten",
+                got=ten.dtype,
+            )
+        dtype = getattr(tv, _NAMES[ten.dtype])
+    if ten.device.type not in ("cpu", "cuda"):
+        raise InsumDeviceError(
+            f"torch_tensor_to_tv: 'ten' is on {ten.device}",
+            details=["expected a CPU or a CUDA device"],
+            fix="move the tensor first.",
+            argument="ten",
+            got=ten.device,
+        )
+    device = -1 if ten.device.type == "cpu" else 0
+    if shape is not None and stride is None and ten.is_contiguous():
+        return tv.from_blob(ten.data_ptr(), list(shape), dtype, device)
+    sizes, steps = list(ten.shape if shape is None else shape), list(ten.stride() if stride is None else stride)
+    return tv.from_blob_strided(ten.data_ptr(), sizes, steps, dtype, device)
+
+
+def torch_tensors_to_tv(*tens: Tensor) -> Iterator[Any]:
+    """`torch_tensor_to_tv` of each."""
+    return (torch_tensor_to_tv(ten) for ten in tens)
+
+
+def __getattr__(name: str) -> Any:
+    if name in ("TorchAllocator", "TorchSpconvMatmul"):
+        raise InsumNameError(
+            f"cppcore.{name} hands torch's memory to spconv's compiled code, which this package has not",
+            fix="call insum_nn.layers.spconv.ops.indice_conv or implicit_gemm, which take torch tensors.",
+            name=name,
+        )
+    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
