@@ -31,6 +31,12 @@ __all__ = [
 ]
 
 
+# What a message shows of a hostile text: characters of a line, lines of details, further faults.
+_LINE = 500
+_LINES = 20
+_OTHERS = 8
+
+
 @dataclass(frozen=True, slots=True, order=True)
 class Span:
     """A half-open range of characters, `text[start:stop]`, of one expression."""
@@ -75,23 +81,32 @@ class InsumError(Exception):
         super().__init__(self._render())
 
     def _render(self) -> str:
-        lines = [self.message]
+        lines = [_clipped(self.message)]
         if self.expression is not None:
             lines += caret_lines(self.expression, self.spans)
-        lines += [f"  {line}" for line in self.details]
+        lines += [f"  {_clipped(line)}" for line in self.details[:_LINES]]
+        if len(self.details) > _LINES:
+            lines.append(f"  and {len(self.details) - _LINES} lines more")
         if self.fix is not None:
-            lines.append(f"  fix: {self.fix}")
+            lines.append(f"  fix: {_clipped(self.fix)}")
         return "\n".join(lines)
 
     def __str__(self) -> str:
         # SyntaxError, NameError and others format themselves from attributes of their own.
-        return "\n".join([self._render(), *(f"also, {type(o).__name__}: {o._render()}" for o in self.others)])
+        also = [f"also, {type(other).__name__}: {other._render()}" for other in self.others[:_OTHERS]]
+        if len(self.others) > _OTHERS:
+            also.append(f"and {plural(len(self.others) - _OTHERS, 'fault')} more")
+        return "\n".join([self._render(), *also])
 
     def __reduce__(self) -> tuple[object, ...]:
         # Keyword arguments do not survive Exception's default pickling, which
         # multiprocessing relies on to carry an error back to its parent.
         text = (self.message, self.expression, self.spans, self.details, self.fix)
         return (_rebuild, (type(self), *text, self.fields, self.others))
+
+
+def _clipped(line: str) -> str:
+    return line if len(line) <= _LINE else f"{line[:_LINE]}..."
 
 
 def _rebuild(

@@ -18,6 +18,7 @@ from insum_nn.compiler.into import check_unrecorded, write_out
 from insum_nn.compiler.joint import Joint
 from insum_nn.compiler.options import DEFAULT, Options
 from insum_nn.compiler.owners import keep_words
+from insum_nn.compiler.parser import check_text
 from insum_nn.compiler.program import Program, ProgramSum, Shape
 from insum_nn.compiler.proofs import stats_of
 from insum_nn.compiler.traced import call_traced, options_text
@@ -186,6 +187,7 @@ def insum(
         return result if out is None else write_out(expression, out, result)
     check_kinds(sizes=sizes, out_shape=out_shape, tensors=tensors, options=options)
     check_kinds(activation=activation, out_dtype=out_dtype)
+    check_text(expression)
     if validate and not chosen.validate:
         chosen = replace(chosen, validate=True)
     program = _cached_program(expression, chosen, tuple(sizes) if sizes else (), activation, out_dtype)

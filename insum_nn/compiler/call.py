@@ -24,7 +24,7 @@ from insum_nn.compiler.epilogue import PLAIN, Epilogue
 from insum_nn.compiler.execution import Executable, generation
 from insum_nn.compiler.extents import check_extents
 from insum_nn.compiler.options import Options
-from insum_nn.compiler.parser import parse
+from insum_nn.compiler.parser import check_text, parse
 from insum_nn.compiler.paths import fastest
 from insum_nn.compiler.proofs import prove, writes_sums
 from insum_nn.errors import InsumDtypeError, InsumNameError, InsumRangeError, InsumShapeError
@@ -124,10 +124,13 @@ def _ready_key(key: Key, fresh: bool, extents: Extents) -> Key:
     return key, fresh, extents, torch.get_float32_matmul_precision()
 
 
-@lru_cache(maxsize=2048)
 def parse_cached(expression: str) -> Statement:
     """`parse`, remembered."""
-    return parse(expression)
+    check_text(expression)
+    return _parsed(expression)
+
+
+_parsed = lru_cache(maxsize=2048)(parse)
 
 
 @lru_cache(maxsize=2048)

@@ -11,12 +11,15 @@ from typing import Literal
 from insum_nn.compiler.ast import Access, Factor, Index, Number, Operator, Statement, Subscript, Term
 from insum_nn.errors import InsumOverflowError, InsumSyntaxError, Span
 
-__all__ = ["parse"]
+__all__ = ["check_text", "parse"]
 
 # Bounds that no honest statement meets; they keep hostile text from exhausting the stack or the clock.
 _MAX_LENGTH = 20_000
 _MAX_DEPTH = 32
 _MAX_FACTORS = 64
+_MAX_ACCESSES = 256
+# A tensor of torch has at most as many dimensions, and a loop over more indices has no tensor to hold it.
+_MAX_DIMENSIONS = 64
 _INT64_MAX = 2**63 - 1
 
 _NUMBER = re.compile(r"[0-9]+(?:\.[0-9]*)?(?:[eE][+-]?[0-9]+)?|\.[0-9]+(?:[eE][+-]?[0-9]+)?")
@@ -106,15 +109,24 @@ def parse(text: str) -> Statement:
     >>> str(parse("C[ i ]+=A[i, 2 * k+1 ]*x"))
     'C[i] += A[i,2*k+1] * x'
     """
-    if not isinstance(text, str):  # pyright: ignore[reportUnnecessaryIsInstance]
-        got = type(text).__name__
-        raise InsumSyntaxError(f"an expression must be a str, got {got}", fix="pass the statement as text.")
+    check_text(text)
     if len(text) > _MAX_LENGTH:
         raise InsumSyntaxError(
             f"the expression has {len(text)} characters; at most {_MAX_LENGTH} are read",
             fix="split the work into several statements.",
         )
     return _Parser(text).statement()
+
+
+def check_text(text: object) -> None:
+    """Raise unless this is text; a list, which does not hash, must not reach a look-up.
+
+    Raises:
+        InsumSyntaxError: it is something else.
+    """
+    if not isinstance(text, str):
+        got = type(text).__name__
+        raise InsumSyntaxError(f"an expression must be a str, got {got}", fix="pass the statement as text.")
 
 
 class _Parser:
@@ -125,6 +137,8 @@ class _Parser:
         self.tokens = _tokenize(text)
         self.position = 0
         self.depth = 0
+        self.accesses = 0
+        self.indices: set[str] = set()
 
     @property
     def token(self) -> _Token:
@@ -263,9 +277,14 @@ class _Parser:
             )
         if self.token.text == "]":
             raise self.fail("a subscript", f"write a 0-d tensor without brackets: {name.text}.")
+        self.accesses += 1
+        fix = "pass what some of them select as one tensor."
+        self.bound(self.accesses, _MAX_ACCESSES, "accesses", name.span, fix)
         subscripts = [self.subscript()]
         while self.maybe(","):
             subscripts.append(self.subscript())
+            fix = "flatten some of the tensor's dimensions."
+            self.bound(len(subscripts), _MAX_DIMENSIONS, "subscripts of one tensor", subscripts[-1].span, fix)
         if self.token.text != "]":
             raise self.fail("',' or ']'", "close the subscripts with ']'.", [bracket.span, self.token.span])
         close = self.advance()
@@ -284,6 +303,7 @@ class _Parser:
                 offset += term
             else:
                 terms.append(term)
+                self.bound(len(terms), _MAX_DIMENSIONS, "terms in one subscript", term.span, "pass an index tensor.")
             sign = self.maybe("-", "+")
             if sign is None:
                 break
@@ -320,7 +340,23 @@ class _Parser:
 
     def atom(self) -> Index | Access:
         access = self.access("an index, an index tensor or an integer", "write a sum such as i, 2*p+r-1 or Col[g,q].")
-        return access if access.subscripts else Index(access.name, access.span)
+        if access.subscripts:
+            return access
+        self.indices.add(access.name)
+        fix = "flatten dimensions that are always indexed together."
+        self.bound(len(self.indices), _MAX_DIMENSIONS, "indices", access.span, fix)
+        return Index(access.name, access.span)
+
+    def bound(self, count: int, most: int, what: str, span: Span, fix: str) -> None:
+        """Raise where a statement has more of something than any tensor could serve."""
+        if count > most:
+            raise InsumSyntaxError(
+                f"the statement has more than {most} {what}",
+                expression=self.text,
+                spans=[span],
+                fix=fix,
+                expected=most,
+            )
 
     def merge(self, terms: list[Term]) -> tuple[Term, ...]:
         if len(terms) == 1 and terms[0].coefficient:

@@ -135,6 +135,12 @@ SYNTAX = {
     "combining_text": "Ce\u0301[i] += A[i] $ B[i]",
     "long_text": "C[i] += " + " * ".join(f"Factor{n}[i]" for n in range(30)) + " * & * D[i]",
     "too_many_factors": "C[i] += " + " * ".join(["A[i]"] * 65),
+    "too_many_subscripts": "C[i] += A[" + ",".join(["i"] * 65) + "]",
+    "too_many_terms": "C[i] += A[" + "+".join(["i"] * 65) + "]",
+    "too_many_indices": "C[i] += " + " * ".join(f"A[i{n},j{n}]" for n in range(40)),
+    "too_many_accesses": "C[i] += A["
+    + ",".join("+".join(f"E{n}[i]" for n in range(m, m + 60)) for m in range(5))
+    + "]",
     "too_deep": "C[i] += " + "A[" * 40 + "i" + "]" * 40,
     "too_long": "C[i] += A[i]" + " " * 20_000,
 }
@@ -142,6 +148,11 @@ SYNTAX = {
 CASES: dict[str, Case] = {
     **{f"syntax_{name}": Case(InsumSyntaxError, compiling(text)) for name, text in SYNTAX.items()},
     "syntax_not_a_text": Case(InsumSyntaxError, compiling(b"C[i] += A[i]")),
+    "syntax_a_list": Case(InsumSyntaxError, compiling(["C"])),
+    "syntax_a_dict_run": Case(InsumSyntaxError, running({})),  # type: ignore[arg-type]
+    "many_faults": Case(
+        InsumNameError, compiling(f"C[{','.join(f'i{n}' for n in range(64))}] += A[0]"), {"index": "i0"}
+    ),
     "syntax_token": Case(InsumSyntaxError, compiling("C[i] += A[i] B[i]"), {"got": "B"}),
     "overflow_coefficient": Case(InsumOverflowError, compiling("C[i] += A[9223372036854775808*i]")),
     "overflow_offset": Case(InsumOverflowError, compiling(f"C[i] += A[i + {'9' * 400}]")),
