@@ -272,7 +272,8 @@ class SparseConvolutionBase:
                 f"{type(self).__name__}: int8 convolutions are not supported",
                 fix="convert the layer back to floating-point numbers.",
             )
-        stores = self.indice_key is not None and not self.subm
+        # A trace holds no maps, and a kernel of one cell needs none.
+        stores = self.indice_key is not None and not self.subm and not torch.jit.is_tracing()
         kernel_map = None if self.conv1x1 and not stores else self.kernel_map(input)
         used = None if self.conv1x1 else kernel_map
         if kernel_map is None:
@@ -280,7 +281,10 @@ class SparseConvolutionBase:
         dense = (
             weight if self.weight_layout == "spconv" else import_weight(weight, self.weight_layout, self.kernel_size)
         )
-        features = sparse_conv(input.features, dense, used, bias, groups=self.groups, options=self.options)
+        if torch.jit.is_tracing() and used is None:
+            features = _traced_pointwise(input.features, dense, bias, self.groups)
+        else:
+            features = sparse_conv(input.features, dense, used, bias, groups=self.groups, options=self.options)
         features = apply_activation(features, act_type, act_alpha)
         if kernel_map is None or self.subm:
             output = input.replace_feature(features)
@@ -295,6 +299,14 @@ class SparseConvolutionBase:
             return output
         total = output + add_input
         return total.replace_feature(apply_activation(total.features, act_type, act_alpha))
+
+
+def _traced_pointwise(features: Tensor, weight: Tensor, bias: Tensor | None, groups: int) -> Tensor:
+    """A kernel of one cell in operators that `torch.jit.trace` records and its files can hold."""
+    cells = weight.reshape(groups, -1, weight.shape[-1])
+    parts = [part @ cell.T for part, cell in zip(features.chunk(groups, 1), cells.unbind(0), strict=True)]
+    total = torch.cat(parts, dim=1)
+    return total if bias is None else total + bias
 
 
 def _check_channels(owner: str, in_channels: int, out_channels: int, groups: int) -> None:

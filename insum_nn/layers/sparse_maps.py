@@ -8,7 +8,7 @@ from typing import cast
 import torch
 
 from insum_nn.errors import InsumFormatError, InsumShapeError
-from insum_nn.layers.sparse_tensor import SparseConvTensor
+from insum_nn.layers.sparse_tensor import SparseConvTensor, check_untraced
 from insum_nn.structure.coordinates import Coordinates
 from insum_nn.structure.kernel_map import Geometry, KernelMap
 
@@ -104,6 +104,7 @@ def map_of(owner: str, key: str | None, x: SparseConvTensor, geometry: Geometry,
 def map_differences(known: KernelMap, x: SparseConvTensor, geometry: Geometry, sites: Coordinates) -> list[str]:
     """What of a stored map does not fit a layer and its input, whose voxels should be `sites` of the map."""
     x.check_rows()
+    check_untraced()
     indices, shape = sites.indices, sites.spatial_shape
     wrong: list[str] = []
     names = (

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn.modules.batchnorm import _BatchNorm
 
-from insum_nn.errors import InsumFormatError, InsumNameError
+from insum_nn.errors import InsumBackendError, InsumFormatError, InsumNameError
 from insum_nn.layers.sparse_tensor import SparseConvTensor, sparse_add
 
 __all__ = [
@@ -32,7 +32,17 @@ __all__ = [
 ]
 
 
-class SparseModule(nn.Module):
+class _Unscriptable:
+    """A module over sparse tensors, which TorchScript has no type for."""
+
+    def __prepare_scriptable__(self) -> Any:
+        raise InsumBackendError(
+            f"torch.jit.script cannot compile {type(self).__name__}: TorchScript has no sparse tensors",
+            fix="use torch.compile or torch.export; or script the dense part of the model alone.",
+        )
+
+
+class SparseModule(_Unscriptable, nn.Module):
     """A module that takes a `SparseConvTensor`; derive from it to stand in a `SparseSequential`.
 
     Attributes:
@@ -187,7 +197,7 @@ class RemoveDuplicate(SparseModule):
         return x.select_by_index(first.sort().values)
 
 
-class SparseBatchNorm(nn.BatchNorm1d):
+class SparseBatchNorm(_Unscriptable, nn.BatchNorm1d):
     """`nn.BatchNorm1d` that also takes a sparse tensor."""
 
     def forward(self, input: Any) -> Any:
@@ -197,7 +207,7 @@ class SparseBatchNorm(nn.BatchNorm1d):
         return super().forward(input)
 
 
-class SparseSyncBatchNorm(nn.SyncBatchNorm):
+class SparseSyncBatchNorm(_Unscriptable, nn.SyncBatchNorm):
     """`nn.SyncBatchNorm` that also takes a sparse tensor."""
 
     def forward(self, input: Any) -> Any:
@@ -211,7 +221,7 @@ class SparseSyncBatchNorm(nn.SyncBatchNorm):
 _NORMS = (nn.BatchNorm1d, nn.SyncBatchNorm, SparseBatchNorm, SparseSyncBatchNorm)
 
 
-class SparseReLU(nn.ReLU):
+class SparseReLU(_Unscriptable, nn.ReLU):
     """`nn.ReLU` that also takes a sparse tensor."""
 
     def forward(self, input: Any) -> Any:

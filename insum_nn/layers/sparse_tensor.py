@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from insum_nn.errors import InsumDtypeError, InsumFormatError, InsumShapeError
+from insum_nn.errors import InsumBackendError, InsumDtypeError, InsumFormatError, InsumShapeError
 from insum_nn.ops.sparse_pool import sparse_sum, sparse_to_dense
 from insum_nn.structure.coordinates import Coordinates
 from insum_nn.structure.kernel_map import Geometry, KernelMap
@@ -128,6 +128,7 @@ class SparseConvTensor:
             InsumFormatError: a voxel stands twice.
         """
         self.check_rows()
+        check_untraced()
         known = None if again else self._known_sites()
         return self._keep_sites(prove_sites(self._sites())) if known is None else known
 
@@ -144,6 +145,7 @@ class SparseConvTensor:
             InsumShapeError: the output's grid would be empty, or there are not as many voxels as features.
         """
         self.check_rows()
+        check_untraced()
         known = None if again else self._known_sites()
         if known is not None or torch.compiler.is_compiling():
             return kernel_map_of(self.coordinates(), geometry)
@@ -321,6 +323,20 @@ def sparse_add(*tensors: SparseConvTensor) -> SparseConvTensor:
         if tensor.indices.shape == indices.shape and torch.equal(tensor.indices, indices):
             return tensor.replace_feature(features)
     return tensors[0]._derive(features, indices, tensors[0].spatial_shape, {})
+
+
+def check_untraced() -> None:
+    """Raise under `torch.jit.trace`, which would keep the voxels of its example for every call.
+
+    Raises:
+        InsumBackendError: a trace is being recorded.
+    """
+    if torch.jit.is_tracing():
+        raise InsumBackendError(
+            "torch.jit.trace cannot record what depends on a sparse tensor's voxels",
+            details=["it would keep the kernel maps of the example for every other cloud"],
+            fix="use torch.compile or torch.export, which follow the voxels; or trace the dense part alone.",
+        )
 
 
 def _check_features(features: object) -> None:
