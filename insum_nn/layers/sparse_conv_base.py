@@ -50,6 +50,9 @@ def apply_activation(x: Tensor, act_type: object, act_alpha: float = 0.0) -> Ten
     >>> apply_activation(torch.tensor([-2.0, 3.0]), Activation.LeakyReLU, 0.5).tolist()
     [-1.0, 3.0]
     """
+    # Of most layers, whose calls are short.
+    if act_type is Activation.None_:
+        return x
     name = activation_name(act_type)
     if name == "ReLU":
         return F.relu(x)
@@ -278,9 +281,8 @@ class SparseConvolutionBase:
         used = None if self.conv1x1 else kernel_map
         if kernel_map is None:
             input.check_rows()
-        dense = (
-            weight if self.weight_layout == "spconv" else import_weight(weight, self.weight_layout, self.kernel_size)
-        )
+        layout = self.weight_layout
+        dense = weight if layout == "spconv" else import_weight(weight, layout, self.kernel_size)
         if torch.jit.is_tracing() and used is None:
             features = _traced_pointwise(input.features, dense, bias, self.groups)
         else:

@@ -49,7 +49,7 @@ def import_weight(weight: Tensor, layout: WeightLayout, kernel_size: Sequence[in
         kernel_size: k_1, .., k_d.
 
     Returns:
-        (O, k_1, .., k_d, I), contiguous; differentiable.
+        (O, k_1, .., k_d, I), contiguous, or of `spconv_pointwise` a view; differentiable.
 
     Raises:
         InsumShapeError: the weight has not the shape of that layout and kernel.
@@ -72,11 +72,11 @@ def import_weight(weight: Tensor, layout: WeightLayout, kernel_size: Sequence[in
         "spconv_rsck": slice(0, -2),
         "spconv_rskc": slice(0, -2),
     }[layout]
-    several = layout == "spconv_pointwise" and math.prod(kernel) != 1
+    several = layout == "spconv_pointwise" and any(extent != 1 for extent in kernel)
     if weight.ndim != len(kernel) + 2 or tuple(weight.shape[place]) != kernel or several:
         raise _wrong_shape(weight, layout, kernel)
     if layout == "spconv_pointwise":
-        return weight.reshape(weight.shape[-1], weight.shape[0]).T.reshape(weight.shape)
+        return weight.reshape(weight.shape[-1], *kernel, weight.shape[0]).transpose(0, -1)
     if layout == "spconv_rsck":
         return weight.movedim(-1, 0).contiguous()
     return (weight.movedim(-2, 0) if layout == "spconv_rskc" else weight).contiguous()
@@ -106,7 +106,7 @@ def export_weight(weight: Tensor, layout: WeightLayout) -> Tensor:
         cells = grid.reshape(math.prod(kernel), *grid.shape[-2:]).contiguous()
         return cells[0] if cells.shape[0] == 1 else cells
     if layout == "spconv_pointwise":
-        return weight.flatten(1).T.reshape(weight.shape)
+        return weight.transpose(0, -1).reshape(weight.shape)
     if layout == "spconv_rsck":
         return weight.movedim(0, -1).contiguous()
     return (weight.movedim(0, -2) if layout == "spconv_rskc" else weight).contiguous()

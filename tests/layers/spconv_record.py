@@ -1,6 +1,6 @@
 """Small convolutions in whole numbers, and what spconv 2.3.8 made of them (`spconv_record.json`).
 
-Run against the installed spconv, `python -m tests.layers.spconv_record` writes the file anew.
+Where spconv is installed, `python -m tests.layers.spconv_record` writes the file again.
 """
 
 from __future__ import annotations

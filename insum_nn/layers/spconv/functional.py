@@ -49,22 +49,8 @@ def indice_conv(
     )
 
 
-def indice_subm_conv(
-    features: Tensor,
-    filters: Tensor,
-    indice_pairs: Tensor,
-    indice_pair_num: Tensor,
-    num_activate_out: int,
-    algo: object = None,
-    timer: object = None,
-    bias: Tensor | None = None,
-    act_alpha: float = 0.0,
-    act_beta: float = 0.0,
-    act_type: object = Activation.None_,
-) -> Tensor:
-    """The same as `indice_conv`: a submanifold table is complete."""
-    pairs = (indice_pairs, indice_pair_num, num_activate_out)
-    return indice_conv(features, filters, *pairs, algo, timer, bias, act_alpha, act_beta, act_type)
+# A submanifold table is complete.
+indice_subm_conv = indice_conv
 
 
 def indice_inverse_conv(
