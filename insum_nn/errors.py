@@ -177,7 +177,7 @@ class InsumBackendError(InsumError, RuntimeError):
 
 
 class MissingExtraError(InsumError, ImportError):
-    """An optional dependency is missing; the message names the extra that brings it."""
+    """An optional dependency is missing; the message names the package to install."""
 
 
 def plural(number: int, word: str) -> str:

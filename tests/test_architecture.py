@@ -69,6 +69,8 @@ COMPILER_ORDER = [
     "fx_access",
     "fx_extremum",
     "fx_lowering",
+    "disk",
+    "guards",
     "inductor",
     "kernel_tables",
     "kernel_points",

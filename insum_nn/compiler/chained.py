@@ -219,7 +219,7 @@ def _remembered(key: store.Key, names: Sequence[str]) -> tuple[dict[str, float],
         times = {str(name): math.inf if us is None else float(us) for name, us in entry.value["times"].items()}
         if not all(times[name] > 0 for name in names):
             raise ValueError("a time is not positive")
-    except (AttributeError, KeyError, TypeError, ValueError) as error:
+    except store.UNREADABLE as error:
         entry.broken(error)
         return None
     return {name: times[name] for name in names}, entry.origin()

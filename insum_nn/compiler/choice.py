@@ -328,7 +328,7 @@ def _parsed(entry: store.Entry, names: Sequence[str]) -> tuple[Candidate, ...] |
         )
         if entry.value["backend"] not in names:
             raise ValueError(f"{entry.value['backend']!r} is none of {', '.join(names)}")
-    except (KeyError, TypeError, ValueError) as error:
+    except store.UNREADABLE as error:
         entry.broken(error)
         return None
     return found

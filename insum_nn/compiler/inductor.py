@@ -8,27 +8,31 @@ with the compiled code and checked at each call. Compiled code is stored on disk
 from __future__ import annotations
 
 import hashlib
-import os
+import json
 import pathlib
-import pickle
+import platform
 import shutil
 import tempfile
 import warnings
 from collections.abc import Callable, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, replace
+from functools import lru_cache
 from typing import Any
 
 import torch
 from torch import Tensor, fx
 
 from insum_nn.compiler.bind import Bound, Extents
+from insum_nn.compiler.disk import own_folder
+from insum_nn.compiler.guards import Guard, Tree, checked, compiled, tree_of
 from insum_nn.compiler.options import Options
 from insum_nn.errors import InsumBackendError
 
-__all__ = ["Compiled", "cache_folder", "compile_graph", "inductor_options", "kernel_sources", "size_class"]
+__all__ = ["Compiled", "compile_graph", "inductor_options", "kernel_sources", "size_class"]
 
 _INT32 = 2**31
-_FORMAT = 2
+_FORMAT = 3
 
 
 def inductor_options(bound: Bound, options: Options) -> dict[str, Any]:
@@ -49,15 +53,6 @@ def inductor_options(bound: Bound, options: Options) -> dict[str, Any]:
     return chosen
 
 
-def cache_folder() -> pathlib.Path:
-    """Where compiled programs are kept: `INSUM_NN_CACHE_DIR`, or a folder of the user's cache."""
-    named = os.environ.get("INSUM_NN_CACHE_DIR")
-    if named:
-        return pathlib.Path(named)
-    base = os.environ.get("XDG_CACHE_HOME") or pathlib.Path.home() / ".cache"
-    return pathlib.Path(base) / "insum_nn"
-
-
 def size_class(bound: Bound, tensors: Sequence[Tensor], extents: Extents) -> tuple[object, ...]:
     """What of the sizes tells compiled programs apart: axes of length 1, and sizes that need 64-bit addresses."""
     ones = tuple(size == 1 for tensor in tensors for size in tensor.shape) + tuple(e == 1 for e in extents.output)
@@ -71,58 +66,42 @@ def size_class(bound: Bound, tensors: Sequence[Tensor], extents: Extents) -> tup
     return ones, large
 
 
-# What torch's functions of sizes mean; its guards are text in which they stand by name.
-_INTEGERS: dict[str, Callable[..., Any]] = {
-    "FloorDiv": lambda a, b: a // b,
-    "CleanDiv": lambda a, b: a // b,
-    "CeilDiv": lambda a, b: -(-a // b),
-    "IntTrueDiv": lambda a, b: a / b,
-    "FloatTrueDiv": lambda a, b: a / b,
-    "Mod": lambda a, b: a % b,
-    "PythonMod": lambda a, b: a % b,
-    "ModularIndexing": lambda a, b, c: a // b % c,
-    "PowByNatural": lambda a, b: a**b,
-    "FloatPow": lambda a, b: a**b,
-    "ToFloat": float,
-    "Identity": lambda a: a,
-    "Where": lambda c, a, b: a if c else b,
-}
-
-
 @dataclass(slots=True)
 class Compiled:
     """Compiled code and what it assumes.
 
     Attributes:
         run: the code; takes the graph's arguments as a flat list.
-        guards: assumptions about sizes, as text over the symbols of `symbols`.
+        guards: assumptions about sizes, as trees over the names of `symbols`.
         symbols: names of the sizes that guards speak of, each with the argument and axis that shows it.
         note: what is out of the ordinary about it, for `explain()`.
         from_disk: it was found on disk.
+        only: the one set of sizes that it serves, where its assumptions cannot be told.
     """
 
     run: Callable[..., Any]
-    guards: tuple[str, ...]
+    guards: tuple[Tree, ...]
     symbols: tuple[tuple[str, int, int], ...]
     note: str
     from_disk: bool
-    check: Callable[..., bool] | None = None
+    only: tuple[int, ...] | None = None
+    checks: tuple[Guard, ...] = ()
 
     def __post_init__(self) -> None:
-        if self.guards:
-            import sympy
+        self.checks = tuple(compiled(tree) for tree in self.guards)
 
-            names = [name for name, _, _ in self.symbols]
-            known = {name: sympy.Symbol(name, integer=True, positive=True) for name in names}
-            expressions = [sympy.parse_expr(text, local_dict=known) for text in self.guards]
-            self.check = sympy.lambdify([known[n] for n in names], sympy.And(*expressions), modules=[_INTEGERS, "math"])
+    def sizes(self, args: Sequence[Any]) -> dict[str, int]:
+        """The sizes that guards speak of."""
+        return {name: args[at] if axis < 0 else args[at].shape[axis] for name, at, axis in self.symbols}
 
     def fits(self, args: Sequence[Any]) -> bool:
         """Whether the arguments' sizes are among those the code was compiled for."""
-        if self.check is None:
+        if not self.checks and self.only is None:
             return True
-        values = [args[at] if axis < 0 else args[at].shape[axis] for _, at, axis in self.symbols]
-        return bool(self.check(*values))
+        sizes = self.sizes(args)
+        if self.only is not None:
+            return self.only == tuple(sizes.values())
+        return all(check(sizes) for check in self.checks)
 
     def __call__(self, *args: Any) -> Tensor:
         result = self.run(*args)
@@ -138,36 +117,87 @@ def _key(graph: fx.GraphModule, bound: Bound, options: Options, sizes: tuple[obj
     if device.type == "cuda":
         properties = torch.cuda.get_device_properties(device)
         parts += [properties.name, torch.cuda.get_device_capability(device), torch.version.cuda]
+    else:
+        parts.append(_instruction_set())
     return hashlib.sha256(repr(parts).encode()).hexdigest()
 
 
-def _load(path: pathlib.Path) -> Compiled | None:
-    """A compiled program from disk; anything unreadable counts as absent and is compiled anew."""
+def _load(path: pathlib.Path, arguments: Sequence[Any]) -> Compiled | None:
+    """A compiled program from disk; `None`: what lies there is none, or does not serve these arguments.
+
+    Guards and code are read only where they are what was written: their digests stand with them.
+    """
     from torch._inductor import CompiledArtifact
 
-    try:
-        with (path / "guards").open("rb") as file:
-            guards, symbols, note = pickle.load(file)
-        run = CompiledArtifact.load(path=str(path / "artifact"), format="binary")
-    except Exception:
+    data = json.loads((path / _FACTS).read_text(encoding="utf-8"))
+    facts = data["facts"]
+    if data["digest"] != _digest(json.dumps(facts, sort_keys=True).encode()):
+        raise ValueError("the guards are not what was written")
+    code = path / "artifact"
+    if facts["artifact"] != _digest(code.read_bytes()):
+        raise ValueError("the code is not what was written")
+    symbols = tuple((name, at, axis) for name, at, axis in facts["symbols"])
+    if not all(type(name) is str and type(at) is int and type(axis) is int for name, at, axis in symbols):
+        raise ValueError("sizes are a name, an argument and an axis")
+    guards = checked(facts["guards"], [name for name, _, _ in symbols])
+    found = Compiled(_absent, guards, symbols, str(facts["note"]), from_disk=True)
+    if not found.fits(arguments):
         return None
-    return Compiled(run, guards, symbols, note, from_disk=True)
+    found.run = CompiledArtifact.load(path=str(code), format="binary")
+    return found
 
 
-def _store(artifact: Any, facts: tuple[object, ...], path: pathlib.Path) -> None:
-    """Write beside, then rename: another process sees the whole entry or none."""
-    folder: pathlib.Path | None = None
+_FACTS = "guards.json"
+
+
+def _absent(*_: Any) -> Any:
+    raise AssertionError("no code was loaded")
+
+
+def _digest(content: bytes) -> str:
+    return hashlib.sha256(content).hexdigest()
+
+
+def _store(artifact: Any, compiled: Compiled, path: pathlib.Path, *, instead: bool) -> None:
+    """Write elsewhere, then rename: another process sees the whole entry or none.
+
+    Args:
+        artifact: the code.
+        compiled: what it assumes.
+        path: the entry's folder.
+        instead: of what is there, which is no entry.
+    """
+    aside: pathlib.Path | None = None
     try:
-        path.parent.mkdir(parents=True, exist_ok=True)
-        folder = pathlib.Path(tempfile.mkdtemp(dir=path.parent))
+        aside = pathlib.Path(tempfile.mkdtemp(dir=path.parent))
+        folder = aside / "new"
+        folder.mkdir(mode=0o700)
         artifact.save(path=str(folder / "artifact"), format="binary")
-        with (folder / "guards").open("wb") as file:
-            pickle.dump(facts, file)
+        code = _digest((folder / "artifact").read_bytes())
+        facts = {"guards": compiled.guards, "symbols": compiled.symbols, "note": compiled.note, "artifact": code}
+        whole = {"facts": facts, "digest": _digest(json.dumps(facts, sort_keys=True).encode())}
+        (folder / _FACTS).write_text(json.dumps(whole), encoding="utf-8")
+        if instead:
+            with suppress(FileNotFoundError):
+                path.rename(aside / "old")
         folder.rename(path)
     except OSError:
         # Another process was first, or the disk is full or read-only: the program in memory serves all the same.
-        if folder is not None:
-            shutil.rmtree(folder, ignore_errors=True)
+        pass
+    finally:
+        if aside is not None:
+            shutil.rmtree(aside, ignore_errors=True)
+
+
+@lru_cache(maxsize=1)
+def _instruction_set() -> str:
+    """What code for this processor may use of it; code for another one may end the process."""
+    flags = ""
+    with suppress(OSError):
+        lines = pathlib.Path("/proc/cpuinfo").read_text(encoding="utf-8", errors="replace").splitlines()
+        flags = next((line for line in lines if line.lower().startswith(("flags", "features"))), "")
+    known = sorted(flags.partition(":")[2].split())
+    return " ".join([platform.machine(), platform.processor(), torch.backends.cpu.get_cpu_capability(), *known])
 
 
 class _Symbols:
@@ -255,11 +285,17 @@ def compile_graph(
     """
     anchor = next(iter(tensors), start)
     device = torch.device("cpu") if anchor is None else anchor.device
-    path = cache_folder() / "inductor" / _key(graph, bound, options, sizes, device)
+    home = own_folder("inductor")
+    path = None if home is None else home / _key(graph, bound, options, sizes, device)
     arguments = [*tensors, *(value for _, value in integers), *([] if start is None else [start])]
-    if path.is_dir():
-        found = _load(path)
-        if found is not None and found.fits(arguments):
+    broken = False
+    if path is not None and path.exists():
+        try:
+            found = _load(path, arguments)
+        except Exception:
+            # Whatever keeps it from being read: it is compiled again and replaced.
+            found, broken = None, True
+        if found is not None:
             return found
     note = ""
     try:
@@ -274,11 +310,18 @@ def compile_graph(
             artifact, symbols = _compile(graph, bound, replace(options, native_matmul=False), integers, tensors, start)
         except Exception as second:
             raise _cannot(bound, device, second) from error
-    guards = tuple(str(guard.expr) for guard in symbols.env.guards if str(guard.expr) != "True")
     shown = tuple((name, at, axis) for name, (at, axis) in symbols.shown.items())
-    if not path.exists():
-        _store(artifact, (guards, shown, note), path)
-    return Compiled(artifact, guards, shown, note, from_disk=False)
+    found = Compiled(artifact, (), shown, note, from_disk=False)
+    try:
+        trees = [tree_of(guard.expr) for guard in symbols.env.guards]
+        guards = checked([tree for tree in trees if tree != ["And"]], [name for name, _, _ in shown])
+    except ValueError:
+        found.only = tuple(found.sizes(arguments).values())
+        return found
+    found = Compiled(artifact, guards, shown, note, from_disk=False)
+    if path is not None and (broken or not path.exists()):
+        _store(artifact, found, path, instead=broken)
+    return found
 
 
 def _compile(

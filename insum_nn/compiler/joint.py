@@ -427,7 +427,7 @@ def _times(calls: Sequence[_Call], apart: Apart) -> tuple[float, ...] | None:
             times = tuple(math.inf if us is None else float(us) for us in entry.value["times"])
             if len(times) != len(calls) + 1 or not all(us > 0 for us in times):
                 raise ValueError(f"{times} are not the times of {len(calls)} kernels and of none")
-        except (KeyError, TypeError, ValueError) as error:
+        except store.UNREADABLE as error:
             entry.broken(error)
             return None
         return times

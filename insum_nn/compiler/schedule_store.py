@@ -27,11 +27,12 @@ from typing import IO, Any, TypeVar
 import torch
 
 from insum_nn.compiler.bind import Bound, Extents, show_dtype
-from insum_nn.compiler.inductor import cache_folder
+from insum_nn.compiler.disk import own_folder
 from insum_nn.compiler.triton_lowering import version as triton_version
 from insum_nn.facts import StaticTable
 
 __all__ = [
+    "UNREADABLE",
     "Entry",
     "Key",
     "alike",
@@ -51,6 +52,12 @@ __all__ = [
 _FORMAT = 3
 Key = Mapping[str, Any]
 T = TypeVar("T")
+
+UNREADABLE = (ArithmeticError, AttributeError, LookupError, TypeError, ValueError, RecursionError)
+"""What reading a value ends with that is not what was written."""
+
+# Entries are shallow; deeper ones were not written here, and what walks through them may end.
+_DEPTH = 32
 
 
 @dataclass(frozen=True, slots=True)
@@ -200,7 +207,7 @@ def _apart(key: Key) -> tuple[dict[str, Any], list[int], object]:
 
 def _all() -> Iterator[Entry]:
     """All there is; files of the cache folder are read once."""
-    for path in sorted(_folder().glob("*.json")):
+    for path in _files():
         with _lock:
             if path not in _seen:
                 _seen[path] = next(_read(path), None)
@@ -214,18 +221,20 @@ def _all() -> Iterator[Entry]:
 # One entry a file: the user's cache folder.
 
 
-def _folder() -> Path:
-    return cache_folder() / "schedules"
+def _files() -> list[Path]:
+    folder = own_folder("schedules")
+    return [] if folder is None else sorted(folder.glob("*.json"))
 
 
-def _own(key: Key) -> Path:
-    return _folder() / f"{digest([key, _versions()])}.json"
+def _own(key: Key) -> Path | None:
+    folder = own_folder("schedules")
+    return None if folder is None else folder / f"{digest([key, _versions()])}.json"
 
 
 def find(key: Key) -> Entry | None:
     """What is remembered of a key: in the cache folder, in the files loaded last, in those of the package."""
     path = _own(key)
-    if path.exists():
+    if path is not None and path.exists():
         for entry in _read(path):
             return entry
     name = digest(key)
@@ -239,8 +248,9 @@ def find(key: Key) -> Entry | None:
 def write(key: Key, value: Mapping[str, Any]) -> None:
     """Remember a value: whole or not at all, as several processes may do so at once."""
     path = _own(key)
+    if path is None:
+        return
     try:
-        path.parent.mkdir(parents=True, exist_ok=True)
         with tempfile.NamedTemporaryFile("w", dir=path.parent, delete=False) as file:
             json.dump(_to_json(Entry(key, value, _versions())), file)
         os.replace(file.name, path)
@@ -269,7 +279,7 @@ def export(path: str | os.PathLike[str]) -> int:
         The number of entries written.
     """
     found: dict[str, Entry] = {}
-    files = sorted(_folder().glob("*.json"), key=lambda file: (file.stat().st_mtime_ns, file.name))
+    files = sorted(_files(), key=lambda file: (file.stat().st_mtime_ns, file.name))
     for entry in (entry for file in files for entry in _read(file)):
         name = digest(entry.key)
         if entry.current or name not in found or not found[name].current:
@@ -348,11 +358,25 @@ def _read(path: Path) -> Iterator[Entry]:
         parts = [(each["key"], each["value"], each["versions"]) for each in found]
         if not all(isinstance(part, dict) for each in parts for part in each):
             raise TypeError("an entry is not made of objects")
-    except (OSError, ValueError, TypeError, KeyError, AttributeError) as error:
+        if any(_deep(part) for each in parts for part in each):
+            raise ValueError("an entry is nested too deeply")
+    except (OSError, *UNREADABLE) as error:
         _warn(path, f"{type(error).__name__}: {error}")
         return
     for key, value, versions in parts:
         yield Entry(key, value, versions, path)
+
+
+def _deep(value: object) -> bool:
+    """Whether a value from JSON is nested more deeply than any that was written."""
+    left = [(value, 0)]
+    while left:
+        each, depth = left.pop()
+        if depth > _DEPTH:
+            return True
+        inner = each.values() if isinstance(each, dict) else each if isinstance(each, list) else ()
+        left += [(part, depth + 1) for part in inner]
+    return False
 
 
 def _warn(path: Path | None, why: str) -> None:
@@ -373,13 +397,13 @@ def turn(key: Key, seconds: float) -> Generator[bool]:
     Yields:
         Whether it is this process's turn; `False` after a wait in vain.
     """
-    path = cache_folder() / "locks" / digest([key, _versions()])
+    folder = own_folder("locks")
     with ExitStack() as stack:
         file = None
         with suppress(OSError):
-            path.parent.mkdir(parents=True, exist_ok=True)
             # Closing the file gives the lock back; so does the end of a process, however it comes.
-            file = stack.enter_context(path.open("w"))
+            if folder is not None:
+                file = stack.enter_context((folder / digest([key, _versions()])).open("w"))
         until = time.monotonic() + seconds
         while not (taken := _take(file)) and time.monotonic() < until:
             time.sleep(0.05)

@@ -141,10 +141,18 @@ def _from_json(value: Any) -> Schedule:
             raise ValueError(f"{name} of a schedule is {number!r}")
         if type(number) is int and (number < min(1, known[name]) or (name in _POWERS and number & (number - 1))):
             raise ValueError(f"{name} of a schedule is {number}")
-    return Schedule(**value)
+        if type(number) is int and number > _LARGEST.get(name, _MANY):
+            raise ValueError(f"{name} of a schedule is {number}")
+    schedule = Schedule(**value)
+    if schedule.m * schedule.n * schedule.k > _LANES:
+        raise ValueError(f"a schedule of {schedule} holds more than {_LANES} numbers")
+    return schedule
 
 
 _POWERS = ("m", "n", "k", "warps")
+# No schedule that was measured comes near to these; Triton's tensors hold as many numbers as `_LANES` at most.
+_LARGEST = {"warps": 32, "stages": 16, "tail": 4096, "turns": 4096}
+_MANY, _LANES = 2**31 - 1, 1 << 20
 
 
 def _known(entry: store.Entry | None) -> tuple[Schedule, tuple[Measurement, ...]] | None:
@@ -154,7 +162,7 @@ def _known(entry: store.Entry | None) -> tuple[Schedule, tuple[Measurement, ...]
     try:
         shown = [(_from_json(m["schedule"]), float(m["microseconds"])) for m in entry.value["measured"]]
         return _from_json(entry.value["schedule"]), tuple(Measurement(*m) for m in shown)
-    except (KeyError, TypeError, ValueError) as error:
+    except store.UNREADABLE as error:
         entry.broken(error)
         return None
 

@@ -23,7 +23,7 @@ def _ase(module: str) -> Any:
     except ImportError as error:
         raise MissingExtraError(
             "configurations of atoms are read by ase, which is not installed",
-            fix="run: pip install insum-nn[molecules]",
+            fix="run: pip install ase",
         ) from error
 
 

@@ -8,13 +8,14 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from types import ModuleType
+from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
 
 from insum_nn.errors import InsumFormatError, InsumShapeError, MissingExtraError
 
-__all__ = ["CLASSES", "PALETTE", "UNLABELLED", "Room", "read_point_file", "read_points", "write_ply"]
+__all__ = ["CLASSES", "PALETTE", "UNLABELLED", "Room", "is_point_file", "read_point_file", "read_points", "write_ply"]
 
 CLASSES: tuple[str, ...] = (
     "ceiling",
@@ -103,10 +104,14 @@ def read_points(path: str | Path, *, broken: str = "raise") -> tuple[NDArray[np.
         (n, 3) float32 and (n, 3) uint8; both empty for an empty file.
 
     Raises:
-        InsumFormatError: a line is no point; the message names file and line.
+        InsumFormatError: a line is no point; the message names file and line. Or the file is no text.
     """
     path = Path(path)
     _check_broken(broken)
+    if is_point_file(path):
+        raise InsumFormatError(
+            f"{path} is a point cloud in a binary format, not text", fix="call read_point_file.", file=str(path)
+        )
     text = path.read_bytes()
     if not text.strip():
         return np.empty((0, 3), np.float32), np.empty((0, 3), np.uint8)
@@ -165,21 +170,43 @@ def _line_by_line(path: Path, text: bytes, broken: str) -> NDArray[np.float64]:
     return np.array(rows, dtype=np.float64).reshape(-1, 6)
 
 
-def read_point_file(path: str | Path, *, classes: Sequence[str] = CLASSES) -> Room:
-    """Read a PLY or PCD file by Open3D.
+_OPEN3D = (".ply", ".pcd")
+
+
+def is_point_file(path: str | Path) -> bool:
+    """Whether a file is one that `read_point_file` reads, rather than text: by its suffix, or as LAS begins."""
+    path = Path(path)
+    return path.suffix.lower() in _OPEN3D or _is_las(path)
+
+
+def _is_las(path: Path) -> bool:
+    suffix = path.suffix.lower()
+    if suffix in (".las", ".laz", *_OPEN3D) or not path.is_file():
+        return suffix in (".las", ".laz")
+    with path.open("rb") as file:
+        return file.read(4) == b"LASF"
+
+
+def read_point_file(path: str | Path, *, classes: Sequence[str] | None = None) -> Room:
+    """Read a PLY or PCD file by Open3D, a LAS or LAZ file by laspy.
 
     Args:
         path: a file with positions; colours, and labels under `classification`, `label` or `class`, are read if there.
-        classes: names of the file's labels, in their order; each must be one of `CLASSES`.
+        classes: names of the file's labels, in their order; each must be one of `CLASSES`. Default: `CLASSES`; but the
+            classification of LAS is a list of its own, so that its points have no labels then.
 
     Returns:
-        A room; colours are 0 and labels `UNLABELLED` where the file has none.
+        A room; colours are 0 and labels `UNLABELLED` where the file has none. Points of LAS count from the file's
+        smallest corner, rounded down: float32 holds no map's coordinates.
 
     Raises:
-        MissingExtraError: Open3D is not installed.
+        MissingExtraError: Open3D, or laspy, is not installed.
         InsumFormatError: the file holds no point, or a label that `classes` does not name.
     """
     path = Path(path)
+    if _is_las(path):
+        return _read_las(path, classes)
+    classes = CLASSES if classes is None else classes
     cloud = _open3d().t.io.read_point_cloud(str(path))
     held = {key: cloud.point[key].numpy() for key in cloud.point}
     if "positions" not in held or held["positions"].shape[0] == 0:
@@ -216,14 +243,49 @@ def _renumber(labels: NDArray[np.int64], classes: Sequence[str], path: Path) -> 
     return table[labels]
 
 
+def _read_las(path: Path, classes: Sequence[str] | None) -> Room:
+    laspy = _laspy()
+    try:
+        cloud: Any = laspy.read(str(path))
+    except (laspy.LaspyException, ValueError, OSError) as error:
+        raise InsumFormatError(
+            f"{path} is no LAS file that laspy reads: {error}", fix="check the file.", file=str(path)
+        ) from error
+    found = np.asarray(cloud.xyz, np.float64)
+    if not len(found):
+        raise InsumFormatError(f"{path} holds no points", fix="check that the file is whole.", file=str(path))
+    names = set(cloud.point_format.dimension_names)
+    colors = np.zeros(found.shape, np.uint16)
+    if {"red", "green", "blue"} <= names:
+        colors = np.stack([np.asarray(cloud[name], np.uint16) for name in ("red", "green", "blue")], axis=1)
+        # They have 16 bits; some write 8 of them.
+        colors = colors >> 8 if colors.max() > 255 else colors
+    labels = np.full(len(found), UNLABELLED, np.int64)
+    if classes is not None:
+        labels = _renumber(np.asarray(cloud.classification).astype(np.int64), classes, path)
+    points = found - np.floor(found.min(0))
+    return Room(path.stem, points.astype(np.float32), colors.astype(np.uint8), labels)
+
+
+def _laspy() -> Any:
+    try:
+        return importlib.import_module("laspy")
+    except ImportError as error:
+        raise MissingExtraError(
+            "laspy is not installed, and LAS and LAZ files need it",
+            fix="run: pip install 'laspy[lazrs]'; or give rooms as text files.",
+            package="laspy",
+        ) from error
+
+
 def _open3d() -> ModuleType:
     try:
         return importlib.import_module("open3d")
     except ImportError as error:
         raise MissingExtraError(
             "Open3D is not installed, and PLY and PCD files need it",
-            fix="pip install insum-nn[pointcloud], or give rooms as text files.",
-            extra="pointcloud",
+            fix="run: pip install open3d; or give rooms as text files.",
+            package="open3d",
         ) from error
 
 

@@ -17,7 +17,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 from torch.utils.data import Dataset
 
-from insum_nn.datasets.rooms import CLASSES, UNLABELLED, Room, read_point_file, read_points
+from insum_nn.datasets.rooms import CLASSES, UNLABELLED, Room, is_point_file, read_point_file, read_points
 from insum_nn.datasets.voxels import voxelize
 from insum_nn.errors import InsumFormatError, InsumNameError
 
@@ -26,7 +26,6 @@ __all__ = ["S3DIS", "VoxelBatch", "VoxelSample", "collate", "read_room", "voxel_
 _SPLITS = {"train": (1, 2, 3, 4, 6), "val": (5,)}
 # In the published annotations a few stairs stand beside the 13 classes; by custom they count as clutter.
 _ALIASES = {"stairs": "clutter"}
-_POINT_FILES = (".ply", ".pcd")
 _CACHE_FORMAT = 1
 
 
@@ -35,19 +34,19 @@ def read_room(path: str | Path, *, broken: Literal["raise", "skip"] = "raise") -
 
     Args:
         path: a folder with `Annotations/<class>_<number>.txt`, or with `<room>.txt` alone (no labels); or a file:
-            `.txt` with lines `x y z r g b`, `.ply` or `.pcd` (through Open3D).
+            `.txt` with lines `x y z r g b`, `.ply` or `.pcd` (through Open3D), `.las` or `.laz` (through laspy).
         broken: `"raise"` names file and line of the first line that is no point; `"skip"` leaves such lines out, with a
             warning.
 
     Raises:
         InsumNameError: a class is none of S3DIS, or there is nothing to read.
         InsumFormatError: a line is no point.
-        MissingExtraError: a PLY or PCD file without Open3D.
+        MissingExtraError: a PLY or PCD file without Open3D, a LAS or LAZ file without laspy.
     """
     path = Path(path)
     name = f"{path.parent.name}/{path.name}" if path.parent.name.startswith("Area_") else path.stem
     if path.is_file():
-        if path.suffix in _POINT_FILES:
+        if is_point_file(path):
             return read_point_file(path)
         points, colors = read_points(path, broken=broken)
         return Room(name, points, colors, np.full(len(points), UNLABELLED, np.int64))

@@ -332,12 +332,12 @@ def _uncompress(tensor: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def scipy_sparse() -> ModuleType:
-    """`scipy.sparse`, or an error that names the extras that bring it."""
+    """`scipy.sparse`, or an error that names the package."""
     try:
         return importlib.import_module("scipy.sparse")
     except ImportError as error:
         raise MissingExtraError(
             "scipy is not installed, and scipy matrices need it",
-            fix="pip install insum-nn[examples] (or the extra 'test').",
-            extra="examples",
+            fix="run: pip install scipy",
+            package="scipy",
         ) from error

@@ -24,7 +24,7 @@ try:
     from torch_geometric.typing import Adj, OptPairTensor, OptTensor, SparseTensor  # pyright: ignore
 except ImportError as error:
     raise MissingExtraError(
-        "GCNConv takes the place of torch_geometric's, which is not installed", fix="run: pip install insum-nn[pyg]"
+        "GCNConv takes the place of torch_geometric's, which is not installed", fix="run: pip install torch_geometric"
     ) from error
 
 __all__ = ["GCNConv"]

@@ -39,7 +39,7 @@ try:
     Instruction: Any = importlib.import_module("e3nn.o3._tensor_product._instruction").Instruction
 except ImportError as error:
     raise MissingExtraError(
-        "the tensor products take the place of e3nn's, which is not installed", fix="run: pip install insum-nn[e3nn]"
+        "the tensor products take the place of e3nn's, which is not installed", fix="run: pip install e3nn"
     ) from error
 
 __all__ = [

@@ -12,7 +12,7 @@ try:
     from torch_geometric.nn.models import basic_gnn
 except ImportError as error:
     raise MissingExtraError(
-        "GCN takes the place of torch_geometric's, which is not installed", fix="run: pip install insum-nn[pyg]"
+        "GCN takes the place of torch_geometric's, which is not installed", fix="run: pip install torch_geometric"
     ) from error
 
 __all__ = ["GCN"]

@@ -23,7 +23,7 @@ try:
 except ImportError as error:
     raise MissingExtraError(
         "equivariant models are built from e3nn's layers, which is not installed",
-        fix="run: pip install insum-nn[e3nn]",
+        fix="run: pip install e3nn",
     ) from error
 
 __all__ = ["Interaction", "NequIP", "RadialBasis", "gated", "plain_e3nn"]

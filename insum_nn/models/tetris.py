@@ -19,7 +19,7 @@ try:
 except ImportError as error:
     raise MissingExtraError(
         "equivariant models are built from e3nn's layers, which is not installed",
-        fix="run: pip install insum-nn[e3nn]",
+        fix="run: pip install e3nn",
     ) from error
 
 __all__ = ["TETRIS_NAMES", "TetrisClassifier", "radius_edges", "tetris_pieces"]

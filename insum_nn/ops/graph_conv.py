@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from insum_nn.compiler.api import Explanation, compile, for_each_vector, options_text
+from insum_nn.compiler.api import Explanation, compile_built, for_each_vector, options_text
 from insum_nn.compiler.options import DEFAULT, Options
 from insum_nn.errors import InsumDeviceError, InsumDtypeError
 from insum_nn.kept import forget
@@ -65,7 +65,9 @@ def clear_graphs() -> None:
     _graphs.clear()
 
 
-def graph_matrix(edge_index: Tensor, num_nodes: int, recipe: Recipe, *, key: Tensor | None = None) -> GraphMatrix:
+def graph_matrix(
+    edge_index: Tensor, num_nodes: int, recipe: Recipe, *, key: Tensor | None = None, again: bool = False
+) -> GraphMatrix:
     """The matrix of a graph; built once for each edge list, by identity and version.
 
     Args:
@@ -73,6 +75,7 @@ def graph_matrix(edge_index: Tensor, num_nodes: int, recipe: Recipe, *, key: Ten
         num_nodes: nodes.
         recipe: self-loops and flow; the rest decides only values.
         key: the tensor that the matrix is remembered under, where `edge_index` was made from it just now.
+        again: read the edges whatever is remembered of them.
 
     Raises:
         InsumShapeError: not two rows.
@@ -86,7 +89,10 @@ def graph_matrix(edge_index: Tensor, num_nodes: int, recipe: Recipe, *, key: Ten
             check_edge_index(edges, num_nodes)
             return GraphMatrix(edge_entries(edges, num_nodes, loops=recipe.loops, flow=recipe.flow))
 
-    return _graphs.get([edge_index if key is None else key], (num_nodes, recipe.loops, recipe.flow), build)
+    tensor = edge_index if key is None else key
+    if again:
+        forget([tensor])
+    return _graphs.get([tensor], (num_nodes, recipe.loops, recipe.flow), build)
 
 
 def graph_values(
@@ -196,9 +202,7 @@ def graph_conv(
             False,
         )
         return out if bias is None else out + bias
-    if options.validate:
-        forget([edge_index if key is None else key])
-    graph = graph_matrix(edge_index, x.shape[0], recipe, key=key)
+    graph = graph_matrix(edge_index, x.shape[0], recipe, key=key, again=options.validate)
     values = graph_values(graph, edge_weight, recipe, x.dtype, options)
     if bias is None or bias.dtype != x.dtype:
         out = graph_product(graph, values, x, options=options)
@@ -252,7 +256,7 @@ def explain_graph_conv(
     grouped = graph.by_row
     values = grouped.spread(graph_values(graph, edge_weight, recipe, x.dtype, options).detach())
     named = {**grouped.matrix.tensors, "Val": values, "B": x.detach()}
-    program = compile(CARRY, facts=grouped.matrix.facts, options=fixed_order(options))
+    program = compile_built(CARRY, facts=grouped.matrix.facts, options=fixed_order(options))
     return program.explain(tensors=named, out_shape=(graph.num_nodes, None), measure=measure)
 
 
@@ -274,7 +278,7 @@ def _operator(
 ) -> Tensor:
     recipe = Recipe(normalize, loops, fill, flow)  # type: ignore[arg-type]
     chosen = Options.from_json(options)
-    graph = graph_matrix(edge_index, x.shape[0], recipe)
+    graph = graph_matrix(edge_index, x.shape[0], recipe, again=chosen.validate)
     values = graph_values(graph, edge_weight, recipe, x.dtype, chosen)
     return graph_product(graph, values, x, transposed=transposed, options=chosen)
 

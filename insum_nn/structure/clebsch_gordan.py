@@ -47,7 +47,7 @@ def nonzeros(l1: int, l2: int, l3: int) -> tuple[NDArray[np.int64], NDArray[np.f
     except ImportError as error:
         raise MissingExtraError(
             "Clebsch-Gordan coefficients are computed by e3nn, which is not installed",
-            fix="run: pip install insum-nn[e3nn]",
+            fix="run: pip install e3nn",
         ) from error
     # torch makes the result on its default device, which may hold no float64, and for the transform or mode that is
     # active, where it may have no values.

@@ -21,6 +21,7 @@ import insum_nn.schedules
 from insum_nn import IndexFacts, Options
 from insum_nn.compiler import progress, schedule_store, tuning
 from insum_nn.compiler.bind import Extents, bind
+from insum_nn.compiler.disk import cache_folder
 from insum_nn.compiler.kernel_candidates import candidates
 from insum_nn.compiler.kernel_form import make_form
 from insum_nn.compiler.kernel_schedule import Schedule, default_schedule
@@ -94,7 +95,7 @@ def test_without_tuning_nothing_is_read(monkeypatch: pytest.MonkeyPatch):
 def test_nothing_ran(monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setattr(tuning, "_measure", lambda search, schedules: (Measurement(FASTEST, float("inf")),))
     assert choose().reason == "the default: no candidate ran"
-    assert not list(schedule_store._folder().glob("*"))
+    assert not list((cache_folder() / "schedules").glob("*"))
 
 
 def test_times_of_candidates(monkeypatch: pytest.MonkeyPatch):
@@ -333,7 +334,7 @@ def test_of_several_versions_the_current_is_exported(tmp_path: Path, monkeypatch
 def test_a_torn_file_is_named_and_ignored(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, text: str):
     made = measured(monkeypatch)
     choose()
-    (own,) = schedule_store._folder().glob("*.json")
+    (own,) = (cache_folder() / "schedules").glob("*.json")
     own.write_text(text)
     with pytest.warns(UserWarning, match=own.name):
         assert choose().schedule == FASTEST
@@ -359,7 +360,7 @@ def test_a_torn_file_is_named_and_ignored(tmp_path: Path, monkeypatch: pytest.Mo
 def test_an_entry_that_is_no_schedule_is_ignored(monkeypatch: pytest.MonkeyPatch, change: dict[str, object]):
     made = measured(monkeypatch)
     choose()
-    (own,) = schedule_store._folder().glob("*.json")
+    (own,) = (cache_folder() / "schedules").glob("*.json")
     data = json.loads(own.read_text())
     data["value"]["schedule"].update(change)
     own.write_text(json.dumps(data))
@@ -451,7 +452,7 @@ def test_the_wait_is_bounded(tmp_path: Path):
 def test_a_process_that_died_holds_nobody_up(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
     made = measured(monkeypatch)
     choose()
-    (own,) = schedule_store._folder().glob("*.json")
+    (own,) = (cache_folder() / "schedules").glob("*.json")
     own.unlink()
     # Its lock file stays behind.
     assert list((tmp_path / "cache" / "locks").iterdir())

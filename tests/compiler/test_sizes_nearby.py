@@ -17,6 +17,7 @@ from insum_nn import Options
 from insum_nn.compiler import choice, patience, schedule_store, tuning
 from insum_nn.compiler.bind import Extents, bind
 from insum_nn.compiler.choice import Offer, choose_path
+from insum_nn.compiler.disk import cache_folder
 from insum_nn.compiler.kernel_candidates import candidates
 from insum_nn.compiler.kernel_form import Form, make_form
 from insum_nn.compiler.kernel_points import LONGEST
@@ -244,7 +245,7 @@ def test_a_search_takes_what_did_well(searches: list[list[Schedule]]):
     # It is remembered as what it is: the next size is not guessed from a guess.
     (written,) = [
         entry
-        for path in schedule_store._folder().glob("*.json")
+        for path in (cache_folder() / "schedules").glob("*.json")
         if "nearby" in (entry := json.loads(path.read_text()))["value"]
     ]
     assert written["key"]["bucket"] == [15, 3, 13, 3]

@@ -120,10 +120,39 @@ class TestReading:
 
 
 class TestPointFiles:
-    def test_without_open3d_the_extra_is_named(self, monkeypatch, tmp_path):
+    def test_without_open3d_the_package_is_named(self, monkeypatch, tmp_path):
         monkeypatch.setitem(sys.modules, "open3d", None)
-        with pytest.raises(MissingExtraError, match=r"insum-nn\[pointcloud\]"):
+        with pytest.raises(MissingExtraError, match="pip install open3d"):
             read_room(write_ply(tmp_path / "a.ply", np.zeros((1, 3)), np.zeros((1, 3), np.uint8)))
+
+    @pytest.mark.parametrize("name", ["a.las", "a.LAZ", "a.txt"])
+    def test_without_laspy_the_package_is_named(self, monkeypatch, tmp_path, name):
+        monkeypatch.setitem(sys.modules, "laspy", None)
+        (tmp_path / name).write_bytes(b"LASF" + bytes(400))
+        with pytest.raises(MissingExtraError, match=r"pip install 'laspy\[lazrs\]'"):
+            read_room(tmp_path / name)
+        with pytest.raises(InsumFormatError, match="is a point cloud in a binary format"):
+            read_points(tmp_path / name)
+
+    @pytest.mark.parametrize("name", ["cloud.las", "cloud.laz"])
+    def test_las(self, tmp_path, name):
+        laspy = pytest.importorskip("laspy")
+        las = laspy.create(point_format=3, file_version="1.2")
+        corner = np.array([4_500_123.25, 600_100.5, 12.0])
+        offsets = np.array([[0.0, 0, 0], [1.5, 0.25, 3], [0.01, 2, 0.12]])
+        las.xyz = corner + offsets
+        las.red, las.green, las.blue = np.array([[256, 65535, 0], [512, 0, 0], [0, 0, 768]], np.uint16).T
+        las.classification = np.array([0, 1, 1], np.uint8)
+        las.write(str(tmp_path / name))
+        room = read_room(tmp_path / name)
+        np.testing.assert_allclose(room.points, offsets + np.array([0.25, 0.5, 0]), atol=1e-6)
+        assert room.colors.tolist() == [[1, 255, 0], [2, 0, 0], [0, 0, 3]]
+        assert (room.labels == UNLABELLED).all()
+        named = read_point_file(tmp_path / name, classes=("sofa", "wall"))
+        assert [CLASSES[k] for k in named.labels] == ["sofa", "wall", "wall"]
+        (tmp_path / name).write_bytes((tmp_path / name).read_bytes()[:100])
+        with pytest.raises(InsumFormatError, match="is no LAS file that laspy reads"):
+            read_room(tmp_path / name)
 
     @pytest.mark.parametrize("labelled", [True, False])
     def test_ply_there_and_back(self, tmp_path, labelled):

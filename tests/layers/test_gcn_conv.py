@@ -806,7 +806,7 @@ def test_the_missing_package_is_named():
         "try:\n"
         "    import insum_nn.layers.gcn_conv\n"
         "except MissingExtraError as error:\n"
-        "    assert 'pip install insum-nn[pyg]' in str(error)\n"
+        "    assert 'pip install torch_geometric' in str(error)\n"
         "else:\n"
         "    raise AssertionError\n"
     )

@@ -1,0 +1,23 @@
+"""Errors about missing packages name what is to be installed, as it is called on the package index."""
+
+from __future__ import annotations
+
+import ast
+import re
+
+from tests.source_tree import PACKAGE, ROOT
+
+
+def test_errors_name_the_package_to_install():
+    """Extras of this package cannot be installed by name: the index's project of that name need not be ours."""
+    calls: list[str] = []
+    for path in sorted((ROOT / PACKAGE).rglob("*.py")):
+        text = path.read_text(encoding="utf-8")
+        assert not re.search(r"pip install '?insum", text), path
+        for node in ast.walk(ast.parse(text)):
+            if isinstance(node, ast.Call) and ast.unparse(node.func) == "MissingExtraError":
+                calls.append(ast.unparse(node))
+    assert len(calls) >= 9
+    assert all(
+        re.search(r"pip install (e3nn|torch_geometric|ase|open3d|scipy|\\?'laspy\[lazrs\]\\?')", call) for call in calls
+    ), calls
