@@ -191,15 +191,14 @@ class _Swap:
 
     def convert(self, module: nn.Module, name: str, parent: nn.Module | None) -> nn.Module | None:
         """Our layer for a module, and a row of the report; `None` where there is none."""
-        # A parametrization makes a class of its own for each layer.
-        kind = type(module).__mro__[1] if is_parametrized(module) else type(module)
+        kind = _class_of(module)
         path = f"{kind.__module__}.{kind.__qualname__}"
         shown = _shown(path)
         pruning = self.pruning_of(kind, name)
         supported = path in CONVERTERS or pruning is not None
         skipped = self.skipped(name)
         if not supported:
-            reason = self.why_not(module, path)
+            reason = self.why_not(module, path, parent)
             if reason is not None and skipped is None:
                 self.rows.append(SwapRow(name, shown, "left", reason))
             return None
@@ -269,7 +268,7 @@ class _Swap:
         self.fitted.update(fitting)
         return self.block_sparse[fitting[0]] if fitting else None
 
-    def why_not(self, module: nn.Module, path: str) -> str | None:
+    def why_not(self, module: nn.Module, path: str, parent: nn.Module | None) -> str | None:
         """Why an unsupported module is worth a line, or `None`."""
         if path.startswith("insum_nn."):
             return None
@@ -280,7 +279,9 @@ class _Swap:
         if type(module) in (nn.Linear, nn.Conv2d):
             return "dense; name it in block_sparse= to prune it"
         if isinstance(module, torch.jit.ScriptModule):
-            return "compiled by TorchScript"
+            # What e3nn generates is a part of its layer.
+            inside = parent is not None and _class_of(parent).__module__.startswith(_PEERS)
+            return None if inside else "compiled by TorchScript"
         if path.startswith(_PEERS) and not _is_container(module):
             return "no counterpart"
         return None
@@ -312,6 +313,11 @@ def _children(module: nn.Module) -> Iterator[tuple[str, nn.Module]]:
     for key, child in module._modules.items():
         if child is not None:
             yield key, child
+
+
+def _class_of(module: nn.Module) -> type:
+    """A layer's class; a parametrization gives each layer one of its own."""
+    return type(module).__mro__[1] if is_parametrized(module) else type(module)
 
 
 def _is_container(module: nn.Module) -> bool:

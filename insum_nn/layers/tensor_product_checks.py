@@ -128,7 +128,8 @@ def check_inputs(module: Any, x: Tensor, y: Tensor, weight: Tensor) -> None:
     check_same({"x": x, "y": y} | ({"weight": weight} if weight.numel() else {}), faults)
     shapes = [x.shape[:-1], y.shape[:-1]] + ([] if module.shared_weights else [weight.shape[:-1]])
     # While tracing, looking at extents would fix them; torch refuses what does not broadcast.
-    if not faults and not torch.compiler.is_compiling() and not _broadcast(shapes):
+    free = torch.compiler.is_compiling() or any(isinstance(extent, torch.SymInt) for s in shapes for extent in s)
+    if not faults and not free and not _broadcast(shapes):
         names = "x, y" if module.shared_weights else "x, y and weight"
         faults.append(
             InputError(
