@@ -56,6 +56,7 @@ def compile(
     activation: str | None = None,
     out_dtype: torch.dtype | None = None,
     options: Options = DEFAULT,
+    drop_outside: bool = False,
 ) -> Program:
     """Check a statement once and return a `Program` to call with tensors.
 
@@ -71,6 +72,8 @@ def compile(
         out_dtype: floating-point dtype of the output, where it is not that of the factors. A generated kernel stores
             its float32 sums in it; the other back ends cast their result.
         options: compile options.
+        drop_outside: for derivative statements: an affine write outside the output is dropped, not refused, and indices
+            that are only written get their extents from `sizes=` of the call.
 
     Raises:
         InsumSyntaxError: the text is not a statement.
@@ -95,6 +98,7 @@ def compile(
         activation=activation,
         out_dtype=out_dtype,
         options=options,
+        drop_outside=drop_outside,
     )
 
 
@@ -125,6 +129,7 @@ def insum(
     out_dtype: torch.dtype | None = None,
     options: Options | None = None,
     validate: bool = False,
+    drop_outside: bool = False,
     tensors: Mapping[str, Tensor] | None = None,
     out: Tensor | None = None,
     **named: Tensor,
@@ -145,6 +150,7 @@ def insum(
         out_dtype: the output's dtype; see `compile`.
         options: compile options.
         validate: prove every index tensor again and name the first bad entries.
+        drop_outside: for derivative statements; see `compile`.
         tensors: tensors by name, for names that cannot be keyword arguments here.
         out: a tensor of the output's shape, dtype and device, of any strides, that is overwritten with the result and
             returned, as torch's `out=`. Its old values count only if it is the starting value too. It supplies extents
@@ -183,6 +189,7 @@ def insum(
             activation=activation,
             out_dtype=out_dtype,
             validate=validate,
+            drop_outside=drop_outside,
         )
         return result if out is None else write_out(expression, out, result)
     check_kinds(sizes=sizes, out_shape=out_shape, tensors=tensors, options=options)
@@ -190,7 +197,7 @@ def insum(
     check_text(expression)
     if validate and not chosen.validate:
         chosen = replace(chosen, validate=True)
-    program = _cached_program(expression, chosen, tuple(sizes) if sizes else (), activation, out_dtype)
+    program = _cached_program(expression, chosen, tuple(sizes) if sizes else (), activation, out_dtype, drop_outside)
     return program(sizes=sizes, out_shape=out_shape, tensors=tensors, out=out, **named)
 
 
@@ -203,8 +210,9 @@ def _cached_program(
     sized: tuple[str, ...],
     activation: str | None,
     out_dtype: torch.dtype | None,
+    drop_outside: bool,
 ) -> Program:
-    key = (expression, options, sized, activation, out_dtype)
+    key = (expression, options, sized, activation, out_dtype, drop_outside)
     program = _programs.get(key)
     if program is None:
         if len(_programs) >= 1024:
@@ -215,6 +223,7 @@ def _cached_program(
             activation=activation,
             out_dtype=out_dtype,
             options=options,
+            drop_outside=drop_outside,
         )
         # Their extents come with each call.
         program._sizes = {}

@@ -357,12 +357,15 @@ def run_spec(
     if ready is not None and ready.holds(tensors):
         return ready.run(tensors, start)
     if 0 in extents.indices:
+        check_extents(spec.statement, tensors, extents, drop_outside=spec.drop_outside)
         return _without_terms(spec, tensors, start, extents)
     bound, program = prepare(spec, tensors, start, extents)
-    if 0 in extents.output:
+    indexed = bound.layout.index_tensors
+    empty = [name for name, t in zip(bound.layout.tensors, tensors, strict=True) if t.numel() == 0]
+    if 0 in extents.output or not indexed.issuperset(empty):
+        # Every read of a factor without cells misses.
         return _without_terms(spec, tensors, start, extents)
-    if any(t.numel() == 0 for t in tensors):
-        indexed = bound.layout.index_tensors
+    if empty:
         stand = [_stand_in(t, n in indexed) for n, t in zip(bound.layout.tensors, tensors, strict=True)]
         return program(stand, extents, start)
     run = program.prepare(tensors, extents, start)

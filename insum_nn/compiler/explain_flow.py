@@ -96,7 +96,7 @@ class _Builder:
         labels = tuple(dict.fromkeys(index.name for index in access.indices()))
         what = "view" if _is_view(access) else "gather"
         outside = any(s.plain is None and s.indirect is None for s in access.subscripts)
-        note = "" if not outside else "no entry outside" if pointing else "0 outside"
+        note = "no part outside" if outside else ""
         self.box(key, "gather", what, str(access), f"→ {self.shaped(labels)}", note, hover=f"{what} {access}")
         self.edge(source, key, index=pointing)
         self.point(pointers, key)
@@ -215,20 +215,22 @@ class _Builder:
         return "add to the start" if has_start else "write all rows" if rows else "write"
 
     def guards(self, plan: Plan | None) -> list[str]:
-        """Index tensors that decide which terms take part under `max=` and `min=`."""
+        """Index tensors that decide where cells or terms are left out as they are combined."""
         if plan is None:
             return []
-        inner = [a for access in plan.combine.guards for s in access.subscripts for a in s.index_accesses()]
-        return [self.read(a) for a in inner if any(plan.bound.facts_of(n).masked is not False for n in _names(a))]
+        inner = [miss.access for miss in plan.combine.guards if miss.axis is None]
+        inner += [
+            access
+            for miss in plan.combine.guards
+            if miss.axis is not None
+            for access in miss.access.subscripts[miss.axis].index_accesses()
+        ]
+        return [self.read(access) for access in dict.fromkeys(inner)]
 
 
 def _is_view(access: Access) -> bool:
     plain = [subscript.plain for subscript in access.subscripts]
     return None not in plain and len(set(plain)) == len(plain)
-
-
-def _names(access: Access) -> list[str]:
-    return [access.name, *(nested.name for nested in access.nested())]
 
 
 def _matrix_lines(step: Dot) -> list[str]:

@@ -173,7 +173,7 @@ def loop_lines(
 def loop_notes(
     statement: Statement, plan: Plan | None, sizes: Mapping[str, int], shapes: Mapping[str, Sequence[int]]
 ) -> list[str]:
-    """What the statement's text does not show: reads that give 0, terms that drop out.
+    """What the statement's text does not show: which terms take no part.
 
     Args:
         statement: a checked statement.
@@ -189,15 +189,12 @@ def loop_notes(
         if access is statement.output:
             if plan is not None and plan.bound.drop_outside:
                 notes[f"a write outside {access.name} is dropped"] = None
-        elif access.name in layout.index_tensors:
-            notes[f"{access} is 'no entry' outside {access.name}"] = None
         else:
-            notes[f"{access} is 0 outside {access.name}"] = None
+            notes[f"terms with {access} outside {access.name} take no part"] = None
     names = [name for name in layout.tensors if name in layout.index_tensors]
     holes = [name for name in names if plan is None or plan.bound.facts_of(name).masked is not False]
     if holes:
-        dropped = "such a term takes no part" if statement.operator in ("max=", "min=") else "reads 0, writes nothing"
-        notes[f"-1 in {', '.join(holes)} is 'no entry': {dropped}"] = None
+        notes[f"-1 in {', '.join(holes)} is 'no entry': such a term takes no part"] = None
     return list(notes)
 
 

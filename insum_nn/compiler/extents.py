@@ -256,10 +256,10 @@ def _complete_shape(statement: Statement, output: Sequence[int | None]) -> tuple
 
 
 def check_extents(statement: Statement, tensors: Sequence[Tensor], extents: Extents, *, drop_outside: bool) -> None:
-    """Check what sizes alone decide: affine writes, and integers that address what they must.
+    """Check what sizes alone decide: constant subscripts, affine writes, and integers that address what they must.
 
     Raises:
-        InsumRangeError: an affine write leaves the output.
+        InsumRangeError: a constant subscript or an affine write leaves its tensor.
         InsumOverflowError: an index tensor's dtype, or int64 arithmetic, cannot address an axis.
     """
     layout = layout_of(statement)
@@ -276,7 +276,9 @@ def check_extents(statement: Statement, tensors: Sequence[Tensor], extents: Exte
             extent = shapes[access.name][axis]
             faults += _check_int32(statement, access, axis, extent, subscript, dtypes)
             faults += _check_int64(statement, subscript, sizes)
-            if access is statement.output and not drop_outside and not empty:
+            if not subscript.terms:
+                faults += _check_constant(statement, access, axis, extent, subscript)
+            elif access is statement.output and not drop_outside and not empty:
                 faults += _check_affine_write(statement, access, axis, extent, subscript, sizes)
     raise_collected(faults)
 
@@ -335,6 +337,32 @@ def _check_int64(statement: Statement, subscript: Subscript, sizes: Mapping[str,
     ]
 
 
+def _check_constant(
+    statement: Statement, access: Access, axis: int, extent: int, subscript: Subscript
+) -> list[InsumError]:
+    """A constant subscript is part of the text: outside it is a mistake, even where nothing is iterated."""
+    if 0 <= subscript.offset < extent:
+        return []
+    verb = "writes" if access is statement.output else "reads"
+    fix = f"give '{access.name}' at least {subscript.offset + 1} entries along axis {axis}, or correct the constant."
+    if subscript.offset < 0:
+        last = f"the last entry is {extent - 1}" if extent else "the axis has no entries"
+        fix = f"count from 0: negative subscripts do not wrap, and {last}."
+    return [
+        InsumRangeError(
+            f"'{subscript}' {verb} outside axis {axis} of '{access.name}'",
+            expression=statement.text,
+            spans=[subscript.span],
+            details=[f"expected 0 <= {subscript} < {extent}; got {subscript.offset}"],
+            fix=fix,
+            tensor=access.name,
+            axis=axis,
+            expected=extent,
+            got=(subscript.offset, subscript.offset),
+        )
+    ]
+
+
 def _check_affine_write(
     statement: Statement, access: Access, axis: int, extent: int, subscript: Subscript, sizes: Mapping[str, int]
 ) -> list[InsumError]:
@@ -353,9 +381,12 @@ def _check_affine_write(
                 f"expected 0 <= {subscript} < {extent}; got {low}{f' to {high}' if high != low else ''}"
                 f"{f' (extents: {reach})' if reach else ''}"
             ],
-            fix=f"give '{access.name}' at least {high + 1} entries along axis {axis}."
-            if low >= 0
-            else "shift the subscript with an offset so that it starts at 0.",
+            fix=(
+                f"give '{access.name}' at least {high + 1} entries along axis {axis}"
+                if low >= 0
+                else "shift the subscript with an offset so that it starts at 0"
+            )
+            + ", or pass drop_outside=True if it is a derivative, whose writes outside are dropped.",
             axis=axis,
             expected=extent,
             got=(low, high),

@@ -12,6 +12,7 @@ from torch import fx
 
 from insum_nn.compiler.ast import Access, Index, Subscript
 from insum_nn.compiler.bind import Bound
+from insum_nn.compiler.misses import Miss
 from insum_nn.compiler.options import Options
 from insum_nn.compiler.plan import Labels, Plan
 from insum_nn.compiler.planner import scattered_axes
@@ -74,6 +75,8 @@ class GraphWriter:
         self.values: dict[str, Value] = {}
         self.aranges: dict[str, Node] = {}
         self.axis_sizes: dict[tuple[str, int], Node] = {}
+        self.entries: dict[Access, Position] = {}
+        self.misses: dict[Miss, tuple[Node, Labels]] = {}
         self.start: Node | None = None
         self.device: Node | None = None
 
@@ -179,10 +182,13 @@ class GraphWriter:
 
     def entry(self, access: Access) -> Position:
         """Entries of an index tensor; -1 and reads outside its bounds are not present."""
+        if access in self.entries:
+            return self.entries[access]
         node, labels, present, inside = self.read(access)
         present = self.both(present, inside)
         if self.bound.facts_of(access.name).masked is not False or present is not None:
             present = self.both(present, self.call(operator.ge, node, 0))
+            self.entries[access] = Position(node, labels, present, None)
         return Position(node, labels, present, None)
 
     def bounds(self, subscript: Subscript, at: Position, size: Node | int, *, nested: bool) -> Position:
@@ -245,6 +251,44 @@ class GraphWriter:
         elif not at.labels:
             node = self.method("squeeze", node, axis)
         return node, labels
+
+    # Misses.
+
+    def present(self, miss: Miss) -> tuple[Node, Labels]:
+        """Where, over the indices that it depends on, a read does not miss."""
+        if miss not in self.misses:
+            access, span = miss.access, self.span
+            if miss.axis is None:
+                at = self.entry(access)
+                found = at.present
+            else:
+                at = self.position(access.subscripts[miss.axis])
+                at = self.bounds(access.subscripts[miss.axis], at, self.axis_size(access.name, miss.axis), nested=True)
+                found = self.both(at.present, at.inside)
+            assert found is not None
+            self.misses[miss] = found, at.labels
+            self.span = span
+        return self.misses[miss]
+
+    def some(self, misses: Sequence[Miss], kept: Labels) -> tuple[Node, Labels] | None:
+        """Where, over some indices, any term misses in none of these ways."""
+        groups: list[list[tuple[Node, Labels]]] = []
+        for part in map(self.present, misses):
+            # Parts that share an index that is not kept meet before it goes.
+            over = set(part[1]) - set(kept)
+            near = [group for group in groups if any(over & set(labels) for _, labels in group)]
+            groups = [group for group in groups if group not in near] + [[*(p for g in near for p in g), part]]
+        parts: list[tuple[Node | None, Labels]] = []
+        for group in groups:
+            labels = tuple(dict.fromkeys(label for _, own in group for label in own))
+            node = self.aligned_and(group, labels)
+            axes = tuple(axis for axis, label in enumerate(labels) if label not in kept)
+            if axes:
+                node = self.call(torch.any, node, axes)
+            parts.append((node, tuple(label for label in labels if label in kept)))
+        labels = tuple(dict.fromkeys(label for _, own in parts for label in own))
+        found = self.aligned_and(parts, labels)
+        return None if found is None else (found, labels)
 
     # Writing.
 

@@ -26,14 +26,6 @@ class Extremum:
             info = torch.iinfo(dtype)
             self.neutral = info.min if self.largest else info.max
 
-    def guards(self, labels: Labels) -> Node | None:
-        """True where every factor has an entry."""
-        parts: list[tuple[Node | None, Labels]] = []
-        for access in self.low.plan.combine.guards:
-            _, own, present, _ = self.low.read(access)
-            parts.append((present, own))
-        return self.low.aligned_and(parts, labels)
-
     def combine(self) -> Node:
         low = self.low
         output = low.statement.output
@@ -43,7 +35,8 @@ class Extremum:
         if low.half:
             node = low.method("to", node, low.bound.dtype)
         node = low.expanded(Value(node, self.value.labels), labels)
-        valid = self.guards(labels)
+        live = low.some(low.plan.combine.guards, labels)
+        valid = None if live is None else low.align(*live, labels)
         shape = tuple(low.sizes[label] for label in labels)
         if valid is not None:
             valid = low.method("expand", valid, shape)

@@ -55,19 +55,21 @@ class _Lowering(GraphWriter):
 
     def lower_load(self, step: Load) -> Value:
         node, labels, present, inside = self.read(step.access)
-        mask = self.both(present, inside)
+        own = self.both(present, inside)
+        others = [(mask, at) for mask, at in map(self.present, step.guards)]
+        mask = self.aligned_and([(own, labels), *others], labels)
         owned = step.gather
         if mask is not None:
-            node = self.keep_where(mask, node)
+            node = self.keep_where(mask, node, owned=owned)
         if labels != step.labels:
             node = self.align(node, labels, step.labels)
         return Value(node, step.labels, wide=False, owned=owned)
 
-    def keep_where(self, mask: Node, node: Node) -> Node:
-        """Zero where an entry is missing; on a CPU in place, since the gathered tensor is nobody else's."""
+    def keep_where(self, mask: Node, node: Node, *, owned: bool) -> Node:
+        """Zero where a read misses; on a CPU in place, if nothing else refers to the tensor."""
         if self.compiled or self.bound.device_type != "cpu":
             return self.call(torch.where, mask, node, 0)
-        return self.call(runtime.keep_where, mask, node)
+        return self.call(runtime.keep_where if owned else runtime.zero_where_missing, mask, node)
 
     def widen(self, value: Value) -> Node:
         if self.half and not value.wide:
@@ -226,9 +228,17 @@ class _Lowering(GraphWriter):
         mode = self.plan.combine.mode
         if mode == "rows":
             return self.combine_rows(value)
+        live = self.some(self.plan.combine.guards, value.labels)
         if mode == "direct":
-            return self.combine_direct(value)
-        return self.combine_scatter(value)
+            return self.combine_direct(self.without_terms(value, live))
+        return self.combine_scatter(value, live)
+
+    def without_terms(self, value: Value, live: tuple[Node, Labels] | None) -> Value:
+        """Zero where every term misses."""
+        if live is None:
+            return value
+        node = self.keep_where(self.align(*live, value.labels), value.node, owned=value.owned)
+        return Value(node, value.labels, wide=value.wide)
 
     def combine_rows(self, value: Value) -> Node:
         (axis,) = self.plan.combine.scattered
@@ -251,8 +261,12 @@ class _Lowering(GraphWriter):
         missing = set(labels) - set(value.labels)
         return self.finish(self.expanded(value, labels), owned=value.owned and not missing)
 
-    def combine_scatter(self, value: Value) -> Node:
+    def combine_scatter(self, value: Value, live: tuple[Node, Labels] | None) -> Node:
         flat, labels, valid, sizes = self.addresses()
+        if live is not None and valid is not None and set(live[1]) <= set(labels):
+            valid = self.aligned_and([(valid, labels), live], labels)
+        else:
+            value = self.without_terms(value, live)
         output = self.statement.output
         scattered = self.plan.combine.scattered
         rest = tuple(s.plain for i, s in enumerate(output.subscripts) if i not in scattered and s.plain is not None)

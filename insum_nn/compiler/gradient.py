@@ -5,8 +5,8 @@ For `Out[o] += F1[a] * F2[b] * ...` the derivative with respect to one occurrenc
     dF1[a] += dOut[o] * F2[b] * ...
 
 over the same index space: what was read is written, what was written is read. Index tensors stay
-where they are, so -1 ("no entry") keeps its meaning on both sides. A read that fell outside its
-tensor gave 0, so its derivative must drop that write instead of refusing it.
+where they are, so that the same terms miss. A term whose read fell outside its tensor took no part,
+so its derivative must drop that write instead of refusing it.
 
 `max=` and `min=` send the gradient to the terms that attained the extremum, ties in equal shares:
 the derivative carries one more factor, a tensor over the whole index space that holds each term's share.

@@ -183,7 +183,7 @@ class _Reader:
         return Read(access.name, tuple(self.sub(s, nested) for s in access.subscripts))
 
     def sub(self, subscript: Subscript, nested: bool) -> Sub:
-        # Index tensors are proven to point into value tensors; into each other they may point outside: "no entry".
+        # Index tensors are proven to point into what they address; where they address each other, kernels look again.
         safe = subscript.plain is not None or (subscript.indirect is not None and not nested)
         offset = subscript.offset
         part = False

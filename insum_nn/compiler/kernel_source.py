@@ -13,6 +13,7 @@ from insum_nn.compiler.kernel_early import read_early
 from insum_nn.compiler.kernel_epilogue import activated, finishes
 from insum_nn.compiler.kernel_form import Form
 from insum_nn.compiler.kernel_loops import STEPS
+from insum_nn.compiler.kernel_misses import Condition, KernelMisses
 from insum_nn.compiler.kernel_points import OWNER, Point, Read, Sub
 from insum_nn.compiler.kernel_schedule import Layout, Precision, Schedule, place_indices, segmented
 from insum_nn.compiler.kernel_segment import SCAN, KernelSegments
@@ -27,6 +28,11 @@ _TYPES = {
     torch.float32: "tl.float32",
     torch.float64: "tl.float64",
 }
+
+# A product: its number, its factors, and the conditions by which it is selected.
+_Term = tuple[float, tuple[Value, ...], tuple[Condition, ...]]
+# One side of a matrix product, and the conditions by which it is selected.
+_Side = tuple[tuple[Read, ...], tuple[Condition, ...]]
 
 
 @dataclass(frozen=True, slots=True)
@@ -46,7 +52,7 @@ class Source:
     finished: bool
 
 
-class _Writer(KernelTail, KernelSegments, KernelBeside):
+class _Writer(KernelMisses, KernelTail, KernelSegments, KernelBeside):
     """Writes the body of a kernel for some of the points."""
 
     # What follows the loops inside of an outer one.
@@ -96,10 +102,12 @@ class _Writer(KernelTail, KernelSegments, KernelBeside):
             for group in cells.values():
                 self.runs(self.products(group), axes, group[0].target)
             return results
+        by_cell: list[tuple[str, str, list[Point], tuple[Condition, ...]]] = []
         for key, group in cells.items():
             name = self.fresh("acc")
             swapped = self.product is not None and self.schedule.swap
             order = axes[::-1] if swapped else axes
+            self.settled = self.settle(group, axes)
             self.scopes[0].lines.append(f"{name} = tl.zeros({self.shape(order)}, {self.type})")
             if self.row_depth:
                 part = self.fresh("part")
@@ -109,9 +117,14 @@ class _Writer(KernelTail, KernelSegments, KernelBeside):
             elif self.product is None:
                 self.sums(name, group, axes)
             results[key] = (name, order, group[0].target)
+            by_cell.append((name, order, group, self.settled))
         if self.product is not None:
-            names = [name for name, _, _ in results.values()]
-            self.dots(list(zip(names, cells.values(), strict=True)))
+            self.dots([(name, group, settled) for name, _, group, settled in by_cell])
+        for name, order, group, self.settled in by_cell:
+            if self.product is not None:
+                self.closing += self.any_term(name, order, group, self.product)
+            self.closing += self.selected(name, order, self.settled)
+        self.settled = ()
         self.indices |= owned
         return results
 
@@ -127,8 +140,15 @@ class _Writer(KernelTail, KernelSegments, KernelBeside):
 
     def products(self, points: Sequence[Point]) -> Value:
         """The sum of the points' products on each lane, 0 past what is summed; with lanes of k it varies with them."""
-        total = self.factored([(p.number, tuple(self.load(read) for read in p.reads)) for p in points])
+        factors = [tuple(self.load(read) for read in p.reads) for p in points]
+        loose = [self.loose(p.reads) for p in points]
+        shared = [c for c in loose[0] if all(c in each for each in loose)]
+        rest = [tuple(c for c in each if c not in shared) for each in loose]
         masks = [self.masks[a] for a in ("k", "e") if a in self.masks]
+        if len(points) == 1 and shared and not masks:
+            factors[0], shared = self.by_factor(points[0], factors[0], shared)
+        total = self.combined([(p.number, f, own) for p, f, own in zip(points, factors, rest, strict=True)])
+        masks += map(self.value_of, shared)
         if "k" in self.axes:
             whole = join_axes(total.axes, "k", *(m.axes for m in masks))
             lengths = self.shape(whole)
@@ -141,6 +161,18 @@ class _Writer(KernelTail, KernelSegments, KernelBeside):
             return total
         whole = join_axes(total.axes, *(m.axes for m in masks))
         return Value(f"tl.where({self.all_of(masks, whole)}, {spread(self.named(total), whole)}, 0.0)", whole, 0)
+
+    def combined(self, terms: Sequence[_Term]) -> Value:
+        """A sum of products, each 0 where its conditions do not hold."""
+        groups: dict[tuple[Condition, ...], list[tuple[float, tuple[Value, ...]]]] = {}
+        for number, factors, conditions in terms:
+            groups.setdefault(conditions, []).append((number, factors))
+        parts = [self.kept(self.factored(group), conditions) for conditions, group in groups.items()]
+        if len(parts) == 1:
+            return parts[0]
+        parts = [self.named(part) for part in parts]
+        axes = join_axes(*(part.axes for part in parts))
+        return Value(" + ".join(spread(part, axes) for part in parts), axes, 0)
 
     def named(self, value: Value) -> Value:
         return self.define("x", value.text, value.axes, len(self.scopes) - 1)
@@ -182,28 +214,36 @@ class _Writer(KernelTail, KernelSegments, KernelBeside):
             return value
         return self.define("w", f"{value.text}.to(tl.float32)", value.axes, value.depth)
 
-    def dots(self, cells: Sequence[tuple[str, Sequence[Point]]]) -> None:
-        """Add the points' matrix products to their accumulators.
+    def dots(self, cells: Sequence[tuple[str, Sequence[Point], tuple[Condition, ...]]]) -> None:
+        """Add the points' matrix products to their accumulators, which are selected by some conditions at the end.
 
         Products with one right side are written together, so that few operands are alive at any time.
         """
         product = self.product
         assert product is not None
-        sides: dict[tuple[Read, ...], list[tuple[str, list[Point]]]] = {}
-        for name, points in cells:
-            by_right: dict[tuple[Read, ...], list[Point]] = {}
+        sides: dict[_Side, list[tuple[str, list[Point]]]] = {}
+        for name, points, self.settled in cells:
+            by_right: dict[_Side, list[Point]] = {}
             for point in points:
-                by_right.setdefault(tuple(point.reads[n] for n in product.right), []).append(point)
+                left, right = self.sides_of(point, product)
+                by_right.setdefault((right, self.side_needs(right, left)), []).append(point)
             for key, group in by_right.items():
                 sides.setdefault(key, []).append((name, group))
+        settled = {name: each for name, _, each in cells}
         single = self.form.bound.dtype == torch.float32
         split = single and self.precision == "tf32x3" and len(self.form.points) > 1
         how = f", input_precision='{'tf32' if split else self.precision}'" if single else ""
-        for reads, groups in sides.items():
+        for (reads, needs), groups in sides.items():
             factors = tuple(self.load(read) for read in reads)
-            right = self.side(factors[0] if len(factors) == 1 else self.factored([(1.0, factors)]), "kn")
+            value = factors[0] if len(factors) == 1 else self.factored([(1.0, factors)])
+            right = self.side(self.kept(value, needs), "kn")
             for name, points in groups:
-                terms = [(p.number, tuple(self.load(p.reads[n]) for n in product.left)) for p in points]
+                self.settled = settled[name]
+                terms: list[_Term] = []
+                for point in points:
+                    left, others = self.sides_of(point, product)
+                    found = tuple(self.load(read) for read in left)
+                    terms.append((point.number, found, self.side_needs(left, others)))
                 first, second = self.operand(terms, "mk"), right
                 if split:
                     # Triton's own way takes four times the code, much of it for infinities, which become NaN here.
@@ -211,8 +251,8 @@ class _Writer(KernelTail, KernelSegments, KernelBeside):
                     pairs = [(low, high_right), (high, low_right), (high, high_right)]
                 else:
                     pairs = [(first, second)]
-                for left, other in pairs:
-                    sides_text = f"tl.trans({other}), tl.trans({left})" if self.schedule.swap else f"{left}, {other}"
+                for one, other in pairs:
+                    sides_text = f"tl.trans({other}), tl.trans({one})" if self.schedule.swap else f"{one}, {other}"
                     self.scopes[-1].lines.append(f"{name} = tl.dot({sides_text}, {name}{how})")
 
     def halves(self, text: str, axes: str) -> tuple[str, str]:
@@ -222,10 +262,11 @@ class _Writer(KernelTail, KernelSegments, KernelBeside):
         high = self.define("h", f"{bits}.to(tl.float32, bitcast=True)", axes, depth)
         return high.text, self.define("l", f"{text} - {high.text}", axes, depth).text
 
-    def operand(self, terms: list[tuple[float, tuple[Value, ...]]], axes: str) -> str:
-        if len(terms) == 1 and terms[0][0] == 1.0 and len(terms[0][1]) == 1:
-            return self.side(terms[0][1][0], axes)
-        return self.side(self.factored(terms), axes)
+    def operand(self, terms: Sequence[_Term], axes: str) -> str:
+        number, factors, conditions = terms[0]
+        if len(terms) == 1 and number == 1.0 and len(factors) == 1:
+            return self.side(self.kept(factors[0], conditions), axes)
+        return self.side(self.combined(terms), axes)
 
     def side(self, value: Value, axes: str) -> str:
         """One side of a matrix product: over both of its axes, in the storage type."""

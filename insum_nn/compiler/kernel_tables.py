@@ -35,7 +35,7 @@ class WrittenOut:
     Attributes:
         tables: the static tensors, by name; a kernel does not read them.
         names: the indices that are written out.
-        places: their combinations whose known factors are not 0.
+        places: their combinations whose known factors are not 0, and whose known entries are not missing.
         steps: indices in which every table is affine; they are not written out.
         extents: of all indices above.
     """
@@ -131,12 +131,15 @@ def write_out(bound: Bound, tables: Mapping[str, StaticTable]) -> WrittenOut:
     steps = _steps(bound, tables, fixed)
     names = tuple(i for i in indices if i not in steps)
     known = [f for f in statement.reads if f.name in tables]
+    entries = [n for a in statement.accesses() for n in a.nested() if n.name in tables and steps.isdisjoint(_names(n))]
     ranges = [range(fixed[name]) for name in names]
     if math.prod(map(len, ranges)) > 64 * _POINT_LIMIT:
         return nothing
     places: list[Place] = []
     for values in itertools.product(*ranges):
         place = dict(zip(names, values, strict=True))
+        if any(_missing(access, place, tables) for access in entries):
+            continue
         if all((_constant(access, place, tables) or 0) != 0 for access in known):
             places.append(place)
     if len(places) > _POINT_LIMIT:
@@ -245,6 +248,12 @@ def _values(
         places.append(position)
     entries = (table[tuple(torch.broadcast_tensors(*places))] if places else table).expand(shape)
     return None if bool((entries < 0).any()) else entries
+
+
+def _missing(access: Access, place: Place, tables: Mapping[str, StaticTable]) -> bool:
+    """Whether a static index tensor has no entry at a place."""
+    entry = _constant(access, place, tables)
+    return entry is None or entry < 0
 
 
 def _position(subscript: Subscript, place: Place, tables: Mapping[str, StaticTable]) -> int | None:

@@ -12,6 +12,7 @@ from typing import Literal
 
 from insum_nn.compiler.ast import Access, Subscript
 from insum_nn.compiler.bind import Bound
+from insum_nn.compiler.misses import Miss
 
 __all__ = [
     "Combine",
@@ -33,15 +34,20 @@ Labels = tuple[str, ...]
 
 @dataclass(frozen=True, slots=True)
 class Load:
-    """`result[labels] = access`: a view when every subscript is a different plain index, else a gather."""
+    """`result[labels] = access`: a view when every subscript is a different plain index, else a gather.
+
+    It is 0 where it misses, and where the reads of other factors do: `guards`.
+    """
 
     result: str
     access: Access
     labels: Labels
     gather: bool
+    guards: tuple[Miss, ...] = ()
 
     def __str__(self) -> str:
-        return f"{self.result}[{','.join(self.labels)}] = {'gather' if self.gather else 'view'} {self.access}"
+        text = f"{self.result}[{','.join(self.labels)}] = {'gather' if self.gather else 'view'} {self.access}"
+        return text + (f", 0 where {' or '.join(map(str, self.guards))}" if self.guards else "")
 
 
 @dataclass(frozen=True, slots=True)
@@ -181,19 +187,20 @@ class Combine:
 
     `direct`: every output axis is a plain index of its own. `scatter`: axes in `scattered` are addressed by
     values, and several terms may meet in a cell. `rows`: the value already is the output (a sparse product).
+    `guards`: terms that miss so are left out of an extremum; of a sum, a cell is 0 where all of its terms miss so.
     """
 
     value: str | None
     mode: Literal["direct", "scatter", "rows"]
     scattered: tuple[int, ...]
-    guards: tuple[Access, ...] = ()
+    guards: tuple[Miss, ...] = ()
 
     def __str__(self) -> str:
         text = f"combine {self.value or 1} by {self.mode}"
         if self.scattered:
             text += f" along axis {', '.join(map(str, self.scattered))}"
         if self.guards:
-            text += f", terms without an entry in {', '.join(map(str, self.guards))} left out"
+            text += f", without terms where {' or '.join(map(str, self.guards))}"
         return text
 
 

@@ -12,6 +12,7 @@ import torch
 from insum_nn.compiler.ast import Access, Index, Number, Subscript
 from insum_nn.compiler.bind import Bound, Layout
 from insum_nn.compiler.contraction import contraction_order
+from insum_nn.compiler.misses import Miss, labels_of, misses_of
 from insum_nn.compiler.options import Options
 from insum_nn.compiler.plan import (
     Combine,
@@ -58,10 +59,6 @@ def is_feature(layout: Layout, index: str) -> bool:
     return not indexed and any(axis > 0 for _, axis in places)
 
 
-def _ordered(access: Access) -> Labels:
-    return tuple(dict.fromkeys(index.name for index in access.indices()))
-
-
 def _is_view(access: Access) -> bool:
     return not scattered_axes(access)
 
@@ -84,8 +81,11 @@ class _Planner:
         self.unrolled: dict[str, int] = {}
         self.dotted: set[str] = set()
         self.chunk: str | None = None
+        # The misses of other factors by which each load is guarded, and those by which the sum is.
+        self.guards: dict[Access, dict[Miss, None]] = {}
+        self.left_out: dict[Miss, None] = {}
         # What lies side by side in the output.
-        self.last = frozenset(_ordered(self.statement.output)[-1:])
+        self.last = frozenset(labels_of(self.statement.output)[-1:])
 
     def decide(self, topic: str, choice: str, reason: str) -> None:
         self.decisions.append(Decision(topic, choice, reason))
@@ -109,23 +109,63 @@ class _Planner:
         return math.prod(factor.value for factor in self.statement.factors if isinstance(factor, Number))
 
     def load(self, access: Access) -> _Value:
-        return self.emit(Load(self.fresh(), access, _ordered(access), not _is_view(access)))
+        guards = tuple(self.guards.get(access, ()))
+        return self.emit(Load(self.fresh(), access, labels_of(access), not _is_view(access), guards))
+
+    # Misses.
+
+    def guard(self, reads: Sequence[Access], settled: Sequence[Miss] = ()) -> None:
+        """Decide where the factors of terms that miss are kept from the sum, but for misses that are settled."""
+        output = labels_of(self.statement.output)
+        paths = {access: misses_of(access, self.bound) for access in reads}
+        every = dict.fromkeys(miss for path in paths.values() for miss in path if miss not in settled)
+        unguarded = False
+        for miss in every:
+            others = [access for access in reads if miss not in paths[access]]
+            varying = [access for access in others if set(miss.labels) <= set(labels_of(access))]
+            # In a gradient every factor counts; else one that does not vary with the miss may be multiplied by zero.
+            needed = others if self.bound.drop_outside else varying
+            if needed and set(miss.labels) <= set(output):
+                each = sum(self.cells(labels_of(access)) for access in varying)
+                if len(varying) < len(needed) or self.cells(output) <= each:
+                    self.left_out[miss] = None
+                    continue
+            for access in varying:
+                self.guards.setdefault(access, {})[miss] = None
+            unguarded |= len(varying) < len(others)
+        if unguarded and self.bound.drop_outside:
+            # A gradient is exactly 0 where all terms miss, whatever the factors are.
+            self.left_out |= every
+
+    def cells(self, labels: Labels) -> int:
+        return math.prod(self.sizes[label] for label in labels)
 
     # General path: load, contract pairwise, combine.
 
     def general(self) -> Combine:
-        output = _ordered(self.statement.output)
+        output = labels_of(self.statement.output)
         sampled = self.sampled_product()
         used = () if sampled is None else (sampled.near, sampled.far)
         rest = [access for access in self.statement.reads if not any(access is other for other in used)]
+        self.guard(self.statement.reads if sampled is None else self.around(sampled, rest))
         operands = ([] if sampled is None else [self.emit(sampled)]) + [self.load(access) for access in rest]
         names = ([] if sampled is None else ["sampled product"]) + [str(access) for access in rest]
         value = self.contract(operands, output, names)
         value = self.scale(value)
-        combine = self.combination(value)
+        combine = self.combination(value, tuple(self.left_out))
         if len(combine.scattered) < 2 and sampled is None:
             self.choose_chunk()
         return combine
+
+    def around(self, sampled: SampledProduct, rest: Sequence[Access]) -> list[Access]:
+        """What is read, a sampled product as one: it leaves out entries that miss in either of its factors."""
+        both = Access(
+            "",
+            (sampled.near.subscripts[sampled.near_axis], sampled.far.subscripts[sampled.far_axis]),
+            sampled.near.span,
+            sampled.near.span,
+        )
+        return [both, *rest]
 
     def contract(self, operands: list[_Value], keep: Labels, texts: Sequence[str] | None = None) -> _Value | None:
         """Multiply all operands, summing every label outside `keep` as early as possible."""
@@ -239,6 +279,9 @@ class _Planner:
         dense, axis, row_axis, entries = found
         output = self.statement.output
         others = [access for access in self.statement.reads if access is not dense]
+        if any(misses_of(access, self.bound) for access in others):
+            # Its entries are those that have a row and a column.
+            return None
         value = self.contract([self.load(access) for access in others], entries)
         if value is not None:
             value = self.scale(value)
@@ -266,23 +309,19 @@ class _Planner:
             labels = value.labels + tuple(label for label in loaded.labels if label not in value.labels)
             value = self.emit(Multiply(self.fresh(), value.name, loaded.name, labels))
         value = self.scale(value)
-        guards = tuple(access for access in self.statement.reads if self.masked(access))
-        combine = self.combination(value)
-        return Combine(combine.value, combine.mode, combine.scattered, guards)
+        every = (miss for access in self.statement.reads for miss in misses_of(access, self.bound))
+        return self.combination(value, tuple(dict.fromkeys(every)))
 
-    def masked(self, access: Access) -> bool:
-        return any(True for _ in access.nested())
-
-    def combination(self, value: _Value | None) -> Combine:
+    def combination(self, value: _Value | None, guards: tuple[Miss, ...]) -> Combine:
         scattered = scattered_axes(self.statement.output)
         name = value.name if value is not None else None
         if not scattered:
-            return Combine(name, "direct", ())
+            return Combine(name, "direct", (), guards)
         reason = "several terms may meet in one cell"
         if self.options.deterministic:
             reason += "; in a fixed order, so that every run gives the same bits"
         self.decide("combine", "scatter", reason)
-        return Combine(name, "scatter", scattered)
+        return Combine(name, "scatter", scattered, guards)
 
     # Eager execution in pieces.
 
@@ -294,7 +333,7 @@ class _Planner:
         candidates = [label for step in gathered for label in step.labels if self.sliceable(label)]
         if not candidates:
             return
-        written = _ordered(self.statement.output)
+        written = labels_of(self.statement.output)
         reach = {label: self.reach(label, gathered) for label in candidates}
         # Among those that cut nearly as much: rather not a feature axis, whose slices are strided; then the longest,
         # which makes the smallest pieces; then a written one, because a summed index repeats the scatter every time.
@@ -375,7 +414,7 @@ def _sparse_entries(bound: Bound, dense: Access, axis: int, row_axis: int) -> La
     entries = tuple(dict.fromkeys(i.name for s in (row, col) for i in s.indices()))
     if set(entries) & set(free) or set(entries) | set(free) != set(statement.indices()):
         return None
-    if any(set(_ordered(a)) & set(free) for a in statement.reads if a is not dense):
+    if any(set(labels_of(a)) & set(free) for a in statement.reads if a is not dense):
         return None
     if not _simple(row) or not _simple(col):
         return None
@@ -404,9 +443,9 @@ def _sampled_parts(
     if not inner or set(entries) & inner or (row.plain is not None and col.plain is not None):
         return None
     # Another factor may narrow the entries only after the fact, so it must speak of them as they are.
-    if any(scattered_axes(access) or not set(_ordered(access)) <= set(entries) for access in others):
+    if any(scattered_axes(access) or not set(labels_of(access)) <= set(entries) for access in others):
         return None
-    return axes[0], axes[1], tuple(label for label in _ordered(near) if label in inner), entries
+    return axes[0], axes[1], tuple(label for label in labels_of(near) if label in inner), entries
 
 
 def _simple(subscript: Subscript) -> bool:

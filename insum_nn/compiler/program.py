@@ -82,7 +82,8 @@ class Program:
         check_kinds(activation=activation, out_dtype=out_dtype)
         # The same object as the spec's: it is the key of many a look-up.
         statement = parse_cached(expression)
-        check_statement(statement, sizes or ())
+        # What only the operand of a derivative shows arrives with the call.
+        check_statement(statement, statement.indices() if drop_outside else sizes or ())
         self.statement: Statement = statement
         self.expression: str = str(statement)
         self.options = options
@@ -102,7 +103,7 @@ class Program:
         self._seen: dict[tuple[object, ...], Seen] = {}
 
     def __repr__(self) -> str:
-        return f"Program({self.expression!r})"
+        return f"Program({self.expression!r}{', drop_outside=True' if self._spec.drop_outside else ''})"
 
     def __eq__(self, other: object) -> bool:
         return isinstance(other, Program) and self._state() == other._state()
@@ -270,7 +271,8 @@ class Program:
 
         It reads the operands, and the gradient of the output under the name `d` + output; its output is
         `d` + `name`. Extents are taken from the operands; give `out_shape=` (the operand's shape) and `sizes=`
-        where the derivative statement alone does not show them.
+        where the derivative statement alone does not show them. Its text runs through `insum` and `compile` too, with
+        `drop_outside=True` where the statement reads outside of the operand.
 
         Raises:
             InsumNameError: `name` is not a factor.
@@ -278,6 +280,8 @@ class Program:
 
         >>> Program("C[Row[p],n] += Val[p] * B[Col[p],n]").grad("Val").expression
         'dVal[p] += dC[Row[p],n] * B[Col[p],n]'
+        >>> Program("y[p] += x[2*p+r-1] * w[r]").grad("x")
+        Program('dx[2*p+r-1] += dy[p] * w[r]', drop_outside=True)
         """
         if self._spec.epilogue.activation is not None:
             raise InsumFormatError(

@@ -162,7 +162,6 @@ def _check_ranges(
     faults: list[InsumError] = []
     for access in statement.accesses():
         is_output = access is statement.output
-        outer = is_output or access in statement.reads
         shape = extents.output if is_output else named[access.name].shape
         for axis, subscript in enumerate(access.subscripts):
             inner = list(subscript.index_accesses())
@@ -172,8 +171,7 @@ def _check_ranges(
                 continue
             stats = {a.name: stats_of(named[a.name]) for a in inner}
             below = any(s.smallest < _lowest(given[name]) for name, s in stats.items())
-            # A nested index tensor may point past the inner one: that reads "no entry".
-            bounded = outer and (subscript.indirect is not None or (is_output and not drop_outside))
+            bounded = subscript.indirect is not None or (is_output and not drop_outside)
             low, high = _hull(subscript, sizes, stats)
             if not -_INT64_MAX <= low <= high <= _INT64_MAX and all(s.smallest <= s.largest for s in stats.values()):
                 faults.append(_overflow(statement, subscript, low, high))

@@ -31,7 +31,8 @@ def interpret(
 ) -> Tensor:
     """Run a statement as nested loops.
 
-    For every combination of the index variables: read every factor, multiply, combine into the output.
+    For every combination of the index variables: read every factor, multiply, combine into the output. A term in which
+    a read or the path of the write misses takes no part.
 
     Returns:
         The output, float64 (int64 for integer factors), on the CPU.
@@ -78,31 +79,29 @@ class _Interpreter:
     def visit(self, point: Mapping[str, int], cells: dict[tuple[int, ...], int | float]) -> None:
         place = self.place(self.statement.output, point, self.extents.output, write=True)
         term: int | float = 1
-        absent = False
+        missed = place is None
         for factor in self.statement.factors:
             if isinstance(factor, Number):
                 term = term * factor.value
                 continue
             where = self.place(factor, point, self.shapes[factor.name], write=False)
             if where is None:
-                absent = True
-                term = term * 0
-            elif any(not 0 <= at < extent for at, extent in zip(where, self.shapes[factor.name], strict=True)):
-                term = term * 0
-            else:
+                # The other factors are still visited: their entries must be valid.
+                missed = True
+            elif not missed:
                 term = term * self.cell(factor.name, where)
-        if place is None:
+        if place is None or missed:
             return
         operator = self.statement.operator
         if operator in ("+=", "="):
             cells[place] = cells.get(place, 0) + term
-        elif not absent:
+        else:
             cells[place] = _extremum(cells.get(place), term, largest=operator == "max=")
 
     def place(
         self, access: Access, point: Mapping[str, int], shape: Sequence[int], *, write: bool
     ) -> tuple[int, ...] | None:
-        """The coordinates that an access points to; `None` is "no entry"."""
+        """The coordinates that an access points to; `None` is a miss."""
         coordinates: list[int] = []
         missing = False
         for subscript, extent in zip(access.subscripts, shape, strict=True):
@@ -110,14 +109,9 @@ class _Interpreter:
             if at is None:
                 missing = True
                 continue
-            outside = not 0 <= at < extent
-            if outside and (subscript.indirect is not None or (write and not self.drop_outside)):
-                raise InsumRangeError(
-                    f"'{subscript}' points outside '{access.name}': {at} of {extent}",
-                    expression=self.statement.text,
-                    spans=[subscript.span],
-                )
-            if outside and write:
+            if not 0 <= at < extent:
+                if subscript.indirect is not None or (write and not self.drop_outside):
+                    raise self.outside(subscript, access.name, at, extent)
                 missing = True
             coordinates.append(at)
         return None if missing else tuple(coordinates)
@@ -135,19 +129,23 @@ class _Interpreter:
         return total
 
     def entry(self, access: Access, point: Mapping[str, int]) -> int | None:
-        """One entry of an index tensor; reading it outside its bounds gives no entry."""
-        where: list[int] = []
-        for subscript, extent in zip(access.subscripts, self.shapes[access.name], strict=True):
-            at = self.evaluate(subscript, point)
-            if at is None or not 0 <= at < extent:
-                return None
-            where.append(at)
+        """One entry of an index tensor; `None` is a miss."""
+        where = self.place(access, point, self.shapes[access.name], write=False)
+        if where is None:
+            return None
         value = int(self.cell(access.name, tuple(where)))
         if value < -1:
             raise InsumRangeError(
                 f"index tensor '{access.name}' holds {value}", expression=self.statement.text, spans=[access.span]
             )
         return None if value == -1 else value
+
+    def outside(self, subscript: Subscript, name: str, at: int, extent: int) -> InsumRangeError:
+        return InsumRangeError(
+            f"'{subscript}' points outside '{name}': {at} of {extent}",
+            expression=self.statement.text,
+            spans=[subscript.span],
+        )
 
     def cell(self, name: str, where: tuple[int, ...]) -> int | float:
         value = self.values[name]

@@ -14,20 +14,16 @@ from torch.utils.weak import WeakTensorKeyDictionary
 
 from insum_nn.kept import forgets
 
-__all__ = ["clear_structures", "csr_product", "keep_where", "sampled_product"]
+__all__ = ["clear_structures", "csr_product", "keep_where", "sampled_product", "zero_where_missing"]
 
 
 @dataclass(frozen=True, slots=True)
 class _Structure:
-    """A sparse matrix's row pointers and columns, and where its entries stand among the given ones.
-
-    `absent` holds, for entries that lack a row or a column, their position, row and column (-1 where lacking).
-    """
+    """A sparse matrix's row pointers and columns, and where its entries stand among the given ones."""
 
     crow: Tensor
     col: Tensor
     select: Tensor | None
-    absent: tuple[Tensor, Tensor, Tensor] | None = None
 
 
 # Sorting the entries by row costs more than the product; a training loop multiplies by the same
@@ -78,25 +74,13 @@ def csr_product(
     count = structure.col.numel()
     flat = None if value is None else value.reshape(-1)
     if count == 0 or dense.numel() == 0:
-        output = dense.new_zeros(num_rows, dense.shape[1])
-    else:
-        values = dense.new_ones(count) if flat is None else flat if structure.select is None else flat[structure.select]
-        _silence_beta_warning()
-        matrix = torch.sparse_csr_tensor(
-            structure.crow, structure.col, values, (num_rows, dense.shape[0]), check_invariants=False
-        )
-        output = torch.mm(matrix, dense.contiguous())
-    if flat is not None and structure.absent is not None:
-        _add_zero_products(output, structure.absent[1], flat[structure.absent[0]])
-    return output
-
-
-def _add_zero_products(output: Tensor, row: Tensor, factor: Tensor) -> None:
-    """Add `0 * factor`, by definition the term of an entry that reads nothing: NaN where the factor is not finite."""
-    term = factor * 0
-    if not bool(term.isfinite().all()):
-        at = row >= 0
-        output.index_add_(0, row[at], term[at].unsqueeze(1).expand(-1, output.shape[1]))
+        return dense.new_zeros(num_rows, dense.shape[1])
+    values = dense.new_ones(count) if flat is None else flat if structure.select is None else flat[structure.select]
+    _silence_beta_warning()
+    matrix = torch.sparse_csr_tensor(
+        structure.crow, structure.col, values, (num_rows, dense.shape[0]), check_invariants=False
+    )
+    return torch.mm(matrix, dense.contiguous())
 
 
 def sampled_product(
@@ -135,13 +119,6 @@ def sampled_product(
         output.index_copy_(0, structure.select, found)
     else:
         output.zero_()
-    if structure.absent is not None:
-        place, rows, cols = structure.absent
-        for factor, at in ((left, rows), (right, cols)):
-            # By definition 0 times what the other factor holds: NaN where that is not finite.
-            terms = (factor * 0).sum(1)
-            if not bool(terms.isfinite().all()):
-                output[place[at >= 0]] += terms[at[at >= 0]]
     return output.reshape(tuple(shape))
 
 
@@ -175,6 +152,21 @@ def keep_where(present: Tensor, gathered: Tensor) -> Tensor:
     if missing[0].numel():
         gathered.movedim(axes, list(range(len(axes))))[missing] = 0
     return gathered
+
+
+def zero_where_missing(present: Tensor, value: Tensor) -> Tensor:
+    """A tensor that others hold too, zero where an entry is missing: itself if it is, as formats fill unused slots.
+
+    Args:
+        present: as in `keep_where`.
+        value: of any kind; it is not written to.
+    """
+    axes = [axis for axis, extent in enumerate(present.shape) if extent != 1]
+    if axes:
+        missing = present.logical_not().squeeze().nonzero(as_tuple=True)
+        if not bool(value.movedim(axes, list(range(len(axes))))[missing].any()):
+            return value
+    return torch.where(present, value, 0)
 
 
 @functools.cache
@@ -242,12 +234,9 @@ def _build(
     rows = _over_grid(row, row_axes, shape, device)
     cols = _over_grid(col, col_axes, shape, device)
     select: Tensor | None = None
-    absent: tuple[Tensor, Tensor, Tensor] | None = None
     if masked:
         keep = (rows >= 0) & (cols >= 0)
         if not bool(keep.all()):
-            lost = keep.logical_not().nonzero().squeeze(1)
-            absent = (lost, rows[lost], cols[lost])
             select = keep.nonzero().squeeze(1)
             rows, cols = rows[select], cols[select]
     if not bool((rows[1:] >= rows[:-1]).all()):
@@ -258,4 +247,4 @@ def _build(
     largest = max(num_rows, rows.numel(), int(cols.max()) if cols.numel() else 0)
     small = largest < 2**31
     crow = torch._convert_indices_from_coo_to_csr(rows.contiguous(), num_rows, out_int32=small)
-    return _Structure(crow, cols.to(torch.int32 if small else torch.int64).contiguous(), select, absent)
+    return _Structure(crow, cols.to(torch.int32 if small else torch.int64).contiguous(), select)

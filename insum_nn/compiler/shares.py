@@ -24,7 +24,8 @@ def shares(
 ) -> tuple[Tensor, Tensor]:
     """For `max=` and `min=`: the share of each term, and of the starting value, in its output cell's gradient.
 
-    Terms that attain the extremum share equally; a starting value that attains it counts as one of them.
+    Terms that take part and attain the extremum share equally; a starting value that attains it counts as one of them,
+    and is alone where no term takes part.
     """
     decoded = Spec.from_json(spec)
     extents = Extents(tuple(indices), tuple(output))
@@ -38,7 +39,8 @@ def shares(
     if start is None:
         from_start = torch.zeros_like(result)
     else:
-        from_start = (start == result).to(result.dtype)
+        written = _scatter_output(decoded, tensors, live.to(result.dtype), extents)
+        from_start = ((start == result) | (written == 0)).to(result.dtype)
         count = count + from_start
     weight = 1 / count.clamp(min=1)
     share = hit * _gather_output(decoded, tensors, weight, extents)
@@ -84,15 +86,15 @@ def _terms(spec: Spec, tensors: Sequence[Tensor], extents: Extents) -> tuple[Ten
     terms = _auxiliary(spec, f"{space} {statement.operator} {factors}", named, sizes, extents.indices)
     live = torch.ones(tuple(extents.indices), dtype=torch.bool, device=terms.device)
     for access in (statement.output, *statement.reads):
-        for nested in access.nested():
-            # Reading a single one through an index tensor that keeps only its -1 gives 0 where it has no entry.
-            taken = {*named, *sizes, space.split("[")[0]}
-            one = fresh_name("one", taken)
-            entry = fresh_name("entry", taken)
-            text = f"{space} = {one}[{entry}{str(nested)[len(nested.name) :]}]"
-            row = torch.ones(1, dtype=terms.dtype, device=terms.device)
-            given = {**named, entry: named[nested.name].clamp(max=0), one: row}
-            live = live & (_auxiliary(spec, text, given, sizes, extents.indices) != 0)
+        if all(subscript.plain is not None for subscript in access.subscripts):
+            continue
+        # Ones of the tensor's shape are 0 where a read misses.
+        ones = fresh_name("ones", {*named, *sizes, space.split("[")[0]})
+        shape = extents.output if access is statement.output else named[access.name].shape
+        given = {**named, ones: torch.ones((), dtype=terms.dtype, device=terms.device).expand(shape)}
+        live &= (
+            _auxiliary(spec, f"{space} = {ones}{str(access)[len(access.name) :]}", given, sizes, extents.indices) != 0
+        )
     return terms, live
 
 

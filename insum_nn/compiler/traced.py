@@ -54,11 +54,12 @@ def call_traced(
     activation: str | None = None,
     out_dtype: torch.dtype | None = None,
     validate: bool = False,
+    drop_outside: bool = False,
 ) -> Tensor:
     """Run a statement while Dynamo traces: as `insum_nn.insum`, with facts of index tensors."""
     claims = [(name, f.sorted, f.unique, f.masked, f.proven, f.unique_with) for name, f in facts.items()]
     values = _values(options)
-    text = _spec_text(expression, claims, values, activation, out_dtype, validate)
+    text = _spec_text(expression, claims, values, activation, out_dtype, validate, drop_outside)
     return call_operator(text, named, sizes or {}, out_shape)
 
 
@@ -84,6 +85,7 @@ def _spec_text(
     activation: str | None,
     out_dtype: torch.dtype | None,
     validate: bool,
+    drop_outside: bool,
 ) -> str:
     """The program as text, from plain constants: Dynamo calls it while it traces, and keeps the result."""
     options = Options(**dict(zip(_OPTION_NAMES, values, strict=True)))
@@ -91,4 +93,4 @@ def _spec_text(
     facts = tuple((name, IndexFacts(*claim)) for name, *claim in sorted(claims, key=lambda claim: claim[0]))
     options = replace(options, validate=options.validate or validate)
     epilogue = check_epilogue(expression, activation, out_dtype)
-    return Spec(expression, facts, options, epilogue=epilogue, origin="format").to_json()
+    return Spec(expression, facts, options, drop_outside, epilogue=epilogue, origin="format").to_json()

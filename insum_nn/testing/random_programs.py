@@ -296,18 +296,21 @@ class _Draft:
             "indirect": 25 if deeper else 0,
             "affine": 12 if self.extents else 0,
             "mixed": 8 if deeper else 0,
-            "constant": 5,
+            # A constant outside is an error, not a miss.
+            "constant": 0 if extent == 0 else 5,
         }
-        kind = rng.choices(list(weights), list(weights.values()))[0]
+        # Nothing but an index tensor without entries points into an axis without cells.
+        kind = rng.choices(list(weights), list(weights.values()))[0] if any(weights.values()) else "indirect"
         if kind == "indirect":
-            return self._indirect_subscript(extent, role, depth)
+            return self._indirect_subscript(extent, depth)
         if kind == "affine":
             term = self._shifted(self._affine_terms())
         elif kind == "mixed":
             term = self._shifted(self._mixed_terms(depth))
         elif kind == "constant":
             constant = rng.choice((0, 0, 1, rng.randint(0, self.max_size)))
-            term = _Term(str(constant), constant, constant)
+            constant = constant if extent is None else min(constant, extent - 1)
+            return str(constant), constant + 1 + rng.choice((0, 0, 1)) if extent is None else extent
         else:
             name = rng.choice(candidates)
             self.used.add(name)
@@ -331,13 +334,8 @@ class _Draft:
         few = self.rng.choice((max(wide - 1, 1), self.rng.randint(0, self.max_size)))
         return min(self.rng.choice((wide, wide, wide + 1, few)), 12)
 
-    def _indirect_subscript(self, extent: int | None, role: Role, depth: int) -> tuple[str, int]:
-        """A bare index tensor as a subscript."""
-        if role == "index":
-            # Selecting beyond the inner index tensor's end is legal: it yields "no entry".
-            bound = self.rng.randint(1, self.max_size) if extent is None else extent + self.rng.choice((0, 0, 0, 2))
-            term = self._table_access(bound, depth)
-            return term.text, max(1, bound - self.rng.choice((0, 0, 0, 1))) if extent is None else extent
+    def _indirect_subscript(self, extent: int | None, depth: int) -> tuple[str, int]:
+        """A bare index tensor as a subscript: its entries lie inside the axis, or are -1."""
         bound = self._extent() if extent is None else extent
         term = self._table_access(bound, depth, most=extent)
         return term.text, term.high + 1 + self.rng.choice((0, 0, 1)) if extent is None else extent

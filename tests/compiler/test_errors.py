@@ -299,8 +299,23 @@ CASES: dict[str, Case] = {
     ),
     "out_of_range_nested": Case(
         InsumRangeError,
-        running("y[i] += x[E[F[i]]]", x=torch.ones(3), E=torch.tensor([0, 9]), F=torch.tensor([1, 0, 5, -1])),
+        running("y[i] += x[E[F[i]]]", x=torch.ones(3), E=torch.tensor([0, 9]), F=torch.tensor([1, 0, 1, -1])),
         {"tensor": "E", "got": (0, 9)},
+    ),
+    "out_of_range_inner": Case(
+        InsumRangeError,
+        running("y[i] += x[E[F[i]]]", x=torch.ones(3), E=torch.tensor([0, 2]), F=torch.tensor([1, 0, 5, -1])),
+        {"tensor": "F", "got": (0, 5)},
+    ),
+    "constant_read": Case(
+        InsumRangeError,
+        running("y[i] += A[i,3]", A=torch.ones(2, 3)),
+        {"tensor": "A", "axis": 1, "expected": 3, "got": (3, 3)},
+    ),
+    "constant_read_below": Case(
+        InsumRangeError,
+        running("y[i] += A[i,-1]", A=torch.ones(0, 3)),
+        {"tensor": "A", "axis": 1, "expected": 3, "got": (-1, -1)},
     ),
     "out_of_range_sum_written": Case(
         InsumRangeError,

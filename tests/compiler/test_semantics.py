@@ -150,7 +150,7 @@ def test_grouped_entries():
 # Affine subscripts.
 
 
-def test_reads_outside_are_zero():
+def test_terms_that_read_outside_take_no_part():
     x = reals(1, 2, 3)
     check([0.0, 1.0, 2.0, 3.0, 0.0], "y[i] += x[i-1]", x=x, sizes={"i": 5})
     check([3.0, 2.0, 1.0], "y[i] += x[2-i]", x=x, sizes={"i": 3})
@@ -158,8 +158,9 @@ def test_reads_outside_are_zero():
     check([3.0, 6.0, 5.0], "y[i] += x[i+r-1] * w[r]", x=x, w=reals(1, 1, 1), sizes={"i": 3})
     check([0.0, 0.0], "y[i] += x[i+1000000000000]", x=x, sizes={"i": 2})
     check([6.0, 6.0], "y[j] += x[1] * a[j] * x[2]", x=x, a=reals(1, 1))
-    check([0.0, 0.0], "y[j] += x[3] * a[j]", x=x, a=reals(1, 1))
-    check([0.0, 0.0], "y[j] += x[-1] * a[j]", x=x, a=reals(1, 1))
+    for constant in (3, -1):
+        with pytest.raises(InsumRangeError, match=f"'{constant}' reads outside axis 0 of 'x'"):
+            insum(f"y[j] += x[{constant}] * a[j]", x=x, a=reals(1, 1))
 
 
 def test_two_dimensional_convolution_with_padding():
@@ -186,7 +187,7 @@ def test_sums_with_index_tensors():
 # "No entry".
 
 
-def test_reading_through_minus_one_gives_zero():
+def test_a_term_that_reads_through_minus_one_takes_no_part():
     check([0.0, 1.0], "y[i] += x[E[i]]", E=ints(-1, 0), x=reals(1, 2))
     check([5.0, 6.0], "y[i] += x[E[i]]", E=ints(-1, 0), x=reals(1, 2), y=reals(5, 5))
     check([0.0, 0.0], "y[i] += x[E[i]] * z[i]", E=ints(-1, -1), x=reals(1, 2), z=reals(3, 4))
@@ -207,8 +208,10 @@ def test_writing_through_minus_one_is_dropped():
 def test_no_entry_passes_through_nesting():
     x = reals(1, 10)
     check([0.0, 10.0, 0.0], "y[i] += x[E[F[i]]]", E=ints(1, -1), F=ints(-1, 0, 1), x=x)
-    # Reading an index tensor outside its own bounds gives "no entry" too.
-    check([10.0, 0.0, 0.0], "y[i] += x[E[F[i]]]", E=ints(1), F=ints(0, 1, 7), x=x)
+    # A sum that points outside of an index tensor misses too; a bare entry that does is an error.
+    check([10.0, 0.0, 0.0], "y[i] += x[E[F[i]+1]]", E=ints(-1, 1), F=ints(0, 1, 7), x=x)
+    with pytest.raises(InsumRangeError, match="'F' points outside axis 0 of 'E'"):
+        insum("y[i] += x[E[F[i]]]", E=ints(1), F=ints(0, 1, 7), x=x)
     check([0.0, 10.0, 0.0], "y[i] += x[E[i-1]]", E=ints(1), x=x, sizes={"i": 3})
     check([0.0, 7.0], "y[E[i-1]] += v[i]", E=ints(1), v=reals(5, 7, 9), out_shape=(2,))
 
@@ -264,9 +267,9 @@ def test_a_term_without_an_entry_takes_no_part_in_an_extremum():
     x = reals(-5, -7)
     check([-5.0, -7.0], "y[i] max= x[E[i,j]]", E=torch.tensor([[0, -1], [-1, 1]]), x=x)
     check([-5.0], "y[i] max= x[E[i,j]] * w[j]", E=torch.tensor([[-1, 0]]), x=x, w=reals(9, 1))
-    # A read outside by an affine subscript is a zero, and does take part.
+    # Nor does one that reads outside by an affine subscript.
     check([0.0, -5.0], "y[i] max= x[i-1]", x=x, sizes={"i": 2})
-    check([0.0], "y[j] max= x[i-1] * w[i,j]", x=x, w=torch.ones(3, 1, dtype=torch.float64))
+    check([-5.0], "y[j] max= x[i-1] * w[i,j]", x=x, w=torch.ones(3, 1, dtype=torch.float64))
 
 
 def test_nan_and_infinity_arrive():
@@ -293,9 +296,9 @@ def test_nan_behind_no_entry_does_not_leak():
     check([[2.0]], "C[Row[p],n] += Val[p] * B[Col[p],n]", **arguments)
 
 
-def test_zero_times_nan_of_another_factor_stays_nan():
-    """A read through -1 is the number 0, and 0 * NaN is NaN: the definition, which the reference shares."""
-    check(NAN, "s += x[E[i]] * w[i]", E=ints(-1, 0), x=reals(1), w=reals(NAN, 1))
+def test_what_a_term_that_misses_would_multiply_does_not_matter():
+    check(1.0, "s += x[E[i]] * w[i]", E=ints(-1, 0), x=reals(1), w=reals(NAN, 1))
+    check([0.0, 1.0, 0.0], "y[i] += x[i-1] * w[i]", x=reals(1), w=reals(INF, 1, NAN))
 
 
 # Dtypes.
