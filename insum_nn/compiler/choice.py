@@ -17,7 +17,7 @@ from torch import Tensor
 
 from insum_nn.compiler import patience
 from insum_nn.compiler import schedule_store as store
-from insum_nn.compiler.plan import Dot, Load, Multiply, Plan, SampledProduct, SparseProduct
+from insum_nn.compiler.plan import Dot, Load, Multiply, Plan, SparseProduct
 from insum_nn.compiler.progress import Progress
 from insum_nn.compiler.tuning import WAIT, time_whole
 
@@ -29,7 +29,6 @@ __all__ = [
     "choose_path",
     "eager_offer",
     "inductor_offer",
-    "is_elementwise",
     "is_library_call",
 ]
 
@@ -106,17 +105,6 @@ def is_library_call(plan: Plan) -> bool:
     """Whether a statement is a dense contraction, which torch's libraries compute without anything put aside."""
     contracts = any(isinstance(step, Dot) or (isinstance(step, Multiply) and step.over) for step in plan.steps)
     return contracts and plan.combine.mode == "direct" and not any(load.gather for load in plan.loads())
-
-
-def is_elementwise(plan: Plan) -> bool:
-    """Whether a statement multiplies cell by cell, in several steps, without adding to cells of its own choice.
-
-    On a CPU such a statement is one loop of Inductor's; library calls pass through memory once a step.
-    """
-    heavy = (Dot, SparseProduct, SampledProduct)
-    if plan.combine.mode != "direct" or plan.combine.guards or any(isinstance(step, heavy) for step in plan.steps):
-        return False
-    return sum(not isinstance(step, Load) or step.gather for step in plan.steps) > 1
 
 
 def _cells(labels: Sequence[str], sizes: Mapping[str, int]) -> int:
