@@ -57,9 +57,9 @@ def test_the_readme_has_a_block_that_runs():
 
 def test_commands_exist():
     text = (ROOT / "Makefile").read_text(encoding="utf-8")
-    targets = set(re.findall(r"^([a-z-]+):", text, re.MULTILINE))
+    targets = set(re.findall(r"^([a-z0-9-]+):", text, re.MULTILINE))
     for page in PAGES:
-        named = set(re.findall(r"^\s*make ([a-z-]+)|`make ([a-z-]+)", page.read_text(encoding="utf-8"), re.MULTILINE))
+        named = set(re.findall(r"^\s*make ([a-z0-9-]+)|`make ([a-z0-9-]+)", page.read_text(encoding="utf-8"), re.MULTILINE))
         assert {a or b for a, b in named} <= targets, page.name
 
 
@@ -67,7 +67,7 @@ def test_every_command_is_described():
     makefile = (ROOT / "Makefile").read_text(encoding="utf-8")
     declared = re.search(r"^\.PHONY: (.*)$", makefile, re.MULTILINE)
     assert declared
-    described = set(re.findall(r"^([a-z-]+):.*##", makefile, re.MULTILINE))
+    described = set(re.findall(r"^([a-z0-9-]+):.*##", makefile, re.MULTILINE))
     assert set(declared.group(1).split()) == described
 
 
