@@ -59,7 +59,7 @@ def test_commands_exist():
     text = (ROOT / "Makefile").read_text(encoding="utf-8")
     targets = set(re.findall(r"^([a-z0-9-]+):", text, re.MULTILINE))
     for page in PAGES:
-        named = set(re.findall(r"^\s*make ([a-z0-9-]+)|`make ([a-z0-9-]+)", page.read_text(encoding="utf-8"), re.MULTILINE))
+        named = re.findall(r"^\s*make ([a-z0-9-]+)|`make ([a-z0-9-]+)", page.read_text(encoding="utf-8"), re.MULTILINE)
         assert {a or b for a, b in named} <= targets, page.name
 
 
