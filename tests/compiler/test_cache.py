@@ -17,12 +17,13 @@ from torch import Tensor
 
 import insum_nn
 from insum_nn import IndexFacts, Options, cache_info, clear_cache, insum
-from insum_nn.compiler import call, execution, inductor, proofs, triton_lowering
+from insum_nn.compiler import api, call, execution, inductor, proofs, triton_lowering
 from insum_nn.compiler.api import compile_built
 from insum_nn.compiler.bind import bind
 from insum_nn.compiler.extents import resolve_extents
 from insum_nn.compiler.parser import parse
-from insum_nn.errors import InsumRangeError
+from insum_nn.errors import InsumNameError, InsumRangeError
+from insum_nn.facts import StaticTable
 
 SPMM = "C[Row[p],n] += Val[p] * B[Col[p],n]"
 # What is compiled in is decided without a device.
@@ -119,6 +120,57 @@ def test_what_tells_programs_apart():
     assert cache_info().misses == len(variants)
 
 
+def test_what_tells_compiled_programs_apart(monkeypatch: pytest.MonkeyPatch):
+    """What is compiled is remembered under all that decides it; nothing is compiled here."""
+    keys: list[tuple[object, ...]] = []
+    monkeypatch.setattr(execution, "_remembered", lambda key, build: keys.append(key))
+    known = {"x": torch.ones(3, 4), "E": torch.tensor([0, 1, 2])}
+    tables = [(), *((("E", StaticTable.of(torch.tensor(t))),) for t in ([0, 1, 2], [2, 1, 0]))]
+
+    def ask(text: str, tensors: dict[str, Tensor], options: Options) -> None:
+        statement = parse(text)
+        bound = bind(statement, tensors, None)
+        ordered = [tensors[name] for name in bound.layout.tensors]
+        extents = resolve_extents(statement, ordered, None, {}, None)
+        for backend in ("eager", "inductor"):
+            execution.from_graph(bound, ordered, extents, options, backend, "")
+        for static in tables:
+            execution._generated(bound, ordered, extents, options, "", static)
+
+    double = {**known, "x": known["x"].double()}
+    before = torch.get_float32_matmul_precision()
+    rounds: list[list[tuple[object, ...]]] = []
+    try:
+        for _ in range(2):
+            keys.clear()
+            for precision in ("highest", "high"):
+                torch.set_float32_matmul_precision(precision)
+                for text in ("y[i,n] += x[E[i],n]", "y[i] += x[E[i],n]"):
+                    for tensors, options in ((known, Options()), (known, Options(order="left")), (double, Options())):
+                        ask(text, tensors, options)
+            rounds.append(keys.copy())
+    finally:
+        torch.set_float32_matmul_precision(before)
+    assert rounds[0] == rounds[1]
+    # Torch's own calls heed the precision when they run.
+    assert len(set(rounds[0])) == len(rounds[0]) - 6
+
+
+def test_every_argument_of_insum_tells_its_programs_apart():
+    """One text and one tensor, and all that a call may say beside them, in turn and twice."""
+    x = torch.tensor([-1.0, 3.0], dtype=torch.float64)
+    activations = {None: x, "relu": x.relu(), "silu": torch.nn.functional.silu(x)}
+    for (activation, want), dtype in itertools.product(list(activations.items()) * 2, (None, torch.float32)):
+        got = insum("y[i] += x[i]", x=x, activation=activation, out_dtype=dtype)
+        torch.testing.assert_close(got, want if dtype is None else want.to(dtype))
+    for extent in (2, 3):
+        assert insum("y[i,r] += x[i]", x=x, sizes={"r": extent}).shape == (2, extent)
+        with pytest.raises(InsumNameError, match="'r' is written but never read"):
+            insum("y[i,r] += x[i]", x=x)
+    for options in (Options(), Options(backend="inductor", validate=True), Options()):
+        assert api._cached_program("z[i] += x[i]", options, (), None, None).spec.options == options
+
+
 def test_what_does_not_tell_programs_apart():
     """Spelling, sizes, layout, sortedness, gradients: one program serves them all."""
     E = torch.tensor([2, 0, 1])
@@ -163,6 +215,21 @@ def test_a_program_made_ready_is_not_used_after_a_clearing():
     clear_cache()
     program(**t)
     assert cache_info().misses == 1
+
+
+def test_a_program_made_ready_belongs_to_a_precision_of_products():
+    """What is made ready for exact float32 must not run where TF32 is allowed, nor the other way."""
+    program = insum_nn.compile("c[i,k] += a[i,j] * b[j,k]")
+    a = torch.randn(4, 4)
+    before = torch.get_float32_matmul_precision()
+    try:
+        for count, precision in enumerate(("highest", "high", "highest"), start=1):
+            torch.set_float32_matmul_precision(precision)
+            program(a=a, b=a)
+            program(a=a, b=a)
+            assert len(program.spec.ready) == min(count, 2)
+    finally:
+        torch.set_float32_matmul_precision(before)
 
 
 @pytest.mark.parametrize("backend", ["eager", "auto"])
