@@ -116,14 +116,19 @@ class Oracle:
                 found[name][at] = False
         return {name: mask for name, mask in found.items() if self.program.tensors[name].is_floating_point()}
 
-    def never_matters(self) -> dict[str, Tensor]:
-        """Of these cells, those of factors that vary with a miss of each term that reads them."""
-        found = self.only_missed()
+    def varying(self) -> dict[str, Tensor]:
+        """The cells of factors that vary with a miss of each term that misses and reads them."""
+        found = {n: torch.ones(t.shape, dtype=torch.bool) for n, t in self.program.tensors.items()}
         for term in self.terms:
-            for (name, at), labels in term.reads:
+            for (name, at), labels in term.reads if term.misses else ():
                 if not any(miss <= labels for miss in term.misses):
                     found[name][at] = False
-        return found
+        return {name: mask for name, mask in found.items() if self.program.tensors[name].is_floating_point()}
+
+    def never_matters(self) -> dict[str, Tensor]:
+        """The cells whose value nothing may depend on."""
+        varying = self.varying()
+        return {name: mask & varying[name] for name, mask in self.only_missed().items()}
 
     def live(self, tensors: dict[str, Tensor]) -> Iterator[tuple[Term, list[float]]]:
         values = {name: t.tolist() for name, t in tensors.items()}
