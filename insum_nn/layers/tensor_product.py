@@ -350,6 +350,9 @@ class TensorProduct(o3.TensorProduct):
         Returns:
             (..., irreps_out.dim).
         """
+        return self._multiply(x, y, weight)
+
+    def _multiply(self, x: Tensor, y: Tensor, weight: Tensor | None) -> Tensor:
         if not torch.jit.is_scripting():
             if self._is_plain(x, y, weight):
                 return checked_product(self._text, x, y, self.weight if weight is None else weight)
@@ -472,6 +475,10 @@ class TensorSquare(o3.TensorSquare, TensorProduct):
         def __init__(
             self, irreps_in: Irreps, irreps_out: Irreps = None, filter_ir_out: Any = None, **kwargs: Any
         ) -> None: ...
+
+    def forward(self, x: Tensor, weight: Tensor | None = None) -> Tensor:  # pyright: ignore[reportIncompatibleMethodOverride]
+        """Multiply `x` by itself; see `TensorProduct.forward`. TorchScript takes it, and not e3nn's."""
+        return self._multiply(x, x, weight)
 
     def __repr__(self) -> str:
         return "\n  ".join([o3.TensorSquare.__repr__(self), *expressions(self.spec)])

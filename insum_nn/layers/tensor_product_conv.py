@@ -58,6 +58,9 @@ class TensorProductConv(torch.nn.Module):
     torch.Size([3, 32])
     """
 
+    # TorchScript compiles properties unless told otherwise.
+    __jit_unused_properties__ = ["spec", "deterministic", "weight_numel", "irreps_out", "expression"]  # noqa: RUF012
+
     def __init__(
         self,
         irreps_in1: Any,
@@ -149,7 +152,6 @@ class TensorProductConv(torch.nn.Module):
         rows: Tensor,
         cols: Tensor,
         sender_perm: Tensor | None = None,
-        *,
         num_nodes: int | None = None,
     ) -> Tensor:
         """Convolve.
@@ -172,6 +174,32 @@ class TensorProductConv(torch.nn.Module):
             InputError: a shape does not fit.
             InsumRangeError: an edge points outside the nodes; an end of -1 does, too.
         """
+        if not torch.jit.is_scripting():
+            return self._convolve(X, Y, W, rows, cols, sender_perm, num_nodes)
+        # What TorchScript compiles, which knows neither our errors nor autocast.
+        weight = self.tensor_product._get_weights(W)
+        torch._assert(X.shape[-1] == self.tensor_product._in1_dim, "Incorrect last dimension for X")
+        torch._assert(Y.shape[-1] == self.tensor_product._in2_dim, "Incorrect last dimension for Y")
+        torch._assert(rows.shape[0] == Y.shape[0], "rows must have one entry for each edge")
+        torch._assert(cols.shape[0] == Y.shape[0], "cols must have one entry for each edge")
+        if not self.tensor_product.shared_weights and weight.shape[0] == 1:
+            weight = weight.expand(Y.shape[0], weight.shape[1])
+        nodes = X.shape[0] if num_nodes is None else num_nodes
+        return torch.ops.insum_nn.tensor_product(  # type: ignore[no-any-return]
+            self._text, "z", X, Y, weight, rows, cols, X.shape[0], nodes
+        )
+
+    @torch.jit.unused
+    def _convolve(
+        self,
+        X: Tensor,
+        Y: Tensor,
+        W: Tensor | None,
+        rows: Tensor,
+        cols: Tensor,
+        sender_perm: Tensor | None,
+        num_nodes: int | None,
+    ) -> Tensor:
         product = self.tensor_product
         weight = product.weight if W is None and product.internal_weights else product._get_weights(W)
         if self._is_plain(X, Y, weight, rows, cols) and sender_perm is None:

@@ -94,6 +94,12 @@ def checked_product(
     num_receivers: int | None = None,
 ) -> Tensor:
     """`tensor_product` of operands that the caller has checked; the spec as JSON."""
+    if torch.jit.is_tracing():
+        # A trace keeps sizes that are passed on as numbers: the operator finds them in its operands.
+        given = _OF_X if num_receivers is None else num_receivers
+        return torch.ops.insum_nn.tensor_product(  # type: ignore[no-any-return]
+            text, "z", x, y, weight, receivers, senders, _OF_X, given
+        )
     num_x = x.shape[0]
     num_z = (num_x if num_receivers is None else num_receivers) if senders is not None else num_x
     return _product(text, "z", (x, y, weight), receivers, senders, num_x, num_z)
@@ -136,6 +142,16 @@ def explain_tensor_product(
     # What became of the gradients where they were made last.
     how, why = joint.joint.reason.split(": ", 1)
     return explained.with_choice("gradients", f"of {', '.join(joint.roles)} {how}", why)
+
+
+# In place of how many rows the first input or the output has: as many as the first input, which is the first operand.
+_OF_X = -1
+
+
+def _counted(first: Tensor, num_x: int | torch.SymInt, num_z: int | torch.SymInt) -> tuple[Any, Any]:
+    """The rows of the first input and of the output; symbolic ones are never compared."""
+    rows = first.shape[0] if isinstance(num_x, int) and num_x == _OF_X else num_x
+    return rows, rows if isinstance(num_z, int) and num_z == _OF_X else num_z
 
 
 # Numbers between the two steps of a gradient at most: what they cost in memory.
@@ -315,6 +331,7 @@ def _operator(
     num_x: int,
     num_z: int,
 ) -> Tensor:
+    num_x, num_z = _counted(first, num_x, num_z)
     return _run(form_of(spec), role, (first, second, third), receivers, senders, num_x, num_z)
 
 
@@ -331,7 +348,7 @@ def _fake(
     num_z: int,
 ) -> Tensor:
     form = form_of(spec)
-    rows = _rows(role, senders, num_x, num_z)
+    rows = _rows(role, senders, *_counted(first, num_x, num_z))
     if role == "w":
         batch = () if form.spec.shared else (rows,)
         return first.new_empty(*batch, form.spec.weight_numel)
@@ -340,7 +357,7 @@ def _fake(
 
 def _setup_context(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
     spec, role, first, second, third, receivers, senders, num_x, num_z = inputs
-    ctx.constants = (spec, role, num_x, num_z, None)
+    ctx.constants = (spec, role, *_counted(first, num_x, num_z), None)
     ctx.save_for_backward(first, second, third, receivers, senders)
 
 
