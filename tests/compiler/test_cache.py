@@ -242,6 +242,7 @@ def test_a_program_made_ready_serves_calls_of_its_kind_alone(backend: str):
     rows, x = torch.tensor([0, 2, 2]), torch.tensor([[1.0, 2.0], [3.0, 4.0], [5.0, 6.0]], dtype=torch.float64)
     scatter = insum_nn.compile("y[E[i],j] += x[i,j]", options=options)
     every_second = insum_nn.compile("y[i,j] += x[2*i,j]", options=options)
+    bound = scatter.given({"E": rows})
     for extent, dtype in itertools.product((3, 5, 3), (torch.float64, torch.float32, torch.int64)):
         want = torch.zeros(extent, 2, dtype=torch.float64).index_add(0, rows, x)
         given = x.to(dtype)
@@ -252,6 +253,9 @@ def test_a_program_made_ready_serves_calls_of_its_kind_alone(backend: str):
             ]
             got += [scatter(E=index, x=given, y=torch.ones(extent, 2, dtype=dtype)) - 1]
             assert all(one.dtype == dtype and torch.equal(one.double(), want) for one in got)
+        ones = torch.ones(extent, 2, dtype=dtype)
+        got = [bound(given, out_shape=(extent, None)), bound(given, out_shape=(extent, 2), start=ones) - 1]
+        assert all(one.dtype == dtype and torch.equal(one.double(), want) for one in got)
         for size in (1, 2, 1):
             got = [every_second(x=given, sizes={"i": size}), every_second(x=given, out_shape=(size, None))]
             assert all(torch.equal(one, given[: 2 * size : 2]) for one in got)

@@ -325,16 +325,27 @@ def layouts(tensor: Tensor) -> Iterator[Tensor]:
 
 
 @pytest.mark.parametrize("name", ["spmm", "group spmm", "block spmm", "convolution", "sddmm", "tensor product uvu"])
-@pytest.mark.parametrize("style", [0, 1])
-def test_layouts_in_memory(name: str, style: int):
+def test_layouts_in_memory(name: str):
+    """One program takes every layout, in turn."""
     case, tensors = drawn(name)
-    moved = {n: list(layouts(t))[style] for n, t in tensors.items()}
-    assert any(not t.is_contiguous() for t in moved.values())
+    moved = [{n: list(layouts(t))[style] for n, t in tensors.items()} for style in (0, 1)]
+    assert all(any(not t.is_contiguous() for t in given.values()) for given in moved)
+    alone = [{**tensors, n: t} for n, t in moved[1].items()]
     program = compiled(case, tensors)
-    assert_case(case, tensors, program(tensors=moved))
-    # The same program takes either layout.
-    assert_case(case, tensors, program(tensors=tensors))
-    assert_case(case, tensors, program(tensors=moved))
+    for given in (*moved, tensors, *alone, *moved):
+        assert_case(case, tensors, program(tensors=given))
+
+
+@pytest.mark.parametrize("name", ["spmm", "sddmm"])
+def test_layouts_of_a_start(name: str):
+    case, tensors = drawn(name)
+    program = compiled(case, tensors)
+    start = torch.randn(program(tensors=tensors).shape)
+    moved = [t for t in layouts(start) if not t.is_contiguous()]
+    assert len(moved) == 2
+    output = case.expression.partition("[")[0]
+    for given in (*moved, start, *moved):
+        assert_case(case, tensors, program(tensors={**tensors, output: given}), start)
 
 
 def test_expanded_operands():
