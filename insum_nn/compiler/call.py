@@ -19,7 +19,7 @@ from torch import Tensor
 
 from insum_nn.compiler.ast import Statement
 from insum_nn.compiler.bind import Bound, Extents, Layout, bind, layout_of
-from insum_nn.compiler.claims import Origin, unwritten
+from insum_nn.compiler.claims import Origin
 from insum_nn.compiler.epilogue import PLAIN, Epilogue
 from insum_nn.compiler.execution import Executable, generation
 from insum_nn.compiler.extents import check_extents
@@ -29,6 +29,7 @@ from insum_nn.compiler.paths import fastest
 from insum_nn.compiler.proofs import prove, writes_sums
 from insum_nn.errors import InsumDtypeError, InsumNameError, InsumRangeError, InsumShapeError
 from insum_nn.facts import IndexFacts, StaticTable
+from insum_nn.kept import unwritten
 
 __all__ = [
     "Key",

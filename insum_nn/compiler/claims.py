@@ -6,7 +6,6 @@ first met; a write that torch counts ends it. What a caller claims is never beli
 
 from __future__ import annotations
 
-import weakref
 from collections.abc import Mapping
 from dataclasses import replace
 from typing import Literal
@@ -16,15 +15,13 @@ from torch import Tensor
 from torch.utils.weak import WeakTensorKeyDictionary
 
 from insum_nn.facts import IndexFacts, repeated
-from insum_nn.kept import forgets
+from insum_nn.kept import forgets, unwritten
 
-__all__ = ["Origin", "standing", "trusted", "unwritten"]
+__all__ = ["Origin", "standing", "trusted"]
 
 # Of a builder; of a format whose tensors could not be looked at, since a tracer followed the call; of a caller.
 Origin = Literal["builder", "format", "caller"]
 
-# Versions at which the facts of builders were first met.
-_met: dict[int, tuple[weakref.ref[Tensor], int]] = {}
 # Claims of order that were read.
 _read: WeakTensorKeyDictionary = WeakTensorKeyDictionary()
 
@@ -32,23 +29,6 @@ _read: WeakTensorKeyDictionary = WeakTensorKeyDictionary()
 @forgets
 def _forget(tensor: Tensor) -> None:
     _read.pop(tensor, None)
-
-
-def unwritten(tensor: Tensor) -> bool:
-    """Whether a builder's tensor is as it was when it was first met; of inference tensors nothing is known."""
-    if tensor.is_inference():
-        return True
-    key = id(tensor)
-    found = _met.get(key)
-    if found is not None and found[0]() is tensor:
-        return found[1] == tensor._version
-
-    def gone(ref: weakref.ref[Tensor]) -> None:
-        if (kept := _met.get(key)) is not None and kept[0] is ref:
-            del _met[key]
-
-    _met[key] = weakref.ref(tensor, gone), tensor._version
-    return True
 
 
 def trusted(tensor: Tensor, facts: IndexFacts, origin: Origin) -> bool:
@@ -75,6 +55,9 @@ def standing(name: str, claim: IndexFacts, named: Mapping[str, Tensor]) -> Index
     if known is None:
         known = _read[tensor] = {}
     found: IndexFacts | None = known.get(key)
+    if found is None and tensor.is_cuda and torch.cuda.is_current_stream_capturing():
+        # Nothing can be read; whoever asks for ranges says so.
+        return replace(claim, sorted=False, unique=False, unique_with=())
     if found is None:
         known.clear()
         found = known[key] = _held(claim, together)

@@ -12,6 +12,7 @@ from torch import Tensor, nn
 from insum_nn.compiler.options import Options
 from insum_nn.errors import InsumDtypeError, InsumFormatError, InsumShapeError
 from insum_nn.formats import GroupCOO
+from insum_nn.kept import unwritten
 from insum_nn.structure.pruning import (
     carry_optimizer_state,
     magnitude_mask,
@@ -176,6 +177,7 @@ class PrunedModule(nn.Module):
         self._index_names = tuple(index)
         for name, tensor in index.items():
             self.register_buffer(name, tensor, persistent=False)
+            unwritten(tensor)
 
     def _groups(self, row: Tensor, col: Tensor, shape: tuple[int, int], size: int | None) -> GroupCOO:
         """Cells at (row, col) in groups that share their row; the values are the cells' numbers."""

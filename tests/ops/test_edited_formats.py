@@ -262,12 +262,14 @@ def test_one_reading_after_a_write_serves_all_that_share_the_structure(monkeypat
     assert len(readings) == 1
 
 
+@pytest.mark.parametrize("used", [True, False])
 @pytest.mark.parametrize("group_size", [1, 2])
-def test_buffers_of_a_layer_are_read_after_a_write(group_size: int):
+def test_buffers_of_a_layer_are_read_after_a_write(group_size: int, used: bool):
     torch.manual_seed(0)
     layer = BlockSparseLinear.from_linear(torch.nn.Linear(8, 6), density=0.6, block_shape=2, group_size=group_size)
     x = torch.randn(3, 8)
-    layer(x)
+    if used:
+        layer(x)
     index = [buffer for name, buffer in layer.named_buffers() if name not in ("position", "dense_shape")]
     assert len(index) == 1 + group_size
     for buffer in index:
