@@ -6,6 +6,7 @@ first met; a write that torch counts ends it. What a caller claims is never beli
 
 from __future__ import annotations
 
+import weakref
 from collections.abc import Mapping
 from dataclasses import replace
 from typing import Literal
@@ -50,17 +51,16 @@ def standing(name: str, claim: IndexFacts, named: Mapping[str, Tensor]) -> Index
     together = [tensor, *others]
     if any(t.is_inference() for t in together):
         return _held(claim, together)
-    key = (claim, *((id(t), t._version) for t in together))
-    known = _read.get(tensor)
-    if known is None:
-        known = _read[tensor] = {}
-    found: IndexFacts | None = known.get(key)
-    if found is None and tensor.is_cuda and torch.cuda.is_current_stream_capturing():
+    key = (claim, tensor._version, *((id(t), t._version) for t in others))
+    known: tuple[object, list[weakref.ref[Tensor]], IndexFacts] | None = _read.get(tensor)
+    # Another tensor may have taken the place of one that died.
+    if known is not None and known[0] == key and all(ref() is t for ref, t in zip(known[1], others, strict=True)):
+        return known[2]
+    if tensor.is_cuda and torch.cuda.is_current_stream_capturing():
         # Nothing can be read; whoever asks for ranges says so.
         return replace(claim, sorted=False, unique=False, unique_with=())
-    if found is None:
-        known.clear()
-        found = known[key] = _held(claim, together)
+    found = _held(claim, together)
+    _read[tensor] = key, [weakref.ref(t) for t in others], found
     return found
 
 

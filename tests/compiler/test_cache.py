@@ -19,7 +19,7 @@ import insum_nn
 from insum_nn import IndexFacts, Options, cache_info, clear_cache, insum
 from insum_nn.compiler import api, call, execution, inductor, proofs, triton_lowering
 from insum_nn.compiler.api import compile_built
-from insum_nn.compiler.bind import bind
+from insum_nn.compiler.bind import Extents, bind
 from insum_nn.compiler.extents import resolve_extents
 from insum_nn.compiler.parser import parse
 from insum_nn.errors import InsumNameError, InsumRangeError
@@ -497,3 +497,20 @@ def test_programs_with_other_tensors_given_share_what_was_made_ready(proven: boo
     if not proven:
         with pytest.raises(InsumRangeError, match="I"):
             program.given({"I": torch.tensor([1, 3])})(rows, out_shape=(2, 2))
+
+
+def test_claims_of_a_caller_fall_where_they_do_not_hold():
+    expression, b = "D[Row[p],Col[p]] += Val[p]", torch.tensor([0, 1, 0])
+    facts = {
+        "Row": IndexFacts(sorted=True, masked=False, proven=True, unique_with=("Col",)),
+        "Col": IndexFacts(proven=True),
+    }
+    program = insum_nn.compile(expression, facts=facts, out_shape=(2, 2))
+    for row in ([0, 0, 1], [1, 0, 1], [1, 1, 1], [0, 1, 0]):
+        index = {"Row": torch.tensor(row), "Col": b.clone()}
+        expected = torch.zeros(2, 2).index_put((index["Row"], index["Col"]), torch.ones(3), accumulate=True)
+        for _ in range(2):
+            assert torch.equal(program(**index, Val=torch.ones(3)), expected)
+        bound, _ = call.prepare(program.spec, [*index.values(), torch.ones(3)], None, Extents((3,), (2, 2)))
+        assert bound.facts_of("Row").sorted == (row == sorted(row))
+        assert bool(bound.facts_of("Row").unique_with) == (row == [0, 0, 1])
