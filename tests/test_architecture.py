@@ -96,6 +96,7 @@ COMPILER_ORDER = [
     "progress",
     "tuning",
     "generated",
+    "keyed",
     "chained",
     "execution",
     "choice",

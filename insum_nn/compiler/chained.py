@@ -22,10 +22,11 @@ from insum_nn.compiler.bind import Bound, Extents, layout_of
 from insum_nn.compiler.chain import Split, find_splits
 from insum_nn.compiler.epilogue import PLAIN
 from insum_nn.compiler.generated import Generated
-from insum_nn.compiler.kernel_form import FormError, make_form
+from insum_nn.compiler.kernel_form import FormError, UnorderedError, make_form
 from insum_nn.compiler.kernel_points import Tail
 from insum_nn.compiler.kernel_source import Source
 from insum_nn.compiler.kernel_tail import with_tail
+from insum_nn.compiler.keyed import Keyed
 from insum_nn.compiler.options import Options
 from insum_nn.compiler.schedule_store import size_bucket
 from insum_nn.compiler.tuning import WAIT, time_whole, worth_measuring
@@ -54,7 +55,7 @@ def generate(
     output: Sequence[int],
     tables: dict[str, StaticTable],
     options: Options,
-) -> Generated | Chained:
+) -> Generated | Keyed | Chained:
     """The program of generated kernels for a statement.
 
     Args:
@@ -69,10 +70,16 @@ def generate(
         FormError: the statement is not of the generator's kind.
     """
     splits = () if tables or not bound.dtype.is_floating_point else find_splits(bound.statement)
-    if not splits:
-        return Generated(bound, sizes, output, tables, options)
-    shapes = {name: tuple(t.shape) for name, t in zip(bound.layout.tensors, tensors, strict=True)}
-    return Chained(bound, sizes, shapes, output, splits, options)
+    try:
+        if not splits:
+            return Generated(bound, sizes, output, tables, options)
+        shapes = {name: tuple(t.shape) for name, t in zip(bound.layout.tensors, tensors, strict=True)}
+        return Chained(bound, sizes, shapes, output, splits, options)
+    except UnorderedError:
+        # Where there is a choice, library calls that sum in order are the better one.
+        if options.backend != "triton":
+            raise
+        return Keyed(bound, sizes, output, options)
 
 
 class Chained:
@@ -109,6 +116,7 @@ class Chained:
         self.options = options
         self.candidates: dict[str, Generated | _Staged] = {}
         self.refused: dict[str, str] = {}
+        self._first_error: FormError | None = None
         self.measured: dict[tuple[int, ...], dict[str, float]] = {}
         self.origin: dict[tuple[int, ...], str] = {}
         self._chosen: dict[tuple[int, ...], str] = {}
@@ -120,13 +128,14 @@ class Chained:
             if split.inner is not None:
                 self._add(f"{name}, in one kernel", partial(_fused, *about))
             self._add(name, partial(_Staged, *about))
-        if not self.candidates:
-            raise FormError(next(iter(self.refused.values())))
+        if self._first_error is not None and not self.candidates:
+            raise self._first_error
 
     def _add(self, name: str, make: Callable[[], Generated | _Staged]) -> None:
         try:
             self.candidates[name] = make()
         except FormError as error:
+            self._first_error = self._first_error or error
             self.refused[name] = str(error)
 
     def prepare(self, tensors: Sequence[Tensor], extents: Extents, start: Tensor | None) -> Run:

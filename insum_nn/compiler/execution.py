@@ -18,6 +18,7 @@ from insum_nn.compiler.chained import Chained, generate
 from insum_nn.compiler.fx_lowering import extent_arguments, lower
 from insum_nn.compiler.generated import Generated
 from insum_nn.compiler.kernel_form import FormError
+from insum_nn.compiler.keyed import Keyed
 from insum_nn.compiler.options import Options
 from insum_nn.compiler.owners import clear_owners
 from insum_nn.compiler.plan import Dot, Load, Plan
@@ -62,7 +63,7 @@ class Executable:
     backend: str
     reason: str
     graph: fx.GraphModule
-    run: Callable[..., Tensor] | Generated | Chained
+    run: Callable[..., Tensor] | Generated | Keyed | Chained
     pieces: fx.GraphModule | None
     compile_seconds: float
     warm: bool = False
@@ -79,7 +80,7 @@ class Executable:
         """Everything that sizes decide, decided: what is returned runs on any tensors of these shapes."""
         run = self._prepared(tensors, extents, start)
         epilogue, dtype = self.plan.bound.epilogue, self.plan.bound.dtype
-        if isinstance(self.run, Generated | Chained) or not epilogue:
+        if isinstance(self.run, Generated | Keyed | Chained) or not epilogue:
             return run
         return lambda tensors, start: epilogue(run(tensors, start), dtype)
 
@@ -92,7 +93,7 @@ class Executable:
             if step is not None:
                 return lambda tensors, start: _run_pieces(self, tensors, arguments, extents, start, step)
         run = self.run
-        if isinstance(run, Generated | Chained):
+        if isinstance(run, Generated | Keyed | Chained):
             return run.prepare(tensors, extents, start)
         if isinstance(run, _Inductor):
             inductor_run = run

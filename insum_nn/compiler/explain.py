@@ -36,6 +36,7 @@ from insum_nn.compiler.explain_loops import (
 from insum_nn.compiler.explain_svg import draw
 from insum_nn.compiler.fx_lowering import extent_arguments, lower
 from insum_nn.compiler.generated import Generated
+from insum_nn.compiler.keyed import Keyed
 from insum_nn.compiler.options import Options
 from insum_nn.compiler.plan import Decision, Plan, Role, SparseProduct
 from insum_nn.errors import InsumBackendError
@@ -319,7 +320,7 @@ def explain_program(
     else:
         empty = "the index space is empty, so no term is computed"
         reason = "pass tensors to see it" if extents is None else empty
-    generated = program.run if program is not None and isinstance(program.run, Generated | Chained) else None
+    generated = program.run if program is not None and isinstance(program.run, Generated | Keyed | Chained) else None
     sources: list[str] = []
     choices: tuple[Decision, ...] = ()
     schedule = _schedule(program) if program is not None else None

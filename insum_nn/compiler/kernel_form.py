@@ -23,7 +23,7 @@ from insum_nn.compiler.kernel_points import ENTRY, LONGEST, OWNER, Beside, Point
 from insum_nn.compiler.kernel_tables import WrittenOut, write_out
 from insum_nn.facts import StaticTable
 
-__all__ = ["Combining", "Form", "FormError", "make_form"]
+__all__ = ["Combining", "Form", "FormError", "UnorderedError", "make_form"]
 
 Combining = Literal["direct", "place", "own", "atomic"]
 
@@ -34,6 +34,10 @@ _EVEN = 4.0
 
 class FormError(Exception):
     """No kernel of the generator's kind computes the statement; the text says why."""
+
+
+class UnorderedError(FormError):
+    """Terms meet in memory, and deterministic options do not allow that."""
 
 
 @dataclass(frozen=True)
@@ -278,7 +282,7 @@ def make_form(
         if scattered.product is not None:
             return scattered
     if form.combine == "atomic" and deterministic:
-        raise FormError("several terms meet in one cell, in no fixed order")
+        raise UnorderedError("several terms meet in one cell, in no fixed order")
     return form
 
 

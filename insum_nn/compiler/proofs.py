@@ -30,7 +30,7 @@ from insum_nn.errors import (
 from insum_nn.facts import UNKNOWN, IndexFacts, repeated
 from insum_nn.kept import forget, forgets
 
-__all__ = ["Stats", "prove", "stats_of", "writes_sums"]
+__all__ = ["Stats", "cell_numbers", "prove", "stats_of", "writes_sums"]
 
 
 _INT64_MAX = 2**63 - 1
@@ -380,3 +380,34 @@ def _check_claims(statement: Statement, named: Mapping[str, Tensor], facts: Mapp
                 )
             )
     raise_collected(faults)
+
+
+def cell_numbers(
+    access: Access,
+    axes: Sequence[int],
+    labels: Sequence[str],
+    named: Mapping[str, Tensor],
+    sizes: Mapping[str, int],
+    shape: Sequence[int],
+) -> Tensor:
+    """The number of the cell that each point of an index space addresses along some axes of an access.
+
+    Args:
+        access: the access.
+        axes: those counted, the last one fastest.
+        labels: the indices of their subscripts.
+        named: the tensors of the statement.
+        sizes: extents of indices.
+        shape: of the tensor that is addressed.
+
+    Returns:
+        int64, an axis for each label; -1 where an entry is missing, or the cell would lie outside.
+    """
+    evaluator = _Evaluator(named, sizes)
+    total = torch.zeros([sizes[label] for label in labels], dtype=torch.int64, device=evaluator.device)
+    valid = torch.ones_like(total, dtype=torch.bool)
+    for axis in axes:
+        values, present, own = evaluator.subscript(access.subscripts[axis])
+        valid = valid & _align(present & (values >= 0) & (values < shape[axis]), own, labels)
+        total = total * shape[axis] + _align(values, own, labels)
+    return torch.where(valid, total, -1)
