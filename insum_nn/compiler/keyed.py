@@ -62,6 +62,7 @@ class Keyed:
         layout = self.inner_bound.layout
         self.places = [-1 if n == self.cell else bound.layout.tensors.index(n) for n in layout.tensors]
         self.sources = [bound.layout.tensors.index(n) for n in dict.fromkeys(n.name for n in access.nested())]
+        self.validate = options.validate
         self.inner = Generated(self.inner_bound, sizes, self._shape(output), {}, options)
         self._cells: dict[Key, tuple[tuple[weakref.ref[Tensor], ...], Tensor]] = {}
 
@@ -86,7 +87,8 @@ class Keyed:
     def _numbers(self, tensors: Sequence[Tensor], extents: Extents) -> Tensor:
         """`Cell`; the same tensor for the same index tensors, as long as nobody writes to them."""
         sources = [tensors[place] for place in self.sources]
-        counted = not any(source.is_inference() for source in sources)
+        # Whoever asks for index tensors to be read again has them written to unseen.
+        counted = not self.validate and not any(source.is_inference() for source in sources)
         versions = [(id(source), source._version) for source in sources] if counted else []
         device = tensors[0].device
         key = (tuple(versions), extents, device)

@@ -18,7 +18,10 @@ class Options:
         backend: `"auto"` takes a rule's path, or the fastest where it is worth a measurement; `"eager"` runs the plan
             with torch's library calls; `"inductor"` compiles it with TorchInductor; `"triton"` generates a Triton
             kernel.
-        deterministic: only ways of combining that give the same bits at every run.
+        deterministic: only ways of combining that give the same bits at every run, on one machine with one setting of
+            `torch.set_num_threads`. On a CPU, sums over entries of index tensors give the same bits with any number of
+            threads. Dense products and sums over whole axes are divided among threads by a library: with another number
+            a cell that sums n terms may differ by 2 n eps (sum of the terms' absolute values), eps that of the dtype.
         validate: read every index tensor again at each call, builders' facts included, and forget what was kept of it.
             That is how writes are seen that torch does not count: through `.data`, a NumPy array or DLPack.
         native_matmul: let Inductor fuse gather, `tl.dot` and scatter into one kernel (CUDA only).

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Collection, Mapping, Sequence
 from functools import lru_cache, partial
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -146,7 +148,7 @@ class Program:
         """
         if out is not None:
             return self._into(out, sizes, out_shape, {**(tensors or {}), **named})
-        if torch.compiler.is_dynamo_compiling():
+        if torch.compiler.is_dynamo_compiling() or torch._C._is_tracing():
             merged = {**self._sizes, **(sizes or {})}
             named = {**(tensors or {}), **named}
             return call_operator(self._text, named, merged, out_shape if out_shape is not None else self._out_shape)
@@ -440,6 +442,21 @@ def _call(
     out_shape = tuple(extent if given else None for extent, given in zip(shape, known, strict=True)) if shaped else None
     named = dict(zip(names, tensors, strict=True))
     return program(sizes=dict(zip(sized, sizes, strict=True)), out_shape=out_shape, tensors=named)
+
+
+@torch.library.impl("insum_nn::call_traced", "CompositeImplicitAutograd")
+def _call_traced(text: str, call: str, tensors: list[Tensor], sizes: list[Tensor]) -> Tensor:
+    """The same for torch.jit.trace; a size in a list is the number of the tensor that holds it."""
+    given = json.loads(call)
+
+    def size(extent: Any) -> Any:
+        return int(sizes[extent[0]]) if isinstance(extent, list) else extent
+
+    named = dict(zip(given["names"], tensors, strict=True))
+    program = _program_of(text, frozenset(given["sizes"]))
+    shape = None if given["shape"] is None else tuple(size(extent) for extent in given["shape"])
+    known = {name: size(extent) for name, extent in given["sizes"].items()}
+    return program(sizes=known, out_shape=shape, tensors=named)
 
 
 @lru_cache(maxsize=1024)

@@ -1,7 +1,8 @@
-"""Calls under torch.compile: the whole call is one operator, so that Dynamo never follows the parser and the checks."""
+"""Calls under torch.compile and torch.jit.trace: the whole call is one operator, which neither follows inside."""
 
 from __future__ import annotations
 
+import json
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import fields, replace
 from typing import Any, ParamSpec
@@ -34,12 +35,16 @@ torch.library.define(
     "(str spec, str[] names, Tensor[] tensors, str[] sized, SymInt[] sizes, bool[] known, SymInt[] shape, bool shaped) "
     "-> Tensor",
 )
+# A traced graph has no lists of text.
+torch.library.define("insum_nn::call_traced", "(str spec, str call, Tensor[] tensors, Tensor[] sizes) -> Tensor")
 
 
 def call_operator(
     text: str, named: Mapping[str, Tensor], sizes: Mapping[str, int], out_shape: Sequence[int | None] | None
 ) -> Tensor:
     """Call a program, given as the JSON of its `Spec`, through the operator."""
+    if torch.jit.is_tracing():
+        return _call_recorded(text, named, sizes, out_shape)
     shape = out_shape if out_shape is not None else ()
     named = {n: t for n, t in named.items() if t is not None}  # pyright: ignore[reportUnnecessaryComparison]
     return torch.ops.insum_nn.call(  # type: ignore[no-any-return]
@@ -52,6 +57,25 @@ def call_operator(
         [0 if extent is None else extent for extent in shape],
         out_shape is not None,
     )
+
+
+def _call_recorded(
+    text: str, named: Mapping[str, Tensor], sizes: Mapping[str, int], out_shape: Sequence[int | None] | None
+) -> Tensor:
+    """The same under torch.jit.trace, which records sizes as tensors: they are arguments, and the graph for all."""
+    recorded: list[Tensor] = []
+
+    def size(extent: object) -> object:
+        if not isinstance(extent, Tensor):
+            return extent
+        recorded.append(extent)
+        return [len(recorded) - 1]
+
+    named = {n: t for n, t in named.items() if t is not None}  # pyright: ignore[reportUnnecessaryComparison]
+    shape = None if out_shape is None else [size(extent) for extent in out_shape]
+    call = {"names": list(named), "sizes": {name: size(extent) for name, extent in sizes.items()}, "shape": shape}
+    arguments = json.dumps(call), list(named.values()), recorded
+    return torch.ops.insum_nn.call_traced(text, *arguments)  # type: ignore[no-any-return]
 
 
 def call_traced(

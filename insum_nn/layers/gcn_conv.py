@@ -3,6 +3,7 @@
 # Annotations are not postponed here: TorchScript reads those of `forward` as they stand.
 
 import types
+from contextlib import nullcontext
 from typing import Any, ClassVar, NamedTuple, Optional, cast
 
 import torch
@@ -13,6 +14,7 @@ from insum_nn.errors import InsumShapeError, MissingExtraError
 from insum_nn.kept import forget
 from insum_nn.ops.graph_conv import Recipe, explain_graph_conv, graph_conv
 from insum_nn.ops.graph_product import CARRY
+from insum_nn.ops.onlookers import numbers, unrecorded
 from insum_nn.ops.tensor_cache import TensorCache
 from insum_nn.structure.gcn_norm import Flow, Loops, gcn_norm
 
@@ -65,8 +67,8 @@ class GCNConv(peer.GCNConv):
     counts, and only it gets a gradient.
 
     The peer's own path, which forms one message per edge, runs where messages are asked for: explanations, hooks of
-    `propagate`, `message` or `aggregate`, `decomposed_layers` above 1, an `aggr` other than a sum, subclasses that
-    define any of those methods, TorchScript, and rectangular sparse adjacencies.
+    `propagate`, `message`, `aggregate` or the module `aggr_module`, `decomposed_layers` above 1, an `aggr` other than a
+    sum, subclasses that define any of those methods, TorchScript, and rectangular sparse adjacencies.
 
     What an edge list says is read and sorted once, and kept until torch counts a write to it. Writes through `.data`, a
     NumPy array or DLPack are not counted: after them the layer goes on with the old graph. Pass a new tensor, or
@@ -190,7 +192,10 @@ class GCNConv(peer.GCNConv):
         """Whether somebody wants messages, or the input is one that the peer judges."""
         if self.explain or self._edge_mask is not None or self.decomposed_layers != 1 or self._makes_messages:
             return True
-        if self.aggr not in ("add", "sum") or type(self.aggr_module) is not SumAggregation:
+        sums = self.aggr_module
+        if self.aggr not in ("add", "sum") or type(sums) is not SumAggregation:
+            return True
+        if sums._forward_hooks or sums._forward_pre_hooks or sums._backward_hooks or sums._backward_pre_hooks:
             return True
         if (
             self._propagate_forward_pre_hooks
@@ -246,6 +251,9 @@ class GCNConv(peer.GCNConv):
         if edge_weight is not None and torch.promote_types(x.dtype, edge_weight.dtype) != x.dtype:
             # The peer's features are widened by the edges' weights after the dense product.
             return False
+        if torch.jit.is_tracing():
+            # One graph, for training too.
+            return self.in_channels < self.out_channels
         learns = torch.is_grad_enabled()
         learns_edges = learns and edge_weight is not None and edge_weight.requires_grad
         narrow = 1 + (learns and x.requires_grad) + learns_edges
@@ -263,11 +271,13 @@ class GCNConv(peer.GCNConv):
                 fix="pass x of shape (n, in_channels).",
                 got=tuple(x.shape),
             )
-        num_nodes = x.size(self.node_dim)
+        num_nodes = numbers(x)[self.node_dim]
         self._check_input(edge_index, None)
         normalize = self.normalize
         if normalize and (self.cached or self._cached_edge_index is not None or self._cached_adj_t is not None):
-            edge_index, edge_weight, normalize = self._cached_graph(edge_index, edge_weight, num_nodes, x.dtype)
+            # A traced graph has it as a constant.
+            with unrecorded() if torch.jit.is_tracing() else nullcontext():
+                edge_index, edge_weight, normalize = self._cached_graph(edge_index, edge_weight, num_nodes, x.dtype)
         loops: Loops = "remaining"
         if isinstance(edge_index, SparseTensor):
             _check_square(edge_index.size(0), edge_index.size(1), num_nodes)

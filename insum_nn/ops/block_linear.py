@@ -26,6 +26,7 @@ from insum_nn.ops.arguments import (
 )
 from insum_nn.ops.block_linear_columns import block_columns, columns_program, takes_columns
 from insum_nn.ops.dense_choice import block_tiles, dense_is_faster, dense_reason, explain_tiles
+from insum_nn.ops.onlookers import numbers, unrecorded
 
 __all__ = [
     "BLOCK_LINEAR",
@@ -133,8 +134,8 @@ def block_linear_stored(
     """
     form = "slots" if "Slot" in index else "BlockCOO"
     _check(input, weight, shape, bias)
-    flat, (a, b) = _rows_of(input, weight, shape[1]), weight.shape[-2:]
-    grid = -(-shape[0] // a), flat.shape[1] // b
+    flat, (a, b) = _rows_of(input, weight, shape[1]), numbers(weight)[-2:]
+    grid = -(-shape[0] // a), -(-shape[1] // b)
     if form == "BlockCOO" and dense_is_faster(weight, grid, flat.shape[0], options):
         dense = block_tiles(weight, index, grid, BLOCK_LINEAR_FACTS[form], options)[: shape[0], : shape[1]]
         result = torch.nn.functional.linear(
@@ -160,7 +161,7 @@ def _run(
     bias: Tensor | None,
     options: Options,
 ) -> Tensor:
-    a = named["W"].shape[-2]
+    a = numbers(named["W"])[-2]
     rows = -(-shape[0] // a)
     if named["X"].dtype == named["W"].dtype:
         start, bias = _as_start(bias, named["W"], shape[0])
@@ -171,7 +172,7 @@ def _run(
 
 def _as_start(bias: Tensor | None, weight: Tensor, m: int) -> tuple[Tensor | None, Tensor | None]:
     """A bias from which the sum can start, which spares a pass over the output, and what is left to add after it."""
-    if bias is None or m % weight.shape[-2] or bias.dtype != weight.dtype:
+    if bias is None or m % numbers(weight)[-2] or bias.dtype != weight.dtype:
         return None, bias
     return bias, None
 
@@ -179,7 +180,7 @@ def _as_start(bias: Tensor | None, weight: Tensor, m: int) -> tuple[Tensor | Non
 def _finish(result: Tensor, input: Tensor, shape: tuple[int, int], bias: Tensor | None) -> Tensor:
     """(n, rows * a) without what lies beyond the edge, with the bias, in the input's leading dimensions."""
     m = shape[0]
-    if result.shape[1] != m:
+    if numbers(result)[1] != m:
         result = result[:, :m]
     if bias is not None:
         result = result + bias.to(result.dtype)
@@ -197,18 +198,21 @@ def block_linear_operands(
 
 def _named(flat: Tensor, weight: Tensor, index: Mapping[str, Tensor]) -> dict[str, Tensor]:
     """The tensors of a statement, from an input (n, cols * b)."""
-    b = weight.shape[-1]
-    return {"W": weight, "X": flat.unflatten(1, (flat.shape[1] // b, b)), **index}
+    b = numbers(weight)[-1]
+    return {"W": weight, "X": flat.unflatten(1, (numbers(flat)[1] // b, b)), **index}
 
 
 def _rows_of(input: Tensor, weight: Tensor, k: int) -> Tensor:
     """An input (..., k) as (n, cols * b), with zeros beyond the edge."""
     flat = input if input.ndim == 2 else input.reshape(math.prod(input.shape[:-1]), k)
-    b = weight.shape[-1]
+    b = numbers(weight)[-1]
     return pad_axis(flat, 1, -(-k // b) * b)
 
 
 def _check(input: Tensor, weight: Tensor, shape: tuple[int, int], bias: Tensor | None) -> None:
+    if torch.jit.is_tracing():
+        with unrecorded():
+            return _check(input, weight, shape, bias)
     faults: list[InsumError] = []
     expression = BLOCK_LINEAR["BlockCOO"]
     (m, k), got = shape, tuple(input.shape)
@@ -244,7 +248,7 @@ def _check(input: Tensor, weight: Tensor, shape: tuple[int, int], bias: Tensor |
         message = f"'input' is {input.dtype}, the weight is {weight.dtype}"
         faults.append(_dtype_fault(message, weight.dtype, input.dtype, fix))
     faults += layer_elsewhere("block_linear", weight, bias, "input", input)
-    raise_collected(faults)
+    return raise_collected(faults)
 
 
 def _dtype_fault(message: str, expected: torch.dtype, got: torch.dtype, fix: str) -> InsumError:

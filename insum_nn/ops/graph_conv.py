@@ -15,7 +15,7 @@ from insum_nn.kept import forget
 from insum_nn.ops.arguments import to_autocast, under_autocast
 from insum_nn.ops.graph_matrix import GraphMatrix
 from insum_nn.ops.graph_product import CARRY, fixed_order, graph_compare, graph_product
-from insum_nn.ops.onlookers import transformed
+from insum_nn.ops.onlookers import transformed, unrecorded
 from insum_nn.ops.tensor_cache import TensorCache
 from insum_nn.structure.constants import plain_tensors
 from insum_nn.structure.gcn_norm import (
@@ -227,7 +227,12 @@ def _agree(x: Tensor, edge_index: Tensor, edge_weight: Tensor | None, recipe: Re
                 fix="pass edge_weight.float().",
                 got=edge_weight.dtype,
             )
-        edge_weight = check_edge_weight(edge_weight, edge_index.shape[1])
+        if torch.jit.is_tracing():
+            with unrecorded():
+                check_edge_weight(edge_weight, edge_index.shape[1])
+            edge_weight = edge_weight if edge_weight.ndim == 1 else edge_weight.squeeze(1)
+        else:
+            edge_weight = check_edge_weight(edge_weight, edge_index.shape[1])
     if under_autocast(x.device) and x.is_floating_point() and x.dtype != torch.float64:
         return to_autocast(x), edge_weight
     return (x if edge_weight is None else x.to(torch.promote_types(x.dtype, edge_weight.dtype))), edge_weight
@@ -235,7 +240,7 @@ def _agree(x: Tensor, edge_index: Tensor, edge_weight: Tensor | None, recipe: Re
 
 def _traced(*tensors: Tensor | None) -> bool:
     """Whether somebody records or replaces torch's calls, and has to be shown one registered operator."""
-    if torch.compiler.is_compiling():
+    if torch.compiler.is_compiling() or torch.jit.is_tracing():
         return True
     plain = (Tensor, torch.nn.Parameter)
     return torch._C._len_torch_dispatch_stack() > 0 or any(t is not None and type(t) not in plain for t in tensors)

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Hashable
-from contextlib import AbstractContextManager, nullcontext
+from collections.abc import Generator, Hashable
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Any
 
 import torch
@@ -11,7 +11,7 @@ from torch import Tensor
 
 from insum_nn.compiler.api import transformed
 
-__all__ = ["asked_for", "at_least", "exact_dtypes", "ordinary", "transformed"]
+__all__ = ["asked_for", "at_least", "exact_dtypes", "numbers", "ordinary", "transformed", "unrecorded"]
 
 _PLAIN = (Tensor, torch.nn.Parameter)
 
@@ -23,21 +23,47 @@ def ordinary(*tensors: Tensor) -> bool:
     """
     if torch.compiler.is_compiling() or transformed() or torch._C._len_torch_dispatch_stack() > 0:
         return False
+    if torch.jit.is_tracing():
+        return False
     return all([type(t) in _PLAIN and not t.is_meta and not t.is_neg() for t in tensors])
 
 
-def at_least(size: int | torch.SymInt, threshold: float) -> bool:
+def at_least(size: int | torch.SymInt | Tensor, threshold: float) -> bool:
     """Whether a size reaches a threshold of speed, which must not limit the sizes that an exported graph takes.
 
     Dynamo may compare a symbolic size: it compiles again on the other side. An exported graph is for all sizes, and so
     is one of `make_fx`, so there a threshold counts only for sizes that are known.
     """
+    if isinstance(size, Tensor):
+        # Of torch.jit.trace.
+        return False
     if torch.compiler.is_exporting() or (isinstance(size, torch.SymInt) and not torch.compiler.is_dynamo_compiling()):
         # It brings sympy with it.
         from torch.fx.experimental.symbolic_shapes import statically_known_true
 
         return statically_known_true(size >= threshold)
     return bool(size >= threshold)
+
+
+@contextmanager
+def unrecorded() -> Generator[None]:
+    """Leave torch.jit.trace out, for checks and for what a traced graph keeps as constants."""
+    # torch's stubs lack one of the two.
+    tracer: Any = torch._C
+    state = tracer._get_tracing_state()
+    tracer._set_tracing_state(None)
+    try:
+        yield
+    finally:
+        tracer._set_tracing_state(state)
+
+
+def numbers(tensor: Tensor) -> tuple[int, ...]:
+    """The extents of a tensor whose shape belongs to a model, as numbers; torch.jit.trace would record them."""
+    if not torch.jit.is_tracing():
+        return tensor.shape
+    with unrecorded():
+        return tuple(tensor.shape)
 
 
 def exact_dtypes(device: torch.device) -> AbstractContextManager[object]:
@@ -70,8 +96,9 @@ def asked_for(ctx: Any, operands: int, where: Hashable) -> list[bool]:
 def _asked(node: Any, known: Hashable) -> bool:
     if node is None:
         return False
+    # What is recorded must not depend on the passes before.
     leaf = hasattr(node, "variable")
-    left = _by_name.get(known, 0) if leaf else 0
+    left = _by_name.get(known, 0) if leaf and not torch._C._len_torch_dispatch_stack() else 0
     if left:
         _by_name[known] = left - 1
         return True

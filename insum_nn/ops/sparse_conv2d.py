@@ -13,6 +13,7 @@ from insum_nn.compiler.options import DEFAULT, Options
 from insum_nn.errors import InsumDtypeError, InsumError, InsumShapeError, raise_collected
 from insum_nn.facts import IndexFacts
 from insum_nn.ops.arguments import layer_elsewhere, run, under_autocast
+from insum_nn.ops.onlookers import numbers
 
 __all__ = [
     "SPARSE_CONV2D_FACTS",
@@ -74,7 +75,9 @@ def sparse_conv2d_output(size: Pair, kernel: Pair, stride: Pair, padding: tuple[
     """
     reach = tuple(step * (cells - 1) + 1 for step, cells in zip(dilation, kernel, strict=True))
     padded = tuple(extent + sum(zeros) for extent, zeros in zip(size, padding, strict=True))
-    if any(there < needed for there, needed in zip(padded, reach, strict=True)):
+    # Sizes that torch.jit.trace records are looked at when the graph runs.
+    known = not any(isinstance(extent, Tensor) for extent in size)
+    if known and any(there < needed for there, needed in zip(padded, reach, strict=True)):
         raise InsumShapeError(
             f"sparse_conv2d: a kernel that spans {reach} does not fit an input of {padded}, padding included",
             fix="pass a larger image, or pad it.",
@@ -145,7 +148,7 @@ def sparse_conv2d(
 def check_sparse_conv2d(input: Tensor, weight: Tensor, channels: int, bias: Tensor | None, expression: str) -> None:
     """Raise unless `input` is an image batch that fits the weight."""
     faults: list[InsumError] = []
-    got = tuple(input.shape)
+    got = tuple(numbers(input))
     if len(got) != 4 or got[1] != channels:
         faults.append(
             InsumShapeError(

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator
+from dataclasses import replace
 
 import pytest
 import torch
@@ -136,6 +137,13 @@ def test_cells_follow_writes_to_their_index_tensors():
         fresh = {name: tensor.clone() for name, tensor in tensors.items()}
     for _ in range(2):
         torch.testing.assert_close(program(tensors=fresh, out_shape=shape).double(), want, rtol=1e-5, atol=1e-5)
+    program = insum_nn.compile(text, options=replace(FIXED, validate=True))
+    for _ in range(2):
+        # torch does not count this.
+        tensors["Row"].data.copy_(torch.randint(0, 4, (9,)))
+        want = program.reference(tensors=tensors, out_shape=shape)
+        torch.testing.assert_close(program(tensors=tensors, out_shape=shape).double(), want, rtol=1e-5, atol=1e-5)
+    program = insum_nn.compile(text, options=FIXED)
     empty = {name: tensor[:0] for name, tensor in tensors.items()}
     assert not program(tensors=empty, out_shape=(4, 3, 5)).any()
     text = str(program.explain(tensors=tensors, out_shape=shape))

@@ -700,6 +700,24 @@ def test_edges_that_are_made_inside_a_transform():
     torch.testing.assert_close(twice, torch.autograd.functional.hessian(loss, x))
 
 
+def test_hooks_of_the_aggregation_fire():
+    graph, x = random_graph(), torch.randn(NODES, 3)
+    layer = GCNConv(3, 4)
+    want = layer(x, graph)
+    module, seen = layer.aggr_module, []
+    for register in (module.register_forward_hook, module.register_forward_pre_hook):
+        handle = register(lambda _, inputs, *rest: seen.append(inputs[0].shape))
+        torch.testing.assert_close(layer(x, graph), want)
+        handle.remove()
+    for register in (module.register_full_backward_hook, module.register_full_backward_pre_hook):
+        handle = register(lambda _, *grads: seen.append(grads[-1][0].shape))
+        layer(x, graph).sum().backward()
+        handle.remove()
+    assert [len(shape) for shape in seen] == [2, 2, 2, 2]
+    layer(x, graph)
+    assert len(seen) == 4
+
+
 # Bad input.
 
 

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import io
+import warnings
+
 import pytest
 import torch
 from torch.autograd import gradcheck, gradgradcheck
@@ -27,6 +30,43 @@ def test_gradients(name: str):
     modes = {"check_forward_ad": True, "check_batched_grad": True, "check_batched_forward_grad": True}
     assert gradcheck(run, values, fast_mode=True, **modes)
     assert gradgradcheck(run, values, fast_mode=True, check_batched_grad=True, check_fwd_over_rev=True)
+
+
+# How many voxels a layer makes is not known to a traced graph; see test_sparse_jit.
+TRACED = [name for name, case in EVERY_LAYER.items() if {0: "voxels"} not in case.sizes]
+
+
+@pytest.mark.parametrize("name", TRACED)
+def test_traced_graphs_take_any_size(name: str):
+    """`torch.jit.trace`, as the peers' layers take it: saved and loaded, trained."""
+    case = EVERY_LAYER[name]
+    if "Tensor" in name:
+        # Said of e3nn's own checks of shapes too.
+        warnings.simplefilter("ignore", torch.jit.TracerWarning)
+    module, buffer = case.module(), io.BytesIO()
+    with torch.no_grad():
+        assert torch.jit.trace(module, case.inputs(6)).graph is not None
+    traced = torch.jit.trace(module, case.inputs(6))
+    torch.jit.save(traced, buffer)
+    buffer.seek(0)
+    for run in (traced, torch.jit.load(buffer)):
+        for size in (1, 3, 300):
+            inputs = case.inputs(size)
+            torch.testing.assert_close(run(*inputs), module(*inputs))
+    found = []
+    for run in (traced, module):
+        inputs = [x.requires_grad_() if x.is_floating_point() else x for x in case.inputs(9)]
+        leaves = [x for x in (*inputs, *module.parameters()) if x.requires_grad]
+        found.append(torch.autograd.grad(run(*inputs).square().sum(), leaves))
+    torch.testing.assert_close(*found)
+
+
+def test_a_traced_convolution_takes_images_of_any_size():
+    layer = layers.SparseConv2d(2, 3, 3, stride=2, padding=1, density=0.5)
+    traced = torch.jit.trace(layer, torch.randn(2, 2, 6, 7))
+    for shape in ((2, 2, 6, 7), (1, 2, 9, 4), (3, 2, 3, 3)):
+        x = torch.randn(shape)
+        torch.testing.assert_close(traced(x), layer(x))
 
 
 @pytest.mark.parametrize("name", EVERY_LAYER)
