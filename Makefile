@@ -38,7 +38,7 @@ SEEN := $(CURDIR)$(if $(PYTHONPATH),:$(PYTHONPATH))
 TEST_ENV := OMP_NUM_THREADS=1 MPLBACKEND=Agg PYTHONPATH=$(SEEN)
 RUN_ENV := MPLBACKEND=$${MPLBACKEND:-Agg} PYTHONPATH=$(SEEN)
 
-.PHONY: help venv system-libs demo test test-e3nn-oldest doctest lint format types examples check gpu-check sanitize bench constraints clean distclean
+.PHONY: help venv system-libs demo test test-e3nn-oldest peers doctest lint format types examples check gpu-check sanitize bench constraints clean distclean
 
 help: ## list the targets
 	@grep -hE '^[a-z0-9-]+:.*##' $(firstword $(MAKEFILE_LIST)) | sed -E 's/^([a-z0-9-]+):.*## */\1\t/' | expand -t 18
@@ -103,6 +103,9 @@ test-e3nn-oldest: $(READY) | $(E3NN_FOLDER) ## run the tests of tensor products 
 	$(PY) -W ignore -c 'import e3nn; assert e3nn.__version__ == "$(E3NN_OLDEST)", e3nn.__file__'; \
 	$(PY) -m pytest -q -n $(JOBS) -m "not gpu" $(E3NN_ALLOWED) tests/layers/test_swap.py tests/layers/test_tensor_product.py \
 	  tests/structure/test_clebsch_gordan.py
+
+peers: $(READY) ## run the peers' own tests that the package index carries, on our classes
+	$(TEST_ENV) $(PY) tests/peers/run_from_index.py --folder $(abspath $(VENV))-peers
 
 # Collected apart: a doctest module is imported, and the tests' own modules must not be.
 doctest: $(READY) ## run the examples of the docstrings

@@ -46,6 +46,8 @@ class Substitution(ABC):
         met: how often our classes did what they are for.
         outcomes: tests by outcome.
         skipped: tests, and whole files, that the list names, with their reasons.
+        most: of a test with more parameter sets, only so many are run, evenly spaced; 0: all.
+        left_out: how many were not run, of how many, by test.
     """
 
     NAME: ClassVar[str]
@@ -61,6 +63,8 @@ class Substitution(ABC):
         self.met = 0
         self.outcomes: dict[str, int] = {}
         self.skipped: dict[str, str] = {}
+        self.most = 0
+        self.left_out: dict[str, tuple[int, int]] = {}
 
     @classmethod
     def environment(cls) -> str:
@@ -82,6 +86,23 @@ class Substitution(ABC):
                 if any(own == name or own.endswith(f"/{name}") for own in names):
                     item.add_marker(pytest.mark.skip(reason=reason))
                     self.skipped[item.nodeid] = reason
+        if self.most:
+            items[:] = self.sampled(items)
+
+    def sampled(self, items: Sequence[pytest.Item]) -> list[pytest.Item]:
+        """A few parameter sets of each test, the first and the last among them."""
+        by_test: dict[str, list[pytest.Item]] = {}
+        for item in items:
+            by_test.setdefault(item.nodeid.split("[")[0], []).append(item)
+        kept: list[pytest.Item] = []
+        for name, each in by_test.items():
+            if len(each) <= self.most:
+                kept += each
+                continue
+            last = len(each) - 1
+            kept += [each[round(at * last / max(1, self.most - 1))] for at in range(self.most)]
+            self.left_out[name] = len(each) - self.most, len(each)
+        return kept
 
     def pytest_runtest_logreport(self, report: pytest.TestReport) -> None:
         if report.when == "call" or (report.when == "setup" and report.outcome != "passed"):
@@ -105,6 +126,9 @@ def run_suite(plugin: Substitution, suite: Path, arguments: Sequence[str], *, mo
         f"{plugin.NAME}'s suite: {numbers} ({len(plugin.skipped)} skipped by our list); "
         f"our classes ran {plugin.met} times"
     )
+    if plugin.left_out:
+        tests = ", ".join(f"{name.split('::')[-1]} {out} of {of}" for name, (out, of) in plugin.left_out.items())
+        summary += f"\n  parameter sets left out for the time they take: {tests}"
     if status == 0 and (plugin.met == 0 or not plugin.outcomes.get("passed")):
         return 1, summary + "; the suite never met our classes"
     return int(status), summary
@@ -118,7 +142,9 @@ def main(plugin: Substitution, description: str | None) -> int:
     parser.add_argument("--suite", type=Path, default=os.environ.get(variable), help=text)
     if plugin.MORE:
         parser.add_argument("--more", action="store_true", help="also files that meet our classes in passing")
+    parser.add_argument("--most", type=int, default=0, help="parameter sets of each test that are run; all by default")
     known, rest = parser.parse_known_args()
+    plugin.most = known.most
     if known.suite is None:
         parser.error(f"give --suite PATH, or set {variable}")
     status, summary = run_suite(plugin, Path(known.suite).resolve(), rest, more=getattr(known, "more", False))
