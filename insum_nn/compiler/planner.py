@@ -114,11 +114,11 @@ class _Planner:
 
     # Misses.
 
-    def guard(self, reads: Sequence[Access], settled: Sequence[Miss] = ()) -> None:
-        """Decide where the factors of terms that miss are kept from the sum, but for misses that are settled."""
+    def guard(self, reads: Sequence[Access]) -> None:
+        """Decide where the factors of terms that miss are kept out: as they are loaded, or as the sum is written."""
         output = labels_of(self.statement.output)
         paths = {access: misses_of(access, self.bound) for access in reads}
-        every = dict.fromkeys(miss for path in paths.values() for miss in path if miss not in settled)
+        every = dict.fromkeys(miss for path in paths.values() for miss in path)
         unguarded = False
         for miss in every:
             others = [access for access in reads if miss not in paths[access]]
