@@ -34,12 +34,14 @@ Irreps = Any
 @contextmanager
 def plain_e3nn() -> Generator[None]:
     """Let e3nn build its layers as plain modules, which `torch.compile` can see into, instead of by TorchScript."""
-    before = e3nn.get_optimization_defaults()["jit_mode"]
-    e3nn.set_optimization_defaults(jit_mode="eager")
+    before = e3nn.get_optimization_defaults()
+    # e3nn 0.4 has a switch in place of a mode.
+    name, plain = ("jit_mode", "eager") if "jit_mode" in before else ("jit_script_fx", False)
+    e3nn.set_optimization_defaults(**{name: plain})
     try:
         yield
     finally:
-        e3nn.set_optimization_defaults(jit_mode=before)
+        e3nn.set_optimization_defaults(**{name: before[name]})
 
 
 def gated(irreps: Irreps, available: Irreps) -> Any:

@@ -11,6 +11,7 @@ from torch import Tensor
 pytest.importorskip("e3nn")
 pytest.importorskip("ase")
 
+import e3nn
 from ase.build import bulk, molecule
 from e3nn import o3
 
@@ -200,6 +201,8 @@ def test_copies(how: str):
 
 
 def test_torch_compile_breaks_no_graph():
+    if e3nn.__version__.startswith("0.4."):
+        pytest.skip("torch.compile cannot look into e3nn 0.4")
     torch._dynamo.reset()
     model = small(lmax=1)
     batch = collate([ethanol()], CUTOFF)
