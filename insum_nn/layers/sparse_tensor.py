@@ -14,7 +14,7 @@ from insum_nn.structure.coordinates import Coordinates
 from insum_nn.structure.kernel_map import Geometry, KernelMap
 from insum_nn.structure.kernel_map_op import kernel_map_of, prove_sites
 
-__all__ = ["SparseConvTensor", "sparse_add"]
+__all__ = ["SparseConvTensor", "check_untraced", "sparse_add"]
 
 
 class SparseConvTensor:
