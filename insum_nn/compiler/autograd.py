@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 from torch._C._functorch import peek_interpreter_stack
 
-from insum_nn.compiler.ast import Access
+from insum_nn.compiler.ast import Access, Index, Statement
 from insum_nn.compiler.backward import Call, Shapes, Step, gradients, read_again
 from insum_nn.compiler.batched import for_each_tangent, for_each_vector
 from insum_nn.compiler.bind import Extents, layout_of
@@ -355,6 +355,17 @@ def _batched(access: Access, names: set[str], batch: str) -> str:
     return f"{access.name}[{','.join(subscripts)}]" if subscripts else access.name
 
 
+def _belonging(statement: Statement, batched: set[str]) -> set[str]:
+    """The factors without a batch that belong to entries with one: what misses differs, and with it what matters."""
+    entries = [a for a in statement.accesses() if a.name in batched and a.name in statement.index_tensors()]
+    found: set[str] = set()
+    for read in statement.reads:
+        own = {term.atom.name for s in read.subscripts for term in s.terms if isinstance(term.atom, Index)}
+        if read.name not in batched and any(own.issuperset(i.name for i in entry.indices()) for entry in entries):
+            found.add(read.name)
+    return found - set(statement.index_tensors())
+
+
 class _Batch:
     """A batch of statements is one statement with one more index, the first of the output."""
 
@@ -366,6 +377,8 @@ class _Batch:
         self.layout = layout
         index = fresh_name("batch", {*statement.indices(), *statement.tensors(), statement.output.name})
         names = {name for name, dim in zip(layout.tensors, dims, strict=True) if dim is not None}
+        self.repeated = _belonging(statement, names)
+        names |= self.repeated
         factors = [_batched(f, names, index) if isinstance(f, Access) else str(f) for f in statement.factors]
         written = _batched(statement.output, {*names, statement.output.name}, index)
         text = f"{written} {statement.operator} {' * '.join(factors)}"
@@ -381,6 +394,7 @@ class _Batch:
     def operands(self, tensors: Sequence[Tensor]) -> list[Tensor]:
         moved = [t if dim is None else t.movedim(dim, 0) for t, dim in zip(tensors, self.dims, strict=True)]
         named = dict(zip(self.layout.tensors, moved, strict=True))
+        named |= {name: named[name].expand(self.size, *named[name].shape) for name in self.repeated}
         return [named[name] for name in self.order]
 
     def start(self, start: Tensor | None, dim: int | None) -> Tensor | None:

@@ -351,6 +351,19 @@ def test_an_unused_slot_of_a_grouped_matrix(dtype: torch.dtype):
     assert by_dense.tolist() == [[INF, INF]] * 3
 
 
+def test_slots_of_a_batch_of_grouped_matrices():
+    col = torch.tensor([[[0, -1], [1, 2]], [[0, -1], [-1, 2]]])
+    value, dense = torch.tensor([[1.0, NAN], [2.0, 3.0]]), torch.ones(3, 2)
+
+    def product(col: Tensor, value: Tensor) -> Tensor:
+        return insum("C[g,n] += Val[g,q] * B[Col[g,q],n]", Col=col, Val=value, B=dense)
+
+    got = torch.func.vmap(product, (0, None))(col, value)
+    assert got.tolist() == [[[1, 1], [5, 5]], [[1, 1], [3, 3]]]
+    grads = torch.func.vmap(torch.func.grad(lambda v, c: product(c, v).sum()), (None, 0))(value, col)
+    assert grads.tolist() == [[[2, 0], [2, 2]], [[2, 0], [0, 2]]]
+
+
 def test_padding_takes_no_part_in_a_maximum():
     x = torch.tensor([-3.0, -1.0, -2.0, -5.0], requires_grad=True)
     want = torch.nn.functional.max_pool1d(x[None], 3, 1, 1)[0]
