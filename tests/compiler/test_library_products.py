@@ -51,3 +51,30 @@ def test_more_entries_than_cells():
     row, col = torch.arange(40) % 3, torch.arange(40) % 2
     agree(sampled, Row=row, Col=col, A=torch.randn(3, 4), B=torch.randn(2, 4))
     agree(sampled, Row=row.flip(0), Col=torch.where(row == 1, -1, col), A=torch.randn(3, 4), B=torch.randn(2, 4))
+
+
+def test_a_structure_serves_the_statement_that_it_was_made_for():
+    """The same two index tensors in every place that they can have, any of which may be asked for after another."""
+    torch.manual_seed(0)
+    E, F = torch.randint(0, 3, (3, 3)), torch.tensor([2, 0, 2])
+    tensors = {"E": E, "F": F, "V": torch.randn(3, 3), "B": torch.randn(3, 4)}
+    tensors |= {"W": torch.randn(3, 5), "D": torch.randn(5, 4)}
+    tensors = {name: t.double() if t.is_floating_point() else t for name, t in tensors.items()}
+    rows, cols = ("E[i,j]", "F[i]", "j"), ("F[i]", "F[j]", "E[i,j]", "i")
+    statements = [
+        (f"C[{row},n] += V[i,j] * B[{col},n]", size)
+        for row in rows
+        for col in cols
+        for size in (3, 5)
+        if "[" in row + col and (size == 3 or row == "E[i,j]")
+    ]
+    # The same index tensor beside an axis of another length.
+    statements += [("C[F[i],n] += W[i,j] * D[j,n]", 3)]
+    programs = [insum_nn.compile(text, out_shape=(size, None)) for text, size in statements]
+    given = [{n: t for n, t in tensors.items() if f"{n}[" in text} for text, _ in statements]
+    wanted = [p.reference(tensors=g) for p, g in zip(programs, given, strict=True)]
+    for at, first in enumerate(programs):
+        # No more than four are kept of two tensors, so what is asked for again must come soon.
+        for other in [*range(at), *range(at + 1, len(programs))]:
+            first(tensors=given[at])
+            torch.testing.assert_close(programs[other](tensors=given[other]), wanted[other])

@@ -281,6 +281,15 @@ def test_sparse_tensor(monkeypatch: pytest.MonkeyPatch, normalize: bool, weighte
         assert_matches(*pairs, dtype=torch.float64, kind="gradient")
 
 
+def test_implied_values_of_a_sparse_tensor_have_the_dtype_of_each_layer(monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr(module, "SparseTensor", FakeSparseTensor)
+    monkeypatch.setattr(GCNConv, "_check_input", lambda *_: None)
+    layer, graph = GCNConv(3, 4), random_graph()
+    adjacency = FakeSparseTensor(graph[1], graph[0], None)
+    for dtype in (torch.float64, torch.float32, torch.float64):
+        assert layer.to(dtype)(torch.randn(NODES, 3, dtype=dtype), adjacency).dtype == dtype
+
+
 @pytest.mark.parametrize("layout", [torch.sparse_coo, torch.sparse_csr])
 def test_sparse_features(layout: torch.layout):
     ours, theirs = pair(3, 8)

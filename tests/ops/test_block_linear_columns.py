@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import itertools
+
 import pytest
 import torch
 from torch import Tensor
@@ -98,8 +100,8 @@ def test_what_is_kept_serves_calls_of_its_kind_alone():
         form = block_columns(row, col, grid, DEFAULT)
         assert form is block_columns(row, col, grid, DEFAULT)
         assert form is not block_columns(row, col, grid, Options(deterministic=True))
-        for dtype in (torch.float32, torch.float64, torch.float16, torch.float32):
-            weight, x = torch.randn(row.shape[0], 2, 3).to(dtype), torch.randn(5, grid[1] * 3).to(dtype)
+        for dtype, samples in itertools.product((torch.float32, torch.float64, torch.float16, torch.float32), (5, 4)):
+            weight, x = torch.randn(row.shape[0], 2, 3).to(dtype), torch.randn(samples, grid[1] * 3).to(dtype)
             bias = torch.randn(grid[0], 2).to(dtype)
             want = x.double() @ tiles(weight.double(), row, col, grid).t()
             assert_matches(form(x, weight), want, dtype=dtype, kind="sum")
