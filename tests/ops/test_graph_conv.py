@@ -14,6 +14,7 @@ from insum_nn.compiler.options import Options
 from insum_nn.errors import InsumDeviceError, InsumDtypeError, InsumRangeError, InsumShapeError
 from insum_nn.ops import graph_conv as module
 from insum_nn.ops import graph_matrix as matrices
+from insum_nn.ops import graph_product as products
 from insum_nn.ops.graph_conv import Recipe, clear_graphs, graph_conv, graph_matrix
 from insum_nn.ops.graph_matrix import GraphMatrix, _sorted
 from insum_nn.ops.graph_product import graph_product
@@ -298,9 +299,29 @@ def test_nothing_remembered_serves_another_call():
     clear_graphs()
     for recipe in recipes * 2:
         for nodes, dtype, given in itertools.product((9, 11), (torch.float64, torch.float32), (weight, None)):
-            x = torch.randn(nodes, 2, dtype=dtype)
-            want = oracle(x.double(), edges, None if given is None else given.double(), recipe)
-            assert_matches(graph_conv(x, edges, given, recipe=recipe), want, dtype=dtype, kind="gradient")
+            for width in (2, 3):
+                x, bias = torch.randn(nodes, width, dtype=dtype), torch.randn(width, dtype=dtype)
+                want = oracle(x.double(), edges, None if given is None else given.double(), recipe)
+                got = graph_conv(x, edges, given, recipe=recipe)
+                assert_matches(got, want, dtype=dtype, kind="gradient")
+                got = graph_conv(x, edges, given, bias, recipe=recipe)
+                assert_matches(got, want + bias.double(), dtype=dtype, kind="gradient")
+
+
+def test_products_of_a_graph_have_the_options_that_they_are_asked_for(monkeypatch: pytest.MonkeyPatch):
+    made: list[Options] = []
+    monkeypatch.setattr(products, "_programs", {})
+    compile_built = products.compile_built
+    monkeypatch.setattr(
+        products,
+        "compile_built",
+        lambda *a, options, **k: made.append(options) or compile_built(*a, options=options, **k),
+    )
+    edges, x = skewed_graph(5, 9), torch.randn(5, 2)
+    chosen = [Options(deterministic=True), Options(order="left"), Options(order="left", validate=True)]
+    for options in chosen * 2:
+        graph_conv(x, edges, options=options)
+    assert made == chosen
 
 
 def test_a_graph_is_built_once(monkeypatch: pytest.MonkeyPatch):
