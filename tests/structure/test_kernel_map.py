@@ -75,6 +75,11 @@ def test_holds_every_pair_and_no_other(how, index_dtype, way, device):
     got = list(zip(pairs.offset.tolist(), pairs.output.tolist(), pairs.input.tolist(), strict=True))
     assert got == sorted(want)
     assert near.counts == tuple(torch.bincount(pairs.offset, minlength=how.volume).tolist())
+    for each, rows, extent in (
+        (near, [row for _, row, _ in want], near.num_outputs),
+        (near.inverse, [row for _, _, row in want], near.num_inputs),
+    ):
+        assert each.output_counts(torch.int64).tolist() == [rows.count(row) for row in range(extent)]
 
 
 def test_output_rows_do_not_depend_on_the_order_of_inputs():
