@@ -152,7 +152,7 @@ class KernelMisses(KernelText):
             return []
         found = [self.value_of(condition) for condition in conditions]
         axes = join_axes(*(c.axes for c in found))
-        return [_select(name, order, self.define("live", self.all_of(found, axes), axes, 0).text, axes)]
+        return self.select(name, order, self.define("live", self.all_of(found, axes), axes, 0).text, axes)
 
     def any_term(self, name: str, order: str, points: Sequence[Point], product: Product) -> list[str]:
         """The lines that set the sum of matrix products to 0 where all terms miss.
@@ -180,13 +180,20 @@ class KernelMisses(KernelText):
             line = f"{live} = tl.where({self.all_of(found, axes)}, 1, {live})"
             self.scopes[max(c.depth for c in found)].lines.append(line)
         text = f"tl.max({live}, {axes.index('k')})" if "k" in axes else live
-        return [_select(name, order, f"{text} > 0", axes.replace("k", ""))]
+        return self.select(name, order, f"{text} > 0", axes.replace("k", ""))
 
-
-def _select(name: str, order: str, condition: str, axes: str) -> str:
-    """The line that sets an accumulator to 0 where a condition over some of its axes does not hold."""
-    if len(axes) == 2 and join_axes(order) != order:
-        condition = f"tl.trans({condition})"
-    elif len(axes) == 1 and axes != order:
-        condition = f"({condition})[{', '.join(':' if a in axes else 'None' for a in order)}]"
-    return f"{name} = tl.where({condition}, {name}, 0.0)"
+    def select(self, name: str, order: str, condition: str, axes: str) -> list[str]:
+        """The lines that set an accumulator to 0 where a condition over some of its axes does not hold."""
+        if len(axes) == 2 and join_axes(order) != order:
+            condition = f"tl.trans({condition})"
+        elif len(axes) == 1 and axes != order:
+            condition = f"({condition})[{', '.join(':' if a in axes else 'None' for a in order)}]"
+        if self.product is None:
+            return [f"{name} = tl.where({condition}, {name}, 0.0)"]
+        # ptxas 12.8 (sm_90) takes a matrix product that begins with 0 and is selected against a literal
+        # 0 for 0, and drops it. The grid has one axis, so this is a 0 that no compiler knows.
+        zero = self.fresh("zero")
+        return [
+            f"{zero} = tl.program_id(2).to({self.type})",
+            f"{name} = tl.where({condition}, {name}, {zero})",
+        ]

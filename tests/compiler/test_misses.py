@@ -9,8 +9,10 @@ from __future__ import annotations
 import ast
 import itertools
 import math
+import re
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
+from typing import Any
 
 import pytest
 import torch
@@ -18,7 +20,7 @@ from torch import Tensor
 
 import insum_nn
 from insum_nn import Options, insum
-from insum_nn.compiler import execution
+from insum_nn.compiler import execution, triton_lowering
 from insum_nn.compiler.kernel_candidates import candidates
 from insum_nn.errors import InsumBackendError, InsumFormatError, InsumRangeError
 from insum_nn.testing.random_programs import RandomProgram, random_program
@@ -330,6 +332,32 @@ def test_a_matrix_product_of_terms_that_all_miss_is_zero_in_a_gradient(
 
 
 # By hand.
+
+
+@pytest.mark.parametrize("name", ["convolution by kernel map", "block spmm", "convolution's weight gradient"])
+def test_no_matrix_product_is_selected_against_a_literal_zero(
+    interpreter: None, name: str, monkeypatch: pytest.MonkeyPatch
+):
+    """A compiler was seen to take such a product for 0, and to leave it out."""
+    texts: list[str] = []
+    write = triton_lowering.write_kernel
+
+    def recorded(*arguments: Any) -> Any:
+        source = write(*arguments)
+        texts.append(source.text)
+        return source
+
+    monkeypatch.setattr(triton_lowering, "write_kernel", recorded)
+    case = CASES[name]
+    torch.manual_seed(0)
+    named = {n: t.half().requires_grad_() if t.is_floating_point() else t for n, t in case.draw(1).items()}
+    options = Options(backend="triton", tune=False)
+    program = insum_nn.compile(case.expression, facts=case.facts, out_shape=case.out_shape(1), options=options)
+    out = program(tensors=named)
+    torch.autograd.grad(out, [t for t in named.values() if t.requires_grad], torch.ones_like(out))
+    sums = [(text, name) for text in texts for name in re.findall(r"(\w+) = tl\.dot", text)]
+    assert any("tl.program_id(2)" in text for text, _ in sums)
+    assert [text for text, name in sums if re.search(rf"tl\.where\(.*, {name}, 0\.0\)", text)] == []
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64, torch.float16])

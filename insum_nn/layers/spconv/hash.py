@@ -101,14 +101,18 @@ class HashTable:
         return out, ~there
 
     def insert_exist_keys(self, keys: Tensor, values: Tensor) -> Tensor:
-        """Store values under keys that are there already.
+        """Store values under keys that are there already; of a key that is given twice, the last.
 
         Returns:
             (n,) uint8: 1 where a key is not there.
         """
         self._check("insert_exist_keys", keys, values)
         place, there = self._find(keys)
-        self._values[place[there]] = values[there].to(self._values)
+        # Writes to one place have no order on a GPU, so the last one is found first.
+        last = torch.full_like(self._keys, -1, dtype=torch.int64)
+        last.scatter_reduce_(0, place[there], there.nonzero().flatten(), "amax")
+        written = last >= 0
+        self._values[written] = values[last[written]].to(self._values)
         return (~there).to(torch.uint8)
 
     def assign_arange_(self) -> Tensor:
