@@ -128,7 +128,7 @@ def test_statements(name: str, holes: bool):
 
 def test_cells_follow_writes_to_their_index_tensors():
     text, shape, tensors = drawn("two axes", holes=False)
-    program = insum_nn.compile(text, options=FIXED)
+    program, want = insum_nn.compile(text, options=FIXED), torch.empty(0)
     for _ in range(3):
         tensors["Row"].copy_(torch.randint(0, 4, (9,)))
         want = program.reference(tensors=tensors, out_shape=shape)

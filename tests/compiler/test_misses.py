@@ -108,7 +108,8 @@ class Oracle:
                 if entry == -1:
                     misses.append(frozenset(variables(node)))
                 return None if entry == -1 else entry
-        raise AssertionError(ast.dump(node))
+            case _:
+                raise AssertionError(ast.dump(node))
 
     def only_missed(self) -> dict[str, Tensor]:
         """For each factor, the cells that no term reads which takes part."""

@@ -100,7 +100,7 @@ def test_both_tables_convolve_and_pool_alike(case, device):
     out, pairs, counts = ops.get_indice_pairs(indices, 2, SHAPE, None, **how(case))
     tables = ops.get_indice_pairs_implicit_gemm(indices, 2, SHAPE, spconv.ConvAlgo.MaskImplicitGemm, **how(case))
     features = torch.randn(len(indices), 4, dtype=torch.float64, device=device, requires_grad=True)
-    filters = torch.randn(6, *CASES[case]["ksize"], 4, dtype=torch.float64, device=device, requires_grad=True)
+    filters = torch.randn(6, *how(case)["ksize"], 4, dtype=torch.float64, device=device, requires_grad=True)
     bias = torch.randn(6, dtype=torch.float64, device=device)
     # By loops over offsets.
     want = torch.zeros(len(out), 6, dtype=torch.float64, device=device)
