@@ -129,7 +129,7 @@ def dense_convolution(layer: SparseConvolution, output: SparseConvTensor, x: Spa
     grid = x.features.new_zeros(x.batch_size, *x.spatial_shape, x.features.shape[1])
     grid[x.indices.long().unbind(1)] = x.features
     grid = grid.movedim(-1, 1)
-    weight = layer.weight.movedim(-1, 1)
+    weight = layer.dense_weight.movedim(-1, 1)
     geometry = layer.geometry
     # The dense layer must not round to tf32, as it may by torch's defaults.
     with torch.backends.cudnn.flags(enabled=True, allow_tf32=False):
