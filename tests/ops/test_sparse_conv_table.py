@@ -203,10 +203,14 @@ def test_indices_are_validated_when_asked_for(ran):
     near = build_kernel_map(random_sites((5, 6), 1, 12), geometry("conv", (3, 3), 2))
     features, weight, _ = (t.requires_grad_() for t in operands(near.inputs, near.geometry, 1))
     options = Options(backend="eager", validate=True)
-    sparse_conv(features, weight, near, options=options).sum().backward()
+    want = sparse_conv(features, weight, near, options=options)
+    want.sum().backward()
     assert len(ran) == 3
+    # The table was made of the map's pairs, and is made of them again.
     near.table.sorted_neighbours[0, 0] = near.num_inputs
-    with pytest.raises(InsumRangeError, match="Near"):
+    torch.testing.assert_close(sparse_conv(features, weight, near, options=options), want)
+    near.in_index[0, 0] = near.num_inputs
+    with pytest.raises(InsumRangeError, match="in_index"):
         sparse_conv(features, weight, near, options=options)
 
 
