@@ -1,7 +1,7 @@
 """What is kept of tensors, how it is forgotten, and until when it holds.
 
 Orders, offsets and readings of an index tensor are kept for as long as it lives and its version stays. A write that
-torch does not count leaves the version as it is; whoever is asked to read everything again forgets what is kept first.
+torch does not count leaves the version as it is; a request to read everything again first forgets what is kept.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ def forget(tensors: Iterable[Tensor]) -> None:
 def unwritten(tensor: Tensor) -> bool:
     """Whether a builder's tensor is as it was when this was first asked; of inference tensors nothing is known.
 
-    A builder that hands its tensors out asks at once, so that every write after it counts.
+    A builder calls this before it returns its tensors, so that every later write counts.
     """
     if tensor.is_inference():
         return True

@@ -57,7 +57,7 @@ def standing(name: str, claim: IndexFacts, named: Mapping[str, Tensor]) -> Index
     if known is not None and known[0] == key and all(ref() is t for ref, t in zip(known[1], others, strict=True)):
         return known[2]
     if tensor.is_cuda and torch.cuda.is_current_stream_capturing():
-        # Nothing can be read; whoever asks for ranges says so.
+        # Nothing can be read; the check of ranges raises.
         return replace(claim, sorted=False, unique=False, unique_with=())
     found = _held(claim, together)
     _read[tensor] = key, [weakref.ref(t) for t in others], found

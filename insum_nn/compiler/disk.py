@@ -70,7 +70,7 @@ def _warn(path: Path, why: str) -> None:
             return
         _warned.add(path)
     warnings.warn(
-        f"{path} is not used, because {why}: programs are compiled anew in each process; run chmod go-w on it, or name "
+        f"{path} is not used, because {why}: each process compiles its programs; run chmod go-w on it, or name "
         "another folder in INSUM_NN_CACHE_DIR",
         stacklevel=2,
     )

@@ -85,9 +85,9 @@ class Keyed:
         return start.permute(*self.folded, *self.rest).reshape(self._shape(start.shape))
 
     def _numbers(self, tensors: Sequence[Tensor], extents: Extents) -> Tensor:
-        """`Cell`; the same tensor for the same index tensors, as long as nobody writes to them."""
+        """`Cell`; the same tensor for the same index tensors, until one of them is written to."""
         sources = [tensors[place] for place in self.sources]
-        # Whoever asks for index tensors to be read again has them written to unseen.
+        # `validate=True` means that index tensors may have been written to without a new version.
         counted = not self.validate and not any(source.is_inference() for source in sources)
         versions = [(id(source), source._version) for source in sources] if counted else []
         device = tensors[0].device

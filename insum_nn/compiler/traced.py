@@ -124,7 +124,7 @@ def _spec_text(
 ) -> str:
     """The program as text, from plain constants: Dynamo calls it while it traces, and keeps the result."""
     options = Options(**dict(zip(_OPTION_NAMES, values, strict=True)))
-    # Nobody could look at the tensors' versions: whoever runs the call reads them once.
+    # Versions are unknown while tracing: the call reads the tensors once when it runs.
     facts = tuple((name, IndexFacts(*claim)) for name, *claim in sorted(claims, key=lambda claim: claim[0]))
     options = replace(options, validate=options.validate or validate)
     epilogue = check_epilogue(expression, activation, out_dtype)

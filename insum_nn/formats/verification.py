@@ -181,7 +181,7 @@ class Verifiable(ABC):
     def _holds(self) -> bool:
         """Whether the facts are known to hold of the index tensors as they are now."""
         if torch.compiler.is_dynamo_compiling():
-            # Whoever runs the traced program reads.
+            # The traced program reads the tensors when it runs.
             return True
         verified = self._verified
         return verified is not None and verified.versions == versions_of(self._index_tensors())

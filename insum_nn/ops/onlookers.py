@@ -17,7 +17,7 @@ _PLAIN = (Tensor, torch.nn.Parameter)
 
 
 def ordinary(*tensors: Tensor) -> bool:
-    """Whether nobody records, replaces or differentiates torch's calls by other means than autograd.
+    """Whether torch's calls are neither recorded, replaced nor differentiated by other means than autograd.
 
     Nor is a tensor lazily negated: what a kernel finds in its memory is not its value.
     """

@@ -157,7 +157,7 @@ def test_what_tells_compiled_programs_apart(monkeypatch: pytest.MonkeyPatch):
 
 
 def test_every_argument_of_insum_tells_its_programs_apart():
-    """One text and one tensor, and all that a call may say beside them, in turn and twice."""
+    """One text and one tensor, with each further argument of a call in turn, twice."""
     x = torch.tensor([-1.0, 3.0], dtype=torch.float64)
     activations = {None: x, "relu": x.relu(), "silu": torch.nn.functional.silu(x)}
     for (activation, want), dtype in itertools.product(list(activations.items()) * 2, (None, torch.float32)):

@@ -406,7 +406,7 @@ def test_padding_takes_no_part_in_a_maximum():
 
 
 @pytest.mark.parametrize("operator", ["max=", "min="])
-def test_a_cell_that_nobody_writes_hands_its_gradient_to_the_start(operator: str):
+def test_an_unwritten_cell_passes_its_gradient_to_the_initial_value(operator: str):
     start = torch.tensor([1.0, NAN, 2.0], requires_grad=True)
     values = torch.tensor([1.0, 7.0], requires_grad=True)
     out = insum(f"y[E[i]] {operator} v[i]", E=torch.tensor([0, -1]), v=values, y=start)

@@ -399,7 +399,7 @@ def test_facts_say_what_the_builder_knows():
     assert ELL.from_dense(torch.ones(2, 3)).facts["Col"].masked is False
     assert all(f.proven and f.sorted for f in (exact.facts["Row"], padded.facts["Row"]))
     plain = COO((2, 2), (torch.tensor([0, 1]), torch.tensor([1, 0])), torch.ones(2))
-    # What nobody claimed is read once: ranges and order.
+    # What is not claimed is read once: ranges and order.
     assert plain.index_facts == ()
     assert plain.facts == {
         "Row": IndexFacts(sorted=True, masked=False, proven=True),
