@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import dataclass
 from functools import cached_property
 from typing import Any
 
@@ -86,6 +87,7 @@ class _LikeIndiceData(type):
         return type.__instancecheck__(cls, instance) or isinstance(instance, KernelMap)
 
 
+@dataclass(eq=False, repr=False)
 class IndiceData(_Stored, metaclass=_LikeIndiceData):
     """Pairs of a convolution as lists by offset; `spconv.pytorch.core.IndiceData`.
 
@@ -99,35 +101,19 @@ class IndiceData(_Stored, metaclass=_LikeIndiceData):
         indice_pair_num: (o,); not read.
     """
 
-    def __init__(
-        self,
-        out_indices: Tensor,
-        indices: Tensor,
-        indice_pairs: Tensor,
-        indice_pair_num: Tensor,
-        spatial_shape: Sequence[int],
-        out_spatial_shape: Sequence[int],
-        is_subm: bool,
-        algo: object,
-        ksize: Sequence[int],
-        stride: Sequence[int],
-        dilation: Sequence[int],
-        padding: Sequence[int],
-        voxel_num: Any = None,
-    ) -> None:
-        self.out_indices = out_indices
-        self.indices = indices
-        self.indice_pairs = indice_pairs
-        self.indice_pair_num = indice_pair_num
-        self.spatial_shape = spatial_shape
-        self.out_spatial_shape = out_spatial_shape
-        self.is_subm = is_subm
-        self.algo = algo
-        self.ksize = ksize
-        self.stride = stride
-        self.dilation = dilation
-        self.padding = padding
-        self.voxel_num = voxel_num
+    out_indices: Tensor
+    indices: Tensor
+    indice_pairs: Tensor
+    indice_pair_num: Tensor
+    spatial_shape: Sequence[int]
+    out_spatial_shape: Sequence[int]
+    is_subm: bool
+    algo: object
+    ksize: Sequence[int]
+    stride: Sequence[int]
+    dilation: Sequence[int]
+    padding: Sequence[int]
+    voxel_num: Any = None
 
     def neighbours(self) -> Tensor:
         """(o, m) int32: the input row that each output row meets at each offset, or -1."""
@@ -140,6 +126,7 @@ class IndiceData(_Stored, metaclass=_LikeIndiceData):
         return rows.scatter_(1, place, source.int())[:, :outputs]
 
 
+@dataclass(eq=False, repr=False)
 class ImplicitGemmIndiceData(_Stored):
     """Pairs of a convolution as tables of neighbours; `spconv.pytorch.core.ImplicitGemmIndiceData`.
 
@@ -150,47 +137,25 @@ class ImplicitGemmIndiceData(_Stored):
         pair_bwd: (o, n): the output row that each input row meets, or -1; not read.
     """
 
-    def __init__(
-        self,
-        out_indices: Tensor,
-        indices: Tensor,
-        pair_fwd: Tensor,
-        pair_bwd: Tensor,
-        pair_mask_fwd_splits: list[Tensor],
-        pair_mask_bwd_splits: list[Tensor],
-        mask_argsort_fwd_splits: list[Tensor],
-        mask_argsort_bwd_splits: list[Tensor],
-        masks: list[Any],
-        spatial_shape: Sequence[int],
-        out_spatial_shape: Sequence[int],
-        is_subm: bool,
-        algo: object,
-        ksize: Sequence[int],
-        stride: Sequence[int],
-        dilation: Sequence[int],
-        padding: Sequence[int],
-        in_voxel_num: Any = None,
-        out_voxel_num: Any = None,
-    ) -> None:
-        self.out_indices = out_indices
-        self.indices = indices
-        self.pair_fwd = pair_fwd
-        self.pair_bwd = pair_bwd
-        self.pair_mask_fwd_splits = pair_mask_fwd_splits
-        self.pair_mask_bwd_splits = pair_mask_bwd_splits
-        self.mask_argsort_fwd_splits = mask_argsort_fwd_splits
-        self.mask_argsort_bwd_splits = mask_argsort_bwd_splits
-        self.masks = masks
-        self.spatial_shape = spatial_shape
-        self.out_spatial_shape = out_spatial_shape
-        self.is_subm = is_subm
-        self.algo = algo
-        self.ksize = ksize
-        self.stride = stride
-        self.dilation = dilation
-        self.padding = padding
-        self.in_voxel_num = in_voxel_num
-        self.out_voxel_num = out_voxel_num
+    out_indices: Tensor
+    indices: Tensor
+    pair_fwd: Tensor
+    pair_bwd: Tensor
+    pair_mask_fwd_splits: list[Tensor]
+    pair_mask_bwd_splits: list[Tensor]
+    mask_argsort_fwd_splits: list[Tensor]
+    mask_argsort_bwd_splits: list[Tensor]
+    masks: list[Any]
+    spatial_shape: Sequence[int]
+    out_spatial_shape: Sequence[int]
+    is_subm: bool
+    algo: object
+    ksize: Sequence[int]
+    stride: Sequence[int]
+    dilation: Sequence[int]
+    padding: Sequence[int]
+    in_voxel_num: Any = None
+    out_voxel_num: Any = None
 
     def neighbours(self) -> Tensor:
         """(o, m) int32: the input row that each output row meets at each offset, or -1."""
