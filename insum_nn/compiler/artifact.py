@@ -25,7 +25,7 @@ from insum_nn.compiler.bind import Bound, layout_of
 from insum_nn.compiler.codegen.python import GraphText, print_graph
 from insum_nn.compiler.gradient import derivatives
 from insum_nn.compiler.ir.build import OUTPUT, Names, build
-from insum_nn.compiler.ir.nodes import Buffer, Fill, Graph, GraphNode, Kernel, Launch, Size, Structure
+from insum_nn.compiler.ir.nodes import Buffer, Fill, Graph, GraphNode, Kernel, Launch, Size
 from insum_nn.compiler.ir.verify import verify_graph
 from insum_nn.compiler.passes.combine import combine, loops_and_store
 from insum_nn.compiler.passes.place import LoopSchedule, place
@@ -54,11 +54,13 @@ def lower(bound: Bound, schedule: LoopSchedule | None = None, offered: Sequence[
     chosen = schedule or default_schedule(algorithm)
     placed = place(algorithm, chosen)
     names = {buffer.name for buffer in offered}
-    known = {n.result.name: n.result for n in structures.nodes if isinstance(n, Structure)}
-    steps: list[GraphNode] = [n for n in structures.nodes if isinstance(n, Structure) and n.result.name not in names]
-    needed = {b for n in steps if isinstance(n, Structure) for b in n.inputs} | set(placed.inputs)
-    # Sorted entries are only needed to make the rows.
-    steps = [n for n in steps if not isinstance(n, Structure) or n.result in needed or n.kind == "rows"]
+    known = {structure.result.name: structure.result for structure in structures}
+    # From the last to the first: what nothing behind it reads is not made, such as sorted entries for offered rows.
+    needed, steps = set(placed.inputs), list[GraphNode]()
+    for structure in reversed(structures):
+        if structure.result in needed and structure.result.name not in names:
+            needed |= set(structure.inputs)
+            steps.insert(0, structure)
     output = placed.results[0].buffer
     # All of them: a gradient may need what the statement itself does not.
     inputs = (*kernel.inputs, *(known.get(buffer.name, buffer) for buffer in offered))

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
+from dataclasses import replace
 from types import SimpleNamespace
 
 import pytest
@@ -14,11 +15,12 @@ from insum_nn.compiler.artifact import Artifact, default_schedule, load, lower
 from insum_nn.compiler.bind import Bound, Extents, bind, layout_of
 from insum_nn.compiler.call import parse_cached
 from insum_nn.compiler.codegen.triton import TritonKernel
+from insum_nn.compiler.epilogue import Epilogue
 from insum_nn.compiler.extents import resolve_extents
 from insum_nn.compiler.gradient import derivatives
 from insum_nn.compiler.ir.build import OUTPUT, Names, build
 from insum_nn.compiler.ir.interpret import interpret_graph, interpret_kernel, structure
-from insum_nn.compiler.ir.nodes import Const, Index, Kernel, Op, Store, walk
+from insum_nn.compiler.ir.nodes import Const, Graph, Index, Kernel, Op, Store, walk
 from insum_nn.compiler.ir.printer import show
 from insum_nn.compiler.ir.verify import verify_graph, verify_kernel
 from insum_nn.compiler.passes.combine import combine
@@ -138,14 +140,28 @@ def test_equal_nodes_are_one_object():
 
 def test_kernels_print_as_text():
     bound = bound_of(SPMM, spmm_tensors())
-    graph, algorithm = combine(build(bound))
-    assert show(graph).splitlines()[1] == "  structure x0_rows: int64[OUT_0 + 1] = rows(x0, OUT_0)"
+    kernel = build(bound)
+    structures, algorithm = combine(kernel)
+    assert (
+        show(Graph(kernel.inputs, structures, ())).splitlines()[1]
+        == "  structure x0_rows: int64[OUT_0 + 1] = rows(x0, OUT_0)"
+    )
     assert show(algorithm).splitlines()[1:] == [
         "  free row in 0 .. OUT_0:",
         "    free b in 0 .. B:",
         "      sum a in x0_rows[row] .. x0_rows[row + 1]:",
         "        out[row, b] += t0[a] * (t1[x1[a], b] if x1[a] >= 0 else 0)   where x1[a] >= 0",
     ]
+
+
+def test_what_the_ir_does_not_cover_is_refused():
+    tensors = spmm_tensors()
+    bound = bound_of(SPMM, tensors)
+    for other in (replace(bound, epilogue=Epilogue("relu")), replace(bound, dtype=torch.int64)):
+        with pytest.raises(NotImplementedError, match="floating-point sums without an activation"):
+            build(other)
+    with pytest.raises(NotImplementedError, match="without an initial value"):
+        build(replace(bound, has_start=True))
 
 
 def test_malformed_kernels_are_refused():

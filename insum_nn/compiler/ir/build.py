@@ -59,7 +59,7 @@ def build(bound: Bound) -> Kernel:
               out[x0[a], b] += t0[a, c] * (t1[x1[a, c], b] if x1[a, c] >= 0 else 0)   where x1[a, c] >= 0
 
     Raises:
-        NotImplementedError: the statement's operator or starting value has no form in the IR yet.
+        NotImplementedError: the statement's operator, initial value, activation or dtype has no form in the IR yet.
     """
     return _Builder(bound).kernel()
 
@@ -68,6 +68,8 @@ class _Builder:
     def __init__(self, bound: Bound) -> None:
         if bound.statement.operator not in ("+=", "=") or bound.has_start:
             raise NotImplementedError("the loop-nest IR covers sums without an initial value")
+        if bound.epilogue or not bound.dtype.is_floating_point:
+            raise NotImplementedError("the loop-nest IR covers floating-point sums without an activation")
         self.bound = bound
         self.statement = bound.statement
         self.names = Names(bound.statement)

@@ -15,8 +15,6 @@ from insum_nn.compiler.ir.nodes import (
     Buffer,
     Const,
     Expr,
-    Graph,
-    GraphNode,
     Index,
     Kernel,
     Load,
@@ -47,8 +45,8 @@ def loops_and_store(kernel: Kernel) -> tuple[list[Loop], Store]:
     return loops, store
 
 
-def combine(kernel: Kernel) -> tuple[Graph, Kernel]:
-    """The structures that walk a kernel's terms by output row, as a graph without a launch, and the new algorithm.
+def combine(kernel: Kernel) -> tuple[tuple[Structure, ...], Kernel]:
+    """The structures that walk a kernel's terms by output row, in order, and the new algorithm.
 
     A kernel whose output is addressed by loops alone stays as it is.
 
@@ -58,7 +56,7 @@ def combine(kernel: Kernel) -> tuple[Graph, Kernel]:
     loops, store = loops_and_store(kernel)
     indirect = [(axis, s) for axis, s in enumerate(store.subscripts) if isinstance(s, Load)]
     if not indirect:
-        return Graph(kernel.inputs, (), ()), kernel
+        return (), kernel
     if len(indirect) > 1 or len(indirect[0][1].subscripts) != 1 or not isinstance(indirect[0][1].subscripts[0], Index):
         raise NotImplementedError("an output addressed by several index tensors, or by one of several axes")
     axis, owner = indirect[0]
@@ -66,16 +64,16 @@ def combine(kernel: Kernel) -> tuple[Graph, Kernel]:
     assert isinstance(entry, Index)
     if any(entry in walk(s) for place, s in enumerate(store.subscripts) if place != axis):
         raise NotImplementedError("an entry that also addresses another axis of the output")
-    rows_of, nodes = owner.buffer, list[GraphNode]()
+    rows_of, structures = owner.buffer, list[Structure]()
     position: Expr = entry
     if not owner.buffer.facts.sorted:
         order = Buffer(f"{owner.buffer.name}_order", "int64", owner.buffer.shape, _ENTRIES)
         rows_of = Buffer(f"{owner.buffer.name}_sorted", owner.buffer.dtype, owner.buffer.shape)
-        nodes = [Structure("order", order, (owner.buffer,)), Structure("take", rows_of, (owner.buffer, order))]
+        structures = [Structure("order", order, (owner.buffer,)), Structure("take", rows_of, (owner.buffer, order))]
         position = Load(order, (entry,))
     extent = store.buffer.shape[axis]
     bounds = Buffer(f"{owner.buffer.name}_rows", "int64", (Op("add", (extent, Const(1))),), _ENTRIES)
-    nodes.append(Structure("rows", bounds, (rows_of,), extent))
+    structures.append(Structure("rows", bounds, (rows_of,), extent))
     row = Index("row")
     # Terms of a row have its number for an owner, and a row's number is never -1.
     known: dict[Node, Node] = {owner: row, Op("at_least", (owner, Const(0))): Const(True, "bool")}
@@ -89,9 +87,9 @@ def combine(kernel: Kernel) -> tuple[Graph, Kernel]:
     free = [loop for loop in placed if loop.role == "free"]
     for loop in reversed([*free, walked, *(loop for loop in placed if loop.role == "sum")]):
         body = Loop(loop.index, loop.begin, loop.end, loop.role, (body,))
-    made = [node.result for node in nodes if isinstance(node, Structure)]
+    made = [structure.result for structure in structures]
     inputs = (*(b for b in kernel.inputs if b is not owner.buffer), *(b for b in made if b.name != rows_of.name))
-    return Graph(kernel.inputs, tuple(nodes), ()), Kernel(inputs, kernel.results, (body,))
+    return tuple(structures), Kernel(inputs, kernel.results, (body,))
 
 
 def _without_truth(store: Store) -> Store:
