@@ -29,7 +29,7 @@ from benchmarks import gate, timing
 from benchmarks.records import LOCK, RECORD, SCHEMA, Machine, Milliseconds, Record, Replay, record, version
 from benchmarks.registry import MODES, OURS, Case, Mode, Problem, Registry, Setting, Unavailable, Work, is_ours, load
 from benchmarks.supervise import State, supervise
-from insum_nn.compiler.tuning import settle
+from insum_nn.compiler.schedule.tune import settle
 
 __all__ = ["RECORD", "SCHEMA", "Machine", "Milliseconds", "Record", "main", "measure", "run_case", "timed_call"]
 

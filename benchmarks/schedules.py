@@ -8,9 +8,9 @@ from torch import Tensor
 
 from benchmarks.registry import Unavailable
 from insum_nn import Program
-from insum_nn.compiler.call import prepare
-from insum_nn.compiler.generated import Generated
-from insum_nn.compiler.kernel_schedule import Schedule
+from insum_nn.compiler.forms.generated import Generated
+from insum_nn.compiler.forms.schedule import Schedule
+from insum_nn.compiler.runtime.dispatch import prepare
 
 __all__ = ["generated_of", "run_scheduled"]
 

@@ -2,8 +2,8 @@
 
 from insum_nn import schedules
 from insum_nn.compiler.api import Program, compile, insum
-from insum_nn.compiler.execution import cache_info, clear_cache
 from insum_nn.compiler.options import Options
+from insum_nn.compiler.runtime.execution import cache_info, clear_cache
 from insum_nn.facts import IndexFacts
 from insum_nn.layers.swap import swap
 

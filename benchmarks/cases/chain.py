@@ -16,8 +16,8 @@ from benchmarks.graphs import pattern
 from benchmarks.registry import Floor, Problem, Setting, Unavailable, Work, case
 from insum_nn import IndexFacts, Options, compile
 from insum_nn.compiler.api import Program
-from insum_nn.compiler.call import prepare
-from insum_nn.compiler.chained import Chained
+from insum_nn.compiler.plans.chained import Chained
+from insum_nn.compiler.runtime.dispatch import prepare
 
 __all__ = ["chain", "chain_step"]
 

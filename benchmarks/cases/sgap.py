@@ -21,7 +21,7 @@ from benchmarks.graphs import GRAPHS, pattern
 from benchmarks.registry import Builder, Floor, Problem, Setting, Unavailable, Work, case
 from benchmarks.schedules import run_scheduled
 from insum_nn import Options
-from insum_nn.compiler.kernel_schedule import Schedule
+from insum_nn.compiler.forms.schedule import Schedule
 from insum_nn.formats import COO
 from insum_nn.ops import spmm
 from insum_nn.ops.spmm import spmm_program

@@ -8,21 +8,21 @@ from dataclasses import replace
 import torch
 from torch import Tensor
 
-from insum_nn.compiler.autocast import to_autocast, under_autocast
-from insum_nn.compiler.autograd import transformed
-from insum_nn.compiler.batched import for_each_vector
-from insum_nn.compiler.call import check_kinds
-from insum_nn.compiler.explain import Explanation
-from insum_nn.compiler.given import Given
-from insum_nn.compiler.into import check_unrecorded, write_out
-from insum_nn.compiler.joint import Joint
+from insum_nn.compiler.explain.report import Explanation
+from insum_nn.compiler.forms.joint import Joint
+from insum_nn.compiler.forms.launch import available as generates_kernels
+from insum_nn.compiler.lang.index_checks import stats_of
+from insum_nn.compiler.lang.parser import check_text
 from insum_nn.compiler.options import DEFAULT, Options
-from insum_nn.compiler.owners import keep_words
-from insum_nn.compiler.parser import check_text
-from insum_nn.compiler.program import Program, ProgramSum, Shape
-from insum_nn.compiler.proofs import stats_of
-from insum_nn.compiler.traced import call_traced, options_text
-from insum_nn.compiler.triton_lowering import available as generates_kernels
+from insum_nn.compiler.runtime.autocast import to_autocast, under_autocast
+from insum_nn.compiler.runtime.autograd import transformed
+from insum_nn.compiler.runtime.batched_gradients import for_each_vector
+from insum_nn.compiler.runtime.bound_program import Given
+from insum_nn.compiler.runtime.dispatch import check_kinds
+from insum_nn.compiler.runtime.out_argument import check_unrecorded, write_out
+from insum_nn.compiler.runtime.program import Program, ProgramSum, Shape
+from insum_nn.compiler.runtime.row_partition import keep_words
+from insum_nn.compiler.runtime.traced import call_traced, options_text
 from insum_nn.facts import IndexFacts, StaticTable
 
 __all__ = [

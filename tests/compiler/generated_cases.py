@@ -11,13 +11,13 @@ from dataclasses import dataclass, field, replace
 import torch
 from torch import Tensor
 
-from insum_nn.compiler.bind import Extents, bind, layout_of
-from insum_nn.compiler.extents import resolve_extents
-from insum_nn.compiler.kernel_form import Form, make_form
-from insum_nn.compiler.kernel_schedule import Precision, Schedule, default_schedule
-from insum_nn.compiler.owners import owners_for
-from insum_nn.compiler.parser import parse
-from insum_nn.compiler.triton_lowering import Kernel, prepare_kernel
+from insum_nn.compiler.forms.form import Form, make_form
+from insum_nn.compiler.forms.launch import Kernel, prepare_kernel
+from insum_nn.compiler.forms.schedule import Precision, Schedule, default_schedule
+from insum_nn.compiler.lang.bind import Extents, bind, layout_of
+from insum_nn.compiler.lang.parser import parse
+from insum_nn.compiler.lang.shapes import resolve_extents
+from insum_nn.compiler.runtime.row_partition import owners_for
 from insum_nn.facts import IndexFacts, StaticTable
 
 __all__ = [

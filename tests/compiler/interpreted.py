@@ -15,7 +15,7 @@ from triton.runtime.interpreter import InterpretedFunction, InterpreterBuilder
 from triton.runtime.jit import JITFunction
 
 import insum_nn
-from insum_nn.compiler import triton_lowering
+from insum_nn.compiler.forms import launch as launch_module
 
 __all__ = ["interpreter"]
 
@@ -78,9 +78,9 @@ def interpreter(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
                 monkeypatch.setattr(module, name, InterpretedFunction(value.fn))  # type: ignore[no-untyped-call]
     ranges = _Ranges()
     # Functions made for the interpreter must not meet a compiler, nor the other way round.
-    monkeypatch.setattr(triton_lowering, "_functions", {})
-    jit: Any = triton_lowering._jit
-    monkeypatch.setattr(triton_lowering, "_jit", lambda source: _Watched(jit(source), ranges))
+    monkeypatch.setattr(launch_module, "_functions", {})
+    jit: Any = launch_module._jit
+    monkeypatch.setattr(launch_module, "_jit", lambda source: _Watched(jit(source), ranges))
     load: Any = InterpreterBuilder.create_masked_load
     store: Any = InterpreterBuilder.create_masked_store
     add: Any = InterpreterBuilder.create_atomic_rmw

@@ -7,8 +7,8 @@ from torch import Tensor
 
 import insum_nn
 from insum_nn import Options
-from insum_nn.compiler import joint as joint_module
-from insum_nn.compiler.kernel_schedule import Schedule
+from insum_nn.compiler.forms import joint as joint_module
+from insum_nn.compiler.forms.schedule import Schedule
 from insum_nn.testing.tolerances import assert_matches
 
 __all__ = [

@@ -29,9 +29,9 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from insum_nn.compiler import kernel_alike
-from insum_nn.compiler.kernel_form import Form
-from insum_nn.compiler.kernel_schedule import Precision, Schedule, segmented
+from insum_nn.compiler.forms import alike
+from insum_nn.compiler.forms.form import Form
+from insum_nn.compiler.forms.schedule import Precision, Schedule, segmented
 from insum_nn.facts import IndexFacts
 from insum_nn.testing.tolerances import assert_matches
 from tests.compiler import joint_cases
@@ -289,11 +289,11 @@ FUNCTIONS = [
 
 def run_functions(device: torch.device, chosen: Sequence[Setting] = FUNCTIONS, threads: int = 1) -> Counter[str]:
     """`run_all` with parts of any length as functions."""
-    least, kernel_alike._LONG = kernel_alike._LONG, 0
+    least, alike._LONG = alike._LONG, 0
     try:
         met = run_all(device, chosen, threads)
     finally:
-        kernel_alike._LONG = least
+        alike._LONG = least
     return Counter({"parts as functions": met["groups"]})
 
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from insum_nn.compiler.kernel_alike import Merged, branches, merge_alike
+from insum_nn.compiler.forms.alike import Merged, branches, merge_alike
 
 
 def part(number: int, offset: str, factor: str = "0.5", lanes: int = 16) -> list[str]:

@@ -7,8 +7,8 @@ import pickle
 
 import pytest
 
-from insum_nn.compiler.ast import Access, Index, Number, Statement, Subscript, Term
-from insum_nn.compiler.parser import parse
+from insum_nn.compiler.lang.parser import parse
+from insum_nn.compiler.lang.syntax import Access, Index, Number, Statement, Subscript, Term
 from insum_nn.errors import Span
 from insum_nn.testing.random_programs import random_program
 

@@ -17,11 +17,15 @@ from torch import Tensor
 
 import insum_nn
 from insum_nn import IndexFacts, Options, cache_info, clear_cache, insum
-from insum_nn.compiler import api, call, execution, inductor, proofs, triton_lowering
+from insum_nn.compiler import api
 from insum_nn.compiler.api import compile_built
-from insum_nn.compiler.bind import Extents, bind
-from insum_nn.compiler.extents import resolve_extents
-from insum_nn.compiler.parser import parse
+from insum_nn.compiler.codegen import inductor
+from insum_nn.compiler.forms import launch as launch_module
+from insum_nn.compiler.lang import index_checks
+from insum_nn.compiler.lang.bind import Extents, bind
+from insum_nn.compiler.lang.parser import parse
+from insum_nn.compiler.lang.shapes import resolve_extents
+from insum_nn.compiler.runtime import dispatch, execution
 from insum_nn.errors import InsumNameError, InsumRangeError
 from insum_nn.facts import StaticTable
 
@@ -95,7 +99,7 @@ def test_code_on_disk_belongs_to_its_graph():
         clear_cache()
         insum(expression, x=torch.ones(3))
         (program,) = execution._cache.values()
-        bound = insum_nn.compiler.bind.bind(insum_nn.compile("y[i] += x[i]").statement, {"x": torch.ones(3)}, None)
+        bound = insum_nn.compiler.lang.bind.bind(insum_nn.compile("y[i] += x[i]").statement, {"x": torch.ones(3)}, None)
         keys |= {inductor._key(program.graph, bound, Options(), (), torch.device("cpu")) for _ in range(2)}
     assert len(keys) == 2
 
@@ -280,10 +284,10 @@ def test_each_feature_axis_has_its_own_extents_compiled_in():
 
 def test_ready_calls_are_bounded():
     program = insum_nn.compile("y[i] += x[i]")
-    for size in range(3 * call._READY_LIMIT):
+    for size in range(3 * dispatch._READY_LIMIT):
         assert program(x=torch.ones(size)).shape == (size,)
-    assert len(program._spec.ready) <= call._READY_LIMIT
-    assert len(program._seen) <= call._READY_LIMIT
+    assert len(program._spec.ready) <= dispatch._READY_LIMIT
+    assert len(program._seen) <= dispatch._READY_LIMIT
     assert cache_info().misses == 1
 
 
@@ -455,7 +459,7 @@ def test_nothing_keeps_a_tensor_alive():
     program(**t).sum().backward()
     insum(SPMM.replace("+=", "max="), **t, out_shape=(3, None)).sum().backward()
     references = [weakref.ref(tensor) for tensor in t.values()]
-    assert len(proofs._known) > 0
+    assert len(index_checks._known) > 0
     del t
     gc.collect()
     assert [reference() for reference in references] == [None] * 4
@@ -464,8 +468,8 @@ def test_nothing_keeps_a_tensor_alive():
 def test_a_compiled_kernel_s_function_is_forgotten_with_it():
     """Without the interpreter too: Triton must not keep every function that a search made."""
     source = SimpleNamespace(text="import triton\n\n\n@triton.jit\ndef kernel(a):\n    pass\n")
-    function = triton_lowering._jit(source)  # type: ignore[arg-type]
-    assert triton_lowering._jit(source) is function  # type: ignore[arg-type]
+    function = launch_module._jit(source)  # type: ignore[arg-type]
+    assert launch_module._jit(source) is function  # type: ignore[arg-type]
     name = function.__module__
     assert name in sys.modules
     gone = weakref.ref(function)
@@ -511,6 +515,6 @@ def test_claims_of_a_caller_fall_where_they_do_not_hold():
         expected = torch.zeros(2, 2).index_put((index["Row"], index["Col"]), torch.ones(3), accumulate=True)
         for _ in range(2):
             assert torch.equal(program(**index, Val=torch.ones(3)), expected)
-        bound, _ = call.prepare(program.spec, [*index.values(), torch.ones(3)], None, Extents((3,), (2, 2)))
+        bound, _ = dispatch.prepare(program.spec, [*index.values(), torch.ones(3)], None, Extents((3,), (2, 2)))
         assert bound.facts_of("Row").sorted == (row == sorted(row))
         assert bool(bound.facts_of("Row").unique_with) == (row == [0, 0, 1])

@@ -17,11 +17,14 @@ from torch.utils._sympy.functions import FloorDiv, Mod
 
 import insum_nn
 from insum_nn import Options
-from insum_nn.compiler import choice, disk, execution, guards, inductor, tuning
-from insum_nn.compiler import schedule_store as store
-from insum_nn.compiler.bind import bind
-from insum_nn.compiler.kernel_schedule import Schedule
-from insum_nn.compiler.parser import parse
+from insum_nn.compiler.codegen import inductor, inductor_guards
+from insum_nn.compiler.forms.schedule import Schedule
+from insum_nn.compiler.lang.bind import bind
+from insum_nn.compiler.lang.parser import parse
+from insum_nn.compiler.plans import choice
+from insum_nn.compiler.runtime import execution
+from insum_nn.compiler.schedule import cache_folder, tune
+from insum_nn.compiler.schedule import database as store
 
 EXPRESSION = "C[Row[p],n] += Val[p] * B[Col[p],n]"
 
@@ -70,7 +73,7 @@ def remembered() -> object:
     """Everything that reads an entry."""
     entry = store.find(KEY)
     list(store.alike(KEY)), store.near({**KEY, "bucket": [3, 2]})
-    return tuning._known(entry), choice._remembered(KEY, ("eager",))
+    return tune._known(entry), choice._remembered(KEY, ("eager",))
 
 
 @pytest.mark.parametrize("damage", GARBAGE.values(), ids=GARBAGE)
@@ -86,7 +89,7 @@ def test_a_damaged_schedule_is_measured_again(folder: Path, damage: Callable[[by
     store.write(KEY, value)
     entry = store.find(KEY)
     assert entry is not None
-    assert tuning._known(entry) == (Schedule(n=32), ())
+    assert tune._known(entry) == (Schedule(n=32), ())
 
 
 VALUES = [
@@ -203,16 +206,16 @@ def test_guards_are_data():
         FloorDiv(size * other, 3) < size**2,
         sympy.Max(size, other) >= sympy.Min(size, 5) - other,
     ]
-    trees = json.loads(json.dumps([guards.tree_of(expression) for expression in expressions]))
-    for tree, expression in zip(guards.checked(trees, ["s0", "s1"]), expressions, strict=True):
-        check = guards.compiled(tree)
+    trees = json.loads(json.dumps([inductor_guards.tree_of(expression) for expression in expressions]))
+    for tree, expression in zip(inductor_guards.checked(trees, ["s0", "s1"]), expressions, strict=True):
+        check = inductor_guards.compiled(tree)
         for a in range(1, 12):
             for b in range(1, 12):
                 assert check({"s0": a, "s1": b}) == bool(expression.subs({size: a, other: b})), (expression, a, b)
     with pytest.raises(ValueError, match="has no form on disk"):
-        guards.tree_of(sympy.sin(size))
+        inductor_guards.tree_of(sympy.sin(size))
     with pytest.raises(ValueError, match="is no guard"):
-        guards.checked(["s2"], ["s0"])
+        inductor_guards.checked(["s2"], ["s0"])
 
 
 def test_a_guard_without_a_form_serves_its_own_sizes():
@@ -251,7 +254,7 @@ def test_a_folder_of_another_user_is_not_used(folder: Path, monkeypatch: pytest.
     store.write(KEY, {})
     monkeypatch.setattr(os, "getuid", lambda: folder.stat().st_uid + 1)
     with pytest.warns(UserWarning, match="it belongs to user"):
-        assert disk.own_folder("inductor") is None
+        assert cache_folder.own_folder("inductor") is None
 
 
 @pytest.mark.compile

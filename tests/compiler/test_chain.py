@@ -12,14 +12,14 @@ from torch import Tensor
 
 import insum_nn
 from insum_nn import IndexFacts, Options
-from insum_nn.compiler import chained as chained_module
-from insum_nn.compiler import execution
 from insum_nn.compiler.api import Program
-from insum_nn.compiler.bind import Extents, bind, layout_of
-from insum_nn.compiler.chain import find_splits
-from insum_nn.compiler.chained import Chained
-from insum_nn.compiler.gradient import derivatives
-from insum_nn.compiler.parser import parse
+from insum_nn.compiler.lang.bind import Extents, bind, layout_of
+from insum_nn.compiler.lang.derivative import derivatives
+from insum_nn.compiler.lang.parser import parse
+from insum_nn.compiler.plans import chained as chained_module
+from insum_nn.compiler.plans.chain import find_splits
+from insum_nn.compiler.plans.chained import Chained
+from insum_nn.compiler.runtime import execution
 from insum_nn.testing.tolerances import assert_matches
 from tests.compiler.generated_cases import put, take
 from tests.compiler.interpreted import interpreter
@@ -375,7 +375,7 @@ def costs_of(k: int, n: int, entries: int, rows: int) -> dict[str, float]:
     }
     ordered = [tensors[name] for name in layout_of(program.statement).tensors]
     extents = Extents(tuple({"p": entries, "n": n, "k": k}[i] for i in layout_of(program.statement).indices), (rows, n))
-    from insum_nn.compiler.call import prepare
+    from insum_nn.compiler.runtime.dispatch import prepare
 
     _, found = prepare(program._spec, ordered, None, extents)
     assert isinstance(found.run, Chained)

@@ -12,11 +12,13 @@ from torch import Tensor
 
 import insum_nn
 from insum_nn import IndexFacts, Options
-from insum_nn.compiler import choice, execution, paths, schedule_store
-from insum_nn.compiler.bind import bind
-from insum_nn.compiler.choice import Choice, Offer, choose_path
-from insum_nn.compiler.parser import parse
-from insum_nn.compiler.planner import make_plan
+from insum_nn.compiler.lang.bind import bind
+from insum_nn.compiler.lang.parser import parse
+from insum_nn.compiler.plans import choice, paths
+from insum_nn.compiler.plans.choice import Choice, Offer, choose_path
+from insum_nn.compiler.plans.planner import make_plan
+from insum_nn.compiler.runtime import execution
+from insum_nn.compiler.schedule import database
 from tests.compiler.interpreted import interpreter
 
 __all__ = ["interpreter"]
@@ -155,7 +157,7 @@ def test_a_path_that_is_not_offered_is_not_taken(clock: Clock):
 
 def test_another_process_is_measuring(clock: Clock, monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setattr(choice, "WAIT", 0.0)
-    with schedule_store.turn(KEY, 0.0) as mine:
+    with database.turn(KEY, 0.0) as mine:
         assert mine
         assert choose_path(KEY, "imagined", [clock.offer("triton", 1.0)], CPU) is None
     assert clock.tried == []

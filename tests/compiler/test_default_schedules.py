@@ -8,12 +8,12 @@ import pytest
 import torch
 
 from insum_nn import IndexFacts
-from insum_nn.compiler.bind import bind
-from insum_nn.compiler.kernel_candidates import candidates
-from insum_nn.compiler.kernel_form import Form, make_form
-from insum_nn.compiler.kernel_points import LONGEST
-from insum_nn.compiler.kernel_schedule import Schedule, default_schedule
-from insum_nn.compiler.parser import parse
+from insum_nn.compiler.forms.candidates import candidates
+from insum_nn.compiler.forms.form import Form, make_form
+from insum_nn.compiler.forms.points import LONGEST
+from insum_nn.compiler.forms.schedule import Schedule, default_schedule
+from insum_nn.compiler.lang.bind import bind
+from insum_nn.compiler.lang.parser import parse
 from insum_nn.facts import StaticTable
 
 SPMM = "C[Row[p],n] += Val[p] * B[Col[p],n]"

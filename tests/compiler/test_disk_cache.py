@@ -14,7 +14,7 @@ pytestmark = pytest.mark.compile
 SCRIPT = """
 import torch, insum_nn
 from insum_nn import Options
-from insum_nn.compiler import execution
+from insum_nn.compiler.runtime import execution
 program = insum_nn.compile("C[Row[g],n] += Val[g,q] * B[Col[g,q],n]", options=Options(backend="inductor"))
 torch.manual_seed(0)
 for size in (6, 11):

@@ -12,7 +12,7 @@ from torch import Tensor
 import insum_nn
 from benchmarks.schedules import generated_of
 from insum_nn import Options
-from insum_nn.compiler.kernel_schedule import Schedule
+from insum_nn.compiler.forms.schedule import Schedule
 from insum_nn.testing.tolerances import assert_matches
 from tests.compiler.generated_cases import CASES, HOLES, kernel_of
 from tests.compiler.interpreted import interpreter

@@ -11,10 +11,10 @@ from torch.nn import functional
 
 import insum_nn
 from insum_nn import IndexFacts, Options
-from insum_nn.compiler import kernel_epilogue
 from insum_nn.compiler.api import Program
-from insum_nn.compiler.epilogue import ACTIVATIONS
-from insum_nn.compiler.kernel_schedule import Schedule
+from insum_nn.compiler.forms import kernel_epilogue
+from insum_nn.compiler.forms.schedule import Schedule
+from insum_nn.compiler.lang.epilogue import ACTIVATIONS
 from insum_nn.errors import InsumDtypeError, InsumFormatError, InsumShapeError
 from insum_nn.testing.tolerances import assert_matches
 from tests.compiler.generated_cases import CASES

@@ -553,7 +553,7 @@ def test_no_entry_is_read_where_the_loop_nest_is_empty():
 
 def test_backend_error(monkeypatch: pytest.MonkeyPatch, golden: Golden):
     """A back end that was asked for by name and fails says so, and is not replaced silently."""
-    from insum_nn.compiler import inductor
+    from insum_nn.compiler.codegen import inductor
 
     def broken(*arguments: object, **named: object) -> object:
         raise RuntimeError("no C++ compiler")

@@ -17,12 +17,12 @@ from typing import Any
 import pytest
 import torch
 
-from insum_nn.compiler import inductor
 from insum_nn.compiler.api import compile
-from insum_nn.compiler.explain import Explanation
-from insum_nn.compiler.explain_flow import data_flow
-from insum_nn.compiler.explain_html import Section, Table, page
-from insum_nn.compiler.explain_svg import Box, Drawing, Edge, Kind, draw, elide, lay_out, text_width
+from insum_nn.compiler.codegen import inductor
+from insum_nn.compiler.explain.dataflow import data_flow
+from insum_nn.compiler.explain.html import Section, Table, page
+from insum_nn.compiler.explain.report import Explanation
+from insum_nn.compiler.explain.svg import Box, Drawing, Edge, Kind, draw, elide, lay_out, text_width
 from insum_nn.compiler.options import Options
 from insum_nn.errors import InsumBackendError
 from tests.golden_fixture import Golden

@@ -21,10 +21,12 @@ from torch import Tensor
 
 import insum_nn
 from insum_nn import IndexFacts, Options
-from insum_nn.compiler import kernel_alike, triton_lowering, tuning
-from insum_nn.compiler.kernel_candidates import candidates
-from insum_nn.compiler.kernel_schedule import Schedule, default_schedule
-from insum_nn.compiler.parser import parse
+from insum_nn.compiler.forms import alike
+from insum_nn.compiler.forms import launch as launch_module
+from insum_nn.compiler.forms.candidates import candidates
+from insum_nn.compiler.forms.schedule import Schedule, default_schedule
+from insum_nn.compiler.lang.parser import parse
+from insum_nn.compiler.schedule import tune
 from insum_nn.errors import InsumDeviceError, InsumFormatError
 from insum_nn.testing.random_programs import RandomProgram, random_program
 from insum_nn.testing.tolerances import assert_matches
@@ -136,7 +138,7 @@ def test_schedules_by_dot(name: str, which: str):
 def test_long_parts_are_functions(monkeypatch: pytest.MonkeyPatch, name: str, which: str):
     case, tensors = drawn(name)
     _, whole, want = kernel_of(case, tensors, DOTS[which])
-    monkeypatch.setattr(kernel_alike, "_LONG", 0)
+    monkeypatch.setattr(alike, "_LONG", 0)
     _, kernel, got = kernel_of(case, tensors, DOTS[which])
     assert "noinline" in kernel.source.text
     assert "noinline" not in whole.source.text
@@ -223,9 +225,9 @@ def test_a_search_counts_what_a_call_waits_for(
     case, drawn_tensors = drawn("convolution's weight gradient")
     tensors = rounded(drawn_tensors, dtype)
     form, ordered, extents = form_of(case, tensors)
-    monkeypatch.setattr(tuning, "device_time", lambda run, repeat: device)
+    monkeypatch.setattr(tune, "device_time", lambda run, repeat: device)
     whole, divided = (
-        tuning._Trial(form, Schedule(16, 32, 16, True, splits=splits), ordered, extents, None, "ieee").time(1)
+        tune._Trial(form, Schedule(16, 32, 16, True, splits=splits), ordered, extents, None, "ieee").time(1)
         for splits in (1, 3)
     )
     assert whole == device
@@ -238,7 +240,7 @@ def test_the_sum_of_divided_rows_is_a_launch_more():
     case, tensors = drawn("spmm")
     form, ordered, extents = form_of(case, tensors)
     for share, launches in ((512, 0), (1, 1)):
-        trial = tuning._Trial(form, Schedule(n=32, share=share), ordered, extents, None, "ieee")
+        trial = tune._Trial(form, Schedule(n=32, share=share), ordered, extents, None, "ieee")
         assert trial.kernel.further_launches(trial.owners) == launches
 
 
@@ -609,7 +611,7 @@ def test_gradients_of_random_programs():
 def test_functions_are_forgotten_with_their_kernels(monkeypatch: pytest.MonkeyPatch):
     """A search makes dozens of kernels; what they were read from must not outlive them."""
     functions: weakref.WeakValueDictionary[str, object] = weakref.WeakValueDictionary()
-    monkeypatch.setattr(triton_lowering, "_functions", functions)
+    monkeypatch.setattr(launch_module, "_functions", functions)
 
     def modules() -> set[str]:
         return {name for name in sys.modules if name.startswith("insum_nn_kernel_")}
@@ -647,18 +649,18 @@ def test_machine_code_is_loaded_once_for_all_sizes(monkeypatch: pytest.MonkeyPat
         return lambda *_: None
 
     function = SimpleNamespace(arg_names=[f"a{n}" for n in range(len(source.arguments))])
-    monkeypatch.setattr(triton_lowering, "_jit", lambda _: function)
-    monkeypatch.setattr(triton_lowering._Launch, "_load", load)
+    monkeypatch.setattr(launch_module, "_jit", lambda _: function)
+    monkeypatch.setattr(launch_module._Launch, "_load", load)
     types = ["*fp32", *[None] * (len(source.arguments) - 1)]
     # What stands for a device: all that is asked of it is its number.
     device: Any = SimpleNamespace(index=0)
     other_device: Any = SimpleNamespace(index=1)
-    first, second = (triton_lowering._Launch(source, types, (), grid, device, False) for grid in (3, 5))
+    first, second = (launch_module._Launch(source, types, (), grid, device, False) for grid in (3, 5))
     assert first.load([True]) is second.load([True])
     assert count == [1]
     assert first.load([False]) is not first.load([True])
-    other = triton_lowering._Launch(source, types, (), 3, other_device, False)
-    wide = triton_lowering._Launch(source, types, (), 3, device, True)
+    other = launch_module._Launch(source, types, (), 3, other_device, False)
+    wide = launch_module._Launch(source, types, (), 3, device, True)
     assert len({id(each.load([True])) for each in (first, other, wide)}) == 3
     assert count == [4]
 
@@ -669,9 +671,9 @@ def test_a_pointer_of_another_device_is_refused(monkeypatch: pytest.MonkeyPatch)
     source = kernel_of(case, case.draw(1), Schedule(m=2, n=2, k=2))[1].source
     types = ["*fp32" if argument.kind == "tensor" else None for argument in source.arguments]
     function = SimpleNamespace(arg_names=[f"a{n}" for n in range(len(types))])
-    monkeypatch.setattr(triton_lowering, "_jit", lambda _: function)
+    monkeypatch.setattr(launch_module, "_jit", lambda _: function)
     device: Any = SimpleNamespace(index=0)
-    launch = triton_lowering._Launch(source, types, (), 1, device, False)
+    launch = launch_module._Launch(source, types, (), 1, device, False)
     name = source.arguments[types.index("*fp32")].name
     with pytest.raises(InsumDeviceError, match=f"'{name}' is on cpu, its kernel on cuda:0"):
         launch([torch.zeros(3)] * len(types))
@@ -679,14 +681,14 @@ def test_a_pointer_of_another_device_is_refused(monkeypatch: pytest.MonkeyPatch)
 
 def test_a_kernel_is_written_once_for_sizes_within_a_factor_of_two(monkeypatch: pytest.MonkeyPatch):
     written: list[str] = []
-    plain = triton_lowering.write_kernel
+    plain = launch_module.write_kernel
 
     def write(*given: object) -> object:
         made = plain(*given)  # type: ignore[arg-type]
         written.append(made.text)
         return made
 
-    monkeypatch.setattr(triton_lowering, "write_kernel", write)
+    monkeypatch.setattr(launch_module, "write_kernel", write)
     program = insum_nn.compile("C[Row[p],n] += Val[p] * B[Col[p],n]", options=GENERATED)
     for entries in (9, 12, 16, 10):
         t = {"Row": torch.randint(5, (entries,)), "Col": torch.randint(6, (entries,)), "Val": torch.randn(entries)}

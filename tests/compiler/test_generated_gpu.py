@@ -17,12 +17,13 @@ from torch.profiler import ProfilerActivity, profile
 import insum_nn
 from benchmarks.schedules import generated_of, run_scheduled
 from insum_nn import IndexFacts, Options, Program
-from insum_nn.compiler import kernel_alike, tuning
-from insum_nn.compiler.call import prepare
-from insum_nn.compiler.generated import Generated
-from insum_nn.compiler.kernel_candidates import candidates
-from insum_nn.compiler.kernel_schedule import Schedule
-from insum_nn.compiler.parser import parse
+from insum_nn.compiler.forms import alike
+from insum_nn.compiler.forms.candidates import candidates
+from insum_nn.compiler.forms.generated import Generated
+from insum_nn.compiler.forms.schedule import Schedule
+from insum_nn.compiler.lang.parser import parse
+from insum_nn.compiler.runtime.dispatch import prepare
+from insum_nn.compiler.schedule import tune
 from insum_nn.testing.random_programs import random_program
 from insum_nn.testing.tolerances import assert_matches
 from tests.compiler.generated_cases import CASES, Case, put
@@ -233,7 +234,7 @@ def test_parts_as_functions(gpu: torch.device, name: str, dtype: torch.dtype, mo
     scale = sizes_of_terms(case, known, SCALE)
     for schedule in PARTS:
         for least in (10**9, 0):
-            monkeypatch.setattr(kernel_alike, "_LONG", least)
+            monkeypatch.setattr(alike, "_LONG", least)
             insum_nn.clear_cache()
             got = run_scheduled(compiled(case, tensors), tensors, schedule)()
             assert_matches(got, case.oracle(known, SCALE), dtype=dtype, kind="sum", scale=scale)
@@ -434,7 +435,7 @@ def test_measured_schedules_are_kept_on_disk(gpu: torch.device, tmp_path: Path, 
         raise AssertionError("measured again")
 
     insum_nn.clear_cache()
-    monkeypatch.setattr(tuning, "_measure", refuse)
+    monkeypatch.setattr(tune, "_measure", refuse)
     again = insum_nn.compile(
         CASES["spmm"].expression, facts=facts, out_shape=(2000, None), options=Options(backend="triton")
     )
@@ -457,8 +458,8 @@ def test_a_slow_host_is_not_the_devices_time(gpu: torch.device):
 
     run()
     # The least of a few: other processes may have the device, or the cores, for a while.
-    assert min(tuning.device_time(run, 10) for _ in range(5)) < 250.0
-    assert tuning.time_whole(run) >= 500.0
+    assert min(tune.device_time(run, 10) for _ in range(5)) < 250.0
+    assert tune.time_whole(run) >= 500.0
 
 
 @pytest.mark.parametrize("name", ONE_LAUNCH)

@@ -142,7 +142,7 @@ def test_captured_in_a_cuda_graph(gpu):
 
 def test_a_fused_product_that_does_not_compile_runs_in_separate_kernels_and_says_so(gpu, monkeypatch):
     """Few groups of small blocks: Inductor's native matmul has had no code for some of them."""
-    from insum_nn.compiler import inductor
+    from insum_nn.compiler.codegen import inductor
 
     compile_all = inductor._standalone
 

@@ -10,13 +10,16 @@ import torch
 
 import insum_nn
 from insum_nn import Options
-from insum_nn.compiler import joint as joint_module
-from insum_nn.compiler import kernel_axes, kernel_beside, kernel_schedule, triton_lowering
 from insum_nn.compiler.api import Joint
-from insum_nn.compiler.kernel_beside import clusters
-from insum_nn.compiler.kernel_candidates import candidates
-from insum_nn.compiler.kernel_form import FormError
-from insum_nn.compiler.kernel_schedule import adds_rows
+from insum_nn.compiler.forms import axes as axes_module
+from insum_nn.compiler.forms import beside as beside_module
+from insum_nn.compiler.forms import joint as joint_module
+from insum_nn.compiler.forms import launch as launch_module
+from insum_nn.compiler.forms import schedule as schedule_module
+from insum_nn.compiler.forms.beside import clusters
+from insum_nn.compiler.forms.candidates import candidates
+from insum_nn.compiler.forms.form import FormError
+from insum_nn.compiler.forms.schedule import adds_rows
 from insum_nn.testing.tolerances import assert_matches
 from tests.compiler.interpreted import interpreter
 from tests.compiler.joint_cases import (
@@ -100,7 +103,7 @@ def test_a_call_that_was_made_before_decides_nothing(monkeypatch: pytest.MonkeyP
     joint = Joint(programs("xyw"))
     given, shapes = named("xyw", tensors), [shape_of(role, 8) for role in "xyw"]
     joint(given, shapes, 0)
-    for module in (kernel_axes, kernel_beside, kernel_schedule, triton_lowering):
+    for module in (axes_module, beside_module, schedule_module, launch_module):
         for name in ("element_axes", "place_indices", "memory_of", "write_kernel"):
             if hasattr(module, name):
                 monkeypatch.setattr(module, name, lambda *_: pytest.fail("decided again"))

@@ -12,9 +12,9 @@ from torch import Tensor
 
 import insum_nn
 from insum_nn import IndexFacts, Options
-from insum_nn.compiler.bind import bind
-from insum_nn.compiler.kernel_form import Form, make_form
-from insum_nn.compiler.parser import parse
+from insum_nn.compiler.forms.form import Form, make_form
+from insum_nn.compiler.lang.bind import bind
+from insum_nn.compiler.lang.parser import parse
 from insum_nn.errors import InsumError, InsumRangeError
 from insum_nn.formats import COO, ELL, BlockCOO, BlockGroupCOO, GroupCOO, SparseFormat
 from insum_nn.ops import dense_choice

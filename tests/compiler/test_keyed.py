@@ -12,13 +12,13 @@ from torch import Tensor
 
 import insum_nn
 from insum_nn import Options
-from insum_nn.compiler.bind import Extents
-from insum_nn.compiler.call import Spec, prepare
-from insum_nn.compiler.extents import resolve_extents
-from insum_nn.compiler.gradient import derivatives
-from insum_nn.compiler.keyed import Keyed
-from insum_nn.compiler.parser import parse
-from insum_nn.compiler.reference import interpret
+from insum_nn.compiler.forms.keyed import Keyed
+from insum_nn.compiler.lang.bind import Extents
+from insum_nn.compiler.lang.derivative import derivatives
+from insum_nn.compiler.lang.interpreter import interpret
+from insum_nn.compiler.lang.parser import parse
+from insum_nn.compiler.lang.shapes import resolve_extents
+from insum_nn.compiler.runtime.dispatch import Spec, prepare
 from insum_nn.errors import InsumFormatError
 from tests.compiler.interpreted import interpreter
 from tests.test_paper_expressions import CASES, runs

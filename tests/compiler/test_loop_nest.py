@@ -10,22 +10,22 @@ import pytest
 import torch
 from torch import Tensor
 
-from insum_nn.compiler import triton_lowering
-from insum_nn.compiler.artifact import Artifact, default_schedule, load, lower
-from insum_nn.compiler.bind import Bound, Extents, bind, layout_of
-from insum_nn.compiler.call import parse_cached
 from insum_nn.compiler.codegen.triton import TritonKernel
-from insum_nn.compiler.epilogue import Epilogue
-from insum_nn.compiler.extents import resolve_extents
-from insum_nn.compiler.gradient import derivatives
+from insum_nn.compiler.forms import launch as launch_module
 from insum_nn.compiler.ir.build import OUTPUT, Names, build
 from insum_nn.compiler.ir.interpret import interpret_graph, interpret_kernel, structure
 from insum_nn.compiler.ir.nodes import Const, Graph, Index, Kernel, Op, Store, walk
 from insum_nn.compiler.ir.printer import show
 from insum_nn.compiler.ir.verify import verify_graph, verify_kernel
+from insum_nn.compiler.lang.bind import Bound, Extents, bind, layout_of
+from insum_nn.compiler.lang.derivative import derivatives
+from insum_nn.compiler.lang.epilogue import Epilogue
+from insum_nn.compiler.lang.interpreter import interpret
+from insum_nn.compiler.lang.shapes import resolve_extents
 from insum_nn.compiler.passes.combine import combine
 from insum_nn.compiler.passes.place import LoopSchedule, place
-from insum_nn.compiler.reference import interpret
+from insum_nn.compiler.runtime.artifact import Artifact, default_schedule, load, lower
+from insum_nn.compiler.runtime.dispatch import parse_cached
 from insum_nn.facts import IndexFacts
 from insum_nn.testing.random_programs import random_program
 from tests.compiler.interpreted import interpreter
@@ -184,7 +184,7 @@ class Launcher:
     """A kernel of a printed program in Triton's interpreter, whose addresses are checked."""
 
     def __init__(self, kernel: TritonKernel) -> None:
-        self.function = triton_lowering._jit(SimpleNamespace(text=kernel.text))
+        self.function = launch_module._jit(SimpleNamespace(text=kernel.text))
 
     def __getitem__(self, grid: tuple[int, ...]) -> Callable[..., None]:
         return lambda *arguments, num_warps, num_stages: self.function[grid](*arguments)

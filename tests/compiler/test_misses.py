@@ -20,8 +20,9 @@ from torch import Tensor
 
 import insum_nn
 from insum_nn import Options, insum
-from insum_nn.compiler import execution, triton_lowering
-from insum_nn.compiler.kernel_candidates import candidates
+from insum_nn.compiler.forms import launch as launch_module
+from insum_nn.compiler.forms.candidates import candidates
+from insum_nn.compiler.runtime import execution
 from insum_nn.errors import InsumBackendError, InsumFormatError, InsumRangeError
 from insum_nn.testing.random_programs import RandomProgram, random_program
 from insum_nn.testing.tolerances import assert_matches
@@ -341,14 +342,14 @@ def test_no_matrix_product_is_selected_against_a_literal_zero(
 ):
     """A compiler was seen to take such a product for 0, and to leave it out."""
     texts: list[str] = []
-    write = triton_lowering.write_kernel
+    write = launch_module.write_kernel
 
     def recorded(*arguments: Any) -> Any:
         source = write(*arguments)
         texts.append(source.text)
         return source
 
-    monkeypatch.setattr(triton_lowering, "write_kernel", recorded)
+    monkeypatch.setattr(launch_module, "write_kernel", recorded)
     case = CASES[name]
     torch.manual_seed(0)
     named = {n: t.half().requires_grad_() if t.is_floating_point() else t for n, t in case.draw(1).items()}

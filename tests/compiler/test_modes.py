@@ -20,7 +20,7 @@ from torch.fx.experimental.proxy_tensor import make_fx
 
 import insum_nn
 from insum_nn import IndexFacts, Options, Program, insum
-from insum_nn.compiler.extents import resolve_extents
+from insum_nn.compiler.lang.shapes import resolve_extents
 from insum_nn.errors import InsumShapeError
 
 SPMM = "C[Row[p],n] += Val[p] * B[Col[p],n]"

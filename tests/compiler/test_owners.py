@@ -11,8 +11,16 @@ import torch
 from torch import Tensor
 
 import insum_nn
-from insum_nn.compiler import owners
-from insum_nn.compiler.owners import Owners, clear_owners, keep_words, known_owners, longest_row, owners_of, words_of
+from insum_nn.compiler.runtime import row_partition
+from insum_nn.compiler.runtime.row_partition import (
+    Owners,
+    clear_owners,
+    keep_words,
+    known_owners,
+    longest_row,
+    owners_of,
+    words_of,
+)
 
 
 @pytest.fixture(autouse=True)
@@ -183,18 +191,18 @@ def test_forgotten_with_the_tensor():
     index = torch.tensor([0, 1, 1, 2])
     owners_of(index, 3, False, 512)
     owners_of(index, 3, True, 512)
-    assert len(owners._known) == 2
+    assert len(row_partition._known) == 2
     del index
     gc.collect()
-    assert not owners._known
+    assert not row_partition._known
 
 
 def test_no_more_than_the_limit_is_kept(monkeypatch: pytest.MonkeyPatch):
-    monkeypatch.setattr(owners, "_LIMIT", 4)
+    monkeypatch.setattr(row_partition, "_LIMIT", 4)
     kept = [torch.tensor([0, 1]) for _ in range(9)]
     for index in kept:
         owners_of(index, 2, False, 512)
-    assert len(owners._known) == 4
+    assert len(row_partition._known) == 4
     assert known_owners(kept[-1], 2, False, 512) is not None
     assert known_owners(kept[0], 2, False, 512) is None
 
@@ -206,7 +214,7 @@ def test_inference_tensors_are_read_every_time():
         assert owners_of(index, 2, False, 512).begin.tolist() == [0, 1, 3]
         index[0] = 1
         assert owners_of(index, 2, False, 512).begin.tolist() == [0, 0, 3]
-    assert not owners._known
+    assert not row_partition._known
 
 
 def test_built_in_inference_mode_and_used_outside():
@@ -244,7 +252,7 @@ def test_words_are_remembered_until_the_index_is_written_to():
     assert words_of(index).tolist() == [[1, 2]]
     del index
     gc.collect()
-    assert not owners._words
+    assert not row_partition._words
 
 
 def test_words_that_are_known_are_taken():

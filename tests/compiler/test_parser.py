@@ -8,8 +8,8 @@ import time
 
 import pytest
 
-from insum_nn.compiler.ast import Access, Number
-from insum_nn.compiler.parser import parse
+from insum_nn.compiler.lang.parser import parse
+from insum_nn.compiler.lang.syntax import Access, Number
 from insum_nn.errors import InsumOverflowError, InsumSyntaxError
 
 INT64_MAX = 2**63 - 1

@@ -9,12 +9,12 @@ import pytest
 import torch
 from torch import Tensor
 
-from insum_nn.compiler.bind import Bound, bind
-from insum_nn.compiler.contraction import contraction_order
+from insum_nn.compiler.lang.bind import Bound, bind
+from insum_nn.compiler.lang.parser import parse
 from insum_nn.compiler.options import Options
-from insum_nn.compiler.parser import parse
-from insum_nn.compiler.plan import Combine, Dot, Load, Multiply, Plan, Scale, SparseProduct, Sum
-from insum_nn.compiler.planner import make_plan, slot_indices
+from insum_nn.compiler.plans.contraction import contraction_order
+from insum_nn.compiler.plans.plan import Combine, Dot, Load, Multiply, Plan, Scale, SparseProduct, Sum
+from insum_nn.compiler.plans.planner import make_plan, slot_indices
 from insum_nn.testing.random_programs import random_program
 from tests.golden_fixture import Golden
 

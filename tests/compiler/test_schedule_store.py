@@ -19,14 +19,14 @@ import torch
 import insum_nn
 import insum_nn.schedules
 from insum_nn import IndexFacts, Options
-from insum_nn.compiler import progress, schedule_store, tuning
-from insum_nn.compiler.bind import Extents, bind
-from insum_nn.compiler.disk import cache_folder
-from insum_nn.compiler.kernel_candidates import candidates
-from insum_nn.compiler.kernel_form import make_form
-from insum_nn.compiler.kernel_schedule import Schedule, default_schedule
-from insum_nn.compiler.parser import parse
-from insum_nn.compiler.tuning import Chosen, Measurement, choose_schedule
+from insum_nn.compiler.forms.candidates import candidates
+from insum_nn.compiler.forms.form import make_form
+from insum_nn.compiler.forms.schedule import Schedule, default_schedule
+from insum_nn.compiler.lang.bind import Extents, bind
+from insum_nn.compiler.lang.parser import parse
+from insum_nn.compiler.schedule import database, progress, tune
+from insum_nn.compiler.schedule.cache_folder import cache_folder
+from insum_nn.compiler.schedule.tune import Chosen, Measurement, choose_schedule
 
 ROOT = Path(__file__).parents[2]
 TEXT = "C[Row[p],n] += Val[p] * B[Col[p],n]"
@@ -45,9 +45,9 @@ FASTEST, SECOND = Schedule(n=8, k=4, warps=2), Schedule(n=8, k=2)
 def _own_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setenv("INSUM_NN_CACHE_DIR", str(tmp_path / "cache"))
     monkeypatch.delenv("INSUM_NN_SCHEDULES", raising=False)
-    monkeypatch.setattr(tuning, "worth_measuring", lambda options, extents: options.tune)
+    monkeypatch.setattr(tune, "worth_measuring", lambda options, extents: options.tune)
     yield
-    schedule_store.unload()
+    database.unload()
 
 
 def choose(expression: str = TEXT, bucket: tuple[int, ...] = (2, 3, 3, 3), options: Options | None = None) -> Chosen:
@@ -61,11 +61,11 @@ def measured(monkeypatch: pytest.MonkeyPatch) -> list[str]:
     """A measurement that says it was made."""
     made: list[str] = []
 
-    def measure(search: tuning._Search, schedules: list[Schedule]) -> tuple[Measurement, ...]:
+    def measure(search: tune._Search, schedules: list[Schedule]) -> tuple[Measurement, ...]:
         made.append(str(search.form.bound.statement))
         return Measurement(FASTEST, 10.0), Measurement(SECOND, 20.0), Measurement(Schedule(), float("inf"))
 
-    monkeypatch.setattr(tuning, "_measure", measure)
+    monkeypatch.setattr(tune, "_measure", measure)
     return made
 
 
@@ -93,7 +93,7 @@ def test_without_tuning_nothing_is_read(monkeypatch: pytest.MonkeyPatch):
 
 
 def test_nothing_ran(monkeypatch: pytest.MonkeyPatch):
-    monkeypatch.setattr(tuning, "_measure", lambda search, schedules: (Measurement(FASTEST, float("inf")),))
+    monkeypatch.setattr(tune, "_measure", lambda search, schedules: (Measurement(FASTEST, float("inf")),))
     assert choose().reason == "the default: no candidate ran"
     assert not list((cache_folder() / "schedules").glob("*"))
 
@@ -116,9 +116,9 @@ def test_times_of_candidates(monkeypatch: pytest.MonkeyPatch):
         def time(self, repeat: int) -> float:
             return abs(self.place - 1) + 1.0
 
-    monkeypatch.setattr(tuning, "_Trial", Trial)
-    search = tuning._Search(form, list(TENSORS.values()), EXTENTS, None, "ieee")
-    found = tuning._measure(search, list(candidates(form)))
+    monkeypatch.setattr(tune, "_Trial", Trial)
+    search = tune._Search(form, list(TENSORS.values()), EXTENTS, None, "ieee")
+    found = tune._measure(search, list(candidates(form)))
     assert [m.schedule for m in found[:1]] == [tried[1]]
     assert found[0].microseconds == 1.0
     # The first has no machine code.
@@ -152,19 +152,19 @@ def test_a_search_takes_what_was_compiled_beside_a_slow_first_kernel(monkeypatch
             timed.append(self.place)
             return 1.0 + self.place
 
-    monkeypatch.setattr(tuning, "_Trial", Trial)
-    monkeypatch.setattr(tuning, "_BUDGET", 0.0)
-    monkeypatch.setattr(tuning, "_LONGEST", 0.0)
-    monkeypatch.setattr(tuning.settle, "__defaults__", (1.0,))
-    monkeypatch.setattr(tuning.os, "cpu_count", lambda: 3)
+    monkeypatch.setattr(tune, "_Trial", Trial)
+    monkeypatch.setattr(tune, "_BUDGET", 0.0)
+    monkeypatch.setattr(tune, "_LONGEST", 0.0)
+    monkeypatch.setattr(tune.settle, "__defaults__", (1.0,))
+    monkeypatch.setattr(tune.os, "cpu_count", lambda: 3)
     schedules = [Schedule(m=16), Schedule(m=32), Schedule(m=64), Schedule(m=128)]
-    found = tuning._measure(tuning._Search(form, list(TENSORS.values()), EXTENTS, None, "ieee"), schedules)
+    found = tune._measure(tune._Search(form, list(TENSORS.values()), EXTENTS, None, "ieee"), schedules)
     # The fourth was not begun when the time was over, or is done as well.
     assert set(timed) - {3} == {0, 2}
     assert [m.schedule for m in found[:2]] == [schedules[0], schedules[2]]
-    assert not tuning.settle(0.0)
+    assert not tune.settle(0.0)
     slow.set()
-    assert tuning.settle(10.0)
+    assert tune.settle(10.0)
 
 
 # Keys.
@@ -175,7 +175,7 @@ def test_a_key_tells_apart_what_matters():
     device = torch.device("cpu")
 
     def key(changed: dict[str, object], bucket: tuple[int, ...] = (1, 2)) -> str:
-        return json.dumps(schedule_store.key_of("schedule", replace(bound, **changed), {}, bucket, device))
+        return json.dumps(database.key_of("schedule", replace(bound, **changed), {}, bucket, device))
 
     keys = [
         key({}),
@@ -193,7 +193,7 @@ def test_a_key_tells_apart_what_matters():
 
 def test_buckets():
     def bucket(extent: int) -> tuple[int, ...]:
-        return schedule_store.size_bucket(Extents((extent,), ()))
+        return database.size_bucket(Extents((extent,), ()))
 
     assert [bucket(e) for e in (0, 1, 2, 3, 4, 5, 8, 9)] == [(0,), (0,), (1,), (2,), (2,), (3,), (3,), (4,)]
 
@@ -202,14 +202,14 @@ SCRIPT = """
 import sys, json
 import torch
 from insum_nn import IndexFacts
-from insum_nn.compiler import schedule_store
-from insum_nn.compiler.bind import bind
-from insum_nn.compiler.parser import parse
+from insum_nn.compiler.schedule import database
+from insum_nn.compiler.lang.bind import bind
+from insum_nn.compiler.lang.parser import parse
 from insum_nn.facts import StaticTable
 tensors = {"Row": torch.tensor([0, 1]), "Val": torch.ones(2)}
 bound = bind(parse("C[Row[p]] += Val[p]"), tensors, None, facts={"Row": IndexFacts(unique=True, masked=False)})
-key = schedule_store.key_of("schedule", bound, {"Row": StaticTable.of(tensors["Row"])}, (1,), torch.device("cpu"))
-print(schedule_store._own(key).name)
+key = database.key_of("schedule", bound, {"Row": StaticTable.of(tensors["Row"])}, (1,), torch.device("cpu"))
+print(database._own(key).name)
 """
 
 
@@ -292,7 +292,7 @@ def test_other_versions(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, fits: b
     file = tmp_path / "shipped.json"
     insum_nn.schedules.export(file)
     monkeypatch.setenv("INSUM_NN_CACHE_DIR", str(tmp_path / "elsewhere"))
-    monkeypatch.setattr(schedule_store, "_versions", lambda: {"torch": "9.9", "triton": "9.9"})
+    monkeypatch.setattr(database, "_versions", lambda: {"torch": "9.9", "triton": "9.9"})
     insum_nn.schedules.load(file)
 
     class Trial:
@@ -302,7 +302,7 @@ def test_other_versions(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, fits: b
         def time(self, repeat: int) -> float:
             return 1.0 if fits else float("inf")
 
-    monkeypatch.setattr(tuning, "_Trial", Trial)
+    monkeypatch.setattr(tune, "_Trial", Trial)
     found = choose()
     assert found.schedule == FASTEST
     assert len(made) == (1 if fits else 2)
@@ -314,11 +314,11 @@ def test_other_versions(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, fits: b
 
 
 def test_of_several_versions_the_current_is_exported(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
-    real = schedule_store._versions()
-    key = schedule_store.key_of("path", bind(parse(TEXT), TENSORS, None), {}, (1,), torch.device("cpu"))
-    schedule_store.write(key, {"number": 1})
-    monkeypatch.setattr(schedule_store, "_versions", lambda: {**real, "torch": "1.0"})
-    schedule_store.write(key, {"number": 2})
+    real = database._versions()
+    key = database.key_of("path", bind(parse(TEXT), TENSORS, None), {}, (1,), torch.device("cpu"))
+    database.write(key, {"number": 1})
+    monkeypatch.setattr(database, "_versions", lambda: {**real, "torch": "1.0"})
+    database.write(key, {"number": 2})
     file = tmp_path / "all.json"
     assert insum_nn.schedules.export(file) == 1
     assert json.loads(file.read_text())["entries"][0]["value"] == {"number": 2}
@@ -384,15 +384,15 @@ def test_a_folder_that_cannot_be_written(tmp_path: Path, monkeypatch: pytest.Mon
 
 
 def test_packaged_files_are_whole():
-    (file,) = schedule_store._packaged()
-    entries = schedule_store._entries(file)
+    (file,) = database._packaged()
+    entries = database._entries(file)
     assert len(entries) > 100
     for entry in entries.values():
-        assert entry.key["format"] == schedule_store._FORMAT, "measured for schedules of another meaning"
+        assert entry.key["format"] == database._FORMAT, "measured for schedules of another meaning"
         assert entry.key["device"] == "NVIDIA H200"
         if entry.key["kind"] == "schedule":
             # Warnings are errors: an entry that is none gives one.
-            found = tuning._known(entry)
+            found = tune._known(entry)
             assert found is not None
             assert found[0] == found[1][0].schedule
 
@@ -403,9 +403,9 @@ RACE = """
 import time
 from pathlib import Path
 from tests.compiler import test_schedule_store as own
-from insum_nn.compiler import tuning
-from insum_nn.compiler.tuning import Measurement
-tuning.worth_measuring = lambda options, extents: True
+from insum_nn.compiler.schedule import tune
+from insum_nn.compiler.schedule.tune import Measurement
+tune.worth_measuring = lambda options, extents: True
 folder = Path(FOLDER)
 def measure(search, schedules):
     with (folder / "made").open("a") as file:
@@ -413,8 +413,8 @@ def measure(search, schedules):
     (folder / "begun").touch()
     time.sleep(SLEEP)
     return (Measurement(own.FASTEST, 10.0),)
-tuning._measure = measure
-tuning.WAIT = WAITS
+tune._measure = measure
+tune.WAIT = WAITS
 while len(list(folder.glob("ready*"))) < 2:
     (folder / ("ready" + NAME)).touch()
     time.sleep(0.01)

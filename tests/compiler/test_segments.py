@@ -11,10 +11,10 @@ from torch import Tensor
 import insum_nn
 from benchmarks.schedules import generated_of
 from insum_nn import IndexFacts, Options, Program, compile
-from insum_nn.compiler.bind import layout_of
-from insum_nn.compiler.kernel_candidates import candidates
-from insum_nn.compiler.kernel_schedule import Schedule, place_indices
-from insum_nn.compiler.owners import clear_owners, owners_of
+from insum_nn.compiler.forms.candidates import candidates
+from insum_nn.compiler.forms.schedule import Schedule, place_indices
+from insum_nn.compiler.lang.bind import layout_of
+from insum_nn.compiler.runtime.row_partition import clear_owners, owners_of
 from insum_nn.testing.tolerances import assert_matches
 from tests.compiler.generated_cases import CASES, SORTED, Case, entries, form_of, kernel_of, put, real, take
 from tests.compiler.interpreted import interpreter

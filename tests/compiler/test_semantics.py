@@ -12,7 +12,7 @@ from torch import Tensor
 
 import insum_nn
 from insum_nn import Options, insum
-from insum_nn.compiler import execution
+from insum_nn.compiler.runtime import execution
 from insum_nn.errors import InsumRangeError
 
 INDEX_DTYPES = (torch.int32, torch.int64)

@@ -14,16 +14,17 @@ import torch
 
 import insum_nn
 from insum_nn import Options
-from insum_nn.compiler import choice, patience, schedule_store, tuning
-from insum_nn.compiler.bind import Extents, bind
-from insum_nn.compiler.choice import Offer, choose_path
-from insum_nn.compiler.disk import cache_folder
-from insum_nn.compiler.kernel_candidates import candidates
-from insum_nn.compiler.kernel_form import Form, make_form
-from insum_nn.compiler.kernel_points import LONGEST
-from insum_nn.compiler.kernel_schedule import Schedule, default_schedule
-from insum_nn.compiler.parser import parse
-from insum_nn.compiler.tuning import Measurement, choose_schedule
+from insum_nn.compiler.forms.candidates import candidates
+from insum_nn.compiler.forms.form import Form, make_form
+from insum_nn.compiler.forms.points import LONGEST
+from insum_nn.compiler.forms.schedule import Schedule, default_schedule
+from insum_nn.compiler.lang.bind import Extents, bind
+from insum_nn.compiler.lang.parser import parse
+from insum_nn.compiler.plans import choice
+from insum_nn.compiler.plans.choice import Offer, choose_path
+from insum_nn.compiler.schedule import budget, database, tune
+from insum_nn.compiler.schedule.cache_folder import cache_folder
+from insum_nn.compiler.schedule.tune import Measurement, choose_schedule
 from tests.compiler.test_schedule_store import FACTS, TENSORS, TEXT
 
 KEY = {"kind": "path", "statement": "imagined", "static": (("c", 4),), "bucket": [14, 5]}
@@ -41,10 +42,10 @@ PATHS: dict[str, Any] = {
 def _own_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setenv("INSUM_NN_CACHE_DIR", str(tmp_path / "cache"))
     monkeypatch.delenv("INSUM_NN_SCHEDULES", raising=False)
-    monkeypatch.setattr(patience, "_spent", 0.0)
-    schedule_store.unload()
+    monkeypatch.setattr(budget, "_spent", 0.0)
+    database.unload()
     yield
-    schedule_store.unload()
+    database.unload()
 
 
 def key(*bucket: int, **more: object) -> dict[str, Any]:
@@ -67,47 +68,47 @@ def key(*bucket: int, **more: object) -> dict[str, Any]:
     ],
 )
 def test_what_is_nearby(asked: dict[str, Any], found: bool):
-    schedule_store.write(KEY, {"n": 1})
-    entry = schedule_store.near(asked)
+    database.write(KEY, {"n": 1})
+    entry = database.near(asked)
     assert (entry is not None) == found
     if entry is not None:
         assert entry.value == {"n": 1}
 
 
 def test_small_sizes_are_never_nearby():
-    schedule_store.write(key(9, 5), {})
-    assert schedule_store.near(key(10, 5)) is None
+    database.write(key(9, 5), {})
+    assert database.near(key(10, 5)) is None
 
 
 def test_the_nearest_is_found():
-    schedule_store.write(key(12, 12), {"n": "both"})
-    assert schedule_store.near(key(13, 13)) is not None
-    schedule_store.write(key(12, 13), {"n": "one"})
-    entry = schedule_store.near(key(13, 13))
+    database.write(key(12, 12), {"n": "both"})
+    assert database.near(key(13, 13)) is not None
+    database.write(key(12, 13), {"n": "one"})
+    entry = database.near(key(13, 13))
     assert entry is not None
     assert entry.value == {"n": "one"}
 
 
 def test_what_was_measured_in_part_tells_nothing():
-    schedule_store.write(KEY, {"nearby": True})
-    assert schedule_store.near(key(13, 5)) is None
+    database.write(KEY, {"nearby": True})
+    assert database.near(key(13, 5)) is None
 
 
 def test_a_key_without_sizes():
-    schedule_store.write({"kind": "other"}, {})
-    schedule_store.write({"kind": "path", "bucket": "many"}, {})
-    schedule_store.write({"kind": "path", "bucket": [1.5]}, {})
-    assert schedule_store.near({"kind": "other"}) is None
-    assert schedule_store.near({"kind": "path", "bucket": [14]}) is None
+    database.write({"kind": "other"}, {})
+    database.write({"kind": "path", "bucket": "many"}, {})
+    database.write({"kind": "path", "bucket": [1.5]}, {})
+    assert database.near({"kind": "other"}) is None
+    assert database.near({"kind": "path", "bucket": [14]}) is None
 
 
 def test_files_that_were_loaded(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
-    schedule_store.write(KEY, {"n": 1})
+    database.write(KEY, {"n": 1})
     insum_nn.schedules.export(tmp_path / "some.json")
     monkeypatch.setenv("INSUM_NN_CACHE_DIR", str(tmp_path / "empty"))
-    assert schedule_store.near(key(13, 5)) is None
+    assert database.near(key(13, 5)) is None
     insum_nn.schedules.load(tmp_path / "some.json")
-    assert schedule_store.near(key(13, 5)) is not None
+    assert database.near(key(13, 5)) is not None
 
 
 def test_a_torn_file_is_named_once(tmp_path: Path):
@@ -115,20 +116,20 @@ def test_a_torn_file_is_named_once(tmp_path: Path):
     folder.mkdir(parents=True)
     (folder / "torn.json").write_text("{")
     with pytest.warns(UserWarning, match=r"torn.json is no file of schedules"):
-        assert schedule_store.near(KEY) is None
+        assert database.near(KEY) is None
     with warnings.catch_warnings():
         warnings.simplefilter("error")
-        assert schedule_store.near(KEY) is None
+        assert database.near(KEY) is None
 
 
 def test_what_is_alike():
     for size in (20, 8, 13):
-        schedule_store.write(key(size, 5), {"n": size})
-    schedule_store.write(key(14, 4, static=(("c", 8),)), {"n": "static"})
-    schedule_store.write(key(14, 3), {"nearby": True})
-    schedule_store.write(key(14, 3, statement="another"), {"n": "another"})
-    schedule_store.write(KEY, {"n": "the same"})
-    assert [entry.value["n"] for entry in schedule_store.alike(KEY)] == [13, "static", 8, 20]
+        database.write(key(size, 5), {"n": size})
+    database.write(key(14, 4, static=(("c", 8),)), {"n": "static"})
+    database.write(key(14, 3), {"nearby": True})
+    database.write(key(14, 3, statement="another"), {"n": "another"})
+    database.write(KEY, {"n": "the same"})
+    assert [entry.value["n"] for entry in database.alike(KEY)] == [13, "static", 8, 20]
 
 
 # Paths.
@@ -144,7 +145,7 @@ def offer(backend: str, microseconds: float, tried: list[str], seconds: float = 
 
 def test_a_path_far_behind_is_not_tried(monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setattr(choice, "_measure", lambda run, device: run())
-    schedule_store.write(KEY, PATHS)
+    database.write(KEY, PATHS)
     tried: list[str] = []
     offers = [offer("triton", 200.0, tried), offer("eager", 150.0, tried), offer("inductor", 1.0, tried)]
     found = choose_path(key(15, 5), "imagined", offers, torch.device("cpu"))
@@ -155,8 +156,8 @@ def test_a_path_far_behind_is_not_tried(monkeypatch: pytest.MonkeyPatch):
 
 def test_a_compilation_far_behind_in_any_size_is_not_tried(monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setattr(choice, "_measure", lambda run, device: run())
-    schedule_store.write(KEY, PATHS)
-    schedule_store.write(key(3, 5), {**PATHS, "candidates": [*PATHS["candidates"][:2]]})
+    database.write(KEY, PATHS)
+    database.write(key(3, 5), {**PATHS, "candidates": [*PATHS["candidates"][:2]]})
     tried: list[str] = []
     offers = [offer("triton", 200.0, tried), offer("eager", 150.0, tried), offer("inductor", 1.0, tried, seconds=1.0)]
     found = choose_path(key(19, 5), "imagined", offers, torch.device("cpu"))
@@ -167,7 +168,7 @@ def test_a_compilation_far_behind_in_any_size_is_not_tried(monkeypatch: pytest.M
 
 def test_no_compilation_is_tried_when_patience_is_at_an_end(monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setattr(choice, "_measure", lambda run, device: run())
-    monkeypatch.setattr(patience, "_spent", 58.0)
+    monkeypatch.setattr(budget, "_spent", 58.0)
     tried: list[str] = []
     offers = [offer("triton", 200.0, tried), offer("inductor", 1.0, tried, seconds=5.0)]
     found = choose_path(key(19, 5), "imagined", offers, torch.device("cpu"))
@@ -175,11 +176,11 @@ def test_no_compilation_is_tried_when_patience_is_at_an_end(monkeypatch: pytest.
     assert tried == ["triton"]
     assert found.candidates[1].note == "not tried: it compiles for about 5 s, and 58 s went into searches before"
     insum_nn.clear_cache()
-    assert patience.spent() == 0.0
+    assert budget.spent() == 0.0
     found = choose_path(key(21, 5), "imagined", offers, torch.device("cpu"))
     assert found is not None
     assert found.backend == "inductor"
-    assert patience.spent() > 0.0
+    assert budget.spent() > 0.0
 
 
 @pytest.mark.parametrize(
@@ -192,7 +193,7 @@ def test_no_compilation_is_tried_when_patience_is_at_an_end(monkeypatch: pytest.
 )
 def test_an_entry_without_sense_is_named(monkeypatch: pytest.MonkeyPatch, value: dict[str, Any]):
     monkeypatch.setattr(choice, "_measure", lambda run, device: run())
-    schedule_store.write(KEY, value)
+    database.write(KEY, value)
     tried: list[str] = []
     offers = [offer("triton", 200.0, tried), offer("inductor", 1.0, tried)]
     with pytest.warns(UserWarning, match="an entry is ignored"):
@@ -212,13 +213,13 @@ def searches(monkeypatch: pytest.MonkeyPatch) -> list[list[Schedule]]:
     """What is measured, by a clock that knows its times."""
     made: list[list[Schedule]] = []
 
-    def measure(search: tuning._Search, schedules: list[Schedule]) -> tuple[Measurement, ...]:
+    def measure(search: tune._Search, schedules: list[Schedule]) -> tuple[Measurement, ...]:
         made.append(list(schedules))
         times = {schedule: TIMES.get(schedule, math.inf) for schedule in (*TIMES, *schedules)}
         return tuple(Measurement(s, us) for s, us in sorted(times.items(), key=lambda pair: pair[1]))
 
-    monkeypatch.setattr(tuning, "_measure", measure)
-    monkeypatch.setattr(tuning, "worth_measuring", lambda options, extents: True)
+    monkeypatch.setattr(tune, "_measure", measure)
+    monkeypatch.setattr(tune, "worth_measuring", lambda options, extents: True)
     return made
 
 
@@ -228,7 +229,7 @@ def form_of(columns: int = 8) -> Form:
     return make_form(bound, {"p": 3, "n": columns}, (5, columns), {}, deterministic=False, prefer_own=True)
 
 
-def choose(*bucket: int, columns: int = 8) -> tuning.Chosen:
+def choose(*bucket: int, columns: int = 8) -> tune.Chosen:
     form = form_of(columns)
     ordered = [TENSORS[name] for name in form.bound.layout.tensors]
     extents = Extents((3, columns), (5, columns))
@@ -256,7 +257,7 @@ def test_a_search_takes_what_did_well(searches: list[list[Schedule]]):
 def test_rows_of_like_length_are_searched_apart(searches: list[list[Schedule]]):
     ordered = [TENSORS[name] for name in form_of().bound.layout.tensors]
 
-    def choose_with(longest: int) -> tuning.Chosen:
+    def choose_with(longest: int) -> tune.Chosen:
         form = replace(form_of(), sizes={**form_of().sizes, LONGEST: longest})
         # 3 terms in 5 rows.
         assert form.even == (longest <= 2)
@@ -269,7 +270,7 @@ def test_rows_of_like_length_are_searched_apart(searches: list[list[Schedule]]):
 
 
 def test_when_patience_is_at_an_end_other_sizes_speak(searches: list[list[Schedule]], monkeypatch: pytest.MonkeyPatch):
-    monkeypatch.setattr(patience, "_spent", 61.0)
+    monkeypatch.setattr(budget, "_spent", 61.0)
     # Nothing is known of the statement yet.
     choose(14, 3, 13, 3)
     found = choose(18, 4, 13, 4, columns=16)

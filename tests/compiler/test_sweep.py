@@ -10,12 +10,12 @@ from typing import Any
 import pytest
 import torch
 
-from insum_nn.compiler import kernel_source
-from insum_nn.compiler.kernel_alike import branches
-from insum_nn.compiler.kernel_schedule import default_schedule
-from insum_nn.compiler.kernel_source import write_kernel
-from insum_nn.compiler.owners import owners_for
-from insum_nn.compiler.triton_lowering import strides_of
+from insum_nn.compiler.forms import source
+from insum_nn.compiler.forms.alike import branches
+from insum_nn.compiler.forms.launch import strides_of
+from insum_nn.compiler.forms.schedule import default_schedule
+from insum_nn.compiler.forms.source import write_kernel
+from insum_nn.compiler.runtime.row_partition import owners_for
 from tests.compiler import sweep
 from tests.compiler.generated_cases import form_of
 from tests.compiler.interpreted import interpreter
@@ -73,7 +73,7 @@ def test_parts_as_functions_in_the_interpreter(monkeypatch: pytest.MonkeyPatch):
         texts.append(bool(made[0]))
         return made
 
-    monkeypatch.setattr(kernel_source, "branches", spied)
+    monkeypatch.setattr(source, "branches", spied)
     some = sweep.FUNCTIONS[::3]
     assert sweep.run_functions(CPU, some)["parts as functions"] == len(some)
     assert texts == [True] * len(some)

@@ -12,7 +12,7 @@ from torch import Tensor
 
 import insum_nn
 from insum_nn import Options, ops
-from insum_nn.compiler import call
+from insum_nn.compiler.runtime import dispatch
 from tests.layers.every_layer import EVERY_LAYER, with_parameters
 from tests.source_tree import package_modules
 
@@ -27,13 +27,13 @@ Values = tuple[Tensor, ...]
 def reached(monkeypatch: pytest.MonkeyPatch) -> set[Options]:
     """The options of the programs that were prepared to run."""
     found: set[Options] = set()
-    prepare = call.fastest
+    prepare = dispatch.fastest
 
     def recorded(bound, tensors, start, extents, options, static):
         found.add(options)
         return prepare(bound, tensors, start, extents, options, static)
 
-    monkeypatch.setattr(call, "fastest", recorded)
+    monkeypatch.setattr(dispatch, "fastest", recorded)
     # What was prepared before is not prepared again.
     insum_nn.clear_cache()
     return found

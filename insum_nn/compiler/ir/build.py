@@ -2,9 +2,6 @@
 
 from __future__ import annotations
 
-from insum_nn.compiler.ast import Access, Number, Statement, Subscript
-from insum_nn.compiler.ast import Index as IndexVariable
-from insum_nn.compiler.bind import Bound, show_dtype
 from insum_nn.compiler.ir.nodes import (
     Buffer,
     Const,
@@ -21,6 +18,9 @@ from insum_nn.compiler.ir.nodes import (
     add,
     conjunction,
 )
+from insum_nn.compiler.lang.bind import Bound, show_dtype
+from insum_nn.compiler.lang.syntax import Access, Number, Statement, Subscript
+from insum_nn.compiler.lang.syntax import Index as IndexVariable
 
 __all__ = ["OUTPUT", "Names", "build"]
 

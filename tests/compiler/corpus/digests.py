@@ -10,16 +10,16 @@ from types import SimpleNamespace
 
 import torch
 
-from insum_nn.compiler.bind import Bound
-from insum_nn.compiler.chained import Chained, generate
-from insum_nn.compiler.fx_lowering import lower
-from insum_nn.compiler.generated import Generated
-from insum_nn.compiler.kernel_candidates import candidates
-from insum_nn.compiler.kernel_form import Form, FormError
-from insum_nn.compiler.kernel_schedule import Schedule, default_schedule, precision_of
-from insum_nn.compiler.kernel_source import Source, write_kernel
-from insum_nn.compiler.planner import make_plan
-from insum_nn.compiler.triton_lowering import _jit, _types, strides_of
+from insum_nn.compiler.forms.candidates import candidates
+from insum_nn.compiler.forms.form import Form, FormError
+from insum_nn.compiler.forms.generated import Generated
+from insum_nn.compiler.forms.launch import _jit, _types, strides_of
+from insum_nn.compiler.forms.schedule import Schedule, default_schedule, precision_of
+from insum_nn.compiler.forms.source import Source, write_kernel
+from insum_nn.compiler.lang.bind import Bound
+from insum_nn.compiler.plans.chained import Chained, generate
+from insum_nn.compiler.plans.fx_lowering import lower
+from insum_nn.compiler.plans.planner import make_plan
 from tests.compiler.corpus.statements import DEVICE_TYPE, Entry
 
 __all__ = ["Code", "code_of", "digest", "ttir", "without_names"]

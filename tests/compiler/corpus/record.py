@@ -9,15 +9,15 @@ import json
 from dataclasses import replace
 from typing import Any
 
-from insum_nn.compiler import call
-from insum_nn.compiler.schedule_store import digest
+from insum_nn.compiler.runtime import dispatch
+from insum_nn.compiler.schedule.database import digest
 from tests.compiler.corpus.statements import RECORDED, Entry, from_call
 
 # Of statements with static tables so many are kept, those of the fewest numbers.
 _MOST_NUMBERS, _MOST_WITH_TABLES = 200, 100
 
 _found: dict[str, Entry] = {}
-_fastest: Any = call.fastest
+_fastest: Any = dispatch.fastest
 
 
 def _recording(bound: Any, tensors: Any, start: Any, extents: Any, options: Any, static: Any = ()) -> Any:
@@ -45,11 +45,11 @@ def _features(bound: Any, tensors: Any) -> set[str]:
 
 
 def pytest_configure() -> None:
-    call.fastest = _recording
+    dispatch.fastest = _recording
 
 
 def pytest_unconfigure() -> None:
-    call.fastest = _fastest
+    dispatch.fastest = _fastest
     entries = sorted(_found.values(), key=lambda entry: sum(len(table.values) for _, table in entry.tables))
     plain, tabled = [e for e in entries if not e.tables], [e for e in entries if e.tables]
     chosen = [*plain, *tabled[:_MOST_WITH_TABLES]]

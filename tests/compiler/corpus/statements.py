@@ -13,11 +13,11 @@ import torch
 from torch import Tensor
 
 import insum_nn
-from insum_nn.compiler.bind import Bound, Extents, layout_of, show_dtype
-from insum_nn.compiler.call import parse_cached
-from insum_nn.compiler.epilogue import Epilogue
-from insum_nn.compiler.extents import resolve_extents
+from insum_nn.compiler.lang.bind import Bound, Extents, layout_of, show_dtype
+from insum_nn.compiler.lang.epilogue import Epilogue
+from insum_nn.compiler.lang.shapes import resolve_extents
 from insum_nn.compiler.options import Options
+from insum_nn.compiler.runtime.dispatch import parse_cached
 from insum_nn.facts import UNKNOWN, IndexFacts, StaticTable
 from insum_nn.testing.random_programs import random_program
 from tests.compiler.generated_cases import CASES

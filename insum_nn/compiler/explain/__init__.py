@@ -1,0 +1,1 @@
+"""What `explain()` prints: text, HTML and pictures of a program."""

@@ -1,0 +1,1 @@
+"""Forms of generated kernels and their text: the present middle end of the Triton backend."""

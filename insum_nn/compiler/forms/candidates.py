@@ -1,0 +1,229 @@
+"""Schedules worth measuring: variations of a default, the most promising first."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator, Mapping
+from dataclasses import replace
+
+from insum_nn.compiler.forms.axes import MANY_POINTS
+from insum_nn.compiler.forms.form import Form
+from insum_nn.compiler.forms.schedule import Layout, Schedule, default_schedule, place_indices, power, tiles_at_most
+
+__all__ = ["candidates"]
+
+
+def candidates(form: Form) -> Iterator[Schedule]:
+    """Schedules worth measuring, the default first."""
+    base = default_schedule(form)
+    seen: set[tuple[Schedule, Layout]] = set()
+    for schedule in (base, *_varied(form, base)):
+        # Different numbers may come to the same kernel.
+        key = replace(schedule, m=0, n=0, k=0), place_indices(form, schedule)
+        if key not in seen:
+            seen.add(key)
+            yield schedule
+
+
+def _varied(form: Form, base: Schedule) -> Iterator[Schedule]:
+    if form.tail is not None:
+        for m in (16, 32, 64):
+            for k in (1, 2, 4, 8):
+                for warps in (2, 4, 8):
+                    if 32 * warps * 4 <= m * base.n * k <= 32 * warps * 64:
+                        yield replace(base, m=m, k=k, warps=warps)
+        for k in (4, 8, 16, 32):
+            for warps in (1, 2, 4):
+                if 32 * warps * 2 <= base.n * k <= 32 * warps * 64:
+                    yield replace(base, k=k, warps=warps, share=512, serial=True)
+        for share in (32, 128, 512):
+            yield replace(base, share=share)
+        yield replace(base, tail=max(16, base.tail // 2))
+    elif form.beside:
+        yield from _varied_beside(form, base)
+    elif base.dot:
+        yield from _varied_products(form, base)
+    elif len(form.points) > MANY_POINTS:
+        yield from _varied_owned(base) if form.owner is not None else _varied_tiles(form, base)
+    elif base.n == 1:
+        for m, k in ((base.m, base.k), (base.m * 2, base.k), (max(1, base.m // 2), base.k), (base.m, base.k // 2)):
+            for warps in (1, 2, 4):
+                yield replace(base, m=m, k=max(1, k), warps=warps)
+        if form.owner is not None:
+            for m, k, share in ((8, 32, 256), (1, 128, 1024), (32, 4, 64)):
+                yield replace(base, m=m, k=k, share=share, segment=True, warps=1)
+    else:
+        yield from _varied_columns(form, base)
+
+
+def _varied_columns(form: Form, base: Schedule) -> Iterator[Schedule]:
+    """Every reduction width with rows to fill a warp, and where terms have owners, equal shares of them."""
+    base = replace(base, segment=False)
+    # Elements of a program, and its warps: few columns take more of them to keep the device busy.
+    if base.n < 32:
+        sizes = [(256, 1), (1024, 1), (1024, 4)]
+    else:
+        sizes = [(512, 1), (1024, 1), *([(2048, 1)] if base.n > 32 else []), (2048, 2)]
+    near = sorted(_WIDTHS, key=lambda k: abs(math.log2(k / base.k)))
+    for place, (size, warps) in enumerate(sizes):
+        for k in near:
+            m = size // (base.n * k)
+            if 1 <= m <= 128 and (k <= 4 * base.k or k == 1) and (warps < 2 or k in (4, 8, 16)):
+                yield replace(base, m=m, k=k, warps=warps)
+        if place == 0 and form.owner is not None:
+            # Early, lest the time for a search ends before them.
+            yield from _shares(base)
+            yield from _ahead(base)
+    if form.owner is not None:
+        for share in (128, 512):
+            yield replace(base, share=share)
+
+
+def _shares(base: Schedule) -> Iterator[Schedule]:
+    """Equal shares of terms, by lanes along them; a scan holds flags beside sums, so that fewer fit into a program."""
+    for k, share in ((8, 256), (4, 64), (1, 64), (32, 256)):
+        m = max(1, (512 if k > 1 else 256) // (base.n * k))
+        if m * base.n * k <= 1024:
+            yield replace(base, m=m, k=k, share=share, segment=True, warps=1)
+            yield replace(base, m=m * 4, k=k, share=share, segment=True, warps=4)
+    if base.n <= 64:
+        yield replace(base, m=128 // base.n, k=16, share=128, segment=True, warps=1)
+
+
+def _ahead(base: Schedule) -> Iterator[Schedule]:
+    """Loops that read the next terms while these are summed: into shared memory, or their index tensors alone."""
+    for k, size in ((8, 1024), (4, 512)):
+        if base.n * k <= size:
+            yield replace(base, m=size // (base.n * k), k=k, stages=3, warps=1)
+            yield replace(base, m=size // (base.n * k), k=k, early=True, warps=1)
+    m = max(1, 512 // (base.n * 8))
+    yield replace(base, m=m, k=8, share=256, segment=True, stages=3, warps=1)
+
+
+# Reduction widths: lanes along what is summed. A warp has 32.
+_WIDTHS = (1, 2, 4, 8, 16, 32)
+
+
+def _varied_beside(form: Form, base: Schedule) -> Iterator[Schedule]:
+    """Of code with several outputs: the columns of a thread decide how many registers it needs."""
+    columns = place_indices(form, replace(base, n=1 << 16)).n
+    assert columns is not None
+    for lanes in (2, 1, 4):
+        for warps in (1, 2, 4, 8):
+            n = min(32 * lanes * warps, columns.lanes)
+            if n * tiles_at_most(form) >= columns.lanes and n > 16 * lanes * warps:
+                yield replace(base, n=n, warps=warps)
+    yield replace(base, early=False)
+    yield replace(base, share=64)
+
+
+def _varied_owned(base: Schedule) -> Iterator[Schedule]:
+    """Of code for owned rows: accumulators stay in registers, so lanes and groups decide how many a thread has."""
+    wide = base.n > 1
+    ways = ((2, 1, 1), (2, 2, 1), (2, 3, 1), (1, 1, 1), (1, 2, 1), (4, 3, 1), (4, 2, 2), (2, 4, 1))
+    for place, (lanes, groups, warps) in enumerate(ways):
+        axis = "n" if wide else "m"
+        one = replace(base, **{axis: max(1, getattr(base, axis) * lanes // 2)}, groups=groups, warps=warps)
+        yield one
+        if place < 4:
+            yield replace(one, early=True)
+
+
+def _varied_tiles(form: Form, base: Schedule) -> Iterator[Schedule]:
+    """Of code for a tile: a longer or shorter one, in more or fewer warps, several in turn."""
+    axis = "k" if base.k > 1 else "m" if base.m > 1 else "n"
+    whole = getattr(place_indices(form, replace(base, **{axis: 1 << 16})), axis)
+    most = whole.lanes if whole is not None else 1
+    lanes = getattr(base, axis)
+    yield replace(base, turns=8)
+    yield replace(base, warps=base.warps * 2)
+    if base.warps > 1:
+        yield replace(base, warps=base.warps // 2)
+        yield replace(base, warps=base.warps // 2, turns=8)
+    if lanes >= 64:
+        yield replace(base, **{axis: lanes // 2}, warps=max(1, base.warps // 2))
+        yield replace(base, **{axis: lanes // 2}, warps=max(1, base.warps // 2), turns=8)
+    if lanes * 2 <= most:
+        yield replace(base, **{axis: lanes * 2}, warps=min(8, base.warps * 2))
+    yield replace(base, turns=32)
+
+
+# Tiles, steps, warps and stages of halves whose operands are addressed by index tensors. A step that takes the whole of
+# a dense axis leaves one loop, where a shorter one makes a loop of two inside of another. The software pipeline gives
+# each read of a chain (a list of steps, an index, what it addresses) a stage of its own: 3 to 4 stages hide a chain
+# once, 5 to 7 twice. Taller tiles read the right side less often.
+_CHAINED = (
+    (64, 128, 128, 4, 3),
+    (64, 128, 64, 4, 3),
+    (64, 128, 64, 4, 4),
+    (128, 128, 64, 8, 4),
+    (64, 128, 128, 4, 4),
+    (128, 128, 128, 8, 3),
+    (128, 64, 64, 4, 3),
+    (64, 64, 64, 4, 3),
+    (64, 64, 64, 4, 4),
+    (128, 64, 64, 4, 4),
+    (64, 64, 128, 4, 3),
+    (32, 64, 64, 2, 3),
+    (32, 64, 128, 4, 3),
+)
+
+
+def _varied_chains(base: Schedule, most: dict[str, int]) -> Iterator[Schedule]:
+    for m, n, k, warps, stages in _CHAINED:
+        covers = min(most["n"], 128) <= n <= max(most["n"], 64)
+        if covers and (m == most["m"] or 64 <= m <= most["m"]) and k <= most["k"]:
+            yield replace(base, m=m, n=n, k=k, swap=False, warps=warps, stages=stages)
+
+
+def _varied_products(form: Form, base: Schedule) -> Iterator[Schedule]:
+    assert form.product is not None
+    size = {a: math.prod(form.size(i) for i in getattr(form.product, a)) for a in "mkn"}
+    most = {a: max(16, power(size[a])) for a in "mkn"}
+    if form.accumulators > 1:
+        yield from _varied_written_products(form, base, most)
+        return
+    shapes = ((base.m, base.n), (64, 128), (128, 64), (128, 128), (64, 64), (32, 128), (32, 256), (64, 256), (128, 32))
+    if form.bound.dtype.itemsize == 2 and form.bound.layout.index_tensors:
+        yield from _varied_chains(base, most)
+    for m, n in shapes:
+        if m > most["m"] or n > max(most["n"], 64):
+            continue
+        swaps = (False,) if n <= m or n < 64 else (True,) if m < 64 else (False, True)
+        for k in sorted({32, 64} if most["k"] >= 64 else {most["k"], 32}):
+            for swap in swaps:
+                for warps, stages in ((4, 2), (4, 3), (8, 3)):
+                    if warps == 8 and m * n < 64 * 128:
+                        continue
+                    yield replace(base, m=m, n=n, k=k, swap=swap, warps=warps, stages=stages)
+    if form.owner is not None:
+        for share in {max(1, base.share // 2), base.share * 2}:
+            yield replace(base, share=share)
+
+
+# Accumulators of one program at most, of 16 x 16 or 16 x 32 sums each.
+_HELD_AT_ONCE = 24
+
+
+def _varied_written_products(form: Form, base: Schedule, most: Mapping[str, int]) -> Iterator[Schedule]:
+    """Of long straight-line code: few, since each takes seconds to compile, the most promising first."""
+    accumulators = form.accumulators
+    four = replace(base, warps=4, groups=accumulators)
+    if most["k"] > most["m"]:
+        if min(most["m"], most["n"]) >= 64:
+            for k in (base.k, 32):
+                yield replace(base, m=64, n=64, k=k, warps=4)
+    elif base.n == 32:
+        if most["n"] >= 64:
+            # More columns for what a row's operand passes through shared memory for, or more rows for a column's.
+            yield replace(base, n=64, k=32, warps=2)
+            yield replace(four, n=64, k=32)
+            yield replace(four, m=64, n=64, k=64)
+            # The columns as the long side of the matrix unit.
+            few = 1 if accumulators <= _HELD_AT_ONCE else accumulators // 6
+            yield replace(base, n=64, k=32, swap=True, groups=few, warps=4, stages=2)
+        yield replace(base, m=32, k=32, warps=2)
+    for groups in (max(1, accumulators // 6), accumulators):
+        yield replace(base, groups=groups)
+    if form.bound.dtype.itemsize == 2:
+        yield replace(four, m=64, k=min(64, most["k"]))

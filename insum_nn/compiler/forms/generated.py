@@ -1,0 +1,241 @@
+"""Programs made of generated kernels: the form of a statement, the schedule for its sizes, the kernels made so far."""
+
+from __future__ import annotations
+
+import copy
+import math
+import threading
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+
+import torch
+from torch import Tensor
+
+from insum_nn.compiler.forms.axes import MANY_POINTS
+from insum_nn.compiler.forms.form import Form, make_form
+from insum_nn.compiler.forms.launch import Kernel, prepare_kernel, strides_of
+from insum_nn.compiler.forms.points import LONGEST, OWNER
+from insum_nn.compiler.forms.schedule import Precision, Schedule, precision_of, segmented
+from insum_nn.compiler.forms.source import Source
+from insum_nn.compiler.lang.bind import Bound, Extents
+from insum_nn.compiler.options import Options
+from insum_nn.compiler.runtime.row_partition import Owners, longest_row, owners_for, owners_of
+from insum_nn.compiler.schedule.database import size_bucket
+from insum_nn.compiler.schedule.tune import Chosen, Measurement, choose_schedule
+from insum_nn.facts import StaticTable
+
+__all__ = ["Generated"]
+
+# Kernels prepared for one program, by sizes and memory layout; a run over ever new sizes must not grow without bound.
+_LIMIT = 128
+
+
+class Generated:
+    """A statement computed by generated kernels.
+
+    Args:
+        bound: the statement.
+        sizes: extents of the first call.
+        output: the output's shape in the first call.
+        tables: static tensors by name.
+        options: compile options.
+        form: what to compute, where that is not for the statement alone to say.
+
+    Raises:
+        FormError: the statement is not of the generator's kind.
+
+    Attributes:
+        form: what its kernels compute.
+        source: the kernel that was made last.
+        measurements: what was measured to choose its schedule.
+    """
+
+    def __init__(
+        self,
+        bound: Bound,
+        sizes: dict[str, int],
+        output: Sequence[int],
+        tables: dict[str, StaticTable],
+        options: Options,
+        *,
+        form: Form | None = None,
+    ) -> None:
+        self.options = options
+        self._fixed: Schedule | None = None
+        self.tables = tables
+        deterministic = options.deterministic
+        self.form = form or make_form(bound, sizes, output, tables, deterministic=deterministic, prefer_own=True)
+        self.precision: Precision = precision_of(bound.dtype, options.precision)
+        self.source: Source | None = None
+        self.measurements: tuple[Measurement, ...] = ()
+        self._schedules: dict[object, Chosen] = {}
+        self._first: dict[object, Kernel] = {}
+        self._lock = threading.RLock()
+
+    def with_schedule(self, schedule: Schedule) -> Generated:
+        """The same statement under one schedule at all sizes, whatever would be chosen."""
+        other = copy.copy(self)
+        other._fixed, other.source, other.measurements = schedule, None, ()
+        return other
+
+    def prepare(
+        self, tensors: Sequence[Tensor], extents: Extents, start: Tensor | None
+    ) -> Callable[[Sequence[Tensor], Tensor | None], Tensor]:
+        """What runs the statement on tensors of these shapes."""
+        find = self._finder(tensors, extents, start)
+
+        def run(tensors: Sequence[Tensor], start: Tensor | None) -> Tensor:
+            if start is not None:
+                start = start.detach()
+            kernel, owners = find(tensors, start)
+            return kernel(tensors, start, owners)
+
+        return run
+
+    def prepare_all(self, tensors: Sequence[Tensor], extents: Extents) -> Callable[[Sequence[Tensor]], list[Tensor]]:
+        """What makes the output and all further ones on tensors of these shapes."""
+        find = self._finder(tensors, extents, None)
+
+        def run(tensors: Sequence[Tensor]) -> list[Tensor]:
+            kernel, owners = find(tensors, None)
+            beside = kernel.beside(tensors, owners)
+            return [kernel(tensors, None, owners, beside), *beside]
+
+        return run
+
+    def _finder(
+        self, tensors: Sequence[Tensor], extents: Extents, start: Tensor | None
+    ) -> Callable[[Sequence[Tensor], Tensor | None], tuple[Kernel, Owners | None]]:
+        """What finds the kernel for tensors of these shapes as they lie in memory, and the owners of their terms."""
+        form = self.form
+        place = form.owner_place
+        rows = 0 if place < 0 else extents.output[form.owner_axis]
+        kernels: dict[object, Kernel] = {}
+        schedule = self._schedule(tensors, extents, start).schedule
+
+        share, permuted, segment = schedule.share, form.permuted, segmented(form, schedule)
+        # Tables that are written out are not read.
+        read = [n for n, name in enumerate(form.bound.layout.tensors) if name not in form.tables]
+
+        def find(tensors: Sequence[Tensor], start: Tensor | None) -> tuple[Kernel, Owners | None]:
+            owners = None
+            key: object = None
+            if place >= 0:
+                owners = owners_of(tensors[place], rows, permuted, share, segment)
+                if owners.target is not None:
+                    key = owners.rows
+            if start is not None and not start.is_contiguous():
+                key = (key, "start", *start.stride())
+            for n in read:
+                if not tensors[n].is_contiguous():
+                    key = (key, *(t.stride() for t in tensors))
+                    break
+            kernel = kernels.get(key)
+            if kernel is None:
+                if len(kernels) >= _LIMIT:
+                    kernels.clear()
+                kernel = kernels[key] = self._kernel(schedule, tensors, extents, start, owners)
+            return kernel, owners
+
+        return find
+
+    def described(
+        self, tensors: Sequence[Tensor], extents: Extents, start: Tensor | None
+    ) -> tuple[Source, tuple[tuple[str, str, str], ...]]:
+        """The kernel for a call, and each choice behind it with its reason."""
+        form = self.form
+        chosen = self._schedule(tensors, extents, start)
+        owners = owners_for(form, tensors, extents, chosen.schedule)
+        source = self._kernel(chosen.schedule, tensors, extents, start, owners).source
+        return source, (_combining(form, chosen.schedule), *_schedule_choice(chosen), *_written_out(form))
+
+    def _kernel(
+        self,
+        schedule: Schedule,
+        tensors: Sequence[Tensor],
+        extents: Extents,
+        start: Tensor | None,
+        owners: Owners | None,
+    ) -> Kernel:
+        form = self._sized(extents)
+        # Sizes are arguments: what is written for some is right for all, if not the best.
+        strides = strides_of(form, tensors, extents, owners is not None and owners.split, start)
+        key = (size_bucket(extents), schedule, strides)
+        known = self._first.get(key)
+        source = None if known is None else known.source
+        kernel = prepare_kernel(form, schedule, tensors, start, extents, self.precision, owners, source)
+        if known is None:
+            if len(self._first) >= _LIMIT:
+                self._first.clear()
+            # As long as it lives, so does its machine code.
+            self._first[key] = kernel
+        self.source = kernel.source
+        return kernel
+
+    def _sized(self, extents: Extents) -> Form:
+        """The form with the sizes of a call."""
+        sizes = dict(self.form.sizes)
+        sizes.update(zip(self.form.bound.layout.indices, extents.indices, strict=True))
+        if self.form.owner is not None:
+            sizes[OWNER] = extents.output[self.form.owner_axis]
+        return replace(self.form, sizes=sizes)
+
+    def _with_longest_row(self, form: Form, tensors: Sequence[Tensor]) -> Form:
+        """The form of a call with the length of its longest row, where a choice depends on it."""
+        alone = form.tail is None and not form.beside and form.product is None and len(form.points) <= MANY_POINTS
+        if form.owner is None or not alone:
+            return form
+        longest = longest_row(tensors[form.owner_place], form.rows, form.permuted)
+        return replace(form, sizes={**form.sizes, LONGEST: longest})
+
+    def _schedule(self, tensors: Sequence[Tensor], extents: Extents, start: Tensor | None) -> Chosen:
+        """The schedule for a call: one for all sizes, and longest rows, within a factor of two."""
+        if self._fixed is not None:
+            return Chosen(self._fixed, "asked for")
+        bucket, form = size_bucket(extents), self._with_longest_row(self._sized(extents), tensors)
+        known = bucket, form.even, (form.longest or 0).bit_length()
+        with self._lock:
+            chosen = self._schedules.get(known)
+            if chosen is None:
+                chosen = choose_schedule(
+                    form, self.tables, bucket, tensors, extents, start, self.precision, self.options
+                )
+                # While a CUDA graph is captured nothing is measured; a later call may.
+                if not (tensors[0].is_cuda and torch.cuda.is_current_stream_capturing()):
+                    self._schedules[known] = chosen
+                self.measurements = chosen.measured or self.measurements
+            return chosen
+
+
+def _combining(form: Form, schedule: Schedule) -> tuple[str, str, str]:
+    """How terms reach the output, and why."""
+    what, why = {
+        "direct": ("direct", "every cell of the output belongs to one program"),
+        "place": ("place", "no two terms have the same place, so each is stored"),
+        "own": (
+            "own: a program walks the terms of a row",
+            "no two programs add to one cell, and every run gives the same",
+        ),
+        "atomic": ("atomic", "terms meet in memory, in float32 or better"),
+    }[form.combine]
+    if segmented(form, schedule):
+        what = "segment: a program takes an equal share of the terms"
+        why = "rows of any length take as long; parts of divided rows are added in order, so every run gives the same"
+    if form.combine == "own" and form.permuted:
+        why = f"{why}; the terms are sorted once for each index tensor"
+    return "combine", what, why
+
+
+def _schedule_choice(chosen: Chosen) -> list[tuple[str, str, str]]:
+    rows = [("schedule", str(chosen.schedule), chosen.reason)]
+    for each in chosen.measured[:6]:
+        time = "no room" if math.isinf(each.microseconds) else f"{each.microseconds:.1f} us"
+        rows.append(("candidate", str(each.schedule), time))
+    return rows
+
+
+def _written_out(form: Form) -> list[tuple[str, str, str]]:
+    if len(form.points) == 1:
+        return []
+    added = f"they add to {form.accumulators} accumulators"
+    return [("static tables", f"{len(form.points)} terms written out", added)]

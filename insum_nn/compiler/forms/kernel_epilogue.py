@@ -1,0 +1,39 @@
+"""What a generated kernel does to a sum before it stores it: the starting value's strides, activations."""
+
+from __future__ import annotations
+
+from torch import Tensor
+
+from insum_nn.compiler.forms.form import Form
+from insum_nn.compiler.forms.schedule import Schedule
+
+__all__ = ["activated", "finishes", "start_steps"]
+
+# By the names of `epilogue.ACTIVATIONS`; {x} is the name of the sum.
+_TEXTS = {
+    "relu": "tl.where({x} < 0.0, 0.0, {x})",
+    "silu": "{x} / (1.0 + tl.exp(-{x}))",
+    "gelu": "0.5 * {x} * (1.0 + tl.erf({x} * 0.7071067811865476))",
+}
+
+
+def activated(form: Form, name: str) -> str:
+    """The text of a named sum after the form's activation."""
+    activation = form.bound.epilogue.activation
+    return name if activation is None else _TEXTS[activation].format(x=name)
+
+
+def finishes(form: Form, schedule: Schedule) -> bool:
+    """Whether a program has all terms of what it stores, so that it may add the start and activate."""
+    return form.combine in ("direct", "place", "own") and schedule.splits == 1
+
+
+def start_steps(start: Tensor | None) -> tuple[str, ...] | None:
+    """How a starting value is addressed: `None` as the output is, else per axis a known step, or "" for an argument."""
+    if start is None or start.is_contiguous():
+        return None
+    return tuple(_step(extent, step) for extent, step in zip(start.shape, start.stride(), strict=True))
+
+
+def _step(extent: int, step: int) -> str:
+    return "0" if extent == 1 or step == 0 else "1" if step == 1 else ""

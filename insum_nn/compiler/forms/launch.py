@@ -1,0 +1,487 @@
+"""Generated kernels made callable: compiled by Triton, their arguments filled in, launched.
+
+A kernel's text is fixed by the statement, the extents compiled in, the memory layout and the schedule. What is left to
+decide for one set of shapes (numbers passed, the grid) is decided once, so that a call only passes pointers.
+"""
+
+from __future__ import annotations
+
+import functools
+import hashlib
+import importlib.util
+import linecache
+import math
+import os
+import sys
+import threading
+import weakref
+from collections.abc import Callable, MutableMapping, Sequence
+from dataclasses import dataclass
+from types import ModuleType
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from insum_nn.compiler.forms.beside import Memory, memory_of
+from insum_nn.compiler.forms.form import Form
+from insum_nn.compiler.forms.kernel_epilogue import start_steps
+from insum_nn.compiler.forms.numbers import Numbers
+from insum_nn.compiler.forms.schedule import Precision, Schedule
+from insum_nn.compiler.forms.segment import write_collection
+from insum_nn.compiler.forms.source import Source, steps_of_vectors, write_kernel
+from insum_nn.compiler.forms.text import Strides
+from insum_nn.compiler.lang.bind import Extents
+from insum_nn.compiler.runtime.row_partition import Owners, words_of
+from insum_nn.errors import InsumDeviceError
+
+__all__ = ["Kernel", "available", "interpreted", "prepare_kernel", "strides_of", "version"]
+
+_WIDE = 2**31 - 2**16
+_POINTERS = {
+    torch.float16: "*fp16",
+    torch.bfloat16: "*bf16",
+    torch.float32: "*fp32",
+    torch.float64: "*fp64",
+    torch.int32: "*i32",
+    torch.int64: "*i64",
+}
+
+
+def interpreted() -> bool:
+    """Whether Triton interprets kernels on the CPU instead of compiling them."""
+    return os.environ.get("TRITON_INTERPRET", "0") == "1"
+
+
+@functools.cache
+def available() -> bool:
+    """Whether Triton is installed."""
+    return importlib.util.find_spec("triton") is not None
+
+
+@functools.cache
+def version() -> str:
+    """Triton's version; empty where it is not installed."""
+    if not available():
+        return ""
+    import triton
+
+    return str(triton.__version__)
+
+
+def strides_of(form: Form, tensors: Sequence[Tensor], extents: Extents, split: bool, start: Tensor | None) -> Strides:
+    """What of the memory layout a kernel's text depends on."""
+    output = math.prod(extents.output)
+    entries = math.prod(form.sizes[i] for i in form.entries)
+    names = form.bound.layout.tensors
+    further = [each.steps[0] * tensors[names.index(each.like[0])].shape[each.like[1]] for each in form.beside]
+    reach = max([output, entries, *further, *(_reach(t) for t in (*tensors, start) if t is not None)])
+    return Strides(tuple(t.is_contiguous() for t in tensors), reach >= _WIDE, split, start_steps(start))
+
+
+def _reach(tensor: Tensor) -> int:
+    return 1 + sum((extent - 1) * abs(step) for extent, step in zip(tensor.shape, tensor.stride(), strict=True))
+
+
+# Text to callable.
+
+# Functions live as long as the kernels made of them: a search makes dozens of which one is kept.
+_functions: MutableMapping[str, Any] = weakref.WeakValueDictionary()
+_lock = threading.RLock()
+
+
+def _jit(source: Source) -> Any:
+    """The kernel's function, from its text; the text can be shown in tracebacks."""
+    # Triton makes another kind of function for its interpreter.
+    digest = hashlib.sha256(source.text.encode()).hexdigest()[:16] + ("_interpreted" if interpreted() else "")
+    with _lock:
+        function = _functions.get(digest)
+        if function is None:
+            name = f"insum_nn_kernel_{digest}"
+            path = f"<{name}>"
+            module = ModuleType(name)
+            module.__file__ = path
+            linecache.cache[path] = (len(source.text), None, source.text.splitlines(keepends=True), path)
+            sys.modules[name] = module
+            exec(compile(source.text, path, "exec"), module.__dict__)
+            # The module is found by its name, and must not hold what decides how long it stays.
+            function = _functions[digest] = module.__dict__.pop("kernel")
+            weakref.finalize(function, _forget, module).atexit = False
+            # Triton keeps all functions, by name, for a way of loading kernels that is not used here.
+            known = getattr(sys.modules.get("triton.runtime.jit"), "_triton_jit_function_registry", {})
+            for each in ("kernel", *module.__dict__):
+                known.pop(f"{name}:{each}", None)
+        return function
+
+
+def _forget(module: ModuleType) -> None:
+    """Drop the module of a function that is gone, unless the same text was made into another one since."""
+    with _lock:
+        if sys.modules.get(module.__name__) is module:
+            del sys.modules[module.__name__]
+            linecache.cache.pop(str(module.__file__), None)
+
+
+@dataclass(frozen=True, slots=True)
+class Kernel:
+    """A kernel with everything that shapes decide: call it with the tensors.
+
+    Attributes:
+        form: what it computes.
+        source: its text.
+        extents: the sizes it was prepared for.
+        inputs: the tensors among its arguments: their places, and their positions among the statement's.
+        others: its other pointers: place, kind, and the position of a tensor or of a further output.
+        arguments: its arguments, with numbers filled in and tensors missing.
+        launch: runs it on a list of arguments; `None`: there is nothing to run.
+        empty: it writes every cell of the output.
+        simple: the output is what the kernel writes, without anything before or after it.
+        dtype: of the output.
+        collector: adds up divided rows, where some are.
+        further: the memory of further outputs.
+    """
+
+    form: Form
+    source: Source
+    extents: Extents
+    inputs: tuple[tuple[int, int], ...]
+    others: tuple[tuple[int, str, int], ...]
+    arguments: tuple[Any, ...]
+    launch: _Launch | _Interpret | None
+    empty: bool
+    simple: bool
+    dtype: torch.dtype
+    collector: _Collector | None
+    further: tuple[Memory, ...]
+
+    def __call__(
+        self, tensors: Sequence[Tensor], start: Tensor | None, owners: Owners | None, beside: Sequence[Tensor] = ()
+    ) -> Tensor:
+        """The statement's output; further ones are written to `beside`."""
+        form = self.form
+        device = tensors[0].device
+        gaps = owners is not None and owners.gaps
+        if self.simple and not gaps:
+            output = torch.empty(self.extents.output, dtype=self.dtype, device=device)
+        else:
+            output = self._output(start, device, gaps)
+        scratch = None
+        if owners is not None and owners.split:
+            shape, axis = self.extents.output, form.owner_axis
+            lengths = (owners.slots, *shape[:axis], *shape[axis + 1 :])
+            make = torch.empty if self.empty else torch.zeros
+            scratch = make(lengths, dtype=self.source.accumulator, device=output.device)
+        arguments = list(self.arguments)
+        for place, position in self.inputs:
+            arguments[place] = tensors[position]
+        for place, kind, position in self.others:
+            if kind == "out":
+                arguments[place] = output
+            elif kind == "start":
+                arguments[place] = start
+            elif kind == "scratch":
+                arguments[place] = scratch
+            elif kind == "beside":
+                arguments[place] = beside[position]
+            elif kind == "words":
+                arguments[place] = words_of(tensors[position])
+            else:
+                arguments[place] = getattr(owners, kind)
+        if self.launch is not None:
+            self.launch(arguments)
+        if scratch is not None and owners is not None and owners.slots:
+            self._add_divided(output, scratch, start, owners)
+        if self.simple:
+            return output
+        if self.source.schedule.splits > 1:
+            output = output.sum(0) if start is None else output.sum(0).add_(start)
+        if not self.source.finished:
+            output = form.bound.epilogue.activated(output)
+        return output if output.dtype == self.dtype else output.to(self.dtype)
+
+    def further_launches(self, owners: Owners | None) -> int:
+        """What a call launches beside the kernel: sums of divided rows and of the parts of one sum, and their dtype."""
+        divided = owners is not None and owners.slots > 0
+        split = self.source.schedule.splits > 1
+        return divided + split + (split and self.source.accumulator != self.dtype)
+
+    def beside(self, tensors: Sequence[Tensor], owners: Owners | None) -> list[Tensor]:
+        """Memory for further outputs: empty where every cell is written, once."""
+        whole = owners is not None and owners.whole
+        made: list[Tensor] = []
+        for each in self.further:
+            make = torch.zeros if each.zero or not whole else torch.empty
+            made.append(
+                make((tensors[each.place].shape[each.axis], *each.shape), dtype=self.dtype, device=tensors[0].device)
+            )
+        return made
+
+    def _add_divided(self, output: Tensor, scratch: Tensor, start: Tensor | None, owners: Owners) -> None:
+        rows, collector = owners.divided, self.collector
+        assert rows is not None
+        assert collector is not None
+        if start is None and self.form.bound.epilogue.activation is None:
+            collector(scratch, output, rows, owners)
+            return
+        axis = self.form.owner_axis
+        sums = torch.empty((rows.shape[0], *scratch.shape[1:]), dtype=scratch.dtype, device=scratch.device)
+        collector(scratch, sums, None, owners)
+        if start is not None:
+            sums = sums + start.movedim(axis, 0).index_select(0, rows)
+        sums = self.form.bound.epilogue.activated(sums)
+        output.movedim(axis, 0).index_copy_(0, rows, sums.to(output.dtype))
+
+    def _output(self, start: Tensor | None, device: torch.device, gaps: bool) -> Tensor:
+        """What the kernel writes to; sums of a half type that meet in memory do so in float32."""
+        form, shape = self.form, self.extents.output
+        if self.source.schedule.splits > 1:
+            shape = (self.source.schedule.splits, *shape)
+            return (torch.empty if self.empty else torch.zeros)(shape, dtype=self.source.accumulator, device=device)
+        if self.empty and not gaps:
+            return torch.empty(shape, dtype=self.dtype, device=device)
+        dtype = self.dtype if self.source.finished else self.source.accumulator
+        if start is None:
+            return torch.zeros(shape, dtype=dtype, device=device)
+        if self.source.finished:
+            # Cells that the kernel does not write.
+            start = form.bound.epilogue.activated(start)
+        return start.to(dtype, copy=True, memory_format=torch.contiguous_format)
+
+
+def prepare_kernel(
+    form: Form,
+    schedule: Schedule,
+    tensors: Sequence[Tensor],
+    start: Tensor | None,
+    extents: Extents,
+    precision: Precision,
+    owners: Owners | None,
+    source: Source | None = None,
+) -> Kernel:
+    """The kernel of a form for tensors of these shapes, compiled.
+
+    Args:
+        form: what to compute.
+        schedule: how.
+        tensors: in the layout's order.
+        start: the starting value.
+        extents: the call's sizes.
+        precision: of float32 products in the matrix unit.
+        owners: the owners of the terms, where the form has them.
+        source: its text, where it was written for other sizes.
+    """
+    strides = strides_of(form, tensors, extents, owners is not None and owners.split, start)
+    source = source or write_kernel(form, schedule, strides, precision)
+    numbers = Numbers(form, source, tensors, start, extents, owners)
+    names = form.bound.layout.tensors
+    values = tuple(numbers.value(argument) for argument in source.arguments)
+    inputs: list[tuple[int, int]] = []
+    others: list[tuple[int, str, int]] = []
+    for place, (argument, value) in enumerate(zip(source.arguments, values, strict=True)):
+        if argument.kind == "tensor":
+            inputs.append((place, names.index(argument.name)))
+        elif value is None:
+            position = int(argument.name) if argument.kind == "beside" else -1
+            others.append((place, argument.kind, names.index(argument.name) if argument.name in names else position))
+    grid = numbers.grid()
+    launch = None
+    if grid:
+        types = _types(form, source, tensors, owners)
+        device = tensors[0].device
+        launch = (
+            _Interpret(source, grid)
+            if interpreted()
+            else _Launch(source, types, steps_of_vectors(form, source, values), grid, device, strides.wide)
+        )
+    empty = form.combine != "atomic" and form.covers(extents.output)
+    return Kernel(
+        form,
+        source,
+        extents,
+        tuple(inputs),
+        tuple(others),
+        values,
+        launch,
+        empty,
+        empty and source.schedule.splits == 1,
+        form.bound.out_dtype,
+        _Collector(form, source, extents, tensors[0].device, strides.wide) if strides.split else None,
+        memory_of(form, source.schedule),
+    )
+
+
+def _types(form: Form, source: Source, tensors: Sequence[Tensor], owners: Owners | None) -> list[str | None]:
+    """Triton's types of the pointers; `None` for numbers."""
+    names = form.bound.layout.tensors
+    found: list[str | None] = []
+    for argument in source.arguments:
+        if argument.kind == "tensor":
+            dtype = tensors[names.index(argument.name)].dtype
+        elif argument.kind in ("out", "start", "scratch", "beside"):
+            apart = argument.kind == "scratch" or (argument.kind == "out" and not source.finished)
+            own = form.bound.dtype if argument.kind == "start" else form.bound.out_dtype
+            dtype = source.accumulator if apart else own
+        elif argument.kind == "words":
+            dtype = torch.int32
+        elif argument.kind in ("begin", "end", "target", "owner", "order"):
+            dtype = getattr(owners, argument.kind).dtype
+        else:
+            found.append(None)
+            continue
+        found.append(_POINTERS[dtype])
+    return found
+
+
+class _Launch:
+    """Launches a kernel on a list of arguments; its machine code depends on which pointers are aligned."""
+
+    def __init__(
+        self,
+        source: Source,
+        types: Sequence[str | None],
+        even: Sequence[int],
+        grid: int,
+        device: torch.device,
+        wide: bool,
+    ) -> None:
+        self.function = _jit(source)
+        self.source = source
+        self.grid = grid
+        # A device without a number is the current one.
+        self.number = torch.cuda.current_device() if str(device) == "cuda" else device.index
+        self.pointers = [place for place, kind in enumerate(types) if kind is not None]
+        self.aligned = (True,) * len(self.pointers)
+        # Steps along an axis belong to a model, and where rows begin at whole vectors, they are read as vectors.
+        self.even = tuple(even)
+        integer = "i64" if wide else "i32"
+        self.signature = {n: kind or integer for n, kind in zip(self.function.arg_names, types, strict=True)}
+        self.known: dict[tuple[bool, ...], Callable[..., None]] = {}
+
+    def __call__(self, arguments: list[Any], grid: int | None = None) -> None:
+        if grid is None:
+            grid = self.grid
+        # Triton asks the driver about each pointer that comes as a tensor, which takes far longer than this; of a
+        # number it takes the caller's word.
+        numbers, number = list(arguments), self.number
+        bits = 0
+        for place in self.pointers:
+            tensor = arguments[place]
+            if tensor.get_device() != number:
+                raise self._elsewhere(place, tensor)
+            pointer = numbers[place] = tensor.data_ptr()
+            bits |= pointer
+        aligned = tuple([not numbers[place] & 15 for place in self.pointers]) if bits & 15 else self.aligned
+        run = self.known.get(aligned)
+        if run is None:
+            with torch.cuda.device(number):
+                run = self.known[aligned] = self.load(aligned)
+        # `torch.cuda.current_device` would first ask whether CUDA is initialised.
+        if torch._C._cuda_getDevice() == number:
+            run(grid, torch._C._cuda_getCurrentRawStream(number), numbers)
+        else:
+            with torch.cuda.device(number):
+                run(grid, torch._C._cuda_getCurrentRawStream(number), numbers)
+
+    def _elsewhere(self, place: int, tensor: Tensor) -> InsumDeviceError:
+        argument = self.source.arguments[place] if self.source.arguments else None
+        name = "a tensor" if argument is None else repr(argument.name or argument.kind)
+        here = f"cuda:{self.number}"
+        return InsumDeviceError(
+            f"{name} is on {tensor.device}, its kernel on {here}",
+            fix=f"pass it on {here}.",
+            expected=torch.device(here),
+            got=tensor.device,
+        )
+
+    def compile(self, aligned: Sequence[bool]) -> Any:
+        """The machine code for the current device; Triton keeps it on disk."""
+        from triton.compiler import ASTSource
+        from triton.compiler import compile as compile_source
+
+        pairs = zip(self.pointers, aligned, strict=True)
+        attributes = {(place,): [["tt.divisibility", 16]] for place in (*self.even, *(p for p, fits in pairs if fits))}
+        return compile_source(ASTSource(self.function, self.signature, {}, attributes), options=self.options)
+
+    @property
+    def options(self) -> dict[str, int]:
+        """Triton's, of the schedule."""
+        return {"num_warps": self.source.schedule.warps, "num_stages": self.source.schedule.stages}
+
+    def compile_ahead(self) -> None:
+        """Compile for aligned pointers on behalf of a later launch, perhaps in another thread."""
+        with torch.cuda.device(self.number):
+            self.compile(self.aligned)
+
+    def load(self, aligned: Sequence[bool]) -> Callable[..., None]:
+        """The machine code on the device, behind as little of Triton's launcher as there is.
+
+        It is loaded once for all sizes, and kept with the function: a device takes no code back.
+        """
+        key = (tuple(self.signature.items()), self.even, tuple(aligned), *self.options.values(), self.number)
+        with _lock:
+            loaded = self.function.__dict__.setdefault("loaded_by_insum_nn", {})
+            if key not in loaded:
+                loaded[key] = self._load(aligned)
+            return loaded[key]  # type: ignore[no-any-return]
+
+    def _load(self, aligned: Sequence[bool]) -> Callable[..., None]:
+        kernel = self.compile(aligned)
+        start, handle, metadata = kernel.run, kernel.function, kernel.packed_metadata
+
+        def run(grid: int, stream: int, arguments: Sequence[Any]) -> None:
+            start(grid, 1, 1, stream, handle, metadata, None, None, None, *arguments)
+
+        # The handle belongs to the kernel, which has to live as long.
+        run.kernel = kernel  # type: ignore[attr-defined]
+        return run
+
+
+class _Interpret:
+    """Runs a kernel in Triton's interpreter."""
+
+    def __init__(self, source: Source, grid: int) -> None:
+        self.function = _jit(source)
+        self.grid = grid
+
+    def __call__(self, arguments: list[Any], grid: int | None = None) -> None:
+        self.function[(self.grid if grid is None else grid,)](*arguments)
+
+    def compile_ahead(self) -> None:
+        """Nothing is compiled."""
+
+
+class _Collector:
+    """Adds up the parts of divided rows, left in scratch memory, and writes the sums to their rows."""
+
+    def __init__(self, form: Form, source: Source, extents: Extents, device: torch.device, wide: bool) -> None:
+        axis, shape = form.owner_axis, extents.output
+        self.inner = math.prod(shape[axis + 1 :])
+        self.step = shape[axis] * self.inner
+        self.cells = math.prod(shape[:axis]) * self.inner
+        text, block = write_collection(self.cells, source.accumulator == torch.float64)
+        self.tiles = -(-self.cells // block)
+        self.source = Source(text, (), (), Schedule(warps=2), source.accumulator, True)
+        self.device, self.wide = device, wide
+        self.known: dict[torch.dtype, _Launch | _Interpret] = {}
+
+    def __call__(self, scratch: Tensor, output: Tensor, rows: Tensor | None, owners: Owners) -> None:
+        """Write the sums to these rows of the output; without rows, to as many as there are, side by side."""
+        first = owners.first
+        assert first is not None
+        count = first.shape[0] - 1
+        inner, step = self.inner, self.step
+        if rows is None:
+            rows, inner, step = torch.arange(count, device=scratch.device), self.cells, 0
+        programs = count * self.tiles
+        if not programs:
+            return
+        launch = self.known.get(output.dtype)
+        if launch is None:
+            launch = self.known[output.dtype] = self.prepare(output.dtype)
+        launch([scratch, output, rows, first, self.cells, inner, step], programs)
+
+    def prepare(self, dtype: torch.dtype) -> _Launch | _Interpret:
+        if interpreted():
+            return _Interpret(self.source, 0)
+        pointers = (_POINTERS[self.source.accumulator], _POINTERS[dtype], "*i64", "*i64")
+        return _Launch(self.source, (*pointers, None, None, None), (), 0, self.device, self.wide)

@@ -1,0 +1,283 @@
+"""Static tables written out: which indices become points, and what the tables say at each point.
+
+An index that addresses a table is written out, value by value, unless every table is affine in it: at a point the read
+is then a start and a step, and the index stays one that lanes and loops run over.
+"""
+
+from __future__ import annotations
+
+import itertools
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+
+import torch
+from torch import Tensor
+
+from insum_nn.compiler.lang.bind import Bound
+from insum_nn.compiler.lang.syntax import Access, Index, Subscript
+from insum_nn.facts import StaticTable
+
+__all__ = ["WrittenOut", "write_out"]
+
+# Most points that are written out; past it, static tensors are read like any other.
+_POINT_LIMIT = 6000
+# Most cells of the output that are listed to see whether points share them.
+_CELL_LIMIT = 1 << 20
+
+Place = Mapping[str, int]
+
+
+@dataclass(frozen=True)
+class WrittenOut:
+    """The tables of a statement that are written out.
+
+    Attributes:
+        tables: the static tensors, by name; a kernel does not read them.
+        names: the indices that are written out.
+        places: their combinations whose known factors are not 0, and whose known entries are not missing.
+        steps: indices in which every table is affine; they are not written out.
+        extents: of all indices above.
+    """
+
+    tables: Mapping[str, StaticTable]
+    names: tuple[str, ...]
+    places: tuple[Place, ...]
+    steps: frozenset[str] = frozenset()
+    extents: Mapping[str, int] = field(default_factory=dict[str, int])
+
+    def value(self, access: Access, place: Place) -> int | float | None:
+        """A static tensor's entry at a place; `None` outside of it, and where a subscript has no entry."""
+        return _constant(access, place, self.tables)
+
+    def factor(self, access: Access, place: Place) -> int | float:
+        """The value of a static factor at a place."""
+        return self.value(access, place) or 0
+
+    def affine(self, access: Access, place: Place) -> tuple[int, dict[str, int]] | None:
+        """An index table's entry at a place as a start and a step for each index left; `None`: it has no entry."""
+        left = [i for i in dict.fromkeys(i.name for i in access.indices()) if i not in place]
+        first = {**place, **dict.fromkeys(left, 0)}
+        start = self.value(access, first)
+        if start is None or start < 0:
+            return None
+        steps: dict[str, int] = {}
+        for name in left:
+            # With a single value any step will do; one that is not 0 keeps the index in the address, for its mask.
+            after = self.value(access, {**first, name: 1}) if self.extents[name] > 1 else start + 1
+            assert after is not None
+            steps[name] = int(after - start)
+        return int(start), steps
+
+    def literal(self, subscript: Subscript) -> bool:
+        """Whether a subscript is a number once points are filled in, or a start and steps."""
+        inner = {i.name for term in subscript.terms if not isinstance(term.atom, Index) for i in term.atom.indices()}
+        bare = {term.atom.name for term in subscript.terms if isinstance(term.atom, Index)}
+        return (
+            all(a.name in self.tables for a in subscript.index_accesses())
+            and bare <= set(self.names)
+            and inner <= {*self.names, *self.steps}
+        )
+
+    def apart(self, access: Access, axes: Sequence[int]) -> bool:
+        """Whether no two points with different addresses share a cell, nor two values of a step, along static axes."""
+        left = [i.name for axis in axes for i in access.subscripts[axis].indices() if i.name in self.steps]
+        if not left:
+            return True
+        if len(set(left)) != len(left):
+            return False
+        each = math.prod(self.extents[i] for i in left)
+        ranges = [range(self.extents[i]) for i in left]
+        addresses: set[tuple[object, ...]] = set()
+        cells: set[tuple[int, ...]] = set()
+        for place in self.places:
+            corners = [self._cell(access, axes, {**place, **dict.fromkeys(left, 0)})]
+            corners += [
+                self._cell(access, axes, {**place, **dict.fromkeys(left, 0), i: min(1, self.extents[i] - 1)})
+                for i in left
+            ]
+            if tuple(corners) in addresses:
+                continue
+            addresses.add(tuple(corners))
+            if len(addresses) * each > _CELL_LIMIT:
+                return False
+            for values in itertools.product(*ranges):
+                cells.add(self._cell(access, axes, {**place, **dict(zip(left, values, strict=True))}))
+        return len(cells) == len(addresses) * each
+
+    def _cell(self, access: Access, axes: Sequence[int], place: Place) -> tuple[int, ...]:
+        found: list[int] = []
+        for axis in axes:
+            position = _position(access.subscripts[axis], place, self.tables)
+            found.append(-1 if position is None else position)
+        return tuple(found)
+
+
+def write_out(bound: Bound, tables: Mapping[str, StaticTable]) -> WrittenOut:
+    """Decide which indices are written out, and list the points.
+
+    Args:
+        bound: the statement.
+        tables: static tensors by name.
+    """
+    nothing = WrittenOut({}, (), ({},))
+    tables = _usable(bound, tables)
+    statement = bound.statement
+    fixed = dict(bound.static)
+    accesses = [a for a in statement.accesses() if a.name in tables]
+    if not accesses:
+        return nothing
+    indices = tuple(dict.fromkeys(i.name for a in accesses for i in a.indices()))
+    steps = _steps(bound, tables, fixed)
+    names = tuple(i for i in indices if i not in steps)
+    known = [f for f in statement.reads if f.name in tables]
+    entries = [n for a in statement.accesses() for n in a.nested() if n.name in tables and steps.isdisjoint(_names(n))]
+    ranges = [range(fixed[name]) for name in names]
+    if math.prod(map(len, ranges)) > 64 * _POINT_LIMIT:
+        return nothing
+    places: list[Place] = []
+    for values in itertools.product(*ranges):
+        place = dict(zip(names, values, strict=True))
+        if any(_missing(access, place, tables) for access in entries):
+            continue
+        if all((_constant(access, place, tables) or 0) != 0 for access in known):
+            places.append(place)
+    if len(places) > _POINT_LIMIT:
+        return nothing
+    return WrittenOut(tables, names, tuple(places), steps, {i: fixed[i] for i in indices})
+
+
+def _usable(bound: Bound, tables: Mapping[str, StaticTable]) -> dict[str, StaticTable]:
+    """Tables of which every read is known once some indices of fixed extent are written out."""
+    fixed = {name for name, _ in bound.static}
+    accesses = list(bound.statement.accesses())
+    usable = dict(tables)
+    while True:
+        unknown = {
+            a.name
+            for a in accesses
+            if a.name in usable
+            and (any(n.name not in usable for n in a.nested()) or any(i.name not in fixed for i in a.indices()))
+        }
+        if not unknown:
+            return usable
+        usable = {name: table for name, table in usable.items() if name not in unknown}
+
+
+def _steps(bound: Bound, tables: Mapping[str, StaticTable], fixed: Mapping[str, int]) -> frozenset[str]:
+    """The indices in which all tables are affine, together."""
+    statement = bound.statement
+    factors = {i.name for f in statement.reads if f.name in tables for i in f.indices()}
+    outer: list[Access] = []
+    for access in statement.accesses():
+        if access.name not in tables:
+            for subscript in access.subscripts:
+                outer += [t.atom for t in subscript.terms if not isinstance(t.atom, Index) and t.atom.name in tables]
+    values = [(names, _values(a, names, tables, fixed)) for a in outer if (names := _names(a))]
+    left = {i for names, _ in values for i in names} - factors
+    while left:
+        wrong = next((bad for names, array in values if (bad := _bends(array, names, left))), None)
+        if wrong is None:
+            break
+        left -= wrong
+    return frozenset(left)
+
+
+def _names(access: Access) -> tuple[str, ...]:
+    return tuple(dict.fromkeys(i.name for i in access.indices()))
+
+
+def _bends(array: Tensor | None, names: Sequence[str], left: set[str]) -> set[str]:
+    """An index to write out, as a table is not affine in those left; none if it is."""
+    mine = [i for i in names if i in left]
+    if array is None:
+        return set(mine)
+    start = array
+    for name in mine:
+        start = start.narrow(names.index(name), 0, 1)
+    line = start
+    for name in mine:
+        axis = names.index(name)
+        if array.shape[axis] == 1:
+            continue
+        step = _second(array, axis, [names.index(i) for i in mine]) - start
+        if bool((step == 0).any()):
+            return {name}
+        line = line + step * _along(array.shape[axis], axis, array.ndim)
+    if bool((line == array).all()):
+        return set()
+    # The index of fewest values is the cheapest to write out, but one that leaves others to be written out is not.
+    cheapest = sorted(mine, key=lambda i: array.shape[names.index(i)])
+    enough = (i for i in cheapest if not _bends(array, names, left - {i}))
+    return {next(enough, cheapest[0])}
+
+
+def _along(extent: int, axis: int, rank: int) -> Tensor:
+    """The numbers from 0 on along one axis of several."""
+    return torch.arange(extent, device="cpu").reshape([-1 if a == axis else 1 for a in range(rank)])
+
+
+def _second(array: Tensor, axis: int, axes: Sequence[int]) -> Tensor:
+    """The table one step along an axis, at the first value of the others."""
+    for other in axes:
+        array = array.narrow(other, 1 if other == axis else 0, 1)
+    return array
+
+
+def _values(
+    access: Access, names: Sequence[str], tables: Mapping[str, StaticTable], fixed: Mapping[str, int]
+) -> Tensor | None:
+    """A table's entries over all values of its indices, one axis each; `None` if one is missing."""
+    table = torch.tensor(tables[access.name].values, dtype=torch.int64, device="cpu").reshape(tables[access.name].shape)
+    shape = [fixed[i] for i in names]
+    places: list[Tensor] = []
+    for subscript, extent in zip(access.subscripts, table.shape, strict=True):
+        position = torch.full((1,) * len(names), subscript.offset, dtype=torch.int64, device="cpu")
+        for term in subscript.terms:
+            if isinstance(term.atom, Index):
+                axis = names.index(term.atom.name)
+                inner = _along(shape[axis], axis, len(names))
+            else:
+                found = _values(term.atom, names, tables, fixed)
+                if found is None:
+                    return None
+                inner = found
+            position = position + term.coefficient * inner
+        if bool(((position < 0) | (position >= extent)).any()):
+            return None
+        places.append(position)
+    entries = (table[tuple(torch.broadcast_tensors(*places))] if places else table).expand(shape)
+    return None if bool((entries < 0).any()) else entries
+
+
+def _missing(access: Access, place: Place, tables: Mapping[str, StaticTable]) -> bool:
+    """Whether a static index tensor has no entry at a place."""
+    entry = _constant(access, place, tables)
+    return entry is None or entry < 0
+
+
+def _position(subscript: Subscript, place: Place, tables: Mapping[str, StaticTable]) -> int | None:
+    value = subscript.offset
+    for term in subscript.terms:
+        if isinstance(term.atom, Index):
+            inner = place[term.atom.name]
+        else:
+            entry = _constant(term.atom, place, tables)
+            if entry is None or entry < 0:
+                return None
+            inner = int(entry)
+        value += term.coefficient * inner
+    return value
+
+
+def _constant(access: Access, place: Place, tables: Mapping[str, StaticTable]) -> int | float | None:
+    at: list[int] = []
+    for subscript in access.subscripts:
+        value = _position(subscript, place, tables)
+        if value is None:
+            return None
+        at.append(value)
+    table = tables[access.name]
+    if any(not 0 <= position < extent for position, extent in zip(at, table.shape, strict=True)):
+        return None
+    return table.at(at)

@@ -1,0 +1,360 @@
+"""Statement + tensors -> `Bound`: ranks, dtypes, devices and facts checked, every extent found.
+
+`Bound` holds no sizes, so that it can be the key under which a compiled program is kept: other sizes of
+the same statement reuse it. The sizes of one call are an `Extents`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from functools import lru_cache
+
+import torch
+from torch import Tensor
+
+from insum_nn.compiler.lang.epilogue import PLAIN, Epilogue
+from insum_nn.compiler.lang.syntax import Number, Statement
+from insum_nn.errors import (
+    InsumDeviceError,
+    InsumDtypeError,
+    InsumError,
+    InsumShapeError,
+    Span,
+    plural,
+    raise_collected,
+)
+from insum_nn.facts import UNKNOWN, IndexFacts
+
+__all__ = [
+    "INDEX_DTYPES",
+    "VALUE_DTYPES",
+    "Bound",
+    "Extents",
+    "Layout",
+    "bind",
+    "layout_of",
+    "show_dtype",
+    "show_shape",
+]
+
+INDEX_DTYPES = (torch.int32, torch.int64)
+_FLOATS = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
+_INTEGERS = (torch.int8, torch.uint8, torch.int16, torch.int32, torch.int64)
+VALUE_DTYPES = (*_FLOATS, *_INTEGERS)
+
+
+@dataclass(frozen=True, slots=True)
+class Layout:
+    """What a statement says about its tensors before any tensor is seen.
+
+    Attributes:
+        tensors: names of the tensors read, in canonical order.
+        index_tensors: those that stand inside a subscript.
+        value_tensors: those that are factors.
+        ranks: dimensions of each tensor read.
+        indices: names of all index variables, in canonical order.
+        plain: for each index, the (tensor position, axis) pairs that it indexes directly.
+        output_plain: for each output axis, the index that writes it directly, or `None`.
+    """
+
+    tensors: tuple[str, ...]
+    index_tensors: frozenset[str]
+    value_tensors: frozenset[str]
+    ranks: tuple[int, ...]
+    indices: tuple[str, ...]
+    plain: tuple[tuple[tuple[int, int], ...], ...]
+    output_plain: tuple[str | None, ...]
+
+
+@lru_cache(maxsize=1024)
+def layout_of(statement: Statement) -> Layout:
+    """The statement's `Layout`."""
+    tensors = statement.tensors()
+    position = {name: i for i, name in enumerate(tensors)}
+    ranks = [0] * len(tensors)
+    plain: dict[str, dict[tuple[int, int], None]] = {name: {} for name in statement.indices()}
+    for access in statement.accesses():
+        if access is statement.output:
+            continue
+        where = position[access.name]
+        ranks[where] = len(access.subscripts)
+        for axis, subscript in enumerate(access.subscripts):
+            if subscript.plain is not None:
+                plain[subscript.plain][(where, axis)] = None
+    return Layout(
+        tensors=tensors,
+        index_tensors=frozenset(statement.index_tensors()),
+        value_tensors=frozenset(access.name for access in statement.reads),
+        ranks=tuple(ranks),
+        indices=statement.indices(),
+        plain=tuple(tuple(plain[name]) for name in statement.indices()),
+        output_plain=tuple(subscript.plain for subscript in statement.output.subscripts),
+    )
+
+
+@dataclass(frozen=True, slots=True)
+class Extents:
+    """The sizes of one call: one per index of the statement's layout, and the output's shape."""
+
+    indices: tuple[int, ...]
+    output: tuple[int, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class Bound:
+    """A statement with everything about its tensors that a compiled program depends on, and no sizes.
+
+    Attributes:
+        statement: the statement.
+        dtype: of the factors and of the starting value.
+        index_dtypes: of each tensor of the layout; the factors' dtype where it is no index tensor.
+        device_type: `"cpu"`, `"cuda"`, ...
+        has_start: a starting value was passed.
+        facts: of each tensor of the layout.
+        drop_outside: writes outside the output are dropped instead of refused (derivative statements).
+        static: indices whose extent is part of the key, with that extent.
+        epilogue: what follows the sum.
+    """
+
+    statement: Statement
+    dtype: torch.dtype
+    index_dtypes: tuple[torch.dtype, ...]
+    device_type: str
+    has_start: bool
+    facts: tuple[IndexFacts, ...]
+    drop_outside: bool = False
+    static: tuple[tuple[str, int], ...] = ()
+    epilogue: Epilogue = PLAIN
+
+    @property
+    def out_dtype(self) -> torch.dtype:
+        """The output's dtype."""
+        return self.epilogue.out_dtype(self.dtype)
+
+    @property
+    def layout(self) -> Layout:
+        return layout_of(self.statement)
+
+    def facts_of(self, name: str) -> IndexFacts:
+        return self.facts[self.layout.tensors.index(name)]
+
+
+def _spans(statement: Statement, name: str) -> list[Span]:
+    return [access.name_span for access in statement.accesses() if access.name == name]
+
+
+def _describe(name: str, tensor: Tensor) -> str:
+    return f"{name} is {show_shape(tensor.shape)}, {show_dtype(tensor.dtype)}"
+
+
+def show_dtype(dtype: torch.dtype) -> str:
+    """`float32` for `torch.float32`."""
+    return str(dtype).removeprefix("torch.")
+
+
+def show_shape(shape: Sequence[int]) -> str:
+    """`(3, 4)` or `(3,)`."""
+    return f"({', '.join(map(str, shape))}{',' if len(shape) == 1 else ''})"
+
+
+def bind(
+    statement: Statement,
+    tensors: Mapping[str, Tensor],
+    start: Tensor | None,
+    *,
+    facts: Mapping[str, IndexFacts] | None = None,
+    drop_outside: bool = False,
+    epilogue: Epilogue = PLAIN,
+) -> Bound:
+    """Check kinds, ranks, dtypes and devices, and collect what a program depends on.
+
+    Args:
+        statement: a checked statement.
+        tensors: exactly the tensors that it reads.
+        start: the starting value, or `None`.
+        facts: facts of index tensors, by name; unknown where missing.
+        drop_outside: see `Bound`.
+        epilogue: see `Bound`.
+
+    Raises:
+        InsumDtypeError: a value is no tensor, an index tensor is no int32 or int64, factors mix dtypes.
+        InsumShapeError: a rank differs from the number of subscripts.
+        InsumDeviceError: the tensors are on different devices.
+    """
+    layout = layout_of(statement)
+    named: dict[str, Tensor] = {name: tensors[name] for name in layout.tensors}
+    if start is not None:
+        named[statement.output.name] = start
+    raise_collected(_check_kinds(statement, named))
+    faults = _check_ranks(statement, named) + _check_dtypes(statement, named) + _check_devices(statement, named)
+    faults += _check_start(statement, start)
+    raise_collected(faults)
+    dtype = _value_dtype(statement, named)
+    device = next(iter(named.values())).device.type if named else "cpu"
+    facts = facts or {}
+    return Bound(
+        statement=statement,
+        dtype=dtype,
+        index_dtypes=tuple(named[name].dtype for name in layout.tensors),
+        device_type=device,
+        has_start=start is not None,
+        facts=tuple(facts.get(name, UNKNOWN) for name in layout.tensors),
+        drop_outside=drop_outside,
+        epilogue=epilogue,
+    )
+
+
+def _check_kinds(statement: Statement, named: Mapping[str, object]) -> list[InsumError]:
+    faults: list[InsumError] = []
+    for name, value in named.items():
+        if not isinstance(value, Tensor):
+            got = type(value).__name__
+            fix = f"pass torch.as_tensor({name})." if got != "list" else f"pass torch.tensor({name})."
+        elif value.layout is not torch.strided:
+            got = f"a tensor of layout {value.layout}"
+            fix = "convert it with a format of insum_nn.formats and pass its tensors, or pass to_dense()."
+        else:
+            continue
+        faults.append(
+            InsumDtypeError(
+                f"'{name}' must be a dense torch.Tensor, got {got}",
+                expression=statement.text,
+                spans=_spans(statement, name),
+                fix=fix,
+                tensor=name,
+                got=got,
+            )
+        )
+    return faults
+
+
+def _check_ranks(statement: Statement, named: Mapping[str, Tensor]) -> list[InsumError]:
+    faults: list[InsumError] = []
+    done: set[str] = set()
+    for access in statement.accesses():
+        tensor = named.get(access.name)
+        if tensor is None or access.name in done or tensor.ndim == len(access.subscripts):
+            continue
+        if access is statement.output and tensor.ndim < len(access.subscripts):
+            # A starting value is broadcast.
+            continue
+        done.add(access.name)
+        count = len(access.subscripts)
+        faults.append(
+            InsumShapeError(
+                f"'{access.name}' has {plural(count, 'subscript')}, but {plural(tensor.ndim, 'dimension')}",
+                expression=statement.text,
+                spans=[access.span],
+                details=[_describe(access.name, tensor)],
+                fix=f"give '{access.name}' one subscript per dimension, or reshape it.",
+                tensor=access.name,
+                expected=count,
+                got=tensor.ndim,
+            )
+        )
+    return faults
+
+
+def _check_dtypes(statement: Statement, named: Mapping[str, Tensor]) -> list[InsumError]:
+    faults: list[InsumError] = []
+    layout = layout_of(statement)
+    for outer in statement.accesses():
+        for axis, subscript in enumerate(outer.subscripts):
+            for access in subscript.index_accesses():
+                tensor = named[access.name]
+                if tensor.dtype in INDEX_DTYPES:
+                    continue
+                target = named.get(outer.name)
+                extent = f" (extent {target.shape[axis]})" if target is not None and axis < target.ndim else ""
+                faults.append(
+                    InsumDtypeError(
+                        f"index tensor '{access.name}' must be int32 or int64, got {show_dtype(tensor.dtype)}",
+                        expression=statement.text,
+                        spans=[access.name_span],
+                        details=[f"{access.name} selects along axis {axis} of {outer.name}{extent}"],
+                        fix=f"pass {access.name}.long(); a float mask belongs in the product, not in an index.",
+                        tensor=access.name,
+                        got=tensor.dtype,
+                    )
+                )
+    values = {name: named[name] for name in named if name in layout.value_tensors or name == statement.output.name}
+    for name, tensor in values.items():
+        if tensor.dtype not in VALUE_DTYPES:
+            faults.append(
+                InsumDtypeError(
+                    f"factor '{name}' has dtype {show_dtype(tensor.dtype)}, which is not supported",
+                    expression=statement.text,
+                    spans=_spans(statement, name),
+                    details=["expected a real floating-point or integer dtype"],
+                    fix="run real and imaginary parts apart."
+                    if tensor.is_complex()
+                    else f"pass {name}.to(torch.float32).",
+                    tensor=name,
+                    got=tensor.dtype,
+                )
+            )
+    dtypes = {tensor.dtype for tensor in values.values()}
+    if len(dtypes) > 1 and not faults:
+        faults.append(
+            InsumDtypeError(
+                f"factors have different dtypes: {', '.join(sorted(map(show_dtype, dtypes)))}",
+                expression=statement.text,
+                spans=[span for name in values for span in _spans(statement, name)],
+                details=[_describe(name, tensor) for name, tensor in values.items()],
+                fix="convert them to one dtype; nothing is cast silently.",
+                got=dtypes,
+            )
+        )
+    floats = [f for f in statement.factors if isinstance(f, Number) and isinstance(f.value, float)]
+    if floats and len(dtypes) == 1 and not next(iter(dtypes)).is_floating_point:
+        faults.append(
+            InsumDtypeError(
+                f"the number {floats[0].value!r} does not fit integer factors ({show_dtype(next(iter(dtypes)))})",
+                expression=statement.text,
+                spans=[f.span for f in floats],
+                fix="convert the tensors to a floating-point dtype, or use an integer.",
+            )
+        )
+    return faults
+
+
+def _check_devices(statement: Statement, named: Mapping[str, Tensor]) -> list[InsumError]:
+    devices = {name: tensor.device for name, tensor in named.items()}
+    if len(set(devices.values())) <= 1:
+        return []
+    target = next((d for d in devices.values() if d.type != "cpu"), next(iter(devices.values())))
+    wrong = next(name for name, device in devices.items() if device != target)
+    return [
+        InsumDeviceError(
+            f"tensors are on different devices: {', '.join(sorted({str(d) for d in devices.values()}))}",
+            expression=statement.text,
+            spans=[span for name, device in devices.items() if device != target for span in _spans(statement, name)],
+            details=[f"{name} is on {device}" for name, device in devices.items()],
+            fix=f"move them to one device, e.g. {wrong}.to('{target}').",
+            got=devices,
+        )
+    ]
+
+
+def _check_start(statement: Statement, start: Tensor | None) -> list[InsumError]:
+    if start is None or statement.operator != "=":
+        return []
+    name = statement.output.name
+    return [
+        InsumShapeError(
+            f"'=' always starts from zero, but a tensor was passed for '{name}'",
+            expression=statement.text,
+            spans=[statement.output.name_span],
+            fix=f"write '+=' to add to '{name}', or do not pass it (out_shape= gives a shape).",
+            tensor=name,
+        )
+    ]
+
+
+def _value_dtype(statement: Statement, named: Mapping[str, Tensor]) -> torch.dtype:
+    for access in statement.reads:
+        return named[access.name].dtype
+    if statement.output.name in named:
+        return named[statement.output.name].dtype
+    return torch.get_default_dtype()

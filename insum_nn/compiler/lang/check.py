@@ -1,0 +1,148 @@
+"""Rules that need names only: what is written must be read, what is read must not be written."""
+
+from __future__ import annotations
+
+from collections.abc import Collection
+
+from insum_nn.compiler.lang.syntax import Access, Statement
+from insum_nn.errors import InsumAliasError, InsumError, InsumNameError, InsumShapeError, Span, raise_collected
+
+__all__ = ["check_names", "check_statement"]
+
+
+def check_statement(statement: Statement, sized: Collection[str] = ()) -> None:
+    """Check a statement on its own.
+
+    Args:
+        statement: the parsed statement.
+        sized: indices whose extent is given by `sizes=`; such an index may be written without being read.
+
+    Raises:
+        InsumNameError: an index is written but never read.
+        InsumAliasError: the output is also read.
+        InsumShapeError: one tensor is used with two ranks.
+    """
+    faults: list[InsumError] = []
+    faults += _written_never_read(statement, sized)
+    faults += _output_read(statement)
+    faults += _two_ranks(statement)
+    raise_collected(faults)
+
+
+def _written_never_read(statement: Statement, sized: Collection[str]) -> list[InsumError]:
+    read = {index.name for access in statement.reads for index in access.indices()}
+    faults: list[InsumError] = []
+    seen: dict[str, list[Span]] = {}
+    for index in statement.output.indices():
+        # An index that only feeds an index tensor of the output is read there: Row[g] gives g its extent.
+        if index.name not in read:
+            seen.setdefault(index.name, []).append(index.span)
+    nested = {index.name for access in statement.output.nested() for index in access.indices()}
+    for name, spans in seen.items():
+        if name in sized or name in nested:
+            continue
+        known = ", ".join(sorted(read)) or "none"
+        instead = "write one of those, multiply" if read else "multiply"
+        faults.append(
+            InsumNameError(
+                f"index '{name}' is written but never read",
+                expression=statement.text,
+                spans=spans,
+                details=[f"indices read on the right: {known}"],
+                fix=f"{instead} by a tensor that carries '{name}', or repeat the result along a new axis with "
+                f"sizes={{'{name}': ...}}.",
+                index=name,
+                expected=tuple(sorted(read)),
+            )
+        )
+    return faults
+
+
+def _output_read(statement: Statement) -> list[InsumError]:
+    output = statement.output
+    inner = [access for access in statement.accesses() if access is not output and access.name == output.name]
+    if not inner:
+        return []
+    first = inner[0]
+    why = (
+        f"'{statement.operator}' scatters in no fixed order, so this read would race"
+        if any(first is access for read in statement.reads for access in (read, *read.nested()))
+        else "an index tensor cannot be rewritten while it directs the writing"
+    )
+    copy = f"{output.name}0"
+    renamed = copy + str(first)[len(first.name) :]
+    return [
+        InsumAliasError(
+            f"'{output.name}' is written and read by the same statement",
+            expression=statement.text,
+            spans=[output.name_span, *(access.name_span for access in inner)],
+            details=[why],
+            fix=f"pass a copy under another name, e.g. {copy}={output.name}.clone(), and read {renamed}.",
+            tensor=output.name,
+        )
+    ]
+
+
+def _two_ranks(statement: Statement) -> list[InsumError]:
+    by_name: dict[str, list[Access]] = {}
+    for access in statement.accesses():
+        by_name.setdefault(access.name, []).append(access)
+    faults: list[InsumError] = []
+    for name, accesses in by_name.items():
+        ranks = sorted({len(access.subscripts) for access in accesses})
+        if len(ranks) > 1 and name != statement.output.name:
+            faults.append(
+                InsumShapeError(
+                    f"tensor '{name}' is used with {' and with '.join(map(str, ranks))} subscripts",
+                    expression=statement.text,
+                    spans=[access.span for access in accesses],
+                    fix=f"give every access to '{name}' one subscript per dimension.",
+                    tensor=name,
+                    got=tuple(ranks),
+                )
+            )
+    return faults
+
+
+def check_names(statement: Statement, passed: Collection[str]) -> None:
+    """Compare the tensors that a statement reads with the names that were passed.
+
+    Raises:
+        InsumNameError: a tensor is missing, or one was passed that the statement does not use.
+    """
+    faults: list[InsumError] = []
+    wanted = statement.tensors()
+    unused = [name for name in passed if name not in wanted and name != statement.output.name]
+    for name in wanted:
+        if name in passed:
+            continue
+        spans = [access.name_span for access in statement.accesses() if access.name == name]
+        if name in statement.indices():
+            fix = f"pass a tensor of its values under another name; the index '{name}' has no value as a factor."
+        elif unused:
+            fix = f"pass {name}=..., or rename: '{unused[0]}' was passed and is not used."
+        else:
+            fix = f"pass {name}=..."
+        faults.append(
+            InsumNameError(
+                f"tensor '{name}' was not passed",
+                expression=statement.text,
+                spans=spans,
+                details=[f"passed: {', '.join(sorted(passed)) or 'none'}"],
+                fix=fix,
+                tensor=name,
+            )
+        )
+    if unused and not faults:
+        names = ", ".join(f"'{name}'" for name in unused)
+        many = len(unused) > 1
+        faults.append(
+            InsumNameError(
+                f"{'tensors' if many else 'tensor'} {names} {'are' if many else 'is'} not used by the statement",
+                expression=statement.text,
+                details=[f"tensors of the statement: {', '.join((statement.output.name, *wanted))}"],
+                fix=f"drop {'them' if many else 'it'}, or use {'them' if many else 'it'} in the expression.",
+                tensor=unused[0],
+            )
+        )
+    raise_collected(faults)

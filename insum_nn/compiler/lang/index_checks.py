@@ -1,0 +1,413 @@
+"""Proofs about the values of index tensors: read once per tensor and version, then remembered.
+
+A value check reads the device, so it must not happen at every call. What was read (smallest and largest
+entry, whether ascending) is kept for as long as the tensor lives and is not modified. Builders of formats and of
+kernel maps hand over facts they guarantee, and nothing is read at all before one of their tensors is written to.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+
+import torch
+from torch import Tensor
+from torch.utils.weak import WeakTensorKeyDictionary
+
+from insum_nn.compiler.lang.bind import Extents, layout_of
+from insum_nn.compiler.lang.claimed_facts import Origin, standing, trusted
+from insum_nn.compiler.lang.shapes import interval
+from insum_nn.compiler.lang.syntax import Access, Index, Statement, Subscript
+from insum_nn.errors import (
+    InsumBackendError,
+    InsumError,
+    InsumOverflowError,
+    InsumRangeError,
+    Span,
+    plural,
+    raise_collected,
+)
+from insum_nn.facts import UNKNOWN, IndexFacts, repeated
+from insum_nn.kept import forget, forgets
+
+__all__ = ["Stats", "cell_numbers", "prove", "stats_of", "writes_sums"]
+
+
+_INT64_MAX = 2**63 - 1
+
+
+@dataclass(frozen=True, slots=True)
+class Stats:
+    """What was read from an index tensor at one version of it."""
+
+    version: int
+    smallest: int
+    largest: int
+    ascending: bool
+
+
+_known: WeakTensorKeyDictionary = WeakTensorKeyDictionary()
+
+
+@forgets
+def _forget(tensor: Tensor) -> None:
+    _known.pop(tensor, None)
+
+
+def stats_of(tensor: Tensor, *, again: bool = False) -> Stats:
+    """Smallest and largest entry, and whether ascending; remembered per tensor and version.
+
+    Raises:
+        InsumBackendError: the device cannot be read because a CUDA graph is being captured.
+    """
+    # Inference tensors track no version, so what was read of them may go stale: never remember it.
+    version = None if tensor.is_inference() else tensor._version
+    known = _known.get(tensor)
+    if known is not None and version is not None and known.version == version and not again:
+        return known
+    if tensor.numel() == 0:
+        return Stats(version or 0, 0, -1, True)
+    if tensor.is_cuda and torch.cuda.is_current_stream_capturing():
+        raise InsumBackendError(
+            "an index tensor's values are not proven yet, and cannot be read while a CUDA graph is captured",
+            fix="run the program once on these tensors before capturing.",
+        )
+    flat = tensor.detach().reshape(-1)
+    low, high = flat.aminmax()
+    ascending = (flat[1:] >= flat[:-1]).all().to(flat.dtype)
+    smallest, largest, sorted_ = torch.stack([low, high, ascending]).tolist()
+    stats = Stats(version or 0, smallest, largest, bool(sorted_))
+    if version is not None:
+        _known[tensor] = stats
+    return stats
+
+
+def prove(
+    statement: Statement,
+    tensors: Sequence[Tensor],
+    extents: Extents,
+    facts: Mapping[str, IndexFacts],
+    *,
+    drop_outside: bool = False,
+    validate: bool = False,
+    origin: Origin = "builder",
+) -> dict[str, IndexFacts]:
+    """Check every index value that a call would use, and complete the facts.
+
+    Args:
+        statement: the statement.
+        tensors: the tensors read, in the layout's order.
+        extents: the call's sizes.
+        facts: by name.
+        drop_outside: writes outside the output are dropped, not refused.
+        validate: read everything again, the builder's facts included.
+        origin: who says so. A builder is believed until a tensor is written to; what is claimed is read once for each
+            version of a tensor. Then claims of order that do not hold fall; entries outside are an error.
+
+    Returns:
+        Facts of every index tensor, with `masked` and `proven` decided.
+
+    Raises:
+        InsumRangeError: an entry points outside, with the first such entries named.
+    """
+    layout = layout_of(statement)
+    named = dict(zip(layout.tensors, tensors, strict=True))
+    given = {name: facts.get(name, UNKNOWN) for name in layout.tensors if name in layout.index_tensors}
+    if validate:
+        # Also what was built of them: torch counts no writes through `.data`, NumPy or DLPack.
+        forget(named[name] for name in given)
+        _check_claims(statement, named, given)
+        given = {name: replace(f, proven=False, masked=None) for name, f in given.items()}
+    claimed = given
+    if not validate:
+        doubted = {n for n, f in given.items() if f != UNKNOWN and not trusted(named[n], f, origin)}
+        if doubted:
+            claimed = {n: standing(n, f, named) if n in doubted else f for n, f in given.items()}
+            given = {n: replace(f, proven=False) if n in doubted else f for n, f in claimed.items()}
+    if all(f.proven and f.masked is not None for f in given.values()) and not writes_sums(statement):
+        return given
+    proven: dict[str, IndexFacts] = {}
+    for name, known in claimed.items():
+        if known.proven and known.masked is not None:
+            # Of those in doubt the ranges are checked below.
+            proven[name] = known
+            continue
+        stats = stats_of(named[name], again=validate)
+        ascending = known.sorted or (stats.ascending and stats.smallest >= 0)
+        proven[name] = replace(known, sorted=ascending, masked=stats.smallest < 0, proven=True)
+    if 0 not in extents.indices:
+        _check_ranges(statement, named, extents, given, drop_outside=drop_outside, validate=validate)
+    return proven
+
+
+def writes_sums(statement: Statement) -> bool:
+    """Whether a sum with index tensors addresses the output: its range is checked against the values at each call."""
+    return any(
+        subscript.indirect is None and any(True for _ in subscript.index_accesses())
+        for subscript in statement.output.subscripts
+    )
+
+
+def _check_ranges(
+    statement: Statement,
+    named: Mapping[str, Tensor],
+    extents: Extents,
+    given: Mapping[str, IndexFacts],
+    *,
+    drop_outside: bool,
+    validate: bool,
+) -> None:
+    layout = layout_of(statement)
+    sizes = dict(zip(layout.indices, extents.indices, strict=True))
+    faults: list[InsumError] = []
+    for access in statement.accesses():
+        is_output = access is statement.output
+        shape = extents.output if is_output else named[access.name].shape
+        for axis, subscript in enumerate(access.subscripts):
+            inner = list(subscript.index_accesses())
+            if not inner:
+                continue
+            if all(given[a.name].proven for a in inner) and subscript.indirect is not None:
+                continue
+            stats = {a.name: stats_of(named[a.name]) for a in inner}
+            below = any(s.smallest < _lowest(given[name]) for name, s in stats.items())
+            bounded = subscript.indirect is not None or (is_output and not drop_outside)
+            low, high = _hull(subscript, sizes, stats)
+            if not -_INT64_MAX <= low <= high <= _INT64_MAX and all(s.smallest <= s.largest for s in stats.values()):
+                faults.append(_overflow(statement, subscript, low, high))
+                continue
+            beyond = bounded and (low < (-1 if subscript.indirect is not None else 0) or high >= shape[axis])
+            if below or beyond:
+                fault = _exact(statement, access, axis, subscript, shape[axis], named, sizes, given, bounded)
+                if fault is not None:
+                    faults.append(fault)
+    raise_collected(faults)
+
+
+def _overflow(statement: Statement, subscript: Subscript, low: int, high: int) -> InsumOverflowError:
+    return InsumOverflowError(
+        f"the subscript '{subscript}' overflows int64",
+        expression=statement.text,
+        spans=[subscript.span],
+        details=[f"with the largest entries of its index tensors it reaches from {low} to {high}"],
+        fix="use smaller entries or coefficients.",
+        got=(low, high),
+    )
+
+
+def _hull(subscript: Subscript, sizes: Mapping[str, int], stats: Mapping[str, Stats]) -> tuple[int, int]:
+    low, high = interval(subscript, sizes)
+    plain = subscript.indirect is not None
+    for term in subscript.terms:
+        if isinstance(term.atom, Index):
+            continue
+        entry = stats[term.atom.name]
+        # Entries of -1 take no part in a sum.
+        smallest = entry.smallest if plain else max(entry.smallest, 0)
+        ends = (term.coefficient * smallest, term.coefficient * entry.largest)
+        low, high = low + min(ends), high + max(ends)
+    return low, high
+
+
+def _exact(
+    statement: Statement,
+    access: Access,
+    axis: int,
+    subscript: Subscript,
+    extent: int,
+    named: Mapping[str, Tensor],
+    sizes: Mapping[str, int],
+    given: Mapping[str, IndexFacts],
+    bounded: bool,
+) -> InsumError | None:
+    """Evaluate the subscript everywhere; some entries of its index tensors may never be read."""
+    evaluator = _Evaluator(named, sizes)
+    values, valid, labels = evaluator.subscript(subscript)
+    for inner, entries, reached, own in evaluator.read:
+        lowest = _lowest(given[inner.name])
+        bad = reached & (entries < lowest)
+        if bool(bad.any()):
+            return _below(statement, inner, entries, bad, own, lowest)
+    if not bounded:
+        return None
+    bad = valid & ((values < 0) | (values >= extent))
+    if not bool(bad.any()):
+        return None
+    shown = values[valid]
+    count, total = int(bad.sum()), int(valid.sum())
+    where = _first(bad, labels)
+    smallest, largest = int(shown.min()), int(shown.max())
+    what = "writes" if access is statement.output else "points"
+    name = subscript.indirect.name if subscript.indirect is not None else str(subscript)
+    kind = "index tensor" if subscript.indirect is not None else "the subscript"
+    needed = (
+        f"allocate {access.name} with at least {largest + 1} rows"
+        if axis == 0
+        else f"give {access.name} at least {largest + 1} entries along axis {axis}"
+    )
+    return InsumRangeError(
+        f"{kind} '{name}' {what} outside axis {axis} of '{access.name}'",
+        expression=statement.text,
+        spans=[subscript.span],
+        details=[
+            f"expected 0 <= {subscript} < {extent}; got minimum {smallest}, maximum {largest} "
+            f"({count} of {plural(total, 'entry')}{where})"
+        ],
+        fix=f"{needed}, or drop those entries. Negative values do not wrap; -1 means no entry.",
+        tensor=name,
+        expected=extent,
+        got=(smallest, largest),
+    )
+
+
+def _first(bad: Tensor, labels: Sequence[str]) -> str:
+    first = ", ".join(f"{label} = {int(at)}" for label, at in zip(labels, bad.nonzero()[0], strict=True))
+    return f"; first at {first}" if first else ""
+
+
+def _lowest(facts: IndexFacts) -> int:
+    """The smallest entry that an index tensor may hold."""
+    return 0 if facts.masked is False else -1
+
+
+def _below(
+    statement: Statement, inner: Access, entries: Tensor, bad: Tensor, labels: Sequence[str], lowest: int
+) -> InsumRangeError:
+    value = int(entries[bad][0])
+    missing = (
+        "write -1 for no entry" if lowest else "leave out the terms that have no entry (masked=False: there are none)"
+    )
+    return InsumRangeError(
+        f"index tensor '{inner.name}' holds {value}",
+        expression=statement.text,
+        spans=[inner.span],
+        details=[
+            f"expected {inner} >= {lowest}; got minimum {int(entries[bad].min())} "
+            f"({int(bad.sum())} of {plural(bad.numel(), 'entry')}{_first(bad, labels)})"
+        ],
+        fix=f"{missing}, or count from 0: negative values do not wrap.",
+        tensor=inner.name,
+        got=value,
+    )
+
+
+class _Evaluator:
+    """Evaluates subscripts as whole tensors; remembers every entry it read."""
+
+    def __init__(self, named: Mapping[str, Tensor], sizes: Mapping[str, int]) -> None:
+        self.named = named
+        self.sizes = sizes
+        self.device = next(iter(named.values())).device
+        self.read: list[tuple[Access, Tensor, Tensor, tuple[str, ...]]] = []
+
+    def subscript(self, subscript: Subscript) -> tuple[Tensor, Tensor, tuple[str, ...]]:
+        labels = tuple(dict.fromkeys(index.name for index in subscript.indices()))
+        shape = [self.sizes[label] for label in labels]
+        total = torch.full(shape, subscript.offset, dtype=torch.int64, device=self.device)
+        valid = torch.ones(shape, dtype=torch.bool, device=self.device)
+        for term in subscript.terms:
+            if isinstance(term.atom, Index):
+                view = [-1 if label == term.atom.name else 1 for label in labels]
+                values = torch.arange(self.sizes[term.atom.name], device=self.device).view(view)
+            else:
+                values, present, inner = self.entry(term.atom)
+                values, present = _align(values, inner, labels), _align(present, inner, labels)
+                valid = valid & present
+            total = total + term.coefficient * values
+        return total, valid, labels
+
+    def entry(self, access: Access) -> tuple[Tensor, Tensor, tuple[str, ...]]:
+        labels = tuple(dict.fromkeys(index.name for index in access.indices()))
+        shape = [self.sizes[label] for label in labels]
+        tensor = self.named[access.name].detach()
+        flat = torch.zeros(shape, dtype=torch.int64, device=self.device)
+        valid = torch.ones(shape, dtype=torch.bool, device=self.device)
+        for subscript, extent in zip(access.subscripts, tensor.shape, strict=True):
+            at, present, inner = self.subscript(subscript)
+            inside = present & (at >= 0) & (at < extent)
+            valid = valid & _align(inside, inner, labels)
+            flat = flat * extent + _align(at.clamp(0, max(extent - 1, 0)), inner, labels)
+        if tensor.numel() == 0:
+            entries = torch.full(shape, -1, dtype=torch.int64, device=self.device)
+        else:
+            entries = tensor.reshape(-1)[flat].long()
+        self.read.append((access, entries, valid, labels))
+        return entries, valid & (entries != -1), labels
+
+
+def _align(tensor: Tensor, labels: Sequence[str], wanted: Sequence[str]) -> Tensor:
+    """Permute to the order of `wanted`, with axes of length 1 where a label is missing."""
+    order = [labels.index(label) for label in wanted if label in labels]
+    shape = [tensor.shape[labels.index(label)] if label in labels else 1 for label in wanted]
+    return tensor.permute(order).reshape(shape)
+
+
+def _check_claims(statement: Statement, named: Mapping[str, Tensor], facts: Mapping[str, IndexFacts]) -> None:
+    """Prove what the builders claim."""
+    faults: list[InsumError] = []
+    for name, claim in facts.items():
+        flat = named[name].detach().reshape(-1)
+        entries = flat[flat != -1]
+        broken: list[str] = []
+        if claim.masked is False and len(entries) != len(flat):
+            first, count = int((flat == -1).nonzero()[0]), plural(len(flat) - len(entries), "entry")
+            broken.append(f"masked=False, but it holds {count} of -1, the first at position {first}")
+        if claim.sorted and len(entries) > 1:
+            down = (entries[1:] < entries[:-1]).nonzero()
+            if len(down):
+                before, after = int(entries[down[0]]), int(entries[down[0] + 1])
+                at = int((flat != -1).nonzero()[int(down[0]) + 1])
+                broken.append(f"sorted, but {after} at position {at} follows {before}")
+        if claim.unique:
+            values, counts = entries.unique(return_counts=True)
+            twice = values[counts > 1]
+            if len(twice):
+                broken.append(f"unique, but {int(twice[0])} stands more than once")
+        if claim.unique_with and all(other in named for other in claim.unique_with):
+            twice = repeated([named[name], *(named[other] for other in claim.unique_with)])
+            if twice is not None:
+                broken.append(f"unique with {', '.join(claim.unique_with)}, but {twice} stands more than once")
+        if broken:
+            spans: list[Span] = [a.name_span for a in statement.accesses() if a.name == name]
+            faults.append(
+                InsumRangeError(
+                    f"index tensor '{name}' breaks a fact claimed of it",
+                    expression=statement.text,
+                    spans=spans,
+                    details=[f"claimed {line}" for line in broken],
+                    fix="build it anew with a format's builder, or drop the claim.",
+                    tensor=name,
+                )
+            )
+    raise_collected(faults)
+
+
+def cell_numbers(
+    access: Access,
+    axes: Sequence[int],
+    labels: Sequence[str],
+    named: Mapping[str, Tensor],
+    sizes: Mapping[str, int],
+    shape: Sequence[int],
+) -> Tensor:
+    """The number of the cell that each point of an index space addresses along some axes of an access.
+
+    Args:
+        access: the access.
+        axes: those counted, the last one fastest.
+        labels: the indices of their subscripts.
+        named: the tensors of the statement.
+        sizes: extents of indices.
+        shape: of the tensor that is addressed.
+
+    Returns:
+        int64, an axis for each label; -1 where an entry is missing, or the cell would lie outside.
+    """
+    evaluator = _Evaluator(named, sizes)
+    total = torch.zeros([sizes[label] for label in labels], dtype=torch.int64, device=evaluator.device)
+    valid = torch.ones_like(total, dtype=torch.bool)
+    for axis in axes:
+        values, present, own = evaluator.subscript(access.subscripts[axis])
+        valid = valid & _align(present & (values >= 0) & (values < shape[axis]), own, labels)
+        total = total * shape[axis] + _align(values, own, labels)
+    return torch.where(valid, total, -1)

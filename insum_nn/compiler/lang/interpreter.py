@@ -1,0 +1,164 @@
+"""The definition of the language: a loop nest over the syntax tree, in float64.
+
+It shares no code with the planner and the lowerings. It is slow on purpose: every other path is compared with it.
+"""
+
+from __future__ import annotations
+
+import itertools
+import math
+from collections.abc import Mapping, Sequence
+
+import torch
+from torch import Tensor
+
+from insum_nn.compiler.lang.bind import Extents
+from insum_nn.compiler.lang.syntax import Access, Index, Number, Statement, Subscript
+from insum_nn.errors import InsumRangeError
+
+__all__ = ["interpret"]
+
+_Nested = list["_Nested"] | int | float
+
+
+def interpret(
+    statement: Statement,
+    tensors: Mapping[str, Tensor],
+    extents: Extents,
+    start: Tensor | None = None,
+    *,
+    drop_outside: bool = False,
+) -> Tensor:
+    """Run a statement as nested loops.
+
+    For every combination of the index variables: read every factor, multiply, combine into the output. A term in which
+    a read or the path of the write misses takes no part.
+
+    Returns:
+        The output, float64 (int64 for integer factors), on the CPU.
+
+    Raises:
+        InsumRangeError: an index entry or an affine write points outside.
+    """
+    return _Interpreter(statement, tensors, extents, start, drop_outside).run()
+
+
+class _Interpreter:
+    def __init__(
+        self,
+        statement: Statement,
+        tensors: Mapping[str, Tensor],
+        extents: Extents,
+        start: Tensor | None,
+        drop_outside: bool,
+    ) -> None:
+        self.statement = statement
+        self.values: dict[str, _Nested] = {name: t.detach().cpu().tolist() for name, t in tensors.items()}
+        self.shapes: dict[str, Sequence[int]] = {name: tuple(t.shape) for name, t in tensors.items()}
+        self.extents = extents
+        self.start = start
+        self.drop_outside = drop_outside
+        factors = [tensors[access.name] for access in statement.reads] or ([start] if start is not None else [])
+        self.integral = bool(factors) and not factors[0].is_floating_point()
+
+    def run(self) -> Tensor:
+        shape = self.extents.output
+        dtype = torch.int64 if self.integral else torch.float64
+        cells: dict[tuple[int, ...], int | float] = {}
+        if self.start is not None:
+            for place in itertools.product(*map(range, shape)):
+                cells[place] = self.start[place].item()
+        names = self.statement.indices()
+        for point in itertools.product(*map(range, self.extents.indices)):
+            self.visit(dict(zip(names, point, strict=True)), cells)
+        output = torch.zeros(shape, dtype=dtype)
+        for place, value in cells.items():
+            output[place] = value
+        return output
+
+    def visit(self, point: Mapping[str, int], cells: dict[tuple[int, ...], int | float]) -> None:
+        place = self.place(self.statement.output, point, self.extents.output, write=True)
+        term: int | float = 1
+        missed = place is None
+        for factor in self.statement.factors:
+            if isinstance(factor, Number):
+                term = term * factor.value
+                continue
+            where = self.place(factor, point, self.shapes[factor.name], write=False)
+            if where is None:
+                # The other factors are still visited: their entries must be valid.
+                missed = True
+            elif not missed:
+                term = term * self.cell(factor.name, where)
+        if place is None or missed:
+            return
+        operator = self.statement.operator
+        if operator in ("+=", "="):
+            cells[place] = cells.get(place, 0) + term
+        else:
+            cells[place] = _extremum(cells.get(place), term, largest=operator == "max=")
+
+    def place(
+        self, access: Access, point: Mapping[str, int], shape: Sequence[int], *, write: bool
+    ) -> tuple[int, ...] | None:
+        """The coordinates that an access points to; `None` is a miss."""
+        coordinates: list[int] = []
+        missing = False
+        for subscript, extent in zip(access.subscripts, shape, strict=True):
+            at = self.evaluate(subscript, point)
+            if at is None:
+                missing = True
+                continue
+            if not 0 <= at < extent:
+                if subscript.indirect is not None or (write and not self.drop_outside):
+                    raise self.outside(subscript, access.name, at, extent)
+                missing = True
+            coordinates.append(at)
+        return None if missing else tuple(coordinates)
+
+    def evaluate(self, subscript: Subscript, point: Mapping[str, int]) -> int | None:
+        total = subscript.offset
+        for term in subscript.terms:
+            if isinstance(term.atom, Index):
+                total += term.coefficient * point[term.atom.name]
+                continue
+            entry = self.entry(term.atom, point)
+            if entry is None:
+                return None
+            total += term.coefficient * entry
+        return total
+
+    def entry(self, access: Access, point: Mapping[str, int]) -> int | None:
+        """One entry of an index tensor; `None` is a miss."""
+        where = self.place(access, point, self.shapes[access.name], write=False)
+        if where is None:
+            return None
+        value = int(self.cell(access.name, tuple(where)))
+        if value < -1:
+            raise InsumRangeError(
+                f"index tensor '{access.name}' holds {value}", expression=self.statement.text, spans=[access.span]
+            )
+        return None if value == -1 else value
+
+    def outside(self, subscript: Subscript, name: str, at: int, extent: int) -> InsumRangeError:
+        return InsumRangeError(
+            f"'{subscript}' points outside '{name}': {at} of {extent}",
+            expression=self.statement.text,
+            spans=[subscript.span],
+        )
+
+    def cell(self, name: str, where: tuple[int, ...]) -> int | float:
+        value = self.values[name]
+        for at in where:
+            assert isinstance(value, list)
+            value = value[at]
+        assert not isinstance(value, list)
+        return value
+
+
+def _extremum(old: int | float | None, new: int | float, *, largest: bool) -> int | float:
+    if old is None:
+        return new
+    if math.isnan(old) or math.isnan(new):
+        return math.nan
+    return max(old, new) if largest else min(old, new)

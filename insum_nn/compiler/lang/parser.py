@@ -1,0 +1,390 @@
+"""Text to `Statement`. The only file that reads characters; nothing is ever executed."""
+
+from __future__ import annotations
+
+import re
+import unicodedata
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Literal
+
+from insum_nn.compiler.lang.syntax import Access, Factor, Index, Number, Operator, Statement, Subscript, Term
+from insum_nn.errors import InsumOverflowError, InsumSyntaxError, Span
+
+__all__ = ["check_text", "parse"]
+
+# Bounds that no honest statement meets; they keep hostile text from exhausting the stack or the clock.
+_MAX_LENGTH = 20_000
+_MAX_DEPTH = 32
+_MAX_FACTORS = 64
+_MAX_ACCESSES = 256
+# A tensor of torch has at most as many dimensions, and a loop over more indices has no tensor to hold it.
+_MAX_DIMENSIONS = 64
+_INT64_MAX = 2**63 - 1
+
+_NUMBER = re.compile(r"[0-9]+(?:\.[0-9]*)?(?:[eE][+-]?[0-9]+)?|\.[0-9]+(?:[eE][+-]?[0-9]+)?")
+_SYMBOLS = ("+=", "=", "[", "]", ",", "*", "+", "-")
+_NO_PARENTHESES = "write without parentheses: apply functions to tensors before passing them, and multiply sums out."
+_HINTS = {
+    "(": _NO_PARENTHESES,
+    ")": _NO_PARENTHESES,
+    "...": "write one index per dimension.",
+    ":=": "write '=' to assign, or '+=' to add.",
+    "/": "pass a precomputed factor or index tensor; the language has products and affine sums only.",
+    "%": "pass a precomputed index tensor; the language has products and affine sums only.",
+    "@": "write a matrix product with indices, for example C[i,j] += A[i,k] * B[k,j].",
+    "'": "write names without quotes.",
+    '"': "write names without quotes.",
+    "#": "leave the comment out.",
+    ".": "pass the attribute's value under a name of its own; names are Python identifiers.",
+    ":": "write an index variable instead of a slice, for example A[i,j].",
+    ";": "give one statement at a time.",
+    "\n": "give one statement at a time.",
+}
+
+Kind = Literal["name", "number", "symbol", "end"]
+
+
+@dataclass(frozen=True, slots=True)
+class _Token:
+    kind: Kind
+    text: str
+    span: Span
+
+
+def _tokenize(text: str) -> list[_Token]:
+    tokens: list[_Token] = []
+    position = 0
+    while position < len(text):
+        character = text[position]
+        if character in " \t":
+            position += 1
+            continue
+        number = _NUMBER.match(text, position)
+        symbol = next((s for s in _SYMBOLS if text.startswith(s, position)), None)
+        if number is not None:
+            stop = number.end()
+            tokens.append(_Token("number", number.group(), Span(position, stop)))
+        elif symbol is not None:
+            stop = position + len(symbol)
+            tokens.append(_Token("symbol", symbol, Span(position, stop)))
+        elif character.isidentifier():
+            stop = position + 1
+            while stop < len(text) and ("a" + text[stop]).isidentifier():
+                stop += 1
+            # Python normalises keyword arguments, so names here must be normalised alike.
+            name = unicodedata.normalize("NFKC", text[position:stop])
+            tokens.append(_Token("name", name, Span(position, stop)))
+        else:
+            raise _unexpected(text, position)
+        position = stop
+    tokens.append(_Token("end", "end of text", Span(len(text), len(text))))
+    return tokens
+
+
+def _unexpected(text: str, position: int) -> InsumSyntaxError:
+    symbol = next((s for s in ("...", ":=") if text.startswith(s, position)), text[position])
+    return InsumSyntaxError(
+        f"unexpected {'character' if len(symbol) == 1 else 'symbol'} {symbol!r}",
+        expression=text,
+        spans=[Span(position, position + len(symbol))],
+        fix=_HINTS.get(symbol, "use names, numbers, the symbols [ ] , * + - and one of += = max= min=."),
+        got=symbol,
+    )
+
+
+def parse(text: str) -> Statement:
+    """Read one statement.
+
+    Args:
+        text: for example `"C[Row[g],n] += Val[g,q] * B[Col[g,q],n]"`.
+
+    Returns:
+        The tree; `parse(str(tree)) == tree`.
+
+    Raises:
+        InsumSyntaxError: the text is not a statement.
+        InsumOverflowError: an integer in a subscript does not fit 64 bits.
+
+    >>> str(parse("C[ i ]+=A[i, 2 * k+1 ]*x"))
+    'C[i] += A[i,2*k+1] * x'
+    """
+    check_text(text)
+    if len(text) > _MAX_LENGTH:
+        raise InsumSyntaxError(
+            f"the expression has {len(text)} characters; at most {_MAX_LENGTH} are read",
+            fix="split the work into several statements.",
+        )
+    return _Parser(text).statement()
+
+
+def check_text(text: object) -> None:
+    """Raise unless this is text; a list, which does not hash, must not reach a look-up.
+
+    Raises:
+        InsumSyntaxError: it is something else.
+    """
+    if not isinstance(text, str):
+        got = type(text).__name__
+        raise InsumSyntaxError(f"an expression must be a str, got {got}", fix="pass the statement as text.")
+
+
+class _Parser:
+    """Recursive descent: `x()` consumes or raises, `maybe_x()` may return `None`."""
+
+    def __init__(self, text: str) -> None:
+        self.text = text
+        self.tokens = _tokenize(text)
+        self.position = 0
+        self.depth = 0
+        self.accesses = 0
+        self.indices: set[str] = set()
+
+    @property
+    def token(self) -> _Token:
+        return self.tokens[self.position]
+
+    def advance(self) -> _Token:
+        token = self.token
+        if token.kind != "end":
+            self.position += 1
+        return token
+
+    def maybe(self, *symbols: str) -> _Token | None:
+        if self.token.kind == "symbol" and self.token.text in symbols:
+            return self.advance()
+        return None
+
+    def fail(self, expected: str, fix: str, spans: Sequence[Span] | None = None) -> InsumSyntaxError:
+        got = self.token.text if self.token.kind == "end" else repr(self.token.text)
+        return InsumSyntaxError(
+            f"expected {expected}, got {got}",
+            expression=self.text,
+            spans=spans or [self.token.span],
+            fix=fix,
+            expected=expected,
+            got=self.token.text,
+        )
+
+    def statement(self) -> Statement:
+        output = self.access("the tensor to write", 'start with the output, for example "C[i,j] += A[i,k] * B[k,j]".')
+        operator = self.operator()
+        factors = [self.factor()]
+        while self.maybe("*"):
+            factors.append(self.factor())
+            if len(factors) > _MAX_FACTORS:
+                raise InsumSyntaxError(
+                    f"the statement has more than {_MAX_FACTORS} factors",
+                    expression=self.text,
+                    spans=[factors[-1].span],
+                    fix="split the product into several statements.",
+                    expected=_MAX_FACTORS,
+                )
+        if self.token.kind != "end":
+            if self.token.text in ("+", "-"):
+                fix = (
+                    "a statement is one product; run one statement per summand, passing the first result as the "
+                    "start of '+='."
+                )
+            elif self.token.kind in ("name", "number"):
+                fix = "put '*' between factors."
+            else:
+                fix = "end the statement here."
+            raise self.fail("'*' or the end of the statement", fix)
+        return Statement(output, operator, tuple(factors), self.text)
+
+    def operator(self) -> Operator:
+        token = self.token
+        if self.maybe("+="):
+            return "+="
+        if self.maybe("="):
+            return "="
+        if token.kind == "name" and token.text in ("max", "min"):
+            after = self.tokens[self.position + 1]
+            if after.text == "=" and after.span.start == token.span.stop:
+                self.position += 2
+                return "max=" if token.text == "max" else "min="
+        raise self.fail("one of += = max= min=", self.operator_hint())
+
+    def operator_hint(self) -> str:
+        symbol, after = self.token.text, self.tokens[min(self.position + 1, len(self.tokens) - 1)].text
+        if after == "=" and symbol in ("+", "max", "min"):
+            return f"write '{symbol}=' without a space."
+        if symbol == "-" and after == "=":
+            return "write '+=', and -1 as a factor."
+        if symbol == "*" and after == "=":
+            return "write '+=' or '='; a product with the old value is a statement of its own."
+        return "put the operator between the output and its factors."
+
+    def factor_hint(self) -> str:
+        before = self.tokens[self.position - 1].text
+        if self.token.text == before == "*":
+            return "write a power as a product, for example A[i] * A[i]."
+        if self.token.text == "=":
+            return "write the operator once: one of += = max= min=."
+        return "write an access such as A[i,k], a number, or the name of a 0-d tensor."
+
+    def factor(self) -> Factor:
+        sign = self.maybe("-", "+")
+        if self.token.kind == "number":
+            token = self.advance()
+            span = token.span if sign is None else sign.span.merge(token.span)
+            value = self.number_value(token)
+            return Number(-value if sign is not None and sign.text == "-" else value, span)
+        if sign is not None:
+            raise self.fail("a number after the sign", "write -1 as a factor, for example -1 * A[i].")
+        return self.access("a factor", self.factor_hint())
+
+    def number_value(self, token: _Token) -> int | float:
+        if token.text.isdigit():
+            return self.integer(token)
+        value = float(token.text)
+        if value in (float("inf"), float("-inf")):
+            raise InsumOverflowError(
+                f"the number {token.text} does not fit a float64",
+                expression=self.text,
+                spans=[token.span],
+                fix="pass it as a 0-d tensor, or scale the factors.",
+            )
+        return value
+
+    def integer(self, token: _Token) -> int:
+        if len(token.text) > 19 or int(token.text) > _INT64_MAX:
+            raise InsumOverflowError(
+                "an integer does not fit 64 bits",
+                expression=self.text,
+                spans=[token.span],
+                details=[f"expected at most {_INT64_MAX}"],
+                fix="use a smaller coefficient, offset or number.",
+            )
+        return int(token.text)
+
+    def access(self, what: str, fix: str) -> Access:
+        if self.token.kind != "name":
+            raise self.fail(what, fix)
+        name = self.advance()
+        bracket = self.maybe("[")
+        if bracket is None:
+            return Access(name.text, (), name.span, name.span)
+        self.depth += 1
+        if self.depth > _MAX_DEPTH:
+            raise InsumSyntaxError(
+                f"accesses are nested more than {_MAX_DEPTH} deep",
+                expression=self.text,
+                spans=[name.span],
+                fix="compose the index tensors beforehand.",
+                expected=_MAX_DEPTH,
+            )
+        if self.token.text == "]":
+            raise self.fail("a subscript", f"write a 0-d tensor without brackets: {name.text}.")
+        self.accesses += 1
+        fix = "pass what some of them select as one tensor."
+        self.bound(self.accesses, _MAX_ACCESSES, "accesses", name.span, fix)
+        subscripts = [self.subscript()]
+        while self.maybe(","):
+            subscripts.append(self.subscript())
+            fix = "flatten some of the tensor's dimensions."
+            self.bound(len(subscripts), _MAX_DIMENSIONS, "subscripts of one tensor", subscripts[-1].span, fix)
+        if self.token.text != "]":
+            raise self.fail("',' or ']'", "close the subscripts with ']'.", [bracket.span, self.token.span])
+        close = self.advance()
+        self.depth -= 1
+        return Access(name.text, tuple(subscripts), name.span.merge(close.span), name.span)
+
+    def subscript(self) -> Subscript:
+        start = self.token.span
+        terms: list[Term] = []
+        offset = 0
+        sign = self.maybe("-", "+")
+        while True:
+            factor = -1 if sign is not None and sign.text == "-" else 1
+            term = self.term(factor)
+            if isinstance(term, int):
+                offset += term
+            else:
+                terms.append(term)
+                self.bound(len(terms), _MAX_DIMENSIONS, "terms in one subscript", term.span, "pass an index tensor.")
+            sign = self.maybe("-", "+")
+            if sign is None:
+                break
+        span = start.merge(self.tokens[self.position - 1].span)
+        return Subscript(self.merge(terms), self.fit(offset, span), span)
+
+    def term(self, sign: int) -> Term | int:
+        token = self.token
+        if token.kind == "number":
+            coefficient = sign * self.index_integer(self.advance())
+            if self.maybe("*") is None:
+                return coefficient
+            atom = self.atom()
+            return Term(coefficient, atom, token.span.merge(atom.span))
+        atom = self.atom()
+        if self.maybe("*") is None:
+            return Term(sign, atom, atom.span)
+        if self.token.kind != "number":
+            fix = "multiply indices by integers only, or close the subscript with ']' before the '*'."
+            raise self.fail("an integer coefficient", fix)
+        factor = self.advance()
+        return Term(sign * self.index_integer(factor), atom, atom.span.merge(factor.span))
+
+    def index_integer(self, token: _Token) -> int:
+        if not token.text.isdigit():
+            raise InsumSyntaxError(
+                f"expected an integer in a subscript, got {token.text!r}",
+                expression=self.text,
+                spans=[token.span],
+                fix="write coefficients and offsets of subscripts as integers, or pass an index tensor.",
+                got=token.text,
+            )
+        return self.integer(token)
+
+    def atom(self) -> Index | Access:
+        access = self.access("an index, an index tensor or an integer", "write a sum such as i, 2*p+r-1 or Col[g,q].")
+        if access.subscripts:
+            return access
+        self.indices.add(access.name)
+        fix = "flatten dimensions that are always indexed together."
+        self.bound(len(self.indices), _MAX_DIMENSIONS, "indices", access.span, fix)
+        return Index(access.name, access.span)
+
+    def bound(self, count: int, most: int, what: str, span: Span, fix: str) -> None:
+        """Raise where a statement has more of something than any tensor could serve."""
+        if count > most:
+            raise InsumSyntaxError(
+                f"the statement has more than {most} {what}",
+                expression=self.text,
+                spans=[span],
+                fix=fix,
+                expected=most,
+            )
+
+    def merge(self, terms: list[Term]) -> tuple[Term, ...]:
+        if len(terms) == 1 and terms[0].coefficient:
+            return (terms[0],)
+        merged: dict[Index | Access, Term] = {}
+        for term in terms:
+            before = merged.get(term.atom)
+            if before is not None:
+                span = before.span.merge(term.span)
+                term = Term(self.fit(before.coefficient + term.coefficient, span), before.atom, span)
+            merged[term.atom] = term
+        for term in merged.values():
+            if term.coefficient == 0:
+                raise InsumSyntaxError(
+                    f"the coefficient of '{term.atom}' is 0",
+                    expression=self.text,
+                    spans=[term.span],
+                    fix=f"remove '{term.atom}' from the subscript.",
+                )
+        return tuple(merged.values())
+
+    def fit(self, value: int, span: Span) -> int:
+        if abs(value) > _INT64_MAX:
+            raise InsumOverflowError(
+                "the sum of the integers does not fit 64 bits",
+                expression=self.text,
+                spans=[span],
+                details=[f"expected at most {_INT64_MAX}"],
+                fix="use smaller integers.",
+            )
+        return value

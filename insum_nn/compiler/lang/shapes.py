@@ -1,0 +1,394 @@
+"""The sizes of one call: the extent of every index, the shape of the output, and what sizes alone forbid."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+
+import torch
+from torch import Tensor
+
+from insum_nn.compiler.lang.bind import Extents, layout_of, show_dtype, show_shape
+from insum_nn.compiler.lang.syntax import Access, Index, Statement, Subscript
+from insum_nn.errors import (
+    InsumError,
+    InsumOverflowError,
+    InsumRangeError,
+    InsumShapeError,
+    Span,
+    plural,
+    raise_collected,
+)
+
+__all__ = ["check_extents", "interval", "resolve_extents"]
+
+_INT32_AXIS = 2**31
+_INT64_MAX = 2**63 - 1
+
+
+def resolve_extents(
+    statement: Statement,
+    tensors: Sequence[Tensor],
+    start: Tensor | None,
+    sizes: Mapping[str, int],
+    out_shape: Sequence[int | None] | None,
+) -> Extents:
+    """Find the extent of every index and the shape of the output.
+
+    Args:
+        statement: a statement whose ranks were checked.
+        tensors: the tensors read, in the layout's order.
+        start: the starting value; its shape is the output's, or broadcasts to it.
+        sizes: extents given by name.
+        out_shape: the output's shape; `None` entries are inferred.
+
+    Raises:
+        InsumShapeError: an extent is missing or has two values.
+        InsumRangeError: an affine write leaves the output.
+        InsumOverflowError: an extent does not fit the index type that must address it.
+    """
+    layout = layout_of(statement)
+    found: dict[str, int] = {}
+    clash = False
+    for name, occurrences in zip(layout.indices, layout.plain, strict=True):
+        for where, axis in occurrences:
+            extent = tensors[where].shape[axis]
+            if found.setdefault(name, extent) != extent:
+                clash = True
+    for name, extent in sizes.items():
+        if name not in layout.indices:
+            raise InsumShapeError(
+                f"sizes= names '{name}', which is no index of the statement",
+                expression=statement.text,
+                details=[f"indices: {', '.join(layout.indices) or 'none'}"],
+                fix="drop it, or correct its name.",
+                index=name,
+            )
+        spans = [i.span for a in (statement.output, *statement.reads) for i in a.indices() if i.name == name]
+        _check_extent(statement, f"sizes['{name}']", extent, spans)
+        if found.setdefault(name, extent) != extent:
+            clash = True
+    given = _given_shape(statement, start, out_shape, found)
+    for name, extent in zip(layout.output_plain, given, strict=True):
+        if name is not None and extent is not None and found.setdefault(name, extent) != extent:
+            clash = True
+    missing = [name for name in layout.indices if name not in found]
+    if clash or missing:
+        raise_collected(_extent_faults(statement, tensors, start, sizes, out_shape, missing))
+    output = tuple(
+        extent if extent is not None else None if name is None else found[name]
+        for name, extent in zip(layout.output_plain, given, strict=True)
+    )
+    shape = _complete_shape(statement, output)
+    return Extents(tuple(found[name] for name in layout.indices), shape)
+
+
+def _check_extent(statement: Statement, what: str, extent: object, spans: Sequence[Span]) -> None:
+    if isinstance(extent, bool) or not isinstance(extent, int | torch.SymInt):
+        raise InsumShapeError(
+            f"{what} must be an int, got {type(extent).__name__}",
+            expression=statement.text,
+            spans=spans,
+            fix="pass a non-negative int.",
+            got=extent,
+        )
+    if isinstance(extent, int) and not 0 <= extent <= _INT64_MAX:
+        raise InsumShapeError(
+            f"{what} must lie between 0 and 2**63 - 1, got {extent}",
+            expression=statement.text,
+            spans=spans,
+            fix="pass a non-negative int of 64 bits.",
+            got=extent,
+        )
+
+
+def _given_shape(
+    statement: Statement,
+    start: Tensor | None,
+    out_shape: Sequence[int | None] | None,
+    found: Mapping[str, int],
+) -> tuple[int | None, ...]:
+    """What `out_shape` and the starting value say of the output's shape; `found`: extents that the factors show."""
+    rank = len(statement.output.subscripts)
+    if out_shape is None:
+        return _start_shape(statement, start, (None,) * rank, found)
+    if len(out_shape) != rank:
+        raise InsumShapeError(
+            f"out_shape has {plural(len(out_shape), 'entry')}, but '{statement.output.name}' has "
+            f"{plural(rank, 'subscript')}",
+            expression=statement.text,
+            spans=[statement.output.span],
+            details=[f"out_shape = {tuple(out_shape)}"],
+            fix="give one entry per subscript, None where it can be inferred.",
+            expected=rank,
+            got=len(out_shape),
+        )
+    for axis, extent in enumerate(out_shape):
+        if extent is not None:
+            _check_extent(statement, f"out_shape[{axis}]", extent, [statement.output.subscripts[axis].span])
+    if start is not None:
+        own = _start_shape(statement, start, out_shape, found)
+        for axis, extent in enumerate(out_shape):
+            if extent is not None and own[axis] != extent:
+                raise InsumShapeError(
+                    f"out_shape[{axis}] is {extent}, but the tensor passed for '{statement.output.name}' has "
+                    f"{own[axis]}",
+                    expression=statement.text,
+                    spans=[statement.output.subscripts[axis].span],
+                    fix="drop out_shape=; the starting value gives the shape.",
+                    expected=extent,
+                    got=own[axis],
+                )
+        return own
+    return tuple(out_shape)
+
+
+def _start_shape(
+    statement: Statement, start: Tensor | None, wanted: Sequence[int | None], found: Mapping[str, int]
+) -> tuple[int | None, ...]:
+    """The starting value's shape, with `wanted` where it lacks an axis or may be repeated along one of extent 1."""
+    if start is None:
+        return tuple(wanted)
+    missing = len(wanted) - start.ndim
+    shape: list[int | None] = []
+    for axis, (name, extent) in enumerate(zip(layout_of(statement).output_plain, wanted, strict=True)):
+        own = start.shape[axis - missing] if axis >= missing else None
+        if own is None or (own == 1 and (extent is not None or name in found)):
+            own = extent
+        shape.append(own)
+    return tuple(shape)
+
+
+def _extent_faults(
+    statement: Statement,
+    tensors: Sequence[Tensor],
+    start: Tensor | None,
+    sizes: Mapping[str, int],
+    out_shape: Sequence[int | None] | None,
+    missing: Sequence[str],
+) -> list[InsumError]:
+    layout = layout_of(statement)
+    named = dict(zip(layout.tensors, tensors, strict=True))
+    shown = {n: tensors[p[0][0]].shape[p[0][1]] for n, p in zip(layout.indices, layout.plain, strict=True) if p}
+    given = _given_shape(statement, start, out_shape, {**shown, **sizes})
+    faults: list[InsumError] = []
+    for name in layout.indices:
+        values: list[int] = []
+        spans: list[Span] = []
+        details: list[str] = []
+        for access in statement.accesses():
+            for axis, subscript in enumerate(access.subscripts):
+                if subscript.plain != name:
+                    continue
+                is_output = access is statement.output
+                extent = given[axis] if is_output else named[access.name].shape[axis]
+                if extent is None:
+                    continue
+                values.append(extent)
+                spans.append(subscript.span)
+                if is_output and start is None:
+                    source = f"out_shape[{axis}]"
+                else:
+                    tensor = start if is_output and start is not None else named[access.name]
+                    source = f"{access.name} is {show_shape(tensor.shape)}, {show_dtype(tensor.dtype)}"
+                details.append(f"{access.name} axis {axis}: {name} = {extent}   ({source})")
+        by_hand = [f"sizes['{name}']"] if name in sizes else []
+        if out_shape is not None and start is None:
+            entries = zip(layout.output_plain, out_shape, strict=True)
+            by_hand += [f"out_shape[{axis}]" for axis, (own, e) in enumerate(entries) if own == name and e is not None]
+        if name in sizes:
+            values.append(sizes[name])
+            details.append(f"sizes: {name} = {sizes[name]}")
+        distinct = list(dict.fromkeys(values))
+        if len(distinct) > 1:
+            faults.append(
+                InsumShapeError(
+                    f"index '{name}' has {_count(len(distinct))} extents, {_and(list(map(str, distinct)))}",
+                    expression=statement.text,
+                    spans=spans,
+                    details=details,
+                    fix=f"leave out {_and(by_hand)}, or pass tensors that agree with it."
+                    if by_hand
+                    else "make these axes equally long, or index them with different letters.",
+                    index=name,
+                    got=tuple(distinct),
+                )
+            )
+    for name in missing:
+        spans = [i.span for access in (statement.output, *statement.reads) for i in access.indices() if i.name == name]
+        faults.append(
+            InsumShapeError(
+                f"index '{name}' has no extent",
+                expression=statement.text,
+                spans=spans,
+                details=[f"'{name}' indexes no axis directly, so no tensor says how far it runs"],
+                fix=f"pass sizes={{'{name}': ...}}, or out_shape= where '{name}' alone writes an axis.",
+                index=name,
+            )
+        )
+    return faults
+
+
+def _count(number: int) -> str:
+    return {2: "two", 3: "three", 4: "four"}.get(number, str(number))
+
+
+def _and(words: list[str]) -> str:
+    return f"{', '.join(words[:-1])} and {words[-1]}" if len(words) > 1 else words[0]
+
+
+def _complete_shape(statement: Statement, output: Sequence[int | None]) -> tuple[int, ...]:
+    unknown = [axis for axis, extent in enumerate(output) if extent is None]
+    if unknown:
+        name, subscripts = statement.output.name, [statement.output.subscripts[axis] for axis in unknown]
+        many = len(unknown) > 1
+        raise InsumShapeError(
+            f"the extent{'s' * many} of '{name}' along ax{'es' if many else 'is'} {_and(list(map(str, unknown)))} "
+            f"{'are' if many else 'is'} unknown",
+            expression=statement.text,
+            spans=[subscript.span for subscript in subscripts],
+            details=[f"'{subscript}' does not say how many entries the axis has" for subscript in subscripts],
+            fix=f"pass out_shape=({', '.join('...' if e is None else 'None' for e in output)}"
+            f"{',' if len(output) == 1 else ''}), or a starting value for '{name}'.",
+            axis=unknown[0],
+            axes=tuple(unknown),
+        )
+    return tuple(extent for extent in output if extent is not None)
+
+
+def check_extents(statement: Statement, tensors: Sequence[Tensor], extents: Extents, *, drop_outside: bool) -> None:
+    """Check what sizes alone decide: constant subscripts, affine writes, and integers that address what they must.
+
+    Raises:
+        InsumRangeError: a constant subscript or an affine write leaves its tensor.
+        InsumOverflowError: an index tensor's dtype, or int64 arithmetic, cannot address an axis.
+    """
+    layout = layout_of(statement)
+    shapes: dict[str, Sequence[int]] = {name: t.shape for name, t in zip(layout.tensors, tensors, strict=True)}
+    dtypes = {name: t.dtype for name, t in zip(layout.tensors, tensors, strict=True)}
+    shapes[statement.output.name] = extents.output
+    sizes = dict(zip(layout.indices, extents.indices, strict=True))
+    faults: list[InsumError] = []
+    empty = any(size == 0 for size in extents.indices)
+    for access in statement.accesses():
+        for axis, subscript in enumerate(access.subscripts):
+            if subscript.plain is not None:
+                continue
+            extent = shapes[access.name][axis]
+            faults += _check_int32(statement, access, axis, extent, subscript, dtypes)
+            faults += _check_int64(statement, subscript, sizes)
+            if not subscript.terms:
+                faults += _check_constant(statement, access, axis, extent, subscript)
+            elif access is statement.output and not drop_outside and not empty:
+                faults += _check_affine_write(statement, access, axis, extent, subscript, sizes)
+    raise_collected(faults)
+
+
+def interval(subscript: Subscript, sizes: Mapping[str, int]) -> tuple[int, int]:
+    """Smallest and largest value of the part of a subscript that is made of indices."""
+    low = high = subscript.offset
+    for term in subscript.terms:
+        if isinstance(term.atom, Index):
+            reach = term.coefficient * (sizes[term.atom.name] - 1)
+            low, high = low + min(0, reach), high + max(0, reach)
+    return low, high
+
+
+def _check_int32(
+    statement: Statement,
+    access: Access,
+    axis: int,
+    extent: int,
+    subscript: Subscript,
+    dtypes: Mapping[str, torch.dtype],
+) -> list[InsumError]:
+    inner = subscript.indirect
+    if inner is None or dtypes[inner.name] != torch.int32 or extent <= _INT32_AXIS:
+        return []
+    return [
+        InsumOverflowError(
+            f"index tensor '{inner.name}' is int32, which cannot address axis {axis} of '{access.name}'",
+            expression=statement.text,
+            spans=[inner.span],
+            details=[f"expected an extent of at most {_INT32_AXIS}; got {extent}"],
+            fix=f"pass {inner.name}.long().",
+            tensor=inner.name,
+            got=extent,
+        )
+    ]
+
+
+def _check_int64(statement: Statement, subscript: Subscript, sizes: Mapping[str, int]) -> list[InsumError]:
+    low, high = interval(subscript, sizes)
+    for term in subscript.terms:
+        if not isinstance(term.atom, Index):
+            # Entries are below 2**31 or 2**63; any coefficient that keeps an int32 entry inside int64 is accepted.
+            low, high = low - abs(term.coefficient) * _INT32_AXIS, high + abs(term.coefficient) * _INT32_AXIS
+    if -_INT64_MAX <= low and high <= _INT64_MAX:
+        return []
+    return [
+        InsumOverflowError(
+            f"the subscript '{subscript}' overflows int64",
+            expression=statement.text,
+            spans=[subscript.span],
+            details=[f"it reaches from {low} to {high}"],
+            fix="use smaller coefficients or extents.",
+            got=(low, high),
+        )
+    ]
+
+
+def _check_constant(
+    statement: Statement, access: Access, axis: int, extent: int, subscript: Subscript
+) -> list[InsumError]:
+    """A constant subscript is part of the text: outside it is a mistake, even where nothing is iterated."""
+    if 0 <= subscript.offset < extent:
+        return []
+    verb = "writes" if access is statement.output else "reads"
+    fix = f"give '{access.name}' at least {subscript.offset + 1} entries along axis {axis}, or correct the constant."
+    if subscript.offset < 0:
+        last = f"the last entry is {extent - 1}" if extent else "the axis has no entries"
+        fix = f"count from 0: negative subscripts do not wrap, and {last}."
+    return [
+        InsumRangeError(
+            f"'{subscript}' {verb} outside axis {axis} of '{access.name}'",
+            expression=statement.text,
+            spans=[subscript.span],
+            details=[f"expected 0 <= {subscript} < {extent}; got {subscript.offset}"],
+            fix=fix,
+            tensor=access.name,
+            axis=axis,
+            expected=extent,
+            got=(subscript.offset, subscript.offset),
+        )
+    ]
+
+
+def _check_affine_write(
+    statement: Statement, access: Access, axis: int, extent: int, subscript: Subscript, sizes: Mapping[str, int]
+) -> list[InsumError]:
+    if any(True for _ in subscript.index_accesses()):
+        return []
+    low, high = interval(subscript, sizes)
+    if low >= 0 and high < extent:
+        return []
+    reach = ", ".join(f"{name} = {sizes[name]}" for name in dict.fromkeys(i.name for i in subscript.indices()))
+    return [
+        InsumRangeError(
+            f"'{subscript}' writes outside axis {axis} of '{access.name}'",
+            expression=statement.text,
+            spans=[subscript.span],
+            details=[
+                f"expected 0 <= {subscript} < {extent}; got {low}{f' to {high}' if high != low else ''}"
+                f"{f' (extents: {reach})' if reach else ''}"
+            ],
+            fix=(
+                f"give '{access.name}' at least {high + 1} entries along axis {axis}"
+                if low >= 0
+                else "shift the subscript with an offset so that it starts at 0"
+            )
+            + ", or pass drop_outside=True if it is a derivative, whose writes outside are dropped.",
+            axis=axis,
+            expected=extent,
+            got=(low, high),
+        )
+    ]

@@ -1,0 +1,1 @@
+"""Programs at run time: dispatch of a call, gradients, the operators that torch sees."""

@@ -1,0 +1,452 @@
+"""Joins a program to its derivative programs, and registers the operator that other tools see.
+
+`insum_nn::run` takes the program as text (a `Spec` in JSON), so that exported graphs and other processes
+understand it. Its derivative is the same operator with other text, which is why second derivatives need no
+code of their own.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch._C._functorch import peek_interpreter_stack
+
+from insum_nn.compiler.lang.bind import Extents, layout_of
+from insum_nn.compiler.lang.derivative import directional, fresh_name
+from insum_nn.compiler.lang.epilogue import ACTIVATIONS
+from insum_nn.compiler.lang.syntax import Access, Index, Statement
+from insum_nn.compiler.runtime.backward import Call, Shapes, Step, gradients, read_again
+from insum_nn.compiler.runtime.batched_gradients import for_each_tangent, for_each_vector
+from insum_nn.compiler.runtime.dispatch import Key, Seen, Spec, run_spec, value_dtype
+from insum_nn.compiler.runtime.extremum_gradient import shares
+from insum_nn.facts import IndexFacts
+
+__all__ = ["apply", "recorded", "transformed", "unwatched"]
+
+
+# The registered operator.
+
+_NAMESPACE = "insum_nn"
+# Of these the terms do not all count, so gradients are more than sums of products.
+_EXTREMA = ("max=", "min=")
+
+
+@torch.library.custom_op(f"{_NAMESPACE}::run", mutates_args=())
+def _run(spec: str, tensors: list[Tensor], start: Tensor | None, indices: list[int], output: list[int]) -> Tensor:
+    return run_spec(Spec.from_json(spec), tensors, start, Extents(tuple(indices), tuple(output)))
+
+
+@_run.register_fake
+def _run_fake(spec: str, tensors: list[Tensor], start: Tensor | None, indices: list[int], output: list[int]) -> Tensor:
+    decoded = Spec.from_json(spec)
+    dtype = value_dtype(decoded, tensors, start)
+    anchor = tensors[0] if tensors else start
+    if anchor is None:
+        return torch.empty(output, dtype=dtype)
+    return anchor.new_empty(output, dtype=dtype)
+
+
+# Gradients.
+
+
+def _gradients(
+    call: Call,
+    tensors: Sequence[Tensor | None],
+    shapes: Shapes,
+    start: Tensor | None,
+    result: Tensor | None,
+    needs: Sequence[bool],
+    grad: Tensor,
+) -> tuple[list[Tensor | None], Tensor]:
+    """Gradients of the tensors that need one, and that of a start, for whoever looks on; see `gradients`."""
+    share, start_share = _shares_of(call, tensors, start, result)
+    found = gradients(call, tensors, shapes, needs, grad, share, _shown)
+    return found, grad if start_share is None else grad * start_share
+
+
+def _shown(step: Step, pool: Sequence[Tensor | None], total: Tensor | None) -> Tensor:
+    return apply(step.spec, step.read(pool), total, step.extents)
+
+
+def _shares_of(
+    call: Call, tensors: Sequence[Tensor | None], start: Tensor | None, result: Tensor | None
+) -> tuple[Tensor | None, Tensor | None]:
+    """The shares of `max=` and `min=`; `None` for the other operators, whose terms all count."""
+    if call.spec.statement.operator not in _EXTREMA:
+        return None, None
+    assert result is not None
+    return shares(  # type: ignore[no-any-return]
+        call.spec.to_json(),
+        [t.detach() for t in tensors if t is not None],
+        None if start is None else start.detach(),
+        result.detach(),
+        list(call.indices),
+        list(call.output),
+    )
+
+
+def _tangent(
+    call: Call,
+    tensors: Sequence[Tensor],
+    start: Tensor | None,
+    result: Tensor | None,
+    tangents: Sequence[Tensor | None],
+    start_tangent: Tensor | None,
+) -> Tensor:
+    """The output's change along the operands' tangents: the statement is linear in each occurrence of a factor."""
+    statement, layout = call.spec.statement, call.spec.layout
+    named = dict(zip(layout.tensors, tensors, strict=True))
+    sizes = dict(zip(layout.indices, call.indices, strict=True))
+    shares, start_share = _shares_of(call, tensors, start, result)
+    total = start_tangent if start_tangent is None or start_share is None else start_tangent * start_share
+    for name, tangent in zip(layout.tensors, tangents, strict=True):
+        if tangent is None or name not in layout.value_tensors or not tangent.is_floating_point():
+            continue
+        derivative = directional(statement, name)
+        named[derivative.seed] = tangent
+        if derivative.share is not None:
+            assert shares is not None
+            named[derivative.share] = shares
+        for changed in derivative.statements:
+            inner = layout_of(changed)
+            spec = call.spec.with_statement(changed, drop_outside=call.spec.drop_outside)
+            extents = Extents(tuple(sizes[x] for x in inner.indices), call.output)
+            total = apply(spec, [named[x] for x in inner.tensors], total, extents)
+    if total is None:
+        total = torch.zeros(call.output, dtype=value_dtype(call.spec, tensors, start), device=tensors[0].device)
+    return total
+
+
+class _Function(torch.autograd.Function):
+    """The recorded call on plain tensors; tracing and transforms take the registered operator instead."""
+
+    @staticmethod
+    def forward(ctx: Any, call: Call, start: Tensor | None, *tensors: Tensor) -> Tensor:
+        result = call.run(tensors, start)
+        ctx.call = call
+        spec = call.spec
+        if spec.statement.operator in _EXTREMA:
+            ctx.shapes = None
+            ctx.save_for_backward(start, result, *tensors)
+            return result
+        kept = read_again(spec, ctx.needs_input_grad[2:])
+        ctx.shapes = None if kept is None else [tensor.shape for tensor in tensors]
+        ctx.dtype = value_dtype(spec, tensors, start) if spec.epilogue else None
+        saved = tensors if kept is None else [t if need else None for t, need in zip(tensors, kept, strict=True)]
+        ctx.save_for_backward(None, result if spec.epilogue.activation else None, *saved)
+        return result
+
+    @staticmethod
+    @for_each_vector
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
+        start, result, *tensors = ctx.saved_tensors
+        grad = grads[0]
+        if ctx.call.spec.epilogue:
+            grad = _before_epilogue(ctx.call.spec, grad, result).to(ctx.dtype)
+        shapes, needs = ctx.shapes, ctx.needs_input_grad[2:]
+        alone = not torch.is_grad_enabled() and unwatched((grad,), None)
+        if alone and ctx.call.spec.statement.operator not in _EXTREMA:
+            found, of_start = gradients(ctx.call, tensors, shapes, needs, grad, None, Step.alone), grad
+        else:
+            found, of_start = _gradients(ctx.call, tensors, shapes, start, result, needs, grad)
+        return (None, of_start if ctx.needs_input_grad[1] else None, *found)
+
+
+def _before_epilogue(spec: Spec, grad: Tensor, result: Tensor) -> Tensor:
+    """The gradient of the sum, from that of the output and the output itself."""
+    name = spec.epilogue.activation
+    backward = None if name is None else ACTIVATIONS[name].backward
+    return grad if backward is None else backward(grad, result)
+
+
+class _Transformed(torch.autograd.Function):
+    """The call under `torch.func` and forward-mode differentiation.
+
+    They want the context set up apart from the run, which costs an ordinary call too much of the host's time.
+    """
+
+    @staticmethod
+    def forward(call: Call, start: Tensor | None, *tensors: Tensor) -> Tensor:
+        return _execute(call.spec, tensors, start, Extents(call.indices, call.output))
+
+    @staticmethod
+    def setup_context(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
+        call, start, *tensors = inputs
+        ctx.call = call
+        ctx.shapes = None
+        ctx.dtype = value_dtype(call.spec, tensors, start)
+        keep = output if call.spec.statement.operator in _EXTREMA else None
+        ctx.save_for_backward(start, keep, *tensors)
+        ctx.save_for_forward(start, keep, *tensors)
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
+        return _Function.backward(ctx, *grads)
+
+    @staticmethod
+    @for_each_tangent
+    def jvp(ctx: Any, *args: Any) -> Tensor:
+        _, start_tangent, *tangents = args
+        start, result, *tensors = ctx.saved_tensors
+        return _tangent(ctx.call, tensors, start, result, tangents, start_tangent)
+
+    @staticmethod
+    def vmap(info: Any, in_dims: tuple[int | None, ...], *args: Any) -> tuple[Tensor, int]:
+        call, start, *tensors = args
+        batch = _Batch(call, info.batch_size, in_dims[2:])
+        moved = batch.operands(tensors)
+        return apply(batch.spec, moved, batch.start(start, in_dims[1]), batch.extents), 0
+
+
+def _setup_context(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
+    spec, tensors, start, indices, shape = inputs
+    ctx.call = Call(Spec.from_json(spec), tuple(indices), tuple(shape))
+    ctx.count = len(tensors)
+    keep = output if ctx.call.spec.statement.operator in _EXTREMA else None
+    ctx.save_for_backward(start, keep, *tensors)
+
+
+def _operator_backward(ctx: Any, grad: Tensor) -> tuple[Any, ...]:
+    start, result, *tensors = ctx.saved_tensors
+    needs = [t.requires_grad or t.is_floating_point() for t in tensors]
+    if isinstance(ctx.needs_input_grad[1], Sequence):
+        needs = list(ctx.needs_input_grad[1])
+    found, start_gradient = _gradients(ctx.call, tensors, None, start, result, needs, grad)
+    # torch takes an empty list of integers for one of tensors, and wants a list of gradients back.
+    lists = [None if integers else [] for integers in (ctx.call.indices, ctx.call.output)]
+    return None, found, None if start is None else start_gradient, *lists
+
+
+_run.register_autograd(_operator_backward, setup_context=_setup_context)
+
+
+def _traced(present: Sequence[Tensor | None]) -> bool:
+    """Whether somebody records or replaces torch's calls, and has to be shown the registered operator."""
+    for tensor in present:
+        if tensor is not None and (type(tensor) not in _PLAIN or tensor.is_meta):
+            return True
+    return torch._C._len_torch_dispatch_stack() > 0 or torch.compiler.is_compiling()
+
+
+_PLAIN = (Tensor, torch.nn.Parameter)
+
+
+def _execute(
+    spec: Spec, tensors: Sequence[Tensor], start: Tensor | None, extents: Extents, key: Key | None = None
+) -> Tensor:
+    if _traced(tensors) or _traced((start,)):
+        return _registered(spec, tensors, start, extents)
+    return run_spec(spec, tensors, start, extents, key)
+
+
+def _registered(spec: Spec, tensors: Sequence[Tensor], start: Tensor | None, extents: Extents) -> Tensor:
+    return torch.ops.insum_nn.run(spec.to_json(), list(tensors), start, list(extents.indices), list(extents.output))
+
+
+def unwatched(tensors: Sequence[Tensor], start: Tensor | None) -> bool:
+    """Whether tensors are plain ones, and nobody looks on beside autograd; whatever it records is not asked for."""
+    for tensor in tensors:
+        if type(tensor) not in _PLAIN or tensor.is_neg():
+            return False
+    if start is not None and (type(start) not in _PLAIN or start.is_neg()):
+        return False
+    return not recorded((), None) and not torch._C._is_any_autocast_enabled()
+
+
+def transformed() -> bool:
+    """Whether `torch.func` or forward-mode differentiation looks on: they know the compiler's operator."""
+    return bool(peek_interpreter_stack()) or torch.autograd.forward_ad._current_level >= 0
+
+
+def recorded(tensors: Sequence[Tensor], start: Tensor | None) -> bool:
+    """Whether anybody looks on: autograd, a transform, a tracer. Of plain tensors, none of them meta."""
+    if torch.is_grad_enabled():
+        for tensor in tensors:
+            if tensor.requires_grad:
+                return True
+        if start is not None and start.requires_grad:
+            return True
+    return torch._C._len_torch_dispatch_stack() > 0 or transformed() or torch.compiler.is_compiling()
+
+
+def apply(
+    spec: Spec,
+    tensors: Sequence[Tensor],
+    start: Tensor | None,
+    extents: Extents,
+    key: Key | None = None,
+    seen: Seen | None = None,
+) -> Tensor:
+    """Run a program, recording what its gradients need.
+
+    Args:
+        spec: the program.
+        tensors: in the layout's order.
+        start: the starting value, in the output's shape.
+        extents: the call's sizes.
+        key: `call_key` of the tensors, where the caller has it: a promise too that none is lazily negated.
+        seen: what is remembered of calls with this key and these sizes.
+    """
+    if key is None:
+        # `z.conj().imag` is a view of `z` and a bit that torch's operators obey; kernels read memory as it is.
+        tensors = [t.resolve_neg() for t in tensors]
+        start = None if start is None else start.resolve_neg()
+    if spec.epilogue:
+        return _finished(spec, tensors, start, extents, key, seen)
+    if transformed() and not torch.compiler.is_compiling():
+        return _Transformed.apply(Call(spec, extents.indices, extents.output), start, *tensors)  # type: ignore[no-any-return]
+    if _traced(tensors) or (start is not None and _traced((start,))):
+        return _registered(spec, tensors, start, extents)
+    if torch.is_grad_enabled():
+        for tensor in tensors:
+            if tensor.requires_grad:
+                break
+        else:
+            if start is None or not start.requires_grad:
+                return run_spec(spec, tensors, start, extents, key)
+        return _Function.apply(Call.of(spec, extents, key, seen), start, *tensors)  # type: ignore[no-any-return]
+    return run_spec(spec, tensors, start, extents, key)
+
+
+def _finished(
+    spec: Spec,
+    tensors: Sequence[Tensor],
+    start: Tensor | None,
+    extents: Extents,
+    key: Key | None,
+    seen: Seen | None,
+) -> Tensor:
+    """`apply` for a sum that is activated or cast.
+
+    Where gradients are recorded, an activation that is differentiated from its output stays in the sum's own store. One
+    that takes the number before it (silu, gelu) is applied by torch: that number must be written for backward anyway,
+    so to fuse would save one read of the output, and cost every back end a second output.
+    """
+    if not (_traced(tensors) or _traced((start,)) or transformed()):
+        learned = torch.is_grad_enabled() and any(t is not None and t.requires_grad for t in (*tensors, start))
+        if not learned:
+            return run_spec(spec, tensors, start, extents, key)
+        name = spec.epilogue.activation
+        kept = spec.statement.operator in _EXTREMA
+        if not kept and (name is None or ACTIVATIONS[name].backward is not None):
+            return _Function.apply(Call.of(spec, extents, key, seen), start, *tensors)  # type: ignore[no-any-return]
+    return spec.epilogue(apply(spec.bare, tensors, start, extents, key), value_dtype(spec, tensors, start))
+
+
+# Batching.
+
+
+def _batched(access: Access, names: set[str], batch: str) -> str:
+    """The access with a leading batch subscript on every batched tensor, nested ones too."""
+    subscripts: list[str] = []
+    for subscript in access.subscripts:
+        text = ""
+        for term in subscript.terms:
+            atom = _batched(term.atom, names, batch) if isinstance(term.atom, Access) else str(term.atom)
+            text += f"{'-' if term.coefficient < 0 else '+' if text else ''}{abs(term.coefficient)}*{atom}"
+        if subscript.offset or not text:
+            text += f"{subscript.offset:+d}" if text else str(subscript.offset)
+        subscripts.append(text)
+    if access.name in names:
+        subscripts.insert(0, batch)
+    return f"{access.name}[{','.join(subscripts)}]" if subscripts else access.name
+
+
+def _belonging(statement: Statement, batched: set[str]) -> set[str]:
+    """The factors without a batch that belong to entries with one: what misses differs, and with it what matters."""
+    entries = [a for a in statement.accesses() if a.name in batched and a.name in statement.index_tensors()]
+    found: set[str] = set()
+    for read in statement.reads:
+        own = {term.atom.name for s in read.subscripts for term in s.terms if isinstance(term.atom, Index)}
+        if read.name not in batched and any(own.issuperset(i.name for i in entry.indices()) for entry in entries):
+            found.add(read.name)
+    return found - set(statement.index_tensors())
+
+
+class _Batch:
+    """A batch of statements is one statement with one more index, the first of the output."""
+
+    def __init__(self, call: Call, size: int, dims: Sequence[int | None]) -> None:
+        statement = call.spec.statement
+        layout = layout_of(statement)
+        self.size = size
+        self.dims = dims
+        self.layout = layout
+        index = fresh_name("batch", {*statement.indices(), *statement.tensors(), statement.output.name})
+        names = {name for name, dim in zip(layout.tensors, dims, strict=True) if dim is not None}
+        self.repeated = _belonging(statement, names)
+        names |= self.repeated
+        factors = [_batched(f, names, index) if isinstance(f, Access) else str(f) for f in statement.factors]
+        written = _batched(statement.output, {*names, statement.output.name}, index)
+        text = f"{written} {statement.operator} {' * '.join(factors)}"
+        # A batched index tensor is addressed by the batch too, so facts about it as a whole no longer hold.
+        facts = tuple((n, f if n not in names else IndexFacts(masked=f.masked)) for n, f in call.spec.facts)
+        static = tuple((name, table) for name, table in call.spec.static if name not in names)
+        self.spec = Spec(text, facts, call.spec.options, call.spec.drop_outside, static, origin=call.spec.origin)
+        sizes = {**dict(zip(layout.indices, call.indices, strict=True)), index: size}
+        inner = self.spec.layout
+        self.order = inner.tensors
+        self.extents = Extents(tuple(sizes[name] for name in inner.indices), (size, *call.output))
+
+    def operands(self, tensors: Sequence[Tensor]) -> list[Tensor]:
+        moved = [t if dim is None else t.movedim(dim, 0) for t, dim in zip(tensors, self.dims, strict=True)]
+        named = dict(zip(self.layout.tensors, moved, strict=True))
+        named |= {name: named[name].expand(self.size, *named[name].shape) for name in self.repeated}
+        return [named[name] for name in self.order]
+
+    def start(self, start: Tensor | None, dim: int | None) -> Tensor | None:
+        if start is None:
+            return None
+        return start.expand(self.size, *start.shape) if dim is None else start.movedim(dim, 0)
+
+
+def _vmap(
+    info: Any,
+    in_dims: tuple[Any, ...],
+    spec: str,
+    tensors: list[Tensor],
+    start: Tensor | None,
+    indices: list[int],
+    output: list[int],
+) -> tuple[Tensor, int]:
+    batch = _Batch(Call(Spec.from_json(spec), tuple(indices), tuple(output)), info.batch_size, in_dims[1])
+    result = torch.ops.insum_nn.run(
+        batch.spec.to_json(),
+        batch.operands(tensors),
+        batch.start(start, in_dims[2]),
+        list(batch.extents.indices),
+        list(batch.extents.output),
+    )
+    return result, 0
+
+
+torch.library.register_vmap(f"{_NAMESPACE}::run", _vmap)
+
+
+def _vmap_shares(
+    info: Any,
+    in_dims: tuple[Any, ...],
+    spec: str,
+    tensors: list[Tensor],
+    start: Tensor | None,
+    result: Tensor,
+    indices: list[int],
+    output: list[int],
+) -> tuple[tuple[Tensor, Tensor], tuple[int, int]]:
+    batch = _Batch(Call(Spec.from_json(spec), tuple(indices), tuple(output)), info.batch_size, in_dims[1])
+    results = batch.start(result, in_dims[3])
+    share, from_start = shares(
+        batch.spec.to_json(),
+        batch.operands(tensors),
+        batch.start(start, in_dims[2]),
+        results,
+        list(batch.extents.indices),
+        list(batch.extents.output),
+    )
+    return (share, from_start), (0, 0)
+
+
+torch.library.register_vmap(f"{_NAMESPACE}::shares", _vmap_shares)

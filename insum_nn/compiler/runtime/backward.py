@@ -1,0 +1,163 @@
+"""A recorded call, and the gradients of it that nothing records in turn: its derivative programs, ready to run.
+
+Backward runs in a thread of its own, where the same Python takes longer than in the caller's. So what the derivative
+programs of one kind of call are, which tensors they read and in which shapes, is found once and kept with the call.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from functools import lru_cache
+
+import torch
+from torch import Tensor
+
+from insum_nn.compiler.lang.bind import Extents
+from insum_nn.compiler.lang.derivative import Derivative, derivatives
+from insum_nn.compiler.runtime.dispatch import Key, Seen, Spec, call_key, run_spec
+
+__all__ = ["Call", "Shapes", "Step", "gradients", "read_again"]
+
+# Of all tensors of a call, where some of them were not kept.
+Shapes = Sequence[torch.Size] | None
+
+
+@dataclass(slots=True)
+class Call:
+    """The constants of a call, or of all calls of one kind.
+
+    Attributes:
+        spec: the program.
+        indices: extents, in the layout's order.
+        output: the output's shape.
+        key: `call_key` of its tensors, where it is known.
+        seen: what is remembered of calls of its kind.
+    """
+
+    spec: Spec
+    indices: tuple[int, ...]
+    output: tuple[int, ...]
+    key: Key | None = None
+    seen: Seen | None = None
+    _steps: dict[int, tuple[Step, ...]] = field(default_factory=dict)
+
+    @staticmethod
+    def of(spec: Spec, extents: Extents, key: Key | None, seen: Seen | None) -> Call:
+        """The call; the same one for all calls that share what is remembered of them."""
+        if seen is None:
+            return Call(spec, extents.indices, extents.output, key)
+        call = seen.call
+        if not isinstance(call, Call):
+            call = seen.call = Call(spec, extents.indices, extents.output, key, seen)
+        return call
+
+    def run(self, tensors: Sequence[Tensor], start: Tensor | None) -> Tensor:
+        """The output; nothing is recorded."""
+        seen = self.seen
+        if seen is None:
+            return run_spec(self.spec, tensors, start, Extents(self.indices, self.output), self.key)
+        ready = None if torch._C._is_any_autocast_enabled() else seen.runs(tensors)
+        if ready is None:
+            result = run_spec(self.spec, tensors, start, seen.extents, self.key)
+            if self.key is not None:
+                seen.ready = self.spec.ready_for(self.key, start is None, seen.extents)
+            return result
+        return ready.run(tensors, start)
+
+    def steps(self, position: int, tensors: Sequence[Tensor | None], shapes: Shapes) -> tuple[Step, ...]:
+        """The derivative programs of the tensor at a position; shapes are given where it may be missing."""
+        found = self._steps.get(position)
+        if found is None:
+            tensor = tensors[position]
+            shape = shapes[position] if tensor is None else tensor.shape  # type: ignore[index]
+            found = self._steps[position] = self._found(position, tuple(shape))
+        return found
+
+    def _found(self, position: int, shape: tuple[int, ...]) -> tuple[Step, ...]:
+        layout = self.spec.layout
+        derivative, programs = _derivative_specs(self.spec, layout.tensors[position])
+        pool = {name: place for place, name in enumerate((*layout.tensors, derivative.seed, derivative.share))}
+        sizes = dict(zip(layout.indices, self.indices, strict=True))
+        return tuple(
+            Step(spec, tuple(pool[x] for x in names), Extents(tuple(sizes[x] for x in indices), shape))
+            for spec, names, indices in programs
+        )
+
+
+@dataclass(slots=True)
+class Step:
+    """A derivative program, and where its tensors stand: among those of the call, the gradient, the shares."""
+
+    spec: Spec
+    places: tuple[int, ...]
+    extents: Extents
+    seen: Seen | None = None
+
+    def read(self, pool: Sequence[Tensor | None]) -> list[Tensor]:
+        """Its tensors."""
+        return [pool[place] for place in self.places]  # type: ignore[misc]
+
+    def alone(self, pool: Sequence[Tensor | None], total: Tensor | None) -> Tensor:
+        """Run it where nobody looks on, and nothing is recorded."""
+        tensors = self.read(pool)
+        seen = self.seen
+        if seen is not None and (ready := seen.runs(tensors)) is not None:
+            return ready.run(tensors, total)
+        key = call_key(tensors, total)
+        result = run_spec(self.spec, tensors, total, self.extents, key)
+        ready = self.spec.ready_for(key, total is None, self.extents)
+        self.seen = None if ready is None else Seen(self.extents, ready)
+        return result
+
+
+@lru_cache(maxsize=2048)
+def _derivative_specs(
+    spec: Spec, operand: str
+) -> tuple[Derivative, tuple[tuple[Spec, tuple[str, ...], tuple[str, ...]], ...]]:
+    """The derivative's programs, each with the tensors and the indices that it takes."""
+    derivative = derivatives(spec.statement, operand)
+    inner = tuple(spec.with_statement(statement, drop_outside=True) for statement in derivative.statements)
+    return derivative, tuple((each, each.layout.tensors, each.layout.indices) for each in inner)
+
+
+@lru_cache(maxsize=2048)
+def read_again(spec: Spec, needs: tuple[bool, ...]) -> tuple[bool, ...] | None:
+    """Which of the tensors the gradients of those that need one are made of; `None`: all of them."""
+    layout = spec.layout
+    learned = [name for name, need in zip(layout.tensors, needs, strict=True) if need and name in layout.value_tensors]
+    read = {x for name in learned for _, tensors, _ in _derivative_specs(spec, name)[1] for x in tensors}
+    kept = tuple(name in read for name in layout.tensors)
+    return None if all(kept) else kept
+
+
+def gradients(
+    call: Call,
+    tensors: Sequence[Tensor | None],
+    shapes: Shapes,
+    needs: Sequence[bool],
+    grad: Tensor,
+    share: Tensor | None,
+    run: Callable[[Step, Sequence[Tensor | None], Tensor | None], Tensor],
+) -> list[Tensor | None]:
+    """Gradients of the tensors that need one.
+
+    Args:
+        call: the call.
+        tensors: its tensors; those that `read_again` does not name may be `None`, if shapes are given.
+        shapes: of all of them.
+        needs: which of them need one.
+        grad: the gradient of the sum.
+        share: the shares of terms, where they do not all count.
+        run: runs one derivative program, which adds to what those before it made.
+    """
+    values, names = call.spec.layout.value_tensors, call.spec.layout.tensors
+    pool = (*tensors, grad, share)
+    found: list[Tensor | None] = []
+    for position, need in enumerate(needs):
+        total: Tensor | None = None
+        if need and names[position] in values:
+            for step in call.steps(position, tensors, shapes):
+                total = run(step, pool, total)
+        found.append(total)
+    return found

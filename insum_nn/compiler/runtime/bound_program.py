@@ -1,0 +1,90 @@
+"""A program some of whose tensors stay: what is left of a call when a layer or a structure makes it again and again."""
+
+from __future__ import annotations
+
+from collections.abc import Hashable, Mapping, Sequence
+from typing import Any, Protocol
+
+import torch
+from torch import Tensor
+
+from insum_nn.compiler.runtime.autograd import unwatched
+from insum_nn.compiler.runtime.dispatch import Seen, broadcast, call_key, keep
+
+__all__ = ["Given"]
+
+Shape = Sequence[int | None]
+# Shapes of the other tensors whose calls are remembered.
+_LIMIT = 64
+
+
+class _Program(Protocol):
+    def __call__(self, *, tensors: Mapping[str, Tensor], out_shape: Shape) -> Tensor: ...
+
+    def seen(self, named: Mapping[str, Tensor], out_shape: Shape | None) -> Seen | None: ...
+
+
+class Given:
+    """A program with some of its tensors given: a call takes the others by position, and records no gradients.
+
+    What is checked of a call depends on the shapes, dtypes and devices of the others, and is remembered by them; so a
+    call that was made before costs the host little more than the launch of its kernel. That nobody writes to the given
+    tensors is the caller's promise.
+
+    Args:
+        program: the statement's program.
+        output: its output's name.
+        order: names of the tensors it reads, in its order.
+        tensors: those given, by name.
+
+    Attributes:
+        names: the tensors that a call takes, in this order.
+    """
+
+    def __init__(self, program: _Program, output: str, order: Sequence[str], tensors: Mapping[str, Tensor]) -> None:
+        self.program = program
+        self.tensors = dict(tensors)
+        self.names = tuple(name for name in order if name not in tensors)
+        self._output = output
+        self._order = tuple(order)
+        self._template: list[Any] = [tensors.get(name) for name in order]
+        self._places = tuple(order.index(name) for name in self.names)
+        self._seen: dict[Hashable, Seen] = {}
+
+    def __call__(
+        self, *others: Tensor, out_shape: Shape, start: Tensor | None = None, key: Hashable | None = None
+    ) -> Tensor:
+        """Run the statement.
+
+        Args:
+            *others: in the order of `names`.
+            out_shape: the output's shape, a tuple; `None` entries are inferred.
+            start: the starting value; it may broadcast to the output.
+            key: what the caller has that decides shapes, dtypes and devices of all these, as `call_key` does: a
+                promise too that they are plain tensors and that nobody looks on. It spares the look at each of them.
+        """
+        if torch.is_grad_enabled():
+            with torch.no_grad():
+                return self(*others, out_shape=out_shape, start=start, key=key)
+        ordered = list(self._template)
+        for place, tensor in zip(self._places, others, strict=True):
+            ordered[place] = tensor
+        if key is None and unwatched(others, start):
+            key = (call_key(others, start), out_shape)
+        # `None` is no key of what is remembered.
+        seen = self._seen.get(key)
+        if seen is None or (ready := seen.runs(ordered)) is None:
+            return self._first(ordered, out_shape, start, key)
+        return ready.run(ordered, broadcast(start, seen.extents))
+
+    def _first(self, ordered: Sequence[Tensor], out_shape: Shape, start: Tensor | None, key: Hashable | None) -> Tensor:
+        """A call that is not remembered here."""
+        named = dict(zip(self._order, ordered, strict=True))
+        if start is not None:
+            named[self._output] = start
+        # The program may know the call from others' given tensors: each structure has a `Given` of its own.
+        seen = None if key is None else self.program.seen(named, out_shape)
+        if key is None or seen is None or (ready := seen.runs(ordered)) is None:
+            return self.program(tensors=named, out_shape=out_shape)
+        keep(self._seen, key, seen, _LIMIT)
+        return ready.run(ordered, broadcast(start, seen.extents))

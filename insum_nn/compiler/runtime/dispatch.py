@@ -1,0 +1,446 @@
+"""One call of a program: what it is (`Spec`), its checks, and the way to compiled code.
+
+Checks and the search for a program cost the host more than a small kernel costs the device. A call whose shapes,
+dtypes and devices were seen before finds everything ready, down to the variant of the compiled code.
+"""
+
+from __future__ import annotations
+
+import json
+import threading
+import weakref
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import asdict, dataclass, field
+from functools import cached_property, lru_cache
+from typing import Any, TypeVar
+
+import torch
+from torch import Tensor
+
+from insum_nn.compiler.lang.bind import Bound, Extents, Layout, bind, layout_of
+from insum_nn.compiler.lang.claimed_facts import Origin
+from insum_nn.compiler.lang.epilogue import PLAIN, Epilogue
+from insum_nn.compiler.lang.index_checks import prove, writes_sums
+from insum_nn.compiler.lang.parser import check_text, parse
+from insum_nn.compiler.lang.shapes import check_extents
+from insum_nn.compiler.lang.syntax import Statement
+from insum_nn.compiler.options import Options
+from insum_nn.compiler.plans.paths import fastest
+from insum_nn.compiler.runtime.execution import Executable, generation
+from insum_nn.errors import InsumDtypeError, InsumNameError, InsumRangeError, InsumShapeError
+from insum_nn.facts import IndexFacts, StaticTable
+from insum_nn.kept import unwritten
+
+__all__ = [
+    "Key",
+    "Ready",
+    "Seen",
+    "Spec",
+    "broadcast",
+    "call_key",
+    "check_kinds",
+    "index_versions",
+    "keep",
+    "parse_cached",
+    "prepare",
+    "run_spec",
+    "static_tables",
+    "value_dtype",
+]
+
+Key = tuple[object, ...]
+# Positions of index tensors, the tensors, their versions, and whether a builder speaks for others in their place.
+Versions = tuple[tuple[int, Callable[[], "Tensor | None"], int, bool], ...]
+K = TypeVar("K")
+V = TypeVar("V")
+# Shapes of one program that are kept ready; a run over ever new sizes must not grow without bound.
+_READY_LIMIT = 64
+
+
+@dataclass(frozen=True)
+class Spec:
+    """Everything about a program but its tensors and sizes; converts to JSON and back.
+
+    Attributes:
+        expression: the statement's text.
+        facts: facts promised of index tensors, by name.
+        options: compile options.
+        drop_outside: writes outside the output are dropped (derivative statements).
+        static: tensors whose values are known, by name.
+        epilogue: what follows the sum.
+        origin: who says the facts; see `prove`.
+    """
+
+    expression: str
+    facts: tuple[tuple[str, IndexFacts], ...] = ()
+    options: Options = field(default_factory=Options)
+    drop_outside: bool = False
+    static: tuple[tuple[str, StaticTable], ...] = ()
+    epilogue: Epilogue = PLAIN
+    origin: Origin = "builder"
+    ready: dict[Key, Ready] = field(default_factory=dict, init=False, repr=False, compare=False)
+    _hash: int = field(default=0, init=False, repr=False, compare=False)
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "_hash", hash(self._state()))
+
+    def __hash__(self) -> int:
+        return self._hash
+
+    def __reduce__(self) -> tuple[object, ...]:
+        return (Spec, self._state())
+
+    def _state(self) -> tuple[object, ...]:
+        return (self.expression, self.facts, self.options, self.drop_outside, self.static, self.epilogue, self.origin)
+
+    @cached_property
+    def statement(self) -> Statement:
+        return parse_cached(self.expression)
+
+    @cached_property
+    def layout(self) -> Layout:
+        return layout_of(self.statement)
+
+    def to_json(self) -> str:
+        return _to_json(self)
+
+    @staticmethod
+    def from_json(text: str) -> Spec:
+        return _from_json(text)
+
+    def ready_for(self, key: Key, fresh: bool, extents: Extents) -> Ready | None:
+        """What runs a call that was made just now, if it was made ready; `fresh`: without a starting value."""
+        return self.ready.get(_ready_key(key, fresh, extents))
+
+    @property
+    def bare(self) -> Spec:
+        """The sum alone."""
+        return _with_expression(self, self.expression, self.drop_outside)
+
+    def with_statement(self, statement: Statement, *, drop_outside: bool) -> Spec:
+        return _with_expression(self, str(statement), drop_outside)
+
+
+def _ready_key(key: Key, fresh: bool, extents: Extents) -> Key:
+    return key, fresh, extents, torch.get_float32_matmul_precision()
+
+
+def parse_cached(expression: str) -> Statement:
+    """`parse`, remembered."""
+    check_text(expression)
+    return _parsed(expression)
+
+
+_parsed = lru_cache(maxsize=2048)(parse)
+
+
+@lru_cache(maxsize=2048)
+def _with_expression(spec: Spec, expression: str, drop_outside: bool) -> Spec:
+    return Spec(expression, spec.facts, spec.options, drop_outside, spec.static, origin=spec.origin)
+
+
+@lru_cache(maxsize=2048)
+def _to_json(spec: Spec) -> str:
+    return json.dumps(
+        {
+            "expression": spec.expression,
+            "facts": {name: asdict(facts) for name, facts in spec.facts},
+            "options": asdict(spec.options),
+            "drop_outside": spec.drop_outside,
+            "static": {name: [table.shape, table.values] for name, table in spec.static},
+            "epilogue": asdict(spec.epilogue),
+            "origin": spec.origin,
+        },
+        sort_keys=True,
+    )
+
+
+@lru_cache(maxsize=2048)
+def _from_json(text: str) -> Spec:
+    data = json.loads(text)
+    facts = tuple((name, _facts(values)) for name, values in data["facts"].items())
+    tables = data.get("static", {}).items()
+    static = tuple((name, StaticTable(tuple(shape), tuple(values))) for name, (shape, values) in tables)
+    epilogue = Epilogue(**data.get("epilogue", {}))
+    origin: Origin = data.get("origin", "caller")
+    return Spec(data["expression"], facts, Options(**data["options"]), data["drop_outside"], static, epilogue, origin)
+
+
+def _facts(values: dict[str, Any]) -> IndexFacts:
+    """Facts from JSON, which knows no tuples."""
+    values["unique_with"] = tuple(values["unique_with"])
+    return IndexFacts(**values)
+
+
+def static_tables(
+    statement: Statement, static: Mapping[str, Tensor | StaticTable]
+) -> tuple[tuple[str, StaticTable], ...]:
+    """Static tensors as a `Spec` holds them.
+
+    Raises:
+        InsumNameError: the statement reads no tensor of a name.
+    """
+    unknown = [name for name in static if name not in statement.tensors()]
+    if unknown:
+        raise InsumNameError(
+            f"static= names '{unknown[0]}', which the statement does not read",
+            expression=statement.text,
+            details=[f"tensors read: {', '.join(statement.tensors())}"],
+            fix="name a tensor of the statement.",
+            tensor=unknown[0],
+        )
+    return tuple(
+        (name, table if isinstance(table, StaticTable) else StaticTable.of(table))
+        for name, table in sorted(static.items())
+    )
+
+
+def prepare(spec: Spec, tensors: Sequence[Tensor], start: Tensor | None, extents: Extents) -> tuple[Bound, Executable]:
+    """Check a call and find its program."""
+    statement = spec.statement
+    layout = spec.layout
+    named = dict(zip(layout.tensors, tensors, strict=True))
+    check_extents(statement, tensors, extents, drop_outside=spec.drop_outside)
+    facts = prove(
+        statement,
+        tensors,
+        extents,
+        dict(spec.facts),
+        drop_outside=spec.drop_outside,
+        validate=spec.options.validate,
+        origin=spec.origin,
+    )
+    for name, tensor in named.items():
+        if name in facts and tensor.numel() == 0:
+            facts[name] = IndexFacts(masked=True, proven=True)
+    _check_static(spec, named)
+    bound = bind(statement, named, start, facts=facts, drop_outside=spec.drop_outside, epilogue=spec.epilogue)
+    return bound, fastest(bound, tensors, start, extents, spec.options, spec.static)
+
+
+def _check_static(spec: Spec, named: Mapping[str, Tensor]) -> None:
+    """Raise unless tensors promised to be static have the promised shape, and with `validate` the promised values."""
+    for name, table in spec.static:
+        tensor = named.get(name)
+        if tensor is None:
+            continue
+        if tuple(tensor.shape) != table.shape:
+            raise InsumShapeError(
+                f"'{name}' was compiled as a static tensor of shape {table.shape}, got {tuple(tensor.shape)}",
+                expression=spec.statement.text,
+                fix="pass the tensor that was given as static= to compile(), or compile again.",
+                tensor=name,
+                expected=table.shape,
+                got=tuple(tensor.shape),
+            )
+        if spec.options.validate:
+            promised = torch.tensor(table.values, dtype=tensor.dtype, device=tensor.device).reshape(table.shape)
+            if not torch.equal(promised, tensor):
+                raise InsumRangeError(
+                    f"'{name}' differs from the static tensor that the statement was compiled for",
+                    expression=spec.statement.text,
+                    fix="pass the tensor that was given as static= to compile(), or compile again.",
+                    tensor=name,
+                )
+
+
+_KINDS: dict[str, tuple[type, str]] = {
+    "sizes": (Mapping, "a dict of extents by index name"),
+    "out_shape": (Sequence, "a tuple of extents"),
+    "tensors": (Mapping, "a dict of tensors by name"),
+    "facts": (Mapping, "a dict of IndexFacts by tensor name"),
+    "static": (Mapping, "a dict of tensors by name"),
+    "options": (Options, "insum_nn.Options"),
+    "activation": (str, "the name of an activation"),
+    "out_dtype": (torch.dtype, "a torch.dtype"),
+    "out": (Tensor, "a torch.Tensor"),
+}
+
+
+def check_kinds(**given: object) -> None:
+    """Check the arguments of a call beside its tensors: a tensor that is named like one of them arrives as it.
+
+    Raises:
+        InsumDtypeError: one is of another type.
+    """
+    for name, value in given.items():
+        kind, what = _KINDS[name]
+        if value is None or isinstance(value, kind):
+            continue
+        tensor = isinstance(value, Tensor)
+        fix = f"pass a tensor of that name as tensors={{'{name}': ...}}." if tensor else f"pass {name}= as {what}."
+        raise InsumDtypeError(
+            f"{name}= must be {what}, got {type(value).__name__}", fix=fix, expected=kind, got=type(value)
+        )
+
+
+def call_key(tensors: Sequence[Tensor], start: Tensor | None) -> Key:
+    """What of the tensors decides checks, extents and code; index values are proven apart."""
+    key: list[object] = []
+    for tensor in tensors:
+        key += (tensor.shape, tensor.dtype, tensor.device)
+    if start is not None:
+        key += (start.shape, start.dtype, start.device)
+    elif not tensors:
+        key.append(torch.get_default_dtype())
+    return tuple(key)
+
+
+@dataclass(slots=True)
+class Ready:
+    """Everything decided for one key, and the index tensors whose values were read for it."""
+
+    run: Callable[[Sequence[Tensor], Tensor | None], Tensor]
+    read: Versions
+    generation: int
+
+    def holds(self, tensors: Sequence[Tensor]) -> bool:
+        for at, ref, version, spoken_for in self.read:
+            tensor = tensors[at]
+            if ref() is tensor:
+                if tensor._version != version:
+                    return False
+            elif not (spoken_for and unwritten(tensor)):
+                return False
+        return self.generation == generation()
+
+
+def broadcast(start: Tensor | None, extents: Extents) -> Tensor | None:
+    """The starting value in the output's shape, without a copy."""
+    # Symbolic extents are not compared where the ranks differ already.
+    if start is None or (start.ndim == len(extents.output) and start.shape == extents.output):
+        return start
+    return start.expand(extents.output)
+
+
+@dataclass(slots=True)
+class Seen:
+    """A call that was checked before: its sizes, what runs it where nothing is recorded, and the recorded call."""
+
+    extents: Extents
+    ready: Ready | None = None
+    precision: str = field(default_factory=torch.get_float32_matmul_precision)
+    call: object = None
+
+    def runs(self, tensors: Sequence[Tensor]) -> Ready | None:
+        """What may run on these tensors as it is."""
+        ready = self.ready
+        if ready is None:
+            return None
+        if self.precision != torch.get_float32_matmul_precision():
+            self.precision = torch.get_float32_matmul_precision()
+            self.ready = None
+            return None
+        return ready if ready.holds(tensors) else None
+
+
+def run_spec(
+    spec: Spec, tensors: Sequence[Tensor], start: Tensor | None, extents: Extents, key: Key | None = None
+) -> Tensor:
+    """Run without recording gradients.
+
+    Args:
+        spec: the program.
+        tensors: in the layout's order; their ranks and dtypes were checked.
+        start: the starting value.
+        extents: the call's sizes.
+        key: `call_key` of the tensors, where the caller has it.
+    """
+    if torch._C._is_any_autocast_enabled():
+        device = next((t.device.type for t in (*tensors, start) if t is not None), "cpu")
+        if torch.is_autocast_enabled(device):
+            # The operands were cast where the call was made; inside, autocast would mix dtypes that were equal.
+            with torch.autocast(device, enabled=False):
+                return run_spec(spec, tensors, start, extents, key)
+    # Compiled float32 products follow the precision that was asked for when they were compiled.
+    key = _ready_key(key or call_key(tensors, start), start is None, extents)
+    ready = spec.ready.get(key)
+    if ready is not None and ready.holds(tensors):
+        return ready.run(tensors, start)
+    if 0 in extents.indices:
+        check_extents(spec.statement, tensors, extents, drop_outside=spec.drop_outside)
+        return _without_terms(spec, tensors, start, extents)
+    bound, program = prepare(spec, tensors, start, extents)
+    indexed = bound.layout.index_tensors
+    empty = [name for name, t in zip(bound.layout.tensors, tensors, strict=True) if t.numel() == 0]
+    if 0 in extents.output or not indexed.issuperset(empty):
+        # Every read of a factor without cells misses.
+        return _without_terms(spec, tensors, start, extents)
+    if empty:
+        stand = [_stand_in(t, n in indexed) for n, t in zip(bound.layout.tensors, tensors, strict=True)]
+        return program(stand, extents, start)
+    run = program.prepare(tensors, extents, start)
+    _remember(spec, key, run, tensors)
+    return run(tensors, start)
+
+
+def _remember(
+    spec: Spec, key: Key, run: Callable[[Sequence[Tensor], Tensor | None], Tensor], tensors: Sequence[Tensor]
+) -> None:
+    read = index_versions(spec, tensors)
+    if read is None:
+        return
+    if spec.options.validate or writes_sums(spec.statement):
+        return
+    keep(spec.ready, key, Ready(run, read, generation()), _READY_LIMIT)
+
+
+def index_versions(spec: Spec, tensors: Sequence[Tensor]) -> Versions | None:
+    """The index tensors whose values were read for a call; `None`: they have to be read at every call."""
+    built = {name for name, facts in spec.facts if facts.proven and facts.masked is not None}
+    layout = spec.layout
+    read: list[tuple[int, Callable[[], Tensor | None], int, bool]] = []
+    for at, name in enumerate(layout.tensors):
+        tensor = tensors[at]
+        if name not in layout.index_tensors:
+            continue
+        spoken_for = spec.origin == "builder" and name in built and unwritten(tensor)
+        if not tensor.is_inference():
+            read.append((at, weakref.ref(tensor), tensor._version, spoken_for))
+        elif spoken_for:
+            read.append((at, _nothing, 0, True))
+        else:
+            # No version is tracked.
+            return None
+    return tuple(read)
+
+
+def _nothing() -> None:
+    """The weak reference of a tensor that is not known again."""
+
+
+_lock = threading.Lock()
+
+
+def keep(kept: dict[K, V], key: K, value: V, limit: int) -> None:
+    """Put into a bounded dictionary, whose oldest entry leaves first; several threads may do so at once."""
+    with _lock:
+        while len(kept) >= limit:
+            del kept[next(iter(kept))]
+        kept[key] = value
+
+
+def _without_terms(spec: Spec, tensors: Sequence[Tensor], start: Tensor | None, extents: Extents) -> Tensor:
+    """Without terms or without cells the output is its start, or zero."""
+    dtype = value_dtype(spec, tensors, start)
+    if start is not None:
+        total = start.detach().clone(memory_format=torch.contiguous_format)
+        return spec.epilogue(total, dtype) if spec.epilogue else total
+    device = tensors[0].device if tensors else None
+    return torch.zeros(extents.output, dtype=spec.epilogue.out_dtype(dtype), device=device)
+
+
+def _stand_in(tensor: Tensor, is_index: bool) -> Tensor:
+    """A tensor without elements is only ever read outside: one cell that says so is safe to address."""
+    if tensor.numel():
+        return tensor
+    shape = [max(1, extent) for extent in tensor.shape]
+    return tensor.new_full(shape, -1) if is_index else tensor.new_zeros(shape)
+
+
+def value_dtype(spec: Spec, tensors: Sequence[Tensor], start: Tensor | None) -> torch.dtype:
+    """The dtype of the factors, and of the sum."""
+    layout = spec.layout
+    for access in spec.statement.reads:
+        return tensors[layout.tensors.index(access.name)].dtype
+    return start.dtype if start is not None else torch.get_default_dtype()

@@ -1,0 +1,117 @@
+"""The gradient's shares under `max=` and `min=`, as a registered operator.
+
+Terms that attain the extremum of their cell share its gradient equally; a starting value that attains it counts too.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+
+from insum_nn.compiler.lang.bind import Extents, layout_of
+from insum_nn.compiler.lang.derivative import fresh_name
+from insum_nn.compiler.lang.syntax import Statement
+from insum_nn.compiler.runtime.dispatch import Spec, parse_cached, run_spec
+
+__all__ = ["shares"]
+
+
+@torch.library.custom_op("insum_nn::shares", mutates_args=())
+def shares(
+    spec: str, tensors: list[Tensor], start: Tensor | None, result: Tensor, indices: list[int], output: list[int]
+) -> tuple[Tensor, Tensor]:
+    """For `max=` and `min=`: the share of each term, and of the starting value, in its output cell's gradient.
+
+    Terms that take part and attain the extremum share equally; a starting value that attains it counts as one of them,
+    and is alone where no term takes part.
+    """
+    decoded = Spec.from_json(spec)
+    extents = Extents(tuple(indices), tuple(output))
+    statement = decoded.statement
+    layout = layout_of(statement)
+    shape = [extents.indices[i] for i in range(len(layout.indices))]
+    terms, live = _terms(decoded, tensors, extents)
+    seen = _gather_output(decoded, tensors, result, extents)
+    hit = (live & (terms == seen)).to(result.dtype)
+    count = _scatter_output(decoded, tensors, hit, extents)
+    if start is None:
+        from_start = torch.zeros_like(result)
+    else:
+        written = _scatter_output(decoded, tensors, live.to(result.dtype), extents)
+        from_start = ((start == result) | (written == 0)).to(result.dtype)
+        count = count + from_start
+    weight = 1 / count.clamp(min=1)
+    share = hit * _gather_output(decoded, tensors, weight, extents)
+    return share.reshape(shape).contiguous(), (from_start * weight).contiguous()
+
+
+@shares.register_fake
+def _shares_fake(
+    spec: str, tensors: list[Tensor], start: Tensor | None, result: Tensor, indices: list[int], output: list[int]
+) -> tuple[Tensor, Tensor]:
+    return result.new_empty(indices), result.new_empty(output)
+
+
+def _space(statement: Statement) -> tuple[str, str]:
+    """A name for a tensor over the whole index space, and its access."""
+    taken = {statement.output.name, *statement.tensors(), *statement.indices()}
+    name = fresh_name("space", taken)
+    indices = statement.indices()
+    return name, f"{name}[{','.join(indices)}]" if indices else name
+
+
+def _auxiliary(
+    spec: Spec, text: str, named: dict[str, Tensor], indices: dict[str, int], output: Sequence[int]
+) -> Tensor:
+    """Run another statement over the same index space."""
+    statement = parse_cached(text)
+    layout = layout_of(statement)
+    sizes = Extents(tuple(indices[name] for name in layout.indices), tuple(output))
+    return run_spec(
+        spec.with_statement(statement, drop_outside=True), [named[name] for name in layout.tensors], None, sizes
+    )
+
+
+def _terms(spec: Spec, tensors: Sequence[Tensor], extents: Extents) -> tuple[Tensor, Tensor]:
+    """Every term, and which of them take part."""
+    statement = spec.statement
+    layout = layout_of(statement)
+    named = dict(zip(layout.tensors, tensors, strict=True))
+    sizes = dict(zip(layout.indices, extents.indices, strict=True))
+    _, space = _space(statement)
+    factors = " * ".join(map(str, statement.factors))
+    # The same operator multiplies in the order of the forward pass, so that a term equals its extremum bit for bit.
+    terms = _auxiliary(spec, f"{space} {statement.operator} {factors}", named, sizes, extents.indices)
+    live = torch.ones(tuple(extents.indices), dtype=torch.bool, device=terms.device)
+    for access in (statement.output, *statement.reads):
+        if all(subscript.plain is not None for subscript in access.subscripts):
+            continue
+        # Ones of the tensor's shape are 0 where a read misses.
+        ones = fresh_name("ones", {*named, *sizes, space.split("[")[0]})
+        shape = extents.output if access is statement.output else named[access.name].shape
+        given = {**named, ones: torch.ones((), dtype=terms.dtype, device=terms.device).expand(shape)}
+        live &= (
+            _auxiliary(spec, f"{space} = {ones}{str(access)[len(access.name) :]}", given, sizes, extents.indices) != 0
+        )
+    return terms, live
+
+
+def _gather_output(spec: Spec, tensors: Sequence[Tensor], result: Tensor, extents: Extents) -> Tensor:
+    """The output's cell of every point of the index space."""
+    statement = spec.statement
+    layout = layout_of(statement)
+    named = {**dict(zip(layout.tensors, tensors, strict=True)), statement.output.name: result}
+    sizes = dict(zip(layout.indices, extents.indices, strict=True))
+    return _auxiliary(spec, f"{_space(statement)[1]} = {statement.output}", named, sizes, extents.indices)
+
+
+def _scatter_output(spec: Spec, tensors: Sequence[Tensor], values: Tensor, extents: Extents) -> Tensor:
+    """Add up a tensor over the index space into the output's cells."""
+    statement = spec.statement
+    layout = layout_of(statement)
+    name, space = _space(statement)
+    named = {**dict(zip(layout.tensors, tensors, strict=True)), name: values}
+    sizes = dict(zip(layout.indices, extents.indices, strict=True))
+    return _auxiliary(spec, f"{statement.output} = {space}", named, sizes, extents.output)

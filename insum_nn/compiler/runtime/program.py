@@ -1,0 +1,465 @@
+"""`Program`: a checked statement that is called with tensors, differentiated and explained."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Collection, Mapping, Sequence
+from functools import lru_cache, partial
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from insum_nn.compiler.explain.report import Explanation, explain_program
+from insum_nn.compiler.lang.bind import Extents, bind, layout_of
+from insum_nn.compiler.lang.check import check_names, check_statement
+from insum_nn.compiler.lang.claimed_facts import Origin
+from insum_nn.compiler.lang.derivative import derivatives
+from insum_nn.compiler.lang.epilogue import check_epilogue
+from insum_nn.compiler.lang.interpreter import interpret
+from insum_nn.compiler.lang.shapes import check_extents, resolve_extents
+from insum_nn.compiler.lang.syntax import Statement
+from insum_nn.compiler.options import DEFAULT, Options
+from insum_nn.compiler.runtime.autocast import to_autocast
+from insum_nn.compiler.runtime.autograd import apply, recorded
+from insum_nn.compiler.runtime.bound_program import Given
+from insum_nn.compiler.runtime.dispatch import (
+    Key,
+    Seen,
+    Spec,
+    broadcast,
+    call_key,
+    check_kinds,
+    keep,
+    parse_cached,
+    prepare,
+    run_spec,
+    static_tables,
+)
+from insum_nn.compiler.runtime.out_argument import check_out, check_unrecorded, shape_for, write_out
+from insum_nn.compiler.runtime.traced import call_operator
+from insum_nn.errors import InsumFormatError
+from insum_nn.facts import IndexFacts, StaticTable
+
+__all__ = ["Program", "ProgramSum", "Shape"]
+
+Shape = Sequence[int | None]
+# Calls of one program whose checks are remembered.
+_SEEN_LIMIT = 64
+_PLAIN = (Tensor, torch.nn.Parameter)
+# Kinds of arguments that need no look at them.
+_SHAPES = (type(None), tuple, torch.Size)
+_NAMED = (type(None), dict)
+
+
+def _hashable(sizes: Mapping[str, int] | None) -> tuple[tuple[str, int], ...] | None:
+    return tuple(sorted(sizes.items())) if sizes else None
+
+
+class Program:
+    """A checked statement, ready to be called with tensors of any size.
+
+    Programs are immutable, hashable by content, and pickle as their text; compiled code is shared between equal ones.
+
+    Attributes:
+        expression: the statement as text.
+        options: compile options.
+    """
+
+    def __init__(
+        self,
+        expression: str,
+        *,
+        sizes: Mapping[str, int] | None = None,
+        out_shape: Shape | None = None,
+        facts: Mapping[str, IndexFacts] | None = None,
+        static: Mapping[str, Tensor | StaticTable] | None = None,
+        activation: str | None = None,
+        out_dtype: torch.dtype | None = None,
+        options: Options = DEFAULT,
+        drop_outside: bool = False,
+        origin: Origin = "caller",
+    ) -> None:
+        check_kinds(sizes=sizes, out_shape=out_shape, facts=facts, static=static, options=options)
+        check_kinds(activation=activation, out_dtype=out_dtype)
+        # The same object as the spec's: it is the key of many a look-up.
+        statement = parse_cached(expression)
+        # What only the operand of a derivative shows arrives with the call.
+        check_statement(statement, statement.indices() if drop_outside else sizes or ())
+        self.statement: Statement = statement
+        self.expression: str = str(statement)
+        self.options = options
+        self._sizes: dict[str, int] = dict(sizes or {})
+        self._out_shape = None if out_shape is None else tuple(out_shape)
+        self._spec = Spec(
+            expression,
+            tuple(sorted((facts or {}).items())),
+            options,
+            drop_outside,
+            static_tables(statement, static or {}),
+            check_epilogue(expression, activation, out_dtype),
+            origin,
+        )
+        self._names: tuple[str, ...] = layout_of(statement).tensors
+        self._text: str = self._spec.to_json()
+        self._seen: dict[tuple[object, ...], Seen] = {}
+
+    def __repr__(self) -> str:
+        return f"Program({self.expression!r}{', drop_outside=True' if self._spec.drop_outside else ''})"
+
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, Program) and self._state() == other._state()
+
+    def __hash__(self) -> int:
+        return hash((self._spec, self._out_shape, tuple(sorted(self._sizes.items()))))
+
+    def _state(self) -> tuple[object, ...]:
+        return (self._spec, self._sizes, self._out_shape)
+
+    def __reduce__(self) -> tuple[object, ...]:
+        spec = self._spec
+        state = (spec, self._sizes, self._out_shape)
+        return (_rebuild, state)
+
+    def __deepcopy__(self, memo: dict[int, object]) -> Program:
+        return self
+
+    def __call__(
+        self,
+        *,
+        sizes: Mapping[str, int] | None = None,
+        out_shape: Shape | None = None,
+        tensors: Mapping[str, Tensor] | None = None,
+        out: Tensor | None = None,
+        **named: Tensor,
+    ) -> Tensor:
+        """Run the statement.
+
+        Args:
+            sizes: extents of indices that no tensor shows; added to those given at compile time.
+            out_shape: shape of the output; `None` entries are inferred.
+            tensors: tensors by name, for names that are no Python keywords arguments.
+            out: a tensor to write the result to; see `insum`.
+            **named: tensors by name. One under the output's name is the starting value: a residual, or broadcast to
+                the output as a bias is, a (n,) or (1, n) for an output (m, n).
+
+        Returns:
+            The output: contiguous, of the factors' dtype (or `out_dtype`) and device; or `out`.
+        """
+        if out is not None:
+            return self._into(out, sizes, out_shape, {**(tensors or {}), **named})
+        if torch.compiler.is_dynamo_compiling() or torch._C._is_tracing():
+            merged = {**self._sizes, **(sizes or {})}
+            named = {**(tensors or {}), **named}
+            return call_operator(self._text, named, merged, out_shape if out_shape is not None else self._out_shape)
+        if sizes is not None or type(out_shape) not in _SHAPES or type(tensors) not in _NAMED:
+            check_kinds(sizes=sizes, out_shape=out_shape, tensors=tensors)
+        if tensors:
+            named = {**tensors, **named} if named else tensors  # type: ignore[assignment]
+        call = self._seen_key(named, sizes, out_shape)
+        if call is None:
+            ordered, start = self._arrange(named)
+            extents = self._extents(ordered, start, sizes, out_shape)
+            return apply(self._spec, ordered, broadcast(start, extents), extents)
+        seen = self._seen.get(call)
+        if seen is None:
+            ordered, start = self._arrange(named)
+            seen = Seen(self._extents(ordered, start, sizes, out_shape))
+            keep(self._seen, call, seen, _SEEN_LIMIT)
+        else:
+            ordered = [named[name] for name in self._names]
+            start = named.get(self.statement.output.name)
+        start = broadcast(start, seen.extents)
+        if recorded(ordered, start):
+            return apply(self._spec, ordered, start, seen.extents, call[0], seen)
+        if (ready := seen.runs(ordered)) is not None:
+            return ready.run(ordered, start)
+        result = apply(self._spec, ordered, start, seen.extents, call[0])
+        seen.ready = self._spec.ready_for(call[0], start is None, seen.extents)
+        return result
+
+    def _into(
+        self, out: Tensor, sizes: Mapping[str, int] | None, out_shape: Shape | None, named: Mapping[str, Tensor]
+    ) -> Tensor:
+        """Run the statement, and write the result to a tensor of the caller's."""
+        check_kinds(sizes=sizes, out_shape=out_shape, out=out)
+        if torch.compiler.is_dynamo_compiling():
+            # What is compiled copies what it made, wherever tensors lie.
+            check_unrecorded(self.expression, out, named)
+            whole = out_shape if out_shape is not None else out.shape
+            return write_out(self.expression, out, self(sizes=sizes, out_shape=whole, tensors=named))
+        check_out(self.statement, out, named)
+        shape = out_shape if out_shape is not None else self._out_shape
+        shape = shape_for(self.statement, out, {**self._sizes, **(sizes or {})}, shape)
+        return write_out(self.expression, out, self(sizes=sizes, out_shape=shape, tensors=named))
+
+    def given(self, tensors: Mapping[str, Tensor]) -> Given:
+        """The program with some of its tensors given: for one who calls it again and again with others.
+
+        >>> product = Program("y[Row[p]] += Val[p] * x[Col[p]]")
+        >>> known = product.given({"Row": torch.tensor([0, 1]), "Col": torch.tensor([1, 1])})
+        >>> known(torch.tensor([2.0, 3.0]), torch.tensor([1.0, 10.0]), out_shape=(2,))
+        tensor([20., 30.])
+        """
+        return Given(self, self.statement.output.name, self._names, tensors)
+
+    def _seen_key(
+        self, named: Mapping[str, Tensor], sizes: Mapping[str, int] | None, out_shape: Shape | None
+    ) -> tuple[Key, object, object] | None:
+        """A key under which the checks of a call need no repetition; `None` where something is out of the ordinary."""
+        if torch._C._is_any_autocast_enabled():
+            return None
+        # 3.0 and True hash as 3 and 1 do, and must not pass for them; nor may symbolic sizes, which do not hash.
+        if out_shape is not None:
+            for extent in out_shape:
+                if type(extent) is not int and extent is not None:
+                    return None
+        if sizes and any(type(e) is not int for e in sizes.values()):
+            return None
+        names = self._names
+        start = None
+        if len(named) != len(names):
+            start = named.get(self.statement.output.name)
+            if start is None or len(named) != len(names) + 1:
+                return None
+            if type(start) not in _PLAIN or start.layout is not torch.strided or start.is_neg():
+                return None
+        ordered: list[Tensor] = []
+        for name in names:
+            tensor = named.get(name)
+            if type(tensor) not in _PLAIN or tensor.layout is not torch.strided or tensor.is_meta or tensor.is_neg():  # type: ignore[union-attr]
+                return None
+            ordered.append(tensor)  # type: ignore[arg-type]
+        return call_key(ordered, start), _hashable(sizes), None if out_shape is None else tuple(out_shape)
+
+    def _arrange(self, named: Mapping[str, Tensor]) -> tuple[list[Tensor], Tensor | None]:
+        statement = self.statement
+        start = named.get(statement.output.name)
+        expected = len(self._names) + (start is not None)
+        if len(named) != expected or any(name not in named for name in self._names):
+            present = [n for n, t in named.items() if t is not None]  # pyright: ignore[reportUnnecessaryComparison]
+            check_names(statement, present)
+        if torch._C._is_any_autocast_enabled():
+            named = {name: to_autocast(value) for name, value in named.items()}
+            start = named.get(statement.output.name)
+        bind(statement, named, start)
+        return [named[name] for name in self._names], start
+
+    def _extents(
+        self, ordered: Sequence[Tensor], start: Tensor | None, sizes: Mapping[str, int] | None, out_shape: Shape | None
+    ) -> Extents:
+        merged = {**self._sizes, **sizes} if sizes else self._sizes
+        shape = out_shape if out_shape is not None else self._out_shape
+        extents = resolve_extents(self.statement, ordered, start, merged, shape)
+        return extents
+
+    @property
+    def spec(self) -> Spec:
+        """Everything but tensors and sizes."""
+        return self._spec
+
+    @property
+    def sizes(self) -> Mapping[str, int]:
+        """Extents given at compile time."""
+        return self._sizes
+
+    def seen(self, named: Mapping[str, Tensor], out_shape: Shape | None) -> Seen | None:
+        """What is remembered of a call with these tensors."""
+        call = self._seen_key(named, None, out_shape)
+        return None if call is None else self._seen.get(call)
+
+    def grad(self, name: str) -> Program | ProgramSum:
+        """The derivative with respect to one factor, as a program of its own.
+
+        It reads the operands, and the gradient of the output under the name `d` + output; its output is
+        `d` + `name`. Extents are taken from the operands; give `out_shape=` (the operand's shape) and `sizes=`
+        where the derivative statement alone does not show them. Its text runs through `insum` and `compile` too, with
+        `drop_outside=True` where the statement reads outside of the operand.
+
+        Raises:
+            InsumNameError: `name` is not a factor.
+            InsumFormatError: the program activates its sum.
+
+        >>> Program("C[Row[p],n] += Val[p] * B[Col[p],n]").grad("Val").expression
+        'dVal[p] += dC[Row[p],n] * B[Col[p],n]'
+        >>> Program("y[p] += x[2*p+r-1] * w[r]").grad("x")
+        Program('dx[2*p+r-1] += dy[p] * w[r]', drop_outside=True)
+        """
+        if self._spec.epilogue.activation is not None:
+            raise InsumFormatError(
+                f"the derivative of a sum after {self._spec.epilogue.activation} is not one statement",
+                expression=self.expression,
+                fix="compile the statement without activation=, and pass it the gradient before the activation.",
+            )
+        statements = derivatives(self.statement, name).statements
+        programs = [self._derived(str(s)) for s in statements]
+        return programs[0] if len(programs) == 1 else ProgramSum(tuple(programs))
+
+    def _derived(self, expression: str) -> Program:
+        spec = Spec(expression, self._spec.facts, self.options, True, self._spec.static, origin=self._spec.origin)
+        indices = spec.statement.indices()
+        # Extents that only the operand shows arrive with the call, so the written-never-read rule is lifted.
+        return Program._of(spec, {k: v for k, v in self._sizes.items() if k in indices}, self.statement.indices())
+
+    @staticmethod
+    def _of(spec: Spec, sizes: Mapping[str, int], sized: Collection[str], out_shape: Shape | None = None) -> Program:
+        """A program from its parts; indices in `sized` get their extent from the call."""
+        program = Program.__new__(Program)
+        statement = parse_cached(spec.expression)
+        check_statement(statement, sized)
+        program.statement = statement
+        program.expression = str(statement)
+        program.options = spec.options
+        program._sizes = dict(sizes)
+        program._out_shape = None if out_shape is None else tuple(out_shape)
+        program._spec = spec
+        program._names = layout_of(statement).tensors
+        program._text = spec.to_json()
+        program._seen = {}
+        return program
+
+    def reference(
+        self,
+        *,
+        sizes: Mapping[str, int] | None = None,
+        out_shape: Shape | None = None,
+        tensors: Mapping[str, Tensor] | None = None,
+        **named: Tensor,
+    ) -> Tensor:
+        """Run the statement by its definition: nested loops in float64 on the CPU. Slow; the oracle of every test."""
+        named = {**(tensors or {}), **named}
+        ordered, start = self._arrange(named)
+        extents = self._extents(ordered, start, sizes, out_shape)
+        check_extents(self.statement, ordered, extents, drop_outside=self._spec.drop_outside)
+        inputs = dict(zip(self._names, ordered, strict=True))
+        start = broadcast(start, extents)
+        total = interpret(self.statement, inputs, extents, start, drop_outside=self._spec.drop_outside)
+        return self._spec.epilogue.activated(total)
+
+    def explain(
+        self,
+        *,
+        sizes: Mapping[str, int] | None = None,
+        out_shape: Shape | None = None,
+        tensors: Mapping[str, Tensor] | None = None,
+        measure: bool = False,
+        **named: Tensor,
+    ) -> Explanation:
+        """Show what becomes of the statement: loop nest, extents, plan with reasons, FX code, kernel source.
+
+        Args:
+            sizes: as in a call.
+            out_shape: as in a call.
+            tensors: as in a call.
+            measure: also time the program on these tensors.
+            **named: tensors to explain the call with; without any, only what the text alone says is shown.
+
+        Returns:
+            An `Explanation`: `str()` is the text, `.html()` a page with a picture of the data flow.
+        """
+        named = {**(tensors or {}), **named}
+        given = {**self._sizes, **(sizes or {})}
+        shape = out_shape if out_shape is not None else self._out_shape
+        about = partial(
+            explain_program,
+            self.statement,
+            self.options,
+            sizes=given,
+            out_shape=shape,
+            epilogue=self._spec.epilogue,
+        )
+        if not named:
+            return about(None, None, None)
+        ordered, start = self._arrange(named)
+        extents = self._extents(ordered, start, sizes, out_shape)
+        start = broadcast(start, extents)
+        if 0 in extents.indices:
+            return about(extents, None, (ordered, start))
+        _, program = prepare(self._spec, ordered, start, extents)
+        seconds = _time(self._spec, ordered, start, extents) if measure else None
+        return about(extents, program, (ordered, start), seconds)
+
+
+def _rebuild(spec: Spec, sizes: Mapping[str, int], out_shape: Shape | None) -> Program:
+    return Program._of(spec, sizes, spec.statement.indices() if spec.drop_outside else sizes, out_shape)
+
+
+def _time(spec: Spec, tensors: Sequence[Tensor], start: Tensor | None, extents: Extents) -> float:
+    """Median seconds of a call."""
+    from torch.utils.benchmark import Timer
+
+    run_spec(spec, tensors, start, extents)
+    timer = Timer("call()", globals={"call": partial(run_spec, spec, tensors, start, extents)})
+    return float(timer.blocked_autorange(min_run_time=0.1).median)
+
+
+class ProgramSum:
+    """Several programs whose results add up: the derivative of a tensor that stands in several factors."""
+
+    def __init__(self, programs: tuple[Program, ...]) -> None:
+        self.programs = programs
+
+    @property
+    def expression(self) -> str:
+        return "\n".join(program.expression for program in self.programs)
+
+    def __repr__(self) -> str:
+        return f"ProgramSum({self.expression!r})"
+
+    def __call__(
+        self,
+        *,
+        sizes: Mapping[str, int] | None = None,
+        out_shape: Shape | None = None,
+        tensors: Mapping[str, Tensor] | None = None,
+        **named: Tensor,
+    ) -> Tensor:
+        """Run all of them on the same tensors; each continues from the one before."""
+        named = {**(tensors or {}), **named}
+        output = self.programs[0].statement.output.name
+        for program in self.programs:
+            used = {name: named[name] for name in (*program._names, output) if name in named}
+            named[output] = program(sizes=sizes, out_shape=out_shape, tensors=used)
+        return named[output]
+
+
+# How the operator of `traced` runs a call.
+
+
+@torch.library.impl("insum_nn::call", "CompositeImplicitAutograd")
+def _call(
+    text: str,
+    names: list[str],
+    tensors: list[Tensor],
+    sized: list[str],
+    sizes: list[int],
+    known: list[bool],
+    shape: list[int],
+    shaped: bool,
+) -> Tensor:
+    """A call whose arguments are resolved here, by whoever runs or traces the operator."""
+    program = _program_of(text, frozenset(sized))
+    out_shape = tuple(extent if given else None for extent, given in zip(shape, known, strict=True)) if shaped else None
+    named = dict(zip(names, tensors, strict=True))
+    return program(sizes=dict(zip(sized, sizes, strict=True)), out_shape=out_shape, tensors=named)
+
+
+@torch.library.impl("insum_nn::call_traced", "CompositeImplicitAutograd")
+def _call_traced(text: str, call: str, tensors: list[Tensor], sizes: list[Tensor]) -> Tensor:
+    """The same for torch.jit.trace; a size in a list is the number of the tensor that holds it."""
+    given = json.loads(call)
+
+    def size(extent: Any) -> Any:
+        return int(sizes[extent[0]]) if isinstance(extent, list) else extent
+
+    named = dict(zip(given["names"], tensors, strict=True))
+    program = _program_of(text, frozenset(given["sizes"]))
+    shape = None if given["shape"] is None else tuple(size(extent) for extent in given["shape"])
+    known = {name: size(extent) for name, extent in given["sizes"].items()}
+    return program(sizes=known, out_shape=shape, tensors=named)
+
+
+@lru_cache(maxsize=1024)
+def _program_of(text: str, sized: frozenset[str]) -> Program:
+    spec = Spec.from_json(text)
+    return Program._of(spec, {}, spec.statement.indices() if spec.drop_outside else sized)

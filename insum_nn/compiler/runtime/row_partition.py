@@ -1,0 +1,284 @@
+"""Which program walks which terms: the terms of a scattered sum by the output row that owns them, built once and kept.
+
+Either a program owns rows, of which long ones are divided, or it takes an equal share of all terms, in the order of
+their rows, so that a row may lie in several shares.
+
+Sorting the terms costs more than one sum, and a training loop scatters by the same index tensor again and again. So
+what is built from an index tensor is kept for as long as the tensor lives and is not written to.
+"""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import TypeVar
+
+import torch
+from torch import Tensor
+
+from insum_nn.compiler.forms.form import Form
+from insum_nn.compiler.forms.loops import WORD_BITS
+from insum_nn.compiler.forms.schedule import Schedule, segmented
+from insum_nn.compiler.lang.bind import Extents
+from insum_nn.kept import forgets
+
+__all__ = ["Owners", "clear_owners", "keep_words", "known_owners", "longest_row", "owners_for", "owners_of", "words_of"]
+
+# Index tensors whose owners are kept.
+_LIMIT = 512
+# Rows up to which they are divided on the host.
+_FEW_ROWS = 4096
+# A share that no row exceeds: nothing is divided.
+_WHOLE = 1 << 62
+
+
+@dataclass(frozen=True, slots=True)
+class Owners:
+    """The terms of every output row, as ranges.
+
+    Attributes:
+        rows: number of ranges.
+        begin: (rows + 1,) where each range begins; without division a range ends where the next begins. Of equal
+            shares (2,): where the first begins and the last ends.
+        end: (rows,) where each ends, if rows are divided.
+        target: (rows,) the output row of a range, or -1 - s for a part of a divided row, whose sum is left in slot s.
+            Of equal shares (terms,): the same for each term in their order, times 4, + 1 at the first term of a row in
+            a share, + 2 at its last.
+        owner: (rows,) the output row that a range belongs to, divided or not.
+        order: (terms,) the terms in the order of their rows; `None`: they are in order.
+        slots: parts of divided rows.
+        divided: (d,) the output rows that are divided, ascending.
+        first: (d + 1,) the slot of the first part of each, and the number of slots; parts of a row are in order.
+        gaps: some output row has no range, and nothing is written there.
+        whole: every term has an owner.
+        longest: terms of the longest row; of equal shares 0.
+    """
+
+    rows: int
+    begin: Tensor
+    end: Tensor | None = None
+    target: Tensor | None = None
+    owner: Tensor | None = None
+    order: Tensor | None = None
+    slots: int = 0
+    divided: Tensor | None = None
+    first: Tensor | None = None
+    gaps: bool = False
+    whole: bool = False
+    longest: int = 0
+
+    @property
+    def split(self) -> bool:
+        return self.target is not None
+
+
+Key = tuple[int, ...]
+Built = TypeVar("Built")
+_known: dict[Key, tuple[weakref.ref[Tensor], Owners]] = {}
+_orders: dict[Key, tuple[weakref.ref[Tensor], Tensor]] = {}
+
+
+def clear_owners() -> None:
+    """Forget everything that was built."""
+    _known.clear()
+    _orders.clear()
+    _words.clear()
+
+
+@forgets
+def _forget(index: Tensor) -> None:
+    for known in (_known, _orders, _words):
+        for key in [key for key in tuple(known) if key[0] == id(index)]:
+            known.pop(key, None)
+
+
+def _key(index: Tensor, *rest: int) -> Key:
+    return (id(index), 0 if index.is_inference() else index._version, *rest)
+
+
+def _find(known: dict[Key, tuple[weakref.ref[Tensor], Built]], key: Key, index: Tensor) -> Built | None:
+    found = known.get(key)
+    return found[1] if found is not None and found[0]() is index else None
+
+
+def _keep(known: dict[Key, tuple[weakref.ref[Tensor], Built]], key: Key, index: Tensor, built: Built) -> None:
+    """Keep what was built from a tensor until it dies; a tensor without versions could change unseen."""
+    if index.is_inference():
+        return
+    while len(known) >= _LIMIT:
+        del known[next(iter(known))]
+    known[key] = (weakref.ref(index, lambda _: known.pop(key, None)), built)
+
+
+def known_owners(index: Tensor, rows: int, permuted: bool, share: int, segment: bool = False) -> Owners | None:
+    """The owners of an index tensor, if they were built before."""
+    return _find(_known, _key(index, rows, permuted, share, segment), index)
+
+
+def owners_for(form: Form, tensors: Sequence[Tensor], extents: Extents, schedule: Schedule) -> Owners | None:
+    """The owners of a form's terms in a call; `None` where nothing owns them."""
+    if form.owner is None:
+        return None
+    index = tensors[form.owner_place]
+    return owners_of(index, extents.output[form.owner_axis], form.permuted, schedule.share, segmented(form, schedule))
+
+
+def owners_of(index: Tensor, rows: int, permuted: bool, share: int, segment: bool = False) -> Owners:
+    """The owners of the terms of an index tensor.
+
+    Args:
+        index: the output row of each term; terms with -1 have none.
+        rows: output rows.
+        permuted: the terms are not in order.
+        share: most terms in a range; rows with more are divided.
+        segment: equal shares of terms instead of rows.
+    """
+    found = known_owners(index, rows, permuted, share, segment)
+    if found is None:
+        undivided = None if segment else known_owners(index, rows, permuted, _WHOLE)
+        if undivided is not None and undivided.longest <= share:
+            found = undivided
+        else:
+            with torch.inference_mode(False), torch.no_grad():
+                found = (_build_shares if segment else _build)(index, rows, permuted, share)
+        _keep(_known, _key(index, rows, permuted, share, segment), index, found)
+    return found
+
+
+def longest_row(index: Tensor, rows: int, permuted: bool) -> int:
+    """Terms of the longest row; see `owners_of`, which then finds the rows that no share divides."""
+    return owners_of(index, rows, permuted, _WHOLE).longest
+
+
+def _ordered(index: Tensor, rows: int, permuted: bool) -> tuple[Tensor, Tensor | None, torch.dtype]:
+    """The row of each term in order, the terms in that order, and an integer type for their numbers."""
+    flat = index.reshape(-1).contiguous()
+    small = torch.int32 if max(flat.numel(), rows) < 2**31 else torch.int64
+    if not permuted:
+        return flat, None, small
+    # The order is the same for every way to divide the terms.
+    order = _find(_orders, _key(index), index)
+    if order is None:
+        flat, positions = flat.sort(stable=True)
+        order = positions.to(small)
+        _keep(_orders, _key(index), index, order)
+        return flat.contiguous(), order, small
+    return flat[order], order, small
+
+
+def _offsets(lengths: Tensor) -> Tensor:
+    return torch.nn.functional.pad(lengths.long().cumsum(0), (1, 0))
+
+
+def _build(index: Tensor, rows: int, permuted: bool, share: int) -> Owners:
+    flat, order, small = _ordered(index, rows, permuted)
+    bounds = torch.arange(rows + 1, device=flat.device, dtype=flat.dtype)
+    begin = torch.searchsorted(flat, bounds, out_int32=small == torch.int32)
+    # Few rows are divided on the host, which then reads the device once rather than at every size it needs.
+    known = begin.cpu() if rows <= _FEW_ROWS else begin
+    length = known[1:] - known[:-1]
+    # One look at the device for all that is asked of it.
+    longest, owned = torch.stack([length.max().long(), length.sum()]).tolist() if rows else (0, 0)
+    whole = owned == flat.shape[0]
+    if longest <= share:
+        return Owners(rows, begin, order=order, whole=whole, longest=longest)
+    parts = (length + (share - 1)).div(share, rounding_mode="floor").clamp_min_(1)
+    owner = torch.repeat_interleave(torch.arange(rows, device=known.device), parts)
+    before = parts.cumsum(0) - parts
+    within = torch.arange(owner.shape[0], device=known.device) - before[owner]
+    low = known[owner] + within * share
+    high = torch.minimum(low + share, known[owner + 1])
+    apart = parts[owner] > 1
+    slot = apart.cumsum(0) - 1
+    target = torch.where(apart, -1 - slot, owner)
+    divided = (parts > 1).nonzero().squeeze(1)
+    ends = parts[divided].cumsum(0)
+    low, high, target, owner = torch.stack([low, high, target, owner]).to(small).to(flat.device).unbind(0)
+    first = torch.nn.functional.pad(ends, (1, 0)).to(flat.device)
+    slots = int(ends[-1])
+    divided = divided.to(flat.device)
+    return Owners(owner.shape[0], low, high, target, owner, order, slots, divided, first, False, whole, longest)
+
+
+def _build_shares(index: Tensor, rows: int, permuted: bool, share: int) -> Owners:
+    flat, order, small = _ordered(index, rows, permuted)
+    begin = torch.searchsorted(flat, torch.tensor([0, rows], device=flat.device, dtype=flat.dtype))
+    # Terms without a row stand before the first share.
+    low, high = begin.tolist()
+    owner = flat[low:high].long()
+    terms = high - low
+    shares = -(-terms // share)
+    change = torch.ones(terms + 1, dtype=torch.bool, device=flat.device)
+    torch.ne(owner[1:], owner[:-1], out=change[1:-1])
+    border = change.clone()
+    border[::share] = True
+    # A run is what a share holds of one row; it is a part if the row goes on before or behind it.
+    run = border[:-1].cumsum(0) - 1
+    where = border[:-1].nonzero().squeeze(1)
+    edges = torch.cat([where, where.new_tensor([terms])])
+    apart = ~(change[edges[:-1]] & change[edges[1:]])
+    slot = apart.cumsum(0) - 1
+    of_run = owner[where]
+    target = torch.where(apart, -1 - slot, of_run)[run]
+    code = target * 4 + border[:-1].long() + border[1:].long() * 2
+    divided, lengths = torch.unique_consecutive(of_run[apart], return_counts=True)
+    first = _offsets(lengths)
+    slots, rows_met = int(first[-1]), int(change[:-1].sum())
+    fits = max(rows, slots) < 2**29
+    padded = torch.zeros(flat.shape[0], dtype=torch.int32 if fits else torch.int64, device=flat.device)
+    padded[low:high] = code.to(padded.dtype)
+    return Owners(
+        shares,
+        begin.to(small),
+        target=padded,
+        order=order,
+        slots=slots,
+        divided=divided,
+        first=first,
+        gaps=rows_met < rows,
+    )
+
+
+# For each column of an index tensor, the rows in which it has an entry.
+_words: dict[Key, tuple[weakref.ref[Tensor], Tensor]] = {}
+_bits: dict[torch.device, Tensor] = {}
+
+
+def words_of(index: Tensor) -> Tensor:
+    """Which rows of an index tensor (k, i) have an entry in each of its columns; kept like `Owners`.
+
+    Returns:
+        (ceil(k / 31), i) int32: bit b of word w says whether row 31 w + b has one.
+    """
+    found = _find(_words, _key(index), index)
+    if found is not None:
+        return found
+    with torch.inference_mode(False), torch.no_grad():
+        bits = _powers(index.device)
+        parts = [
+            ((rows >= 0) * bits[: rows.shape[0]]).sum(0, dtype=torch.int32, keepdim=True)
+            for rows in index.split(WORD_BITS)
+        ]
+        words = parts[0] if len(parts) == 1 else torch.cat(parts)
+    _keep(_words, _key(index), index, words)
+    return words
+
+
+def _powers(device: torch.device) -> Tensor:
+    """(31, 1) int32: each bit of a word."""
+    found = _bits.get(device)
+    if found is None:
+        found = (1 << torch.arange(WORD_BITS, dtype=torch.int32, device=device))[:, None]
+        if device.type != "cuda":
+            _bits[device] = found
+        elif not torch.cuda.is_current_stream_capturing():
+            # Other streams will read it; and the memory of a captured graph is the graph's.
+            torch.cuda.current_stream(device).synchronize()
+            _bits[device] = found
+    return found
+
+
+def keep_words(index: Tensor, words: Tensor) -> None:
+    """Take (i,) int32 as the words of an index tensor of at most 31 rows, where they are known from elsewhere."""
+    _keep(_words, _key(index), index, words[None])

@@ -1,0 +1,131 @@
+"""Calls under torch.compile and torch.jit.trace: the whole call is one operator, which neither follows inside."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import fields, replace
+from typing import Any, ParamSpec
+
+import torch
+from torch import Tensor
+
+from insum_nn.compiler.lang.epilogue import check_epilogue
+from insum_nn.compiler.options import Options
+from insum_nn.compiler.runtime.dispatch import Spec
+from insum_nn.facts import IndexFacts
+
+__all__ = ["call_operator", "call_traced", "options_text"]
+
+P = ParamSpec("P")
+_OPTION_NAMES = tuple(field.name for field in fields(Options))
+
+
+def _constant(function: Callable[P, str]) -> Callable[P, str]:
+    """Have Dynamo call a function while it traces, and keep the result.
+
+    As `torch.compiler.assume_constant_result`, which imports all of Dynamo: that takes longer than torch itself.
+    """
+    function._dynamo_marked_constant = True  # type: ignore[attr-defined]
+    return function
+
+
+torch.library.define(
+    "insum_nn::call",
+    "(str spec, str[] names, Tensor[] tensors, str[] sized, SymInt[] sizes, bool[] known, SymInt[] shape, bool shaped) "
+    "-> Tensor",
+)
+# A traced graph has no lists of text.
+torch.library.define("insum_nn::call_traced", "(str spec, str call, Tensor[] tensors, Tensor[] sizes) -> Tensor")
+
+
+def call_operator(
+    text: str, named: Mapping[str, Tensor], sizes: Mapping[str, int], out_shape: Sequence[int | None] | None
+) -> Tensor:
+    """Call a program, given as the JSON of its `Spec`, through the operator."""
+    if torch.jit.is_tracing():
+        return _call_recorded(text, named, sizes, out_shape)
+    shape = out_shape if out_shape is not None else ()
+    named = {n: t for n, t in named.items() if t is not None}  # pyright: ignore[reportUnnecessaryComparison]
+    return torch.ops.insum_nn.call(  # type: ignore[no-any-return]
+        text,
+        list(named.keys()),
+        list(named.values()),
+        list(sizes.keys()),
+        list(sizes.values()),
+        [extent is not None for extent in shape],
+        [0 if extent is None else extent for extent in shape],
+        out_shape is not None,
+    )
+
+
+def _call_recorded(
+    text: str, named: Mapping[str, Tensor], sizes: Mapping[str, int], out_shape: Sequence[int | None] | None
+) -> Tensor:
+    """The same under torch.jit.trace, which records sizes as tensors: they are arguments, and the graph for all."""
+    recorded: list[Tensor] = []
+
+    def size(extent: object) -> object:
+        if not isinstance(extent, Tensor):
+            return extent
+        recorded.append(extent)
+        return [len(recorded) - 1]
+
+    named = {n: t for n, t in named.items() if t is not None}  # pyright: ignore[reportUnnecessaryComparison]
+    shape = None if out_shape is None else [size(extent) for extent in out_shape]
+    call = {"names": list(named), "sizes": {name: size(extent) for name, extent in sizes.items()}, "shape": shape}
+    arguments = json.dumps(call), list(named.values()), recorded
+    return torch.ops.insum_nn.call_traced(text, *arguments)  # type: ignore[no-any-return]
+
+
+def call_traced(
+    expression: str,
+    named: Mapping[str, Tensor],
+    *,
+    facts: Mapping[str, IndexFacts],
+    options: Options,
+    sizes: Mapping[str, int] | None = None,
+    out_shape: Sequence[int | None] | None = None,
+    activation: str | None = None,
+    out_dtype: torch.dtype | None = None,
+    validate: bool = False,
+    drop_outside: bool = False,
+) -> Tensor:
+    """Run a statement while Dynamo traces: as `insum_nn.insum`, with facts of index tensors."""
+    claims = [(name, f.sorted, f.unique, f.masked, f.proven, f.unique_with) for name, f in facts.items()]
+    values = _values(options)
+    text = _spec_text(expression, claims, values, activation, out_dtype, validate, drop_outside)
+    return call_operator(text, named, sizes or {}, out_shape)
+
+
+def options_text(options: Options) -> str:
+    """`options.to_json()`, also while Dynamo traces."""
+    return _options_text(_values(options)) if torch.compiler.is_dynamo_compiling() else options.to_json()
+
+
+def _values(options: Options) -> list[Any]:
+    return [getattr(options, name) for name in _OPTION_NAMES]
+
+
+@_constant
+def _options_text(values: Sequence[Any]) -> str:
+    return Options(**dict(zip(_OPTION_NAMES, values, strict=True))).to_json()
+
+
+@_constant
+def _spec_text(
+    expression: str,
+    claims: Sequence[tuple[Any, ...]],
+    values: Sequence[Any],
+    activation: str | None,
+    out_dtype: torch.dtype | None,
+    validate: bool,
+    drop_outside: bool,
+) -> str:
+    """The program as text, from plain constants: Dynamo calls it while it traces, and keeps the result."""
+    options = Options(**dict(zip(_OPTION_NAMES, values, strict=True)))
+    # Versions are unknown while tracing: the call reads the tensors once when it runs.
+    facts = tuple((name, IndexFacts(*claim)) for name, *claim in sorted(claims, key=lambda claim: claim[0]))
+    options = replace(options, validate=options.validate or validate)
+    epilogue = check_epilogue(expression, activation, out_dtype)
+    return Spec(expression, facts, options, drop_outside, epilogue=epilogue, origin="format").to_json()

@@ -1,0 +1,1 @@
+"""What is measured and remembered of schedules: the database, tuning, its budget and progress."""

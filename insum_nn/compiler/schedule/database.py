@@ -1,0 +1,447 @@
+"""What was measured, remembered: in the user's cache folder, in files that were loaded, and in those of the package.
+
+An entry is a *key* (the statement, the bucket of its sizes, dtypes, facts, tables, the device), the *versions* it was
+measured with, and a *value*: a schedule, or the path that runs a statement. All of it is JSON, and nothing in it
+depends on the process or on the version of Python. The cache folder holds one file an entry, found by key and versions,
+so that new versions measure anew. Files of many entries are found by the key alone: a schedule is valid code under any
+version of Triton, if perhaps not the fastest one. `_FORMAT` is part of the key: raise it when schedules come to mean
+something else, or the same statement another kernel.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+import platform
+import tempfile
+import threading
+import time
+import warnings
+from collections.abc import Callable, Generator, Iterator, Mapping, Sequence
+from contextlib import ExitStack, contextmanager, suppress
+from dataclasses import asdict, dataclass, fields
+from pathlib import Path
+from typing import IO, Any, TypeVar
+
+import torch
+
+from insum_nn.compiler.forms.launch import version as triton_version
+from insum_nn.compiler.lang.bind import Bound, Extents, show_dtype
+from insum_nn.compiler.schedule.cache_folder import own_folder
+from insum_nn.facts import StaticTable
+
+__all__ = [
+    "UNREADABLE",
+    "Entry",
+    "Key",
+    "alike",
+    "digest",
+    "export",
+    "find",
+    "key_of",
+    "load",
+    "near",
+    "once",
+    "size_bucket",
+    "turn",
+    "unload",
+    "write",
+]
+
+_FORMAT = 3
+Key = Mapping[str, Any]
+T = TypeVar("T")
+
+UNREADABLE = (ArithmeticError, AttributeError, LookupError, TypeError, ValueError, RecursionError)
+"""What reading a value ends with that is not what was written."""
+
+# Entries are shallow; deeper ones were not written here, and what walks through them may end.
+_DEPTH = 32
+
+
+@dataclass(frozen=True, slots=True)
+class Entry:
+    """One remembered measurement.
+
+    Attributes:
+        key: what it is for.
+        value: what was chosen, and what was measured.
+        versions: of torch and Triton, when it was measured.
+        source: the file it was found in.
+    """
+
+    key: Key
+    value: Mapping[str, Any]
+    versions: Mapping[str, str]
+    source: Path | None = None
+
+    @property
+    def current(self) -> bool:
+        """Whether it was measured with the versions in use."""
+        return dict(self.versions) == _versions()
+
+    def origin(self) -> str:
+        """Where it comes from, in words."""
+        if self.current:
+            return f"remembered in {self.source}"
+        known = ", ".join(f"{name} {number}" for name, number in self.versions.items())
+        return f"remembered in {self.source}, measured with {known}"
+
+    def broken(self, why: object) -> None:
+        """Warn that the value makes no sense."""
+        _warn(self.source, f"an entry is ignored: {why}")
+
+
+def _versions() -> dict[str, str]:
+    return {"torch": torch.__version__, "triton": triton_version()}
+
+
+# Keys.
+
+
+def size_bucket(extents: Extents) -> tuple[int, ...]:
+    """Sizes for which one choice is made: all within a factor of two."""
+    return tuple(max(0, e - 1).bit_length() for e in (*extents.indices, *extents.output))
+
+
+def key_of(
+    kind: str,
+    bound: Bound,
+    tables: Mapping[str, StaticTable],
+    bucket: Sequence[int],
+    device: torch.device,
+    **more: str,
+) -> Key:
+    """The key of a statement's measurement.
+
+    Args:
+        kind: what is chosen.
+        bound: the statement.
+        tables: its static tensors.
+        bucket: `size_bucket` of the call.
+        device: where it runs.
+        more: what else the choice depends on.
+    """
+    layout = bound.layout
+    return {
+        "format": _FORMAT,
+        "kind": kind,
+        "statement": str(bound.statement),
+        "dtype": show_dtype(bound.dtype),
+        "index_dtypes": {
+            name: show_dtype(dtype)
+            for name, dtype in zip(layout.tensors, bound.index_dtypes, strict=True)
+            if name in layout.index_tensors
+        },
+        "facts": {
+            name: asdict(facts)
+            for name, facts in zip(layout.tensors, bound.facts, strict=True)
+            if name in layout.index_tensors
+        },
+        **{field.name: str(getattr(bound, field.name)) for field in fields(bound) if field.name not in _OWN_FORM},
+        "tables": {name: digest([table.shape, table.values]) for name, table in sorted(tables.items())},
+        "bucket": list(bucket),
+        "device": _device(device),
+        **more,
+    }
+
+
+def _device(device: torch.device) -> str:
+    """Devices of one name share entries."""
+    if device.type == "cuda":
+        return torch.cuda.get_device_name(device)
+    return f"{platform.machine()} {device.type}, {torch.get_num_threads()} threads"
+
+
+# What a key spells out; the other fields of a `Bound` print as what they are.
+_OWN_FORM = ("statement", "dtype", "index_dtypes", "facts")
+
+
+def digest(value: object) -> str:
+    """A short name for a value that JSON can hold."""
+    return hashlib.sha256(json.dumps(value, sort_keys=True).encode()).hexdigest()
+
+
+# Other sizes.
+
+# Two to this power and more: sizes that change from call to call, such as numbers of rows; smaller ones may be tiles'.
+_LARGE = 10
+
+
+def alike(key: Key) -> list[Entry]:
+    """What was measured in full for other sizes, all else alike; the nearest first."""
+    wanted, bucket, static = _apart(_plain(key))
+    found: list[tuple[int, bool, Entry]] = []
+    for entry in _all():
+        other, sizes, known = _apart(entry.key)
+        if other == wanted and len(sizes) == len(bucket) and sizes != bucket and not entry.value.get("nearby"):
+            far = sum(abs(a - b) for a, b in zip(bucket, sizes, strict=True))
+            found.append((far, known != static, entry))
+    return [entry for _, _, entry in sorted(found, key=lambda each: each[:2])]
+
+
+def near(key: Key) -> Entry | None:
+    """Of those, the nearest if it has half or twice as many rows, and is no different else."""
+    _, bucket, static = _apart(_plain(key))
+    for entry in alike(key):
+        _, other, known = _apart(entry.key)
+        apart = [(a, b) for a, b in zip(bucket, other, strict=True) if a != b]
+        if known == static and all(abs(a - b) == 1 and min(a, b) >= _LARGE for a, b in apart):
+            return entry
+    return None
+
+
+def _plain(key: Key) -> Key:
+    """A key as it is read from a file."""
+    return json.loads(json.dumps(dict(key)))
+
+
+def _apart(key: Key) -> tuple[dict[str, Any], list[int], object]:
+    """A key without its sizes, and these: by magnitude, and those that are known when a kernel is written."""
+    rest = dict(key)
+    bucket, static = rest.pop("bucket", None), rest.pop("static", None)
+    whole = isinstance(bucket, list) and all(type(each) is int for each in bucket)
+    return rest, bucket if whole else [], static
+
+
+def _all() -> Iterator[Entry]:
+    """All there is; files of the cache folder are read once."""
+    for path in _files():
+        with _lock:
+            if path not in _seen:
+                _seen[path] = next(_read(path), None)
+            entry = _seen[path]
+        if entry is not None:
+            yield entry
+    for path in (*_loaded, *_named(), *_packaged()):
+        yield from _entries(path).values()
+
+
+# One entry a file: the user's cache folder.
+
+
+def _files() -> list[Path]:
+    folder = own_folder("schedules")
+    return [] if folder is None else sorted(folder.glob("*.json"))
+
+
+def _own(key: Key) -> Path | None:
+    folder = own_folder("schedules")
+    return None if folder is None else folder / f"{digest([key, _versions()])}.json"
+
+
+def find(key: Key) -> Entry | None:
+    """What is remembered of a key: in the cache folder, in the files loaded last, in those of the package."""
+    path = _own(key)
+    if path is not None and path.exists():
+        for entry in _read(path):
+            return entry
+    name = digest(key)
+    for path in (*reversed(_loaded), *_named(), *_packaged()):
+        entry = _entries(path).get(name)
+        if entry is not None:
+            return entry
+    return None
+
+
+def write(key: Key, value: Mapping[str, Any]) -> None:
+    """Remember a value: whole or not at all, as several processes may do so at once."""
+    path = _own(key)
+    if path is None:
+        return
+    try:
+        with tempfile.NamedTemporaryFile("w", dir=path.parent, delete=False) as file:
+            json.dump(_to_json(Entry(key, value, _versions())), file)
+        os.replace(file.name, path)
+    except OSError:
+        # Without a folder to write to, every process measures for itself.
+        return
+
+
+# Files of many entries.
+
+_loaded: list[Path] = []
+_known: dict[Path, tuple[int, dict[str, Entry]]] = {}
+_seen: dict[Path, Entry | None] = {}
+_lock = threading.RLock()
+
+
+def export(path: str | os.PathLike[str]) -> int:
+    """Write everything remembered in the cache folder to one JSON file, which `load` reads anywhere.
+
+    Of measurements with several versions of torch and Triton, those of the versions in use are taken, else the latest.
+
+    Args:
+        path: the file; replaced if it exists.
+
+    Returns:
+        The number of entries written.
+    """
+    found: dict[str, Entry] = {}
+    files = sorted(_files(), key=lambda file: (file.stat().st_mtime_ns, file.name))
+    for entry in (entry for file in files for entry in _read(file)):
+        name = digest(entry.key)
+        if entry.current or name not in found or not found[name].current:
+            found[name] = entry
+    # A line each: measured anew, one changes and the others stay.
+    entries = [json.dumps(_to_json(found[name]), sort_keys=True) for name in sorted(found)]
+    text = ",\n".join(entries)
+    Path(path).write_text(f'{{"entries": [\n{text}\n]}}\n', encoding="utf-8")
+    return len(entries)
+
+
+def load(path: str | os.PathLike[str]) -> int:
+    """Use the measurements of a file that `export` wrote; they are looked up after the user's own.
+
+    The file is only read, and its entries serve devices of the name they were measured on. What this process has
+    chosen already stays until `insum_nn.clear_cache()`. A file that is no such file gives a warning.
+
+    Args:
+        path: the file. `INSUM_NN_SCHEDULES` names such files too, separated like the folders of `PATH`.
+
+    Returns:
+        The number of entries found.
+
+    Raises:
+        FileNotFoundError: there is no such file.
+    """
+    file = Path(path).resolve()
+    if not file.exists():
+        raise FileNotFoundError(f"there is no file of schedules at {file}")
+    with _lock:
+        if file in _loaded:
+            _loaded.remove(file)
+        _loaded.append(file)
+        _known.pop(file, None)
+    return len(_entries(file))
+
+
+def unload() -> None:
+    """Forget the files that were loaded."""
+    with _lock:
+        _loaded.clear()
+        _known.clear()
+        _seen.clear()
+
+
+def _named() -> list[Path]:
+    return [Path(part) for part in os.environ.get("INSUM_NN_SCHEDULES", "").split(os.pathsep) if part]
+
+
+def _packaged() -> list[Path]:
+    return sorted((Path(__file__).parents[1] / "schedules").glob("*.json"))
+
+
+def _entries(path: Path) -> dict[str, Entry]:
+    """A file's entries by their keys; read again when it changes."""
+    try:
+        changed = path.stat().st_mtime_ns
+    except OSError:
+        changed = -1
+    with _lock:
+        known = _known.get(path)
+        if known is None or known[0] != changed:
+            known = _known[path] = changed, {digest(entry.key): entry for entry in _read(path)}
+        return known[1]
+
+
+def _to_json(entry: Entry) -> dict[str, Any]:
+    return {"key": entry.key, "value": entry.value, "versions": entry.versions}
+
+
+def _read(path: Path) -> Iterator[Entry]:
+    """The entries of a file; a warning for what is none."""
+    try:
+        data = json.loads(path.read_text(encoding="utf-8"))
+        found = data["entries"] if "entries" in data else [data]
+        parts = [(each["key"], each["value"], each["versions"]) for each in found]
+        if not all(isinstance(part, dict) for each in parts for part in each):
+            raise TypeError("an entry is not made of objects")
+        if any(_deep(part) for each in parts for part in each):
+            raise ValueError("an entry is nested too deeply")
+    except (OSError, *UNREADABLE) as error:
+        _warn(path, f"{type(error).__name__}: {error}")
+        return
+    for key, value, versions in parts:
+        yield Entry(key, value, versions, path)
+
+
+def _deep(value: object) -> bool:
+    """Whether a value from JSON is nested more deeply than any that was written."""
+    left = [(value, 0)]
+    while left:
+        each, depth = left.pop()
+        if depth > _DEPTH:
+            return True
+        inner = each.values() if isinstance(each, dict) else each if isinstance(each, list) else ()
+        left += [(part, depth + 1) for part in inner]
+    return False
+
+
+def _warn(path: Path | None, why: str) -> None:
+    warnings.warn(f"{path} is no file of schedules, and is ignored ({why}); delete it or export it anew", stacklevel=2)
+
+
+# One process measures, the others read.
+
+
+@contextmanager
+def turn(key: Key, seconds: float) -> Generator[bool]:
+    """Wait until no other process on this cache folder measures a key; then look it up again.
+
+    Args:
+        key: what is measured.
+        seconds: the longest wait.
+
+    Yields:
+        Whether it is this process's turn; `False` after a wait in vain.
+    """
+    folder = own_folder("locks")
+    with ExitStack() as stack:
+        file = None
+        with suppress(OSError):
+            # Closing the file gives the lock back; so does the end of a process, however it comes.
+            if folder is not None:
+                file = stack.enter_context((folder / digest([key, _versions()])).open("w"))
+        until = time.monotonic() + seconds
+        while not (taken := _take(file)) and time.monotonic() < until:
+            time.sleep(0.05)
+        yield taken
+
+
+def once(key: Key, seconds: float, remembered: Callable[[], T | None], measure: Callable[[], T]) -> T | None:
+    """What is remembered of a key, or else measured: by one process on this cache folder, while the others wait.
+
+    Args:
+        key: what is measured.
+        seconds: the longest wait.
+        remembered: looks it up.
+        measure: measures it, and writes what is to be remembered.
+
+    Returns:
+        `None`: another process measures it, and was not done in time.
+    """
+    found = remembered()
+    if found is not None:
+        return found
+    with turn(key, seconds) as mine:
+        found = remembered()
+        return measure() if found is None and mine else found
+
+
+def _take(file: IO[str] | None) -> bool:
+    if file is None:
+        return True
+    try:
+        import fcntl
+    except ImportError:
+        return True
+    try:
+        fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError:
+        return False
+    except OSError:
+        # A file system without locks: everyone measures.
+        return True
+    return True
