@@ -52,6 +52,7 @@ COMPILER_ORDER = [
     "lang.interpreter",
     "ir",
     "ir.nodes",
+    "ir.graph",
     "ir.printer",
     "ir.verify",
     "ir.build",

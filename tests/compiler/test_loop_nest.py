@@ -13,8 +13,9 @@ from torch import Tensor
 from insum_nn.compiler.codegen.triton import TritonKernel
 from insum_nn.compiler.forms import launch as launch_module
 from insum_nn.compiler.ir.build import OUTPUT, Names, build
+from insum_nn.compiler.ir.graph import Graph
 from insum_nn.compiler.ir.interpret import interpret_graph, interpret_kernel, structure
-from insum_nn.compiler.ir.nodes import Const, Graph, Index, Kernel, Op, Store, walk
+from insum_nn.compiler.ir.nodes import Const, Index, Kernel, Op, Store, walk
 from insum_nn.compiler.ir.printer import show
 from insum_nn.compiler.ir.verify import verify_graph, verify_kernel
 from insum_nn.compiler.lang.bind import Bound, Extents, bind, layout_of

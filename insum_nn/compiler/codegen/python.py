@@ -9,16 +9,13 @@ import re
 from dataclasses import dataclass
 
 from insum_nn.compiler.codegen.triton import TritonKernel, print_kernel
+from insum_nn.compiler.ir.graph import Fill, Graph, Launch, Structure
 from insum_nn.compiler.ir.nodes import (
     Buffer,
     Const,
     Expr,
-    Fill,
-    Graph,
-    Launch,
     Op,
     Size,
-    Structure,
     walk,
 )
 

@@ -8,24 +8,21 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from insum_nn.compiler.ir.graph import Fill, Graph, Launch, Structure
 from insum_nn.compiler.ir.nodes import (
     OPERATIONS,
     Alloc,
     Buffer,
     Const,
     Expr,
-    Fill,
-    Graph,
     Index,
     Kernel,
-    Launch,
     Load,
     Loop,
     Op,
     Size,
     Stmt,
     Store,
-    Structure,
 )
 
 __all__ = ["interpret_graph", "interpret_kernel", "structure"]

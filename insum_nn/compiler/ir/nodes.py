@@ -1,4 +1,4 @@
-"""The nodes of the loop-nest IR: expressions, statements, kernels, and graphs of kernels.
+"""The nodes of the loop-nest IR: expressions, statements and kernels; graphs of kernels are in `ir.graph`.
 
 Nodes are immutable and interned: two nodes with equal fields are one object, so `is` compares them and a printer that
 remembers nodes finds common subexpressions. Names of tensors and loops are canonical (`t0`, `x0`, `a`); what a user
@@ -22,13 +22,9 @@ __all__ = [
     "Buffer",
     "Const",
     "Expr",
-    "Fill",
-    "Graph",
-    "GraphNode",
     "Index",
     "Initial",
     "Kernel",
-    "Launch",
     "Load",
     "Loop",
     "Node",
@@ -39,7 +35,6 @@ __all__ = [
     "Size",
     "Stmt",
     "Store",
-    "Structure",
     "add",
     "conjunction",
     "walk",
@@ -48,7 +43,6 @@ __all__ = [
 Role = Literal["free", "sum", "grid", "tile", "serial", "unroll"]
 Combine = Literal["set", "add"]
 Initial = Literal["none", "zero"]
-StructureKind = Literal["rows", "order", "take"]
 
 _interned: weakref.WeakValueDictionary[tuple[object, ...], Any] = weakref.WeakValueDictionary()
 _lock = threading.Lock()
@@ -252,7 +246,7 @@ class Store(Stmt):
     where: Expr | None = None
 
 
-# Kernels and graphs.
+# Kernels.
 
 
 class Result(Node):
@@ -268,43 +262,3 @@ class Kernel(Node):
     inputs: tuple[Buffer, ...]
     results: tuple[Result, ...]
     body: tuple[Stmt, ...]
-
-
-class GraphNode(Node):
-    """A step of a graph."""
-
-
-class Structure(GraphNode):
-    """Integers derived from index tensors alone.
-
-    `order` sorts the entries of a tensor (stable); `take` reads one tensor at the entries of another; `rows` gives for
-    each value v of a sorted tensor the first entry that is at least v, and one past the last.
-    """
-
-    kind: StructureKind
-    result: Buffer
-    inputs: tuple[Buffer, ...]
-    extent: Expr | None = None
-
-
-class Fill(GraphNode):
-    """Allocate a buffer, with a value in each cell or with none."""
-
-    buffer: Buffer
-    value: int | float | None
-
-
-class Launch(GraphNode):
-    """Run a kernel; its buffers are the graph's of the same name."""
-
-    kernel: Kernel
-    warps: int = 4
-    stages: int = 2
-
-
-class Graph(Node):
-    """Steps in order, from inputs to outputs."""
-
-    inputs: tuple[Buffer, ...]
-    nodes: tuple[GraphNode, ...]
-    outputs: tuple[Buffer, ...]

@@ -4,17 +4,15 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 
+from insum_nn.compiler.ir.graph import Fill, Graph, Launch, Structure
 from insum_nn.compiler.ir.nodes import (
     OPERATIONS,
     Alloc,
     Buffer,
     Const,
     Expr,
-    Fill,
-    Graph,
     Index,
     Kernel,
-    Launch,
     Load,
     Loop,
     Node,
@@ -22,7 +20,6 @@ from insum_nn.compiler.ir.nodes import (
     Size,
     Stmt,
     Store,
-    Structure,
 )
 
 __all__ = ["show"]

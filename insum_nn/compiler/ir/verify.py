@@ -2,22 +2,19 @@
 
 from __future__ import annotations
 
+from insum_nn.compiler.ir.graph import Fill, Graph, Launch, Structure
 from insum_nn.compiler.ir.nodes import (
     OPERATIONS,
     Alloc,
     Buffer,
     Expr,
-    Fill,
-    Graph,
     Index,
     Kernel,
-    Launch,
     Load,
     Loop,
     Op,
     Stmt,
     Store,
-    Structure,
     walk,
 )
 

@@ -11,6 +11,7 @@ Where x0 is not sorted, its entries are walked in sorted order: `a` becomes `o0[
 
 from __future__ import annotations
 
+from insum_nn.compiler.ir.graph import Structure
 from insum_nn.compiler.ir.nodes import (
     Buffer,
     Const,
@@ -23,7 +24,6 @@ from insum_nn.compiler.ir.nodes import (
     Op,
     Stmt,
     Store,
-    Structure,
     walk,
 )
 from insum_nn.facts import IndexFacts

@@ -23,7 +23,8 @@ from torch import Tensor
 
 from insum_nn.compiler.codegen.python import GraphText, print_graph
 from insum_nn.compiler.ir.build import OUTPUT, Names, build
-from insum_nn.compiler.ir.nodes import Buffer, Fill, Graph, GraphNode, Kernel, Launch, Size
+from insum_nn.compiler.ir.graph import Fill, Graph, GraphNode, Launch
+from insum_nn.compiler.ir.nodes import Buffer, Kernel, Size
 from insum_nn.compiler.ir.verify import verify_graph
 from insum_nn.compiler.lang.bind import Bound, layout_of
 from insum_nn.compiler.lang.derivative import derivatives
