@@ -12,7 +12,7 @@ from torch import Tensor
 
 from insum_nn.compiler.codegen.triton import TritonKernel
 from insum_nn.compiler.forms import launch as launch_module
-from insum_nn.compiler.ir.build import OUTPUT, Names, build
+from insum_nn.compiler.ir.build import INITIAL, OUTPUT, Names, build
 from insum_nn.compiler.ir.graph import Graph
 from insum_nn.compiler.ir.interpret import interpret_graph, interpret_kernel, structure
 from insum_nn.compiler.ir.nodes import Const, Index, Kernel, Op, Store, walk
@@ -20,7 +20,7 @@ from insum_nn.compiler.ir.printer import show
 from insum_nn.compiler.ir.verify import verify_graph, verify_kernel
 from insum_nn.compiler.lang.bind import Bound, Extents, bind, layout_of
 from insum_nn.compiler.lang.derivative import derivatives
-from insum_nn.compiler.lang.epilogue import Epilogue
+from insum_nn.compiler.lang.epilogue import ACTIVATIONS, Epilogue
 from insum_nn.compiler.lang.interpreter import interpret
 from insum_nn.compiler.lang.shapes import resolve_extents
 from insum_nn.compiler.passes.combine import combine
@@ -53,7 +53,7 @@ def bound_of(text: str, tensors: Mapping[str, Tensor], facts: Mapping[str, Index
 
 
 def canonical(
-    bound: Bound, tensors: Mapping[str, Tensor], extents: Extents
+    bound: Bound, tensors: Mapping[str, Tensor], extents: Extents, start: Tensor | None = None
 ) -> tuple[dict[str, Tensor], dict[str, int]]:
     """Tensors and sizes by their canonical names."""
     names = Names(bound.statement)
@@ -62,37 +62,39 @@ def canonical(
     for axis, extent in enumerate(extents.output):
         sizes[f"{OUTPUT}_{axis}"] = extent
     memory = {names.tensors[name]: tensors[name] for name in bound.layout.tensors}
+    if start is not None:
+        memory[INITIAL] = start
     for buffer in kernel.inputs:
         for axis, extent in enumerate(memory[buffer.name].shape):
             sizes.setdefault(f"{buffer.name}_{axis}", extent)
     return memory, sizes
 
 
-def supported(seed: int) -> tuple[Bound, dict[str, Tensor], Extents] | None:
-    """A random program of the kind that the IR covers: a sum without an initial value."""
+def drawn_program(seed: int) -> tuple[Bound, dict[str, Tensor], Extents, Tensor | None] | None:
+    """A random program without empty tensors, its values small integers, whose sums are exact in any order."""
     program = random_program(seed, max_size=4, profile="smooth")
     statement = parse_cached(program.expression)
-    if program.start is not None or any(t.numel() == 0 for t in program.tensors.values()):
+    if any(t.numel() == 0 for t in program.tensors.values()):
         return None
     # An entry of one index tensor that points outside of another is an error, which the IR leaves to the checks.
     if any([*nested.nested()] for a in statement.accesses() for nested in a.nested()):
         return None
     ordered = [program.tensors[name] for name in layout_of(statement).tensors]
-    extents = resolve_extents(statement, ordered, None, program.sizes, program.out_shape)
-    # Small integers: sums are exact in any order.
+    extents = resolve_extents(statement, ordered, program.start, program.sizes, program.out_shape)
     tensors = {n: t.mul(2).round() if t.is_floating_point() else t for n, t in program.tensors.items()}
-    return bind(statement, tensors, None), tensors, extents
+    start = None if program.start is None else program.start.mul(2).round()
+    return bind(statement, tensors, start), tensors, extents, start
 
 
 def test_the_builder_and_the_passes_agree_with_the_reference():
     built = walked = 0
-    for seed in range(220):
-        drawn = supported(seed)
+    for seed in range(300):
+        drawn = drawn_program(seed)
         if drawn is None:
             continue
-        bound, tensors, extents = drawn
-        want = interpret(bound.statement, tensors, extents)
-        memory, sizes = canonical(bound, tensors, extents)
+        bound, tensors, extents, start = drawn
+        want = interpret(bound.statement, tensors, extents, start)
+        memory, sizes = canonical(bound, tensors, extents, start)
         kernel = build(bound)
         verify_kernel(kernel, placed=False)
         torch.testing.assert_close(interpret_kernel(kernel, memory, sizes)[OUTPUT], want, rtol=0, atol=0)
@@ -104,7 +106,7 @@ def test_the_builder_and_the_passes_agree_with_the_reference():
         verify_graph(graph)
         torch.testing.assert_close(interpret_graph(graph, memory, sizes)[0], want, rtol=0, atol=0)
         walked += 1
-    assert built > 60
+    assert built > 110
     assert walked > 25
 
 
@@ -155,14 +157,25 @@ def test_kernels_print_as_text():
     ]
 
 
-def test_what_the_ir_does_not_cover_is_refused():
+def test_what_the_passes_do_not_cover_is_refused():
     tensors = spmm_tensors()
     bound = bound_of(SPMM, tensors)
-    for other in (replace(bound, epilogue=Epilogue("relu")), replace(bound, dtype=torch.int64)):
-        with pytest.raises(NotImplementedError, match="floating-point sums without an activation"):
-            build(other)
-    with pytest.raises(NotImplementedError, match="without an initial value"):
-        build(replace(bound, has_start=True))
+    for other in (replace(bound, epilogue=Epilogue("relu")), replace(bound, has_start=True)):
+        with pytest.raises(NotImplementedError, match="an initial value or an activation"):
+            lower(other)
+    with pytest.raises(NotImplementedError, match="a sum of floating-point products"):
+        lower(replace(bound, dtype=torch.int64))
+
+
+def test_an_activation_follows_the_sum():
+    tensors = spmm_tensors()
+    bound, extents = bound_of(SPMM, tensors), Extents((23, 11), (6, 11))
+    memory, sizes = canonical(bound, tensors, extents)
+    plain = interpret_kernel(build(bound), memory, sizes)[OUTPUT]
+    for name in ("relu", "silu", "gelu"):
+        kernel = build(replace(bound, epilogue=Epilogue(name)))
+        found = interpret_kernel(kernel, memory, sizes)[OUTPUT]
+        torch.testing.assert_close(found, ACTIVATIONS[name].forward(plain))
 
 
 def test_malformed_kernels_are_refused():

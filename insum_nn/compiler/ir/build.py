@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from insum_nn.compiler.ir.nodes import (
     Buffer,
+    Cast,
+    Combine,
     Const,
     Expr,
     Index,
@@ -17,14 +19,17 @@ from insum_nn.compiler.ir.nodes import (
     Store,
     add,
     conjunction,
+    multiply,
 )
 from insum_nn.compiler.lang.bind import Bound, show_dtype
 from insum_nn.compiler.lang.syntax import Access, Number, Statement, Subscript
 from insum_nn.compiler.lang.syntax import Index as IndexVariable
 
-__all__ = ["OUTPUT", "Names", "build"]
+__all__ = ["INITIAL", "OUTPUT", "Names", "build"]
 
 OUTPUT = "out"
+INITIAL = "out_initial"
+_COMBINE: dict[str, Combine] = {"+=": "add", "=": "add", "max=": "max", "min=": "min"}
 
 
 class Names:
@@ -58,21 +63,17 @@ def build(bound: Bound) -> Kernel:
             sum c in 0 .. C:
               out[x0[a], b] += t0[a, c] * (t1[x1[a, c], b] if x1[a, c] >= 0 else 0)   where x1[a, c] >= 0
 
-    Raises:
-        NotImplementedError: the statement's operator, initial value, activation or dtype has no form in the IR yet.
+    Extents that are compiled in stand as numbers.
     """
     return _Builder(bound).kernel()
 
 
 class _Builder:
     def __init__(self, bound: Bound) -> None:
-        if bound.statement.operator not in ("+=", "=") or bound.has_start:
-            raise NotImplementedError("the loop-nest IR covers sums without an initial value")
-        if bound.epilogue or not bound.dtype.is_floating_point:
-            raise NotImplementedError("the loop-nest IR covers floating-point sums without an activation")
         self.bound = bound
         self.statement = bound.statement
         self.names = Names(bound.statement)
+        self.known = dict(bound.static)
         layout = bound.layout
         self.buffers = {
             name: Buffer(
@@ -86,17 +87,22 @@ class _Builder:
             )
         }
         shape = tuple(
-            Size(f"{OUTPUT}_{axis}") if name is None else Size(self.names.indices[name])
+            Size(f"{OUTPUT}_{axis}") if name is None else self.extent(name)
             for axis, name in enumerate(layout.output_plain)
         )
         self.output = Buffer(OUTPUT, show_dtype(bound.out_dtype), shape)
         self.conditions: list[Expr | None] = []
 
+    def extent(self, index: str) -> Expr:
+        """The extent of an index: a number where it is compiled in."""
+        known = self.known.get(index)
+        return Size(self.names.indices[index]) if known is None else Const(known)
+
     def axis(self, name: str, position: int, axis: int) -> Expr:
         """The extent of an axis: of the index that addresses it directly, or a symbol of its own."""
         for index, places in zip(self.bound.layout.indices, self.bound.layout.plain, strict=True):
             if (position, axis) in places:
-                return Size(self.names.indices[index])
+                return self.extent(index)
         return Size(f"{self.names.tensors[name]}_{axis}")
 
     def kernel(self) -> Kernel:
@@ -109,13 +115,18 @@ class _Builder:
         target = tuple(
             self.subscript(s, e) for s, e in zip(statement.output.subscripts, self.output.shape, strict=True)
         )
-        body: Stmt = Store(self.output, target, value, "add", conjunction(self.conditions))
+        combine = _COMBINE[statement.operator]
+        body: Stmt = Store(self.output, target, value, combine, conjunction(self.conditions))
         written = {index.name for index in statement.output.indices()}
         for name in reversed(sorted(statement.indices(), key=lambda index: index not in written)):
             index = self.names.indices[name]
-            body = Loop(Index(index), Const(0), Size(index), "free" if name in written else "sum", (body,))
+            body = Loop(Index(index), Const(0), self.extent(name), "free" if name in written else "sum", (body,))
         inputs = tuple(self.buffers[name] for name in self.bound.layout.tensors)
-        return Kernel(inputs, (Result(self.output, "zero"),), (body,))
+        result = Result(self.output, "zero", self.bound.epilogue.activation)
+        if self.bound.has_start:
+            inputs = (*inputs, Buffer(INITIAL, show_dtype(self.bound.dtype), self.output.shape))
+            result = Result(self.output, "tensor", self.bound.epilogue.activation)
+        return Kernel(inputs, (result,), (body,), self.bound.drop_outside)
 
     def load(self, access: Access) -> Load:
         """The read of an access, guarded by what has to hold for its address to be one."""
@@ -126,20 +137,41 @@ class _Builder:
         own, self.conditions = self.conditions, outer + self.conditions
         return Load(buffer, subscripts, conjunction(own))
 
+    def entry(self, access: Access) -> Load:
+        """The read of an index tensor, which is -1 where an entry on its own path is missing."""
+        outer, self.conditions = self.conditions, []
+        found = self.load(access)
+        self.conditions = outer
+        return found if found.where is None else Load(found.buffer, found.subscripts, found.where, -1)
+
     def subscript(self, subscript: Subscript, extent: Expr) -> Expr:
         """The position; what has to hold for the term to take part is noted."""
-        total: Expr = Const(subscript.offset)
+        total: Expr = Const(0)
+        bounded = subscript.plain is not None or subscript.indirect is not None
         for term in subscript.terms:
             if isinstance(term.atom, IndexVariable):
                 atom: Expr = Index(self.names.indices[term.atom.name])
             else:
-                atom = self.load(term.atom)
-                if self.bound.facts_of(term.atom.name).masked is not False:
+                atom = self.entry(term.atom)
+                if self.may_lack(term.atom):
                     self.conditions.append(Op("at_least", (atom, Const(0))))
-            total = add(total, atom if term.coefficient == 1 else Op("mul", (Const(term.coefficient), atom)))
-        if subscript.plain is None and subscript.indirect is None:
+                # Entries that no axis bounds are added up without overflow.
+                atom = atom if bounded else Cast(atom, "int64")
+            total = add(total, multiply(Const(term.coefficient), atom))
+        total = add(total, Const(subscript.offset))
+        if not bounded:
             self.conditions += [Op("at_least", (total, Const(0))), Op("less", (total, extent))]
         return total
+
+    def may_lack(self, access: Access) -> bool:
+        """Whether an index tensor may say "no entry" there: by -1, or because it is read outside of itself."""
+        if self.bound.facts_of(access.name).masked is not False:
+            return True
+        return any(
+            (s.plain is None and s.indirect is None)
+            or any(not isinstance(term.atom, IndexVariable) and self.may_lack(term.atom) for term in s.terms)
+            for s in access.subscripts
+        )
 
 
 def _literal(number: Number) -> Const:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -13,8 +14,11 @@ from insum_nn.compiler.ir.nodes import (
     OPERATIONS,
     Alloc,
     Buffer,
+    Cast,
     Const,
+    Dot,
     Expr,
+    If,
     Index,
     Kernel,
     Load,
@@ -39,7 +43,16 @@ def interpret_kernel(kernel: Kernel, tensors: Mapping[str, Tensor], sizes: Mappi
     run = _Run(dict(tensors), sizes)
     for result in kernel.results:
         run.fill(result.buffer, 0 if result.initial == "zero" else None)
+        if result.initial == "tensor":
+            run.memory[result.buffer.name] = run.memory[f"{result.buffer.name}_initial"].clone()
+            run.written.update(
+                (result.buffer, cell) for cell in itertools.product(*map(range, run.shape(result.buffer)))
+            )
     run.block(kernel.body, {})
+    for result in kernel.results:
+        if result.activation is not None:
+            evaluate = OPERATIONS[result.activation].evaluate
+            run.memory[result.buffer.name].apply_(evaluate)
     return {result.buffer.name: run.memory[result.buffer.name] for result in kernel.results}
 
 
@@ -74,14 +87,19 @@ class _Run:
     def __init__(self, memory: dict[str, Tensor], sizes: Mapping[str, int]) -> None:
         self.memory = {name: (t.double() if t.is_floating_point() else t.long()).cpu() for name, t in memory.items()}
         self.sizes = sizes
+        # Cells that hold a value: an extremum takes the first one as it is.
+        self.written = set[tuple[Buffer, tuple[int, ...]]]()
 
     def fill(self, buffer: Buffer, value: int | float | None) -> None:
         """Fresh memory; cells that nothing filled hold NaN, or a number no index may have."""
         floating = buffer.dtype.startswith(("float", "bfloat"))
         dtype = torch.float64 if floating else torch.int64
-        shape = [int(self.value(extent, {})) for extent in buffer.shape]
+        shape = self.shape(buffer)
         empty = float("nan") if floating else -(2**62)
         self.memory[buffer.name] = torch.full(shape, empty if value is None else value, dtype=dtype)
+
+    def shape(self, buffer: Buffer) -> list[int]:
+        return [int(self.value(extent, {})) for extent in buffer.shape]
 
     def block(self, statements: Sequence[Stmt], point: Point) -> None:
         for statement in statements:
@@ -89,6 +107,8 @@ class _Run:
                 self.loop(statement, point)
             elif isinstance(statement, Alloc):
                 self.fill(statement.buffer, statement.initial)
+            elif isinstance(statement, If):
+                self.block(statement.then if self.value(statement.condition, point) else statement.otherwise, point)
             else:
                 assert isinstance(statement, Store)
                 self.store(statement, point)
@@ -105,8 +125,15 @@ class _Run:
             return
         place = self.place(store.buffer, store.subscripts, point)
         value = self.value(store.value, point)
-        cells = self.memory[store.buffer.name]
-        cells[place] = cells[place] + value if store.combine == "add" else value
+        cells, before = self.memory[store.buffer.name], None
+        if store.combine == "add":
+            value = value if store.restart is not None and self.value(store.restart, point) else cells[place] + value
+        elif store.combine != "set" and (store.buffer, place) in self.written:
+            before = cells[place].item()
+            # NaN stays, as in torch's own extrema.
+            value = before if before != before else (max if store.combine == "max" else min)(value, before)
+        self.written.add((store.buffer, place))
+        cells[place] = value
 
     def place(self, buffer: Buffer, subscripts: Sequence[Expr], point: Point) -> tuple[int, ...]:
         place = tuple(int(self.value(subscript, point)) for subscript in subscripts)
@@ -126,8 +153,14 @@ class _Run:
             if node.where is not None and not self.value(node.where, point):
                 return node.fill
             return self.memory[node.buffer.name][self.place(node.buffer, node.subscripts, point)].item()
+        if isinstance(node, Cast):
+            return self.value(node.value, point)
+        if isinstance(node, Dot):
+            return self.value(node.left, point) * self.value(node.right, point)
         assert isinstance(node, Op)
         if node.name == "and":
             # The second condition may stand on an address that the first one guards.
             return all(self.value(arg, point) for arg in node.args)
+        if node.name == "select":
+            return self.value(node.args[1 if self.value(node.args[0], point) else 2], point)
         return OPERATIONS[node.name].evaluate(*(self.value(arg, point) for arg in node.args))

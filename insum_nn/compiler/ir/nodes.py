@@ -20,8 +20,12 @@ __all__ = [
     "OPERATIONS",
     "Alloc",
     "Buffer",
+    "Cast",
+    "Combine",
     "Const",
+    "Dot",
     "Expr",
+    "If",
     "Index",
     "Initial",
     "Kernel",
@@ -37,12 +41,15 @@ __all__ = [
     "Store",
     "add",
     "conjunction",
+    "conjuncts",
+    "multiply",
     "walk",
 ]
 
 Role = Literal["free", "sum", "grid", "tile", "serial", "unroll"]
-Combine = Literal["set", "add"]
-Initial = Literal["none", "zero"]
+Combine = Literal["set", "add", "max", "min"]
+Initial = Literal["none", "zero", "tensor"]
+Precision = Literal["ieee", "tf32", "tf32x3"]
 
 _interned: weakref.WeakValueDictionary[tuple[object, ...], Any] = weakref.WeakValueDictionary()
 _lock = threading.Lock()
@@ -144,13 +151,14 @@ class Index(Expr):
 
 
 class Buffer(Node):
-    """A tensor in memory, contiguous; `local`: an accumulator of the kernel, indexed by loops."""
+    """A tensor in memory; `local`: an accumulator of the kernel. Without `strides` it is contiguous."""
 
     name: str
     dtype: str
     shape: tuple[Expr, ...]
     facts: IndexFacts = UNKNOWN
     local: bool = False
+    strides: tuple[Expr, ...] | None = None
 
 
 class Load(Expr):
@@ -167,6 +175,21 @@ class Op(Expr):
 
     name: str
     args: tuple[Expr, ...]
+
+
+class Cast(Expr):
+    """A value in another dtype."""
+
+    value: Expr
+    dtype: str
+
+
+class Dot(Expr):
+    """A product of two factors that the matrix unit forms and sums over the tile loops that only the factors have."""
+
+    left: Expr
+    right: Expr
+    precision: Precision = "ieee"
 
 
 @dataclass(frozen=True, slots=True)
@@ -187,14 +210,41 @@ OPERATIONS: dict[str, Operation] = {
     "less": Operation(2, lambda a, b: a < b, "({} < {})"),
     "at_least": Operation(2, lambda a, b: a >= b, "({} >= {})"),
     "and": Operation(2, lambda a, b: a and b, "({} & {})"),
+    "minimum": Operation(2, min, "min({}, {})"),
+    "shift_right": Operation(2, lambda a, b: a >> b, "({} >> {})"),
+    "bit_and": Operation(2, lambda a, b: a & b, "({} & {})"),
+    "not_equal": Operation(2, lambda a, b: a != b, "({} != {})"),
+    "select": Operation(3, lambda condition, a, b: a if condition else b, "({1} if {0} else {2})"),
+    "relu": Operation(1, lambda a: a if a != a else max(a, 0.0), "relu({})"),
+    "silu": Operation(1, lambda a: a / (1 + math.exp(-a)), "silu({})"),
+    "gelu": Operation(1, lambda a: 0.5 * a * (1 + math.erf(a * math.sqrt(0.5))), "gelu({})"),
     "cdiv": Operation(2, lambda a, b: -(-a // b), "cdiv({}, {})"),
 }
 
 
 def add(a: Expr, b: Expr) -> Expr:
-    """`a + b` without a zero."""
+    """`a + b`, of two constants their sum, without a zero."""
+    if isinstance(a, Const) and isinstance(b, Const):
+        return Const(a.value + b.value, a.dtype)
     zero = Const(0)
     return b if a is zero else a if b is zero else Op("add", (a, b))
+
+
+def multiply(a: Expr, b: Expr) -> Expr:
+    """`a * b`, of two constants their product, without a one."""
+    if isinstance(a, Const) and isinstance(b, Const):
+        return Const(a.value * b.value, a.dtype)
+    one = Const(1)
+    return b if a is one else a if b is one else Op("mul", (a, b))
+
+
+def conjuncts(condition: Expr | None) -> tuple[Expr, ...]:
+    """The conditions of a conjunction, each once."""
+    if condition is None:
+        return ()
+    if isinstance(condition, Op) and condition.name == "and":
+        return tuple(dict.fromkeys(part for arg in condition.args for part in conjuncts(arg)))
+    return (condition,)
 
 
 def conjunction(conditions: Sequence[Expr | None]) -> Expr | None:
@@ -216,8 +266,8 @@ class Loop(Stmt):
     """Run the body for each value of the index: `begin`, `begin + step`, ... below `end`.
 
     `free` and `sum` loops are not placed yet; the others are: `grid` over programs, `tile` over the lanes of one
-    program (`end - begin` is a power of two, values at or past `limit` take no part), `serial` one after the other,
-    `unroll` in straight-line code.
+    program (`end - begin` is a power of two, values at or past `limit` take no part; `axis` orders the axes of values
+    that vary with several tile loops), `serial` one after the other, `unroll` in straight-line code.
     """
 
     index: Index
@@ -227,6 +277,7 @@ class Loop(Stmt):
     body: tuple[Stmt, ...]
     step: int = 1
     limit: Expr | None = None
+    axis: int = 0
 
 
 class Alloc(Stmt):
@@ -237,28 +288,46 @@ class Alloc(Stmt):
 
 
 class Store(Stmt):
-    """Write a cell, or add to it, where `where` is true."""
+    """Write a cell, or combine it with a value, where `where` is true; where `restart` is true the cell is 0 before."""
 
     buffer: Buffer
     subscripts: tuple[Expr, ...]
     value: Expr
     combine: Combine = "set"
     where: Expr | None = None
+    restart: Expr | None = None
+
+
+class If(Stmt):
+    """Run one of two blocks."""
+
+    condition: Expr
+    then: tuple[Stmt, ...]
+    otherwise: tuple[Stmt, ...] = ()
 
 
 # Kernels.
 
 
 class Result(Node):
-    """An output of a kernel, and what it holds before the first write."""
+    """An output of a kernel: what it holds before the first write, and the function of each cell at the end.
+
+    With `initial` "tensor" it starts as the input of its name and `_initial`.
+    """
 
     buffer: Buffer
     initial: Initial = "none"
+    activation: str | None = None
 
 
 class Kernel(Node):
-    """One kernel: what it reads, what it writes, its loops."""
+    """One kernel: what it reads, what it writes, its loops.
+
+    `exact`: terms whose condition is false never matter, whatever their factors are. Otherwise a factor that does not
+    vary with the condition may be multiplied by zero, which shows if it is not finite.
+    """
 
     inputs: tuple[Buffer, ...]
     results: tuple[Result, ...]
     body: tuple[Stmt, ...]
+    exact: bool = False

@@ -9,8 +9,11 @@ from insum_nn.compiler.ir.nodes import (
     OPERATIONS,
     Alloc,
     Buffer,
+    Cast,
     Const,
+    Dot,
     Expr,
+    If,
     Index,
     Kernel,
     Load,
@@ -52,8 +55,14 @@ def _graph(graph: Graph) -> Iterator[str]:
 
 
 def _kernel(kernel: Kernel, head: str) -> Iterator[str]:
-    results = [f"{_declared(r.buffer)}{'' if r.initial == 'none' else f' initial {r.initial}'}" for r in kernel.results]
-    yield f"{head} ({', '.join(map(_declared, kernel.inputs))}) -> {', '.join(results)}:"
+    results = [
+        _declared(r.buffer)
+        + ("" if r.initial == "none" else f" initial {r.initial}")
+        + ("" if r.activation is None else f" then {r.activation}")
+        for r in kernel.results
+    ]
+    exact = ", exact" if kernel.exact else ""
+    yield f"{head}{exact} ({', '.join(map(_declared, kernel.inputs))}) -> {', '.join(results)}:"
     for statement in kernel.body:
         yield from _statement(statement, "  ")
 
@@ -77,10 +86,19 @@ def _statement(statement: Stmt, indent: str) -> Iterator[str]:
             yield from _statement(inner, indent + "  ")
     elif isinstance(statement, Alloc):
         yield f"{indent}alloc {_declared(statement.buffer)} = {statement.initial}"
+    elif isinstance(statement, If):
+        yield f"{indent}if {_bare(statement.condition)}:"
+        for inner in statement.then:
+            yield from _statement(inner, indent + "  ")
+        if statement.otherwise:
+            yield f"{indent}else:"
+            for inner in statement.otherwise:
+                yield from _statement(inner, indent + "  ")
     else:
         assert isinstance(statement, Store)
-        sign = {"set": "=", "add": "+="}[statement.combine]
+        sign = {"set": "=", "add": "+=", "max": "max=", "min": "min="}[statement.combine]
         where = "" if statement.where is None else f"   where {_bare(statement.where)}"
+        where += "" if statement.restart is None else f"   restart {_bare(statement.restart)}"
         target = f"{statement.buffer.name}{_subscripts(statement.subscripts)}"
         yield f"{indent}{target} {sign} {_bare(statement.value)}{where}"
 
@@ -101,5 +119,9 @@ def _expr(node: Expr) -> str:
     if isinstance(node, Load):
         text = f"{node.buffer.name}{_subscripts(node.subscripts)}"
         return text if node.where is None else f"({text} if {_bare(node.where)} else {node.fill})"
+    if isinstance(node, Cast):
+        return f"{node.dtype}({_bare(node.value)})"
+    if isinstance(node, Dot):
+        return f"dot({_bare(node.left)}, {_bare(node.right)})"
     assert isinstance(node, Op)
     return OPERATIONS[node.name].text.format(*map(_expr, node.args))

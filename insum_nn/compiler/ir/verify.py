@@ -8,6 +8,7 @@ from insum_nn.compiler.ir.nodes import (
     Alloc,
     Buffer,
     Expr,
+    If,
     Index,
     Kernel,
     Load,
@@ -74,10 +75,15 @@ def _check_block(
         elif isinstance(statement, Alloc):
             assert statement.buffer.local, f"{statement.buffer.name} is allocated and not local"
             known.add(statement.buffer)
+        elif isinstance(statement, If):
+            _check_expr(statement.condition, loops, known)
+            for block in (statement.then, statement.otherwise):
+                _check_block(block, loops, known, placed, inside_tile=inside_tile)
         else:
             assert isinstance(statement, Store)
             _check_access(statement.buffer, statement.subscripts, known)
-            for expr in (*statement.subscripts, statement.value, statement.where):
+            assert statement.restart is None or statement.combine == "add", "only sums begin again"
+            for expr in (*statement.subscripts, statement.value, statement.where, statement.restart):
                 if expr is not None:
                     _check_expr(expr, loops, known)
 

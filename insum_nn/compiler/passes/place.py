@@ -58,6 +58,10 @@ def place(kernel: Kernel, schedule: LoopSchedule) -> Kernel:
         NotImplementedError: free loops do not address every cell of the output exactly once.
     """
     loops, store = loops_and_store(kernel)
+    if store.combine != "add" or not store.buffer.dtype.startswith(("float", "bfloat")):
+        raise NotImplementedError("a statement that is not a sum of floating-point products")
+    if any(result.initial == "tensor" or result.activation is not None for result in kernel.results):
+        raise NotImplementedError("an initial value or an activation")
     cells = {loop.index: loop.end for loop in loops if loop.role == "free"}
     covered = list(zip(store.subscripts, store.buffer.shape, strict=True))
     if len(cells) != len(covered) or any(cells.get(s) is not extent for s, extent in covered):  # type: ignore[call-overload]
