@@ -1,7 +1,7 @@
 """A graph's matrix times features times a weight: one statement, against the two products taken apart.
 
-The statement may run as one kernel, which keeps the rows of A X in registers, or as two stages in either order; each is
-timed, and so is the one that the program chooses. With bias and ReLU these are part of the statement.
+The statement may run as two stages in either order; each is timed, and so is the one that the program chooses. With
+bias and ReLU these are part of the statement.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ def _leaf(tensor: Tensor, dtype: torch.dtype) -> Tensor:
     return tensor.detach().to(dtype, copy=True).requires_grad_()
 
 
-def _candidate(program: Program, named: dict[str, Tensor], rows: int, one: bool, dense_first: bool) -> Work:
+def _candidate(program: Program, named: dict[str, Tensor], rows: int, dense_first: bool) -> Work:
     """One candidate of the program by itself, forward only."""
     start = named.get("C")
     ordered = [named[name].detach() for name in program._names]
@@ -47,8 +47,7 @@ def _candidate(program: Program, named: dict[str, Tensor], rows: int, one: bool,
     if not isinstance(found.run, Chained):
         raise Unavailable("the statement runs as one program here")
     for name, candidate in found.run.candidates.items():
-        fits = name.startswith("T[i,n] +=" if dense_first else "T[Row[p],k] +=")
-        if fits and name.endswith("in one kernel") == one:
+        if name.startswith("T[i,n] +=" if dense_first else "T[Row[p],k] +="):
             return Work(partial(candidate.prepare(ordered, extents, start), ordered, start))
     raise Unavailable("; ".join(found.run.refused.values()) or "no such candidate")
 
@@ -95,11 +94,11 @@ def _problem(setting: Setting, graph: str, k: int, n: int, end: str, dtype: str,
         program, named, leaves = given(Options())
         return Work(lambda: program(tensors=named, out_shape=(nodes, None)), leaves)
 
-    def one_of(one: bool, dense_first: bool) -> Work:
+    def one_of(dense_first: bool) -> Work:
         if setting.device.type == "cpu":
             raise Unavailable("kernels are generated for a GPU")
         program, named, _ = given(Options(backend="triton"))
-        return _candidate(program, named, nodes, one, dense_first)
+        return _candidate(program, named, nodes, dense_first)
 
     def csr(dense_first: bool) -> Work:
         if setting.device.type == "cpu" and kind != torch.float32:
@@ -137,9 +136,8 @@ def _problem(setting: Setting, graph: str, k: int, n: int, end: str, dtype: str,
         table=nodes * narrow,
     )
     orders = {
-        "insum_nn/fused": lambda: one_of(True, False),
-        "insum_nn/sum_first": lambda: one_of(False, False),
-        "insum_nn/product_first": lambda: one_of(False, True),
+        "insum_nn/sum_first": lambda: one_of(False),
+        "insum_nn/product_first": lambda: one_of(True),
     }
     theirs = {"torch_csr/sum_first": lambda: csr(False), "torch_csr/product_first": lambda: csr(True)}
     return Problem(

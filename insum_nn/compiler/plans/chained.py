@@ -1,7 +1,6 @@
 """Programs for statements that are a sparse sum and a dense product: the candidates, and the choice among them.
 
 one kernel        every term times every weight, where the terms meet
-sum, then W       one kernel: a program sums rows in registers, multiplies them by the weight and stores the product
 two stages        a generated kernel and a library product, in either order, with a tensor between
 """
 
@@ -16,20 +15,16 @@ from functools import partial
 import torch
 from torch import Tensor
 
-from insum_nn.compiler.forms.form import FormError, UnorderedError, make_form
+from insum_nn.compiler.forms.form import FormError, UnorderedError
 from insum_nn.compiler.forms.generated import Generated
 from insum_nn.compiler.forms.keyed import Keyed
-from insum_nn.compiler.forms.points import Tail
 from insum_nn.compiler.forms.source import Source
-from insum_nn.compiler.forms.tail import with_tail
 from insum_nn.compiler.lang.bind import Bound, Extents, layout_of
 from insum_nn.compiler.lang.epilogue import PLAIN
 from insum_nn.compiler.lang.syntax import Statement
 from insum_nn.compiler.options import Options
 from insum_nn.compiler.plans.chain import Split, find_splits
-from insum_nn.compiler.schedule import database as store
 from insum_nn.compiler.schedule.database import size_bucket
-from insum_nn.compiler.schedule.tune import WAIT, time_whole, worth_measuring
 from insum_nn.facts import UNKNOWN, StaticTable
 
 __all__ = ["Chained", "generate"]
@@ -42,10 +37,6 @@ _BY_UNIT = {2: 100.0, 4: 12.0, 8: 6.0}
 _BY_ELEMENT = 4.0
 # Bytes that a further kernel costs by being launched.
 _LAUNCH = 6e6
-# Rows side by side wait for the longest of them.
-_UNEVEN = 1.25
-# Candidates this much worse by count are not measured.
-_HOPELESS = 3.0
 
 
 def generate(
@@ -99,8 +90,6 @@ class Chained:
     Attributes:
         candidates: what may run, by name.
         refused: what cannot, and why.
-        measured: microseconds of the candidates that were measured, by name, for each bucket of sizes.
-        origin: where those are from, if not from this process.
     """
 
     def __init__(
@@ -117,16 +106,12 @@ class Chained:
         self.candidates: dict[str, Generated | _Staged] = {}
         self.refused: dict[str, str] = {}
         self._first_error: FormError | None = None
-        self.measured: dict[tuple[int, ...], dict[str, float]] = {}
-        self.origin: dict[tuple[int, ...], str] = {}
         self._chosen: dict[tuple[int, ...], str] = {}
         self._lock = threading.RLock()
         self._add("one kernel over all terms", lambda: Generated(bound, sizes, output, {}, options))
         for split in splits:
             name = f"{split.first}, then {split.second}"
             about = (bound, sizes, shapes, output, split, options)
-            if split.inner is not None:
-                self._add(f"{name}, in one kernel", partial(_fused, *about))
             self._add(name, partial(_Staged, *about))
         if self._first_error is not None and not self.candidates:
             raise self._first_error
@@ -140,53 +125,16 @@ class Chained:
 
     def prepare(self, tensors: Sequence[Tensor], extents: Extents, start: Tensor | None) -> Run:
         """What runs the statement on tensors of these shapes."""
-        return self.candidates[self.choose(tensors, extents, start)].prepare(tensors, extents, start)
+        return self.candidates[self.choose(tensors, extents)].prepare(tensors, extents, start)
 
-    def choose(self, tensors: Sequence[Tensor], extents: Extents, start: Tensor | None) -> str:
+    def choose(self, tensors: Sequence[Tensor], extents: Extents) -> str:
         """The name of the candidate for a call's sizes: one for all sizes within a factor of two."""
         bucket = size_bucket(extents)
         with self._lock:
             if bucket not in self._chosen:
                 costs = self.costs(tensors, extents)
-                best = min(costs, key=lambda name: costs[name])
-                near = [name for name in costs if costs[name] <= _HOPELESS * costs[best]]
-                if len(near) > 1 and worth_measuring(self.options, extents):
-                    times, self.origin[bucket] = self._times(near, bucket, tensors, extents, start)
-                    if times:
-                        best = min(times, key=lambda name: times[name])
-                    self.measured[bucket] = times
-                self._chosen[bucket] = best
+                self._chosen[bucket] = min(costs, key=lambda name: costs[name])
             return self._chosen[bucket]
-
-    def _times(
-        self,
-        names: Sequence[str],
-        bucket: tuple[int, ...],
-        tensors: Sequence[Tensor],
-        extents: Extents,
-        start: Tensor | None,
-    ) -> tuple[dict[str, float], str]:
-        """Microseconds of candidates, and where they are from; none where another process measures for too long."""
-        asked = self.options
-        more = {"precision": asked.precision, "deterministic": str(asked.deterministic), "start": str(start is None)}
-        more["matmul"] = torch.get_float32_matmul_precision()
-        key = store.key_of("order", self.bound, {}, bucket, tensors[0].device, **more)
-
-        def measure() -> tuple[dict[str, float], str]:
-            times = self._measure(names, tensors, extents, start)
-            store.write(key, {"times": {name: None if math.isinf(us) else us for name, us in times.items()}})
-            return times, ""
-
-        late = {}, f"another process measures, and was not done after {WAIT:.0f} s"
-        return store.once(key, WAIT, lambda: _remembered(key, names), measure) or late
-
-    def _measure(
-        self, names: Sequence[str], tensors: Sequence[Tensor], extents: Extents, start: Tensor | None
-    ) -> dict[str, float]:
-        plain = [t.detach() for t in tensors]
-        start = None if start is None else start.detach()
-        ready = {name: self.candidates[name].prepare(plain, extents, start) for name in names}
-        return {name: time_whole(partial(run, plain, start)) for name, run in ready.items()}
 
     def costs(self, tensors: Sequence[Tensor], extents: Extents) -> dict[str, float]:
         """What each candidate moves, in bytes, with its multiplications weighed as bytes."""
@@ -195,8 +143,6 @@ class Chained:
         for name, candidate in self.candidates.items():
             if isinstance(candidate, _Staged):
                 costs[name] = count.staged(candidate.split)
-            elif candidate.form.tail is not None:
-                costs[name] = count.fused(candidate.form.tail)
             else:
                 form = candidate.form
                 costs[name] = count.whole(form.product is not None, form.combine == "atomic")
@@ -206,61 +152,13 @@ class Chained:
         self, tensors: Sequence[Tensor], extents: Extents, start: Tensor | None
     ) -> tuple[Source, tuple[Row, ...]]:
         """The kernel for a call, and each choice behind it with its reason."""
-        chosen = self.choose(tensors, extents, start)
-        costs, times = self.costs(tensors, extents), self.measured.get(size_bucket(extents), {})
-        why = "the fastest of those measured" if times else "the least bytes and multiplications"
-        why = "; ".join(filter(None, (why, self.origin.get(size_bucket(extents)))))
-        rows: list[Row] = [("order", chosen, why)]
-        for name in sorted(costs, key=lambda name: (times.get(name, math.inf), costs[name])):
-            time = f", {times[name]:.1f} us" if name in times else ""
-            rows.append(("candidate", name, f"counts as {costs[name] / 1e6:.3g} MB moved{time}"))
+        chosen, costs = self.choose(tensors, extents), self.costs(tensors, extents)
+        rows: list[Row] = [("order", chosen, "the least bytes and multiplications")]
+        for name in sorted(costs, key=lambda name: costs[name]):
+            rows.append(("candidate", name, f"counts as {costs[name] / 1e6:.3g} MB moved"))
         rows += [("refused", name, reason) for name, reason in self.refused.items()]
         source, inner = self.candidates[chosen].described(tensors, extents, start)
         return source, (*rows, *inner)
-
-
-def _remembered(key: store.Key, names: Sequence[str]) -> tuple[dict[str, float], str] | None:
-    """The times of all these candidates, if they are remembered."""
-    entry = store.find(key)
-    if entry is None:
-        return None
-    try:
-        times = {str(name): math.inf if us is None else float(us) for name, us in entry.value["times"].items()}
-        if not all(times[name] > 0 for name in names):
-            raise ValueError("a time is not positive")
-    except store.UNREADABLE as error:
-        entry.broken(error)
-        return None
-    return {name: times[name] for name in names}, entry.origin()
-
-
-def _fused(
-    bound: Bound,
-    sizes: dict[str, int],
-    shapes: Mapping[str, Sequence[int]],
-    output: Sequence[int],
-    split: Split,
-    options: Options,
-) -> Generated:
-    """One kernel that sums rows and multiplies them by the weight before it stores them.
-
-    Raises:
-        FormError: the product does not fit behind the sum.
-    """
-    assert split.inner is not None
-    inner, outer = split.inner
-    weight = next(f for f in bound.statement.reads if f.name == split.weight and _carries(f, inner, outer))
-    a, b = (str(s.plain) for s in weight.subscripts)
-    _, shape = split.sizes(sizes, shapes, output)
-    sums = _part(bound, split.first, split)
-    form = make_form(sums, sizes, shape, {}, deterministic=True, prefer_own=True)
-    form = with_tail(form, bound, Tail(weight.name, (a, b), inner, outer))
-    return Generated(bound, sizes, output, {}, options, form=form)
-
-
-def _carries(factor: object, *indices: str) -> bool:
-    subscripts = getattr(factor, "subscripts", ())
-    return len(subscripts) == 2 and {s.plain for s in subscripts} == set(indices)
 
 
 def _part(bound: Bound, statement: Statement, split: Split, *, has_start: bool = False) -> Bound:
@@ -436,15 +334,3 @@ class _Count:
         for statement in (split.first, split.second):
             total += self.reads(statement, shapes, sizes) + self.work(statement, statement is split.dense, sizes)
         return total
-
-    def fused(self, tail: Tail) -> float:
-        split = next(
-            s
-            for s in find_splits(self.bound.statement)
-            if s.weight == tail.weight and s.inner == (tail.inner, tail.outer)
-        )
-        sizes, shape = self.made(split)
-        shapes = self.shapes({split.made: shape})
-        read = _UNEVEN * self.reads(split.first, shapes, sizes) + self.written(math.prod(shapes[tail.weight]))
-        work = self.work(split.first, False, sizes) + self.work(split.second, True, sizes)
-        return read + work + self.written(math.prod(self.output))
