@@ -11,6 +11,8 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
+from torch import fx
 
 from tests.compiler.corpus import __main__ as commands
 from tests.compiler.corpus import digests
@@ -58,3 +60,15 @@ def test_intermediate_code_is_made_without_a_gpu(tmp_path: Path):
 def test_names_are_left_out_of_intermediate_code():
     text = digests.without_names("%x = f %y\n%z_1 = g %x")
     assert text == "%0 = f %1\n%2 = g %0"
+
+
+def test_names_of_nodes_are_left_out_of_graphs():
+    def written(name: str, *, twice: bool = False) -> str:
+        graph = fx.Graph()
+        total = graph.call_function(torch.relu, (graph.placeholder(name),))
+        total.name = f"{name}_relu"
+        graph.output((graph.call_function(torch.relu, (total,)) if twice else total,))
+        return digests.without_node_names(graph)
+
+    assert written("a") == written("b") != written("a", twice=True)
+    assert "%0" in written("a")

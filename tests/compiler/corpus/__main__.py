@@ -16,14 +16,14 @@ from tests.compiler.corpus.statements import Entry, entries
 Digests = dict[str, dict[str, str]]
 
 
-def digests(only: str, *, intermediate: bool) -> Digests:
+def digests(only: str, *, intermediate: bool, kernels: bool = True) -> Digests:
     """By statement and kind of code."""
-    return {entry.name: _digests_of(entry, intermediate) for entry in entries() if fnmatch(entry.name, only)}
+    return {e.name: _digests_of(e, intermediate, kernels) for e in entries() if fnmatch(e.name, only)}
 
 
-def _digests_of(entry: Entry, intermediate: bool) -> dict[str, str]:
+def _digests_of(entry: Entry, intermediate: bool, kernels: bool) -> dict[str, str]:
     try:
-        return {kind: digest(text) for kind, text in code_of(entry, intermediate=intermediate)}
+        return {kind: digest(text) for kind, text in code_of(entry, intermediate=intermediate, kernels=kernels)}
     except Exception as error:
         return {"error": f"{type(error).__name__}: {error}"[:200]}
 
@@ -49,20 +49,23 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("target", help="the file of digests, or the name of a statement")
     parser.add_argument("--only", default="*", help="statements whose names match this pattern")
     parser.add_argument("--text-only", action="store_true", help="leave out Triton's IR")
+    parser.add_argument("--graphs-only", action="store_true", help="leave out generated kernels")
     options = parser.parse_args(arguments)
     if options.command == "show":
         shown = [entry for entry in entries() if options.target in entry.name]
         for entry in shown:
-            for kind, text in code_of(entry):
+            for kind, text in code_of(entry, kernels=not options.graphs_only):
                 print(f"==== {entry.name}: {kind}\n{text}")
         return 0 if shown else 1
-    found = digests(options.only, intermediate=not options.text_only)
+    found = digests(options.only, intermediate=not options.text_only, kernels=not options.graphs_only)
     path = Path(options.target)
     if options.command == "write":
         path.write_text(json.dumps(found, indent=0, ensure_ascii=False) + "\n")
         print(f"{len(found)} statements, {sum(map(len, found.values()))} digests in {path}")
         return 0
     known: Digests = {n: d for n, d in json.loads(path.read_text()).items() if fnmatch(n, options.only)}
+    if options.graphs_only:
+        known = {n: {k: v for k, v in d.items() if k.startswith("graph")} for n, d in known.items()}
     lines = differences(known, found)
     print("\n".join(lines))
     print(f"{len(found)} statements compared, {len(lines)} differences")

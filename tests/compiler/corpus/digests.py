@@ -9,6 +9,7 @@ from dataclasses import replace
 from types import SimpleNamespace
 
 import torch
+from torch import fx
 
 from insum_nn.compiler.forms.candidates import candidates
 from insum_nn.compiler.forms.form import Form, FormError
@@ -17,12 +18,13 @@ from insum_nn.compiler.forms.launch import _jit, _types, strides_of
 from insum_nn.compiler.forms.schedule import Schedule, default_schedule, precision_of
 from insum_nn.compiler.forms.source import Source, write_kernel
 from insum_nn.compiler.lang.bind import Bound
+from insum_nn.compiler.options import Options
 from insum_nn.compiler.plans.chained import Chained, generate
 from insum_nn.compiler.plans.fx_lowering import lower
 from insum_nn.compiler.plans.planner import make_plan
 from tests.compiler.corpus.statements import DEVICE_TYPE, Entry
 
-__all__ = ["Code", "code_of", "digest", "ttir", "without_names"]
+__all__ = ["Code", "code_of", "digest", "graphs_of", "ttir", "without_names", "without_node_names"]
 
 # (what it is, its text)
 Code = tuple[str, str]
@@ -34,17 +36,17 @@ def digest(text: str) -> str:
     return hashlib.sha256(text.encode()).hexdigest()[:16]
 
 
-def code_of(entry: Entry, *, intermediate: bool = True) -> Iterator[Code]:
+def code_of(entry: Entry, *, intermediate: bool = True, kernels: bool = True) -> Iterator[Code]:
     """Everything that is written for a statement.
 
     Args:
         entry: the statement.
         intermediate: also Triton's IR of the kernel under the default schedule.
+        kernels: also generated kernels.
     """
-    for compiled in (False, True):
-        graph = lower(make_plan(_plain(entry.bound), entry.sizes, entry.options, compiled=compiled), entry.options,
-                      compiled=compiled)  # fmt: skip
-        yield f"graph, {'compiled' if compiled else 'eager'}", graph.code
+    yield from graphs_of(entry)
+    if not kernels:
+        return
     try:
         program = generate(entry.bound, entry.sizes, entry.tensors, entry.extents.output, dict(entry.tables),
                            entry.options)  # fmt: skip
@@ -61,9 +63,50 @@ def code_of(entry: Entry, *, intermediate: bool = True) -> Iterator[Code]:
                 yield f"ttir{name}, {chosen}", ttir(entry, form, source)
 
 
-def _plain(bound: Bound) -> Bound:
-    """Graphs of library calls are made for any sizes."""
-    return replace(bound, static=())
+def graphs_of(entry: Entry) -> Iterator[Code]:
+    """The graphs of library calls for both kinds of device, for both back ends that read them."""
+    deterministic = replace(entry.options, deterministic=True)
+    plain = replace(entry.bound, static=())
+    for device in ("cuda", "cpu"):
+        where = "" if device == "cuda" else f", {device}"
+        bound = replace(plain, device_type=device)
+        yield f"graph, eager{where}", _graph(entry, bound, entry.options)
+        yield f"graph, compiled{where}", _graph(entry, bound, entry.options, compiled=True)
+    yield "graph, eager, deterministic", _graph(entry, plain, deterministic)
+    if entry.bound.static:
+        yield "graph, compiled, fixed extents", _graph(entry, entry.bound, entry.options, compiled=True)
+    pieces = _graph(entry, replace(plain, device_type="cpu"), entry.options, pieces=True)
+    if pieces:
+        yield "graph, eager, cpu, pieces", pieces
+
+
+def _graph(entry: Entry, bound: Bound, options: Options, *, compiled: bool = False, pieces: bool = False) -> str:
+    plan = make_plan(bound, entry.sizes, options, compiled=compiled)
+    if pieces and plan.chunk is None:
+        return ""
+    return without_node_names(lower(plan, options, compiled=compiled, accumulate=pieces).graph)
+
+
+def without_node_names(graph: fx.Graph) -> str:
+    """A graph's calls as text, its nodes numbered in their order."""
+    numbers = {node: f"%{number}" for number, node in enumerate(graph.nodes)}
+
+    def argument(value: object) -> object:
+        return _Name(numbers[value]) if isinstance(value, fx.Node) else value
+
+    lines: list[str] = []
+    for node in graph.nodes:
+        target = "" if node.op == "placeholder" else node._pretty_print_target(node.target)
+        args, kwargs = fx.map_arg(node.args, argument), fx.map_arg(node.kwargs, argument)  # type: ignore[arg-type]
+        lines.append(f"{numbers[node]} = {node.op} {target} {args} {kwargs}")
+    return "\n".join(lines)
+
+
+class _Name(str):
+    """A node's number, printed without quotes."""
+
+    __slots__ = ()
+    __repr__ = str.__str__
 
 
 def _forms(program: Generated | Chained) -> Iterator[tuple[str, Form]]:
