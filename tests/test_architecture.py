@@ -58,7 +58,6 @@ COMPILER_EXCEPTIONS: dict[tuple[str, str], str] = {
     ("forms.joint", "runtime"): "a joint kernel is written for several programs at once",
     ("plans.chained", "forms"): "a chain of two products is one generated kernel",
     ("plans.fx_lowering", "runtime.library_calls"): "the graph calls this function by name",
-    ("plans.paths", "runtime.execution"): "measures the programs that it chooses among",
     ("runtime.program", "explain.report"): "`Program.explain()` returns a report",
 }
 

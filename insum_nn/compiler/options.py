@@ -15,9 +15,8 @@ class Options:
     """Compile options; hashable, so that they are part of a program's key.
 
     Attributes:
-        backend: `"auto"` takes a rule's path, or the fastest where it is worth a measurement; `"eager"` runs the plan
-            with torch's library calls; `"inductor"` compiles it with TorchInductor; `"triton"` generates a Triton
-            kernel.
+        backend: `"auto"` follows a rule; `"eager"` runs the plan with torch's library calls; `"inductor"` compiles it
+            with TorchInductor; `"triton"` generates a Triton kernel.
         deterministic: only ways of combining that give the same bits at every run, on one machine with one setting of
             `torch.set_num_threads`. On a CPU, sums over entries of index tensors give the same bits with any number of
             threads. Dense products and sums over whole axes are divided among threads by a library: with another number
@@ -34,8 +33,8 @@ class Options:
         precision: how a generated kernel's matrix unit multiplies float32: `"ieee"` exactly, `"tf32"` with 10 bits of
             mantissa, `"tf32x3"` in three such products, nearly exactly; `"auto"` follows
             `torch.set_float32_matmul_precision`.
-        tune: measure paths and schedules at the first use of a statement and size that is worth it, and remember the
-            fastest on disk; `False` takes the rule's path with a good default, and looks nothing up.
+        tune: measure schedules at the first use of a statement and size that is worth it, and remember the fastest on
+            disk; `False` takes a good default, and looks nothing up.
     """
 
     backend: Literal["auto", "eager", "inductor", "triton"] = "auto"

@@ -315,7 +315,7 @@ def test_other_versions(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, fits: b
 
 def test_of_several_versions_the_current_is_exported(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
     real = database._versions()
-    key = database.key_of("path", bind(parse(TEXT), TENSORS, None), {}, (1,), torch.device("cpu"))
+    key = database.key_of("schedule", bind(parse(TEXT), TENSORS, None), {}, (1,), torch.device("cpu"))
     database.write(key, {"number": 1})
     monkeypatch.setattr(database, "_versions", lambda: {**real, "torch": "1.0"})
     database.write(key, {"number": 2})

@@ -20,22 +20,12 @@ from insum_nn.compiler.forms.points import LONGEST
 from insum_nn.compiler.forms.schedule import Schedule, default_schedule
 from insum_nn.compiler.lang.bind import Extents, bind
 from insum_nn.compiler.lang.parser import parse
-from insum_nn.compiler.plans import choice
-from insum_nn.compiler.plans.choice import Offer, choose_path
 from insum_nn.compiler.schedule import budget, database, tune
 from insum_nn.compiler.schedule.cache_folder import cache_folder
 from insum_nn.compiler.schedule.tune import Measurement, choose_schedule
 from tests.compiler.test_schedule_store import FACTS, TENSORS, TEXT
 
-KEY = {"kind": "path", "statement": "imagined", "static": (("c", 4),), "bucket": [14, 5]}
-PATHS: dict[str, Any] = {
-    "backend": "triton",
-    "candidates": [
-        {"backend": "triton", "microseconds": 100.0, "note": ""},
-        {"backend": "eager", "microseconds": 149.0, "note": ""},
-        {"backend": "inductor", "microseconds": 250.0, "note": ""},
-    ],
-}
+KEY = {"kind": "schedule", "statement": "imagined", "static": (("c", 4),), "bucket": [14, 5]}
 
 
 @pytest.fixture(autouse=True)
@@ -96,10 +86,10 @@ def test_what_was_measured_in_part_tells_nothing():
 
 def test_a_key_without_sizes():
     database.write({"kind": "other"}, {})
-    database.write({"kind": "path", "bucket": "many"}, {})
-    database.write({"kind": "path", "bucket": [1.5]}, {})
+    database.write({"kind": "schedule", "bucket": "many"}, {})
+    database.write({"kind": "schedule", "bucket": [1.5]}, {})
     assert database.near({"kind": "other"}) is None
-    assert database.near({"kind": "path", "bucket": [14]}) is None
+    assert database.near({"kind": "schedule", "bucket": [14]}) is None
 
 
 def test_files_that_were_loaded(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
@@ -130,76 +120,6 @@ def test_what_is_alike():
     database.write(key(14, 3, statement="another"), {"n": "another"})
     database.write(KEY, {"n": "the same"})
     assert [entry.value["n"] for entry in database.alike(KEY)] == [13, "static", 8, 20]
-
-
-# Paths.
-
-
-def offer(backend: str, microseconds: float, tried: list[str], seconds: float = 0.0) -> Offer:
-    def ready():
-        tried.append(backend)
-        return lambda: microseconds
-
-    return Offer(backend, ready, seconds=seconds)
-
-
-def test_a_path_far_behind_is_not_tried(monkeypatch: pytest.MonkeyPatch):
-    monkeypatch.setattr(choice, "_measure", lambda run, device: run())
-    database.write(KEY, PATHS)
-    tried: list[str] = []
-    offers = [offer("triton", 200.0, tried), offer("eager", 150.0, tried), offer("inductor", 1.0, tried)]
-    found = choose_path(key(15, 5), "imagined", offers, torch.device("cpu"))
-    assert found is not None
-    assert (found.backend, tried) == ("eager", ["triton", "eager"])
-    assert found.candidates[2].note == "not tried: it took 2.5 times as long for half or twice as many rows"
-
-
-def test_a_compilation_far_behind_in_any_size_is_not_tried(monkeypatch: pytest.MonkeyPatch):
-    monkeypatch.setattr(choice, "_measure", lambda run, device: run())
-    database.write(KEY, PATHS)
-    database.write(key(3, 5), {**PATHS, "candidates": [*PATHS["candidates"][:2]]})
-    tried: list[str] = []
-    offers = [offer("triton", 200.0, tried), offer("eager", 150.0, tried), offer("inductor", 1.0, tried, seconds=1.0)]
-    found = choose_path(key(19, 5), "imagined", offers, torch.device("cpu"))
-    assert found is not None
-    assert tried == ["triton", "eager"]
-    assert found.candidates[2].note == "not tried: it took 2.5 times as long in other sizes, or more"
-
-
-def test_no_compilation_is_tried_when_patience_is_at_an_end(monkeypatch: pytest.MonkeyPatch):
-    monkeypatch.setattr(choice, "_measure", lambda run, device: run())
-    monkeypatch.setattr(budget, "_spent", 58.0)
-    tried: list[str] = []
-    offers = [offer("triton", 200.0, tried), offer("inductor", 1.0, tried, seconds=5.0)]
-    found = choose_path(key(19, 5), "imagined", offers, torch.device("cpu"))
-    assert found is not None
-    assert tried == ["triton"]
-    assert found.candidates[1].note == "not tried: it compiles for about 5 s, and 58 s went into searches before"
-    insum_nn.clear_cache()
-    assert budget.spent() == 0.0
-    found = choose_path(key(21, 5), "imagined", offers, torch.device("cpu"))
-    assert found is not None
-    assert found.backend == "inductor"
-    assert budget.spent() > 0.0
-
-
-@pytest.mark.parametrize(
-    "value",
-    [
-        {},
-        {"backend": "another", "candidates": []},
-        {**PATHS, "candidates": [{"backend": "triton"}]},
-    ],
-)
-def test_an_entry_without_sense_is_named(monkeypatch: pytest.MonkeyPatch, value: dict[str, Any]):
-    monkeypatch.setattr(choice, "_measure", lambda run, device: run())
-    database.write(KEY, value)
-    tried: list[str] = []
-    offers = [offer("triton", 200.0, tried), offer("inductor", 1.0, tried)]
-    with pytest.warns(UserWarning, match="an entry is ignored"):
-        found = choose_path(key(15, 5), "imagined", offers, torch.device("cpu"))
-    assert found is not None
-    assert found.backend == "inductor"
 
 
 # Schedules.

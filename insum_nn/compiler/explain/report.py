@@ -110,7 +110,7 @@ class Explanation:
     _sizes: Extents | None = field(default=None, repr=False)
     _sources: list[str] = field(default_factory=list[str], compare=False, repr=False)
     _choices: tuple[Decision, ...] = ()
-    _candidates: tuple[Decision, ...] = ()
+    _around: tuple[Decision, ...] = ()
 
     @property
     def decisions(self) -> tuple[Decision, ...]:
@@ -119,11 +119,11 @@ class Explanation:
             return ()
         chosen = Decision("backend", self.backend, self.reason)
         # A generated kernel does not follow the plan's steps; its own choices take their place.
-        return (chosen, *self._candidates, *(self._choices if self.backend == "triton" else self.plan.decisions))
+        return (chosen, *self._around, *(self._choices if self.backend == "triton" else self.plan.decisions))
 
     def with_choice(self, topic: str, choice: str, reason: str) -> Explanation:
         """The same with a choice that was made around the statement, before its own candidates."""
-        return replace(self, _candidates=(Decision(topic, choice, reason), *self._candidates))
+        return replace(self, _around=(Decision(topic, choice, reason), *self._around))
 
     @property
     def facts(self) -> dict[str, IndexFacts]:
@@ -347,7 +347,6 @@ def explain_program(
         _sizes=extents,
         _sources=sources,
         _choices=choices,
-        _candidates=() if program is None else tuple(Decision(*row) for row in program.candidates),
     )
 
 

@@ -25,8 +25,7 @@ from insum_nn.compiler.lang.parser import check_text, parse
 from insum_nn.compiler.lang.shapes import check_extents
 from insum_nn.compiler.lang.syntax import Statement
 from insum_nn.compiler.options import Options
-from insum_nn.compiler.plans.paths import fastest
-from insum_nn.compiler.runtime.execution import Executable, generation
+from insum_nn.compiler.runtime.execution import Executable, executable, generation
 from insum_nn.errors import InsumDtypeError, InsumNameError, InsumRangeError, InsumShapeError
 from insum_nn.facts import IndexFacts, StaticTable
 from insum_nn.kept import unwritten
@@ -215,7 +214,7 @@ def prepare(spec: Spec, tensors: Sequence[Tensor], start: Tensor | None, extents
             facts[name] = IndexFacts(masked=True, proven=True)
     _check_static(spec, named)
     bound = bind(statement, named, start, facts=facts, drop_outside=spec.drop_outside, epilogue=spec.epilogue)
-    return bound, fastest(bound, tensors, start, extents, spec.options, spec.static)
+    return bound, executable(bound, tensors, start, extents, spec.options, spec.static)
 
 
 def _check_static(spec: Spec, named: Mapping[str, Tensor]) -> None:

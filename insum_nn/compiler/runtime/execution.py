@@ -1,4 +1,4 @@
-"""Plans made callable: the choice of a back end, the cache of programs, and eager execution in pieces."""
+"""Plans made callable: the cache of programs, and eager execution in pieces."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ import threading
 import time
 from collections import OrderedDict
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor, fx
@@ -24,9 +24,10 @@ from insum_nn.compiler.plans.fx_lowering import extent_arguments, lower
 from insum_nn.compiler.plans.plan import Dot, Load, Plan
 from insum_nn.compiler.plans.planner import UNROLL_LIMIT, is_feature, make_plan, slot_indices
 from insum_nn.compiler.runtime import library_calls
+from insum_nn.compiler.runtime.backends import backend_without_generator, choose_backend, require_triton
 from insum_nn.compiler.runtime.row_partition import clear_owners
 from insum_nn.compiler.schedule import budget
-from insum_nn.errors import InsumBackendError, InsumFormatError
+from insum_nn.errors import InsumFormatError
 from insum_nn.facts import IndexFacts, StaticTable
 
 __all__ = [
@@ -34,7 +35,6 @@ __all__ = [
     "CacheInfo",
     "Executable",
     "cache_info",
-    "choose_backend",
     "clear_cache",
     "executable",
     "from_graph",
@@ -57,8 +57,6 @@ class Executable:
         reason: why this back end.
         graph: the FX module that runs, or that Inductor compiled.
         compile_seconds: time of planning and lowering, and of the first call where that compiles.
-        candidates: the paths that were considered, each with what became of it.
-        chosen: by bucket of sizes, the program that was measured to be the fastest.
     """
 
     plan: Plan
@@ -70,8 +68,6 @@ class Executable:
     pieces: fx.GraphModule | None
     compile_seconds: float
     warm: bool = False
-    candidates: tuple[tuple[str, str, str], ...] = ()
-    chosen: dict[tuple[int, ...], Executable] = field(default_factory=dict["tuple[int, ...]", "Executable"])
 
     def __call__(self, tensors: Sequence[Tensor], extents: Extents, start: Tensor | None) -> Tensor:
         """Run on tensors in the layout's order."""
@@ -186,26 +182,6 @@ def _narrow(tensor: Tensor, axes: Sequence[int], begin: int, length: int) -> Ten
     return tensor
 
 
-def choose_backend(bound: Bound, options: Options) -> tuple[str, str]:
-    """Which path runs a statement, and why."""
-    if options.backend != "auto":
-        return options.backend, "asked for by name"
-    if bound.device_type != "cuda":
-        return "eager", "on a CPU, torch's library calls are faster than generated scatter loops"
-    if not bound.dtype.is_floating_point:
-        return "eager", "integer factors"
-    if launch.available():
-        return "triton", "on a GPU, one generated kernel gathers, multiplies and sums"
-    return _without_generator(options)
-
-
-def _without_generator(options: Options) -> tuple[str, str]:
-    """The path on a GPU for what the generator does not do."""
-    if options.deterministic:
-        return "eager", "the scatter must sum in a fixed order"
-    return "inductor", "on a GPU, gather, product and scatter fuse into one kernel"
-
-
 _cache: OrderedDict[tuple[object, ...], Executable] = OrderedDict()
 _lock = threading.RLock()
 
@@ -266,9 +242,9 @@ def executable(
     static: tuple[tuple[str, StaticTable], ...] = (),
 ) -> Executable:
     """The program that the rule names for a bound statement, compiled now or remembered."""
-    backend, reason = choose_backend(bound, options)
+    backend, reason = choose_backend(bound, options, tables=bool(static))
     if backend == "triton":
-        _require_triton(bound)
+        require_triton(bound)
         try:
             return _generated(bound, tensors, extents, options, reason, static)
         except FormError as error:
@@ -278,7 +254,7 @@ def executable(
                     expression=bound.statement.text,
                     fix='choose Options(backend="auto").',
                 ) from error
-            backend, other = _without_generator(options)
+            backend, other = backend_without_generator(options)
             reason = f"{other}; no generated kernel: {error}"
     return from_graph(bound, tensors, extents, options, backend, reason)
 
@@ -294,22 +270,6 @@ def from_graph(
         precision = torch.get_float32_matmul_precision()
         key = (bound, options, backend, precision, inductor.size_class(bound, tensors, extents))
     return _remembered(key, lambda: _build(bound, extents, options, backend, reason))
-
-
-def _require_triton(bound: Bound) -> None:
-    """Raise unless generated kernels can run on the tensors' device."""
-    if not launch.available():
-        raise InsumBackendError(
-            'Options(backend="triton") needs the package triton, which is not installed',
-            expression=bound.statement.text,
-            fix='pip install triton, or choose Options(backend="auto").',
-        )
-    if bound.device_type != "cuda" and not launch.interpreted():
-        raise InsumBackendError(
-            f"generated kernels run on a GPU, and these tensors are on {bound.device_type}",
-            expression=bound.statement.text,
-            fix='choose Options(backend="auto"), or set TRITON_INTERPRET=1 before Python starts, to debug.',
-        )
 
 
 def _remembered(key: tuple[object, ...], build: Callable[[], Executable]) -> Executable:

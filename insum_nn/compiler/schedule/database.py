@@ -330,7 +330,7 @@ def _named() -> list[Path]:
 
 
 def _packaged() -> list[Path]:
-    return sorted((Path(__file__).parents[1] / "schedules").glob("*.json"))
+    return sorted((Path(__file__).parents[2] / "schedules").glob("*.json"))
 
 
 def _entries(path: Path) -> dict[str, Entry]:

@@ -73,9 +73,9 @@ class Chosen:
     measured: tuple[Measurement, ...] = ()
 
 
-def worth_measuring(options: Options, extents: Extents, least: int = _WORTH) -> bool:
+def worth_measuring(options: Options, extents: Extents) -> bool:
     """Whether a measurement pays for sizes like these, and can be made now."""
-    if not options.tune or interpreted() or math.prod(max(1, e) for e in extents.indices) < least:
+    if not options.tune or interpreted() or math.prod(max(1, e) for e in extents.indices) < _WORTH:
         return False
     return not (torch.cuda.is_available() and torch.cuda.is_current_stream_capturing())
 

@@ -1,0 +1,72 @@
+"""The rule that names the backend of a statement."""
+
+from __future__ import annotations
+
+import itertools
+
+import torch
+
+from insum_nn.compiler.forms import launch
+from insum_nn.compiler.lang.bind import Bound
+from insum_nn.compiler.lang.syntax import Statement
+from insum_nn.compiler.options import Options
+from insum_nn.errors import InsumBackendError
+
+__all__ = ["backend_without_generator", "choose_backend", "is_matrix_product", "require_triton"]
+
+
+def choose_backend(bound: Bound, options: Options, *, tables: bool = False) -> tuple[str, str]:
+    """Return the backend that runs a statement, and why; `tables`: it reads static tensors, which kernels unroll."""
+    if options.backend != "auto":
+        return options.backend, "asked for by name"
+    if bound.device_type != "cuda":
+        return "eager", "on a CPU, torch's library calls are faster than generated scatter loops"
+    if not bound.dtype.is_floating_point:
+        return "eager", "integer factors"
+    if not tables and is_matrix_product(bound.statement) and _library_multiplies_alike(bound, options):
+        return "eager", "a dense matrix product is a library call"
+    if launch.available():
+        return "triton", "on a GPU, one generated kernel gathers, multiplies and sums"
+    return backend_without_generator(options)
+
+
+def backend_without_generator(options: Options) -> tuple[str, str]:
+    """Return the backend on a GPU for what the generator does not do, and why."""
+    if options.deterministic:
+        return "eager", "the scatter must sum in a fixed order"
+    return "inductor", "on a GPU, gather, product and scatter fuse into one kernel"
+
+
+def is_matrix_product(statement: Statement) -> bool:
+    """Whether a statement multiplies dense matrices.
+
+    Two factors share an index that is summed and have one each that the other lacks; nothing is gathered or scattered.
+    A product of a matrix and a vector, or of rows, is bound by memory, and a generated kernel reads it once.
+    """
+    accesses = (statement.output, *statement.reads)
+    plain = [[subscript.plain for subscript in access.subscripts] for access in accesses]
+    if statement.operator not in ("+=", "=") or any(None in names or len(set(names)) < len(names) for names in plain):
+        return False
+    written, *read = (set(names) for names in plain)
+    return any((a & b) - written and a - b and b - a for a, b in itertools.combinations(read, 2))
+
+
+def _library_multiplies_alike(bound: Bound, options: Options) -> bool:
+    """Whether the library keeps the promises of the options: its float32 products follow torch's setting alone."""
+    return not options.deterministic and (options.precision == "auto" or bound.dtype != torch.float32)
+
+
+def require_triton(bound: Bound) -> None:
+    """Raise unless generated kernels can run on the tensors' device."""
+    if not launch.available():
+        raise InsumBackendError(
+            'Options(backend="triton") needs the package triton, which is not installed',
+            expression=bound.statement.text,
+            fix='pip install triton, or choose Options(backend="auto").',
+        )
+    if bound.device_type != "cuda" and not launch.interpreted():
+        raise InsumBackendError(
+            f"generated kernels run on a GPU, and these tensors are on {bound.device_type}",
+            expression=bound.statement.text,
+            fix='choose Options(backend="auto"), or set TRITON_INTERPRET=1 before Python starts, to debug.',
+        )

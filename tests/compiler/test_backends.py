@@ -1,0 +1,166 @@
+"""The rule that names the backend of a statement."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+import torch
+
+import insum_nn
+from insum_nn import IndexFacts, Options
+from insum_nn.compiler.lang.bind import Bound, bind
+from insum_nn.compiler.lang.parser import parse
+from insum_nn.compiler.runtime import execution
+from insum_nn.compiler.runtime.backends import choose_backend, is_matrix_product
+from insum_nn.compiler.schedule import database
+from insum_nn.compiler.schedule.cache_folder import cache_folder
+
+# The rule asks for the kind of a device, and runs nothing on it.
+GPU = "cuda"
+MATMUL = "C[i,n] += A[i,k] * B[k,n]"
+
+
+def bound_on_gpu(expression: str, dtype: torch.dtype = torch.float16) -> Bound:
+    statement = parse(expression)
+    index = set(statement.index_tensors())
+    ranks = {a.name: len(a.subscripts) for a in statement.accesses() if a is not statement.output}
+    tensors = {
+        name: torch.zeros((2,) * rank, dtype=torch.int64 if name in index else dtype) for name, rank in ranks.items()
+    }
+    return replace(bind(statement, tensors, None), device_type=GPU)
+
+
+@pytest.mark.parametrize(
+    ("expression", "expected"),
+    [
+        (MATMUL, True),
+        ("C[i,n] = 2 * A[k,i] * B[n,k]", True),
+        ("C[b,i,n] += A[b,i,k] * B[b,k,n]", True),
+        ("C[i,n] += M[i,n] * A[i,k] * B[k,n]", True),
+        ("C[i,n] += A[i,k] * B[k,l] * D[l,n]", True),
+        ("C[i,n] += A[i,k,l] * B[k,l,n]", True),
+        # A kernel reads the matrix once, as the library does, and needs no intermediate result.
+        ("C[i] += A[i,k] * B[k]", False),
+        ("C[i] += A[i,k] * B[i,k]", False),
+        ("C[i,n] += A[i] * B[n]", False),
+        ("C[i,n] += A[i,n]", False),
+        ("C[i,n] max= A[i,k] * B[k,n]", False),
+        ("C[i,n] += A[i,k] * B[Col[k],n]", False),
+        ("C[Col[k],n] += A[k,l] * B[l,n]", False),
+        ("C[i,n] += A[i,k] * B[k+n,n]", False),
+        ("C[i,n] += A[i,k] * B[k,n] * D[n,n]", False),
+    ],
+)
+def test_dense_matrix_products(expression: str, expected: bool):
+    assert is_matrix_product(parse(expression)) is expected
+    backend, reason = choose_backend(bound_on_gpu(expression), Options())
+    assert backend == ("eager" if expected else "triton")
+    assert ("dense matrix product" in reason) is expected
+
+
+@pytest.mark.parametrize(
+    ("options", "dtype", "backend"),
+    [
+        (Options(tune=False), torch.float32, "eager"),
+        (Options(deterministic=True), torch.float32, "triton"),
+        (Options(backend="triton"), torch.float32, "triton"),
+        (Options(backend="inductor"), torch.float32, "inductor"),
+        # A precision by name is a kernel's; the library's float32 products follow torch's own setting.
+        (Options(precision="ieee"), torch.float32, "triton"),
+        (Options(precision="tf32"), torch.float32, "triton"),
+        (Options(precision="ieee"), torch.float16, "eager"),
+        (Options(precision="ieee"), torch.float64, "eager"),
+    ],
+    ids=str,
+)
+def test_options_that_decide(options: Options, dtype: torch.dtype, backend: str):
+    assert choose_backend(bound_on_gpu(MATMUL, dtype), options)[0] == backend
+
+
+def test_static_tensors_are_unrolled_by_kernels():
+    bound = bound_on_gpu("Z[z,k] += CG[i,k] * X[z,i]")
+    assert choose_backend(bound, Options())[0] == "eager"
+    assert choose_backend(bound, Options(), tables=True)[0] == "triton"
+
+
+def test_without_a_generator(monkeypatch: pytest.MonkeyPatch):
+    from insum_nn.compiler.forms import launch
+
+    monkeypatch.setattr(launch, "available", lambda: False)
+    bound = bound_on_gpu("y[Row[p]] += x[p]")
+    assert choose_backend(bound, Options())[0] == "inductor"
+    assert choose_backend(bound, Options(deterministic=True))[0] == "eager"
+    assert choose_backend(bound_on_gpu("y[i] += x[i]", torch.int64), Options()) == ("eager", "integer factors")
+
+
+@pytest.mark.parametrize(
+    "expression",
+    [
+        "C[i,n] += A[i,n] * B[i,n] * V[n]",
+        "C[e,n] += A[E[e],n] * V[n]",
+        "C[i,n] += A[i,k] * B[n,k]",
+        "C[i] max= A[i,n] * V[n]",
+    ],
+)
+def test_nothing_is_compiled_on_a_cpu(monkeypatch: pytest.MonkeyPatch, expression: str):
+    """However large: a first call would wait half a minute for a C++ compiler."""
+
+    def refuse(*args: object) -> None:
+        raise AssertionError("a first call compiles")
+
+    insum_nn.clear_cache()
+    monkeypatch.setattr(execution.inductor, "compile_graph", refuse)
+    tensors = {"A": torch.randn(4, 4), "B": torch.randn(4, 4), "V": torch.randn(4), "E": torch.tensor([2, 0, 3, 1])}
+    tensors = {name: t for name, t in tensors.items() if f"{name}[" in expression}
+    program = insum_nn.compile(expression)
+    torch.testing.assert_close(program(tensors=tensors), program.reference(tensors=tensors).float())
+    explained = program.explain(tensors=tensors)
+    assert (explained.backend, [d for d in explained.decisions if d.topic == "candidate"]) == ("eager", [])
+
+
+def test_measured_backends_of_older_versions_are_ignored(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    """A folder may hold them; warnings are errors."""
+    monkeypatch.setenv("INSUM_NN_CACHE_DIR", str(tmp_path))
+    key = database.key_of("path", bound_on_gpu(MATMUL), {}, (4, 4, 4, 4, 4), torch.device("cpu"), rule="triton")
+    database.write(key, {"backend": "inductor", "candidates": []})
+    assert list((cache_folder() / "schedules").glob("*.json"))
+    now = {**key, "kind": "schedule"}
+    assert (database.find(now), database.near(now), database.alike(now)) == (None, None, [])
+
+
+def test_the_package_holds_none():
+    (file,) = (Path(insum_nn.schedules.__file__).parent).glob("*.json")
+    kinds = {entry["key"]["kind"] for entry in json.loads(file.read_text())["entries"]}
+    assert kinds == {"schedule", "order", "joint"}
+
+
+# On a device.
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("dtype", [torch.float16, torch.float32], ids=str)
+def test_a_dense_product_on_a_gpu(gpu: torch.device, dtype: torch.dtype):
+    a, b = torch.randn(2048, 2048).to(gpu, dtype), torch.randn(2048, 2048).to(gpu, dtype)
+    program = insum_nn.compile(MATMUL)
+    torch.testing.assert_close(program(A=a, B=b), a @ b, rtol=1e-2, atol=1e-1)
+    assert program.explain(A=a, B=b).backend == "eager"
+
+
+@pytest.mark.gpu
+def test_spmm_on_a_gpu(gpu: torch.device):
+    rows, entries = 20_000, 400_000
+    tensors = {
+        "Row": torch.randint(0, rows, (entries,)).sort().values.to(gpu),
+        "Col": torch.randint(0, rows, (entries,)).to(gpu),
+        "Val": torch.randn(entries).to(gpu),
+        "B": torch.randn(rows, 64).to(gpu),
+    }
+    facts = {"Row": IndexFacts(sorted=True, masked=False, proven=True), "Col": IndexFacts(masked=False, proven=True)}
+    program = insum_nn.compile("C[Row[p],n] += Val[p] * B[Col[p],n]", facts=facts, out_shape=(rows, None))
+    program(tensors=tensors)
+    explained = program.explain(tensors=tensors)
+    assert explained.backend == "triton"
+    assert len([d for d in explained.decisions if d.topic == "candidate"]) >= 2
