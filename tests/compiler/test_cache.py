@@ -100,7 +100,7 @@ def test_code_on_disk_belongs_to_its_graph():
         insum(expression, x=torch.ones(3))
         (program,) = execution._cache.values()
         bound = insum_nn.compiler.lang.bind.bind(insum_nn.compile("y[i] += x[i]").statement, {"x": torch.ones(3)}, None)
-        keys |= {inductor._key(program.graph, bound, Options(), (), torch.device("cpu")) for _ in range(2)}
+        keys |= {inductor._key(program.library.graph, bound, Options(), (), torch.device("cpu")) for _ in range(2)}
     assert len(keys) == 2
 
 

@@ -19,12 +19,14 @@ import torch
 
 from insum_nn.compiler.api import compile
 from insum_nn.compiler.codegen import inductor
-from insum_nn.compiler.explain.dataflow import data_flow
 from insum_nn.compiler.explain.html import Section, Table, page
 from insum_nn.compiler.explain.report import Explanation
 from insum_nn.compiler.explain.svg import Box, Drawing, Edge, Kind, draw, elide, lay_out, text_width
 from insum_nn.compiler.options import Options
+from insum_nn.compiler.runtime import execution
+from insum_nn.compiler.runtime.execution import clear_cache
 from insum_nn.errors import InsumBackendError
+from tests.compiler.interpreted import interpreter  # noqa: F401
 from tests.golden_fixture import Golden
 
 SVG = "{http://www.w3.org/2000/svg}"
@@ -234,17 +236,17 @@ def test_extents_say_where_they_come_from():
         "q": (2, "Val axis 1, Col axis 1"),
         "C axis 0": (4, "out_shape= entry 0"),
     }
-    assert sources(block_spmm())["C axis 0"] == (3, "the starting value, axis 0")
+    assert sources(block_spmm())["C axis 0"] == (3, "the initial value, axis 0")
     assert sources(affine_convolution())["p"][0] == 5
     assert "sizes=" in sources(affine_convolution())["p"][1]
-    assert sources(text_alone())["Y axis 0"] == (None, "out_shape= entry 0, or a starting value")
+    assert sources(text_alone())["Y axis 0"] == (None, "out_shape= entry 0, or an initial value")
 
 
 def test_an_extent_that_no_tensor_shows():
     inner = compile("y[i] += x[i+r]").explain(x=torch.rand(9), sizes={"i": 5, "r": 2})
     assert sources(inner)["r"] == (2, "sizes=")
     started = compile("y[i] += x[i+r] * w[r]").explain(x=torch.rand(9), w=torch.rand(2), y=torch.rand(7))
-    assert sources(started)["i"] == (7, "the starting value, axis 0")
+    assert sources(started)["i"] == (7, "the initial value, axis 0")
 
 
 def test_notes_name_the_reads_that_may_miss():
@@ -261,7 +263,7 @@ def test_tensors_with_their_facts():
     rows = {row.name: row for row in block_spmm().tensors}
     assert list(rows) == ["Row", "Val", "B", "Col", "C"]
     assert (rows["Col"].kind, rows["Col"].shape, rows["Col"].dtype) == ("index", (3, 2), torch.int64)
-    assert (rows["C"].kind, rows["Val"].kind, rows["Val"].facts) == ("starting value", "factor", None)
+    assert (rows["C"].kind, rows["Val"].kind, rows["Val"].facts) == ("initial value", "factor", None)
     assert {name: facts.masked for name, facts in block_spmm().facts.items()} == {"Row": False, "Col": True}
 
 
@@ -275,7 +277,7 @@ def test_a_measured_call_shows_its_time():
 
 def test_a_call_without_terms_has_no_program():
     explanation = empty()
-    assert (explanation.plan, explanation.backend, explanation.fx_code) == (None, None, None)
+    assert (explanation.backend, explanation.torch_code, explanation.schedule) == (None, None, None)
     assert explanation.kernel_source() is None
     assert explanation.output_shape == (4, 5)
     assert "none: the index space is empty, so no term is computed" in str(explanation)
@@ -288,10 +290,50 @@ def test_a_call_without_terms_has_no_program():
 def test_the_source_of_an_eager_program_is_its_torch_code():
     explanation = tensor_product()
     source = explanation.kernel_source()
-    assert source == explanation.fx_code
+    assert source == explanation.torch_code
     assert source is not None
     assert ".index_add_(" in source
     assert "= None" not in source
+
+
+def test_calls_in_pieces_show_the_code_of_a_piece():
+    program = compile("C[Row[g],a,n] += Val[g,a,b] * B[Col[g],b,n]")
+    rows = torch.zeros(70, dtype=torch.int64)
+
+    def explain(width: int) -> Explanation:
+        operands = {"Val": torch.ones(70, 4, 8), "B": torch.ones(3, 8, width)}
+        return program.explain(tensors=operands | {"Row": rows, "Col": rows}, out_shape=(2, None, None))
+
+    whole, cut = explain(4), explain(2048)
+    assert whole.schedule == "library calls over the whole index space"
+    assert "pieces" not in [d.topic for d in whole.decisions]
+    assert "zeros(" in str(whole.torch_code)
+    assert cut.schedule == "library calls for 3 pieces of 32 values of g"
+    assert "pieces" in [d.topic for d in cut.decisions]
+    assert ".index_add_(" in str(cut.torch_code)
+    assert "zeros(" not in str(cut.torch_code), "each piece is added to the output"
+
+
+@pytest.mark.usefixtures("interpreter")
+def test_a_generated_kernel_is_all_that_is_shown_and_made(monkeypatch: pytest.MonkeyPatch):
+    def fail(*_: object, **__: object) -> None:
+        raise AssertionError("library calls are made for a call that does not run them")
+
+    monkeypatch.setattr(execution, "make_plan", fail)
+    monkeypatch.setattr(execution, "lower", fail)
+    clear_cache()
+    tensors = {"Row": INDEX([0, 2, 3]), "Col": INDEX([[0, 1], [2, -1], [1, 3]])}
+    tensors |= {"Val": torch.rand(3, 2), "B": torch.rand(4, 5)}
+    program = compile("C[Row[g],n] += Val[g,q] * B[Col[g,q],n]", options=Options(backend="triton"))
+    program(tensors=tensors, out_shape=(4, None))
+    explanation = program.explain(tensors=tensors, out_shape=(4, None))
+    assert explanation.backend == "triton"
+    assert explanation.torch_code is None
+    source = explanation.kernel_source()
+    assert source is not None
+    assert "@triton.jit" in source
+    assert "index_add" not in str(explanation)
+    assert ("tensor B", "read B[Col[g,q],n]", False) in flow_edges(explanation)
 
 
 def inductor_spmm() -> Explanation:
@@ -405,7 +447,7 @@ HOSTILE = "</pre></style></svg><script>alert('&')</script>\x00\x1b\ud800\uffff\"
 
 def test_hostile_text_stays_text():
     explanation = dataclasses.replace(
-        tensor_product(), reason=HOSTILE, fx_code=HOSTILE, schedule=HOSTILE, loop_nest=HOSTILE
+        tensor_product(), reason=HOSTILE, torch_code=HOSTILE, schedule=HOSTILE, loop_nest=HOSTILE
     )
     root = ET.fromstring(explanation.html())
     assert not [element for element in root.iter() if element.tag.endswith("script")]
@@ -460,9 +502,7 @@ def check_drawing(boxes: Sequence[Box], edges: Sequence[Edge]) -> Drawing:
 @every_case
 def test_no_boxes_overlap(make: Callable[[], Explanation]):
     explanation = make()
-    sizes = {row.name: row.extent for row in explanation.extents if row.extent is not None}
-    flow = data_flow(explanation.statement, explanation.plan, {}, sizes)
-    check_drawing(flow.boxes, flow.edges)
+    check_drawing(explanation.flow.boxes, explanation.flow.edges)
 
 
 @pytest.mark.parametrize("seed", range(40))
@@ -488,8 +528,7 @@ def test_no_boxes_overlap_in_random_graphs(seed: int):
 
 def test_a_chain_of_products_stands_upright():
     explanation = very_long()
-    sizes = {row.name: row.extent for row in explanation.extents if row.extent is not None}
-    flow = data_flow(explanation.statement, explanation.plan, {}, sizes)
+    flow = explanation.flow
     centres = [p.x + p.box.width / 2 for p in lay_out(flow.boxes, flow.edges).placed if p.box.kind == "product"]
     assert len(centres) == 12
     assert max(centres) - min(centres) < 40
@@ -518,8 +557,7 @@ def test_index_tensors_look_different():
 
 
 def flow_edges(explanation: Explanation) -> set[tuple[str, str, bool]]:
-    flow = data_flow(explanation.statement, explanation.plan, {}, {})
-    return {(edge.source, edge.target, edge.index) for edge in flow.edges}
+    return {(edge.source, edge.target, edge.index) for edge in explanation.flow.edges}
 
 
 def test_the_flow_of_nested_indirection():
@@ -540,9 +578,9 @@ def test_the_flow_of_nested_indirection():
     }
 
 
-def test_the_flow_of_a_starting_value_and_of_masks():
+def test_the_flow_of_an_initial_value_and_of_masks():
     edges = flow_edges(maximum())
-    assert ("start", "combine", False) in edges
+    assert ("initial", "combine", False) in edges
     assert ("tensor S", "combine", True) in edges, "terms without an entry do not take part"
     assert ("tensor D", "combine", True) in edges
 

@@ -578,5 +578,5 @@ def test_flat_addresses_of_int32_index_tensors_have_64_bits():
             return func(*args, **(kwargs or {}))
 
     with Watch():
-        program.graph(row, col, reals(1), 2, 2)
+        program.library.graph(row, col, reals(1), 2, 2)
     assert seen == [torch.int64]

@@ -1,41 +1,85 @@
-"""Plan -> the boxes and edges of its data flow; without a plan, what the statement's text alone shows."""
+"""Draw the data flow of a call as boxes and edges: tensors, reads, products, combination, output."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 
 from insum_nn.compiler.explain.svg import Box, Edge, Kind
 from insum_nn.compiler.lang.bind import layout_of
 from insum_nn.compiler.lang.syntax import Access, Number, Statement
-from insum_nn.compiler.plans.plan import Dot, Load, Multiply, Plan, SampledProduct, Scale, SparseProduct, Sum
 
-__all__ = ["Flow", "data_flow"]
+__all__ = ["Flow", "Product", "Steps", "data_flow"]
 
 
-@dataclass(slots=True)
+@dataclass(frozen=True, slots=True)
 class Flow:
     """Boxes, sources before targets, and the edges between their keys."""
 
-    boxes: list[Box] = field(default_factory=list[Box])
-    edges: list[Edge] = field(default_factory=list[Edge])
+    boxes: tuple[Box, ...]
+    edges: tuple[Edge, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class Product:
+    """One product or sum of a call.
+
+    Attributes:
+        name: its name among the products.
+        lines: what it does; empty ones are left out.
+        labels: the axes of its result.
+        operands: earlier products by name, and reads.
+        tables: tensors that it reads itself, by the positions of `pointers`.
+        pointers: index tensors that it reads.
+        hover: what is shown in full.
+    """
+
+    name: str
+    lines: tuple[str, ...]
+    labels: tuple[str, ...]
+    operands: tuple[str | Access, ...]
+    tables: tuple[Access, ...] = ()
+    pointers: tuple[Access, ...] = ()
+    hover: str = ""
+
+
+@dataclass(frozen=True, slots=True)
+class Steps:
+    """The products of a call in order, and how the last of them reaches the output.
+
+    Attributes:
+        products: the products, operands before their use.
+        value: the product or read that is combined into the output; `None`: numbers alone.
+        complete: the value is the whole output already.
+        guards: index tensors that decide where terms are left out.
+    """
+
+    products: tuple[Product, ...]
+    value: str | Access | None
+    complete: bool = False
+    guards: tuple[Access, ...] = ()
 
 
 def data_flow(
-    statement: Statement, plan: Plan | None, shapes: Mapping[str, tuple[int, ...]], sizes: Mapping[str, int]
+    statement: Statement,
+    steps: Steps | None,
+    shapes: Mapping[str, tuple[int, ...]],
+    sizes: Mapping[str, int],
+    has_initial: bool,
 ) -> Flow:
-    """Tensors -> reads -> products -> combination -> output.
+    """Draw tensors -> reads -> products -> combination -> output.
 
     Args:
         statement: the statement.
-        plan: its plan, if there is one; else all factors meet in one product.
+        steps: the products of a call, if its steps are known; else all factors meet in one product.
         shapes: known shapes of tensors, the output included.
         sizes: known extents of indices.
+        has_initial: the call has an initial value.
     """
     builder = _Builder(statement, shapes, sizes)
-    value = builder.steps(plan) if plan is not None else builder.text_product()
-    builder.combine(value, plan)
-    return builder.flow
+    value = builder.text_product() if steps is None else builder.products(steps)
+    builder.combine(value, steps or Steps((), None), has_initial)
+    return Flow(tuple(builder.boxes), tuple(builder.edges))
 
 
 class _Builder:
@@ -43,9 +87,9 @@ class _Builder:
         self.statement = statement
         self.shapes = shapes
         self.sizes = sizes
-        self.flow = Flow()
+        self.boxes: list[Box] = []
+        self.edges: list[Edge] = []
         self.keys: set[str] = set()
-        self.values: dict[str, str] = {}  # plan value -> box
         self.index_tensors = layout_of(statement).index_tensors
         # How often a tensor is read differently; one that is read in one way shows its subscripts itself.
         self.ways: dict[str, set[str]] = {}
@@ -56,11 +100,11 @@ class _Builder:
     def box(self, key: str, kind: Kind, *lines: str, hover: str = "") -> str:
         if key not in self.keys:
             self.keys.add(key)
-            self.flow.boxes.append(Box(key, kind, tuple(line for line in lines if line), hover))
+            self.boxes.append(Box(key, kind, tuple(line for line in lines if line), hover))
         return key
 
     def edge(self, source: str, target: str, *, index: bool = False) -> None:
-        self.flow.edges.append(Edge(source, target, index))
+        self.edges.append(Edge(source, target, index))
 
     def shaped(self, labels: Sequence[str]) -> str:
         """`[g,n]  3×5`, the sizes where they are known."""
@@ -108,60 +152,20 @@ class _Builder:
 
     # Products.
 
-    def steps(self, plan: Plan) -> str | None:
-        for step in plan.steps:
-            if isinstance(step, Load):
-                self.values[step.result] = self.read(step.access)
-            elif isinstance(step, SparseProduct):
-                self.values[step.result] = self.sparse_product(step)
-            elif isinstance(step, SampledProduct):
-                self.values[step.result] = self.sampled_product(step)
-            else:
-                self.values[step.result] = self.arithmetic(step)
-        name = plan.combine.value
-        return None if name is None else self.values[name]
+    def products(self, steps: Steps) -> str | None:
+        for product in steps.products:
+            key = f"step {product.name}"
+            sources = [*map(self.value, product.operands), *map(self.tensor, product.tables)]
+            pointers = [self.read(access) for access in product.pointers]
+            result = f"→ {self.shaped(product.labels)}"
+            self.box(key, "product", *product.lines, result, hover=product.hover)
+            for source in sources:
+                self.edge(source, key)
+            self.point(pointers, key)
+        return None if steps.value is None else self.value(steps.value)
 
-    def arithmetic(self, step: Sum | Scale | Multiply | Dot) -> str:
-        key = f"step {step.result}"
-        result = f"→ {self.shaped(step.labels)}"
-        if isinstance(step, Sum):
-            self.box(key, "product", "sum", result, hover=str(step))
-        elif isinstance(step, Scale):
-            self.box(key, "product", f"× {step.number!r}", result, hover=str(step))
-        elif isinstance(step, Multiply):
-            over = f"sum over {','.join(step.over)}" if step.over else ""
-            unrolled = ", ".join(f"{label} unrolled" for label, _ in step.unrolled)
-            title = "multiply and sum" if over else "multiply"
-            self.box(key, "product", title, over, unrolled, result, hover=str(step))
-        else:
-            self.box(key, "product", "matrix product", *_matrix_lines(step), result, hover=str(step))
-        sources = (step.source,) if isinstance(step, Sum | Scale) else (step.left, step.right)
-        for source in sources:
-            self.edge(self.values[source], key)
-        return key
-
-    def sparse_product(self, step: SparseProduct) -> str:
-        dense = self.tensor(step.dense)
-        pointers = [self.read(inner) for s in (step.row, step.col) for inner in s.index_accesses()]
-        key = f"step {step.result}"
-        labels = ",".join((str(step.row), *step.labels))
-        place, over = f"entries at ({step.row}, {step.col})", f"sum over {','.join(step.entries)}"
-        self.box(key, "product", "sparse × dense", place, over, f"→ [{labels}]", hover=str(step))
-        if step.value is not None:
-            self.edge(self.values[step.value], key)
-        self.edge(dense, key)
-        self.point(pointers, key)
-        return key
-
-    def sampled_product(self, step: SampledProduct) -> str:
-        pointers = [self.read(inner) for s in (step.row, step.col) for inner in s.index_accesses()]
-        key = f"step {step.result}"
-        place, over = f"at entries ({step.row}, {step.col})", f"sum over {','.join(step.inner)}"
-        self.box(key, "product", "sampled dense × dense", place, over, f"→ {self.shaped(step.labels)}", hover=str(step))
-        for access in (step.near, step.far):
-            self.edge(self.tensor(access), key)
-        self.point(pointers, key)
-        return key
+    def value(self, value: str | Access) -> str:
+        return f"step {value}" if isinstance(value, str) else self.read(value)
 
     def text_product(self) -> str | None:
         """All factors at once, as the statement's meaning has it."""
@@ -184,62 +188,40 @@ class _Builder:
 
     # The output.
 
-    def combine(self, value: str | None, plan: Plan | None) -> None:
+    def combine(self, value: str | None, steps: Steps, has_initial: bool) -> None:
         output, operator = self.statement.output, self.statement.operator
-        rows = plan is not None and plan.combine.mode == "rows"
-        pointers = [] if rows else [self.read(inner) for s in output.subscripts for inner in s.index_accesses()]
+        pointers = (
+            [] if steps.complete else [self.read(inner) for s in output.subscripts for inner in s.index_accesses()]
+        )
         if value is None:
             numbers = [repr(f.value) for f in self.statement.factors if isinstance(f, Number)]
             value = self.box("numbers", "tensor", " × ".join(numbers), "number")
-        start = ""
-        if plan is not None and plan.bound.has_start:
-            start = self.box("start", "tensor", output.name, "starting value")
         key = "combine"
-        title = self.combination(rows=rows, has_start=bool(start))
+        title = self.combination(complete=steps.complete, has_initial=has_initial)
+        if has_initial:
+            self.box("initial", "tensor", output.name, "initial value")
         self.box(key, "combine", title, f"{output} {operator}", hover=f"{title}: {output} {operator}")
         self.edge(value, key)
-        if start:
-            self.edge(start, key)
-        self.point([*pointers, *self.guards(plan)], key)
+        if has_initial:
+            self.edge("initial", key)
+        self.point([*pointers, *map(self.read, steps.guards)], key)
         shape = self.shapes.get(output.name)
         size = "" if shape is None else _times(shape) if shape else "scalar"
         self.box("output", "output", output.name, size, hover=f"output {output.name} {size}".strip())
         self.edge(key, "output")
 
-    def combination(self, *, rows: bool, has_start: bool) -> str:
+    def combination(self, *, complete: bool, has_initial: bool) -> str:
         extremum = {"max=": "keep the largest", "min=": "keep the smallest"}.get(self.statement.operator)
         if extremum is not None:
             return extremum if _is_view(self.statement.output) else f"scatter, {extremum}"
-        if not rows and not _is_view(self.statement.output):
+        if not complete and not _is_view(self.statement.output):
             return "scatter, add"
-        return "add to the start" if has_start else "write all rows" if rows else "write"
-
-    def guards(self, plan: Plan | None) -> list[str]:
-        """Index tensors that decide where cells or terms are left out as they are combined."""
-        if plan is None:
-            return []
-        inner = [miss.access for miss in plan.combine.guards if miss.axis is None]
-        inner += [
-            access
-            for miss in plan.combine.guards
-            if miss.axis is not None
-            for access in miss.access.subscripts[miss.axis].index_accesses()
-        ]
-        return [self.read(access) for access in dict.fromkeys(inner)]
+        return "add to the initial value" if has_initial else "write all rows" if complete else "write"
 
 
 def _is_view(access: Access) -> bool:
     plain = [subscript.plain for subscript in access.subscripts]
     return None not in plain and len(set(plain)) == len(plain)
-
-
-def _matrix_lines(step: Dot) -> list[str]:
-    lines = [f"sum over {','.join(step.k)}"]
-    outer = " · ".join(f"{role} = {','.join(labels) or '1'}" for role, labels in (("m", step.m), ("n", step.n)))
-    lines.append(outer)
-    if step.batch:
-        lines.append(f"for each {','.join(step.batch)}")
-    return lines
 
 
 def _times(shape: Sequence[int]) -> str:

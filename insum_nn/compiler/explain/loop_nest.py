@@ -1,15 +1,14 @@
-"""A statement's meaning as a loop nest, and who says how far each loop runs."""
+"""Write a statement's meaning as a loop nest, and say where the extent of each loop comes from."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
-from insum_nn.compiler.lang.bind import Extents, layout_of
+from insum_nn.compiler.lang.bind import Bound, Extents, layout_of
 from insum_nn.compiler.lang.epilogue import Epilogue
 from insum_nn.compiler.lang.shapes import interval
 from insum_nn.compiler.lang.syntax import Access, Statement
-from insum_nn.compiler.plans.plan import Plan, Role
 
 __all__ = [
     "ExtentSource",
@@ -19,13 +18,12 @@ __all__ = [
     "initial_line",
     "loop_lines",
     "loop_notes",
-    "text_roles",
 ]
 
 
 @dataclass(frozen=True, slots=True)
 class ExtentSource:
-    """The extent of an index or of an output axis, and who says so.
+    """The extent of an index or of an output axis, and where it comes from.
 
     Attributes:
         name: an index, or an output axis such as `C axis 0`.
@@ -43,16 +41,16 @@ class ExtentSource:
 def extent_sources(
     statement: Statement,
     extents: Extents | None,
-    has_start: bool,
+    has_initial: bool,
     sizes: Mapping[str, int] | None,
     out_shape: Sequence[int | None] | None,
 ) -> list[ExtentSource]:
-    """One row per index, then one per output axis that no index writes directly.
+    """List one row per index, then one per output axis that no index writes directly.
 
     Args:
         statement: a checked statement.
         extents: extents of a call, if there is one.
-        has_start: the call has a starting value.
+        has_initial: the call has an initial value.
         sizes: the call's `sizes=`; `None` where they are not known.
         out_shape: the call's `out_shape=`, likewise.
     """
@@ -65,60 +63,57 @@ def extent_sources(
             where, axis = plain[0]
             code = f"{layout.tensors[where]}.shape[{axis}]"
         else:
-            source, code = _given(statement, name, extents is not None, has_start, sizes, out_shape)
+            source, code = _from_call(statement, name, extents is not None, has_initial, sizes, out_shape)
         rows.append(ExtentSource(name, extent, source, code))
     for axis, name in enumerate(layout.output_plain):
         if name is None:
             extent = extents.output[axis] if extents is not None else None
-            source, code = _output(statement, axis, extents is not None, has_start)
+            source, code = _output(statement, axis, extents is not None, has_initial)
             rows.append(ExtentSource(f"{statement.output.name} axis {axis}", extent, source, code))
     return rows
 
 
-def _given(
+def _from_call(
     statement: Statement,
     name: str,
     called: bool,
-    has_start: bool,
+    has_initial: bool,
     sizes: Mapping[str, int] | None,
     out_shape: Sequence[int | None] | None,
 ) -> tuple[str, str]:
-    """Where the extent of an index comes from that no tensor shows."""
+    """Return where the extent of an index comes from that no tensor shows, and the code for it."""
     by_name = ("sizes=", f'sizes["{name}"]')
     written = layout_of(statement).output_plain
     if name not in written or name in (sizes or ()):
         return by_name
     axis = written.index(name)
-    source, code = _output(statement, axis, called, has_start)
-    shown = has_start or (out_shape is not None and out_shape[axis] is not None)
+    source, code = _output(statement, axis, called, has_initial)
+    shown = has_initial or (out_shape is not None and out_shape[axis] is not None)
     return (source, code) if shown else (f"sizes= or {source}", by_name[1])
 
 
-def _output(statement: Statement, axis: int, called: bool, has_start: bool) -> tuple[str, str]:
+def _output(statement: Statement, axis: int, called: bool, has_initial: bool) -> tuple[str, str]:
     name = statement.output.name
-    if has_start:
-        return f"the starting value, axis {axis}", f"{name}.shape[{axis}]"
+    if has_initial:
+        return f"the initial value, axis {axis}", f"{name}.shape[{axis}]"
     source = f"out_shape= entry {axis}"
-    return source if called else f"{source}, or a starting value", f"out_shape[{axis}]"
+    return source if called else f"{source}, or an initial value", f"out_shape[{axis}]"
 
 
-def text_roles(statement: Statement) -> tuple[Role, ...]:
-    """What the text alone says of the indices."""
+def _roles(statement: Statement) -> dict[str, str]:
+    """Return what each index does, outermost first."""
     written = {index.name for index in statement.output.indices()}
-    folded = "summed" if statement.operator in ("+=", "=") else "reduced"
-    return tuple(
-        Role(name, "parallel", "written") if name in written else Role(name, "sequential", folded)
-        for name in statement.indices()
-    )
+    summed = "summed" if statement.operator in ("+=", "=") else "reduced"
+    return {name: "parallel: written" if name in written else f"sequential: {summed}" for name in statement.indices()}
 
 
 def initial_line(
-    statement: Statement, shape: Sequence[int] | None, rows: Sequence[ExtentSource], has_start: bool
+    statement: Statement, shape: Sequence[int] | None, rows: Sequence[ExtentSource], has_initial: bool
 ) -> str:
-    """The line before the loops: what the output starts from."""
+    """Return the line before the loops: the output's initial value."""
     name = statement.output.name
-    if has_start:
-        return f"{name} = copy({name})  # the starting value"
+    if has_initial:
+        return f"{name} = copy({name})  # the initial value"
     if shape is None:
         codes = {row.name: row.code for row in rows}
         plain = layout_of(statement).output_plain
@@ -133,32 +128,28 @@ def initial_line(
 
 
 def epilogue_line(statement: Statement, epilogue: Epilogue) -> str:
-    """The line after the loops: what is done to the sum."""
+    """Return the line after the loops: the epilogue of the sum."""
     name = statement.output.name
     done = name if epilogue.activation is None else f"{epilogue.activation}({name})"
     return f"{name} = {done}" + (f".to({epilogue.dtype})" if epilogue.dtype else "")
 
 
-def loop_lines(
-    statement: Statement, rows: Sequence[ExtentSource], roles: Sequence[Role], *, merge: bool = False, width: int = 0
-) -> list[str]:
-    """One line per loop, in the order of the roles, then the statement.
+def loop_lines(statement: Statement, rows: Sequence[ExtentSource], *, merge: bool = False, width: int = 0) -> list[str]:
+    """Return one line per loop, written indices outside, then the statement.
 
     Args:
         statement: a checked statement.
         rows: extents of the indices.
-        roles: what each index does, outermost first.
-        merge: put neighbours of one role into one line.
+        merge: put neighbouring loops of one role into one line.
         width: cut each loop to so many characters; 0 for no limit.
     """
     ranges = {row.name: f"range({row.code if row.extent is None else row.extent})" for row in rows}
     groups: list[tuple[str, list[str]]] = []
-    for role in roles:
-        comment = f"{role.role}{f': {role.detail}' if role.detail else ''}"
-        if merge and groups and groups[-1][0] == comment:
-            groups[-1][1].append(role.index)
+    for name, role in _roles(statement).items():
+        if merge and groups and groups[-1][0] == role:
+            groups[-1][1].append(name)
         else:
-            groups.append((comment, [role.index]))
+            groups.append((role, [name]))
     loops: list[str] = []
     for depth, (_, names) in enumerate(groups):
         over = ", ".join(ranges[name] for name in names)
@@ -171,13 +162,13 @@ def loop_lines(
 
 
 def loop_notes(
-    statement: Statement, plan: Plan | None, sizes: Mapping[str, int], shapes: Mapping[str, Sequence[int]]
+    statement: Statement, bound: Bound | None, sizes: Mapping[str, int], shapes: Mapping[str, Sequence[int]]
 ) -> list[str]:
-    """What the statement's text does not show: which terms take no part.
+    """Return what the statement's text does not show: which terms do not contribute.
 
     Args:
         statement: a checked statement.
-        plan: its plan, whose facts may rule out -1.
+        bound: what is known of its tensors; facts may rule out -1.
         sizes: known extents of indices; reads that stay inside because of them are not mentioned.
         shapes: known shapes of tensors.
     """
@@ -187,19 +178,19 @@ def loop_notes(
         if not _may_leave(access, sizes, shapes.get(access.name)):
             continue
         if access is statement.output:
-            if plan is not None and plan.bound.drop_outside:
+            if bound is not None and bound.drop_outside:
                 notes[f"a write outside {access.name} is dropped"] = None
         else:
             notes[f"terms with {access} outside {access.name} take no part"] = None
     names = [name for name in layout.tensors if name in layout.index_tensors]
-    holes = [name for name in names if plan is None or plan.bound.facts_of(name).masked is not False]
-    if holes:
-        notes[f"-1 in {', '.join(holes)} is 'no entry': such a term takes no part"] = None
+    masked = [name for name in names if bound is None or bound.facts_of(name).masked is not False]
+    if masked:
+        notes[f"-1 in {', '.join(masked)} is 'no entry': such a term takes no part"] = None
     return list(notes)
 
 
 def _may_leave(access: Access, sizes: Mapping[str, int], shape: Sequence[int] | None) -> bool:
-    """Whether an affine subscript may point outside; positions from an index tensor alone were proven inside."""
+    """Whether an affine subscript may point outside; entries of an index tensor alone were validated."""
     for axis, subscript in enumerate(access.subscripts):
         if subscript.plain is not None or subscript.indirect is not None:
             continue

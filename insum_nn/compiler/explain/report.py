@@ -1,23 +1,23 @@
-"""`explain()`: what becomes of a statement, as text, as one HTML page, and as a picture of the data flow.
+"""Explain what becomes of a statement: as text, as one HTML page, and as a picture of the data flow.
 
-An `Explanation` holds text, sizes and the plan, but no tensors: it may be kept, compared and pickled.
+An `Explanation` holds text, sizes and the picture's boxes, but no tensors: it may be kept, compared and pickled.
 """
 
 from __future__ import annotations
 
 import os
-import re
 import textwrap
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 
 import torch
-from torch import Tensor, fx
+from torch import Tensor
 
 from insum_nn.compiler.codegen import inductor
-from insum_nn.compiler.explain.dataflow import data_flow
+from insum_nn.compiler.explain.dataflow import Flow, data_flow
 from insum_nn.compiler.explain.html import Section, Table, page, panel
+from insum_nn.compiler.explain.library import choices_of, steps_of, torch_code
 from insum_nn.compiler.explain.loop_nest import (
     ExtentSource,
     clip,
@@ -26,7 +26,6 @@ from insum_nn.compiler.explain.loop_nest import (
     initial_line,
     loop_lines,
     loop_notes,
-    text_roles,
 )
 from insum_nn.compiler.explain.svg import draw
 from insum_nn.compiler.forms.generated import Generated
@@ -36,18 +35,29 @@ from insum_nn.compiler.lang.epilogue import PLAIN, Epilogue
 from insum_nn.compiler.lang.syntax import Statement
 from insum_nn.compiler.options import Options
 from insum_nn.compiler.plans.chained import Chained
-from insum_nn.compiler.plans.fx_lowering import extent_arguments, lower
-from insum_nn.compiler.plans.plan import Decision, Plan, Role, SparseProduct
-from insum_nn.compiler.runtime.execution import Executable, split_arguments
+from insum_nn.compiler.plans.fx_lowering import extent_arguments
+from insum_nn.compiler.runtime.execution import Executable, library_calls_of, split_arguments
 from insum_nn.errors import InsumBackendError
 from insum_nn.facts import IndexFacts
 
-__all__ = ["Explanation", "ExtentSource", "TensorRow", "explain_program"]
+__all__ = ["Decision", "Explanation", "ExtentSource", "TensorRow", "explain_program"]
 
 # Lines and columns of `short()`.
 _SHORT_LOOPS = 6
 _SHORT_DECISIONS = 5
 _SHORT_WIDTH = 110
+
+
+@dataclass(frozen=True, slots=True)
+class Decision:
+    """A choice and its reason."""
+
+    topic: str
+    choice: str
+    reason: str
+
+    def __str__(self) -> str:
+        return f"{self.topic}: {self.choice}; {self.reason}"
 
 
 @dataclass(frozen=True, slots=True)
@@ -73,16 +83,15 @@ class Explanation:
         loop_nest: its meaning as pseudo-code.
         extents: the extent of each index and of each output axis that no index names, with its source.
         output_shape: shape of the result; `None` when only the text is explained.
-        tensors: the tensors read, and the starting value where there is one.
-        plan: the plan; `None` without tensors, and for a call without a single term.
-        backend: `"eager"`, `"inductor"` or `"triton"`; `None` like the plan.
+        tensors: the tensors read, and the initial value where there is one.
+        backend: `"eager"`, `"inductor"` or `"triton"`; `None` without tensors, and for a call without a single term.
         reason: why this back end, or why there is no program.
-        fx_code: the plan as torch calls.
+        torch_code: the library calls that run, or that Inductor compiles; `None` for generated kernels.
         schedule: how a call is carried out.
         compile_seconds: time spent on planning, lowering and compiling this program.
         compiled: nothing is left to compile at the first call.
         call_seconds: median time of a call, where it was measured.
-        roles: what each index does, outermost first.
+        flow: the picture's boxes and edges.
 
     >>> from insum_nn.compiler.api import compile
     >>> print(compile("y[i] += A[i,j] * x[j]").explain().loop_nest)
@@ -98,40 +107,37 @@ class Explanation:
     extents: tuple[ExtentSource, ...]
     output_shape: tuple[int, ...] | None
     tensors: tuple[TensorRow, ...]
-    plan: Plan | None
     backend: str | None
     reason: str
-    fx_code: str | None
+    torch_code: str | None
+    flow: Flow
     schedule: str | None = None
     compile_seconds: float | None = None
     compiled: bool = True
     call_seconds: float | None = None
-    roles: tuple[Role, ...] = ()
+    _bound: Bound | None = field(default=None, repr=False)
     _sizes: Extents | None = field(default=None, repr=False)
     _sources: list[str] = field(default_factory=list[str], compare=False, repr=False)
     _choices: tuple[Decision, ...] = ()
-    _around: tuple[Decision, ...] = ()
 
     @property
     def decisions(self) -> tuple[Decision, ...]:
         """Every choice with its reason, the back end first."""
-        if self.plan is None or self.backend is None:
+        if self.backend is None:
             return ()
-        chosen = Decision("backend", self.backend, self.reason)
-        # A generated kernel does not follow the plan's steps; its own choices take their place.
-        return (chosen, *self._around, *(self._choices if self.backend == "triton" else self.plan.decisions))
+        return (Decision("backend", self.backend, self.reason), *self._choices)
 
     def with_choice(self, topic: str, choice: str, reason: str) -> Explanation:
-        """The same with a choice that was made around the statement, before its own candidates."""
-        return replace(self, _around=(Decision(topic, choice, reason), *self._around))
+        """Return the same with a choice that was made around the statement, before its own."""
+        return replace(self, _choices=(Decision(topic, choice, reason), *self._choices))
 
     @property
     def facts(self) -> dict[str, IndexFacts]:
-        """What the program was told about its index tensors."""
+        """What is known of the index tensors."""
         return {row.name: row.facts for row in self.tensors if row.facts is not None}
 
     def kernel_source(self) -> str | None:
-        """The code that runs: a generated kernel, Inductor's kernels, or the torch calls of the eager path.
+        """Return the code that runs: a generated kernel, Inductor's kernels, or torch calls.
 
         `None` without a program.
 
@@ -142,14 +148,16 @@ class Explanation:
         """
         if self.backend == "triton":
             return self._sources[0]
-        if self.plan is None or self.backend != "inductor":
-            return self.fx_code
+        if self.backend != "inductor":
+            return self.torch_code
         if not self._sources:
-            bound = self.plan.bound
-            graph = lower(self.plan, self.options, compiled=True)
+            bound, extents = self._bound, self._sizes
+            assert bound is not None
+            assert extents is not None
+            graph = library_calls_of(bound, extents, self.options, compiled=True).graph
             try:
-                tensors, integers, start = split_arguments(bound, _stand_ins(bound, self.tensors, self._sizes))
-                found = inductor.kernel_sources(graph, bound, self.options, integers, tensors, start)
+                tensors, integers, initial = split_arguments(bound, _stand_ins(bound, self.tensors, extents))
+                found = inductor.kernel_sources(graph, bound, self.options, integers, tensors, initial)
             except Exception as error:
                 raise InsumBackendError(
                     f"no kernel source for '{self.statement}': {type(error).__name__}: {error}",
@@ -166,15 +174,10 @@ class Explanation:
 
     def short(self) -> str:
         """About 15 lines: statement, loop nest, back end and why, decisions."""
-        loops = loop_lines(
-            self.statement,
-            self.extents,
-            self.roles,
-            merge=len(self.roles) > _SHORT_LOOPS,
-            width=_SHORT_WIDTH - 30,
-        )
-        start = self.loop_nest.split("\n", 1)[0]
-        lines = [str(self.statement), *(f"  {line}" for line in (start, *loops))]
+        merge = len(self.statement.indices()) > _SHORT_LOOPS
+        loops = loop_lines(self.statement, self.extents, merge=merge, width=_SHORT_WIDTH - 30)
+        first = self.loop_nest.split("\n", 1)[0]
+        lines = [str(self.statement), *(f"  {line}" for line in (first, *loops))]
         lines.append(f"{self.backend or 'no program'}: {self.reason}")
         decisions = self.decisions[1:]
         shown = decisions if len(decisions) <= _SHORT_DECISIONS else decisions[: _SHORT_DECISIONS - 1]
@@ -189,28 +192,18 @@ class Explanation:
         return self.short()
 
     def svg(self) -> str:
-        """The data flow as an SVG picture: tensors, gathers, contractions, combination, output."""
-        flow = data_flow(self.statement, self.plan, self._shapes(), self._index_sizes())
-        return draw(flow.boxes, flow.edges, title=f"data flow of {self.statement}")
-
-    def _shapes(self) -> dict[str, tuple[int, ...]]:
-        shapes = {row.name: row.shape for row in self.tensors if row.shape is not None}
-        if self.output_shape is not None:
-            shapes[self.statement.output.name] = self.output_shape
-        return shapes
-
-    def _index_sizes(self) -> dict[str, int]:
-        return {row.name: row.extent for row in self.extents if row.extent is not None}
+        """Draw the data flow as an SVG picture: tensors, gathers, products, combination, output."""
+        return draw(self.flow.boxes, self.flow.edges, title=f"data flow of {self.statement}")
 
     def html(self) -> str:
-        """One self-contained page: the picture, then every section; nothing is loaded, nothing is executed."""
+        """Return one self-contained page: the picture, then every section. It loads and executes nothing."""
         return page(str(self.statement), self.svg(), self.sections()[1:])
 
     def save(self, path: str | os.PathLike[str]) -> Path:
-        """Write the page (`.html`), the picture (`.svg`) or the text (`.txt`); returns the path.
+        """Write the page (`.html`), the picture (`.svg`) or the text (`.txt`), and return the path.
 
         Raises:
-            ValueError: the name ends otherwise.
+            ValueError: the name ends in none of these.
         """
         target = Path(path)
         makers = {".html": self.html, ".svg": self.svg, ".txt": lambda: str(self) + "\n"}
@@ -221,30 +214,31 @@ class Explanation:
         return target
 
     def sections(self) -> list[Section]:
-        """The content in order, for the text and for the page."""
+        """Return the content in order, for the text and for the page."""
         sections = [
             Section("statement", code=str(self.statement)),
             Section("loop nest", code=self.loop_nest),
             Section("extents", table=self._extent_table()),
             Section("tensors", table=self._tensor_table()),
         ]
-        if self.plan is None:
+        if self.backend is None:
             return [*sections, Section("program", note=f"none: {self.reason}")]
-        sections.append(Section("plan", code=_plan_text(self.plan, self._index_sizes())))
         rows = [(d.topic, d.choice, d.reason) for d in self.decisions]
         table = Table(("about", "choice", "because"), rows)
         sections.append(Section("decisions", table=table, plain="\n".join(map(_paragraph, self.decisions))))
-        sections.append(Section("torch code", code=self.fx_code or "", folded=True))
-        sections.append(self._kernel_section())
-        sections.append(Section("schedule and time", table=Table((), self._timing())))
-        return sections
+        return [*sections, *self._code_sections(), Section("schedule and time", table=Table((), self._timing()))]
 
-    def _kernel_section(self) -> Section:
-        if self.backend in ("inductor", "triton") and self._sources:
-            return Section("kernel source", code="\n\n".join(self._sources), folded=True)
-        if self.backend == "inductor":
-            return Section("kernel source", note="written by Inductor; kernel_source() compiles once more and shows it")
-        return Section("kernel source", note="the torch code above: each line is a library call")
+    def _code_sections(self) -> list[Section]:
+        """Return the code that runs."""
+        sections: list[Section] = []
+        if self.torch_code is not None:
+            sections.append(Section("torch code", code=self.torch_code, folded=True))
+        if self._sources:
+            sections.append(Section("kernel source", code="\n\n".join(self._sources), folded=True))
+        elif self.backend == "inductor":
+            note = "written by Inductor from the torch code; kernel_source() compiles once more and shows it"
+            sections.append(Section("kernel source", note=note))
+        return sections
 
     def _extent_table(self) -> Table:
         rows = [(row.name, _known(row.extent), row.source) for row in self.extents]
@@ -267,8 +261,8 @@ class Explanation:
         if self.compile_seconds is not None:
             rest = "" if self.compiled else "; Inductor compiles at the first call"
             rows.append(("compiled in" if self.compiled else "planned in", f"{_seconds(self.compile_seconds)}{rest}"))
-        if self.plan is not None and self.plan.bound.static:
-            fixed = ", ".join(f"{name} = {extent}" for name, extent in self.plan.bound.static)
+        if self._bound is not None and self._bound.static:
+            fixed = ", ".join(f"{name} = {extent}" for name, extent in self._bound.static)
             rows.append(("compiled for", f"{fixed}; every other extent may change"))
         if self.call_seconds is None:
             rows.append(("one call", "not measured; explain(measure=True) does"))
@@ -296,65 +290,89 @@ def explain_program(
         options: compile options.
         extents: extents of the call; `None` explains the text alone.
         program: what runs; `None` for the text alone, and when the call has no term.
-        inputs: the tensors in the layout's order and the starting value; they are described, not kept.
+        inputs: the tensors in the layout's order and the initial value; they are described, not kept.
         seconds: measured time of a call.
         sizes: the call's `sizes=`, to say where an extent came from.
         out_shape: the call's `out_shape=`, likewise.
         epilogue: what follows the sum.
     """
-    plan = program.plan if program is not None else None
-    has_start = inputs is not None and inputs[1] is not None
-    rows = extent_sources(statement, extents, has_start, sizes, out_shape)
-    roles = plan.roles if plan is not None else text_roles(statement)
-    tensors = _tensor_rows(statement, plan, inputs)
-    shape = extents.output if extents is not None else None
+    has_initial = inputs is not None and inputs[1] is not None
+    bound = program.bound if program is not None else None
+    rows = extent_sources(statement, extents, has_initial, sizes, out_shape)
+    tensors = _tensor_rows(statement, bound, inputs)
+    output = extents.output if extents is not None else None
     known = {row.name: row.extent for row in rows if row.extent is not None}
-    notes = loop_notes(statement, plan, known, {row.name: row.shape for row in tensors if row.shape is not None})
-    *loops, body = loop_lines(statement, rows, roles)
+    shapes = {row.name: row.shape for row in tensors if row.shape is not None}
+    notes = loop_notes(statement, bound, known, shapes)
+    *loops, body = loop_lines(statement, rows)
     inside = body[: len(body) - len(body.lstrip())]
-    nest = [initial_line(statement, shape, rows, has_start), *loops, *(f"{inside}# {note}" for note in notes), body]
+    nest = [initial_line(statement, output, rows, has_initial), *loops, *(f"{inside}# {note}" for note in notes), body]
     if epilogue:
         nest.append(epilogue_line(statement, epilogue))
+    if output is not None:
+        shapes[statement.output.name] = output
+    steps = None if program is None or program.library is None else steps_of(program.library)
+    if program is None:
+        runs = _Runs()
+    else:
+        assert inputs is not None
+        assert extents is not None
+        runs = _what_runs(program, extents, *inputs)
     if program is not None:
         reason = program.reason
     else:
         empty = "the index space is empty, so no term is computed"
         reason = "pass tensors to see it" if extents is None else empty
-    generated = program.run if program is not None and isinstance(program.run, Generated | Keyed | Chained) else None
-    sources: list[str] = []
-    choices: tuple[Decision, ...] = ()
-    schedule = _schedule(program) if program is not None else None
-    if generated is not None and inputs is not None and extents is not None:
-        source, described = generated.described(inputs[0], extents, inputs[1])
-        sources, schedule = [source.text], str(source.schedule)
-        choices = tuple(Decision(*each) for each in described)
     return Explanation(
         statement=statement,
         options=options,
         loop_nest="\n".join(nest),
         extents=tuple(rows),
-        output_shape=shape,
+        output_shape=output,
         tensors=tensors,
-        plan=plan,
         backend=program.backend if program is not None else None,
         reason=reason,
-        fx_code=_readable(program.graph) if program is not None else None,
-        schedule=schedule,
+        torch_code=runs.torch_code,
+        flow=data_flow(statement, steps, shapes, known, has_initial),
+        schedule=runs.schedule,
         compile_seconds=program.compile_seconds if program is not None else None,
         compiled=program is None or program.warm or program.backend != "inductor",
         call_seconds=seconds,
-        roles=roles,
+        _bound=bound,
         _sizes=extents,
-        _sources=sources,
-        _choices=choices,
+        _sources=list(runs.sources),
+        _choices=tuple(Decision(*row) for row in runs.choices),
     )
+
+
+@dataclass(frozen=True, slots=True)
+class _Runs:
+    """What a call runs: torch calls or generated kernels, and the choices behind them."""
+
+    schedule: str | None = None
+    torch_code: str | None = None
+    sources: tuple[str, ...] = ()
+    choices: tuple[tuple[str, str, str], ...] = ()
+
+
+def _what_runs(program: Executable, extents: Extents, tensors: Sequence[Tensor], initial: Tensor | None) -> _Runs:
+    """Ask the program what it runs for a call."""
+    library = program.library
+    if library is None:
+        assert isinstance(program.run, Generated | Keyed | Chained)
+        source, choices = program.run.described(tensors, extents, initial)
+        return _Runs(str(source.schedule), None, (source.text,), choices)
+    code, schedule = torch_code(library, extents)
+    if program.backend == "inductor":
+        schedule = "kernels over the whole index space"
+    return _Runs(schedule, code, (), choices_of(library, extents))
 
 
 # Tensors.
 
 
 def _tensor_rows(
-    statement: Statement, plan: Plan | None, inputs: tuple[Sequence[Tensor], Tensor | None] | None
+    statement: Statement, bound: Bound | None, inputs: tuple[Sequence[Tensor], Tensor | None] | None
 ) -> tuple[TensorRow, ...]:
     layout = layout_of(statement)
     rows: list[TensorRow] = []
@@ -363,11 +381,11 @@ def _tensor_rows(
         kinds = ("index" if name in layout.index_tensors else "", "factor" if name in layout.value_tensors else "")
         row = TensorRow(name, " and ".join(filter(None, kinds)), tuple(dict.fromkeys(map(str, read))))
         if inputs is not None:
-            facts = plan.bound.facts[position] if plan is not None and name in layout.index_tensors else None
+            facts = bound.facts[position] if bound is not None and name in layout.index_tensors else None
             row = _described(row, inputs[0][position], facts)
         rows.append(row)
     if inputs is not None and inputs[1] is not None:
-        row = TensorRow(statement.output.name, "starting value", (str(statement.output),))
+        row = TensorRow(statement.output.name, "initial value", (str(statement.output),))
         rows.append(_described(row, inputs[1], None))
     return tuple(rows)
 
@@ -376,9 +394,8 @@ def _described(row: TensorRow, tensor: Tensor, facts: IndexFacts | None) -> Tens
     return TensorRow(row.name, row.kind, row.accesses, tuple(tensor.shape), tensor.dtype, str(tensor.device), facts)
 
 
-def _stand_ins(bound: Bound, rows: Sequence[TensorRow], extents: Extents | None) -> list[object]:
-    """Arguments with the shapes of the call's, in the graph's order, that take no memory."""
-    assert extents is not None
+def _stand_ins(bound: Bound, rows: Sequence[TensorRow], extents: Extents) -> list[object]:
+    """Return arguments with the shapes of the call's, in the graph's order, that take no memory."""
 
     def stand_in(row: TensorRow) -> Tensor:
         assert row.shape is not None
@@ -394,36 +411,9 @@ def _stand_ins(bound: Bound, rows: Sequence[TensorRow], extents: Extents | None)
 # Words.
 
 
-def _plan_text(plan: Plan, sizes: Mapping[str, int]) -> str:
-    """The plan's steps, each with the shape of its result."""
-    width = min(88, max((len(str(step)) for step in plan.steps), default=0))
-    lines: list[str] = []
-    for step in plan.steps:
-        # The rows of a sparse product are the output's, whose shape the extents give.
-        shape = "" if isinstance(step, SparseProduct) else f"  # {_shape([sizes[label] for label in step.labels])}"
-        lines.append(f"{step!s:<{width}}{shape}".rstrip())
-    return "\n".join([*lines, str(plan.combine)])
-
-
-def _schedule(program: Executable) -> str:
-    if program.backend != "eager":
-        return "kernels over the whole index space"
-    if program.pieces is None:
-        return "library calls over the whole index space"
-    return f"library calls; in pieces along {program.plan.chunk} where the gathered tensors exceed a core's cache"
-
-
 def _paragraph(decision: Decision) -> str:
     words = f"{decision.topic}: {decision.choice}; {decision.reason}"
     return textwrap.fill(words, 110, initial_indent="- ", subsequent_indent="  ", break_long_words=False)
-
-
-def _readable(graph: fx.GraphModule) -> str:
-    """What the numbered arguments stand for, and the code without `;  x = None` after last uses, which frees memory."""
-    arguments = [node for node in graph.graph.nodes if node.op == "placeholder"]
-    names = [f"# {node.name}: {node.meta['stands_for']}" for node in arguments]
-    code = re.sub(r";  (?:\w+ = )+None(?=\n|$)", "", str(graph.code)).strip()
-    return "\n".join([*names, code])
 
 
 def _shape(shape: Sequence[int]) -> str:

@@ -34,11 +34,14 @@ __all__ = [
     "CACHE_LIMIT",
     "CacheInfo",
     "Executable",
+    "Library",
     "cache_info",
     "clear_cache",
     "executable",
     "from_graph",
     "generation",
+    "library_calls_of",
+    "piece_length",
     "split_arguments",
 ]
 
@@ -48,25 +51,41 @@ CACHE_LIMIT = 512
 _PIECE_BYTES = 1 << 20
 
 
-@dataclass(slots=True)
-class Executable:
-    """A compiled plan, and how it came about.
+@dataclass(frozen=True, slots=True)
+class Library:
+    """A statement as calls of torch's library, which run as they are or are compiled by Inductor.
 
     Attributes:
-        backend: `"eager"`, `"inductor"` or `"triton"`.
-        reason: why this back end.
-        graph: the FX module that runs, or that Inductor compiled.
-        compile_seconds: time of planning and lowering, and of the first call where that compiles.
+        plan: its steps.
+        graph: the FX module that runs, or that Inductor compiles.
+        pieces: the same for a range of one index, added to the output; `None` where it always runs at once.
     """
 
     plan: Plan
+    graph: fx.GraphModule
+    pieces: fx.GraphModule | None = None
+
+
+@dataclass(slots=True)
+class Executable:
+    """A compiled statement, and how it came about.
+
+    Attributes:
+        bound: the statement, with the extents that are compiled in.
+        backend: `"eager"`, `"inductor"` or `"triton"`.
+        reason: why this back end.
+        run: what computes it.
+        compile_seconds: time of planning and lowering, and of the first call where that compiles.
+        library: the library calls; `None` for generated kernels.
+    """
+
+    bound: Bound
     options: Options
     backend: str
     reason: str
-    graph: fx.GraphModule
     run: Callable[..., Tensor] | Generated | Keyed | Chained
-    pieces: fx.GraphModule | None
     compile_seconds: float
+    library: Library | None = None
     warm: bool = False
 
     def __call__(self, tensors: Sequence[Tensor], extents: Extents, start: Tensor | None) -> Tensor:
@@ -78,7 +97,7 @@ class Executable:
     ) -> Callable[[Sequence[Tensor], Tensor | None], Tensor]:
         """Everything that sizes decide, decided: what is returned runs on any tensors of these shapes."""
         run = self._prepared(tensors, extents, start)
-        epilogue, dtype = self.plan.bound.epilogue, self.plan.bound.dtype
+        epilogue, dtype = self.bound.epilogue, self.bound.dtype
         if isinstance(self.run, Generated | Keyed | Chained) or not epilogue:
             return run
         return lambda tensors, start: epilogue(run(tensors, start), dtype)
@@ -86,14 +105,14 @@ class Executable:
     def _prepared(
         self, tensors: Sequence[Tensor], extents: Extents, start: Tensor | None
     ) -> Callable[[Sequence[Tensor], Tensor | None], Tensor]:
-        arguments = _integers(self.plan.bound, extents)
-        if self.pieces is not None:
-            step = _piece(self.plan, extents)
-            if step is not None:
-                return lambda tensors, start: _run_pieces(self, tensors, arguments, extents, start, step)
         run = self.run
         if isinstance(run, Generated | Keyed | Chained):
             return run.prepare(tensors, extents, start)
+        arguments = _integers(self.bound, extents)
+        library, options = self.library, self.options
+        step = None if library is None else piece_length(library, extents)
+        if library is not None and step is not None:
+            return lambda tensors, start: _run_pieces(library, options, tensors, arguments, extents, start, step)
         if isinstance(run, _Inductor):
             inductor_run = run
             begin = time.perf_counter()
@@ -118,8 +137,11 @@ def _integers(bound: Bound, extents: Extents) -> tuple[int, ...]:
     return (*(extents.indices[names.index(i)] for i in indices), *(extents.output[a] for a in axes))
 
 
-def _piece(plan: Plan, extents: Extents) -> int | None:
+def piece_length(library: Library, extents: Extents) -> int | None:
     """How many values of the cut index fit one piece; `None` when everything fits."""
+    plan = library.plan
+    if library.pieces is None:
+        return None
     sizes = dict(zip(plan.bound.layout.indices, extents.indices, strict=True))
     width = plan.bound.dtype.itemsize
     cells = sum(
@@ -135,7 +157,8 @@ def _piece(plan: Plan, extents: Extents) -> int | None:
 
 
 def _run_pieces(
-    program: Executable,
+    library: Library,
+    options: Options,
     tensors: Sequence[Tensor],
     arguments: Sequence[int],
     extents: Extents,
@@ -143,13 +166,13 @@ def _run_pieces(
     step: int,
 ) -> Tensor:
     """Add the statement's contributions range by range into one output."""
-    plan = program.plan
+    plan = library.plan
     bound = plan.bound
     layout = bound.layout
     assert plan.chunk is not None
-    assert program.pieces is not None
+    assert library.pieces is not None
     position = layout.indices.index(plan.chunk)
-    wide = bound.dtype in (torch.float16, torch.bfloat16) and program.options.accumulate == "float32"
+    wide = bound.dtype in (torch.float16, torch.bfloat16) and options.accumulate == "float32"
     dtype = torch.float32 if wide or _direct_half(plan) else bound.dtype
     device = tensors[0].device if tensors else start.device if start is not None else None
     # Library calls add a row at a time, fastest where rows are what lies outermost.
@@ -168,7 +191,7 @@ def _run_pieces(
     for begin in range(0, total, step):
         length = min(step, total - begin)
         cut = [_narrow(t, own, begin, length) for t, own in zip(tensors, axes, strict=True)]
-        program.pieces(*cut, *arguments, _narrow(output, written, begin, length))
+        library.pieces(*cut, *arguments, _narrow(output, written, begin, length))
     return output.to(bound.dtype).contiguous()
 
 
@@ -308,11 +331,7 @@ def _generated(
         begin = time.perf_counter()
         sizes = dict(zip(bound.layout.indices, extents.indices, strict=True))
         generated = generate(bound, sizes, tensors, extents.output, dict(static), options)
-        plain = replace(_without_unused_facts(bound), static=())
-        plan = make_plan(plain, sizes, options, compiled=True)
-        graph = lower(plan, options, compiled=True)
-        seconds = time.perf_counter() - begin
-        return Executable(plan, options, "triton", reason, graph, generated, None, seconds)
+        return Executable(bound, options, "triton", reason, generated, time.perf_counter() - begin)
 
     return _remembered((bound, options, "triton", precision, static), build)
 
@@ -358,19 +377,26 @@ def _in_written_rows(layout: Layout, index: str) -> bool:
     return index in written and None in written[: written.index(index)]
 
 
-def _build(bound: Bound, extents: Extents, options: Options, backend: str, reason: str) -> Executable:
-    begin = time.perf_counter()
+def library_calls_of(bound: Bound, extents: Extents, options: Options, *, compiled: bool) -> Library:
+    """Write a statement as library calls.
+
+    Args:
+        bound: the statement.
+        extents: sizes of a call, by which the order of the products is chosen.
+        options: compile options.
+        compiled: for Inductor.
+    """
     sizes = dict(zip(bound.layout.indices, extents.indices, strict=True))
-    compiled = backend == "inductor"
     plan = make_plan(bound, sizes, options, compiled=compiled)
     graph = lower(plan, options, compiled=compiled)
-    pieces = None
-    if plan.chunk is not None:
-        pieces = lower(plan, options, accumulate=True)
-    run: Callable[..., Tensor] = graph
-    if compiled:
-        run = _Inductor(graph, bound, options)
-    return Executable(plan, options, backend, reason, graph, run, pieces, time.perf_counter() - begin)
+    return Library(plan, graph, None if plan.chunk is None else lower(plan, options, accumulate=True))
+
+
+def _build(bound: Bound, extents: Extents, options: Options, backend: str, reason: str) -> Executable:
+    begin = time.perf_counter()
+    library = library_calls_of(bound, extents, options, compiled=backend == "inductor")
+    run = _Inductor(library.graph, bound, options) if backend == "inductor" else library.graph
+    return Executable(bound, options, backend, reason, run, time.perf_counter() - begin, library)
 
 
 class _Inductor:
