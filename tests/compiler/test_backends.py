@@ -117,8 +117,7 @@ def test_nothing_is_compiled_on_a_cpu(monkeypatch: pytest.MonkeyPatch, expressio
     tensors = {name: t for name, t in tensors.items() if f"{name}[" in expression}
     program = insum_nn.compile(expression)
     torch.testing.assert_close(program(tensors=tensors), program.reference(tensors=tensors).float())
-    explained = program.explain(tensors=tensors)
-    assert (explained.backend, [d for d in explained.decisions if d.topic == "candidate"]) == ("eager", [])
+    assert program.explain(tensors=tensors).backend == "eager"
 
 
 def test_measured_backends_of_older_versions_are_ignored(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
@@ -163,4 +162,5 @@ def test_spmm_on_a_gpu(gpu: torch.device):
     program(tensors=tensors)
     explained = program.explain(tensors=tensors)
     assert explained.backend == "triton"
-    assert len([d for d in explained.decisions if d.topic == "candidate"]) >= 2
+    reasons = {d.topic: d.reason for d in explained.decisions}
+    assert "measured" in reasons["schedule"] or "remembered" in reasons["schedule"]

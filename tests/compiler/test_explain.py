@@ -16,14 +16,21 @@ from typing import Any
 
 import pytest
 import torch
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from insum_nn.compiler.api import compile
 from insum_nn.compiler.codegen import inductor
 from insum_nn.compiler.explain.html import Section, Table, page
 from insum_nn.compiler.explain.report import Explanation
 from insum_nn.compiler.explain.svg import Box, Drawing, Edge, Kind, draw, elide, lay_out, text_width
+from insum_nn.compiler.forms import launch
+from insum_nn.compiler.forms.generated import Generated
+from insum_nn.compiler.forms.schedule import Schedule
+from insum_nn.compiler.forms.source import Source
 from insum_nn.compiler.options import Options
+from insum_nn.compiler.plans.chained import Chained
 from insum_nn.compiler.runtime import execution
+from insum_nn.compiler.runtime.dispatch import prepare
 from insum_nn.compiler.runtime.execution import clear_cache
 from insum_nn.errors import InsumBackendError
 from tests.compiler.interpreted import interpreter  # noqa: F401
@@ -334,6 +341,118 @@ def test_a_generated_kernel_is_all_that_is_shown_and_made(monkeypatch: pytest.Mo
     assert "@triton.jit" in source
     assert "index_add" not in str(explanation)
     assert ("tensor B", "read B[Col[g,q],n]", False) in flow_edges(explanation)
+
+
+# What a step says -> the operator of torch that runs.
+OPERATORS = {"zeros for": "zeros", "sum the": "sum", "relu": "relu", "cast": "_to_copy", "mm(": "mm"}
+OPERATORS |= {"of the initial value": "relu", "initial value to": "_to_copy", "copy these rows": "index_copy_"}
+
+
+class Recorder(TorchDispatchMode):
+    """Collects the operators of torch that run."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.seen: set[str] = set()
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        self.seen.add(func.overloadpacket.__name__)
+        return func(*args, **(kwargs or {}))
+
+
+SPMM = "C[Row[p],n] += Val[p] * B[Col[p],n]"
+CHAIN = "C[Row[p],n] += Val[p] * X[Col[p],k] * W[k,n]"
+GRADIENT = "dW[k,n] += X[p,k] * Y[p,n]"
+
+
+def sparse(rows: int = 3, entries: int = 8, **dense: tuple[int, ...]) -> dict[str, torch.Tensor]:
+    index = torch.arange(entries) % rows
+    return {"Row": index, "Col": index, "Val": torch.ones(entries)} | {n: torch.ones(s) for n, s in dense.items()}
+
+
+# name -> statement, tensors, what becomes of the sum, schedule, and the beginning of each step.
+LAUNCHES: dict[str, tuple[str, dict[str, torch.Tensor], dict[str, Any], Schedule | None, list[str]]] = {
+    "rows": (SPMM, sparse(B=(3, 5)), {}, None, ["kernel on 1 program: "]),
+    "activation in the kernel": (SPMM, sparse(B=(3, 5)), {"activation": "relu"}, None, ["kernel on 1 program: "]),
+    "divided rows": (
+        SPMM,
+        sparse(1, 3000, B=(3, 5)),
+        {},
+        None,
+        ["kernel on ", "kernel that sums the 47 parts of 1 row in order"],
+    ),
+    "divided rows, with an epilogue": (
+        SPMM,
+        sparse(1, 3000, B=(3, 5), C=(3, 5)),
+        {"activation": "relu"},
+        None,
+        ["kernel on ", "kernel that sums ", "torch: add the initial value, relu, and copy these rows to the output"],
+    ),
+    "parts of one sum": (
+        GRADIENT,
+        {"X": torch.ones(64, 32, dtype=torch.float16), "Y": torch.ones(64, 16, dtype=torch.float16)},
+        {},
+        Schedule(16, 16, 16, True, splits=2),
+        ["kernel on ", "torch: sum the 2 parts", "torch: cast to float16"],
+    ),
+    "cells in no order": (
+        "C[Row[p],Col[p]] += Val[p]",
+        {n: t.half() if n == "Val" else t for n, t in sparse().items()},
+        {"activation": "relu"},
+        None,
+        ["torch: zeros for C, in float32", "kernel on ", "torch: relu", "torch: cast to float16"],
+    ),
+    "cells in no order, with an initial value": (
+        "C[Row[p],Col[p]] += Val[p]",
+        sparse(C=(3, 3)),
+        {},
+        None,
+        ["torch: copy the initial value to C, in float32", "kernel on "],
+    ),
+    "two stages": (
+        CHAIN,
+        sparse(3, 4096, X=(3, 8), W=(8, 256)),
+        {"activation": "relu"},
+        None,
+        ["kernel on ", "kernel that sums the 66 parts of 3 rows in order", "torch: mm(T, W)", "torch: relu"],
+    ),
+}
+
+
+@pytest.mark.usefixtures("interpreter")
+@pytest.mark.parametrize("name", LAUNCHES)
+def test_the_steps_are_what_a_call_launches(name: str, monkeypatch: pytest.MonkeyPatch):
+    statement, tensors, how, schedule, expected = LAUNCHES[name]
+    texts: dict[object, str] = {}
+    make = launch._Interpret.__init__
+
+    def remember(self: launch._Interpret, source: Source, grid: int) -> None:
+        texts[self] = source.text
+        make(self, source, grid)
+
+    monkeypatch.setattr(launch._Interpret, "__init__", remember)
+    clear_cache()
+    shape = (3, 3 if "Row[p],Col[p]]" in statement else None) if "Row" in tensors and "C" not in tensors else None
+    program = compile(statement, options=Options(backend="triton"), **how)
+    ordered, initial = program._arrange(tensors)
+    extents = program._extents(ordered, initial, None, shape)
+    run = prepare(program._spec, ordered, initial, extents)[1].run
+    assert isinstance(run, Generated | Chained)
+    if schedule is not None:
+        assert isinstance(run, Generated)
+        run = run.with_schedule(schedule)
+    made = run.described(ordered, extents, initial)
+    assert [step[: len(begin)] for step, begin in zip(made.steps, expected, strict=True)] == expected
+
+    launched: list[object] = []
+    call = run.prepare(ordered, extents, initial)
+    call(ordered, initial)
+    monkeypatch.setattr(launch._Interpret, "__call__", lambda self, *_: launched.append(self))
+    with Recorder() as recorder:
+        call(ordered, initial)
+    assert [texts[each] for each in launched] == [source.text for source in made.sources]
+    said = {operator for words, operator in OPERATORS.items() if any(words in step for step in made.steps)}
+    assert said == recorder.seen & {*OPERATORS.values()}
 
 
 def inductor_spmm() -> Explanation:

@@ -333,9 +333,10 @@ def test_explained():
     ordered, start = program._arrange(tensors)
     extents = program._extents(ordered, start, None, None)
     for schedule, word in ((SHARES[0], "segment"), (Schedule(n=4), "own")):
-        _, notes = found.with_schedule(schedule).described(ordered, extents, start)
-        assert notes[0][1].partition(":")[0] == word
-        assert ("equal shares of 3 terms" in notes[1][1]) == schedule.segment
+        made = found.with_schedule(schedule).described(ordered, extents, start)
+        assert made.choices[0][1].partition(":")[0] == word
+        assert ("equal shares of 3 terms" in made.choices[1][1]) == schedule.segment
+        assert made.schedules == (str(schedule),)
 
 
 @pytest.mark.usefixtures("interpreter")

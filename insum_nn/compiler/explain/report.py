@@ -87,6 +87,7 @@ class Explanation:
         backend: `"eager"`, `"inductor"` or `"triton"`; `None` without tensors, and for a call without a single term.
         reason: why this back end, or why there is no program.
         torch_code: the library calls that run, or that Inductor compiles; `None` for generated kernels.
+        steps: what a call of generated kernels launches, in order.
         schedule: how a call is carried out.
         compile_seconds: time spent on planning, lowering and compiling this program.
         compiled: nothing is left to compile at the first call.
@@ -111,6 +112,7 @@ class Explanation:
     reason: str
     torch_code: str | None
     flow: Flow
+    steps: tuple[str, ...] = ()
     schedule: str | None = None
     compile_seconds: float | None = None
     compiled: bool = True
@@ -137,7 +139,7 @@ class Explanation:
         return {row.name: row.facts for row in self.tensors if row.facts is not None}
 
     def kernel_source(self) -> str | None:
-        """Return the code that runs: a generated kernel, Inductor's kernels, or torch calls.
+        """Return the code that runs: the generated kernels, Inductor's kernels, or torch calls.
 
         `None` without a program.
 
@@ -147,7 +149,7 @@ class Explanation:
             InsumBackendError: Inductor, or the device that the explanation was made on, is not available here.
         """
         if self.backend == "triton":
-            return self._sources[0]
+            return "\n\n".join(self._sources)
         if self.backend != "inductor":
             return self.torch_code
         if not self._sources:
@@ -231,6 +233,9 @@ class Explanation:
     def _code_sections(self) -> list[Section]:
         """Return the code that runs."""
         sections: list[Section] = []
+        if self.backend == "triton":
+            steps = "\n".join(f"{number}. {step}" for number, step in enumerate(self.steps, start=1))
+            sections.append(Section("steps", code=steps or "none: there is no cell to write"))
         if self.torch_code is not None:
             sections.append(Section("torch code", code=self.torch_code, folded=True))
         if self._sources:
@@ -334,6 +339,7 @@ def explain_program(
         reason=reason,
         torch_code=runs.torch_code,
         flow=data_flow(statement, steps, shapes, known, has_initial),
+        steps=runs.steps,
         schedule=runs.schedule,
         compile_seconds=program.compile_seconds if program is not None else None,
         compiled=program is None or program.warm or program.backend != "inductor",
@@ -351,6 +357,7 @@ class _Runs:
 
     schedule: str | None = None
     torch_code: str | None = None
+    steps: tuple[str, ...] = ()
     sources: tuple[str, ...] = ()
     choices: tuple[tuple[str, str, str], ...] = ()
 
@@ -360,12 +367,13 @@ def _what_runs(program: Executable, extents: Extents, tensors: Sequence[Tensor],
     library = program.library
     if library is None:
         assert isinstance(program.run, Generated | Keyed | Chained)
-        source, choices = program.run.described(tensors, extents, initial)
-        return _Runs(str(source.schedule), None, (source.text,), choices)
+        made = program.run.described(tensors, extents, initial)
+        texts = tuple(source.text.strip() for source in made.sources)
+        return _Runs("; then ".join(made.schedules), None, made.steps, texts, made.choices)
     code, schedule = torch_code(library, extents)
     if program.backend == "inductor":
         schedule = "kernels over the whole index space"
-    return _Runs(schedule, code, (), choices_of(library, extents))
+    return _Runs(schedule, code, choices=choices_of(library, extents))
 
 
 # Tensors.
@@ -430,7 +438,8 @@ def _known(extent: int | None) -> str:
 
 def _facts(facts: IndexFacts) -> str:
     masked = {True: "may hold -1", False: "holds no -1", None: "not known to hold no -1"}[facts.masked]
-    others = [name for name in ("sorted", "unique", "proven") if getattr(facts, name)]
+    shown = {"sorted": facts.sorted, "unique": facts.unique, "validated": facts.proven}
+    others = [name for name, holds in shown.items() if holds]
     together = [f"unique with {' and '.join(facts.unique_with)}"] if facts.unique_with else []
     return ", ".join([masked, *others, *together])
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import copy
-import math
 import threading
 from collections.abc import Callable, Sequence
 from dataclasses import replace
@@ -12,6 +11,7 @@ import torch
 from torch import Tensor
 
 from insum_nn.compiler.forms.axes import MANY_POINTS
+from insum_nn.compiler.forms.description import Description, describe_kernel
 from insum_nn.compiler.forms.form import Form, make_form
 from insum_nn.compiler.forms.launch import Kernel, prepare_kernel, strides_of
 from insum_nn.compiler.forms.points import LONGEST, OWNER
@@ -139,15 +139,15 @@ class Generated:
 
         return find
 
-    def described(
-        self, tensors: Sequence[Tensor], extents: Extents, start: Tensor | None
-    ) -> tuple[Source, tuple[tuple[str, str, str], ...]]:
-        """The kernel for a call, and each choice behind it with its reason."""
+    def described(self, tensors: Sequence[Tensor], extents: Extents, start: Tensor | None) -> Description:
+        """Describe what a call runs, and each choice behind it with its reason."""
         form = self.form
         chosen = self._schedule(tensors, extents, start)
         owners = owners_for(form, tensors, extents, chosen.schedule)
-        source = self._kernel(chosen.schedule, tensors, extents, start, owners).source
-        return source, (_combining(form, chosen.schedule), *_schedule_choice(chosen), *_written_out(form))
+        kernel = self._kernel(chosen.schedule, tensors, extents, start, owners)
+        schedule = ("schedule", str(chosen.schedule), chosen.reason)
+        choices = (_combining(form, chosen.schedule), schedule, *_unrolled(form))
+        return describe_kernel(kernel, start, owners, choices)
 
     def _kernel(
         self,
@@ -208,7 +208,7 @@ class Generated:
 
 
 def _combining(form: Form, schedule: Schedule) -> tuple[str, str, str]:
-    """How terms reach the output, and why."""
+    """Return how terms reach the output, and why."""
     what, why = {
         "direct": ("direct", "every cell of the output belongs to one program"),
         "place": ("place", "no two terms have the same place, so each is stored"),
@@ -226,16 +226,8 @@ def _combining(form: Form, schedule: Schedule) -> tuple[str, str, str]:
     return "combine", what, why
 
 
-def _schedule_choice(chosen: Chosen) -> list[tuple[str, str, str]]:
-    rows = [("schedule", str(chosen.schedule), chosen.reason)]
-    for each in chosen.measured[:6]:
-        time = "no room" if math.isinf(each.microseconds) else f"{each.microseconds:.1f} us"
-        rows.append(("candidate", str(each.schedule), time))
-    return rows
-
-
-def _written_out(form: Form) -> list[tuple[str, str, str]]:
+def _unrolled(form: Form) -> list[tuple[str, str, str]]:
     if len(form.points) == 1:
         return []
     added = f"they add to {form.accumulators} accumulators"
-    return [("static tables", f"{len(form.points)} terms written out", added)]
+    return [("static tables", f"{len(form.points)} unrolled terms", added)]

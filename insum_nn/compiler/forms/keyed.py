@@ -17,9 +17,9 @@ from dataclasses import replace
 import torch
 from torch import Tensor
 
+from insum_nn.compiler.forms.description import Description
 from insum_nn.compiler.forms.form import FormError
 from insum_nn.compiler.forms.generated import Generated
-from insum_nn.compiler.forms.source import Source
 from insum_nn.compiler.lang.bind import Bound, Extents
 from insum_nn.compiler.lang.derivative import fresh_name
 from insum_nn.compiler.lang.index_checks import cell_numbers
@@ -121,15 +121,15 @@ class Keyed:
 
         return run
 
-    def described(
-        self, tensors: Sequence[Tensor], extents: Extents, start: Tensor | None
-    ) -> tuple[Source, tuple[tuple[str, str, str], ...]]:
-        """The kernel for a call, and each choice behind it with its reason."""
+    def described(self, tensors: Sequence[Tensor], extents: Extents, start: Tensor | None) -> Description:
+        """Describe what a call runs, and each choice behind it with its reason."""
         operands = self._operands(tensors, extents)
-        source, rows = self.inner.described(operands, self._extents(extents), self._start(start))
+        inner = self.inner.described(operands, self._extents(extents), self._start(start))
         statement = str(self.inner_bound.statement)
         why = f"{self.cell} numbers the cells of the output, so that each has the terms of one row, in their order"
-        return source, (("statement", statement, why), *rows)
+        order = (*self.folded, *self.rest)
+        steps = inner.steps if order == (*sorted(order),) else (*inner.steps, "torch: put the axes in order")
+        return replace(inner, steps=steps, choices=(("statement", statement, why), *inner.choices))
 
 
 def _folded(output: Access) -> tuple[tuple[int, ...], tuple[str, ...]]:

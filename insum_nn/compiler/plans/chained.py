@@ -15,10 +15,10 @@ from functools import partial
 import torch
 from torch import Tensor
 
+from insum_nn.compiler.forms.description import Description
 from insum_nn.compiler.forms.form import FormError, UnorderedError
 from insum_nn.compiler.forms.generated import Generated
 from insum_nn.compiler.forms.keyed import Keyed
-from insum_nn.compiler.forms.source import Source
 from insum_nn.compiler.lang.bind import Bound, Extents, layout_of
 from insum_nn.compiler.lang.epilogue import PLAIN
 from insum_nn.compiler.lang.syntax import Statement
@@ -30,7 +30,6 @@ from insum_nn.facts import UNKNOWN, StaticTable
 __all__ = ["Chained", "generate"]
 
 Run = Callable[[Sequence[Tensor], Tensor | None], Tensor]
-Row = tuple[str, str, str]
 
 # Multiplications that cost as much as a byte moved: by the matrix unit, and one by one.
 _BY_UNIT = {2: 100.0, 4: 12.0, 8: 6.0}
@@ -148,17 +147,12 @@ class Chained:
                 costs[name] = count.whole(form.product is not None, form.combine == "atomic")
         return costs
 
-    def described(
-        self, tensors: Sequence[Tensor], extents: Extents, start: Tensor | None
-    ) -> tuple[Source, tuple[Row, ...]]:
-        """The kernel for a call, and each choice behind it with its reason."""
-        chosen, costs = self.choose(tensors, extents), self.costs(tensors, extents)
-        rows: list[Row] = [("order", chosen, "the least bytes and multiplications")]
-        for name in sorted(costs, key=lambda name: costs[name]):
-            rows.append(("candidate", name, f"counts as {costs[name] / 1e6:.3g} MB moved"))
-        rows += [("refused", name, reason) for name, reason in self.refused.items()]
-        source, inner = self.candidates[chosen].described(tensors, extents, start)
-        return source, (*rows, *inner)
+    def described(self, tensors: Sequence[Tensor], extents: Extents, start: Tensor | None) -> Description:
+        """Describe what a call runs, and each choice behind it with its reason."""
+        chosen = self.choose(tensors, extents)
+        inner = self.candidates[chosen].described(tensors, extents, start)
+        order = ("order", chosen, "the least bytes and multiplications")
+        return replace(inner, choices=(order, *inner.choices))
 
 
 def _part(bound: Bound, statement: Statement, split: Split, *, has_start: bool = False) -> Bound:
@@ -233,24 +227,17 @@ class _Staged:
 
         return run
 
-    def described(
-        self, tensors: Sequence[Tensor], extents: Extents, start: Tensor | None
-    ) -> tuple[Source, tuple[Row, ...]]:
-        """The sparse stage's kernel, and what was chosen for it."""
+    def described(self, tensors: Sequence[Tensor], extents: Extents, start: Tensor | None) -> Description:
+        """Describe both stages."""
         sizes = self.extents(tensors, extents)
-        rows: list[Row] = []
-        source: Source | None = None
+        whole = Description(())
         made = torch.empty(sizes[0].output, dtype=self.bound.dtype, device=tensors[0].device)
         for (statement, run, where), each in zip(self.stages, sizes, strict=True):
-            if isinstance(run, _Library):
-                rows.append(("stage", str(statement), "by the library's matrix product"))
-                continue
+            how = "by the library's matrix product" if isinstance(run, _Library) else "by a generated kernel"
+            whole = whole.then(Description((), choices=(("stage", str(statement), how),)))
             operands = [made if at < 0 else tensors[at] for at in where]
-            found, inner = run.described(operands, each, start if statement is self.split.second else None)
-            source = found if source is None or statement is self.split.sparse else source
-            rows += [("stage", str(statement), "by a generated kernel"), *inner]
-        assert source is not None
-        return source, tuple(rows)
+            whole = whole.then(run.described(operands, each, start if statement is self.split.second else None))
+        return whole
 
 
 class _Library:
@@ -283,6 +270,18 @@ class _Library:
             return epilogue(total, dtype) if epilogue else total
 
         return run
+
+    def described(self, tensors: Sequence[Tensor], extents: Extents, start: Tensor | None) -> Description:
+        """Describe the library's call, and what follows it."""
+        names = [self.bound.layout.tensors[place] for place in self.places]
+        operands = [f"{name}.t()" if turned else name for name, turned in zip(names, self.turned, strict=True)]
+        call = f"mm({', '.join(operands)})" if start is None else f"addmm(initial value, {', '.join(operands)})"
+        epilogue = self.bound.epilogue
+        steps = [f"torch: {call}"]
+        steps += [] if epilogue.activation is None else [f"torch: {epilogue.activation}"]
+        if epilogue.out_dtype(self.bound.dtype) != self.bound.dtype:
+            steps.append(f"torch: cast to {epilogue.dtype}")
+        return Description(tuple(steps))
 
 
 class _Count:

@@ -1,0 +1,108 @@
+"""What a call of generated kernels runs, step by step, for `explain()`."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import dataclass
+
+from torch import Tensor
+
+from insum_nn.compiler.forms.launch import Kernel
+from insum_nn.compiler.forms.source import Source
+from insum_nn.compiler.runtime.row_partition import Owners
+
+__all__ = ["Description", "describe_kernel"]
+
+Choice = tuple[str, str, str]
+
+
+@dataclass(frozen=True, slots=True)
+class Description:
+    """What a call runs, and why.
+
+    Attributes:
+        steps: the launches and torch calls, in order.
+        sources: the kernels among them, in order.
+        schedules: how the kernels of the statement spread over programs and lanes.
+        choices: topic, choice and reason of every choice.
+    """
+
+    steps: tuple[str, ...]
+    sources: tuple[Source, ...] = ()
+    schedules: tuple[str, ...] = ()
+    choices: tuple[Choice, ...] = ()
+
+    def then(self, other: Description) -> Description:
+        """Return the description of this and then another."""
+        return Description(
+            self.steps + other.steps,
+            self.sources + other.sources,
+            self.schedules + other.schedules,
+            self.choices + other.choices,
+        )
+
+
+def describe_kernel(
+    kernel: Kernel, initial: Tensor | None, owners: Owners | None, choices: Iterable[Choice]
+) -> Description:
+    """Describe a call of a prepared kernel: memory that is filled, the kernel, and what completes its sums.
+
+    Args:
+        kernel: the kernel.
+        initial: the initial value.
+        owners: the row partition of its terms, where it reads one.
+        choices: topic, choice and reason of every choice behind it.
+    """
+    source, schedule = kernel.source, kernel.source.schedule
+    epilogue = kernel.form.bound.epilogue
+    divided = 0 if owners is None or kernel.launch is None else owners.slots
+    steps = [*_filled(kernel, initial, owners)]
+    sources: list[Source] = []
+    if kernel.launch is not None:
+        steps.append(f"kernel on {_count(kernel.launch.grid, 'program')}: {schedule}")
+        sources.append(source)
+    if divided:
+        assert owners is not None
+        assert owners.divided is not None
+        assert kernel.collector is not None
+        rows = _count(owners.divided.shape[0], "row")
+        steps.append(f"kernel that sums the {divided} parts of {rows} in order")
+        sources.append(kernel.collector.source)
+        then = [] if initial is None else ["add the initial value"]
+        then += [] if epilogue.activation is None else [epilogue.activation]
+        if then:
+            steps.append(f"torch: {', '.join(then)}, and copy these rows to the output")
+    if schedule.splits > 1:
+        steps.append(f"torch: sum the {schedule.splits} parts{'' if initial is None else ', add the initial value'}")
+    if not source.finished and epilogue.activation is not None:
+        steps.append(f"torch: {epilogue.activation}")
+    if source.accumulator != kernel.dtype and (schedule.splits > 1 or not source.finished):
+        steps.append(f"torch: cast to {_name(kernel.dtype)}")
+    return Description(tuple(steps), tuple(sources), (str(schedule),), tuple(choices))
+
+
+def _filled(kernel: Kernel, initial: Tensor | None, owners: Owners | None) -> Iterable[str]:
+    """Describe what is written to memory before the kernel runs: nothing where it writes every cell itself."""
+    source, output = kernel.source, kernel.form.bound.statement.output.name
+    dtype = _name(kernel.dtype if source.finished else source.accumulator)
+    if source.schedule.splits > 1:
+        if not kernel.empty:
+            yield f"torch: zeros for {source.schedule.splits} parts of the sum, in {_name(source.accumulator)}"
+    elif not kernel.empty or (owners is not None and owners.gaps):
+        # Rows that no term reaches, or cells that terms are added to.
+        if initial is None:
+            yield f"torch: zeros for {output}, in {dtype}"
+        else:
+            activation = kernel.form.bound.epilogue.activation if source.finished else None
+            what = "the initial value" if activation is None else f"{activation} of the initial value"
+            yield f"torch: copy {what} to {output}, in {dtype}"
+    if owners is not None and owners.split and not kernel.empty:
+        yield "torch: zeros for the parts of divided rows"
+
+
+def _count(number: int, what: str) -> str:
+    return f"{number} {what}{'' if number == 1 else 's'}"
+
+
+def _name(dtype: object) -> str:
+    return str(dtype).removeprefix("torch.")
