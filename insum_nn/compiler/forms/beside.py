@@ -98,7 +98,7 @@ def _further(
     statement = form.bound.statement
     tensor, entry = walk
     row = Read(tensor, (Sub(((1, entry),), 0, True),))
-    if {*form.parallel, *form.reduce} - {OWNER, entry, *columns} or form.tail is not None:
+    if {*form.parallel, *form.reduce} - {OWNER, entry, *columns}:
         raise FormError(f"{statement} goes over other indices")
     like, scattered, points = (tensor, 0), form.combine == "own", form.points
     if scattered:

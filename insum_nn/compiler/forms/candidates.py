@@ -26,20 +26,7 @@ def candidates(form: Form) -> Iterator[Schedule]:
 
 
 def _varied(form: Form, base: Schedule) -> Iterator[Schedule]:
-    if form.tail is not None:
-        for m in (16, 32, 64):
-            for k in (1, 2, 4, 8):
-                for warps in (2, 4, 8):
-                    if 32 * warps * 4 <= m * base.n * k <= 32 * warps * 64:
-                        yield replace(base, m=m, k=k, warps=warps)
-        for k in (4, 8, 16, 32):
-            for warps in (1, 2, 4):
-                if 32 * warps * 2 <= base.n * k <= 32 * warps * 64:
-                    yield replace(base, k=k, warps=warps, share=512, serial=True)
-        for share in (32, 128, 512):
-            yield replace(base, share=share)
-        yield replace(base, tail=max(16, base.tail // 2))
-    elif form.beside:
+    if form.beside:
         yield from _varied_beside(form, base)
     elif base.dot:
         yield from _varied_products(form, base)

@@ -17,7 +17,7 @@ from typing import Literal
 
 import torch
 
-from insum_nn.compiler.forms.points import ENTRY, LONGEST, OWNER, Beside, Point, Product, Read, Sub, Tail
+from insum_nn.compiler.forms.points import ENTRY, LONGEST, OWNER, Beside, Point, Product, Read, Sub
 from insum_nn.compiler.forms.tables import WrittenOut, write_out
 from insum_nn.compiler.lang.bind import Bound
 from insum_nn.compiler.lang.syntax import Access, Index, Number, Subscript
@@ -56,7 +56,6 @@ class Form:
         parallel: indices of the output that are left.
         reduce: indices summed over that are left, without those of the owner's terms.
         tables: the static tensors that are written out; a kernel does not read them.
-        tail: a product that follows the sum; all of the above is about the sum.
         beside: further outputs, of statements that read what this one does; `bound` reads what any of them does. With
             them there may be no points: the owner then says in which order terms are walked, and nothing else.
     """
@@ -72,7 +71,6 @@ class Form:
     parallel: tuple[str, ...]
     reduce: tuple[str, ...]
     tables: frozenset[str]
-    tail: Tail | None = None
     beside: tuple[Beside, ...] = ()
 
     @property

@@ -182,7 +182,7 @@ class Generated:
 
     def _with_longest_row(self, form: Form, tensors: Sequence[Tensor]) -> Form:
         """The form of a call with the length of its longest row, where a choice depends on it."""
-        alone = form.tail is None and not form.beside and form.product is None and len(form.points) <= MANY_POINTS
+        alone = not form.beside and form.product is None and len(form.points) <= MANY_POINTS
         if form.owner is None or not alone:
             return form
         longest = longest_row(tensors[form.owner_place], form.rows, form.permuted)

@@ -6,7 +6,7 @@ import math
 from collections.abc import Iterator
 from dataclasses import dataclass
 
-__all__ = ["ENTRY", "LONGEST", "OWNER", "Beside", "Point", "Product", "Read", "Sub", "Tail"]
+__all__ = ["ENTRY", "LONGEST", "OWNER", "Beside", "Point", "Product", "Read", "Sub"]
 
 # Index names no statement can have: the output row that a program owns, the number of an entry of that row, and, among
 # sizes alone, the most entries that a row has.
@@ -80,23 +80,6 @@ class Product:
     m: tuple[str, ...]
     k: tuple[str, ...]
     n: tuple[str, ...]
-
-
-@dataclass(frozen=True, slots=True)
-class Tail:
-    """A matrix product with what a kernel has summed, before it is stored.
-
-    Attributes:
-        weight: the factor.
-        subscripts: its two indices.
-        inner: the one that is summed: an axis of what the kernel sums.
-        outer: the other, which takes its place in the output.
-    """
-
-    weight: str
-    subscripts: tuple[str, str]
-    inner: str
-    outer: str
 
 
 @dataclass(frozen=True, slots=True)

@@ -11,7 +11,7 @@ import torch
 
 from insum_nn.compiler.forms.axes import MANY_POINTS, element_axes
 from insum_nn.compiler.forms.form import Form
-from insum_nn.compiler.forms.points import ENTRY, LONGEST, OWNER, Product, Tail
+from insum_nn.compiler.forms.points import ENTRY, LONGEST, OWNER, Product
 
 __all__ = [
     "Axis",
@@ -70,8 +70,6 @@ class Schedule:
         warps: warps a program.
         stages: depth of the software pipeline. Without a dot it is 3 at least, or there is none: the loop over an
             owner's terms then reads ahead.
-        tail: columns at a time of a product that follows the sum.
-        serial: before such a product the rows of a tile are summed one after the other, instead of side by side.
     """
 
     m: int = 1
@@ -84,8 +82,6 @@ class Schedule:
     share: int = 512
     warps: int = 4
     stages: int = 2
-    tail: int = 64
-    serial: bool = False
     segment: bool = False
     turns: int = 1
     early: bool = False
@@ -96,8 +92,6 @@ class Schedule:
         rest = f"{self.warps} warps, {self.stages} stages"
         if self.groups > 1:
             rest += f", accumulators over {self.groups} programs"
-        if self.serial:
-            rest += ", rows one by one"
         if self.turns > 1:
             rest += f", {self.turns} tiles in turn"
         if self.splits > 1:
@@ -176,7 +170,7 @@ def _axis(form: Form, wanted: list[str], lanes: int, least: int = 1) -> Axis | N
 
 def segmented(form: Form, schedule: Schedule) -> bool:
     """Whether programs take equal shares of terms: a choice that only terms with owners have, and no dot."""
-    if form.owner is None or form.tail is not None or form.beside:
+    if form.owner is None or form.beside:
         return False
     return schedule.segment and not (schedule.dot and form.product is not None)
 
@@ -189,10 +183,6 @@ def adds_rows(form: Form, schedule: Schedule) -> bool:
 
 def place_indices(form: Form, schedule: Schedule) -> Layout:
     """Where each index goes."""
-    if form.tail is not None:
-        # Whole rows of the sum, which a product follows.
-        m, n = _axis(form, [OWNER], schedule.m, 16), _axis(form, [form.tail.inner], schedule.n, 16)
-        return _rest(form, m, _axis(form, [ENTRY], schedule.k), n)
     if schedule.dot and form.product is not None:
         return _place_product(form, schedule, form.product)
     rows, columns, summed = element_axes(form)
@@ -235,8 +225,6 @@ def _rest(form: Form, m: Axis | None, k: Axis | None, n: Axis | None) -> Layout:
 
 def default_schedule(form: Form) -> Schedule:
     """A good schedule without any measurement."""
-    if form.tail is not None:
-        return _default_tail(form, form.tail)
     if form.beside:
         return _default_beside(form)
     if form.product is not None:
@@ -365,16 +353,6 @@ def _default_written_out(form: Form) -> Schedule:
     warps = max(1, min(8, m * n * k // (32 * _each(form))))
     held = accumulators * m * n // (32 * warps)
     return Schedule(m=m, n=n, k=k, groups=max(1, held // 128), warps=warps, splits=_splits(form, m, n))
-
-
-def _default_tail(form: Form, tail: Tail) -> Schedule:
-    """Sixteen rows side by side, as few as the matrix unit takes; rows far longer than others are divided."""
-    n = max(16, power(form.static[tail.inner]))
-    k = max(1, min(4, 2048 // (16 * n), power(form.size(ENTRY))))
-    share = max(32, min(512, 4 * power(form.size(ENTRY))))
-    # Weights in float32 are taken apart into several operands, which fill the registers.
-    cells = 8192 if form.wide else 4096
-    return Schedule(16, n, k, share=share, warps=4 if n <= 128 else 8, tail=min(128, max(16, cells // n)))
 
 
 # Numbers that a thread of straight-line code holds at a time, of the 255 that it can.

@@ -17,7 +17,6 @@ from insum_nn.compiler.forms.loops import STEPS
 from insum_nn.compiler.forms.points import OWNER, Point, Read, Sub
 from insum_nn.compiler.forms.schedule import Layout, Precision, Schedule, place_indices, segmented
 from insum_nn.compiler.forms.segment import SCAN, KernelSegments
-from insum_nn.compiler.forms.tail import KernelTail
 from insum_nn.compiler.forms.text import Argument, Parameters, Strides, Value, join_axes, spread
 
 __all__ = ["Source", "steps_of_vectors", "write_kernel"]
@@ -52,7 +51,7 @@ class Source:
     finished: bool
 
 
-class _Writer(KernelMisses, KernelTail, KernelSegments, KernelBeside):
+class _Writer(KernelMisses, KernelSegments, KernelBeside):
     """Writes the body of a kernel for some of the points."""
 
     # What follows the loops inside of an outer one.
@@ -69,10 +68,7 @@ class _Writer(KernelMisses, KernelTail, KernelSegments, KernelBeside):
         results = self.emit(points)
         if self.schedule.early and self.terms is not None:
             read_early(self.scopes, self.terms, self.order, self.entries, self.fresh)
-        if self.form.tail is None:
-            tail = [line for name, order, target in results.values() for line in self.store(name, order, target)]
-        else:
-            tail = [line for name, _, target in results.values() for line in self.multiplied(name, target, self.store)]
+        stores = [line for name, order, target in results.values() for line in self.store(name, order, target)]
         lines: list[str] = []
         for depth, scope in enumerate(self.scopes):
             if scope.head:
@@ -80,7 +76,7 @@ class _Writer(KernelMisses, KernelTail, KernelSegments, KernelBeside):
             lines += ["    " * depth + line for line in scope.lines]
         for depth in range(len(self.scopes) - 1, -1, -1):
             lines += ["    " * depth + line for line in self.scopes[depth].tail]
-        return lines + self.closing + tail
+        return lines + self.closing + stores
 
     def emit(self, points: Sequence[Point]) -> dict[str, tuple[str, str, Read]]:
         """Write the sums of all points.
@@ -109,12 +105,7 @@ class _Writer(KernelMisses, KernelTail, KernelSegments, KernelBeside):
             order = axes[::-1] if swapped else axes
             self.settled = self.settle(group, axes)
             self.scopes[0].lines.append(f"{name} = tl.zeros({self.shape(order)}, {self.type})")
-            if self.row_depth:
-                part = self.fresh("part")
-                self.scopes[self.row_depth].lines.append(f"{part} = tl.zeros({self.shape('n')}, {self.type})")
-                self.sums(part, group, "n")
-                self.closing.append(self.put_row(name, part))
-            elif self.product is None:
+            if self.product is None:
                 self.sums(name, group, axes)
             results[key] = (name, order, group[0].target)
             by_cell.append((name, order, group, self.settled))

@@ -49,7 +49,7 @@ __all__ = [
     "write",
 ]
 
-_FORMAT = 3
+_FORMAT = 4
 Key = Mapping[str, Any]
 T = TypeVar("T")
 

@@ -97,7 +97,7 @@ def choose_schedule(
     default = default_schedule(form)
     if not worth_measuring(options, extents):
         return Chosen(default, "the default" if not options.tune else "the default: too little work to measure")
-    more = {"precision": precision, "combine": form.combine, "tail": str(form.tail)}
+    more = {"precision": precision, "combine": form.combine}
     if form.even:
         # Where sizes are alike, what suits rows of like length need not suit those of a power law.
         more["rows"] = "even"
@@ -151,7 +151,7 @@ def _from_json(value: Any) -> Schedule:
 
 _POWERS = ("m", "n", "k", "warps")
 # No schedule that was measured comes near to these; Triton's tensors hold as many numbers as `_LANES` at most.
-_LARGEST = {"warps": 32, "stages": 16, "tail": 4096, "turns": 4096}
+_LARGEST = {"warps": 32, "stages": 16, "turns": 4096}
 _MANY, _LANES = 2**31 - 1, 1 << 20
 
 
