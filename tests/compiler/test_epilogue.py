@@ -106,9 +106,9 @@ def test_a_bias_is_read_once_a_column():
     case, tensors = drawn("spmm")
     bias = torch.randn(11).expand(6, 11)
     _, kernel, _ = kernel_of(case, tensors, Schedule(m=4, n=16), start=bias)
-    (line,) = [line for line in kernel.source.text.splitlines() if "start_" in line and "tl.load" in line]
+    (line,) = [line for line in kernel.source.text.splitlines() if "tl.load(out_initial" in line]
     assert "[" not in line.partition("tl.load")[2].partition("mask")[0]
-    assert "start_stride" not in kernel.source.text
+    assert "OUT_INITIAL_STEP" not in kernel.source.text
 
 
 @pytest.mark.usefixtures("interpreter")

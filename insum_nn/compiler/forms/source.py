@@ -14,6 +14,7 @@ from insum_nn.compiler.forms.form import Form
 from insum_nn.compiler.forms.kernel_epilogue import activated, finishes
 from insum_nn.compiler.forms.kernel_misses import Condition, KernelMisses
 from insum_nn.compiler.forms.loops import STEPS
+from insum_nn.compiler.forms.nest import is_ported, write_nest
 from insum_nn.compiler.forms.points import OWNER, Point, Read, Sub
 from insum_nn.compiler.forms.schedule import Layout, Precision, Schedule, place_indices, segmented
 from insum_nn.compiler.forms.segment import SCAN, KernelSegments
@@ -411,6 +412,10 @@ def write_kernel(form: Form, schedule: Schedule, strides: Strides, precision: Pr
         schedule = replace(schedule, splits=1)
     layout = place_indices(form, schedule)
     tiles = _tiles(form, layout, schedule)
+    if is_ported(form, schedule):
+        text, arguments, finished = write_nest(form, schedule, strides, precision)
+        accumulator = torch.float64 if form.bound.dtype == torch.float64 else torch.float32
+        return Source(text, arguments, tuple(tiles), schedule, accumulator, finished)
     parameters = Parameters()
     parts = _parts(form.points, schedule.groups)
     body: list[str] = []

@@ -117,7 +117,10 @@ class _Run:
         begin, end = self.value(loop.begin, point), self.value(loop.end, point)
         if loop.limit is not None:
             end = min(end, self.value(loop.limit, point))
+        word = None if loop.word is None else self.value(loop.word, point)
         for at in range(begin, end, loop.step):
+            if word is not None and not word >> (at - begin) & 1:
+                continue
             self.block(loop.body, {**point, loop.index.name: at})
 
     def store(self, store: Store, point: Point) -> None:

@@ -231,10 +231,12 @@ def add(a: Expr, b: Expr) -> Expr:
 
 
 def multiply(a: Expr, b: Expr) -> Expr:
-    """`a * b`, of two constants their product, without a one."""
+    """`a * b`, of two constants their product, without a one; 0 where either is."""
     if isinstance(a, Const) and isinstance(b, Const):
         return Const(a.value * b.value, a.dtype)
-    one = Const(1)
+    one, zero = Const(1), Const(0)
+    if a is zero or b is zero:
+        return zero
     return b if a is one else a if b is one else Op("mul", (a, b))
 
 
@@ -278,6 +280,8 @@ class Loop(Stmt):
     step: int = 1
     limit: Expr | None = None
     axis: int = 0
+    pipeline: int = 0
+    word: Expr | None = None
 
 
 class Alloc(Stmt):

@@ -81,7 +81,8 @@ def _statement(statement: Stmt, indent: str) -> Iterator[str]:
         limit = "" if statement.limit is None else f" of {_bare(statement.limit)}"
         span = f"in {_bare(statement.begin)} .. {_bare(statement.end)}{limit}"
         step = "" if statement.step == 1 else f" step {statement.step}"
-        yield f"{indent}{statement.role} {statement.index.name} {span}{step}:"
+        bits = "" if statement.word is None else f" by the bits of {_bare(statement.word)}"
+        yield f"{indent}{statement.role} {statement.index.name} {span}{step}{bits}:"
         for inner in statement.body:
             yield from _statement(inner, indent + "  ")
     elif isinstance(statement, Alloc):

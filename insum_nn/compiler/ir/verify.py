@@ -67,7 +67,7 @@ def _check_block(
             assert (statement.role in _PLACED) == placed, f"a loop of role {statement.role}"
             assert statement.index not in loops, f"two loops of {statement.index.name}"
             assert not (statement.role == "grid" and inside_tile), "a grid loop inside of a program"
-            for bound in (statement.begin, statement.end, statement.limit):
+            for bound in (statement.begin, statement.end, statement.limit, statement.word):
                 if bound is not None:
                     _check_expr(bound, loops, known)
             inside = inside_tile or statement.role != "grid"

@@ -15,22 +15,10 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 
-from insum_nn.compiler.ir.nodes import (
-    Alloc,
-    Buffer,
-    Const,
-    Expr,
-    Index,
-    Kernel,
-    Load,
-    Loop,
-    Op,
-    Result,
-    Stmt,
-    Store,
-    add,
-)
+from insum_nn.compiler.ir.nodes import Kernel
 from insum_nn.compiler.passes.combine import loops_and_store
+from insum_nn.compiler.passes.own_rows import RowWalk
+from insum_nn.compiler.passes.tile import Lanes, Tiling, tile
 
 __all__ = ["LoopSchedule", "place"]
 
@@ -66,35 +54,22 @@ def place(kernel: Kernel, schedule: LoopSchedule) -> Kernel:
     covered = list(zip(store.subscripts, store.buffer.shape, strict=True))
     if len(cells) != len(covered) or any(cells.get(s) is not extent for s, extent in covered):  # type: ignore[call-overload]
         raise NotImplementedError("an output whose cells are not those of its free loops")
-    wide = "float64" if store.buffer.dtype == "float64" else "float32"
-    total = Buffer("acc", wide, (), local=True)
-    body: Stmt = Store(total, (), store.value, "add", store.where)
-    for loop in reversed([loop for loop in loops if loop.role == "sum"]):
-        body = _serial(loop, schedule.lanes.get(loop.index.name, 1), body)
-    inner: tuple[Stmt, ...] = (Alloc(total), body, Store(store.buffer, store.subscripts, Load(total, ())))
     free = [loop for loop in loops if loop.role == "free"]
-    for loop in reversed(free):
-        lanes = schedule.lanes.get(loop.index.name, 1)
-        if lanes > 1:
-            begin = Op("mul", (_program(loop), Const(lanes)))
-            inner = (Loop(loop.index, begin, add(begin, Const(lanes)), "tile", inner, limit=loop.end),)
-    for loop in reversed(free):
-        lanes = schedule.lanes.get(loop.index.name, 1)
-        if lanes > 1:
-            count: Expr = Op("cdiv", (loop.end, Const(lanes)))
-            inner = (Loop(_program(loop), Const(0), count, "grid", inner),)
-        else:
-            inner = (Loop(loop.index, loop.begin, loop.end, "grid", inner),)
-    return Kernel(kernel.inputs, (Result(store.buffer, "none"),), inner)
-
-
-def _program(loop: Loop) -> Index:
-    return Index(f"{loop.index.name}_program")
-
-
-def _serial(loop: Loop, lanes: int, body: Stmt) -> Stmt:
-    if lanes == 1:
-        return Loop(loop.index, loop.begin, loop.end, "serial", (body,))
-    step = Index(f"{loop.index.name}_step")
-    tile = Loop(loop.index, step, add(step, Const(lanes)), "tile", (body,), limit=loop.end)
-    return Loop(step, loop.begin, loop.end, "serial", (tile,), step=lanes)
+    sums = [loop for loop in loops if loop.role == "sum"]
+    wide = [loop for loop in free if schedule.lanes.get(loop.index.name, 1) > 1]
+    along = [loop for loop in sums if schedule.lanes.get(loop.index.name, 1) > 1]
+    if len(wide) > 2 or len(along) > 1:
+        raise NotImplementedError("more than two axes of a tile, or more than one along a sum")
+    lanes = {
+        loop.index.name: Lanes((loop.index.name,), n, n)
+        for loop in (*wide, *along)
+        for n in [schedule.lanes[loop.index.name]]
+    }
+    tiling = Tiling(
+        m=lanes[wide[0].index.name] if len(wide) == 2 else None,
+        k=lanes[along[0].index.name] if along else None,
+        n=lanes[wide[-1].index.name] if wide else None,
+        grid=tuple(loop.index.name for loop in free if loop not in wide),
+        loops=tuple(loop.index.name for loop in sums if loop not in along),
+    )
+    return tile(RowWalk(kernel, 0), tiling)

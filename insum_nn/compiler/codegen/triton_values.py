@@ -1,0 +1,283 @@
+"""Print expressions of a placed kernel in Triton: values with axes, written where they become known.
+
+A value varies with the tile loops whose indices it contains; each is one of its axes. It is written at the outermost
+loop at which all of its parts are known, and once: equal expressions are one node.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, field
+
+from insum_nn.compiler.ir.nodes import (
+    OPERATIONS,
+    Buffer,
+    Cast,
+    Const,
+    Expr,
+    Index,
+    Load,
+    Loop,
+    Op,
+    Size,
+    conjuncts,
+    multiply,
+    walk,
+)
+
+__all__ = ["Axes", "Scope", "Value", "Values", "lanes_of"]
+
+Axes = tuple[str, ...]
+# How operations are written where it is not as the IR prints them.
+_TEXT = {
+    "cdiv": "tl.cdiv({}, {})",
+    "minimum": "tl.minimum({}, {})",
+    "select": "tl.where({}, {}, {})",
+    "relu": "tl.where({0} < 0.0, 0.0, {0})",
+    "silu": "({0} / (1.0 + tl.exp(-{0})))",
+    "gelu": "(0.5 * {0} * (1.0 + tl.erf({0} * 0.7071067811865476)))",
+}
+
+
+@dataclass(frozen=True, slots=True)
+class Value:
+    """A name or a short expression: the tile axes that it has, and the depth of the loop from which on it is known."""
+
+    text: str
+    axes: Axes = ()
+    depth: int = 0
+
+
+@dataclass(slots=True)
+class Scope:
+    """The lines of a block, and the values that they name; what a branch needs first is written in the branch."""
+
+    lines: list[str] = field(default_factory=list[str])
+    known: dict[Expr, Value] = field(default_factory=dict["Expr", Value])
+    branch: bool = False
+
+
+def lanes_of(loop: Loop) -> int:
+    """The lanes of a tile loop: its end is its beginning and a number."""
+    end = loop.end
+    if isinstance(end, Const):
+        return int(end.value)
+    assert isinstance(end, Op)
+    lanes = end.args[1]
+    assert isinstance(lanes, Const)
+    return int(lanes.value)
+
+
+class Values:
+    """The values of a kernel, by scope."""
+
+    def __init__(self, wide: bool) -> None:
+        self.scopes = [Scope()]
+        self.tiles: dict[str, Loop] = {}
+        self.indices: dict[str, Value] = {}
+        # Where the index of a loop is inside of it, for loops whose lanes may run past the end.
+        self.inside: dict[Index, Expr] = {}
+        self.totals: dict[Buffer, Axes] = {}
+        self.dots: set[Buffer] = set()
+        self.sizes: dict[str, None] = {}
+        self.count = 0
+        self.integer = "int64" if wide else "int32"
+
+    # Expressions.
+
+    def value(self, expr: Expr) -> Value:
+        for scope in self.scopes:
+            if expr in scope.known:
+                return scope.known[expr]
+        made = self.compute(expr)
+        self.scopes[self.place(made.depth)].known[expr] = made
+        return made
+
+    def place(self, depth: int) -> int:
+        """The scope that a value of this depth is written in: not outside of a branch."""
+        for number, scope in enumerate(self.scopes):
+            if scope.branch and number > depth:
+                return len(self.scopes) - 1
+        return depth
+
+    def compute(self, expr: Expr) -> Value:
+        if isinstance(expr, Const):
+            return Value(repr(expr.value))
+        if isinstance(expr, Size):
+            self.sizes[expr.name] = None
+            # Names of loops and tensors are lower-case.
+            return Value(expr.name.upper())
+        if isinstance(expr, Index):
+            return self.indices[expr.name]
+        if isinstance(expr, Load):
+            return self.total(expr.buffer) if expr.buffer.local else self.load(expr)
+        if isinstance(expr, Cast):
+            return self.cast(expr)
+        assert isinstance(expr, Op), expr
+        if expr.name == "and":
+            return self.all_of(expr.args)
+        args = [self.value(arg) for arg in expr.args]
+        axes = self.joined(*args)
+        texts = [self.spread(arg, axes) for arg in args]
+        if expr.name == "select" and self.of_dot(expr.args[1]):
+            texts[2] = self.unknown_zero()
+        text = (_TEXT.get(expr.name) or OPERATIONS[expr.name].text).format(*texts)
+        depth = max(arg.depth for arg in args)
+        return self.named(text, "v", axes, depth) if axes else Value(text, (), depth)
+
+    def of_dot(self, expr: Expr) -> bool:
+        """Whether a matrix unit made the value."""
+        return any(isinstance(node, Load) and node.buffer in self.dots for node in walk(expr))
+
+    def unknown_zero(self) -> str:
+        # ptxas 12.8 (sm_90) takes a matrix product that begins with 0 and is selected against a literal 0 for 0, and
+        # drops it. The grid has one axis, so this is a 0 that no compiler knows.
+        return "tl.program_id(2).to(tl.float32)"
+
+    def cast(self, expr: Cast) -> Value:
+        inner = expr.value
+        if isinstance(inner, Load) and inner.buffer.dtype.startswith("int") and not inner.buffer.local:
+            return self.load(inner, expr.dtype)
+        value = self.value(inner)
+        return self.named(f"{self.bracketed(value.text)}.to(tl.{expr.dtype})", "w", value.axes, value.depth)
+
+    def load(self, expr: Load, integer: str | None = None) -> Value:
+        """The read of a tensor; entries of index tensors in the type of addresses, unless a wider one is asked for."""
+        where, offset, literal = self.address(expr.buffer, expr.subscripts)
+        # Along an axis of stride 0 nothing is read again.
+        varying = [s for s, step in zip(expr.subscripts, strides_of(expr.buffer), strict=True) if step is not Const(0)]
+        mask = self.mask([*conjuncts(expr.where), *self.past_ends(varying)])
+        axes = self.joined(offset, *([mask] if mask else []))
+        depth = max(offset.depth, mask.depth if mask else 0)
+        pointer = self.pointer(where, offset, literal, axes)
+        integers = expr.buffer.dtype.startswith("int")
+        guard = "" if mask is None else f", mask={self.full(mask, axes)}, other={expr.fill if integers else '0.0'}"
+        text = f"tl.load({pointer}{guard})"
+        if integers:
+            text += f".to(tl.{integer or self.integer})"
+        return self.named(text, expr.buffer.name, axes, depth)
+
+    def total(self, buffer: Buffer) -> Value:
+        """An accumulator, which changes from one statement to the next."""
+        return Value(buffer.name, self.totals[buffer], len(self.scopes) - 1)
+
+    # Addresses.
+
+    def address(self, buffer: Buffer, subscripts: Sequence[Expr]) -> tuple[str, Value, int]:
+        """A buffer's pointer, the offset of a cell, and the known part of it, which costs nothing in an address."""
+        literal = 0
+        groups: dict[Axes, list[Value]] = {}
+        for subscript, stride in zip(subscripts, strides_of(buffer), strict=True):
+            for term in _terms(subscript):
+                part = multiply(term, stride)
+                if isinstance(part, Const):
+                    literal += int(part.value)
+                    continue
+                value = self.value(part)
+                groups.setdefault(value.axes, []).append(value)
+        sums = [
+            Value(" + ".join(v.text for v in group), axes, max(v.depth for v in group))
+            for axes, group in groups.items()
+        ]
+        if len(sums) > 1:
+            sums = [self.named(v.text, "a", v.axes, v.depth) if "+" in v.text else v for v in sums]
+        axes = self.joined(*sums)
+        text = " + ".join(self.spread(v, axes) for v in sums) or "0"
+        return buffer.name, Value(text, axes, max((v.depth for v in sums), default=0)), literal
+
+    def pointer(self, buffer: str, offset: Value, literal: int, axes: Axes) -> str:
+        """The address, over all axes of what is read or written there."""
+        text = offset.text
+        if offset.axes != axes:
+            text = f"(tl.zeros({self.shape(axes)}, tl.{self.integer}) + {self.spread(offset, axes)})"
+        if literal and offset.text != "0":
+            where = self.named(f"{buffer} + {text}", "at", axes, offset.depth).text
+            return f"{where} + {literal}"
+        return f"{buffer} + {literal}" if not axes and offset.text == "0" else f"{buffer} + {self.bracketed(text)}"
+
+    # Conditions.
+
+    def past_ends(self, exprs: Iterable[Expr]) -> list[Expr]:
+        """The conditions under which the indices of these are inside of their loops."""
+        used = dict.fromkeys(node for expr in exprs for node in walk(expr) if isinstance(node, Index))
+        found = [(index, self.inside[index]) for index in used if index in self.inside]
+        # Where one loop ends at a place that another one's index reads, the other is inside of its own.
+        implied = {node for index, c in found for node in walk(c) if isinstance(node, Index) and node is not index}
+        return [condition for index, condition in found if index not in implied]
+
+    def mask(self, conditions: Sequence[Expr]) -> Value | None:
+        """All of these; `None` where there are none."""
+        return self.all_of(tuple(dict.fromkeys(conditions))) if conditions else None
+
+    def all_of(self, conditions: Sequence[Expr]) -> Value:
+        values = list(dict.fromkeys(self.value(c) for condition in conditions for c in conjuncts(condition)))
+        if len(values) == 1:
+            return values[0]
+        axes = self.joined(*values)
+        text = " & ".join(self.spread(self.wrapped(v), axes) for v in values)
+        if axes and any(not v.axes for v in values):
+            # A lone flag that meets a block becomes a block of integers under Triton's interpreter.
+            text = f"({text}) != 0"
+        return self.named(text, "ok", axes, max(v.depth for v in values))
+
+    def full(self, mask: Value, axes: Axes) -> str:
+        """A mask over all axes of a pointer."""
+        if axes and not mask.axes:
+            return f"((tl.zeros({self.shape(axes)}, tl.int32) == 0) & {mask.text}) != 0"
+        return self.spread(mask, axes)
+
+    # Text.
+
+    def order(self, axis: str) -> int:
+        return self.tiles[axis].axis
+
+    def joined(self, *values: Value) -> Axes:
+        """The axes that any of these have, in their order in a tile."""
+        return tuple(sorted({axis for value in values for axis in value.axes}, key=self.order))
+
+    def shape(self, axes: Axes) -> str:
+        return f"({', '.join(str(lanes_of(self.tiles[axis])) for axis in axes)}{',' if len(axes) == 1 else ''})"
+
+    def spread(self, value: Value, axes: Axes) -> str:
+        """The value's text with an axis of length 1 for each that it lacks."""
+        if not value.axes or value.axes == axes:
+            return self.bracketed(value.text) if " + " in value.text and value.axes else value.text
+        return f"{self.bracketed(value.text)}[{', '.join(':' if axis in value.axes else 'None' for axis in axes)}]"
+
+    def whole(self, value: Value, axes: Axes) -> str:
+        """The value with all of these axes."""
+        text = self.spread(value, axes)
+        return text if value.axes == axes or not axes else f"tl.broadcast_to({text}, {self.shape(axes)})"
+
+    def wrapped(self, value: Value) -> Value:
+        return Value(self.bracketed(value.text), value.axes, value.depth)
+
+    @staticmethod
+    def bracketed(text: str) -> str:
+        return text if text.isidentifier() or text.isdigit() else f"({text})"
+
+    def named(self, text: str, hint: str, axes: Axes, depth: int) -> Value:
+        """Name a value, where its parts are known."""
+        self.count += 1
+        name = f"{hint}_{self.count}"
+        self.scopes[self.place(depth)].lines.append(f"{name} = {text}")
+        return Value(name, axes, depth)
+
+
+def strides_of(buffer: Buffer) -> tuple[Expr, ...]:
+    """The steps along a buffer's axes."""
+    if buffer.strides is not None:
+        return buffer.strides
+    found: list[Expr] = []
+    step: Expr = Const(1)
+    for extent in reversed(buffer.shape):
+        found.insert(0, step)
+        step = multiply(step, extent)
+    return tuple(found)
+
+
+def _terms(subscript: Expr) -> list[Expr]:
+    """The parts of a sum."""
+    if isinstance(subscript, Op) and subscript.name == "add":
+        return [part for arg in subscript.args for part in _terms(arg)]
+    return [subscript]

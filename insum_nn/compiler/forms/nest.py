@@ -1,0 +1,117 @@
+"""Write kernels through the loop-nest IR: what has moved there from `source`, class by class."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+from insum_nn.compiler.codegen.triton import print_kernel
+from insum_nn.compiler.forms.form import Form
+from insum_nn.compiler.forms.kernel_epilogue import finishes
+from insum_nn.compiler.forms.points import ENTRY, OWNER
+from insum_nn.compiler.forms.schedule import Axis, Layout, Precision, Schedule, place_indices, segmented
+from insum_nn.compiler.forms.text import Argument, Strides
+from insum_nn.compiler.ir.build import INITIAL, OUTPUT, Names, build
+from insum_nn.compiler.ir.nodes import Buffer, Const, Kernel, Load, Node, Size
+from insum_nn.compiler.ir.verify import verify_kernel
+from insum_nn.compiler.passes import own_rows as walks
+from insum_nn.compiler.passes.own_rows import RowWalk, loops_and_stores, own_rows
+from insum_nn.compiler.passes.tile import Lanes, Tiling, tile
+
+__all__ = ["arguments_of", "is_ported", "nest_of", "write_nest"]
+
+
+def is_ported(form: Form, schedule: Schedule) -> bool:
+    """Whether kernels of this class are written through the loop-nest IR."""
+    return (
+        len(form.points) == 1
+        and not form.tables
+        and not form.beside
+        and not segmented(form, schedule)
+        and not (schedule.early or schedule.turns > 1 or schedule.groups > 1)
+    )
+
+
+def nest_of(form: Form, schedule: Schedule, strides: Strides, precision: Precision) -> Kernel:
+    """The placed kernel of a form under a schedule."""
+    kernel = _laid_out(build(form.bound), form, strides)
+    walk = RowWalk(kernel, 0)
+    if form.combine == "own":
+        _, (store, *_) = loops_and_stores(kernel)
+        owner = store.subscripts[form.owner_axis]
+        assert isinstance(owner, Load)
+        chunks = "long rows" if strides.split else "none"
+        walk = own_rows(kernel, owner, form.owner_axis, permuted=form.permuted, chunks=chunks)
+    return tile(walk, _tiling(form, schedule, place_indices(form, schedule), precision))
+
+
+def write_nest(
+    form: Form, schedule: Schedule, strides: Strides, precision: Precision
+) -> tuple[str, tuple[Argument, ...], bool]:
+    """The text of a kernel, its parameters, and whether it stores the finished output."""
+    kernel = nest_of(form, schedule, strides, precision)
+    verify_kernel(kernel, placed=True)
+    printed = print_kernel(kernel, wide=strides.wide)
+    known = arguments_of(form)
+    arguments = tuple(known[name] for name in (*(b.name for b in printed.buffers), *printed.sizes))
+    return printed.text, arguments, finishes(form, schedule)
+
+
+def arguments_of(form: Form) -> Mapping[str, Argument]:
+    """What each name of a kernel's parameters stands for."""
+    names = Names(form.bound.statement)
+    layout = form.bound.layout
+    found = {names.indices[index]: Argument("extent", index) for index in layout.indices}
+    for name, rank in zip(layout.tensors, layout.ranks, strict=True):
+        canonical = names.tensors[name]
+        found |= {canonical: Argument("tensor", name), f"{canonical}_words": Argument("words", name)}
+        found |= {f"{canonical}_{axis}": Argument("dim", name, axis) for axis in range(rank)}
+        found |= {f"{canonical}_step_{axis}": Argument("stride", name, axis) for axis in range(rank)}
+    rank = len(layout.output_plain)
+    found |= {f"{OUTPUT}_{axis}": Argument("dim", "@out", axis) for axis in range(rank)}
+    found |= {f"{INITIAL}_step_{axis}": Argument("start_stride", "", axis) for axis in range(rank)}
+    found |= {OUTPUT: Argument("out"), INITIAL: Argument("start")}
+    kinds = ("rows", "begin", "end", "target", "owner", "order", "scratch")
+    return found | {kind: Argument(kind) for kind in kinds}
+
+
+def _laid_out(kernel: Kernel, form: Form, strides: Strides) -> Kernel:
+    """The kernel with the strides of tensors that are not contiguous."""
+    names, layout = Names(form.bound.statement), form.bound.layout
+    plain = {names.tensors[name]: c for name, c in zip(layout.tensors, strides.contiguous, strict=True)}
+    changed: dict[Node, Node] = {}
+    for buffer in kernel.inputs:
+        steps = None
+        if buffer.name == INITIAL and strides.start is not None:
+            each = enumerate(strides.start)
+            steps = tuple(Const(int(step)) if step else Size(f"{INITIAL}_step_{axis}") for axis, step in each)
+        elif not plain.get(buffer.name, True):
+            steps = tuple(Size(f"{buffer.name}_step_{axis}") for axis in range(len(buffer.shape)))
+        if steps is not None:
+            changed[buffer] = Buffer(buffer.name, buffer.dtype, buffer.shape, buffer.facts, strides=steps)
+    found = kernel.replace(changed) if changed else kernel
+    assert isinstance(found, Kernel)
+    return found
+
+
+def _tiling(form: Form, schedule: Schedule, layout: Layout, precision: Precision) -> Tiling:
+    letters = {**Names(form.bound.statement).indices, OWNER: walks.ROW.name, ENTRY: walks.ENTRY.name}
+
+    def lanes(axis: Axis | None) -> Lanes | None:
+        if axis is None:
+            return None
+        return Lanes(tuple(letters[i] for i in axis.indices), axis.lanes, axis.block, axis.inner)
+
+    dot = schedule.dot and form.product is not None
+    return Tiling(
+        m=lanes(layout.m),
+        k=lanes(layout.k),
+        n=lanes(layout.n),
+        grid=tuple(letters[i] for i in layout.grid),
+        loops=tuple(letters[i] for i in layout.loops),
+        splits=schedule.splits,
+        combine="add" if form.combine == "atomic" else "set",
+        product=(form.product.left, form.product.right) if dot and form.product is not None else None,
+        transposed=dot and schedule.swap,
+        precision=precision,
+        pipeline=schedule.stages if schedule.stages >= 3 and not dot else 0,
+    )

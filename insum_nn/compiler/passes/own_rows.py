@@ -1,0 +1,167 @@
+"""Give every row of the output to one program: a program walks the terms of the rows that it owns.
+
+    free a in 0 .. A:                                free row in 0 .. M:
+      free b in 0 .. B:                        ->      free b in 0 .. B:
+        out[x0[a], b] += t0[a] * t1[x1[a], b]            sum entry in rows[row] .. rows[row + 1]:
+                                                           out[row, b] += t0[entry] * t1[x1[entry], b]
+
+`rows` is a structure of the index tensor: where the entries of each row begin. Where the tensor is not sorted, its
+entries are walked in sorted order: `a` becomes `order[entry]`. Rows that are far longer than others are divided into
+chunks, whose sums are added up by another kernel, or all programs take equal chunks of the entries.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Literal
+
+from insum_nn.compiler.ir.nodes import (
+    Buffer,
+    Const,
+    Expr,
+    Index,
+    Kernel,
+    Load,
+    Loop,
+    Node,
+    Op,
+    Size,
+    Stmt,
+    Store,
+    add,
+    conjunction,
+    conjuncts,
+    multiply,
+    walk,
+)
+from insum_nn.facts import IndexFacts
+
+__all__ = ["ENTRY", "ROW", "RowWalk", "own_rows"]
+
+ROW, ENTRY = Index("row"), Index("entry")
+Chunks = Literal["none", "long rows", "equal"]
+_FACTS = IndexFacts(masked=False)
+
+
+@dataclass(frozen=True, slots=True)
+class RowWalk:
+    """A kernel whose rows are owned, and the buffers of the structure that it walks.
+
+    Attributes:
+        kernel: the algorithm.
+        axis: the axis of the output that the rows are.
+        target: with chunks: the row that a chunk's sum belongs to, or -1 minus its place among partial sums.
+        begins: with equal chunks: true at the first entry of a chunk or row.
+        ends: with equal chunks: true at the last one.
+    """
+
+    kernel: Kernel
+    axis: int
+    target: Expr | None = None
+    begins: Expr | None = None
+    ends: Expr | None = None
+
+
+def own_rows(
+    kernel: Kernel, owner: Load, axis: int, *, permuted: bool, chunks: Chunks = "none", size: int = 0
+) -> RowWalk:
+    """Walk the terms of a kernel by the rows of its output.
+
+    Args:
+        kernel: the algorithm.
+        owner: the read that addresses the output's rows, at plain indices.
+        axis: the axis of the output that it addresses.
+        permuted: its entries are not in order.
+        chunks: which rows are divided.
+        size: entries of an equal chunk.
+    """
+    loops, stores = loops_and_stores(kernel)
+    entries = [index for index in owner.subscripts if isinstance(index, Index)]
+    by_index = {loop.index: loop for loop in loops}
+    rows = kernel.results[0].buffer.shape[axis]
+    length: Expr = Const(1)
+    for index in entries:
+        length = multiply(length, by_index[index].end)
+    order = Buffer("order", "int64", (length,), _FACTS)
+    place: Expr = Load(order, (ENTRY,)) if permuted else ENTRY
+    known: dict[Node, Node] = {}
+    for position in range(len(entries) - 1, -1, -1):
+        extent = by_index[entries[position]].end
+        known[entries[position]] = place if position == 0 else Op("mod", (place, extent))
+        place = Op("floordiv", (place, extent))
+    count: Expr = rows if chunks == "none" else Size("rows")
+    begin = Buffer("begin", "int64", (add(count, Const(1)),), _FACTS)
+    made = [begin, *([order] if permuted else [])]
+    target = begins = ends = None
+    if chunks == "equal":
+        low = add(Load(begin, (Const(0),)), multiply(ROW, Const(size)))
+        high: Expr = Op("minimum", (add(low, Const(size)), Load(begin, (Const(1),))))
+        codes = Buffer("target", "int64", (length,), _FACTS)
+        code = Load(codes, (ENTRY,))
+        begins = Op("not_equal", (Op("bit_and", (code, Const(1))), Const(0)))
+        ends = Op("not_equal", (Op("bit_and", (code, Const(2))), Const(0)))
+        target, made = Op("shift_right", (code, Const(2))), [*made, codes]
+        owned: Expr = owner.replace(known)  # type: ignore[assignment]
+    elif chunks == "long rows":
+        names = ("end", "target", "owner")
+        ends_of, targets, owners = (Buffer(name, "int64", (count,), _FACTS) for name in names)
+        low, high = Load(begin, (ROW,)), Load(ends_of, (ROW,))
+        target, owned, made = Load(targets, (ROW,)), Load(owners, (ROW,)), [*made, ends_of, targets, owners]
+    else:
+        low, high, owned = Load(begin, (ROW,)), Load(begin, (add(ROW, Const(1)),)), ROW
+    # A row without terms may lie outside of what is read at its number.
+    some = None if chunks == "equal" else Op("less", (low, high))
+    moved = tuple(_moved(store, owner, axis, known, owned, target, some) for store in stores)
+    free = [loop for loop in loops if loop.role == "free" and loop.index not in entries]
+    sums = [loop for loop in loops if loop.role == "sum"]
+    nest: tuple[Stmt, ...] = moved
+    placed = [
+        Loop(ROW, Const(0), count, "free", ()),
+        *free,
+        Loop(ENTRY, low, high, "sum", ()),
+        *(loop for loop in sums if loop.index not in entries),
+    ]
+    for loop in reversed(placed):
+        nest = (Loop(loop.index, loop.begin, loop.end, loop.role, nest),)
+    read = {node.buffer for store in moved for node in walk(store) if isinstance(node, Load)}
+    inputs = tuple(b for b in kernel.inputs if b is not owner.buffer or b in read)
+    walked = Kernel((*inputs, *made), kernel.results, nest, kernel.exact)
+    return RowWalk(walked, axis, target, begins, ends)
+
+
+def loops_and_stores(kernel: Kernel) -> tuple[list[Loop], tuple[Store, ...]]:
+    """The loops of an algorithm, outer first, and the stores inside them."""
+    loops: list[Loop] = []
+    body: Sequence[Stmt] = kernel.body
+    while len(body) == 1 and isinstance(body[0], Loop):
+        loops.append(body[0])
+        body = body[0].body
+    stores = tuple(each for each in body if isinstance(each, Store))
+    assert len(stores) == len(body)
+    return loops, stores
+
+
+def _moved(
+    store: Store, owner: Load, axis: int, known: dict[Node, Node], owned: Expr, target: Expr | None, some: Expr | None
+) -> Store:
+    """A store at the row that a program owns, without what holds of every term of a row."""
+    present = Op("at_least", (owner, Const(0)))
+    where = conjunction([c for c in conjuncts(store.where) if c is not present])
+    mapping: dict[Node, Node] = {**known, owner: owned}
+    value = _guarded(store.value, owner, some).replace(mapping)
+    subscripts = [s.replace(mapping) for s in store.subscripts]
+    subscripts[axis] = ROW if target is None else target
+    found = None if where is None else where.replace(mapping)
+    return Store(store.buffer, tuple(subscripts), value, store.combine, found)  # type: ignore[arg-type]
+
+
+def _guarded(value: Expr, owner: Load, some: Expr | None) -> Expr:
+    """A value that reads at a row's number only where the row has terms."""
+    present = Op("at_least", (owner, Const(0)))
+    known: dict[Node, Node] = {}
+    for node in walk(value):
+        if isinstance(node, Load) and node is not owner and owner in walk(node):
+            kept = [c for c in conjuncts(node.where) if c is not present]
+            known[node] = Load(node.buffer, node.subscripts, conjunction([*kept, some]), node.fill)
+    return value.replace(known) if known else value  # type: ignore[return-value]

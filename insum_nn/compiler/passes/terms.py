@@ -1,0 +1,106 @@
+"""Terms of a sum: a number, factors, and the conditions under which the term takes part.
+
+A read that misses gives 0, but 0 times a factor that is not finite is none. So what its condition does not guard
+already is selected by it: the smallest factor, the product, or, where the condition is the same for all terms of a
+sum, the sum.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass
+
+from insum_nn.compiler.ir.nodes import Cast, Const, Expr, Index, Load, Op, Store, conjuncts, walk
+
+__all__ = ["Term", "factored", "guards", "indices_of", "loose", "select", "term_of", "widened"]
+
+ZERO = Const(0.0, "float64")
+_HALVES = ("float16", "bfloat16")
+
+
+@dataclass(frozen=True, slots=True)
+class Term:
+    """One product: `number` times `factors`, where all `conditions` hold."""
+
+    number: float
+    factors: tuple[Expr, ...]
+    conditions: tuple[Expr, ...] = ()
+
+
+def term_of(store: Store) -> Term:
+    """The term that a store adds."""
+    number: float = 1.0
+    factors: list[Expr] = []
+    waiting: list[Expr] = [store.value]
+    while waiting:
+        value = waiting.pop(0)
+        if isinstance(value, Op) and value.name == "mul":
+            waiting[:0] = value.args
+        elif isinstance(value, Const):
+            number *= value.value
+        else:
+            factors.append(value)
+    return Term(number, tuple(factors), conjuncts(store.where))
+
+
+def guards(factor: Expr) -> tuple[Expr, ...]:
+    """The conditions without which a factor is 0."""
+    if isinstance(factor, Load):
+        return conjuncts(factor.where) if factor.fill == 0 else ()
+    if isinstance(factor, Cast):
+        return guards(factor.value)
+    if isinstance(factor, Op) and factor.name == "select":
+        condition, kept, other = factor.args
+        return (*conjuncts(condition), *guards(kept)) if isinstance(other, Const) and other.value == 0 else ()
+    return ()
+
+
+def loose(factors: Sequence[Expr], conditions: Iterable[Expr]) -> list[Expr]:
+    """The conditions that some factor is not guarded by."""
+    each = [set(guards(factor)) for factor in factors]
+    return [c for c in conditions if any(c not in found for found in each)]
+
+
+def indices_of(expr: Expr) -> frozenset[Index]:
+    """The loops that an expression varies with."""
+    return frozenset(node for node in walk(expr) if isinstance(node, Index))
+
+
+def select(conditions: Sequence[Expr], value: Expr) -> Expr:
+    """A value, 0 where a condition does not hold."""
+    for condition in conditions:
+        value = Op("select", (condition, value, ZERO))
+    return value
+
+
+def widened(factor: Expr) -> Expr:
+    """A factor as it takes part in sums: half types as float32."""
+    if isinstance(factor, Load) and factor.buffer.dtype in _HALVES:
+        return Cast(factor, "float32")
+    if isinstance(factor, Op) and factor.name == "select":
+        return Op("select", (factor.args[0], widened(factor.args[1]), factor.args[2]))
+    return factor
+
+
+def factored(terms: Sequence[tuple[float, Sequence[Expr]]], lanes: Callable[[Expr], int]) -> Expr:
+    """A sum of products with common factors set before brackets, those of most lanes outermost."""
+    count = len(terms[0][1])
+    order = sorted(
+        range(count), key=lambda n: (-max(lanes(factors[n]) for _, factors in terms), len({f[n] for _, f in terms}))
+    )
+    return _bracket([(number, tuple(factors[n] for n in order)) for number, factors in terms])
+
+
+def _bracket(terms: Sequence[tuple[float, tuple[Expr, ...]]]) -> Expr:
+    if not terms[0][1]:
+        return Const(float(sum(number for number, _ in terms)), "float64")
+    groups: dict[Expr, list[tuple[float, tuple[Expr, ...]]]] = {}
+    for number, factors in terms:
+        groups.setdefault(factors[0], []).append((number, factors[1:]))
+    total: Expr | None = None
+    for head, rest in groups.items():
+        inner = _bracket(rest)
+        product = head if inner is Const(1.0, "float64") else Op("mul", (head, inner))
+        total = product if total is None else Op("add", (total, product))
+    assert total is not None
+    return total

@@ -1,0 +1,358 @@
+"""Tile the loops of an algorithm: which run as programs, as lanes of a tile, one after the other.
+
+free m in 0 .. M:                               grid m_program in 0 .. cdiv(M, 16):
+  free b in 0 .. B:                               grid b_program in 0 .. cdiv(B, 64):
+    sum a in r0[m] .. r0[m + 1]:            ->      tile m in m_program * 16 .. m_program * 16 + 16 of M:
+      out[m, b] += t0[a] * t1[x1[a], b]               tile b in b_program * 64 .. b_program * 64 + 64 of B:
+                                                        alloc acc = 0
+                                                        serial a_step in r0[m] .. r0[m + 1] step 8:
+                                                          tile a in a_step .. a_step + 8 of r0[m + 1]:
+                                                            acc += t0[a] * t1[x1[a], b]
+                                                        out[m, b] = acc
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+
+from insum_nn.compiler.ir.nodes import (
+    Alloc,
+    Buffer,
+    Cast,
+    Combine,
+    Const,
+    Expr,
+    If,
+    Index,
+    Kernel,
+    Load,
+    Loop,
+    Node,
+    Op,
+    Precision,
+    Result,
+    Size,
+    Stmt,
+    Store,
+    add,
+    conjunction,
+    conjuncts,
+    multiply,
+    walk,
+)
+from insum_nn.compiler.passes.own_rows import ENTRY, RowWalk, loops_and_stores
+from insum_nn.compiler.passes.sum_terms import Cell, Space, summed
+from insum_nn.compiler.passes.terms import indices_of, term_of
+
+__all__ = ["Lanes", "Tiling", "tile"]
+
+SPLIT = Index("split")
+# Steps to a word of 32 bits whose sign is not used.
+WORD_BITS = 31
+M, K, N = 0, 1, 2
+
+
+@dataclass(frozen=True, slots=True)
+class Lanes:
+    """Loops on the lanes of one tile axis, slowest first; `block` values of the first at a time.
+
+    `lanes` is a power of two, at least `block` times the extents of the others, which are known.
+    """
+
+    indices: tuple[str, ...]
+    lanes: int
+    block: int
+    inner: tuple[int, ...] = ()
+
+    @property
+    def each(self) -> int:
+        """Lanes of one value of the first index."""
+        return math.prod(self.inner)
+
+
+@dataclass(frozen=True, slots=True)
+class Tiling:
+    """Where loops go, by the names of their indices.
+
+    Attributes:
+        combine: how sums reach the output: `set`, where each cell is one program's, or `add` in memory.
+        m: rows of the tile.
+        k: what is summed.
+        n: columns of the tile.
+        grid: loops of which a program has one value.
+        loops: summed loops that are stepped through one by one, outermost first.
+        splits: programs among which the first summed loop is divided.
+        product: positions of the factors on the left and on the right side of a matrix product, formed by `dot`.
+        transposed: the matrix unit gets the product with its sides exchanged, so that the columns are its long side.
+        precision: of float32 in the matrix unit.
+        pipeline: stages of the loop over the terms of rows.
+    """
+
+    m: Lanes | None = None
+    k: Lanes | None = None
+    n: Lanes | None = None
+    grid: tuple[str, ...] = ()
+    loops: tuple[str, ...] = ()
+    splits: int = 1
+    combine: Combine = "set"
+    product: tuple[tuple[int, ...], tuple[int, ...]] | None = None
+    transposed: bool = False
+    precision: Precision = "ieee"
+    pipeline: int = 0
+
+
+def tile(walk_: RowWalk, tiling: Tiling) -> Kernel:
+    """The kernel with every loop placed; each output cell is stored by one program."""
+    return _Tiler(walk_, tiling).kernel()
+
+
+@dataclass
+class _Tiler:
+    source: RowWalk
+    tiling: Tiling
+
+    def __post_init__(self) -> None:
+        loops, stores = loops_and_stores(self.source.kernel)
+        self.loops = {loop.index.name: loop for loop in loops}
+        self.axes: dict[int, Loop] = {}
+        self.renamed: dict[Node, Node] = {}
+        self.lane_conditions: dict[Index, Expr] = {}
+        for number, lanes in ((M, self.tiling.m), (K, self.tiling.k), (N, self.tiling.n)):
+            if lanes is not None:
+                self.axes[number] = self.tile_loop(number, lanes)
+        for name in self.tiling.loops:
+            loop = self.loops[name]
+            if not indices_of(loop.end).isdisjoint(each.index for each in self.axes.values()):
+                # Lanes of different rows run for as long as the longest of them.
+                self.lane_conditions[loop.index] = Op("less", (loop.index, loop.end))
+        self.stores = tuple(self.rename(store) for store in stores)
+
+    def rename(self, node: Store) -> Store:
+        found = node.replace(self.renamed) if self.renamed else node
+        assert isinstance(found, Store)
+        return found
+
+    # Loops.
+
+    def tile_loop(self, number: int, lanes: Lanes) -> Loop:
+        """The loop over the lanes of a tile axis; several loops on one axis become one."""
+        first, each = self.loops[lanes.indices[0]], lanes.each
+        index, begin, end = first.index, first.begin, first.end
+        if lanes.inner:
+            index = Index(f"{first.index.name}_lanes")
+            begin, end = multiply(begin, Const(each)), multiply(end, Const(each))
+            self.renamed[first.index] = Op("floordiv", (index, Const(each)))
+            rest = each
+            for name, extent in zip(lanes.indices[1:], lanes.inner, strict=True):
+                rest //= extent
+                outer: Expr = index if rest == 1 else Op("floordiv", (index, Const(rest)))
+                self.renamed[Index(name)] = Op("mod", (outer, Const(extent)))
+        if self.single(number, lanes):
+            low = begin
+        elif number == K:
+            low = Index(f"{index.name}_step")
+        else:
+            low = multiply(Index(f"{index.name}_program"), Const(lanes.block * each))
+        known = end.value if isinstance(end, Const) else None
+        limit: Expr | None = end
+        if known is not None and known % (lanes.block * each) == 0:
+            limit = None
+        if lanes.lanes != lanes.block * each:
+            stop = add(low, Const(lanes.block * each))
+            limit = stop if limit is None else Op("minimum", (limit, stop))
+        if limit is not None:
+            self.lane_conditions[index] = Op("less", (index, limit))
+        return Loop(
+            index,
+            low,
+            add(low, Const(lanes.lanes)),
+            "tile",
+            (),
+            limit=limit,
+            axis=2 - number if self.tiling.transposed else number,
+        )
+
+    def single(self, number: int, lanes: Lanes) -> bool:
+        """Whether one tile has all values of its loops."""
+        first = self.loops[lanes.indices[0]]
+        if not isinstance(first.end, Const) or first.begin is not Const(0) or first.end.value > lanes.block:
+            return False
+        return number != K or self.tiling.splits == 1 or bool(self.tiling.loops)
+
+    def kernel(self) -> Kernel:
+        kernel, tiling = self.source.kernel, self.tiling
+        cells: dict[tuple[Expr, ...], list[Store]] = {}
+        for store in self.stores:
+            cells.setdefault(store.subscripts, []).append(store)
+        groups = [
+            Cell(
+                Buffer(f"acc{number}", self.wide, (), local=True), tuple(map(term_of, group)), self.address_of(group[0])
+            )
+            for number, group in enumerate(cells.values())
+        ]
+        sums = summed(groups, self.space(), tiling.product, tiling.precision)
+        stores = [
+            s for group, total in zip(cells.values(), sums.totals, strict=True) for s in self.stored(group[0], total)
+        ]
+        allocs = [Alloc(buffer) for buffer in sums.buffers]
+        inner: tuple[Stmt, ...] = (*allocs, *self.summing(sums.body), *stores)
+        for number in (N, M):
+            if number in self.axes:
+                inner = (self.with_body(self.axes[number], inner),)
+        for index, count in reversed(self.programs()):
+            inner = (Loop(index, Const(0), count, "grid", inner),)
+        results = tuple(Result(self.parts(r.buffer), "none") for r in kernel.results)
+        nodes = (node for each in inner for node in walk(each))
+        used = {node.buffer for node in nodes if isinstance(node, Load | Store) and not node.buffer.local}
+        given = {r.buffer for r in results}
+        extra = sorted(used - given - {*kernel.inputs}, key=lambda b: b.name)
+        inputs = tuple(b for b in (*kernel.inputs, *extra) if b in used)
+        return Kernel(inputs, results, inner, kernel.exact)
+
+    @staticmethod
+    def with_body(loop: Loop, body: tuple[Stmt, ...]) -> Loop:
+        return Loop(loop.index, loop.begin, loop.end, loop.role, body, loop.step, loop.limit, loop.axis)
+
+    def programs(self) -> list[tuple[Index, Expr]]:
+        """The grid, outermost first."""
+        found: list[tuple[Index, Expr]] = []
+        if self.tiling.splits > 1:
+            found.append((SPLIT, Const(self.tiling.splits)))
+        found += [(Index(name), self.loops[name].end) for name in self.tiling.grid]
+        for number, lanes in ((M, self.tiling.m), (N, self.tiling.n)):
+            if lanes is not None and not self.single(number, lanes):
+                first = self.loops[lanes.indices[0]]
+                count: Expr = Op("cdiv", (first.end, Const(lanes.block)))
+                if isinstance(first.end, Const):
+                    count = Const(-(-first.end.value // lanes.block))
+                elif lanes.block == 1:
+                    count = first.end
+                found.append((Index(f"{self.axes[number].index.name}_program"), count))
+        return found
+
+    def summing(self, sums: tuple[Stmt, ...]) -> tuple[Stmt, ...]:
+        """The loops over what is summed, outermost first, the lanes along it last."""
+        lanes, loops = self.tiling.k, [self.loops[name] for name in self.tiling.loops]
+        split = self.tiling.splits > 1
+        body = sums
+        if lanes is not None:
+            body = (self.with_body(self.axes[K], body),)
+            if not self.single(K, lanes):
+                first, step = self.loops[lanes.indices[0]], lanes.block * lanes.each
+                begin, end = multiply(first.begin, Const(lanes.each)), multiply(first.end, Const(lanes.each))
+                if split and not loops:
+                    begin, end = self.share(end, step)
+                stages = self.tiling.pipeline if first.index is ENTRY else 0
+                index = Index(f"{self.axes[K].index.name}_step")
+                body = (Loop(index, begin, end, "serial", body, step, pipeline=stages),)
+        for loop in reversed(loops):
+            begin, end = loop.begin, loop.end
+            if split and loop is loops[0]:
+                begin, end = self.share(end, 1)
+            elif (entries := self.may_be_missing(loop)) is not None:
+                body = (self.over_present(loop, entries, body),)
+                continue
+            stages = self.tiling.pipeline if loop.index is ENTRY else 0
+            body = (Loop(loop.index, begin, end, "serial", body, pipeline=stages),)
+        return body
+
+    def may_be_missing(self, loop: Loop) -> Buffer | None:
+        """An index tensor that is read at a step and a row of the tile, and may lack entries there."""
+        rows = self.tiling.m
+        if self.tiling.product is None or rows is None or rows.inner or rows.block != rows.lanes:
+            return None
+        place = (loop.index, Index(rows.indices[0]))
+        for node in walk(self.stores[0].value):
+            if isinstance(node, Load) and node.subscripts == place and node.buffer.dtype.startswith("int"):
+                return node.buffer if node.buffer.facts.masked is not False else None
+        return None
+
+    def over_present(self, loop: Loop, entries: Buffer, body: tuple[Stmt, ...]) -> Loop:
+        """The loop over the steps at which some row of the tile has an entry; the others add nothing.
+
+        A word for each row has a bit for each of its steps.
+        """
+        row, steps, limit = self.axes[M].index, loop.end, entries.shape[1]
+        count: Expr = Op("cdiv", (steps, Const(WORD_BITS)))
+        words = Buffer(f"{entries.name}_words", "int32", (count, limit))
+        if isinstance(steps, Const) and steps.value <= WORD_BITS:
+            return Loop(loop.index, Const(0), steps, "serial", body, word=Load(words, (Const(0), row)))
+        number = Index(f"{loop.index.name}_word")
+        begin = multiply(number, Const(WORD_BITS))
+        end = Op("minimum", (add(begin, Const(WORD_BITS)), steps))
+        inner = Loop(loop.index, begin, end, "serial", body, word=Load(words, (number, row)))
+        return Loop(number, Const(0), count, "serial", (inner,))
+
+    def share(self, end: Expr, step: int) -> tuple[Expr, Expr]:
+        """The range of a split sum that a program has."""
+        steps = end if step == 1 else Op("cdiv", (end, Const(step)))
+        length = multiply(Op("cdiv", (steps, Const(self.tiling.splits))), Const(step))
+        begin = multiply(SPLIT, length)
+        return begin, Op("minimum", (add(begin, length), end))
+
+    def space(self) -> Space:
+        """What a sum has to know of the loops around it."""
+        lanes = {M: self.tiling.m, K: self.tiling.k, N: self.tiling.n}
+        summed_loops = {Index(name) for name in self.tiling.loops}
+        if K in self.axes:
+            summed_loops |= {self.axes[K].index, Index(f"{self.axes[K].index.name}_step")}
+        return Space(
+            {loop.index: number for number, loop in self.axes.items()},
+            {number: each.lanes for number, each in lanes.items() if each is not None},
+            self.lane_conditions,
+            frozenset(summed_loops),
+            self.source.kernel.exact,
+            self.source.kernel.results[0].buffer.dtype,
+        )
+
+    def accumulator(self, number: int) -> Buffer:
+        return Buffer(f"acc{number}", self.wide, (), local=True)
+
+    @property
+    def wide(self) -> str:
+        return "float64" if self.source.kernel.results[0].buffer.dtype == "float64" else "float32"
+
+    # The output.
+
+    def address_of(self, store: Store) -> tuple[Expr, ...]:
+        """The conditions without which a store has no address."""
+        found: list[Expr] = []
+        for subscript, extent in zip(store.subscripts, store.buffer.shape, strict=True):
+            for node in walk(subscript):
+                if isinstance(node, Expr):
+                    found += [Op("at_least", (node, Const(0))), Op("less", (node, extent))]
+        present = set(conjuncts(store.where))
+        return tuple(c for c in found if c in present)
+
+    def parts(self, buffer: Buffer) -> Buffer:
+        """The output, or, of a sum that is split, the sums of its parts."""
+        if self.tiling.splits == 1:
+            return buffer
+        return Buffer(buffer.name, self.wide, (Const(self.tiling.splits), *buffer.shape))
+
+    def stored(self, store: Store, total: Expr) -> list[Stmt]:
+        """The statements that write a cell."""
+        result = self.source.kernel.results[0]
+        where = conjunction(self.address_of(store))
+        if self.tiling.splits > 1:
+            return [Store(self.parts(result.buffer), (SPLIT, *store.subscripts), total, "set", where)]
+        subscripts, value, target = store.subscripts, total, self.source.target
+        if self.tiling.combine == "add":
+            return [Store(result.buffer, subscripts, value, "add", where)]
+        if result.initial == "tensor":
+            initial = next(b for b in self.source.kernel.inputs if b.name == f"{result.buffer.name}_initial")
+            whole_rows = None if target is None else Op("at_least", (target, Const(0)))
+            value = Op("add", (value, Cast(Load(initial, subscripts, conjunction([where, whole_rows])), self.wide)))
+        if result.activation is not None:
+            value = Op(result.activation, (value,))
+        whole = Store(result.buffer, subscripts, value, "set", where)
+        if target is None or self.source.ends is not None:
+            return [whole]
+        axis = self.source.axis
+        rest = [n for n in range(len(subscripts)) if n != axis]
+        shape = tuple(result.buffer.shape[n] for n in rest)
+        scratch = Buffer("scratch", self.wide, (Size("slots"), *shape))
+        slot: Expr = Op("sub", (Const(-1), target))
+        part = Store(scratch, (slot, *(subscripts[n] for n in rest)), total, "set", where)
+        return [If(Op("less", (target, Const(0))), (part,), (whole,))]
