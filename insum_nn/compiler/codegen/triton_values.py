@@ -25,7 +25,7 @@ from insum_nn.compiler.ir.nodes import (
     walk,
 )
 
-__all__ = ["Axes", "Scope", "Value", "Values", "lanes_of"]
+__all__ = ["Axes", "Scope", "Value", "Values", "lanes_of", "strides_of"]
 
 Axes = tuple[str, ...]
 # How operations are written where it is not as the IR prints them.
