@@ -37,7 +37,7 @@ from insum_nn.compiler.ir.nodes import (
 )
 from insum_nn.facts import IndexFacts
 
-__all__ = ["ENTRY", "ROW", "RowWalk", "own_rows"]
+__all__ = ["ENTRY", "ROW", "RowWalk", "loops_and_stores", "own_rows"]
 
 ROW, ENTRY = Index("row"), Index("entry")
 Chunks = Literal["none", "long rows", "equal"]
