@@ -119,7 +119,6 @@ SCHEDULES = {
     "rows on lanes, two tiles": Schedule(m=2, n=16, share=5),
     "terms on lanes": Schedule(n=32, k=4),
     "reading ahead": Schedule(n=32, stages=3),
-    "in turn": Schedule(n=16, turns=3),
     "indices early": Schedule(n=32, early=True),
     "indices early, divided, rows on lanes": Schedule(m=2, n=16, share=3, early=True),
     "indices early, terms on lanes": Schedule(n=32, k=4, share=5, early=True),

@@ -117,22 +117,18 @@ def _varied_owned(base: Schedule) -> Iterator[Schedule]:
 
 
 def _varied_tiles(form: Form, base: Schedule) -> Iterator[Schedule]:
-    """Of code for a tile: a longer or shorter one, in more or fewer warps, several in turn."""
+    """Of code for a tile: a longer or shorter one, in more or fewer warps."""
     axis = "k" if base.k > 1 else "m" if base.m > 1 else "n"
     whole = getattr(place_indices(form, replace(base, **{axis: 1 << 16})), axis)
     most = whole.lanes if whole is not None else 1
     lanes = getattr(base, axis)
-    yield replace(base, turns=8)
     yield replace(base, warps=base.warps * 2)
     if base.warps > 1:
         yield replace(base, warps=base.warps // 2)
-        yield replace(base, warps=base.warps // 2, turns=8)
     if lanes >= 64:
         yield replace(base, **{axis: lanes // 2}, warps=max(1, base.warps // 2))
-        yield replace(base, **{axis: lanes // 2}, warps=max(1, base.warps // 2), turns=8)
     if lanes * 2 <= most:
         yield replace(base, **{axis: lanes * 2}, warps=min(8, base.warps * 2))
-    yield replace(base, turns=32)
 
 
 # Tiles, steps, warps and stages of halves whose operands are addressed by index tensors. A step that takes the whole of

@@ -27,7 +27,7 @@ def is_ported(form: Form, schedule: Schedule) -> bool:
         and not form.tables
         and not form.beside
         and not segmented(form, schedule)
-        and not (schedule.early or schedule.turns > 1 or schedule.groups > 1)
+        and not (schedule.early or schedule.groups > 1)
     )
 
 

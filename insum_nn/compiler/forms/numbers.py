@@ -51,21 +51,15 @@ class Numbers:
             return self.output[axis] if name == "@out" else self.tensors[name].shape[axis]
         if kind == "split_stride":
             return math.prod(self.output)
-        if kind == "programs":
-            return self.shares()
         if kind == "programs_each":
-            return self.shares() // self.source.schedule.groups
+            return self.grid() // self.source.schedule.groups
         if kind == "rows":
             assert self.owners is not None
             return self.owners.rows
         return None
 
     def grid(self) -> int:
-        """Programs, each of which takes several shares in turn where the schedule says so."""
-        return -(-self.shares() // self.source.schedule.turns)
-
-    def shares(self) -> int:
-        """Into how many shares the work is divided."""
+        """The number of programs."""
         programs = 1
         for index, block in self.source.grid:
             if index == "@part":

@@ -65,7 +65,6 @@ class Schedule:
         splits: programs among which one long sum is divided; their results are added in order.
         share: most terms of an owned row that one program walks; longer rows are divided. Of a segment: its terms.
         segment: programs take equal shares of the terms, in the order of their rows, instead of rows; m counts shares.
-        turns: neighbouring tiles that one program computes, one after the other.
         early: the loop over an owner's terms reads index tensors a step before their terms, and their order two.
         warps: warps a program.
         stages: depth of the software pipeline. Without a dot it is 3 at least, or there is none: the loop over an
@@ -83,7 +82,6 @@ class Schedule:
     warps: int = 4
     stages: int = 2
     segment: bool = False
-    turns: int = 1
     early: bool = False
 
     def __str__(self) -> str:
@@ -92,8 +90,6 @@ class Schedule:
         rest = f"{self.warps} warps, {self.stages} stages"
         if self.groups > 1:
             rest += f", accumulators over {self.groups} programs"
-        if self.turns > 1:
-            rest += f", {self.turns} tiles in turn"
         if self.splits > 1:
             rest += f", sum over {self.splits} programs"
         if self.segment:

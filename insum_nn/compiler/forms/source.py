@@ -383,9 +383,7 @@ def _tiles(form: Form, layout: Layout, schedule: Schedule) -> list[tuple[str, in
         known = form.static.get(axis.first)
         if known is None or known > axis.block:
             blocks.append((axis.first, axis.block))
-    single = [(index, 1) for index in reversed(layout.grid)]
-    # What one turn has read of some columns, the next one reads again.
-    tiles = [*single, *blocks] if schedule.turns > 1 else [*blocks, *single]
+    tiles = [*blocks, *((index, 1) for index in reversed(layout.grid))]
     if schedule.splits > 1:
         tiles.append(("@split", 1))
     return tiles
@@ -422,7 +420,7 @@ def write_kernel(form: Form, schedule: Schedule, strides: Strides, precision: Pr
     pid = "pid"
     if len(parts) > 1:
         pid = "rest"
-        if schedule.dot or schedule.turns > 1:
+        if schedule.dot:
             # Long code: programs that run at one time should be in the same part of it, which the cache holds.
             tiles_each = parameters("programs_each")
             body += [f"part = pid // {tiles_each}", f"rest = pid % {tiles_each}"]
@@ -438,13 +436,7 @@ def write_kernel(form: Form, schedule: Schedule, strides: Strides, precision: Pr
         given = ("rest", *parameters.known.values()) if schedule.dot else ()
         apart, lines = branches(written, exact=form.bound.dtype == torch.float64, given=given)
     body += lines
-    if schedule.turns > 1:
-        # What one turn has read, the next one finds in the cache of the multiprocessor.
-        count = f"tl.minimum({schedule.turns}, {parameters('programs')} - first)"
-        head = [f"first = tl.program_id(0) * {schedule.turns}", f"for turn in range({count}):"]
-        body = [*head, *(f"    {line}" for line in ("pid = first + turn", *body))]
-    else:
-        body.insert(0, "pid = tl.program_id(0)")
+    body.insert(0, "pid = tl.program_id(0)")
     arguments = tuple(parameters.known)
     names = ", ".join(parameters.known.values())
     text = "\n".join(

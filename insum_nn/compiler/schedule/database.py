@@ -49,7 +49,7 @@ __all__ = [
     "write",
 ]
 
-_FORMAT = 4
+_FORMAT = 5
 Key = Mapping[str, Any]
 T = TypeVar("T")
 
