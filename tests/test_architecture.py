@@ -38,7 +38,7 @@ COMPILER_MAY_IMPORT: dict[str, set[str]] = {
     "options": set(),
     "lang": set(),
     "ir": {"lang"},
-    "passes": {"ir"},
+    "passes": {"ir", "lang"},
     "schedule": {"lang", "options", "ir"},
     "codegen": {"lang", "options", "ir", "schedule"},
     # The middle ends in use, until the loop nest replaces them: `forms` writes its kernels through it already.
@@ -56,11 +56,9 @@ COMPILER_EXCEPTIONS: dict[tuple[str, str], str] = {
     ("schedule.database", "forms.launch"): "an entry names the version of Triton that it was measured with",
     ("forms", "runtime.row_partition"): "a launch makes the row partition that its kernel reads",
     ("forms.joint", "runtime"): "a joint kernel is written for several programs at once",
-    ("plans.chained", "forms"): "a chain of two products is one generated kernel",
     ("plans.fx_lowering", "runtime.library_calls"): "the graph calls this function by name",
-    ("codegen.aten", "runtime.library_calls"): "the graph calls this function by name",
-    ("codegen.aten_read", "runtime.library_calls"): "the graph calls this function by name",
     ("runtime.program", "explain.report"): "`Program.explain()` returns a report",
+    ("runtime.program", "explain.sequence"): "`Program.explain()` returns a report",
 }
 
 # The interpreter is the oracle of the rest, so it shares nothing with what it judges.
@@ -68,10 +66,7 @@ INTERPRETER_MAY_IMPORT = {"lang", "lang.syntax", "lang.parser", "lang.check", "l
 
 # tool -> the only files of the package that name it.
 ONLY_IN = {
-    "torch.fx": (
-        *(f"insum_nn/compiler/plans/{name}.py" for name in ("fx_access", "fx_extremum", "fx_lowering")),
-        *(f"insum_nn/compiler/codegen/{name}.py" for name in ("aten", "aten_read", "aten_extremum", "aten_write")),
-    ),
+    "torch.fx": tuple(f"insum_nn/compiler/plans/{name}.py" for name in ("fx_access", "fx_extremum", "fx_lowering")),
     # `onlookers` asks for what is known of symbolic sizes.
     "torch.fx.experimental": ("insum_nn/compiler/codegen/inductor.py", "insum_nn/ops/onlookers.py"),
     "torch._inductor": ("insum_nn/compiler/codegen/inductor.py",),

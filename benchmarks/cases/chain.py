@@ -6,7 +6,6 @@ bias and ReLU these are part of the statement.
 
 from __future__ import annotations
 
-from functools import partial
 from typing import Any
 
 import torch
@@ -16,8 +15,6 @@ from benchmarks.graphs import pattern
 from benchmarks.registry import Floor, Problem, Setting, Unavailable, Work, case
 from insum_nn import IndexFacts, Options, compile
 from insum_nn.compiler.api import Program
-from insum_nn.compiler.plans.chained import Chained
-from insum_nn.compiler.runtime.dispatch import prepare
 
 __all__ = ["chain", "chain_step"]
 
@@ -26,7 +23,7 @@ FACTS = {
     "Row": IndexFacts(sorted=True, masked=False, proven=True),
     "Col": IndexFacts(masked=False, proven=True),
 }
-TESTS = ("tests/compiler/test_chain.py", "tests/compiler/test_epilogue.py")
+TESTS = ("tests/compiler/test_statement_sequence.py", "tests/compiler/test_epilogue.py")
 # A X is rounded to the operands' dtype before its product with W.
 TOLERANCE = {torch.float32: 2e-5, torch.float16: 3e-3}
 LOOSE = {torch.float32: 1e-4, torch.float16: 2e-2}
@@ -36,20 +33,24 @@ def _leaf(tensor: Tensor, dtype: torch.dtype) -> Tensor:
     return tensor.detach().to(dtype, copy=True).requires_grad_()
 
 
-def _candidate(program: Program, named: dict[str, Tensor], rows: int, dense_first: bool) -> Work:
-    """One candidate of the program by itself, forward only."""
-    start = named.get("C")
-    ordered = [named[name].detach() for name in program._names]
-    start = None if start is None else start.detach()
-    extents = program._extents(ordered, start, None, (rows, None))
-    start = None if start is None else start.expand(extents.output)
-    _, found = prepare(program._spec, ordered, start, extents)
-    if not isinstance(found.run, Chained):
-        raise Unavailable("the statement runs as one program here")
-    for name, candidate in found.run.candidates.items():
-        if name.startswith("T[i,n] +=" if dense_first else "T[Row[p],k] +="):
-            return Work(partial(candidate.prepare(ordered, extents, start), ordered, start))
-    raise Unavailable("; ".join(found.run.refused.values()) or "no such candidate")
+def _in_order(named: dict[str, Tensor], rows: int, activation: str | None, dense_first: bool) -> Work:
+    """Run the two statements of one order by hand, forward only."""
+    named = {name: tensor.detach() for name, tensor in named.items()}
+    sparse = compile("T[Row[p],k] += Val[p] * X[Col[p],k]", facts=FACTS, activation=activation if dense_first else None)
+    dense = compile("C[i,n] += X[i,k] * W[k,n]", activation=None if dense_first else activation)
+    index = {name: named[name] for name in ("Row", "Col", "Val")}
+    start = {"C": named["C"]} if "C" in named else {}
+
+    def product_first() -> Tensor:
+        between = dense(X=named["X"], W=named["W"])
+        initial = {"T": named["C"]} if start else {}
+        return sparse(tensors={**index, "X": between, **initial}, out_shape=(rows, None))
+
+    def sum_first() -> Tensor:
+        between = sparse(tensors={**index, "X": named["X"]}, out_shape=(rows, None))
+        return dense(tensors={"X": between, "W": named["W"], **start})
+
+    return Work(product_first if dense_first else sum_first)
 
 
 GRID: dict[str, Any] = {
@@ -95,10 +96,8 @@ def _problem(setting: Setting, graph: str, k: int, n: int, end: str, dtype: str,
         return Work(lambda: program(tensors=named, out_shape=(nodes, None)), leaves)
 
     def one_of(dense_first: bool) -> Work:
-        if setting.device.type == "cpu":
-            raise Unavailable("kernels are generated for a GPU")
-        program, named, _ = given(Options(backend="triton"))
-        return _candidate(program, named, nodes, dense_first)
+        _, named, _ = given(Options())
+        return _in_order(named, nodes, "relu" if full else None, dense_first)
 
     def csr(dense_first: bool) -> Work:
         if setting.device.type == "cpu" and kind != torch.float32:

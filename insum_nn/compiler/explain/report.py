@@ -34,7 +34,6 @@ from insum_nn.compiler.lang.bind import Bound, Extents, layout_of
 from insum_nn.compiler.lang.epilogue import PLAIN, Epilogue
 from insum_nn.compiler.lang.syntax import Statement
 from insum_nn.compiler.options import Options
-from insum_nn.compiler.plans.chained import Chained
 from insum_nn.compiler.plans.fx_lowering import extent_arguments
 from insum_nn.compiler.runtime.execution import Executable, library_calls_of, split_arguments
 from insum_nn.errors import InsumBackendError
@@ -88,6 +87,7 @@ class Explanation:
         reason: why this back end, or why there is no program.
         torch_code: the library calls that run, or that Inductor compiles; `None` for generated kernels.
         steps: what a call of generated kernels launches, in order.
+        parts: of a statement that runs as several, what becomes of each.
         schedule: how a call is carried out.
         compile_seconds: time spent on planning, lowering and compiling this program.
         compiled: nothing is left to compile at the first call.
@@ -113,6 +113,7 @@ class Explanation:
     torch_code: str | None
     flow: Flow
     steps: tuple[str, ...] = ()
+    parts: tuple[Explanation, ...] = ()
     schedule: str | None = None
     compile_seconds: float | None = None
     compiled: bool = True
@@ -148,6 +149,8 @@ class Explanation:
         Raises:
             InsumBackendError: Inductor, or the device that the explanation was made on, is not available here.
         """
+        if self.parts:
+            return "\n\n".join(f"# {part.statement}\n{part.kernel_source()}" for part in self.parts)
         if self.backend == "triton":
             return "\n\n".join(self._sources)
         if self.backend != "inductor":
@@ -233,6 +236,11 @@ class Explanation:
     def _code_sections(self) -> list[Section]:
         """Return the code that runs."""
         sections: list[Section] = []
+        for number, part in enumerate(self.parts, start=1):
+            sections.append(Section(f"statement {number} of {len(self.parts)}", code=str(part.statement)))
+            sections += part._code_sections()
+        if self.parts:
+            return sections
         if self.backend == "triton":
             steps = "\n".join(f"{number}. {step}" for number, step in enumerate(self.steps, start=1))
             sections.append(Section("steps", code=steps or "none: there is no cell to write"))
@@ -366,7 +374,7 @@ def _what_runs(program: Executable, extents: Extents, tensors: Sequence[Tensor],
     """Ask the program what it runs for a call."""
     library = program.library
     if library is None:
-        assert isinstance(program.run, Generated | Keyed | Chained)
+        assert isinstance(program.run, Generated | Keyed)
         made = program.run.described(tensors, extents, initial)
         texts = tuple(source.text.strip() for source in made.sources)
         return _Runs("; then ".join(made.schedules), None, made.steps, texts, made.choices)

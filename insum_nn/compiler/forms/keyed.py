@@ -18,7 +18,7 @@ import torch
 from torch import Tensor
 
 from insum_nn.compiler.forms.description import Description
-from insum_nn.compiler.forms.form import FormError
+from insum_nn.compiler.forms.form import FormError, UnorderedError
 from insum_nn.compiler.forms.generated import Generated
 from insum_nn.compiler.lang.bind import Bound, Extents
 from insum_nn.compiler.lang.derivative import fresh_name
@@ -26,13 +26,37 @@ from insum_nn.compiler.lang.index_checks import cell_numbers
 from insum_nn.compiler.lang.parser import parse
 from insum_nn.compiler.lang.syntax import Access, Statement
 from insum_nn.compiler.options import Options
-from insum_nn.facts import IndexFacts
+from insum_nn.facts import IndexFacts, StaticTable
 
-__all__ = ["Keyed"]
+__all__ = ["Keyed", "generate"]
 
 Key = tuple[object, ...]
 # Sets of index tensors whose cells are kept.
 _LIMIT = 64
+
+
+def generate(
+    bound: Bound, sizes: dict[str, int], output: Sequence[int], tables: dict[str, StaticTable], options: Options
+) -> Generated | Keyed:
+    """Return the program of generated kernels for a statement.
+
+    Args:
+        bound: the statement.
+        sizes: extents of the first call.
+        output: the output's shape in the first call.
+        tables: static tensors by name.
+        options: compile options.
+
+    Raises:
+        FormError: the statement is not of the generator's kind.
+    """
+    try:
+        return Generated(bound, sizes, output, tables, options)
+    except UnorderedError:
+        # Where there is a choice, library calls that sum in order are the better one.
+        if options.backend != "triton":
+            raise
+        return Keyed(bound, sizes, output, options)
 
 
 class Keyed:

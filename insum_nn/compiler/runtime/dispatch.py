@@ -18,14 +18,15 @@ import torch
 from torch import Tensor
 
 from insum_nn.compiler.lang.bind import Bound, Extents, Layout, bind, layout_of
-from insum_nn.compiler.lang.declared_facts import Origin
+from insum_nn.compiler.lang.claimed_facts import Origin
 from insum_nn.compiler.lang.epilogue import PLAIN, Epilogue
-from insum_nn.compiler.lang.index_checks import check_index_values, writes_sums
+from insum_nn.compiler.lang.index_checks import prove, writes_sums
 from insum_nn.compiler.lang.parser import check_text, parse
 from insum_nn.compiler.lang.shapes import check_extents
 from insum_nn.compiler.lang.syntax import Statement
 from insum_nn.compiler.options import Options
 from insum_nn.compiler.runtime.execution import Executable, executable, generation
+from insum_nn.compiler.runtime.statement_sequence import StatementSequence, find_sequence
 from insum_nn.errors import InsumDtypeError, InsumNameError, InsumRangeError, InsumShapeError
 from insum_nn.facts import IndexFacts, StaticTable
 from insum_nn.kept import unwritten
@@ -67,7 +68,7 @@ class Spec:
         drop_outside: writes outside the output are dropped (derivative statements).
         static: tensors whose values are known, by name.
         epilogue: what follows the sum.
-        origin: who says the facts; see `check_index_values`.
+        origin: who says the facts; see `prove`.
     """
 
     expression: str
@@ -194,13 +195,15 @@ def static_tables(
     )
 
 
-def prepare(spec: Spec, tensors: Sequence[Tensor], start: Tensor | None, extents: Extents) -> tuple[Bound, Executable]:
-    """Check a call and find its program."""
+def prepare(
+    spec: Spec, tensors: Sequence[Tensor], start: Tensor | None, extents: Extents
+) -> tuple[Bound, Executable | StatementSequence]:
+    """Check a call and find its program, or those of the statements that it is cut into."""
     statement = spec.statement
     layout = spec.layout
     named = dict(zip(layout.tensors, tensors, strict=True))
     check_extents(statement, tensors, extents, drop_outside=spec.drop_outside)
-    facts = check_index_values(
+    facts = prove(
         statement,
         tensors,
         extents,
@@ -214,7 +217,9 @@ def prepare(spec: Spec, tensors: Sequence[Tensor], start: Tensor | None, extents
             facts[name] = IndexFacts(masked=True, proven=True)
     _check_static(spec, named)
     bound = bind(statement, named, start, facts=facts, drop_outside=spec.drop_outside, epilogue=spec.epilogue)
-    return bound, executable(bound, tensors, start, extents, spec.options, spec.static)
+    # Static tables are unrolled into one kernel, which shares what its terms have in common by itself.
+    sequence = None if spec.static else find_sequence(bound, tensors, extents, spec.options)
+    return bound, sequence or executable(bound, tensors, start, extents, spec.options, spec.static)
 
 
 def _check_static(spec: Spec, named: Mapping[str, Tensor]) -> None:

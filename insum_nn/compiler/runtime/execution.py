@@ -16,10 +16,9 @@ from insum_nn.compiler.codegen import inductor
 from insum_nn.compiler.forms import launch
 from insum_nn.compiler.forms.form import FormError
 from insum_nn.compiler.forms.generated import Generated
-from insum_nn.compiler.forms.keyed import Keyed
+from insum_nn.compiler.forms.keyed import Keyed, generate
 from insum_nn.compiler.lang.bind import Bound, Extents, Layout
 from insum_nn.compiler.options import Options
-from insum_nn.compiler.plans.chained import Chained, generate
 from insum_nn.compiler.plans.fx_lowering import extent_arguments, lower
 from insum_nn.compiler.plans.plan import Dot, Load, Plan
 from insum_nn.compiler.plans.planner import UNROLL_LIMIT, is_feature, make_plan, slot_indices
@@ -83,7 +82,7 @@ class Executable:
     options: Options
     backend: str
     reason: str
-    run: Callable[..., Tensor] | Generated | Keyed | Chained
+    run: Callable[..., Tensor] | Generated | Keyed
     compile_seconds: float
     library: Library | None = None
     warm: bool = False
@@ -98,7 +97,7 @@ class Executable:
         """Everything that sizes decide, decided: what is returned runs on any tensors of these shapes."""
         run = self._prepared(tensors, extents, start)
         epilogue, dtype = self.bound.epilogue, self.bound.dtype
-        if isinstance(self.run, Generated | Keyed | Chained) or not epilogue:
+        if isinstance(self.run, Generated | Keyed) or not epilogue:
             return run
         return lambda tensors, start: epilogue(run(tensors, start), dtype)
 
@@ -106,7 +105,7 @@ class Executable:
         self, tensors: Sequence[Tensor], extents: Extents, start: Tensor | None
     ) -> Callable[[Sequence[Tensor], Tensor | None], Tensor]:
         run = self.run
-        if isinstance(run, Generated | Keyed | Chained):
+        if isinstance(run, Generated | Keyed):
             return run.prepare(tensors, extents, start)
         arguments = _integers(self.bound, extents)
         library, options = self.library, self.options
@@ -330,7 +329,7 @@ def _generated(
     def build() -> Executable:
         begin = time.perf_counter()
         sizes = dict(zip(bound.layout.indices, extents.indices, strict=True))
-        generated = generate(bound, sizes, tensors, extents.output, dict(static), options)
+        generated = generate(bound, sizes, extents.output, dict(static), options)
         return Executable(bound, options, "triton", reason, generated, time.perf_counter() - begin)
 
     return _remembered((bound, options, "triton", precision, static), build)

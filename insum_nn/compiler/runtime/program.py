@@ -10,10 +10,11 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from insum_nn.compiler.explain.report import Explanation, explain_program
+from insum_nn.compiler.explain.report import Explanation
+from insum_nn.compiler.explain.sequence import explain_call
 from insum_nn.compiler.lang.bind import Extents, bind, layout_of
 from insum_nn.compiler.lang.check import check_names, check_statement
-from insum_nn.compiler.lang.declared_facts import Origin
+from insum_nn.compiler.lang.claimed_facts import Origin
 from insum_nn.compiler.lang.derivative import derivatives
 from insum_nn.compiler.lang.epilogue import check_epilogue
 from insum_nn.compiler.lang.interpreter import interpret
@@ -361,7 +362,7 @@ class Program:
         given = {**self._sizes, **(sizes or {})}
         shape = out_shape if out_shape is not None else self._out_shape
         about = partial(
-            explain_program,
+            explain_call,
             self.statement,
             self.options,
             sizes=given,

@@ -14,12 +14,12 @@ from torch import fx
 from insum_nn.compiler.forms.candidates import candidates
 from insum_nn.compiler.forms.form import Form, FormError
 from insum_nn.compiler.forms.generated import Generated
+from insum_nn.compiler.forms.keyed import generate
 from insum_nn.compiler.forms.launch import _jit, _types, strides_of
 from insum_nn.compiler.forms.schedule import Schedule, default_schedule, precision_of
 from insum_nn.compiler.forms.source import Source, write_kernel
 from insum_nn.compiler.lang.bind import Bound
 from insum_nn.compiler.options import Options
-from insum_nn.compiler.plans.chained import Chained, generate
 from insum_nn.compiler.plans.fx_lowering import lower
 from insum_nn.compiler.plans.planner import make_plan
 from tests.compiler.corpus.statements import DEVICE_TYPE, Entry
@@ -48,19 +48,19 @@ def code_of(entry: Entry, *, intermediate: bool = True, kernels: bool = True) ->
     if not kernels:
         return
     try:
-        program = generate(entry.bound, entry.sizes, entry.tensors, entry.extents.output, dict(entry.tables),
-                           entry.options)  # fmt: skip
+        program = generate(entry.bound, entry.sizes, entry.extents.output, dict(entry.tables), entry.options)
     except FormError as error:
         yield "kernel", f"none: {error}"
         return
-    for name, form in _forms(program):
+    if isinstance(program, Generated):
+        form = program.form
         default = default_schedule(form)
         for schedule in candidates(form) if entry.every_candidate else (default,):
             source = _source(entry, form, schedule)
             chosen = {k: v for k, v in schedule.to_json().items() if v != getattr(Schedule(), k)}
-            yield f"kernel{name}, {chosen}", source.text
+            yield f"kernel, {chosen}", source.text
             if intermediate and schedule == default:
-                yield f"ttir{name}, {chosen}", ttir(entry, form, source)
+                yield f"ttir, {chosen}", ttir(entry, form, source)
 
 
 def graphs_of(entry: Entry) -> Iterator[Code]:
@@ -107,15 +107,6 @@ class _Name(str):
 
     __slots__ = ()
     __repr__ = str.__str__
-
-
-def _forms(program: Generated | Chained) -> Iterator[tuple[str, Form]]:
-    if isinstance(program, Generated):
-        yield "", program.form
-        return
-    for name, candidate in program.candidates.items():
-        if isinstance(candidate, Generated):
-            yield f" ({name})", candidate.form
 
 
 def _source(entry: Entry, form: Form, schedule: Schedule) -> Source:

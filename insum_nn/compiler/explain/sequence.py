@@ -1,0 +1,72 @@
+"""What becomes of a statement that runs as several: the order, what it saves, and each statement's own explanation."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import replace
+
+from torch import Tensor
+
+from insum_nn.compiler.explain.report import Decision, Explanation, explain_program
+from insum_nn.compiler.lang.bind import Extents
+from insum_nn.compiler.lang.epilogue import PLAIN, Epilogue
+from insum_nn.compiler.lang.syntax import Statement
+from insum_nn.compiler.options import Options
+from insum_nn.compiler.runtime.execution import Executable
+from insum_nn.compiler.runtime.statement_sequence import StatementSequence
+
+__all__ = ["explain_call"]
+
+Inputs = tuple[Sequence[Tensor], Tensor | None]
+
+
+def explain_call(
+    statement: Statement,
+    options: Options,
+    extents: Extents | None,
+    program: Executable | StatementSequence | None,
+    inputs: Inputs | None,
+    seconds: float | None = None,
+    *,
+    sizes: Mapping[str, int] | None = None,
+    out_shape: Sequence[int | None] | None = None,
+    epilogue: Epilogue = PLAIN,
+) -> Explanation:
+    """Collect what there is to say of a call; the arguments are those of `explain_program`."""
+    about = {"sizes": sizes, "out_shape": out_shape, "epilogue": epilogue}
+    if not isinstance(program, StatementSequence):
+        return explain_program(statement, options, extents, program, inputs, seconds, **about)  # type: ignore[arg-type]
+    assert inputs is not None
+    parts: list[Explanation] = []
+    for stage in program.stages(*inputs):
+        bound, initial = stage.program.bound, inputs[1] if stage.program.bound.has_start else None
+        operands = stage.operands, initial
+        found = explain_program(
+            bound.statement, options, stage.part.extents, stage.program, operands, epilogue=bound.epilogue
+        )
+        parts.append(found)
+    whole = explain_program(statement, options, extents, None, inputs, seconds, **about)  # type: ignore[arg-type]
+    backends = dict.fromkeys(str(part.backend) for part in parts)
+    return replace(
+        whole,
+        backend=" and ".join(backends),
+        reason=program.reason,
+        parts=tuple(parts),
+        schedule="one statement after the other",
+        compile_seconds=sum(part.compile_seconds or 0.0 for part in parts),
+        compiled=all(part.compiled for part in parts),
+        _choices=tuple(_choices(program, parts)),
+    )
+
+
+def _choices(program: StatementSequence, parts: Sequence[Explanation]) -> Iterator[Decision]:
+    """Return the order with its counts, what is cleared for it, and the choices of each statement."""
+    order = ", then ".join(str(part.statement) for part in parts)
+    yield Decision("order", order, f"{program.cost}, where the whole takes {program.whole}")
+    for part in program.parts:
+        for each in part.clears:
+            yield Decision("cleared", str(each.clear), "what no term reads must not meet a sum that is 0")
+        for each in part.unwritten:
+            yield Decision("cleared", str(each.clear), "the gradient of what no term reads is 0")
+    for number, part in enumerate(parts, start=1):
+        yield from (replace(d, topic=f"statement {number}, {d.topic}") for d in part.decisions)

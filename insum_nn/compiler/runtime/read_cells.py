@@ -1,0 +1,98 @@
+"""Find the cells that no term addresses.
+
+    dW[k,n] += dC[Row[p],n] * Val[p] * X[Col[p],k]
+
+is `T[Row[p],k] += Val[p] * X[Col[p],k]`, then `dW[k,n] += T[i,k] * dC[i,n]`. A row of `dC` that no term reads meets a
+row of `T` that is 0, and what is not finite there must not show.
+"""
+
+from __future__ import annotations
+
+import math
+import weakref
+from collections.abc import Mapping, Sequence
+
+import torch
+from torch import Tensor
+
+from insum_nn.compiler.lang.index_checks import cell_numbers
+from insum_nn.compiler.options import Options
+from insum_nn.compiler.passes.cut_products import Clear, Place
+from insum_nn.compiler.schedule.product_cost import Sizes
+
+__all__ = ["SizedClear", "UnreadCells"]
+
+Versions = tuple[tuple["weakref.ref[Tensor]", int], ...]
+
+
+class SizedClear:
+    """A `Clear` at the sizes of a call.
+
+    Args:
+        clear: what is cleared.
+        sizes: of the statement that was cut.
+        output: the name of its output.
+    """
+
+    def __init__(self, clear: Clear, sizes: Sizes, output: str) -> None:
+        self.clear = clear
+        places = (clear.place, *clear.terms)
+        self.shapes = [tuple(sizes.output if p.access.name == output else sizes.shapes[p.access.name]) for p in places]
+        self.labels = tuple(dict.fromkeys(index for place in places for index in place.indices))
+        self.sizes = {label: sizes.indices[label] for label in self.labels}
+        nested = [access for place in places for s in place.subscripts for access in s.index_accesses()]
+        self.indexed = tuple(dict.fromkeys(a.name for access in nested for a in (access, *access.nested())))
+
+    def unread(self, named: Mapping[str, Tensor], device: torch.device) -> Tensor:
+        """True for the cells that no term addresses, in a shape that broadcasts to the tensor's."""
+        shape, axes = self.shapes[0], self.clear.place.axes
+        numbers = self._numbers(self.clear.place, shape, named, device)
+        for place, other in zip(self.clear.terms, self.shapes[1:], strict=True):
+            numbers = torch.where(self._numbers(place, other, named, device) < 0, -1, numbers)
+        # One more cell in front is where missing entries point.
+        unread = torch.ones(1 + math.prod(shape[axis] for axis in axes), dtype=torch.bool, device=device)
+        unread[numbers.reshape(-1) + 1] = False
+        return unread[1:].reshape([extent if axis in axes else 1 for axis, extent in enumerate(shape)])
+
+    def _numbers(self, place: Place, shape: Sequence[int], named: Mapping[str, Tensor], device: torch.device) -> Tensor:
+        """The numbers of the cells that terms address, over all indices; -1 where they miss."""
+        own = tuple(label for label in self.labels if label in place.indices)
+        # The accessed tensor stands for the device where no index tensor does.
+        named = {"": torch.empty(0, device=device), **named}
+        numbers = cell_numbers(place.access, place.axes, own, named, self.sizes, shape)
+        return numbers.reshape([self.sizes[label] if label in own else 1 for label in self.labels])
+
+
+class UnreadCells:
+    """The cells that no term of a call addresses, kept for as long as its index tensors live and are not written to.
+
+    Args:
+        clear: what is cleared.
+        where: where the index tensors stand among the tensors of a call, by name.
+        options: compile options.
+    """
+
+    def __init__(self, clear: SizedClear, where: Mapping[str, int], options: Options) -> None:
+        self.clear = clear
+        self.where = {name: where[name] for name in clear.indexed}
+        self.validate = options.validate
+        self._known: tuple[Versions, Tensor | None] | None = None
+
+    def of(self, tensors: Sequence[Tensor]) -> Tensor | None:
+        """True for the cells that no term addresses; `None`: there are none."""
+        indexed = [tensors[at] for at in self.where.values()]
+        # `validate=True` means that index tensors may have been written to without a new version.
+        counted = not self.validate and not any(tensor.is_inference() for tensor in indexed)
+        known = self._known
+        if known is not None and counted:
+            versions, unread = known
+            if all(ref() is t and version == t._version for (ref, version), t in zip(versions, indexed, strict=True)):
+                return unread
+        device = tensors[0].device
+        with torch.inference_mode(False), torch.no_grad():
+            unread = self.clear.unread(dict(zip(self.where, indexed, strict=True)), device)
+        if counted and not (device.type == "cuda" and torch.cuda.is_current_stream_capturing()):
+            if not bool(unread.any()):
+                unread = None
+            self._known = tuple((weakref.ref(t), t._version) for t in indexed), unread
+        return unread

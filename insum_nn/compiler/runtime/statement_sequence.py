@@ -1,0 +1,397 @@
+"""Run a statement as several where that takes much less work, one after the other.
+
+    Y[D[e],o] += Inv[D[e],R[e]] * X[S[e],c] * W[R[e],c,o]
+
+is `T[i,j,o] += X[i,c] * W[j,c,o]`, then `Y[D[e],o] += T[S[e],R[e],o] * Inv[D[e],R[e]]`. Each statement has the program
+that it would have alone. The choice is by counts (`schedule.product_cost`), made once for a statement and all sizes
+within a factor of two, on every device and for derivative statements too; nothing is measured.
+"""
+
+from __future__ import annotations
+
+import math
+import threading
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
+
+import torch
+from torch import Tensor
+
+from insum_nn.compiler.lang.bind import Bound, Extents, layout_of
+from insum_nn.compiler.lang.epilogue import PLAIN
+from insum_nn.compiler.lang.misses import labels_of
+from insum_nn.compiler.lang.syntax import Statement
+from insum_nn.compiler.options import Options
+from insum_nn.compiler.passes.cut_products import Axis, Cut, cuts_of
+from insum_nn.compiler.runtime.backends import choose_backend
+from insum_nn.compiler.runtime.execution import Executable, executable, generation
+from insum_nn.compiler.runtime.read_cells import SizedClear, UnreadCells
+from insum_nn.compiler.schedule.product_cost import Cost, Sizes, cost_of, machine_of
+from insum_nn.facts import UNKNOWN
+
+__all__ = ["Part", "Stage", "StatementSequence", "Tree", "find_sequence"]
+
+Run = Callable[[Sequence[Tensor], Tensor | None], Tensor]
+
+# A statement is cut if that costs less than this share of the whole: counts are no times.
+_SHARE = 0.7
+# Bytes that an intermediate tensor may have: so many times those of what is read and written, or this many.
+_ROOM, _LEAST_ROOM = 4.0, 2.0**26
+# Cuts whose parts are cut in turn: the best ones, to this depth.
+_BEAM, _DEPTH = 3, 2
+# Decisions kept; the oldest one leaves first.
+_LIMIT = 1024
+
+
+@dataclass(frozen=True, slots=True)
+class Tree:
+    """What is decided of a statement: it stays whole, or is cut, and both parts are decided alike."""
+
+    cut: Cut | None = None
+    first: Tree | None = None
+    second: Tree | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class Part:
+    """One statement of a sequence.
+
+    Attributes:
+        bound: the statement.
+        sizes: its sizes.
+        writes: the tensor that it makes; "" for the last one.
+        clears: tensors that it reads with some cells cleared.
+        unwritten: cells of its output that are cleared.
+    """
+
+    bound: Bound
+    sizes: Sizes
+    writes: str
+    clears: tuple[SizedClear, ...] = ()
+    unwritten: tuple[SizedClear, ...] = ()
+
+    @property
+    def extents(self) -> Extents:
+        layout = self.bound.layout
+        return Extents(tuple(self.sizes.indices[i] for i in layout.indices), tuple(self.sizes.output))
+
+
+def find_sequence(
+    bound: Bound, tensors: Sequence[Tensor], extents: Extents, options: Options
+) -> StatementSequence | None:
+    """Return the statements that a statement is cut into at these sizes; `None`: it stays whole."""
+    if not bound.dtype.is_floating_point or not cuts_of(bound):
+        return None
+    layout = bound.layout
+    shapes = {name: tuple(t.shape) for name, t in zip(layout.tensors, tensors, strict=True)}
+    if 0 in extents.output or any(0 in shape for shape in shapes.values()):
+        return None
+    sizes = Sizes(dict(zip(layout.indices, extents.indices, strict=True)), shapes, extents.output, bound.dtype.itemsize)
+    search = _Search(bound, sizes, options, dict(zip(layout.tensors, tensors, strict=True)))
+    tree = search.decide()
+    if tree.cut is None:
+        return None
+    parts = tuple(_parts(Part(bound, sizes, ""), tree))
+    return StatementSequence(bound, parts, options, search.price(bound, sizes), search.total(parts))
+
+
+# Sizes of parts.
+
+
+def _extent(of: str | Axis, sizes: Sizes, output: str) -> int:
+    if isinstance(of, str):
+        return sizes.indices[of]
+    name, axis = of
+    return sizes.output[axis] if name == output else sizes.shapes[name][axis]
+
+
+def _fits(cut: Cut, bound: Bound, sizes: Sizes) -> bool:
+    """Whether axes that share an index have one extent."""
+    output = bound.statement.output.name
+    return all(len({_extent(axis, sizes, output) for axis in axes}) == 1 for axes in cut.equal)
+
+
+def _both(cut: Cut, bound: Bound, sizes: Sizes) -> tuple[Part, Part]:
+    """The two parts of a statement that is cut; the second writes what the whole writes."""
+    output = bound.statement.output.name
+    indices = {**sizes.indices, **{name: _extent(axis, sizes, output) for name, axis in cut.fresh.items()}}
+    made = tuple(_extent(of, sizes, output) for of in cut.shape)
+    shapes = {
+        **sizes.shapes,
+        **{clear.name: sizes.shapes[clear.place.access.name] for clear in cut.clears},
+        cut.intermediate: made,
+    }
+    inner = replace(sizes, indices=indices, shapes=shapes)
+    first, second = _bound(bound, cut.first, last=False, drops=cut.drops), _bound(bound, cut.second, last=True)
+    clears = tuple(SizedClear(clear, sizes, output) for clear in cut.clears)
+    unwritten = () if cut.unwritten is None else (SizedClear(cut.unwritten, sizes, output),)
+    return Part(first, replace(inner, output=made), cut.intermediate), Part(second, inner, "", clears, unwritten)
+
+
+def _bound(bound: Bound, statement: Statement, *, last: bool, drops: bool = False) -> Bound:
+    """What is known of a part, from what is known of the whole."""
+    layout, whole = layout_of(statement), bound.layout
+    place = {name: at for at, name in enumerate(whole.tensors)}
+    return replace(
+        bound,
+        statement=statement,
+        index_dtypes=tuple(bound.index_dtypes[place[n]] if n in place else bound.dtype for n in layout.tensors),
+        has_start=last and bound.has_start,
+        facts=tuple(bound.facts[place[n]] if n in place else UNKNOWN for n in layout.tensors),
+        drop_outside=bound.drop_outside or drops,
+        epilogue=bound.epilogue if last else PLAIN,
+    )
+
+
+def _parts(part: Part, tree: Tree) -> Iterator[Part]:
+    """The statements that a decision makes of one, in their order."""
+    if tree.cut is None:
+        yield part
+        return
+    assert tree.first is not None
+    assert tree.second is not None
+    first, second = _both(tree.cut, part.bound, part.sizes)
+    # What the whole reads with cleared cells is made before its first part.
+    yield from _parts(replace(first, clears=part.clears), tree.first)
+    unwritten = (*second.unwritten, *part.unwritten)
+    yield from _parts(replace(second, writes=part.writes, unwritten=unwritten), tree.second)
+
+
+# The decision.
+
+_decided: dict[tuple[object, ...], Tree] = {}
+_lock = threading.Lock()
+_WHOLE = Tree()
+
+
+class _Search:
+    """Counts what the cuts of a statement cost, and the cuts of their parts."""
+
+    def __init__(self, bound: Bound, sizes: Sizes, options: Options, tensors: Mapping[str, Tensor]) -> None:
+        self.bound = bound
+        self.sizes = sizes
+        self.options = options
+        self.tensors = tensors
+        read = sum(math.prod(shape) for shape in sizes.shapes.values())
+        self.taken = frozenset((bound.statement.output.name, *sizes.shapes))
+        self.room = max(_LEAST_ROOM, _ROOM * sizes.width * (read + math.prod(sizes.output)))
+
+    def decide(self) -> Tree:
+        """The decision for the sizes, remembered for all within a factor of two."""
+        extents = (
+            *self.sizes.indices.values(),
+            *self.sizes.output,
+            *(e for s in self.sizes.shapes.values() for e in s),
+        )
+        # Programs are forgotten together, so that a test or a user who clears the cache sees all of it made again.
+        key = (self.bound, self.options, generation(), tuple(map(int.bit_length, extents)))
+        tree = _decided.get(key)
+        if tree is None or not self.holds(tree):
+            tree, _ = self.best(self.bound, self.sizes, self.taken, _DEPTH)
+            if tree.cut is not None and self.skips():
+                if torch.cuda.is_available() and torch.cuda.is_current_stream_capturing():
+                    # Entries cannot be counted now; a later call may.
+                    return _WHOLE
+                self.sizes = replace(self.sizes, present=self.present())
+                tree, _ = self.best(self.bound, self.sizes, self.taken, _DEPTH)
+            with _lock:
+                while len(_decided) >= _LIMIT:
+                    del _decided[next(iter(_decided))]
+                _decided[key] = tree
+        return tree
+
+    def holds(self, tree: Tree) -> bool:
+        """Whether what was decided at other sizes is right at these."""
+        return tree.cut is None or all(
+            _fits(cut, bound, sizes) for cut, bound, sizes in _cuts(tree, self.bound, self.sizes)
+        )
+
+    def best(self, bound: Bound, sizes: Sizes, taken: frozenset[str], depth: int) -> tuple[Tree, Cost]:
+        """The cheapest way to compute a statement."""
+        whole = self.price(bound, sizes)
+        if depth == 0 or whole.total <= 2 * machine_of(bound.device_type, sizes.width, pairwise=True).call:
+            return _WHOLE, whole
+        found: list[tuple[float, int, Cut, Part, Part]] = []
+        for number, cut in enumerate(cuts_of(bound, taken)):
+            if not _fits(cut, bound, sizes):
+                continue
+            first, second = _both(cut, bound, sizes)
+            if sizes.width * math.prod(first.sizes.output) > self.room:
+                continue
+            total = self.total((first, second)).total
+            found.append((total, number, cut, first, second))
+        best: tuple[Tree, Cost] = _WHOLE, whole
+        found.sort(key=lambda each: each[:2])
+        for _, _, cut, first, second in found[:_BEAM]:
+            # A name that is made inside of one part must not hide what the other reads.
+            names = taken | {cut.intermediate, *(clear.name for clear in cut.clears)}
+            one, before = self.best(first.bound, first.sizes, names, depth - 1)
+            other, after = self.best(second.bound, second.sizes, names, depth - 1)
+            cost = before + after + self.clearing(second)
+            limit = _SHARE * whole.total if best[0].cut is None else best[1].total
+            if cost.total < limit:
+                best = Tree(cut, one, other), cost
+        return best
+
+    def price(self, bound: Bound, sizes: Sizes) -> Cost:
+        """What a statement costs by the backend that would run it."""
+        pairwise = choose_backend(bound, self.options)[0] != "triton"
+        return cost_of(bound.statement, sizes, machine_of(bound.device_type, sizes.width, pairwise=pairwise))
+
+    def clearing(self, part: Part) -> Cost:
+        """What it costs to copy factors with some cells cleared."""
+        cells = sum(math.prod(part.sizes.shapes[each.clear.name]) for each in part.clears)
+        moved = 2.0 * part.sizes.width * cells
+        return Cost(moved, 0.0, moved)
+
+    def total(self, parts: Sequence[Part]) -> Cost:
+        """What a sequence costs."""
+        return sum((self.price(p.bound, p.sizes) + self.clearing(p) for p in parts), Cost(0.0, 0.0, 0.0))
+
+    # Entries that are there.
+
+    def skips(self) -> bool:
+        """Whether a kernel over the whole may skip missing entries."""
+        return bool(self.masked()) and choose_backend(self.bound, self.options)[0] == "triton"
+
+    def masked(self) -> list[str]:
+        return [name for name in self.bound.statement.index_tensors() if self.bound.facts_of(name).masked is not False]
+
+    def present(self) -> tuple[tuple[frozenset[str], float], ...]:
+        """The share of entries that are there, of each index tensor that may miss some."""
+        accesses = [nested for access in self.bound.statement.accesses() for nested in access.nested()]
+        shares = {name: float((self.tensors[name] >= 0).double().mean()) for name in self.masked()}
+        return tuple((frozenset(labels_of(a)), shares[a.name]) for a in accesses if a.name in shares)
+
+
+def _cuts(tree: Tree, bound: Bound, sizes: Sizes) -> Iterator[tuple[Cut, Bound, Sizes]]:
+    """Every cut of a decision with what is cut; a cut that does not fit comes before those of its parts."""
+    if tree.cut is None:
+        return
+    yield tree.cut, bound, sizes
+    for part, inner in zip(_both(tree.cut, bound, sizes), (tree.first, tree.second), strict=True):
+        assert inner is not None
+        yield from _cuts(inner, part.bound, part.sizes)
+
+
+# Running.
+
+
+class StatementSequence:
+    """A statement that runs as several, one after the other.
+
+    Args:
+        bound: the whole.
+        parts: its statements.
+        options: compile options.
+        whole: what the whole would cost.
+        cost: what the parts cost.
+    """
+
+    def __init__(self, bound: Bound, parts: tuple[Part, ...], options: Options, whole: Cost, cost: Cost) -> None:
+        self.bound = bound
+        self.parts = parts
+        self.options = options
+        self.whole = whole
+        self.cost = cost
+        self.reason = f"the statement runs as {len(parts)}"
+
+    @property
+    def run(self) -> StatementSequence:
+        """What computes the statement, as of an `Executable`: no single kernel."""
+        return self
+
+    def __call__(self, tensors: Sequence[Tensor], extents: Extents, start: Tensor | None) -> Tensor:
+        """Run on tensors in the layout's order."""
+        return self.prepare(tensors, extents, start)(tensors, start)
+
+    def prepare(self, tensors: Sequence[Tensor], extents: Extents, start: Tensor | None) -> Run:
+        """Return what runs the statement on tensors of these shapes."""
+        stages = [stage.ready for stage in self.stages(tensors, start)]
+
+        def run(tensors: Sequence[Tensor], start: Tensor | None) -> Tensor:
+            pool = list(tensors)
+            for stage in stages[:-1]:
+                stage(pool, None)
+            return stages[-1](pool, start)
+
+        return run
+
+    def stages(self, tensors: Sequence[Tensor], start: Tensor | None) -> Iterator[Stage]:
+        """The parts with their programs, prepared for tensors of the right shapes."""
+        indexed = {name: at for at, name in enumerate(self.bound.layout.tensors)}
+        place, pool = dict(indexed), list(tensors)
+        for part in self.parts:
+            cleared: list[tuple[int, UnreadCells]] = []
+            for each in part.clears:
+                source = place[each.clear.place.access.name]
+                cleared.append((source, UnreadCells(each, indexed, self.options)))
+                place[each.clear.name] = len(pool)
+                pool.append(pool[source])
+            where = tuple(place[name] for name in part.bound.layout.tensors)
+            unwritten = tuple(UnreadCells(each, indexed, self.options) for each in part.unwritten)
+            last = part is self.parts[-1]
+            yield Stage.of(part, tuple(cleared), unwritten, where, pool, start if last else None, self.options)
+            place[part.writes] = len(pool)
+            if not last:
+                pool.append(tensors[0].new_empty(part.sizes.output, dtype=self.bound.dtype))
+
+
+@dataclass(frozen=True, slots=True)
+class Stage:
+    """A part of a sequence with its program.
+
+    Attributes:
+        part: the statement.
+        program: what runs it.
+        operands: tensors of the right shapes.
+        ready: runs it on the tensors made so far, and appends what it makes to them.
+    """
+
+    part: Part
+    program: Executable
+    operands: list[Tensor]
+    ready: Callable[[list[Tensor], Tensor | None], Tensor]
+
+    @staticmethod
+    def of(
+        part: Part,
+        cleared: tuple[tuple[int, UnreadCells], ...],
+        unwritten: tuple[UnreadCells, ...],
+        where: tuple[int, ...],
+        pool: Sequence[Tensor],
+        start: Tensor | None,
+        options: Options,
+    ) -> Stage:
+        """Prepare a part.
+
+        Args:
+            part: the part.
+            cleared: what is copied with cleared cells before it runs: where it stands, and the cells.
+            unwritten: cells of its output that are cleared; then it starts from nothing, and is added to the start.
+            where: its tensors among those made so far.
+            pool: tensors like those made so far.
+            start: a tensor like the one that it starts from.
+            options: compile options.
+        """
+        operands = [pool[at] for at in where]
+        bound = replace(part.bound, has_start=False) if unwritten else part.bound
+        start = None if unwritten else start
+        program = executable(bound, operands, start, part.extents, options)
+        prepared = program.prepare(operands, part.extents, start)
+
+        def ready(pool: list[Tensor], start: Tensor | None) -> Tensor:
+            for source, cells in cleared:
+                unread = cells.of(pool)
+                pool.append(pool[source] if unread is None else pool[source].masked_fill(unread, 0))
+            result = prepared([pool[at] for at in where], None if unwritten else start)
+            for cells in unwritten:
+                unread = cells.of(pool)
+                if unread is not None:
+                    result.masked_fill_(unread, 0)
+            if unwritten and start is not None:
+                result += start
+            pool.append(result)
+            return result
+
+        return Stage(part, program, operands, ready)

@@ -1,0 +1,253 @@
+"""Count what a statement costs: bytes moved and multiplications, weighed in bytes.
+
+Library calls and Inductor multiply two factors at a time and hold what they gather; a generated kernel forms every
+product of the index space and holds nothing. The counts need the sizes of a call and nothing else, and compare ways to
+compute the same output; they are not times.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from functools import lru_cache
+
+from insum_nn.compiler.lang.misses import labels_of
+from insum_nn.compiler.lang.syntax import Access, Statement
+
+__all__ = ["Cost", "Machine", "Sizes", "cost_of", "machine_of"]
+
+Labels = frozenset[str]
+
+
+@dataclass(frozen=True, slots=True)
+class Machine:
+    """What is dear on a machine.
+
+    Attributes:
+        per_byte: multiplications that take as long as moving a byte, in a product of matrices.
+        single: the same, one by one.
+        call: bytes that could be moved while a statement is launched.
+        pairwise: factors are multiplied two at a time, and what is gathered is held in memory.
+    """
+
+    per_byte: float
+    single: float
+    call: float
+    pairwise: bool
+
+
+@dataclass(frozen=True, slots=True)
+class Sizes:
+    """The sizes of a statement.
+
+    Attributes:
+        indices: extents of its indices.
+        shapes: of the tensors that it reads.
+        output: the output's shape.
+        width: bytes of a number.
+        present: of index tensors with missing entries: the indices that they are read at, and the share of entries that
+            are there. A generated kernel may skip the others.
+    """
+
+    indices: Mapping[str, int]
+    shapes: Mapping[str, Sequence[int]]
+    output: Sequence[int]
+    width: int
+    present: tuple[tuple[Labels, float], ...] = ()
+
+    def cells(self, labels: Labels) -> float:
+        return float(math.prod(self.indices[label] for label in labels))
+
+    def terms(self, labels: Labels) -> float:
+        """Cells at which nothing is missing."""
+        return self.cells(labels) * min((share for own, share in self.present if own <= labels), default=1.0)
+
+
+@dataclass(frozen=True, slots=True)
+class Cost:
+    """Bytes moved and multiplications; `total` weighs them, in bytes."""
+
+    moved: float
+    multiplications: float
+    total: float
+
+    def __add__(self, other: Cost) -> Cost:
+        return Cost(self.moved + other.moved, self.multiplications + other.multiplications, self.total + other.total)
+
+    def __str__(self) -> str:
+        return f"{self.multiplications:.3g} multiplications and {self.moved / 1e6:.3g} MB"
+
+
+# Of two cores: 12 GB/s through memory, 50 to 90 GFLOP/s in products of matrices (float64: half), and 20 us a statement.
+# torch has no fast products of halves there.
+_CPU_PER_BYTE = {2: 1.0, 4: 3.0, 8: 1.5}
+_CPU_SINGLE, _CPU_CALL = 0.5, 2.5e5
+# Of a GPU with matrix units, through caches: see the measured orders of A X W in docs/performance.md.
+_GPU_PER_BYTE = {2: 100.0, 4: 12.0, 8: 6.0}
+_GPU_SINGLE, _GPU_CALL = 4.0, 6e6
+
+
+def machine_of(device_type: str, width: int, *, pairwise: bool) -> Machine:
+    """The machine that runs numbers of so many bytes."""
+    if device_type == "cpu":
+        return Machine(_CPU_PER_BYTE[width], _CPU_SINGLE, _CPU_CALL, pairwise)
+    return Machine(_GPU_PER_BYTE[width], _GPU_SINGLE, _GPU_CALL, pairwise)
+
+
+@dataclass(frozen=True, slots=True)
+class _Profile:
+    """What a statement says about its own cost.
+
+    Attributes:
+        names: of the factors.
+        labels: the indices that each factor varies with.
+        gathered: whether each is read through index tensors.
+        written: the indices that the output varies with.
+        scattered: the output is addressed by more than indices of its own.
+        index_tensors: their names.
+        product: a sparse matrix times a dense one, or a dense product at some entries: its entries, and what is dense.
+    """
+
+    names: tuple[str, ...]
+    labels: tuple[Labels, ...]
+    gathered: tuple[bool, ...]
+    written: Labels
+    scattered: bool
+    index_tensors: tuple[str, ...]
+    product: tuple[Labels, Labels] | None
+
+    def read(self, sizes: Sizes, gathered: Callable[[Labels], float]) -> float:
+        """Cells that the factors are read as."""
+        each = zip(self.names, self.labels, self.gathered, strict=True)
+        return sum(gathered(own) if indirect else math.prod(sizes.shapes[name]) for name, own, indirect in each)
+
+
+@lru_cache(maxsize=4096)
+def _profile(statement: Statement) -> _Profile:
+    reads, output = statement.reads, statement.output
+    plain = [subscript.plain for subscript in output.subscripts]
+    return _Profile(
+        tuple(access.name for access in reads),
+        tuple(frozenset(labels_of(access)) for access in reads),
+        tuple(_gathers(access) for access in reads),
+        frozenset(labels_of(output)),
+        None in plain or len(set(plain)) < len(plain),
+        statement.index_tensors(),
+        _library_product(statement),
+    )
+
+
+def _gathers(access: Access) -> bool:
+    return any(True for _ in access.nested())
+
+
+def _library_product(statement: Statement) -> tuple[Labels, Labels] | None:
+    """The entries and the dense indices of a product that a library computes without gathering.
+
+    `C[Row[e],n] += Val[e] * B[Col[e],n]` is one of a sparse matrix, `D[e] += A[Row[e],k] * B[Col[e],k]` a sampled one.
+    """
+    output, reads = statement.output, statement.reads
+    for dense in reads:
+        others = [access for access in reads if access is not dense]
+        entries = _by_one_subscript(dense, output)
+        if entries is not None and all(set(labels_of(a)) <= entries[0] for a in others):
+            return entries if _gathers(dense) or _gathers(output) else None
+    for at, near in enumerate(reads):
+        for far in reads[at + 1 :]:
+            entries = _by_one_subscript(near, far)
+            others = [output, *(a for a in reads if a is not near and a is not far)]
+            if entries is not None and all(set(labels_of(a)) <= entries[0] for a in others):
+                return entries if _gathers(near) or _gathers(far) else None
+    return None
+
+
+def _by_one_subscript(one: Access, other: Access) -> tuple[Labels, Labels] | None:
+    """The indices of the one subscript that differs between two accesses, and the plain ones that they share."""
+    plain = [{s.plain for s in access.subscripts} for access in (one, other)]
+    shared = frozenset(name for name in plain[0] & plain[1] if name is not None)
+    rest = [[s for s in access.subscripts if s.plain not in shared] for access in (one, other)]
+    if not shared or any(len(subscripts) != 1 for subscripts in rest):
+        return None
+    entries = frozenset(index.name for (subscript,) in rest for index in subscript.indices())
+    return None if entries & shared else (entries, shared)
+
+
+def cost_of(statement: Statement, sizes: Sizes, machine: Machine) -> Cost:
+    """Count what a statement moves and multiplies at some sizes."""
+    profile = _profile(statement)
+    width = sizes.width
+    indexed = sum(8.0 * math.prod(sizes.shapes[name]) for name in profile.index_tensors)
+    output = math.prod(sizes.output)
+    if machine.pairwise:
+        cells, products, weighed = _pairwise(profile, sizes, machine)
+    else:
+        cells, products, weighed = _at_once(profile, sizes, machine)
+    moved = indexed + width * (cells + output)
+    return Cost(moved, products, machine.call + moved + weighed)
+
+
+def _at_once(profile: _Profile, sizes: Sizes, machine: Machine) -> tuple[float, float, float]:
+    """Cells, multiplications and their weight in one kernel over the whole index space."""
+    products = sizes.terms(profile.written.union(*profile.labels))
+    rate = machine.per_byte if _is_matrix_product(profile.labels, profile.written) else machine.single
+    return profile.read(sizes, sizes.terms), products, products / rate
+
+
+def _is_matrix_product(labels: Sequence[Labels], written: Labels) -> bool:
+    """Whether two factors share a summed index, and each has a written one that the other lacks."""
+    if len(labels) != 2:
+        return False
+    one, other = labels
+    return bool((one & other) - written and (one & written) - other and (other & written) - one)
+
+
+def _pairwise(profile: _Profile, sizes: Sizes, machine: Machine) -> tuple[float, float, float]:
+    """Cells, multiplications and their weight by library calls, two factors at a time."""
+    if profile.product is not None and sizes.width >= 4:
+        entries, dense = profile.product
+        products = sizes.cells(entries | dense)
+        return products + 2.0 * sizes.cells(entries), products, products / machine.per_byte
+    # What is gathered is read, written, and read again; what is scattered is written, and read and written again.
+    cells = profile.read(sizes, lambda labels: 3.0 * sizes.cells(labels))
+    scattered = 3.0 * sizes.cells(profile.written) if profile.scattered else 0.0
+    between, products, weighed = _contracted(profile.labels, profile.written, sizes, machine)
+    return cells + scattered + between, products, weighed
+
+
+def _contracted(
+    factors: Sequence[Labels], written: Labels, sizes: Sizes, machine: Machine
+) -> tuple[float, float, float]:
+    """Cells between, multiplications and their weight in the cheapest order of pairs."""
+    count = len(factors)
+    full = (1 << count) - 1
+
+    def kept(subset: int) -> Labels:
+        """The indices of the product of some factors, after summing those that no other has."""
+        inside = frozenset[str]().union(*(f for at, f in enumerate(factors) if subset >> at & 1))
+        return inside & written.union(*(f for at, f in enumerate(factors) if not subset >> at & 1))
+
+    best: dict[int, tuple[float, float, float, float]] = {}
+    for subset in range(1, full + 1):
+        own = kept(subset)
+        if subset & (subset - 1) == 0:
+            best[subset] = 0.0, 0.0, 0.0, 0.0
+            continue
+        part, found = (subset - 1) & subset, None
+        while part:
+            other = subset ^ part
+            if part < other:
+                both = kept(part) | kept(other)
+                products = sizes.cells(both)
+                # Between two pairs a result is written and read; the last one is the output.
+                cells = 2.0 * sizes.cells(own) if subset != full else 0.0
+                weighed = products / (machine.per_byte if both != own else machine.single)
+                total = sizes.width * cells + weighed
+                each = [x + y for x, y in zip(best[part], best[other], strict=True)]
+                option = each[0] + total, each[1] + cells, each[2] + products, each[3] + weighed
+                found = option if found is None else min(found, option)
+            part = (part - 1) & subset
+        assert found is not None
+        best[subset] = found
+    _, cells, products, weighed = best[full]
+    return cells, products, weighed
