@@ -1,4 +1,4 @@
-"""Every message word for word, with its class, the builtin that callers may catch, and its fields."""
+"""Compare every error message with its golden file, and check its class, builtin base class and fields."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ from insum_nn.errors import (
 )
 from tests.golden_fixture import Golden
 
-# Callers catch these without knowing of us.
+# The builtin classes by which callers catch them.
 BUILTINS: dict[type[InsumError], tuple[type[Exception], ...]] = {
     InsumSyntaxError: (SyntaxError,),
     InsumNameError: (NameError, ValueError),
@@ -50,7 +50,7 @@ BUILTINS: dict[type[InsumError], tuple[type[Exception], ...]] = {
 
 @dataclass
 class Case:
-    """What to call, and what it must raise."""
+    """A call, and the error that it must raise."""
 
     raises: type[InsumError]
     call: Callable[[], object]
@@ -437,7 +437,7 @@ def caught(case: Case) -> InsumError:
 
 
 def assert_parts(error: InsumError) -> None:
-    """What is wrong, the text with carets inside it, facts, and one fix that tells what to do."""
+    """Check the parts of a message: the fault, the text with carets inside it, details, and a fix."""
     for one in (error, *error.others):
         text = str(one).split("\nalso, ")[0]
         lines = text.splitlines()
@@ -464,21 +464,21 @@ def test_message(name: str, golden: Golden):
     golden(f"errors/{name}", f"{type(error).__name__}: {error}")
 
 
-def test_every_class_is_met_or_belongs_to_another_test():
-    """Formats, optional packages and back ends have errors of their own; `test_backend_error` is below."""
-    met = {case.raises for case in CASES.values()}
-    assert set(BUILTINS) - met == {InsumFormatError, MissingExtraError, InsumBackendError}
+def test_every_class_has_a_case_or_another_test():
+    """Errors of formats, optional packages and backends have other tests; `test_backend_error` is below."""
+    tested = {case.raises for case in CASES.values()}
+    assert set(BUILTINS) - tested == {InsumFormatError, MissingExtraError, InsumBackendError}
     assert all(issubclass(cls, InsumError) for cls in BUILTINS)
 
 
 def test_every_golden_file_has_its_case():
-    """A renamed case must not leave its old message behind."""
+    """The file of a renamed case must not remain."""
     from tests.golden_fixture import GOLDEN
 
     assert {path.stem for path in (GOLDEN / "errors").glob("*.txt")} == set(CASES)
 
 
-def test_the_span_is_the_guilty_token():
+def test_spans_are_the_tokens_at_fault():
     error = caught(CASES["two_extents"])
     assert [error.expression[span.start : span.stop] for span in error.spans] == ["r", "r"]
     first = error.expression.index("E[r]") + 2
@@ -505,7 +505,7 @@ def test_errors_pickle(name: str):
 
 
 @pytest.mark.parametrize("cls", BUILTINS)
-def test_errors_have_their_builtin_and_print_themselves(cls: type[InsumError]):
+def test_errors_have_their_builtin_base_class_and_their_text(cls: type[InsumError]):
     error = cls("wrong", expression="A[i]", spans=[Span(2, 3)], details=["fact"], fix="do it.", index="i")
     for builtin in BUILTINS[cls]:
         assert isinstance(error, builtin)
@@ -519,7 +519,7 @@ def test_carets_of_wide_and_combining_characters():
     assert caret_lines("e\u0301[i]", [Span(3, 4)]) == ["  e\u0301[i]", "    ^"]
 
 
-def test_carets_of_several_spans_and_of_none():
+def test_carets_of_several_spans_and_without_a_span():
     assert caret_lines("A[i] * B[i]", [Span(9, 10), Span(2, 3)]) == ["  A[i] * B[i]", "    ^      ^"]
     assert caret_lines("A[i]", []) == ["  A[i]"]
     assert caret_lines("A[i]", [Span(4, 4)]) == ["  A[i]", "      ^"]
@@ -537,8 +537,8 @@ def test_carets_of_a_long_text_stay_in_the_window():
     assert shown.endswith("...")
 
 
-def test_out_of_range_entries_that_nobody_reads_are_no_fault():
-    """The proof looks at what the statement reads, not at all that the index tensor holds."""
+def test_out_of_range_entries_that_are_never_read_are_allowed():
+    """The check covers the entries that the statement reads, not all entries of the index tensor."""
     table = torch.tensor([0, 1, 99])
     got = insum("y[i] += x[E[F[i]]]", E=table, F=torch.tensor([1, 0]), x=torch.tensor([3.0, 4.0]))
     assert got.tolist() == [4.0, 3.0]
@@ -552,7 +552,7 @@ def test_no_entry_is_read_where_the_loop_nest_is_empty():
 
 
 def test_backend_error(monkeypatch: pytest.MonkeyPatch, golden: Golden):
-    """A back end that was asked for by name and fails says so, and is not replaced silently."""
+    """A backend that is requested by name and fails raises; it is not replaced silently."""
     from insum_nn.compiler.codegen import inductor
 
     def broken(*arguments: object, **named: object) -> object:
@@ -563,7 +563,7 @@ def test_backend_error(monkeypatch: pytest.MonkeyPatch, golden: Golden):
     with pytest.raises(InsumBackendError) as info:
         insum("never_on_disk[i] += x[i] * 17", x=torch.ones(3), options=Options(backend="inductor"))
     assert isinstance(info.value.__cause__, RuntimeError)
-    golden("errors_of_back_ends/inductor", f"{type(info.value).__name__}: {info.value}")
+    golden("errors_of_backends/inductor", f"{type(info.value).__name__}: {info.value}")
 
 
 @pytest.mark.parametrize(("name", "value"), [("backend", "cuda"), ("order", "best"), ("accumulate", "float64")])
@@ -572,7 +572,7 @@ def test_options_are_checked(name: str, value: str):
         Options(**{name: value})
 
 
-def test_a_plain_read_may_leave_the_tensor_and_a_plain_write_may_not():
+def test_an_affine_read_may_be_out_of_bounds_and_an_affine_write_may_not():
     assert insum("y[i] += x[i+5]", x=torch.ones(3), sizes={"i": 2}).tolist() == [0.0, 0.0]
     with pytest.raises(IndexError):
         insum("y[i+5] += x[i]", x=torch.ones(3), out_shape=(4,))

@@ -1,4 +1,4 @@
-"""`explain()`: its text, its page, its picture, and what an explanation keeps."""
+"""Test the text, the page and the picture of `explain()`, and that an explanation holds no tensors."""
 
 from __future__ import annotations
 
@@ -179,7 +179,7 @@ def test_text_alone(golden: Golden):
 
 
 @every_case
-def test_short_fits_a_screen(make: Callable[[], Explanation]):
+def test_the_summary_is_short(make: Callable[[], Explanation]):
     explanation = make()
     lines = explanation.short().split("\n")
     assert len(lines) <= 16
@@ -188,7 +188,7 @@ def test_short_fits_a_screen(make: Callable[[], Explanation]):
     assert lines == repr(explanation).split("\n")
 
 
-def test_short_names_the_back_end_and_its_reason():
+def test_the_summary_names_the_backend_and_its_reason():
     lines = tensor_product().short().split("\n")
     assert "eager: on a CPU, torch's library calls are faster than generated scatter loops" in lines
     assert any(line.startswith("- order: ") for line in lines)
@@ -235,7 +235,7 @@ def sources(explanation: Explanation) -> dict[str, tuple[int | None, str]]:
     return {row.name: (row.extent, row.source) for row in explanation.extents}
 
 
-def test_extents_say_where_they_come_from():
+def test_extents_have_sources():
     assert sources(spmm()) == {
         "g": (3, "Row axis 0, Val axis 0, Col axis 0"),
         "n": (5, "B axis 1"),
@@ -255,14 +255,14 @@ def test_an_extent_that_no_tensor_shows():
     assert sources(started)["i"] == (7, "the initial value, axis 0")
 
 
-def test_notes_name_the_reads_that_may_miss():
-    assert "# terms with x[2*p+r-1,c] outside x take no part" in affine_convolution().loop_nest
+def test_notes_name_the_reads_that_may_be_out_of_bounds_or_missing():
+    assert "# terms with x[2*p+r-1,c] out of bounds do not contribute" in affine_convolution().loop_nest
     inside = compile("y[p] += x[p+r] * w[r]").explain(x=torch.rand(7), w=torch.rand(3), sizes={"p": 5})
-    assert "outside" not in inside.loop_nest
-    assert "-1 in Col is 'no entry': such a term takes no part" in spmm().loop_nest
-    assert "-1 in S is 'no entry': such a term takes no part" in maximum().loop_nest
-    holes = compile("y[Row[p]] += x[p]").explain(Row=INDEX([0, 1]), x=torch.rand(2), out_shape=(2,))
-    assert "no entry" not in holes.loop_nest
+    assert "out of bounds" not in inside.loop_nest
+    assert "terms with a missing entry (-1) in Col do not contribute" in spmm().loop_nest
+    assert "terms with a missing entry (-1) in S do not contribute" in maximum().loop_nest
+    complete = compile("y[Row[p]] += x[p]").explain(Row=INDEX([0, 1]), x=torch.rand(2), out_shape=(2,))
+    assert "missing entry" not in complete.loop_nest
 
 
 def test_tensors_with_their_facts():
@@ -321,7 +321,7 @@ def test_calls_in_pieces_show_the_code_of_a_piece():
 
 
 @pytest.mark.usefixtures("interpreter")
-def test_a_generated_kernel_is_all_that_is_shown_and_made(monkeypatch: pytest.MonkeyPatch):
+def test_no_library_graph_is_made_for_a_generated_kernel(monkeypatch: pytest.MonkeyPatch):
     def fail(*_: object, **__: object) -> None:
         raise AssertionError("library calls are made for a call that does not run them")
 
@@ -413,7 +413,7 @@ LAUNCHES: dict[str, tuple[str, dict[str, torch.Tensor], dict[str, Any], Schedule
 
 @pytest.mark.usefixtures("interpreter")
 @pytest.mark.parametrize("name", LAUNCHES)
-def test_the_steps_are_what_a_call_launches(name: str, monkeypatch: pytest.MonkeyPatch):
+def test_steps_are_the_launches_of_a_call(name: str, monkeypatch: pytest.MonkeyPatch):
     statement, tensors, how, schedule, expected = LAUNCHES[name]
     texts: dict[object, str] = {}
     make = launch._Interpret.__init__
@@ -452,7 +452,7 @@ def inductor_spmm() -> Explanation:
     )
 
 
-def test_the_source_of_an_inductor_program_is_asked_for_once(monkeypatch):
+def test_inductor_compiles_once_for_the_kernel_source(monkeypatch):
     calls: list[tuple[Any, ...]] = []
 
     def answer(*args: Any) -> list[str]:
@@ -478,7 +478,7 @@ def test_the_source_of_an_inductor_program_is_asked_for_once(monkeypatch):
     assert len(calls) == 1
 
 
-def test_a_source_that_cannot_be_had_is_an_error(monkeypatch):
+def test_an_unavailable_kernel_source_raises(monkeypatch):
     def fail(*_: object) -> list[str]:
         raise RuntimeError("no compiler")
 
@@ -534,7 +534,7 @@ def test_the_picture_is_well_formed(make: Callable[[], Explanation]):
 
 
 @every_case
-def test_the_page_is_well_formed_and_needs_nothing(make: Callable[[], Explanation]):
+def test_the_page_is_well_formed_and_self_contained(make: Callable[[], Explanation]):
     explanation = make()
     document = explanation.html()
     root = ET.fromstring(document)
@@ -555,7 +555,7 @@ def test_the_page_is_well_formed_and_needs_nothing(make: Callable[[], Explanatio
 HOSTILE = "</pre></style></svg><script>alert('&')</script>\x00\x1b\ud800\uffff\"'"
 
 
-def test_hostile_text_stays_text():
+def test_malicious_text_is_escaped():
     explanation = dataclasses.replace(
         tensor_product(), reason=HOSTILE, torch_code=HOSTILE, schedule=HOSTILE, loop_nest=HOSTILE
     )
@@ -636,7 +636,7 @@ def test_no_boxes_overlap_in_random_graphs(seed: int):
     ET.fromstring(draw(boxes, edges, title="random"))
 
 
-def test_a_chain_of_products_stands_upright():
+def test_a_chain_of_products_is_vertical():
     explanation = very_long()
     flow = explanation.flow
     centres = [p.x + p.box.width / 2 for p in lay_out(flow.boxes, flow.edges).placed if p.box.kind == "product"]
@@ -654,7 +654,7 @@ def test_a_statement_of_many_factors_is_drawn_fast_enough():
     assert len([g for g in root.iter(f"{SVG}g") if g.get("class") == "gather"]) == 64, "63 boxes and one in the legend"
 
 
-def test_index_tensors_look_different():
+def test_index_tensors_have_their_own_style():
     root = ET.fromstring(spmm().svg())
     rects = {
         next(g.iter(f"{SVG}text")).text: next(g.iter(f"{SVG}rect"))
@@ -691,7 +691,7 @@ def test_the_flow_of_nested_indirection():
 def test_the_flow_of_an_initial_value_and_of_masks():
     edges = flow_edges(maximum())
     assert ("initial", "combine", False) in edges
-    assert ("tensor S", "combine", True) in edges, "terms without an entry do not take part"
+    assert ("tensor S", "combine", True) in edges, "terms with missing entries do not contribute"
     assert ("tensor D", "combine", True) in edges
 
 
@@ -706,7 +706,7 @@ def test_long_names_are_elided_and_shown_in_full_on_hover():
     assert full not in texts
 
 
-def test_wide_letters_take_two_places():
+def test_wide_letters_take_two_cells():
     assert text_width("行列") == text_width("abcd")
     assert text_width("n\u0303") == text_width("n")
 
@@ -745,7 +745,7 @@ def test_save(tmp_path, name: str, beginning: str):
     assert "Größe" in path.read_text(encoding="utf-8")
 
 
-def test_save_knows_three_kinds_of_file(tmp_path):
+def test_save_rejects_other_kinds_of_file(tmp_path):
     with pytest.raises(
         ValueError, match=r"cannot save an explanation as 'x\.pdf'; end its name in \.html, \.svg, \.txt"
     ):

@@ -1,1 +1,1 @@
-"""What `explain()` prints: text, HTML and pictures of a program."""
+"""Explain a program as text, HTML and pictures."""

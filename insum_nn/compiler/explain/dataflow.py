@@ -91,7 +91,7 @@ class _Builder:
         self.edges: list[Edge] = []
         self.keys: set[str] = set()
         self.index_tensors = layout_of(statement).index_tensors
-        # How often a tensor is read differently; one that is read in one way shows its subscripts itself.
+        # The different reads of each tensor; a tensor with a single one shows its subscripts in its own box.
         self.ways: dict[str, set[str]] = {}
         for access in statement.accesses():
             if access is not statement.output:
@@ -107,7 +107,7 @@ class _Builder:
         self.edges.append(Edge(source, target, index))
 
     def shaped(self, labels: Sequence[str]) -> str:
-        """`[g,n]  3×5`, the sizes where they are known."""
+        """Return labels as `[g,n]  3×5`, with sizes where they are known."""
         if not labels:
             return "scalar"
         text = f"[{','.join(labels)}]"
@@ -127,7 +127,7 @@ class _Builder:
         return self.box(f"tensor {name}", kind, str(access) if own else name, size, hover=hover)
 
     def read(self, access: Access) -> str:
-        """The box that holds `access` for every combination of its indices."""
+        """Add the box of the values of `access` for every combination of its indices, and return its key."""
         name = access.name
         source = self.tensor(access)
         if len(self.ways[name]) == 1 and _is_view(access):
@@ -140,7 +140,7 @@ class _Builder:
         labels = tuple(dict.fromkeys(index.name for index in access.indices()))
         what = "view" if _is_view(access) else "gather"
         outside = any(s.plain is None and s.indirect is None for s in access.subscripts)
-        note = "no part outside" if outside else ""
+        note = "skipped out of bounds" if outside else ""
         self.box(key, "gather", what, str(access), f"→ {self.shaped(labels)}", note, hover=f"{what} {access}")
         self.edge(source, key, index=pointing)
         self.point(pointers, key)
@@ -168,7 +168,7 @@ class _Builder:
         return f"step {value}" if isinstance(value, str) else self.read(value)
 
     def text_product(self) -> str | None:
-        """All factors at once, as the statement's meaning has it."""
+        """Add one product of all factors, which is the meaning of the statement, and return its key."""
         statement = self.statement
         numbers = [repr(f.value) for f in statement.factors if isinstance(f, Number)]
         reads = [self.read(access) for access in statement.reads]

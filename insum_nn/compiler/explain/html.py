@@ -1,4 +1,4 @@
-"""An explanation's sections as text, and as HTML that needs nothing else: no script, no font, no file."""
+"""Format the sections of an explanation as text, and as HTML without scripts, fonts or other files."""
 
 from __future__ import annotations
 
@@ -37,8 +37,8 @@ class Table:
 class Section:
     """A titled part: code, a table or a sentence.
 
-    `plain` stands for a table whose cells are too long for columns of text; `folded` hides long code on the page
-    until it is opened.
+    `plain` replaces a table whose cells are too long for columns of text; `folded` hides long code on the page until it
+    is opened.
     """
 
     title: str
@@ -97,7 +97,7 @@ _PAGE_STYLE = "body{margin:0;background:#fff}@media (prefers-color-scheme:dark){
 
 
 def panel(title: str, svg: str, sections: Sequence[Section]) -> str:
-    """The content for embedding, as in a notebook: its style touches nothing outside."""
+    """Return the content for embedding, as in a notebook; its style affects nothing else."""
     body = "\n".join(section.html() for section in sections)
     return (
         f'<article class="insum"><style>{_STYLE}</style>\n<h1>{escape(title)}</h1>\n'
@@ -106,7 +106,7 @@ def panel(title: str, svg: str, sections: Sequence[Section]) -> str:
 
 
 def page(title: str, svg: str, sections: Sequence[Section]) -> str:
-    """A whole page."""
+    """Return a whole page."""
     return (
         '<!DOCTYPE html>\n<html lang="en"><head><meta charset="utf-8"/>'
         '<meta name="viewport" content="width=device-width, initial-scale=1"/>'

@@ -1,4 +1,4 @@
-"""What `explain()` shows of library calls: their code, the choices behind it, and the products of the picture."""
+"""Read from library calls what `explain()` shows: code, choices, and the products of the picture."""
 
 from __future__ import annotations
 
@@ -98,7 +98,7 @@ def _pointers(*subscripts: Subscript) -> tuple[Access, ...]:
 
 
 def _guards(guards: Iterable[Miss]) -> Iterable[Access]:
-    """Index tensors that decide where cells or terms are left out as they are combined."""
+    """Return the index tensors whose missing entries mask cells or terms as they are combined."""
     guards = tuple(guards)
     inner = [miss.access for miss in guards if miss.axis is None]
     inner += [

@@ -124,7 +124,7 @@ def initial_line(
     if statement.operator in ("+=", "="):
         return f"{name} = zeros({size})"
     neutral = "-inf" if statement.operator == "max=" else "inf"
-    return f"{name} = full({size}, {neutral})  # a cell that no term reaches becomes 0"
+    return f"{name} = full({size}, {neutral})  # a cell without a term becomes 0"
 
 
 def epilogue_line(statement: Statement, epilogue: Epilogue) -> str:
@@ -169,7 +169,7 @@ def loop_notes(
     Args:
         statement: a checked statement.
         bound: what is known of its tensors; facts may rule out -1.
-        sizes: known extents of indices; reads that stay inside because of them are not mentioned.
+        sizes: known extents of indices; reads that they keep in bounds are not mentioned.
         shapes: known shapes of tensors.
     """
     layout = layout_of(statement)
@@ -179,18 +179,18 @@ def loop_notes(
             continue
         if access is statement.output:
             if bound is not None and bound.drop_outside:
-                notes[f"a write outside {access.name} is dropped"] = None
+                notes[f"writes outside {access.name} are dropped"] = None
         else:
-            notes[f"terms with {access} outside {access.name} take no part"] = None
+            notes[f"terms with {access} out of bounds do not contribute"] = None
     names = [name for name in layout.tensors if name in layout.index_tensors]
     masked = [name for name in names if bound is None or bound.facts_of(name).masked is not False]
     if masked:
-        notes[f"-1 in {', '.join(masked)} is 'no entry': such a term takes no part"] = None
+        notes[f"terms with a missing entry (-1) in {', '.join(masked)} do not contribute"] = None
     return list(notes)
 
 
 def _may_leave(access: Access, sizes: Mapping[str, int], shape: Sequence[int] | None) -> bool:
-    """Whether an affine subscript may point outside; entries of an index tensor alone were validated."""
+    """Return whether an affine subscript may be out of bounds; entries of a bare index tensor are validated."""
     for axis, subscript in enumerate(access.subscripts):
         if subscript.plain is not None or subscript.indirect is not None:
             continue

@@ -1,4 +1,4 @@
-"""Explain what becomes of a statement: as text, as one HTML page, and as a picture of the data flow.
+"""Explain how a statement is computed: as text, as an HTML page, and as a picture of the data flow.
 
 An `Explanation` holds text, sizes and the picture's boxes, but no tensors: it may be kept, compared and pickled.
 """
@@ -74,23 +74,23 @@ class TensorRow:
 
 @dataclass(frozen=True, repr=False)
 class Explanation:
-    """What becomes of a statement: `str()` for all of it, `short()` for a glance, `html()` and `svg()` for pictures.
+    """How a statement is computed: `str()` is the whole text, `short()` a summary; `html()` and `svg()` draw it.
 
     Attributes:
         statement: the statement.
         options: the options it was compiled with.
-        loop_nest: its meaning as pseudo-code.
+        loop_nest: its meaning as a loop nest in Python.
         extents: the extent of each index and of each output axis that no index names, with its source.
         output_shape: shape of the result; `None` when only the text is explained.
         tensors: the tensors read, and the initial value where there is one.
         backend: `"eager"`, `"inductor"` or `"triton"`; `None` without tensors, and for a call without a single term.
-        reason: why this back end, or why there is no program.
+        reason: why this backend, or why there is no program.
         torch_code: the library calls that run, or that Inductor compiles; `None` for generated kernels.
         steps: what a call of generated kernels launches, in order.
         parts: of a statement that runs as several, what becomes of each.
         schedule: how a call is carried out.
         compile_seconds: time spent on planning, lowering and compiling this program.
-        compiled: nothing is left to compile at the first call.
+        compiled: the first call compiles nothing.
         call_seconds: median time of a call, where it was measured.
         flow: the picture's boxes and edges.
 
@@ -125,7 +125,7 @@ class Explanation:
 
     @property
     def decisions(self) -> tuple[Decision, ...]:
-        """Every choice with its reason, the back end first."""
+        """Return every choice with its reason, the backend first."""
         if self.backend is None:
             return ()
         return (Decision("backend", self.backend, self.reason), *self._choices)
@@ -136,7 +136,7 @@ class Explanation:
 
     @property
     def facts(self) -> dict[str, IndexFacts]:
-        """What is known of the index tensors."""
+        """Return the known facts of the index tensors."""
         return {row.name: row.facts for row in self.tensors if row.facts is not None}
 
     def kernel_source(self) -> str | None:
@@ -178,7 +178,7 @@ class Explanation:
         return panel(str(self.statement), self.svg(), self.sections()[1:])
 
     def short(self) -> str:
-        """About 15 lines: statement, loop nest, back end and why, decisions."""
+        """Return about 15 lines: statement, loop nest, backend and reason, decisions."""
         merge = len(self.statement.indices()) > _SHORT_LOOPS
         loops = loop_lines(self.statement, self.extents, merge=merge, width=_SHORT_WIDTH - 30)
         first = self.loop_nest.split("\n", 1)[0]
@@ -296,7 +296,7 @@ def explain_program(
     out_shape: Sequence[int | None] | None = None,
     epilogue: Epilogue = PLAIN,
 ) -> Explanation:
-    """Collect what there is to say.
+    """Explain a statement, or a call of it.
 
     Args:
         statement: a checked statement.
@@ -307,7 +307,7 @@ def explain_program(
         seconds: measured time of a call.
         sizes: the call's `sizes=`, to say where an extent came from.
         out_shape: the call's `out_shape=`, likewise.
-        epilogue: what follows the sum.
+        epilogue: the activation and the cast after the sum.
     """
     has_initial = inputs is not None and inputs[1] is not None
     bound = program.bound if program is not None else None
@@ -424,7 +424,7 @@ def _stand_ins(bound: Bound, rows: Sequence[TensorRow], extents: Extents) -> lis
     return [*map(stand_in, rows[:count]), *integers, *map(stand_in, rows[count:])]
 
 
-# Words.
+# Text.
 
 
 def _paragraph(decision: Decision) -> str:
@@ -445,7 +445,9 @@ def _known(extent: int | None) -> str:
 
 
 def _facts(facts: IndexFacts) -> str:
-    masked = {True: "may hold -1", False: "holds no -1", None: "not known to hold no -1"}[facts.masked]
+    masked = {True: "may have missing entries", False: "no missing entries", None: "missing entries unknown"}[
+        facts.masked
+    ]
     shown = {"sorted": facts.sorted, "unique": facts.unique, "validated": facts.proven}
     others = [name for name, holds in shown.items() if holds]
     together = [f"unique with {' and '.join(facts.unique_with)}"] if facts.unique_with else []

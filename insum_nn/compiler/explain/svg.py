@@ -1,7 +1,7 @@
-"""Boxes and edges -> an SVG picture: a layered drawing, top to bottom, computed here.
+"""Draw boxes and edges as an SVG picture: a layered graph from top to bottom.
 
-Each edge leads to a lower layer; where it passes a layer it gets a place of its own, so edges never run under boxes.
-Colours follow the viewer's light or dark scheme, and the picture brings its own background.
+Each edge leads to a lower layer, and has a place of its own in every layer that it crosses, so that it never runs under
+a box. Colours follow the viewer's light or dark scheme; the picture has its own background.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ _LEGEND = 40
 
 @dataclass(frozen=True, slots=True)
 class Box:
-    """A rectangle: the first line is its title, the others say more; `hover` is shown in full by browsers."""
+    """A rectangle: the first line is its title, the others are details; browsers show `hover` in full."""
 
     key: str
     kind: Kind
@@ -51,7 +51,7 @@ class Box:
 
 @dataclass(frozen=True, slots=True)
 class Edge:
-    """From one box to another; `index` edges carry positions instead of values."""
+    """An edge from one box to another; `index` edges carry positions instead of values."""
 
     source: str
     target: str
@@ -69,7 +69,7 @@ class Placed:
 
 @dataclass(frozen=True, slots=True)
 class Drawing:
-    """Where everything goes; `routes[i]` are the points of edge `i`: curves between layers, straight lines inside."""
+    """A layout; `routes[i]` are the points of edge `i`: curves between layers, straight lines inside."""
 
     width: float
     height: float
@@ -90,13 +90,13 @@ def elide(text: str, limit: int = _WIDEST_LINE) -> str:
 
 
 def text_width(text: str) -> float:
-    """Pixels of a line of code; wide East Asian letters take two places, combining marks none."""
+    """Return the width of a line of code in pixels; wide East Asian letters take two cells, combining marks none."""
     cells = sum(0 if unicodedata.combining(c) else 2 if unicodedata.east_asian_width(c) in "WF" else 1 for c in text)
     return cells * _CHARACTER
 
 
 def escape(text: str) -> str:
-    """Text for HTML and XML; characters that XML forbids become U+FFFD."""
+    """Escape text for HTML and XML; characters that XML forbids become U+FFFD."""
     return html.escape("".join(c if _is_legal(c) else "\ufffd" for c in text), quote=True)
 
 
@@ -130,7 +130,7 @@ class _Layout:
         self.fill()
 
     def layers_of(self) -> dict[str, int]:
-        """As low as the consumers allow, so that operands stand just above their use."""
+        """Return the layer of each box: as low as its consumers allow, so that operands are close to their use."""
         targets: dict[str, list[str]] = {key: [] for key in self.boxes}
         for edge in self.edges:
             targets[edge.source].append(edge.target)
@@ -148,7 +148,7 @@ class _Layout:
         for edge in self.edges:
             chain = [number[edge.source]]
             for layer in range(self.layer[edge.source] + 1, self.layer[edge.target]):
-                # Edges out of one box go together until they part.
+                # Edges out of one box share their places.
                 if (edge.source, layer) not in passing:
                     passing[edge.source, layer] = self.add(_Cell(0.0), layer)
                 chain.append(passing[edge.source, layer])
@@ -188,7 +188,7 @@ class _Layout:
         self.rows = best
 
     def reading_order(self) -> list[list[int]]:
-        """Operands from left to right as the boxes were given."""
+        """Order the cells of each layer from left to right as the boxes were given."""
         rows: list[list[int]] = [[] for _ in self.rows]
         where = {cell: layer for layer, row in enumerate(self.rows) for cell in row}
         seen: set[int] = set()
@@ -225,10 +225,9 @@ class _Layout:
         near = self.above[cell] + self.below[cell] if both else self.above[cell] if downward else self.below[cell]
         if not near:
             return self.cells[cell].x
-        # Chains of products stand upright with their operands at the side; passing edges run straight.
+        # Chains of products are vertical with their operands at the side; long edges are straight.
         own = self.weight(cell)
-        alike = [x for x in near if own > 1 and self.weight(x) == own]
-        near = alike or near
+        near = [x for x in near if own > 1 and self.weight(x) == own] or near
         return sum(self.cells[x].x for x in near) / len(near)
 
     def weight(self, cell: int) -> float:
@@ -236,7 +235,7 @@ class _Layout:
         return 4.0 if box is None else 1000.0 if box.kind in ("product", "combine", "output") else 1.0
 
     def settle(self, row: Sequence[int], wanted: Sequence[float]) -> None:
-        """The nearest places (least squares) that keep order and distance: isotonic regression by pooling."""
+        """Move a layer to the nearest places (least squares) that keep order and distance, by isotonic regression."""
         offsets = [0.0]
         for left, right in pairwise(row):
             offsets.append(offsets[-1] + (self.cells[left].width + self.cells[right].width) / 2 + _BETWEEN_BOXES)
@@ -277,7 +276,7 @@ class _Layout:
     def route(
         self, number: int, chain: Sequence[int], placed: Mapping[int, Placed], bands: Mapping[int, tuple[float, float]]
     ) -> tuple[tuple[float, float], ...]:
-        """Out of the source's bottom, through the passed layers, into the target's top."""
+        """Return the points of an edge from the bottom of its source to the top of its target."""
         source, target = placed[chain[0]], placed[chain[-1]]
         x = self.cells[chain[0]].x
         points = [(x, source.y + source.box.height), (x, bands[chain[0]][1])]
@@ -287,7 +286,7 @@ class _Layout:
         return (*points, (port, bands[chain[-1]][0]), (port, target.y))
 
     def port(self, number: int, chain: Sequence[int], target: Placed) -> float:
-        """Edges into one box end side by side, in the order in which they come."""
+        """Return where an edge enters its target: edges into one box end side by side, in order."""
         into = [i for i, other in enumerate(self.chains) if other[-1] == chain[-1]]
         into.sort(key=lambda i: (self.cells[self.chains[i][-2]].x, i))
         step = min(30.0, (target.box.width - 16) / max(1, len(into)))
@@ -300,7 +299,7 @@ def lay_out(boxes: Sequence[Box], edges: Sequence[Edge], *, least_width: float =
     Args:
         boxes: in reading order, with different keys.
         edges: between keys of boxes; they form no cycle.
-        least_width: room to leave, for a legend.
+        least_width: the width of the legend.
     """
     layout = _Layout(boxes, edges)
     layout.order()
@@ -333,7 +332,7 @@ _MONO = "ui-monospace,SFMono-Regular,Menlo,Consolas,'DejaVu Sans Mono',monospace
 
 
 def draw(boxes: Sequence[Box], edges: Sequence[Edge], *, title: str) -> str:
-    """The picture as one `<svg>` element that loads nothing."""
+    """Draw the picture as one `<svg>` element that loads nothing."""
     legend_width = sum(text_width(text) + 42 for text in _LEGEND_TEXT.values())
     drawing = lay_out(boxes, edges, least_width=legend_width)
     width, height = _number(drawing.width), _number(drawing.height)
@@ -353,7 +352,7 @@ def draw(boxes: Sequence[Box], edges: Sequence[Edge], *, title: str) -> str:
 
 
 def _style() -> str:
-    """Dark colours; the light ones are attributes, which viewers without style sheets understand too."""
+    """Return the style of the dark scheme; light colours are attributes, for viewers without style sheets."""
     dark = [
         f".insum-flow .{kind} rect{{fill:{fill};stroke:{border}}}" for kind, (_, _, fill, border) in _COLOURS.items()
     ]
