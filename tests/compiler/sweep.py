@@ -29,7 +29,7 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from insum_nn.compiler.forms import alike
+from insum_nn.compiler.codegen import triton as triton_printer
 from insum_nn.compiler.forms.form import Form
 from insum_nn.compiler.forms.schedule import Precision, Schedule, segmented
 from insum_nn.facts import IndexFacts
@@ -289,11 +289,11 @@ FUNCTIONS = [
 
 def run_functions(device: torch.device, chosen: Sequence[Setting] = FUNCTIONS, threads: int = 1) -> Counter[str]:
     """`run_all` with parts of any length as functions."""
-    least, alike._LONG = alike._LONG, 0
+    least, triton_printer._LONG = triton_printer._LONG, 0
     try:
         met = run_all(device, chosen, threads)
     finally:
-        alike._LONG = least
+        triton_printer._LONG = least
     return Counter({"parts as functions": met["groups"]})
 
 

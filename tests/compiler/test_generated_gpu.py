@@ -17,7 +17,7 @@ from torch.profiler import ProfilerActivity, profile
 import insum_nn
 from benchmarks.schedules import generated_of, run_scheduled
 from insum_nn import IndexFacts, Options, Program
-from insum_nn.compiler.forms import alike
+from insum_nn.compiler.codegen import triton as triton_printer
 from insum_nn.compiler.forms.candidates import candidates
 from insum_nn.compiler.forms.generated import Generated
 from insum_nn.compiler.forms.schedule import Schedule
@@ -234,7 +234,7 @@ def test_parts_as_functions(gpu: torch.device, name: str, dtype: torch.dtype, mo
     scale = sizes_of_terms(case, known, SCALE)
     for schedule in PARTS:
         for least in (10**9, 0):
-            monkeypatch.setattr(alike, "_LONG", least)
+            monkeypatch.setattr(triton_printer, "_LONG", least)
             insum_nn.clear_cache()
             got = run_scheduled(compiled(case, tensors), tensors, schedule)()
             assert_matches(got, case.oracle(known, SCALE), dtype=dtype, kind="sum", scale=scale)

@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 
-from insum_nn.compiler.codegen.triton_values import Axes, Scope, Value, Values, lanes_of
+from insum_nn.compiler.codegen.triton_values import Scope, Value, Values, lanes_of
 from insum_nn.compiler.ir.nodes import (
     Alloc,
     Buffer,
@@ -21,7 +21,9 @@ from insum_nn.compiler.ir.nodes import (
     Kernel,
     Load,
     Loop,
+    Node,
     Op,
+    Size,
     Stmt,
     Store,
     conjuncts,
@@ -31,6 +33,14 @@ from insum_nn.compiler.ir.nodes import (
 __all__ = ["TritonKernel", "print_kernel"]
 
 
+# Sums within runs: a flag says that a run begins at or before a lane.
+_SCAN = """@triton.jit
+def scan(begun, value, next_begun, next_value):
+    return begun | next_begun, tl.where(next_begun != 0, next_value, value + next_value)
+
+"""
+# Lines of all parts of a kernel from which they are functions of their own.
+_LONG = 300
 # The bits that are in one of two words, and how many there are.
 _BITS = """@triton.jit
 def either(one, other):
@@ -218,6 +228,9 @@ class _Printer(Values):
 
     def branch(self, statement: If) -> None:
         """One of two blocks; where lanes differ, both, each for its lanes."""
+        if any(isinstance(each, Loop | Alloc) for each in statement.then):
+            self.parts(statement)
+            return
         condition = self.value(statement.condition)
         if condition.axes:
             for block, text in ((statement.then, condition.text), (statement.otherwise, f"({condition.text} == 0)")):
@@ -233,40 +246,99 @@ class _Printer(Values):
                 self.line(head)
                 self.scopes[-1].lines += [f"    {line}" for line in inner.lines]
 
+    def parts(self, statement: If) -> None:
+        """Blocks that share nothing, each for some programs; where the code is long, each a function of its own.
+
+        To find the layout of a load, Triton goes through all that is connected with it once for each thing connected,
+        and constants connect everything within a function.
+        """
+        blocks: list[tuple[str, tuple[Stmt, ...]]] = []
+        rest: tuple[Stmt, ...] = (statement,)
+        while len(rest) == 1 and isinstance(rest[0], If):
+            blocks.append((f"{'elif' if blocks else 'if'} {self.value(rest[0].condition).text}:", rest[0].then))
+            rest = rest[0].otherwise
+        blocks.append(("else:", rest))
+        printed = [self.apart(number, block) for number, (_, block) in enumerate(blocks)]
+        long = any(isinstance(node, Dot) for node in walk(statement)) and sum(map(len, printed)) > _LONG
+        for number, ((head, block), lines) in enumerate(zip(blocks, printed, strict=True)):
+            body = lines
+            if long:
+                call = f"part_{number}({', '.join(self.named_in(block))})"
+                text = "\n".join(
+                    ["@triton.jit(noinline=True)", f"def {call}:", *(f"    {line}" for line in lines), "", ""]
+                )
+                self.helpers[text], body = None, [call]
+            self.line(head)
+            self.scopes[-1].lines += [f"    {line}" for line in body]
+
+    def apart(self, number: int, block: tuple[Stmt, ...]) -> list[str]:
+        """The lines of a block that use nothing but parameters and the numbers of the program."""
+        scopes, indices, tag = self.scopes, dict(self.indices), self.tag
+        self.scopes, self.inside, self.tag = [Scope()], {}, f"_{number}" if number else tag
+        self.block(block)
+        lines = self.scopes[0].lines
+        self.scopes, self.indices, self.tag, self.inside = scopes, indices, tag, {}
+        return lines
+
+    def named_in(self, block: tuple[Stmt, ...]) -> list[str]:
+        """What a block uses of a kernel's parameters and of its program's numbers."""
+        nodes = [node for each in block for node in walk(each)]
+        buffers = {node.buffer.name for node in nodes if isinstance(node, Load | Store) and not node.buffer.local}
+        numbers = {node.name for node in nodes if isinstance(node, Index) and node.name in self.indices}
+        sizes = {node.name.upper() for node in nodes if isinstance(node, Size)}
+        shapes = {
+            n.name.upper()
+            for b in nodes
+            if isinstance(b, Buffer)
+            for e in b.shape
+            for n in walk(e)
+            if isinstance(n, Size)
+        }
+        return sorted(buffers | numbers) + sorted((sizes | shapes) & {name.upper() for name in self.sizes})
+
     def allocate(self, alloc: Alloc) -> None:
         """An accumulator has the axes of what is added to it, of the tile loops around it."""
         stores = [s for s in walk(self.kernel) if isinstance(s, Store) and s.buffer is alloc.buffer]
-        names = {axis for store in stores for axis in self.axes_of([store.value, *conjuncts(store.where)])}
+        names = self.axes_of([Load(alloc.buffer, ())])
         if any(isinstance(store.value, Dot) for store in stores):
             self.dots.add(alloc.buffer)
         axes = tuple(sorted(names & set(self.around), key=self.order))
         self.totals[alloc.buffer], self.outside[alloc.buffer] = axes, tuple(self.around)
         initial = repr(float(alloc.initial)) if alloc.buffer.dtype.startswith("float") else repr(alloc.initial)
         shape = self.shape(axes) if axes else "()"
-        self.line(f"{alloc.buffer.name} = tl.full({shape}, {initial}, tl.{alloc.buffer.dtype})")
+        self.line(f"{self.name_of(alloc.buffer)} = tl.full({shape}, {initial}, tl.{alloc.buffer.dtype})")
 
     def axes_of(self, exprs: Iterable[Expr]) -> set[str]:
         """The tile loops that expressions vary with, those of their indices' own bounds among them."""
         found: set[str] = set()
         loops = {loop.index: loop for loop in _nested(self.kernel.body)}
-        waiting = [node for expr in exprs for node in walk(expr) if isinstance(node, Index)]
-        seen: set[Index] = set()
+        added: dict[Buffer, list[Expr]] = {}
+        for store in (node for node in walk(self.kernel) if isinstance(node, Store) and node.buffer.local):
+            parts = (store.value, *conjuncts(store.where), *conjuncts(store.restart))
+            added.setdefault(store.buffer, []).extend(parts)
+        waiting: list[Node] = [*exprs]
+        seen: set[Node] = set()
         while waiting:
-            index = waiting.pop()
-            if index in seen:
+            node = waiting.pop()
+            if node in seen:
                 continue
-            seen.add(index)
-            loop = loops[index]
-            if loop.role == "tile":
-                found.add(index.name)
-            if loop.role != "grid":
-                waiting += [node for node in walk(loop.begin) if isinstance(node, Index)]
+            seen.add(node)
+            if isinstance(node, Index):
+                loop = loops[node]
+                if loop.role == "tile":
+                    found.add(node.name)
+                if loop.role != "grid":
+                    waiting.append(loop.begin)
+            elif isinstance(node, Load) and node.buffer.local:
+                waiting += added.get(node.buffer, [])
+            elif not isinstance(node, Buffer):
+                waiting += node.children()
         return found
 
     def accumulate(self, store: Store) -> None:
-        axes, name = self.totals[store.buffer], store.buffer.name
+        axes, name = self.totals[store.buffer], self.name_of(store.buffer)
         if isinstance(store.value, Dot):
-            self.line(f"{name} = {self.dot(store.value, name)}")
+            self.line(f"{name} = {self.dot(store.value, store.buffer)}")
             return
         inner = [axis for axis in self.around if axis not in self.outside[store.buffer]]
         mask = self.mask(conjuncts(store.where))
@@ -274,6 +346,9 @@ class _Printer(Values):
             assert mask is not None
             flags = self.reduced(Value(f"{self.bracketed(mask.text)}.to(tl.int32)", mask.axes), inner, "max")
             self.line(f"{name} = tl.maximum({name}, {self.spread(flags, axes)})")
+            return
+        if store.restart is not None:
+            self.run(store, store.restart, inner, mask)
             return
         value = self.value(store.value)
         whole = tuple(sorted({*value.axes, *inner, *(mask.axes if mask else ())}, key=self.order))
@@ -283,24 +358,57 @@ class _Printer(Values):
         total = self.reduced(Value(text, whole), inner, "sum")
         self.line(f"{name} += {self.spread(total, axes)}")
 
+    def run(self, store: Store, restart: Expr, inner: Sequence[str], mask: Value | None) -> None:
+        """A sum that begins again where a run does: along lanes a scan, whose last lane hands on what is left."""
+        name, outer = self.name_of(store.buffer), self.totals[store.buffer]
+        starts, value = self.value(restart), self.value(store.value)
+        if not inner:
+            axes = self.joined(Value("", outer), value)
+            assert mask is None or not set(mask.axes) - set(axes)
+            text = self.spread(value, axes)
+            if mask is not None:
+                text = f"tl.where({self.spread(mask, axes)}, {text}, 0.0)"
+            self.line(f"{name} = tl.where({self.full(starts, axes)}, 0.0, {name}) + {text}")
+            return
+        self.helpers[_SCAN] = None
+        (along,) = inner
+        whole = tuple(sorted({*outer, along}, key=self.order))
+        text = self.whole(value, whole)
+        if mask is not None:
+            text = f"tl.where({self.spread(mask, whole)}, {text}, 0.0)"
+        term = self.named(text, "x", whole, len(self.scopes) - 1)
+        flags = Value(f"{self.bracketed(starts.text)}.to(tl.int32)", starts.axes)
+        flag = self.named(self.whole(flags, whole), "starts", whole, len(self.scopes) - 1)
+        place = whole.index(along)
+        self.count += 1
+        begun, run = f"begun_{self.count}", f"run_{self.count}"
+        self.line(f"{begun}, {run} = tl.associative_scan(({flag.text}, {term.text}), {place}, scan)")
+        before = self.spread(Value(name, outer), whole)
+        self.line(f"{run} += tl.where({begun} != 0, 0.0, {before})")
+        lanes = self.named(f"tl.arange(0, {lanes_of(self.tiles[along])})", "lanes", (along,), 0)
+        last = self.spread(Value(f"({lanes.text} == {lanes_of(self.tiles[along]) - 1})", (along,)), whole)
+        self.line(f"{name} = tl.sum(tl.where({last}, {run}, 0.0), {place})")
+        # What is read of the sum inside of the lanes is the run's at each of them.
+        self.scopes[-1].known[Load(store.buffer, ())] = Value(run, whole, len(self.scopes) - 1)
+
     def reduced(self, value: Value, inner: Sequence[str], how: str) -> Value:
         for axis in [axis for axis in value.axes if axis in inner]:
             place = value.axes.index(axis)
             value = Value(f"tl.{how}({value.text}, {place})", tuple(a for a in value.axes if a != axis), value.depth)
         return value
 
-    def dot(self, dot: Dot, total: str) -> str:
+    def dot(self, dot: Dot, buffer: Buffer) -> str:
+        # The pipeline waits for a chain of loads in its order: what needs no index first, or all wait for the index.
+        for side in sorted((dot.right, dot.left), key=_chain):
+            self.value(side)
         left, right = self.value(dot.left), self.value(dot.right)
-        (along,) = set(self.around) - set(self.totals_axes(total))
-        m, n = self.totals_axes(total)
+        m, n = self.totals[buffer]
+        (along,) = set(self.around) - {m, n}
         if n in left.axes or m in right.axes:
             left, right = right, left
         first, second = self.whole(left, (m, along)), self.whole(right, (along, n))
         how = f", input_precision='{dot.precision}'" if self.single(dot) else ""
-        return f"tl.dot({first}, {second}, {total}{how})"
-
-    def totals_axes(self, name: str) -> Axes:
-        return next(axes for buffer, axes in self.totals.items() if buffer.name == name)
+        return f"tl.dot({first}, {second}, {self.name_of(buffer)}{how})"
 
     @staticmethod
     def single(dot: Dot) -> bool:
@@ -340,6 +448,8 @@ def _nested(statements: Sequence[Stmt]) -> Iterator[Loop]:
         if isinstance(statement, Loop):
             yield statement
             yield from _nested(statement.body)
+        elif isinstance(statement, If):
+            yield from _nested((*statement.then, *statement.otherwise))
 
 
 def _length(statement: Stmt | None) -> int:
@@ -349,3 +459,10 @@ def _length(statement: Stmt | None) -> int:
     begin, end = statement.begin, statement.end
     known = begin is Const(0) and isinstance(end, Const) and end.value % statement.step == 0
     return int(end.value) // statement.step if known and isinstance(end, Const) else 1
+
+
+def _chain(expr: Expr) -> int:
+    """How many loads follow each other, each at a place that the one before it says."""
+    if isinstance(expr, Load):
+        return 1 + max(map(_chain, (*expr.subscripts, *conjuncts(expr.where))), default=0)
+    return max((_chain(child) for child in expr.children() if isinstance(child, Expr)), default=0)

@@ -33,6 +33,7 @@ _TEXT = {
     "cdiv": "tl.cdiv({}, {})",
     "minimum": "tl.minimum({}, {})",
     "select": "tl.where({}, {}, {})",
+    "high_bits": "({}.to(tl.int32, bitcast=True) & -8192).to(tl.float32, bitcast=True)",
     "relu": "tl.where({0} < 0.0, 0.0, {0})",
     "silu": "({0} / (1.0 + tl.exp(-{0})))",
     "gelu": "(0.5 * {0} * (1.0 + tl.erf({0} * 0.7071067811865476)))",
@@ -54,6 +55,7 @@ class Scope:
 
     lines: list[str] = field(default_factory=list[str])
     known: dict[Expr, Value] = field(default_factory=dict["Expr", Value])
+    texts: dict[str, Value] = field(default_factory=dict[str, Value])
     branch: bool = False
 
 
@@ -81,6 +83,7 @@ class Values:
         self.dots: set[Buffer] = set()
         self.sizes: dict[str, None] = {}
         self.count = 0
+        self.tag = ""
         self.integer = "int64" if wide else "int32"
 
     # Expressions.
@@ -95,10 +98,7 @@ class Values:
 
     def place(self, depth: int) -> int:
         """The scope that a value of this depth is written in: not outside of a branch."""
-        for number, scope in enumerate(self.scopes):
-            if scope.branch and number > depth:
-                return len(self.scopes) - 1
-        return depth
+        return max(depth, *(number for number, scope in enumerate(self.scopes) if scope.branch or not number))
 
     def compute(self, expr: Expr) -> Value:
         if isinstance(expr, Const):
@@ -117,13 +117,16 @@ class Values:
         if expr.name == "and":
             return self.all_of(expr.args)
         args = [self.value(arg) for arg in expr.args]
+        if expr.name == "high_bits" and not args[0].text.isidentifier():
+            args = [self.named(args[0].text, "v", args[0].axes, args[0].depth)]
         axes = self.joined(*args)
         texts = [self.spread(arg, axes) for arg in args]
         if expr.name == "select" and self.of_dot(expr.args[1]):
             texts[2] = self.unknown_zero()
         text = (_TEXT.get(expr.name) or OPERATIONS[expr.name].text).format(*texts)
         depth = max(arg.depth for arg in args)
-        return self.named(text, "v", axes, depth) if axes else Value(text, (), depth)
+        plain = not axes and all(arg.text.isidentifier() or arg.text.isdigit() for arg in args)
+        return Value(text, (), depth) if plain else self.named(text, "v", axes, depth)
 
     def of_dot(self, expr: Expr) -> bool:
         """Whether a matrix unit made the value."""
@@ -159,7 +162,11 @@ class Values:
 
     def total(self, buffer: Buffer) -> Value:
         """An accumulator, which changes from one statement to the next."""
-        return Value(buffer.name, self.totals[buffer], len(self.scopes) - 1)
+        return Value(self.name_of(buffer), self.totals[buffer], len(self.scopes) - 1)
+
+    def name_of(self, buffer: Buffer) -> str:
+        """The name of an accumulator: of each part of a kernel its own, or branches would have to agree on its type."""
+        return f"{buffer.name}{self.tag}"
 
     # Addresses.
 
@@ -180,7 +187,7 @@ class Values:
             for axes, group in groups.items()
         ]
         if len(sums) > 1:
-            sums = [self.named(v.text, "a", v.axes, v.depth) if "+" in v.text else v for v in sums]
+            sums = [self.shared(v.text, "a", v.axes, v.depth) if "+" in v.text else v for v in sums]
         axes = self.joined(*sums)
         text = " + ".join(self.spread(v, axes) for v in sums) or "0"
         return buffer.name, Value(text, axes, max((v.depth for v in sums), default=0)), literal
@@ -191,7 +198,7 @@ class Values:
         if offset.axes != axes:
             text = f"(tl.zeros({self.shape(axes)}, tl.{self.integer}) + {self.spread(offset, axes)})"
         if literal and offset.text != "0":
-            where = self.named(f"{buffer} + {text}", "at", axes, offset.depth).text
+            where = self.shared(f"{buffer} + {text}", "at", axes, offset.depth).text
             return f"{where} + {literal}"
         return f"{buffer} + {literal}" if not axes and offset.text == "0" else f"{buffer} + {self.bracketed(text)}"
 
@@ -255,6 +262,13 @@ class Values:
     @staticmethod
     def bracketed(text: str) -> str:
         return text if text.isidentifier() or text.isdigit() else f"({text})"
+
+    def shared(self, text: str, hint: str, axes: Axes, depth: int) -> Value:
+        """Name a value unless it has a name; nothing of it may change."""
+        texts = self.scopes[self.place(depth)].texts
+        if text not in texts:
+            texts[text] = self.named(text, hint, axes, depth)
+        return texts[text]
 
     def named(self, text: str, hint: str, axes: Axes, depth: int) -> Value:
         """Name a value, where its parts are known."""

@@ -68,6 +68,7 @@ def with_beside(
         (OWNER, *columns),
         (),
         frozenset(),
+        first.written,
     )
     beside: list[Beside] = []
     for each, extents in forms[owns:]:

@@ -56,6 +56,7 @@ class Form:
         parallel: indices of the output that are left.
         reduce: indices summed over that are left, without those of the owner's terms.
         tables: the static tensors that are written out; a kernel does not read them.
+        written: how they are.
         beside: further outputs, of statements that read what this one does; `bound` reads what any of them does. With
             them there may be no points: the owner then says in which order terms are walked, and nothing else.
     """
@@ -71,6 +72,7 @@ class Form:
     parallel: tuple[str, ...]
     reduce: tuple[str, ...]
     tables: frozenset[str]
+    written: WrittenOut
     beside: tuple[Beside, ...] = ()
 
     @property
@@ -119,6 +121,11 @@ class Form:
     def terms(self) -> int:
         """Terms of each of an owner's entries: over what it is summed beside them."""
         return max(1, math.prod(self.sizes[x] for x in self.reduce))
+
+    @property
+    def terms_of_all(self) -> int:
+        """Entries of all rows."""
+        return math.prod(self.sizes[x] for x in self.entries)
 
     @property
     def longest(self) -> int | None:
@@ -271,7 +278,9 @@ def make_form(
     if owner is not None:
         parallel = (OWNER, *parallel)
         known_sizes[OWNER] = output[axis]
-    form = Form(bound, known_sizes, tuple(points), combine, owner, axis, entries, permuted, parallel, reduce, used)
+    form = Form(
+        bound, known_sizes, tuple(points), combine, owner, axis, entries, permuted, parallel, reduce, used, written
+    )
     if owner is not None and (permuted and not (prefer_own or deterministic)):
         return _atomic(form, statement.output, written)
     if owner is not None and not deterministic and form.product is None:
@@ -296,7 +305,9 @@ def _atomic(form: Form, output: Access, written: WrittenOut) -> Form:
         for place, point in zip(written.places, form.points, strict=True)
     )
     parallel = (*form.entries, *(i for i in form.parallel if i != OWNER))
-    return Form(form.bound, form.sizes, points, "atomic", None, -1, (), False, parallel, form.reduce, form.tables)
+    return Form(
+        form.bound, form.sizes, points, "atomic", None, -1, (), False, parallel, form.reduce, form.tables, written
+    )
 
 
 def _combining(bound: Bound, written: WrittenOut) -> tuple[Combining, int]:

@@ -14,6 +14,7 @@ from insum_nn.compiler.ir.build import INITIAL, OUTPUT, Names, build
 from insum_nn.compiler.ir.nodes import Buffer, Const, Kernel, Load, Node, Size
 from insum_nn.compiler.ir.verify import verify_kernel
 from insum_nn.compiler.passes import own_rows as walks
+from insum_nn.compiler.passes.fold_static_tables import fold_static_tables
 from insum_nn.compiler.passes.own_rows import RowWalk, loops_and_stores, own_rows
 from insum_nn.compiler.passes.tile import Lanes, Tiling, tile
 
@@ -22,25 +23,20 @@ __all__ = ["arguments_of", "is_ported", "nest_of", "write_nest"]
 
 def is_ported(form: Form, schedule: Schedule) -> bool:
     """Whether kernels of this class are written through the loop-nest IR."""
-    return (
-        len(form.points) == 1
-        and not form.tables
-        and not form.beside
-        and not segmented(form, schedule)
-        and not (schedule.early or schedule.groups > 1)
-    )
+    return not form.beside and not schedule.early
 
 
 def nest_of(form: Form, schedule: Schedule, strides: Strides, precision: Precision) -> Kernel:
     """The placed kernel of a form under a schedule."""
-    kernel = _laid_out(build(form.bound), form, strides)
+    kernel = _folded(_laid_out(build(form.bound), form, strides), form)
     walk = RowWalk(kernel, 0)
     if form.combine == "own":
         _, (store, *_) = loops_and_stores(kernel)
         owner = store.subscripts[form.owner_axis]
         assert isinstance(owner, Load)
-        chunks = "long rows" if strides.split else "none"
-        walk = own_rows(kernel, owner, form.owner_axis, permuted=form.permuted, chunks=chunks)
+        chunks = "equal" if segmented(form, schedule) else "long rows" if strides.split else "none"
+        size = schedule.share
+        walk = own_rows(kernel, owner, form.owner_axis, permuted=form.permuted, chunks=chunks, size=size)
     return tile(walk, _tiling(form, schedule, place_indices(form, schedule), precision))
 
 
@@ -50,7 +46,9 @@ def write_nest(
     """The text of a kernel, its parameters, and whether it stores the finished output."""
     kernel = nest_of(form, schedule, strides, precision)
     verify_kernel(kernel, placed=True)
-    printed = print_kernel(kernel, wide=strides.wide)
+    # Targets of runs carry two flags beside the row.
+    wide = strides.wide or (segmented(form, schedule) and max(form.rows, form.terms_of_all) >= 2**29)
+    printed = print_kernel(kernel, wide=wide)
     known = arguments_of(form)
     arguments = tuple(known[name] for name in (*(b.name for b in printed.buffers), *printed.sizes))
     return printed.text, arguments, finishes(form, schedule)
@@ -72,6 +70,16 @@ def arguments_of(form: Form) -> Mapping[str, Argument]:
     found |= {OUTPUT: Argument("out"), INITIAL: Argument("start")}
     kinds = ("rows", "begin", "end", "target", "owner", "order", "scratch")
     return found | {kind: Argument(kind) for kind in kinds}
+
+
+def _folded(kernel: Kernel, form: Form) -> Kernel:
+    """The kernel with its static tables as numbers."""
+    if not form.tables:
+        return kernel
+    names, written = Names(form.bound.statement), form.written
+    points = [{names.indices[name]: value for name, value in place.items()} for place in written.places]
+    tables = {names.tensors[name]: table for name, table in written.tables.items() if name in names.tensors}
+    return fold_static_tables(kernel, tables, [names.indices[name] for name in written.names], points)
 
 
 def _laid_out(kernel: Kernel, form: Form, strides: Strides) -> Kernel:
@@ -109,6 +117,7 @@ def _tiling(form: Form, schedule: Schedule, layout: Layout, precision: Precision
         grid=tuple(letters[i] for i in layout.grid),
         loops=tuple(letters[i] for i in layout.loops),
         splits=schedule.splits,
+        parts=schedule.groups,
         combine="add" if form.combine == "atomic" else "set",
         product=(form.product.left, form.product.right) if dot and form.product is not None else None,
         transposed=dot and schedule.swap,

@@ -413,7 +413,9 @@ def write_kernel(form: Form, schedule: Schedule, strides: Strides, precision: Pr
     if is_ported(form, schedule):
         text, arguments, finished = write_nest(form, schedule, strides, precision)
         accumulator = torch.float64 if form.bound.dtype == torch.float64 else torch.float32
-        return Source(text, arguments, tuple(tiles), schedule, accumulator, finished)
+        parts = len(_parts(form.points, schedule.groups))
+        count = (("@part", parts),) if parts > 1 else ()
+        return Source(text, arguments, (*count, *tiles), replace(schedule, groups=parts), accumulator, finished)
     parameters = Parameters()
     parts = _parts(form.points, schedule.groups)
     body: list[str] = []

@@ -8,6 +8,7 @@ called them is kept outside of the IR. Sizes of a call are never in the IR, only
 from __future__ import annotations
 
 import math
+import struct
 import threading
 import weakref
 from collections.abc import Callable, Iterator, Sequence
@@ -201,6 +202,12 @@ class Operation:
     text: str
 
 
+def _high_bits(value: float) -> float:
+    """The part of a float32 that 10 bits of mantissa hold: what the matrix unit reads of it in tf32."""
+    bits = struct.unpack("<i", struct.pack("<f", value))[0] & -8192
+    return float(struct.unpack("<f", struct.pack("<i", bits))[0])
+
+
 OPERATIONS: dict[str, Operation] = {
     "add": Operation(2, lambda a, b: a + b, "({} + {})"),
     "sub": Operation(2, lambda a, b: a - b, "({} - {})"),
@@ -214,10 +221,12 @@ OPERATIONS: dict[str, Operation] = {
     "shift_right": Operation(2, lambda a, b: a >> b, "({} >> {})"),
     "bit_and": Operation(2, lambda a, b: a & b, "({} & {})"),
     "not_equal": Operation(2, lambda a, b: a != b, "({} != {})"),
+    "equal": Operation(2, lambda a, b: a == b, "({} == {})"),
     "select": Operation(3, lambda condition, a, b: a if condition else b, "({1} if {0} else {2})"),
     "relu": Operation(1, lambda a: a if a != a else max(a, 0.0), "relu({})"),
     "silu": Operation(1, lambda a: a / (1 + math.exp(-a)), "silu({})"),
     "gelu": Operation(1, lambda a: 0.5 * a * (1 + math.erf(a * math.sqrt(0.5))), "gelu({})"),
+    "high_bits": Operation(1, _high_bits, "high_bits({})"),
     "cdiv": Operation(2, lambda a, b: -(-a // b), "cdiv({}, {})"),
 }
 

@@ -197,6 +197,10 @@ class _Products:
                 groups.setdefault(value, []).append(term)
             for value, terms in groups.items():
                 rights.setdefault(value, []).append((cell, terms, settled[cell.total]))
+        # The matrix unit's own three products take four times the code, much of it for infinities.
+        many = (self.precision == "tf32x3" and any(len(cell.terms) > 1 for cell in cells)) or (
+            self.precision == "tf32x3" and len(cells) > 1
+        )
         for right_value, groups_of in rights.items():
             for cell, terms, known in groups_of:
                 lefts = [
@@ -204,8 +208,9 @@ class _Products:
                     for t in terms
                     for left, right in [self.divided(t)]
                 ]
-                dot = Dot(self.operand(lefts), right_value, self.precision)
-                body.append(Store(cell.total, (), dot, "add"))
+                for one, other in self.parts(self.operand(lefts), right_value, many):
+                    precision = "tf32" if many else self.precision
+                    body.append(Store(cell.total, (), Dot(one, other, precision), "add"))
         for cell in cells:
             total = Load(cell.total, ())
             live = self.any_term(cell, settled[cell.total])
@@ -217,6 +222,16 @@ class _Products:
             found.totals.append(select(settled[cell.total], total))
         found.body = tuple(body)
         return found
+
+    @staticmethod
+    def parts(left: Expr, right: Expr, many: bool) -> list[tuple[Expr, Expr]]:
+        """The products that make one in float32: of parts of 10 bits of mantissa, where they are written out."""
+        if not many:
+            return [(left, right)]
+        (high, low), (high_right, low_right) = (
+            (whole, Op("sub", (each, whole))) for each in (left, right) for whole in [Op("high_bits", (each,))]
+        )
+        return [(low, high_right), (high, low_right), (high, high_right)]
 
     def divided(self, term: Term) -> tuple[tuple[Expr, ...], tuple[Expr, ...]]:
         left, right = (tuple(term.factors[n] for n in side) for side in self.sides)

@@ -14,6 +14,7 @@ free m in 0 .. M:                               grid m_program in 0 .. cdiv(M, 1
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 from insum_nn.compiler.ir.nodes import (
@@ -42,12 +43,13 @@ from insum_nn.compiler.ir.nodes import (
     walk,
 )
 from insum_nn.compiler.passes.own_rows import ENTRY, RowWalk, loops_and_stores
-from insum_nn.compiler.passes.sum_terms import Cell, Space, summed
+from insum_nn.compiler.passes.sum_terms import Cell, Space, Sums, summed
 from insum_nn.compiler.passes.terms import indices_of, term_of
+from insum_nn.compiler.passes.unify_variants import switch
 
 __all__ = ["Lanes", "Tiling", "tile"]
 
-SPLIT = Index("split")
+SPLIT, PART = Index("split"), Index("part")
 # Steps to a word of 32 bits whose sign is not used.
 WORD_BITS = 31
 M, K, N = 0, 1, 2
@@ -83,6 +85,7 @@ class Tiling:
         grid: loops of which a program has one value.
         loops: summed loops that are stepped through one by one, outermost first.
         splits: programs among which the first summed loop is divided.
+        parts: programs among which the cells of a tile are divided.
         product: positions of the factors on the left and on the right side of a matrix product, formed by `dot`.
         transposed: the matrix unit gets the product with its sides exchanged, so that the columns are its long side.
         precision: of float32 in the matrix unit.
@@ -95,6 +98,7 @@ class Tiling:
     grid: tuple[str, ...] = ()
     loops: tuple[str, ...] = ()
     splits: int = 1
+    parts: int = 1
     combine: Combine = "set"
     product: tuple[tuple[int, ...], tuple[int, ...]] | None = None
     transposed: bool = False
@@ -185,22 +189,12 @@ class _Tiler:
         cells: dict[tuple[Expr, ...], list[Store]] = {}
         for store in self.stores:
             cells.setdefault(store.subscripts, []).append(store)
-        groups = [
-            Cell(
-                Buffer(f"acc{number}", self.wide, (), local=True), tuple(map(term_of, group)), self.address_of(group[0])
-            )
-            for number, group in enumerate(cells.values())
-        ]
-        sums = summed(groups, self.space(), tiling.product, tiling.precision)
-        stores = [
-            s for group, total in zip(cells.values(), sums.totals, strict=True) for s in self.stored(group[0], total)
-        ]
-        allocs = [Alloc(buffer) for buffer in sums.buffers]
-        inner: tuple[Stmt, ...] = (*allocs, *self.summing(sums.body), *stores)
-        for number in (N, M):
-            if number in self.axes:
-                inner = (self.with_body(self.axes[number], inner),)
-        for index, count in reversed(self.programs()):
+        parts = divided(list(cells.values()), tiling.parts)
+        blocks = [self.block(part) for part in parts]
+        inner = blocks[0]
+        if len(blocks) > 1:
+            inner = switch(PART, blocks, exact=self.wide == "float64")
+        for index, count in reversed(self.programs(len(blocks))):
             inner = (Loop(index, Const(0), count, "grid", inner),)
         results = tuple(Result(self.parts(r.buffer), "none") for r in kernel.results)
         nodes = (node for each in inner for node in walk(each))
@@ -214,9 +208,104 @@ class _Tiler:
     def with_body(loop: Loop, body: tuple[Stmt, ...]) -> Loop:
         return Loop(loop.index, loop.begin, loop.end, loop.role, body, loop.step, loop.limit, loop.axis)
 
-    def programs(self) -> list[tuple[Index, Expr]]:
+    def block(self, groups: Sequence[Sequence[Store]]) -> tuple[Stmt, ...]:
+        """The tile for some of its cells."""
+        cells = [
+            Cell(self.accumulator(number), tuple(map(term_of, group)), self.address_of(group[0]))
+            for number, group in enumerate(groups)
+        ]
+        sums = summed(cells, self.space(), self.tiling.product, self.tiling.precision)
+        if self.source.begins is not None:
+            return self.with_tiles(self.runs(groups, sums))
+        pairs = zip(groups, sums.totals, strict=True)
+        stores = [each for group, total in pairs for each in self.stored(group[0], total)]
+        allocs = [Alloc(buffer) for buffer in sums.buffers]
+        return self.with_tiles((*allocs, *self.summing(sums.body), *stores))
+
+    def with_tiles(self, inner: tuple[Stmt, ...]) -> tuple[Stmt, ...]:
+        for number in (N, M):
+            if number in self.axes:
+                inner = (self.with_body(self.axes[number], inner),)
+        return inner
+
+    def runs(self, groups: Sequence[Sequence[Store]], sums: Sums) -> tuple[Stmt, ...]:
+        """The sums of runs: entries of one row in one chunk. Each is written at its last entry.
+
+        The loop over entries is the outermost; what an entry sums over other loops is a part of its run.
+        """
+        begins, ends = self.edges()
+        allocs: list[Stmt] = []
+        body: list[Stmt] = []
+        inside = self.without_entries(sums.body)
+        names = {buffer: Buffer(f"part{n}", buffer.dtype, (), local=True) for n, buffer in enumerate(sums.buffers)}
+        if inside is not sums.body:
+            body += [Alloc(part) for part in names.values()]
+            changed: dict[Node, Node] = {**names}
+            body += [each.replace(changed) for each in inside]  # type: ignore[misc]
+        for number, (group, buffer) in enumerate(zip(groups, sums.buffers, strict=True)):
+            allocs.append(Alloc(buffer))
+            if inside is sums.body:
+                store = sums.body[number]
+                assert isinstance(store, Store)
+                body.append(Store(buffer, (), store.value, "add", store.where, begins))
+            else:
+                body.append(Store(buffer, (), Load(names[buffer], ()), "add", None, begins))
+            body += self.stored(group[0], Load(buffer, ()), ends)
+        return (*allocs, *self.over_entries(tuple(body)))
+
+    def edges(self) -> tuple[Expr, Expr]:
+        """Where a run begins and ends; of an entry on several lanes, at the first and at the last of them."""
+        begins, ends = self.source.begins, self.source.ends
+        assert begins is not None
+        assert ends is not None
+        begins, ends = (self.renamed_expr(each) for each in (begins, ends))
+        lanes = self.tiling.k
+        if lanes is None or lanes.indices[0] != ENTRY.name or not lanes.inner:
+            return begins, ends
+        place = Op("mod", (self.axes[K].index, Const(lanes.each)))
+        first, last = (Op("equal", (place, Const(n))) for n in (0, lanes.each - 1))
+        return Op("and", (begins, first)), Op("and", (ends, last))
+
+    def renamed_expr(self, expr: Expr) -> Expr:
+        found = expr.replace(self.renamed)
+        assert isinstance(found, Expr)
+        return found
+
+    def without_entries(self, sums: tuple[Stmt, ...]) -> tuple[Stmt, ...]:
+        """The loops over what an entry sums."""
+        body = sums
+        lanes = self.tiling.k
+        if lanes is not None and lanes.indices[0] != ENTRY.name:
+            body = self.stepped(lanes, body, None)
+        for name in reversed([name for name in self.tiling.loops if name != ENTRY.name]):
+            loop = self.loops[name]
+            body = (Loop(loop.index, loop.begin, loop.end, "serial", body),)
+        return body
+
+    def over_entries(self, body: tuple[Stmt, ...]) -> tuple[Stmt, ...]:
+        lanes, stages = self.tiling.k, self.tiling.pipeline
+        if lanes is not None and lanes.indices[0] == ENTRY.name:
+            return self.stepped(lanes, body, None)
+        loop = self.loops[ENTRY.name]
+        return (Loop(loop.index, loop.begin, loop.end, "serial", body, pipeline=stages),)
+
+    def stepped(self, lanes: Lanes, body: tuple[Stmt, ...], share: tuple[Expr, Expr] | None) -> tuple[Stmt, ...]:
+        """The lanes along a sum, in as many steps as it takes."""
+        body = (self.with_body(self.axes[K], body),)
+        if self.single(K, lanes):
+            return body
+        first = self.loops[lanes.indices[0]]
+        begin, end = share or (multiply(first.begin, Const(lanes.each)), multiply(first.end, Const(lanes.each)))
+        stages = self.tiling.pipeline if first.index is ENTRY else 0
+        index = Index(f"{self.axes[K].index.name}_step")
+        return (Loop(index, begin, end, "serial", body, lanes.block * lanes.each, pipeline=stages),)
+
+    def programs(self, parts: int) -> list[tuple[Index, Expr]]:
         """The grid, outermost first."""
         found: list[tuple[Index, Expr]] = []
+        # Long code: programs that run at one time should be in the same part of it, which the cache holds.
+        if parts > 1 and self.tiling.product is not None:
+            found.append((PART, Const(parts)))
         if self.tiling.splits > 1:
             found.append((SPLIT, Const(self.tiling.splits)))
         found += [(Index(name), self.loops[name].end) for name in self.tiling.grid]
@@ -229,6 +318,8 @@ class _Tiler:
                 elif lanes.block == 1:
                     count = first.end
                 found.append((Index(f"{self.axes[number].index.name}_program"), count))
+        if parts > 1 and self.tiling.product is None:
+            found.append((PART, Const(parts)))
         return found
 
     def summing(self, sums: tuple[Stmt, ...]) -> tuple[Stmt, ...]:
@@ -237,15 +328,10 @@ class _Tiler:
         split = self.tiling.splits > 1
         body = sums
         if lanes is not None:
-            body = (self.with_body(self.axes[K], body),)
-            if not self.single(K, lanes):
-                first, step = self.loops[lanes.indices[0]], lanes.block * lanes.each
-                begin, end = multiply(first.begin, Const(lanes.each)), multiply(first.end, Const(lanes.each))
-                if split and not loops:
-                    begin, end = self.share(end, step)
-                stages = self.tiling.pipeline if first.index is ENTRY else 0
-                index = Index(f"{self.axes[K].index.name}_step")
-                body = (Loop(index, begin, end, "serial", body, step, pipeline=stages),)
+            first = self.loops[lanes.indices[0]]
+            whole = multiply(first.end, Const(lanes.each))
+            share = self.share(whole, lanes.block * lanes.each) if split and not loops else None
+            body = self.stepped(lanes, body, share)
         for loop in reversed(loops):
             begin, end = loop.begin, loop.end
             if split and loop is loops[0]:
@@ -331,13 +417,14 @@ class _Tiler:
             return buffer
         return Buffer(buffer.name, self.wide, (Const(self.tiling.splits), *buffer.shape))
 
-    def stored(self, store: Store, total: Expr) -> list[Stmt]:
-        """The statements that write a cell."""
+    def stored(self, store: Store, total: Expr, ends: Expr | None = None) -> list[Stmt]:
+        """The statements that write a cell, where its run ends."""
         result = self.source.kernel.results[0]
-        where = conjunction(self.address_of(store))
+        where = conjunction([*self.address_of(store), ends])
         if self.tiling.splits > 1:
             return [Store(self.parts(result.buffer), (SPLIT, *store.subscripts), total, "set", where)]
-        subscripts, value, target = store.subscripts, total, self.source.target
+        subscripts, value, axis = store.subscripts, total, self.source.axis
+        target = None if self.source.target is None else subscripts[axis]
         if self.tiling.combine == "add":
             return [Store(result.buffer, subscripts, value, "add", where)]
         if result.initial == "tensor":
@@ -347,12 +434,24 @@ class _Tiler:
         if result.activation is not None:
             value = Op(result.activation, (value,))
         whole = Store(result.buffer, subscripts, value, "set", where)
-        if target is None or self.source.ends is not None:
+        if target is None:
             return [whole]
-        axis = self.source.axis
         rest = [n for n in range(len(subscripts)) if n != axis]
         shape = tuple(result.buffer.shape[n] for n in rest)
         scratch = Buffer("scratch", self.wide, (Size("slots"), *shape))
         slot: Expr = Op("sub", (Const(-1), target))
         part = Store(scratch, (slot, *(subscripts[n] for n in rest)), total, "set", where)
         return [If(Op("less", (target, Const(0))), (part,), (whole,))]
+
+
+def divided(cells: Sequence[Sequence[Store]], parts: int) -> list[list[Sequence[Store]]]:
+    """Cells divided into parts of like work."""
+    if parts >= len(cells):
+        return [[group] for group in cells]
+    total = sum(4 + len(group) for group in cells)
+    found: list[list[Sequence[Store]]] = [[] for _ in range(max(1, parts))]
+    done = 0
+    for group in cells:
+        found[min(len(found) - 1, done * len(found) // total)].append(group)
+        done += 4 + len(group)
+    return [part for part in found if part]

@@ -1,0 +1,178 @@
+"""Unroll the loops that address static tables: their entries become numbers, and each point a term of its own.
+
+    sum p in 0 .. 2:                                            out[z, 1] += 0.5 * t1[z, 3]
+      out[z, x0[p]] += t0[p] * t1[z, x1[p]]         ->          out[z, 0] += -1.0 * t1[z, 2]
+
+with x0 = (1, 0), t0 = (0.5, -1) and x1 = (3, 2). An index in which every table is affine stays a loop: what is read of
+a table is then a number and a step.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping, Sequence
+
+from insum_nn.compiler.ir.nodes import (
+    OPERATIONS,
+    Buffer,
+    Cast,
+    Const,
+    Expr,
+    Index,
+    Kernel,
+    Load,
+    Loop,
+    Node,
+    Op,
+    Stmt,
+    Store,
+    add,
+    conjunction,
+    conjuncts,
+    multiply,
+    walk,
+)
+from insum_nn.compiler.passes.own_rows import loops_and_stores
+from insum_nn.facts import StaticTable
+
+__all__ = ["fold_static_tables"]
+
+
+def fold_static_tables(
+    kernel: Kernel, tables: Mapping[str, StaticTable], unrolled: Sequence[str], points: Iterable[Mapping[str, int]]
+) -> Kernel:
+    """Unroll a kernel over static tables.
+
+    Args:
+        kernel: the algorithm.
+        tables: values by the canonical names of their buffers.
+        unrolled: the loops that become terms.
+        points: the combinations of their values that have a term.
+    """
+    loops, stores = loops_and_stores(kernel)
+    folded: list[Store] = []
+    shapes: dict[Node, Node] = {
+        extent: Const(tables[buffer.name].shape[axis])
+        for buffer in kernel.inputs
+        if buffer.name in tables
+        for axis, extent in enumerate(buffer.shape)
+    }
+    for point in points:
+        values: dict[Node, Node] = shapes | {Index(name): Const(point[name]) for name in unrolled}
+        fold = _Fold(tables, {name: _extent(loops, name) for name in (loop.index.name for loop in loops)})
+        for store in stores:
+            at = store.replace(values) if values else store
+            assert isinstance(at, Store)
+            folded += fold.store(at)
+    body: tuple[Stmt, ...] = tuple(folded)
+    for loop in reversed(loops):
+        if loop.index.name not in unrolled:
+            body = (Loop(loop.index, loop.begin, loop.end, loop.role, body),)
+    inputs = tuple(buffer for buffer in kernel.inputs if buffer.name not in tables)
+    return Kernel(inputs, kernel.results, body, kernel.exact)
+
+
+def _extent(loops: Sequence[Loop], name: str) -> int | None:
+    end = next(loop.end for loop in loops if loop.index.name == name)
+    return int(end.value) if isinstance(end, Const) else None
+
+
+class _Fold:
+    """Replaces reads of tables by numbers, and computes what is known then."""
+
+    def __init__(self, tables: Mapping[str, StaticTable], extents: Mapping[str, int | None]) -> None:
+        self.tables = tables
+        self.extents = extents
+        self.memo: dict[Node, Node] = {}
+
+    def store(self, store: Store) -> list[Store]:
+        """The store at one point; none where a condition that is known now does not hold."""
+        conditions = [self.fold(condition) for condition in conjuncts(store.where)]
+        if any(isinstance(c, Const) and not c.value for c in conditions):
+            return []
+        where = conjunction([c for c in conditions if isinstance(c, Expr) and not isinstance(c, Const)])
+        subscripts = tuple(self.expr(s) for s in store.subscripts)
+        return [Store(store.buffer, subscripts, self.expr(store.value), store.combine, where)]
+
+    def expr(self, node: Expr) -> Expr:
+        found = self.fold(node)
+        assert isinstance(found, Expr)
+        return found
+
+    def fold(self, node: Node) -> Node:
+        if isinstance(node, Buffer):
+            return node
+        if node not in self.memo:
+            self.memo[node] = self.known(node.rebuild(self.fold))
+        return self.memo[node]
+
+    def known(self, node: Node) -> Node:
+        if isinstance(node, Load):
+            if node.buffer.name in self.tables:
+                return self.entry(node, self.tables[node.buffer.name])
+            true = [c for c in conjuncts(node.where) if not (isinstance(c, Const) and c.value)]
+            return Load(node.buffer, node.subscripts, conjunction(true), node.fill)
+        if isinstance(node, Cast) and isinstance(node.value, Const):
+            return node.value
+        if isinstance(node, Op):
+            if node.args and all(isinstance(arg, Const) for arg in node.args):
+                value = OPERATIONS[node.name].evaluate(*(arg.value for arg in node.args if isinstance(arg, Const)))
+                dtype = "bool" if isinstance(value, bool) else "float64" if isinstance(value, float) else "int64"
+                return Const(value, dtype)
+            if node.name == "add":
+                return add(*node.args)
+            if node.name == "mul" and all(_integer(arg) for arg in node.args):
+                return multiply(*node.args)
+            if node.name == "at_least" and self.at_least_zero(node.args[0]) and node.args[1] is Const(0):
+                return Const(True, "bool")
+        return node
+
+    def at_least_zero(self, expr: Expr) -> bool:
+        """Whether an affine sum of loops cannot be negative."""
+        if isinstance(expr, Const):
+            return expr.value >= 0
+        if isinstance(expr, Op) and expr.name == "add":
+            lows = [self.least(arg) for arg in expr.args]
+            return all(low is not None for low in lows) and sum(low for low in lows if low is not None) >= 0
+        return isinstance(expr, Index)
+
+    def least(self, expr: Expr) -> int | None:
+        if isinstance(expr, Const):
+            return int(expr.value)
+        if isinstance(expr, Index):
+            return 0
+        if isinstance(expr, Op) and expr.name == "add":
+            lows = [self.least(arg) for arg in expr.args]
+            return None if any(low is None for low in lows) else sum(low for low in lows if low is not None)
+        if isinstance(expr, Op) and expr.name == "mul" and isinstance(expr.args[0], Const):
+            index, step = expr.args[1], int(expr.args[0].value)
+            extent = self.extents.get(index.name) if isinstance(index, Index) else None
+            return min(0, step * (extent - 1)) if extent is not None else None
+        return None
+
+    def entry(self, load: Load, table: StaticTable) -> Expr:
+        """A table's entry: a number, or a number and steps along the loops that are left."""
+        left = list(dict.fromkeys(n for s in load.subscripts for n in walk(s) if isinstance(n, Index)))
+        start = self.at(load, table, {})
+        found: Expr = Const(start, "float64" if isinstance(start, float) else "int64")
+        for index in left:
+            # With a single value any step will do; one that is not 0 keeps the index in the address, for its mask.
+            step = self.at(load, table, {index: 1}) - start if self.extents[index.name] != 1 else 1
+            found = add(found, multiply(Const(int(step)), index))
+        return found
+
+    def at(self, load: Load, table: StaticTable, point: Mapping[Index, int]) -> int | float:
+        places: list[int] = []
+        for subscript in load.subscripts:
+            mapping: dict[Node, Node] = {n: Const(point.get(n, 0)) for n in walk(subscript) if isinstance(n, Index)}
+            value = _Fold(self.tables, self.extents).expr(subscript.replace(mapping)) if mapping else subscript  # type: ignore[arg-type]
+            assert isinstance(value, Const)
+            places.append(int(value.value))
+        return table.at(places)
+
+
+def _integer(expr: Expr) -> bool:
+    return (
+        isinstance(expr, Index)
+        or (isinstance(expr, Const) and isinstance(expr.value, int))
+        or (isinstance(expr, Op) and expr.name in ("add", "mul") and all(map(_integer, expr.args)))
+    )
