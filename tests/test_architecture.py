@@ -57,6 +57,8 @@ COMPILER_EXCEPTIONS: dict[tuple[str, str], str] = {
     ("forms", "runtime.row_partition"): "a launch makes the row partition that its kernel reads",
     ("forms.joint", "runtime"): "a joint kernel is written for several programs at once",
     ("plans.fx_lowering", "runtime.library_calls"): "the graph calls this function by name",
+    ("codegen.aten", "runtime.library_calls"): "the graph calls this function by name",
+    ("codegen.aten_read", "runtime.library_calls"): "the graph calls this function by name",
     ("runtime.program", "explain.report"): "`Program.explain()` returns a report",
     ("runtime.program", "explain.sequence"): "`Program.explain()` returns a report",
 }
@@ -66,7 +68,10 @@ INTERPRETER_MAY_IMPORT = {"lang", "lang.syntax", "lang.parser", "lang.check", "l
 
 # tool -> the only files of the package that name it.
 ONLY_IN = {
-    "torch.fx": tuple(f"insum_nn/compiler/plans/{name}.py" for name in ("fx_access", "fx_extremum", "fx_lowering")),
+    "torch.fx": (
+        *(f"insum_nn/compiler/plans/{name}.py" for name in ("fx_access", "fx_extremum", "fx_lowering")),
+        *(f"insum_nn/compiler/codegen/{name}.py" for name in ("aten", "aten_read", "aten_extremum", "aten_write")),
+    ),
     # `onlookers` asks for what is known of symbolic sizes.
     "torch.fx.experimental": ("insum_nn/compiler/codegen/inductor.py", "insum_nn/ops/onlookers.py"),
     "torch._inductor": ("insum_nn/compiler/codegen/inductor.py",),

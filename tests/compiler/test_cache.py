@@ -402,7 +402,7 @@ def test_sums_of_index_tensors_are_checked_together():
         program(v=v, E=high, F=high)
 
 
-def test_claimed_facts_are_read_once_and_those_of_builders_after_a_write(readings: list[Tensor]):
+def test_facts_of_callers_are_verified_once_and_those_of_builders_after_a_write(readings: list[Tensor]):
     facts = {name: IndexFacts(masked=False, proven=True) for name in ("Row", "Col")}
     program, built = insum_nn.compile(SPMM, facts=facts, out_shape=(3, None)), compile_built(SPMM, facts=facts)
     tensors = spmm(3, 5, 2)
@@ -428,7 +428,7 @@ def test_claimed_facts_are_read_once_and_those_of_builders_after_a_write(reading
     again(**t)
     again(**t)
     assert len(readings) == 4
-    with pytest.raises(InsumRangeError, match="'Row' breaks a fact claimed of it"):
+    with pytest.raises(InsumRangeError, match="'Row' contradicts a fact that is declared for it"):
         again(**{**t, "Row": torch.full_like(t["Row"], -1)})
 
 

@@ -194,7 +194,7 @@ CASES: dict[str, Case] = {
         running("y[i] += alpha * x[i]", alpha=torch.ones(1), x=torch.ones(3)),
         {"tensor": "alpha", "expected": 0, "got": 1},
     ),
-    "rank_of_the_start": Case(
+    "rank_of_the_initial_value": Case(
         InsumShapeError, spmm(C=torch.ones(1, 1, 3), out_shape=None), {"tensor": "C", "expected": 2, "got": 3}
     ),
     "two_ranks": Case(InsumShapeError, compiling("C[i] += A[i] * A[i,j]"), {"tensor": "A", "got": (1, 2)}),
@@ -224,7 +224,7 @@ CASES: dict[str, Case] = {
     "extent_against_sizes": Case(
         InsumShapeError, running("y[i] += x[i]", x=torch.ones(3), sizes={"i": 4}), {"index": "i", "got": (3, 4)}
     ),
-    "extent_against_the_start": Case(
+    "extent_against_the_initial_value": Case(
         InsumShapeError, running("y[i] += x[i]", x=torch.ones(3), y=torch.ones(2)), {"index": "i", "got": (2, 3)}
     ),
     "index_without_extent": Case(
@@ -234,7 +234,7 @@ CASES: dict[str, Case] = {
     "output_extent_unknown": Case(InsumShapeError, spmm(out_shape=None), {"axis": 0}),
     "output_extents_unknown": Case(InsumShapeError, running("C[2*i,j,3] += A[i,j]", A=torch.ones(2, 3)), {"axis": 0}),
     "out_shape_too_short": Case(InsumShapeError, spmm(out_shape=(3,)), {"expected": 2, "got": 1}),
-    "out_shape_against_the_start": Case(
+    "out_shape_against_the_initial_value": Case(
         InsumShapeError, spmm(C=torch.ones(3, 4), out_shape=(4, None)), {"expected": 4, "got": 3}
     ),
     "out_shape_of_floats": Case(InsumShapeError, spmm(out_shape=(3.0, None))),
@@ -243,7 +243,7 @@ CASES: dict[str, Case] = {
     "sizes_of_text": Case(InsumShapeError, spmm(sizes={"n": "4"})),
     "sizes_negative": Case(InsumShapeError, spmm(sizes={"n": -4})),
     "sizes_of_a_bool": Case(InsumShapeError, running("y[i,j] += x[i]", x=torch.ones(3), sizes={"j": True})),
-    "start_of_assignment": Case(
+    "initial_value_of_assignment": Case(
         InsumShapeError, running("y[i] = x[i]", x=torch.ones(3), y=torch.ones(3)), {"tensor": "y"}
     ),
     # Kinds, dtypes, devices.
@@ -273,7 +273,7 @@ CASES: dict[str, Case] = {
         InsumDtypeError, spmm(Col=torch.tensor([1, 0, 1], dtype=torch.int16)), {"tensor": "Col", "got": torch.int16}
     ),
     "dtype_mix": Case(InsumDtypeError, spmm(B=torch.ones(2, 4).double()), {"got": {torch.float32, torch.float64}}),
-    "dtype_mix_with_the_start": Case(
+    "dtype_mix_with_the_initial_value": Case(
         InsumDtypeError, spmm(C=torch.zeros(3, 4).half(), out_shape=None), {"got": {torch.float32, torch.float16}}
     ),
     "dtype_complex": Case(
@@ -377,7 +377,7 @@ CASES: dict[str, Case] = {
     "out_is_read": Case(
         InsumAliasError, lambda: running("y[i] += x[i]", x=(x := torch.ones(3)), out=x)(), {"tensor": "x"}
     ),
-    "out_overlaps_its_start": Case(
+    "out_overlaps_its_initial_value": Case(
         InsumAliasError, lambda: running("y[i] += x[i]", x=torch.ones(3), y=(y := torch.ones(4))[1:], out=y[:3])()
     ),
     "out_overlaps_itself": Case(InsumAliasError, spmm(out=torch.ones(3, 1).expand(3, 4))),

@@ -257,7 +257,7 @@ def test_validate_proves_the_claim(row: list[int], col: list[int], fails: bool):
     if not fails:
         program(tensors=tensors)
         return
-    with pytest.raises(InsumRangeError, match=r"claimed unique with Col, but \(0, 0\) stands more than once"):
+    with pytest.raises(InsumRangeError, match=r"declared unique with Col, but \(0, 0\) occurs more than once"):
         program(tensors=tensors)
 
 

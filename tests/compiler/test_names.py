@@ -134,7 +134,7 @@ def test_explain_says_what_the_arguments_of_the_graph_are():
         "# arg0: Row",
         "# arg1: row",
         "# arg2: the extent of axis 0 of y",
-        "# arg3: y, the starting value",
+        "# arg3: y, the initial value",
     ]
 
 

@@ -1,14 +1,29 @@
-"""Graphs of the loop-nest IR: kernels, structures and memory in order."""
+"""Graphs of the loop-nest IR: kernels, library calls, structures and memory in order."""
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from typing import Literal
 
-from insum_nn.compiler.ir.nodes import Buffer, Expr, Kernel, Node
+from insum_nn.compiler.ir.nodes import Buffer, Const, Expr, Index, Kernel, Load, Loop, Node, Op, Size, Store
 
-__all__ = ["Fill", "Graph", "GraphNode", "Launch", "Structure"]
+__all__ = [
+    "Extent",
+    "Fill",
+    "Graph",
+    "GraphNode",
+    "Launch",
+    "Library",
+    "Step",
+    "Structure",
+    "factors_of",
+    "loops_of",
+    "made_by",
+    "store_of",
+]
 
 StructureKind = Literal["rows", "order", "take"]
+Function = Literal["matmul", "csr_product", "sampled_product"]
 
 
 class GraphNode(Node):
@@ -43,9 +58,85 @@ class Launch(GraphNode):
     stages: int = 2
 
 
+class Step(GraphNode):
+    """Compute what a small algorithm says: a kernel of one store whose loops are not placed.
+
+    `unrolled`: sums of a known number of terms that are written out term by term.
+    """
+
+    kernel: Kernel
+    unrolled: tuple[Index, ...] = ()
+
+
+class Library(GraphNode):
+    """Compute what a small algorithm says by one call of a library.
+
+    `matmul`: a batched product of two matrices, each of their axes an index. `csr_product`: rows of a dense matrix,
+    times a value for each entry, added up by row of a sparse one; the dense factor stands last, the row first.
+    `sampled_product`: a product of two dense matrices at some entries alone.
+    """
+
+    function: Function
+    kernel: Kernel
+
+
+class Extent(Node):
+    """Where a size is read: along an axis of an input; without one it is passed as an integer."""
+
+    size: Size
+    buffer: Buffer | None = None
+    axis: int = 0
+
+
 class Graph(Node):
-    """Steps in order, from inputs to outputs."""
+    """Steps in order, from inputs to outputs; `extents`: where the sizes of library calls are read."""
 
     inputs: tuple[Buffer, ...]
     nodes: tuple[GraphNode, ...]
     outputs: tuple[Buffer, ...]
+    extents: tuple[Extent, ...] = ()
+
+
+def loops_of(kernel: Kernel) -> list[Loop]:
+    """The loops around the store of an algorithm, outer first."""
+    loops: list[Loop] = []
+    body = kernel.body
+    while len(body) == 1 and isinstance(body[0], Loop):
+        loops.append(body[0])
+        body = body[0].body
+    return loops
+
+
+def store_of(kernel: Kernel) -> Store:
+    """The one store of an algorithm."""
+    loops = loops_of(kernel)
+    (store,) = loops[-1].body if loops else kernel.body
+    assert isinstance(store, Store)
+    return store
+
+
+def factors_of(value: Expr) -> tuple[list[Load], int | float]:
+    """A product as the reads that it multiplies and the product of its numbers."""
+    reads: list[Load] = []
+    number: int | float = 1
+
+    def visit(expr: Expr) -> None:
+        nonlocal number
+        if isinstance(expr, Op) and expr.name == "mul":
+            for arg in expr.args:
+                visit(arg)
+        elif isinstance(expr, Const):
+            number = number * expr.value
+        else:
+            assert isinstance(expr, Load)
+            reads.append(expr)
+
+    visit(value)
+    return reads, number
+
+
+def made_by(graph: Graph) -> Iterator[tuple[Buffer, Step | Library]]:
+    """What each small algorithm of a graph writes."""
+    for node in graph.nodes:
+        if isinstance(node, Step | Library):
+            yield node.kernel.results[0].buffer, node

@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from insum_nn.compiler.ir.graph import Fill, Graph, Launch, Structure
+from insum_nn.compiler.ir.graph import Fill, Graph, Launch, Library, Step, Structure
 from insum_nn.compiler.ir.nodes import (
     OPERATIONS,
     Alloc,
@@ -24,6 +24,7 @@ from insum_nn.compiler.ir.nodes import (
     Load,
     Loop,
     Op,
+    Result,
     Size,
     Stmt,
     Store,
@@ -42,12 +43,7 @@ def interpret_kernel(kernel: Kernel, tensors: Mapping[str, Tensor], sizes: Mappi
     """
     run = _Run(dict(tensors), sizes)
     for result in kernel.results:
-        run.fill(result.buffer, 0 if result.initial == "zero" else None)
-        if result.initial == "tensor":
-            run.memory[result.buffer.name] = run.memory[f"{result.buffer.name}_initial"].clone()
-            run.written.update(
-                (result.buffer, cell) for cell in itertools.product(*map(range, run.shape(result.buffer)))
-            )
+        run.begin(result)
     run.block(kernel.body, {})
     for result in kernel.results:
         if result.activation is not None:
@@ -66,7 +62,9 @@ def interpret_graph(graph: Graph, tensors: Mapping[str, Tensor], sizes: Mapping[
             extent = None if node.extent is None else int(run.value(node.extent, {}))
             run.memory[node.result.name] = structure(node.kind, [run.memory[b.name] for b in node.inputs], extent)
         else:
-            assert isinstance(node, Launch)
+            assert isinstance(node, Launch | Step | Library)
+            if not isinstance(node, Launch):
+                run.begin(*node.kernel.results)
             run.block(node.kernel.body, {})
     return [run.memory[buffer.name] for buffer in graph.outputs]
 
@@ -97,6 +95,14 @@ class _Run:
         shape = self.shape(buffer)
         empty = float("nan") if floating else -(2**62)
         self.memory[buffer.name] = torch.full(shape, empty if value is None else value, dtype=dtype)
+
+    def begin(self, result: Result) -> None:
+        """Fill a result with what it holds before the first write."""
+        self.fill(result.buffer, 0 if result.initial == "zero" else None)
+        if result.initial == "tensor":
+            self.memory[result.buffer.name] = self.memory[f"{result.buffer.name}_initial"].clone()
+            cells = itertools.product(*map(range, self.shape(result.buffer)))
+            self.written.update((result.buffer, cell) for cell in cells)
 
     def shape(self, buffer: Buffer) -> list[int]:
         return [int(self.value(extent, {})) for extent in buffer.shape]

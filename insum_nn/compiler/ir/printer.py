@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 
-from insum_nn.compiler.ir.graph import Fill, Graph, Launch, Structure
+from insum_nn.compiler.ir.graph import Fill, Graph, Launch, Library, Step, Structure
 from insum_nn.compiler.ir.nodes import (
     OPERATIONS,
     Alloc,
@@ -42,8 +42,16 @@ def show(node: Node) -> str:
 
 def _graph(graph: Graph) -> Iterator[str]:
     yield f"graph({', '.join(map(_declared, graph.inputs))}) -> {', '.join(b.name for b in graph.outputs)}:"
+    for extent in graph.extents:
+        where = "an argument" if extent.buffer is None else f"axis {extent.axis} of {extent.buffer.name}"
+        yield f"  extent {_expr(extent.size)}: {where}"
     for node in graph.nodes:
-        if isinstance(node, Structure):
+        if isinstance(node, Step | Library):
+            head = node.function if isinstance(node, Library) else "step"
+            if isinstance(node, Step) and node.unrolled:
+                head += f", {', '.join(index.name for index in node.unrolled)} unrolled"
+            yield from (f"  {line}" for line in _kernel(node.kernel, head))
+        elif isinstance(node, Structure):
             arguments = [*(b.name for b in node.inputs), *([_expr(node.extent)] if node.extent is not None else [])]
             yield f"  structure {_declared(node.result)} = {node.kind}({', '.join(arguments)})"
         elif isinstance(node, Fill):

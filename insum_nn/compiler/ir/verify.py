@@ -2,11 +2,23 @@
 
 from __future__ import annotations
 
-from insum_nn.compiler.ir.graph import Fill, Graph, Launch, Structure
+from insum_nn.compiler.ir.access import scattered_axes
+from insum_nn.compiler.ir.graph import (
+    Fill,
+    Graph,
+    Launch,
+    Library,
+    Step,
+    Structure,
+    factors_of,
+    loops_of,
+    store_of,
+)
 from insum_nn.compiler.ir.nodes import (
     OPERATIONS,
     Alloc,
     Buffer,
+    Const,
     Expr,
     If,
     Index,
@@ -50,12 +62,39 @@ def verify_graph(graph: Graph) -> None:
             used = {*node.kernel.inputs, *(result.buffer for result in node.kernel.results)}
             assert used <= made, f"not made yet: {sorted(b.name for b in used - made)}"
             continue
-        assert isinstance(node, Structure | Fill)
-        used, result = (set(node.inputs), node.result) if isinstance(node, Structure) else (set(), node.buffer)
+        if isinstance(node, Step | Library):
+            _check_step(node)
+            used, result = set(node.kernel.inputs), node.kernel.results[0].buffer
+        else:
+            assert isinstance(node, Structure | Fill)
+            used, result = (set(node.inputs), node.result) if isinstance(node, Structure) else (set(), node.buffer)
         assert used <= made, f"not made yet: {sorted(b.name for b in used - made)}"
         assert result not in made, f"{result.name} is made twice"
         made.add(result)
     assert set(graph.outputs) <= made
+
+
+def _check_step(node: Step | Library) -> None:
+    """A small algorithm stores once; what a library computes has the form of its product."""
+    verify_kernel(node.kernel, placed=False)
+    assert len(node.kernel.results) == 1, "a step of several results"
+    store, loops = store_of(node.kernel), {loop.index: loop for loop in loops_of(node.kernel)}
+    if isinstance(node, Step):
+        assert all(isinstance(loops[index].end, Const) for index in node.unrolled), "unrolled without a known extent"
+        return
+    reads, number = factors_of(store.value)
+    assert store.combine == "add", f"{node.function} that does not add"
+    assert number == 1, f"{node.function} of a number"
+    assert len(reads) in ((1, 2) if node.function == "csr_product" else (2,)), f"{node.function} of {len(reads)} reads"
+    sums = {index for index, loop in loops.items() if loop.role == "sum"}
+    if node.function == "matmul":
+        for subscripts in (store.subscripts, *(read.subscripts for read in reads)):
+            assert not scattered_axes(subscripts), "matmul of values that are gathered"
+        assert all(sums <= set(read.subscripts) for read in reads), "matmul that sums an index of one factor alone"
+    elif node.function == "sampled_product":
+        assert not scattered_axes(store.subscripts), "sampled_product whose result is scattered"
+    else:
+        assert not scattered_axes(store.subscripts[1:]), "csr_product of more than one row of a term"
 
 
 def _check_block(

@@ -1,1 +1,1 @@
-"""The language: text to a checked statement, its sizes, its derivatives, and the interpreter that defines it."""
+"""Parse, check, bind, differentiate and interpret statements."""

@@ -1,7 +1,7 @@
-"""Statement + tensors -> `Bound`: ranks, dtypes, devices and facts checked, every extent found.
+"""Bind a statement to tensors: check ranks, dtypes and devices, and collect what a compiled program depends on.
 
-`Bound` holds no sizes, so that it can be the key under which a compiled program is kept: other sizes of
-the same statement reuse it. The sizes of one call are an `Extents`.
+A `Bound` holds no sizes, so that it can be the key of a compiled program, which calls with other sizes reuse. The sizes
+of one call are `Extents`.
 """
 
 from __future__ import annotations
@@ -46,11 +46,11 @@ VALUE_DTYPES = (*_FLOATS, *_INTEGERS)
 
 @dataclass(frozen=True, slots=True)
 class Layout:
-    """What a statement says about its tensors before any tensor is seen.
+    """The tensors and indices of a statement, as its text gives them.
 
     Attributes:
         tensors: names of the tensors read, in canonical order.
-        index_tensors: those that stand inside a subscript.
+        index_tensors: those inside subscripts.
         value_tensors: those that are factors.
         ranks: dimensions of each tensor read.
         indices: names of all index variables, in canonical order.
@@ -69,7 +69,7 @@ class Layout:
 
 @lru_cache(maxsize=1024)
 def layout_of(statement: Statement) -> Layout:
-    """The statement's `Layout`."""
+    """Return the statement's `Layout`."""
     tensors = statement.tensors()
     position = {name: i for i, name in enumerate(tensors)}
     ranks = [0] * len(tensors)
@@ -107,14 +107,14 @@ class Bound:
 
     Attributes:
         statement: the statement.
-        dtype: of the factors and of the starting value.
+        dtype: of the factors and of the initial value.
         index_dtypes: of each tensor of the layout; the factors' dtype where it is no index tensor.
         device_type: `"cpu"`, `"cuda"`, ...
-        has_start: a starting value was passed.
+        has_start: an initial value was passed.
         facts: of each tensor of the layout.
-        drop_outside: writes outside the output are dropped instead of refused (derivative statements).
-        static: indices whose extent is part of the key, with that extent.
-        epilogue: what follows the sum.
+        drop_outside: writes out of bounds are dropped instead of raising (derivative statements).
+        static: indices whose extent is compiled in, with that extent.
+        epilogue: the activation and the cast after the sum.
     """
 
     statement: Statement
@@ -129,7 +129,7 @@ class Bound:
 
     @property
     def out_dtype(self) -> torch.dtype:
-        """The output's dtype."""
+        """Return the output's dtype."""
         return self.epilogue.out_dtype(self.dtype)
 
     @property
@@ -149,12 +149,12 @@ def _describe(name: str, tensor: Tensor) -> str:
 
 
 def show_dtype(dtype: torch.dtype) -> str:
-    """`float32` for `torch.float32`."""
+    """Return `float32` for `torch.float32`."""
     return str(dtype).removeprefix("torch.")
 
 
 def show_shape(shape: Sequence[int]) -> str:
-    """`(3, 4)` or `(3,)`."""
+    """Return `(3, 4)` or `(3,)`."""
     return f"({', '.join(map(str, shape))}{',' if len(shape) == 1 else ''})"
 
 
@@ -172,7 +172,7 @@ def bind(
     Args:
         statement: a checked statement.
         tensors: exactly the tensors that it reads.
-        start: the starting value, or `None`.
+        start: the initial value, or `None`.
         facts: facts of index tensors, by name; unknown where missing.
         drop_outside: see `Bound`.
         epilogue: see `Bound`.
@@ -237,7 +237,7 @@ def _check_ranks(statement: Statement, named: Mapping[str, Tensor]) -> list[Insu
         if tensor is None or access.name in done or tensor.ndim == len(access.subscripts):
             continue
         if access is statement.output and tensor.ndim < len(access.subscripts):
-            # A starting value is broadcast.
+            # An initial value is broadcast.
             continue
         done.add(access.name)
         count = len(access.subscripts)
@@ -287,7 +287,7 @@ def _check_dtypes(statement: Statement, named: Mapping[str, Tensor]) -> list[Ins
                     expression=statement.text,
                     spans=_spans(statement, name),
                     details=["expected a real floating-point or integer dtype"],
-                    fix="run real and imaginary parts apart."
+                    fix="run the real and the imaginary part separately."
                     if tensor.is_complex()
                     else f"pass {name}.to(torch.float32).",
                     tensor=name,

@@ -1,4 +1,4 @@
-"""Rules that need names only: what is written must be read, what is read must not be written."""
+"""Check what depends on names alone: written indices must be read, the output must not be read."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ def _written_never_read(statement: Statement, sized: Collection[str]) -> list[In
     faults: list[InsumError] = []
     seen: dict[str, list[Span]] = {}
     for index in statement.output.indices():
-        # An index that only feeds an index tensor of the output is read there: Row[g] gives g its extent.
+        # An index of an index tensor in the output is read there: Row[g] gives g its extent.
         if index.name not in read:
             seen.setdefault(index.name, []).append(index.span)
     nested = {index.name for access in statement.output.nested() for index in access.indices()}

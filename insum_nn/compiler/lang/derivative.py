@@ -1,15 +1,15 @@
-"""Derivative statements: the adjoint of an indirect einsum is an indirect einsum.
+"""Differentiate statements: the adjoint of an indirect einsum is an indirect einsum.
 
 For `Out[o] += F1[a] * F2[b] * ...` the derivative with respect to one occurrence of `F1` is
 
     dF1[a] += dOut[o] * F2[b] * ...
 
-over the same index space: what was read is written, what was written is read. Index tensors stay
-where they are, so that the same terms miss. A term whose read fell outside its tensor took no part,
-so its derivative must drop that write instead of refusing it.
+over the same index space: the tensor that was read is written, the one that was written is read. Index tensors are the
+same, so that the same terms miss. A term whose read was out of bounds did not contribute, so the derivative drops that
+write instead of raising.
 
-`max=` and `min=` send the gradient to the terms that attained the extremum, ties in equal shares:
-the derivative carries one more factor, a tensor over the whole index space that holds each term's share.
+`max=` and `min=` send the gradient to the terms that attained the extremum, in equal shares on a tie: the derivative
+has one more factor, a tensor over the whole index space that holds the share of each term.
 """
 
 from __future__ import annotations
@@ -29,8 +29,8 @@ class Derivative:
 
     Attributes:
         statements: each writes `output`.
-        output: name of what is written: the operand's gradient, or the output's change.
-        seed: name of what comes in: the gradient of the statement's output, or the operand's change.
+        output: name of the tensor written: the operand's gradient, or the output's tangent.
+        seed: name of the incoming tensor: the gradient of the statement's output, or the operand's tangent.
         share: name of the tensor of shares for `max=` and `min=`; `None` otherwise.
         operand: the operand's name.
     """
@@ -43,7 +43,7 @@ class Derivative:
 
 
 def fresh_name(base: str, taken: set[str]) -> str:
-    """`base`, or `base` with underscores appended until nobody uses it."""
+    """Return `base`, with underscores appended until the name is free."""
     while base in taken:
         base += "_"
     return base
@@ -87,7 +87,7 @@ def derivatives(statement: Statement, operand: str) -> Derivative:
 
 
 def directional(statement: Statement, operand: str) -> Derivative:
-    """The change of the output along a change of one factor: the statement with one occurrence replaced, for each.
+    """Return the directional derivative of the output: the statement with each occurrence of the factor replaced.
 
     >>> from insum_nn.compiler.lang.parser import parse
     >>> print(directional(parse("C[Row[p],n] += Val[p] * B[Col[p],n]"), "B").statements[0])
@@ -107,7 +107,7 @@ def directional(statement: Statement, operand: str) -> Derivative:
 
 
 def _share(statement: Statement, taken: set[str]) -> tuple[str | None, list[str]]:
-    """The extra factor of the derivatives of `max=` and `min=`: its name, and its access over the index space."""
+    """Return the name of the extra factor of `max=` and `min=`, and its access over the index space."""
     if statement.operator not in ("max=", "min="):
         return None, []
     name = fresh_name("share", taken)

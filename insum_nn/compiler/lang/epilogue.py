@@ -1,7 +1,7 @@
-"""What is done to a statement's output after its sum: an activation, and a change of dtype.
+"""Define the epilogue of a sum: an activation and a cast.
 
-Every back end does it to the same number, the sum with its starting value. A generated kernel does it in its store,
-the others by torch's own calls.
+Every backend applies it to the same number, the sum including its initial value: generated kernels before they store
+it, the others by calls of torch.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ class Activation:
     Attributes:
         forward: of a tensor, differentiable to any order.
         backward: (gradient, output) -> the gradient before the activation, where the output alone decides it;
-            `None`: it takes the number before, which must then be kept.
+            `None`: it takes the input of the activation, which must then be saved.
     """
 
     forward: Callable[[Tensor], Tensor]
@@ -46,7 +46,7 @@ ACTIVATIONS: dict[str, Activation] = {
 
 @dataclass(frozen=True, slots=True)
 class Epilogue:
-    """What follows the sum.
+    """An activation and a cast after the sum.
 
     Attributes:
         activation: a name in `ACTIVATIONS`.
@@ -63,15 +63,15 @@ class Epilogue:
         return ", then ".join(filter(None, (self.activation, self.dtype and f"cast to {self.dtype}"))) or "nothing"
 
     def out_dtype(self, dtype: torch.dtype) -> torch.dtype:
-        """The output's dtype, from that of the factors."""
+        """Return the output's dtype for factors of a dtype."""
         return dtype if self.dtype is None else getattr(torch, self.dtype)  # type: ignore[no-any-return]
 
     def activated(self, total: Tensor) -> Tensor:
-        """The activation alone."""
+        """Apply the activation alone."""
         return total if self.activation is None else ACTIVATIONS[self.activation].forward(total)
 
     def __call__(self, total: Tensor, dtype: torch.dtype) -> Tensor:
-        """The output, from the sum and the factors' dtype."""
+        """Apply the activation and the cast to a sum of factors of a dtype."""
         return self.activated(total).to(self.out_dtype(dtype))
 
 
@@ -79,7 +79,7 @@ PLAIN = Epilogue()
 
 
 def check_epilogue(expression: str, activation: str | None, out_dtype: torch.dtype | None) -> Epilogue:
-    """The arguments `activation=` and `out_dtype=` of a program, as one value.
+    """Check the arguments `activation=` and `out_dtype=` of a program, and return them as one value.
 
     Raises:
         InsumFormatError: there is no activation of that name.

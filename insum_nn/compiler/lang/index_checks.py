@@ -1,8 +1,8 @@
-"""Proofs about the values of index tensors: read once per tensor and version, then remembered.
+"""Check the values of index tensors, once per tensor and version.
 
-A value check reads the device, so it must not happen at every call. What was read (smallest and largest
-entry, whether ascending) is kept for as long as the tensor lives and is not modified. Builders of formats and of
-kernel maps hand over facts they guarantee, and nothing is read at all before one of their tensors is written to.
+Checking values reads from the device, so it must not happen at every call. The statistics that are read (smallest and
+largest entry, whether ascending) are cached for as long as the tensor lives and is not modified. Builders of formats
+and kernel maps declare facts that they guarantee; their tensors are not read at all until they are written to.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from torch import Tensor
 from torch.utils.weak import WeakTensorKeyDictionary
 
 from insum_nn.compiler.lang.bind import Extents, layout_of
-from insum_nn.compiler.lang.claimed_facts import Origin, standing, trusted
+from insum_nn.compiler.lang.declared_facts import Origin, is_trusted, verified
 from insum_nn.compiler.lang.shapes import interval
 from insum_nn.compiler.lang.syntax import Access, Index, Statement, Subscript
 from insum_nn.errors import (
@@ -30,7 +30,7 @@ from insum_nn.errors import (
 from insum_nn.facts import UNKNOWN, IndexFacts, repeated
 from insum_nn.kept import forget, forgets
 
-__all__ = ["Stats", "cell_numbers", "prove", "stats_of", "writes_sums"]
+__all__ = ["Stats", "cell_numbers", "check_index_values", "stats_of", "writes_sums"]
 
 
 _INT64_MAX = 2**63 - 1
@@ -38,7 +38,7 @@ _INT64_MAX = 2**63 - 1
 
 @dataclass(frozen=True, slots=True)
 class Stats:
-    """What was read from an index tensor at one version of it."""
+    """The statistics of an index tensor at one version of it."""
 
     version: int
     smallest: int
@@ -55,12 +55,12 @@ def _forget(tensor: Tensor) -> None:
 
 
 def stats_of(tensor: Tensor, *, again: bool = False) -> Stats:
-    """Smallest and largest entry, and whether ascending; remembered per tensor and version.
+    """Return the smallest and largest entry, and whether entries ascend; cached per tensor and version.
 
     Raises:
         InsumBackendError: the device cannot be read because a CUDA graph is being captured.
     """
-    # Inference tensors track no version, so what was read of them may go stale: never remember it.
+    # Inference tensors track no version, so their statistics may become stale: never cache them.
     version = None if tensor.is_inference() else tensor._version
     known = _known.get(tensor)
     if known is not None and version is not None and known.version == version and not again:
@@ -69,7 +69,7 @@ def stats_of(tensor: Tensor, *, again: bool = False) -> Stats:
         return Stats(version or 0, 0, -1, True)
     if tensor.is_cuda and torch.cuda.is_current_stream_capturing():
         raise InsumBackendError(
-            "an index tensor's values are not proven yet, and cannot be read while a CUDA graph is captured",
+            "an index tensor's values are not validated yet, and cannot be read while a CUDA graph is captured",
             fix="run the program once on these tensors before capturing.",
         )
     flat = tensor.detach().reshape(-1)
@@ -82,7 +82,7 @@ def stats_of(tensor: Tensor, *, again: bool = False) -> Stats:
     return stats
 
 
-def prove(
+def check_index_values(
     statement: Statement,
     tensors: Sequence[Tensor],
     extents: Extents,
@@ -99,49 +99,49 @@ def prove(
         tensors: the tensors read, in the layout's order.
         extents: the call's sizes.
         facts: by name.
-        drop_outside: writes outside the output are dropped, not refused.
-        validate: read everything again, the builder's facts included.
-        origin: who says so. A builder is believed until a tensor is written to; what is claimed is read once for each
-            version of a tensor. Then claims of order that do not hold fall; entries outside are an error.
+        drop_outside: writes out of bounds are dropped instead of raising.
+        validate: read everything again, and verify the builder's facts too.
+        origin: who declares the facts. Those of a builder are trusted until a tensor is written to, others are verified
+            once per version of a tensor: facts about order that do not hold are ignored, entries out of bounds raise.
 
     Returns:
-        Facts of every index tensor, with `masked` and `proven` decided.
+        Facts of every index tensor, with `masked` and `proven` known.
 
     Raises:
-        InsumRangeError: an entry points outside, with the first such entries named.
+        InsumRangeError: an entry is out of bounds; the message names the first one.
     """
     layout = layout_of(statement)
     named = dict(zip(layout.tensors, tensors, strict=True))
     given = {name: facts.get(name, UNKNOWN) for name in layout.tensors if name in layout.index_tensors}
     if validate:
-        # Also what was built of them: torch counts no writes through `.data`, NumPy or DLPack.
+        # And what is cached about them: torch counts no writes through `.data`, NumPy or DLPack.
         forget(named[name] for name in given)
-        _check_claims(statement, named, given)
+        _check_declared(statement, named, given)
         given = {name: replace(f, proven=False, masked=None) for name, f in given.items()}
-    claimed = given
+    declared = given
     if not validate:
-        doubted = {n for n, f in given.items() if f != UNKNOWN and not trusted(named[n], f, origin)}
-        if doubted:
-            claimed = {n: standing(n, f, named) if n in doubted else f for n, f in given.items()}
-            given = {n: replace(f, proven=False) if n in doubted else f for n, f in claimed.items()}
+        unverified = {n for n, f in given.items() if f != UNKNOWN and not is_trusted(named[n], f, origin)}
+        if unverified:
+            declared = {n: verified(n, f, named) if n in unverified else f for n, f in given.items()}
+            given = {n: replace(f, proven=False) if n in unverified else f for n, f in declared.items()}
     if all(f.proven and f.masked is not None for f in given.values()) and not writes_sums(statement):
         return given
-    proven: dict[str, IndexFacts] = {}
-    for name, known in claimed.items():
+    complete: dict[str, IndexFacts] = {}
+    for name, known in declared.items():
         if known.proven and known.masked is not None:
-            # Of those in doubt the ranges are checked below.
-            proven[name] = known
+            # Ranges that a caller declares are checked below.
+            complete[name] = known
             continue
         stats = stats_of(named[name], again=validate)
         ascending = known.sorted or (stats.ascending and stats.smallest >= 0)
-        proven[name] = replace(known, sorted=ascending, masked=stats.smallest < 0, proven=True)
+        complete[name] = replace(known, sorted=ascending, masked=stats.smallest < 0, proven=True)
     if 0 not in extents.indices:
         _check_ranges(statement, named, extents, given, drop_outside=drop_outside, validate=validate)
-    return proven
+    return complete
 
 
 def writes_sums(statement: Statement) -> bool:
-    """Whether a sum with index tensors addresses the output: its range is checked against the values at each call."""
+    """Return whether a sum with index tensors addresses the output; its range depends on the values of each call."""
     return any(
         subscript.indirect is None and any(True for _ in subscript.index_accesses())
         for subscript in statement.output.subscripts
@@ -202,7 +202,7 @@ def _hull(subscript: Subscript, sizes: Mapping[str, int], stats: Mapping[str, St
         if isinstance(term.atom, Index):
             continue
         entry = stats[term.atom.name]
-        # Entries of -1 take no part in a sum.
+        # A term with a missing entry does not contribute.
         smallest = entry.smallest if plain else max(entry.smallest, 0)
         ends = (term.coefficient * smallest, term.coefficient * entry.largest)
         low, high = low + min(ends), high + max(ends)
@@ -220,7 +220,7 @@ def _exact(
     given: Mapping[str, IndexFacts],
     bounded: bool,
 ) -> InsumError | None:
-    """Evaluate the subscript everywhere; some entries of its index tensors may never be read."""
+    """Evaluate the subscript at every point: some entries of its index tensors may never be read."""
     evaluator = _Evaluator(named, sizes)
     values, valid, labels = evaluator.subscript(subscript)
     for inner, entries, reached, own in evaluator.read:
@@ -266,7 +266,7 @@ def _first(bad: Tensor, labels: Sequence[str]) -> str:
 
 
 def _lowest(facts: IndexFacts) -> int:
-    """The smallest entry that an index tensor may hold."""
+    """Return the smallest entry that an index tensor may hold."""
     return 0 if facts.masked is False else -1
 
 
@@ -292,7 +292,7 @@ def _below(
 
 
 class _Evaluator:
-    """Evaluates subscripts as whole tensors; remembers every entry it read."""
+    """Evaluate subscripts as whole tensors, and record every entry that is read."""
 
     def __init__(self, named: Mapping[str, Tensor], sizes: Mapping[str, int]) -> None:
         self.named = named
@@ -342,40 +342,40 @@ def _align(tensor: Tensor, labels: Sequence[str], wanted: Sequence[str]) -> Tens
     return tensor.permute(order).reshape(shape)
 
 
-def _check_claims(statement: Statement, named: Mapping[str, Tensor], facts: Mapping[str, IndexFacts]) -> None:
-    """Prove what the builders claim."""
+def _check_declared(statement: Statement, named: Mapping[str, Tensor], facts: Mapping[str, IndexFacts]) -> None:
+    """Verify the declared facts, and raise where one does not hold."""
     faults: list[InsumError] = []
-    for name, claim in facts.items():
+    for name, declared in facts.items():
         flat = named[name].detach().reshape(-1)
         entries = flat[flat != -1]
         broken: list[str] = []
-        if claim.masked is False and len(entries) != len(flat):
+        if declared.masked is False and len(entries) != len(flat):
             first, count = int((flat == -1).nonzero()[0]), plural(len(flat) - len(entries), "entry")
             broken.append(f"masked=False, but it holds {count} of -1, the first at position {first}")
-        if claim.sorted and len(entries) > 1:
+        if declared.sorted and len(entries) > 1:
             down = (entries[1:] < entries[:-1]).nonzero()
             if len(down):
                 before, after = int(entries[down[0]]), int(entries[down[0] + 1])
                 at = int((flat != -1).nonzero()[int(down[0]) + 1])
                 broken.append(f"sorted, but {after} at position {at} follows {before}")
-        if claim.unique:
+        if declared.unique:
             values, counts = entries.unique(return_counts=True)
             twice = values[counts > 1]
             if len(twice):
-                broken.append(f"unique, but {int(twice[0])} stands more than once")
-        if claim.unique_with and all(other in named for other in claim.unique_with):
-            twice = repeated([named[name], *(named[other] for other in claim.unique_with)])
+                broken.append(f"unique, but {int(twice[0])} occurs more than once")
+        if declared.unique_with and all(other in named for other in declared.unique_with):
+            twice = repeated([named[name], *(named[other] for other in declared.unique_with)])
             if twice is not None:
-                broken.append(f"unique with {', '.join(claim.unique_with)}, but {twice} stands more than once")
+                broken.append(f"unique with {', '.join(declared.unique_with)}, but {twice} occurs more than once")
         if broken:
             spans: list[Span] = [a.name_span for a in statement.accesses() if a.name == name]
             faults.append(
                 InsumRangeError(
-                    f"index tensor '{name}' breaks a fact claimed of it",
+                    f"index tensor '{name}' contradicts a fact that is declared for it",
                     expression=statement.text,
                     spans=spans,
-                    details=[f"claimed {line}" for line in broken],
-                    fix="build it anew with a format's builder, or drop the claim.",
+                    details=[f"declared {line}" for line in broken],
+                    fix="rebuild it with a format's builder, or do not declare the fact.",
                     tensor=name,
                 )
             )
@@ -390,18 +390,18 @@ def cell_numbers(
     sizes: Mapping[str, int],
     shape: Sequence[int],
 ) -> Tensor:
-    """The number of the cell that each point of an index space addresses along some axes of an access.
+    """Number the cells that the points of an index space address along some axes of an access.
 
     Args:
         access: the access.
-        axes: those counted, the last one fastest.
+        axes: the axes that are numbered, the last one fastest.
         labels: the indices of their subscripts.
         named: the tensors of the statement.
         sizes: extents of indices.
         shape: of the tensor that is addressed.
 
     Returns:
-        int64, an axis for each label; -1 where an entry is missing, or the cell would lie outside.
+        int64, an axis for each label; -1 where an entry is missing or the cell would be out of bounds.
     """
     evaluator = _Evaluator(named, sizes)
     total = torch.zeros([sizes[label] for label in labels], dtype=torch.int64, device=evaluator.device)

@@ -1,6 +1,6 @@
-"""The definition of the language: a loop nest over the syntax tree, in float64.
+"""Interpret a statement as a loop nest over its syntax tree, in float64: the definition of the language.
 
-It shares no code with the planner and the lowerings. It is slow on purpose: every other path is compared with it.
+It shares no code with the compiler, and is slow: every compiled program is compared with it.
 """
 
 from __future__ import annotations
@@ -32,13 +32,13 @@ def interpret(
     """Run a statement as nested loops.
 
     For every combination of the index variables: read every factor, multiply, combine into the output. A term in which
-    a read or the path of the write misses takes no part.
+    a read or the path of the write misses does not contribute.
 
     Returns:
         The output, float64 (int64 for integer factors), on the CPU.
 
     Raises:
-        InsumRangeError: an index entry or an affine write points outside.
+        InsumRangeError: an index entry or an affine write is out of bounds.
     """
     return _Interpreter(statement, tensors, extents, start, drop_outside).run()
 
@@ -101,7 +101,7 @@ class _Interpreter:
     def place(
         self, access: Access, point: Mapping[str, int], shape: Sequence[int], *, write: bool
     ) -> tuple[int, ...] | None:
-        """The coordinates that an access points to; `None` is a miss."""
+        """Return the coordinates that an access points to; `None` for a miss."""
         coordinates: list[int] = []
         missing = False
         for subscript, extent in zip(access.subscripts, shape, strict=True):
@@ -129,7 +129,7 @@ class _Interpreter:
         return total
 
     def entry(self, access: Access, point: Mapping[str, int]) -> int | None:
-        """One entry of an index tensor; `None` is a miss."""
+        """Return one entry of an index tensor; `None` for a miss."""
         where = self.place(access, point, self.shapes[access.name], write=False)
         if where is None:
             return None

@@ -1,9 +1,9 @@
-"""Reads that miss: where a statement's terms may take no part.
+"""Find the reads that may miss, whose terms do not contribute.
 
-A read misses where an entry on its path is -1, or where an affine subscript leaves its tensor. A term with a miss takes
-no part, so none of its factors may matter. A factor that varies with every index of a miss is set to 0 there as it is
-loaded; a sum whose cells vary with all of them is set to 0 as it is written. What does neither (a convolution's weight)
-is multiplied by a zero.
+A read misses where an index entry on its path is missing (-1), or where an affine subscript is out of bounds. A term
+with a miss does not contribute, whatever its other factors are. A factor that varies with every index of a miss is
+masked as it is loaded; a sum whose cells vary with all of them is masked as it is stored. Other factors, such as the
+weight of a convolution, are multiplied by zero.
 """
 
 from __future__ import annotations
@@ -22,11 +22,11 @@ Labels = tuple[str, ...]
 
 @dataclass(frozen=True, slots=True)
 class Miss:
-    """One way to miss.
+    """A condition under which a read misses.
 
     Attributes:
-        access: an index tensor whose entry is -1, or any tensor that a subscript leaves.
-        axis: of that subscript; `None`: the entry is -1.
+        access: an index tensor whose entry is missing, or a tensor that is read out of bounds.
+        axis: the axis whose subscript is out of bounds; `None` for a missing entry.
         labels: the indices that it depends on.
     """
 
@@ -41,13 +41,13 @@ class Miss:
 
 
 def labels_of(access: Access) -> Labels:
-    """The indices that an access varies with, those of its index tensors too."""
+    """Return the indices that an access varies with, those of its index tensors included."""
     return tuple(dict.fromkeys(index.name for index in access.indices()))
 
 
 @lru_cache(maxsize=1024)
 def misses_of(access: Access, bound: Bound) -> tuple[Miss, ...]:
-    """The ways in which a read may miss, those of its index tensors first."""
+    """Return the ways in which a read may miss, those of its index tensors first."""
     return tuple(dict.fromkeys(_misses(access, bound)))
 
 
@@ -57,6 +57,6 @@ def _misses(access: Access, bound: Bound) -> Iterator[Miss]:
             yield from _misses(inner, bound)
             if bound.facts_of(inner.name).masked is not False:
                 yield Miss(inner, None, labels_of(inner))
-        # A constant lies inside, and so does what a bare index tensor says.
+        # Constants and the entries of a bare index tensor are checked to be in bounds.
         if subscript.plain is None and subscript.indirect is None and subscript.terms:
             yield Miss(access, axis, tuple(dict.fromkeys(index.name for index in subscript.indices())))

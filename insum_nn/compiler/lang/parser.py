@@ -1,4 +1,4 @@
-"""Text to `Statement`. The only file that reads characters; nothing is ever executed."""
+"""Parse text into a `Statement`; no other file reads characters, and nothing is executed."""
 
 from __future__ import annotations
 
@@ -13,12 +13,12 @@ from insum_nn.errors import InsumOverflowError, InsumSyntaxError, Span
 
 __all__ = ["check_text", "parse"]
 
-# Bounds that no honest statement meets; they keep hostile text from exhausting the stack or the clock.
+# Limits far above any real statement; they keep malicious text from exhausting the stack or the time.
 _MAX_LENGTH = 20_000
 _MAX_DEPTH = 32
 _MAX_FACTORS = 64
 _MAX_ACCESSES = 256
-# A tensor of torch has at most as many dimensions, and a loop over more indices has no tensor to hold it.
+# A torch tensor has at most this many dimensions.
 _MAX_DIMENSIONS = 64
 _INT64_MAX = 2**63 - 1
 
@@ -72,7 +72,7 @@ def _tokenize(text: str) -> list[_Token]:
             stop = position + 1
             while stop < len(text) and ("a" + text[stop]).isidentifier():
                 stop += 1
-            # Python normalises keyword arguments, so names here must be normalised alike.
+            # Python normalises keyword arguments, so names must be normalised in the same way.
             name = unicodedata.normalize("NFKC", text[position:stop])
             tokens.append(_Token("name", name, Span(position, stop)))
         else:
@@ -94,7 +94,7 @@ def _unexpected(text: str, position: int) -> InsumSyntaxError:
 
 
 def parse(text: str) -> Statement:
-    """Read one statement.
+    """Parse one statement.
 
     Args:
         text: for example `"C[Row[g],n] += Val[g,q] * B[Col[g,q],n]"`.
@@ -119,10 +119,10 @@ def parse(text: str) -> Statement:
 
 
 def check_text(text: object) -> None:
-    """Raise unless this is text; a list, which does not hash, must not reach a look-up.
+    """Raise unless this is text: an unhashable list must not reach a cache.
 
     Raises:
-        InsumSyntaxError: it is something else.
+        InsumSyntaxError: it is not a `str`.
     """
     if not isinstance(text, str):
         got = type(text).__name__
@@ -184,7 +184,7 @@ class _Parser:
             if self.token.text in ("+", "-"):
                 fix = (
                     "a statement is one product; run one statement per summand, passing the first result as the "
-                    "start of '+='."
+                    "initial value of '+='."
                 )
             elif self.token.kind in ("name", "number"):
                 fix = "put '*' between factors."
@@ -348,7 +348,7 @@ class _Parser:
         return Index(access.name, access.span)
 
     def bound(self, count: int, most: int, what: str, span: Span, fix: str) -> None:
-        """Raise where a statement has more of something than any tensor could serve."""
+        """Raise if a statement has more of something than the limit."""
         if count > most:
             raise InsumSyntaxError(
                 f"the statement has more than {most} {what}",

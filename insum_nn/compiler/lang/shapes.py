@@ -1,4 +1,4 @@
-"""The sizes of one call: the extent of every index, the shape of the output, and what sizes alone forbid."""
+"""Infer the extent of every index and the shape of the output, and check what depends on sizes alone."""
 
 from __future__ import annotations
 
@@ -37,13 +37,13 @@ def resolve_extents(
     Args:
         statement: a statement whose ranks were checked.
         tensors: the tensors read, in the layout's order.
-        start: the starting value; its shape is the output's, or broadcasts to it.
+        start: the initial value; its shape is the output's, or broadcasts to it.
         sizes: extents given by name.
         out_shape: the output's shape; `None` entries are inferred.
 
     Raises:
         InsumShapeError: an extent is missing or has two values.
-        InsumRangeError: an affine write leaves the output.
+        InsumRangeError: an affine write is out of bounds.
         InsumOverflowError: an extent does not fit the index type that must address it.
     """
     layout = layout_of(statement)
@@ -107,7 +107,7 @@ def _given_shape(
     out_shape: Sequence[int | None] | None,
     found: Mapping[str, int],
 ) -> tuple[int | None, ...]:
-    """What `out_shape` and the starting value say of the output's shape; `found`: extents that the factors show."""
+    """Return the output's shape as far as `out_shape` and the initial value give it; `found` are extents of factors."""
     rank = len(statement.output.subscripts)
     if out_shape is None:
         return _start_shape(statement, start, (None,) * rank, found)
@@ -134,7 +134,7 @@ def _given_shape(
                     f"{own[axis]}",
                     expression=statement.text,
                     spans=[statement.output.subscripts[axis].span],
-                    fix="drop out_shape=; the starting value gives the shape.",
+                    fix="drop out_shape=; the initial value gives the shape.",
                     expected=extent,
                     got=own[axis],
                 )
@@ -145,7 +145,7 @@ def _given_shape(
 def _start_shape(
     statement: Statement, start: Tensor | None, wanted: Sequence[int | None], found: Mapping[str, int]
 ) -> tuple[int | None, ...]:
-    """The starting value's shape, with `wanted` where it lacks an axis or may be repeated along one of extent 1."""
+    """Return the initial value's shape, with `wanted` along axes that it lacks or broadcasts along."""
     if start is None:
         return tuple(wanted)
     missing = len(wanted) - start.ndim
@@ -191,10 +191,10 @@ def _extent_faults(
                     tensor = start if is_output and start is not None else named[access.name]
                     source = f"{access.name} is {show_shape(tensor.shape)}, {show_dtype(tensor.dtype)}"
                 details.append(f"{access.name} axis {axis}: {name} = {extent}   ({source})")
-        by_hand = [f"sizes['{name}']"] if name in sizes else []
+        explicit = [f"sizes['{name}']"] if name in sizes else []
         if out_shape is not None and start is None:
             entries = zip(layout.output_plain, out_shape, strict=True)
-            by_hand += [f"out_shape[{axis}]" for axis, (own, e) in enumerate(entries) if own == name and e is not None]
+            explicit += [f"out_shape[{axis}]" for axis, (own, e) in enumerate(entries) if own == name and e is not None]
         if name in sizes:
             values.append(sizes[name])
             details.append(f"sizes: {name} = {sizes[name]}")
@@ -206,8 +206,8 @@ def _extent_faults(
                     expression=statement.text,
                     spans=spans,
                     details=details,
-                    fix=f"leave out {_and(by_hand)}, or pass tensors that agree with it."
-                    if by_hand
+                    fix=f"leave out {_and(explicit)}, or pass tensors that agree with it."
+                    if explicit
                     else "make these axes equally long, or index them with different letters.",
                     index=name,
                     got=tuple(distinct),
@@ -248,7 +248,7 @@ def _complete_shape(statement: Statement, output: Sequence[int | None]) -> tuple
             spans=[subscript.span for subscript in subscripts],
             details=[f"'{subscript}' does not say how many entries the axis has" for subscript in subscripts],
             fix=f"pass out_shape=({', '.join('...' if e is None else 'None' for e in output)}"
-            f"{',' if len(output) == 1 else ''}), or a starting value for '{name}'.",
+            f"{',' if len(output) == 1 else ''}), or an initial value for '{name}'.",
             axis=unknown[0],
             axes=tuple(unknown),
         )
@@ -256,10 +256,10 @@ def _complete_shape(statement: Statement, output: Sequence[int | None]) -> tuple
 
 
 def check_extents(statement: Statement, tensors: Sequence[Tensor], extents: Extents, *, drop_outside: bool) -> None:
-    """Check what sizes alone decide: constant subscripts, affine writes, and integers that address what they must.
+    """Check what depends on sizes alone: constant subscripts, affine writes, and integer ranges.
 
     Raises:
-        InsumRangeError: a constant subscript or an affine write leaves its tensor.
+        InsumRangeError: a constant subscript or an affine write is out of bounds.
         InsumOverflowError: an index tensor's dtype, or int64 arithmetic, cannot address an axis.
     """
     layout = layout_of(statement)
@@ -284,7 +284,7 @@ def check_extents(statement: Statement, tensors: Sequence[Tensor], extents: Exte
 
 
 def interval(subscript: Subscript, sizes: Mapping[str, int]) -> tuple[int, int]:
-    """Smallest and largest value of the part of a subscript that is made of indices."""
+    """Return the smallest and largest value of a subscript, without its index tensors."""
     low = high = subscript.offset
     for term in subscript.terms:
         if isinstance(term.atom, Index):
@@ -340,7 +340,7 @@ def _check_int64(statement: Statement, subscript: Subscript, sizes: Mapping[str,
 def _check_constant(
     statement: Statement, access: Access, axis: int, extent: int, subscript: Subscript
 ) -> list[InsumError]:
-    """A constant subscript is part of the text: outside it is a mistake, even where nothing is iterated."""
+    """Check a constant subscript; out of bounds it is an error even where nothing is iterated."""
     if 0 <= subscript.offset < extent:
         return []
     verb = "writes" if access is statement.output else "reads"

@@ -1,11 +1,11 @@
-"""The syntax tree of one statement: frozen nodes, each with a span, and their printer.
+"""Represent one statement as a syntax tree: frozen nodes, each with a span, and their printer.
 
     statement := access ("+=" | "=" | "max=" | "min=") factor { "*" factor }
     factor    := access | number | identifier
     access    := name "[" subscript { "," subscript } "]"
     subscript := an affine sum of index variables and accesses, with integer coefficients
 
-Spans do not take part in equality, so `parse(str(s)) == s` for every statement `s`.
+Spans are ignored by comparisons, so `parse(str(s)) == s` for every statement `s`.
 """
 
 from __future__ import annotations
@@ -46,7 +46,7 @@ class Term:
 class Subscript:
     """An affine sum of terms plus a constant: `2*p+r-1`, `Col[g,q]`, `3`.
 
-    Terms are merged: no atom stands in two terms.
+    Terms are merged: no two terms have the same atom.
     """
 
     terms: tuple[Term, ...]
@@ -55,7 +55,7 @@ class Subscript:
 
     @property
     def plain(self) -> str | None:
-        """The name of the only index when the subscript is just that index."""
+        """Return the index's name if the subscript is a single index, without coefficient and offset."""
         if self.offset == 0 and len(self.terms) == 1 and self.terms[0].coefficient == 1:
             atom = self.terms[0].atom
             if isinstance(atom, Index):
@@ -64,7 +64,7 @@ class Subscript:
 
     @property
     def indirect(self) -> Access | None:
-        """The index tensor's access when the subscript is just that access."""
+        """Return the index tensor's access if the subscript is that access alone."""
         if self.offset == 0 and len(self.terms) == 1 and self.terms[0].coefficient == 1:
             atom = self.terms[0].atom
             if isinstance(atom, Access):
@@ -72,13 +72,13 @@ class Subscript:
         return None
 
     def index_accesses(self) -> Iterator[Access]:
-        """The index tensors read directly by this subscript (not those nested in them)."""
+        """Yield the index tensors that this subscript reads directly, without those nested in them."""
         for term in self.terms:
             if isinstance(term.atom, Access):
                 yield term.atom
 
     def indices(self) -> Iterator[Index]:
-        """Every occurrence of an index variable, nested ones too, left to right."""
+        """Yield every occurrence of an index variable from left to right, nested ones included."""
         for term in self.terms:
             if isinstance(term.atom, Index):
                 yield term.atom
@@ -110,7 +110,7 @@ class Access:
             yield from subscript.indices()
 
     def nested(self) -> Iterator[Access]:
-        """Every index tensor's access inside the subscripts, outer before inner."""
+        """Yield every access of an index tensor inside the subscripts, outer before inner."""
         for subscript in self.subscripts:
             for access in subscript.index_accesses():
                 yield access
@@ -147,7 +147,7 @@ class Statement:
     _hash: int = field(default=0, init=False, compare=False, repr=False)
 
     def __hash__(self) -> int:
-        # Statements are the keys of every cache; walking the tree at each look-up would cost more than a small kernel.
+        # Statements are keys of caches; hashing the tree at each look-up would cost more than a small kernel.
         if not self._hash:
             object.__setattr__(self, "_hash", hash((self.output, self.operator, self.factors)) or 1)
         return self._hash
@@ -157,25 +157,25 @@ class Statement:
 
     @property
     def reads(self) -> tuple[Access, ...]:
-        """The factors that are tensors."""
+        """Return the factors that are tensors."""
         return tuple(f for f in self.factors if isinstance(f, Access))
 
     def indices(self) -> tuple[str, ...]:
-        """Names of all index variables: the output's first, then in reading order."""
+        """Return the names of all index variables: the output's first, then in reading order."""
         names: dict[str, None] = {}
         for access in (self.output, *self.reads):
             names.update((index.name, None) for index in access.indices())
         return tuple(names)
 
     def index_tensors(self) -> tuple[str, ...]:
-        """Names of the tensors that stand inside a subscript, in reading order."""
+        """Return the names of the tensors inside subscripts, in reading order."""
         names: dict[str, None] = {}
         for access in (self.output, *self.reads):
             names.update((nested.name, None) for nested in access.nested())
         return tuple(names)
 
     def tensors(self) -> tuple[str, ...]:
-        """Names of every tensor that is read: index tensors of the output first, then in reading order."""
+        """Return the names of the tensors that are read: index tensors of the output first, then in reading order."""
         names: dict[str, None] = {nested.name: None for nested in self.output.nested()}
         for access in self.reads:
             names[access.name] = None
@@ -183,7 +183,7 @@ class Statement:
         return tuple(names)
 
     def accesses(self) -> Iterator[Access]:
-        """Every access, the output's first, outer before inner."""
+        """Yield every access, the output's first, outer before inner."""
         for access in (self.output, *self.reads):
             yield access
             yield from access.nested()

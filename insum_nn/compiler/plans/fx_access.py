@@ -111,7 +111,7 @@ class GraphWriter:
         if self.accumulate:
             self.start = self.parameter(f"{self.statement.output.name}, added to in place")
         elif self.bound.has_start:
-            self.start = self.parameter(f"{self.statement.output.name}, the starting value")
+            self.start = self.parameter(f"{self.statement.output.name}, the initial value")
         anchor = next(iter(self.tensors.values()), self.start)
         if anchor is not None:
             self.device = self.call(getattr, anchor, "device")

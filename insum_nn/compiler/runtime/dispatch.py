@@ -18,9 +18,9 @@ import torch
 from torch import Tensor
 
 from insum_nn.compiler.lang.bind import Bound, Extents, Layout, bind, layout_of
-from insum_nn.compiler.lang.claimed_facts import Origin
+from insum_nn.compiler.lang.declared_facts import Origin
 from insum_nn.compiler.lang.epilogue import PLAIN, Epilogue
-from insum_nn.compiler.lang.index_checks import prove, writes_sums
+from insum_nn.compiler.lang.index_checks import check_index_values, writes_sums
 from insum_nn.compiler.lang.parser import check_text, parse
 from insum_nn.compiler.lang.shapes import check_extents
 from insum_nn.compiler.lang.syntax import Statement
@@ -68,7 +68,7 @@ class Spec:
         drop_outside: writes outside the output are dropped (derivative statements).
         static: tensors whose values are known, by name.
         epilogue: what follows the sum.
-        origin: who says the facts; see `prove`.
+        origin: who says the facts; see `check_index_values`.
     """
 
     expression: str
@@ -203,7 +203,7 @@ def prepare(
     layout = spec.layout
     named = dict(zip(layout.tensors, tensors, strict=True))
     check_extents(statement, tensors, extents, drop_outside=spec.drop_outside)
-    facts = prove(
+    facts = check_index_values(
         statement,
         tensors,
         extents,

@@ -72,7 +72,7 @@ def check_out(statement: Statement, out: Tensor, named: Mapping[str, Tensor]) ->
                 f"out= shares memory with '{name}', which the statement {'begins with' if begins else 'reads'}",
                 expression=statement.text,
                 spans=[access.name_span for access in statement.accesses() if access.name == name],
-                details=["a starting value may be the very tensor that is written to"] if begins else [],
+                details=["the tensor that is written may itself be the initial value"] if begins else [],
                 fix=f"pass {name}.clone(), or another tensor as out=.",
                 tensor=name,
             )

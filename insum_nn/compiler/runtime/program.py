@@ -14,7 +14,7 @@ from insum_nn.compiler.explain.report import Explanation
 from insum_nn.compiler.explain.sequence import explain_call
 from insum_nn.compiler.lang.bind import Extents, bind, layout_of
 from insum_nn.compiler.lang.check import check_names, check_statement
-from insum_nn.compiler.lang.claimed_facts import Origin
+from insum_nn.compiler.lang.declared_facts import Origin
 from insum_nn.compiler.lang.derivative import derivatives
 from insum_nn.compiler.lang.epilogue import check_epilogue
 from insum_nn.compiler.lang.interpreter import interpret

@@ -1,0 +1,227 @@
+"""Print a graph of library calls as torch calls: an `fx.GraphModule`.
+
+It takes the tensors of the graph in order, then the sizes that no tensor shows, then the initial value. Sizes that a
+tensor shows are read from its shape, so one module serves all sizes. With `aten_read`, `aten_write` and
+`aten_extremum` this is all that writes FX.
+"""
+
+from __future__ import annotations
+
+import operator
+
+import torch
+from torch import fx
+
+from insum_nn.compiler.codegen.aten_extremum import ExtremumWriter
+from insum_nn.compiler.codegen.aten_read import Node, Value
+from insum_nn.compiler.ir.access import Labels, indices_of, plain_labels, scattered_axes
+from insum_nn.compiler.ir.graph import Graph, Library, Step, factors_of, loops_of, store_of
+from insum_nn.compiler.ir.nodes import Const, Expr, Index, Kernel, Load, Op, Store
+from insum_nn.compiler.options import Options
+from insum_nn.compiler.runtime import library_calls
+
+__all__ = ["print_aten"]
+
+
+def print_aten(
+    graph: Graph, device: str, options: Options, *, compiled: bool = False, accumulate: bool = False
+) -> fx.GraphModule:
+    """The graph as torch calls.
+
+    Args:
+        graph: steps that `library_graph` made.
+        device: type of the device that the tensors are on.
+        options: compile options.
+        compiled: for a compiler that fuses, rather than for torch's library calls.
+        accumulate: add into a tensor passed last, in place, instead of returning a new tensor.
+
+    Returns:
+        A linted module; each placeholder's `meta["stands_for"]` is the `Buffer` or `Size` that it takes.
+    """
+    writer = _StepWriter(
+        graph,
+        device,
+        compiled=compiled,
+        accumulate=accumulate,
+        deterministic=options.deterministic,
+        half_sums=options.accumulate != "float32",
+    )
+    return writer.module()
+
+
+class _StepWriter(ExtremumWriter):
+    """Writes step by step."""
+
+    def module(self) -> fx.GraphModule:
+        self.inputs()
+        for step in self.steps:
+            store = store_of(step.kernel)
+            if store.buffer is self.output:
+                write = self.write_extremum if store.combine in ("max", "min") else self.write_sum
+                self.graph.output(write(step.kernel, store))
+            else:
+                self.values[store.buffer] = self.step(step, store)
+        self.graph.eliminate_dead_code()
+        self.graph.lint()
+        return fx.GraphModule(torch.nn.Module(), self.graph)
+
+    def step(self, step: Step | Library, store: Store) -> Value:
+        if isinstance(step, Library):
+            write = {"matmul": self.matmul, "csr_product": self.csr_product, "sampled_product": self.sampled_product}
+            return write[step.function](step.kernel, store)
+        if isinstance(store.value, Const):
+            found = self.some(self.added_conditions(store), plain_labels(store.subscripts))
+            assert found is not None
+            return Value(*found)
+        if isinstance(store.value, Load):
+            return self.total(store, store.value) if store.combine == "add" else self.gather(store, store.value)
+        assert isinstance(store.value, Op)
+        return self.multiply(step, store, *store.value.args)
+
+    # Steps.
+
+    def gather(self, store: Store, read: Load) -> Value:
+        """A read that is gathered, or 0 under a condition."""
+        node, labels, present, inside = self.read(read)
+        own = self.both(present, inside)
+        mask = self.aligned_and([(own, labels), *map(self.holds, self.added_conditions(read))], labels)
+        owned, wanted = bool(scattered_axes(read.subscripts)), plain_labels(store.subscripts)
+        if mask is not None:
+            node = self.keep_where(mask, node, owned=owned)
+        if labels != wanted:
+            node = self.align(node, labels, wanted)
+        return Value(node, wanted, owned=owned)
+
+    def total(self, store: Store, read: Load) -> Value:
+        """A sum of one factor."""
+        value, labels = self.operand(read), plain_labels(store.subscripts)
+        axes = [axis for axis, label in enumerate(value.labels) if label not in labels]
+        kept = tuple(label for label in value.labels if label in labels)
+        node = self.call(torch.sum, value.node, axes, dtype=self.wide_dtype)
+        return Value(self.align(node, kept, labels), labels, wide=self.half)
+
+    def multiply(self, step: Step, store: Store, left: Expr, right: Expr) -> Value:
+        """A product of two factors, or of one and a number, with its sum."""
+        a, labels = self.operand(left), plain_labels(store.subscripts)
+        if isinstance(right, Const):
+            return Value(self.call(operator.mul, self.widen(a), right.value), labels, wide=self.half)
+        b = self.operand(right)
+        sums = [loop for loop in loops_of(step.kernel) if loop.index.name not in labels]
+        all_labels = (*labels, *(loop.index.name for loop in sums))
+        x, y = (self.align(self.widen(value), value.labels, all_labels) for value in (a, b))
+        terms, left_labels = [(x, y)], all_labels
+        for loop in reversed(sums):
+            if loop.index in step.unrolled:
+                assert isinstance(loop.end, Const)
+                axis, name, count = left_labels.index(loop.index.name), loop.index.name, int(loop.end.value)
+                terms = [
+                    (self.pick(x, a, name, axis, slot), self.pick(y, b, name, axis, slot))
+                    for x, y in terms
+                    for slot in range(count)
+                ]
+                left_labels = left_labels[:axis] + left_labels[axis + 1 :]
+        total: Node | None = None
+        for x, y in terms:
+            term = self.call(operator.mul, x, y)
+            total = term if total is None else self.call(operator.add, total, term)
+        assert total is not None
+        if left_labels != labels:
+            axes = [axis for axis, label in enumerate(left_labels) if label not in labels]
+            total = self.call(torch.sum, total, axes, dtype=self.wide_dtype)
+        return Value(total, labels, wide=self.half)
+
+    def pick(self, node: Node, value: Value, label: str, axis: int, slot: int) -> Node:
+        return self.method("select", node, axis, slot if label in value.labels else 0)
+
+    # Library calls.
+
+    def matmul(self, kernel: Kernel, store: Store) -> Value:
+        (first, second), _ = factors_of(store.value)
+        left, right, labels = self.operand(first), self.operand(second), plain_labels(store.subscripts)
+        batch = tuple(label for label in labels if label in left.labels and label in right.labels)
+        k = tuple(loop.index.name for loop in loops_of(kernel) if loop.index.name not in labels)
+        m = tuple(label for label in labels if label not in right.labels)
+        n = tuple(label for label in labels if label not in left.labels)
+        node = self.call(torch.matmul, self.matrix(left, batch, m, k), self.matrix(right, batch, k, n))
+        if (len(batch) != 1 and batch) or len(m) != 1 or len(n) != 1:
+            node = self.method("reshape", node, self.shape(labels))
+        return Value(node, labels)
+
+    def matrix(self, value: Value, batch: Labels, rows: Labels, columns: Labels) -> Node:
+        """Fold indices into `[batch, rows, columns]`; without a batch, axes of no index are left out."""
+        node = value.node
+        if value.wide:
+            node = self.method("to", node, self.dtype)
+        node = self.align(node, value.labels, batch + rows + columns)
+        groups = [group for group in (batch, rows, columns) if group or batch]
+        if all(len(group) == 1 for group in groups):
+            return node
+        return self.method("reshape", node, tuple(self.extent(group) for group in groups))
+
+    def csr_product(self, kernel: Kernel, store: Store) -> Value:
+        row, *plain = store.subscripts
+        labels = plain_labels(plain)
+        *values, dense = factors_of(store.value)[0]
+        (axis,) = (axis for axis, s in enumerate(dense.subscripts) if s not in plain)
+        col = dense.subscripts[axis]
+        over = indices_of(row, col)
+        value = None
+        if values:
+            held = self.operand(values[0])
+            value = self.method("expand", self.align(held.node, held.labels, over), self.shape(over))
+        matrix = self.rows_of(dense, axis, labels)
+        (rows, row_axes, first_masked), (columns, column_axes, masked) = (self.entry_index(s, over) for s in (row, col))
+        node = self.call(
+            library_calls.csr_product,
+            value,
+            rows,
+            row_axes,
+            columns,
+            column_axes,
+            self.shape(over),
+            matrix,
+            self.size(store.buffer.shape[0]),
+            first_masked or masked,
+        )
+        if len(labels) != 1:
+            node = self.method("unflatten", node, 1, self.shape(labels))
+        return Value(node, ())
+
+    def sampled_product(self, kernel: Kernel, store: Store) -> Value:
+        over = plain_labels(store.subscripts)
+        near, far = factors_of(store.value)[0]
+        inner = tuple(label for label in indices_of(near) if label not in over)
+        parts: list[tuple[Node, tuple[Node | None, tuple[int, ...], bool]]] = []
+        for read in (near, far):
+            (axis,) = (axis for axis, s in enumerate(read.subscripts) if not set(indices_of(s)) & set(inner))
+            parts.append((self.rows_of(read, axis, inner), self.entry_index(read.subscripts[axis], over)))
+        (left, (rows, row_axes, masked)), (right, (columns, column_axes, also_masked)) = parts
+        node = self.call(
+            library_calls.sampled_product,
+            left,
+            right,
+            rows,
+            row_axes,
+            columns,
+            column_axes,
+            self.shape(over),
+            masked or also_masked,
+        )
+        return Value(node, over)
+
+    def rows_of(self, read: Load, axis: int, labels: Labels) -> Node:
+        """A factor as a matrix: one axis, then all others in the order of `labels`."""
+        names = [s.name if isinstance(s, Index) else None for s in read.subscripts]
+        order = [axis, *(names.index(label) for label in labels)]
+        node = self.tensors[read.buffer]
+        if order != sorted(order):
+            node = self.method("permute", node, order)
+        return node if len(labels) == 1 else self.method("flatten", node, 1)
+
+    def entry_index(self, subscript: Expr, over: Labels) -> tuple[Node | None, tuple[int, ...], bool]:
+        """An index tensor, the positions of its axes among some indices, and whether it may hold -1."""
+        if isinstance(subscript, Index):
+            return None, (over.index(subscript.name),), False
+        assert isinstance(subscript, Load)
+        axes = tuple(over.index(label) for label in plain_labels(subscript.subscripts))
+        return self.tensors[subscript.buffer], axes, subscript.buffer.facts.masked is not False

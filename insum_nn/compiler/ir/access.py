@@ -1,0 +1,119 @@
+"""What a read or write says about its tensor: the indices it varies with, the axes it addresses, where it may miss."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+
+from insum_nn.compiler.ir.nodes import Cast, Const, Expr, Index, Load, Op
+
+__all__ = [
+    "Labels",
+    "affine_terms",
+    "entries",
+    "indices_of",
+    "inside",
+    "loads_in_order",
+    "miss_conditions",
+    "plain_labels",
+    "present",
+    "scattered_axes",
+]
+
+# Names of indices.
+Labels = tuple[str, ...]
+
+
+def indices_of(*exprs: Expr) -> Labels:
+    """The indices that values vary with, those of index tensors too, in the order in which they are read."""
+    found: dict[str, None] = {}
+
+    def visit(expr: Expr) -> None:
+        if isinstance(expr, Index):
+            found[expr.name] = None
+        for part in expr.subscripts if isinstance(expr, Load) else expr.args if isinstance(expr, Op) else ():
+            visit(part)
+        if isinstance(expr, Cast):
+            visit(expr.value)
+
+    for expr in exprs:
+        visit(expr)
+    return tuple(found)
+
+
+def affine_terms(subscript: Expr) -> tuple[list[tuple[int, Expr]], int]:
+    """A subscript as coefficients of indices and entries, and its offset."""
+    if isinstance(subscript, Cast):
+        return affine_terms(subscript.value)
+    if isinstance(subscript, Const):
+        return [], int(subscript.value)
+    if isinstance(subscript, Op) and subscript.name == "add":
+        (left, first), (right, second) = map(affine_terms, subscript.args)
+        return left + right, first + second
+    if isinstance(subscript, Op) and subscript.name == "mul" and isinstance(subscript.args[0], Const):
+        factor = int(subscript.args[0].value)
+        terms, offset = affine_terms(subscript.args[1])
+        return [(factor * coefficient, atom) for coefficient, atom in terms], factor * offset
+    assert isinstance(subscript, Index | Load), f"no affine subscript: {subscript}"
+    return [(1, subscript)], 0
+
+
+def entries(subscript: Expr) -> Iterator[Load]:
+    """The reads of index tensors that stand in a subscript, those inside of them left out."""
+    for _, atom in affine_terms(subscript)[0]:
+        if isinstance(atom, Load):
+            yield atom
+
+
+def scattered_axes(subscripts: Sequence[Expr]) -> tuple[int, ...]:
+    """Axes that are addressed by a value rather than by an index of their own."""
+    computed = {name for s in subscripts if not isinstance(s, Index) for name in indices_of(s)}
+    return tuple(
+        axis
+        for axis, s in enumerate(subscripts)
+        if not isinstance(s, Index) or subscripts.count(s) > 1 or s.name in computed
+    )
+
+
+def plain_labels(subscripts: Sequence[Expr]) -> Labels:
+    """The indices of subscripts that are nothing but indices."""
+    return tuple(s.name for s in subscripts if isinstance(s, Index))
+
+
+def present(entry: Load) -> Expr:
+    """The condition that an entry of an index tensor is not missing."""
+    return Op("at_least", (entry, Const(0)))
+
+
+def inside(subscript: Expr, extent: Expr) -> Expr:
+    """The condition that a position lies inside of its axis."""
+    return Op("and", (Op("at_least", (subscript, Const(0))), Op("less", (subscript, extent))))
+
+
+def miss_conditions(read: Load) -> tuple[Expr, ...]:
+    """What has to hold for a read not to miss, one condition for each way to miss, those of its index tensors first.
+
+    A constant subscript lies inside of its tensor, and so does what an index tensor alone says.
+    """
+    return tuple(dict.fromkeys(_conditions(read)))
+
+
+def _conditions(read: Load) -> Iterator[Expr]:
+    for subscript, extent in zip(read.subscripts, read.buffer.shape, strict=True):
+        for entry in entries(subscript):
+            yield from _conditions(entry)
+            if entry.buffer.facts.masked is not False:
+                yield present(entry)
+        if not isinstance(subscript, Index | Load) and affine_terms(subscript)[0]:
+            yield inside(subscript, extent)
+
+
+def loads_in_order(*exprs: Expr) -> Iterator[Load]:
+    """Every read of a tensor inside of some expressions, outer before inner."""
+    for expr in exprs:
+        if isinstance(expr, Load):
+            yield expr
+            yield from loads_in_order(*expr.subscripts)
+        elif isinstance(expr, Op):
+            yield from loads_in_order(*expr.args)
+        elif isinstance(expr, Cast):
+            yield from loads_in_order(expr.value)

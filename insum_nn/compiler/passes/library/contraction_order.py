@@ -1,0 +1,206 @@
+"""Multiply three or more factors two at a time, in the cheapest order.
+
+    out[a, d] += t0[a, b] * t1[b, c] * t2[c, d]    ->    v0[b, d] += t1[b, c] * t2[c, d]
+                                                         v1[a, d] += t0[a, b] * v0[b, d]
+                                                         out[a, d] += v1[a, d]
+
+An index that no other factor and no output has is summed before or in the product that has it last.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator, Mapping, Sequence
+
+from insum_nn.compiler.ir.access import Labels, plain_labels
+from insum_nn.compiler.ir.graph import GraphNode
+from insum_nn.compiler.ir.nodes import Expr, Load
+from insum_nn.compiler.passes.library.match_matmul import multiply
+from insum_nn.compiler.passes.library.steps import Cut, product, wide
+
+__all__ = ["contraction_order", "multiply_in_order"]
+
+# An intermediate cell is written and read again, which costs about as much as this many multiplications.
+_CELL_COST = 4.0
+# Up to this many factors every order is tried (3^n steps); beyond, the cheapest pair is taken each time.
+_EXACT_LIMIT = 8
+
+
+def multiply_in_order(
+    cut: Cut, reads: Sequence[Load], number: int | float, keep: Labels, texts: Sequence[Expr | str] | None = None
+) -> tuple[list[GraphNode], Load]:
+    """Steps that multiply reads whose axes are indices, summing the indices outside of `keep`, and the result's read.
+
+    Args:
+        cut: the algorithm.
+        reads: one at least.
+        number: a number that the result is multiplied by.
+        keep: indices of the result.
+        texts: what the reads stand for, for the decision.
+    """
+    steps: list[GraphNode] = []
+
+    def emit(labels: Labels, value: Expr, sums: Labels = ()) -> Load:
+        made, result = cut.intermediate(labels, value, sums, dtype=wide(cut.dtype))
+        steps.append(made)
+        return result
+
+    operands = list(reads)
+    for position, read in enumerate(operands):
+        own = plain_labels(read.subscripts)
+        others = {x for i, other in enumerate(operands) if i != position for x in plain_labels(other.subscripts)}
+        labels = tuple(label for label in own if label in others or label in keep)
+        if labels != own:
+            operands[position] = emit(labels, read, tuple(label for label in own if label not in labels))
+    for left, right, needed in _pairs(cut, operands, keep, texts or list(reads)):
+        step, result = multiply(cut, operands[left], operands[right], needed)
+        steps.append(step)
+        operands.append(result)
+    result = operands[-1]
+    if number != 1:
+        result = emit(plain_labels(result.subscripts), product([result], number))
+    return steps, result
+
+
+def _pairs(
+    cut: Cut, operands: Sequence[Load], keep: Labels, texts: Sequence[Expr | str]
+) -> Iterator[tuple[int, int, set[str]]]:
+    """Positions of what is multiplied, results counted behind the operands, and the indices needed later."""
+    count = len(operands)
+    labels = [set(plain_labels(read.subscripts)) for read in operands]
+    order = [(0, 1)] if count == 2 else []
+    if count > 2:
+        known = [plain_labels(read.subscripts) for read in operands]
+        order, cost, left_cost = contraction_order(known, keep, cut.sizes, search=cut.target.search)
+        cut.decide(
+            "order",
+            _order_text(order, texts),
+            f"{cost:.3g} products and intermediate cells instead of {left_cost:.3g} from left to right",
+        )
+    alive = dict(enumerate(labels))
+    for number, (left, right) in enumerate(order, start=count):
+        both = alive.pop(left) | alive.pop(right)
+        needed = {*keep, *(label for own in alive.values() for label in own)}
+        yield left, right, needed
+        alive[number] = both & needed
+
+
+def _order_text(order: Sequence[tuple[int, int]], texts: Sequence[Expr | str]) -> tuple[str | Expr, ...]:
+    """`(A[i,j] , B[j]) then (C[i] , result)`."""
+    parts: list[str | Expr] = []
+    for left, right in order:
+        parts += [" then (" if parts else "("]
+        for position, between in ((left, " , "), (right, ")")):
+            parts += [texts[position] if position < len(texts) else "result", between]
+    return tuple(parts)
+
+
+def contraction_order(
+    operands: Sequence[Labels], keep: Labels, sizes: Mapping[str, int], *, search: bool = True
+) -> tuple[list[tuple[int, int]], float, float]:
+    """Choose pairwise products.
+
+    Args:
+        operands: labels of each factor.
+        keep: labels of the result; every other label is summed as soon as no later factor needs it.
+        sizes: extents.
+        search: `False` keeps the written order.
+
+    Returns:
+        Pairs of operand numbers (a result takes the next free number), the cost, and the cost from left to right.
+
+    >>> sizes = {"z": 1000, "p": 10, "u": 64, "w": 64}
+    >>> contraction_order([("p",), ("z", "p", "u"), ("z", "p"), ("p", "u", "w")], ("z", "p", "w"), sizes)[0]
+    [(0, 2), (1, 4), (5, 3)]
+    """
+    cost = _Cost(operands, keep, sizes)
+    left = cost.left_to_right()
+    if not search:
+        return left[0], left[1], left[1]
+    best = cost.exact() if len(operands) <= _EXACT_LIMIT else cost.greedy()
+    return (*min(best, left, key=lambda found: found[1]), left[1])
+
+
+class _Cost:
+    def __init__(self, operands: Sequence[Labels], keep: Labels, sizes: Mapping[str, int]) -> None:
+        self.sizes = sizes
+        self.count = len(operands)
+        self.labels = [frozenset(labels) for labels in operands]
+        self.keep = frozenset(keep)
+
+    def volume(self, labels: frozenset[str]) -> float:
+        return float(math.prod(self.sizes[label] for label in labels))
+
+    def kept(self, subset: int) -> frozenset[str]:
+        """Labels of the product of a subset, after summing what nobody else needs."""
+        inside: frozenset[str] = frozenset()
+        outside = self.keep
+        for i, labels in enumerate(self.labels):
+            if subset >> i & 1:
+                inside |= labels
+            else:
+                outside |= labels
+        return inside & outside
+
+    def step(self, a: int, b: int) -> float:
+        labels = (self.kept(a) if a & (a - 1) else self.labels[a.bit_length() - 1]) | (
+            self.kept(b) if b & (b - 1) else self.labels[b.bit_length() - 1]
+        )
+        work = self.volume(labels)
+        if a | b != (1 << self.count) - 1:
+            return work + _CELL_COST * self.volume(self.kept(a | b))
+        # On a tie the sum comes last: what precedes it is pointwise and fuses into the reading of its operands.
+        return work if labels == self.keep else 0.999 * work
+
+    def left_to_right(self) -> tuple[list[tuple[int, int]], float]:
+        pairs: list[tuple[int, int]] = []
+        total, done, last = 0.0, 1, 0
+        for i in range(1, self.count):
+            total += self.step(done, 1 << i)
+            done |= 1 << i
+            pairs.append((last, i))
+            last = self.count + i - 1
+        return pairs, total
+
+    def exact(self) -> tuple[list[tuple[int, int]], float]:
+        full = (1 << self.count) - 1
+        best: dict[int, tuple[float, int]] = {1 << i: (0.0, 0) for i in range(self.count)}
+        for subset in range(1, full + 1):
+            if subset & (subset - 1) == 0:
+                continue
+            part = (subset - 1) & subset
+            found = (math.inf, 0)
+            while part:
+                other = subset ^ part
+                if part < other:
+                    total = best[part][0] + best[other][0] + self.step(part, other)
+                    found = min(found, (total, part))
+                part = (part - 1) & subset
+            best[subset] = found
+        return self.unfold({s: part for s, (_, part) in best.items()}, full), best[full][0]
+
+    def greedy(self) -> tuple[list[tuple[int, int]], float]:
+        subsets = [1 << i for i in range(self.count)]
+        splits: dict[int, int] = {}
+        total = 0.0
+        while len(subsets) > 1:
+            pairs = [(self.step(a, b), a, b) for i, a in enumerate(subsets) for b in subsets[i + 1 :]]
+            price, a, b = min(pairs)
+            total += price
+            splits[a | b] = a
+            subsets = [s for s in subsets if s not in (a, b)] + [a | b]
+        return self.unfold(splits, subsets[0]), total
+
+    def unfold(self, splits: Mapping[int, int], full: int) -> list[tuple[int, int]]:
+        pairs: list[tuple[int, int]] = []
+
+        def visit(subset: int) -> int:
+            if subset & (subset - 1) == 0:
+                return subset.bit_length() - 1
+            part = splits[subset]
+            left, right = visit(part), visit(subset ^ part)
+            pairs.append((left, right))
+            return self.count + len(pairs) - 1
+
+        visit(full)
+        return pairs

@@ -1,0 +1,163 @@
+"""Cut an algorithm into the steps that library calls compute: every pass, in order.
+
+free a: free b: sum c:                                   v0[a, c, b] = (t1[x1[a, c], b] if x1[a, c] >= 0 else 0)
+out[x0[a], b] += t0[a, c] * (t1[x1[a, c], b] ...)  ->  v1[a, b] += t0[a, c] * v0[a, c, b]      by matmul
+out[x0[a], b] += v1[a, b]
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+
+from insum_nn.compiler.ir.access import indices_of, loads_in_order, miss_conditions, scattered_axes
+from insum_nn.compiler.ir.graph import Extent, Graph, GraphNode, factors_of, loops_of, store_of
+from insum_nn.compiler.ir.nodes import (
+    Buffer,
+    Const,
+    Expr,
+    Index,
+    Kernel,
+    Result,
+    Size,
+    Store,
+    conjunction,
+    conjuncts,
+)
+from insum_nn.compiler.passes.library.contraction_order import multiply_in_order
+from insum_nn.compiler.passes.library.decisions import Decision
+from insum_nn.compiler.passes.library.guard_factors import guard_factors, path_conditions
+from insum_nn.compiler.passes.library.match_products import match_csr_product, match_sampled_product
+from insum_nn.compiler.passes.library.pieces import choose_pieces
+from insum_nn.compiler.passes.library.read_factors import read_factors
+from insum_nn.compiler.passes.library.steps import Cut, Target, product, read_of, wide
+
+__all__ = ["LibraryGraph", "library_graph"]
+
+
+@dataclass(frozen=True, slots=True)
+class LibraryGraph:
+    """A graph of library calls.
+
+    Attributes:
+        kernel: the algorithm that it computes.
+        graph: its steps.
+        decisions: the choices that led to it.
+        pieces: the index that eager execution cuts into ranges, if any.
+    """
+
+    kernel: Kernel
+    graph: Graph
+    decisions: tuple[Decision, ...]
+    pieces: str | None
+
+
+def library_graph(kernel: Kernel, sizes: Mapping[str, int], target: Target) -> LibraryGraph:
+    """Cut an algorithm.
+
+    Args:
+        kernel: an algorithm of one store, without an activation.
+        sizes: extents of its loops in the first call; they steer the order of products, never the result.
+        target: what the graph is for.
+    """
+    cut = Cut(kernel, sizes, target)
+    if store_of(kernel).combine in ("max", "min"):
+        steps, whole = _extremum(cut), True
+    else:
+        steps, whole = _sum(cut)
+    graph = Graph(kernel.inputs, tuple(steps), (cut.output,), tuple(_extents(kernel)))
+    pieces = None if whole else choose_pieces(cut, graph)
+    return LibraryGraph(kernel, graph, tuple(cut.decisions), pieces)
+
+
+def _sum(cut: Cut) -> tuple[list[GraphNode], bool]:
+    """The steps of a sum, and whether it has to run as a whole."""
+    csr = match_csr_product(cut)
+    if csr is not None:
+        return csr, True
+    sampled = match_sampled_product(cut)
+    store, steps = store_of(cut.kernel), list[GraphNode]()
+    made: dict[Buffer, tuple[Expr, ...]] = {}
+    if sampled is not None:
+        store, steps = sampled.store, [sampled.step]
+        made[sampled.result.buffer] = sampled.conditions
+    texts = ["sampled product" if read.buffer in made else read for read in factors_of(store.value)[0]]
+    store = guard_factors(cut, store, made)
+    reads, number = factors_of(store.value)
+    read_steps, reads = read_factors(cut, reads)
+    steps += read_steps
+    output, value = indices_of(*store.subscripts), product([], number)
+    if reads:
+        product_steps, value = multiply_in_order(cut, reads, number, output, texts)
+        steps += product_steps
+    masks, where = _where_any(cut, store, value)
+    steps += [*masks, cut.write(store.subscripts, value, output, where=where)]
+    _decide_scatter(cut)
+    return steps, sampled is not None or len(scattered_axes(store.subscripts)) > 1
+
+
+def _where_any(cut: Cut, store: Store, value: Expr) -> tuple[list[GraphNode], Expr | None]:
+    """The condition of the last step, whose terms are sums: a cell is written where any of its terms takes part."""
+    kept, path = indices_of(value), path_conditions(store)
+    rest = [condition for condition in conjuncts(store.where) if condition not in path]
+    if set(indices_of(*rest)) <= set(kept):
+        return [], store.where
+    labels = tuple(label for label in indices_of(*rest) if label in kept)
+    sums = tuple(label for label in indices_of(*rest) if label not in kept)
+    mask = cut.buffer(labels, "bool")
+    live = read_of(mask, labels)
+    any_term = cut.step(
+        Result(mask, "zero"), live.subscripts, Const(True, "bool"), labels, sums,
+        combine="max", where=conjunction(rest),
+    )  # fmt: skip
+    return [any_term], conjunction((*path, live))
+
+
+def _extremum(cut: Cut) -> list[GraphNode]:
+    """The steps of `max=` and `min=`: every term is formed, then reduced."""
+    store = store_of(cut.kernel)
+    reads, number = factors_of(store.value)
+    # Each way to miss, those of index tensors inside of others too.
+    misses = (condition for read in reads for condition in miss_conditions(read))
+    where = conjunction((*path_conditions(store), *misses))
+    steps = list[GraphNode]()
+    value: Expr = product([], number)
+    for position, read in enumerate(reads):
+        made, (factor,) = read_factors(cut, [read])
+        steps += made
+        if position:
+            step, factor = cut.intermediate(indices_of(value, factor), product([value, factor]), dtype=wide(cut.dtype))
+            steps.append(step)
+        value = factor
+    if reads:
+        if number != 1:
+            step, value = cut.intermediate(indices_of(value), product([value], number), dtype=wide(cut.dtype))
+            steps.append(step)
+    written = indices_of(*store.subscripts)
+    sums = tuple(loop.index.name for loop in loops_of(cut.kernel) if loop.index.name not in written)
+    _decide_scatter(cut)
+    return [*steps, cut.write(store.subscripts, value, written, sums, where=where)]
+
+
+def _decide_scatter(cut: Cut) -> None:
+    if scattered_axes(store_of(cut.kernel).subscripts):
+        reason = "several terms may meet in one cell"
+        if cut.target.deterministic:
+            reason += "; in a fixed order, so that every run gives the same bits"
+        cut.decide("combine", "scatter", reason)
+
+
+def _extents(kernel: Kernel) -> Iterator[Extent]:
+    """Where the sizes of an algorithm are read: along the first axis that shows one, else they are passed."""
+    store = store_of(kernel)
+    shown: dict[str, tuple[Buffer, int]] = {}
+    for read in loads_in_order(*store.subscripts, store.value):
+        for axis, subscript in enumerate(read.subscripts):
+            if isinstance(subscript, Index):
+                shown.setdefault(subscript.name, (read.buffer, axis))
+    for loop in loops_of(kernel):
+        if isinstance(loop.end, Size):
+            yield Extent(loop.end, *shown.get(loop.index.name, (None, 0)))
+    for axis, extent in enumerate(store.buffer.shape):
+        if not isinstance(store.subscripts[axis], Index) and isinstance(extent, Size):
+            yield Extent(extent)
