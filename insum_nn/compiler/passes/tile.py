@@ -47,7 +47,7 @@ from insum_nn.compiler.passes.sum_terms import Cell, Space, Sums, summed
 from insum_nn.compiler.passes.terms import indices_of, term_of
 from insum_nn.compiler.passes.unify_variants import switch
 
-__all__ = ["Lanes", "Tiling", "tile"]
+__all__ = ["Lanes", "Tiling", "divided", "tile"]
 
 SPLIT, PART = Index("split"), Index("part")
 # Steps to a word of 32 bits whose sign is not used.

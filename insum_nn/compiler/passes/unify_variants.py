@@ -14,7 +14,7 @@ from dataclasses import dataclass, fields
 
 from insum_nn.compiler.ir.nodes import Buffer, Const, Expr, If, Index, Loop, Node, Op, Stmt, add, multiply
 
-__all__ = ["switch", "unify_variants"]
+__all__ = ["Variant", "switch", "unify_variants"]
 
 Block = tuple[Stmt, ...]
 
