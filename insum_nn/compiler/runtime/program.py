@@ -346,7 +346,7 @@ class Program:
         measure: bool = False,
         **named: Tensor,
     ) -> Explanation:
-        """Show what becomes of the statement: loop nest, extents, plan with reasons, FX code, kernel source.
+        """Explain how the statement is computed: loop nest, extents, decisions with reasons, the code that runs.
 
         Args:
             sizes: as in a call.
