@@ -42,10 +42,9 @@ COMPILER_MAY_IMPORT: dict[str, set[str]] = {
     "schedule": {"lang", "options", "ir"},
     "codegen": {"lang", "options", "ir", "schedule"},
     # The middle ends in use, until the loop nest replaces them: `forms` writes its kernels through it already.
-    "plans": {"lang", "options", "schedule"},
     "forms": {"lang", "options", "schedule", "ir", "passes", "codegen"},
-    "runtime": {"lang", "options", "ir", "passes", "schedule", "codegen", "plans", "forms"},
-    "explain": {"lang", "options", "ir", "passes", "schedule", "codegen", "plans", "forms", "runtime"},
+    "runtime": {"lang", "options", "ir", "passes", "schedule", "codegen", "forms"},
+    "explain": {"lang", "options", "ir", "passes", "schedule", "codegen", "forms", "runtime"},
     "api": {"lang", "options", "runtime", "explain", "forms"},
 }
 
@@ -56,7 +55,6 @@ COMPILER_EXCEPTIONS: dict[tuple[str, str], str] = {
     ("schedule.database", "forms.launch"): "an entry names the version of Triton that it was measured with",
     ("forms", "runtime.row_partition"): "a launch makes the row partition that its kernel reads",
     ("forms.joint", "runtime"): "a joint kernel is written for several programs at once",
-    ("plans.fx_lowering", "runtime.library_calls"): "the graph calls this function by name",
     ("codegen.aten", "runtime.library_calls"): "the graph calls this function by name",
     ("codegen.aten_read", "runtime.library_calls"): "the graph calls this function by name",
     ("runtime.program", "explain.report"): "`Program.explain()` returns a report",
@@ -69,7 +67,6 @@ INTERPRETER_MAY_IMPORT = {"lang", "lang.syntax", "lang.parser", "lang.check", "l
 # tool -> the only files of the package that name it.
 ONLY_IN = {
     "torch.fx": (
-        *(f"insum_nn/compiler/plans/{name}.py" for name in ("fx_access", "fx_extremum", "fx_lowering")),
         *(f"insum_nn/compiler/codegen/{name}.py" for name in ("aten", "aten_read", "aten_extremum", "aten_write")),
     ),
     # `onlookers` asks for what is known of symbolic sizes.
@@ -282,7 +279,7 @@ def test_one_file_names_each_tool():
         ("api.py", "from torch import fx as g\ng.Graph()", {"torch.fx.Graph: line 2"}),
         ("api.py", "import torch\ntorch._inductor.config.triton", {"torch._inductor.config.triton: line 2"}),
         (
-            "plans/fx_lowering.py",
+            "codegen/aten.py",
             "from torch.fx.experimental import _config",
             {"torch.fx.experimental._config: line 1"},
         ),

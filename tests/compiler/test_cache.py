@@ -25,7 +25,7 @@ from insum_nn.compiler.lang import index_checks
 from insum_nn.compiler.lang.bind import Extents, bind
 from insum_nn.compiler.lang.parser import parse
 from insum_nn.compiler.lang.shapes import resolve_extents
-from insum_nn.compiler.runtime import dispatch, execution
+from insum_nn.compiler.runtime import dispatch, execution, fixed_extents
 from insum_nn.errors import InsumNameError, InsumRangeError
 from insum_nn.facts import StaticTable
 
@@ -273,7 +273,7 @@ def test_each_feature_axis_has_its_own_extents_compiled_in():
         tensors = {"A": torch.ones(11, n), "B": torch.ones(11, m)}
         bound = replace(bind(statement, tensors, None), device_type=GPU)
         extents = resolve_extents(statement, [*tensors.values()], None, {}, None)
-        return dict(execution._specialise(bound, extents, Options()).static)
+        return dict(fixed_extents.fix_extents(bound, extents, Options()).static)
 
     for n in (2, 3, 4, 5):
         assert fixed(n, 10 * n) == {"n": n, "m": 10 * n}

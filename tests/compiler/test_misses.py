@@ -22,7 +22,7 @@ import insum_nn
 from insum_nn import Options, insum
 from insum_nn.compiler.forms import launch as launch_module
 from insum_nn.compiler.forms.candidates import candidates
-from insum_nn.compiler.runtime import execution
+from insum_nn.compiler.runtime import library
 from insum_nn.errors import InsumBackendError, InsumFormatError, InsumRangeError
 from insum_nn.testing.random_programs import RandomProgram, random_program
 from insum_nn.testing.tolerances import assert_matches
@@ -233,7 +233,7 @@ def agree(program: RandomProgram, options: Options) -> int:
 @pytest.mark.parametrize("number", range(4))
 def test_random_programs(number: int, monkeypatch: pytest.MonkeyPatch):
     if number % 2:
-        monkeypatch.setattr(execution, "_PIECE_BYTES", 1)
+        monkeypatch.setattr(library, "_PIECE_BYTES", 1)
     torch.manual_seed(number)
     found = 0
     for seed in range(5000 + 60 * number, 5060 + 60 * number):

@@ -11,7 +11,7 @@ from torch import Tensor
 
 import insum_nn
 from insum_nn import Options
-from insum_nn.compiler.runtime import execution
+from insum_nn.compiler.runtime import library
 from insum_nn.testing.random_programs import RandomProgram, random_program
 from tests.compiler.test_misses import Oracle
 from tests.test_random_programs import Loops
@@ -97,7 +97,7 @@ def test_values(number: int, monkeypatch: pytest.MonkeyPatch):
     """2000 programs, eager."""
     options, piece = VARIANTS[number % len(VARIANTS)]
     if piece is not None:
-        monkeypatch.setattr(execution, "_PIECE_BYTES", piece)
+        monkeypatch.setattr(library, "_PIECE_BYTES", piece)
     for program in batch(number, BATCH):
         tensors = program.arguments()["tensors"]
         before = {name: tensor.clone() for name, tensor in tensors.items()}
@@ -137,7 +137,7 @@ def test_reference_agrees_with_an_interpreter_of_its_own(number: int):
 @pytest.mark.parametrize("piece", [None, 1])
 def test_values_in_other_dtypes(dtype: torch.dtype, piece: int | None, monkeypatch: pytest.MonkeyPatch):
     if piece is not None:
-        monkeypatch.setattr(execution, "_PIECE_BYTES", piece)
+        monkeypatch.setattr(library, "_PIECE_BYTES", piece)
     for program in batch(200, 60):
         if value_names(program):
             rounded = moved(program, torch.device("cpu"), dtype)
@@ -169,7 +169,7 @@ def leaves(program: RandomProgram, most: int) -> tuple[Callable[..., Tensor], tu
 def test_gradients(number: int, monkeypatch: pytest.MonkeyPatch):
     """First and second derivatives of 300 programs; a program of no small tensors is no case."""
     if number % 2:
-        monkeypatch.setattr(execution, "_PIECE_BYTES", 1)
+        monkeypatch.setattr(library, "_PIECE_BYTES", 1)
     checked = 0
     for program in batch(number, GRADIENT_BATCH, profile="smooth"):
         case = leaves(program, 100)

@@ -12,7 +12,7 @@ from torch import Tensor
 
 import insum_nn
 from insum_nn import Options, insum
-from insum_nn.compiler.runtime import execution
+from insum_nn.compiler.runtime import execution, library
 from insum_nn.errors import InsumRangeError
 
 INDEX_DTYPES = (torch.int32, torch.int64)
@@ -25,7 +25,7 @@ NAN, INF = math.nan, math.inf
 def _pieces(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch):
     """Every rule holds for programs that run at once and for those that run in pieces."""
     if request.param == "pieces":
-        monkeypatch.setattr(execution, "_PIECE_BYTES", 1)
+        monkeypatch.setattr(library, "_PIECE_BYTES", 1)
         # What was made ready for whole runs must not be used.
         insum_nn.clear_cache()
         yield

@@ -3,14 +3,15 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Iterable
 
 from insum_nn.compiler.explain.dataflow import Product, Steps
+from insum_nn.compiler.ir import graph as ir
+from insum_nn.compiler.ir.access import affine_terms, indices_of, plain_labels
+from insum_nn.compiler.ir.build import OUTPUT
+from insum_nn.compiler.ir.nodes import Buffer, Const, Expr, Index, Load, Op, Size, Store, conjuncts
 from insum_nn.compiler.lang.bind import Extents
-from insum_nn.compiler.lang.misses import Miss
-from insum_nn.compiler.lang.syntax import Access, Subscript
-from insum_nn.compiler.plans.plan import Dot, Load, Multiply, Plan, SampledProduct, Scale, SparseProduct, Sum
-from insum_nn.compiler.runtime.execution import Library, piece_length
+from insum_nn.compiler.lang.syntax import Access
+from insum_nn.compiler.runtime.library import Library, piece_length
 
 __all__ = ["choices_of", "steps_of", "torch_code"]
 
@@ -22,89 +23,173 @@ def torch_code(library: Library, extents: Extents) -> tuple[str, str]:
     out.
     """
     graph, schedule = library.graph, "library calls over the whole index space"
-    length, cut = piece_length(library, extents), library.plan.chunk
+    length, cut = piece_length(library, extents), library.cut
     if length is not None and cut is not None:
         assert library.pieces is not None
-        total = extents.indices[library.plan.bound.layout.indices.index(cut)]
+        total = extents.indices[library.bound.layout.indices.index(cut)]
         graph, schedule = library.pieces, f"library calls for {-(-total // length)} pieces of {length} values of {cut}"
+    words = _Words(library)
     arguments = [node for node in graph.graph.nodes if node.op == "placeholder"]
-    names = [f"# {node.name}: {node.meta['stands_for']}" for node in arguments]
+    names = [f"# {node.name}: {words.argument(node.meta['stands_for'])}" for node in arguments]
     code = re.sub(r";  (?:\w+ = )+None(?=\n|$)", "", str(graph.code)).strip()
     return "\n".join([*names, code]), schedule
 
 
 def choices_of(library: Library, extents: Extents) -> tuple[tuple[str, str, str], ...]:
     """Return topic, choice and reason of every choice behind the calls."""
-    rows = [(each.topic, each.choice, each.reason) for each in library.plan.decisions]
+    words = _Words(library)
+    rows = [each.text(words.text) for each in library.made.decisions]
     whole = piece_length(library, extents) is None
     return tuple(row for row in rows if not (whole and row[0] == "pieces"))
 
 
 def steps_of(library: Library) -> Steps:
     """Return the products in order, for the picture of the data flow."""
-    return _Picture().steps(library.plan)
+    return _Picture(library).steps()
+
+
+class _Words:
+    """Expressions of the IR in the words of the statement."""
+
+    def __init__(self, library: Library) -> None:
+        self.output = library.bound.statement.output
+        self.tensors = {canonical: name for name, canonical in library.names.tensors.items()}
+        self.indices = {letter: name for name, letter in library.names.indices.items()}
+
+    def text(self, expr: Expr) -> str:
+        """An index, a read or a subscript, as the statement writes it."""
+        if isinstance(expr, Load):
+            name = self.tensors.get(expr.buffer.name, expr.buffer.name)
+            return f"{name}[{','.join(map(self.text, expr.subscripts))}]" if expr.subscripts else name
+        terms, offset = affine_terms(expr)
+        parts = ""
+        for coefficient, atom in terms:
+            sign = "-" if coefficient < 0 else "+" if parts else ""
+            factor = f"{abs(coefficient)}*" if abs(coefficient) != 1 else ""
+            parts += f"{sign}{factor}{self.index(atom.name) if isinstance(atom, Index) else self.text(atom)}"
+        return parts + (f"{offset:+d}" if parts and offset else "" if parts else str(offset))
+
+    def index(self, letter: str) -> str:
+        return self.indices.get(letter, letter)
+
+    def argument(self, node: Buffer | Size) -> str:
+        """What an argument of the printed graph is."""
+        if isinstance(node, Buffer) and node.name == OUTPUT:
+            return f"{self.output.name}, added to in place"
+        if isinstance(node, Buffer):
+            return self.tensors.get(node.name, f"{self.output.name}, the initial value")
+        if node.name in self.indices:
+            return f"the extent of {self.indices[node.name]}"
+        return f"the extent of axis {node.name.removeprefix(f'{OUTPUT}_')} of {self.output.name}"
 
 
 class _Picture:
-    def __init__(self) -> None:
-        self.values: dict[str, str | Access] = {}  # value of the plan -> product or read
+    def __init__(self, library: Library) -> None:
+        self.library = library
+        self.words = _Words(library)
+        self.accesses = {str(access): access for access in library.bound.statement.accesses()}
+        self.values: dict[Buffer, str | Access] = {}  # intermediate result -> product or read
         self.products: list[Product] = []
 
-    def steps(self, plan: Plan) -> Steps:
-        for step in plan.steps:
-            if isinstance(step, Load):
-                self.values[step.result] = step.access
+    def access(self, read: Load) -> Access:
+        return self.accesses[self.words.text(read)]
+
+    def value(self, read: Expr) -> str | Access:
+        assert isinstance(read, Load)
+        return self.values[read.buffer] if read.buffer in self.values else self.access(read)
+
+    def labels(self, *exprs: Expr) -> tuple[str, ...]:
+        return tuple(map(self.words.index, indices_of(*exprs)))
+
+    def steps(self) -> Steps:
+        complete, conditions = False, list[Expr]()
+        for buffer, node in ir.made_by(self.library.made.graph):
+            store = ir.store_of(node.kernel)
+            if buffer.name == OUTPUT:
+                last = None if isinstance(store.value, Const) else self.value(store.value)
+                guards = [*conditions, *self.added(store)]
+                return Steps(tuple(self.products), last, complete, tuple(self.pointers(*guards)))
+            if isinstance(store.value, Load) and store.combine == "set":
+                self.values[buffer] = self.access(store.value)
+            elif isinstance(store.value, Const):
+                conditions += conjuncts(store.where)
             else:
-                self.values[step.result] = step.result
-                self.products.append(self.product(step))
-        combine = plan.combine
-        value = None if combine.value is None else self.values[combine.value]
-        return Steps(tuple(self.products), value, combine.mode == "rows", tuple(_guards(combine.guards)))
+                complete = isinstance(node, ir.Library) and node.function == "csr_product"
+                self.values[buffer] = buffer.name
+                self.products.append(self.product(buffer.name, node, store))
+        raise AssertionError("a graph without an output")
 
-    def product(self, step: Sum | Scale | Multiply | Dot | SparseProduct | SampledProduct) -> Product:
-        if isinstance(step, SparseProduct):
-            lines = ("sparse × dense", f"entries at ({step.row}, {step.col})", f"sum over {','.join(step.entries)}")
-            operands = () if step.value is None else (self.values[step.value],)
-            labels = (str(step.row), *step.labels)
-            return Product(
-                step.result, lines, labels, operands, (step.dense,), _pointers(step.row, step.col), str(step)
-            )
-        if isinstance(step, SampledProduct):
-            places = f"at entries ({step.row}, {step.col})"
-            lines = ("sampled dense × dense", places, f"sum over {','.join(step.inner)}")
-            pointers = _pointers(step.row, step.col)
-            return Product(step.result, lines, step.labels, (), (step.near, step.far), pointers, str(step))
-        sources = (step.source,) if isinstance(step, Sum | Scale) else (step.left, step.right)
-        operands = tuple(self.values[source] for source in sources)
-        return Product(step.result, _lines(step), step.labels, operands, hover=str(step))
+    def added(self, store: Store) -> list[Expr]:
+        """The conditions of the last step that are about reads, not about the address that it writes to."""
+        misses = {part for step in self.library.made.graph.nodes for part in self.conditions_of(step)}
+        return [condition for condition in conjuncts(store.where) if condition in misses]
 
+    def conditions_of(self, node: ir.GraphNode) -> tuple[Expr, ...]:
+        if not isinstance(node, ir.Step):
+            return ()
+        value = ir.store_of(node.kernel).value
+        return conjuncts(value.where) if isinstance(value, Load) else ()
 
-def _lines(step: Sum | Scale | Multiply | Dot) -> tuple[str, ...]:
-    if isinstance(step, Sum):
-        return ("sum",)
-    if isinstance(step, Scale):
-        return (f"× {step.number!r}",)
-    if isinstance(step, Multiply):
-        over = f"sum over {','.join(step.over)}" if step.over else ""
-        unrolled = ", ".join(f"{label} unrolled" for label, _ in step.unrolled)
-        return ("multiply and sum" if over else "multiply", over, unrolled)
-    outer = " · ".join(f"{role} = {','.join(labels) or '1'}" for role, labels in (("m", step.m), ("n", step.n)))
-    batch = f"for each {','.join(step.batch)}" if step.batch else ""
-    return ("matrix product", f"sum over {','.join(step.k)}", outer, batch)
+    def pointers(self, *exprs: Expr) -> dict[Access, None]:
+        """The index tensors that are read by conditions, or by subscripts."""
+        reads = [read for expr in exprs for read in self.entries(expr)]
+        return dict.fromkeys(map(self.access, reads))
 
+    def entries(self, expr: Expr) -> list[Load]:
+        """The outermost reads of index tensors."""
+        if isinstance(expr, Op) and expr.name in ("at_least", "less"):
+            expr = expr.args[0]
+        return [atom for _, atom in affine_terms(expr)[0] if isinstance(atom, Load)]
 
-def _pointers(*subscripts: Subscript) -> tuple[Access, ...]:
-    return tuple(inner for subscript in subscripts for inner in subscript.index_accesses())
+    def product(self, name: str, node: ir.Step | ir.Library, store: Store) -> Product:
+        reads, number = ir.factors_of(store.value)
+        labels = self.labels(*store.subscripts)
+        sums = [self.words.index(loop.index.name) for loop in ir.loops_of(node.kernel) if loop.role == "sum"]
+        over = f"sum over {','.join(sums)}" if sums else ""
+        value = " * ".join([*(self.words.text(read) for read in reads), *([repr(number)] if number != 1 else [])])
+        target = f"{name}[{','.join(map(self.words.text, store.subscripts))}]"
+        hover = f"{target} {'+=' if sums else '='} {value}"
+        if isinstance(node, ir.Library) and node.function != "matmul":
+            return self.selected(name, node, store, over, hover)
+        operands = tuple(self.value(read) for read in reads)
+        if isinstance(node, ir.Library):
+            lines = ("matrix product", over, *self.matrix_lines(store, reads))
+        elif len(reads) == 2:
+            unrolled = ", ".join(f"{self.words.index(index.name)} unrolled" for index in node.unrolled)
+            lines = ("multiply and sum" if sums else "multiply", over, unrolled)
+        else:
+            lines = ("sum",) if sums else (f"× {number!r}",)
+        return Product(name, lines, labels, operands, hover=hover)
 
+    def selected(self, name: str, node: ir.Library, store: Store, over: str, hover: str) -> Product:
+        """A product whose factors' rows an index tensor selects."""
+        reads = ir.factors_of(store.value)[0]
+        if node.function == "sampled_product":
+            rows = [next(s for s in read.subscripts if self.selects(s, store)) for read in reads]
+            places = f"at entries ({', '.join(map(self.words.text, rows))})"
+            lines = ("sampled dense × dense", places, over)
+            tables = tuple(map(self.access, reads))
+            pointers = tuple(self.pointers(*rows))
+            return Product(name, lines, self.labels(*store.subscripts), (), tables, pointers, hover)
+        *values, dense = reads
+        row, *plain = store.subscripts
+        (col,) = (s for s in dense.subscripts if s not in plain)
+        places = f"entries at ({self.words.text(row)}, {self.words.text(col)})"
+        lines = ("sparse × dense", places, f"sum over {','.join(self.labels(row, col))}")
+        labels = (self.words.text(row), *self.labels(*plain))
+        operands = tuple(self.value(read) for read in values)
+        return Product(name, lines, labels, operands, (self.access(dense),), tuple(self.pointers(row, col)), hover)
 
-def _guards(guards: Iterable[Miss]) -> Iterable[Access]:
-    """Return the index tensors whose missing entries mask cells or terms as they are combined."""
-    guards = tuple(guards)
-    inner = [miss.access for miss in guards if miss.axis is None]
-    inner += [
-        access
-        for miss in guards
-        if miss.axis is not None
-        for access in miss.access.subscripts[miss.axis].index_accesses()
-    ]
-    return dict.fromkeys(inner)
+    def selects(self, subscript: Expr, store: Store) -> bool:
+        """Whether a subscript varies with the entries rather than with what is summed."""
+        return set(indices_of(subscript)) <= set(plain_labels(store.subscripts))
+
+    def matrix_lines(self, store: Store, reads: list[Load]) -> tuple[str, str]:
+        left, right = (plain_labels(read.subscripts) for read in reads)
+        labels = plain_labels(store.subscripts)
+        m, n = ([x for x in labels if x not in other] for other in (right, left))
+        batch = [self.words.index(label) for label in labels if label in left and label in right]
+        outer = " · ".join(
+            f"{role} = {','.join(map(self.words.index, own)) or '1'}" for role, own in (("m", m), ("n", n))
+        )
+        return outer, f"for each {','.join(batch)}" if batch else ""

@@ -1,8 +1,7 @@
-"""Plans made callable: the cache of programs, and eager execution in pieces."""
+"""Programs made callable, and their cache."""
 
 from __future__ import annotations
 
-import math
 import threading
 import time
 from collections import OrderedDict
@@ -13,17 +12,15 @@ import torch
 from torch import Tensor, fx
 
 from insum_nn.compiler.codegen import inductor
-from insum_nn.compiler.forms import launch
 from insum_nn.compiler.forms.form import FormError
 from insum_nn.compiler.forms.generated import Generated
 from insum_nn.compiler.forms.keyed import Keyed, generate
-from insum_nn.compiler.lang.bind import Bound, Extents, Layout
+from insum_nn.compiler.lang.bind import Bound, Extents
 from insum_nn.compiler.options import Options
-from insum_nn.compiler.plans.fx_lowering import extent_arguments, lower
-from insum_nn.compiler.plans.plan import Dot, Load, Plan
-from insum_nn.compiler.plans.planner import UNROLL_LIMIT, is_feature, make_plan, slot_indices
 from insum_nn.compiler.runtime import library_calls
 from insum_nn.compiler.runtime.backends import backend_without_generator, choose_backend, require_triton
+from insum_nn.compiler.runtime.fixed_extents import fix_extents, forget_extents
+from insum_nn.compiler.runtime.library import Library, extent_arguments, library_calls_of, piece_length, run_pieces
 from insum_nn.compiler.runtime.row_partition import clear_owners
 from insum_nn.compiler.schedule import budget
 from insum_nn.errors import InsumFormatError
@@ -33,36 +30,16 @@ __all__ = [
     "CACHE_LIMIT",
     "CacheInfo",
     "Executable",
-    "Library",
     "cache_info",
     "clear_cache",
     "executable",
     "from_graph",
     "generation",
-    "library_calls_of",
-    "piece_length",
     "split_arguments",
 ]
 
 # Programs kept; the least recently used one leaves first.
 CACHE_LIMIT = 512
-# Bytes of gathered operands per piece of an eager program: what a core's cache holds.
-_PIECE_BYTES = 1 << 20
-
-
-@dataclass(frozen=True, slots=True)
-class Library:
-    """A statement as calls of torch's library, which run as they are or are compiled by Inductor.
-
-    Attributes:
-        plan: its steps.
-        graph: the FX module that runs, or that Inductor compiles.
-        pieces: the same for a range of one index, added to the output; `None` where it always runs at once.
-    """
-
-    plan: Plan
-    graph: fx.GraphModule
-    pieces: fx.GraphModule | None = None
 
 
 @dataclass(slots=True)
@@ -111,7 +88,7 @@ class Executable:
         library, options = self.library, self.options
         step = None if library is None else piece_length(library, extents)
         if library is not None and step is not None:
-            return lambda tensors, start: _run_pieces(library, options, tensors, arguments, extents, start, step)
+            return lambda tensors, start: run_pieces(library, options, tensors, arguments, extents, start, step)
         if isinstance(run, _Inductor):
             inductor_run = run
             begin = time.perf_counter()
@@ -134,74 +111,6 @@ def _integers(bound: Bound, extents: Extents) -> tuple[int, ...]:
         return ()
     names = bound.layout.indices
     return (*(extents.indices[names.index(i)] for i in indices), *(extents.output[a] for a in axes))
-
-
-def piece_length(library: Library, extents: Extents) -> int | None:
-    """How many values of the cut index fit one piece; `None` when everything fits."""
-    plan = library.plan
-    if library.pieces is None:
-        return None
-    sizes = dict(zip(plan.bound.layout.indices, extents.indices, strict=True))
-    width = plan.bound.dtype.itemsize
-    cells = sum(
-        math.prod(sizes[x] for x in step.labels if x != plan.chunk)
-        for step in plan.steps
-        if isinstance(step, Load) and step.gather and plan.chunk in step.labels
-    )
-    # A batched product is one call for each piece, whose rows are added by as many calls as there are.
-    room = 2 * _PIECE_BYTES if any(isinstance(step, Dot) for step in plan.steps) else _PIECE_BYTES
-    step = max(1, room // max(1, cells * width))
-    assert plan.chunk is not None
-    return step if 2 * step <= sizes[plan.chunk] else None
-
-
-def _run_pieces(
-    library: Library,
-    options: Options,
-    tensors: Sequence[Tensor],
-    arguments: Sequence[int],
-    extents: Extents,
-    start: Tensor | None,
-    step: int,
-) -> Tensor:
-    """Add the statement's contributions range by range into one output."""
-    plan = library.plan
-    bound = plan.bound
-    layout = bound.layout
-    assert plan.chunk is not None
-    assert library.pieces is not None
-    position = layout.indices.index(plan.chunk)
-    wide = bound.dtype in (torch.float16, torch.bfloat16) and options.accumulate == "float32"
-    dtype = torch.float32 if wide or _direct_half(plan) else bound.dtype
-    device = tensors[0].device if tensors else start.device if start is not None else None
-    # Library calls add a row at a time, fastest where rows are what lies outermost.
-    outer = plan.combine.scattered[0] if len(plan.combine.scattered) == 1 else 0
-    shape = list(extents.output)
-    if outer:
-        shape.insert(0, shape.pop(outer))
-    output = (torch.zeros if start is None else torch.empty)(shape, dtype=dtype, device=device)
-    if outer:
-        output = output.movedim(0, outer)
-    if start is not None:
-        output.copy_(start.detach())
-    axes = [[axis for where, axis in layout.plain[position] if where == i] for i in range(len(tensors))]
-    written = [axis for axis, name in enumerate(layout.output_plain) if name == plan.chunk]
-    total = extents.indices[position]
-    for begin in range(0, total, step):
-        length = min(step, total - begin)
-        cut = [_narrow(t, own, begin, length) for t, own in zip(tensors, axes, strict=True)]
-        library.pieces(*cut, *arguments, _narrow(output, written, begin, length))
-    return output.to(bound.dtype).contiguous()
-
-
-def _direct_half(plan: Plan) -> bool:
-    return plan.combine.mode == "direct" and plan.bound.dtype in (torch.float16, torch.bfloat16)
-
-
-def _narrow(tensor: Tensor, axes: Sequence[int], begin: int, length: int) -> Tensor:
-    for axis in axes:
-        tensor = tensor.narrow(axis, begin, length)
-    return tensor
 
 
 _cache: OrderedDict[tuple[object, ...], Executable] = OrderedDict()
@@ -243,7 +152,7 @@ def clear_cache() -> None:
     with _lock:
         _generation += 1
         _cache.clear()
-        _values.clear()
+        forget_extents()
         _hits = _misses = 0
     library_calls.clear_structures()
     clear_owners()
@@ -288,7 +197,7 @@ def from_graph(
     bound = _without_unused_facts(bound)
     key: tuple[object, ...] = (bound, options, backend)
     if backend == "inductor":
-        bound = _specialise(bound, extents, options)
+        bound = fix_extents(bound, extents, options)
         precision = torch.get_float32_matmul_precision()
         key = (bound, options, backend, precision, inductor.size_class(bound, tensors, extents))
     return _remembered(key, lambda: _build(bound, extents, options, backend, reason))
@@ -323,7 +232,7 @@ def _generated(
     Raises:
         FormError: the statement is not of the generator's kind.
     """
-    bound = _specialise(bound, extents, options, frozenset(name for name, _ in static))
+    bound = fix_extents(bound, extents, options, frozenset(name for name, _ in static))
     precision = torch.get_float32_matmul_precision()
 
     def build() -> Executable:
@@ -333,62 +242,6 @@ def _generated(
         return Executable(bound, options, "triton", reason, generated, time.perf_counter() - begin)
 
     return _remembered((bound, options, "triton", precision, static), build)
-
-
-# Extents that a statement was compiled for, by statement and index; past the limit an index stays dynamic.
-_VALUES_LIMIT = 4
-_STATEMENTS_LIMIT = 4096
-_values: dict[tuple[object, str], set[int]] = {}
-
-
-def _specialise(bound: Bound, extents: Extents, options: Options, tables: frozenset[str] = frozenset()) -> Bound:
-    """Fix the extents that are properties of a model rather than of its data, and those of 1, which broadcast.
-
-    These are slots of a group, and dense feature axes: axes that no index tensor has and that some tensor carries
-    behind its first axis. An index that keeps changing is compiled for every extent. Axes of static tables are fixed.
-    """
-    layout = bound.layout
-    sizes = dict(zip(layout.indices, extents.indices, strict=True))
-    fixed = {name: size for name, size in sizes.items() if size == 1}
-    if options.specialize:
-        accesses = [access for access in bound.statement.accesses() if access.name in tables]
-        fixed |= {index.name: sizes[index.name] for access in accesses for index in access.indices()}
-    if (bound.device_type == "cuda" or launch.interpreted()) and options.specialize:
-        slots = {name for name in slot_indices(bound) if sizes[name] <= UNROLL_LIMIT}
-        for name in layout.indices:
-            if name in slots or is_feature(layout, name) or _in_written_rows(layout, name):
-                if len(_values) >= _STATEMENTS_LIMIT:
-                    _values.clear()
-                seen = _values.setdefault((bound, name), set())
-                if len(seen) < _VALUES_LIMIT:
-                    seen.add(sizes[name])
-                if sizes[name] in seen:
-                    fixed[name] = sizes[name]
-    return replace(bound, static=tuple(sorted(fixed.items())))
-
-
-def _in_written_rows(layout: Layout, index: str) -> bool:
-    """Whether an index that no index tensor has lies inside of rows that the output is written by, as features do."""
-    places = layout.plain[layout.indices.index(index)]
-    if any(layout.tensors[where] in layout.index_tensors for where, _ in places):
-        return False
-    written = layout.output_plain
-    return index in written and None in written[: written.index(index)]
-
-
-def library_calls_of(bound: Bound, extents: Extents, options: Options, *, compiled: bool) -> Library:
-    """Write a statement as library calls.
-
-    Args:
-        bound: the statement.
-        extents: sizes of a call, by which the order of the products is chosen.
-        options: compile options.
-        compiled: for Inductor.
-    """
-    sizes = dict(zip(bound.layout.indices, extents.indices, strict=True))
-    plan = make_plan(bound, sizes, options, compiled=compiled)
-    graph = lower(plan, options, compiled=compiled)
-    return Library(plan, graph, None if plan.chunk is None else lower(plan, options, accumulate=True))
 
 
 def _build(bound: Bound, extents: Extents, options: Options, backend: str, reason: str) -> Executable:

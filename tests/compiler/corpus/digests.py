@@ -20,8 +20,7 @@ from insum_nn.compiler.forms.schedule import Schedule, default_schedule, precisi
 from insum_nn.compiler.forms.source import Source, write_kernel
 from insum_nn.compiler.lang.bind import Bound
 from insum_nn.compiler.options import Options
-from insum_nn.compiler.plans.fx_lowering import lower
-from insum_nn.compiler.plans.planner import make_plan
+from insum_nn.compiler.runtime.library import library_calls_of
 from tests.compiler.corpus.statements import DEVICE_TYPE, Entry
 
 __all__ = ["Code", "code_of", "digest", "graphs_of", "ttir", "without_names", "without_node_names"]
@@ -81,10 +80,9 @@ def graphs_of(entry: Entry) -> Iterator[Code]:
 
 
 def _graph(entry: Entry, bound: Bound, options: Options, *, compiled: bool = False, pieces: bool = False) -> str:
-    plan = make_plan(bound, entry.sizes, options, compiled=compiled)
-    if pieces and plan.chunk is None:
-        return ""
-    return without_node_names(lower(plan, options, compiled=compiled, accumulate=pieces).graph)
+    library = library_calls_of(bound, entry.extents, options, compiled=compiled)
+    graph = library.pieces if pieces else library.graph
+    return "" if graph is None else without_node_names(graph.graph)
 
 
 def without_node_names(graph: fx.Graph) -> str:

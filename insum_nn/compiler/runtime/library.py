@@ -1,0 +1,148 @@
+"""A statement as calls of torch's library: the graph that its passes make, printed, and run in pieces on a CPU."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+
+import torch
+from torch import Tensor, fx
+
+from insum_nn.compiler.codegen.aten import print_aten
+from insum_nn.compiler.ir import graph as ir
+from insum_nn.compiler.ir.access import plain_labels, scattered_axes
+from insum_nn.compiler.ir.build import Names, build
+from insum_nn.compiler.lang.bind import Bound, Extents
+from insum_nn.compiler.lang.epilogue import PLAIN
+from insum_nn.compiler.options import Options
+from insum_nn.compiler.passes.library.library_graph import LibraryGraph, library_graph
+from insum_nn.compiler.passes.library.read_factors import gathers
+from insum_nn.compiler.passes.library.steps import Target
+
+__all__ = ["Library", "extent_arguments", "library_calls_of", "piece_length", "run_pieces"]
+
+# Bytes of gathered operands per piece of an eager program: what a core's cache holds.
+_PIECE_BYTES = 1 << 20
+
+
+@dataclass(frozen=True, slots=True)
+class Library:
+    """A statement as calls of torch's library, which run as they are or are compiled by Inductor.
+
+    Attributes:
+        bound: the statement.
+        names: its canonical names.
+        made: its steps, and the choices behind them.
+        graph: the FX module that runs, or that Inductor compiles.
+        pieces: the same for a range of one index, added to the output; `None` where it always runs at once.
+    """
+
+    bound: Bound
+    names: Names
+    made: LibraryGraph
+    graph: fx.GraphModule
+    pieces: fx.GraphModule | None = None
+
+    @property
+    def cut(self) -> str | None:
+        """The index that is cut into ranges, by the user's name."""
+        return next((name for name, letter in self.names.indices.items() if letter == self.made.pieces), None)
+
+
+def library_calls_of(bound: Bound, extents: Extents, options: Options, *, compiled: bool) -> Library:
+    """Write a statement as library calls.
+
+    Args:
+        bound: the statement; what follows its sum is left to the caller.
+        extents: sizes of a call, by which the order of the products is chosen.
+        options: compile options.
+        compiled: for Inductor.
+    """
+    names = Names(bound.statement)
+    sizes = {names.indices[name]: size for name, size in zip(bound.layout.indices, extents.indices, strict=True)}
+    target = Target(
+        bound.device_type,
+        compiled,
+        csr=torch.backends.mkl.is_available(),
+        search=options.order == "cost",
+        deterministic=options.deterministic,
+    )
+    made = library_graph(build(replace(bound, epilogue=PLAIN)), sizes, target)
+    graph = print_aten(made.graph, bound.device_type, options, compiled=compiled)
+    pieces = None
+    if made.pieces is not None:
+        pieces = print_aten(made.graph, bound.device_type, options, accumulate=True)
+    return Library(bound, names, made, graph, pieces)
+
+
+def extent_arguments(bound: Bound) -> tuple[tuple[str, ...], tuple[int, ...]]:
+    """The extents a graph takes as integers: of indices that no axis shows, and of output axes that no index shows."""
+    layout = bound.layout
+    static = {name for name, _ in bound.static}
+    indices = tuple(
+        name for name, plain in zip(layout.indices, layout.plain, strict=True) if not plain and name not in static
+    )
+    axes = tuple(axis for axis, name in enumerate(layout.output_plain) if name is None)
+    return indices, axes
+
+
+def piece_length(library: Library, extents: Extents) -> int | None:
+    """How many values of the cut index fit one piece; `None` when everything fits."""
+    cut = library.made.pieces
+    if library.pieces is None or cut is None:
+        return None
+    named = zip(library.names.indices.values(), extents.indices, strict=True)
+    sizes = dict(named)
+    results = [plain_labels(ir.store_of(step.kernel).subscripts) for step in gathers(library.made.graph)]
+    cells = sum(math.prod(sizes[x] for x in labels if x != cut) for labels in results if cut in labels)
+    # A batched product is one call for each piece, whose rows are added by as many calls as there are.
+    products = any(isinstance(n, ir.Library) and n.function == "matmul" for n in library.made.graph.nodes)
+    room = 2 * _PIECE_BYTES if products else _PIECE_BYTES
+    step = max(1, room // max(1, cells * library.bound.dtype.itemsize))
+    return step if 2 * step <= sizes[cut] else None
+
+
+def run_pieces(
+    library: Library,
+    options: Options,
+    tensors: Sequence[Tensor],
+    arguments: Sequence[int],
+    extents: Extents,
+    start: Tensor | None,
+    step: int,
+) -> Tensor:
+    """Add the statement's contributions range by range into one output."""
+    bound, layout = library.bound, library.bound.layout
+    assert library.cut is not None
+    assert library.pieces is not None
+    position = layout.indices.index(library.cut)
+    scattered = scattered_axes(ir.store_of(library.made.kernel).subscripts)
+    half = bound.dtype in (torch.float16, torch.bfloat16)
+    wide = half and (options.accumulate == "float32" or not scattered)
+    dtype = torch.float32 if wide else bound.dtype
+    device = tensors[0].device if tensors else start.device if start is not None else None
+    # Library calls add a row at a time, fastest where rows are what lies outermost.
+    outer = scattered[0] if len(scattered) == 1 else 0
+    shape = list(extents.output)
+    if outer:
+        shape.insert(0, shape.pop(outer))
+    output = (torch.zeros if start is None else torch.empty)(shape, dtype=dtype, device=device)
+    if outer:
+        output = output.movedim(0, outer)
+    if start is not None:
+        output.copy_(start.detach())
+    axes = [[axis for where, axis in layout.plain[position] if where == i] for i in range(len(tensors))]
+    written = [axis for axis, name in enumerate(layout.output_plain) if name == library.cut]
+    total = extents.indices[position]
+    for begin in range(0, total, step):
+        length = min(step, total - begin)
+        cut = [_narrow(t, own, begin, length) for t, own in zip(tensors, axes, strict=True)]
+        library.pieces(*cut, *arguments, _narrow(output, written, begin, length))
+    return output.to(bound.dtype).contiguous()
+
+
+def _narrow(tensor: Tensor, axes: Sequence[int], begin: int, length: int) -> Tensor:
+    for axis in axes:
+        tensor = tensor.narrow(axis, begin, length)
+    return tensor
