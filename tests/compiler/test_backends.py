@@ -133,7 +133,7 @@ def test_measured_backends_of_older_versions_are_ignored(tmp_path: Path, monkeyp
 def test_the_package_holds_none():
     (file,) = (Path(insum_nn.schedules.__file__).parent).glob("*.json")
     kinds = {entry["key"]["kind"] for entry in json.loads(file.read_text())["entries"]}
-    assert kinds == {"schedule", "order", "joint"}
+    assert kinds <= {"schedule", "order", "joint"}
 
 
 # On a device.

@@ -114,7 +114,7 @@ def test_what_tells_programs_apart():
         lambda: insum("y[i] += x[E[i]]", x=x, E=E, y=x),
         lambda: insum("y[i] = x[E[i]]", x=x, E=E),
         lambda: insum("y[i] += x[E[i]]", x=x, E=E, options=Options(order="left")),
-        lambda: insum("y[j] += x[E[j]]", x=x, E=E),
+        lambda: insum("y[i] += x[E[i]] * x[i]", x=x, E=E),
     ]
     for count, variant in enumerate(variants, start=1):
         variant()
@@ -179,10 +179,11 @@ def test_every_argument_of_insum_tells_its_programs_apart():
 
 
 def test_what_does_not_tell_programs_apart():
-    """Spelling, sizes, layout, sortedness, gradients: one program serves them all."""
+    """Spelling, names, sizes, layout, sortedness, gradients: one program serves them all."""
     E = torch.tensor([2, 0, 1])
     insum("y[i] += x[E[i]]", x=torch.ones(3), E=E)
     insum("y[i]+=x[ E[i] ]", x=torch.ones(3), E=E)
+    insum("e[E] += X[x[E]]", X=torch.ones(3), x=E)
     insum("y[i] += x[E[i]]", x=torch.ones(7), E=E.sort().values)
     insum("y[i] += x[E[i]]", x=torch.ones(6)[::2], E=E)
     insum("y[i] += x[E[i]]", x=torch.ones(3, requires_grad=True), E=E)
@@ -193,14 +194,14 @@ def test_what_does_not_tell_programs_apart():
 def test_the_cache_is_bounded_and_forgets_the_oldest(monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setattr(execution, "CACHE_LIMIT", 4)
     x = torch.ones(3)
-    for name in "abcd":
-        insum(f"{name}[i] += x[i]", x=x)
-    # Used anew (at another size, so that the cache is asked), `a` is now the youngest.
-    insum("a[i] += x[i]", x=torch.ones(4))
-    insum("e[i] += x[i]", x=x)
+    for factor in range(4):
+        insum(f"y[i] += {factor} * x[i]", x=x)
+    # Used again (at another size, so that the cache is asked), the first is now the youngest.
+    insum("y[i] += 0 * x[i]", x=torch.ones(4))
+    insum("y[i] += 4 * x[i]", x=x)
     assert cache_info().size == 4
     assert cache_info().limit == 4
-    assert [key[0].statement.output.name for key in execution._cache] == ["c", "d", "a", "e"]
+    assert [str(key[0].statement.factors[0]) for key in execution._cache] == ["2", "3", "0", "4"]
 
 
 def test_clearing():

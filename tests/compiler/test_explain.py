@@ -30,7 +30,7 @@ from insum_nn.compiler.forms.source import Source
 from insum_nn.compiler.options import Options
 from insum_nn.compiler.runtime import execution
 from insum_nn.compiler.runtime.dispatch import prepare
-from insum_nn.compiler.runtime.execution import clear_cache
+from insum_nn.compiler.runtime.execution import Executable, clear_cache, in_names_of
 from insum_nn.errors import InsumBackendError
 from tests.compiler.interpreted import interpreter  # noqa: F401
 from tests.golden_fixture import Golden
@@ -427,7 +427,9 @@ def test_steps_are_the_launches_of_a_call(name: str, monkeypatch: pytest.MonkeyP
     program = compile(statement, options=Options(backend="triton"), **how)
     ordered, initial = program._arrange(tensors)
     extents = program._extents(ordered, initial, None, shape)
-    run = prepare(program._spec, ordered, initial, extents)[1].run
+    bound, found = prepare(program._spec, ordered, initial, extents)
+    assert isinstance(found, Executable)
+    run = in_names_of(found, bound).run
     assert isinstance(run, Generated)
     if schedule is not None:
         run = run.with_schedule(schedule)

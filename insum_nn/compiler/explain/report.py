@@ -34,7 +34,8 @@ from insum_nn.compiler.lang.bind import Bound, Extents, layout_of
 from insum_nn.compiler.lang.epilogue import PLAIN, Epilogue
 from insum_nn.compiler.lang.syntax import Statement
 from insum_nn.compiler.options import Options
-from insum_nn.compiler.runtime.execution import Executable, split_arguments
+from insum_nn.compiler.runtime.execution import Executable
+from insum_nn.compiler.runtime.inductor_program import split_arguments
 from insum_nn.compiler.runtime.library import extent_arguments, library_calls_of
 from insum_nn.errors import InsumBackendError
 from insum_nn.facts import IndexFacts

@@ -12,7 +12,7 @@ from insum_nn.compiler.lang.bind import Extents
 from insum_nn.compiler.lang.epilogue import PLAIN, Epilogue
 from insum_nn.compiler.lang.syntax import Statement
 from insum_nn.compiler.options import Options
-from insum_nn.compiler.runtime.execution import Executable
+from insum_nn.compiler.runtime.execution import Executable, in_names_of
 from insum_nn.compiler.runtime.statement_sequence import StatementSequence
 
 __all__ = ["explain_call"]
@@ -39,11 +39,10 @@ def explain_call(
     assert inputs is not None
     parts: list[Explanation] = []
     for stage in program.stages(*inputs):
-        bound, initial = stage.program.bound, inputs[1] if stage.program.bound.has_start else None
-        operands = stage.operands, initial
-        found = explain_program(
-            bound.statement, options, stage.part.extents, stage.program, operands, epilogue=bound.epilogue
-        )
+        has_initial = stage.program.bound.has_start
+        part = in_names_of(stage.program, replace(stage.part.bound, has_start=has_initial))
+        bound, operands = part.bound, (stage.operands, inputs[1] if has_initial else None)
+        found = explain_program(bound.statement, options, stage.part.extents, part, operands, epilogue=bound.epilogue)
         parts.append(found)
     whole = explain_program(statement, options, extents, None, inputs, seconds, **about)  # type: ignore[arg-type]
     backends = dict.fromkeys(str(part.backend) for part in parts)

@@ -78,6 +78,11 @@ class Generated:
         other._fixed, other.source, other.measurements = schedule, None, ()
         return other
 
+    def choose_as(self, other: object) -> None:
+        """Choose what another program chose that computes the same statement in other names."""
+        assert isinstance(other, Generated)
+        self._schedules, self.measurements = other._schedules, other.measurements
+
     def prepare(
         self, tensors: Sequence[Tensor], extents: Extents, start: Tensor | None
     ) -> Callable[[Sequence[Tensor], Tensor | None], Tensor]:

@@ -23,7 +23,7 @@ from torch import Tensor
 from insum_nn.compiler.forms.beside import Walk, is_owned, read_at, with_beside
 from insum_nn.compiler.forms.form import FormError
 from insum_nn.compiler.forms.generated import Generated
-from insum_nn.compiler.forms.points import OWNER, Read
+from insum_nn.compiler.forms.points import OWNER, Read, canonical_points
 from insum_nn.compiler.lang.bind import Bound, Extents, bind
 from insum_nn.compiler.lang.derivative import fresh_name
 from insum_nn.compiler.lang.shapes import resolve_extents
@@ -32,6 +32,7 @@ from insum_nn.compiler.runtime.dispatch import Ready, Spec, index_versions, keep
 from insum_nn.compiler.runtime.execution import generation
 from insum_nn.compiler.runtime.program import Program
 from insum_nn.compiler.schedule import database as store
+from insum_nn.compiler.schedule.canonical import named_as
 from insum_nn.compiler.schedule.database import size_bucket
 from insum_nn.compiler.schedule.tune import WAIT, time_whole, worth_measuring
 from insum_nn.facts import IndexFacts
@@ -256,7 +257,11 @@ def _one(program: Program, named: Mapping[str, Tensor], shape: Shape) -> _One:
     bound, chosen = prepare(spec, tensors, None, extents)
     if not isinstance(chosen.run, Generated) or spec.epilogue:
         raise FormError(f"{program.expression} is no generated kernel")
-    return _One(program, tensors, extents, bound, chosen.run)
+    # In the names of the caller, which say which tensors the programs share.
+    own, options = named_as(bound, chosen.bound), program.options
+    sizes = dict(zip(own.layout.indices, extents.indices, strict=True))
+    generated = Generated(own, sizes, extents.output, dict(spec.static), options)
+    return _One(program, tensors, extents, bound, generated)
 
 
 def _join(ones: Sequence[_One], *, deterministic: bool = False) -> tuple[_Together, ...]:
@@ -414,8 +419,12 @@ def _choose(calls: Sequence[_Call], apart: Apart) -> tuple[_Together | None, str
 def _times(calls: Sequence[_Call], apart: Apart) -> tuple[float, ...] | None:
     """Microseconds of each kernel, and at last one by one; `None` where another process measures for too long."""
     generated = calls[0].together.generated
-    texts = [str(p) for call in calls for points in call.together.generated.form.statements for p in points]
-    more = {"points": store.digest(texts), "precision": generated.precision}
+    forms = [call.together.generated.form for call in calls]
+    points = [
+        canonical_points(form.bound.statement, [point for output in form.statements for point in output])
+        for form in forms
+    ]
+    more = {"points": store.digest(points), "precision": generated.precision}
     bucket = size_bucket(calls[0].extents)
     key = store.key_of("joint", generated.form.bound, {}, bucket, calls[0].tensors[0].device, **more)
 

@@ -90,6 +90,11 @@ class Keyed:
         self.inner = Generated(self.inner_bound, sizes, self._shape(output), {}, options)
         self._cells: dict[Key, tuple[tuple[weakref.ref[Tensor], ...], Tensor]] = {}
 
+    def choose_as(self, other: object) -> None:
+        """Choose what another program chose that computes the same statement in other names."""
+        assert isinstance(other, Keyed)
+        self.inner.choose_as(other.inner)
+
     def _shape(self, output: Sequence[int]) -> tuple[int, ...]:
         """The output's shape with its cells numbered along the first axis."""
         return (math.prod(output[axis] for axis in self.folded), *(output[axis] for axis in self.rest))

@@ -367,7 +367,7 @@ class _Launch:
         for place in self.pointers:
             tensor = arguments[place]
             if tensor.get_device() != number:
-                raise self._elsewhere(place, tensor)
+                raise self._elsewhere(tensor)
             pointer = numbers[place] = tensor.data_ptr()
             bits |= pointer
         aligned = tuple([not numbers[place] & 15 for place in self.pointers]) if bits & 15 else self.aligned
@@ -382,12 +382,11 @@ class _Launch:
             with torch.cuda.device(number):
                 run(grid, torch._C._cuda_getCurrentRawStream(number), numbers)
 
-    def _elsewhere(self, place: int, tensor: Tensor) -> InsumDeviceError:
-        argument = self.source.arguments[place] if self.source.arguments else None
-        name = "a tensor" if argument is None else repr(argument.name or argument.kind)
+    def _elsewhere(self, tensor: Tensor) -> InsumDeviceError:
+        # Statements share a kernel whatever they call their tensors.
         here = f"cuda:{self.number}"
         return InsumDeviceError(
-            f"{name} is on {tensor.device}, its kernel on {here}",
+            f"a tensor of shape {tuple(tensor.shape)} is on {tensor.device}, its kernel on {here}",
             fix=f"pass it on {here}.",
             expected=torch.device(here),
             got=tensor.device,

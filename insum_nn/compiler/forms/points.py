@@ -3,10 +3,14 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
+from typing import Any
 
-__all__ = ["ENTRY", "LONGEST", "OWNER", "Beside", "Point", "Product", "Read", "Sub"]
+from insum_nn.compiler.lang.syntax import Statement
+from insum_nn.compiler.schedule.canonical import names_of
+
+__all__ = ["ENTRY", "LONGEST", "OWNER", "Beside", "Point", "Product", "Read", "Sub", "canonical_points"]
 
 # Index names no statement can have: the output row that a program owns, the number of an entry of that row, and, among
 # sizes alone, the most entries that a row has.
@@ -104,3 +108,25 @@ class Beside:
     def steps(self) -> tuple[int, ...]:
         """The steps along its axes, the first of which counts rows."""
         return tuple(math.prod(self.shape[axis:]) for axis in range(len(self.shape) + 1))
+
+
+def canonical_points(statement: Statement, points: Iterable[Point]) -> list[Any]:
+    """Return points in the canonical names of the statement that they belong to, as JSON.
+
+    What the statement does not name, such as further outputs, is numbered in the order in which it appears.
+    """
+    names = names_of(statement)
+    tensors, indices = dict(names.tensors), dict(names.indices)
+
+    def read(each: Read) -> list[Any]:
+        return [tensors.setdefault(each.name, f"y{len(tensors)}"), [sub(s) for s in each.subs]]
+
+    def sub(each: Sub) -> list[Any]:
+        return [[[step, atom(of)] for step, of in each.terms], each.offset, each.safe, each.part]
+
+    def atom(of: str | Read) -> object:
+        if isinstance(of, Read):
+            return read(of)
+        return of if of in (OWNER, ENTRY) else indices.setdefault(of, f"i{len(indices)}")
+
+    return [[read(point.target), point.number, [read(r) for r in point.reads]] for point in points]

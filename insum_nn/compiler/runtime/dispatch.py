@@ -27,6 +27,7 @@ from insum_nn.compiler.lang.syntax import Statement
 from insum_nn.compiler.options import Options
 from insum_nn.compiler.runtime.execution import Executable, executable, generation
 from insum_nn.compiler.runtime.statement_sequence import StatementSequence, find_sequence
+from insum_nn.compiler.schedule.canonical import messages_name
 from insum_nn.errors import InsumDtypeError, InsumNameError, InsumRangeError, InsumShapeError
 from insum_nn.facts import IndexFacts, StaticTable
 from insum_nn.kept import unwritten
@@ -370,10 +371,11 @@ def run_spec(
     if 0 in extents.output or not indexed.issuperset(empty):
         # Every read of a factor without cells misses.
         return _without_terms(spec, tensors, start, extents)
-    if empty:
-        stand = [_stand_in(t, n in indexed) for n, t in zip(bound.layout.tensors, tensors, strict=True)]
-        return program(stand, extents, start)
-    run = program.prepare(tensors, extents, start)
+    with messages_name(spec.statement):
+        if empty:
+            stand = [_stand_in(t, n in indexed) for n, t in zip(bound.layout.tensors, tensors, strict=True)]
+            return program(stand, extents, start)
+        run = program.prepare(tensors, extents, start)
     _remember(spec, key, run, tensors)
     return run(tensors, start)
 

@@ -9,7 +9,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 
 import torch
-from torch import Tensor, fx
+from torch import Tensor
 
 from insum_nn.compiler.codegen import inductor
 from insum_nn.compiler.forms.form import FormError
@@ -20,9 +20,11 @@ from insum_nn.compiler.options import Options
 from insum_nn.compiler.runtime import library_calls
 from insum_nn.compiler.runtime.backends import backend_without_generator, choose_backend, require_triton
 from insum_nn.compiler.runtime.fixed_extents import fix_extents, forget_extents
+from insum_nn.compiler.runtime.inductor_program import InductorProgram
 from insum_nn.compiler.runtime.library import Library, extent_arguments, library_calls_of, piece_length, run_pieces
 from insum_nn.compiler.runtime.row_partition import clear_owners
 from insum_nn.compiler.schedule import budget
+from insum_nn.compiler.schedule.canonical import canonical, canonical_tables, named_as
 from insum_nn.errors import InsumFormatError
 from insum_nn.facts import IndexFacts, StaticTable
 
@@ -35,7 +37,7 @@ __all__ = [
     "executable",
     "from_graph",
     "generation",
-    "split_arguments",
+    "in_names_of",
 ]
 
 # Programs kept; the least recently used one leaves first.
@@ -44,10 +46,11 @@ CACHE_LIMIT = 512
 
 @dataclass(slots=True)
 class Executable:
-    """A compiled statement, and how it came about.
+    """A compiled statement, and how it came about; in canonical names, as statements that differ in names share it.
 
     Attributes:
         bound: the statement, with the extents that are compiled in.
+        extents: the sizes of the call for which it was planned.
         backend: `"eager"`, `"inductor"` or `"triton"`.
         reason: why this back end.
         run: what computes it.
@@ -56,6 +59,7 @@ class Executable:
     """
 
     bound: Bound
+    extents: Extents
     options: Options
     backend: str
     reason: str
@@ -89,7 +93,7 @@ class Executable:
         step = None if library is None else piece_length(library, extents)
         if library is not None and step is not None:
             return lambda tensors, start: run_pieces(library, options, tensors, arguments, extents, start, step)
-        if isinstance(run, _Inductor):
+        if isinstance(run, InductorProgram):
             inductor_run = run
             begin = time.perf_counter()
             run = inductor_run.variant([*tensors, *arguments, *([] if start is None else [start])])
@@ -172,12 +176,14 @@ def executable(
     options: Options,
     static: tuple[tuple[str, StaticTable], ...] = (),
 ) -> Executable:
-    """The program that the rule names for a bound statement, compiled now or remembered."""
-    backend, reason = choose_backend(bound, options, tables=bool(static))
+    """Return the program that the rule names for a bound statement, compiled now or cached under its canonical form."""
+    own = canonical(bound)
+    backend, reason = choose_backend(own, options, tables=bool(static))
     if backend == "triton":
         require_triton(bound)
         try:
-            return _generated(bound, tensors, extents, options, reason, static)
+            tables = canonical_tables(bound.statement, static)
+            return _generated(own, tensors, extents, options, reason, tables)
         except FormError as error:
             if options.backend == "triton":
                 raise InsumFormatError(
@@ -187,7 +193,7 @@ def executable(
                 ) from error
             backend, other = backend_without_generator(options)
             reason = f"{other}; no generated kernel: {error}"
-    return from_graph(bound, tensors, extents, options, backend, reason)
+    return from_graph(own, tensors, extents, options, backend, reason)
 
 
 def from_graph(
@@ -239,88 +245,28 @@ def _generated(
         begin = time.perf_counter()
         sizes = dict(zip(bound.layout.indices, extents.indices, strict=True))
         generated = generate(bound, sizes, extents.output, dict(static), options)
-        return Executable(bound, options, "triton", reason, generated, time.perf_counter() - begin)
+        seconds = time.perf_counter() - begin
+        return Executable(bound, extents, options, "triton", reason, generated, seconds)
 
     return _remembered((bound, options, "triton", precision, static), build)
+
+
+def in_names_of(program: Executable, bound: Bound, static: tuple[tuple[str, StaticTable], ...] = ()) -> Executable:
+    """Return a program as it is explained to the user of a statement: in its names, planned for the same sizes."""
+    own, options = named_as(bound, program.bound), program.options
+    if isinstance(program.run, Generated | Keyed):
+        sizes = dict(zip(own.layout.indices, program.extents.indices, strict=True))
+        run = generate(own, sizes, program.extents.output, dict(static), options)
+        run.choose_as(program.run)
+        return replace(program, bound=own, run=run)
+    own = _without_unused_facts(own)
+    library = library_calls_of(own, program.extents, options, compiled=program.backend == "inductor")
+    return replace(program, bound=own, library=library)
 
 
 def _build(bound: Bound, extents: Extents, options: Options, backend: str, reason: str) -> Executable:
     begin = time.perf_counter()
     library = library_calls_of(bound, extents, options, compiled=backend == "inductor")
-    run = _Inductor(library.graph, bound, options) if backend == "inductor" else library.graph
-    return Executable(bound, options, backend, reason, run, time.perf_counter() - begin, library)
-
-
-class _Inductor:
-    """A graph compiled by Inductor: one variant per set of assumptions about sizes that Inductor made."""
-
-    def __init__(self, graph: fx.GraphModule, bound: Bound, options: Options) -> None:
-        self.graph = graph
-        self.bound = bound
-        self.options = options
-        self.variants: list[inductor.Compiled] = []
-        self.note = ""
-
-    def __call__(self, *args: object) -> Tensor:
-        return self.variant(args)(*args)
-
-    def variant(self, args: Sequence[object]) -> Callable[..., Tensor]:
-        """The code for arguments of these sizes, compiled now if there is none."""
-        # One memory layout per program, or each new stride pattern would need another one.
-        flat = [a.detach().contiguous() if isinstance(a, Tensor) else a for a in args]
-        with torch.no_grad(), _lock:
-            found = next((v for v in self.variants if v.fits(flat)), None)
-            if found is None:
-                found = self.compile(flat)
-                self.variants.append(found)
-            self.note = found.note
-        return _contiguous(found)
-
-    def compile(self, flat: Sequence[object]) -> inductor.Compiled:
-        tensors, integers, start = split_arguments(self.bound, flat)
-        sizes = (
-            len(self.variants),
-            inductor.size_class(self.bound, tensors, _sizes_of(self.bound, tensors, integers, start)),
-        )
-        return inductor.compile_graph(self.graph, self.bound, self.options, integers, tensors, start, sizes)
-
-
-def _contiguous(compiled: inductor.Compiled) -> Callable[..., Tensor]:
-    def call(*args: object) -> Tensor:
-        with torch.no_grad():
-            return compiled(*[a.detach().contiguous() if isinstance(a, Tensor) else a for a in args])
-
-    return call
-
-
-def _sizes_of(
-    bound: Bound, tensors: Sequence[Tensor], integers: Sequence[tuple[str, int]], start: Tensor | None
-) -> Extents:
-    given = dict(integers)
-    layout = bound.layout
-    static = dict(bound.static)
-    sizes = {
-        name: tensors[places[0][0]].shape[places[0][1]]
-        if places
-        else static[name]
-        if name in static
-        else given[f"extent_{name}"]
-        for name, places in zip(layout.indices, layout.plain, strict=True)
-    }
-    output = tuple(
-        given[f"output_extent_{axis}"] if name is None else sizes[name] for axis, name in enumerate(layout.output_plain)
-    )
-    return Extents(tuple(sizes.values()), output)
-
-
-def split_arguments(bound: Bound, flat: Sequence[object]) -> tuple[list[Tensor], list[tuple[str, int]], Tensor | None]:
-    """A graph's flat arguments as tensors, named integers, and the starting value."""
-    indices, axes = extent_arguments(bound)
-    names = [*(f"extent_{name}" for name in indices), *(f"output_extent_{axis}" for axis in axes)]
-    count = len(bound.layout.tensors)
-    tensors = [a for a in flat[:count] if isinstance(a, Tensor)]
-    integers = [
-        (name, a) for name, a in zip(names, flat[count : count + len(names)], strict=True) if isinstance(a, int)
-    ]
-    start = flat[-1] if bound.has_start else None
-    return tensors, integers, start if isinstance(start, Tensor) else None
+    run = InductorProgram(library.graph, bound, options) if backend == "inductor" else library.graph
+    seconds = time.perf_counter() - begin
+    return Executable(bound, extents, options, backend, reason, run, seconds, library)

@@ -37,6 +37,7 @@ from insum_nn.compiler.runtime.dispatch import (
     run_spec,
     static_tables,
 )
+from insum_nn.compiler.runtime.execution import Executable, in_names_of
 from insum_nn.compiler.runtime.out_argument import check_out, check_unrecorded, shape_for, write_out
 from insum_nn.compiler.runtime.traced import call_operator
 from insum_nn.errors import InsumFormatError
@@ -376,7 +377,9 @@ class Program:
         start = broadcast(start, extents)
         if 0 in extents.indices:
             return about(extents, None, (ordered, start))
-        _, program = prepare(self._spec, ordered, start, extents)
+        bound, program = prepare(self._spec, ordered, start, extents)
+        if isinstance(program, Executable):
+            program = in_names_of(program, bound, self._spec.static)
         seconds = _time(self._spec, ordered, start, extents) if measure else None
         return about(extents, program, (ordered, start), seconds)
 

@@ -10,7 +10,6 @@ something else, or the same statement another kernel.
 
 from __future__ import annotations
 
-import hashlib
 import json
 import os
 import platform
@@ -20,15 +19,16 @@ import time
 import warnings
 from collections.abc import Callable, Generator, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager, suppress
-from dataclasses import asdict, dataclass, fields
+from dataclasses import dataclass
 from pathlib import Path
 from typing import IO, Any, TypeVar
 
 import torch
 
 from insum_nn.compiler.forms.launch import version as triton_version
-from insum_nn.compiler.lang.bind import Bound, Extents, show_dtype
+from insum_nn.compiler.lang.bind import Bound, Extents
 from insum_nn.compiler.schedule.cache_folder import own_folder
+from insum_nn.compiler.schedule.canonical import canonical_key, digest
 from insum_nn.facts import StaticTable
 
 __all__ = [
@@ -49,7 +49,7 @@ __all__ = [
     "write",
 ]
 
-_FORMAT = 5
+_FORMAT = 6
 Key = Mapping[str, Any]
 T = TypeVar("T")
 
@@ -123,24 +123,10 @@ def key_of(
         device: where it runs.
         more: what else the choice depends on.
     """
-    layout = bound.layout
     return {
         "format": _FORMAT,
         "kind": kind,
-        "statement": str(bound.statement),
-        "dtype": show_dtype(bound.dtype),
-        "index_dtypes": {
-            name: show_dtype(dtype)
-            for name, dtype in zip(layout.tensors, bound.index_dtypes, strict=True)
-            if name in layout.index_tensors
-        },
-        "facts": {
-            name: asdict(facts)
-            for name, facts in zip(layout.tensors, bound.facts, strict=True)
-            if name in layout.index_tensors
-        },
-        **{field.name: str(getattr(bound, field.name)) for field in fields(bound) if field.name not in _OWN_FORM},
-        "tables": {name: digest([table.shape, table.values]) for name, table in sorted(tables.items())},
+        **canonical_key(bound, tables),
         "bucket": list(bucket),
         "device": _device(device),
         **more,
@@ -152,15 +138,6 @@ def _device(device: torch.device) -> str:
     if device.type == "cuda":
         return torch.cuda.get_device_name(device)
     return f"{platform.machine()} {device.type}, {torch.get_num_threads()} threads"
-
-
-# What a key spells out; the other fields of a `Bound` print as what they are.
-_OWN_FORM = ("statement", "dtype", "index_dtypes", "facts")
-
-
-def digest(value: object) -> str:
-    """A short name for a value that JSON can hold."""
-    return hashlib.sha256(json.dumps(value, sort_keys=True).encode()).hexdigest()
 
 
 # Other sizes.

@@ -16,12 +16,14 @@ from torch import Tensor
 from insum_nn.compiler.forms.candidates import candidates
 from insum_nn.compiler.forms.form import Form
 from insum_nn.compiler.forms.launch import interpreted, prepare_kernel
+from insum_nn.compiler.forms.points import canonical_points
 from insum_nn.compiler.forms.schedule import Precision, Schedule, default_schedule
 from insum_nn.compiler.lang.bind import Extents
 from insum_nn.compiler.options import Options
 from insum_nn.compiler.runtime.row_partition import owners_for
 from insum_nn.compiler.schedule import budget
 from insum_nn.compiler.schedule import database as store
+from insum_nn.compiler.schedule.canonical import shown_statement
 from insum_nn.compiler.schedule.progress import Progress
 from insum_nn.facts import StaticTable
 
@@ -102,7 +104,8 @@ def choose_schedule(
         # Where sizes are alike, what suits rows of like length need not suit those of a power law.
         more["rows"] = "even"
     if form.beside:
-        more["beside"] = store.digest([str(point) for points in form.statements for point in points])
+        points = [point for output in form.statements for point in output]
+        more["beside"] = store.digest(canonical_points(form.bound.statement, points))
     key = store.key_of("schedule", form.bound, tables, bucket, tensors[0].device, **more)
     search = _Search(form, tensors, extents, start, precision)
 
@@ -221,7 +224,7 @@ def _code(schedule: Schedule) -> Schedule:
 
 def _measure(search: _Search, schedules: Sequence[Schedule]) -> tuple[Measurement, ...]:
     """Schedules with their times, the fastest first."""
-    with Progress(f"tuning {search.form.bound.statement}", len(schedules)) as progress:
+    with Progress(f"tuning {shown_statement(search.form.bound.statement)}", len(schedules)) as progress:
         found = _compile(search, schedules, progress)
         measured = [(trial.time(5) if fits else math.inf, trial) for trial, fits in found]
         measured.sort(key=lambda pair: pair[0])

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import ast
 import json
 from collections.abc import Iterator
 from dataclasses import asdict, dataclass, replace
@@ -12,7 +11,6 @@ from typing import Any
 import torch
 from torch import Tensor
 
-import insum_nn
 from insum_nn.compiler.lang.bind import Bound, Extents, layout_of, show_dtype
 from insum_nn.compiler.lang.epilogue import Epilogue
 from insum_nn.compiler.lang.shapes import resolve_extents
@@ -25,7 +23,7 @@ from tests.compiler.generated_cases import CASES
 __all__ = ["RECORDED", "Entry", "entries", "from_call", "recorded"]
 
 RECORDED = Path(__file__).with_name("statements.json")
-SHIPPED = Path(insum_nn.__file__).parent / "schedules" / "h200.json"
+SHIPPED = Path(__file__).parent / "shipped.json"
 # Kernels are written for a GPU, and none is needed to write them.
 DEVICE_TYPE = "cuda"
 RANDOM_PROGRAMS = 500
@@ -144,29 +142,31 @@ def _generator_cases() -> Iterator[Entry]:
 
 
 def _shipped() -> Iterator[Entry]:
-    """Statements of the shipped schedules; those with static tables are not in the file, only the tables' digests."""
-    found = json.loads(SHIPPED.read_text())["entries"]
-    for number, key in enumerate(entry["key"] for entry in found):
-        if key["kind"] != "schedule" or key["tables"]:
-            continue
-        layout = layout_of(parse_cached(key["statement"]))
-        dtype = getattr(torch, key["dtype"])
-        dtypes = tuple(getattr(torch, key["index_dtypes"].get(name, key["dtype"])) for name in layout.tensors)
-        facts = tuple(_facts(key["facts"][name]) if name in key["facts"] else UNKNOWN for name in layout.tensors)
-        fixed = tuple(ast.literal_eval(key["static"]))
-        sizes = {name: 1 << power for name, power in zip(layout.indices, key["bucket"], strict=False)} | dict(fixed)
+    """Statements whose schedules were shipped with the package, but for those with static tables."""
+    for line in json.loads(SHIPPED.read_text()):
+        layout = layout_of(parse_cached(line["statement"]))
+        dtype = getattr(torch, line["dtype"])
+        known = {name: (getattr(torch, kind), _facts(facts)) for name, (kind, facts) in line["indices"].items()}
+        fixed = tuple((name, size) for name, size in line["fixed"])
+        bucket = line["bucket"]
+        sizes = {name: 1 << power for name, power in zip(layout.indices, bucket, strict=False)} | dict(fixed)
         output = tuple(
             1 << power if name is None else sizes[name]
-            for name, power in zip(layout.output_plain, key["bucket"][len(layout.indices) :], strict=True)
+            for name, power in zip(layout.output_plain, bucket[len(layout.indices) :], strict=True)
         )
         shapes = tuple(_shape(layout.plain, layout.indices, sizes, where, rank) for where, rank in
                        enumerate(layout.ranks))  # fmt: skip
         bound = _bound(
-            key["statement"], dtype, dtypes, facts, fixed=fixed, has_start=key["has_start"] == "True",
-            drop_outside=key["drop_outside"] == "True",
-        )  # fmt: skip
+            line["statement"],
+            dtype,
+            tuple(known.get(name, (dtype,))[0] for name in layout.tensors),
+            tuple(known[name][1] if name in known else UNKNOWN for name in layout.tensors),
+            fixed=fixed,
+            has_start="has_start" in line,
+            drop_outside="drop_outside" in line,
+        )
         extents = Extents(tuple(sizes[name] for name in layout.indices), output)
-        title = f"shipped {number}: {key['statement']}, {key['dtype']}"
+        title = f"shipped {line['number']}: {line['statement']}, {line['dtype']}"
         yield Entry(title, bound, shapes, extents, Options(), (), every_candidate=True)
 
 
