@@ -1,4 +1,4 @@
-"""Measured schedules, to take along: `export` writes this machine's to one file, `load` reads such a file.
+"""Measured schedules: `export` writes this machine's to one file, `load` reads such a file.
 
 Files `*.json` in this folder are part of the package and are read by themselves.
 

@@ -127,7 +127,7 @@ def test_what_tells_programs_apart():
 def test_what_tells_compiled_programs_apart(monkeypatch: pytest.MonkeyPatch):
     """What is compiled is remembered under all that decides it; nothing is compiled here."""
     keys: list[tuple[object, ...]] = []
-    monkeypatch.setattr(execution, "_remembered", lambda key, build: keys.append(key))
+    monkeypatch.setattr(execution, "_cached", lambda key, build: keys.append(key))
     known = {"x": torch.ones(3, 4), "E": torch.tensor([0, 1, 2])}
     tables = [(), *((("E", StaticTable.of(torch.tensor(t))),) for t in ([0, 1, 2], [2, 1, 0]))]
 

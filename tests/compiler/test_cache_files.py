@@ -24,6 +24,7 @@ from insum_nn.compiler.lang.parser import parse
 from insum_nn.compiler.runtime import execution
 from insum_nn.compiler.schedule import cache_folder, tune
 from insum_nn.compiler.schedule import database as store
+from insum_nn.compiler.schedule.select import Selected
 
 EXPRESSION = "C[Row[p],n] += Val[p] * B[Col[p],n]"
 
@@ -68,11 +69,11 @@ KEY = store.key_of(
 )
 
 
-def remembered() -> tuple[Schedule, tuple[tune.Measurement, ...]] | None:
+def remembered() -> Selected[Schedule] | None:
     """Everything that reads an entry."""
     entry = store.find(KEY)
-    list(store.alike(KEY)), store.near({**KEY, "bucket": [3, 2]})
-    return tune._known(entry)
+    list(store.in_other_sizes(KEY)), store.near({**KEY, "bucket": [3, 2]})
+    return tune._decoded(entry)
 
 
 @pytest.mark.parametrize("damage", GARBAGE.values(), ids=GARBAGE)
@@ -88,7 +89,7 @@ def test_a_damaged_schedule_is_measured_again(folder: Path, damage: Callable[[by
     store.write(KEY, value)
     entry = store.find(KEY)
     assert entry is not None
-    assert tune._known(entry) == (Schedule(n=32), ())
+    assert tune._decoded(entry).candidate == Schedule(n=32)
 
 
 VALUES = [
@@ -125,7 +126,7 @@ def test_values_of_other_kinds(folder: Path, value: object):
             warnings.simplefilter("ignore")
             known = remembered()
         if known is not None:
-            found = known[0]
+            found = known.candidate
             assert found.m * found.n * found.k <= 1 << 20
 
 

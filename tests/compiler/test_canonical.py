@@ -22,7 +22,7 @@ from insum_nn.compiler.lang.epilogue import Epilogue
 from insum_nn.compiler.lang.parser import parse
 from insum_nn.compiler.schedule import database, tune
 from insum_nn.compiler.schedule.canonical import canonical, canonical_key, canonical_tables, named_as
-from insum_nn.compiler.schedule.tune import Measurement
+from insum_nn.compiler.schedule.select import Measurement
 from insum_nn.errors import InsumBackendError
 from insum_nn.facts import StaticTable
 from insum_nn.testing.random_programs import random_program
@@ -241,8 +241,8 @@ def measured(monkeypatch: pytest.MonkeyPatch, interpreter: None) -> list[str]:
     """What is measured, by a clock that prefers one schedule."""
     made: list[str] = []
 
-    def measure(search: Any, schedules: list[Schedule]) -> tuple[Measurement, ...]:
-        made.append(str(search.form.bound.statement))
+    def measure(tuning: Any, schedules: list[Schedule]) -> tuple[Measurement[Schedule], ...]:
+        made.append(str(tuning.form.bound.statement))
         return (Measurement(Schedule(n=8, k=2, warps=2), 10.0),)
 
     monkeypatch.setattr(tune, "_measure", measure)
@@ -260,7 +260,7 @@ def test_a_schedule_is_found_under_other_names(measured: list[str]):
         program(tensors=tensors, out_shape=(4, None))
         shown = str(program.explain(tensors=tensors, out_shape=(4, None)))
         assert "2 warps" in shown
-        assert ("remembered in" in shown) is again
+        assert ("stored in" in " ".join(shown.split())) is again
     assert measured == [CANONICAL]
 
 

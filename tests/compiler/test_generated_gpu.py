@@ -23,7 +23,7 @@ from insum_nn.compiler.forms.generated import Generated
 from insum_nn.compiler.forms.schedule import Schedule
 from insum_nn.compiler.lang.parser import parse
 from insum_nn.compiler.runtime.dispatch import prepare
-from insum_nn.compiler.schedule import tune
+from insum_nn.compiler.schedule import timing, tune
 from insum_nn.testing.random_programs import random_program
 from insum_nn.testing.tolerances import assert_matches
 from tests.compiler.generated_cases import CASES, Case, put
@@ -429,7 +429,7 @@ def test_measured_schedules_are_kept_on_disk(gpu: torch.device, tmp_path: Path, 
     assert times == sorted(times)
     (file,) = (tmp_path / "schedules").glob("*.json")
     kept = json.loads(file.read_text())
-    assert Schedule(**kept["value"]["schedule"]) == made.measurements[0].schedule
+    assert Schedule(**kept["value"]["schedule"]) == made.measurements[0].candidate
 
     def refuse(*args: object) -> None:
         raise AssertionError("measured again")
@@ -442,11 +442,11 @@ def test_measured_schedules_are_kept_on_disk(gpu: torch.device, tmp_path: Path, 
     torch.testing.assert_close(again(tensors=tensors), first, rtol=1e-5, atol=1e-5)
     source = generated(again, tensors).source
     assert source is not None
-    assert source.schedule == made.measurements[0].schedule
+    assert source.schedule == made.measurements[0].candidate
     want = put(tensors["Val"].double()[:, None] * tensors["B"].double()[tensors["Col"]], tensors["Row"], 2000)
     assert_matches(first, want, dtype=torch.float32, kind="sum", scale=float(want.abs().max()) * 4)
     # In one line: where lines are broken, the words may be.
-    assert "remembered in" in " ".join(str(again.explain(tensors=tensors)).split())
+    assert "stored in" in " ".join(str(again.explain(tensors=tensors)).split())
 
 
 def test_a_slow_host_is_not_the_devices_time(gpu: torch.device):
@@ -458,8 +458,8 @@ def test_a_slow_host_is_not_the_devices_time(gpu: torch.device):
 
     run()
     # The least of a few: other processes may have the device, or the cores, for a while.
-    assert min(tune.device_time(run, 10) for _ in range(5)) < 250.0
-    assert tune.time_whole(run) >= 500.0
+    assert min(timing.device_time(run, 10) for _ in range(5)) < 250.0
+    assert timing.time_whole(run) >= 500.0
 
 
 @pytest.mark.parametrize("name", ONE_LAUNCH)

@@ -26,7 +26,8 @@ from insum_nn.compiler.lang.bind import Extents, bind
 from insum_nn.compiler.lang.parser import parse
 from insum_nn.compiler.schedule import database, progress, tune
 from insum_nn.compiler.schedule.cache_folder import cache_folder
-from insum_nn.compiler.schedule.tune import Chosen, Measurement, choose_schedule
+from insum_nn.compiler.schedule.select import Measurement, Selected
+from insum_nn.compiler.schedule.tune import choose_schedule
 
 ROOT = Path(__file__).parents[2]
 TEXT = "C[Row[p],n] += Val[p] * B[Col[p],n]"
@@ -50,7 +51,9 @@ def _own_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
     database.unload()
 
 
-def choose(expression: str = TEXT, bucket: tuple[int, ...] = (2, 3, 3, 3), options: Options | None = None) -> Chosen:
+def choose(
+    expression: str = TEXT, bucket: tuple[int, ...] = (2, 3, 3, 3), options: Options | None = None
+) -> Selected[Schedule]:
     bound = bind(parse(expression), TENSORS, None, facts=FACTS)
     form = make_form(bound, {"p": 3, "n": 8}, (5, 8), {}, deterministic=False, prefer_own=True)
     ordered = [TENSORS[name] for name in bound.layout.tensors]
@@ -61,8 +64,8 @@ def measured(monkeypatch: pytest.MonkeyPatch) -> list[str]:
     """A measurement that says it was made."""
     made: list[str] = []
 
-    def measure(search: tune._Search, schedules: list[Schedule]) -> tuple[Measurement, ...]:
-        made.append(str(search.form.bound.statement))
+    def measure(tuning: tune._Tuning, schedules: list[Schedule]) -> tuple[Measurement[Schedule], ...]:
+        made.append(str(tuning.form.bound.statement))
         return Measurement(FASTEST, 10.0), Measurement(SECOND, 20.0), Measurement(Schedule(), float("inf"))
 
     monkeypatch.setattr(tune, "_measure", measure)
@@ -72,10 +75,10 @@ def measured(monkeypatch: pytest.MonkeyPatch) -> list[str]:
 def test_the_fastest_is_taken_and_remembered(monkeypatch: pytest.MonkeyPatch):
     made = measured(monkeypatch)
     first = choose()
-    assert (first.schedule, first.reason) == (FASTEST, "the fastest of 3 measured")
+    assert (first.candidate, first.reason) == (FASTEST, "the fastest of 3 measured")
     again = choose()
-    assert again.schedule == FASTEST
-    assert again.reason.startswith("remembered in ")
+    assert again.candidate == FASTEST
+    assert again.reason.startswith("stored in ")
     # The times are remembered too; what did not run is not.
     assert again.measured == first.measured[:2]
     assert len(made) == 1
@@ -87,19 +90,19 @@ def test_without_tuning_nothing_is_read(monkeypatch: pytest.MonkeyPatch):
     made = measured(monkeypatch)
     choose()
     chosen = choose(options=Options(tune=False))
-    assert chosen.schedule != FASTEST
+    assert chosen.candidate != FASTEST
     assert chosen.reason == "the default"
     assert len(made) == 1
 
 
 def test_nothing_ran(monkeypatch: pytest.MonkeyPatch):
-    monkeypatch.setattr(tune, "_measure", lambda search, schedules: (Measurement(FASTEST, float("inf")),))
+    monkeypatch.setattr(tune, "_measure", lambda tuning, schedules: (Measurement(FASTEST, float("inf")),))
     assert choose().reason == "the default: no candidate ran"
     assert not list((cache_folder() / "schedules").glob("*"))
 
 
 def test_times_of_candidates(monkeypatch: pytest.MonkeyPatch):
-    """The search itself, with a clock that prefers the second candidate."""
+    """Tuning itself, with a clock that prefers the second candidate."""
     bound = bind(parse(TEXT), TENSORS, None, facts=FACTS)
     form = make_form(bound, {"p": 3, "n": 8}, (5, 8), {}, deterministic=False, prefer_own=True)
     tried: list[Schedule] = []
@@ -117,15 +120,15 @@ def test_times_of_candidates(monkeypatch: pytest.MonkeyPatch):
             return abs(self.place - 1) + 1.0
 
     monkeypatch.setattr(tune, "_Trial", Trial)
-    search = tune._Search(form, list(TENSORS.values()), EXTENTS, None, "ieee")
-    found = tune._measure(search, list(candidates(form)))
-    assert [m.schedule for m in found[:1]] == [tried[1]]
+    tuning = tune._Tuning(form, list(TENSORS.values()), EXTENTS, None, "ieee")
+    found = tune._measure(tuning, list(candidates(form)))
+    assert [m.candidate for m in found[:1]] == [tried[1]]
     assert found[0].microseconds == 1.0
     # The first has no machine code.
     assert found[-1] == Measurement(tried[0], float("inf"))
 
 
-def test_a_search_takes_what_was_compiled_beside_a_slow_first_kernel(monkeypatch: pytest.MonkeyPatch):
+def test_tuning_takes_what_was_compiled_in_parallel_with_a_slow_first_kernel(monkeypatch: pytest.MonkeyPatch):
     """The budget is over when the first is there; those that are begun are waited for, but not for long."""
     bound = bind(parse(TEXT), TENSORS, None, facts=FACTS)
     form = make_form(bound, {"p": 3, "n": 8}, (5, 8), {}, deterministic=False, prefer_own=True)
@@ -158,10 +161,10 @@ def test_a_search_takes_what_was_compiled_beside_a_slow_first_kernel(monkeypatch
     monkeypatch.setattr(tune.settle, "__defaults__", (1.0,))
     monkeypatch.setattr(tune.os, "cpu_count", lambda: 3)
     schedules = [Schedule(m=16), Schedule(m=32), Schedule(m=64), Schedule(m=128)]
-    found = tune._measure(tune._Search(form, list(TENSORS.values()), EXTENTS, None, "ieee"), schedules)
+    found = tune._measure(tune._Tuning(form, list(TENSORS.values()), EXTENTS, None, "ieee"), schedules)
     # The fourth was not begun when the time was over, or is done as well.
     assert set(timed) - {3} == {0, 2}
-    assert [m.schedule for m in found[:2]] == [schedules[0], schedules[2]]
+    assert [m.candidate for m in found[:2]] == [schedules[0], schedules[2]]
     assert not tune.settle(0.0)
     slow.set()
     assert tune.settle(10.0)
@@ -254,7 +257,7 @@ def test_export_and_load(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
     assert len(made) == 3
     assert insum_nn.schedules.load(file) == 2
     found = choose()
-    assert found.schedule == FASTEST
+    assert found.candidate == FASTEST
     assert str(file) in found.reason
     assert len(made) == 3
 
@@ -266,7 +269,7 @@ def test_files_named_by_the_environment(tmp_path: Path, monkeypatch: pytest.Monk
     insum_nn.schedules.export(file)
     monkeypatch.setenv("INSUM_NN_CACHE_DIR", str(tmp_path / "elsewhere"))
     monkeypatch.setenv("INSUM_NN_SCHEDULES", os.pathsep.join([str(file), ""]))
-    assert choose().schedule == FASTEST
+    assert choose().candidate == FASTEST
     assert len(made) == 1
 
 
@@ -279,9 +282,9 @@ def test_the_user_s_own_come_first(tmp_path: Path, monkeypatch: pytest.MonkeyPat
     assert text != file.read_text()
     file.write_text(text)
     insum_nn.schedules.load(file)
-    assert choose().schedule.warps == 2
+    assert choose().candidate.warps == 2
     monkeypatch.setenv("INSUM_NN_CACHE_DIR", str(tmp_path / "elsewhere"))
-    assert choose().schedule.warps == 8
+    assert choose().candidate.warps == 8
 
 
 @pytest.mark.parametrize("fits", [True, False])
@@ -304,12 +307,12 @@ def test_other_versions(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, fits: b
 
     monkeypatch.setattr(tune, "_Trial", Trial)
     found = choose()
-    assert found.schedule == FASTEST
+    assert found.candidate == FASTEST
     assert len(made) == (1 if fits else 2)
     assert ("measured with torch" in found.reason) is fits
     # The user's own measurements are made anew with new versions.
     if not fits:
-        assert choose().reason.startswith("remembered in ")
+        assert choose().reason.startswith("stored in ")
         assert len(made) == 2
 
 
@@ -337,13 +340,13 @@ def test_a_torn_file_is_named_and_ignored(tmp_path: Path, monkeypatch: pytest.Mo
     (own,) = (cache_folder() / "schedules").glob("*.json")
     own.write_text(text)
     with pytest.warns(UserWarning, match=own.name):
-        assert choose().schedule == FASTEST
+        assert choose().candidate == FASTEST
     assert len(made) == 2
     file = tmp_path / "shipped.json"
     file.write_text(text)
     with pytest.warns(UserWarning, match="shipped.json"):
         assert insum_nn.schedules.load(file) == 0
-    assert choose().schedule == FASTEST
+    assert choose().candidate == FASTEST
 
 
 @pytest.mark.parametrize(
@@ -365,7 +368,7 @@ def test_an_entry_that_is_no_schedule_is_ignored(monkeypatch: pytest.MonkeyPatch
     data["value"]["schedule"].update(change)
     own.write_text(json.dumps(data))
     with pytest.warns(UserWarning, match=own.name):
-        assert choose().schedule == FASTEST
+        assert choose().candidate == FASTEST
     assert len(made) == 2
 
 
@@ -378,8 +381,8 @@ def test_a_folder_that_cannot_be_written(tmp_path: Path, monkeypatch: pytest.Mon
     (tmp_path / "file").write_text("")
     monkeypatch.setenv("INSUM_NN_CACHE_DIR", str(tmp_path / "file"))
     made = measured(monkeypatch)
-    assert choose().schedule == FASTEST
-    assert choose().schedule == FASTEST
+    assert choose().candidate == FASTEST
+    assert choose().candidate == FASTEST
     assert len(made) == 2
 
 
@@ -392,9 +395,9 @@ def test_packaged_files_are_whole():
         assert entry.key["device"] == "NVIDIA H200"
         if entry.key["kind"] == "schedule":
             # Warnings are errors: an entry that is none gives one.
-            found = tune._known(entry)
+            found = tune._decoded(entry)
             assert found is not None
-            assert found[0] == found[1][0].schedule
+            assert found.candidate == found.measured[0].candidate
 
 
 # One measures, the others read.
@@ -404,10 +407,10 @@ import time
 from pathlib import Path
 from tests.compiler import test_schedule_store as own
 from insum_nn.compiler.schedule import tune
-from insum_nn.compiler.schedule.tune import Measurement
+from insum_nn.compiler.schedule.select import Measurement
 tune.worth_measuring = lambda options, extents: True
 folder = Path(FOLDER)
-def measure(search, schedules):
+def measure(tuning, schedules):
     with (folder / "made").open("a") as file:
         file.write("x")
     (folder / "begun").touch()
@@ -439,7 +442,7 @@ def test_one_of_two_processes_measures(tmp_path: Path):
     first, second = race(tmp_path, 1.0, 30.0)
     assert (tmp_path / "made").read_text() == "x"
     assert "the fastest of 1 measured" in first
-    assert "remembered in " in second
+    assert "stored in " in second
     assert str(FASTEST.to_json()["warps"]) in second
 
 
@@ -456,7 +459,7 @@ def test_a_process_that_died_holds_nobody_up(tmp_path: Path, monkeypatch: pytest
     own.unlink()
     # Its lock file stays behind.
     assert list((tmp_path / "cache" / "locks").iterdir())
-    assert choose().schedule == FASTEST
+    assert choose().candidate == FASTEST
     assert len(made) == 2
 
 
@@ -517,4 +520,4 @@ def test_nothing_is_shown_without_a_terminal(monkeypatch: pytest.MonkeyPatch):
 def test_the_default_is_among_what_is_never_measured():
     bound = bind(parse(TEXT), TENSORS, None, facts=FACTS)
     form = make_form(bound, {"p": 3, "n": 8}, (5, 8), {}, deterministic=False, prefer_own=True)
-    assert choose(options=Options(tune=False)).schedule == default_schedule(form)
+    assert choose(options=Options(tune=False)).candidate == default_schedule(form)

@@ -22,7 +22,8 @@ from insum_nn.compiler.lang.bind import Extents, bind
 from insum_nn.compiler.lang.parser import parse
 from insum_nn.compiler.schedule import budget, database, tune
 from insum_nn.compiler.schedule.cache_folder import cache_folder
-from insum_nn.compiler.schedule.tune import Measurement, choose_schedule
+from insum_nn.compiler.schedule.select import Measurement, Selected
+from insum_nn.compiler.schedule.tune import choose_schedule
 from tests.compiler.test_schedule_store import FACTS, TENSORS, TEXT
 
 KEY = {"kind": "schedule", "statement": "imagined", "static": (("c", 4),), "bucket": [14, 5]}
@@ -119,7 +120,7 @@ def test_what_is_alike():
     database.write(key(14, 3), {"nearby": True})
     database.write(key(14, 3, statement="another"), {"n": "another"})
     database.write(KEY, {"n": "the same"})
-    assert [entry.value["n"] for entry in database.alike(KEY)] == [13, "static", 8, 20]
+    assert [entry.value["n"] for entry in database.in_other_sizes(KEY)] == [13, "static", 8, 20]
 
 
 # Schedules.
@@ -129,11 +130,11 @@ TIMES = {Schedule(n=8, k=4, warps=2): 10.0, Schedule(n=8, k=2): 12.0, Schedule(n
 
 
 @pytest.fixture
-def searches(monkeypatch: pytest.MonkeyPatch) -> list[list[Schedule]]:
+def tunings(monkeypatch: pytest.MonkeyPatch) -> list[list[Schedule]]:
     """What is measured, by a clock that knows its times."""
     made: list[list[Schedule]] = []
 
-    def measure(search: tune._Search, schedules: list[Schedule]) -> tuple[Measurement, ...]:
+    def measure(tuning: tune._Tuning, schedules: list[Schedule]) -> tuple[Measurement[Schedule], ...]:
         made.append(list(schedules))
         times = {schedule: TIMES.get(schedule, math.inf) for schedule in (*TIMES, *schedules)}
         return tuple(Measurement(s, us) for s, us in sorted(times.items(), key=lambda pair: pair[1]))
@@ -149,19 +150,19 @@ def form_of(columns: int = 8) -> Form:
     return make_form(bound, {"p": 3, "n": columns}, (5, columns), {}, deterministic=False, prefer_own=True)
 
 
-def choose(*bucket: int, columns: int = 8) -> tune.Chosen:
+def choose(*bucket: int, columns: int = 8) -> Selected[Schedule]:
     form = form_of(columns)
     ordered = [TENSORS[name] for name in form.bound.layout.tensors]
     extents = Extents((3, columns), (5, columns))
     return choose_schedule(form, {}, bucket, ordered, extents, None, "ieee", Options())
 
 
-def test_a_search_takes_what_did_well(searches: list[list[Schedule]]):
+def test_the_best_of_nearby_sizes_are_measured(tunings: list[list[Schedule]]):
     first = choose(14, 3, 13, 3)
-    assert len(searches[0]) > 4
+    assert len(tunings[0]) > 4
     again = choose(15, 3, 13, 3)
-    assert searches[1] == list(dict.fromkeys((default_schedule(form_of()), *list(TIMES)[:2])))
-    assert again.schedule == first.schedule
+    assert tunings[1] == list(dict.fromkeys((default_schedule(form_of()), *list(TIMES)[:2])))
+    assert again.candidate == first.candidate
     assert again.reason.endswith(", the best of half or twice as many rows")
     # It is remembered as what it is: the next size is not guessed from a guess.
     (written,) = [
@@ -171,13 +172,13 @@ def test_a_search_takes_what_did_well(searches: list[list[Schedule]]):
     ]
     assert written["key"]["bucket"] == [15, 3, 13, 3]
     choose(16, 3, 13, 3)
-    assert searches[2] == searches[0]
+    assert tunings[2] == tunings[0]
 
 
-def test_rows_of_like_length_are_searched_apart(searches: list[list[Schedule]]):
+def test_rows_of_equal_length_are_tuned_separately(tunings: list[list[Schedule]]):
     ordered = [TENSORS[name] for name in form_of().bound.layout.tensors]
 
-    def choose_with(longest: int) -> tune.Chosen:
+    def choose_with(longest: int) -> Selected[Schedule]:
         form = replace(form_of(), sizes={**form_of().sizes, LONGEST: longest})
         # 3 terms in 5 rows.
         assert form.even == (longest <= 2)
@@ -185,17 +186,19 @@ def test_rows_of_like_length_are_searched_apart(searches: list[list[Schedule]]):
 
     for longest in (3, 2, 3, 1):
         choose_with(longest)
-    assert len(searches) == 2, "neither speaks for the other, and each is remembered"
-    assert len(searches[1]) > 4
+    assert len(tunings) == 2, "neither speaks for the other, and each is remembered"
+    assert len(tunings[1]) > 4
 
 
-def test_when_patience_is_at_an_end_other_sizes_speak(searches: list[list[Schedule]], monkeypatch: pytest.MonkeyPatch):
+def test_when_the_tuning_budget_is_spent_the_best_of_other_sizes_are_measured(
+    tunings: list[list[Schedule]], monkeypatch: pytest.MonkeyPatch
+):
     monkeypatch.setattr(budget, "_spent", 61.0)
     # Nothing is known of the statement yet.
     choose(14, 3, 13, 3)
     found = choose(18, 4, 13, 4, columns=16)
     default, every = default_schedule(form_of(16)), list(candidates(form_of(16)))
     liked = [s for s in every if replace(s, splits=1, share=1) == replace(next(iter(TIMES)), splits=1, share=1)]
-    assert searches[1] == list(dict.fromkeys((default, *liked)))
-    assert len(searches[1]) < len(every)
-    assert found.reason.endswith(", the best of other sizes: 61 s went into searches before")
+    assert tunings[1] == list(dict.fromkeys((default, *liked)))
+    assert len(tunings[1]) < len(every)
+    assert found.reason.endswith(", the best of other sizes: the tuning budget is spent (61 s)")

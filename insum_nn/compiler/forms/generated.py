@@ -3,11 +3,9 @@
 from __future__ import annotations
 
 import copy
-import threading
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 
-import torch
 from torch import Tensor
 
 from insum_nn.compiler.forms.axes import MANY_POINTS
@@ -20,8 +18,10 @@ from insum_nn.compiler.forms.source import Source
 from insum_nn.compiler.lang.bind import Bound, Extents
 from insum_nn.compiler.options import Options
 from insum_nn.compiler.runtime.row_partition import Owners, longest_row, owners_for, owners_of
+from insum_nn.compiler.schedule.build_once import BuildOnce
 from insum_nn.compiler.schedule.database import size_bucket
-from insum_nn.compiler.schedule.tune import Chosen, Measurement, choose_schedule
+from insum_nn.compiler.schedule.select import Measurement, Selected
+from insum_nn.compiler.schedule.tune import capturing, choose_schedule
 from insum_nn.facts import StaticTable
 
 __all__ = ["Generated"]
@@ -67,10 +67,10 @@ class Generated:
         self.form = form or make_form(bound, sizes, output, tables, deterministic=deterministic, prefer_own=True)
         self.precision: Precision = precision_of(bound.dtype, options.precision)
         self.source: Source | None = None
-        self.measurements: tuple[Measurement, ...] = ()
-        self._schedules: dict[object, Chosen] = {}
+        self.measurements: tuple[Measurement[Schedule], ...] = ()
+        self._schedules: dict[object, Selected[Schedule]] = {}
         self._first: dict[object, Kernel] = {}
-        self._lock = threading.RLock()
+        self._choosing: BuildOnce[Selected[Schedule]] = BuildOnce()
 
     def with_schedule(self, schedule: Schedule) -> Generated:
         """The same statement under one schedule at all sizes, whatever would be chosen."""
@@ -116,7 +116,7 @@ class Generated:
         place = form.owner_place
         rows = 0 if place < 0 else extents.output[form.owner_axis]
         kernels: dict[object, Kernel] = {}
-        schedule = self._schedule(tensors, extents, start).schedule
+        schedule = self._schedule(tensors, extents, start).candidate
 
         share, permuted, segment = schedule.share, form.permuted, segmented(form, schedule)
         # Tables that are written out are not read.
@@ -148,10 +148,10 @@ class Generated:
         """Describe what a call runs, and each choice behind it with its reason."""
         form = self.form
         chosen = self._schedule(tensors, extents, start)
-        owners = owners_for(form, tensors, extents, chosen.schedule)
-        kernel = self._kernel(chosen.schedule, tensors, extents, start, owners)
-        schedule = ("schedule", str(chosen.schedule), chosen.reason)
-        choices = (_combining(form, chosen.schedule), schedule, *_unrolled(form))
+        owners = owners_for(form, tensors, extents, chosen.candidate)
+        kernel = self._kernel(chosen.candidate, tensors, extents, start, owners)
+        schedule = ("schedule", str(chosen.candidate), chosen.reason)
+        choices = (_combining(form, chosen.candidate), schedule, *_unrolled(form))
         return describe_kernel(kernel, start, owners, choices)
 
     def _kernel(
@@ -193,23 +193,22 @@ class Generated:
         longest = longest_row(tensors[form.owner_place], form.rows, form.permuted)
         return replace(form, sizes={**form.sizes, LONGEST: longest})
 
-    def _schedule(self, tensors: Sequence[Tensor], extents: Extents, start: Tensor | None) -> Chosen:
+    def _schedule(self, tensors: Sequence[Tensor], extents: Extents, start: Tensor | None) -> Selected[Schedule]:
         """The schedule for a call: one for all sizes, and longest rows, within a factor of two."""
         if self._fixed is not None:
-            return Chosen(self._fixed, "asked for")
+            return Selected(self._fixed, "asked for")
         bucket, form = size_bucket(extents), self._with_longest_row(self._sized(extents), tensors)
         known = bucket, form.even, (form.longest or 0).bit_length()
-        with self._lock:
-            chosen = self._schedules.get(known)
-            if chosen is None:
-                chosen = choose_schedule(
-                    form, self.tables, bucket, tensors, extents, start, self.precision, self.options
-                )
-                # While a CUDA graph is captured nothing is measured; a later call may.
-                if not (tensors[0].is_cuda and torch.cuda.is_current_stream_capturing()):
-                    self._schedules[known] = chosen
-                self.measurements = chosen.measured or self.measurements
+
+        def choose() -> Selected[Schedule]:
+            chosen = choose_schedule(form, self.tables, bucket, tensors, extents, start, self.precision, self.options)
+            # While a CUDA graph is captured nothing is measured; a later call may.
+            if not (tensors[0].is_cuda and capturing()):
+                self._schedules[known] = chosen
+            self.measurements = chosen.measured or self.measurements
             return chosen
+
+        return self._choosing.get(known, lambda: self._schedules.get(known), choose)
 
 
 def _combining(form: Form, schedule: Schedule) -> tuple[str, str, str]:

@@ -11,7 +11,6 @@ the outputs. Whatever does not fit together, or was measured to be faster apart,
 from __future__ import annotations
 
 import math
-import threading
 from collections.abc import Callable, Hashable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
@@ -32,9 +31,12 @@ from insum_nn.compiler.runtime.dispatch import Ready, Spec, index_versions, keep
 from insum_nn.compiler.runtime.execution import generation
 from insum_nn.compiler.runtime.program import Program
 from insum_nn.compiler.schedule import database as store
+from insum_nn.compiler.schedule.build_once import BuildOnce
 from insum_nn.compiler.schedule.canonical import named_as
 from insum_nn.compiler.schedule.database import size_bucket
-from insum_nn.compiler.schedule.tune import WAIT, time_whole, worth_measuring
+from insum_nn.compiler.schedule.select import Measured, Question, Selected, select
+from insum_nn.compiler.schedule.timing import time_whole
+from insum_nn.compiler.schedule.tune import capturing, tune, worth_measuring
 from insum_nn.facts import IndexFacts
 
 __all__ = ["Joint"]
@@ -110,7 +112,7 @@ class Joint:
         self._known: dict[Hashable, _Known] = {}
         self._kernels: dict[Hashable, tuple[_Together, ...] | FormError] = {}
         self._chosen: dict[Hashable, tuple[_Together | None, str]] = {}
-        self._lock = threading.RLock()
+        self._preparing: BuildOnce[_Known] = BuildOnce()
 
     def __call__(self, named: Sequence[Mapping[str, Tensor]], shapes: Sequence[Shape], key: Hashable) -> list[Tensor]:
         """Run all programs; the arguments are those of `together`."""
@@ -136,17 +138,26 @@ class Joint:
         """
         with torch.no_grad():
             full = (key, torch.get_float32_matmul_precision())
-            known = self._known.get(full)
-            tensors = [] if known is None else known.read(named)
-            if known is None or (known.ready is not None and not known.ready.holds(tensors)):
-                with self._lock:
-                    known = self._prepared(named, shapes, apart)
-                keep(self._known, full, known, _LIMIT)
-                tensors = known.read(named)
+            known = self._ready(full, named)
+            if known is None:
+
+                def prepare() -> _Known:
+                    found = self._prepared(named, shapes, apart)
+                    keep(self._known, full, found, _LIMIT)
+                    return found
+
+                known = self._preparing.get(full, lambda: self._ready(full, named), prepare)
             if known.ready is None:
                 return None
-            made: Any = known.ready.run(tensors, None)
+            made: Any = known.ready.run(known.read(named), None)
             return [made[at] for at in known.order]
+
+    def _ready(self, key: Hashable, named: Sequence[Mapping[str, Tensor]]) -> _Known | None:
+        """Return what runs a kind of call on these tensors, if it was prepared."""
+        known = self._known.get(key)
+        if known is not None and known.ready is not None and not known.ready.holds(known.read(named)):
+            return None
+        return known
 
     def _prepared(self, named: Sequence[Mapping[str, Tensor]], shapes: Sequence[Shape], apart: Apart) -> _Known:
         """Decide how a kind of call runs."""
@@ -158,9 +169,11 @@ class Joint:
             self.reason = f"one by one: {error}"
             return _Known()
         key = (key, *(size_bucket(one.extents) for one in ones))
-        if key not in self._chosen:
-            keep(self._chosen, key, _choose(calls, apart), _LIMIT)
-        together, self.reason = self._chosen[key]
+        chosen = self._chosen.get(key)
+        if chosen is None:
+            chosen = _choose(calls, apart)
+            keep(self._chosen, key, chosen, _LIMIT)
+        together, self.reason = chosen
         if together is None:
             return _Known()
         call = next(each for each in calls if each.together is together)
@@ -175,12 +188,13 @@ class Joint:
         Raises:
             FormError: there is none.
         """
-        if key not in self._kernels:
+        found = self._kernels.get(key)
+        if found is None:
             try:
-                keep(self._kernels, key, _join(ones, deterministic=self.deterministic), _LIMIT)
+                found = _join(ones, deterministic=self.deterministic)
             except FormError as error:
-                keep(self._kernels, key, error, _LIMIT)
-        found = self._kernels[key]
+                found = error
+            keep(self._kernels, key, found, _LIMIT)
         if isinstance(found, FormError):
             raise found
         return found
@@ -399,52 +413,43 @@ def _renamed(
 
 
 def _choose(calls: Sequence[_Call], apart: Apart) -> tuple[_Together | None, str]:
-    """The fastest kernel, or none where the programs are faster one by one; and why that is known."""
+    """Select the fastest kernel, or none where the programs are faster one by one; and say why."""
     first = calls[0]
     if not worth_measuring(first.together.generated.options, first.extents):
         # Where speed does not matter, the same bits at every run do.
         fixed = (c for c in calls if not any(each.scattered for each in c.together.generated.form.beside))
         return next(fixed, first).together, "together: what they read is read once"
-    times = _times(calls, apart)
-    if times is None:
-        return first.together, f"together: another process measures, and was not done after {WAIT:.0f} s"
-    best = min(range(len(calls)), key=lambda at: times[at])
-    rows = [f"{us:.1f} us by {call.together.walk[0]}" for us, call in zip(times, calls, strict=False)]
-    shown = f"{', '.join(rows)}; one by one {times[-1]:.1f} us"
-    if times[-1] <= times[best]:
-        return None, f"one by one: in one kernel {shown}"
-    return calls[best].together, f"together: in one kernel {shown}"
-
-
-def _times(calls: Sequence[_Call], apart: Apart) -> tuple[float, ...] | None:
-    """Microseconds of each kernel, and at last one by one; `None` where another process measures for too long."""
-    generated = calls[0].together.generated
+    generated = first.together.generated
     forms = [call.together.generated.form for call in calls]
     points = [
         canonical_points(form.bound.statement, [point for output in form.statements for point in output])
         for form in forms
     ]
     more = {"points": store.digest(points), "precision": generated.precision}
-    bucket = size_bucket(calls[0].extents)
-    key = store.key_of("joint", generated.form.bound, {}, bucket, calls[0].tensors[0].device, **more)
+    bucket = size_bucket(first.extents)
+    key = store.key_of("joint", generated.form.bound, {}, bucket, first.tensors[0].device, **more)
 
-    def remembered() -> tuple[float, ...] | None:
-        entry = store.find(key)
-        if entry is None:
-            return None
-        try:
-            times = tuple(math.inf if us is None else float(us) for us in entry.value["times"])
-            if len(times) != len(calls) + 1 or not all(us > 0 for us in times):
-                raise ValueError(f"{times} are not the times of {len(calls)} kernels and of none")
-        except store.UNREADABLE as error:
-            entry.broken(error)
-            return None
-        return times
+    def decode(value: Mapping[str, Any], origin: str) -> Selected[_Together | None]:
+        times = tuple(math.inf if us is None else float(us) for us in value["times"])
+        if len(times) != len(calls) + 1 or not all(us > 0 for us in times):
+            raise ValueError(f"{times} are not the times of {len(calls)} kernels and of none")
+        return _fastest(calls, times)
 
-    def measure() -> tuple[float, ...]:
-        runs = [*(call.run() for call in calls), apart]
-        times = tuple(time_whole(run) for run in runs)
-        store.write(key, {"times": [None if math.isinf(us) else us for us in times]})
-        return times
+    def measure() -> Measured[_Together | None]:
+        times = tuple(time_whole(run) for run in (*(call.run() for call in calls), apart))
+        return Measured(_fastest(calls, times), {"times": [None if math.isinf(us) else us for us in times]})
 
-    return store.once(key, WAIT, remembered, measure)
+    rule: Selected[_Together | None] = Selected(first.together, "together: what they read is read once")
+    question = Question(key, lambda: rule, decode, measure)
+    found = select(question, None if capturing() else tune)
+    return found.candidate, found.reason
+
+
+def _fastest(calls: Sequence[_Call], times: Sequence[float]) -> Selected[_Together | None]:
+    """Return the kernel that took the least time; the last time is of the programs one by one."""
+    best = min(range(len(calls)), key=lambda at: times[at])
+    rows = [f"{us:.1f} us by {call.together.walk[0]}" for us, call in zip(times, calls, strict=False)]
+    shown = f"{', '.join(rows)}; one by one {times[-1]:.1f} us"
+    if times[-1] <= times[best]:
+        return Selected(None, f"one by one: in one kernel {shown}")
+    return Selected(calls[best].together, f"together: in one kernel {shown}")

@@ -33,6 +33,7 @@ from insum_nn.compiler.forms.source import Source, steps_of_vectors, write_kerne
 from insum_nn.compiler.forms.text import Strides
 from insum_nn.compiler.lang.bind import Extents
 from insum_nn.compiler.runtime.row_partition import Owners, words_of
+from insum_nn.compiler.schedule.build_once import BuildOnce
 from insum_nn.errors import InsumDeviceError
 
 __all__ = ["Kernel", "available", "interpreted", "prepare_kernel", "strides_of", "version"]
@@ -85,9 +86,11 @@ def _reach(tensor: Tensor) -> int:
 
 # Text to callable.
 
-# Functions live as long as the kernels made of them: a search makes dozens of which one is kept.
+# Functions live as long as the kernels made of them: tuning makes dozens of which one is kept.
 _functions: MutableMapping[str, Any] = weakref.WeakValueDictionary()
 _lock = threading.RLock()
+# Triton compiles for seconds: who needs another kernel does not wait.
+_loading: BuildOnce[Callable[..., None]] = BuildOnce()
 
 
 def _jit(source: Source) -> Any:
@@ -417,11 +420,10 @@ class _Launch:
         It is loaded once for all sizes, and kept with the function: a device takes no code back.
         """
         key = (tuple(self.signature.items()), self.even, tuple(aligned), *self.options.values(), self.number)
-        with _lock:
-            loaded = self.function.__dict__.setdefault("loaded_by_insum_nn", {})
-            if key not in loaded:
-                loaded[key] = self._load(aligned)
-            return loaded[key]  # type: ignore[no-any-return]
+        loaded = self.function.__dict__.setdefault("loaded_by_insum_nn", {})
+        return _loading.get(
+            (id(self.function), key), lambda: loaded.get(key), lambda: loaded.setdefault(key, self._load(aligned))
+        )
 
     def _load(self, aligned: Sequence[bool]) -> Callable[..., None]:
         kernel = self.compile(aligned)

@@ -1,6 +1,6 @@
 """One call of a program: what it is (`Spec`), its checks, and the way to compiled code.
 
-Checks and the search for a program cost the host more than a small kernel costs the device. A call whose shapes,
+Checks and finding a program cost the host more than a small kernel costs the device. A call whose shapes,
 dtypes and devices were seen before finds everything ready, down to the variant of the compiled code.
 """
 
@@ -127,7 +127,7 @@ def _ready_key(key: Key, fresh: bool, extents: Extents) -> Key:
 
 
 def parse_cached(expression: str) -> Statement:
-    """`parse`, remembered."""
+    """Parse an expression once."""
     check_text(expression)
     return _parsed(expression)
 

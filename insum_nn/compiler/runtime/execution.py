@@ -24,6 +24,7 @@ from insum_nn.compiler.runtime.inductor_program import InductorProgram
 from insum_nn.compiler.runtime.library import Library, extent_arguments, library_calls_of, piece_length, run_pieces
 from insum_nn.compiler.runtime.row_partition import clear_owners
 from insum_nn.compiler.schedule import budget
+from insum_nn.compiler.schedule.build_once import BuildOnce
 from insum_nn.compiler.schedule.canonical import canonical, canonical_tables, named_as
 from insum_nn.errors import InsumFormatError
 from insum_nn.facts import IndexFacts, StaticTable
@@ -118,7 +119,9 @@ def _integers(bound: Bound, extents: Extents) -> tuple[int, ...]:
 
 
 _cache: OrderedDict[tuple[object, ...], Executable] = OrderedDict()
+# Held for look-ups alone; programs are built without it.
 _lock = threading.RLock()
+_building: BuildOnce[Executable] = BuildOnce()
 
 
 @dataclass(frozen=True, slots=True)
@@ -151,7 +154,7 @@ def cache_info() -> CacheInfo:
 
 
 def clear_cache() -> None:
-    """Forget every compiled program and every remembered sparse structure."""
+    """Forget every compiled program and every cached sparse structure, and restore the tuning budget."""
     global _hits, _misses, _generation
     with _lock:
         _generation += 1
@@ -206,23 +209,35 @@ def from_graph(
         bound = fix_extents(bound, extents, options)
         precision = torch.get_float32_matmul_precision()
         key = (bound, options, backend, precision, inductor.size_class(bound, tensors, extents))
-    return _remembered(key, lambda: _build(bound, extents, options, backend, reason))
+    return _cached(key, lambda: _build(bound, extents, options, backend, reason))
 
 
-def _remembered(key: tuple[object, ...], build: Callable[[], Executable]) -> Executable:
-    global _hits, _misses
-    with _lock:
-        program = _cache.get(key)
-        if program is not None:
-            _cache.move_to_end(key)
-            _hits += 1
+def _cached(key: tuple[object, ...], build: Callable[[], Executable]) -> Executable:
+    """Return the program of a key, built once; nothing else waits while it is built."""
+
+    def find() -> Executable | None:
+        global _hits
+        with _lock:
+            program = _cache.get(key)
+            if program is not None:
+                _cache.move_to_end(key)
+                _hits += 1
             return program
+
+    def make() -> Executable:
+        global _misses
+        begun = _generation
         program = build()
-        _misses += 1
-        _cache[key] = program
-        while len(_cache) > CACHE_LIMIT:
-            _cache.popitem(last=False)
+        with _lock:
+            _misses += 1
+            # What was cleared in the meantime stays so.
+            if begun == _generation:
+                _cache[key] = program
+            while len(_cache) > CACHE_LIMIT:
+                _cache.popitem(last=False)
         return program
+
+    return _building.get(key, find, make)
 
 
 def _generated(
@@ -248,7 +263,7 @@ def _generated(
         seconds = time.perf_counter() - begin
         return Executable(bound, extents, options, "triton", reason, generated, seconds)
 
-    return _remembered((bound, options, "triton", precision, static), build)
+    return _cached((bound, options, "triton", precision, static), build)
 
 
 def in_names_of(program: Executable, bound: Bound, static: tuple[tuple[str, StaticTable], ...] = ()) -> Executable:

@@ -1,1 +1,1 @@
-"""What is measured and remembered of schedules: the database, tuning, its budget and progress."""
+"""Selection of schedules: canonical keys, the database, tuning, its budget and progress."""

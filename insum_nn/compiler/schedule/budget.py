@@ -1,31 +1,32 @@
-"""How long a process searches in full: a network of many sizes would wait minutes for what differs by a few percent.
+"""The tuning budget: how long a process measures all candidates of every statement and size.
 
-The first statements are searched among all candidates. When that has taken as long as anyone likes to wait, those that
-follow are searched among what did best for the same statement in other sizes, and nothing is compiled that would only
-be compared.
+The first statements are tuned among all candidates. When the budget is spent, those that follow are tuned among what
+was fastest for the same statement in other sizes: a network of many sizes would wait minutes for a few percent.
 """
 
 from __future__ import annotations
 
+import threading
 import time
 from collections.abc import Generator
 from contextlib import contextmanager
 
 __all__ = ["forget", "left", "spending", "spent"]
 
-# Seconds that a process searches in full.
-_PATIENCE = 60.0
+# Seconds that a process tunes in full.
+_BUDGET = 60.0
 _spent = 0.0
+_lock = threading.Lock()
 
 
 def spent() -> float:
-    """Seconds that went into searches."""
+    """Return the seconds that went into tuning."""
     return _spent
 
 
 def left() -> float:
-    """Seconds for which searches go on in full."""
-    return max(0.0, _PATIENCE - _spent)
+    """Return the seconds for which tuning goes on in full."""
+    return max(0.0, _BUDGET - _spent)
 
 
 @contextmanager
@@ -36,10 +37,11 @@ def spending() -> Generator[None]:
     try:
         yield
     finally:
-        _spent += time.perf_counter() - begin
+        with _lock:
+            _spent += time.perf_counter() - begin
 
 
 def forget() -> None:
-    """Begin anew."""
+    """Restore the whole budget."""
     global _spent
     _spent = 0.0

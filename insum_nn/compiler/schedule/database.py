@@ -1,11 +1,11 @@
-"""What was measured, remembered: in the user's cache folder, in files that were loaded, and in those of the package.
+"""The database of measurements: the user's cache folder, files that were loaded, and those of the package.
 
-An entry is a *key* (the statement, the bucket of its sizes, dtypes, facts, tables, the device), the *versions* it was
-measured with, and a *value*: a schedule, or the path that runs a statement. All of it is JSON, and nothing in it
-depends on the process or on the version of Python. The cache folder holds one file an entry, found by key and versions,
-so that new versions measure anew. Files of many entries are found by the key alone: a schedule is valid code under any
-version of Triton, if perhaps not the fastest one. `_FORMAT` is part of the key: raise it when schedules come to mean
-something else, or the same statement another kernel.
+An entry is a *key* (the canonical statement, the bucket of its sizes, dtypes, facts, tables, the device), the
+*versions* it was measured with, and a *value*, such as a schedule and the times of candidates. All of it is JSON, and
+nothing in it depends on the process or on the version of Python. The cache folder holds one file an entry, found by key
+and versions, so that new versions measure again. In files of many entries the key alone decides: a schedule is valid
+code under any version of Triton, if perhaps not the fastest one. `_FORMAT` is part of the key: raise it when schedules
+come to mean something else, or the same statement another kernel.
 """
 
 from __future__ import annotations
@@ -17,11 +17,11 @@ import tempfile
 import threading
 import time
 import warnings
-from collections.abc import Callable, Generator, Iterator, Mapping, Sequence
+from collections.abc import Generator, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
-from typing import IO, Any, TypeVar
+from typing import IO, Any
 
 import torch
 
@@ -35,14 +35,13 @@ __all__ = [
     "UNREADABLE",
     "Entry",
     "Key",
-    "alike",
     "digest",
     "export",
     "find",
+    "in_other_sizes",
     "key_of",
     "load",
     "near",
-    "once",
     "size_bucket",
     "turn",
     "unload",
@@ -51,7 +50,6 @@ __all__ = [
 
 _FORMAT = 6
 Key = Mapping[str, Any]
-T = TypeVar("T")
 
 UNREADABLE = (ArithmeticError, AttributeError, LookupError, TypeError, ValueError, RecursionError)
 """What reading a value ends with that is not what was written."""
@@ -62,11 +60,11 @@ _DEPTH = 32
 
 @dataclass(frozen=True, slots=True)
 class Entry:
-    """One remembered measurement.
+    """One stored measurement.
 
     Attributes:
         key: what it is for.
-        value: what was chosen, and what was measured.
+        value: what was selected, and what was measured.
         versions: of torch and Triton, when it was measured.
         source: the file it was found in.
     """
@@ -82,14 +80,14 @@ class Entry:
         return dict(self.versions) == _versions()
 
     def origin(self) -> str:
-        """Where it comes from, in words."""
+        """Return the words that say where it comes from."""
         if self.current:
-            return f"remembered in {self.source}"
+            return f"stored in {self.source}"
         known = ", ".join(f"{name} {number}" for name, number in self.versions.items())
-        return f"remembered in {self.source}, measured with {known}"
+        return f"stored in {self.source}, measured with {known}"
 
     def broken(self, why: object) -> None:
-        """Warn that the value makes no sense."""
+        """Warn that the value is not valid."""
         _warn(self.source, f"an entry is ignored: {why}")
 
 
@@ -101,7 +99,7 @@ def _versions() -> dict[str, str]:
 
 
 def size_bucket(extents: Extents) -> tuple[int, ...]:
-    """Sizes for which one choice is made: all within a factor of two."""
+    """Return the bucket of sizes: all within a factor of two share one selection."""
     return tuple(max(0, e - 1).bit_length() for e in (*extents.indices, *extents.output))
 
 
@@ -113,15 +111,15 @@ def key_of(
     device: torch.device,
     **more: str,
 ) -> Key:
-    """The key of a statement's measurement.
+    """Return the key of a statement's measurement.
 
     Args:
-        kind: what is chosen.
+        kind: what is selected.
         bound: the statement.
         tables: its static tensors.
         bucket: `size_bucket` of the call.
         device: where it runs.
-        more: what else the choice depends on.
+        more: what else the selection depends on.
     """
     return {
         "format": _FORMAT,
@@ -134,7 +132,7 @@ def key_of(
 
 
 def _device(device: torch.device) -> str:
-    """Devices of one name share entries."""
+    """Return the name of a device; devices of one name share entries."""
     if device.type == "cuda":
         return torch.cuda.get_device_name(device)
     return f"{platform.machine()} {device.type}, {torch.get_num_threads()} threads"
@@ -146,12 +144,12 @@ def _device(device: torch.device) -> str:
 _LARGE = 10
 
 
-def alike(key: Key) -> list[Entry]:
-    """What was measured in full for other sizes, all else alike; the nearest first."""
-    wanted, bucket, static = _apart(_plain(key))
+def in_other_sizes(key: Key) -> list[Entry]:
+    """Return what was measured in full for the same key in other sizes; the nearest first."""
+    wanted, bucket, static = _split(_plain(key))
     found: list[tuple[int, bool, Entry]] = []
     for entry in _all():
-        other, sizes, known = _apart(entry.key)
+        other, sizes, known = _split(entry.key)
         if other == wanted and len(sizes) == len(bucket) and sizes != bucket and not entry.value.get("nearby"):
             far = sum(abs(a - b) for a, b in zip(bucket, sizes, strict=True))
             found.append((far, known != static, entry))
@@ -159,10 +157,10 @@ def alike(key: Key) -> list[Entry]:
 
 
 def near(key: Key) -> Entry | None:
-    """Of those, the nearest if it has half or twice as many rows, and is no different else."""
-    _, bucket, static = _apart(_plain(key))
-    for entry in alike(key):
-        _, other, known = _apart(entry.key)
+    """Return the nearest of those if it has half or twice as many rows, and no other difference."""
+    _, bucket, static = _split(_plain(key))
+    for entry in in_other_sizes(key):
+        _, other, known = _split(entry.key)
         apart = [(a, b) for a, b in zip(bucket, other, strict=True) if a != b]
         if known == static and all(abs(a - b) == 1 and min(a, b) >= _LARGE for a, b in apart):
             return entry
@@ -170,12 +168,12 @@ def near(key: Key) -> Entry | None:
 
 
 def _plain(key: Key) -> Key:
-    """A key as it is read from a file."""
+    """Return a key as it is read from a file."""
     return json.loads(json.dumps(dict(key)))
 
 
-def _apart(key: Key) -> tuple[dict[str, Any], list[int], object]:
-    """A key without its sizes, and these: by magnitude, and those that are known when a kernel is written."""
+def _split(key: Key) -> tuple[dict[str, Any], list[int], object]:
+    """Return a key without its sizes, its bucket, and the extents that are compiled in."""
     rest = dict(key)
     bucket, static = rest.pop("bucket", None), rest.pop("static", None)
     whole = isinstance(bucket, list) and all(type(each) is int for each in bucket)
@@ -183,7 +181,7 @@ def _apart(key: Key) -> tuple[dict[str, Any], list[int], object]:
 
 
 def _all() -> Iterator[Entry]:
-    """All there is; files of the cache folder are read once."""
+    """Yield every entry; files of the cache folder are read once."""
     for path in _files():
         with _lock:
             if path not in _seen:
@@ -209,7 +207,7 @@ def _own(key: Key) -> Path | None:
 
 
 def find(key: Key) -> Entry | None:
-    """What is remembered of a key: in the cache folder, in the files loaded last, in those of the package."""
+    """Return the entry of a key: from the cache folder, the files loaded last, or those of the package."""
     path = _own(key)
     if path is not None and path.exists():
         for entry in _read(path):
@@ -223,7 +221,7 @@ def find(key: Key) -> Entry | None:
 
 
 def write(key: Key, value: Mapping[str, Any]) -> None:
-    """Remember a value: whole or not at all, as several processes may do so at once."""
+    """Store a value: whole or not at all, as several processes may do so at once."""
     path = _own(key)
     if path is None:
         return
@@ -232,7 +230,7 @@ def write(key: Key, value: Mapping[str, Any]) -> None:
             json.dump(_to_json(Entry(key, value, _versions())), file)
         os.replace(file.name, path)
     except OSError:
-        # Without a folder to write to, every process measures for itself.
+        # Without a folder to write to, each process measures for itself.
         return
 
 
@@ -245,7 +243,7 @@ _lock = threading.RLock()
 
 
 def export(path: str | os.PathLike[str]) -> int:
-    """Write everything remembered in the cache folder to one JSON file, which `load` reads anywhere.
+    """Write all entries of the cache folder to one JSON file, which `load` reads anywhere.
 
     Of measurements with several versions of torch and Triton, those of the versions in use are taken, else the latest.
 
@@ -261,7 +259,7 @@ def export(path: str | os.PathLike[str]) -> int:
         name = digest(entry.key)
         if entry.current or name not in found or not found[name].current:
             found[name] = entry
-    # A line each: measured anew, one changes and the others stay.
+    # A line each: where one is measured again, the others stay.
     entries = [json.dumps(_to_json(found[name]), sort_keys=True) for name in sorted(found)]
     text = ",\n".join(entries)
     Path(path).write_text(f'{{"entries": [\n{text}\n]}}\n', encoding="utf-8")
@@ -311,7 +309,7 @@ def _packaged() -> list[Path]:
 
 
 def _entries(path: Path) -> dict[str, Entry]:
-    """A file's entries by their keys; read again when it changes."""
+    """Return a file's entries by their keys; it is read again when it changes."""
     try:
         changed = path.stat().st_mtime_ns
     except OSError:
@@ -328,7 +326,7 @@ def _to_json(entry: Entry) -> dict[str, Any]:
 
 
 def _read(path: Path) -> Iterator[Entry]:
-    """The entries of a file; a warning for what is none."""
+    """Yield the entries of a file; what is none gives a warning."""
     try:
         data = json.loads(path.read_text(encoding="utf-8"))
         found = data["entries"] if "entries" in data else [data]
@@ -357,7 +355,7 @@ def _deep(value: object) -> bool:
 
 
 def _warn(path: Path | None, why: str) -> None:
-    warnings.warn(f"{path} is no file of schedules, and is ignored ({why}); delete it or export it anew", stacklevel=2)
+    warnings.warn(f"{path} is no file of schedules, and is ignored ({why}); delete it or export it again", stacklevel=2)
 
 
 # One process measures, the others read.
@@ -365,7 +363,7 @@ def _warn(path: Path | None, why: str) -> None:
 
 @contextmanager
 def turn(key: Key, seconds: float) -> Generator[bool]:
-    """Wait until no other process on this cache folder measures a key; then look it up again.
+    """Wait until no other process on this cache folder measures a key; the caller then looks it up again.
 
     Args:
         key: what is measured.
@@ -385,26 +383,6 @@ def turn(key: Key, seconds: float) -> Generator[bool]:
         while not (taken := _take(file)) and time.monotonic() < until:
             time.sleep(0.05)
         yield taken
-
-
-def once(key: Key, seconds: float, remembered: Callable[[], T | None], measure: Callable[[], T]) -> T | None:
-    """What is remembered of a key, or else measured: by one process on this cache folder, while the others wait.
-
-    Args:
-        key: what is measured.
-        seconds: the longest wait.
-        remembered: looks it up.
-        measure: measures it, and writes what is to be remembered.
-
-    Returns:
-        `None`: another process measures it, and was not done in time.
-    """
-    found = remembered()
-    if found is not None:
-        return found
-    with turn(key, seconds) as mine:
-        found = remembered()
-        return measure() if found is None and mine else found
 
 
 def _take(file: IO[str] | None) -> bool:

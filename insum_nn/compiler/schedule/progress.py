@@ -1,4 +1,4 @@
-"""What the compiler is busy with: one passing line where somebody looks on, and the log always."""
+"""The progress of tuning: one passing line on a terminal, and the log."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ _log = logging.getLogger("insum_nn.tuning")
 
 
 class Progress:
-    """Counts `total` steps of something that takes seconds: on a terminal a line that disappears, and two log lines.
+    """Show `total` steps of something that takes seconds: a line that disappears on a terminal, and two log lines.
 
     Args:
         what: what is being done.
@@ -39,7 +39,7 @@ class Progress:
     def __enter__(self) -> Self:
         _log.info("%s: %d candidates", self.what, self.total)
         if sys.stderr.isatty():
-            # A user's own bar may be on the screen: tqdm knows of it, and a line of ours would write over it.
+            # A user's own bar may be on the screen: tqdm knows of it, and a line of ours would overwrite it.
             if find_spec("tqdm") is not None:
                 self._bar = import_module("tqdm").tqdm(total=self.total, desc=self.what, leave=False, unit="kernel")
             else:
@@ -59,7 +59,7 @@ class Progress:
         _log.info("%s: %d of %d in %.1f s; %s", self.what, self.done, self.total, seconds, outcome)
 
     def step(self, count: int = 1) -> None:
-        """So many more are done."""
+        """Count steps as done."""
         self.done += count
         if self._bar is not None:
             self._bar.update(count)

@@ -1,0 +1,102 @@
+"""Selection: what was measured for a bucket of sizes, or is measured now; else the nearest bucket; else a rule.
+
+A `Question` says what is to be selected. This file reads the database and never measures; `schedule.tune` does.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, replace
+from typing import Any, Generic, TypeVar
+
+from insum_nn.compiler.schedule import database
+
+__all__ = ["Measured", "Measurement", "Question", "Selected", "nearest", "select", "stored"]
+
+T = TypeVar("T")
+
+
+@dataclass(frozen=True, slots=True)
+class Measurement(Generic[T]):
+    """What a candidate took, in microseconds, further launches counted; infinite where it did not run."""
+
+    candidate: T
+    microseconds: float
+
+
+@dataclass(frozen=True, slots=True)
+class Selected(Generic[T]):
+    """A candidate, why it was selected, and what was measured, the fastest first."""
+
+    candidate: T
+    reason: str
+    measured: tuple[Measurement[T], ...] = ()
+
+
+@dataclass(frozen=True, slots=True)
+class Measured(Generic[T]):
+    """What measuring found, and the value under which the database keeps it; `None`: it is not kept."""
+
+    selected: Selected[T]
+    value: Mapping[str, Any] | None
+
+
+@dataclass(frozen=True, slots=True)
+class Question(Generic[T]):
+    """What is to be selected for a statement, a bucket of sizes and a device.
+
+    Attributes:
+        key: of the measurement in the database.
+        rule: selects without any measurement.
+        decode: reads a stored value, with the words that say where it is from. It raises one of
+            `database.UNREADABLE` where the value makes no sense.
+        runs: whether what was measured with other versions of torch and Triton runs here.
+        measure: measures the candidates.
+    """
+
+    key: database.Key
+    rule: Callable[[], Selected[T]]
+    decode: Callable[[Mapping[str, Any], str], Selected[T]]
+    measure: Callable[[], Measured[T]]
+    runs: Callable[[T], bool] = lambda _: True
+
+
+def stored(question: Question[T]) -> Selected[T] | None:
+    """Return what was measured for this bucket of sizes, here or elsewhere."""
+    return _read(question, database.find(question.key), "")
+
+
+def nearest(question: Question[T]) -> Selected[T] | None:
+    """Return what was measured for half or twice as many rows."""
+    return _read(question, database.near(question.key), ", for half or twice as many rows")
+
+
+def _read(question: Question[T], entry: database.Entry | None, where: str) -> Selected[T] | None:
+    if entry is None:
+        return None
+    try:
+        found = question.decode(entry.value, f"{entry.origin()}{where}")
+    except database.UNREADABLE as error:
+        entry.broken(error)
+        return None
+    return found if entry.current or question.runs(found.candidate) else None
+
+
+def select(question: Question[T], tune: Callable[[Question[T]], Selected[T] | None] | None) -> Selected[T]:
+    """Return the first there is: stored for this bucket, measured now, stored for the nearest bucket, the rule's.
+
+    Args:
+        question: what is to be selected.
+        tune: measures it; `None`: nothing is measured. It returns `None` where another process measures for too long,
+            of which the reason then tells.
+    """
+    found = stored(question)
+    late = False
+    if found is None and tune is not None:
+        found = tune(question)
+        late = found is None
+    if found is None:
+        found = nearest(question) or question.rule()
+        if late:
+            found = replace(found, reason=f"{found.reason}; another process measures, and was not done in time")
+    return found

@@ -1,0 +1,116 @@
+"""The order of selection: stored for this bucket, measured now, stored for the nearest bucket, the rule."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from insum_nn.compiler.schedule import database
+from insum_nn.compiler.schedule import tune as tune_module
+from insum_nn.compiler.schedule.select import Measured, Question, Selected, select
+from insum_nn.compiler.schedule.tune import tune
+
+KEY = {"format": 0, "kind": "imagined", "statement": "y[i] += x[i]", "static": {}, "bucket": [14, 5]}
+NEAR = {**KEY, "bucket": [15, 5]}
+
+
+@pytest.fixture(autouse=True)
+def _own_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    monkeypatch.setenv("INSUM_NN_CACHE_DIR", str(tmp_path / "cache"))
+    monkeypatch.delenv("INSUM_NN_SCHEDULES", raising=False)
+    yield
+    database.unload()
+
+
+class Asked:
+    """A question whose answers are words, and how often it was measured."""
+
+    def __init__(self, *, finds: str | None = "measured", runs: bool = True, fails: bool = False) -> None:
+        self.count, self.finds, self.fails = 0, finds, fails
+        self.question: Question[str] = Question(
+            KEY, lambda: Selected("rule", "the default"), self.decode, self.measure, lambda _: runs
+        )
+
+    def decode(self, value: Mapping[str, Any], origin: str) -> Selected[str]:
+        if not isinstance(value["word"], str):
+            raise TypeError("no word")
+        return Selected(value["word"], origin)
+
+    def measure(self) -> Measured[str]:
+        self.count += 1
+        if self.fails:
+            raise RuntimeError("the device is gone")
+        value = None if self.finds is None else {"word": self.finds}
+        return Measured(Selected(self.finds or "nothing ran", "by measurement"), value)
+
+
+def test_what_is_stored_comes_first():
+    database.write(KEY, {"word": "stored"})
+    database.write(NEAR, {"word": "nearby"})
+    asked = Asked()
+    found = select(asked.question, tune)
+    assert (found.candidate, asked.count) == ("stored", 0)
+    assert found.reason.startswith("stored in ")
+
+
+def test_then_it_is_measured_and_stored():
+    database.write(NEAR, {"word": "nearby"})
+    asked = Asked()
+    assert select(asked.question, tune).reason == "by measurement"
+    assert select(asked.question, tune).reason.startswith("stored in ")
+    assert asked.count == 1
+
+
+def test_where_nothing_may_be_measured_the_nearest_bucket_speaks():
+    asked = Asked()
+    assert select(asked.question, None).candidate == "rule"
+    database.write({**KEY, "bucket": [17, 5]}, {"word": "too far"})
+    assert select(asked.question, None).candidate == "rule"
+    database.write(NEAR, {"word": "nearby"})
+    found = select(asked.question, None)
+    assert (found.candidate, asked.count) == ("nearby", 0)
+    assert found.reason.endswith(", for half or twice as many rows")
+
+
+def test_what_did_not_run_is_not_stored():
+    asked = Asked(finds=None)
+    assert [select(asked.question, tune).candidate for _ in range(2)] == ["nothing ran"] * 2
+    assert asked.count == 2
+
+
+def test_a_failing_measurement_is_not_stored_and_blocks_nobody():
+    with pytest.raises(RuntimeError, match="gone"):
+        select(Asked(fails=True).question, tune)
+    assert select(Asked().question, tune).candidate == "measured"
+
+
+def test_a_stored_value_that_makes_no_sense_is_named_and_replaced():
+    database.write(KEY, {"word": 3})
+    with pytest.warns(UserWarning, match="an entry is ignored: no word"):
+        assert select(Asked().question, tune).candidate == "measured"
+    assert select(Asked().question, None).candidate == "measured"
+
+
+@pytest.mark.parametrize("runs", [True, False])
+def test_of_other_versions_only_what_runs_is_taken(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, runs: bool):
+    database.write(KEY, {"word": "older"})
+    database.export(tmp_path / "older.json")
+    monkeypatch.setenv("INSUM_NN_CACHE_DIR", str(tmp_path / "another"))
+    monkeypatch.setattr(database, "_versions", lambda: {"torch": "9.9"})
+    database.load(tmp_path / "older.json")
+    assert select(Asked(runs=runs).question, None).candidate == ("older" if runs else "rule")
+
+
+def test_another_process_that_measures_for_too_long(monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr(tune_module, "WAIT", 0.0)
+    asked = Asked()
+    with database.turn(KEY, 0.0) as mine:
+        assert mine
+        found = select(asked.question, tune)
+        assert (found.candidate, asked.count) == ("rule", 0)
+        assert found.reason == "the default; another process measures, and was not done in time"
+        database.write(NEAR, {"word": "nearby"})
+        assert select(asked.question, tune).candidate == "nearby"
