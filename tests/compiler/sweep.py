@@ -55,12 +55,6 @@ ELEMENTS = (
     Schedule(n=8, groups=3),
     Schedule(m=2, n=8, k=4, stages=3),
 )
-# Of terms with owners: index tensors are read before their terms.
-EARLY = (
-    Schedule(n=32, early=True),
-    Schedule(m=2, n=8, k=4, share=2, early=True),
-    Schedule(n=16, k=2, share=7, segment=True, early=True),
-)
 SEGMENTS = (
     Schedule(n=32, share=5, segment=True),
     Schedule(n=4, k=8, share=11, segment=True, warps=2, stages=3),
@@ -91,7 +85,6 @@ KINDS = frozenset(
         *(
             "indices of 32 bits",
             "reading ahead",
-            "indices early",
             "float64",
             "float32",
             "float16",
@@ -188,11 +181,9 @@ def settings() -> Iterator[Setting]:
             yield Setting(name, schedule)
     for name in OWNERS:
         dot = CASES[name].dot
-        for schedule in (DOTS[3],) if dot else (ELEMENTS[0], ELEMENTS[4], SEGMENTS[1], SEGMENTS[2], *EARLY):
+        for schedule in (DOTS[3],) if dot else (ELEMENTS[0], ELEMENTS[4], SEGMENTS[1], SEGMENTS[2]):
             yield Setting(name, schedule, shuffled=True)
         yield Setting(name, DOTS[0] if dot else ELEMENTS[0], shuffled=True, own=False)
-        if not dot:
-            yield Setting(name, EARLY[0])
 
 
 def kinds_of(setting: Setting, form: Form, schedule: Schedule, arguments: Sequence[str], divided: bool) -> set[str]:
@@ -213,7 +204,6 @@ def kinds_of(setting: Setting, form: Form, schedule: Schedule, arguments: Sequen
         "strided": setting.strided,
         "extents as parameters": "extent" in arguments,
         "reading ahead": form.owner is not None and not dot and schedule.stages > 2,
-        "indices early": form.owner is not None and not dot and schedule.early,
         "indices of 32 bits": setting.small,
         "indices of 64 bits": not setting.small,
         str(setting.dtype).removeprefix("torch."): True,

@@ -22,7 +22,6 @@ from torch import Tensor
 import insum_nn
 from insum_nn import IndexFacts, Options
 from insum_nn.compiler.codegen import triton as triton_printer
-from insum_nn.compiler.forms import alike
 from insum_nn.compiler.forms import launch as launch_module
 from insum_nn.compiler.forms.candidates import candidates
 from insum_nn.compiler.forms.schedule import Schedule, default_schedule
@@ -138,8 +137,7 @@ def test_schedules_by_dot(name: str, which: str):
 def test_long_parts_are_functions(monkeypatch: pytest.MonkeyPatch, name: str, which: str):
     case, tensors = drawn(name)
     _, whole, want = kernel_of(case, tensors, DOTS[which])
-    for module in (triton_printer, alike):
-        monkeypatch.setattr(module, "_LONG", 0)
+    monkeypatch.setattr(triton_printer, "_LONG", 0)
     _, kernel, got = kernel_of(case, tensors, DOTS[which])
     assert "noinline" in kernel.source.text
     assert "noinline" not in whole.source.text

@@ -11,7 +11,6 @@ import pytest
 import torch
 
 from insum_nn.compiler.forms import source
-from insum_nn.compiler.forms.alike import branches
 from insum_nn.compiler.forms.launch import strides_of
 from insum_nn.compiler.forms.schedule import default_schedule
 from insum_nn.compiler.forms.source import write_kernel
@@ -68,12 +67,13 @@ def test_some_kernels_of_several_outputs_in_the_interpreter():
 def test_parts_as_functions_in_the_interpreter(monkeypatch: pytest.MonkeyPatch):
     texts: list[bool] = []
 
-    def spied(*arguments: Any, **named: Any) -> tuple[list[str], list[str]]:
-        made = branches(*arguments, **named)
-        texts.append(bool(made[0]))
+    def spied(*arguments: Any, **named: Any) -> Any:
+        made = write(*arguments, **named)
+        texts.append("noinline" in made[0])
         return made
 
-    monkeypatch.setattr(source, "branches", spied)
+    write = source.write_nest
+    monkeypatch.setattr(source, "write_nest", spied)
     some = sweep.FUNCTIONS[::3]
     assert sweep.run_functions(CPU, some)["parts as functions"] == len(some)
     assert texts == [True] * len(some)

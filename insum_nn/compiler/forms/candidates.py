@@ -78,11 +78,10 @@ def _shares(base: Schedule) -> Iterator[Schedule]:
 
 
 def _ahead(base: Schedule) -> Iterator[Schedule]:
-    """Loops that read the next terms while these are summed: into shared memory, or their index tensors alone."""
+    """Loops that read the next terms into shared memory while these are summed."""
     for k, size in ((8, 1024), (4, 512)):
         if base.n * k <= size:
             yield replace(base, m=size // (base.n * k), k=k, stages=3, warps=1)
-            yield replace(base, m=size // (base.n * k), k=k, early=True, warps=1)
     m = max(1, 512 // (base.n * 8))
     yield replace(base, m=m, k=8, share=256, segment=True, stages=3, warps=1)
 
@@ -108,12 +107,9 @@ def _varied_owned(base: Schedule) -> Iterator[Schedule]:
     """Of code for owned rows: accumulators stay in registers, so lanes and groups decide how many a thread has."""
     wide = base.n > 1
     ways = ((2, 1, 1), (2, 2, 1), (2, 3, 1), (1, 1, 1), (1, 2, 1), (4, 3, 1), (4, 2, 2), (2, 4, 1))
-    for place, (lanes, groups, warps) in enumerate(ways):
+    for lanes, groups, warps in ways:
         axis = "n" if wide else "m"
-        one = replace(base, **{axis: max(1, getattr(base, axis) * lanes // 2)}, groups=groups, warps=warps)
-        yield one
-        if place < 4:
-            yield replace(one, early=True)
+        yield replace(base, **{axis: max(1, getattr(base, axis) * lanes // 2)}, groups=groups, warps=warps)
 
 
 def _varied_tiles(form: Form, base: Schedule) -> Iterator[Schedule]:

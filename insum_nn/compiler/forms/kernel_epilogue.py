@@ -1,4 +1,4 @@
-"""What a generated kernel does to a sum before it stores it: the starting value's strides, activations."""
+"""How a generated kernel finishes a sum: whether it does, and the strides of the initial value."""
 
 from __future__ import annotations
 
@@ -7,20 +7,7 @@ from torch import Tensor
 from insum_nn.compiler.forms.form import Form
 from insum_nn.compiler.forms.schedule import Schedule
 
-__all__ = ["activated", "finishes", "start_steps"]
-
-# By the names of `epilogue.ACTIVATIONS`; {x} is the name of the sum.
-_TEXTS = {
-    "relu": "tl.where({x} < 0.0, 0.0, {x})",
-    "silu": "{x} / (1.0 + tl.exp(-{x}))",
-    "gelu": "0.5 * {x} * (1.0 + tl.erf({x} * 0.7071067811865476))",
-}
-
-
-def activated(form: Form, name: str) -> str:
-    """The text of a named sum after the form's activation."""
-    activation = form.bound.epilogue.activation
-    return name if activation is None else _TEXTS[activation].format(x=name)
+__all__ = ["finishes", "start_steps"]
 
 
 def finishes(form: Form, schedule: Schedule) -> bool:

@@ -24,11 +24,11 @@ import torch
 from torch import Tensor
 
 from insum_nn.compiler.forms.beside import Memory, memory_of
+from insum_nn.compiler.forms.collection import write_collection
 from insum_nn.compiler.forms.form import Form
 from insum_nn.compiler.forms.kernel_epilogue import start_steps
 from insum_nn.compiler.forms.numbers import Numbers
 from insum_nn.compiler.forms.schedule import Precision, Schedule
-from insum_nn.compiler.forms.segment import write_collection
 from insum_nn.compiler.forms.source import Source, steps_of_vectors, write_kernel
 from insum_nn.compiler.forms.text import Strides
 from insum_nn.compiler.lang.bind import Extents

@@ -5,25 +5,10 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from insum_nn.compiler.forms.early import Terms
-from insum_nn.compiler.forms.points import ENTRY, OWNER, Read
+from insum_nn.compiler.forms.points import ENTRY, OWNER
 from insum_nn.compiler.forms.text import KernelText, Scope, Value, spread
 
-__all__ = ["STEPS", "WORD_BITS", "KernelLoops"]
-
-# Rows of an index tensor to a word of 32 bits whose sign is not used.
-WORD_BITS = 31
-# What is said of words: the bits that are in one of two, and how many there are.
-STEPS = """@triton.jit
-def either(one, other):
-    return one | other
-
-
-@triton.jit
-def bits_of(word):
-    pairs = word - ((word >> 1) & 0x55555555)
-    fours = (pairs & 0x33333333) + ((pairs >> 2) & 0x33333333)
-    return (((fours + (fours >> 4)) & 0x0F0F0F0F) * 0x01010101) >> 24
-"""
+__all__ = ["KernelLoops"]
 
 
 class KernelLoops(KernelText):
@@ -44,9 +29,6 @@ class KernelLoops(KernelText):
                 count = self.steps(index, block)
                 position = self.define("p", f"{rest} % {count}", "", 0).text
                 rest = self.define("r", f"{rest} // {count}", "", 0).text
-            if index == "@split":
-                self.indices["@split"] = Value(position, "", 0)
-                continue
             axis = next((a for a, each in self.axes.items() if each.first == index), None)
             if axis is not None:
                 self.tile_of[axis] = position
@@ -57,8 +39,6 @@ class KernelLoops(KernelText):
                 self.indices[index] = self.define("i", f"({position}).to({self.int})", "", 0)
 
     def steps(self, index: str, block: int) -> str:
-        if index == "@split":
-            return str(self.schedule.splits)
         if index == OWNER:
             count = self.parameters("rows")
         else:
@@ -113,9 +93,6 @@ class KernelLoops(KernelText):
 
     def own(self, row: Value) -> None:
         """Define the rows that a program owns, and the range of their terms."""
-        if self.segment:
-            self.share(row)
-            return
         mask = self.masks.get("m") if "m" in row.axes else None
         safe = f", mask={mask.text}, other=0" if mask else ""
         begin = self.parameters("begin")
@@ -135,13 +112,6 @@ class KernelLoops(KernelText):
             low = self.define("low", f"tl.load({begin} + {row.text}{safe})", row.axes, 0)
             high = self.define("high", f"tl.load({begin} + 1 + {row.text}{safe})", row.axes, 0)
             self.indices[OWNER] = row
-        self.indices["@begin"], self.indices["@end"] = low, high
-
-    def share(self, number: Value) -> None:
-        """Define the range of terms of an equal share; of one past the last it is empty."""
-        begin, size = self.parameters("begin"), self.schedule.share
-        low = self.define("low", f"tl.load({begin}) + {number.text} * {size}", number.axes, 0)
-        high = self.define("high", f"tl.minimum({low.text} + {size}, tl.load({begin} + 1))", number.axes, 0)
         self.indices["@begin"], self.indices["@end"] = low, high
 
     def entry(self, value: Value) -> None:
@@ -166,63 +136,9 @@ class KernelLoops(KernelText):
                 rest = self.define("q", f"{rest.text} // {self.extent(names[place])}", value.axes, value.depth)
 
     def open_loops(self) -> None:
-        """Open every loop over what is summed, outermost first, and the lanes along it last."""
-        split = self.schedule.splits > 1
+        """Open the loop over the terms of a row, and the lanes along it."""
         each = self.axes.get("k")
-        # Sums of runs are written at each step of a share, so that its loop is the outermost.
-        early = self.segment and each is not None and each.first == ENTRY
-        if early and each is not None:
-            self.open_terms(each.block)
-        for index in self.layout.loops:
-            depth = len(self.scopes)
-            if index == ENTRY:
-                self.open_terms(1)
-                continue
-            gaps = None if split else self.gaps(index)
-            if gaps is not None:
-                pieces = self.pieces(index)
-                self.open_steps(index, gaps, depth, pieces)
-                if pieces > 1:
-                    return
-                continue
-            name = self.fresh("l")
-            if split:
-                head = self.split_range(name, index, 1)
-                split = False
-            else:
-                head = f"for {name} in range({self.extent(index)}):"
-            self.scopes.append(Scope(head))
-            self.indices[index] = self.define("i", self.cast(name), "", depth)
-        if each is None or early:
-            return
-        if each.first == ENTRY:
-            self.open_terms(each.block)
-            return
-        known = self.literal(each.first)
-        if known is not None and known <= each.block and not split:
-            self.lane_indices("k", "0", 0)
-            return
-        name = self.fresh("l")
-        depth = len(self.scopes)
-        if split:
-            head = self.split_range(name, each.first, each.block)
-        else:
-            head = f"for {name} in range(0, {self.extent(each.first)}, {each.block}):"
-        self.scopes.append(Scope(head))
-        self.lane_indices("k", name, depth)
-
-    def cast(self, name: str) -> str:
-        # A loop's variable is a 32-bit integer; literals have no type to cast.
-        return f"{name} + tl.zeros((), tl.int64)" if self.strides.wide else f"{name} + 0"
-
-    def split_range(self, name: str, index: str, block: int) -> str:
-        """A loop over this program's share of a long sum."""
-        extent = self.extent(index)
-        steps = f"tl.cdiv({extent}, {block})"
-        share = self.define("share", f"tl.cdiv({steps}, {self.schedule.splits}) * {block}", "", 0).text
-        low = self.define("low", f"{self.indices['@split'].text} * {share}", "", 0).text
-        high = self.define("high", f"tl.minimum({low} + {share}, {extent})", "", 0).text
-        return f"for {name} in range({low}, {high}, {block}):"
+        self.open_terms(1 if each is None else each.block)
 
     def open_terms(self, block: int) -> None:
         """The loop over the terms of owned rows."""
@@ -266,58 +182,6 @@ class KernelLoops(KernelText):
 
     def steps_of_terms(self, low: str, high: str, block: int) -> str:
         """The steps of the loop over terms; Triton pipelines loads that feed no dot only where it is told to."""
-        if self.product is not None or self.schedule.stages < 3:
+        if self.schedule.stages < 3:
             return f"range({low}, {high}, {block})"
         return f"tl.range({low}, {high}, {block}, num_stages={self.schedule.stages})"
-
-    def gaps(self, index: str) -> Read | None:
-        """The index tensor `T[index, row]` over a tile's rows that may lack entries: its steps can be listed."""
-        m = self.axes.get("m")
-        if self.product is None or m is None or len(m.indices) > 1 or self.form.owner is not None:
-            return None
-        for read in self.form.points[0].reads:
-            for sub in read.subs:
-                for _, atom in sub.terms:
-                    if not isinstance(atom, str) and [s.plain for s in atom.subs] == [index, m.first]:
-                        facts = self.form.bound.facts_of(atom.name)
-                        return atom if facts.masked is not False and m.block == m.lanes else None
-        return None
-
-    def pieces(self, index: str) -> int:
-        """How many values of the lanes of k each step of a loop takes, where that is known and the loop the last.
-
-        One loop over all of them then does for two, whose inner one may be too short for a pipeline.
-        """
-        each = self.axes.get("k")
-        if each is None or each.first == ENTRY or index != self.layout.loops[-1]:
-            return 1
-        known = self.literal(each.first)
-        return known // each.block if known is not None and known % each.block == 0 else 1
-
-    def open_steps(self, index: str, gaps: Read, depth: int, pieces: int) -> None:
-        """A loop over the steps for which some row of the tile has an entry; the others add nothing.
-
-        A word for each row has a bit for each of its entries; a step takes the lowest bit that is left of all words.
-        """
-        words, row, known = self.parameters("words", gaps.name), self.indices[self.axes["m"].first], self.literal(index)
-        place, before = f"{words} + {row.text}", ""
-        if known is None or known > WORD_BITS:
-            word = self.fresh("l")
-            self.scopes.append(Scope(f"for {word} in range(tl.cdiv({self.extent(index)}, {WORD_BITS})):"))
-            depth += 1
-            place += f" + {word} * {self.parameters('dim', gaps.name, 1)}"
-            before = f" + {word} * {WORD_BITS}"
-        mask = f", mask={self.masks['m'].text}, other=0" if "m" in self.masks else ""
-        left = self.define("left", f"tl.reduce(tl.load({place}{mask}), 0, either)", "", depth - 1).text
-        name = self.fresh("l")
-        count = f"bits_of({left})" if pieces == 1 else f"bits_of({left}) * {pieces}"
-        self.scopes.append(Scope(f"for {name} in range({count}):"))
-        lowest = self.define("low", f"{left} & -{left}", "", depth).text
-        # A power of two is, as a number of 32 bits, its exponent and zeros.
-        number = f"({lowest}.to(tl.float32).to(tl.int32, bitcast=True) >> 23) - 127{before}"
-        self.indices[index] = self.define("i", f"({number}).to({self.int})", "", depth)
-        rest = f"{left} - {lowest}"
-        if pieces > 1:
-            self.lane_indices("k", f"{name} % {pieces} * {self.axes['k'].block}", depth)
-            rest = f"tl.where({name} % {pieces} == {pieces - 1}, {rest}, {left})"
-        self.scopes[-1].tail.append(f"{left} = {rest}")

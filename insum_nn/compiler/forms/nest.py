@@ -1,4 +1,4 @@
-"""Write kernels through the loop-nest IR: what has moved there from `source`, class by class."""
+"""Write the kernels of forms through the loop-nest IR: all but those of several outputs, which `source` writes."""
 
 from __future__ import annotations
 
@@ -18,12 +18,7 @@ from insum_nn.compiler.passes.fold_static_tables import fold_static_tables
 from insum_nn.compiler.passes.own_rows import RowWalk, loops_and_stores, own_rows
 from insum_nn.compiler.passes.tile import Lanes, Tiling, tile
 
-__all__ = ["arguments_of", "is_ported", "nest_of", "write_nest"]
-
-
-def is_ported(form: Form, schedule: Schedule) -> bool:
-    """Whether kernels of this class are written through the loop-nest IR."""
-    return not form.beside and not schedule.early
+__all__ = ["arguments_of", "nest_of", "write_nest"]
 
 
 def nest_of(form: Form, schedule: Schedule, strides: Strides, precision: Precision) -> Kernel:

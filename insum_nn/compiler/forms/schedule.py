@@ -65,7 +65,8 @@ class Schedule:
         splits: programs among which one long sum is divided; their results are added in order.
         share: most terms of an owned row that one program walks; longer rows are divided. Of a segment: its terms.
         segment: programs take equal shares of the terms, in the order of their rows, instead of rows; m counts shares.
-        early: the loop over an owner's terms reads index tensors a step before their terms, and their order two.
+        early: of a kernel with several outputs: the loop over a row's terms reads index tensors a step before their
+            terms, and their order two.
         warps: warps a program.
         stages: depth of the software pipeline. Without a dot it is 3 at least, or there is none: the loop over an
             owner's terms then reads ahead.

@@ -7,17 +7,13 @@ from dataclasses import dataclass, replace
 
 import torch
 
-from insum_nn.compiler.forms.alike import branches
 from insum_nn.compiler.forms.beside import KernelBeside, by_target
 from insum_nn.compiler.forms.early import read_early
 from insum_nn.compiler.forms.form import Form
-from insum_nn.compiler.forms.kernel_epilogue import activated, finishes
 from insum_nn.compiler.forms.kernel_misses import Condition, KernelMisses
-from insum_nn.compiler.forms.loops import STEPS
-from insum_nn.compiler.forms.nest import is_ported, write_nest
+from insum_nn.compiler.forms.nest import write_nest
 from insum_nn.compiler.forms.points import OWNER, Point, Read, Sub
-from insum_nn.compiler.forms.schedule import Layout, Precision, Schedule, place_indices, segmented
-from insum_nn.compiler.forms.segment import SCAN, KernelSegments
+from insum_nn.compiler.forms.schedule import Layout, Precision, Schedule, place_indices
 from insum_nn.compiler.forms.text import Argument, Parameters, Strides, Value, join_axes, spread
 
 __all__ = ["Source", "steps_of_vectors", "write_kernel"]
@@ -52,21 +48,17 @@ class Source:
     finished: bool
 
 
-class _Writer(KernelMisses, KernelSegments, KernelBeside):
-    """Writes the body of a kernel for some of the points."""
+class _Writer(KernelMisses, KernelBeside):
+    """Writes the body of a kernel of several outputs."""
 
-    # What follows the loops inside of an outer one.
-    closing: list[str]
-
-    def write(self, points: Sequence[Point], tiles: Sequence[tuple[str, int]], pid: str) -> list[str]:
-        """All lines of the kernel's body for these points."""
-        self.closing = []
-        self.programs(tiles, pid)
+    def write(self, tiles: Sequence[tuple[str, int]]) -> list[str]:
+        """All lines of the kernel's body."""
+        self.programs(tiles, "pid")
         tiled = {index for index, _ in tiles}
         for axis in "nm":
             if axis in self.axes and self.axes[axis].first not in tiled:
                 self.lane_indices(axis, "0", 0)
-        results = self.emit(points)
+        results = self.emit()
         if self.schedule.early and self.terms is not None:
             read_early(self.scopes, self.terms, self.order, self.entries, self.fresh)
         stores = [line for name, order, target in results.values() for line in self.store(name, order, target)]
@@ -77,46 +69,17 @@ class _Writer(KernelMisses, KernelSegments, KernelBeside):
             lines += ["    " * depth + line for line in scope.lines]
         for depth in range(len(self.scopes) - 1, -1, -1):
             lines += ["    " * depth + line for line in self.scopes[depth].tail]
-        return lines + self.closing + stores
+        return lines + stores
 
-    def emit(self, points: Sequence[Point]) -> dict[str, tuple[str, str, Read]]:
-        """Write the sums of all points.
+    def emit(self) -> dict[str, tuple[str, str, Read]]:
+        """Write the sums of the owned rows' points.
 
         Returns:
             For each output cell: its accumulator, the accumulator's axes, and the cell.
         """
         owned = {name: self.indices[name] for name in (OWNER, "@begin", "@end") if name in self.indices}
         self.open_loops()
-        cells = by_target(points)
-        axes = join_axes(*(a for a in self.axes if a != "k"))
-        results: dict[str, tuple[str, str, Read]] = {}
-        if self.form.beside:
-            results = self.together(axes, self.sums, self.products)
-            self.indices |= owned
-            return results
-        if self.segment:
-            self.open_runs()
-            for group in cells.values():
-                self.runs(self.products(group), axes, group[0].target)
-            return results
-        by_cell: list[tuple[str, str, list[Point], tuple[Condition, ...]]] = []
-        for key, group in cells.items():
-            name = self.fresh("acc")
-            swapped = self.product is not None and self.schedule.swap
-            order = axes[::-1] if swapped else axes
-            self.settled = self.settle(group, axes)
-            self.scopes[0].lines.append(f"{name} = tl.zeros({self.shape(order)}, {self.type})")
-            if self.product is None:
-                self.sums(name, group, axes)
-            results[key] = (name, order, group[0].target)
-            by_cell.append((name, order, group, self.settled))
-        if self.product is not None:
-            self.dots([(name, group, settled) for name, _, group, settled in by_cell])
-        for name, order, group, self.settled in by_cell:
-            if self.product is not None:
-                self.closing += self.any_term(name, order, group, self.product)
-            self.closing += self.selected(name, order, self.settled)
-        self.settled = ()
+        results = self.together(join_axes(*(a for a in self.axes if a != "k")), self.sums, self.products)
         self.indices |= owned
         return results
 
@@ -206,90 +169,17 @@ class _Writer(KernelMisses, KernelSegments, KernelBeside):
             return value
         return self.define("w", f"{value.text}.to(tl.float32)", value.axes, value.depth)
 
-    def dots(self, cells: Sequence[tuple[str, Sequence[Point], tuple[Condition, ...]]]) -> None:
-        """Add the points' matrix products to their accumulators, which are selected by some conditions at the end.
-
-        Products with one right side are written together, so that few operands are alive at any time.
-        """
-        product = self.product
-        assert product is not None
-        sides: dict[_Side, list[tuple[str, list[Point]]]] = {}
-        for name, points, self.settled in cells:
-            by_right: dict[_Side, list[Point]] = {}
-            for point in points:
-                left, right = self.sides_of(point, product)
-                by_right.setdefault((right, self.side_needs(right, left)), []).append(point)
-            for key, group in by_right.items():
-                sides.setdefault(key, []).append((name, group))
-        settled = {name: each for name, _, each in cells}
-        single = self.form.bound.dtype == torch.float32
-        split = single and self.precision == "tf32x3" and len(self.form.points) > 1
-        how = f", input_precision='{'tf32' if split else self.precision}'" if single else ""
-        for (reads, needs), groups in sides.items():
-            factors = tuple(self.load(read) for read in reads)
-            value = factors[0] if len(factors) == 1 else self.factored([(1.0, factors)])
-            right = self.side(self.kept(value, needs), "kn")
-            for name, points in groups:
-                self.settled = settled[name]
-                terms: list[_Term] = []
-                for point in points:
-                    left, others = self.sides_of(point, product)
-                    found = tuple(self.load(read) for read in left)
-                    terms.append((point.number, found, self.side_needs(left, others)))
-                first, second = self.operand(terms, "mk"), right
-                if split:
-                    # Triton's own way takes four times the code, much of it for infinities, which become NaN here.
-                    (high, low), (high_right, low_right) = self.halves(first, "mk"), self.halves(second, "kn")
-                    pairs = [(low, high_right), (high, low_right), (high, high_right)]
-                else:
-                    pairs = [(first, second)]
-                for one, other in pairs:
-                    sides_text = f"tl.trans({other}), tl.trans({one})" if self.schedule.swap else f"{one}, {other}"
-                    self.scopes[-1].lines.append(f"{name} = tl.dot({sides_text}, {name}{how})")
-
-    def halves(self, text: str, axes: str) -> tuple[str, str]:
-        """The part of a float32 block that 10 bits of mantissa hold, and what is left of it."""
-        depth = len(self.scopes) - 1
-        bits = f"({text}.to(tl.int32, bitcast=True) & -8192)"
-        high = self.define("h", f"{bits}.to(tl.float32, bitcast=True)", axes, depth)
-        return high.text, self.define("l", f"{text} - {high.text}", axes, depth).text
-
-    def operand(self, terms: Sequence[_Term], axes: str) -> str:
-        number, factors, conditions = terms[0]
-        if len(terms) == 1 and number == 1.0 and len(factors) == 1:
-            return self.side(self.kept(factors[0], conditions), axes)
-        return self.side(self.combined(terms), axes)
-
-    def side(self, value: Value, axes: str) -> str:
-        """One side of a matrix product: over both of its axes, in the storage type."""
-        if value.text.isidentifier():
-            text = spread(value, axes)
-        else:
-            text = f"({spread(self.named(value), axes)}).to({_TYPES[self.form.bound.dtype]})"
-        if value.axes != axes:
-            text = f"tl.broadcast_to({text}, {self.shape(axes)})"
-        return self.define("d", text, axes, len(self.scopes) - 1).text
-
-    def store(self, name: str, order: str, target: Read, needs: Sequence[Value] = ()) -> list[str]:
-        """The lines that write one accumulator, after all loops that add to it, on lanes that meet all needs."""
+    def store(self, value: str, axes: str, target: Read) -> list[str]:
+        """The lines that write one accumulator, after all loops that add to it."""
         form = self.form
-        axes = join_axes(order)
-        value = name if order == axes else f"tl.trans({name})"
         subs = list(target.subs)
         if form.owner is not None:
             subs[form.owner_axis] = Sub(((1, OWNER),), 0, True)
         offset, conditions = self.address(subs, lambda axis: self.out_stride(subs, axis), "@out")
-        conditions += needs
         for index in dict.fromkeys(Read("@out", tuple(subs)).indices()):
             conditions += [self.masks[a] for a in self.indices[index].axes if a in self.masks]
         out = self.parameters("out")
         where = self.reach(offset, axes)
-        if form.combine == "atomic":
-            call = f"tl.atomic_add({out} + {where}, {value}{self.when(conditions, axes)}, sem='relaxed')"
-            return [call]
-        if self.schedule.splits > 1:
-            whole = f"{self.indices['@split'].text} * {self.parameters('split_stride')}"
-            return [f"tl.store({out} + {whole} + {where}, {value}{self.when(conditions, axes)})"]
         lines: list[str] = []
         row: Value | None = None
         if self.strides.split:
@@ -306,48 +196,12 @@ class _Writer(KernelMisses, KernelSegments, KernelBeside):
                 conditions = [*conditions, self.define("whole", f"{row.text} >= 0", row.axes, row.depth)]
             lines.append(f"tl.store({place}, {value}{self.when(needs, axes)})")
         when = self.when(conditions, axes)
-        if form.bound.has_start:
-            first = self.first(subs, axes, where, when)
-            value = f"{value} + {first}"
-        if form.bound.epilogue.activation is not None:
-            total = self.fresh("total")
-            lines.append(f"{total} = {value}")
-            value = activated(form, total)
         lines.append(f"tl.store({out} + {where}, {value}{when})")
         if row is None or row.axes:
             return lines
         # All of the tile goes to one of the two: a branch, as the addresses of both would fill the registers.
         apart, *whole = (f"    {line}" for line in lines)
         return [f"if {row.text} < 0:", apart, "else:", *whole]
-
-    def first(self, subs: Sequence[Sub], axes: str, where: str, when: str) -> str:
-        """The starting value of a tile: read where the output is written, or through strides of its own.
-
-        Along an axis of stride 0 it is not read again: a bias is one number for each column.
-        """
-        start, steps = self.parameters("start"), self.strides.start
-        if steps is None:
-            return f"tl.load({start} + {where}{when}).to({self.type})"
-        used = [axis for axis, step in enumerate(steps) if step != "0"]
-        varying = [subs[axis] for axis in used]
-        step = [steps[axis] or self.parameters("start_stride", "", axis) for axis in used]
-        offset, conditions = self.address(varying, lambda place: step[place], "@start")
-        for index in dict.fromkeys(Read("@out", tuple(varying)).indices()):
-            conditions += [self.masks[a] for a in self.indices[index].axes if a in self.masks]
-        own = join_axes(offset.axes, *(c.axes for c in conditions))
-        mask = self.when(conditions, own)
-        other = ", other=0.0" if mask else ""
-        found = Value(f"tl.load({start} + {self.reach(offset, own)}{mask}{other}).to({self.type})", own, 0)
-        found = self.define("first", found.text, own, max([offset.depth, *(c.depth for c in conditions)]))
-        return spread(found, axes)
-
-    def store_runs(self, value: str, axes: str, target: Read) -> list[str]:
-        saved = self.indices.get(OWNER)
-        self.indices[OWNER] = self.indices["@target"]
-        lines = self.store(value, axes, target, [self.ends] if self.ends.axes else [])
-        if saved is not None:
-            self.indices[OWNER] = saved
-        return lines
 
     def out_stride(self, subs: Sequence[Sub], axis: int) -> str:
         return self.cells_of(range(axis + 1, len(subs)))
@@ -410,49 +264,18 @@ def write_kernel(form: Form, schedule: Schedule, strides: Strides, precision: Pr
         schedule = replace(schedule, splits=1)
     layout = place_indices(form, schedule)
     tiles = _tiles(form, layout, schedule)
-    if is_ported(form, schedule):
+    accumulator = torch.float64 if form.bound.dtype == torch.float64 else torch.float32
+    if not form.beside:
         text, arguments, finished = write_nest(form, schedule, strides, precision)
-        accumulator = torch.float64 if form.bound.dtype == torch.float64 else torch.float32
         parts = len(_parts(form.points, schedule.groups))
         count = (("@part", parts),) if parts > 1 else ()
         return Source(text, arguments, (*count, *tiles), replace(schedule, groups=parts), accumulator, finished)
     parameters = Parameters()
-    parts = _parts(form.points, schedule.groups)
-    body: list[str] = []
-    pid = "pid"
-    if len(parts) > 1:
-        pid = "rest"
-        if schedule.dot:
-            # Long code: programs that run at one time should be in the same part of it, which the cache holds.
-            tiles_each = parameters("programs_each")
-            body += [f"part = pid // {tiles_each}", f"rest = pid % {tiles_each}"]
-        else:
-            body += [f"part = pid % {len(parts)}", f"rest = pid // {len(parts)}"]
-    written: list[list[str]] = []
-    for number, part in enumerate(parts):
-        writer = _Writer(form, schedule, layout, strides, parameters, precision, f"_{number}" if number else "")
-        written.append(writer.write(part, tiles, pid))
-    apart, lines = list[str](), written[0]
-    if len(parts) > 1:
-        # Parts without a matrix product were seen to compile in seconds as they are.
-        given = ("rest", *parameters.known.values()) if schedule.dot else ()
-        apart, lines = branches(written, exact=form.bound.dtype == torch.float64, given=given)
-    body += lines
-    body.insert(0, "pid = tl.program_id(0)")
-    arguments = tuple(parameters.known)
+    body = ["pid = tl.program_id(0)", *_Writer(form, schedule, layout, strides, parameters).write(tiles)]
     names = ", ".join(parameters.known.values())
-    text = "\n".join(
-        ["import triton", "import triton.language as tl", "", ""]
-        + ([SCAN, ""] if segmented(form, schedule) else [])
-        + ([STEPS, ""] if any(argument.kind == "words" for argument in arguments) else [])
-        + apart
-        + ["@triton.jit", f"def kernel({names}):"]
-        + [f"    {line}" for line in body]
-    )
-    grid = (*((("@part", len(parts)),) if len(parts) > 1 else ()), *tiles)
-    accumulator = torch.float64 if form.bound.dtype == torch.float64 else torch.float32
-    schedule = replace(schedule, groups=len(parts))
-    return Source(text + "\n", arguments, grid, schedule, accumulator, finishes(form, schedule))
+    head = ["import triton", "import triton.language as tl", "", "", "@triton.jit", f"def kernel({names}):"]
+    text = "\n".join([*head, *(f"    {line}" for line in body)])
+    return Source(text + "\n", tuple(parameters.known), tuple(tiles), schedule, accumulator, True)
 
 
 def steps_of_vectors(form: Form, source: Source, values: Sequence[int | None]) -> tuple[int, ...]:

@@ -14,7 +14,7 @@ import torch
 
 from insum_nn.compiler.forms.form import Form
 from insum_nn.compiler.forms.points import OWNER, Read, Sub
-from insum_nn.compiler.forms.schedule import Layout, Precision, Schedule, segmented
+from insum_nn.compiler.forms.schedule import Layout, Schedule
 
 __all__ = ["Argument", "KernelText", "Parameters", "Scope", "Strides", "Value", "join_axes", "spread"]
 
@@ -102,16 +102,12 @@ class KernelText:
         layout: Layout,
         strides: Strides,
         parameters: Parameters,
-        precision: Precision,
-        tag: str,
     ) -> None:
         self.form = form
         self.schedule = schedule
         self.layout = layout
         self.strides = strides
         self.parameters = parameters
-        self.precision = precision
-        self.tag = tag
         self.count = 0
         self.scopes = [Scope("")]
         self.memo: dict[str, Value] = {}
@@ -127,12 +123,10 @@ class KernelText:
         self.axes = {a: axis for a, axis in zip(_AXES, (layout.m, layout.k, layout.n), strict=True) if axis}
         self.type = "tl.float64" if form.bound.dtype == torch.float64 else "tl.float32"
         self.int = "tl.int64" if strides.wide else "tl.int32"
-        self.product = form.product if schedule.dot else None
-        self.segment = segmented(form, schedule)
 
     def fresh(self, hint: str) -> str:
         self.count += 1
-        return f"{hint}{self.count}{self.tag}"
+        return f"{hint}{self.count}"
 
     def define(self, hint: str, text: str, axes: str, depth: int) -> Value:
         """Give an expression a name, at the depth where it is known; the same text gets the same name."""
@@ -202,11 +196,11 @@ class KernelText:
         """Where the lanes of a read's indices are inside their extents."""
         found: list[Value] = []
         for index in dict.fromkeys(read.indices()):
-            if index == OWNER and not self.segment:
+            if index == OWNER:
                 # A row without terms may lie outside of what is read there.
                 low, high = self.indices["@begin"], self.indices["@end"]
                 found.append(self.define("any", f"{low.text} < {high.text}", low.axes, low.depth))
-            if (index in self.form.entries or (index == OWNER and self.segment)) and "e" in self.masks:
+            if index in self.form.entries and "e" in self.masks:
                 found.append(self.masks["e"])
                 continue
             axes = self.indices[index].axes

@@ -35,8 +35,16 @@ __all__ = ["interpret_graph", "interpret_kernel", "structure"]
 Point = dict[str, int]
 
 
-def interpret_kernel(kernel: Kernel, tensors: Mapping[str, Tensor], sizes: Mapping[str, int]) -> dict[str, Tensor]:
+def interpret_kernel(
+    kernel: Kernel, tensors: Mapping[str, Tensor], sizes: Mapping[str, int], keep: Sequence[str] = ()
+) -> dict[str, Tensor]:
     """The results of a kernel, by canonical name, in float64 (int64 for integers).
+
+    Args:
+        kernel: the kernel.
+        tensors: its inputs by canonical name; they are not written.
+        sizes: by name.
+        keep: names of workspaces that are returned too.
 
     Raises:
         IndexError: an address outside of a tensor.
@@ -49,7 +57,8 @@ def interpret_kernel(kernel: Kernel, tensors: Mapping[str, Tensor], sizes: Mappi
         if result.activation is not None:
             evaluate = OPERATIONS[result.activation].evaluate
             run.memory[result.buffer.name].apply_(evaluate)
-    return {result.buffer.name: run.memory[result.buffer.name] for result in kernel.results}
+    names = [*(result.buffer.name for result in kernel.results), *keep]
+    return {name: run.memory[name] for name in names if name in run.memory}
 
 
 def interpret_graph(graph: Graph, tensors: Mapping[str, Tensor], sizes: Mapping[str, int]) -> list[Tensor]:
@@ -130,13 +139,15 @@ class _Run:
             self.block(loop.body, {**point, loop.index.name: at})
 
     def store(self, store: Store, point: Point) -> None:
+        cells, before = self.memory[store.buffer.name], None
+        if store.restart is not None and self.value(store.restart, point):
+            cells[self.place(store.buffer, store.subscripts, point)] = 0
         if store.where is not None and not self.value(store.where, point):
             return
         place = self.place(store.buffer, store.subscripts, point)
         value = self.value(store.value, point)
-        cells, before = self.memory[store.buffer.name], None
         if store.combine == "add":
-            value = value if store.restart is not None and self.value(store.restart, point) else cells[place] + value
+            value = cells[place] + value
         elif store.combine != "set" and (store.buffer, place) in self.written:
             before = cells[place].item()
             # NaN stays, as in torch's own extrema.

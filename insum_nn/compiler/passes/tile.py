@@ -26,6 +26,7 @@ from insum_nn.compiler.ir.nodes import (
     Expr,
     If,
     Index,
+    Initial,
     Kernel,
     Load,
     Loop,
@@ -47,7 +48,7 @@ from insum_nn.compiler.passes.sum_terms import Cell, Space, Sums, summed
 from insum_nn.compiler.passes.terms import indices_of, term_of
 from insum_nn.compiler.passes.unify_variants import switch
 
-__all__ = ["Lanes", "Tiling", "divided", "tile"]
+__all__ = ["WORD_BITS", "Lanes", "Tiling", "tile"]
 
 SPLIT, PART = Index("split"), Index("part")
 # Steps to a word of 32 bits whose sign is not used.
@@ -189,14 +190,15 @@ class _Tiler:
         cells: dict[tuple[Expr, ...], list[Store]] = {}
         for store in self.stores:
             cells.setdefault(store.subscripts, []).append(store)
-        parts = divided(list(cells.values()), tiling.parts)
+        parts = _divided(list(cells.values()), tiling.parts)
         blocks = [self.block(part) for part in parts]
         inner = blocks[0]
         if len(blocks) > 1:
             inner = switch(PART, blocks, exact=self.wide == "float64")
         for index, count in reversed(self.programs(len(blocks))):
             inner = (Loop(index, Const(0), count, "grid", inner),)
-        results = tuple(Result(self.parts(r.buffer), "none") for r in kernel.results)
+        initial: Initial = "none" if self.covers() else "zero"
+        results = tuple(Result(self.parts(r.buffer), initial) for r in kernel.results)
         nodes = (node for each in inner for node in walk(each))
         used = {node.buffer for node in nodes if isinstance(node, Load | Store) and not node.buffer.local}
         given = {r.buffer for r in results}
@@ -207,6 +209,11 @@ class _Tiler:
     @staticmethod
     def with_body(loop: Loop, body: tuple[Stmt, ...]) -> Loop:
         return Loop(loop.index, loop.begin, loop.end, loop.role, body, loop.step, loop.limit, loop.axis)
+
+    def covers(self) -> bool:
+        """Whether the subscripts alone show that every cell of the output is written."""
+        plain = all(isinstance(s, Index) for store in self.stores for s in store.subscripts)
+        return plain and self.tiling.combine == "set" and self.source.begins is None
 
     def block(self, groups: Sequence[Sequence[Store]]) -> tuple[Stmt, ...]:
         """The tile for some of its cells."""
@@ -444,7 +451,7 @@ class _Tiler:
         return [If(Op("less", (target, Const(0))), (part,), (whole,))]
 
 
-def divided(cells: Sequence[Sequence[Store]], parts: int) -> list[list[Sequence[Store]]]:
+def _divided(cells: Sequence[Sequence[Store]], parts: int) -> list[list[Sequence[Store]]]:
     """Cells divided into parts of like work."""
     if parts >= len(cells):
         return [[group] for group in cells]

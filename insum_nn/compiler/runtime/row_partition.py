@@ -18,9 +18,9 @@ import torch
 from torch import Tensor
 
 from insum_nn.compiler.forms.form import Form
-from insum_nn.compiler.forms.loops import WORD_BITS
 from insum_nn.compiler.forms.schedule import Schedule, segmented
 from insum_nn.compiler.lang.bind import Extents
+from insum_nn.compiler.passes.tile import WORD_BITS
 from insum_nn.kept import forgets
 
 __all__ = ["Owners", "clear_owners", "keep_words", "known_owners", "longest_row", "owners_for", "owners_of", "words_of"]

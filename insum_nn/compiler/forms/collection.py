@@ -1,0 +1,41 @@
+"""The kernel that adds up the parts of rows that are divided among programs, in a fixed order."""
+
+from __future__ import annotations
+
+__all__ = ["write_collection"]
+
+_COLLECTION = """import triton
+import triton.language as tl
+
+
+@triton.jit
+def kernel(scratch, out, rows, first, cells, inner, step):
+    pid = tl.program_id(0)
+    tiles = tl.cdiv(cells, {n})
+    row = pid // tiles
+    cell = pid % tiles * {n} + tl.arange(0, {n})
+    inside = cell < cells
+    high = tl.load(first + row + 1)
+    total = tl.zeros(({n},), {type})
+    for low in range(tl.load(first + row), high, {k}):
+        slot = low + tl.arange(0, {k})
+        mask = (slot < high)[:, None] & inside[None, :]
+        total += tl.sum(tl.load(scratch + (slot[:, None] * cells + cell[None, :]), mask=mask, other=0.0), 0)
+    place = cell // inner * step + tl.load(rows + row) * inner + cell % inner
+    tl.store(out + place, total, mask=inside)
+"""
+
+
+def write_collection(cells: int, double: bool) -> tuple[str, int]:
+    """A kernel that adds up the parts of divided rows, in a fixed order: a program takes some cells of a row.
+
+    Args:
+        cells: values of one row.
+        double: they are float64.
+
+    Returns:
+        Its text, and the cells of a program.
+    """
+    n = min(128, 1 << max(0, cells - 1).bit_length())
+    k = min(64, 2048 // n)
+    return _COLLECTION.format(n=n, k=k, type="tl.float64" if double else "tl.float32"), n

@@ -1,0 +1,155 @@
+"""The passes of generated kernels: a placed kernel computes its statement, under the IR's interpreter."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from insum_nn.compiler.forms.form import Form
+from insum_nn.compiler.forms.nest import nest_of
+from insum_nn.compiler.forms.schedule import Schedule, segmented
+from insum_nn.compiler.forms.text import Strides
+from insum_nn.compiler.ir.build import OUTPUT, Names
+from insum_nn.compiler.ir.interpret import interpret_kernel
+from insum_nn.compiler.ir.nodes import Alloc, Buffer, Const, If, Index, Kernel, Load, Loop, Op, Store, walk
+from insum_nn.compiler.ir.printer import show
+from insum_nn.compiler.ir.verify import verify_kernel
+from insum_nn.compiler.lang.bind import Extents
+from insum_nn.compiler.passes.unify_variants import switch, unify_variants
+from insum_nn.compiler.runtime.row_partition import Owners, owners_for, words_of
+from insum_nn.facts import IndexFacts
+from tests.compiler.generated_cases import CASES, form_of
+
+SCHEDULES = {
+    "default lanes": Schedule(n=8, k=4),
+    "rows": Schedule(m=4, n=16),
+    "rows and sums": Schedule(m=4, n=2, k=8),
+    "divided rows": Schedule(m=2, n=8, k=2, share=1),
+    "equal chunks": Schedule(n=8, share=5, segment=True),
+    "equal chunks on lanes": Schedule(m=2, n=8, k=8, share=13, segment=True),
+    "parts": Schedule(n=8, groups=3),
+    "splits": Schedule(m=2, n=4, k=2, splits=3),
+}
+NAMES = ("spmm", "spmv", "group spmm", "sddmm", "mttkrp", "batched sddmm with scatter", "tensor product uvu")
+
+
+def memory_of(
+    form: Form, ordered: list[Tensor], extents: Extents, owners: Owners | None
+) -> tuple[dict[str, Tensor], dict[str, int]]:
+    """Tensors and sizes by their canonical names, those of the row partition among them."""
+    names, layout = Names(form.bound.statement), form.bound.layout
+    memory = {names.tensors[name]: tensor for name, tensor in zip(layout.tensors, ordered, strict=True)}
+    sizes = {names.indices[name]: extent for name, extent in zip(layout.indices, extents.indices, strict=True)}
+    for name, tensor in [*memory.items(), (OUTPUT, torch.empty(extents.output))]:
+        sizes |= {f"{name}_{axis}": extent for axis, extent in enumerate(tensor.shape)}
+        if name.startswith("x") and tensor.ndim == 2:
+            memory[f"{name}_words"] = words_of(tensor)
+    if owners is not None:
+        for kind in ("begin", "end", "target", "owner", "order"):
+            if getattr(owners, kind) is not None:
+                memory[kind] = getattr(owners, kind)
+        sizes |= {"rows": owners.rows, "slots": owners.slots}
+        memory["scratch"] = torch.zeros(
+            owners.slots, *(e for a, e in enumerate(extents.output) if a != form.owner_axis)
+        )
+    return memory, sizes
+
+
+def interpreted(form: Form, ordered: list[Tensor], extents: Extents, schedule: Schedule) -> tuple[Kernel, Tensor]:
+    """The placed kernel of a form, and what the interpreter says that it computes."""
+    if form.owner is not None:
+        schedule = replace(schedule, splits=1)
+    owners = owners_for(form, ordered, extents, schedule)
+    split = owners is not None and owners.split
+    kernel = nest_of(form, schedule, Strides(tuple(True for _ in ordered), split=split), "ieee")
+    verify_kernel(kernel, placed=True)
+    memory, sizes = memory_of(form, ordered, extents, owners)
+    given = {**memory}
+    found = interpret_kernel(kernel, given, sizes, keep=("scratch",))
+    out = found[OUTPUT]
+    if schedule.splits > 1:
+        out = out.sum(0)
+    if owners is not None and owners.slots:
+        assert owners.divided is not None
+        assert owners.first is not None
+        moved = out.movedim(form.owner_axis, 0)
+        for place, row in enumerate(owners.divided.tolist()):
+            moved[row] = found["scratch"][owners.first[place] : owners.first[place + 1]].sum(0)
+    return kernel, out
+
+
+@pytest.mark.parametrize("which", SCHEDULES)
+@pytest.mark.parametrize("name", NAMES)
+def test_placed_kernels_compute_the_statement(name: str, which: str):
+    case, schedule = CASES[name], SCHEDULES[which]
+    torch.manual_seed(5)
+    tensors = {n: t.mul(2).round() if t.is_floating_point() else t for n, t in case.draw(1).items()}
+    form, ordered, extents = form_of(case, tensors)
+    if schedule.segment and not segmented(form, schedule):
+        pytest.skip("its terms have no owners")
+    _, got = interpreted(form, ordered, extents, schedule)
+    torch.testing.assert_close(got, case.oracle(tensors, 1), rtol=1e-12, atol=1e-9)
+
+
+@pytest.mark.parametrize("name", ["block spmm", "convolution", "convolution's weight gradient"])
+def test_matrix_products_compute_the_statement(name: str):
+    case = CASES[name]
+    torch.manual_seed(5)
+    tensors: dict[str, Any] = {
+        n: t.mul(2).round().float() if t.is_floating_point() else t for n, t in case.draw(1).items()
+    }
+    form, ordered, extents = form_of(case, tensors)
+    kernel, got = interpreted(form, ordered, extents, Schedule(16, 16, 16, True))
+    assert "dot(" in show(kernel)
+    torch.testing.assert_close(
+        got, case.oracle({n: t.double() if t.is_floating_point() else t for n, t in tensors.items()}, 1)
+    )
+
+
+PART, I = Index("part"), Index("i")
+X, OUT, ACC = (Buffer(name, "float32", (Const(8),)) for name in ("x", "out", "y"))
+
+
+def block(place: int, number: float, lanes: int = 4) -> tuple[Loop, ...]:
+    total = Buffer("acc", "float32", (), local=True)
+    value = Op("mul", (Load(X, (Const(place),)), Const(number, "float64")))
+    body = (Alloc(total), Store(total, (), value, "add"), Store(OUT, (Const(place + 1),), Load(total, ())))
+    return (Loop(I, Const(0), Const(lanes), "tile", body),)
+
+
+def test_blocks_that_differ_in_numbers_become_one():
+    order, variants = unify_variants(PART, [block(1, 0.5), block(3, 0.25), block(5, 4.0)], exact=False)
+    assert order == [0, 1, 2]
+    (variant,) = variants
+    assert variant.count == 3
+    text = "\n".join(map(show, variant.block))
+    assert "x[(part * 2) + 1]" in text
+    assert "(4.0 if (part == 2) else (0.25 if (part == 1) else 0.5))" in text
+
+
+def test_numbers_that_the_compiler_has_to_know_keep_blocks_apart():
+    order, variants = unify_variants(PART, [block(1, 0.5), block(3, 0.5, lanes=8), block(5, 0.5)], exact=False)
+    assert [variant.count for variant in variants] == [2, 1]
+    assert order == [0, 2, 1]
+
+
+def test_fractions_that_must_stay_exact_keep_blocks_apart():
+    _, variants = unify_variants(PART, [block(1, 0.5), block(1, 0.25)], exact=True)
+    assert [variant.count for variant in variants] == [1, 1]
+    (chain,) = switch(PART, [block(1, 0.5), block(1, 0.25)], exact=True)
+    assert isinstance(chain, If)
+    assert chain.condition is Op("less", (PART, Const(1)))
+
+
+def test_a_condition_masks_the_load_of_a_side_of_a_matrix_product():
+    case = CASES["block spmm"]
+    tensors = {n: t.float() if t.is_floating_point() else t for n, t in case.draw(1).items()}
+    form, ordered, _ = form_of(case, tensors, facts={"Col": IndexFacts(masked=True, proven=True)})
+    kernel = nest_of(form, Schedule(16, 32, 16, True), Strides(tuple(True for _ in ordered)), "ieee")
+    loads = [node for node in walk(kernel) if isinstance(node, Load) and node.buffer.name == "t0"]
+    assert loads
+    assert all(load.where is not None for load in loads)
