@@ -289,7 +289,7 @@ def steps_of_vectors(form: Form, source: Source, values: Sequence[int | None]) -
         and value % 16 == 0
         and (
             argument.kind.endswith("stride")
-            or (argument.kind == "dim" and argument.name == "@out")
+            or (argument.kind == "dim" and (argument.name == "@out" or argument.axis > 0))
             or (argument.kind == "extent" and argument.name in rows)
         )
     )

@@ -17,7 +17,7 @@ from tests.compiler.corpus.statements import RECORDED, Entry, from_call
 _MOST_NUMBERS, _MOST_WITH_TABLES = 200, 100
 
 _found: dict[str, Entry] = {}
-_fastest: Any = dispatch.fastest
+_executable: Any = dispatch.executable
 
 
 def _recording(bound: Any, tensors: Any, start: Any, extents: Any, options: Any, static: Any = ()) -> Any:
@@ -30,7 +30,7 @@ def _recording(bound: Any, tensors: Any, start: Any, extents: Any, options: Any,
         # Tests repeat a statement at many sizes and dtypes; one of each kind of facts is enough.
         seen = {k: v for k, v in entry.to_json().items() if k not in ("shapes", "extents", "fixed", "dtype", "tables")}
         _found.setdefault(digest(seen), entry)
-    return _fastest(bound, tensors, start, extents, options, static)
+    return _executable(bound, tensors, start, extents, options, static)
 
 
 def _features(bound: Any, tensors: Any) -> set[str]:
@@ -45,11 +45,11 @@ def _features(bound: Any, tensors: Any) -> set[str]:
 
 
 def pytest_configure() -> None:
-    dispatch.fastest = _recording
+    dispatch.executable = _recording
 
 
 def pytest_unconfigure() -> None:
-    dispatch.fastest = _fastest
+    dispatch.executable = _executable
     entries = sorted(_found.values(), key=lambda entry: sum(len(table.values) for _, table in entry.tables))
     plain, tabled = [e for e in entries if not e.tables], [e for e in entries if e.tables]
     chosen = [*plain, *tabled[:_MOST_WITH_TABLES]]
