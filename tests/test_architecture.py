@@ -80,9 +80,7 @@ HANDED_ON = {"torch.fx", "torch.fx.GraphModule"}
 # Passes and printers rewrite nodes: a regular expression would read generated text.
 NO_REGULAR_EXPRESSIONS = ("passes", "codegen")
 # file -> why it imports `re` all the same.
-REGULAR_EXPRESSIONS: dict[str, str] = {
-    "insum_nn/compiler/codegen/python.py": "finds the names that the printed lines use",
-}
+REGULAR_EXPRESSIONS: dict[str, str] = {}
 
 # Files of one folder of the compiler, `__init__.py` not counted.
 MAX_FILES = 14

@@ -5,7 +5,7 @@ The text is what runs in eager mode, what `torch.compile` traces through, and wh
 
 from __future__ import annotations
 
-import re
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 
 from insum_nn.compiler.codegen.triton import TritonKernel, print_kernel
@@ -69,12 +69,23 @@ def print_graph(graph: Graph) -> GraphText:
             lines.append(f"wrap(kernel_{number})[({_size(kernel.grid)},)]({', '.join(arguments)}, {options})")
             kernels.append(kernel)
     lines.append(f"return {', '.join(buffer.name for buffer in graph.outputs)}")
-    words = {word for line in lines for word in _WORD.findall(line)}
-    lines = [*(f"{name} = {text}" for name, text in shown.items() if name in words), *lines]
+    used = {name for kernel in kernels for name in kernel.sizes}
+    used |= {node.name for expr in _extents(graph, kernels) for node in walk(expr) if isinstance(node, Size)}
+    lines = [*(f"{name} = {text}" for name, text in shown.items() if name in used), *lines]
     names = tuple(buffer.name for buffer in graph.inputs)
     parameters = [*(f"{name}: torch.Tensor" for name in names), *(f"{name}: int" for name in sizes)]
     head = f"def run({', '.join(parameters)}) -> torch.Tensor:"
     return GraphText("\n".join([head, *(f"    {line}" for line in lines)]) + "\n", tuple(kernels), names, tuple(sizes))
+
+
+def _extents(graph: Graph, kernels: Iterable[TritonKernel]) -> Iterator[Expr]:
+    """The extents that the text computes: of structures, of memory, of grids."""
+    for node in graph.nodes:
+        if isinstance(node, Structure) and node.extent is not None:
+            yield node.extent
+        elif isinstance(node, Fill):
+            yield from node.buffer.shape
+    yield from (kernel.grid for kernel in kernels)
 
 
 def _structure(node: Structure) -> str:
@@ -103,5 +114,4 @@ def _size(expr: Expr) -> str:
     return f"(({left} + {right} - 1) // {right})" if expr.name == "cdiv" else f"({left} {_SIGNS[expr.name]} {right})"
 
 
-_WORD = re.compile(r"\w+")
 _SIGNS = {"add": "+", "mul": "*"}
