@@ -9,13 +9,14 @@ import pytest
 import torch
 from torch import Tensor
 
+from insum_nn.compiler.codegen import triton_values
 from insum_nn.compiler.forms.form import Form
 from insum_nn.compiler.forms.nest import nest_of
 from insum_nn.compiler.forms.schedule import Schedule, segmented
 from insum_nn.compiler.forms.text import Strides
 from insum_nn.compiler.ir.build import OUTPUT, Names
 from insum_nn.compiler.ir.interpret import interpret_kernel
-from insum_nn.compiler.ir.nodes import Alloc, Buffer, Const, If, Index, Kernel, Load, Loop, Op, Store, walk
+from insum_nn.compiler.ir.nodes import OPERATIONS, Alloc, Buffer, Const, If, Index, Kernel, Load, Loop, Op, Store, walk
 from insum_nn.compiler.ir.printer import show
 from insum_nn.compiler.ir.verify import verify_kernel
 from insum_nn.compiler.lang.bind import Extents
@@ -140,6 +141,8 @@ def test_numbers_that_the_compiler_has_to_know_keep_blocks_apart():
 def test_fractions_that_must_stay_exact_keep_blocks_apart():
     _, variants = unify_variants(PART, [block(1, 0.5), block(1, 0.25)], exact=True)
     assert [variant.count for variant in variants] == [1, 1]
+    _, variants = unify_variants(PART, [block(1, 0.5), block(3, 0.5)], exact=True)
+    assert [variant.count for variant in variants] == [2], "whole numbers are exact"
     (chain,) = switch(PART, [block(1, 0.5), block(1, 0.25)], exact=True)
     assert isinstance(chain, If)
     assert chain.condition is Op("less", (PART, Const(1)))
@@ -153,3 +156,7 @@ def test_a_condition_masks_the_load_of_a_side_of_a_matrix_product():
     loads = [node for node in walk(kernel) if isinstance(node, Load) and node.buffer.name == "t0"]
     assert loads
     assert all(load.where is not None for load in loads)
+
+
+def test_triton_writes_every_operation():
+    assert {*triton_values._TEXT} == {*OPERATIONS}

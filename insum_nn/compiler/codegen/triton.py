@@ -264,10 +264,8 @@ class _Printer(Values):
             body = lines
             if long:
                 call = f"part_{number}({', '.join(self.named_in(block))})"
-                text = "\n".join(
-                    ["@triton.jit(noinline=True)", f"def {call}:", *(f"    {line}" for line in lines), "", ""]
-                )
-                self.helpers[text], body = None, [call]
+                function = ["@triton.jit(noinline=True)", f"def {call}:", *(f"    {line}" for line in lines), "", ""]
+                self.helpers["\n".join(function)], body = None, [call]
             self.line(head)
             self.scopes[-1].lines += [f"    {line}" for line in body]
 
@@ -285,16 +283,8 @@ class _Printer(Values):
         nodes = [node for each in block for node in walk(each)]
         buffers = {node.buffer.name for node in nodes if isinstance(node, Load | Store) and not node.buffer.local}
         numbers = {node.name for node in nodes if isinstance(node, Index) and node.name in self.indices}
-        sizes = {node.name.upper() for node in nodes if isinstance(node, Size)}
-        shapes = {
-            n.name.upper()
-            for b in nodes
-            if isinstance(b, Buffer)
-            for e in b.shape
-            for n in walk(e)
-            if isinstance(n, Size)
-        }
-        return sorted(buffers | numbers) + sorted((sizes | shapes) & {name.upper() for name in self.sizes})
+        sizes = {node.name for node in nodes if isinstance(node, Size)} & {*self.sizes}
+        return [*sorted(buffers | numbers), *sorted(map(str.upper, sizes))]
 
     def allocate(self, alloc: Alloc) -> None:
         """An accumulator has the axes of what is added to it, of the tile loops around it."""
@@ -343,13 +333,16 @@ class _Printer(Values):
         inner = [axis for axis in self.around if axis not in self.outside[store.buffer]]
         mask = self.mask(conjuncts(store.where))
         if store.combine == "max":
+            # Of flags: whether the condition holds at any lane.
             assert mask is not None
+            assert store.value is Const(1)
             flags = self.reduced(Value(f"{self.bracketed(mask.text)}.to(tl.int32)", mask.axes), inner, "max")
             self.line(f"{name} = tl.maximum({name}, {self.spread(flags, axes)})")
             return
         if store.restart is not None:
             self.run(store, store.restart, inner, mask)
             return
+        assert store.combine == "add", f"no accumulator combines by {store.combine}"
         value = self.value(store.value)
         whole = tuple(sorted({*value.axes, *inner, *(mask.axes if mask else ())}, key=self.order))
         text = self.whole(value, whole) if set(inner) - set(value.axes) else self.spread(value, whole)
@@ -429,6 +422,7 @@ class _Printer(Values):
             guard = f", mask={self.full(masks[0], axes)}"
         pointer = self.pointer(where, offset, literal, axes)
         text = self.spread(value, axes)
+        assert store.combine in ("set", "add"), f"no store combines by {store.combine}"
         if store.combine == "add":
             self.line(f"tl.atomic_add({pointer}, {text}{guard}, sem='relaxed')")
         else:

@@ -10,7 +10,6 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 
 from insum_nn.compiler.ir.nodes import (
-    OPERATIONS,
     Buffer,
     Cast,
     Const,
@@ -28,8 +27,20 @@ from insum_nn.compiler.ir.nodes import (
 __all__ = ["Axes", "Scope", "Value", "Values", "lanes_of", "strides_of"]
 
 Axes = tuple[str, ...]
-# How operations are written where it is not as the IR prints them.
+# Every operation of `ir.nodes.OPERATIONS`, and how Triton writes it.
 _TEXT = {
+    "add": "({} + {})",
+    "sub": "({} - {})",
+    "mul": "({} * {})",
+    "floordiv": "({} // {})",
+    "mod": "({} % {})",
+    "less": "({} < {})",
+    "at_least": "({} >= {})",
+    "equal": "({} == {})",
+    "not_equal": "({} != {})",
+    "and": "({} & {})",
+    "bit_and": "({} & {})",
+    "shift_right": "({} >> {})",
     "cdiv": "tl.cdiv({}, {})",
     "minimum": "tl.minimum({}, {})",
     "select": "tl.where({}, {}, {})",
@@ -123,7 +134,7 @@ class Values:
         texts = [self.spread(arg, axes) for arg in args]
         if expr.name == "select" and self.of_dot(expr.args[1]):
             texts[2] = self.unknown_zero()
-        text = (_TEXT.get(expr.name) or OPERATIONS[expr.name].text).format(*texts)
+        text = _TEXT[expr.name].format(*texts)
         depth = max(arg.depth for arg in args)
         plain = not axes and all(arg.text.isidentifier() or arg.text.isdigit() for arg in args)
         return Value(text, (), depth) if plain else self.named(text, "v", axes, depth)

@@ -1,4 +1,4 @@
-"""Index tensors read early: what they say of the terms to come, while the terms at hand are summed.
+"""Prefetch the index tensors of a kernel with several outputs: read the next terms' while these are summed.
 
 Each term of a row is a chain of reads: the order of the terms, what index tensors say of the term, and what lies there.
 A warp waits for each of them, and few warps are there to work meanwhile where a thread holds many sums. So the loop

@@ -1,4 +1,4 @@
-"""Bound -> `KernelForm`: what a generated kernel computes, before a schedule says how its indices are spread.
+"""Bound -> `Form`: what a generated kernel computes, before a schedule says how its indices are spread.
 
 Three things happen to a statement here. Index tensors whose values are known (`static`) are replaced by numbers: the
 indices that address them are written out, point by point. An index tensor that says where a term is added becomes the

@@ -1,4 +1,4 @@
-"""Terms that miss, kept out of a kernel's sums: where a read misses, no factor of the term may matter.
+"""Terms that miss, kept out of the sums of a kernel with several outputs: none of their factors may matter.
 
 What misses is loaded as 0, but 0 times a factor that is not finite is none. So the term is set to 0 by a condition that
 the kernel has computed anyway: the product, a factor that is smaller than it, one side of a matrix product, or, where

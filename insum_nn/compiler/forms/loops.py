@@ -1,4 +1,4 @@
-"""The indices of a kernel: what a program's number says, lanes of its tile, and the loops over what is summed."""
+"""The indices of a kernel with several outputs: of its program, of the lanes of its tile, of its loop over terms."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""`KernelForm` + `Schedule` -> the text of a Triton kernel."""
+"""`Form` + `Schedule` -> the text of a Triton kernel: by `nest`, or, of a kernel with several outputs, written here."""
 
 from __future__ import annotations
 
@@ -18,17 +18,8 @@ from insum_nn.compiler.forms.text import Argument, Parameters, Strides, Value, j
 
 __all__ = ["Source", "steps_of_vectors", "write_kernel"]
 
-_TYPES = {
-    torch.float16: "tl.float16",
-    torch.bfloat16: "tl.bfloat16",
-    torch.float32: "tl.float32",
-    torch.float64: "tl.float64",
-}
-
 # A product: its number, its factors, and the conditions by which it is selected.
 _Term = tuple[float, tuple[Value, ...], tuple[Condition, ...]]
-# One side of a matrix product, and the conditions by which it is selected.
-_Side = tuple[tuple[Read, ...], tuple[Condition, ...]]
 
 
 @dataclass(frozen=True, slots=True)

@@ -1,4 +1,4 @@
-"""What the text of a kernel is made of: named quantities, and reads of tensors at addresses made of them.
+"""The text of a kernel with several outputs: named quantities, and reads of tensors at addresses made of them.
 
 Every quantity of a kernel varies with some of the tile's axes (m, k, n) and is known from some depth of the loop nest
 on. The writer keeps both for each name it defines, writes a definition once, at the shallowest depth where all it needs

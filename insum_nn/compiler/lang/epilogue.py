@@ -41,7 +41,7 @@ ACTIVATIONS: dict[str, Activation] = {
     "silu": Activation(functional.silu),
     "gelu": Activation(functional.gelu),
 }
-"""By name; `ir.nodes.OPERATIONS` has the same names."""
+"""By name; `ir.nodes.OPERATIONS` and `codegen.triton_values` have the same names."""
 
 
 @dataclass(frozen=True, slots=True)

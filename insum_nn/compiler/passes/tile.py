@@ -16,6 +16,7 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import TypeVar
 
 from insum_nn.compiler.ir.nodes import (
     Alloc,
@@ -50,6 +51,7 @@ from insum_nn.compiler.passes.unify_variants import switch
 
 __all__ = ["WORD_BITS", "Lanes", "Tiling", "tile"]
 
+T = TypeVar("T", bound=Node)
 SPLIT, PART = Index("split"), Index("part")
 # Steps to a word of 32 bits whose sign is not used.
 WORD_BITS = 31
@@ -108,7 +110,7 @@ class Tiling:
 
 
 def tile(walk_: RowWalk, tiling: Tiling) -> Kernel:
-    """The kernel with every loop placed; each output cell is stored by one program."""
+    """Place every loop of a kernel; one program stores a cell, unless sums meet in memory or are split."""
     return _Tiler(walk_, tiling).kernel()
 
 
@@ -131,12 +133,7 @@ class _Tiler:
             if not indices_of(loop.end).isdisjoint(each.index for each in self.axes.values()):
                 # Lanes of different rows run for as long as the longest of them.
                 self.lane_conditions[loop.index] = Op("less", (loop.index, loop.end))
-        self.stores = tuple(self.rename(store) for store in stores)
-
-    def rename(self, node: Store) -> Store:
-        found = node.replace(self.renamed) if self.renamed else node
-        assert isinstance(found, Store)
-        return found
+        self.stores = tuple(self.renamed_in(store) for store in stores)
 
     # Loops.
 
@@ -265,7 +262,7 @@ class _Tiler:
         begins, ends = self.source.begins, self.source.ends
         assert begins is not None
         assert ends is not None
-        begins, ends = (self.renamed_expr(each) for each in (begins, ends))
+        begins, ends = self.renamed_in(begins), self.renamed_in(ends)
         lanes = self.tiling.k
         if lanes is None or lanes.indices[0] != ENTRY.name or not lanes.inner:
             return begins, ends
@@ -273,9 +270,10 @@ class _Tiler:
         first, last = (Op("equal", (place, Const(n))) for n in (0, lanes.each - 1))
         return Op("and", (begins, first)), Op("and", (ends, last))
 
-    def renamed_expr(self, expr: Expr) -> Expr:
-        found = expr.replace(self.renamed)
-        assert isinstance(found, Expr)
+    def renamed_in(self, node: T) -> T:
+        """A node whose loops on shared lanes are the one loop that they became."""
+        found = node.replace(self.renamed) if self.renamed else node
+        assert isinstance(found, type(node))
         return found
 
     def without_entries(self, sums: tuple[Stmt, ...]) -> tuple[Stmt, ...]:

@@ -78,7 +78,9 @@ class _Shape:
         if isinstance(node, Buffer):
             return node
         if isinstance(node, Const) and not fixed and not isinstance(node.value, bool):
-            return "fraction" if isinstance(node.value, float) and not self.exact else node if self.exact else "number"
+            if isinstance(node.value, float):
+                return node if self.exact else "fraction"
+            return "number"
         parts: list[object] = [type(node)]
         for field, part in zip(fields(node), node.parts(), strict=True):  # type: ignore[arg-type]
             known = fixed or (isinstance(node, Loop) and field.name != "body")
