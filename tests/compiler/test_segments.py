@@ -368,7 +368,7 @@ def test_a_schedule_is_for_the_rows_of_its_call():
         tensors = {"Row": row, "Col": torch.zeros_like(row), "Val": torch.ones(terms), "B": torch.ones(1, 4)}
         ordered = [tensors[name] for name in layout_of(program.statement).tensors]
         found = generated_of(program, tensors, (rows, None))[0]
-        return found._schedule(ordered, program._extents(ordered, None, None, (rows, None)), None).schedule
+        return found._schedule(ordered, program._extents(ordered, None, None, (rows, None)), None).candidate
 
     few, many = (20, 2000), (2000, 2000)
     first = chosen(*few)

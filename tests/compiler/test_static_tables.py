@@ -13,6 +13,7 @@ import insum_nn
 from insum_nn import Options, Program
 from insum_nn.compiler.forms.form import Form
 from insum_nn.compiler.forms.generated import Generated
+from insum_nn.compiler.ir.build import Names
 from insum_nn.compiler.runtime.dispatch import Spec, prepare
 from insum_nn.errors import InsumDtypeError, InsumNameError, InsumRangeError, InsumShapeError
 from insum_nn.facts import StaticTable
@@ -269,7 +270,7 @@ def test_an_index_that_steps_stays_however_many_rows_its_table_has(rows: int):
     expression = "O[z,p,v] += X[z,I[p,u]] * W[L[p],u,v]"
     program = insum_nn.compile(expression, static=known, options=GENERATED)
     form = form_of(program, tensors)
-    assert (len(form.points), form.reduce) == (rows, ("u",))
+    assert (len(form.points), form.reduce) == (rows, (Names(program.statement).indices["u"],))
     got = program(tensors=tensors)
     want = torch.einsum("zpu,puv->zpv", tensors["X"][:, known["I"]], tensors["W"][known["L"]])
     torch.testing.assert_close(got, want)

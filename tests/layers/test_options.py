@@ -27,13 +27,13 @@ Values = tuple[Tensor, ...]
 def reached(monkeypatch: pytest.MonkeyPatch) -> set[Options]:
     """The options of the programs that were prepared to run."""
     found: set[Options] = set()
-    prepare = dispatch.fastest
+    prepare = dispatch.executable
 
     def recorded(bound, tensors, start, extents, options, static):
         found.add(options)
         return prepare(bound, tensors, start, extents, options, static)
 
-    monkeypatch.setattr(dispatch, "fastest", recorded)
+    monkeypatch.setattr(dispatch, "executable", recorded)
     # What was prepared before is not prepared again.
     insum_nn.clear_cache()
     return found

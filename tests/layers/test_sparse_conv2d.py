@@ -297,7 +297,7 @@ def test_repr_and_explain():
         "'O[n,M[g],p,q] += F[Slot[g,k]] * I[n,C[g,k],2*p+R[g,k]-1,2*q+S[g,k]-1]')"
     )
     assert layer.expression in str(layer.explain())
-    assert "gather" in str(layer.explain(torch.randn(2, 4, 6, 6)))
+    assert "index_select" in str(layer.explain(torch.randn(2, 4, 6, 6)))
 
 
 # Bad input.

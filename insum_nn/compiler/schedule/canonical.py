@@ -93,9 +93,14 @@ def _facts(facts: IndexFacts, names: Names) -> IndexFacts:
 
 
 def canonical_tables(statement: Statement, tables: Tables) -> Tables:
-    """Return a statement's static tensors by their canonical names."""
+    """Return a statement's static tensors by their canonical names, without those that it does not read.
+
+    The derivative by a static tensor no longer reads it.
+    """
+    if not tables:
+        return ()
     names = names_of(statement).tensors
-    return tuple(sorted((names[name], table) for name, table in tables)) if tables else ()
+    return tuple(sorted((names[name], table) for name, table in tables if name in names))
 
 
 def named_as(bound: Bound, own: Bound) -> Bound:
