@@ -17,7 +17,7 @@ import pytest
 
 from tests.source_tree import PACKAGE, ROOT, Source, module_of, package_modules, sources
 
-# folder or module of insum_nn -> what of ours it may import, beside its own folder.
+# folder or module of insum_nn -> what of ours it may import, in addition to its own folder.
 MAY_IMPORT: dict[str, set[str]] = {
     "errors": set(),
     "kept": set(),
@@ -33,7 +33,7 @@ MAY_IMPORT: dict[str, set[str]] = {
     "testing": {"errors", "facts", "compiler", "formats", "structure", "ops", "layers"},
 }
 
-# folder or module of insum_nn.compiler -> what of the compiler it may import, beside its own folder.
+# folder or module of insum_nn.compiler -> what of the compiler it may import, in addition to its own folder.
 COMPILER_MAY_IMPORT: dict[str, set[str]] = {
     "options": set(),
     "lang": set(),

@@ -81,7 +81,7 @@ def test_what_did_not_run_is_not_stored():
     assert asked.count == 2
 
 
-def test_a_failing_measurement_is_not_stored_and_blocks_nobody():
+def test_a_failing_measurement_is_not_stored_and_does_not_block_others():
     with pytest.raises(RuntimeError, match="gone"):
         select(Asked(fails=True).question, tune)
     assert select(Asked().question, tune).candidate == "measured"

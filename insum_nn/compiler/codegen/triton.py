@@ -85,10 +85,17 @@ class _Printer(Values):
         for loop in _nested(kernel.body):
             if loop.role == "tile":
                 self.tiles[loop.index.name] = loop
-        # Tile loops around the statements at hand, and around each accumulator.
+        # Tile loops around the statement being printed, and around each accumulator.
         self.around: list[str] = []
         self.outside: dict[Buffer, tuple[str, ...]] = {}
         self.helpers: dict[str, None] = {}
+        self.loops = {loop.index: loop for loop in _nested(kernel.body)}
+        nodes = [*walk(kernel)]
+        self.accessed = {node.buffer for node in nodes if isinstance(node, Load | Store)}
+        self.added: dict[Buffer, list[Store]] = {}
+        for node in nodes:
+            if isinstance(node, Store) and node.buffer.local:
+                self.added.setdefault(node.buffer, []).append(node)
 
     def print(self) -> TritonKernel:
         self.line("program = tl.program_id(0)")
@@ -104,7 +111,9 @@ class _Printer(Values):
                 self.line(f"{name} = {self.address_type('program')}")
             self.indices[name] = Value(name)
         self.block(body)
-        buffers = tuple(b for b in (*self.kernel.inputs, *(r.buffer for r in self.kernel.results)) if self.used(b))
+        buffers = tuple(
+            b for b in (*self.kernel.inputs, *(r.buffer for r in self.kernel.results)) if b in self.accessed
+        )
         names = ", ".join([*(buffer.name for buffer in buffers), *map(str.upper, self.sizes)])
         head = ["import triton", "import triton.language as tl", "", "", *self.helpers]
         head += ["@triton.jit", f"def kernel({names}):"]
@@ -113,9 +122,6 @@ class _Printer(Values):
         for loop in grids:
             grid = loop.end if grid is Const(1) else Op("mul", (grid, loop.end))
         return TritonKernel(text + "\n", buffers, tuple(self.sizes), grid)
-
-    def used(self, buffer: Buffer) -> bool:
-        return any(isinstance(node, Load | Store) and node.buffer is buffer for node in walk(self.kernel))
 
     def address_type(self, text: str) -> str:
         return text if self.integer == "int32" else f"({text}).to(tl.int64)"
@@ -185,13 +191,11 @@ class _Printer(Values):
         else:
             self.indices[name] = Value(name, (), depth)
         self.block(loop.body)
-        inner = self.scopes.pop()
         if loop.pipeline:
             head = f"for {name} in tl.range({low}, {high}, {loop.step}, num_stages={loop.pipeline}):"
         else:
             head = f"for {name} in range({low}, {high}{step}):"
-        self.line(head)
-        self.scopes[-1].lines += [f"    {line}" for line in inner.lines]
+        self.nested(head, self.scopes.pop().lines)
 
     def bits(self, loop: Loop, word: Expr) -> None:
         """A loop over the bits that any lane's word has: each step takes the lowest one that is left.
@@ -222,9 +226,7 @@ class _Printer(Values):
         else:
             self.block(loop.body)
         self.line(f"{left} = {rest}")
-        lines = self.scopes.pop().lines
-        self.line(f"for {step} in range({count}):")
-        self.scopes[-1].lines += [f"    {line}" for line in lines]
+        self.nested(f"for {step} in range({count}):", self.scopes.pop().lines)
 
     def branch(self, statement: If) -> None:
         """One of two blocks; where lanes differ, both, each for its lanes."""
@@ -242,9 +244,7 @@ class _Printer(Values):
             if block:
                 self.scopes.append(Scope(branch=True))
                 self.block(block)
-                inner = self.scopes.pop()
-                self.line(head)
-                self.scopes[-1].lines += [f"    {line}" for line in inner.lines]
+                self.nested(head, self.scopes.pop().lines)
 
     def parts(self, statement: If) -> None:
         """Blocks that share nothing, each for some programs; where the code is long, each a function of its own.
@@ -266,8 +266,7 @@ class _Printer(Values):
                 call = f"part_{number}({', '.join(self.named_in(block))})"
                 function = ["@triton.jit(noinline=True)", f"def {call}:", *(f"    {line}" for line in lines), "", ""]
                 self.helpers["\n".join(function)], body = None, [call]
-            self.line(head)
-            self.scopes[-1].lines += [f"    {line}" for line in body]
+            self.nested(head, body)
 
     def apart(self, number: int, block: tuple[Stmt, ...]) -> list[str]:
         """The lines of a block that use nothing but parameters and the numbers of the program."""
@@ -288,9 +287,8 @@ class _Printer(Values):
 
     def allocate(self, alloc: Alloc) -> None:
         """An accumulator has the axes of what is added to it, of the tile loops around it."""
-        stores = [s for s in walk(self.kernel) if isinstance(s, Store) and s.buffer is alloc.buffer]
         names = self.axes_of([Load(alloc.buffer, ())])
-        if any(isinstance(store.value, Dot) for store in stores):
+        if any(isinstance(store.value, Dot) for store in self.added.get(alloc.buffer, [])):
             self.dots.add(alloc.buffer)
         axes = tuple(sorted(names & set(self.around), key=self.order))
         self.totals[alloc.buffer], self.outside[alloc.buffer] = axes, tuple(self.around)
@@ -301,11 +299,6 @@ class _Printer(Values):
     def axes_of(self, exprs: Iterable[Expr]) -> set[str]:
         """The tile loops that expressions vary with, those of their indices' own bounds among them."""
         found: set[str] = set()
-        loops = {loop.index: loop for loop in _nested(self.kernel.body)}
-        added: dict[Buffer, list[Expr]] = {}
-        for store in (node for node in walk(self.kernel) if isinstance(node, Store) and node.buffer.local):
-            parts = (store.value, *conjuncts(store.where), *conjuncts(store.restart))
-            added.setdefault(store.buffer, []).extend(parts)
         waiting: list[Node] = [*exprs]
         seen: set[Node] = set()
         while waiting:
@@ -314,13 +307,14 @@ class _Printer(Values):
                 continue
             seen.add(node)
             if isinstance(node, Index):
-                loop = loops[node]
+                loop = self.loops[node]
                 if loop.role == "tile":
                     found.add(node.name)
                 if loop.role != "grid":
                     waiting.append(loop.begin)
             elif isinstance(node, Load) and node.buffer.local:
-                waiting += added.get(node.buffer, [])
+                for store in self.added.get(node.buffer, []):
+                    waiting += (store.value, *conjuncts(store.where), *conjuncts(store.restart))
             elif not isinstance(node, Buffer):
                 waiting += node.children()
         return found
@@ -435,6 +429,10 @@ class _Printer(Values):
 
     def line(self, text: str) -> None:
         self.scopes[-1].lines.append(text)
+
+    def nested(self, head: str, body: Sequence[str]) -> None:
+        """A line that opens a block, and the block."""
+        self.scopes[-1].lines += [head, *(f"    {line}" for line in body)]
 
 
 def _nested(statements: Sequence[Stmt]) -> Iterator[Loop]:

@@ -11,11 +11,12 @@ from insum_nn.compiler.forms.points import ENTRY, OWNER
 from insum_nn.compiler.forms.schedule import Axis, Layout, Precision, Schedule, place_indices, segmented
 from insum_nn.compiler.forms.text import Argument, Strides
 from insum_nn.compiler.ir.build import INITIAL, OUTPUT, Names, build
+from insum_nn.compiler.ir.graph import stores_of
 from insum_nn.compiler.ir.nodes import Buffer, Const, Kernel, Load, Node, Size
 from insum_nn.compiler.ir.verify import verify_kernel
 from insum_nn.compiler.passes import own_rows as walks
 from insum_nn.compiler.passes.fold_static_tables import fold_static_tables
-from insum_nn.compiler.passes.own_rows import RowWalk, loops_and_stores, own_rows
+from insum_nn.compiler.passes.own_rows import RowWalk, own_rows
 from insum_nn.compiler.passes.tile import Lanes, Tiling, tile
 
 __all__ = ["arguments_of", "nest_of", "write_nest"]
@@ -26,7 +27,7 @@ def nest_of(form: Form, schedule: Schedule, strides: Strides, precision: Precisi
     kernel = _folded(_laid_out(build(form.bound), form, strides), form)
     walk = RowWalk(kernel, 0)
     if form.combine == "own":
-        _, (store, *_) = loops_and_stores(kernel)
+        store, *_ = stores_of(kernel)
         owner = store.subscripts[form.owner_axis]
         assert isinstance(owner, Load)
         chunks = "equal" if segmented(form, schedule) else "long rows" if strides.split else "none"
@@ -41,7 +42,7 @@ def write_nest(
     """The text of a kernel, its parameters, and whether it stores the finished output."""
     kernel = nest_of(form, schedule, strides, precision)
     verify_kernel(kernel, placed=True)
-    # Targets of runs carry two flags beside the row.
+    # The target of a run stores two flag bits in addition to the row.
     wide = strides.wide or (segmented(form, schedule) and max(form.rows, form.terms_of_all) >= 2**29)
     printed = print_kernel(kernel, wide=wide)
     known = arguments_of(form)

@@ -20,6 +20,7 @@ __all__ = [
     "loops_of",
     "made_by",
     "store_of",
+    "stores_of",
 ]
 
 StructureKind = Literal["rows", "order", "take"]
@@ -98,7 +99,7 @@ class Graph(Node):
 
 
 def loops_of(kernel: Kernel) -> list[Loop]:
-    """The loops around the store of an algorithm, outer first."""
+    """The loops around the stores of an algorithm, outer first."""
     loops: list[Loop] = []
     body = kernel.body
     while len(body) == 1 and isinstance(body[0], Loop):
@@ -109,10 +110,17 @@ def loops_of(kernel: Kernel) -> list[Loop]:
 
 def store_of(kernel: Kernel) -> Store:
     """The one store of an algorithm."""
-    loops = loops_of(kernel)
-    (store,) = loops[-1].body if loops else kernel.body
-    assert isinstance(store, Store)
+    (store,) = stores_of(kernel)
     return store
+
+
+def stores_of(kernel: Kernel) -> tuple[Store, ...]:
+    """The stores of an algorithm, inside of all of its loops."""
+    loops = loops_of(kernel)
+    body = loops[-1].body if loops else kernel.body
+    stores = tuple(each for each in body if isinstance(each, Store))
+    assert len(stores) == len(body)
+    return stores
 
 
 def factors_of(value: Expr) -> tuple[list[Load], int | float]:

@@ -11,7 +11,7 @@ Where x0 is not sorted, its entries are walked in sorted order: `a` becomes `o0[
 
 from __future__ import annotations
 
-from insum_nn.compiler.ir.graph import Structure
+from insum_nn.compiler.ir.graph import Structure, loops_of, store_of
 from insum_nn.compiler.ir.nodes import (
     Buffer,
     Const,
@@ -28,21 +28,9 @@ from insum_nn.compiler.ir.nodes import (
 )
 from insum_nn.facts import IndexFacts
 
-__all__ = ["combine", "loops_and_store"]
+__all__ = ["combine"]
 
 _ENTRIES = IndexFacts(masked=False)
-
-
-def loops_and_store(kernel: Kernel) -> tuple[list[Loop], Store]:
-    """The loops of an algorithm, outer first, and the store inside them."""
-    loops: list[Loop] = []
-    body: tuple[Stmt, ...] = kernel.body
-    while len(body) == 1 and isinstance(body[0], Loop):
-        loops.append(body[0])
-        body = body[0].body
-    store = body[0]
-    assert isinstance(store, Store)
-    return loops, store
 
 
 def combine(kernel: Kernel) -> tuple[tuple[Structure, ...], Kernel]:
@@ -53,7 +41,7 @@ def combine(kernel: Kernel) -> tuple[tuple[Structure, ...], Kernel]:
     Raises:
         NotImplementedError: the output is addressed by more than one index tensor, or by one of several axes.
     """
-    loops, store = loops_and_store(kernel)
+    loops, store = loops_of(kernel), store_of(kernel)
     indirect = [(axis, s) for axis, s in enumerate(store.subscripts) if isinstance(s, Load)]
     if not indirect:
         return (), kernel

@@ -11,6 +11,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
 
+from insum_nn.compiler.ir.graph import loops_of, stores_of
 from insum_nn.compiler.ir.nodes import (
     OPERATIONS,
     Buffer,
@@ -31,7 +32,6 @@ from insum_nn.compiler.ir.nodes import (
     multiply,
     walk,
 )
-from insum_nn.compiler.passes.own_rows import loops_and_stores
 from insum_nn.facts import StaticTable
 
 __all__ = ["fold_static_tables"]
@@ -48,7 +48,7 @@ def fold_static_tables(
         unrolled: the loops that become terms.
         points: the combinations of their values that have a term.
     """
-    loops, stores = loops_and_stores(kernel)
+    loops, stores = loops_of(kernel), stores_of(kernel)
     folded: list[Store] = []
     shapes: dict[Node, Node] = {
         extent: Const(tables[buffer.name].shape[axis])

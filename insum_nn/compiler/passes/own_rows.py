@@ -12,10 +12,10 @@ chunks, whose sums are added up by another kernel, or all programs take equal ch
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Literal
 
+from insum_nn.compiler.ir.graph import loops_of, stores_of
 from insum_nn.compiler.ir.nodes import (
     Buffer,
     Const,
@@ -37,7 +37,7 @@ from insum_nn.compiler.ir.nodes import (
 )
 from insum_nn.facts import IndexFacts
 
-__all__ = ["ENTRY", "ROW", "RowWalk", "loops_and_stores", "own_rows"]
+__all__ = ["ENTRY", "ROW", "RowWalk", "own_rows"]
 
 ROW, ENTRY = Index("row"), Index("entry")
 Chunks = Literal["none", "long rows", "equal"]
@@ -76,7 +76,7 @@ def own_rows(
         chunks: which rows are divided.
         size: entries of an equal chunk.
     """
-    loops, stores = loops_and_stores(kernel)
+    loops, stores = loops_of(kernel), stores_of(kernel)
     entries = [index for index in owner.subscripts if isinstance(index, Index)]
     by_index = {loop.index: loop for loop in loops}
     rows = kernel.results[0].buffer.shape[axis]
@@ -128,18 +128,6 @@ def own_rows(
     inputs = tuple(b for b in kernel.inputs if b is not owner.buffer or b in read)
     walked = Kernel((*inputs, *made), kernel.results, nest, kernel.exact)
     return RowWalk(walked, axis, target, begins, ends)
-
-
-def loops_and_stores(kernel: Kernel) -> tuple[list[Loop], tuple[Store, ...]]:
-    """The loops of an algorithm, outer first, and the stores inside them."""
-    loops: list[Loop] = []
-    body: Sequence[Stmt] = kernel.body
-    while len(body) == 1 and isinstance(body[0], Loop):
-        loops.append(body[0])
-        body = body[0].body
-    stores = tuple(each for each in body if isinstance(each, Store))
-    assert len(stores) == len(body)
-    return loops, stores
 
 
 def _moved(

@@ -15,8 +15,8 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 
+from insum_nn.compiler.ir.graph import loops_of, store_of
 from insum_nn.compiler.ir.nodes import Kernel
-from insum_nn.compiler.passes.combine import loops_and_store
 from insum_nn.compiler.passes.own_rows import RowWalk
 from insum_nn.compiler.passes.tile import Lanes, Tiling, tile
 
@@ -45,7 +45,7 @@ def place(kernel: Kernel, schedule: LoopSchedule) -> Kernel:
     Raises:
         NotImplementedError: free loops do not address every cell of the output exactly once.
     """
-    loops, store = loops_and_store(kernel)
+    loops, store = loops_of(kernel), store_of(kernel)
     if store.combine != "add" or not store.buffer.dtype.startswith(("float", "bfloat")):
         raise NotImplementedError("a statement that is not a sum of floating-point products")
     if any(result.initial == "tensor" or result.activation is not None for result in kernel.results):

@@ -122,7 +122,7 @@ def _without(term: Term, address: Sequence[Expr]) -> Term:
 
 def _elements(terms: Sequence[Term], space: Space) -> tuple[Expr, Expr | None, list[Expr]]:
     """The value that a cell's terms add, where it is added, and the conditions by which the sum is selected."""
-    needed = [_loose(term.factors, [*term.conditions, *_past_ends(space)], space) for term in terms]
+    needed = [loose(term.factors, [*term.conditions, *_past_ends(space)], space.guards) for term in terms]
     shared = [c for c in needed[0] if all(c in each for each in needed)]
     settled = [c for c in shared if space.of_cell(c)]
     where = [c for c in shared if c not in settled]
@@ -136,12 +136,6 @@ def _elements(terms: Sequence[Term], space: Space) -> tuple[Expr, Expr | None, l
 
 def _past_ends(space: Space) -> list[Expr]:
     return [condition for index, condition in space.inside.items() if index in space.summed]
-
-
-def _loose(factors: Sequence[Expr], conditions: Iterable[Expr], space: Space) -> list[Expr]:
-    """The conditions that some factor does not vanish without."""
-    each = [space.guards(factor) for factor in factors]
-    return [c for c in dict.fromkeys(conditions) if any(c not in found for found in each)]
 
 
 def _by_factor(
@@ -239,7 +233,7 @@ class _Products:
 
     def settled(self, cell: Cell) -> list[Expr]:
         """The conditions that are the same for all terms of a cell."""
-        each = [_loose(term.factors, term.conditions, self.space) for term in cell.terms]
+        each = [loose(term.factors, term.conditions, self.space.guards) for term in cell.terms]
         shared = [c for c in each[0] if all(c in other for other in each)]
         return [c for c in shared if self.space.of_cell(c)]
 

@@ -55,10 +55,12 @@ def guards(factor: Expr) -> tuple[Expr, ...]:
     return ()
 
 
-def loose(factors: Sequence[Expr], conditions: Iterable[Expr]) -> list[Expr]:
-    """The conditions that some factor is not guarded by."""
-    each = [set(guards(factor)) for factor in factors]
-    return [c for c in conditions if any(c not in found for found in each)]
+def loose(
+    factors: Sequence[Expr], conditions: Iterable[Expr], guarded: Callable[[Expr], Iterable[Expr]] = guards
+) -> list[Expr]:
+    """The conditions, each once, that some factor is not guarded by; `guarded` says which ones guard a factor."""
+    each = [set(guarded(factor)) for factor in factors]
+    return [c for c in dict.fromkeys(conditions) if any(c not in found for found in each)]
 
 
 def indices_of(expr: Expr) -> frozenset[Index]:

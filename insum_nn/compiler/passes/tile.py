@@ -18,6 +18,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import TypeVar
 
+from insum_nn.compiler.ir.graph import loops_of, stores_of
 from insum_nn.compiler.ir.nodes import (
     Alloc,
     Buffer,
@@ -44,7 +45,7 @@ from insum_nn.compiler.ir.nodes import (
     multiply,
     walk,
 )
-from insum_nn.compiler.passes.own_rows import ENTRY, RowWalk, loops_and_stores
+from insum_nn.compiler.passes.own_rows import ENTRY, RowWalk
 from insum_nn.compiler.passes.sum_terms import Cell, Space, Sums, summed
 from insum_nn.compiler.passes.terms import indices_of, term_of
 from insum_nn.compiler.passes.unify_variants import switch
@@ -120,7 +121,7 @@ class _Tiler:
     tiling: Tiling
 
     def __post_init__(self) -> None:
-        loops, stores = loops_and_stores(self.source.kernel)
+        loops, stores = loops_of(self.source.kernel), stores_of(self.source.kernel)
         self.loops = {loop.index.name: loop for loop in loops}
         self.axes: dict[int, Loop] = {}
         self.renamed: dict[Node, Node] = {}

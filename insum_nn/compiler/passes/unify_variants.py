@@ -35,8 +35,7 @@ def switch(part: Index, blocks: Sequence[Block], *, exact: bool) -> Block:
         blocks: one for each of its values.
         exact: fractions must not pass through float32, so that blocks with different ones stay apart.
     """
-    order, variants = unify_variants(part, blocks, exact=exact)
-    del order
+    _, variants = unify_variants(part, blocks, exact=exact)
     first = sum(variant.count for variant in variants[:-1])
     chain = variants[-1].block
     for variant in reversed(variants[:-1]):

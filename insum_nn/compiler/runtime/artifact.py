@@ -23,12 +23,12 @@ from torch import Tensor
 
 from insum_nn.compiler.codegen.python import GraphText, print_graph
 from insum_nn.compiler.ir.build import OUTPUT, Names, build
-from insum_nn.compiler.ir.graph import Fill, Graph, GraphNode, Launch
+from insum_nn.compiler.ir.graph import Fill, Graph, GraphNode, Launch, loops_of
 from insum_nn.compiler.ir.nodes import Buffer, Kernel, Size
 from insum_nn.compiler.ir.verify import verify_graph
 from insum_nn.compiler.lang.bind import Bound, layout_of
 from insum_nn.compiler.lang.derivative import derivatives
-from insum_nn.compiler.passes.combine import combine, loops_and_store
+from insum_nn.compiler.passes.combine import combine
 from insum_nn.compiler.passes.place import LoopSchedule, place
 from insum_nn.facts import UNKNOWN
 
@@ -73,7 +73,7 @@ def lower(bound: Bound, schedule: LoopSchedule | None = None, offered: Sequence[
 
 def default_schedule(kernel: Kernel) -> LoopSchedule:
     """Lanes along the columns of the output, and along what is summed."""
-    loops, _ = loops_and_store(kernel)
+    loops = loops_of(kernel)
     free = [loop.index.name for loop in loops if loop.role == "free"]
     sums = [loop.index.name for loop in loops if loop.role == "sum"]
     ragged = any(loop.index.name == "row" for loop in loops)

@@ -1,4 +1,4 @@
-"""What passes decided, with reasons, kept beside the graph that they made."""
+"""Decisions of passes with their reasons, stored separately from the graph that the passes made."""
 
 from __future__ import annotations
 
