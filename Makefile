@@ -101,7 +101,7 @@ $(E3NN_FOLDER): | $(READY)
 test-e3nn-oldest: $(READY) | $(E3NN_FOLDER) ## run the tests of tensor products with the oldest e3nn that they support
 	export $(TEST_ENV) PYTHONPATH=$(E3NN_FOLDER):$(SEEN) TORCH_FORCE_NO_WEIGHTS_ONLY_LOAD=1; \
 	$(PY) -W ignore -c 'import e3nn; assert e3nn.__version__ == "$(E3NN_OLDEST)", e3nn.__file__'; \
-	$(PY) -m pytest -q -n $(JOBS) -m "not gpu" $(E3NN_ALLOWED) tests/layers/test_swap.py tests/layers/test_tensor_product*.py \
+	$(PY) -m pytest -q -n $(JOBS) -m "not gpu" $(E3NN_ALLOWED) tests/layers/test_swap.py tests/layers/equivariant \
 	  tests/models/test_nequip.py tests/models/test_tetris.py tests/structure/test_clebsch_gordan.py
 
 peers: $(READY) ## run the peers' own tests that the package index carries, on our classes

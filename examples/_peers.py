@@ -18,9 +18,9 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
-from insum_nn.layers.block_sparse_linear import BlockSparseLinear
-from insum_nn.layers.sparse_conv import SparseConvolution
-from insum_nn.layers.sparse_tensor import SparseConvTensor
+from insum_nn.layers.pruned.block_sparse_linear import BlockSparseLinear
+from insum_nn.layers.voxel.conv import SparseConvolution
+from insum_nn.layers.voxel.sparse_tensor import SparseConvTensor
 
 # What the peer makes of a layer's inputs: from the layer, its arguments and its output.
 Peer = Callable[..., Tensor]
@@ -188,8 +188,8 @@ def e3nn_convolution(
 
 def e3nn_peers() -> dict[type, Peer]:
     """Our classes of tensor products -> e3nn's."""
-    from insum_nn.layers.tensor_product import FullyConnectedTensorProduct
-    from insum_nn.layers.tensor_product_conv import TensorProductConv
+    from insum_nn.layers.equivariant.tensor_product import FullyConnectedTensorProduct
+    from insum_nn.layers.equivariant.tensor_product_conv import TensorProductConv
 
     return {TensorProductConv: e3nn_convolution, FullyConnectedTensorProduct: e3nn_product}
 

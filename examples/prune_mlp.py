@@ -29,7 +29,7 @@ import _peers
 import _training
 
 from insum_nn import swap
-from insum_nn.layers.block_sparse_linear import BlockSparseLinear
+from insum_nn.layers.pruned.block_sparse_linear import BlockSparseLinear
 from insum_nn.structure.pruning import cosine_fraction
 
 Way = Literal["dense", "pruned", "from scratch"]

@@ -31,7 +31,7 @@ import _peers
 import _training
 
 from insum_nn import swap
-from insum_nn.layers.gcn_conv import GCNConv
+from insum_nn.layers.graph.gcn_conv import GCNConv
 
 PLANETOID_PARTS = ("x", "tx", "allx", "y", "ty", "ally", "graph", "test.index")
 

@@ -34,8 +34,8 @@ import _training
 from insum_nn.datasets.rooms import CLASSES, Room
 from insum_nn.datasets.s3dis import S3DIS, VoxelBatch, VoxelSample, collate, voxel_sample
 from insum_nn.datasets.synthetic_rooms import SyntheticRooms
-from insum_nn.layers.sparse_conv import SparseConvolution
-from insum_nn.layers.sparse_tensor import SparseConvTensor
+from insum_nn.layers.voxel.conv import SparseConvolution
+from insum_nn.layers.voxel.sparse_tensor import SparseConvTensor
 from insum_nn.models.minkunet import MinkUNet
 
 Rooms = S3DIS | SyntheticRooms

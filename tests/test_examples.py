@@ -12,9 +12,9 @@ import pytest
 import torch
 from torch import nn
 
-from insum_nn.layers.block_sparse_linear import BlockSparseLinear
-from insum_nn.layers.sparse_tensor import SparseConvTensor
+from insum_nn.layers.pruned.block_sparse_linear import BlockSparseLinear
 from insum_nn.layers.spconv import SparseConv3d, SparseInverseConv3d, SparseSequential, SubMConv3d
+from insum_nn.layers.voxel.sparse_tensor import SparseConvTensor
 
 EXAMPLES = Path(__file__).resolve().parent.parent / "examples"
 CPU = torch.device("cpu")

@@ -13,11 +13,11 @@ from torch import Tensor
 from torch.nn import functional
 
 from benchmarks.registry import Floor, Problem, Setting, Unavailable, Work, case
-from insum_nn.layers.block_sparse_linear import BlockSparseLinear
-from insum_nn.layers.sparse_conv2d import SparseConv2d
+from insum_nn.layers.pruned.block_sparse_linear import BlockSparseLinear
+from insum_nn.layers.pruned.pruned_conv2d import PrunedConv2d
 from insum_nn.structure.pruning import filter_mask
 
-__all__ = ["block_linear", "cpu_block_linear", "sparse_conv2d"]
+__all__ = ["block_linear", "cpu_block_linear", "pruned_conv2d"]
 
 # Relative to the largest element, of sums of at most 4096 terms in float32. Halves: one rounding of the result.
 TOLERANCE = {torch.float32: 1e-5, torch.float16: 5e-3, torch.bfloat16: 4e-2}
@@ -137,13 +137,13 @@ def _block_linear(setting: Setting, block: int, density: float, dtype: torch.dty
 
 
 @case(
-    "sparse_conv2d",
-    tests=("tests/layers/test_sparse_conv2d.py",),
+    "pruned_conv2d",
+    tests=("tests/layers/pruned/test_pruned_conv2d.py",),
     channels=(64, 256),
     pattern=("MCRS", "MC"),
     density=(0.01, 0.05, 0.2),
 )
-def sparse_conv2d(setting: Setting, *, channels: int, pattern: str, density: float) -> Problem:
+def pruned_conv2d(setting: Setting, *, channels: int, pattern: str, density: float) -> Problem:
     """A 3 x 3 convolution whose filters are pruned, on two images of 28 x 28 or 14 x 14."""
     side, images = (6, 2) if setting.tiny else (28 if channels <= 64 else 14, 2)
     channels = 8 if setting.tiny else channels
@@ -153,7 +153,7 @@ def sparse_conv2d(setting: Setting, *, channels: int, pattern: str, density: flo
     x = torch.randn(images, channels, side, side, generator=generator, device=setting.device)
 
     def ours() -> Work:
-        layer = SparseConv2d(channels, channels, 3, padding=1, bias=False, mask=mask, device=setting.device)
+        layer = PrunedConv2d(channels, channels, 3, padding=1, bias=False, mask=mask, device=setting.device)
         with torch.no_grad():
             layer.weight.copy_(weight[mask])
         (inputs,) = _leaves(x, dtype=torch.float32)

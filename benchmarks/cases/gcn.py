@@ -25,7 +25,7 @@ GRAPHS = {
     "citeseer": ((3_327, 9_104, 3_703, 16, 6), (60, 200, 40, 16, 6)),
     "random300k": ((300_000, 3_000_000, 128, 128, 128), (80, 500, 16, 16, 16)),
 }
-TESTS = ("tests/layers/test_gcn_conv.py",)
+TESTS = ("tests/layers/graph/test_gcn_conv.py",)
 # Two layers of sums in float32; gradients of parameters sum over all nodes, with much cancellation.
 TOLERANCE = 1e-4
 # With random labels the gradients of the loss almost cancel, and each of the 38 million values before the ReLU that
@@ -64,7 +64,7 @@ def pyg() -> Kind:
 
 
 def ours() -> Kind:
-    from insum_nn.layers.gcn_conv import GCNConv
+    from insum_nn.layers.graph.gcn_conv import GCNConv
 
     return GCNConv
 

@@ -19,7 +19,7 @@ from benchmarks.registry import Floor, Problem, Setting, Work, case
 
 __all__ = ["subm_conv", "subm_map"]
 
-TESTS = ("tests/layers/test_sparse_conv_layers.py", "tests/structure/test_kernel_map.py")
+TESTS = ("tests/layers/voxel/test_conv_layers.py", "tests/structure/kernel_map/test_kernel_map.py")
 PEERS = ("spconv", "spconv_triton")
 
 # Relative to the largest element. Halves: sums in float32 and one rounding; of the weight's gradient the operands are

@@ -19,8 +19,8 @@ from benchmarks.registry import Floor, Problem, Setting, Work, case
 
 __all__ = ["fctp", "tp_conv", "tp_conv_double"]
 
-CONV_TESTS = ("tests/layers/test_tensor_product_conv.py",)
-TESTS = ("tests/layers/test_tensor_product.py",)
+CONV_TESTS = ("tests/layers/equivariant/test_tensor_product_conv.py",)
+TESTS = ("tests/layers/equivariant/test_tensor_product.py",)
 
 # name -> nodes' irreps, edges' irreps, kept irreps, nodes, edges; and the channels of a test.
 SHAPES = {
@@ -107,7 +107,7 @@ def _conv_providers(setting: Setting, problem: _Conv, dtype: str, finish: Finish
     kind, graph = getattr(torch, dtype), problem.graph
 
     def ours(deterministic: bool) -> Work:
-        layer = importlib.import_module("insum_nn.layers.tensor_product_conv").TensorProductConv(
+        layer = importlib.import_module("insum_nn.layers.equivariant.tensor_product_conv").TensorProductConv(
             *problem.shape[:4], deterministic=deterministic
         )
         layer = layer.to(setting.device, kind)
@@ -277,7 +277,7 @@ def fctp(setting: Setting, *, degree: int, channels: int, weights: str, dtype: s
         return Work(lambda: call(*own), own)
 
     def ours() -> Any:
-        layer = importlib.import_module("insum_nn.layers.tensor_product").FullyConnectedTensorProduct
+        layer = importlib.import_module("insum_nn.layers.equivariant.tensor_product").FullyConnectedTensorProduct
         return layer(in1, in2, in1, shared_weights=shared, internal_weights=False).to(device)
 
     def openequivariance() -> Work:

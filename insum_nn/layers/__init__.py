@@ -3,31 +3,31 @@
 A layer is imported when it is first asked for, so that each needs only the peer whose base classes it shares:
 `GCNConv` needs the extra `pyg`, the tensor products need `e3nn`; the others need nothing beyond torch.
 
-`insum_nn.layers.spconv` holds the point-cloud layers under spconv's own names. Here, `SparseConv2d` is the
-convolution with pruned filters; the point-cloud layer of that name is `insum_nn.layers.spconv.SparseConv2d`.
+`insum_nn.layers.spconv` holds the layers of sparse voxels under spconv's own names, in one to four dimensions.
 """
 
 from __future__ import annotations
 
 import importlib
+import warnings
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from insum_nn.layers.block_sparse_linear import BlockSparseLinear
-    from insum_nn.layers.gcn_conv import GCNConv
-    from insum_nn.layers.sparse_conv2d import SparseConv2d
-    from insum_nn.layers.sparse_conv_kinds import SparseConv3d, SparseConvTranspose3d, SparseInverseConv3d, SubMConv3d
-    from insum_nn.layers.sparse_pool import SparseAvgPool3d, SparseMaxPool3d
-    from insum_nn.layers.sparse_sequential import SparseSequential
-    from insum_nn.layers.sparse_tensor import SparseConvTensor
-    from insum_nn.layers.tensor_product import (
+    from insum_nn.layers.equivariant.tensor_product import (
         ElementwiseTensorProduct,
         FullTensorProduct,
         FullyConnectedTensorProduct,
         TensorProduct,
         TensorSquare,
     )
-    from insum_nn.layers.tensor_product_conv import TensorProductConv
+    from insum_nn.layers.equivariant.tensor_product_conv import TensorProductConv
+    from insum_nn.layers.graph.gcn_conv import GCNConv
+    from insum_nn.layers.pruned.block_sparse_linear import BlockSparseLinear
+    from insum_nn.layers.pruned.pruned_conv2d import PrunedConv2d
+    from insum_nn.layers.voxel.conv_kinds import SparseConv3d, SparseConvTranspose3d, SparseInverseConv3d, SubMConv3d
+    from insum_nn.layers.voxel.pool import SparseAvgPool3d, SparseMaxPool3d
+    from insum_nn.layers.voxel.sequential import SparseSequential
+    from insum_nn.layers.voxel.sparse_tensor import SparseConvTensor
 
 __all__ = [
     "BlockSparseLinear",
@@ -35,8 +35,8 @@ __all__ = [
     "FullTensorProduct",
     "FullyConnectedTensorProduct",
     "GCNConv",
+    "PrunedConv2d",
     "SparseAvgPool3d",
-    "SparseConv2d",
     "SparseConv3d",
     "SparseConvTensor",
     "SparseConvTranspose3d",
@@ -50,26 +50,34 @@ __all__ = [
 ]
 
 _HOMES = {
-    "block_sparse_linear": ("BlockSparseLinear",),
-    "gcn_conv": ("GCNConv",),
-    "sparse_conv2d": ("SparseConv2d",),
-    "sparse_conv_kinds": ("SparseConv3d", "SparseConvTranspose3d", "SparseInverseConv3d", "SubMConv3d"),
-    "sparse_pool": ("SparseAvgPool3d", "SparseMaxPool3d"),
-    "sparse_sequential": ("SparseSequential",),
-    "sparse_tensor": ("SparseConvTensor",),
-    "tensor_product": (
+    "pruned.block_sparse_linear": ("BlockSparseLinear",),
+    "graph.gcn_conv": ("GCNConv",),
+    "pruned.pruned_conv2d": ("PrunedConv2d",),
+    "voxel.conv_kinds": ("SparseConv3d", "SparseConvTranspose3d", "SparseInverseConv3d", "SubMConv3d"),
+    "voxel.pool": ("SparseAvgPool3d", "SparseMaxPool3d"),
+    "voxel.sequential": ("SparseSequential",),
+    "voxel.sparse_tensor": ("SparseConvTensor",),
+    "equivariant.tensor_product": (
         "ElementwiseTensorProduct",
         "FullTensorProduct",
         "FullyConnectedTensorProduct",
         "TensorProduct",
         "TensorSquare",
     ),
-    "tensor_product_conv": ("TensorProductConv",),
+    "equivariant.tensor_product_conv": ("TensorProductConv",),
 }
 _HOME = {name: home for home, names in _HOMES.items() for name in names}
 
 
 def __getattr__(name: str) -> Any:
+    if name == "SparseConv2d":
+        warnings.warn(
+            "insum_nn.layers.SparseConv2d is now insum_nn.layers.PrunedConv2d; the old name goes with the next "
+            "release. The convolution of sparse voxels is insum_nn.layers.spconv.SparseConv2d.",
+            DeprecationWarning,
+            stacklevel=2,
+        )
+        name = "PrunedConv2d"
     if name not in _HOME:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
     return getattr(importlib.import_module(f"{__name__}.{_HOME[name]}"), name)

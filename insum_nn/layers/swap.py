@@ -13,8 +13,8 @@ from torch.nn.utils.parametrize import is_parametrized
 from torch.nn.utils.prune import BasePruningMethod
 
 from insum_nn.errors import InsumError, InsumFormatError, InsumNameError
-from insum_nn.layers.block_sparse_linear import BlockSparseLinear
-from insum_nn.layers.sparse_conv2d import SparseConv2d
+from insum_nn.layers.pruned.block_sparse_linear import BlockSparseLinear
+from insum_nn.layers.pruned.pruned_conv2d import PrunedConv2d
 from insum_nn.layers.swap_converters import CONVERTERS, NotConvertible
 
 __all__ = ["SwapReport", "SwapRow", "swap"]
@@ -105,7 +105,7 @@ def swap(
         include: patterns (`"encoder.*"`) of the names of layers to consider; default all.
         exclude: patterns of names to leave alone.
         block_sparse: pattern -> what to keep of the `Linear` and `Conv2d` layers whose names fit: a density, a mask,
-            or the keyword arguments of `BlockSparseLinear.from_linear` or `SparseConv2d.from_conv2d`. The first
+            or the keyword arguments of `BlockSparseLinear.from_linear` or `PrunedConv2d.from_conv2d`. The first
             pattern that fits a name counts.
 
     A layer that cannot be replaced is left alone, and its row says why: what is parametrized, pruned or has hooks would
@@ -237,8 +237,8 @@ class _Swap:
             if isinstance(module, nn.Linear):
                 linear = BlockSparseLinear.from_linear(module, **arguments)
                 return linear, f"BlockSparseLinear, {linear.num_stored} of {linear.mask.numel()} blocks"
-            conv = SparseConv2d.from_conv2d(cast(nn.Conv2d, module), **arguments)
-            return conv, f"SparseConv2d, {conv.num_stored} of {conv.mask.numel()} weights"
+            conv = PrunedConv2d.from_conv2d(cast(nn.Conv2d, module), **arguments)
+            return conv, f"PrunedConv2d, {conv.num_stored} of {conv.mask.numel()} weights"
         except (InsumError, TypeError) as error:
             message = error.message if isinstance(error, InsumError) else str(error)
             raise InsumFormatError(

@@ -22,7 +22,7 @@ class NotConvertible(Exception):
 
 
 def _gcn_conv(module: Any) -> nn.Module:
-    ours = importlib.import_module("insum_nn.layers.gcn_conv").GCNConv
+    ours = importlib.import_module("insum_nn.layers.graph.gcn_conv").GCNConv
     if module._explain is not None or any(value for name, value in vars(module).items() if name.endswith("_hooks")):
         raise NotConvertible("an explainer or a hook asks for its messages")
     new = ours(
@@ -44,12 +44,12 @@ def _gcn_conv(module: Any) -> nn.Module:
 
 
 def _tensor_product(module: Any) -> nn.Module:
-    ours = importlib.import_module("insum_nn.layers.tensor_product").TensorProduct
+    ours = importlib.import_module("insum_nn.layers.equivariant.tensor_product").TensorProduct
     return ours.from_e3nn(module)
 
 
 def _spconv_convolution(module: Any) -> nn.Module:
-    kinds, base = (importlib.import_module(f"insum_nn.layers.{name}") for name in ("sparse_conv_kinds", "sparse_conv"))
+    kinds, base = (importlib.import_module(f"insum_nn.layers.voxel.{name}") for name in ("conv_kinds", "conv"))
     kernel = tuple(int(extent) for extent in module.kernel_size)
     expected = (module.out_channels, *kernel, module.in_channels // module.groups)
     if tuple(module.weight.shape) != expected:
@@ -85,7 +85,7 @@ def _spconv_convolution(module: Any) -> nn.Module:
 
 
 def _spconv_pool(module: Any) -> nn.Module:
-    pools = importlib.import_module("insum_nn.layers.sparse_pool")
+    pools = importlib.import_module("insum_nn.layers.voxel.pool")
     new: Any = _uninitialised(pools, module)
     if not hasattr(module, "kernel_size"):
         new.__init__(module.name)
@@ -110,7 +110,7 @@ def _spconv_pool(module: Any) -> nn.Module:
 
 def _spconv_module(module: Any) -> nn.Module:
     """Containers and small modules, which are nothing but their state and children."""
-    new = _uninitialised(importlib.import_module("insum_nn.layers.sparse_sequential"), module)
+    new = _uninitialised(importlib.import_module("insum_nn.layers.voxel.sequential"), module)
     blank: dict[str, Any] = {"name": None, "_sparse_unique_name": ""} if not isinstance(module, nn.BatchNorm1d) else {}
     new.__dict__.update({**blank, **{k: copy.copy(v) if isinstance(v, dict) else v for k, v in vars(module).items()}})
     return new

@@ -5,7 +5,7 @@
 from typing import Any, Tuple, Union, cast  # noqa: UP035 - as the method it overrides has them
 
 from insum_nn.errors import MissingExtraError
-from insum_nn.layers.gcn_conv import GCNConv
+from insum_nn.layers.graph.gcn_conv import GCNConv
 
 try:
     from torch_geometric.nn.conv import MessagePassing

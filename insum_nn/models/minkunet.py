@@ -9,9 +9,9 @@ import torch
 from torch import nn
 
 from insum_nn.errors import InsumShapeError
-from insum_nn.layers.sparse_conv import SparseConvolution
-from insum_nn.layers.sparse_sequential import SparseModule, SparseSequential, on_features
-from insum_nn.layers.sparse_tensor import SparseConvTensor
+from insum_nn.layers.voxel.conv import SparseConvolution
+from insum_nn.layers.voxel.sequential import SparseModule, SparseSequential, on_features
+from insum_nn.layers.voxel.sparse_tensor import SparseConvTensor
 
 __all__ = [
     "MinkUNet",

@@ -12,8 +12,8 @@ import torch
 from torch import Tensor, nn
 
 from insum_nn.errors import InsumShapeError, MissingExtraError
-from insum_nn.layers.tensor_product import FullyConnectedTensorProduct, TensorProduct
-from insum_nn.layers.tensor_product_conv import TensorProductConv
+from insum_nn.layers.equivariant.tensor_product import FullyConnectedTensorProduct, TensorProduct
+from insum_nn.layers.equivariant.tensor_product_conv import TensorProductConv
 
 try:
     # e3nn has no types, so what comes from it is `Any`.

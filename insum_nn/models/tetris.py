@@ -9,7 +9,7 @@ import torch
 from torch import Tensor, nn
 
 from insum_nn.errors import MissingExtraError
-from insum_nn.layers.tensor_product_conv import TensorProductConv
+from insum_nn.layers.equivariant.tensor_product_conv import TensorProductConv
 from insum_nn.models.nequip import RadialBasis, gated, plain_e3nn
 
 try:

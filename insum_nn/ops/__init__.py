@@ -1,11 +1,16 @@
 """Operators on sparse formats: each is one expression per format, differentiable in values and dense operands."""
 
+from __future__ import annotations
+
+import warnings
+from typing import Any
+
 from insum_nn.ops.block_linear import block_linear, block_linear_expression
 from insum_nn.ops.elementwise import add, multiply, multiply_expression, same_structure, scale, scale_cols, scale_rows
 from insum_nn.ops.mttkrp import mttkrp, mttkrp_expression
+from insum_nn.ops.pruned_conv import pruned_conv2d, pruned_conv2d_expression
 from insum_nn.ops.sddmm import sddmm, sddmm_expression
 from insum_nn.ops.sparse_conv import sparse_conv, sparse_conv_expression
-from insum_nn.ops.sparse_conv2d import sparse_conv2d, sparse_conv2d_expression
 from insum_nn.ops.sparse_pool import sparse_avg_pool, sparse_max_pool
 from insum_nn.ops.spmm import spmm, spmm_expression, spmm_program
 from insum_nn.ops.tensor_product import tensor_product
@@ -19,6 +24,8 @@ __all__ = [
     "mttkrp_expression",
     "multiply",
     "multiply_expression",
+    "pruned_conv2d",
+    "pruned_conv2d_expression",
     "same_structure",
     "scale",
     "scale_cols",
@@ -27,8 +34,6 @@ __all__ = [
     "sddmm_expression",
     "sparse_avg_pool",
     "sparse_conv",
-    "sparse_conv2d",
-    "sparse_conv2d_expression",
     "sparse_conv_expression",
     "sparse_max_pool",
     "spmm",
@@ -38,3 +43,14 @@ __all__ = [
     "ttm",
     "ttm_expression",
 ]
+
+_RENAMED = {"sparse_conv2d": "pruned_conv2d", "sparse_conv2d_expression": "pruned_conv2d_expression"}
+
+
+def __getattr__(name: str) -> Any:
+    if name not in _RENAMED:
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    new = _RENAMED[name]
+    message = f"insum_nn.ops.{name} is now insum_nn.ops.{new}; the old name goes with the next release."
+    warnings.warn(message, DeprecationWarning, stacklevel=2)
+    return globals()[new]

@@ -13,7 +13,7 @@ from insum_nn.errors import InsumDeviceError, InsumDtypeError, InsumError, Insum
 from insum_nn.ops.arguments import layer_elsewhere, run, to_autocast
 from insum_nn.ops.sparse_conv_table import by_table, table_conv, table_operands, table_statement, takes_table
 from insum_nn.structure.kernel_map import FACTS, KernelMap
-from insum_nn.structure.kernel_map_table import TABLE_FACTS
+from insum_nn.structure.kernel_map.table import TABLE_FACTS
 
 __all__ = [
     "SPARSE_CONV",
@@ -99,8 +99,8 @@ def sparse_conv(
         InsumDeviceError: devices differ.
 
     >>> from insum_nn.structure.coordinates import Coordinates
-    >>> from insum_nn.structure.kernel_map import Geometry
-    >>> from insum_nn.structure.kernel_map_build import build_kernel_map
+    >>> from insum_nn.structure.kernel_map.kernel_map import Geometry
+    >>> from insum_nn.structure.kernel_map.build import build_kernel_map
     >>> sites = Coordinates(torch.tensor([[0, 0], [0, 1]]), (4,), 1)
     >>> near = build_kernel_map(sites, Geometry("subm", (3,), (1,), (1,), (1,), (0,)))
     >>> sparse_conv(torch.tensor([[1.0], [2.0]]), torch.tensor([[[1.0], [10.0], [100.0]]]), near).tolist()

@@ -30,8 +30,8 @@ from insum_nn.facts import IndexFacts
 from insum_nn.ops.onlookers import exact_dtypes, ordinary
 from insum_nn.ops.trilinear import contract
 from insum_nn.structure.kernel_map import FACTS, KernelMap
-from insum_nn.structure.kernel_map_pairs import LIST_FACTS
-from insum_nn.structure.kernel_map_table import TABLE_FACTS
+from insum_nn.structure.kernel_map.pairs import LIST_FACTS
+from insum_nn.structure.kernel_map.table import TABLE_FACTS
 
 __all__ = ["by_table", "table_conv", "table_operands", "table_statement", "takes_table"]
 

@@ -14,7 +14,7 @@ from insum_nn.ops.arguments import run
 from insum_nn.ops.sparse_conv import check_features
 from insum_nn.structure.coordinates import Coordinates, unique_sites
 from insum_nn.structure.kernel_map import FACTS, KernelMap
-from insum_nn.structure.kernel_map_op import prove_sites
+from insum_nn.structure.kernel_map.operator import prove_sites
 
 __all__ = [
     "SPARSE_AVG_POOL",

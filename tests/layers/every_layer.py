@@ -17,8 +17,8 @@ from insum_nn.layers import (
     FullTensorProduct,
     FullyConnectedTensorProduct,
     GCNConv,
+    PrunedConv2d,
     SparseAvgPool3d,
-    SparseConv2d,
     SparseConv3d,
     SparseConvTensor,
     SparseConvTranspose3d,
@@ -162,7 +162,7 @@ EVERY_LAYER: dict[str, Case] = {
     "BlockSparseLinear, grouped": Case(
         lambda o: _On(BlockSparseLinear(6, 4, block_shape=2, density=0.7, group_size=2, options=o)), **_batch(6)
     ),
-    "SparseConv2d": Case(lambda o: _On(SparseConv2d(2, 3, 2, padding=1, density=0.5, options=o)), **_batch((2, 3, 3))),
+    "PrunedConv2d": Case(lambda o: _On(PrunedConv2d(2, 3, 2, padding=1, density=0.5, options=o)), **_batch((2, 3, 3))),
     "SubMConv3d": _cloud(lambda o: SubMConv3d(2, 3, 3, options=o)),
     "SubMConv3d, groups": _cloud(lambda o: SubMConv3d(2, 2, 3, groups=2, options=o)),
     "SubMConv3d, pointwise": _cloud(lambda o: SubMConv3d(2, 2, 1, options=o)),

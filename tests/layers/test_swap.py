@@ -12,12 +12,14 @@ import torch
 from torch import Tensor, nn
 
 from insum_nn.errors import InsumFormatError, InsumNameError
-from insum_nn.layers import sparse_conv_kinds, sparse_pool, sparse_sequential
-from insum_nn.layers.block_sparse_linear import BlockSparseLinear
-from insum_nn.layers.sparse_conv2d import SparseConv2d
-from insum_nn.layers.sparse_tensor import SparseConvTensor
+from insum_nn.layers.pruned.block_sparse_linear import BlockSparseLinear
+from insum_nn.layers.pruned.pruned_conv2d import PrunedConv2d
 from insum_nn.layers.swap import swap
 from insum_nn.layers.swap_converters import CONVERTERS, NotConvertible, register_converter
+from insum_nn.layers.voxel import conv_kinds
+from insum_nn.layers.voxel import pool as pools
+from insum_nn.layers.voxel import sequential as modules
+from insum_nn.layers.voxel.sparse_tensor import SparseConvTensor
 
 
 class MLP(nn.Module):
@@ -58,12 +60,12 @@ def test_pruning_by_name():
         "layer        class            action      detail\n"
         "encoder.fc1  torch.nn.Linear  swapped     BlockSparseLinear, 6 of 12 blocks\n"
         "encoder.fc2  torch.nn.Linear  swapped     BlockSparseLinear, 6 of 12 blocks\n"
-        f"stem         torch.nn.Conv2d  swapped     SparseConv2d, {int(mask.sum())} of 216 weights\n"
+        f"stem         torch.nn.Conv2d  swapped     PrunedConv2d, {int(mask.sum())} of 216 weights\n"
         "head         torch.nn.Linear  left alone  dense; name it in block_sparse= to prune it\n"
         "3 swapped, 1 left alone"
     )
     assert isinstance(model.encoder["fc1"], BlockSparseLinear)
-    assert isinstance(model.stem, SparseConv2d)
+    assert isinstance(model.stem, PrunedConv2d)
     assert not model.encoder["fc1"].training
     with torch.no_grad():
         before.stem.weight.mul_(mask)
@@ -243,7 +245,7 @@ def test_a_converter_of_one_s_own():
 @pytest.mark.peer
 def test_graph_models():
     geometric = pytest.importorskip("torch_geometric.nn")
-    ours = pytest.importorskip("insum_nn.layers.gcn_conv")
+    ours = pytest.importorskip("insum_nn.layers.graph.gcn_conv")
     model = geometric.GCN(6, 16, num_layers=3, out_channels=4, norm="batch_norm").double().eval()
     reference = copy.deepcopy(model)
     ids = state_ids(model)
@@ -281,7 +283,7 @@ def test_graph_models():
 )
 def test_graph_convolutions(arguments: dict[str, Any]):
     geometric = pytest.importorskip("torch_geometric.nn")
-    pytest.importorskip("insum_nn.layers.gcn_conv")
+    pytest.importorskip("insum_nn.layers.graph.gcn_conv")
     model = nn.ModuleList([geometric.GCNConv(6, 4, **arguments).double()])
     reference = copy.deepcopy(model)
     assert len(swap(model).swapped) == 1
@@ -293,7 +295,7 @@ def test_graph_convolutions(arguments: dict[str, Any]):
 @pytest.mark.peer
 def test_lazy_graph_convolutions_and_subclasses():
     geometric = pytest.importorskip("torch_geometric.nn")
-    pytest.importorskip("insum_nn.layers.gcn_conv")
+    pytest.importorskip("insum_nn.layers.graph.gcn_conv")
 
     class Own(geometric.GCNConv):
         pass
@@ -314,7 +316,7 @@ def test_lazy_graph_convolutions_and_subclasses():
 @pytest.mark.peer
 def test_equivariant_models():
     o3 = pytest.importorskip("e3nn.o3")
-    ours = pytest.importorskip("insum_nn.layers.tensor_product")
+    ours = pytest.importorskip("insum_nn.layers.equivariant.tensor_product")
     model = nn.ModuleDict(
         {
             "mix": o3.FullyConnectedTensorProduct("4x0e + 2x1o", "0e + 1o", "3x0e + 2x1o"),
@@ -352,10 +354,10 @@ def stand_in(source: Any, name: str, path: str) -> Any:
 
 
 def sparse_model() -> tuple[nn.Module, Any]:
-    conv = lambda name: stand_in(sparse_conv_kinds, name, "spconv.pytorch.conv")  # noqa: E731
-    small = lambda name: stand_in(sparse_sequential, name, "spconv.pytorch.modules")  # noqa: E731
-    pool = stand_in(sparse_pool, "SparseMaxPool2d", "spconv.pytorch.pool")
-    to_dense = stand_in(sparse_sequential, "ToDense", "spconv.pytorch")
+    conv = lambda name: stand_in(conv_kinds, name, "spconv.pytorch.conv")  # noqa: E731
+    small = lambda name: stand_in(modules, name, "spconv.pytorch.modules")  # noqa: E731
+    pool = stand_in(pools, "SparseMaxPool2d", "spconv.pytorch.pool")
+    to_dense = stand_in(modules, "ToDense", "spconv.pytorch")
     sequential = small("SparseSequential")
     model = sequential(
         OrderedDict(
@@ -413,11 +415,11 @@ def test_sparse_convolutions_and_their_containers():
 def test_the_model_itself_may_be_a_container():
     model, _ = sparse_model()
     report = swap(model)
-    assert type(report.model) is sparse_sequential.SparseSequential
+    assert type(report.model) is modules.SparseSequential
 
 
 def test_weights_in_another_order_are_left_alone():
-    kind = stand_in(sparse_conv_kinds, "SubMConv2d", "spconv.pytorch.conv")
+    kind = stand_in(conv_kinds, "SubMConv2d", "spconv.pytorch.conv")
     layer = kind(3, 8, 3)
     layer.weight = nn.Parameter(layer.weight.detach().permute(1, 2, 3, 0).contiguous())
     (row,) = swap(nn.Sequential(layer)).rows
@@ -430,4 +432,4 @@ def test_spconv_itself():
     model = spconv.SparseSequential(spconv.SubMConv3d(3, 8, 3, indice_key="a"), nn.ReLU(), spconv.SparseMaxPool3d(2, 2))
     report = swap(model)
     assert len(report.swapped) == 3
-    assert type(report.model) is sparse_sequential.SparseSequential
+    assert type(report.model) is modules.SparseSequential

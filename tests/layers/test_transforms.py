@@ -62,7 +62,7 @@ def test_traced_graphs_take_any_size(name: str):
 
 
 def test_a_traced_convolution_takes_images_of_any_size():
-    layer = layers.SparseConv2d(2, 3, 3, stride=2, padding=1, density=0.5)
+    layer = layers.PrunedConv2d(2, 3, 3, stride=2, padding=1, density=0.5)
     traced = torch.jit.trace(layer, torch.randn(2, 2, 6, 7))
     for shape in ((2, 2, 6, 7), (1, 2, 9, 4), (3, 2, 3, 3)):
         x = torch.randn(shape)

@@ -17,7 +17,7 @@ pytest.importorskip("torch_geometric")
 
 from torch_geometric.nn.models import GCN as Peer
 
-from insum_nn.layers.gcn_conv import GCNConv
+from insum_nn.layers.graph.gcn_conv import GCNConv
 from insum_nn.models.gcn import GCN
 from insum_nn.testing.tolerances import assert_matches
 

@@ -12,7 +12,7 @@ import torch.nn.functional as F
 from torch import nn
 
 from insum_nn.errors import InsumShapeError
-from insum_nn.layers.sparse_tensor import SparseConvTensor
+from insum_nn.layers.voxel.sparse_tensor import SparseConvTensor
 from insum_nn.models.minkunet import (
     MinkUNet,
     MinkUNet14,

@@ -17,8 +17,8 @@ from e3nn import o3
 
 from insum_nn.datasets.extended_xyz import AtomBatch, Configuration, collate
 from insum_nn.errors import InsumShapeError
-from insum_nn.layers.tensor_product import TensorProduct
-from insum_nn.layers.tensor_product_conv import TensorProductConv
+from insum_nn.layers.equivariant.tensor_product import TensorProduct
+from insum_nn.layers.equivariant.tensor_product_conv import TensorProductConv
 from insum_nn.models.nequip import NequIP, RadialBasis
 
 CUTOFF = 3.0

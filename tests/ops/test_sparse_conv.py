@@ -11,7 +11,7 @@ from insum_nn.errors import InsumDeviceError, InsumDtypeError, InsumShapeError
 from insum_nn.ops.sparse_conv import SPARSE_CONV, map_program, sparse_conv, sparse_conv_operands
 from insum_nn.structure.coordinates import Coordinates
 from insum_nn.structure.kernel_map import Geometry
-from insum_nn.structure.kernel_map_build import build_kernel_map
+from insum_nn.structure.kernel_map.build import build_kernel_map
 from insum_nn.testing.tolerances import assert_matches
 from tests.ops.conv_oracle import dense_conv, geometry, random_sites, read
 from tests.ops.oracle import assert_gradients, assert_same, strided

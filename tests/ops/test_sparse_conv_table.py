@@ -12,8 +12,8 @@ import torch
 
 from insum_nn.compiler.options import Options
 from insum_nn.errors import InsumRangeError
-from insum_nn.layers.sparse_conv_kinds import SubMConv3d
-from insum_nn.layers.sparse_tensor import SparseConvTensor
+from insum_nn.layers.voxel.conv_kinds import SubMConv3d
+from insum_nn.layers.voxel.sparse_tensor import SparseConvTensor
 from insum_nn.ops import sparse_conv_table
 from insum_nn.ops.sparse_conv import (
     SPARSE_CONV,
@@ -26,7 +26,7 @@ from insum_nn.ops.sparse_conv import (
 from insum_nn.ops.sparse_conv_table import by_table, table_statement
 from insum_nn.structure.coordinates import Coordinates
 from insum_nn.structure.kernel_map import Geometry, KernelMap
-from insum_nn.structure.kernel_map_build import build_kernel_map
+from insum_nn.structure.kernel_map.build import build_kernel_map
 from insum_nn.testing.tolerances import assert_matches
 from tests.ops.conv_oracle import dense_conv, geometry, random_sites, read
 from tests.ops.oracle import assert_gradients, assert_same, strided

@@ -27,7 +27,7 @@ from insum_nn.ops.tensor_product_right import (
 )
 from insum_nn.structure.irreps import MODES, Entry, dimension, entries_of, make_paths
 from insum_nn.testing.tolerances import assert_matches
-from tests.layers.tensor_product_cases import (
+from tests.layers.equivariant.tensor_product_cases import (
     MODE_NAMES,
     Case,
     assert_same_derivatives,

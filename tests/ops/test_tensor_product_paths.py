@@ -16,7 +16,7 @@ from insum_nn.ops.tensor_product import explain_tensor_product, tensor_product
 from insum_nn.ops.tensor_product_form import form_of
 from insum_nn.ops.tensor_product_paths import PathProducts, path_products
 from insum_nn.testing.tolerances import assert_matches
-from tests.layers.tensor_product_cases import Case, assert_same_derivatives, one_mode
+from tests.layers.equivariant.tensor_product_cases import Case, assert_same_derivatives, one_mode
 from tests.ops.test_tensor_product import conv_oracle_of, edges_of, inputs_of, oracle_of, spec_of
 
 KINDS = [("uvw", True), ("uvu", True), ("uvu", False)]

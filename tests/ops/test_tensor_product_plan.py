@@ -24,7 +24,13 @@ from insum_nn.ops.tensor_product_form import Form, form_of
 from insum_nn.ops.tensor_product_plan import plan_of
 from insum_nn.structure.irreps import dimension
 from insum_nn.testing.tolerances import assert_matches
-from tests.layers.tensor_product_cases import MODE_NAMES, Case, assert_same_derivatives, one_mode, random_case
+from tests.layers.equivariant.tensor_product_cases import (
+    MODE_NAMES,
+    Case,
+    assert_same_derivatives,
+    one_mode,
+    random_case,
+)
 from tests.ops.test_tensor_product import conv_oracle_of, edges_of, inputs_of, oracle_of, spec_of
 
 # The package shows the function under the module's name.
@@ -161,7 +167,7 @@ from insum_nn.compiler.api import Options, compile
 from insum_nn.ops import tensor_product_form as form_module
 from insum_nn.ops.tensor_product_plan import plan_of
 from insum_nn.ops.tensor_product_statement import Reading
-from tests.layers.tensor_product_cases import one_mode
+from tests.layers.equivariant.tensor_product_cases import one_mode
 from tests.ops.test_tensor_product import spec_of
 from tests.ops.test_tensor_product_plan import operands_of
 from insum_nn.testing.tolerances import assert_matches
@@ -201,7 +207,7 @@ from insum_nn.compiler.api import Options, compile
 from insum_nn.ops import tensor_product_form as form_module
 from insum_nn.ops.tensor_product_direct import direct_of
 from insum_nn.ops.tensor_product_plan import plan_of
-from tests.layers.tensor_product_cases import Case, one_mode
+from tests.layers.equivariant.tensor_product_cases import Case, one_mode
 from tests.ops.test_tensor_product import spec_of
 from tests.ops.test_tensor_product_plan import operands_of
 from insum_nn.testing.tolerances import assert_matches

@@ -11,9 +11,9 @@ import insum_nn.ops as ops
 from insum_nn import Options
 from insum_nn.errors import InsumError, InsumRangeError
 from insum_nn.formats import GroupCOO
-from insum_nn.layers.sparse_conv_kinds import SparseConv3d, SubMConv3d
-from insum_nn.layers.sparse_pool import SparseGlobalMaxPool, SparseMaxPool3d
-from insum_nn.layers.sparse_tensor import SparseConvTensor
+from insum_nn.layers.voxel.conv_kinds import SparseConv3d, SubMConv3d
+from insum_nn.layers.voxel.pool import SparseGlobalMaxPool, SparseMaxPool3d
+from insum_nn.layers.voxel.sparse_tensor import SparseConvTensor
 from tests.ops.test_edited_formats import Entry, each_format, fixed, meaning, sparse_dense
 
 VALIDATE = Options(validate=True)
@@ -84,7 +84,7 @@ def test_a_validated_format_has_new_structures():
 
 def test_graph_convolutions():
     geometric = pytest.importorskip("torch_geometric")
-    from insum_nn.layers.gcn_conv import GCNConv
+    from insum_nn.layers.graph.gcn_conv import GCNConv
 
     torch.manual_seed(1)
     layer, peer = GCNConv(4, 3, options=VALIDATE), geometric.nn.GCNConv(4, 3)
@@ -135,7 +135,7 @@ def test_sparse_convolutions_and_pools():
 def test_what_is_not_seen_without_it_is_said():
     pytest.importorskip("torch_geometric")
     from insum_nn.formats import SparseFormat
-    from insum_nn.layers.gcn_conv import GCNConv
+    from insum_nn.layers.graph.gcn_conv import GCNConv
 
     for owner in (GCNConv, SparseFormat):
         assert "`.data`" in (owner.__doc__ or "")

@@ -18,7 +18,7 @@ from insum_nn.structure.irreps import (
     path_coefficients,
     weight_offsets,
 )
-from tests.layers.tensor_product_cases import MODE_NAMES, one_mode, random_case
+from tests.layers.equivariant.tensor_product_cases import MODE_NAMES, one_mode, random_case
 
 o3 = pytest.importorskip("e3nn.o3")
 

@@ -9,8 +9,8 @@ import pytest
 import torch
 
 from insum_nn.errors import InsumFormatError, InsumNameError, InsumShapeError
-from insum_nn.layers.sparse_conv import SparseConvolution
-from insum_nn.layers.sparse_tensor import SparseConvTensor
+from insum_nn.layers.voxel.conv import SparseConvolution
+from insum_nn.layers.voxel.sparse_tensor import SparseConvTensor
 from insum_nn.structure.conv_weights import convert_state_dict, export_weight, import_weight, kernel_anchor
 from tests.ops.conv_oracle import random_sites
 

@@ -8,9 +8,10 @@ import pytest
 import torch
 
 from insum_nn.errors import InsumFormatError, InsumRangeError
-from insum_nn.structure import coordinates, kernel_map_search
+from insum_nn.structure import coordinates
 from insum_nn.structure.coordinates import Coordinates, spans_of
-from insum_nn.structure.kernel_map_build import build_kernel_map
+from insum_nn.structure.kernel_map import search
+from insum_nn.structure.kernel_map.build import build_kernel_map
 from insum_nn.structure.site_grid import SiteGrid, fits
 from tests.ops.conv_oracle import geometry, random_sites
 
@@ -144,7 +145,7 @@ def test_strided_maps_by_marks(monkeypatch):
         sites = random_sites((6, 5, 7), 2, 30)
         want = build_kernel_map(sites, how, by_table=True)
         with monkeypatch.context() as patch:
-            patch.setattr(kernel_map_search, "_marks", lambda *_: True)
+            patch.setattr(search, "_marks", lambda *_: True)
             got = build_kernel_map(sites, how, by_table=True)
         assert torch.equal(got.out_indices, want.out_indices)
         assert torch.equal(got.neighbours, want.neighbours)

@@ -19,54 +19,6 @@ torch.Size([2, 8])
 
 from __future__ import annotations
 
-from insum_nn.layers.sparse_conv import SparseConvolution, load_spconv_state_dict, spconv_state_dict
-from insum_nn.layers.sparse_conv_kinds import (
-    SparseConv1d,
-    SparseConv2d,
-    SparseConv3d,
-    SparseConv4d,
-    SparseConvTranspose1d,
-    SparseConvTranspose2d,
-    SparseConvTranspose3d,
-    SparseConvTranspose4d,
-    SparseInverseConv1d,
-    SparseInverseConv2d,
-    SparseInverseConv3d,
-    SparseInverseConv4d,
-    SubMConv1d,
-    SubMConv2d,
-    SubMConv3d,
-    SubMConv4d,
-)
-from insum_nn.layers.sparse_pool import (
-    SparseAvgPool1d,
-    SparseAvgPool2d,
-    SparseAvgPool3d,
-    SparseAvgPool4d,
-    SparseGlobalAvgPool,
-    SparseGlobalMaxPool,
-    SparseMaxPool1d,
-    SparseMaxPool2d,
-    SparseMaxPool3d,
-    SparseMaxPool4d,
-)
-from insum_nn.layers.sparse_sequential import (
-    AddTable,
-    AddTableMisaligned,
-    ConcatTable,
-    JoinTable,
-    RemoveDuplicate,
-    RemoveGrid,
-    SparseBatchNorm,
-    SparseIdentity,
-    SparseModule,
-    SparseReLU,
-    SparseSequential,
-    SparseSyncBatchNorm,
-    ToDense,
-    assign_name_for_sparse_modules,
-)
-from insum_nn.layers.sparse_tensor import SparseConvTensor, sparse_add
 from insum_nn.layers.spconv import (
     constants,
     conv,
@@ -84,6 +36,54 @@ from insum_nn.layers.spconv import (
 )
 from insum_nn.layers.spconv.identity import Identity
 from insum_nn.layers.spconv.ops import ConvAlgo
+from insum_nn.layers.voxel.conv import SparseConvolution, load_spconv_state_dict, spconv_state_dict
+from insum_nn.layers.voxel.conv_kinds import (
+    SparseConv1d,
+    SparseConv2d,
+    SparseConv3d,
+    SparseConv4d,
+    SparseConvTranspose1d,
+    SparseConvTranspose2d,
+    SparseConvTranspose3d,
+    SparseConvTranspose4d,
+    SparseInverseConv1d,
+    SparseInverseConv2d,
+    SparseInverseConv3d,
+    SparseInverseConv4d,
+    SubMConv1d,
+    SubMConv2d,
+    SubMConv3d,
+    SubMConv4d,
+)
+from insum_nn.layers.voxel.pool import (
+    SparseAvgPool1d,
+    SparseAvgPool2d,
+    SparseAvgPool3d,
+    SparseAvgPool4d,
+    SparseGlobalAvgPool,
+    SparseGlobalMaxPool,
+    SparseMaxPool1d,
+    SparseMaxPool2d,
+    SparseMaxPool3d,
+    SparseMaxPool4d,
+)
+from insum_nn.layers.voxel.sequential import (
+    AddTable,
+    AddTableMisaligned,
+    ConcatTable,
+    JoinTable,
+    RemoveDuplicate,
+    RemoveGrid,
+    SparseBatchNorm,
+    SparseIdentity,
+    SparseModule,
+    SparseReLU,
+    SparseSequential,
+    SparseSyncBatchNorm,
+    ToDense,
+    assign_name_for_sparse_modules,
+)
+from insum_nn.layers.voxel.sparse_tensor import SparseConvTensor, sparse_add
 
 __all__ = [
     "AddTable",

@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from insum_nn.layers.sparse_conv import SparseConvolution
-from insum_nn.layers.sparse_conv_base import SparseConvolutionBase
-from insum_nn.layers.sparse_conv_kinds import (
+from insum_nn.layers.voxel.conv import SparseConvolution
+from insum_nn.layers.voxel.conv_base import SparseConvolutionBase
+from insum_nn.layers.voxel.conv_kinds import (
     SparseConv1d,
     SparseConv2d,
     SparseConv3d,

@@ -6,10 +6,10 @@ from typing import Any
 
 from torch import Tensor
 
-from insum_nn.layers.sparse_conv_base import Activation
-from insum_nn.layers.sparse_tensor import SparseConvTensor, sparse_add
 from insum_nn.layers.spconv import table_ops
 from insum_nn.layers.spconv.table_ops import indice_maxpool
+from insum_nn.layers.voxel.conv_base import Activation
+from insum_nn.layers.voxel.sparse_tensor import SparseConvTensor, sparse_add
 
 __all__ = [
     "implicit_gemm",

@@ -8,8 +8,8 @@ from typing import Any
 import torch
 from torch import nn
 
-from insum_nn.layers.sparse_conv import SparseConvolution
-from insum_nn.layers.sparse_sequential import (
+from insum_nn.layers.voxel.conv import SparseConvolution
+from insum_nn.layers.voxel.sequential import (
     SparseBatchNorm,
     SparseIdentity,
     SparseModule,
@@ -18,7 +18,7 @@ from insum_nn.layers.sparse_sequential import (
     SparseSyncBatchNorm,
     assign_name_for_sparse_modules,
 )
-from insum_nn.layers.sparse_tensor import SparseConvTensor
+from insum_nn.layers.voxel.sparse_tensor import SparseConvTensor
 
 __all__ = [
     "PrintCurrentTime",

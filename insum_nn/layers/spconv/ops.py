@@ -27,8 +27,8 @@ from insum_nn.layers.spconv.table_ops import (
 )
 from insum_nn.structure.coordinates import Coordinates
 from insum_nn.structure.kernel_map import Geometry, KernelMap
-from insum_nn.structure.kernel_map_build import build_kernel_map, output_shape
-from insum_nn.structure.kernel_map_geometry import ConvAlgo
+from insum_nn.structure.kernel_map.build import build_kernel_map, output_shape
+from insum_nn.structure.kernel_map.geometry import ConvAlgo
 
 __all__ = [
     "AlgoHint",

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from insum_nn.layers.sparse_pool import (
+from insum_nn.layers.voxel.pool import (
     SparseAvgPool,
     SparseAvgPool1d,
     SparseAvgPool2d,

@@ -14,7 +14,7 @@ from torch import Tensor
 from insum_nn.compiler.options import DEFAULT, Options
 from insum_nn.errors import InsumDtypeError, InsumShapeError
 from insum_nn.facts import IndexFacts
-from insum_nn.layers.sparse_conv_base import Activation, apply_activation
+from insum_nn.layers.voxel.conv_base import Activation, apply_activation
 from insum_nn.ops.arguments import run
 
 __all__ = [

@@ -2,6 +2,6 @@
 
 from __future__ import annotations
 
-from insum_nn.layers.sparse_sequential import AddTable, AddTableMisaligned, ConcatTable, JoinTable
+from insum_nn.layers.voxel.sequential import AddTable, AddTableMisaligned, ConcatTable, JoinTable
 
 __all__ = ["AddTable", "AddTableMisaligned", "ConcatTable", "JoinTable"]

@@ -39,7 +39,7 @@ def substitute() -> dict[str, int]:
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
         import_everything()
-        ours = importlib.import_module("insum_nn.layers.tensor_product")
+        ours = importlib.import_module("insum_nn.layers.equivariant.tensor_product")
     from e3nn import o3
 
     originals = {name: getattr(o3, name) for name in CLASSES}
@@ -79,7 +79,7 @@ class E3nn(Substitution):
 
     def substitute(self) -> None:
         substitute()
-        from insum_nn.layers.tensor_product import TensorProduct
+        from insum_nn.layers.equivariant.tensor_product import TensorProduct
 
         finish = TensorProduct._finish
 

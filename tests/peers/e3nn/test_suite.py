@@ -29,7 +29,7 @@ def test_the_substitution_reaches_the_modules_that_name_the_classes():
         "from e3nn.nn import _gate\n"
         "from e3nn.nn.models import gate_points_2101\n"
         "classes = [o3.TensorProduct, _gate.ElementwiseTensorProduct, gate_points_2101.FullyConnectedTensorProduct]\n"
-        "assert all(c.__module__ == 'insum_nn.layers.tensor_product' for c in classes), classes\n"
+        "assert all(c.__module__ == 'insum_nn.layers.equivariant.tensor_product' for c in classes), classes\n"
         "print(*[f'{k}={v}' for k, v in counts.items()])\n"
     )
     counts = dict(item.split("=") for item in printed)

@@ -31,7 +31,7 @@ def substitute() -> list[str]:
         warnings.simplefilter("ignore")
         for name in MODULES:
             importlib.import_module(name)
-        ours = importlib.import_module("insum_nn.layers.gcn_conv").GCNConv
+        ours = importlib.import_module("insum_nn.layers.graph.gcn_conv").GCNConv
     theirs = ours.__mro__[1]
     found: list[str] = []
     for name, module in list(sys.modules.items()):
@@ -79,7 +79,7 @@ class PyG(Substitution):
         # The suite's own switch for its slower parts: TorchScript and compilation.
         os.environ.setdefault("FULL_TEST", "1")
         substitute()
-        from insum_nn.layers.gcn_conv import GCNConv
+        from insum_nn.layers.graph.gcn_conv import GCNConv
 
         fused = GCNConv._fused
 

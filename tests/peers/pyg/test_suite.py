@@ -29,7 +29,7 @@ def test_the_substitution_reaches_the_modules_that_name_the_class():
         "from torch_geometric.nn.conv import gcn_conv\n"
         "from torch_geometric.nn.models import basic_gnn\n"
         "places = [nn.GCNConv, nn.conv.GCNConv, gcn_conv.GCNConv, basic_gnn.GCNConv, type(nn.GCN(2, 2, 1).convs[0])]\n"
-        "assert all(c.__module__ == 'insum_nn.layers.gcn_conv' for c in places), places\n"
+        "assert all(c.__module__ == 'insum_nn.layers.graph.gcn_conv' for c in places), places\n"
         "print(*found)\n"
     )
     assert "torch_geometric.nn.models.basic_gnn" in found

@@ -78,14 +78,14 @@ class Spconv(Substitution):
 
     def substitute(self) -> None:
         substitute(self.suite.parent / "spconv" / "test_utils.py")
-        from insum_nn.layers import sparse_conv, sparse_pool
+        from insum_nn.layers.voxel import conv, pool
 
         for kind in (
-            sparse_conv.SparseConvolution,
-            sparse_pool.SparseMaxPool,
-            sparse_pool.SparseAvgPool,
-            sparse_pool.SparseGlobalMaxPool,
-            sparse_pool.SparseGlobalAvgPool,
+            conv.SparseConvolution,
+            pool.SparseMaxPool,
+            pool.SparseAvgPool,
+            pool.SparseGlobalMaxPool,
+            pool.SparseGlobalAvgPool,
         ):
             self._count(kind)
         if not torch.cuda.is_available():

@@ -19,8 +19,8 @@ from torch import nn
 import insum_nn.layers.spconv as ours
 from insum_nn.layers.spconv.utils import PointToVoxel, gather_features_by_pc_voxel_id
 from insum_nn.layers.swap import swap
-from tests.layers.spconv_record import CASES as CASES_OF_RECORD
-from tests.layers.spconv_record import RECORD, digest
+from tests.layers.spconv.spconv_record import CASES as CASES_OF_RECORD
+from tests.layers.spconv.spconv_record import RECORD, digest
 from tests.ops.conv_oracle import random_sites
 
 # Of what spconv does, in its own files.

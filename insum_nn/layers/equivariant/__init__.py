@@ -1,0 +1,1 @@
+"""Tensor products, under the names of e3nn and OpenEquivariance."""

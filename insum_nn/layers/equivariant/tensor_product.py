@@ -1,0 +1,484 @@
+"""Drop-in replacements for the tensor products of `e3nn.o3`."""
+
+from __future__ import annotations
+
+import importlib
+import warnings
+from collections.abc import Iterator, Sequence
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor
+
+from insum_nn.compiler.options import DEFAULT, Options
+from insum_nn.errors import MissingExtraError
+from insum_nn.layers.equivariant.checks import (
+    InputError,
+    check_choice,
+    check_inputs,
+    check_weights,
+    fits_plainly,
+    variances,
+)
+from insum_nn.layers.equivariant.constants import add_constants, did_compile_right, drop_constants
+from insum_nn.ops.arguments import to_autocast
+from insum_nn.ops.tensor_product import (
+    TensorProductSpec,
+    checked_product,
+    explain_tensor_product,
+    expressions,
+    tensor_product_right,
+)
+from insum_nn.structure.clebsch_gordan import nonzeros
+from insum_nn.structure.irreps import Entry, Path, entries_of, make_paths, path_coefficients, weight_offsets
+
+try:
+    # e3nn has no types, so what comes from it is `Any`.
+    e3nn: Any = importlib.import_module("e3nn")
+    o3: Any = importlib.import_module("e3nn.o3")
+    Instruction: Any = importlib.import_module("e3nn.o3._tensor_product._instruction").Instruction
+except ImportError as error:
+    raise MissingExtraError(
+        "the tensor products take the place of e3nn's, which is not installed", fix="run: pip install e3nn"
+    ) from error
+
+__all__ = [
+    "ElementwiseTensorProduct",
+    "FullTensorProduct",
+    "FullyConnectedTensorProduct",
+    "TensorProduct",
+    "TensorSquare",
+]
+
+Irreps = Any
+
+
+class TensorProduct(o3.TensorProduct):
+    """Tensor product of two representations along chosen paths: `e3nn.o3.TensorProduct`.
+
+        Z[z,k,w] += CG[k,r,q] * X[z,I[k,r,q],u] * Y[z,J[k,r,q],v] * W[L[k,r],u,v,w]
+        Z[z,k,u] += CG[k,r,q] * X[z,I[k,r,q],u] * Y[z,J[k,r,q],v] * W[L[k,r],u,v]
+
+    The first line is a mode that mixes multiplicities (uvw), the second one that keeps them (uvu); see `expression`
+    for those of a module. The Clebsch-Gordan coefficients are static tables of the non-zero ones.
+
+    Source: Geiger and Smidt, e3nn (2022), section 4.
+
+    Args:
+        irreps_in1: representation of the first input.
+        irreps_in2: representation of the second input.
+        irreps_out: representation of the output.
+        instructions: paths `(i_in1, i_in2, i_out, mode, has_weight[, path_weight])`.
+        in1_var: variance of each entry of the first input; default 1.
+        in2_var: variance of each entry of the second input; default 1.
+        out_var: variance of each entry of the output; default 1.
+        irrep_normalization: `"component"` (default), `"norm"` or `"none"`.
+        path_normalization: `"element"` (default), `"path"` or `"none"`.
+        internal_weights: hold the weights as a parameter; default whenever they are shared.
+        shared_weights: one weight for all samples (default), rather than one each.
+        compile_left_right: accepted; `forward` is always there.
+        compile_right: accepted; `right` is always there.
+        normalization: old name of `irrep_normalization`.
+        _specialized_code: accepted; names the constants in the state dict as e3nn does.
+        _optimize_einsums: accepted; the compiler chooses the order of products.
+        options: compile options.
+
+    Raises:
+        InstructionError: a path connects what cannot be connected.
+        ValueError: an unknown normalisation.
+
+    >>> from insum_nn.layers.equivariant.tensor_product import TensorProduct
+    >>> cross = TensorProduct("16x1o", "16x1o", "16x1e", [(0, 0, 0, "uuu", False)])
+    >>> cross
+    TensorProduct(16x1o x 16x1o -> 16x1e | 16 paths | 0 weights)
+      Z[z,k,u] += CG[k,q] * X[z,I[k,q],u] * Y[z,J[k,q],u]
+    >>> cross(torch.randn(8, 48), torch.randn(8, 48)).shape
+    torch.Size([8, 48])
+    """
+
+    # TorchScript compiles properties unless told otherwise.
+    __jit_unused_properties__ = ["spec", "expression"]  # noqa: RUF012 - its form is torch's
+
+    def __init__(
+        self,
+        irreps_in1: Irreps,
+        irreps_in2: Irreps,
+        irreps_out: Irreps,
+        instructions: Sequence[tuple[Any, ...]],
+        in1_var: Sequence[float] | Tensor | None = None,
+        in2_var: Sequence[float] | Tensor | None = None,
+        out_var: Sequence[float] | Tensor | None = None,
+        irrep_normalization: str | None = None,
+        path_normalization: str | None = None,
+        internal_weights: bool | None = None,
+        shared_weights: bool | None = None,
+        compile_left_right: bool = True,
+        compile_right: bool = False,
+        normalization: str | None = None,
+        _specialized_code: bool | None = None,
+        _optimize_einsums: bool | None = None,
+        *,
+        options: Options = DEFAULT,
+    ) -> None:
+        torch.nn.Module.__init__(self)
+        if normalization is not None:
+            warnings.warn(
+                "`normalization` is deprecated. Use `irrep_normalization` instead.", DeprecationWarning, stacklevel=2
+            )
+            irrep_normalization = normalization
+        irrep_normalization = irrep_normalization or "component"
+        path_normalization = path_normalization or "element"
+        check_choice("irrep_normalization", irrep_normalization, ("component", "norm", "none"))
+        check_choice("path_normalization", path_normalization, ("element", "path", "none"))
+        self.irreps_in1 = o3.Irreps(irreps_in1)
+        self.irreps_in2 = o3.Irreps(irreps_in2)
+        self.irreps_out = o3.Irreps(irreps_out)
+        in1, in2, out = self._entries()
+        paths, path_weights = make_paths(in1, in2, out, instructions)
+        spread = (
+            variances("in1_var", in1_var, len(in1)),
+            variances("in2_var", in2_var, len(in2)),
+            variances("out_var", out_var, len(out)),
+        )
+        factors = path_coefficients(
+            paths, path_weights, (in1, in2, out), spread, irrep_normalization, path_normalization
+        )
+        self.instructions = [
+            Instruction(p.i_in1, p.i_in2, p.i_out, p.mode, p.weighted, factor, p.shape)
+            for p, factor in zip(paths, factors, strict=True)
+        ]
+        defaults = e3nn.get_optimization_defaults()
+        self._specialized_code = defaults["specialized_code"] if _specialized_code is None else _specialized_code
+        self._optimize_einsums = defaults["optimize_einsums"] if _optimize_einsums is None else _optimize_einsums
+        self._did_compile_left_right = compile_left_right
+        self._did_compile_right = compile_right
+        self.options = options
+        self._own_weights(internal_weights, shared_weights)
+        self._finish()
+
+    def _own_weights(self, internal: bool | None, shared: bool | None) -> None:
+        """Decide who holds the weights, and make them."""
+        if shared is False and internal is None:
+            internal = False
+        if shared is None:
+            shared = True
+        if internal is None:
+            internal = shared and any(i.has_weight for i in self.instructions)
+        if internal and not shared:
+            raise InputError(
+                "internal_weights=True needs shared_weights=True",
+                details=["a parameter cannot depend on the sample"],
+                fix="pass the weights to forward, or share them.",
+            )
+        self.internal_weights = bool(internal)
+        self.shared_weights = bool(shared)
+        self.weight_numel = sum(path.numel for path in self._paths() if path.weighted)
+        if internal and self.weight_numel > 0:
+            self.weight = torch.nn.Parameter(torch.randn(self.weight_numel))
+        else:
+            # TorchScript wants the attribute in any case.
+            self.register_buffer("weight", torch.tensor([]))
+        mask = torch.zeros(self.irreps_out.dim)
+        parts = self.irreps_out.slices()
+        for ins in self.instructions:
+            if ins.path_weight != 0 and 0 not in ins.path_shape:
+                mask[parts[ins.i_out]] = 1
+        self.register_buffer("output_mask", mask)
+
+    def _entries(self) -> tuple[tuple[Entry, ...], tuple[Entry, ...], tuple[Entry, ...]]:
+        return entries_of(self.irreps_in1), entries_of(self.irreps_in2), entries_of(self.irreps_out)
+
+    def _paths(self) -> tuple[Path, ...]:
+        rows = [(i.i_in1, i.i_in2, i.i_out, i.connection_mode, i.has_weight) for i in self.instructions]
+        paths, _ = make_paths(*self._entries(), rows)
+        return tuple(p._replace(coefficient=i.path_weight) for p, i in zip(paths, self.instructions, strict=True))
+
+    def _finish(self) -> None:
+        """Everything that follows from the instructions."""
+        self._in1_dim: int = self.irreps_in1.dim
+        self._in2_dim: int = self.irreps_in2.dim
+        self._out_dim: int = self.irreps_out.dim
+        # The operator takes the whole product as text: traced, scripted and exported graphs carry it along.
+        self._text: str = self.spec.to_json()
+        self._text_shared: str = self.spec.with_shared(True).to_json()
+        for path in self._paths():
+            # Computed now and remembered: a first call may come in the midst of anything.
+            nonzeros(
+                self.irreps_in1[path.i_in1].ir.l, self.irreps_in2[path.i_in2].ir.l, self.irreps_out[path.i_out].ir.l
+            )
+        self._profiling_str: str = o3.TensorProduct.__repr__(self)
+
+    @property
+    def spec(self) -> TensorProductSpec:
+        """Representations and normalised paths, without numbers."""
+        return TensorProductSpec(*self._entries(), self._paths(), self.shared_weights, options=self.options)
+
+    @classmethod
+    def from_e3nn(cls, module: Any, *, options: Options = DEFAULT) -> TensorProduct:
+        """The same product as a module of e3nn, sharing its weights; of the class that replaces the module's.
+
+        >>> peer = o3.FullyConnectedTensorProduct("2x0e + 1o", "1o", "0e + 2x1o")
+        >>> ours = TensorProduct.from_e3nn(peer)
+        >>> type(ours).__name__, ours.weight is peer.weight
+        ('FullyConnectedTensorProduct', True)
+        """
+        kinds: tuple[type[TensorProduct], ...] = (
+            FullyConnectedTensorProduct,
+            ElementwiseTensorProduct,
+            FullTensorProduct,
+            TensorSquare,
+        )
+        kind = next((k for k in kinds if isinstance(module, k.__mro__[1])), TensorProduct)
+        new: TensorProduct = kind.__new__(kind)
+        torch.nn.Module.__init__(new)
+        for name in ("irreps_in1", "irreps_in2", "irreps_out", "shared_weights", "internal_weights", "weight_numel"):
+            setattr(new, name, getattr(module, name))
+        if isinstance(module, o3.TensorSquare):
+            new.irreps_in = module.irreps_in
+        new.instructions = list(module.instructions)
+        new._specialized_code = module._specialized_code
+        new._optimize_einsums = module._optimize_einsums
+        new._did_compile_left_right = True
+        new._did_compile_right = did_compile_right(module)
+        if isinstance(module.weight, torch.nn.Parameter):
+            new.weight = module.weight
+        else:
+            new.register_buffer("weight", module.weight)
+        new.register_buffer("output_mask", module.output_mask)
+        new.options = options
+        new._finish()
+        return new.train(module.training)
+
+    @property
+    def expression(self) -> str:
+        """The statements that make the output, one a line."""
+        return "\n".join(expressions(self.spec))
+
+    def __repr__(self) -> str:
+        lines = [super().__repr__(), *expressions(self.spec)]
+        return "\n  ".join(lines)
+
+    def explain(self, x: Tensor, y: Tensor, weight: Tensor | None = None, *, statement: int = 0) -> Any:
+        """What becomes of one statement on these inputs (2-d): an `Explanation`."""
+        w = self._get_weights(weight)
+        return explain_tensor_product(self.spec, x, y, w, statement=statement)
+
+    # State: e3nn's checkpoints hold dense coefficient blocks, constants that the static tables replace.
+
+    def _save_to_state_dict(self, destination: dict[str, Any], prefix: str, keep_vars: bool) -> None:
+        super()._save_to_state_dict(destination, prefix, keep_vars)
+        add_constants(self, destination, prefix)
+
+    def _load_from_state_dict(self, state_dict: dict[str, Any], prefix: str, *args: Any) -> None:
+        drop_constants(state_dict, prefix)
+        super()._load_from_state_dict(state_dict, prefix, *args)
+
+    # Weights.
+
+    @torch.jit.unused
+    def _checked_weights(self, weight: Tensor | list[Tensor] | None) -> Tensor | None:
+        return check_weights(self, weight)
+
+    def _get_weights(self, weight: Tensor | None) -> Tensor:
+        if not torch.jit.is_scripting():
+            weight = self._checked_weights(weight)
+        if weight is None:
+            if self.weight_numel > 0 and not self.internal_weights:
+                raise RuntimeError("Weights must be provided when the TensorProduct does not have `internal_weights`")
+            return self.weight
+        if self.shared_weights:
+            torch._assert(weight.shape == (self.weight_numel,), "Invalid weight shape")
+        else:
+            torch._assert(weight.shape[-1] == self.weight_numel, "Invalid weight shape")
+            torch._assert(weight.ndim > 1, "When shared weights is false, weights must have batch dimension")
+        return weight
+
+    def weight_view_for_instruction(self, instruction: int, weight: Tensor | None = None) -> Tensor:
+        """The weights of one instruction, as a view of `weight` or of the module's own.
+
+        Args:
+            instruction: number of an instruction that has weights.
+            weight: as for `forward`.
+        """
+        paths = self._paths()
+        if not paths[instruction].weighted:
+            raise ValueError(f"Instruction {instruction} has no weights.")
+        path = paths[instruction]
+        weight = self._get_weights(weight)
+        own = weight.narrow(-1, weight_offsets(paths)[instruction], path.numel)
+        return own.view(*weight.shape[:-1], *path.shape)
+
+    def weight_views(self, weight: Tensor | None = None, yield_instruction: bool = False) -> Iterator[Any]:
+        """The weights of each instruction that has any, as views; with `(number, instruction, view)` if wished."""
+        weight = self._get_weights(weight)
+        paths = self._paths()
+        for number, (path, start) in enumerate(zip(paths, weight_offsets(paths), strict=True)):
+            if path.weighted:
+                view = weight.narrow(-1, start, path.numel).view(*weight.shape[:-1], *path.shape)
+                yield (number, self.instructions[number], view) if yield_instruction else view
+
+    # Evaluation. What follows is also compiled by TorchScript, which knows neither our errors nor f-strings.
+
+    @torch.jit.unused
+    def _prepared(self, x: Tensor, y: Tensor, weight: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        if not torch.jit.is_tracing():
+            check_inputs(self, x, y, weight)
+        return to_autocast(x), to_autocast(y), to_autocast(weight)
+
+    @torch.jit.unused
+    def _is_plain(self, x: Tensor, y: Tensor, weight: Tensor | None) -> bool:
+        """Whether nothing is to be checked, cast, repeated or told apart."""
+        if weight is None:
+            if self.weight_numel > 0 and not self.internal_weights:
+                return False
+            weight = self.weight
+        dims = (self._in1_dim, self._in2_dim, self.weight_numel)
+        if not fits_plainly(x, y, weight, dims, shared=self.shared_weights) or x.shape[0] != y.shape[0]:
+            return False
+        # One weight for a whole batch is a shared one.
+        return self.shared_weights or (weight.shape[0] == x.shape[0] != 1)
+
+    def forward(self, x: Tensor, y: Tensor, weight: Tensor | None = None) -> Tensor:
+        """Multiply `x` by `y`.
+
+        Args:
+            x: (..., irreps_in1.dim); differentiable.
+            y: (..., irreps_in2.dim); differentiable; batch dimensions broadcast.
+            weight: (weight_numel,) if weights are shared, else (..., weight_numel), or a list of one tensor for each
+                instruction with weights; needed unless the module holds them; differentiable.
+
+        Returns:
+            (..., irreps_out.dim).
+        """
+        return self._multiply(x, y, weight)
+
+    def _multiply(self, x: Tensor, y: Tensor, weight: Tensor | None) -> Tensor:
+        if not torch.jit.is_scripting():
+            if self._is_plain(x, y, weight):
+                return checked_product(self._text, x, y, self.weight if weight is None else weight)
+        w = self._get_weights(weight)
+        if not torch.jit.is_scripting():
+            x, y, w = self._prepared(x, y, w)
+        torch._assert(x.shape[-1] == self._in1_dim, "Incorrect last dimension for x")
+        torch._assert(y.shape[-1] == self._in2_dim, "Incorrect last dimension for y")
+        head = torch.broadcast_tensors(x[..., :1], y[..., :1])[0]
+        if not self.shared_weights:
+            head = torch.broadcast_tensors(x[..., :1], y[..., :1], w[..., :1])[0]
+        batch = list(head.shape[:-1])
+        number = 1
+        for extent in batch:
+            number = number * extent
+        x = x.expand(batch + [self._in1_dim]).reshape(number, self._in1_dim)  # noqa: RUF005 - TorchScript
+        y = y.expand(batch + [self._in2_dim]).reshape(number, self._in2_dim)  # noqa: RUF005
+        text = self._text
+        if not self.shared_weights:
+            if w.numel() == self.weight_numel:
+                # One weight for the whole batch is a shared one: nothing to repeat.
+                w = w.reshape(self.weight_numel)
+                text = self._text_shared
+            else:
+                w = w.expand(batch + [self.weight_numel]).reshape(number, self.weight_numel)  # noqa: RUF005
+        if torch.jit.is_scripting():
+            z = torch.ops.insum_nn.tensor_product(text, "z", x, y, w, None, None, number, number)
+        else:
+            z = checked_product(text, x, y, w)
+        return z.reshape(batch + [self._out_dim])  # noqa: RUF005
+
+    @torch.jit.export
+    def right(self, y: Tensor, weight: Tensor | None = None) -> Tensor:
+        """Multiply by `y` what is still to come: a matrix that takes any `x` to the tensor product with `y`.
+
+        Args:
+            y: (..., irreps_in2.dim); differentiable.
+            weight: as for `forward`.
+
+        Returns:
+            (..., irreps_in1.dim, irreps_out.dim), for `torch.einsum("...i,...ik->...k", x, right)`.
+        """
+        w = self._get_weights(weight)
+        if not torch.jit.is_scripting():
+            _, y, w = self._prepared(y.new_zeros([self._in1_dim]), y, w)
+        torch._assert(y.shape[-1] == self._in2_dim, "Incorrect last dimension for y")
+        head = y[..., :1]
+        if not self.shared_weights:
+            head = torch.broadcast_tensors(y[..., :1], w[..., :1])[0]
+        batch = list(head.shape[:-1])
+        number = 1
+        for extent in batch:
+            number = number * extent
+        y = y.expand(batch + [self._in2_dim]).reshape(number, self._in2_dim)  # noqa: RUF005
+        if not self.shared_weights:
+            w = w.expand(batch + [self.weight_numel]).reshape(number, self.weight_numel)  # noqa: RUF005
+        if torch.jit.is_scripting():
+            b = torch.ops.insum_nn.tensor_product_right(self._text, y, w)
+        else:
+            b = tensor_product_right(self._text, y, w)
+        return b.reshape(batch + [self._in1_dim, self._out_dim])  # noqa: RUF005
+
+
+# e3nn's own constructors write the instructions; the next class in line is ours.
+
+
+class FullyConnectedTensorProduct(o3.FullyConnectedTensorProduct, TensorProduct):
+    """Every path that the degrees and parities allow, with weights that mix all multiplicities.
+
+        Z[z,k,w] += CG[k,r,q] * X[z,I[k,r,q],u] * Y[z,J[k,r,q],v] * W[L[k,r],u,v,w]
+
+    Takes the place of `e3nn.o3.FullyConnectedTensorProduct`; arguments as there, and of `TensorProduct`.
+    """
+
+    if TYPE_CHECKING:
+
+        def __init__(self, irreps_in1: Irreps, irreps_in2: Irreps, irreps_out: Irreps, **kwargs: Any) -> None: ...
+
+
+class ElementwiseTensorProduct(o3.ElementwiseTensorProduct, TensorProduct):
+    """The product of each copy of one input with the copy of the other that stands at its place.
+
+        Z[z,k,u] += CG[k,q] * X[z,I[k,q],u] * Y[z,J[k,q],u]
+
+    Takes the place of `e3nn.o3.ElementwiseTensorProduct`; arguments as there, and of `TensorProduct`.
+    """
+
+    if TYPE_CHECKING:
+
+        def __init__(
+            self, irreps_in1: Irreps, irreps_in2: Irreps, filter_ir_out: Any = None, **kwargs: Any
+        ) -> None: ...
+
+
+class FullTensorProduct(o3.FullTensorProduct, TensorProduct):
+    """The product of each copy of one input with each of the other, without weights.
+
+        Z[z,k,u,v] += CG[k,q] * X[z,I[k,q],u] * Y[z,J[k,q],v]
+
+    Takes the place of `e3nn.o3.FullTensorProduct`; arguments as there, and of `TensorProduct`.
+    """
+
+    if TYPE_CHECKING:
+
+        def __init__(
+            self, irreps_in1: Irreps, irreps_in2: Irreps, filter_ir_out: Any = None, **kwargs: Any
+        ) -> None: ...
+
+
+class TensorSquare(o3.TensorSquare, TensorProduct):
+    """The product of a representation with itself, each pair of copies once.
+
+        Z[z,k,n] += CG[k,q] * X[z,I[k,q],U[n]] * Y[z,J[k,q],V[n]]
+
+    Takes the place of `e3nn.o3.TensorSquare`; arguments as there, and of `TensorProduct`.
+    """
+
+    if TYPE_CHECKING:
+
+        def __init__(
+            self, irreps_in: Irreps, irreps_out: Irreps = None, filter_ir_out: Any = None, **kwargs: Any
+        ) -> None: ...
+
+    def forward(self, x: Tensor, weight: Tensor | None = None) -> Tensor:  # pyright: ignore[reportIncompatibleMethodOverride]
+        """Multiply `x` by itself; see `TensorProduct.forward`. TorchScript takes it, and not e3nn's."""
+        return self._multiply(x, x, weight)
+
+    def __repr__(self) -> str:
+        return "\n  ".join([o3.TensorSquare.__repr__(self), *expressions(self.spec)])

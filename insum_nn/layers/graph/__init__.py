@@ -1,0 +1,1 @@
+"""Layers of graphs, under the names of PyTorch Geometric."""

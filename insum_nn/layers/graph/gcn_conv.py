@@ -1,0 +1,388 @@
+"""Graph convolution: takes the place of `torch_geometric.nn.GCNConv`."""
+
+# Annotations are not postponed here: TorchScript reads those of `forward` as they stand.
+
+import types
+from contextlib import nullcontext
+from typing import Any, ClassVar, NamedTuple, Optional, cast
+
+import torch
+from torch import Tensor
+
+from insum_nn.compiler.options import DEFAULT, Options
+from insum_nn.errors import InsumShapeError, MissingExtraError
+from insum_nn.kept import forget
+from insum_nn.ops.graph_conv import Recipe, explain_graph_conv, graph_conv
+from insum_nn.ops.graph_product import CARRY
+from insum_nn.ops.onlookers import numbers, unrecorded
+from insum_nn.ops.tensor_cache import TensorCache
+from insum_nn.structure.gcn_norm import Flow, Loops, gcn_norm
+
+try:
+    from torch_geometric import EdgeIndex
+    from torch_geometric.nn import MessagePassing
+    from torch_geometric.nn.aggr import SumAggregation
+    from torch_geometric.nn.conv import gcn_conv as peer
+    from torch_geometric.typing import Adj, OptPairTensor, OptTensor, SparseTensor  # pyright: ignore
+except ImportError as error:
+    raise MissingExtraError(
+        "GCNConv takes the place of torch_geometric's, which is not installed", fix="run: pip install torch_geometric"
+    ) from error
+
+__all__ = ["GCNConv"]
+
+_SPARSE = (torch.sparse_coo, torch.sparse_csr, torch.sparse_csc)
+# What a subclass or an instance may define to change how messages are made, combined or read.
+_MESSAGE_METHODS = ("propagate", "message", "aggregate", "message_and_aggregate", "update")
+
+
+class _Edges(NamedTuple):
+    """A graph in any form as an edge list, and how its self-loops are to be treated."""
+
+    edge_index: Tensor
+    edge_weight: Tensor | None
+    loops: Loops
+
+
+def _renamed(function: Any, name: str) -> Any:
+    """The same function under another name: TorchScript knows methods by it, and `forward` is taken."""
+    copy = types.FunctionType(
+        function.__code__, function.__globals__, name, function.__defaults__, function.__closure__
+    )
+    copy.__annotations__ = function.__annotations__
+    return copy
+
+
+class GCNConv(peer.GCNConv):
+    """The graph convolution of Kipf and Welling: `torch_geometric.nn.GCNConv`.
+
+        C[Row[g],n] += Val[g,q] * B[Col[g,q],n]        B = X W^T, or X where that is narrower: (A X) W^T = A (X W^T)
+
+    `Val` are the edges' weights between the inverse roots of both ends' degrees. The matrix and its transpose are
+    sorted and grouped once for each edge list (by the tensor's identity and version) and shared by all layers, forwards
+    and backwards; no tensor has both an axis of edges and one of features. Constructor, `state_dict` and results are
+    the peer's. What is better: gradients of any order in features, weights and `edge_weight`; sums in a fixed order
+    with `options=Options(deterministic=True)` or torch's own switch; no graph break under `torch.compile`; CSC
+    adjacencies may be normalised; degrees of half types are summed in float32; of duplicate self-loops the last one
+    counts, and only it gets a gradient.
+
+    The peer's own path, which forms one message per edge, runs where messages are asked for: explanations, hooks of
+    `propagate`, `message`, `aggregate` or the module `aggr_module`, `decomposed_layers` above 1, an `aggr` other than a
+    sum, subclasses that define any of those methods, TorchScript, and rectangular sparse adjacencies.
+
+    What an edge list says is read and sorted once, and kept until torch counts a write to it. Writes through `.data`, a
+    NumPy array or DLPack are not counted: after them the layer goes on with the old graph. Pass a new tensor, or
+    `options=Options(validate=True)`, which reads the edges and weights at every call. What `cached=True` keeps stays.
+
+    Source: Kipf, Welling, Semi-Supervised Classification with Graph Convolutional Networks (ICLR 2017), eq. (2).
+
+    Args:
+        in_channels: features of a node; -1: those of the first input.
+        out_channels: features of a node of the result.
+        improved: self-loops that are added weigh 2, where edges have weights.
+        cached: keep the first normalised graph, and use it whatever graph later calls bring.
+        add_self_loops: give every node a self-loop; default `normalize`.
+        normalize: weigh edges by degrees.
+        bias: learn an additive bias.
+        options: compile options, the deterministic switch among them.
+        **kwargs: `aggr`, `flow`, `node_dim` and the other arguments of `MessagePassing`.
+
+    Raises:
+        ValueError: `add_self_loops` without `normalize`, or an unknown `flow`.
+
+    >>> from insum_nn.layers.graph.gcn_conv import GCNConv
+    >>> layer = GCNConv(16, 32)
+    >>> layer, layer.expression
+    (GCNConv(16, 32), 'C[Row[g],n] += Val[g,q] * B[Col[g,q],n]')
+    >>> layer(torch.randn(4, 16), torch.tensor([[0, 1, 2], [1, 2, 3]])).shape
+    torch.Size([4, 32])
+    """
+
+    # Where TorchScript looks for the types of what starts as None.
+    _cached_edge_index: Optional[OptPairTensor]  # noqa: UP045
+    _cached_adj_t: Optional[SparseTensor]  # noqa: UP045
+
+    # The peer's inspector looks for this in the source of classes by their names, and ours has the peer's.
+    propagate_type: ClassVar[dict[str, Any]] = {"x": Tensor, "edge_weight": OptTensor}
+    # The peer replaces `propagate` of each class by generated code; without a `propagate` of its own this class would
+    # take what was generated for the peer's for the plain one.
+    propagate = MessagePassing.propagate
+    _by_messages = _renamed(peer.GCNConv.forward, "_by_messages")
+    _makes_messages: ClassVar[bool] = False
+    # TorchScript compiles properties unless told otherwise.
+    __jit_unused_properties__: ClassVar[list[str]] = ["expression"]
+
+    def __init__(
+        self,
+        in_channels: int,
+        out_channels: int,
+        improved: bool = False,
+        cached: bool = False,
+        add_self_loops: bool | None = None,
+        normalize: bool = True,
+        bias: bool = True,
+        *,
+        options: Options = DEFAULT,
+        **kwargs: Any,
+    ) -> None:
+        super().__init__(in_channels, out_channels, improved, cached, add_self_loops, normalize, bias, **kwargs)
+        self.options = options
+
+    def __init_subclass__(cls, **kwargs: Any) -> None:
+        super().__init_subclass__(**kwargs)
+        cls._makes_messages = any(getattr(cls, name) is not getattr(GCNConv, name) for name in _MESSAGE_METHODS[1:])
+        cls._makes_messages |= "propagate" in cls.__dict__
+
+    @property
+    def expression(self) -> str:
+        """The statement that the layer runs."""
+        return CARRY
+
+    def forward(self, x: Tensor, edge_index: Adj, edge_weight: OptTensor = None) -> Tensor:
+        """Convolve.
+
+        Args:
+            x: (n, F), (b, n, F) over one shared graph, or a sparse matrix (n, F); differentiable.
+            edge_index: (2, e) integers, an `EdgeIndex`, or the transposed adjacency (n, n) as torch's sparse COO, CSR
+                or CSC, or as a `torch_sparse.SparseTensor`.
+            edge_weight: (e,) or (e, 1); differentiable. With a sparse adjacency its values are the weights, and this
+                is not read.
+
+        Returns:
+            (n, O) or (b, n, O).
+
+        Raises:
+            ValueError: `x` is a tuple, `edge_index` is no graph, a weight is missing, or the direction does not fit.
+            IndexError: a node lies outside.
+        """
+        if not torch.jit.is_scripting():
+            if not self._asks_for_messages(x, edge_index):
+                return self._fused(x, edge_index, edge_weight)
+        return self._by_messages(x, edge_index, edge_weight)
+
+    @torch.jit.unused
+    def explain_statement(
+        self, x: Tensor, edge_index: Any, edge_weight: Tensor | None = None, *, measure: bool = False
+    ) -> Any:
+        """What becomes of the layer's statement on these inputs.
+
+        The peer's `explain` is a switch of its explainers, so this has a name of its own.
+
+        Args:
+            x: as in a call.
+            edge_index: as in a call.
+            edge_weight: as in a call.
+            measure: also time the product.
+
+        Returns:
+            The compiler's `Explanation`.
+        """
+        edges, normalize = self._edges(x, edge_index, edge_weight)
+        with torch.no_grad():
+            dense = x if self._aggregates_first(x, edges.edge_weight) else self.lin(x)
+            recipe = self._recipe(edges, normalize)
+            dense, _ = _node_rows(dense, self.node_dim)
+            graph = edges.edge_index, edges.edge_weight
+            return explain_graph_conv(dense, *graph, recipe=recipe, options=self.options, measure=measure)
+
+    # Which path.
+
+    @torch.jit.unused
+    def _asks_for_messages(self, x: Any, edge_index: Any) -> bool:
+        """Whether somebody wants messages, or the input is one that the peer judges."""
+        if self.explain or self._edge_mask is not None or self.decomposed_layers != 1 or self._makes_messages:
+            return True
+        sums = self.aggr_module
+        if self.aggr not in ("add", "sum") or type(sums) is not SumAggregation:
+            return True
+        if sums._forward_hooks or sums._forward_pre_hooks or sums._backward_hooks or sums._backward_pre_hooks:
+            return True
+        if (
+            self._propagate_forward_pre_hooks
+            or self._propagate_forward_hooks
+            or self._message_forward_pre_hooks
+            or self._message_forward_hooks
+            or self._aggregate_forward_pre_hooks
+            or self._aggregate_forward_hooks
+            or self._message_and_aggregate_forward_pre_hooks
+            or self._message_and_aggregate_forward_hooks
+        ):
+            return True
+        if not isinstance(x, Tensor) or not isinstance(edge_index, (Tensor, SparseTensor)):
+            return True
+        # Instances may be given methods of their own.
+        own = self.__dict__
+        if "message" in own or "aggregate" in own or "update" in own or "message_and_aggregate" in own:
+            return True
+        if isinstance(edge_index, SparseTensor):
+            return not self.normalize and edge_index.size(0) != edge_index.size(1)
+        return edge_index.layout in _SPARSE and not self.normalize and edge_index.size(0) != edge_index.size(1)
+
+    # The fused path.
+
+    @torch.jit.unused
+    def _fused(self, x: Tensor, edge_index: Any, edge_weight: Tensor | None) -> Tensor:
+        if self.options.validate and not torch.compiler.is_compiling():
+            stored = edge_index.coo()[:2] if isinstance(edge_index, SparseTensor) else (edge_index,)
+            forget(part for part in stored if part is not None)
+        edges, normalize = self._edges(x, edge_index, edge_weight)
+        recipe = self._recipe(edges, normalize)
+        first = self._aggregates_first(x, edges.edge_weight)
+        dense = x if first else self.lin(x)
+        rows, back = _node_rows(dense, self.node_dim)
+        bias = cast("Tensor | None", self.bias)
+        if not first and back is None:
+            return graph_conv(rows, edges.edge_index, edges.edge_weight, bias, recipe=recipe, options=self.options)
+        rows = graph_conv(rows, edges.edge_index, edges.edge_weight, recipe=recipe, options=self.options)
+        out = rows if back is None else back(rows)
+        if first:
+            out = self.lin(out)
+        return out if bias is None else out + bias
+
+    def _recipe(self, edges: _Edges, normalize: bool) -> Recipe:
+        flow = cast("Flow", self.flow)
+        return Recipe(normalize, edges.loops, 2.0 if self.improved else 1.0, flow)
+
+    def _aggregates_first(self, x: Tensor, edge_weight: Tensor | None) -> bool:
+        """Whether (A X) W costs less than A (X W): both directions, and what needs no gradient needs no product."""
+        weight = self.lin.weight
+        if x.layout != torch.strided or isinstance(weight, torch.nn.parameter.UninitializedParameter):
+            return False
+        if edge_weight is not None and torch.promote_types(x.dtype, edge_weight.dtype) != x.dtype:
+            # The peer's features are widened by the edges' weights after the dense product.
+            return False
+        if torch.jit.is_tracing():
+            # One graph, for training too.
+            return self.in_channels < self.out_channels
+        learns = torch.is_grad_enabled()
+        learns_edges = learns and edge_weight is not None and edge_weight.requires_grad
+        narrow = 1 + (learns and x.requires_grad) + learns_edges
+        wide = 1 + (learns and (x.requires_grad or weight.requires_grad)) + learns_edges
+        return self.in_channels * narrow < self.out_channels * wide
+
+    # Graphs.
+
+    def _edges(self, x: Tensor, edge_index: Any, edge_weight: Tensor | None) -> tuple[_Edges, bool]:
+        """The graph as an edge list, normalised already where `cached`, and whether it is yet to be normalised."""
+        if x.dim() < 2 or not -x.dim() <= self.node_dim < x.dim() or self.node_dim in (-1, x.dim() - 1):
+            raise InsumShapeError(
+                f"'{type(self).__name__}' takes features of at least two dimensions, the last one that of features",
+                details=[f"expected (.., n, {self.in_channels}) with n along {self.node_dim}; got {tuple(x.shape)}"],
+                fix="pass x of shape (n, in_channels).",
+                got=tuple(x.shape),
+            )
+        num_nodes = numbers(x)[self.node_dim]
+        self._check_input(edge_index, None)
+        normalize = self.normalize
+        if normalize and (self.cached or self._cached_edge_index is not None or self._cached_adj_t is not None):
+            # A traced graph has it as a constant.
+            with unrecorded() if torch.jit.is_tracing() else nullcontext():
+                edge_index, edge_weight, normalize = self._cached_graph(edge_index, edge_weight, num_nodes, x.dtype)
+        loops: Loops = "remaining"
+        if isinstance(edge_index, SparseTensor):
+            _check_square(edge_index.size(0), edge_index.size(1), num_nodes)
+            edge_index, edge_weight = _from_sparse_tensor(edge_index, x.dtype, normalize)
+            loops = "replaced"
+        elif edge_index.layout in _SPARSE:
+            _check_square(edge_index.size(0), edge_index.size(1), num_nodes)
+            edge_index, edge_weight = _from_sparse(edge_index)
+            loops = "more"
+        elif isinstance(edge_index, EdgeIndex):
+            if not normalize:
+                _check_square(edge_index.num_rows, edge_index.num_cols, num_nodes)
+            edge_index = edge_index.as_tensor()
+        return _Edges(edge_index, edge_weight, loops if normalize and self.add_self_loops else "none"), normalize
+
+    def _cached_graph(
+        self, edge_index: Any, edge_weight: Tensor | None, num_nodes: int, dtype: torch.dtype
+    ) -> tuple[Any, Tensor | None, bool]:
+        """The normalised graph of the first call, kept as the peer keeps it."""
+        if isinstance(edge_index, SparseTensor):
+            if self._cached_adj_t is None and self.cached:
+                self._cached_adj_t = self._peer_norm(edge_index, edge_weight, num_nodes, dtype)
+            known = self._cached_adj_t
+            return (edge_index, edge_weight, True) if known is None else (known, None, False)
+        if self._cached_edge_index is None and self.cached:
+            if edge_index.layout in _SPARSE:
+                if edge_index.layout == torch.sparse_csc:
+                    edge_index = edge_index.to_sparse_csr()
+                known = self._peer_norm(edge_index, edge_weight, num_nodes, dtype)
+            else:
+                edges = edge_index.as_tensor() if isinstance(edge_index, EdgeIndex) else edge_index
+                known = gcn_norm(
+                    edges,
+                    edge_weight,
+                    num_nodes,
+                    self.improved,
+                    self.add_self_loops,
+                    cast("Flow", self.flow),
+                    dtype,
+                    fixed_size=torch.compiler.is_compiling(),
+                )
+            self._cached_edge_index = known
+        known = self._cached_edge_index
+        return (edge_index, edge_weight, True) if known is None else (known[0], known[1], False)
+
+    def _peer_norm(self, edge_index: Any, edge_weight: Tensor | None, num_nodes: int, dtype: torch.dtype) -> Any:
+        return peer.gcn_norm(edge_index, edge_weight, num_nodes, self.improved, self.add_self_loops, self.flow, dtype)
+
+
+def _check_square(rows: int | None, cols: int | None, num_nodes: int) -> None:
+    for extent in (rows, cols):
+        if extent is not None and extent != num_nodes:
+            raise InsumShapeError(
+                "the adjacency does not fit the node features",
+                details=[f"expected ({num_nodes}, {num_nodes}), a row and a column per node; got ({rows}, {cols})"],
+                fix="pass one row of features per node of the graph.",
+                expected=num_nodes,
+                got=(rows, cols),
+            )
+
+
+_edge_lists = TensorCache(limit=32)
+
+
+def _from_sparse(adj: Tensor) -> tuple[Tensor, Tensor]:
+    """Edges (sender, receiver) and values of a transposed adjacency in one of torch's sparse layouts."""
+    if adj.layout == torch.sparse_coo and adj.requires_grad and not adj.is_coalesced():
+        adj = adj.coalesce()
+
+    def build() -> tuple[Tensor, Tensor]:
+        fixed = adj.detach()
+        if fixed.layout == torch.sparse_coo:
+            return fixed._indices().flip(0), fixed._values()
+        by_row = fixed.layout == torch.sparse_csr
+        pointers, plain = (
+            (fixed.crow_indices(), fixed.col_indices()) if by_row else (fixed.ccol_indices(), fixed.row_indices())
+        )
+        owner = torch.arange(pointers.shape[0] - 1, dtype=plain.dtype, device=plain.device)
+        owner = owner.repeat_interleave(pointers.diff(), output_size=plain.shape[0])
+        return torch.stack((plain, owner) if by_row else (owner, plain)), fixed.values()
+
+    edge_index, values = _edge_lists.get([adj], "sparse", build)
+    return edge_index, adj.values() if adj.requires_grad else values
+
+
+def _from_sparse_tensor(adj: Any, dtype: torch.dtype, normalize: bool) -> tuple[Tensor, Tensor | None]:
+    """Edges (sender, receiver) and values of a transposed adjacency as a `torch_sparse.SparseTensor`."""
+    row, col, value = adj.coo()
+
+    def build() -> tuple[Tensor, Tensor]:
+        return torch.stack((col, row)), torch.ones(row.shape[0], dtype=dtype, device=row.device)
+
+    edge_index, ones = _edge_lists.get([row, col], ("SparseTensor", dtype), build)
+    # Where values are implied, self-loops that are added still get the weight of their own.
+    return edge_index, ones if value is None and normalize else value
+
+
+def _node_rows(dense: Tensor, node_dim: int) -> tuple[Tensor, Any]:
+    """Features with one row per node, and the way back; `None` where they are so already."""
+    if dense.dim() == 2:
+        return dense, None
+    moved = dense.movedim(node_dim, 0)
+    shape = moved.shape
+
+    def back(rows: Tensor) -> Tensor:
+        return rows.reshape(shape).movedim(0, node_dim)
+
+    return moved.reshape(shape[0], -1), back

@@ -1,0 +1,324 @@
+"""A linear layer whose weight is sparse by blocks."""
+
+from __future__ import annotations
+
+import math
+from typing import Any, Self, cast
+
+import torch
+from torch import Tensor, nn
+
+from insum_nn.compiler.options import DEFAULT, Options
+from insum_nn.errors import InsumShapeError
+from insum_nn.formats import BlockCOO
+from insum_nn.layers.pruned.pruned_weight import GroupSize, PrunedModule
+from insum_nn.ops.block_linear import (
+    BLOCK_LINEAR,
+    BLOCK_LINEAR_FACTS,
+    block_linear_program,
+    block_linear_stored,
+    explain_block_linear,
+)
+from insum_nn.structure.pruning import group_norms, magnitude_mask, touched_blocks
+
+__all__ = ["BlockSparseLinear"]
+
+
+class BlockSparseLinear(PrunedModule):
+    """A linear map whose weight holds dense blocks at chosen places and zeros elsewhere: `torch.nn.Linear`.
+
+        Y[n,Row[p],a] += W[p,a,b] * X[n,Col[p],b]
+        Y[n,Row[g],a] += W[Slot[g,q],a,b] * X[n,Col[g,q],b]         with groups of blocks that share their row
+
+    `X` is the input with its leading dimensions flattened to n and its features cut into blocks. Only stored blocks
+    are parameters: optimizer state, gradients and checkpoints are as small as the weight.
+
+    Source: Won, Ahrens, Amarasinghe, Emer, Insum (ASPLOS 2026), section 5 (structured SpMM).
+
+    Attributes:
+        weight: (p, a, b) stored blocks, in ascending order of (block row, block column); blocks at the edges of a
+            shape that is no multiple of the block hold zeros beyond it.
+        bias: (out_features,) or `None`.
+        position: (p,) int64, block row times the number of block columns plus block column.
+
+    >>> layer = BlockSparseLinear(96, 64, block_shape=(32, 32), density=0.5)
+    >>> layer(torch.randn(2, 7, 96)).shape, layer.weight.shape
+    (torch.Size([2, 7, 64]), torch.Size([3, 32, 32]))
+    """
+
+    bias: nn.Parameter | None
+
+    def __init__(
+        self,
+        in_features: int,
+        out_features: int,
+        bias: bool = True,
+        *,
+        block_shape: tuple[int, int] | int = (32, 32),
+        mask: Tensor | None = None,
+        density: float | None = None,
+        group_size: GroupSize = "auto",
+        device: torch.device | str | None = None,
+        dtype: torch.dtype | None = None,
+        options: Options = DEFAULT,
+    ) -> None:
+        """Make the parameters.
+
+        Args:
+            in_features: extent of the last dimension of the input.
+            out_features: extent of the last dimension of the output.
+            bias: add a learned constant.
+            block_shape: rows (output features) and columns (input features) of a block; one number for both.
+            mask: which blocks are stored: bool, over the grid of blocks, or (out_features, in_features): every block
+                that it touches is stored whole.
+            density: share of the blocks to store, at random places; default all.
+            group_size: blocks of one row that a group holds, or `"auto"`: one. It changes speed only.
+            device: where parameters and index tensors are made.
+            dtype: of weight and bias.
+            options: compile options; see `insum_nn.Options`.
+
+        Raises:
+            InsumShapeError: an extent is negative, a block's is below 1, or the mask does not fit.
+            InsumDtypeError: the mask is not bool.
+            InsumFormatError: the density is not in (0, 1], `group_size` is below 1, or mask and density are given.
+        """
+        super().__init__(group_size, options)
+        self.in_features = _extent("in_features", in_features, 0)
+        self.out_features = _extent("out_features", out_features, 0)
+        shape = (block_shape, block_shape) if isinstance(block_shape, int) else tuple(block_shape)
+        if len(shape) != 2:
+            raise InsumShapeError(
+                f"BlockSparseLinear: 'block_shape' is {block_shape}",
+                fix="pass block_shape=(a, b), rows and columns of one block.",
+                argument="block_shape",
+                got=block_shape,
+            )
+        self.block_shape = (_extent("block_shape", shape[0], 1), _extent("block_shape", shape[1], 1))
+        self._store(self._choose_mask(mask, density), device, self.block_shape, dtype)
+        if bias:
+            self.bias = nn.Parameter(torch.empty(out_features, device=device, dtype=dtype))
+        else:
+            self.register_parameter("bias", None)
+        self.reset_parameters()
+
+    @torch.no_grad()
+    def reset_parameters(self) -> None:
+        """Draw uniformly as `nn.Linear` does, within one over the root of the inputs that an output feature reads.
+
+        With fewer inputs stored the bound is larger, so that outputs have the spread of a dense layer's.
+        """
+        (a, b), (_, cols) = self.block_shape, self.grid_shape
+        total = self.grid_shape[0]
+        row = self.position // max(cols, 1)
+        width = torch.full_like(row, b)
+        if self.in_features % b:
+            width[self.position % cols == cols - 1] = self.in_features % b
+        fan_in = torch.zeros(total, dtype=torch.int64, device=row.device).index_add(0, row, width)
+        bound = fan_in.clamp(min=1).float().rsqrt()
+        self.weight.uniform_(-1, 1).mul_(bound[row].to(self.weight.dtype)[:, None, None])
+        self._clear_overhang()
+        if self.bias is not None:
+            spread = torch.where(fan_in > 0, bound, 0).to(self.bias.dtype)
+            self.bias.uniform_(-1, 1).mul_(spread.repeat_interleave(a)[: self.out_features])
+
+    def _clear_overhang(self) -> None:
+        """Zero what edge blocks hold beyond the shape."""
+        (a, b), (rows, cols) = self.block_shape, self.grid_shape
+        if self.out_features % a:
+            last = (self.position // cols == rows - 1)[:, None, None]
+            beyond = torch.arange(a, device=last.device) >= self.out_features % a
+            self.weight.masked_fill_(last & beyond[:, None], 0)
+        if self.in_features % b:
+            last = (self.position % cols == cols - 1)[:, None, None]
+            beyond = torch.arange(b, device=last.device) >= self.in_features % b
+            self.weight.masked_fill_(last & beyond, 0)
+
+    @classmethod
+    def from_linear(
+        cls,
+        linear: nn.Linear,
+        *,
+        mask: Tensor | None = None,
+        density: float | None = None,
+        block_shape: tuple[int, int] | int = (32, 32),
+        group_size: GroupSize = "auto",
+        options: Options = DEFAULT,
+    ) -> Self:
+        """A block-sparse layer with the weights of a dense one.
+
+        Args:
+            linear: the dense layer; it stays as it is.
+            mask: which blocks to keep; see the constructor. An element-wise mask keeps whole blocks, their values
+                as they are.
+            density: keep this share of the blocks, those of the largest Frobenius norm.
+            block_shape: rows and columns of a block.
+            group_size: see the constructor.
+            options: compile options.
+
+        Returns:
+            A layer of the same dtype, device, training mode and `requires_grad`. Without mask and density: every
+            block that holds a nonzero, so that the outputs are those of `linear`.
+
+        >>> dense = nn.Linear(8, 8)
+        >>> layer = BlockSparseLinear.from_linear(dense, density=0.25, block_shape=(4, 4))
+        >>> layer.num_stored, layer.density
+        (1, 0.25)
+        """
+        weight = linear.weight.detach()
+        shape = (block_shape, block_shape) if isinstance(block_shape, int) else block_shape
+        if mask is None and min(shape) > 0 and not weight.is_meta:
+            if density is not None:
+                mask = magnitude_mask(group_norms(weight, shape), density)
+            else:
+                mask = touched_blocks(weight != 0, shape)
+            density = None
+        layer = cls(
+            linear.in_features,
+            linear.out_features,
+            linear.bias is not None,  # pyright: ignore[reportUnnecessaryComparison] - torch types it as always there
+            block_shape=block_shape,
+            mask=mask,
+            density=density,
+            group_size=group_size,
+            device=weight.device,
+            dtype=weight.dtype,
+            options=options,
+        )
+        with torch.no_grad():
+            if not weight.is_meta:
+                kept = BlockCOO.from_dense(weight, block_shape=layer.block_shape, mask=layer.mask)
+                layer.weight.copy_(kept.values)
+            layer.weight.requires_grad_(linear.weight.requires_grad)
+            if layer.bias is not None:
+                layer.bias.copy_(linear.bias)
+                layer.bias.requires_grad_(linear.bias.requires_grad)
+        return layer.train(linear.training)
+
+    # Structure.
+
+    @property
+    def grid_shape(self) -> tuple[int, ...]:
+        """Rows and columns of the grid of blocks."""
+        return -(-self.out_features // self.block_shape[0]), -(-self.in_features // self.block_shape[1])
+
+    @property
+    def dense_extents(self) -> tuple[int, ...]:
+        """(out_features, in_features)."""
+        return self.out_features, self.in_features
+
+    @property
+    def matrix(self) -> BlockCOO:
+        """The weight as a sparse matrix, (out_features, in_features), that shares the parameter."""
+        row, col = self._coordinates()
+        facts = tuple(BLOCK_LINEAR_FACTS["BlockCOO"].values())
+        shape = (self.out_features, self.in_features)
+        return BlockCOO(shape, self.block_shape, row, col, self.weight, facts, coalesced=True)
+
+    def to_dense(self) -> Tensor:
+        """The dense weight, (out_features, in_features); differentiable."""
+        return self.matrix.to_dense()
+
+    def to_linear(self) -> nn.Linear:
+        """A dense layer with the same outputs; a copy."""
+        factory: dict[str, Any] = {"device": self.weight.device, "dtype": self.weight.dtype}
+        linear = nn.Linear(self.in_features, self.out_features, self.bias is not None, **factory)
+        with torch.no_grad():
+            linear.weight.copy_(self.to_dense())
+            if self.bias is not None:
+                linear.bias.copy_(self.bias)
+        return linear.train(self.training)
+
+    def _coordinates(self) -> tuple[Tensor, Tensor]:
+        cols = max(self.grid_shape[1], 1)
+        position = self.position.to(torch.int32) if math.prod(self.grid_shape) < 1 << 31 else self.position
+        return position // cols, position % cols
+
+    def _make_index(self) -> dict[str, Tensor]:
+        size = self._chosen_size()
+        if size is None:
+            # A library's product takes single blocks, and a generated kernel walks the blocks of a row by itself.
+            size = 1
+        row, col = self._coordinates()
+        if size == 1:
+            return {"Row": row, "Col": col}
+        groups = self._groups(row, col, cast("tuple[int, int]", self.grid_shape), size)
+        slot = torch.where(groups.col >= 0, groups.values, -1).to(groups.col.dtype)
+        return {"Row": groups.row, "Col": groups.col, "Slot": slot}
+
+    def _grid_mask(self, mask: Tensor) -> Tensor | None:
+        if tuple(mask.shape) != self.dense_extents:
+            return None
+        return touched_blocks(mask, self.block_shape)
+
+    def _grid_norms(self, dense: Tensor) -> Tensor:
+        return group_norms(dense, self.block_shape)
+
+    def _dense_gradient(self, input: Tensor, grad_output: Tensor) -> Tensor:
+        wide = torch.promote_types(grad_output.dtype, torch.float32)
+        rows = math.prod(input.shape[:-1])
+        return grad_output.reshape(rows, self.out_features).T.to(wide) @ input.reshape(rows, self.in_features).to(wide)
+
+    # The map.
+
+    @property
+    def expression(self) -> str:
+        """The statement that the layer runs."""
+        return BLOCK_LINEAR[self._form]
+
+    @property
+    def _form(self) -> str:
+        return "slots" if "Slot" in self._index_names else "BlockCOO"
+
+    def forward(self, input: Tensor) -> Tensor:
+        """Apply the map.
+
+        Args:
+            input: (..., in_features); differentiable.
+
+        Returns:
+            (..., out_features). Features that no stored block reads do not count, not even where they are NaN.
+
+        Raises:
+            InsumShapeError: the last extent of the input is not `in_features`.
+            InsumDtypeError: the input's dtype is not the weight's.
+            InsumDeviceError: the input is on another device.
+        """
+        shape = (self.out_features, self.in_features)
+        return block_linear_stored(input, self.weight, self.index, shape, self.bias, options=self.options)
+
+    def explain(self, input: Tensor | None = None, *, measure: bool = False) -> Any:
+        """What becomes of the layer's statement; see `Program.explain`.
+
+        Args:
+            input: an input to explain the call with; without one, only what the text alone says is shown.
+            measure: also time the program.
+
+        Returns:
+            The compiler's `Explanation`.
+        """
+        if input is None:
+            return block_linear_program(self._form, self.options).explain()
+        shape = (self.out_features, self.in_features)
+        return explain_block_linear(
+            input, self.weight, self.index, shape, self.bias, options=self.options, measure=measure
+        )
+
+    def extra_repr(self) -> str:
+        """Sizes, what is stored, and the statement."""
+        total = math.prod(self.grid_shape)
+        parts = [f"in_features={self.in_features}, out_features={self.out_features}, bias={self.bias is not None}"]
+        parts += [f"block_shape={self.block_shape}, blocks={self.num_stored} of {total}"]
+        parts += [f"group_size={self.group_size}"] if self.group_size != "auto" else []
+        return ", ".join([*parts, repr(self.expression)])
+
+
+def _extent(name: str, value: object, least: int) -> int:
+    if isinstance(value, int) and not isinstance(value, bool) and value >= least:
+        return value
+    raise InsumShapeError(
+        f"BlockSparseLinear: '{name}' is {value!r}",
+        details=[f"expected an integer of at least {least}"],
+        fix=f"pass {name} as a number of features.",
+        argument=name,
+        got=value,
+    )

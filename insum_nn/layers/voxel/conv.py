@@ -1,0 +1,328 @@
+"""Convolutions over sparse grids in 1 to 4 dimensions: submanifold, strided, inverse and transposed."""
+
+from __future__ import annotations
+
+import math
+from collections import OrderedDict
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from insum_nn.compiler.options import DEFAULT, Options
+from insum_nn.errors import InsumFormatError
+from insum_nn.layers.voxel.conv_base import VOXEL_COUNT, Activation, SparseConvolutionBase, activation_name
+from insum_nn.layers.voxel.maps import IntOrInts
+from insum_nn.layers.voxel.sequential import SparseModule
+from insum_nn.layers.voxel.sparse_tensor import SparseConvTensor
+from insum_nn.ops.sparse_conv import map_program, sparse_conv_call, sparse_conv_expression
+from insum_nn.structure.conv_weights import export_weight, import_weight
+
+__all__ = ["SparseConvolution", "load_spconv_state_dict", "spconv_state_dict"]
+
+# What a state says of a layer's weight. In version 2 it was always what its shape says; in version 1, which is torch's
+# default and so spconv's, and from version 3 on it is in spconv's memory order (`SparseConvolution.weight_layout`).
+_VERSION = 3
+_VERSION_BY_SHAPE = 2
+
+
+class SparseConvolution(SparseConvolutionBase, SparseModule):
+    """A convolution over the active voxels of a `SparseConvTensor`; base of all kinds.
+
+        Out[OutIdx[g,q],d] += In[InIdx[g,q],c] * W[Off[g],c,d]     on a CPU
+        Out[Order[i],d] += In[Near[k,i],c] * W[d,k,c]              on a GPU
+
+    Constructor, weights (O, k_1, .., k_d, I / groups) and results are those of `spconv.pytorch`'s layers, which
+    correlate as torch's do. Besides: groups of channels, even submanifold kernels, kernels and grids of any size,
+    bfloat16 and float64, second derivatives, output voxels always in lexicographic order, and no error where all
+    output voxels vanish.
+
+    States are exchanged with spconv's layers as they are, both ways, with or without torch's metadata. For this the
+    weight has spconv's memory order, which for a kernel of one cell is not what its shape says: see `weight_layout` and
+    `dense_weight`. States that say they are of version 2 of this class, which had another order there, are converted.
+
+    Source: Won, Ahrens, Amarasinghe, Emer, Insum (ASPLOS 2026), section 5.
+
+    Attributes:
+        weight: (O, k_1, .., k_d, I / groups), in the order of `weight_layout`.
+        bias: (O,) or `None`.
+        geometry: how the kernel moves.
+        options: compile options.
+    """
+
+    _version: int = _VERSION  # type: ignore[assignment]
+
+    def __init__(
+        self,
+        ndim: int,
+        in_channels: int,
+        out_channels: int,
+        kernel_size: IntOrInts = 3,
+        stride: IntOrInts = 1,
+        padding: IntOrInts = 0,
+        dilation: IntOrInts = 1,
+        groups: int = 1,
+        bias: bool = True,
+        subm: bool = False,
+        output_padding: IntOrInts = 0,
+        transposed: bool = False,
+        inverse: bool = False,
+        indice_key: str | None = None,
+        algo: object = None,
+        fp32_accum: bool | None = None,
+        record_voxel_count: bool = False,
+        act_type: object = Activation.None_,
+        act_alpha: float = 0,
+        act_beta: float = 0,
+        large_kernel_fast_algo: bool = False,
+        name: str | None = None,
+        device: torch.device | str | None = None,
+        dtype: torch.dtype | None = None,
+        *,
+        anchor: IntOrInts | None = None,
+        options: Options = DEFAULT,
+    ) -> None:
+        """Make the parameters.
+
+        Args:
+            ndim: spatial dimensions.
+            in_channels: channels read.
+            out_channels: channels written.
+            kernel_size: kernel cells along each axis.
+            stride: step of the kernel. Not read by submanifold layers, which keep their voxels.
+            padding: cells added around the grid. Not read by submanifold layers, whose kernel is centred.
+            dilation: step between kernel cells.
+            groups: groups of channels.
+            bias: add a learned constant.
+            subm: outputs are the inputs' voxels.
+            output_padding: added to the output shape of a transposed convolution.
+            transposed: the transposed convolution.
+            inverse: back to the voxels of the layer that stored `indice_key`.
+            indice_key: name under which the map is stored in, or taken from, the tensor.
+            algo: not read: the compiler chooses. So is `large_kernel_fast_algo`.
+            fp32_accum: `False` sums half types in their own precision; else in float32.
+            record_voxel_count: keep the largest number of output voxels in a buffer.
+            act_type: applied to the result, one of `Activation` or of cumm's values of the same names.
+            act_alpha: the slope of `Activation.LeakyReLU`.
+            act_beta: not read: no activation has it.
+            large_kernel_fast_algo: not read.
+            name: kept for callers that label layers.
+            device: of the parameters.
+            dtype: of the parameters.
+            anchor: kernel cell that lies on the voxel in a submanifold layer; default `kernel_size // 2`.
+            options: compile options.
+        """
+        SparseModule.__init__(self, name=name)
+        SparseConvolutionBase.__init__(
+            self,
+            ndim,
+            in_channels,
+            out_channels,
+            kernel_size,
+            stride,
+            padding,
+            dilation,
+            groups,
+            bias,
+            subm,
+            output_padding,
+            transposed,
+            inverse,
+            indice_key,
+            algo,
+            fp32_accum,
+            record_voxel_count,
+            act_type,
+            act_alpha,
+            act_beta,
+            large_kernel_fast_algo,
+            anchor=anchor,
+            options=options,
+        )
+        factory: dict[str, Any] = {"device": device, "dtype": dtype}
+        self.weight = nn.Parameter(torch.empty(self.weight_shape, **factory))
+        self._weight_version = _VERSION
+        if bias:
+            self.bias: nn.Parameter | None = nn.Parameter(torch.empty(out_channels, **factory))
+        else:
+            self.register_parameter("bias", None)
+        if record_voxel_count and not subm and not inverse:
+            self.register_buffer(VOXEL_COUNT, torch.zeros(1, dtype=torch.int32, device=device))
+            self.register_load_state_dict_pre_hook(_add_missing_count)
+        self.reset_parameters()
+
+    def reset_parameters(self) -> None:
+        """Draw weight and bias uniformly within one over the root of the fan-in, as torch's convolutions do."""
+        fan_in = self.in_channels // self.groups * math.prod(self.kernel_size)
+        bound = 1 / math.sqrt(fan_in) if fan_in else 0.0
+        with torch.no_grad():
+            self.weight.uniform_(-bound, bound)
+            if self.bias is not None:
+                self.bias.uniform_(-bound, bound)
+
+    @property
+    def dense_weight(self) -> Tensor:
+        """`weight` as its shape says, (O, k_1, .., k_d, I / groups); differentiable, a view where it can be."""
+        layout = self.weight_layout
+        return self.weight if layout == "spconv" else import_weight(self.weight, layout, self.kernel_size)
+
+    def _load_from_state_dict(
+        self,
+        state_dict: dict[str, Any],
+        prefix: str,
+        local_metadata: dict[str, Any],
+        strict: bool,
+        missing_keys: list[str],
+        unexpected_keys: list[str],
+        error_msgs: list[str],
+    ) -> None:
+        key = prefix + "weight"
+        given = state_dict.get(key)
+        if (
+            local_metadata.get("version") == _VERSION_BY_SHAPE
+            and given is not None
+            and given.shape == self.weight.shape
+        ):
+            # The caller's dictionary is left as it is.
+            state_dict = {**state_dict, key: export_weight(given, self.weight_layout)}
+        rest = (strict, missing_keys, unexpected_keys, error_msgs)
+        super()._load_from_state_dict(state_dict, prefix, local_metadata, *rest)
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        super().__setstate__(state)
+        # A layer that was pickled whole. Version 2 wrote its number into no instance but those that `swap` made.
+        by_shape = "_weight_version" not in state and state.get("_version", _VERSION_BY_SHAPE) == _VERSION_BY_SHAPE
+        if by_shape and self.weight_layout != "spconv":
+            with torch.no_grad():
+                self.weight.copy_(export_weight(self.weight, self.weight_layout).clone())
+        self.__dict__.pop("_version", None)
+        self._weight_version = _VERSION
+
+    @property
+    def expression(self) -> str:
+        """The statement that the layer runs on its device."""
+        return sparse_conv_expression(
+            groups=self.groups, pointwise=self.conv1x1, device=self.weight.device, options=self.options
+        )
+
+    def extra_repr(self) -> str:
+        """Arguments, as spconv writes them."""
+        parts = [f"{self.in_channels}, {self.out_channels}"]
+        shown = ("kernel_size", "stride", "padding", "dilation", "output_padding")
+        parts += [f"{name}={getattr(self, name)}" for name in shown]
+        parts += [f"groups={self.groups}"] if self.groups != 1 else []
+        parts += ["bias=False"] if self.bias is None else []
+        parts += [f"algo={self.algo}"]
+        parts += [f"act={self.act_type}"] if activation_name(self.act_type) != "None_" else []
+        parts += [f"anchor={self.own_anchor}"] if self.own_anchor is not None else []
+        return ", ".join(parts)
+
+    def __repr__(self) -> str:
+        return f"{super().__repr__()}\n  {self.expression}"
+
+    def get_max_num_voxels(self) -> Tensor | None:
+        """The largest number of output voxels seen, with `record_voxel_count`."""
+        return getattr(self, VOXEL_COUNT, None)
+
+    def forward(self, input: SparseConvTensor, add_input: SparseConvTensor | None = None) -> SparseConvTensor:
+        """Convolve.
+
+        Args:
+            input: (n, I) features.
+            add_input: a tensor over the output's voxels, added to the result.
+
+        Returns:
+            (m, O) features over the output's voxels, with this layer's map under its key.
+        """
+        return self._conv_forward(
+            self.training,
+            input,
+            self.weight,
+            self.bias,
+            add_input,
+            name=self.name,
+            sparse_unique_name=self._sparse_unique_name,
+            act_type=self.act_type,
+            act_alpha=self.act_alpha,
+            act_beta=self.act_beta,
+        )
+
+    def explain(self, input: SparseConvTensor | None = None, *, measure: bool = False) -> Any:
+        """What becomes of the layer's statement; see `Program.explain`.
+
+        Args:
+            input: a tensor to explain the call with; without one, only what the text alone says is shown.
+            measure: also time the program.
+
+        Returns:
+            The compiler's `Explanation`.
+        """
+        if input is None:
+            return map_program(self.expression, self.options).explain()
+        kernel_map = None if self.conv1x1 else self.kernel_map(input)
+        expression, named, shape = sparse_conv_call(
+            input.features, self.dense_weight, kernel_map, self.bias, groups=self.groups, options=self.options
+        )
+        return map_program(expression, self.options).explain(tensors=named, out_shape=shape, measure=measure)
+
+
+def load_spconv_state_dict(model: nn.Module, state: Mapping[str, Tensor], *, strict: bool = True) -> Any:
+    """`model.load_state_dict` of weights in spconv's layout, whatever their metadata say.
+
+    Args:
+        model: any module with our layers in the places of spconv's.
+        state: tensors by name.
+        strict: whether keys must agree.
+
+    Returns:
+        What `load_state_dict` returns.
+
+    >>> layer = SparseConvolution(1, 3, 2, 1, bias=False)
+    >>> load_spconv_state_dict(layer, {"weight": torch.arange(6.0).reshape(2, 1, 3)})
+    <All keys matched successfully>
+    >>> layer.dense_weight.tolist()
+    [[[0.0, 2.0, 4.0]], [[1.0, 3.0, 5.0]]]
+    """
+    marked: Any = OrderedDict(state)
+    marked._metadata = OrderedDict((path, {"version": module._version}) for path, module in model.named_modules())
+    return model.load_state_dict(marked, strict=strict)
+
+
+def spconv_state_dict(model: nn.Module) -> dict[str, Tensor]:
+    """The weights of a whole model for the same model made of spconv's layers, which loads them strictly.
+
+    Weights have spconv's layout in memory already; what this adds to `state_dict()` is that every convolution is one
+    that spconv has.
+
+    Args:
+        model: any module with our layers in the places of spconv's.
+
+    Returns:
+        Detached tensors by name, sharing the parameters' memory.
+
+    Raises:
+        InsumFormatError: a layer has groups of channels or an anchor, which spconv's have not.
+
+    >>> layer = SparseConvolution(3, 4, 8, 3, subm=True)
+    >>> {name: tuple(value.shape) for name, value in spconv_state_dict(layer).items()}
+    {'weight': (8, 3, 3, 3, 4), 'bias': (8,)}
+    """
+    wrong: list[str] = []
+    for path, module in model.named_modules():
+        if isinstance(module, SparseConvolution):
+            name = path or "the model"
+            wrong += [f"{name}: groups={module.groups}"] if module.groups != 1 else []
+            wrong += [f"{name}: anchor={module.own_anchor}"] if module.own_anchor is not None else []
+    if wrong:
+        raise InsumFormatError(
+            "spconv has no layers like some of this model's",
+            details=wrong,
+            fix="export models whose layers have groups=1 and no anchor.",
+        )
+    return dict(model.state_dict())
+
+
+def _add_missing_count(module: nn.Module, state_dict: dict[str, Any], prefix: str, *_: Any) -> None:
+    """Weights saved without the voxel count load all the same."""
+    state_dict.setdefault(prefix + VOXEL_COUNT, torch.zeros(1, dtype=torch.int32))

@@ -1,0 +1,322 @@
+"""What a sparse convolution is without its parameters: arguments, geometry, kernel maps, and the call."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import replace
+from enum import Enum
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from insum_nn.compiler.options import DEFAULT, Options
+from insum_nn.errors import InsumFormatError, InsumNameError, InsumShapeError
+from insum_nn.layers.voxel.maps import IntOrInts, check_ndim, expand_nd, map_differences, map_of, store_map, stored_map
+from insum_nn.layers.voxel.sparse_tensor import SparseConvTensor
+from insum_nn.ops.sparse_conv import sparse_conv
+from insum_nn.structure.conv_weights import WeightLayout, import_weight
+from insum_nn.structure.kernel_map import Geometry, KernelMap
+from insum_nn.structure.kernel_map.geometry import ConvAlgo
+
+__all__ = [
+    "VOXEL_COUNT",
+    "Activation",
+    "ConvAlgo",
+    "SparseConvolutionBase",
+    "activation_name",
+    "apply_activation",
+    "default_algo",
+]
+
+VOXEL_COUNT = "max_num_voxels_during_training"
+
+
+class Activation(Enum):
+    """What may be applied to a convolution's result; cumm's enumeration of these names is taken as well."""
+
+    None_ = 0
+    ReLU = 1
+    Sigmoid = 2
+    LeakyReLU = 3
+
+
+def apply_activation(x: Tensor, act_type: object, act_alpha: float = 0.0) -> Tensor:
+    """One of `Activation`, or of cumm's values of the same names, applied to features.
+
+    Raises:
+        InsumNameError: there is no such activation.
+
+    >>> apply_activation(torch.tensor([-2.0, 3.0]), Activation.LeakyReLU, 0.5).tolist()
+    [-1.0, 3.0]
+    """
+    # Of most layers, whose calls are short.
+    if act_type is Activation.None_:
+        return x
+    name = activation_name(act_type)
+    if name == "ReLU":
+        return F.relu(x)
+    if name == "Sigmoid":
+        return torch.sigmoid(x)
+    return F.leaky_relu(x, act_alpha) if name == "LeakyReLU" else x
+
+
+def activation_name(act_type: object) -> str:
+    """The name of an activation, `"None_"` for none."""
+    name = "None_" if act_type is None else str(getattr(act_type, "name", act_type)).rpartition(".")[2]
+    if name not in Activation.__members__:
+        raise InsumNameError(
+            f"there is no activation {act_type!r}",
+            details=[f"expected one of {', '.join(Activation.__members__)}"],
+            fix="pass a member of insum_nn.layers.spconv.core.Activation, or put the activation after the layer.",
+            argument="act_type",
+            got=act_type,
+        )
+    return name
+
+
+def default_algo(volume: int, limit: int) -> ConvAlgo:
+    """What spconv's layers store as `algo` for a kernel of `volume` cells where none is given."""
+    return ConvAlgo.MaskImplicitGemm if volume <= limit else ConvAlgo.Native
+
+
+class SparseConvolutionBase:
+    """A sparse convolution without parameters, which each call is given.
+
+    For modules that make their weight themselves (shared, low-rank, quantised): derive from it and from a module, and
+    call `_conv_forward`.
+
+    Attributes:
+        geometry: how the kernel moves.
+        options: compile options.
+        conv1x1: every output voxel is the input voxel of the same row, and no map is needed.
+        weight_shape: (O, k_1, .., k_d, I / groups).
+    """
+
+    # Also of layers that were pickled before these were arguments.
+    algo: object = ConvAlgo.MaskImplicitGemm
+    act_type: object = Activation.None_
+    act_alpha: float = 0
+    act_beta: float = 0
+
+    def __init__(
+        self,
+        ndim: int,
+        in_channels: int,
+        out_channels: int,
+        kernel_size: IntOrInts = 3,
+        stride: IntOrInts = 1,
+        padding: IntOrInts = 0,
+        dilation: IntOrInts = 1,
+        groups: int = 1,
+        bias: bool = True,
+        subm: bool = False,
+        output_padding: IntOrInts = 0,
+        transposed: bool = False,
+        inverse: bool = False,
+        indice_key: str | None = None,
+        algo: object = None,
+        fp32_accum: bool | None = None,
+        record_voxel_count: bool = False,
+        act_type: object = Activation.None_,
+        act_alpha: float = 0,
+        act_beta: float = 0,
+        large_kernel_fast_algo: bool = False,
+        *,
+        anchor: IntOrInts | None = None,
+        options: Options = DEFAULT,
+    ) -> None:
+        """Store the arguments; see `SparseConvolution`."""
+        owner = type(self).__name__
+        self.ndim = ndim
+        self.in_channels = in_channels
+        self.out_channels = out_channels
+        self.kernel_size = expand_nd(owner, "kernel_size", ndim, kernel_size, 1)
+        self.stride = expand_nd(owner, "stride", ndim, stride, 1)
+        self.padding = expand_nd(owner, "padding", ndim, padding, 0)
+        self.dilation = expand_nd(owner, "dilation", ndim, dilation, 1)
+        self.output_padding = expand_nd(owner, "output_padding", ndim, output_padding, 0)
+        self.groups = groups
+        self.subm = subm
+        self.transposed = transposed
+        self.inverse = inverse
+        self.indice_key = indice_key
+        self.record_voxel_count = record_voxel_count
+        self.fp32_accum = fp32_accum
+        limit = 128 if large_kernel_fast_algo else 32
+        self.algo = default_algo(math.prod(self.kernel_size), limit) if algo is None else algo
+        activation_name(act_type)
+        self.act_type, self.act_alpha, self.act_beta = act_type, act_alpha, act_beta
+        self.options = replace(options, accumulate="storage") if fp32_accum is False else options
+        _check_channels(owner, in_channels, out_channels, groups)
+        self.geometry = self._make_geometry(owner, anchor)
+        self.conv1x1 = self.geometry.is_pointwise and not inverse
+        self.weight_shape = [out_channels, *self.kernel_size, in_channels // groups]
+
+    def _make_geometry(self, owner: str, anchor: IntOrInts | None) -> Geometry:
+        kernel = tuple(self.kernel_size)
+        ones, zeros = (1,) * self.ndim, (0,) * self.ndim
+        if self.subm:
+            cells = [k // 2 for k in kernel] if anchor is None else expand_nd(owner, "anchor", self.ndim, anchor, 0)
+            if any(cell >= k for cell, k in zip(cells, kernel, strict=True)):
+                raise InsumShapeError(
+                    f"{owner}: 'anchor' {cells} is no cell of a kernel {list(kernel)}",
+                    fix="pass the place of a kernel cell along each axis.",
+                    argument="anchor",
+                    got=cells,
+                )
+            padding = tuple(cell * step for cell, step in zip(cells, self.dilation, strict=True))
+            return Geometry("subm", kernel, ones, padding, tuple(self.dilation), zeros)
+        rest = (kernel, tuple(self.stride), tuple(self.padding), tuple(self.dilation))
+        return (
+            Geometry("transpose", *rest, tuple(self.output_padding))
+            if self.transposed
+            else Geometry("conv", *rest, zeros)
+        )
+
+    @property
+    def weight_layout(self) -> WeightLayout:
+        """In what order `weight` stores its numbers; see `insum_nn.structure.conv_weights`.
+
+        `"spconv_pointwise"` for a kernel of one cell in a submanifold layer or one of stride 1: `spconv` multiplies by
+        the numbers of (O, 1, .., 1, I) read as (I, O). Else `"spconv"`: what the shape says.
+        """
+        steps = self.subm or all(step == 1 for step in self.stride)
+        one_cell = math.prod(self.kernel_size) == 1 and steps and self.groups == 1
+        return "spconv_pointwise" if one_cell else "spconv"
+
+    @property
+    def own_anchor(self) -> list[int] | None:
+        """The kernel cell that lies on the voxel in a submanifold layer, where that is not `kernel_size // 2`."""
+        cells = [pad // step for pad, step in zip(self.geometry.padding, self.dilation, strict=True)]
+        return cells if self.subm and cells != [k // 2 for k in self.kernel_size] else None
+
+    def is_inverseable(self) -> bool:
+        """Whether a `SparseInverseConv` can go back from this layer's output."""
+        return self.indice_key is not None and not self.subm
+
+    def kernel_map(self, input: SparseConvTensor) -> KernelMap:
+        """The map that the layer uses on a tensor: stored under its key, or built now.
+
+        Raises:
+            InsumNameError: an inverse layer's key is not stored.
+            InsumFormatError: what is stored under the key does not fit, or a voxel stands twice.
+            InsumRangeError: a voxel lies outside the grid.
+            InsumShapeError: the grid has not the layer's dimensions, or the output's would be empty.
+        """
+        owner = type(self).__name__
+        check_ndim(owner, self.ndim, input)
+        if self.inverse:
+            return self._inverse_map(owner, input)
+        return map_of(owner, self.indice_key, input, self.geometry, again=self.options.validate)
+
+    def _inverse_map(self, owner: str, input: SparseConvTensor) -> KernelMap:
+        known = stored_map(input, self.indice_key)
+        if known is None:
+            raise InsumNameError(
+                f"{owner}: no map is stored under indice_key {self.indice_key!r}",
+                details=[f"stored: {', '.join(map(repr, input.indice_dict)) or 'none'}"],
+                fix="give the SparseConv or pooling layer to be inverted this indice_key.",
+                indice_key=self.indice_key,
+            )
+        wrong = map_differences(known, input, self.geometry, known.outputs)
+        # Only the kernel must agree: stride, padding and dilation are the other layer's.
+        wrong = [line for line in wrong if not line.startswith(("stride", "padding", "dilation"))]
+        if known.geometry.kind == "subm":
+            wrong.insert(0, "kind: stored subm, which has nothing to invert")
+        if wrong:
+            raise InsumFormatError(
+                f"{owner}: the map under indice_key '{self.indice_key}' does not lead to this input",
+                details=wrong,
+                fix="invert layers in reverse order, each with the kernel_size of its partner.",
+                indice_key=self.indice_key,
+            )
+        return known.inverse
+
+    def _conv_forward(
+        self,
+        training: bool,
+        input: SparseConvTensor,
+        weight: Tensor,
+        bias: Tensor | None,
+        add_input: SparseConvTensor | None = None,
+        channel_scale: Tensor | None = None,
+        output_scale: float | None = None,
+        name: str | None = None,
+        sparse_unique_name: str = "",
+        act_type: object = Activation.None_,
+        act_alpha: float = 0,
+        act_beta: float = 0,
+    ) -> SparseConvTensor:
+        """Convolve with a weight in the order of `weight_layout`; the arguments of spconv's method of this name.
+
+        Args:
+            training: not read: a call is differentiable in either mode.
+            input: (n, I) features.
+            weight: (O, k_1, .., k_d, I / groups).
+            bias: (O,).
+            add_input: a tensor over the output's voxels, added to the result, which is then activated once more.
+            channel_scale: of int8 layers, which are not supported.
+            output_scale: see `channel_scale`.
+            name: not read; nor is `sparse_unique_name`.
+            sparse_unique_name: not read.
+            act_type: applied to the result.
+            act_alpha: the slope of `Activation.LeakyReLU`.
+            act_beta: not read: no activation has it.
+
+        Returns:
+            (m, O) features over the output's voxels, with this layer's map under its key.
+
+        Raises:
+            InsumFormatError: scales of an int8 layer are given.
+        """
+        if channel_scale is not None or output_scale is not None:
+            raise InsumFormatError(
+                f"{type(self).__name__}: int8 convolutions are not supported",
+                fix="convert the layer back to floating-point numbers.",
+            )
+        # A trace holds no maps, and a kernel of one cell needs none.
+        stores = self.indice_key is not None and not self.subm and not torch.jit.is_tracing()
+        kernel_map = None if self.conv1x1 and not stores else self.kernel_map(input)
+        used = None if self.conv1x1 else kernel_map
+        if kernel_map is None:
+            input.check_rows()
+        layout = self.weight_layout
+        dense = weight if layout == "spconv" else import_weight(weight, layout, self.kernel_size)
+        if torch.jit.is_tracing() and used is None:
+            features = _traced_pointwise(input.features, dense, bias, self.groups)
+        else:
+            features = sparse_conv(input.features, dense, used, bias, groups=self.groups, options=self.options)
+        features = apply_activation(features, act_type, act_alpha)
+        if kernel_map is None or self.subm:
+            output = input.replace_feature(features)
+        else:
+            output = input.with_sites(features, kernel_map.outputs, input.indice_dict)
+        if kernel_map is not None and not self.inverse:
+            output.indice_dict = store_map(input.indice_dict, self.indice_key, kernel_map)
+        count = getattr(self, VOXEL_COUNT, None)
+        if self.record_voxel_count and isinstance(count, Tensor):
+            count.clamp_(min=features.shape[0])
+        if add_input is None:
+            return output
+        total = output + add_input
+        return total.replace_feature(apply_activation(total.features, act_type, act_alpha))
+
+
+def _traced_pointwise(features: Tensor, weight: Tensor, bias: Tensor | None, groups: int) -> Tensor:
+    """A kernel of one cell in operators that `torch.jit.trace` records and its files can hold."""
+    cells = weight.reshape(groups, -1, weight.shape[-1])
+    parts = [part @ cell.T for part, cell in zip(features.chunk(groups, 1), cells.unbind(0), strict=True)]
+    total = torch.cat(parts, dim=1)
+    return total if bias is None else total + bias
+
+
+def _check_channels(owner: str, in_channels: int, out_channels: int, groups: int) -> None:
+    if groups < 1 or in_channels % groups or out_channels % groups:
+        raise InsumShapeError(
+            f"{owner}: 'groups' is {groups}, with {in_channels} channels in and {out_channels} out",
+            details=["expected a positive number that divides both"],
+            fix="choose groups that divide in_channels and out_channels.",
+            argument="groups",
+            got=groups,
+        )

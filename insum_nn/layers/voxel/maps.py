@@ -1,0 +1,126 @@
+"""What layers over sparse grids share: arguments per axis, and kernel maps kept under an `indice_key`."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import cast
+
+import torch
+
+from insum_nn.errors import InsumFormatError, InsumShapeError
+from insum_nn.layers.voxel.sparse_tensor import SparseConvTensor, check_untraced
+from insum_nn.structure.coordinates import Coordinates
+from insum_nn.structure.kernel_map import Geometry, KernelMap
+
+__all__ = ["IntOrInts", "check_ndim", "expand_nd", "map_differences", "map_of", "store_map", "stored_map"]
+
+IntOrInts = int | Sequence[int]
+
+
+def expand_nd(owner: str, name: str, ndim: int, value: IntOrInts, least: int) -> list[int]:
+    """A number repeated, or d numbers checked.
+
+    Raises:
+        InsumShapeError: there are not d numbers, or one is below `least`.
+
+    >>> expand_nd("SubMConv3d", "kernel_size", 3, 5, 1)
+    [5, 5, 5]
+    """
+    values = [int(value)] * ndim if isinstance(value, int) else [int(v) for v in value]
+    if len(values) != ndim or any(v < least for v in values):
+        raise InsumShapeError(
+            f"{owner}: '{name}' is {value}",
+            details=[f"expected {ndim} integers of at least {least}, or one for all"],
+            fix=f"pass one integer, or {ndim} of them.",
+            argument=name,
+            expected=ndim,
+            got=value,
+        )
+    return values
+
+
+def store_map(indice_dict: dict[str, KernelMap], key: str | None, kernel_map: KernelMap) -> dict[str, KernelMap]:
+    """The maps of a layer's input and, under `key`, its own; the input's dictionary is left as it is."""
+    if key is None or indice_dict.get(key) is kernel_map:
+        return indice_dict
+    return {**indice_dict, key: kernel_map}
+
+
+def stored_map(x: SparseConvTensor, key: str | None) -> KernelMap | None:
+    """The map under a key; one that a caller stored as spconv's tables of pairs is made into a map of ours.
+
+    Raises:
+        InsumFormatError: what is stored is neither.
+        InsumRangeError: a table of pairs points outside.
+    """
+    known = cast(object, x.find_indice_pair(key))
+    if known is None or isinstance(known, KernelMap):
+        return known
+    as_map: object = getattr(known, "kernel_map", None)
+    if isinstance(as_map, KernelMap):
+        return as_map
+    raise InsumFormatError(
+        f"what is stored under indice_key {key!r} is no kernel map, got {type(known).__name__}",
+        fix="store a KernelMap, an IndiceData or an ImplicitGemmIndiceData.",
+        indice_key=key,
+    )
+
+
+def check_ndim(owner: str, ndim: int, x: SparseConvTensor) -> None:
+    """Raise unless the grid has a layer's dimensions."""
+    if len(x.spatial_shape) != ndim:
+        raise InsumShapeError(
+            f"{owner} takes grids of {ndim} dimensions, got spatial_shape {x.spatial_shape}",
+            fix=f"use the layer for {len(x.spatial_shape)} dimensions.",
+            expected=ndim,
+            got=len(x.spatial_shape),
+        )
+
+
+def map_of(owner: str, key: str | None, x: SparseConvTensor, geometry: Geometry, *, again: bool = False) -> KernelMap:
+    """The map stored under `key`, where it is this layer's own; else, or with `again`, a new one.
+
+    Raises:
+        InsumFormatError: what is stored is of another kernel or of other voxels, or a voxel stands twice.
+        InsumRangeError: a voxel lies outside the grid.
+        InsumShapeError: the output's grid would be empty.
+    """
+    known = stored_map(x, key)
+    if known is None:
+        return x.build_map(geometry, again=again)
+    wrong = map_differences(known, x, geometry, known.inputs)
+    if known.inverted or known.geometry.kind != geometry.kind:
+        wrong.insert(0, f"kind: stored {known.geometry.kind}, this layer {geometry.kind}")
+    if wrong:
+        raise InsumFormatError(
+            f"{owner}: the map under indice_key '{key}' is not of this layer",
+            details=wrong,
+            fix="give this layer an indice_key of its own.",
+            indice_key=key,
+        )
+    return x.build_map(geometry, again=True) if again else known
+
+
+def map_differences(known: KernelMap, x: SparseConvTensor, geometry: Geometry, sites: Coordinates) -> list[str]:
+    """What of a stored map does not fit a layer and its input, whose voxels should be `sites` of the map."""
+    x.check_rows()
+    check_untraced()
+    indices, shape = sites.indices, sites.spatial_shape
+    wrong: list[str] = []
+    names = (
+        ("kernel_size",) if geometry.kind != known.geometry.kind else ("kernel_size", "stride", "padding", "dilation")
+    )
+    for name in names:
+        stored, own = getattr(known.geometry, name), getattr(geometry, name)
+        if stored != own:
+            wrong.append(f"{name}: stored {stored}, this layer {own}")
+    if tuple(x.spatial_shape) != shape:
+        wrong.append(f"spatial_shape: stored {shape}, input {tuple(x.spatial_shape)}")
+    elif indices.shape != x.indices.shape:
+        wrong.append(f"voxels: stored {indices.shape[0]}, input {x.indices.shape[0]}")
+    elif indices is x.indices:
+        edited = not sites.describes(indices, shape, sites.batch_size)
+        wrong += ["voxels: written to since the map was made"] if edited else []
+    elif not torch.compiler.is_compiling() and not torch.equal(indices, x.indices):
+        wrong.append("voxels: as many as stored, at other places or in another order")
+    return wrong

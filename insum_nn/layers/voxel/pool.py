@@ -1,0 +1,326 @@
+"""Pooling over sparse grids: the largest, or the mean, of the active voxels under a kernel or of a whole cloud."""
+
+from __future__ import annotations
+
+import math
+from typing import Any, ClassVar, cast
+
+import torch
+from torch import Tensor
+
+from insum_nn.compiler.options import DEFAULT, Options
+from insum_nn.layers.voxel.conv_base import VOXEL_COUNT, ConvAlgo, default_algo
+from insum_nn.layers.voxel.maps import IntOrInts, check_ndim, expand_nd, map_of, store_map
+from insum_nn.layers.voxel.sequential import SparseModule
+from insum_nn.layers.voxel.sparse_tensor import SparseConvTensor
+from insum_nn.ops.sparse_conv import map_program
+from insum_nn.ops.sparse_pool import (
+    SPARSE_AVG_POOL,
+    SPARSE_GLOBAL_AVG_POOL,
+    SPARSE_GLOBAL_MAX_POOL,
+    SPARSE_MAX_POOL,
+    sparse_avg_pool,
+    sparse_global_avg_pool,
+    sparse_global_max_pool,
+    sparse_max_pool,
+)
+from insum_nn.structure.kernel_map import Geometry, KernelMap
+
+__all__ = [
+    "SparseAvgPool",
+    "SparseAvgPool1d",
+    "SparseAvgPool2d",
+    "SparseAvgPool3d",
+    "SparseAvgPool4d",
+    "SparseGlobalAvgPool",
+    "SparseGlobalMaxPool",
+    "SparseMaxPool",
+    "SparseMaxPool1d",
+    "SparseMaxPool2d",
+    "SparseMaxPool3d",
+    "SparseMaxPool4d",
+]
+
+
+class _SparsePool(SparseModule):
+    """What pools share: the kernel's movement and its map.
+
+    Attributes:
+        geometry: how the kernel moves.
+        options: compile options.
+    """
+
+    EXPRESSION: ClassVar[str]
+    # Also of pools that were pickled before it was kept.
+    algo: object = ConvAlgo.MaskImplicitGemm
+
+    def __init__(
+        self,
+        ndim: int,
+        kernel_size: IntOrInts = 3,
+        stride: IntOrInts | None = 1,
+        padding: IntOrInts = 0,
+        dilation: IntOrInts = 1,
+        indice_key: str | None = None,
+        subm: bool = False,
+        algo: object = None,
+        record_voxel_count: bool = False,
+        name: str | None = None,
+        *,
+        options: Options = DEFAULT,
+    ) -> None:
+        """Store the kernel's movement.
+
+        Args:
+            ndim: spatial dimensions.
+            kernel_size: kernel cells along each axis.
+            stride: step of the kernel; `None`: the kernel size.
+            padding: cells added around the grid.
+            dilation: step between kernel cells.
+            indice_key: name under which the map is stored, for an inverse convolution.
+            subm: outputs are the inputs' voxels, under a centred kernel.
+            algo: not read: the compiler chooses.
+            record_voxel_count: keep the largest number of output voxels in a buffer.
+            name: kept for callers that label layers.
+            options: compile options.
+        """
+        super().__init__(name=name)
+        owner = type(self).__name__
+        self.ndim = ndim
+        self.kernel_size = expand_nd(owner, "kernel_size", ndim, kernel_size, 1)
+        self.stride = list(self.kernel_size) if stride is None else expand_nd(owner, "stride", ndim, stride, 1)
+        self.padding = expand_nd(owner, "padding", ndim, padding, 0)
+        self.dilation = expand_nd(owner, "dilation", ndim, dilation, 1)
+        self.subm = subm
+        self.indice_key = indice_key
+        self.record_voxel_count = record_voxel_count
+        self.options = options
+        self.algo = default_algo(math.prod(self.kernel_size), 128) if algo is None else algo
+        if record_voxel_count and not subm:
+            self.register_buffer(VOXEL_COUNT, torch.zeros(1, dtype=torch.int32))
+        kernel, dilated, zeros = tuple(self.kernel_size), tuple(self.dilation), (0,) * ndim
+        if subm:
+            centre = tuple(k // 2 * d for k, d in zip(kernel, dilated, strict=True))
+            self.geometry = Geometry("subm", kernel, (1,) * ndim, centre, dilated, zeros)
+        else:
+            self.geometry = Geometry("conv", kernel, tuple(self.stride), tuple(self.padding), dilated, zeros)
+
+    @property
+    def expression(self) -> str:
+        """The statement that the layer runs."""
+        return self.EXPRESSION
+
+    def extra_repr(self) -> str:
+        """Arguments, as spconv writes them."""
+        shown = ("kernel_size", "stride", "padding", "dilation", "algo")
+        return ", ".join(f"{name}={getattr(self, name)}" for name in shown)
+
+    def __repr__(self) -> str:
+        return f"{super().__repr__()}\n  {self.expression}"
+
+    def get_max_num_voxels(self) -> Tensor | None:
+        """The largest number of output voxels seen, with `record_voxel_count`."""
+        return getattr(self, VOXEL_COUNT, None)
+
+    def kernel_map(self, input: SparseConvTensor) -> KernelMap:
+        """The map that the layer uses on a tensor: stored under its key, or built now.
+
+        Raises:
+            InsumFormatError: what is stored under the key is of another kernel or of other voxels.
+            InsumShapeError: the grid has not the layer's dimensions.
+        """
+        owner = type(self).__name__
+        check_ndim(owner, self.ndim, input)
+        return map_of(owner, self.indice_key, input, self.geometry, again=self.options.validate)
+
+    def pool(self, features: Tensor, kernel_map: KernelMap) -> Tensor:
+        """Features of the output voxels."""
+        raise NotImplementedError
+
+    def forward(self, input: SparseConvTensor) -> SparseConvTensor:
+        """Pool; the result has this layer's map under its key."""
+        kernel_map = self.kernel_map(input)
+        features = self.pool(input.features, kernel_map)
+        maps = store_map(input.indice_dict, self.indice_key, kernel_map)
+        if self.record_voxel_count and not self.subm:
+            cast(Tensor, getattr(self, VOXEL_COUNT)).clamp_(min=kernel_map.num_outputs)
+        return input.with_sites(features, kernel_map.outputs, maps)
+
+    def explain(self) -> Any:
+        """What becomes of the layer's statement; see `Program.explain`."""
+        return map_program(self.expression, self.options).explain()
+
+
+class SparseMaxPool(_SparsePool):
+    """The largest feature among the active voxels under the kernel, and `at_least`, by default 0 as in spconv.
+
+        Out[OutIdx[g,q],c] max= In[InIdx[g,q],c]
+
+    Voxels that are not there take no part: with `at_least=None` the largest of negative features is negative. spconv
+    gives 0 there, full window or not. Features that tie share the gradient; spconv gives each of them all of it.
+
+    Attributes:
+        at_least: what a smaller result becomes; `None`: it stays.
+    """
+
+    EXPRESSION = SPARSE_MAX_POOL
+    # Also of layers that were pickled before it was an argument.
+    at_least: float | None = 0.0
+
+    def __init__(self, *args: Any, at_least: float | None = 0.0, **kwargs: Any) -> None:
+        super().__init__(*args, **kwargs)
+        self.at_least = at_least
+
+    def extra_repr(self) -> str:
+        """Arguments, as spconv writes them, and `at_least` where it is not 0."""
+        shown = super().extra_repr()
+        return shown if self.at_least == 0 else f"{shown}, at_least={self.at_least}"
+
+    def pool(self, features: Tensor, kernel_map: KernelMap) -> Tensor:
+        """The maximum."""
+        found = sparse_max_pool(features, kernel_map, options=self.options)
+        return found if self.at_least is None else found.clamp(min=self.at_least)
+
+
+class SparseAvgPool(_SparsePool):
+    """The mean feature of the active voxels under the kernel; voxels that are not there do not count.
+
+    Out[OutIdx[g,q],c] += Inv[OutIdx[g,q]] * In[InIdx[g,q],c]
+    """
+
+    EXPRESSION = SPARSE_AVG_POOL
+
+    def pool(self, features: Tensor, kernel_map: KernelMap) -> Tensor:
+        """The mean."""
+        return sparse_avg_pool(features, kernel_map, options=self.options)
+
+
+class _SizedPool(_SparsePool):
+    """The constructor of pools of a fixed dimension; the stride is the kernel size unless given."""
+
+    NDIM: ClassVar[int]
+
+    def __init__(
+        self,
+        kernel_size: IntOrInts,
+        stride: IntOrInts | None = None,
+        padding: IntOrInts = 0,
+        dilation: IntOrInts = 1,
+        indice_key: str | None = None,
+        algo: object = None,
+        record_voxel_count: bool = False,
+        name: str | None = None,
+        **rest: Any,
+    ) -> None:
+        super().__init__(
+            self.NDIM,
+            kernel_size,
+            stride,
+            padding,
+            dilation,
+            indice_key,
+            algo=algo,
+            record_voxel_count=record_voxel_count,
+            name=name,
+            **rest,
+        )
+
+
+class SparseMaxPool1d(_SizedPool, SparseMaxPool):
+    """The largest feature of active voxels in 1 dimension; see `SparseMaxPool`."""
+
+    NDIM = 1
+
+
+class SparseMaxPool2d(_SizedPool, SparseMaxPool):
+    """The largest feature of active voxels in 2 dimensions; see `SparseMaxPool`."""
+
+    NDIM = 2
+
+
+class SparseMaxPool3d(_SizedPool, SparseMaxPool):
+    """The largest feature of active voxels in 3 dimensions; see `SparseMaxPool`."""
+
+    NDIM = 3
+
+
+class SparseMaxPool4d(_SizedPool, SparseMaxPool):
+    """The largest feature of active voxels in 4 dimensions; see `SparseMaxPool`."""
+
+    NDIM = 4
+
+
+class SparseAvgPool1d(_SizedPool, SparseAvgPool):
+    """The mean feature of active voxels in 1 dimension; see `SparseAvgPool`."""
+
+    NDIM = 1
+
+
+class SparseAvgPool2d(_SizedPool, SparseAvgPool):
+    """The mean feature of active voxels in 2 dimensions; see `SparseAvgPool`."""
+
+    NDIM = 2
+
+
+class SparseAvgPool3d(_SizedPool, SparseAvgPool):
+    """The mean feature of active voxels in 3 dimensions; see `SparseAvgPool`."""
+
+    NDIM = 3
+
+
+class SparseAvgPool4d(_SizedPool, SparseAvgPool):
+    """The mean feature of active voxels in 4 dimensions; see `SparseAvgPool`."""
+
+    NDIM = 4
+
+
+class _SparseGlobalPool(SparseModule):
+    """What pools over whole clouds share."""
+
+    EXPRESSION: ClassVar[str]
+
+    def __init__(self, name: str | None = None, *, options: Options = DEFAULT) -> None:
+        super().__init__(name=name)
+        self.options = options
+
+    @property
+    def expression(self) -> str:
+        """The statement that the layer runs."""
+        return self.EXPRESSION
+
+    def __repr__(self) -> str:
+        return f"{super().__repr__()}\n  {self.expression}"
+
+    def explain(self) -> Any:
+        """What becomes of the layer's statement; see `Program.explain`."""
+        return map_program(self.expression, self.options).explain()
+
+
+class SparseGlobalMaxPool(_SparseGlobalPool):
+    """The largest feature of each cloud, (batch, C); 0 for a cloud without voxels.
+
+    Out[Batch[p],c] max= In[p,c]
+    """
+
+    EXPRESSION = SPARSE_GLOBAL_MAX_POOL
+
+    def forward(self, input: SparseConvTensor) -> Tensor:
+        """Pool each cloud."""
+        return sparse_global_max_pool(
+            input.features, input.coordinates(again=self.options.validate), options=self.options
+        )
+
+
+class SparseGlobalAvgPool(_SparseGlobalPool):
+    """The mean feature of each cloud, (batch, C); 0 for a cloud without voxels.
+
+    Out[Batch[p],c] += Inv[Batch[p]] * In[p,c]
+    """
+
+    EXPRESSION = SPARSE_GLOBAL_AVG_POOL
+
+    def forward(self, input: SparseConvTensor) -> Tensor:
+        """Pool each cloud."""
+        return sparse_global_avg_pool(
+            input.features, input.coordinates(again=self.options.validate), options=self.options
+        )

@@ -1,0 +1,310 @@
+"""Containers and small modules over `SparseConvTensor`."""
+
+from __future__ import annotations
+
+from collections import OrderedDict
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any, cast
+
+import torch
+from torch import Tensor, nn
+from torch.nn.modules.batchnorm import _BatchNorm
+
+from insum_nn.errors import InsumBackendError, InsumFormatError, InsumNameError
+from insum_nn.layers.voxel.sparse_tensor import SparseConvTensor, sparse_add
+
+__all__ = [
+    "AddTable",
+    "AddTableMisaligned",
+    "ConcatTable",
+    "JoinTable",
+    "RemoveDuplicate",
+    "RemoveGrid",
+    "SparseBatchNorm",
+    "SparseIdentity",
+    "SparseModule",
+    "SparseReLU",
+    "SparseSequential",
+    "SparseSyncBatchNorm",
+    "ToDense",
+    "assign_name_for_sparse_modules",
+    "on_features",
+]
+
+
+class _Unscriptable:
+    """A module over sparse tensors, which TorchScript has no type for."""
+
+    def __prepare_scriptable__(self) -> Any:
+        raise InsumBackendError(
+            f"torch.jit.script cannot compile {type(self).__name__}: TorchScript has no sparse tensors",
+            fix="use torch.compile or torch.export; or script the dense part of the model alone.",
+        )
+
+
+class SparseModule(_Unscriptable, nn.Module):
+    """A module that takes a `SparseConvTensor`; derive from it to stand in a `SparseSequential`.
+
+    Attributes:
+        name: kept for callers that label layers.
+    """
+
+    def __init__(self, name: str | None = None) -> None:
+        super().__init__()
+        self.name = name
+        self._sparse_unique_name = ""
+
+
+def _takes_sparse(module: nn.Module) -> bool:
+    return isinstance(module, SparseModule | SparseBatchNorm | SparseSyncBatchNorm | SparseReLU | SparseIdentity)
+
+
+def on_features(module: nn.Module, x: SparseConvTensor) -> SparseConvTensor:
+    """Apply a dense module to the features of a sparse tensor.
+
+    In training a normalisation takes no statistics of a tensor without voxels; its parameters get gradients of zeros.
+    Under `torch.compile` it refuses such a tensor, when the compiled code runs.
+    """
+    if isinstance(module, _BatchNorm):
+        return x.replace_feature(_normalised(module, x.features, module))
+    return x.replace_feature(module(x.features))
+
+
+def _normalised(module: _BatchNorm, features: Tensor, run: Callable[[Tensor], Tensor]) -> Tensor:
+    """`run(features)`, or what stands for it where torch cannot.
+
+    Torch raises where there is no voxel to take statistics of, and a cloud may be empty. And it asks how many there
+    are, which may not be known while tracing.
+    """
+    takes_statistics = module.training or module.running_mean is None
+    if not torch.compiler.is_compiling():
+        alone = not (isinstance(module, nn.SyncBatchNorm) and torch.distributed.is_initialized())
+        # Other processes wait for this one's statistics, however many voxels it has.
+        if not takes_statistics or not alone or features.shape[0] > 0:
+            return run(features)
+        # The parameters stay in the graph: DistributedDataParallel waits for the gradient of each.
+        return _affine(features, module.weight, module.bias) if module.affine else features
+    if takes_statistics or type(module) not in _NORMS:
+        torch._check(features.shape[0] > 1)
+        return run(features)
+    mean, variance = cast(Tensor, module.running_mean), cast(Tensor, module.running_var)
+    scale = (variance + module.eps).rsqrt()
+    if not module.affine:
+        return ((features - mean) * scale).to(features.dtype)
+    scale = scale * module.weight
+    # A normalisation made with bias=False has none, though torch's stubs say otherwise.
+    bias = cast(Tensor | None, module.bias)
+    return _affine(features, scale, -mean * scale if bias is None else bias - mean * scale)
+
+
+def _affine(features: Tensor, scale: Tensor, bias: Tensor | None) -> Tensor:
+    scaled = features * scale
+    return (scaled if bias is None else scaled + bias).to(features.dtype)
+
+
+class SparseSequential(SparseModule):
+    """A sequence of sparse modules and dense ones, which are applied to the features.
+
+    Takes modules, one `OrderedDict` of them, or keyword arguments. A module that is no `SparseModule` gets the features
+    of a sparse tensor; after `ToDense` modules get the dense tensor.
+
+    >>> model = SparseSequential(nn.Linear(1, 2), nn.ReLU())
+    >>> x = SparseConvTensor(torch.ones(3, 1), torch.tensor([[0, 0], [0, 1], [0, 2]], dtype=torch.int32), [3], 1)
+    >>> model(x).features.shape, len(model), type(model[-1]).__name__
+    (torch.Size([3, 2]), 2, 'ReLU')
+    """
+
+    def __init__(self, *args: nn.Module | OrderedDict[str, nn.Module], **kwargs: nn.Module) -> None:
+        super().__init__()
+        first = args[0] if args else None
+        if len(args) == 1 and isinstance(first, OrderedDict):
+            named = list(first.items())
+        else:
+            named = [(str(place), module) for place, module in enumerate(args)]
+        for key, module in [*named, *kwargs.items()]:
+            if key in self._modules:
+                raise InsumNameError(
+                    f"SparseSequential has a module '{key}' already", fix="give each module its own name."
+                )
+            self.add_module(key, module)  # type: ignore[arg-type]
+
+    def __getitem__(self, index: int | slice) -> Any:
+        modules = list(self._modules.values())
+        if isinstance(index, slice):
+            return type(self)(OrderedDict(list(self._modules.items())[index]))  # type: ignore[arg-type]
+        return modules[index]
+
+    def __len__(self) -> int:
+        return len(self._modules)
+
+    def __iter__(self) -> Iterator[nn.Module]:
+        return iter(module for module in self._modules.values() if module is not None)
+
+    def add(self, module: nn.Module, name: str | None = None) -> None:
+        """Append a module; its name is its place unless given.
+
+        Raises:
+            InsumNameError: the name is taken.
+        """
+        key = str(len(self._modules)) if name is None else name
+        if key in self._modules:
+            raise _taken(key)
+        self.add_module(key, module)
+
+    def forward(self, input: Any) -> Any:
+        """Run every module in order."""
+        for module in self:
+            if not _takes_sparse(module) and isinstance(input, SparseConvTensor):
+                input = on_features(module, input)
+            else:
+                input = module(input)
+        return input
+
+
+def _taken(key: str) -> InsumNameError:
+    return InsumNameError(f"SparseSequential has a module '{key}' already", fix="give each module its own name.")
+
+
+class ToDense(SparseModule):
+    """`SparseConvTensor.dense`: (batch, C, x_1, .., x_d), zeros where no voxel is."""
+
+    def forward(self, x: SparseConvTensor) -> Tensor:
+        """Densify."""
+        return x.dense()
+
+
+class RemoveGrid(SparseModule):
+    """Forget the preallocated grid of a tensor."""
+
+    def forward(self, x: SparseConvTensor) -> SparseConvTensor:
+        """Drop it."""
+        x.grid = None
+        return x
+
+
+class RemoveDuplicate(SparseModule):
+    """Keep the first row of each voxel; kernel maps are dropped where a row is."""
+
+    def forward(self, x: SparseConvTensor) -> SparseConvTensor:
+        """Drop rows that repeat a voxel."""
+        x.check_rows()
+        _, place = torch.unique(x.indices, dim=0, return_inverse=True)
+        rows = torch.arange(place.shape[0], device=place.device)
+        voxels = int(place.max()) + 1 if place.shape[0] else 0
+        if voxels == place.shape[0]:
+            return x
+        first = torch.full((voxels,), place.shape[0], device=place.device).scatter_reduce_(0, place, rows, "amin")
+        return x.select_by_index(first.sort().values)
+
+
+class SparseBatchNorm(_Unscriptable, nn.BatchNorm1d):
+    """`nn.BatchNorm1d` that also takes a sparse tensor."""
+
+    def forward(self, input: Any) -> Any:
+        """Normalise the features."""
+        if isinstance(input, SparseConvTensor):
+            return input.replace_feature(_normalised(self, input.features, super().forward))
+        return super().forward(input)
+
+
+class SparseSyncBatchNorm(_Unscriptable, nn.SyncBatchNorm):
+    """`nn.SyncBatchNorm` that also takes a sparse tensor."""
+
+    def forward(self, input: Any) -> Any:
+        """Normalise the features over all processes."""
+        if isinstance(input, SparseConvTensor):
+            return input.replace_feature(_normalised(self, input.features, super().forward))
+        return super().forward(input)
+
+
+# Those that normalise as torch does, by what they keep.
+_NORMS = (nn.BatchNorm1d, nn.SyncBatchNorm, SparseBatchNorm, SparseSyncBatchNorm)
+
+
+class SparseReLU(_Unscriptable, nn.ReLU):
+    """`nn.ReLU` that also takes a sparse tensor."""
+
+    def forward(self, input: Any) -> Any:
+        """Rectify the features."""
+        if isinstance(input, SparseConvTensor):
+            return input.replace_feature(super().forward(input.features))
+        return super().forward(input)
+
+
+class SparseIdentity(nn.Identity):
+    """`nn.Identity` for sparse and dense tensors."""
+
+
+def _aligned(tensors: Sequence[SparseConvTensor], owner: str) -> SparseConvTensor:
+    """The first of tensors over the same voxels."""
+    first = tensors[0]
+    for other in tensors[1:]:
+        same = other.spatial_shape == first.spatial_shape and other.batch_size == first.batch_size
+        same = same and (other.indices is first.indices or torch.equal(other.indices, first.indices))
+        if not same:
+            raise InsumFormatError(
+                f"{owner} needs tensors over the same voxels",
+                details=[f"{first.indices.shape[0]} and {other.indices.shape[0]} voxels"],
+                fix="use AddTableMisaligned or sparse_add, which merge voxels.",
+            )
+    return first
+
+
+class _Table(SparseModule):
+    """What modules over several tensors share: they keep the grid."""
+
+    def input_spatial_size(self, out_size: Sequence[int]) -> Sequence[int]:
+        """The input's spatial size is the output's."""
+        return out_size
+
+
+class JoinTable(_Table):
+    """Concatenate the channels of sparse tensors over the same voxels."""
+
+    def forward(self, input: Sequence[SparseConvTensor]) -> SparseConvTensor:
+        """Join."""
+        return _aligned(input, "JoinTable").replace_feature(torch.cat([x.features for x in input], dim=1))
+
+
+class AddTable(_Table):
+    """Add sparse tensors over the same voxels."""
+
+    def forward(self, input: Sequence[SparseConvTensor]) -> SparseConvTensor:
+        """Add."""
+        total = input[0].features
+        for other in input[1:]:
+            total = total + other.features
+        return _aligned(input, "AddTable").replace_feature(total)
+
+
+class AddTableMisaligned(_Table):
+    """Add sparse tensors whose voxels may differ; see `sparse_add`."""
+
+    def forward(self, input: Sequence[SparseConvTensor]) -> SparseConvTensor:
+        """Merge and add."""
+        return sparse_add(*input)
+
+
+class ConcatTable(SparseModule):
+    """Run several modules on one tensor and return a list of their results."""
+
+    def forward(self, input: SparseConvTensor) -> list[Any]:
+        """Fan out."""
+        return [module(input) for module in self._modules.values() if module is not None]
+
+    def input_spatial_size(self, out_size: Sequence[int]) -> Sequence[int]:
+        """What the first branch says."""
+        first: Any = self._modules["0"]
+        return first.input_spatial_size(out_size)
+
+    def add(self, module: nn.Module) -> ConcatTable:
+        """Append a branch."""
+        self.add_module(str(len(self._modules)), module)
+        return self
+
+
+def assign_name_for_sparse_modules(module: nn.Module) -> None:
+    """Give each sparse module its path in `module` as its unique name."""
+    for path, child in module.named_modules():
+        if isinstance(child, SparseModule):
+            child._sparse_unique_name = path

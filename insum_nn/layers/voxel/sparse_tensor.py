@@ -1,0 +1,372 @@
+"""`SparseConvTensor`: features at the active voxels of a batch of grids."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from insum_nn.errors import InsumBackendError, InsumDtypeError, InsumFormatError, InsumShapeError
+from insum_nn.ops.sparse_pool import sparse_sum, sparse_to_dense
+from insum_nn.structure.coordinates import Coordinates
+from insum_nn.structure.kernel_map import Geometry, KernelMap
+from insum_nn.structure.kernel_map.operator import kernel_map_of, prove_sites
+
+__all__ = ["SparseConvTensor", "check_untraced", "sparse_add"]
+
+
+class SparseConvTensor:
+    """Features at the active voxels of a batch of grids; `spconv.pytorch.SparseConvTensor`'s interface.
+
+    Coordinates are checked once, where they are first used: as many as features, in range, none negative, none twice.
+    Tensors made from one another by `replace_feature` share the checked coordinates and their sorted keys. Features of
+    another number of voxels are given in two steps, `x = x.replace_feature(features)` and `x.indices = indices`.
+
+    Attributes:
+        features: (n, C) floating. Read only, see `replace_feature`.
+        indices: (n, 1 + d) int32 or int64: batch entry, then coordinates in the order of `spatial_shape`.
+        spatial_shape: d extents.
+        batch_size: clouds in the batch.
+        indice_dict: kernel maps by `indice_key`.
+
+    >>> x = SparseConvTensor(torch.tensor([[1.0], [2.0]]), torch.tensor([[0, 0], [0, 2]], dtype=torch.int32), [3], 1)
+    >>> x.dense().tolist(), x.sparity
+    ([[[1.0, 0.0, 2.0]]], 0.6666666666666666)
+    """
+
+    def __init__(
+        self,
+        features: Tensor,
+        indices: Tensor,
+        spatial_shape: Sequence[int],
+        batch_size: int,
+        grid: Tensor | None = None,
+        voxel_num: Tensor | None = None,
+        indice_dict: dict[str, KernelMap] | None = None,
+        benchmark: bool = False,
+        permanent_thrust_allocator: bool = False,
+        enable_timer: bool = False,
+        force_algo: object = None,
+        *,
+        _rows: bool = True,
+    ) -> None:
+        """Check ranks, dtypes and devices; no value is read.
+
+        Args:
+            features: (n, C).
+            indices: (n, 1 + d).
+            spatial_shape: d extents.
+            batch_size: clouds in the batch.
+            grid: kept, and not used: maps need no buffer of the grid's size.
+            voxel_num: kept, and not used.
+            indice_dict: kernel maps to share.
+            benchmark: kept, and not used; so are the arguments after it, which callers of spconv may pass.
+            permanent_thrust_allocator: see `benchmark`.
+            enable_timer: see `benchmark`.
+            force_algo: see `benchmark`.
+        """
+        _check_features(features)
+        if _rows:
+            _check_indices(indices, spatial_shape, features.shape[0])
+        self._features = features
+        self.indices = indices
+        self.spatial_shape: list[int] = [int(extent) for extent in spatial_shape]
+        self.batch_size = int(batch_size)
+        self.indice_dict: dict[str, KernelMap] = {} if indice_dict is None else indice_dict
+        self.grid = grid
+        self.voxel_num = voxel_num
+        self.benchmark = benchmark
+        self.benchmark_record: dict[str, Any] = {}
+        self.force_algo = force_algo
+        # Shared by all tensors made from this one by new features; filled at first use.
+        self._proven: dict[str, Coordinates] = {}
+
+    def __repr__(self) -> str:
+        return f"SparseConvTensor[shape={self._features.shape}]"
+
+    @property
+    def features(self) -> Tensor:
+        """(n, C)."""
+        return self._features
+
+    @features.setter
+    def features(self, value: Tensor) -> None:
+        raise InsumFormatError(
+            "the features of a SparseConvTensor cannot be set",
+            fix="write x = x.replace_feature(features), which makes a new tensor.",
+        )
+
+    @property
+    def spatial_size(self) -> int:
+        """Cells of one grid."""
+        cells = 1
+        for extent in self.spatial_shape:
+            cells *= extent
+        return cells
+
+    @property
+    def sparity(self) -> float:
+        """The share of cells that are active; spconv's spelling."""
+        return self.indices.shape[0] / self.spatial_size / self.batch_size
+
+    @property
+    def device(self) -> torch.device:
+        """Where the features are."""
+        return self._features.device
+
+    def coordinates(self, *, again: bool = False) -> Coordinates:
+        """The voxels, proven to be in range and distinct; reads the device once for all tensors that share them.
+
+        Args:
+            again: read them whatever is known.
+
+        Raises:
+            InsumShapeError: there are not as many voxels as features.
+            InsumRangeError: a voxel lies outside the grid.
+            InsumFormatError: a voxel stands twice.
+        """
+        self.check_rows()
+        check_untraced()
+        known = None if again else self._known_sites()
+        return self._keep_sites(prove_sites(self._sites())) if known is None else known
+
+    def build_map(self, geometry: Geometry, *, again: bool = False) -> KernelMap:
+        """A kernel map over the voxels, which are proven at the same time where they are not yet.
+
+        Args:
+            geometry: the kernel and how it moves.
+            again: read the voxels whatever is known of them.
+
+        Raises:
+            InsumRangeError: a voxel lies outside the grid.
+            InsumFormatError: a voxel stands twice.
+            InsumShapeError: the output's grid would be empty, or there are not as many voxels as features.
+        """
+        self.check_rows()
+        check_untraced()
+        known = None if again else self._known_sites()
+        if known is not None or torch.compiler.is_compiling():
+            return kernel_map_of(self.coordinates(), geometry)
+        sites = self._sites()
+        found = kernel_map_of(sites, geometry, proven=False)
+        self._keep_sites(sites)
+        return found
+
+    def check_rows(self) -> None:
+        """Raise `InsumShapeError` unless there are as many voxels as features; `replace_feature` leaves that open."""
+        _check_indices(self.indices, self.spatial_shape, self._features.shape[0])
+
+    def _sites(self) -> Coordinates:
+        return Coordinates(self.indices, tuple(self.spatial_shape), self.batch_size)
+
+    def _known_sites(self) -> Coordinates | None:
+        known = self._proven.get("sites")
+        fits = known is not None and known.describes(self.indices, self.spatial_shape, self.batch_size)
+        return known if fits else None
+
+    def _keep_sites(self, sites: Coordinates) -> Coordinates:
+        if "sites" in self._proven:
+            # Other tensors go on with the voxels that this one no longer has.
+            self._proven = {}
+        self._proven["sites"] = sites
+        return sites
+
+    def with_sites(self, features: Tensor, sites: Coordinates, indice_dict: dict[str, KernelMap]) -> SparseConvTensor:
+        """A tensor over other voxels, known to be in range and distinct, that keeps this one's annotations."""
+        result = self._derive(features, sites.indices, list(sites.spatial_shape), indice_dict)
+        result._proven = {"sites": sites}
+        return result
+
+    def _derive(
+        self, features: Tensor, indices: Tensor, spatial_shape: list[int], indice_dict: dict[str, KernelMap]
+    ) -> SparseConvTensor:
+        result = SparseConvTensor(
+            features,
+            indices,
+            spatial_shape,
+            self.batch_size,
+            self.grid,
+            self.voxel_num,
+            indice_dict,
+            self.benchmark,
+            _rows=False,
+        )
+        result.benchmark_record = self.benchmark_record
+        result.force_algo = self.force_algo
+        return result
+
+    def replace_feature(self, feature: Tensor) -> SparseConvTensor:
+        """The same voxels with other features (n, C').
+
+        Features of other voxels may be given too, if `indices` are set before the result is used.
+        """
+        if not torch.compiler.is_compiling() and type(self) is SparseConvTensor:
+            _check_features(feature)
+            # All members at once; what of them can be written to is copied.
+            result = object.__new__(SparseConvTensor)
+            result.__dict__.update(self.__dict__, _features=feature, spatial_shape=[*self.spatial_shape])
+            return result
+        result = self._derive(feature, self.indices, self.spatial_shape, self.indice_dict)
+        result._proven = self._proven
+        return result
+
+    def with_spatial_shape(self, spatial_shape: Sequence[int]) -> SparseConvTensor:
+        """The same voxels in a grid of another shape, with the same kernel maps.
+
+        Raises:
+            InsumRangeError: a voxel lies outside the grid.
+        """
+        if list(spatial_shape) == self.spatial_shape:
+            return self
+        shape = tuple(int(extent) for extent in spatial_shape)
+        result = self._derive(self._features, self.indices, list(shape), self.indice_dict)
+        known = self.coordinates()
+        if all(new >= old for new, old in zip(shape, known.spatial_shape, strict=True)):
+            # What lies inside a grid lies inside a larger one.
+            result._proven = {"sites": Coordinates(self.indices, shape, self.batch_size)}
+        else:
+            result.coordinates()
+        return result
+
+    def shadow_copy(self) -> SparseConvTensor:
+        """A new tensor with the same members."""
+        return self.replace_feature(self._features)
+
+    def select_by_index(self, valid_indices: Tensor) -> SparseConvTensor:
+        """The rows that an index or a bool mask selects; kernel maps are dropped, for they are of other voxels."""
+        return self._derive(self._features[valid_indices], self.indices[valid_indices], self.spatial_shape, {})
+
+    def minus(self) -> SparseConvTensor:
+        """The features with the other sign."""
+        return self.replace_feature(-self._features)
+
+    def find_indice_pair(self, key: str | None) -> KernelMap | None:
+        """The kernel map stored under an `indice_key`, or `None`."""
+        return None if key is None else self.indice_dict.get(key)
+
+    @classmethod
+    def from_dense(cls, x: Tensor) -> SparseConvTensor:
+        """The sites of a channels-last grid (batch, x_1, .., x_d, C) that hold a number other than 0; differentiable.
+
+        >>> SparseConvTensor.from_dense(torch.tensor([[[0.0, 0.0], [0.0, 3.0]]])).indices.tolist()
+        [[0, 1]]
+        """
+        if x.ndim < 3:
+            raise InsumShapeError(
+                f"from_dense needs a grid (batch, x_1, .., x_d, channels), got shape {tuple(x.shape)}",
+                fix="add the missing axes.",
+                got=tuple(x.shape),
+            )
+        active = (x != 0).any(-1).nonzero()
+        return cls(x[active.unbind(1)], active.int(), list(x.shape[1:-1]), max(1, x.shape[0]))
+
+    def dense(self, channels_first: bool = True) -> Tensor:
+        """A dense grid with zeros elsewhere; differentiable.
+
+        Returns:
+            (batch, C, x_1, .., x_d), or (batch, x_1, .., x_d, C).
+
+        Raises:
+            InsumRangeError: a voxel lies outside the grid.
+            InsumFormatError: a voxel stands twice.
+        """
+        grid = sparse_to_dense(self._features, self.coordinates())
+        return grid.movedim(-1, 1).contiguous() if channels_first else grid
+
+    def to(self, *args: Any, **kwargs: Any) -> SparseConvTensor:
+        """Move to a device, or convert the features, as `Tensor.to`; a move drops the kernel maps."""
+        features = self._features.to(*args, **kwargs)
+        if features.device == self._features.device:
+            return self.replace_feature(features)
+        return self._derive(features, self.indices.to(features.device), self.spatial_shape, {})
+
+    def _other_features(self, other: SparseConvTensor | Tensor) -> Tensor:
+        if isinstance(other, Tensor):
+            return other
+        same = other.indices is self.indices or torch.equal(other.indices, self.indices)
+        if not same or other.spatial_shape != self.spatial_shape:
+            raise InsumFormatError(
+                "two sparse tensors with different voxels cannot be added row by row",
+                details=[f"{self.indices.shape[0]} and {other.indices.shape[0]} voxels"],
+                fix="use sparse_add(a, b), which merges their voxels.",
+            )
+        return other.features
+
+    def __add__(self, other: SparseConvTensor | Tensor) -> SparseConvTensor:
+        return self.replace_feature(self._features + self._other_features(other))
+
+    __radd__ = __add__
+    __iadd__ = __add__
+
+
+def sparse_add(*tensors: SparseConvTensor) -> SparseConvTensor:
+    """Add sparse tensors whose voxels may differ.
+
+        Out[Row[p],c] += In[p,c]
+
+    Args:
+        *tensors: one spatial shape, batch size and number of channels.
+
+    Returns:
+        A tensor over every voxel of any of them, in lexicographic order. Kernel maps are kept only where one operand
+        has all these voxels in this order.
+
+    >>> a = SparseConvTensor(torch.ones(1, 1), torch.tensor([[0, 2]], dtype=torch.int32), [3], 1)
+    >>> b = SparseConvTensor(torch.ones(2, 1), torch.tensor([[0, 0], [0, 2]], dtype=torch.int32), [3], 1)
+    >>> sparse_add(a, b).features.tolist()
+    [[1.0], [2.0]]
+    """
+    features, indices = sparse_sum([t.features for t in tensors], [t.coordinates() for t in tensors])
+    for tensor in tensors:
+        if tensor.indices.shape == indices.shape and torch.equal(tensor.indices, indices):
+            return tensor.replace_feature(features)
+    return tensors[0]._derive(features, indices, tensors[0].spatial_shape, {})
+
+
+def check_untraced() -> None:
+    """Raise under `torch.jit.trace`, which would keep the voxels of its example for every call.
+
+    Raises:
+        InsumBackendError: a trace is being recorded.
+    """
+    if torch.jit.is_tracing():
+        raise InsumBackendError(
+            "torch.jit.trace cannot record what depends on a sparse tensor's voxels",
+            details=["it would keep the kernel maps of the example for every other cloud"],
+            fix="use torch.compile or torch.export, which follow the voxels; or trace the dense part alone.",
+        )
+
+
+def _check_features(features: object) -> None:
+    if not isinstance(features, Tensor) or features.ndim != 2:
+        got: object = tuple(features.shape) if isinstance(features, Tensor) else type(features).__name__
+        raise InsumShapeError(
+            f"'features' must be a tensor (voxels, channels), got {got}",
+            fix="pass one row of features per voxel.",
+            field="features",
+            got=got,
+        )
+
+
+def _check_indices(indices: Tensor, spatial_shape: Sequence[int], voxels: int) -> None:
+    if indices.dtype not in (torch.int32, torch.int64):
+        raise InsumDtypeError(
+            f"'indices' must be int32 or int64, got {str(indices.dtype).removeprefix('torch.')}",
+            fix="pass indices.int().",
+            field="indices",
+            got=indices.dtype,
+        )
+    if indices.ndim != 2 or indices.shape[1] != len(spatial_shape) + 1 or indices.shape[0] != voxels:
+        raise InsumShapeError(
+            "'indices' must have one row (batch, coordinates) per row of 'features'",
+            details=[
+                f"expected shape ({voxels}, {len(spatial_shape) + 1}) for spatial_shape "
+                f"{list(spatial_shape)}; got {tuple(indices.shape)}"
+            ],
+            fix="put the batch entry into column 0, and give spatial_shape one extent per coordinate; after "
+            "replace_feature with features of other voxels set x.indices.",
+            field="indices",
+            got=tuple(indices.shape),
+        )

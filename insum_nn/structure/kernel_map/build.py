@@ -1,0 +1,176 @@
+"""Kernel maps from coordinates: what a kernel reaches, as pairs or as a table of neighbours."""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from insum_nn.structure.constants import plain_tensors
+from insum_nn.structure.coordinates import Coordinates, unique_sites
+from insum_nn.structure.kernel_map.geometry import Geometry, output_shape
+from insum_nn.structure.kernel_map.kernel_map import KernelMap
+from insum_nn.structure.kernel_map.pairs import Pairs, group_pairs, groups_of_table, identity_groups
+from insum_nn.structure.kernel_map.search import (
+    Neighbours,
+    identity_neighbours,
+    reached_neighbours,
+    submanifold_neighbours,
+)
+from insum_nn.structure.kernel_map.table import MOST_ENTRIES, order_by_mask
+
+__all__ = ["build_kernel_map", "group_pairs", "output_shape"]
+
+# Candidates (offset, voxel) looked at together: bounds the memory of building, not the size of a map.
+_CANDIDATES = 1 << 23
+# Offsets, rows and landing columns of voxels under kernel cells.
+_Landed = tuple[Tensor, Tensor, list[Tensor]]
+
+
+def build_kernel_map(
+    inputs: Coordinates, geometry: Geometry, *, proven: bool = False, by_table: bool | None = None
+) -> KernelMap:
+    """Find every pair of input and output voxels that a kernel joins.
+
+        subm, conv:  input = output * stride - padding + offset * dilation
+        transpose:   output = input * stride - padding + offset * dilation
+
+    Source: the rule of dense cross-correlation, restricted to active voxels.
+
+    Args:
+        inputs: the active voxels.
+        geometry: the kernel's movement.
+        proven: `inputs` is known to be in range and without repetition; else it is checked here, by one reading.
+        by_table: make the table now, and the pairs when they are asked for; else the other way. Default: as the
+            device's convolutions need it, the table on a GPU. Where the table would be very large, or the grid has
+            more cells than a key can number, pairs come first in any case.
+
+    Returns:
+        A map on the device of `inputs`. Output rows are `inputs` themselves for `"subm"`, else every voxel that is
+        reached, in lexicographic order of (batch, coordinates).
+
+    Raises:
+        InsumRangeError: a voxel lies outside the grid.
+        InsumFormatError: a voxel stands twice.
+        InsumShapeError: the output's spatial shape is empty.
+    """
+    shape = output_shape(inputs.spatial_shape, geometry)
+    # What is built of ordinary tensors keeps count of its changes, so that a compiler can keep what it made of them.
+    with plain_tensors(inputs.indices):
+        judge = None if proven else inputs.proof(by_cells=geometry.kind == "subm")
+        try:
+            # Look-ups by cell are safe without the answer: the device goes on while it is on its way.
+            if judge is not None and not (geometry.kind == "subm" and inputs.has_grid):
+                judge()
+                judge = None
+            found = _build(inputs, geometry, shape, by_table)
+        finally:
+            inputs.drop_grid()
+        if judge is not None:
+            judge()
+    return found
+
+
+def _build(inputs: Coordinates, geometry: Geometry, shape: tuple[int, ...], by_table: bool | None) -> KernelMap:
+    if by_table is None:
+        by_table = inputs.device.type == "cuda"
+    small = geometry.volume * inputs.num_sites <= MOST_ENTRIES
+    if geometry.is_pointwise:
+        outputs = inputs if geometry.kind == "subm" else _with_shape(inputs, shape)
+        if by_table and small:
+            return _of_neighbours(inputs, geometry, identity_neighbours(outputs), by_table)
+        return KernelMap.of_groups(inputs, outputs, geometry, identity_groups(inputs.num_sites, inputs.device))
+    if small:
+        subm = geometry.kind == "subm"
+        found = submanifold_neighbours(inputs, geometry) if subm else reached_neighbours(inputs, geometry, shape)
+        if found is not None:
+            return _of_neighbours(inputs, geometry, found, by_table)
+    outputs, pairs = (
+        (inputs, _submanifold_pairs(inputs, geometry))
+        if geometry.kind == "subm"
+        else _reached_pairs(inputs, geometry, shape)
+    )
+    return KernelMap.of_groups(inputs, outputs, geometry, group_pairs(pairs, geometry.volume))
+
+
+def _of_neighbours(inputs: Coordinates, geometry: Geometry, found: Neighbours, by_table: bool) -> KernelMap:
+    if by_table:
+        return KernelMap.of_table(inputs, found.outputs, geometry, order_by_mask(found.near, found.rows))
+    return KernelMap.of_groups(inputs, found.outputs, geometry, groups_of_table(found.by_rows))
+
+
+def _with_shape(sites: Coordinates, shape: tuple[int, ...]) -> Coordinates:
+    """The same sites in a grid of another shape."""
+    return sites if shape == sites.spatial_shape else Coordinates(sites.indices, shape, sites.batch_size)
+
+
+def _kernel_cells(kernel_size: Sequence[int], limit: int) -> list[list[tuple[int, ...]]]:
+    """All kernel cells, row by row, in runs of at most `limit`."""
+    cells = list(itertools.product(*(range(extent) for extent in kernel_size)))
+    return [cells[start : start + limit] for start in range(0, len(cells), limit)]
+
+
+@dataclass(frozen=True, slots=True)
+class _Axis:
+    """For one axis: where each voxel lands under each kernel cell (k, n), and whether that is inside the grid."""
+
+    place: Tensor
+    inside: Tensor
+
+
+def _landing(column: Tensor, axis: int, geometry: Geometry, extent: int) -> _Axis:
+    cells = torch.arange(geometry.kernel_size[axis], device=column.device) * geometry.dilation[axis]
+    stride, padding = geometry.stride[axis], geometry.padding[axis]
+    if geometry.kind == "subm":
+        # The voxel is an output; what is sought is the input that it reads.
+        place = column[None, :] - padding + cells[:, None]
+        inside = (place >= 0) & (place < extent)
+    elif geometry.kind == "transpose":
+        place = column[None, :] * stride - padding + cells[:, None]
+        inside = (place >= 0) & (place < extent)
+    else:
+        numerator = column[None, :] + padding - cells[:, None]
+        place = numerator.div(stride, rounding_mode="floor")
+        inside = (place * stride == numerator) & (place >= 0) & (place < extent)
+    return _Axis(place, inside)
+
+
+def _candidates(sites: Coordinates, geometry: Geometry, shape: Sequence[int]) -> list[_Landed]:
+    """(offset, row, landing columns) of all voxels and kernel cells that land inside, ascending by (offset, row)."""
+    axes = [_landing(column, axis, geometry, shape[axis]) for axis, column in enumerate(sites.columns[1:])]
+    found: list[_Landed] = []
+    begin = 0
+    for run in _kernel_cells(geometry.kernel_size, max(1, _CANDIDATES // max(1, sites.num_sites))):
+        cells = torch.tensor(run, device=sites.device).unbind(1)
+        inside = axes[0].inside[cells[0]]
+        for axis, cell in zip(axes[1:], cells[1:], strict=True):
+            inside = inside & axis.inside[cell]
+        place, row = inside.nonzero(as_tuple=True)
+        landed = [axis.place[cell[place], row] for axis, cell in zip(axes, cells, strict=True)]
+        found.append((place + begin, row, [sites.columns[0][row], *landed]))
+        begin += len(run)
+    return found
+
+
+def _submanifold_pairs(sites: Coordinates, geometry: Geometry) -> Pairs:
+    parts: list[Pairs] = []
+    for offset, output, columns in _candidates(sites, geometry, sites.spatial_shape):
+        source = sites.find(columns)
+        hit = (source >= 0).nonzero().squeeze(1)
+        parts.append(Pairs(offset[hit], output[hit], source[hit]))
+    return Pairs(*(torch.cat([getattr(part, name) for part in parts]) for name in ("offset", "output", "input")))
+
+
+def _reached_pairs(sites: Coordinates, geometry: Geometry, shape: tuple[int, ...]) -> tuple[Coordinates, Pairs]:
+    found = _candidates(sites, geometry, shape)
+    offset = torch.cat([part[0] for part in found])
+    source = torch.cat([part[1] for part in found])
+    columns = [torch.cat([part[2][axis] for part in found]) for axis in range(sites.ndim + 1)]
+    reached, place = unique_sites(columns, (sites.batch_size, *shape))
+    outputs = Coordinates(torch.stack(reached, dim=1).to(sites.indices.dtype), shape, sites.batch_size)
+    # An offset sends each input to an output of its own, so (offset, output) tells all pairs apart.
+    order = (offset * max(1, outputs.num_sites) + place).argsort()
+    return outputs, Pairs(offset[order], place[order], source[order])

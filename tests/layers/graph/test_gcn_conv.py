@@ -1,0 +1,842 @@
+"""GCNConv against torch_geometric's in float64: values, two orders of derivatives, every kind of input, bad input."""
+
+from __future__ import annotations
+
+import copy
+import itertools
+import pickle
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+pytest.importorskip("torch_geometric")
+
+from torch_geometric import EdgeIndex
+from torch_geometric.nn import MessagePassing
+from torch_geometric.nn.conv import GCNConv as Peer
+
+import insum_nn
+from insum_nn.compiler.options import Options
+from insum_nn.errors import InsumDeviceError, InsumDtypeError, InsumShapeError
+from insum_nn.layers.graph import gcn_conv as module
+from insum_nn.layers.graph.gcn_conv import GCNConv
+from insum_nn.ops import graph_conv as ops
+from insum_nn.testing.tolerances import assert_matches
+
+# The peer's sparse path and its pow_ of degrees say things of their own.
+pytestmark = [
+    pytest.mark.filterwarnings("ignore:Converting sparse tensor to CSR:UserWarning"),
+    pytest.mark.filterwarnings("ignore:Sparse invariant checks are implicitly disabled:UserWarning"),
+]
+
+FLOWS = ("source_to_target", "target_to_source")
+NODES = 14
+
+
+def random_graph(nodes: int = NODES, edges: int = 45, seed: int = 0, loops: bool = True) -> Tensor:
+    """Duplicates, isolated nodes, and at most one self-loop a node: of several the peer keeps one at random."""
+    graph = torch.randint(max(nodes - 3, 1), (2, edges), generator=torch.Generator().manual_seed(seed))
+    is_loop = graph[0] == graph[1]
+    graph = graph[:, ~is_loop]
+    if loops and nodes > 4:
+        graph = torch.cat([graph[:, :5], torch.tensor([[1, 4], [1, 4]]), graph[:, 5:]], 1)
+    return graph
+
+
+def pair(*arguments: Any, **kwargs: Any) -> tuple[GCNConv, Peer]:
+    """Our layer and the peer's with the same parameters, in float64."""
+    ours, theirs = GCNConv(*arguments, **kwargs).double(), Peer(*arguments, **kwargs).double()
+    if ours.bias is not None:
+        nn.init.normal_(ours.bias)
+    theirs.load_state_dict(ours.state_dict())
+    return ours, theirs
+
+
+def derivatives(layer: nn.Module, inputs: list[Tensor], *arguments: Any) -> tuple[Tensor, list[Tensor], list[Tensor]]:
+    """The result, gradients of inputs and parameters, and gradients of a function of these."""
+    leaves = [*inputs, *layer.parameters()]
+    out = layer(*arguments)
+    first = torch.autograd.grad(out.pow(2).sum(), leaves, create_graph=True)
+    second = torch.autograd.grad(sum(g.pow(2).sum() for g in first), leaves, allow_unused=True)
+    zeros = [torch.zeros_like(leaf) if g is None else g for g, leaf in zip(second, leaves, strict=True)]
+    return out, list(first), zeros
+
+
+def assert_same(ours: nn.Module, theirs: nn.Module, inputs: list[Tensor], *arguments: Any) -> None:
+    got, want = (derivatives(layer, inputs, *arguments) for layer in (ours, theirs))
+    assert_matches(got[0], want[0], dtype=torch.float64, kind="sum")
+    for place, kind in ((1, "gradient"), (2, "second")):
+        for a, b in zip(got[place], want[place], strict=True):
+            assert_matches(a, b, dtype=torch.float64, kind=kind)
+
+
+# Values and derivatives.
+
+
+@pytest.mark.parametrize("flow", FLOWS)
+@pytest.mark.parametrize(("improved", "loops", "normalize"), [(0, 1, 1), (1, 1, 1), (0, 0, 1), (0, 0, 0)])
+@pytest.mark.parametrize(("narrow", "wide"), [(6, 3), (3, 6)])
+@pytest.mark.parametrize("weighted", [False, True])
+def test_equals_the_peer(
+    flow: str, improved: bool, loops: bool, normalize: bool, narrow: int, wide: int, weighted: bool
+):
+    layers = pair(narrow, wide, bool(improved), False, bool(loops), bool(normalize), flow=flow)
+    graph = random_graph()
+    x = torch.randn(NODES, narrow, dtype=torch.float64, requires_grad=True)
+    weight = torch.rand(graph.shape[1], dtype=torch.float64, requires_grad=True) if weighted else None
+    assert_same(*layers, [x, weight] if weighted else [x], x, graph, weight)
+
+
+@pytest.mark.parametrize(("nodes", "edges"), [(1, 0), (1, 4), (2, 1), (5, 0), (40, 300)])
+@pytest.mark.parametrize("weighted", [False, True])
+def test_other_sizes(nodes: int, edges: int, weighted: bool):
+    layers = pair(3, 5, bias=False)
+    graph = random_graph(nodes, edges, loops=False)
+    x = torch.randn(nodes, 3, dtype=torch.float64, requires_grad=True)
+    weight = torch.rand(graph.shape[1], dtype=torch.float64, requires_grad=True) if weighted else None
+    assert_same(*layers, [x, weight] if weighted else [x], x, graph, weight)
+
+
+@pytest.mark.parametrize(("narrow", "wide"), [(6, 3), (3, 6)])
+@pytest.mark.parametrize("edge_weight", [None, torch.zeros(0)])
+def test_no_nodes(narrow: int, wide: int, edge_weight: Tensor | None):
+    layer, x = GCNConv(narrow, wide), torch.randn(0, narrow, requires_grad=True)
+    out = layer(x, torch.zeros(2, 0, dtype=torch.int64), edge_weight)
+    assert out.shape == (0, wide)
+    out.sum().backward()
+    assert x.grad is not None
+    assert x.grad.shape == (0, narrow)
+
+
+@pytest.mark.parametrize("weighted", [False, True])
+@pytest.mark.parametrize(("narrow", "wide"), [(4, 2), (2, 4)])
+@pytest.mark.parametrize("node_dim", [-2, 1])
+def test_batches_over_one_graph(weighted: bool, narrow: int, wide: int, node_dim: int):
+    layers = pair(narrow, wide, node_dim=node_dim)
+    graph = random_graph()
+    x = torch.randn(3, NODES, narrow, dtype=torch.float64, requires_grad=True)
+    weight = torch.rand(graph.shape[1], dtype=torch.float64, requires_grad=True) if weighted else None
+    assert_same(*layers, [x, weight] if weighted else [x], x, graph, weight)
+
+
+def test_nodes_along_the_first_axis_of_a_batch():
+    layer, graph = GCNConv(4, 5).double(), random_graph()
+    x = torch.randn(2, 3, NODES, 4, dtype=torch.float64)
+    want = torch.stack([torch.stack([layer(one, graph) for one in row]) for row in x])
+    assert_matches(layer(x, graph), want, dtype=torch.float64, kind="sum")
+    layer.node_dim = 0
+    got = layer(x.movedim(2, 0), graph)
+    assert_matches(got, want.movedim(2, 0), dtype=torch.float64, kind="sum")
+
+
+@pytest.mark.parametrize("low", [-0.3, -2.0])
+def test_negative_weights_and_nan(low: float):
+    """A negative degree is NaN in the peer, and so it is here, in the same places."""
+    ours, theirs = pair(3, 4)
+    graph = random_graph()
+    weight = torch.rand(graph.shape[1], dtype=torch.float64) * (1 - low) + low
+    weight[7] = float("nan")
+    x = torch.randn(NODES, 3, dtype=torch.float64)
+    got, want = ours(x, graph, weight), theirs(x, graph, weight)
+    assert want.isnan().any()
+    assert not want.isnan().all()
+    torch.testing.assert_close(got, want, equal_nan=True, rtol=1e-12, atol=1e-12)
+
+
+def test_permuting_nodes_and_edges_permutes_the_result():
+    layer, graph = GCNConv(4, 7).double(), random_graph()
+    x = torch.randn(NODES, 4, dtype=torch.float64)
+    nodes, edges = torch.randperm(NODES), torch.randperm(graph.shape[1])
+    moved = torch.empty_like(x).index_copy(0, nodes, x)
+    want = torch.empty(NODES, 7, dtype=torch.float64).index_copy(0, nodes, layer(x, graph))
+    assert_matches(layer(moved, nodes[graph[:, edges]]), want, dtype=torch.float64, kind="sum")
+
+
+def test_strided_inputs():
+    layer, graph = GCNConv(4, 7).double(), random_graph()
+    x = torch.randn(4, NODES, dtype=torch.float64).t()
+    edges = graph.t().contiguous().t()
+    weight = torch.rand(graph.shape[1], 2, dtype=torch.float64)[:, 1]
+    want = layer(x.contiguous(), graph, weight.contiguous())
+    assert_matches(layer(x, edges, weight), want, dtype=torch.float64, kind="copy")
+    assert_matches(layer(x, graph.int(), weight[:, None]), want, dtype=torch.float64, kind="copy")
+
+
+# Kinds of graphs and features.
+
+
+def adjacency(graph: Tensor, weight: Tensor, layout: str) -> Tensor:
+    """The transposed adjacency; "pile" is COO with its duplicates left apart."""
+    coo = torch.sparse_coo_tensor(graph.flip(0), weight, (NODES, NODES), check_invariants=True)
+    if layout == "pile":
+        return coo
+    coo = coo.coalesce()
+    return {"coo": coo.clone, "csr": coo.to_sparse_csr, "csc": coo.to_sparse_csc}[layout]()
+
+
+@pytest.mark.parametrize("layout", ["pile", "coo", "csr", "csc"])
+@pytest.mark.parametrize("normalize", [False, True])
+@pytest.mark.parametrize("improved", [False, True])
+def test_sparse_adjacency(layout: str, normalize: bool, improved: bool):
+    ours, theirs = pair(3, 4, improved, normalize=normalize)
+    graph = random_graph()
+    weight = torch.rand(graph.shape[1], dtype=torch.float64)
+    x = torch.randn(NODES, 3, dtype=torch.float64, requires_grad=True)
+    adj = adjacency(graph, weight, layout)
+    # The peer does not normalise CSC, and takes a pile for coalesced; what both mean is the CSR matrix.
+    out, want = ours(x, adj), theirs(x, adjacency(graph, weight, "csr"))
+    assert_matches(out, want, dtype=torch.float64, kind="sum")
+    seed = torch.randn_like(out)
+    got, want = (torch.autograd.grad(o, [x, m.lin.weight], seed) for o, m in ((out, ours), (want, theirs)))
+    for a, b in zip(got, want, strict=True):
+        assert_matches(a, b, dtype=torch.float64, kind="gradient")
+
+
+@pytest.mark.parametrize("layout", ["pile", "coo", "csr"])
+def test_gradients_reach_a_sparse_adjacency(layout: str):
+    layer, graph = GCNConv(3, 4, add_self_loops=False).double(), random_graph()
+    x = torch.randn(NODES, 3, dtype=torch.float64)
+    weight = torch.rand(graph.shape[1], dtype=torch.float64, requires_grad=True)
+    (want,) = torch.autograd.grad(layer(x, graph, weight).square().sum(), weight)
+    leaf = weight.detach().clone().requires_grad_()
+    (got,) = torch.autograd.grad(layer(x, adjacency(graph, leaf, layout)).square().sum(), leaf)
+    assert_matches(got, want, dtype=torch.float64, kind="gradient")
+
+
+def test_sparse_adjacency_written_to_is_read_again():
+    layer, graph = GCNConv(3, 4).double(), random_graph()
+    x, weight = torch.randn(NODES, 3, dtype=torch.float64), torch.rand(graph.shape[1], dtype=torch.float64)
+    adj = adjacency(graph, weight, "csr")
+    before = layer(x, adj)
+    adj.values().mul_(torch.linspace(1, 3, adj.values().numel()))
+    after = layer(x, adj)
+    assert not torch.equal(before, after)
+    assert torch.equal(after, layer(x, adj.clone()))
+
+
+def test_rectangular_adjacency_takes_the_peers_path():
+    ours, theirs = pair(3, 4, normalize=False)
+    rows, cols = torch.tensor([0, 1, 1]), torch.tensor([0, 4, 2])
+    adj = torch.sparse_coo_tensor(torch.stack([rows, cols]), torch.ones(3).double(), (2, 5), check_invariants=True)
+    x = torch.randn(5, 3, dtype=torch.float64)
+    out = ours(x, adj.to_sparse_csr())
+    assert out.shape == (2, 4)
+    assert_matches(out, theirs(x, adj.to_sparse_csr()), dtype=torch.float64, kind="copy")
+
+
+@pytest.mark.parametrize("normalize", [False, True])
+@pytest.mark.parametrize("weighted", [False, True])
+def test_edge_index_class(normalize: bool, weighted: bool):
+    ours, theirs = pair(3, 4, normalize=normalize)
+    graph = EdgeIndex(random_graph(), sparse_size=(NODES, NODES)).sort_by("col").values
+    x = torch.randn(NODES, 3, dtype=torch.float64, requires_grad=True)
+    weight = torch.rand(graph.shape[1], dtype=torch.float64, requires_grad=True) if weighted else None
+    assert_same(ours, theirs, [x, weight] if weighted else [x], x, graph, weight)
+    if not normalize:
+        small = EdgeIndex(graph.as_tensor(), sparse_size=(NODES - 1, NODES - 1))
+        for layer in (ours, theirs):
+            with pytest.raises(ValueError, match=r"expected|does not fit"):
+                layer(x, small)
+
+
+class FakeSparseTensor:
+    """What the layer asks of `torch_sparse.SparseTensor`, which is not installed everywhere."""
+
+    def __init__(self, row: Tensor, col: Tensor, value: Tensor | None) -> None:
+        self.parts = row, col, value
+
+    def coo(self) -> tuple[Tensor, Tensor, Tensor | None]:
+        return self.parts
+
+    def size(self, dim: int) -> int:
+        return NODES
+
+
+@pytest.mark.parametrize("normalize", [False, True])
+@pytest.mark.parametrize("weighted", [False, True])
+def test_sparse_tensor(monkeypatch: pytest.MonkeyPatch, normalize: bool, weighted: bool):
+    """Its diagonal is replaced, and implied values are ones beside self-loops that weigh 2."""
+    monkeypatch.setattr(module, "SparseTensor", FakeSparseTensor)
+    monkeypatch.setattr(GCNConv, "_check_input", lambda *_: None)
+    layer = GCNConv(3, 4, improved=True, normalize=normalize).double()
+    graph = random_graph()
+    weight = torch.rand(graph.shape[1], dtype=torch.float64, requires_grad=True)
+    x = torch.randn(NODES, 3, dtype=torch.float64)
+    got = layer(x, FakeSparseTensor(graph[1], graph[0], weight if weighted else None))
+    values = weight if weighted else torch.ones_like(weight)
+    matrix = torch.zeros(NODES, NODES, dtype=torch.float64).index_put((graph[1], graph[0]), values, accumulate=True)
+    if normalize:
+        matrix = matrix - matrix.diag().diag() + 2 * torch.eye(NODES, dtype=torch.float64)
+        root = matrix.sum(1).pow(-0.5)
+        matrix = root[:, None] * matrix * root
+    want = matrix @ (x @ layer.lin.weight.t())
+    assert_matches(got, want, dtype=torch.float64, kind="sum")
+    if weighted:
+        pairs = (torch.autograd.grad(out.square().sum(), weight)[0] for out in (got, want))
+        assert_matches(*pairs, dtype=torch.float64, kind="gradient")
+
+
+def test_implied_values_of_a_sparse_tensor_have_the_dtype_of_each_layer(monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr(module, "SparseTensor", FakeSparseTensor)
+    monkeypatch.setattr(GCNConv, "_check_input", lambda *_: None)
+    layer, graph = GCNConv(3, 4), random_graph()
+    adjacency = FakeSparseTensor(graph[1], graph[0], None)
+    for dtype in (torch.float64, torch.float32, torch.float64):
+        assert layer.to(dtype)(torch.randn(NODES, 3, dtype=dtype), adjacency).dtype == dtype
+
+
+@pytest.mark.parametrize("layout", [torch.sparse_coo, torch.sparse_csr])
+def test_sparse_features(layout: torch.layout):
+    ours, theirs = pair(3, 8)
+    dense = torch.randn(NODES, 3, dtype=torch.float64) * (torch.rand(NODES, 3) < 0.4)
+    x = dense.to_sparse(layout=layout)
+    want = theirs(dense, random_graph())
+    assert_matches(ours(x, random_graph()), want, dtype=torch.float64, kind="sum")
+
+
+# State.
+
+
+def test_cached_keeps_the_first_graph():
+    ours, theirs = pair(3, 4, cached=True)
+    first, other = random_graph(seed=1), random_graph(seed=2)
+    x = torch.randn(NODES, 3, dtype=torch.float64)
+    want = theirs(x, first)
+    assert_matches(ours(x, first), want, dtype=torch.float64, kind="sum")
+    assert ours._cached_edge_index is not None
+    edges, weight = ours._cached_edge_index
+    assert edges.tolist() == theirs._cached_edge_index[0].tolist()
+    assert_matches(weight, theirs._cached_edge_index[1], dtype=torch.float64, kind="product")
+    # Whatever comes later, a common misuse, is not looked at.
+    assert torch.equal(ours(x, other), ours(x, first))
+    assert_matches(ours(x, other), theirs(x, other), dtype=torch.float64, kind="sum")
+    again = pickle.loads(pickle.dumps(ours))
+    assert torch.equal(again(x, other), ours(x, first))
+    ours.reset_parameters()
+    assert ours._cached_edge_index is None
+    theirs.reset_parameters()
+    theirs.load_state_dict(ours.state_dict())
+    assert_matches(ours(x, other), theirs(x, other), dtype=torch.float64, kind="sum")
+
+
+@pytest.mark.parametrize("layout", ["coo", "csr", "csc"])
+def test_cached_sparse_adjacency(layout: str):
+    ours, theirs = pair(3, 4, cached=True)
+    graph, x = random_graph(), torch.randn(NODES, 3, dtype=torch.float64)
+    weight = torch.rand(graph.shape[1], dtype=torch.float64)
+    want = theirs(x, adjacency(graph, weight, "csr"))
+    for _ in range(2):
+        assert_matches(ours(x, adjacency(graph, weight, layout)), want, dtype=torch.float64, kind="sum")
+    assert ours._cached_edge_index is not None
+    assert ours._cached_adj_t is None
+
+
+def test_cached_serves_the_message_path_too():
+    layer, graph = GCNConv(3, 4, cached=True).double(), random_graph()
+    x = torch.randn(NODES, 3, dtype=torch.float64)
+    want = layer(x, graph)
+    layer.register_message_forward_hook(lambda *_: None)
+    assert_matches(layer(x, graph), want, dtype=torch.float64, kind="sum")
+
+
+def test_lazy_sizes():
+    layer = GCNConv(-1, 32)
+    assert isinstance(layer.lin.weight, nn.parameter.UninitializedParameter)
+    assert str(layer) == "GCNConv(-1, 32)"
+    out = layer(torch.randn(NODES, 5), random_graph())
+    assert layer.lin.weight.shape == (32, 5)
+    # The next call may take the other order.
+    x = torch.randn(NODES, 5)
+    want = Peer(5, 32)
+    want.load_state_dict(layer.state_dict())
+    assert out.shape == (NODES, 32)
+    assert_matches(layer(x, random_graph()), want(x, random_graph()).double(), dtype=torch.float32, kind="sum")
+
+
+def test_state_dict_is_the_peers():
+    ours, theirs = GCNConv(3, 4), Peer(3, 4)
+    assert {k: v.shape for k, v in ours.state_dict().items()} == {k: v.shape for k, v in theirs.state_dict().items()}
+    lazy = GCNConv(-1, 4)
+    lazy.load_state_dict(theirs.state_dict())
+    assert torch.equal(lazy.lin.weight, theirs.lin.weight)
+    assert list(GCNConv(3, 4, bias=False).state_dict()) == ["lin.weight"]
+
+
+def test_what_the_layer_is():
+    layer = GCNConv(16, 32)
+    assert repr(layer) == "GCNConv(16, 32)"
+    assert isinstance(layer, MessagePassing)
+    assert isinstance(layer, Peer)
+    assert layer.expression == "C[Row[g],n] += Val[g,q] * B[Col[g,q],n]"
+    assert layer.propagate.__module__.endswith("GCNConv_propagate")
+    assert type(layer).__module__ == "insum_nn.layers.graph.gcn_conv"
+    assert layer.propagate.__module__ != Peer(1, 1).propagate.__module__
+
+
+@pytest.mark.parametrize("weighted", [False, True])
+def test_explain_statement(weighted: bool):
+    graph = random_graph()
+    weight = torch.rand(graph.shape[1], requires_grad=True) if weighted else None
+    for layer in (GCNConv(3, 4), GCNConv(4, 3), GCNConv(3, 4, cached=True), GCNConv(3, 4, normalize=False)):
+        x = torch.randn(NODES, layer.in_channels, requires_grad=True)
+        text = str(layer.explain_statement(x, graph, weight))
+        assert layer.expression in text
+        assert "CSR product" in text
+
+
+@pytest.mark.parametrize(
+    "way", [copy.deepcopy, lambda layer: pickle.loads(pickle.dumps(layer))], ids=["copy", "pickle"]
+)
+@pytest.mark.parametrize("called", [False, True])
+def test_copies(way, called: bool):
+    layer, graph = GCNConv(3, 4, options=Options(deterministic=True)), random_graph()
+    x = torch.randn(NODES, 3)
+    if called:
+        layer(x, graph)
+    other = way(layer)
+    assert other.options == layer.options
+    assert torch.equal(other(x, graph), layer(x, graph))
+    other.lin.weight.data.zero_()
+    assert not torch.equal(other(x, graph), layer(x, graph))
+
+
+def test_torchscript_takes_the_message_path():
+    layer, graph = GCNConv(3, 4).double(), random_graph()
+    x, weight = torch.randn(NODES, 3, dtype=torch.float64), torch.rand(graph.shape[1], dtype=torch.float64)
+    scripted = torch.jit.script(layer)
+    assert_matches(scripted(x, graph, weight), layer(x, graph, weight), dtype=torch.float64, kind="sum")
+
+
+# Which path is taken.
+
+
+@pytest.fixture
+def fused_calls(monkeypatch: pytest.MonkeyPatch) -> list[int]:
+    calls: list[int] = []
+    original = GCNConv._fused
+
+    def counted(self, *arguments):
+        calls.append(1)
+        return original(self, *arguments)
+
+    monkeypatch.setattr(GCNConv, "_fused", counted)
+    return calls
+
+
+def test_the_fused_path_is_the_usual_one(fused_calls: list[int]):
+    GCNConv(3, 4)(torch.randn(NODES, 3), random_graph())
+    GCNConv(3, 4, aggr="sum")(torch.randn(NODES, 3), random_graph())
+
+    class Own(GCNConv):
+        def reset_parameters(self):
+            super().reset_parameters()
+
+    Own(3, 4)(torch.randn(NODES, 3), random_graph())
+    assert len(fused_calls) == 3
+
+
+HOOKS = [
+    f"register_{what}_forward_{when}"
+    for what, when in itertools.product(("propagate", "message", "aggregate"), ("pre_hook", "hook"))
+]
+
+
+@pytest.mark.parametrize("register", HOOKS)
+def test_hooks_see_messages(register: str, fused_calls: list[int]):
+    layer, graph, x = GCNConv(3, 4), random_graph(), torch.randn(NODES, 3)
+    want = layer(x, graph)
+    seen: list[int] = []
+    handle = getattr(layer, register)(lambda *_: seen.append(1))
+    fused_calls.clear()
+    assert_matches(layer(x, graph), want.double(), dtype=torch.float32, kind="sum")
+    assert (seen, fused_calls) == ([1], [])
+    handle.remove()
+    layer(x, graph)
+    assert (seen, fused_calls) == ([1], [1])
+
+
+def test_hooks_that_change_messages_count():
+    layer, graph, x = GCNConv(3, 4, bias=False), random_graph(), torch.randn(NODES, 3)
+    layer.register_message_forward_hook(lambda module, inputs, out: 0 * out)
+    assert not layer(x, graph).any()
+
+
+@pytest.mark.parametrize("aggr", ["mean", "max", "min"])
+def test_other_aggregations_are_the_peers(aggr: str, fused_calls: list[int]):
+    ours, theirs = pair(3, 4, aggr=aggr)
+    x = torch.randn(NODES, 3, dtype=torch.float64)
+    assert_matches(ours(x, random_graph()), theirs(x, random_graph()), dtype=torch.float64, kind="copy")
+    assert fused_calls == []
+
+
+def test_subclasses_that_make_messages_are_heard(fused_calls: list[int]):
+    class Doubled(GCNConv):
+        def message(self, x_j: Tensor, edge_weight: Tensor | None) -> Tensor:
+            return 2 * super().message(x_j, edge_weight)
+
+    class DoubledAgain(Doubled):
+        pass
+
+    plain, x = GCNConv(3, 4, bias=False), torch.randn(NODES, 3)
+    for kind in (Doubled, DoubledAgain):
+        layer = kind(3, 4, bias=False)
+        layer.load_state_dict(plain.state_dict())
+        want = 2 * plain(x, random_graph())
+        fused_calls.clear()
+        assert_matches(layer(x, random_graph()), want.double(), dtype=torch.float32, kind="sum")
+        assert fused_calls == []
+    own = GCNConv(3, 4, bias=False)
+    own.load_state_dict(plain.state_dict())
+    own.message = lambda x_j, edge_weight: 2 * edge_weight.view(-1, 1) * x_j
+    assert_matches(own(x, random_graph()), want.double(), dtype=torch.float32, kind="sum")
+
+
+def test_decomposed_layers(fused_calls: list[int]):
+    ours, theirs = pair(4, 8, decomposed_layers=2)
+    x = torch.randn(NODES, 4, dtype=torch.float64)
+    assert_matches(ours(x, random_graph()), theirs(x, random_graph()), dtype=torch.float64, kind="copy")
+    assert fused_calls == []
+    ours.decomposed_layers = 1
+    assert_matches(ours(x, random_graph()), theirs(x, random_graph()), dtype=torch.float64, kind="sum")
+    assert fused_calls == [1]
+
+
+def test_explainers_get_gradients_of_messages():
+    from torch_geometric.explain import Explainer, GNNExplainer, ModelConfig
+
+    model = nn.ModuleList([GCNConv(3, 4), GCNConv(4, 2)])
+
+    class Net(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.layers = model
+
+        def forward(self, x: Tensor, edge_index: Tensor) -> Tensor:
+            return self.layers[1](self.layers[0](x, edge_index).relu(), edge_index)
+
+    explainer = Explainer(
+        Net(),
+        GNNExplainer(epochs=3),
+        explanation_type="model",
+        edge_mask_type="object",
+        model_config=ModelConfig(mode="regression", task_level="node", return_type="raw"),
+    )
+    explanation = explainer(torch.randn(NODES, 3), random_graph(), index=1)
+    assert explanation.edge_mask.shape == (random_graph().shape[1],)
+    assert explanation.edge_mask.any()
+    assert not any(layer.explain for layer in model)
+
+
+def test_order_of_products():
+    """The narrower side is carried along edges; gradients that nobody asks for cost nothing."""
+    x, learned = torch.randn(NODES, 6), torch.randn(NODES, 6, requires_grad=True)
+    assert GCNConv(6, 7)._aggregates_first(learned, None)
+    assert not GCNConv(6, 5)._aggregates_first(learned, None)
+    assert not GCNConv(6, 6)._aggregates_first(learned, None)
+    # A first layer's features need no gradient, so carrying them costs one product instead of two.
+    assert GCNConv(6, 4)._aggregates_first(x, None)
+    assert not GCNConv(6, 3)._aggregates_first(x, None)
+    with torch.no_grad():
+        assert not GCNConv(6, 4)._aggregates_first(x, None)
+    assert not GCNConv(6, 9)._aggregates_first(x.to_sparse(), None)
+    assert not GCNConv(6, 9)._aggregates_first(x, torch.ones(3, dtype=torch.float64))
+
+
+# Modes.
+
+
+def test_sizes_change_without_new_programs():
+    layer = GCNConv(5, 7)
+    layer(torch.randn(9, 5), random_graph(9, 20)).sum().backward()
+    before = insum_nn.cache_info().misses
+    for nodes, edges in ((11, 31), (5, 3), (200, 900), (64, 64)):
+        x = torch.randn(nodes, 5)
+        layer(x, random_graph(nodes, edges)).sum().backward()
+    assert insum_nn.cache_info().misses == before
+
+
+def test_layers_share_the_graph(monkeypatch: pytest.MonkeyPatch):
+    ops.clear_graphs()
+    built: list[int] = []
+    original = ops.GraphMatrix.__init__
+
+    def counted(self, *arguments, **kwargs):
+        built.append(1)
+        original(self, *arguments, **kwargs)
+
+    monkeypatch.setattr(ops.GraphMatrix, "__init__", counted)
+    graph, x = random_graph(), torch.randn(NODES, 3)
+    first, second = GCNConv(3, 8), GCNConv(8, 2)
+    for _ in range(3):
+        second(first(x, graph).relu(), graph).sum().backward()
+    assert built == [1]
+
+
+@pytest.mark.parametrize("weighted", [False, True])
+@pytest.mark.parametrize("kwargs", [{}, {"normalize": False}, {"flow": FLOWS[1], "improved": True}], ids=str)
+@pytest.mark.parametrize(("narrow", "wide"), [(3, 5), (5, 3)])
+def test_compiled_without_breaks(weighted: bool, kwargs: dict[str, Any], narrow: int, wide: int):
+    torch._dynamo.reset()
+    layer = GCNConv(narrow, wide, **kwargs).double()
+    compiled = torch.compile(layer, fullgraph=True, backend="aot_eager", dynamic=True)
+    with torch._dynamo.config.patch(error_on_recompile=True):
+        for nodes, edges in ((14, 45), (31, 80), (9, 20)):
+            graph = random_graph(nodes, edges)
+            x = torch.randn(nodes, narrow, dtype=torch.float64, requires_grad=True)
+            weight = torch.rand(graph.shape[1], dtype=torch.float64, requires_grad=True) if weighted else None
+            leaves = [x, *([weight] if weighted else []), *layer.parameters()]
+            out, want = compiled(x, graph, weight), layer(x, graph, weight)
+            assert_matches(out, want, dtype=torch.float64, kind="sum")
+            seed = torch.randn_like(out)
+            for a, b in zip(*(torch.autograd.grad(o, leaves, seed) for o in (out, want)), strict=True):
+                assert_matches(a, b, dtype=torch.float64, kind="gradient")
+
+
+def test_compiled_with_a_cache():
+    torch._dynamo.reset()
+    ours, theirs = pair(3, 4, cached=True)
+    compiled = torch.compile(ours, fullgraph=True, backend="aot_eager")
+    graph = torch.cat([random_graph(), torch.tensor([[2, 2], [2, 2]])], 1)
+    x = torch.randn(NODES, 3, dtype=torch.float64)
+    want = theirs(x, graph)
+    for edges in (graph, graph, random_graph(seed=5)):
+        assert_matches(compiled(x, edges), want, dtype=torch.float64, kind="sum")
+    assert_matches(ours(x, graph), want, dtype=torch.float64, kind="sum")
+
+
+def test_compiled_code_finds_the_graph_again():
+    torch._dynamo.reset()
+    ops.clear_graphs()
+    layer = GCNConv(3, 4)
+    compiled = torch.compile(layer, fullgraph=True, backend="aot_eager")
+    graph, x = random_graph(), torch.randn(NODES, 3, requires_grad=True)
+    for _ in range(3):
+        compiled(x, graph).sum().backward()
+    assert len(ops._graphs) == 1
+
+
+@pytest.mark.compile
+def test_compiled_by_inductor():
+    torch._dynamo.reset()
+    layer, graph = GCNConv(3, 4), random_graph()
+    x = torch.randn(NODES, 3)
+    compiled = torch.compile(layer, fullgraph=True)
+    for _ in range(2):
+        # Inductor may write over what it thinks dead: the graph's own tensors must not be among that.
+        assert_matches(compiled(x, graph), layer(x, graph).double(), dtype=torch.float32, kind="sum")
+
+
+@pytest.mark.parametrize("strict", [False, True])
+def test_exported(strict: bool):
+    layer, graph = GCNConv(3, 4).double(), random_graph()
+    nodes, edges = torch.export.Dim("nodes"), torch.export.Dim("edges")
+    shapes = {"x": {0: nodes}, "edge_index": {1: edges}, "edge_weight": {0: edges}}
+    weight = torch.rand(graph.shape[1], dtype=torch.float64)
+    arguments = (torch.randn(NODES, 3, dtype=torch.float64), graph, weight)
+    program = torch.export.export(layer, arguments, dynamic_shapes=shapes, strict=strict)
+    small = random_graph(9, 20)
+    other = (torch.randn(9, 3, dtype=torch.float64), small, torch.rand(small.shape[1], dtype=torch.float64))
+    for call in (arguments, other):
+        assert_matches(program.module()(*call), layer(*call), dtype=torch.float64, kind="sum")
+
+
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
+@pytest.mark.parametrize("weighted", [False, True])
+@pytest.mark.parametrize(("narrow", "wide"), [(4, 8), (8, 4)])
+def test_half_precision(dtype: torch.dtype, weighted: bool, narrow: int, wide: int):
+    layer = GCNConv(narrow, wide).to(dtype)
+    exact = copy.deepcopy(layer).double()
+    graph = random_graph()
+    x = torch.randn(NODES, narrow).to(dtype)
+    weight = torch.rand(graph.shape[1]).to(dtype) if weighted else None
+    want = exact(x.double(), graph, weight.double() if weighted else None)
+    # Two products, each stored in the half type.
+    assert_matches(layer(x, graph, weight), want, dtype=dtype, kind="second")
+
+
+@pytest.mark.parametrize("weighted", [False, True])
+@pytest.mark.parametrize(("narrow", "wide"), [(4, 8), (8, 4)])
+def test_autocast(weighted: bool, narrow: int, wide: int):
+    layer, graph = GCNConv(narrow, wide), random_graph()
+    x = torch.randn(NODES, narrow, requires_grad=True)
+    weight = torch.rand(graph.shape[1], requires_grad=True) if weighted else None
+    want = layer(x, graph, weight)
+    with torch.autocast("cpu", torch.bfloat16):
+        out = layer(x, graph, weight)
+    # The bias is float32, and so is the peer's result.
+    assert out.dtype == torch.float32
+    assert_matches(out.bfloat16(), want.double(), dtype=torch.bfloat16, kind="second")
+    leaves = [x, layer.lin.weight, *([weight] if weighted else [])]
+    for a, b in zip(*(torch.autograd.grad(o.sum(), leaves) for o in (out, want)), strict=True):
+        assert a.dtype == torch.float32
+        assert_matches(a.bfloat16(), b.double(), dtype=torch.bfloat16, kind="second")
+
+
+@pytest.mark.parametrize(("narrow", "wide"), [(4, 8), (8, 4)])
+def test_weights_of_another_dtype_promote_as_in_the_peer(narrow: int, wide: int):
+    graph = random_graph()
+    x, weight = torch.randn(NODES, narrow), torch.rand(graph.shape[1], dtype=torch.float64)
+    ours, theirs = GCNConv(narrow, wide), Peer(narrow, wide)
+    theirs.load_state_dict(ours.state_dict())
+    got, want = ours(x, graph, weight), theirs(x, graph, weight)
+    assert got.dtype == want.dtype == torch.float64
+    torch.testing.assert_close(got, want, rtol=1e-6, atol=1e-6)
+
+
+def test_deterministic_switches():
+    layer, graph = GCNConv(3, 4, options=Options(deterministic=True)), random_graph()
+    x = torch.randn(NODES, 3, requires_grad=True)
+    first = torch.autograd.grad(layer(x, graph).square().sum(), x)[0]
+    assert torch.equal(torch.autograd.grad(layer(x, graph).square().sum(), x)[0], first)
+
+
+def test_edges_that_are_made_inside_a_transform():
+    layer, graph = GCNConv(3, 4), random_graph()
+    x = torch.randn(NODES, 3)
+
+    def loss(x: Tensor) -> Tensor:
+        return layer(x, graph * (x[0, 0] == x[0, 0])).square().sum()
+
+    got, twice = torch.func.grad(loss)(x), torch.func.jacfwd(torch.func.grad(loss))(x)
+    leaf = x.clone().requires_grad_()
+    (want,) = torch.autograd.grad(layer(leaf, graph).square().sum(), leaf)
+    torch.testing.assert_close(got, want)
+    torch.testing.assert_close(twice, torch.autograd.functional.hessian(loss, x))
+
+
+def test_hooks_of_the_aggregation_fire():
+    graph, x = random_graph(), torch.randn(NODES, 3)
+    layer = GCNConv(3, 4)
+    want = layer(x, graph)
+    module, seen = layer.aggr_module, []
+    for register in (module.register_forward_hook, module.register_forward_pre_hook):
+        handle = register(lambda _, inputs, *rest: seen.append(inputs[0].shape))
+        torch.testing.assert_close(layer(x, graph), want)
+        handle.remove()
+    for register in (module.register_full_backward_hook, module.register_full_backward_pre_hook):
+        handle = register(lambda _, *grads: seen.append(grads[-1][0].shape))
+        layer(x, graph).sum().backward()
+        handle.remove()
+    assert [len(shape) for shape in seen] == [2, 2, 2, 2]
+    layer(x, graph)
+    assert len(seen) == 4
+
+
+# Bad input.
+
+
+@pytest.mark.parametrize("kind", [GCNConv, Peer])
+def test_errors_that_are_the_peers(kind: type):
+    x, graph = torch.randn(NODES, 3), random_graph()
+    layer = kind(3, 4)
+    with pytest.raises(ValueError, match="does not support bipartite"):
+        layer((x, x), graph)
+    with pytest.raises(ValueError, match="adding self-loops"):
+        kind(3, 4, normalize=False, add_self_loops=True)
+    with pytest.raises(ValueError, match="'flow' to be either"):
+        kind(3, 4, flow="sideways")
+    for bad in (graph.double(), graph[0], torch.cat([graph, graph])):
+        with pytest.raises(ValueError, match="Expected 'edge_index'"):
+            kind(3, 4, normalize=False)(x, bad)
+    with pytest.raises(ValueError, match="target_to_source"):
+        kind(3, 4, normalize=False, flow=FLOWS[1])(x, adjacency(graph, torch.ones(graph.shape[1]), "csr"))
+    with pytest.raises(IndexError, match="negative indices in 'edge_index'"):
+        kind(3, 4, normalize=False)(x, graph - 1)
+    with pytest.raises(IndexError, match="indices in 'edge_index' that are larger than 13"):
+        kind(3, 4, normalize=False)(x, graph + 10)
+    with pytest.raises(RuntimeError):
+        layer(torch.randn(NODES, 5), graph)
+
+
+def test_errors_that_are_clearer():
+    x, graph = torch.randn(NODES, 3), random_graph()
+    layer = GCNConv(3, 4)
+    with pytest.raises(IndexError, match="edge_index"):
+        layer(x, graph + 10)
+    with pytest.raises(InsumShapeError, match="one number per edge"):
+        layer(x, graph, torch.ones(3))
+    with pytest.raises(InsumShapeError, match="one number per edge"):
+        layer(x, graph, torch.ones(graph.shape[1], 2))
+    with pytest.raises(InsumDtypeError, match="floating-point to be normalised"):
+        layer(x, graph, torch.ones(graph.shape[1], dtype=torch.int64))
+    with pytest.raises(InsumShapeError, match="at least two dimensions"):
+        layer(x[0], graph)
+    with pytest.raises(InsumShapeError, match="does not fit"):
+        layer(x[:5], adjacency(graph, torch.ones(graph.shape[1]), "csr"))
+    with pytest.raises(InsumDeviceError, match="different devices"):
+        layer(x, graph, torch.ones(graph.shape[1], device="meta"))
+    with pytest.raises(InsumShapeError, match="last one that of features"):
+        GCNConv(3, 4, node_dim=-1)(x, graph)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("weighted", [False, True])
+@pytest.mark.parametrize(("narrow", "wide"), [(16, 40), (40, 16)])
+@pytest.mark.parametrize("cached", [False, True])
+def test_on_a_gpu(gpu: torch.device, weighted: bool, narrow: int, wide: int, cached: bool):
+    graph = random_graph(300, 4000, loops=False)
+    layer = GCNConv(narrow, wide, cached=cached).to(gpu)
+    exact = copy.deepcopy(layer).cpu().double()
+    x = torch.randn(300, narrow, dtype=torch.float64, requires_grad=True)
+    weight = torch.rand(graph.shape[1], dtype=torch.float64, requires_grad=True) if weighted else None
+    inputs = [x, weight] if weighted else [x]
+    ours = [t.detach().to(gpu, torch.float32).requires_grad_() for t in inputs]
+    if weighted and cached:
+        ours[1], inputs[1] = ours[1].detach(), inputs[1].detach()
+        weighted_inputs = slice(0, 1)
+    else:
+        weighted_inputs = slice(0, None)
+    edges = graph.to(gpu)
+    got = derivatives(layer, ours[weighted_inputs], ours[0], edges, ours[1] if weighted else None)
+    want = derivatives(exact, inputs[weighted_inputs], inputs[0], graph, inputs[1] if weighted else None)
+    assert_matches(got[0], want[0], dtype=torch.float32, kind="second")
+    for place in (1, 2):
+        for a, b in zip(got[place], want[place], strict=True):
+            scale = float(b.detach().abs().max()) or 1.0
+            assert_matches(a, b, dtype=torch.float32, kind="second", scale=4 * scale)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
+def test_half_precision_on_a_gpu(gpu: torch.device, dtype: torch.dtype):
+    graph = random_graph(300, 4000, loops=False)
+    layer = GCNConv(16, 40).to(gpu, dtype)
+    exact = copy.deepcopy(layer).cpu().double()
+    x = torch.randn(300, 16).to(dtype)
+    out = layer(x.to(gpu), graph.to(gpu))
+    assert_matches(out, exact(x.double(), graph), dtype=dtype, kind="second")
+    with torch.autocast(gpu.type, dtype):
+        mixed = copy.deepcopy(layer).float()(x.to(gpu).float(), graph.to(gpu))
+    assert_matches(mixed.to(dtype), exact(x.double(), graph), dtype=dtype, kind="second")
+
+
+@pytest.mark.gpu
+def test_compiled_on_a_gpu(gpu: torch.device):
+    torch._dynamo.reset()
+    layer, graph = GCNConv(16, 40).to(gpu), random_graph(300, 4000).to(gpu)
+    x = torch.randn(300, 16, device=gpu)
+    compiled = torch.compile(layer, fullgraph=True)
+    for _ in range(2):
+        assert_matches(compiled(x, graph), layer(x, graph).double(), dtype=torch.float32, kind="gradient")
+
+
+def test_the_missing_package_is_named():
+    code = (
+        "import sys\n"
+        "sys.modules['torch_geometric'] = None\n"
+        "from insum_nn.errors import MissingExtraError\n"
+        "try:\n"
+        "    import insum_nn.layers.graph.gcn_conv\n"
+        "except MissingExtraError as error:\n"
+        "    assert 'pip install torch_geometric' in str(error)\n"
+        "else:\n"
+        "    raise AssertionError\n"
+    )
+    root = Path(__file__).resolve().parents[3]
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False, cwd=root)
+    assert done.returncode == 0, done.stderr
