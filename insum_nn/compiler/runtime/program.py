@@ -42,6 +42,7 @@ from insum_nn.compiler.runtime.out_argument import check_out, check_unrecorded, 
 from insum_nn.compiler.runtime.traced import call_operator
 from insum_nn.errors import InsumFormatError
 from insum_nn.facts import IndexFacts, StaticTable
+from insum_nn.kept import same_view
 
 __all__ = ["Program", "ProgramSum", "Shape"]
 
@@ -103,6 +104,7 @@ class Program:
             origin,
         )
         self._names: tuple[str, ...] = layout_of(statement).tensors
+        self._index_names: tuple[str, ...] = statement.index_tensors()
         self._text: str = self._spec.to_json()
         self._seen: dict[tuple[object, ...], Seen] = {}
 
@@ -158,6 +160,7 @@ class Program:
             check_kinds(sizes=sizes, out_shape=out_shape, tensors=tensors)
         if tensors:
             named = {**tensors, **named} if named else tensors  # type: ignore[assignment]
+        named = self._known_views(named)
         call = self._seen_key(named, sizes, out_shape)
         if call is None:
             ordered, start = self._arrange(named)
@@ -179,6 +182,21 @@ class Program:
         result = apply(self._spec, ordered, start, seen.extents, call[0])
         seen.ready = self._spec.ready_for(call[0], start is None, seen.extents)
         return result
+
+    def _known_views(self, named: dict[str, Tensor]) -> dict[str, Tensor]:
+        """The tensors of a call, with views of index tensors as the objects of which checks and orders are kept.
+
+        Facts of a builder hold of its own tensors, so they are passed as they are.
+        """
+        if self._spec.origin == "builder":
+            return named
+        found: dict[str, Tensor] | None = None
+        for name in self._index_names:
+            tensor = named.get(name)
+            if type(tensor) is Tensor and tensor._base is not None:
+                found = dict(named) if found is None else found
+                found[name] = same_view(tensor)
+        return named if found is None else found
 
     def _into(
         self, out: Tensor, sizes: Mapping[str, int] | None, out_shape: Shape | None, named: Mapping[str, Tensor]
@@ -316,6 +334,7 @@ class Program:
         program._out_shape = None if out_shape is None else tuple(out_shape)
         program._spec = spec
         program._names = layout_of(statement).tensors
+        program._index_names = statement.index_tensors()
         program._text = spec.to_json()
         program._seen = {}
         return program
