@@ -142,9 +142,8 @@ gpu-check: $(READY) ## run the tests that need a GPU; none run, or any skipped, 
 sanitize: $(READY) ## run generated kernels of every kind under compute-sanitizer; needs a GPU and the CUDA toolkit
 	$(RUN_ENV) $(PY) -m tests.compiler.sweep memcheck racecheck
 
-bench: $(READY) ## run benchmarks: make bench CASES='spmm*'
-	@mkdir -p benchmarks/results
-	$(RUN_ENV) $(PY) -m benchmarks.run '$(CASES)' --out benchmarks/results/$$(date -u +%Y%m%dT%H%M%SZ).json
+bench: $(READY) ## run benchmarks, keep the record, update benchmarks/results/current: make bench CASES='spmm*'
+	$(RUN_ENV) $(PY) -m benchmarks.run '$(CASES)' --save --supervise
 
 # Only for the pinned torch; keeps the heading and the Triton that torch's GPU builds ask for.
 constraints: $(READY) ## write the installed versions to constraints.txt

@@ -1,51 +1,24 @@
-"""Where a benchmark's time goes: the kernels of one call, by time, and what the host does meanwhile.
+"""Show where a benchmark's time goes: the kernels of one call, the longest first.
 
     python -m benchmarks.profile fctp 'subm_conv/cloud=room/*' --modes fwd,fwdbwd --providers insum_nn
 
-For reading, not for records: tracing slows the host, so only the device's times mean what they say.
+Tracing slows the host, so only the device's times are meaningful. Nothing is written to a file.
 """
 
 from __future__ import annotations
 
 import argparse
 import re
-from collections.abc import Callable, Sequence
-from typing import NamedTuple
+from collections.abc import Sequence
 
 import torch
-from torch.profiler import ProfilerActivity, profile
 
 from benchmarks import gate
 from benchmarks.registry import MODES, Case, Mode, Setting, Unavailable, load
 from benchmarks.run import timed_call
+from benchmarks.timing import kernels
 
-__all__ = ["Kernel", "kernels", "main"]
-
-
-class Kernel(NamedTuple):
-    """One kernel over the traced calls: microseconds and launches for each call."""
-
-    name: str
-    us: float
-    launches: float
-
-
-def kernels(call: Callable[[], object], calls: int = 5) -> list[Kernel]:
-    """The kernels of a call, the longest first; on a CPU the operators."""
-    cuda = torch.cuda.is_available()
-    for _ in range(3):
-        call()
-    activities = [ProfilerActivity.CUDA] if cuda else [ProfilerActivity.CPU]
-    with profile(activities=activities) as trace:
-        for _ in range(calls):
-            call()
-        if cuda:
-            torch.cuda.synchronize()
-    found = [
-        Kernel(e.key, (e.self_device_time_total if cuda else e.self_cpu_time_total) / calls, e.count / calls)
-        for e in trace.key_averages()
-    ]
-    return sorted((k for k in found if k.us > 0), key=lambda k: -k.us)
+__all__ = ["main"]
 
 
 def _show(case: Case, setting: Setting, modes: Sequence[Mode], only: str, most: int) -> None:

@@ -1,4 +1,4 @@
-"""What a result file holds: a list of records, one for each case, provider and mode, and the machine they are of."""
+"""The result file: a list of records, one for each case, provider and mode, with the machine they were measured on."""
 
 from __future__ import annotations
 
@@ -21,6 +21,7 @@ __all__ = [
     "LOCK",
     "RECORD",
     "SCHEMA",
+    "Busy",
     "Floors",
     "Machine",
     "Milliseconds",
@@ -32,13 +33,13 @@ __all__ = [
     "write",
 ]
 
-SCHEMA = 4
+SCHEMA = 5
 ROOT = Path(__file__).resolve().parent.parent
 LOCK = Path(__file__).with_name("peers.lock")
 
 
 class Milliseconds(TypedDict):
-    """Percentiles of the time of one call."""
+    """Percentiles of the time of one call, in milliseconds."""
 
     p20: float
     p50: float
@@ -56,10 +57,17 @@ class Floors(TypedDict):
 
 
 class Replay(TypedDict):
-    """The same call from a CUDA graph, without the host: `gate` is "passed", or why there are no timings."""
+    """CUDA-graph time of the same call, without the host: `gate` is "passed", or why there are no timings."""
 
     gate: str
     ms: Milliseconds | None
+
+
+class Busy(TypedDict):
+    """Device-busy time of one call: the sum of its kernels' times, and how many were launched."""
+
+    ms: float
+    launches: int
 
 
 class Record(TypedDict):
@@ -71,9 +79,11 @@ class Record(TypedDict):
         provider: who solved it.
         mode: "fwd", "bwd" (backward alone) or "fwdbwd".
         ms: time of one call: the device's, or the host's where the case says so.
-        replay: the call captured in a CUDA graph and replayed, where that was asked for.
-        repeats: timed calls.
-        compile_s: from the start of the provider's builder to the end of its first call in this mode.
+        runs: median of each run in milliseconds, where a case was measured more than once; `ms` is the middle run's.
+        replay: the call captured in a CUDA graph and replayed, where that was requested.
+        busy: kernel time of one call, where that was requested.
+        repeats: timed calls; of all runs together.
+        compile_s: seconds from the start of the provider's builder to the end of its first call in this mode.
         peak_bytes: device memory that the provider holds and needs at its peak, beyond the problem's own tensors.
         max_rel_err: against the oracle; see `benchmarks.gate.relative_error`.
         gate: "passed", or why there are no timings: "unavailable: ...", "error: ...", "wrong: ...", "tests: ...",
@@ -81,7 +91,7 @@ class Record(TypedDict):
         floor: the least work of the problem in this mode, where it is counted.
         gpu: the device's name; on a CPU, its name and the number of threads.
         driver: of the GPU.
-        cores: of the CPU, that the process could use; one where it was held to it, so that no thread moves.
+        cores: CPU cores that the process could use; 1 where it was pinned to one core.
         torch: version.
         triton: version.
         commit: of this project.
@@ -94,7 +104,9 @@ class Record(TypedDict):
     provider: str
     mode: Mode
     ms: Milliseconds | None
+    runs: list[float] | None
     replay: Replay | None
+    busy: Busy | None
     repeats: int
     compile_s: float | None
     peak_bytes: int | None
@@ -115,7 +127,7 @@ RECORD = tuple(Record.__annotations__)
 
 
 class Machine(NamedTuple):
-    """What the numbers were measured on."""
+    """Machine and versions that the numbers were measured with."""
 
     gpu: str
     driver: str | None
@@ -127,7 +139,7 @@ class Machine(NamedTuple):
 
     @classmethod
     def here(cls, device: torch.device, commit: str | None = None) -> Machine:
-        """Read this machine; `commit` stands in where the files are a copy without their history."""
+        """Describe this machine; `commit` is used where the files are a copy without their history."""
         if device.type == "cuda":
             gpu = torch.cuda.get_device_name(device)
             driver = _output("nvidia-smi", "--query-gpu=driver_version", "--format=csv,noheader")
@@ -138,7 +150,7 @@ class Machine(NamedTuple):
         status = _output("git", "-C", str(ROOT), "status", "--porcelain") if found else None
         dirty = None if status is None else status != ""
         if commit is not None:
-            # Said of a copy, whose own history, if it has one, may be another's.
+            # The files are a copy, whose own history, if it has one, may be of another project.
             found, dirty = commit, None
         cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count()
         return cls(gpu, driver, cores, torch.__version__, version("triton"), found, dirty)
@@ -169,7 +181,7 @@ def _processor() -> str:
 def record(
     machine: Machine, case: str, provider: str, mode: Mode, gate: str, *, floor: Floor | None = None, **measured: Any
 ) -> Record:
-    """A record of now; what was not measured is `None`."""
+    """Make a record with the present time; what was not measured is `None`."""
     fields: dict[str, Any] = dict.fromkeys(RECORD) | {"repeats": 0}
     fields |= {"schema": SCHEMA, "case": case, "provider": provider, "mode": mode, "gate": gate}
     fields |= measured | machine._asdict()
@@ -187,7 +199,7 @@ def write(path: Path, records: Sequence[Record]) -> None:
 
 
 def read(path: Path) -> list[Record]:
-    """The records of a result file; earlier schemas, without floors, replays or cores, are brought to this one.
+    """Read the records of a result file; records of earlier schemas get the fields that they lack, as `None`.
 
     Raises:
         ValueError: the file is not a list of records of a known schema.
@@ -201,7 +213,9 @@ def read(path: Path) -> list[Record]:
         if entry.get("schema") == 2 and "replay" not in entry:
             entry |= {"schema": 3, "replay": None}
         if entry.get("schema") == 3 and "cores" not in entry:
-            entry |= {"schema": SCHEMA, "cores": None}
+            entry |= {"schema": 4, "cores": None}
+        if entry.get("schema") == 4 and "busy" not in entry:
+            entry |= {"schema": SCHEMA, "busy": None, "runs": None}
         if set(entry) != set(RECORD):
             raise ValueError(f"{path}: records with exactly the keys {', '.join(RECORD)} were expected")
         if entry["schema"] != SCHEMA:

@@ -1,7 +1,8 @@
-"""Tables of ours beside every peer, from result files alone: `python -m benchmarks.report results/*.json`.
+"""Print tables of ours and every baseline from result files: `python -m benchmarks.report [FILE ...]`.
 
-Times are medians in microseconds. A peer's cell says `absent`, `error`, `wrong` or `not run` where it has no time, and
-why stands below the tables; `wrong` is a result outside the tolerance. The last column holds the marks.
+Without files, those of `benchmarks/results/current/`. Each device has tables of its own, one a family. Times are medians
+in microseconds. A cell says `absent`, `error`, `wrong` or `not run` where there is no time, and the reasons are listed
+below the tables; `wrong` is a result outside the tolerance. The last column holds the targets.
 """
 
 from __future__ import annotations
@@ -9,11 +10,11 @@ from __future__ import annotations
 import argparse
 import math
 import sys
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import NamedTuple
 
-from benchmarks import marks, records
+from benchmarks import archive, records, targets
 from benchmarks.records import Record
 from benchmarks.registry import is_ours
 from benchmarks.widths import width_table
@@ -21,7 +22,7 @@ from benchmarks.widths import width_table
 __all__ = ["Row", "main", "read", "rows", "table"]
 
 FIRST_CALL_S = 15.0
-# Of rows whose host was held to one core, where a call does not wait for a thread to move.
+# Suffix of a device whose host process was pinned to one core.
 ONE_CORE = ", host on one core"
 
 
@@ -31,10 +32,10 @@ class Row(NamedTuple):
     Attributes:
         case: the case's name.
         mode: what was timed.
-        gpu: the device; and that the host was held to one core, where it was.
+        gpu: the device; and that the host was pinned to one core, where it was.
         ours: our fastest provider that passed, and its median in milliseconds.
-        peer: the fastest other provider that passed.
-        ratio: the peer's time over ours; above 1 we are faster.
+        baseline: the fastest other provider that passed.
+        ratio: the baseline's time over ours; above 1 we are faster.
         missing: providers without a timing, with the reason.
         group: the records, by provider.
     """
@@ -43,7 +44,7 @@ class Row(NamedTuple):
     mode: str
     gpu: str
     ours: tuple[str, float] | None
-    peer: tuple[str, float] | None
+    baseline: tuple[str, float] | None
     ratio: float | None
     missing: tuple[str, ...]
     group: Mapping[str, Record]
@@ -55,7 +56,7 @@ class Row(NamedTuple):
 
 
 def read(paths: Iterable[Path]) -> list[Record]:
-    """The records of result files.
+    """Read the records of result files.
 
     Raises:
         ValueError: a file is not a list of records of a known schema.
@@ -64,7 +65,7 @@ def read(paths: Iterable[Path]) -> list[Record]:
 
 
 def rows(entries: Sequence[Record]) -> list[Row]:
-    """One row for each case, mode and device; of a provider measured twice the later result counts."""
+    """Make one row for each case, mode and device; of a provider measured twice the later result counts."""
     latest: dict[tuple[str, str, str], dict[str, Record]] = {}
     for record in sorted(entries, key=lambda r: r["utc"]):
         where = record["gpu"] + (ONE_CORE if record["cores"] == 1 else "")
@@ -73,10 +74,10 @@ def rows(entries: Sequence[Record]) -> list[Row]:
     for (case, mode, gpu), group in latest.items():
         timed = [(r["ms"]["p50"], name) for name, r in group.items() if r["ms"] is not None]
         ours = min(((name, t) for t, name in timed if is_ours(name)), key=lambda x: x[1], default=None)
-        peer = min(((name, t) for t, name in timed if not is_ours(name)), key=lambda x: x[1], default=None)
-        ratio = peer[1] / ours[1] if ours and peer else None
+        baseline = min(((name, t) for t, name in timed if not is_ours(name)), key=lambda x: x[1], default=None)
+        ratio = baseline[1] / ours[1] if ours and baseline else None
         missing = tuple(f"{name}: {r['gate']}" for name, r in group.items() if r["ms"] is None)
-        result.append(Row(case, mode, gpu, ours, peer, ratio, missing, group))
+        result.append(Row(case, mode, gpu, ours, baseline, ratio, missing, group))
     return result
 
 
@@ -85,7 +86,7 @@ def geometric_mean(values: Sequence[float]) -> float:
 
 
 def _cell(record: Record | None) -> str:
-    """A time with its error, or why there is none."""
+    """Format a time with its error, or why there is none."""
     if record is None:
         return ""
     if record["ms"] is None:
@@ -95,34 +96,44 @@ def _cell(record: Record | None) -> str:
 
 
 def _family_table(found: Sequence[Row]) -> list[str]:
-    peers = list(dict.fromkeys(name for row in found for name in row.group if not is_ours(name)))
-    head = ["case", "mode", "ours", "us (error)", *peers, "best peer / ours", "peak MiB, ours / least", "marks"]
-    replayed = any(r["replay"] is not None for row in found for r in row.group.values())
-    if replayed:
-        head.insert(-2, "replayed: ours, best peer, ratio")
+    """The rows of one family on one device."""
+    baselines = list(dict.fromkeys(name for row in found for name in row.group if not is_ours(name)))
+    head = ["case", "mode", "ours", "us (error)", *baselines, "best baseline / ours"]
+    more: list[tuple[str, Callable[[Row], str]]] = [("peak MiB, ours / least", _peak), ("targets", _targets)]
+    if any(r["replay"] is not None for row in found for r in row.group.values()):
+        more.insert(0, ("CUDA graph: ours, best baseline, ratio", lambda row: _replays(row.group)))
+    if any(r["busy"] is not None for row in found for r in row.group.values()):
+        more.insert(0, ("device busy: ours, best baseline", _busy))
+    head += [name for name, _ in more]
     lines = ["| " + " | ".join(head) + " |", "|" + "|".join(["---"] * len(head)) + "|"]
     for row in found:
         name = row.ours[0] if row.ours else "none passed"
         mine = row.group.get(name)
         own = _cell(mine) if mine else "; ".join(m for m in row.missing if is_ours(m.partition(":")[0]))
         ratio = "" if row.ratio is None else f"{row.ratio:.2f}x"
-        verdicts = marks.judge(row.case, row.mode, row.group)
-        judged = "; ".join(f"{'met' if v.met else '**missed**'} {v.asked}: {v.found}" for v in verdicts)
-        mode = row.mode + (ONE_CORE if row.gpu.endswith(ONE_CORE) else "")
-        cells = [row.case, mode, name, own, *(_cell(row.group.get(p)) for p in peers), ratio, _peak(row), judged]
-        if replayed:
-            cells.insert(-2, _replays(row.group))
+        cells = [row.case, row.mode, name, own, *(_cell(row.group.get(p)) for p in baselines), ratio]
+        cells += [cell(row) for _, cell in more]
         lines.append("| " + " | ".join(cell.replace("|", "/") for cell in cells) + " |")
     for mode in dict.fromkeys(row.mode for row in found):
         ratios = [row.ratio for row in found if row.mode == mode and row.ratio is not None]
         if ratios:
             summary = f"geometric mean {geometric_mean(ratios):.2f}x over {len(ratios)} cases, least {min(ratios):.2f}x"
-            lines += ["", f"{found[0].family} {mode}: {summary}"]
+            lines += ["", f"{found[0].family} {mode} on {found[0].gpu}: {summary}"]
     return lines
 
 
+def _targets(row: Row) -> str:
+    verdicts = targets.judge(row.case, row.mode, row.group)
+    return "; ".join(f"{'met' if v.met else '**unmet**'} {v.target}: {v.measured}" for v in verdicts)
+
+
+def _busy(row: Row) -> str:
+    chosen = [row.group[who[0]]["busy"] if who else None for who in (row.ours, row.baseline)]
+    return ", ".join("none" if b is None else f"{b['ms'] * 1e3:.1f} in {b['launches']}" for b in chosen)
+
+
 def _replays(group: Mapping[str, Record]) -> str:
-    """The fastest replays from a CUDA graph, of ours and of a peer's."""
+    """Format the fastest CUDA-graph times, ours and a baseline's."""
     times = {n: r["replay"]["ms"]["p50"] * 1e3 for n, r in group.items() if r["replay"] and r["replay"]["ms"]}
     mine = min((t for n, t in times.items() if is_ours(n)), default=None)
     other = min((t for n, t in times.items() if not is_ours(n)), default=None)
@@ -137,10 +148,10 @@ def _peak(row: Row) -> str:
 
 
 def _summary(found: Sequence[Row]) -> list[str]:
-    """Marks over many cases, first calls, and how many marks were met."""
-    verdicts = [v for row in found for v in marks.judge(row.case, row.mode, row.group)]
-    over = marks.judge_means({(row.case, row.mode): row.group for row in found})
-    lines = [f"- {'met' if v.met else '**missed**'} {v.asked}: {v.found}" for v in over]
+    """Targets over many cases, first calls, and how many targets were met."""
+    verdicts = [v for row in found for v in targets.judge(row.case, row.mode, row.group)]
+    over = targets.judge_means({(row.case, row.mode): row.group for row in found})
+    lines = [f"- {'met' if v.met else '**unmet**'} {v.target}: {v.measured}" for v in over]
     first = [
         (r["compile_s"], f"{row.case} {row.mode} {name}")
         for row in found
@@ -149,26 +160,27 @@ def _summary(found: Sequence[Row]) -> list[str]:
     ]
     if first:
         slow, where = max(first)
-        word = "met" if slow <= FIRST_CALL_S else "**missed**"
+        word = "met" if slow <= FIRST_CALL_S else "**unmet**"
         lines.append(f"- {word} first call <= {FIRST_CALL_S:g} s: {slow:.1f} s ({where})")
     both = [*verdicts, *over]
     if both:
-        lines.append(f"- {sum(v.met for v in both)} of {len(both)} marks met")
+        lines.append(f"- {sum(v.met for v in both)} of {len(both)} targets met")
     return lines
 
 
 def table(entries: Sequence[Record]) -> str:
-    """Markdown: a table for each family, marks, machines, and what has no timing."""
+    """Format Markdown: for each device a table for each family and its targets; machines, commits, missing times."""
     found = rows(entries)
     lines: list[str] = []
-    for family in dict.fromkeys(row.family for row in found):
-        mine = [row for row in found if row.family == family]
-        lines += [f"## {family}", "", *_family_table(mine), ""]
-        for gpu in dict.fromkeys(row.gpu for row in mine):
-            widths = width_table({row.case: row.group for row in mine if row.gpu == gpu and row.mode == "fwd"})
-            lines += [f"### Reduction widths, {gpu}", "", *widths, ""] if widths else []
-    summary = _summary(found)
-    lines += ["## Marks", "", *summary, ""] if summary else []
+    for gpu in dict.fromkeys(row.gpu for row in found):
+        here = [row for row in found if row.gpu == gpu]
+        for family in dict.fromkeys(row.family for row in here):
+            mine = [row for row in here if row.family == family]
+            lines += [f"## {gpu}: {family}", "", *_family_table(mine), ""]
+            widths = width_table({row.case: row.group for row in mine if row.mode == "fwd"})
+            lines += ["### Reduction widths", "", *widths, ""] if widths else []
+        summary = _summary(here)
+        lines += [f"## {gpu}: targets", "", *summary, ""] if summary else []
     machines = sorted({f"{r['gpu']}, torch {r['torch']}, triton {r['triton']}, driver {r['driver']}" for r in entries})
     lines += [*(f"measured on {machine}" for machine in machines)]
     commits = sorted({f"{r['commit']}{' with changes' if r['dirty'] else ''}" for r in entries})
@@ -178,25 +190,26 @@ def table(entries: Sequence[Record]) -> str:
         for reason in row.missing:
             gaps.setdefault(reason, []).append(f"{row.case} {row.mode}")
     if gaps:
-        lines += ["", "Without a timing:", ""]
+        lines += ["", "Without a time:", ""]
         lines += [f"- {why} ({len(of)}: {of[0]}{', ..' if of[1:] else ''})" for why, of in gaps.items()]
     return "\n".join(lines)
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
+    """Run the command line."""
     parser = argparse.ArgumentParser(prog="python -m benchmarks.report", description=__doc__)
-    parser.add_argument("files", nargs="+", type=Path)
-    parser.add_argument("--missed", action="store_true", help="only the lines that missed a mark, slowest first")
+    parser.add_argument("files", nargs="*", type=Path, help="default: benchmarks/results/current/")
+    parser.add_argument("--unmet", action="store_true", help="only the targets that are not met, the slowest first")
     options = parser.parse_args(arguments)
-    entries = read(options.files)
-    if options.missed:
-        missed = [
-            (row.ratio or 0.0, f"{row.case} {row.mode}: {v.asked}, found {v.found}")
+    entries = read(options.files or archive.current_files())
+    if options.unmet:
+        unmet = [
+            (row.ratio or 0.0, f"{row.case} {row.mode}: {v.target}, measured {v.measured}")
             for row in rows(entries)
-            for v in marks.judge(row.case, row.mode, row.group)
+            for v in targets.judge(row.case, row.mode, row.group)
             if not v.met
         ]
-        print("\n".join(line for _, line in sorted(missed)))
+        print("\n".join(line for _, line in sorted(unmet)))
         return 0
     print(table(entries))
     return 0

@@ -1,12 +1,13 @@
 """Run benchmarks and write their results.
 
-    python -m benchmarks.run spmm 'subm_conv/cloud=room/*' --modes fwd,fwdbwd --out benchmarks/results/x.json
+    python -m benchmarks.run spmm 'subm_conv/cloud=room/*' --modes fwd,fwdbwd --save
 
 The file is a list of records, one for each case, provider and mode, with the keys of `RECORD` and no others. Nothing
 is left out: a provider that is not installed, raises, or fails the gate has a record that says so, without timings.
-With `--supervise` the work is done in a process of its own, which is started again after a provider brought it down
-or did not come back; with `--budget` a run stops in time and its file says what was not run; `--resume` goes on there.
-With `--replay` each call is timed from a CUDA graph too, where the host has no share.
+`--save` writes to `benchmarks/results/history/` under the date and the device, and brings `results/current/` up to
+date. With `--supervise` the measurements are made in a subprocess, which is started again after a provider crashed it
+or did not return; with `--budget` a run stops in time and its file says what was not run; `--resume` continues there.
+`--replay` adds CUDA-graph times, `--busy` the sum of the kernels' times, `--runs N` the medians of N runs.
 """
 
 from __future__ import annotations
@@ -25,20 +26,20 @@ from typing import Any, NamedTuple
 import torch
 import torch._inductor.config
 
-from benchmarks import gate, timing
-from benchmarks.records import LOCK, RECORD, SCHEMA, Machine, Milliseconds, Record, Replay, record, version
+from benchmarks import archive, gate, timing
+from benchmarks.records import LOCK, RECORD, SCHEMA, Busy, Machine, Milliseconds, Record, Replay, record, version
 from benchmarks.registry import MODES, OURS, Case, Mode, Problem, Registry, Setting, Unavailable, Work, is_ours, load
 from benchmarks.supervise import State, supervise
 from insum_nn.compiler.schedule.tune import settle
 
 __all__ = ["RECORD", "SCHEMA", "Machine", "Milliseconds", "Record", "main", "measure", "run_case", "timed_call"]
 
-# The process's result when the device no longer answers; a supervisor starts another process then.
+# Exit status when the device no longer responds; a supervisor starts another process then.
 BROKEN_DEVICE = 3
 
 
 class Measurement(NamedTuple):
-    """What one provider did in one mode."""
+    """Result of one provider in one mode."""
 
     gate: str
     ms: Milliseconds | None = None
@@ -47,17 +48,19 @@ class Measurement(NamedTuple):
     peak_bytes: int | None = None
     max_rel_err: float | None = None
     replay: Replay | None = None
+    busy: Busy | None = None
+    runs: list[float] | None = None
 
 
 class BrokenDeviceError(Exception):
-    """An earlier fault left the device unusable for this process."""
+    """An earlier error left the device unusable for this process."""
 
 
 # One provider ---------------------------------------------------------------------------------------------------------
 
 
 def timed_call(work: Work, mode: Mode, back: Sequence[torch.Tensor] | None) -> Callable[[], object]:
-    """The function that is timed; for `bwd`, the graph of one forward is kept and walked again and again."""
+    """Return the function that is timed; for `bwd`, the graph of one forward is kept and traversed by each call."""
     if mode == "fwd":
         return work.forward
     if back is None or not work.leaves:
@@ -71,7 +74,7 @@ def timed_call(work: Work, mode: Mode, back: Sequence[torch.Tensor] | None) -> C
 
 
 def _peak(call: Callable[[], object], device: torch.device, before: int) -> int | None:
-    """Peak of allocated bytes during a call, less what was there before the provider was built."""
+    """Return the peak of allocated bytes during a call, minus what was allocated before the provider was built."""
     if device.type != "cuda":
         return None
     torch.cuda.reset_peak_memory_stats(device)
@@ -90,8 +93,9 @@ def measure(
     warmup_ms: int = 25,
     rep_ms: int = 200,
     replay: bool = False,
+    busy: bool = False,
 ) -> Measurement:
-    """Build a provider, pass it through the gate, and time it.
+    """Build a provider, compare its result with the oracle, and time it.
 
     Args:
         problem: what is solved.
@@ -102,13 +106,14 @@ def measure(
         warmup_ms: not counted.
         rep_ms: counted.
         replay: whether the call is also timed from a CUDA graph; a backward alone is not, whose forward is outside.
+        busy: whether the call is also profiled for the sum of its kernels' times.
 
     Returns:
         The measurement; without timings when the provider is missing, raises or is wrong.
     """
     before = 0
     if device.type == "cuda":
-        gc.collect()  # what the last provider left in reference cycles is not this one's
+        gc.collect()  # collect what the last provider left in reference cycles
         torch.cuda.synchronize(device)
         before = torch.cuda.memory_allocated(device)
     start = time.perf_counter()
@@ -124,19 +129,45 @@ def measure(
             if not error <= limit:
                 shown = None if math.isinf(error) else error
                 return Measurement(f"wrong: error {error:.3g} > {limit:.3g}", compile_s=compile_s, max_rel_err=shown)
-            # A compiler that still runs beside would take the interpreter from whatever is timed.
+            # A compiler thread that still runs would compete for the interpreter with what is timed.
             settle(60.0)
             peak = _peak(call, device, before)
             times = _times(problem, call, device, warmup_ms, rep_ms)
             again = None
             if replay and device.type == "cuda" and problem.clock == "device" and mode != "bwd":
                 again = _replayed(work, call, wanted, mode, limit, warmup_ms, rep_ms)
+            kernel_time = _busy(call) if busy and device.type == "cuda" and problem.clock == "device" else None
     except (ModuleNotFoundError, Unavailable) as fault:
         return Measurement(f"unavailable: {_one_line(fault)}")
     except Exception as fault:
-        # Whatever a peer raises is its result; the other providers go on.
+        # Whatever a provider raises is its result; the other providers are still measured.
         return Measurement(f"error: {type(fault).__name__}: {_one_line(fault)}")
-    return Measurement("passed", _percentiles(times), len(times), compile_s, peak, error, again)
+    return Measurement("passed", _percentiles(times), len(times), compile_s, peak, error, again, kernel_time)
+
+
+def middle(found: Sequence[Measurement]) -> Measurement:
+    """Combine the runs of one measurement: the run of the middle median, the first call of the first run.
+
+    A run that failed is the result, whatever the others did.
+    """
+    failed = [one for one in found if one.ms is None]
+    if failed or len(found) == 1:
+        return (failed or found)[0]
+    ordered = sorted(found, key=_median)
+    return ordered[(len(found) - 1) // 2]._replace(
+        runs=[_median(one) for one in found],
+        repeats=sum(one.repeats for one in found),
+        compile_s=found[0].compile_s,
+    )
+
+
+def _median(one: Measurement) -> float:
+    return one.ms["p50"] if one.ms else math.inf
+
+
+def _busy(call: Callable[[], object]) -> Busy:
+    found = timing.kernels(call)
+    return Busy(ms=sum(k.us for k in found) / 1e3, launches=round(sum(k.launches for k in found)))
 
 
 def _percentiles(times: Sequence[float]) -> Milliseconds:
@@ -153,7 +184,7 @@ def _replayed(
     warmup_ms: int,
     rep_ms: int,
 ) -> Replay:
-    """Time a call from a CUDA graph, after what a replay computed has passed the gate too."""
+    """Time a call from a CUDA graph, after the result of a replay has been compared with the oracle too."""
     try:
         graph, result = timing.captured(call)
         graph.replay()
@@ -165,7 +196,7 @@ def _replayed(
             return Replay(gate=f"wrong: error {error:.3g} > {limit:.3g}", ms=None)
         return Replay(gate="passed", ms=_percentiles(timing.times_cuda(graph.replay, warmup_ms, rep_ms)))
     except Exception as fault:
-        # Whoever waits for the device inside a call cannot be captured, and its own time stands all the same.
+        # A call that waits for the device cannot be captured; its own time remains valid.
         first: BaseException = fault
         while first.__context__ is not None:
             first = first.__context__
@@ -185,14 +216,14 @@ def _one_line(fault: BaseException) -> str:
 
 
 def _release(device: torch.device) -> None:
-    """Give back what is held for reuse: the next one needs it in other pieces."""
+    """Release memory held for reuse: the next problem needs it in blocks of other sizes."""
     gc.collect()
     if device.type == "cuda":
         torch.cuda.empty_cache()
 
 
 def _require_device(device: torch.device) -> None:
-    """Some faults (a wild address) leave every later call failing."""
+    """Raise where an earlier error, such as an invalid address, makes every later call fail."""
     try:
         timing.synchronize(device)
     except RuntimeError as fault:
@@ -213,6 +244,8 @@ def run_case(
     warmup_ms: int = 25,
     rep_ms: int = 200,
     replay: bool = False,
+    busy: bool = False,
+    runs: int = 1,
     state: State | None = None,
     deadline: float = math.inf,
 ) -> Iterator[Record]:
@@ -221,21 +254,23 @@ def run_case(
     Args:
         case: what is run.
         setting: device and size.
-        modes: those wanted; the ones that the case does not have are passed over.
+        modes: those to measure; modes that the case does not have are ignored.
         machine: goes into each record.
         only: regular expression; other providers are not run and not recorded.
-        run_tests: whether the operator's tests stand before the timing, as they should.
+        run_tests: whether the operator's tests are run first, as they should be.
         warmup_ms: see `measure`.
         rep_ms: see `measure`.
         replay: see `measure`.
-        state: what was measured before and is not measured again; told what is under way.
+        busy: see `measure`.
+        runs: how often each provider is built and measured; see `middle`.
+        state: what was measured before and is not measured again; it also keeps what is in progress.
         deadline: of `time.monotonic()`; later measurements are recorded as not run.
 
     Yields:
         Records, as they are measured.
 
     Raises:
-        BrokenDeviceError: the device no longer answers; everything up to then was yielded.
+        BrokenDeviceError: the device no longer responds; everything up to then was yielded.
     """
     state = State() if state is None else state
     failed = gate.operator_tests(case.tests) if run_tests else None
@@ -249,7 +284,7 @@ def run_case(
         yield record(machine, case.name, OURS, modes[0], f"unavailable: {_one_line(fault)}")
         return
     except Exception as fault:
-        # One problem that cannot be built does not cost the others their measurements.
+        # A problem that cannot be built is one record; the other cases are still measured.
         why = f"error: the problem: {type(fault).__name__}: {_one_line(fault)}"
         yield record(machine, case.name, OURS, modes[0], why)
         _require_device(setting.device)
@@ -265,8 +300,10 @@ def run_case(
                 elif time.monotonic() > deadline:
                     result = Measurement("not run: the budget was spent")
                 else:
-                    times = {"warmup_ms": warmup_ms, "rep_ms": rep_ms}
-                    result = measure(problem, provider, mode, wanted, setting.device, **times, replay=replay)
+                    more: dict[str, Any] = {"warmup_ms": warmup_ms, "rep_ms": rep_ms, "replay": replay, "busy": busy}
+                    result = middle(
+                        [measure(problem, provider, mode, wanted, setting.device, **more) for _ in range(runs)]
+                    )
                 fields: dict[str, Any] = result._asdict()
                 yield record(
                     machine, case.name, provider, mode, fields.pop("gate"), floor=problem.floors.get(mode), **fields
@@ -283,7 +320,7 @@ def run_case(
 
 
 def _show(entry: Record) -> str:
-    """A line for people; rates are of the floor's work, so they say how far from it the time is."""
+    """Format a record as one line; rates are the floor's work over the time."""
     head = f"{entry['case']:<48} {entry['mode']:<7} {entry['provider']:<28}"
     if entry["ms"] is None:
         return f"{head} {entry['gate']}"
@@ -292,8 +329,10 @@ def _show(entry: Record) -> str:
     if entry["replay"] is not None:
         again = entry["replay"]
         parts.append(
-            f"replayed {again['ms']['p50'] * 1e3:.1f} us" if again["ms"] else f"replayed: {again['gate'][:60]}"
+            f"CUDA graph {again['ms']['p50'] * 1e3:.1f} us" if again["ms"] else f"CUDA graph: {again['gate'][:60]}"
         )
+    if entry["busy"] is not None:
+        parts.append(f"device busy {entry['busy']['ms'] * 1e3:.1f} us, {entry['busy']['launches']} launches")
     parts.append(f"err {entry['max_rel_err']:.1e}  first {entry['compile_s']:.1f} s")
     if entry["peak_bytes"] is not None:
         parts.append(f"{entry['peak_bytes'] / 2**20:.1f} MiB")
@@ -304,7 +343,7 @@ def _show(entry: Record) -> str:
 
 
 def _compare_peers() -> Iterator[str]:
-    """Installed peers whose version is not the locked one."""
+    """Yield the installed baselines whose version is not the locked one."""
     for line in LOCK.read_text(encoding="utf-8").splitlines():
         name, _, locked = line.partition("#")[0].strip().partition("==")
         here = version(name) if name else None
@@ -318,27 +357,31 @@ def _parser() -> argparse.ArgumentParser:
     )
     parser.add_argument("cases", nargs="*", metavar="CASE", help="family, name or shell pattern")
     parser.add_argument("--list", action="store_true", help="list the cases (with CASE: those chosen) and stop")
-    parser.add_argument("--quick", action="store_true", help="the cases that stand for their families, timed briefly")
-    parser.add_argument("--out", type=Path, help="the JSON file to write")
-    parser.add_argument("--resume", action="store_true", help="keep what --out holds, and measure what it lacks")
+    parser.add_argument("--quick", action="store_true", help="a few representative cases of each family, timed briefly")
+    target = parser.add_mutually_exclusive_group()
+    target.add_argument("--out", type=Path, help="the JSON file to write")
+    target.add_argument("--save", action="store_true", help="write to benchmarks/results/history and update current")
+    parser.add_argument("--resume", action="store_true", help="keep the records of --out, and measure what is missing")
     parser.add_argument("--budget", type=float, default=math.inf, metavar="SECONDS", help="stop cleanly after so long")
-    parser.add_argument("--supervise", action="store_true", help="work in another process; start it anew when it dies")
+    parser.add_argument("--supervise", action="store_true", help="measure in a subprocess; restart it when it crashes")
     parser.add_argument("--limit", type=float, default=120.0, metavar="SECONDS", help="of one measurement, supervised")
     parser.add_argument("--root", type=Path, help="folder of data sets (default: the variable INSUM_DATA)")
     parser.add_argument("--modes", default=",".join(MODES), help="of fwd,bwd,fwdbwd")
     parser.add_argument("--providers", default="", metavar="REGEX", help="run only these")
     parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")
     parser.add_argument("--size", choices=["tiny", "full"], default="full")
-    parser.add_argument("--commit", help="where the files are a copy without history, the commit they are of")
+    parser.add_argument("--commit", help="commit of the files, where they are a copy without history")
     parser.add_argument("--skip-tests", action="store_true", help="do not run the operators' tests first")
     parser.add_argument("--warmup-ms", type=int, help="default 25; quick 10")
     parser.add_argument("--rep-ms", type=int, help="default 200; quick 50")
     parser.add_argument("--replay", action="store_true", help="time each call from a CUDA graph too")
+    parser.add_argument("--busy", action="store_true", help="profile each call: sum of its kernels' times, launches")
+    parser.add_argument("--runs", type=int, default=1, metavar="N", help="build and time each provider N times")
     return parser
 
 
 def main(arguments: Sequence[str] | None = None, registry: Registry | None = None) -> int:
-    """The command line; 1 when no timing was made or one of our own providers failed."""
+    """Run the command line; return 1 when nothing was timed or one of our own providers failed."""
     start = time.monotonic()
     parser = _parser()
     given = list(sys.argv[1:] if arguments is None else arguments)
@@ -351,9 +394,15 @@ def main(arguments: Sequence[str] | None = None, registry: Registry | None = Non
     unknown = set(options.modes.split(",")) - set(MODES)
     if unknown:
         parser.error(f"unknown mode {', '.join(sorted(unknown))}")
-    if not options.out and (options.resume or options.supervise):
-        parser.error("--resume and --supervise need --out")
+    if options.runs < 1:
+        parser.error("--runs must be at least 1")
     device = torch.device(options.device)
+    if options.save:
+        machine = Machine.here(device, options.commit)
+        options.out = archive.new_file(machine.gpu, machine.cores)
+        given = [word for word in given if word != "--save"] + ["--out", str(options.out)]
+    if not options.out and (options.resume or options.supervise):
+        parser.error("--resume and --supervise need --out or --save")
     try:
         cases = registry.select(options.cases)
     except KeyError as fault:
@@ -363,14 +412,19 @@ def main(arguments: Sequence[str] | None = None, registry: Registry | None = Non
         print("\n".join(case.name for case in cases))
         return 0
     if options.supervise:
-        return supervise(given, options.out, limit=options.limit, budget=options.budget, commit=options.commit)
-    return _run(options, cases, modes, device, start + options.budget)
+        outcome = supervise(given, options.out, limit=options.limit, budget=options.budget, commit=options.commit)
+    else:
+        outcome = _run(options, cases, modes, device, start + options.budget)
+    if options.save:
+        print(f"wrote {options.out}")
+        archive.update()
+    return outcome
 
 
 def _run(
     options: argparse.Namespace, cases: Sequence[Case], modes: Sequence[Mode], device: torch.device, deadline: float
 ) -> int:
-    # The processes of Inductor's pool would take the cores from what is timed.
+    # The processes of Inductor's pool would compete for the cores with what is timed.
     torch._inductor.config.compile_threads = 1
     print(*_compare_peers(), sep="\n", file=sys.stderr)
     machine = Machine.here(device, options.commit)
@@ -394,6 +448,8 @@ def _run(
             warmup_ms=(10 if options.quick else 25) if options.warmup_ms is None else options.warmup_ms,
             rep_ms=(50 if options.quick else 200) if options.rep_ms is None else options.rep_ms,
             replay=options.replay,
+            busy=options.busy,
+            runs=options.runs,
             state=state,
             deadline=deadline,
         )
@@ -402,7 +458,7 @@ def _run(
                 print(_show(entry), flush=True)
                 state.add(entry)
         except BrokenDeviceError as fault:
-            print(f"the device no longer answers: {fault}", file=sys.stderr)
+            print(f"the device no longer responds: {fault}", file=sys.stderr)
             return BROKEN_DEVICE
         state.finish(case.name)
         _release(device)

@@ -1,4 +1,4 @@
-"""Clocks: the device's time of a call, the host's, and a processor's; in milliseconds, one number for each call."""
+"""Clocks: device time, host time and CPU time of a call, in milliseconds, one number for each call; and its kernels."""
 
 from __future__ import annotations
 
@@ -6,15 +6,16 @@ import gc
 import math
 import time
 from collections.abc import Callable, Sequence
-from typing import TypeVar, cast
+from typing import NamedTuple, TypeVar, cast
 
 import torch
+from torch.profiler import ProfilerActivity, profile
 
-__all__ = ["captured", "quantile", "synchronize", "times_cpu", "times_cuda", "times_host"]
+__all__ = ["Kernel", "captured", "kernels", "quantile", "synchronize", "times_cpu", "times_cuda", "times_host"]
 
 Result = TypeVar("Result")
 
-# Calls between two readings of the host's clock: few enough that the queue of the device never fills up.
+# Calls between two readings of the host's clock: few enough that the device's launch queue never fills up.
 _BATCH = 20
 
 
@@ -25,29 +26,29 @@ def synchronize(device: torch.device) -> None:
 
 
 def times_cuda(call: Callable[[], object], warmup_ms: int, rep_ms: int) -> list[float]:
-    """Each call between CUDA events, with the L2 cache flushed before each."""
+    """Time each call between CUDA events, with the L2 cache flushed before each."""
     from triton.testing import do_bench
 
     return cast(list[float], do_bench(call, warmup=warmup_ms, rep=rep_ms, return_mode="all"))
 
 
 def captured(call: Callable[[], Result]) -> tuple[torch.cuda.CUDAGraph, Result]:
-    """A call as a CUDA graph, and what it returned: tensors that each replay writes again.
+    """Capture a call in a CUDA graph; also return its result, tensors that each replay writes again.
 
-    A replay hands over all kernels at once, so that its time is the device's alone.
+    A replay launches all kernels at once, so that its time is the device's alone.
     """
-    beside = torch.cuda.Stream()
-    beside.wait_stream(torch.cuda.current_stream())
-    with torch.cuda.stream(beside):
+    side = torch.cuda.Stream()
+    side.wait_stream(torch.cuda.current_stream())
+    with torch.cuda.stream(side):
         for _ in range(3):
             call()
-    torch.cuda.current_stream().wait_stream(beside)
+    torch.cuda.current_stream().wait_stream(side)
     graph = torch.cuda.CUDAGraph()
     try:
         with torch.cuda.graph(graph):
             result = call()
     except Exception:
-        # The generator of random numbers would wait for the end of the capture for ever.
+        # Without this the random number generator stays registered with the failed capture.
         generator = torch.cuda.default_generators[torch.cuda.current_device()]
         generator.graphsafe_set_state(torch.Generator(generator.device).graphsafe_get_state())
         raise
@@ -55,7 +56,7 @@ def captured(call: Callable[[], Result]) -> tuple[torch.cuda.CUDAGraph, Result]:
 
 
 def times_cpu(call: Callable[[], object], warmup_ms: int, rep_ms: int) -> list[float]:
-    """Each call by the process's clock; at least five calls."""
+    """Time each call by the process's clock; at least five calls."""
 
     def until(budget_ms: float, least: int) -> list[float]:
         times: list[float] = []
@@ -72,7 +73,7 @@ def times_cpu(call: Callable[[], object], warmup_ms: int, rep_ms: int) -> list[f
 def times_host(
     call: Callable[[], object], warmup_ms: int, rep_ms: int, device: torch.device, batch: int = _BATCH
 ) -> list[float]:
-    """How long the host is busy with a call: the device's work is handed over, and waited for outside the clock.
+    """Time how long the host is busy with a call: kernels are launched, and waited for outside the clock.
 
     Each number is the mean of a batch of calls.
     """
@@ -101,8 +102,34 @@ def times_host(
     return times
 
 
+class Kernel(NamedTuple):
+    """One kernel over the traced calls: microseconds and launches for each call."""
+
+    name: str
+    us: float
+    launches: float
+
+
+def kernels(call: Callable[[], object], calls: int = 5) -> list[Kernel]:
+    """List the kernels of a call, the longest first; on a CPU the operators."""
+    cuda = torch.cuda.is_available()
+    for _ in range(3):
+        call()
+    activities = [ProfilerActivity.CUDA] if cuda else [ProfilerActivity.CPU]
+    with profile(activities=activities) as trace:
+        for _ in range(calls):
+            call()
+        if cuda:
+            torch.cuda.synchronize()
+    found = [
+        Kernel(e.key, (e.self_device_time_total if cuda else e.self_cpu_time_total) / calls, e.count / calls)
+        for e in trace.key_averages()
+    ]
+    return sorted((k for k in found if k.us > 0), key=lambda k: -k.us)
+
+
 def quantile(times: Sequence[float], q: float) -> float:
-    """A quantile, linear between neighbours."""
+    """Return a quantile, linear between neighbours."""
     ordered = sorted(times)
     position = q * (len(ordered) - 1)
     low = math.floor(position)

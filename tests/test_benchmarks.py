@@ -17,7 +17,20 @@ import pytest
 import torch
 from torch import Tensor
 
-from benchmarks import clouds, gate, graphs, irreps, marks, plot, records, registry, report, run, supervise
+from benchmarks import (
+    archive,
+    clouds,
+    gate,
+    graphs,
+    irreps,
+    plot,
+    records,
+    registry,
+    report,
+    run,
+    supervise,
+    targets,
+)
 from benchmarks.registry import Case, Floor, Problem, Registry, Setting, Unavailable, Work
 from tests.source_tree import ROOT, sources
 
@@ -110,7 +123,7 @@ def test_every_provider_has_a_record_with_exactly_the_keys(results: Path):
     assert len(found) == 2 * 3 * 9
     assert all(tuple(r) == records.RECORD for r in found)
     assert records.RECORD == (
-        *("schema", "case", "provider", "mode", "ms", "replay", "repeats", "compile_s", "peak_bytes", "max_rel_err"),
+        *("schema", "case", "provider", "mode", "ms", "runs", "replay", "busy", "repeats", "compile_s", "peak_bytes", "max_rel_err"),
         *("gate", "floor", "gpu", "driver", "cores", "torch", "triton", "commit", "dirty", "utc"),
     )
 
@@ -247,10 +260,10 @@ def test_report(results: Path):
     assert [(r.case, r.mode) for r in rows] == [(f"product/n={n}", m) for n in (1, 2) for m in ("fwd", "bwd", "fwdbwd")]
     forward = rows[0]
     assert forward.ours
-    assert forward.peer
+    assert forward.baseline
     assert registry.is_ours(forward.ours[0])
-    assert forward.peer[0] in {"torch", "wrong_gradient"}
-    assert forward.ratio == pytest.approx(forward.peer[1] / forward.ours[1])
+    assert forward.baseline[0] in {"torch", "wrong_gradient"}
+    assert forward.ratio == pytest.approx(forward.baseline[1] / forward.ours[1])
     assert {m.partition(":")[0] for m in forward.missing} == {"wrong", "nan", "missing", "elsewhere", "broken"}
     text = report.table(report.read([results]))
     assert "| product/n=1 | fwd |" in text
@@ -271,11 +284,11 @@ def test_report_shows_replays(results: Path):
         return dict(entry, replay={"gate": "error: it waits" if ms is None else "passed", "ms": ms})
 
     found = report.read([results])
-    assert "replayed" not in report.table(found)
+    assert "CUDA graph" not in report.table(found)
     lines = report.table([with_replay(r) if r["mode"] == "fwd" else r for r in found]).splitlines()
     head = next(line for line in lines if line.startswith("| case"))
     (row,) = (line for line in lines if line.startswith("| product/n=1 | fwd |"))
-    at = head.split(" | ").index("replayed: ours, best peer, ratio")
+    at = head.split(" | ").index("CUDA graph: ours, best baseline, ratio")
     assert row.split(" | ")[at] == "2.0, 3.0, 1.50x"
     (row,) = (line for line in lines if line.startswith("| product/n=1 | bwd |"))
     assert row.split(" | ")[at] == "none, none"
@@ -284,7 +297,12 @@ def test_report_shows_replays(results: Path):
 def test_files_of_earlier_schemas_are_read(results: Path, tmp_path: Path):
     entries = json.loads(results.read_text())
     old = tmp_path / "old.json"
-    for schema, lacks in ((3, {"cores"}), (2, {"cores", "replay"}), (1, {"cores", "replay", "floor"})):
+    for schema, lacks in (
+        (4, {"busy", "runs"}),
+        (3, {"busy", "runs", "cores"}),
+        (2, {"busy", "runs", "cores", "replay"}),
+        (1, {"busy", "runs", "cores", "replay", "floor"}),
+    ):
         old.write_text(
             json.dumps([{k: v for k, v in e.items() if k not in lacks} | {"schema": schema} for e in entries])
         )
@@ -293,15 +311,23 @@ def test_files_of_earlier_schemas_are_read(results: Path, tmp_path: Path):
         assert all(tuple(r) == records.RECORD and r["schema"] == records.SCHEMA for r in found)
 
 
-def test_report_tells_a_host_on_one_core_apart(results: Path):
+def test_report_has_tables_of_its_own_for_each_device(results: Path):
+    """A host pinned to one core is a device of its own; no mean is over two devices."""
     entries = [dict(r, cores=8) for r in report.read([results])]
-    held = [dict(r, cores=1) for r in entries if r["mode"] == "fwd"]
-    assert held
-    modes = [
-        line.split(" | ")[1] for line in report.table([*entries, *held]).splitlines() if line.startswith("| product/")
+    pinned = [dict(r, cores=1) for r in entries if r["mode"] == "fwd"]
+    other = [dict(r, gpu="NVIDIA H200", ms={"p20": 1e-3, "p50": 1e-3, "p80": 1e-3}) for r in entries if r["ms"]]
+    here = entries[0]["gpu"]
+    text = report.table([*entries, *pinned, *other])
+    heads = [line for line in text.splitlines() if line.startswith("## ") and line.endswith("product")]
+    assert heads == [f"## {here}: product", f"## {here}, host on one core: product", "## NVIDIA H200: product"]
+    means = [line for line in text.splitlines() if "geometric mean" in line and "fwd on" in line]
+    assert [line.partition(":")[0] for line in means] == [
+        f"product fwd on {here}",
+        f"product fwd on {here}, host on one core",
+        "product fwd on NVIDIA H200",
     ]
-    assert modes.count("fwd, host on one core") == modes.count("fwd") > 0
-    assert len(report.rows([*entries, *held])) == len(report.rows(entries)) + len(report.rows(held))
+    assert "geometric mean 1.00x over 2 cases" in means[2], "every provider takes the same time there"
+    assert len(report.rows([*entries, *pinned])) == len(report.rows(entries)) + len(report.rows(pinned))
 
 
 def test_report_refuses_other_files(tmp_path: Path, results: Path):
@@ -472,7 +498,7 @@ def test_the_host_clock_and_recording():
     assert torch.get_float32_matmul_precision() == "highest"
 
 
-# Marks ----------------------------------------------------------------------------------------------------------------
+# Targets --------------------------------------------------------------------------------------------------------------
 
 
 def measured(case: str, provider: str, us: float, *, mode: str = "fwd", gpu: str = "NVIDIA H200", **more):
@@ -483,15 +509,15 @@ def measured(case: str, provider: str, us: float, *, mode: str = "fwd", gpu: str
 
 def verdicts(*entries) -> list[tuple[bool, str]]:
     found = report.rows(entries)
-    return [(v.met, v.asked) for row in found for v in marks.judge(row.case, row.mode, row.group)]
+    return [(v.met, v.target) for row in found for v in targets.judge(row.case, row.mode, row.group)]
 
 
-def test_marks():
+def test_targets():
     block = "block_spmm/block=32/sparsity=0.95/dtype=float16"
     peers = (measured(block, "torch_dense", 164.0), measured(block, "torch_bsr", 221.0))
     assert verdicts(measured(block, "insum_nn", 39.0), *peers) == [(True, ">= 1x torch_dense"), (True, "<= 40 us")]
     assert [met for met, _ in verdicts(measured(block, "insum_nn", 170.0), *peers)] == [False, False]
-    assert verdicts(measured(block, "insum_nn", 39.0, gpu="a CPU")) == [], "marks are for one device"
+    assert verdicts(measured(block, "insum_nn", 39.0, gpu="a CPU")) == [], "targets are for one device"
     assert verdicts(*peers) == [], "nothing of ours to judge"
     # A faster provider of ours counts; a peer that is no OpenEquivariance does not.
     conv = "tp_conv/shape=nequip/dtype=float32"
@@ -506,24 +532,24 @@ def test_gather_floor_and_means():
     case = "spmm/graph=ppi/n=128/dtype=float32"
     floor = Floor(bytes=1, gathered=820_132 * 512, row=512, table=56_944 * 512)
     ours = measured(case, "insum_nn", 74.0, floor=floor)
-    assert marks.gather_us(ours) == pytest.approx(46.7, abs=0.1)
+    assert targets.gather_us(ours) == pytest.approx(46.7, abs=0.1)
     far = measured(case, "insum_nn", 74.0, floor=Floor(gathered=1_850_000 * 512, row=512, table=335_000 * 512))
-    assert marks.gather_us(far) == pytest.approx(189, abs=5)
+    assert targets.gather_us(far) == pytest.approx(189, abs=5)
     entries = [ours, measured(case, "torch_csr", 98.0)]
     assert verdicts(*entries) == [(True, ">= 1x torch_csr"), (False, "<= 1.5x gather floor 46.7 us")]
-    (mean,) = marks.judge_means({(r.case, r.mode): r.group for r in report.rows(entries)})
-    assert (mean.met, mean.found) == (False, "1.32x over 1 cases")
+    (mean,) = targets.judge_means({(r.case, r.mode): r.group for r in report.rows(entries)})
+    assert (mean.met, mean.measured) == (False, "1.32x over 1 cases")
     text = report.table(entries)
-    assert "**missed** <= 1.5x gather floor 46.7 us: 1.59x" in text
-    assert "1 of 3 marks met" in text
+    assert "**unmet** <= 1.5x gather floor 46.7 us: 1.59x" in text
+    assert "1 of 3 targets met" in text
 
 
-def test_every_mark_is_of_a_case():
+def test_every_target_is_of_a_case():
     names = [case.name for case in CASES]
-    assert [m.cases for m in marks.MARKS if not fnmatch.filter(names, m.cases)] == []
-    assert [m.cases for m in marks.MEANS if not any(re.fullmatch(m.cases, name) for name in names)] == []
+    assert [m.cases for m in targets.TARGETS if not fnmatch.filter(names, m.cases)] == []
+    assert [m.cases for m in targets.MEANS if not any(re.fullmatch(m.cases, name) for name in names)] == []
     modes = {case.family: set(case.problem(Setting(CPU, "tiny")).modes) for case in families()}
-    assert [m.cases for m in marks.MARKS if not set(m.modes) <= modes[m.cases.partition("/")[0]]] == []
+    assert [m.cases for m in targets.TARGETS if not set(m.modes) <= modes[m.cases.partition("/")[0]]] == []
 
 
 # Inputs ---------------------------------------------------------------------------------------------------------------
@@ -673,10 +699,66 @@ def test_locked_peers():
     assert {"e3nn", "torch-geometric"} <= set(pins)
 
 
+# The folders of results -----------------------------------------------------------------------------------------------
+
+
 def test_committed_results_are_readable():
-    paths = sorted((ROOT / "benchmarks" / "results").glob("*.json"))
+    paths = sorted(archive.HISTORY.glob("*.json"))
     assert paths
     for path in paths:
         records = report.read([path])
         assert records, path.name
         assert all(r["utc"] and r["gpu"] and r["torch"] for r in records), path.name
+
+
+def test_current_results_are_of_one_family_commit_and_machine():
+    assert archive.stale() == [], "run: python -m benchmarks.archive"
+    for path in archive.current_files():
+        found = report.read([path])
+        assert {r["case"].partition("/")[0] for r in found} == {path.stem}
+        assert {archive.device_slug(r["gpu"], r["cores"]) for r in found} == {path.parent.name}
+        assert len({(r["commit"], r["torch"], r["triton"]) for r in found}) == 1, path.name
+
+
+def test_the_newest_complete_candidate_is_selected(tmp_path: Path):
+    quick = [case.name for case in CASES if case.family == "tp_conv"]
+
+    def run_of(names: list[str], commit: str, hour: int) -> list[records.Record]:
+        return [
+            dict(measured(name, provider, 9.0), commit=commit, utc=f"2026-01-01T{hour:02}:00:00+00:00")
+            for name in names
+            for provider in ("insum_nn", "oeq")
+        ]
+
+    history = tmp_path / "history"
+    records.write(history / "a.json", run_of(quick, "old", 1))
+    records.write(history / "b.json", [*run_of(quick[1:], "new", 2), *run_of(quick[:1], "other", 3)])
+    records.write(history / "c.json", [r for r in run_of(quick, "ours alone", 4) if r["provider"] == "insum_nn"])
+    assert archive.stale(tmp_path) == ["nvidia-h200/tp_conv.json"]
+    assert [path.name for path in archive.update(tmp_path)] == ["tp_conv.json"]
+    (path,) = archive.current_files(tmp_path)
+    assert path.parent.name == "nvidia-h200"
+    assert {r["commit"] for r in report.read([path])} == {"new"}, "three of four cases are enough, one is not"
+    assert archive.stale(tmp_path) == []
+    records.write(path, run_of(quick, "edited", 5))
+    assert archive.stale(tmp_path) == ["nvidia-h200/tp_conv.json"]
+
+
+def test_save_writes_to_the_history_and_updates_current(
+    small: Registry, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+):
+    saved: list[str] = []
+    monkeypatch.setattr(archive, "HISTORY", tmp_path)
+    monkeypatch.setattr(archive, "update", lambda: saved.append("updated"))
+    arguments = ["product/n=1", "--device", "cpu", "--save", "--warmup-ms", "0", "--rep-ms", "0", "--runs", "3"]
+    assert run.main([*arguments, "--modes", "fwd"], registry=small) == 0
+    (path,) = tmp_path.glob("*.json")
+    found = report.read([path])
+    assert re.fullmatch(rf"\d{{4}}(-\d\d){{2}}-\d{{6}}-{archive.device_slug(found[0]['gpu'], found[0]['cores'])}\.json", path.name)
+    assert saved == ["updated"]
+    for entry in found:
+        if entry["ms"]:
+            assert sorted(entry["runs"])[1] == entry["ms"]["p50"]
+            assert entry["repeats"] >= 15
+        else:
+            assert entry["runs"] is None

@@ -1,6 +1,6 @@
-"""The marks to reach on one H200, as conditions on measurements: which cases, which quantity, how much.
+"""The performance targets on one H200, as conditions on measurements: which cases, which quantity, how much.
 
-A mark is judged from a result file alone. Where what it compares with is missing it is not judged.
+A target is judged from records alone. Where what it compares with was not measured, it is not judged.
 """
 
 from __future__ import annotations
@@ -14,12 +14,12 @@ from dataclasses import dataclass
 from benchmarks.records import Record
 from benchmarks.registry import is_ours
 
-__all__ = ["MARKS", "MEANS", "Group", "Mark", "Mean", "Verdict", "gather_us", "judge", "judge_means"]
+__all__ = ["MEANS", "TARGETS", "Group", "Mean", "Target", "Verdict", "gather_us", "judge", "judge_means"]
 
-# Two runs of one kernel differ by as much: "no slower" cannot ask for more.
+# Run-to-run variation of one kernel: "no slower" cannot ask for more.
 NOISE = 0.97
 DEVICE = "H200"
-# Of a device-to-device copy there, read and written bytes together, per second.
+# Bandwidth of a device-to-device copy on it, bytes read and written together, per second.
 COPY = 4.3e12
 MIB = 1 << 20
 
@@ -29,15 +29,15 @@ Group = Mapping[str, Record]
 
 @dataclass(frozen=True)
 class Verdict:
-    """A mark's outcome: what was asked, what was found."""
+    """Outcome of a target: the condition, what was measured, and whether the condition holds."""
 
-    asked: str
-    found: str
+    target: str
+    measured: str
     met: bool
 
 
 def ours(group: Group) -> Record | None:
-    """Our fastest provider that passed."""
+    """Return our fastest provider that passed."""
     return _fastest(group, is_ours)
 
 
@@ -51,17 +51,17 @@ def _p50(record: Record) -> float:
 
 
 def gather_us(record: Record) -> float | None:
-    """The time in which the rows of the floor can be gathered, at the rates measured on an H200.
+    """Return the microseconds in which the gathered rows of the floor arrive, at the rates measured on an H200.
 
-    Random rows from a table that fits into the L2 cache (up to 40 MiB) arrive at 9 TB/s, from 170 MiB on at 5; rows of
-    128 bytes and less at 7 and 4.2.
+    Random rows arrive at 9 TB/s from a table that fits into the L2 cache (up to 40 MiB), and at 5 TB/s from 170 MiB on;
+    rows of 128 bytes and less at 7 and 4.2 TB/s.
     """
     floor = record["floor"]
     if floor is None or not floor["gathered"] or not floor["row"] or not floor["table"]:
         return None
     near, far = (7.0e12, 4.2e12) if floor["row"] <= 128 else (9.0e12, 5.0e12)
-    share = (math.log2(floor["table"]) - math.log2(40 * MIB)) / (math.log2(170 * MIB) - math.log2(40 * MIB))
-    rate = near + (far - near) * min(1.0, max(0.0, share))
+    fraction = (math.log2(floor["table"]) - math.log2(40 * MIB)) / (math.log2(170 * MIB) - math.log2(40 * MIB))
+    rate = near + (far - near) * min(1.0, max(0.0, fraction))
     return floor["gathered"] / rate * 1e6
 
 
@@ -70,14 +70,15 @@ def gather_us(record: Record) -> float | None:
 
 @dataclass(frozen=True)
 class Faster:
-    """So many times as fast as the best of these peers."""
+    """At least `times` as fast as the best of the baselines whose name matches."""
+
 
     times: float
-    peers: str = ""
+    baselines: str = ""
 
     def __call__(self, group: Group) -> Verdict | None:
         mine = ours(group)
-        other = _fastest(group, lambda name: not is_ours(name) and re.search(self.peers, name))
+        other = _fastest(group, lambda name: not is_ours(name) and re.search(self.baselines, name))
         if mine is None or other is None:
             return None
         ratio = _p50(other) / _p50(mine)
@@ -87,7 +88,7 @@ class Faster:
 
 @dataclass(frozen=True)
 class Within:
-    """At most so many microseconds."""
+    """At most `us` microseconds."""
 
     us: float
     provider: str = ""
@@ -101,7 +102,7 @@ class Within:
 
 @dataclass(frozen=True)
 class NearGather:
-    """At most so many times the time of gathering."""
+    """At most `times` the gather floor."""
 
     times: float
 
@@ -116,7 +117,7 @@ class NearGather:
 
 @dataclass(frozen=True)
 class NearBytes:
-    """At most so many times the time of moving each byte once, at the rate of a copy."""
+    """At most `times` the time of moving each byte once at the bandwidth of a copy."""
 
     times: float
 
@@ -132,20 +133,20 @@ class NearBytes:
 
 @dataclass(frozen=True)
 class NoMoreMemory:
-    """A peak no higher than the lowest of the peers."""
+    """A peak of memory no higher than the lowest of the baselines."""
 
     def __call__(self, group: Group) -> Verdict | None:
         mine = ours(group)
         other = [r["peak_bytes"] for name, r in group.items() if not is_ours(name) and r["peak_bytes"] is not None]
         if mine is None or mine["peak_bytes"] is None or not other:
             return None
-        asked, found = min(other) / MIB, mine["peak_bytes"] / MIB
-        return Verdict(f"peak <= {asked:.1f} MiB", f"{found:.1f} MiB", found <= asked)
+        limit, peak = min(other) / MIB, mine["peak_bytes"] / MIB
+        return Verdict(f"peak <= {limit:.1f} MiB", f"{peak:.1f} MiB", peak <= limit)
 
 
 @dataclass(frozen=True)
-class Mark:
-    """A judge, and the cases and modes that it is for.
+class Target:
+    """A condition, and the cases and modes that it is for.
 
     Attributes:
         cases: shell pattern of names.
@@ -157,47 +158,51 @@ class Mark:
     modes: tuple[str, ...]
     judge: Callable[[Group], Verdict | None]
 
+    def covers(self, case: str, mode: str) -> bool:
+        """Whether the target is for a case in a mode."""
+        return mode in self.modes and fnmatch.fnmatchcase(case, self.cases)
+
 
 BOTH = ("fwd", "fwdbwd")
-MARKS: tuple[Mark, ...] = (
-    Mark("block_spmm/*/dtype=float16", ("fwd",), Faster(1, "torch_dense")),
-    Mark("block_spmm/block=32/sparsity=0.9/dtype=float16", ("fwd",), Within(65)),
-    Mark("block_spmm/block=32/sparsity=0.9/dtype=float16", ("fwd",), Faster(3.6, "torch_bsr")),
-    Mark("block_spmm/block=32/sparsity=0.95/dtype=float16", ("fwd",), Within(40)),
-    Mark("block_spmm/block=32/sparsity=0.99/dtype=float16", ("fwd",), Within(20)),
-    Mark("spmm/*", ("fwd",), Faster(1, "torch_csr")),
-    Mark("spmm/*/n=64/*", ("fwd",), NearGather(1.5)),
-    Mark("spmm/*/n=128/*", ("fwd",), NearGather(1.5)),
-    Mark("spmm/*/n=256/*", ("fwd",), NearGather(1.5)),
-    Mark("gcn_step/*", ("fwd",), Faster(2)),
-    Mark("gcn_step/*", ("fwd",), NoMoreMemory()),
-    Mark("gcn_layer/*", BOTH, Faster(1)),
-    Mark("gcn/*", BOTH, Faster(1)),
-    Mark("subm_conv/*/dtype=float16", BOTH, Faster(1.3)),
-    Mark("subm_conv/*/dtype=bfloat16", BOTH, Faster(1.3)),
-    Mark("subm_conv/*/dtype=float32", BOTH, Faster(1)),
-    Mark("subm_conv/*/dtype=tf32", BOTH, Faster(1)),
-    Mark("subm_map/*", ("fwd",), Faster(1.3)),
-    Mark("tp_conv/*", ("fwd",), Faster(3, "oeq")),
-    Mark("tp_conv/*", ("fwdbwd",), Faster(2.5, "oeq")),
-    Mark("tp_conv_double/*", ("bwd",), Faster(2, "oeq")),
-    Mark("fctp/*/channels=[!1]*/weights=shared/dtype=float32", ("fwd",), Faster(2.5)),
-    Mark("fctp/*/channels=128/weights=shared/dtype=float32", ("fwd",), Faster(2.5)),
-    Mark("fctp/*/channels=[!1]*/weights=shared/dtype=tf32", ("fwd",), Faster(4)),
-    Mark("fctp/*/channels=128/weights=shared/dtype=tf32", ("fwd",), Faster(4)),
-    Mark("fctp/*/weights=sample/*", ("fwd",), NearBytes(1.3)),
-    Mark("fctp/*/dtype=float32", ("fwdbwd",), Faster(1)),
-    Mark("block_linear/*", BOTH, Faster(1)),
-    Mark("host/call=program/autograd=off", ("fwd",), Within(20, "program")),
-    Mark("host/call=program/autograd=on", ("fwd",), Within(60, "program")),
+TARGETS: tuple[Target, ...] = (
+    Target("block_spmm/*/dtype=float16", ("fwd",), Faster(1, "torch_dense")),
+    Target("block_spmm/block=32/sparsity=0.9/dtype=float16", ("fwd",), Within(65)),
+    Target("block_spmm/block=32/sparsity=0.9/dtype=float16", ("fwd",), Faster(3.6, "torch_bsr")),
+    Target("block_spmm/block=32/sparsity=0.95/dtype=float16", ("fwd",), Within(40)),
+    Target("block_spmm/block=32/sparsity=0.99/dtype=float16", ("fwd",), Within(20)),
+    Target("spmm/*", ("fwd",), Faster(1, "torch_csr")),
+    Target("spmm/*/n=64/*", ("fwd",), NearGather(1.5)),
+    Target("spmm/*/n=128/*", ("fwd",), NearGather(1.5)),
+    Target("spmm/*/n=256/*", ("fwd",), NearGather(1.5)),
+    Target("gcn_step/*", ("fwd",), Faster(2)),
+    Target("gcn_step/*", ("fwd",), NoMoreMemory()),
+    Target("gcn_layer/*", BOTH, Faster(1)),
+    Target("gcn/*", BOTH, Faster(1)),
+    Target("subm_conv/*/dtype=float16", BOTH, Faster(1.3)),
+    Target("subm_conv/*/dtype=bfloat16", BOTH, Faster(1.3)),
+    Target("subm_conv/*/dtype=float32", BOTH, Faster(1)),
+    Target("subm_conv/*/dtype=tf32", BOTH, Faster(1)),
+    Target("subm_map/*", ("fwd",), Faster(1.3)),
+    Target("tp_conv/*", ("fwd",), Faster(3, "oeq")),
+    Target("tp_conv/*", ("fwdbwd",), Faster(2.5, "oeq")),
+    Target("tp_conv_double/*", ("bwd",), Faster(2, "oeq")),
+    Target("fctp/*/channels=[!1]*/weights=shared/dtype=float32", ("fwd",), Faster(2.5)),
+    Target("fctp/*/channels=128/weights=shared/dtype=float32", ("fwd",), Faster(2.5)),
+    Target("fctp/*/channels=[!1]*/weights=shared/dtype=tf32", ("fwd",), Faster(4)),
+    Target("fctp/*/channels=128/weights=shared/dtype=tf32", ("fwd",), Faster(4)),
+    Target("fctp/*/weights=sample/*", ("fwd",), NearBytes(1.3)),
+    Target("fctp/*/dtype=float32", ("fwdbwd",), Faster(1)),
+    Target("block_linear/*", BOTH, Faster(1)),
+    Target("host/call=program/autograd=off", ("fwd",), Within(20, "program")),
+    Target("host/call=program/autograd=on", ("fwd",), Within(60, "program")),
 )
 
 
 def judge(case: str, mode: str, group: Group) -> list[Verdict]:
-    """The verdicts on one case in one mode; none where another device was measured than the marks are for."""
+    """Judge one case in one mode; nothing where another device was measured than the targets are for."""
     if not all(DEVICE in record["gpu"] for record in group.values()):
         return []
-    found = [mark.judge(group) for mark in MARKS if mode in mark.modes and fnmatch.fnmatchcase(case, mark.cases)]
+    found = [target.judge(group) for target in TARGETS if target.covers(case, mode)]
     return [verdict for verdict in found if verdict is not None]
 
 
@@ -211,14 +216,14 @@ class Mean:
     Attributes:
         cases: regular expression of names, matched whole.
         mode: that judged.
-        times: what it must be at least.
-        peers: regular expression: the best of these.
+        times: the least that meets the target.
+        baselines: regular expression; the fastest of those that match is compared.
     """
 
     cases: str
     mode: str
     times: float
-    peers: str
+    baselines: str
 
 
 MEANS: tuple[Mean, ...] = (
@@ -228,7 +233,7 @@ MEANS: tuple[Mean, ...] = (
 
 
 def judge_means(groups: Mapping[tuple[str, str], Group], means: Sequence[Mean] = MEANS) -> list[Verdict]:
-    """The verdicts on means; `groups` is keyed by case and mode."""
+    """Judge geometric means over cases; `groups` is keyed by case and mode."""
     verdicts: list[Verdict] = []
     for mean in means:
         ratios: list[float] = []
@@ -237,12 +242,12 @@ def judge_means(groups: Mapping[tuple[str, str], Group], means: Sequence[Mean] =
                 continue
             if mode != mean.mode or not re.fullmatch(mean.cases, case):
                 continue
-            mine, wanted = ours(group), re.compile(mean.peers)
+            mine, wanted = ours(group), re.compile(mean.baselines)
             other = _fastest(group, lambda name, wanted=wanted: not is_ours(name) and wanted.search(name))
             if mine is not None and other is not None:
                 ratios.append(_p50(other) / _p50(mine))
         if ratios:
             value = math.exp(sum(map(math.log, ratios)) / len(ratios))
-            asked = f"{mean.cases}: geometric mean >= {mean.times:g}x {mean.peers}"
-            verdicts.append(Verdict(asked, f"{value:.2f}x over {len(ratios)} cases", value >= mean.times))
+            target = f"{mean.cases}: geometric mean >= {mean.times:g}x {mean.baselines}"
+            verdicts.append(Verdict(target, f"{value:.2f}x over {len(ratios)} cases", value >= mean.times))
     return verdicts
