@@ -33,8 +33,9 @@ class Options:
         precision: how a generated kernel's matrix unit multiplies float32: `"ieee"` exactly, `"tf32"` with 10 bits of
             mantissa, `"tf32x3"` in three such products, nearly exactly; `"auto"` follows
             `torch.set_float32_matmul_precision`.
-        tune: measure schedules at the first use of a statement and size that is worth it, and remember the fastest on
-            disk; `False` takes a good default, and looks nothing up.
+        tune: measure schedules at the first use of a statement and size that is worth it, which takes seconds, and keep
+            the fastest on disk. Without it nothing is measured: a schedule is what was stored for this size or a
+            similar one, here or by the package, else the default. See `insum_nn.schedules`.
     """
 
     backend: Literal["auto", "eager", "inductor", "triton"] = "auto"
@@ -45,7 +46,7 @@ class Options:
     order: Literal["cost", "left"] = "cost"
     accumulate: Literal["float32", "storage"] = "float32"
     precision: Literal["auto", "ieee", "tf32", "tf32x3"] = "auto"
-    tune: bool = True
+    tune: bool = False
 
     def __post_init__(self) -> None:
         allowed = {
@@ -62,8 +63,8 @@ class Options:
     def to_json(self) -> str:
         """As text, which registered operators carry.
 
-        >>> Options.from_json(Options(tune=False).to_json()).tune
-        False
+        >>> Options.from_json(Options(tune=True).to_json()).tune
+        True
         """
         return _to_json(self)
 

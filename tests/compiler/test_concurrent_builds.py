@@ -201,11 +201,11 @@ def test_two_programs_are_tuned_at_once(monkeypatch: pytest.MonkeyPatch):
     # Triton's interpreter runs one kernel at a time, so none is run.
     monkeypatch.setattr(launch_module._Interpret, "__call__", lambda *_: None)
     monkeypatch.setattr(tune, "_measure", measure)
-    monkeypatch.setattr(tune, "worth_measuring", lambda options, extents: True)
+    monkeypatch.setattr(tune, "worth_selecting", lambda extents: True)
     x, row = torch.ones(4, 4), torch.tensor([0, 1, 1, 3])
 
     def call(text: str) -> torch.Tensor:
-        return insum_nn.insum(text, x=x, Row=row, out_shape=(4, None), options=Options(backend="triton"))
+        return insum_nn.insum(text, x=x, Row=row, out_shape=(4, None), options=Options(backend="triton", tune=True))
 
     at_once(lambda: call("y[Row[p],n] += x[p,n]"), lambda: call("y[Row[p],n] += x[p,n] * 2"))
     assert len(set(made)) == 2
@@ -223,14 +223,14 @@ def test_one_program_is_tuned_once(monkeypatch: pytest.MonkeyPatch):
     # Triton's interpreter runs one kernel at a time, so none is run.
     monkeypatch.setattr(launch_module._Interpret, "__call__", lambda *_: None)
     monkeypatch.setattr(tune, "_measure", measure)
-    monkeypatch.setattr(tune, "worth_measuring", lambda options, extents: True)
+    monkeypatch.setattr(tune, "worth_selecting", lambda extents: True)
     x, row = torch.ones(4, 4), torch.tensor([0, 1, 1, 3])
     begun = threading.Barrier(4, timeout=TIMEOUT)
 
     def call() -> torch.Tensor:
         begun.wait()
         return insum_nn.insum(
-            "y[Row[p],n] += x[p,n]", x=x, Row=row, out_shape=(4, None), options=Options(backend="triton")
+            "y[Row[p],n] += x[p,n]", x=x, Row=row, out_shape=(4, None), options=Options(backend="triton", tune=True)
         )
 
     at_once(*[call] * 4)

@@ -420,7 +420,7 @@ def test_measured_schedules_are_kept_on_disk(gpu: torch.device, tmp_path: Path, 
         "B": torch.randn(2000, 256).to(gpu),
     }
     program = insum_nn.compile(
-        CASES["spmm"].expression, facts=facts, out_shape=(2000, None), options=Options(backend="triton")
+        CASES["spmm"].expression, facts=facts, out_shape=(2000, None), options=Options(backend="triton", tune=True)
     )
     first = program(tensors=tensors)
     made = generated(program, tensors)

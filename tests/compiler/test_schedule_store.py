@@ -46,7 +46,7 @@ FASTEST, SECOND = Schedule(n=8, k=4, warps=2), Schedule(n=8, k=2)
 def _own_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setenv("INSUM_NN_CACHE_DIR", str(tmp_path / "cache"))
     monkeypatch.delenv("INSUM_NN_SCHEDULES", raising=False)
-    monkeypatch.setattr(tune, "worth_measuring", lambda options, extents: options.tune)
+    monkeypatch.setattr(tune, "worth_selecting", lambda extents: True)
     yield
     database.unload()
 
@@ -57,7 +57,7 @@ def choose(
     bound = bind(parse(expression), TENSORS, None, facts=FACTS)
     form = make_form(bound, {"p": 3, "n": 8}, (5, 8), {}, deterministic=False, prefer_own=True)
     ordered = [TENSORS[name] for name in bound.layout.tensors]
-    return choose_schedule(form, {}, bucket, ordered, EXTENTS, None, "ieee", options or Options())
+    return choose_schedule(form, {}, bucket, ordered, EXTENTS, None, "ieee", options or Options(tune=True))
 
 
 def measured(monkeypatch: pytest.MonkeyPatch) -> list[str]:
@@ -86,12 +86,25 @@ def test_the_fastest_is_taken_and_remembered(monkeypatch: pytest.MonkeyPatch):
     assert len(made) == 2
 
 
-def test_without_tuning_nothing_is_read(monkeypatch: pytest.MonkeyPatch):
+def test_nothing_is_measured_unasked(monkeypatch: pytest.MonkeyPatch):
+    made = measured(monkeypatch)
+    assert choose(options=Options()).reason == "the default"
+    assert made == []
+    choose()
+    # What is stored is read all the same.
+    chosen = choose(options=Options())
+    assert chosen.candidate == FASTEST
+    assert chosen.reason.startswith("stored in ")
+    assert len(made) == 1
+
+
+def test_where_a_choice_does_not_matter_nothing_is_looked_up(monkeypatch: pytest.MonkeyPatch):
     made = measured(monkeypatch)
     choose()
-    chosen = choose(options=Options(tune=False))
+    monkeypatch.setattr(tune, "worth_selecting", lambda extents: False)
+    chosen = choose()
     assert chosen.candidate != FASTEST
-    assert chosen.reason == "the default"
+    assert chosen.reason == "the default: too little work for a choice to matter"
     assert len(made) == 1
 
 
@@ -408,7 +421,7 @@ from pathlib import Path
 from tests.compiler import test_schedule_store as own
 from insum_nn.compiler.schedule import tune
 from insum_nn.compiler.schedule.select import Measurement
-tune.worth_measuring = lambda options, extents: True
+tune.worth_selecting = lambda extents: True
 folder = Path(FOLDER)
 def measure(tuning, schedules):
     with (folder / "made").open("a") as file:

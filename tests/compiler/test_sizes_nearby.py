@@ -140,7 +140,7 @@ def tunings(monkeypatch: pytest.MonkeyPatch) -> list[list[Schedule]]:
         return tuple(Measurement(s, us) for s, us in sorted(times.items(), key=lambda pair: pair[1]))
 
     monkeypatch.setattr(tune, "_measure", measure)
-    monkeypatch.setattr(tune, "worth_measuring", lambda options, extents: True)
+    monkeypatch.setattr(tune, "worth_selecting", lambda extents: True)
     return made
 
 
@@ -154,7 +154,7 @@ def choose(*bucket: int, columns: int = 8) -> Selected[Schedule]:
     form = form_of(columns)
     ordered = [TENSORS[name] for name in form.bound.layout.tensors]
     extents = Extents((3, columns), (5, columns))
-    return choose_schedule(form, {}, bucket, ordered, extents, None, "ieee", Options())
+    return choose_schedule(form, {}, bucket, ordered, extents, None, "ieee", Options(tune=True))
 
 
 def test_the_best_of_nearby_sizes_are_measured(tunings: list[list[Schedule]]):
@@ -182,7 +182,8 @@ def test_rows_of_equal_length_are_tuned_separately(tunings: list[list[Schedule]]
         form = replace(form_of(), sizes={**form_of().sizes, LONGEST: longest})
         # 3 terms in 5 rows.
         assert form.even == (longest <= 2)
-        return choose_schedule(form, {}, (15, 3, 13, 3), ordered, Extents((3, 8), (5, 8)), None, "ieee", Options())
+        extents, options = Extents((3, 8), (5, 8)), Options(tune=True)
+        return choose_schedule(form, {}, (15, 3, 13, 3), ordered, extents, None, "ieee", options)
 
     for longest in (3, 2, 3, 1):
         choose_with(longest)

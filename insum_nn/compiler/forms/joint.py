@@ -36,7 +36,7 @@ from insum_nn.compiler.schedule.canonical import named_as
 from insum_nn.compiler.schedule.database import size_bucket
 from insum_nn.compiler.schedule.select import Measured, Question, Selected, select
 from insum_nn.compiler.schedule.timing import time_whole
-from insum_nn.compiler.schedule.tune import capturing, tune, worth_measuring
+from insum_nn.compiler.schedule.tune import capturing, tune, worth_selecting
 from insum_nn.facts import IndexFacts
 
 __all__ = ["Joint"]
@@ -415,11 +415,11 @@ def _renamed(
 def _choose(calls: Sequence[_Call], apart: Apart) -> tuple[_Together | None, str]:
     """Select the fastest kernel, or none where the programs are faster one by one; and say why."""
     first = calls[0]
-    if not worth_measuring(first.together.generated.options, first.extents):
+    generated = first.together.generated
+    if not worth_selecting(first.extents):
         # Where speed does not matter, the same bits at every run do.
         fixed = (c for c in calls if not any(each.scattered for each in c.together.generated.form.beside))
         return next(fixed, first).together, "together: what they read is read once"
-    generated = first.together.generated
     forms = [call.together.generated.form for call in calls]
     points = [
         canonical_points(form.bound.statement, [point for output in form.statements for point in output])
@@ -441,7 +441,7 @@ def _choose(calls: Sequence[_Call], apart: Apart) -> tuple[_Together | None, str
 
     rule: Selected[_Together | None] = Selected(first.together, "together: what they read is read once")
     question = Question(key, lambda: rule, decode, measure)
-    found = select(question, None if capturing() else tune)
+    found = select(question, tune if generated.options.tune and not capturing() else None)
     return found.candidate, found.reason
 
 

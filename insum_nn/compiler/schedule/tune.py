@@ -35,7 +35,7 @@ __all__ = [
     "choose_schedule",
     "settle",
     "tune",
-    "worth_measuring",
+    "worth_selecting",
 ]
 
 T = TypeVar("T")
@@ -47,7 +47,7 @@ _WITH_FIRST = 1.3
 _LONGEST = 15.0
 # Longest wait for another process that measures the same, in seconds.
 WAIT = 30.0
-# Fewest multiplications for which tuning pays.
+# Fewest multiplications for which a schedule other than the default pays.
 _WORTH = 2**24
 # Microseconds of the host that a call takes, and that a further launch costs. Device times do not show
 # them, and a call waits for them where the device takes less.
@@ -60,9 +60,9 @@ _FEW, _CLOSE = 4, 1.3
 _OTHERS = 8
 
 
-def worth_measuring(options: Options, extents: Extents) -> bool:
-    """Whether measuring pays for sizes like these."""
-    return options.tune and not interpreted() and math.prod(max(1, e) for e in extents.indices) >= _WORTH
+def worth_selecting(extents: Extents) -> bool:
+    """Whether a schedule other than the default pays for sizes like these."""
+    return not interpreted() and math.prod(max(1, e) for e in extents.indices) >= _WORTH
 
 
 def capturing() -> bool:
@@ -100,8 +100,8 @@ def choose_schedule(
 ) -> Selected[Schedule]:
     """Select the schedule of a form for a bucket of sizes."""
     default = default_schedule(form)
-    if not worth_measuring(options, extents):
-        return Selected(default, "the default" if not options.tune else "the default: too little work to measure")
+    if not worth_selecting(extents):
+        return Selected(default, "the default: too little work for a choice to matter")
     more = {"precision": precision, "combine": form.combine}
     if form.even:
         # In one bucket of sizes, what suits rows of equal length need not suit those of a power law.
@@ -126,7 +126,7 @@ def choose_schedule(
         return not capturing() and not math.isinf(tuning.trial(schedule).time(1))
 
     question = Question(key, lambda: Selected(default, "the default"), _decode, measure, runs)
-    return select(question, None if capturing() else tune)
+    return select(question, tune if options.tune and not capturing() else None)
 
 
 def _to_json(measured: Sequence[Measurement[Schedule]]) -> dict[str, Any]:
