@@ -69,8 +69,8 @@ ONLY_IN = {
     "torch.fx": (
         *(f"insum_nn/compiler/codegen/{name}.py" for name in ("aten", "aten_read", "aten_extremum", "aten_write")),
     ),
-    # `onlookers` asks for what is known of symbolic sizes.
-    "torch.fx.experimental": ("insum_nn/compiler/codegen/inductor.py", "insum_nn/ops/onlookers.py"),
+    # `modes` asks what is known of symbolic sizes.
+    "torch.fx.experimental": ("insum_nn/compiler/codegen/inductor.py", "insum_nn/ops/modes.py"),
     "torch._inductor": ("insum_nn/compiler/codegen/inductor.py",),
     "triton": ("insum_nn/compiler/forms/launch.py",),
 }

@@ -15,10 +15,10 @@ from insum_nn.compiler.lang.index_checks import stats_of
 from insum_nn.compiler.lang.parser import check_text
 from insum_nn.compiler.options import DEFAULT, Options
 from insum_nn.compiler.runtime.autocast import to_autocast, under_autocast
-from insum_nn.compiler.runtime.autograd import transformed
 from insum_nn.compiler.runtime.batched_gradients import for_each_vector
 from insum_nn.compiler.runtime.bound_program import Given
 from insum_nn.compiler.runtime.dispatch import check_kinds
+from insum_nn.compiler.runtime.modes import is_plain_eager, is_transformed
 from insum_nn.compiler.runtime.out_argument import check_unrecorded, write_out
 from insum_nn.compiler.runtime.program import Program, ProgramSum, Shape
 from insum_nn.compiler.runtime.row_partition import keep_words
@@ -37,11 +37,12 @@ __all__ = [
     "for_each_vector",
     "generates_kernels",
     "insum",
+    "is_plain_eager",
+    "is_transformed",
     "keep_words",
     "options_text",
     "stats_of",
     "to_autocast",
-    "transformed",
     "under_autocast",
 ]
 

@@ -23,7 +23,7 @@ from insum_nn.errors import (
 )
 from insum_nn.facts import IndexFacts
 from insum_nn.formats import COO, ELL, BlockCOO, BlockFormat, BlockGroupCOO, GroupCOO, SparseFormat
-from insum_nn.ops.onlookers import numbers
+from insum_nn.ops.modes import static_shape
 
 __all__ = [
     "FORMATS",
@@ -274,7 +274,7 @@ def is_vector(value: object) -> bool:
 
 def pad_axis(tensor: Tensor, axis: int, extent: int) -> Tensor:
     """`tensor` with zeros after the end of one axis, up to `extent`; itself when it is that long."""
-    missing = extent - numbers(tensor)[axis]
+    missing = extent - static_shape(tensor)[axis]
     if missing == 0:
         return tensor
     shape = (*tensor.shape[:axis], missing, *tensor.shape[axis + 1 :])

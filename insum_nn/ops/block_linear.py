@@ -26,7 +26,7 @@ from insum_nn.ops.arguments import (
 )
 from insum_nn.ops.block_linear_columns import block_columns, columns_program, takes_columns
 from insum_nn.ops.dense_choice import block_tiles, dense_is_faster, dense_reason, explain_tiles
-from insum_nn.ops.onlookers import numbers, unrecorded
+from insum_nn.ops.modes import static_shape, untraced
 
 __all__ = [
     "BLOCK_LINEAR",
@@ -134,7 +134,7 @@ def block_linear_stored(
     """
     form = "slots" if "Slot" in index else "BlockCOO"
     _check(input, weight, shape, bias)
-    flat, (a, b) = _rows_of(input, weight, shape[1]), numbers(weight)[-2:]
+    flat, (a, b) = _rows_of(input, weight, shape[1]), static_shape(weight)[-2:]
     grid = -(-shape[0] // a), -(-shape[1] // b)
     if form == "BlockCOO" and dense_is_faster(weight, grid, flat.shape[0], options):
         dense = block_tiles(weight, index, grid, BLOCK_LINEAR_FACTS[form], options)[: shape[0], : shape[1]]
@@ -161,7 +161,7 @@ def _run(
     bias: Tensor | None,
     options: Options,
 ) -> Tensor:
-    a = numbers(named["W"])[-2]
+    a = static_shape(named["W"])[-2]
     rows = -(-shape[0] // a)
     if named["X"].dtype == named["W"].dtype:
         start, bias = _as_start(bias, named["W"], shape[0])
@@ -172,7 +172,7 @@ def _run(
 
 def _as_start(bias: Tensor | None, weight: Tensor, m: int) -> tuple[Tensor | None, Tensor | None]:
     """A bias from which the sum can start, which spares a pass over the output, and what is left to add after it."""
-    if bias is None or m % numbers(weight)[-2] or bias.dtype != weight.dtype:
+    if bias is None or m % static_shape(weight)[-2] or bias.dtype != weight.dtype:
         return None, bias
     return bias, None
 
@@ -180,7 +180,7 @@ def _as_start(bias: Tensor | None, weight: Tensor, m: int) -> tuple[Tensor | Non
 def _finish(result: Tensor, input: Tensor, shape: tuple[int, int], bias: Tensor | None) -> Tensor:
     """(n, rows * a) without what lies beyond the edge, with the bias, in the input's leading dimensions."""
     m = shape[0]
-    if numbers(result)[1] != m:
+    if static_shape(result)[1] != m:
         result = result[:, :m]
     if bias is not None:
         result = result + bias.to(result.dtype)
@@ -198,20 +198,20 @@ def block_linear_operands(
 
 def _named(flat: Tensor, weight: Tensor, index: Mapping[str, Tensor]) -> dict[str, Tensor]:
     """The tensors of a statement, from an input (n, cols * b)."""
-    b = numbers(weight)[-1]
-    return {"W": weight, "X": flat.unflatten(1, (numbers(flat)[1] // b, b)), **index}
+    b = static_shape(weight)[-1]
+    return {"W": weight, "X": flat.unflatten(1, (static_shape(flat)[1] // b, b)), **index}
 
 
 def _rows_of(input: Tensor, weight: Tensor, k: int) -> Tensor:
     """An input (..., k) as (n, cols * b), with zeros beyond the edge."""
     flat = input if input.ndim == 2 else input.reshape(math.prod(input.shape[:-1]), k)
-    b = numbers(weight)[-1]
+    b = static_shape(weight)[-1]
     return pad_axis(flat, 1, -(-k // b) * b)
 
 
 def _check(input: Tensor, weight: Tensor, shape: tuple[int, int], bias: Tensor | None) -> None:
     if torch.jit.is_tracing():
-        with unrecorded():
+        with untraced():
             return _check(input, weight, shape, bias)
     faults: list[InsumError] = []
     expression = BLOCK_LINEAR["BlockCOO"]

@@ -18,10 +18,10 @@ from typing import Literal
 import torch
 from torch import Tensor
 
-from insum_nn.compiler.api import Given, Program, compile, compile_built, generates_kernels
+from insum_nn.compiler.api import Given, Program, compile, compile_built, generates_kernels, is_plain_eager
 from insum_nn.compiler.options import Options
 from insum_nn.facts import IndexFacts
-from insum_nn.ops.onlookers import exact_dtypes, ordinary
+from insum_nn.ops.modes import without_autocast
 from insum_nn.ops.tensor_cache import TensorCache
 from insum_nn.ops.trilinear import contract
 
@@ -51,7 +51,7 @@ _PIECE = 256
 def takes_columns(x: Tensor, weight: Tensor, options: Options) -> bool:
     """Whether a product of (n, k) samples with (p, a, b) blocks is better formed from transposed samples."""
     # A tracer's sizes may be symbols, which a comparison would limit.
-    if x.device.type != "cuda" or options.backend != "auto" or not ordinary(x, weight) or not generates_kernels():
+    if x.device.type != "cuda" or options.backend != "auto" or not is_plain_eager(x, weight) or not generates_kernels():
         return False
     if (
         x.shape[0] < _SAMPLES
@@ -110,16 +110,16 @@ class BlockColumns:
         return {**self.index, "W": weight, "X": _columns(x, self.grid[1], self.options)}
 
     def sum(self, wanted: str, a: Tensor, b: Tensor, made: dict[str, Tensor], start: Tensor | None = None) -> Tensor:
-        """The tensor of that name; nothing is recorded, and nobody looks on."""
+        """The tensor of that name; in eager mode, where nothing is recorded."""
         key = (a.shape, b.shape, a.dtype, a.device, start is None)
-        with exact_dtypes(a.device):
+        with without_autocast(a.device):
             operands, shape = self._arranged(wanted, a, b, made)
             start = None if start is None else start.view(shape[1:])
             result = self._given[wanted](*operands, out_shape=shape, start=start, key=key)
         return result if wanted == "W" else result.flatten(1)
 
     def watched(self, wanted: str, a: Tensor, b: Tensor, start: Tensor | None = None) -> Tensor:
-        """The same by the compiler's operator, which knows who looks on."""
+        """The same by the compiler's operator, which tracers and transforms know."""
         operands, shape = self._arranged(wanted, a, b, None)
         named = {**self.index, **dict(zip(self._given[wanted].names, operands, strict=True))}
         if start is not None:
@@ -139,7 +139,7 @@ class BlockColumns:
         return (a.contiguous(), self._columns(read, b, made)), (b.shape[0], blocks, size)
 
     def _columns(self, name: str, samples: Tensor, made: dict[str, Tensor] | None) -> Tensor:
-        """The operand of that name by columns; `made` holds those at hand, `None` where somebody looks on."""
+        """The operand of that name by columns; `made` holds those that exist, `None` where a mode is active."""
         blocks = self.grid[name == "X"]
         if made is None:
             return _columns(samples, blocks, self.options)

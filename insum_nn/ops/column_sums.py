@@ -7,9 +7,8 @@ from functools import lru_cache
 import torch
 from torch import Tensor
 
-from insum_nn.compiler.api import Given, Program, compile, generates_kernels
+from insum_nn.compiler.api import Given, Program, compile, generates_kernels, is_plain_eager
 from insum_nn.compiler.options import DEFAULT, Options
-from insum_nn.ops.onlookers import ordinary
 
 __all__ = ["column_sums"]
 
@@ -33,7 +32,7 @@ def column_sums(matrix: Tensor, *, options: Options = DEFAULT) -> Tensor:
     >>> column_sums(torch.tensor([[1.0, 2.0], [3.0, 4.0]])).tolist()
     [4.0, 6.0]
     """
-    if matrix.device.type != "cuda" or matrix.ndim != 2 or not ordinary(matrix) or matrix.numel() < _MANY:
+    if matrix.device.type != "cuda" or matrix.ndim != 2 or not is_plain_eager(matrix) or matrix.numel() < _MANY:
         return matrix.sum(0)
     fixed = options.deterministic or torch.are_deterministic_algorithms_enabled()
     if fixed or not generates_kernels():

@@ -9,11 +9,11 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from insum_nn.compiler.api import Explanation, compile_built, for_each_vector
+from insum_nn.compiler.api import Explanation, compile_built, for_each_vector, is_plain_eager
 from insum_nn.compiler.options import DEFAULT, Options
 from insum_nn.facts import IndexFacts
 from insum_nn.ops.arguments import run
-from insum_nn.ops.onlookers import at_least, ordinary
+from insum_nn.ops.modes import at_least
 from insum_nn.ops.tensor_cache import TensorCache
 from insum_nn.structure.constants import plain_tensors
 
@@ -132,7 +132,7 @@ def _gathers(values: Tensor, facts: Mapping[str, IndexFacts], options: Options) 
         # The places of blocks are an index tensor of their own: `Row` and `Col` are to be read.
         return False
     once = any({name, *f.unique_with} == {"Row", "Col"} and f.proven for name, f in facts.items())
-    return once and values.is_cuda and options.backend == "auto" and values.numel() > 0 and ordinary(values)
+    return once and values.is_cuda and options.backend == "auto" and values.numel() > 0 and is_plain_eager(values)
 
 
 class _Tiles(torch.autograd.Function):

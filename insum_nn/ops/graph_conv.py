@@ -8,14 +8,14 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from insum_nn.compiler.api import Explanation, compile_built, for_each_vector, options_text
+from insum_nn.compiler.api import Explanation, compile_built, for_each_vector, is_transformed, options_text
 from insum_nn.compiler.options import DEFAULT, Options
 from insum_nn.errors import InsumDeviceError, InsumDtypeError
 from insum_nn.kept import forget
 from insum_nn.ops.arguments import to_autocast, under_autocast
 from insum_nn.ops.graph_matrix import GraphMatrix
 from insum_nn.ops.graph_product import CARRY, fixed_order, graph_compare, graph_product
-from insum_nn.ops.onlookers import transformed, unrecorded
+from insum_nn.ops.modes import untraced
 from insum_nn.ops.tensor_cache import TensorCache
 from insum_nn.structure.constants import plain_tensors
 from insum_nn.structure.gcn_norm import (
@@ -121,7 +121,7 @@ def graph_values(
         weights = entry_weights(graph.entries, edge_weight.to(_wide(dtype)), recipe.fill)
         return (_normalised(graph, weights, options) if recipe.normalize else weights).to(dtype)
 
-    if (torch.is_grad_enabled() and edge_weight.requires_grad) or transformed() or edge_weight.is_inference():
+    if (torch.is_grad_enabled() and edge_weight.requires_grad) or is_transformed() or edge_weight.is_inference():
         return build()
 
     def steady() -> Tensor:
@@ -137,7 +137,7 @@ def _wide(dtype: torch.dtype) -> torch.dtype:
 
 def _normalised(graph: GraphMatrix, weights: Tensor, options: Options) -> Tensor:
     row, col = graph.entries.row, graph.entries.col
-    learned = (weights.requires_grad and torch.is_grad_enabled()) or transformed()
+    learned = (weights.requires_grad and torch.is_grad_enabled()) or is_transformed()
     if (learned or options.deterministic) and weights.device.type != "cpu":
         # By the products, whose gradients need no atomic addition.
         degree = graph_product(graph, weights, weights.new_ones(graph.num_nodes, 1), options=options)
@@ -228,7 +228,7 @@ def _agree(x: Tensor, edge_index: Tensor, edge_weight: Tensor | None, recipe: Re
                 got=edge_weight.dtype,
             )
         if torch.jit.is_tracing():
-            with unrecorded():
+            with untraced():
                 check_edge_weight(edge_weight, edge_index.shape[1])
             edge_weight = edge_weight if edge_weight.ndim == 1 else edge_weight.squeeze(1)
         else:

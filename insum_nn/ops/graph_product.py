@@ -15,12 +15,12 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from insum_nn.compiler.api import Program, compile_built, for_each_vector
+from insum_nn.compiler.api import Program, compile_built, for_each_vector, is_plain_eager
 from insum_nn.compiler.options import DEFAULT, Options
 from insum_nn.facts import IndexFacts
 from insum_nn.ops.column_sums import column_sums
 from insum_nn.ops.graph_matrix import GraphMatrix
-from insum_nn.ops.onlookers import exact_dtypes, ordinary
+from insum_nn.ops.modes import without_autocast
 from insum_nn.ops.spmm import SPMM
 
 __all__ = ["CARRY", "COMPARE", "fixed_order", "graph_compare", "graph_product"]
@@ -53,8 +53,8 @@ def graph_product(
     Returns:
         (n, f).
     """
-    if not ordinary(values, dense, *(() if bias is None else (bias,))):
-        # Who looks on knows the compiler's operator, and wants its derivatives from there.
+    if not is_plain_eager(values, dense, bias):
+        # Tracers and transforms know the compiler's operator, and take its derivatives from there.
         grouped = graph.grouped(transposed)
         named = {**grouped.matrix.tensors, "Val": grouped.spread(values), "B": dense}
         named |= {} if bias is None else {"C": bias}
@@ -80,7 +80,7 @@ def graph_compare(graph: GraphMatrix, a: Tensor, b: Tensor, options: Options = D
     Returns:
         (p,) in the order of `graph.entries`.
     """
-    if not ordinary(a, b):
+    if not is_plain_eager(a, b):
         return _compared_by_groups(a, b, graph, options)
     if torch.is_grad_enabled() and (a.requires_grad or b.requires_grad):
         return _Compare.apply(a, b, graph, options)  # type: ignore[no-any-return]
@@ -139,9 +139,9 @@ class _Compare(torch.autograd.Function):
 def _carry(
     graph: GraphMatrix, values: Tensor, dense: Tensor, bias: Tensor | None, transposed: bool, options: Options
 ) -> Tensor:
-    """`graph_product` of plain tensors where nothing is recorded, and nobody looks on."""
+    """`graph_product` of plain tensors in eager mode, where nothing is recorded."""
     if torch.is_grad_enabled() or torch._C._is_any_autocast_enabled():
-        with torch.no_grad(), exact_dtypes(dense.device):
+        with torch.no_grad(), without_autocast(dense.device):
             return _carry(graph, values, dense, bias, transposed, options)
     grouped = graph.grouped(transposed)
     spread = graph.spread(values, transposed)
@@ -166,7 +166,7 @@ def fixed_order(options: Options) -> Options:
 
 
 def _compared(a: Tensor, b: Tensor, graph: GraphMatrix, options: Options) -> Tensor:
-    with torch.no_grad(), exact_dtypes(a.device):
+    with torch.no_grad(), without_autocast(a.device):
         if graph.num_entries > graph.num_nodes**2:
             # torch's sampled product refuses a pattern with more entries than cells. So many duplicates mean few nodes.
             return (a[graph.entries.row] * b[graph.entries.col]).sum(-1)

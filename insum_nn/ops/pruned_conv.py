@@ -13,7 +13,7 @@ from insum_nn.compiler.options import DEFAULT, Options
 from insum_nn.errors import InsumDtypeError, InsumError, InsumShapeError, raise_collected
 from insum_nn.facts import IndexFacts
 from insum_nn.ops.arguments import layer_elsewhere, run, under_autocast
-from insum_nn.ops.onlookers import numbers
+from insum_nn.ops.modes import static_shape
 
 __all__ = [
     "PRUNED_CONV2D_FACTS",
@@ -148,7 +148,7 @@ def pruned_conv2d(
 def check_pruned_conv2d(input: Tensor, weight: Tensor, channels: int, bias: Tensor | None, expression: str) -> None:
     """Raise unless `input` is an image batch that fits the weight."""
     faults: list[InsumError] = []
-    got = tuple(numbers(input))
+    got = tuple(static_shape(input))
     if len(got) != 4 or got[1] != channels:
         faults.append(
             InsumShapeError(

@@ -24,10 +24,10 @@ from typing import Literal, NamedTuple, cast
 import torch
 from torch import Tensor
 
-from insum_nn.compiler.api import Given, Program, compile_built, generates_kernels, keep_words
+from insum_nn.compiler.api import Given, Program, compile_built, generates_kernels, is_plain_eager, keep_words
 from insum_nn.compiler.options import Options
 from insum_nn.facts import IndexFacts
-from insum_nn.ops.onlookers import exact_dtypes, ordinary
+from insum_nn.ops.modes import without_autocast
 from insum_nn.ops.trilinear import contract
 from insum_nn.structure.kernel_map import FACTS, KernelMap
 from insum_nn.structure.kernel_map.pairs import LIST_FACTS
@@ -85,7 +85,7 @@ def by_table(device: torch.device, options: Options) -> bool:
 
 def takes_table(kernel_map: KernelMap, features: Tensor, weight: Tensor, options: Options) -> bool:
     """Whether `table_conv` can take these tensors, and is the better way."""
-    if not by_table(features.device, options) or not ordinary(features, weight):
+    if not by_table(features.device, options) or not is_plain_eager(features, weight):
         return False
     return kernel_map.geometry.volume * max(kernel_map.num_inputs, kernel_map.num_outputs) <= _MOST_ENTRIES
 
@@ -145,7 +145,7 @@ class _Conv:
             b = b.contiguous()
         kind = cast("Kind", wanted)
         way: Way = "list" if kind == "W" and a.dtype.itemsize <= _LIST_BYTES else "table"
-        with exact_dtypes(a.device):
+        with without_autocast(a.device):
             return self._run(kind, a, b, way, start)
 
     def watched(self, wanted: str, a: Tensor, b: Tensor, start: Tensor | None = None) -> Tensor:

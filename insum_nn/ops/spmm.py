@@ -9,12 +9,11 @@ from types import MappingProxyType
 import torch
 from torch import Tensor
 
-from insum_nn.compiler.api import Program
+from insum_nn.compiler.api import Program, is_plain_eager
 from insum_nn.compiler.options import DEFAULT, Options
 from insum_nn.formats import BlockFormat, SparseFormat
 from insum_nn.ops.arguments import Operand, is_vector, matrix_layout, named_tensors, pad_axis, program, run
 from insum_nn.ops.dense_choice import block_tiles, dense_is_faster
-from insum_nn.ops.onlookers import ordinary
 
 __all__ = ["SPMM", "spmm", "spmm_expression", "spmm_program"]
 
@@ -127,9 +126,9 @@ class _Product:
         return self.versions == self._versions()
 
     def takes(self, matrix: SparseFormat, dense: object) -> bool:
-        """Whether an operand is what most are: a plain matrix that fits as it is, and nobody looks on but autograd."""
+        """Whether an operand is a plain matrix that fits as it is, in eager mode."""
         values = matrix.values
-        if not isinstance(dense, Tensor) or not ordinary(values, dense) or torch._C._is_any_autocast_enabled():
+        if not isinstance(dense, Tensor) or not is_plain_eager(values, dense) or torch._C._is_any_autocast_enabled():
             return False
         if dense.ndim != 2 or dense.dtype != values.dtype or dense.device != values.device:
             return False

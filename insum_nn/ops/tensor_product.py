@@ -9,9 +9,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from insum_nn.compiler.api import Explanation, for_each_vector, stats_of
+from insum_nn.compiler.api import Explanation, for_each_vector, is_plain_eager, is_transformed, stats_of
 from insum_nn.formats.checks import INDEX_DTYPES
-from insum_nn.ops.onlookers import asked_for, exact_dtypes, ordinary, transformed
+from insum_nn.ops.modes import wanted_gradients, without_autocast
 from insum_nn.ops.tensor_product_checks import check_operands
 from insum_nn.ops.tensor_product_direct import direct_of
 from insum_nn.ops.tensor_product_form import Form, form_of
@@ -208,7 +208,7 @@ def _by_paths(
     receivers, senders, *nodes = edges
     ends = {} if senders is None or receivers is None else {"x": senders, "z": receivers}
     chosen = form.spec.options.backend == "auto"
-    products = path_products(form) if chosen and ordinary(*operands.values(), *ends.values()) else None
+    products = path_products(form) if chosen and is_plain_eager(*operands.values(), *ends.values()) else None
     if products is None:
         return None
     rows = {role: _rows(role, senders, *nodes) for role in ROLES}
@@ -274,7 +274,7 @@ def _product(
     num_z: int,
 ) -> Tensor:
     """A role's tensor, differentiable."""
-    if not torch.compiler.is_compiling() and transformed():
+    if not torch.compiler.is_compiling() and is_transformed():
         # Transforms go through the programs, which know them; a registered operator does not.
         return _run(form_of(text), role, given, receivers, senders, num_x, num_z)
     if _traced(given, receivers, senders):
@@ -366,7 +366,7 @@ def _backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
     spec, role, num_x, num_z, key = ctx.constants
     *given, receivers, senders = ctx.saved_tensors
     operands = dict(zip(others(role), given, strict=True)) | {role: grad}
-    wanted = list(compress(others(role), asked_for(ctx, 3, (spec, role))))
+    wanted = list(compress(others(role), wanted_gradients(ctx, 3, (spec, role))))
     made = _gradients(spec, role, wanted, operands, (receivers, senders, num_x, num_z), key)
     return None, None, *(made.get(x) for x in others(role)), None, None, None, None
 
@@ -393,7 +393,7 @@ def _gradients(
         text = form_of(text).linear_text
     found = {"w": torch.zeros_like(operands["w"])} if "w" in wanted and not operands["w"].numel() else {}
     wanted = [x for x in wanted if x not in found]
-    if key is None or not ordinary(*operands.values()):
+    if key is None or not is_plain_eager(*operands.values()):
         rest = {x: _product(text, x, _given(operands, x), *edges) for x in wanted}
     elif torch.is_grad_enabled() and len(wanted) > 1 and any(t.requires_grad for t in operands.values()):
         roles = "".join(wanted)
@@ -422,7 +422,7 @@ def _run_all(
     if len(roles) > 1 and _splits(some.device):
         by_paths = _by_paths(form, operands, edges)
         if by_paths is not None:
-            with exact_dtypes(some.device):
+            with without_autocast(some.device):
                 return by_paths(roles)
     elif len(roles) > 1 and senders is not None:
         joint = joint_roles(form, roles, some.device, some.dtype)
@@ -432,7 +432,7 @@ def _run_all(
             def apart() -> list[Tensor]:
                 return [_run(form, x, _given(operands, x), *edges, key=(x, key)) for x in joint.roles]
 
-            with exact_dtypes(some.device):
+            with without_autocast(some.device):
                 made = joint(operands, (receivers, senders), rows, key, apart)
             found |= dict(zip(joint.roles, made, strict=True))
     for x in roles:
@@ -464,7 +464,7 @@ class _Products(torch.autograd.Function):
         *given, receivers, senders = ctx.saved_tensors
         operands = dict(zip(ROLES, given, strict=True))
         total: dict[str, Tensor] = {}
-        asked = list(compress(ROLES, asked_for(ctx, 4, (text, roles))))
+        asked = list(compress(ROLES, wanted_gradients(ctx, 4, (text, roles))))
         for role, grad in zip(roles, grads, strict=True):
             if grad is None:
                 continue

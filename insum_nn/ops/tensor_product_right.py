@@ -9,11 +9,10 @@ from typing import Any, TypeVar
 import torch
 from torch import Tensor
 
-from insum_nn.compiler.api import Program, compile_built, for_each_vector
+from insum_nn.compiler.api import Program, compile_built, for_each_vector, is_transformed
 from insum_nn.compiler.options import Options
 from insum_nn.errors import InsumError
 from insum_nn.facts import IndexFacts
-from insum_nn.ops.onlookers import transformed
 from insum_nn.ops.tensor_product_form import Form, form_of
 from insum_nn.ops.tensor_product_spec import TensorProductSpec
 from insum_nn.structure.clebsch_gordan import nonzeros
@@ -56,7 +55,7 @@ def tensor_product_right(spec: TensorProductSpec | str, y: Tensor, weight: Tenso
     tensor([[[2.]]])
     """
     text = spec if isinstance(spec, str) else spec.to_json()
-    if not torch.compiler.is_compiling() and transformed():
+    if not torch.compiler.is_compiling() and is_transformed():
         # Transforms go through the programs, which know them; a registered operator does not.
         return _evaluate(form_of(text), y, weight)
     return torch.ops.insum_nn.tensor_product_right(text, y, weight)

@@ -13,10 +13,9 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor
 
-from insum_nn.compiler.api import for_each_vector
+from insum_nn.compiler.api import for_each_vector, is_plain_eager
 from insum_nn.compiler.options import Options
 from insum_nn.ops.column_sums import column_sums
-from insum_nn.ops.onlookers import ordinary
 
 __all__ = ["Trilinear", "contract"]
 
@@ -35,7 +34,7 @@ class Trilinear(Protocol):
         ...
 
     def sum(self, wanted: str, a: Tensor, b: Tensor, made: dict[str, Tensor], start: Tensor | None = None) -> Tensor:
-        """The tensor of that name from its operands, in their order; nothing is recorded, and nobody looks on.
+        """The tensor of that name from its operands, in their order; in eager mode, where nothing is recorded.
 
         `made` is for what one sum makes of an operand and the next sum of the same three tensors can use, by name.
         """
@@ -56,7 +55,7 @@ def contract(form: Trilinear, wanted: str, a: Tensor, b: Tensor, start: Tensor |
         b: the second.
         start: what every row of it starts from: (n,), or the same cut into axes.
     """
-    if not ordinary(a, b, *(() if start is None else (start,))):
+    if not is_plain_eager(a, b, start):
         return form.watched(wanted, a, b, start)
     if torch.is_grad_enabled():
         if a.requires_grad or b.requires_grad or (start is not None and start.requires_grad):
@@ -80,7 +79,7 @@ class _Contract(torch.autograd.Function):
         form, left, start = ctx.rest
         grad, names = grads[0], form.operands[left]
         known = {left: grad, **dict(zip(names, ctx.saved_tensors, strict=True))}
-        alone = not torch.is_grad_enabled() and ordinary(grad)
+        alone = not torch.is_grad_enabled() and is_plain_eager(grad)
         made: dict[str, Tensor] = {}
         found: list[Tensor | None] = []
         for wanted, needed in zip(names, ctx.needs_input_grad[2:4], strict=True):

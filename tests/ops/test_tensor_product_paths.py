@@ -11,7 +11,7 @@ from torch import Tensor
 pytest.importorskip("e3nn")
 
 from insum_nn.errors import InsumError, InsumRangeError
-from insum_nn.ops import onlookers, tensor_product_paths
+from insum_nn.ops import modes, tensor_product_paths
 from insum_nn.ops.tensor_product import explain_tensor_product, tensor_product
 from insum_nn.ops.tensor_product_form import form_of
 from insum_nn.ops.tensor_product_paths import PathProducts, path_products
@@ -172,7 +172,7 @@ def test_edges_that_are_none_are_left_out(runs: list[tuple[str, ...]]):
 
 def test_gradients_that_nobody_asked_for(runs: list[tuple[str, ...]], monkeypatch: pytest.MonkeyPatch):
     """Forces are gradients of an energy: those of weights, which could have one, are not made."""
-    monkeypatch.setattr(onlookers, "_by_name", {})
+    monkeypatch.setattr(modes, "_by_name", {})
     spec = spec_of(MIXED, shared=True)
     x, y, w = (t.requires_grad_() for t in inputs_of(spec, 5))
     place = torch.randn_like(y, requires_grad=True)
@@ -191,7 +191,7 @@ def test_gradients_that_nobody_asked_for(runs: list[tuple[str, ...]], monkeypatc
     assert runs == [("w",)]
     assert torch.equal(asked(x, w)[1], alone)
     # A leaf that was asked for by name counts as such for a while, then is asked about again.
-    for _ in range(onlookers._PASSES - 1):
+    for _ in range(modes._PASSES - 1):
         assert torch.equal(asked(w)[0], alone)
         assert runs == [("x", "w")]
     asked(w)

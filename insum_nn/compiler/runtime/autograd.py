@@ -12,7 +12,6 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch._C._functorch import peek_interpreter_stack
 
 from insum_nn.compiler.lang.bind import Extents, layout_of
 from insum_nn.compiler.lang.derivative import directional, fresh_name
@@ -22,9 +21,10 @@ from insum_nn.compiler.runtime.backward import Call, Shapes, Step, gradients, re
 from insum_nn.compiler.runtime.batched_gradients import for_each_tangent, for_each_vector
 from insum_nn.compiler.runtime.dispatch import Key, Seen, Spec, run_spec, value_dtype
 from insum_nn.compiler.runtime.extremum_gradient import shares
+from insum_nn.compiler.runtime.modes import PLAIN, is_plain_eager, is_transformed
 from insum_nn.facts import IndexFacts
 
-__all__ = ["apply", "recorded", "transformed", "unwatched"]
+__all__ = ["apply"]
 
 
 # The registered operator.
@@ -147,7 +147,7 @@ class _Function(torch.autograd.Function):
         if ctx.call.spec.epilogue:
             grad = _before_epilogue(ctx.call.spec, grad, result).to(ctx.dtype)
         shapes, needs = ctx.shapes, ctx.needs_input_grad[2:]
-        alone = not torch.is_grad_enabled() and unwatched((grad,), None)
+        alone = not torch.is_grad_enabled() and is_plain_eager(grad) and not torch._C._is_any_autocast_enabled()
         if alone and ctx.call.spec.statement.operator not in _EXTREMA:
             found, of_start = gradients(ctx.call, tensors, shapes, needs, grad, None, Step.alone), grad
         else:
@@ -226,12 +226,9 @@ _run.register_autograd(_operator_backward, setup_context=_setup_context)
 def _traced(present: Sequence[Tensor | None]) -> bool:
     """Whether somebody records or replaces torch's calls, and has to be shown the registered operator."""
     for tensor in present:
-        if tensor is not None and (type(tensor) not in _PLAIN or tensor.is_meta):
+        if tensor is not None and (type(tensor) not in PLAIN or tensor.is_meta):
             return True
     return torch._C._len_torch_dispatch_stack() > 0 or torch.compiler.is_compiling()
-
-
-_PLAIN = (Tensor, torch.nn.Parameter)
 
 
 def _execute(
@@ -244,32 +241,6 @@ def _execute(
 
 def _registered(spec: Spec, tensors: Sequence[Tensor], start: Tensor | None, extents: Extents) -> Tensor:
     return torch.ops.insum_nn.run(spec.to_json(), list(tensors), start, list(extents.indices), list(extents.output))
-
-
-def unwatched(tensors: Sequence[Tensor], start: Tensor | None) -> bool:
-    """Whether tensors are plain ones, and nobody looks on beside autograd; whatever it records is not asked for."""
-    for tensor in tensors:
-        if type(tensor) not in _PLAIN or tensor.is_neg():
-            return False
-    if start is not None and (type(start) not in _PLAIN or start.is_neg()):
-        return False
-    return not recorded((), None) and not torch._C._is_any_autocast_enabled()
-
-
-def transformed() -> bool:
-    """Whether `torch.func` or forward-mode differentiation looks on: they know the compiler's operator."""
-    return bool(peek_interpreter_stack()) or torch.autograd.forward_ad._current_level >= 0
-
-
-def recorded(tensors: Sequence[Tensor], start: Tensor | None) -> bool:
-    """Whether anybody looks on: autograd, a transform, a tracer. Of plain tensors, none of them meta."""
-    if torch.is_grad_enabled():
-        for tensor in tensors:
-            if tensor.requires_grad:
-                return True
-        if start is not None and start.requires_grad:
-            return True
-    return torch._C._len_torch_dispatch_stack() > 0 or transformed() or torch.compiler.is_compiling()
 
 
 def apply(
@@ -296,7 +267,7 @@ def apply(
         start = None if start is None else start.resolve_neg()
     if spec.epilogue:
         return _finished(spec, tensors, start, extents, key, seen)
-    if transformed() and not torch.compiler.is_compiling():
+    if is_transformed() and not torch.compiler.is_compiling():
         return _Transformed.apply(Call(spec, extents.indices, extents.output), start, *tensors)  # type: ignore[no-any-return]
     if _traced(tensors) or (start is not None and _traced((start,))):
         return _registered(spec, tensors, start, extents)
@@ -325,7 +296,7 @@ def _finished(
     that takes the number before it (silu, gelu) is applied by torch: that number must be written for backward anyway,
     so to fuse would save one read of the output, and cost every back end a second output.
     """
-    if not (_traced(tensors) or _traced((start,)) or transformed()):
+    if not (_traced(tensors) or _traced((start,)) or is_transformed()):
         learned = torch.is_grad_enabled() and any(t is not None and t.requires_grad for t in (*tensors, start))
         if not learned:
             return run_spec(spec, tensors, start, extents, key)

@@ -99,7 +99,7 @@ class Step:
         return [pool[place] for place in self.places]  # type: ignore[misc]
 
     def alone(self, pool: Sequence[Tensor | None], total: Tensor | None) -> Tensor:
-        """Run it where nobody looks on, and nothing is recorded."""
+        """Run it in eager mode, where nothing is recorded."""
         tensors = self.read(pool)
         seen = self.seen
         if seen is not None and (ready := seen.runs(tensors)) is not None:

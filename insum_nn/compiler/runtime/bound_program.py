@@ -8,8 +8,8 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor
 
-from insum_nn.compiler.runtime.autograd import unwatched
 from insum_nn.compiler.runtime.dispatch import Seen, broadcast, call_key, keep
+from insum_nn.compiler.runtime.modes import is_plain_eager
 
 __all__ = ["Given"]
 
@@ -61,7 +61,7 @@ class Given:
             out_shape: the output's shape, a tuple; `None` entries are inferred.
             start: the starting value; it may broadcast to the output.
             key: what the caller has that decides shapes, dtypes and devices of all these, as `call_key` does: a
-                promise too that they are plain tensors and that nobody looks on. It spares the look at each of them.
+                promise too that they are plain tensors in eager mode. It spares the checks of each.
         """
         if torch.is_grad_enabled():
             with torch.no_grad():
@@ -69,7 +69,7 @@ class Given:
         ordered = list(self._template)
         for place, tensor in zip(self._places, others, strict=True):
             ordered[place] = tensor
-        if key is None and unwatched(others, start):
+        if key is None and is_plain_eager(*others, start) and not torch._C._is_any_autocast_enabled():
             key = (call_key(others, start), out_shape)
         # `None` is no key of what is remembered.
         seen = self._seen.get(key)

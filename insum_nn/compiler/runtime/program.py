@@ -22,7 +22,7 @@ from insum_nn.compiler.lang.shapes import check_extents, resolve_extents
 from insum_nn.compiler.lang.syntax import Statement
 from insum_nn.compiler.options import DEFAULT, Options
 from insum_nn.compiler.runtime.autocast import to_autocast
-from insum_nn.compiler.runtime.autograd import apply, recorded
+from insum_nn.compiler.runtime.autograd import apply
 from insum_nn.compiler.runtime.bound_program import Given
 from insum_nn.compiler.runtime.dispatch import (
     Key,
@@ -38,6 +38,7 @@ from insum_nn.compiler.runtime.dispatch import (
     static_tables,
 )
 from insum_nn.compiler.runtime.execution import Executable, in_names_of
+from insum_nn.compiler.runtime.modes import is_recorded
 from insum_nn.compiler.runtime.out_argument import check_out, check_unrecorded, shape_for, write_out
 from insum_nn.compiler.runtime.traced import call_operator
 from insum_nn.errors import InsumFormatError
@@ -175,7 +176,7 @@ class Program:
             ordered = [named[name] for name in self._names]
             start = named.get(self.statement.output.name)
         start = broadcast(start, seen.extents)
-        if recorded(ordered, start):
+        if is_recorded(ordered, start):
             return apply(self._spec, ordered, start, seen.extents, call[0], seen)
         if (ready := seen.runs(ordered)) is not None:
             return ready.run(ordered, start)

@@ -14,7 +14,7 @@ from insum_nn.errors import InsumShapeError, MissingExtraError
 from insum_nn.kept import forget
 from insum_nn.ops.graph_conv import Recipe, explain_graph_conv, graph_conv
 from insum_nn.ops.graph_product import CARRY
-from insum_nn.ops.onlookers import numbers, unrecorded
+from insum_nn.ops.modes import static_shape, untraced
 from insum_nn.ops.tensor_cache import TensorCache
 from insum_nn.structure.gcn_norm import Flow, Loops, gcn_norm
 
@@ -271,12 +271,12 @@ class GCNConv(peer.GCNConv):
                 fix="pass x of shape (n, in_channels).",
                 got=tuple(x.shape),
             )
-        num_nodes = numbers(x)[self.node_dim]
+        num_nodes = static_shape(x)[self.node_dim]
         self._check_input(edge_index, None)
         normalize = self.normalize
         if normalize and (self.cached or self._cached_edge_index is not None or self._cached_adj_t is not None):
             # A traced graph has it as a constant.
-            with unrecorded() if torch.jit.is_tracing() else nullcontext():
+            with untraced() if torch.jit.is_tracing() else nullcontext():
                 edge_index, edge_weight, normalize = self._cached_graph(edge_index, edge_weight, num_nodes, x.dtype)
         loops: Loops = "remaining"
         if isinstance(edge_index, SparseTensor):

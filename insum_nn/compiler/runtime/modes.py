@@ -1,0 +1,49 @@
+"""What handles torch's calls besides eager execution and autograd: tracers, transforms and dispatch modes."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+from torch._C._functorch import peek_interpreter_stack
+
+__all__ = ["PLAIN", "has_active_modes", "is_plain_eager", "is_recorded", "is_transformed"]
+
+PLAIN = (Tensor, torch.nn.Parameter)
+"""The classes whose memory is what they say: subclasses may trace, replace or wrap."""
+
+
+def is_transformed() -> bool:
+    """Whether a transform of `torch.func` or forward-mode differentiation is active."""
+    return bool(peek_interpreter_stack()) or torch.autograd.forward_ad._current_level >= 0
+
+
+def has_active_modes() -> bool:
+    """Whether a compiler, a transform or a dispatch mode handles torch's calls."""
+    return torch.compiler.is_compiling() or torch._C._len_torch_dispatch_stack() > 0 or is_transformed()
+
+
+def is_recorded(tensors: Sequence[Tensor], start: Tensor | None) -> bool:
+    """Whether autograd, a compiler, a transform or a dispatch mode follows a call on plain tensors."""
+    if torch.is_grad_enabled():
+        for tensor in tensors:
+            if tensor.requires_grad:
+                return True
+        if start is not None and start.requires_grad:
+            return True
+    return has_active_modes()
+
+
+def is_plain_eager(*tensors: Tensor | None) -> bool:
+    """Whether torch runs calls on these tensors at once: no active mode, no subclass, no meta tensor; `None` passes.
+
+    Nor is a tensor lazily negated: what a kernel finds in its memory is not its value. Autograd may record.
+    """
+    if has_active_modes() or torch._C._is_tracing():
+        return False
+    # A loop instead of `all`: no generator on the way of every call.
+    for tensor in tensors:
+        if tensor is not None and (type(tensor) not in PLAIN or tensor.is_meta or tensor.is_neg()):
+            return False
+    return True
