@@ -23,7 +23,17 @@ from benchmarks import records
 from benchmarks.records import Record
 from benchmarks.registry import REGISTRY, is_ours, load
 
-__all__ = ["CURRENT", "HISTORY", "Candidate", "candidates", "current_files", "device_slug", "new_file", "select", "update"]
+__all__ = [
+    "CURRENT",
+    "HISTORY",
+    "Candidate",
+    "candidates",
+    "current_files",
+    "device_slug",
+    "new_file",
+    "select",
+    "update",
+]
 
 RESULTS = Path(__file__).with_name("results")
 HISTORY, CURRENT = RESULTS / "history", RESULTS / "current"

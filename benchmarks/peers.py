@@ -1,18 +1,29 @@
-"""Other libraries, asked for what ours does; imported when a provider is built, so that an absent one is one gap."""
+"""Baselines: other libraries, called for what ours does, and imported when a provider is built."""
 
 from __future__ import annotations
 
 import importlib
-from typing import Any
+from collections.abc import Callable
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
 from torch import Tensor
 
-from benchmarks.irreps import e3nn_in_double
+from benchmarks.irreps import Channelwise, e3nn_in_double
 from benchmarks.registry import Unavailable
 
-__all__ = ["cue_fully_connected", "e3nn_compiled", "e3nn_product", "oeq", "oeq_problem", "spconv"]
+__all__ = [
+    "CueConvolution",
+    "cue_convolution",
+    "cue_fully_connected",
+    "e3nn_compiled",
+    "e3nn_product",
+    "oeq",
+    "oeq_problem",
+    "spconv",
+    "warpconvnet",
+]
 
 
 def require_cuda(device: torch.device) -> None:
@@ -88,6 +99,85 @@ def cue_fully_connected(in1: str, in2: str, out: str, *, shared: bool, device: t
         return product(x, y, w[None] if shared else w)
 
     return call
+
+
+class CueConvolution(NamedTuple):
+    """A convolution of cuEquivariance, and where each of its numbers is in e3nn's layout.
+
+    Attributes:
+        call: (x, y, w, receivers, senders, nodes) -> output, all in cuEquivariance's own layout, the faster one.
+        x: column of e3nn's input for each column of its own.
+        w: the same of the weights.
+        out: the same of the output.
+    """
+
+    call: Callable[[Tensor, Tensor, Tensor, Tensor, Tensor, int], Tensor]
+    x: Tensor
+    w: Tensor
+    out: Tensor
+
+
+def cue_convolution(
+    shape: Channelwise, device: torch.device, dtype: torch.dtype, method: str = "uniform_1d"
+) -> CueConvolution:
+    """cuEquivariance's channelwise product with gather and scatter; of its methods only "naive" runs on a CPU."""
+    if method != "naive":
+        require_cuda(device)
+    cue: Any = importlib.import_module("cuequivariance")
+    cuet: Any = importlib.import_module("cuequivariance_torch")
+    in1, in2, out = (cue.Irreps("O3", text) for text in (shape.in1, shape.in2, shape.out))
+    product = cuet.ChannelWiseTensorProduct(
+        *(in1, in2, list(dict.fromkeys(ir for _, ir in out))),
+        layout=cue.ir_mul,
+        shared_weights=False,
+        internal_weights=False,
+        device=device,
+        dtype=dtype,
+        math_dtype=dtype,
+        method=method,
+    )
+    # Its paths in the order in which it makes them, and then sorted by their outputs.
+    kept = {ir for _, ir in out}
+    paths = [
+        (i, j, mul * other, ir)
+        for i, (mul, a) in enumerate(in1)
+        for j, (other, b) in enumerate(in2)
+        for ir in a * b
+        if ir in kept
+    ]
+    order = cue.Irreps("O3", [(mul, ir) for _, _, mul, ir in paths]).sort().inv
+    place = {(i, j, str(out[k].ir)): n for n, (i, j, k, *_) in enumerate(shape.instructions)}
+    starts = np.cumsum([0, *(mul * ir.dim for mul, ir in out)])
+    weights = np.cumsum([0, *(out[k].mul for _, _, k, *_ in shape.instructions)])
+    columns: list[Tensor] = []
+    weight_columns: list[Tensor] = []
+    for i, j, mul, ir in (paths[k] for k in order):
+        number = place[i, j, str(ir)]
+        columns.append(int(starts[shape.instructions[number][2]]) + _component_major(mul, ir.dim))
+        weight_columns.append(int(weights[number]) + torch.arange(mul))
+    x_columns: list[Tensor] = []
+    start = 0
+    for mul, ir in in1:
+        x_columns.append(start + _component_major(mul, ir.dim))
+        start += mul * ir.dim
+
+    def call(x: Tensor, y: Tensor, w: Tensor, receivers: Tensor, senders: Tensor, nodes: int) -> Tensor:
+        return product(x, y, w, indices_1=senders, indices_out=receivers, size_out=nodes)
+
+    return CueConvolution(call, *(torch.cat(found).to(device) for found in (x_columns, weight_columns, columns)))
+
+
+def _component_major(mul: int, dim: int) -> Tensor:
+    """Columns of a (mul, dim) block in the order of (dim, mul)."""
+    return torch.arange(mul * dim).reshape(mul, dim).T.reshape(-1)
+
+
+def warpconvnet(device: torch.device) -> Any:
+    """WarpConvNet's modules: `convolution` is its layer, `voxels` its tensor. It tunes itself at the first calls."""
+    require_cuda(device)
+    layers: Any = importlib.import_module("warpconvnet.nn.modules.sparse_conv")
+    types: Any = importlib.import_module("warpconvnet.geometry.types.voxels")
+    return layers.SparseConv3d, types.Voxels
 
 
 def spconv(name: str, device: torch.device, *, tf32: bool = False) -> Any:

@@ -1,8 +1,8 @@
 """Print tables of ours and every baseline from result files: `python -m benchmarks.report [FILE ...]`.
 
-Without files, those of `benchmarks/results/current/`. Each device has tables of its own, one a family. Times are medians
-in microseconds. A cell says `absent`, `error`, `wrong` or `not run` where there is no time, and the reasons are listed
-below the tables; `wrong` is a result outside the tolerance. The last column holds the targets.
+Without files, those of `benchmarks/results/current/`. Each device has tables of its own, one a family. Times are
+medians in microseconds. A cell says `absent`, `error`, `wrong` or `not run` where there is no time, and the reasons are
+listed below the tables; `wrong` is a result outside the tolerance. The last column holds the targets.
 """
 
 from __future__ import annotations

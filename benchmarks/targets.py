@@ -72,7 +72,6 @@ def gather_us(record: Record) -> float | None:
 class Faster:
     """At least `times` as fast as the best of the baselines whose name matches."""
 
-
     times: float
     baselines: str = ""
 
@@ -145,6 +144,36 @@ class NoMoreMemory:
 
 
 @dataclass(frozen=True)
+class NearBusy:
+    """At most `times` the device-busy time of the same call."""
+
+    times: float
+
+    def __call__(self, group: Group) -> Verdict | None:
+        mine = ours(group)
+        if mine is None or mine["busy"] is None:
+            return None
+        ratio = _p50(mine) / mine["busy"]["ms"]
+        return Verdict(
+            f"<= {self.times:g}x device busy {mine['busy']['ms']:.3g} ms", f"{ratio:.2f}x", ratio <= self.times
+        )
+
+
+@dataclass(frozen=True)
+class FirstStep:
+    """At most `seconds` until the end of the first step, all of its compilation included."""
+
+    seconds: float
+
+    def __call__(self, group: Group) -> Verdict | None:
+        mine = ours(group)
+        if mine is None or mine["compile_s"] is None:
+            return None
+        first = mine["compile_s"]
+        return Verdict(f"first step <= {self.seconds:g} s", f"{first:.1f} s", first <= self.seconds)
+
+
+@dataclass(frozen=True)
 class Target:
     """A condition, and the cases and modes that it is for.
 
@@ -165,6 +194,16 @@ class Target:
 
 BOTH = ("fwd", "fwdbwd")
 TARGETS: tuple[Target, ...] = (
+    Target("network/network=gcn*/what=step", ("fwd",), Faster(2, "pyg")),
+    Target("network/network=spunet*/what=step", ("fwd",), Faster(2, "spconv")),
+    Target("network/network=spunet*/what=step", ("fwd",), NearBusy(2)),
+    Target("network/network=nequip_864/what=step", ("fwd",), Faster(1, "oeq")),
+    Target("network/network=nequip_32/what=step", ("fwd",), Faster(1.25, "e3nn")),
+    Target("network/*/what=step", ("fwd",), NoMoreMemory()),
+    Target("network/network=gcn*/what=step", ("fwd",), FirstStep(2)),
+    Target("network/network=spunet*/what=step", ("fwd",), FirstStep(10)),
+    Target("network/network=nequip*/what=step", ("fwd",), FirstStep(12)),
+    Target("network/network=spunet_fp16/what=inference", ("fwd",), Within(20_000)),
     Target("block_spmm/*/dtype=float16", ("fwd",), Faster(1, "torch_dense")),
     Target("block_spmm/block=32/sparsity=0.9/dtype=float16", ("fwd",), Within(65)),
     Target("block_spmm/block=32/sparsity=0.9/dtype=float16", ("fwd",), Faster(3.6, "torch_bsr")),

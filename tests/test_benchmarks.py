@@ -123,7 +123,20 @@ def test_every_provider_has_a_record_with_exactly_the_keys(results: Path):
     assert len(found) == 2 * 3 * 9
     assert all(tuple(r) == records.RECORD for r in found)
     assert records.RECORD == (
-        *("schema", "case", "provider", "mode", "ms", "runs", "replay", "busy", "repeats", "compile_s", "peak_bytes", "max_rel_err"),
+        *(
+            "schema",
+            "case",
+            "provider",
+            "mode",
+            "ms",
+            "runs",
+            "replay",
+            "busy",
+            "repeats",
+            "compile_s",
+            "peak_bytes",
+            "max_rel_err",
+        ),
         *("gate", "floor", "gpu", "driver", "cores", "torch", "triton", "commit", "dirty", "utc"),
     )
 
@@ -754,7 +767,9 @@ def test_save_writes_to_the_history_and_updates_current(
     assert run.main([*arguments, "--modes", "fwd"], registry=small) == 0
     (path,) = tmp_path.glob("*.json")
     found = report.read([path])
-    assert re.fullmatch(rf"\d{{4}}(-\d\d){{2}}-\d{{6}}-{archive.device_slug(found[0]['gpu'], found[0]['cores'])}\.json", path.name)
+    assert re.fullmatch(
+        rf"\d{{4}}(-\d\d){{2}}-\d{{6}}-{archive.device_slug(found[0]['gpu'], found[0]['cores'])}\.json", path.name
+    )
     assert saved == ["updated"]
     for entry in found:
         if entry["ms"]:

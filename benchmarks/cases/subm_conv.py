@@ -1,4 +1,4 @@
-"""Submanifold convolutions of 3 x 3 x 3 cells against spconv and spconv-triton, and the kernel maps that they need.
+"""Submanifold convolutions of 3 x 3 x 3 cells against spconv, spconv-triton and WarpConvNet, and their kernel maps.
 
 In `subm_conv` the map is built before the clock starts, as in every layer but the first that shares an `indice_key`.
 `subm_map` times the map alone, and the map with one convolution of 32 channels.
@@ -7,7 +7,7 @@ In `subm_conv` the map is built before the clock starts, as in every layer but t
 from __future__ import annotations
 
 import importlib
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -82,7 +82,26 @@ def subm_conv(setting: Setting, *, cloud: str, channels: int, dtype: str) -> Pro
             known = conv(module.SparseConvTensor(x.detach(), _indices(points), list(extents), 1))
         return Work(lambda: conv(known.replace_feature(x)).features, (x, conv.weight))
 
+    def warpconvnet() -> Work:
+        convolution, voxels = peers.warpconvnet(setting.device)
+        conv = convolution(channels, channels, 3, bias=False).to(setting.device, kind)
+        # (offset, in, out), offsets in the order of spconv's.
+        with torch.no_grad():
+            conv.weight.copy_(weight.flatten(1, 3).permute(1, 2, 0))
+        x = features.clone().requires_grad_()
+        offsets = torch.tensor([0, len(points)], dtype=torch.int32)
+        known = voxels(points.int(), x.detach(), offsets)
+        # The first calls build the map, which stays with the coordinates, and choose among its kernels.
+        with torch.no_grad():
+            conv(known)
+
+        def to_spconv(found: Sequence[Tensor]) -> Sequence[Tensor]:
+            return [found[0], found[1].permute(2, 0, 1).reshape(weight.shape)]
+
+        return Work(lambda: conv(known.replace(batched_features=x)).feature_tensor, (x, conv.weight), to_spconv)
+
     found = {name: _peer(setting, name, layer, tf32=dtype == "tf32") for name in PEERS}
+    found["warpconvnet"] = warpconvnet
     used, width = int((table >= 0).sum()), channels * features.element_size()
     floor = Floor(
         bytes=4 * used + 2 * len(points) * width + weight.numel() * weight.element_size(),
@@ -95,7 +114,7 @@ def subm_conv(setting: Setting, *, cloud: str, channels: int, dtype: str) -> Pro
         providers={"insum_nn": lambda: layer(_ours), **found},
         oracle=lambda: _oracle(table, features, weight),
         tolerance=TOLERANCE[dtype],
-        tolerances=dict.fromkeys(PEERS, LOOSE[dtype]),
+        tolerances=dict.fromkeys(found, LOOSE[dtype]),
         floors={"fwd": floor},
         modes=("fwd", "fwdbwd"),
         precision="high" if dtype == "tf32" else "highest",

@@ -151,6 +151,25 @@ def _conv_providers(setting: Setting, problem: _Conv, dtype: str, finish: Finish
     }
 
 
+def _cue(setting: Setting, problem: _Conv, dtype: str, method: str = "uniform_1d") -> Work:
+    """cuEquivariance in its own layout of features and weights, made before the clock starts."""
+    kind, graph = getattr(torch, dtype), problem.graph
+    layer = peers.cue_convolution(problem.shape, setting.device, kind, method)
+    x, y, w = problem.leaves(kind)
+    own = (x.detach()[:, layer.x].requires_grad_(), y, w.detach()[:, layer.w].requires_grad_())
+
+    def e3nn_order(found: Tensor, columns: Tensor) -> Tensor:
+        return torch.empty_like(found).index_copy_(1, columns, found)
+
+    return Work(
+        lambda: layer.call(*own, graph.receivers, graph.senders, problem.nodes),
+        own,
+        gradients=lambda found: (e3nn_order(found[0], layer.x), found[1], e3nn_order(found[2], layer.w)),
+        output=lambda found: e3nn_order(found, layer.out),
+        upstream=lambda back: [sent[:, layer.out] for sent in back],
+    )
+
+
 def _conv_oracle(setting: Setting, problem: _Conv) -> Call:
     tables = irreps.path_tables(problem.product(), setting.device)
     graph = problem.graph
@@ -200,10 +219,10 @@ def tp_conv(setting: Setting, *, shape: str, dtype: str) -> Problem:
         return Work(lambda: call(x, y, w), leaves)
 
     return Problem(
-        providers=_conv_providers(setting, problem, dtype, finish),
+        providers={**_conv_providers(setting, problem, dtype, finish), "cue": lambda: _cue(setting, problem, dtype)},
         oracle=lambda: finish(_conv_oracle(setting, problem), problem.leaves(torch.float64)),
         tolerance=TOLERANCE[dtype],
-        tolerances=dict.fromkeys(CONV_PEERS, LOOSE[dtype]),
+        tolerances=dict.fromkeys([*CONV_PEERS, "cue"], LOOSE[dtype]),
         floors={"fwd": problem.floor()},
         modes=("fwd", "fwdbwd"),
     )
