@@ -44,9 +44,9 @@ def forget(tensors: Iterable[Tensor]) -> None:
 def same_view(tensor: Tensor) -> Tensor:
     """The same tensor object for every view of the same elements; a tensor that is no view is returned as it is.
 
-    `row, col = edge_index` makes two new objects at each call of a layer. What is kept of a tensor is kept by the object,
-    so each statement that reads views takes these instead. They share the count of writes with what is viewed, and live
-    as long as that does.
+    `row, col = edge_index` makes two new objects at each call of a layer. What is kept of a tensor is kept by the
+    object, so each statement that reads views takes these instead. They share the count of writes with what is viewed,
+    and live as long as that does.
 
     >>> edges = torch.tensor([[0, 1], [1, 2]])
     >>> same_view(edges[0]) is same_view(edges[0]), same_view(edges[0]) is same_view(edges[1])

@@ -302,6 +302,10 @@ class SparseFormat(Verifiable):
         title = f"{type(self).__name__} of shape {self.shape} cannot hold these tensors"
         checks.raise_faults(title, self._structure_faults(), by_kind=True)
 
+    def _proven(self) -> bool:
+        """Whether the facts say that every index was checked to lie inside."""
+        return bool(self.index_facts) and all(facts.proven for facts in self.index_facts)
+
     def _fixed_extents(self) -> dict[str, int]:
         """Extents of axis letters that the shape decides."""
         return {}

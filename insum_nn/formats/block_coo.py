@@ -10,9 +10,9 @@ import torch
 from torch import Tensor
 
 from insum_nn.facts import IndexFacts
-from insum_nn.formats import arguments, checks, convert
+from insum_nn.formats import arguments, convert
 from insum_nn.formats import blocks as shared
-from insum_nn.formats.base import IndexPart, SparseFormat
+from insum_nn.formats.base import SparseFormat
 from insum_nn.formats.blocks import BlockFormat
 from insum_nn.formats.convert import Blocks
 
@@ -41,20 +41,7 @@ class BlockCOO(BlockFormat):
     ([0, 0], [0, 1], [[[1.0, 2.0], [0.0, 3.0]], [[0.0, 0.0], [4.0, 0.0]]])
     """
 
-    shape: tuple[int, ...]
-    block_shape: tuple[int, int]
-    row: Tensor
-    col: Tensor
-    values: Tensor
-    index_facts: tuple[IndexFacts, ...] = ()
-    coalesced: bool = False
-
     value_axes = "pab"
-    _index_fields = ("row", "col")
-
-    def __post_init__(self) -> None:
-        object.__setattr__(self, "block_shape", arguments.check_block_shape(self.block_shape))
-        self._store()
 
     # Builders.
 
@@ -87,8 +74,8 @@ class BlockCOO(BlockFormat):
         >>> BlockCOO.from_dense(torch.zeros(4, 4), block_shape=(2, 2), mask=torch.eye(2) > 0).num_blocks
         2
         """
-        blocks, shape = shared.blocks_from_dense(dense, block_shape, mask)
-        return cls._build(shape, blocks, index_dtype)
+        found = shared.blocks_from_dense(dense, block_shape, mask)
+        return cls._build(*found, index_dtype)
 
     @classmethod
     def from_blocks(
@@ -124,8 +111,8 @@ class BlockCOO(BlockFormat):
         >>> BlockCOO.from_blocks(zero, zero, torch.ones(1, 2, 2), (2, 3)).to_dense().tolist()
         [[1.0, 1.0, 0.0], [1.0, 1.0, 0.0]]
         """
-        blocks, extents = shared.blocks_given(row, col, values, shape, f"{cls.__name__}.from_blocks")
-        return cls._build(extents, shared.merge_blocks(blocks, extents) if coalesce else blocks, index_dtype)
+        owner = f"{cls.__name__}.from_blocks"
+        return cls._build(*shared.blocks_from_caller(row, col, values, shape, owner, coalesce=coalesce), index_dtype)
 
     @classmethod
     def from_coo(
@@ -158,8 +145,8 @@ class BlockCOO(BlockFormat):
         >>> BlockCOO.from_coo(entries, torch.ones(2), (4, 4), block_shape=(2, 2)).row.tolist()
         [0, 1]
         """
-        blocks, extents = shared.blocks_from_entries(indices, values, shape, block_shape, f"{cls.__name__}.from_coo")
-        return cls._build(extents, blocks, index_dtype)
+        found = shared.blocks_from_entries(indices, values, shape, block_shape, f"{cls.__name__}.from_coo")
+        return cls._build(*found, index_dtype)
 
     @classmethod
     def from_torch(
@@ -170,8 +157,8 @@ class BlockCOO(BlockFormat):
         index_dtype: torch.dtype | None = None,
     ) -> Self:
         """Pack a torch sparse matrix; BSR and BSC keep their blocks unless `block_shape` asks for others."""
-        blocks, extents = shared.blocks_from_torch(tensor, block_shape, f"{cls.__name__}.from_torch")
-        return cls._build(extents, blocks, index_dtype)
+        found = shared.blocks_from_torch(tensor, block_shape, f"{cls.__name__}.from_torch")
+        return cls._build(*found, index_dtype)
 
     @classmethod
     def from_scipy(
@@ -183,11 +170,11 @@ class BlockCOO(BlockFormat):
         index_dtype: torch.dtype | None = None,
     ) -> Self:
         """Pack a scipy sparse matrix; BSR keeps its block shape unless `block_shape` asks for another."""
-        blocks, extents = shared.blocks_from_scipy(matrix, block_shape, device, f"{cls.__name__}.from_scipy")
-        return cls._build(extents, blocks, index_dtype)
+        found = shared.blocks_from_scipy(matrix, block_shape, device, f"{cls.__name__}.from_scipy")
+        return cls._build(*found, index_dtype)
 
     @classmethod
-    def _build(cls, shape: tuple[int, int], blocks: Blocks, index_dtype: torch.dtype | None) -> Self:
+    def _build(cls, blocks: Blocks, shape: tuple[int, int], index_dtype: torch.dtype | None) -> Self:
         dtype = arguments.choose_index_dtype(shape, index_dtype)
         _, a, b = blocks.values.shape
         facts = (IndexFacts(sorted=blocks.coalesced, masked=False, proven=True), IndexFacts(masked=False, proven=True))
@@ -201,17 +188,6 @@ class BlockCOO(BlockFormat):
         """Stored blocks."""
         return self.values.shape[0]
 
-    @property
-    def nnz(self) -> int:
-        """Stored scalars inside `shape`, zeros of a block included; reads the device if edges are ragged."""
-        self._verify()
-        return shared.count_inside(self.row, self.col, self.shape, self.block_shape)
-
-    @property
-    def index_parts(self) -> tuple[IndexPart, ...]:
-        """`Row` (p,) and `Col` (p,)."""
-        return IndexPart("Row", "row", self.row, "p", 0), IndexPart("Col", "col", self.col, "p", 1)
-
     def occupancy(self) -> Tensor:
         """The number of blocks in each block row that has any, (n,) int64, in ascending order of rows."""
         self._verify()
@@ -221,9 +197,7 @@ class BlockCOO(BlockFormat):
 
     # Conversions.
 
-    def blocks(self) -> BlockCOO:
-        """Itself: nothing is padding."""
-        self._verify()
+    def _blocks(self) -> BlockCOO:
         return self
 
     def coalesce(self) -> Self:
@@ -249,18 +223,8 @@ class BlockCOO(BlockFormat):
     # Pieces.
 
     def _sorted_facts(self) -> tuple[IndexFacts, IndexFacts]:
-        proven = bool(self.index_facts) and all(facts.proven for facts in self.index_facts)
+        proven = self._proven()
         return IndexFacts(sorted=True, masked=False, proven=proven), IndexFacts(masked=False, proven=proven)
-
-    def _with_tensors(self, indices: Sequence[Tensor], values: Tensor) -> Self:
-        return self._replace(row=indices[0], col=indices[1], values=values)
-
-    def _ordered_indices(self) -> tuple[Tensor, ...]:
-        return self.row, self.col
-
-    def _value_faults(self) -> list[checks.Fault]:
-        fault = self._overhang_fault(self.row, self.col)
-        return super()._value_faults() + ([fault] if fault is not None else [])
 
     def _repr_parts(self) -> list[str]:
         return [f"block_shape={self.block_shape}", f"num_blocks={self.num_blocks}"]

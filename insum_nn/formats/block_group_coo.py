@@ -10,9 +10,9 @@ import torch
 from torch import Tensor
 
 from insum_nn.facts import IndexFacts
-from insum_nn.formats import arguments, checks, convert
+from insum_nn.formats import arguments, convert
 from insum_nn.formats import blocks as shared
-from insum_nn.formats.base import IndexPart, SparseFormat
+from insum_nn.formats.base import SparseFormat
 from insum_nn.formats.block_coo import BlockCOO
 from insum_nn.formats.blocks import BlockFormat
 from insum_nn.formats.convert import Blocks
@@ -44,20 +44,7 @@ class BlockGroupCOO(BlockFormat):
     ([0, 1], [[0, 1], [2, -1]])
     """
 
-    shape: tuple[int, ...]
-    block_shape: tuple[int, int]
-    row: Tensor
-    col: Tensor
-    values: Tensor
-    index_facts: tuple[IndexFacts, ...] = ()
-    coalesced: bool = False
-
     value_axes = "gqab"
-    _index_fields = ("row", "col")
-
-    def __post_init__(self) -> None:
-        object.__setattr__(self, "block_shape", arguments.check_block_shape(self.block_shape))
-        self._store()
 
     # Builders.
 
@@ -87,8 +74,8 @@ class BlockGroupCOO(BlockFormat):
             InsumShapeError: `dense` is no matrix, or `mask` or `block_shape` do not fit it.
             InsumFormatError: `group_size` is below 1, or `dense` is sparse.
         """
-        blocks, shape = shared.blocks_from_dense(dense, block_shape, mask)
-        return cls._group(shape, blocks, group_size, index_dtype)
+        found = shared.blocks_from_dense(dense, block_shape, mask)
+        return cls._group(*found, group_size, index_dtype)
 
     @classmethod
     def from_blocks(
@@ -127,9 +114,9 @@ class BlockGroupCOO(BlockFormat):
         >>> BlockGroupCOO.from_blocks(row, col, torch.ones(3, 2, 2), (4, 4), group_size=2).col.tolist()
         [[0, 1], [0, -1]]
         """
-        blocks, extents = shared.blocks_given(row, col, values, shape, f"{cls.__name__}.from_blocks")
-        merged = shared.merge_blocks(blocks, extents) if coalesce else blocks
-        return cls._group(extents, merged, group_size, index_dtype)
+        owner = f"{cls.__name__}.from_blocks"
+        found = shared.blocks_from_caller(row, col, values, shape, owner, coalesce=coalesce)
+        return cls._group(*found, group_size, index_dtype)
 
     @classmethod
     def from_coo(
@@ -165,8 +152,8 @@ class BlockGroupCOO(BlockFormat):
         >>> BlockGroupCOO.from_coo(entries, torch.ones(3), (4, 4), block_shape=(2, 2), group_size=2).col.tolist()
         [[0, 1], [1, -1]]
         """
-        blocks, extents = shared.blocks_from_entries(indices, values, shape, block_shape, f"{cls.__name__}.from_coo")
-        return cls._group(extents, blocks, group_size, index_dtype)
+        found = shared.blocks_from_entries(indices, values, shape, block_shape, f"{cls.__name__}.from_coo")
+        return cls._group(*found, group_size, index_dtype)
 
     @classmethod
     def from_torch(
@@ -178,8 +165,8 @@ class BlockGroupCOO(BlockFormat):
         index_dtype: torch.dtype | None = None,
     ) -> Self:
         """Group a torch sparse matrix; BSR and BSC keep their blocks unless `block_shape` asks for others."""
-        blocks, extents = shared.blocks_from_torch(tensor, block_shape, f"{cls.__name__}.from_torch")
-        return cls._group(extents, blocks, group_size, index_dtype)
+        found = shared.blocks_from_torch(tensor, block_shape, f"{cls.__name__}.from_torch")
+        return cls._group(*found, group_size, index_dtype)
 
     @classmethod
     def from_scipy(
@@ -192,39 +179,25 @@ class BlockGroupCOO(BlockFormat):
         index_dtype: torch.dtype | None = None,
     ) -> Self:
         """Group a scipy sparse matrix; BSR keeps its block shape unless `block_shape` asks for another."""
-        blocks, extents = shared.blocks_from_scipy(matrix, block_shape, device, f"{cls.__name__}.from_scipy")
-        return cls._group(extents, blocks, group_size, index_dtype)
+        found = shared.blocks_from_scipy(matrix, block_shape, device, f"{cls.__name__}.from_scipy")
+        return cls._group(*found, group_size, index_dtype)
 
     @classmethod
     def _group(
         cls,
-        shape: tuple[int, int],
         blocks: Blocks,
+        shape: tuple[int, int],
         group_size: GroupSize,
         index_dtype: torch.dtype | None,
         *,
         proven: bool = True,
     ) -> Self:
         dtype = arguments.choose_index_dtype(shape, index_dtype)
-        row, col, values = blocks.row, blocks.col, blocks.values
-        if not blocks.coalesced:
-            order = row.argsort(stable=True)
-            row, col, values = row[order], col[order], values[order]
-        layout = convert.group_layout(row, group_size)
-        full = layout.num_slots == row.shape[0]
-        facts = (
-            IndexFacts(sorted=True, unique=layout.one_group_per_key, masked=False, proven=proven),
-            IndexFacts(masked=not full, proven=proven),
-        )
-        grouped = cls(
-            shape,
-            (values.shape[1], values.shape[2]),
-            layout.group_index.to(dtype),
-            layout.scatter(col.to(dtype), fill=-1),
-            layout.scatter(values),
-            facts,
-            blocks.coalesced,
-        )
+        entries = convert.sort_by_key(blocks.row, [blocks.col], blocks.values, ordered=blocks.coalesced)
+        groups = convert.group_entries(*entries, group_size, dtype, proven=proven)
+        block_shape = (blocks.values.shape[1], blocks.values.shape[2])
+        (col,) = groups.indices
+        grouped = cls(shape, block_shape, groups.keys, col, groups.values, groups.facts, blocks.coalesced)
         return grouped._guaranteed_if(proven)
 
     # Properties.
@@ -245,30 +218,10 @@ class BlockGroupCOO(BlockFormat):
         self._verify()
         return self.col.numel() if self._full() else int((self.col >= 0).sum())
 
-    @property
-    def nnz(self) -> int:
-        """Stored scalars inside `shape`, zeros of a block included; reads the device unless every slot is used."""
-        own = self.blocks()
-        return shared.count_inside(own.row, own.col, self.shape, self.block_shape)
-
-    @property
-    def index_parts(self) -> tuple[IndexPart, ...]:
-        """`Row` (g,) and `Col` (g, q)."""
-        return IndexPart("Row", "row", self.row, "g", 0), IndexPart("Col", "col", self.col, "gq", 1)
-
     # Conversions.
 
-    def blocks(self) -> BlockCOO:
-        """The blocks of used slots, in stored order; differentiable in the values."""
-        known = self._verify()
-        return self._blocks()._guaranteed_if(known)
-
     def _blocks(self) -> BlockCOO:
-        row = self.row[:, None].expand(self.col.shape).reshape(-1)
-        col, values = self.col.reshape(-1), self.values.reshape(-1, *self.block_shape)
-        if not self._full():
-            used = (col >= 0).nonzero().squeeze(1)
-            row, col, values = row[used], col[used], values[used]
+        row, (col,), values = convert.used_slots(self.row, [self.col], self.values, full=self._full())
         proven, ordered = self._proven(), bool(self.index_facts) and self.index_facts[0].sorted
         facts = (IndexFacts(sorted=ordered, masked=False, proven=proven), IndexFacts(masked=False, proven=proven))
         return BlockCOO(self.shape, self.block_shape, row, col, values, facts, self.coalesced)
@@ -285,26 +238,12 @@ class BlockGroupCOO(BlockFormat):
         turned = self.blocks().transpose()
         blocks = Blocks(turned.row, turned.col, turned.values, turned.coalesced)
         size = max(1, self.group_size) if group_size is None else group_size
-        return self._group((self.shape[1], self.shape[0]), blocks, size, self.index_dtype, proven=self._proven())
+        return self._group(blocks, (self.shape[1], self.shape[0]), size, self.index_dtype, proven=self._proven())
 
     # Pieces.
 
-    def _with_tensors(self, indices: Sequence[Tensor], values: Tensor) -> Self:
-        return self._replace(row=indices[0], col=indices[1], values=values)
-
-    def _ordered_indices(self) -> tuple[Tensor, ...]:
-        own = self._blocks()
-        return own.row, own.col
-
     def _full(self) -> bool:
         return bool(self.index_facts) and self.index_facts[1].masked is False
-
-    def _proven(self) -> bool:
-        return bool(self.index_facts) and all(facts.proven for facts in self.index_facts)
-
-    def _value_faults(self) -> list[checks.Fault]:
-        fault = self._overhang_fault(self.row[:, None].expand(self.col.shape), self.col)
-        return super()._value_faults() + ([fault] if fault is not None else [])
 
     def _repr_parts(self) -> list[str]:
         return [f"block_shape={self.block_shape}", f"num_groups={self.num_groups}", f"group_size={self.group_size}"]

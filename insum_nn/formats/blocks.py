@@ -4,7 +4,8 @@ from __future__ import annotations
 
 from abc import abstractmethod
 from collections.abc import Sequence
-from typing import TYPE_CHECKING
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Self
 
 import torch
 from torch import Tensor
@@ -12,7 +13,7 @@ from torch import Tensor
 from insum_nn.errors import InsumFormatError, InsumShapeError
 from insum_nn.facts import IndexFacts
 from insum_nn.formats import arguments, checks, convert
-from insum_nn.formats.base import SparseFormat
+from insum_nn.formats.base import IndexPart, SparseFormat
 from insum_nn.formats.convert import Blocks
 from insum_nn.formats.coo import COO, as_coo, scipy_tensors
 
@@ -21,31 +22,65 @@ if TYPE_CHECKING:
 
 __all__ = [
     "BlockFormat",
+    "blocks_from_caller",
     "blocks_from_dense",
     "blocks_from_entries",
     "blocks_from_scipy",
     "blocks_from_torch",
-    "blocks_given",
-    "count_inside",
     "merge_blocks",
-    "overhang",
 ]
 
 
+@dataclass(frozen=True, eq=False, repr=False)
 class BlockFormat(SparseFormat):
     """A matrix of dense blocks on a grid that covers it.
 
     The shape need not be a multiple of the block: what an edge block holds beyond the shape is 0.
 
     Attributes:
+        shape: (m, k).
         block_shape: rows and columns of one block.
+        row: row in the grid of blocks, of each block or group, int32 or int64.
+        col: column in the grid of each block; -1 in unused slots.
+        values: `Val`, the blocks.
+        index_facts: facts of `row` and of `col`.
+        coalesced: blocks ascend by (row, col), none twice.
     """
 
+    shape: tuple[int, ...]
     block_shape: tuple[int, int]
+    row: Tensor
+    col: Tensor
+    values: Tensor
+    index_facts: tuple[IndexFacts, ...] = ()
+    coalesced: bool = False
+
+    _index_fields = ("row", "col")
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "block_shape", arguments.check_block_shape(self.block_shape))
+        self._store()
 
     @abstractmethod
+    def _blocks(self) -> BlockCOO:
+        """`blocks` without a check of the facts."""
+
     def blocks(self) -> BlockCOO:
-        """The stored blocks without padding, in stored order."""
+        """The stored blocks without padding, in stored order; differentiable in the values."""
+        known = self._verify()
+        return self._blocks()._guaranteed_if(known)
+
+    @property
+    def index_parts(self) -> tuple[IndexPart, ...]:
+        """`Row` and `Col`, with the first axes of the values."""
+        axes = self.value_axes.removesuffix("ab")
+        return IndexPart("Row", "row", self.row, axes[0], 0), IndexPart("Col", "col", self.col, axes, 1)
+
+    @property
+    def nnz(self) -> int:
+        """Stored scalars inside `shape`, zeros of a block included; may read the device."""
+        own = self.blocks()
+        return _count_inside(own.row, own.col, self.shape, self.block_shape)
 
     @property
     def grid_shape(self) -> tuple[int, ...]:
@@ -61,10 +96,9 @@ class BlockFormat(SparseFormat):
         """The scalars of every stored block inside `shape`, block after block, zeros included."""
         own = self.blocks()
         indices, values = convert.expand_blocks(own.row, own.col, own.values, self.shape)
-        proven = bool(own.index_facts) and all(facts.proven for facts in own.index_facts)
-        facts = IndexFacts(masked=False, proven=proven)
+        facts = IndexFacts(masked=False, proven=own._proven())
         flat = tuple(index.to(self.index_dtype) for index in indices)
-        return COO(self.shape, flat, values, (facts, facts))._guaranteed_if(proven)
+        return COO(self.shape, flat, values, (facts, facts))._guaranteed_if(own._proven())
 
     def to_dense(self) -> Tensor:
         """The dense matrix; duplicate blocks are summed (half types in float32)."""
@@ -116,13 +150,25 @@ class BlockFormat(SparseFormat):
             faults.append(checks.Fault("shape", "shape", "two dimensions", str(self.shape), fix))
         return faults
 
-    def _overhang_fault(self, row: Tensor, col: Tensor) -> checks.Fault | None:
+    def _with_tensors(self, indices: Sequence[Tensor], values: Tensor) -> Self:
+        return self._replace(row=indices[0], col=indices[1], values=values)
+
+    def _ordered_indices(self) -> tuple[Tensor, ...]:
+        own = self._blocks()
+        return own.row, own.col
+
+    def _value_faults(self) -> list[checks.Fault]:
+        fault = self._overhang_fault()
+        return super()._value_faults() + ([fault] if fault is not None else [])
+
+    def _overhang_fault(self) -> checks.Fault | None:
         """A value other than 0 in the part of an edge block that lies beyond the shape."""
-        outside = overhang(row, col, self.shape, self.block_shape)
+        row = self.row if self.row.ndim == self.col.ndim else self.row[:, None].expand(self.col.shape)
+        outside = _overhang(row, self.col, self.shape, self.block_shape)
         if outside is None:
             return None
         # A block that is not on the grid at all is the fault of its index.
-        on_grid = (row < self.grid_shape[0]) & (col < self.grid_shape[1])
+        on_grid = (row < self.grid_shape[0]) & (self.col < self.grid_shape[1])
         found = checks.first_true(outside & on_grid[..., None, None] & (self.values != 0))
         if found is None:
             return None
@@ -137,7 +183,7 @@ class BlockFormat(SparseFormat):
         )
 
 
-def overhang(row: Tensor, col: Tensor, shape: Sequence[int], block_shape: tuple[int, int]) -> Tensor | None:
+def _overhang(row: Tensor, col: Tensor, shape: Sequence[int], block_shape: tuple[int, int]) -> Tensor | None:
     """Which elements of each block lie beyond the shape, (..., a, b) bool; `None` where no block can."""
     if shape[0] % block_shape[0] == 0 and shape[1] % block_shape[1] == 0:
         return None
@@ -148,7 +194,7 @@ def overhang(row: Tensor, col: Tensor, shape: Sequence[int], block_shape: tuple[
     return beyond[0][..., :, None] | beyond[1][..., None, :]
 
 
-def count_inside(row: Tensor, col: Tensor, shape: Sequence[int], block_shape: tuple[int, int]) -> int:
+def _count_inside(row: Tensor, col: Tensor, shape: Sequence[int], block_shape: tuple[int, int]) -> int:
     """Elements of the blocks (p,) that lie inside the shape."""
     a, b = block_shape
     if shape[0] % a == 0 and shape[1] % b == 0:
@@ -181,10 +227,10 @@ def blocks_from_dense(
     return convert.dense_blocks(dense, arguments.check_block_shape(block_shape), mask), shape
 
 
-def blocks_given(
-    row: Tensor, col: Tensor, values: Tensor, shape: Sequence[int], owner: str
+def blocks_from_caller(
+    row: Tensor, col: Tensor, values: Tensor, shape: Sequence[int], owner: str, *, coalesce: bool = True
 ) -> tuple[Blocks, tuple[int, int]]:
-    """Blocks from a caller: checked, proven, and cut at the edges of `shape`."""
+    """Blocks from a caller: checked, proven, cut at the edges of `shape`, and merged unless told otherwise."""
     extents = arguments.require_matrix(arguments.check_shape(shape, owner), "a format of blocks")
     if arguments.require_tensor(values, owner, "values").ndim != 3:
         raise InsumShapeError(
@@ -192,10 +238,11 @@ def blocks_given(
         )
     block_shape = arguments.check_block_shape(values.shape[1:])
     convert.check_entries(owner, convert.block_grid(extents, block_shape), (row, col), values, ("row", "col"))
-    outside = overhang(row, col, extents, block_shape)
+    outside = _overhang(row, col, extents, block_shape)
     if outside is not None:
         values = values.masked_fill(outside, 0)
-    return Blocks(row.long(), col.long(), values, coalesced=False), extents
+    blocks = Blocks(row.long(), col.long(), values, coalesced=False)
+    return merge_blocks(blocks, extents) if coalesce else blocks, extents
 
 
 def blocks_from_entries(
@@ -211,8 +258,7 @@ def blocks_from_entries(
     if isinstance(indices, BlockFormat) and own == chosen and values is None and shape is None:
         source = indices.blocks().coalesce()
         if not all(facts.proven for facts in source.facts.values()):
-            blocks, extents = blocks_given(source.row, source.col, source.values, source.shape, owner)
-            return merge_blocks(blocks, extents), extents
+            return blocks_from_caller(source.row, source.col, source.values, source.shape, owner)
         blocks = Blocks(source.row.long(), source.col.long(), source.values, coalesced=True)
         return blocks, arguments.require_matrix(source.shape, owner)
     coo = as_coo(indices, values, shape, owner)
@@ -228,8 +274,7 @@ def blocks_from_torch(
     if tensor.layout in (torch.sparse_bsr, torch.sparse_bsc):
         row, col, values = convert.compressed_blocks(tensor)
         if block_shape is None or tuple(block_shape) == tuple(values.shape[1:]):
-            blocks, extents = blocks_given(row, col, values, tensor.shape, owner)
-            return merge_blocks(blocks, extents), extents
+            return blocks_from_caller(row, col, values, tensor.shape, owner)
     return blocks_from_entries(COO.from_torch(tensor, index_dtype=torch.int64), None, None, block_shape, owner)
 
 

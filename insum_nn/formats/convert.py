@@ -10,6 +10,7 @@ import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 from types import ModuleType
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -19,12 +20,13 @@ from insum_nn.errors import (
     InsumShapeError,
     MissingExtraError,
 )
+from insum_nn.facts import IndexFacts
 from insum_nn.formats import arguments, checks
 from insum_nn.formats.group_size import GroupSize, resolve_group_size
 
 __all__ = [
     "Blocks",
-    "GroupLayout",
+    "Groups",
     "block_grid",
     "check_entries",
     "check_torch",
@@ -33,7 +35,8 @@ __all__ = [
     "dense_blocks",
     "dense_entries",
     "expand_blocks",
-    "group_layout",
+    "fill_slots",
+    "group_entries",
     "lexicographic_order",
     "merge_duplicates",
     "pack_blocks",
@@ -41,8 +44,10 @@ __all__ = [
     "run_starts",
     "scatter_rows",
     "scipy_sparse",
+    "sort_by_key",
     "sum_rows",
     "torch_entries",
+    "used_slots",
 ]
 
 _FUSED_KEY_LIMIT = 1 << 62
@@ -65,31 +70,20 @@ class Blocks:
     coalesced: bool
 
 
-@dataclass(frozen=True, slots=True)
-class GroupLayout:
-    """Where each of p sorted entries goes in g groups of q slots.
+class Groups(NamedTuple):
+    """Entries in groups of equal length.
 
     Attributes:
-        group_index: (g,) the key that a group's entries share.
-        slots: (p,) the flat slot of each entry, ascending.
-        group_size: `q`.
-        one_group_per_key: no key needed a second group.
+        keys: (g,) what a group's entries share.
+        indices: (g, q) each; -1 in unused slots.
+        values: (g, q, ...); 0 in unused slots.
+        facts: of `keys`, then of each of `indices`.
     """
 
-    group_index: Tensor
-    slots: Tensor
-    group_size: int
-    one_group_per_key: bool
-
-    @property
-    def num_slots(self) -> int:
-        """Slots, used or not."""
-        return self.group_index.shape[0] * self.group_size
-
-    def scatter(self, entries: Tensor, fill: int = 0) -> Tensor:
-        """(p, ...) to (g, q, ...) with `fill` in unused slots."""
-        flat = scatter_rows(entries, self.slots, self.num_slots, fill)
-        return flat.reshape(self.group_index.shape[0], self.group_size, *entries.shape[1:])
+    keys: Tensor
+    indices: tuple[Tensor, ...]
+    values: Tensor
+    facts: tuple[IndexFacts, ...]
 
 
 def check_entries(
@@ -189,8 +183,26 @@ def ranks_in_runs(counts: Tensor, total: int) -> Tensor:
     return torch.arange(total, device=counts.device) - starts.repeat_interleave(counts, output_size=total)
 
 
-def group_layout(keys: Tensor, group_size: GroupSize) -> GroupLayout:
-    """Cut runs of equal sorted `keys` (p,) into groups of `group_size` slots."""
+def sort_by_key(
+    keys: Tensor, others: Sequence[Tensor], values: Tensor, *, ordered: bool
+) -> tuple[Tensor, list[Tensor], Tensor]:
+    """Entries (p,) by ascending key; those of one key keep their order."""
+    if ordered:
+        return keys, [*others], values
+    order = keys.argsort(stable=True)
+    return keys[order], [index[order] for index in others], values[order]
+
+
+def group_entries(
+    keys: Tensor,
+    others: Sequence[Tensor],
+    values: Tensor,
+    group_size: GroupSize,
+    index_dtype: torch.dtype,
+    *,
+    proven: bool = True,
+) -> Groups:
+    """Cut runs of equal ascending `keys` (p,) into groups; differentiable in `values` (p, ...)."""
     total = keys.shape[0]
     present, counts = torch.unique_consecutive(keys, return_counts=True)
     size = resolve_group_size(group_size, counts)
@@ -199,8 +211,33 @@ def group_layout(keys: Tensor, group_size: GroupSize) -> GroupLayout:
     first = (per_key.cumsum(0) - per_key).repeat_interleave(counts, output_size=total)
     # Groups of one key follow each other, so its entries fill consecutive slots.
     slots = first * size + ranks_in_runs(counts, total)
-    group_index = present.repeat_interleave(per_key, output_size=num_groups)
-    return GroupLayout(group_index, slots, size, num_groups == present.shape[0])
+    unique, full = num_groups == present.shape[0], num_groups * size == total
+    return Groups(
+        present.repeat_interleave(per_key, output_size=num_groups).to(index_dtype),
+        tuple(fill_slots(index.to(index_dtype), slots, (num_groups, size), -1) for index in others),
+        fill_slots(values, slots, (num_groups, size)),
+        (
+            IndexFacts(sorted=True, unique=unique, masked=False, proven=proven),
+            *[IndexFacts(masked=not full, proven=proven)] * len(others),
+        ),
+    )
+
+
+def fill_slots(entries: Tensor, slots: Tensor, grid: tuple[int, int], fill: int = 0) -> Tensor:
+    """(p, ...) to (*grid, ...), each entry in its flat slot, and `fill` in unused ones."""
+    return scatter_rows(entries, slots, grid[0] * grid[1], fill).reshape(*grid, *entries.shape[1:])
+
+
+def used_slots(
+    keys: Tensor, indices: Sequence[Tensor], values: Tensor, *, full: bool
+) -> tuple[Tensor, list[Tensor], Tensor]:
+    """The entries of groups, in stored order: `keys` (g,), `indices` (g, q) each and `values` (g, q, ...), by entry."""
+    keys = keys[:, None].expand(indices[0].shape).reshape(-1)
+    flat, values = [index.reshape(-1) for index in indices], values.flatten(0, 1)
+    if full:
+        return keys, flat, values
+    used = (flat[0] >= 0).nonzero().squeeze(1)
+    return keys[used], [index[used] for index in flat], values[used]
 
 
 def dense_entries(dense: Tensor, mask: Tensor | None) -> tuple[tuple[Tensor, ...], Tensor]:

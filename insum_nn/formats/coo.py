@@ -105,8 +105,7 @@ class COO(SparseFormat):
         >>> COO.from_coo(torch.tensor([[0, 0], [1, 1]]), torch.tensor([2.0, 3.0]), (1, 2)).values.tolist()
         [5.0]
         """
-        coo = as_coo(indices, values, shape, "COO.from_coo")
-        coo = coo.coalesce() if coalesce else coo
+        coo = as_coo(indices, values, shape, "COO.from_coo", coalesce=coalesce)
         return cls._build(coo.shape, coo.indices, coo.values, index_dtype, coo.coalesced, coo.index_facts)
 
     @classmethod
@@ -353,9 +352,6 @@ class COO(SparseFormat):
     def _repr_parts(self) -> list[str]:
         return [f"nnz={self.nnz}", *(["coalesced=True"] if self.coalesced else [])]
 
-    def _proven(self) -> bool:
-        return bool(self.index_facts) and all(facts.proven for facts in self.index_facts)
-
     def _known_sorted(self, dim: int) -> bool:
         return bool(self.index_facts) and self.index_facts[dim].sorted
 
@@ -369,8 +365,17 @@ def as_coo(
     values: Tensor | None,
     shape: Sequence[int] | None,
     owner: str,
+    *,
+    coalesce: bool = False,
 ) -> COO:
-    """The arguments of a `from_coo` as a COO whose indices are proven; order and duplicates as given."""
+    """The arguments of a `from_coo` as a COO whose indices are proven; order and duplicates as given, or coalesced."""
+    coo = _as_coo(indices, values, shape, owner)
+    return coo.coalesce() if coalesce else coo
+
+
+def _as_coo(
+    indices: SparseFormat | Tensor | Sequence[Tensor], values: Tensor | None, shape: Sequence[int] | None, owner: str
+) -> COO:
     if isinstance(indices, SparseFormat):
         if values is not None or shape is not None:
             raise InsumFormatError(

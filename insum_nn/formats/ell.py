@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Self
 
 import torch
@@ -11,16 +11,16 @@ from torch import Tensor
 
 from insum_nn.errors import InsumFormatError
 from insum_nn.facts import IndexFacts
-from insum_nn.formats import arguments, checks, convert
-from insum_nn.formats.base import IndexPart, SparseFormat, dim_field, dim_name
+from insum_nn.formats import arguments, convert
+from insum_nn.formats.base import IndexPart, SparseFormat
 from insum_nn.formats.coo import COO, as_coo
-from insum_nn.formats.group_coo import grouped_shape_faults
+from insum_nn.formats.grouped import GroupedFormat, keys_and_others
 
 __all__ = ["ELL"]
 
 
 @dataclass(frozen=True, eq=False, repr=False)
-class ELL(SparseFormat):
+class ELL(GroupedFormat):
     """`q` slots for each index of one dimension, used or not.
 
         D[m, Col[m,q]] += Val[m,q]          along dimension 0
@@ -52,10 +52,6 @@ class ELL(SparseFormat):
 
     value_axes = "mq"
     _index_fields = ("indices",)
-
-    def __post_init__(self) -> None:
-        object.__setattr__(self, "indices", tuple(self.indices))
-        self._store()
 
     # Builders.
 
@@ -116,8 +112,7 @@ class ELL(SparseFormat):
         >>> ELL.from_coo(torch.tensor([[1, 1], [0, 2]]), torch.ones(2), (2, 3), width=3).col.tolist()
         [[-1, -1, -1], [0, 2, -1]]
         """
-        coo = as_coo(indices, values, shape, f"{cls.__name__}.from_coo")
-        coo = coo.coalesce() if coalesce else coo
+        coo = as_coo(indices, values, shape, f"{cls.__name__}.from_coo", coalesce=coalesce)
         return cls._lay_out(coo, group_dim, width, arguments.choose_index_dtype(coo.shape, index_dtype))
 
     @classmethod
@@ -144,11 +139,7 @@ class ELL(SparseFormat):
 
     @classmethod
     def _lay_out(cls, coo: COO, group_dim: int, width: int | None, dtype: torch.dtype) -> Self:
-        (dim,) = arguments.check_dims((group_dim,), coo.ndim, "group_dim")
-        keys, indices, values = coo.indices[dim], coo.indices, coo.values
-        if not (coo.index_facts and coo.index_facts[dim].sorted):
-            order = keys.argsort(stable=True)
-            keys, indices, values = keys[order], tuple(index[order] for index in indices), values[order]
+        dim, keys, others, values = keys_and_others(coo, group_dim)
         _, counts = torch.unique_consecutive(keys, return_counts=True)
         needed = int(counts.max()) if coo.nnz else 0
         if width is not None and (width < needed or width < 0):
@@ -158,19 +149,13 @@ class ELL(SparseFormat):
                 expected=needed,
                 got=width,
             )
-        extent, slots_per_row = coo.shape[dim], needed if width is None else width
-        slots = keys.long() * slots_per_row + convert.ranks_in_runs(counts, coo.nnz)
-        grid = (extent, slots_per_row)
-        full = extent * slots_per_row == coo.nnz
-        others = (index for other, index in enumerate(indices) if other != dim)
-        return cls(
-            coo.shape,
-            dim,
-            tuple(convert.scatter_rows(i.to(dtype), slots, extent * slots_per_row, -1).reshape(grid) for i in others),
-            convert.scatter_rows(values, slots, extent * slots_per_row).reshape(grid),
-            tuple(IndexFacts(masked=not full, proven=True) for _ in range(coo.ndim - 1)),
-            coo.coalesced,
-        )._guaranteed()
+        grid = (coo.shape[dim], needed if width is None else width)
+        slots = keys.long() * grid[1] + convert.ranks_in_runs(counts, coo.nnz)
+        full = grid[0] * grid[1] == coo.nnz
+        indices = tuple(convert.fill_slots(index.to(dtype), slots, grid, -1) for index in others)
+        values = convert.fill_slots(values, slots, grid)
+        facts = (IndexFacts(masked=not full, proven=True),) * len(others)
+        return cls(coo.shape, dim, indices, values, facts, coo.coalesced)._guaranteed()
 
     # Properties.
 
@@ -190,47 +175,11 @@ class ELL(SparseFormat):
         return self._matrix_index(1)
 
     @property
-    def nnz(self) -> int:
-        """Used slots; reads the device unless the facts say that every slot is used."""
-        self._verify()
-        if self._full():
-            return self.values.numel()
-        return int((self.indices[0] >= 0).sum())
-
-    @property
-    def other_dims(self) -> tuple[int, ...]:
-        """The dimensions of `indices`."""
-        return tuple(dim for dim in range(self.ndim) if dim != self.group_dim)
-
-    @property
     def index_parts(self) -> tuple[IndexPart, ...]:
         """One (m, q) tensor per dimension other than `group_dim`."""
-        ndim = self.ndim
-        return tuple(
-            IndexPart(dim_name(dim, ndim), dim_field(dim, ndim, f"indices[{place}]"), index, "mq", dim)
-            for place, (dim, index) in enumerate(zip(self.other_dims, self.indices, strict=True))
-        )
+        return tuple(self._other_parts())
 
     # Conversions.
-
-    def entries(self) -> COO:
-        """The entries of used slots, in stored order; differentiable in the values."""
-        known = self._verify()
-        return self._entries()._guaranteed_if(known)
-
-    def _entries(self) -> COO:
-        rows = torch.arange(self.values.shape[0], dtype=self.indices[0].dtype, device=self.device)
-        rows = rows[:, None].expand(self.values.shape).reshape(-1)
-        flat = [index.reshape(-1) for index in self.indices]
-        values = self.values.reshape(-1)
-        if not self._full():
-            used = (flat[0] >= 0).nonzero().squeeze(1)
-            rows, values, flat = rows[used], values[used], [index[used] for index in flat]
-        proven = bool(self.index_facts) and all(facts.proven for facts in self.index_facts)
-        plain, ordered = IndexFacts(masked=False, proven=proven), IndexFacts(sorted=True, masked=False, proven=proven)
-        flat.insert(self.group_dim, rows)
-        facts = tuple(ordered if dim == self.group_dim else plain for dim in range(self.ndim))
-        return COO(self.shape, tuple(flat), values, facts, self.coalesced and self.group_dim == 0)
 
     def transpose(self, dims: Sequence[int] | None = None) -> Self:
         """Permute the dimensions and lay out anew along the same place, `group_dim`.
@@ -244,33 +193,24 @@ class ELL(SparseFormat):
         Raises:
             InsumShapeError: `dims` is no permutation.
         """
-        permuted = self.entries().transpose(dims)
-        if self.coalesced:
-            # Its entries are distinct, and were just sorted.
-            permuted = replace(permuted, coalesced=True)
-        return self._lay_out(permuted, self.group_dim, None, self.index_dtype)
+        return self._lay_out(self._permuted_entries(dims), self.group_dim, None, self.index_dtype)
 
     # Pieces.
 
     def _with_tensors(self, indices: Sequence[Tensor], values: Tensor) -> Self:
         return self._replace(indices=tuple(indices), values=values)
 
-    def _ordered_indices(self) -> tuple[Tensor, ...]:
-        coo = self._entries()
-        return (coo.indices[self.group_dim], *(coo.indices[dim] for dim in self.other_dims))
+    def _keys(self) -> Tensor:
+        return torch.arange(self.values.shape[0], dtype=self.index_dtype, device=self.device)
+
+    def _has_ascending_keys(self) -> bool:
+        return True
 
     def _fixed_extents(self) -> dict[str, int]:
         return {"m": self.shape[self.group_dim]}
 
-    def _full(self) -> bool:
-        return bool(self.index_facts) and self.index_facts[0].masked is False
-
-    def _shape_faults(self) -> list[checks.Fault]:
-        return super()._shape_faults() + grouped_shape_faults(self.shape, self.group_dim, self.indices)
-
     def _repr_parts(self) -> list[str]:
-        dim = [] if self.ndim == 2 and self.group_dim == 0 else [f"group_dim={self.group_dim}"]
-        return [*dim, f"width={self.width}"]
+        return [*super()._repr_parts(), f"width={self.width}"]
 
     def _matrix_index(self, dim: int) -> Tensor:
         arguments.require_matrix(self.shape, ("row", "col")[dim])

@@ -3,23 +3,24 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Self
 
 import torch
 from torch import Tensor
 
 from insum_nn.facts import IndexFacts
-from insum_nn.formats import arguments, checks, convert
+from insum_nn.formats import arguments, convert
 from insum_nn.formats.base import IndexPart, SparseFormat, dim_field, dim_name
 from insum_nn.formats.coo import COO, as_coo
 from insum_nn.formats.group_size import GroupSize
+from insum_nn.formats.grouped import GroupedFormat, keys_and_others
 
-__all__ = ["GroupCOO", "grouped_shape_faults"]
+__all__ = ["GroupCOO"]
 
 
 @dataclass(frozen=True, eq=False, repr=False)
-class GroupCOO(SparseFormat):
+class GroupCOO(GroupedFormat):
     """Groups of `q` slots that share their index of one dimension.
 
         D[Row[g], Col[g,q]] += Val[g,q]                     grouped along dimension 0
@@ -53,10 +54,6 @@ class GroupCOO(SparseFormat):
 
     value_axes = "gq"
     _index_fields = ("group_index", "indices")
-
-    def __post_init__(self) -> None:
-        object.__setattr__(self, "indices", tuple(self.indices))
-        self._store()
 
     # Builders.
 
@@ -120,8 +117,7 @@ class GroupCOO(SparseFormat):
         >>> GroupCOO.from_coo(COO.from_dense(torch.ones(2, 3)), group_dim=1, group_size=2).col.tolist()
         [0, 1, 2]
         """
-        coo = as_coo(indices, values, shape, f"{cls.__name__}.from_coo")
-        coo = coo.coalesce() if coalesce else coo
+        coo = as_coo(indices, values, shape, f"{cls.__name__}.from_coo", coalesce=coalesce)
         return cls._group(coo, group_dim, group_size, arguments.choose_index_dtype(coo.shape, index_dtype))
 
     @classmethod
@@ -153,26 +149,10 @@ class GroupCOO(SparseFormat):
 
     @classmethod
     def _group(cls, coo: COO, group_dim: int, group_size: GroupSize, dtype: torch.dtype) -> Self:
-        (dim,) = arguments.check_dims((group_dim,), coo.ndim, "group_dim")
-        keys, indices, values = coo.indices[dim], coo.indices, coo.values
-        if not (coo.index_facts and coo.index_facts[dim].sorted):
-            # Stable, so the order inside each group stays lexicographic where it was.
-            order = keys.argsort(stable=True)
-            keys, indices, values = keys[order], tuple(index[order] for index in indices), values[order]
-        layout = convert.group_layout(keys, group_size)
-        full = layout.num_slots == coo.nnz
-        facts = [IndexFacts(sorted=True, unique=layout.one_group_per_key, masked=False, proven=True)]
-        facts += [IndexFacts(masked=not full, proven=True)] * (coo.ndim - 1)
-        others = (index for other, index in enumerate(indices) if other != dim)
-        return cls(
-            coo.shape,
-            dim,
-            layout.group_index.to(dtype),
-            tuple(layout.scatter(index.to(dtype), fill=-1) for index in others),
-            layout.scatter(values),
-            tuple(facts),
-            coo.coalesced,
-        )._guaranteed()
+        dim, keys, others, values = keys_and_others(coo, group_dim)
+        groups = convert.group_entries(keys, others, values, group_size, dtype)
+        grouped = cls(coo.shape, dim, groups.keys, groups.indices, groups.values, groups.facts, coo.coalesced)
+        return grouped._guaranteed()
 
     # Properties.
 
@@ -199,50 +179,13 @@ class GroupCOO(SparseFormat):
         return self.indices[0] if self.group_dim == 0 else self.group_index
 
     @property
-    def nnz(self) -> int:
-        """Used slots; reads the device unless the facts say that every slot is used."""
-        self._verify()
-        if self._full():
-            return self.values.numel()
-        return int((self.indices[0] >= 0).sum())
-
-    @property
-    def other_dims(self) -> tuple[int, ...]:
-        """The dimensions of `indices`."""
-        return tuple(dim for dim in range(self.ndim) if dim != self.group_dim)
-
-    @property
     def index_parts(self) -> tuple[IndexPart, ...]:
         """The grouped dimension (g,), then (g, q) per other dimension."""
-        ndim, dim = self.ndim, self.group_dim
+        dim, ndim = self.group_dim, self.ndim
         first = IndexPart(dim_name(dim, ndim), dim_field(dim, ndim, "group_index"), self.group_index, "g", dim)
-        others = (
-            IndexPart(dim_name(dim, ndim), dim_field(dim, ndim, f"indices[{place}]"), index, "gq", dim)
-            for place, (dim, index) in enumerate(zip(self.other_dims, self.indices, strict=True))
-        )
-        return (first, *others)
+        return (first, *self._other_parts())
 
     # Conversions.
-
-    def entries(self) -> COO:
-        """The entries of used slots, in stored order; differentiable in the values."""
-        known = self._verify()
-        return self._entries()._guaranteed_if(known)
-
-    def _entries(self) -> COO:
-        groups = self.group_index[:, None].expand(self.values.shape).reshape(-1)
-        flat = [index.reshape(-1) for index in self.indices]
-        values = self.values.reshape(-1)
-        if not self._full():
-            used = (flat[0] >= 0).nonzero().squeeze(1)
-            groups, values, flat = groups[used], values[used], [index[used] for index in flat]
-        proven = bool(self.index_facts) and all(facts.proven for facts in self.index_facts)
-        plain = IndexFacts(masked=False, proven=proven)
-        ordered = bool(self.index_facts) and self.index_facts[0].sorted
-        grouped = IndexFacts(sorted=ordered, masked=False, proven=proven)
-        flat.insert(self.group_dim, groups)
-        facts = tuple(grouped if dim == self.group_dim else plain for dim in range(self.ndim))
-        return COO(self.shape, tuple(flat), values, facts, self.coalesced and self.group_dim == 0)
 
     def transpose(self, dims: Sequence[int] | None = None, *, group_size: GroupSize | None = None) -> Self:
         """Permute the dimensions and group anew along the same place, `group_dim`.
@@ -257,10 +200,7 @@ class GroupCOO(SparseFormat):
         Raises:
             InsumShapeError: `dims` is no permutation.
         """
-        permuted = self.entries().transpose(dims)
-        if self.coalesced:
-            # Its entries are distinct, and were just sorted.
-            permuted = replace(permuted, coalesced=True)
+        permuted = self._permuted_entries(dims)
         size = self.group_size if group_size is None else group_size
         return self._group(permuted, self.group_dim, max(1, size) if isinstance(size, int) else size, self.index_dtype)
 
@@ -269,32 +209,11 @@ class GroupCOO(SparseFormat):
     def _with_tensors(self, indices: Sequence[Tensor], values: Tensor) -> Self:
         return self._replace(group_index=indices[0], indices=tuple(indices[1:]), values=values)
 
-    def _ordered_indices(self) -> tuple[Tensor, ...]:
-        coo = self._entries()
-        return (coo.indices[self.group_dim], *(coo.indices[dim] for dim in self.other_dims))
+    def _keys(self) -> Tensor:
+        return self.group_index
 
-    def _full(self) -> bool:
-        return bool(self.index_facts) and self.index_facts[1].masked is False
-
-    def _shape_faults(self) -> list[checks.Fault]:
-        return super()._shape_faults() + grouped_shape_faults(self.shape, self.group_dim, self.indices)
+    def _has_ascending_keys(self) -> bool:
+        return bool(self.index_facts) and self.index_facts[0].sorted
 
     def _repr_parts(self) -> list[str]:
-        dim = [] if self.ndim == 2 and self.group_dim == 0 else [f"group_dim={self.group_dim}"]
-        return [*dim, f"num_groups={self.num_groups}", f"group_size={self.group_size}"]
-
-
-def grouped_shape_faults(shape: tuple[int, ...], group_dim: int, indices: Sequence[Tensor]) -> list[checks.Fault]:
-    """Faults of rank, grouped dimension and number of index tensors; shared with ELL."""
-    faults: list[checks.Fault] = []
-    if len(shape) < 2:
-        fix = "use COO, or reshape to (1, n)."
-        faults.append(checks.Fault("shape", "shape", "two dimensions or more", str(shape), fix))
-    elif not 0 <= group_dim < len(shape):
-        fix = "name a dimension of shape."
-        faults.append(checks.Fault("group_dim", "shape", f"0 <= group_dim < {len(shape)}", str(group_dim), fix))
-    elif len(indices) != len(shape) - 1:
-        fix = "pass one index tensor per dimension other than group_dim."
-        expected = f"{len(shape) - 1} index tensors"
-        faults.append(checks.Fault("indices", "shape", expected, str(len(indices)), fix))
-    return faults
+        return [*super()._repr_parts(), f"num_groups={self.num_groups}", f"group_size={self.group_size}"]
