@@ -4,8 +4,20 @@ from insum_nn import schedules
 from insum_nn.compiler.api import Program, compile, insum
 from insum_nn.compiler.options import Options
 from insum_nn.compiler.runtime.execution import cache_info, clear_cache
+from insum_nn.compiler.runtime.prepare import prepare
 from insum_nn.facts import IndexFacts
 from insum_nn.layers.swap import swap
 
-__all__ = ["IndexFacts", "Options", "Program", "cache_info", "clear_cache", "compile", "insum", "schedules", "swap"]
+__all__ = [
+    "IndexFacts",
+    "Options",
+    "Program",
+    "cache_info",
+    "clear_cache",
+    "compile",
+    "insum",
+    "prepare",
+    "schedules",
+    "swap",
+]
 __version__ = "0.1.0"

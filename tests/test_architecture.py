@@ -72,7 +72,7 @@ ONLY_IN = {
     # `modes` asks what is known of symbolic sizes.
     "torch.fx.experimental": ("insum_nn/compiler/codegen/inductor.py", "insum_nn/ops/modes.py"),
     "torch._inductor": ("insum_nn/compiler/codegen/inductor.py",),
-    "triton": ("insum_nn/compiler/forms/launch.py",),
+    "triton": ("insum_nn/compiler/forms/launch.py", "insum_nn/compiler/forms/machine_code.py"),
 }
 # A graph is built in one file and handed on by its type.
 HANDED_ON = {"torch.fx", "torch.fx.GraphModule"}

@@ -9,7 +9,6 @@ from __future__ import annotations
 import functools
 import hashlib
 import importlib.util
-import linecache
 import math
 import os
 import sys
@@ -23,10 +22,12 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from insum_nn.compiler.forms.ahead import Collection, collecting, target_of
 from insum_nn.compiler.forms.beside import Memory, memory_of
 from insum_nn.compiler.forms.collection import write_collection
 from insum_nn.compiler.forms.form import Form
 from insum_nn.compiler.forms.kernel_epilogue import start_steps
+from insum_nn.compiler.forms.machine_code import KernelCode, Target, compile_code, drop_module, make_module
 from insum_nn.compiler.forms.numbers import Numbers
 from insum_nn.compiler.forms.schedule import Precision, Schedule
 from insum_nn.compiler.forms.source import Source, steps_of_vectors, write_kernel
@@ -89,6 +90,7 @@ def _reach(tensor: Tensor) -> int:
 # Functions live as long as the kernels made of them: tuning makes dozens of which one is kept.
 _functions: MutableMapping[str, Any] = weakref.WeakValueDictionary()
 _lock = threading.RLock()
+_MODULE = "insum_nn_kernel_"
 # Triton compiles for seconds: who needs another kernel does not wait.
 _loading: BuildOnce[Callable[..., None]] = BuildOnce()
 
@@ -100,13 +102,8 @@ def _jit(source: Source) -> Any:
     with _lock:
         function = _functions.get(digest)
         if function is None:
-            name = f"insum_nn_kernel_{digest}"
-            path = f"<{name}>"
-            module = ModuleType(name)
-            module.__file__ = path
-            linecache.cache[path] = (len(source.text), None, source.text.splitlines(keepends=True), path)
-            sys.modules[name] = module
-            exec(compile(source.text, path, "exec"), module.__dict__)
+            name = f"{_MODULE}{digest}"
+            module = make_module(name, source.text)
             # The module is found by its name, and must not hold what decides how long it stays.
             function = _functions[digest] = module.__dict__.pop("kernel")
             weakref.finalize(function, _forget, module).atexit = False
@@ -118,11 +115,9 @@ def _jit(source: Source) -> Any:
 
 
 def _forget(module: ModuleType) -> None:
-    """Drop the module of a function that is gone, unless the same text was made into another one since."""
+    """Drop the module of a function that is gone."""
     with _lock:
-        if sys.modules.get(module.__name__) is module:
-            del sys.modules[module.__name__]
-            linecache.cache.pop(str(module.__file__), None)
+        drop_module(module)
 
 
 @dataclass(frozen=True, slots=True)
@@ -376,6 +371,9 @@ class _Launch:
         aligned = tuple([not numbers[place] & 15 for place in self.pointers]) if bits & 15 else self.aligned
         run = self.known.get(aligned)
         if run is None:
+            if (collection := collecting()) is not None:
+                self.collect(collection, aligned, arguments)
+                return
             with torch.cuda.device(number):
                 run = self.known[aligned] = self.load(aligned)
         # `torch.cuda.current_device` would first ask whether CUDA is initialised.
@@ -395,19 +393,24 @@ class _Launch:
             got=tensor.device,
         )
 
+    def code(self, aligned: Sequence[bool], target: Target) -> KernelCode:
+        """What the machine code for pointers aligned so depends on."""
+        even = (*self.even, *(place for place, fits in zip(self.pointers, aligned, strict=True) if fits))
+        name, types, schedule = self.function.__module__, tuple(self.signature.values()), self.source.schedule
+        return KernelCode(name, self.source.text, types, even, schedule.warps, schedule.stages, target)
+
+    def collect(self, collection: Collection, aligned: Sequence[bool], arguments: Sequence[Any]) -> None:
+        """Note a launch; what it would have written is zero."""
+        collection.add(self.code(aligned, collection.target or target_of(self.number)))
+        # The collection of divided rows has no list of arguments, and writes its second.
+        kinds = [each.kind for each in self.source.arguments] or ["", "out"]
+        for argument, kind in zip(arguments, kinds, strict=False):
+            if kind in ("out", "scratch", "beside"):
+                argument.zero_()
+
     def compile(self, aligned: Sequence[bool]) -> Any:
-        """The machine code for the current device; Triton keeps it on disk."""
-        from triton.compiler import ASTSource
-        from triton.compiler import compile as compile_source
-
-        pairs = zip(self.pointers, aligned, strict=True)
-        attributes = {(place,): [["tt.divisibility", 16]] for place in (*self.even, *(p for p, fits in pairs if fits))}
-        return compile_source(ASTSource(self.function, self.signature, {}, attributes), options=self.options)
-
-    @property
-    def options(self) -> dict[str, int]:
-        """Triton's, of the schedule."""
-        return {"num_warps": self.source.schedule.warps, "num_stages": self.source.schedule.stages}
+        """The machine code for the launch's device; Triton keeps it on disk."""
+        return compile_code(self.function, self.code(aligned, target_of(self.number)))
 
     def compile_ahead(self) -> None:
         """Compile for aligned pointers on behalf of a later launch, perhaps in another thread."""
@@ -419,7 +422,8 @@ class _Launch:
 
         It is loaded once for all sizes, and kept with the function: a device takes no code back.
         """
-        key = (tuple(self.signature.items()), self.even, tuple(aligned), *self.options.values(), self.number)
+        schedule = self.source.schedule
+        key = (tuple(self.signature.items()), self.even, tuple(aligned), schedule.warps, schedule.stages, self.number)
         loaded = self.function.__dict__.setdefault("loaded_by_insum_nn", {})
         return _loading.get(
             (id(self.function), key), lambda: loaded.get(key), lambda: loaded.setdefault(key, self._load(aligned))

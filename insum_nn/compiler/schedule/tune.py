@@ -13,6 +13,7 @@ from typing import Any, TypeVar
 import torch
 from torch import Tensor
 
+from insum_nn.compiler.forms.ahead import collecting
 from insum_nn.compiler.forms.candidates import candidates
 from insum_nn.compiler.forms.form import Form
 from insum_nn.compiler.forms.launch import interpreted, prepare_kernel
@@ -66,7 +67,9 @@ def worth_selecting(extents: Extents) -> bool:
 
 
 def capturing() -> bool:
-    """Whether a CUDA graph is captured, in which nothing can be measured."""
+    """Whether a CUDA graph is captured, or launches are collected: then nothing can be measured."""
+    if collecting() is not None:
+        return True
     return torch.cuda.is_available() and torch.cuda.is_current_stream_capturing()
 
 
@@ -123,6 +126,9 @@ def choose_schedule(
 
     def runs(schedule: Schedule) -> bool:
         # Another version of Triton may need more room for the same text than the device has.
+        if collecting() is not None:
+            # It is compiled now, and tried by the first call.
+            return True
         return not capturing() and not math.isinf(tuning.trial(schedule).time(1))
 
     question = Question(key, lambda: Selected(default, "the default"), _decode, measure, runs)

@@ -1,0 +1,198 @@
+"""Kernels compiled ahead of their launches: what would be launched is collected, and compiled by several processes.
+
+Triton holds the interpreter's lock for a part of each compilation, and a kernel takes 0.2 to 2 s. Processes that import
+nothing but Triton share neither the lock nor the device; what they compile is found in Triton's cache on disk.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Callable, Generator, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from queue import SimpleQueue
+from typing import Any
+
+import torch
+
+from insum_nn.compiler.forms import machine_code
+from insum_nn.compiler.forms.machine_code import KernelCode, Target
+
+__all__ = ["Collection", "Compiled", "collect", "collecting", "compile_all", "default_workers", "target_of"]
+
+# Processes at most; of more than this many kernels few networks are made.
+_MOST = 16
+
+
+@dataclass
+class Collection:
+    """The kernels that calls would have launched.
+
+    Attributes:
+        target: what they are compiled for; `None`: the device that they would have run on.
+        codes: each once, in the order in which they were met.
+        launches: how often any was met.
+    """
+
+    target: Target | None = None
+    codes: dict[KernelCode, None] = field(default_factory=dict[KernelCode, None])
+    launches: int = 0
+    _lock: threading.Lock = field(default_factory=threading.Lock)
+
+    def add(self, code: KernelCode) -> None:
+        """Note one launch."""
+        with self._lock:
+            self.launches += 1
+            self.codes[code] = None
+
+
+# Backward runs in threads of torch's own, so that this belongs to the process; one thread at a time collects.
+_current: Collection | None = None
+_collects = threading.Lock()
+
+
+def collecting() -> Collection | None:
+    """Where launches are collected now, if they are."""
+    return _current
+
+
+@contextmanager
+def collect(target: Target | None = None) -> Generator[Collection]:
+    """Collect launches of kernels that are not loaded yet instead of making them; their outputs are zero."""
+    global _current
+    with _collects:
+        _current = Collection(target)
+        try:
+            yield _current
+        finally:
+            _current = None
+
+
+def target_of(device: int) -> Target:
+    """What kernels for a device of this number are compiled for."""
+    with torch.cuda.device(device):
+        return machine_code.active_target()
+
+
+@dataclass(frozen=True, slots=True)
+class Compiled:
+    """What became of one kernel.
+
+    Attributes:
+        code: the kernel.
+        seconds: that it took.
+        found: the machine code was on disk.
+        error: why there is no machine code; empty where there is.
+    """
+
+    code: KernelCode
+    seconds: float
+    found: bool
+    error: str = ""
+
+
+def default_workers(kernels: int) -> int:
+    """Processes for so many kernels: no more than processors that this one may use."""
+    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+    return max(1, min(kernels, cores, _MOST))
+
+
+def compile_all(
+    codes: Sequence[KernelCode], workers: int | None = None, step: Callable[[Compiled], None] = lambda _: None
+) -> list[Compiled]:
+    """Compile kernels in processes of their own, for the cache on disk.
+
+    Args:
+        codes: the kernels; those with the longest text begin first, since all wait for the last to end.
+        workers: number of processes; by default as many as this one may use processors.
+        step: called after each.
+    """
+    if not codes:
+        return []
+    count = default_workers(len(codes)) if workers is None else max(1, min(workers, len(codes)))
+    idle: SimpleQueue[_Worker] = SimpleQueue()
+    started = [_Worker() for _ in range(count)]
+    for worker in started:
+        idle.put(worker)
+
+    def one(code: KernelCode) -> Compiled:
+        worker = idle.get()
+        try:
+            compiled = worker.compile(code)
+        finally:
+            idle.put(worker)
+        step(compiled)
+        return compiled
+
+    order = sorted(codes, key=lambda code: -len(code.text))
+    try:
+        with ThreadPoolExecutor(count) as pool:
+            done = {compiled.code: compiled for compiled in pool.map(one, order)}
+    finally:
+        for worker in started:
+            worker.close()
+    return [done[code] for code in codes]
+
+
+class _Worker:
+    """A process that compiles kernels one after the other; one that ends is started again."""
+
+    def __init__(self) -> None:
+        self.process = self._start()
+
+    @staticmethod
+    def _start() -> subprocess.Popen[str]:
+        process = subprocess.Popen(
+            # -P: a script's folder would come first among the places of modules, and ours has a `numbers`.
+            [sys.executable, "-P", machine_code.__file__],
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            text=True,
+            encoding="utf-8",
+        )
+        assert process.stdin is not None
+        process.stdin.write(json.dumps(sys.path) + "\n")
+        return process
+
+    def compile(self, code: KernelCode) -> Compiled:
+        begin = time.perf_counter()
+        answer: dict[str, Any] = self._ask(machine_code.to_json(code))
+        seconds = time.perf_counter() - begin
+        return Compiled(code, seconds, bool(answer.get("found")), str(answer.get("error", "")))
+
+    def _ask(self, line: str) -> dict[str, Any]:
+        stdin, stdout = self.process.stdin, self.process.stdout
+        assert stdin is not None
+        assert stdout is not None
+        answer = ""
+        try:
+            stdin.write(line + "\n")
+            stdin.flush()
+            answer = stdout.readline()
+        except BrokenPipeError:
+            pass
+        if answer:
+            return json.loads(answer)
+        code = self.process.wait()
+        self.close()
+        self.process = self._start()
+        return {"error": f"the process that compiled it ended with status {code}"}
+
+    def close(self) -> None:
+        for stream in (self.process.stdin, self.process.stdout):
+            if stream is not None and not stream.closed:
+                try:
+                    stream.close()
+                except BrokenPipeError:
+                    pass
+        try:
+            self.process.wait(10)
+        except subprocess.TimeoutExpired:
+            self.process.kill()
+            self.process.wait()

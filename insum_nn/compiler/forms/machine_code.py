@@ -1,0 +1,145 @@
+"""Machine code of generated kernels, compiled in this process or in others.
+
+Run as a script this file is such another process: it compiles what it reads, a kernel a line. As such it imports
+Triton and nothing else, so that it starts in a third of a second, and makes no context on a device.
+"""
+
+from __future__ import annotations
+
+import json
+import linecache
+import os
+import sys
+from dataclasses import asdict, dataclass
+from types import ModuleType
+from typing import Any
+
+__all__ = [
+    "KernelCode",
+    "Target",
+    "active_target",
+    "compile_code",
+    "drop_module",
+    "from_json",
+    "make_module",
+    "serve",
+    "to_json",
+]
+
+# Triton's back end, the architecture, threads of a warp.
+Target = tuple[str, int, int]
+
+
+@dataclass(frozen=True, slots=True)
+class KernelCode:
+    """Everything that the machine code of a kernel depends on.
+
+    Attributes:
+        module: the name of the module that the text becomes.
+        text: the text; its function is `kernel`.
+        signature: Triton's types of its parameters, in order.
+        aligned: the places of the parameters that are multiples of 16.
+        warps: of a program.
+        stages: of the software pipeline.
+        target: what it is compiled for.
+    """
+
+    module: str
+    text: str
+    signature: tuple[str, ...]
+    aligned: tuple[int, ...]
+    warps: int
+    stages: int
+    target: Target
+
+
+def make_module(name: str, text: str) -> ModuleType:
+    """The module of a kernel's text; its lines are found by tracebacks and by Triton.
+
+    Triton keeps machine code under a digest of the text and of its place in its file, so that every process that
+    makes the same module finds what another one compiled.
+    """
+    path = f"<{name}>"
+    module = ModuleType(name)
+    module.__file__ = path
+    linecache.cache[path] = (len(text), None, text.splitlines(keepends=True), path)
+    sys.modules[name] = module
+    exec(compile(text, path, "exec"), module.__dict__)
+    return module
+
+
+def drop_module(module: ModuleType) -> None:
+    """Forget a module and its lines, unless the same text was made into another one since."""
+    if sys.modules.get(module.__name__) is module:
+        del sys.modules[module.__name__]
+        linecache.cache.pop(str(module.__file__), None)
+
+
+def compile_code(function: Any, code: KernelCode) -> Any:
+    """Triton's compiled kernel; it is kept on disk, and looked for there first."""
+    from triton.backends.compiler import GPUTarget
+    from triton.compiler import ASTSource
+    from triton.compiler import compile as compile_source
+
+    signature = dict(zip(function.arg_names, code.signature, strict=True))
+    attributes = {(place,): [["tt.divisibility", 16]] for place in code.aligned}
+    options = {"num_warps": code.warps, "num_stages": code.stages}
+    return compile_source(
+        ASTSource(function, signature, {}, attributes), target=GPUTarget(*code.target), options=options
+    )
+
+
+def active_target() -> Target:
+    """What kernels for the current device are compiled for."""
+    from triton.runtime import driver
+
+    found: Any = driver.active.get_current_target()
+    return found.backend, found.arch, found.warp_size
+
+
+def serve() -> None:
+    """Compile the kernels that come in on standard input, and answer each with a line on standard output.
+
+    The first line is the path of modules. An answer tells whether the code was on disk, or why there is none.
+    """
+    answers = os.fdopen(os.dup(1), "w", buffering=1, encoding="utf-8")
+    # What compilers print is not an answer.
+    os.dup2(2, 1)
+    sys.path[:] = json.loads(sys.stdin.readline())
+    found: list[bool] = []
+
+    def listen(*, cache_hit: bool, **_: Any) -> None:
+        found.append(cache_hit)
+
+    from triton import knobs
+
+    knobs.compilation.listener = listen  # type: ignore[assignment]
+    for line in sys.stdin:
+        code = from_json(line)
+        found.clear()
+        try:
+            module = make_module(code.module, code.text)
+            try:
+                compile_code(module.__dict__["kernel"], code)
+            finally:
+                drop_module(module)
+            answer: dict[str, Any] = {"found": found[-1:] == [True]}
+        except Exception as error:
+            answer = {"error": f"{type(error).__name__}: {error}"}
+        answers.write(json.dumps(answer) + "\n")
+
+
+def to_json(code: KernelCode) -> str:
+    """As a line of text."""
+    return json.dumps(asdict(code))
+
+
+def from_json(line: str) -> KernelCode:
+    """From the text of `to_json`."""
+    fields = json.loads(line)
+    fields |= {name: tuple(fields[name]) for name in ("signature", "aligned", "target")}
+    return KernelCode(**fields)
+
+
+if __name__ == "__main__":
+    serve()

@@ -1,0 +1,177 @@
+"""Kernels compiled ahead: what a step on a GPU needs is found without one, and a second process compiles nothing."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+import insum_nn
+from insum_nn import Options
+from insum_nn.compiler.forms.ahead import collect, compile_all
+from insum_nn.compiler.forms.machine_code import KernelCode
+from insum_nn.compiler.runtime import prepare as prepare_module
+from insum_nn.errors import InsumBackendError, InsumFormatError
+from tests.pretended_gpu import H200, pretended_gpu
+
+ROOT = Path(__file__).parents[2]
+SPMM = "C[Row[p],n] += Val[p] * B[Col[p],n]"
+
+
+@pytest.fixture
+def for_h200(monkeypatch: pytest.MonkeyPatch):
+    """What is collected is compiled for a GPU that is not there."""
+    monkeypatch.setattr(prepare_module, "collect", lambda: collect(H200))
+    with pretended_gpu():
+        yield
+
+
+class Sums(nn.Module):
+    """Two sums over edges, a buffer that a call writes, and random numbers."""
+
+    def __init__(self, width: int = 32) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.randn(width, width))
+        self.calls: Tensor
+        self.register_buffer("calls", torch.zeros(()))
+        self.program = insum_nn.compile(SPMM, options=Options(tune=False))
+
+    def forward(self, x: Tensor, edges: Tensor, values: Tensor) -> Tensor:
+        self.calls += 1
+        for _ in range(2):
+            x = nn.functional.dropout(x @ self.weight, 0.5)
+            x = self.program(Row=edges[0], Col=edges[1], Val=values, B=x, out_shape=(len(x), None))
+        return x
+
+
+def operands(nodes: int = 40, width: int = 32) -> tuple[Tensor, Tensor, Tensor]:
+    return torch.randn(nodes, width), torch.randint(nodes, (2, 160)), torch.rand(160, requires_grad=True)
+
+
+def without_compiling(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(prepare_module, "_compile", lambda collection, workers: ([*collection.codes], 0.0, 0))
+
+
+def test_kernels_of_both_passes_are_found(for_h200: None, monkeypatch: pytest.MonkeyPatch):
+    without_compiling(monkeypatch)
+    module, inputs = Sums(), operands()
+    forward = insum_nn.prepare(module, *inputs, backward=False)
+    both = insum_nn.prepare(module, *inputs)
+    double = insum_nn.prepare(module, *inputs, double_backward=True)
+    # The sum; by B the sum along columns, by Val one that is no sum over rows.
+    assert (len(forward.kernels), forward.launches) == (1, 2)
+    assert set(forward.kernels) < set(both.kernels) <= set(double.kernels)
+    assert (len(both.kernels), both.launches) == (3, 6)
+    assert double.launches > both.launches
+
+
+def test_the_module_stays_as_it_is(for_h200: None, monkeypatch: pytest.MonkeyPatch):
+    without_compiling(monkeypatch)
+    module, inputs = Sums(), operands()
+    versions = [tensor._version for tensor in (*module.parameters(), *module.buffers(), *inputs)]
+    torch.manual_seed(5)
+    expected = torch.rand(3)
+    torch.manual_seed(5)
+    insum_nn.prepare(module, *inputs)
+    assert torch.equal(torch.rand(3), expected)
+    assert module.calls == 0
+    assert module.weight.grad is None
+    assert inputs[2].grad is None
+    assert versions == [tensor._version for tensor in (*module.parameters(), *module.buffers(), *inputs)]
+
+
+def test_computed_inputs_are_taken(for_h200: None, monkeypatch: pytest.MonkeyPatch):
+    without_compiling(monkeypatch)
+    x, edges, values = operands()
+    assert insum_nn.prepare(Sums(), x, edges, values * 2).launches == 6
+
+
+def test_outputs_are_zero_while_launches_are_collected(for_h200: None):
+    x, edges, values = operands()
+    with collect(H200) as collection:
+        found = insum_nn.insum(SPMM, Row=edges[0], Col=edges[1], Val=values.detach(), B=x, out_shape=(40, None))
+    assert collection.launches == 1
+    assert not found.any()
+
+
+def test_on_a_cpu_there_is_nothing_to_compile():
+    report = insum_nn.prepare(Sums(), *operands())
+    assert report.kernels == ()
+    assert str(report).startswith("0 kernels for 0 launches")
+
+
+def test_what_cannot_be_copied_is_an_error():
+    module = Sums()
+    module.lock = open(os.devnull)
+    with module.lock, pytest.raises(InsumFormatError, match="cannot be copied"):
+        insum_nn.prepare(module, *operands())
+
+
+KERNEL = """import triton
+import triton.language as tl
+
+
+@triton.jit
+def kernel(out, N):
+    at = tl.program_id(0) * 64 + tl.arange(0, 64)
+    tl.store(out + at, at.to(tl.float32), mask=at < N)
+"""
+
+
+def code(name: str, text: str) -> KernelCode:
+    return KernelCode(f"test_kernel_{name}", text, ("*fp32", "i32"), (0,), 1, 2, H200)
+
+
+def test_a_process_that_ends_takes_no_other_kernel_with_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setenv("TRITON_CACHE_DIR", str(tmp_path))
+    codes = [code("ends", f"import os\nos._exit(3)\n{KERNEL}"), code("good", KERNEL), code("bad", "kernel = None\n")]
+    ended, good, bad = compile_all(codes, 1)
+    assert ended.error == "the process that compiled it ended with status 3"
+    assert (good.error, good.found) == ("", False)
+    assert "Error" in bad.error
+    (again,) = compile_all([code("good", KERNEL)])
+    assert again.found
+
+
+def test_a_kernel_without_machine_code_is_an_error(for_h200: None, monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr(prepare_module, "compile_all", lambda codes, *_: compile_all([code("bad", "kernel = None\n")]))
+    with pytest.raises(InsumBackendError, match="1 of 1 kernels could not be compiled"):
+        insum_nn.prepare(Sums(), *operands())
+
+
+SCRIPT = """
+import json, torch
+import insum_nn
+from insum_nn.compiler.forms.ahead import collect
+from insum_nn.compiler.runtime import prepare as prepare_module
+from tests.compiler.test_prepare import Sums, operands
+from tests.pretended_gpu import H200, pretended_gpu
+
+torch.manual_seed(0)
+prepare_module.collect = lambda: collect(H200)
+with pretended_gpu():
+    report = insum_nn.prepare(Sums(), *operands(), double_backward=True)
+print(json.dumps([len(report.kernels), report.compiled, report.found]))
+"""
+
+
+@pytest.mark.slow
+def test_a_second_process_compiles_nothing(tmp_path: Path):
+    counts: list[list[int]] = []
+    for seed in ("1", "2"):
+        environment = {**os.environ, "TRITON_CACHE_DIR": str(tmp_path / "triton"), "PYTHONHASHSEED": seed}
+        environment |= {"INSUM_NN_CACHE_DIR": str(tmp_path / "ours"), "PYTHONPATH": str(ROOT)}
+        done = subprocess.run(
+            [sys.executable, "-c", SCRIPT], env=environment, capture_output=True, text=True, check=False, cwd=ROOT
+        )
+        assert done.returncode == 0, done.stderr
+        counts.append(json.loads(done.stdout))
+    (kernels, compiled, _), second = counts
+    assert compiled == kernels >= 3
+    assert second == [kernels, 0, kernels]
