@@ -20,6 +20,7 @@ JOBS ?= 2
 GPU_JOBS ?= 1
 EXTRAS ?= test,bench
 CASES ?= *
+CHECK ?=
 SIZE ?= tiny
 OUTPUT ?= outputs
 
@@ -38,7 +39,7 @@ SEEN := $(CURDIR)$(if $(PYTHONPATH),:$(PYTHONPATH))
 TEST_ENV := OMP_NUM_THREADS=1 MPLBACKEND=Agg PYTHONPATH=$(SEEN)
 RUN_ENV := MPLBACKEND=$${MPLBACKEND:-Agg} PYTHONPATH=$(SEEN)
 
-.PHONY: help venv system-libs demo test test-e3nn-oldest peers doctest lint format types examples check gpu-check sanitize bench constraints clean distclean
+.PHONY: help venv system-libs demo test test-e3nn-oldest peers doctest lint format types examples check gpu-check sanitize bench bench-table constraints clean distclean
 
 help: ## list the targets
 	@grep -hE '^[a-z0-9-]+:.*##' $(firstword $(MAKEFILE_LIST)) | sed -E 's/^([a-z0-9-]+):.*## */\1\t/' | expand -t 18
@@ -144,6 +145,9 @@ sanitize: $(READY) ## run generated kernels of every kind under compute-sanitize
 
 bench: $(READY) ## run benchmarks, keep the record, update benchmarks/results/current: make bench CASES='spmm*'
 	$(RUN_ENV) $(PY) -m benchmarks.run '$(CASES)' --save --supervise
+
+bench-table: $(READY) ## write the tables of README and docs, and the plots, from benchmarks/results: CHECK=1 only compares
+	$(RUN_ENV) $(PY) -m benchmarks.tables $(if $(CHECK),--check)
 
 # Only for the pinned torch; keeps the heading and the Triton that torch's GPU builds ask for.
 constraints: $(READY) ## write the installed versions to constraints.txt

@@ -4,8 +4,10 @@
     results/current/<device>/<family>.json    copied from one of them: one family, one commit, one machine
 
 `python -m benchmarks.archive` writes `current` anew; `--check` only compares. A family's records of one file and one
-commit are candidates; of those that cover at least three quarters of the representative measurements that the most
-complete candidate covers, the newest is taken. Records of different commits are never combined.
+commit are candidates; of those that have at least three quarters of the comparisons that the most complete candidate
+has, the newest is taken. A comparison is a representative case and mode in which we and a strong baseline were timed:
+one whose least time in all of the history is within a quarter of the least of any. Records of different commits are
+never combined.
 """
 
 from __future__ import annotations
@@ -15,13 +17,13 @@ import datetime
 import re
 import shutil
 import sys
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import NamedTuple
 
 from benchmarks import records
 from benchmarks.records import Record
-from benchmarks.registry import REGISTRY, is_ours, load
+from benchmarks.registry import is_ours, load
 
 __all__ = [
     "CURRENT",
@@ -38,6 +40,7 @@ __all__ = [
 RESULTS = Path(__file__).with_name("results")
 HISTORY, CURRENT = RESULTS / "history", RESULTS / "current"
 COMPLETE = 0.75
+STRONG = 1.25
 
 
 class Candidate(NamedTuple):
@@ -62,13 +65,11 @@ class Candidate(NamedTuple):
         """When its last measurement ended."""
         return max(r["utc"] for r in self.records)
 
-    def compared(self) -> set[tuple[str, str]]:
-        """The cases and modes in which both we and a baseline were timed."""
-        timed: dict[tuple[str, str], set[bool]] = {}
+    def timed(self) -> Iterator[tuple[tuple[str, str], str, float]]:
+        """List case and mode, provider, and milliseconds of what was timed."""
         for record in self.records:
             if record["ms"] is not None:
-                timed.setdefault((record["case"], record["mode"]), set()).add(is_ours(record["provider"]))
-        return {where for where, who in timed.items() if len(who) == 2}
+                yield (record["case"], record["mode"]), record["provider"], record["ms"]["p50"]
 
 
 def device_slug(gpu: str, cores: int | None) -> str:
@@ -96,23 +97,38 @@ def candidates(files: Iterable[Path]) -> list[Candidate]:
     return found
 
 
-def select(found: Iterable[Candidate]) -> dict[tuple[str, str], Candidate]:
+def select(found: Sequence[Candidate]) -> dict[tuple[str, str], Candidate]:
     """Choose one candidate for each device and family; see the module's description."""
     quick = {case.name for case in load() if case.quick}
-    groups: dict[tuple[str, str], list[tuple[int, Candidate]]] = {}
+    groups: dict[tuple[str, str], list[Candidate]] = {}
     for candidate in found:
-        compared = candidate.compared()
-        # Of a case that no longer exists nothing can be measured again, so it does not count.
-        known = {where for where in compared if where[0] in quick}
-        if any(r["case"] in {case.name for case in REGISTRY} for r in candidate.records):
-            groups.setdefault((candidate.device, candidate.family), []).append((len(known), candidate))
+        groups.setdefault((candidate.device, candidate.family), []).append(candidate)
     chosen: dict[tuple[str, str], Candidate] = {}
     for key, group in sorted(groups.items()):
-        most = max(count for count, _ in group)
-        if most:
-            complete = [candidate for count, candidate in group if count >= COMPLETE * most]
+        least: dict[tuple[str, str], dict[str, float]] = {}
+        for candidate in group:
+            for where, provider, ms in candidate.timed():
+                if where[0] in quick and not is_ours(provider):
+                    times = least.setdefault(where, {})
+                    times[provider] = min(times.get(provider, ms), ms)
+        strong = {
+            where: {provider for provider, ms in times.items() if ms <= STRONG * min(times.values())}
+            for where, times in least.items()
+        }
+        counts = [_comparisons(candidate, strong) for candidate in group]
+        if most := max(counts):
+            complete = [c for c, count in zip(group, counts, strict=True) if count >= COMPLETE * most]
             chosen[key] = max(complete, key=lambda c: c.utc)
     return chosen
+
+
+def _comparisons(candidate: Candidate, strong: Mapping[tuple[str, str], set[str]]) -> int:
+    """Count the cases and modes in which we and a strong baseline were timed."""
+    timed: dict[tuple[str, str], set[str]] = {}
+    for where, provider, _ in candidate.timed():
+        timed.setdefault(where, set()).add("ours" if is_ours(provider) else provider)
+    found = [timed.get(where, set()) & {"ours", *providers} for where, providers in strong.items()]
+    return sum("ours" in mine and len(mine) > 1 for mine in found)
 
 
 def _wanted(history: Path) -> Mapping[str, Candidate]:

@@ -1,21 +1,33 @@
-"""A picture of result files, drawn from them alone: `python -m benchmarks.plot results/x.json --out plots/x.svg`."""
+"""Plots of result files, drawn from them alone.
+
+    python -m benchmarks.plot x.json --out x.svg            bars of one mode
+    python -m benchmarks.plot                               the figures of docs/plots/, from benchmarks/results/current/
+
+An SVG of `docs/plots/` carries a digest of the records and of this file; `stale_figures` compares it.
+"""
 
 from __future__ import annotations
 
 import argparse
+import hashlib
+import json
+import re
 import sys
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
+from typing import Any
 
-from benchmarks.records import Record
+from benchmarks import archive, report
+from benchmarks.records import ROOT, Record
 from benchmarks.registry import is_ours
-from benchmarks.report import read
+from benchmarks.report import Row, read
 
-__all__ = ["draw", "main"]
+__all__ = ["FIGURES", "draw", "main", "stale_figures", "write_figures"]
 
-# Ours in one hue, peers in greys and muted hues: the eye finds ours first, in print too.
+PLOTS = ROOT / "docs" / "plots"
+# Ours in one hue, baselines in greys and muted hues: the eye finds ours first, in print too.
 OURS_COLORS = ("#0b6e99", "#4aa3c7", "#8ecae6", "#023047")
-PEER_COLORS = ("#6c757d", "#adb5bd", "#b08968", "#9c89b8", "#7f8c5d", "#c9ada7", "#495057", "#d5bdaf")
+BASELINE_COLORS = ("#6c757d", "#adb5bd", "#b08968", "#9c89b8", "#7f8c5d", "#c9ada7", "#495057", "#d5bdaf")
 
 
 def draw(records: Sequence[Record], path: Path, *, mode: str = "fwd") -> None:
@@ -29,7 +41,6 @@ def draw(records: Sequence[Record], path: Path, *, mode: str = "fwd") -> None:
     Raises:
         ValueError: there is nothing of that mode, or records are of several devices.
     """
-    import matplotlib as mpl
     from matplotlib.backends.backend_agg import FigureCanvasAgg
     from matplotlib.figure import Figure
 
@@ -70,27 +81,166 @@ def draw(records: Sequence[Record], path: Path, *, mode: str = "fwd") -> None:
     axes.grid(axis="y", which="both", linewidth=0.4, alpha=0.5)
     axes.set_axisbelow(True)
     axes.legend(fontsize=8, ncols=min(4, len(providers)), loc="upper center", bbox_to_anchor=(0.5, -0.2), frameon=False)
+    _save(figure, path)
+
+
+def _save(figure: Any, path: Path, digest: str = "") -> None:
+    """Write a figure; without a date and with fixed ids the same records give the same file."""
+    import matplotlib as mpl
+
     path.parent.mkdir(parents=True, exist_ok=True)
-    # Without a date and with fixed ids the same records give the same file.
-    metadata = {"Date": None} if path.suffix == ".svg" else None
-    with mpl.rc_context({"svg.hashsalt": "insum_nn"}):
+    metadata = {"Date": None, "Description": digest} if path.suffix == ".svg" else None
+    # Text stays text: it is smaller, can be found, and needs no fonts of this machine.
+    with mpl.rc_context({"svg.hashsalt": "insum_nn", "svg.fonttype": "none"}):
         figure.savefig(path, dpi=150, metadata=metadata)
 
 
 def _colors(providers: Sequence[str]) -> dict[str, str]:
     ours = [p for p in providers if is_ours(p)]
-    peers = [p for p in providers if not is_ours(p)]
+    others = [p for p in providers if not is_ours(p)]
     chosen = {p: OURS_COLORS[i % len(OURS_COLORS)] for i, p in enumerate(ours)}
-    return chosen | {p: PEER_COLORS[i % len(PEER_COLORS)] for i, p in enumerate(peers)}
+    return chosen | {p: BASELINE_COLORS[i % len(BASELINE_COLORS)] for i, p in enumerate(others)}
+
+
+# The figures of the docs ---------------------------------------------------------------------------------------------
+
+MODE_COLORS = {"fwd": "#0b6e99", "fwdbwd": "#d1495b", "bwd": "#edae49"}
+MODE_NAMES = {"fwd": "forward", "fwdbwd": "forward + backward", "bwd": "backward"}
+
+
+def _rows(device: str, families: Sequence[str] = ()) -> list[Row]:
+    """Read the rows of a folder of `current`, of some families or all."""
+    folder = archive.CURRENT / device
+    files = [folder / f"{name}.json" for name in families] if families else sorted(folder.glob("*.json"))
+    return report.rows(read([file for file in files if file.exists()]))
+
+
+def _ratios(device: str) -> Any:
+    """Draw a dot for each case: the best baseline's time over ours, a line for each family."""
+    from matplotlib.figure import Figure
+
+    rows = [row for row in _rows(device) if row.ratio is not None]
+    families = sorted({row.family for row in rows})
+    figure = Figure(figsize=(8, 0.9 + 0.42 * len(families)), layout="constrained")
+    axes = figure.add_subplot()
+    for mode, color in MODE_COLORS.items():
+        mine = [row for row in rows if row.mode == mode]
+        shift = {"fwd": -0.16, "fwdbwd": 0.16, "bwd": 0.0}[mode]
+        if mine:
+            places = [families.index(row.family) + shift for row in mine]
+            values = [row.ratio or 1.0 for row in mine]
+            style: dict[str, Any] = {"color": color, "markersize": 4, "alpha": 0.75, "markeredgewidth": 0}
+            axes.plot(values, places, "o", label=MODE_NAMES[mode], **style)
+    axes.axvline(1.0, color="#333", linewidth=1)
+    axes.set_xscale("log", base=2)
+    axes.xaxis.set_major_formatter(lambda value, _: f"{value:g}x")
+    axes.set_yticks(range(len(families)), families)
+    axes.invert_yaxis()
+    axes.set_xlabel("time of the best baseline / our time; right of 1x we are faster")
+    axes.set_title(rows[0].gpu, fontsize=10)
+    axes.grid(axis="x", linewidth=0.4, alpha=0.5)
+    figure.legend(fontsize=8, frameon=False, loc="outside lower center", ncols=3)
+    return figure
+
+
+def _lines(device: str, family: str, pattern: str, modes: Sequence[str], axis: str) -> Any:
+    """Draw times against one parameter of the cases, a line for each provider and a panel for each mode."""
+    from matplotlib import ticker
+    from matplotlib.figure import Figure
+
+    rows = [row for row in _rows(device, [family]) if re.search(pattern, row.case)]
+    names = [name for name in dict.fromkeys(n for row in rows for n in row.group) if name in SHOWN]
+    colors = _colors(sorted(names, key=lambda p: not is_ours(p)))
+    figure = Figure(figsize=(4.2 * len(modes), 3.6), layout="constrained")
+    panels = figure.subplots(1, len(modes), squeeze=False)[0]
+    for panel, mode in zip(panels, modes, strict=True):
+        for name in names:
+            points: list[tuple[float, float]] = []
+            for row in rows:
+                # Of ours the fastest provider, which the table shows too.
+                who = row.ours[0] if row.ours and is_ours(name) else name
+                found, timed = re.search(pattern, row.case), row.group.get(who)
+                if row.mode == mode and found and timed is not None and timed["ms"] is not None:
+                    points.append((float(found[1]), timed["ms"]["p50"] * 1e3))
+            if points:
+                points.sort()
+                panel.plot(*zip(*points, strict=True), "o-", color=colors[name], label=name, markersize=4)
+        values = sorted({float(found[1]) for row in rows if (found := re.search(pattern, row.case))})
+        panel.set_xscale("log" if values[0] >= 1 else "linear")
+        panel.set_yscale("log")
+        panel.set_xticks(values, [f"{value:g}" for value in values])
+        panel.xaxis.set_minor_locator(ticker.NullLocator())
+        for set_formatter in (panel.yaxis.set_major_formatter, panel.yaxis.set_minor_formatter):
+            set_formatter(lambda value, _: f"{value:g}" if f"{value:g}"[0] in "125" else "")
+        panel.set_xlabel(axis)
+        panel.set_title(MODE_NAMES[mode], fontsize=10)
+        panel.grid(linewidth=0.4, alpha=0.5, which="both")
+    panels[0].set_ylabel("microseconds (median)")
+    panels[0].legend(fontsize=8, frameon=False)
+    return figure
+
+
+SHOWN = ("insum_nn", "torch_csr", "torch_dense", "torch_bsr", "spconv", "spconv_triton", "warpconvnet", "oeq")
+H200, CPU = "nvidia-h200", "amd-epyc-2-threads"
+HALF = "dtype=float16"
+FIGURES: dict[str, tuple[Callable[[], Any], tuple[str, ...]]] = {
+    "ratios-h200.svg": (lambda: _ratios(H200), (H200,)),
+    "ratios-cpu.svg": (lambda: _ratios(CPU), (CPU,)),
+    "block-spmm-h200.svg": (
+        lambda: _lines(
+            H200, "block_spmm", rf"block=64/sparsity=([\d.]+)/{HALF}", ["fwd"], "sparsity, blocks of 64 x 64"
+        ),
+        (f"{H200}/block_spmm.json",),
+    ),
+    "subm-conv-h200.svg": (
+        lambda: _lines(H200, "subm_conv", rf"room/channels=(\d+)/{HALF}", ["fwd", "fwdbwd"], "channels"),
+        (f"{H200}/subm_conv.json",),
+    ),
+}
+"""File -> what draws it, and which files or folders of `current` it is drawn from."""
+
+
+def _digest(sources: Sequence[str]) -> str:
+    """Return a digest of records, whatever their layout on disk, and of this file, which draws them."""
+    paths = [archive.CURRENT / name for name in sources]
+    files = sorted(file for path in paths for file in (path.glob("*.json") if path.suffix == "" else [path]))
+    text = json.dumps([report.read([file]) for file in files], sort_keys=True)
+    text += Path(__file__).read_text(encoding="utf-8")
+    return "records " + hashlib.sha256(text.encode()).hexdigest()[:16]
+
+
+def stale_figures() -> list[Path]:
+    """List the figures that are missing or were drawn from other records."""
+    found: list[Path] = []
+    for name, (_, sources) in FIGURES.items():
+        path = PLOTS / name
+        if not path.exists() or _digest(sources) not in path.read_text(encoding="utf-8"):
+            found.append(path)
+    return found
+
+
+def write_figures() -> None:
+    """Draw the figures whose records have changed."""
+    from matplotlib.backends.backend_agg import FigureCanvasAgg
+
+    for path in stale_figures():
+        drawing, sources = FIGURES[path.name]
+        figure = drawing()
+        FigureCanvasAgg(figure)
+        _save(figure, path, _digest(sources))
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
+    """Run the command line."""
     parser = argparse.ArgumentParser(prog="python -m benchmarks.plot", description=__doc__)
-    parser.add_argument("files", nargs="+", type=Path)
-    parser.add_argument("--out", type=Path, required=True)
+    parser.add_argument("files", nargs="*", type=Path)
+    parser.add_argument("--out", type=Path, help="the file to draw; without it those of docs/plots/ are drawn")
     parser.add_argument("--mode", default="fwd")
     parser.add_argument("--case", default="", help="only the cases whose name begins so")
     options = parser.parse_args(arguments)
+    if options.out is None:
+        write_figures()
+        return 0
     records = [r for r in read(options.files) if r["case"].startswith(options.case)]
     draw(records, options.out, mode=options.mode)
     print(options.out)

@@ -75,6 +75,9 @@ class Faster:
     times: float
     baselines: str = ""
 
+    def __str__(self) -> str:
+        return f">= {self.times:g}x the best {f'of {self.baselines}' if self.baselines else 'baseline'}"
+
     def __call__(self, group: Group) -> Verdict | None:
         mine = ours(group)
         other = _fastest(group, lambda name: not is_ours(name) and re.search(self.baselines, name))
@@ -92,6 +95,9 @@ class Within:
     us: float
     provider: str = ""
 
+    def __str__(self) -> str:
+        return f"<= {self.us:g} us"
+
     def __call__(self, group: Group) -> Verdict | None:
         mine = _fastest(group, lambda name: is_ours(name) and re.search(self.provider, name))
         if mine is None:
@@ -104,6 +110,9 @@ class NearGather:
     """At most `times` the gather floor."""
 
     times: float
+
+    def __str__(self) -> str:
+        return f"<= {self.times:g}x the gather floor"
 
     def __call__(self, group: Group) -> Verdict | None:
         mine = ours(group)
@@ -120,6 +129,9 @@ class NearBytes:
 
     times: float
 
+    def __str__(self) -> str:
+        return f"<= {self.times:g}x the byte floor"
+
     def __call__(self, group: Group) -> Verdict | None:
         mine = ours(group)
         counted = None if mine is None or mine["floor"] is None else mine["floor"]["bytes"]
@@ -133,6 +145,9 @@ class NearBytes:
 @dataclass(frozen=True)
 class NoMoreMemory:
     """A peak of memory no higher than the lowest of the baselines."""
+
+    def __str__(self) -> str:
+        return "peak memory <= the least of the baselines"
 
     def __call__(self, group: Group) -> Verdict | None:
         mine = ours(group)
@@ -149,6 +164,9 @@ class NearBusy:
 
     times: float
 
+    def __str__(self) -> str:
+        return f"<= {self.times:g}x its device-busy time"
+
     def __call__(self, group: Group) -> Verdict | None:
         mine = ours(group)
         if mine is None or mine["busy"] is None:
@@ -164,6 +182,9 @@ class FirstStep:
     """At most `seconds` until the end of the first step, all of its compilation included."""
 
     seconds: float
+
+    def __str__(self) -> str:
+        return f"first step <= {self.seconds:g} s"
 
     def __call__(self, group: Group) -> Verdict | None:
         mine = ours(group)

@@ -29,6 +29,8 @@ from benchmarks import (
     report,
     run,
     supervise,
+    tables,
+    target_table,
     targets,
 )
 from benchmarks.registry import Case, Floor, Problem, Registry, Setting, Unavailable, Work
@@ -777,3 +779,59 @@ def test_save_writes_to_the_history_and_updates_current(
             assert entry["repeats"] >= 15
         else:
             assert entry["runs"] is None
+
+
+def test_tables_and_plots_are_up_to_date(capsys: pytest.CaptureFixture[str]):
+    assert tables.main(["--check"]) == 0, capsys.readouterr().out
+    assert {page.name for page in tables.pages()} >= {"performance.md", "targets.md"}
+    for name in plot.FIGURES:
+        assert (plot.PLOTS / name).stat().st_size < 100_000, name
+
+
+def test_a_table_is_replaced_between_its_marks():
+    text = "a\n<!-- table: begin -->\nold\n<!-- table: end -->\nb\n<!-- table: x-y begin -->\n<!-- table: x-y end -->\n"
+    found = {"": lambda: "| 1 |", "x-y": lambda: "| 2 |"}
+    new = tables.rewrite(text, found)
+    assert new == (
+        "a\n<!-- table: begin -->\n\n| 1 |\n\n<!-- table: end -->\nb\n"
+        "<!-- table: x-y begin -->\n\n| 2 |\n\n<!-- table: x-y end -->\n"
+    )
+    assert tables.rewrite(new, found) == new
+    with pytest.raises(ValueError, match="no table is named 'x-y'"):
+        tables.rewrite(text, {"": lambda: ""})
+
+
+def test_readme_table_prefers_records_of_networks():
+    """With records of the family `network` the numbers measured outside of the harness are left out."""
+    rows = report.rows(report.read(archive.current_files()))
+    before = tables.readme_table(rows).splitlines()
+    assert len([line for line in before if line.startswith("| ")]) == 2 + tables.README_LENGTH
+    step = f"{tables.SPUNET}/what=step"
+    assert "measured outside" in before[-1]
+    assert "| SpUNet, 163 k voxels: training step | 136 ms | **126 ms** | spconv 2.3.8, float32 |" in before
+    entries = [
+        measured(step, "insum_nn", 40_000.0, compile_s=9.0, peak_bytes=1 << 30),
+        measured(step, "spconv_triton", 50_000.0, compile_s=3.0, peak_bytes=1 << 30),
+    ]
+    after = tables.readme_table([*rows, *report.rows(entries)]).splitlines()
+    assert "| SpUNet, 163 k voxels: training step | **40 ms** | 50 ms | spconv-triton |" in after
+    assert "| the same: first step, empty caches | 9 s | **3 s** | spconv-triton |" in after
+
+
+@pytest.mark.parametrize(
+    ("ms", "text"), [(0.0434, "43.4 us"), (0.9999, "1000 us"), (1.5, "1.5 ms"), (136.5, "136 ms"), (1_030.0, "1.03 s")]
+)
+def test_durations(ms: float, text: str):
+    assert tables.duration(ms) == text
+
+
+def test_every_target_has_a_state():
+    found = target_table.states()
+    pairs = [(case.name, mode, t) for case in CASES for t in targets.TARGETS for mode in t.modes]
+    pairs = [(name, mode, t) for name, mode, t in pairs if t.covers(name, mode)]
+    assert [(s.case, s.mode, s.target) for s in found] == pairs
+    assert sum(s.verdict is not None for s in found) > 300
+    text = target_table.target_table()
+    assert all(f"`{s.case}`" in text or f"`{s.case.partition('/')[2]}`" in text for s in found)
+    for state in found:
+        assert (state.verdict is None) == (state.date == "")

@@ -1,0 +1,360 @@
+"""Write the tables of README and docs from the records: `make bench-table`, or `python -m benchmarks.tables`.
+
+A page holds `<!-- table: begin -->` and `<!-- table: end -->`, with a name (`<!-- table: NAME begin -->`) where it is
+not README's table; what stands between them is replaced. `--check` writes nothing and returns 1 when a table or a plot
+is out of date; CI runs it. Numbers come from `benchmarks/results/current/`, targets from the whole history, and whole
+networks, until the family `network` has records, from `benchmarks/results/networks-*.json`.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import re
+import statistics
+import sys
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Literal
+
+from benchmarks import archive, plot, report
+from benchmarks.archive import RESULTS
+from benchmarks.records import ROOT, Record
+from benchmarks.registry import is_ours
+from benchmarks.report import Row
+from benchmarks.target_table import target_table
+
+__all__ = ["README_ROWS", "Entry", "main", "pages", "rewrite", "tables"]
+
+DEVICE = "nvidia-h200"
+MARKED = re.compile(r"(<!-- table: (?:([a-z-]+) )?begin -->\n).*?(<!-- table: (?:\2 )?end -->)", re.DOTALL)
+README_LENGTH = 8
+NOISE = 0.97
+
+Quantity = Literal["step", "first step", "memory", "time"]
+BASELINES = {
+    "cue": "cuEquivariance",
+    "e3nn": "e3nn",
+    "oeq": "OpenEquivariance",
+    "pyg": "PyTorch Geometric",
+    "spconv": "spconv",
+    "spconv_triton": "spconv-triton",
+    "torch_bmm": "gathered blocks, `torch.bmm`",
+    "torch_bsr": "torch BSR",
+    "torch_bsr_linear": "torch BSR",
+    "torch_csr": "torch CSR",
+    "torch_dense": "dense product",
+    "warpconvnet": "WarpConvNet",
+}
+MODES = {"fwd": "forward", "bwd": "backward", "fwdbwd": "forward + backward"}
+
+
+@dataclass(frozen=True)
+class Entry:
+    """One row of README's table.
+
+    Attributes:
+        title: the problem, in words.
+        case: of the registry, in `mode`; of one of them a record is needed.
+        survey: the network in `networks-*.json` that is used where there is no record.
+        quantity: what is shown.
+        mode: of the records.
+    """
+
+    title: str
+    case: str
+    quantity: Quantity = "time"
+    mode: str = "fwd"
+    survey: str = ""
+
+
+ROOM = "subm_conv/cloud=room"
+SPUNET, NEQUIP, GCN = "network/network=spunet_fp16", "network/network=nequip_864", "network/network=gcn_14k"
+NEQUIP_864 = "NequIP 0.19.1, 864"
+# In the order in which they are shown; the first eight for which there are numbers.
+README_ROWS: tuple[Entry, ...] = (
+    Entry("SpUNet, 163 k voxels: training step", f"{SPUNET}/what=step", "step", survey="SpUNet (Pointcept)"),
+    Entry("the same: first step, empty caches", f"{SPUNET}/what=step", "first step", survey="SpUNet (Pointcept)"),
+    Entry(
+        "NequIP, 864 atoms, forces in the loss: training step",
+        f"{NEQUIP}/what=step",
+        "step",
+        survey="NequIP 0.19.1, 864",
+    ),
+    Entry("the same: peak memory", f"{NEQUIP}/what=step", "memory", survey="NequIP 0.19.1, 864"),
+    Entry("GCN of three layers, 14 k nodes: training step", f"{GCN}/what=step", "step", survey="GCN, 3 layers, 14 k"),
+    Entry(
+        "`SubMConv3d`, 236 k voxels, 64 channels, float16: forward", "subm_conv/cloud=room/channels=64/dtype=float16"
+    ),
+    Entry("`TensorProductConv`, 158 k edges, 128 channels, l <= 2: forward", "tp_conv/shape=mace-large/dtype=float32"),
+    Entry(
+        "`BlockSparseLinear` 4096 x 4096, 10 % of 64 x 64 blocks, float16: forward",
+        "block_linear/block=64/density=0.1/dtype=float16",
+    ),
+)
+
+
+def baseline_name(provider: str) -> str:
+    """Say a provider's name as a reader knows it."""
+    name, _, variant = provider.partition("/")
+    return BASELINES.get(name, name) + (f", {variant.replace('_', ' ')}" if variant else "")
+
+
+def duration(ms: float) -> str:
+    """Format a time with three digits, in the unit that suits it."""
+    for unit, scale in (("s", 1e-3), ("ms", 1.0), ("us", 1e3)):
+        if ms * scale >= 1 or unit == "us":
+            return f"{ms * scale:.3g} {unit}" if ms * scale < 999.5 else f"{ms * scale:.0f} {unit}"
+    raise AssertionError("unreachable")
+
+
+def spread(record: Record) -> str:
+    """Format the range of a time: over runs where there were several, else the 20th to 80th percentile of the calls."""
+    ends = record["runs"] or ([record["ms"]["p20"], record["ms"]["p80"]] if record["ms"] else [])
+    return f"{duration(min(ends))} to {duration(max(ends))}" if ends else ""
+
+
+def markdown(head: Sequence[str], lines: Sequence[Sequence[str]]) -> str:
+    """Format a table."""
+    cells = [head, ["---"] * len(head), *lines]
+    return "\n".join("| " + " | ".join(cell.replace("|", "/") for cell in line) + " |" for line in cells)
+
+
+# README ---------------------------------------------------------------------------------------------------------------
+
+
+def survey() -> dict[str, Any]:
+    """Read the newest measurements of whole networks that were made outside of this harness."""
+    found: dict[str, Any] = json.loads(max(RESULTS.glob("networks-*.json")).read_text(encoding="utf-8"))
+    return found
+
+
+def _measured(row: Row, quantity: Quantity) -> dict[str, float]:
+    """Provider -> milliseconds, seconds or MiB."""
+    found: dict[str, float] = {}
+    for name, record in row.group.items():
+        value: float | None = None
+        if record["ms"] is not None:
+            if quantity == "memory":
+                value = None if record["peak_bytes"] is None else record["peak_bytes"] / 2**20
+            elif quantity == "first step":
+                value = None if record["compile_s"] is None else record["compile_s"] * 1e3
+            else:
+                value = record["ms"]["p50"]
+        if value is not None:
+            found[name] = value
+    return found
+
+
+def _surveyed(prefix: str, quantity: Quantity) -> dict[str, float]:
+    found: dict[str, float] = {}
+    for entry in survey()["networks"]:
+        if entry["network"].startswith(prefix):
+            precision = entry["note"].partition(":")[0] if entry["note"].startswith("float") else ""
+            note = f", {precision}" if precision and not is_ours(entry["provider"]) else ""
+            if quantity == "memory":
+                value = entry["peak_mib"]
+            elif quantity == "first step":
+                value = entry["first_step_s"] * 1e3
+            else:
+                value = statistics.median(entry["step_ms"])
+            found[entry["provider"] + note] = float(value)
+    return found
+
+
+def readme_table(rows: Sequence[Row]) -> str:
+    """Write the table of whole networks and kernels, one number a cell; the better one is bold."""
+    by_case = {(row.case, row.mode): row for row in rows if archive.device_slug(row.gpu, None) == DEVICE}
+    lines: list[list[str]] = []
+    dates: set[str] = set()
+    versions: set[str] = set()
+    outside = False
+    for entry in README_ROWS:
+        row = by_case.get((entry.case, entry.mode))
+        found = _measured(row, entry.quantity) if row else {}
+        if not _both(found) and entry.survey:
+            found, row = _surveyed(entry.survey, entry.quantity), None
+        if not _both(found) or len(lines) == README_LENGTH:
+            continue
+        if row is None:
+            outside = True
+            dates.add(survey()["utc"])
+            versions.add(f"torch {survey()['torch']}, Triton {survey()['triton']}")
+        else:
+            dates |= {r["utc"][:10] for r in row.group.values()}
+            versions |= {f"torch {_minor(r['torch'])}, Triton {_minor(r['triton'] or '')}" for r in row.group.values()}
+        ours = min(value for name, value in found.items() if is_ours(name))
+        value, baseline = min((value, name) for name, value in found.items() if not is_ours(name))
+        show: Callable[[float], str] = (lambda v: f"{v:.0f} MiB") if entry.quantity == "memory" else duration
+        cells = [f"**{show(v)}**" if v == min(ours, value) else show(v) for v in (ours, value)]
+        lines.append([entry.title, *cells, baseline_name(baseline)])
+    source = " Whole networks: of other packages, two runs, measured outside of `benchmarks/`." if outside else ""
+    caption = (
+        f"One NVIDIA H200, {' and '.join(sorted(versions))}; medians, measured from {min(dates)} to {max(dates)}."
+        f"{source}"
+    )
+    return f"{markdown(['', 'ours', 'best baseline', 'baseline'], lines)}\n\n{caption}"
+
+
+def _both(found: Mapping[str, float]) -> bool:
+    return len({is_ours(name) for name in found}) == 2
+
+
+def _minor(version: str) -> str:
+    return ".".join(version.split(".")[:2])
+
+
+# docs -----------------------------------------------------------------------------------------------------------------
+
+
+def network_table() -> str:
+    """Write everything that was measured of whole networks outside of this harness."""
+    found = survey()
+
+    def cell(value: Any, unit: str) -> str:
+        if value is None:
+            return ""
+        low, high = value if isinstance(value, list) else (value, value)
+        return f"{low:g} {unit}" if low == high else f"{low:g} to {high:g} {unit}"
+
+    lines = [
+        [
+            *(e["network"], "insum_nn" if is_ours(e["provider"]) else e["provider"], cell(e["step_ms"], "ms")),
+            *(cell(e["busy_ms"], "ms"), cell(e["first_step_s"], "s"), cell(e["second_process_s"], "s")),
+            *(cell(e["inference_ms"], "ms"), cell(e["peak_mib"], "MiB"), e["note"]),
+        ]
+        for e in found["networks"]
+    ]
+    head = ["network", "layers", "training step", "device busy", "first step", "the same, second process"]
+    text = markdown([*head, "inference", "peak memory", "note"], lines)
+    return f"{text}\n\n{found['gpu']}, torch {found['torch']}, Triton {found['triton']}, {found['utc']}. {found['how']}"
+
+
+def family_table(rows: Sequence[Row], device: str, families: Sequence[str]) -> str:
+    """Write a line for each case and mode in which we and a baseline were timed, the smallest ratio first."""
+    chosen = [r for r in rows if _slug(r) == device and r.family in families and r.ratio is not None]
+    lines: list[list[str]] = []
+    for row in sorted(chosen, key=lambda r: (families.index(r.family), r.ratio or 0.0)):
+        mine, other = row.ours or ("", 0.0), row.baseline or ("", 0.0)
+        times = [part for who in (mine, other) for part in (duration(who[1]), spread(row.group[who[0]]))]
+        lines.append([f"`{row.case}`", MODES[row.mode], *times, baseline_name(other[0]), f"{row.ratio:.2f}x"])
+    head = ["case", "mode", "ours", "range", "best baseline", "range", "baseline", "baseline / ours"]
+    return f"{markdown(head, lines)}\n\n{_provenance(chosen)}"
+
+
+def _slug(row: Row) -> str:
+    cores = {record["cores"] for record in row.group.values()}
+    gpu = next(iter(row.group.values()))["gpu"]
+    return archive.device_slug(gpu, 1 if cores == {1} else None)
+
+
+def _provenance(rows: Sequence[Row]) -> str:
+    found: dict[str, set[str]] = {}
+    for row in rows:
+        for record in row.group.values():
+            commit = (record["commit"] or "an unknown commit")[:7] + (" with changes" if record["dirty"] else "")
+            versions = f"torch {record['torch']}" + (f", Triton {record['triton']}" if record["triton"] else "")
+            found.setdefault(f"commit {commit}, {record['utc'][:10]}, {versions}", set()).add(row.family)
+    parts = [f"{', '.join(f'`{name}`' for name in sorted(names))}: {where}" for where, names in found.items()]
+    return f"Measured on {rows[0].gpu if rows else 'no device'}. {'; '.join(parts)}."
+
+
+def summary_table(rows: Sequence[Row]) -> str:
+    """Write a line for each device, family and mode: geometric mean, least and largest ratio."""
+    groups: dict[tuple[str, str, str], list[float]] = {}
+    for row in rows:
+        if row.ratio is not None:
+            groups.setdefault((row.gpu, row.family, row.mode), []).append(row.ratio)
+    lines: list[list[str]] = []
+    for (gpu, family, mode), ratios in sorted(groups.items()):
+        values = (report.geometric_mean(ratios), min(ratios), max(ratios))
+        lines.append([gpu, f"`{family}`", MODES[mode], str(len(ratios)), *(f"{value:.2f}x" for value in values)])
+    return markdown(["device", "family", "mode", "cases", "geometric mean", "least", "largest"], lines)
+
+
+def loss_table(rows: Sequence[Row]) -> str:
+    """Write a line for each case and mode in which a baseline is faster, the smallest ratio first."""
+    lines: list[list[str]] = []
+    for row in sorted(rows, key=lambda r: r.ratio or 0.0):
+        if row.ratio is not None and row.ratio < NOISE and row.ours and row.baseline:
+            times = [duration(row.ours[1]), duration(row.baseline[1]), baseline_name(row.baseline[0])]
+            lines.append([row.gpu, f"`{row.case}`", MODES[row.mode], *times, f"{row.ratio:.2f}x"])
+    return markdown(["device", "case", "mode", "ours", "best baseline", "baseline", "baseline / ours"], lines)
+
+
+def tables() -> dict[str, Callable[[], str]]:
+    """Name -> what writes the table; README's has no name."""
+    rows = report.rows(report.read(archive.current_files()))
+    families = {
+        "graphs": ("gcn_layer", "gcn", "gcn_step", "spmm"),
+        "chain": ("chain",),
+        "blocks": ("block_spmm", "block_linear"),
+        "voxels": ("subm_conv", "subm_map"),
+        "tensor-products": ("tp_conv", "tp_conv_double", "fctp"),
+        "host": ("host",),
+    }
+    found: dict[str, Callable[[], str]] = {
+        "": lambda: readme_table(rows),
+        "networks": network_table,
+        "summary": lambda: summary_table(rows),
+        "losses": lambda: loss_table(rows),
+        "targets": target_table,
+        "cpu": lambda: family_table(rows, "amd-epyc-2-threads", list(dict.fromkeys(r.family for r in rows))),
+        "one-core": lambda: family_table(rows, f"{DEVICE}-one-core", list(dict.fromkeys(r.family for r in rows))),
+    }
+    return found | {name: lambda f=f: family_table(rows, DEVICE, f) for name, f in families.items()}
+
+
+# Pages ----------------------------------------------------------------------------------------------------------------
+
+
+def pages(root: Path = ROOT) -> list[Path]:
+    """List the pages that hold a table."""
+    return [
+        page
+        for page in (root / "README.md", *sorted((root / "docs").rglob("*.md")))
+        if MARKED.search(page.read_text(encoding="utf-8"))
+    ]
+
+
+def rewrite(text: str, found: Mapping[str, Callable[[], str]]) -> str:
+    """Replace the tables of a page.
+
+    Raises:
+        ValueError: a table is unknown.
+    """
+
+    def one(match: re.Match[str]) -> str:
+        name = match[2] or ""
+        if name not in found:
+            raise ValueError(f"no table is named {name!r}; there are {', '.join(sorted(found))}")
+        return f"{match[1]}\n{found[name]()}\n\n{match[3]}"
+
+    return MARKED.sub(one, text)
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Run the command line."""
+    parser = argparse.ArgumentParser(prog="python -m benchmarks.tables", description="Write the tables and plots.")
+    parser.add_argument("--check", action="store_true", help="write nothing; return 1 when something is out of date")
+    options = parser.parse_args(arguments)
+    found, wrong = tables(), [f"benchmarks/results/current/{name}" for name in archive.stale()]
+    for page in pages():
+        text = page.read_text(encoding="utf-8")
+        new = rewrite(text, found)
+        if new != text:
+            wrong.append(page.relative_to(ROOT).as_posix())
+            if not options.check:
+                page.write_text(new, encoding="utf-8")
+    wrong += [path.relative_to(ROOT).as_posix() for path in plot.stale_figures()]
+    if not options.check:
+        plot.write_figures()
+        print("\n".join(f"wrote {name}" for name in wrong) or "nothing changed")
+        return 0
+    print("\n".join(f"out of date: {name}; run: make bench-table" for name in wrong) or "up to date")
+    return 1 if wrong else 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
