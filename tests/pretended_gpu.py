@@ -65,6 +65,7 @@ def pretended_gpu() -> Generator[None]:
             multi_processor_count=132,
             L2_cache_size=50 << 20,
             shared_memory_per_block_optin=232448,
+            shared_memory_per_multiprocessor=233472,
             regs_per_multiprocessor=65536,
             max_threads_per_multi_processor=2048,
             warp_size=32,

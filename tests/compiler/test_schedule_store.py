@@ -24,7 +24,7 @@ from insum_nn.compiler.forms.form import make_form
 from insum_nn.compiler.forms.schedule import Schedule, default_schedule
 from insum_nn.compiler.lang.bind import Extents, bind
 from insum_nn.compiler.lang.parser import parse
-from insum_nn.compiler.schedule import database, progress, tune
+from insum_nn.compiler.schedule import cost_model, database, progress, tune
 from insum_nn.compiler.schedule.cache_folder import cache_folder
 from insum_nn.compiler.schedule.select import Measurement, Selected
 from insum_nn.compiler.schedule.tune import choose_schedule
@@ -88,7 +88,7 @@ def test_the_fastest_is_taken_and_remembered(monkeypatch: pytest.MonkeyPatch):
 
 def test_nothing_is_measured_unasked(monkeypatch: pytest.MonkeyPatch):
     made = measured(monkeypatch)
-    assert choose(options=Options()).reason == "the default"
+    assert choose(options=Options()).reason == "the default: no other is predicted to be much faster"
     assert made == []
     choose()
     # What is stored is read all the same.
@@ -315,8 +315,8 @@ def test_other_versions(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, fits: b
         def __init__(self, *rest: object) -> None:
             pass
 
-        def time(self, repeat: int) -> float:
-            return 1.0 if fits else float("inf")
+        def runs(self) -> bool:
+            return fits
 
     monkeypatch.setattr(tune, "_Trial", Trial)
     found = choose()
@@ -327,6 +327,35 @@ def test_other_versions(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, fits: b
     if not fits:
         assert choose().reason.startswith("stored in ")
         assert len(made) == 2
+
+
+def test_on_a_device_that_was_never_measured_schedules_are_tried_in_turn(monkeypatch: pytest.MonkeyPatch):
+    """What a program needs is an estimate: where it is wrong, the next schedule is taken."""
+    tried: list[Schedule] = []
+
+    class Trial:
+        def __init__(self, form: object, schedule: Schedule, *rest: object) -> None:
+            tried.append(schedule)
+
+        def runs(self) -> bool:
+            return len(tried) == 3
+
+    monkeypatch.setattr(tune, "_Trial", Trial)
+    monkeypatch.setattr(tune, "device_of", lambda device: replace(cost_model.H200, architecture=(8, 0)))
+    found = choose(options=Options())
+    assert found.candidate == tried[2] != tried[0]
+    assert found.reason.startswith("the next that the device has room for; ")
+    assert len(set(tried)) == 3
+    # Where none of the first few runs, the error names the first.
+    tried.clear()
+    monkeypatch.setattr(Trial, "runs", lambda self: False)
+    assert choose(options=Options()).candidate == tried[0]
+    assert len(tried) == 4
+    # On one that was, the model is taken at its word.
+    tried.clear()
+    monkeypatch.setattr(tune, "device_of", lambda device: cost_model.H200)
+    choose(options=Options())
+    assert tried == []
 
 
 def test_of_several_versions_the_current_is_exported(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
