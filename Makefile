@@ -1,12 +1,13 @@
-# Everything a developer types. `make help` lists the targets.
+# The commands of development. `make help` lists the targets.
 #
 #   PYTHON=python3.12      the interpreter that the virtual environment is made from
 #   VENV=path              where the virtual environment is, or goes; one that has torch >= 2.10 keeps its torch
 #   TORCH=2.10.0           another torch than the pinned one
-#   USE_SYSTEM=1           make no environment and install nothing: use $(PYTHON) as it is (a GPU machine without a
+#   USE_SYSTEM=1           make no environment and install nothing: use $(PYTHON) as it is (a machine without a
 #                          network, a container that has everything)
 #   JOBS=4                 test processes
-#   GPU_JOBS=12            test processes that share the GPU; one unless asked otherwise
+#   GPU_JOBS=12            test processes that share the GPU; default 1
+#   E3NN=0.5.1             for test-e3nn-oldest: another e3nn than the oldest
 
 SHELL := /bin/bash
 .SHELLFLAGS := -euo pipefail -c
@@ -32,33 +33,33 @@ else
   READY :=
 endif
 
-# What the caller's own path holds stays in reach: with USE_SYSTEM=1 that may be where the packages are.
+# The caller's PYTHONPATH is kept: with USE_SYSTEM=1 that may be where the packages are.
 SEEN := $(CURDIR)$(if $(PYTHONPATH),:$(PYTHONPATH))
 
-# One thread per process: the test processes share the cores, and the sums stay in one order.
+# One thread per process: the test processes share the cores, and sums keep their order.
 TEST_ENV := OMP_NUM_THREADS=1 MPLBACKEND=Agg PYTHONPATH=$(SEEN)
 RUN_ENV := MPLBACKEND=$${MPLBACKEND:-Agg} PYTHONPATH=$(SEEN)
 
-.PHONY: help venv system-libs demo test test-e3nn-oldest peers doctest lint format types examples check gpu-check sanitize bench bench-table constraints clean distclean
+.PHONY: help venv system-libs demo test test-e3nn-oldest peers doctest lint format types examples check gpu-check sanitize bench bench-table constraints wheel wheel-check clean distclean
 
 help: ## list the targets
 	@grep -hE '^[a-z0-9-]+:.*##' $(firstword $(MAKEFILE_LIST)) | sed -E 's/^([a-z0-9-]+):.*## */\1\t/' | expand -t 18
 
 venv: $(READY) ## make .venv and install everything (a second call does nothing)
 
-# The stamp is younger than what it was made from, or the installation is brought up to date.
+# Installed again where the stamp is older than what it depends on.
 $(VENV)/.insum-ready: pyproject.toml constraints.txt
 	@$(MAKE) --no-print-directory system-libs
 	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11))' \
 	  || { echo "insum_nn needs Python >= 3.11; this is $$($(PYTHON) --version 2>&1). Try: make PYTHON=python3.12" >&2; exit 1; }
 	@test -x $(VENV)/bin/python || $(PYTHON) -m venv $(VENV) \
 	  || { echo "could not make a virtual environment; on Debian: apt-get install python3-venv" >&2; rm -rf $(VENV); exit 1; }
-	@# torch first and by exact version: which build of it fits the machine is the outside's choice, and no later step changes it.
+	@# torch first and by exact version: the package index chooses the build that fits the machine, and no later step changes it.
 	@cp constraints.txt $(VENV)/constraints.txt
 	@$(VENV)/bin/python -c 'import torch, sys; sys.exit(tuple(map(int, torch.__version__.split(".")[:2])) < (2, 10))' 2>/dev/null \
 	  && test -z "$(TORCH)" \
 	  || $(VENV)/bin/python -m pip install $(if $(TORCH),torch==$(TORCH),-c constraints.txt torch==$$(sed -n 's/^torch==//p' constraints.txt))
-	@# Where torch is not the pinned one, it and the Triton that came with it are what the rest has to fit.
+	@# Where torch is not the pinned one, the other packages must fit it and the Triton that came with it.
 	@$(VENV)/bin/python -c 'import importlib.metadata as m; print("\n".join(f"{d}=={m.version(d).split(chr(43))[0]}" for d in ("torch", "triton") if any(x.name == d for x in m.distributions())))' \
 	  | while IFS='=' read -r name _ version; do sed -i "s/^$$name==.*/$$name==$$version/" $(VENV)/constraints.txt; done
 	$(VENV)/bin/python -m pip install -c $(VENV)/constraints.txt -e '.[$(EXTRAS)]'
@@ -67,7 +68,7 @@ $(VENV)/.insum-ready: pyproject.toml constraints.txt
 	  || echo "note: Open3D could not be installed; point clouds can still be read from text, PLY and KITTI files."
 	@touch $@
 
-# Open3D's wheel expects these from the system. Installed where that is allowed; everything else works without them.
+# Open3D's wheel needs these libraries of the system; everything else works without them.
 SYSTEM_LIBS := libusb-1.0.so.0:libusb-1.0-0 libGL.so.1:libgl1 libX11.so.6:libx11-6 libgomp.so.1:libgomp1
 
 system-libs: ## install the system libraries that Open3D loads, where allowed
@@ -80,35 +81,35 @@ system-libs: ## install the system libraries that Open3D loads, where allowed
 	then echo "installed for Open3D:$$missing"; \
 	else echo "note: Open3D needs the system packages$$missing, which could not be installed here; all else works without them."; fi
 
-demo: $(READY) ## train five small networks on our layers, compare each with its peer, print one table
-	@# One thread unless asked otherwise: on a busy machine threads that wait for each other spin, and all takes several times as long.
+demo: $(READY) ## train five small networks on our layers, compare each with its baseline, print one table
+	@# One thread by default: on a busy machine threads that wait for each other take several times as long.
 	@OMP_NUM_THREADS=$${OMP_NUM_THREADS:-1} $(RUN_ENV) $(PY) examples/demo.py --size tiny --out $(OUTPUT)/demo
 
 test: $(READY) doctest ## run all CPU tests
 	$(TEST_ENV) $(PY) -m pytest -n $(JOBS) -m "not gpu"
 
-# The oldest e3nn that the extra allows, which MACE pins, before the environment's own; the rest is the environment's.
-E3NN_OLDEST := $(shell sed -n 's/^e3nn = .*e3nn>=\([0-9.]*\).*/\1/p' pyproject.toml)
-E3NN_FOLDER := $(abspath $(VENV))-e3nn-$(E3NN_OLDEST)
-# It reads its constants in a way, and annotates its classes in one, that current torch warns of.
+# Another e3nn, by default the oldest that the extra allows, which MACE pins; all other packages are the environment's.
+E3NN ?= $(shell sed -n 's/^e3nn = .*e3nn>=\([0-9.]*\).*/\1/p' pyproject.toml)
+E3NN_FOLDER := $(abspath $(VENV))-e3nn-$(E3NN)
+# Current torch warns about how it reads its constants and annotates its classes.
 E3NN_ALLOWED := -W "ignore:Environment variable TORCH_FORCE_NO_WEIGHTS_ONLY_LOAD:UserWarning" \
   -W "ignore:The TorchScript type system doesn't support instance-level:UserWarning"
 
 $(E3NN_FOLDER): | $(READY)
 	@rm -rf $@.new
-	$(PY) -m pip install -q --no-deps --target $@.new e3nn==$(E3NN_OLDEST)
+	$(PY) -m pip install -q --no-deps --target $@.new e3nn==$(E3NN)
 	@mv $@.new $@
 
-test-e3nn-oldest: $(READY) | $(E3NN_FOLDER) ## run the tests of tensor products with the oldest e3nn that they support
+test-e3nn-oldest: $(READY) | $(E3NN_FOLDER) ## run the tests of tensor products with the oldest e3nn that they support, or with E3NN=0.5.1
 	export $(TEST_ENV) PYTHONPATH=$(E3NN_FOLDER):$(SEEN) TORCH_FORCE_NO_WEIGHTS_ONLY_LOAD=1; \
-	$(PY) -W ignore -c 'import e3nn; assert e3nn.__version__ == "$(E3NN_OLDEST)", e3nn.__file__'; \
+	$(PY) -W ignore -c 'import e3nn; assert e3nn.__version__ == "$(E3NN)", e3nn.__file__'; \
 	$(PY) -m pytest -q -n $(JOBS) -m "not gpu" $(E3NN_ALLOWED) tests/layers/test_swap.py tests/layers/equivariant \
 	  tests/models/test_nequip.py tests/models/test_tetris.py tests/structure/test_clebsch_gordan.py
 
-peers: $(READY) ## run the peers' own tests that the package index carries, on our classes
+peers: $(READY) ## run the baselines' own tests that the package index has, on our classes
 	$(TEST_ENV) $(PY) tests/peers/run_from_index.py --folder $(abspath $(VENV))-peers
 
-# Collected apart: a doctest module is imported, and the tests' own modules must not be.
+# Collected separately: with --doctest-modules, pytest would import the tests' modules twice.
 doctest: $(READY) ## run the examples of the docstrings
 	$(TEST_ENV) $(PY) -m pytest -q --doctest-modules insum_nn
 
@@ -124,7 +125,7 @@ format: $(READY) ## rewrite the files in the project's style
 types: $(READY) ## check the types
 	$(PY) -m pyright --pythonpath "$$($(PY) -c 'import sys; print(sys.executable)')"
 
-# Run from inside OUTPUT, so that whatever an example writes stays there.
+# Run in OUTPUT, so that what an example writes stays there.
 examples: $(READY) ## run every example at its tiny size: make examples SIZE=small
 	@mkdir -p $(OUTPUT); count=0; \
 	for file in $(abspath $(wildcard examples/[a-z]*.py)); do \
@@ -134,10 +135,10 @@ examples: $(READY) ## run every example at its tiny size: make examples SIZE=sma
 	done; \
 	test $$count -gt 0 || { echo "no example ran" >&2; exit 1; }; echo "$$count examples ran"
 
-check: lint types test ## what a change must pass
+check: lint types test ## lint, types and tests
 
 gpu-check: $(READY) ## run the tests that need a GPU; none run, or any skipped, is a failure
-	@# Each test by its name: a run that is cut short has said what failed.
+	@# -v: a run that is interrupted has printed what failed.
 	INSUM_REQUIRE_GPU=1 MPLBACKEND=Agg PYTHONPATH=$(SEEN) $(PY) -m pytest -m gpu -v -rf $(if $(filter-out 1,$(GPU_JOBS)),-n $(GPU_JOBS) --dist worksteal)
 
 sanitize: $(READY) ## run generated kernels of every kind under compute-sanitizer; needs a GPU and the CUDA toolkit
@@ -149,13 +150,24 @@ bench: $(READY) ## run benchmarks, keep the record, update benchmarks/results/cu
 bench-table: $(READY) ## write the tables of README and docs, and the plots, from benchmarks/results: CHECK=1 only compares
 	$(RUN_ENV) $(PY) -m benchmarks.tables $(if $(CHECK),--check)
 
+wheel: $(READY) ## build wheel and source package into dist/, the wheel from the source package
+	rm -rf dist
+	$(PY) -m build --outdir dist
+
+# A new environment that sees the packages of this one, but not this checkout: the wheel must bring all that it needs.
+wheel-check: wheel ## install the wheel in a new environment and run README's blocks there
+	@rm -rf $(OUTPUT)/wheel; mkdir -p $(OUTPUT)/wheel; $(PY) -m venv $(OUTPUT)/wheel
+	@$(PY) -c 'import sysconfig; print(sysconfig.get_paths()["purelib"])' > "$$($(OUTPUT)/wheel/bin/python -c 'import sysconfig; print(sysconfig.get_paths()["purelib"])')/packages.pth"
+	$(OUTPUT)/wheel/bin/python -m pip install -q --no-deps --no-index --ignore-installed dist/*.whl
+	$(abspath $(OUTPUT))/wheel/bin/python tests/markdown_blocks.py --installed-in $(abspath $(OUTPUT))/wheel README.md
+
 # Only for the pinned torch; keeps the heading and the Triton that torch's GPU builds ask for.
 constraints: $(READY) ## write the installed versions to constraints.txt
 	@{ grep '^#' constraints.txt; $(PY) -m pip freeze --exclude-editable | grep -viE '^(-e|insum|triton==)|@' ; grep '^triton==' constraints.txt; } \
 	  | sed -E 's/\+[a-z0-9.]+$$//' > constraints.new
 	@{ grep '^#' constraints.new; grep -v '^#' constraints.new | LC_ALL=C sort -f; } > constraints.txt; rm constraints.new
 
-clean: ## remove what was made, but for the environment
+clean: ## remove what was built, except the environment
 	rm -rf build dist *.egg-info .pytest_cache .ruff_cache .hypothesis outputs
 	find . -name __pycache__ -not -path './.git/*' -not -path './.venv*' -prune -exec rm -rf {} +
 

@@ -7,6 +7,7 @@ from insum_nn.compiler.runtime.execution import cache_info, clear_cache
 from insum_nn.compiler.runtime.prepare import prepare
 from insum_nn.facts import IndexFacts
 from insum_nn.layers.swap import swap
+from insum_nn.version import __version__ as __version__
 
 __all__ = [
     "IndexFacts",
@@ -20,4 +21,3 @@ __all__ = [
     "schedules",
     "swap",
 ]
-__version__ = "0.1.0"

@@ -22,6 +22,7 @@ MAY_IMPORT: dict[str, set[str]] = {
     "errors": set(),
     "kept": set(),
     "facts": set(),
+    "version": set(),
     "compiler": {"errors", "facts", "kept"},
     "schedules": {"compiler.schedule.database"},
     "formats": {"errors", "facts", "kept"},

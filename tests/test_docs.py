@@ -2,39 +2,17 @@
 
 from __future__ import annotations
 
-import doctest
+import ast
 import re
+import tomllib
 from pathlib import Path
 
 import pytest
 
+from tests.markdown_blocks import BlockError, python_blocks, run_page
 from tests.source_tree import ROOT
 
 PAGES = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", *sorted((ROOT / "docs").rglob("*.md"))]
-FLAGS = doctest.NORMALIZE_WHITESPACE | doctest.ELLIPSIS | doctest.IGNORE_EXCEPTION_DETAIL
-
-
-def python_blocks(page: Path) -> list[tuple[int, str]]:
-    """The page's blocks fenced as `python`: the line of the first, and the text."""
-    text = page.read_text(encoding="utf-8")
-    found = re.finditer(r"^```python\n(.*?)^```$", text, re.MULTILINE | re.DOTALL)
-    return [(text.count("\n", 0, match.start(1)), match.group(1)) for match in found]
-
-
-def run_page(name: str, blocks: list[tuple[int, str]]) -> None:
-    """Run blocks in order, in one namespace; those with a `>>>` are compared with the output that they show."""
-    names: dict[str, object] = {"__name__": "__main__"}
-    for line, block in blocks:
-        if ">>> " not in block:
-            # Line breaks in front put the page's own line numbers into a traceback.
-            exec(compile("\n" * line + block, name, "exec", dont_inherit=True), names)
-            continue
-        test = doctest.DocTestParser().get_doctest(block, names, name, name, line)
-        report: list[str] = []
-        outcome = doctest.DocTestRunner(optionflags=FLAGS).run(test, out=report.append, clear_globs=False)
-        if outcome.failed:
-            pytest.fail("".join(report), pytrace=False)
-        names = test.globs
 
 
 @pytest.mark.parametrize("page", [p for p in PAGES if python_blocks(p)], ids=lambda p: p.name)
@@ -45,7 +23,7 @@ def test_python_blocks_run(page: Path, tmp_path: Path, monkeypatch: pytest.Monke
 
 def test_a_wrong_block_is_seen():
     run_page("page", [(0, ">>> x = 1\n"), (3, "assert x == 1\n"), (5, ">>> x\n1\n")])
-    with pytest.raises(pytest.fail.Exception, match=r"Expected:\s+2"):
+    with pytest.raises(BlockError, match=r"Expected:\s+2"):
         run_page("page", [(0, ">>> 1\n2\n")])
     with pytest.raises(AssertionError):
         run_page("page", [(0, "assert False\n")])
@@ -76,3 +54,39 @@ def test_linked_files_exist():
         prose = re.sub(r"^```.*?^```$", "", page.read_text(encoding="utf-8"), flags=re.MULTILINE | re.DOTALL)
         links = re.findall(r"\]\(([^)#:]+)(?:#[^)]*)?\)", prose)
         assert [link for link in links if not (page.parent / link).exists()] == [], page.name
+
+
+def test_the_matrix_covers_the_supported_versions():
+    """Each Python of the classifiers, the oldest torch and e3nn, and the pinned ones are in the CI's matrix."""
+    project = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))["project"]
+    matrix = (ROOT / ".github" / "workflows" / "tests.yml").read_text(encoding="utf-8")
+    rows = re.findall(r'\{ python: "([\d.]+)", torch: "([\d.]+)" \}', matrix)
+    pythons = [c.rpartition(" ")[2] for c in project["classifiers"] if re.search(r":: 3\.\d+$", c)]
+    assert sorted({python for python, _ in rows}) == sorted(pythons)
+    assert project["requires-python"] == f">={min(pythons, key=lambda v: int(v.partition('.')[2]))}"
+    pins = dict(re.findall(r"^([\w-]+)==(.+)$", (ROOT / "constraints.txt").read_text(encoding="utf-8"), re.MULTILINE))
+    oldest = re.search(r"torch>=([\d.]+)", " ".join(project["dependencies"]))
+    assert oldest
+    torches = {torch for _, torch in rows}
+    assert {oldest[1] + ".0", pins["torch"]} <= torches
+    listed = re.search(r"e3nn: (\[.*\])", matrix)
+    assert listed
+    releases = ast.literal_eval(listed[1])
+    floor = re.search(r"e3nn>=([\d.]+)", " ".join(project["optional-dependencies"]["e3nn"]))
+    assert floor
+    assert {floor[1], pins["e3nn"]} <= set(releases)
+
+
+def test_files_for_contributors_and_citations_are_valid():
+    yaml = pytest.importorskip("yaml")
+    citation = yaml.safe_load((ROOT / "CITATION.cff").read_text(encoding="utf-8"))
+    assert {"cff-version", "message", "title", "authors", "license"} <= set(citation)
+    forms = sorted((ROOT / ".github" / "ISSUE_TEMPLATE").glob("*.yml"))
+    for path in forms:
+        form = yaml.safe_load(path.read_text(encoding="utf-8"))
+        assert path.name == "config.yml" or {"name", "description", "body"} <= set(form), path.name
+    for path in (ROOT / ".github" / "workflows").glob("*.yml"):
+        jobs = yaml.safe_load(path.read_text(encoding="utf-8"))["jobs"]
+        steps = [step for job in jobs.values() for step in job["steps"]]
+        assert steps
+        assert all(("uses" in step) != ("run" in step) for step in steps), path.name

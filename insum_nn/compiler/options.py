@@ -23,7 +23,7 @@ class Options:
             a cell that sums n terms may differ by 2 n eps (sum of the terms' absolute values), eps that of the dtype.
         validate: read every index tensor again at each call, builders' facts included, and forget what was kept of it.
             That is how writes are seen that torch does not count: through `.data`, a NumPy array or DLPack.
-        native_matmul: let Inductor fuse gather, `tl.dot` and scatter into one kernel (CUDA only).
+        native_matmul: let Inductor fuse gather, `tl.dot` and scatter into one kernel (on a GPU only).
         specialize: compile GPU kernels for the extents of dense feature axes and group slots, which belong to a
             model; sizes of the data are never fixed. `False` fixes nothing.
         order: `"cost"` picks the cheapest order of pairwise products; `"left"` keeps the written order.

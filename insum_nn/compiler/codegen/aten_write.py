@@ -92,7 +92,7 @@ class OutputWriter(GraphWriter):
 
     def add(self, base: Node, axis: int, flat: Node, node: Node) -> Node:
         if self.deterministic and self.device_type == "cuda":
-            # CUDA's accumulating index_put sorts the addresses first, so its order of summation is fixed.
+            # On a GPU the accumulating index_put sorts the addresses first, so its order of summation is fixed.
             places = (None,) * axis + (flat,)
             return self.call(torch.ops.aten.index_put.default, base, places, node, True)
         if self.start is None and not self.compiled:

@@ -1,0 +1,76 @@
+"""Run the Python blocks of Markdown pages: in the tests, and by itself against an installed wheel.
+
+python tests/markdown_blocks.py --installed-in FOLDER README.md
+"""
+
+from __future__ import annotations
+
+import argparse
+import doctest
+import os
+import re
+import sys
+import tempfile
+from pathlib import Path
+
+FLAGS = doctest.NORMALIZE_WHITESPACE | doctest.ELLIPSIS | doctest.IGNORE_EXCEPTION_DETAIL
+
+
+class BlockError(AssertionError):
+    """A block's output is not what the page shows."""
+
+
+def python_blocks(page: Path) -> list[tuple[int, str]]:
+    """Return the page's blocks fenced as `python`: the line of the first, and the text."""
+    text = page.read_text(encoding="utf-8")
+    found = re.finditer(r"^```python\n(.*?)^```$", text, re.MULTILINE | re.DOTALL)
+    return [(text.count("\n", 0, match.start(1)), match.group(1)) for match in found]
+
+
+def run_page(name: str, blocks: list[tuple[int, str]]) -> None:
+    """Run blocks in order, in one namespace; those with a `>>>` are compared with the output that they show.
+
+    Raises:
+        BlockError: an output differs.
+    """
+    names: dict[str, object] = {"__name__": "__main__"}
+    for line, block in blocks:
+        if ">>> " not in block:
+            # Line breaks in front put the page's own line numbers into a traceback.
+            exec(compile("\n" * line + block, name, "exec", dont_inherit=True), names)
+            continue
+        test = doctest.DocTestParser().get_doctest(block, names, name, name, line)
+        report: list[str] = []
+        outcome = doctest.DocTestRunner(optionflags=FLAGS).run(test, out=report.append, clear_globs=False)
+        if outcome.failed:
+            raise BlockError("".join(report))
+        names = test.globs
+
+
+def main() -> int:
+    """Run the command line."""
+    parser = argparse.ArgumentParser(description="Run the Python blocks of Markdown pages.")
+    parser.add_argument("pages", nargs="+", type=Path)
+    parser.add_argument("--installed-in", type=Path, required=True, help="folder that insum_nn must be imported from")
+    options = parser.parse_args()
+    import insum_nn
+
+    assert insum_nn.__file__ is not None
+    where = Path(insum_nn.__file__).resolve()
+    if not where.is_relative_to(options.installed_in.resolve()):
+        print(f"insum_nn was imported from {where}", file=sys.stderr)
+        return 1
+    pages = [(page, python_blocks(page)) for page in options.pages]
+    if not any(blocks for _, blocks in pages):
+        print("no page has a Python block", file=sys.stderr)
+        return 1
+    with tempfile.TemporaryDirectory() as folder:
+        os.chdir(folder)
+        for page, blocks in pages:
+            run_page(page.name, blocks)
+    print(f"insum_nn {insum_nn.__version__}: {sum(len(blocks) for _, blocks in pages)} blocks ran")
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
