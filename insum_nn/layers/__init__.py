@@ -24,7 +24,7 @@ if TYPE_CHECKING:
     from insum_nn.layers.graph.gcn_conv import GCNConv
     from insum_nn.layers.pruned.block_sparse_linear import BlockSparseLinear
     from insum_nn.layers.pruned.pruned_conv2d import PrunedConv2d
-    from insum_nn.layers.voxel.conv_kinds import SparseConv3d, SparseConvTranspose3d, SparseInverseConv3d, SubMConv3d
+    from insum_nn.layers.voxel.conv import SparseConv3d, SparseConvTranspose3d, SparseInverseConv3d, SubMConv3d
     from insum_nn.layers.voxel.pool import SparseAvgPool3d, SparseMaxPool3d
     from insum_nn.layers.voxel.sequential import SparseSequential
     from insum_nn.layers.voxel.sparse_tensor import SparseConvTensor
@@ -53,7 +53,7 @@ _HOMES = {
     "pruned.block_sparse_linear": ("BlockSparseLinear",),
     "graph.gcn_conv": ("GCNConv",),
     "pruned.pruned_conv2d": ("PrunedConv2d",),
-    "voxel.conv_kinds": ("SparseConv3d", "SparseConvTranspose3d", "SparseInverseConv3d", "SubMConv3d"),
+    "voxel.conv": ("SparseConv3d", "SparseConvTranspose3d", "SparseInverseConv3d", "SubMConv3d"),
     "voxel.pool": ("SparseAvgPool3d", "SparseMaxPool3d"),
     "voxel.sequential": ("SparseSequential",),
     "voxel.sparse_tensor": ("SparseConvTensor",),

@@ -49,13 +49,13 @@ def _tensor_product(module: Any) -> nn.Module:
 
 
 def _spconv_convolution(module: Any) -> nn.Module:
-    kinds, base = (importlib.import_module(f"insum_nn.layers.voxel.{name}") for name in ("conv_kinds", "conv"))
+    kinds = importlib.import_module("insum_nn.layers.voxel.conv")
     kernel = tuple(int(extent) for extent in module.kernel_size)
     expected = (module.out_channels, *kernel, module.in_channels // module.groups)
     if tuple(module.weight.shape) != expected:
         raise NotConvertible(f"its weight is {tuple(module.weight.shape)}, not (out, kernel.., in) = {expected}")
     new: Any = _uninitialised(kinds, module)
-    base.SparseConvolution.__init__(
+    kinds.SparseConvolution.__init__(
         new,
         module.ndim,
         module.in_channels,

@@ -13,7 +13,7 @@ from insum_nn.errors import InsumDeviceError, InsumDtypeError, InsumError, Insum
 from insum_nn.ops.arguments import layer_elsewhere, run, to_autocast
 from insum_nn.ops.sparse_conv_table import by_table, table_conv, table_operands, table_statement, takes_table
 from insum_nn.structure.kernel_map import FACTS, KernelMap
-from insum_nn.structure.kernel_map.table import TABLE_FACTS
+from insum_nn.structure.kernel_map.tables import TABLE_FACTS
 
 __all__ = [
     "SPARSE_CONV",

@@ -30,8 +30,7 @@ from insum_nn.facts import IndexFacts
 from insum_nn.ops.modes import without_autocast
 from insum_nn.ops.trilinear import contract
 from insum_nn.structure.kernel_map import FACTS, KernelMap
-from insum_nn.structure.kernel_map.pairs import LIST_FACTS
-from insum_nn.structure.kernel_map.table import TABLE_FACTS
+from insum_nn.structure.kernel_map.tables import LIST_FACTS, TABLE_FACTS
 
 __all__ = ["by_table", "table_conv", "table_operands", "table_statement", "takes_table"]
 

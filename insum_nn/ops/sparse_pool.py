@@ -14,7 +14,6 @@ from insum_nn.ops.arguments import run
 from insum_nn.ops.sparse_conv import check_features
 from insum_nn.structure.coordinates import Coordinates, unique_sites
 from insum_nn.structure.kernel_map import FACTS, KernelMap
-from insum_nn.structure.kernel_map.operator import prove_sites
 
 __all__ = [
     "SPARSE_AVG_POOL",
@@ -50,7 +49,7 @@ def _read(sites: Coordinates, options: Options) -> Coordinates:
     """The voxels; with `validate` without what was made of them, and proven by another reading."""
     if not options.validate:
         return sites
-    return prove_sites(Coordinates(sites.indices, sites.spatial_shape, sites.batch_size))
+    return Coordinates(sites.indices, sites.spatial_shape, sites.batch_size).prove()
 
 
 def sparse_max_pool(features: Tensor, kernel_map: KernelMap, *, options: Options = DEFAULT) -> Tensor:

@@ -162,10 +162,19 @@ class Coordinates:
     def prove(self) -> Coordinates:
         """Check every coordinate, and that no site stands twice; reads the device once.
 
+        Under `torch.compile` one operator does, when the compiled code runs.
+
+        Returns:
+            These sites, checked.
+
         Raises:
             InsumRangeError: a coordinate is negative or not below its extent.
             InsumFormatError: a site stands twice.
         """
+        if torch.compiler.is_compiling():
+            # What follows reads the operator's result, so that no part of it can go before the check, or without it.
+            checked = torch.ops.insum_nn.prove_sites(self.indices, list(self.spatial_shape), self.batch_size)
+            return Coordinates(checked, self.spatial_shape, self.batch_size, origin=self.indices)
         judge = self.proof()
         self.drop_grid()
         judge()
@@ -434,3 +443,14 @@ def _duplicate(sites: Coordinates) -> InsumFormatError:
         row=second,
         first=first,
     )
+
+
+@torch.library.custom_op("insum_nn::prove_sites", mutates_args=())
+def _prove(indices: Tensor, spatial_shape: Sequence[int], batch_size: int) -> Tensor:
+    Coordinates(indices, tuple(spatial_shape), batch_size).prove()
+    return indices.clone()
+
+
+@_prove.register_fake
+def _prove_fake(indices: Tensor, spatial_shape: Sequence[int], batch_size: int) -> Tensor:
+    return torch.empty_like(indices)

@@ -16,7 +16,7 @@ from insum_nn.layers.pruned.block_sparse_linear import BlockSparseLinear
 from insum_nn.layers.pruned.pruned_conv2d import PrunedConv2d
 from insum_nn.layers.swap import swap
 from insum_nn.layers.swap_converters import CONVERTERS, NotConvertible, register_converter
-from insum_nn.layers.voxel import conv_kinds
+from insum_nn.layers.voxel import conv as kinds
 from insum_nn.layers.voxel import pool as pools
 from insum_nn.layers.voxel import sequential as modules
 from insum_nn.layers.voxel.sparse_tensor import SparseConvTensor
@@ -354,7 +354,7 @@ def stand_in(source: Any, name: str, path: str) -> Any:
 
 
 def sparse_model() -> tuple[nn.Module, Any]:
-    conv = lambda name: stand_in(conv_kinds, name, "spconv.pytorch.conv")  # noqa: E731
+    conv = lambda name: stand_in(kinds, name, "spconv.pytorch.conv")  # noqa: E731
     small = lambda name: stand_in(modules, name, "spconv.pytorch.modules")  # noqa: E731
     pool = stand_in(pools, "SparseMaxPool2d", "spconv.pytorch.pool")
     to_dense = stand_in(modules, "ToDense", "spconv.pytorch")
@@ -419,7 +419,7 @@ def test_the_model_itself_may_be_a_container():
 
 
 def test_weights_in_another_order_are_left_alone():
-    kind = stand_in(conv_kinds, "SubMConv2d", "spconv.pytorch.conv")
+    kind = stand_in(kinds, "SubMConv2d", "spconv.pytorch.conv")
     layer = kind(3, 8, 3)
     layer.weight = nn.Parameter(layer.weight.detach().permute(1, 2, 3, 0).contiguous())
     (row,) = swap(nn.Sequential(layer)).rows

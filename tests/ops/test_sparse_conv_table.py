@@ -12,7 +12,7 @@ import torch
 
 from insum_nn.compiler.options import Options
 from insum_nn.errors import InsumRangeError
-from insum_nn.layers.voxel.conv_kinds import SubMConv3d
+from insum_nn.layers.voxel.conv import SubMConv3d
 from insum_nn.layers.voxel.sparse_tensor import SparseConvTensor
 from insum_nn.ops import sparse_conv_table
 from insum_nn.ops.sparse_conv import (

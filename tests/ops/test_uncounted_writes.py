@@ -11,7 +11,7 @@ import insum_nn.ops as ops
 from insum_nn import Options
 from insum_nn.errors import InsumError, InsumRangeError
 from insum_nn.formats import GroupCOO
-from insum_nn.layers.voxel.conv_kinds import SparseConv3d, SubMConv3d
+from insum_nn.layers.voxel.conv import SparseConv3d, SubMConv3d
 from insum_nn.layers.voxel.pool import SparseGlobalMaxPool, SparseMaxPool3d
 from insum_nn.layers.voxel.sparse_tensor import SparseConvTensor
 from tests.ops.test_edited_formats import Entry, each_format, fixed, meaning, sparse_dense

@@ -36,25 +36,9 @@ from insum_nn.layers.spconv import (
 )
 from insum_nn.layers.spconv.identity import Identity
 from insum_nn.layers.spconv.ops import ConvAlgo
-from insum_nn.layers.voxel.conv import SparseConvolution, load_spconv_state_dict, spconv_state_dict
-from insum_nn.layers.voxel.conv_kinds import (
-    SparseConv1d,
-    SparseConv2d,
-    SparseConv3d,
-    SparseConv4d,
-    SparseConvTranspose1d,
-    SparseConvTranspose2d,
-    SparseConvTranspose3d,
-    SparseConvTranspose4d,
-    SparseInverseConv1d,
-    SparseInverseConv2d,
-    SparseInverseConv3d,
-    SparseInverseConv4d,
-    SubMConv1d,
-    SubMConv2d,
-    SubMConv3d,
-    SubMConv4d,
-)
+from insum_nn.layers.spconv.states import load_spconv_state_dict, spconv_state_dict
+from insum_nn.layers.voxel import conv as _kinds
+from insum_nn.layers.voxel.conv import *
 from insum_nn.layers.voxel.pool import (
     SparseAvgPool1d,
     SparseAvgPool2d,
@@ -99,23 +83,10 @@ __all__ = [
     "SparseAvgPool3d",
     "SparseAvgPool4d",
     "SparseBatchNorm",
-    "SparseConv1d",
-    "SparseConv2d",
-    "SparseConv3d",
-    "SparseConv4d",
     "SparseConvTensor",
-    "SparseConvTranspose1d",
-    "SparseConvTranspose2d",
-    "SparseConvTranspose3d",
-    "SparseConvTranspose4d",
-    "SparseConvolution",
     "SparseGlobalAvgPool",
     "SparseGlobalMaxPool",
     "SparseIdentity",
-    "SparseInverseConv1d",
-    "SparseInverseConv2d",
-    "SparseInverseConv3d",
-    "SparseInverseConv4d",
     "SparseMaxPool1d",
     "SparseMaxPool2d",
     "SparseMaxPool3d",
@@ -124,10 +95,6 @@ __all__ = [
     "SparseReLU",
     "SparseSequential",
     "SparseSyncBatchNorm",
-    "SubMConv1d",
-    "SubMConv2d",
-    "SubMConv3d",
-    "SubMConv4d",
     "ToDense",
     "assign_name_for_sparse_modules",
     "constants",
@@ -147,3 +114,4 @@ __all__ = [
     "tables",
     "utils",
 ]
+__all__ += _kinds.__all__

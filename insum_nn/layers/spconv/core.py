@@ -11,12 +11,12 @@ import torch
 from torch import Tensor
 
 from insum_nn.errors import InsumRangeError, InsumShapeError
-from insum_nn.layers.voxel import maps
+from insum_nn.layers.voxel.base import expand_nd as _expand
 from insum_nn.layers.voxel.conv_base import Activation
 from insum_nn.layers.voxel.sparse_tensor import SparseConvTensor
 from insum_nn.structure.coordinates import Coordinates
 from insum_nn.structure.kernel_map import Geometry, KernelMap
-from insum_nn.structure.kernel_map.table import order_by_mask
+from insum_nn.structure.kernel_map.tables import order_by_mask
 
 __all__ = [
     "Activation",
@@ -173,7 +173,7 @@ def expand_nd(ndim: int, val: Any) -> list[int]:
     """
     values = val if isinstance(val, int) else [int(value) for value in val]
     # spconv takes any numbers here, -1 for a kernel over a whole axis among them.
-    return maps.expand_nd("expand_nd", "val", ndim, values, -(1 << 31))
+    return _expand("expand_nd", "val", ndim, values, -(1 << 31))
 
 
 def scatter_nd(indices: Tensor, updates: Tensor, shape: Sequence[int]) -> Tensor:

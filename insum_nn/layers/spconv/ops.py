@@ -11,24 +11,11 @@ import torch
 from torch import Tensor
 
 from insum_nn.errors import InsumShapeError
+from insum_nn.layers.spconv import table_ops
 from insum_nn.layers.spconv.cppcore import get_current_stream
-from insum_nn.layers.spconv.table_ops import (
-    implicit_gemm,
-    implicit_gemm_backward,
-    indice_avgpool,
-    indice_avgpool_implicit_gemm,
-    indice_avgpool_implicit_gemm_backward,
-    indice_conv,
-    indice_conv_backward,
-    indice_maxpool,
-    indice_maxpool_backward,
-    indice_maxpool_implicit_gemm,
-    indice_maxpool_implicit_gemm_backward,
-)
+from insum_nn.layers.spconv.table_ops import *
 from insum_nn.structure.coordinates import Coordinates
-from insum_nn.structure.kernel_map import Geometry, KernelMap
-from insum_nn.structure.kernel_map.build import build_kernel_map, output_shape
-from insum_nn.structure.kernel_map.geometry import ConvAlgo
+from insum_nn.structure.kernel_map import ConvAlgo, Geometry, KernelMap, build_kernel_map, output_shape
 
 __all__ = [
     "AlgoHint",
@@ -39,19 +26,9 @@ __all__ = [
     "get_indice_pairs",
     "get_indice_pairs_implicit_gemm",
     "global_pool_rearrange",
-    "implicit_gemm",
-    "implicit_gemm_backward",
-    "indice_avgpool",
-    "indice_avgpool_implicit_gemm",
-    "indice_avgpool_implicit_gemm_backward",
-    "indice_conv",
-    "indice_conv_backward",
-    "indice_maxpool",
-    "indice_maxpool_backward",
-    "indice_maxpool_implicit_gemm",
-    "indice_maxpool_implicit_gemm_backward",
     "maximum_value_int_",
 ]
+__all__ += table_ops.__all__
 
 _MASK_BITS = 32
 
@@ -80,10 +57,8 @@ def get_conv_output_size(
     >>> get_conv_output_size([19, 18], [3, 2], [2, 1], [1, 0], [1, 1])
     [10, 17]
     """
-    zeros = (0,) * len(input_size)
-    kernel = tuple(1 if k == -1 else k for k in kernel_size)
-    moves = (kernel, tuple(stride), tuple(padding), tuple(dilation), zeros)
-    found = output_shape(input_size, Geometry("conv", *moves))
+    kernel = [1 if k == -1 else k for k in kernel_size]
+    found = output_shape(input_size, Geometry.of(kernel, stride, padding, dilation))
     return [1 if k == -1 else extent for k, extent in zip(kernel_size, found, strict=True)]
 
 
@@ -111,8 +86,8 @@ def get_deconv_output_size(
             argument="kernel_size",
             got=kernel_size,
         )
-    moves = (tuple(kernel_size), tuple(stride), tuple(padding), tuple(dilation), tuple(output_padding))
-    return list(output_shape(input_size, Geometry("transpose", *moves)))
+    moves = (kernel_size, stride, padding, dilation, output_padding)
+    return list(output_shape(input_size, Geometry.of(*moves, transposed=True)))
 
 
 def get_indice_pairs(
@@ -276,15 +251,7 @@ def _map_of(
     subm: bool,
     transpose: bool,
 ) -> KernelMap:
-    kernel, dilated = tuple(ksize), tuple(dilation)
-    ones, zeros = (1,) * len(kernel), (0,) * len(kernel)
-    if subm:
-        centre = tuple(k // 2 * d for k, d in zip(kernel, dilated, strict=True))
-        geometry = Geometry("subm", kernel, ones, centre, dilated, zeros)
-    elif transpose:
-        geometry = Geometry("transpose", kernel, tuple(stride), tuple(padding), dilated, tuple(out_padding))
-    else:
-        geometry = Geometry("conv", kernel, tuple(stride), tuple(padding), dilated, zeros)
+    geometry = Geometry.of(ksize, stride, padding, dilation, out_padding, subm=subm, transposed=transpose)
     return build_kernel_map(Coordinates(indices, tuple(spatial_shape), batch_size), geometry)
 
 

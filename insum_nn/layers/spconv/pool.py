@@ -2,46 +2,13 @@
 
 from __future__ import annotations
 
-from insum_nn.layers.voxel.pool import (
-    SparseAvgPool,
-    SparseAvgPool1d,
-    SparseAvgPool2d,
-    SparseAvgPool3d,
-    SparseAvgPool4d,
-    SparseGlobalAvgPool,
-    SparseGlobalMaxPool,
-    SparseMaxPool,
-    SparseMaxPool1d,
-    SparseMaxPool2d,
-    SparseMaxPool3d,
-    SparseMaxPool4d,
-)
+from insum_nn.layers.voxel import pool as _kinds
+from insum_nn.layers.voxel.pool import *
+from insum_nn.layers.voxel.pool import SparseAvgPool, SparseMaxPool
 
-__all__ = [
-    "ALL_POOL_LAYERS",
-    "SparseAvgPool",
-    "SparseAvgPool1d",
-    "SparseAvgPool2d",
-    "SparseAvgPool3d",
-    "SparseAvgPool4d",
-    "SparseGlobalAvgPool",
-    "SparseGlobalMaxPool",
-    "SparseMaxPool",
-    "SparseMaxPool1d",
-    "SparseMaxPool2d",
-    "SparseMaxPool3d",
-    "SparseMaxPool4d",
-]
+__all__ = ["ALL_POOL_LAYERS"]
+__all__ += _kinds.__all__
 
 ALL_POOL_LAYERS: set[type[SparseMaxPool] | type[SparseAvgPool]] = {
-    SparseAvgPool,
-    SparseAvgPool1d,
-    SparseAvgPool2d,
-    SparseAvgPool3d,
-    SparseAvgPool4d,
-    SparseMaxPool,
-    SparseMaxPool1d,
-    SparseMaxPool2d,
-    SparseMaxPool3d,
-    SparseMaxPool4d,
+    getattr(_kinds, name) for name in _kinds.__all__ if "Global" not in name
 }

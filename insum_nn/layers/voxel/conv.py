@@ -1,25 +1,42 @@
-"""Convolutions over sparse grids in 1 to 4 dimensions: submanifold, strided, inverse and transposed."""
+"""Convolutions over sparse grids in 1 to 4 dimensions: submanifold, strided, inverse and transposed.
+
+The kinds, at the end, only name their arguments to `SparseConvolution`.
+"""
 
 from __future__ import annotations
 
 import math
-from collections import OrderedDict
-from collections.abc import Mapping
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 from torch import Tensor, nn
 
 from insum_nn.compiler.options import DEFAULT, Options
-from insum_nn.errors import InsumFormatError
-from insum_nn.layers.voxel.conv_base import VOXEL_COUNT, Activation, SparseConvolutionBase, activation_name
-from insum_nn.layers.voxel.maps import IntOrInts
-from insum_nn.layers.voxel.sequential import SparseModule
+from insum_nn.layers.voxel.base import VOXEL_COUNT, IntOrInts, SparseModule
+from insum_nn.layers.voxel.conv_base import Activation, SparseConvolutionBase, activation_name
 from insum_nn.layers.voxel.sparse_tensor import SparseConvTensor
 from insum_nn.ops.sparse_conv import map_program, sparse_conv_call, sparse_conv_expression
 from insum_nn.structure.conv_weights import export_weight, import_weight
 
-__all__ = ["SparseConvolution", "load_spconv_state_dict", "spconv_state_dict"]
+__all__ = [
+    "SparseConv1d",
+    "SparseConv2d",
+    "SparseConv3d",
+    "SparseConv4d",
+    "SparseConvTranspose1d",
+    "SparseConvTranspose2d",
+    "SparseConvTranspose3d",
+    "SparseConvTranspose4d",
+    "SparseConvolution",
+    "SparseInverseConv1d",
+    "SparseInverseConv2d",
+    "SparseInverseConv3d",
+    "SparseInverseConv4d",
+    "SubMConv1d",
+    "SubMConv2d",
+    "SubMConv3d",
+    "SubMConv4d",
+]
 
 # What a state says of a layer's weight. In version 2 it was always what its shape says; in version 1, which is torch's
 # default and so spconv's, and from version 3 on it is in spconv's memory order (`SparseConvolution.weight_layout`).
@@ -113,33 +130,9 @@ class SparseConvolution(SparseConvolutionBase, SparseModule):
             anchor: kernel cell that lies on the voxel in a submanifold layer; default `kernel_size // 2`.
             options: compile options.
         """
+        named = {key: value for key, value in _arguments(locals()).items() if key not in ("name", "device", "dtype")}
         SparseModule.__init__(self, name=name)
-        SparseConvolutionBase.__init__(
-            self,
-            ndim,
-            in_channels,
-            out_channels,
-            kernel_size,
-            stride,
-            padding,
-            dilation,
-            groups,
-            bias,
-            subm,
-            output_padding,
-            transposed,
-            inverse,
-            indice_key,
-            algo,
-            fp32_accum,
-            record_voxel_count,
-            act_type,
-            act_alpha,
-            act_beta,
-            large_kernel_fast_algo,
-            anchor=anchor,
-            options=options,
-        )
+        SparseConvolutionBase.__init__(self, **named)
         factory: dict[str, Any] = {"device": device, "dtype": dtype}
         self.weight = nn.Parameter(torch.empty(self.weight_shape, **factory))
         self._weight_version = _VERSION
@@ -267,62 +260,185 @@ class SparseConvolution(SparseConvolutionBase, SparseModule):
         return map_program(expression, self.options).explain(tensors=named, out_shape=shape, measure=measure)
 
 
-def load_spconv_state_dict(model: nn.Module, state: Mapping[str, Tensor], *, strict: bool = True) -> Any:
-    """`model.load_state_dict` of weights in spconv's layout, whatever their metadata say.
-
-    Args:
-        model: any module with our layers in the places of spconv's.
-        state: tensors by name.
-        strict: whether keys must agree.
-
-    Returns:
-        What `load_state_dict` returns.
-
-    >>> layer = SparseConvolution(1, 3, 2, 1, bias=False)
-    >>> load_spconv_state_dict(layer, {"weight": torch.arange(6.0).reshape(2, 1, 3)})
-    <All keys matched successfully>
-    >>> layer.dense_weight.tolist()
-    [[[0.0, 2.0, 4.0]], [[1.0, 3.0, 5.0]]]
-    """
-    marked: Any = OrderedDict(state)
-    marked._metadata = OrderedDict((path, {"version": module._version}) for path, module in model.named_modules())
-    return model.load_state_dict(marked, strict=strict)
-
-
-def spconv_state_dict(model: nn.Module) -> dict[str, Tensor]:
-    """The weights of a whole model for the same model made of spconv's layers, which loads them strictly.
-
-    Weights have spconv's layout in memory already; what this adds to `state_dict()` is that every convolution is one
-    that spconv has.
-
-    Args:
-        model: any module with our layers in the places of spconv's.
-
-    Returns:
-        Detached tensors by name, sharing the parameters' memory.
-
-    Raises:
-        InsumFormatError: a layer has groups of channels or an anchor, which spconv's have not.
-
-    >>> layer = SparseConvolution(3, 4, 8, 3, subm=True)
-    >>> {name: tuple(value.shape) for name, value in spconv_state_dict(layer).items()}
-    {'weight': (8, 3, 3, 3, 4), 'bias': (8,)}
-    """
-    wrong: list[str] = []
-    for path, module in model.named_modules():
-        if isinstance(module, SparseConvolution):
-            name = path or "the model"
-            wrong += [f"{name}: groups={module.groups}"] if module.groups != 1 else []
-            wrong += [f"{name}: anchor={module.own_anchor}"] if module.own_anchor is not None else []
-    if wrong:
-        raise InsumFormatError(
-            "spconv has no layers like some of this model's",
-            details=wrong,
-            fix="export models whose layers have groups=1 and no anchor.",
-        )
-    return dict(model.state_dict())
-
-
 def _add_missing_count(module: nn.Module, state_dict: dict[str, Any], prefix: str, *_: Any) -> None:
     """Weights saved without the voxel count load all the same."""
     state_dict.setdefault(prefix + VOXEL_COUNT, torch.zeros(1, dtype=torch.int32))
+
+
+def _arguments(local: dict[str, Any]) -> dict[str, Any]:
+    """The arguments of a constructor by name, from its `locals()`; those of `**rest` too."""
+    named = {key: value for key, value in local.items() if key not in ("self", "__class__", "rest")}
+    return {**named, **local.get("rest", {})}
+
+
+class _Sized(SparseConvolution):
+    """The constructor of `SparseConv` and `SparseConvTranspose`."""
+
+    NDIM: ClassVar[int]
+    TRANSPOSED: ClassVar[bool] = False
+
+    def __init__(
+        self,
+        in_channels: int,
+        out_channels: int,
+        kernel_size: IntOrInts,
+        stride: IntOrInts = 1,
+        padding: IntOrInts = 0,
+        dilation: IntOrInts = 1,
+        groups: int = 1,
+        bias: bool = True,
+        indice_key: str | None = None,
+        algo: object = None,
+        fp32_accum: bool | None = None,
+        record_voxel_count: bool = False,
+        large_kernel_fast_algo: bool = False,
+        name: str | None = None,
+        **rest: Any,
+    ) -> None:
+        super().__init__(self.NDIM, **_arguments(locals()), transposed=self.TRANSPOSED)
+
+
+class _SubM(SparseConvolution):
+    """The constructor of `SubMConv`."""
+
+    NDIM: ClassVar[int]
+
+    def __init__(
+        self,
+        in_channels: int,
+        out_channels: int,
+        kernel_size: IntOrInts,
+        stride: IntOrInts = 1,
+        padding: IntOrInts = 0,
+        dilation: IntOrInts = 1,
+        groups: int = 1,
+        bias: bool = True,
+        indice_key: str | None = None,
+        algo: object = None,
+        fp32_accum: bool | None = None,
+        large_kernel_fast_algo: bool = False,
+        name: str | None = None,
+        **rest: Any,
+    ) -> None:
+        super().__init__(self.NDIM, **_arguments(locals()), subm=True)
+
+
+class _Inverse(SparseConvolution):
+    """The constructor of `SparseInverseConv`."""
+
+    NDIM: ClassVar[int]
+
+    def __init__(
+        self,
+        in_channels: int,
+        out_channels: int,
+        kernel_size: IntOrInts,
+        indice_key: str,
+        bias: bool = True,
+        algo: object = None,
+        fp32_accum: bool | None = None,
+        large_kernel_fast_algo: bool = False,
+        name: str | None = None,
+        **rest: Any,
+    ) -> None:
+        super().__init__(self.NDIM, **_arguments(locals()), inverse=True)
+
+
+class SparseConv1d(_Sized):
+    """Sparse convolution in 1 dimension; writes every voxel that the kernel reaches. See `SparseConvolution`."""
+
+    NDIM = 1
+
+
+class SparseConv2d(_Sized):
+    """Sparse convolution in 2 dimensions; writes every voxel that the kernel reaches. See `SparseConvolution`."""
+
+    NDIM = 2
+
+
+class SparseConv3d(_Sized):
+    """Sparse convolution in 3 dimensions; writes every voxel that the kernel reaches. See `SparseConvolution`."""
+
+    NDIM = 3
+
+
+class SparseConv4d(_Sized):
+    """Sparse convolution in 4 dimensions; writes every voxel that the kernel reaches. See `SparseConvolution`."""
+
+    NDIM = 4
+
+
+class SparseConvTranspose1d(_Sized):
+    """Transposed sparse convolution in 1 dimension, as `nn.ConvTranspose`. See `SparseConvolution`."""
+
+    NDIM = 1
+    TRANSPOSED = True
+
+
+class SparseConvTranspose2d(_Sized):
+    """Transposed sparse convolution in 2 dimensions, as `nn.ConvTranspose`. See `SparseConvolution`."""
+
+    NDIM = 2
+    TRANSPOSED = True
+
+
+class SparseConvTranspose3d(_Sized):
+    """Transposed sparse convolution in 3 dimensions, as `nn.ConvTranspose`. See `SparseConvolution`."""
+
+    NDIM = 3
+    TRANSPOSED = True
+
+
+class SparseConvTranspose4d(_Sized):
+    """Transposed sparse convolution in 4 dimensions, as `nn.ConvTranspose`. See `SparseConvolution`."""
+
+    NDIM = 4
+    TRANSPOSED = True
+
+
+class SparseInverseConv1d(_Inverse):
+    """Convolution in 1 dimension back to the voxels before the layer of the same `indice_key`."""
+
+    NDIM = 1
+
+
+class SparseInverseConv2d(_Inverse):
+    """Convolution in 2 dimensions back to the voxels before the layer of the same `indice_key`."""
+
+    NDIM = 2
+
+
+class SparseInverseConv3d(_Inverse):
+    """Convolution in 3 dimensions back to the voxels before the layer of the same `indice_key`."""
+
+    NDIM = 3
+
+
+class SparseInverseConv4d(_Inverse):
+    """Convolution in 4 dimensions back to the voxels before the layer of the same `indice_key`."""
+
+    NDIM = 4
+
+
+class SubMConv1d(_SubM):
+    """Submanifold convolution in 1 dimension: writes the voxels that it reads. See `SparseConvolution`."""
+
+    NDIM = 1
+
+
+class SubMConv2d(_SubM):
+    """Submanifold convolution in 2 dimensions: writes the voxels that it reads. See `SparseConvolution`."""
+
+    NDIM = 2
+
+
+class SubMConv3d(_SubM):
+    """Submanifold convolution in 3 dimensions: writes the voxels that it reads. See `SparseConvolution`."""
+
+    NDIM = 3
+
+
+class SubMConv4d(_SubM):
+    """Submanifold convolution in 4 dimensions: writes the voxels that it reads. See `SparseConvolution`."""
+
+    NDIM = 4

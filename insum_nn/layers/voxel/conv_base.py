@@ -12,24 +12,23 @@ from torch import Tensor
 
 from insum_nn.compiler.options import DEFAULT, Options
 from insum_nn.errors import InsumFormatError, InsumNameError, InsumShapeError
-from insum_nn.layers.voxel.maps import IntOrInts, check_ndim, expand_nd, map_differences, map_of, store_map, stored_map
+from insum_nn.layers.voxel.base import (
+    VOXEL_COUNT,
+    IntOrInts,
+    check_ndim,
+    default_algo,
+    expand_nd,
+    map_differences,
+    map_of,
+    store_map,
+    stored_map,
+)
 from insum_nn.layers.voxel.sparse_tensor import SparseConvTensor
 from insum_nn.ops.sparse_conv import sparse_conv
 from insum_nn.structure.conv_weights import WeightLayout, import_weight
-from insum_nn.structure.kernel_map import Geometry, KernelMap
-from insum_nn.structure.kernel_map.geometry import ConvAlgo
+from insum_nn.structure.kernel_map import ConvAlgo, Geometry, KernelMap
 
-__all__ = [
-    "VOXEL_COUNT",
-    "Activation",
-    "ConvAlgo",
-    "SparseConvolutionBase",
-    "activation_name",
-    "apply_activation",
-    "default_algo",
-]
-
-VOXEL_COUNT = "max_num_voxels_during_training"
+__all__ = ["Activation", "SparseConvolutionBase", "activation_name", "apply_activation"]
 
 
 class Activation(Enum):
@@ -73,11 +72,6 @@ def activation_name(act_type: object) -> str:
             got=act_type,
         )
     return name
-
-
-def default_algo(volume: int, limit: int) -> ConvAlgo:
-    """What spconv's layers store as `algo` for a kernel of `volume` cells where none is given."""
-    return ConvAlgo.MaskImplicitGemm if volume <= limit else ConvAlgo.Native
 
 
 class SparseConvolutionBase:
@@ -154,24 +148,25 @@ class SparseConvolutionBase:
         self.weight_shape = [out_channels, *self.kernel_size, in_channels // groups]
 
     def _make_geometry(self, owner: str, anchor: IntOrInts | None) -> Geometry:
-        kernel = tuple(self.kernel_size)
-        ones, zeros = (1,) * self.ndim, (0,) * self.ndim
-        if self.subm:
-            cells = [k // 2 for k in kernel] if anchor is None else expand_nd(owner, "anchor", self.ndim, anchor, 0)
-            if any(cell >= k for cell, k in zip(cells, kernel, strict=True)):
+        cells = [k // 2 for k in self.kernel_size]
+        if self.subm and anchor is not None:
+            cells = expand_nd(owner, "anchor", self.ndim, anchor, 0)
+            if any(cell >= k for cell, k in zip(cells, self.kernel_size, strict=True)):
                 raise InsumShapeError(
-                    f"{owner}: 'anchor' {cells} is no cell of a kernel {list(kernel)}",
+                    f"{owner}: 'anchor' {cells} is no cell of a kernel {self.kernel_size}",
                     fix="pass the place of a kernel cell along each axis.",
                     argument="anchor",
                     got=cells,
                 )
-            padding = tuple(cell * step for cell, step in zip(cells, self.dilation, strict=True))
-            return Geometry("subm", kernel, ones, padding, tuple(self.dilation), zeros)
-        rest = (kernel, tuple(self.stride), tuple(self.padding), tuple(self.dilation))
-        return (
-            Geometry("transpose", *rest, tuple(self.output_padding))
-            if self.transposed
-            else Geometry("conv", *rest, zeros)
+        return Geometry.of(
+            self.kernel_size,
+            self.stride,
+            self.padding,
+            self.dilation,
+            self.output_padding,
+            subm=self.subm,
+            transposed=self.transposed,
+            anchor=cells,
         )
 
     @property

@@ -9,9 +9,16 @@ import torch
 from torch import Tensor
 
 from insum_nn.compiler.options import DEFAULT, Options
-from insum_nn.layers.voxel.conv_base import VOXEL_COUNT, ConvAlgo, default_algo
-from insum_nn.layers.voxel.maps import IntOrInts, check_ndim, expand_nd, map_of, store_map
-from insum_nn.layers.voxel.sequential import SparseModule
+from insum_nn.layers.voxel.base import (
+    VOXEL_COUNT,
+    IntOrInts,
+    SparseModule,
+    check_ndim,
+    default_algo,
+    expand_nd,
+    map_of,
+    store_map,
+)
 from insum_nn.layers.voxel.sparse_tensor import SparseConvTensor
 from insum_nn.ops.sparse_conv import map_program
 from insum_nn.ops.sparse_pool import (
@@ -24,7 +31,7 @@ from insum_nn.ops.sparse_pool import (
     sparse_global_max_pool,
     sparse_max_pool,
 )
-from insum_nn.structure.kernel_map import Geometry, KernelMap
+from insum_nn.structure.kernel_map import ConvAlgo, Geometry, KernelMap
 
 __all__ = [
     "SparseAvgPool",
@@ -98,12 +105,7 @@ class _SparsePool(SparseModule):
         self.algo = default_algo(math.prod(self.kernel_size), 128) if algo is None else algo
         if record_voxel_count and not subm:
             self.register_buffer(VOXEL_COUNT, torch.zeros(1, dtype=torch.int32))
-        kernel, dilated, zeros = tuple(self.kernel_size), tuple(self.dilation), (0,) * ndim
-        if subm:
-            centre = tuple(k // 2 * d for k, d in zip(kernel, dilated, strict=True))
-            self.geometry = Geometry("subm", kernel, (1,) * ndim, centre, dilated, zeros)
-        else:
-            self.geometry = Geometry("conv", kernel, tuple(self.stride), tuple(self.padding), dilated, zeros)
+        self.geometry = Geometry.of(self.kernel_size, self.stride, self.padding, self.dilation, subm=subm)
 
     @property
     def expression(self) -> str:

@@ -10,7 +10,8 @@ import torch
 from torch import Tensor, nn
 from torch.nn.modules.batchnorm import _BatchNorm
 
-from insum_nn.errors import InsumBackendError, InsumFormatError, InsumNameError
+from insum_nn.errors import InsumFormatError, InsumNameError
+from insum_nn.layers.voxel.base import SparseModule, Unscriptable
 from insum_nn.layers.voxel.sparse_tensor import SparseConvTensor, sparse_add
 
 __all__ = [
@@ -30,29 +31,6 @@ __all__ = [
     "assign_name_for_sparse_modules",
     "on_features",
 ]
-
-
-class _Unscriptable:
-    """A module over sparse tensors, which TorchScript has no type for."""
-
-    def __prepare_scriptable__(self) -> Any:
-        raise InsumBackendError(
-            f"torch.jit.script cannot compile {type(self).__name__}: TorchScript has no sparse tensors",
-            fix="use torch.compile or torch.export; or script the dense part of the model alone.",
-        )
-
-
-class SparseModule(_Unscriptable, nn.Module):
-    """A module that takes a `SparseConvTensor`; derive from it to stand in a `SparseSequential`.
-
-    Attributes:
-        name: kept for callers that label layers.
-    """
-
-    def __init__(self, name: str | None = None) -> None:
-        super().__init__()
-        self.name = name
-        self._sparse_unique_name = ""
 
 
 def _takes_sparse(module: nn.Module) -> bool:
@@ -122,11 +100,7 @@ class SparseSequential(SparseModule):
         else:
             named = [(str(place), module) for place, module in enumerate(args)]
         for key, module in [*named, *kwargs.items()]:
-            if key in self._modules:
-                raise InsumNameError(
-                    f"SparseSequential has a module '{key}' already", fix="give each module its own name."
-                )
-            self.add_module(key, module)  # type: ignore[arg-type]
+            self.add(module, key)  # type: ignore[arg-type]
 
     def __getitem__(self, index: int | slice) -> Any:
         modules = list(self._modules.values())
@@ -148,7 +122,7 @@ class SparseSequential(SparseModule):
         """
         key = str(len(self._modules)) if name is None else name
         if key in self._modules:
-            raise _taken(key)
+            raise InsumNameError(f"SparseSequential has a module '{key}' already", fix="give each module its own name.")
         self.add_module(key, module)
 
     def forward(self, input: Any) -> Any:
@@ -159,10 +133,6 @@ class SparseSequential(SparseModule):
             else:
                 input = module(input)
         return input
-
-
-def _taken(key: str) -> InsumNameError:
-    return InsumNameError(f"SparseSequential has a module '{key}' already", fix="give each module its own name.")
 
 
 class ToDense(SparseModule):
@@ -197,7 +167,7 @@ class RemoveDuplicate(SparseModule):
         return x.select_by_index(first.sort().values)
 
 
-class SparseBatchNorm(_Unscriptable, nn.BatchNorm1d):
+class SparseBatchNorm(Unscriptable, nn.BatchNorm1d):
     """`nn.BatchNorm1d` that also takes a sparse tensor."""
 
     def forward(self, input: Any) -> Any:
@@ -207,7 +177,7 @@ class SparseBatchNorm(_Unscriptable, nn.BatchNorm1d):
         return super().forward(input)
 
 
-class SparseSyncBatchNorm(_Unscriptable, nn.SyncBatchNorm):
+class SparseSyncBatchNorm(Unscriptable, nn.SyncBatchNorm):
     """`nn.SyncBatchNorm` that also takes a sparse tensor."""
 
     def forward(self, input: Any) -> Any:
@@ -221,7 +191,7 @@ class SparseSyncBatchNorm(_Unscriptable, nn.SyncBatchNorm):
 _NORMS = (nn.BatchNorm1d, nn.SyncBatchNorm, SparseBatchNorm, SparseSyncBatchNorm)
 
 
-class SparseReLU(_Unscriptable, nn.ReLU):
+class SparseReLU(Unscriptable, nn.ReLU):
     """`nn.ReLU` that also takes a sparse tensor."""
 
     def forward(self, input: Any) -> Any:

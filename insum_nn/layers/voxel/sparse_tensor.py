@@ -11,8 +11,7 @@ from torch import Tensor
 from insum_nn.errors import InsumBackendError, InsumDtypeError, InsumFormatError, InsumShapeError
 from insum_nn.ops.sparse_pool import sparse_sum, sparse_to_dense
 from insum_nn.structure.coordinates import Coordinates
-from insum_nn.structure.kernel_map import Geometry, KernelMap
-from insum_nn.structure.kernel_map.operator import kernel_map_of, prove_sites
+from insum_nn.structure.kernel_map import Geometry, KernelMap, build_kernel_map
 
 __all__ = ["SparseConvTensor", "check_untraced", "sparse_add"]
 
@@ -130,7 +129,7 @@ class SparseConvTensor:
         self.check_rows()
         check_untraced()
         known = None if again else self._known_sites()
-        return self._keep_sites(prove_sites(self._sites())) if known is None else known
+        return self._keep_sites(self._sites().prove()) if known is None else known
 
     def build_map(self, geometry: Geometry, *, again: bool = False) -> KernelMap:
         """A kernel map over the voxels, which are proven at the same time where they are not yet.
@@ -148,9 +147,9 @@ class SparseConvTensor:
         check_untraced()
         known = None if again else self._known_sites()
         if known is not None or torch.compiler.is_compiling():
-            return kernel_map_of(self.coordinates(), geometry)
+            return build_kernel_map(self.coordinates(), geometry, proven=True)
         sites = self._sites()
-        found = kernel_map_of(sites, geometry, proven=False)
+        found = build_kernel_map(sites, geometry)
         self._keep_sites(sites)
         return found
 

@@ -1,28 +1,44 @@
-"""Kernel maps from coordinates: what a kernel reaches, as pairs or as a table of neighbours."""
+"""Kernel maps from coordinates: what a kernel reaches, as pairs or as a table of neighbours.
+
+Under `torch.compile` to build a map is one operator. How many voxels a map leads to depends on the values of those it
+starts from. The operator says so to the compiler, which goes on with sizes that it does not know; nothing is read while
+it traces. `torch.compile(fullgraph=True)` takes such operators as they are; without it they end a graph unless
+`torch._dynamo.config.capture_dynamic_output_shape_ops` is set.
+"""
 
 from __future__ import annotations
 
 import itertools
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import get_args
 
 import torch
 from torch import Tensor
 
 from insum_nn.structure.constants import plain_tensors
 from insum_nn.structure.coordinates import Coordinates, unique_sites
-from insum_nn.structure.kernel_map.geometry import Geometry, output_shape
+from insum_nn.structure.kernel_map.geometry import Geometry, MapKind, output_shape
 from insum_nn.structure.kernel_map.kernel_map import KernelMap
-from insum_nn.structure.kernel_map.pairs import Pairs, group_pairs, groups_of_table, identity_groups
 from insum_nn.structure.kernel_map.search import (
     Neighbours,
     identity_neighbours,
     reached_neighbours,
     submanifold_neighbours,
 )
-from insum_nn.structure.kernel_map.table import MOST_ENTRIES, order_by_mask
+from insum_nn.structure.kernel_map.tables import (
+    MOST_ENTRIES,
+    MOST_ROWS,
+    Groups,
+    Pairs,
+    fake_groups,
+    group_pairs,
+    groups_of_table,
+    identity_groups,
+    order_by_mask,
+)
 
-__all__ = ["build_kernel_map", "group_pairs", "output_shape"]
+__all__ = ["build_kernel_map"]
 
 # Candidates (offset, voxel) looked at together: bounds the memory of building, not the size of a map.
 _CANDIDATES = 1 << 23
@@ -43,7 +59,8 @@ def build_kernel_map(
     Args:
         inputs: the active voxels.
         geometry: the kernel's movement.
-        proven: `inputs` is known to be in range and without repetition; else it is checked here, by one reading.
+        proven: `inputs` is known to be in range and without repetition; else it is checked here, by one reading. Under
+            `torch.compile` it must be.
         by_table: make the table now, and the pairs when they are asked for; else the other way. Default: as the
             device's convolutions need it, the table on a GPU. Where the table would be very large, or the grid has
             more cells than a key can number, pairs come first in any case.
@@ -58,6 +75,8 @@ def build_kernel_map(
         InsumShapeError: the output's spatial shape is empty.
     """
     shape = output_shape(inputs.spatial_shape, geometry)
+    if torch.compiler.is_compiling():
+        return _traced_map(inputs, geometry, shape)
     # What is built of ordinary tensors keeps count of its changes, so that a compiler can keep what it made of them.
     with plain_tensors(inputs.indices):
         judge = None if proven else inputs.proof(by_cells=geometry.kind == "subm")
@@ -174,3 +193,65 @@ def _reached_pairs(sites: Coordinates, geometry: Geometry, shape: tuple[int, ...
     # An offset sends each input to an output of its own, so (offset, output) tells all pairs apart.
     order = (offset * max(1, outputs.num_sites) + place).argsort()
     return outputs, Pairs(offset[order], place[order], source[order])
+
+
+def _traced_map(inputs: Coordinates, geometry: Geometry, shape: tuple[int, ...]) -> KernelMap:
+    indices, offset, in_index, out_index, filled = torch.ops.insum_nn.kernel_map(
+        inputs.indices,
+        list(inputs.spatial_shape),
+        inputs.batch_size,
+        geometry.kind,
+        list(geometry.kernel_size),
+        list(geometry.stride),
+        list(geometry.padding),
+        list(geometry.dilation),
+        list(geometry.output_padding),
+    )
+    outputs = inputs if geometry.kind == "subm" else Coordinates(indices, shape, inputs.batch_size)
+    return KernelMap.of_groups(inputs, outputs, geometry, Groups(offset, in_index, out_index, filled, None))
+
+
+_Parts = tuple[Tensor, Tensor, Tensor, Tensor, Tensor]
+
+
+@torch.library.custom_op("insum_nn::kernel_map", mutates_args=())
+def _operator(
+    indices: Tensor,
+    spatial_shape: Sequence[int],
+    batch_size: int,
+    kind: str,
+    kernel_size: Sequence[int],
+    stride: Sequence[int],
+    padding: Sequence[int],
+    dilation: Sequence[int],
+    output_padding: Sequence[int],
+) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
+    moves = (kernel_size, stride, padding, dilation, output_padding)
+    geometry = Geometry(_kind(kind), *(tuple(numbers) for numbers in moves))
+    inputs = Coordinates(indices, tuple(spatial_shape), batch_size)
+    found = build_kernel_map(inputs, geometry, proven=True, by_table=False)
+    # An operator's results share no memory, with one another or with its arguments.
+    outputs = found.out_indices
+    if kind == "subm":
+        outputs = outputs.new_empty(0, outputs.shape[1])
+    elif outputs is indices:
+        outputs = outputs.clone()
+    out_index = found.out_index.clone() if found.out_index is found.in_index else found.out_index
+    return outputs, found.offset, found.in_index, out_index, found.filled
+
+
+@_operator.register_fake
+def _operator_fake(
+    indices: Tensor, spatial_shape: Sequence[int], batch_size: int, kind: str, *moves: Sequence[int]
+) -> _Parts:
+    kernel_size, stride, padding, dilation, output_padding = (tuple(numbers) for numbers in moves)
+    geometry = Geometry(_kind(kind), kernel_size, stride, padding, dilation, output_padding)
+    if kind == "subm":
+        voxels = 0
+    else:
+        voxels = indices.shape[0] if geometry.is_pointwise else torch.library.get_ctx().new_dynamic_size(max=MOST_ROWS)
+    return indices.new_empty(voxels, indices.shape[1]), *fake_groups(indices, geometry.volume)
+
+
+def _kind(text: str) -> MapKind:
+    return next(kind for kind in get_args(MapKind) if kind == text)

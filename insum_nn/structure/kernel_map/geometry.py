@@ -45,6 +45,44 @@ class Geometry:
     dilation: tuple[int, ...]
     output_padding: tuple[int, ...]
 
+    @classmethod
+    def of(
+        cls,
+        kernel_size: Sequence[int],
+        stride: Sequence[int],
+        padding: Sequence[int],
+        dilation: Sequence[int],
+        output_padding: Sequence[int] | None = None,
+        *,
+        subm: bool = False,
+        transposed: bool = False,
+        anchor: Sequence[int] | None = None,
+    ) -> Geometry:
+        """The movement of a layer's kernel.
+
+        Args:
+            kernel_size: d extents.
+            stride: d steps; not read if `subm`.
+            padding: d; not read if `subm`.
+            dilation: d steps between kernel cells.
+            output_padding: d; read if `transposed`.
+            subm: outputs are the inputs' voxels.
+            transposed: the transposed convolution.
+            anchor: the kernel cell that lies on the voxel if `subm`; default: the middle.
+
+        >>> Geometry.of((3,), (2,), (0,), (1,), subm=True).padding
+        (1,)
+        """
+        kernel, steps, zeros = tuple(kernel_size), tuple(dilation), (0,) * len(kernel_size)
+        if subm:
+            cells = [extent // 2 for extent in kernel] if anchor is None else anchor
+            own = tuple(cell * step for cell, step in zip(cells, steps, strict=True))
+            return cls("subm", kernel, (1,) * len(kernel), own, steps, zeros)
+        moves = (kernel, tuple(stride), tuple(padding), steps)
+        if transposed:
+            return cls("transpose", *moves, zeros if output_padding is None else tuple(output_padding))
+        return cls("conv", *moves, zeros)
+
     @property
     def volume(self) -> int:
         """Kernel offsets, `o`."""

@@ -18,11 +18,19 @@ from insum_nn.errors import InsumFormatError, InsumRangeError
 from insum_nn.facts import IndexFacts
 from insum_nn.structure.constants import plain_tensors
 from insum_nn.structure.coordinates import Coordinates
-from insum_nn.structure.kernel_map.geometry import ConvAlgo, Geometry, MapKind
-from insum_nn.structure.kernel_map.pairs import Groups, Pairs, groups_of_table, list_of_groups, list_of_table
-from insum_nn.structure.kernel_map.table import NeighbourTable, neighbour_rows, order_by_mask
+from insum_nn.structure.kernel_map.geometry import ConvAlgo, Geometry
+from insum_nn.structure.kernel_map.tables import (
+    Groups,
+    NeighbourTable,
+    Pairs,
+    groups_of_table,
+    list_of_groups,
+    list_of_table,
+    neighbour_rows,
+    order_by_mask,
+)
 
-__all__ = ["FACTS", "Geometry", "KernelMap", "MapKind", "Pairs"]
+__all__ = ["FACTS", "KernelMap"]
 
 
 @dataclass(frozen=True, eq=False, repr=False)

@@ -9,7 +9,7 @@ import torch
 from torch import nn
 
 from insum_nn.errors import InsumFormatError, InsumRangeError
-from insum_nn.layers.voxel.conv_kinds import (
+from insum_nn.layers.voxel.conv import (
     SparseConv3d,
     SparseConvTranspose3d,
     SparseInverseConv3d,

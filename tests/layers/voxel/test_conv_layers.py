@@ -11,12 +11,13 @@ import torch
 from torch import nn
 
 from insum_nn.errors import InsumFormatError, InsumNameError, InsumRangeError, InsumShapeError
-from insum_nn.layers.voxel import conv_kinds as kinds
+from insum_nn.layers.spconv.states import load_spconv_state_dict, spconv_state_dict
+from insum_nn.layers.voxel import conv as kinds
 from insum_nn.layers.voxel import sparse_tensor
-from insum_nn.layers.voxel.conv import SparseConvolution, load_spconv_state_dict, spconv_state_dict
-from insum_nn.layers.voxel.conv_kinds import (
+from insum_nn.layers.voxel.conv import (
     SparseConv2d,
     SparseConv3d,
+    SparseConvolution,
     SparseConvTranspose3d,
     SparseInverseConv3d,
     SubMConv2d,
@@ -128,8 +129,10 @@ class TestKeys:
 
     def test_backward_uses_the_map_of_forward(self, monkeypatch):
         built: list[object] = []
-        build = sparse_tensor.kernel_map_of
-        monkeypatch.setattr(sparse_tensor, "kernel_map_of", lambda *a, **k: built.append(build(*a, **k)) or built[-1])
+        build = sparse_tensor.build_kernel_map
+        monkeypatch.setattr(
+            sparse_tensor, "build_kernel_map", lambda *a, **k: built.append(build(*a, **k)) or built[-1]
+        )
         layers = SparseSequential(*(SubMConv3d(4, 4, 3, indice_key="a", dtype=torch.float64) for _ in range(3)))
         layers(cloud()).features.sum().backward()
         assert len(built) == 1

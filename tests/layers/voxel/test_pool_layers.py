@@ -10,7 +10,7 @@ from torch import nn
 
 from insum_nn.errors import InsumFormatError, InsumShapeError
 from insum_nn.layers.voxel import pool as pools
-from insum_nn.layers.voxel.conv_kinds import SparseConv3d
+from insum_nn.layers.voxel.conv import SparseConv3d
 from insum_nn.layers.voxel.pool import (
     SparseAvgPool,
     SparseAvgPool1d,

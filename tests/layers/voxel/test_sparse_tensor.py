@@ -17,7 +17,7 @@ from insum_nn.errors import (
     InsumRangeError,
     InsumShapeError,
 )
-from insum_nn.layers.voxel.conv_kinds import SparseConv2d, SubMConv2d
+from insum_nn.layers.voxel.conv import SparseConv2d, SubMConv2d
 from insum_nn.layers.voxel.pool import SparseGlobalAvgPool, SparseMaxPool2d
 from insum_nn.layers.voxel.sequential import (
     AddTable,

@@ -12,7 +12,8 @@ from insum_nn.errors import InsumDtypeError, InsumFormatError, InsumRangeError, 
 from insum_nn.structure import coordinates
 from insum_nn.structure.coordinates import Coordinates
 from insum_nn.structure.kernel_map import Geometry, KernelMap, Pairs, build, search
-from insum_nn.structure.kernel_map.build import build_kernel_map, group_pairs
+from insum_nn.structure.kernel_map.build import build_kernel_map
+from insum_nn.structure.kernel_map.tables import group_pairs
 from tests.ops.conv_oracle import geometry, random_sites, reached
 
 GEOMETRIES = [

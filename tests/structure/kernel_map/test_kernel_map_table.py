@@ -8,7 +8,7 @@ import torch
 from insum_nn.structure.coordinates import Coordinates
 from insum_nn.structure.kernel_map import KernelMap
 from insum_nn.structure.kernel_map.build import build_kernel_map
-from insum_nn.structure.kernel_map.table import MASK_BITS, order_by_mask
+from insum_nn.structure.kernel_map.tables import MASK_BITS, order_by_mask
 from tests.ops.conv_oracle import geometry, random_sites
 
 GEOMETRIES = [
@@ -117,12 +117,12 @@ def test_the_device_is_not_read(monkeypatch):
 
 
 def test_masks_in_runs_are_the_same(monkeypatch):
-    from insum_nn.structure.kernel_map import table
+    from insum_nn.structure.kernel_map import tables
 
     for kernel in ((3, 3, 3), (7, 7, 3)):
         near = build_kernel_map(random_sites((6, 5, 7), 2, 25), geometry("subm", kernel))
         want = order_by_mask(near.neighbours)
-        monkeypatch.setattr(table, "_BITS_AT_ONCE", 1)
+        monkeypatch.setattr(tables, "_BITS_AT_ONCE", 1)
         got = order_by_mask(near.neighbours)
         monkeypatch.undo()
         assert torch.equal(got.order, want.order)

@@ -1,20 +1,58 @@
-"""What layers over sparse grids share: arguments per axis, and kernel maps kept under an `indice_key`."""
+"""What layers over sparse grids share: their base class, arguments for each axis, and maps under an `indice_key`."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import cast
+from typing import Any, cast
 
 import torch
+from torch import nn
 
-from insum_nn.errors import InsumFormatError, InsumShapeError
+from insum_nn.errors import InsumBackendError, InsumFormatError, InsumShapeError
 from insum_nn.layers.voxel.sparse_tensor import SparseConvTensor, check_untraced
 from insum_nn.structure.coordinates import Coordinates
-from insum_nn.structure.kernel_map import Geometry, KernelMap
+from insum_nn.structure.kernel_map import ConvAlgo, Geometry, KernelMap
 
-__all__ = ["IntOrInts", "check_ndim", "expand_nd", "map_differences", "map_of", "store_map", "stored_map"]
+__all__ = [
+    "VOXEL_COUNT",
+    "IntOrInts",
+    "SparseModule",
+    "Unscriptable",
+    "check_ndim",
+    "default_algo",
+    "expand_nd",
+    "map_differences",
+    "map_of",
+    "store_map",
+    "stored_map",
+]
 
 IntOrInts = int | Sequence[int]
+
+VOXEL_COUNT = "max_num_voxels_during_training"
+
+
+class Unscriptable:
+    """A module over sparse tensors, which TorchScript has no type for."""
+
+    def __prepare_scriptable__(self) -> Any:
+        raise InsumBackendError(
+            f"torch.jit.script cannot compile {type(self).__name__}: TorchScript has no sparse tensors",
+            fix="use torch.compile or torch.export; or script the dense part of the model alone.",
+        )
+
+
+class SparseModule(Unscriptable, nn.Module):
+    """A module that takes a `SparseConvTensor`; derive from it to stand in a `SparseSequential`.
+
+    Attributes:
+        name: kept for callers that label layers.
+    """
+
+    def __init__(self, name: str | None = None) -> None:
+        super().__init__()
+        self.name = name
+        self._sparse_unique_name = ""
 
 
 def expand_nd(owner: str, name: str, ndim: int, value: IntOrInts, least: int) -> list[int]:
@@ -124,3 +162,8 @@ def map_differences(known: KernelMap, x: SparseConvTensor, geometry: Geometry, s
     elif not torch.compiler.is_compiling() and not torch.equal(indices, x.indices):
         wrong.append("voxels: as many as stored, at other places or in another order")
     return wrong
+
+
+def default_algo(volume: int, limit: int) -> ConvAlgo:
+    """What spconv's layers store as `algo` for a kernel of `volume` cells where none is given."""
+    return ConvAlgo.MaskImplicitGemm if volume <= limit else ConvAlgo.Native

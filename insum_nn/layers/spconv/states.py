@@ -1,0 +1,71 @@
+"""States of whole models, exchanged with models made of spconv's layers."""
+
+from __future__ import annotations
+
+from collections import OrderedDict
+from collections.abc import Mapping
+from typing import Any
+
+from torch import Tensor, nn
+
+from insum_nn.errors import InsumFormatError
+from insum_nn.layers.voxel.conv import SparseConvolution
+
+__all__ = ["load_spconv_state_dict", "spconv_state_dict"]
+
+
+def load_spconv_state_dict(model: nn.Module, state: Mapping[str, Tensor], *, strict: bool = True) -> Any:
+    """`model.load_state_dict` of weights in spconv's layout, whatever their metadata say.
+
+    Args:
+        model: any module with our layers in the places of spconv's.
+        state: tensors by name.
+        strict: whether keys must agree.
+
+    Returns:
+        What `load_state_dict` returns.
+
+    >>> import torch
+    >>> layer = SparseConvolution(1, 3, 2, 1, bias=False)
+    >>> load_spconv_state_dict(layer, {"weight": torch.arange(6.0).reshape(2, 1, 3)})
+    <All keys matched successfully>
+    >>> layer.dense_weight.tolist()
+    [[[0.0, 2.0, 4.0]], [[1.0, 3.0, 5.0]]]
+    """
+    marked: Any = OrderedDict(state)
+    marked._metadata = OrderedDict((path, {"version": module._version}) for path, module in model.named_modules())
+    return model.load_state_dict(marked, strict=strict)
+
+
+def spconv_state_dict(model: nn.Module) -> dict[str, Tensor]:
+    """The weights of a whole model for the same model made of spconv's layers, which loads them strictly.
+
+    Weights have spconv's layout in memory already; what this adds to `state_dict()` is that every convolution is one
+    that spconv has.
+
+    Args:
+        model: any module with our layers in the places of spconv's.
+
+    Returns:
+        Detached tensors by name, sharing the parameters' memory.
+
+    Raises:
+        InsumFormatError: a layer has groups of channels or an anchor, which spconv's have not.
+
+    >>> layer = SparseConvolution(3, 4, 8, 3, subm=True)
+    >>> {name: tuple(value.shape) for name, value in spconv_state_dict(layer).items()}
+    {'weight': (8, 3, 3, 3, 4), 'bias': (8,)}
+    """
+    wrong: list[str] = []
+    for path, module in model.named_modules():
+        if isinstance(module, SparseConvolution):
+            name = path or "the model"
+            wrong += [f"{name}: groups={module.groups}"] if module.groups != 1 else []
+            wrong += [f"{name}: anchor={module.own_anchor}"] if module.own_anchor is not None else []
+    if wrong:
+        raise InsumFormatError(
+            "spconv has no layers like some of this model's",
+            details=wrong,
+            fix="export models whose layers have groups=1 and no anchor.",
+        )
+    return dict(model.state_dict())
