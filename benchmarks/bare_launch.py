@@ -1,4 +1,4 @@
-"""The least that a call can cost the host: an output, and one launch of a Triton kernel with nothing around it."""
+"""The least host time of a call: an output tensor, and one bare launch of a Triton kernel."""
 
 from __future__ import annotations
 

@@ -1,7 +1,7 @@
-"""The gate: nothing is timed that is wrong.
+"""Checks before timing: nothing wrong is timed.
 
-Two checks stand before the clock: the operator's own tests are green, and the provider's result (its gradients too,
-where they are timed) agrees with the case's float64 oracle.
+The operator's own tests must pass, and the provider's result (its gradients too, where they are timed) must agree with
+the case's float64 oracle.
 """
 
 from __future__ import annotations
@@ -49,7 +49,7 @@ def operator_tests(files: tuple[str, ...]) -> str | None:
     if not files:
         return None
     command = [sys.executable, "-m", "pytest", "-q", "-x", "-p", "no:cacheprovider", *files]
-    # No GPU machine may pass by skipping: the tests that need one fail where one is wanted.
+    # Where there is a GPU, a skipped GPU test is a failure.
     environment = os.environ | {"INSUM_REQUIRE_GPU": "1" if torch.cuda.is_available() else "0"}
     done = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True, check=False)
     if done.returncode == 0:
@@ -59,9 +59,9 @@ def operator_tests(files: tuple[str, ...]) -> str | None:
 
 
 def relative_error(got: Tensor, want: Tensor) -> float:
-    """Largest absolute difference over the largest magnitude of the oracle, both in float64.
+    """Return the largest absolute difference over the largest magnitude of the oracle, both in float64.
 
-    Element by element the ratio would be unbounded wherever the exact sum cancels, for every provider alike. A wrong
+    Element by element the ratio would be unbounded wherever the exact sum cancels, for every provider. A wrong
     shape, NaN, or infinity where the oracle has none gives infinity.
     """
     if got.shape != want.shape:
@@ -78,7 +78,7 @@ def relative_error(got: Tensor, want: Tensor) -> float:
 
 
 class Reference:
-    """The oracle's outputs, the gradients sent back through them, and the oracle's gradients."""
+    """Outputs and gradients of the oracle, and the upstream gradients."""
 
     def __init__(
         self, outputs: tuple[Tensor, ...], upstream: tuple[Tensor, ...] | None, gradients: Sequence[Tensor]
@@ -89,23 +89,23 @@ class Reference:
 
 
 def as_tuple(output: Output) -> tuple[Tensor, ...]:
-    """One output as a tuple of one."""
+    """Return one output as a tuple of one."""
     return (output,) if isinstance(output, Tensor) else tuple(output)
 
 
 def upstream(output: Tensor, seed: int = 1) -> Tensor:
-    """The gradient that is sent back: normal numbers, the same for every provider."""
+    """Draw the upstream gradient: normal numbers, the same for every provider."""
     generator = torch.Generator(device=output.device).manual_seed(seed)
     return torch.randn(output.shape, generator=generator, device=output.device, dtype=torch.float64)
 
 
 def sent_back(work: Work, output: Output, back: Sequence[Tensor]) -> list[Tensor]:
-    """The upstream gradients in the layout and the dtypes of a provider's outputs."""
+    """Return the upstream gradients in the layout and the dtypes of a provider's outputs."""
     return [b.to(o) for b, o in zip(work.upstream(back), as_tuple(output), strict=True)]
 
 
 def gradients(work: Work, back: Sequence[Tensor]) -> tuple[Output, Sequence[Tensor]]:
-    """A provider's output and its gradients, in the oracle's layout."""
+    """Compute a provider's output and its gradients, in the oracle's layout."""
     output = work.forward()
     found = torch.autograd.grad(as_tuple(output), tuple(work.leaves), sent_back(work, output, back))
     return work.output(output), work.gradients(found)
@@ -130,7 +130,7 @@ def reference(problem: Problem, modes: Sequence[Mode]) -> Reference:
 
 
 def accuracy(work: Work, wanted: Reference, mode: Mode, *, recorded: bool = False) -> float:
-    """The provider's relative error: of its outputs, and of each gradient for `bwd` and `fwdbwd`."""
+    """Return the provider's relative error: of its outputs, and of each gradient for `bwd` and `fwdbwd`."""
     if mode == "fwd" or wanted.upstream is None:
         with torch.set_grad_enabled(recorded):
             return largest_error(as_tuple(work.output(work.forward())), wanted.outputs)
@@ -139,7 +139,7 @@ def accuracy(work: Work, wanted: Reference, mode: Mode, *, recorded: bool = Fals
 
 
 def largest_error(got: Sequence[Tensor], want: Sequence[Tensor]) -> float:
-    """The largest `relative_error` of several tensors."""
+    """Return the largest `relative_error` of several tensors."""
     if len(got) != len(want):
         return math.inf
     return max((relative_error(g, w) for g, w in zip(got, want, strict=True)), default=0.0)

@@ -1,4 +1,4 @@
-"""Graphs as sparsity patterns: synthetic ones of given degrees, and files in the layouts of their owners."""
+"""Graphs as sparsity patterns: synthetic ones with chosen degrees, and files in published formats."""
 
 from __future__ import annotations
 

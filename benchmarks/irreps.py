@@ -1,4 +1,4 @@
-"""Problems of equivariant networks, and their dense oracle: one einsum for each path, in float64."""
+"""Problems from equivariant networks, and their dense oracle: one einsum for each path, in float64."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ __all__ = [
 
 
 class Channelwise(NamedTuple):
-    """Irreps and uvu instructions, as text and tuples that every library reads."""
+    """Irreps as text and uvu instructions as tuples, which every library reads."""
 
     in1: str
     in2: str
@@ -36,7 +36,7 @@ def o3() -> Any:
 
 
 def channelwise(in1: str, in2: str, kept: str) -> Channelwise:
-    """Every path of two representations whose result is of a kept kind; each path has an output of its own."""
+    """Return every path of two representations whose result is among the kept irreps; each path has its own output."""
     irreps = o3().Irreps
     wanted = {ir for _, ir in irreps(kept)}
     out: list[tuple[int, Any]] = []
@@ -57,7 +57,7 @@ def fully_connected(degree: int, channels: int) -> tuple[str, str]:
 
 
 class e3nn_in_double:
-    """Inside, e3nn computes its constants in float64: cast from float32 they are good to eight digits only."""
+    """Context in which e3nn computes its constants in float64: those of float32 have eight digits only."""
 
     def __enter__(self) -> None:
         self.before = torch.get_default_dtype()
@@ -68,7 +68,7 @@ class e3nn_in_double:
 
 
 class PathTable(NamedTuple):
-    """One path: where its operands lie, and its dense Clebsch-Gordan block times its weight of normalisation."""
+    """One path: the columns of its operands, and its dense Clebsch-Gordan block times its path weight."""
 
     in1: tuple[slice, int]
     in2: tuple[slice, int]
@@ -79,7 +79,7 @@ class PathTable(NamedTuple):
 
 
 def path_tables(product: Any, device: torch.device) -> list[PathTable]:
-    """The paths of a tensor product of e3nn; of the module only its instructions are read."""
+    """List the paths of a tensor product of e3nn; only the module's instructions are read."""
     starts = [irreps.slices() for irreps in (product.irreps_in1, product.irreps_in2, product.irreps_out)]
     tables: list[PathTable] = []
     used = 0
@@ -121,7 +121,7 @@ def dense_product(tables: Sequence[PathTable], x: Tensor, y: Tensor, w: Tensor) 
         a = x[:, path.in1[0]].reshape(z, -1, path.in1[1])
         b = y[:, path.in2[0]].reshape(z, -1, path.in2[1])
         weight = w[..., path.weights].reshape(*w.shape[:-1], *path.shape)
-        # The small operands first: what is kept for backward then has no axis of both operands' components.
+        # The small operands first: then no saved tensor has the component axes of both operands.
         part = torch.einsum("zui,zvik->zuvk", a, torch.einsum("zvj,ijk->zvik", b, path.block))
         if len(path.shape) == 2:
             found = torch.einsum(f"zuvk,{'z' if w.dim() == 2 else ''}uv->zuk", part, weight)
@@ -136,7 +136,7 @@ def dense_product(tables: Sequence[PathTable], x: Tensor, y: Tensor, w: Tensor) 
 def dense_gradients(
     tables: Sequence[PathTable], x: Tensor, y: Tensor, w: Tensor, sent: Tensor
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """The gradients of a uvu product with weights of its own for each row, written out: differentiable once more.
+    """Compute the gradients of a uvu product with weights for each row, by formulas that are differentiable again.
 
     dX[z,u,i] = CG[i,j,k] * Y[z,j] * W[z,u] * G[z,u,k]      and so on for Y and W
     """
@@ -157,7 +157,7 @@ def dense_gradients(
 
 
 def in_pieces(tables: Sequence[PathTable], x: Tensor, y: Tensor, w: Tensor, pieces: int) -> list[Tensor]:
-    """`dense_product` of parts of the rows; what backward needs is computed again rather than kept."""
+    """Compute `dense_product` of parts of the rows, with activation checkpointing."""
     count = (x.shape[0] + pieces - 1) // pieces
 
     def product(a: Tensor, b: Tensor, c: Tensor) -> Tensor:

@@ -98,7 +98,7 @@ class Step:
 
 
 def autocast(device: torch.device, dtype: torch.dtype | None) -> AbstractContextManager[Any]:
-    """Mixed precision where a network asks for it."""
+    """Enter mixed precision where a network uses it."""
     return torch.autocast(device.type, dtype=dtype or torch.bfloat16, enabled=dtype is not None)
 
 
@@ -381,7 +381,7 @@ class _OpenEquivarianceConvolution(nn.Module):
 
 
 def _with_e3nn(model: Any, convolution: Callable[[Any], nn.Module]) -> nn.Module:
-    """Replace our tensor products in a potential by e3nn's, with the same weights, and its convolutions as asked."""
+    """Replace our tensor products in a potential by e3nn's, with the same weights, and build its convolutions."""
     o3: Any = importlib.import_module("e3nn.o3")
     for layer in model.layers:
         own = layer.convolution.tensor_product

@@ -27,7 +27,7 @@ __all__ = [
 
 
 def require_cuda(device: torch.device) -> None:
-    """Raises `Unavailable` elsewhere: the peer's kernels need a GPU."""
+    """Raise `Unavailable` on other devices: the library's kernels need a GPU."""
     if device.type != "cuda":
         raise Unavailable("needs CUDA")
 
@@ -42,7 +42,7 @@ def oeq(device: torch.device) -> Any:
 
 
 def oeq_problem(module: Any, product: Any, dtype: torch.dtype) -> Any:
-    """The problem of a tensor product of e3nn: the same paths, normalised alike by either library's defaults."""
+    """Return the problem of a tensor product of e3nn: the same paths, with either library's default normalisation."""
     number = np.float64 if dtype == torch.float64 else np.float32
     problem = module.TPProblem(
         str(product.irreps_in1),
@@ -56,19 +56,19 @@ def oeq_problem(module: Any, product: Any, dtype: torch.dtype) -> Any:
     )
     ours = [float(i.path_weight) for i in product.instructions]
     if not np.allclose(ours, [float(i.path_weight) for i in problem.instructions]):
-        raise RuntimeError("openequivariance normalises these paths otherwise than e3nn")
+        raise RuntimeError("openequivariance normalises these paths differently from e3nn")
     return problem
 
 
 def e3nn_product(build: Any, device: torch.device, dtype: torch.dtype) -> Any:
-    """A module of e3nn, its constants exact to the last digit of the dtype."""
+    """Build a module of e3nn whose constants are exact to the last digit of the dtype."""
     with e3nn_in_double():
         module = build()
     return module.to(device=device, dtype=dtype)
 
 
 def e3nn_compiled(build: Any, device: torch.device, dtype: torch.dtype) -> Any:
-    """The same through `torch.compile`, as e3nn's own tests do it: its TorchScript left out, its graph handed over."""
+    """Build the same for `torch.compile`, as e3nn's own tests do: without its TorchScript."""
     library: Any = importlib.import_module("e3nn")
     before = library.get_optimization_defaults()
     name, plain = ("jit_mode", "eager") if "jit_mode" in before else ("jit_script_fx", False)
@@ -82,7 +82,7 @@ def e3nn_compiled(build: Any, device: torch.device, dtype: torch.dtype) -> Any:
 
 
 def cue_fully_connected(in1: str, in2: str, out: str, *, shared: bool, device: torch.device) -> Any:
-    """cuEquivariance's product in e3nn's layout; e3nn's order of weights is its own."""
+    """Build cuEquivariance's product in e3nn's layout; both have the same order of weights."""
     require_cuda(device)
     cue: Any = importlib.import_module("cuequivariance")
     cuet: Any = importlib.import_module("cuequivariance_torch")
@@ -181,7 +181,7 @@ def warpconvnet(device: torch.device) -> Any:
 
 
 def spconv(name: str, device: torch.device, *, tf32: bool = False) -> Any:
-    """`spconv` or `spconv_triton`: the module `pytorch` of either, tf32 allowed or not."""
+    """Import the module `pytorch` of `spconv` or `spconv_triton`, with tf32 allowed or not."""
     require_cuda(device)
     module: Any = importlib.import_module(f"{name}.pytorch")
     constants: Any = importlib.import_module(f"{name}.constants")

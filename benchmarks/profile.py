@@ -50,7 +50,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("--providers", default="insum_nn", metavar="REGEX", help="only these")
     parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")
     parser.add_argument("--size", choices=["tiny", "full"], default="full")
-    parser.add_argument("--quick", action="store_true", help="only the cases that stand for their families")
+    parser.add_argument("--quick", action="store_true", help="only the representative cases of each family")
     parser.add_argument("--most", type=int, default=12, help="kernels shown of each call")
     options = parser.parse_args(arguments)
     device = torch.device(options.device)

@@ -1,4 +1,4 @@
-"""What a benchmark is: a problem, the providers that solve it, an oracle, and the least work it takes.
+"""The registry of benchmarks: a problem, the providers that solve it, an oracle, and the least work that it takes.
 
 A case is a function that builds a problem; its keyword parameters are a grid, one case for each combination:
 
@@ -61,18 +61,18 @@ _NAME = re.compile(r"[a-z0-9_]+(/[A-Za-z0-9_.=+-]+)*")
 
 
 class Unavailable(Exception):
-    """Raised by a provider's builder when it cannot take part here; the reason is recorded with the results."""
+    """Raised by a provider's builder that cannot run here; the reason is recorded with the results."""
 
 
 @dataclass(frozen=True)
 class Setting:
-    """Where and how large a problem is built.
+    """Device and size of a problem.
 
     Attributes:
         device: where all tensors live.
         size: "full" is what is measured; "tiny" is the same problem small enough for a test on a CPU.
-        seed: of the problem's own generator, so that each provider sees the same numbers.
-        root: folder of data sets that a few cases read; they are unavailable without it.
+        seed: of the problem's own generator; each provider gets the same numbers.
+        root: folder of data sets; the cases that read it are unavailable without it.
     """
 
     device: torch.device
@@ -85,7 +85,7 @@ class Setting:
         return self.size == "tiny"
 
     def generator(self) -> torch.Generator:
-        """A generator on the device, seeded anew at each call."""
+        """Return a new generator on the device, with the same seed at each call."""
         return torch.Generator(device=self.device).manual_seed(self.seed)
 
 
@@ -104,10 +104,10 @@ class Work:
     Attributes:
         forward: computes the output; called many times. Where there is a backward it returns a tensor or several.
         leaves: what is differentiated, in the order of the oracle's leaves; empty when there is no backward.
-        gradients: brings this provider's gradients into the layout of the oracle's (a format may store the values
+        gradients: converts this provider's gradients to the oracle's layout (a format may store the values
             of a matrix in another order, or padded).
-        output: brings what `forward` returned into the form of the oracle's; called by the gate, never timed.
-        upstream: brings the gradients that are sent back, which are in the oracle's layout, into this provider's.
+        output: converts the result of `forward` to the oracle's layout; called by the gate, never timed.
+        upstream: converts the upstream gradients from the oracle's layout to this provider's.
     """
 
     forward: Callable[[], Any]
@@ -122,7 +122,7 @@ Builder = Callable[[], Work]
 
 @dataclass(frozen=True)
 class Floor:
-    """The least that the device must do: bytes moved once each, arithmetic, and rows gathered.
+    """The least work of the device: each byte moved once, arithmetic, and gathered rows.
 
     Attributes:
         bytes: each byte of operands and result, once.
@@ -141,17 +141,17 @@ class Floor:
 
 @dataclass(frozen=True)
 class Problem:
-    """One problem with all who solve it.
+    """One problem with all its providers.
 
     Attributes:
         providers: name -> builder. A builder does what is not timed: conversion, compilation. It raises
             `ModuleNotFoundError` or `Unavailable` when its package is not there.
         oracle: the same in float64, from the same numbers, by dense means.
         tolerance: largest error that passes the gate; see `benchmarks.gate.relative_error`.
-        tolerances: the same for single providers that accumulate in less precision; say why beside it.
+        tolerances: the same for single providers that accumulate in less precision; a comment says why.
         floors: by mode.
-        modes: those that make sense here.
-        clock: what is timed: the device's work, or the host's, which hands it over and does not wait.
+        modes: those that are measured.
+        clock: what is timed: the device's work, or the host's until the kernels are launched.
         recorded: whether `fwd` is run with autograd recording, as in training.
         precision: of float32 products, as `torch.set_float32_matmul_precision` names it, for every provider.
     """
@@ -181,12 +181,12 @@ class Case:
 
     Attributes:
         name: `family/parameter=value/...`.
-        family: the name given to `case`.
+        family: the first argument of `case`.
         build: the decorated function.
         parameters: this case's point of the grid.
         tests: files of the operator's tests; the gate runs them before anything is timed.
-        devices: where the case makes sense.
-        quick: whether it is one of the few that stand for its family.
+        devices: where the case is measured.
+        quick: whether it is one of the representative cases of its family.
     """
 
     name: str
@@ -231,7 +231,7 @@ class Registry:
             family: first part of the names.
             tests: files of the operator's tests, from the project's root.
             devices: "cpu", "cuda" or both.
-            quick: parameter -> the values that stand for the family; parameters left out keep all of theirs.
+            quick: parameter -> the values of the representative cases; a parameter left out keeps all of its values.
             **grid: parameter -> its values; all combinations are registered.
 
         Returns:
@@ -261,7 +261,7 @@ class Registry:
         return register
 
     def select(self, patterns: Sequence[str]) -> list[Case]:
-        """The cases that match any of the shell patterns; a family's name stands for all its cases.
+        """Return the cases that match any of the shell patterns; a family's name matches all its cases.
 
         Raises:
             KeyError: a pattern matches nothing.

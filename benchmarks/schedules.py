@@ -1,4 +1,4 @@
-"""A statement run under a schedule given by name, to compare schedules with each other."""
+"""Run a statement under one particular schedule, to compare schedules."""
 
 from __future__ import annotations
 
@@ -18,10 +18,10 @@ __all__ = ["generated_of", "run_scheduled"]
 def generated_of(
     program: Program, tensors: Mapping[str, Tensor], out_shape: Sequence[int | None] | None = None
 ) -> tuple[Generated, Callable[[Schedule], Callable[[], Tensor]]]:
-    """The kernels behind a program on these tensors, and what runs them under a schedule.
+    """Return the kernels of a program for these tensors, and a function that runs them under a schedule.
 
     Raises:
-        Unavailable: the program runs in another way here, as on a CPU.
+        Unavailable: the program has no generated kernel here, for example on a CPU.
     """
     ordered, start = program._arrange(tensors)
     extents = program._extents(ordered, start, None, None if out_shape is None else tuple(out_shape))
@@ -43,9 +43,9 @@ def run_scheduled(
     schedule: Schedule,
     out_shape: Sequence[int | None] | None = None,
 ) -> Callable[[], Tensor]:
-    """What runs a program's statement on these tensors under one schedule.
+    """Return a function that runs a program's statement on these tensors under one schedule.
 
     Raises:
-        Unavailable: the program runs in another way here, as on a CPU.
+        Unavailable: the program has no generated kernel here, for example on a CPU.
     """
     return generated_of(program, tensors, out_shape)[1](schedule)

@@ -1,8 +1,8 @@
-"""What outlives a measurement that brings its process down: the state of a run on disk, and the process that watches.
+"""Supervised runs: the state of a run on disk, and the process that restarts a crashed one.
 
-Beside the result file `x.json` stands `x.state`: the cases that are finished and the measurement under way. When the
-working process dies, hangs, or leaves the device unusable, the supervisor records that measurement as failed and
-starts another process, which goes on after it.
+Next to the result file `x.json` the file `x.state` holds the finished cases and the measurement in progress. When the
+subprocess crashes, hangs, or leaves the device unusable, the supervisor records that measurement as failed and starts
+another process, which continues after it.
 """
 
 from __future__ import annotations
@@ -25,12 +25,12 @@ from benchmarks.registry import OURS, Mode
 __all__ = ["State", "supervise"]
 
 _POLL_S = 0.5
-# Processes in a row that may end without having measured anything.
+# Consecutive processes that may end without a measurement.
 _FRUITLESS = 3
 
 
 class _Running(TypedDict):
-    """The measurement under way; without provider and mode, the building of the problem and its oracle."""
+    """The measurement in progress; without provider and mode, the problem and its oracle are being built."""
 
     case: str
     provider: str | None
@@ -40,13 +40,13 @@ class _Running(TypedDict):
 
 @dataclass
 class State:
-    """Records and progress of a run, in memory and, given a path, on disk.
+    """Records and progress of a run, in memory and, with a path, on disk.
 
     Attributes:
         path: the result file.
         records: all that was measured.
         done: names of finished cases.
-        running: what is under way.
+        running: what is in progress.
     """
 
     path: Path | None = None
@@ -56,7 +56,7 @@ class State:
 
     @classmethod
     def of(cls, path: Path | None, *, resume: bool) -> State:
-        """The state of a result file, or a new one. What was not run for want of time is forgotten, to be run."""
+        """Read the state of a result file, or make a new one. Measurements that were not run are dropped, to be run."""
         if path is None or not resume or not path.exists():
             state = cls(path)
             state._store()
@@ -78,25 +78,25 @@ class State:
         return case in self.done
 
     def begin(self, case: str, provider: str | None = None, mode: Mode | None = None) -> None:
-        """Say what is under way."""
+        """Note what is in progress."""
         self.running = _Running(case=case, provider=provider, mode=mode, since=time.time())
         self._store()
 
     def add(self, entry: Record) -> None:
-        """Keep a record. Written as it grows: a run that is cut short keeps what it has."""
+        """Add a record, and write the file: an interrupted run keeps its records."""
         self.records.append(entry)
         if self.path is not None:
             write(self.path, self.records)
 
     def finish(self, case: str) -> None:
-        """Nothing is left to measure of a case, unless the budget ended it."""
+        """Note that a case is finished, unless the budget ended it."""
         if not any(r["case"] == case and r["gate"].startswith("not run") for r in self.records):
             self.done.append(case)
         self.running = None
         self._store()
 
     def end(self) -> None:
-        """Nothing is under way."""
+        """Note that nothing is in progress."""
         self.running = None
         self._store()
 
@@ -119,7 +119,7 @@ def supervise(
     commit: str | None = None,
     command: Sequence[str] = (sys.executable, "-m", "benchmarks.run"),
 ) -> int:
-    """Run `benchmarks.run` with these arguments in another process, and start it anew when it dies or hangs.
+    """Run `benchmarks.run` with these arguments in another process, and restart it when it crashes or hangs.
 
     Args:
         arguments: of the command line, `--supervise` among them.
@@ -139,7 +139,7 @@ def supervise(
         before = len(read(out)) if extra and out.exists() else 0
         left = [] if math.isinf(end) else ["--budget", str(max(0.0, end - time.monotonic()))]
         own = [argument for argument in arguments if argument != "--supervise"]
-        # Of an option given twice the last one counts.
+        # Of a repeated option the last one counts.
         worker = subprocess.Popen([*command, *own, *left, *extra])
         ended = _watch(worker, out, limit)
         if ended in ("0", "1", "2"):
@@ -153,7 +153,7 @@ def supervise(
 
 
 def _watch(worker: subprocess.Popen[bytes], out: Path, limit: float) -> str:
-    """Wait for the process; its result, or why it was ended."""
+    """Wait for the process; return its exit status, or why it was killed."""
     try:
         while True:
             try:
@@ -174,7 +174,7 @@ def _running(out: Path) -> _Running | None:
 
 
 def _blame(out: Path, ended: str, commit: str | None) -> None:
-    """Record the measurement that was under way as failed."""
+    """Record the measurement that was in progress as failed."""
     running = _running(out)
     records = read(out) if out.exists() else []
     if running is None:
@@ -192,6 +192,6 @@ def _blame(out: Path, ended: str, commit: str | None) -> None:
         write(out, [*records, record(machine, case, provider, mode, what + why)])
     beside = out.with_suffix(".state")
     done = json.loads(beside.read_text(encoding="utf-8"))["done"]
-    # Where building the problem failed there is nothing to go on with in this case.
+    # Where the problem could not be built, nothing is left to measure in this case.
     done += [case] if running["provider"] is None else []
     beside.write_text(json.dumps({"done": done, "running": None}), encoding="utf-8")

@@ -1,7 +1,7 @@
 """Write the tables of README and docs from the records: `make bench-table`, or `python -m benchmarks.tables`.
 
 A page holds `<!-- table: begin -->` and `<!-- table: end -->`, with a name (`<!-- table: NAME begin -->`) where it is
-not README's table; what stands between them is replaced. `--check` writes nothing and returns 1 when a table or a plot
+not README's table; the text between them is replaced. `--check` writes nothing and returns 1 when a table or a plot
 is out of date; CI runs it. Numbers come from `benchmarks/results/current/`, targets from the whole history, and whole
 networks, until the family `network` has records, from `benchmarks/results/networks-*.json`.
 """

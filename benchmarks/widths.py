@@ -1,4 +1,4 @@
-"""The table of reduction widths from the records of family `sgap`: the best against r = 32, and who wins where."""
+"""The table of reduction widths from the records of family `sgap`: the best width compared with r = 32."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ def _mean(values: Sequence[float]) -> str:
 
 
 def width_table(groups: Mapping[str, Mapping[str, Record]]) -> list[str]:
-    """Lines of Markdown: for each case the best width of either kind beside r = 32; for each n the geometric means.
+    """Format Markdown: for each case the best width of either kind and its ratio to r = 32; for each n geometric means.
 
     Args:
         groups: case -> provider -> record, of one device.
@@ -59,10 +59,12 @@ def width_table(groups: Mapping[str, Mapping[str, Record]]) -> list[str]:
         _, winner = min((us, kind) for kind, us in best.items())
         wins.setdefault(n, {}).setdefault(winner, 0)
         wins[n][winner] += 1
-        peer = group.get("torch_csr")
+        baseline = group.get("torch_csr")
         cells.append(winner)
         cells.append(f"{best['row'] / best['segment']:.2f}x" if len(best) == 2 else "")
-        cells.append("" if peer is None or peer["ms"] is None else f"{peer['ms']['p50'] * 1e3 / best[winner]:.2f}x")
+        cells.append(
+            "" if baseline is None or baseline["ms"] is None else f"{baseline['ms']['p50'] * 1e3 / best[winner]:.2f}x"
+        )
         lines.append("| " + " | ".join(cells) + " |")
     if not wins:
         return []

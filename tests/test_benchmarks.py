@@ -1,4 +1,4 @@
-"""The benchmark harness: laws of the registry, the gate, records, tables and pictures; and every registered case."""
+"""The benchmark harness: the registry, the comparison with the oracle, records, tables, plots; and every case."""
 
 from __future__ import annotations
 
@@ -190,7 +190,7 @@ def test_on_a_gpu(gpu: torch.device, small: Registry, tmp_path: Path):
 
 
 @pytest.mark.slow
-def test_replays_on_a_gpu(gpu: torch.device, small: Registry, tmp_path: Path):
+def test_cuda_graph_times_on_a_gpu(gpu: torch.device, small: Registry, tmp_path: Path):
     def waits() -> Work:
         x = torch.randn(3, 5, device=gpu)
         return Work(lambda: x * x.sum().item(), output=lambda _: torch.zeros(5, 3, device=gpu))
@@ -204,10 +204,10 @@ def test_replays_on_a_gpu(gpu: torch.device, small: Registry, tmp_path: Path):
         assert found.replay
         assert found.replay["gate"] == "passed"
         assert found.replay["ms"]
-        # All kernels are handed over at once; without a host between them they are not later.
+        # All kernels are launched at once, without the host between them.
         assert 0 < found.replay["ms"]["p20"] < 1.5 * found.ms["p50"]
     assert run.measure(problem, "insum_nn", "bwd", wanted, gpu, replay=True, **times).replay is None
-    # Whoever waits for the device within a call keeps its time, and the device goes on.
+    # A call that waits for the device keeps its time, and the device remains usable.
     patient = dataclasses.replace(problem, providers={"waits": waits}, tolerance=2.0)
     found = run.measure(patient, "waits", "fwd", wanted, gpu, replay=True, **times)
     assert found.ms
@@ -216,7 +216,7 @@ def test_replays_on_a_gpu(gpu: torch.device, small: Registry, tmp_path: Path):
     assert run.measure(problem, "torch", "fwd", wanted, gpu, replay=True, **times).replay["ms"]
 
 
-def test_our_red_tests_stop_the_clock(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+def test_ours_is_not_timed_when_its_tests_fail(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
     red = tmp_path / "test_red.py"
     red.write_text("def test_no():\n    assert False\n")
     own = Registry()
@@ -231,7 +231,7 @@ def test_our_red_tests_stop_the_clock(tmp_path: Path, monkeypatch: pytest.Monkey
     assert by_provider["torch"]["gate"] == "passed"
 
 
-def test_a_file_without_tests_does_not_pass_the_gate(tmp_path: Path):
+def test_a_file_without_tests_is_a_failure(tmp_path: Path):
     empty = tmp_path / "test_empty.py"
     empty.write_text("")
     assert gate.operator_tests((str(empty),)) is not None
@@ -292,7 +292,7 @@ def test_report_keeps_the_later_measurement(results: Path):
     assert all(row.ours and row.ours[1] == 1e9 for row in report.rows([*again, *records]))
 
 
-def test_report_shows_replays(results: Path):
+def test_report_shows_cuda_graph_times(results: Path):
     def with_replay(entry: records.Record) -> records.Record:
         us = {"insum_nn": 2.0, "torch": 3.0}.get(entry["provider"])
         ms = None if us is None else records.Milliseconds(p20=us / 1e3, p50=us / 1e3, p80=us / 1e3)
@@ -354,7 +354,7 @@ def test_report_refuses_other_files(tmp_path: Path, results: Path):
             report.read([bad])
 
 
-def test_plot_is_drawn_from_the_file_alone(results: Path, tmp_path: Path):
+def test_the_same_records_give_the_same_plot(results: Path, tmp_path: Path):
     first, second = tmp_path / "a.svg", tmp_path / "b.svg"
     for path in (first, second):
         assert plot.main([str(results), "--out", str(path), "--mode", "bwd"]) == 0
@@ -368,7 +368,7 @@ def test_plot_is_drawn_from_the_file_alone(results: Path, tmp_path: Path):
 # Runs that are cut short ----------------------------------------------------------------------------------------------
 
 
-def test_budget_stops_cleanly_and_resume_goes_on(small: Registry, tmp_path: Path):
+def test_budget_stops_a_run_and_resume_continues_it(small: Registry, tmp_path: Path):
     path = tmp_path / "x.json"
     arguments = ["product", "--device", "cpu", "--out", str(path), "--warmup-ms", "1", "--rep-ms", "1"]
     assert run.main([*arguments, "--budget", "0"], registry=small) == 1, "nothing was timed"
@@ -383,7 +383,7 @@ def test_budget_stops_cleanly_and_resume_goes_on(small: Registry, tmp_path: Path
     assert report.read([path]) == first, "finished cases are not measured again"
 
 
-def test_a_case_cut_in_the_middle_is_completed(small: Registry, tmp_path: Path):
+def test_an_interrupted_case_is_completed(small: Registry, tmp_path: Path):
     machine, state = records.Machine.here(CPU), supervise.State(tmp_path / "x.json")
     case, setting = small["product/n=1"], Setting(CPU)
     found = run.run_case(case, setting, ("fwd",), machine, warmup_ms=0, rep_ms=0, state=state)
@@ -424,7 +424,7 @@ sys.exit(run.main(registry=own))
 
 
 @pytest.mark.slow
-def test_a_provider_that_kills_or_hangs_loses_only_itself(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+def test_a_provider_that_crashes_or_hangs_is_one_failed_record(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
     script, path = tmp_path / "worker.py", tmp_path / "x.json"
     script.write_text(WORKER)
     monkeypatch.setenv("PYTHONPATH", str(ROOT))
@@ -534,7 +534,7 @@ def test_targets():
     assert [met for met, _ in verdicts(measured(block, "insum_nn", 170.0), *peers)] == [False, False]
     assert verdicts(measured(block, "insum_nn", 39.0, gpu="a CPU")) == [], "targets are for one device"
     assert verdicts(*peers) == [], "nothing of ours to judge"
-    # A faster provider of ours counts; a peer that is no OpenEquivariance does not.
+    # Our fastest provider counts; a baseline other than OpenEquivariance does not.
     conv = "tp_conv/shape=nequip/dtype=float32"
     entries = (measured(conv, "insum_nn", 300.0), measured(conv, "insum_nn/deterministic", 190.0))
     assert verdicts(*entries, measured(conv, "oeq", 595.0), measured(conv, "e3nn", 200.0)) == [(True, ">= 3x oeq")]
@@ -640,7 +640,7 @@ def test_bare_launch(gpu: torch.device):
     assert gate.relative_error(found, matrix.double() @ dense.double()) < 1e-6
 
 
-# Laws of the registry -------------------------------------------------------------------------------------------------
+# The registry ---------------------------------------------------------------------------------------------------------
 
 
 def test_selection(small: Registry):
@@ -650,7 +650,7 @@ def test_selection(small: Registry):
         small.select(["nothing"])
 
 
-def test_quick_cases_stand_for_every_family():
+def test_every_family_has_quick_cases():
     own = Registry()
     own.case("product", n=(1, 2), k=(3, 4), quick={"n": (2,)})(lambda setting, **_: small_problem(setting))
     assert [c.name for c in own if c.quick] == ["product/n=2/k=3", "product/n=2/k=4"]
@@ -681,8 +681,8 @@ def test_cases_are_described_and_tested():
 
 
 @pytest.mark.parametrize("case", families(), ids=lambda c: c.name)
-def test_tiny_cases_pass_the_gate(case: Case):
-    """Ours must pass on the CPU at the tiny size; a peer may be missing, but not fail."""
+def test_tiny_cases_agree_with_the_oracle(case: Case):
+    """Ours must pass on the CPU at the tiny size; a baseline may be missing, but not fail."""
     if "cpu" not in case.devices:
         pytest.skip(f"{case.name} is not for the CPU")
     setting = Setting(CPU, "tiny")
@@ -707,7 +707,7 @@ def test_locked_peers():
         locked[name] = version
     assert list(locked) == sorted(locked)
     assert len(locked) == len(lines)
-    # A peer that our own tests run against is the same release there.
+    # A baseline that our own tests use has the same release there.
     pins = dict(line.split("==") for line in (ROOT / "constraints.txt").read_text().splitlines() if "==" in line)
     pins = {name.replace("_", "-").lower(): version for name, version in pins.items()}
     assert {name: pins[name] for name in locked if name in pins} == {n: v for n, v in locked.items() if n in pins}

@@ -1,4 +1,4 @@
-"""What each step from COO to a fused kernel brings: Insum's ablation, block-sparse and unstructured.
+"""Insum's ablation: the effect of each step from COO to a fused kernel, block-sparse and unstructured.
 
 Source: Won, Ahrens, Amarasinghe, Emer, Insum (ASPLOS 2026), section 6.6 and figure 13: a 4096 x 4096 matrix, 90 % of
 its 32 x 32 blocks zero, times a 4096 x 4096 dense matrix. The steps, each on top of the one before:
@@ -16,7 +16,7 @@ keeps each loop index one-dimensional until an operand needs it wider, so that o
 variable's block shape that lazy broadcasting rests on, but up to 2.13 its kernels still broadcast every index up front
 to an axis of its own; before a dot they reshape each operand to two dimensions, transpose the right one, and fix the
 batch block at 1 to keep the dot two-dimensional. A note in the generator says that this reshaping is to go once lazy
-broadcasting arrives. `insum_nn/native_matmul` therefore stands for the figure's last bar but one.
+broadcasting arrives. `insum_nn/native_matmul` therefore corresponds to the figure's last bar but one.
 """
 
 from __future__ import annotations
@@ -46,7 +46,7 @@ def _problem(
     columns: int,
     stored: int,
     formats: dict[str, tuple[Callable[[], SparseFormat], Options]],
-    peer: tuple[str, Callable[[], torch.Tensor]],
+    baseline: tuple[str, Callable[[], torch.Tensor]],
 ) -> Problem:
     """One matrix in several formats against a dense product and one of torch's sparse layouts."""
     rows, cols = matrix.shape
@@ -59,7 +59,7 @@ def _problem(
     def theirs() -> Work:
         if setting.device.type == "cpu" and matrix.dtype == torch.float16:
             raise Unavailable("torch multiplies sparse halves on a GPU only")
-        sparse = peer[1]()
+        sparse = baseline[1]()
         return Work(lambda: sparse @ dense)
 
     def exact() -> Work:
@@ -69,7 +69,7 @@ def _problem(
     size = matrix.element_size()
     providers = {name: (lambda b=build, o=options: ours(b, o)) for name, (build, options) in formats.items()}
     return Problem(
-        providers={**providers, "torch_dense": lambda: Work(lambda: matrix @ dense), peer[0]: theirs},
+        providers={**providers, "torch_dense": lambda: Work(lambda: matrix @ dense), baseline[0]: theirs},
         oracle=exact,
         tolerance=TOLERANCE[matrix.dtype],
         floors={"fwd": Floor(bytes=size * (stored + (rows + cols) * columns), flops=2 * stored * columns)},
@@ -106,13 +106,16 @@ def ablation_block_spmm(setting: Setting, *, sparsity: float, dtype: str) -> Pro
             "insum_nn/group": (lambda: GroupCOO.from_dense(matrix, group_size=16), PLAIN),
         }
         formats = {**scalar, **formats}
-    peer = ("torch_bsr", lambda: BlockCOO.from_dense(matrix, block_shape=shape, mask=mask).to_torch(torch.sparse_bsr))
-    return _problem(setting, matrix, columns, stored * block * block, formats, peer)
+    baseline = (
+        "torch_bsr",
+        lambda: BlockCOO.from_dense(matrix, block_shape=shape, mask=mask).to_torch(torch.sparse_bsr),
+    )
+    return _problem(setting, matrix, columns, stored * block * block, formats, baseline)
 
 
 @case("ablation_spmm", tests=TESTS, sparsity=(0.9, 0.99, 0.999), columns=(128,), dtype=("float16", "float32"))
 def ablation_spmm(setting: Setting, *, sparsity: float, columns: int, dtype: str) -> Problem:
-    """4096 x 4096 with entries at random places, times a dense matrix: COO, + group, by rule; dense and CSR beside."""
+    """4096 x 4096 with entries at random places, times a dense matrix: COO, + group, by rule; dense and CSR."""
     size = 70 if setting.tiny else 4096
     kind = getattr(torch, dtype)
     generator = setting.generator()
@@ -124,5 +127,5 @@ def ablation_spmm(setting: Setting, *, sparsity: float, columns: int, dtype: str
         "insum_nn/group": (lambda: GroupCOO.from_dense(matrix, group_size=16, mask=mask), PLAIN),
         "insum_nn": (lambda: GroupCOO.from_dense(matrix, mask=mask), Options()),
     }
-    peer = ("torch_csr", lambda: COO.from_dense(matrix, mask=mask).to_torch(torch.sparse_csr))
-    return _problem(setting, matrix, columns, int(mask.sum()), formats, peer)
+    baseline = ("torch_csr", lambda: COO.from_dense(matrix, mask=mask).to_torch(torch.sparse_csr))
+    return _problem(setting, matrix, columns, int(mask.sum()), formats, baseline)

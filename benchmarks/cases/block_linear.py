@@ -1,4 +1,4 @@
-"""Layers with pruned weights against dense ones, and against what torch offers for such weights.
+"""Layers with pruned weights, compared with dense ones and with torch's block-sparse products.
 
 On the CPU 1024 x 1024 weights and 256 rows; on a GPU 4096 x 4096 and 4096 rows. Structures are built before the clock
 starts.
@@ -19,7 +19,7 @@ from insum_nn.structure.pruning import filter_mask
 
 __all__ = ["block_linear", "cpu_block_linear", "pruned_conv2d"]
 
-# Relative to the largest element, of sums of at most 4096 terms in float32. Halves: one rounding of the result.
+# Relative to the largest element, of sums of at most 4096 terms in float32. fp16 and bf16: one rounding of the result.
 TOLERANCE = {torch.float32: 1e-5, torch.float16: 5e-3, torch.bfloat16: 4e-2}
 
 
@@ -110,7 +110,7 @@ def _block_linear(setting: Setting, block: int, density: float, dtype: torch.dty
             raise Unavailable("torch.nn.functional.linear with a BSR weight is timed on the CPU")
         own = matrix.with_values(weight).to_torch(torch.sparse_bsr)
         inputs = x.clone()
-        # torch's BSR product takes the dense operand on the right; `linear` turns it round, and is the slower one.
+        # torch's BSR product takes the dense operand on the right; `linear` transposes it, and is slower.
         if transposed:
             return Work(lambda: (own @ inputs.T).T)
         return Work(lambda: functional.linear(inputs, own))

@@ -1,4 +1,4 @@
-"""A graph's matrix times features times a weight: one statement, against the two products taken apart.
+"""A graph's matrix times features times a weight: one statement, compared with two separate products.
 
 The statement may run as two stages in either order; each is timed, and so is the one that the program chooses. With
 bias and ReLU these are part of the statement.

@@ -1,8 +1,8 @@
-"""Graph convolutions, ours against torch_geometric's, as its users call them: a layer, a network, a training step.
+"""Graph convolutions, ours and torch_geometric's, as users call them: a layer, a network, a training step.
 
 The same graph comes at every step, as in full-batch training; `cached` keeps the normalised graph in the layers, and
-CSR hands over a sparse adjacency. With `fresh` every step brings a new graph, as mini-batches do: nothing that is
-built from one can be kept.
+`csr` passes a sparse adjacency matrix. With `fresh` every step has a new graph, as mini-batches do, so that nothing
+that is built from a graph can be cached.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ TESTS = ("tests/layers/graph/test_gcn_conv.py",)
 # Two layers of sums in float32; gradients of parameters sum over all nodes, with much cancellation.
 TOLERANCE = 1e-4
 # With random labels the gradients of the loss almost cancel, and each of the 38 million values before the ReLU that
-# rounding puts on the other side of zero shows: the peer's layer, too, is 3e-4 off.
+# rounding moves across zero shows: the error of PyG's layer is 3e-4 too.
 STEP_TOLERANCE = 2e-3
 
 Kind = Callable[..., nn.Module]
@@ -89,7 +89,7 @@ class _Inputs:
         features = self.x.to(dtype, copy=True).requires_grad_(learns)
         graph = _adjacency(self.edge_index, self.nodes).to(dtype) if self.given == "csr" else self.edge_index
         if compiled:
-            # Networks of earlier cases share this one's code, and only so many versions of it are kept.
+            # Networks of earlier cases share this one's code, of which torch keeps a limited number of versions.
             torch.compiler.reset()
         call: Callable[[Tensor, Tensor], Tensor] = torch.compile(network) if compiled else network
 
@@ -107,7 +107,7 @@ class _Inputs:
             return build()
 
     def providers(self, work: Callable[..., Work], *, compiled: bool = False) -> dict[str, Callable[[], Work]]:
-        """Ours and the peer's; and both compiled, on a GPU, where that is a matter of seconds."""
+        """Return ours and PyG's; on a GPU, where it takes seconds, both compiled too."""
         found: dict[str, Callable[[], Work]] = {"insum_nn": lambda: work(ours()), "pyg": lambda: work(pyg())}
         if compiled and self.setting.device.type == "cuda" and self.given in ("edge_index", "cached"):
             found["insum_nn/compiled"] = lambda: work(ours(), compiled=True)
@@ -115,7 +115,7 @@ class _Inputs:
         return found
 
     def floor(self, widths: tuple[int, ...]) -> Floor:
-        """Layers of these widths: features, matrix and result once each; gathers at the narrower end of each layer."""
+        """Count layers of these widths: features, matrix and result once; gathers at the narrower end of each layer."""
         entries = self.edge_index.shape[1] + self.nodes
         flops = moved = gathered = 0
         for wide, out in itertools.pairwise(widths):

@@ -1,8 +1,8 @@
-"""What a call costs the host: the time until the device's work is handed over, which small problems cannot hide.
+"""The host time of a call: until its kernels are launched, which small problems cannot hide.
 
 The problems are the tiny ones of the other cases. `autograd=off` runs under `no_grad`; with `on` the forward is
-recorded, as in training. Beside ours stand the peers, and for the sparse product a bare Triton launch, below which no
-call of a compiled program can be.
+recorded, as in training. The baselines are those of the other cases, and for the sparse product a bare Triton launch,
+the lower bound for a call of a compiled program.
 """
 
 from __future__ import annotations

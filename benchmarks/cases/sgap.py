@@ -29,7 +29,7 @@ from insum_nn.ops.spmm import spmm_program
 __all__ = ["WIDTHS", "schedule_of", "sgap"]
 
 WIDTHS = (1, 2, 4, 8, 16, 32)
-# Elements of a program. A scan holds flags beside sums.
+# Elements of a program. A scan holds flags and sums.
 _TILE = {"row": 1024, "segment": 512}
 
 

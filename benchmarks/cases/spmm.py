@@ -23,7 +23,7 @@ TESTS = ("tests/ops/test_spmm.py",)
 # Relative to the largest element: sums in float32; of halves one rounding of the result (4.9e-4) and, where a block
 # product leaves the kernel that sums it, one of each partial sum.
 TOLERANCE = {torch.float32: 1e-5, torch.float16: 3e-3, torch.bfloat16: 2.4e-2}
-# Peers that sum in the dtype of the operands. What they reach stands beside their times.
+# Baselines that sum in the dtype of the operands. Their records state their errors.
 LOOSE = {torch.float32: 1e-4, torch.float16: 2e-2, torch.bfloat16: 1.6e-1}
 
 

@@ -22,10 +22,10 @@ __all__ = ["subm_conv", "subm_map"]
 TESTS = ("tests/layers/voxel/test_conv_layers.py", "tests/structure/kernel_map/test_kernel_map.py")
 PEERS = ("spconv", "spconv_triton")
 
-# Relative to the largest element. Halves: sums in float32 and one rounding; of the weight's gradient the operands are
-# rounded too. tf32 rounds each factor to eleven bits.
+# Relative to the largest element. fp16 and bf16: sums in float32 and one rounding; for the weight's gradient the operands
+# are rounded too. tf32 rounds each factor to eleven bits.
 TOLERANCE = {"float32": 1e-5, "tf32": 3e-3, "float16": 3e-3, "bfloat16": 2.4e-2}
-# spconv may sum halves in half precision; what the peers reach stands beside their times.
+# spconv may sum fp16 in fp16; the baselines' records state their errors.
 LOOSE = {"float32": 3e-3, "tf32": 1e-2, "float16": 3e-2, "bfloat16": 1e-1}
 
 
@@ -62,7 +62,7 @@ def _oracle(table: Tensor, features: Tensor, weight: Tensor) -> Work:
     quick={"cloud": ("room", "sweep"), "channels": (32, 64, 128), "dtype": ("float16",)},
 )
 def subm_conv(setting: Setting, *, cloud: str, channels: int, dtype: str) -> Problem:
-    """One layer with as many channels out as in, its map at hand: forward, and forward with both gradients."""
+    """One layer with as many channels out as in, with a cached map: forward, and forward with both gradients."""
     points, extents = clouds.cloud(setting, cloud)
     channels = min(channels, 24) if setting.tiny else channels
     kind = torch.float32 if dtype == "tf32" else getattr(torch, dtype)
@@ -77,8 +77,8 @@ def subm_conv(setting: Setting, *, cloud: str, channels: int, dtype: str) -> Pro
         with torch.no_grad():
             conv.weight.copy_(weight)
         x = features.clone().requires_grad_()
-        # The first call builds the map and leaves it, under its key, with the tensor that it returns.
-        with torch.no_grad():  # or what it computed would stay, with all that leads back to the weight
+        # The first call builds the map, which the returned tensor holds under its key.
+        with torch.no_grad():  # or the autograd graph would be kept alive
             known = conv(module.SparseConvTensor(x.detach(), _indices(points), list(extents), 1))
         return Work(lambda: conv(known.replace_feature(x)).features, (x, conv.weight))
 
@@ -141,7 +141,7 @@ def subm_map(setting: Setting, *, cloud: str, what: str) -> Problem:
     table, indices = neighbour_table(points), _indices(points)
 
     def fresh(module: Any) -> Any:
-        # A new tensor of coordinates each time: nothing that was kept for an old one can be used.
+        # A new tensor of coordinates each time: nothing that is cached for an old one can be used.
         return module.SparseConvTensor(features, indices.clone(), list(extents), 1)
 
     def made(module: Any) -> Any:

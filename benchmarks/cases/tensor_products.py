@@ -1,7 +1,7 @@
 """Tensor products of equivariant networks against e3nn, OpenEquivariance and cuEquivariance.
 
 `tp_conv` and `tp_conv_double`: messages along edges, of two published potentials' shapes. `fctp`: the fully connected
-product of Insum's table 3. All take weights in e3nn's order; a peer's own order is made before the clock starts.
+product of Insum's table 3. Weights are drawn in e3nn's order; a baseline's own order is made before the clock starts.
 """
 
 from __future__ import annotations
@@ -30,10 +30,10 @@ SHAPES = {
 PIECES = 16
 # Relative to the largest element; gradients of edge features sum a thousand terms.
 TOLERANCE = {"float32": 2e-5, "float64": 1e-11, "tf32": 3e-3}
-# Of peers, in whichever order they sum; what they reach stands beside their times.
+# Of the baselines, which sum in any order; their records state their errors.
 LOOSE = {"float32": 1e-4, "float64": 1e-9}
 CONV_PEERS = ("oeq", "oeq/deterministic", "e3nn")
-# Weights of one sample each may take this much; more samples than fit are left out.
+# Upper bound for the weights of all samples; the batch is halved until they fit.
 _WEIGHT_BYTES = 4 << 30
 
 
