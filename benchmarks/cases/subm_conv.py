@@ -22,7 +22,7 @@ __all__ = ["subm_conv", "subm_map"]
 TESTS = ("tests/layers/voxel/test_conv_layers.py", "tests/structure/kernel_map/test_kernel_map.py")
 PEERS = ("spconv", "spconv_triton")
 
-# Relative to the largest element. fp16 and bf16: sums in float32 and one rounding; for the weight's gradient the operands
+# Relative to the largest element. fp16 and bf16: sums in float32 and one rounding; for the weight's gradient operands
 # are rounded too. tf32 rounds each factor to eleven bits.
 TOLERANCE = {"float32": 1e-5, "tf32": 3e-3, "float16": 3e-3, "bfloat16": 2.4e-2}
 # spconv may sum fp16 in fp16; the baselines' records state their errors.
