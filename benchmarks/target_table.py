@@ -48,7 +48,8 @@ def states() -> list[State]:
     everything = report.rows([record for candidate, _ in runs for record in candidate.records])
     latest = {(row.case, row.mode): row.group for row in everything}
     found: list[State] = []
-    for case in load():
+    # Sorted, since cases are registered in the order in which their modules are imported.
+    for case in sorted(load(), key=lambda case: case.family):
         for target in TARGETS:
             for mode in target.modes:
                 if not target.covers(case.name, mode) or "cuda" not in case.devices:

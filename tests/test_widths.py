@@ -42,4 +42,4 @@ def test_the_table_names_the_best_width_and_the_winner():
     assert "| hub | 16 | r = 32 | 90.0 | 1.00x | r = 32 | 9.0 | 1.00x | segment | 10.00x |  |" in lines
     assert lines[-1] == "| 16 | 1.73x | 1.10x | 1 | 1 |"
     assert width_table({"spmm/n=4": groups["sgap/graph=ppi/n=16"]}) == []
-    assert re.search(r"### Reduction widths, H\n\n\| graph", report.table(records))
+    assert re.search(r"## H: sgap\n(?s:.*)### Reduction widths\n\n\| graph", report.table(records))
