@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import gc
+
 import pytest
 import torch
 
 import insum_nn
+from insum_nn.compiler.runtime import library_calls
 
 NAN, INF = float("nan"), float("inf")
 ROW = torch.tensor([0, 0, 1, -1])
@@ -78,3 +81,103 @@ def test_a_structure_serves_the_statement_that_it_was_made_for():
         for other in [*range(at), *range(at + 1, len(programs))]:
             first(tensors=given[at])
             torch.testing.assert_close(programs[other](tensors=given[other]), wanted[other])
+
+
+# Several subscripts that select a row or a column together.
+
+E = 31
+ADDRESSED = {
+    "two columns": ("Y[Dst[e],h] += T[Src[e],Type[e],h] * Inv[Dst[e],Type[e]]", (7, 4)),
+    "two columns, the axes apart": ("Y[Dst[e],h] += T2[Src[e],h,Type[e]]", (7, 4)),
+    "two rows": ("T[Type[e],h,Src[e]] += D[Dst[e],h] * Inv[Dst[e],Type[e]]", (3, 4, 7)),
+    "heads": ("Y[Dst[e],a,f] += P[e,a] * Z[Src[e],a,f]", (7, 2, 4)),
+    "heads in front": ("Y[a,Dst[e],f] += P[e,a] * Z2[f,Src[e],a]", (2, 7, 4)),
+    "heads and types": ("Y[Dst[e],a,Type[e],f] += P[e,a] * Z[Src[e],a,f]", (7, 2, 3, 4)),
+    "a grid": ("Y[Dst2[i,q],a,f] += P2[i,q,a] * Z[i,a,f]", (7, 2, 4)),
+    "sampled, heads": ("S[e,a] += Z3[Dst[e],a,f] * Z[Src[e],a,f]", (E, 2)),
+    "sampled, types": ("S[e] += D[Dst[e],h] * T[Src[e],Type[e],h]", (E,)),
+}
+
+
+def operands(seed: int, *, missing: bool = False, dtype: torch.dtype = torch.float64) -> dict[str, torch.Tensor]:
+    generator = torch.Generator().manual_seed(seed)
+    low = -1 if missing else 0
+    indices = {"Src": 7, "Dst": 7, "Type": 3}
+    found = {name: torch.randint(low, high, (E,), generator=generator) for name, high in indices.items()}
+    found["Dst2"] = torch.randint(low, 7, (7, 3), generator=generator, dtype=torch.int32)
+    shapes = {"T": (7, 3, 4), "T2": (7, 4, 3), "Inv": (7, 3), "D": (7, 4), "P": (E, 2), "Z": (7, 2, 4), "Z3": (7, 2, 4)}
+    shapes |= {"Z2": (4, 7, 2), "P2": (7, 3, 2)}
+    return found | {n: torch.randn(s, generator=generator, dtype=dtype) for n, s in shapes.items()}
+
+
+def read_by(program, tensors):
+    names = program.spec.layout.tensors
+    return {name: tensors[name] for name in names}
+
+
+@pytest.mark.skipif(not torch.backends.mkl.is_available(), reason="torch's CSR product needs MKL")
+@pytest.mark.parametrize("name", ADDRESSED)
+@pytest.mark.parametrize("missing", [False, True], ids=["whole", "missing"])
+def test_entries_with_several_subscripts(name, missing):
+    text, shape = ADDRESSED[name]
+    program = insum_nn.compile(text, out_shape=shape)
+    for seed in range(2):
+        agree(program, **read_by(program, operands(seed, missing=missing)))
+    tensors = read_by(program, operands(2, missing=missing))
+    out = agree(program, **tensors)
+    factors = [t.requires_grad_() for t in tensors.values() if t.is_floating_point()]
+    assert torch.autograd.gradcheck(lambda *_: program(**tensors), factors)
+    start = torch.randn(shape, dtype=torch.float64)
+    torch.testing.assert_close(program(**tensors, **{text[: text.index("[")]: start}), start + out)
+    code = program.explain(**tensors).torch_code
+    assert ("sampled_product" if "sampled" in name else "csr_product") in code
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        "Y[Dst[e],a,n] += V[e,a,b] * B[Src[e],b,n]",
+        "S[e,a,b] += Y[Dst[e],a,n] * B[Src[e],b,n]",
+        "Y[Dst[e],a,n] += V[e,a] * B[Src[e],n]",
+    ],
+)
+def test_blocks_are_multiplied_whole(text):
+    torch.manual_seed(0)
+    tensors = {"Src": torch.randint(5, (9,)), "Dst": torch.randint(6, (9,)), "B": torch.randn(5, 3, 4)}
+    tensors |= {"V": torch.randn(9, 2, 3), "Y": torch.randn(6, 2, 4)}
+    if "B[Src[e],n]" in text:
+        tensors |= {"B": torch.randn(5, 4), "V": torch.randn(9, 2)}
+    program = insum_nn.compile(text, out_shape=(6, 2, 4) if text[0] == "Y" else (9, 2, 3))
+    tensors = read_by(program, tensors)
+    agree(program, **{n: t.double() if t.is_floating_point() else t for n, t in tensors.items()})
+    code = program.explain(**tensors).torch_code
+    assert "csr_product" not in code
+    assert "sampled_product" not in code
+
+
+@pytest.mark.parametrize("bad", [NAN, INF])
+def test_missing_entries_of_several_subscripts_hide_their_values(bad):
+    text, shape = ADDRESSED["heads"]
+    tensors = operands(0, missing=True, dtype=torch.float32)
+    tensors["P"][tensors["Src"] < 0] = bad
+    program = insum_nn.compile(text, out_shape=shape)
+    assert not agree(program, **read_by(program, tensors)).isnan().any()
+    text, shape = ADDRESSED["two columns"]
+    program = insum_nn.compile(text, out_shape=shape)
+    tensors["T"][:, 0] = bad
+    tensors["Type"][tensors["Type"] == 0] = -1
+    assert not agree(program, **read_by(program, tensors)).isnan().any()
+
+
+def test_a_structure_goes_with_each_of_its_index_tensors():
+    text, shape = ADDRESSED["two columns"]
+    program = insum_nn.compile(text, out_shape=shape)
+    tensors = read_by(program, operands(0))
+    agree(program, **tensors)
+    for name in ("Src", "Dst", "Type"):
+        tensors[name][:5] = tensors[name].flip(0)[:5].clone()
+        agree(program, **tensors)
+    before = len(library_calls._structures)
+    del tensors
+    gc.collect()
+    assert len(library_calls._structures) < before

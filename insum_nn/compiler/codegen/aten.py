@@ -15,7 +15,7 @@ from torch import fx
 from insum_nn.compiler.codegen.aten_extremum import ExtremumWriter
 from insum_nn.compiler.codegen.aten_read import Node, Value
 from insum_nn.compiler.ir.access import Labels, indices_of, plain_labels, scattered_axes
-from insum_nn.compiler.ir.graph import Graph, Library, Step, factors_of, loops_of, store_of
+from insum_nn.compiler.ir.graph import Graph, Library, Step, factors_of, loops_of, sparse_parts, store_of
 from insum_nn.compiler.ir.nodes import Const, Expr, Index, Kernel, Load, Op, Store
 from insum_nn.compiler.options import Options
 from insum_nn.compiler.runtime import library_calls
@@ -159,69 +159,55 @@ class _StepWriter(ExtremumWriter):
         return self.method("reshape", node, tuple(self.extent(group) for group in groups))
 
     def csr_product(self, kernel: Kernel, store: Store) -> Value:
-        row, *plain = store.subscripts
-        labels = plain_labels(plain)
         *values, dense = factors_of(store.value)[0]
-        (axis,) = (axis for axis, s in enumerate(dense.subscripts) if s not in plain)
-        col = dense.subscripts[axis]
-        over = indices_of(row, col)
+        rows, columns, over, labels = sparse_parts(store)
         value = None
         if values:
             held = self.operand(values[0])
             value = self.method("expand", self.align(held.node, held.labels, over), self.shape(over))
-        matrix = self.rows_of(dense, axis, labels)
-        (rows, row_axes, first_masked), (columns, column_axes, masked) = (self.entry_index(s, over) for s in (row, col))
+        matrix = self.rows_of(dense, columns, labels)
         node = self.call(
             library_calls.csr_product,
             value,
-            rows,
-            row_axes,
-            columns,
-            column_axes,
+            [self.entry_index(store.subscripts[axis], self.size(store.buffer.shape[axis]), over) for axis in rows],
+            self.entry_indices(dense, columns, over),
             self.shape(over),
             matrix,
-            self.size(store.buffer.shape[0]),
-            first_masked or masked,
         )
         if len(labels) != 1:
             node = self.method("unflatten", node, 1, self.shape(labels))
+        if len(rows) != 1:
+            node = self.method("unflatten", node, 0, tuple(self.size(store.buffer.shape[axis]) for axis in rows))
         return Value(node, ())
 
     def sampled_product(self, kernel: Kernel, store: Store) -> Value:
         over = plain_labels(store.subscripts)
         near, far = factors_of(store.value)[0]
         inner = tuple(label for label in indices_of(near) if label not in over)
-        parts: list[tuple[Node, tuple[Node | None, tuple[int, ...], bool]]] = []
+        matrices: list[Node] = []
+        places: list[list[tuple[object, ...]]] = []
         for read in (near, far):
-            (axis,) = (axis for axis, s in enumerate(read.subscripts) if not set(indices_of(s)) & set(inner))
-            parts.append((self.rows_of(read, axis, inner), self.entry_index(read.subscripts[axis], over)))
-        (left, (rows, row_axes, masked)), (right, (columns, column_axes, also_masked)) = parts
-        node = self.call(
-            library_calls.sampled_product,
-            left,
-            right,
-            rows,
-            row_axes,
-            columns,
-            column_axes,
-            self.shape(over),
-            masked or also_masked,
-        )
-        return Value(node, over)
+            axes = tuple(axis for axis, s in enumerate(read.subscripts) if not set(indices_of(s)) & set(inner))
+            matrices.append(self.rows_of(read, axes, inner))
+            places.append(self.entry_indices(read, axes, over))
+        return Value(self.call(library_calls.sampled_product, *matrices, *places, self.shape(over)), over)
 
-    def rows_of(self, read: Load, axis: int, labels: Labels) -> Node:
-        """A factor as a matrix: one axis, then all others in the order of `labels`."""
-        names = [s.name if isinstance(s, Index) else None for s in read.subscripts]
-        order = [axis, *(names.index(label) for label in labels)]
+    def rows_of(self, read: Load, axes: tuple[int, ...], labels: Labels) -> Node:
+        """A factor as a matrix: some axes, then all others in the order of `labels`."""
+        order = [*axes, *(read.subscripts.index(Index(label)) for label in labels)]
         node = self.tensors[read.buffer]
         if order != sorted(order):
             node = self.method("permute", node, order)
-        return node if len(labels) == 1 else self.method("flatten", node, 1)
+        node = node if len(labels) == 1 else self.method("flatten", node, len(axes))
+        return node if len(axes) == 1 else self.method("flatten", node, 0, len(axes) - 1)
 
-    def entry_index(self, subscript: Expr, over: Labels) -> tuple[Node | None, tuple[int, ...], bool]:
-        """An index tensor, the positions of its axes among some indices, and whether it may hold -1."""
+    def entry_indices(self, read: Load, axes: tuple[int, ...], over: Labels) -> list[tuple[object, ...]]:
+        return [self.entry_index(read.subscripts[axis], self.axis_size(read.buffer, axis), over) for axis in axes]
+
+    def entry_index(self, subscript: Expr, size: Node | int, over: Labels) -> tuple[object, ...]:
+        """An `EntryIndex`, whose axes are positions among some indices."""
         if isinstance(subscript, Index):
-            return None, (over.index(subscript.name),), False
+            return None, (over.index(subscript.name),), size, False
         assert isinstance(subscript, Load)
         axes = tuple(over.index(label) for label in plain_labels(subscript.subscripts))
-        return self.tensors[subscript.buffer], axes, subscript.buffer.facts.masked is not False
+        return self.tensors[subscript.buffer], axes, size, subscript.buffer.facts.masked is not False

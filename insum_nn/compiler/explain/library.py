@@ -165,20 +165,25 @@ class _Picture:
         """A product whose factors' rows an index tensor selects."""
         reads = ir.factors_of(store.value)[0]
         if node.function == "sampled_product":
-            rows = [next(s for s in read.subscripts if self.selects(s, store)) for read in reads]
-            places = f"at entries ({', '.join(map(self.words.text, rows))})"
+            sides = [[s for s in read.subscripts if self.selects(s, store)] for read in reads]
+            places = f"at entries ({', '.join(' '.join(map(self.words.text, side)) for side in sides)})"
             lines = ("sampled dense × dense", places, over)
             tables = tuple(map(self.access, reads))
-            pointers = tuple(self.pointers(*rows))
+            pointers = tuple(self.pointers(*sides[0], *sides[1]))
             return Product(name, lines, self.labels(*store.subscripts), (), tables, pointers, hover)
         *values, dense = reads
-        row, *plain = store.subscripts
-        (col,) = (s for s in dense.subscripts if s not in plain)
-        places = f"entries at ({self.words.text(row)}, {self.words.text(col)})"
-        lines = ("sparse × dense", places, f"sum over {','.join(self.labels(row, col))}")
-        labels = (self.words.text(row), *self.labels(*plain))
+        row_axes, axes, entries, shared = ir.sparse_parts(store)
+        rows, columns = [store.subscripts[axis] for axis in row_axes], [dense.subscripts[axis] for axis in axes]
+        row, column = (" ".join(map(self.words.text, side)) for side in (rows, columns))
+        lines = (
+            "sparse × dense",
+            f"entries at ({row}, {column})",
+            f"sum over {','.join(map(self.words.index, entries))}",
+        )
+        labels = (*map(self.words.text, rows), *map(self.words.index, shared))
         operands = tuple(self.value(read) for read in values)
-        return Product(name, lines, labels, operands, (self.access(dense),), tuple(self.pointers(row, col)), hover)
+        pointers = tuple(self.pointers(*rows, *columns))
+        return Product(name, lines, labels, operands, (self.access(dense),), pointers, hover)
 
     def selects(self, subscript: Expr, store: Store) -> bool:
         """Whether a subscript varies with the entries rather than with what is summed."""

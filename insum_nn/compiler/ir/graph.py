@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from typing import Literal
 
+from insum_nn.compiler.ir.access import Labels, indices_of, plain_labels
 from insum_nn.compiler.ir.nodes import Buffer, Const, Expr, Index, Kernel, Load, Loop, Node, Op, Size, Store
 
 __all__ = [
@@ -19,6 +20,7 @@ __all__ = [
     "factors_of",
     "loops_of",
     "made_by",
+    "sparse_parts",
     "store_of",
     "stores_of",
 ]
@@ -73,7 +75,7 @@ class Library(GraphNode):
     """Compute what a small algorithm says by one call of a library.
 
     `matmul`: a batched product of two matrices, each of their axes an index. `csr_product`: rows of a dense matrix,
-    times a value for each entry, added up by row of a sparse one; the dense factor stands last, the row first.
+    times a value for each entry, added up by row of a sparse one; the dense factor stands last (see `sparse_parts`).
     `sampled_product`: a product of two dense matrices at some entries alone.
     """
 
@@ -141,6 +143,24 @@ def factors_of(value: Expr) -> tuple[list[Load], int | float]:
 
     visit(value)
     return reads, number
+
+
+def sparse_parts(store: Store) -> tuple[tuple[int, ...], tuple[int, ...], Labels, Labels]:
+    """The parts of a `csr_product`, `out[Row[e], n] += Val[e] * dense[Col[e], n]`.
+
+    Returns:
+        The axes of the result that an entry selects along, those of the dense factor, the indices of the entries, and
+        those that the result and the dense factor share.
+    """
+    *values, dense = factors_of(store.value)[0]
+    pointers = [s for s in (*store.subscripts, *dense.subscripts) if not isinstance(s, Index)]
+    entries = set(indices_of(*pointers, *values))
+    rows, columns = (
+        tuple(axis for axis, s in enumerate(subscripts) if set(indices_of(s)) <= entries)
+        for subscripts in (store.subscripts, dense.subscripts)
+    )
+    over = indices_of(*(store.subscripts[axis] for axis in rows), *(dense.subscripts[axis] for axis in columns))
+    return rows, columns, over, plain_labels([s for axis, s in enumerate(store.subscripts) if axis not in rows])
 
 
 def made_by(graph: Graph) -> Iterator[tuple[Buffer, Step | Library]]:

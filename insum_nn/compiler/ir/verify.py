@@ -12,6 +12,7 @@ from insum_nn.compiler.ir.graph import (
     Structure,
     factors_of,
     loops_of,
+    sparse_parts,
     store_of,
 )
 from insum_nn.compiler.ir.nodes import (
@@ -94,7 +95,11 @@ def _check_step(node: Step | Library) -> None:
     elif node.function == "sampled_product":
         assert not scattered_axes(store.subscripts), "sampled_product whose result is scattered"
     else:
-        assert not scattered_axes(store.subscripts[1:]), "csr_product of more than one row of a term"
+        rows, columns, over, shared = sparse_parts(store)
+        assert rows, "csr_product without rows"
+        assert columns, "csr_product without columns"
+        assert set(rows) == set(range(len(rows))), "csr_product whose rows do not stand first"
+        assert {*over, *shared} == {index.name for index in loops}, "csr_product with a loop that no access has"
 
 
 def _check_block(

@@ -263,6 +263,9 @@ class _Cutter:
         # Stored entries by row and column are the sparse structure itself in dense form: every zero is multiplied.
         if len(replaced) > 1 and not any(True for access in inside for _ in access.nested()):
             return
+        if set(kept) <= set(_indices([self.output])):
+            # What the second statement sums stands in front of what it writes, so that it reads a matrix as it lies.
+            replaced = dict(sorted(replaced.items(), key=lambda item: item[0] in self.output.subscripts))
         names = self.fresh(replaced)
         written = _access(self.made, [*map(str, replaced), *kept])
         first = parse(f"{written} += {' * '.join(map(str, inside))}")

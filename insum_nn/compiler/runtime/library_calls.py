@@ -5,16 +5,16 @@ from __future__ import annotations
 import functools
 import math
 import warnings
+import weakref
 from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch
 from torch import Tensor
-from torch.utils.weak import WeakTensorKeyDictionary
 
 from insum_nn.kept import forgets
 
-__all__ = ["clear_structures", "csr_product", "keep_where", "sampled_product", "zero_where_missing"]
+__all__ = ["EntryIndex", "clear_structures", "csr_product", "keep_where", "sampled_product", "zero_where_missing"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -26,9 +26,15 @@ class _Structure:
     select: Tensor | None
 
 
-# Sorting the entries by row costs more than the product; a training loop multiplies by the same
-# structure again and again. Kept for as long as both index tensors live and are not modified.
-_structures: WeakTensorKeyDictionary = WeakTensorKeyDictionary()
+# What selects along an axis of a matrix at each entry of a grid: an index tensor, `None` for the position itself; the
+# axes of the grid that it has; the axis' extent; whether it may be -1, which leaves the entry out.
+EntryIndex = tuple[Tensor | None, tuple[int, ...], int, bool]
+
+# Sorting the entries by row costs more than the product; a training loop multiplies by the same structure again and
+# again. Kept for as long as all index tensors live and are not modified.
+Key = tuple[object, ...]
+_structures: dict[Key, tuple[tuple[weakref.ref[Tensor], ...], _Structure]] = {}
+_STRUCTURES_LIMIT = 512
 
 
 def clear_structures() -> None:
@@ -38,44 +44,39 @@ def clear_structures() -> None:
 
 @forgets
 def _forget(index: Tensor) -> None:
-    _structures.pop(index, None)
-    for inner in _structures.values():
-        inner.pop(index, None)
+    for key, (refs, _) in tuple(_structures.items()):
+        if any(ref() is index for ref in refs):
+            _structures.pop(key, None)
 
 
 def csr_product(
     value: Tensor | None,
-    row: Tensor | None,
-    row_axes: tuple[int, ...],
-    col: Tensor | None,
-    col_axes: tuple[int, ...],
+    rows: Sequence[EntryIndex],
+    columns: Sequence[EntryIndex],
     shape: Sequence[int],
     dense: Tensor,
-    num_rows: int,
-    masked: bool,
 ) -> Tensor:
     """`out[row[e],:] += value[e] * dense[col[e],:]` over a grid of entries `e`, by torch's CSR product.
 
     Args:
         value: entries' values over the whole grid, or `None` for ones.
-        row: an entry's row over the grid axes `row_axes`; `None`: the position along that one axis.
-        row_axes: grid axes of `row`.
-        col: an entry's column over `col_axes`; `None`: the position along that one axis.
-        col_axes: grid axes of `col`.
+        rows: what selects an entry's row; the last axis counts fastest.
+        columns: what selects its column.
         shape: the grid of entries.
         dense: `(k, n)`.
-        num_rows: rows of the result.
-        masked: some index may be -1; such entries take no part.
 
     Returns:
-        `(num_rows, n)`, contiguous.
+        `(m, n)`, contiguous.
     """
-    structure = _remembered(row, row_axes, col, col_axes, tuple(shape), num_rows, masked)
+    num_rows = math.prod(extent for _, _, extent, _ in rows)
+    structure = _remembered(rows, columns, tuple(shape))
     count = structure.col.numel()
     flat = None if value is None else value.reshape(-1)
     if count == 0 or dense.numel() == 0:
         return dense.new_zeros(num_rows, dense.shape[1])
-    values = dense.new_ones(count) if flat is None else flat if structure.select is None else flat[structure.select]
+    if flat is not None and structure.select is not None:
+        flat = flat.index_select(0, structure.select)
+    values = dense.new_ones(count) if flat is None else flat
     _silence_beta_warning()
     matrix = torch.sparse_csr_tensor(
         structure.crow, structure.col, values, (num_rows, dense.shape[0]), check_invariants=False
@@ -86,29 +87,23 @@ def csr_product(
 def sampled_product(
     left: Tensor,
     right: Tensor,
-    row: Tensor | None,
-    row_axes: tuple[int, ...],
-    col: Tensor | None,
-    col_axes: tuple[int, ...],
+    rows: Sequence[EntryIndex],
+    columns: Sequence[EntryIndex],
     shape: Sequence[int],
-    masked: bool,
 ) -> Tensor:
     """`out[e] = sum_k left[row[e],k] * right[col[e],k]` over a grid of entries `e`, by torch's sampled product.
 
     Args:
         left: `(m, k)`.
         right: `(n, k)`.
-        row: an entry's row of `left`, as in `csr_product`.
-        row_axes: grid axes of `row`.
-        col: an entry's row of `right`.
-        col_axes: grid axes of `col`.
+        rows: what selects an entry's row of `left`, as in `csr_product`.
+        columns: what selects its row of `right`.
         shape: the grid of entries.
-        masked: some index may be -1; such entries are 0.
 
     Returns:
-        `shape`, contiguous.
+        `shape`, contiguous; 0 for entries that are left out.
     """
-    structure = _remembered(row, row_axes, col, col_axes, tuple(shape), left.shape[0], masked)
+    structure = _remembered(rows, columns, tuple(shape))
     count = structure.col.numel()
     cells = math.prod(shape)
     output = left.new_zeros(cells) if count < cells else left.new_empty(cells)
@@ -178,73 +173,65 @@ def _silence_beta_warning() -> None:
         torch.sparse_csr_tensor(torch.tensor([0, 0]), index[:0], torch.ones(0), (1, 1))
 
 
-def _version(tensor: Tensor | None) -> int | None:
-    return None if tensor is None or tensor.is_inference() else tensor._version
+def _remembered(rows: Sequence[EntryIndex], columns: Sequence[EntryIndex], shape: tuple[int, ...]) -> _Structure:
+    tensors = [part[0] for part in (*rows, *columns) if part[0] is not None]
+    if any(tensor.is_inference() for tensor in tensors):
+        return _build(rows, columns, shape)
+    places = [tuple((t is not None, *rest) for t, *rest in parts) for parts in (rows, columns)]
+    key: Key = (shape, *places, *((id(tensor), tensor._version) for tensor in tensors))
+    known = _structures.get(key)
+    # The identifier of a tensor that was freed may have been reused.
+    if known is not None and all(ref() is tensor for ref, tensor in zip(known[0], tensors, strict=True)):
+        return known[1]
+    structure = _build(rows, columns, shape)
+    while len(_structures) >= _STRUCTURES_LIMIT:
+        _structures.pop(next(iter(_structures)), None)
 
+    def gone(_: object) -> None:
+        _structures.pop(key, None)
 
-def _remembered(
-    row: Tensor | None,
-    row_axes: tuple[int, ...],
-    col: Tensor | None,
-    col_axes: tuple[int, ...],
-    shape: tuple[int, ...],
-    num_rows: int,
-    masked: bool,
-) -> _Structure:
-    first = row if row is not None else col
-    second = col if row is not None and col is not None else first
-    if first is None or second is None or first.is_inference() or second.is_inference():
-        return _build(row, row_axes, col, col_axes, shape, num_rows, masked)
-    inner = _structures.get(first)
-    if inner is None:
-        inner = _structures[first] = WeakTensorKeyDictionary()
-    known: dict[tuple[object, ...], _Structure] | None = inner.get(second)
-    if known is None:
-        known = inner[second] = {}
-    key = (row_axes, col_axes, shape, num_rows, masked, row is None, col is None, _version(row), _version(col))
-    structure = known.get(key)
-    if structure is None:
-        if len(known) >= 4:
-            known.clear()
-        structure = known[key] = _build(row, row_axes, col, col_axes, shape, num_rows, masked)
+    _structures[key] = tuple(weakref.ref(tensor, gone) for tensor in tensors), structure
     return structure
 
 
-def _over_grid(index: Tensor | None, axes: tuple[int, ...], shape: tuple[int, ...], device: torch.device) -> Tensor:
-    """The index of every entry of the grid, flattened."""
-    # Of an alias: a view keeps what it is a view of, and what is kept for as long as an index lives must not keep it.
-    index = torch.arange(shape[axes[0]], device=device) if index is None else index.detach()
-    order = sorted(range(len(axes)), key=lambda i: axes[i])
-    view = [1] * len(shape)
-    for axis in axes:
-        view[axis] = shape[axis]
-    return index.permute(order).reshape(view).expand(shape).reshape(-1)
+def _over_grid(parts: Sequence[EntryIndex], shape: tuple[int, ...], device: torch.device) -> Tensor:
+    """The row, or the column, of every entry of the grid, flattened; -1 where an index is."""
+    total: Tensor | None = None
+    for index, axes, extent, masked in parts:
+        # An alias: a view keeps what it is a view of, and what is kept for as long as an index lives must not keep it.
+        index = torch.arange(shape[axes[0]], device=device) if index is None else index.detach()
+        order = sorted(range(len(axes)), key=lambda i: axes[i])
+        view = [1] * len(shape)
+        for axis in axes:
+            view[axis] = shape[axis]
+        found = index.permute(order).reshape(view)
+        if total is None:
+            total = found.long() if len(parts) > 1 else found
+        else:
+            number = total * extent + found
+            # Where an earlier index is missing the number is below 0 already.
+            total = torch.where(found < 0, -1, number) if masked else number
+    assert total is not None
+    return total.expand(shape).reshape(-1)
 
 
-def _build(
-    row: Tensor | None,
-    row_axes: tuple[int, ...],
-    col: Tensor | None,
-    col_axes: tuple[int, ...],
-    shape: tuple[int, ...],
-    num_rows: int,
-    masked: bool,
-) -> _Structure:
-    device = next(t.device for t in (row, col) if t is not None)
-    rows = _over_grid(row, row_axes, shape, device)
-    cols = _over_grid(col, col_axes, shape, device)
+def _build(rows: Sequence[EntryIndex], columns: Sequence[EntryIndex], shape: tuple[int, ...]) -> _Structure:
+    every = (*rows, *columns)
+    device = next(part[0].device for part in every if part[0] is not None)
+    num_rows = math.prod(extent for _, _, extent, _ in rows)
+    row, col = (_over_grid(parts, shape, device) for parts in (rows, columns))
     select: Tensor | None = None
-    if masked:
-        keep = (rows >= 0) & (cols >= 0)
+    if any(masked for *_, masked in every):
+        keep = (row >= 0) & (col >= 0)
         if not bool(keep.all()):
             select = keep.nonzero().squeeze(1)
-            rows, cols = rows[select], cols[select]
-    if not bool((rows[1:] >= rows[:-1]).all()):
-        rows, order = rows.sort(stable=True)
-        cols = cols[order]
+            row, col = row[select], col[select]
+    if not bool((row[1:] >= row[:-1]).all()):
+        row, order = row.sort(stable=True)
+        col = col[order]
         select = order if select is None else select[order]
     # Libraries multiply by 32-bit indices; of others they make such at every call.
-    largest = max(num_rows, rows.numel(), int(cols.max()) if cols.numel() else 0)
+    largest = max(num_rows, row.numel(), int(col.max()) if col.numel() else 0)
     small = largest < 2**31
-    crow = torch._convert_indices_from_coo_to_csr(rows.contiguous(), num_rows, out_int32=small)
-    return _Structure(crow, cols.to(torch.int32 if small else torch.int64).contiguous(), select)
+    crow = torch._convert_indices_from_coo_to_csr(row.contiguous(), num_rows, out_int32=small)
+    return _Structure(crow, col.to(torch.int32 if small else torch.int64).contiguous(), select)

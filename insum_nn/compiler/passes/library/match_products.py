@@ -9,6 +9,9 @@ A product of two dense matrices at some entries only:
 
     out[a] += t0[a] * t1[x0[a], b] * t2[x1[a], b]    ->    v0[a] += t1[x0[a], b] * t2[x1[a], b]    by sampled_product
                                                            out[a] += t0[a] * v0[a]
+
+Several subscripts may select a row or a column together, `t1[x1[a], x2[a], b]`, and an index may stand among them in
+both, as the heads `h` do in `out[x0[a], h, b] += t0[a, h] * t1[x1[a], h, b]`: there is an entry for each `a` and `h`.
 """
 
 from __future__ import annotations
@@ -17,7 +20,7 @@ import itertools
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from insum_nn.compiler.ir.access import Labels, indices_of, miss_conditions, plain_labels, scattered_axes
+from insum_nn.compiler.ir.access import Labels, indices_of, miss_conditions, plain_labels, present, scattered_axes
 from insum_nn.compiler.ir.graph import GraphNode, Library, factors_of, loops_of, store_of
 from insum_nn.compiler.ir.nodes import Buffer, Expr, Index, Load, Result, Store, conjunction
 from insum_nn.compiler.passes.library.contraction_order import multiply_in_order
@@ -36,14 +39,14 @@ class SparseMatch:
 
     Attributes:
         factor: position of the dense factor.
-        axis: of the dense factor, that an entry's column selects; its other axes are plain.
-        row_axis: the axis of the output that an entry's row selects.
+        axes: of the dense factor, that an entry's column selects; its other axes are plain.
+        row_axes: the axes of the output that an entry's row selects.
         entries: the indices of the entries, the row's first.
     """
 
     factor: int
-    axis: int
-    row_axis: int
+    axes: tuple[int, ...]
+    row_axes: tuple[int, ...]
     entries: Labels
 
 
@@ -59,72 +62,94 @@ def match_csr_product(cut: Cut) -> list[GraphNode] | None:
         return None
     dense = reads[found.factor]
     others = [read for position, read in enumerate(reads) if position != found.factor]
-    if any(miss_conditions(read) for read in others) or (not others and number != 1):
-        # Its entries are those that have a row and a column.
+    output, shape = store.subscripts, store.buffer.shape
+    rows = [output[axis] for axis in found.row_axes]
+    columns = [dense.subscripts[axis] for axis in found.axes]
+    # Entries without a row or a column take no part, whatever their value.
+    left_out = {condition for s in (*rows, *columns) if isinstance(s, Load) for condition in _present(s)}
+    if any(set(miss_conditions(read)) - left_out for read in others) or (not others and number != 1):
         return None
     texts = [*others]
     steps, others = read_factors(cut, others)
     if others:
         made, value = multiply_in_order(cut, others, number, found.entries, texts)
         steps, others = steps + made, [value]
-    output, shape = store.subscripts, store.buffer.shape
-    row, row_extent = output[found.row_axis], shape[found.row_axis]
-    free = plain_labels([s for axis, s in enumerate(output) if axis != found.row_axis])
-    extents = (row_extent, *(extent for axis, extent in enumerate(shape) if axis != found.row_axis))
-    rows = Buffer(cut.buffer(()).name, cut.dtype, extents)
-    loops = (*indices_of(row), *free)
+    free = plain_labels([s for axis, s in enumerate(output) if axis not in found.row_axes])
+    names = {axis: f"{_ROW}{place or ''}" for place, axis in enumerate(found.row_axes)}
+    extents = [shape[axis] for axis in found.row_axes]
+    extents += [extent for axis, extent in enumerate(shape) if axis not in found.row_axes]
+    product_rows = Buffer(cut.buffer(()).name, cut.dtype, tuple(extents))
+    loops = (*indices_of(*rows), *free)
     sums = tuple(label for label in found.entries if label not in loops)
     call = cut.step(
-        Result(rows, "zero"), (row, *map(Index, free)), product([*others, dense]), loops, sums,
+        Result(product_rows, "zero"), (*rows, *map(Index, free)), product([*others, dense]), loops, sums,
         combine="add", where=store.where,
     )  # fmt: skip
     cut.decide(
         "library", "CSR product", "one sparse matrix times one dense one; the library needs no [entries, n] tensor"
     )
-    cell = tuple(Index(_ROW) if axis == found.row_axis else s for axis, s in enumerate(output))
-    write = cut.write(cell, Load(rows, (Index(_ROW), *map(Index, free))), (_ROW, *free), ends={_ROW: row_extent})
+    cell = tuple(Index(names[axis]) if axis in names else s for axis, s in enumerate(output))
+    over = (*names.values(), *free)
+    ends = {name: shape[axis] for axis, name in names.items()}
+    write = cut.write(cell, Load(product_rows, tuple(map(Index, over))), over, ends=ends)
     return [*steps, Library("csr_product", call.kernel), write]
+
+
+def _present(read: Load) -> tuple[Expr, ...]:
+    """What has to hold for an entry of an index tensor to be there."""
+    return (*miss_conditions(read), *((present(read),) if read.buffer.facts.masked is not False else ()))
 
 
 def find_sparse_product(store: Store, indices: Labels) -> SparseMatch | None:
     """The parts of a store that adds up such products, under loops over some indices."""
     output = store.subscripts
-    rows = [axis for axis, s in enumerate(output) if isinstance(s, Load)]
     reads = factors_of(store.value)[0]
+    if not all(map(_simple, output)):
+        return None
     for position, dense in enumerate(reads):
-        others = reads[:position] + reads[position + 1 :]
-        picked = [axis for axis, s in enumerate(dense.subscripts) if isinstance(s, Load)]
-        if len(picked) > 1 or any(not isinstance(s, Index | Load) for s in dense.subscripts):
-            continue
-        for axis in picked or range(len(dense.subscripts)):
-            for row_axis in rows or range(len(output)):
-                entries = _sparse_entries(output, indices, dense, others, axis, row_axis)
-                if entries is not None:
-                    return SparseMatch(position, axis, row_axis, entries)
+        if all(map(_simple, dense.subscripts)):
+            others = reads[:position] + reads[position + 1 :]
+            entries = _entry_labels([*output, *dense.subscripts], others)
+            rows, columns = _selected(output, entries), _selected(dense.subscripts, entries)
+            found = _sparse_entries(output, dense.subscripts, indices, others, rows, columns)
+            if found is not None:
+                return SparseMatch(position, columns, rows, found)
     return None
 
 
+def _entry_labels(subscripts: Sequence[Expr], others: Sequence[Load]) -> set[str]:
+    """The indices of a product's entries: those of index tensors, and of its other factors."""
+    return set(indices_of(*(s for s in subscripts if isinstance(s, Load)), *others))
+
+
+def _selected(subscripts: Sequence[Expr], entries: set[str]) -> tuple[int, ...]:
+    """The axes that entries select along."""
+    return tuple(axis for axis, s in enumerate(subscripts) if set(indices_of(s)) <= entries)
+
+
 def _sparse_entries(
-    output: Sequence[Expr], indices: Labels, dense: Load, others: Sequence[Load], axis: int, row_axis: int
+    output: Sequence[Expr],
+    dense: Sequence[Expr],
+    indices: Labels,
+    others: Sequence[Load],
+    row_axes: tuple[int, ...],
+    axes: tuple[int, ...],
 ) -> Labels | None:
-    row, col = output[row_axis], dense.subscripts[axis]
-    if not isinstance(row, Load) and not isinstance(col, Load):
+    rows, columns = [output[axis] for axis in row_axes], [dense[axis] for axis in axes]
+    pointers = [s for s in (*rows, *columns) if isinstance(s, Load)]
+    free = plain_labels([s for axis, s in enumerate(dense) if axis not in axes])
+    written = plain_labels([s for axis, s in enumerate(output) if axis not in row_axes])
+    if not (pointers and rows and columns and free) or len(set(free)) < len(free):
         return None
-    free = plain_labels([s for i, s in enumerate(dense.subscripts) if i != axis])
-    written = [s for i, s in enumerate(output) if i != row_axis]
-    if not free or len(free) < len(dense.subscripts) - 1 or len(set(free)) < len(free):
+    if len(written) != len(free) or set(written) != set(free):
         return None
-    if len(written) != len(free) or set(map(Index, free)) != set(written):
+    entries = indices_of(*rows, *columns)
+    if set(entries) & set(free) or set(entries) | set(free) != set(indices) or set(indices_of(*others)) & set(free):
         return None
-    entries = indices_of(row, col)
-    if set(entries) & set(free) or set(entries) | set(free) != set(indices):
-        return None
-    if any(set(indices_of(read)) & set(free) for read in others):
-        return None
-    if not _simple(row) or not _simple(col):
+    if max(len(rows), len(columns)) > 1 and _blocked(rows, columns):
         return None
     # A gather without any sum is no matrix product.
-    if not isinstance(row, Load) and len(entries) == 1:
+    if plain_labels(rows) == entries:
         return None
     return entries
 
@@ -165,22 +190,31 @@ def _sampled_parts(store: Store, near: Load, far: Load, others: Sequence[Load]) 
     """The summed indices, and those of the entries."""
     inner = set(indices_of(near)) & set(indices_of(far))
     inner -= set(indices_of(*store.subscripts, *others))
-    chosen: list[Expr] = []
+    sides: list[list[Expr]] = []
     for read in (near, far):
-        free = [s for s in read.subscripts if not (isinstance(s, Index) and s.name in inner)]
+        chosen = [s for s in read.subscripts if not (isinstance(s, Index) and s.name in inner)]
         plain = [s.name for s in read.subscripts if isinstance(s, Index) and s.name in inner]
-        if len(free) != 1 or not _simple(free[0]) or sorted(plain) != sorted(inner):
+        if not chosen or not all(map(_simple, chosen)) or sorted(plain) != sorted(inner):
             return None
-        chosen.append(free[0])
-    row, col = chosen
-    entries = indices_of(row, col)
-    # Two plain subscripts are a dense product; without a sum there is only a gather.
-    if not inner or set(entries) & inner or (isinstance(row, Index) and isinstance(col, Index)):
+        sides.append(chosen)
+    rows, columns = sides
+    entries = indices_of(*rows, *columns)
+    pointers = [s for s in (*rows, *columns) if isinstance(s, Load)]
+    # Plain subscripts alone are a dense product; without a sum there is only a gather.
+    if not inner or set(entries) & inner or not pointers:
+        return None
+    if max(map(len, sides)) > 1 and _blocked(rows, columns):
         return None
     # Another factor may narrow the entries only after the fact, so it must speak of them as they are.
     if any(scattered_axes(read.subscripts) or not set(indices_of(read)) <= set(entries) for read in others):
         return None
     return tuple(label for label in indices_of(near) if label in inner), entries
+
+
+def _blocked(rows: Sequence[Expr], columns: Sequence[Expr]) -> bool:
+    """Whether a row or a column alone has an index of no index tensor: an axis of blocks, multiplied whole."""
+    pointers = [s for s in (*rows, *columns) if isinstance(s, Load)]
+    return bool((set(plain_labels(rows)) ^ set(plain_labels(columns))) - set(indices_of(*pointers)))
 
 
 def _simple(subscript: Expr) -> bool:
