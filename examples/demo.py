@@ -1,26 +1,18 @@
-"""All four layers, each swapped into a network that is trained here, and one table of what came out.
+"""Train a small network of each kind, and compare each of its layers with the peer's that it replaces.
 
-    python examples/demo.py --size tiny             about a minute on a CPU; what `make demo` runs
-    python examples/demo.py                         generated data too, at full size: for a GPU
+    python examples/demo.py                  about a minute on a CPU; what `make demo` runs
+    python examples/demo.py --size full      the full size of each example: for a GPU
 
-The layers: GCNConv, sparse convolutions, tensor products, BlockSparseLinear. Each is compared with the peer's layer,
-with the same weights and on what it saw in the network. Nothing is downloaded.
+Layers are compared on the inputs that they receive in the trained network, with the same weights; no data are loaded.
 """
 
-from __future__ import annotations
-
-import sys
+import argparse
+import contextlib
 import textwrap
 import time
-from collections.abc import Callable, Sequence
-from contextlib import redirect_stdout
-from functools import partial
+from itertools import zip_longest
 from pathlib import Path
 
-# The examples are scripts side by side, no package.
-sys.path.insert(0, str(Path(__file__).resolve().parent))
-
-import _training
 import prune_mlp
 import tetris
 import torch
@@ -28,76 +20,73 @@ import train_forces
 import train_gcn
 import train_s3dis
 
-# From device and folder, and whether to resume.
-Run = Callable[..., _training.Outcome]
+from insum_nn.testing.comparison import compare_layers
+
+# The largest difference in float32 of two orders of a layer's sums, relative to the largest result: some hundred
+# roundings of 6e-8 each.
+ROUNDING = 1e-5
+EXAMPLES = {
+    "GCN, KarateClub": train_gcn,
+    "MinkUNet, a room": train_s3dis,
+    "Tetris classifier": tetris,
+    "NequIP, Cu and Au": train_forces,
+    "MLP, digits": prune_mlp,
+}
+HEADER = ("model", "layers", "compared with", "largest difference", "before", "after", "accuracy")
 
 
-def runs(*, tiny: bool) -> dict[str, Run]:
-    """The examples that need no data, by name: device and folder -> outcome."""
-    if not tiny:
-        return {
-            "train_gcn": partial(train_gcn.run, train_gcn.Settings()),
-            "train_s3dis": partial(train_s3dis.run, train_s3dis.Settings(), source=train_s3dis.Source()),
-            "tetris": partial(tetris.run, tetris.Settings()),
-            "train_forces": partial(train_forces.run, train_forces.Settings()),
-            "prune_mlp": partial(prune_mlp.run, prune_mlp.Settings()),
-        }
-    return {
-        "train_gcn": partial(train_gcn.run, train_gcn.TINY),
-        "train_s3dis": partial(train_s3dis.run, train_s3dis.TINY, source=train_s3dis.TINY_SOURCE),
-        "tetris": partial(tetris.run, tetris.TINY),
-        "train_forces": partial(train_forces.run, train_forces.TINY),
-        "prune_mlp": partial(prune_mlp.run, prune_mlp.TINY),
-    }
+def run(example, args, device):
+    """Train; what the example prints goes to a file in its folder."""
+    name = example.__name__
+    folder = args.out / name
+    folder.mkdir(parents=True, exist_ok=True)
+    start = time.perf_counter()
+    with (folder / "report.txt").open("w", encoding="utf-8") as report, contextlib.redirect_stdout(report):
+        model, inputs, *numbers = example.main(["--size", args.size, "--device", device, "--out", str(folder)])
+    model.eval()
+    compared = compare_layers(model, *inputs)
+    print(f"{name}.py: {time.perf_counter() - start:.0f} s")
+    return model, inputs, compared, numbers
 
 
-def run_all(chosen: dict[str, Run], device: torch.device, out: Path) -> list[_training.Outcome]:
-    """Run examples one after the other; what they print goes to a file beside their pictures."""
-    outcomes: list[_training.Outcome] = []
-    for name, run in chosen.items():
-        folder = out / name
-        folder.mkdir(parents=True, exist_ok=True)
-        start = time.perf_counter()
-        with (folder / "report.txt").open("w", encoding="utf-8") as report, redirect_stdout(report):
-            outcome = run(device, folder)
-            outcome.report()
-        outcomes.append(outcome)
-        print(f"{name}.py: {time.perf_counter() - start:.0f} s")
-    return outcomes
+def table(rows):
+    """Aligned columns; a cell may have several lines."""
+    lines = [line for row in rows for line in zip_longest(*(cell.split("\n") for cell in row), fillvalue="")]
+    widths = [max(map(len, column)) for column in zip(*lines, strict=True)]
+    return "\n".join("  ".join(map(str.ljust, line, widths)).rstrip() for line in lines)
 
 
-def main(argv: Sequence[str] | None = None, *, size: str = "full") -> float:
-    """Run the examples that need no data, print one table, say where the pictures lie.
+def explain(model, x, edge_index, path):
+    """What became of the statement of a GCN's layer: loop nest, decisions, code and a picture as a page; in short."""
+    explanation = model.conv1.explain_statement(x, edge_index)
+    path.write_text(explanation.html(), encoding="utf-8")
+    return explanation.short()
 
-    Args:
-        argv: command line arguments; none by default.
-        size: "tiny" or "full", unless `argv` says.
 
-    Returns:
-        The largest difference of a layer to its peer, relative to the largest value that the peer gave.
+def main(argv=None, *, size="tiny"):
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--size", choices=("tiny", "full"), default=size)
+    parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")
+    parser.add_argument("--out", type=Path, default=Path("outputs/demo"))
+    args = parser.parse_args(argv)
 
-    Raises:
-        SystemExit: a layer differs from its peer by more than rounding in float32.
-    """
-    parser = _training.argument_parser(__doc__, "demo", size)
-    options = parser.parse_args(argv or [])
-    device = _training.choose_device(options.device)
-    chosen = runs(tiny=options.size == "tiny")
-    if options.resume:
-        chosen = {name: partial(run, resume=True) for name, run in chosen.items()}
-    outcomes = run_all(chosen, device, options.out)
-    print(f"\n{_training.outcome_table(outcomes)}\n")
-    print("max difference: to the peer's layers, same weights and inputs, float32; of the largest value that they gave")
-    for name, outcome in zip(chosen, outcomes, strict=True):
-        pictures = ", ".join(picture.name for picture in outcome.pictures)
-        print(f"pictures and report: {options.out / name} ({pictures})")
-        for page in (picture for picture in outcome.pictures if picture.suffix == ".html"):
-            print(f"what {page.name} shows, in short:\n{textwrap.indent(page.with_suffix('.txt').read_text(), '  ')}")
-    worst = max(outcome.difference / outcome.largest for outcome in outcomes)
-    if not worst <= _training.ROUNDING:
+    found = {title: run(example, args, args.device) for title, example in EXAMPLES.items()}
+    rows = [HEADER]
+    for title, (_, _, compared, numbers) in found.items():
+        layers = "\n".join(f"{count} {name}" for name, count in compared.layers.items())
+        peers = "\n".join(textwrap.wrap(", ".join(compared.peers), 32))
+        rows.append((title, layers, peers, f"{compared.difference:.1e} of {compared.largest:.2g}", *numbers))
+    print(f"\n{table(rows)}\n")
+    print("largest difference: to the layers compared with, same weights and inputs, float32; of the largest value")
+    model, inputs, *_ = found["GCN, KarateClub"]
+    page = args.out / "train_gcn" / "kernel.html"
+    short = explain(model, *inputs, page)
+    print(f"pictures and reports: {args.out}/*/; {page} shows a layer's statement at every stage, in short:")
+    print(textwrap.indent(short, "  "))
+    worst = max(compared.relative for _, _, compared, _ in found.values())
+    if not worst <= ROUNDING:
         raise SystemExit(f"a layer differs from its peer by {worst:.1e} of the largest value")
-    return worst
 
 
 if __name__ == "__main__":
-    main(sys.argv[1:])
+    main()

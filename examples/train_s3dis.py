@@ -1,387 +1,120 @@
-"""Train a MinkUNet to label the points of rooms.
+"""Segment rooms with a MinkUNet, whose layers are used as `spconv.pytorch`'s.
 
-    python examples/train_s3dis.py --size tiny               one generated room, by heart
-    python examples/train_s3dis.py                           twelve generated rooms, which need no download
-    python examples/train_s3dis.py --root DIR                S3DIS: learn Area_3/hallway_3 by heart, to 97 % and more
-    python examples/train_s3dis.py --root DIR --split train  all rooms of areas 1 to 4 and 6 that are there
+    python examples/train_s3dis.py --size tiny          overfits one generated room; half a minute on a CPU
+    python examples/train_s3dis.py                      12 generated rooms, tested on one never seen; for a GPU
+    python examples/train_s3dis.py --root DIR           S3DIS: trained on areas 1-4 and 6, tested on area 5; for a GPU
+    python examples/train_s3dis.py --size tiny --root DIR --overfit Area_3/hallway_3 Area_5/storage_3 --voxel-size 0.05
 
-The second and the third line are the full setting, for a GPU. DIR holds the annotations as the owner lays them out:
-`Area_<k>/<room>/Annotations/<class>_<number>.txt`. Nothing is downloaded. The model is that of Choy, Gwak, Savarese, 4D
-Spatio-Temporal ConvNets (CVPR 2019); each of its convolutions is one statement.
+DIR: `Area_<k>/<room>/Annotations/<class>_<number>.txt`. Model: Choy et al., 4D Spatio-Temporal ConvNets (CVPR 2019).
 """
 
-from __future__ import annotations
-
-import os
-import sys
-from collections.abc import Callable, Iterable, Sequence
-from dataclasses import asdict, dataclass, field, replace
+import argparse
 from pathlib import Path
-from typing import Any, Literal
 
-import numpy as np
 import torch
-from torch import Tensor, nn
-from torch.utils.data import DataLoader, Dataset
+from torch.nn import functional
+from torch.utils.data import DataLoader
+from tqdm import trange
 
-# The examples are scripts side by side, no package.
-sys.path.insert(0, str(Path(__file__).resolve().parent))
+from insum_nn.datasets import (
+    CLASSES,
+    S3DIS,
+    SegmentationScores,
+    SyntheticRooms,
+    collate_voxels,
+    draw_rooms,
+    random_pose,
+)
+from insum_nn.layers import SparseConvTensor
+from insum_nn.models import MinkUNet
 
-import _peers
-import _segmentation
-import _training
-
-from insum_nn.datasets.rooms import CLASSES, Room
-from insum_nn.datasets.s3dis import S3DIS, VoxelBatch, VoxelSample, collate, voxel_sample
-from insum_nn.datasets.synthetic_rooms import SyntheticRooms
-from insum_nn.layers.voxel.conv import SparseConvolution
-from insum_nn.layers.voxel.sparse_tensor import SparseConvTensor
-from insum_nn.models.minkunet import MinkUNet
-
-Rooms = S3DIS | SyntheticRooms
-FEATURES = 6
-HALLWAY = ("Area_3/hallway_3",)
+FULL = {"epochs": 120, "batch_size": 2, "lr": 4e-3, "voxel_size": 0.03, "width": 1.0, "workers": 4}
+TINY = {"epochs": 80, "batch_size": 1, "lr": 1e-2, "voxel_size": 0.1, "width": 0.25, "workers": 0}
 
 
-@dataclass(frozen=True)
-class Settings:
-    """What a run is made of."""
-
-    voxel_size: float = 0.03
-    layers: tuple[int, ...] = (1,) * 8
-    planes: tuple[int, ...] = (32, 64, 128, 256, 256, 128, 96, 96)
-    init_dim: int = 32
-    epochs: int = 120
-    batch_size: int = 2
-    learning_rate: float = 4e-3
-    weight_decay: float = 1e-4
-    augment: bool = False
-    seed: int = 0
+def load_data(args):
+    """Rooms to train on, each time in another pose unless they are to be overfitted, and rooms to test on."""
+    overfit = args.overfit or (args.root is None and args.size == "tiny")
+    pose, size = None if overfit else random_pose, args.voxel_size
+    if args.root is None:
+        rooms, points = (1, 20_000) if overfit else (12, 120_000)
+        train_rooms = SyntheticRooms(rooms, num_points=points, voxel_size=size, transform=pose)
+        test_rooms = SyntheticRooms(1, first_seed=1000, num_points=points, voxel_size=size)
+    else:
+        train_rooms = S3DIS(args.root, split=pose and "train", rooms=args.overfit, voxel_size=size, transform=pose)
+        test_rooms = S3DIS(args.root, split="val", voxel_size=size)
+    return (list(train_rooms),) * 2 if overfit else (train_rooms, test_rooms)
 
 
-TINY = Settings(0.1, planes=(16, 16, 32, 32, 32, 32, 16, 16), init_dim=16, epochs=100, batch_size=1, learning_rate=1e-2)
-
-# Layers are compared with dense ones on voxels at least this large, so that the dense grids fit.
-COMPARED_AT = 0.1
-
-
-@dataclass
-class Curve:
-    """A number per epoch: mean loss, and the share of training voxels labelled right on the way."""
-
-    loss: list[float] = field(default_factory=list)
-    accuracy: list[float] = field(default_factory=list)
-
-
-# Data.
-
-
-class Turned(Dataset[VoxelSample]):
-    """Rooms turned by quarters, mirrored and tinted at random, a new way each time."""
-
-    def __init__(self, rooms: Rooms, voxel_size: float) -> None:
-        self.rooms = rooms
-        self.voxel_size = voxel_size
-
-    def __len__(self) -> int:
-        return len(self.rooms)
-
-    def __getitem__(self, index: int) -> VoxelSample:
-        room = self.rooms.room(index)
-        draw = torch.rand(6).tolist()
-        points = room.points.copy()
-        for _ in range(int(4 * draw[0])):
-            points[:, 0], points[:, 1] = -points[:, 1].copy(), points[:, 0].copy()
-        if draw[1] < 0.5:
-            points[:, 0] *= -1
-        points *= 0.95 + 0.1 * draw[2]
-        tint = 0.85 + 0.3 * np.array(draw[3:], np.float32)
-        colors = np.clip(room.colors * tint, 0, 255).astype(np.uint8)
-        return voxel_sample(Room(room.name, points, colors, room.labels), self.voxel_size)
-
-
-@dataclass(frozen=True)
-class Source:
-    """Where rooms come from: S3DIS, or a generator.
-
-    Attributes:
-        root: folder of S3DIS; `None`: rooms are generated.
-        split: all rooms of a split of S3DIS, in place of `rooms`.
-        rooms: names of rooms of S3DIS.
-        generated: how many rooms to generate.
-        points: points of a generated room.
-    """
-
-    root: Path | None = None
-    split: Literal["train", "val"] | None = None
-    rooms: tuple[str, ...] = HALLWAY
-    generated: int = 12
-    points: int = 120_000
-
-    @property
-    def several(self) -> bool:
-        """Whether there is more to learn than one room by heart."""
-        if self.root is None:
-            return self.generated > 1
-        return self.split is not None or len(self.rooms) > 1
-
-    def load(self, voxel_size: float) -> tuple[Rooms, Rooms]:
-        """Rooms to train on, and one to look at that was not trained on."""
-        if self.root is None:
-            made: dict[str, Any] = {"num_points": self.points, "voxel_size": voxel_size}
-            return SyntheticRooms(self.generated, **made), SyntheticRooms(1, first_seed=1000, **made)
-        rooms = None if self.split else self.rooms
-        found = S3DIS(self.root, split=self.split, rooms=rooms, voxel_size=voxel_size)
-        return found, S3DIS(self.root, split="val", voxel_size=voxel_size)
-
-
-TINY_SOURCE = Source(generated=1, points=20_000)
-
-
-# Training.
-
-
-def make_model(settings: Settings) -> MinkUNet:
-    torch.manual_seed(settings.seed)
-    return MinkUNet(FEATURES, len(CLASSES), layers=settings.layers, planes=settings.planes, init_dim=settings.init_dim)
-
-
-def sparse(batch: VoxelBatch) -> SparseConvTensor:
+def sparse(batch):
     return SparseConvTensor(batch.features, batch.indices, batch.spatial_shape, batch.batch_size)
 
 
-def autocast(device: torch.device) -> torch.autocast:
-    """bfloat16 products on a GPU that has them; float32 elsewhere."""
-    usable = device.type == "cuda" and torch.cuda.is_bf16_supported()
-    return torch.autocast(device.type, dtype=torch.bfloat16, enabled=usable)
-
-
-@dataclass
-class Trainer:
-    """Model, optimizer and schedule of a run."""
-
-    settings: Settings
-    device: torch.device
-    steps: int
-    curve: Curve = field(default_factory=Curve)
-
-    def __post_init__(self) -> None:
-        self.model = make_model(self.settings).to(self.device)
-        rate, decay = self.settings.learning_rate, self.settings.weight_decay
-        self.optimizer = torch.optim.AdamW(self.model.parameters(), lr=rate, weight_decay=decay)
-        total = self.settings.epochs * self.steps
-        self.schedule = torch.optim.lr_scheduler.OneCycleLR(self.optimizer, rate, total_steps=total, pct_start=0.2)
-
-    def epoch(self, batches: Iterable[VoxelBatch]) -> None:
-        """One pass over the rooms."""
-        self.model.train()
-        losses: list[Tensor] = []
-        hits, count = 0, 0
-        for batch in batches:
-            batch = batch.to(self.device)
-            self.optimizer.zero_grad()
-            with autocast(self.device):
-                logits = self.model(sparse(batch)).features
-            loss = nn.functional.cross_entropy(logits.float(), batch.labels, ignore_index=-1)
-            loss.backward()
-            self.optimizer.step()
-            self.schedule.step()
-            losses.append(loss.detach())
-            hits += int((logits.argmax(1) == batch.labels).sum())
-            count += int((batch.labels >= 0).sum())
-        self.curve.loss.append(torch.stack(losses).mean().item())
-        self.curve.accuracy.append(hits / max(1, count))
-
-    @property
-    def parts(self) -> dict[str, Any]:
-        """What has a state that a later run needs to go on."""
-        return {"model": self.model, "optimizer": self.optimizer, "schedule": self.schedule}
-
-    def save(self, path: Path) -> None:
-        """Write everything that a later run needs to go on."""
-        current = _training.snapshot(self.device, **self.parts)
-        curve = asdict(self.curve)
-        _training.save_checkpoint(path, self.settings, current=current, curve=curve, steps=self.steps)
-
-    def go_on(self, state: dict[str, Any]) -> None:
-        """Go on where a checkpoint was written."""
-        if state["steps"] != self.steps:
-            raise SystemExit(f"the checkpoint has {state['steps']} steps an epoch, not {self.steps}: other rooms")
-        _training.restore(state["current"], self.device, **self.parts)
-        self.curve = Curve(**state["curve"])
-
-
-def load_model(path: Path, device: torch.device) -> tuple[MinkUNet, Settings]:
-    """The model of a checkpoint, for prediction."""
-    state = _training.read_checkpoint(path)
-    settings = Settings(**state["settings"])
-    model = make_model(settings)
-    model.load_state_dict(state["current"]["model"])
-    return model.to(device).eval(), settings
+def train(model, loader, optimizer, schedule, device):
+    model.train()
+    losses = []
+    for batch in loader:
+        batch = batch.to(device)
+        optimizer.zero_grad()
+        with torch.autocast(batch.features.device.type, torch.bfloat16, enabled=batch.features.is_cuda):
+            logits = model(sparse(batch)).features
+        loss = functional.cross_entropy(logits.float(), batch.labels, ignore_index=-1)
+        loss.backward()
+        optimizer.step()
+        schedule.step()
+        losses.append(loss.item())
+    return sum(losses) / len(losses)
 
 
 @torch.no_grad()
-def predict(model: MinkUNet, sample: VoxelSample, device: torch.device) -> np.ndarray:
-    """A class for each point of a room: that of its voxel."""
-    batch = collate([sample]).to(device)
-    with autocast(device):
-        logits = model.eval()(sparse(batch)).features
-    return logits.argmax(1).cpu().numpy()[sample.inverse.numpy()]
-
-
-def train(
-    rooms: Rooms,
-    settings: Settings,
-    device: torch.device,
-    *,
-    checkpoint: Path,
-    resume: bool = False,
-    on_epoch: Callable[[Curve], None] | None = None,
-) -> Trainer:
-    """Train on rooms.
-
-    Args:
-        rooms: what to train on.
-        settings: how.
-        device: where.
-        checkpoint: a file written six times on the way, and at the end.
-        resume: continue from that file when it is there.
-        on_epoch: called after each epoch.
-
-    Returns:
-        The trainer, with model and curve.
-    """
-    data = Turned(rooms, settings.voxel_size) if settings.augment else rooms
-    # Rooms that are turned anew are cut into voxels beside the training, where there are cores to do it.
-    workers = min(4, (os.cpu_count() or 1) // 4) if settings.augment else 0
-    loader: Any = DataLoader(
-        data,
-        batch_size=settings.batch_size,
-        shuffle=True,
-        collate_fn=collate,
-        num_workers=workers,
-        persistent_workers=workers > 0,
-    )
-    trainer = Trainer(settings, device, len(loader))
-    state = _training.resumed(checkpoint, settings, resume=resume)
-    if state is not None:
-        trainer.go_on(state)
-    # Without random turns a room is the same each time, so it is cut into voxels once.
-    batches: Iterable[VoxelBatch] = list(loader) if not settings.augment and len(loader) == 1 else loader
-    for epoch in range(len(trainer.curve.loss), settings.epochs):
-        trainer.epoch(batches)
-        if on_epoch is not None:
-            on_epoch(trainer.curve)
-        if (epoch + 1) % max(1, settings.epochs // 6) == 0 or epoch + 1 == settings.epochs:
-            trainer.save(checkpoint)
-    return trainer
-
-
-# Showing it.
-
-
-def beside_peer(model: MinkUNet, room: Room, settings: Settings, device: torch.device) -> _peers.Comparison:
-    """The network's convolutions on a room beside the peer's."""
-    batch = collate([voxel_sample(room, max(settings.voxel_size, COMPARED_AT))]).to(device)
-    peers = {SparseConvolution: _peers.sparse_convolution}
-    with torch.no_grad():
-        return _peers.compare(model.eval(), peers, lambda: model(sparse(batch)))
-
-
-def judge(model: MinkUNet, rooms: Iterable[VoxelSample], device: torch.device, what: str) -> float:
-    """Print and return the share of points labelled right; print the intersection over union of each class too."""
-    matrix = np.zeros((len(CLASSES),) * 2, np.int64)
-    best = np.zeros_like(matrix)
+def test(model, rooms, device):
+    model.eval()
+    labelled = []
     for sample in rooms:
-        matrix += _segmentation.confusion(sample.room.labels, predict(model, sample, device))
-        best += _segmentation.confusion(sample.room.labels, sample.labels[sample.inverse].numpy())
-    accuracy, mean, each = _segmentation.scores(matrix)
-    limit = _segmentation.scores(best)[0]
-    print(f"{what}: point accuracy {accuracy:.2%} (voxels allow {limit:.2%}), mean IoU {mean:.2%}")
-    print(_segmentation.score_table(each))
-    return accuracy
+        logits = model(sparse(collate_voxels([sample]).to(device))).features
+        labelled.append((sample.room, logits.argmax(1).cpu()[sample.inverse].numpy()))
+    return SegmentationScores.of_rooms(labelled), labelled
 
 
-def run(
-    settings: Settings, device: torch.device, out: Path, *, source: Source, resume: bool = False
-) -> _training.Outcome:
-    """Train with a progress bar, compare the layers with the peer's, draw.
-
-    Args:
-        settings: how to train; several rooms are turned and tinted, one is learned by heart.
-        device: where.
-        out: folder of pictures and checkpoint.
-        source: what to train on.
-        resume: continue from the checkpoint in `out`.
-
-    Returns:
-        What came out; the score is the share of points of the training rooms that are labelled right.
-    """
-    settings = replace(settings, augment=source.several)
-    rooms, held = source.load(settings.voxel_size)
-    first, other = rooms[0], held[0]
-    print(f"{len(rooms)} rooms, voxels of {settings.voxel_size} m; {device}")
-    print(f"the first: {first.room}, {len(first.indices)} voxels")
-    untrained = make_model(settings).to(device)
-    before = predict(untrained, first, device), predict(untrained, other, device)
-    with _training.progress("MinkUNet", settings.epochs) as bar:
-
-        def show(curve: Curve) -> None:
-            bar(len(curve.loss), f"loss {curve.loss[-1]:.3f}, voxels {curve.accuracy[-1]:.1%}")
-
-        trainer = train(rooms, settings, device, checkpoint=out / "minkunet.pt", resume=resume, on_epoch=show)
-    model, curve = trainer.model, trainer.curve
-    print(f"each convolution is {model.conv0p1s1.expression}")
-    accuracy = judge(model, (rooms[i] for i in range(len(rooms))), device, "trained on")
-    judge(model, [other], device, f"{other.room.name}, not trained on")
-    pictures: list[Path] = []
-    for name, sample, early in (("trained_room", first, before[0]), ("other_room", other, before[1])):
-        labels = {"before training": early, "after training": predict(model, sample, device)}
-        title = f"{sample.room.name}, {'trained on' if sample is first else 'not trained on'}"
-        pictures.append(_segmentation.draw_room(sample.room, labels, title, out / f"{name}.png"))
-    pictures.append(_segmentation.plot_curve(curve.loss, curve.accuracy, "MinkUNet", out / "curve.png"))
-    found = beside_peer(model, first.room, settings, device)
-    where = first.room.name if len(rooms) == 1 else f"{len(rooms)} rooms"
-    return _training.Outcome(
-        model=f"MinkUNet, {where}\nvoxels of {settings.voxel_size} m",
-        layers=found.layers,
-        peer=_peers.sparse_conv_peer(device),
-        difference=found.difference,
-        largest=found.largest,
-        loss_before=curve.loss[0],
-        loss_after=curve.loss[-1],
-        accuracy=f"{accuracy:.1%} of points",
-        score=accuracy,
-        pictures=tuple(pictures),
-    )
-
-
-def main(argv: Sequence[str] | None = None, *, size: str = "full") -> float:
-    """Train, print scores, write pictures.
-
-    Args:
-        argv: command line arguments; none by default.
-        size: "tiny" or "full", unless `argv` says.
-
-    Returns:
-        The share of points of the training rooms that are labelled right.
-    """
-    parser = _training.argument_parser(__doc__, "train_s3dis", size)
-    parser.add_argument("--root", type=Path, help="folder of S3DIS; without it rooms are generated")
-    parser.add_argument("--split", choices=("train", "val"), help="all rooms of a split, in place of --rooms")
-    parser.add_argument("--rooms", nargs="+", default=HALLWAY, metavar="AREA/ROOM", help="default Area_3/hallway_3")
-    _training.add_settings(
-        parser, Settings(), TINY, epochs="", batch_size="rooms", voxel_size="metres", learning_rate="", seed=""
-    )
-    options = parser.parse_args(argv or [])
-    made = TINY_SOURCE if options.size == "tiny" else Source()
-    source = replace(made, root=options.root, split=options.split, rooms=tuple(options.rooms))
-    settings = _training.chosen_settings(options, Settings(), TINY)
-    device = _training.choose_device(options.device)
-    outcome = run(settings, device, options.out, source=source, resume=options.resume)
-    outcome.report()
-    return outcome.score
+def main(argv=None, *, size="full"):
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--size", choices=("tiny", "full"), default=size)
+    parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")
+    parser.add_argument("--out", type=Path, default=Path("outputs/train_s3dis"))
+    parser.add_argument("--resume", action="store_true", help="continue from the checkpoint in --out")
+    parser.add_argument("--root", type=Path, help="folder of S3DIS; default: generated rooms")
+    parser.add_argument("--overfit", nargs="+", metavar="AREA/ROOM", help="train and test on these rooms alone")
+    for name, value in FULL.items():
+        parser.add_argument(f"--{name.replace('_', '-')}", type=type(value), help=f"{value}; tiny {TINY[name]}")
+    args = parser.parse_args(argv)
+    vars(args).update({k: v for k, v in (TINY if args.size == "tiny" else FULL).items() if getattr(args, k) is None})
+    args.out.mkdir(parents=True, exist_ok=True)
+    checkpoint = args.out / "minkunet.pt"
+    torch.manual_seed(0)
+    train_rooms, test_rooms = load_data(args)
+    loader = DataLoader(train_rooms, args.batch_size, shuffle=True, collate_fn=collate_voxels, num_workers=args.workers)
+    planes = [int(args.width * channels) for channels in MinkUNet.PLANES]
+    model = MinkUNet(6, len(CLASSES), planes=planes, init_dim=planes[0]).to(args.device)
+    optimizer = torch.optim.AdamW(model.parameters(), args.lr, weight_decay=1e-4)
+    schedule = torch.optim.lr_scheduler.OneCycleLR(optimizer, args.lr, None, args.epochs, len(loader), pct_start=0.2)
+    parts, losses = {"model": model, "optimizer": optimizer, "schedule": schedule}, []
+    if args.resume and checkpoint.exists():
+        state = torch.load(checkpoint)
+        losses = state["losses"]
+        torch.set_rng_state(state["random"])
+        for name, part in parts.items():
+            part.load_state_dict(state[name])
+    for _ in (bar := trange(len(losses), args.epochs)):
+        losses.append(train(model, loader, optimizer, schedule, args.device))
+        bar.set_postfix(loss=losses[-1])
+        state = {"losses": losses, "random": torch.get_rng_state(), "planes": planes, "voxel_size": args.voxel_size}
+        torch.save(state | {name: part.state_dict() for name, part in parts.items()}, checkpoint)
+    scores, labelled = test(model, test_rooms, args.device)
+    print(f"loss {losses[-1]:.4f}; {scores}")
+    draw_rooms(labelled[:2], args.out / "train_s3dis.png")
+    x = sparse(collate_voxels([test_rooms[0]]).to(args.device))
+    return model, (x,), f"{losses[0]:.3g}", f"{losses[-1]:.2g}", f"{scores.accuracy:.1%} of points"
 
 
 if __name__ == "__main__":
-    main(sys.argv[1:])
+    main()

@@ -31,7 +31,7 @@ MAY_IMPORT: dict[str, set[str]] = {
     "layers": {"errors", "facts", "kept", "compiler.options", "ops", "formats", "structure"},
     "models": {"errors", "layers"},
     "datasets": {"errors"},
-    "testing": {"errors", "facts", "compiler", "formats", "structure", "ops", "layers"},
+    "testing": {"errors", "facts", "compiler", "formats", "structure", "ops", "layers", "models"},
 }
 
 # folder or module of insum_nn.compiler -> what of the compiler it may import, in addition to its own folder.

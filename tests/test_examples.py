@@ -1,23 +1,21 @@
-"""The examples' own promises: a resumed run gives the numbers of an unbroken one, and comparisons see a fault."""
+"""The examples: short scripts without helper modules, each with a picture; a resumed run equals an unbroken one."""
 
 from __future__ import annotations
 
 import importlib
+import re
 from collections.abc import Callable
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-from torch import nn
 
-from insum_nn.layers.pruned.block_sparse_linear import BlockSparseLinear
-from insum_nn.layers.spconv import SparseConv3d, SparseInverseConv3d, SparseSequential, SubMConv3d
-from insum_nn.layers.voxel.sparse_tensor import SparseConvTensor
+from insum_nn.datasets import voxel_sample
 
 EXAMPLES = Path(__file__).resolve().parent.parent / "examples"
-CPU = torch.device("cpu")
+MAX_LINES = 120
+MAX_PICTURE_BYTES = 100_000
 
 
 @pytest.fixture
@@ -27,175 +25,92 @@ def example(monkeypatch: pytest.MonkeyPatch) -> Callable[[str], Any]:
     return importlib.import_module
 
 
+def test_examples_are_short_scripts_with_a_picture_each():
+    scripts = sorted(EXAMPLES.glob("*.py"))
+    assert scripts
+    assert [s.name for s in scripts if s.name.startswith("_")] == [], "what is shared is in the package"
+    lengths = {s.name: s.read_text(encoding="utf-8").count("\n") for s in scripts}
+    assert {name: length for name, length in lengths.items() if length > MAX_LINES} == {}
+    readme = (EXAMPLES / "README.md").read_text(encoding="utf-8")
+    assert [s.name for s in scripts if f"]({s.name})" not in readme] == [], "README.md says what each is for"
+    pictures = {EXAMPLES / path for path in re.findall(r'src="([^"]+)"', readme)}
+    assert pictures == set((EXAMPLES / "images").iterdir())
+    assert {p.stem for p in pictures} == {s.stem for s in scripts if s.stem != "demo"}
+    assert {p.name: p.stat().st_size for p in pictures if p.stat().st_size > MAX_PICTURE_BYTES} == {}
+
+
 class Interrupted(Exception):
     """Stands for a run that is killed."""
 
 
-class StopAfter:
-    """A callback that interrupts a run at its n-th call."""
+@pytest.mark.parametrize(
+    ("name", "checkpoint", "arguments"),
+    [
+        ("train_s3dis", "minkunet.pt", ["--epochs", "4", "--voxel-size", "0.2", "--width", "0.125"]),
+        ("train_forces", "nequip.pt", ["--train", "6", "--test", "2", "--features", "2", "--epochs", "4"]),
+    ],
+)
+def test_a_resumed_run_equals_an_unbroken_one(example, monkeypatch, tmp_path, name, checkpoint, arguments):
+    if name == "train_forces":
+        pytest.importorskip("e3nn")
+        pytest.importorskip("ase")
+    module = example(name)
+    if name == "train_forces":
+        # What follows the training is not resumed: two steps of it are enough.
+        run = module.VelocityVerlet.run
+        monkeypatch.setattr(module.VelocityVerlet, "run", lambda self, steps: run(self, 2))
+    arguments = ["--size", "tiny", *arguments]
+    module.main([*arguments, "--out", str(tmp_path / "unbroken")])
+    epochs = 0
+    train = module.train
 
-    def __init__(self, calls: int) -> None:
-        self.left = calls
-
-    def __call__(self, *_: object) -> None:
-        self.left -= 1
-        if self.left == 0:
+    def interrupted(*given: Any) -> Any:
+        nonlocal epochs
+        epochs += 1
+        if epochs == 3:
             raise Interrupted
+        return train(*given)
+
+    monkeypatch.setattr(module, "train", interrupted)
+    with pytest.raises(Interrupted):
+        module.main([*arguments, "--out", str(tmp_path / "broken")])
+    torch.manual_seed(999)
+    module.main([*arguments, "--out", str(tmp_path / "broken"), "--resume"])
+    assert epochs == 5, "two epochs, the interrupted one, and the two that were left"
+    got, expected = (torch.load(tmp_path / folder / checkpoint) for folder in ("broken", "unbroken"))
+    assert got.keys() == expected.keys()
+    for key in {"losses", "history"} & expected.keys():
+        assert got[key] == expected[key]
+    for key, value in expected["model"].items():
+        assert torch.equal(got["model"][key], value), key
 
 
-# Resuming.
+def test_a_room_is_labelled_by_a_checkpoint(example, tmp_path):
+    """`segment_room.py` reads what `train_s3dis.py` has written, and a file of points."""
+    open3d_free = tmp_path / "room.txt"
+    out = str(tmp_path)
+    train = example("train_s3dis")
+    train.main(["--size", "tiny", "--epochs", "1", "--voxel-size", "0.2", "--width", "0.125", "--out", out])
+    generator = torch.Generator().manual_seed(0)
+    rows = torch.cat([torch.rand(500, 3, generator=generator), torch.randint(256, (500, 3), generator=generator)], 1)
+    open3d_free.write_text("\n".join(" ".join(f"{value:g}" for value in row) for row in rows.tolist()))
+    module = example("segment_room")
+    model, voxel_size = module.load_model(tmp_path / "minkunet.pt", "cpu")
+    assert voxel_size == 0.2
+    module.main(["--checkpoint", f"{out}/minkunet.pt", "--root", out, "--room", "room.txt", "--out", f"{out}/labels"])
+    header = (tmp_path / "labels" / "segment_room.ply").read_bytes()[:400]
+    assert b"element vertex 500" in header
+    assert (tmp_path / "labels" / "segment_room.png").stat().st_size > 10_000
+    # A room without points of a class, as a batch of one, gives a class for each point.
+    room = module.read_room(open3d_free)
+    _, labelled = train.test(model, [voxel_sample(room, voxel_size)], "cpu")
+    assert labelled[0][1].shape == (500,)
 
 
-def train_gcn(example: Callable[[str], Any], checkpoint: Path, *, callback: Any = None, resume: bool = False) -> Any:
+def test_the_demo_s_table(example):
     pytest.importorskip("torch_geometric")
-    module = example("train_gcn")
-    settings = replace(module.TINY, epochs=8, seeds=2)
-    graph = module.load_graph("KarateClub")
-    return module.train(graph, settings, checkpoint=checkpoint, resume=resume, on_epoch=callback)[1]
-
-
-def tetris(example: Callable[[str], Any], checkpoint: Path, *, callback: Any = None, resume: bool = False) -> Any:
-    pytest.importorskip("e3nn")
-    module = example("tetris")
-    settings = replace(module.TINY, features=2, lmax=1, layers=2, steps=8)
-    return module.train(settings, CPU, checkpoint=checkpoint, resume=resume, on_step=callback)[1]
-
-
-def train_forces(example: Callable[[str], Any], checkpoint: Path, *, callback: Any = None, resume: bool = False) -> Any:
+    pytest.importorskip("sklearn")
     pytest.importorskip("e3nn")
     pytest.importorskip("ase")
-    module = example("train_forces")
-    settings = replace(module.TINY, features=2, train=6, val=2, batch=3, epochs=4)
-    data = module.load(None, settings, "energy", "forces")
-    return module.train(data, settings, CPU, checkpoint=checkpoint, resume=resume, on_batch=callback)[1]
-
-
-def train_s3dis(example: Callable[[str], Any], checkpoint: Path, *, callback: Any = None, resume: bool = False) -> Any:
-    module = example("train_s3dis")
-    settings = replace(module.TINY, voxel_size=0.2, planes=(4,) * 8, init_dim=4, epochs=6, augment=True)
-    rooms, _ = replace(module.TINY_SOURCE, points=1000, generated=2).load(settings.voxel_size)
-    return module.train(rooms, settings, CPU, checkpoint=checkpoint, resume=resume, on_epoch=callback).curve
-
-
-def prune_mlp(example: Callable[[str], Any], checkpoint: Path, *, callback: Any = None, resume: bool = False) -> Any:
-    pytest.importorskip("sklearn")
-    module = example("prune_mlp")
-    settings = replace(module.TINY, densities=(0.5,), hidden=32, epochs=2, seeds=2)
-    digits = module.load_digits(CPU)
-    return module.run_all(digits, settings, checkpoint=checkpoint, resume=resume, on_result=callback)
-
-
-@pytest.mark.parametrize(
-    ("train", "calls"), [(train_gcn, 13), (tetris, 5), (train_forces, 5), (train_s3dis, 4), (prune_mlp, 5)]
-)
-def test_a_resumed_run_gives_the_numbers_of_an_unbroken_one(example, tmp_path, train, calls):
-    unbroken = train(example, tmp_path / "unbroken.pt")
-    path = tmp_path / "broken.pt"
-    with pytest.raises(Interrupted):
-        train(example, path, callback=StopAfter(calls))
-    assert path.exists(), "nothing was saved before the run was interrupted"
-    torch.manual_seed(999)
-    assert train(example, path, resume=True) == unbroken
-    # What is finished is not trained again.
-    assert train(example, path, resume=True, callback=StopAfter(1)) == unbroken
-
-
-def test_other_settings_are_not_resumed(example, tmp_path):
-    training = example("_training")
-    settings = example("train_s3dis").TINY
-    path = tmp_path / "checkpoint.pt"
-    training.save_checkpoint(path, settings, number=3)
-    assert training.resumed(path, settings, resume=False) is None
-    assert training.resumed(path, settings, resume=True)["number"] == 3
-    other = replace(settings, epochs=7)
-    assert training.resumed(path, other, resume=True, free=("epochs",))["number"] == 3
-    with pytest.raises(SystemExit, match=r"other settings \(epochs 100\); leave --resume out"):
-        training.resumed(path, other, resume=True)
-
-
-def test_settings_come_from_the_size_and_the_flags(example):
-    training, prune = example("_training"), example("prune_mlp")
-    parser = training.argument_parser("doc", "prune_mlp", "full")
-    training.add_settings(parser, prune.Settings(), prune.TINY, densities="", epochs="", learning_rate="")
-    full, tiny = prune.Settings(), prune.TINY
-    assert training.chosen_settings(parser.parse_args([]), full, tiny) == full
-    given = parser.parse_args(["--size", "tiny", "--densities", "0.5", "0.25", "--lr", "0.1"])
-    expected = replace(tiny, densities=(0.5, 0.25), learning_rate=0.1)
-    assert training.chosen_settings(given, full, tiny) == expected
-
-
-# Comparing.
-
-
-def cloud(channels: int) -> SparseConvTensor:
-    sites = (torch.rand(2, 8, 8, 8) < 0.2).nonzero().int()
-    return SparseConvTensor(torch.randn(len(sites), channels), sites, [8, 8, 8], 2)
-
-
-def gcn_case(example: Callable[[str], Any]) -> tuple[nn.Module, Any, Callable[[], object]]:
-    module = example("train_gcn")
-    graph = module.load_graph("KarateClub")
-    model, _ = module.make_model(graph, module.TINY, 0)
-    peers = example("_peers")
-    kind = type(model.layers[0])
-    return model.eval(), {kind: peers.pyg_gcn_conv}, lambda: model(graph.features, graph.edge_index)
-
-
-def sparse_case(example: Callable[[str], Any]) -> tuple[nn.Module, Any, Callable[[], object]]:
-    peers = example("_peers")
-    model = SparseSequential(
-        SubMConv3d(3, 4, 5),
-        SubMConv3d(4, 4, 3, dilation=2, bias=False),
-        SparseConv3d(4, 6, 2, 2, indice_key="down"),
-        SparseInverseConv3d(6, 5, 2, indice_key="down"),
-    )
-    kinds = {type(layer): peers.dense_convolution for layer in model.children()}
-    x = cloud(3)
-    return model, kinds, lambda: model(x)
-
-
-def equivariant_case(example: Callable[[str], Any]) -> tuple[nn.Module, Any, Callable[[], object]]:
-    from insum_nn.models.tetris import TetrisClassifier, tetris_pieces
-
-    positions, batch, labels = tetris_pieces()
-    model = TetrisClassifier(num_features=2, lmax=1, num_layers=2)
-    return model, example("_peers").e3nn_peers(), lambda: model(positions, batch, len(labels))
-
-
-def block_case(example: Callable[[str], Any]) -> tuple[nn.Module, Any, Callable[[], object]]:
-    model = nn.Sequential(BlockSparseLinear(37, 21, block_shape=(8, 16), density=0.6), nn.ReLU())
-    x = torch.randn(3, 5, 37)
-    return model, {BlockSparseLinear: example("_peers").dense_linear}, lambda: model(x)
-
-
-@pytest.mark.parametrize("case", [gcn_case, sparse_case, equivariant_case, block_case])
-def test_layers_equal_their_peers_and_a_fault_is_seen(example, case):
-    training, peers = example("_training"), example("_peers")
-    model, kinds, run = case(example)
-    with torch.no_grad():
-        found = peers.compare(model, kinds, run)
-        assert found.difference <= training.ROUNDING * found.largest
-        compared = [m for m in model.modules() if type(m) in kinds]
-        assert sum(int(part.split()[0]) for part in found.layers.split(", ")) == len(compared)
-        # The same layers with one of them bent.
-        layer = compared[-1]
-        layer.register_forward_hook(bent)
-        # A hook that was there before is called before: the comparison sees what it returns.
-        assert peers.compare(model, kinds, run).difference >= 0.01
-
-
-def bent(_layer: nn.Module, _inputs: object, output: Any) -> Any:
-    if isinstance(output, SparseConvTensor):
-        return output.replace_feature(output.features + 0.01)
-    return output + 0.01
-
-
-def test_a_comparison_of_nothing_is_refused(example):
-    model = nn.Sequential(nn.Linear(2, 2))
-    with pytest.raises(RuntimeError, match="no layer ran"):
-        example("_peers").compare(model, {BlockSparseLinear: lambda *_: None}, lambda: model(torch.ones(1, 2)))
-
-
-def test_cells_of_several_lines_stay_in_their_column(example):
-    text = example("_training").table([("a", "number"), ("long\nx", "1")], right=(1,))
-    assert text == "a     number\nlong       1\nx"
+    table = example("demo").table
+    assert table([("a", "number"), ("long\nx", "1")]) == "a     number\nlong  1\nx"

@@ -3,18 +3,19 @@
 from __future__ import annotations
 
 import importlib
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, fields, replace
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import torch
+from numpy.typing import NDArray
 from torch import Tensor
 
-from insum_nn.errors import InsumFormatError, InsumShapeError, MissingExtraError
+from insum_nn.errors import InsumFormatError, InsumNameError, InsumShapeError, MissingExtraError
 
-__all__ = ["AtomBatch", "Configuration", "collate", "read_extended_xyz"]
+__all__ = ["AtomBatch", "AtomStatistics", "Configuration", "collate", "read_extended_xyz", "statistics"]
 
 
 def _ase(module: str) -> Any:
@@ -36,8 +37,9 @@ class Configuration:
         species: (n,) atomic numbers.
         cell: (3, 3) vectors of the periodic cell as rows, or `None`.
         periodic: along which of them the cell repeats.
-        energy: of the configuration, or `None`.
-        forces: (n, 3), or `None`.
+        energy: of the configuration in eV, or `None`.
+        forces: (n, 3) in eV/angstrom, or `None`.
+        stress: (3, 3) in eV/angstrom^3, positive where the cell is under tension, as in ase; or `None`.
     """
 
     positions: Tensor
@@ -46,11 +48,14 @@ class Configuration:
     periodic: tuple[bool, bool, bool] = (False, False, False)
     energy: float | None = None
     forces: Tensor | None = None
+    stress: Tensor | None = None
     _edges: dict[float, tuple[Tensor, Tensor, Tensor]] = field(default_factory=dict, repr=False)
 
     @classmethod
-    def from_ase(cls, atoms: Any, *, energy_key: str = "energy", forces_key: str = "forces") -> Configuration:
-        """Take an `ase.Atoms`, with energy and forces of its calculator, its `info` or its `arrays`.
+    def from_ase(
+        cls, atoms: Any, *, energy_key: str = "energy", forces_key: str = "forces", stress_key: str = "stress"
+    ) -> Configuration:
+        """Take an `ase.Atoms`, with energy, forces and stress of its calculator, its `info` or its `arrays`.
 
         >>> from ase import Atoms
         >>> Configuration.from_ase(Atoms("OH2", [[0, 0, 0], [1, 0, 0], [0, 1, 0]])).species.tolist()
@@ -59,6 +64,7 @@ class Configuration:
         results = atoms.calc.results if atoms.calc is not None else {}
         energy = results.get(energy_key, atoms.info.get(energy_key))
         forces = results.get(forces_key, atoms.arrays.get(forces_key))
+        stress = results.get(stress_key, atoms.info.get(stress_key))
         periodic = tuple(bool(p) for p in atoms.pbc)
         return cls(
             torch.from_numpy(np.array(atoms.positions, np.float64)),
@@ -67,10 +73,16 @@ class Configuration:
             (periodic[0], periodic[1], periodic[2]),
             None if energy is None else float(energy),
             None if forces is None else torch.from_numpy(np.array(forces, np.float64)),
+            None if stress is None else torch.from_numpy(_full_stress(np.array(stress, np.float64))),
         )
 
+    @property
+    def volume(self) -> float:
+        """Of the periodic cell, in angstrom^3; NaN without one."""
+        return float("nan") if self.cell is None else float(torch.linalg.det(self.cell).abs())
+
     def to_ase(self) -> Any:
-        """The same as an `ase.Atoms`, without energy and forces."""
+        """The same as an `ase.Atoms`, without energy, forces and stress."""
         cell = None if self.cell is None else self.cell.numpy()
         return _ase("").Atoms(
             numbers=self.species.numpy(), positions=self.positions.numpy(), cell=cell, pbc=self.periodic
@@ -98,6 +110,20 @@ class Configuration:
         return found
 
 
+def _full_stress(stress: NDArray[np.float64]) -> NDArray[np.float64]:
+    """(3, 3) from itself, its nine entries, or the six of Voigt: xx, yy, zz, yz, xz, xy."""
+    if stress.size == 9:
+        return stress.reshape(3, 3)
+    if stress.shape != (6,):
+        raise InsumShapeError(
+            f"a stress has shape {stress.shape}",
+            details=["expected (3, 3), (9,) or (6,): xx, yy, zz, yz, xz, xy"],
+            fix="pass the key of the stress, not of the virial or of a pressure.",
+            got=stress.shape,
+        )
+    return stress[[[0, 5, 4], [5, 1, 3], [4, 3, 2]]]
+
+
 @dataclass(frozen=True, eq=False)
 class AtomBatch:
     """Several configurations side by side, with their edges.
@@ -109,9 +135,11 @@ class AtomBatch:
         senders: (e,).
         offsets: (e, 3).
         batch: (n,) configuration of each atom.
-        energies: (b,), or `None`.
+        energies: (b,), or `None`; without those of the lone atoms where `collate` was given them.
         forces: (n, 3), or `None`.
         num_graphs: configurations.
+        volumes: (b,) of the periodic cells; NaN where a configuration has none.
+        stresses: (b, 3, 3), or `None`.
     """
 
     positions: Tensor
@@ -123,6 +151,8 @@ class AtomBatch:
     energies: Tensor | None
     forces: Tensor | None
     num_graphs: int
+    volumes: Tensor
+    stresses: Tensor | None = None
 
     def to(self, device: torch.device | str | None = None, dtype: torch.dtype | None = None) -> AtomBatch:
         """Move everything; `dtype` is for the numbers that are not indices."""
@@ -147,10 +177,22 @@ class AtomBatch:
         )
 
 
-def collate(configurations: Sequence[Configuration], cutoff: float) -> AtomBatch:
+def collate(
+    configurations: Sequence[Configuration], cutoff: float, *, atom_energies: Mapping[int, float] | None = None
+) -> AtomBatch:
     """Put configurations into one batch and find their edges.
 
-    Energies and forces are there if all configurations have them.
+    Energies, forces and stresses are there if all configurations have them.
+
+    Args:
+        configurations: at least one.
+        cutoff: distance up to which atoms are neighbours.
+        atom_energies: atomic number -> energy of a lone atom, which is subtracted from `energies` in float64: what is
+            left is small, and is kept in float32 without loss.
+
+    Raises:
+        InsumShapeError: there are no configurations.
+        InsumNameError: `atom_energies` lacks a species.
 
     >>> pair = Configuration(torch.tensor([[0.0, 0, 0], [1.0, 0, 0]]), torch.tensor([1, 1]), energy=-1.0)
     >>> batch = collate([pair, pair], 1.5)
@@ -164,7 +206,10 @@ def collate(configurations: Sequence[Configuration], cutoff: float) -> AtomBatch
     starts = [sum(sizes[:n]) for n in range(len(sizes))]
     energies = [c.energy for c in configurations if c.energy is not None]
     forces = [c.forces for c in configurations if c.forces is not None]
+    stresses = [c.stress for c in configurations if c.stress is not None]
     complete = len(configurations)
+    if atom_energies is not None and len(energies) == complete:
+        energies = [e - _lone_energy(c, atom_energies) for e, c in zip(energies, configurations, strict=True)]
     return AtomBatch(
         torch.cat([c.positions for c in configurations]),
         torch.cat([c.species for c in configurations]),
@@ -175,11 +220,93 @@ def collate(configurations: Sequence[Configuration], cutoff: float) -> AtomBatch
         torch.tensor(energies, dtype=torch.float64) if len(energies) == complete else None,
         torch.cat(forces) if len(forces) == complete else None,
         complete,
+        torch.tensor([c.volume for c in configurations], dtype=torch.float64),
+        torch.stack(stresses) if len(stresses) == complete else None,
+    )
+
+
+def _lone_energy(configuration: Configuration, atom_energies: Mapping[int, float]) -> float:
+    species = configuration.species.tolist()
+    unknown = sorted(set(species) - set(atom_energies))
+    if unknown:
+        raise InsumNameError(
+            f"there is no energy of a lone atom of {unknown}",
+            details=[f"given for {sorted(atom_energies)}"],
+            fix="give one for each atomic number that occurs.",
+            expected=unknown,
+        )
+    return sum(atom_energies[s] for s in species)
+
+
+@dataclass(frozen=True)
+class AtomStatistics:
+    """What a potential for a set of configurations is scaled by.
+
+    Attributes:
+        atom_energies: atomic number -> energy of a lone atom in eV, fitted by least squares; of several fits the
+            smallest.
+        force_rms: root of the mean square of the force components, in eV/angstrom.
+        average_neighbors: mean number of neighbours of an atom.
+    """
+
+    atom_energies: dict[int, float]
+    force_rms: float
+    average_neighbors: float
+
+    @property
+    def species(self) -> list[int]:
+        """The atomic numbers that occur, ascending."""
+        return sorted(self.atom_energies)
+
+    @property
+    def model_options(self) -> dict[str, Any]:
+        """The arguments of a potential that depend on the data, by the names that `insum_nn.models.NequIP` has."""
+        scales = {"energy_scale": self.force_rms, "average_neighbors": self.average_neighbors}
+        return {"species": self.species, **scales}
+
+
+def statistics(configurations: Sequence[Configuration], cutoff: float) -> AtomStatistics:
+    """Fit the energies of lone atoms, and find the spread of the forces and the number of neighbours.
+
+    Args:
+        configurations: with energies and forces; at least one.
+        cutoff: distance up to which atoms are neighbours.
+
+    Raises:
+        InsumShapeError: there is no configuration, or one lacks energy or forces.
+
+    >>> pair = Configuration(torch.tensor([[0.0, 0, 0], [1.0, 0, 0]]), torch.tensor([1, 1]), None, energy=-3.0,
+    ...                      forces=torch.tensor([[2.0, 0, 0], [-2.0, 0, 0]]))
+    >>> found = statistics([pair], cutoff=1.5)
+    >>> round(found.atom_energies[1], 6), round(found.force_rms, 3), found.average_neighbors
+    (-1.5, 1.155, 1.0)
+    """
+    energies = [c.energy for c in configurations if c.energy is not None]
+    forces = [c.forces for c in configurations if c.forces is not None]
+    if not configurations or min(len(energies), len(forces)) < len(configurations):
+        raise InsumShapeError(
+            f"of {len(configurations)} configurations {len(energies)} have an energy and {len(forces)} have forces",
+            fix="pass configurations with both; energy_key and forces_key name where a file keeps them.",
+        )
+    species = sorted({s for c in configurations for s in c.species.tolist()})
+    counts = torch.tensor([[int((c.species == s).sum()) for s in species] for c in configurations]).double()
+    target = torch.tensor(energies, dtype=torch.float64)[:, None]
+    fitted: list[float] = torch.linalg.lstsq(counts, target, driver="gelsd").solution.squeeze(1).tolist()
+    edges = sum(c.edges(cutoff)[0].numel() for c in configurations)
+    return AtomStatistics(
+        dict(zip(species, fitted, strict=True)),
+        float(torch.cat(forces).square().mean().sqrt()),
+        edges / sum(c.species.numel() for c in configurations),
     )
 
 
 def read_extended_xyz(
-    path: str | Path, *, limit: int | None = None, energy_key: str = "energy", forces_key: str = "forces"
+    path: str | Path,
+    *,
+    limit: int | None = None,
+    energy_key: str = "energy",
+    forces_key: str = "forces",
+    stress_key: str = "stress",
 ) -> list[Configuration]:
     """Read the configurations of an extended XYZ file.
 
@@ -188,6 +315,7 @@ def read_extended_xyz(
         limit: read no more than these many.
         energy_key: where the file keeps the energy.
         forces_key: where it keeps the forces; 3BPA and most sets say `forces`, some `force`.
+        stress_key: where it keeps the stress: (3, 3), or the six entries of Voigt as ase orders them.
 
     Raises:
         FileNotFoundError: there is no such file.
@@ -198,7 +326,8 @@ def read_extended_xyz(
         raise FileNotFoundError(f"there is no file {path}")
     configurations: list[Configuration] = []
     for atoms in _frames(path, limit):
-        configurations.append(Configuration.from_ase(atoms, energy_key=energy_key, forces_key=forces_key))
+        keys = {"energy_key": energy_key, "forces_key": forces_key, "stress_key": stress_key}
+        configurations.append(Configuration.from_ase(atoms, **keys))
     return configurations
 
 

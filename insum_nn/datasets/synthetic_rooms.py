@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -170,23 +170,34 @@ class SyntheticRooms(Dataset[VoxelSample]):
         first_seed: the seed of the first; the others follow.
         num_points: points of each.
         voxel_size: edge in metres.
+        transform: applied to each `Room` before it is cut into voxels.
 
     >>> rooms = SyntheticRooms(2, num_points=1000, voxel_size=0.2)
     >>> len(rooms), rooms[0].features.shape[1]
     (2, 6)
     """
 
-    def __init__(self, count: int, *, first_seed: int = 0, num_points: int = 60_000, voxel_size: float = 0.05) -> None:
+    def __init__(
+        self,
+        count: int,
+        *,
+        first_seed: int = 0,
+        num_points: int = 60_000,
+        voxel_size: float = 0.05,
+        transform: Callable[[Room], Room] | None = None,
+    ) -> None:
         self.count = count
         self.first_seed = first_seed
         self.num_points = num_points
         self.voxel_size = voxel_size
+        self.transform = transform
 
     def __len__(self) -> int:
         return self.count
 
     def __getitem__(self, index: int) -> VoxelSample:
-        return voxel_sample(self.room(index), self.voxel_size)
+        room = self.room(index)
+        return voxel_sample(room if self.transform is None else self.transform(room), self.voxel_size)
 
     def room(self, index: int) -> Room:
         """The points of a room."""

@@ -6,10 +6,11 @@ import importlib
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
+    from insum_nn.models.calculator import PotentialCalculator
     from insum_nn.models.gcn import GCN
     from insum_nn.models.minkunet import MinkUNet, MinkUNet14, MinkUNet18, MinkUNet34, MinkUNet50, MinkUNet101
     from insum_nn.models.nequip import NequIP
-    from insum_nn.models.tetris import TetrisClassifier
+    from insum_nn.models.tetris import TetrisClassifier, tetris_pieces
 
 __all__ = [
     "GCN",
@@ -20,7 +21,9 @@ __all__ = [
     "MinkUNet50",
     "MinkUNet101",
     "NequIP",
+    "PotentialCalculator",
     "TetrisClassifier",
+    "tetris_pieces",
 ]
 
 _HOME = {
@@ -32,7 +35,9 @@ _HOME = {
     "MinkUNet50": "minkunet",
     "MinkUNet101": "minkunet",
     "NequIP": "nequip",
+    "PotentialCalculator": "calculator",
     "TetrisClassifier": "tetris",
+    "tetris_pieces": "tetris",
 }
 
 

@@ -329,3 +329,59 @@ class NequIP(nn.Module):
             energy = self(leaf, species, receivers, senders, offsets, batch, num_graphs)
             (gradient,) = torch.autograd.grad(energy.sum(), leaf, create_graph=self.training)
         return (energy, -gradient) if self.training else (energy.detach(), -gradient)
+
+    def energy_forces_stress(
+        self,
+        positions: Tensor,
+        species: Tensor,
+        receivers: Tensor,
+        senders: Tensor,
+        offsets: Tensor,
+        batch: Tensor | None = None,
+        num_graphs: int = 1,
+        *,
+        volumes: Tensor,
+    ) -> tuple[Tensor, Tensor, Tensor]:
+        """Energies, forces and stresses: the derivative by a symmetric strain of cell and atoms, over the volume.
+
+            F[n,i] = -dE / dr[n,i],        stress[g,i,j] = dE / d(strain[g,i,j]) / V[g]
+
+        Source: Thompson, Plimpton, Mattson, General formulation of pressure and stress tensor for arbitrary many-body
+        interaction potentials under periodic boundary conditions (J. Chem. Phys. 2009), of the opposite sign.
+
+        In training mode forces and stresses can be differentiated again, which is what a loss on them needs.
+
+        Args:
+            positions: (n, 3); the others likewise as in `forward`.
+            species: (n,).
+            receivers: (e,).
+            senders: (e,).
+            offsets: (e, 3).
+            batch: (n,).
+            num_graphs: configurations.
+            volumes: (num_graphs,) volumes of the periodic cells.
+
+        Returns:
+            (num_graphs,) energies, (n, 3) forces and (num_graphs, 3, 3) stresses, symmetric, positive under tension,
+            as in ase.
+
+        >>> model = NequIP([29], cutoff=3.0, num_layers=1, num_features=4, lmax=1)
+        >>> atom, self_edges = torch.zeros(1, 3), torch.zeros(2, dtype=torch.int64)
+        >>> offsets = torch.tensor([[2.5, 0.0, 0.0], [-2.5, 0.0, 0.0]])
+        >>> inputs = (atom, torch.tensor([29]), self_edges, self_edges, offsets)
+        >>> energy, forces, stress = model.energy_forces_stress(*inputs, volumes=torch.tensor([15.6]))
+        >>> stress.shape, bool(stress[0, 1].abs().max() < 1e-6)
+        (torch.Size([1, 3, 3]), True)
+        """
+        if batch is None:
+            batch = torch.zeros_like(species)
+        with torch.enable_grad():
+            leaf = positions if positions.requires_grad else positions.detach().requires_grad_()
+            strain = positions.new_zeros(num_graphs, 3, 3).requires_grad_()
+            symmetric = (strain + strain.mT) / 2
+            moved = leaf + (leaf[:, None] @ symmetric[batch]).squeeze(1)
+            images = offsets + (offsets[:, None] @ symmetric[batch[receivers]]).squeeze(1)
+            energy = self(moved, species, receivers, senders, images, batch, num_graphs)
+            gradient, virial = torch.autograd.grad(energy.sum(), (leaf, strain), create_graph=self.training)
+        stress = virial / volumes[:, None, None]
+        return (energy if self.training else energy.detach()), -gradient, stress

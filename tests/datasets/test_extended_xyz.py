@@ -11,8 +11,8 @@ ase = pytest.importorskip("ase")
 from ase.build import bulk, molecule  # noqa: E402
 from ase.calculators.emt import EMT  # noqa: E402
 
-from insum_nn.datasets.extended_xyz import Configuration, collate, read_extended_xyz  # noqa: E402
-from insum_nn.errors import InsumFormatError, InsumShapeError  # noqa: E402
+from insum_nn.datasets.extended_xyz import Configuration, collate, read_extended_xyz, statistics  # noqa: E402
+from insum_nn.errors import InsumFormatError, InsumNameError, InsumShapeError  # noqa: E402
 
 
 @pytest.fixture
@@ -115,3 +115,76 @@ def test_an_atom_alone_has_no_edges():
     batch = collate([Configuration(torch.zeros(1, 3, dtype=torch.float64), torch.tensor([1]))], 3.0)
     assert batch.receivers.shape == (0,)
     assert batch.offsets.shape == (0, 3)
+
+
+def test_stress_is_read_in_each_of_its_forms(tmp_path: Path, frames):
+    from ase.io import write
+
+    expected = frames[0].get_stress(voigt=False)
+    assert np.abs(expected).max() > 1e-3
+    assert np.allclose(Configuration.from_ase(frames[0]).stress, expected)
+    path = tmp_path / "stress.xyz"
+    write(path, frames[0], format="extxyz")
+    assert np.allclose(read_extended_xyz(path)[0].stress, expected, atol=1e-6)
+    plain = frames[0].copy()
+    for name, value in (("nine", expected.ravel()), ("six", frames[0].get_stress()), ("square", expected)):
+        plain.info = {name: value}
+        assert np.allclose(Configuration.from_ase(plain, stress_key=name).stress, expected), name
+    plain.info = {"pressure": 1.0}
+    with pytest.raises(InsumShapeError, match="a stress has shape"):
+        Configuration.from_ase(plain, stress_key="pressure")
+
+
+def test_volumes_and_stresses_of_a_batch(frames):
+    atoms = frames[0].copy()
+    atoms.pbc = False
+    open_one, closed = Configuration.from_ase(atoms), Configuration.from_ase(frames[0])
+    batch = collate([closed, open_one], 3.0)
+    assert batch.volumes[0].item() == pytest.approx(frames[0].get_volume())
+    assert batch.volumes[1].isnan()
+    assert batch.stresses is None
+    assert collate([closed, closed], 3.0).stresses.shape == (2, 3, 3)
+
+
+def test_lone_atoms_are_subtracted_in_float64():
+    pair = Configuration(torch.zeros(2, 3), torch.tensor([1, 8]), energy=-2000.000001)
+    batch = collate([pair], 1.0, atom_energies={1: -13.0, 8: -1987.0})
+    assert batch.energies.item() == pytest.approx(-1e-6, rel=1e-5)
+    with pytest.raises(InsumNameError, match=r"no energy of a lone atom of \[8\]"):
+        collate([pair], 1.0, atom_energies={1: -13.0})
+
+
+def test_statistics_are_those_of_the_data():
+    generator = torch.Generator().manual_seed(0)
+    lone, found, forces = {1: -2.0, 6: -30.0}, [], []
+    for count in range(1, 6):
+        species = torch.tensor([1] * count + [6] * (6 - count))
+        force = torch.randn(6, 3, generator=generator, dtype=torch.float64)
+        positions = 2.0 * torch.arange(6.0, dtype=torch.float64)[:, None] * torch.eye(3, dtype=torch.float64)[0]
+        energy = sum(lone[s] for s in species.tolist())
+        found.append(Configuration(positions, species, energy=energy, forces=force))
+        forces.append(force)
+    got = statistics(found, cutoff=2.5)
+    assert got.atom_energies == pytest.approx(lone)
+    assert got.force_rms == pytest.approx(torch.cat(forces).square().mean().sqrt().item())
+    assert got.average_neighbors == pytest.approx(10 / 6)
+    options = {"species": [1, 6], "energy_scale": got.force_rms, "average_neighbors": got.average_neighbors}
+    assert got.model_options == options
+    with pytest.raises(InsumShapeError, match="of 1 configurations 0 have an energy and 0 have forces"):
+        statistics([Configuration(torch.zeros(1, 3), torch.tensor([1]))], 1.0)
+
+
+def test_generated_alloys():
+    from insum_nn.datasets import copper_gold
+
+    cells, again = copper_gold(8, seed=3), copper_gold(8, seed=3)
+    assert all(
+        torch.equal(a.positions, b.positions) and a.energy == b.energy for a, b in zip(cells, again, strict=True)
+    )
+    assert [int((c.species == 79).sum()) for c in cells] == [0, 1, 2, 3, 0, 1, 2, 3]
+    for cell in cells[:2]:
+        atoms = cell.to_ase()
+        atoms.calc = EMT()
+        assert atoms.get_potential_energy() == pytest.approx(cell.energy)
+        assert np.allclose(atoms.get_forces(), cell.forces)
+        assert np.allclose(atoms.get_stress(voigt=False), cell.stress)

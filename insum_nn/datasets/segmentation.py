@@ -1,0 +1,201 @@
+"""Scores, augmentation and pictures of labelled rooms."""
+
+from __future__ import annotations
+
+import importlib
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+
+from insum_nn.datasets.rooms import CLASSES, PALETTE, Room
+from insum_nn.errors import InsumShapeError, MissingExtraError
+
+__all__ = ["SegmentationScores", "class_colors", "draw_rooms", "random_pose"]
+
+_UNLABELLED_COLOR = np.array([200, 200, 200], np.uint8)
+_MAX_DRAWN = 30_000
+
+
+@dataclass(frozen=True, eq=False)
+class SegmentationScores:
+    """Scores of predicted classes, from counts that add up over rooms.
+
+    Attributes:
+        counts: (classes, classes) int64 points, by true class (row) and predicted class (column). Points without a true
+            class are not counted.
+
+    >>> scores = SegmentationScores.of(np.array([0, 0, 2, 2, -1]), np.array([0, 2, 2, 2, 1]))
+    >>> scores.accuracy, {name: round(iou, 2) for name, iou in scores.iou.items()}
+    (0.75, {'ceiling': 0.5, 'wall': 0.67})
+    >>> (scores + scores).mean_iou == scores.mean_iou
+    True
+    """
+
+    counts: NDArray[np.int64]
+
+    @classmethod
+    def of(cls, truth: NDArray[np.integer], predicted: NDArray[np.integer]) -> SegmentationScores:
+        """Count the points of a room.
+
+        Args:
+            truth: (n,) places in `CLASSES`, -1 for none.
+            predicted: (n,) places in `CLASSES`.
+
+        Raises:
+            InsumShapeError: the lengths differ.
+        """
+        if truth.shape != predicted.shape or truth.ndim != 1:
+            raise InsumShapeError(
+                "true and predicted classes do not go together",
+                details=[f"expected (n,) and (n,); got {truth.shape} and {predicted.shape}"],
+                fix="pass one true and one predicted class for each point.",
+                got=(truth.shape, predicted.shape),
+            )
+        labelled = truth >= 0
+        size = len(CLASSES)
+        pairs = truth[labelled].astype(np.int64) * size + predicted[labelled]
+        return cls(np.bincount(pairs, minlength=size * size).reshape(size, size))
+
+    @classmethod
+    def of_rooms(cls, rooms: Iterable[tuple[Room, NDArray[np.integer]]]) -> SegmentationScores:
+        """Count the points of several rooms: each room with a predicted class for each of its points."""
+        size = len(CLASSES)
+        return sum(
+            (cls.of(room.labels, predicted) for room, predicted in rooms), start=cls(np.zeros((size, size), int))
+        )
+
+    def __add__(self, other: SegmentationScores) -> SegmentationScores:
+        return SegmentationScores(self.counts + other.counts)
+
+    @property
+    def accuracy(self) -> float:
+        """The fraction of the points whose predicted class is the true one; NaN without labelled points."""
+        total = int(self.counts.sum())
+        return float(np.trace(self.counts)) / total if total else float("nan")
+
+    @property
+    def iou(self) -> dict[str, float]:
+        """Intersection over union of each class that occurs."""
+        hit = np.diag(self.counts)
+        true = self.counts.sum(1)
+        union = true + self.counts.sum(0) - hit
+        return {name: float(hit[i] / union[i]) for i, name in enumerate(CLASSES) if true[i]}
+
+    @property
+    def mean_iou(self) -> float:
+        """Mean intersection over union of the classes that occur; NaN without labelled points."""
+        each = self.iou
+        return sum(each.values()) / len(each) if each else float("nan")
+
+    def __str__(self) -> str:
+        rows = "\n".join(f"  {name:<10}{value:7.1%}" for name, value in self.iou.items())
+        return f"point accuracy {self.accuracy:.2%}, mean IoU {self.mean_iou:.2%}\n{rows}"
+
+
+def random_pose(room: Room) -> Room:
+    """Turn a room by quarters about its vertical axis, mirror, scale by 0.95 to 1.05 and tint it at random.
+
+    A `transform` of `S3DIS` and `SyntheticRooms`. Draws from torch's generator, which data loaders seed in each worker.
+
+    Args:
+        room: any room; it is not changed.
+
+    Returns:
+        A room with the same labels.
+    """
+    draw = torch.rand(6).tolist()
+    points = room.points.copy()
+    for _ in range(int(4 * draw[0])):
+        points[:, 0], points[:, 1] = -points[:, 1].copy(), points[:, 0].copy()
+    if draw[1] < 0.5:
+        points[:, 0] *= -1
+    points *= np.float32(0.95 + 0.1 * draw[2])
+    tint = 0.85 + 0.3 * np.array(draw[3:], np.float32)
+    colors = np.clip(room.colors * tint, 0, 255).astype(np.uint8)
+    return Room(room.name, points, colors, room.labels)
+
+
+def class_colors(labels: NDArray[np.integer]) -> NDArray[np.uint8]:
+    """Colours of classes, (n, 3): those of `PALETTE`, grey for points without a class.
+
+    >>> class_colors(np.array([8, -1])).tolist()
+    [[220, 38, 127], [200, 200, 200]]
+    """
+    return np.where(labels[:, None] >= 0, PALETTE[labels], _UNLABELLED_COLOR).astype(np.uint8)
+
+
+def draw_rooms(rooms: Sequence[tuple[Room, NDArray[np.integer]]], path: str | Path, *, dpi: int = 90) -> Path:
+    """Draw rooms in perspective: their colours, their true classes where there are any, and predicted ones.
+
+    Ceilings and the two walls nearest to the viewer are left out, so that the picture looks inside. Needs matplotlib.
+
+    Args:
+        rooms: one or more rooms, with a class for each point of it; a row of the picture each.
+        path: the file to write; its suffix chooses the format.
+        dpi: pixels per inch, of 3.3 inches for each panel.
+
+    Returns:
+        The path.
+
+    Raises:
+        MissingExtraError: matplotlib is not installed.
+    """
+    figures, agg, patches = (_matplotlib(name) for name in ("figure", "backends.backend_agg", "patches"))
+    labelled = any((room.labels >= 0).any() for room, _ in rooms)
+    columns = ["colours", *(["true classes"] if labelled else []), "predicted classes"]
+    figure: Any = figures.Figure(figsize=(3.3 * len(columns), 3.0 * len(rooms) + 0.5), layout="constrained")
+    agg.FigureCanvasAgg(figure)
+    shown: set[int] = set()
+    for row, (room, predicted) in enumerate(rooms):
+        keep = _visible(room, predicted)
+        panels = [room.colors[keep], *([class_colors(room.labels[keep])] if labelled else [])]
+        for column, colors in enumerate([*panels, class_colors(predicted[keep])]):
+            axes = figure.add_subplot(len(rooms), len(columns), row * len(columns) + column + 1, projection="3d")
+            _scatter(axes, room.points[keep], colors)
+            axes.set_title(f"{room.name}\n{columns[column]}" if column == 0 else columns[column], fontsize=9, y=0.98)
+        shown |= {int(i) for i in np.unique(np.concatenate([room.labels[keep], predicted[keep]])) if i >= 0}
+    handles = [patches.Patch(facecolor=tuple(PALETTE[i] / 255), label=CLASSES[i]) for i in sorted(shown)]
+    figure.legend(handles=handles, loc="outside lower center", ncols=min(7, len(handles)), frameon=False, fontsize=8)
+    path = Path(path)
+    path.parent.mkdir(parents=True, exist_ok=True)
+    figure.savefig(path, dpi=dpi)
+    return path
+
+
+def _visible(room: Room, predicted: NDArray[np.integer]) -> NDArray[np.intp]:
+    """Places of the points to draw, from the lowest to the highest."""
+    if not len(room):
+        return np.zeros(0, np.intp)
+    classes = np.where(room.labels >= 0, room.labels, predicted)
+    low, high = room.points.min(0), room.points.max(0)
+    near = 0.08 * (high - low)
+    inside = (room.points[:, 0] < high[0] - near[0]) & (room.points[:, 1] > low[1] + near[1])
+    keep = np.flatnonzero(inside & (classes != CLASSES.index("ceiling")))
+    if len(keep) > _MAX_DRAWN:
+        keep = np.random.default_rng(0).choice(keep, _MAX_DRAWN, replace=False)
+    return keep[np.argsort(room.points[keep, 2], kind="stable")]
+
+
+def _scatter(axes: Any, points: NDArray[np.float32], colors: NDArray[np.uint8]) -> None:
+    size = float(np.clip(40_000 / max(1, len(points)), 1.0, 6.0))
+    axes.scatter(*points.T, c=colors / 255, s=size, linewidths=0, depthshade=False)
+    extent = np.maximum(np.ptp(points, axis=0), 1e-3) if len(points) else np.ones(3)
+    # A room that is higher than wide would reach into the title.
+    axes.set_box_aspect(extent, zoom=1.3 if extent[2] < 0.7 * extent[:2].max() else 1.0)
+    axes.view_init(elev=32, azim=-50)
+    axes.set_proj_type("persp")
+    axes.set_axis_off()
+
+
+def _matplotlib(module: str) -> Any:
+    try:
+        return importlib.import_module(f"matplotlib.{module}")
+    except ImportError as error:
+        raise MissingExtraError(
+            "matplotlib is not installed, and pictures need it", fix="run: pip install matplotlib", package="matplotlib"
+        ) from error
