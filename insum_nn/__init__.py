@@ -5,6 +5,7 @@ from insum_nn.compiler.api import Program, compile, insum
 from insum_nn.compiler.options import Options
 from insum_nn.compiler.runtime.execution import cache_info, clear_cache
 from insum_nn.compiler.runtime.prepare import prepare
+from insum_nn.compiler.runtime.tuning import tune
 from insum_nn.facts import IndexFacts
 from insum_nn.layers.swap import swap
 from insum_nn.version import __version__ as __version__
@@ -20,4 +21,5 @@ __all__ = [
     "prepare",
     "schedules",
     "swap",
+    "tune",
 ]

@@ -26,7 +26,7 @@ from insum_nn.compiler.forms import launch as launch_module
 from insum_nn.compiler.forms.candidates import candidates
 from insum_nn.compiler.forms.schedule import Schedule, default_schedule
 from insum_nn.compiler.lang.parser import parse
-from insum_nn.compiler.schedule import tune
+from insum_nn.compiler.schedule import timing, tune
 from insum_nn.errors import InsumDeviceError, InsumFormatError
 from insum_nn.testing.random_programs import RandomProgram, random_program
 from insum_nn.testing.tolerances import assert_matches
@@ -224,7 +224,7 @@ def test_a_search_counts_what_a_call_waits_for(
     case, drawn_tensors = drawn("convolution's weight gradient")
     tensors = rounded(drawn_tensors, dtype)
     form, ordered, extents = form_of(case, tensors)
-    monkeypatch.setattr(tune, "device_time", lambda run, repeat: device)
+    monkeypatch.setattr(timing, "device_time", lambda run, repeat: device)
     whole, divided = (
         tune._Trial(form, Schedule(16, 32, 16, True, splits=splits), ordered, extents, None, "ieee").time(1)
         for splits in (1, 3)

@@ -34,9 +34,9 @@ from insum_nn.compiler.schedule import database as store
 from insum_nn.compiler.schedule.build_once import BuildOnce
 from insum_nn.compiler.schedule.canonical import named_as
 from insum_nn.compiler.schedule.database import size_bucket
-from insum_nn.compiler.schedule.select import Measured, Question, Selected, select
+from insum_nn.compiler.schedule.select import Measured, Question, Selected
 from insum_nn.compiler.schedule.timing import time_whole
-from insum_nn.compiler.schedule.tune import capturing, tune, worth_selecting
+from insum_nn.compiler.schedule.tune import ask, worth_selecting
 from insum_nn.facts import IndexFacts
 
 __all__ = ["Joint"]
@@ -441,7 +441,7 @@ def _choose(calls: Sequence[_Call], apart: Apart) -> tuple[_Together | None, str
 
     rule: Selected[_Together | None] = Selected(first.together, "together: what they read is read once")
     question = Question(key, lambda: rule, decode, measure)
-    found = select(question, tune if generated.options.tune and not capturing() else None)
+    found = ask(question, generated.options)
     return found.candidate, found.reason
 
 

@@ -2,20 +2,18 @@
 
 from __future__ import annotations
 
-import copy
 import logging
 import time
-from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import torch
-from torch import Tensor, nn
-from torch.utils import _pytree as pytree
+from torch import nn
 
 from insum_nn.compiler.forms.ahead import Collection, Compiled, collect, compile_all, default_workers
+from insum_nn.compiler.runtime.step import copied, run_step
 from insum_nn.compiler.schedule.progress import Progress
-from insum_nn.errors import InsumBackendError, InsumFormatError
+from insum_nn.errors import InsumBackendError
 
 __all__ = ["PrepareReport", "prepare"]
 
@@ -95,71 +93,16 @@ def prepare(
     (0, None)
     """
     begin = time.perf_counter()
-    own, args, kwargs = _copied(module, inputs, named)
+    own, args, kwargs = copied(module, inputs, named)
     devices = [torch.device("cuda", n) for n in range(torch.cuda.device_count())] if torch.cuda.is_initialized() else []
     with collect() as collection, torch.random.fork_rng(devices):
-        _step(own, args, kwargs, backward, double_backward)
+        run_step(own, args, kwargs, backward, double_backward)
     traced = time.perf_counter() - begin
     del own, args, kwargs
     kernels, seconds, count = _compile(collection, workers)
     report = PrepareReport(tuple(kernels), collection.launches, traced, seconds, count)
     _log.info("%s", report)
     return report
-
-
-def _copied(module: nn.Module, inputs: Sequence[Any], named: dict[str, Any]) -> tuple[nn.Module, Any, Any]:
-    """Copies that share nothing with the originals, as what is kept of tensors must not come from a step of zeros."""
-
-    def leaf(value: Any) -> Any:
-        # What was computed cannot be copied with its history.
-        if isinstance(value, Tensor) and value.grad_fn is not None:
-            return value.detach().requires_grad_()
-        return value
-
-    given = pytree.tree_map(leaf, (tuple(inputs), dict(named)))
-    try:
-        own, (args, kwargs) = copy.deepcopy((module, given))
-    except Exception as error:
-        raise InsumFormatError(
-            f"the module and its inputs cannot be copied: {type(error).__name__}: {error}",
-            fix="pass a module and tensors that copy.deepcopy takes; detach tensors inside of other objects.",
-        ) from error
-    return own, args, kwargs
-
-
-def _step(module: nn.Module, args: Any, kwargs: Any, backward: bool, double_backward: bool) -> None:
-    with torch.set_grad_enabled(backward or double_backward):
-        outputs = _recorded(module(*args, **kwargs))
-        if not outputs:
-            return
-        if double_backward:
-            leaves = [t for t in pytree.tree_leaves((args, kwargs)) if isinstance(t, Tensor) and t.requires_grad]
-            leaves = leaves or [p for p in module.parameters() if p.requires_grad]
-            ones = [torch.ones_like(t) for t in outputs]
-            found = torch.autograd.grad(outputs, leaves, ones, create_graph=True, allow_unused=True)
-            outputs += _recorded(found)
-        torch.autograd.backward(outputs, [torch.ones_like(t) for t in outputs])
-
-
-def _recorded(value: Any) -> list[Tensor]:
-    """The tensors in a value, or in the attributes of its objects, that have gradients to send back."""
-    found: dict[int, Tensor] = {}
-    seen: set[int] = set()
-
-    def visit(each: Any, depth: int) -> None:
-        if isinstance(each, Tensor):
-            if each.requires_grad and each.grad_fn is not None:
-                found[id(each)] = each
-        elif id(each) not in seen and depth < 4:
-            seen.add(id(each))
-            leaves = pytree.tree_leaves(each)
-            if len(leaves) == 1 and leaves[0] is each:
-                leaves = list(getattr(each, "__dict__", {}).values())
-            for leaf in leaves:
-                visit(leaf, depth + 1)
-
-    visit(value, 0)
-    return [*found.values()]
 
 
 def _compile(collection: Collection, workers: int | None) -> tuple[list[Compiled], float, int]:

@@ -11,10 +11,11 @@ import time
 from collections.abc import Generator
 from contextlib import contextmanager
 
-__all__ = ["forget", "left", "spending", "spent"]
+__all__ = ["forget", "granted", "left", "spending", "spent"]
 
 # Seconds that a process tunes in full.
 _BUDGET = 60.0
+_limit = _BUDGET
 _spent = 0.0
 _lock = threading.Lock()
 
@@ -26,7 +27,7 @@ def spent() -> float:
 
 def left() -> float:
     """Return the seconds for which tuning goes on in full."""
-    return max(0.0, _BUDGET - _spent)
+    return max(0.0, _limit - _spent)
 
 
 @contextmanager
@@ -39,6 +40,18 @@ def spending() -> Generator[None]:
     finally:
         with _lock:
             _spent += time.perf_counter() - begin
+
+
+@contextmanager
+def granted(seconds: float) -> Generator[None]:
+    """Let the process tune in full for so many seconds within, whatever it spent before."""
+    global _limit, _spent
+    known = _limit, _spent
+    _limit, _spent = seconds, 0.0
+    try:
+        yield
+    finally:
+        _limit, _spent = known
 
 
 def forget() -> None:

@@ -10,12 +10,19 @@ from collections.abc import Callable
 import torch
 from torch import Tensor
 
-__all__ = ["device_time", "time_whole"]
+__all__ = ["device_time", "time_whole", "why_not"]
 
 # What two threads measure at once on one device would count in both times.
 _measuring = threading.RLock()
 # Microseconds of work in front of what is measured: at least, and at most.
 _LEAST_AHEAD, _MOST_AHEAD = 200.0, 40_000.0
+
+
+def why_not() -> str:
+    """Return why nothing can be measured here; empty where it can."""
+    if not torch.cuda.is_available():
+        return "there is no CUDA device, and library calls on a CPU have no schedules"
+    return ""
 
 
 def device_time(run: Callable[[], object], repeat: int, *, host: float | None = None) -> float:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 import os
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import FIRST_COMPLETED, Future, ThreadPoolExecutor, wait
 from dataclasses import replace
 from typing import Any, TypeVar
@@ -22,17 +22,25 @@ from insum_nn.compiler.forms.schedule import Precision, Schedule, default_schedu
 from insum_nn.compiler.lang.bind import Extents
 from insum_nn.compiler.options import Options
 from insum_nn.compiler.runtime.row_partition import owners_for
-from insum_nn.compiler.schedule import budget
+from insum_nn.compiler.schedule import budget, session, timing
 from insum_nn.compiler.schedule import database as store
 from insum_nn.compiler.schedule.canonical import shown_statement
-from insum_nn.compiler.schedule.cost_model import Device, device_of, is_fitted, models, ranked, without_measuring
+from insum_nn.compiler.schedule.cost_model import (
+    Device,
+    device_of,
+    is_fitted,
+    models,
+    predicted,
+    ranked,
+    without_measuring,
+)
 from insum_nn.compiler.schedule.progress import Progress
 from insum_nn.compiler.schedule.select import Measured, Measurement, Question, Selected, select, stored
-from insum_nn.compiler.schedule.timing import device_time
 from insum_nn.facts import StaticTable
 
 __all__ = [
     "WAIT",
+    "ask",
     "capturing",
     "choose_schedule",
     "settle",
@@ -78,16 +86,36 @@ def capturing() -> bool:
     return torch.cuda.is_available() and torch.cuda.is_current_stream_capturing()
 
 
-def tune(question: Question[T]) -> Selected[T] | None:
+def ask(question: Question[T], options: Options, weight: Callable[[T], float] = lambda _: math.inf) -> Selected[T]:
+    """Select: by what is stored, measured where the options or a call of `insum_nn.tune` ask for it, else by the rule.
+
+    Args:
+        question: what is to be selected.
+        options: of the program.
+        weight: about how many microseconds depend on the answer.
+    """
+    if capturing():
+        return select(question, None)
+    current = session.active()
+    if current is not None:
+        return current.ask(question, weight, tune)
+    return select(question, tune if options.tune else None)
+
+
+def tune(question: Question[T], *, again: bool = False) -> Selected[T] | None:
     """Measure the candidates of a question and write what was found to the database.
 
     Nothing else measures. One process on a cache folder measures a key, while the others wait for what it writes.
+
+    Args:
+        question: what is measured.
+        again: also where something is stored that was measured with other versions of torch and Triton.
 
     Returns:
         `None`: another process measures, and was not done in time.
     """
     with store.turn(question.key, WAIT) as mine:
-        found = stored(question)
+        found = None if again and not session.is_current(question.key) else stored(question)
         if found is not None or not mine:
             return found
         measured = question.measure()
@@ -123,7 +151,10 @@ def choose_schedule(
     def measure() -> Measured[Schedule]:
         with budget.spending():
             some, which = tuning.shortlist(key)
-            measured = _measure(tuning, some or _worth_compiling(form, precision, device))
+            schedules = some or _worth_compiling(form, precision, device)
+            if (known := _decoded(store.find(key))) is not None:
+                schedules = list(dict.fromkeys((known.candidate, *schedules)))
+            measured = _measure(tuning, schedules)
         if not measured or math.isinf(measured[0].microseconds):
             return Measured(Selected(default_schedule(form), "the default: no candidate ran", measured), None)
         found = Selected(measured[0].candidate, f"the fastest of {len(measured)} measured{which}", measured)
@@ -146,7 +177,7 @@ def choose_schedule(
         return Selected(tried, reason if tried == schedule else f"the next that the device has room for; {reason}")
 
     question = Question(key, rule, _decode, measure, runs)
-    return select(question, tune if options.tune and not capturing() else None)
+    return ask(question, options, lambda schedule: predicted(form, schedule, precision, device))
 
 
 def _worth_compiling(form: Form, precision: Precision, device: Device) -> list[Schedule]:
@@ -253,7 +284,9 @@ def _code(schedule: Schedule) -> Schedule:
 
 def _measure(tuning: _Tuning, schedules: Sequence[Schedule]) -> tuple[Measurement[Schedule], ...]:
     """Schedules with their times, the fastest first."""
-    with Progress(f"tuning {shown_statement(tuning.form.bound.statement)}", len(schedules)) as progress:
+    current = session.active()
+    place = "" if current is None else f" {current.place}"
+    with Progress(f"tuning{place} {shown_statement(tuning.form.bound.statement)}", len(schedules)) as progress:
         found = _compile(tuning, schedules, progress)
         measured = [(trial.time(5) if fits else math.inf, trial) for trial, fits in found]
         measured.sort(key=lambda pair: pair[0])
@@ -355,7 +388,7 @@ class _Trial:
         """
         if not self.runs():
             return math.inf
-        device = device_time(self.run, repeat)
+        device = timing.device_time(self.run, repeat)
         host = _CALL + _LAUNCH * self.kernel.further_launches(self.owners)
         waits = max(device, host) - max(device, _CALL)
         return device + waits
