@@ -4,7 +4,9 @@ from insum_nn.formats.base import IndexPart, SparseFormat
 from insum_nn.formats.block_coo import BlockCOO
 from insum_nn.formats.block_group_coo import BlockGroupCOO
 from insum_nn.formats.blocks import BlockFormat
+from insum_nn.formats.checks import Fault
 from insum_nn.formats.coo import COO
+from insum_nn.formats.custom import CustomFormat
 from insum_nn.formats.ell import ELL
 from insum_nn.formats.group_coo import GroupCOO
 from insum_nn.formats.group_size import (
@@ -21,6 +23,8 @@ __all__ = [
     "BlockCOO",
     "BlockFormat",
     "BlockGroupCOO",
+    "CustomFormat",
+    "Fault",
     "GroupCOO",
     "GroupSize",
     "IndexPart",

@@ -6,6 +6,7 @@ import warnings
 from typing import Any
 
 from insum_nn.ops.block_linear import block_linear, block_linear_expression
+from insum_nn.ops.custom import contract, register
 from insum_nn.ops.elementwise import add, multiply, multiply_expression, same_structure, scale, scale_cols, scale_rows
 from insum_nn.ops.mttkrp import mttkrp, mttkrp_expression
 from insum_nn.ops.pruned_conv import pruned_conv2d, pruned_conv2d_expression
@@ -20,12 +21,14 @@ __all__ = [
     "add",
     "block_linear",
     "block_linear_expression",
+    "contract",
     "mttkrp",
     "mttkrp_expression",
     "multiply",
     "multiply_expression",
     "pruned_conv2d",
     "pruned_conv2d_expression",
+    "register",
     "same_structure",
     "scale",
     "scale_cols",

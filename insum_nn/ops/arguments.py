@@ -253,7 +253,7 @@ def run(
     facts: Mapping[str, IndexFacts],
     named: Mapping[str, Tensor],
     options: Options,
-    out_shape: Sequence[int | None],
+    out_shape: Sequence[int | None] | None,
 ) -> Tensor:
     """Run an expression on named tensors, with what is known of those that are index tensors."""
     facts = {name: fact for name, fact in facts.items() if name in named}

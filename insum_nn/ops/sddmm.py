@@ -11,6 +11,7 @@ from torch import Tensor
 from insum_nn.compiler.options import DEFAULT, Options
 from insum_nn.formats import BlockFormat, SparseFormat
 from insum_nn.ops.arguments import Operand, matrix_layout, named_tensors, pad_axis, run
+from insum_nn.ops.custom import registered
 
 __all__ = ["SDDMM", "sddmm", "sddmm_expression"]
 
@@ -99,4 +100,4 @@ def sddmm_expression(pattern: SparseFormat) -> str:
         InsumShapeError: `pattern` has not two dimensions.
         InsumFormatError: `pattern` is no sparse format.
     """
-    return SDDMM[matrix_layout(pattern, "sddmm", "pattern")]
+    return registered("sddmm", type(pattern)) or SDDMM[matrix_layout(pattern, "sddmm", "pattern")]

@@ -13,6 +13,7 @@ from insum_nn.compiler.api import Program, is_plain_eager
 from insum_nn.compiler.options import DEFAULT, Options
 from insum_nn.formats import BlockFormat, SparseFormat
 from insum_nn.ops.arguments import Operand, is_vector, matrix_layout, named_tensors, pad_axis, program, run
+from insum_nn.ops.custom import registered
 from insum_nn.ops.dense_choice import block_tiles, dense_is_faster
 
 __all__ = ["SPMM", "spmm", "spmm_expression", "spmm_program"]
@@ -174,7 +175,7 @@ def spmm_expression(matrix: SparseFormat) -> str:
     >>> spmm_expression(COO.from_dense(torch.eye(2)))
     'C[Row[p],n] += Val[p] * B[Col[p],n]'
     """
-    return SPMM[matrix_layout(matrix, "spmm", "matrix")]
+    return registered("spmm", type(matrix)) or SPMM[matrix_layout(matrix, "spmm", "matrix")]
 
 
 def spmm_program(matrix: SparseFormat, *, options: Options = DEFAULT) -> Program:

@@ -1,4 +1,6 @@
-"""Public helpers for tests: tolerances, random programs, and the comparison of a model's layers with their peers'.
+"""Public helpers for tests: laws of formats, layers compared with others, random programs, tolerances."""
 
-`compare_layers` is imported when it is first asked for.
-"""
+from insum_nn.testing.formats import check_format
+from insum_nn.testing.layers import check_layer
+
+__all__ = ["check_format", "check_layer"]

@@ -1,0 +1,134 @@
+"""The layers of docs/write-your-own-layer.md, as they stand there, against PyTorch Geometric's."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from insum_nn.testing import check_layer
+from tests.source_tree import ROOT
+from tests.test_docs import python_blocks, run_page
+
+PAGE = ROOT / "docs" / "write-your-own-layer.md"
+BLOCKS = python_blocks(PAGE)
+MOST_LINES = 30
+
+# Nodes, then sources and targets.
+GRAPHS: dict[str, tuple[int, list[int], list[int]]] = {
+    "isolated nodes": (6, [1, 4, 1], [4, 1, 2]),
+    "self loops": (4, [0, 0, 2, 3, 3], [0, 1, 2, 3, 2]),
+    "duplicate edges": (4, [0, 0, 0, 3, 3, 2], [1, 1, 1, 2, 2, 2]),
+    "only self loops": (3, [0, 1, 1], [0, 1, 1]),
+    "one node": (1, [0], [0]),
+    "one node, no edges": (1, [], []),
+    "no edges": (5, [], []),
+    "one target": (7, [0, 1, 2, 3, 4, 5, 6], [3, 3, 3, 3, 3, 3, 3]),
+}
+IN, OUT, RELATIONS, HEADS = 5, 6, 3, 2
+
+Kind = Callable[[Any], nn.Module]
+KINDS: dict[str, Kind] = {
+    "GraphConv": lambda package: package.GraphConv(IN, OUT),
+    "GINConv": lambda package: package.GINConv(network(), train_eps=True),
+    "RGCNConv": lambda package: package.RGCNConv(IN, OUT, RELATIONS),
+    "GATConv": lambda package: package.GATConv(IN, OUT // HEADS, heads=HEADS),
+}
+
+
+class Page:
+    """What the page defines, by name."""
+
+    def __init__(self) -> None:
+        names: dict[str, Any] = {"__name__": "page"}
+        for line, block in BLOCKS:
+            exec(compile("\n" * line + block, PAGE.name, "exec", dont_inherit=True), names)
+        vars(self).update(names)
+
+
+@pytest.fixture(scope="module")
+def page() -> Page:
+    return Page()
+
+
+def network() -> nn.Module:
+    return nn.Sequential(nn.Linear(IN, OUT), nn.Tanh(), nn.Linear(OUT, OUT))
+
+
+def inputs(name: str, graph: tuple[int, list[int], list[int]]) -> list[Tensor]:
+    nodes, sources, targets = graph
+    edges = torch.tensor([sources, targets], dtype=torch.int64)
+    more = [torch.arange(len(sources)) % RELATIONS] if name == "RGCNConv" else []
+    return [torch.randn(nodes, IN), edges, *more]
+
+
+def random_graph(nodes: int, edges: int) -> tuple[int, list[int], list[int]]:
+    return nodes, *torch.randint(nodes, (2, edges)).tolist()
+
+
+def test_the_page_runs(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    run_page(PAGE.name, BLOCKS)
+
+
+@pytest.mark.parametrize("name", KINDS)
+def test_each_layer_is_short_and_of_public_names(name: str):
+    (block,) = (block for _, block in BLOCKS if block.startswith(f"class {name}("))
+    assert len(block.splitlines()) <= MOST_LINES
+    text = "".join(block for _, block in BLOCKS)
+    assert "insum_nn.compiler" not in text
+    assert not re.search(r"\._(?!_)", text)
+
+
+@pytest.mark.parametrize("name", KINDS)
+@pytest.mark.parametrize("graph", GRAPHS)
+def test_values_and_gradients_are_the_peer_s(page: Page, name: str, graph: str):
+    peer = pytest.importorskip("torch_geometric.nn")
+    torch.manual_seed(0)
+    check_layer(KINDS[name](page), KINDS[name](peer), inputs(name, GRAPHS[graph]), compiled=False)
+
+
+@pytest.mark.parametrize("name", KINDS)
+def test_larger_graphs(page: Page, name: str):
+    peer = pytest.importorskip("torch_geometric.nn")
+    torch.manual_seed(1)
+    for nodes, edges in ((50, 400), (400, 50)):
+        check_layer(KINDS[name](page), KINDS[name](peer), inputs(name, random_graph(nodes, edges)), compiled=False)
+
+
+@pytest.mark.parametrize("name", KINDS)
+def test_one_compiled_layer_serves_graphs_of_all_sizes(page: Page, name: str):
+    torch.manual_seed(2)
+    layer = KINDS[name](page).double()
+    torch.compiler.reset()
+    compiled = torch.compile(layer, fullgraph=True, dynamic=True, backend="aot_eager")
+    for graph in (random_graph(12, 40), random_graph(9, 70), GRAPHS["one target"], random_graph(30, 11)):
+        x, *rest = inputs(name, graph)
+        x = x.double().requires_grad_()
+        found, wanted = compiled(x, *rest), layer(x, *rest)
+        torch.testing.assert_close(found, wanted)
+        weights = torch.randn_like(wanted)
+        leaves = [x, *layer.parameters()]
+        for got, want in zip(*(torch.autograd.grad(y, leaves, weights) for y in (found, wanted)), strict=True):
+            torch.testing.assert_close(got, want)
+
+
+@pytest.mark.parametrize("name", KINDS)
+@pytest.mark.parametrize("graph", ["no edges", "one node", "self loops"])
+def test_compiled_at_odd_sizes(page: Page, name: str, graph: str):
+    peer = pytest.importorskip("torch_geometric.nn")
+    torch.manual_seed(3)
+    check_layer(KINDS[name](page), KINDS[name](peer), inputs(name, GRAPHS[graph]), dtypes=[torch.float64])
+
+
+@pytest.mark.parametrize("name", KINDS)
+def test_second_derivatives(page: Page, name: str):
+    torch.manual_seed(4)
+    layer = KINDS[name](page).double()
+    x, *rest = inputs(name, GRAPHS["self loops"])
+    x = x.double().requires_grad_()
+    torch.autograd.gradgradcheck(lambda x: layer(x, *rest), [x], atol=1e-6)
