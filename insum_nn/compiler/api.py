@@ -18,7 +18,7 @@ from insum_nn.compiler.runtime.autocast import to_autocast, under_autocast
 from insum_nn.compiler.runtime.batched_gradients import for_each_vector
 from insum_nn.compiler.runtime.bound_program import Given
 from insum_nn.compiler.runtime.dispatch import check_kinds
-from insum_nn.compiler.runtime.modes import is_plain_eager, is_transformed
+from insum_nn.compiler.runtime.modes import graph_constant, is_plain_eager, is_transformed, writes_graph
 from insum_nn.compiler.runtime.out_argument import check_unrecorded, write_out
 from insum_nn.compiler.runtime.program import Program, ProgramSum, Shape
 from insum_nn.compiler.runtime.row_partition import keep_words
@@ -36,6 +36,7 @@ __all__ = [
     "compile_built",
     "for_each_vector",
     "generates_kernels",
+    "graph_constant",
     "insum",
     "is_plain_eager",
     "is_transformed",
@@ -44,6 +45,7 @@ __all__ = [
     "stats_of",
     "to_autocast",
     "under_autocast",
+    "writes_graph",
 ]
 
 

@@ -8,9 +8,17 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from insum_nn.compiler.api import Explanation, compile_built, for_each_vector, is_transformed, options_text
+from insum_nn.compiler.api import (
+    Explanation,
+    compile_built,
+    for_each_vector,
+    is_transformed,
+    options_text,
+    writes_graph,
+)
 from insum_nn.compiler.options import DEFAULT, Options
 from insum_nn.errors import InsumDeviceError, InsumDtypeError
+from insum_nn.facts import IndexFacts
 from insum_nn.kept import forget
 from insum_nn.ops.arguments import to_autocast, under_autocast
 from insum_nn.ops.graph_matrix import GraphMatrix
@@ -189,18 +197,15 @@ def graph_conv(
     [[0.0, 0.0, 0.0], [1.0, 0.0, 0.0], [0.0, 1.0, 0.0]]
     """
     x, edge_weight = _agree(x, edge_index, edge_weight, recipe)
+    constants = recipe.normalize, recipe.loops, recipe.fill, recipe.flow, options_text(options)
+    if torch.compiler.is_dynamo_compiling() or torch.jit.is_tracing():
+        out = torch.ops.insum_nn.graph_conv(x, edge_index, edge_weight, *constants)
+        return out if bias is None else out + bias
     if _traced(x, edge_index, edge_weight, bias):
-        out = torch.ops.insum_nn.graph_conv(
-            x,
-            edge_index,
-            edge_weight,
-            recipe.normalize,
-            recipe.loops,
-            recipe.fill,
-            recipe.flow,
-            options_text(options),
-            False,
-        )
+        if writes_graph((x,)) and not (options.validate or options.deterministic):
+            out = _in_graph(x, edge_index, edge_weight, recipe, options)
+        else:
+            out = torch.ops.insum_nn.graph_conv_call(x, edge_index, edge_weight, *constants, False)
         return out if bias is None else out + bias
     graph = graph_matrix(edge_index, x.shape[0], recipe, key=key, again=options.validate)
     values = graph_values(graph, edge_weight, recipe, x.dtype, options)
@@ -240,7 +245,7 @@ def _agree(x: Tensor, edge_index: Tensor, edge_weight: Tensor | None, recipe: Re
 
 def _traced(*tensors: Tensor | None) -> bool:
     """Whether somebody records or replaces torch's calls, and has to be shown one registered operator."""
-    if torch.compiler.is_compiling() or torch.jit.is_tracing():
+    if torch.compiler.is_compiling():
         return True
     plain = (Tensor, torch.nn.Parameter)
     return torch._C._len_torch_dispatch_stack() > 0 or any(t is not None and type(t) not in plain for t in tensors)
@@ -265,11 +270,65 @@ def explain_graph_conv(
     return program.explain(tensors=named, out_shape=(graph.num_nodes, None), measure=measure)
 
 
-# The registered operator: what `torch.compile` and `torch.export` see. The structure stays behind it, where it is
-# remembered as in eager calls.
+# What Dynamo and TorchScript keep as one operator, and whoever traces below them sees as torch's operations.
+
+torch.library.define(
+    "insum_nn::graph_conv",
+    "(Tensor x, Tensor edge_index, Tensor? edge_weight, bool normalize, str loops, float fill, str flow, str options) "
+    "-> Tensor",
+)
 
 
-@torch.library.custom_op("insum_nn::graph_conv", mutates_args=())
+@torch.library.impl("insum_nn::graph_conv", "CompositeImplicitAutograd")
+def _composite(
+    x: Tensor,
+    edge_index: Tensor,
+    edge_weight: Tensor | None,
+    normalize: bool,
+    loops: str,
+    fill: float,
+    flow: str,
+    options: str,
+) -> Tensor:
+    recipe = Recipe(normalize, loops, fill, flow)  # type: ignore[arg-type]
+    return graph_conv(x, edge_index, edge_weight, recipe=recipe, options=Options.from_json(options))
+
+
+# An entry without a row is an edge that does not count.
+_ENTRIES = "Out[Row[p],n] += Val[p] * X[Col[p],n]"
+_ENTRY_FACTS = {"Row": IndexFacts(masked=True, proven=True), "Col": IndexFacts(masked=False, proven=True)}
+
+
+def _in_graph(x: Tensor, edge_index: Tensor, edge_weight: Tensor | None, recipe: Recipe, options: Options) -> Tensor:
+    """The convolution as torch's operations, for whoever records a graph of them; no size depends on values."""
+    nodes, edges = x.shape[0], edge_index.shape[1]
+    check_edge_index(edge_index, nodes, values=False)
+    inside = ((edge_index >= 0) & (edge_index < nodes)).all()
+    torch.ops.aten._assert_async.msg(inside, "'edge_index' holds a node that has no row of features")
+    entries = edge_entries(edge_index, nodes, loops=recipe.loops, flow=recipe.flow, fixed_size=True)
+    dtype = _wide(x.dtype)
+    if edge_weight is None:
+        weights = torch.ones(entries.row.shape[0], dtype=dtype, device=x.device)
+    else:
+        weights = entry_weights(entries, edge_weight.to(dtype), recipe.fill)
+    row, col = entries.row, entries.col
+    if recipe.loops in ("remaining", "replaced"):
+        # Self-loops of the graph stand for nothing beside those that each node is given.
+        stands = (row != col) | (torch.arange(row.shape[0], device=x.device) >= edges)
+        weights = torch.where(stands, weights, 0.0)
+        row = torch.where(stands, row, -1)
+    if recipe.normalize:
+        root = inverse_root(weights.new_zeros(nodes).index_add(0, entries.row, weights))
+        weights = root.index_select(0, entries.row) * weights * root.index_select(0, col)
+    program = compile_built(_ENTRIES, facts=_ENTRY_FACTS, options=options)
+    return program(Row=row, Col=col, Val=weights.to(x.dtype), X=x, out_shape=(nodes, None))
+
+
+# What stays one operator there: calls on a GPU, and those that promise an order of summation or checks. The structure
+# stays behind it, where it is remembered as in eager calls.
+
+
+@torch.library.custom_op("insum_nn::graph_conv_call", mutates_args=())
 def _operator(
     x: Tensor,
     edge_index: Tensor,
@@ -352,7 +411,7 @@ def _operator_backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
     *rest, transposed = ctx.rest
     of_x = of_weight = None
     if ctx.needs_input_grad[0]:
-        of_x = torch.ops.insum_nn.graph_conv(grad, edge_index, edge_weight, *rest, not transposed)
+        of_x = torch.ops.insum_nn.graph_conv_call(grad, edge_index, edge_weight, *rest, not transposed)
     if edge_weight is not None and ctx.needs_input_grad[2]:
         call = torch.ops.insum_nn.graph_conv_weight_gradient
         of_weight = call(grad.contiguous(), x, edge_index, edge_weight, *rest, transposed)

@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from insum_nn.compiler.api import Explanation, for_each_vector, is_plain_eager, is_transformed, stats_of
+from insum_nn.compiler.api import Explanation, for_each_vector, is_plain_eager, is_transformed, stats_of, writes_graph
 from insum_nn.formats.checks import INDEX_DTYPES
 from insum_nn.ops.modes import wanted_gradients, without_autocast
 from insum_nn.ops.tensor_product_checks import check_operands
@@ -196,6 +196,8 @@ def _run(
     plan = plan_of(form, role, device, dtype, split=split, staged=staged, in_place=role == "z" and not split)
     if staged and rows * plan.feed_width > _MOST_BETWEEN:
         plan = plan_of(form, role, device, dtype, split=split, staged=False)
+    if writes_graph(given):
+        return plan.in_graph()(given, (receivers, senders), rows)
     if split and senders is None:
         return _in_parts(plan, given, rows)
     return plan(given, (receivers, senders), rows)
@@ -261,7 +263,7 @@ def _traced(given: tuple[Tensor, Tensor, Tensor], receivers: Tensor | None, send
     for t in (receivers, senders):
         if t is not None and type(t) not in _PLAIN:
             return True
-    return torch.compiler.is_compiling() or torch.jit.is_tracing() or torch._C._len_torch_dispatch_stack() > 0
+    return torch.compiler.is_compiling() or torch._C._len_torch_dispatch_stack() > 0
 
 
 def _product(
@@ -274,11 +276,13 @@ def _product(
     num_z: int,
 ) -> Tensor:
     """A role's tensor, differentiable."""
+    if torch.compiler.is_dynamo_compiling() or torch.jit.is_tracing():
+        return torch.ops.insum_nn.tensor_product(text, role, *given, receivers, senders, num_x, num_z)
     if not torch.compiler.is_compiling() and is_transformed():
         # Transforms go through the programs, which know them; a registered operator does not.
         return _run(form_of(text), role, given, receivers, senders, num_x, num_z)
-    if _traced(given, receivers, senders):
-        return torch.ops.insum_nn.tensor_product(text, role, *given, receivers, senders, num_x, num_z)
+    if _traced(given, receivers, senders) and not writes_graph(given):
+        return torch.ops.insum_nn.tensor_product_call(text, role, *given, receivers, senders, num_x, num_z)
     if torch.is_grad_enabled() and any(t.requires_grad for t in given):
         return _Product.apply(text, role, *given, receivers, senders, num_x, num_z)  # type: ignore[no-any-return]
     return _run(form_of(text), role, given, receivers, senders, num_x, num_z, key=_key(given))
@@ -316,10 +320,23 @@ class _Product(torch.autograd.Function):
         return _backward(ctx, grads[0])
 
 
-# The registered operator: how tracing, TorchScript and exported graphs see a tensor product.
+# The registered operators: how tracing, TorchScript and exported graphs see a tensor product. Dynamo and TorchScript
+# keep the first, which whoever traces below them decomposes: into torch's operations, or, on a GPU, into the second.
+
+_SCHEMA = (
+    "(str spec, str role, Tensor first, Tensor second, Tensor third, Tensor? receivers, Tensor? senders, "
+    "SymInt num_x, SymInt num_z) -> Tensor"
+)
+torch.library.define("insum_nn::tensor_product", _SCHEMA)
 
 
-@torch.library.custom_op("insum_nn::tensor_product", mutates_args=())
+@torch.library.impl("insum_nn::tensor_product", "CompositeImplicitAutograd")
+def _composite(spec: str, role: str, *operands: Any) -> Tensor:
+    first, second, third, receivers, senders, num_x, num_z = operands
+    return _product(spec, role, (first, second, third), receivers, senders, *_counted(first, num_x, num_z))
+
+
+@torch.library.custom_op("insum_nn::tensor_product_call", mutates_args=())
 def _operator(
     spec: str,
     role: str,

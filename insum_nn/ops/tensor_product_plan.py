@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
+from copy import copy
+from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor
 
+from insum_nn.compiler.api import graph_constant
 from insum_nn.ops.tensor_product_form import Form
 from insum_nn.ops.tensor_product_spec import NUMBER, others
 from insum_nn.ops.tensor_product_statement import Reading, Statement, WeightAccess
@@ -125,6 +127,19 @@ class Plan:
         shape = (total, *group.shape(operand))
         view = _View(self._columns[operand, mul], first, count, shape, count == total)
         return self._views.setdefault(view, len(self._views))
+
+    def in_graph(self) -> Plan:
+        """The plan with its tables as constants of the graph that torch records."""
+
+        def own(step: _Step) -> _Step:
+            return replace(step, tables={name: graph_constant(table) for name, table in step.tables.items()})
+
+        plan = copy(self)
+        plan.feeds, plan.steps = list(map(own, self.feeds)), list(map(own, self.steps))
+        plan.columns = [replace(each, order=graph_constant(each.order)) for each in self.columns]
+        if self.role != "w":
+            plan._orders = [None if order is None else graph_constant(order) for order in self._orders]
+        return plan
 
     # Each time.
 

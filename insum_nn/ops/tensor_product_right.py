@@ -4,12 +4,12 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 from functools import lru_cache
-from typing import Any, TypeVar
+from typing import TypeVar
 
 import torch
 from torch import Tensor
 
-from insum_nn.compiler.api import Program, compile_built, for_each_vector, is_transformed
+from insum_nn.compiler.api import Program, compile_built
 from insum_nn.compiler.options import Options
 from insum_nn.errors import InsumError
 from insum_nn.facts import IndexFacts
@@ -55,10 +55,9 @@ def tensor_product_right(spec: TensorProductSpec | str, y: Tensor, weight: Tenso
     tensor([[[2.]]])
     """
     text = spec if isinstance(spec, str) else spec.to_json()
-    if not torch.compiler.is_compiling() and is_transformed():
-        # Transforms go through the programs, which know them; a registered operator does not.
-        return _evaluate(form_of(text), y, weight)
-    return torch.ops.insum_nn.tensor_product_right(text, y, weight)
+    if torch.compiler.is_dynamo_compiling() or torch.jit.is_tracing():
+        return torch.ops.insum_nn.tensor_product_right(text, y, weight)
+    return _operator(text, y, weight)
 
 
 def right_expressions(spec: TensorProductSpec) -> tuple[str, ...]:
@@ -150,45 +149,13 @@ def _evaluate(form: Form, y: Tensor, weight: Tensor) -> Tensor:
     return torch.cat(rows, 1) if rows else y.new_zeros(y.shape[0], 0, form.dims["z"])
 
 
-@torch.library.custom_op("insum_nn::tensor_product_right", mutates_args=())
+# Dynamo and TorchScript keep one operator; whoever traces below them sees the statements of its paths.
+torch.library.define("insum_nn::tensor_product_right", "(str spec, Tensor y, Tensor weight) -> Tensor")
+
+
 def _operator(spec: str, y: Tensor, weight: Tensor) -> Tensor:
     with torch.autocast(y.device.type, enabled=False):
         return _evaluate(form_of(spec), y, weight).contiguous()
 
 
-@_operator.register_fake
-def _fake(spec: str, y: Tensor, weight: Tensor) -> Tensor:
-    form = form_of(spec)
-    return y.new_empty(y.shape[0], form.dims["x"], form.dims["z"])
-
-
-def _setup_context(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
-    spec, y, weight = inputs
-    ctx.spec = spec
-    ctx.save_for_backward(y, weight)
-
-
-@for_each_vector
-def _backward(ctx: Any, grad: Tensor) -> tuple[None, Tensor | None, Tensor | None]:
-    # The result is linear in each of its two factors, so the gradient of one does not depend on its value:
-    # differentiating at a detached copy leaves it a differentiable function of the other factor and of `grad`.
-    form = form_of(ctx.spec)
-    y, weight = ctx.saved_tensors
-    create = torch.is_grad_enabled()
-    gradients: list[Tensor | None] = []
-    for position, tensor in enumerate((y, weight)):
-        if not ctx.needs_input_grad[1 + position]:
-            gradients.append(None)
-            continue
-        with torch.enable_grad():
-            leaf = tensor.detach().requires_grad_()
-            result = _evaluate(form, leaf, weight) if position == 0 else _evaluate(form, y, leaf)
-        if not result.requires_grad:
-            gradients.append(torch.zeros_like(tensor))
-            continue
-        found = torch.autograd.grad(result, leaf, grad, create_graph=create, allow_unused=True)[0]
-        gradients.append(torch.zeros_like(tensor) if found is None else found)
-    return None, gradients[0], gradients[1]
-
-
-_operator.register_autograd(_backward, setup_context=_setup_context)
+torch.library.impl("insum_nn::tensor_product_right", "CompositeImplicitAutograd", _operator)

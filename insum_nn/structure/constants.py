@@ -8,6 +8,7 @@ from contextlib import AbstractContextManager, ExitStack, contextmanager
 import torch
 from torch import Tensor
 from torch._C._functorch import is_functorch_wrapped_tensor, peek_interpreter_stack
+from torch.utils._python_dispatch import _disable_current_modes
 
 __all__ = ["plain_tensors"]
 
@@ -15,8 +16,8 @@ __all__ = ["plain_tensors"]
 def plain_tensors(*sources: Tensor) -> AbstractContextManager[object]:
     """Make tensors that later calls read too.
 
-    Under a transform of `torch.func` new tensors belong to the transform and have no memory to be read; in inference
-    mode they are of no use for training.
+    Under a transform of `torch.func`, and while torch traces, new tensors belong to the transform or the graph and have
+    no memory to be read; in inference mode they are of no use for training.
 
     Args:
         sources: what they are made of. Made of a transform's own tensors they belong to it in any case.
@@ -29,7 +30,7 @@ def plain_tensors(*sources: Tensor) -> AbstractContextManager[object]:
     tensor(2.)
     """
     # Dynamo keeps nothing, and knows this context only.
-    return torch.inference_mode(False) if torch.compiler.is_compiling() else _outside(sources)
+    return torch.inference_mode(False) if torch.compiler.is_dynamo_compiling() else _outside(sources)
 
 
 @contextmanager
@@ -39,6 +40,9 @@ def _outside(sources: tuple[Tensor, ...]) -> Generator[None]:
             from torch._functorch.pyfunctorch import temporarily_clear_interpreter_stack
 
             stack.enter_context(temporarily_clear_interpreter_stack())
+        if not sources and torch._C._len_torch_dispatch_stack():
+            # What is made while torch traces would be of its graph, not tensors with values.
+            stack.enter_context(_disable_current_modes())
         stack.enter_context(torch.inference_mode(False))
         stack.enter_context(torch.no_grad())
         yield

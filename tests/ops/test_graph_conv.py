@@ -203,8 +203,8 @@ def test_registered_operator(recipe: Recipe, weighted: bool):
     rest = (recipe.normalize, recipe.loops, recipe.fill, recipe.flow, Options().to_json())
     for transposed in (False, True):
         arguments = (x, edges, weight, *rest, transposed)
-        torch.library.opcheck(torch.ops.insum_nn.graph_conv.default, arguments)
-        got = torch.ops.insum_nn.graph_conv(*arguments)
+        torch.library.opcheck(torch.ops.insum_nn.graph_conv_call.default, arguments)
+        got = torch.ops.insum_nn.graph_conv_call(*arguments)
         matrix = dense_matrix(edges, weight, 7, recipe)
         want = (matrix.t() if transposed else matrix) @ x
         assert_matches(got, want, dtype=torch.float64, kind="sum")

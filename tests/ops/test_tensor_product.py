@@ -219,10 +219,8 @@ def test_operator_rules(shared: bool):
     """The registered operator's schema, fake kernel and autograd registration."""
     spec = spec_of(one_mode("uvw", True, 2, 1, 2, lmax=1), shared=shared)
     inputs = [t.requires_grad_() for t in inputs_of(spec, 3)]
-    operator = torch.ops.insum_nn.tensor_product.default
+    operator = torch.ops.insum_nn.tensor_product_call.default
     torch.library.opcheck(operator, (spec.to_json(), "z", *inputs, None, None, 3, 3))
-    right = torch.ops.insum_nn.tensor_product_right.default
-    torch.library.opcheck(right, (spec.to_json(), *inputs[1:]))
 
 
 @pytest.mark.parametrize("role", list("xyzw"))

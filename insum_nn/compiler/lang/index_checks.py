@@ -326,8 +326,9 @@ class _Evaluator:
             at, present, inner = self.subscript(subscript)
             inside = present & (at >= 0) & (at < extent)
             valid = valid & _align(inside, inner, labels)
-            flat = flat * extent + _align(at.clamp(0, max(extent - 1, 0)), inner, labels)
-        if tensor.numel() == 0:
+            flat = flat * extent + _align(at.clamp(0, torch.sym_max(extent - 1, 0)), inner, labels)
+        # Nothing is read of a tensor without elements; a symbolic size is not compared.
+        if 0 in [extent for extent in tensor.shape if type(extent) is int]:
             entries = torch.full(shape, -1, dtype=torch.int64, device=self.device)
         else:
             entries = tensor.reshape(-1)[flat].long()

@@ -20,7 +20,8 @@ from insum_nn.compiler.lang.syntax import Access, Index, Statement
 from insum_nn.compiler.runtime.backward import Call, Shapes, Step, gradients, read_again
 from insum_nn.compiler.runtime.batched_gradients import for_each_tangent, for_each_vector
 from insum_nn.compiler.runtime.dispatch import Key, Seen, Spec, run_spec, value_dtype
-from insum_nn.compiler.runtime.extremum_gradient import shares
+from insum_nn.compiler.runtime.extremum_gradient import shares, shares_of
+from insum_nn.compiler.runtime.inline import inline, inlines
 from insum_nn.compiler.runtime.modes import PLAIN, is_plain_eager, is_transformed
 from insum_nn.facts import IndexFacts
 
@@ -78,13 +79,13 @@ def _shares_of(
     if call.spec.statement.operator not in _EXTREMA:
         return None, None
     assert result is not None
+    present = [t.detach() for t in tensors if t is not None]
+    start, result = None if start is None else start.detach(), result.detach()
+    if inlines(call.spec, present) and not is_transformed():
+        extents = Extents(call.indices, call.output)
+        return shares_of(call.spec, present, start, result, extents, inline)
     return shares(  # type: ignore[no-any-return]
-        call.spec.to_json(),
-        [t.detach() for t in tensors if t is not None],
-        None if start is None else start.detach(),
-        result.detach(),
-        list(call.indices),
-        list(call.output),
+        call.spec.to_json(), present, start, result, list(call.indices), list(call.output)
     )
 
 
@@ -125,7 +126,10 @@ class _Function(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx: Any, call: Call, start: Tensor | None, *tensors: Tensor) -> Tensor:
-        result = call.run(tensors, start)
+        if call.key is None and inlines(call.spec, (*tensors, start)):
+            result = inline(call.spec, tensors, start, Extents(call.indices, call.output))
+        else:
+            result = call.run(tensors, start)
         ctx.call = call
         spec = call.spec
         if spec.statement.operator in _EXTREMA:
@@ -261,7 +265,9 @@ def apply(
         key: `call_key` of the tensors, where the caller has it: a promise too that none is lazily negated.
         seen: what is remembered of calls with this key and these sizes.
     """
-    if key is None:
+    traced = _traced(tensors) or _traced((start,))
+    inlined = traced and inlines(spec, (*tensors, start))
+    if key is None and not inlined:
         # `z.conj().imag` is a view of `z` and a bit that torch's operators obey; kernels read memory as it is.
         tensors = [t.resolve_neg() for t in tensors]
         start = None if start is None else start.resolve_neg()
@@ -269,7 +275,11 @@ def apply(
         return _finished(spec, tensors, start, extents, key, seen)
     if is_transformed() and not torch.compiler.is_compiling():
         return _Transformed.apply(Call(spec, extents.indices, extents.output), start, *tensors)  # type: ignore[no-any-return]
-    if _traced(tensors) or (start is not None and _traced((start,))):
+    if inlined:
+        if not _learned((*tensors, start)):
+            return inline(spec, tensors, start, extents)
+        return _Function.apply(Call(spec, extents.indices, extents.output), start, *tensors)  # type: ignore[no-any-return]
+    if traced:
         return _registered(spec, tensors, start, extents)
     if torch.is_grad_enabled():
         for tensor in tensors:
@@ -280,6 +290,11 @@ def apply(
                 return run_spec(spec, tensors, start, extents, key)
         return _Function.apply(Call.of(spec, extents, key, seen), start, *tensors)  # type: ignore[no-any-return]
     return run_spec(spec, tensors, start, extents, key)
+
+
+def _learned(tensors: Sequence[Tensor | None]) -> bool:
+    """Whether autograd records a gradient of any of the tensors."""
+    return torch.is_grad_enabled() and any(t is not None and t.requires_grad for t in tensors)
 
 
 def _finished(
@@ -297,8 +312,7 @@ def _finished(
     so to fuse would save one read of the output, and cost every back end a second output.
     """
     if not (_traced(tensors) or _traced((start,)) or is_transformed()):
-        learned = torch.is_grad_enabled() and any(t is not None and t.requires_grad for t in (*tensors, start))
-        if not learned:
+        if not _learned((*tensors, start)):
             return run_spec(spec, tensors, start, extents, key)
         name = spec.epilogue.activation
         kept = spec.statement.operator in _EXTREMA

@@ -5,7 +5,8 @@ Terms that attain the extremum of their cell share its gradient equally; a start
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from functools import partial
 
 import torch
 from torch import Tensor
@@ -15,35 +16,54 @@ from insum_nn.compiler.lang.derivative import fresh_name
 from insum_nn.compiler.lang.syntax import Statement
 from insum_nn.compiler.runtime.dispatch import Spec, parse_cached, run_spec
 
-__all__ = ["shares"]
+__all__ = ["shares", "shares_of"]
+
+Run = Callable[[Spec, Sequence[Tensor], Tensor | None, Extents], Tensor]
+# Runs a statement over the same index space: its text, tensors by name, extents, the output's shape.
+Auxiliary = Callable[[str, dict[str, Tensor], dict[str, int], Sequence[int]], Tensor]
 
 
 @torch.library.custom_op("insum_nn::shares", mutates_args=())
 def shares(
     spec: str, tensors: list[Tensor], start: Tensor | None, result: Tensor, indices: list[int], output: list[int]
 ) -> tuple[Tensor, Tensor]:
+    """`shares_of`, as an operator."""
+    extents = Extents(tuple(indices), tuple(output))
+    return shares_of(Spec.from_json(spec), tensors, start, result, extents, run_spec)
+
+
+def shares_of(
+    decoded: Spec, tensors: Sequence[Tensor], start: Tensor | None, result: Tensor, extents: Extents, run: Run
+) -> tuple[Tensor, Tensor]:
     """For `max=` and `min=`: the share of each term, and of the starting value, in its output cell's gradient.
 
     Terms that take part and attain the extremum share equally; a starting value that attains it counts as one of them,
     and is alone where no term takes part.
+
+    Args:
+        decoded: the program.
+        tensors: in the layout's order.
+        start: the initial value.
+        result: the output.
+        extents: the call's sizes.
+        run: runs a statement.
     """
-    decoded = Spec.from_json(spec)
-    extents = Extents(tuple(indices), tuple(output))
     statement = decoded.statement
     layout = layout_of(statement)
     shape = [extents.indices[i] for i in range(len(layout.indices))]
-    terms, live = _terms(decoded, tensors, extents)
-    seen = _gather_output(decoded, tensors, result, extents)
+    auxiliary = partial(_auxiliary, run, decoded)
+    terms, live = _terms(decoded, tensors, extents, auxiliary)
+    seen = _gather_output(decoded, tensors, result, extents, auxiliary)
     hit = (live & (terms == seen)).to(result.dtype)
-    count = _scatter_output(decoded, tensors, hit, extents)
+    count = _scatter_output(decoded, tensors, hit, extents, auxiliary)
     if start is None:
         from_start = torch.zeros_like(result)
     else:
-        written = _scatter_output(decoded, tensors, live.to(result.dtype), extents)
+        written = _scatter_output(decoded, tensors, live.to(result.dtype), extents, auxiliary)
         from_start = ((start == result) | (written == 0)).to(result.dtype)
         count = count + from_start
     weight = 1 / count.clamp(min=1)
-    share = hit * _gather_output(decoded, tensors, weight, extents)
+    share = hit * _gather_output(decoded, tensors, weight, extents, auxiliary)
     return share.reshape(shape).contiguous(), (from_start * weight).contiguous()
 
 
@@ -63,18 +83,16 @@ def _space(statement: Statement) -> tuple[str, str]:
 
 
 def _auxiliary(
-    spec: Spec, text: str, named: dict[str, Tensor], indices: dict[str, int], output: Sequence[int]
+    run: Run, spec: Spec, text: str, named: dict[str, Tensor], indices: dict[str, int], output: Sequence[int]
 ) -> Tensor:
     """Run another statement over the same index space."""
     statement = parse_cached(text)
     layout = layout_of(statement)
     sizes = Extents(tuple(indices[name] for name in layout.indices), tuple(output))
-    return run_spec(
-        spec.with_statement(statement, drop_outside=True), [named[name] for name in layout.tensors], None, sizes
-    )
+    return run(spec.with_statement(statement, drop_outside=True), [named[x] for x in layout.tensors], None, sizes)
 
 
-def _terms(spec: Spec, tensors: Sequence[Tensor], extents: Extents) -> tuple[Tensor, Tensor]:
+def _terms(spec: Spec, tensors: Sequence[Tensor], extents: Extents, auxiliary: Auxiliary) -> tuple[Tensor, Tensor]:
     """Every term, and which of them take part."""
     statement = spec.statement
     layout = layout_of(statement)
@@ -83,7 +101,7 @@ def _terms(spec: Spec, tensors: Sequence[Tensor], extents: Extents) -> tuple[Ten
     _, space = _space(statement)
     factors = " * ".join(map(str, statement.factors))
     # The same operator multiplies in the order of the forward pass, so that a term equals its extremum bit for bit.
-    terms = _auxiliary(spec, f"{space} {statement.operator} {factors}", named, sizes, extents.indices)
+    terms = auxiliary(f"{space} {statement.operator} {factors}", named, sizes, extents.indices)
     live = torch.ones(tuple(extents.indices), dtype=torch.bool, device=terms.device)
     for access in (statement.output, *statement.reads):
         if all(subscript.plain is not None for subscript in access.subscripts):
@@ -92,26 +110,28 @@ def _terms(spec: Spec, tensors: Sequence[Tensor], extents: Extents) -> tuple[Ten
         ones = fresh_name("ones", {*named, *sizes, space.split("[")[0]})
         shape = extents.output if access is statement.output else named[access.name].shape
         given = {**named, ones: torch.ones((), dtype=terms.dtype, device=terms.device).expand(shape)}
-        live &= (
-            _auxiliary(spec, f"{space} = {ones}{str(access)[len(access.name) :]}", given, sizes, extents.indices) != 0
-        )
+        live &= auxiliary(f"{space} = {ones}{str(access)[len(access.name) :]}", given, sizes, extents.indices) != 0
     return terms, live
 
 
-def _gather_output(spec: Spec, tensors: Sequence[Tensor], result: Tensor, extents: Extents) -> Tensor:
+def _gather_output(
+    spec: Spec, tensors: Sequence[Tensor], result: Tensor, extents: Extents, auxiliary: Auxiliary
+) -> Tensor:
     """The output's cell of every point of the index space."""
     statement = spec.statement
     layout = layout_of(statement)
     named = {**dict(zip(layout.tensors, tensors, strict=True)), statement.output.name: result}
     sizes = dict(zip(layout.indices, extents.indices, strict=True))
-    return _auxiliary(spec, f"{_space(statement)[1]} = {statement.output}", named, sizes, extents.indices)
+    return auxiliary(f"{_space(statement)[1]} = {statement.output}", named, sizes, extents.indices)
 
 
-def _scatter_output(spec: Spec, tensors: Sequence[Tensor], values: Tensor, extents: Extents) -> Tensor:
+def _scatter_output(
+    spec: Spec, tensors: Sequence[Tensor], values: Tensor, extents: Extents, auxiliary: Auxiliary
+) -> Tensor:
     """Add up a tensor over the index space into the output's cells."""
     statement = spec.statement
     layout = layout_of(statement)
     name, space = _space(statement)
     named = {**dict(zip(layout.tensors, tensors, strict=True)), name: values}
     sizes = dict(zip(layout.indices, extents.indices, strict=True))
-    return _auxiliary(spec, f"{statement.output} = {space}", named, sizes, extents.output)
+    return auxiliary(f"{statement.output} = {space}", named, sizes, extents.output)

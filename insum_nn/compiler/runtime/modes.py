@@ -2,13 +2,23 @@
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Sequence
+from typing import Any
 
 import torch
 from torch import Tensor
 from torch._C._functorch import peek_interpreter_stack
 
-__all__ = ["PLAIN", "has_active_modes", "is_plain_eager", "is_recorded", "is_transformed"]
+__all__ = [
+    "PLAIN",
+    "graph_constant",
+    "has_active_modes",
+    "is_plain_eager",
+    "is_recorded",
+    "is_transformed",
+    "writes_graph",
+]
 
 PLAIN = (Tensor, torch.nn.Parameter)
 """The classes whose memory is what they say: subclasses may trace, replace or wrap."""
@@ -47,3 +57,21 @@ def is_plain_eager(*tensors: Tensor | None) -> bool:
         if tensor is not None and (type(tensor) not in PLAIN or tensor.is_meta or tensor.is_neg()):
             return False
     return True
+
+
+def writes_graph(tensors: Sequence[Tensor | None]) -> bool:
+    """Whether torch records a graph of what is done with tensors on the CPU."""
+    present = [tensor for tensor in tensors if tensor is not None]
+    if not present or present[0].device.type != "cpu":
+        return False
+    # Whoever traces has loaded these; importing them takes longer than importing torch.
+    proxies: Any = sys.modules.get("torch.fx.experimental.proxy_tensor")
+    if proxies is not None and proxies.get_proxy_mode() is not None:
+        return True
+    functional: Any = sys.modules.get("torch._subclasses.functional_tensor")
+    return functional is not None and any(isinstance(tensor, functional.FunctionalTensor) for tensor in present)
+
+
+def graph_constant(tensor: Tensor) -> Tensor:
+    """Put a tensor that is kept outside of graphs into the one that torch records, as a constant of it."""
+    return torch.ops.aten.lift_fresh_copy(tensor)  # type: ignore[no-any-return]

@@ -29,7 +29,7 @@ from insum_nn.compiler.runtime.read_cells import SizedClear, UnreadCells
 from insum_nn.compiler.schedule.product_cost import Cost, Sizes, cost_of, machine_of
 from insum_nn.facts import UNKNOWN
 
-__all__ = ["Part", "Stage", "StatementSequence", "Tree", "find_sequence"]
+__all__ = ["Part", "Stage", "StatementSequence", "Tree", "find_parts", "find_sequence"]
 
 Run = Callable[[Sequence[Tensor], Tensor | None], Tensor]
 
@@ -82,17 +82,53 @@ def find_sequence(
     """Return the statements that a statement is cut into at these sizes; `None`: it stays whole."""
     if not bound.dtype.is_floating_point or not cuts_of(bound):
         return None
-    layout = bound.layout
-    shapes = {name: tuple(t.shape) for name, t in zip(layout.tensors, tensors, strict=True)}
-    if 0 in extents.output or any(0 in shape for shape in shapes.values()):
+    named = dict(zip(bound.layout.tensors, tensors, strict=True))
+    shapes = {name: tuple(t.shape) for name, t in named.items()}
+    search = _search(bound, shapes, extents, named, options)
+    tree = _WHOLE if search is None else search.decide()
+    if search is None or tree.cut is None:
         return None
-    sizes = Sizes(dict(zip(layout.indices, extents.indices, strict=True)), shapes, extents.output, bound.dtype.itemsize)
-    search = _Search(bound, sizes, options, dict(zip(layout.tensors, tensors, strict=True)))
-    tree = search.decide()
+    parts = tuple(_parts(Part(bound, search.sizes, ""), tree))
+    return StatementSequence(bound, parts, options, search.price(bound, search.sizes), search.total(parts))
+
+
+def find_parts(
+    bound: Bound,
+    shapes: Mapping[str, tuple[int, ...]],
+    hints: Extents,
+    named: Mapping[str, Tensor],
+    extents: Extents,
+    options: Options,
+) -> tuple[Part, ...] | None:
+    """Return the statements that a statement is cut into, at symbolic sizes; `None`: it stays whole.
+
+    Args:
+        bound: the statement.
+        shapes: numbers for the shapes of its tensors, by which to choose.
+        hints: numbers for its extents.
+        named: its tensors.
+        extents: its extents.
+        options: compile options.
+    """
+    if not bound.dtype.is_floating_point or not cuts_of(bound):
+        return None
+    search = _search(bound, shapes, hints, named, options)
+    tree = _WHOLE if search is None else search.decide()
     if tree.cut is None:
         return None
-    parts = tuple(_parts(Part(bound, sizes, ""), tree))
-    return StatementSequence(bound, parts, options, search.price(bound, sizes), search.total(parts))
+    own = {name: tuple(tensor.shape) for name, tensor in named.items()}
+    indices = dict(zip(bound.layout.indices, extents.indices, strict=True))
+    return tuple(_parts(Part(bound, Sizes(indices, own, extents.output, bound.dtype.itemsize), ""), tree))
+
+
+def _search(
+    bound: Bound, shapes: Mapping[str, tuple[int, ...]], extents: Extents, named: Mapping[str, Tensor], options: Options
+) -> _Search | None:
+    """Return the search for the cuts of a statement; `None`: it has no terms."""
+    if 0 in extents.output or any(0 in shape for shape in shapes.values()):
+        return None
+    indices = dict(zip(bound.layout.indices, extents.indices, strict=True))
+    return _Search(bound, Sizes(indices, dict(shapes), extents.output, bound.dtype.itemsize), options, named)
 
 
 # Sizes of parts.

@@ -1,0 +1,140 @@
+"""Write a call into the graph that torch is tracing, as torch's own operations.
+
+`torch.compile`, `torch.export` and `make_fx` see what a statement computes instead of one opaque operator: Inductor
+fuses it with what stands around it, and an exported or compiled model needs nothing of this package to run.
+
+Nothing is known of the values of tensors while torch traces. Index tensors that no builder vouches for are checked when
+the graph runs, by assertions in it that name them.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
+from functools import lru_cache
+
+import torch
+from torch import Tensor
+
+from insum_nn.compiler.lang.bind import Bound, Extents, bind
+from insum_nn.compiler.lang.epilogue import PLAIN
+from insum_nn.compiler.lang.syntax import Access, Statement
+from insum_nn.compiler.options import Options
+from insum_nn.compiler.runtime.dispatch import Spec
+from insum_nn.compiler.runtime.library import Library, extent_arguments, library_calls_of
+from insum_nn.compiler.runtime.modes import writes_graph
+from insum_nn.compiler.runtime.statement_sequence import Part, find_parts
+from insum_nn.compiler.schedule.canonical import canonical
+from insum_nn.facts import UNKNOWN, IndexFacts
+
+__all__ = ["inline", "inlines"]
+
+
+def inlines(spec: Spec, tensors: Sequence[Tensor | None]) -> bool:
+    """Whether torch records a graph of a computation on the CPU, as AOTAutograd, `torch.export` and `make_fx` do.
+
+    Under `validate=True` and `deterministic=True` a call stays one operator, which keeps what these promise.
+    """
+    return not (spec.options.validate or spec.options.deterministic) and writes_graph(tensors)
+
+
+def inline(spec: Spec, tensors: Sequence[Tensor], start: Tensor | None, extents: Extents) -> Tensor:
+    """Compute a statement by torch's operations; its epilogue is left to the caller.
+
+    Args:
+        spec: the program.
+        tensors: in the layout's order.
+        start: the initial value.
+        extents: the call's sizes, which may be symbolic.
+    """
+    statement = spec.statement
+    named = dict(zip(spec.layout.tensors, tensors, strict=True))
+    facts = {name: _trusted(spec, own) for name, own in spec.facts if name in named}
+    bound = bind(statement, named, start, facts=facts, drop_outside=spec.drop_outside, epilogue=PLAIN)
+    if spec.origin != "builder" and not spec.drop_outside:
+        # The derivatives of a statement read what the statement has checked.
+        _assert_inside(statement, named, facts, extents)
+    if spec.static:
+        parts: Sequence[Part] | None = None
+    else:
+        hints = Extents(tuple(map(_hint, extents.indices)), tuple(map(_hint, extents.output)))
+        shapes = {name: tuple(map(_hint, tensor.shape)) for name, tensor in named.items()}
+        parts = find_parts(bound, shapes, hints, named, extents, spec.options)
+    if parts is None:
+        return _run(bound, tensors, start, extents, spec.options)
+    pool = dict(named)
+    for part in parts:
+        for each in part.clears:
+            source = pool[each.clear.place.access.name]
+            pool[each.clear.name] = source.masked_fill(each.unread(pool, source.device), 0)
+        last = part is parts[-1]
+        begins = start if last and not part.unwritten else None
+        own = replace(part.bound, has_start=begins is not None)
+        result = _run(own, [pool[name] for name in own.layout.tensors], begins, part.extents, spec.options)
+        for each in part.unwritten:
+            result = result.masked_fill(each.unread(pool, result.device), 0)
+        if last:
+            return result if start is None or begins is not None else result + start
+        pool[part.writes] = result
+    raise AssertionError("a sequence has a last part")
+
+
+def _trusted(spec: Spec, facts: IndexFacts) -> IndexFacts:
+    """What a builder or a format guarantees; what a caller declares could not be verified."""
+    return facts if spec.origin != "caller" and facts.proven else IndexFacts()
+
+
+def _assert_inside(
+    statement: Statement, named: Mapping[str, Tensor], facts: Mapping[str, IndexFacts], extents: Extents
+) -> None:
+    """Have the graph raise where an index tensor points outside, or holds what is no entry."""
+    sizes: dict[str, Sequence[int]] = {name: tensor.shape for name, tensor in named.items()}
+    seen: set[tuple[str, str, int]] = set()
+    for access in (statement.output, *statement.reads):
+        for outer in (access, *access.nested()):
+            shape = extents.output if outer is statement.output else sizes[outer.name]
+            for axis, subscript in enumerate(outer.subscripts):
+                for term in subscript.terms:
+                    inner = term.atom
+                    if not isinstance(inner, Access) or (inner.name, outer.name, axis) in seen:
+                        continue
+                    seen.add((inner.name, outer.name, axis))
+                    entries = named[inner.name]
+                    known = facts.get(inner.name, UNKNOWN)
+                    inside = entries >= (0 if known.masked is False else -1)
+                    direct = len(subscript.terms) == 1 and term.coefficient == 1 and subscript.offset == 0
+                    if direct:
+                        # Where an affine subscript falls outside of a tensor, its term takes no part.
+                        inside = inside & (entries < shape[axis])
+                    where = f"points outside axis {axis} of '{outer.name}'" if direct else "holds what is no entry"
+                    message = f"index tensor '{inner.name}' {where} in {statement.text}"
+                    torch.ops.aten._assert_async.msg(inside.all(), message)
+
+
+# In place of a symbolic size: a traced graph is for all sizes, so that none of them may decide what it looks like.
+_NOMINAL = 4096
+
+
+def _hint(extent: int) -> int:
+    """A size by which to choose."""
+    return extent if type(extent) is int else _NOMINAL
+
+
+def _run(bound: Bound, tensors: Sequence[Tensor], start: Tensor | None, extents: Extents, options: Options) -> Tensor:
+    own = canonical(replace(bound, facts=tuple(IndexFacts(masked=facts.masked) for facts in bound.facts)))
+    hints = tuple(_magnitude(_hint(extent)) for extent in extents.indices)
+    library = _library(own, hints, options)
+    indices, axes = extent_arguments(own)
+    names = own.layout.indices
+    integers = [*(extents.indices[names.index(i)] for i in indices), *(extents.output[a] for a in axes)]
+    return library.graph.forward(*tensors, *integers, *([] if start is None else [start]))  # type: ignore[no-any-return]
+
+
+def _magnitude(extent: int) -> int:
+    """The power of two at or above an extent: sizes nearby share a graph."""
+    return 1 << max(0, extent - 1).bit_length() if extent else 0
+
+
+@lru_cache(maxsize=512)
+def _library(bound: Bound, hints: tuple[int, ...], options: Options) -> Library:
+    return library_calls_of(bound, Extents(hints, ()), options, compiled=True)

@@ -1,0 +1,190 @@
+"""What torch records of a layer on the CPU: its own operations and nothing of ours, forward and backward."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from functorch.compile import make_boxed_func
+from torch import Tensor, nn
+from torch._dynamo.backends.common import aot_autograd
+from torch.export import Dim, export
+from torch.func import functional_call
+from torch.fx import GraphModule
+from torch.fx.experimental.proxy_tensor import make_fx
+
+import insum_nn
+from insum_nn.layers import BlockSparseLinear, GCNConv, TensorProductConv
+from tests.layers.every_layer import EVERY_LAYER
+
+# Building a kernel map is an operator of its own: how many voxels there are depends on values.
+WITH_MAPS = {name for name in EVERY_LAYER if name.startswith(("SubMConv", "Sparse"))} - {"SubMConv3d, pointwise"}
+WITHOUT_MAPS = [name for name in EVERY_LAYER if name not in WITH_MAPS]
+
+
+def foreign(graph: GraphModule) -> set[str]:
+    """The operators of a graph that are not torch's own."""
+    targets = [node.target for node in graph.graph.nodes if node.op == "call_function"]
+    return {str(t) for t in targets if isinstance(t, torch._ops.OpOverload) and t.namespace == "insum_nn"}
+
+
+@pytest.mark.parametrize("name", WITHOUT_MAPS)
+def test_a_compiled_layer_is_made_of_operations_of_torch(name: str):
+    # All cases share one class, whose forward is compiled for a few modules only.
+    torch._dynamo.reset()
+    case = EVERY_LAYER[name]
+    module, graphs = case.module(), list[GraphModule]()
+
+    def keep(graph: GraphModule, _: Any) -> Any:
+        graphs.append(graph)
+        return make_boxed_func(graph.forward)
+
+    compiled = torch.compile(module, backend=aot_autograd(fw_compiler=keep, bw_compiler=keep), fullgraph=True)
+    for size in (4, 7):
+        inputs = [x.requires_grad_() if x.is_floating_point() else x for x in case.inputs(size)]
+        leaves = [*module.parameters(), *(x for x in inputs if x.requires_grad)]
+        want, got = module(*inputs), compiled(*inputs)
+        torch.testing.assert_close(got, want)
+        seed = torch.randn_like(want)
+        torch.testing.assert_close(
+            torch.autograd.grad(got, leaves, seed, allow_unused=True, materialize_grads=True),
+            torch.autograd.grad(want, leaves, seed, allow_unused=True, materialize_grads=True),
+        )
+    assert len(graphs) >= 2
+    assert not set.union(*map(foreign, graphs))
+
+
+def test_options_that_promise_more_stay_one_operator():
+    graphs: list[GraphModule] = []
+
+    def keep(graph: GraphModule, _: Any) -> Any:
+        graphs.append(graph)
+        return make_boxed_func(graph.forward)
+
+    layer = GCNConv(4, 3, options=insum_nn.Options(deterministic=True))
+    compiled = torch.compile(layer, backend=aot_autograd(fw_compiler=keep), fullgraph=True)
+    x, edges = torch.randn(5, 4), torch.tensor([[0, 1, 4], [1, 2, 2]])
+    torch.testing.assert_close(compiled(x, edges), layer(x, edges))
+    assert foreign(graphs[0]) == {"insum_nn.graph_conv_call.default"}
+
+
+def test_a_compiled_graph_convolution_refuses_edges_that_point_outside():
+    layer = torch.compile(GCNConv(4, 3), backend="aot_eager", fullgraph=True)
+    with pytest.raises(RuntimeError, match="'edge_index' holds a node that has no row of features"):
+        layer(torch.randn(5, 4), torch.tensor([[0, 5], [1, 1]]))
+
+
+# Packages of AOTInductor, which run without this package.
+
+
+class Graph(nn.Module):
+    """Two graph convolutions."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.second = GCNConv(7, 16), GCNConv(16, 3)
+
+    def forward(self, x: Tensor, edges: Tensor) -> Tensor:
+        return self.second(self.first(x, edges).relu(), edges)
+
+
+class Pruned(nn.Module):
+    """A block-sparse linear layer and a dense one."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.sparse = BlockSparseLinear(48, 64, block_shape=16, density=0.4)
+        self.dense = nn.Linear(64, 5)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.dense(self.sparse(x).relu())
+
+
+class Potential(nn.Module):
+    """An energy of pairs of atoms by a convolution of tensor products, and its forces."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        paths = [(a, b, c, "uvu", True) for a, b, c in ((0, 0, 0), (0, 1, 1), (1, 0, 1), (1, 1, 0))]
+        self.conv = TensorProductConv("4x0e + 4x1o", "0e + 1o", "4x0e + 4x1o", paths, shared_weights=False)
+        self.weights = nn.Linear(1, self.conv.weight_numel)
+
+    def forward(self, positions: Tensor, features: Tensor, edges: Tensor) -> tuple[Tensor, Tensor]:
+        given = positions.requires_grad_()
+        way = given[edges[1]] - given[edges[0]]
+        length = way.norm(dim=1, keepdim=True) + 0.1
+        shape = torch.cat([torch.ones_like(length), way / length], 1)
+        out = self.conv(features, shape, self.weights((-length).exp()), edges[1], edges[0])
+        energy = out.square().sum()
+        return energy, -torch.autograd.grad(energy, given, create_graph=True)[0]
+
+
+def _recorded(module: nn.Module, inputs: tuple[Tensor, ...]) -> GraphModule:
+    """A module with a gradient inside, as torch's operations: `torch.export` follows no gradient."""
+    state = {**dict(module.named_parameters()), **dict(module.named_buffers())}
+
+    def run(*inputs: Tensor) -> Any:
+        return functional_call(module, state, inputs)
+
+    return make_fx(run, tracing_mode="symbolic", _allow_non_fake_inputs=True)(*inputs)
+
+
+NODES, EDGES = Dim("nodes", min=2, max=1 << 20), Dim("edges", min=2, max=1 << 24)
+
+
+def _graph(nodes: int, edges: int) -> tuple[Tensor, ...]:
+    return torch.randn(nodes, 7), torch.randint(nodes, (2, edges))
+
+
+def _atoms(atoms: int, edges: int) -> tuple[Tensor, ...]:
+    first = torch.randint(atoms, (edges,))
+    pairs = torch.stack([first, (first + torch.randint(1, atoms, (edges,))) % atoms])
+    return torch.randn(atoms, 3), torch.randn(atoms, 16), pairs
+
+
+PACKAGES: dict[str, tuple[Any, Any, Any]] = {
+    "graph": (Graph, _graph, ({0: NODES}, {1: EDGES})),
+    "pruned": (Pruned, lambda rows, _: (torch.randn(rows, 48),), ({0: Dim("rows", min=2, max=1 << 20)},)),
+    "forces": (Potential, _atoms, ({0: NODES}, {0: NODES}, {1: EDGES})),
+}
+
+ALONE = """
+import sys
+sys.modules["insum_nn"] = None
+import torch
+inputs, want = torch.load(sys.argv[2])
+got = torch._inductor.aoti_load_package(sys.argv[1])(*inputs)
+torch.testing.assert_close(got, want, rtol=1e-4, atol=1e-5)
+print("equal")
+"""
+
+
+@pytest.mark.slow
+@pytest.mark.compile
+# Of torch's own exporter.
+@pytest.mark.filterwarnings("ignore:`isinstance.treespec, LeafSpec.` is deprecated:FutureWarning")
+@pytest.mark.parametrize("name", PACKAGES)
+def test_a_package_runs_where_this_package_cannot_be_imported(name: str, tmp_path: Path):
+    make, draw, dynamic = PACKAGES[name]
+    torch.manual_seed(0)
+    module = make()
+    if name == "forces":
+        recorded = _recorded(module, draw(9, 40))
+        with torch.no_grad():
+            exported = export(recorded, draw(9, 40), dynamic_shapes=dynamic, strict=False)
+    else:
+        exported = export(module.requires_grad_(False).eval(), draw(9, 40), dynamic_shapes=dynamic)
+    assert not foreign(exported.graph_module)
+    package = torch._inductor.aoti_compile_and_package(exported, package_path=str(tmp_path / "model.pt2"))
+    for number, sizes in enumerate(((9, 40), (23, 11))):
+        inputs = draw(*sizes)
+        want = module(*[x.clone() for x in inputs])
+        want = tuple(x.detach() for x in want) if isinstance(want, tuple) else want.detach()
+        torch.save((inputs, want), tmp_path / f"{number}.pt")
+        command = [sys.executable, "-W", "ignore", "-c", ALONE, str(package), str(tmp_path / f"{number}.pt")]
+        done = subprocess.run(command, capture_output=True, text=True, check=False)
+        assert done.stdout.strip() == "equal", done.stderr
