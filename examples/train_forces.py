@@ -29,7 +29,8 @@ TINY = {"train": 32, "test": 16, "batch_size": 4, "epochs": 30, "layers": 2, "fe
 def errors(model, batch):
     """Differences of forces (eV/A), energies (eV per atom) and, where known, stresses (eV/A^3)."""
     batch = batch.to(model.species_index.device, torch.float32)
-    energy, forces, stress = model.energy_forces_stress(*batch.model_inputs, volumes=batch.volumes)
+    volumes = batch.volumes.nan_to_num(1.0)  # molecules have none, and their stress is not used
+    energy, forces, stress = model.energy_forces_stress(*batch.model_inputs, volumes=volumes)
     stress = stress[:0] if batch.stresses is None else stress - batch.stresses
     return forces - batch.forces, (energy - batch.energies) / batch.batch.bincount(), stress
 
@@ -64,8 +65,7 @@ def main(argv=None, *, size="full"):
         parser.add_argument(f"--{name.replace('_', '-')}", type=type(value), help=f"{value}; tiny {TINY[name]}")
     args = parser.parse_args(argv)
     vars(args).update({k: v for k, v in (TINY if args.size == "tiny" else FULL).items() if getattr(args, k) is None})
-    args.out.mkdir(parents=True, exist_ok=True)
-    checkpoint = args.out / "nequip.pt"
+    (checkpoint := args.out / "nequip.pt").parent.mkdir(parents=True, exist_ok=True)
     torch.manual_seed(0)
     count = args.train + args.test
     frames = read_extended_xyz(args.root, forces_key=args.forces_key) if args.root else copper_gold(count)

@@ -107,6 +107,29 @@ def test_a_room_is_labelled_by_a_checkpoint(example, tmp_path):
     assert labelled[0][1].shape == (500,)
 
 
+def test_molecules_without_cells_are_learned(example, monkeypatch, tmp_path):
+    """Their stress is undefined: neither energies and forces nor the weights may become NaN by it."""
+    pytest.importorskip("e3nn")
+    pytest.importorskip("ase")
+    from ase.build import molecule
+    from ase.calculators.emt import EMT
+    from ase.io import write
+
+    frames = []
+    for seed in range(4):
+        frames.append(molecule("H2O"))
+        frames[-1].rattle(0.05, seed=seed)
+        frames[-1].calc = EMT()
+        frames[-1].get_forces()
+    write(tmp_path / "water.xyz", frames, format="extxyz")
+    module = example("train_forces")
+    run = module.VelocityVerlet.run
+    monkeypatch.setattr(module.VelocityVerlet, "run", lambda self, steps: run(self, 2))
+    arguments = ["--size", "tiny", "--root", f"{tmp_path}/water.xyz", "--out", str(tmp_path)]
+    model, *_ = module.main([*arguments, "--train", "3", "--test", "1", "--features", "2", "--epochs", "2"])
+    assert all(parameter.isfinite().all() for parameter in model.parameters())
+
+
 def test_the_demo_s_table(example):
     pytest.importorskip("torch_geometric")
     pytest.importorskip("sklearn")
