@@ -53,7 +53,7 @@ def register(kind: type[SparseFormat], **expressions: str) -> None:
                 details=[f"operators that take formats of others: {', '.join(_OPERATORS)}"],
                 fix="run the statement with insum_nn.ops.contract.",
             )
-        statement = compile(expression).statement
+        statement = compile(expression, options=DEFAULT).statement
         output, operands = _OPERATORS[operator]
         missing = [name for name in ("Val", *operands) if name not in statement.tensors()]
         if statement.output.name != output or missing:
@@ -86,9 +86,8 @@ def contract(
 
         C[Row[g],n] += Val[g,q] * B[Col[g,q],n]        contract(this, grouped, B=dense, out_shape=(m, None))
 
-    It is `insum_nn.insum` with the format's tensors by their names and with its facts, which were proven when it was
-    built
-    or are proven now, and are believed until torch counts a write: nothing is checked at each call.
+    It is `insum_nn.insum` with the format's tensors by their names and with its facts, which were verified when it was
+    built or are verified now, and are trusted until torch counts a write: nothing is checked at each call.
 
     Args:
         expression: the statement; `matrix.tensors` lists the names that the format gives.
@@ -133,7 +132,7 @@ def contract(
 
 def _tensors_of(expression: str) -> list[str]:
     """The names of the tensors that a statement reads."""
-    return list(compile(expression, drop_outside=True).statement.tensors())
+    return list(compile(expression, drop_outside=True, options=DEFAULT).statement.tensors())
 
 
 # Dynamo calls it while it traces, and keeps the result.
