@@ -19,7 +19,7 @@ TORCH ?=
 USE_SYSTEM ?=
 JOBS ?= 2
 GPU_JOBS ?= 1
-EXTRAS ?= test,bench
+EXTRAS ?= test,bench,docs
 CASES ?= *
 CHECK ?=
 SIZE ?= tiny
@@ -40,7 +40,7 @@ SEEN := $(CURDIR)$(if $(PYTHONPATH),:$(PYTHONPATH))
 TEST_ENV := OMP_NUM_THREADS=1 MPLBACKEND=Agg PYTHONPATH=$(SEEN)
 RUN_ENV := MPLBACKEND=$${MPLBACKEND:-Agg} PYTHONPATH=$(SEEN)
 
-.PHONY: help venv system-libs demo test test-e3nn-oldest peers doctest lint format types examples check gpu-check sanitize bench bench-table constraints wheel wheel-check clean distclean
+.PHONY: help venv system-libs demo test test-e3nn-oldest peers doctest lint format types examples check gpu-check sanitize bench bench-table docs docs-check constraints wheel wheel-check clean distclean
 
 help: ## list the targets
 	@grep -hE '^[a-z0-9-]+:.*##' $(firstword $(MAKEFILE_LIST)) | sed -E 's/^([a-z0-9-]+):.*## */\1\t/' | expand -t 18
@@ -161,6 +161,15 @@ wheel-check: wheel ## install the wheel in a new environment and run README's bl
 	$(OUTPUT)/wheel/bin/python -m pip install -q --no-deps --no-index --ignore-installed dist/*.whl
 	$(abspath $(OUTPUT))/wheel/bin/python tests/markdown_blocks.py --installed-in $(abspath $(OUTPUT))/wheel README.md
 
+# The theme's makers announce a release of mkdocs that it will not support; that is no matter of ours.
+MKDOCS := NO_MKDOCS_2_WARNING=1 OMP_NUM_THREADS=$${OMP_NUM_THREADS:-1} PYTHONPATH=$(SEEN) $(PY) -m mkdocs build -q --strict
+
+docs: $(READY) ## build the site into site/, its tutorials executed at full size (minutes)
+	INSUM_TUTORIALS=full $(MKDOCS)
+
+docs-check: $(READY) ## build the site with the tutorials at a tiny size, warnings as errors
+	INSUM_TUTORIALS=tiny $(MKDOCS) --site-dir $(OUTPUT)/site
+
 # Only for the pinned torch; keeps the heading and the Triton that torch's GPU builds ask for.
 constraints: $(READY) ## write the installed versions to constraints.txt
 	@{ grep '^#' constraints.txt; $(PY) -m pip freeze --exclude-editable | grep -viE '^(-e|insum|triton==)|@' ; grep '^triton==' constraints.txt; } \
@@ -168,7 +177,7 @@ constraints: $(READY) ## write the installed versions to constraints.txt
 	@{ grep '^#' constraints.new; grep -v '^#' constraints.new | LC_ALL=C sort -f; } > constraints.txt; rm constraints.new
 
 clean: ## remove what was built, except the environment
-	rm -rf build dist *.egg-info .pytest_cache .ruff_cache .hypothesis outputs
+	rm -rf build dist *.egg-info .pytest_cache .ruff_cache .hypothesis outputs site
 	find . -name __pycache__ -not -path './.git/*' -not -path './.venv*' -prune -exec rm -rf {} +
 
 distclean: clean ## remove the environment too

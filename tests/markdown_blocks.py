@@ -11,7 +11,9 @@ import os
 import re
 import sys
 import tempfile
+from collections.abc import Iterable
 from pathlib import Path
+from typing import NamedTuple
 
 FLAGS = doctest.NORMALIZE_WHITESPACE | doctest.ELLIPSIS | doctest.IGNORE_EXCEPTION_DETAIL
 
@@ -20,21 +22,29 @@ class BlockError(AssertionError):
     """A block's output is not what the page shows."""
 
 
-def python_blocks(page: Path) -> list[tuple[int, str]]:
-    """Return the page's blocks fenced as `python`: the line of the first, and the text."""
+class Block(NamedTuple):
+    """A block fenced as `python`: the number of lines before it, its text, and what its page says that it needs."""
+
+    line: int
+    text: str
+    needs: str | None = None
+
+
+def python_blocks(page: Path) -> list[Block]:
+    """Return the page's blocks fenced as `python`; the comment `<!-- needs: .. -->` may stand in front of one."""
     text = page.read_text(encoding="utf-8")
-    found = re.finditer(r"^```python\n(.*?)^```$", text, re.MULTILINE | re.DOTALL)
-    return [(text.count("\n", 0, match.start(1)), match.group(1)) for match in found]
+    found = re.finditer(r"^(?:<!-- needs: (\S+) -->\n)?```python\n(.*?)^```$", text, re.MULTILINE | re.DOTALL)
+    return [Block(text.count("\n", 0, match.start(2)), match.group(2), match.group(1)) for match in found]
 
 
-def run_page(name: str, blocks: list[tuple[int, str]]) -> None:
+def run_page(name: str, blocks: Iterable[Block]) -> None:
     """Run blocks in order, in one namespace; those with a `>>>` are compared with the output that they show.
 
     Raises:
         BlockError: an output differs.
     """
     names: dict[str, object] = {"__name__": "__main__"}
-    for line, block in blocks:
+    for line, block, _ in blocks:
         if ">>> " not in block:
             # Line breaks in front put the page's own line numbers into a traceback.
             exec(compile("\n" * line + block, name, "exec", dont_inherit=True), names)

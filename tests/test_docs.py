@@ -3,34 +3,125 @@
 from __future__ import annotations
 
 import ast
+import importlib
+import importlib.util
+import os
 import re
+import sys
 import tomllib
+from collections.abc import Callable
 from pathlib import Path
+from types import ModuleType
 
 import pytest
+import torch
 
-from tests.markdown_blocks import BlockError, python_blocks, run_page
+from tests.markdown_blocks import Block, BlockError, python_blocks, run_page
 from tests.source_tree import ROOT
 
+
+def load_tool(name: str) -> ModuleType:
+    """A script of docs/tools, which is no package."""
+    spec = importlib.util.spec_from_file_location(name, ROOT / "docs" / "tools" / f"{name}.py")
+    assert spec is not None
+    assert spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    sys.modules[name] = module
+    spec.loader.exec_module(module)
+    return module
+
+
+tutorials, pictures = load_tool("tutorials"), load_tool("pictures")
+
 PAGES = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", *sorted((ROOT / "docs").rglob("*.md"))]
+# Executed when the site is built, at a tiny size by `make docs-check`.
+TUTORIALS = [page for page in PAGES if page.parent.name == "tutorials"]
+# What the comment `<!-- needs: .. -->` before a block may say -> whether it is there, and why the block is skipped.
+NEEDS: dict[str, tuple[Callable[[], bool], str]] = {
+    "gpu": (torch.cuda.is_available, "needs a CUDA device"),
+    "torchrun": (lambda: "LOCAL_RANK" in os.environ, "runs in processes that torchrun started"),
+    "time": (lambda: False, "compiles C++ for a minute or more"),
+}
 
 
-@pytest.mark.parametrize("page", [p for p in PAGES if python_blocks(p)], ids=lambda p: p.name)
+RUN = {page: [b for b in python_blocks(page) if b.needs is None] for page in PAGES if page not in TUTORIALS}
+MARKED = [(page, block) for page in PAGES for block in python_blocks(page) if block.needs is not None]
+
+
+@pytest.mark.parametrize("page", [page for page, blocks in RUN.items() if blocks], ids=lambda p: p.name)
 def test_python_blocks_run(page: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
     monkeypatch.chdir(tmp_path)
-    run_page(page.name, python_blocks(page))
+    run_page(page.name, RUN[page])
+
+
+@pytest.mark.parametrize(("page", "block"), MARKED, ids=lambda p: p.name if isinstance(p, Path) else f"line {p.line}")
+def test_marked_blocks_run_where_they_can(page: Path, block: Block, tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    """A marked block stands alone: it makes what it uses."""
+    assert block.needs is not None
+    available, reason = NEEDS[block.needs]
+    compile(block.text, page.name, "exec")
+    if not available():
+        pytest.skip(reason)
+    monkeypatch.chdir(tmp_path)
+    run_page(page.name, [block])
+
+
+@pytest.mark.parametrize("page", [page for page in TUTORIALS if python_blocks(page)], ids=lambda p: p.name)
+def test_tutorials_have_a_tiny_size(page: Path):
+    text = tutorials.at_tiny_size(page.read_text(encoding="utf-8"))
+    for block in tutorials.python_blocks(text):
+        compile(block.code, page.name, "exec")
 
 
 def test_a_wrong_block_is_seen():
-    run_page("page", [(0, ">>> x = 1\n"), (3, "assert x == 1\n"), (5, ">>> x\n1\n")])
+    run_page("page", [Block(0, ">>> x = 1\n"), Block(3, "assert x == 1\n"), Block(5, ">>> x\n1\n")])
     with pytest.raises(BlockError, match=r"Expected:\s+2"):
-        run_page("page", [(0, ">>> 1\n2\n")])
+        run_page("page", [Block(0, ">>> 1\n2\n")])
     with pytest.raises(AssertionError):
-        run_page("page", [(0, "assert False\n")])
+        run_page("page", [Block(0, "assert False\n")])
 
 
-def test_the_readme_has_a_block_that_runs():
+def test_the_readme_fits_a_screen():
+    text = (ROOT / "README.md").read_text(encoding="utf-8")
+    assert len(text.splitlines()) <= 120
     assert python_blocks(ROOT / "README.md")
+    _, begin, rest = text.partition("<!-- table: begin -->\n")
+    table, end, _ = rest.partition("<!-- table: end -->\n")
+    assert begin
+    assert end
+    assert len(re.findall(r"^\|", table, re.MULTILINE)) == 2 + 8
+    assert "`make test`" in text
+
+
+def test_pictures_are_small():
+    pictures = [p for p in (ROOT / "docs" / "figures").iterdir() if p.suffix != ".css"]
+    assert {p.name: p.stat().st_size for p in pictures if p.stat().st_size > 150_000} == {}
+    named = "".join(page.read_text(encoding="utf-8") for page in PAGES)
+    assert [p.name for p in pictures if p.name not in named] == []
+
+
+@pytest.mark.parametrize("name", pictures.PICTURES)
+def test_pictures_are_those_of_the_script(name: str):
+    drawn = pictures.PICTURES[name]().text()
+    same = drawn == (ROOT / "docs" / "figures" / name).read_text(encoding="utf-8")
+    assert same, "python docs/tools/pictures.py writes the pictures"
+
+
+def test_every_public_name_has_a_place_in_the_reference():
+    pages = (ROOT / "docs" / "reference").glob("*.md")
+    there = {
+        name for page in pages for name in re.findall(r"^::: (\S+)$", page.read_text(encoding="utf-8"), re.MULTILINE)
+    }
+    for module in ("", ".layers", ".layers.spconv", ".formats", ".ops", ".models", ".datasets", ".schedules"):
+        path = f"insum_nn{module}"
+        holder = importlib.import_module(path)
+        names = [name for name in holder.__all__ if not isinstance(getattr(holder, name), ModuleType)]
+        # The point-cloud layers stand under spconv's names.
+        places = {name: {f"{path}.{name}", f"insum_nn.layers.spconv.{name}"} for name in names}
+        assert [name for name, either in places.items() if not either & there] == [], path
+    for name in there:
+        module, _, last = name.rpartition(".")
+        assert hasattr(importlib.import_module(module), last), name
 
 
 def test_commands_exist():
