@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import shutil
 import subprocess
 import sys
 from pathlib import Path
@@ -16,6 +17,7 @@ from torch.export import Dim, export
 from torch.func import functional_call
 from torch.fx import GraphModule
 from torch.fx.experimental.proxy_tensor import make_fx
+from torch.utils import cpp_extension
 
 import insum_nn
 from insum_nn.layers import BlockSparseLinear, GCNConv, TensorProductConv
@@ -188,3 +190,22 @@ def test_a_package_runs_where_this_package_cannot_be_imported(name: str, tmp_pat
         command = [sys.executable, "-W", "ignore", "-c", ALONE, str(package), str(tmp_path / f"{number}.pt")]
         done = subprocess.run(command, capture_output=True, text=True, check=False)
         assert done.stdout.strip() == "equal", done.stderr
+
+
+@pytest.mark.slow
+@pytest.mark.compile
+@pytest.mark.skipif(shutil.which("g++") is None, reason="no C++ compiler")
+@pytest.mark.filterwarnings("ignore:`isinstance.treespec, LeafSpec.` is deprecated:FutureWarning")
+def test_a_package_runs_in_a_program_without_python(tmp_path: Path):
+    torch.manual_seed(0)
+    module = Graph().requires_grad_(False)
+    exported = export(module, _graph(9, 40), dynamic_shapes=({0: NODES}, {1: EDGES}))
+    package = torch._inductor.aoti_compile_and_package(exported, package_path=str(tmp_path / "model.pt2"))
+    folders = [f"-I{folder}" for folder in cpp_extension.include_paths()]
+    libraries = cpp_extension.library_paths()[0]
+    source, program = Path(__file__).with_name("run_package.cpp"), str(tmp_path / "run")
+    linked = [f"-L{libraries}", f"-Wl,-rpath,{libraries}", "-ltorch", "-ltorch_cpu", "-lc10"]
+    subprocess.run(["g++", "-std=c++20", "-O0", *folders, str(source), "-o", program, *linked], check=True)
+    printed = subprocess.run([program, str(package)], capture_output=True, text=True, check=True).stdout
+    out = module(torch.arange(77.0).reshape(11, 7).sin(), torch.arange(40).remainder(11).reshape(2, 20))
+    assert float(printed) == pytest.approx(float(out.square().sum()), rel=1e-5)
