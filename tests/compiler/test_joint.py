@@ -16,10 +16,15 @@ from insum_nn.compiler.forms import beside as beside_module
 from insum_nn.compiler.forms import joint as joint_module
 from insum_nn.compiler.forms import launch as launch_module
 from insum_nn.compiler.forms import schedule as schedule_module
-from insum_nn.compiler.forms.beside import clusters
 from insum_nn.compiler.forms.candidates import candidates
 from insum_nn.compiler.forms.form import FormError
+from insum_nn.compiler.forms.nest import algorithm_of
+from insum_nn.compiler.forms.parameters import Strides
 from insum_nn.compiler.forms.schedule import adds_rows
+from insum_nn.compiler.ir import nodes
+from insum_nn.compiler.ir.build import Names
+from insum_nn.compiler.ir.graph import stores_of
+from insum_nn.compiler.passes.fuse_outputs import clusters
 from insum_nn.testing.tolerances import assert_matches
 from tests.compiler.interpreted import interpreter
 from tests.compiler.joint_cases import (
@@ -247,12 +252,13 @@ def test_points_that_share_most_come_together():
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("TRITON_INTERPRET", "1")
         form = joint_module._join(ones_of("xyw", tensors))[0].generated.form
-    found = clusters(form)
-    # All points once, each cluster with those of one path: no cell of the output's gradient is in two of them.
-    assert sorted(itertools.chain(*(points for c in found for points in c)), key=repr) == sorted(
-        itertools.chain(*form.statements), key=repr
-    )
-    cells = [{str(r) for points in c for p in points for r in p.reads if r.name == "dZ"} for c in found]
+    kernel = algorithm_of(form, Strides((True,) * len(form.bound.layout.tensors)))
+    stores, found = stores_of(kernel), clusters(kernel)
+    # All terms once, each cluster with those of one path: no cell of the output's gradient is in two of them.
+    assert sorted(itertools.chain(*found)) == [*range(len(stores))]
+    gradient = Names(form.bound.statement).tensors["dZ"]
+    loads = [[n for n in nodes.walk(store) if isinstance(n, nodes.Load)] for store in stores]
+    cells = [{n.subscripts for at in each for n in loads[at] if n.buffer.name == gradient} for each in found]
     assert len(found) > 1
     assert all(not a & b for a, b in itertools.combinations(cells, 2))
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from dataclasses import replace
 from typing import Any
 
@@ -10,19 +11,24 @@ import torch
 from torch import Tensor
 
 from insum_nn.compiler.codegen import triton_values
+from insum_nn.compiler.forms import joint as joint_module
 from insum_nn.compiler.forms.form import Form
-from insum_nn.compiler.forms.nest import nest_of
+from insum_nn.compiler.forms.nest import algorithm_of, nest_of
+from insum_nn.compiler.forms.parameters import Strides
 from insum_nn.compiler.forms.schedule import Schedule, segmented
-from insum_nn.compiler.forms.text import Strides
 from insum_nn.compiler.ir.build import OUTPUT, Names
+from insum_nn.compiler.ir.graph import stores_of
 from insum_nn.compiler.ir.interpret import interpret_kernel
-from insum_nn.compiler.ir.nodes import OPERATIONS, Alloc, Buffer, Const, If, Index, Kernel, Load, Loop, Op, Store, walk
+from insum_nn.compiler.ir.nodes import OPERATIONS, Alloc, Buffer, Const, If, Index, Kernel, Load, Loop, Op, Store
+from insum_nn.compiler.ir.nodes import walk as walk_nodes
 from insum_nn.compiler.ir.printer import show
 from insum_nn.compiler.ir.verify import verify_kernel
 from insum_nn.compiler.lang.bind import Extents
+from insum_nn.compiler.passes.fuse_outputs import clusters
 from insum_nn.compiler.passes.unify_variants import switch, unify_variants
 from insum_nn.compiler.runtime.row_partition import Owners, owners_for, words_of
 from insum_nn.facts import IndexFacts
+from tests.compiler import joint_cases
 from tests.compiler.generated_cases import CASES, form_of
 
 SCHEDULES = {
@@ -62,6 +68,14 @@ def memory_of(
 
 def interpreted(form: Form, ordered: list[Tensor], extents: Extents, schedule: Schedule) -> tuple[Kernel, Tensor]:
     """The placed kernel of a form, and what the interpreter says that it computes."""
+    kernel, results = all_interpreted(form, ordered, extents, schedule)
+    return kernel, results[0]
+
+
+def all_interpreted(
+    form: Form, ordered: list[Tensor], extents: Extents, schedule: Schedule
+) -> tuple[Kernel, list[Tensor]]:
+    """The same, with every result."""
     if form.owner is not None:
         schedule = replace(schedule, splits=1)
     owners = owners_for(form, ordered, extents, schedule)
@@ -71,16 +85,17 @@ def interpreted(form: Form, ordered: list[Tensor], extents: Extents, schedule: S
     memory, sizes = memory_of(form, ordered, extents, owners)
     given = {**memory}
     found = interpret_kernel(kernel, given, sizes, keep=("scratch",))
-    out = found[OUTPUT]
+    results = [found[result.buffer.name] for result in kernel.results]
+    out = results[0]
     if schedule.splits > 1:
         out = out.sum(0)
-    if owners is not None and owners.slots:
+    if owners is not None and owners.slots and form.points:
         assert owners.divided is not None
         assert owners.first is not None
         moved = out.movedim(form.owner_axis, 0)
         for place, row in enumerate(owners.divided.tolist()):
             moved[row] = found["scratch"][owners.first[place] : owners.first[place + 1]].sum(0)
-    return kernel, out
+    return kernel, [out, *results[1:]]
 
 
 @pytest.mark.parametrize("which", SCHEDULES)
@@ -109,6 +124,60 @@ def test_matrix_products_compute_the_statement(name: str):
     torch.testing.assert_close(
         got, case.oracle({n: t.double() if t.is_floating_point() else t for n, t in tensors.items()}, 1)
     )
+
+
+ROLES = ("xyw", "zyw", "yw", "xz", "wxzy")
+WALKS = ("Src", "Dst")
+
+
+def joint_form(
+    roles: str, walk: str, monkeypatch: pytest.MonkeyPatch
+) -> tuple[Form, list[Tensor], Extents, list[Tensor]]:
+    """The form of several statements, what its kernel reads, and what each output is, in the kernel's order."""
+    monkeypatch.setenv("TRITON_INTERPRET", "1")
+    torch.manual_seed(5)
+    drawn = joint_cases.draw(5, holes=True)
+    tensors = {n: t.mul(2).round() if t.is_floating_point() else t for n, t in drawn.items()}
+    tables = joint_cases.TABLES | {"CG": joint_cases.TABLES["CG"].mul(4).round()}
+    monkeypatch.setattr(joint_cases, "TABLES", tables)
+    monkeypatch.setattr(joint_cases.programs, "__defaults__", (tables, joint_cases.GENERATED))
+    ones = joint_cases.ones_of(roles, tensors)
+    found = joint_module._along(ones, (walk, "e"), False)
+    given = joint_cases.named(roles, tensors)
+    ordered = [next(t[name] for t in given if name in t) for name in found.spec.layout.tensors]
+    owned = [at for at, place in enumerate(found.order) if place == 0]
+    extents = joint_module._extents(ones, found.walk, owned, ordered, found.spec, found.static)
+    programs = zip(joint_cases.programs(roles), roles, given, strict=True)
+    exact = [p.reference(tensors=t, out_shape=joint_cases.shape_of(role, 5)).double() for p, role, t in programs]
+    return found.generated.form, ordered, extents, [exact[found.order.index(n)] for n in sorted(found.order)]
+
+
+@pytest.mark.parametrize("walk", WALKS)
+@pytest.mark.parametrize("roles", ROLES)
+def test_fused_outputs_are_those_of_their_statements(roles: str, walk: str, monkeypatch: pytest.MonkeyPatch):
+    form, ordered, extents, wanted = joint_form(roles, walk, monkeypatch)
+    kernel = algorithm_of(form, Strides(tuple(True for _ in ordered)))
+    verify_kernel(kernel, placed=False)
+    memory, sizes = memory_of(form, ordered, extents, None)
+    found = interpret_kernel(kernel, memory, sizes)
+    assert sorted(itertools.chain(*clusters(kernel))) == [*range(len(stores_of(kernel)))]
+    for result, want in zip(kernel.results, wanted, strict=True):
+        torch.testing.assert_close(found[result.buffer.name], want)
+
+
+@pytest.mark.parametrize("walk", WALKS)
+@pytest.mark.parametrize("which", joint_cases.SCHEDULES)
+@pytest.mark.parametrize("roles", ["xyw", "wxzy", "yw"])
+def test_placed_kernels_of_several_outputs(roles: str, which: str, walk: str, monkeypatch: pytest.MonkeyPatch):
+    form, ordered, extents, wanted = joint_form(roles, walk, monkeypatch)
+    schedule = joint_cases.SCHEDULES[which]
+    kernel, results = all_interpreted(form, ordered, extents, replace(schedule, n=min(schedule.n, 4)))
+    for got, want in zip(results, wanted, strict=True):
+        torch.testing.assert_close(got, want)
+    serial = [node for node in walk_nodes(kernel) if isinstance(node, Loop) and node.role == "serial"]
+    stores = [node for loop in serial for node in walk_nodes(loop) if isinstance(node, Store)]
+    ahead = any(store.buffer.dtype == "int64" for store in stores)
+    assert ahead == (schedule.early and schedule.m == schedule.k == 1)
 
 
 PART, I = Index("part"), Index("i")
@@ -153,7 +222,7 @@ def test_a_condition_masks_the_load_of_a_side_of_a_matrix_product():
     tensors = {n: t.float() if t.is_floating_point() else t for n, t in case.draw(1).items()}
     form, ordered, _ = form_of(case, tensors, facts={"Col": IndexFacts(masked=True, proven=True)})
     kernel = nest_of(form, Schedule(16, 32, 16, True), Strides(tuple(True for _ in ordered)), "ieee")
-    loads = [node for node in walk(kernel) if isinstance(node, Load) and node.buffer.name == "t0"]
+    loads = [node for node in walk_nodes(kernel) if isinstance(node, Load) and node.buffer.name == "t0"]
     assert loads
     assert all(load.where is not None for load in loads)
 

@@ -153,12 +153,18 @@ class _Printer(Values):
     def tile(self, loop: Loop) -> None:
         name = loop.index.name
         begin = self.value(loop.begin)
-        lanes = self.named(f"tl.arange(0, {lanes_of(loop)})", "lanes", (name,), 0)
-        axes = self.joined(begin, lanes)
-        text = lanes.text if begin.text == "0" else f"{self.spread(begin, axes)} + {self.spread(lanes, axes)}"
-        if self.integer == "int64":
-            text = f"({text}).to(tl.int64)"
-        self.indices[name] = self.named(text, name, axes, begin.depth)
+        # Several loops over the same lanes have one index.
+        key = f"{name} of {lanes_of(loop)} from {begin.text}"
+        known = next((scope.texts[key] for scope in self.scopes if key in scope.texts), None)
+        if known is None:
+            lanes = self.named(f"tl.arange(0, {lanes_of(loop)})", "lanes", (name,), 0)
+            axes = self.joined(begin, lanes)
+            text = lanes.text if begin.text == "0" else f"{self.spread(begin, axes)} + {self.spread(lanes, axes)}"
+            if self.integer == "int64":
+                text = f"({text}).to(tl.int64)"
+            known = self.named(text, name, axes, begin.depth)
+            self.scopes[self.place(known.depth)].texts[key] = known
+        self.indices[name] = known
         if loop.limit is not None:
             self.inside[loop.index] = Op("less", (loop.index, loop.limit))
         self.around.append(name)
@@ -286,12 +292,16 @@ class _Printer(Values):
         return [*sorted(buffers | numbers), *sorted(map(str.upper, sizes))]
 
     def allocate(self, alloc: Alloc) -> None:
-        """An accumulator has the axes of what is added to it, of the tile loops around it."""
-        names = self.axes_of([Load(alloc.buffer, ())])
-        if any(isinstance(store.value, Dot) for store in self.added.get(alloc.buffer, [])):
+        """An accumulator has the axes of its cells, and of what is added to it, of the tile loops around it."""
+        stores = self.added.get(alloc.buffer, [])
+        if any(isinstance(store.value, Dot) for store in stores):
             self.dots.add(alloc.buffer)
-        axes = tuple(sorted(names & set(self.around), key=self.order))
-        self.totals[alloc.buffer], self.outside[alloc.buffer] = axes, tuple(self.around)
+        cells = self.axes_of(subscript for store in stores for subscript in store.subscripts)
+        names = self.axes_of([Load(alloc.buffer, ())]) & set(self.around)
+        axes = tuple(sorted(names | cells, key=self.order))
+        self.totals[alloc.buffer], self.outside[alloc.buffer] = axes, (*self.around, *cells)
+        if alloc.initial is None:
+            return
         initial = repr(float(alloc.initial)) if alloc.buffer.dtype.startswith("float") else repr(alloc.initial)
         shape = self.shape(axes) if axes else "()"
         self.line(f"{self.name_of(alloc.buffer)} = tl.full({shape}, {initial}, tl.{alloc.buffer.dtype})")
@@ -336,8 +346,12 @@ class _Printer(Values):
         if store.restart is not None:
             self.run(store, store.restart, inner, mask)
             return
-        assert store.combine == "add", f"no accumulator combines by {store.combine}"
         value = self.value(store.value)
+        if store.combine == "set":
+            assert mask is None
+            self.line(f"{name} = {self.whole(value, axes)}")
+            return
+        assert store.combine == "add", f"no accumulator combines by {store.combine}"
         whole = tuple(sorted({*value.axes, *inner, *(mask.axes if mask else ())}, key=self.order))
         text = self.whole(value, whole) if set(inner) - set(value.axes) else self.spread(value, whole)
         if mask is not None:

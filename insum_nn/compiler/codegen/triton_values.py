@@ -209,7 +209,7 @@ class Values:
         if offset.axes != axes:
             text = f"(tl.zeros({self.shape(axes)}, tl.{self.integer}) + {self.spread(offset, axes)})"
         if literal and offset.text != "0":
-            where = self.shared(f"{buffer} + {text}", "at", axes, offset.depth).text
+            where = self.shared(f"{buffer} + {self.bracketed(text)}", "at", axes, offset.depth).text
             return f"{where} + {literal}"
         return f"{buffer} + {literal}" if not axes and offset.text == "0" else f"{buffer} + {self.bracketed(text)}"
 

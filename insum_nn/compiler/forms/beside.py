@@ -13,22 +13,17 @@ terms by `Src` instead it owns rows of `dX`, adds to nothing, and reads a row of
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 
 from insum_nn.compiler.forms.axes import element_axes
 from insum_nn.compiler.forms.form import Form, FormError
-from insum_nn.compiler.forms.loops import KernelLoops
 from insum_nn.compiler.forms.points import OWNER, Beside, Point, Read, Sub
 from insum_nn.compiler.forms.schedule import Schedule, adds_rows
-from insum_nn.compiler.forms.text import Value, join_axes, spread
 from insum_nn.compiler.lang.bind import Bound, Extents
 from insum_nn.compiler.lang.syntax import Statement
 
-__all__ = ["KernelBeside", "Memory", "Walk", "by_target", "clusters", "is_owned", "memory_of", "read_at", "with_beside"]
-
-Cell = tuple[str, str]
-
+__all__ = ["Memory", "Walk", "is_owned", "memory_of", "read_at", "with_beside"]
 
 Walk = tuple[str, str]
 """An index tensor with an entry for each term, and the index of its entries."""
@@ -73,7 +68,7 @@ def with_beside(
     beside: list[Beside] = []
     for each, extents in forms[owns:]:
         beside.append(_further(each, extents, walk, columns, [form.bound.statement for form, _ in forms]))
-    form = replace(form, beside=tuple(beside))
+    form = replace(form, beside=tuple(beside), outputs=tuple(each for each, _ in forms))
     lanes = element_axes(form)[1]
     if len(columns) != 1 or lanes != columns or columns[0] not in form.static:
         raise FormError("there are no columns of a known number")
@@ -99,7 +94,7 @@ def _further(
     statement = form.bound.statement
     tensor, entry = walk
     row = Read(tensor, (Sub(((1, entry),), 0, True),))
-    if {*form.parallel, *form.reduce} - {OWNER, entry, *columns}:
+    if {*form.parallel, *form.reduce} - {OWNER, entry} != {*columns}:
         raise FormError(f"{statement} goes over other indices")
     like, scattered, points = (tensor, 0), form.combine == "own", form.points
     if scattered:
@@ -173,123 +168,3 @@ def memory_of(form: Form, schedule: Schedule) -> tuple[Memory, ...]:
         Memory(names.index(each.like[0]), each.like[1], each.shape, each.scattered or (adds and bool(each.reduce)))
         for each in form.beside
     )
-
-
-def by_target(points: Sequence[Point]) -> dict[str, list[Point]]:
-    """Points by the output cell that they add to."""
-    cells: dict[str, list[Point]] = {}
-    for point in points:
-        cells.setdefault(str(point.target), []).append(point)
-    return cells
-
-
-def _cells(point: Point) -> dict[str, str]:
-    """What a point has to do with: a cell of each tensor. A gradient has the cells of what it belongs to."""
-    return {read.name.removeprefix("d"): str(read).removeprefix(read.name) for read in (point.target, *point.reads)}
-
-
-def clusters(form: Form) -> list[list[list[Point]]]:
-    """The points of all statements in the order in which they are computed: each a list for every statement.
-
-    Points that share most come together, so that what they read and sum is alive for a short while.
-    """
-    statements = form.statements
-    cells = {id(point): _cells(point) for points in statements for point in points}
-    common = set.intersection(*(set(each) for each in cells.values()))
-    if not common:
-        return [[list(points) for points in statements]]
-
-    def alone(kind: str) -> int:
-        """Cells of all tensors that meet one cell of this one only."""
-        met: dict[Cell, set[str]] = {}
-        for each in cells.values():
-            for other in common:
-                met.setdefault((other, each[other]), set()).add(each[kind])
-        return sum(len(mine) == 1 for mine in met.values())
-
-    kind = max(sorted(common), key=alone)
-    # In one order in all statements, so that equal sums are recognised.
-    names = sorted(common, key=lambda name: (name != kind, name))
-    found: dict[str, list[list[Point]]] = {}
-    for number, points in enumerate(statements):
-        for point in sorted(points, key=lambda p: [cells[id(p)][name] for name in names]):
-            found.setdefault(cells[id(point)][kind], [[] for _ in statements])[number].append(point)
-    return list(found.values())
-
-
-class KernelBeside(KernelLoops):
-    """Writes the loop over the terms of owned rows where there are further outputs."""
-
-    def together(
-        self,
-        axes: str,
-        sums: Callable[[str, Sequence[Point], str], None],
-        products: Callable[[Sequence[Point]], Value],
-    ) -> dict[str, tuple[str, str, Read]]:
-        """Write what the loop does.
-
-        Args:
-            axes: of an accumulator.
-            sums: writes the addition of points to an accumulator.
-            products: writes the sum of points.
-
-        Returns:
-            For each cell that the program owns: its accumulator, the accumulator's axes, and the cell.
-        """
-        depth = len(self.scopes) - 1
-        results: dict[str, tuple[str, str, Read]] = {}
-        for key, group in by_target(self.form.points).items():
-            name = self.fresh("acc")
-            self.scopes[0].lines.append(f"{name} = tl.zeros({self.shape(axes)}, {self.type})")
-            results[key] = (name, axes, group[0].target)
-        parts: dict[tuple[int, str], tuple[Value, Read]] = {}
-        for cluster in clusters(self.form):
-            for number, points in enumerate(cluster):
-                for key, group in by_target(points).items():
-                    if number == 0:
-                        sums(results[key][0], group, axes)
-                        continue
-                    value = products(group)
-                    before = parts.get((number, key))
-                    if before is not None:
-                        whole = join_axes(before[0].axes, value.axes)
-                        text = f"{spread(before[0], whole)} + {spread(Value(f'({value.text})', value.axes, 0), whole)}"
-                        value = Value(text, whole, depth)
-                    parts[number, key] = self.define("b", value.text, value.axes, depth), group[0].target
-        # Behind all reads, which nothing keeps from being made early then.
-        for (number, _), (value, target) in parts.items():
-            self.put(number - 1, value, target)
-        return results
-
-    def put(self, number: int, value: Value, target: Read) -> None:
-        """Write a cell of the rows of the terms at hand."""
-        beside, depth = self.form.beside[number], len(self.scopes) - 1
-        steps = beside.steps
-        tile = self.axes["n"]
-        parts, conditions = self.parts(target.subs, lambda axis: str(steps[axis]), "")
-        literal = sum(int(v.text) for v in parts if v.text.isdigit())
-        offset = self.total([v for v in parts if not v.text.isdigit()])
-        conditions += self.lane_masks(target)
-        text = value.text
-        if beside.reduce:
-            whole = join_axes(value.axes, "n")
-            if whole != value.axes:
-                text = f"tl.broadcast_to({spread(value, whole)}, {self.shape(whole)})"
-                if "n" in self.masks:
-                    mask = spread(self.masks["n"], whole)
-                    text = f"tl.where(tl.broadcast_to({mask}, {self.shape(whole)}), {text}, 0.0)"
-            axes = whole.replace("n", "")
-            text = f"tl.sum({text}, {whole.index('n')})"
-        else:
-            axes = join_axes(value.axes, offset.axes)
-            text = spread(value, axes)
-        if axes and not set(axes) <= set(value.axes):
-            text = f"tl.broadcast_to({text}, {self.shape(axes)})"
-        pointer = f"{self.parameters('beside', str(number))} + {self.reach(offset, axes)}"
-        pointer = f"{self.define('to', pointer, axes, max(offset.depth, 0)).text} + {literal}"
-        mask = self.when(conditions, axes)
-        if beside.scattered or (beside.reduce and tile.block < self.form.static[tile.first]):
-            line = f"tl.atomic_add({pointer}, {text}{mask}, sem='relaxed')"
-        else:
-            line = f"tl.store({pointer}, {text}{mask})"
-        self.scopes[depth].lines.append(line)

@@ -59,6 +59,7 @@ class Form:
         written: how they are.
         beside: further outputs, of statements that read what this one does; `bound` reads what any of them does. With
             them there may be no points: the owner then says in which order terms are walked, and nothing else.
+        outputs: with further outputs: the form of each output's own statement, of the first only if there are points.
     """
 
     bound: Bound
@@ -74,6 +75,7 @@ class Form:
     tables: frozenset[str]
     written: WrittenOut
     beside: tuple[Beside, ...] = ()
+    outputs: tuple[Form, ...] = ()
 
     @property
     def statements(self) -> tuple[tuple[Point, ...], ...]:

@@ -29,9 +29,9 @@ from insum_nn.compiler.forms.form import Form
 from insum_nn.compiler.forms.kernel_epilogue import start_steps
 from insum_nn.compiler.forms.machine_code import KernelCode, Target, compile_code, drop_module, make_module
 from insum_nn.compiler.forms.numbers import Numbers
+from insum_nn.compiler.forms.parameters import Strides
 from insum_nn.compiler.forms.schedule import Precision, Schedule
 from insum_nn.compiler.forms.source import Source, steps_of_vectors, write_kernel
-from insum_nn.compiler.forms.text import Strides
 from insum_nn.compiler.lang.bind import Extents
 from insum_nn.compiler.runtime.row_partition import Owners, words_of
 from insum_nn.compiler.schedule.build_once import BuildOnce

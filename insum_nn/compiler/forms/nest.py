@@ -1,4 +1,4 @@
-"""Write the kernels of forms through the loop-nest IR: all but those of several outputs, which `source` writes."""
+"""Write the kernels of forms through the loop-nest IR."""
 
 from __future__ import annotations
 
@@ -7,33 +7,79 @@ from collections.abc import Mapping
 from insum_nn.compiler.codegen.triton import print_kernel
 from insum_nn.compiler.forms.form import Form
 from insum_nn.compiler.forms.kernel_epilogue import finishes
+from insum_nn.compiler.forms.parameters import Argument, Strides
 from insum_nn.compiler.forms.points import ENTRY, OWNER
 from insum_nn.compiler.forms.schedule import Axis, Layout, Precision, Schedule, place_indices, segmented
-from insum_nn.compiler.forms.text import Argument, Strides
 from insum_nn.compiler.ir.build import INITIAL, OUTPUT, Names, build
-from insum_nn.compiler.ir.graph import stores_of
-from insum_nn.compiler.ir.nodes import Buffer, Const, Kernel, Load, Node, Size
+from insum_nn.compiler.ir.graph import loops_of
+from insum_nn.compiler.ir.nodes import Buffer, Const, Index, Kernel, Load, Node, Size
 from insum_nn.compiler.ir.verify import verify_kernel
 from insum_nn.compiler.passes import own_rows as walks
 from insum_nn.compiler.passes.fold_static_tables import fold_static_tables
+from insum_nn.compiler.passes.fuse_outputs import clusters, fuse_outputs
 from insum_nn.compiler.passes.own_rows import RowWalk, own_rows
+from insum_nn.compiler.passes.prefetch_indices import prefetch_indices
 from insum_nn.compiler.passes.tile import Lanes, Tiling, tile
+from insum_nn.compiler.passes.tile_outputs import tile_outputs
 
-__all__ = ["arguments_of", "nest_of", "write_nest"]
+__all__ = ["algorithm_of", "arguments_of", "nest_of", "write_nest"]
 
 
 def nest_of(form: Form, schedule: Schedule, strides: Strides, precision: Precision) -> Kernel:
     """The placed kernel of a form under a schedule."""
-    kernel = _folded(_laid_out(build(form.bound), form, strides), form)
+    kernel, names = algorithm_of(form, strides), Names(form.bound.statement)
     walk = RowWalk(kernel, 0)
     if form.combine == "own":
-        store, *_ = stores_of(kernel)
-        owner = store.subscripts[form.owner_axis]
-        assert isinstance(owner, Load)
-        chunks = "equal" if segmented(form, schedule) else "long rows" if strides.split else "none"
-        size = schedule.share
-        walk = own_rows(kernel, owner, form.owner_axis, permuted=form.permuted, chunks=chunks, size=size)
-    return tile(walk, _tiling(form, schedule, place_indices(form, schedule), precision))
+        assert form.owner is not None
+        owner = next(b for b in kernel.inputs if b.name == names.tensors[form.owner.name])
+        walk = own_rows(
+            kernel,
+            Load(owner, tuple(Index(names.indices[i]) for i in form.entries)),
+            form.owner_axis if form.points else -1,
+            permuted=form.permuted,
+            chunks="equal" if segmented(form, schedule) else "long rows" if strides.split else "none",
+            size=schedule.share,
+            rows=build(form.bound).results[0].buffer.shape[form.owner_axis],
+        )
+    tiling = _tiling(form, schedule, place_indices(form, schedule), precision)
+    if not form.beside:
+        return tile(walk, tiling)
+    placed = tile_outputs(walk, tiling, clusters(kernel))
+    return prefetch_indices(placed) if schedule.early else placed
+
+
+def algorithm_of(form: Form, strides: Strides) -> Kernel:
+    """The algorithm of a form: of all of its outputs, for tensors that lie in memory in this way."""
+    shared = _laid_out(build(form.bound), form, strides)
+    if not form.beside:
+        return _folded(shared, form)
+    tensors, buffers = Names(form.bound.statement).tensors, {b.name: b for b in shared.inputs}
+    outputs = [shared.results[0].buffer] if form.points else []
+    for number, each in enumerate(form.beside, 1):
+        tensor, axis = each.like
+        shape = (buffers[tensors[tensor]].shape[axis], *map(Const, each.shape))
+        outputs.append(Buffer(f"{OUTPUT}{number}", shared.results[0].buffer.dtype, shape))
+    pairs = zip(form.outputs, outputs, strict=True)
+    return fuse_outputs([_renamed(_folded(build(each.bound), each), each, shared, form, out) for each, out in pairs])
+
+
+def _renamed(kernel: Kernel, form: Form, shared: Kernel, whole: Form, output: Buffer) -> Kernel:
+    """The kernel of one of several outputs, in the names and with the extents of the kernel of all."""
+    own, names = Names(form.bound.statement), Names(whole.bound.statement)
+    inputs, extents = {b.name: b for b in shared.inputs}, {loop.index.name: loop.end for loop in loops_of(shared)}
+    result = kernel.results[0].buffer
+    changed: dict[Node, Node] = {}
+    users = {name: user for user, name in own.tensors.items()}
+    for buffer, instead in [*((b, inputs[names.tensors[users[b.name]]]) for b in kernel.inputs), (result, output)]:
+        changed[buffer] = instead
+        changed |= {a: b for a, b in zip(buffer.shape, instead.shape, strict=True) if isinstance(a, Size)}
+    for user, letter in own.indices.items():
+        if user in names.indices:
+            changed[Index(letter)] = Index(names.indices[user])
+            changed[Size(letter)] = extents[names.indices[user]]
+    found = kernel.replace(changed)
+    assert isinstance(found, Kernel)
+    return found
 
 
 def write_nest(
@@ -63,6 +109,7 @@ def arguments_of(form: Form) -> Mapping[str, Argument]:
     rank = len(layout.output_plain)
     found |= {f"{OUTPUT}_{axis}": Argument("dim", "@out", axis) for axis in range(rank)}
     found |= {f"{INITIAL}_step_{axis}": Argument("start_stride", "", axis) for axis in range(rank)}
+    found |= {f"{OUTPUT}{n}": Argument("beside", str(n - 1)) for n in range(1, len(form.beside) + 1)}
     found |= {OUTPUT: Argument("out"), INITIAL: Argument("start")}
     kinds = ("rows", "begin", "end", "target", "owner", "order", "scratch")
     return found | {kind: Argument(kind) for kind in kinds}

@@ -8,9 +8,9 @@ from collections.abc import Sequence
 from torch import Tensor
 
 from insum_nn.compiler.forms.form import Form
+from insum_nn.compiler.forms.parameters import Argument
 from insum_nn.compiler.forms.points import ENTRY, OWNER
 from insum_nn.compiler.forms.source import Source
-from insum_nn.compiler.forms.text import Argument
 from insum_nn.compiler.lang.bind import Extents
 from insum_nn.compiler.runtime.row_partition import Owners
 

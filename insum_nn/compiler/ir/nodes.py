@@ -294,10 +294,14 @@ class Loop(Stmt):
 
 
 class Alloc(Stmt):
-    """Make an accumulator and fill it."""
+    """Make an accumulator and fill it; with `None` its cells are set before they are read.
+
+    An accumulator of several cells has one for each value of tile loops: it is summed in one such loop, and read in
+    another one over the same values.
+    """
 
     buffer: Buffer
-    initial: int | float = 0
+    initial: int | float | None = 0
 
 
 class Store(Stmt):

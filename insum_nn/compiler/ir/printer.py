@@ -94,7 +94,8 @@ def _statement(statement: Stmt, indent: str) -> Iterator[str]:
         for inner in statement.body:
             yield from _statement(inner, indent + "  ")
     elif isinstance(statement, Alloc):
-        yield f"{indent}alloc {_declared(statement.buffer)} = {statement.initial}"
+        initial = "" if statement.initial is None else f" = {statement.initial}"
+        yield f"{indent}alloc {_declared(statement.buffer)}{initial}"
     elif isinstance(statement, If):
         yield f"{indent}if {_bare(statement.condition)}:"
         for inner in statement.then:

@@ -51,6 +51,7 @@ class RowWalk:
     Attributes:
         kernel: the algorithm.
         axis: the axis of the output that the rows are.
+        entries: with rows: where an entry stands along each index of the owner.
         target: with chunks: the row that a chunk's sum belongs to, or -1 minus its place among partial sums.
         begins: with equal chunks: true at the first entry of a chunk or row.
         ends: with equal chunks: true at the last one.
@@ -58,28 +59,38 @@ class RowWalk:
 
     kernel: Kernel
     axis: int
+    entries: tuple[Expr, ...] = ()
     target: Expr | None = None
     begins: Expr | None = None
     ends: Expr | None = None
 
 
 def own_rows(
-    kernel: Kernel, owner: Load, axis: int, *, permuted: bool, chunks: Chunks = "none", size: int = 0
+    kernel: Kernel,
+    owner: Load,
+    axis: int,
+    *,
+    permuted: bool,
+    chunks: Chunks = "none",
+    size: int = 0,
+    rows: Expr | None = None,
 ) -> RowWalk:
-    """Walk the terms of a kernel by the rows of its output.
+    """Walk the terms of a kernel by the rows of its first output.
 
     Args:
         kernel: the algorithm.
         owner: the read that addresses the output's rows, at plain indices.
-        axis: the axis of the output that it addresses.
+        axis: the axis of the output that it addresses; -1: of no output.
         permuted: its entries are not in order.
         chunks: which rows are divided.
         size: entries of an equal chunk.
+        rows: how many there are, where that is no extent of the output.
     """
     loops, stores = loops_of(kernel), stores_of(kernel)
     entries = [index for index in owner.subscripts if isinstance(index, Index)]
     by_index = {loop.index: loop for loop in loops}
-    rows = kernel.results[0].buffer.shape[axis]
+    first = kernel.results[0].buffer
+    rows = first.shape[axis] if rows is None else rows
     length: Expr = Const(1)
     for index in entries:
         length = multiply(length, by_index[index].end)
@@ -112,7 +123,9 @@ def own_rows(
         low, high, owned = Load(begin, (ROW,)), Load(begin, (add(ROW, Const(1)),)), ROW
     # A row without terms may lie outside of what is read at its number.
     some = None if chunks == "equal" else Op("less", (low, high))
-    moved = tuple(_moved(store, owner, axis, known, owned, target, some) for store in stores)
+    moved = tuple(
+        _moved(store, owner, axis if store.buffer is first else -1, known, owned, target, some) for store in stores
+    )
     free = [loop for loop in loops if loop.role == "free" and loop.index not in entries]
     sums = [loop for loop in loops if loop.role == "sum"]
     nest: tuple[Stmt, ...] = moved
@@ -127,7 +140,7 @@ def own_rows(
     read = {node.buffer for store in moved for node in walk(store) if isinstance(node, Load)}
     inputs = tuple(b for b in kernel.inputs if b is not owner.buffer or b in read)
     walked = Kernel((*inputs, *made), kernel.results, nest, kernel.exact)
-    return RowWalk(walked, axis, target, begins, ends)
+    return RowWalk(walked, axis, tuple(known[index] for index in entries), target, begins, ends)  # type: ignore[arg-type]
 
 
 def _moved(
@@ -139,7 +152,8 @@ def _moved(
     mapping: dict[Node, Node] = {**known, owner: owned}
     value = _guarded(store.value, owner, some).replace(mapping)
     subscripts = [s.replace(mapping) for s in store.subscripts]
-    subscripts[axis] = ROW if target is None else target
+    if axis >= 0:
+        subscripts[axis] = ROW if target is None else target
     found = None if where is None else where.replace(mapping)
     return Store(store.buffer, tuple(subscripts), value, store.combine, found)  # type: ignore[arg-type]
 

@@ -30,7 +30,7 @@ from insum_nn.compiler.ir.nodes import (
 )
 from insum_nn.compiler.passes.terms import Term, factored, guards, indices_of, loose, select, widened
 
-__all__ = ["Cell", "Space", "Sums", "summed"]
+__all__ = ["Cell", "Space", "Sums", "partial_sums", "summed", "without"]
 
 Sides = tuple[tuple[int, ...], tuple[int, ...]]
 K = 1
@@ -99,13 +99,13 @@ def summed(cells: Sequence[Cell], space: Space, product: Sides | None, precision
         product: positions of the factors on either side of a matrix product.
         precision: of float32 in the matrix unit.
     """
-    cells = [replace(cell, terms=tuple(_without(term, cell.address) for term in cell.terms)) for cell in cells]
+    cells = [replace(cell, terms=tuple(without(term, cell.address) for term in cell.terms)) for cell in cells]
     if product is not None:
         return _Products(space, product, precision).sums(cells)
     found = Sums()
     body: list[Stmt] = []
     for cell in cells:
-        value, where, settled = _elements(cell.terms, space)
+        (value,), where, settled = partial_sums([cell.terms], space)
         found.buffers.append(cell.total)
         body.append(Store(cell.total, (), value, "add", where))
         found.totals.append(select(settled, Load(cell.total, ())))
@@ -113,15 +113,17 @@ def summed(cells: Sequence[Cell], space: Space, product: Sides | None, precision
     return found
 
 
-def _without(term: Term, address: Sequence[Expr]) -> Term:
+def without(term: Term, address: Sequence[Expr]) -> Term:
+    """A term without conditions that its cell's address needs anyway."""
     return Term(term.number, term.factors, tuple(c for c in term.conditions if c not in address))
 
 
 # Products element by element.
 
 
-def _elements(terms: Sequence[Term], space: Space) -> tuple[Expr, Expr | None, list[Expr]]:
-    """The value that a cell's terms add, where it is added, and the conditions by which the sum is selected."""
+def partial_sums(groups: Sequence[Sequence[Term]], space: Space) -> tuple[list[Expr], Expr | None, list[Expr]]:
+    """What each group of a cell's terms adds, where it is added, and the conditions by which the sum is selected."""
+    terms = [term for group in groups for term in group]
     needed = [loose(term.factors, [*term.conditions, *_past_ends(space)], space.guards) for term in terms]
     shared = [c for c in needed[0] if all(c in each for each in needed)]
     settled = [c for c in shared if space.of_cell(c)]
@@ -130,8 +132,9 @@ def _elements(terms: Sequence[Term], space: Space) -> tuple[Expr, Expr | None, l
     factors = [term.factors for term in terms]
     if len(terms) == 1:
         factors[0], where = _by_factor(factors[0], where, space)
-    total = _total([(t.number, f, own) for t, f, own in zip(terms, factors, rest, strict=True)], space)
-    return total, conjunction(where), settled
+    every = iter([(t.number, f, own) for t, f, own in zip(terms, factors, rest, strict=True)])
+    totals = [_total([next(every) for _ in group], space) for group in groups]
+    return totals, conjunction(where), settled
 
 
 def _past_ends(space: Space) -> list[Expr]:

@@ -50,7 +50,7 @@ from insum_nn.compiler.passes.sum_terms import Cell, Space, Sums, summed
 from insum_nn.compiler.passes.terms import indices_of, term_of
 from insum_nn.compiler.passes.unify_variants import switch
 
-__all__ = ["WORD_BITS", "Lanes", "Tiling", "tile"]
+__all__ = ["WORD_BITS", "K", "Lanes", "M", "N", "Tiler", "Tiling", "tile"]
 
 T = TypeVar("T", bound=Node)
 SPLIT, PART = Index("split"), Index("part")
@@ -112,11 +112,13 @@ class Tiling:
 
 def tile(walk_: RowWalk, tiling: Tiling) -> Kernel:
     """Place every loop of a kernel; one program stores a cell, unless sums meet in memory or are split."""
-    return _Tiler(walk_, tiling).kernel()
+    return Tiler(walk_, tiling).kernel()
 
 
 @dataclass
-class _Tiler:
+class Tiler:
+    """Places the loops of one walk under one tiling."""
+
     source: RowWalk
     tiling: Tiling
 
@@ -184,7 +186,7 @@ class _Tiler:
         return number != K or self.tiling.splits == 1 or bool(self.tiling.loops)
 
     def kernel(self) -> Kernel:
-        kernel, tiling = self.source.kernel, self.tiling
+        tiling = self.tiling
         cells: dict[tuple[Expr, ...], list[Store]] = {}
         for store in self.stores:
             cells.setdefault(store.subscripts, []).append(store)
@@ -193,9 +195,13 @@ class _Tiler:
         inner = blocks[0]
         if len(blocks) > 1:
             inner = switch(PART, blocks, exact=self.wide == "float64")
-        for index, count in reversed(self.programs(len(blocks))):
+        return self.in_programs(inner, len(blocks), "none" if self.covers() else "zero")
+
+    def in_programs(self, inner: tuple[Stmt, ...], parts: int, initial: Initial) -> Kernel:
+        """The kernel of what each program does."""
+        kernel = self.source.kernel
+        for index, count in reversed(self.programs(parts)):
             inner = (Loop(index, Const(0), count, "grid", inner),)
-        initial: Initial = "none" if self.covers() else "zero"
         results = tuple(Result(self.parts(r.buffer), initial) for r in kernel.results)
         nodes = (node for each in inner for node in walk(each))
         used = {node.buffer for node in nodes if isinstance(node, Load | Store) and not node.buffer.local}
