@@ -359,7 +359,8 @@ class NequIP(nn.Module):
             offsets: (e, 3).
             batch: (n,).
             num_graphs: configurations.
-            volumes: (num_graphs,) volumes of the periodic cells.
+            volumes: (num_graphs,) volumes of the periodic cells; NaN or 0 for a configuration without one, whose stress
+                is NaN.
 
         Returns:
             (num_graphs,) energies, (n, 3) forces and (num_graphs, 3, 3) stresses, symmetric, positive under tension,
@@ -383,5 +384,7 @@ class NequIP(nn.Module):
             images = offsets + (offsets[:, None] @ symmetric[batch[receivers]]).squeeze(1)
             energy = self(moved, species, receivers, senders, images, batch, num_graphs)
             gradient, virial = torch.autograd.grad(energy.sum(), (leaf, strain), create_graph=self.training)
-        stress = virial / volumes[:, None, None]
+        # A configuration without a cell has no stress, and must not make the gradients of the others NaN.
+        periodic = (volumes > 0)[:, None, None]
+        stress = torch.where(periodic, virial / volumes.where(volumes > 0, 1.0)[:, None, None], torch.nan)
         return (energy if self.training else energy.detach()), -gradient, stress

@@ -264,3 +264,16 @@ def test_bad_input():
         model(positions[:, :2], species, *rest)
     with pytest.raises(InsumShapeError, match="energy_shift has 1 energies for 2 species"):
         NequIP([1, 8], energy_shift=[1.0])
+
+
+def test_a_configuration_without_a_cell_leaves_the_gradients_of_others_finite():
+    model = NequIP([29], cutoff=3.0, num_layers=1, num_features=4, lmax=1).double().train()
+    positions = torch.zeros(2, 3, dtype=torch.float64)
+    receivers = torch.tensor([0, 0, 1, 1])
+    offsets = torch.tensor([[2.5, 0.0, 0.0], [-2.5, 0.0, 0.0]] * 2, dtype=torch.float64)
+    volumes = torch.tensor([15.6, torch.nan], dtype=torch.float64)
+    inputs = (positions, torch.tensor([29, 29]), receivers, receivers, offsets, torch.tensor([0, 1]), 2)
+    energy, forces, stress = model.energy_forces_stress(*inputs, volumes=volumes)
+    assert stress[1].isnan().all()
+    (energy.sum() + forces.square().sum() + stress[0].square().sum()).backward()
+    assert all(p.grad is None or p.grad.isfinite().all() for p in model.parameters())
