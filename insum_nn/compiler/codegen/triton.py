@@ -206,14 +206,19 @@ class _Printer(Values):
     def bits(self, loop: Loop, word: Expr) -> None:
         """A loop over the bits that any lane's word has: each step takes the lowest one that is left.
 
-        A loop of known length inside of it is made one with it, which leaves the software pipeline more steps.
+        A loop inside of it that every step takes whole is made one with it, which leaves the software pipeline more
+        steps.
         """
         self.helpers[_BITS] = None
         lanes, name = self.value(word), loop.index.name
         left = self.named(f"tl.reduce({lanes.text}, 0, either)", "left", (), lanes.depth).text
-        inner = loop.body[0] if len(loop.body) == 1 else None
-        pieces = _length(inner)
-        step, count = f"{name}_step", f"bits_of({left})"
+        inner = _steps_within(loop)
+        step, count, at = f"{name}_step", f"bits_of({left})", ""
+        if inner is not None:
+            at, end = f"{inner.index.name}_at", self.scalar(inner.end)
+            # Counted along: a remainder would be taken at each step.
+            self.line(f"{at} = {'0' if self.integer == 'int32' else 'tl.zeros((), tl.int64)'}")
+            count = f"{count} * tl.cdiv({end}, {inner.step})"
         self.scopes.append(Scope())
         depth = len(self.scopes) - 1
         low = self.named(f"{left} & -{left}", "low", (), depth).text
@@ -223,12 +228,13 @@ class _Printer(Values):
         text = bit if begin.text == "0" else f"{begin.text} + {bit}"
         self.indices[name] = self.named(f"({text}).to(tl.{self.integer})", name, (), depth)
         rest = f"{left} - {low}"
-        if pieces > 1:
-            assert isinstance(inner, Loop)
-            at = f"{step} % {pieces}"
-            self.indices[inner.index.name] = self.named(f"{at} * {inner.step}", inner.index.name, (), depth)
-            rest, count = f"tl.where({at} == {pieces - 1}, {rest}, {left})", f"{count} * {pieces}"
+        if inner is not None:
+            self.indices[inner.index.name] = Value(at, (), depth)
             self.block(inner.body)
+            following = self.named(f"{at} + {inner.step}", "next", (), depth).text
+            last = self.named(f"{following} >= {self.scalar(inner.end)}", "last", (), depth).text
+            self.line(f"{at} = tl.where({last}, 0, {following})")
+            rest = f"tl.where({last}, {rest}, {left})"
         else:
             self.block(loop.body)
         self.line(f"{left} = {rest}")
@@ -458,13 +464,12 @@ def _nested(statements: Sequence[Stmt]) -> Iterator[Loop]:
             yield from _nested((*statement.then, *statement.otherwise))
 
 
-def _length(statement: Stmt | None) -> int:
-    """The steps of a serial loop of known length; 1 for anything else."""
-    if not isinstance(statement, Loop) or statement.role != "serial" or statement.word is not None:
-        return 1
-    begin, end = statement.begin, statement.end
-    known = begin is Const(0) and isinstance(end, Const) and end.value % statement.step == 0
-    return int(end.value) // statement.step if known and isinstance(end, Const) else 1
+def _steps_within(loop: Loop) -> Loop | None:
+    """A serial loop from 0 to a size that is all there is in another loop."""
+    inner = loop.body[0] if len(loop.body) == 1 else None
+    if not isinstance(inner, Loop) or inner.role != "serial" or inner.word is not None or inner.pipeline:
+        return None
+    return inner if inner.begin is Const(0) and isinstance(inner.end, Const | Size) else None
 
 
 def _chain(expr: Expr) -> int:

@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from dataclasses import replace
 
 from insum_nn.compiler.codegen.triton import print_kernel
 from insum_nn.compiler.forms.form import Form
 from insum_nn.compiler.forms.kernel_epilogue import finishes
 from insum_nn.compiler.forms.parameters import Argument, Strides
 from insum_nn.compiler.forms.points import ENTRY, OWNER
-from insum_nn.compiler.forms.schedule import Axis, Layout, Precision, Schedule, place_indices, segmented
+from insum_nn.compiler.forms.schedule import Axis, Layout, Precision, Schedule, place_indices, segmented, skips_steps
 from insum_nn.compiler.ir.build import INITIAL, OUTPUT, Names, build
 from insum_nn.compiler.ir.graph import loops_of
 from insum_nn.compiler.ir.nodes import Buffer, Const, Index, Kernel, Load, Node, Size
@@ -19,15 +20,17 @@ from insum_nn.compiler.passes.fold_static_tables import fold_static_tables
 from insum_nn.compiler.passes.fuse_outputs import clusters, fuse_outputs
 from insum_nn.compiler.passes.own_rows import RowWalk, own_rows
 from insum_nn.compiler.passes.prefetch_indices import prefetch_indices
-from insum_nn.compiler.passes.tile import Lanes, Tiling, tile
+from insum_nn.compiler.passes.tile import WORD_BITS, Lanes, Tiling, tile
 from insum_nn.compiler.passes.tile_outputs import tile_outputs
 
-__all__ = ["algorithm_of", "arguments_of", "nest_of", "write_nest"]
+__all__ = ["SHARED_MULTIPLE", "algorithm_of", "arguments_of", "nest_of", "shared_extents", "write_nest"]
 
 
 def nest_of(form: Form, schedule: Schedule, strides: Strides, precision: Precision) -> Kernel:
     """The placed kernel of a form under a schedule."""
-    kernel, names = algorithm_of(form, strides), Names(form.bound.statement)
+    layout = place_indices(form, schedule)
+    kernel = algorithm_of(_with_arguments(form, shared_extents(form, schedule, layout)), strides)
+    names = Names(form.bound.statement)
     walk = RowWalk(kernel, 0)
     if form.combine == "own":
         assert form.owner is not None
@@ -41,7 +44,7 @@ def nest_of(form: Form, schedule: Schedule, strides: Strides, precision: Precisi
             size=schedule.share,
             rows=build(form.bound).results[0].buffer.shape[form.owner_axis],
         )
-    tiling = _tiling(form, schedule, place_indices(form, schedule), precision)
+    tiling = _tiling(form, schedule, layout, precision)
     if not form.beside:
         return tile(walk, tiling)
     placed = tile_outputs(walk, tiling, clusters(kernel))
@@ -80,6 +83,40 @@ def _renamed(kernel: Kernel, form: Form, shared: Kernel, whole: Form, output: Bu
     found = kernel.replace(changed)
     assert isinstance(found, Kernel)
     return found
+
+
+# What an extent is a multiple of, so that rows begin at whole vectors of 16 bytes in every dtype.
+SHARED_MULTIPLE = 16
+
+
+def shared_extents(form: Form, schedule: Schedule, layout: Layout) -> frozenset[str]:
+    """Known extents that a kernel takes as arguments, so that widths which are multiples of a tile share its code.
+
+    These belong to the rows and columns of a tile, and to sums of several steps. A sum of one step stays one, unless it
+    becomes one loop with the one around it: as a loop of its own it would leave the software pipeline nothing to
+    overlap. Terms of static tables stay too, whose places are literals of their addresses.
+    """
+    if len(form.points) > 1 or form.tables or form.beside:
+        return frozenset()
+    found: set[str] = set()
+    for axis in (layout.m, layout.n, layout.k):
+        extent = None if axis is None else form.static.get(axis.first)
+        if axis is None or extent is None or axis.inner or extent % SHARED_MULTIPLE or extent < axis.block:
+            continue
+        if extent > axis.block or axis is not layout.k or skips_steps(form, schedule, layout):
+            found.add(axis.first)
+    if schedule.dot and form.product is not None:
+        # The offsets of a kernel, whose number is a step of the weights.
+        found |= {index for index in layout.loops if index in form.static and form.static[index] > 1}
+    return frozenset(found)
+
+
+def _with_arguments(form: Form, indices: frozenset[str]) -> Form:
+    """The form with some of its known extents as arguments."""
+    if not indices:
+        return form
+    known = tuple((name, extent) for name, extent in form.bound.static if name not in indices)
+    return replace(form, bound=replace(form.bound, static=known))
 
 
 def write_nest(
@@ -146,11 +183,13 @@ def _laid_out(kernel: Kernel, form: Form, strides: Strides) -> Kernel:
 
 def _tiling(form: Form, schedule: Schedule, layout: Layout, precision: Precision) -> Tiling:
     letters = {**Names(form.bound.statement).indices, OWNER: walks.ROW.name, ENTRY: walks.ENTRY.name}
+    shared = shared_extents(form, schedule, layout)
 
     def lanes(axis: Axis | None) -> Lanes | None:
         if axis is None:
             return None
-        return Lanes(tuple(letters[i] for i in axis.indices), axis.lanes, axis.block, axis.inner)
+        whole = axis.first in shared and form.static[axis.first] % axis.block == 0
+        return Lanes(tuple(letters[i] for i in axis.indices), axis.lanes, axis.block, axis.inner, whole)
 
     dot = schedule.dot and form.product is not None
     return Tiling(
@@ -165,5 +204,6 @@ def _tiling(form: Form, schedule: Schedule, layout: Layout, precision: Precision
         product=(form.product.left, form.product.right) if dot and form.product is not None else None,
         transposed=dot and schedule.swap,
         precision=precision,
+        few=frozenset(letters[i] for i in layout.loops if form.static.get(i, WORD_BITS + 1) <= WORD_BITS),
         pipeline=schedule.stages if schedule.stages >= 3 and not dot else 0,
     )

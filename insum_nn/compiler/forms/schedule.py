@@ -24,6 +24,7 @@ __all__ = [
     "power",
     "precision_of",
     "segmented",
+    "skips_steps",
     "tiles_at_most",
 ]
 
@@ -211,6 +212,14 @@ def _steady(form: Form, product: Product) -> list[str]:
                         gaps |= names
     kept = [i for i in product.k if i not in gaps]
     return kept if math.prod(form.size(i) for i in kept) >= 16 else list(product.k)
+
+
+def skips_steps(form: Form, schedule: Schedule, layout: Layout) -> bool:
+    """Whether one loop goes over the steps of a matrix product at which some row of the tile has an entry."""
+    if not schedule.dot or form.product is None or len(layout.loops) != 1:
+        return False
+    rows = layout.m
+    return rows is not None and rows.block == rows.lanes and layout.loops[0] not in _steady(form, form.product)
 
 
 def _rest(form: Form, m: Axis | None, k: Axis | None, n: Axis | None) -> Layout:

@@ -92,6 +92,6 @@ def steps_of_vectors(form: Form, source: Source, values: Sequence[int | None]) -
         and (
             argument.kind.endswith("stride")
             or (argument.kind == "dim" and (argument.name == "@out" or argument.axis > 0))
-            or (argument.kind == "extent" and argument.name in rows)
+            or (argument.kind == "extent" and (argument.name in rows or argument.name in form.static))
         )
     )

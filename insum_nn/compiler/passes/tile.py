@@ -63,13 +63,15 @@ M, K, N = 0, 1, 2
 class Lanes:
     """Loops on the lanes of one tile axis, slowest first; `block` values of the first at a time.
 
-    `lanes` is a power of two, at least `block` times the extents of the others, which are known.
+    `lanes` is a power of two, at least `block` times the extents of the others, which are known. `whole`: the extent of
+    the first is a multiple of `block`.
     """
 
     indices: tuple[str, ...]
     lanes: int
     block: int
     inner: tuple[int, ...] = ()
+    whole: bool = False
 
     @property
     def each(self) -> int:
@@ -93,6 +95,7 @@ class Tiling:
         product: positions of the factors on the left and on the right side of a matrix product, formed by `dot`.
         transposed: the matrix unit gets the product with its sides exchanged, so that the columns are its long side.
         precision: of float32 in the matrix unit.
+        few: loops of no more steps than a word has bits.
         pipeline: stages of the loop over the terms of rows.
     """
 
@@ -107,6 +110,7 @@ class Tiling:
     product: tuple[tuple[int, ...], tuple[int, ...]] | None = None
     transposed: bool = False
     precision: Precision = "ieee"
+    few: frozenset[str] = frozenset()
     pipeline: int = 0
 
 
@@ -161,7 +165,7 @@ class Tiler:
             low = multiply(Index(f"{index.name}_program"), Const(lanes.block * each))
         known = end.value if isinstance(end, Const) else None
         limit: Expr | None = end
-        if known is not None and known % (lanes.block * each) == 0:
+        if lanes.whole or (known is not None and known % (lanes.block * each) == 0):
             limit = None
         if lanes.lanes != lanes.block * each:
             stop = add(low, Const(lanes.block * each))
@@ -374,7 +378,8 @@ class Tiler:
         row, steps, limit = self.axes[M].index, loop.end, entries.shape[1]
         count: Expr = Op("cdiv", (steps, Const(WORD_BITS)))
         words = Buffer(f"{entries.name}_words", "int32", (count, limit))
-        if isinstance(steps, Const) and steps.value <= WORD_BITS:
+        known = isinstance(steps, Const) and steps.value <= WORD_BITS
+        if known or loop.index.name in self.tiling.few:
             return Loop(loop.index, Const(0), steps, "serial", body, word=Load(words, (Const(0), row)))
         number = Index(f"{loop.index.name}_word")
         begin = multiply(number, Const(WORD_BITS))

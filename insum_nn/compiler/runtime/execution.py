@@ -253,7 +253,7 @@ def _generated(
     Raises:
         FormError: the statement is not of the generator's kind.
     """
-    bound = fix_extents(bound, extents, options, frozenset(name for name, _ in static))
+    bound = fix_extents(bound, extents, options, frozenset(name for name, _ in static), shared=True)
     precision = torch.get_float32_matmul_precision()
 
     def build() -> Executable:

@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import replace
 
 from insum_nn.compiler.forms import launch
+from insum_nn.compiler.forms.nest import SHARED_MULTIPLE
 from insum_nn.compiler.lang.bind import Bound, Extents, Layout
 from insum_nn.compiler.options import Options
 
@@ -23,11 +24,19 @@ def forget_extents() -> None:
     _values.clear()
 
 
-def fix_extents(bound: Bound, extents: Extents, options: Options, tables: frozenset[str] = frozenset()) -> Bound:
+def fix_extents(
+    bound: Bound,
+    extents: Extents,
+    options: Options,
+    tables: frozenset[str] = frozenset(),
+    *,
+    shared: bool = False,
+) -> Bound:
     """Fix the extents that are properties of a model rather than of its data, and those of 1, which broadcast.
 
     These are slots of a group, and dense feature axes: axes that no index tensor has and that some tensor carries
     behind its first axis. An index that keeps changing is compiled for every extent. Axes of static tables are fixed.
+    `shared`: of multiples of a tile any number is fixed, since a generated kernel takes them as arguments.
     """
     layout = bound.layout
     sizes = dict(zip(layout.indices, extents.indices, strict=True))
@@ -41,6 +50,10 @@ def fix_extents(bound: Bound, extents: Extents, options: Options, tables: frozen
             if name in slots or is_feature(layout, name) or _in_written_rows(layout, name):
                 if len(_values) >= _STATEMENTS_LIMIT:
                     _values.clear()
+                if shared and sizes[name] % SHARED_MULTIPLE == 0:
+                    # Widths that are multiples of a tile share a kernel; others have one each.
+                    fixed[name] = sizes[name]
+                    continue
                 seen = _values.setdefault((bound, name), set())
                 if len(seen) < _VALUES_LIMIT:
                     seen.add(sizes[name])

@@ -194,7 +194,11 @@ def _build(index: Tensor, rows: int, permuted: bool, share: int) -> Owners:
     target = torch.where(apart, -1 - slot, owner)
     divided = (parts > 1).nonzero().squeeze(1)
     ends = parts[divided].cumsum(0)
-    low, high, target, owner = torch.stack([low, high, target, owner]).to(small).to(flat.device).unbind(0)
+    count = owner.shape[0]
+    # Each begins at a multiple of 16 bytes, or the machine code would depend on how many ranges there are.
+    packed = torch.zeros((4, -(-count // 4) * 4), dtype=small, device=known.device)
+    packed[:, :count] = torch.stack([low, high, target, owner])
+    low, high, target, owner = packed.to(flat.device)[:, :count].unbind(0)
     first = torch.nn.functional.pad(ends, (1, 0)).to(flat.device)
     slots = int(ends[-1])
     divided = divided.to(flat.device)
