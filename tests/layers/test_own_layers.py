@@ -45,7 +45,7 @@ class Page:
 
     def __init__(self) -> None:
         names: dict[str, Any] = {"__name__": "page"}
-        for line, block in BLOCKS:
+        for line, block, _ in BLOCKS:
             exec(compile("\n" * line + block, PAGE.name, "exec", dont_inherit=True), names)
         vars(self).update(names)
 
@@ -77,9 +77,9 @@ def test_the_page_runs(tmp_path, monkeypatch):
 
 @pytest.mark.parametrize("name", KINDS)
 def test_each_layer_is_short_and_of_public_names(name: str):
-    (block,) = (block for _, block in BLOCKS if block.startswith(f"class {name}("))
+    (block,) = (block for _, block, _ in BLOCKS if block.startswith(f"class {name}("))
     assert len(block.splitlines()) <= MOST_LINES
-    text = "".join(block for _, block in BLOCKS)
+    text = "".join(block for _, block, _ in BLOCKS)
     assert "insum_nn.compiler" not in text
     assert not re.search(r"\._(?!_)", text)
 
