@@ -49,11 +49,12 @@ def inline(spec: Spec, tensors: Sequence[Tensor], start: Tensor | None, extents:
     """
     statement = spec.statement
     named = dict(zip(spec.layout.tensors, tensors, strict=True))
-    facts = {name: _trusted(spec, own) for name, own in spec.facts if name in named}
+    declared = dict(spec.facts)
+    # The derivatives of a statement read what the statement has checked.
+    checked = [] if spec.drop_outside else [name for name in spec.layout.index_tensors if not _vouched(spec, name)]
+    _assert_inside(statement, {name: named[name] for name in checked}, named, declared, extents)
+    facts = {name: own for name, own in declared.items() if name in checked or _vouched(spec, name)}
     bound = bind(statement, named, start, facts=facts, drop_outside=spec.drop_outside, epilogue=PLAIN)
-    if spec.origin != "builder" and not spec.drop_outside:
-        # The derivatives of a statement read what the statement has checked.
-        _assert_inside(statement, named, facts, extents)
     if spec.static:
         parts: Sequence[Part] | None = None
     else:
@@ -79,29 +80,33 @@ def inline(spec: Spec, tensors: Sequence[Tensor], start: Tensor | None, extents:
     raise AssertionError("a sequence has a last part")
 
 
-def _trusted(spec: Spec, facts: IndexFacts) -> IndexFacts:
-    """What a builder or a format guarantees; what a caller declares could not be verified."""
-    return facts if spec.origin != "caller" and facts.proven else IndexFacts()
+def _vouched(spec: Spec, name: str) -> bool:
+    """Whether a builder has made an index tensor, and guarantees its entries."""
+    return spec.origin == "builder" and any(own.proven for each, own in spec.facts if each == name)
 
 
 def _assert_inside(
-    statement: Statement, named: Mapping[str, Tensor], facts: Mapping[str, IndexFacts], extents: Extents
+    statement: Statement,
+    checked: Mapping[str, Tensor],
+    named: Mapping[str, Tensor],
+    facts: Mapping[str, IndexFacts],
+    extents: Extents,
 ) -> None:
-    """Have the graph raise where an index tensor points outside, or holds what is no entry."""
-    sizes: dict[str, Sequence[int]] = {name: tensor.shape for name, tensor in named.items()}
+    """Have the graph raise where one of the checked index tensors points outside, or holds what is no entry."""
     seen: set[tuple[str, str, int]] = set()
     for access in (statement.output, *statement.reads):
         for outer in (access, *access.nested()):
-            shape = extents.output if outer is statement.output else sizes[outer.name]
+            shape = extents.output if outer is statement.output else named[outer.name].shape
             for axis, subscript in enumerate(outer.subscripts):
                 for term in subscript.terms:
                     inner = term.atom
-                    if not isinstance(inner, Access) or (inner.name, outer.name, axis) in seen:
+                    if not isinstance(inner, Access) or inner.name not in checked:
+                        continue
+                    if (inner.name, outer.name, axis) in seen:
                         continue
                     seen.add((inner.name, outer.name, axis))
-                    entries = named[inner.name]
-                    known = facts.get(inner.name, UNKNOWN)
-                    inside = entries >= (0 if known.masked is False else -1)
+                    entries = checked[inner.name]
+                    inside = entries >= (0 if facts.get(inner.name, UNKNOWN).masked is False else -1)
                     direct = len(subscript.terms) == 1 and term.coefficient == 1 and subscript.offset == 0
                     if direct:
                         # Where an affine subscript falls outside of a tensor, its term takes no part.
