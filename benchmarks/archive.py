@@ -3,7 +3,7 @@
     results/history/<date>-<device>*.json     one file a run, never changed
     results/current/<device>/<family>.json    copied from one of them: one family, one commit, one machine
 
-`python -m benchmarks.archive` writes `current` anew; `--check` only compares. A family's records of one file and one
+`python -m benchmarks.archive` rewrites `current`; `--check` only compares. A family's records of one file and one
 commit are candidates; of those that have at least three quarters of the comparisons that the most complete candidate
 has, the newest is taken. A comparison is a representative case and mode in which we and a strong baseline were timed:
 one whose least time in all of the history is within a quarter of the least of any. Records of different commits are
@@ -138,7 +138,7 @@ def _wanted(history: Path) -> Mapping[str, Candidate]:
 
 
 def update(results: Path = RESULTS) -> list[Path]:
-    """Write `current` anew from `history`."""
+    """Rewrite `current` from `history`."""
     current = results / "current"
     shutil.rmtree(current, ignore_errors=True)
     written: list[Path] = []

@@ -235,7 +235,7 @@ def maximum() -> Drawing:
     draw.tensor(360, 66, "gradient of v", slope, lambda c: FILLS[int(row[c[0]])])
     for e, place in enumerate(row.tolist()):
         draw.arrow((source(e)[0] + 70 + CELL / 2, source(e)[1]), edges(target, place, 0, -1), LINES[place])
-    draw.words(40, 212, "A cell that nobody writes is 0. Equal maxima share the gradient.", size=12)
+    draw.words(40, 212, "A cell without terms is 0. Equal maxima share the gradient.", size=12)
     return draw
 
 

@@ -1,4 +1,4 @@
-"""Formats of one's own: what `SparseFormat` asks for, reduced to three methods."""
+"""Base class of user-defined formats: `SparseFormat`, reduced to three methods."""
 
 from __future__ import annotations
 

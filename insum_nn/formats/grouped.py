@@ -66,7 +66,7 @@ class GroupedFormat(SparseFormat):
         return COO(self.shape, tuple(indices), values, facts, self.coalesced and self.group_dim == 0)
 
     def _permuted_entries(self, dims: Sequence[int] | None) -> COO:
-        """Entries with permuted dimensions, sorted anew: distinct where this format's are."""
+        """Entries with permuted dimensions, sorted again: distinct where this format's are."""
         permuted = self.entries().transpose(dims)
         return replace(permuted, coalesced=True) if self.coalesced else permuted
 

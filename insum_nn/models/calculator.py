@@ -28,7 +28,7 @@ __all__ = ["PotentialCalculator"]
 class PotentialCalculator(Calculator):
     """Energy, forces and stress of an `ase.Atoms` by a `NequIP`, in eV and angstrom.
 
-    The model is copied; later training does not change the calculator. Neighbours are found anew at each step.
+    The model is copied; later training does not change the calculator. Neighbours are searched at each step.
 
     Args:
         model: the potential.

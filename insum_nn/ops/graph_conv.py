@@ -20,7 +20,7 @@ from insum_nn.compiler.options import DEFAULT, Options
 from insum_nn.errors import InsumDeviceError, InsumDtypeError
 from insum_nn.facts import IndexFacts
 from insum_nn.kept import forget
-from insum_nn.ops.arguments import to_autocast, under_autocast
+from insum_nn.ops.arguments import run, to_autocast, under_autocast
 from insum_nn.ops.graph_matrix import GraphMatrix
 from insum_nn.ops.graph_product import CARRY, fixed_order, graph_compare, graph_product
 from insum_nn.ops.modes import untraced
@@ -29,6 +29,7 @@ from insum_nn.structure.constants import plain_tensors
 from insum_nn.structure.gcn_norm import (
     Flow,
     Loops,
+    by_degrees,
     check_edge_index,
     check_edge_weight,
     edge_entries,
@@ -151,8 +152,7 @@ def _normalised(graph: GraphMatrix, weights: Tensor, options: Options) -> Tensor
         degree = graph_product(graph, weights, weights.new_ones(graph.num_nodes, 1), options=options)
         root = inverse_root(degree)
         return weights * graph_compare(graph, root, root, options)
-    root = inverse_root(weights.new_zeros(graph.num_nodes).index_add(0, row, weights))
-    return root.index_select(0, row) * weights * root.index_select(0, col)
+    return by_degrees(row, col, weights, graph.num_nodes)
 
 
 # The whole operator.
@@ -270,7 +270,7 @@ def explain_graph_conv(
     return program.explain(tensors=named, out_shape=(graph.num_nodes, None), measure=measure)
 
 
-# What Dynamo and TorchScript keep as one operator, and whoever traces below them sees as torch's operations.
+# Dynamo and TorchScript keep this operator; AOTAutograd, export and make_fx decompose it into torch's operations.
 
 torch.library.define(
     "insum_nn::graph_conv",
@@ -300,7 +300,7 @@ _ENTRY_FACTS = {"Row": IndexFacts(masked=True, proven=True), "Col": IndexFacts(m
 
 
 def _in_graph(x: Tensor, edge_index: Tensor, edge_weight: Tensor | None, recipe: Recipe, options: Options) -> Tensor:
-    """The convolution as torch's operations, for whoever records a graph of them; no size depends on values."""
+    """Write the convolution into a traced graph as torch's operations; no size depends on values."""
     nodes, edges = x.shape[0], edge_index.shape[1]
     check_edge_index(edge_index, nodes, values=False)
     inside = ((edge_index >= 0) & (edge_index < nodes)).all()
@@ -318,10 +318,9 @@ def _in_graph(x: Tensor, edge_index: Tensor, edge_weight: Tensor | None, recipe:
         weights = torch.where(stands, weights, 0.0)
         row = torch.where(stands, row, -1)
     if recipe.normalize:
-        root = inverse_root(weights.new_zeros(nodes).index_add(0, entries.row, weights))
-        weights = root.index_select(0, entries.row) * weights * root.index_select(0, col)
-    program = compile_built(_ENTRIES, facts=_ENTRY_FACTS, options=options)
-    return program(Row=row, Col=col, Val=weights.to(x.dtype), X=x, out_shape=(nodes, None))
+        weights = by_degrees(entries.row, col, weights, nodes)
+    named = {"Row": row, "Col": col, "Val": weights.to(x.dtype), "X": x}
+    return run(_ENTRIES, _ENTRY_FACTS, named, options, (nodes, None))
 
 
 # What stays one operator there: calls on a GPU, and those that promise an order of summation or checks. The structure

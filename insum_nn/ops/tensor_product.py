@@ -321,7 +321,7 @@ class _Product(torch.autograd.Function):
 
 
 # The registered operators: how tracing, TorchScript and exported graphs see a tensor product. Dynamo and TorchScript
-# keep the first, which whoever traces below them decomposes: into torch's operations, or, on a GPU, into the second.
+# keep the first; AOTAutograd, export and make_fx decompose it into torch's operations, or, on a GPU, into the second.
 
 _SCHEMA = (
     "(str spec, str role, Tensor first, Tensor second, Tensor third, Tensor? receivers, Tensor? senders, "

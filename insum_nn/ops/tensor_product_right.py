@@ -149,7 +149,7 @@ def _evaluate(form: Form, y: Tensor, weight: Tensor) -> Tensor:
     return torch.cat(rows, 1) if rows else y.new_zeros(y.shape[0], 0, form.dims["z"])
 
 
-# Dynamo and TorchScript keep one operator; whoever traces below them sees the statements of its paths.
+# Dynamo and TorchScript keep one operator; AOTAutograd, export and make_fx decompose it into its paths' statements.
 torch.library.define("insum_nn::tensor_product_right", "(str spec, Tensor y, Tensor weight) -> Tensor")
 
 

@@ -14,6 +14,7 @@ __all__ = [
     "Flow",
     "GraphEntries",
     "Loops",
+    "by_degrees",
     "check_edge_index",
     "check_edge_weight",
     "edge_entries",
@@ -195,6 +196,16 @@ def inverse_root(degree: Tensor) -> Tensor:
     return torch.where(isolated, 1.0, degree).pow(-0.5).masked_fill(isolated, 0.0)
 
 
+def by_degrees(row: Tensor, col: Tensor, weights: Tensor, num_nodes: int) -> Tensor:
+    """(p,) weights times the inverse roots of the degrees of both ends; differentiable.
+
+    >>> by_degrees(torch.tensor([0, 1]), torch.tensor([1, 0]), torch.tensor([4.0, 1.0]), 2).tolist()
+    [2.0, 0.5]
+    """
+    root = inverse_root(weights.new_zeros(num_nodes).index_add(0, row, weights))
+    return root.index_select(0, row) * weights * root.index_select(0, col)
+
+
 def gcn_norm(
     edge_index: Tensor,
     edge_weight: Tensor | None = None,
@@ -259,8 +270,6 @@ def gcn_norm(
         weight = torch.where(edges & (entries.row == entries.col), 0.0, weight)
     # Half types count far less than they can carry, so degrees are summed in float32.
     wide = weight.float() if weight.dtype in (torch.float16, torch.bfloat16) else weight
-    degree = wide.new_zeros(num_nodes).index_add(0, entries.row, wide)
-    root = inverse_root(degree)
-    normalised = (root.index_select(0, entries.row) * wide * root.index_select(0, entries.col)).to(weight.dtype)
+    normalised = by_degrees(entries.row, entries.col, wide, num_nodes).to(weight.dtype)
     ends = (entries.col, entries.row) if flow == "source_to_target" else (entries.row, entries.col)
     return torch.stack(ends), normalised

@@ -60,7 +60,7 @@ def test_the_package_s_own_formats_pass(entry: Entry):
 
 @dataclass(frozen=True, eq=False, repr=False)
 class Rows(CustomFormat):
-    """A slot in each row for each of its entries, and one more: an ELL of one's own, with a layout."""
+    """A slot in each row for each of its entries, and one more: a user's ELL, with a layout."""
 
     col: Tensor
     spare: int = 1

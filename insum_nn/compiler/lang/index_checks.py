@@ -30,7 +30,7 @@ from insum_nn.errors import (
 from insum_nn.facts import UNKNOWN, IndexFacts, repeated
 from insum_nn.kept import forget, forgets
 
-__all__ = ["Stats", "cell_numbers", "check_index_values", "stats_of", "writes_sums"]
+__all__ = ["Stats", "cell_numbers", "check_index_values", "lowest_entry", "stats_of", "writes_sums"]
 
 
 _INT64_MAX = 2**63 - 1
@@ -170,7 +170,7 @@ def _check_ranges(
             if all(given[a.name].proven for a in inner) and subscript.indirect is not None:
                 continue
             stats = {a.name: stats_of(named[a.name]) for a in inner}
-            below = any(s.smallest < _lowest(given[name]) for name, s in stats.items())
+            below = any(s.smallest < lowest_entry(given[name]) for name, s in stats.items())
             bounded = subscript.indirect is not None or (is_output and not drop_outside)
             low, high = _hull(subscript, sizes, stats)
             if not -_INT64_MAX <= low <= high <= _INT64_MAX and all(s.smallest <= s.largest for s in stats.values()):
@@ -224,7 +224,7 @@ def _exact(
     evaluator = _Evaluator(named, sizes)
     values, valid, labels = evaluator.subscript(subscript)
     for inner, entries, reached, own in evaluator.read:
-        lowest = _lowest(given[inner.name])
+        lowest = lowest_entry(given[inner.name])
         bad = reached & (entries < lowest)
         if bool(bad.any()):
             return _below(statement, inner, entries, bad, own, lowest)
@@ -265,7 +265,7 @@ def _first(bad: Tensor, labels: Sequence[str]) -> str:
     return f"; first at {first}" if first else ""
 
 
-def _lowest(facts: IndexFacts) -> int:
+def lowest_entry(facts: IndexFacts) -> int:
     """Return the smallest entry that an index tensor may hold."""
     return 0 if facts.masked is False else -1
 

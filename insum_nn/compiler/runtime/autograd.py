@@ -272,7 +272,7 @@ def apply(
         tensors = [t.resolve_neg() for t in tensors]
         start = None if start is None else start.resolve_neg()
     if spec.epilogue:
-        return _finished(spec, tensors, start, extents, key, seen)
+        return _finished(spec, tensors, start, extents, key, seen, traced=traced)
     if is_transformed() and not torch.compiler.is_compiling():
         return _Transformed.apply(Call(spec, extents.indices, extents.output), start, *tensors)  # type: ignore[no-any-return]
     if inlined:
@@ -304,6 +304,8 @@ def _finished(
     extents: Extents,
     key: Key | None,
     seen: Seen | None,
+    *,
+    traced: bool,
 ) -> Tensor:
     """`apply` for a sum that is activated or cast.
 
@@ -311,7 +313,7 @@ def _finished(
     that takes the number before it (silu, gelu) is applied by torch: that number must be written for backward anyway,
     so to fuse would save one read of the output, and cost every back end a second output.
     """
-    if not (_traced(tensors) or _traced((start,)) or is_transformed()):
+    if not (traced or is_transformed()):
         if not _learned((*tensors, start)):
             return run_spec(spec, tensors, start, extents, key)
         name = spec.epilogue.activation

@@ -9,7 +9,7 @@ the graph runs, by assertions in it that name them.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import replace
 from functools import lru_cache
 
@@ -18,7 +18,8 @@ from torch import Tensor
 
 from insum_nn.compiler.lang.bind import Bound, Extents, bind
 from insum_nn.compiler.lang.epilogue import PLAIN
-from insum_nn.compiler.lang.syntax import Access, Statement
+from insum_nn.compiler.lang.index_checks import lowest_entry
+from insum_nn.compiler.lang.syntax import Statement
 from insum_nn.compiler.options import Options
 from insum_nn.compiler.runtime.dispatch import Spec
 from insum_nn.compiler.runtime.library import Library, extent_arguments, library_calls_of
@@ -50,10 +51,11 @@ def inline(spec: Spec, tensors: Sequence[Tensor], start: Tensor | None, extents:
     statement = spec.statement
     named = dict(zip(spec.layout.tensors, tensors, strict=True))
     declared = dict(spec.facts)
-    # The derivatives of a statement read what the statement has checked.
-    checked = [] if spec.drop_outside else [name for name in spec.layout.index_tensors if not _vouched(spec, name)]
-    _assert_inside(statement, {name: named[name] for name in checked}, named, declared, extents)
-    facts = {name: own for name, own in declared.items() if name in checked or _vouched(spec, name)}
+    # What a builder has made holds what it guarantees; the derivatives of a statement read what that has checked.
+    built = {name for name, own in spec.facts if own.proven} if spec.origin == "builder" else set[str]()
+    checked = set[str]() if spec.drop_outside else spec.layout.index_tensors - built
+    _assert_inside(statement, checked, named, declared, extents)
+    facts = {name: own for name, own in declared.items() if name in checked | built}
     bound = bind(statement, named, start, facts=facts, drop_outside=spec.drop_outside, epilogue=PLAIN)
     if spec.static:
         parts: Sequence[Part] | None = None
@@ -80,40 +82,28 @@ def inline(spec: Spec, tensors: Sequence[Tensor], start: Tensor | None, extents:
     raise AssertionError("a sequence has a last part")
 
 
-def _vouched(spec: Spec, name: str) -> bool:
-    """Whether a builder has made an index tensor, and guarantees its entries."""
-    return spec.origin == "builder" and any(own.proven for each, own in spec.facts if each == name)
-
-
 def _assert_inside(
     statement: Statement,
-    checked: Mapping[str, Tensor],
+    checked: Collection[str],
     named: Mapping[str, Tensor],
     facts: Mapping[str, IndexFacts],
     extents: Extents,
 ) -> None:
     """Have the graph raise where one of the checked index tensors points outside, or holds what is no entry."""
     seen: set[tuple[str, str, int]] = set()
-    for access in (statement.output, *statement.reads):
-        for outer in (access, *access.nested()):
-            shape = extents.output if outer is statement.output else named[outer.name].shape
-            for axis, subscript in enumerate(outer.subscripts):
-                for term in subscript.terms:
-                    inner = term.atom
-                    if not isinstance(inner, Access) or inner.name not in checked:
-                        continue
-                    if (inner.name, outer.name, axis) in seen:
-                        continue
-                    seen.add((inner.name, outer.name, axis))
-                    entries = checked[inner.name]
-                    inside = entries >= (0 if facts.get(inner.name, UNKNOWN).masked is False else -1)
-                    direct = len(subscript.terms) == 1 and term.coefficient == 1 and subscript.offset == 0
-                    if direct:
-                        # Where an affine subscript falls outside of a tensor, its term takes no part.
-                        inside = inside & (entries < shape[axis])
-                    where = f"points outside axis {axis} of '{outer.name}'" if direct else "holds what is no entry"
-                    message = f"index tensor '{inner.name}' {where} in {statement.text}"
-                    torch.ops.aten._assert_async.msg(inside.all(), message)
+    for access in statement.accesses():
+        shape = extents.output if access is statement.output else named[access.name].shape
+        for axis, subscript in enumerate(access.subscripts):
+            for name in [inner.name for inner in subscript.index_accesses()]:
+                if name not in checked or (name, access.name, axis) in seen:
+                    continue
+                seen.add((name, access.name, axis))
+                inside, what = named[name] >= lowest_entry(facts.get(name, UNKNOWN)), "holds what is no entry"
+                if subscript.indirect is not None:
+                    # Where an affine subscript falls outside of a tensor, its term takes no part.
+                    what = f"points outside axis {axis} of '{access.name}'"
+                    inside = inside & (named[name] < shape[axis])
+                torch.ops.aten._assert_async.msg(inside.all(), f"index tensor '{name}' {what} in {statement.text}")
 
 
 # In place of a symbolic size: a traced graph is for all sizes, so that none of them may decide what it looks like.

@@ -1,4 +1,4 @@
-"""What handles torch's calls besides eager execution and autograd: tracers, transforms and dispatch modes."""
+"""Detect tracers, transforms and dispatch modes: what handles torch's calls besides eager execution and autograd."""
 
 from __future__ import annotations
 
@@ -64,7 +64,7 @@ def writes_graph(tensors: Sequence[Tensor | None]) -> bool:
     present = [tensor for tensor in tensors if tensor is not None]
     if not present or present[0].device.type != "cpu":
         return False
-    # Whoever traces has loaded these; importing them takes longer than importing torch.
+    # Loaded whenever torch traces; to import them here takes longer than to import torch.
     proxies: Any = sys.modules.get("torch.fx.experimental.proxy_tensor")
     if proxies is not None and proxies.get_proxy_mode() is not None:
         return True

@@ -212,7 +212,7 @@ def _tuned(step: Callable[[], None], budget: float, entries: list[session.Asked]
             if not count or time.perf_counter() >= until:
                 break
             asked.let_through(until)
-            # Programs ask anew, and the budget counts for this call alone.
+            # Programs look their schedules up again, and the budget counts for this call alone.
             clear_cache()
             with budgets.granted(budget), session.opened(asked):
                 step()
