@@ -25,10 +25,11 @@ import torch
 from benchmarks.measured_schedules import SPMM, Measured, form_of, of_sgap, of_shipped, sized
 from benchmarks.schedules import generated_of
 from insum_nn import Options, compile
-from insum_nn.compiler.forms.schedule import Schedule, default_schedule
+from insum_nn.compiler.forms.defaults import default_schedule
 from insum_nn.compiler.schedule import timing
 from insum_nn.compiler.schedule.cost_model import H200, MARGIN, Rates, fits, microseconds, models, ranked
 from insum_nn.compiler.schedule.kernel_work import Work, count
+from insum_nn.compiler.schedule.space import Schedule
 from insum_nn.facts import IndexFacts
 
 __all__ = ["Found", "Problem", "alike", "draw", "fit", "judge", "loss", "main", "measure", "of_grid"]
@@ -84,7 +85,7 @@ class Problem:
 
 def alike(schedule: Schedule) -> Schedule:
     """A schedule of rows without the length at which they are divided: it follows from sizes that are not stored."""
-    return schedule if schedule.segment else replace(schedule, share=0)
+    return schedule if schedule.segment else replace(schedule, chunk=0)
 
 
 def loss(problems: Sequence[Problem], rates: Rates) -> float:

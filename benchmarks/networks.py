@@ -11,7 +11,7 @@ import math
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, replace
-from typing import Any
+from typing import Any, overload
 
 import torch
 from torch import Tensor, nn
@@ -105,6 +105,29 @@ def autocast(device: torch.device, dtype: torch.dtype | None) -> AbstractContext
 def train(found: Network, provider: str, device: torch.device) -> Step:
     """Build a provider's model, and its training step."""
     return Step(found, found.models[provider](), found.batches, device)
+
+
+class _Batches(Sequence[Batch]):
+    """Batches that are made when they are first asked for: who takes two steps does not wait for eight."""
+
+    def __init__(self, make: Callable[[int], Batch], count: int) -> None:
+        self.make, self.made = make, list[Batch | None]([None] * count)
+
+    def __len__(self) -> int:
+        return len(self.made)
+
+    @overload
+    def __getitem__(self, place: int) -> Batch: ...
+    @overload
+    def __getitem__(self, place: slice) -> list[Batch]: ...
+    def __getitem__(self, place: int | slice) -> Batch | list[Batch]:
+        if isinstance(place, slice):
+            return [self[each] for each in range(len(self))[place]]
+        number = range(len(self))[place]
+        batch = self.made[number]
+        if batch is None:
+            batch = self.made[number] = self.make(number)
+        return batch
 
 
 def without_autocast(found: Network) -> Network:
@@ -311,7 +334,7 @@ def _spunet(setting: Setting, *, half: bool) -> Network:
             "spconv_triton": model(lambda: peers.spconv("spconv_triton", setting.device)),
         },
         reference=reference,
-        batches=[_scene(setting, number, channels, classes) for number in range(2 if setting.tiny else 8)],
+        batches=_Batches(lambda number: _scene(setting, number, channels, classes), 2 if setting.tiny else 8),
         loss=lambda built, batch: nn.functional.cross_entropy(
             outputs(built, batch).to(torch.promote_types(batch[0].dtype, torch.float32)), batch[4]
         ),
@@ -447,7 +470,7 @@ def _nequip(setting: Setting, *, cells: int) -> Network:
     return Network(
         models={"insum_nn": ours, "e3nn": e3nn, "oeq": openequivariance},
         reference=lambda: e3nn(torch.float64),
-        batches=[_crystal(setting, number, cells, cutoff) for number in range(2 if setting.tiny else 8)],
+        batches=_Batches(lambda number: _crystal(setting, number, cells, cutoff), 2 if setting.tiny else 8),
         loss=loss,
         outputs=lambda model, batch: both(model, batch)[1],
     )

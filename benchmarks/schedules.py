@@ -9,8 +9,8 @@ from torch import Tensor
 from benchmarks.registry import Unavailable
 from insum_nn import Program
 from insum_nn.compiler.forms.generated import Generated
-from insum_nn.compiler.forms.schedule import Schedule
 from insum_nn.compiler.runtime.dispatch import prepare
+from insum_nn.compiler.schedule.space import Schedule
 
 __all__ = ["generated_of", "run_scheduled"]
 

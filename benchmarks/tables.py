@@ -74,7 +74,12 @@ SPUNET, NEQUIP, GCN = "network/network=spunet_fp16", "network/network=nequip_864
 NEQUIP_864 = "NequIP 0.19.1, 864"
 # In the order in which they are shown; the first eight for which there are numbers.
 README_ROWS: tuple[Entry, ...] = (
-    Entry("SpUNet, 163 k voxels: training step", f"{SPUNET}/what=step", "step", survey="SpUNet (Pointcept)"),
+    Entry(
+        "SpUNet, 163 k voxels (ours float16, spconv float32): training step",
+        f"{SPUNET}/what=step",
+        "step",
+        survey="SpUNet (Pointcept)",
+    ),
     Entry("the same: first step", f"{SPUNET}/what=step", "first step", survey="SpUNet (Pointcept)"),
     Entry(
         "NequIP, 864 atoms, forces in the loss: training step",
@@ -191,7 +196,7 @@ def readme_table(rows: Sequence[Row]) -> str:
         show: Callable[[float], str] = (lambda v: f"{v:.0f} MiB") if entry.quantity == "memory" else duration
         cells = [f"**{show(v)}**" if v == min(ours, value) else show(v) for v in (ours, value)]
         lines.append([entry.title + empty, *cells, baseline_name(baseline)])
-    source = " Whole networks: of other packages, two runs, measured outside of `benchmarks/`." if outside else ""
+    source = " SpUNet and NequIP: of other packages, two runs, measured outside of `benchmarks/`." if outside else ""
     caption = (
         f"One NVIDIA H200, {' and '.join(sorted(versions))}; medians, measured from {min(dates)} to {max(dates)}."
         f"{source}"

@@ -11,9 +11,9 @@ import torch
 from benchmarks import fit_cost_model
 from benchmarks.fit_cost_model import Problem, fit, judge, loss, main
 from benchmarks.measured_schedules import of_shipped
-from insum_nn.compiler.forms.schedule import Schedule
 from insum_nn.compiler.schedule import timing
 from insum_nn.compiler.schedule.cost_model import Rates
+from insum_nn.compiler.schedule.space import Schedule
 
 
 def test_a_tiny_fit_prints_rates_and_draws(tmp_path: Path):

@@ -21,7 +21,7 @@ from benchmarks.graphs import GRAPHS, pattern
 from benchmarks.registry import Builder, Floor, Problem, Setting, Unavailable, Work, case
 from benchmarks.schedules import run_scheduled
 from insum_nn import Options
-from insum_nn.compiler.forms.schedule import Schedule
+from insum_nn.compiler.schedule.space import Schedule
 from insum_nn.formats import COO
 from insum_nn.ops import spmm
 from insum_nn.ops.spmm import spmm_program
@@ -41,7 +41,7 @@ def schedule_of(kind: str, width: int, columns: int) -> Schedule:
     warps = 1 if m * n * width <= 2048 else 4
     if kind == "row":
         return Schedule(m=m, n=n, k=width, warps=warps)
-    return Schedule(m=m, n=n, k=width, share=128, segment=True, warps=warps)
+    return Schedule(m=m, n=n, k=width, chunk=128, segment=True, warps=warps)
 
 
 @case(

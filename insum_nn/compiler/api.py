@@ -1,4 +1,4 @@
-"""The whole pipeline on one screen: `insum()`, `compile()`, `Program`."""
+"""`insum()`, `compile()` and `Program`; a call goes on in `runtime/program.py`, `dispatch.py` and `execution.py`."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from insum_nn.compiler.explain.report import Explanation
-from insum_nn.compiler.forms.joint import Joint
+from insum_nn.compiler.forms.fused_programs import Joint
 from insum_nn.compiler.forms.launch import available as generates_kernels
 from insum_nn.compiler.lang.index_checks import stats_of
 from insum_nn.compiler.lang.parser import check_text
@@ -18,7 +18,15 @@ from insum_nn.compiler.runtime.autocast import to_autocast, under_autocast
 from insum_nn.compiler.runtime.batched_gradients import for_each_vector
 from insum_nn.compiler.runtime.bound_program import Given
 from insum_nn.compiler.runtime.dispatch import check_kinds
-from insum_nn.compiler.runtime.modes import graph_constant, is_plain_eager, is_transformed, writes_graph
+from insum_nn.compiler.runtime.joint_paths import JointPaths
+from insum_nn.compiler.runtime.modes import (
+    graph_constant,
+    is_plain_eager,
+    is_traced,
+    is_transformed,
+    records_graph,
+    writes_graph,
+)
 from insum_nn.compiler.runtime.out_argument import check_unrecorded, write_out
 from insum_nn.compiler.runtime.program import Program, ProgramSum, Shape
 from insum_nn.compiler.runtime.row_partition import keep_words
@@ -29,6 +37,7 @@ __all__ = [
     "Explanation",
     "Given",
     "Joint",
+    "JointPaths",
     "Program",
     "ProgramSum",
     "call_traced",
@@ -39,9 +48,11 @@ __all__ = [
     "graph_constant",
     "insum",
     "is_plain_eager",
+    "is_traced",
     "is_transformed",
     "keep_words",
     "options_text",
+    "records_graph",
     "stats_of",
     "to_autocast",
     "under_autocast",

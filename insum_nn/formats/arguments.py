@@ -9,8 +9,8 @@ from typing import cast
 import torch
 from torch import Tensor
 
+from insum_nn.dtypes import INDEX_DTYPES
 from insum_nn.errors import InsumDeviceError, InsumDtypeError, InsumOverflowError, InsumShapeError
-from insum_nn.formats.checks import INDEX_DTYPES
 
 __all__ = [
     "check_block_shape",

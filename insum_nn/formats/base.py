@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any, ClassVar, Self, cast
 import torch
 from torch import Tensor
 
+from insum_nn.dtypes import INDEX_DTYPES
 from insum_nn.errors import InsumShapeError
 from insum_nn.facts import UNKNOWN, IndexFacts
 from insum_nn.formats import arguments, checks
@@ -329,10 +330,10 @@ class SparseFormat(Verifiable):
         dtype, device = parts[0].tensor.dtype, self.values.device
         for part in parts:
             got = part.tensor.dtype
-            if got not in checks.INDEX_DTYPES:
+            if got not in INDEX_DTYPES:
                 fix = f"pass {part.field}.long()."
                 faults.append(Fault(part.field, "dtype", "int32 or int64", _short(got), fix))
-            elif got != dtype and dtype in checks.INDEX_DTYPES:
+            elif got != dtype and dtype in INDEX_DTYPES:
                 expected = f"{_short(dtype)} as in {parts[0].field}"
                 faults.append(Fault(part.field, "dtype", expected, _short(got), "give all index tensors one dtype."))
             if part.tensor.device != device:

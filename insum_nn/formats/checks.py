@@ -20,7 +20,6 @@ from insum_nn.errors import (
 from insum_nn.facts import repeated
 
 __all__ = [
-    "INDEX_DTYPES",
     "Fault",
     "ascending_fault",
     "at_position",
@@ -35,8 +34,6 @@ __all__ = [
     "unused_value_fault",
     "unused_where_used_fault",
 ]
-
-INDEX_DTYPES = (torch.int32, torch.int64)
 
 Kind = Literal["shape", "dtype", "device", "range", "law"]
 

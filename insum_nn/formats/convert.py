@@ -15,6 +15,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
+from insum_nn.dtypes import INDEX_DTYPES, wide_dtype
 from insum_nn.errors import (
     InsumFormatError,
     InsumShapeError,
@@ -109,7 +110,7 @@ def check_entries(
             fix = "pass one index per value."
             got = f"shape {tuple(index.shape)}"
             faults.append(checks.Fault(field, "shape", f"shape ({values.shape[0]},) as values", got, fix))
-        if index.dtype not in checks.INDEX_DTYPES:
+        if index.dtype not in INDEX_DTYPES:
             got = str(index.dtype).removeprefix("torch.")
             faults.append(checks.Fault(field, "dtype", "int32 or int64", got, f"pass {field}.long()."))
         if index.device != values.device:
@@ -167,7 +168,7 @@ def sum_rows(rows: Tensor, slots: Tensor, num_slots: int) -> Tensor:
     """
     if rows.dtype == torch.bool:
         return sum_rows(rows.to(torch.int32), slots, num_slots) > 0
-    wide = rows.float() if rows.dtype in (torch.float16, torch.bfloat16) else rows
+    wide = rows.to(wide_dtype(rows.dtype))
     total = wide.new_zeros((num_slots, *rows.shape[1:])).index_add(0, slots, wide)
     return total.to(rows.dtype)
 

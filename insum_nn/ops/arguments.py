@@ -64,7 +64,7 @@ class Operand(NamedTuple):
 FORMATS: tuple[type[SparseFormat], ...] = (COO, ELL, BlockCOO, BlockGroupCOO, GroupCOO)
 
 
-def require_format(value: object, owner: str, argument: str, kinds: tuple[type[SparseFormat], ...] = FORMATS) -> None:
+def require_format(value: object, caller: str, argument: str, kinds: tuple[type[SparseFormat], ...] = FORMATS) -> None:
     """Raise unless `value` is one of the formats that an operator has an expression for."""
     if isinstance(value, kinds):
         return
@@ -77,7 +77,7 @@ def require_format(value: object, owner: str, argument: str, kinds: tuple[type[S
     else:
         fix = "build one of these formats."
     raise InsumFormatError(
-        f"{owner} cannot take a {type(value).__name__} for '{argument}'",
+        f"{caller} cannot take a {type(value).__name__} for '{argument}'",
         details=[f"expected one of {names}"],
         fix=fix,
         argument=argument,
@@ -86,7 +86,7 @@ def require_format(value: object, owner: str, argument: str, kinds: tuple[type[S
     )
 
 
-def matrix_layout(matrix: SparseFormat, owner: str, argument: str) -> str:
+def matrix_layout(matrix: SparseFormat, caller: str, argument: str) -> str:
     """The name under which tables of expressions list a matrix: its format, and what it is grouped along.
 
     Raises:
@@ -96,10 +96,10 @@ def matrix_layout(matrix: SparseFormat, owner: str, argument: str) -> str:
     >>> matrix_layout(GroupCOO.from_dense(torch.eye(2), group_dim=1), "spmm", "matrix")
     'GroupCOO along columns'
     """
-    require_format(matrix, owner, argument)
+    require_format(matrix, caller, argument)
     if matrix.ndim != 2:
         raise InsumShapeError(
-            f"{owner} takes a matrix for '{argument}', got {_counted(matrix.ndim, 'dimension')}",
+            f"{caller} takes a matrix for '{argument}', got {_counted(matrix.ndim, 'dimension')}",
             details=[f"expected shape (m, k); got {matrix.shape}"],
             fix="use ttm or mttkrp for tensors of more dimensions.",
             argument=argument,
@@ -128,19 +128,19 @@ def subscripts(tensor: SparseFormat) -> tuple[str, ...]:
     return tuple(found)
 
 
-def check_mode(mode: object, ndim: int, owner: str) -> int:
+def check_mode(mode: object, ndim: int, caller: str) -> int:
     """`mode` counted from 0."""
     if isinstance(mode, int) and not isinstance(mode, bool) and -ndim <= mode < ndim:
         return mode % ndim
     raise InsumShapeError(
-        f"{owner} got mode {mode!r} of a tensor with {ndim} dimensions",
+        f"{caller} got mode {mode!r} of a tensor with {ndim} dimensions",
         fix=f"pass an integer from 0 to {ndim - 1}.",
         expected=ndim,
         got=mode,
     )
 
 
-def named_tensors(owner: str, expression: str, matrix: SparseFormat, operands: Sequence[Operand]) -> dict[str, Tensor]:
+def named_tensors(caller: str, expression: str, matrix: SparseFormat, operands: Sequence[Operand]) -> dict[str, Tensor]:
     """The tensors of a call by their names in the expression, after checks of rank, extents, dtype and device.
 
     Under autocast float32 and half tensors take its dtype, as they do before a dense product.
@@ -152,7 +152,7 @@ def named_tensors(owner: str, expression: str, matrix: SparseFormat, operands: S
     if under_autocast(matrix.device):
         named["Val"] = to_autocast(matrix.values)
         operands = [o._replace(tensor=to_autocast(o.tensor)) for o in operands]
-    check = _Check(owner, expression, named["Val"])
+    check = _Check(caller, expression, named["Val"])
     for operand in operands:
         check.operand(operand)
         named[operand.symbol] = operand.tensor
@@ -163,8 +163,8 @@ def named_tensors(owner: str, expression: str, matrix: SparseFormat, operands: S
 class _Check:
     """Collects everything that is wrong with the operands of one call."""
 
-    def __init__(self, owner: str, expression: str, values: Tensor) -> None:
-        self.owner = owner
+    def __init__(self, caller: str, expression: str, values: Tensor) -> None:
+        self.caller = caller
         self.expression = expression
         self.values = values
         self.faults: list[InsumError] = []
@@ -183,7 +183,7 @@ class _Check:
         spans = span_of(self.expression, operand.symbol)
         if kind is InsumDtypeError:
             spans = span_of(self.expression, "Val") + spans
-        text = f"{self.owner}: '{operand.argument}' {message}"
+        text = f"{self.caller}: '{operand.argument}' {message}"
         fields["argument"] = operand.argument
         self.faults.append(kind(text, expression=self.expression, spans=spans, details=details, fix=fix, **fields))
 
@@ -282,14 +282,14 @@ def pad_axis(tensor: Tensor, axis: int, extent: int) -> Tensor:
 
 
 def other_device(
-    name: str, tensor: Tensor, first: str, anchor: Tensor, *, owner: str = "", fix: str | None = None
+    name: str, tensor: Tensor, first: str, anchor: Tensor, *, caller: str = "", fix: str | None = None
 ) -> list[InsumError]:
     """The fault of a tensor that is not where the first one is; none where it is."""
     if tensor.device == anchor.device:
         return []
     return [
         InsumDeviceError(
-            f"{owner}'{name}' is on {tensor.device}, '{first}' on {anchor.device}",
+            f"{caller}'{name}' is on {tensor.device}, '{first}' on {anchor.device}",
             fix=f"pass {name}.to('{anchor.device}')." if fix is None else fix,
             argument=name,
             expected=anchor.device,
@@ -298,15 +298,15 @@ def other_device(
     ]
 
 
-def layer_elsewhere(owner: str, weight: Tensor, bias: Tensor | None, first: str, anchor: Tensor) -> list[InsumError]:
+def layer_elsewhere(caller: str, weight: Tensor, bias: Tensor | None, first: str, anchor: Tensor) -> list[InsumError]:
     """The faults of a layer's tensors that are not where its input is."""
     if weight.device == anchor.device and (bias is None or bias.device == anchor.device):
         # Every call comes here: what follows is for those that end.
         return []
-    owned = {"weight": weight} if bias is None else {"weight": weight, "bias": bias}
+    parameters = {"weight": weight} if bias is None else {"weight": weight, "bias": bias}
     fix = f"move the layer with .to('{anchor.device}')."
     return [
         fault
-        for name, tensor in owned.items()
-        for fault in other_device(name, tensor, first, anchor, owner=f"{owner}: ", fix=fix)
+        for name, tensor in parameters.items()
+        for fault in other_device(name, tensor, first, anchor, caller=f"{caller}: ", fix=fix)
     ]

@@ -149,7 +149,7 @@ class BlockColumns:
 
 
 def _columns(samples: Tensor, blocks: int, options: Options, alone: bool = False) -> Tensor:
-    """(n, blocks * b) samples as (blocks, b, n); `alone` where nothing is recorded and nobody looks on."""
+    """(n, blocks * b) samples as (blocks, b, n); `alone` where nothing is recorded and no mode is active."""
     # torch's own copy of a transposed matrix takes five times as long as its bytes do.
     count, columns = samples.shape
     if alone:

@@ -95,7 +95,7 @@ def block_tiles(
         D[Row[g],a,Col[g,q],b] += Val[g,q,a,b]          with groups of blocks that share their row
         D[i,a,j,b] += Val[Slot[i,j],a,b]                on a GPU, where each block stands once: one pass, no zeros first
 
-    It is formed anew at each call, of constant values too: a write through `values.data` leaves no trace by which a
+    It is formed at each call, of constant values too: a write through `values.data` leaves no trace by which a
     kept matrix could be told to be stale, and the matrix takes more memory than the blocks do.
 
     Args:

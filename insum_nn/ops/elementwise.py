@@ -209,25 +209,25 @@ def same_structure(a: SparseFormat, b: SparseFormat) -> bool:
     return all(x.tensor is y.tensor or torch.equal(x.tensor, y.tensor) for x, y in zip(ours, theirs, strict=True))
 
 
-def _checked_pair(owner: str, tensor: SparseFormat, other: SparseFormat) -> Tensor:
+def _checked_pair(caller: str, tensor: SparseFormat, other: SparseFormat) -> Tensor:
     """The values of `other` if it can meet `tensor` slot by slot."""
     if other.dtype != tensor.dtype:
         raise InsumDtypeError(
-            f"{owner}: 'other' is {other.dtype}, 'tensor' is {tensor.dtype}",
+            f"{caller}: 'other' is {other.dtype}, 'tensor' is {tensor.dtype}",
             fix=f"pass other.to(dtype={tensor.dtype}).",
             expected=tensor.dtype,
             got=other.dtype,
         )
     if other.device != tensor.device:
         raise InsumDeviceError(
-            f"{owner}: 'other' is on {other.device}, 'tensor' on {tensor.device}",
+            f"{caller}: 'other' is on {other.device}, 'tensor' on {tensor.device}",
             fix=f"pass other.to('{tensor.device}').",
             expected=tensor.device,
             got=other.device,
         )
     if not same_structure(tensor, other):
         raise InsumFormatError(
-            f"{owner}: 'tensor' and 'other' store different entries",
+            f"{caller}: 'tensor' and 'other' store different entries",
             details=[f"tensor: {tensor!r}", f"other: {other!r}"],
             fix="build both on one structure with with_values, or make one of them dense.",
         )

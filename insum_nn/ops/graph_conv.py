@@ -12,11 +12,13 @@ from insum_nn.compiler.api import (
     Explanation,
     compile_built,
     for_each_vector,
+    is_traced,
     is_transformed,
     options_text,
-    writes_graph,
+    records_graph,
 )
 from insum_nn.compiler.options import DEFAULT, Options
+from insum_nn.dtypes import wide_dtype
 from insum_nn.errors import InsumDeviceError, InsumDtypeError
 from insum_nn.facts import IndexFacts
 from insum_nn.kept import forget
@@ -123,11 +125,11 @@ def graph_values(
         if not recipe.normalize:
             return graph.ones(dtype)
         return graph.constant(
-            ("normal", dtype, options), lambda: _normalised(graph, graph.ones(_wide(dtype)), options).to(dtype)
+            ("normal", dtype, options), lambda: _normalised(graph, graph.ones(wide_dtype(dtype)), options).to(dtype)
         )
 
     def build() -> Tensor:
-        weights = entry_weights(graph.entries, edge_weight.to(_wide(dtype)), recipe.fill)
+        weights = entry_weights(graph.entries, edge_weight.to(wide_dtype(dtype)), recipe.fill)
         return (_normalised(graph, weights, options) if recipe.normalize else weights).to(dtype)
 
     if (torch.is_grad_enabled() and edge_weight.requires_grad) or is_transformed() or edge_weight.is_inference():
@@ -138,10 +140,6 @@ def graph_values(
             return graph.keep(build())
 
     return graph.remembered.get([edge_weight], (recipe.normalize, recipe.fill, dtype, options), steady)
-
-
-def _wide(dtype: torch.dtype) -> torch.dtype:
-    return torch.float32 if dtype in (torch.float16, torch.bfloat16) else dtype
 
 
 def _normalised(graph: GraphMatrix, weights: Tensor, options: Options) -> Tensor:
@@ -201,8 +199,8 @@ def graph_conv(
     if torch.compiler.is_dynamo_compiling() or torch.jit.is_tracing():
         out = torch.ops.insum_nn.graph_conv(x, edge_index, edge_weight, *constants)
         return out if bias is None else out + bias
-    if _traced(x, edge_index, edge_weight, bias):
-        if writes_graph((x,)) and not (options.validate or options.deterministic):
+    if is_traced(x, edge_index, edge_weight, bias):
+        if records_graph((x,)) and not (options.validate or options.deterministic):
             out = _in_graph(x, edge_index, edge_weight, recipe, options)
         else:
             out = torch.ops.insum_nn.graph_conv_call(x, edge_index, edge_weight, *constants, False)
@@ -241,14 +239,6 @@ def _agree(x: Tensor, edge_index: Tensor, edge_weight: Tensor | None, recipe: Re
     if under_autocast(x.device) and x.is_floating_point() and x.dtype != torch.float64:
         return to_autocast(x), edge_weight
     return (x if edge_weight is None else x.to(torch.promote_types(x.dtype, edge_weight.dtype))), edge_weight
-
-
-def _traced(*tensors: Tensor | None) -> bool:
-    """Whether somebody records or replaces torch's calls, and has to be shown one registered operator."""
-    if torch.compiler.is_compiling():
-        return True
-    plain = (Tensor, torch.nn.Parameter)
-    return torch._C._len_torch_dispatch_stack() > 0 or any(t is not None and type(t) not in plain for t in tensors)
 
 
 def explain_graph_conv(
@@ -306,14 +296,14 @@ def _in_graph(x: Tensor, edge_index: Tensor, edge_weight: Tensor | None, recipe:
     inside = ((edge_index >= 0) & (edge_index < nodes)).all()
     torch.ops.aten._assert_async.msg(inside, "'edge_index' holds a node that has no row of features")
     entries = edge_entries(edge_index, nodes, loops=recipe.loops, flow=recipe.flow, fixed_size=True)
-    dtype = _wide(x.dtype)
+    dtype = wide_dtype(x.dtype)
     if edge_weight is None:
         weights = torch.ones(entries.row.shape[0], dtype=dtype, device=x.device)
     else:
         weights = entry_weights(entries, edge_weight.to(dtype), recipe.fill)
     row, col = entries.row, entries.col
     if recipe.loops in ("remaining", "replaced"):
-        # Self-loops of the graph stand for nothing beside those that each node is given.
+        # Self-loops of the graph stand for nothing besides those that each node is given.
         stands = (row != col) | (torch.arange(row.shape[0], device=x.device) >= edges)
         weights = torch.where(stands, weights, 0.0)
         row = torch.where(stands, row, -1)
@@ -323,7 +313,7 @@ def _in_graph(x: Tensor, edge_index: Tensor, edge_weight: Tensor | None, recipe:
     return run(_ENTRIES, _ENTRY_FACTS, named, options, (nodes, None))
 
 
-# What stays one operator there: calls on a GPU, and those that promise an order of summation or checks. The structure
+# What stays one operator there: calls that promise an order of summation or checks. The structure
 # stays behind it, where it is remembered as in eager calls.
 
 
@@ -369,7 +359,7 @@ def _weight_gradient(
     graph = graph_matrix(edge_index, x.shape[0], recipe)
     entries = graph.entries
     of_values = graph_compare(graph, *((x, grad) if transposed else (grad, x)), chosen)
-    wide = _wide(x.dtype)
+    wide = wide_dtype(x.dtype)
     of_values, weights = of_values.to(wide), entry_weights(entries, edge_weight.to(wide), fill)
     if normalize:
         of_values = _through_norm(graph, weights, of_values, chosen)

@@ -32,7 +32,7 @@ Built = TypeVar("Built")
 
 @dataclass(frozen=True, eq=False)
 class Grouped:
-    """The entries of a graph grouped by the node that owns them: by receiver, or for the transpose by sender.
+    """The entries of a graph grouped by node: by receiver, or for the transpose by sender.
 
     Attributes:
         matrix: (n, n); its values number the entries from 1, and are 0 in unused slots. Where slots are entries, in
@@ -77,7 +77,7 @@ class Grouped:
 
 
 class GraphMatrix:
-    """The matrix of a graph and its transpose, both sorted by the node that owns a product's row.
+    """The matrix of a graph and its transpose, both sorted by the rows of their product.
 
         Out[Row[g],n] += Val[g,q] * X[Col[g,q],n]
 

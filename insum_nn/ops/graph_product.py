@@ -3,7 +3,7 @@
     Out[Row[g],n] += Val[g,q] * X[Col[g,q],n]         carry: from senders to receivers, or back by the transpose
     W[g,q] += A[Row[g],n] * B[Col[g,q],n]             compare: one number per edge
 
-The gradient of each is made of the two, so that gradients of any order write rows that one group owns, and no tensor
+The gradient of each is made of the two, so that gradients of any order write rows of one group each, and no tensor
 has both an axis of edges and one of features.
 """
 

@@ -1,4 +1,4 @@
-"""What is built from tensors, kept for as long as they live and nobody writes to them."""
+"""What is built from tensors, kept for as long as they live and are not written to."""
 
 from __future__ import annotations
 
@@ -68,7 +68,7 @@ class TensorCache:
         parts: list[Hashable] = [key]
         for tensor in tensors:
             if tensor.is_inference():
-                # Inference tensors have no version, so nobody can tell whether they were written to.
+                # Inference tensors have no version, so it is unknown whether they were written to.
                 return build()
             parts += (id(tensor), tensor._version)
         whole = tuple(parts)

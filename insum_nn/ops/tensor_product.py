@@ -2,21 +2,19 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Hashable, Mapping, Sequence
+from collections.abc import Hashable, Mapping, Sequence
 from itertools import compress
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from insum_nn.compiler.api import Explanation, for_each_vector, is_plain_eager, is_transformed, stats_of, writes_graph
-from insum_nn.formats.checks import INDEX_DTYPES
+from insum_nn.compiler.api import Explanation, for_each_vector, is_plain_eager, is_traced, is_transformed, writes_graph
 from insum_nn.ops.modes import wanted_gradients, without_autocast
 from insum_nn.ops.tensor_product_checks import check_operands
-from insum_nn.ops.tensor_product_direct import direct_of
+from insum_nn.ops.tensor_product_direct import Direct, direct_of
 from insum_nn.ops.tensor_product_form import Form, form_of
-from insum_nn.ops.tensor_product_joint import joint_roles
-from insum_nn.ops.tensor_product_paths import AT_ONCE, path_products
+from insum_nn.ops.tensor_product_joint import joint_roles, roles_by_path
 from insum_nn.ops.tensor_product_plan import Plan, plan_of
 from insum_nn.ops.tensor_product_right import tensor_product_right
 from insum_nn.ops.tensor_product_spec import ROLES, TensorProductSpec, others
@@ -107,7 +105,16 @@ def checked_product(
 
 def expressions(spec: TensorProductSpec, role: str = "z") -> tuple[str, ...]:
     """The statements of a spec; of the output, or of the gradient of `x`, `y` or `w`."""
-    return tuple(statement.expression for statement in form_of(spec.to_json()).statements(role))
+    form, cpu = form_of(spec.to_json()), torch.device("cpu")
+    return tuple(statement.expression for statement in _source(form, role, cpu, torch.float32).statements)
+
+
+def _source(form: Form, role: str, device: torch.device, dtype: torch.dtype) -> Direct | Plan:
+    """The statements of a role, those that run where no mode follows the call."""
+    if _splits(device):
+        return roles_by_path(form, role, device, dtype).sources[0]
+    direct = direct_of(form, role, device, dtype)
+    return direct or plan_of(form, role, device, dtype, split=False, staged=False, in_place=role == "z")
 
 
 def explain_tensor_product(
@@ -122,20 +129,14 @@ def explain_tensor_product(
 ) -> Explanation:
     """What becomes of one statement of the output on these tensors, and what became of the gradients last."""
     form = form_of(spec.to_json())
-    direct = None if _splits(x.device) else direct_of(form, "z", x.device, x.dtype)
-    if direct is not None:
-        own = direct.statements[statement]
-        return own.program.explain(
-            tensors=direct.arguments(statement, (x, y, weight)), out_shape=own.out_shape(x.shape[0])
-        )
-    plan = plan_of(form, "z", x.device, x.dtype, split=False, staged=False, in_place=True)
-    chosen = plan.statements[statement]
-    named = plan.arguments(statement, (x, y, weight), (receivers, senders))
+    source, edges = _source(form, "z", x.device, x.dtype), (receivers, senders)
+    given = (x, y, weight)
+    nodes = receivers, senders, x.shape[0], x.shape[0]
+    if _splits(x.device) and _by_paths(form, "z", dict(zip("xyw", given, strict=True)), nodes, _key(given)) is None:
+        source = plan_of(form, "z", x.device, x.dtype, split=True, staged=False)
+    chosen = source.statements[statement]
+    named = source.all_arguments(given, edges, {})[statement]
     explained = chosen.program.explain(tensors=named, out_shape=chosen.out_shape(x.shape[0]))
-    edges = receivers, senders, x.shape[0], x.shape[0]
-    if _splits(x.device) and _by_paths(form, {"x": x, "y": y, "w": weight}, edges) is not None:
-        why = "on a CPU, where a library multiplies the matrices that single copies and coefficients make"
-        explained = explained.with_choice("product", "path by path", why)
     joint = None if _splits(x.device) else joint_roles(form, "xyw", x.device, x.dtype)
     if joint is None or not joint.joint.reason:
         return explained
@@ -154,6 +155,8 @@ def _counted(first: Tensor, num_x: int | torch.SymInt, num_z: int | torch.SymInt
     return rows, rows if isinstance(num_z, int) and num_z == _OF_X else num_z
 
 
+# Bytes between two products of library calls.
+AT_ONCE = 1 << 24
 # Numbers between the two steps of a gradient at most: what they cost in memory.
 _MOST_BETWEEN = 2**28
 
@@ -176,7 +179,7 @@ def _run(
 ) -> Tensor:
     """A role's tensor, without a record for gradients.
 
-    `key` is given where nobody looks on and all tensors are plain ones: it decides their shapes, dtypes and devices.
+    `key` is given where no mode is active and all tensors are plain ones: it decides their shapes, dtypes and devices.
     """
     if torch._C._is_any_autocast_enabled() and torch.is_autocast_enabled(given[0].device.type):
         with torch.autocast(given[0].device.type, enabled=False):
@@ -185,9 +188,10 @@ def _run(
     rows = _rows(role, senders, num_x, num_z)
     split = _splits(device)
     if split:
-        by_paths = _by_paths(form, dict(zip(others(role), given, strict=True)), (receivers, senders, num_x, num_z))
+        operands = dict(zip(others(role), given, strict=True))
+        by_paths = _by_paths(form, role, operands, (receivers, senders, num_x, num_z), key)
         if by_paths is not None:
-            return by_paths(role)[role]
+            return by_paths[role]
     staged = role == "y" and not split
     if not split:
         direct = direct_of(form, role, device, dtype)
@@ -204,27 +208,15 @@ def _run(
 
 
 def _by_paths(
-    form: Form, operands: Mapping[str, Tensor], edges: Edges
-) -> Callable[[Sequence[str]], dict[str, Tensor]] | None:
-    """What makes roles path by path, as a CPU does; `None` where statements do, which whoever looks on knows."""
+    form: Form, roles: Sequence[str], operands: Mapping[str, Tensor], edges: Edges, key: Hashable | None
+) -> dict[str, Tensor] | None:
+    """Roles that the compiler computes together, path by path; `None` where it does not, or a mode follows the call."""
     receivers, senders, *nodes = edges
-    ends = {} if senders is None or receivers is None else {"x": senders, "z": receivers}
-    chosen = form.spec.options.backend == "auto"
-    products = path_products(form) if chosen and is_plain_eager(*operands.values(), *ends.values()) else None
-    if products is None:
+    some = next(iter(operands.values()))
+    if key is None or not is_plain_eager(*operands.values(), receivers, senders):
         return None
-    rows = {role: _rows(role, senders, *nodes) for role in ROLES}
-    if not products.takes(operands, rows):
-        return None
-    device = next(iter(operands.values())).device
-    for role, index in ends.items():
-        if index.shape != (rows["y"],) or index.dtype not in INDEX_DTYPES or index.device != device:
-            return None
-        entries = stats_of(index)
-        # Statements leave out edges that are none, and say which ones point outside.
-        if entries.smallest < 0 or entries.largest >= rows[role]:
-            return None
-    return lambda roles: products(roles, operands, ends, rows)
+    rows = [_rows(role, senders, *nodes) for role in roles]
+    return roles_by_path(form, roles, some.device, some.dtype)(operands, (receivers, senders), rows, (key, *nodes))
 
 
 def _in_parts(plan: Plan, given: tuple[Tensor, Tensor, Tensor], rows: int) -> Tensor:
@@ -252,20 +244,6 @@ def _rows(role: str, senders: Tensor | None, num_x: int, num_z: int) -> int:
     return num_x if senders is None else senders.shape[0]
 
 
-_PLAIN = (Tensor, torch.nn.Parameter)
-
-
-def _traced(given: tuple[Tensor, Tensor, Tensor], receivers: Tensor | None, senders: Tensor | None) -> bool:
-    """Whether somebody records or replaces torch's calls, and has to be shown one registered operator."""
-    for t in given:
-        if type(t) not in _PLAIN or t.is_meta:
-            return True
-    for t in (receivers, senders):
-        if t is not None and type(t) not in _PLAIN:
-            return True
-    return torch.compiler.is_compiling() or torch._C._len_torch_dispatch_stack() > 0
-
-
 def _product(
     text: str,
     role: str,
@@ -281,7 +259,7 @@ def _product(
     if not torch.compiler.is_compiling() and is_transformed():
         # Transforms go through the programs, which know them; a registered operator does not.
         return _run(form_of(text), role, given, receivers, senders, num_x, num_z)
-    if _traced(given, receivers, senders) and not writes_graph(given):
+    if is_traced(*given, receivers, senders) and not writes_graph(given):
         return torch.ops.insum_nn.tensor_product_call(text, role, *given, receivers, senders, num_x, num_z)
     if torch.is_grad_enabled() and any(t.requires_grad for t in given):
         return _Product.apply(text, role, *given, receivers, senders, num_x, num_z)  # type: ignore[no-any-return]
@@ -289,7 +267,7 @@ def _product(
 
 
 def _key(given: tuple[Tensor, Tensor, Tensor]) -> Hashable:
-    """What decides the shapes of a product of plain tensors and of its gradients, beside its form."""
+    """What decides the shapes of a product of plain tensors and of its gradients, besides its form."""
     first, second, third = given
     return first.shape, second.shape, third.shape, first.dtype, second.dtype, third.dtype, first.device
 
@@ -348,8 +326,9 @@ def _operator(
     num_x: int,
     num_z: int,
 ) -> Tensor:
+    given = first, second, third
     num_x, num_z = _counted(first, num_x, num_z)
-    return _run(form_of(spec), role, (first, second, third), receivers, senders, num_x, num_z)
+    return _run(form_of(spec), role, given, receivers, senders, num_x, num_z, key=_key(given))
 
 
 @_operator.register_fake
@@ -418,7 +397,7 @@ def _gradients(
     elif torch.is_grad_enabled():
         rest = {x: _product(text, x, _given(operands, x), *edges) for x in wanted}
     else:
-        # Most backward passes are not recorded in turn, nor looked at.
+        # Most backward passes are not recorded in turn, nor followed by a mode.
         rest = _run_all(text, wanted, operands, edges, (role, key))
     return found | rest
 
@@ -437,10 +416,10 @@ def _run_all(
     found: dict[str, Tensor] = {}
     some = operands["x"]
     if len(roles) > 1 and _splits(some.device):
-        by_paths = _by_paths(form, operands, edges)
+        with without_autocast(some.device):
+            by_paths = _by_paths(form, roles, operands, edges, key)
         if by_paths is not None:
-            with without_autocast(some.device):
-                return by_paths(roles)
+            return by_paths
     elif len(roles) > 1 and senders is not None:
         joint = joint_roles(form, roles, some.device, some.dtype)
         if joint is not None:

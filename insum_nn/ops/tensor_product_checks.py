@@ -6,14 +6,14 @@ from typing import Any
 
 from torch import Tensor
 
+from insum_nn.dtypes import INDEX_DTYPES
 from insum_nn.errors import InsumDtypeError, InsumError, InsumShapeError, raise_collected
-from insum_nn.formats.checks import INDEX_DTYPES
 from insum_nn.ops.arguments import other_device
 from insum_nn.ops.tensor_product_spec import ProductLayout
 
 __all__ = ["check_operands", "other_dtype"]
 
-_OWNER = "tensor_product: "
+_CALLER = "tensor_product: "
 
 
 def check_operands(
@@ -72,13 +72,13 @@ def check_operands(
     raise_collected(faults)
 
 
-def other_dtype(name: str, tensor: Tensor, first: str, anchor: Tensor, *, owner: str = "") -> list[InsumError]:
+def other_dtype(name: str, tensor: Tensor, first: str, anchor: Tensor, *, caller: str = "") -> list[InsumError]:
     """The fault of a tensor that has another dtype than the first one; none where it has the same."""
     if tensor.dtype == anchor.dtype:
         return []
     return [
         InsumDtypeError(
-            f"{owner}'{name}' is {tensor.dtype}, '{first}' is {anchor.dtype}",
+            f"{caller}'{name}' is {tensor.dtype}, '{first}' is {anchor.dtype}",
             fix=f"pass {name}.to({anchor.dtype}).",
             argument=name,
             expected=anchor.dtype,
@@ -92,11 +92,11 @@ def _kinds(x: Tensor, y: Tensor, weight: Tensor, ends: dict[str, Tensor]) -> lis
     # Without weights there is nothing whose kind could matter.
     factors = {"y": y} | ({"weight": weight} if weight.numel() else {})
     for name, tensor in (factors | ends).items():
-        faults += other_device(name, tensor, "x", x, owner=_OWNER)
+        faults += other_device(name, tensor, "x", x, caller=_CALLER)
     if not x.dtype.is_floating_point:
         faults.append(_kind("x", f"must be floating-point, got {x.dtype}", "pass x.float().", None, x.dtype))
     for name, tensor in factors.items():
-        faults += other_dtype(name, tensor, "x", x, owner=_OWNER)
+        faults += other_dtype(name, tensor, "x", x, caller=_CALLER)
     for name, index in ends.items():
         if index.dtype not in INDEX_DTYPES:
             message = f"must be int32 or int64, got {index.dtype}"
@@ -105,8 +105,8 @@ def _kinds(x: Tensor, y: Tensor, weight: Tensor, ends: dict[str, Tensor]) -> lis
 
 
 def _fault(name: str, message: str, fix: str, **fields: Any) -> InsumError:
-    return InsumShapeError(f"{_OWNER}'{name}' {message}", fix=fix, argument=name, **fields)
+    return InsumShapeError(f"{_CALLER}'{name}' {message}", fix=fix, argument=name, **fields)
 
 
 def _kind(name: str, message: str, fix: str, expected: Any, got: Any) -> InsumError:
-    return InsumDtypeError(f"{_OWNER}'{name}' {message}", fix=fix, argument=name, expected=expected, got=got)
+    return InsumDtypeError(f"{_CALLER}'{name}' {message}", fix=fix, argument=name, expected=expected, got=got)

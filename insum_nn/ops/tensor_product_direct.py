@@ -187,12 +187,12 @@ class Direct:
     """
 
     def __init__(
-        self, form: Form, role: str, groups: Sequence[Group], device: torch.device, dtype: torch.dtype
+        self, form: Form, role: str, groups: Sequence[Group], device: torch.device, dtype: torch.dtype, *, staged: bool
     ) -> None:
         self.form = form
         self.role = role
         self.order = others(role)
-        feeds = [_Parts(form, group) if form.in_steps(role, group) else None for group in groups]
+        feeds = [_Parts(form, group) if staged and form.in_steps(role, group) else None for group in groups]
         self.statements = [_Direct(form, role, g, parts) for g, parts in zip(groups, feeds, strict=True)]
         self.part_width = sum(parts.width for parts in feeds if parts is not None)
         self._steps = [
@@ -210,11 +210,10 @@ class Direct:
         Args:
             given: the operands, in the order of `others(role)`.
             size: rows of the result.
-            key: where nothing is to be recorded and nobody looks on: what decides the shapes of all of these.
+            key: where nothing is to be recorded and no mode is active: what decides the shapes of all of these.
         """
         if self.role == "w":
-            results = [step(given, size, key) for step, _ in self._steps]
-            return self.form.join_weights(self.statements, results, self._pieces, size)
+            return self.finish([step(given, size, key) for step, _ in self._steps], size)
         total: Tensor | None = None
         for step, first in self._steps:
             parts = None if first is None else first(given, size, key)
@@ -222,6 +221,24 @@ class Direct:
         if total is None:
             raise ValueError("a tensor product without paths has no direct statements")
         return total
+
+    @property
+    def outputs(self) -> list[tuple[str, int]]:
+        """What each statement adds to: the role's tensor, or for the weights a tensor of its own."""
+        return [(self.role, at if self.role == "w" else 0) for at in range(len(self.statements))]
+
+    def finish(self, results: Sequence[Tensor], size: int) -> Tensor:
+        """The role's tensor, from those that `outputs` names."""
+        if self.role == "w":
+            return self.form.join_weights(self.statements, results, self._pieces, size)
+        (result,) = results
+        return result
+
+    def all_arguments(
+        self, given: Sequence[Tensor], edges: Sequence[Tensor | None], packed: object
+    ) -> list[dict[str, Tensor]]:
+        """Everything that each statement reads, by name, where none has a first step."""
+        return [step.named(given) for step, _ in self._steps]
 
     def arguments(self, statement: int, given: Sequence[Tensor]) -> dict[str, Tensor]:
         """Everything that a statement of the output reads, by name."""
@@ -272,19 +289,25 @@ class _Step:
         return self.program(tensors=named, out_shape=shape)
 
 
-def direct_of(form: Form, role: str, device: torch.device, dtype: torch.dtype) -> Direct | None:
-    """The direct statements of a role, remembered; `None` where packed operands are the better way."""
+def direct_of(form: Form, role: str, device: torch.device, dtype: torch.dtype, *, joint: bool = False) -> Direct | None:
+    """The direct statements of a role, remembered; `None` where packed operands are the better way.
+
+    `joint`: all statements are computed together; else each goes over the result again, and the gradient of `y` is made
+    in two steps where the first is a long matrix product.
+    """
 
     def build() -> tuple[Direct | None]:
         groups = [g for g in form.groups(role, fused=True) if role != "w" or g.weighted]
-        return (Direct(form, role, groups, device, dtype) if _fits(form, groups) else None,)
+        if not _fits(form, groups, most=len(groups) if joint else _GROUPS):
+            return (None,)
+        return (Direct(form, role, groups, device, dtype, staged=not joint),)
 
-    return form.keep(("direct", role, device, dtype), build)[0]
+    return form.keep(("direct", role, device, dtype, joint), build)[0]
 
 
-def _fits(form: Form, groups: Sequence[Group]) -> bool:
+def _fits(form: Form, groups: Sequence[Group], most: int) -> bool:
     # Along edges rows are read many times, so they are worth packing.
-    if form.spec.convolution or not 0 < len(groups) <= _GROUPS:
+    if form.spec.convolution or not 0 < len(groups) <= most:
         return False
     for group in groups:
         count = form.coefficients(group).value.size

@@ -93,8 +93,8 @@ class Form(ProductLayout):
         entries = self.coefficients(group)
         if role == "w":
             return [(_with_paths(group, rows), None) for rows in divide(entries.path, None)]
-        owner = entries.component[NUMBER[role]]
-        return [(group, rows) for rows in divide(owner, entries.path if group.weighted else None)]
+        row = entries.component[NUMBER[role]]
+        return [(group, rows) for rows in divide(row, entries.path if group.weighted else None)]
 
     def _limited(self, role: str, group: Group) -> list[tuple[Group, NDArray[np.int64] | None]]:
         """A group as one or more, none with more coefficients than a kernel can write out."""

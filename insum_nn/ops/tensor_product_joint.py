@@ -8,12 +8,13 @@ from functools import partial
 import torch
 from torch import Tensor
 
-from insum_nn.compiler.api import Joint
+from insum_nn.compiler.api import Joint, JointPaths
+from insum_nn.ops.tensor_product_direct import Direct, direct_of
 from insum_nn.ops.tensor_product_form import Form
 from insum_nn.ops.tensor_product_plan import Packed, Plan, plan_of
 from insum_nn.ops.tensor_product_spec import others
 
-__all__ = ["JointRoles", "joint_roles"]
+__all__ = ["JointRoles", "RolesByPath", "joint_roles", "roles_by_path"]
 
 
 class JointRoles:
@@ -78,3 +79,59 @@ def joint_roles(form: Form, wanted: Sequence[str], device: torch.device, dtype: 
         return (JointRoles(plans, deterministic=fixed) if single else None,)
 
     return form.keep(("joint", roles, fixed, device, dtype), build)[0]
+
+
+class RolesByPath:
+    """Any roles, which the compiler computes together where it has dense products for each path.
+
+    Args:
+        form: the tensor product.
+        roles: letters of `ROLES`.
+        device: of the operands.
+        dtype: of the operands.
+
+    Attributes:
+        sources: the statements of each role.
+    """
+
+    def __init__(self, form: Form, roles: Sequence[str], device: torch.device, dtype: torch.dtype) -> None:
+        self.roles = tuple(roles)
+        self.sources: list[Direct | Plan] = [
+            direct_of(form, role, device, dtype, joint=True)
+            or plan_of(form, role, device, dtype, split=False, staged=False, in_place=role == "z")
+            for role in roles
+        ]
+        programs = [statement.program for source in self.sources for statement in source.statements]
+        outputs = [output for source in self.sources for output in source.outputs]
+        self.joint = JointPaths(programs, outputs)
+
+    def __call__(
+        self,
+        operands: Mapping[str, Tensor],
+        edges: Sequence[Tensor | None],
+        rows: Sequence[int],
+        key: Hashable,
+    ) -> dict[str, Tensor] | None:
+        """The tensors of all roles; `None`: they are no such products. The arguments are those of `JointRoles`."""
+        packed: Packed = {}
+        named: list[Mapping[str, Tensor]] = []
+        shapes: list[Sequence[int]] = []
+        for source, size in zip(self.sources, rows, strict=True):
+            given = [operands[role] for role in others(source.role)]
+            named += source.all_arguments(given, edges, packed)
+            shapes += [statement.out_shape(size) for statement in source.statements]
+        results = self.joint(named, shapes, key)
+        if results is None:
+            return None
+        found: dict[str, Tensor] = {}
+        for source, size in zip(self.sources, rows, strict=True):
+            count = len(dict.fromkeys(source.outputs))
+            found[source.role] = source.finish(results[:count], size)
+            results = results[count:]
+        return found
+
+
+def roles_by_path(form: Form, roles: Sequence[str], device: torch.device, dtype: torch.dtype) -> RolesByPath:
+    """What computes some roles path by path; remembered."""
+    key = ("paths", tuple(roles), device, dtype)
+    return form.keep(key, lambda: RolesByPath(form, roles, device, dtype))

@@ -200,6 +200,18 @@ class Plan:
         (step,) = self.steps
         return self._named(step, self._operands(given, packed), given, edges, ())
 
+    @property
+    def outputs(self) -> list[tuple[str, int]]:
+        """What each statement adds to: a tensor of its own."""
+        return [(self.role, at) for at in range(len(self.steps))]
+
+    def all_arguments(
+        self, given: Sequence[Tensor], edges: Sequence[Tensor | None], packed: Packed
+    ) -> list[dict[str, Tensor]]:
+        """Everything that each statement reads, by name; operands are brought side by side once for all plans."""
+        operands = self._operands(given, packed)
+        return [self._named(step, operands, given, edges, ()) for step in self.steps]
+
     def finish(self, results: Iterable[Tensor], size: int) -> Tensor:
         """The role's tensor, from what its statements made."""
         return self._weights(results, size) if self.role == "w" else self._representation(results, size)

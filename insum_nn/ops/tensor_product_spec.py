@@ -2,7 +2,7 @@
 
 A tensor product is linear in four tensors: in1 `X`, in2 `Y`, the weight `W`, and (for its derivatives) the output's
 gradient. Each can be computed from the other three, its *role*; a derivative of one role is another role. Every role
-is a list of statements in which each component of the result has one owner, so components are never scattered.
+is a list of statements in which each component of the result is written once, so components are never scattered.
 """
 
 from __future__ import annotations
@@ -112,7 +112,7 @@ class Group:
         extents: extent of each multiplicity index.
         muls: multiplicity of the entries of x, y and z.
         weighted: the paths have weights.
-        entries: entries of the output whose components the statement owns, for the role that the group belongs to.
+        entries: entries of the output whose components the statement writes, for the role that the group belongs to.
         fused: paths that mix multiplicities are together whatever entry they end in.
     """
 
@@ -202,7 +202,7 @@ class ProductLayout:
 
         Args:
             role: a letter of `ROLES`.
-            fused: `False` divides paths that mix multiplicities also by the owner's entry. Such a path is a matrix
+            fused: `False` divides paths that mix multiplicities by the written entry too. Such a path is a matrix
                 product, and those that end in one entry add up in one product of a library.
         """
         classes: dict[tuple[object, ...], list[int]] = {}
@@ -218,9 +218,9 @@ class ProductLayout:
             mode = MODES[path.mode]
             a, b, c = (self.entry(r, path).mul for r in "xyz")
             extents = {"u": a, "v": b, "w": c, "n": a * (a - 1) // 2}
-            owner = "z" if role == "w" else role
-            owned = tuple(sorted({self.spec.paths[n].ends[NUMBER[owner]] for n in numbers}))
-            yield Group(mode, tuple(numbers), extents, (a, b, c), path.weighted, owned, fused)
+            row_role = "z" if role == "w" else role
+            written = tuple(sorted({self.spec.paths[n].ends[NUMBER[row_role]] for n in numbers}))
+            yield Group(mode, tuple(numbers), extents, (a, b, c), path.weighted, written, fused)
 
     def coefficients(self, group: Group) -> Entries:
         """The group's Clebsch-Gordan entries."""

@@ -194,8 +194,8 @@ class Statement(Reading):
 
     Attributes:
         role: what it computes.
-        rows: the entry and the component in it that each row owns; for the weights, the group's paths are the rows.
-        mixes: it owns one entry, all of whose components every path of the group reaches.
+        rows: the entry and the component in it of each row; for the weights, the group's paths are the rows.
+        mixes: it writes one entry, all of whose components every path of the group reaches.
         whole: it reads the components of that entry in their order, without a table.
         feed: what makes `G`, which it reads in the place of the weights and the output's gradient.
         in_place: it writes the output as a representation lies: a component of all copies is a start and a step. Rows
@@ -207,7 +207,7 @@ class Statement(Reading):
         layout: ProductLayout,
         role: str,
         group: Group,
-        owned: NDArray[np.int64] | None = None,
+        selected: NDArray[np.int64] | None = None,
         feed: Feed | None = None,
         *,
         in_place: bool = False,
@@ -218,15 +218,15 @@ class Statement(Reading):
         # Where multiplicities mix, a component of all copies is more than that.
         single = not group.mode.mixes and len(group.letters("z")) == 1
         self.in_place = in_place and role == "z" and layout.spec.convolution and single
-        apart = role == "w" and group.fused
-        self.mixes = group.weighted and group.mode.mixes and len(group.entries) == 1 and not apart and feed is None
+        separate = role == "w" and group.fused
+        self.mixes = group.weighted and group.mode.mixes and len(group.entries) == 1 and not separate and feed is None
         self.weight = WeightAccess(layout, group) if group.weighted and feed is None else None
-        # A group that owns an entry as a whole reads a gradient of it without a table.
+        # A group that writes an entry as a whole reads a gradient of it without a table.
         self.whole = self.mixes and role == "w"
         self.rows: list[tuple[int, int]] = []
         operands = [x for x in "xyz" if x != role and (x != "z" or feed is None)]
         self.reads = {self._name(x): x for x in operands}
-        place = self._tabulate(owned)
+        place = self._tabulate(selected)
         self._compile(self._text(place), self._unread())
 
     # Tables.
@@ -235,7 +235,7 @@ class Statement(Reading):
         """(rows, copies) the cells of the output's rows in a representation."""
         return torch.from_numpy(np.stack([self.layout.columns("z", number)[m] for number, m in self.rows]))
 
-    def _tabulate(self, owned: NDArray[np.int64] | None) -> str:
+    def _tabulate(self, selected: NDArray[np.int64] | None) -> str:
         """Make the static tables; returns how the text names a path's place among the weights."""
         layout, group, role = self.layout, self.group, self.role
         entries = layout.coefficients(group)
@@ -247,21 +247,21 @@ class Statement(Reading):
             value, components = path_table(entries, len(group.paths))
             self._slots = self._drop("rq", value, dict(zip("xyz", components, strict=True)))
             return ""
-        owner = "z" if role == "w" else role
+        row_role = "z" if role == "w" else role
         components = {
-            layout.components[owner][number] + k: (number, k)
+            layout.components[row_role][number] + k: (number, k)
             for number in group.entries
-            for k in range(layout.entries[owner][number].size)
+            for k in range(layout.entries[row_role][number].size)
         }
-        rows = np.array(list(components)) if owned is None else owned
+        rows = np.array(list(components)) if selected is None else selected
         self.rows = [components[int(row)] for row in rows]
-        table = make_table(entries, NUMBER[owner], rows, by_path=group.weighted)
-        return self._from_table(table, owner)
+        table = make_table(entries, NUMBER[row_role], rows, by_path=group.weighted)
+        return self._from_table(table, row_role)
 
-    def _from_table(self, table: Table, owner: str) -> str:
-        row = _ROW[owner]
+    def _from_table(self, table: Table, row_role: str) -> str:
+        row = _ROW[row_role]
         letters = f"{row}rq" if self.group.weighted else f"{row}q"
-        read = dict(zip("xyz".replace(owner, ""), (table.first, table.second), strict=True))
+        read = dict(zip("xyz".replace(row_role, ""), (table.first, table.second), strict=True))
         if self.feed is not None and table.path is not None:
             read["g"] = self.feed.place(table.path[:, :, None], read.pop("z"))
         self._slots = self._drop(letters, table.value, read)
@@ -310,8 +310,8 @@ class Statement(Reading):
             if self.role == "w":
                 return _access(name, [*batch, *(["r"] if "r" in self._slots else []), *self.weight.letters])
             return _access(name, [*batch, *self.weight.subscripts(place)])
-        owner = "z" if self.whole else self.role
-        component = _ROW[owner] if operand == owner else f"{_TABLE[operand]}[{','.join(self._slots)}]"
+        row_role = "z" if self.whole else self.role
+        component = _ROW[row_role] if operand == row_role else f"{_TABLE[operand]}[{','.join(self._slots)}]"
         if operand == "g" and self.feed is not None:
             return _access(name, [self.batch("g"), component, *self.feed.letters])
         if operand == "z" and self.in_place:

@@ -41,7 +41,7 @@ class Trilinear(Protocol):
         ...
 
     def watched(self, wanted: str, a: Tensor, b: Tensor, start: Tensor | None = None) -> Tensor:
-        """The same by the compiler's operator, which knows everyone who may look on, and has its own derivatives."""
+        """The same by the compiler's operator, which follows every active mode, and has its own derivatives."""
         ...
 
 

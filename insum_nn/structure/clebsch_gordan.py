@@ -148,24 +148,27 @@ def divide(row: NDArray[np.int64], path: NDArray[np.int64] | None) -> list[NDArr
     )
     paths, longest = paths[order], longest[order]
 
-    def slots(start: int, stop: int) -> int:
-        return (stop - start) * int(paths[start:stop].max()) * int(longest[start:stop].max())
-
-    total = rows.size
-    # best[n][stop]: fewest slots for the first `stop` rows in n parts, and where the last part starts.
-    best: list[list[tuple[float, int]]] = [[(0.0, 0)] + [(float("inf"), 0)] * total]
-    for _ in range(min(_BUCKETS, total)):
-        before = best[-1]
-        best.append(
-            [(float("inf"), 0)]
-            + [min((before[i][0] + slots(i, stop), i) for i in range(stop)) for stop in range(1, total + 1)]
-        )
+    total, most = rows.size, min(_BUCKETS, rows.size)
+    # Fewest slots for the first `stop` rows in n parts, and where the last part starts.
+    fewest = np.full((most + 1, total + 1), np.inf)
+    fewest[0, 0] = 0.0
+    starts = np.zeros((most + 1, total + 1), np.int64)
+    # Of the rows from each start to `stop`: most paths, and the longest.
+    widest, tallest = np.zeros_like(paths), np.zeros_like(longest)
+    for stop in range(1, total + 1):
+        np.maximum(widest[:stop], paths[stop - 1], out=widest[:stop])
+        np.maximum(tallest[:stop], longest[stop - 1], out=tallest[:stop])
+        slots = np.arange(stop, 0, -1) * widest[:stop] * tallest[:stop]
+        counts = fewest[:-1, :stop] + slots
+        starts[1:, stop] = counts.argmin(1)
+        fewest[1:, stop] = counts.min(1)
+    whole = fewest[:, total]
     parts = 1
-    while parts + 1 < len(best) and best[parts][total][0] - best[parts + 1][total][0] > _WORTH * best[1][total][0]:
+    while parts < most and whole[parts] - whole[parts + 1] > _WORTH * whole[1]:
         parts += 1
     cuts = [total]
     for n in range(parts, 0, -1):
-        cuts.insert(0, best[n][cuts[0]][1])
+        cuts.insert(0, int(starts[n, cuts[0]]))
     return [np.sort(rows[order[a:b]]) for a, b in pairwise(cuts)]
 
 

@@ -19,6 +19,7 @@ import torch
 from torch import Tensor
 
 from insum_nn.errors import InsumDtypeError, InsumFormatError, InsumRangeError, InsumShapeError
+from insum_nn.structure.cell_numbers import assert_distinct
 from insum_nn.structure.site_grid import SiteGrid, constant, fits, steps_of
 
 __all__ = ["MAX_EXTENT", "Coordinates", "SiteKeys", "spans_of", "unique_sites"]
@@ -173,7 +174,8 @@ class Coordinates:
         """
         if torch.compiler.is_compiling():
             # What follows reads the operator's result, so that no part of it can go before the check, or without it.
-            checked = torch.ops.insum_nn.prove_sites(self.indices, list(self.spatial_shape), self.batch_size)
+            prove = torch.ops.insum_nn.prove_sites if torch.compiler.is_dynamo_compiling() else _prove
+            checked = prove(self.indices, list(self.spatial_shape), self.batch_size)
             return Coordinates(checked, self.spatial_shape, self.batch_size, origin=self.indices)
         judge = self.proof()
         self.drop_grid()
@@ -445,12 +447,12 @@ def _duplicate(sites: Coordinates) -> InsumFormatError:
     )
 
 
-@torch.library.custom_op("insum_nn::prove_sites", mutates_args=())
+torch.library.define("insum_nn::prove_sites", "(Tensor indices, int[] spatial_shape, int batch_size) -> Tensor")
+
+
 def _prove(indices: Tensor, spatial_shape: Sequence[int], batch_size: int) -> Tensor:
-    Coordinates(indices, tuple(spatial_shape), batch_size).prove()
+    assert_distinct(indices, (batch_size, *spatial_shape))
     return indices.clone()
 
 
-@_prove.register_fake
-def _prove_fake(indices: Tensor, spatial_shape: Sequence[int], batch_size: int) -> Tensor:
-    return torch.empty_like(indices)
+torch.library.impl("insum_nn::prove_sites", "CompositeImplicitAutograd", _prove)

@@ -8,6 +8,7 @@ from typing import Literal
 import torch
 from torch import Tensor
 
+from insum_nn.dtypes import wide_dtype
 from insum_nn.errors import InsumDtypeError, InsumNameError, InsumRangeError, InsumShapeError
 
 __all__ = [
@@ -269,7 +270,7 @@ def gcn_norm(
         edges = torch.arange(entries.row.shape[0], device=edge_index.device) < edge_index.shape[1]
         weight = torch.where(edges & (entries.row == entries.col), 0.0, weight)
     # Half types count far less than they can carry, so degrees are summed in float32.
-    wide = weight.float() if weight.dtype in (torch.float16, torch.bfloat16) else weight
+    wide = weight.to(wide_dtype(weight.dtype))
     normalised = by_degrees(entries.row, entries.col, wide, num_nodes).to(weight.dtype)
     ends = (entries.col, entries.row) if flow == "source_to_target" else (entries.row, entries.col)
     return torch.stack(ends), normalised

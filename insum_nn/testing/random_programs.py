@@ -19,6 +19,7 @@ from typing import Literal
 import torch
 from torch import Tensor
 
+from insum_nn.compiler.lang.combining import OPERATORS
 from insum_nn.testing.confusable_names import confusable, renamed
 
 __all__ = ["Profile", "RandomProgram", "random_program"]
@@ -179,7 +180,7 @@ class _Draft:
             self.extents[self.names.draw(_INDEX_NAMES)] = self._extent()
         self.output = self.names.draw(_OUTPUT_NAMES)
         factors = [self._factor() for _ in range(rng.choice((1, 1, 2, 2, 2, 3, 3, 4)))]
-        operator = rng.choice(("+=", "=") if self.profile == "smooth" else ("+=", "+=", "=", "max=", "min="))
+        operator = rng.choice(("+=", "=") if self.profile == "smooth" else ("+=", *OPERATORS))
         self.has_start = operator != "=" and rng.random() < 0.3
         self.read = set(self.used)
         subscripts, plain = self._output_subscripts()

@@ -11,13 +11,14 @@ from dataclasses import dataclass, field, replace
 import torch
 from torch import Tensor
 
+from insum_nn.compiler.forms.defaults import default_schedule
 from insum_nn.compiler.forms.form import Form, make_form
 from insum_nn.compiler.forms.launch import Kernel, prepare_kernel
-from insum_nn.compiler.forms.schedule import Precision, Schedule, default_schedule
 from insum_nn.compiler.lang.bind import Extents, bind, layout_of
 from insum_nn.compiler.lang.parser import parse
 from insum_nn.compiler.lang.shapes import resolve_extents
-from insum_nn.compiler.runtime.row_partition import owners_for
+from insum_nn.compiler.runtime.row_partition import partition_for
+from insum_nn.compiler.schedule.space import Precision, Schedule
 from insum_nn.facts import IndexFacts, StaticTable
 
 __all__ = [
@@ -425,6 +426,6 @@ def kernel_of(
     """The form, the kernel under a schedule, and what it computes."""
     form, ordered, extents = form_of(case, tensors, facts=facts, start=start, prefer_own=prefer_own, fixed=fixed)
     schedule = schedule or default_schedule(form)
-    owners = owners_for(form, ordered, extents, schedule)
-    kernel = prepare_kernel(form, schedule, ordered, start, extents, precision, owners)
-    return form, kernel, kernel(ordered, start, owners)
+    partition = partition_for(form, ordered, extents, schedule)
+    kernel = prepare_kernel(form, schedule, ordered, start, extents, precision, partition)
+    return form, kernel, kernel(ordered, start, partition)

@@ -17,10 +17,12 @@ from triton.runtime.jit import JITFunction
 import insum_nn
 from insum_nn.compiler.forms import launch as launch_module
 
-__all__ = ["interpreter"]
+__all__ = ["Ranges", "interpreter"]
+
+_PATCHED: tuple[Any, ...] = (tl, tl.core, tl.math, standard, tl.core.tensor, tl.core.tensor_descriptor_base)
 
 
-class _Ranges:
+class Ranges:
     """The bytes that the tensors of a running kernel occupy."""
 
     def __init__(self) -> None:
@@ -47,7 +49,7 @@ class _Ranges:
 class _Watched:
     """A kernel's function that says which tensors it was given."""
 
-    def __init__(self, function: Any, ranges: _Ranges) -> None:
+    def __init__(self, function: Any, ranges: Ranges) -> None:
         self.function = function
         self.ranges = ranges
 
@@ -68,15 +70,16 @@ def _poisoned(real: Any) -> Any:
 
 
 @pytest.fixture
-def interpreter(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+def interpreter(monkeypatch: pytest.MonkeyPatch) -> Iterator[Ranges]:
     """Generated kernels are interpreted; fresh memory holds NaN; an address outside of all tensors is an error."""
     monkeypatch.setenv("TRITON_INTERPRET", "1")
+    before = {owner: dict(vars(owner)) for owner in _PATCHED}
     # Triton decides when it is imported whether its own library is interpreted; torch imports it early.
     for module in (tl, standard, tl.math, tl.core):
         for name, value in list(vars(module).items()):
             if isinstance(value, JITFunction):
                 monkeypatch.setattr(module, name, InterpretedFunction(value.fn))  # type: ignore[no-untyped-call]
-    ranges = _Ranges()
+    ranges = Ranges()
     # Functions made for the interpreter must not meet a compiler, nor the other way round.
     monkeypatch.setattr(launch_module, "_functions", {})
     jit: Any = launch_module._jit
@@ -111,5 +114,10 @@ def interpreter(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     monkeypatch.setattr(InterpreterBuilder, "create_dot", wide_dot)
     monkeypatch.setattr(torch, "empty", _poisoned(torch.empty))
     insum_nn.clear_cache()
-    yield
+    yield ranges
     insum_nn.clear_cache()
+    # What Triton patches for functions that a kernel calls it leaves so; a compiler cannot use it.
+    for owner, own in before.items():
+        for name, value in own.items():
+            if vars(owner).get(name) is not value:
+                setattr(owner, name, value)

@@ -31,10 +31,11 @@ from torch import Tensor
 
 from insum_nn.compiler.codegen import triton as triton_printer
 from insum_nn.compiler.forms.form import Form
-from insum_nn.compiler.forms.schedule import Precision, Schedule, segmented
+from insum_nn.compiler.forms.placement import segmented
+from insum_nn.compiler.schedule.space import Precision, Schedule
 from insum_nn.facts import IndexFacts
 from insum_nn.testing.tolerances import assert_matches
-from tests.compiler import joint_cases
+from tests.compiler import fused_cases
 from tests.compiler.generated_cases import CASES, HOLES, Case, Tensors, kernel_of
 
 __all__ = ["KINDS", "Setting", "kinds_of", "main", "settings"]
@@ -50,22 +51,21 @@ ELEMENTS = (
     Schedule(n=32, k=4),
     Schedule(m=4, n=16),
     Schedule(m=8, n=2, k=16, warps=4),
-    Schedule(n=32, k=4, share=2),
-    Schedule(m=2, n=8, k=2, share=1, warps=2),
+    Schedule(n=32, k=4, chunk=2),
+    Schedule(m=2, n=8, k=2, chunk=1, warps=2),
     Schedule(n=8, groups=3),
-    Schedule(m=2, n=8, k=4, stages=3),
 )
 SEGMENTS = (
-    Schedule(n=32, share=5, segment=True),
-    Schedule(n=4, k=8, share=11, segment=True, warps=2, stages=3),
-    Schedule(m=4, n=16, k=2, share=7, segment=True),
-    Schedule(m=16, n=4, k=4, share=4, segment=True),
+    Schedule(n=32, chunk=5, segment=True),
+    Schedule(n=4, k=8, chunk=11, segment=True, warps=2),
+    Schedule(m=4, n=16, k=2, chunk=7, segment=True),
+    Schedule(m=16, n=4, k=4, chunk=4, segment=True),
 )
 DOTS = (
     Schedule(16, 16, 16, True),
     Schedule(16, 64, 16, True, True),
     Schedule(64, 64, 32, True, groups=2, stages=3),
-    Schedule(16, 32, 16, True, share=1),
+    Schedule(16, 32, 16, True, chunk=1),
     Schedule(64, 128, 32, True, True, warps=8, stages=3),
     Schedule(16, 32, 16, True, groups=2, warps=1, stages=1),
 )
@@ -75,7 +75,7 @@ SPLITS = (
     Schedule(32, 32, 16, True, splits=3, warps=2, stages=1),
 )
 
-# Owners that the cases give in order; here they are shuffled, some without a row.
+# RowPartition that the cases give in order; here they are shuffled, some without a row.
 OWNERS = {"spmm": "Row", "spmv": "Row", "group spmm": "Row", "block spmm": "Row", "tensor product uvu": "Dst"}
 
 KINDS = frozenset(
@@ -84,7 +84,6 @@ KINDS = frozenset(
         *("dot", "dot transposed", "steps", "static tables", "strided", "extents as parameters", "indices of 64 bits"),
         *(
             "indices of 32 bits",
-            "reading ahead",
             "float64",
             "float32",
             "float16",
@@ -203,7 +202,6 @@ def kinds_of(setting: Setting, form: Form, schedule: Schedule, arguments: Sequen
         "static tables": bool(form.tables),
         "strided": setting.strided,
         "extents as parameters": "extent" in arguments,
-        "reading ahead": form.owner is not None and not dot and schedule.stages > 2,
         "indices of 32 bits": setting.small,
         "indices of 64 bits": not setting.small,
         str(setting.dtype).removeprefix("torch."): True,
@@ -251,7 +249,7 @@ def run_one(setting: Setting, device: torch.device) -> Counter[str]:
 JOINT = [
     (roles, walk, name)
     for roles, walk in (("xyw", "Src"), ("xyw", "Dst"), ("zyw", "Dst"), ("wxzy", "Dst"))
-    for name in joint_cases.SCHEDULES
+    for name in fused_cases.SCHEDULES
 ]
 
 
@@ -259,9 +257,9 @@ def run_joint(setting: tuple[str, str, str], device: torch.device) -> Counter[st
     roles, walk, name = setting
     with _drawing:
         torch.manual_seed(0)
-        tensors = {n: t.to(device) for n, t in joint_cases.draw(21, holes=True).items()}
-    found = joint_cases.together(roles, tensors, joint_cases.SCHEDULES[name], (walk, "e"))
-    joint_cases.assert_right(roles, tensors, found)
+        tensors = {n: t.to(device) for n, t in fused_cases.draw(21, holes=True).items()}
+    found = fused_cases.together(roles, tensors, fused_cases.SCHEDULES[name], (walk, "e"))
+    fused_cases.assert_right(roles, tensors, found)
     return Counter(["several outputs"])
 
 

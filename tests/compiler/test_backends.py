@@ -133,7 +133,7 @@ def test_measured_backends_of_older_versions_are_ignored(tmp_path: Path, monkeyp
 def test_the_package_holds_none():
     (file,) = (Path(insum_nn.schedules.__file__).parent).glob("*.json")
     kinds = {entry["key"]["kind"] for entry in json.loads(file.read_text())["entries"]}
-    assert kinds <= {"schedule", "order", "joint"}
+    assert kinds <= {"schedule", "order", "fusion"}
 
 
 # On a device.
@@ -158,7 +158,10 @@ def test_spmm_on_a_gpu(gpu: torch.device):
         "B": torch.randn(rows, 64).to(gpu),
     }
     facts = {"Row": IndexFacts(sorted=True, masked=False, proven=True), "Col": IndexFacts(masked=False, proven=True)}
-    program = insum_nn.compile("C[Row[p],n] += Val[p] * B[Col[p],n]", facts=facts, out_shape=(rows, None))
+    options = insum_nn.Options(tune=True)
+    program = insum_nn.compile(
+        "C[Row[p],n] += Val[p] * B[Col[p],n]", facts=facts, out_shape=(rows, None), options=options
+    )
     program(tensors=tensors)
     explained = program.explain(tensors=tensors)
     assert explained.backend == "triton"

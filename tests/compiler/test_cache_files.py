@@ -18,13 +18,15 @@ from torch.utils._sympy.functions import FloorDiv, Mod
 import insum_nn
 from insum_nn import Options
 from insum_nn.compiler.codegen import inductor, inductor_guards
-from insum_nn.compiler.forms.schedule import Schedule
+from insum_nn.compiler.codegen.calls import CallGraph
+from insum_nn.compiler.ir.nodes import Size
 from insum_nn.compiler.lang.bind import bind
 from insum_nn.compiler.lang.parser import parse
 from insum_nn.compiler.runtime import execution
 from insum_nn.compiler.schedule import cache_folder, tune
 from insum_nn.compiler.schedule import database as store
 from insum_nn.compiler.schedule.select import Selected
+from insum_nn.compiler.schedule.space import Schedule
 
 EXPRESSION = "C[Row[p],n] += Val[p] * B[Col[p],n]"
 
@@ -264,7 +266,8 @@ def test_without_a_folder_programs_are_compiled_in_memory(folder: Path):
 
 def test_the_key_holds_the_instruction_set(monkeypatch: pytest.MonkeyPatch):
     bound = bind(parse("C[p] += A[p]"), {"A": torch.zeros(3)}, None)
-    graph = torch.fx.symbolic_trace(lambda x: x + 1)
+    graph = CallGraph()
+    graph.finish(graph.argument(Size("A")))
     first = inductor._key(graph, bound, Options(), (), torch.device("cpu"))
     monkeypatch.setattr(inductor, "_instruction_set", lambda: "another processor")
     assert inductor._key(graph, bound, Options(), (), torch.device("cpu")) != first

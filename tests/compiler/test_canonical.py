@@ -16,13 +16,13 @@ from torch import Tensor
 
 from insum_nn import IndexFacts, Options, cache_info, clear_cache, compile, insum
 from insum_nn.compiler.codegen import inductor
-from insum_nn.compiler.forms.schedule import Schedule
 from insum_nn.compiler.lang.bind import Bound, bind
 from insum_nn.compiler.lang.epilogue import Epilogue
 from insum_nn.compiler.lang.parser import parse
 from insum_nn.compiler.schedule import database, tune
 from insum_nn.compiler.schedule.canonical import canonical, canonical_key, canonical_tables, named_as
 from insum_nn.compiler.schedule.select import Measurement
+from insum_nn.compiler.schedule.space import Schedule
 from insum_nn.errors import InsumBackendError
 from insum_nn.facts import StaticTable
 from insum_nn.testing.random_programs import random_program
@@ -326,7 +326,7 @@ def test_every_shipped_schedule_is_found_in_other_names(monkeypatch: pytest.Monk
         tensors = dict(zip(own.tensors(), (*_TENSORS[turn:], *_TENSORS[:turn]), strict=False))
         indices = dict(zip(own.indices(), _INDICES[number % 3 :], strict=False))
         bound = _bound_of(key, tensors, indices, "Y")
-        more = {n: key[n] for n in ("precision", "combine", "rows", "beside", "points") if n in key}
+        more = {n: key[n] for n in ("precision", "combine", "rows", "algorithm", "algorithms") if n in key}
         found = database.key_of(key["kind"], bound, {}, key["bucket"], torch.device("cpu"), **more)
         # Of tables a key holds digests, which cannot be turned back into values.
         entry = database.find({**found, "tables": key["tables"]})

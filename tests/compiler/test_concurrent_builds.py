@@ -15,11 +15,11 @@ import torch
 import insum_nn
 from insum_nn import Options, clear_cache
 from insum_nn.compiler.forms import launch as launch_module
-from insum_nn.compiler.forms.schedule import Schedule
 from insum_nn.compiler.runtime import execution
 from insum_nn.compiler.schedule import database, tune
 from insum_nn.compiler.schedule.build_once import BuildOnce
 from insum_nn.compiler.schedule.select import Measurement
+from insum_nn.compiler.schedule.space import Schedule
 from tests.compiler.interpreted import interpreter
 
 __all__ = ["interpreter"]

@@ -12,8 +12,9 @@ from typing import Any
 
 import pytest
 import torch
-from torch import fx
 
+from insum_nn.compiler.codegen.calls import CallGraph
+from insum_nn.compiler.ir.nodes import Size
 from tests.compiler.corpus import __main__ as commands
 from tests.compiler.corpus import digests
 from tests.compiler.corpus.statements import entries, recorded
@@ -62,13 +63,13 @@ def test_names_are_left_out_of_intermediate_code():
     assert text == "%0 = f %1\n%2 = g %0"
 
 
-def test_names_of_nodes_are_left_out_of_graphs():
+def test_names_of_calls_are_left_out_of_graphs():
     def written(name: str, *, twice: bool = False) -> str:
-        graph = fx.Graph()
-        total = graph.call_function(torch.relu, (graph.placeholder(name),))
-        total.name = f"{name}_relu"
-        graph.output((graph.call_function(torch.relu, (total,)) if twice else total,))
-        return digests.without_node_names(graph)
+        graph = CallGraph()
+        total = graph.function(torch.relu, (graph.argument(Size("A")),), {})
+        total.name = name
+        graph.finish(graph.function(torch.relu, (total,), {}) if twice else total)
+        return digests.without_call_names(graph)
 
     assert written("a") == written("b") != written("a", twice=True)
     assert "%0" in written("a")

@@ -11,8 +11,8 @@ import torch
 
 from insum_nn import IndexFacts
 from insum_nn.compiler.forms.candidates import candidates
+from insum_nn.compiler.forms.defaults import default_schedule
 from insum_nn.compiler.forms.form import Form, FormError, make_form
-from insum_nn.compiler.forms.schedule import Schedule, default_schedule, precision_of
 from insum_nn.compiler.lang.bind import bind
 from insum_nn.compiler.lang.parser import parse
 from insum_nn.compiler.schedule import cost_model
@@ -32,6 +32,7 @@ from insum_nn.compiler.schedule.cost_model import (
     without_measuring,
 )
 from insum_nn.compiler.schedule.kernel_work import count
+from insum_nn.compiler.schedule.space import Schedule, precision_of
 from tests.compiler.corpus.statements import Entry, entries
 from tests.compiler.test_default_schedules import product
 
@@ -112,7 +113,6 @@ def test_fewer_registers_hold_fewer_programs():
     assert held[0] == pytest.approx(2 * held[1], abs=1)
     assert not fits(work, replace(H200, registers=512))
     assert not fits(replace(work, warps=64), H200)
-    assert not fits(replace(work, values=600.0), H200)
 
 
 def test_what_is_not_worth_a_choice_is_not_predicted(monkeypatch: pytest.MonkeyPatch):
@@ -152,8 +152,8 @@ def test_more_work_takes_longer():
     assert bytes_ < time()
 
 
-def test_a_long_row_is_waited_for_unless_its_terms_are_shared():
-    rows, shares = Schedule(m=2, n=64, k=4, share=1 << 20, warps=1), Schedule(n=64, k=4, m=2, share=64, segment=True)
+def test_a_long_row_is_waited_for_unless_it_is_divided_into_chunks():
+    rows, shares = Schedule(m=2, n=64, k=4, chunk=1 << 20, warps=1), Schedule(n=64, k=4, m=2, chunk=64, segment=True)
     even, skewed = (product(50_000, 800_000, 64, longest) for longest in (20, 100_000))
     times = {
         (name, form is skewed): predicted(form, schedule, "tf32x3", H200)
@@ -167,7 +167,7 @@ def test_a_long_row_is_waited_for_unless_its_terms_are_shared():
 
 def test_rows_that_are_divided_take_a_launch_more():
     form = product(50_000, 800_000, 64, 1_000)
-    whole, divided = (count(form, Schedule(n=64, k=4, share=share, warps=1), "tf32x3") for share in (1_024, 128))
+    whole, divided = (count(form, Schedule(n=64, k=4, chunk=share, warps=1), "tf32x3") for share in (1_024, 128))
     assert (whole.collected, divided.collected) == (False, True)
     assert divided.programs > whole.programs
     assert divided.longest < whole.longest

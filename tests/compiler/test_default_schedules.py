@@ -9,11 +9,11 @@ import torch
 
 from insum_nn import IndexFacts
 from insum_nn.compiler.forms.candidates import candidates
-from insum_nn.compiler.forms.form import Form, make_form
-from insum_nn.compiler.forms.points import LONGEST
-from insum_nn.compiler.forms.schedule import Schedule, default_schedule
+from insum_nn.compiler.forms.defaults import default_schedule
+from insum_nn.compiler.forms.form import LONGEST, Form, make_form
 from insum_nn.compiler.lang.bind import bind
 from insum_nn.compiler.lang.parser import parse
+from insum_nn.compiler.schedule.space import Schedule
 from insum_nn.facts import StaticTable
 
 SPMM = "C[Row[p],n] += Val[p] * B[Col[p],n]"
@@ -57,11 +57,11 @@ def test_groups_are_divided_where_their_terms_would_be(terms: int, length: int, 
     entries = product(rows, rows * length, columns, 700)
     groups = grouped(rows, rows * length // terms, terms, columns)
     groups = replace(groups, sizes={**groups.sizes, LONGEST: -(-700 // terms)})
-    assert default_schedule(groups).share * terms == default_schedule(entries).share < 700
+    assert default_schedule(groups).chunk * terms == default_schedule(entries).chunk < 700
 
 
 def test_large_entries_are_not_divided_by_their_terms():
-    assert default_schedule(grouped(60_000, 480_000, 32, 128)).share == 64
+    assert default_schedule(grouped(60_000, 480_000, 32, 128)).chunk == 64
 
 
 def test_rows_of_groups_count_all_their_terms():
@@ -71,25 +71,25 @@ def test_rows_of_groups_count_all_their_terms():
         assert known.longest == 4 * groups
         schedule = default_schedule(known)
         assert schedule.k == 32
-        assert (schedule.share < groups) == divided
+        assert (schedule.chunk < groups) == divided
         assert not schedule.segment
     # Equal shares are of groups, whose terms are lanes where their number is known.
     skewed = replace(form, sizes={**form.sizes, LONGEST: 20_000})
     assert not default_schedule(skewed).segment
     fixed = replace(skewed, bound=replace(form.bound, static=(("q", 4),)))
-    assert default_schedule(fixed) == Schedule(m=4, n=4, k=32, warps=1, share=32, segment=True)
+    assert default_schedule(fixed) == Schedule(m=4, n=4, k=32, warps=1, chunk=32, segment=True)
 
 
 @pytest.mark.parametrize(("longest", "divided"), [(12 * 32, False), (12 * 32 + 1, True)])
 def test_rows_of_few_steps_are_not_divided(longest: int, divided: bool):
     schedule = default_schedule(product(20_000, 100_000, 4, longest))
     assert schedule.k == 32
-    assert (schedule.share < longest) == divided
+    assert (schedule.chunk < longest) == divided
 
 
 @pytest.mark.parametrize("dtype", [torch.float16, torch.float32, torch.float64], ids=str)
 @pytest.mark.parametrize("columns", [4, 16, 32, 64, 128])
-def test_one_row_with_most_of_the_terms_is_shared(columns: int, dtype: torch.dtype):
+def test_one_row_with_most_of_the_terms_is_divided_into_chunks(columns: int, dtype: torch.dtype):
     schedule = default_schedule(product(200_000, 700_000, columns, 100_000, dtype))
     # Beyond these, rows are no slower.
     most = {torch.float16: 32, torch.float32: 64, torch.float64: 0}[dtype]
@@ -97,7 +97,7 @@ def test_one_row_with_most_of_the_terms_is_shared(columns: int, dtype: torch.dty
     assert schedule.m * schedule.n * schedule.k <= 2048
 
 
-def test_small_skewed_sums_of_float32_take_equal_shares():
+def test_small_skewed_sums_of_float32_take_equal_chunks():
     def chosen(terms: int = 190_000, columns: int = 64, longest: int = 280, dtype: torch.dtype = torch.float32):
         return default_schedule(product(23_000, terms, columns, longest, dtype))
 
@@ -106,7 +106,7 @@ def test_small_skewed_sums_of_float32_take_equal_shares():
         assert not chosen(**other).segment, other
 
 
-def test_a_search_from_equal_shares_tries_rows_too():
+def test_candidates_of_equal_chunks_have_rows_too():
     form = product(23_000, 190_000, 64, 280)
     tried = list(candidates(form))
     assert tried[0] == default_schedule(form)
@@ -117,7 +117,7 @@ def test_a_search_from_equal_shares_tries_rows_too():
 
 def test_sizes_alone_give_a_schedule():
     schedule = default_schedule(product(20_000, 100_000, 64))
-    assert schedule == Schedule(m=2, n=64, k=8, warps=1, share=64)
+    assert schedule == Schedule(m=2, n=64, k=8, warps=1, chunk=64)
 
 
 def written(expression: str, points: int, copies: int, samples: int = 10_000) -> Form:
@@ -139,14 +139,14 @@ SUMS = "G[I[p],u,w] += X[z,I[p],u] * Y[z,I[p],w]"
 
 
 @pytest.mark.parametrize(("copies", "columns"), [(16, 16), (32, 32), (128, 32)])
-def test_written_out_products_are_a_warp_each(copies: int, columns: int):
+def test_unrolled_products_are_a_warp_each(copies: int, columns: int):
     """Warps of one program would wait for each other at every product."""
     schedule = default_schedule(written(ROWS, 16, copies))
     assert schedule == Schedule(16, columns, 16, True, groups=5, warps=1, stages=1)
 
 
 @pytest.mark.parametrize(("copies", "tile", "warps"), [(16, 16, 1), (32, 32, 2), (64, 32, 2)])
-def test_long_sums_of_written_out_products_are_divided(copies: int, tile: int, warps: int):
+def test_long_sums_of_unrolled_products_are_divided(copies: int, tile: int, warps: int):
     schedule = default_schedule(written(SUMS, 12, copies))
     assert (schedule.m, schedule.n, schedule.warps, schedule.groups) == (tile, tile, warps, 4)
     assert schedule.splits > 16

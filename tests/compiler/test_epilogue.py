@@ -12,9 +12,10 @@ from torch.nn import functional
 import insum_nn
 from insum_nn import IndexFacts, Options
 from insum_nn.compiler.api import Program
-from insum_nn.compiler.forms.schedule import Schedule
 from insum_nn.compiler.ir.nodes import OPERATIONS
 from insum_nn.compiler.lang.epilogue import ACTIVATIONS
+from insum_nn.compiler.schedule.space import Schedule
+from insum_nn.dtypes import FLOATS
 from insum_nn.errors import InsumDtypeError, InsumFormatError, InsumShapeError
 from insum_nn.testing.tolerances import assert_matches
 from tests.compiler.generated_cases import CASES
@@ -86,7 +87,7 @@ def test_generated_kernels_start_anywhere_and_activate(name: str, dtype: torch.d
 @pytest.mark.usefixtures("interpreter")
 @pytest.mark.parametrize(
     "schedule",
-    [Schedule(n=32, k=4), Schedule(m=4, n=16), Schedule(n=8, k=2, share=2), Schedule(m=2, n=8, share=1)],
+    [Schedule(n=32, k=4), Schedule(m=4, n=16), Schedule(n=8, k=2, chunk=2), Schedule(m=2, n=8, chunk=1)],
     ids=str,
 )
 @pytest.mark.parametrize("kind", ["bias", "column", "transposed"])
@@ -345,7 +346,7 @@ def test_bad_arguments():
 
 @pytest.mark.gpu
 @pytest.mark.parametrize("name", COMBINING)
-@pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.float16, torch.bfloat16], ids=str)
+@pytest.mark.parametrize("dtype", FLOATS, ids=str)
 def test_every_way_of_combining_on_a_gpu(gpu: torch.device, name: str, dtype: torch.dtype):
     case = CASES[name]
     tensors = {n: t.to(gpu) for n, t in rounded(case.draw(8), dtype).items()}

@@ -25,12 +25,12 @@ from insum_nn.compiler.explain.report import Explanation
 from insum_nn.compiler.explain.svg import Box, Drawing, Edge, Kind, draw, elide, lay_out, text_width
 from insum_nn.compiler.forms import launch
 from insum_nn.compiler.forms.generated import Generated
-from insum_nn.compiler.forms.schedule import Schedule
-from insum_nn.compiler.forms.source import Source
+from insum_nn.compiler.forms.nest import Source
 from insum_nn.compiler.options import Options
 from insum_nn.compiler.runtime import execution
 from insum_nn.compiler.runtime.dispatch import prepare
 from insum_nn.compiler.runtime.execution import Executable, clear_cache, in_names_of
+from insum_nn.compiler.schedule.space import Schedule
 from insum_nn.errors import InsumBackendError
 from tests.compiler.interpreted import interpreter  # noqa: F401
 from tests.golden_fixture import Golden

@@ -24,9 +24,11 @@ from insum_nn import IndexFacts, Options
 from insum_nn.compiler.codegen import triton as triton_printer
 from insum_nn.compiler.forms import launch as launch_module
 from insum_nn.compiler.forms.candidates import candidates
-from insum_nn.compiler.forms.schedule import Schedule, default_schedule
+from insum_nn.compiler.forms.defaults import default_schedule
 from insum_nn.compiler.lang.parser import parse
 from insum_nn.compiler.schedule import timing, tune
+from insum_nn.compiler.schedule.space import Schedule
+from insum_nn.dtypes import DTYPES, FLOATS
 from insum_nn.errors import InsumDeviceError, InsumFormatError
 from insum_nn.testing.random_programs import RandomProgram, random_program
 from insum_nn.testing.tolerances import assert_matches
@@ -40,8 +42,7 @@ pytestmark = pytest.mark.usefixtures("interpreter")
 GENERATED = Options(backend="triton", tune=False)
 EAGER = Options(backend="eager")
 NAMES = list(CASES)
-DTYPES = (torch.float64, torch.float32, torch.float16, torch.bfloat16)
-HALF = (torch.float16, torch.bfloat16)
+WIDENED_DOTS = tuple(row.torch for row in DTYPES if row.has_dot and row.is_widened)
 
 
 # What a case is compared with.
@@ -87,16 +88,15 @@ ELEMENTS = {
     "narrow": Schedule(n=4, k=2),
     "rows": Schedule(m=4, n=16),
     "rows and sums": Schedule(m=8, n=2, k=16),
-    "divided": Schedule(n=32, k=4, share=2),
-    "divided rows": Schedule(m=2, n=8, k=2, share=1),
+    "divided": Schedule(n=32, k=4, chunk=2),
+    "divided rows": Schedule(m=2, n=8, k=2, chunk=1),
     "groups": Schedule(n=8, groups=3),
-    "reading ahead": Schedule(m=2, n=8, k=4, stages=3),
-    "segments": Schedule(n=32, share=5, segment=True),
-    "segments on lanes": Schedule(n=4, k=4, share=11, segment=True, stages=3),
-    "several segments": Schedule(m=4, n=16, share=3, segment=True),
-    "several segments on lanes": Schedule(m=2, n=8, k=8, share=13, segment=True),
-    "segments of one step": Schedule(m=2, n=4, k=4, share=4, segment=True),
-    "segments with groups": Schedule(n=8, groups=3, share=4, segment=True),
+    "segments": Schedule(n=32, chunk=5, segment=True),
+    "segments on lanes": Schedule(n=4, k=4, chunk=11, segment=True),
+    "several segments": Schedule(m=4, n=16, chunk=3, segment=True),
+    "several segments on lanes": Schedule(m=2, n=8, k=8, chunk=13, segment=True),
+    "segments of one step": Schedule(m=2, n=4, k=4, chunk=4, segment=True),
+    "segments with groups": Schedule(n=8, groups=3, chunk=4, segment=True),
 }
 
 
@@ -117,7 +117,7 @@ DOTS = {
     "small, transposed": Schedule(16, 16, 16, True, True),
     "large": Schedule(32, 64, 32, True),
     "large, transposed": Schedule(64, 16, 32, True, True, groups=2),
-    "divided": Schedule(16, 32, 16, True, share=1),
+    "divided": Schedule(16, 32, 16, True, chunk=1),
     "groups": Schedule(16, 16, 16, True, groups=2),
 }
 
@@ -153,8 +153,8 @@ def test_long_parts_are_functions(monkeypatch: pytest.MonkeyPatch, name: str, wh
 
 
 @pytest.mark.parametrize("name", [name for name in NAMES if CASES[name].dot])
-@pytest.mark.parametrize("dtype", HALF, ids=str)
-def test_dots_of_half_types(name: str, dtype: torch.dtype):
+@pytest.mark.parametrize("dtype", WIDENED_DOTS, ids=str)
+def test_dots_of_fp16_and_bf16(name: str, dtype: torch.dtype):
     case, tensors = drawn(name, dtype)
     _, kernel, got = kernel_of(case, tensors, Schedule(16, 32, 32, True))
     assert "tl.dot(" in kernel.source.text
@@ -175,8 +175,8 @@ def test_a_long_sum_divided_among_programs(name: str, splits: int, dot: bool):
 
 
 @pytest.mark.parametrize("name", ["spmm", "spmv", "group spmm", "block spmm", "tensor product uvu"])
-@pytest.mark.parametrize(("share", "m"), [(1, 1), (4, 4), (512, 1)])
-def test_owners_in_any_order(name: str, share: int, m: int):
+@pytest.mark.parametrize(("chunk", "m"), [(1, 1), (4, 4), (512, 1)])
+def test_output_rows_in_any_order(name: str, chunk: int, m: int):
     """Unsorted, with entries of -1, both by the terms in order and by adding to memory."""
     case, tensors = drawn(name)
     owner = {"tensor product uvu": "Dst"}.get(name, "Row")
@@ -186,7 +186,7 @@ def test_owners_in_any_order(name: str, share: int, m: int):
     rows = case.out_shape(1)
     assert rows is not None
     shape = case.oracle(doubled(tensors), 1).shape
-    schedule = Schedule(16, 32, 16, True, share=share) if case.dot else Schedule(m=m, n=16, k=2, share=share)
+    schedule = Schedule(16, 32, 16, True, chunk=chunk) if case.dot else Schedule(m=m, n=16, k=2, chunk=chunk)
     for start in (None, torch.randn(shape)):
         form, _, got = kernel_of(case, tensors, schedule, facts=facts, start=start)
         assert (form.combine, form.permuted) in (("own", True), ("atomic", False))
@@ -200,7 +200,7 @@ def test_owners_in_any_order(name: str, share: int, m: int):
 def test_extents_that_are_not_compiled_in(name: str):
     case, tensors = drawn(name)
     fixed = "krq" if case.static else ""
-    for schedule in (Schedule(n=16, k=4), Schedule(m=4, n=8, k=2), Schedule(m=4, n=4, share=2)):
+    for schedule in (Schedule(n=16, k=4), Schedule(m=4, n=8, k=2), Schedule(m=4, n=4, chunk=2)):
         _, _, got = kernel_of(case, tensors, schedule, fixed=fixed)
         assert_case(case, tensors, got)
 
@@ -238,9 +238,9 @@ def test_a_search_counts_what_a_call_waits_for(
 def test_the_sum_of_divided_rows_is_a_launch_more():
     case, tensors = drawn("spmm")
     form, ordered, extents = form_of(case, tensors)
-    for share, launches in ((512, 0), (1, 1)):
-        trial = tune._Trial(form, Schedule(n=32, share=share), ordered, extents, None, "ieee")
-        assert trial.kernel.further_launches(trial.owners) == launches
+    for chunk, launches in ((512, 0), (1, 1)):
+        trial = tune._Trial(form, Schedule(n=32, chunk=chunk), ordered, extents, None, "ieee")
+        assert trial.kernel.further_launches(trial.partition) == launches
 
 
 def test_a_tile_without_neighbours_is_skipped():
@@ -281,7 +281,7 @@ def test_steps_in_pieces_of_a_dense_axis(channels: int):
 
 
 @pytest.mark.parametrize("name", NAMES)
-@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize("dtype", FLOATS, ids=str)
 def test_dtypes(name: str, dtype: torch.dtype):
     case, tensors = drawn(name, dtype)
     assert_case(case, tensors, compiled(case, tensors)(tensors=tensors))
@@ -397,7 +397,7 @@ def test_one_row_of_many_entries():
                 torch.testing.assert_close(got, want, rtol=1e-11, atol=1e-11)
 
 
-def test_a_long_row_beside_cells_that_nothing_is_added_to():
+def test_a_long_row_and_cells_that_nothing_is_added_to():
     row = torch.zeros(1300, dtype=torch.int64)
     value = torch.randn(1300, dtype=torch.float64)
     got = insum_nn.insum("C[1,Row[p],2] += Val[p]", Row=row, Val=value, out_shape=(2, 2, 4), options=GENERATED)
@@ -406,7 +406,7 @@ def test_a_long_row_beside_cells_that_nothing_is_added_to():
     torch.testing.assert_close(got, want)
 
 
-def test_a_factor_at_the_owner_with_fewer_rows_than_the_output():
+def test_a_factor_read_at_output_rows_with_fewer_rows_than_the_output():
     """Rows without terms own nothing, and what would stand beside them is not read."""
     row = torch.tensor([0, 1, 2, 2])
     value, scale = torch.randn(4), torch.randn(3, 5)
@@ -417,7 +417,7 @@ def test_a_factor_at_the_owner_with_fewer_rows_than_the_output():
     torch.testing.assert_close(got, want)
 
 
-def test_a_step_is_skipped_only_if_every_written_out_point_lacks_it():
+def test_a_step_is_skipped_only_if_every_unrolled_term_lacks_it():
     neighbours = torch.randint(0, 30, (5, 33, 2))
     neighbours[2, :, 0] = -1
     neighbours[4, :, 1] = -1

@@ -20,10 +20,11 @@ from insum_nn import IndexFacts, Options, Program
 from insum_nn.compiler.codegen import triton as triton_printer
 from insum_nn.compiler.forms.candidates import candidates
 from insum_nn.compiler.forms.generated import Generated
-from insum_nn.compiler.forms.schedule import Schedule
 from insum_nn.compiler.lang.parser import parse
 from insum_nn.compiler.runtime.dispatch import prepare
 from insum_nn.compiler.schedule import timing, tune
+from insum_nn.compiler.schedule.space import Schedule
+from insum_nn.dtypes import FLOATS
 from insum_nn.testing.random_programs import random_program
 from insum_nn.testing.tolerances import assert_matches
 from tests.compiler.generated_cases import CASES, Case, put
@@ -33,12 +34,11 @@ from tests.compiler.test_property import assert_close_to_reference, gradients, m
 pytestmark = pytest.mark.gpu
 
 GENERATED = Options(backend="triton", tune=False, precision="ieee")
-DTYPES = (torch.float64, torch.float32, torch.float16, torch.bfloat16)
 SCALE = 6
 SEGMENTS = (
-    Schedule(m=4, n=32, k=1, share=64, segment=True),
-    Schedule(m=1, n=32, k=32, share=256, segment=True),
-    Schedule(m=8, n=8, k=8, share=8, segment=True, warps=1),
+    Schedule(m=4, n=32, k=1, chunk=64, segment=True),
+    Schedule(m=1, n=32, k=32, chunk=256, segment=True),
+    Schedule(m=8, n=8, k=8, chunk=8, segment=True, warps=1),
 )
 
 
@@ -93,7 +93,7 @@ def even(tensors: dict[str, Tensor], owner: str, rows: int) -> None:
 
 
 @pytest.mark.parametrize("name", CASES)
-@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize("dtype", FLOATS, ids=str)
 @pytest.mark.parametrize("scale", [1, SCALE])
 def test_values(gpu: torch.device, name: str, dtype: torch.dtype, scale: int):
     case = CASES[name]
@@ -113,7 +113,7 @@ def test_values(gpu: torch.device, name: str, dtype: torch.dtype, scale: int):
 
 
 @pytest.mark.parametrize("name", CASES)
-@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize("dtype", FLOATS, ids=str)
 def test_gradients(gpu: torch.device, name: str, dtype: torch.dtype):
     case = CASES[name]
     tensors = placed(case.draw(SCALE), gpu, dtype)
@@ -193,8 +193,8 @@ def test_a_matrix_with_one_row_of_1e5_entries(gpu: torch.device):
 
 
 @pytest.mark.parametrize("schedule", SEGMENTS, ids=str)
-@pytest.mark.parametrize("dtype", DTYPES, ids=str)
-def test_equal_shares_of_a_skewed_matrix(gpu: torch.device, schedule: Schedule, dtype: torch.dtype):
+@pytest.mark.parametrize("dtype", FLOATS, ids=str)
+def test_equal_chunks_of_a_skewed_matrix(gpu: torch.device, schedule: Schedule, dtype: torch.dtype):
     """One row of 10^5 entries among rows of 3 and empty ones, in order and not; every run gives the same bits."""
     row = torch.cat([torch.randint(0, 900, (3000,)), torch.full((100_000,), 17)])
     row = row[torch.randperm(row.numel())].to(gpu)
@@ -225,7 +225,7 @@ def test_every_candidate_computes_the_same(gpu: torch.device, name: str):
 
 
 @pytest.mark.parametrize("name", PARTED)
-@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize("dtype", FLOATS, ids=str)
 def test_parts_as_functions(gpu: torch.device, name: str, dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch):
     """Functions that are not copied into their caller: products, and what they put into shared memory."""
     case = CASES[name]
@@ -240,7 +240,7 @@ def test_parts_as_functions(gpu: torch.device, name: str, dtype: torch.dtype, mo
             assert_matches(got, case.oracle(known, SCALE), dtype=dtype, kind="sum", scale=scale)
 
 
-def test_a_factor_at_the_owner_with_fewer_rows_than_the_output(gpu: torch.device):
+def test_a_factor_read_at_output_rows_with_fewer_rows_than_the_output(gpu: torch.device):
     """Read past its end, the factor would be memory of nobody."""
     row = torch.tensor([0, 1, 2, 2], device=gpu)
     value, scale = torch.randn(4, device=gpu), torch.randn(3, 2**20, device=gpu)

@@ -24,9 +24,10 @@ from insum_nn.compiler.lang.epilogue import ACTIVATIONS, Epilogue
 from insum_nn.compiler.lang.interpreter import interpret
 from insum_nn.compiler.lang.shapes import resolve_extents
 from insum_nn.compiler.passes.combine import combine
-from insum_nn.compiler.passes.place import LoopSchedule, place
+from insum_nn.compiler.passes.place import place
 from insum_nn.compiler.runtime.artifact import Artifact, default_schedule, load, lower
 from insum_nn.compiler.runtime.dispatch import parse_cached
+from insum_nn.compiler.schedule.space import Schedule
 from insum_nn.facts import IndexFacts
 from insum_nn.testing.random_programs import random_program
 from tests.compiler.interpreted import interpreter
@@ -100,7 +101,7 @@ def test_the_builder_and_the_passes_agree_with_the_reference():
         torch.testing.assert_close(interpret_kernel(kernel, memory, sizes)[OUTPUT], want, rtol=0, atol=0)
         built += 1
         try:
-            graph = lower(bound, LoopSchedule({"a": 2, "b": 4}))
+            graph = lower(bound, Schedule(m=2, n=4))
         except NotImplementedError:
             continue
         verify_graph(graph)
@@ -110,12 +111,12 @@ def test_the_builder_and_the_passes_agree_with_the_reference():
     assert walked > 25
 
 
-SCHEDULES = ({}, {"b": 8}, {"b": 8, "a": 4}, {"row": 1, "b": 16, "a": 2})
+SCHEDULES = (Schedule(), Schedule(n=8), Schedule(n=8, k=4), Schedule(m=2, n=16, k=2))
 
 
-@pytest.mark.parametrize("lanes", SCHEDULES, ids=str)
+@pytest.mark.parametrize("schedule", SCHEDULES, ids=str)
 @pytest.mark.parametrize("operand", [None, "Val", "B"])
-def test_schedules_change_nothing(lanes: dict[str, int], operand: str | None):
+def test_schedules_change_nothing(schedule: Schedule, operand: str | None):
     tensors = spmm_tensors()
     bound, extents = bound_of(SPMM, tensors), Extents((23, 11), (6, 11))
     if operand is not None:
@@ -127,7 +128,7 @@ def test_schedules_change_nothing(lanes: dict[str, int], operand: str | None):
         extents = resolve_extents(statement, ordered, None, {}, tuple(tensors[operand].shape))
     want = interpret(bound.statement, tensors, extents)
     memory, sizes = canonical(bound, tensors, extents)
-    graph = lower(bound, LoopSchedule(lanes))
+    graph = lower(bound, schedule)
     torch.testing.assert_close(interpret_graph(graph, memory, sizes)[0], want, rtol=0, atol=0)
 
 
@@ -179,7 +180,7 @@ def test_an_activation_follows_the_sum():
 
 
 def test_malformed_kernels_are_refused():
-    kernel = place(combine(build(bound_of(SPMM, spmm_tensors())))[1], LoopSchedule({"b": 8}))
+    kernel = place(combine(build(bound_of(SPMM, spmm_tensors())))[1], Schedule(n=8))
     verify_kernel(kernel, placed=True)
     with pytest.raises(AssertionError, match="role"):
         verify_kernel(kernel, placed=False)
@@ -236,4 +237,4 @@ def test_default_schedules_are_for_any_algorithm():
         shape = {"Val": 1, "x": 1, "B": 2, "X": 2, "Y": 2}
         tensors = {n: torch.zeros([3] * shape[n]) if n in shape else torch.zeros(3).long() for n in names}
         schedule = default_schedule(combine(build(bound_of(text, tensors, {})))[1])
-        assert len(schedule.lanes) == count
+        assert sum(lanes > 1 for lanes in (schedule.m, schedule.n, schedule.k)) == count

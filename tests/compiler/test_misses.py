@@ -454,7 +454,7 @@ def test_a_constant_outside_is_an_error(missing: dict[str, Tensor], constant: st
     assert insum("y[i] += A[i,2]", **missing).shape == missing["A"].shape[:1]
 
 
-def test_a_static_entry_of_minus_one_is_not_written_out(interpreter: None):
+def test_a_static_entry_of_minus_one_is_not_unrolled(interpreter: None):
     tensors = {"K": torch.tensor([1, 0, -1, 2]), "I": torch.tensor([0, -1, 2, 1]), "CG": torch.randn(4)}
     x = torch.randn(5, 3)
     x[:, 2] = NAN

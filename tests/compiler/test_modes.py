@@ -281,6 +281,38 @@ def test_make_fx_records_operations_of_torch():
     torch.testing.assert_close(graph(*t.values()), spmm_dense(t))
 
 
+@pytest.mark.parametrize(
+    ("written", "shape", "entries"),
+    [
+        ("i+1", (5,), []),
+        ("i-1", (5,), []),
+        ("E[p]+i", (6,), [0, 2]),
+        ("E[p]+i-2", (7,), [2, 0]),
+        ("i,E[p]+i", (5, 6), [0, 2]),
+    ],
+)
+@pytest.mark.parametrize("tracing", ["fake", "symbolic"])
+def test_a_traced_graph_refuses_an_affine_write_outside(
+    written: str, shape: tuple[int, ...], entries: list[int], tracing: str
+):
+    tensors = {"x": torch.randn(5, dtype=torch.float64)} | ({"E": torch.tensor(entries)} if entries else {})
+    names = tuple(tensors)
+    text = f"y[{written}] += x[i]"
+
+    def run(*passed: Tensor) -> Tensor:
+        return insum(text, **dict(zip(names, passed, strict=True)), out_shape=shape)
+
+    with pytest.raises(insum_nn.errors.InsumRangeError, match="writes outside axis"):
+        run(*tensors.values())
+    graph = make_fx(run, tracing_mode=tracing)(*tensors.values())
+    with pytest.raises(RuntimeError, match="writes outside axis"):
+        graph(*tensors.values())
+    if entries:
+        # A missing entry writes nowhere.
+        tensors["E"] = torch.tensor([max(entries[1], entries[0]) if "-2" in written else 0, -1])
+        torch.testing.assert_close(graph(*tensors.values()), run(*tensors.values()))
+
+
 BATCH = 4
 MASKS = [mask for mask in itertools.product((False, True), repeat=4) if any(mask)]
 

@@ -11,11 +11,11 @@ import torch
 from torch import Tensor
 
 from insum_nn.compiler.codegen import triton_values
-from insum_nn.compiler.forms import joint as joint_module
+from insum_nn.compiler.forms import fused_programs as fused_module
 from insum_nn.compiler.forms.form import Form
-from insum_nn.compiler.forms.nest import algorithm_of, nest_of
+from insum_nn.compiler.forms.nest import nest_of
 from insum_nn.compiler.forms.parameters import Strides
-from insum_nn.compiler.forms.schedule import Schedule, segmented
+from insum_nn.compiler.forms.placement import segmented
 from insum_nn.compiler.ir.build import OUTPUT, Names
 from insum_nn.compiler.ir.graph import stores_of
 from insum_nn.compiler.ir.interpret import interpret_kernel
@@ -26,18 +26,19 @@ from insum_nn.compiler.ir.verify import verify_kernel
 from insum_nn.compiler.lang.bind import Extents
 from insum_nn.compiler.passes.fuse_outputs import clusters
 from insum_nn.compiler.passes.unify_variants import switch, unify_variants
-from insum_nn.compiler.runtime.row_partition import Owners, owners_for, words_of
+from insum_nn.compiler.runtime.row_partition import RowPartition, partition_for, words_of
+from insum_nn.compiler.schedule.space import Schedule
 from insum_nn.facts import IndexFacts
-from tests.compiler import joint_cases
+from tests.compiler import fused_cases
 from tests.compiler.generated_cases import CASES, form_of
 
 SCHEDULES = {
     "default lanes": Schedule(n=8, k=4),
     "rows": Schedule(m=4, n=16),
     "rows and sums": Schedule(m=4, n=2, k=8),
-    "divided rows": Schedule(m=2, n=8, k=2, share=1),
-    "equal chunks": Schedule(n=8, share=5, segment=True),
-    "equal chunks on lanes": Schedule(m=2, n=8, k=8, share=13, segment=True),
+    "divided rows": Schedule(m=2, n=8, k=2, chunk=1),
+    "equal chunks": Schedule(n=8, chunk=5, segment=True),
+    "equal chunks on lanes": Schedule(m=2, n=8, k=8, chunk=13, segment=True),
     "parts": Schedule(n=8, groups=3),
     "splits": Schedule(m=2, n=4, k=2, splits=3),
 }
@@ -45,7 +46,7 @@ NAMES = ("spmm", "spmv", "group spmm", "sddmm", "mttkrp", "batched sddmm with sc
 
 
 def memory_of(
-    form: Form, ordered: list[Tensor], extents: Extents, owners: Owners | None
+    form: Form, ordered: list[Tensor], extents: Extents, partition: RowPartition | None
 ) -> tuple[dict[str, Tensor], dict[str, int]]:
     """Tensors and sizes by their canonical names, those of the row partition among them."""
     names, layout = Names(form.bound.statement), form.bound.layout
@@ -55,13 +56,13 @@ def memory_of(
         sizes |= {f"{name}_{axis}": extent for axis, extent in enumerate(tensor.shape)}
         if name.startswith("x") and tensor.ndim == 2:
             memory[f"{name}_words"] = words_of(tensor)
-    if owners is not None:
+    if partition is not None:
         for kind in ("begin", "end", "target", "owner", "order"):
-            if getattr(owners, kind) is not None:
-                memory[kind] = getattr(owners, kind)
-        sizes |= {"rows": owners.rows, "slots": owners.slots}
+            if getattr(partition, kind) is not None:
+                memory[kind] = getattr(partition, kind)
+        sizes |= {"rows": partition.rows, "slots": partition.slots}
         memory["scratch"] = torch.zeros(
-            owners.slots, *(e for a, e in enumerate(extents.output) if a != form.owner_axis)
+            partition.slots, *(e for a, e in enumerate(extents.output) if a != form.owner_axis)
         )
     return memory, sizes
 
@@ -78,23 +79,23 @@ def all_interpreted(
     """The same, with every result."""
     if form.owner is not None:
         schedule = replace(schedule, splits=1)
-    owners = owners_for(form, ordered, extents, schedule)
-    split = owners is not None and owners.split
+    partition = partition_for(form, ordered, extents, schedule)
+    split = partition is not None and partition.split
     kernel = nest_of(form, schedule, Strides(tuple(True for _ in ordered), split=split), "ieee")
     verify_kernel(kernel, placed=True)
-    memory, sizes = memory_of(form, ordered, extents, owners)
+    memory, sizes = memory_of(form, ordered, extents, partition)
     given = {**memory}
     found = interpret_kernel(kernel, given, sizes, keep=("scratch",))
     results = [found[result.buffer.name] for result in kernel.results]
     out = results[0]
     if schedule.splits > 1:
         out = out.sum(0)
-    if owners is not None and owners.slots and form.points:
-        assert owners.divided is not None
-        assert owners.first is not None
+    if partition is not None and partition.slots and form.points:
+        assert partition.divided is not None
+        assert partition.first is not None
         moved = out.movedim(form.owner_axis, 0)
-        for place, row in enumerate(owners.divided.tolist()):
-            moved[row] = found["scratch"][owners.first[place] : owners.first[place + 1]].sum(0)
+        for place, row in enumerate(partition.divided.tolist()):
+            moved[row] = found["scratch"][partition.first[place] : partition.first[place + 1]].sum(0)
     return kernel, [out, *results[1:]]
 
 
@@ -136,19 +137,19 @@ def joint_form(
     """The form of several statements, what its kernel reads, and what each output is, in the kernel's order."""
     monkeypatch.setenv("TRITON_INTERPRET", "1")
     torch.manual_seed(5)
-    drawn = joint_cases.draw(5, holes=True)
+    drawn = fused_cases.draw(5, holes=True)
     tensors = {n: t.mul(2).round() if t.is_floating_point() else t for n, t in drawn.items()}
-    tables = joint_cases.TABLES | {"CG": joint_cases.TABLES["CG"].mul(4).round()}
-    monkeypatch.setattr(joint_cases, "TABLES", tables)
-    monkeypatch.setattr(joint_cases.programs, "__defaults__", (tables, joint_cases.GENERATED))
-    ones = joint_cases.ones_of(roles, tensors)
-    found = joint_module._along(ones, (walk, "e"), False)
-    given = joint_cases.named(roles, tensors)
+    tables = fused_cases.TABLES | {"CG": fused_cases.TABLES["CG"].mul(4).round()}
+    monkeypatch.setattr(fused_cases, "TABLES", tables)
+    monkeypatch.setattr(fused_cases.programs, "__defaults__", (tables, fused_cases.GENERATED))
+    ones = fused_cases.ones_of(roles, tensors)
+    found = fused_module._along(ones, (walk, "e"), False)
+    given = fused_cases.named(roles, tensors)
     ordered = [next(t[name] for t in given if name in t) for name in found.spec.layout.tensors]
     owned = [at for at, place in enumerate(found.order) if place == 0]
-    extents = joint_module._extents(ones, found.walk, owned, ordered, found.spec, found.static)
-    programs = zip(joint_cases.programs(roles), roles, given, strict=True)
-    exact = [p.reference(tensors=t, out_shape=joint_cases.shape_of(role, 5)).double() for p, role, t in programs]
+    extents = fused_module._extents(ones, found.walk, owned, ordered, found.spec, found.static)
+    programs = zip(fused_cases.programs(roles), roles, given, strict=True)
+    exact = [p.reference(tensors=t, out_shape=fused_cases.shape_of(role, 5)).double() for p, role, t in programs]
     return found.generated.form, ordered, extents, [exact[found.order.index(n)] for n in sorted(found.order)]
 
 
@@ -156,7 +157,7 @@ def joint_form(
 @pytest.mark.parametrize("roles", ROLES)
 def test_fused_outputs_are_those_of_their_statements(roles: str, walk: str, monkeypatch: pytest.MonkeyPatch):
     form, ordered, extents, wanted = joint_form(roles, walk, monkeypatch)
-    kernel = algorithm_of(form, Strides(tuple(True for _ in ordered)))
+    kernel = form.algorithm
     verify_kernel(kernel, placed=False)
     memory, sizes = memory_of(form, ordered, extents, None)
     found = interpret_kernel(kernel, memory, sizes)
@@ -166,18 +167,18 @@ def test_fused_outputs_are_those_of_their_statements(roles: str, walk: str, monk
 
 
 @pytest.mark.parametrize("walk", WALKS)
-@pytest.mark.parametrize("which", joint_cases.SCHEDULES)
+@pytest.mark.parametrize("which", fused_cases.SCHEDULES)
 @pytest.mark.parametrize("roles", ["xyw", "wxzy", "yw"])
 def test_placed_kernels_of_several_outputs(roles: str, which: str, walk: str, monkeypatch: pytest.MonkeyPatch):
     form, ordered, extents, wanted = joint_form(roles, walk, monkeypatch)
-    schedule = joint_cases.SCHEDULES[which]
+    schedule = fused_cases.SCHEDULES[which]
     kernel, results = all_interpreted(form, ordered, extents, replace(schedule, n=min(schedule.n, 4)))
     for got, want in zip(results, wanted, strict=True):
         torch.testing.assert_close(got, want)
     serial = [node for node in walk_nodes(kernel) if isinstance(node, Loop) and node.role == "serial"]
     stores = [node for loop in serial for node in walk_nodes(loop) if isinstance(node, Store)]
     ahead = any(store.buffer.dtype == "int64" for store in stores)
-    assert ahead == (schedule.early and schedule.m == schedule.k == 1)
+    assert ahead == (schedule.prefetch and schedule.m == schedule.k == 1)
 
 
 PART, I = Index("part"), Index("i")

@@ -20,13 +20,14 @@ import insum_nn
 import insum_nn.schedules
 from insum_nn import IndexFacts, Options
 from insum_nn.compiler.forms.candidates import candidates
+from insum_nn.compiler.forms.defaults import default_schedule
 from insum_nn.compiler.forms.form import make_form
-from insum_nn.compiler.forms.schedule import Schedule, default_schedule
 from insum_nn.compiler.lang.bind import Extents, bind
 from insum_nn.compiler.lang.parser import parse
 from insum_nn.compiler.schedule import cost_model, database, progress, tune
 from insum_nn.compiler.schedule.cache_folder import cache_folder
 from insum_nn.compiler.schedule.select import Measurement, Selected
+from insum_nn.compiler.schedule.space import Schedule
 from insum_nn.compiler.schedule.tune import choose_schedule
 
 ROOT = Path(__file__).parents[2]

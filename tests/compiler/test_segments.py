@@ -12,9 +12,11 @@ import insum_nn
 from benchmarks.schedules import generated_of
 from insum_nn import IndexFacts, Options, Program, compile
 from insum_nn.compiler.forms.candidates import candidates
-from insum_nn.compiler.forms.schedule import Schedule, place_indices
+from insum_nn.compiler.forms.placement import place_indices
 from insum_nn.compiler.lang.bind import layout_of
-from insum_nn.compiler.runtime.row_partition import clear_owners, owners_of
+from insum_nn.compiler.runtime.row_partition import clear_partitions, partition_of
+from insum_nn.compiler.schedule.canonical import names_of
+from insum_nn.compiler.schedule.space import Schedule
 from insum_nn.testing.tolerances import assert_matches
 from tests.compiler.generated_cases import CASES, SORTED, Case, entries, form_of, kernel_of, put, real, take
 from tests.compiler.interpreted import interpreter
@@ -23,10 +25,10 @@ from tests.compiler.test_generated import assert_case, doubled, drawn, rounded
 __all__ = ["interpreter"]
 
 SHARES = (
-    Schedule(n=4, share=3, segment=True),
-    Schedule(n=4, k=4, share=10, segment=True),
-    Schedule(m=4, n=8, k=2, share=7, segment=True),
-    Schedule(m=8, k=8, share=8, segment=True),
+    Schedule(n=4, chunk=3, segment=True),
+    Schedule(n=4, k=4, chunk=10, segment=True),
+    Schedule(m=4, n=8, k=2, chunk=7, segment=True),
+    Schedule(m=8, k=8, chunk=8, segment=True),
 )
 
 
@@ -41,10 +43,10 @@ def index_of(count: int, rows: int, holes: float) -> Tensor:
 @pytest.mark.parametrize("rows", [1, 2, 9, 40])
 def test_shares_match_the_oracle(dtype: torch.dtype, share: int, rows: int):
     """Every term is in one share; whole rows are stored once, and the parts of the others lie in order."""
-    clear_owners()
+    clear_partitions()
     for count, holes in ((0, 0.0), (1, 0.0), (5, 1.0), (40, 0.3), (41, 0.0)):
         index = index_of(count, rows, holes).to(dtype)
-        built = owners_of(index, rows, True, share, True)
+        built = partition_of(index, rows, True, share, True)
         assert built.target is not None
         assert built.order is not None
         low, high = built.begin.tolist()
@@ -75,24 +77,24 @@ def test_shares_match_the_oracle(dtype: torch.dtype, share: int, rows: int):
         want = put(values, index, rows)
         met = set(index[index >= 0].tolist())
         assert set(whole) == met
-        assert built.gaps == (len(met) < rows)
+        assert built.empty_rows == (len(met) < rows)
         for row, total in whole.items():
             assert total == pytest.approx(float(want[row]))
 
 
-def test_shares_are_kept_beside_rows():
+def test_chunks_are_cached_in_addition_to_rows():
     index = torch.tensor([0, 0, 1])
-    assert owners_of(index, 2, False, 2, True) is owners_of(index, 2, False, 2, True)
-    assert owners_of(index, 2, False, 2, True) is not owners_of(index, 2, False, 2)
-    assert not owners_of(index, 2, False, 2, True).gaps
+    assert partition_of(index, 2, False, 2, True) is partition_of(index, 2, False, 2, True)
+    assert partition_of(index, 2, False, 2, True) is not partition_of(index, 2, False, 2)
+    assert not partition_of(index, 2, False, 2, True).empty_rows
     index.fill_(1)
-    assert owners_of(index, 2, False, 2, True).gaps
+    assert partition_of(index, 2, False, 2, True).empty_rows
 
 
 @pytest.mark.usefixtures("interpreter")
 @pytest.mark.parametrize("schedule", SHARES, ids=str)
 @pytest.mark.parametrize("name", ["spmm", "spmv", "group spmm", "batched sddmm with scatter", "tensor product uvu"])
-def test_owners_in_any_order(name: str, schedule: Schedule):
+def test_output_rows_in_any_order(name: str, schedule: Schedule):
     case, tensors = drawn(name)
     owner = {"tensor product uvu": "Dst", "batched sddmm with scatter": "Seg"}.get(name, "Row")
     shuffled = tensors[owner][torch.randperm(tensors[owner].numel())]
@@ -174,15 +176,15 @@ def test_statements_of_other_shapes(name: str, schedule: Schedule):
 
 
 @pytest.mark.usefixtures("interpreter")
-def test_lanes_along_terms_and_what_is_summed_beside_them():
+def test_lanes_along_terms_and_other_summed_indices():
     case = OTHERS["two entry indices"]
     tensors = rounded(case.draw(1), torch.float32)
     for lanes in (4, 8):
-        schedule = Schedule(n=4, k=lanes, share=5, segment=True)
+        schedule = Schedule(n=4, k=lanes, chunk=5, segment=True)
         form, _, got = kernel_of(case, tensors, schedule)
         layout = place_indices(form, schedule)
         assert layout.k is not None
-        assert layout.k.indices == ("@entry", "q")
+        assert layout.k.indices == ("entry", names_of(form.bound.statement).indices["q"])
         assert_case(case, tensors, got)
     # An extent of 3 leaves lanes over.
     tensors["Col"], tensors["Val"] = entries(6, 7, 3, 3, holes=0.3), torch.randn(7, 3, 3)
@@ -275,9 +277,9 @@ def test_one_row_among_many_gives_the_same_bits(share: int):
         oracle=lambda t, s: put(t["Val"][:, None] * t["B"][t["Col"]], t["Row"], 50),
     )
     facts = {"Row": IndexFacts(masked=False, proven=True)}
-    schedule = Schedule(m=2, n=4, k=4, share=share, segment=True)
+    schedule = Schedule(m=2, n=4, k=4, chunk=share, segment=True)
     first = kernel_of(case, tensors, schedule, facts=facts)[2]
-    clear_owners()
+    clear_partitions()
     assert torch.equal(first, kernel_of(case, tensors, schedule, facts=facts)[2])
     assert_case(case, tensors, first)
 
@@ -285,11 +287,11 @@ def test_one_row_among_many_gives_the_same_bits(share: int):
 def test_the_order_of_terms_is_found_once():
     index = index_of(50, 7, 0.2)
     for first, second in ((False, True), (True, False)):
-        clear_owners()
-        one = owners_of(index, 7, True, 5, first)
-        other = owners_of(index, 7, True, 5, second)
+        clear_partitions()
+        one = partition_of(index, 7, True, 5, first)
+        other = partition_of(index, 7, True, 5, second)
         assert one.order is other.order
-        alone = owners_of(index.clone(), 7, True, 5, second)
+        alone = partition_of(index.clone(), 7, True, 5, second)
         assert torch.equal(alone.begin, other.begin)
         assert (alone.target is None) == (other.target is None)
         if alone.target is not None and other.target is not None:
@@ -335,7 +337,7 @@ def test_explained():
     for schedule, word in ((SHARES[0], "segment"), (Schedule(n=4), "own")):
         made = found.with_schedule(schedule).described(ordered, extents, start)
         assert made.choices[0][1].partition(":")[0] == word
-        assert ("equal shares of 3 terms" in made.choices[1][1]) == schedule.segment
+        assert ("equal chunks of 3 terms" in made.choices[1][1]) == schedule.segment
         assert made.schedules == (str(schedule),)
 
 

@@ -13,11 +13,11 @@ from torch import Tensor
 import insum_nn
 from insum_nn import Options, insum
 from insum_nn.compiler.runtime import execution, library
+from insum_nn.dtypes import FLOATS, INDEX_DTYPES, VALUE_DTYPES, is_widened
 from insum_nn.errors import InsumRangeError
 
-INDEX_DTYPES = (torch.int32, torch.int64)
-FLOATS = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
-INTEGERS = (torch.int8, torch.uint8, torch.int16, torch.int32, torch.int64)
+INTEGERS = tuple(dtype for dtype in VALUE_DTYPES if dtype not in FLOATS)
+WIDENED = tuple(filter(is_widened, FLOATS))
 NAN, INF = math.nan, math.inf
 
 
@@ -304,8 +304,8 @@ def test_what_a_term_that_misses_would_multiply_does_not_matter():
 # Dtypes.
 
 
-@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
-def test_halves_are_summed_in_float32(dtype: torch.dtype):
+@pytest.mark.parametrize("dtype", WIDENED)
+def test_fp16_and_bf16_are_summed_in_float32(dtype: torch.dtype):
     count = 4096
     ones = torch.ones(count, dtype=dtype)
     assert insum("s += x[i]", x=ones).item() == count
@@ -326,7 +326,16 @@ def test_halves_are_summed_in_float32(dtype: torch.dtype):
     assert many.item() == pytest.approx(2 * len(range(0, 60_000, 60_000 // count)), rel=2**-8)
 
 
-def test_halves_may_be_summed_in_their_own_dtype_by_request():
+@pytest.mark.parametrize("dtype", WIDENED)
+def test_many_ties_share_a_gradient(dtype: torch.dtype):
+    """fp16 counts no 70,000 terms."""
+    x = torch.zeros(70_000, dtype=dtype, requires_grad=True)
+    insum("m max= x[i]", x=x).backward()
+    assert x.grad is not None
+    torch.testing.assert_close(x.grad.double(), torch.full_like(x, 1 / 70_000, dtype=torch.float64), rtol=2e-2, atol=0)
+
+
+def test_fp16_may_be_summed_in_fp16_by_request():
     ones = torch.ones(4096, dtype=torch.float16)
     zero = torch.zeros(4096, dtype=torch.int64)
     options = Options(accumulate="storage")

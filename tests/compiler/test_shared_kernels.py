@@ -12,7 +12,7 @@ import insum_nn
 from insum_nn import Options
 from insum_nn.compiler.forms import launch as launch_module
 from insum_nn.compiler.forms.ahead import collect
-from insum_nn.compiler.runtime.row_partition import owners_of
+from insum_nn.compiler.runtime.row_partition import partition_of
 from insum_nn.layers import spconv
 from insum_nn.models import MinkUNet18
 from insum_nn.testing.tolerances import assert_matches
@@ -103,6 +103,6 @@ def test_a_network_has_few_kernels():
 def test_ranges_of_divided_rows_are_aligned():
     """Machine code is for pointers that are aligned or not, and must not depend on how many ranges there are."""
     for terms in range(9, 30):
-        owners = owners_of(torch.zeros(terms, dtype=torch.int64), 1, False, 2)
-        arrays = (owners.begin, owners.end, owners.target, owners.owner)
+        partition = partition_of(torch.zeros(terms, dtype=torch.int64), 1, False, 2)
+        arrays = (partition.begin, partition.end, partition.target, partition.owner)
         assert all(array is not None and array.data_ptr() % 16 == 0 and array.is_contiguous() for array in arrays)

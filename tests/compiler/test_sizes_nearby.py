@@ -15,14 +15,14 @@ import torch
 import insum_nn
 from insum_nn import Options
 from insum_nn.compiler.forms.candidates import candidates
-from insum_nn.compiler.forms.form import Form, make_form
-from insum_nn.compiler.forms.points import LONGEST
-from insum_nn.compiler.forms.schedule import Schedule, default_schedule
+from insum_nn.compiler.forms.defaults import default_schedule
+from insum_nn.compiler.forms.form import LONGEST, Form, make_form
 from insum_nn.compiler.lang.bind import Extents, bind
 from insum_nn.compiler.lang.parser import parse
 from insum_nn.compiler.schedule import budget, database, tune
 from insum_nn.compiler.schedule.cache_folder import cache_folder
 from insum_nn.compiler.schedule.select import Measurement, Selected
+from insum_nn.compiler.schedule.space import Schedule
 from insum_nn.compiler.schedule.tune import choose_schedule
 from tests.compiler.test_schedule_store import FACTS, TENSORS, TEXT
 
@@ -199,7 +199,7 @@ def test_when_the_tuning_budget_is_spent_the_best_of_other_sizes_are_measured(
     choose(14, 3, 13, 3)
     found = choose(18, 4, 13, 4, columns=16)
     default, every = default_schedule(form_of(16)), list(candidates(form_of(16)))
-    liked = [s for s in every if replace(s, splits=1, share=1) == replace(next(iter(TIMES)), splits=1, share=1)]
+    liked = [s for s in every if replace(s, splits=1, chunk=1) == replace(next(iter(TIMES)), splits=1, chunk=1)]
     assert tunings[1] == list(dict.fromkeys((default, *liked)))
     assert len(tunings[1]) < len(every)
     assert found.reason.endswith(", the best of other sizes: the tuning budget is spent (61 s)")

@@ -14,6 +14,7 @@ from insum_nn.compiler.lang.bind import Extents, bind
 from insum_nn.compiler.lang.parser import parse
 from insum_nn.compiler.runtime import statement_sequence
 from insum_nn.compiler.runtime.statement_sequence import StatementSequence, find_sequence
+from insum_nn.dtypes import FLOATS
 from insum_nn.testing.tolerances import assert_matches
 from tests.compiler.cuts import CHAIN, RGCN, STATEMENTS, cut_at_random, doubled, drawn, out_shape
 from tests.compiler.interpreted import interpreter
@@ -193,6 +194,7 @@ def sequence(
     options: Options = DEFAULT,
     *,
     masked: bool = False,
+    in_order: str = "",
     dtype: torch.dtype = torch.float32,
     **shapes: object,
 ) -> StatementSequence | None:
@@ -204,7 +206,7 @@ def sequence(
         index = name in parsed.index_tensors()
         kind = torch.long if index else dtype
         tensors[name] = given if isinstance(given, Tensor) else torch.zeros((), dtype=kind).expand(given)  # type: ignore[arg-type]
-    facts = {name: IndexFacts(masked=masked, proven=True) for name in parsed.index_tensors()}
+    facts = {name: IndexFacts(masked=masked, sorted=name == in_order, proven=True) for name in parsed.index_tensors()}
     bound = bind(parsed, tensors, None, facts=facts)
     program = insum_nn.compile(statement)
     ordered = [tensors[name] for name in bound.layout.tensors]
@@ -281,6 +283,20 @@ def test_a_kernel_that_skips_missing_entries_is_not_cut():
     assert texts(sequence(statement, KERNELS, masked=True, N=full, **shapes))
     insum_nn.clear_cache()
     assert texts(sequence(statement, KERNELS, masked=True, N=few, **shapes)) == []
+
+
+def test_a_product_for_each_run_of_sorted_terms_is_one_of_matrices(monkeypatch: pytest.MonkeyPatch):
+    """Terms that stand together are multiplied by the matrix unit; to spread them over all cells would be more."""
+    machine = statement_sequence.machine_of
+    monkeypatch.setattr(
+        statement_sequence, "machine_of", lambda _, width, pairwise: machine("gpu", width, pairwise=pairwise)
+    )
+    statement = "dW[d,Off[p],c] += dOut[OutIdx[p],d] * In[InIdx[p],c]"
+    pairs = dict.fromkeys(("Off", "OutIdx", "InIdx"), (45_000,))
+    shapes = {**pairs, "dOut": (3_500, 256), "In": (3_500, 256), "out": (256, 27, 256)}
+    insum_nn.clear_cache()
+    assert texts(sequence(statement, KERNELS, dtype=torch.float16, **shapes))
+    assert texts(sequence(statement, KERNELS, in_order="Off", dtype=torch.float16, **shapes)) == []
 
 
 def test_what_is_never_cut():
@@ -420,7 +436,7 @@ def test_index_tensors_that_are_written_to_clear_other_cells(monkeypatch: pytest
 
 
 @pytest.mark.gpu
-@pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.bfloat16, torch.float64], ids=str)
+@pytest.mark.parametrize("dtype", FLOATS, ids=str)
 @pytest.mark.parametrize(("k", "n"), [(64, 64), (32, 128), (100, 37), (256, 256)])
 @pytest.mark.parametrize("longest", [0, 100_000])
 def test_a_chain_on_a_gpu(gpu: torch.device, dtype: torch.dtype, k: int, n: int, longest: int):

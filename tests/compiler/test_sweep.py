@@ -10,11 +10,11 @@ from typing import Any
 import pytest
 import torch
 
-from insum_nn.compiler.forms import source
+from insum_nn.compiler.forms import launch
+from insum_nn.compiler.forms.defaults import default_schedule
 from insum_nn.compiler.forms.launch import strides_of
-from insum_nn.compiler.forms.schedule import default_schedule
-from insum_nn.compiler.forms.source import write_kernel
-from insum_nn.compiler.runtime.row_partition import owners_for
+from insum_nn.compiler.forms.nest import write_kernel
+from insum_nn.compiler.runtime.row_partition import partition_for
 from tests.compiler import sweep
 from tests.compiler.generated_cases import form_of
 from tests.compiler.interpreted import interpreter
@@ -36,8 +36,8 @@ def kinds(setting: sweep.Setting) -> set[str]:
         fixed="" if setting.loose else None,
     )
     schedule = setting.schedule or default_schedule(form)
-    owners = owners_for(form, ordered, extents, schedule)
-    strides = strides_of(form, ordered, extents, owners is not None and owners.split, start)
+    partition = partition_for(form, ordered, extents, schedule)
+    strides = strides_of(form, ordered, extents, partition is not None and partition.split, start)
     source = write_kernel(form, schedule, strides, setting.precision)
     arguments = [argument.kind for argument in source.arguments]
     return sweep.kinds_of(setting, form, source.schedule, arguments, "end" in arguments)
@@ -69,11 +69,11 @@ def test_parts_as_functions_in_the_interpreter(monkeypatch: pytest.MonkeyPatch):
 
     def spied(*arguments: Any, **named: Any) -> Any:
         made = write(*arguments, **named)
-        texts.append("noinline" in made[0])
+        texts.append("noinline" in made.text)
         return made
 
-    write = source.write_nest
-    monkeypatch.setattr(source, "write_nest", spied)
+    write = launch.write_kernel
+    monkeypatch.setattr(launch, "write_kernel", spied)
     some = sweep.FUNCTIONS[::3]
     assert sweep.run_functions(CPU, some)["parts as functions"] == len(some)
     assert texts == [True] * len(some)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import shutil
 import subprocess
 import sys
@@ -20,12 +21,9 @@ from torch.fx.experimental.proxy_tensor import make_fx
 from torch.utils import cpp_extension
 
 import insum_nn
-from insum_nn.layers import BlockSparseLinear, GCNConv, TensorProductConv
+from insum_nn.layers import BlockSparseLinear, GCNConv, SparseConvTensor, TensorProductConv
+from insum_nn.models.minkunet import MinkUNet
 from tests.layers.every_layer import EVERY_LAYER
-
-# Building a kernel map is an operator of its own: how many voxels there are depends on values.
-WITH_MAPS = {name for name in EVERY_LAYER if name.startswith(("SubMConv", "Sparse"))} - {"SubMConv3d, pointwise"}
-WITHOUT_MAPS = [name for name in EVERY_LAYER if name not in WITH_MAPS]
 
 
 def foreign(graph: GraphModule) -> set[str]:
@@ -34,7 +32,7 @@ def foreign(graph: GraphModule) -> set[str]:
     return {str(t) for t in targets if isinstance(t, torch._ops.OpOverload) and t.namespace == "insum_nn"}
 
 
-@pytest.mark.parametrize("name", WITHOUT_MAPS)
+@pytest.mark.parametrize("name", EVERY_LAYER)
 def test_a_compiled_layer_is_made_of_operations_of_torch(name: str):
     # All cases share one class, whose forward is compiled for a few modules only.
     torch._dynamo.reset()
@@ -125,6 +123,19 @@ class Potential(nn.Module):
         return energy, -torch.autograd.grad(energy, given, create_graph=True)[0]
 
 
+class Scene(nn.Module):
+    """Scores of voxels by a small MinkUNet, which builds its maps."""
+
+    SHAPE = (20, 17, 9)
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.net = MinkUNet(4, 5, layers=(1,) * 8, planes=(4, 6, 6, 8, 8, 6, 4, 4), init_dim=4)
+
+    def forward(self, features: Tensor, voxels: Tensor) -> Tensor:
+        return self.net(SparseConvTensor(features, voxels, self.SHAPE, 2)).features
+
+
 def _recorded(module: nn.Module, inputs: tuple[Tensor, ...]) -> GraphModule:
     """A module with a gradient inside, as torch's operations: `torch.export` follows no gradient."""
     state = {**dict(module.named_parameters()), **dict(module.named_buffers())}
@@ -148,9 +159,17 @@ def _atoms(atoms: int, edges: int) -> tuple[Tensor, ...]:
     return torch.randn(atoms, 3), torch.randn(atoms, 16), pairs
 
 
+def _cloud(voxels: int, _: int) -> tuple[Tensor, ...]:
+    cells = torch.randperm(2 * math.prod(Scene.SHAPE))[:voxels]
+    places = torch.stack(torch.unravel_index(cells, (2, *Scene.SHAPE)), 1)
+    return torch.randn(voxels, 4), places.int()
+
+
+VOXELS = Dim("voxels", min=2, max=1 << 20)
 PACKAGES: dict[str, tuple[Any, Any, Any]] = {
     "graph": (Graph, _graph, ({0: NODES}, {1: EDGES})),
     "pruned": (Pruned, lambda rows, _: (torch.randn(rows, 48),), ({0: Dim("rows", min=2, max=1 << 20)},)),
+    "scene": (Scene, _cloud, ({0: VOXELS}, {0: VOXELS})),
     "forces": (Potential, _atoms, ({0: NODES}, {0: NODES}, {1: EDGES})),
 }
 

@@ -112,7 +112,9 @@ def test_a_few_samples_at_a_time(mode: str, weighted: bool, size: int, shared: b
     monkeypatch.setattr(Plan, "__call__", counted)
     monkeypatch.setattr(sys.modules[tensor_product.__module__], "AT_ONCE", size)
     assert_same_derivatives(lambda *t: tensor_product(spec, *t), oracle_of(spec), inputs_of(spec, 7))
-    assert set(rows) == {1} if size == 1 else max(rows) <= 7
+    if (mode, weighted) != ("uuw", False):
+        # The one mode here whose statements are dense products of paths.
+        assert set(rows) == {1} if size == 1 else max(rows) <= 7
 
 
 @pytest.mark.parametrize("shared", [True, False])
@@ -356,10 +358,10 @@ def test_statements():
     mixing = spec_of(
         Case("4x0e+4x1o", "1x0e+1x1o", "6x1o", ((0, 1, 0, "uvw", True), (1, 0, 0, "uvw", True))), shared=True
     )
-    assert expressions(mixing) == ("Z[z,k,w] += CG[k,r] * X[z,I[k,r],u] * Y[z,J[k,r]] * W[r,u,w]",)
+    assert expressions(mixing) == ("Z[z,K[p,w]] += CG[p] * X[z,I[p,u]] * Y[z,J[p]] * W[L[p],u,w]",)
     keeping = spec_of(one_mode("uvu", True), shared=False, convolution=True)
     assert expressions(keeping) == (
-        "Z[Dst[e],k,u] += CG[k,r,q] * X[Src[e],I[k,r,q],u] * Y[e,J[k,r,q],v] * W[e,L[k,r],u,v]",
+        "Z[Dst[e],K[k,u]] += CG[k,r,q] * X[Src[e],I[k,r,q],u] * Y[e,J[k,r,q],v] * W[e,L[k,r],u,v]",
     )
     assert expressions(keeping, "x") == (
         "dX[Src[e],i,u] += CG[i,r,q] * Y[e,J[i,r,q],v] * W[e,L[i,r],u,v] * dZ[Dst[e],K[i,r,q],u]",
@@ -389,8 +391,15 @@ def test_spec_as_text_and_pickle():
     assert form_of(spec.to_json()) is form_of(spec.to_json())
 
 
-def test_explain_names_the_statement():
-    spec = spec_of(one_mode("uvu", True), shared=True)
+@pytest.mark.parametrize(
+    "copies",
+    [
+        1,
+        pytest.param(3, marks=pytest.mark.xfail(reason="several copies run by other statements on a CPU", strict=True)),
+    ],
+)
+def test_explain_names_the_statement(copies: int):
+    spec = spec_of(one_mode("uvu", True, 4, copies, 5), shared=True)
     explanation = explain_tensor_product(spec, *inputs_of(spec, 3))
     assert expressions(spec)[0] in str(explanation)
 

@@ -1,8 +1,7 @@
-"""Print a graph of library calls as torch calls: an `fx.GraphModule`.
+"""Print a graph of library calls as torch calls: a `CallGraph`.
 
 It takes the tensors of the graph in order, then the sizes that no tensor shows, then the initial value. Sizes that a
-tensor shows are read from its shape, so one module serves all sizes. With `aten_read`, `aten_write` and
-`aten_extremum` this is all that writes FX.
+tensor shows are read from its shape, so one graph serves all sizes.
 """
 
 from __future__ import annotations
@@ -10,13 +9,14 @@ from __future__ import annotations
 import operator
 
 import torch
-from torch import fx
 
 from insum_nn.compiler.codegen.aten_extremum import ExtremumWriter
 from insum_nn.compiler.codegen.aten_read import Node, Value
+from insum_nn.compiler.codegen.calls import CallGraph
 from insum_nn.compiler.ir.access import Labels, indices_of, plain_labels, scattered_axes
 from insum_nn.compiler.ir.graph import Graph, Library, Step, factors_of, loops_of, sparse_parts, store_of
 from insum_nn.compiler.ir.nodes import Const, Expr, Index, Kernel, Load, Op, Store
+from insum_nn.compiler.lang.combining import selecting
 from insum_nn.compiler.options import Options
 from insum_nn.compiler.runtime import library_calls
 
@@ -25,8 +25,8 @@ __all__ = ["print_aten"]
 
 def print_aten(
     graph: Graph, device: str, options: Options, *, compiled: bool = False, accumulate: bool = False
-) -> fx.GraphModule:
-    """The graph as torch calls.
+) -> CallGraph:
+    """Print the graph as torch calls.
 
     Args:
         graph: steps that `library_graph` made.
@@ -34,9 +34,6 @@ def print_aten(
         options: compile options.
         compiled: for a compiler that fuses, rather than for torch's library calls.
         accumulate: add into a tensor passed last, in place, instead of returning a new tensor.
-
-    Returns:
-        A linted module; each placeholder's `meta["stands_for"]` is the `Buffer` or `Size` that it takes.
     """
     writer = _StepWriter(
         graph,
@@ -44,26 +41,24 @@ def print_aten(
         compiled=compiled,
         accumulate=accumulate,
         deterministic=options.deterministic,
-        half_sums=options.accumulate != "float32",
+        narrow_sums=options.accumulate != "float32",
     )
-    return writer.module()
+    return writer.finished()
 
 
 class _StepWriter(ExtremumWriter):
     """Writes step by step."""
 
-    def module(self) -> fx.GraphModule:
+    def finished(self) -> CallGraph:
         self.inputs()
         for step in self.steps:
             store = store_of(step.kernel)
             if store.buffer is self.output:
-                write = self.write_extremum if store.combine in ("max", "min") else self.write_sum
-                self.graph.output(write(step.kernel, store))
+                write = self.write_sum if selecting(store.combine) is None else self.write_extremum
+                self.graph.finish(write(step.kernel, store))
             else:
                 self.values[store.buffer] = self.step(step, store)
-        self.graph.eliminate_dead_code()
-        self.graph.lint()
-        return fx.GraphModule(torch.nn.Module(), self.graph)
+        return self.graph
 
     def step(self, step: Step | Library, store: Store) -> Value:
         if isinstance(step, Library):
@@ -81,7 +76,7 @@ class _StepWriter(ExtremumWriter):
     # Steps.
 
     def gather(self, store: Store, read: Load) -> Value:
-        """A read that is gathered, or 0 under a condition."""
+        """Gather a read, or zero it under a condition."""
         node, labels, present, inside = self.read(read)
         own = self.both(present, inside)
         mask = self.aligned_and([(own, labels), *map(self.holds, self.added_conditions(read))], labels)
@@ -93,18 +88,18 @@ class _StepWriter(ExtremumWriter):
         return Value(node, wanted, owned=owned)
 
     def total(self, store: Store, read: Load) -> Value:
-        """A sum of one factor."""
+        """Sum one factor."""
         value, labels = self.operand(read), plain_labels(store.subscripts)
         axes = [axis for axis, label in enumerate(value.labels) if label not in labels]
         kept = tuple(label for label in value.labels if label in labels)
         node = self.call(torch.sum, value.node, axes, dtype=self.wide_dtype)
-        return Value(self.align(node, kept, labels), labels, wide=self.half)
+        return Value(self.align(node, kept, labels), labels, wide=self.widens)
 
     def multiply(self, step: Step, store: Store, left: Expr, right: Expr) -> Value:
-        """A product of two factors, or of one and a number, with its sum."""
+        """Multiply two factors, or one and a number, and sum."""
         a, labels = self.operand(left), plain_labels(store.subscripts)
         if isinstance(right, Const):
-            return Value(self.call(operator.mul, self.widen(a), right.value), labels, wide=self.half)
+            return Value(self.call(operator.mul, self.widen(a), right.value), labels, wide=self.widens)
         b = self.operand(right)
         sums = [loop for loop in loops_of(step.kernel) if loop.index.name not in labels]
         all_labels = (*labels, *(loop.index.name for loop in sums))
@@ -128,7 +123,7 @@ class _StepWriter(ExtremumWriter):
         if left_labels != labels:
             axes = [axis for axis, label in enumerate(left_labels) if label not in labels]
             total = self.call(torch.sum, total, axes, dtype=self.wide_dtype)
-        return Value(total, labels, wide=self.half)
+        return Value(total, labels, wide=self.widens)
 
     def pick(self, node: Node, value: Value, label: str, axis: int, slot: int) -> Node:
         return self.method("select", node, axis, slot if label in value.labels else 0)
@@ -193,7 +188,7 @@ class _StepWriter(ExtremumWriter):
         return Value(self.call(library_calls.sampled_product, *matrices, *places, self.shape(over)), over)
 
     def rows_of(self, read: Load, axes: tuple[int, ...], labels: Labels) -> Node:
-        """A factor as a matrix: some axes, then all others in the order of `labels`."""
+        """Return a factor as a matrix: some axes, then all others in the order of `labels`."""
         order = [*axes, *(read.subscripts.index(Index(label)) for label in labels)]
         node = self.tensors[read.buffer]
         if order != sorted(order):
@@ -205,7 +200,7 @@ class _StepWriter(ExtremumWriter):
         return [self.entry_index(read.subscripts[axis], self.axis_size(read.buffer, axis), over) for axis in axes]
 
     def entry_index(self, subscript: Expr, size: Node | int, over: Labels) -> tuple[object, ...]:
-        """An `EntryIndex`, whose axes are positions among some indices."""
+        """Return an `EntryIndex`, whose axes are positions among some indices."""
         if isinstance(subscript, Index):
             return None, (over.index(subscript.name),), size, False
         assert isinstance(subscript, Load)

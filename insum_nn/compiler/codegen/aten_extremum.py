@@ -1,4 +1,4 @@
-"""`max=` and `min=` by torch calls: untouched cells stay at 0, or at their initial value."""
+"""Write modes that select a term by torch calls: cells without a term stay at 0, or at their initial value."""
 
 from __future__ import annotations
 
@@ -11,6 +11,7 @@ from insum_nn.compiler.codegen.aten_write import OutputWriter
 from insum_nn.compiler.ir.access import Labels, indices_of, plain_labels, scattered_axes
 from insum_nn.compiler.ir.graph import loops_of
 from insum_nn.compiler.ir.nodes import Kernel, Store
+from insum_nn.compiler.lang.combining import Combining, selecting
 
 __all__ = ["ExtremumWriter"]
 
@@ -19,50 +20,50 @@ class ExtremumWriter(OutputWriter):
     """Writes the last step of an extremum."""
 
     def write_extremum(self, kernel: Kernel, store: Store) -> Node:
-        largest = store.combine == "max"
+        mode = selecting(store.combine)
+        assert mode is not None
         value = self.operand(store.value)
         written = indices_of(*store.subscripts)
         labels = tuple(loop.index.name for loop in loops_of(kernel))
-        node = self.method("to", value.node, self.dtype) if self.half else value.node
+        node = self.method("to", value.node, self.dtype) if self.widens else value.node
         node = self.expanded(Value(node, value.labels), labels)
         live = self.some(self.added_conditions(store), labels)
         valid = None if live is None else self.align(*live, labels)
         if valid is not None:
             valid = self.method("expand", valid, self.shape(labels))
-            node = self.call(torch.where, valid, node, self.neutral(largest))
+            node = self.call(torch.where, valid, node, mode.identity_of(self.dtype))
         over = list(range(len(written), len(labels)))
         touched = valid
         if over:
-            node = self.call(torch.amax if largest else torch.amin, node, over)
+            node = self.call(mode.reduce, node, over)
             touched = None if valid is None else self.call(torch.any, valid, tuple(over))
         if scattered_axes(store.subscripts):
-            return self.scatter_extremum(kernel, store, node, touched, written, value.owned)
+            return self.scatter_extremum(kernel, store, mode, node, touched, written, value.owned)
         order = plain_labels(store.subscripts)
         node = self.align(node, written, order)
         touched = None if touched is None else self.align(touched, written, order)
-        return self.settle(node, touched, largest=largest, owned=value.owned)
+        return self.settle(node, touched, mode, owned=value.owned)
 
-    def neutral(self, largest: bool) -> float | int:
-        """What no term is beaten by."""
-        if self.dtype.is_floating_point:
-            return float("-inf") if largest else float("inf")
-        info = torch.iinfo(self.dtype)
-        return info.min if largest else info.max
-
-    def settle(self, node: Node, touched: Node | None, *, largest: bool, owned: bool) -> Node:
+    def settle(self, node: Node, touched: Node | None, mode: Combining, *, owned: bool) -> Node:
         start = self.start
         if start is not None:
-            best = self.call(torch.maximum if largest else torch.minimum, start, node)
+            best = self.call(mode.pair, start, node)
             node = best if touched is None else self.call(torch.where, touched, best, start)
         elif touched is not None:
             node = self.call(torch.where, touched, node, 0)
         return self.finish(node, owned=start is not None or touched is not None or owned)
 
     def scatter_extremum(
-        self, kernel: Kernel, store: Store, node: Node, touched: Node | None, written: Labels, owned: bool
+        self,
+        kernel: Kernel,
+        store: Store,
+        mode: Combining,
+        node: Node,
+        touched: Node | None,
+        written: Labels,
+        owned: bool,
     ) -> Node:
-        largest = store.combine == "max"
-        neutral = self.neutral(largest)
+        identity = mode.identity_of(self.dtype)
         to = self.addresses(kernel, store)
         flat = to.flat
         arranged = to.labels + to.rest
@@ -74,7 +75,7 @@ class ExtremumWriter(OutputWriter):
             live = self.method("expand", self.align(touched, written, arranged), shape)
         if to.valid is not None:
             live = self.call(torch.logical_and, live, self.align(to.valid, to.labels, arranged))
-            node = self.call(torch.where, live, node, neutral)
+            node = self.call(torch.where, live, node, identity)
             flat = self.call(torch.where, to.valid, flat, 0)
         rows, total = self.extent(to.labels), self.product(to.sizes)
         tail = self.shape(to.rest)
@@ -82,11 +83,10 @@ class ExtremumWriter(OutputWriter):
         at = self.method("expand", self.method("to", flat, torch.int64), (rows, *tail))
         node = self.method("reshape", node, (rows, *tail))
         live = self.method("to", self.method("reshape", live, (rows, *tail)), torch.int32)
-        base = self.call(torch.full, (total, *tail), neutral, dtype=self.dtype, device=self.device)
-        mode = "amax" if largest else "amin"
-        reduced = self.call(torch.scatter_reduce, base, 0, at, node, mode, include_self=True)
+        base = self.call(torch.full, (total, *tail), identity, dtype=self.dtype, device=self.device)
+        reduced = self.call(torch.scatter_reduce, base, 0, at, node, mode.scatter, include_self=True)
         zeros = self.call(torch.zeros, (total, *tail), dtype=torch.int32, device=self.device)
         hits = self.call(torch.scatter_reduce, zeros, 0, at, live, "amax", include_self=True)
         hit = self.call(operator.gt, hits, 0)
         node = self.restore(reduced, to, in_front=True)
-        return self.settle(node, self.restore(hit, to, in_front=True), largest=largest, owned=owned)
+        return self.settle(node, self.restore(hit, to, in_front=True), mode, owned=owned)

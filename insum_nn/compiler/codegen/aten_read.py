@@ -8,8 +8,8 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
-from torch import fx
 
+from insum_nn.compiler.codegen.calls import Call, CallGraph
 from insum_nn.compiler.ir.access import (
     Labels,
     affine_terms,
@@ -22,17 +22,17 @@ from insum_nn.compiler.ir.access import (
 from insum_nn.compiler.ir.graph import Graph, Library, Step, loops_of, store_of
 from insum_nn.compiler.ir.nodes import Buffer, Const, Expr, Index, Load, Op, Size, Store, conjuncts
 from insum_nn.compiler.runtime import library_calls
+from insum_nn.dtypes import is_widened, wide_dtype
 
 __all__ = ["GraphWriter", "Position", "Value"]
 
-Node = fx.Node
+Node = Call
 _ZERO = Const(0)
-_HALVES = (torch.float16, torch.bfloat16)
 
 
 @dataclass(slots=True)
 class Value:
-    """A node whose axes are indices. `wide`: float32 in place of fp16/bf16. `owned`: no view of an input."""
+    """A node whose axes are indices. `wide`: of the dtype in which sums are formed. `owned`: no view of an input."""
 
     node: Node
     labels: Labels
@@ -56,10 +56,10 @@ class GraphWriter:
     Args:
         source: the steps to print.
         device: type of the device that the tensors are on.
-        compiled: a compiler fuses the calls; otherwise each runs by itself.
+        compiled: a compiler fuses the calls; otherwise each runs as it is.
         accumulate: the last argument is the output, which is added to in place.
         deterministic: sums are formed in a fixed order.
-        half_sums: terms of different programs meet in the factors' dtype, of 16 bits, too.
+        narrow_sums: terms are added to the output in its own dtype, not in the wider one of sums.
     """
 
     def __init__(
@@ -70,7 +70,7 @@ class GraphWriter:
         compiled: bool,
         accumulate: bool,
         deterministic: bool,
-        half_sums: bool,
+        narrow_sums: bool,
     ) -> None:
         self.source = source
         self.device_type = device
@@ -79,10 +79,10 @@ class GraphWriter:
         self.deterministic = deterministic
         (self.output,) = source.outputs
         self.dtype: torch.dtype = getattr(torch, self.output.dtype)
-        self.half = self.dtype in _HALVES
+        self.widens = is_widened(self.dtype)
         # The dtype of products and sums, and the one in which terms of different programs meet.
-        self.wide_dtype = torch.float32 if self.half else self.dtype
-        self.sum_dtype = self.dtype if half_sums else self.wide_dtype
+        self.wide_dtype = wide_dtype(self.dtype)
+        self.sum_dtype = self.dtype if narrow_sums else self.wide_dtype
         self.steps = [node for node in source.nodes if isinstance(node, Step | Library)]
         stores = [store_of(step.kernel) for step in self.steps]
         self.ends = {loop.index.name: loop.end for step in self.steps for loop in loops_of(step.kernel)}
@@ -94,8 +94,7 @@ class GraphWriter:
                 self.axes.setdefault((subscript, extent), (read.buffer, axis))
         subscripts = [s for owner in (*stores, *reads) for s in owner.subscripts]
         self.index_tensors = {read.buffer for read in loads_in_order(*subscripts)}
-        self.graph = fx.Graph()
-        self.parameters = 0
+        self.graph = CallGraph()
         self.tensors: dict[Buffer, Node] = {}
         self.sizes: dict[str, Node] = {}
         self.values: dict[Buffer, Value] = {}
@@ -109,16 +108,13 @@ class GraphWriter:
     # Building blocks.
 
     def call(self, function: Callable[..., Any], *args: Any, **kwargs: Any) -> Node:
-        return self.graph.call_function(function, args, kwargs)
+        return self.graph.function(function, args, kwargs)
 
     def method(self, name: str, *args: Any, **kwargs: Any) -> Node:
-        return self.graph.call_method(name, args, kwargs)
+        return self.graph.method(name, args, kwargs)
 
     def parameter(self, stands_for: Buffer | Size) -> Node:
-        node = self.graph.placeholder(f"arg{self.parameters}")
-        node.meta["stands_for"] = stands_for
-        self.parameters += 1
-        return node
+        return self.graph.argument(stands_for)
 
     def inputs(self) -> None:
         """Tensors in order, sizes that none of them shows, the initial value or the output that is added to."""
@@ -147,14 +143,14 @@ class GraphWriter:
         return self.axis_sizes[key]
 
     def size(self, extent: Expr) -> Node | int:
-        """An extent: a number, one of the graph's, or the size of an axis."""
+        """Return an extent: a number, one of the graph's, or the size of an axis."""
         if isinstance(extent, Const):
             return int(extent.value)
         assert isinstance(extent, Size)
         return self.sizes[extent.name]
 
     def end(self, label: str) -> Node | int:
-        """The extent of an index."""
+        """Return the extent of an index."""
         return self.size(self.ends[label])
 
     def shape(self, labels: Labels) -> tuple[Node | int, ...]:
@@ -285,7 +281,7 @@ class GraphWriter:
     # Conditions.
 
     def added_conditions(self, owner: Load | Store) -> list[Expr]:
-        """The conditions under which a tensor is read or written, those of its own address left out."""
+        """Return the conditions of a read or a write, without those of its own address."""
         every = conjuncts(owner.where)
         own: set[Expr] = set()
         bounded: set[Expr] = set()
@@ -345,7 +341,7 @@ class GraphWriter:
     # Values.
 
     def operand(self, value: Expr) -> Value:
-        """A factor: an input that is read as it is, an intermediate result, or a number."""
+        """Return a factor: an input that is read as it is, an intermediate result, or a number."""
         if isinstance(value, Const):
             return Value(self.call(torch.full, (), value.value, dtype=self.dtype, device=self.device), ())
         assert isinstance(value, Load)
@@ -356,12 +352,12 @@ class GraphWriter:
         return Value(self.tensors[value.buffer], labels, owned=False)
 
     def widen(self, value: Value) -> Node:
-        if self.half and not value.wide:
-            return self.method("to", value.node, torch.float32)
+        if self.widens and not value.wide:
+            return self.method("to", value.node, self.wide_dtype)
         return value.node
 
     def extent(self, labels: Labels) -> Node | int:
-        """How many values indices have together."""
+        """Count the values of several indices together."""
         total: Node | int = 1
         for label in labels:
             size = self.end(label)
@@ -375,14 +371,14 @@ class GraphWriter:
         return total
 
     def expanded(self, value: Value, labels: Labels) -> Node:
-        """The value with exactly these indices; missing ones repeat it."""
+        """Expand a value to exactly these indices."""
         node = self.align(value.node, value.labels, labels)
         if set(labels) - set(value.labels):
             node = self.method("expand", node, self.shape(labels))
         return node
 
     def keep_where(self, mask: Node, node: Node, *, owned: bool) -> Node:
-        """Zero where a read misses; on a CPU in place, if nothing else refers to the tensor."""
+        """Zero a tensor where a read misses; on a CPU in place, if nothing else refers to it."""
         if self.compiled or self.device_type != "cpu":
             return self.call(torch.where, mask, node, 0)
         return self.call(library_calls.keep_where if owned else library_calls.zero_where_missing, mask, node)

@@ -46,7 +46,7 @@ class OutputWriter(GraphWriter):
         return self.write(store, self.without_terms(value, live))
 
     def without_terms(self, value: Value, live: tuple[Node, Labels] | None) -> Value:
-        """Zero where every term misses."""
+        """Zero a value where every term misses."""
         if live is None:
             return value
         node = self.keep_where(self.align(*live, value.labels), value.node, owned=value.owned)
@@ -58,7 +58,7 @@ class OutputWriter(GraphWriter):
             return self.method("add_", self.start, self.align(value.node, value.labels, labels))
         if self.start is not None:
             node = self.align(self.widen(value), value.labels, labels)
-            start = self.method("to", self.start, torch.float32) if self.half else self.start
+            start = self.method("to", self.start, self.wide_dtype) if self.widens else self.start
             return self.finish(self.call(operator.add, start, node), owned=True)
         missing = set(labels) - set(value.labels)
         return self.finish(self.expanded(value, labels), owned=value.owned and not missing)
@@ -73,7 +73,7 @@ class OutputWriter(GraphWriter):
         axis = to.axes[0] if len(to.axes) == 1 else 0
         before, after = to.rest[:axis], to.rest[axis:]
         arranged = (*before, *to.labels, *after)
-        node = self.method("to", value.node, self.sum_dtype) if self.half else value.node
+        node = self.method("to", value.node, self.sum_dtype) if self.widens else value.node
         node = self.expanded(Value(node, value.labels), arranged)
         if valid is not None:
             node = self.call(torch.where, self.align(valid, to.labels, arranged), node, 0)
@@ -101,7 +101,7 @@ class OutputWriter(GraphWriter):
         return self.call(torch.index_add, base, axis, flat, node)
 
     def base(self, to: Addresses) -> Node:
-        """What is added to: the output with its scattered axes as one, in place if there is one, else in front."""
+        """Return what is added to: the output with its scattered axes as one, in place if there is one, else first."""
         if self.accumulate:
             assert self.start is not None
             return self.start
@@ -115,7 +115,7 @@ class OutputWriter(GraphWriter):
             # A library call adds a row at a time, fastest where rows are what lies outermost.
             base = self.call(torch.zeros, (total, *before, *after), dtype=self.sum_dtype, device=self.device)
             return self.method("movedim", base, 0, axis)
-        start = self.method("to", self.start, self.sum_dtype) if self.half else self.start
+        start = self.method("to", self.start, self.sum_dtype) if self.widens else self.start
         if in_place:
             return start
         order = [*to.axes, *(i for i in range(len(self.output.shape)) if i not in to.axes)]
@@ -132,7 +132,7 @@ class OutputWriter(GraphWriter):
         return node if inverse == sorted(inverse) else self.method("permute", node, inverse)
 
     def addresses(self, kernel: Kernel, store: Store) -> Addresses:
-        """One flat position for each term over the scattered axes."""
+        """Compute one flat position for each term over the scattered axes."""
         axes = scattered_axes(store.subscripts)
         positions: list[Position] = []
         sizes: list[Node | int] = []
@@ -161,8 +161,8 @@ class OutputWriter(GraphWriter):
         return Addresses(axes, tuple(sizes), flat, labels, valid, rest)
 
     def finish(self, node: Node, *, owned: bool) -> Node:
-        """A contiguous tensor of the factors' dtype that is no view of another."""
-        if self.half:
+        """Return a contiguous tensor of the factors' dtype that is no view of another."""
+        if self.widens:
             node = self.method("to", node, self.dtype)
         if owned:
             return self.method("contiguous", node)

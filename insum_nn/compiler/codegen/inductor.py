@@ -1,4 +1,4 @@
-"""GraphModule -> callable through TorchInductor. The only file that names Inductor's options.
+"""Compile a graph of torch calls by TorchInductor. The only file that names Inductor's options.
 
 A graph is traced under fake tensors whose axes carry one symbol per index, so that one compilation serves every
 size, and Inductor knows which extents agree. What Inductor assumes about sizes beyond that (its guards) is kept
@@ -23,6 +23,7 @@ from typing import Any
 import torch
 from torch import Tensor, fx
 
+from insum_nn.compiler.codegen.calls import CallGraph
 from insum_nn.compiler.codegen.inductor_guards import Guard, Tree, checked, compiled, tree_of
 from insum_nn.compiler.lang.bind import Bound, Extents
 from insum_nn.compiler.options import Options
@@ -54,7 +55,7 @@ def inductor_options(bound: Bound, options: Options) -> dict[str, Any]:
 
 
 def size_class(bound: Bound, tensors: Sequence[Tensor], extents: Extents) -> tuple[object, ...]:
-    """What of the sizes tells compiled programs apart: axes of length 1, and sizes that need 64-bit addresses."""
+    """Return what distinguishes compiled programs by size: axes of length 1, and sizes that need 64-bit addresses."""
     ones = tuple(size == 1 for tensor in tensors for size in tensor.shape) + tuple(e == 1 for e in extents.output)
     space = 1
     for extent in extents.indices:
@@ -91,11 +92,11 @@ class Compiled:
         self.checks = tuple(compiled(tree) for tree in self.guards)
 
     def sizes(self, args: Sequence[Any]) -> dict[str, int]:
-        """The sizes that guards speak of."""
+        """Return the sizes that guards refer to."""
         return {name: args[at] if axis < 0 else args[at].shape[axis] for name, at, axis in self.symbols}
 
     def fits(self, args: Sequence[Any]) -> bool:
-        """Whether the arguments' sizes are among those the code was compiled for."""
+        """Return whether the arguments' sizes are among those the code was compiled for."""
         if not self.checks and self.only is None:
             return True
         sizes = self.sizes(args)
@@ -108,7 +109,7 @@ class Compiled:
         return result[0] if isinstance(result, tuple | list) else result
 
 
-def _key(graph: fx.GraphModule, bound: Bound, options: Options, sizes: tuple[object, ...], device: torch.device) -> str:
+def _key(graph: CallGraph, bound: Bound, options: Options, sizes: tuple[object, ...], device: torch.device) -> str:
     parts: list[object] = [_FORMAT, repr(bound), repr(options), sizes, torch.__version__, torch.version.git_version]
     # Another version of this package may write another graph for the same statement.
     parts.append(graph.code)
@@ -123,9 +124,9 @@ def _key(graph: fx.GraphModule, bound: Bound, options: Options, sizes: tuple[obj
 
 
 def _load(path: pathlib.Path, arguments: Sequence[Any]) -> Compiled | None:
-    """A compiled program from disk; `None`: what lies there is none, or does not serve these arguments.
+    """Load a compiled program from disk; `None`: the file holds none, or none for these arguments.
 
-    Guards and code are read only where they are what was written: their digests stand with them.
+    Guards and code are read only if they are what was written: their digests are stored with them.
     """
     from torch._inductor import CompiledArtifact
 
@@ -191,7 +192,7 @@ def _store(artifact: Any, compiled: Compiled, path: pathlib.Path, *, instead: bo
 
 @lru_cache(maxsize=1)
 def _instruction_set() -> str:
-    """What code for this processor may use of it; code for another one may end the process."""
+    """Return the instruction set of this processor: code for another one may end the process."""
     flags = ""
     with suppress(OSError):
         lines = pathlib.Path("/proc/cpuinfo").read_text(encoding="utf-8", errors="replace").splitlines()
@@ -261,7 +262,7 @@ def _fake_arguments(
 
 
 def compile_graph(
-    graph: fx.GraphModule,
+    graph: CallGraph,
     bound: Bound,
     options: Options,
     integers: Sequence[tuple[str, int]],
@@ -325,7 +326,7 @@ def compile_graph(
 
 
 def _compile(
-    graph: fx.GraphModule,
+    graph: CallGraph,
     bound: Bound,
     options: Options,
     integers: Sequence[tuple[str, int]],
@@ -349,7 +350,7 @@ def _cannot(bound: Bound, device: torch.device, error: Exception) -> InsumBacken
 
 
 def _trace(
-    graph: fx.GraphModule,
+    graph: CallGraph,
     bound: Bound,
     integers: Sequence[tuple[str, int]],
     tensors: Sequence[Tensor],
@@ -359,7 +360,7 @@ def _trace(
 
     symbols, fake = _fake_arguments(bound, integers, tensors, start)
     with torch.no_grad():
-        traced = make_fx(graph, tracing_mode="symbolic")(*fake)
+        traced = make_fx(graph.forward, tracing_mode="symbolic")(*fake)
     for node in traced.graph.nodes:
         # Inductor finds the symbols of a graph through this entry of its nodes; without it, it would make new ones.
         if "val" in node.meta:
@@ -379,14 +380,14 @@ def _standalone(traced: fx.GraphModule, fake: list[Any], chosen: dict[str, Any])
 
 
 def kernel_sources(
-    graph: fx.GraphModule,
+    graph: CallGraph,
     bound: Bound,
     options: Options,
     integers: Sequence[tuple[str, int]],
     tensors: Sequence[Tensor],
     start: Tensor | None,
 ) -> list[str]:
-    """The code that Inductor writes, for `explain()` and for tests of its shape."""
+    """Return the code that Inductor writes, for `explain()` and for tests of its shape."""
     from torch._inductor.utils import run_and_get_code
 
     traced, fake, _ = _trace(graph, bound, integers, tensors, start)

@@ -68,7 +68,7 @@ _OPERATIONS: dict[str, Callable[..., Any]] = {
 
 
 def tree_of(expression: Any) -> Tree:
-    """The tree of a sympy expression.
+    """Return the tree of a sympy expression.
 
     Raises:
         ValueError: it holds something that has no place in a guard.
@@ -113,7 +113,7 @@ def checked(trees: object, names: Sequence[str]) -> tuple[Tree, ...]:
 
 
 def compiled(tree: Tree) -> Guard:
-    """What evaluates a tree at sizes."""
+    """Return the function that evaluates a tree at sizes."""
     if isinstance(tree, str):
         return lambda sizes: sizes[tree]
     if not isinstance(tree, list):

@@ -1,6 +1,6 @@
 """Print a graph as straight-line Python: ATen calls for structures and memory, launches for kernels.
 
-The text is what runs in eager mode, what `torch.compile` traces through, and what a person reads.
+The text is that of an operator of `runtime.artifact`, which no call takes yet, and what a person reads.
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ class GraphText:
 
 
 def print_graph(graph: Graph) -> GraphText:
-    """The graph as Python."""
+    """Print the graph as Python."""
     shown: dict[str, str] = {}
     for buffer in graph.inputs:
         for axis, extent in enumerate(buffer.shape):
@@ -79,7 +79,7 @@ def print_graph(graph: Graph) -> GraphText:
 
 
 def _extents(graph: Graph, kernels: Iterable[TritonKernel]) -> Iterator[Expr]:
-    """The extents that the text computes: of structures, of memory, of grids."""
+    """Yield the extents that the text computes: of structures, of memory, of grids."""
     for node in graph.nodes:
         if isinstance(node, Structure) and node.extent is not None:
             yield node.extent
@@ -104,7 +104,7 @@ def _flat(buffer: Buffer) -> str:
 
 
 def _size(expr: Expr) -> str:
-    """An expression of sizes in Python."""
+    """Print an expression of sizes in Python."""
     if isinstance(expr, Const):
         return str(expr.value)
     if isinstance(expr, Size):

@@ -29,6 +29,7 @@ from insum_nn.compiler.ir.nodes import (
     conjuncts,
     walk,
 )
+from insum_nn.dtypes import dtype_of
 
 __all__ = ["TritonKernel", "print_kernel"]
 
@@ -74,7 +75,7 @@ class TritonKernel:
 
 
 def print_kernel(kernel: Kernel, *, wide: bool = False) -> TritonKernel:
-    """The kernel as a Triton function; `wide`: some offset needs 64 bits."""
+    """Print the kernel as a Triton function; `wide`: some offset needs 64 bits."""
     return _Printer(kernel, wide).print()
 
 
@@ -172,7 +173,7 @@ class _Printer(Values):
         self.around.pop()
 
     def serial(self, loop: Loop) -> None:
-        """A loop; where its bounds differ from lane to lane, as many steps as the longest range takes."""
+        """Print a loop; where its bounds differ between lanes, with as many steps as the longest range takes."""
         if loop.word is not None:
             self.bits(loop, loop.word)
             return
@@ -197,14 +198,10 @@ class _Printer(Values):
         else:
             self.indices[name] = Value(name, (), depth)
         self.block(loop.body)
-        if loop.pipeline:
-            head = f"for {name} in tl.range({low}, {high}, {loop.step}, num_stages={loop.pipeline}):"
-        else:
-            head = f"for {name} in range({low}, {high}{step}):"
-        self.nested(head, self.scopes.pop().lines)
+        self.nested(f"for {name} in range({low}, {high}{step}):", self.scopes.pop().lines)
 
     def bits(self, loop: Loop, word: Expr) -> None:
-        """A loop over the bits that any lane's word has: each step takes the lowest one that is left.
+        """Print a loop over the bits that are set in any lane's word, from the lowest one on.
 
         A loop inside of it that every step takes whole is made one with it, which leaves the software pipeline more
         steps.
@@ -241,7 +238,7 @@ class _Printer(Values):
         self.nested(f"for {step} in range({count}):", self.scopes.pop().lines)
 
     def branch(self, statement: If) -> None:
-        """One of two blocks; where lanes differ, both, each for its lanes."""
+        """Print a branch; where the condition differs between lanes, both blocks, each with a mask."""
         if any(isinstance(each, Loop | Alloc) for each in statement.then):
             self.parts(statement)
             return
@@ -259,7 +256,7 @@ class _Printer(Values):
                 self.nested(head, self.scopes.pop().lines)
 
     def parts(self, statement: If) -> None:
-        """Blocks that share nothing, each for some programs; where the code is long, each a function of its own.
+        """Print blocks that share nothing, each for some programs; long ones as functions.
 
         To find the layout of a load, Triton goes through all that is connected with it once for each thing connected,
         and constants connect everything within a function.
@@ -270,7 +267,7 @@ class _Printer(Values):
             blocks.append((f"{'elif' if blocks else 'if'} {self.value(rest[0].condition).text}:", rest[0].then))
             rest = rest[0].otherwise
         blocks.append(("else:", rest))
-        printed = [self.apart(number, block) for number, (_, block) in enumerate(blocks)]
+        printed = [self.isolated(number, block) for number, (_, block) in enumerate(blocks)]
         long = any(isinstance(node, Dot) for node in walk(statement)) and sum(map(len, printed)) > _LONG
         for number, ((head, block), lines) in enumerate(zip(blocks, printed, strict=True)):
             body = lines
@@ -280,8 +277,8 @@ class _Printer(Values):
                 self.helpers["\n".join(function)], body = None, [call]
             self.nested(head, body)
 
-    def apart(self, number: int, block: tuple[Stmt, ...]) -> list[str]:
-        """The lines of a block that use nothing but parameters and the numbers of the program."""
+    def isolated(self, number: int, block: tuple[Stmt, ...]) -> list[str]:
+        """Print a block that uses nothing but parameters and the numbers of the program."""
         scopes, indices, tag = self.scopes, dict(self.indices), self.tag
         self.scopes, self.inside, self.tag = [Scope()], {}, f"_{number}" if number else tag
         self.block(block)
@@ -290,7 +287,7 @@ class _Printer(Values):
         return lines
 
     def named_in(self, block: tuple[Stmt, ...]) -> list[str]:
-        """What a block uses of a kernel's parameters and of its program's numbers."""
+        """Return the kernel's parameters and the program's numbers that a block uses."""
         nodes = [node for each in block for node in walk(each)]
         buffers = {node.buffer.name for node in nodes if isinstance(node, Load | Store) and not node.buffer.local}
         numbers = {node.name for node in nodes if isinstance(node, Index) and node.name in self.indices}
@@ -298,7 +295,7 @@ class _Printer(Values):
         return [*sorted(buffers | numbers), *sorted(map(str.upper, sizes))]
 
     def allocate(self, alloc: Alloc) -> None:
-        """An accumulator has the axes of its cells, and of what is added to it, of the tile loops around it."""
+        """Print an accumulator, with the axes of its cells, and of what is added to it, of the tile loops around it."""
         stores = self.added.get(alloc.buffer, [])
         if any(isinstance(store.value, Dot) for store in stores):
             self.dots.add(alloc.buffer)
@@ -308,12 +305,12 @@ class _Printer(Values):
         self.totals[alloc.buffer], self.outside[alloc.buffer] = axes, (*self.around, *cells)
         if alloc.initial is None:
             return
-        initial = repr(float(alloc.initial)) if alloc.buffer.dtype.startswith("float") else repr(alloc.initial)
+        initial = repr(float(alloc.initial)) if dtype_of(alloc.buffer.dtype).is_floating else repr(alloc.initial)
         shape = self.shape(axes) if axes else "()"
-        self.line(f"{self.name_of(alloc.buffer)} = tl.full({shape}, {initial}, tl.{alloc.buffer.dtype})")
+        self.line(f"{self.name_of(alloc.buffer)} = tl.full({shape}, {initial}, {dtype_of(alloc.buffer.dtype).tl})")
 
     def axes_of(self, exprs: Iterable[Expr]) -> set[str]:
-        """The tile loops that expressions vary with, those of their indices' own bounds among them."""
+        """Return the tile loops that expressions vary with, including those of their indices' own bounds."""
         found: set[str] = set()
         waiting: list[Node] = [*exprs]
         seen: set[Node] = set()
@@ -366,7 +363,7 @@ class _Printer(Values):
         self.line(f"{name} += {self.spread(total, axes)}")
 
     def run(self, store: Store, restart: Expr, inner: Sequence[str], mask: Value | None) -> None:
-        """A sum that begins again where a run does: along lanes a scan, whose last lane hands on what is left."""
+        """Print a segmented sum: a scan along lanes, whose last lane carries the rest over."""
         name, outer = self.name_of(store.buffer), self.totals[store.buffer]
         starts, value = self.value(restart), self.value(store.value)
         if not inner:
@@ -451,7 +448,7 @@ class _Printer(Values):
         self.scopes[-1].lines.append(text)
 
     def nested(self, head: str, body: Sequence[str]) -> None:
-        """A line that opens a block, and the block."""
+        """Print a line that opens a block, and the block."""
         self.scopes[-1].lines += [head, *(f"    {line}" for line in body)]
 
 
@@ -465,15 +462,15 @@ def _nested(statements: Sequence[Stmt]) -> Iterator[Loop]:
 
 
 def _steps_within(loop: Loop) -> Loop | None:
-    """A serial loop from 0 to a size that is all there is in another loop."""
+    """Return the serial loop from 0 to a size that is the whole body of another loop."""
     inner = loop.body[0] if len(loop.body) == 1 else None
-    if not isinstance(inner, Loop) or inner.role != "serial" or inner.word is not None or inner.pipeline:
+    if not isinstance(inner, Loop) or inner.role != "serial" or inner.word is not None:
         return None
     return inner if inner.begin is Const(0) and isinstance(inner.end, Const | Size) else None
 
 
 def _chain(expr: Expr) -> int:
-    """How many loads follow each other, each at a place that the one before it says."""
+    """Return the length of the longest chain of loads, each at an address that the previous one gives."""
     if isinstance(expr, Load):
         return 1 + max(map(_chain, (*expr.subscripts, *conjuncts(expr.where))), default=0)
     return max((_chain(child) for child in expr.children() if isinstance(child, Expr)), default=0)

@@ -23,6 +23,7 @@ from insum_nn.compiler.ir.nodes import (
     multiply,
     walk,
 )
+from insum_nn.dtypes import dtype_of
 
 __all__ = ["Axes", "Scope", "Value", "Values", "lanes_of", "strides_of"]
 
@@ -71,7 +72,7 @@ class Scope:
 
 
 def lanes_of(loop: Loop) -> int:
-    """The lanes of a tile loop: its end is its beginning and a number."""
+    """Return the number of lanes of a tile loop, whose end is its beginning plus a number."""
     end = loop.end
     if isinstance(end, Const):
         return int(end.value)
@@ -108,7 +109,7 @@ class Values:
         return made
 
     def place(self, depth: int) -> int:
-        """The scope that a value of this depth is written in: not outside of a branch."""
+        """Return the scope in which to define a value of this depth: not outside of a branch."""
         return max(depth, *(number for number, scope in enumerate(self.scopes) if scope.branch or not number))
 
     def compute(self, expr: Expr) -> Value:
@@ -140,7 +141,7 @@ class Values:
         return Value(text, (), depth) if plain else self.named(text, "v", axes, depth)
 
     def of_dot(self, expr: Expr) -> bool:
-        """Whether a matrix unit made the value."""
+        """Return whether a matrix unit computed the value."""
         return any(isinstance(node, Load) and node.buffer in self.dots for node in walk(expr))
 
     def unknown_zero(self) -> str:
@@ -153,10 +154,10 @@ class Values:
         if isinstance(inner, Load) and inner.buffer.dtype.startswith("int") and not inner.buffer.local:
             return self.load(inner, expr.dtype)
         value = self.value(inner)
-        return self.named(f"{self.bracketed(value.text)}.to(tl.{expr.dtype})", "w", value.axes, value.depth)
+        return self.named(f"{self.bracketed(value.text)}.to({dtype_of(expr.dtype).tl})", "w", value.axes, value.depth)
 
     def load(self, expr: Load, integer: str | None = None) -> Value:
-        """The read of a tensor; entries of index tensors in the type of addresses, unless a wider one is asked for."""
+        """Print a read; entries of index tensors in the type of addresses, or in the wider one that `integer` names."""
         where, offset, literal = self.address(expr.buffer, expr.subscripts)
         # Along an axis of stride 0 nothing is read again.
         varying = [s for s, step in zip(expr.subscripts, strides_of(expr.buffer), strict=True) if step is not Const(0)]
@@ -172,17 +173,17 @@ class Values:
         return self.named(text, expr.buffer.name, axes, depth)
 
     def total(self, buffer: Buffer) -> Value:
-        """An accumulator, which changes from one statement to the next."""
+        """Return an accumulator, which changes from one statement to the next."""
         return Value(self.name_of(buffer), self.totals[buffer], len(self.scopes) - 1)
 
     def name_of(self, buffer: Buffer) -> str:
-        """The name of an accumulator: of each part of a kernel its own, or branches would have to agree on its type."""
+        """Return an accumulator's name, which differs between parts: branches would have to agree on its type."""
         return f"{buffer.name}{self.tag}"
 
     # Addresses.
 
     def address(self, buffer: Buffer, subscripts: Sequence[Expr]) -> tuple[str, Value, int]:
-        """A buffer's pointer, the offset of a cell, and the known part of it, which costs nothing in an address."""
+        """Return a buffer's pointer, the offset of a cell, and its constant part, which costs nothing in an address."""
         literal = 0
         groups: dict[Axes, list[Value]] = {}
         for subscript, stride in zip(subscripts, strides_of(buffer), strict=True):
@@ -204,7 +205,7 @@ class Values:
         return buffer.name, Value(text, axes, max((v.depth for v in sums), default=0)), literal
 
     def pointer(self, buffer: str, offset: Value, literal: int, axes: Axes) -> str:
-        """The address, over all axes of what is read or written there."""
+        """Print the address, over all axes of what is read or written there."""
         text = offset.text
         if offset.axes != axes:
             text = f"(tl.zeros({self.shape(axes)}, tl.{self.integer}) + {self.spread(offset, axes)})"
@@ -216,7 +217,7 @@ class Values:
     # Conditions.
 
     def past_ends(self, exprs: Iterable[Expr]) -> list[Expr]:
-        """The conditions under which the indices of these are inside of their loops."""
+        """Return the conditions under which the indices of these are inside of their loops."""
         used = dict.fromkeys(node for expr in exprs for node in walk(expr) if isinstance(node, Index))
         found = [(index, self.inside[index]) for index in used if index in self.inside]
         # Where one loop ends at a place that another one's index reads, the other is inside of its own.
@@ -239,7 +240,7 @@ class Values:
         return self.named(text, "ok", axes, max(v.depth for v in values))
 
     def full(self, mask: Value, axes: Axes) -> str:
-        """A mask over all axes of a pointer."""
+        """Print a mask over all axes of a pointer."""
         if axes and not mask.axes:
             return f"((tl.zeros({self.shape(axes)}, tl.int32) == 0) & {mask.text}) != 0"
         return self.spread(mask, axes)
@@ -250,20 +251,20 @@ class Values:
         return self.tiles[axis].axis
 
     def joined(self, *values: Value) -> Axes:
-        """The axes that any of these have, in their order in a tile."""
+        """Return the axes that any of these have, in their order in a tile."""
         return tuple(sorted({axis for value in values for axis in value.axes}, key=self.order))
 
     def shape(self, axes: Axes) -> str:
         return f"({', '.join(str(lanes_of(self.tiles[axis])) for axis in axes)}{',' if len(axes) == 1 else ''})"
 
     def spread(self, value: Value, axes: Axes) -> str:
-        """The value's text with an axis of length 1 for each that it lacks."""
+        """Print a value with an axis of length 1 for each that it lacks."""
         if not value.axes or value.axes == axes:
             return self.bracketed(value.text) if " + " in value.text and value.axes else value.text
         return f"{self.bracketed(value.text)}[{', '.join(':' if axis in value.axes else 'None' for axis in axes)}]"
 
     def whole(self, value: Value, axes: Axes) -> str:
-        """The value with all of these axes."""
+        """Broadcast a value to all of these axes."""
         text = self.spread(value, axes)
         return text if value.axes == axes or not axes else f"tl.broadcast_to({text}, {self.shape(axes)})"
 
@@ -290,7 +291,7 @@ class Values:
 
 
 def strides_of(buffer: Buffer) -> tuple[Expr, ...]:
-    """The steps along a buffer's axes."""
+    """Return the strides of a buffer."""
     if buffer.strides is not None:
         return buffer.strides
     found: list[Expr] = []
@@ -302,7 +303,7 @@ def strides_of(buffer: Buffer) -> tuple[Expr, ...]:
 
 
 def _terms(subscript: Expr) -> list[Expr]:
-    """The parts of a sum."""
+    """Return the terms of a sum."""
     if isinstance(subscript, Op) and subscript.name == "add":
         return [part for arg in subscript.args for part in _terms(arg)]
     return [subscript]

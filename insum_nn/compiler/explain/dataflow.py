@@ -176,7 +176,7 @@ class _Builder:
         summed = [name for name in statement.indices() if name not in written]
         if not reads or (len(reads) == 1 and not numbers and not summed):
             return reads[0] if reads else None
-        folding = {"max=": "maximum", "min=": "minimum"}.get(statement.operator, "sum")
+        folding = statement.combining.title
         times = f"× {' × '.join(numbers)}" if numbers else ""
         over = f"{folding} over {','.join(summed)}" if summed else ""
         title = "multiply" if len(reads) + len(numbers) > 1 else folding
@@ -211,9 +211,9 @@ class _Builder:
         self.edge(key, "output")
 
     def combination(self, *, complete: bool, has_initial: bool) -> str:
-        extremum = {"max=": "keep the largest", "min=": "keep the smallest"}.get(self.statement.operator)
-        if extremum is not None:
-            return extremum if _is_view(self.statement.output) else f"scatter, {extremum}"
+        combining = self.statement.combining
+        if not combining.adds:
+            return combining.action if _is_view(self.statement.output) else f"scatter, {combining.action}"
         if not complete and not _is_view(self.statement.output):
             return "scatter, add"
         return "add to the initial value" if has_initial else "write all rows" if complete else "write"

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import re
-
 from insum_nn.compiler.explain.dataflow import Product, Steps
 from insum_nn.compiler.ir import graph as ir
 from insum_nn.compiler.ir.access import affine_terms, indices_of, plain_labels
@@ -19,8 +17,7 @@ __all__ = ["choices_of", "steps_of", "torch_code"]
 def torch_code(library: Library, extents: Extents) -> tuple[str, str]:
     """Return the torch calls of a call with these extents as Python, and how often they run.
 
-    A comment says what each numbered argument stands for. `;  x = None` after last uses, which frees memory, is left
-    out.
+    A comment says what each numbered argument stands for. Statements that free memory are left out.
     """
     graph, schedule = library.graph, "library calls over the whole index space"
     length, cut = piece_length(library, extents), library.cut
@@ -29,10 +26,8 @@ def torch_code(library: Library, extents: Extents) -> tuple[str, str]:
         total = extents.indices[library.bound.layout.indices.index(cut)]
         graph, schedule = library.pieces, f"library calls for {-(-total // length)} pieces of {length} values of {cut}"
     words = _Words(library)
-    arguments = [node for node in graph.graph.nodes if node.op == "placeholder"]
-    names = [f"# {node.name}: {words.argument(node.meta['stands_for'])}" for node in arguments]
-    code = re.sub(r";  (?:\w+ = )+None(?=\n|$)", "", str(graph.code)).strip()
-    return "\n".join([*names, code]), schedule
+    names = [f"# {call}: {words.argument(stands_for)}" for call, stands_for in graph.arguments]
+    return "\n".join([*names, graph.code.strip()]), schedule
 
 
 def choices_of(library: Library, extents: Extents) -> tuple[tuple[str, str, str], ...]:

@@ -103,7 +103,7 @@ def _output(statement: Statement, axis: int, called: bool, has_initial: bool) ->
 def _roles(statement: Statement) -> dict[str, str]:
     """Return what each index does, outermost first."""
     written = {index.name for index in statement.output.indices()}
-    summed = "summed" if statement.operator in ("+=", "=") else "reduced"
+    summed = "summed" if statement.combining.adds else "reduced"
     return {name: "parallel: written" if name in written else f"sequential: {summed}" for name in statement.indices()}
 
 
@@ -121,10 +121,9 @@ def initial_line(
     else:
         parts = [str(extent) for extent in shape]
     size = f"({', '.join(parts)}{',' if len(parts) == 1 else ''})"
-    if statement.operator in ("+=", "="):
+    if statement.combining.adds:
         return f"{name} = zeros({size})"
-    neutral = "-inf" if statement.operator == "max=" else "inf"
-    return f"{name} = full({size}, {neutral})  # a cell without a term becomes 0"
+    return f"{name} = full({size}, {statement.combining.identity})  # a cell without a term becomes 0"
 
 
 def epilogue_line(statement: Statement, epilogue: Epilogue) -> str:

@@ -1,4 +1,4 @@
-"""What becomes of a statement that runs as several: the order, what it saves, and each statement's own explanation."""
+"""What becomes of a statement that runs as several, or path by path: the order, and each statement's explanation."""
 
 from __future__ import annotations
 
@@ -12,7 +12,9 @@ from insum_nn.compiler.lang.bind import Extents
 from insum_nn.compiler.lang.epilogue import PLAIN, Epilogue
 from insum_nn.compiler.lang.syntax import Statement
 from insum_nn.compiler.options import Options
+from insum_nn.compiler.passes.path_products import products_of
 from insum_nn.compiler.runtime.execution import Executable, in_names_of
+from insum_nn.compiler.runtime.path_program import PathProgram
 from insum_nn.compiler.runtime.statement_sequence import StatementSequence
 
 __all__ = ["explain_call"]
@@ -24,7 +26,7 @@ def explain_call(
     statement: Statement,
     options: Options,
     extents: Extents | None,
-    program: Executable | StatementSequence | None,
+    program: Executable | PathProgram | StatementSequence | None,
     inputs: Inputs | None,
     seconds: float | None = None,
     *,
@@ -34,6 +36,9 @@ def explain_call(
 ) -> Explanation:
     """Collect what there is to say of a call; the arguments are those of `explain_program`."""
     about = {"sizes": sizes, "out_shape": out_shape, "epilogue": epilogue}
+    if isinstance(program, PathProgram):
+        whole = explain_program(statement, options, extents, None, inputs, seconds, **about)  # type: ignore[arg-type]
+        return _by_path(whole, program)
     if not isinstance(program, StatementSequence):
         return explain_program(statement, options, extents, program, inputs, seconds, **about)  # type: ignore[arg-type]
     assert inputs is not None
@@ -55,6 +60,22 @@ def explain_call(
         compile_seconds=sum(part.compile_seconds or 0.0 for part in parts),
         compiled=all(part.compiled for part in parts),
         _choices=tuple(_choices(program, parts)),
+    )
+
+
+def _by_path(whole: Explanation, program: PathProgram) -> Explanation:
+    """The products that a statement over static tables is rewritten to."""
+    lines = list(products_of(program.split))
+    count = len(program.split.paths)
+    statements = lines[: len(lines) - count]
+    choice = Decision("products", ", then ".join(statements), f"paths: {count}")
+    return replace(
+        whole,
+        backend="eager",
+        reason=program.reason,
+        torch_code="\n".join(lines),
+        schedule="one dense product after the other, a range of samples at a time",
+        _choices=(choice,),
     )
 
 

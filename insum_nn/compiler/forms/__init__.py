@@ -1,1 +1,1 @@
-"""Forms of generated kernels and their text: the present middle end of the Triton backend."""
+"""What generated kernels compute (`Form`), their schedules, their text and how they are launched."""

@@ -6,9 +6,11 @@ import math
 from collections.abc import Iterator, Mapping
 from dataclasses import replace
 
-from insum_nn.compiler.forms.axes import MANY_POINTS
+from insum_nn.compiler.forms.defaults import default_schedule, tiles_at_most
 from insum_nn.compiler.forms.form import Form
-from insum_nn.compiler.forms.schedule import Layout, Schedule, default_schedule, place_indices, power, tiles_at_most
+from insum_nn.compiler.forms.placement import MANY_POINTS, place_indices
+from insum_nn.compiler.passes.tile import Tiling
+from insum_nn.compiler.schedule.space import Schedule, power
 
 __all__ = ["candidates"]
 
@@ -16,7 +18,7 @@ __all__ = ["candidates"]
 def candidates(form: Form) -> Iterator[Schedule]:
     """Schedules worth measuring, the default first."""
     base = default_schedule(form)
-    seen: set[tuple[Schedule, Layout]] = set()
+    seen: set[tuple[Schedule, Tiling]] = set()
     for schedule in (base, *_varied(form, base)):
         # Different numbers may come to the same kernel.
         key = replace(schedule, m=0, n=0, k=0), place_indices(form, schedule)
@@ -26,8 +28,8 @@ def candidates(form: Form) -> Iterator[Schedule]:
 
 
 def _varied(form: Form, base: Schedule) -> Iterator[Schedule]:
-    if form.beside:
-        yield from _varied_beside(form, base)
+    if form.additional:
+        yield from _varied_of_several(form, base)
     elif base.dot:
         yield from _varied_products(form, base)
     elif len(form.points) > MANY_POINTS:
@@ -37,14 +39,14 @@ def _varied(form: Form, base: Schedule) -> Iterator[Schedule]:
             for warps in (1, 2, 4):
                 yield replace(base, m=m, k=max(1, k), warps=warps)
         if form.owner is not None:
-            for m, k, share in ((8, 32, 256), (1, 128, 1024), (32, 4, 64)):
-                yield replace(base, m=m, k=k, share=share, segment=True, warps=1)
+            for m, k, chunk in ((8, 32, 256), (1, 128, 1024), (32, 4, 64)):
+                yield replace(base, m=m, k=k, chunk=chunk, segment=True, warps=1)
     else:
         yield from _varied_columns(form, base)
 
 
 def _varied_columns(form: Form, base: Schedule) -> Iterator[Schedule]:
-    """Every reduction width with rows to fill a warp, and where terms have owners, equal shares of them."""
+    """Every reduction width with rows to fill a warp, and where terms have owners, equal chunks of them."""
     base = replace(base, segment=False)
     # Elements of a program, and its warps: few columns take more of them to keep the device busy.
     if base.n < 32:
@@ -58,39 +60,29 @@ def _varied_columns(form: Form, base: Schedule) -> Iterator[Schedule]:
             if 1 <= m <= 128 and (k <= 4 * base.k or k == 1) and (warps < 2 or k in (4, 8, 16)):
                 yield replace(base, m=m, k=k, warps=warps)
         if place == 0 and form.owner is not None:
-            # Early, lest the time for a search ends before them.
-            yield from _shares(base)
-            yield from _ahead(base)
+            # Among the first, before the tuning budget ends.
+            yield from _chunks(base)
     if form.owner is not None:
-        for share in (128, 512):
-            yield replace(base, share=share)
+        for chunk in (128, 512):
+            yield replace(base, chunk=chunk)
 
 
-def _shares(base: Schedule) -> Iterator[Schedule]:
-    """Equal shares of terms, by lanes along them; a scan holds flags beside sums, so that fewer fit into a program."""
-    for k, share in ((8, 256), (4, 64), (1, 64), (32, 256)):
+def _chunks(base: Schedule) -> Iterator[Schedule]:
+    """Equal chunks of terms, by lanes along them; a scan holds flags and sums, so that fewer fit into a program."""
+    for k, chunk in ((8, 256), (4, 64), (1, 64), (32, 256)):
         m = max(1, (512 if k > 1 else 256) // (base.n * k))
         if m * base.n * k <= 1024:
-            yield replace(base, m=m, k=k, share=share, segment=True, warps=1)
-            yield replace(base, m=m * 4, k=k, share=share, segment=True, warps=4)
+            yield replace(base, m=m, k=k, chunk=chunk, segment=True, warps=1)
+            yield replace(base, m=m * 4, k=k, chunk=chunk, segment=True, warps=4)
     if base.n <= 64:
-        yield replace(base, m=128 // base.n, k=16, share=128, segment=True, warps=1)
-
-
-def _ahead(base: Schedule) -> Iterator[Schedule]:
-    """Loops that read the next terms into shared memory while these are summed."""
-    for k, size in ((8, 1024), (4, 512)):
-        if base.n * k <= size:
-            yield replace(base, m=size // (base.n * k), k=k, stages=3, warps=1)
-    m = max(1, 512 // (base.n * 8))
-    yield replace(base, m=m, k=8, share=256, segment=True, stages=3, warps=1)
+        yield replace(base, m=128 // base.n, k=16, chunk=128, segment=True, warps=1)
 
 
 # Reduction widths: lanes along what is summed. A warp has 32.
 _WIDTHS = (1, 2, 4, 8, 16, 32)
 
 
-def _varied_beside(form: Form, base: Schedule) -> Iterator[Schedule]:
+def _varied_of_several(form: Form, base: Schedule) -> Iterator[Schedule]:
     """Of code with several outputs: the columns of a thread decide how many registers it needs."""
     columns = place_indices(form, replace(base, n=1 << 16)).n
     assert columns is not None
@@ -99,8 +91,8 @@ def _varied_beside(form: Form, base: Schedule) -> Iterator[Schedule]:
             n = min(32 * lanes * warps, columns.lanes)
             if n * tiles_at_most(form) >= columns.lanes and n > 16 * lanes * warps:
                 yield replace(base, n=n, warps=warps)
-    yield replace(base, early=False)
-    yield replace(base, share=64)
+    yield replace(base, prefetch=False)
+    yield replace(base, chunk=64)
 
 
 def _varied_owned(base: Schedule) -> Iterator[Schedule]:
@@ -127,7 +119,7 @@ def _varied_tiles(form: Form, base: Schedule) -> Iterator[Schedule]:
         yield replace(base, **{axis: lanes * 2}, warps=min(8, base.warps * 2))
 
 
-# Tiles, steps, warps and stages of halves whose operands are addressed by index tensors. A step that takes the whole of
+# Tiles, steps, warps and stages of fp16 and bf16 operands that index tensors address. A step that takes the whole of
 # a dense axis leaves one loop, where a shorter one makes a loop of two inside of another. The software pipeline gives
 # each read of a chain (a list of steps, an index, what it addresses) a stage of its own: 3 to 4 stages hide a chain
 # once, 5 to 7 twice. Taller tiles read the right side less often.
@@ -160,7 +152,7 @@ def _varied_products(form: Form, base: Schedule) -> Iterator[Schedule]:
     size = {a: math.prod(form.size(i) for i in getattr(form.product, a)) for a in "mkn"}
     most = {a: max(16, power(size[a])) for a in "mkn"}
     if form.accumulators > 1:
-        yield from _varied_written_products(form, base, most)
+        yield from _varied_unrolled_products(form, base, most)
         return
     shapes = ((base.m, base.n), (64, 128), (128, 64), (128, 128), (64, 64), (32, 128), (32, 256), (64, 256), (128, 32))
     if form.bound.dtype.itemsize == 2 and form.bound.layout.index_tensors:
@@ -176,15 +168,15 @@ def _varied_products(form: Form, base: Schedule) -> Iterator[Schedule]:
                         continue
                     yield replace(base, m=m, n=n, k=k, swap=swap, warps=warps, stages=stages)
     if form.owner is not None:
-        for share in {max(1, base.share // 2), base.share * 2}:
-            yield replace(base, share=share)
+        for chunk in {max(1, base.chunk // 2), base.chunk * 2}:
+            yield replace(base, chunk=chunk)
 
 
 # Accumulators of one program at most, of 16 x 16 or 16 x 32 sums each.
 _HELD_AT_ONCE = 24
 
 
-def _varied_written_products(form: Form, base: Schedule, most: Mapping[str, int]) -> Iterator[Schedule]:
+def _varied_unrolled_products(form: Form, base: Schedule, most: Mapping[str, int]) -> Iterator[Schedule]:
     """Of long straight-line code: few, since each takes seconds to compile, the most promising first."""
     accumulators = form.accumulators
     four = replace(base, warps=4, groups=accumulators)

@@ -2,6 +2,10 @@
 
 from __future__ import annotations
 
+import torch
+
+from insum_nn.dtypes import dtype_of
+
 __all__ = ["write_collection"]
 
 _COLLECTION = """import triton
@@ -26,16 +30,16 @@ def kernel(scratch, out, rows, first, cells, inner, step):
 """
 
 
-def write_collection(cells: int, double: bool) -> tuple[str, int]:
+def write_collection(cells: int, dtype: torch.dtype) -> tuple[str, int]:
     """A kernel that adds up the parts of divided rows, in a fixed order: a program takes some cells of a row.
 
     Args:
         cells: values of one row.
-        double: they are float64.
+        dtype: theirs.
 
     Returns:
         Its text, and the cells of a program.
     """
     n = min(128, 1 << max(0, cells - 1).bit_length())
     k = min(64, 2048 // n)
-    return _COLLECTION.format(n=n, k=k, type="tl.float64" if double else "tl.float32"), n
+    return _COLLECTION.format(n=n, k=k, type=dtype_of(dtype).tl), n

@@ -8,8 +8,8 @@ from dataclasses import dataclass
 from torch import Tensor
 
 from insum_nn.compiler.forms.launch import Kernel
-from insum_nn.compiler.forms.source import Source
-from insum_nn.compiler.runtime.row_partition import Owners
+from insum_nn.compiler.forms.nest import Source
+from insum_nn.compiler.runtime.row_partition import RowPartition
 
 __all__ = ["Description", "describe_kernel"]
 
@@ -43,29 +43,29 @@ class Description:
 
 
 def describe_kernel(
-    kernel: Kernel, initial: Tensor | None, owners: Owners | None, choices: Iterable[Choice]
+    kernel: Kernel, initial: Tensor | None, partition: RowPartition | None, choices: Iterable[Choice]
 ) -> Description:
     """Describe a call of a prepared kernel: memory that is filled, the kernel, and what completes its sums.
 
     Args:
         kernel: the kernel.
         initial: the initial value.
-        owners: the row partition of its terms, where it reads one.
+        partition: the row partition of its terms, where it reads one.
         choices: topic, choice and reason of every choice behind it.
     """
     source, schedule = kernel.source, kernel.source.schedule
     epilogue = kernel.form.bound.epilogue
-    divided = 0 if owners is None or kernel.launch is None else owners.slots
-    steps = [*_filled(kernel, initial, owners)]
+    divided = 0 if partition is None or kernel.launch is None else partition.slots
+    steps = [*_filled(kernel, initial, partition)]
     sources: list[Source] = []
     if kernel.launch is not None:
         steps.append(f"kernel on {_count(kernel.launch.grid, 'program')}: {schedule}")
         sources.append(source)
     if divided:
-        assert owners is not None
-        assert owners.divided is not None
+        assert partition is not None
+        assert partition.divided is not None
         assert kernel.collector is not None
-        rows = _count(owners.divided.shape[0], "row")
+        rows = _count(partition.divided.shape[0], "row")
         steps.append(f"kernel that sums the {divided} parts of {rows} in order")
         sources.append(kernel.collector.source)
         then = [] if initial is None else ["add the initial value"]
@@ -81,14 +81,14 @@ def describe_kernel(
     return Description(tuple(steps), tuple(sources), (str(schedule),), tuple(choices))
 
 
-def _filled(kernel: Kernel, initial: Tensor | None, owners: Owners | None) -> Iterable[str]:
+def _filled(kernel: Kernel, initial: Tensor | None, partition: RowPartition | None) -> Iterable[str]:
     """Describe what is written to memory before the kernel runs: nothing where it writes every cell itself."""
     source, output = kernel.source, kernel.form.bound.statement.output.name
     dtype = _name(kernel.dtype if source.finished else source.accumulator)
     if source.schedule.splits > 1:
         if not kernel.empty:
             yield f"torch: zeros for {source.schedule.splits} parts of the sum, in {_name(source.accumulator)}"
-    elif not kernel.empty or (owners is not None and owners.gaps):
+    elif not kernel.empty or (partition is not None and partition.empty_rows):
         # Rows that no term reaches, or cells that terms are added to.
         if initial is None:
             yield f"torch: zeros for {output}, in {dtype}"
@@ -96,7 +96,7 @@ def _filled(kernel: Kernel, initial: Tensor | None, owners: Owners | None) -> It
             activation = kernel.form.bound.epilogue.activation if source.finished else None
             what = "the initial value" if activation is None else f"{activation} of the initial value"
             yield f"torch: copy {what} to {output}, in {dtype}"
-    if owners is not None and owners.split and not kernel.empty:
+    if partition is not None and partition.split and not kernel.empty:
         yield "torch: zeros for the parts of divided rows"
 
 

@@ -1,32 +1,54 @@
-"""Bound -> `Form`: what a generated kernel computes, before a schedule says how its indices are spread.
+"""Bound -> `Form`: the algorithm that a generated kernel computes, before a schedule places its loops.
 
-Three things happen to a statement here. Index tensors whose values are known (`static`) are replaced by numbers: the
-indices that address them are written out, point by point. An index tensor that says where a term is added becomes the
-*owner* of its terms, so that a program can walk the terms of one output row instead of adding to memory. And the
-factors are divided into the two sides of a matrix product, if they are one.
+The algorithm is a kernel of the loop-nest IR in which static tables are unrolled, so that each of its stores is one
+term. Three things are decided about it here: how terms reach the output, which index tensor's rows are given to one
+program each (the *owner*), and which factors are the two sides of a matrix product. Indices go by their names in the
+IR; extents of a call are kept in addition to it, for choices that depend on sizes.
 """
 
 from __future__ import annotations
 
 import itertools
 import math
-from collections.abc import Container, Iterable, Mapping, Sequence
-from dataclasses import dataclass
-from functools import cached_property
-from typing import Literal
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, replace
+from functools import cached_property, lru_cache
 
-import torch
-
-from insum_nn.compiler.forms.points import ENTRY, LONGEST, OWNER, Beside, Point, Product, Read, Sub
-from insum_nn.compiler.forms.tables import WrittenOut, write_out
+from insum_nn.compiler.forms.combining import Combining, combining, in_order
+from insum_nn.compiler.forms.tables import Unrolling, unroll
+from insum_nn.compiler.ir.access import affine_terms
+from insum_nn.compiler.ir.build import OUTPUT, build
+from insum_nn.compiler.ir.graph import loops_of, stores_of
+from insum_nn.compiler.ir.nodes import Buffer, Expr, Index, Kernel, Load, Store
 from insum_nn.compiler.lang.bind import Bound
-from insum_nn.compiler.lang.syntax import Access, Index, Number, Subscript
+from insum_nn.compiler.passes import own_rows
+from insum_nn.compiler.passes.fold_static_tables import fold_static_tables
+from insum_nn.compiler.passes.own_rows import ROW
+from insum_nn.compiler.passes.terms import indices_of, term_of
+from insum_nn.compiler.schedule.canonical import names_of
+from insum_nn.dtypes import dtype_of
 from insum_nn.facts import StaticTable
 
-__all__ = ["Combining", "Form", "FormError", "UnorderedError", "make_form"]
+__all__ = [
+    "ENTRY",
+    "LONGEST",
+    "OWNER",
+    "AdditionalOutput",
+    "Form",
+    "FormError",
+    "Product",
+    "UnorderedError",
+    "at_rows",
+    "atoms",
+    "input_of",
+    "make_form",
+    "reads_of",
+    "runs_along",
+]
 
-Combining = Literal["direct", "place", "own", "atomic"]
-
+# The loop over the rows that programs own, the loop over the entries of one, and, among sizes alone, the most entries
+# that a row has.
+OWNER, ENTRY, LONGEST = ROW.name, own_rows.ENTRY.name, "longest"
 
 # How many times the mean the longest row may have where rows count as even.
 _EVEN = 4.0
@@ -40,57 +62,89 @@ class UnorderedError(FormError):
     """Terms meet in memory, and deterministic options do not allow that."""
 
 
+@dataclass(frozen=True, slots=True)
+class Product:
+    """The matrix product inside a statement: which factors make either side, and the indices of its three axes."""
+
+    left: tuple[int, ...]
+    right: tuple[int, ...]
+    m: tuple[str, ...]
+    k: tuple[str, ...]
+    n: tuple[str, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class AdditionalOutput:
+    """A further output of a kernel that walks terms row by row.
+
+    Attributes:
+        shape: of a row; there is one for each term, or what terms add to is scattered.
+        reduced: it is summed over the columns of the tile.
+        like: a tensor and an axis of it, which has as many entries as this output has rows.
+        scattered: terms meet in memory.
+    """
+
+    shape: tuple[int, ...]
+    reduced: bool
+    like: tuple[str, int]
+    scattered: bool = False
+
+    @property
+    def steps(self) -> tuple[int, ...]:
+        """The steps along its axes, the first of which counts rows."""
+        return tuple(math.prod(self.shape[axis:]) for axis in range(len(self.shape) + 1))
+
+
 @dataclass(frozen=True)
 class Form:
     """What a kernel computes.
 
     Attributes:
         bound: the statement.
+        algorithm: its kernel, whose loops are not placed; static tables are unrolled.
         sizes: extents of a call, of the owner's rows, and of the longest of these if known; they steer choices.
-        points: the points written out; a single one where nothing is.
         combine: how terms reach the output.
-        owner: the access that owns terms, with `combine == "own"`.
+        owner: the read of an index tensor that gives terms to rows, with `combine == "own"`.
         owner_axis: the output axis it addresses.
         entries: its indices.
         permuted: the owner's terms are not in order, but listed in a permutation.
         parallel: indices of the output that are left.
         reduce: indices summed over that are left, without those of the owner's terms.
-        tables: the static tensors that are written out; a kernel does not read them.
-        written: how they are.
-        beside: further outputs, of statements that read what this one does; `bound` reads what any of them does. With
-            them there may be no points: the owner then says in which order terms are walked, and nothing else.
-        outputs: with further outputs: the form of each output's own statement, of the first only if there are points.
+        tables: the static tensors that are unrolled; a kernel does not read them.
+        stores: the terms of each output, at the rows of the owner. With additional outputs the first may have none:
+            the owner then says in which order terms are walked, and nothing else.
+        additional: further outputs, of statements that read what this one does; `bound` reads what any of them does.
     """
 
     bound: Bound
+    algorithm: Kernel
     sizes: Mapping[str, int]
-    points: tuple[Point, ...]
     combine: Combining
-    owner: Access | None
+    owner: Load | None
     owner_axis: int
     entries: tuple[str, ...]
     permuted: bool
     parallel: tuple[str, ...]
     reduce: tuple[str, ...]
     tables: frozenset[str]
-    written: WrittenOut
-    beside: tuple[Beside, ...] = ()
-    outputs: tuple[Form, ...] = ()
+    stores: tuple[tuple[Store, ...], ...]
+    additional: tuple[AdditionalOutput, ...] = ()
 
     @property
-    def statements(self) -> tuple[tuple[Point, ...], ...]:
-        """The points of every output."""
-        return (self.points, *(each.points for each in self.beside))
+    def points(self) -> tuple[Store, ...]:
+        """The unrolled terms of the first output; a single one where nothing is unrolled."""
+        return self.stores[0]
 
     @cached_property
     def static(self) -> dict[str, int]:
-        return dict(self.bound.static)
+        """Extents that are compiled in."""
+        names = names_of(self.bound.statement).indices
+        return {names[name]: extent for name, extent in self.bound.static}
 
     @cached_property
-    def depends(self) -> tuple[frozenset[str], ...]:
-        """For each factor, the indices that any of its reads varies with."""
-        count = len(self.points[0].reads)
-        return tuple(frozenset(i for p in self.points for i in p.reads[n].indices()) for n in range(count))
+    def factors(self) -> tuple[tuple[Load, ...], ...]:
+        """The reads of each term of the first output."""
+        return tuple(tuple(reads_of(store)) for store in self.points)
 
     @cached_property
     def product(self) -> Product | None:
@@ -99,21 +153,24 @@ class Form:
 
     @cached_property
     def accumulators(self) -> int:
-        """How many cells the points add to."""
-        return len({str(point.target) for point in self.points})
+        """How many cells the terms add to."""
+        return len({store.subscripts for store in self.points})
 
     def size(self, index: str) -> int:
         """The extent of an index in the call; of an owner's terms, their mean number."""
         if index == OWNER:
             return self.rows
         if index == ENTRY:
-            return max(1, round(math.prod(self.sizes[x] for x in self.entries) / max(1, self.rows)))
+            return max(1, round(self.terms_of_all / max(1, self.rows)))
         return self.sizes[index]
 
     @cached_property
     def owner_place(self) -> int:
         """The position of the owner's index tensor among the statement's; -1 without an owner."""
-        return -1 if self.owner is None else self.bound.layout.tensors.index(self.owner.name)
+        if self.owner is None:
+            return -1
+        tensors = names_of(self.bound.statement).tensors
+        return [tensors[name] for name in self.bound.layout.tensors].index(self.owner.buffer.name)
 
     @property
     def rows(self) -> int:
@@ -121,7 +178,7 @@ class Form:
 
     @property
     def terms(self) -> int:
-        """Terms of each of an owner's entries: over what it is summed beside them."""
+        """Terms of each of an owner's entries: over all other indices that are summed."""
         return max(1, math.prod(self.sizes[x] for x in self.reduce))
 
     @property
@@ -136,21 +193,15 @@ class Form:
         return None if entries is None else entries * self.terms
 
     @property
-    def stretch(self) -> float | None:
+    def skew(self) -> float | None:
         """How many times as long as the mean the longest row of terms is, where that is known."""
-        longest = self.sizes.get(LONGEST)
-        entries = math.prod(self.sizes[x] for x in self.entries)
+        longest, entries = self.sizes.get(LONGEST), self.terms_of_all
         return None if longest is None or not entries else longest * self.rows / entries
 
     @property
     def even(self) -> bool:
-        """Whether rows of terms are known to be of like length."""
-        return self.stretch is not None and self.stretch <= _EVEN
-
-    @property
-    def wide(self) -> bool:
-        """Sums are formed in float32, and the output is of a half type."""
-        return self.bound.dtype in (torch.float16, torch.bfloat16)
+        """Whether rows of terms are known to be of similar length."""
+        return self.skew is not None and self.skew <= _EVEN
 
     def covers(self, output: Sequence[int]) -> bool:
         """Whether every cell of an output of this shape is written, as long as terms do not meet in memory."""
@@ -158,71 +209,109 @@ class Form:
             return True
         if self.combine == "place":
             # Unique, and as many as there are cells: every one of them.
-            subscripts = enumerate(self.bound.statement.output.subscripts)
-            placed = {axis: s.indirect for axis, s in subscripts if s.indirect and s.indirect.name not in self.tables}
-            entries = math.prod(self.sizes[name] for name in {i.name for a in placed.values() for i in a.indices()})
-            masked = any(self.bound.facts_of(access.name).masked is not False for access in placed.values())
+            reads = {
+                axis: [node for node, _ in atoms(subscript) if isinstance(node, Load)]
+                for axis, subscript in enumerate(self.points[0].subscripts)
+            }
+            placed = {axis: loads for axis, loads in reads.items() if loads}
+            loads = [load for each in placed.values() for load in each]
+            entries = math.prod(self.sizes[i.name] for i in frozenset[Index]().union(*map(indices_of, loads)))
+            masked = any(load.buffer.facts.masked is not False for load in loads)
             if masked or entries != math.prod(output[axis] for axis in placed):
                 return False
-        known = [axis for axis, sub in enumerate(self.points[0].target.subs) if sub.part or not sub.terms]
-        lengths = [output[axis] for axis in known]
-        written: set[tuple[int, ...]] = set()
-        for target in {point.target for point in self.points}:
-            for cell in itertools.product(*(self._cells(target.subs[axis]) for axis in known)):
-                if all(0 <= at < extent for at, extent in zip(cell, lengths, strict=True)):
-                    written.add(cell)
-        return len(written) == math.prod(lengths)
+        known = [axis for axis, subscript in enumerate(self.points[0].subscripts) if self._is_known(axis, subscript)]
+        lengths = tuple(output[axis] for axis in known)
+        targets = frozenset(tuple(store.subscripts[axis] for axis in known) for store in self.points)
+        # Symbolic sizes are no keys.
+        fills = _fills if all(type(length) is int for length in lengths) else _fills.__wrapped__
+        return fills(targets, lengths, tuple(self.static.items()))
 
-    def _cells(self, sub: Sub) -> list[int]:
-        """Where a subscript of numbers and steps points."""
-        cells = [sub.offset]
-        for step, index in sub.terms:
-            assert isinstance(index, str)
-            cells = [cell + step * n for cell in cells for n in range(self.static[index])]
-        return cells
+    def _is_known(self, axis: int, subscript: Expr) -> bool:
+        """Whether a subscript of the output is a number, or steps from one, rather than an index of the whole axis."""
+        loads = any(isinstance(node, Load) for node, _ in atoms(subscript))
+        return not loads and self.whole_axis(self.points[0], axis) is None
+
+    @cached_property
+    def _direct(self) -> frozenset[tuple[str, int, str]]:
+        """Every tensor, axis and index where the index addresses the whole axis."""
+        layout, names = self.bound.layout, names_of(self.bound.statement)
+        tensors = [names.tensors[name] for name in layout.tensors]
+        reads = {
+            (tensors[position], axis, names.indices[index])
+            for index, places in zip(layout.indices, layout.plain, strict=True)
+            for position, axis in places
+        }
+        written = enumerate(layout.output_plain)
+        return frozenset(reads | {(OUTPUT, axis, names.indices[index]) for axis, index in written if index is not None})
+
+    @cached_property
+    def _known_buffers(self) -> frozenset[str]:
+        return frozenset((OUTPUT, *names_of(self.bound.statement).tensors.values()))
+
+    def whole_axis(self, access: Load | Store, axis: int) -> str | None:
+        """The index that goes over a whole axis of a tensor, if there is one; parts of it may be tables' entries."""
+        subscript, buffer = access.subscripts[axis], access.buffer.name
+        if not isinstance(subscript, Index):
+            return None
+        whole = subscript is ROW or buffer not in self._known_buffers or (buffer, axis, subscript.name) in self._direct
+        return subscript.name if whole else None
 
 
-class _Reader:
-    """Turns accesses into reads: points filled in, static tensors looked up, the owner's access named."""
+@lru_cache(maxsize=1024)
+def _fills(targets: frozenset[tuple[Expr, ...]], lengths: tuple[int, ...], static: tuple[tuple[str, int], ...]) -> bool:
+    """Whether cells that are numbers, or step from one, are all cells of these axes."""
+    extents = dict(static)
+    written: set[tuple[int, ...]] = set()
+    for target in targets:
+        for cell in itertools.product(*(_cells_at(subscript, extents) for subscript in target)):
+            if all(0 <= at < extent for at, extent in zip(cell, lengths, strict=True)):
+                written.add(cell)
+    return len(written) == math.prod(lengths)
 
-    def __init__(self, point: Mapping[str, int], written: WrittenOut, owner: Access | None) -> None:
-        self.point = point
-        self.written = written
-        self.owner = owner
 
-    def read(self, access: Access, *, nested: bool = False) -> Read:
-        return Read(access.name, tuple(self.sub(s, nested) for s in access.subscripts))
+def _cells_at(subscript: Expr, extents: Mapping[str, int]) -> list[int]:
+    """Where a subscript of numbers and steps points."""
+    cells = [affine_terms(subscript)[1]]
+    for index, step in atoms(subscript):
+        assert isinstance(index, Index)
+        cells = [cell + step * n for cell in cells for n in range(extents[index.name])]
+    return cells
 
-    def sub(self, subscript: Subscript, nested: bool) -> Sub:
-        # Index tensors are proven to point into what they address; where they address each other, kernels look again.
-        safe = subscript.plain is not None or (subscript.indirect is not None and not nested)
-        offset = subscript.offset
-        part = False
-        terms: dict[str | Read, int] = {}
-        for term in subscript.terms:
-            atom: str | Read
-            if isinstance(term.atom, Index):
-                atom = term.atom.name
-                if atom in self.point:
-                    part = True
-                    offset += term.coefficient * self.point[atom]
-                    continue
-            elif self.owner is not None and term.atom == self.owner:
-                atom = OWNER
-            elif term.atom.name in self.written.tables:
-                entry = self.written.affine(term.atom, self.point)
-                if entry is None:
-                    raise FormError("a static index tensor has no entry at some point")
-                start, steps = entry
-                part = True
-                offset += term.coefficient * start
-                for index, step in steps.items():
-                    terms[index] = terms.get(index, 0) + term.coefficient * step
-                continue
-            else:
-                atom = self.read(term.atom, nested=True)
-            terms[atom] = terms.get(atom, 0) + term.coefficient
-        return Sub(tuple((c, a) for a, c in terms.items() if c), offset, safe, part)
+
+# What stands in a term.
+
+
+@lru_cache(maxsize=1 << 14)
+def reads_of(store: Store) -> tuple[Load, ...]:
+    """The tensors that a term multiplies."""
+    return tuple(factor for factor in term_of(store).factors if isinstance(factor, Load))
+
+
+@lru_cache(maxsize=1 << 14)
+def atoms(subscript: Expr) -> tuple[tuple[Index | Load, int], ...]:
+    """The indices and entries that a subscript adds up, each once, with their coefficients."""
+    found: dict[Index | Load, int] = {}
+    for coefficient, atom in affine_terms(subscript)[0]:
+        assert isinstance(atom, Index | Load)
+        found[atom] = found.get(atom, 0) + coefficient
+    return tuple((atom, coefficient) for atom, coefficient in found.items() if coefficient)
+
+
+def runs_along(access: Load | Store) -> str | None:
+    """The only index of the last subscript, if there is but one and nothing is read."""
+    found = atoms(access.subscripts[-1]) if access.subscripts else ()
+    return found[0][0].name if len(found) == 1 and isinstance(found[0][0], Index) else None
+
+
+def at_rows(stores: Iterable[Store], owner: Load | None) -> tuple[Store, ...]:
+    """Terms with the entry of the owner as the row that a program has."""
+    if owner is None:
+        return tuple(stores)
+    moved = (store.replace({owner: ROW}) for store in stores)
+    return tuple(store for store in moved if isinstance(store, Store))
+
+
+# The form of a statement.
 
 
 def make_form(
@@ -238,7 +327,7 @@ def make_form(
 
     Args:
         bound: what is known of the statement and its tensors.
-        sizes: extents of the first call.
+        sizes: extents of the first call, by the statement's indices.
         output: the output's shape in the first call.
         tables: static tensors by name.
         deterministic: several programs must not add to one cell.
@@ -248,46 +337,53 @@ def make_form(
         FormError: the statement is not of the generator's kind.
     """
     statement = bound.statement
-    if statement.operator not in ("+=", "="):
+    if not statement.combining.adds:
         raise FormError(f"the generator sums; {statement.operator} goes another way")
     if not bound.dtype.is_floating_point:
         raise FormError("factors are integers")
     if not statement.reads:
         raise FormError("no tensor is read")
-    written = write_out(bound, tables)
-    used, unrolled = frozenset(written.tables), written.names
-    if not written.places:
+    unrolling = unroll(bound, tables)
+    if not unrolling.places:
         raise FormError("all known factors are 0")
-    if all(access.name in used for access in statement.reads):
+    if all(access.name in unrolling.tables for access in statement.reads):
         raise FormError("every factor is static")
-    combine, axis = _combining(bound, written)
-    owner = statement.output.subscripts[axis].indirect if combine == "own" else None
-    entries = tuple(i.name for i in owner.indices()) if owner is not None else ()
-    permuted = owner is not None and not _in_order(bound, owner)
-    if any(not math.isfinite(v) for table in written.tables.values() for v in table.values):
+    combine, axis = combining(bound, unrolling)
+    if any(not math.isfinite(v) for table in unrolling.tables.values() for v in table.values):
         raise FormError("a static tensor holds values that are not finite")
-    number = math.prod(f.value for f in statement.factors if isinstance(f, Number))
-    points: list[Point] = []
-    for place in written.places:
-        reader = _Reader(place, written, owner)
-        known = math.prod(written.factor(f, place) for f in statement.reads if f.name in used)
-        reads = tuple(reader.read(f) for f in statement.reads if f.name not in used)
-        points.append(Point(reader.read(statement.output), float(number * known), reads))
-    kept = dict.fromkeys(i.name for i in statement.output.indices() if i.name not in unrolled)
-    parallel = tuple(i for i in kept if i not in entries)
-    reduce = tuple(i for i in bound.layout.indices if i not in kept and i not in unrolled and i not in entries)
-    known_sizes = dict(sizes)
+    names = names_of(statement)
+    algorithm = _unrolled(build(bound), bound, unrolling)
+    read = statement.output.subscripts[axis].indirect if combine == "own" else None
+    owner, entries, permuted = None, (), False
+    if read is not None:
+        entries = tuple(names.indices[index.name] for index in read.indices())
+        owner = Load(input_of(algorithm, names.tensors[read.name]), tuple(map(Index, entries)))
+        permuted = not in_order(bound, read)
+    free, summed = ([loop.index.name for loop in loops_of(algorithm) if loop.role == role] for role in ("free", "sum"))
+    own_sizes = {names.indices[name]: extent for name, extent in sizes.items()}
+    parallel = tuple(i for i in free if i not in entries)
     if owner is not None:
         parallel = (OWNER, *parallel)
-        known_sizes[OWNER] = output[axis]
+        own_sizes[OWNER] = output[axis]
     form = Form(
-        bound, known_sizes, tuple(points), combine, owner, axis, entries, permuted, parallel, reduce, used, written
+        bound,
+        algorithm,
+        own_sizes,
+        combine,
+        owner,
+        axis,
+        entries,
+        permuted,
+        parallel,
+        tuple(summed),
+        frozenset(unrolling.tables),
+        (at_rows(stores_of(algorithm), owner),),
     )
     if owner is not None and (permuted and not (prefer_own or deterministic)):
-        return _atomic(form, statement.output, written)
+        return _atomic(form)
     if owner is not None and not deterministic and form.product is None:
         # Terms that meet only by adding to memory may still be one matrix product, which is worth more.
-        scattered = _atomic(form, statement.output, written)
+        scattered = _atomic(form)
         if scattered.product is not None:
             return scattered
     if form.combine == "atomic" and deterministic:
@@ -295,88 +391,33 @@ def make_form(
     return form
 
 
-def _atomic(form: Form, output: Access, written: WrittenOut) -> Form:
+def input_of(kernel: Kernel, name: str) -> Buffer:
+    """The input of a kernel by its name."""
+    return next(buffer for buffer in kernel.inputs if buffer.name == name)
+
+
+def _unrolled(kernel: Kernel, bound: Bound, unrolling: Unrolling) -> Kernel:
+    """The kernel with its static tables as numbers."""
+    if not unrolling.tables:
+        return kernel
+    names = names_of(bound.statement)
+    points = [{names.indices[name]: value for name, value in place.items()} for place in unrolling.places]
+    tables = {names.tensors[name]: table for name, table in unrolling.tables.items() if name in names.tensors}
+    return fold_static_tables(kernel, tables, [names.indices[name] for name in unrolling.names], points)
+
+
+def _atomic(form: Form) -> Form:
     """The same statement, every term added to memory."""
-    statement = form.bound.statement
-    points = tuple(
-        Point(
-            _Reader(place, written, None).read(output),
-            point.number,
-            tuple(_Reader(place, written, None).read(f) for f in statement.reads if f.name not in written.tables),
-        )
-        for place, point in zip(written.places, form.points, strict=True)
+    return replace(
+        form,
+        combine="atomic",
+        owner=None,
+        owner_axis=-1,
+        entries=(),
+        permuted=False,
+        parallel=(*form.entries, *(i for i in form.parallel if i != OWNER)),
+        stores=(stores_of(form.algorithm),),
     )
-    parallel = (*form.entries, *(i for i in form.parallel if i != OWNER))
-    return Form(
-        form.bound, form.sizes, points, "atomic", None, -1, (), False, parallel, form.reduce, form.tables, written
-    )
-
-
-def _combining(bound: Bound, written: WrittenOut) -> tuple[Combining, int]:
-    """How terms reach the output, and the axis that is addressed by an index tensor."""
-    statement = bound.statement
-    subscripts = statement.output.subscripts
-    plain = [s.plain for s in subscripts]
-    # What tables address is known, but points must not share cells unless they share all of them.
-    known = [axis for axis, s in enumerate(subscripts) if plain[axis] is None and written.literal(s)]
-    stepped = {i.name for axis in known for i in subscripts[axis].indices()} & written.steps
-    if stepped & {i.name for axis, s in enumerate(subscripts) if axis not in known for i in s.indices()}:
-        return "atomic", -1
-    if not written.apart(statement.output, [a for a in range(len(plain)) if a in known or plain[a] in written.names]):
-        return "atomic", -1
-    loose = [
-        axis
-        for axis in range(len(subscripts))
-        if axis not in known and (plain[axis] is None or plain.count(plain[axis]) > 1)
-    ]
-    named = [i.name for a in loose for i in subscripts[a].indices()]
-    if not loose:
-        # A static table may send several points to one cell; their sums share an accumulator.
-        return "direct", -1
-    if set(named) & {p for p in plain if p is not None}:
-        return "atomic", -1
-    if len(loose) > 1 and _jointly_unique(bound, [subscripts[axis] for axis in loose], written.names, written.tables):
-        return "place", loose[0]
-    if len(loose) > 1 or len(set(named)) != len(named):
-        return "atomic", -1
-    (axis,) = loose
-    owner = subscripts[axis].indirect
-    if (
-        owner is None
-        or owner.name in written.tables
-        or any(s.plain is None or s.plain in written.names for s in owner.subscripts)
-    ):
-        return "atomic", -1
-    facts = bound.facts_of(owner.name)
-    if facts.unique:
-        return "place", axis
-    return "own", axis
-
-
-def _jointly_unique(
-    bound: Bound, subscripts: Sequence[Subscript], unrolled: Iterable[str], tables: Container[str]
-) -> bool:
-    """Whether index tensors that address several axes send no two of their entries to one cell."""
-    read = [s.indirect for s in subscripts]
-    accesses = [a for a in read if a is not None and a.name not in tables]
-    places = [tuple(s.plain for s in a.subscripts) for a in accesses]
-    longest = max(places, key=len, default=())
-    if len(accesses) < len(read) or len(set(longest)) < len(longest) or set(longest) & {None, *unrolled}:
-        return False
-    # An entry of each at every place of the longest one.
-    if any(longest[: len(place)] != place for place in places):
-        return False
-    names = {a.name for a in accesses}
-    facts = [(name, bound.facts_of(name)) for name in names]
-    known = [{name, *f.unique_with} for name, f in facts if f.unique_with] + [{name} for name, f in facts if f.unique]
-    whole = {a.name for a, place in zip(accesses, places, strict=True) if place == longest}
-    return any(group <= names and group & whole for group in known)
-
-
-def _in_order(bound: Bound, owner: Access) -> bool:
-    facts = bound.facts_of(owner.name)
-    # Entries of -1 may stand anywhere between sorted ones.
-    return facts.sorted and facts.masked is False
 
 
 # The matrix product.
@@ -384,8 +425,10 @@ def _in_order(bound: Bound, owner: Access) -> bool:
 
 def _find_product(form: Form) -> Product | None:
     """Divide the factors into two sides that share summed indices and have written ones of their own."""
-    depends = form.depends
-    if form.bound.dtype == torch.float64 or len(depends) < 2 or len(depends) > 6:
+    depends = [
+        frozenset(i.name for read in reads for i in indices_of(read)) for reads in zip(*form.factors, strict=True)
+    ]
+    if not dtype_of(form.bound.dtype).has_dot or len(depends) < 2 or len(depends) > 6:
         return None
     reduced = {*form.reduce, *((ENTRY,) if form.owner is not None else ())}
     own = [_named(d, form) for d in depends]

@@ -8,19 +8,19 @@ from dataclasses import replace
 
 from torch import Tensor
 
-from insum_nn.compiler.forms.axes import MANY_POINTS
 from insum_nn.compiler.forms.description import Description, describe_kernel
-from insum_nn.compiler.forms.form import Form, make_form
+from insum_nn.compiler.forms.form import LONGEST, OWNER, Form, make_form
 from insum_nn.compiler.forms.launch import Kernel, prepare_kernel, strides_of
-from insum_nn.compiler.forms.points import LONGEST, OWNER
-from insum_nn.compiler.forms.schedule import Precision, Schedule, precision_of, segmented
-from insum_nn.compiler.forms.source import Source
+from insum_nn.compiler.forms.nest import Source
+from insum_nn.compiler.forms.placement import MANY_POINTS, segmented
 from insum_nn.compiler.lang.bind import Bound, Extents
 from insum_nn.compiler.options import Options
-from insum_nn.compiler.runtime.row_partition import Owners, longest_row, owners_for, owners_of
+from insum_nn.compiler.runtime.row_partition import RowPartition, longest_row, partition_for, partition_of
 from insum_nn.compiler.schedule.build_once import BuildOnce
+from insum_nn.compiler.schedule.canonical import names_of
 from insum_nn.compiler.schedule.database import size_bucket
 from insum_nn.compiler.schedule.select import Measurement, Selected
+from insum_nn.compiler.schedule.space import Precision, Schedule, precision_of
 from insum_nn.compiler.schedule.tune import capturing, choose_schedule
 from insum_nn.facts import StaticTable
 
@@ -92,8 +92,8 @@ class Generated:
         def run(tensors: Sequence[Tensor], start: Tensor | None) -> Tensor:
             if start is not None:
                 start = start.detach()
-            kernel, owners = find(tensors, start)
-            return kernel(tensors, start, owners)
+            kernel, partition = find(tensors, start)
+            return kernel(tensors, start, partition)
 
         return run
 
@@ -102,33 +102,33 @@ class Generated:
         find = self._finder(tensors, extents, None)
 
         def run(tensors: Sequence[Tensor]) -> list[Tensor]:
-            kernel, owners = find(tensors, None)
-            beside = kernel.beside(tensors, owners)
-            return [kernel(tensors, None, owners, beside), *beside]
+            kernel, partition = find(tensors, None)
+            additional = kernel.additional(tensors, partition)
+            return [kernel(tensors, None, partition, additional), *additional]
 
         return run
 
     def _finder(
         self, tensors: Sequence[Tensor], extents: Extents, start: Tensor | None
-    ) -> Callable[[Sequence[Tensor], Tensor | None], tuple[Kernel, Owners | None]]:
-        """What finds the kernel for tensors of these shapes as they lie in memory, and the owners of their terms."""
+    ) -> Callable[[Sequence[Tensor], Tensor | None], tuple[Kernel, RowPartition | None]]:
+        """What finds the kernel for tensors of these shapes as they lie in memory, and their row partition."""
         form = self.form
         place = form.owner_place
         rows = 0 if place < 0 else extents.output[form.owner_axis]
         kernels: dict[object, Kernel] = {}
         schedule = self._schedule(tensors, extents, start).candidate
 
-        share, permuted, segment = schedule.share, form.permuted, segmented(form, schedule)
-        # Tables that are written out are not read.
+        chunk, permuted, segment = schedule.chunk, form.permuted, segmented(form, schedule)
+        # Unrolled tables are not read.
         read = [n for n, name in enumerate(form.bound.layout.tensors) if name not in form.tables]
 
-        def find(tensors: Sequence[Tensor], start: Tensor | None) -> tuple[Kernel, Owners | None]:
-            owners = None
+        def find(tensors: Sequence[Tensor], start: Tensor | None) -> tuple[Kernel, RowPartition | None]:
+            partition = None
             key: object = None
             if place >= 0:
-                owners = owners_of(tensors[place], rows, permuted, share, segment)
-                if owners.target is not None:
-                    key = owners.rows
+                partition = partition_of(tensors[place], rows, permuted, chunk, segment)
+                if partition.target is not None:
+                    key = partition.rows
             if start is not None and not start.is_contiguous():
                 key = (key, "start", *start.stride())
             for n in read:
@@ -139,8 +139,8 @@ class Generated:
             if kernel is None:
                 if len(kernels) >= _LIMIT:
                     kernels.clear()
-                kernel = kernels[key] = self._kernel(schedule, tensors, extents, start, owners)
-            return kernel, owners
+                kernel = kernels[key] = self._kernel(schedule, tensors, extents, start, partition)
+            return kernel, partition
 
         return find
 
@@ -148,11 +148,11 @@ class Generated:
         """Describe what a call runs, and each choice behind it with its reason."""
         form = self.form
         chosen = self._schedule(tensors, extents, start)
-        owners = owners_for(form, tensors, extents, chosen.candidate)
-        kernel = self._kernel(chosen.candidate, tensors, extents, start, owners)
+        partition = partition_for(form, tensors, extents, chosen.candidate)
+        kernel = self._kernel(chosen.candidate, tensors, extents, start, partition)
         schedule = ("schedule", str(chosen.candidate), chosen.reason)
         choices = (_combining(form, chosen.candidate), schedule, *_unrolled(form))
-        return describe_kernel(kernel, start, owners, choices)
+        return describe_kernel(kernel, start, partition, choices)
 
     def _kernel(
         self,
@@ -160,15 +160,14 @@ class Generated:
         tensors: Sequence[Tensor],
         extents: Extents,
         start: Tensor | None,
-        owners: Owners | None,
+        partition: RowPartition | None,
     ) -> Kernel:
         form = self._sized(extents)
         # Sizes are arguments: what is written for some is right for all, if not the best.
-        strides = strides_of(form, tensors, extents, owners is not None and owners.split, start)
+        strides = strides_of(form, tensors, extents, partition is not None and partition.split, start)
         key = (size_bucket(extents), schedule, strides)
         known = self._first.get(key)
-        source = None if known is None else known.source
-        kernel = prepare_kernel(form, schedule, tensors, start, extents, self.precision, owners, source)
+        kernel = prepare_kernel(form, schedule, tensors, start, extents, self.precision, partition, known, strides)
         if known is None:
             if len(self._first) >= _LIMIT:
                 self._first.clear()
@@ -179,15 +178,16 @@ class Generated:
 
     def _sized(self, extents: Extents) -> Form:
         """The form with the sizes of a call."""
-        sizes = dict(self.form.sizes)
-        sizes.update(zip(self.form.bound.layout.indices, extents.indices, strict=True))
+        sizes, names = dict(self.form.sizes), names_of(self.form.bound.statement).indices
+        indices = self.form.bound.layout.indices
+        sizes.update((names[index], extent) for index, extent in zip(indices, extents.indices, strict=True))
         if self.form.owner is not None:
             sizes[OWNER] = extents.output[self.form.owner_axis]
         return replace(self.form, sizes=sizes)
 
     def _with_longest_row(self, form: Form, tensors: Sequence[Tensor]) -> Form:
         """The form of a call with the length of its longest row, where a choice depends on it."""
-        alone = not form.beside and form.product is None and len(form.points) <= MANY_POINTS
+        alone = not form.additional and form.product is None and len(form.points) <= MANY_POINTS
         if form.owner is None or not alone:
             return form
         longest = longest_row(tensors[form.owner_place], form.rows, form.permuted)
@@ -196,14 +196,14 @@ class Generated:
     def _schedule(self, tensors: Sequence[Tensor], extents: Extents, start: Tensor | None) -> Selected[Schedule]:
         """The schedule for a call: one for all sizes, and longest rows, within a factor of two."""
         if self._fixed is not None:
-            return Selected(self._fixed, "asked for")
+            return Selected(self._fixed, "requested")
         bucket, form = size_bucket(extents), self._with_longest_row(self._sized(extents), tensors)
         known = bucket, form.even, (form.longest or 0).bit_length()
 
         def choose() -> Selected[Schedule]:
             chosen = choose_schedule(form, self.tables, bucket, tensors, extents, start, self.precision, self.options)
             # While a CUDA graph is captured nothing is measured; a later call may.
-            if not (tensors[0].is_cuda and capturing()):
+            if not (self.options.tune and tensors[0].is_cuda and capturing()):
                 self._schedules[known] = chosen
             self.measurements = chosen.measured or self.measurements
             return chosen
@@ -223,7 +223,7 @@ def _combining(form: Form, schedule: Schedule) -> tuple[str, str, str]:
         "atomic": ("atomic", "terms meet in memory, in float32 or better"),
     }[form.combine]
     if segmented(form, schedule):
-        what = "segment: a program takes an equal share of the terms"
+        what = "segment: a program takes an equal chunk of the terms"
         why = "rows of any length take as long; parts of divided rows are added in order, so every run gives the same"
     if form.combine == "own" and form.permuted:
         why = f"{why}; the terms are sorted once for each index tensor"

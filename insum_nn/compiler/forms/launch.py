@@ -22,32 +22,32 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from insum_nn.compiler.forms.additional import Memory, memory_of
 from insum_nn.compiler.forms.ahead import Collection, collecting, target_of
-from insum_nn.compiler.forms.beside import Memory, memory_of
 from insum_nn.compiler.forms.collection import write_collection
 from insum_nn.compiler.forms.form import Form
-from insum_nn.compiler.forms.kernel_epilogue import start_steps
 from insum_nn.compiler.forms.machine_code import KernelCode, Target, compile_code, drop_module, make_module
-from insum_nn.compiler.forms.numbers import Numbers
-from insum_nn.compiler.forms.parameters import Strides
-from insum_nn.compiler.forms.schedule import Precision, Schedule
-from insum_nn.compiler.forms.source import Source, steps_of_vectors, write_kernel
+from insum_nn.compiler.forms.nest import Source, write_kernel
+from insum_nn.compiler.forms.parameters import Launcher, Numbers, Strides, initial_steps, place_arguments, vector_steps
+from insum_nn.compiler.ir.nodes import Const
 from insum_nn.compiler.lang.bind import Extents
-from insum_nn.compiler.runtime.row_partition import Owners, words_of
+from insum_nn.compiler.runtime.row_partition import RowPartition, words_of
 from insum_nn.compiler.schedule.build_once import BuildOnce
+from insum_nn.compiler.schedule.space import Precision, Schedule
+from insum_nn.dtypes import dtype_of
 from insum_nn.errors import InsumDeviceError
 
-__all__ = ["Kernel", "available", "interpreted", "prepare_kernel", "strides_of", "version"]
+__all__ = [
+    "Kernel",
+    "available",
+    "function_of",
+    "interpreted",
+    "prepare_kernel",
+    "strides_of",
+    "version",
+]
 
 _WIDE = 2**31 - 2**16
-_POINTERS = {
-    torch.float16: "*fp16",
-    torch.bfloat16: "*bf16",
-    torch.float32: "*fp32",
-    torch.float64: "*fp64",
-    torch.int32: "*i32",
-    torch.int64: "*i64",
-}
 
 
 def interpreted() -> bool:
@@ -74,11 +74,11 @@ def version() -> str:
 def strides_of(form: Form, tensors: Sequence[Tensor], extents: Extents, split: bool, start: Tensor | None) -> Strides:
     """What of the memory layout a kernel's text depends on."""
     output = math.prod(extents.output)
-    entries = math.prod(form.sizes[i] for i in form.entries)
+    entries = form.terms_of_all
     names = form.bound.layout.tensors
-    further = [each.steps[0] * tensors[names.index(each.like[0])].shape[each.like[1]] for each in form.beside]
+    further = [each.steps[0] * tensors[names.index(each.like[0])].shape[each.like[1]] for each in form.additional]
     reach = max([output, entries, *further, *(_reach(t) for t in (*tensors, start) if t is not None)])
-    return Strides(tuple(t.is_contiguous() for t in tensors), reach >= _WIDE, split, start_steps(start))
+    return Strides(tuple(t.is_contiguous() for t in tensors), reach >= _WIDE, split, initial_steps(start))
 
 
 def _reach(tensor: Tensor) -> int:
@@ -114,6 +114,11 @@ def _jit(source: Source) -> Any:
         return function
 
 
+def function_of(source: Source) -> Any:
+    """Triton's function of a kernel's text."""
+    return _jit(source)
+
+
 def _forget(module: ModuleType) -> None:
     """Drop the module of a function that is gone."""
     with _lock:
@@ -145,7 +150,7 @@ class Kernel:
     inputs: tuple[tuple[int, int], ...]
     others: tuple[tuple[int, str, int], ...]
     arguments: tuple[Any, ...]
-    launch: _Launch | _Interpret | None
+    launch: Launcher | None
     empty: bool
     simple: bool
     dtype: torch.dtype
@@ -153,20 +158,24 @@ class Kernel:
     further: tuple[Memory, ...]
 
     def __call__(
-        self, tensors: Sequence[Tensor], start: Tensor | None, owners: Owners | None, beside: Sequence[Tensor] = ()
+        self,
+        tensors: Sequence[Tensor],
+        start: Tensor | None,
+        partition: RowPartition | None,
+        additional: Sequence[Tensor] = (),
     ) -> Tensor:
-        """The statement's output; further ones are written to `beside`."""
+        """The statement's output; further ones are written to `additional`."""
         form = self.form
         device = tensors[0].device
-        gaps = owners is not None and owners.gaps
-        if self.simple and not gaps:
+        empty_rows = partition is not None and partition.empty_rows
+        if self.simple and not empty_rows:
             output = torch.empty(self.extents.output, dtype=self.dtype, device=device)
         else:
-            output = self._output(start, device, gaps)
+            output = self._output(start, device, empty_rows)
         scratch = None
-        if owners is not None and owners.split:
+        if partition is not None and partition.split:
             shape, axis = self.extents.output, form.owner_axis
-            lengths = (owners.slots, *shape[:axis], *shape[axis + 1 :])
+            lengths = (partition.slots, *shape[:axis], *shape[axis + 1 :])
             make = torch.empty if self.empty else torch.zeros
             scratch = make(lengths, dtype=self.source.accumulator, device=output.device)
         arguments = list(self.arguments)
@@ -179,16 +188,16 @@ class Kernel:
                 arguments[place] = start
             elif kind == "scratch":
                 arguments[place] = scratch
-            elif kind == "beside":
-                arguments[place] = beside[position]
+            elif kind == "additional":
+                arguments[place] = additional[position]
             elif kind == "words":
                 arguments[place] = words_of(tensors[position])
             else:
-                arguments[place] = getattr(owners, kind)
+                arguments[place] = getattr(partition, kind)
         if self.launch is not None:
             self.launch(arguments)
-        if scratch is not None and owners is not None and owners.slots:
-            self._add_divided(output, scratch, start, owners)
+        if scratch is not None and partition is not None and partition.slots:
+            self._add_divided(output, scratch, start, partition)
         if self.simple:
             return output
         if self.source.schedule.splits > 1:
@@ -197,15 +206,15 @@ class Kernel:
             output = form.bound.epilogue.activated(output)
         return output if output.dtype == self.dtype else output.to(self.dtype)
 
-    def further_launches(self, owners: Owners | None) -> int:
-        """What a call launches beside the kernel: sums of divided rows and of the parts of one sum, and their dtype."""
-        divided = owners is not None and owners.slots > 0
+    def further_launches(self, partition: RowPartition | None) -> int:
+        """What a call launches in addition: sums of divided rows and of the parts of one sum, and their dtype."""
+        divided = partition is not None and partition.slots > 0
         split = self.source.schedule.splits > 1
         return divided + split + (split and self.source.accumulator != self.dtype)
 
-    def beside(self, tensors: Sequence[Tensor], owners: Owners | None) -> list[Tensor]:
+    def additional(self, tensors: Sequence[Tensor], partition: RowPartition | None) -> list[Tensor]:
         """Memory for further outputs: empty where every cell is written, once."""
-        whole = owners is not None and owners.whole
+        whole = partition is not None and partition.whole
         made: list[Tensor] = []
         for each in self.further:
             make = torch.zeros if each.zero or not whole else torch.empty
@@ -214,28 +223,28 @@ class Kernel:
             )
         return made
 
-    def _add_divided(self, output: Tensor, scratch: Tensor, start: Tensor | None, owners: Owners) -> None:
-        rows, collector = owners.divided, self.collector
+    def _add_divided(self, output: Tensor, scratch: Tensor, start: Tensor | None, partition: RowPartition) -> None:
+        rows, collector = partition.divided, self.collector
         assert rows is not None
         assert collector is not None
         if start is None and self.form.bound.epilogue.activation is None:
-            collector(scratch, output, rows, owners)
+            collector(scratch, output, rows, partition)
             return
         axis = self.form.owner_axis
         sums = torch.empty((rows.shape[0], *scratch.shape[1:]), dtype=scratch.dtype, device=scratch.device)
-        collector(scratch, sums, None, owners)
+        collector(scratch, sums, None, partition)
         if start is not None:
             sums = sums + start.movedim(axis, 0).index_select(0, rows)
         sums = self.form.bound.epilogue.activated(sums)
         output.movedim(axis, 0).index_copy_(0, rows, sums.to(output.dtype))
 
-    def _output(self, start: Tensor | None, device: torch.device, gaps: bool) -> Tensor:
-        """What the kernel writes to; sums of a half type that meet in memory do so in float32."""
+    def _output(self, start: Tensor | None, device: torch.device, empty_rows: bool) -> Tensor:
+        """What the kernel writes to; sums that several programs add up in memory are of the wide dtype."""
         form, shape = self.form, self.extents.output
         if self.source.schedule.splits > 1:
             shape = (self.source.schedule.splits, *shape)
             return (torch.empty if self.empty else torch.zeros)(shape, dtype=self.source.accumulator, device=device)
-        if self.empty and not gaps:
+        if self.empty and not empty_rows:
             return torch.empty(shape, dtype=self.dtype, device=device)
         dtype = self.dtype if self.source.finished else self.source.accumulator
         if start is None:
@@ -253,8 +262,9 @@ def prepare_kernel(
     start: Tensor | None,
     extents: Extents,
     precision: Precision,
-    owners: Owners | None,
-    source: Source | None = None,
+    partition: RowPartition | None,
+    like: Kernel | None = None,
+    strides: Strides | None = None,
 ) -> Kernel:
     """The kernel of a form for tensors of these shapes, compiled.
 
@@ -265,68 +275,58 @@ def prepare_kernel(
         start: the starting value.
         extents: the call's sizes.
         precision: of float32 products in the matrix unit.
-        owners: the owners of the terms, where the form has them.
-        source: its text, where it was written for other sizes.
+        partition: the row partition of the terms, where the form has an owner.
+        like: the kernel of the form under this schedule, for other sizes and these strides, where there is one.
+        strides: `strides_of` these tensors, where the caller has them.
     """
-    strides = strides_of(form, tensors, extents, owners is not None and owners.split, start)
-    source = source or write_kernel(form, schedule, strides, precision)
-    numbers = Numbers(form, source, tensors, start, extents, owners)
-    names = form.bound.layout.tensors
-    values = tuple(numbers.value(argument) for argument in source.arguments)
-    inputs: list[tuple[int, int]] = []
-    others: list[tuple[int, str, int]] = []
-    for place, (argument, value) in enumerate(zip(source.arguments, values, strict=True)):
-        if argument.kind == "tensor":
-            inputs.append((place, names.index(argument.name)))
-        elif value is None:
-            position = int(argument.name) if argument.kind == "beside" else -1
-            others.append((place, argument.kind, names.index(argument.name) if argument.name in names else position))
-    grid = numbers.grid()
+    strides = strides or strides_of(form, tensors, extents, partition is not None and partition.split, start)
+    source = like.source if like is not None else write_kernel(form, schedule, strides, precision)
+    numbers = Numbers(form.bound, tensors, start, extents, None if partition is None else partition.rows)
+    values, inputs, others = place_arguments(source.arguments, numbers, form.bound.layout.tensors)
+    grid = numbers.evaluate(source.grid, source.sizes)
     launch = None
     if grid:
-        types = _types(form, source, tensors, owners)
+        types = _types(form, source, tensors, partition)
         device = tensors[0].device
-        launch = (
-            _Interpret(source, grid)
-            if interpreted()
-            else _Launch(source, types, steps_of_vectors(form, source, values), grid, device, strides.wide)
-        )
+        columns = {*form.bound.layout.output_plain[-1:], *dict(form.bound.static)}
+        even = vector_steps(source.arguments, values, columns)
+        launch = _Interpret(source, grid) if interpreted() else _Launch(source, types, even, grid, device, strides.wide)
     empty = form.combine != "atomic" and form.covers(extents.output)
     return Kernel(
         form,
         source,
         extents,
-        tuple(inputs),
-        tuple(others),
+        inputs,
+        others,
         values,
         launch,
         empty,
         empty and source.schedule.splits == 1,
         form.bound.out_dtype,
         _Collector(form, source, extents, tensors[0].device, strides.wide) if strides.split else None,
-        memory_of(form, source.schedule),
+        memory_of(form, source.schedule) if like is None else like.further,
     )
 
 
-def _types(form: Form, source: Source, tensors: Sequence[Tensor], owners: Owners | None) -> list[str | None]:
+def _types(form: Form, source: Source, tensors: Sequence[Tensor], partition: RowPartition | None) -> list[str | None]:
     """Triton's types of the pointers; `None` for numbers."""
     names = form.bound.layout.tensors
     found: list[str | None] = []
     for argument in source.arguments:
         if argument.kind == "tensor":
             dtype = tensors[names.index(argument.name)].dtype
-        elif argument.kind in ("out", "start", "scratch", "beside"):
-            apart = argument.kind == "scratch" or (argument.kind == "out" and not source.finished)
+        elif argument.kind in ("out", "start", "scratch", "additional"):
+            wide = argument.kind == "scratch" or (argument.kind == "out" and not source.finished)
             own = form.bound.dtype if argument.kind == "start" else form.bound.out_dtype
-            dtype = source.accumulator if apart else own
+            dtype = source.accumulator if wide else own
         elif argument.kind == "words":
             dtype = torch.int32
         elif argument.kind in ("begin", "end", "target", "owner", "order"):
-            dtype = getattr(owners, argument.kind).dtype
+            dtype = getattr(partition, argument.kind).dtype
         else:
             found.append(None)
             continue
-        found.append(_POINTERS[dtype])
+        found.append(dtype_of(dtype).pointer)
     return found
 
 
@@ -397,7 +397,8 @@ class _Launch:
         """What the machine code for pointers aligned so depends on."""
         even = (*self.even, *(place for place, fits in zip(self.pointers, aligned, strict=True) if fits))
         name, types, schedule = self.function.__module__, tuple(self.signature.values()), self.source.schedule
-        return KernelCode(name, self.source.text, types, even, schedule.warps, schedule.stages, target)
+        narrow = 0 < self.source.lanes <= schedule.warps * target[2]
+        return KernelCode(name, self.source.text, types, even, schedule.warps, schedule.stages, target, narrow)
 
     def collect(self, collection: Collection, aligned: Sequence[bool], arguments: Sequence[Any]) -> None:
         """Note a launch; what it would have written is zero."""
@@ -405,7 +406,7 @@ class _Launch:
         # The collection of divided rows has no list of arguments, and writes its second.
         kinds = [each.kind for each in self.source.arguments] or ["", "out"]
         for argument, kind in zip(arguments, kinds, strict=False):
-            if kind in ("out", "scratch", "beside"):
+            if kind in ("out", "scratch", "additional"):
                 argument.zero_()
 
     def compile(self, aligned: Sequence[bool]) -> Any:
@@ -463,15 +464,15 @@ class _Collector:
         self.inner = math.prod(shape[axis + 1 :])
         self.step = shape[axis] * self.inner
         self.cells = math.prod(shape[:axis]) * self.inner
-        text, block = write_collection(self.cells, source.accumulator == torch.float64)
+        text, block = write_collection(self.cells, source.accumulator)
         self.tiles = -(-self.cells // block)
-        self.source = Source(text, (), (), Schedule(warps=2), source.accumulator, True)
+        self.source = Source(text, (), Const(0), {}, Schedule(warps=2), source.accumulator, True)
         self.device, self.wide = device, wide
         self.known: dict[torch.dtype, _Launch | _Interpret] = {}
 
-    def __call__(self, scratch: Tensor, output: Tensor, rows: Tensor | None, owners: Owners) -> None:
+    def __call__(self, scratch: Tensor, output: Tensor, rows: Tensor | None, partition: RowPartition) -> None:
         """Write the sums to these rows of the output; without rows, to as many as there are, side by side."""
-        first = owners.first
+        first = partition.first
         assert first is not None
         count = first.shape[0] - 1
         inner, step = self.inner, self.step
@@ -488,5 +489,5 @@ class _Collector:
     def prepare(self, dtype: torch.dtype) -> _Launch | _Interpret:
         if interpreted():
             return _Interpret(self.source, 0)
-        pointers = (_POINTERS[self.source.accumulator], _POINTERS[dtype], "*i64", "*i64")
+        pointers = (dtype_of(self.source.accumulator).pointer, dtype_of(dtype).pointer, "*i64", "*i64")
         return _Launch(self.source, (*pointers, None, None, None), (), 0, self.device, self.wide)

@@ -6,12 +6,13 @@ Triton and nothing else, so that it starts in a third of a second, and makes no 
 
 from __future__ import annotations
 
+import functools
 import json
 import linecache
 import os
 import sys
 from dataclasses import asdict, dataclass
-from types import ModuleType
+from types import FunctionType, ModuleType
 from typing import Any
 
 __all__ = [
@@ -19,6 +20,7 @@ __all__ = [
     "Target",
     "active_target",
     "compile_code",
+    "compile_narrow",
     "drop_module",
     "from_json",
     "make_module",
@@ -42,6 +44,8 @@ class KernelCode:
         warps: of a program.
         stages: of the software pipeline.
         target: what it is compiled for.
+        narrow: all tensors lie along one axis, with no more values than a program has threads. It decides how long
+            compiling takes, and nothing of the machine code.
     """
 
     module: str
@@ -51,6 +55,7 @@ class KernelCode:
     warps: int
     stages: int
     target: Target
+    narrow: bool = False
 
 
 def make_module(name: str, text: str) -> ModuleType:
@@ -79,14 +84,58 @@ def compile_code(function: Any, code: KernelCode) -> Any:
     """Triton's compiled kernel; it is kept on disk, and looked for there first."""
     from triton.backends.compiler import GPUTarget
     from triton.compiler import ASTSource
-    from triton.compiler import compile as compile_source
+    from triton.compiler import compile as compile_any
 
+    compile_source = compile_narrow() if code.narrow else compile_any
     signature = dict(zip(function.arg_names, code.signature, strict=True))
     attributes = {(place,): [["tt.divisibility", 16]] for place in code.aligned}
     options = {"num_warps": code.warps, "num_stages": code.stages}
     return compile_source(
         ASTSource(function, signature, {}, attributes), target=GPUTarget(*code.target), options=options
     )
+
+
+@functools.cache
+def compile_narrow() -> Any:
+    """Triton's `compile` for kernels in which each thread holds one value of a tensor: without the pass `coalesce`.
+
+    The pass chooses how many neighbouring values a thread loads at once, which is one there. For each load and store it
+    walks all that it is connected with: of the 12 s that an unrolled tensor product of 2400 lines took, it took 10.
+    `compile` and the stage that calls the pass are copied with other globals, so nothing changes for other kernels.
+    Where Triton is built in another way, its own `compile` is returned.
+    """
+    from triton.compiler import compiler
+
+    def make_backend(target: Any) -> Any:
+        backend: Any = compiler.make_backend(target)
+        passes = backend.make_ttgir.__globals__.get("passes")
+        if hasattr(getattr(passes, "ttgpuir", None), "add_coalesce"):
+            stage = _Overridden(passes.ttgpuir, add_coalesce=lambda _: None)
+            backend.make_ttgir = _with_globals(backend.make_ttgir, passes=_Overridden(passes, ttgpuir=stage))
+        return backend
+
+    return _with_globals(compiler.compile, make_backend=make_backend)
+
+
+class _Overridden:
+    """An object with some of its attributes replaced."""
+
+    def __init__(self, whole: Any, **attributes: Any) -> None:
+        self.__dict__.update(attributes)
+        self._whole = whole
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._whole, name)
+
+
+def _with_globals(function: Any, **names: Any) -> Any:
+    """A copy of a function in which some global names mean something else; without them, the function itself."""
+    if not all(name in function.__code__.co_names for name in names):
+        return function
+    own = {**function.__globals__, **names}
+    copy = FunctionType(function.__code__, own, function.__name__, function.__defaults__, function.__closure__)
+    copy.__kwdefaults__ = function.__kwdefaults__
+    return copy
 
 
 def active_target() -> Target:

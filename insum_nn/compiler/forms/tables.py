@@ -1,6 +1,6 @@
-"""Static tables written out: which indices become points, and what the tables say at each point.
+"""Static tables: which indices are unrolled into points, and which cells the points of an output share.
 
-An index that addresses a table is written out, value by value, unless every table is affine in it: at a point the read
+An index that addresses a table is unrolled, value by value, unless every table is affine in it: at a point the read
 is then a start and a step, and the index stays one that lanes and loops run over.
 """
 
@@ -18,9 +18,9 @@ from insum_nn.compiler.lang.bind import Bound
 from insum_nn.compiler.lang.syntax import Access, Index, Subscript
 from insum_nn.facts import StaticTable
 
-__all__ = ["WrittenOut", "write_out"]
+__all__ = ["Unrolling", "unroll"]
 
-# Most points that are written out; past it, static tensors are read like any other.
+# Most points that are unrolled; past it, static tensors are read like any other.
 _POINT_LIMIT = 6000
 # Most cells of the output that are listed to see whether points share them.
 _CELL_LIMIT = 1 << 20
@@ -29,14 +29,14 @@ Place = Mapping[str, int]
 
 
 @dataclass(frozen=True)
-class WrittenOut:
-    """The tables of a statement that are written out.
+class Unrolling:
+    """The tables of a statement that are unrolled.
 
     Attributes:
         tables: the static tensors, by name; a kernel does not read them.
-        names: the indices that are written out.
+        names: the indices that are unrolled.
         places: their combinations whose known factors are not 0, and whose known entries are not missing.
-        steps: indices in which every table is affine; they are not written out.
+        steps: indices in which every table is affine; they are not unrolled.
         extents: of all indices above.
     """
 
@@ -45,29 +45,6 @@ class WrittenOut:
     places: tuple[Place, ...]
     steps: frozenset[str] = frozenset()
     extents: Mapping[str, int] = field(default_factory=dict[str, int])
-
-    def value(self, access: Access, place: Place) -> int | float | None:
-        """A static tensor's entry at a place; `None` outside of it, and where a subscript has no entry."""
-        return _constant(access, place, self.tables)
-
-    def factor(self, access: Access, place: Place) -> int | float:
-        """The value of a static factor at a place."""
-        return self.value(access, place) or 0
-
-    def affine(self, access: Access, place: Place) -> tuple[int, dict[str, int]] | None:
-        """An index table's entry at a place as a start and a step for each index left; `None`: it has no entry."""
-        left = [i for i in dict.fromkeys(i.name for i in access.indices()) if i not in place]
-        first = {**place, **dict.fromkeys(left, 0)}
-        start = self.value(access, first)
-        if start is None or start < 0:
-            return None
-        steps: dict[str, int] = {}
-        for name in left:
-            # With a single value any step will do; one that is not 0 keeps the index in the address, for its mask.
-            after = self.value(access, {**first, name: 1}) if self.extents[name] > 1 else start + 1
-            assert after is not None
-            steps[name] = int(after - start)
-        return int(start), steps
 
     def literal(self, subscript: Subscript) -> bool:
         """Whether a subscript is a number once points are filled in, or a start and steps."""
@@ -79,7 +56,7 @@ class WrittenOut:
             and inner <= {*self.names, *self.steps}
         )
 
-    def apart(self, access: Access, axes: Sequence[int]) -> bool:
+    def distinct(self, access: Access, axes: Sequence[int]) -> bool:
         """Whether no two points with different addresses share a cell, nor two values of a step, along static axes."""
         left = [i.name for axis in axes for i in access.subscripts[axis].indices() if i.name in self.steps]
         if not left:
@@ -113,14 +90,14 @@ class WrittenOut:
         return tuple(found)
 
 
-def write_out(bound: Bound, tables: Mapping[str, StaticTable]) -> WrittenOut:
-    """Decide which indices are written out, and list the points.
+def unroll(bound: Bound, tables: Mapping[str, StaticTable]) -> Unrolling:
+    """Decide which indices are unrolled, and list the points.
 
     Args:
         bound: the statement.
         tables: static tensors by name.
     """
-    nothing = WrittenOut({}, (), ({},))
+    nothing = Unrolling({}, (), ({},))
     tables = _usable(bound, tables)
     statement = bound.statement
     fixed = dict(bound.static)
@@ -144,11 +121,11 @@ def write_out(bound: Bound, tables: Mapping[str, StaticTable]) -> WrittenOut:
             places.append(place)
     if len(places) > _POINT_LIMIT:
         return nothing
-    return WrittenOut(tables, names, tuple(places), steps, {i: fixed[i] for i in indices})
+    return Unrolling(tables, names, tuple(places), steps, {i: fixed[i] for i in indices})
 
 
 def _usable(bound: Bound, tables: Mapping[str, StaticTable]) -> dict[str, StaticTable]:
-    """Tables of which every read is known once some indices of fixed extent are written out."""
+    """Tables of which every read is known once some indices of fixed extent are unrolled."""
     fixed = {name for name, _ in bound.static}
     accesses = list(bound.statement.accesses())
     usable = dict(tables)
@@ -188,7 +165,7 @@ def _names(access: Access) -> tuple[str, ...]:
 
 
 def _bends(array: Tensor | None, names: Sequence[str], left: set[str]) -> set[str]:
-    """An index to write out, as a table is not affine in those left; none if it is."""
+    """An index to unroll, as a table is not affine in those left; none if it is."""
     mine = [i for i in names if i in left]
     if array is None:
         return set(mine)
@@ -206,7 +183,7 @@ def _bends(array: Tensor | None, names: Sequence[str], left: set[str]) -> set[st
         line = line + step * _along(array.shape[axis], axis, array.ndim)
     if bool((line == array).all()):
         return set()
-    # The index of fewest values is the cheapest to write out, but one that leaves others to be written out is not.
+    # The index of fewest values is the cheapest to unroll, but one that leaves others to be unrolled is not.
     cheapest = sorted(mine, key=lambda i: array.shape[names.index(i)])
     enough = (i for i in cheapest if not _bends(array, names, left - {i}))
     return {next(enough, cheapest[0])}

@@ -24,7 +24,7 @@ Labels = tuple[str, ...]
 
 
 def indices_of(*exprs: Expr) -> Labels:
-    """The indices that values vary with, those of index tensors too, in the order in which they are read."""
+    """Return the indices that values vary with, including those of index tensors, in reading order."""
     found: dict[str, None] = {}
 
     def visit(expr: Expr) -> None:
@@ -41,7 +41,7 @@ def indices_of(*exprs: Expr) -> Labels:
 
 
 def affine_terms(subscript: Expr) -> tuple[list[tuple[int, Expr]], int]:
-    """A subscript as coefficients of indices and entries, and its offset."""
+    """Split a subscript into coefficients of indices and entries, and its offset."""
     if isinstance(subscript, Cast):
         return affine_terms(subscript.value)
     if isinstance(subscript, Const):
@@ -58,14 +58,14 @@ def affine_terms(subscript: Expr) -> tuple[list[tuple[int, Expr]], int]:
 
 
 def entries(subscript: Expr) -> Iterator[Load]:
-    """The reads of index tensors that stand in a subscript, those inside of them left out."""
+    """Yield the reads of index tensors in a subscript, without those nested inside of them."""
     for _, atom in affine_terms(subscript)[0]:
         if isinstance(atom, Load):
             yield atom
 
 
 def scattered_axes(subscripts: Sequence[Expr]) -> tuple[int, ...]:
-    """Axes that are addressed by a value rather than by an index of their own."""
+    """Return the axes that are addressed by a value rather than by an index of their own."""
     computed = {name for s in subscripts if not isinstance(s, Index) for name in indices_of(s)}
     return tuple(
         axis
@@ -75,22 +75,22 @@ def scattered_axes(subscripts: Sequence[Expr]) -> tuple[int, ...]:
 
 
 def plain_labels(subscripts: Sequence[Expr]) -> Labels:
-    """The indices of subscripts that are nothing but indices."""
+    """Return the indices of subscripts that are nothing but indices."""
     return tuple(s.name for s in subscripts if isinstance(s, Index))
 
 
 def present(entry: Load) -> Expr:
-    """The condition that an entry of an index tensor is not missing."""
+    """Return the condition that an entry of an index tensor is not missing."""
     return Op("at_least", (entry, Const(0)))
 
 
 def inside(subscript: Expr, extent: Expr) -> Expr:
-    """The condition that a position lies inside of its axis."""
+    """Return the condition that a position lies inside of its axis."""
     return Op("and", (Op("at_least", (subscript, Const(0))), Op("less", (subscript, extent))))
 
 
 def miss_conditions(read: Load) -> tuple[Expr, ...]:
-    """What has to hold for a read not to miss, one condition for each way to miss, those of its index tensors first.
+    """Return the conditions of a read not to miss, one for each way to miss, those of its index tensors first.
 
     A constant subscript lies inside of its tensor, and so does what an index tensor alone says.
     """
@@ -108,7 +108,7 @@ def _conditions(read: Load) -> Iterator[Expr]:
 
 
 def loads_in_order(*exprs: Expr) -> Iterator[Load]:
-    """Every read of a tensor inside of some expressions, outer before inner."""
+    """Yield every read of a tensor inside of some expressions, outer before inner."""
     for expr in exprs:
         if isinstance(expr, Load):
             yield expr

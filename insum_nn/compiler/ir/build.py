@@ -5,7 +5,6 @@ from __future__ import annotations
 from insum_nn.compiler.ir.nodes import (
     Buffer,
     Cast,
-    Combine,
     Const,
     Expr,
     Index,
@@ -29,7 +28,6 @@ __all__ = ["INITIAL", "OUTPUT", "Names", "build"]
 
 OUTPUT = "out"
 INITIAL = "out_initial"
-_COMBINE: dict[str, Combine] = {"+=": "add", "=": "add", "max=": "max", "min=": "min"}
 
 
 class Names:
@@ -54,7 +52,7 @@ def _letter(number: int) -> str:
 
 
 def build(bound: Bound) -> Kernel:
-    """The algorithm of a bound statement.
+    """Build the algorithm of a bound statement.
 
     C[Row[g],n] += Val[g,q] * B[Col[g,q],n] becomes
 
@@ -63,7 +61,7 @@ def build(bound: Bound) -> Kernel:
             sum c in 0 .. C:
               out[x0[a], b] += t0[a, c] * (t1[x1[a, c], b] if x1[a, c] >= 0 else 0)   where x1[a, c] >= 0
 
-    Extents that are compiled in stand as numbers.
+    Extents that are compiled in are numbers.
     """
     return _Builder(bound).kernel()
 
@@ -94,12 +92,12 @@ class _Builder:
         self.conditions: list[Expr | None] = []
 
     def extent(self, index: str) -> Expr:
-        """The extent of an index: a number where it is compiled in."""
+        """Return the extent of an index: a number where it is compiled in."""
         known = self.known.get(index)
         return Size(self.names.indices[index]) if known is None else Const(known)
 
     def axis(self, name: str, position: int, axis: int) -> Expr:
-        """The extent of an axis: of the index that addresses it directly, or a symbol of its own."""
+        """Return the extent of an axis: of the index that addresses it directly, or a symbol of its own."""
         for index, places in zip(self.bound.layout.indices, self.bound.layout.plain, strict=True):
             if (position, axis) in places:
                 return self.extent(index)
@@ -115,7 +113,7 @@ class _Builder:
         target = tuple(
             self.subscript(s, e) for s, e in zip(statement.output.subscripts, self.output.shape, strict=True)
         )
-        combine = _COMBINE[statement.operator]
+        combine = statement.combining.name
         body: Stmt = Store(self.output, target, value, combine, conjunction(self.conditions))
         written = {index.name for index in statement.output.indices()}
         for name in reversed(sorted(statement.indices(), key=lambda index: index not in written)):
@@ -129,7 +127,7 @@ class _Builder:
         return Kernel(inputs, (result,), (body,), self.bound.drop_outside)
 
     def load(self, access: Access) -> Load:
-        """The read of an access, guarded by what has to hold for its address to be one."""
+        """Build the read of an access, under the conditions that its address is valid."""
         buffer, outer = self.buffers[access.name], self.conditions
         self.conditions = []
         pairs = zip(access.subscripts, buffer.shape, strict=True)
@@ -138,14 +136,14 @@ class _Builder:
         return Load(buffer, subscripts, conjunction(own))
 
     def entry(self, access: Access) -> Load:
-        """The read of an index tensor, which is -1 where an entry on its own path is missing."""
+        """Build the read of an index tensor, which is -1 where an entry on its own path is missing."""
         outer, self.conditions = self.conditions, []
         found = self.load(access)
         self.conditions = outer
         return found if found.where is None else Load(found.buffer, found.subscripts, found.where, -1)
 
     def subscript(self, subscript: Subscript, extent: Expr) -> Expr:
-        """The position; what has to hold for the term to take part is noted."""
+        """Build a position, and note the conditions under which the term takes part."""
         total: Expr = Const(0)
         bounded = subscript.plain is not None or subscript.indirect is not None
         for term in subscript.terms:
@@ -164,7 +162,7 @@ class _Builder:
         return total
 
     def may_lack(self, access: Access) -> bool:
-        """Whether an index tensor may say "no entry" there: by -1, or because it is read outside of itself."""
+        """Return whether an entry may be missing: by -1, or because the index tensor is read out of bounds."""
         if self.bound.facts_of(access.name).masked is not False:
             return True
         return any(

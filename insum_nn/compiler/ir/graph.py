@@ -64,7 +64,7 @@ class Launch(GraphNode):
 class Step(GraphNode):
     """Compute what a small algorithm says: a kernel of one store whose loops are not placed.
 
-    `unrolled`: sums of a known number of terms that are written out term by term.
+    `unrolled`: sums of a known number of terms that become straight-line code.
     """
 
     kernel: Kernel
@@ -75,7 +75,7 @@ class Library(GraphNode):
     """Compute what a small algorithm says by one call of a library.
 
     `matmul`: a batched product of two matrices, each of their axes an index. `csr_product`: rows of a dense matrix,
-    times a value for each entry, added up by row of a sparse one; the dense factor stands last (see `sparse_parts`).
+    times a value for each entry, added up by row of a sparse one; the dense factor is last (see `sparse_parts`).
     `sampled_product`: a product of two dense matrices at some entries alone.
     """
 
@@ -101,7 +101,7 @@ class Graph(Node):
 
 
 def loops_of(kernel: Kernel) -> list[Loop]:
-    """The loops around the stores of an algorithm, outer first."""
+    """Return the loops around the stores of an algorithm, outer first."""
     loops: list[Loop] = []
     body = kernel.body
     while len(body) == 1 and isinstance(body[0], Loop):
@@ -111,13 +111,13 @@ def loops_of(kernel: Kernel) -> list[Loop]:
 
 
 def store_of(kernel: Kernel) -> Store:
-    """The one store of an algorithm."""
+    """Return the one store of an algorithm."""
     (store,) = stores_of(kernel)
     return store
 
 
 def stores_of(kernel: Kernel) -> tuple[Store, ...]:
-    """The stores of an algorithm, inside of all of its loops."""
+    """Return the stores of an algorithm, inside of all of its loops."""
     loops = loops_of(kernel)
     body = loops[-1].body if loops else kernel.body
     stores = tuple(each for each in body if isinstance(each, Store))
@@ -126,7 +126,7 @@ def stores_of(kernel: Kernel) -> tuple[Store, ...]:
 
 
 def factors_of(value: Expr) -> tuple[list[Load], int | float]:
-    """A product as the reads that it multiplies and the product of its numbers."""
+    """Split a product into the reads that it multiplies and the product of its numbers."""
     reads: list[Load] = []
     number: int | float = 1
 
@@ -146,7 +146,7 @@ def factors_of(value: Expr) -> tuple[list[Load], int | float]:
 
 
 def sparse_parts(store: Store) -> tuple[tuple[int, ...], tuple[int, ...], Labels, Labels]:
-    """The parts of a `csr_product`, `out[Row[e], n] += Val[e] * dense[Col[e], n]`.
+    """Return the parts of a `csr_product`, `out[Row[e], n] += Val[e] * dense[Col[e], n]`.
 
     Returns:
         The axes of the result that an entry selects along, those of the dense factor, the indices of the entries, and
@@ -164,7 +164,7 @@ def sparse_parts(store: Store) -> tuple[tuple[int, ...], tuple[int, ...], Labels
 
 
 def made_by(graph: Graph) -> Iterator[tuple[Buffer, Step | Library]]:
-    """What each small algorithm of a graph writes."""
+    """Yield each small algorithm of a graph with what it writes."""
     for node in graph.nodes:
         if isinstance(node, Step | Library):
             yield node.kernel.results[0].buffer, node

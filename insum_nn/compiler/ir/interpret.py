@@ -29,6 +29,8 @@ from insum_nn.compiler.ir.nodes import (
     Stmt,
     Store,
 )
+from insum_nn.compiler.lang.combining import selecting
+from insum_nn.dtypes import dtype_of
 
 __all__ = ["interpret_graph", "interpret_kernel", "structure"]
 
@@ -38,7 +40,7 @@ Point = dict[str, int]
 def interpret_kernel(
     kernel: Kernel, tensors: Mapping[str, Tensor], sizes: Mapping[str, int], keep: Sequence[str] = ()
 ) -> dict[str, Tensor]:
-    """The results of a kernel, by canonical name, in float64 (int64 for integers).
+    """Run a kernel, and return its results by canonical name, in float64 (int64 for integers).
 
     Args:
         kernel: the kernel.
@@ -62,7 +64,7 @@ def interpret_kernel(
 
 
 def interpret_graph(graph: Graph, tensors: Mapping[str, Tensor], sizes: Mapping[str, int]) -> list[Tensor]:
-    """The outputs of a graph."""
+    """Run a graph, and return its outputs."""
     run = _Run(dict(tensors), sizes)
     for node in graph.nodes:
         if isinstance(node, Fill):
@@ -79,7 +81,7 @@ def interpret_graph(graph: Graph, tensors: Mapping[str, Tensor], sizes: Mapping[
 
 
 def structure(kind: str, inputs: Sequence[Tensor], extent: int | None) -> Tensor:
-    """What a `Structure` node stands for."""
+    """Compute the tensor of a `Structure` node."""
     first = inputs[0]
     if kind == "order":
         return first.flatten().argsort(stable=True)
@@ -99,7 +101,7 @@ class _Run:
 
     def fill(self, buffer: Buffer, value: int | float | None) -> None:
         """Fresh memory; cells that nothing filled hold NaN, or a number no index may have."""
-        floating = buffer.dtype.startswith(("float", "bfloat"))
+        floating = dtype_of(buffer.dtype).is_floating
         dtype = torch.float64 if floating else torch.int64
         shape = self.shape(buffer)
         empty = float("nan") if floating else -(2**62)
@@ -146,12 +148,13 @@ class _Run:
             return
         place = self.place(store.buffer, store.subscripts, point)
         value = self.value(store.value, point)
+        mode = selecting(store.combine)
         if store.combine == "add":
             value = cells[place] + value
-        elif store.combine != "set" and (store.buffer, place) in self.written:
+        elif mode is not None and (store.buffer, place) in self.written:
             before = cells[place].item()
             # NaN stays, as in torch's own extrema.
-            value = before if before != before else (max if store.combine == "max" else min)(value, before)
+            value = before if before != before else mode.fold(value, before)
         self.written.add((store.buffer, place))
         cells[place] = value
 
@@ -179,7 +182,7 @@ class _Run:
             return self.value(node.left, point) * self.value(node.right, point)
         assert isinstance(node, Op)
         if node.name == "and":
-            # The second condition may stand on an address that the first one guards.
+            # The second condition may read an address that the first one guards.
             return all(self.value(arg, point) for arg in node.args)
         if node.name == "select":
             return self.value(node.args[1 if self.value(node.args[0], point) else 2], point)

@@ -48,7 +48,7 @@ __all__ = [
 ]
 
 Role = Literal["free", "sum", "grid", "tile", "serial", "unroll"]
-Combine = Literal["set", "add", "max", "min"]
+Combine = str
 Initial = Literal["none", "zero", "tensor"]
 Precision = Literal["ieee", "tf32", "tf32x3"]
 
@@ -60,37 +60,54 @@ _lock = threading.Lock()
 class _Interning(type):
     """Makes each subclass a frozen dataclass whose equal instances are one object."""
 
+    _names: tuple[str, ...]
+    _defaults: dict[str, Any]
+
     def __new__(mcs, name: str, bases: tuple[type, ...], namespace: dict[str, Any]) -> _Interning:
         cls = super().__new__(mcs, name, bases, namespace)
-        return dataclass(frozen=True, eq=False)(cls) if bases else cls  # type: ignore[return-value]
+        if not bases:
+            return cls
+        made = dataclass(frozen=True, eq=False)(cls)
+        own = fields(made)  # type: ignore[arg-type]
+        made._names = tuple(field.name for field in own)
+        made._defaults = {field.name: field.default for field in own}
+        return made  # type: ignore[return-value]
 
     def __call__(cls, *args: Any, **kwargs: Any) -> Any:
-        made = super().__call__(*args, **kwargs)
+        # Most calls ask for a node that there is.
+        known, rest = cls._defaults, cls._names[len(args) :]
+        parts = (*args, *[kwargs[name] if name in kwargs else known[name] for name in rest])
         # 1, 1.0 and True are equal, 0.0 and -0.0 too, and are different constants.
-        key = (
-            cls,
-            *((type(v), math.copysign(1, v), v) if isinstance(v, bool | int | float) else v for v in made.parts()),
-        )
+        key = (cls, *[(type(v), math.copysign(1, v), v) if isinstance(v, _NUMBERS) else v for v in parts])
         with _lock:
-            return _interned.setdefault(key, made)
+            found = _interned.get(key)
+            if found is None:
+                found = super().__call__(*args, **kwargs)
+                object.__setattr__(found, "_parts", parts)
+                _interned[key] = found
+            return found
+
+
+_NUMBERS = (int, float)
 
 
 class Node(metaclass=_Interning):
     """A node; `parts()` are its fields in order."""
 
     def parts(self) -> tuple[Any, ...]:
-        return tuple(getattr(self, field.name) for field in fields(self))  # type: ignore[arg-type]
+        return self._parts  # type: ignore[attr-defined, no-any-return]
 
-    def children(self) -> Iterator[Node]:
-        """The nodes directly inside this one."""
-        for part in self.parts():
-            if isinstance(part, Node):
-                yield part
-            elif isinstance(part, tuple):
-                yield from (each for each in part if isinstance(each, Node))
+    def children(self) -> tuple[Node, ...]:
+        """Return the nodes directly inside this one."""
+        found: tuple[Node, ...] | None = self.__dict__.get("_children")
+        if found is None:
+            nested = [part if isinstance(part, tuple) else (part,) for part in self.parts()]
+            found = tuple(each for part in nested for each in part if isinstance(each, Node))
+            object.__setattr__(self, "_children", found)
+        return found
 
     def rebuild(self, change: Callable[[Node], Node]) -> Node:
-        """The node with `change` applied to each child."""
+        """Apply `change` to each child."""
         parts = [
             change(part)
             if isinstance(part, Node)
@@ -102,7 +119,7 @@ class Node(metaclass=_Interning):
         return self if all(a is b for a, b in zip(parts, self.parts(), strict=True)) else type(self)(*parts)
 
     def replace(self, mapping: dict[Node, Node]) -> Node:
-        """The node with every occurrence of a key replaced by its value."""
+        """Replace every occurrence of a key by its value."""
         memo: dict[Node, Node] = dict(mapping)
 
         def change(node: Node) -> Node:
@@ -114,7 +131,7 @@ class Node(metaclass=_Interning):
 
 
 def walk(node: Node) -> Iterator[Node]:
-    """The node and everything inside it, each once, outer before inner."""
+    """Yield the node and everything inside it, each once, outer before inner."""
     seen: set[Node] = set()
     waiting = [node]
     while waiting:
@@ -122,7 +139,7 @@ def walk(node: Node) -> Iterator[Node]:
         if current not in seen:
             seen.add(current)
             yield current
-            waiting += reversed([*current.children()])
+            waiting += reversed(current.children())
 
 
 # Expressions.
@@ -203,7 +220,7 @@ class Operation:
 
 
 def _high_bits(value: float) -> float:
-    """The part of a float32 that 10 bits of mantissa hold: what the matrix unit reads of it in tf32."""
+    """Round a float32 toward zero to 10 bits of mantissa: what the matrix unit reads of it in tf32."""
     bits = struct.unpack("<i", struct.pack("<f", value))[0] & -8192
     return float(struct.unpack("<f", struct.pack("<i", bits))[0])
 
@@ -224,7 +241,7 @@ OPERATIONS: dict[str, Operation] = {
     "equal": Operation(2, lambda a, b: a == b, "({} == {})"),
     "select": Operation(3, lambda condition, a, b: a if condition else b, "({1} if {0} else {2})"),
     "relu": Operation(1, lambda a: a if a != a else max(a, 0.0), "relu({})"),
-    "silu": Operation(1, lambda a: a / (1 + math.exp(-a)), "silu({})"),
+    "silu": Operation(1, lambda a: a / (1 + math.exp(-a)) if a > -700 else -0.0, "silu({})"),
     "gelu": Operation(1, lambda a: 0.5 * a * (1 + math.erf(a * math.sqrt(0.5))), "gelu({})"),
     "high_bits": Operation(1, _high_bits, "high_bits({})"),
     "cdiv": Operation(2, lambda a, b: -(-a // b), "cdiv({}, {})"),
@@ -250,7 +267,7 @@ def multiply(a: Expr, b: Expr) -> Expr:
 
 
 def conjuncts(condition: Expr | None) -> tuple[Expr, ...]:
-    """The conditions of a conjunction, each once."""
+    """Return the conditions of a conjunction, each once."""
     if condition is None:
         return ()
     if isinstance(condition, Op) and condition.name == "and":
@@ -289,7 +306,6 @@ class Loop(Stmt):
     step: int = 1
     limit: Expr | None = None
     axis: int = 0
-    pipeline: int = 0
     word: Expr | None = None
 
 

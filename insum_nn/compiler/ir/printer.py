@@ -24,12 +24,13 @@ from insum_nn.compiler.ir.nodes import (
     Stmt,
     Store,
 )
+from insum_nn.compiler.lang.combining import COMBINING
 
 __all__ = ["show"]
 
 
 def show(node: Node) -> str:
-    """The node as text."""
+    """Print a node as text."""
     if isinstance(node, Graph):
         return "\n".join(_graph(node))
     if isinstance(node, Kernel):
@@ -106,15 +107,19 @@ def _statement(statement: Stmt, indent: str) -> Iterator[str]:
                 yield from _statement(inner, indent + "  ")
     else:
         assert isinstance(statement, Store)
-        sign = {"set": "=", "add": "+=", "max": "max=", "min": "min="}[statement.combine]
+        sign = _SIGNS[statement.combine]
         where = "" if statement.where is None else f"   where {_bare(statement.where)}"
         where += "" if statement.restart is None else f"   restart {_bare(statement.restart)}"
         target = f"{statement.buffer.name}{_subscripts(statement.subscripts)}"
         yield f"{indent}{target} {sign} {_bare(statement.value)}{where}"
 
 
+# A store that overwrites, and the operator of each mode; both sums add.
+_SIGNS = {**{mode.name: mode.operator for mode in reversed(COMBINING.values())}, "set": "="}
+
+
 def _bare(node: Expr) -> str:
-    """Without the outermost parentheses."""
+    """Print an expression without its outermost parentheses."""
     text = _expr(node)
     return text[1:-1] if isinstance(node, Op) and text.startswith("(") else text
 

@@ -1,4 +1,4 @@
-"""Check that a kernel or a graph is well formed; every pass is followed by it under test."""
+"""Check that a kernel or a graph is well formed: each kernel before it is printed, and library graphs under test."""
 
 from __future__ import annotations
 
@@ -31,6 +31,7 @@ from insum_nn.compiler.ir.nodes import (
     Store,
     walk,
 )
+from insum_nn.compiler.lang.combining import COMBINING
 
 __all__ = ["verify_graph", "verify_kernel"]
 
@@ -76,7 +77,7 @@ def verify_graph(graph: Graph) -> None:
 
 
 def _check_step(node: Step | Library) -> None:
-    """A small algorithm stores once; what a library computes has the form of its product."""
+    """Check that a small algorithm stores once, and that a library's has the form of its product."""
     verify_kernel(node.kernel, placed=False)
     assert len(node.kernel.results) == 1, "a step of several results"
     store, loops = store_of(node.kernel), {loop.index: loop for loop in loops_of(node.kernel)}
@@ -98,8 +99,11 @@ def _check_step(node: Step | Library) -> None:
         rows, columns, over, shared = sparse_parts(store)
         assert rows, "csr_product without rows"
         assert columns, "csr_product without columns"
-        assert set(rows) == set(range(len(rows))), "csr_product whose rows do not stand first"
+        assert set(rows) == set(range(len(rows))), "csr_product whose rows are not its first axes"
         assert {*over, *shared} == {index.name for index in loops}, "csr_product with a loop that no access has"
+
+
+_MODES = {"set", *(mode.name for mode in COMBINING.values())}
 
 
 def _check_block(
@@ -126,6 +130,7 @@ def _check_block(
         else:
             assert isinstance(statement, Store)
             _check_access(statement.buffer, statement.subscripts, known)
+            assert statement.combine in _MODES, f"no store combines by {statement.combine}"
             assert statement.restart is None or statement.combine == "add", "only sums begin again"
             for expr in (*statement.subscripts, statement.value, statement.where, statement.restart):
                 if expr is not None:

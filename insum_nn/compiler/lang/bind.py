@@ -15,6 +15,7 @@ from torch import Tensor
 
 from insum_nn.compiler.lang.epilogue import PLAIN, Epilogue
 from insum_nn.compiler.lang.syntax import Number, Statement
+from insum_nn.dtypes import INDEX_DTYPES, VALUE_DTYPES
 from insum_nn.errors import (
     InsumDeviceError,
     InsumDtypeError,
@@ -27,8 +28,6 @@ from insum_nn.errors import (
 from insum_nn.facts import UNKNOWN, IndexFacts
 
 __all__ = [
-    "INDEX_DTYPES",
-    "VALUE_DTYPES",
     "Bound",
     "Extents",
     "Layout",
@@ -37,11 +36,6 @@ __all__ = [
     "show_dtype",
     "show_shape",
 ]
-
-INDEX_DTYPES = (torch.int32, torch.int64)
-_FLOATS = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
-_INTEGERS = (torch.int8, torch.uint8, torch.int16, torch.int32, torch.int64)
-VALUE_DTYPES = (*_FLOATS, *_INTEGERS)
 
 
 @dataclass(frozen=True, slots=True)
@@ -338,7 +332,7 @@ def _check_devices(statement: Statement, named: Mapping[str, Tensor]) -> list[In
 
 
 def _check_start(statement: Statement, start: Tensor | None) -> list[InsumError]:
-    if start is None or statement.operator != "=":
+    if start is None or statement.combining.takes_initial:
         return []
     name = statement.output.name
     return [

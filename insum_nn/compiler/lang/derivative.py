@@ -107,8 +107,8 @@ def directional(statement: Statement, operand: str) -> Derivative:
 
 
 def _share(statement: Statement, taken: set[str]) -> tuple[str | None, list[str]]:
-    """Return the name of the extra factor of `max=` and `min=`, and its access over the index space."""
-    if statement.operator not in ("max=", "min="):
+    """Return the name of the extra factor of modes that select a term, and its access over the index space."""
+    if statement.combining.adds:
         return None, []
     name = fresh_name("share", taken)
     indices = statement.indices()

@@ -13,6 +13,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
+from insum_nn.dtypes import FLOATS
 from insum_nn.errors import InsumDtypeError, InsumFormatError
 
 __all__ = ["ACTIVATIONS", "PLAIN", "Activation", "Epilogue", "check_epilogue"]
@@ -94,11 +95,11 @@ def check_epilogue(expression: str, activation: str | None, out_dtype: torch.dty
         )
     if out_dtype is None:
         return Epilogue(activation)
-    if not out_dtype.is_floating_point:
+    if out_dtype not in FLOATS:
         raise InsumDtypeError(
             f"out_dtype= must be a floating-point torch.dtype, got {out_dtype!r}",
             expression=expression,
-            fix="pass torch.float16, torch.bfloat16, torch.float32 or torch.float64.",
+            fix=f"pass {', '.join(map(str, FLOATS[:-1]))} or {FLOATS[-1]}.",
             got=out_dtype,
         )
     return Epilogue(activation, str(out_dtype).removeprefix("torch."))

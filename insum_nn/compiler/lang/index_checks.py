@@ -30,7 +30,7 @@ from insum_nn.errors import (
 from insum_nn.facts import UNKNOWN, IndexFacts, repeated
 from insum_nn.kept import forget, forgets
 
-__all__ = ["Stats", "cell_numbers", "check_index_values", "lowest_entry", "stats_of", "writes_sums"]
+__all__ = ["Stats", "cell_numbers", "check_index_values", "lowest_entry", "stats_of", "writes_inside", "writes_sums"]
 
 
 _INT64_MAX = 2**63 - 1
@@ -138,6 +138,12 @@ def check_index_values(
     if 0 not in extents.indices:
         _check_ranges(statement, named, extents, given, drop_outside=drop_outside, validate=validate)
     return complete
+
+
+def writes_inside(subscript: Subscript, extent: int, named: Mapping[str, Tensor], sizes: Mapping[str, int]) -> Tensor:
+    """Return whether every term without a missing entry writes inside an axis; a tensor, which a graph may hold."""
+    values, valid, _ = _Evaluator(named, sizes).subscript(subscript)
+    return (~valid | ((values >= 0) & (values < extent))).all()
 
 
 def writes_sums(statement: Statement) -> bool:

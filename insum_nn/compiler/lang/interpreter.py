@@ -95,8 +95,10 @@ class _Interpreter:
         operator = self.statement.operator
         if operator in ("+=", "="):
             cells[place] = cells.get(place, 0) + term
-        else:
+        elif operator in ("max=", "min="):
             cells[place] = _extremum(cells.get(place), term, largest=operator == "max=")
+        else:
+            raise AssertionError(f"the interpreter does not define {operator}")
 
     def place(
         self, access: Access, point: Mapping[str, int], shape: Sequence[int], *, write: bool

@@ -8,7 +8,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Literal
 
-from insum_nn.compiler.lang.syntax import Access, Factor, Index, Number, Operator, Statement, Subscript, Term
+from insum_nn.compiler.lang.combining import OPERATORS
+from insum_nn.compiler.lang.syntax import Access, Factor, Index, Number, Statement, Subscript, Term
 from insum_nn.errors import InsumOverflowError, InsumSyntaxError, Span
 
 __all__ = ["check_text", "parse"]
@@ -23,7 +24,10 @@ _MAX_DIMENSIONS = 64
 _INT64_MAX = 2**63 - 1
 
 _NUMBER = re.compile(r"[0-9]+(?:\.[0-9]*)?(?:[eE][+-]?[0-9]+)?|\.[0-9]+(?:[eE][+-]?[0-9]+)?")
-_SYMBOLS = ("+=", "=", "[", "]", ",", "*", "+", "-")
+# Operators are symbols, or a name and an equals sign.
+_NAMES = tuple(operator[:-1] for operator in OPERATORS if operator[:-1].isidentifier())
+_SYMBOLS = (*(o for o in OPERATORS if o[:-1] not in _NAMES), "[", "]", ",", "*", "+", "-")
+_ONE_OF = f"one of {' '.join(OPERATORS)}"
 _NO_PARENTHESES = "write without parentheses: apply functions to tensors before passing them, and multiply sums out."
 _HINTS = {
     "(": _NO_PARENTHESES,
@@ -88,7 +92,7 @@ def _unexpected(text: str, position: int) -> InsumSyntaxError:
         f"unexpected {'character' if len(symbol) == 1 else 'symbol'} {symbol!r}",
         expression=text,
         spans=[Span(position, position + len(symbol))],
-        fix=_HINTS.get(symbol, "use names, numbers, the symbols [ ] , * + - and one of += = max= min=."),
+        fix=_HINTS.get(symbol, f"use names, numbers, the symbols [ ] , * + - and {_ONE_OF}."),
         got=symbol,
     )
 
@@ -193,22 +197,21 @@ class _Parser:
             raise self.fail("'*' or the end of the statement", fix)
         return Statement(output, operator, tuple(factors), self.text)
 
-    def operator(self) -> Operator:
+    def operator(self) -> str:
         token = self.token
-        if self.maybe("+="):
-            return "+="
-        if self.maybe("="):
-            return "="
-        if token.kind == "name" and token.text in ("max", "min"):
+        symbol = self.maybe(*OPERATORS)
+        if symbol:
+            return symbol.text
+        if token.kind == "name" and token.text in _NAMES:
             after = self.tokens[self.position + 1]
             if after.text == "=" and after.span.start == token.span.stop:
                 self.position += 2
-                return "max=" if token.text == "max" else "min="
-        raise self.fail("one of += = max= min=", self.operator_hint())
+                return f"{token.text}="
+        raise self.fail(_ONE_OF, self.operator_hint())
 
     def operator_hint(self) -> str:
         symbol, after = self.token.text, self.tokens[min(self.position + 1, len(self.tokens) - 1)].text
-        if after == "=" and symbol in ("+", "max", "min"):
+        if after == "=" and symbol in ("+", *_NAMES):
             return f"write '{symbol}=' without a space."
         if symbol == "-" and after == "=":
             return "write '+=', and -1 as a factor."
@@ -221,7 +224,7 @@ class _Parser:
         if self.token.text == before == "*":
             return "write a power as a product, for example A[i] * A[i]."
         if self.token.text == "=":
-            return "write the operator once: one of += = max= min=."
+            return f"write the operator once: {_ONE_OF}."
         return "write an access such as A[i,k], a number, or the name of a 0-d tensor."
 
     def factor(self) -> Factor:

@@ -1,6 +1,6 @@
 """Represent one statement as a syntax tree: frozen nodes, each with a span, and their printer.
 
-    statement := access ("+=" | "=" | "max=" | "min=") factor { "*" factor }
+    statement := access operator factor { "*" factor }        operators: `combining.py`
     factor    := access | number | identifier
     access    := name "[" subscript { "," subscript } "]"
     subscript := an affine sum of index variables and accesses, with integer coefficients
@@ -12,14 +12,11 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass, field
-from typing import Literal
 
+from insum_nn.compiler.lang.combining import COMBINING, Combining
 from insum_nn.errors import Span
 
-__all__ = ["OPERATORS", "Access", "Factor", "Index", "Number", "Operator", "Statement", "Subscript", "Term"]
-
-Operator = Literal["+=", "=", "max=", "min="]
-OPERATORS: tuple[Operator, ...] = ("+=", "=", "max=", "min=")
+__all__ = ["Access", "Factor", "Index", "Number", "Statement", "Subscript", "Term"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -141,7 +138,7 @@ class Statement:
     """`output operator factor * factor * ...`."""
 
     output: Access
-    operator: Operator
+    operator: str
     factors: tuple[Factor, ...]
     text: str = field(compare=False, repr=False)
     _hash: int = field(default=0, init=False, compare=False, repr=False)
@@ -154,6 +151,11 @@ class Statement:
 
     def __str__(self) -> str:
         return f"{self.output} {self.operator} {' * '.join(map(str, self.factors))}"
+
+    @property
+    def combining(self) -> Combining:
+        """Return how terms of one cell become one number."""
+        return COMBINING[self.operator]
 
     @property
     def reads(self) -> tuple[Access, ...]:

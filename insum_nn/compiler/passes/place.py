@@ -12,41 +12,27 @@ free m in 0 .. M:                               grid m in 0 .. M:
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from dataclasses import dataclass, field
-
 from insum_nn.compiler.ir.graph import loops_of, store_of
-from insum_nn.compiler.ir.nodes import Kernel
+from insum_nn.compiler.ir.nodes import Const, Kernel, Loop
 from insum_nn.compiler.passes.own_rows import RowWalk
 from insum_nn.compiler.passes.tile import Lanes, Tiling, tile
+from insum_nn.compiler.schedule.space import Schedule
+from insum_nn.dtypes import dtype_of
 
-__all__ = ["LoopSchedule", "place"]
-
-
-@dataclass(frozen=True)
-class LoopSchedule:
-    """Where loops go.
-
-    Attributes:
-        lanes: lanes of a loop's tile, by the loop's index; 1, or missing: a free loop has a program for each value, a
-            sum runs one by one.
-        warps: warps of a program.
-        stages: depth of the software pipeline.
-    """
-
-    lanes: Mapping[str, int] = field(default_factory=dict[str, int])
-    warps: int = 4
-    stages: int = 2
+__all__ = ["place"]
 
 
-def place(kernel: Kernel, schedule: LoopSchedule) -> Kernel:
+def place(kernel: Kernel, schedule: Schedule) -> Kernel:
     """The kernel with every loop placed; each output cell is stored once, by one program.
+
+    Columns of a tile are the innermost free loop, rows the one around it; lanes of a sum are along the entries of a row
+    where it has such, else along its innermost loop.
 
     Raises:
         NotImplementedError: free loops do not address every cell of the output exactly once.
     """
     loops, store = loops_of(kernel), store_of(kernel)
-    if store.combine != "add" or not store.buffer.dtype.startswith(("float", "bfloat")):
+    if store.combine != "add" or not dtype_of(store.buffer.dtype).is_floating:
         raise NotImplementedError("a statement that is not a sum of floating-point products")
     if any(result.initial == "tensor" or result.activation is not None for result in kernel.results):
         raise NotImplementedError("an initial value or an activation")
@@ -56,20 +42,20 @@ def place(kernel: Kernel, schedule: LoopSchedule) -> Kernel:
         raise NotImplementedError("an output whose cells are not those of its free loops")
     free = [loop for loop in loops if loop.role == "free"]
     sums = [loop for loop in loops if loop.role == "sum"]
-    wide = [loop for loop in free if schedule.lanes.get(loop.index.name, 1) > 1]
-    along = [loop for loop in sums if schedule.lanes.get(loop.index.name, 1) > 1]
-    if len(wide) > 2 or len(along) > 1:
-        raise NotImplementedError("more than two axes of a tile, or more than one along a sum")
-    lanes = {
-        loop.index.name: Lanes((loop.index.name,), n, n)
-        for loop in (*wide, *along)
-        for n in [schedule.lanes[loop.index.name]]
-    }
+    ragged = [loop for loop in sums if loop.begin is not Const(0)]
+    n = free[-1] if free and schedule.n > 1 else None
+    rows = [loop for loop in free if loop is not n]
+    m = rows[-1] if rows and schedule.m > 1 else None
+    k = (ragged or sums[::-1])[0] if sums and schedule.k > 1 else None
+
+    def lanes(loop: Loop | None, count: int) -> Lanes | None:
+        return None if loop is None else Lanes((loop.index.name,), count, count)
+
     tiling = Tiling(
-        m=lanes[wide[0].index.name] if len(wide) == 2 else None,
-        k=lanes[along[0].index.name] if along else None,
-        n=lanes[wide[-1].index.name] if wide else None,
-        grid=tuple(loop.index.name for loop in free if loop not in wide),
-        loops=tuple(loop.index.name for loop in sums if loop not in along),
+        m=lanes(m, schedule.m),
+        k=lanes(k, schedule.k),
+        n=lanes(n, schedule.n),
+        grid=tuple(loop.index.name for loop in rows if loop is not m),
+        loops=tuple(loop.index.name for loop in sums if loop is not k),
     )
-    return tile(RowWalk(kernel, 0), tiling)
+    return tile(RowWalk(kernel, 0), schedule, tiling)

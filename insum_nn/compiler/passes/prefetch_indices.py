@@ -62,7 +62,7 @@ def _block(statements: Sequence[Stmt]) -> tuple[Stmt, ...]:
 
 
 def _with_body(loop: Loop, body: tuple[Stmt, ...]) -> Loop:
-    rest = loop.step, loop.limit, loop.axis, loop.pipeline, loop.word
+    rest = loop.step, loop.limit, loop.axis, loop.word
     return Loop(loop.index, loop.begin, loop.end, loop.role, body, *rest)
 
 

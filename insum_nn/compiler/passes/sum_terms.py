@@ -29,6 +29,7 @@ from insum_nn.compiler.ir.nodes import (
     walk,
 )
 from insum_nn.compiler.passes.terms import Term, factored, guards, indices_of, loose, select, widened
+from insum_nn.dtypes import is_widened
 
 __all__ = ["Cell", "Space", "Sums", "partial_sums", "summed", "without"]
 
@@ -267,7 +268,7 @@ class _Products:
             return select(first.conditions, factor)
         total = _total([(t.number, t.factors, t.conditions) for t in terms], self.space)
         dtype = next((n.buffer.dtype for f in first.factors for n in walk(f) if isinstance(n, Load)), "float32")
-        return Cast(total, dtype) if dtype in ("float16", "bfloat16") else total
+        return Cast(total, dtype) if is_widened(dtype) else total
 
     def any_term(self, cell: Cell, settled: Sequence[Expr]) -> tuple[Buffer, list[Stmt]] | None:
         """Whether a cell has a term that takes part, and the statements that find out.

@@ -11,11 +11,11 @@ from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 
 from insum_nn.compiler.ir.nodes import Cast, Const, Expr, Index, Load, Op, Store, conjuncts, walk
+from insum_nn.dtypes import dtype_of, is_widened
 
 __all__ = ["Term", "factored", "guards", "indices_of", "loose", "select", "term_of", "widened"]
 
 ZERO = Const(0.0, "float64")
-_HALVES = ("float16", "bfloat16")
 
 
 @dataclass(frozen=True, slots=True)
@@ -76,9 +76,9 @@ def select(conditions: Sequence[Expr], value: Expr) -> Expr:
 
 
 def widened(factor: Expr) -> Expr:
-    """A factor as it takes part in sums: half types as float32."""
-    if isinstance(factor, Load) and factor.buffer.dtype in _HALVES:
-        return Cast(factor, "float32")
+    """A factor as it takes part in sums: in the dtype in which they are formed."""
+    if isinstance(factor, Load) and is_widened(factor.buffer.dtype):
+        return Cast(factor, dtype_of(factor.buffer.dtype).wide.name)
     if isinstance(factor, Op) and factor.name == "select":
         return Op("select", (factor.args[0], widened(factor.args[1]), factor.args[2]))
     return factor

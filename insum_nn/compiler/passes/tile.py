@@ -45,12 +45,15 @@ from insum_nn.compiler.ir.nodes import (
     multiply,
     walk,
 )
+from insum_nn.compiler.passes.lane_sums import MOST, lane_sums
 from insum_nn.compiler.passes.own_rows import ENTRY, RowWalk
 from insum_nn.compiler.passes.sum_terms import Cell, Space, Sums, summed
 from insum_nn.compiler.passes.terms import indices_of, term_of
 from insum_nn.compiler.passes.unify_variants import switch
+from insum_nn.compiler.schedule.space import Schedule
+from insum_nn.dtypes import dtype_of
 
-__all__ = ["WORD_BITS", "K", "Lanes", "M", "N", "Tiler", "Tiling", "tile"]
+__all__ = ["WORD_BITS", "K", "Lanes", "M", "N", "Tiler", "Tiling", "parts_of", "tile"]
 
 T = TypeVar("T", bound=Node)
 SPLIT, PART = Index("split"), Index("part")
@@ -74,6 +77,11 @@ class Lanes:
     whole: bool = False
 
     @property
+    def first(self) -> str:
+        """The slowest index."""
+        return self.indices[0]
+
+    @property
     def each(self) -> int:
         """Lanes of one value of the first index."""
         return math.prod(self.inner)
@@ -90,13 +98,9 @@ class Tiling:
         n: columns of the tile.
         grid: loops of which a program has one value.
         loops: summed loops that are stepped through one by one, outermost first.
-        splits: programs among which the first summed loop is divided.
-        parts: programs among which the cells of a tile are divided.
         product: positions of the factors on the left and on the right side of a matrix product, formed by `dot`.
-        transposed: the matrix unit gets the product with its sides exchanged, so that the columns are its long side.
         precision: of float32 in the matrix unit.
         few: loops of no more steps than a word has bits.
-        pipeline: stages of the loop over the terms of rows.
     """
 
     m: Lanes | None = None
@@ -104,26 +108,29 @@ class Tiling:
     n: Lanes | None = None
     grid: tuple[str, ...] = ()
     loops: tuple[str, ...] = ()
-    splits: int = 1
-    parts: int = 1
     combine: Combine = "set"
     product: tuple[tuple[int, ...], tuple[int, ...]] | None = None
-    transposed: bool = False
     precision: Precision = "ieee"
     few: frozenset[str] = frozenset()
-    pipeline: int = 0
 
 
-def tile(walk_: RowWalk, tiling: Tiling) -> Kernel:
+def tile(walk_: RowWalk, schedule: Schedule, tiling: Tiling) -> Kernel:
     """Place every loop of a kernel; one program stores a cell, unless sums meet in memory or are split."""
-    return Tiler(walk_, tiling).kernel()
+    return Tiler(walk_, schedule, tiling).kernel()
+
+
+def parts_of(kernel: Kernel) -> int:
+    """Programs among which the cells of a tile of a placed kernel are divided."""
+    counts = (node.end for node in walk(kernel) if isinstance(node, Loop) and node.index is PART)
+    return next((int(count.value) for count in counts if isinstance(count, Const)), 1)
 
 
 @dataclass
 class Tiler:
-    """Places the loops of one walk under one tiling."""
+    """Places the loops of one walk as a schedule and its tiling say."""
 
     source: RowWalk
+    schedule: Schedule
     tiling: Tiling
 
     def __post_init__(self) -> None:
@@ -146,7 +153,7 @@ class Tiler:
 
     def tile_loop(self, number: int, lanes: Lanes) -> Loop:
         """The loop over the lanes of a tile axis; several loops on one axis become one."""
-        first, each = self.loops[lanes.indices[0]], lanes.each
+        first, each = self.loops[lanes.first], lanes.each
         index, begin, end = first.index, first.begin, first.end
         if lanes.inner:
             index = Index(f"{first.index.name}_lanes")
@@ -179,22 +186,26 @@ class Tiler:
             "tile",
             (),
             limit=limit,
-            axis=2 - number if self.tiling.transposed else number,
+            axis=2 - number if self.transposed else number,
         )
+
+    @property
+    def transposed(self) -> bool:
+        """The matrix unit gets the product with its sides exchanged."""
+        return self.tiling.product is not None and self.schedule.swap
 
     def single(self, number: int, lanes: Lanes) -> bool:
         """Whether one tile has all values of its loops."""
-        first = self.loops[lanes.indices[0]]
+        first = self.loops[lanes.first]
         if not isinstance(first.end, Const) or first.begin is not Const(0) or first.end.value > lanes.block:
             return False
-        return number != K or self.tiling.splits == 1 or bool(self.tiling.loops)
+        return number != K or self.schedule.splits == 1 or bool(self.tiling.loops)
 
     def kernel(self) -> Kernel:
-        tiling = self.tiling
         cells: dict[tuple[Expr, ...], list[Store]] = {}
         for store in self.stores:
             cells.setdefault(store.subscripts, []).append(store)
-        parts = _divided(list(cells.values()), tiling.parts)
+        parts = _divided(list(cells.values()), self.schedule.groups)
         blocks = [self.block(part) for part in parts]
         inner = blocks[0]
         if len(blocks) > 1:
@@ -209,8 +220,8 @@ class Tiler:
         results = tuple(Result(self.parts(r.buffer), initial) for r in kernel.results)
         nodes = (node for each in inner for node in walk(each))
         used = {node.buffer for node in nodes if isinstance(node, Load | Store) and not node.buffer.local}
-        given = {r.buffer for r in results}
-        extra = sorted(used - given - {*kernel.inputs}, key=lambda b: b.name)
+        written = {r.buffer for r in results}
+        extra = sorted(used - written - {*kernel.inputs}, key=lambda b: b.name)
         inputs = tuple(b for b in (*kernel.inputs, *extra) if b in used)
         return Kernel(inputs, results, inner, kernel.exact)
 
@@ -234,8 +245,23 @@ class Tiler:
             return self.with_tiles(self.runs(groups, sums))
         pairs = zip(groups, sums.totals, strict=True)
         stores = [each for group, total in pairs for each in self.stored(group[0], total)]
+        if self.steps_are_known(len(cells)) and (own := lane_sums(sums, self.axes[K], self.tile_lanes(K))):
+            return self.with_tiles((*own.before, *self.summing(own.body), *own.after, *stores))
         allocs = [Alloc(buffer) for buffer in sums.buffers]
         return self.with_tiles((*allocs, *self.summing(sums.body), *stores))
+
+    def steps_are_known(self, cells: int) -> bool:
+        """Whether a sum along lanes takes many steps, as rows of terms mostly do not, and each lane can hold one."""
+        lanes = self.tiling.k
+        if lanes is None or self.tiling.product is not None or self.single(K, lanes):
+            return False
+        known = all(isinstance(self.loops[name].end, Const) for name in lanes.indices)
+        held = cells * math.prod(self.tile_lanes(axis) for axis in (M, K, N))
+        return known and held <= MOST * 32 * self.schedule.warps
+
+    def tile_lanes(self, axis: int) -> int:
+        lanes = (self.tiling.m, self.tiling.k, self.tiling.n)[axis]
+        return 1 if lanes is None else lanes.lanes
 
     def with_tiles(self, inner: tuple[Stmt, ...]) -> tuple[Stmt, ...]:
         for number in (N, M):
@@ -275,7 +301,7 @@ class Tiler:
         assert ends is not None
         begins, ends = self.renamed_in(begins), self.renamed_in(ends)
         lanes = self.tiling.k
-        if lanes is None or lanes.indices[0] != ENTRY.name or not lanes.inner:
+        if lanes is None or lanes.first != ENTRY.name or not lanes.inner:
             return begins, ends
         place = Op("mod", (self.axes[K].index, Const(lanes.each)))
         first, last = (Op("equal", (place, Const(n))) for n in (0, lanes.each - 1))
@@ -291,7 +317,7 @@ class Tiler:
         """The loops over what an entry sums."""
         body = sums
         lanes = self.tiling.k
-        if lanes is not None and lanes.indices[0] != ENTRY.name:
+        if lanes is not None and lanes.first != ENTRY.name:
             body = self.stepped(lanes, body, None)
         for name in reversed([name for name in self.tiling.loops if name != ENTRY.name]):
             loop = self.loops[name]
@@ -299,22 +325,21 @@ class Tiler:
         return body
 
     def over_entries(self, body: tuple[Stmt, ...]) -> tuple[Stmt, ...]:
-        lanes, stages = self.tiling.k, self.tiling.pipeline
-        if lanes is not None and lanes.indices[0] == ENTRY.name:
+        lanes = self.tiling.k
+        if lanes is not None and lanes.first == ENTRY.name:
             return self.stepped(lanes, body, None)
         loop = self.loops[ENTRY.name]
-        return (Loop(loop.index, loop.begin, loop.end, "serial", body, pipeline=stages),)
+        return (Loop(loop.index, loop.begin, loop.end, "serial", body),)
 
-    def stepped(self, lanes: Lanes, body: tuple[Stmt, ...], share: tuple[Expr, Expr] | None) -> tuple[Stmt, ...]:
+    def stepped(self, lanes: Lanes, body: tuple[Stmt, ...], chunk: tuple[Expr, Expr] | None) -> tuple[Stmt, ...]:
         """The lanes along a sum, in as many steps as it takes."""
         body = (self.with_body(self.axes[K], body),)
         if self.single(K, lanes):
             return body
-        first = self.loops[lanes.indices[0]]
-        begin, end = share or (multiply(first.begin, Const(lanes.each)), multiply(first.end, Const(lanes.each)))
-        stages = self.tiling.pipeline if first.index is ENTRY else 0
+        first = self.loops[lanes.first]
+        begin, end = chunk or (multiply(first.begin, Const(lanes.each)), multiply(first.end, Const(lanes.each)))
         index = Index(f"{self.axes[K].index.name}_step")
-        return (Loop(index, begin, end, "serial", body, lanes.block * lanes.each, pipeline=stages),)
+        return (Loop(index, begin, end, "serial", body, lanes.block * lanes.each),)
 
     def programs(self, parts: int) -> list[tuple[Index, Expr]]:
         """The grid, outermost first."""
@@ -322,12 +347,12 @@ class Tiler:
         # Long code: programs that run at one time should be in the same part of it, which the cache holds.
         if parts > 1 and self.tiling.product is not None:
             found.append((PART, Const(parts)))
-        if self.tiling.splits > 1:
-            found.append((SPLIT, Const(self.tiling.splits)))
+        if self.schedule.splits > 1:
+            found.append((SPLIT, Const(self.schedule.splits)))
         found += [(Index(name), self.loops[name].end) for name in self.tiling.grid]
         for number, lanes in ((M, self.tiling.m), (N, self.tiling.n)):
             if lanes is not None and not self.single(number, lanes):
-                first = self.loops[lanes.indices[0]]
+                first = self.loops[lanes.first]
                 count: Expr = Op("cdiv", (first.end, Const(lanes.block)))
                 if isinstance(first.end, Const):
                     count = Const(-(-first.end.value // lanes.block))
@@ -341,22 +366,21 @@ class Tiler:
     def summing(self, sums: tuple[Stmt, ...]) -> tuple[Stmt, ...]:
         """The loops over what is summed, outermost first, the lanes along it last."""
         lanes, loops = self.tiling.k, [self.loops[name] for name in self.tiling.loops]
-        split = self.tiling.splits > 1
+        split = self.schedule.splits > 1
         body = sums
         if lanes is not None:
-            first = self.loops[lanes.indices[0]]
+            first = self.loops[lanes.first]
             whole = multiply(first.end, Const(lanes.each))
-            share = self.share(whole, lanes.block * lanes.each) if split and not loops else None
-            body = self.stepped(lanes, body, share)
+            chunk = self.chunk(whole, lanes.block * lanes.each) if split and not loops else None
+            body = self.stepped(lanes, body, chunk)
         for loop in reversed(loops):
             begin, end = loop.begin, loop.end
             if split and loop is loops[0]:
-                begin, end = self.share(end, 1)
+                begin, end = self.chunk(end, 1)
             elif (entries := self.may_be_missing(loop)) is not None:
                 body = (self.over_present(loop, entries, body),)
                 continue
-            stages = self.tiling.pipeline if loop.index is ENTRY else 0
-            body = (Loop(loop.index, begin, end, "serial", body, pipeline=stages),)
+            body = (Loop(loop.index, begin, end, "serial", body),)
         return body
 
     def may_be_missing(self, loop: Loop) -> Buffer | None:
@@ -387,10 +411,10 @@ class Tiler:
         inner = Loop(loop.index, begin, end, "serial", body, word=Load(words, (number, row)))
         return Loop(number, Const(0), count, "serial", (inner,))
 
-    def share(self, end: Expr, step: int) -> tuple[Expr, Expr]:
+    def chunk(self, end: Expr, step: int) -> tuple[Expr, Expr]:
         """The range of a split sum that a program has."""
         steps = end if step == 1 else Op("cdiv", (end, Const(step)))
-        length = multiply(Op("cdiv", (steps, Const(self.tiling.splits))), Const(step))
+        length = multiply(Op("cdiv", (steps, Const(self.schedule.splits))), Const(step))
         begin = multiply(SPLIT, length)
         return begin, Op("minimum", (add(begin, length), end))
 
@@ -414,7 +438,7 @@ class Tiler:
 
     @property
     def wide(self) -> str:
-        return "float64" if self.source.kernel.results[0].buffer.dtype == "float64" else "float32"
+        return dtype_of(self.source.kernel.results[0].buffer.dtype).wide.name
 
     # The output.
 
@@ -430,15 +454,15 @@ class Tiler:
 
     def parts(self, buffer: Buffer) -> Buffer:
         """The output, or, of a sum that is split, the sums of its parts."""
-        if self.tiling.splits == 1:
+        if self.schedule.splits == 1:
             return buffer
-        return Buffer(buffer.name, self.wide, (Const(self.tiling.splits), *buffer.shape))
+        return Buffer(buffer.name, self.wide, (Const(self.schedule.splits), *buffer.shape))
 
     def stored(self, store: Store, total: Expr, ends: Expr | None = None) -> list[Stmt]:
         """The statements that write a cell, where its run ends."""
         result = self.source.kernel.results[0]
         where = conjunction([*self.address_of(store), ends])
-        if self.tiling.splits > 1:
+        if self.schedule.splits > 1:
             return [Store(self.parts(result.buffer), (SPLIT, *store.subscripts), total, "set", where)]
         subscripts, value, axis = store.subscripts, total, self.source.axis
         target = None if self.source.target is None else subscripts[axis]

@@ -41,19 +41,21 @@ from insum_nn.compiler.passes.own_rows import ROW, RowWalk
 from insum_nn.compiler.passes.sum_terms import Space, partial_sums, without
 from insum_nn.compiler.passes.terms import Term, indices_of, select, term_of
 from insum_nn.compiler.passes.tile import M, N, Tiler, Tiling
+from insum_nn.compiler.schedule.space import Schedule
 
 __all__ = ["tile_outputs"]
 
 
-def tile_outputs(walk: RowWalk, tiling: Tiling, clusters: Sequence[Sequence[int]]) -> Kernel:
+def tile_outputs(walk: RowWalk, schedule: Schedule, tiling: Tiling, clusters: Sequence[Sequence[int]]) -> Kernel:
     """Place every loop of a kernel with several outputs.
 
     Args:
         walk: the kernel, whose first output may have the rows that programs own.
+        schedule: the schedule.
         tiling: where its loops go; the columns of a tile are one loop, and nothing is multiplied by the matrix unit.
         clusters: positions of its stores, in the order in which they are computed.
     """
-    return _OutputsTiler(walk, tiling).outputs(clusters)
+    return _OutputsTiler(walk, schedule, tiling).outputs(clusters)
 
 
 @dataclass
@@ -83,7 +85,7 @@ class _OutputsTiler(Tiler):
                 sums[number].append(statement)
         owned = [cell for cell in self.cells.values() if self.owned(cell.store)]
         further = [cell for cell in self.cells.values() if not self.owned(cell.store)]
-        # Behind all reads, which nothing keeps from being made early then.
+        # After all reads, which can then be moved ahead of the stores.
         body = (*self.columns([each for cluster in sums for each in cluster]), *self.written(further))
         stores = [
             each

@@ -1,4 +1,4 @@
-"""A program as one operator of torch: straight-line Python that eager mode, autograd, `torch.compile` and export share.
+"""A program as one operator of torch, as straight-line Python; no call takes this way yet.
 
 The graph of a statement is printed (`codegen.python`), registered as a `torch.library.triton_op` that is named by the
 digest of its text, and differentiated by the operators of the derivative statements, which are made when they are
@@ -29,7 +29,8 @@ from insum_nn.compiler.ir.verify import verify_graph
 from insum_nn.compiler.lang.bind import Bound, layout_of
 from insum_nn.compiler.lang.derivative import derivatives
 from insum_nn.compiler.passes.combine import combine
-from insum_nn.compiler.passes.place import LoopSchedule, place
+from insum_nn.compiler.passes.place import place
+from insum_nn.compiler.schedule.space import Schedule
 from insum_nn.facts import UNKNOWN
 
 __all__ = ["Artifact", "default_schedule", "load", "lower"]
@@ -42,7 +43,7 @@ _lock = threading.RLock()
 _operators: dict[str, Any] = {}
 
 
-def lower(bound: Bound, schedule: LoopSchedule | None = None, offered: Sequence[Buffer] = ()) -> Graph:
+def lower(bound: Bound, schedule: Schedule | None = None, offered: Sequence[Buffer] = ()) -> Graph:
     """The graph of a bound statement: its structures, its memory, its kernel.
 
     Args:
@@ -71,17 +72,14 @@ def lower(bound: Bound, schedule: LoopSchedule | None = None, offered: Sequence[
     return graph
 
 
-def default_schedule(kernel: Kernel) -> LoopSchedule:
+def default_schedule(kernel: Kernel) -> Schedule:
     """Lanes along the columns of the output, and along what is summed."""
     loops = loops_of(kernel)
-    free = [loop.index.name for loop in loops if loop.role == "free"]
-    sums = [loop.index.name for loop in loops if loop.role == "sum"]
-    ragged = any(loop.index.name == "row" for loop in loops)
-    if ragged:
-        lanes = {free[-1]: 128} if len(free) > 1 else {}
-        return LoopSchedule(lanes | ({sums[0]: 4 if lanes else 32} if sums else {}), warps=1, stages=2)
-    lanes = {free[-1]: 16 if sums else 128}
-    return LoopSchedule(lanes | ({sums[-1]: 64} if sums else {}), warps=4)
+    free = sum(loop.role == "free" for loop in loops)
+    summed = free < len(loops)
+    if any(loop.index.name == "row" for loop in loops):
+        return Schedule(n=128, k=4, warps=1) if free > 1 else Schedule(k=32, warps=1)
+    return Schedule(n=16, k=64) if summed else Schedule(n=128)
 
 
 class Artifact:

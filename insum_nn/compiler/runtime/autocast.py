@@ -7,15 +7,16 @@ from typing import TypeVar, overload
 import torch
 from torch import Tensor
 
+from insum_nn.dtypes import wide_dtype
+
 __all__ = ["to_autocast", "under_autocast"]
 
 T = TypeVar("T")
 _DEVICES = ("cpu", "cuda", "xpu", "mps", "hpu", "mtia")
-_CAST = (torch.float16, torch.bfloat16, torch.float32)
 
 
 def under_autocast(device: torch.device) -> bool:
-    """Whether operands on this device take autocast's dtype; never on devices that know none, such as meta.
+    """Return whether operands on this device take autocast's dtype; never on devices without one, such as meta.
 
     >>> under_autocast(torch.device("meta"))
     False
@@ -24,12 +25,17 @@ def under_autocast(device: torch.device) -> bool:
     return device.type in _DEVICES and torch.is_autocast_enabled(device.type)
 
 
+def _is_cast(dtype: torch.dtype) -> bool:
+    """Return whether autocast casts a dtype: a float that sums in float32."""
+    return dtype.is_floating_point and wide_dtype(dtype) == torch.float32
+
+
 @overload
 def to_autocast(value: Tensor) -> Tensor: ...
 @overload
 def to_autocast(value: T) -> T: ...
 def to_autocast(value: object) -> object:
-    """A floating-point operand but of float64 in autocast's dtype, where autocast is in force; else the value itself.
+    """Cast a floating-point operand, but of float64, to autocast's dtype where autocast is active.
 
     >>> to_autocast(torch.ones(1)).dtype
     torch.float32
@@ -38,6 +44,6 @@ def to_autocast(value: object) -> object:
     torch.bfloat16
     """
     # What is no tensor is for the checks to judge.
-    if not isinstance(value, Tensor) or value.dtype not in _CAST or not under_autocast(value.device):
+    if not isinstance(value, Tensor) or not _is_cast(value.dtype) or not under_autocast(value.device):
         return value
     return value.to(torch.get_autocast_dtype(value.device.type))

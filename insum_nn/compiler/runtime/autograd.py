@@ -22,7 +22,7 @@ from insum_nn.compiler.runtime.batched_gradients import for_each_tangent, for_ea
 from insum_nn.compiler.runtime.dispatch import Key, Seen, Spec, run_spec, value_dtype
 from insum_nn.compiler.runtime.extremum_gradient import shares, shares_of
 from insum_nn.compiler.runtime.inline import inline, inlines
-from insum_nn.compiler.runtime.modes import PLAIN, is_plain_eager, is_transformed
+from insum_nn.compiler.runtime.modes import is_plain_eager, is_traced, is_transformed
 from insum_nn.facts import IndexFacts
 
 __all__ = ["apply"]
@@ -32,7 +32,6 @@ __all__ = ["apply"]
 
 _NAMESPACE = "insum_nn"
 # Of these the terms do not all count, so gradients are more than sums of products.
-_EXTREMA = ("max=", "min=")
 
 
 @torch.library.custom_op(f"{_NAMESPACE}::run", mutates_args=())
@@ -62,7 +61,7 @@ def _gradients(
     needs: Sequence[bool],
     grad: Tensor,
 ) -> tuple[list[Tensor | None], Tensor]:
-    """Gradients of the tensors that need one, and that of a start, for whoever looks on; see `gradients`."""
+    """Compute `gradients`, and that of an initial value, by calls that tracers and modes see."""
     share, start_share = _shares_of(call, tensors, start, result)
     found = gradients(call, tensors, shapes, needs, grad, share, _shown)
     return found, grad if start_share is None else grad * start_share
@@ -75,8 +74,8 @@ def _shown(step: Step, pool: Sequence[Tensor | None], total: Tensor | None) -> T
 def _shares_of(
     call: Call, tensors: Sequence[Tensor | None], start: Tensor | None, result: Tensor | None
 ) -> tuple[Tensor | None, Tensor | None]:
-    """The shares of `max=` and `min=`; `None` for the other operators, whose terms all count."""
-    if call.spec.statement.operator not in _EXTREMA:
+    """Return the shares of terms in the gradient; `None` where the result is their sum, and all count."""
+    if call.spec.statement.combining.adds:
         return None, None
     assert result is not None
     present = [t.detach() for t in tensors if t is not None]
@@ -97,7 +96,7 @@ def _tangent(
     tangents: Sequence[Tensor | None],
     start_tangent: Tensor | None,
 ) -> Tensor:
-    """The output's change along the operands' tangents: the statement is linear in each occurrence of a factor."""
+    """Return the output's tangent: the statement is linear in each occurrence of a factor."""
     statement, layout = call.spec.statement, call.spec.layout
     named = dict(zip(layout.tensors, tensors, strict=True))
     sizes = dict(zip(layout.indices, call.indices, strict=True))
@@ -132,7 +131,7 @@ class _Function(torch.autograd.Function):
             result = call.run(tensors, start)
         ctx.call = call
         spec = call.spec
-        if spec.statement.operator in _EXTREMA:
+        if not spec.statement.combining.adds:
             ctx.shapes = None
             ctx.save_for_backward(start, result, *tensors)
             return result
@@ -152,7 +151,7 @@ class _Function(torch.autograd.Function):
             grad = _before_epilogue(ctx.call.spec, grad, result).to(ctx.dtype)
         shapes, needs = ctx.shapes, ctx.needs_input_grad[2:]
         alone = not torch.is_grad_enabled() and is_plain_eager(grad) and not torch._C._is_any_autocast_enabled()
-        if alone and ctx.call.spec.statement.operator not in _EXTREMA:
+        if alone and ctx.call.spec.statement.combining.adds:
             found, of_start = gradients(ctx.call, tensors, shapes, needs, grad, None, Step.alone), grad
         else:
             found, of_start = _gradients(ctx.call, tensors, shapes, start, result, needs, grad)
@@ -160,7 +159,7 @@ class _Function(torch.autograd.Function):
 
 
 def _before_epilogue(spec: Spec, grad: Tensor, result: Tensor) -> Tensor:
-    """The gradient of the sum, from that of the output and the output itself."""
+    """Return the gradient of the sum, from that of the output and the output itself."""
     name = spec.epilogue.activation
     backward = None if name is None else ACTIVATIONS[name].backward
     return grad if backward is None else backward(grad, result)
@@ -169,7 +168,7 @@ def _before_epilogue(spec: Spec, grad: Tensor, result: Tensor) -> Tensor:
 class _Transformed(torch.autograd.Function):
     """The call under `torch.func` and forward-mode differentiation.
 
-    They want the context set up apart from the run, which costs an ordinary call too much of the host's time.
+    They require a separate `setup_context`, which costs an ordinary call too much time on the CPU.
     """
 
     @staticmethod
@@ -182,7 +181,7 @@ class _Transformed(torch.autograd.Function):
         ctx.call = call
         ctx.shapes = None
         ctx.dtype = value_dtype(call.spec, tensors, start)
-        keep = output if call.spec.statement.operator in _EXTREMA else None
+        keep = None if call.spec.statement.combining.adds else output
         ctx.save_for_backward(start, keep, *tensors)
         ctx.save_for_forward(start, keep, *tensors)
 
@@ -209,7 +208,7 @@ def _setup_context(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
     spec, tensors, start, indices, shape = inputs
     ctx.call = Call(Spec.from_json(spec), tuple(indices), tuple(shape))
     ctx.count = len(tensors)
-    keep = output if ctx.call.spec.statement.operator in _EXTREMA else None
+    keep = None if ctx.call.spec.statement.combining.adds else output
     ctx.save_for_backward(start, keep, *tensors)
 
 
@@ -227,18 +226,10 @@ def _operator_backward(ctx: Any, grad: Tensor) -> tuple[Any, ...]:
 _run.register_autograd(_operator_backward, setup_context=_setup_context)
 
 
-def _traced(present: Sequence[Tensor | None]) -> bool:
-    """Whether somebody records or replaces torch's calls, and has to be shown the registered operator."""
-    for tensor in present:
-        if tensor is not None and (type(tensor) not in PLAIN or tensor.is_meta):
-            return True
-    return torch._C._len_torch_dispatch_stack() > 0 or torch.compiler.is_compiling()
-
-
 def _execute(
     spec: Spec, tensors: Sequence[Tensor], start: Tensor | None, extents: Extents, key: Key | None = None
 ) -> Tensor:
-    if _traced(tensors) or _traced((start,)):
+    if is_traced(*tensors, start):
         return _registered(spec, tensors, start, extents)
     return run_spec(spec, tensors, start, extents, key)
 
@@ -265,7 +256,7 @@ def apply(
         key: `call_key` of the tensors, where the caller has it: a promise too that none is lazily negated.
         seen: what is remembered of calls with this key and these sizes.
     """
-    traced = _traced(tensors) or _traced((start,))
+    traced = is_traced(*tensors, start)
     inlined = traced and inlines(spec, (*tensors, start))
     if key is None and not inlined:
         # `z.conj().imag` is a view of `z` and a bit that torch's operators obey; kernels read memory as it is.
@@ -293,7 +284,7 @@ def apply(
 
 
 def _learned(tensors: Sequence[Tensor | None]) -> bool:
-    """Whether autograd records a gradient of any of the tensors."""
+    """Return whether autograd records a gradient of any of the tensors."""
     return torch.is_grad_enabled() and any(t is not None and t.requires_grad for t in tensors)
 
 
@@ -317,7 +308,7 @@ def _finished(
         if not _learned((*tensors, start)):
             return run_spec(spec, tensors, start, extents, key)
         name = spec.epilogue.activation
-        kept = spec.statement.operator in _EXTREMA
+        kept = not spec.statement.combining.adds
         if not kept and (name is None or ACTIVATIONS[name].backward is not None):
             return _Function.apply(Call.of(spec, extents, key, seen), start, *tensors)  # type: ignore[no-any-return]
     return spec.epilogue(apply(spec.bare, tensors, start, extents, key), value_dtype(spec, tensors, start))
@@ -327,7 +318,7 @@ def _finished(
 
 
 def _batched(access: Access, names: set[str], batch: str) -> str:
-    """The access with a leading batch subscript on every batched tensor, nested ones too."""
+    """Return the access with a leading batch subscript on every batched tensor, nested ones too."""
     subscripts: list[str] = []
     for subscript in access.subscripts:
         text = ""

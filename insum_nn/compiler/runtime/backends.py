@@ -38,21 +38,21 @@ def backend_without_generator(options: Options) -> tuple[str, str]:
 
 
 def is_matrix_product(statement: Statement) -> bool:
-    """Whether a statement multiplies dense matrices.
+    """Return whether a statement multiplies dense matrices.
 
     Two factors share an index that is summed and have one each that the other lacks; nothing is gathered or scattered.
     A product of a matrix and a vector, or of rows, is bound by memory, and a generated kernel reads it once.
     """
     accesses = (statement.output, *statement.reads)
     plain = [[subscript.plain for subscript in access.subscripts] for access in accesses]
-    if statement.operator not in ("+=", "=") or any(None in names or len(set(names)) < len(names) for names in plain):
+    if not statement.combining.adds or any(None in names or len(set(names)) < len(names) for names in plain):
         return False
     written, *read = (set(names) for names in plain)
     return any((a & b) - written and a - b and b - a for a, b in itertools.combinations(read, 2))
 
 
 def _library_multiplies_alike(bound: Bound, options: Options) -> bool:
-    """Whether the library keeps the promises of the options: its float32 products follow torch's setting alone."""
+    """Return whether the library's products fit the options: torch's setting alone decides their precision."""
     return not options.deterministic and (options.precision == "auto" or bound.dtype != torch.float32)
 
 

@@ -66,7 +66,7 @@ class Call:
         return ready.run(tensors, start)
 
     def steps(self, position: int, tensors: Sequence[Tensor | None], shapes: Shapes) -> tuple[Step, ...]:
-        """The derivative programs of the tensor at a position; shapes are given where it may be missing."""
+        """Return the derivative programs of the tensor at a position; shapes are passed where it may be missing."""
         found = self._steps.get(position)
         if found is None:
             tensor = tensors[position]
@@ -87,7 +87,7 @@ class Call:
 
 @dataclass(slots=True)
 class Step:
-    """A derivative program, and where its tensors stand: among those of the call, the gradient, the shares."""
+    """A derivative program, and the positions of its tensors among those of the call, the gradient and the shares."""
 
     spec: Spec
     places: tuple[int, ...]
@@ -115,7 +115,7 @@ class Step:
 def _derivative_specs(
     spec: Spec, operand: str
 ) -> tuple[Derivative, tuple[tuple[Spec, tuple[str, ...], tuple[str, ...]], ...]]:
-    """The derivative's programs, each with the tensors and the indices that it takes."""
+    """Return the derivative's programs, each with the tensors and the indices that it takes."""
     derivative = derivatives(spec.statement, operand)
     inner = tuple(spec.with_statement(statement, drop_outside=True) for statement in derivative.statements)
     return derivative, tuple((each, each.layout.tensors, each.layout.indices) for each in inner)
@@ -123,7 +123,7 @@ def _derivative_specs(
 
 @lru_cache(maxsize=2048)
 def read_again(spec: Spec, needs: tuple[bool, ...]) -> tuple[bool, ...] | None:
-    """Which of the tensors the gradients of those that need one are made of; `None`: all of them."""
+    """Return which tensors the gradients depend on; `None`: all of them."""
     layout = spec.layout
     learned = [name for name, need in zip(layout.tensors, needs, strict=True) if need and name in layout.value_tensors]
     read = {x for name in learned for _, tensors, _ in _derivative_specs(spec, name)[1] for x in tensors}

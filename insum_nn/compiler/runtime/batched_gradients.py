@@ -1,6 +1,6 @@
 """Gradients of many vectors at once: `torch.autograd.grad(..., is_grads_batched=True)`, `jacobian(vectorize=True)`.
 
-Autograd then runs one backward pass, or one forward-mode pass, with tensors that stand for a batch. Most of torch's own
+Autograd then runs one backward pass, or one forward-mode pass, with tensors that represent a batch. Most of torch's own
 operators have rules for them, and kernels have none: what such a tensor shows is one vector of many, and it has no
 memory of its own.
 """
@@ -25,7 +25,7 @@ _DEEPEST = 16
 
 
 def for_each_vector(backward: Backward) -> Backward:
-    """A backward pass of a function of autograd that runs once for each vector of a batch, and stacks what it made.
+    """Wrap a backward pass so that it runs once for each vector of a batch, and stack the results.
 
     Lazily negated gradients arrive negated, since kernels read memory as it is.
     """
@@ -69,7 +69,7 @@ def _one_by_one(backward: Backward, ctx: Any, grads: tuple[Tensor | None, ...]) 
     ]
     made: list[Tensor | None] = []
     for parts in zip(*found, strict=True):
-        # A gradient that nobody has a use for may have been made for some vectors, and not for others.
+        # An unused gradient may have been computed for some vectors, and not for others.
         kept = [part for part in parts if part is not None]
         whole = torch.stack(kept) if len(kept) == len(parts) else None
         made.append(None if whole is None else torch._add_batch_dim(whole, 0, level))
@@ -77,7 +77,7 @@ def _one_by_one(backward: Backward, ctx: Any, grads: tuple[Tensor | None, ...]) 
 
 
 def _open(tensor: Tensor) -> tuple[int, Tensor]:
-    """The depth of a batch, and the tensors that it stands for, stacked."""
+    """Return the depth of a batch, and its tensors, stacked."""
     for level in range(1, _DEEPEST + 1):
         # At another depth the tensor becomes a row of itself.
         stacked = torch._remove_batch_dim(tensor, level, 1, 0)

@@ -28,7 +28,7 @@ class Given:
     """A program with some of its tensors given: a call takes the others by position, and records no gradients.
 
     What is checked of a call depends on the shapes, dtypes and devices of the others, and is remembered by them; so a
-    call that was made before costs the host little more than the launch of its kernel. That nobody writes to the given
+    call that was made before takes the CPU little more than the launch of its kernel. That nothing writes to the bound
     tensors is the caller's promise.
 
     Args:

@@ -9,7 +9,7 @@ from __future__ import annotations
 import json
 import threading
 import weakref
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from functools import cached_property, lru_cache
 from typing import Any, TypeVar
@@ -26,6 +26,7 @@ from insum_nn.compiler.lang.shapes import check_extents
 from insum_nn.compiler.lang.syntax import Statement
 from insum_nn.compiler.options import Options
 from insum_nn.compiler.runtime.execution import Executable, executable, generation
+from insum_nn.compiler.runtime.path_program import PathProgram, find_paths
 from insum_nn.compiler.runtime.statement_sequence import StatementSequence, find_sequence
 from insum_nn.compiler.schedule.canonical import messages_name
 from insum_nn.errors import InsumDtypeError, InsumNameError, InsumRangeError, InsumShapeError
@@ -42,6 +43,7 @@ __all__ = [
     "check_kinds",
     "index_versions",
     "keep",
+    "kinds_of",
     "parse_cached",
     "prepare",
     "run_spec",
@@ -80,6 +82,8 @@ class Spec:
     epilogue: Epilogue = PLAIN
     origin: Origin = "builder"
     ready: dict[Key, Ready] = field(default_factory=dict, init=False, repr=False, compare=False)
+    bounds: dict[Key, Bound] = field(default_factory=dict, init=False, repr=False, compare=False)
+    kinds: set[Key] = field(default_factory=set[Key], init=False, repr=False, compare=False)
     _hash: int = field(default=0, init=False, repr=False, compare=False)
 
     def __post_init__(self) -> None:
@@ -112,6 +116,17 @@ class Spec:
     def ready_for(self, key: Key, fresh: bool, extents: Extents) -> Ready | None:
         """What runs a call that was made just now, if it was made ready; `fresh`: without a starting value."""
         return self.ready.get(_ready_key(key, fresh, extents))
+
+    def check_kinds(self, named: Mapping[str, Tensor], start: Tensor | None) -> None:
+        """Raise what `bind` raises of these tensors, the starting value by the output's name among them."""
+        kinds = None
+        if all(isinstance(tensor, Tensor) for tensor in named.values()):  # pyright: ignore[reportUnnecessaryIsInstance]
+            kinds = kinds_of((named[name] for name in self.layout.tensors), start)
+            if kinds in self.kinds:
+                return
+        bind(self.statement, named, start)
+        if kinds is not None:
+            self.kinds.add(kinds)
 
     @property
     def bare(self) -> Spec:
@@ -198,7 +213,7 @@ def static_tables(
 
 def prepare(
     spec: Spec, tensors: Sequence[Tensor], start: Tensor | None, extents: Extents
-) -> tuple[Bound, Executable | StatementSequence]:
+) -> tuple[Bound, Executable | PathProgram | StatementSequence]:
     """Check a call and find its program, or those of the statements that it is cut into."""
     statement = spec.statement
     layout = spec.layout
@@ -217,10 +232,31 @@ def prepare(
         if name in facts and tensor.numel() == 0:
             facts[name] = IndexFacts(masked=True, proven=True)
     _check_static(spec, named)
-    bound = bind(statement, named, start, facts=facts, drop_outside=spec.drop_outside, epilogue=spec.epilogue)
+    bound = _bound(spec, named, start, facts)
     # Static tables are unrolled into one kernel, which shares what its terms have in common by itself.
     sequence = None if spec.static else find_sequence(bound, tensors, extents, spec.options)
-    return bound, sequence or executable(bound, tensors, start, extents, spec.options, spec.static)
+    paths = find_paths(bound, tensors, extents, spec.options, spec.static)
+    return bound, paths or sequence or executable(bound, tensors, start, extents, spec.options, spec.static)
+
+
+def _bound(spec: Spec, named: Mapping[str, Tensor], start: Tensor | None, facts: Mapping[str, IndexFacts]) -> Bound:
+    """Bind a statement to tensors; sizes change at each call of many, and what a program depends on does not."""
+    key = (*kinds_of(named.values(), start), *(facts.get(name) for name in named))
+    bound = spec.bounds.get(key)
+    if bound is None:
+        bound = bind(spec.statement, named, start, facts=facts, drop_outside=spec.drop_outside, epilogue=spec.epilogue)
+        keep(spec.bounds, key, bound, _READY_LIMIT)
+    return bound
+
+
+def kinds_of(tensors: Iterable[Tensor], start: Tensor | None) -> Key:
+    """Return what of a call's tensors `bind` checks: everything but extents."""
+    key: list[object] = []
+    for tensor in tensors:
+        key += (tensor.dtype, tensor.ndim, tensor.layout, tensor.device)
+    if not key and start is None:
+        key.append(torch.get_default_dtype())
+    return (*key, None) if start is None else (*key, start.dtype, start.ndim, start.layout, start.device)
 
 
 def _check_static(spec: Spec, named: Mapping[str, Tensor]) -> None:

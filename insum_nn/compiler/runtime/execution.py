@@ -22,7 +22,7 @@ from insum_nn.compiler.runtime.backends import backend_without_generator, choose
 from insum_nn.compiler.runtime.fixed_extents import fix_extents, forget_extents
 from insum_nn.compiler.runtime.inductor_program import InductorProgram
 from insum_nn.compiler.runtime.library import Library, extent_arguments, library_calls_of, piece_length, run_pieces
-from insum_nn.compiler.runtime.row_partition import clear_owners
+from insum_nn.compiler.runtime.row_partition import clear_partitions
 from insum_nn.compiler.schedule import budget
 from insum_nn.compiler.schedule.build_once import BuildOnce
 from insum_nn.compiler.schedule.canonical import canonical, canonical_tables, named_as
@@ -162,7 +162,7 @@ def clear_cache() -> None:
         forget_extents()
         _hits = _misses = 0
     library_calls.clear_structures()
-    clear_owners()
+    clear_partitions()
     budget.forget()
 
 
@@ -282,6 +282,6 @@ def in_names_of(program: Executable, bound: Bound, static: tuple[tuple[str, Stat
 def _build(bound: Bound, extents: Extents, options: Options, backend: str, reason: str) -> Executable:
     begin = time.perf_counter()
     library = library_calls_of(bound, extents, options, compiled=backend == "inductor")
-    run = InductorProgram(library.graph, bound, options) if backend == "inductor" else library.graph
+    run = InductorProgram(library.graph, bound, options) if backend == "inductor" else library.graph.forward
     seconds = time.perf_counter() - begin
     return Executable(bound, extents, options, backend, reason, run, seconds, library)

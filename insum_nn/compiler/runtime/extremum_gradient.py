@@ -1,6 +1,6 @@
-"""The gradient's shares under `max=` and `min=`, as a registered operator.
+"""Compute the gradient's shares under `max=` and `min=`, as a registered operator.
 
-Terms that attain the extremum of their cell share its gradient equally; a starting value that attains it counts too.
+Terms that attain the extremum of their cell share its gradient equally; an initial value that attains it counts too.
 """
 
 from __future__ import annotations
@@ -15,6 +15,7 @@ from insum_nn.compiler.lang.bind import Extents, layout_of
 from insum_nn.compiler.lang.derivative import fresh_name
 from insum_nn.compiler.lang.syntax import Statement
 from insum_nn.compiler.runtime.dispatch import Spec, parse_cached, run_spec
+from insum_nn.dtypes import wide_dtype
 
 __all__ = ["shares", "shares_of"]
 
@@ -35,9 +36,9 @@ def shares(
 def shares_of(
     decoded: Spec, tensors: Sequence[Tensor], start: Tensor | None, result: Tensor, extents: Extents, run: Run
 ) -> tuple[Tensor, Tensor]:
-    """For `max=` and `min=`: the share of each term, and of the starting value, in its output cell's gradient.
+    """Return the share of each term, and of the initial value, in its output cell's gradient.
 
-    Terms that take part and attain the extremum share equally; a starting value that attains it counts as one of them,
+    Terms that take part and attain the extremum share equally; an initial value that attains it counts as one of them,
     and is alone where no term takes part.
 
     Args:
@@ -54,17 +55,19 @@ def shares_of(
     auxiliary = partial(_auxiliary, run, decoded)
     terms, live = _terms(decoded, tensors, extents, auxiliary)
     seen = _gather_output(decoded, tensors, result, extents, auxiliary)
-    hit = (live & (terms == seen)).to(result.dtype)
+    # Fractions of a cell's terms: fp16 counts no more than 2,048 of them.
+    wide = wide_dtype(result.dtype)
+    hit = (live & (terms == seen)).to(wide)
     count = _scatter_output(decoded, tensors, hit, extents, auxiliary)
     if start is None:
-        from_start = torch.zeros_like(result)
+        from_start = torch.zeros_like(result, dtype=wide)
     else:
-        written = _scatter_output(decoded, tensors, live.to(result.dtype), extents, auxiliary)
-        from_start = ((start == result) | (written == 0)).to(result.dtype)
+        written = _scatter_output(decoded, tensors, live.to(wide), extents, auxiliary)
+        from_start = ((start == result) | (written == 0)).to(wide)
         count = count + from_start
     weight = 1 / count.clamp(min=1)
     share = hit * _gather_output(decoded, tensors, weight, extents, auxiliary)
-    return share.reshape(shape).contiguous(), (from_start * weight).contiguous()
+    return share.reshape(shape).to(result.dtype).contiguous(), (from_start * weight).to(result.dtype).contiguous()
 
 
 @shares.register_fake
@@ -75,7 +78,7 @@ def _shares_fake(
 
 
 def _space(statement: Statement) -> tuple[str, str]:
-    """A name for a tensor over the whole index space, and its access."""
+    """Return a name for a tensor over the whole index space, and its access."""
     taken = {statement.output.name, *statement.tensors(), *statement.indices()}
     name = fresh_name("space", taken)
     indices = statement.indices()
@@ -93,7 +96,7 @@ def _auxiliary(
 
 
 def _terms(spec: Spec, tensors: Sequence[Tensor], extents: Extents, auxiliary: Auxiliary) -> tuple[Tensor, Tensor]:
-    """Every term, and which of them take part."""
+    """Return every term, and which of them take part."""
     statement = spec.statement
     layout = layout_of(statement)
     named = dict(zip(layout.tensors, tensors, strict=True))
@@ -117,7 +120,7 @@ def _terms(spec: Spec, tensors: Sequence[Tensor], extents: Extents, auxiliary: A
 def _gather_output(
     spec: Spec, tensors: Sequence[Tensor], result: Tensor, extents: Extents, auxiliary: Auxiliary
 ) -> Tensor:
-    """The output's cell of every point of the index space."""
+    """Gather the output's cell of every point of the index space."""
     statement = spec.statement
     layout = layout_of(statement)
     named = {**dict(zip(layout.tensors, tensors, strict=True)), statement.output.name: result}

@@ -5,13 +5,13 @@ from __future__ import annotations
 from dataclasses import replace
 
 from insum_nn.compiler.forms import launch
-from insum_nn.compiler.forms.nest import SHARED_MULTIPLE
+from insum_nn.compiler.forms.placement import SHARED_MULTIPLE
 from insum_nn.compiler.lang.bind import Bound, Extents, Layout
 from insum_nn.compiler.options import Options
 
 __all__ = ["fix_extents", "forget_extents", "is_feature", "slot_indices"]
 
-# Longest in-group sum that is written out term by term; longer ones keep a reduction loop.
+# Longest in-group sum that is unrolled; longer ones keep a reduction loop.
 _UNROLL_LIMIT = 32
 # Extents that a statement was compiled for, by statement and index; past the limit an index stays dynamic.
 _VALUES_LIMIT = 4
@@ -63,7 +63,7 @@ def fix_extents(
 
 
 def _in_written_rows(layout: Layout, index: str) -> bool:
-    """Whether an index that no index tensor has lies inside of rows that the output is written by, as features do."""
+    """Return whether an index of no index tensor lies inside of the rows that are written, as features do."""
     places = layout.plain[layout.indices.index(index)]
     if any(layout.tensors[where] in layout.index_tensors for where, _ in places):
         return False
@@ -72,7 +72,7 @@ def _in_written_rows(layout: Layout, index: str) -> bool:
 
 
 def slot_indices(bound: Bound) -> tuple[str, ...]:
-    """Indices that count the slots of a group: summed, and an axis of an index tensor of two or more axes.
+    """Return the indices that count the slots of a group: summed, and an axis of an index tensor of several axes.
 
     Their extent is a property of the format rather than of the data, so a compiled program may fix it.
     """
@@ -88,7 +88,7 @@ def slot_indices(bound: Bound) -> tuple[str, ...]:
 
 
 def is_feature(layout: Layout, index: str) -> bool:
-    """Whether no index tensor has the index, and some tensor carries it behind its first axis: a dense feature axis."""
+    """Return whether an index is a dense feature axis: of no index tensor, and not the first axis of some tensor."""
     places = layout.plain[layout.indices.index(index)]
     indexed = any(layout.tensors[where] in layout.index_tensors for where, _ in places)
     return not indexed and any(axis > 0 for _, axis in places)

@@ -6,9 +6,10 @@ import threading
 from collections.abc import Callable, Sequence
 
 import torch
-from torch import Tensor, fx
+from torch import Tensor
 
 from insum_nn.compiler.codegen import inductor
+from insum_nn.compiler.codegen.calls import CallGraph
 from insum_nn.compiler.lang.bind import Bound, Extents
 from insum_nn.compiler.options import Options
 from insum_nn.compiler.runtime.library import extent_arguments
@@ -22,7 +23,7 @@ _compiling = threading.RLock()
 class InductorProgram:
     """A graph compiled by Inductor: one variant per set of assumptions about sizes that Inductor made."""
 
-    def __init__(self, graph: fx.GraphModule, bound: Bound, options: Options) -> None:
+    def __init__(self, graph: CallGraph, bound: Bound, options: Options) -> None:
         self.graph = graph
         self.bound = bound
         self.options = options

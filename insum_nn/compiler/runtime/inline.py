@@ -1,4 +1,4 @@
-"""Write a call into the graph that torch is tracing, as torch's own operations.
+"""Write a call into the graph that torch is tracing: as torch's own operations, on a GPU as launches of kernels too.
 
 `torch.compile`, `torch.export` and `make_fx` see what a statement computes instead of one opaque operator: Inductor
 fuses it with what stands around it, and an exported or compiled model needs nothing of this package to run.
@@ -16,31 +16,33 @@ from functools import lru_cache
 import torch
 from torch import Tensor
 
-from insum_nn.compiler.lang.bind import Bound, Extents, bind
+from insum_nn.compiler.lang.bind import Bound, Extents, bind, layout_of
 from insum_nn.compiler.lang.epilogue import PLAIN
-from insum_nn.compiler.lang.index_checks import lowest_entry
+from insum_nn.compiler.lang.index_checks import lowest_entry, writes_inside
 from insum_nn.compiler.lang.syntax import Statement
 from insum_nn.compiler.options import Options
+from insum_nn.compiler.runtime.backends import choose_backend, require_triton
 from insum_nn.compiler.runtime.dispatch import Spec
+from insum_nn.compiler.runtime.inline_kernel import inline_kernel
 from insum_nn.compiler.runtime.library import Library, extent_arguments, library_calls_of
-from insum_nn.compiler.runtime.modes import writes_graph
+from insum_nn.compiler.runtime.modes import records_graph
 from insum_nn.compiler.runtime.statement_sequence import Part, find_parts
-from insum_nn.compiler.schedule.canonical import canonical
-from insum_nn.facts import UNKNOWN, IndexFacts
+from insum_nn.compiler.schedule.canonical import canonical, canonical_tables
+from insum_nn.facts import UNKNOWN, IndexFacts, StaticTable
 
 __all__ = ["inline", "inlines"]
 
 
 def inlines(spec: Spec, tensors: Sequence[Tensor | None]) -> bool:
-    """Whether torch records a graph of a computation on the CPU, as AOTAutograd, `torch.export` and `make_fx` do.
+    """Whether torch records a graph of a computation, as AOTAutograd, `torch.export` and `make_fx` do.
 
     Under `validate=True` and `deterministic=True` a call stays one operator, which keeps what these promise.
     """
-    return not (spec.options.validate or spec.options.deterministic) and writes_graph(tensors)
+    return not (spec.options.validate or spec.options.deterministic) and records_graph(tensors)
 
 
 def inline(spec: Spec, tensors: Sequence[Tensor], start: Tensor | None, extents: Extents) -> Tensor:
-    """Compute a statement by torch's operations; its epilogue is left to the caller.
+    """Compute a statement by torch's operations and launches; its epilogue is left to the caller.
 
     Args:
         spec: the program.
@@ -55,7 +57,11 @@ def inline(spec: Spec, tensors: Sequence[Tensor], start: Tensor | None, extents:
     built = {name for name, own in spec.facts if own.proven} if spec.origin == "builder" else set[str]()
     checked = set[str]() if spec.drop_outside else spec.layout.index_tensors - built
     _assert_inside(statement, checked, named, declared, extents)
-    facts = {name: own for name, own in declared.items() if name in checked | built}
+    if not spec.drop_outside:
+        _assert_written_inside(statement, named if start is None else {statement.output.name: start, **named}, extents)
+    facts = {name: own for name, own in declared.items() if name in built}
+    # Of what the caller says of the others the graph checks one thing.
+    facts |= {name: IndexFacts(masked=declared[name].masked) for name in checked if name in declared}
     bound = bind(statement, named, start, facts=facts, drop_outside=spec.drop_outside, epilogue=PLAIN)
     if spec.static:
         parts: Sequence[Part] | None = None
@@ -64,7 +70,7 @@ def inline(spec: Spec, tensors: Sequence[Tensor], start: Tensor | None, extents:
         shapes = {name: tuple(map(_hint, tensor.shape)) for name, tensor in named.items()}
         parts = find_parts(bound, shapes, hints, named, extents, spec.options)
     if parts is None:
-        return _run(bound, tensors, start, extents, spec.options)
+        return _run(bound, tensors, start, extents, spec.options, spec.static)
     pool = dict(named)
     for part in parts:
         for each in part.clears:
@@ -106,6 +112,16 @@ def _assert_inside(
                 torch.ops.aten._assert_async.msg(inside.all(), f"index tensor '{name}' {what} in {statement.text}")
 
 
+def _assert_written_inside(statement: Statement, named: Mapping[str, Tensor], extents: Extents) -> None:
+    """Have the graph raise where an affine subscript of the output falls outside."""
+    sizes = dict(zip(layout_of(statement).indices, extents.indices, strict=True))
+    for axis, subscript in enumerate(statement.output.subscripts):
+        if subscript.plain is None and subscript.indirect is None:
+            inside = writes_inside(subscript, extents.output[axis], named, sizes)
+            what = f"'{subscript}' writes outside axis {axis} of '{statement.output.name}'"
+            torch.ops.aten._assert_async.msg(inside, f"{what} in {statement.text}")
+
+
 # In place of a symbolic size: a traced graph is for all sizes, so that none of them may decide what it looks like.
 _NOMINAL = 4096
 
@@ -115,7 +131,20 @@ def _hint(extent: int) -> int:
     return extent if type(extent) is int else _NOMINAL
 
 
-def _run(bound: Bound, tensors: Sequence[Tensor], start: Tensor | None, extents: Extents, options: Options) -> Tensor:
+def _run(
+    bound: Bound,
+    tensors: Sequence[Tensor],
+    start: Tensor | None,
+    extents: Extents,
+    options: Options,
+    static: tuple[tuple[str, StaticTable], ...] = (),
+) -> Tensor:
+    if choose_backend(bound, options, tables=bool(static))[0] == "triton":
+        require_triton(bound)
+        tables = dict(canonical_tables(bound.statement, static))
+        result = inline_kernel(canonical(bound), tensors, start, extents, options, tables)
+        if result is not None:
+            return result
     own = canonical(replace(bound, facts=tuple(IndexFacts(masked=facts.masked) for facts in bound.facts)))
     hints = tuple(_magnitude(_hint(extent)) for extent in extents.indices)
     library = _library(own, hints, options)

@@ -7,9 +7,10 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
 import torch
-from torch import Tensor, fx
+from torch import Tensor
 
 from insum_nn.compiler.codegen.aten import print_aten
+from insum_nn.compiler.codegen.calls import CallGraph
 from insum_nn.compiler.ir import graph as ir
 from insum_nn.compiler.ir.access import plain_labels, scattered_axes
 from insum_nn.compiler.ir.build import Names, build
@@ -19,6 +20,7 @@ from insum_nn.compiler.options import Options
 from insum_nn.compiler.passes.library.library_graph import LibraryGraph, library_graph
 from insum_nn.compiler.passes.library.read_factors import gathers
 from insum_nn.compiler.passes.library.steps import Target
+from insum_nn.dtypes import wide_dtype
 
 __all__ = ["Library", "extent_arguments", "library_calls_of", "piece_length", "run_pieces"]
 
@@ -34,19 +36,19 @@ class Library:
         bound: the statement.
         names: its canonical names.
         made: its steps, and the choices behind them.
-        graph: the FX module that runs, or that Inductor compiles.
+        graph: the calls that run, or that Inductor compiles.
         pieces: the same for a range of one index, added to the output; `None` where it always runs at once.
     """
 
     bound: Bound
     names: Names
     made: LibraryGraph
-    graph: fx.GraphModule
-    pieces: fx.GraphModule | None = None
+    graph: CallGraph
+    pieces: CallGraph | None = None
 
     @property
     def cut(self) -> str | None:
-        """The index that is cut into ranges, by the user's name."""
+        """Return the index that is cut into ranges, by the user's name."""
         return next((name for name, letter in self.names.indices.items() if letter == self.made.pieces), None)
 
 
@@ -77,7 +79,7 @@ def library_calls_of(bound: Bound, extents: Extents, options: Options, *, compil
 
 
 def extent_arguments(bound: Bound) -> tuple[tuple[str, ...], tuple[int, ...]]:
-    """The extents a graph takes as integers: of indices that no axis shows, and of output axes that no index shows."""
+    """Return the extents that a graph takes as integers: of indices and output axes that no tensor shows."""
     layout = bound.layout
     static = {name for name, _ in bound.static}
     indices = tuple(
@@ -88,7 +90,7 @@ def extent_arguments(bound: Bound) -> tuple[tuple[str, ...], tuple[int, ...]]:
 
 
 def piece_length(library: Library, extents: Extents) -> int | None:
-    """How many values of the cut index fit one piece; `None` when everything fits."""
+    """Return how many values of the cut index fit one piece; `None` when everything fits."""
     cut = library.made.pieces
     if library.pieces is None or cut is None:
         return None
@@ -118,9 +120,8 @@ def run_pieces(
     assert library.pieces is not None
     position = layout.indices.index(library.cut)
     scattered = scattered_axes(ir.store_of(library.made.kernel).subscripts)
-    half = bound.dtype in (torch.float16, torch.bfloat16)
-    wide = half and (options.accumulate == "float32" or not scattered)
-    dtype = torch.float32 if wide else bound.dtype
+    wide = options.accumulate == "float32" or not scattered
+    dtype = wide_dtype(bound.dtype) if wide else bound.dtype
     device = tensors[0].device if tensors else start.device if start is not None else None
     # Library calls add a row at a time, fastest where rows are what lies outermost.
     outer = scattered[0] if len(scattered) == 1 else 0

@@ -1,4 +1,4 @@
-"""Library calls that eager programs are made of, beyond what torch offers by itself."""
+"""Define the library calls of eager programs that torch does not have."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ __all__ = ["EntryIndex", "clear_structures", "csr_product", "keep_where", "sampl
 
 @dataclass(frozen=True, slots=True)
 class _Structure:
-    """A sparse matrix's row pointers and columns, and where its entries stand among the given ones."""
+    """A sparse matrix's row pointers and columns, and the positions of its entries among the passed ones."""
 
     crow: Tensor
     col: Tensor
@@ -132,7 +132,7 @@ def _sampled(structure: _Structure, left: Tensor, right: Tensor) -> Tensor:
 
 
 def keep_where(present: Tensor, gathered: Tensor) -> Tensor:
-    """Zero a gathered tensor, which nobody else holds, in place where an entry is missing.
+    """Zero a gathered tensor, to which nothing else refers, in place where an entry is missing.
 
     Few entries are, so that writing them is much cheaper than choosing for all.
 
@@ -150,7 +150,7 @@ def keep_where(present: Tensor, gathered: Tensor) -> Tensor:
 
 
 def zero_where_missing(present: Tensor, value: Tensor) -> Tensor:
-    """A tensor that others hold too, zero where an entry is missing: itself if it is, as formats fill unused slots.
+    """Zero a tensor where an entry is missing; return itself if it is, as formats fill unused slots.
 
     Args:
         present: as in `keep_where`.
@@ -195,7 +195,7 @@ def _remembered(rows: Sequence[EntryIndex], columns: Sequence[EntryIndex], shape
 
 
 def _over_grid(parts: Sequence[EntryIndex], shape: tuple[int, ...], device: torch.device) -> Tensor:
-    """The row, or the column, of every entry of the grid, flattened; -1 where an index is."""
+    """Return the row, or the column, of every entry of the grid, flattened; -1 where an index is."""
     total: Tensor | None = None
     for index, axes, extent, masked in parts:
         # An alias: a view keeps what it is a view of, and what is kept for as long as an index lives must not keep it.

@@ -12,11 +12,15 @@ from torch._C._functorch import peek_interpreter_stack
 
 __all__ = [
     "PLAIN",
+    "exceeds",
     "graph_constant",
     "has_active_modes",
     "is_plain_eager",
     "is_recorded",
+    "is_traced",
     "is_transformed",
+    "records_graph",
+    "size_hint",
     "writes_graph",
 ]
 
@@ -25,17 +29,26 @@ PLAIN = (Tensor, torch.nn.Parameter)
 
 
 def is_transformed() -> bool:
-    """Whether a transform of `torch.func` or forward-mode differentiation is active."""
+    """Return whether a transform of `torch.func` or forward-mode differentiation is active."""
     return bool(peek_interpreter_stack()) or torch.autograd.forward_ad._current_level >= 0
 
 
 def has_active_modes() -> bool:
-    """Whether a compiler, a transform or a dispatch mode handles torch's calls."""
+    """Return whether a compiler, a transform or a dispatch mode handles torch's calls."""
     return torch.compiler.is_compiling() or torch._C._len_torch_dispatch_stack() > 0 or is_transformed()
 
 
+def is_traced(*tensors: Tensor | None) -> bool:
+    """Whether a compiler, a dispatch mode or a subclass of tensors has to see one registered operator for a call."""
+    # A loop instead of `any`: no generator in every call.
+    for tensor in tensors:
+        if tensor is not None and (type(tensor) not in PLAIN or tensor.is_meta):
+            return True
+    return torch.compiler.is_compiling() or torch._C._len_torch_dispatch_stack() > 0
+
+
 def is_recorded(tensors: Sequence[Tensor], start: Tensor | None) -> bool:
-    """Whether autograd, a compiler, a transform or a dispatch mode follows a call on plain tensors."""
+    """Return whether autograd, a compiler, a transform or a dispatch mode follows a call on plain tensors."""
     if torch.is_grad_enabled():
         for tensor in tensors:
             if tensor.requires_grad:
@@ -46,7 +59,7 @@ def is_recorded(tensors: Sequence[Tensor], start: Tensor | None) -> bool:
 
 
 def is_plain_eager(*tensors: Tensor | None) -> bool:
-    """Whether torch runs calls on these tensors at once: no active mode, no subclass, no meta tensor; `None` passes.
+    """Return whether torch runs calls on these tensors directly: no mode, no subclass, no meta tensor; `None` passes.
 
     Nor is a tensor lazily negated: what a kernel finds in its memory is not its value. Autograd may record.
     """
@@ -62,7 +75,13 @@ def is_plain_eager(*tensors: Tensor | None) -> bool:
 def writes_graph(tensors: Sequence[Tensor | None]) -> bool:
     """Whether torch records a graph of what is done with tensors on the CPU."""
     present = [tensor for tensor in tensors if tensor is not None]
-    if not present or present[0].device.type != "cpu":
+    return bool(present) and present[0].device.type == "cpu" and records_graph(present)
+
+
+def records_graph(tensors: Sequence[Tensor | None]) -> bool:
+    """Whether torch records a graph of what is done with tensors on a CPU or a CUDA device."""
+    present = [tensor for tensor in tensors if tensor is not None]
+    if not present or present[0].device.type not in ("cpu", "cuda"):
         return False
     # Loaded whenever torch traces; to import them here takes longer than to import torch.
     proxies: Any = sys.modules.get("torch.fx.experimental.proxy_tensor")
@@ -75,3 +94,38 @@ def writes_graph(tensors: Sequence[Tensor | None]) -> bool:
 def graph_constant(tensor: Tensor) -> Tensor:
     """Put a tensor that is kept outside of graphs into the one that torch records, as a constant of it."""
     return torch.ops.aten.lift_fresh_copy(tensor)  # type: ignore[no-any-return]
+
+
+# In place of a size that nothing is known of.
+_NOMINAL = 4096
+
+
+def size_hint(extent: int) -> int:
+    """A size by which to choose: of a symbolic one, what it is in the traced call; nothing comes to depend on it."""
+    if type(extent) is int:
+        return extent
+    node: Any = extent.node  # type: ignore[attr-defined]
+    hint = getattr(node, "hint", None)
+    return int(hint) if hint is not None else _NOMINAL
+
+
+def exceeds(extents: Sequence[int], limit: int) -> bool:
+    """Whether some extent may pass a limit in a call of the traced graph.
+
+    Dynamo guards what it finds out of symbolic sizes, and compiles again where it no longer holds. Other graphs are for
+    all sizes, of which only their bounds are known.
+    """
+    symbolic = [extent for extent in extents if type(extent) is not int]
+    if any(extent >= limit for extent in extents if type(extent) is int):
+        return True
+    if not symbolic:
+        return False
+    shapes: Any = sys.modules["torch.fx.experimental.symbolic_shapes"]
+    open_ = [extent for extent in symbolic if not shapes.statically_known_true(extent < limit)]
+    if not open_:
+        return False
+    guards: Any = sys.modules.get("torch._guards")
+    guarded = guards is not None and guards.TracingContext.try_get() is not None and not torch.compiler.is_exporting()
+    if not guarded or any(extent.node.hint is None for extent in open_):  # type: ignore[attr-defined]
+        return True
+    return any(extent >= limit for extent in open_)

@@ -28,7 +28,7 @@ _PLAIN = (Tensor, torch.nn.Parameter)
 
 
 def shape_for(statement: Statement, out: Tensor, sizes: Mapping[str, int], out_shape: Shape | None) -> Shape | None:
-    """The `out_shape` of a call: what no tensor shows of the output is taken from `out`.
+    """Return the `out_shape` of a call: extents that no tensor shows are taken from `out`.
 
     Raises:
         InsumShapeError: `out` has another rank than the output.
@@ -147,7 +147,7 @@ def _shape_error(expression: str, expected: str, out: Tensor) -> InsumShapeError
 
 
 def _same(a: Tensor, b: Tensor) -> bool:
-    """Whether two tensors are the same elements in the same order."""
+    """Return whether two tensors are the same elements in the same order."""
     if a is b:
         return True
     if not _known(a, b) or a.dtype != b.dtype or a.shape != b.shape or a.stride() != b.stride():
@@ -156,7 +156,7 @@ def _same(a: Tensor, b: Tensor) -> bool:
 
 
 def _overlap(a: Tensor, b: Tensor) -> bool:
-    """Whether the memory of two tensors without gaps overlaps; as in torch, tensors with gaps are not compared."""
+    """Return whether two dense tensors overlap in memory; as in torch, tensors with gaps are not compared."""
     if not _known(a, b) or not a.numel() or not b.numel() or not (_dense(a) and _dense(b)):
         return False
     low, high = sorted((a, b), key=Tensor.data_ptr)
@@ -164,7 +164,7 @@ def _overlap(a: Tensor, b: Tensor) -> bool:
 
 
 def _known(a: Tensor, b: Tensor) -> bool:
-    """Whether tensors have addresses that can be compared."""
+    """Return whether tensors have addresses that can be compared."""
     if a.device != b.device or a.is_meta or torch._C._len_torch_dispatch_stack() > 0:
         return False
     return type(a) in _PLAIN and type(b) in _PLAIN and not peek_interpreter_stack()

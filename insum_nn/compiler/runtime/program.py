@@ -12,7 +12,7 @@ from torch import Tensor
 
 from insum_nn.compiler.explain.report import Explanation
 from insum_nn.compiler.explain.sequence import explain_call
-from insum_nn.compiler.lang.bind import Extents, bind, layout_of
+from insum_nn.compiler.lang.bind import Extents, layout_of
 from insum_nn.compiler.lang.check import check_names, check_statement
 from insum_nn.compiler.lang.declared_facts import Origin
 from insum_nn.compiler.lang.derivative import derivatives
@@ -263,7 +263,7 @@ class Program:
         if torch._C._is_any_autocast_enabled():
             named = {name: to_autocast(value) for name, value in named.items()}
             start = named.get(statement.output.name)
-        bind(statement, named, start)
+        self._spec.check_kinds(named, start)
         return [named[name] for name in self._names], start
 
     def _extents(

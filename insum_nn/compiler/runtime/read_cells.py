@@ -49,15 +49,15 @@ class SizedClear:
         numbers = self._numbers(self.clear.place, shape, named, device)
         for place, other in zip(self.clear.terms, self.shapes[1:], strict=True):
             numbers = torch.where(self._numbers(place, other, named, device) < 0, -1, numbers)
-        # One more cell in front is where missing entries point.
+        # Missing entries point to one more cell before the others.
         unread = torch.ones(1 + math.prod(shape[axis] for axis in axes), dtype=torch.bool, device=device)
         unread[numbers.reshape(-1) + 1] = False
         return unread[1:].reshape([extent if axis in axes else 1 for axis, extent in enumerate(shape)])
 
     def _numbers(self, place: Place, shape: Sequence[int], named: Mapping[str, Tensor], device: torch.device) -> Tensor:
-        """The numbers of the cells that terms address, over all indices; -1 where they miss."""
+        """Number the cells that terms address, over all indices; -1 where they miss."""
         own = tuple(label for label in self.labels if label in place.indices)
-        # The accessed tensor stands for the device where no index tensor does.
+        # Without an index tensor the accessed tensor gives the device.
         named = {"": torch.empty(0, device=device), **named}
         numbers = cell_numbers(place.access, place.axes, own, named, self.sizes, shape)
         return numbers.reshape([self.sizes[label] if label in own else 1 for label in self.labels])
@@ -68,7 +68,7 @@ class UnreadCells:
 
     Args:
         clear: what is cleared.
-        where: where the index tensors stand among the tensors of a call, by name.
+        where: positions of the index tensors among the tensors of a call, by name.
         options: compile options.
     """
 

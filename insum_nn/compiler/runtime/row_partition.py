@@ -1,7 +1,7 @@
 """Which program walks which terms: the terms of a scattered sum by the output row that owns them, built once and kept.
 
-Either a program owns rows, of which long ones are divided, or it takes an equal share of all terms, in the order of
-their rows, so that a row may lie in several shares.
+Either a program owns rows, of which long ones are divided, or it takes an equal chunk of all terms, in the order of
+their rows, so that a row may lie in several chunks.
 
 Sorting the terms costs more than one sum, and a training loop scatters by the same index tensor again and again. So
 what is built from an index tensor is kept for as long as the tensor lives and is not written to.
@@ -18,41 +18,52 @@ import torch
 from torch import Tensor
 
 from insum_nn.compiler.forms.form import Form
-from insum_nn.compiler.forms.schedule import Schedule, segmented
+from insum_nn.compiler.forms.placement import segmented
 from insum_nn.compiler.lang.bind import Extents
 from insum_nn.compiler.passes.tile import WORD_BITS
+from insum_nn.compiler.runtime.modes import records_graph
+from insum_nn.compiler.schedule.space import Schedule
 from insum_nn.kept import forgets
 
-__all__ = ["Owners", "clear_owners", "keep_words", "known_owners", "longest_row", "owners_for", "owners_of", "words_of"]
+__all__ = [
+    "RowPartition",
+    "clear_partitions",
+    "keep_words",
+    "known_partition",
+    "longest_row",
+    "partition_for",
+    "partition_of",
+    "words_of",
+]
 
-# Index tensors whose owners are kept.
+# Index tensors whose partitions are kept.
 _LIMIT = 512
 # Rows up to which they are divided on the host.
 _FEW_ROWS = 4096
-# A share that no row exceeds: nothing is divided.
+# A chunk that no row exceeds: nothing is divided.
 _WHOLE = 1 << 62
 
 
 @dataclass(frozen=True, slots=True)
-class Owners:
+class RowPartition:
     """The terms of every output row, as ranges.
 
     Attributes:
         rows: number of ranges.
         begin: (rows + 1,) where each range begins; without division a range ends where the next begins. Of equal
-            shares (2,): where the first begins and the last ends.
+            chunks (2,): where the first begins and the last ends.
         end: (rows,) where each ends, if rows are divided.
         target: (rows,) the output row of a range, or -1 - s for a part of a divided row, whose sum is left in slot s.
-            Of equal shares (terms,): the same for each term in their order, times 4, + 1 at the first term of a row in
-            a share, + 2 at its last.
+            Of equal chunks (terms,): the same for each term in their order, times 4, + 1 at the first term of a row in
+            a chunk, + 2 at its last.
         owner: (rows,) the output row that a range belongs to, divided or not.
         order: (terms,) the terms in the order of their rows; `None`: they are in order.
         slots: parts of divided rows.
         divided: (d,) the output rows that are divided, ascending.
         first: (d + 1,) the slot of the first part of each, and the number of slots; parts of a row are in order.
-        gaps: some output row has no range, and nothing is written there.
+        empty_rows: some output row has no range, and nothing is written there.
         whole: every term has an owner.
-        longest: terms of the longest row; of equal shares 0.
+        longest: terms of the longest row; of equal chunks 0.
     """
 
     rows: int
@@ -64,7 +75,7 @@ class Owners:
     slots: int = 0
     divided: Tensor | None = None
     first: Tensor | None = None
-    gaps: bool = False
+    empty_rows: bool = False
     whole: bool = False
     longest: int = 0
 
@@ -75,11 +86,11 @@ class Owners:
 
 Key = tuple[int, ...]
 Built = TypeVar("Built")
-_known: dict[Key, tuple[weakref.ref[Tensor], Owners]] = {}
+_known: dict[Key, tuple[weakref.ref[Tensor], RowPartition]] = {}
 _orders: dict[Key, tuple[weakref.ref[Tensor], Tensor]] = {}
 
 
-def clear_owners() -> None:
+def clear_partitions() -> None:
     """Forget everything that was built."""
     _known.clear()
     _orders.clear()
@@ -111,44 +122,46 @@ def _keep(known: dict[Key, tuple[weakref.ref[Tensor], Built]], key: Key, index: 
     known[key] = (weakref.ref(index, lambda _: known.pop(key, None)), built)
 
 
-def known_owners(index: Tensor, rows: int, permuted: bool, share: int, segment: bool = False) -> Owners | None:
+def known_partition(index: Tensor, rows: int, permuted: bool, chunk: int, segment: bool = False) -> RowPartition | None:
     """The owners of an index tensor, if they were built before."""
-    return _find(_known, _key(index, rows, permuted, share, segment), index)
+    return _find(_known, _key(index, rows, permuted, chunk, segment), index)
 
 
-def owners_for(form: Form, tensors: Sequence[Tensor], extents: Extents, schedule: Schedule) -> Owners | None:
+def partition_for(form: Form, tensors: Sequence[Tensor], extents: Extents, schedule: Schedule) -> RowPartition | None:
     """The owners of a form's terms in a call; `None` where nothing owns them."""
     if form.owner is None:
         return None
     index = tensors[form.owner_place]
-    return owners_of(index, extents.output[form.owner_axis], form.permuted, schedule.share, segmented(form, schedule))
+    return partition_of(
+        index, extents.output[form.owner_axis], form.permuted, schedule.chunk, segmented(form, schedule)
+    )
 
 
-def owners_of(index: Tensor, rows: int, permuted: bool, share: int, segment: bool = False) -> Owners:
+def partition_of(index: Tensor, rows: int, permuted: bool, chunk: int, segment: bool = False) -> RowPartition:
     """The owners of the terms of an index tensor.
 
     Args:
         index: the output row of each term; terms with -1 have none.
         rows: output rows.
         permuted: the terms are not in order.
-        share: most terms in a range; rows with more are divided.
-        segment: equal shares of terms instead of rows.
+        chunk: most terms in a range; rows with more are divided.
+        segment: equal chunks of terms instead of rows.
     """
-    found = known_owners(index, rows, permuted, share, segment)
+    found = known_partition(index, rows, permuted, chunk, segment)
     if found is None:
-        undivided = None if segment else known_owners(index, rows, permuted, _WHOLE)
-        if undivided is not None and undivided.longest <= share:
+        undivided = None if segment else known_partition(index, rows, permuted, _WHOLE)
+        if undivided is not None and undivided.longest <= chunk:
             found = undivided
         else:
             with torch.inference_mode(False), torch.no_grad():
-                found = (_build_shares if segment else _build)(index, rows, permuted, share)
-        _keep(_known, _key(index, rows, permuted, share, segment), index, found)
+                found = (_build_chunks if segment else _build)(index, rows, permuted, chunk)
+        _keep(_known, _key(index, rows, permuted, chunk, segment), index, found)
     return found
 
 
 def longest_row(index: Tensor, rows: int, permuted: bool) -> int:
-    """Terms of the longest row; see `owners_of`, which then finds the rows that no share divides."""
-    return owners_of(index, rows, permuted, _WHOLE).longest
+    """Terms of the longest row; see `partition_of`, which then finds the rows that no chunk divides."""
+    return partition_of(index, rows, permuted, _WHOLE).longest
 
 
 def _ordered(index: Tensor, rows: int, permuted: bool) -> tuple[Tensor, Tensor | None, torch.dtype]:
@@ -171,7 +184,7 @@ def _offsets(lengths: Tensor) -> Tensor:
     return torch.nn.functional.pad(lengths.long().cumsum(0), (1, 0))
 
 
-def _build(index: Tensor, rows: int, permuted: bool, share: int) -> Owners:
+def _build(index: Tensor, rows: int, permuted: bool, chunk: int) -> RowPartition:
     flat, order, small = _ordered(index, rows, permuted)
     bounds = torch.arange(rows + 1, device=flat.device, dtype=flat.dtype)
     begin = torch.searchsorted(flat, bounds, out_int32=small == torch.int32)
@@ -181,14 +194,14 @@ def _build(index: Tensor, rows: int, permuted: bool, share: int) -> Owners:
     # One look at the device for all that is asked of it.
     longest, owned = torch.stack([length.max().long(), length.sum()]).tolist() if rows else (0, 0)
     whole = owned == flat.shape[0]
-    if longest <= share:
-        return Owners(rows, begin, order=order, whole=whole, longest=longest)
-    parts = (length + (share - 1)).div(share, rounding_mode="floor").clamp_min_(1)
+    if longest <= chunk:
+        return RowPartition(rows, begin, order=order, whole=whole, longest=longest)
+    parts = (length + (chunk - 1)).div(chunk, rounding_mode="floor").clamp_min_(1)
     owner = torch.repeat_interleave(torch.arange(rows, device=known.device), parts)
     before = parts.cumsum(0) - parts
     within = torch.arange(owner.shape[0], device=known.device) - before[owner]
-    low = known[owner] + within * share
-    high = torch.minimum(low + share, known[owner + 1])
+    low = known[owner] + within * chunk
+    high = torch.minimum(low + chunk, known[owner + 1])
     apart = parts[owner] > 1
     slot = apart.cumsum(0) - 1
     target = torch.where(apart, -1 - slot, owner)
@@ -202,22 +215,22 @@ def _build(index: Tensor, rows: int, permuted: bool, share: int) -> Owners:
     first = torch.nn.functional.pad(ends, (1, 0)).to(flat.device)
     slots = int(ends[-1])
     divided = divided.to(flat.device)
-    return Owners(owner.shape[0], low, high, target, owner, order, slots, divided, first, False, whole, longest)
+    return RowPartition(owner.shape[0], low, high, target, owner, order, slots, divided, first, False, whole, longest)
 
 
-def _build_shares(index: Tensor, rows: int, permuted: bool, share: int) -> Owners:
+def _build_chunks(index: Tensor, rows: int, permuted: bool, chunk: int) -> RowPartition:
     flat, order, small = _ordered(index, rows, permuted)
     begin = torch.searchsorted(flat, torch.tensor([0, rows], device=flat.device, dtype=flat.dtype))
-    # Terms without a row stand before the first share.
+    # Terms without a row stand before the first chunk.
     low, high = begin.tolist()
     owner = flat[low:high].long()
     terms = high - low
-    shares = -(-terms // share)
+    chunks = -(-terms // chunk)
     change = torch.ones(terms + 1, dtype=torch.bool, device=flat.device)
     torch.ne(owner[1:], owner[:-1], out=change[1:-1])
     border = change.clone()
-    border[::share] = True
-    # A run is what a share holds of one row; it is a part if the row goes on before or behind it.
+    border[::chunk] = True
+    # A run is what a chunk holds of one row; it is a part if the row goes on before or behind it.
     run = border[:-1].cumsum(0) - 1
     where = border[:-1].nonzero().squeeze(1)
     edges = torch.cat([where, where.new_tensor([terms])])
@@ -232,15 +245,15 @@ def _build_shares(index: Tensor, rows: int, permuted: bool, share: int) -> Owner
     fits = max(rows, slots) < 2**29
     padded = torch.zeros(flat.shape[0], dtype=torch.int32 if fits else torch.int64, device=flat.device)
     padded[low:high] = code.to(padded.dtype)
-    return Owners(
-        shares,
+    return RowPartition(
+        chunks,
         begin.to(small),
         target=padded,
         order=order,
         slots=slots,
         divided=divided,
         first=first,
-        gaps=rows_met < rows,
+        empty_rows=rows_met < rows,
     )
 
 
@@ -250,30 +263,38 @@ _bits: dict[torch.device, Tensor] = {}
 
 
 def words_of(index: Tensor) -> Tensor:
-    """Which rows of an index tensor (k, i) have an entry in each of its columns; kept like `Owners`.
+    """Which rows of an index tensor (k, i) have an entry in each of its columns; kept like `RowPartition`.
 
     Returns:
         (ceil(k / 31), i) int32: bit b of word w says whether row 31 w + b has one.
     """
+    if records_graph((index,)):
+        return _words_with(index, _new_powers(index.device))
     found = _find(_words, _key(index), index)
     if found is not None:
         return found
     with torch.inference_mode(False), torch.no_grad():
-        bits = _powers(index.device)
-        parts = [
-            ((rows >= 0) * bits[: rows.shape[0]]).sum(0, dtype=torch.int32, keepdim=True)
-            for rows in index.split(WORD_BITS)
-        ]
-        words = parts[0] if len(parts) == 1 else torch.cat(parts)
+        words = _words_with(index, _powers(index.device))
     _keep(_words, _key(index), index, words)
     return words
+
+
+def _words_with(index: Tensor, bits: Tensor) -> Tensor:
+    parts = [
+        ((rows >= 0) * bits[: rows.shape[0]]).sum(0, dtype=torch.int32, keepdim=True) for rows in index.split(WORD_BITS)
+    ]
+    return parts[0] if len(parts) == 1 else torch.cat(parts)
+
+
+def _new_powers(device: torch.device) -> Tensor:
+    return (1 << torch.arange(WORD_BITS, dtype=torch.int32, device=device))[:, None]
 
 
 def _powers(device: torch.device) -> Tensor:
     """(31, 1) int32: each bit of a word."""
     found = _bits.get(device)
     if found is None:
-        found = (1 << torch.arange(WORD_BITS, dtype=torch.int32, device=device))[:, None]
+        found = _new_powers(device)
         if device.type != "cuda":
             _bits[device] = found
         elif not torch.cuda.is_current_stream_capturing():

@@ -272,7 +272,8 @@ class _Search:
     def price(self, bound: Bound, sizes: Sizes) -> Cost:
         """What a statement costs by the backend that would run it."""
         pairwise = choose_backend(bound, self.options)[0] != "triton"
-        return cost_of(bound.statement, sizes, machine_of(bound.device_type, sizes.width, pairwise=pairwise))
+        ordered = frozenset(name for name in bound.statement.index_tensors() if bound.facts_of(name).sorted)
+        return cost_of(bound.statement, sizes, machine_of(bound.device_type, sizes.width, pairwise=pairwise), ordered)
 
     def clearing(self, part: Part) -> Cost:
         """What it costs to copy factors with some cells cleared."""

@@ -54,7 +54,7 @@ def run_step(module: Step, args: Any, kwargs: Any, backward: bool, double_backwa
 
 
 def _recorded(value: Any) -> list[Tensor]:
-    """The tensors in a value, or in the attributes of its objects, that have gradients to send back."""
+    """Return the tensors in a value, or in the attributes of its objects, that record gradients."""
     found: dict[int, Tensor] = {}
     seen: set[int] = set()
 

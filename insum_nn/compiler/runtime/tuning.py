@@ -35,7 +35,7 @@ class Tuned:
 
     Attributes:
         statement: in canonical names.
-        kind: "schedule" of a kernel, or "joint": whether several gradients share one.
+        kind: "schedule" of a kernel, or "fusion": whether several gradients share one.
         sizes: powers of two that bound the extents of its indices, then of the output.
         dtype: of its factors.
         state: "measured" now; "known": measured before; "left": there was no time; "failed": no candidate ran, there

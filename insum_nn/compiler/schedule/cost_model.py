@@ -17,7 +17,8 @@ unit, registers and shared memory. `microseconds` weighs these counts:
 The model orders the schedules of one statement; what is the same for all of them may be wrong. Another schedule takes
 the place of the default where it is predicted to be `MARGIN` times as fast: below that, better schedules made way for
 worse ones as often as the other way round, among those that were measured. Code with many unrolled terms, and of
-several outputs, keeps the default as long as it fits: how registers are given to straight-line code is not modelled.
+several outputs, keeps the default as long as it fits: how registers are given to straight-line code is not modelled,
+and a tile of fewer columns than a warp has lanes needs as many.
 
 Nothing is measured here. The rates were fitted to times of an H200 by `benchmarks/fit_cost_model.py`, which prints and
 draws the error. Other architectures take them in proportion to their multiprocessors, which was not measured.
@@ -32,11 +33,12 @@ from functools import lru_cache
 
 import torch
 
-from insum_nn.compiler.forms.axes import MANY_POINTS
 from insum_nn.compiler.forms.candidates import candidates
+from insum_nn.compiler.forms.defaults import default_schedule
 from insum_nn.compiler.forms.form import Form
-from insum_nn.compiler.forms.schedule import Precision, Schedule, default_schedule
+from insum_nn.compiler.forms.placement import MANY_POINTS
 from insum_nn.compiler.schedule.kernel_work import Work, count
+from insum_nn.compiler.schedule.space import Precision, Schedule
 
 __all__ = [
     "H200",
@@ -180,9 +182,9 @@ def microseconds(work: Work, device: Device, rates: Rates) -> float:
     memory, cache = work.written, work.written
     for load in work.loads:
         kept = min(1.0, 0.7 * device.cache / max(1.0, load.table))
-        cold = min(load.asked, load.table)
-        memory += cold + 0.8 * (load.asked - cold) * (1.0 - kept)
-        cache += load.asked * (1.0 + rates.row / load.row)
+        cold = min(load.requested, load.table)
+        memory += cold + 0.8 * (load.requested - cold) * (1.0 - kept)
+        cache += load.requested * (1.0 + rates.row / load.row)
     terms = (memory / rates.memory, cache / rates.cache, issue, products, waiting)
     total = sum(term**rates.power for term in terms) ** (1.0 / rates.power)
     total = max(total, rates.program + work.longest * step)
@@ -207,11 +209,14 @@ _SPILLED = 2.0
 
 
 def fits(work: Work, device: Device) -> bool:
-    """Whether a device has room for a program, and a thread for its values."""
-    # With the fewest registers that a thread can be given.
+    """Whether a device has room for a program: shared memory, warps, and the fewest registers of a thread."""
     threads = 32 * work.warps
-    room = work.shared <= device.shared and work.warps <= min(32, device.warps) and 32 * threads <= device.registers
-    return room and work.values <= _SPILLED * _REGISTERS
+    return work.shared <= device.shared and work.warps <= min(32, device.warps) and 32 * threads <= device.registers
+
+
+def _usable(form: Form, work: Work, device: Device) -> bool:
+    """Whether a program fits, and its values are not mostly in memory, where their number is modelled."""
+    return fits(work, device) and (not models(form) or work.values <= _SPILLED * _REGISTERS)
 
 
 # Choice.
@@ -219,13 +224,13 @@ def fits(work: Work, device: Device) -> bool:
 
 def models(form: Form) -> bool:
     """Whether predictions say anything of a form: not of straight-line code, and not of several outputs."""
-    return len(form.points) <= MANY_POINTS and form.accumulators <= 1 and not form.beside
+    return len(form.points) <= MANY_POINTS and form.accumulators <= 1 and not form.additional
 
 
 def predicted(form: Form, schedule: Schedule, precision: Precision, device: Device) -> float:
     """Return the microseconds that a schedule is predicted to take; infinite where the device has no room for it."""
     work = count(form, schedule, precision)
-    return microseconds(work, device, rates_of(device)) if fits(work, device) else math.inf
+    return microseconds(work, device, rates_of(device)) if _usable(form, work, device) else math.inf
 
 
 def ranked(form: Form, precision: Precision, device: Device) -> dict[Schedule, float]:
@@ -268,7 +273,7 @@ def without_measuring(
         matters: there is enough work for a choice to matter; without it only what does not fit is replaced.
     """
     default = default_schedule(form)
-    if not (matters and models(form)) and fits(count(form, default, precision), device):
+    if not (matters and models(form)) and _usable(form, count(form, default, precision), device):
         return default, "the default" if matters else "the default: too little work for a choice to matter"
     (first, usual), *others = ranked(form, precision, device).items()
     if first != default:

@@ -48,7 +48,7 @@ __all__ = [
     "write",
 ]
 
-_FORMAT = 6
+_FORMAT = 7
 Key = Mapping[str, Any]
 
 UNREADABLE = (ArithmeticError, AttributeError, LookupError, TypeError, ValueError, RecursionError)
@@ -161,8 +161,8 @@ def near(key: Key) -> Entry | None:
     _, bucket, static = _split(_plain(key))
     for entry in in_other_sizes(key):
         _, other, known = _split(entry.key)
-        apart = [(a, b) for a, b in zip(bucket, other, strict=True) if a != b]
-        if known == static and all(abs(a - b) == 1 and min(a, b) >= _LARGE for a, b in apart):
+        differ = [(a, b) for a, b in zip(bucket, other, strict=True) if a != b]
+        if known == static and all(abs(a - b) == 1 and min(a, b) >= _LARGE for a, b in differ):
             return entry
     return None
 

@@ -2,7 +2,7 @@
 
 Counts are estimates, made of a form, its sizes and a schedule alone; they know no device and no text of a kernel. The
 lengths of an owner's rows follow a power law between their mean and the longest: a tile of m rows waits for the longest
-of m, and rows of more than `share` terms are several programs.
+of m, and rows of more than `chunk` terms are several programs.
 """
 
 from __future__ import annotations
@@ -11,18 +11,21 @@ import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from insum_nn.compiler.forms.form import Form
-from insum_nn.compiler.forms.points import ENTRY, LONGEST, OWNER, Read
-from insum_nn.compiler.forms.schedule import Axis, Precision, Schedule, place_indices, segmented
+from insum_nn.compiler.forms.form import ENTRY, LONGEST, OWNER, Form, atoms, reads_of, runs_along
+from insum_nn.compiler.forms.placement import place_indices, segmented
+from insum_nn.compiler.ir.access import indices_of
+from insum_nn.compiler.ir.nodes import Load, Store
+from insum_nn.compiler.passes.tile import Lanes
+from insum_nn.compiler.schedule.space import Precision, Schedule
 
-__all__ = ["Load", "Work", "count"]
+__all__ = ["Traffic", "Work", "count"]
 
 
 @dataclass(frozen=True, slots=True)
-class Load:
+class Traffic:
     """Reads of a tensor: the bytes that all programs ask for, those side by side, and those of the tensor."""
 
-    asked: float
+    requested: float
     row: float
     table: float
 
@@ -47,7 +50,7 @@ class Work:
         values: registers of a thread for the values that it holds.
         shared: bytes of shared memory of a program.
         collected: another kernel adds up the parts of divided rows.
-        segment: programs take equal shares of the terms.
+        segment: programs take equal chunks of the terms.
     """
 
     programs: float
@@ -56,7 +59,7 @@ class Work:
     longest: float
     chain: int
     ahead: float
-    loads: tuple[Load, ...]
+    loads: tuple[Traffic, ...]
     written: float
     instructions: float
     once: float
@@ -85,24 +88,24 @@ class _Counting:
         # Registers of a number.
         self.width = 2 if self.size == 8 else 1
         self.threads = 32 * schedule.warps
-        self.rows = _Rows(form, schedule.share)
+        self.rows = _Rows(form, schedule.chunk)
         axes = (self.layout.m, self.layout.k, self.layout.n)
         self.m, self.k, self.n = (1 if axis is None else axis.lanes for axis in axes)
         self.lanes = {i: axis for axis in axes if axis is not None for i in axis.indices}
-        points = [point for output in form.statements for point in output]
-        self.reads = {str(read): read for point in points for read in point.reads}
-        self.targets = {str(point.target): point.target for point in points}
+        stores = [store for output in form.stores for store in output]
+        self.reads = dict.fromkeys(read for store in stores for read in reads_of(store))
+        self.targets = {(store.buffer, store.subscripts): store for store in stores}
         self.groups = min(schedule.groups, max(1, form.accumulators))
-        self.points = max(1.0, len(points) / self.groups)
+        self.points = max(1.0, len(stores) / self.groups)
         # The part of unrolled reads and cells that one program has.
         self.part = 1.0 / self.groups
 
     def work(self) -> Work:
         form, schedule = self.form, self.schedule
         programs, steps, longest = self._programs()
-        loads: list[Load] = []
+        loads: list[Traffic] = []
         instructions, once, held = 0.0, 0.0, 0.0
-        for read in self.reads.values():
+        for read in self.reads:
             taken, lanes = self._instructions(read)
             if self._in_loop(read):
                 instructions += taken
@@ -114,7 +117,7 @@ class _Counting:
         cells = max(1.0, len(self.targets) * self.part)
         sums = cells * max(1.0, m * n / self.threads) * self.width
         products = shared = 0.0
-        depth = max((_depth(read) for read in self.reads.values()), default=0)
+        depth = max((_depth(read) for read in self.reads), default=0)
         chain, ahead = 1 + depth + form.permuted, 1.0
         if self.dot:
             products = self.points * m * n * k
@@ -126,13 +129,11 @@ class _Counting:
             each = max(1.0, self.points * m * n * k / self.threads)
             instructions += schedule.warps * (2.0 * each + self._shuffles()) * self.width**2
             held += each * self.width
-            if schedule.stages >= 3:
-                shared = float(m * n * k * self.size * schedule.stages)
         factor = 4.0 if form.combine == "atomic" else 1.0
         outputs = self.part * sum(self._cells(target) for target in self.targets.values())
         stores = programs * outputs
         if self.segment:
-            # Each row once, and a part of it at either end of a share.
+            # Each row once, and a part of it at either end of a chunk.
             stores = 2.0 * stores + math.prod(form.size(i) for i in form.parallel)
             instructions += schedule.warps * max(1.0, m * n * k / self.threads)
         written = stores * self.size * factor * (2.0 if schedule.splits > 1 else 1.0)
@@ -177,8 +178,8 @@ class _Counting:
                 programs *= self.rows.ranges
         lengths = self.rows.lengths(tile)
         if self.segment:
-            programs *= math.ceil(form.terms_of_all / (schedule.share * schedule.m))
-            lengths = (float(schedule.share), float(schedule.share))
+            programs *= math.ceil(form.terms_of_all / (schedule.chunk * schedule.m))
+            lengths = (float(schedule.chunk), float(schedule.chunk))
         steps, longest = self._steps(lengths[0]), math.ceil(self._steps(lengths[1]))
         return programs, max(1.0, steps / schedule.splits), max(1.0, longest / schedule.splits)
 
@@ -199,68 +200,69 @@ class _Counting:
         across = min(float(self.k), max(1.0, 32.0 / together))
         return 2.0 * math.log2(across) * max(1.0, self.m * self.n / self.threads) if across > 1.0 else 0.0
 
-    def _axes(self, read: Read) -> set[Axis]:
+    def _axes(self, read: Load | Store) -> set[Lanes]:
         return {self.lanes[i] for i in self._indices(read) if i in self.lanes}
 
-    def _indices(self, read: Read) -> set[str]:
+    def _indices(self, read: Load | Store) -> set[str]:
         """Return the indices that a read varies with, those of an owner's entries as one."""
         form = self.form
-        return {ENTRY if form.owner is not None and i in form.entries else i for i in read.indices()}
+        names = indices_of(*read.subscripts)
+        return {ENTRY if form.owner is not None and name in form.entries else name for name in names}
 
-    def _in_loop(self, read: Read) -> bool:
+    def _in_loop(self, read: Load) -> bool:
         k = self.layout.k
         return bool(self._indices(read) & {*self.layout.loops, *(() if k is None else k.indices)})
 
-    def _instructions(self, read: Read) -> tuple[float, float]:
+    def _instructions(self, read: Load) -> tuple[float, float]:
         """Return the load instructions of a program's warps, and the numbers that a thread gets by them."""
         lanes = max(1.0, math.prod(axis.lanes for axis in self._axes(read)) / self.threads)
-        last = read.subs[-1].runs_along if read.subs else None
+        last = runs_along(read)
         vector = max(1, 16 // self.size) if last in self.lanes and last in self.form.static else 1
         addresses = 3.0 if _depth(read) else 1.0
         return self.schedule.warps * max(1.0, lanes / vector) * addresses * self.part, lanes
 
-    def _loads(self, read: Read, programs: float, steps: float) -> list[Load]:
+    def _loads(self, read: Load, programs: float, steps: float) -> list[Traffic]:
         """Return the bytes that a read and the index tensors on its path take."""
-        found: list[Load] = []
+        found: list[Traffic] = []
         for each, size in ((read, self.size), *((index, 8) for index in _nested(read))):
             times = programs * (steps if self._in_loop(each) else 1.0) * self.part
-            found.append(Load(times * self._cells(each) * size, self._row(each, size), self._table(each) * size))
+            found.append(Traffic(times * self._cells(each) * size, self._row(each, size), self._table(each) * size))
         return found
 
-    def _block(self, axis: Axis) -> int:
+    def _block(self, axis: Lanes) -> int:
         """Return the lanes of an axis that have something to do."""
         whole = axis.first in (ENTRY, OWNER)
         return math.prod(axis.inner) * (axis.block if whole else min(axis.block, self.form.size(axis.first)))
 
-    def _cells(self, read: Read) -> float:
+    def _cells(self, read: Load | Store) -> float:
         """Return the cells of a tensor that a program reads or writes in one step."""
         return float(math.prod(self._block(axis) for axis in self._axes(read)))
 
-    def _row(self, read: Read, size: int) -> float:
+    def _row(self, read: Load, size: int) -> float:
         """Return the bytes of a read that lie side by side."""
-        last = read.subs[-1].runs_along if read.subs else None
+        last = runs_along(read)
         return max(4.0, float(size * (self._block(self.lanes[last]) if last in self.lanes else 1)))
 
-    def _table(self, read: Read) -> float:
+    def _table(self, read: Load) -> float:
         """Return the cells of a tensor, as far as the indices of a statement tell."""
         cells, form = 1.0, self.form
-        for sub in read.subs:
-            for _, atom in sub.terms:
-                if isinstance(atom, str):
-                    cells *= form.size(atom)
+        for subscript in read.subscripts:
+            for atom, _ in atoms(subscript):
+                if not isinstance(atom, Load):
+                    cells *= form.size(atom.name)
                 elif form.owner is not None:
                     # What entries address has about as many cells as they are added to.
                     cells *= max(1, form.rows)
                 else:
-                    cells *= math.prod(form.size(i) for i in set(atom.indices()))
+                    cells *= math.prod(form.size(name) for name in indices_of(atom))
         return cells
 
 
-def _nested(read: Read) -> Sequence[Read]:
-    return [atom for sub in read.subs for _, atom in sub.terms if not isinstance(atom, str)]
+def _nested(read: Load) -> Sequence[Load]:
+    return [atom for subscript in read.subscripts for atom, _ in atoms(subscript) if isinstance(atom, Load)]
 
 
-def _depth(read: Read) -> int:
+def _depth(read: Load) -> int:
     """Return how many index tensors are read, one after the other, to address a tensor."""
     return max((1 + _depth(atom) for atom in _nested(read)), default=0)
 
@@ -268,12 +270,12 @@ def _depth(read: Read) -> int:
 class _Rows:
     """The lengths of an owner's rows: a power law between the mean and the longest; even where that is unknown."""
 
-    def __init__(self, form: Form, share: int) -> None:
+    def __init__(self, form: Form, chunk: int) -> None:
         self.count = float(max(1, form.rows))
         self.mean = max(0.1, form.terms_of_all / self.count) if form.owner is not None else 1.0
         self.longest = float(max(form.sizes.get(LONGEST, 0), 1, self.mean))
-        self.share = float(share)
-        self.divided = self.longest > share
+        self.chunk = float(chunk)
+        self.divided = self.longest > chunk
         self.slope = math.log(self.longest / max(1.0, self.mean)) / max(1.0, math.log(self.count))
         self.slope = max(0.0, self.slope)
 
@@ -282,12 +284,12 @@ class _Rows:
         """The rows, of which long ones are divided."""
         if not self.divided:
             return self.count
-        long = 1.0 if self.share <= self.mean or self.slope >= 1.0 else (self.mean / self.share) ** (1 / self.slope - 1)
-        return self.count + long * self.count * self.mean / self.share
+        long = 1.0 if self.chunk <= self.mean or self.slope >= 1.0 else (self.mean / self.chunk) ** (1 / self.slope - 1)
+        return self.count + long * self.count * self.mean / self.chunk
 
     def lengths(self, tile: int) -> tuple[float, float]:
         """Return the entries for which a tile of rows waits, and those of the longest row."""
-        most = min(self.longest, self.share)
+        most = min(self.longest, self.chunk)
         found = self.mean * tile**self.slope
         # Rows of one mean length differ by its root.
         found += min(1.0, math.log2(tile) / 4.0) * math.sqrt(self.mean) if tile > 1 and self.slope else 0.0

@@ -80,11 +80,11 @@ class Cost:
 
 
 # Of two cores: 12 GB/s through memory, 50 to 90 GFLOP/s in products of matrices (float64: half), and 20 us a statement.
-# torch has no fast products of halves there.
-_CPU_PER_BYTE = {2: 1.0, 4: 3.0, 8: 1.5}
+# torch has no fast products of fp16 and bf16 there.
+_CPU_PER_BYTE = {1: 1.0, 2: 1.0, 4: 3.0, 8: 1.5}
 _CPU_SINGLE, _CPU_CALL = 0.5, 2.5e5
 # Of a GPU with matrix units, through caches: see the measured orders of A X W in docs/performance.md.
-_GPU_PER_BYTE = {2: 100.0, 4: 12.0, 8: 6.0}
+_GPU_PER_BYTE = {1: 100.0, 2: 100.0, 4: 12.0, 8: 6.0}
 _GPU_SINGLE, _GPU_CALL = 4.0, 6e6
 
 
@@ -192,8 +192,15 @@ def _by_entries(one: Access, other: Access, others: Sequence[Access]) -> tuple[L
     return entries, shared
 
 
-def cost_of(statement: Statement, sizes: Sizes, machine: Machine) -> Cost:
-    """Count what a statement moves and multiplies at some sizes."""
+def cost_of(statement: Statement, sizes: Sizes, machine: Machine, ordered: frozenset[str] = frozenset()) -> Cost:
+    """Count what a statement moves and multiplies at some sizes.
+
+    Args:
+        statement: the statement.
+        sizes: its sizes.
+        machine: what runs it.
+        ordered: index tensors that are sorted: terms that one of them sends to the same cells stand together.
+    """
     profile = _profile(statement)
     width = sizes.width
     indexed = sum(8.0 * math.prod(sizes.shapes[name]) for name in profile.index_tensors)
@@ -201,15 +208,25 @@ def cost_of(statement: Statement, sizes: Sizes, machine: Machine) -> Cost:
     if machine.pairwise:
         cells, products, weighed = _pairwise(profile, sizes, machine)
     else:
-        cells, products, weighed = _at_once(profile, sizes, machine)
+        cells, products, weighed = _at_once(profile, sizes, machine, _in_runs(statement.output, ordered))
     moved = indexed + width * (cells + output)
     return Cost(moved, products, machine.call + moved + weighed)
 
 
-def _at_once(profile: _Profile, sizes: Sizes, machine: Machine) -> tuple[float, float, float]:
+def _in_runs(output: Access, ordered: frozenset[str]) -> Labels:
+    """Return the indices that address the output through sorted index tensors alone.
+
+    A kernel walks the terms of a row as it walks a summed index: `dW[Off[p],d,c]` with `Off` sorted is a product of
+    matrices for each row.
+    """
+    nested = [access for access in output.nested() if access.name in ordered]
+    return frozenset(label for access in nested for label in labels_of(access)) - {s.plain for s in output.subscripts}
+
+
+def _at_once(profile: _Profile, sizes: Sizes, machine: Machine, runs: Labels) -> tuple[float, float, float]:
     """Cells, multiplications and their weight in one kernel over the whole index space."""
     products = sizes.terms(profile.written.union(*profile.labels))
-    rate = machine.per_byte if _is_matrix_product(profile.labels, profile.written) else machine.single
+    rate = machine.per_byte if _is_matrix_product(profile.labels, profile.written - runs) else machine.single
     return profile.read(sizes, sizes.terms), products, products / rate
 
 

@@ -15,13 +15,13 @@ from torch import Tensor
 
 from insum_nn.compiler.forms.ahead import collecting
 from insum_nn.compiler.forms.candidates import candidates
+from insum_nn.compiler.forms.defaults import default_schedule
 from insum_nn.compiler.forms.form import Form
 from insum_nn.compiler.forms.launch import interpreted, prepare_kernel
-from insum_nn.compiler.forms.points import canonical_points
-from insum_nn.compiler.forms.schedule import Precision, Schedule, default_schedule
+from insum_nn.compiler.ir.printer import show
 from insum_nn.compiler.lang.bind import Extents
 from insum_nn.compiler.options import Options
-from insum_nn.compiler.runtime.row_partition import owners_for
+from insum_nn.compiler.runtime.row_partition import partition_for
 from insum_nn.compiler.schedule import budget, session, timing
 from insum_nn.compiler.schedule import database as store
 from insum_nn.compiler.schedule.canonical import shown_statement
@@ -36,6 +36,7 @@ from insum_nn.compiler.schedule.cost_model import (
 )
 from insum_nn.compiler.schedule.progress import Progress
 from insum_nn.compiler.schedule.select import Measured, Measurement, Question, Selected, select, stored
+from insum_nn.compiler.schedule.space import Precision, Schedule
 from insum_nn.facts import StaticTable
 
 __all__ = [
@@ -43,6 +44,7 @@ __all__ = [
     "ask",
     "capturing",
     "choose_schedule",
+    "choose_unmeasured",
     "settle",
     "tune",
     "worth_selecting",
@@ -139,14 +141,7 @@ def choose_schedule(
     device = device_of(tensors[0].device)
     if not worth_selecting(extents):
         return Selected(*without_measuring(form, precision, device, matters=False))
-    more = {"precision": precision, "combine": form.combine}
-    if form.even:
-        # In one bucket of sizes, what suits rows of equal length need not suit those of a power law.
-        more["rows"] = "even"
-    if form.beside:
-        points = [point for output in form.statements for point in output]
-        more["beside"] = store.digest(canonical_points(form.bound.statement, points))
-    key = store.key_of("schedule", form.bound, tables, bucket, tensors[0].device, **more)
+    key = _key_of(form, tables, bucket, tensors[0].device, precision)
     tuning = _Tuning(form, tensors, extents, start, precision)
 
     def measure() -> Measured[Schedule]:
@@ -181,6 +176,40 @@ def choose_schedule(
     return ask(question, options, lambda schedule: predicted(form, schedule, precision, device))
 
 
+def choose_unmeasured(
+    form: Form,
+    tables: Mapping[str, StaticTable],
+    bucket: tuple[int, ...],
+    extents: Extents,
+    where: torch.device,
+    precision: Precision,
+) -> Selected[Schedule]:
+    """Select the schedule of a form where there are no values to measure it on."""
+    device = device_of(where)
+    if not worth_selecting(extents):
+        return Selected(*without_measuring(form, precision, device, matters=False))
+
+    def measure() -> Measured[Schedule]:
+        raise AssertionError("there is nothing to measure on")
+
+    key = _key_of(form, tables, bucket, where, precision)
+    question = Question(key, lambda: Selected(*without_measuring(form, precision, device)), _decode, measure)
+    return select(question, None)
+
+
+def _key_of(
+    form: Form, tables: Mapping[str, StaticTable], bucket: tuple[int, ...], where: torch.device, precision: Precision
+) -> store.Key:
+    """What the schedule of a form is stored under."""
+    more = {"precision": precision, "combine": form.combine}
+    if form.even:
+        # In one bucket of sizes, what suits rows of equal length need not suit those of a power law.
+        more["rows"] = "even"
+    if form.additional:
+        more["algorithm"] = store.digest(show(form.algorithm))
+    return store.key_of("schedule", form.bound, tables, bucket, where, **more)
+
+
 def _worth_compiling(form: Form, precision: Precision, device: Device) -> list[Schedule]:
     """Return the candidates that are measured, the most promising first."""
     order = list(ranked(form, precision, device))
@@ -197,36 +226,8 @@ def _to_json(measured: Sequence[Measurement[Schedule]]) -> dict[str, Any]:
 
 def _decode(value: Mapping[str, Any], origin: str) -> Selected[Schedule]:
     """Read a stored value; raises one of `database.UNREADABLE` if it holds no schedule."""
-    shown = tuple(Measurement(_from_json(m["schedule"]), float(m["microseconds"])) for m in value["measured"])
-    return Selected(_from_json(value["schedule"]), origin, shown)
-
-
-def _from_json(value: Any) -> Schedule:
-    """A schedule that can be used.
-
-    Raises:
-        ValueError: it is none.
-    """
-    known = Schedule().to_json()
-    if not isinstance(value, dict) or not value.keys() <= known.keys():
-        raise ValueError(f"{value!r} is no schedule")
-    for name, number in value.items():
-        if type(number) is not type(known[name]):
-            raise ValueError(f"{name} of a schedule is {number!r}")
-        if type(number) is int and (number < min(1, known[name]) or (name in _POWERS and number & (number - 1))):
-            raise ValueError(f"{name} of a schedule is {number}")
-        if type(number) is int and number > _LARGEST.get(name, _MANY):
-            raise ValueError(f"{name} of a schedule is {number}")
-    schedule = Schedule(**value)
-    if schedule.m * schedule.n * schedule.k > _LANES:
-        raise ValueError(f"a schedule of {schedule} holds more than {_LANES} numbers")
-    return schedule
-
-
-_POWERS = ("m", "n", "k", "warps")
-# No schedule that was measured comes near to these; Triton's tensors hold as many numbers as `_LANES` at most.
-_LARGEST = {"warps": 32, "stages": 16}
-_MANY, _LANES = 2**31 - 1, 1 << 20
+    shown = tuple(Measurement(Schedule.from_json(m["schedule"]), float(m["microseconds"])) for m in value["measured"])
+    return Selected(Schedule.from_json(value["schedule"]), origin, shown)
 
 
 def _decoded(entry: store.Entry | None) -> Selected[Schedule] | None:
@@ -280,7 +281,7 @@ class _Tuning:
 
 def _code(schedule: Schedule) -> Schedule:
     """What makes the same code of a schedule for other sizes: all but how a sum is divided."""
-    return replace(schedule, splits=1, share=1)
+    return replace(schedule, splits=1, chunk=1)
 
 
 def _measure(tuning: _Tuning, schedules: Sequence[Schedule]) -> tuple[Measurement[Schedule], ...]:
@@ -352,9 +353,9 @@ class _Trial:
         self.schedule = schedule
         self.tensors = tensors
         self.start = start
-        self.owners = owners_for(form, tensors, extents, schedule)
-        self.kernel = prepare_kernel(form, schedule, tensors, start, extents, precision, self.owners)
-        self.beside: list[Tensor] | None = None
+        self.partition = partition_for(form, tensors, extents, schedule)
+        self.kernel = prepare_kernel(form, schedule, tensors, start, extents, precision, self.partition)
+        self.additional: list[Tensor] | None = None
 
     def compile(self) -> bool:
         """Whether there is machine code for the schedule."""
@@ -390,11 +391,11 @@ class _Trial:
         if not self.runs():
             return math.inf
         device = timing.device_time(self.run, repeat)
-        host = _CALL + _LAUNCH * self.kernel.further_launches(self.owners)
+        host = _CALL + _LAUNCH * self.kernel.further_launches(self.partition)
         waits = max(device, host) - max(device, _CALL)
         return device + waits
 
     def run(self) -> Tensor:
-        if self.beside is None:
-            self.beside = self.kernel.beside(self.tensors, self.owners)
-        return self.kernel(self.tensors, self.start, self.owners, self.beside)
+        if self.additional is None:
+            self.additional = self.kernel.additional(self.tensors, self.partition)
+        return self.kernel(self.tensors, self.start, self.partition, self.additional)

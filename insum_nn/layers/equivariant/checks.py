@@ -8,6 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from insum_nn.dtypes import FLOATS
 from insum_nn.errors import InsumDtypeError, InsumError, InsumShapeError, raise_collected
 from insum_nn.ops.arguments import other_device, under_autocast
 from insum_nn.ops.tensor_product_checks import other_dtype
@@ -22,8 +23,6 @@ __all__ = [
     "fits_plainly",
     "variances",
 ]
-
-_FLOATS = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
 
 
 class InputError(InsumShapeError, AssertionError, RuntimeError):
@@ -74,7 +73,7 @@ def check_last(name: str, tensor: Tensor, expected: int, irreps: object, faults:
 def check_same(tensors: dict[str, Tensor], faults: list[InsumError]) -> None:
     """Note dtypes and devices that differ from those of the first tensor, or are of no use."""
     (first, anchor), *rest = tensors.items()
-    if anchor.dtype not in _FLOATS:
+    if anchor.dtype not in FLOATS:
         faults.append(
             InsumDtypeError(
                 f"'{first}' is {anchor.dtype}",
@@ -94,7 +93,7 @@ _PLAIN = (Tensor, torch.nn.Parameter)
 
 
 def fits_plainly(x: Tensor, y: Tensor, weight: object, dims: tuple[int, int, int], *, shared: bool) -> bool:
-    """Whether inputs are what most calls pass, at a glance: matrices of one dtype on one device, and nobody watching.
+    """Whether inputs are what most calls pass, at a glance: matrices of one dtype on one device, and no active mode.
 
     Args:
         x: wanted (any, in1).
@@ -114,7 +113,7 @@ def fits_plainly(x: Tensor, y: Tensor, weight: object, dims: tuple[int, int, int
         and (x.shape[1], y.shape[1], weight.shape[-1]) == dims
         and y.dtype == dtype
         and y.device == device
-        and dtype in _FLOATS
+        and dtype in FLOATS
         and (dims[2] == 0 or (weight.dtype == dtype and weight.device == device))
         and not torch._C._is_any_autocast_enabled()
     )

@@ -56,11 +56,13 @@ Irreps = Any
 class TensorProduct(o3.TensorProduct):
     """Tensor product of two representations along chosen paths: `e3nn.o3.TensorProduct`.
 
-        Z[z,k,w] += CG[k,r,q] * X[z,I[k,r,q],u] * Y[z,J[k,r,q],v] * W[L[k,r],u,v,w]
-        Z[z,k,u] += CG[k,r,q] * X[z,I[k,r,q],u] * Y[z,J[k,r,q],v] * W[L[k,r],u,v]
+        Z[z,K[p,w]] += CG[p] * X[z,I[p,u]] * Y[z,J[p,v]] * W[L[p],u,v,w]
+        Z[z,K[p,u]] += CG[p] * X[z,I[p,u]] * Y[z,J[p,v]] * W[L[p],u,v]
 
     The first line is a mode that mixes multiplicities (uvw), the second one that keeps them (uvu); see `expression`
-    for those of a module. The Clebsch-Gordan coefficients are static tables of the non-zero ones.
+    for those of a module. `p` counts the Clebsch-Gordan coefficients that are not zero; they are static, as are the
+    tables of cells and of weights. On a CPU the compiler rewrites such a statement as dense products, path by path,
+    where one input has single copies; `explain` shows them.
 
     Source: Geiger and Smidt, e3nn (2022), section 4.
 
@@ -91,7 +93,7 @@ class TensorProduct(o3.TensorProduct):
     >>> cross = TensorProduct("16x1o", "16x1o", "16x1e", [(0, 0, 0, "uuu", False)])
     >>> cross
     TensorProduct(16x1o x 16x1o -> 16x1e | 16 paths | 0 weights)
-      Z[z,k,u] += CG[k,q] * X[z,I[k,q],u] * Y[z,J[k,q],u]
+      Z[z,K[p,u]] += CG[p] * X[z,I[p,u]] * Y[z,J[p,u]]
     >>> cross(torch.randn(8, 48), torch.randn(8, 48)).shape
     torch.Size([8, 48])
     """
@@ -221,7 +223,17 @@ class TensorProduct(o3.TensorProduct):
         >>> ours = TensorProduct.from_e3nn(peer)
         >>> type(ours).__name__, ours.weight is peer.weight
         ('FullyConnectedTensorProduct', True)
+
+        Raises:
+            InputError: the module is no tensor product of e3nn.
         """
+        if not isinstance(module, o3.TensorProduct):
+            raise InputError(
+                f"from_e3nn takes an e3nn.o3.TensorProduct, got {type(module).__module__}.{type(module).__qualname__}",
+                fix="leave other modules as they are.",
+                expected="e3nn.o3.TensorProduct",
+                got=type(module),
+            )
         kinds: tuple[type[TensorProduct], ...] = (
             FullyConnectedTensorProduct,
             ElementwiseTensorProduct,
@@ -422,7 +434,7 @@ class TensorProduct(o3.TensorProduct):
 class FullyConnectedTensorProduct(o3.FullyConnectedTensorProduct, TensorProduct):
     """Every path that the degrees and parities allow, with weights that mix all multiplicities.
 
-        Z[z,k,w] += CG[k,r,q] * X[z,I[k,r,q],u] * Y[z,J[k,r,q],v] * W[L[k,r],u,v,w]
+        Z[z,K[p,w]] += CG[p] * X[z,I[p,u]] * Y[z,J[p,v]] * W[L[p],u,v,w]
 
     Takes the place of `e3nn.o3.FullyConnectedTensorProduct`; arguments as there, and of `TensorProduct`.
     """
@@ -435,7 +447,7 @@ class FullyConnectedTensorProduct(o3.FullyConnectedTensorProduct, TensorProduct)
 class ElementwiseTensorProduct(o3.ElementwiseTensorProduct, TensorProduct):
     """The product of each copy of one input with the copy of the other that stands at its place.
 
-        Z[z,k,u] += CG[k,q] * X[z,I[k,q],u] * Y[z,J[k,q],u]
+        Z[z,K[p,u]] += CG[p] * X[z,I[p,u]] * Y[z,J[p,u]]
 
     Takes the place of `e3nn.o3.ElementwiseTensorProduct`; arguments as there, and of `TensorProduct`.
     """
@@ -450,7 +462,7 @@ class ElementwiseTensorProduct(o3.ElementwiseTensorProduct, TensorProduct):
 class FullTensorProduct(o3.FullTensorProduct, TensorProduct):
     """The product of each copy of one input with each of the other, without weights.
 
-        Z[z,k,u,v] += CG[k,q] * X[z,I[k,q],u] * Y[z,J[k,q],v]
+        Z[z,K[p,u,v]] += CG[p] * X[z,I[p,u]] * Y[z,J[p,v]]
 
     Takes the place of `e3nn.o3.FullTensorProduct`; arguments as there, and of `TensorProduct`.
     """

@@ -10,8 +10,8 @@ import torch
 from torch import Tensor
 
 from insum_nn.compiler.options import DEFAULT, Options
+from insum_nn.dtypes import INDEX_DTYPES
 from insum_nn.errors import InsumDtypeError, InsumError, raise_collected
-from insum_nn.formats.checks import INDEX_DTYPES
 from insum_nn.layers.equivariant.checks import InputError, check_same, fits_plainly
 from insum_nn.layers.equivariant.tensor_product import TensorProduct
 from insum_nn.ops.arguments import other_device, to_autocast
@@ -23,7 +23,7 @@ __all__ = ["TensorProductConv"]
 class TensorProductConv(torch.nn.Module):
     """Messages along edges, each the tensor product of a sender's features and an edge's, summed at the receivers.
 
-        Z[Dst[e],k,u] += CG[k,r,q] * X[Src[e],I[k,r,q],u] * Y[e,J[k,r,q]] * W[e,L[k,r],u]
+        Z[Dst[e],K[k,u]] += CG[k,r,q] * X[Src[e],I[k,r,q],u] * Y[e,J[k,r,q]] * W[e,L[k,r],u]
 
     (here with mode uvu and edge features of multiplicity 1; any instructions will do). Neither the gathered features
     nor the messages are ever stored for all edges.
@@ -52,7 +52,7 @@ class TensorProductConv(torch.nn.Module):
     >>> conv = TensorProductConv("8x0e", "0e + 1o", "8x0e + 8x1o", [(0, 0, 0, "uvu", True), (0, 1, 1, "uvu", True)])
     >>> conv
     TensorProductConv(8x0e x 1x0e+1x1o -> 8x0e+8x1o | 16 paths | 16 weights)
-      Z[Dst[e],k,u] += CG[k] * X[Src[e],I[k],u] * Y[e,J[k]] * W[e,L[k],u]
+      Z[Dst[e],K[k,u]] += CG[k] * X[Src[e],I[k],u] * Y[e,J[k]] * W[e,L[k],u]
     >>> receivers, senders = torch.tensor([0, 1, 1]), torch.tensor([1, 0, 2])
     >>> conv(torch.randn(3, 8), torch.randn(3, 4), torch.randn(3, 16), receivers, senders).shape
     torch.Size([3, 32])
@@ -87,10 +87,11 @@ class TensorProductConv(torch.nn.Module):
             self.tensor_product = _from_problem(irreps_in1)
             layout = layout or getattr(irreps_in1, "layout", None)
         elif irreps_in2 is None or irreps_out is None or instructions is None:
+            rest = {"irreps_in2": irreps_in2, "irreps_out": irreps_out, "instructions": instructions}
             raise InputError(
-                "irreps_in1 comes without the rest of a problem",
+                f"TensorProductConv: {' and '.join(name for name, value in rest.items() if value is None)} is missing",
                 details=["expected irreps_in1, irreps_in2, irreps_out and instructions, or one problem alone"],
-                fix="pass all four.",
+                fix='pass the rest, such as instructions=[(0, 0, 0, "uvu", True)], or one problem alone.',
             )
         else:
             kwargs.setdefault("shared_weights", bool(kwargs.get("internal_weights")))

@@ -189,7 +189,7 @@ class GCNConv(peer.GCNConv):
 
     @torch.jit.unused
     def _asks_for_messages(self, x: Any, edge_index: Any) -> bool:
-        """Whether somebody wants messages, or the input is one that the peer judges."""
+        """Whether messages are asked for, or the input is of a kind whose checks are the peer's."""
         if self.explain or self._edge_mask is not None or self.decomposed_layers != 1 or self._makes_messages:
             return True
         sums = self.aggr_module
@@ -355,9 +355,9 @@ def _from_sparse(adj: Tensor) -> tuple[Tensor, Tensor]:
         pointers, plain = (
             (fixed.crow_indices(), fixed.col_indices()) if by_row else (fixed.ccol_indices(), fixed.row_indices())
         )
-        owner = torch.arange(pointers.shape[0] - 1, dtype=plain.dtype, device=plain.device)
-        owner = owner.repeat_interleave(pointers.diff(), output_size=plain.shape[0])
-        return torch.stack((plain, owner) if by_row else (owner, plain)), fixed.values()
+        row = torch.arange(pointers.shape[0] - 1, dtype=plain.dtype, device=plain.device)
+        row = row.repeat_interleave(pointers.diff(), output_size=plain.shape[0])
+        return torch.stack((plain, row) if by_row else (row, plain)), fixed.values()
 
     edge_index, values = _edge_lists.get([adj], "sparse", build)
     return edge_index, adj.values() if adj.requires_grad else values

@@ -115,10 +115,10 @@ class PrunedModule(nn.Module):
             InsumDtypeError: not bool.
             InsumShapeError: neither of the grid's shape nor of the dense weight's.
         """
-        owner = type(self).__name__
+        caller = type(self).__name__
         if mask.dtype != torch.bool:
             raise InsumDtypeError(
-                f"{owner}: 'mask' must be bool, got {mask.dtype}",
+                f"{caller}: 'mask' must be bool, got {mask.dtype}",
                 fix="pass mask != 0.",
                 argument="mask",
                 expected=torch.bool,
@@ -129,7 +129,7 @@ class PrunedModule(nn.Module):
             dense = tuple(int(extent) for extent in self.dense_extents)
             shapes = [self.grid_shape] if dense == self.grid_shape else [self.grid_shape, dense]
             raise InsumShapeError(
-                f"{owner}: 'mask' has shape {tuple(mask.shape)}",
+                f"{caller}: 'mask' has shape {tuple(mask.shape)}",
                 details=[f"expected {' or '.join(map(str, shapes))}"],
                 fix="pass a mask with one element per place of the grid.",
                 argument="mask",
@@ -212,7 +212,7 @@ class PrunedModule(nn.Module):
         """Store other places: survivors keep their values and what the optimizer remembers of them, new ones are zero.
 
         The parameter stays the same object. Under `DistributedDataParallel` a mask with another number of places asks
-        for wrapping the model anew.
+        for wrapping the model again.
 
         Args:
             mask: bool, over the grid or over the dense weight.
@@ -392,7 +392,7 @@ class PrunedModule(nn.Module):
             self._build_index()
 
     def _state_fault(self, weight: Tensor, position: Tensor, shape: Tensor) -> str | None:
-        """What keeps a state from being this layer's, if anything; the places are proven, for kernels trust them."""
+        """What keeps a state from being this layer's, if anything; the places are checked, for kernels trust them."""
         if weight.shape[1:] != self.weight.shape[1:]:
             return f"stored cells are {tuple(weight.shape[1:])}, the layer's are {tuple(self.weight.shape[1:])}"
         if weight.shape[0] != position.shape[0] or position.ndim != 1 or position.dtype != torch.int64:

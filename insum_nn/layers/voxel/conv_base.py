@@ -11,7 +11,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from insum_nn.compiler.options import DEFAULT, Options
-from insum_nn.errors import InsumFormatError, InsumNameError, InsumShapeError
+from insum_nn.errors import InsumDtypeError, InsumFormatError, InsumNameError, InsumShapeError
 from insum_nn.layers.voxel.base import (
     VOXEL_COUNT,
     IntOrInts,
@@ -263,8 +263,16 @@ class SparseConvolutionBase:
             (m, O) features over the output's voxels, with this layer's map under its key.
 
         Raises:
+            InsumDtypeError: the input is a plain tensor.
             InsumFormatError: scales of an int8 layer are given.
         """
+        if isinstance(input, Tensor):  # pyright: ignore[reportUnnecessaryIsInstance]
+            raise InsumDtypeError(
+                f"{type(self).__name__} takes a SparseConvTensor, got a tensor of shape {tuple(input.shape)}",
+                fix="pass SparseConvTensor(features, indices, spatial_shape, batch_size) of insum_nn.layers.spconv.",
+                expected=SparseConvTensor,
+                got=type(input),
+            )
         if channel_scale is not None or output_scale is not None:
             raise InsumFormatError(
                 f"{type(self).__name__}: int8 convolutions are not supported",

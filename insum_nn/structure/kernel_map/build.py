@@ -1,9 +1,9 @@
 """Kernel maps from coordinates: what a kernel reaches, as pairs or as a table of neighbours.
 
-Under `torch.compile` to build a map is one operator. How many voxels a map leads to depends on the values of those it
-starts from. The operator says so to the compiler, which goes on with sizes that it does not know; nothing is read while
-it traces. `torch.compile(fullgraph=True)` takes such operators as they are; without it they end a graph unless
-`torch._dynamo.config.capture_dynamic_output_shape_ops` is set.
+Under `torch.compile` to build a map is one operator to Dynamo, and torch's own operations to what comes behind it
+(`traced`). How many voxels a map leads to depends on the values of those it starts from: the compiler goes on with
+sizes that it does not know; nothing is read while it traces. `torch.compile(fullgraph=True)` takes such operators as
+they are; without it they end a graph unless `torch._dynamo.config.capture_dynamic_output_shape_ops` is set.
 """
 
 from __future__ import annotations
@@ -28,15 +28,14 @@ from insum_nn.structure.kernel_map.search import (
 )
 from insum_nn.structure.kernel_map.tables import (
     MOST_ENTRIES,
-    MOST_ROWS,
     Groups,
     Pairs,
-    fake_groups,
     group_pairs,
     groups_of_table,
     identity_groups,
     order_by_mask,
 )
+from insum_nn.structure.kernel_map.traced import groups_in_graph, map_in_graph
 
 __all__ = ["build_kernel_map"]
 
@@ -196,7 +195,8 @@ def _reached_pairs(sites: Coordinates, geometry: Geometry, shape: tuple[int, ...
 
 
 def _traced_map(inputs: Coordinates, geometry: Geometry, shape: tuple[int, ...]) -> KernelMap:
-    indices, offset, in_index, out_index, filled = torch.ops.insum_nn.kernel_map(
+    build = torch.ops.insum_nn.kernel_map if torch.compiler.is_dynamo_compiling() else _operator
+    indices, offset, in_index, out_index, filled, _ = build(
         inputs.indices,
         list(inputs.spatial_shape),
         inputs.batch_size,
@@ -211,10 +211,15 @@ def _traced_map(inputs: Coordinates, geometry: Geometry, shape: tuple[int, ...])
     return KernelMap.of_groups(inputs, outputs, geometry, Groups(offset, in_index, out_index, filled, None))
 
 
-_Parts = tuple[Tensor, Tensor, Tensor, Tensor, Tensor]
+# Dynamo keeps this operator; AOTAutograd, export and make_fx decompose it into torch's operations.
+
+torch.library.define(
+    "insum_nn::kernel_map",
+    "(Tensor indices, int[] spatial_shape, int batch_size, str kind, int[] kernel_size, int[] stride, int[] padding, "
+    "int[] dilation, int[] output_padding) -> (Tensor, Tensor, Tensor, Tensor, Tensor, Tensor)",
+)
 
 
-@torch.library.custom_op("insum_nn::kernel_map", mutates_args=())
 def _operator(
     indices: Tensor,
     spatial_shape: Sequence[int],
@@ -225,32 +230,17 @@ def _operator(
     padding: Sequence[int],
     dilation: Sequence[int],
     output_padding: Sequence[int],
-) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
+) -> tuple[Tensor, ...]:
     moves = (kernel_size, stride, padding, dilation, output_padding)
     geometry = Geometry(_kind(kind), *(tuple(numbers) for numbers in moves))
-    inputs = Coordinates(indices, tuple(spatial_shape), batch_size)
-    found = build_kernel_map(inputs, geometry, proven=True, by_table=False)
-    # An operator's results share no memory, with one another or with its arguments.
-    outputs = found.out_indices
-    if kind == "subm":
-        outputs = outputs.new_empty(0, outputs.shape[1])
-    elif outputs is indices:
-        outputs = outputs.clone()
-    out_index = found.out_index.clone() if found.out_index is found.in_index else found.out_index
-    return outputs, found.offset, found.in_index, out_index, found.filled
+    shape = output_shape(tuple(spatial_shape), geometry)
+    outputs, near = map_in_graph(indices, (batch_size, *spatial_shape), geometry, shape)
+    # The caller has the voxels where they stay as they are.
+    kept = indices.new_empty(0, indices.shape[1]) if kind == "subm" else outputs
+    return kept.clone() if kept is indices else kept, *groups_in_graph(near)
 
 
-@_operator.register_fake
-def _operator_fake(
-    indices: Tensor, spatial_shape: Sequence[int], batch_size: int, kind: str, *moves: Sequence[int]
-) -> _Parts:
-    kernel_size, stride, padding, dilation, output_padding = (tuple(numbers) for numbers in moves)
-    geometry = Geometry(_kind(kind), kernel_size, stride, padding, dilation, output_padding)
-    if kind == "subm":
-        voxels = 0
-    else:
-        voxels = indices.shape[0] if geometry.is_pointwise else torch.library.get_ctx().new_dynamic_size(max=MOST_ROWS)
-    return indices.new_empty(voxels, indices.shape[1]), *fake_groups(indices, geometry.volume)
+torch.library.impl("insum_nn::kernel_map", "CompositeImplicitAutograd", _operator)
 
 
 def _kind(text: str) -> MapKind:

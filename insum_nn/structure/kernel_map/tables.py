@@ -18,18 +18,17 @@ import torch
 from torch import Tensor
 
 from insum_nn.facts import IndexFacts
+from insum_nn.structure.kernel_map.traced import groups_in_graph
 from insum_nn.structure.site_grid import constant
 
 __all__ = [
     "LIST_FACTS",
     "MASK_BITS",
     "MOST_ENTRIES",
-    "MOST_ROWS",
     "TABLE_FACTS",
     "Groups",
     "NeighbourTable",
     "Pairs",
-    "fake_groups",
     "group_pairs",
     "groups_of_table",
     "identity_groups",
@@ -49,8 +48,6 @@ LIST_FACTS: Mapping[str, IndexFacts] = {
 # Slots of a group: the longest that leaves few slots unused is taken.
 _GROUP_SIZES = (128, 64, 32, 16)
 _MAX_UNUSED = 0.25
-# What int32 can number. The compiler is told, for a statement asks whether its index tensors can address its operands.
-MOST_ROWS = (1 << 31) - 1
 # Offsets to a word of a mask: words are int64 and never negative, so that they sort as their bits read.
 MASK_BITS = 56
 # The same where a word is int32, which takes half of the time; for the tables of so few offsets.
@@ -140,7 +137,8 @@ def identity_groups(count: int, device: torch.device) -> Groups:
 def groups_of_table(neighbours: Tensor) -> Groups:
     """The groups of a table of neighbours (o, m), outputs by row; one operator under `torch.compile`."""
     if torch.compiler.is_compiling():
-        offset, in_index, out_index, filled = torch.ops.insum_nn.kernel_map_groups(neighbours)
+        group = torch.ops.insum_nn.kernel_map_groups if torch.compiler.is_dynamo_compiling() else _groups
+        offset, in_index, out_index, filled, _ = group(neighbours)
         return Groups(offset, in_index, out_index, filled, None)
     offset, output = (neighbours >= 0).nonzero(as_tuple=True)
     return group_pairs(Pairs(offset, output, neighbours[offset, output].long()), neighbours.shape[0])
@@ -166,27 +164,14 @@ def list_of_groups(groups: Groups) -> dict[str, Tensor]:
     return {name: part.index_select(0, cell) for name, part in parts.items()}
 
 
-@torch.library.custom_op("insum_nn::kernel_map_groups", mutates_args=())
-def _groups(neighbours: Tensor) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    found = groups_of_table(neighbours)
-    return found.offset, found.in_index, found.out_index, found.filled
+torch.library.define("insum_nn::kernel_map_groups", "(Tensor near) -> (Tensor, Tensor, Tensor, Tensor, Tensor)")
 
 
-@_groups.register_fake
-def _groups_fake(neighbours: Tensor) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    return fake_groups(neighbours, neighbours.shape[0])
+def _groups(near: Tensor) -> tuple[Tensor, ...]:
+    return tuple(groups_in_graph(near.long()))
 
 
-def fake_groups(like: Tensor, volume: int) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """The tensors of `Groups` as a tracer sees them: the numbers of groups and slots depend on values."""
-    context = torch.library.get_ctx()
-    groups, slots = context.new_dynamic_size(max=MOST_ROWS), context.new_dynamic_size(max=MOST_ROWS)
-    return (
-        like.new_empty(groups, dtype=torch.int32),
-        like.new_empty(groups, slots, dtype=torch.int32),
-        like.new_empty(groups, slots, dtype=torch.int32),
-        like.new_empty(volume, dtype=torch.int64),
-    )
+torch.library.impl("insum_nn::kernel_map_groups", "CompositeImplicitAutograd", _groups)
 
 
 def _choose_group_size(counts: Sequence[int]) -> int:

@@ -4,26 +4,29 @@ from __future__ import annotations
 
 import hashlib
 import re
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import replace
 from types import SimpleNamespace
+from typing import Any
 
 import torch
-from torch import fx
+from torch.fx.node import _get_qualified_name
 
+from insum_nn.compiler.codegen.calls import Call, CallGraph
 from insum_nn.compiler.forms.candidates import candidates
+from insum_nn.compiler.forms.defaults import default_schedule
 from insum_nn.compiler.forms.form import Form, FormError
 from insum_nn.compiler.forms.generated import Generated
 from insum_nn.compiler.forms.keyed import generate
 from insum_nn.compiler.forms.launch import _jit, _types, strides_of
-from insum_nn.compiler.forms.schedule import Schedule, default_schedule, precision_of
-from insum_nn.compiler.forms.source import Source, write_kernel
+from insum_nn.compiler.forms.nest import Source, write_kernel
 from insum_nn.compiler.lang.bind import Bound
 from insum_nn.compiler.options import Options
 from insum_nn.compiler.runtime.library import library_calls_of
+from insum_nn.compiler.schedule.space import Schedule, precision_of
 from tests.compiler.corpus.statements import DEVICE_TYPE, Entry
 
-__all__ = ["Code", "code_of", "digest", "graphs_of", "ttir", "without_names", "without_node_names"]
+__all__ = ["Code", "code_of", "digest", "graphs_of", "ttir", "without_call_names", "without_names"]
 
 # (what it is, its text)
 Code = tuple[str, str]
@@ -82,26 +85,38 @@ def graphs_of(entry: Entry) -> Iterator[Code]:
 def _graph(entry: Entry, bound: Bound, options: Options, *, compiled: bool = False, pieces: bool = False) -> str:
     library = library_calls_of(bound, entry.extents, options, compiled=compiled)
     graph = library.pieces if pieces else library.graph
-    return "" if graph is None else without_node_names(graph.graph)
+    return "" if graph is None else without_call_names(graph)
 
 
-def without_node_names(graph: fx.Graph) -> str:
-    """A graph's calls as text, its nodes numbered in their order."""
-    numbers = {node: f"%{number}" for number, node in enumerate(graph.nodes)}
+def without_call_names(graph: CallGraph) -> str:
+    """A graph's calls as text, its values numbered in their order."""
+    numbers = {call: f"%{number}" for number, call in enumerate([*(call for call, _ in graph.arguments), *graph.calls])}
 
-    def argument(value: object) -> object:
-        return _Name(numbers[value]) if isinstance(value, fx.Node) else value
+    def numbered(value: object) -> object:
+        if isinstance(value, Call):
+            return _Name(numbers[value])
+        if isinstance(value, tuple):
+            return tuple(map(numbered, value))
+        return [*map(numbered, value)] if isinstance(value, list) else value
 
-    lines: list[str] = []
-    for node in graph.nodes:
-        target = "" if node.op == "placeholder" else node._pretty_print_target(node.target)
-        args, kwargs = fx.map_arg(node.args, argument), fx.map_arg(node.kwargs, argument)  # type: ignore[arg-type]
-        lines.append(f"{numbers[node]} = {node.op} {target} {args} {kwargs}")
+    lines = [f"{numbers[call]} = placeholder  () {{}}" for call, _ in graph.arguments]
+    for call in graph.calls:
+        target = call.target if isinstance(call.target, str) else _qualified(call.target)
+        kwargs = {name: numbered(value) for name, value in call.kwargs.items()}
+        lines.append(f"{numbers[call]} = call_{call.kind} {target} {numbered(call.args)} {kwargs}")
+    lines.append(f"%{len(numbers)} = output output ({numbers[graph.output]},) {{}}")
     return "\n".join(lines)
 
 
+def _qualified(function: Callable[..., Any]) -> str:
+    module = getattr(function, "__module__", None)
+    if module in ("_operator", "builtins"):
+        return f"{module.removeprefix('_')}.{function.__name__}"
+    return _get_qualified_name(function)
+
+
 class _Name(str):
-    """A node's number, printed without quotes."""
+    """A value's number, printed without quotes."""
 
     __slots__ = ()
     __repr__ = str.__str__
@@ -123,8 +138,8 @@ def ttir(entry: Entry, form: Form, source: Source) -> str:
     backend = make_backend(target)
     function = _jit(source)
     # Orders and bounds of rows are made from an index tensor, in its own dtype or int64.
-    owners = SimpleNamespace(**dict.fromkeys(("begin", "end", "target", "owner", "order"), torch.empty(0).long()))
-    types = _types(form, source, entry.tensors, owners)  # type: ignore[arg-type]
+    partition = SimpleNamespace(**dict.fromkeys(("begin", "end", "target", "owner", "order"), torch.empty(0).long()))
+    types = _types(form, source, entry.tensors, partition)  # type: ignore[arg-type]
     signature = {name: kind or "i32" for name, kind in zip(function.arg_names, types, strict=True)}
     options = backend.parse_options({"num_warps": source.schedule.warps, "num_stages": source.schedule.stages})
     context = ir.context()

@@ -222,8 +222,6 @@ def test_problems():
         TensorProductConv(problem, deterministic=True, kahan=True)
     with pytest.raises(InputError, match="no attribute irreps_in1"):
         TensorProductConv(3)
-    with pytest.raises(InputError, match="without the rest of a problem"):
-        TensorProductConv("1o", "1o")
 
 
 def other_order(x: Tensor, irreps: o3.Irreps, *, components_first: bool) -> Tensor:
@@ -490,3 +488,12 @@ def test_plain_inputs_take_a_short_way(shared: bool, monkeypatch: pytest.MonkeyP
             conv(x, y, weight, bad, edges[1])
     with pytest.raises(InputError):
         conv(x, y, torch.zeros(()), *edges)
+
+
+def test_what_is_missing_is_named():
+    with pytest.raises(InputError, match="instructions is missing"):
+        TensorProductConv("8x0e", "1o", "8x1o")
+    with pytest.raises(InputError, match="irreps_out and instructions is missing"):
+        TensorProductConv("8x0e", "1o")
+    with pytest.raises(InputError, match=r"takes an e3nn\.o3\.TensorProduct, got e3nn\.o3\._linear\.Linear"):
+        TensorProduct.from_e3nn(o3.Linear("2x0e", "2x0e"))

@@ -10,7 +10,7 @@ import pytest
 import torch
 from torch import nn
 
-from insum_nn.errors import InsumFormatError, InsumNameError, InsumRangeError, InsumShapeError
+from insum_nn.errors import InsumDtypeError, InsumFormatError, InsumNameError, InsumRangeError, InsumShapeError
 from insum_nn.layers.spconv.states import load_spconv_state_dict, spconv_state_dict
 from insum_nn.layers.voxel import conv as kinds
 from insum_nn.layers.voxel import sparse_tensor
@@ -475,3 +475,10 @@ class TestBadInput:
         assert all(torch.equal(value, before[name]) for name, value in model.state_dict().items())
         with torch.autocast("cpu", dtype=torch.bfloat16):
             assert model(x).features.dtype == torch.bfloat16
+
+
+@pytest.mark.parametrize("kind", [kinds.SubMConv3d, kinds.SparseConv3d, kinds.SparseInverseConv3d])
+def test_a_plain_tensor_is_refused(kind: type):
+    layer = kind(4, 16, 3, indice_key="x")
+    with pytest.raises(InsumDtypeError, match=r"takes a SparseConvTensor, got a tensor of shape \(2, 4\)"):
+        layer(torch.randn(2, 4))

@@ -24,6 +24,7 @@ from insum_nn.compiler.ir.nodes import (
     conjunction,
     conjuncts,
 )
+from insum_nn.compiler.lang.combining import selecting
 from insum_nn.compiler.passes.library.contraction_order import multiply_in_order
 from insum_nn.compiler.passes.library.decisions import Decision
 from insum_nn.compiler.passes.library.guard_factors import guard_factors, path_conditions
@@ -61,7 +62,7 @@ def library_graph(kernel: Kernel, sizes: Mapping[str, int], target: Target) -> L
         target: what the graph is for.
     """
     cut = Cut(kernel, sizes, target)
-    if store_of(kernel).combine in ("max", "min"):
+    if selecting(store_of(kernel).combine) is not None:
         steps, whole = _extremum(cut), True
     else:
         steps, whole = _sum(cut)
@@ -114,7 +115,7 @@ def _where_any(cut: Cut, store: Store, value: Expr) -> tuple[list[GraphNode], Ex
 
 
 def _extremum(cut: Cut) -> list[GraphNode]:
-    """The steps of `max=` and `min=`: every term is formed, then reduced."""
+    """The steps of a mode that selects a term: every term is formed, then reduced."""
     store = store_of(cut.kernel)
     reads, number = factors_of(store.value)
     # Each way to miss, those of index tensors inside of others too.

@@ -10,10 +10,9 @@ from insum_nn.compiler.ir.access import Labels, indices_of, plain_labels
 from insum_nn.compiler.ir.graph import GraphNode, Library, Step, store_of
 from insum_nn.compiler.ir.nodes import Const, Expr, Index, Load
 from insum_nn.compiler.passes.library.steps import Cut, product, wide
+from insum_nn.dtypes import dtype_of
 
 __all__ = ["multiply"]
-
-_FLOATS = ("float16", "bfloat16", "float32", "float64")
 
 
 def multiply(cut: Cut, left: Load, right: Load, needed: set[str]) -> tuple[GraphNode, Load]:
@@ -59,12 +58,12 @@ def _unrolled(cut: Cut, sums: Labels) -> Labels:
 def _is_matmul(cut: Cut, m: Labels, k: Labels, n: Labels) -> bool:
     if not cut.target.compiled:
         # Without m and n a batched product would call the library once per scalar.
-        return cut.dtype in _FLOATS and bool(m or n)
+        return dtype_of(cut.dtype).has_products and bool(m or n)
     if cut.target.device != "cuda":
         return bool(m and n)
     fits = bool(m and n) and min(cut.cells(labels) for labels in (m, k, n)) > 1
     topic = ("dot over ", *_listed(k), ": m = ", *_listed(m), ", n = ", *_listed(n))
-    if fits and cut.dtype in ("float16", "bfloat16", "float32"):
+    if fits and dtype_of(cut.dtype).has_dot:
         cut.decide(topic, "tl.dot", "m, k and n all exceed 1")
         return True
     reason = "m, k or n is 1" if not fits else f"tl.dot takes no {cut.dtype}"

@@ -26,10 +26,10 @@ from insum_nn.compiler.ir.nodes import Buffer, Expr, Index, Load, Result, Store,
 from insum_nn.compiler.passes.library.contraction_order import multiply_in_order
 from insum_nn.compiler.passes.library.read_factors import read_factors
 from insum_nn.compiler.passes.library.steps import Cut, product
+from insum_nn.dtypes import dtype_of
 
 __all__ = ["Sampled", "SparseMatch", "find_sparse_product", "match_csr_product", "match_sampled_product"]
 
-_LIBRARY_DTYPES = ("float32", "float64")
 _ROW = "row"
 
 
@@ -53,7 +53,7 @@ class SparseMatch:
 def match_csr_product(cut: Cut) -> list[GraphNode] | None:
     """The steps of `Out[Row[e],n] += Val[e] * B[Col[e],n]` by torch's CSR product; `None`: it is none."""
     target = cut.target
-    if target.compiled or target.device != "cpu" or cut.dtype not in _LIBRARY_DTYPES or not target.csr:
+    if target.compiled or target.device != "cpu" or not dtype_of(cut.dtype).has_sparse_products or not target.csr:
         return None
     store = store_of(cut.kernel)
     reads, number = factors_of(store.value)
@@ -166,7 +166,7 @@ class Sampled:
 
 def match_sampled_product(cut: Cut) -> Sampled | None:
     """`A[Row[p],k] * B[Col[p],k]`, summed over k, by torch's sampled product."""
-    if cut.target.compiled or cut.target.device != "cpu" or cut.dtype not in _LIBRARY_DTYPES:
+    if cut.target.compiled or cut.target.device != "cpu" or not dtype_of(cut.dtype).has_sparse_products:
         return None
     store = store_of(cut.kernel)
     reads, number = factors_of(store.value)

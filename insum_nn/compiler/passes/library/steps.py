@@ -25,10 +25,9 @@ from insum_nn.compiler.ir.nodes import (
     walk,
 )
 from insum_nn.compiler.passes.library.decisions import Decision, Words
+from insum_nn.dtypes import dtype_of
 
 __all__ = ["Cut", "Target", "product", "read_of", "wide"]
-
-_HALVES = ("float16", "bfloat16")
 
 
 @dataclass(frozen=True, slots=True)
@@ -152,7 +151,7 @@ def read_of(buffer: Buffer, labels: Labels) -> Load:
 
 def wide(dtype: str) -> str:
     """The dtype in which products of factors are formed and added up."""
-    return "float32" if dtype in _HALVES else dtype
+    return dtype_of(dtype).wide.name
 
 
 def product(reads: Sequence[Expr], number: int | float = 1) -> Expr:

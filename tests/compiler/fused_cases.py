@@ -7,8 +7,8 @@ from torch import Tensor
 
 import insum_nn
 from insum_nn import Options
-from insum_nn.compiler.forms import joint as joint_module
-from insum_nn.compiler.forms.schedule import Schedule
+from insum_nn.compiler.forms import fused_programs as fused_module
+from insum_nn.compiler.schedule.space import Schedule
 from insum_nn.testing.tolerances import assert_matches
 
 __all__ = [
@@ -89,10 +89,10 @@ def assert_right(roles: str, tensors: dict[str, Tensor], found: list[Tensor]) ->
         assert_matches(got.cpu(), want, dtype=got.dtype, kind="sum", scale=max(scale, 1e-30))
 
 
-def ones_of(roles: str, tensors: dict[str, Tensor]) -> list[joint_module._One]:
+def ones_of(roles: str, tensors: dict[str, Tensor]) -> list[fused_module._One]:
     u = tensors["dZ"].shape[2]
     triples = zip(roles, programs(roles), named(roles, tensors), strict=True)
-    return [joint_module._one(program, given, shape_of(role, u)) for role, program, given in triples]
+    return [fused_module._one(program, given, shape_of(role, u), {}) for role, program, given in triples]
 
 
 def together(
@@ -100,11 +100,11 @@ def together(
 ) -> list[Tensor]:
     """All outputs by one kernel, under a schedule and along a walk."""
     ones = ones_of(roles, tensors)
-    found = joint_module._join(ones)[0] if walk is None else joint_module._along(ones, walk, False)
+    found = fused_module._join(ones)[0] if walk is None else fused_module._along(ones, walk, False)
     given = named(roles, tensors)
     ordered = [next(t[name] for t in given if name in t) for name in found.spec.layout.tensors]
     owned = [at for at, place in enumerate(found.order) if place == 0]
-    extents = joint_module._extents(ones, found.walk, owned, ordered, found.spec, found.static)
+    extents = fused_module._extents(ones, found.walk, owned, ordered, found.spec, found.static)
     generated = found.generated if schedule is None else found.generated.with_schedule(schedule)
     made = generated.prepare_all(ordered, extents)(ordered)
     return [made[at] for at in found.order]
@@ -113,13 +113,12 @@ def together(
 SCHEDULES = {
     "two tiles": Schedule(n=16),
     "wide": Schedule(n=64, warps=2),
-    "divided": Schedule(n=32, share=2),
-    "divided, two tiles": Schedule(n=16, share=3),
+    "divided": Schedule(n=32, chunk=2),
+    "divided, two tiles": Schedule(n=16, chunk=3),
     "rows on lanes": Schedule(m=4, n=32),
-    "rows on lanes, two tiles": Schedule(m=2, n=16, share=5),
+    "rows on lanes, two tiles": Schedule(m=2, n=16, chunk=5),
     "terms on lanes": Schedule(n=32, k=4),
-    "reading ahead": Schedule(n=32, stages=3),
-    "indices early": Schedule(n=32, early=True),
-    "indices early, divided, rows on lanes": Schedule(m=2, n=16, share=3, early=True),
-    "indices early, terms on lanes": Schedule(n=32, k=4, share=5, early=True),
+    "indices prefetched": Schedule(n=32, prefetch=True),
+    "indices prefetched, divided, rows on lanes": Schedule(m=2, n=16, chunk=3, prefetch=True),
+    "indices prefetched, terms on lanes": Schedule(n=32, k=4, chunk=5, prefetch=True),
 }

@@ -1,11 +1,11 @@
-"""Several programs on the same tensors, as one kernel where that is faster: the gradients of a product, say.
+"""Multi-output fusion: several programs on the same tensors as one kernel, such as the gradients of a product.
 
     dX[Src[e],i,u] += dZ[Dst[e],k,u] * Y[e,j] * W[e,l,u]
     dY[e,j]        += dZ[Dst[e],k,u] * X[Src[e],i,u] * W[e,l,u]
     dW[e,l,u]      += dZ[Dst[e],k,u] * X[Src[e],i,u] * Y[e,j]
 
-Terms are walked by the index tensor whose rows are worth most to have at hand; `kernel_beside` says what becomes of
-the outputs. Whatever does not fit together, or was measured to be faster apart, runs program by program.
+Terms are walked by the index tensor for which a term then reads and adds least; `additional` says what becomes of the
+outputs. What one kernel cannot compute, or was measured to be slower in one kernel, runs program by program.
 """
 
 from __future__ import annotations
@@ -19,20 +19,23 @@ from typing import Any, TypeVar
 import torch
 from torch import Tensor
 
-from insum_nn.compiler.forms.beside import Walk, is_owned, read_at, with_beside
-from insum_nn.compiler.forms.form import FormError
+from insum_nn.compiler.forms.additional import Walk, fused_form, indices_named, is_owned, read_at
+from insum_nn.compiler.forms.form import FormError, atoms
 from insum_nn.compiler.forms.generated import Generated
-from insum_nn.compiler.forms.points import OWNER, Read, canonical_points
+from insum_nn.compiler.ir.access import affine_terms
+from insum_nn.compiler.ir.nodes import Load
+from insum_nn.compiler.ir.printer import show
 from insum_nn.compiler.lang.bind import Bound, Extents, bind
 from insum_nn.compiler.lang.derivative import fresh_name
 from insum_nn.compiler.lang.shapes import resolve_extents
 from insum_nn.compiler.lang.syntax import Access
+from insum_nn.compiler.passes.own_rows import ROW
 from insum_nn.compiler.runtime.dispatch import Ready, Spec, index_versions, keep, prepare
 from insum_nn.compiler.runtime.execution import generation
 from insum_nn.compiler.runtime.program import Program
 from insum_nn.compiler.schedule import database as store
 from insum_nn.compiler.schedule.build_once import BuildOnce
-from insum_nn.compiler.schedule.canonical import named_as
+from insum_nn.compiler.schedule.canonical import named_as, names_of
 from insum_nn.compiler.schedule.database import size_bucket
 from insum_nn.compiler.schedule.select import Measured, Question, Selected
 from insum_nn.compiler.schedule.timing import time_whole
@@ -42,7 +45,7 @@ from insum_nn.facts import IndexFacts
 __all__ = ["Joint"]
 
 Shape = tuple[int, ...]
-Apart = Callable[[], list[Tensor]]
+Run = Callable[[], list[Tensor]]
 T = TypeVar("T")
 # Kinds of calls that are kept ready.
 _LIMIT = 64
@@ -50,7 +53,7 @@ _LIMIT = 64
 
 @dataclass(frozen=True, slots=True)
 class _One:
-    """A program of a joint call: its tensors in its order, and its sizes."""
+    """A program of a fused call: its tensors in its order, and its sizes."""
 
     program: Program
     tensors: tuple[Tensor, ...]
@@ -60,7 +63,7 @@ class _One:
 
 
 @dataclass(frozen=True, slots=True)
-class _Together:
+class _Fused:
     """One kernel for all.
 
     Attributes:
@@ -110,22 +113,23 @@ class Joint:
         self.deterministic = deterministic or any(p.options.deterministic for p in programs)
         self.reason = ""
         self._known: dict[Hashable, _Known] = {}
-        self._kernels: dict[Hashable, tuple[_Together, ...] | FormError] = {}
-        self._chosen: dict[Hashable, tuple[_Together | None, str]] = {}
+        self._generated: dict[Hashable, Generated] = {}
+        self._kernels: dict[Hashable, tuple[_Fused, ...] | FormError] = {}
+        self._chosen: dict[Hashable, tuple[_Fused | None, str]] = {}
         self._preparing: BuildOnce[_Known] = BuildOnce()
 
     def __call__(self, named: Sequence[Mapping[str, Tensor]], shapes: Sequence[Shape], key: Hashable) -> list[Tensor]:
         """Run all programs; the arguments are those of `together`."""
 
-        def apart() -> list[Tensor]:
+        def separately() -> list[Tensor]:
             return [p(tensors=t, out_shape=s) for p, t, s in zip(self.programs, named, shapes, strict=True)]
 
         with torch.no_grad():
-            made = self.together(named, shapes, key, apart)
-            return apart() if made is None else made
+            made = self.together(named, shapes, key, separately)
+            return separately() if made is None else made
 
     def together(
-        self, named: Sequence[Mapping[str, Tensor]], shapes: Sequence[Shape], key: Hashable, apart: Apart
+        self, named: Sequence[Mapping[str, Tensor]], shapes: Sequence[Shape], key: Hashable, separately: Run
     ) -> list[Tensor] | None:
         """Run all programs as one kernel; `None`: they are to run one by one.
 
@@ -133,8 +137,8 @@ class Joint:
             named: the tensors of each.
             shapes: of each output.
             key: what decides shapes, dtypes and devices of all these: a promise that they are plain tensors and that
-                nobody looks on.
-            apart: makes the same one by one, in the way that is best then: what one kernel is measured against.
+                no dispatch mode is active.
+            separately: makes the same one by one: what one kernel is measured against.
         """
         with torch.no_grad():
             full = (key, torch.get_float32_matmul_precision())
@@ -142,7 +146,7 @@ class Joint:
             if known is None:
 
                 def prepare() -> _Known:
-                    found = self._prepared(named, shapes, apart)
+                    found = self._prepared(named, shapes, separately)
                     keep(self._known, full, found, _LIMIT)
                     return found
 
@@ -159,10 +163,10 @@ class Joint:
             return None
         return known
 
-    def _prepared(self, named: Sequence[Mapping[str, Tensor]], shapes: Sequence[Shape], apart: Apart) -> _Known:
+    def _prepared(self, named: Sequence[Mapping[str, Tensor]], shapes: Sequence[Shape], separately: Run) -> _Known:
         """Decide how a kind of call runs."""
         try:
-            ones = [_one(*each) for each in zip(self.programs, named, shapes, strict=True)]
+            ones = [_one(*each, self._generated) for each in zip(self.programs, named, shapes, strict=True)]
             key = tuple((one.bound, one.generated.form.bound.static, one.extents.output[1:]) for one in ones)
             calls = _those_that_fit(partial(_Call, each, ones, named) for each in self._kernels_of(key, ones))
         except FormError as error:
@@ -171,7 +175,7 @@ class Joint:
         key = (key, *(size_bucket(one.extents) for one in ones))
         chosen = self._chosen.get(key)
         if chosen is None:
-            chosen = _choose(calls, apart)
+            chosen = _choose(calls, separately)
             keep(self._chosen, key, chosen, _LIMIT)
         together, self.reason = chosen
         if together is None:
@@ -182,7 +186,7 @@ class Joint:
         ready = Ready(lambda tensors, _: run(tensors), call.versions, generation())  # type: ignore[arg-type, return-value]
         return _Known(ready, call.sources, together.order)
 
-    def _kernels_of(self, key: Hashable, ones: Sequence[_One]) -> tuple[_Together, ...]:
+    def _kernels_of(self, key: Hashable, ones: Sequence[_One]) -> tuple[_Fused, ...]:
         """The kernels that compute all programs; remembered.
 
         Raises:
@@ -226,7 +230,7 @@ class _Call:
             index tensors have to be read at every call.
     """
 
-    def __init__(self, together: _Together, ones: Sequence[_One], named: Sequence[Mapping[str, Tensor]]) -> None:
+    def __init__(self, together: _Fused, ones: Sequence[_One], named: Sequence[Mapping[str, Tensor]]) -> None:
         self.together = together
         names = together.spec.layout.tensors
         self.sources = tuple(next((at, name) for at, each in enumerate(named) if name in each) for name in names)
@@ -241,7 +245,7 @@ class _Call:
         owned = [at for at, place in enumerate(together.order) if place == 0]
         self.extents = _extents(ones, together.walk, owned, self.tensors, together.spec, together.static)
         rest = sorted((at for at in range(len(ones)) if at not in owned), key=lambda at: together.order[at])
-        for at, each in zip(rest, together.generated.form.beside, strict=True):
+        for at, each in zip(rest, together.generated.form.additional, strict=True):
             name, axis = each.like
             if ones[at].extents.output[0] != self.tensors[names.index(name)].shape[axis]:
                 raise FormError(f"{ones[at].program.expression} does not have as many rows as '{name}'")
@@ -257,8 +261,15 @@ def _same(a: Tensor, b: Tensor) -> bool:
     return a is b or (a.data_ptr() == b.data_ptr() and a.shape == b.shape and a.stride() == b.stride())
 
 
-def _one(program: Program, named: Mapping[str, Tensor], shape: Shape) -> _One:
+def _one(program: Program, named: Mapping[str, Tensor], shape: Shape, made: dict[Hashable, Generated]) -> _One:
     """What is known of one of the programs.
+
+    Args:
+        program: the program.
+        named: its tensors.
+        shape: of its output.
+        made: its forms, and those of the other programs; to write out static tables takes a tenth of a second, and
+            they are the same at all sizes.
 
     Raises:
         FormError: there is nothing to do, or no generated kernel does it.
@@ -273,12 +284,15 @@ def _one(program: Program, named: Mapping[str, Tensor], shape: Shape) -> _One:
         raise FormError(f"{program.expression} is no generated kernel")
     # In the names of the caller, which say which tensors the programs share.
     own, options = named_as(bound, chosen.bound), program.options
-    sizes = dict(zip(own.layout.indices, extents.indices, strict=True))
-    generated = Generated(own, sizes, extents.output, dict(spec.static), options)
+    generated = made.get((spec, own))
+    if generated is None:
+        sizes = dict(zip(own.layout.indices, extents.indices, strict=True))
+        generated = Generated(own, sizes, extents.output, dict(spec.static), options)
+        keep(made, (spec, own), generated, _LIMIT)
     return _One(program, tensors, extents, bound, generated)
 
 
-def _join(ones: Sequence[_One], *, deterministic: bool = False) -> tuple[_Together, ...]:
+def _join(ones: Sequence[_One], *, deterministic: bool = False) -> tuple[_Fused, ...]:
     """The kernels for all programs, the one whose walk reads and adds least first.
 
     Raises:
@@ -310,16 +324,16 @@ def _cost(ones: Sequence[_One], walk: Walk) -> int:
         if form.combine == "own" and not own:
             # They are read and written.
             adds += 2 * form.accumulators
-        for read in (read for point in form.points for read in point.reads):
-            rows = [atom for sub in read.subs for _, atom in sub.terms if atom == OWNER or isinstance(atom, Read)]
-            if any(atom != OWNER and getattr(atom, "name", "") != walk[0] for atom in rows) or (
-                OWNER in rows and not own
-            ):
-                cells.add(f"{read.name}{[sub.offset for sub in read.subs]}")
+        names = {short: name for name, short in names_of(one.bound.statement).tensors.items()}
+        for read in (read for reads in form.factors for read in reads):
+            found = [atom for subscript in read.subscripts for atom, _ in atoms(subscript)]
+            others = [atom for atom in found if isinstance(atom, Load) and names[atom.buffer.name] != walk[0]]
+            if others or (ROW in found and not own):
+                cells.add(f"{names[read.buffer.name]}{[affine_terms(subscript)[1] for subscript in read.subscripts]}")
     return len(cells) + adds
 
 
-def _along(ones: Sequence[_One], walk: Walk, deterministic: bool) -> _Together:
+def _along(ones: Sequence[_One], walk: Walk, deterministic: bool) -> _Fused:
     """The kernel that walks terms by one index tensor.
 
     Raises:
@@ -342,10 +356,10 @@ def _along(ones: Sequence[_One], walk: Walk, deterministic: bool) -> _Together:
     sizes = dict(zip(bound.layout.indices, extents.indices, strict=True))
     axis = ones[owned[0]].generated.form.owner_axis if owned else 0
     forms = [(ones[at].generated.form, ones[at].extents) for at in order]
-    form = with_beside(walk, forms, bound, {**sizes, OWNER: extents.output[axis]}, deterministic=deterministic)
+    form = fused_form(walk, forms, bound, sizes, extents.output[axis], deterministic=deterministic)
     generated = Generated(bound, sizes, extents.output, {}, ones[0].program.options, form=form)
     places = tuple(order.index(at) + (not owned) for at in range(len(ones)))
-    return _Together(spec, static, places, walk, generated)
+    return _Fused(spec, static, places, walk, generated)
 
 
 def _extents(
@@ -384,11 +398,13 @@ def _union(ones: Sequence[_One], walk: Walk, *, owns: bool) -> tuple[str, dict[s
     if owns:
         form = first.generated.form
         written = form.bound.statement.output
-        static |= {s.plain: form.static[s.plain] for s in written.subscripts if s.plain in form.static}
+        fixed = dict(form.bound.static)
+        static |= {s.plain: fixed[s.plain] for s in written.subscripts if s.plain in fixed}
         output = _renamed(written, form.tables, first.extents.output, taken, static)
     for one in ones:
         form = one.generated.form
-        static |= {i: extent for i, extent in form.static.items() if i in (*form.parallel, *form.reduce)}
+        left = indices_named(form, (*form.parallel, *form.reduce))
+        static |= {index: extent for index, extent in form.bound.static if index in left}
         for access in one.bound.statement.reads:
             if access.name not in form.tables and access.name not in reads:
                 shape = one.tensors[one.bound.layout.tensors.index(access.name)].shape
@@ -412,40 +428,36 @@ def _renamed(
     return f"{access.name}[{','.join(parts)}]" if parts else access.name
 
 
-def _choose(calls: Sequence[_Call], apart: Apart) -> tuple[_Together | None, str]:
+def _choose(calls: Sequence[_Call], separately: Run) -> tuple[_Fused | None, str]:
     """Select the fastest kernel, or none where the programs are faster one by one; and say why."""
     first = calls[0]
     generated = first.together.generated
     if not worth_selecting(first.extents):
         # Where speed does not matter, the same bits at every run do.
-        fixed = (c for c in calls if not any(each.scattered for each in c.together.generated.form.beside))
+        fixed = (c for c in calls if not any(each.scattered for each in c.together.generated.form.additional))
         return next(fixed, first).together, "together: what they read is read once"
-    forms = [call.together.generated.form for call in calls]
-    points = [
-        canonical_points(form.bound.statement, [point for output in form.statements for point in output])
-        for form in forms
-    ]
-    more = {"points": store.digest(points), "precision": generated.precision}
+    algorithms = [show(call.together.generated.form.algorithm) for call in calls]
+    more = {"algorithms": store.digest(algorithms), "precision": generated.precision}
     bucket = size_bucket(first.extents)
-    key = store.key_of("joint", generated.form.bound, {}, bucket, first.tensors[0].device, **more)
+    key = store.key_of("fusion", generated.form.bound, {}, bucket, first.tensors[0].device, **more)
 
-    def decode(value: Mapping[str, Any], origin: str) -> Selected[_Together | None]:
+    def decode(value: Mapping[str, Any], origin: str) -> Selected[_Fused | None]:
         times = tuple(math.inf if us is None else float(us) for us in value["times"])
         if len(times) != len(calls) + 1 or not all(us > 0 for us in times):
             raise ValueError(f"{times} are not the times of {len(calls)} kernels and of none")
         return _fastest(calls, times)
 
-    def measure() -> Measured[_Together | None]:
-        times = tuple(time_whole(run) for run in (*(call.run() for call in calls), apart))
+    def measure() -> Measured[_Fused | None]:
+        times = tuple(time_whole(run) for run in (*(call.run() for call in calls), separately))
         return Measured(_fastest(calls, times), {"times": [None if math.isinf(us) else us for us in times]})
 
-    rule: Selected[_Together | None] = Selected(first.together, "together: what they read is read once")
+    rule: Selected[_Fused | None] = Selected(first.together, "together: what they read is read once")
     question = Question(key, lambda: rule, decode, measure)
     found = ask(question, generated.options)
     return found.candidate, found.reason
 
 
-def _fastest(calls: Sequence[_Call], times: Sequence[float]) -> Selected[_Together | None]:
+def _fastest(calls: Sequence[_Call], times: Sequence[float]) -> Selected[_Fused | None]:
     """Return the kernel that took the least time; the last time is of the programs one by one."""
     best = min(range(len(calls)), key=lambda at: times[at])
     rows = [f"{us:.1f} us by {call.together.walk[0]}" for us, call in zip(times, calls, strict=False)]

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -11,23 +12,24 @@ import torch
 import insum_nn
 from insum_nn import Options
 from insum_nn.compiler.api import Joint
-from insum_nn.compiler.forms import axes as axes_module
-from insum_nn.compiler.forms import beside as beside_module
-from insum_nn.compiler.forms import joint as joint_module
+from insum_nn.compiler.forms import additional as additional_module
+from insum_nn.compiler.forms import fused_programs as fused_module
+from insum_nn.compiler.forms import generated as generated_module
 from insum_nn.compiler.forms import launch as launch_module
-from insum_nn.compiler.forms import schedule as schedule_module
+from insum_nn.compiler.forms import placement as placement_module
 from insum_nn.compiler.forms.candidates import candidates
+from insum_nn.compiler.forms.defaults import default_schedule
 from insum_nn.compiler.forms.form import FormError
-from insum_nn.compiler.forms.nest import algorithm_of
-from insum_nn.compiler.forms.parameters import Strides
-from insum_nn.compiler.forms.schedule import adds_rows
+from insum_nn.compiler.forms.placement import adds_rows
 from insum_nn.compiler.ir import nodes
 from insum_nn.compiler.ir.build import Names
 from insum_nn.compiler.ir.graph import stores_of
 from insum_nn.compiler.passes.fuse_outputs import clusters
+from insum_nn.compiler.schedule import cost_model
+from insum_nn.compiler.schedule.kernel_work import count
+from insum_nn.compiler.schedule.space import Schedule
 from insum_nn.testing.tolerances import assert_matches
-from tests.compiler.interpreted import interpreter
-from tests.compiler.joint_cases import (
+from tests.compiler.fused_cases import (
     CELLS,
     EDGES,
     GENERATED,
@@ -42,6 +44,7 @@ from tests.compiler.joint_cases import (
     shape_of,
     together,
 )
+from tests.compiler.interpreted import interpreter
 
 __all__ = ["interpreter"]
 
@@ -74,8 +77,8 @@ def test_dtypes(dtype: torch.dtype):
         assert_right("xyw", tensors, together("xyw", tensors, walk=("Dst", "e")))
     else:
         # Sums in memory would be rounded at every step.
-        with pytest.raises(FormError, match="half type"):
-            joint_module._along(ones_of("xyw", tensors), ("Dst", "e"), False)
+        with pytest.raises(FormError, match="fp16 or bf16"):
+            fused_module._along(ones_of("xyw", tensors), ("Dst", "e"), False)
 
 
 @pytest.mark.usefixtures("interpreter")
@@ -91,7 +94,7 @@ def test_schedules(which: str, walk: str, holes: bool):
 @pytest.mark.parametrize("walk", ["Src", "Dst"])
 def test_every_candidate_is_right(walk: str):
     tensors = draw(72)
-    form = joint_module._along(ones_of("xyw", tensors), (walk, "e"), False).generated.form
+    form = fused_module._along(ones_of("xyw", tensors), (walk, "e"), False).generated.form
     tried = list(candidates(form))
     assert len(tried) > 3
     assert {adds_rows(form, schedule) for schedule in tried} == {True, False}
@@ -108,7 +111,7 @@ def test_a_call_that_was_made_before_decides_nothing(monkeypatch: pytest.MonkeyP
     joint = Joint(programs("xyw"))
     given, shapes = named("xyw", tensors), [shape_of(role, 8) for role in "xyw"]
     joint(given, shapes, 0)
-    for module in (axes_module, beside_module, schedule_module, launch_module):
+    for module in (additional_module, placement_module, launch_module):
         for name in ("element_axes", "place_indices", "memory_of", "write_kernel"):
             if hasattr(module, name):
                 monkeypatch.setattr(module, name, lambda *_: pytest.fail("decided again"))
@@ -212,19 +215,57 @@ def test_statements_that_nobody_planned_for():
 def test_what_is_not_measured_adds_to_nothing_where_that_can_be(monkeypatch: pytest.MonkeyPatch):
     """Features of few cells are cheap to add to, so that the walk by receivers comes first; small sums do without."""
     taken: list[list[bool]] = []
-    plain = joint_module.Generated.prepare_all
+    plain = fused_module.Generated.prepare_all
 
-    def prepare(self: joint_module.Generated, *given: object) -> object:
-        taken.append([each.scattered for each in self.form.beside])
+    def prepare(self: fused_module.Generated, *given: object) -> object:
+        taken.append([each.scattered for each in self.form.additional])
         return plain(self, *given)  # type: ignore[arg-type]
 
-    monkeypatch.setattr(joint_module.Generated, "prepare_all", prepare)
-    monkeypatch.setattr(joint_module, "_cost", lambda ones, walk: walk[0])
+    monkeypatch.setattr(fused_module.Generated, "prepare_all", prepare)
+    monkeypatch.setattr(fused_module, "_cost", lambda ones, walk: walk[0])
     tensors = draw(4)
     for roles in ("xyw", "xz"):
         joint = Joint(programs(roles))
         assert_right(roles, tensors, joint(named(roles, tensors), [shape_of(role, 4) for role in roles], 0))
     assert taken == [[False, False], [True]]
+
+
+@pytest.mark.usefixtures("interpreter")
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64], ids=str)
+def test_a_lane_has_a_column(monkeypatch: pytest.MonkeyPatch, dtype: torch.dtype):
+    """Also where the code holds more values than a thread has registers: fewer columns than lanes need as many."""
+    taken: list[Schedule] = []
+    plain = fused_module.Generated.prepare_all
+
+    def prepare(self: fused_module.Generated, *given: object) -> object:
+        work = replace(count(self.form, default_schedule(self.form), self.precision), values=3_000.0)
+        monkeypatch.setattr(cost_model, "count", lambda *_: work)
+        taken.append(cost_model.without_measuring(self.form, self.precision, cost_model.H200)[0])
+        return plain(self, *given)  # type: ignore[arg-type]
+
+    monkeypatch.setattr(fused_module.Generated, "prepare_all", prepare)
+    tensors = draw(64, dtype)
+    assert_right("xyw", tensors, Joint(programs("xyw"))(named("xyw", tensors), [shape_of(r, 64) for r in "xyw"], 0))
+    assert [(each.n, each.warps) for each in taken] == [(32, 1)]
+
+
+@pytest.mark.usefixtures("interpreter")
+def test_static_tables_are_written_out_once_for_all_sizes(monkeypatch: pytest.MonkeyPatch):
+    """Graphs of a data loader differ in their edges at each step."""
+    forms: list[object] = []
+    plain = generated_module.make_form
+    monkeypatch.setattr(generated_module, "make_form", lambda *a, **more: (forms.append(a), plain(*a, **more))[1])
+    joint, tensors, counts = Joint(programs("xyw")), draw(16), list[int]()
+    for edges in (EDGES, EDGES - 3, EDGES - 4):
+        some = {n: t[:edges] if n in ("Src", "Dst", "Y", "W") else t for n, t in tensors.items()}
+        given = named("xyw", some)
+        shapes = [(edges if r in "yw" else NODES, *shape_of(r, 16)[1:]) for r in "xyw"]
+        for program, own, shape, got in zip(joint.programs, given, shapes, joint(given, shapes, edges), strict=True):
+            want = program.reference(tensors=own, out_shape=shape)
+            assert_matches(got, want, dtype=torch.float32, kind="sum", scale=float(want.abs().max()))
+        assert joint.reason.startswith("together")
+        counts.append(len(forms))
+    assert counts[0] == counts[1] == counts[2] > 0
 
 
 @pytest.mark.usefixtures("interpreter")
@@ -247,12 +288,12 @@ def test_an_output_of_other_rows_than_what_is_read():
             assert_matches(got, want, dtype=torch.float32, kind="sum", scale=float(want.abs().max()))
 
 
-def test_points_that_share_most_come_together():
+def test_terms_that_share_most_are_clustered():
     tensors = draw(4)
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("TRITON_INTERPRET", "1")
-        form = joint_module._join(ones_of("xyw", tensors))[0].generated.form
-    kernel = algorithm_of(form, Strides((True,) * len(form.bound.layout.tensors)))
+        form = fused_module._join(ones_of("xyw", tensors))[0].generated.form
+    kernel = form.algorithm
     stores, found = stores_of(kernel), clusters(kernel)
     # All terms once, each cluster with those of one path: no cell of the output's gradient is in two of them.
     assert sorted(itertools.chain(*found)) == [*range(len(stores))]
@@ -267,13 +308,13 @@ def test_points_that_share_most_come_together():
 def test_which_index_tensor_terms_are_walked_by():
     tensors = draw(4)
     # A row of dZ has 5 cells, and one of X 4, which are read, or added to: read and written.
-    walks = {roles: joint_module._join(ones_of(roles, tensors))[0].walk[0] for roles in ("xyw", "zyw", "yw", "xz")}
+    walks = {roles: fused_module._join(ones_of(roles, tensors))[0].walk[0] for roles in ("xyw", "zyw", "yw", "xz")}
     assert walks == {"xyw": "Src", "zyw": "Dst", "yw": "Dst", "xz": "Dst"}
     ones = ones_of("xyw", tensors)
-    assert [found.walk[0] for found in joint_module._join(ones)] == ["Src", "Dst"]
-    assert [found.walk[0] for found in joint_module._join(ones, deterministic=True)] == ["Src"]
+    assert [found.walk[0] for found in fused_module._join(ones)] == ["Src", "Dst"]
+    assert [found.walk[0] for found in fused_module._join(ones, deterministic=True)] == ["Src"]
     with pytest.raises(FormError, match="no fixed order"):
-        joint_module._along(ones, ("Dst", "e"), True)
+        fused_module._along(ones, ("Dst", "e"), True)
 
 
 @pytest.mark.gpu
@@ -285,7 +326,7 @@ def test_on_a_gpu(roles: str, u: int, dtype: torch.dtype):
     shapes = [shape_of(role, u) for role in roles]
     joint = Joint(programs(roles))
     found = joint(named(roles, tensors), shapes, "key")
-    # Two outputs with owners: one is added to in memory, which half types are not.
+    # Two outputs with partition: one is added to in memory, which half types are not.
     added = {"x", "z"} <= set(roles) and dtype == torch.float16
     assert joint.reason.startswith("one by one" if added else "together")
     assert_right(roles, tensors, found)
@@ -301,14 +342,14 @@ def test_the_choice_is_measured_and_remembered(tmp_path: Path, monkeypatch: pyte
     t = {"Src": src, "Dst": dst, "dZ": torch.randn(nodes, 5, u), "X": torch.randn(nodes, 4, u)}
     t |= {"Y": torch.randn(edges, 3), "W": torch.randn(edges, 3, u), **TABLES}
     t = {n: each.cuda() for n, each in t.items()}
-    own = programs("xyw", options=Options())
+    own = programs("xyw", options=Options(tune=True))
     given = [{n: t[n] for n in p.statement.tensors()} for p in own]
     shapes = [(nodes, 4, u), (edges, 3), (edges, 3, u)]
     joint = Joint(own)
     found = joint(given, shapes, 0)
     assert " us" in joint.reason
     again = Joint(own)
-    monkeypatch.setattr(joint_module, "time_whole", lambda *_: pytest.fail("measured again"))
+    monkeypatch.setattr(fused_module, "time_whole", lambda *_: pytest.fail("measured again"))
     repeated = again(given, shapes, 0)
     assert again.reason == joint.reason
     for program, tensors, shape, a, b in zip(own, given, shapes, found, repeated, strict=True):

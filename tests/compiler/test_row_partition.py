@@ -13,21 +13,21 @@ from torch import Tensor
 import insum_nn
 from insum_nn.compiler.runtime import row_partition
 from insum_nn.compiler.runtime.row_partition import (
-    Owners,
-    clear_owners,
+    RowPartition,
+    clear_partitions,
     keep_words,
-    known_owners,
+    known_partition,
     longest_row,
-    owners_of,
+    partition_of,
     words_of,
 )
 
 
 @pytest.fixture(autouse=True)
 def _fresh() -> Iterator[None]:
-    clear_owners()
+    clear_partitions()
     yield
-    clear_owners()
+    clear_partitions()
 
 
 def terms_by_row(index: Tensor, rows: int) -> list[list[int]]:
@@ -39,7 +39,7 @@ def terms_by_row(index: Tensor, rows: int) -> list[list[int]]:
     return found
 
 
-def walked(built: Owners) -> list[tuple[int, list[int]]]:
+def walked(built: RowPartition) -> list[tuple[int, list[int]]]:
     """Each range as its row and the terms that a program would walk, in order."""
     begin = built.begin.tolist()
     end = begin[1:] if built.end is None else built.end.tolist()
@@ -48,8 +48,8 @@ def walked(built: Owners) -> list[tuple[int, list[int]]]:
     return [(owner[r], [t if order is None else order[t] for t in range(begin[r], end[r])]) for r in range(built.rows)]
 
 
-def assert_owns(index: Tensor, rows: int, share: int, *, permuted: bool) -> Owners:
-    built = owners_of(index, rows, permuted, share)
+def assert_owns(index: Tensor, rows: int, share: int, *, permuted: bool) -> RowPartition:
+    built = partition_of(index, rows, permuted, share)
     want = terms_by_row(index, rows)
     got: list[list[int]] = [[] for _ in range(rows)]
     for row, terms in walked(built):
@@ -66,7 +66,7 @@ def assert_owns(index: Tensor, rows: int, share: int, *, permuted: bool) -> Owne
     return built
 
 
-def check_division(built: Owners, want: list[list[int]], share: int) -> None:
+def check_division(built: RowPartition, want: list[list[int]], share: int) -> None:
     """Rows with more than `share` terms have slots of their own, in order; the others are written directly."""
     parts = [max(1, math.ceil(len(terms) / share)) for terms in want]
     assert built.rows == sum(parts)
@@ -116,7 +116,7 @@ def test_rows_past_the_end_own_nothing():
 
 def test_nothing_at_all():
     for rows in (0, 3):
-        built = owners_of(torch.zeros(0, dtype=torch.int64), rows, False, 4)
+        built = partition_of(torch.zeros(0, dtype=torch.int64), rows, False, 4)
         assert (built.rows, built.split) == (rows, False)
         assert built.begin.tolist() == [0] * (rows + 1)
     assert_owns(torch.full((5,), -1), 3, 2, permuted=True)
@@ -130,7 +130,7 @@ def test_one_row_has_nearly_everything():
 
 
 def test_the_parts_of_divided_rows_are_side_by_side():
-    built = owners_of(torch.tensor([0] * 5 + [1] + [3] * 3), 5, False, 2)
+    built = partition_of(torch.tensor([0] * 5 + [1] + [3] * 3), 5, False, 2)
     assert built.divided is not None
     assert built.first is not None
     assert (built.divided.tolist(), built.first.tolist(), built.slots) == ([0, 3], [0, 3, 5], 5)
@@ -138,31 +138,31 @@ def test_the_parts_of_divided_rows_are_side_by_side():
 
 def test_remembered_by_tensor_version_and_arguments():
     index = torch.tensor([0, 1, 1, 2])
-    first = owners_of(index, 3, False, 512)
-    assert owners_of(index, 3, False, 512) is first
-    assert known_owners(index, 3, False, 512) is first
+    first = partition_of(index, 3, False, 512)
+    assert partition_of(index, 3, False, 512) is first
+    assert known_partition(index, 3, False, 512) is first
     # Equal values in another tensor, other rows, another order, another division.
-    assert owners_of(index.clone(), 3, False, 512) is not first
+    assert partition_of(index.clone(), 3, False, 512) is not first
     for arguments in ((4, False, 512), (3, True, 512), (3, False, 1)):
-        assert known_owners(index, *arguments) is None
-        assert owners_of(index, *arguments) is not first
+        assert known_partition(index, *arguments) is None
+        assert partition_of(index, *arguments) is not first
     index[0] = 1
-    assert known_owners(index, 3, False, 512) is None
-    assert owners_of(index, 3, False, 512).begin.tolist() == [0, 0, 3, 4]
+    assert known_partition(index, 3, False, 512) is None
+    assert partition_of(index, 3, False, 512).begin.tolist() == [0, 0, 3, 4]
 
 
 def test_the_longest_row_is_known_and_shares_that_divide_none_are_one():
     index = torch.tensor([4, 0, 4, 2, 4, -1, 0])
     assert longest_row(index, 6, permuted=True) == 3
-    whole = owners_of(index, 6, permuted=True, share=3)
+    whole = partition_of(index, 6, permuted=True, chunk=3)
     assert not whole.split
-    assert owners_of(index, 6, permuted=True, share=64) is whole
-    divided = owners_of(index, 6, permuted=True, share=2)
+    assert partition_of(index, 6, permuted=True, chunk=64) is whole
+    divided = partition_of(index, 6, permuted=True, chunk=2)
     assert divided.split
     assert divided.longest == 3
     index[3] = 4
     assert longest_row(index, 6, permuted=True) == 4
-    assert owners_of(index, 6, permuted=True, share=3).split
+    assert partition_of(index, 6, permuted=True, chunk=3).split
     assert longest_row(torch.empty(0, dtype=torch.int32), 6, permuted=False) == 0
     with torch.inference_mode():
         hidden = torch.tensor([1, 1, 0])
@@ -173,7 +173,7 @@ def test_the_longest_row_is_known_and_shares_that_divide_none_are_one():
 def test_codes_of_equal_shares_fit_their_integers(rows: int):
     """A code holds the row times four and two flags."""
     index = torch.tensor([0, rows - 2, rows - 1])
-    built = owners_of(index, rows, False, 2, segment=True)
+    built = partition_of(index, rows, False, 2, segment=True)
     assert built.target is not None
     assert built.target.dtype == (torch.int32 if rows < 2**29 else torch.int64)
     assert (built.target >> 2).tolist() == index.tolist()
@@ -182,15 +182,15 @@ def test_codes_of_equal_shares_fit_their_integers(rows: int):
 
 def test_a_write_through_a_view_is_seen():
     index = torch.tensor([0, 1, 1, 2])
-    owners_of(index, 3, False, 512)
+    partition_of(index, 3, False, 512)
     index[1:3].fill_(0)
-    assert owners_of(index, 3, False, 512).begin.tolist() == [0, 3, 3, 4]
+    assert partition_of(index, 3, False, 512).begin.tolist() == [0, 3, 3, 4]
 
 
 def test_forgotten_with_the_tensor():
     index = torch.tensor([0, 1, 1, 2])
-    owners_of(index, 3, False, 512)
-    owners_of(index, 3, True, 512)
+    partition_of(index, 3, False, 512)
+    partition_of(index, 3, True, 512)
     assert len(row_partition._known) == 2
     del index
     gc.collect()
@@ -201,35 +201,35 @@ def test_no_more_than_the_limit_is_kept(monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setattr(row_partition, "_LIMIT", 4)
     kept = [torch.tensor([0, 1]) for _ in range(9)]
     for index in kept:
-        owners_of(index, 2, False, 512)
+        partition_of(index, 2, False, 512)
     assert len(row_partition._known) == 4
-    assert known_owners(kept[-1], 2, False, 512) is not None
-    assert known_owners(kept[0], 2, False, 512) is None
+    assert known_partition(kept[-1], 2, False, 512) is not None
+    assert known_partition(kept[0], 2, False, 512) is None
 
 
 def test_inference_tensors_are_read_every_time():
     """Their writes leave no trace."""
     with torch.inference_mode():
         index = torch.tensor([0, 1, 1])
-        assert owners_of(index, 2, False, 512).begin.tolist() == [0, 1, 3]
+        assert partition_of(index, 2, False, 512).begin.tolist() == [0, 1, 3]
         index[0] = 1
-        assert owners_of(index, 2, False, 512).begin.tolist() == [0, 0, 3]
+        assert partition_of(index, 2, False, 512).begin.tolist() == [0, 0, 3]
     assert not row_partition._known
 
 
 def test_built_in_inference_mode_and_used_outside():
     index = torch.tensor([1, 0, 1])
     with torch.inference_mode():
-        built = owners_of(index, 2, True, 512)
+        built = partition_of(index, 2, True, 512)
     assert not built.begin.is_inference()
-    assert owners_of(index, 2, True, 512) is built
+    assert partition_of(index, 2, True, 512) is built
 
 
 def test_cleared_with_the_cache():
     index = torch.tensor([0, 1])
-    owners_of(index, 2, False, 512)
+    partition_of(index, 2, False, 512)
     insum_nn.clear_cache()
-    assert known_owners(index, 2, False, 512) is None
+    assert known_partition(index, 2, False, 512) is None
 
 
 @pytest.mark.parametrize("dtype", [torch.int32, torch.int64], ids=str)

@@ -1,0 +1,188 @@
+"""Record torch calls, and print them as the Python function that runs.
+
+`torch.fx` could do the same and took half of the time of a first call.
+"""
+
+from __future__ import annotations
+
+import builtins
+import keyword
+import math
+import operator
+import sys
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass
+from functools import cached_property
+from typing import Any, Literal
+
+import torch
+from torch import Tensor
+
+from insum_nn.compiler.ir.nodes import Buffer, Size
+
+__all__ = ["Call", "CallGraph"]
+
+_INFIX = {
+    operator.add: "+",
+    operator.sub: "-",
+    operator.mul: "*",
+    operator.ge: ">=",
+    operator.gt: ">",
+    operator.lt: "<",
+}
+_SHADOWING = {*dir(builtins), *keyword.kwlist, "torch", "inf", "nan"}
+
+
+@dataclass(slots=True, eq=False)
+class Call:
+    """An argument, or the value of a call.
+
+    Attributes:
+        name: of the variable.
+        kind: of a method, `args[0]` is the object.
+        target: the function, or the method's name.
+        args: what it is called with; tuples and lists may hold calls.
+        kwargs: by name.
+    """
+
+    name: str
+    kind: Literal["argument", "function", "method"]
+    target: Callable[..., Any] | str
+    args: tuple[Any, ...]
+    kwargs: Mapping[str, Any]
+
+    def inputs(self) -> Iterator[Call]:
+        """Yield the calls whose values it takes."""
+        return _calls_in((*self.args, *self.kwargs.values()))
+
+    def __repr__(self) -> str:
+        return self.name
+
+    def text(self) -> str:
+        """Return the call in Python."""
+        args = self.args
+        if self.target is getattr:
+            return f"{args[0]!r}.{args[1]}"
+        if self.kind == "function" and self.target in _INFIX:
+            return f"{args[0]!r} {_INFIX[self.target]} {args[1]!r}"  # type: ignore[index]
+        listed = [*map(repr, args), *(f"{name}={value!r}" for name, value in self.kwargs.items())]
+        if self.kind == "method":
+            return f"{listed[0]}.{self.target}({', '.join(listed[1:])})"
+        return f"{_name_of(self.target)}({', '.join(listed)})"
+
+
+class CallGraph:
+    """Calls in order; once it is finished, `forward` runs them.
+
+    Attributes:
+        arguments: what it takes, and what that stands for.
+        calls: of functions and methods.
+        output: whose value it returns.
+    """
+
+    output: Call
+
+    def __init__(self) -> None:
+        self.arguments: list[tuple[Call, Buffer | Size]] = []
+        self.calls: list[Call] = []
+        self.counts: dict[str, int] = {}
+
+    # Recording.
+
+    def argument(self, stands_for: Buffer | Size) -> Call:
+        """Take one more argument."""
+        call = Call(f"arg{len(self.arguments)}", "argument", "", (), {})
+        self.arguments.append((call, stands_for))
+        return call
+
+    def function(self, target: Callable[..., Any], args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Call:
+        """Call a function."""
+        name = target.__name__.replace(".", "_").lower()
+        return self._append(Call(self._unused(name), "function", target, args, kwargs))
+
+    def method(self, name: str, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Call:
+        """Call a method of the first of `args`."""
+        return self._append(Call(self._unused(name), "method", name, args, kwargs))
+
+    def finish(self, output: Call) -> None:
+        """Return the value of a call, and drop those that nothing needs."""
+        self.output = output
+        needed = {output}
+        for call in reversed(self.calls):
+            if call in needed:
+                needed.update(call.inputs())
+        self.calls = [call for call in self.calls if call in needed]
+
+    def _append(self, call: Call) -> Call:
+        self.calls.append(call)
+        return call
+
+    def _unused(self, name: str) -> str:
+        count = self.counts.get(name, int(name in _SHADOWING))
+        self.counts[name] = count + 1
+        return f"{name}_{count}" if count else name
+
+    # What was recorded.
+
+    @property
+    def code(self) -> str:
+        """Return the function's text, without the statements that free memory."""
+        return self._text(free=False)
+
+    @cached_property
+    def forward(self) -> Callable[..., Tensor]:
+        """Compile the function."""
+        modules = {_module_of(call.target) for call in self.calls if call.kind == "function"}
+        names: dict[str, Any] = {name.rpartition(".")[2]: sys.modules[name] for name in modules if name}
+        names.update(torch=torch, inf=math.inf, nan=math.nan)
+        exec(compile(self._text(free=True), "<insum_nn library calls>", "exec"), names)
+        return names["forward"]  # type: ignore[no-any-return]
+
+    def __call__(self, *args: Any) -> Tensor:
+        return self.forward(*args)
+
+    def _text(self, *, free: bool) -> str:
+        lines = [f"def forward({', '.join(call.name for call, _ in self.arguments)}):"]
+        done = self._last_uses() if free else {}
+        for call in self.calls:
+            lines.append(f"    {call.name} = {call.text()}")
+            if call in done:
+                lines.append(f"    del {', '.join(each.name for each in done[call])}")
+        lines.append(f"    return {self.output.name}")
+        return "\n".join(lines) + "\n"
+
+    def _last_uses(self) -> dict[Call, list[Call]]:
+        """Find the values that no later call takes, after each call; arguments are the caller's."""
+        seen = {self.output}
+        found: dict[Call, list[Call]] = {}
+        for call in reversed(self.calls):
+            for value in call.inputs():
+                if value not in seen and value.kind != "argument":
+                    seen.add(value)
+                    found.setdefault(call, []).append(value)
+        return found
+
+
+def _calls_in(values: Any) -> Iterator[Call]:
+    for value in values:
+        if isinstance(value, Call):
+            yield value
+        elif isinstance(value, tuple | list):
+            yield from _calls_in(value)
+
+
+def _name_of(target: Any) -> str:
+    """Return the text by which a function is called."""
+    if isinstance(target, torch._ops.OpOverload):
+        return f"torch.ops.{target}"
+    module = _module_of(target)
+    if module:
+        return f"{module.rpartition('.')[2]}.{target.__name__}"
+    assert target is getattr(torch, target.__name__, None), f"no name for {target}"
+    return f"torch.{target.__name__}"
+
+
+def _module_of(target: Any) -> str:
+    """Return the module of one of our functions, or of Python's operators; empty for torch's."""
+    module = getattr(target, "__module__", None) or ""
+    return "operator" if module == "_operator" else module if module.startswith("insum_nn.") else ""

@@ -1,0 +1,214 @@
+"""Kernels of several outputs: the form of the outputs that one walk over shared rows can make too.
+
+The gradients of one product read the same rows, those of the gradient of its output most of all. A program that walks
+the terms of a row `Dst[e] = i` reads `dZ[i]` once, and passes all that these are made of:
+
+    dX[Src[e],i,u] += dZ[Dst[e],k,u] * Y[e,j] * W[e,l,u]
+    dY[e,j]        += dZ[Dst[e],k,u] * X[Src[e],i,u] * W[e,l,u]
+    dW[e,l,u]      += dZ[Dst[e],k,u] * X[Src[e],i,u] * Y[e,j]
+
+It writes rows of `dY` and `dW` as it goes, and adds to rows of `dX`, which other programs add to as well. Walking the
+terms by `Src` instead it owns rows of `dX`, adds to nothing, and reads a row of `dZ` for every term.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+
+from insum_nn.compiler.forms.form import OWNER, AdditionalOutput, Form, FormError, at_rows, input_of
+from insum_nn.compiler.forms.placement import adds_rows, element_axes
+from insum_nn.compiler.ir.build import OUTPUT, Names, build
+from insum_nn.compiler.ir.graph import loops_of, stores_of
+from insum_nn.compiler.ir.nodes import Buffer, Const, Index, Kernel, Load, Node, Size
+from insum_nn.compiler.lang.bind import Bound, Extents
+from insum_nn.compiler.lang.syntax import Statement
+from insum_nn.compiler.passes.fuse_outputs import fuse_outputs
+from insum_nn.compiler.schedule.canonical import names_of
+from insum_nn.compiler.schedule.space import Schedule
+from insum_nn.dtypes import is_widened
+
+__all__ = ["Memory", "Walk", "fused_form", "indices_named", "is_owned", "memory_of", "read_at"]
+
+Walk = tuple[str, str]
+"""An index tensor with an entry for each term, and the index of its entries."""
+
+
+def fused_form(
+    walk: Walk,
+    forms: Sequence[tuple[Form, Extents]],
+    bound: Bound,
+    sizes: Mapping[str, int],
+    rows: int,
+    *,
+    deterministic: bool,
+) -> Form:
+    """The form of several statements.
+
+    Args:
+        walk: whose rows a program owns.
+        forms: of each statement, and its sizes; of one whose rows are the walk's own, first.
+        bound: of a statement that writes what the first one does, or a number for each row, and reads what any reads.
+        sizes: extents of the first call.
+        rows: the number of the walk's rows.
+        deterministic: several programs must not add to one cell.
+
+    Raises:
+        FormError: one kernel cannot compute them.
+    """
+    tensor, entry = walk
+    names = names_of(bound.statement)
+    first = forms[0][0]
+    owns = is_owned(first, walk)
+    axis = first.owner_axis if owns else 0
+    facts = bound.facts_of(tensor)
+    columns = indices_named(first, first.parallel, without=entry) or indices_named(first, first.reduce)
+    statements = [form.bound.statement for form, _ in forms]
+    additional = tuple(_additional(form, extents, walk, columns, statements) for form, extents in forms[owns:])
+    algorithm = _fused([form for form, _ in forms], additional, build(bound), names)
+    owner = Load(input_of(algorithm, names.tensors[tensor]), (Index(names.indices[entry]),))
+    stores = tuple(
+        at_rows((store for store in stores_of(algorithm) if store.buffer is result.buffer), owner)
+        for result in algorithm.results
+    )
+    form = Form(
+        bound,
+        algorithm,
+        {**{names.indices[name]: extent for name, extent in sizes.items()}, OWNER: rows},
+        "own",
+        owner,
+        axis,
+        (names.indices[entry],),
+        not (facts.sorted and facts.masked is False),
+        (OWNER, *(names.indices[name] for name in columns)),
+        (),
+        frozenset(),
+        stores if owns else ((), *stores),
+        additional,
+    )
+    lanes = element_axes(form)[1]
+    if len(columns) != 1 or (OWNER, *lanes) != form.parallel or lanes[0] not in form.static:
+        raise FormError("there are no columns of a known number")
+    if any(each.scattered for each in additional) and (deterministic or is_widened(bound.dtype)):
+        raise FormError("several terms meet in one cell, in no fixed order or in fp16 or bf16")
+    return form
+
+
+def indices_named(form: Form, letters: Sequence[str], *, without: str = "") -> list[str]:
+    """Indices of a form by the names of its statement; the rows of its owner have none."""
+    names = {letter: name for name, letter in names_of(form.bound.statement).indices.items()}
+    return [names[letter] for letter in letters if letter != OWNER and names[letter] != without]
+
+
+def is_owned(form: Form, walk: Walk) -> bool:
+    """Whether a statement sums the rows of a walk, over its terms alone."""
+    return form.owner is not None and not form.reduce and _owner_name(form) == walk[0] and _entries(form) == [walk[1]]
+
+
+def _owner_name(form: Form) -> str:
+    read = form.bound.statement.output.subscripts[form.owner_axis].indirect
+    assert read is not None
+    return read.name
+
+
+def _entries(form: Form) -> list[str]:
+    return indices_named(form, form.entries)
+
+
+def _additional(
+    form: Form, extents: Extents, walk: Walk, columns: Sequence[str], statements: Sequence[Statement]
+) -> AdditionalOutput:
+    """An output that has a row for each term, or rows that another index tensor owns.
+
+    Raises:
+        FormError: it is of another kind.
+    """
+    statement = form.bound.statement
+    tensor, entry = walk
+    if {*indices_named(form, (*form.parallel, *form.reduce), without=entry)} != {*columns}:
+        raise FormError(f"{statement} goes over other indices")
+    like, scattered = (tensor, 0), form.combine == "own"
+    if scattered:
+        if _entries(form) != [entry] or form.reduce or form.owner_axis:
+            raise FormError(f"{statement} sums other terms")
+        like = read_at(statements, (_owner_name(form), entry))
+    elif form.combine != "direct" or statement.output.subscripts[0].plain != entry:
+        raise FormError(f"{statement} has no row for each term")
+    elif not form.covers(extents.output):
+        raise FormError(f"{statement} leaves cells out")
+    if any(s.plain is None and s.indirect is None for s in statement.output.subscripts):
+        raise FormError(f"{statement} may write outside of its output")
+    return AdditionalOutput(extents.output[1:], bool(form.reduce), like, scattered)
+
+
+def read_at(statements: Sequence[Statement], rows: Walk) -> tuple[str, int]:
+    """A tensor that is read at the rows that an index tensor says, and its axis of rows.
+
+    Raises:
+        FormError: there is none, so that nothing tells how many rows there are.
+    """
+    wanted = f"{rows[0]}[{rows[1]}]"
+    for access in (access for statement in statements for access in statement.reads):
+        for axis, subscript in enumerate(access.subscripts):
+            if str(subscript.indirect) == wanted:
+                return access.name, axis
+    raise FormError(f"no tensor is read at rows of {wanted}")
+
+
+def _fused(forms: Sequence[Form], additional: Sequence[AdditionalOutput], shared: Kernel, names: Names) -> Kernel:
+    """The algorithm of all outputs, in the names of the statement that reads what any of them reads."""
+    buffers = {b.name: b for b in shared.inputs}
+    written = shared.results[0].buffer
+    outputs = [written] if len(additional) < len(forms) else []
+    for number, each in enumerate(additional, 1):
+        tensor, axis = each.like
+        shape = (buffers[names.tensors[tensor]].shape[axis], *map(Const, each.shape))
+        outputs.append(Buffer(f"{OUTPUT}{number}", written.dtype, shape))
+    return fuse_outputs([_renamed(form, shared, names, out) for form, out in zip(forms, outputs, strict=True)])
+
+
+def _renamed(form: Form, shared: Kernel, names: Names, output: Buffer) -> Kernel:
+    """The kernel of one of several outputs, in the names and with the extents of the kernel of all."""
+    own, kernel = names_of(form.bound.statement), form.algorithm
+    inputs, extents = {b.name: b for b in shared.inputs}, {loop.index.name: loop.end for loop in loops_of(shared)}
+    result = kernel.results[0].buffer
+    changed: dict[Node, Node] = {}
+    users = {name: user for user, name in own.tensors.items()}
+    for buffer, instead in [*((b, inputs[names.tensors[users[b.name]]]) for b in kernel.inputs), (result, output)]:
+        changed[buffer] = instead
+        changed |= {a: b for a, b in zip(buffer.shape, instead.shape, strict=True) if isinstance(a, Size)}
+    for user, letter in own.indices.items():
+        if user in names.indices:
+            changed[Index(letter)] = Index(names.indices[user])
+            changed[Size(letter)] = extents[names.indices[user]]
+    found = kernel.replace(changed)
+    assert isinstance(found, Kernel)
+    return found
+
+
+@dataclass(frozen=True, slots=True)
+class Memory:
+    """What memory an additional output needs.
+
+    Attributes:
+        place: the position of a tensor, and its axis, with as many entries as this output has rows.
+        axis: that axis.
+        shape: of a row.
+        zero: cells are added to.
+    """
+
+    place: int
+    axis: int
+    shape: tuple[int, ...]
+    zero: bool
+
+
+def memory_of(form: Form, schedule: Schedule) -> tuple[Memory, ...]:
+    """The memory of each additional output."""
+    if not form.additional:
+        return ()
+    adds, names = adds_rows(form, schedule), form.bound.layout.tensors
+    return tuple(
+        Memory(names.index(each.like[0]), each.like[1], each.shape, each.scattered or (adds and each.reduced))
+        for each in form.additional
+    )

@@ -1,0 +1,92 @@
+"""How a kernel writes its output: alone, by unique entries, by rows that a program owns, or by atomic additions.
+
+direct   every cell belongs to one program: indices of its own, or entries of static tables
+place    an index tensor whose entries are unique: each term has a cell of its own
+own      an index tensor gives terms to rows, each of which one program sums
+atomic   terms meet in memory
+"""
+
+from __future__ import annotations
+
+from collections.abc import Container, Iterable, Sequence
+from typing import Literal
+
+from insum_nn.compiler.forms.tables import Unrolling
+from insum_nn.compiler.lang.bind import Bound
+from insum_nn.compiler.lang.syntax import Access, Subscript
+
+__all__ = ["Combining", "combining", "in_order"]
+
+Combining = Literal["direct", "place", "own", "atomic"]
+
+
+def combining(bound: Bound, unrolling: Unrolling) -> tuple[Combining, int]:
+    """How terms reach the output, and the axis that is addressed by an index tensor."""
+    statement = bound.statement
+    subscripts = statement.output.subscripts
+    plain = [s.plain for s in subscripts]
+    # What tables address is known, but points must not share cells unless they share all of them.
+    known = [axis for axis, s in enumerate(subscripts) if plain[axis] is None and unrolling.literal(s)]
+    stepped = {i.name for axis in known for i in subscripts[axis].indices()} & unrolling.steps
+    if stepped & {i.name for axis, s in enumerate(subscripts) if axis not in known for i in s.indices()}:
+        return "atomic", -1
+    if not unrolling.distinct(
+        statement.output, [a for a in range(len(plain)) if a in known or plain[a] in unrolling.names]
+    ):
+        return "atomic", -1
+    loose = [
+        axis
+        for axis in range(len(subscripts))
+        if axis not in known and (plain[axis] is None or plain.count(plain[axis]) > 1)
+    ]
+    named = [i.name for a in loose for i in subscripts[a].indices()]
+    if not loose:
+        # A static table may send several points to one cell; their sums share an accumulator.
+        return "direct", -1
+    if set(named) & {p for p in plain if p is not None}:
+        return "atomic", -1
+    if len(loose) > 1 and _jointly_unique(
+        bound, [subscripts[axis] for axis in loose], unrolling.names, unrolling.tables
+    ):
+        return "place", loose[0]
+    if len(loose) > 1 or len(set(named)) != len(named):
+        return "atomic", -1
+    (axis,) = loose
+    owner = subscripts[axis].indirect
+    if (
+        owner is None
+        or owner.name in unrolling.tables
+        or any(s.plain is None or s.plain in unrolling.names for s in owner.subscripts)
+    ):
+        return "atomic", -1
+    facts = bound.facts_of(owner.name)
+    if facts.unique:
+        return "place", axis
+    return "own", axis
+
+
+def _jointly_unique(
+    bound: Bound, subscripts: Sequence[Subscript], unrolled: Iterable[str], tables: Container[str]
+) -> bool:
+    """Whether index tensors that address several axes send no two of their entries to one cell."""
+    read = [s.indirect for s in subscripts]
+    accesses = [a for a in read if a is not None and a.name not in tables]
+    places = [tuple(s.plain for s in a.subscripts) for a in accesses]
+    longest = max(places, key=len, default=())
+    if len(accesses) < len(read) or len(set(longest)) < len(longest) or set(longest) & {None, *unrolled}:
+        return False
+    # An entry of each at every place of the longest one.
+    if any(longest[: len(place)] != place for place in places):
+        return False
+    names = {a.name for a in accesses}
+    facts = [(name, bound.facts_of(name)) for name in names]
+    known = [{name, *f.unique_with} for name, f in facts if f.unique_with] + [{name} for name, f in facts if f.unique]
+    whole = {a.name for a, place in zip(accesses, places, strict=True) if place == longest}
+    return any(group <= names and group & whole for group in known)
+
+
+def in_order(bound: Bound, owner: Access) -> bool:
+    """Whether the entries of an index tensor stand in the order of their rows."""
+    facts = bound.facts_of(owner.name)
+    # Entries of -1 may stand anywhere between sorted ones.
+    return facts.sorted and facts.masked is False

@@ -1,0 +1,238 @@
+"""Default schedules: good ones without any measurement, by rules that depend on a form and its sizes alone."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+
+from insum_nn.compiler.forms.form import ENTRY, LONGEST, OWNER, Form, Product
+from insum_nn.compiler.forms.placement import MANY_POINTS, element_axes
+from insum_nn.compiler.schedule.space import Schedule, power
+from insum_nn.dtypes import is_widened
+
+__all__ = ["default_schedule", "tiles_at_most"]
+
+
+def default_schedule(form: Form) -> Schedule:
+    """A good schedule without any measurement."""
+    if form.additional:
+        return _default_of_several(form)
+    if form.product is not None:
+        return _default_product(form, form.product)
+    if len(form.points) > MANY_POINTS:
+        return _default_unrolled(form)
+    rows, columns, summed = element_axes(form)
+    width = math.prod(form.size(i) for i in columns) if columns else 1
+    length = math.prod(form.size(i) for i in summed) if summed else 1
+    if not columns:
+        # Long sums along lanes, a few rows at a time.
+        k = min(power(length), 128 if summed else 1)
+        if few := _few(form, k):
+            k = max(k, min(16, 4 * power(form.size(ENTRY))))
+        m = 1 if not rows else max(1, min((512 if few else 2048) // k, 64, power(form.size(rows[-1]))))
+        # What divided rows leave is added up by a kernel more, for which a small sum waits as long as for eight steps,
+        # or for twelve where these are short.
+        chunk = max(96, 8 * k) if few else _chunk_of_rows(form)
+        return Schedule(m=m, k=k, warps=1 if m * k <= 2048 else 4, splits=_splits(form, m, 1), chunk=chunk)
+    if form.owner is None and not summed and rows and _crossed(form, rows[-1]):
+        # Read along one axis and written along the other: a square tile has whole lines of memory in either.
+        return Schedule(m=min(power(form.size(rows[-1])), 64), n=min(power(width), 64), warps=4)
+    n = min(power(width), 128)
+    if (chunks := _equal_chunks(form, n)) is not None:
+        return chunks
+    k = min(power(length), 8 if n >= 64 else 16 if n >= 16 else 32)
+    longest = form.longest
+    if few := _few(form, n * k):
+        # Rows four times as long as the mean take one step.
+        wide = min(32 if n < 16 else 16 if n <= 32 else 8, 4 * power(length))
+        # Rows none of which takes many steps as it is need no more lanes.
+        k = max(k, wide if longest is None else min(wide, power(longest // 8)))
+    # A tile waits for the longest of its rows.
+    size = 512 if few and n < 16 else 1024
+    m = 1 if not rows else max(1, min(power(form.size(rows[-1])), size // (n * k)))
+    warps = 1 if m * n * k <= 2048 else 4
+    chunk = max(1, 64 // form.terms) if few else _chunk_of_rows(form)
+    if longest is not None and longest <= _STEPS * k:
+        # To divide rows takes a launch more, which so few steps are not worth.
+        chunk = max(chunk, power(form.sizes[LONGEST]))
+    return Schedule(m=m, n=n, k=k, warps=warps, splits=_splits(form, m, n), chunk=chunk)
+
+
+# Values of all rows, a step of each, up to which a large GPU is not busy enough to hide what a step waits for.
+_FEW = 1 << 23
+
+
+# Terms of all rows that leave a large GPU waiting for memory, whatever the rows.
+_FEW_TERMS = 1 << 19
+# Steps that a row may take before it is divided.
+_STEPS = 12
+# Terms of an entry at most that are lanes of a step, with those of its neighbours.
+_GROUP = 16
+
+
+def _equal_chunks(form: Form, n: int) -> Schedule | None:
+    """Equal chunks of the terms, for n columns, where rows are known to differ much; `None`: by rows."""
+    size, skew = form.bound.dtype.itemsize, form.skew
+    if skew is None or size > 4 or n > (64 if size == 4 else 32):
+        return None
+    if form.terms > _GROUP or any(index not in form.static for index in form.reduce):
+        # What an entry has is more than the lanes of a step, or steps of its own.
+        return None
+    length = form.size(ENTRY) * form.terms
+    if skew > 1024:
+        # One row has a good part of all terms.
+        m, k, chunk = 4 if n <= 32 else 2, 32 if n <= 16 else 16, 128
+    elif n > 32 and skew > 8 and length > 4 and form.rows * length <= _FEW_TERMS:
+        # As many programs as keep the device busy, each of which has more terms on their way than one of rows.
+        m, k, chunk = 2, 16, 64
+    else:
+        return None
+    return Schedule(m=m, n=n, k=k, warps=1, chunk=chunk // power(form.terms), segment=True)
+
+
+def _few(form: Form, cells: int) -> bool:
+    """Whether rows of terms, a step of which takes so many cells, leave a large GPU waiting for the longest of them."""
+    return form.owner is not None and form.rows * cells < _FEW
+
+
+def _chunk_of_rows(form: Form) -> int:
+    """Most entries of a row for one program: much longer rows are divided, so that no program waits for them."""
+    if form.owner is None:
+        return 512
+    # Entries of a few terms each count by these, and larger ones as they are: each is long enough for a program.
+    terms = form.terms if form.terms <= _GROUP else 1
+    return max(64, min(512, 8 * power(form.size(ENTRY) * terms))) // terms
+
+
+def _crossed(form: Form, row: str) -> bool:
+    """Whether some tensor has its values side by side along the rows of a tile."""
+    reads = (read for reads in form.factors for read in reads if read.subscripts)
+    return any(form.whole_axis(read, len(read.subscripts) - 1) == row for read in reads)
+
+
+# Values of a tile that a program of straight-line code works on at a time: eight for each thread of four warps.
+_TILE = 1024
+
+
+def _each(form: Form) -> int:
+    """Values of a tile for each thread: the more terms are unrolled, the more registers one value takes."""
+    count = 8 if len(form.points) <= 16 else 4 if len(form.points) <= 128 else 2
+    return max(1, count * 4 // max(4, form.bound.dtype.itemsize))
+
+
+def _default_unrolled(form: Form) -> Schedule:
+    rows, columns, summed = element_axes(form)
+    accumulators = form.accumulators * (2 if form.bound.dtype.itemsize == 8 else 1)
+    length = math.prod(form.size(i) for i in summed) if summed else 1
+    m, n, k = 1, 1, 1
+    known = bool(rows) and rows[-1] in form.static
+    if columns:
+        n = min(128 if form.owner is None else 64, power(math.prod(form.size(i) for i in columns)))
+    if form.owner is not None:
+        if not columns:
+            k = min(64, power(form.size(summed[-1]))) if summed else 1
+            m = max(1, 64 // k)
+        return Schedule(m=m, n=n, k=k, groups=max(1, min(4, round(accumulators / 24))), warps=1)
+    if not columns and known:
+        k = min(64, power(form.size(summed[-1]))) if summed else 1
+    elif summed:
+        k = min(_TILE // n, power(length))
+    if known and (columns or summed):
+        m = min(power(form.size(rows[-1])), max(1, _TILE // (n * k)))
+    elif rows and n * k < 64:
+        m = min(64 // (n * k), power(form.size(rows[-1])))
+    warps = max(1, min(8, m * n * k // (32 * _each(form))))
+    held = accumulators * m * n // (32 * warps)
+    return Schedule(m=m, n=n, k=k, groups=max(1, held // 128), warps=warps, splits=_splits(form, m, n))
+
+
+def _default_of_several(form: Form) -> Schedule:
+    """One row in one program, of whose lanes each holds one column: with two, the values of long code spill.
+
+    An H200 took 3.2 and 4.1 ms for the double backward of a large product so, and 11.1 and 11.6 with two.
+    """
+    columns = form.static[element_axes(form)[1][0]]
+    n = max(2, min(32, power(columns)), power(-(-columns // tiles_at_most(form))))
+    return Schedule(n=n, chunk=256, warps=max(1, min(8, n // 32)), stages=1, prefetch=True)
+
+
+def tiles_at_most(form: Form) -> int:
+    """Into how many programs the columns of a sum in memory may be divided."""
+    if is_widened(form.bound.dtype):
+        # Each part would be rounded.
+        return 1
+    # What two programs add up is the same in either order, and what more of them do is not.
+    return 8 if any(each.scattered for each in form.additional) else 2
+
+
+def _default_product(form: Form, product: Product) -> Schedule:
+    size = {a: math.prod(form.size(i) for i in getattr(product, a)) for a in "mkn"}
+    if form.accumulators > 1:
+        return _default_products(form, size)
+    m, n = (max(16, min(128, power(size[a]))) for a in "mn")
+    if form.bound.dtype.itemsize == 4:
+        m, n = min(m, 64), min(n, 64)
+    k = max(16, min(32 if form.bound.dtype.itemsize == 4 else 64, power(size["k"])))
+    # A Hopper's matrix unit takes 64 rows at least; of float32 the other order was faster at every size.
+    swap = m < 64 <= n and form.bound.dtype.itemsize == 2
+    warps = 8 if m * n >= 128 * 128 else 4
+    return Schedule(m, n, k, True, swap, 1, _splits(form, m, n), _chunk(form, m * n), warps, 2)
+
+
+def _default_products(form: Form, size: Mapping[str, int]) -> Schedule:
+    """Unrolled products of matrices, short ones one after the other.
+
+    Each waits for its operands to pass through shared memory, and warps of one program for each other too. A warp by
+    itself waits least, and many such programs have something to do meanwhile. A step of 16 leaves them registers.
+    """
+    n = max(16, min(32, power(size["n"])))
+    # A few accumulators to a program: registers are what is short, and what their terms have in common is read again.
+    groups = max(1, form.accumulators // 3)
+    # Where the sum is long, few programs share a tile of the result, and a square one reads least.
+    m = max(16, min(32, power(size["m"]))) if size["k"] > size["m"] else 16
+    splits = _splits_of_parts(form, m * n, groups)
+    return Schedule(m, n, 16, True, False, groups, splits, warps=max(1, m * n // 512), stages=1)
+
+
+# Bytes of the parts of one sum at most.
+_PARTS = 1 << 24
+
+
+def _splits_of_parts(form: Form, tile: int, groups: int) -> int:
+    """Programs for one long sum of code that is divided among programs already."""
+    if form.owner is not None or form.combine == "atomic" or not form.reduce:
+        return 1
+    cells = math.prod(form.size(i) for i in form.parallel)
+    length = max(form.size(i) for i in form.reduce)
+    programs = max(1, cells // tile) * groups
+    if programs >= _ENOUGH or length < 1024:
+        return 1
+    return max(1, min(128, 4 * _ENOUGH // programs, length // 64, _PARTS // (4 * cells * form.accumulators)))
+
+
+# Programs that keep a large GPU busy.
+_ENOUGH = 512
+
+
+def _chunk(form: Form, tile: int) -> int:
+    """Most terms of a row that one program walks: fewer where rows and tiles alone are too few programs."""
+    if form.owner is None:
+        return 512
+    cells = math.prod(form.size(i) for i in form.parallel if i != OWNER)
+    programs = form.rows * max(1, cells // tile)
+    if programs >= _ENOUGH:
+        return 512
+    # Each part of a row costs a tile of sums in memory: no more parts than keep the device busy.
+    return max(1, form.size(ENTRY) * programs // (64 * _ENOUGH)) * 64
+
+
+def _splits(form: Form, m: int, n: int) -> int:
+    """Programs for one long sum, where the output alone does not fill the device."""
+    if form.owner is not None or form.combine == "atomic" or not form.reduce:
+        return 1
+    cells = math.prod(form.size(i) for i in form.parallel)
+    programs = max(1, cells // (m * n))
+    length = max(form.size(i) for i in form.reduce)
+    if programs >= 512 or length < 1024:
+        return 1
+    return max(1, min(64, 1024 // programs, length // 256))

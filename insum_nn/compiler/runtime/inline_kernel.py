@@ -1,0 +1,155 @@
+"""Write the launch of a generated kernel into the graph that torch is tracing.
+
+    begin = searchsorted(Row, arange(rows + 1))
+    out = empty(rows, n)
+    triton_kernel_wrapper_mutation(kernel, grid, Val, B, begin, out)
+
+Inductor sees the kernel's text and what it reads and writes: it plans the memory of the output, fuses what stands
+around the launch, and puts the machine code into a package. The index tensors of a traced graph may be others at every
+call, so what the kernel reads of their order is computed in the graph, in sizes that are known ahead: rows are never
+divided.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from insum_nn.compiler.forms.defaults import default_schedule
+from insum_nn.compiler.forms.form import Form, FormError, make_form
+from insum_nn.compiler.forms.launch import Kernel, function_of
+from insum_nn.compiler.forms.nest import Source, write_kernel
+from insum_nn.compiler.forms.parameters import Numbers, Strides, initial_steps, place_arguments
+from insum_nn.compiler.forms.placement import segmented
+from insum_nn.compiler.lang.bind import Bound, Extents
+from insum_nn.compiler.options import Options
+from insum_nn.compiler.runtime.fixed_extents import fix_extents
+from insum_nn.compiler.runtime.modes import exceeds, size_hint
+from insum_nn.compiler.runtime.row_partition import RowPartition
+from insum_nn.compiler.schedule.database import size_bucket
+from insum_nn.compiler.schedule.space import Schedule, precision_of
+from insum_nn.compiler.schedule.tune import choose_unmeasured
+from insum_nn.facts import StaticTable
+
+__all__ = ["inline_kernel"]
+
+# Elements from which some offset may need 64 bits.
+_NARROW = 2**31 - 2**16
+
+
+def inline_kernel(
+    bound: Bound,
+    tensors: Sequence[Tensor],
+    start: Tensor | None,
+    extents: Extents,
+    options: Options,
+    tables: Mapping[str, StaticTable],
+) -> Tensor | None:
+    """Compute a statement by one launch; `None`: no kernel can be generated.
+
+    Args:
+        bound: the statement, under canonical names.
+        tensors: in the layout's order.
+        start: the initial value.
+        extents: the call's sizes, which may be symbolic.
+        options: compile options.
+        tables: static tensors by name.
+    """
+    likely = Extents(tuple(map(size_hint, extents.indices)), tuple(map(size_hint, extents.output)))
+    if 0 in likely.indices or 0 in likely.output:
+        return None
+    fixed = fix_extents(bound, likely, options, frozenset(tables), shared=True)
+    steady = dict(zip(bound.layout.indices, extents.indices, strict=True))
+    fixed = replace(fixed, static=tuple((name, size) for name, size in fixed.static if type(steady[name]) is int))
+    sizes = dict(zip(fixed.layout.indices, likely.indices, strict=True))
+    try:
+        form = make_form(fixed, sizes, likely.output, tables, deterministic=False, prefer_own=True)
+    except FormError:
+        return None
+    precision = precision_of(fixed.dtype, options.precision)
+    device = tensors[0].device
+    schedule = choose_unmeasured(form, tables, size_bucket(likely), likely, device, precision).candidate
+    if segmented(form, schedule):
+        # How many rows equal shares divide is for the index tensor's values to say.
+        schedule = default_schedule(form)
+    wide = exceeds(_reach(form, tensors, start, extents), _NARROW)
+    strides = Strides(tuple(t.is_contiguous() for t in tensors), wide, False, initial_steps(start))
+    source = write_kernel(form, schedule, strides, precision)
+    partition = _owners(form, tensors[form.owner_place], extents.output[form.owner_axis], wide) if form.owner else None
+    return _kernel(form, source, tensors, start, extents, partition)(tensors, start, partition)
+
+
+def _reach(form: Form, tensors: Sequence[Tensor], start: Tensor | None, extents: Extents) -> list[int]:
+    """How far apart what a kernel addresses by one pointer may lie, for each of them."""
+    found: list[int] = [1, 1]
+    for extent in extents.output:
+        found[0] = found[0] * extent
+    for name, extent in zip(form.bound.layout.indices, extents.indices, strict=True):
+        found[1] = found[1] * (extent if name in form.entries else 1)
+    for tensor in (*tensors, *(() if start is None else (start,))):
+        reach = 1
+        for extent, step in zip(tensor.shape, tensor.stride(), strict=True):
+            reach = reach + (extent - 1) * step
+        found.append(reach)
+    return found
+
+
+def _owners(form: Form, index: Tensor, rows: int, wide: bool) -> RowPartition:
+    """The terms of every output row, none divided."""
+    # Of 32 bits a sort takes half the launches.
+    flat, order = index.reshape(-1) if wide else index.reshape(-1).int(), None
+    if form.permuted:
+        flat, order = flat.sort(stable=True)
+        order = order if wide else order.int()
+    bounds = torch.arange(rows + 1, dtype=flat.dtype, device=flat.device)
+    return RowPartition(rows, torch.searchsorted(flat, bounds, out_int32=not wide), order=order)
+
+
+def _kernel(
+    form: Form,
+    source: Source,
+    tensors: Sequence[Tensor],
+    start: Tensor | None,
+    extents: Extents,
+    partition: RowPartition | None,
+) -> Kernel:
+    """What fills in the kernel's arguments and writes its launch."""
+    numbers = Numbers(form.bound, tensors, start, extents, None if partition is None else partition.rows)
+    values, inputs, others = place_arguments(source.arguments, numbers, form.bound.layout.tensors)
+    # Entries that are unique fill an output only where they are as many as it has cells, which is not known ahead.
+    symbolic = any(type(extent) is not int for extent in (*extents.indices, *extents.output))
+    empty = form.combine != "atomic" and not (symbolic and form.combine == "place") and form.covers(extents.output)
+    return Kernel(
+        form,
+        source,
+        extents,
+        inputs,
+        others,
+        values,
+        _WrittenLaunch(source, numbers.evaluate(source.grid, source.sizes)),
+        empty,
+        empty and source.schedule.splits == 1,
+        form.bound.out_dtype,
+        None,
+        (),
+    )
+
+
+@dataclass(frozen=True, slots=True)
+class _WrittenLaunch:
+    """Writes a launch on a list of arguments into the graph."""
+
+    source: Source
+    grid: int
+
+    def __call__(self, arguments: list[Any]) -> None:
+        schedule: Schedule = self.source.schedule
+        launch: Any = torch.library.wrap_triton(function_of(self.source))
+        launch[(self.grid,)](*arguments, num_warps=schedule.warps, num_stages=schedule.stages)
+
+    def compile_ahead(self) -> None:
+        """Do nothing: Inductor compiles the kernel with the graph."""

@@ -1,0 +1,76 @@
+"""Numbers of grid cells in graphs that torch traces, where neither values nor numbers of voxels are known.
+
+`coordinates` has the same for tensors with values, which are looked at, and what was found kept.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+
+import torch
+from torch import Tensor
+
+__all__ = ["CellNumbers", "assert_distinct", "find_numbers", "starts_of_runs"]
+
+# Numbers of cells stay below this, so that none of them wraps.
+_KEY_LIMIT = 1 << 62
+# More than there can be rows, and greater than any number of a cell.
+_MOST_ROWS = 1 << 31
+_NO_KEY = (1 << 63) - 1
+
+
+class CellNumbers:
+    """Numbers of cells; where a grid has too many, leading axes are replaced by their rank among the first voxels.
+
+    Args:
+        extents: of every axis.
+    """
+
+    def __init__(self, extents: Sequence[int]) -> None:
+        self.extents = extents
+        self.ranks: list[Tensor] = []
+
+    def of(self, columns: Sequence[Tensor], inside: Tensor | None = None) -> Tensor:
+        """The number of each cell; of one that is not inside, -1."""
+        return self._number(columns, inside, None)
+
+    def again(self, columns: Sequence[Tensor], inside: Tensor) -> Tensor:
+        """The same for other cells; what has no rank has a negative number."""
+        return self._number(columns, inside, iter(self.ranks))
+
+    def _number(self, columns: Sequence[Tensor], inside: Tensor | None, ranks: Iterator[Tensor] | None) -> Tensor:
+        key, bound = columns[0], self.extents[0]
+        for extent, column in zip(self.extents[1:], columns[1:], strict=True):
+            if bound * extent > _KEY_LIMIT:
+                if ranks is None:
+                    self.ranks.append(key.reshape(-1).sort().values)
+                known = self.ranks[-1] if ranks is None else next(ranks)
+                at, found = find_numbers(known, key)
+                key, bound = torch.where(found, at, -1), _MOST_ROWS
+            key, bound = key * extent + column, bound * extent
+        return key if inside is None else torch.where(inside, key, -1)
+
+
+def find_numbers(known: Tensor, wanted: Tensor) -> tuple[Tensor, Tensor]:
+    """The first place of each number among sorted ones, and whether it is there; places may be one too far."""
+    at = torch.searchsorted(known, wanted.contiguous())
+    # There may be none at all.
+    return at, torch.cat([known, known.new_full((1,), _NO_KEY)])[at] == wanted
+
+
+def starts_of_runs(keys: Tensor) -> Tensor:
+    """Where another number begins among sorted ones."""
+    # Not by slices, of whose lengths a tracer would ask whether they are 0 or 1.
+    place = torch.arange(keys.shape[0], device=keys.device)
+    return (keys != keys.index_select(0, (place - 1).clamp(min=0))) | (place == 0)
+
+
+def assert_distinct(indices: Tensor, extents: Sequence[int]) -> None:
+    """Have the graph raise where a voxel lies outside of the grid, or stands twice."""
+    columns = indices.long().unbind(1)
+    inside = indices.new_ones(indices.shape[0], dtype=torch.bool)
+    for column, extent in zip(columns, extents, strict=True):
+        inside = inside & (column >= 0) & (column < extent)
+    torch.ops.aten._assert_async.msg(inside.all(), "'indices' holds voxels outside the grid")
+    keys = CellNumbers(extents).of(columns).sort(stable=True).values
+    torch.ops.aten._assert_async.msg(starts_of_runs(keys).all(), "'indices' holds the same voxel more than once")

@@ -1,0 +1,143 @@
+"""Kernel maps in graphs that torch traces: torch's own operations, whose sizes are known but for voxels and pairs.
+
+    keys = sort(number of each voxel)
+    near[o, v] = the row that stands at keys where searchsorted finds the neighbour of v under kernel cell o, or -1
+    pairs = nonzero(near >= 0), in groups of 128; there are at most min(pairs, pairs // 128 + offsets)
+
+Nothing is kept between calls and nothing is read by the host. A graph is for all clouds, so there is one way: by
+search, whatever the grid's size. Pairs are written as where they stand among the slots of groups, a tensor of their
+number, which is how a tracer comes to know that number.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from insum_nn.structure.cell_numbers import CellNumbers, find_numbers, starts_of_runs
+from insum_nn.structure.kernel_map.geometry import Geometry
+
+__all__ = ["GROUP_SIZE", "TracedGroups", "groups_in_graph", "map_in_graph"]
+
+GROUP_SIZE = 128
+"""Slots of a group."""
+
+
+class TracedGroups(NamedTuple):
+    """Pairs in groups.
+
+    Attributes:
+        offset: (g,) int32, ascending; g = min(p, p // 128 + o), of which the last may have no pair.
+        in_index: (g, 128) int32; -1 in unused slots.
+        out_index: the same of outputs.
+        filled: (o,) int64: pairs of each offset.
+        slots: (p,) int64: where each pair stands.
+    """
+
+    offset: Tensor
+    in_index: Tensor
+    out_index: Tensor
+    filled: Tensor
+    slots: Tensor
+
+
+def map_in_graph(
+    indices: Tensor, extents: Sequence[int], geometry: Geometry, shape: Sequence[int]
+) -> tuple[Tensor, Tensor]:
+    """The outputs of a kernel map, and who meets whom.
+
+    Args:
+        indices: (n, 1 + d) the voxels, distinct and inside.
+        extents: the batch size, then the grid's shape.
+        geometry: the kernel's movement.
+        shape: the output's grid.
+
+    Returns:
+        (m, 1 + d) the outputs, in lexicographic order unless they are the inputs; and (o, m) int64: the input row that
+        each meets at each offset, or -1.
+    """
+    columns = indices.long().unbind(1)
+    if geometry.is_pointwise:
+        return indices, torch.arange(indices.shape[0], device=indices.device)[None]
+    if geometry.kind == "subm":
+        return indices, _neighbours(columns, extents, geometry)
+    return _reached(indices, columns, (extents[0], *shape), geometry)
+
+
+def _neighbours(columns: Sequence[Tensor], extents: Sequence[int], geometry: Geometry) -> Tensor:
+    """(o, n) the row of each voxel's neighbours."""
+    numbers = CellNumbers(extents)
+    keys, order = numbers.of(columns).sort(stable=True)
+    places, inside = _landings(columns, extents[1:], geometry)
+    at, found = find_numbers(keys, numbers.again(places, inside))
+    # What is not found has the place of no row.
+    rows = torch.cat([order, order.new_full((1,), -1)])
+    return torch.where(found, rows[at], -1).flatten(0, -2)
+
+
+def _reached(
+    indices: Tensor, columns: Sequence[Tensor], extents: Sequence[int], geometry: Geometry
+) -> tuple[Tensor, Tensor]:
+    """The voxels that are reached, and (o, m) the row of each one's neighbours."""
+    places, inside = _landings(columns, extents[1:], geometry)
+    keys = CellNumbers(extents).of(places, inside)
+    volume, shape = geometry.volume, keys.shape
+    flat, order = keys.reshape(-1).sort(stable=True)
+    # Each number once, but for that of candidates outside.
+    new = starts_of_runs(flat) & (flat >= 0)
+    first = new.nonzero().squeeze(1)
+    kept = order[first]
+    outputs = torch.stack([place.expand(shape).reshape(-1)[kept] for place in places], 1).to(indices.dtype)
+    number = torch.empty_like(order).scatter(0, order, new.long().cumsum(0) - 1).view(volume, -1)
+    # An offset sends each voxel to an output of its own; candidates outside write into one cell more.
+    count = first.shape[0]
+    offsets = torch.arange(volume, device=indices.device)[:, None]
+    cell = torch.where(keys.view(volume, -1) >= 0, offsets * count + number, volume * count)
+    rows = torch.arange(indices.shape[0], device=indices.device).expand(volume, -1)
+    near = torch.full((volume * count + 1,), -1, dtype=torch.int64, device=indices.device)
+    return outputs, near.scatter(0, cell.reshape(-1), rows.reshape(-1))[:-1].view(volume, count)
+
+
+def _landings(columns: Sequence[Tensor], shape: Sequence[int], geometry: Geometry) -> tuple[list[Tensor], Tensor]:
+    """Where each voxel lands under each kernel cell, by axes that broadcast to (k_1, .., k_d, n); which are inside."""
+    dims = len(shape)
+    batch = columns[0].view(*(1,) * dims, -1)
+    found, inside = [batch], torch.ones_like(batch, dtype=torch.bool)
+    for axis, (column, extent) in enumerate(zip(columns[1:], shape, strict=True)):
+        moves = torch.arange(geometry.kernel_size[axis], device=column.device) * geometry.dilation[axis]
+        moves = moves.view(*(-1 if each == axis else 1 for each in range(dims)), 1)
+        stride, padding = geometry.stride[axis], geometry.padding[axis]
+        if geometry.kind == "subm":
+            place = column - padding + moves
+            fits = (place >= 0) & (place < extent)
+        elif geometry.kind == "transpose":
+            place = column * stride - padding + moves
+            fits = (place >= 0) & (place < extent)
+        else:
+            ahead = column + padding - moves
+            place = ahead.div(stride, rounding_mode="floor")
+            fits = (place * stride == ahead) & (place >= 0) & (place < extent)
+        found.append(place)
+        inside = inside & fits
+    return found, inside
+
+
+def groups_in_graph(near: Tensor) -> TracedGroups:
+    """The pairs of a table (o, m) of the input row that each output meets at each offset, or -1, in groups."""
+    volume, device = near.shape[0], near.device
+    offset, output = (near >= 0).nonzero().unbind(1)
+    count = offset.shape[0]
+    starts = torch.searchsorted(offset, torch.arange(volume + 1, device=device))
+    filled = starts[1:] - starts[:-1]
+    ends = (filled + (GROUP_SIZE - 1)).div(GROUP_SIZE, rounding_mode="floor").cumsum(0)
+    begins = torch.cat([ends.new_zeros(1), ends[:-1]])
+    slots = torch.arange(count, device=device) + (begins * GROUP_SIZE - starts[:-1])[offset]
+    # At each offset at most one group is not full, and none is empty: without rows to point at there is no group.
+    capacity: Any = torch.sym_min(count, count // GROUP_SIZE + volume)
+    groups = torch.searchsorted(ends, torch.arange(capacity, device=device), right=True).clamp(max=volume - 1)
+    empty = torch.full((capacity * GROUP_SIZE,), -1, dtype=torch.int32, device=device)
+    tables = [empty.scatter(0, slots, rows.int()).view(capacity, GROUP_SIZE) for rows in (near[offset, output], output)]
+    return TracedGroups(groups.int(), tables[0], tables[1], filled, slots)

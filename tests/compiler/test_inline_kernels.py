@@ -1,0 +1,127 @@
+"""Launches of generated kernels in traced graphs, as calls on a GPU are written, run by Triton's interpreter."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, fx
+from torch.fx.experimental.proxy_tensor import make_fx
+
+import insum_nn
+from insum_nn.compiler.runtime import inline as inline_module
+from insum_nn.facts import IndexFacts
+from insum_nn.layers import GCNConv
+from tests.compiler.interpreted import interpreter
+from tests.compiler.traced_kernels import Interpreted, launches
+
+__all__ = ["interpreter"]
+
+# To the tracer a CPU is a device like another; whether kernels run there is asked when the graph runs.
+GENERATED = insum_nn.Options(backend="triton")
+
+
+def record(run: Callable[..., Any], *inputs: Tensor) -> fx.GraphModule:
+    return make_fx(run, tracing_mode="symbolic", _allow_non_fake_inputs=True)(*inputs)
+
+
+@pytest.fixture
+def traced(monkeypatch: pytest.MonkeyPatch) -> Callable[..., fx.GraphModule]:
+    """Traces a function as if there were a GPU."""
+    monkeypatch.setattr(inline_module, "require_triton", lambda _: None)
+    return record
+
+
+def spmm(row: Tensor, col: Tensor, val: Tensor, dense: Tensor, rows: int, options: insum_nn.Options) -> Tensor:
+    facts = {"Row": IndexFacts(masked=True), "Col": IndexFacts(masked=True)}
+    tensors = {"Row": row, "Col": col, "Val": val, "B": dense}
+    program = insum_nn.compile("C[Row[p],n] += Val[p] * B[Col[p],n]", facts=facts, options=options)
+    return program(tensors=tensors, out_shape=(rows, None))
+
+
+def matrix(rows: int, columns: int, entries: int, width: int) -> tuple[Tensor, ...]:
+    row, col = torch.randint(-1, rows, (entries,)), torch.randint(-1, columns, (entries,))
+    return row, col, torch.randn(entries), torch.randn(columns, width)
+
+
+def gradients(run: Callable[..., Tensor], order: int) -> Callable[..., Sequence[Tensor]]:
+    """The result, its gradients, and theirs, with respect to floating-point inputs."""
+
+    def derived(*inputs: Tensor) -> list[Tensor]:
+        inputs = tuple(x.detach().requires_grad_() if x.is_floating_point() else x for x in inputs)
+        leaves = [x for x in inputs if x.is_floating_point()]
+        found = [run(*inputs)]
+        for _ in range(order):
+            total = found[-1].square().sum() if len(found) == 1 else sum(x.square().sum() for x in found[1:])
+            found += torch.autograd.grad(total, leaves, create_graph=True)
+        return [x.detach() for x in found]
+
+    return derived
+
+
+@pytest.mark.parametrize("order", [1, 2])
+def test_a_product_and_its_gradients_are_launches(
+    traced: Callable[..., fx.GraphModule], monkeypatch: pytest.MonkeyPatch, request: pytest.FixtureRequest, order: int
+):
+    torch.manual_seed(0)
+
+    def product(row: Tensor, col: Tensor, val: Tensor, dense: Tensor, like: Tensor, options: Any = GENERATED) -> Tensor:
+        return spmm(row, col, val, dense, like.shape[0], options)
+
+    graph = traced(gradients(product, order), *matrix(40, 30, 200, 24), torch.arange(40))
+    assert len(launches(graph)) >= 3
+    assert not [n for n in graph.graph.nodes if "insum_nn" in str(n.target)]
+    sizes = ((40, 30, 200, 24), (7, 50, 3, 24), (65, 4, 131, 24))
+    inputs = [(*matrix(*size), torch.arange(size[0])) for size in sizes]
+
+    def plain(*inputs: Tensor) -> Tensor:
+        return product(*inputs, options=insum_nn.Options())
+
+    wants = [gradients(plain, order)(*each) for each in inputs]
+    ranges = request.getfixturevalue("interpreter")
+    for each, want in zip(inputs, wants, strict=True):
+        got = Interpreted(graph, ranges).run(*each)
+        torch.testing.assert_close(got, want, rtol=2e-4, atol=2e-4)
+
+
+def test_two_graph_convolutions_in_a_training_step(
+    traced: Callable[..., fx.GraphModule], request: pytest.FixtureRequest
+):
+    torch.manual_seed(0)
+    layers = [GCNConv(6, 20, options=GENERATED), GCNConv(20, 3, options=GENERATED)]
+    weights = [p.detach() for layer in layers for p in layer.parameters()]
+
+    def model(x: Tensor, *rest: Tensor) -> Tensor:
+        *values, edges = rest
+        first = torch.func.functional_call(layers[0], {"bias": values[0], "lin.weight": values[1]}, (x, edges))
+        return torch.func.functional_call(
+            layers[1], {"bias": values[2], "lin.weight": values[3]}, (first.relu(), edges)
+        )
+
+    def draw(nodes: int, edges: int) -> tuple[Tensor, ...]:
+        return torch.randn(nodes, 6), *weights, torch.randint(nodes, (2, edges))
+
+    graph = traced(gradients(model, 1), *draw(30, 90))
+    # A product forward and one backward, in each layer.
+    assert len(launches(graph)) == 4
+    inputs = [draw(*sizes) for sizes in ((30, 90), (5, 3), (61, 400))]
+    for layer in layers:
+        layer.options = insum_nn.Options()
+    wants = [gradients(model, 1)(*each) for each in inputs]
+    ranges = request.getfixturevalue("interpreter")
+    for each, want in zip(inputs, wants, strict=True):
+        torch.testing.assert_close(Interpreted(graph, ranges).run(*each), want, rtol=2e-4, atol=2e-4)
+
+
+def test_what_no_kernel_computes_is_made_of_operations_of_torch(traced: Callable[..., fx.GraphModule]):
+    def largest(row: Tensor, val: Tensor, like: Tensor) -> Tensor:
+        tensors = {"Row": row, "Val": val}
+        shape = (like.shape[0], None)
+        return insum_nn.insum("C[Row[p],n] max= Val[p,n]", tensors=tensors, out_shape=shape, options=GENERATED)
+
+    row, val = torch.tensor([0, 2, 0]), torch.randn(3, 4)
+    graph = traced(largest, row, val, torch.empty(4))
+    assert not launches(graph)
+    torch.testing.assert_close(graph(row, val, torch.empty(4))[[0, 2]], torch.stack([val[::2].amax(0), val[1]]))

@@ -1,0 +1,21 @@
+"""A first call waits for no search and no compiler."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+from tests.source_tree import ROOT
+
+SECONDS = 1.0
+
+
+def test_no_first_call_on_a_cpu_takes_a_second(tmp_path: Path):
+    environment = {**os.environ, "INSUM_NN_CACHE_DIR": str(tmp_path), "OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT)}
+    command = [sys.executable, "-W", "ignore", "-m", "tests.layers.first_call_times", "--json"]
+    done = subprocess.run(command, env=environment, cwd=ROOT, capture_output=True, text=True, check=True)
+    slow = {name: times for name, times in json.loads(done.stdout).items() if max(times) > SECONDS}
+    assert slow == {}

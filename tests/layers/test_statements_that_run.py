@@ -1,0 +1,113 @@
+"""What a layer prints is what runs: its statements, and no other product, convolution or scatter."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.utils._python_dispatch import TorchDispatchMode
+
+pytest.importorskip("e3nn")
+
+from insum_nn.compiler.runtime import dispatch, joint_paths
+from insum_nn.compiler.runtime.dispatch import Spec
+from insum_nn.compiler.runtime.execution import clear_cache
+from insum_nn.ops.tensor_product_right import right_expressions
+from tests.layers.every_layer import EVERY_LAYER, Case
+
+# Torch's operators that compute what a statement says. Sums, elementwise operators, views and integers are allowed.
+STATEMENTS = (
+    "mm", "bmm", "addmm", "addbmm", "baddbmm", "mv", "dot", "einsum", "convolution", "convolution_backward",
+    "scatter", "scatter_add", "scatter_reduce", "index_add", "index_put", "index_reduce", "segment_reduce",
+)  # fmt: skip
+
+# Layers in which torch computes what a statement could say -> what.
+OUTSIDE = dict.fromkeys(
+    ("GCNConv", "GCNConv, narrowing", "GCNConv, no weights"), "torch multiplies features by the layer's matrix"
+)
+# Layers that print other statements than those that run -> why.
+PRINTED = {"ElementwiseTensorProduct": "several copies of both inputs run by other statements on a CPU"}
+PRINTED_ON_GPU = {"FullyConnectedTensorProduct": "paths of one shape run by statements of their own"}
+
+
+class Outside(TorchDispatchMode):
+    """Collects what torch computes by itself on floating-point numbers."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.found: set[str] = set()
+
+    def __torch_dispatch__(
+        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Mapping[str, Any] | None = None
+    ) -> Any:
+        result = func(*args, **(kwargs or {}))
+        name = func.overloadpacket.__name__.rstrip("_")
+        if func.namespace == "aten" and name in STATEMENTS:
+            some = result[0] if isinstance(result, tuple) else result
+            if isinstance(some, Tensor) and some.is_floating_point():
+                self.found.add(name)
+        return result
+
+
+def run(case: Case, device: torch.device) -> nn.Module:
+    """A module, after a forward and a backward pass."""
+    module = case.module().to(device)
+    inputs = [t.to(device) for t in case.inputs(5)]
+    given = [t.requires_grad_() if t.is_floating_point() else t for t in inputs]
+    module(*given).square().sum().backward()
+    assert all(t.grad is not None for t in given if t.requires_grad)
+    return module
+
+
+def expected_to_fail(request: pytest.FixtureRequest, name: str, known: Mapping[str, str], device: torch.device) -> None:
+    if name in known:
+        request.applymarker(pytest.mark.xfail(reason=known[name], strict=device.type == "cpu"))
+
+
+@pytest.mark.parametrize("name", EVERY_LAYER)
+def test_nothing_else_runs(name: str, device: torch.device, request: pytest.FixtureRequest):
+    expected_to_fail(request, name, OUTSIDE, device)
+    with Outside() as outside:
+        run(EVERY_LAYER[name], device)
+    assert outside.found == set()
+
+
+@pytest.mark.parametrize("name", EVERY_LAYER)
+def test_statements_of_forward_are_printed(
+    name: str, device: torch.device, request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch
+):
+    expected_to_fail(request, name, PRINTED if device.type == "cpu" else {**PRINTED, **PRINTED_ON_GPU}, device)
+    ran: list[str] = []
+    prepare = dispatch.prepare
+
+    def recorded(spec: Spec, *rest: Any) -> Any:
+        ran.append(spec.expression)
+        return prepare(spec, *rest)
+
+    for module in (dispatch, joint_paths):
+        monkeypatch.setattr(module, "prepare", recorded)
+    case = EVERY_LAYER[name]
+    made = case.module().to(device)
+    inputs = [t.to(device) for t in case.inputs(5)]
+    clear_cache()
+    with torch.no_grad():
+        made(*inputs)
+    if name.endswith(".right"):
+        # A product of its own, which the layer's `right` computes.
+        layer: Any = made.get_submodule("layer")
+        assert set(ran) <= set(right_expressions(layer.spec))
+        return
+    printed = {line.strip() for line in repr(made).splitlines()} | set(expressions(made))
+    assert ran
+    assert set(ran) <= printed
+
+
+def expressions(module: nn.Module) -> list[str]:
+    found: list[str] = []
+    for part in module.modules():
+        expression = getattr(part, "expression", None)
+        found += expression.splitlines() if isinstance(expression, str) else []
+    return found
