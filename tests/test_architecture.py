@@ -220,7 +220,7 @@ def test_exceptions_to_the_stages_are_needed():
         ("lang/x.py", "from insum_nn.errors import InsumError", None),
         ("schedule/x.py", "import insum_nn.compiler.forms.form", "forms.form"),
         ("schedule/tune.py", "import insum_nn.compiler.forms.form", None),
-        ("codegen/x.py", "from insum_nn.compiler.passes.combine import combine", "passes.combine"),
+        ("codegen/x.py", "from insum_nn.compiler.passes.own_rows import own_rows", "passes.own_rows"),
     ],
 )
 def test_the_stage_check_sees_violations(name: str, text: str, bad: str | None):

@@ -13,14 +13,17 @@ from typing import Any
 
 import torch
 
+from insum_nn.compiler.forms.defaults import default_schedule
+from insum_nn.compiler.forms.form import make_form
+from insum_nn.compiler.forms.nest import nest_of, row_walk_of, write_kernel
+from insum_nn.compiler.forms.parameters import Strides
 from insum_nn.compiler.ir.build import build
 from insum_nn.compiler.ir.printer import show
 from insum_nn.compiler.lang import syntax
 from insum_nn.compiler.lang.bind import bind
 from insum_nn.compiler.lang.check import check_statement
 from insum_nn.compiler.lang.parser import parse
-from insum_nn.compiler.passes.combine import combine
-from insum_nn.compiler.runtime.artifact import Artifact
+from insum_nn.compiler.lang.shapes import resolve_extents
 from insum_nn.facts import IndexFacts
 from tests.source_tree import ROOT
 
@@ -30,6 +33,8 @@ COMMAND = "python -m tests.compiler.stages --write"
 DOCUMENT = ROOT / "CONTRIBUTING.md"
 BEGIN, END = "<!-- stages: begin -->", "<!-- stages: end -->"
 EXPRESSION = "C[Row[g],n] += Val[g,q] * B[Col[g,q],n]"
+# Rows of the output, which no tensor shows.
+ROWS = 1024
 # The width that a node may take on one line.
 WIDTH = 118
 
@@ -42,31 +47,35 @@ def stages() -> Iterator[tuple[str, str]]:
     yield "`lang.parser.parse`: a `Statement`, whose nodes know their places in the text", pretty(statement)
 
     tensors = {
-        "Row": torch.zeros(4, dtype=torch.int64),
-        "Val": torch.ones(4, 2),
-        "Col": torch.zeros(4, 2, dtype=torch.int64),
-        "B": torch.ones(5, 3),
+        "Row": torch.zeros(4096, dtype=torch.int64),
+        "Val": torch.ones(4096, 16),
+        "Col": torch.zeros(4096, 16, dtype=torch.int64),
+        "B": torch.ones(2048, 128),
     }
     facts = {"Row": IndexFacts(sorted=True, masked=False), "Col": IndexFacts(masked=True)}
     bound = bind(statement, tensors, None, facts=facts)
     about = "`lang.bind.bind`: a `Bound`, which is all that a compiled program depends on, without sizes"
     yield about, pretty(replace(bound, statement=...)).replace("Ellipsis", "...")
 
-    kernel = build(bound)
     about = "`ir.build.build`: the algorithm, under canonical names; `free` indices are written, the others summed"
-    yield about, show(kernel)
-    structures, combined = combine(kernel)
-    made = [f"{s.result.name} = {s.kind}({', '.join(b.name for b in s.inputs)})" for s in structures]
-    about = "`passes.combine`: every cell of the output is written by one iteration of the `free` loops"
-    yield about, "\n".join([*made, show(combined)])
-
-    artifact = Artifact(bound)
-    about = "`passes.place`, in a graph with what is made before the kernel: programs, lanes and serial loops"
-    yield about, show(artifact.graph)
-    for placed in artifact.source.kernels:
-        yield "`codegen.triton`: the text of the kernel", placed.text.strip()
-    about = "`codegen.python`: the text of the operator that torch sees, which `runtime.artifact` registers"
-    yield about, artifact.source.text.strip()
+    yield about, show(build(bound))
+    extents = resolve_extents(statement, [tensors[name] for name in bound.layout.tensors], None, {}, (ROWS, None))
+    sizes = dict(zip(bound.layout.indices, extents.indices, strict=True))
+    form = make_form(bound, sizes, extents.output, {}, deterministic=False, prefer_own=True)
+    schedule, strides = default_schedule(form), Strides((True,) * len(tensors))
+    about = "`passes.own_rows`: a program walks the terms of a row, so no two programs write to one cell"
+    yield about, show(row_walk_of(form, schedule, strides, "ieee")[0].kernel)
+    yield (
+        f"`passes.tile`, under the schedule `{schedule}`: programs, lanes and serial loops",
+        show(nest_of(form, schedule, strides, "ieee")),
+    )
+    source = write_kernel(form, schedule, strides, "ieee")
+    yield "`codegen.triton`: the text of the kernel", source.text.strip()
+    arguments = ", ".join(
+        f"{a.kind} {a.name}{'' if a.axis < 0 else f' of axis {a.axis}'}".strip() for a in source.arguments
+    )
+    about = "`forms.launch`: what it is called with (`begin` is made by `runtime.row_partition`, `@out` is the output)"
+    yield about, f"arguments: {arguments}\nprograms:  {show(source.grid)}"
 
 
 def pretty(node: Any, indent: int = 0) -> str:

@@ -12,7 +12,7 @@ from torch import Tensor
 
 from insum_nn.compiler.codegen import triton_values
 from insum_nn.compiler.forms import fused_programs as fused_module
-from insum_nn.compiler.forms.form import Form
+from insum_nn.compiler.forms.form import Form, FormError, make_form
 from insum_nn.compiler.forms.nest import nest_of
 from insum_nn.compiler.forms.parameters import Strides
 from insum_nn.compiler.forms.placement import segmented
@@ -23,12 +23,16 @@ from insum_nn.compiler.ir.nodes import OPERATIONS, Alloc, Buffer, Const, If, Ind
 from insum_nn.compiler.ir.nodes import walk as walk_nodes
 from insum_nn.compiler.ir.printer import show
 from insum_nn.compiler.ir.verify import verify_kernel
-from insum_nn.compiler.lang.bind import Extents
+from insum_nn.compiler.lang.bind import Extents, bind, layout_of
+from insum_nn.compiler.lang.interpreter import interpret
+from insum_nn.compiler.lang.shapes import resolve_extents
 from insum_nn.compiler.passes.fuse_outputs import clusters
 from insum_nn.compiler.passes.unify_variants import switch, unify_variants
+from insum_nn.compiler.runtime.dispatch import parse_cached
 from insum_nn.compiler.runtime.row_partition import RowPartition, partition_for, words_of
 from insum_nn.compiler.schedule.space import Schedule
 from insum_nn.facts import IndexFacts
+from insum_nn.testing.random_programs import random_program
 from tests.compiler import fused_cases
 from tests.compiler.generated_cases import CASES, form_of
 
@@ -110,6 +114,34 @@ def test_placed_kernels_compute_the_statement(name: str, which: str):
         pytest.skip("its terms have no owners")
     _, got = interpreted(form, ordered, extents, schedule)
     torch.testing.assert_close(got, case.oracle(tensors, 1), rtol=1e-12, atol=1e-9)
+
+
+def test_random_programs_compute_their_statement():
+    placed = {"default lanes": 0, "divided rows": 0, "splits": 0}
+    for seed in range(300):
+        program = random_program(seed, max_size=4, profile="smooth")
+        statement = parse_cached(program.expression)
+        nested = [inner for access in statement.accesses() for outer in access.nested() for inner in outer.nested()]
+        if program.start is not None or nested or any(t.numel() == 0 for t in program.tensors.values()):
+            continue
+        ordered = [program.tensors[name] for name in layout_of(statement).tensors]
+        ordered = [t.mul(2).round() if t.is_floating_point() else t for t in ordered]
+        extents = resolve_extents(statement, ordered, None, program.sizes, program.out_shape)
+        bound = bind(statement, dict(zip(layout_of(statement).tensors, ordered, strict=True)), None)
+        sizes = dict(zip(bound.layout.indices, extents.indices, strict=True))
+        want = interpret(statement, dict(zip(bound.layout.tensors, ordered, strict=True)), extents)
+        try:
+            form = make_form(bound, sizes, extents.output, {}, deterministic=False, prefer_own=True)
+        except FormError:
+            continue
+        # Only sums whose terms do not meet in memory are split.
+        split = form.combine in ("direct", "place") and bool(form.reduce)
+        for which in ("default lanes", "divided rows", *(["splits"] if split else [])):
+            _, got = interpreted(form, ordered, extents, SCHEDULES[which])
+            torch.testing.assert_close(got, want, rtol=0, atol=0, msg=lambda m, text=program.expression: f"{text}: {m}")
+            placed[which] += 1
+    assert placed["default lanes"] == placed["divided rows"] > 60
+    assert placed["splits"] > 20
 
 
 @pytest.mark.parametrize("name", ["block spmm", "convolution", "convolution's weight gradient"])

@@ -18,17 +18,26 @@ from insum_nn.compiler.ir.verify import verify_kernel
 from insum_nn.compiler.passes.fuse_outputs import clusters
 from insum_nn.compiler.passes.own_rows import RowWalk, own_rows
 from insum_nn.compiler.passes.prefetch_indices import prefetch_indices
-from insum_nn.compiler.passes.tile import parts_of, tile
+from insum_nn.compiler.passes.tile import Tiling, parts_of, tile
 from insum_nn.compiler.passes.tile_outputs import tile_outputs
 from insum_nn.compiler.schedule.canonical import names_of
 from insum_nn.compiler.schedule.space import Precision, Schedule
 from insum_nn.dtypes import wide_dtype
 
-__all__ = ["Source", "arguments_of", "nest_of", "write_kernel"]
+__all__ = ["Source", "arguments_of", "nest_of", "row_walk_of", "write_kernel"]
 
 
 def nest_of(form: Form, schedule: Schedule, strides: Strides, precision: Precision) -> Kernel:
     """The placed kernel of a form under a schedule."""
+    rows, tiling = row_walk_of(form, schedule, strides, precision)
+    if not form.additional:
+        return tile(rows, schedule, tiling)
+    placed = tile_outputs(rows, schedule, tiling, clusters(rows.kernel))
+    return prefetch_indices(placed) if schedule.prefetch else placed
+
+
+def row_walk_of(form: Form, schedule: Schedule, strides: Strides, precision: Precision) -> tuple[RowWalk, Tiling]:
+    """The algorithm of a form as its programs walk it, and where the schedule puts its loops."""
     tiling = replace(place_indices(form, schedule), precision=precision)
     kernel = _laid_out(_with_arguments(form, extent_arguments(form, tiling)), form, strides)
     rows = RowWalk(kernel, 0)
@@ -42,10 +51,7 @@ def nest_of(form: Form, schedule: Schedule, strides: Strides, precision: Precisi
             size=schedule.chunk,
             rows=None if form.points else build(form.bound).results[0].buffer.shape[form.owner_axis],
         )
-    if not form.additional:
-        return tile(rows, schedule, tiling)
-    placed = tile_outputs(rows, schedule, tiling, clusters(kernel))
-    return prefetch_indices(placed) if schedule.prefetch else placed
+    return rows, tiling
 
 
 def _with_arguments(form: Form, indices: frozenset[str]) -> Kernel:
@@ -84,8 +90,8 @@ class Source:
 
 def write_kernel(form: Form, schedule: Schedule, strides: Strides, precision: Precision) -> Source:
     """The kernel of a form under a schedule."""
-    if form.owner is not None and schedule.splits > 1:
-        # Rows are divided by their owners.
+    if form.owner is not None or form.combine == "atomic" or not form.reduce:
+        # Rows are divided by their owners; terms that meet in memory are not added up in parts.
         schedule = replace(schedule, splits=1)
     if form.additional:
         schedule = replace(schedule, groups=1)

@@ -1,4 +1,4 @@
-"""Graphs of the loop-nest IR: kernels, library calls, structures and memory in order."""
+"""Graphs of the loop-nest IR: library calls and small algorithms in order."""
 
 from __future__ import annotations
 
@@ -10,13 +10,10 @@ from insum_nn.compiler.ir.nodes import Buffer, Const, Expr, Index, Kernel, Load,
 
 __all__ = [
     "Extent",
-    "Fill",
     "Graph",
     "GraphNode",
-    "Launch",
     "Library",
     "Step",
-    "Structure",
     "factors_of",
     "loops_of",
     "made_by",
@@ -25,40 +22,11 @@ __all__ = [
     "stores_of",
 ]
 
-StructureKind = Literal["rows", "order", "take"]
 Function = Literal["matmul", "csr_product", "sampled_product"]
 
 
 class GraphNode(Node):
     """A step of a graph."""
-
-
-class Structure(GraphNode):
-    """Integers derived from index tensors alone.
-
-    `order` sorts the entries of a tensor (stable); `take` reads one tensor at the entries of another; `rows` gives for
-    each value v of a sorted tensor the first entry that is at least v, and one past the last.
-    """
-
-    kind: StructureKind
-    result: Buffer
-    inputs: tuple[Buffer, ...]
-    extent: Expr | None = None
-
-
-class Fill(GraphNode):
-    """Allocate a buffer, with a value in each cell or with none."""
-
-    buffer: Buffer
-    value: int | float | None
-
-
-class Launch(GraphNode):
-    """Run a kernel; its buffers are the graph's of the same name."""
-
-    kernel: Kernel
-    warps: int = 4
-    stages: int = 2
 
 
 class Step(GraphNode):

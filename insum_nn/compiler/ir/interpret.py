@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from insum_nn.compiler.ir.graph import Fill, Graph, Launch, Library, Step, Structure
+from insum_nn.compiler.ir.graph import Graph, Library, Step
 from insum_nn.compiler.ir.nodes import (
     OPERATIONS,
     Alloc,
@@ -32,7 +32,7 @@ from insum_nn.compiler.ir.nodes import (
 from insum_nn.compiler.lang.combining import selecting
 from insum_nn.dtypes import dtype_of
 
-__all__ = ["interpret_graph", "interpret_kernel", "structure"]
+__all__ = ["interpret_graph", "interpret_kernel"]
 
 Point = dict[str, int]
 
@@ -67,29 +67,10 @@ def interpret_graph(graph: Graph, tensors: Mapping[str, Tensor], sizes: Mapping[
     """Run a graph, and return its outputs."""
     run = _Run(dict(tensors), sizes)
     for node in graph.nodes:
-        if isinstance(node, Fill):
-            run.fill(node.buffer, node.value)
-        elif isinstance(node, Structure):
-            extent = None if node.extent is None else int(run.value(node.extent, {}))
-            run.memory[node.result.name] = structure(node.kind, [run.memory[b.name] for b in node.inputs], extent)
-        else:
-            assert isinstance(node, Launch | Step | Library)
-            if not isinstance(node, Launch):
-                run.begin(*node.kernel.results)
-            run.block(node.kernel.body, {})
+        assert isinstance(node, Step | Library)
+        run.begin(*node.kernel.results)
+        run.block(node.kernel.body, {})
     return [run.memory[buffer.name] for buffer in graph.outputs]
-
-
-def structure(kind: str, inputs: Sequence[Tensor], extent: int | None) -> Tensor:
-    """Compute the tensor of a `Structure` node."""
-    first = inputs[0]
-    if kind == "order":
-        return first.flatten().argsort(stable=True)
-    if kind == "take":
-        return first.flatten()[inputs[1].long()]
-    assert kind == "rows"
-    assert extent is not None
-    return torch.searchsorted(first.flatten(), torch.arange(extent + 1, dtype=first.dtype, device=first.device))
 
 
 class _Run:

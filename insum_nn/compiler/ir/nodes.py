@@ -47,7 +47,7 @@ __all__ = [
     "walk",
 ]
 
-Role = Literal["free", "sum", "grid", "tile", "serial", "unroll"]
+Role = Literal["free", "sum", "grid", "tile", "serial"]
 Combine = str
 Initial = Literal["none", "zero", "tensor"]
 Precision = Literal["ieee", "tf32", "tf32x3"]

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 
-from insum_nn.compiler.ir.graph import Fill, Graph, Launch, Library, Step, Structure
+from insum_nn.compiler.ir.graph import Graph, Library, Step
 from insum_nn.compiler.ir.nodes import (
     OPERATIONS,
     Alloc,
@@ -47,20 +47,11 @@ def _graph(graph: Graph) -> Iterator[str]:
         where = "an argument" if extent.buffer is None else f"axis {extent.axis} of {extent.buffer.name}"
         yield f"  extent {_expr(extent.size)}: {where}"
     for node in graph.nodes:
-        if isinstance(node, Step | Library):
-            head = node.function if isinstance(node, Library) else "step"
-            if isinstance(node, Step) and node.unrolled:
-                head += f", {', '.join(index.name for index in node.unrolled)} unrolled"
-            yield from (f"  {line}" for line in _kernel(node.kernel, head))
-        elif isinstance(node, Structure):
-            arguments = [*(b.name for b in node.inputs), *([_expr(node.extent)] if node.extent is not None else [])]
-            yield f"  structure {_declared(node.result)} = {node.kind}({', '.join(arguments)})"
-        elif isinstance(node, Fill):
-            yield f"  {_declared(node.buffer)} = {'empty' if node.value is None else f'full of {node.value}'}"
-        else:
-            assert isinstance(node, Launch)
-            head = f"launch, {node.warps} warps, {node.stages} stages:"
-            yield from (f"  {line}" for line in _kernel(node.kernel, head))
+        assert isinstance(node, Step | Library)
+        head = node.function if isinstance(node, Library) else "step"
+        if isinstance(node, Step) and node.unrolled:
+            head += f", {', '.join(index.name for index in node.unrolled)} unrolled"
+        yield from (f"  {line}" for line in _kernel(node.kernel, head))
 
 
 def _kernel(kernel: Kernel, head: str) -> Iterator[str]:

@@ -3,18 +3,7 @@
 from __future__ import annotations
 
 from insum_nn.compiler.ir.access import scattered_axes
-from insum_nn.compiler.ir.graph import (
-    Fill,
-    Graph,
-    Launch,
-    Library,
-    Step,
-    Structure,
-    factors_of,
-    loops_of,
-    sparse_parts,
-    store_of,
-)
+from insum_nn.compiler.ir.graph import Graph, Library, Step, factors_of, loops_of, sparse_parts, store_of
 from insum_nn.compiler.ir.nodes import (
     OPERATIONS,
     Alloc,
@@ -35,7 +24,7 @@ from insum_nn.compiler.lang.combining import COMBINING
 
 __all__ = ["verify_graph", "verify_kernel"]
 
-_PLACED = ("grid", "tile", "serial", "unroll")
+_PLACED = ("grid", "tile", "serial")
 
 
 def verify_kernel(kernel: Kernel, *, placed: bool) -> None:
@@ -56,20 +45,12 @@ def verify_kernel(kernel: Kernel, *, placed: bool) -> None:
 
 
 def verify_graph(graph: Graph) -> None:
-    """Check a graph and its kernels: each buffer is made before it is read, and made once."""
+    """Check a graph and its algorithms: each buffer is made before it is read, and made once."""
     made = set(graph.inputs)
     for node in graph.nodes:
-        if isinstance(node, Launch):
-            verify_kernel(node.kernel, placed=True)
-            used = {*node.kernel.inputs, *(result.buffer for result in node.kernel.results)}
-            assert used <= made, f"not made yet: {sorted(b.name for b in used - made)}"
-            continue
-        if isinstance(node, Step | Library):
-            _check_step(node)
-            used, result = set(node.kernel.inputs), node.kernel.results[0].buffer
-        else:
-            assert isinstance(node, Structure | Fill)
-            used, result = (set(node.inputs), node.result) if isinstance(node, Structure) else (set(), node.buffer)
+        assert isinstance(node, Step | Library)
+        _check_step(node)
+        used, result = set(node.kernel.inputs), node.kernel.results[0].buffer
         assert used <= made, f"not made yet: {sorted(b.name for b in used - made)}"
         assert result not in made, f"{result.name} is made twice"
         made.add(result)
