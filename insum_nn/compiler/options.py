@@ -7,7 +7,9 @@ from dataclasses import asdict, dataclass
 from functools import lru_cache
 from typing import Literal
 
-__all__ = ["DEFAULT", "Options"]
+from insum_nn.errors import InsumDtypeError
+
+__all__ = ["DEFAULT", "Options", "require_options"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -85,3 +87,19 @@ def _from_json(text: str) -> Options:
 
 
 DEFAULT = Options()
+
+
+def require_options(options: Options) -> Options:
+    """Return the argument of a layer's constructor.
+
+    Raises:
+        InsumDtypeError: it is no `Options`, a dict of them for instance.
+    """
+    if not isinstance(options, Options):  # pyright: ignore[reportUnnecessaryIsInstance]
+        raise InsumDtypeError(
+            f"options= must be insum_nn.Options, got {type(options).__name__}",
+            fix="write options=insum_nn.Options(deterministic=True), with the options that you mean.",
+            expected=Options,
+            got=type(options),
+        )
+    return options

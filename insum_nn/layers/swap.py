@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from fnmatch import fnmatchcase
 from typing import Any, Literal, cast
 
@@ -12,6 +12,7 @@ from torch import Tensor, nn
 from torch.nn.utils.parametrize import is_parametrized
 from torch.nn.utils.prune import BasePruningMethod
 
+from insum_nn.compiler.options import DEFAULT, Options, require_options
 from insum_nn.errors import InsumError, InsumFormatError, InsumNameError
 from insum_nn.layers.pruned.block_sparse_linear import BlockSparseLinear
 from insum_nn.layers.pruned.pruned_conv2d import PrunedConv2d
@@ -80,6 +81,7 @@ class SwapReport:
 
 # The swap.
 
+_STORAGE = Options(accumulate="storage")
 
 Pruning = float | Tensor | Mapping[str, Any]
 
@@ -91,6 +93,7 @@ def swap(
     include: str | Sequence[str] | None = None,
     exclude: str | Sequence[str] = (),
     block_sparse: Mapping[str, Pruning] | None = None,
+    options: Options = DEFAULT,
 ) -> SwapReport:
     """Replace every supported layer of a model in place, weights kept.
 
@@ -107,6 +110,7 @@ def swap(
         block_sparse: pattern -> what to keep of the `Linear` and `Conv2d` layers whose names fit: a density, a mask,
             or the keyword arguments of `BlockSparseLinear.from_linear` or `PrunedConv2d.from_conv2d`. The first
             pattern that fits a name counts.
+        options: compile options of the new layers, the deterministic switch among them.
 
     A layer that cannot be replaced is left alone, and its row says why: what is parametrized, pruned or has hooks would
     lose that, and the row names the call that takes it away.
@@ -117,6 +121,7 @@ def swap(
     Raises:
         InsumNameError: a pattern fits no layer.
         InsumFormatError: what `block_sparse` asks for a layer cannot be done; nothing is changed then.
+        InsumDtypeError: `options` is no `Options`.
 
     >>> model = nn.Sequential(nn.Linear(64, 64), nn.ReLU(), nn.Linear(64, 8))
     >>> print(swap(model, block_sparse={"0": {"density": 0.5, "block_shape": (16, 16)}}))
@@ -127,7 +132,9 @@ def swap(
     >>> type(model[0]).__name__
     'BlockSparseLinear'
     """
-    work = _Swap(model, _patterns(include), _patterns(exclude) or (), dict(block_sparse or {}))
+    work = _Swap(
+        model, _patterns(include), _patterns(exclude) or (), dict(block_sparse or {}), require_options(options)
+    )
     root = work.visit(model, "", None)
     work.check_patterns()
     if not dry_run:
@@ -150,10 +157,12 @@ class _Swap:
         include: tuple[str, ...] | None,
         exclude: tuple[str, ...],
         block_sparse: dict[str, Pruning],
+        options: Options,
     ) -> None:
         self.include = include
         self.exclude = exclude
         self.block_sparse = block_sparse
+        self.options = options
         self.rows: list[SwapRow] = []
         self.made: dict[int, nn.Module] = {}
         self.pending: list[tuple[nn.Module, str, nn.Module]] = []
@@ -214,11 +223,24 @@ class _Swap:
                 reason = str(error)
             else:
                 self.rows.append(SwapRow(name, shown, "swapped", detail))
+                self.steer(new)
                 # Not `train`, which would reach into what both share.
                 new.training = module.training
                 return new
         self.rows.append(SwapRow(name, shown, "left", reason))
         return None
+
+    def steer(self, layer: Any) -> None:
+        """Give a new layer the compile options, unless its pattern named some; containers have none."""
+        own = getattr(layer, "options", None)
+        if own == DEFAULT:
+            layer.options = self.options
+        elif own == _STORAGE:
+            # The peer's convolution was told to sum in its features' dtype.
+            layer.options = replace(self.options, accumulate="storage")
+        if hasattr(layer, "_finish"):
+            # A tensor product keeps the text of its statements, options included.
+            layer._finish()
 
     def make(self, module: nn.Module, name: str, path: str, pruning: Pruning | None) -> tuple[nn.Module, str]:
         if pruning is None:

@@ -5,13 +5,15 @@ from __future__ import annotations
 import copy
 import warnings
 from collections import OrderedDict
+from dataclasses import replace
 from typing import Any
 
 import pytest
 import torch
 from torch import Tensor, nn
 
-from insum_nn.errors import InsumFormatError, InsumNameError
+from insum_nn.compiler.options import Options
+from insum_nn.errors import InsumDtypeError, InsumFormatError, InsumNameError
 from insum_nn.layers.pruned.block_sparse_linear import BlockSparseLinear
 from insum_nn.layers.pruned.pruned_conv2d import PrunedConv2d
 from insum_nn.layers.swap import swap
@@ -36,6 +38,43 @@ class MLP(nn.Module):
 
 def state_ids(model: nn.Module) -> dict[str, int]:
     return {name: id(value) for name, value in model.named_parameters()}
+
+
+# Compile options.
+
+
+def test_new_layers_get_the_options():
+    options = Options(deterministic=True)
+    model, _ = sparse_model()
+    o3 = pytest.importorskip("e3nn.o3")
+    geometric = pytest.importorskip("torch_geometric.nn")
+    product = o3.FullyConnectedTensorProduct("4x0e + 2x1o", "1o", "4x0e + 2x1o")
+    whole = nn.ModuleDict({"sparse": model, "graph": geometric.GCNConv(6, 4), "product": product, "mlp": MLP()})
+    pruning = {"mlp.head": {"density": 0.5, "options": Options(backend="eager")}, "mlp.stem": 0.5}
+    whole.sparse.stem.fp32_accum = False
+    swap(whole, block_sparse=pruning, options=options)
+    for layer in (whole.graph, whole.product, whole.sparse.pool, whole.mlp.stem):
+        assert layer.options == options
+    assert whole.product.spec.options == options
+    assert '"deterministic":true' in whole.product._text
+    assert whole.sparse.stem.options == replace(options, accumulate="storage")
+    assert whole.mlp.head.options == Options(backend="eager")
+    x, y = torch.randn(5, 10), torch.randn(5, 3)
+    torch.testing.assert_close(whole.product(x, y), product(x, y))
+
+
+def test_options_are_no_dict():
+    what = r"options= must be insum_nn\.Options, got dict"
+    with pytest.raises(InsumDtypeError, match=what):
+        swap(MLP(), options={"deterministic": True})  # type: ignore[arg-type]
+    for make in (
+        lambda options: BlockSparseLinear.from_linear(nn.Linear(64, 64), density=0.5, options=options),
+        lambda options: PrunedConv2d.from_conv2d(nn.Conv2d(3, 8, 3), density=0.5, options=options),
+        lambda options: kinds.SubMConv3d(4, 4, 3, options=options),
+        lambda options: pools.SparseMaxPool3d(2, options=options),
+    ):
+        with pytest.raises(InsumDtypeError, match=what):
+            make({"deterministic": True})
 
 
 # Dense layers, by name.

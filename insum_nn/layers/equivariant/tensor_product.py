@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor
 
-from insum_nn.compiler.options import DEFAULT, Options
+from insum_nn.compiler.options import DEFAULT, Options, require_options
 from insum_nn.errors import MissingExtraError
 from insum_nn.layers.equivariant.checks import (
     InputError,
@@ -154,7 +154,7 @@ class TensorProduct(o3.TensorProduct):
         self._optimize_einsums = defaults["optimize_einsums"] if _optimize_einsums is None else _optimize_einsums
         self._did_compile_left_right = compile_left_right
         self._did_compile_right = compile_right
-        self.options = options
+        self.options = require_options(options)
         self._own_weights(internal_weights, shared_weights)
         self._finish()
 
@@ -257,7 +257,7 @@ class TensorProduct(o3.TensorProduct):
         else:
             new.register_buffer("weight", module.weight)
         new.register_buffer("output_mask", module.output_mask)
-        new.options = options
+        new.options = require_options(options)
         new._finish()
         return new.train(module.training)
 

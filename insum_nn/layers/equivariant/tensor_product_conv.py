@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from insum_nn.compiler.options import DEFAULT, Options
+from insum_nn.compiler.options import DEFAULT, Options, require_options
 from insum_nn.dtypes import INDEX_DTYPES
 from insum_nn.errors import InsumDtypeError, InsumError, raise_collected
 from insum_nn.layers.equivariant.checks import InputError, check_same, fits_plainly
@@ -96,7 +96,9 @@ class TensorProductConv(torch.nn.Module):
         else:
             kwargs.setdefault("shared_weights", bool(kwargs.get("internal_weights")))
             self.tensor_product = TensorProduct(irreps_in1, irreps_in2, irreps_out, instructions, **kwargs)
-        self.options = replace(options, deterministic=True) if deterministic else options
+        self.options = require_options(options)
+        if deterministic:
+            self.options = replace(options, deterministic=True)
         self.layout: str = layout or "mul_ir"
         self._text = self.spec.to_json()
 

@@ -9,7 +9,7 @@ from typing import Any, ClassVar, NamedTuple, Optional, cast
 import torch
 from torch import Tensor
 
-from insum_nn.compiler.options import DEFAULT, Options
+from insum_nn.compiler.options import DEFAULT, Options, require_options
 from insum_nn.errors import InsumShapeError, MissingExtraError
 from insum_nn.kept import forget
 from insum_nn.ops.graph_conv import Recipe, explain_graph_conv, graph_conv
@@ -126,7 +126,7 @@ class GCNConv(peer.GCNConv):
         **kwargs: Any,
     ) -> None:
         super().__init__(in_channels, out_channels, improved, cached, add_self_loops, normalize, bias, **kwargs)
-        self.options = options
+        self.options = require_options(options)
 
     def __init_subclass__(cls, **kwargs: Any) -> None:
         super().__init_subclass__(**kwargs)

@@ -9,7 +9,7 @@ from typing import Any, Self, cast
 import torch
 from torch import Tensor, nn
 
-from insum_nn.compiler.options import Options
+from insum_nn.compiler.options import Options, require_options
 from insum_nn.errors import InsumDtypeError, InsumFormatError, InsumShapeError
 from insum_nn.formats import GroupCOO
 from insum_nn.kept import unwritten
@@ -48,7 +48,7 @@ class PrunedModule(nn.Module):
     def __init__(self, group_size: GroupSize, options: Options) -> None:
         super().__init__()
         self.group_size = group_size
-        self.options = options
+        self.options = require_options(options)
         self._index_names: tuple[str, ...] = ()
 
     # What a layer defines.

@@ -10,7 +10,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from insum_nn.compiler.options import DEFAULT, Options
+from insum_nn.compiler.options import DEFAULT, Options, require_options
 from insum_nn.errors import InsumDtypeError, InsumFormatError, InsumNameError, InsumShapeError
 from insum_nn.layers.voxel.base import (
     VOXEL_COUNT,
@@ -141,7 +141,9 @@ class SparseConvolutionBase:
         self.algo = default_algo(math.prod(self.kernel_size), limit) if algo is None else algo
         activation_name(act_type)
         self.act_type, self.act_alpha, self.act_beta = act_type, act_alpha, act_beta
-        self.options = replace(options, accumulate="storage") if fp32_accum is False else options
+        self.options = require_options(options)
+        if fp32_accum is False:
+            self.options = replace(options, accumulate="storage")
         _check_channels(owner, in_channels, out_channels, groups)
         self.geometry = self._make_geometry(owner, anchor)
         self.conv1x1 = self.geometry.is_pointwise and not inverse

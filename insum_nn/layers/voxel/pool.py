@@ -8,7 +8,7 @@ from typing import Any, ClassVar, cast
 import torch
 from torch import Tensor
 
-from insum_nn.compiler.options import DEFAULT, Options
+from insum_nn.compiler.options import DEFAULT, Options, require_options
 from insum_nn.layers.voxel.base import (
     VOXEL_COUNT,
     IntOrInts,
@@ -101,7 +101,7 @@ class _SparsePool(SparseModule):
         self.subm = subm
         self.indice_key = indice_key
         self.record_voxel_count = record_voxel_count
-        self.options = options
+        self.options = require_options(options)
         self.algo = default_algo(math.prod(self.kernel_size), 128) if algo is None else algo
         if record_voxel_count and not subm:
             self.register_buffer(VOXEL_COUNT, torch.zeros(1, dtype=torch.int32))
@@ -283,7 +283,7 @@ class _SparseGlobalPool(SparseModule):
 
     def __init__(self, name: str | None = None, *, options: Options = DEFAULT) -> None:
         super().__init__(name=name)
-        self.options = options
+        self.options = require_options(options)
 
     @property
     def expression(self) -> str:
