@@ -85,6 +85,13 @@ NO_REGULAR_EXPRESSIONS = ("passes", "codegen")
 # file -> why it imports `re` all the same.
 REGULAR_EXPRESSIONS: dict[str, str] = {}
 
+# An operator is its statements; what records gradients is `compiler/runtime/autograd.py` and `multilinear.py`.
+STATEMENTS_ALONE = ("ops", "layers")
+# file -> why it defines an autograd function all the same; each line here is a debt.
+AUTOGRAD_FUNCTIONS: dict[str, str] = {
+    "insum_nn/ops/tensor_product.py": "joint kernels of several gradients are chosen by what a backward pass wants",
+}
+
 # Files of one folder of the compiler, `__init__.py` not counted.
 MAX_FILES = 14
 # folder -> why it holds more, or may for a while.
@@ -243,6 +250,32 @@ def test_passes_and_printers_use_no_regular_expressions():
     found = {*faults(imports_re, (s for s in compiler_files() if within(s.module, folders)))}
     assert found - {*REGULAR_EXPRESSIONS} == set(), "rewrite nodes instead of generated text"
     assert {*REGULAR_EXPRESSIONS} - found == set(), "these no longer import re: take them off REGULAR_EXPRESSIONS"
+
+
+def autograd_functions(source: Source) -> list[int]:
+    """The lines of a file that name torch's autograd function."""
+    return [line for name, line in source.dotted_names() if name == "torch.autograd.Function"]
+
+
+def test_operators_and_layers_define_no_autograd_functions():
+    folders = {f"{PACKAGE}.{folder}" for folder in STATEMENTS_ALONE}
+    found = {*faults(autograd_functions, (s for s in MODULES.values() if within(s.module, folders)))}
+    assert found - {*AUTOGRAD_FUNCTIONS} == set(), "write a statement; the compiler has its gradients"
+    assert {*AUTOGRAD_FUNCTIONS} - found == set(), "these are statements now: take them off AUTOGRAD_FUNCTIONS"
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        "import torch\nclass F(torch.autograd.Function): ...",
+        "from torch.autograd import Function\nclass F(Function): ...",
+        "from torch import autograd as a\nclass F(a.Function): ...",
+    ],
+)
+def test_the_check_of_autograd_functions_sees_them(text: str):
+    source = Source(ROOT / PACKAGE / "ops" / "x.py")
+    vars(source)["text"] = text
+    assert autograd_functions(source)
 
 
 def test_folders_of_the_compiler_stay_small():

@@ -27,6 +27,7 @@ from insum_nn.compiler.runtime.modes import (
     records_graph,
     writes_graph,
 )
+from insum_nn.compiler.runtime.multilinear import Multilinear, contract
 from insum_nn.compiler.runtime.out_argument import check_unrecorded, write_out
 from insum_nn.compiler.runtime.program import Program, ProgramSum, Shape
 from insum_nn.compiler.runtime.row_partition import keep_words
@@ -38,11 +39,13 @@ __all__ = [
     "Given",
     "Joint",
     "JointPaths",
+    "Multilinear",
     "Program",
     "ProgramSum",
     "call_traced",
     "compile",
     "compile_built",
+    "contract",
     "for_each_vector",
     "generates_kernels",
     "graph_constant",

@@ -18,12 +18,10 @@ from typing import Literal
 import torch
 from torch import Tensor
 
-from insum_nn.compiler.api import Given, Program, compile, compile_built, generates_kernels, is_plain_eager
+from insum_nn.compiler.api import Given, Program, compile, compile_built, contract, generates_kernels, is_plain_eager
 from insum_nn.compiler.options import Options
 from insum_nn.facts import IndexFacts
-from insum_nn.ops.modes import without_autocast
 from insum_nn.ops.tensor_cache import TensorCache
-from insum_nn.ops.trilinear import contract
 
 __all__ = ["COLUMNS", "BlockColumns", "block_columns", "columns_program", "takes_columns"]
 
@@ -103,25 +101,28 @@ class BlockColumns:
 
     def __call__(self, x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
         """(n, rows * a), each row of which starts from the bias (rows * a,); differentiable to any order."""
-        return contract(self, "Y", weight, x, bias)
+        return contract(self, "Y", weight, x, start=bias)
 
     def operands_of(self, x: Tensor, weight: Tensor) -> dict[str, Tensor]:
         """The tensors of `COLUMNS["Y"]` by name."""
         return {**self.index, "W": weight, "X": _columns(x, self.grid[1], self.options)}
 
-    def sum(self, wanted: str, a: Tensor, b: Tensor, made: dict[str, Tensor], start: Tensor | None = None) -> Tensor:
+    def eager(
+        self, wanted: str, operands: tuple[Tensor, ...], made: dict[str, Tensor], start: Tensor | None = None
+    ) -> Tensor:
         """The tensor of that name; in eager mode, where nothing is recorded."""
+        a, b = operands
         key = (a.shape, b.shape, a.dtype, a.device, start is None)
-        with without_autocast(a.device):
-            operands, shape = self._arranged(wanted, a, b, made)
-            start = None if start is None else start.view(shape[1:])
-            result = self._given[wanted](*operands, out_shape=shape, start=start, key=key)
+        arranged, shape = self._arranged(wanted, a, b, made)
+        start = None if start is None else start.view(shape[1:])
+        result = self._given[wanted](*arranged, out_shape=shape, start=start, key=key)
         return result if wanted == "W" else result.flatten(1)
 
-    def watched(self, wanted: str, a: Tensor, b: Tensor, start: Tensor | None = None) -> Tensor:
+    def in_modes(self, wanted: str, operands: tuple[Tensor, ...], start: Tensor | None = None) -> Tensor:
         """The same by the compiler's operator, which tracers and transforms know."""
-        operands, shape = self._arranged(wanted, a, b, None)
-        named = {**self.index, **dict(zip(self._given[wanted].names, operands, strict=True))}
+        a, b = operands
+        arranged, shape = self._arranged(wanted, a, b, None)
+        named = {**self.index, **dict(zip(self._given[wanted].names, arranged, strict=True))}
         if start is not None:
             named[wanted] = start.reshape(shape[1:])
         result = columns_program(wanted, self.options)(tensors=named, out_shape=shape)

@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping, Sequence
-from typing import Any
+from dataclasses import dataclass
+from types import MappingProxyType
 
 import torch
 from torch import Tensor
 
-from insum_nn.compiler.api import Explanation, compile_built, for_each_vector, is_plain_eager
+from insum_nn.compiler.api import Explanation, compile_built, contract, is_plain_eager
 from insum_nn.compiler.options import DEFAULT, Options
 from insum_nn.facts import IndexFacts
 from insum_nn.ops.arguments import run
@@ -112,17 +113,29 @@ def block_tiles(
     (rows, cols), (a, b) = grid, values.shape[-2:]
     named = {"Row": index["Row"], "Col": index["Col"]}
     if _gathers(values, facts, options):
-        tiles = _Tiles.apply(values, named, (rows, cols), facts, options)
+        tiles = contract(_Gathered(named, (rows, cols), facts, options, values.ndim), "D", values)
     else:
-        expression = _BLOCKS if values.ndim == 3 else _GROUPS
-        tiles = run(expression, facts, {**named, "Val": values}, options, (rows, a, cols, b))
-    return tiles.reshape(rows * a, cols * b)  # type: ignore[no-any-return]
+        tiles = _scattered(values, named, (rows, cols), facts, options)
+    return tiles.reshape(rows * a, cols * b)
+
+
+def _scattered(
+    values: Tensor,
+    index: Mapping[str, Tensor],
+    grid: tuple[int, int],
+    facts: Mapping[str, IndexFacts],
+    options: Options,
+) -> Tensor:
+    """(rows, a, cols, b) from blocks that are written to their places; differentiable."""
+    expression, (a, b) = _BLOCKS if values.ndim == 3 else _GROUPS, values.shape[-2:]
+    return run(expression, facts, {**index, "Val": values}, options, (grid[0], a, grid[1], b))
 
 
 _BLOCKS = "D[Row[p],a,Col[p],b] += Val[p,a,b]"
 _GROUPS = "D[Row[g],a,Col[g,q],b] += Val[g,q,a,b]"
 _GATHER = "D[i,a,j,b] += Val[Slot[i,j],a,b]"
 _ADJOINT = {3: "Val[p,a,b] += D[Row[p],a,Col[p],b]", 4: "Val[g,q,a,b] += D[Row[g],a,Col[g,q],b]"}
+_EACH_OTHER = MappingProxyType({"D": ("Val",), "Val": ("D",)})
 _SLOT = {"Slot": IndexFacts(masked=True, unique=True, proven=True)}
 
 
@@ -135,29 +148,37 @@ def _gathers(values: Tensor, facts: Mapping[str, IndexFacts], options: Options) 
     return once and values.is_cuda and options.backend == "auto" and values.numel() > 0 and is_plain_eager(values)
 
 
-class _Tiles(torch.autograd.Function):
-    """The dense matrix, gathered from the blocks; its gradient is gathered at the blocks."""
+@dataclass(frozen=True, slots=True)
+class _Gathered:
+    """The dense matrix, gathered from the blocks, and its gradient, gathered at the blocks."""
 
-    @staticmethod
-    def forward(
-        ctx: Any,
-        values: Tensor,
-        index: Mapping[str, Tensor],
-        grid: tuple[int, int],
-        facts: Mapping[str, IndexFacts],
-        options: Options,
+    index: Mapping[str, Tensor]
+    grid: tuple[int, int]
+    facts: Mapping[str, IndexFacts]
+    options: Options
+    rank: int
+
+    @property
+    def operands(self) -> Mapping[str, tuple[str, ...]]:
+        return _EACH_OTHER
+
+    def in_modes(self, wanted: str, operands: tuple[Tensor, ...], start: Tensor | None = None) -> Tensor:
+        """By `Row` and `Col`, which programs differentiate."""
+        if wanted == "D":
+            return _scattered(operands[0], self.index, self.grid, self.facts, self.options)
+        return self._blocks(operands[0])
+
+    def eager(
+        self, wanted: str, operands: tuple[Tensor, ...], made: dict[str, Tensor], start: Tensor | None = None
     ) -> Tensor:
-        ctx.rest = index, values.ndim, facts, options, values.shape
-        blocks = values.flatten(0, -3)
-        named = {"Val": blocks, "Slot": _slots(index["Row"], index["Col"], grid)}
-        shape = (grid[0], blocks.shape[1], grid[1], blocks.shape[2])
-        return run(_GATHER, _SLOT, named, options, shape)
+        if wanted == "Val":
+            return self._blocks(operands[0])
+        blocks = operands[0].flatten(0, -3)
+        named = {"Val": blocks, "Slot": _slots(self.index["Row"], self.index["Col"], self.grid)}
+        return run(_GATHER, _SLOT, named, self.options, (self.grid[0], blocks.shape[1], self.grid[1], blocks.shape[2]))
 
-    @staticmethod
-    @for_each_vector
-    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
-        index, rank, facts, options, shape = ctx.rest
-        return run(_ADJOINT[rank], facts, {**index, "D": grads[0]}, options, shape), None, None, None, None
+    def _blocks(self, dense: Tensor) -> Tensor:
+        return run(_ADJOINT[self.rank], self.facts, {**self.index, "D": dense}, self.options, (None,) * self.rank)
 
 
 _known = TensorCache(limit=256)

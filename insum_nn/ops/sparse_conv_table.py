@@ -24,11 +24,9 @@ from typing import Literal, NamedTuple, cast
 import torch
 from torch import Tensor
 
-from insum_nn.compiler.api import Given, Program, compile_built, generates_kernels, is_plain_eager, keep_words
+from insum_nn.compiler.api import Given, Program, compile_built, contract, generates_kernels, is_plain_eager, keep_words
 from insum_nn.compiler.options import Options
 from insum_nn.facts import IndexFacts
-from insum_nn.ops.modes import without_autocast
-from insum_nn.ops.trilinear import contract
 from insum_nn.structure.kernel_map import FACTS, KernelMap
 from insum_nn.structure.kernel_map.tables import LIST_FACTS, TABLE_FACTS
 
@@ -121,7 +119,7 @@ def table_conv(
     Returns:
         `Out`, (m, O).
     """
-    return contract(_Conv(kernel_map, groups, options), "Out", features, weight, bias)
+    return contract(_Conv(kernel_map, groups, options), "Out", features, weight, start=bias)
 
 
 @dataclass(frozen=True, slots=True)
@@ -133,10 +131,13 @@ class _Conv:
     options: Options
 
     @property
-    def operands(self) -> Mapping[str, tuple[str, str]]:
+    def operands(self) -> Mapping[str, tuple[str, ...]]:
         return _OPERANDS  # type: ignore[return-value]
 
-    def sum(self, wanted: str, a: Tensor, b: Tensor, made: dict[str, Tensor], start: Tensor | None = None) -> Tensor:
+    def eager(
+        self, wanted: str, operands: tuple[Tensor, ...], made: dict[str, Tensor], start: Tensor | None = None
+    ) -> Tensor:
+        a, b = operands
         # A kernel is written for the layout of its operands; one layout is enough, and gradients have many.
         if not a.is_contiguous():
             a = a.contiguous()
@@ -144,10 +145,10 @@ class _Conv:
             b = b.contiguous()
         kind = cast("Kind", wanted)
         way: Way = "list" if kind == "W" and a.dtype.itemsize <= _LIST_BYTES else "table"
-        with without_autocast(a.device):
-            return self._run(kind, a, b, way, start)
+        return self._run(kind, a, b, way, start)
 
-    def watched(self, wanted: str, a: Tensor, b: Tensor, start: Tensor | None = None) -> Tensor:
+    def in_modes(self, wanted: str, operands: tuple[Tensor, ...], start: Tensor | None = None) -> Tensor:
+        a, b = operands
         return self._run(cast("Kind", wanted), a, b, "groups", start)
 
     def _run(self, kind: Kind, a: Tensor, b: Tensor, way: Way, start: Tensor | None) -> Tensor:

@@ -12,6 +12,7 @@ from torch import Tensor
 
 import insum_nn
 from insum_nn import IndexFacts, Options
+from insum_nn.compiler.api import contract
 from insum_nn.compiler.forms.form import Form, make_form
 from insum_nn.compiler.lang.bind import bind
 from insum_nn.compiler.lang.parser import parse
@@ -141,7 +142,8 @@ def test_gathered_in_one_pass(kind: type[BlockCOO | BlockGroupCOO]):
     index = {"Row": matrix.tensors["Row"], "Col": matrix.tensors["Col"]}
 
     def form(values: Tensor, options: Options) -> Tensor:
-        return dense_choice._Tiles.apply(values, index, matrix.grid_shape, matrix.facts, options)
+        gathered = dense_choice._Gathered(index, matrix.grid_shape, matrix.facts, options, values.ndim)
+        return contract(gathered, "D", values)
 
     found = form(values, GENERATED)
     torch.testing.assert_close(found.reshape(10, 12), dense)

@@ -7,8 +7,11 @@ from functools import lru_cache
 import torch
 from torch import Tensor
 
-from insum_nn.compiler.api import Given, Program, compile, generates_kernels, is_plain_eager
+from insum_nn.compiler.forms.launch import available as generates_kernels
 from insum_nn.compiler.options import DEFAULT, Options
+from insum_nn.compiler.runtime.bound_program import Given
+from insum_nn.compiler.runtime.modes import is_plain_eager
+from insum_nn.compiler.runtime.program import Program
 
 __all__ = ["column_sums"]
 
@@ -50,4 +53,4 @@ def _given(options: Options) -> Given:
 
 @lru_cache(maxsize=64)
 def _program(options: Options) -> Program:
-    return compile("S[n] += G[i,n]", options=options)
+    return Program("S[n] += G[i,n]", options=options)

@@ -1,0 +1,112 @@
+"""Sums over the same index tensors that are each other's gradients: differentiable to any order, from a few statements.
+
+Where an output is linear in each of its operands, its derivative by an operand is a sum over the output's gradient and
+the other operands. So derivatives of every order are made of one sum for each tensor, and a structure that is
+kept (a transposed order, an inverse map) lets each of them write its result by rows, with no atomic addition.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any, Protocol
+
+import torch
+from torch import Tensor
+
+from insum_nn.compiler.options import Options
+from insum_nn.compiler.runtime.batched_gradients import for_each_vector
+from insum_nn.compiler.runtime.column_sums import column_sums
+from insum_nn.compiler.runtime.modes import is_plain_eager
+
+__all__ = ["Multilinear", "contract"]
+
+
+class Multilinear(Protocol):
+    """A sum for each of several tensors, from all the others that it names."""
+
+    @property
+    def operands(self) -> Mapping[str, tuple[str, ...]]:
+        """What each sum reads, by the name of the tensor it computes; the relation is symmetric."""
+        ...
+
+    @property
+    def options(self) -> Options:
+        """Compile options of every sum."""
+        ...
+
+    def eager(
+        self, wanted: str, operands: tuple[Tensor, ...], made: dict[str, Tensor], start: Tensor | None = None
+    ) -> Tensor:
+        """Compute the tensor of that name in eager mode without autocast, where nothing is recorded.
+
+        `made` is for what one sum makes of an operand and the next sum of the same tensors can use, by name.
+        """
+        ...
+
+    def in_modes(self, wanted: str, operands: tuple[Tensor, ...], start: Tensor | None = None) -> Tensor:
+        """Compute it by programs, which follow every active mode and have derivatives of their own."""
+        ...
+
+
+def contract(sums: Multilinear, wanted: str, *operands: Tensor, start: Tensor | None = None) -> Tensor:
+    """Compute one of the tensors from the others; differentiable to any order.
+
+    Args:
+        sums: the sum of each tensor.
+        wanted: the name of the result.
+        *operands: those of `sums.operands[wanted]`, in its order.
+        start: the starting value of every row of it: (n,), or the same cut into axes.
+    """
+    if not is_plain_eager(*operands, start):
+        return sums.in_modes(wanted, operands, start)
+    if torch.is_grad_enabled():
+        # A loop instead of `any`: no generator in every call.
+        for tensor in (*operands, start):
+            if tensor is not None and tensor.requires_grad:
+                return _Contract.apply(sums, wanted, start, *operands)  # type: ignore[no-any-return]
+    return _computed(sums, wanted, operands, {}, start)
+
+
+class _Contract(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, sums: Multilinear, wanted: str, start: Tensor | None, *operands: Tensor) -> Tensor:
+        _, _, _, *needed = ctx.needs_input_grad
+        # An operand is read again for the gradients of the others alone.
+        count = sum(needed)
+        ctx.save_for_backward(*[tensor if count > own else None for tensor, own in zip(operands, needed, strict=True)])
+        ctx.rest = sums, wanted, None if start is None else start.shape
+        return _computed(sums, wanted, operands, {}, start)
+
+    @staticmethod
+    @for_each_vector
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
+        (sums, left, start), (grad,) = ctx.rest, grads
+        _, _, of_start, *needed = ctx.needs_input_grad
+        names = sums.operands[left]
+        known: dict[str, Tensor] = dict(zip(names, ctx.saved_tensors, strict=True))
+        known[left] = grad
+        unrecorded = not torch.is_grad_enabled() and is_plain_eager(grad)
+        made: dict[str, Tensor] = {}
+        found: list[Tensor | None] = [None, None, None]
+        for wanted, own in zip(names, needed, strict=True):
+            if not own:
+                found.append(None)
+                continue
+            operands = tuple([known[name] for name in sums.operands[wanted]])
+            found.append(
+                _computed(sums, wanted, operands, made, None) if unrecorded else contract(sums, wanted, *operands)
+            )
+        if of_start:
+            total = column_sums(grad, options=sums.options)
+            found[2] = total if total.shape == start else total.reshape(start)
+        return tuple(found)
+
+
+def _computed(
+    sums: Multilinear, wanted: str, operands: tuple[Tensor, ...], made: dict[str, Tensor], start: Tensor | None
+) -> Tensor:
+    if torch.is_grad_enabled() or torch._C._is_any_autocast_enabled():
+        # Operands have their dtypes already; autocast would make equal dtypes differ.
+        with torch.no_grad(), torch.autocast(operands[0].device.type, enabled=False):
+            return sums.eager(wanted, operands, made, start)
+    return sums.eager(wanted, operands, made, start)
