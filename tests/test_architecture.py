@@ -24,7 +24,7 @@ MAY_IMPORT: dict[str, set[str]] = {
     "facts": set(),
     "dtypes": set(),
     "version": set(),
-    "compiler": {"dtypes", "errors", "facts", "kept"},
+    "compiler": {"dtypes", "errors", "facts", "kept", "version"},
     "schedules": {"compiler.schedule.database"},
     "formats": {"dtypes", "errors", "facts", "kept"},
     "structure": {"dtypes", "errors", "facts"},

@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Mapping
 from dataclasses import asdict, dataclass
 from functools import lru_cache
-from typing import Literal
+from typing import Any, Literal
 
 from insum_nn.errors import InsumDtypeError
+from insum_nn.version import __version__
 
 __all__ = ["DEFAULT", "Options", "require_options"]
 
@@ -75,15 +77,28 @@ class Options:
         """From the text of `to_json`."""
         return _from_json(text)
 
+    def to_dict(self) -> dict[str, object]:
+        """As a part of another text.
+
+        It names the release of this package: torch's caches of compiled graphs are keyed by the arguments of operators,
+        among which these texts are, and must not serve a release what another one had written.
+        """
+        return {**asdict(self), "release": __version__}
+
+    @staticmethod
+    def from_dict(values: Mapping[str, Any]) -> Options:
+        """From what `to_dict` gave, in any release."""
+        return Options(**{name: value for name, value in values.items() if name != "release"})
+
 
 @lru_cache(maxsize=256)
 def _to_json(options: Options) -> str:
-    return json.dumps(asdict(options))
+    return json.dumps(options.to_dict())
 
 
 @lru_cache(maxsize=256)
 def _from_json(text: str) -> Options:
-    return Options(**json.loads(text))
+    return Options.from_dict(json.loads(text))
 
 
 DEFAULT = Options()

@@ -81,7 +81,7 @@ class SwapReport:
 
 # The swap.
 
-_STORAGE = Options(accumulate="storage")
+_STORAGE = replace(DEFAULT, accumulate="storage")
 
 Pruning = float | Tensor | Mapping[str, Any]
 

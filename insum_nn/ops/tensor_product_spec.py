@@ -81,7 +81,7 @@ class TensorProductSpec:
 
     @cached_property
     def _text(self) -> str:
-        return json.dumps(asdict(self), separators=(",", ":"))
+        return json.dumps({**asdict(self), "options": self.options.to_dict()}, separators=(",", ":"))
 
     @staticmethod
     def from_json(text: str) -> TensorProductSpec:
@@ -89,7 +89,7 @@ class TensorProductSpec:
         data = json.loads(text)
         paths = tuple(Path(a, b, c, mode, w, f, tuple(shape)) for a, b, c, mode, w, f, shape in data.pop("paths"))
         in1, in2, out = (tuple(Entry(*e) for e in data.pop(name)) for name in ("in1", "in2", "out"))
-        options = Options(**data.pop("options"))
+        options = Options.from_dict(data.pop("options"))
         return TensorProductSpec(in1, in2, out, paths, **data, options=options)
 
     @property

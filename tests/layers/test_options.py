@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ast
 import inspect
+import json
 from collections.abc import Callable
 
 import pytest
@@ -114,3 +115,16 @@ def test_every_operator_takes_options():
         operator = getattr(ops, name)
         if callable(operator) and not name.endswith(("_expression", "_program")) and not isinstance(operator, type):
             assert "options" in inspect.signature(operator).parameters, name
+
+
+def test_texts_of_operators_name_the_release(monkeypatch: pytest.MonkeyPatch):
+    """torch keys its caches of compiled graphs by them; programs that another release exported are read."""
+    program = insum_nn.compile("y[Row[p]] += Val[p] * x[Col[p]]")
+    text = program.spec.to_json()
+    own = json.loads(text)
+    assert own["options"]["release"] == insum_nn.__version__
+    own["options"]["release"] = "0.0.1"
+    assert type(program.spec).from_json(json.dumps(own)) == program.spec
+    monkeypatch.setattr("insum_nn.compiler.options.__version__", "99.0")
+    assert json.loads(Options(validate=True, backend="eager", order="left").to_json())["release"] == "99.0"
+    assert Options.from_json(json.dumps({"backend": "eager"})) == Options(backend="eager")

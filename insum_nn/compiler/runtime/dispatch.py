@@ -161,7 +161,7 @@ def _to_json(spec: Spec) -> str:
         {
             "expression": spec.expression,
             "facts": {name: asdict(facts) for name, facts in spec.facts},
-            "options": asdict(spec.options),
+            "options": spec.options.to_dict(),
             "drop_outside": spec.drop_outside,
             "static": {name: [table.shape, table.values] for name, table in spec.static},
             "epilogue": asdict(spec.epilogue),
@@ -179,7 +179,9 @@ def _from_json(text: str) -> Spec:
     static = tuple((name, StaticTable(tuple(shape), tuple(values))) for name, (shape, values) in tables)
     epilogue = Epilogue(**data.get("epilogue", {}))
     origin: Origin = data.get("origin", "caller")
-    return Spec(data["expression"], facts, Options(**data["options"]), data["drop_outside"], static, epilogue, origin)
+    return Spec(
+        data["expression"], facts, Options.from_dict(data["options"]), data["drop_outside"], static, epilogue, origin
+    )
 
 
 def _facts(values: dict[str, Any]) -> IndexFacts:
