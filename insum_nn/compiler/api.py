@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 
 from insum_nn.compiler.explain.report import Explanation
+from insum_nn.compiler.forms.background import cold
 from insum_nn.compiler.forms.fused_programs import Joint
 from insum_nn.compiler.forms.launch import available as generates_kernels
 from insum_nn.compiler.lang.index_checks import stats_of
@@ -18,6 +19,7 @@ from insum_nn.compiler.runtime.autocast import to_autocast, under_autocast
 from insum_nn.compiler.runtime.batched_gradients import for_each_vector
 from insum_nn.compiler.runtime.bound_program import Given
 from insum_nn.compiler.runtime.dispatch import check_kinds
+from insum_nn.compiler.runtime.gradients_ahead import is_rehearsed, rehearse_gradients
 from insum_nn.compiler.runtime.joint_paths import JointPaths
 from insum_nn.compiler.runtime.modes import (
     graph_constant,
@@ -43,6 +45,7 @@ __all__ = [
     "Program",
     "ProgramSum",
     "call_traced",
+    "cold",
     "compile",
     "compile_built",
     "contract",
@@ -51,11 +54,13 @@ __all__ = [
     "graph_constant",
     "insum",
     "is_plain_eager",
+    "is_rehearsed",
     "is_traced",
     "is_transformed",
     "keep_words",
     "options_text",
     "records_graph",
+    "rehearse_gradients",
     "stats_of",
     "to_autocast",
     "under_autocast",

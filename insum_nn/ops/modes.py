@@ -9,6 +9,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from insum_nn.compiler.api import is_rehearsed
+
 __all__ = ["at_least", "static_shape", "untraced", "wanted_gradients", "without_autocast"]
 
 
@@ -71,9 +73,11 @@ def wanted_gradients(ctx: Any, operands: int, where: Hashable) -> list[bool]:
 
     Args:
         ctx: of a `torch.autograd.Function`, in its backward.
-        operands: how many tensors it has, before everything else.
+        operands: how many tensors it has, after two other arguments and before everything else.
         where: the function's kind, the same in every pass.
     """
+    if is_rehearsed(ctx):
+        return list(ctx.needs_input_grad[2 : 2 + operands])
     return [_wanted(node, (where, place)) for place, (node, _) in enumerate(ctx.next_functions[:operands])]
 
 

@@ -9,7 +9,16 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from insum_nn.compiler.api import Explanation, for_each_vector, is_plain_eager, is_traced, is_transformed, writes_graph
+from insum_nn.compiler.api import (
+    Explanation,
+    cold,
+    for_each_vector,
+    is_plain_eager,
+    is_traced,
+    is_transformed,
+    rehearse_gradients,
+    writes_graph,
+)
 from insum_nn.ops.modes import wanted_gradients, without_autocast
 from insum_nn.ops.tensor_product_checks import check_operands
 from insum_nn.ops.tensor_product_direct import Direct, direct_of
@@ -291,7 +300,10 @@ class _Product(torch.autograd.Function):
         given = first, second, third
         ctx.constants = text, role, num_x, num_z, _key(given)
         ctx.save_for_backward(*given, receivers, senders)
-        return _run(form_of(text), role, given, receivers, senders, num_x, num_z, key=ctx.constants[-1])
+        result = _run(form_of(text), role, given, receivers, senders, num_x, num_z, key=ctx.constants[-1])
+        if cold.due:
+            rehearse_gradients(_Product, ctx, result)
+        return result
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
@@ -451,7 +463,10 @@ class _Products(torch.autograd.Function):
         ctx.save_for_backward(*operands.values(), receivers, senders)
         ctx.set_materialize_grads(False)
         made = _run_all(text, roles, operands, edges, key)  # type: ignore[arg-type]
-        return tuple(made[role] for role in roles)
+        results = tuple(made[role] for role in roles)
+        if cold.due:
+            rehearse_gradients(_Products, ctx, *results)
+        return results
 
     @staticmethod
     @for_each_vector

@@ -24,7 +24,20 @@ import torch
 from insum_nn.compiler.forms import machine_code
 from insum_nn.compiler.forms.machine_code import KernelCode, Target
 
-__all__ = ["Collection", "Compiled", "collect", "collecting", "compile_all", "default_workers", "target_of"]
+__all__ = [
+    "Collection",
+    "Compiled",
+    "UndecidedError",
+    "Worker",
+    "collect",
+    "collecting",
+    "compile_all",
+    "default_workers",
+    "processors",
+    "rehearse",
+    "rehearsing",
+    "target_of",
+]
 
 # Processes at most; of more than this many kernels few networks are made.
 _MOST = 16
@@ -57,9 +70,37 @@ _current: Collection | None = None
 _collects = threading.Lock()
 
 
+class _Here(threading.local):
+    """What this thread alone collects."""
+
+    current: Collection | None = None
+
+
+_here = _Here()
+
+
+class UndecidedError(Exception):
+    """A rehearsal came to a choice that depends on a launch."""
+
+
 def collecting() -> Collection | None:
     """Where launches are collected now, if they are."""
-    return _current
+    return _here.current or _current
+
+
+def rehearsing() -> bool:
+    """Whether this thread collects what it runs later: nothing may be decided otherwise than by that run."""
+    return _here.current is not None
+
+
+@contextmanager
+def rehearse() -> Generator[Collection]:
+    """Collect as `collect` does, in this thread alone: others launch meanwhile."""
+    _here.current = Collection()
+    try:
+        yield _here.current
+    finally:
+        _here.current = None
 
 
 @contextmanager
@@ -97,10 +138,14 @@ class Compiled:
     error: str = ""
 
 
+def processors() -> int:
+    """How many processors this process may use."""
+    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+
+
 def default_workers(kernels: int) -> int:
     """Processes for so many kernels: no more than processors that this one may use."""
-    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
-    return max(1, min(kernels, cores, _MOST))
+    return max(1, min(kernels, processors(), _MOST))
 
 
 def compile_all(
@@ -116,8 +161,8 @@ def compile_all(
     if not codes:
         return []
     count = default_workers(len(codes)) if workers is None else max(1, min(workers, len(codes)))
-    idle: SimpleQueue[_Worker] = SimpleQueue()
-    started = [_Worker() for _ in range(count)]
+    idle: SimpleQueue[Worker] = SimpleQueue()
+    started = [Worker() for _ in range(count)]
     for worker in started:
         idle.put(worker)
 
@@ -140,14 +185,14 @@ def compile_all(
     return [done[code] for code in codes]
 
 
-class _Worker:
-    """A process that compiles kernels one after the other; one that ends is started again."""
+class Worker:
+    """A process that compiles kernels one after the other."""
 
-    def __init__(self) -> None:
+    def __init__(self, **streams: Any) -> None:
+        self._streams = streams
         self.process = self._start()
 
-    @staticmethod
-    def _start() -> subprocess.Popen[str]:
+    def _start(self) -> subprocess.Popen[str]:
         process = subprocess.Popen(
             # -P: a script's folder would come first among the places of modules, and ours has a `numbers`.
             [sys.executable, "-P", machine_code.__file__],
@@ -155,36 +200,39 @@ class _Worker:
             stdout=subprocess.PIPE,
             text=True,
             encoding="utf-8",
+            **self._streams,
         )
         assert process.stdin is not None
         process.stdin.write(json.dumps(sys.path) + "\n")
         return process
 
     def compile(self, code: KernelCode) -> Compiled:
+        """Compile a kernel; a process that ends over it is started again."""
         begin = time.perf_counter()
-        answer: dict[str, Any] = self._ask(machine_code.to_json(code))
+        answer = self.ask(machine_code.to_json(code))
+        if answer is None:
+            status = self.process.wait()
+            self.close()
+            self.process = self._start()
+            answer = {"error": f"the process that compiled it ended with status {status}"}
         seconds = time.perf_counter() - begin
         return Compiled(code, seconds, bool(answer.get("found")), str(answer.get("error", "")))
 
-    def _ask(self, line: str) -> dict[str, Any]:
+    def ask(self, line: str) -> dict[str, Any] | None:
+        """The answer to a line; `None`: the process has ended."""
         stdin, stdout = self.process.stdin, self.process.stdout
         assert stdin is not None
         assert stdout is not None
-        answer = ""
         try:
             stdin.write(line + "\n")
             stdin.flush()
             answer = stdout.readline()
         except BrokenPipeError:
-            pass
-        if answer:
-            return json.loads(answer)
-        code = self.process.wait()
-        self.close()
-        self.process = self._start()
-        return {"error": f"the process that compiled it ended with status {code}"}
+            return None
+        return json.loads(answer) if answer.endswith("\n") else None
 
     def close(self) -> None:
+        """End the process, after the kernel that it compiles."""
         for stream in (self.process.stdin, self.process.stdout):
             if stream is not None and not stream.closed:
                 try:

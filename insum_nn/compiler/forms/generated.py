@@ -8,6 +8,7 @@ from dataclasses import replace
 
 from torch import Tensor
 
+from insum_nn.compiler.forms.background import prepared
 from insum_nn.compiler.forms.description import Description, describe_kernel
 from insum_nn.compiler.forms.form import LONGEST, OWNER, Form, make_form
 from insum_nn.compiler.forms.launch import Kernel, prepare_kernel, strides_of
@@ -169,6 +170,7 @@ class Generated:
         known = self._first.get(key)
         kernel = prepare_kernel(form, schedule, tensors, start, extents, self.precision, partition, known, strides)
         if known is None:
+            prepared()
             if len(self._first) >= _LIMIT:
                 self._first.clear()
             # As long as it lives, so does its machine code.

@@ -22,6 +22,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from insum_nn.compiler.forms import background
 from insum_nn.compiler.forms.additional import Memory, memory_of
 from insum_nn.compiler.forms.ahead import Collection, collecting, target_of
 from insum_nn.compiler.forms.collection import write_collection
@@ -411,7 +412,9 @@ class _Launch:
 
     def compile(self, aligned: Sequence[bool]) -> Any:
         """The machine code for the launch's device; Triton keeps it on disk."""
-        return compile_code(self.function, self.code(aligned, target_of(self.number)))
+        code = self.code(aligned, target_of(self.number))
+        background.take(code)
+        return compile_code(self.function, code, background.missed)
 
     def compile_ahead(self) -> None:
         """Compile for aligned pointers on behalf of a later launch, perhaps in another thread."""

@@ -11,6 +11,7 @@ import json
 import linecache
 import os
 import sys
+from collections.abc import Callable
 from dataclasses import asdict, dataclass
 from types import FunctionType, ModuleType
 from typing import Any
@@ -80,13 +81,21 @@ def drop_module(module: ModuleType) -> None:
         linecache.cache.pop(str(module.__file__), None)
 
 
-def compile_code(function: Any, code: KernelCode) -> Any:
-    """Triton's compiled kernel; it is kept on disk, and looked for there first."""
+def compile_code(function: Any, code: KernelCode, missing: Callable[[], None] | None = None) -> Any:
+    """Triton's compiled kernel; it is kept on disk, and looked for there first.
+
+    Args:
+        function: Triton's, of the text.
+        code: what is compiled.
+        missing: called where it is not on disk, before it is compiled.
+    """
     from triton.backends.compiler import GPUTarget
     from triton.compiler import ASTSource
     from triton.compiler import compile as compile_any
 
     compile_source = compile_narrow() if code.narrow else compile_any
+    if missing is not None:
+        compile_source = _that_tells(compile_source, missing)
     signature = dict(zip(function.arg_names, code.signature, strict=True))
     attributes = {(place,): [["tt.divisibility", 16]] for place in code.aligned}
     options = {"num_warps": code.warps, "num_stages": code.stages}
@@ -115,6 +124,24 @@ def compile_narrow() -> Any:
         return backend
 
     return _with_globals(compiler.compile, make_backend=make_backend)
+
+
+def _that_tells(compile_source: Any, missing: Callable[[], None]) -> Any:
+    """The same `compile`, which tells before it compiles what is not on disk: then it asks for the stages."""
+    plain = compile_source.__globals__.get("make_backend")
+
+    def make_backend(target: Any) -> Any:
+        backend: Any = plain(target)
+        add_stages = backend.add_stages
+
+        def told(*arguments: Any, **named: Any) -> Any:
+            missing()
+            return add_stages(*arguments, **named)
+
+        backend.add_stages = told
+        return backend
+
+    return _with_globals(compile_source, make_backend=make_backend)
 
 
 class _Overridden:
@@ -149,7 +176,8 @@ def active_target() -> Target:
 def serve() -> None:
     """Compile the kernels that come in on standard input, and answer each with a line on standard output.
 
-    The first line is the path of modules. An answer tells whether the code was on disk, or why there is none.
+    The first line is the path of modules. An answer tells whether the code was on disk, or why there is none. An empty
+    line is answered too: from then on a kernel takes what it takes to compile.
     """
     answers = os.fdopen(os.dup(1), "w", buffering=1, encoding="utf-8")
     # What compilers print is not an answer.
@@ -164,6 +192,9 @@ def serve() -> None:
 
     knobs.compilation.listener = listen  # type: ignore[assignment]
     for line in sys.stdin:
+        if line == "\n":
+            answers.write("{}\n")
+            continue
         code = from_json(line)
         found.clear()
         try:

@@ -13,9 +13,11 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor
 
+from insum_nn.compiler.forms.background import cold
 from insum_nn.compiler.options import Options
 from insum_nn.compiler.runtime.batched_gradients import for_each_vector
 from insum_nn.compiler.runtime.column_sums import column_sums
+from insum_nn.compiler.runtime.gradients_ahead import rehearse_gradients
 from insum_nn.compiler.runtime.modes import is_plain_eager
 
 __all__ = ["Multilinear", "contract"]
@@ -75,7 +77,10 @@ class _Contract(torch.autograd.Function):
         count = sum(needed)
         ctx.save_for_backward(*[tensor if count > own else None for tensor, own in zip(operands, needed, strict=True)])
         ctx.rest = sums, wanted, None if start is None else start.shape
-        return _computed(sums, wanted, operands, {}, start)
+        result = _computed(sums, wanted, operands, {}, start)
+        if cold.due:
+            rehearse_gradients(_Contract, ctx, result)
+        return result
 
     @staticmethod
     @for_each_vector

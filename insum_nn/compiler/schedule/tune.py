@@ -13,7 +13,7 @@ from typing import Any, TypeVar
 import torch
 from torch import Tensor
 
-from insum_nn.compiler.forms.ahead import collecting
+from insum_nn.compiler.forms.ahead import UndecidedError, collecting, rehearsing
 from insum_nn.compiler.forms.candidates import candidates
 from insum_nn.compiler.forms.defaults import default_schedule
 from insum_nn.compiler.forms.form import Form
@@ -97,6 +97,8 @@ def ask(question: Question[T], options: Options, weight: Callable[[T], float] = 
         options: of the program.
         weight: about how many microseconds depend on the answer.
     """
+    if rehearsing() and (options.tune or session.active() is not None):
+        raise UndecidedError("it is measured when it runs")
     if capturing():
         return select(question, None)
     current = session.active()
@@ -158,6 +160,9 @@ def choose_schedule(
 
     def runs(schedule: Schedule) -> bool:
         # Another version of Triton may need more room for the same text than the device has.
+        if rehearsing():
+            tuning.trial(schedule).run()
+            raise UndecidedError("it is tried when it runs")
         if collecting() is not None:
             # It is compiled now, and tried by the first call.
             return True
@@ -165,7 +170,7 @@ def choose_schedule(
 
     def rule() -> Selected[Schedule]:
         schedule, reason = without_measuring(form, precision, device)
-        if is_fitted(device) or capturing():
+        if is_fitted(device) or (capturing() and not rehearsing()):
             return Selected(schedule, reason)
         # What a program needs is estimated; on a device that was never measured, it is compiled to see.
         order = [schedule, *(each for each in ranked(form, precision, device) if each != schedule)][:_TRIES]

@@ -1,0 +1,391 @@
+"""Kernels compiled in the background of a first step, and gradients that are rehearsed to find them."""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from insum_nn import Options
+from insum_nn.compiler.forms import ahead, background, launch, machine_code
+from insum_nn.compiler.forms.background import Background
+from insum_nn.compiler.forms.machine_code import KernelCode, compile_code, drop_module, make_module
+from insum_nn.layers import BlockSparseLinear, GCNConv, spconv
+from tests.compiler.test_prepare import KERNEL, ROOT, Sums, code, operands
+from tests.pretended_gpu import H200, pretended_gpu
+
+
+@pytest.fixture
+def pools(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[list[Background]]:
+    """Pools whose processes end with the test."""
+    monkeypatch.setenv("TRITON_CACHE_DIR", str(tmp_path))
+    made: list[Background] = []
+    yield made
+    for pool in made:
+        pool.close()
+
+
+def pool_of(pools: list[Background], workers: int) -> Background:
+    """A pool of a process that has compiled two kernels."""
+    pool = Background(workers)
+    pools.append(pool)
+    pool.missed()
+    pool.missed()
+    return pool
+
+
+def wait_until(holds: Callable[[], object], seconds: float = 60.0) -> None:
+    until = time.monotonic() + seconds
+    while not holds():
+        assert time.monotonic() < until
+        time.sleep(0.01)
+
+
+def is_missing(kernel: KernelCode) -> bool:
+    """Compile a kernel in this process; return whether it was not on disk."""
+    told: list[bool] = []
+    module = make_module(kernel.module, kernel.text)
+    try:
+        compile_code(module.__dict__["kernel"], kernel, lambda: told.append(True))
+    finally:
+        drop_module(module)
+    return bool(told)
+
+
+def numbered(count: int) -> list[KernelCode]:
+    """Kernels whose functions differ, as those on disk are told apart by them."""
+    texts = [KERNEL.replace("at.to(tl.float32)", f"at.to(tl.float32) + {n}") for n in range(count)]
+    return [code(f"background_{n}", text) for n, text in enumerate(texts)]
+
+
+# Other processes.
+
+
+def test_who_compiles_itself_is_told(pools: list[Background]):
+    (kernel,) = numbered(1)
+    assert is_missing(kernel)
+    assert not is_missing(kernel)
+
+
+def test_what_others_compiled_is_on_disk(pools: list[Background]):
+    pool, kernels = pool_of(pools, 2), numbered(3)
+    pool.submit(kernels)
+    wait_until(lambda: not pool._waiting and not pool._running)
+    for kernel in kernels:
+        pool.take(kernel)
+        assert not is_missing(kernel)
+
+
+def test_nothing_starts_before_a_second_kernel_is_missing(pools: list[Background]):
+    pool, kernels = Background(2), numbered(2)
+    pools.append(pool)
+    pool.missed()
+    pool.submit(kernels)
+    assert not pool._threads
+    pool.take(kernels[0])
+    pool.missed()
+    assert pool._threads == 1
+    wait_until(lambda: not pool._waiting and not pool._running)
+    assert is_missing(kernels[0])
+    assert not is_missing(kernels[1])
+
+
+def test_without_processes_all_is_compiled_where_it_is_needed(pools: list[Background]):
+    pool, kernels = pool_of(pools, 0), numbered(2)
+    pool.submit(kernels)
+    assert not pool._threads
+    pool.take(kernels[0])
+    assert is_missing(kernels[0])
+
+
+def test_a_process_that_ends_leaves_its_kernel_to_the_step(pools: list[Background]):
+    pool = pool_of(pools, 1)
+    ends = code("background_ends", f"import os\nos._exit(3)\n{KERNEL}")
+    rest = numbered(1)
+    pool.submit([*rest, ends])
+    begin = time.monotonic()
+    wait_until(lambda: not pool._threads)
+    pool.take(ends)
+    pool.take(rest[0])
+    assert time.monotonic() - begin < 20
+    assert is_missing(rest[0])
+    # The next kernel has a process again.
+    more = numbered(2)[1]
+    pool.submit([more])
+    wait_until(lambda: not pool._waiting and not pool._running)
+    assert not is_missing(more)
+
+
+def test_a_killed_process_is_not_waited_for(pools: list[Background]):
+    pool = pool_of(pools, 1)
+    slow = code("background_slow", f"import time\ntime.sleep(300)\n{KERNEL}")
+    pool.submit([slow])
+    wait_until(lambda: pool._running)
+    taken = threading.Thread(target=pool.take, args=(slow,))
+    taken.start()
+    (worker,) = pool._workers
+    assert worker is not None
+    worker.process.kill()
+    taken.join(20)
+    assert not taken.is_alive()
+
+
+def test_a_stalled_process_is_waited_for_some_time(pools: list[Background], monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr(background, "_LONGEST", 0.2)
+    stalled, other = pool_of(pools, 1), pool_of(pools, 1)
+    slow = code("background_stalled", f"import time\ntime.sleep(300)\n{KERNEL}")
+    stalled.submit([slow])
+    wait_until(lambda: stalled._running)
+    (worker,) = stalled._workers
+    assert worker is not None
+    os.kill(worker.process.pid, signal.SIGSTOP)
+    begin = time.monotonic()
+    stalled.take(slow)
+    assert time.monotonic() - begin < 20
+    # Another rank, on the same folder, waits for nobody.
+    kernels = numbered(2)
+    stalled.submit(kernels)
+    other.submit(kernels)
+    wait_until(lambda: not other._waiting and not other._running)
+    assert not any(is_missing(kernel) for kernel in kernels)
+
+
+def test_idle_processes_end(pools: list[Background], monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr(background, "_IDLE", 0.1)
+    pool = pool_of(pools, 2)
+    pool.submit(numbered(2))
+    wait_until(lambda: not pool._threads)
+    assert not pool._workers
+
+
+SCRIPT = """
+import os, time
+from insum_nn.compiler.forms.background import Background
+from insum_nn.compiler.forms.machine_code import KernelCode
+
+pool = Background(1)
+pool.missed(), pool.missed()
+pool.submit([KernelCode("long", "import time; time.sleep(3)", (), (), 1, 1, ("cuda", 90, 32))])
+while not pool._running:
+    time.sleep(0.01)
+print([worker.process.pid for worker in pool._workers][0], flush=True)
+%s
+"""
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("end", ["os._exit(1)", "os.kill(os.getpid(), 9)", "raise SystemExit"])
+def test_processes_end_with_the_one_that_started_them(tmp_path: Path, end: str):
+    environment = {**os.environ, "TRITON_CACHE_DIR": str(tmp_path), "PYTHONPATH": str(ROOT)}
+    begin = time.monotonic()
+    done = subprocess.run([sys.executable, "-c", SCRIPT % end], env=environment, stdout=subprocess.PIPE, check=False)
+    pid = int(done.stdout)
+    assert time.monotonic() - begin < 60
+
+    def is_gone() -> bool:
+        try:
+            return Path(f"/proc/{pid}/stat").read_text().split(") ")[1][0] == "Z"
+        except OSError:
+            return True
+
+    wait_until(is_gone)
+
+
+@pytest.mark.parametrize(
+    ("processors", "ranks", "asked", "expected"),
+    [
+        (16, "", "", 8),
+        (16, "4", "", 3),
+        (16, "8", "", 0),
+        (2, "", "", 0),
+        (4, "", "", 3),
+        (16, "4", "0", 0),
+        (2, "", "5", 5),
+    ],
+)
+def test_number_of_processes(monkeypatch: pytest.MonkeyPatch, processors: int, ranks: str, asked: str, expected: int):
+    monkeypatch.setattr(background, "processors", lambda: processors)
+    monkeypatch.setenv("LOCAL_WORLD_SIZE", ranks)
+    monkeypatch.setenv("INSUM_NN_COMPILE_WORKERS", asked)
+    assert background.default_background_workers() == expected
+
+
+# Rehearsals.
+
+
+class Launched:
+    """A first step on a pretended GPU whose kernels compute zeros.
+
+    Attributes:
+        compiled: kernels in the order in which the step asked for them.
+        submitted: what was found ahead, with the number of those compiled before.
+    """
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        self.compiled: dict[KernelCode, None] = {}
+        self.submitted: dict[KernelCode, int] = {}
+        pool = Background(2)
+        monkeypatch.setattr(pool, "_start", lambda: None)
+        plain = pool.submit
+
+        def submit(codes: Any) -> None:
+            for each in codes:
+                self.submitted.setdefault(each, len(self.compiled))
+            plain(codes)
+
+        monkeypatch.setattr(pool, "submit", submit)
+        monkeypatch.setattr(background, "_background", pool)
+        monkeypatch.setattr(background.cold, "due", False)
+        monkeypatch.setattr(machine_code, "active_target", lambda: H200)
+        monkeypatch.setattr(launch, "compile_code", self._compile)
+        monkeypatch.setattr(launch._Launch, "__call__", _launch)
+
+    def _compile(self, function: Any, kernel: KernelCode, missing: Callable[[], None]) -> None:
+        if kernel not in self.compiled:
+            missing()
+            self.compiled[kernel] = None
+
+
+def _launch(self: Any, arguments: list[Any], grid: int | None = None) -> None:
+    collection = ahead.collecting()
+    if collection is None:
+        self.compile(self.aligned)
+        collection = ahead.Collection(H200)
+    self.collect(collection, self.aligned, arguments)
+
+
+@pytest.fixture
+def launched(monkeypatch: pytest.MonkeyPatch) -> Iterator[Launched]:
+    with pretended_gpu():
+        yield Launched(monkeypatch)
+
+
+def graph() -> tuple[nn.Module, tuple[Any, ...]]:
+    return Sums(), operands()
+
+
+def gcn() -> tuple[nn.Module, tuple[Any, ...]]:
+    return GCNConv(16, 32), (torch.randn(30, 16, requires_grad=True), torch.randint(30, (2, 90)))
+
+
+def blocks() -> tuple[nn.Module, tuple[Any, ...]]:
+    return BlockSparseLinear(256, 128, 16, density=0.2), (torch.randn(64, 256, requires_grad=True),)
+
+
+class Voxels(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.conv = spconv.SubMConv3d(16, 32, 3)
+
+    def forward(self, x: Tensor, indices: Tensor) -> Tensor:
+        return self.conv(spconv.SparseConvTensor(x, indices, [8, 8, 8], 1)).features
+
+
+def voxels() -> tuple[nn.Module, tuple[Any, ...]]:
+    sites = torch.unique(torch.randint(0, 8, (60, 3)), dim=0)
+    indices = torch.cat([torch.zeros(len(sites), 1), sites], 1).int()
+    return Voxels(), (torch.randn(len(sites), 16, requires_grad=True), indices)
+
+
+def product() -> tuple[nn.Module, tuple[Any, ...]]:
+    o3 = pytest.importorskip("e3nn.o3")
+    from insum_nn.layers import TensorProductConv
+
+    paths = [(*path, "uvu", True) for path in ((0, 0, 0), (1, 1, 0), (0, 1, 1))]
+    layer = TensorProductConv(o3.TensorProduct("8x0e+8x1o", "0e+1o", "8x0e+8x1o", paths, shared_weights=False))
+    weight = torch.randn(40, layer.weight_numel, requires_grad=True)
+    edges = torch.randint(9, (2, 40))
+    return layer, (torch.randn(9, 32, requires_grad=True), torch.randn(40, 4, requires_grad=True), weight, *edges)
+
+
+@pytest.mark.parametrize("case", [graph, gcn, blocks, voxels, product])
+def test_the_forward_pass_finds_the_kernels_of_the_backward_pass(
+    launched: Launched, case: Callable[[], tuple[nn.Module, tuple[Any, ...]]]
+):
+    model, inputs = case()
+    versions = [each._version for each in (*model.parameters(), *inputs)]
+    out = model(*inputs)
+    forward = list(launched.compiled)
+    found = dict(launched.submitted)
+    assert versions == [each._version for each in (*model.parameters(), *inputs)]
+    assert all(each.grad is None for each in model.parameters())
+    torch.autograd.backward(out, torch.ones_like(out))
+    backward = launched.compiled.keys() - set(forward)
+    assert backward or case is gcn, "a sum over edges is that of its gradient"
+    assert backward <= found.keys()
+    # They are found as soon as the first kernel of the call is there.
+    assert min(found.values()) <= 2
+
+
+def test_gradients_of_gradients_are_found_by_the_first_backward_pass(launched: Launched):
+    model, inputs = product()
+    out = model(*inputs)
+    (grad,) = torch.autograd.grad(out.sum(), inputs[1], create_graph=True)
+    known = set(launched.submitted) | set(launched.compiled)
+    grad.square().sum().backward()
+    assert len(launched.compiled.keys() - known) <= 1, "the one of another set of roles"
+
+
+def test_a_process_that_compiles_nothing_rehearses_nothing(launched: Launched, monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr(background, "_background", None)
+    monkeypatch.setattr(launch, "compile_code", lambda *_: None)
+    model, inputs = graph()
+    model(*inputs).sum().backward()
+    assert not launched.submitted
+    assert background._background is None
+
+
+def test_without_gradients_nothing_is_rehearsed(launched: Launched):
+    model, inputs = graph()
+    with torch.no_grad():
+        model(*inputs)
+    assert launched.compiled
+    assert not launched.submitted
+
+
+def test_what_is_measured_is_left_to_the_step(launched: Launched, monkeypatch: pytest.MonkeyPatch):
+    """A choice by measurements must not be made while nothing is launched."""
+    from insum_nn.compiler.schedule import tune
+
+    asked: list[bool] = []
+    plain = tune.ask
+
+    def ask(question: Any, options: Options, *rest: Any) -> Any:
+        asked.append(ahead.rehearsing())
+        return plain(question, options if ahead.rehearsing() else Options(), *rest)
+
+    monkeypatch.setattr(tune, "ask", ask)
+    monkeypatch.setattr(tune, "worth_selecting", lambda _: True)
+    import insum_nn
+
+    x, edges, values = operands()
+    program = insum_nn.compile("C[Row[p],n] += Val[p] * B[Col[p],n]", options=Options(tune=True))
+    x.requires_grad_()
+    out = program(Row=edges[0], Col=edges[1], Val=values, B=x, out_shape=(40, None))
+    assert any(asked), "the rehearsal came to a choice"
+    assert not launched.submitted
+    asked.clear()
+    out.sum().backward()
+    assert asked
+    assert not any(asked), "nothing was remembered of the rehearsal"
+
+
+def test_other_threads_launch_during_a_rehearsal():
+    seen: list[object] = []
+    with ahead.rehearse() as collection:
+        assert ahead.collecting() is collection
+        thread = threading.Thread(target=lambda: seen.append(ahead.collecting()))
+        thread.start()
+        thread.join()
+    assert seen == [None]
+    assert not ahead.rehearsing()
