@@ -181,9 +181,11 @@ def take(code: KernelCode) -> None:
 
 
 def _in_child() -> None:
-    """Threads do not survive a fork."""
-    global _background
-    _background, cold.due = None, False
+    """Threads do not survive a fork, and the processes are the parent's."""
+    global _background, _lock
+    if _background is not None:
+        atexit.unregister(_background.close)
+    _background, _lock, cold.due = None, threading.Lock(), False
 
 
 if hasattr(os, "register_at_fork"):
