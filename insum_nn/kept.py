@@ -6,16 +6,19 @@ torch does not count leaves the version as it is; a request to read everything a
 
 from __future__ import annotations
 
+import threading
 import weakref
-from collections.abc import Callable, Hashable, Iterable
+from collections.abc import Callable, Hashable, Iterable, Sequence
+from typing import Any, Generic, TypeVar
 
 import torch
 from torch import Tensor
 from torch._C._functorch import is_functorch_wrapped_tensor
 from torch.utils.weak import WeakTensorKeyDictionary
 
-__all__ = ["forget", "forgets", "same_view", "unwritten"]
+__all__ = ["TensorCache", "forget", "forgets", "same_view", "unwritten"]
 
+Built = TypeVar("Built")
 Forget = Callable[[Tensor], None]
 _forgetters: list[Forget] = []
 # Versions at which the tensors of builders were first met.
@@ -23,6 +26,7 @@ _met: dict[int, tuple[weakref.ref[Tensor], int]] = {}
 # For each tensor of which views were met: an alias of each view, by what the view shows. `_VIEWS_LIMIT` of each tensor.
 _views: WeakTensorKeyDictionary = WeakTensorKeyDictionary()
 _VIEWS_LIMIT = 8
+_caches: weakref.WeakSet[TensorCache[Any]] = weakref.WeakSet()
 
 
 def forgets(forgetter: Forget) -> Forget:
@@ -39,6 +43,93 @@ def forget(tensors: Iterable[Tensor]) -> None:
         for each in dict.fromkeys((tensor, *aliases.values())):
             for forgetter in _forgetters:
                 forgetter(each)
+            for cache in tuple(_caches):
+                cache.forget(each)
+
+
+class TensorCache(Generic[Built]):
+    """A bounded cache whose keys are tensors, by identity and version, held weakly.
+
+    What was built leaves when one of its tensors dies or is written to, or as the oldest one. Writes that torch does
+    not count (through NumPy, or `.data`) are not seen here either; `forget` is for them. Of inference tensors, which
+    have no version, nothing is kept.
+
+    >>> cache, edges = TensorCache[object](limit=2), torch.tensor([[0], [1]])
+    >>> first = cache.get([edges], "key", object)
+    >>> first is cache.get([edges], "key", object)
+    True
+    >>> _ = edges.add_(1)
+    >>> first is cache.get([edges], "key", object)
+    False
+    """
+
+    def __init__(self, limit: int) -> None:
+        self.limit = limit
+        self._known: dict[Hashable, tuple[tuple[weakref.ref[Tensor], ...], Built]] = {}
+        self._lock = threading.RLock()
+        _caches.add(self)
+
+    def __len__(self) -> int:
+        return len(self._known)
+
+    def clear(self) -> None:
+        """Forget everything."""
+        with self._lock:
+            self._known.clear()
+
+    def forget(self, tensor: Tensor) -> None:
+        """Forget what was built from a tensor."""
+        with self._lock:
+            for key, (refs, _) in tuple(self._known.items()):
+                if any(ref() is tensor for ref in refs):
+                    self._known.pop(key, None)
+
+    def find(self, tensors: Sequence[Tensor], key: Hashable = None) -> Built | None:
+        """What was built of these tensors, if it is kept."""
+        found = self._known.get(_identity(tensors, key))
+        if found is None:
+            return None
+        refs, built = found
+        for place, tensor in enumerate(tensors):
+            # The identifier of a tensor that was freed may have been reused.
+            if refs[place]() is not tensor:
+                return None
+        return built
+
+    def keep(self, tensors: Sequence[Tensor], key: Hashable, built: Built) -> Built:
+        """Keep what was built of these tensors."""
+        whole = _identity(tensors, key)
+        if whole is None:
+            return built
+        # What a tensor's death calls must not keep the cache.
+        owner = weakref.ref(self)
+
+        def gone(_: object) -> None:
+            cache = owner()
+            if cache is not None:
+                cache._known.pop(whole, None)
+
+        with self._lock:
+            while len(self._known) >= self.limit:
+                del self._known[next(iter(self._known))]
+            self._known[whole] = tuple(weakref.ref(tensor, gone) for tensor in tensors), built
+        return built
+
+    def get(self, tensors: Sequence[Tensor], key: Hashable, build: Callable[[], Built]) -> Built:
+        """What `build` made of these tensors: now, or when they were last seen."""
+        found = self.find(tensors, key)
+        return self.keep(tensors, key, build()) if found is None else found
+
+
+def _identity(tensors: Sequence[Tensor], key: Hashable) -> Hashable | None:
+    """A key of tensors at their versions; `None` where one of them has none."""
+    # A loop rather than a generator: layers ask at every call.
+    whole = (key,)
+    for tensor in tensors:
+        if tensor.is_inference():
+            return None
+        whole = (*whole, id(tensor), tensor._version)
+    return whole
 
 
 def same_view(tensor: Tensor) -> Tensor:

@@ -92,6 +92,9 @@ AUTOGRAD_FUNCTIONS: dict[str, str] = {
     "insum_nn/ops/tensor_product.py": "joint kernels of several gradients are chosen by what a backward pass wants",
 }
 
+# What is kept of tensors is kept by one class, `insum_nn/kept.py: TensorCache`, which `forget` reaches.
+NO_CACHES_OF_TENSORS = ("weakref", "torch.utils.weak")
+
 # Files of one folder of the compiler, `__init__.py` not counted.
 MAX_FILES = 14
 # folder -> why it holds more, or may for a while.
@@ -276,6 +279,15 @@ def test_the_check_of_autograd_functions_sees_them(text: str):
     source = Source(ROOT / PACKAGE / "ops" / "x.py")
     vars(source)["text"] = text
     assert autograd_functions(source)
+
+
+def test_operators_and_layers_keep_nothing_of_tensors_in_ways_of_their_own():
+    folders = {f"{PACKAGE}.{folder}" for folder in STATEMENTS_ALONE}
+
+    def weak(source: Source) -> list[str]:
+        return [item.target for item in source.imports if within(item.target, NO_CACHES_OF_TENSORS)]
+
+    assert faults(weak, (s for s in MODULES.values() if within(s.module, folders))) == {}
 
 
 def test_folders_of_the_compiler_stay_small():

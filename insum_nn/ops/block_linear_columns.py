@@ -21,7 +21,7 @@ from torch import Tensor
 from insum_nn.compiler.api import Given, Program, compile, compile_built, contract, generates_kernels, is_plain_eager
 from insum_nn.compiler.options import Options
 from insum_nn.facts import IndexFacts
-from insum_nn.ops.tensor_cache import TensorCache
+from insum_nn.kept import TensorCache
 
 __all__ = ["COLUMNS", "BlockColumns", "block_columns", "columns_program", "takes_columns"]
 
@@ -67,7 +67,7 @@ def columns_program(role: str, options: Options) -> Program:
     return compile_built(COLUMNS[role], facts=_FACTS, options=options)
 
 
-_known = TensorCache(limit=256)
+_known: TensorCache[BlockColumns] = TensorCache(limit=256)
 
 
 def block_columns(row: Tensor, col: Tensor, grid: tuple[int, int], options: Options) -> BlockColumns:

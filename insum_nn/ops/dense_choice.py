@@ -13,9 +13,9 @@ from torch import Tensor
 from insum_nn.compiler.api import Explanation, compile_built, contract, is_plain_eager
 from insum_nn.compiler.options import DEFAULT, Options
 from insum_nn.facts import IndexFacts
+from insum_nn.kept import TensorCache
 from insum_nn.ops.arguments import run
 from insum_nn.ops.modes import at_least
-from insum_nn.ops.tensor_cache import TensorCache
 from insum_nn.structure.constants import plain_tensors
 
 __all__ = ["block_tiles", "dense_is_faster", "dense_reason", "explain_tiles"]
@@ -181,7 +181,7 @@ class _Gathered:
         return run(_ADJOINT[self.rank], self.facts, {**self.index, "D": dense}, self.options, (None,) * self.rank)
 
 
-_known = TensorCache(limit=256)
+_known: TensorCache[Tensor] = TensorCache(limit=256)
 
 
 def _slots(row: Tensor, col: Tensor, grid: tuple[int, int]) -> Tensor:

@@ -21,12 +21,11 @@ from insum_nn.compiler.options import DEFAULT, Options
 from insum_nn.dtypes import wide_dtype
 from insum_nn.errors import InsumDeviceError, InsumDtypeError
 from insum_nn.facts import IndexFacts
-from insum_nn.kept import forget
+from insum_nn.kept import TensorCache, forget
 from insum_nn.ops.arguments import run, to_autocast, under_autocast
 from insum_nn.ops.graph_matrix import GraphMatrix
 from insum_nn.ops.graph_product import CARRY, fixed_order, graph_compare, graph_product
 from insum_nn.ops.modes import untraced
-from insum_nn.ops.tensor_cache import TensorCache
 from insum_nn.structure.constants import plain_tensors
 from insum_nn.structure.gcn_norm import (
     Flow,
@@ -68,7 +67,7 @@ class Recipe:
 
 # Building.
 
-_graphs = TensorCache(limit=32)
+_graphs: TensorCache[GraphMatrix] = TensorCache(limit=32)
 
 
 def clear_graphs() -> None:

@@ -9,25 +9,21 @@ from __future__ import annotations
 from collections.abc import Callable, Hashable
 from dataclasses import dataclass
 from functools import cached_property
-from typing import TypeVar
 
 import torch
 from torch import Tensor
 from torch._C._functorch import is_functorch_wrapped_tensor
-from torch.utils.weak import WeakTensorKeyDictionary
 
 from insum_nn.compiler.api import Given, Program
 from insum_nn.compiler.options import DEFAULT
 from insum_nn.facts import IndexFacts
 from insum_nn.formats import COO, GroupCOO, GroupSize
+from insum_nn.kept import TensorCache
 from insum_nn.ops.spmm import spmm_program
-from insum_nn.ops.tensor_cache import TensorCache
 from insum_nn.structure.constants import plain_tensors
 from insum_nn.structure.gcn_norm import GraphEntries
 
 __all__ = ["GraphMatrix", "Grouped"]
-
-Built = TypeVar("Built")
 
 
 @dataclass(frozen=True, eq=False)
@@ -99,10 +95,10 @@ class GraphMatrix:
         source = source.to(_index_dtype(source.device, entries.num_edges))
         self.entries = GraphEntries(row, col, source, entries.num_nodes, entries.num_edges)
         # Values computed from weights that are not learned, by the weights.
-        self.remembered = TensorCache(limit=8)
+        self.remembered: TensorCache[Tensor] = TensorCache(limit=8)
         self._constants: dict[Hashable, Tensor] = {}
         # Values that come again, spread to slots: by the values, then by whether transposed.
-        self._kept: WeakTensorKeyDictionary = WeakTensorKeyDictionary()
+        self._kept: TensorCache[dict[bool, Tensor]] = TensorCache(limit=64)
 
     @property
     def num_nodes(self) -> int:
@@ -140,13 +136,13 @@ class GraphMatrix:
 
     def keep(self, values: Tensor) -> Tensor:
         """Mark values (p,) that will come again and are never written to, so that what is made of them is kept."""
-        self._kept[values] = {}
+        self._kept.keep([values], None, {})
         return values
 
     def spread(self, values: Tensor, transposed: bool) -> Tensor:
         """Values (p,) to the slots (g, q) of the matrix or its transpose."""
         grouped = self.grouped(transposed)
-        kept = self._kept.get(values)
+        kept = self._kept.find((values,))
         if kept is None:
             return grouped.spread(values)
         if transposed not in kept:

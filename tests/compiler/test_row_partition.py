@@ -198,7 +198,7 @@ def test_forgotten_with_the_tensor():
 
 
 def test_no_more_than_the_limit_is_kept(monkeypatch: pytest.MonkeyPatch):
-    monkeypatch.setattr(row_partition, "_LIMIT", 4)
+    monkeypatch.setattr(row_partition._known, "limit", 4)
     kept = [torch.tensor([0, 1]) for _ in range(9)]
     for index in kept:
         partition_of(index, 2, False, 512)

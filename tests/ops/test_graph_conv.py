@@ -12,13 +12,13 @@ from torch import Tensor
 
 from insum_nn.compiler.options import Options
 from insum_nn.errors import InsumDeviceError, InsumDtypeError, InsumRangeError, InsumShapeError
+from insum_nn.kept import TensorCache
 from insum_nn.ops import graph_conv as module
 from insum_nn.ops import graph_matrix as matrices
 from insum_nn.ops import graph_product as products
 from insum_nn.ops.graph_conv import Recipe, clear_graphs, graph_conv, graph_matrix
 from insum_nn.ops.graph_matrix import GraphMatrix, _sorted
 from insum_nn.ops.graph_product import graph_product
-from insum_nn.ops.tensor_cache import TensorCache
 from insum_nn.structure.gcn_norm import edge_entries
 from insum_nn.testing.tolerances import assert_matches
 
@@ -381,7 +381,7 @@ def test_what_is_made_of_weights_dies_with_them():
 
 
 def test_the_cache_is_bounded():
-    cache = TensorCache(limit=2)
+    cache: TensorCache[object] = TensorCache(limit=2)
     tensors = [torch.zeros(1) for _ in range(3)]
     made = [cache.get([t], None, object) for t in tensors]
     assert len(cache) == 2

@@ -10,7 +10,6 @@ those of any index tensor. Terms without a cell have the number -1.
 from __future__ import annotations
 
 import math
-import weakref
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 
@@ -27,10 +26,10 @@ from insum_nn.compiler.lang.parser import parse
 from insum_nn.compiler.lang.syntax import Access, Statement
 from insum_nn.compiler.options import Options
 from insum_nn.facts import IndexFacts, StaticTable
+from insum_nn.kept import TensorCache
 
 __all__ = ["Keyed", "generate"]
 
-Key = tuple[object, ...]
 # Sets of index tensors whose cells are kept.
 _LIMIT = 64
 
@@ -88,7 +87,7 @@ class Keyed:
         self.sources = [bound.layout.tensors.index(n) for n in dict.fromkeys(n.name for n in access.nested())]
         self.validate = options.validate
         self.inner = Generated(self.inner_bound, sizes, self._shape(output), {}, options)
-        self._cells: dict[Key, tuple[tuple[weakref.ref[Tensor], ...], Tensor]] = {}
+        self._cells: TensorCache[Tensor] = TensorCache(_LIMIT)
 
     def choose_as(self, other: object) -> None:
         """Choose what another program chose that computes the same statement in other names."""
@@ -116,24 +115,16 @@ class Keyed:
     def _numbers(self, tensors: Sequence[Tensor], extents: Extents) -> Tensor:
         """`Cell`; the same tensor for the same index tensors, until one of them is written to."""
         sources = [tensors[place] for place in self.sources]
+        key = (extents, tensors[0].device)
         # `validate=True` means that index tensors may have been written to without a new version.
-        counted = not self.validate and not any(source.is_inference() for source in sources)
-        versions = [(id(source), source._version) for source in sources] if counted else []
-        device = tensors[0].device
-        key = (tuple(versions), extents, device)
-        found = self._cells.get(key) if counted else None
-        if found is not None and all(ref() is source for ref, source in zip(found[0], sources, strict=True)):
-            return found[1]
+        found = None if self.validate else self._cells.find(sources, key)
+        if found is not None:
+            return found
         named = dict(zip(self.bound.layout.tensors, tensors, strict=True))
         sizes = dict(zip(self.bound.layout.indices, extents.indices, strict=True))
         with torch.inference_mode(False), torch.no_grad():
             cell = cell_numbers(self.bound.statement.output, self.folded, self.labels, named, sizes, extents.output)
-        if counted:
-            while len(self._cells) >= _LIMIT:
-                del self._cells[next(iter(self._cells))]
-            known = self._cells
-            self._cells[key] = tuple(weakref.ref(s, lambda _: known.pop(key, None)) for s in sources), cell
-        return cell
+        return cell if self.validate else self._cells.keep(sources, key, cell)
 
     def prepare(
         self, tensors: Sequence[Tensor], extents: Extents, start: Tensor | None

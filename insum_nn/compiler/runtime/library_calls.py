@@ -5,14 +5,13 @@ from __future__ import annotations
 import functools
 import math
 import warnings
-import weakref
 from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 
-from insum_nn.kept import forgets
+from insum_nn.kept import TensorCache
 
 __all__ = ["EntryIndex", "clear_structures", "csr_product", "keep_where", "sampled_product", "zero_where_missing"]
 
@@ -32,21 +31,12 @@ EntryIndex = tuple[Tensor | None, tuple[int, ...], int, bool]
 
 # Sorting the entries by row costs more than the product; a training loop multiplies by the same structure again and
 # again. Kept for as long as all index tensors live and are not modified.
-Key = tuple[object, ...]
-_structures: dict[Key, tuple[tuple[weakref.ref[Tensor], ...], _Structure]] = {}
-_STRUCTURES_LIMIT = 512
+_structures: TensorCache[_Structure] = TensorCache(limit=512)
 
 
 def clear_structures() -> None:
     """Forget every remembered sparse structure."""
     _structures.clear()
-
-
-@forgets
-def _forget(index: Tensor) -> None:
-    for key, (refs, _) in tuple(_structures.items()):
-        if any(ref() is index for ref in refs):
-            _structures.pop(key, None)
 
 
 def csr_product(
@@ -175,23 +165,8 @@ def _silence_beta_warning() -> None:
 
 def _remembered(rows: Sequence[EntryIndex], columns: Sequence[EntryIndex], shape: tuple[int, ...]) -> _Structure:
     tensors = [part[0] for part in (*rows, *columns) if part[0] is not None]
-    if any(tensor.is_inference() for tensor in tensors):
-        return _build(rows, columns, shape)
     places = [tuple((t is not None, *rest) for t, *rest in parts) for parts in (rows, columns)]
-    key: Key = (shape, *places, *((id(tensor), tensor._version) for tensor in tensors))
-    known = _structures.get(key)
-    # The identifier of a tensor that was freed may have been reused.
-    if known is not None and all(ref() is tensor for ref, tensor in zip(known[0], tensors, strict=True)):
-        return known[1]
-    structure = _build(rows, columns, shape)
-    while len(_structures) >= _STRUCTURES_LIMIT:
-        _structures.pop(next(iter(_structures)), None)
-
-    def gone(_: object) -> None:
-        _structures.pop(key, None)
-
-    _structures[key] = tuple(weakref.ref(tensor, gone) for tensor in tensors), structure
-    return structure
+    return _structures.get(tensors, (shape, *places), lambda: _build(rows, columns, shape))
 
 
 def _over_grid(parts: Sequence[EntryIndex], shape: tuple[int, ...], device: torch.device) -> Tensor:

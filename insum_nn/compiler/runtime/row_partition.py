@@ -9,10 +9,8 @@ what is built from an index tensor is kept for as long as the tensor lives and i
 
 from __future__ import annotations
 
-import weakref
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import TypeVar
 
 import torch
 from torch import Tensor
@@ -23,7 +21,7 @@ from insum_nn.compiler.lang.bind import Extents
 from insum_nn.compiler.passes.tile import WORD_BITS
 from insum_nn.compiler.runtime.modes import records_graph
 from insum_nn.compiler.schedule.space import Schedule
-from insum_nn.kept import forgets
+from insum_nn.kept import TensorCache
 
 __all__ = [
     "RowPartition",
@@ -84,10 +82,10 @@ class RowPartition:
         return self.target is not None
 
 
-Key = tuple[int, ...]
-Built = TypeVar("Built")
-_known: dict[Key, tuple[weakref.ref[Tensor], RowPartition]] = {}
-_orders: dict[Key, tuple[weakref.ref[Tensor], Tensor]] = {}
+_known: TensorCache[RowPartition] = TensorCache(_LIMIT)
+_orders: TensorCache[Tensor] = TensorCache(_LIMIT)
+# For each column of an index tensor, the rows in which it has an entry.
+_words: TensorCache[Tensor] = TensorCache(_LIMIT)
 
 
 def clear_partitions() -> None:
@@ -97,34 +95,9 @@ def clear_partitions() -> None:
     _words.clear()
 
 
-@forgets
-def _forget(index: Tensor) -> None:
-    for known in (_known, _orders, _words):
-        for key in [key for key in tuple(known) if key[0] == id(index)]:
-            known.pop(key, None)
-
-
-def _key(index: Tensor, *rest: int) -> Key:
-    return (id(index), 0 if index.is_inference() else index._version, *rest)
-
-
-def _find(known: dict[Key, tuple[weakref.ref[Tensor], Built]], key: Key, index: Tensor) -> Built | None:
-    found = known.get(key)
-    return found[1] if found is not None and found[0]() is index else None
-
-
-def _keep(known: dict[Key, tuple[weakref.ref[Tensor], Built]], key: Key, index: Tensor, built: Built) -> None:
-    """Keep what was built from a tensor until it dies; a tensor without versions could change unseen."""
-    if index.is_inference():
-        return
-    while len(known) >= _LIMIT:
-        del known[next(iter(known))]
-    known[key] = (weakref.ref(index, lambda _: known.pop(key, None)), built)
-
-
 def known_partition(index: Tensor, rows: int, permuted: bool, chunk: int, segment: bool = False) -> RowPartition | None:
     """The owners of an index tensor, if they were built before."""
-    return _find(_known, _key(index, rows, permuted, chunk, segment), index)
+    return _known.find((index,), (rows, permuted, chunk, segment))
 
 
 def partition_for(form: Form, tensors: Sequence[Tensor], extents: Extents, schedule: Schedule) -> RowPartition | None:
@@ -155,7 +128,7 @@ def partition_of(index: Tensor, rows: int, permuted: bool, chunk: int, segment: 
         else:
             with torch.inference_mode(False), torch.no_grad():
                 found = (_build_chunks if segment else _build)(index, rows, permuted, chunk)
-        _keep(_known, _key(index, rows, permuted, chunk, segment), index, found)
+        _known.keep((index,), (rows, permuted, chunk, segment), found)
     return found
 
 
@@ -171,11 +144,11 @@ def _ordered(index: Tensor, rows: int, permuted: bool) -> tuple[Tensor, Tensor |
     if not permuted:
         return flat, None, small
     # The order is the same for every way to divide the terms.
-    order = _find(_orders, _key(index), index)
+    order = _orders.find((index,))
     if order is None:
         flat, positions = flat.sort(stable=True)
         order = positions.to(small)
-        _keep(_orders, _key(index), index, order)
+        _orders.keep((index,), None, order)
         return flat.contiguous(), order, small
     return flat[order], order, small
 
@@ -257,8 +230,6 @@ def _build_chunks(index: Tensor, rows: int, permuted: bool, chunk: int) -> RowPa
     )
 
 
-# For each column of an index tensor, the rows in which it has an entry.
-_words: dict[Key, tuple[weakref.ref[Tensor], Tensor]] = {}
 _bits: dict[torch.device, Tensor] = {}
 
 
@@ -270,13 +241,12 @@ def words_of(index: Tensor) -> Tensor:
     """
     if records_graph((index,)):
         return _words_with(index, _new_powers(index.device))
-    found = _find(_words, _key(index), index)
+    found = _words.find((index,))
     if found is not None:
         return found
     with torch.inference_mode(False), torch.no_grad():
         words = _words_with(index, _powers(index.device))
-    _keep(_words, _key(index), index, words)
-    return words
+    return _words.keep((index,), None, words)
 
 
 def _words_with(index: Tensor, bits: Tensor) -> Tensor:
@@ -306,4 +276,4 @@ def _powers(device: torch.device) -> Tensor:
 
 def keep_words(index: Tensor, words: Tensor) -> None:
     """Take (i,) int32 as the words of an index tensor of at most 31 rows, where they are known from elsewhere."""
-    _keep(_words, _key(index), index, words[None])
+    _words.keep((index,), None, words[None])

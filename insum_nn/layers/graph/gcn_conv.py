@@ -11,11 +11,10 @@ from torch import Tensor
 
 from insum_nn.compiler.options import DEFAULT, Options, require_options
 from insum_nn.errors import InsumShapeError, MissingExtraError
-from insum_nn.kept import forget
+from insum_nn.kept import TensorCache, forget
 from insum_nn.ops.graph_conv import Recipe, explain_graph_conv, graph_conv
 from insum_nn.ops.graph_product import CARRY
 from insum_nn.ops.modes import static_shape, untraced
-from insum_nn.ops.tensor_cache import TensorCache
 from insum_nn.structure.gcn_norm import Flow, Loops, gcn_norm
 
 try:
@@ -339,7 +338,7 @@ def _check_square(rows: int | None, cols: int | None, num_nodes: int) -> None:
             )
 
 
-_edge_lists = TensorCache(limit=32)
+_edge_lists: TensorCache[tuple[Tensor, Tensor]] = TensorCache(limit=32)
 
 
 def _from_sparse(adj: Tensor) -> tuple[Tensor, Tensor]:
