@@ -19,7 +19,7 @@ from insum_nn.compiler.forms.tables import Unrolling, unroll
 from insum_nn.compiler.ir.access import affine_terms
 from insum_nn.compiler.ir.build import OUTPUT, build
 from insum_nn.compiler.ir.graph import loops_of, stores_of
-from insum_nn.compiler.ir.nodes import Buffer, Expr, Index, Kernel, Load, Store
+from insum_nn.compiler.ir.nodes import Buffer, Expr, Index, Kernel, Load, Store, replacing
 from insum_nn.compiler.lang.bind import Bound
 from insum_nn.compiler.passes import own_rows
 from insum_nn.compiler.passes.fold_static_tables import fold_static_tables
@@ -307,7 +307,7 @@ def at_rows(stores: Iterable[Store], owner: Load | None) -> tuple[Store, ...]:
     """Terms with the entry of the owner as the row that a program has."""
     if owner is None:
         return tuple(stores)
-    moved = (store.replace({owner: ROW}) for store in stores)
+    moved = map(replacing({owner: ROW}), stores)
     return tuple(store for store in moved if isinstance(store, Store))
 
 

@@ -30,6 +30,7 @@ from insum_nn.compiler.ir.nodes import (
     conjunction,
     conjuncts,
     multiply,
+    replacing,
     walk,
 )
 from insum_nn.facts import StaticTable
@@ -56,13 +57,12 @@ def fold_static_tables(
         if buffer.name in tables
         for axis, extent in enumerate(buffer.shape)
     }
+    stores = [store for store in map(replacing(shapes), stores) if isinstance(store, Store)]
+    extents = {name: _extent(loops, name) for name in (loop.index.name for loop in loops)}
     for point in points:
-        values: dict[Node, Node] = shapes | {Index(name): Const(point[name]) for name in unrolled}
-        fold = _Fold(tables, {name: _extent(loops, name) for name in (loop.index.name for loop in loops)})
+        fold = _Fold(tables, extents, {Index(name): Const(point[name]) for name in unrolled})
         for store in stores:
-            at = store.replace(values) if values else store
-            assert isinstance(at, Store)
-            folded += fold.store(at)
+            folded += fold.store(store)
     body: tuple[Stmt, ...] = tuple(folded)
     for loop in reversed(loops):
         if loop.index.name not in unrolled:
@@ -77,12 +77,14 @@ def _extent(loops: Sequence[Loop], name: str) -> int | None:
 
 
 class _Fold:
-    """Replaces reads of tables by numbers, and computes what is known then."""
+    """Replaces loops by their values and reads of tables by numbers, and computes what is known then."""
 
-    def __init__(self, tables: Mapping[str, StaticTable], extents: Mapping[str, int | None]) -> None:
+    def __init__(
+        self, tables: Mapping[str, StaticTable], extents: Mapping[str, int | None], values: Mapping[Node, Node]
+    ) -> None:
         self.tables = tables
         self.extents = extents
-        self.memo: dict[Node, Node] = {}
+        self.memo: dict[Node, Node] = dict(values)
 
     def store(self, store: Store) -> list[Store]:
         """The store at one point; none where a condition that is known now does not hold."""
@@ -101,9 +103,10 @@ class _Fold:
     def fold(self, node: Node) -> Node:
         if isinstance(node, Buffer):
             return node
-        if node not in self.memo:
-            self.memo[node] = self.known(node.rebuild(self.fold))
-        return self.memo[node]
+        found = self.memo.get(node)
+        if found is None:
+            found = self.memo[node] = self.known(node.rebuild(self.fold) if node.children() else node)
+        return found
 
     def known(self, node: Node) -> Node:
         if isinstance(node, Load):
@@ -163,8 +166,8 @@ class _Fold:
     def at(self, load: Load, table: StaticTable, point: Mapping[Index, int]) -> int | float:
         places: list[int] = []
         for subscript in load.subscripts:
-            mapping: dict[Node, Node] = {n: Const(point.get(n, 0)) for n in walk(subscript) if isinstance(n, Index)}
-            value = _Fold(self.tables, self.extents).expr(subscript.replace(mapping)) if mapping else subscript  # type: ignore[arg-type]
+            values: dict[Node, Node] = {n: Const(point.get(n, 0)) for n in walk(subscript) if isinstance(n, Index)}
+            value = _Fold(self.tables, self.extents, values).expr(subscript) if values else subscript
             assert isinstance(value, Const)
             places.append(int(value.value))
         return table.at(places)

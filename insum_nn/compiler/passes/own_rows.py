@@ -12,6 +12,7 @@ chunks, whose sums are added up by another kernel, or all programs take equal ch
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Literal
 
@@ -33,6 +34,7 @@ from insum_nn.compiler.ir.nodes import (
     conjunction,
     conjuncts,
     multiply,
+    replacing,
     walk,
 )
 from insum_nn.facts import IndexFacts
@@ -123,9 +125,8 @@ def own_rows(
         low, high, owned = Load(begin, (ROW,)), Load(begin, (add(ROW, Const(1)),)), ROW
     # A row without terms may lie outside of what is read at its number.
     some = None if chunks == "equal" else Op("less", (low, high))
-    moved = tuple(
-        _moved(store, owner, axis if store.buffer is first else -1, known, owned, target, some) for store in stores
-    )
+    move = replacing({**known, owner: owned})
+    moved = tuple(_moved(store, owner, axis if store.buffer is first else -1, move, target, some) for store in stores)
     free = [loop for loop in loops if loop.role == "free" and loop.index not in entries]
     sums = [loop for loop in loops if loop.role == "sum"]
     nest: tuple[Stmt, ...] = moved
@@ -137,24 +138,23 @@ def own_rows(
     ]
     for loop in reversed(placed):
         nest = (Loop(loop.index, loop.begin, loop.end, loop.role, nest),)
-    read = {node.buffer for store in moved for node in walk(store) if isinstance(node, Load)}
+    read = {node.buffer for node in walk(*moved) if isinstance(node, Load)}
     inputs = tuple(b for b in kernel.inputs if b is not owner.buffer or b in read)
     walked = Kernel((*inputs, *made), kernel.results, nest, kernel.exact)
     return RowWalk(walked, axis, tuple(known[index] for index in entries), target, begins, ends)  # type: ignore[arg-type]
 
 
 def _moved(
-    store: Store, owner: Load, axis: int, known: dict[Node, Node], owned: Expr, target: Expr | None, some: Expr | None
+    store: Store, owner: Load, axis: int, move: Callable[[Node], Node], target: Expr | None, some: Expr | None
 ) -> Store:
     """A store at the row that a program owns, without what holds of every term of a row."""
     present = Op("at_least", (owner, Const(0)))
     where = conjunction([c for c in conjuncts(store.where) if c is not present])
-    mapping: dict[Node, Node] = {**known, owner: owned}
-    value = _guarded(store.value, owner, some).replace(mapping)
-    subscripts = [s.replace(mapping) for s in store.subscripts]
+    value = move(_guarded(store.value, owner, some))
+    subscripts = [move(s) for s in store.subscripts]
     if axis >= 0:
         subscripts[axis] = ROW if target is None else target
-    found = None if where is None else where.replace(mapping)
+    found = None if where is None else move(where)
     return Store(store.buffer, tuple(subscripts), value, store.combine, found)  # type: ignore[arg-type]
 
 

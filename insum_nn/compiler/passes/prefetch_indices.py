@@ -29,6 +29,7 @@ from insum_nn.compiler.ir.nodes import (
     Store,
     add,
     conjunction,
+    replacing,
     walk,
 )
 from insum_nn.compiler.passes.own_rows import ENTRY
@@ -90,14 +91,13 @@ def _ahead(loop: Loop) -> list[Stmt]:
         head.append(Store(buffers[count], (), _at(each, add(ENTRY, Const(count)), loop, known)))
         tail += [Store(buffers[n], (), Load(buffers[n + 1], ())) for n in range(count)]
     now: dict[Node, Node] = {each: Load(carried[each][0], ()) for each in read}
-    body = tuple(statement.replace(now) for statement in loop.body)
+    body = tuple(map(replacing(now), loop.body))
     return [*before, _with_body(loop, (*head, *body, *tail))]  # type: ignore[arg-type]
 
 
 def _chains(statements: Sequence[Stmt]) -> dict[Load, int]:
     """The reads of index tensors at an entry, and how many follow each other up to each."""
-    nodes = (node for statement in statements for node in walk(statement))
-    reads = dict.fromkeys(node for node in nodes if isinstance(node, Load) and _is_index(node))
+    reads = dict.fromkeys(node for node in walk(*statements) if isinstance(node, Load) and _is_index(node))
     found: dict[Load, int] = {}
     for each in sorted(reads, key=lambda load: sum(_is_index(node) for node in walk(load))):
         inner = (node for node in walk(each) if isinstance(node, Load) and node is not each)

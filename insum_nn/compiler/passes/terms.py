@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
+from functools import lru_cache
 
 from insum_nn.compiler.ir.nodes import Cast, Const, Expr, Index, Load, Op, Store, conjuncts, walk
 from insum_nn.dtypes import dtype_of, is_widened
@@ -63,6 +64,7 @@ def loose(
     return [c for c in dict.fromkeys(conditions) if any(c not in found for found in each)]
 
 
+@lru_cache(maxsize=1 << 14)
 def indices_of(expr: Expr) -> frozenset[Index]:
     """The loops that an expression varies with."""
     return frozenset(node for node in walk(expr) if isinstance(node, Index))

@@ -218,8 +218,7 @@ class Tiler:
         for index, count in reversed(self.programs(parts)):
             inner = (Loop(index, Const(0), count, "grid", inner),)
         results = tuple(Result(self.parts(r.buffer), initial) for r in kernel.results)
-        nodes = (node for each in inner for node in walk(each))
-        used = {node.buffer for node in nodes if isinstance(node, Load | Store) and not node.buffer.local}
+        used = {node.buffer for node in walk(*inner) if isinstance(node, Load | Store) and not node.buffer.local}
         written = {r.buffer for r in results}
         extra = sorted(used - written - {*kernel.inputs}, key=lambda b: b.name)
         inputs = tuple(b for b in (*kernel.inputs, *extra) if b in used)
