@@ -11,6 +11,7 @@ from torch import Tensor
 
 from insum_nn.compiler.api import (
     Explanation,
+    JointPaths,
     cold,
     for_each_vector,
     is_plain_eager,
@@ -21,12 +22,10 @@ from insum_nn.compiler.api import (
 )
 from insum_nn.ops.modes import wanted_gradients, without_autocast
 from insum_nn.ops.tensor_product_checks import check_operands
-from insum_nn.ops.tensor_product_direct import Direct, direct_of
-from insum_nn.ops.tensor_product_form import Form, form_of
-from insum_nn.ops.tensor_product_joint import joint_roles, roles_by_path
-from insum_nn.ops.tensor_product_plan import Plan, plan_of
 from insum_nn.ops.tensor_product_right import tensor_product_right
-from insum_nn.ops.tensor_product_spec import ROLES, TensorProductSpec, others
+from insum_nn.ops.tensor_product_roles import Role, role_of, together_of
+from insum_nn.ops.tensor_product_spec import ROLES, ProductLayout, TensorProductSpec, layout_of, others
+from insum_nn.ops.tensor_product_statement import statements_of
 
 __all__ = [
     "TensorProductSpec",
@@ -36,6 +35,8 @@ __all__ = [
     "tensor_product",
     "tensor_product_right",
 ]
+
+Given = tuple[Tensor, Tensor, Tensor]
 
 
 def tensor_product(
@@ -49,12 +50,12 @@ def tensor_product(
 ) -> Tensor:
     """Multiply two representations and decompose the product.
 
-        Z[z,k,w] += CG[k,r,q] * X[z,I[k,r,q],u] * Y[z,J[k,r,q],v] * W[L[k,r],u,v,w]
-        Z[Dst[e],k,u] += CG[k,r,q] * X[Src[e],I[k,r,q],u] * Y[e,J[k,r,q]] * W[e,L[k,r],u]
+        Z[z,K[p,w]] += CG[p] * X[z,I[p,u]] * Y[z,J[p,v]] * W[L[p],u,v,w]
+        Z[Dst[e],K[p,u]] += CG[p] * X[Src[e],I[p],u] * Y[e,J[p]] * W[e,L[p],u]
 
-    The first line is a mode that mixes multiplicities, the second one that does not, along edges. `k` counts the
-    components of the output, `r` the paths that end there, `q` the non-zero coefficients of one path; `I`, `J`, `L`
-    and `CG` are static. `X`, `Y` and `Z` stand for a representation's entries of one multiplicity side by side.
+    The first line is a mode that mixes multiplicities, the second one that does not, along edges. `p` counts the
+    coefficients that are not zero; `I`, `J`, `K`, `L` and `CG` are static. Along edges `X` and `Y` are a
+    representation's entries of one multiplicity, packed: side by side, copies fastest.
 
     Source: Geiger and Smidt, e3nn (2022), section 4; Bharadwaj, Glover, Buluc, Demmel, An Efficient Sparse Kernel
     Generator for O(3)-Equivariant Deep Networks (2025), eq. (2.1).
@@ -87,7 +88,7 @@ def tensor_product(
     """
     text = spec if isinstance(spec, str) else spec.to_json()
     if not torch.compiler.is_compiling() and not torch.jit.is_tracing():
-        check_operands(form_of(text), x, y, weight, receivers, senders, num_receivers)
+        check_operands(layout_of(text), x, y, weight, receivers, senders, num_receivers)
     return checked_product(text, x, y, weight, receivers, senders, num_receivers)
 
 
@@ -114,16 +115,8 @@ def checked_product(
 
 def expressions(spec: TensorProductSpec, role: str = "z") -> tuple[str, ...]:
     """The statements of a spec; of the output, or of the gradient of `x`, `y` or `w`."""
-    form, cpu = form_of(spec.to_json()), torch.device("cpu")
-    return tuple(statement.expression for statement in _source(form, role, cpu, torch.float32).statements)
-
-
-def _source(form: Form, role: str, device: torch.device, dtype: torch.dtype) -> Direct | Plan:
-    """The statements of a role, those that run where no mode follows the call."""
-    if _splits(device):
-        return roles_by_path(form, role, device, dtype).sources[0]
-    direct = direct_of(form, role, device, dtype)
-    return direct or plan_of(form, role, device, dtype, split=False, staged=False, in_place=role == "z")
+    layout = layout_of(spec.to_json())
+    return tuple(statement.expression for statement in layout.keep(("text", role), lambda: statements_of(layout, role)))
 
 
 def explain_tensor_product(
@@ -137,17 +130,13 @@ def explain_tensor_product(
     statement: int = 0,
 ) -> Explanation:
     """What becomes of one statement of the output on these tensors, and what became of the gradients last."""
-    form = form_of(spec.to_json())
-    source, edges = _source(form, "z", x.device, x.dtype), (receivers, senders)
-    given = (x, y, weight)
-    nodes = receivers, senders, x.shape[0], x.shape[0]
-    if _splits(x.device) and _by_paths(form, "z", dict(zip("xyw", given, strict=True)), nodes, _key(given)) is None:
-        source = plan_of(form, "z", x.device, x.dtype, split=True, staged=False)
+    layout = layout_of(spec.to_json())
+    source = role_of(layout, "z", x.device, x.dtype)
     chosen = source.statements[statement]
-    named = source.all_arguments(given, edges, {})[statement]
+    named = source.arguments((x, y, weight), (receivers, senders), {})[statement]
     explained = chosen.program.explain(tensors=named, out_shape=chosen.out_shape(x.shape[0]))
-    joint = None if _splits(x.device) else joint_roles(form, "xyw", x.device, x.dtype)
-    if joint is None or not joint.joint.reason:
+    joint = None if _by_path(x.device) else together_of(layout, "xyw", x.device, x.dtype, by_path=False)
+    if joint is None or isinstance(joint.joint, JointPaths) or not joint.joint.reason:
         return explained
     # What became of the gradients where they were made last.
     how, why = joint.joint.reason.split(": ", 1)
@@ -169,79 +158,71 @@ AT_ONCE = 1 << 24
 # Numbers between the two steps of a gradient at most: what they cost in memory.
 _MOST_BETWEEN = 2**28
 
+# Receivers, senders, and how many rows the first input and the output have.
+Sizes = tuple[Tensor | None, Tensor | None, int, int]
 
-def _splits(device: torch.device) -> bool:
-    """Whether the statements are to be those for library calls; see `Form.statements`."""
+
+def _by_path(device: torch.device) -> bool:
+    """Whether roles are computed together as products path by path, rather than as one kernel."""
     return device.type == "cpu"
 
 
-def _run(
-    form: Form,
-    role: str,
-    given: tuple[Tensor, Tensor, Tensor],
-    receivers: Tensor | None,
-    senders: Tensor | None,
-    num_x: int,
-    num_z: int,
-    *,
-    key: Hashable | None = None,
-) -> Tensor:
-    """A role's tensor, without a record for gradients.
-
-    `key` is given where no mode is active and all tensors are plain ones: it decides their shapes, dtypes and devices.
-    """
-    if torch._C._is_any_autocast_enabled() and torch.is_autocast_enabled(given[0].device.type):
-        with torch.autocast(given[0].device.type, enabled=False):
-            return _run(form, role, given, receivers, senders, num_x, num_z, key=key)
-    device, dtype = given[0].device, given[0].dtype
-    rows = _rows(role, senders, num_x, num_z)
-    split = _splits(device)
-    if split:
-        operands = dict(zip(others(role), given, strict=True))
-        by_paths = _by_paths(form, role, operands, (receivers, senders, num_x, num_z), key)
-        if by_paths is not None:
-            return by_paths[role]
-    staged = role == "y" and not split
-    if not split:
-        direct = direct_of(form, role, device, dtype)
-        if direct is not None and rows * direct.part_width <= _MOST_BETWEEN:
-            return direct(given, rows, key)
-    plan = plan_of(form, role, device, dtype, split=split, staged=staged, in_place=role == "z" and not split)
-    if staged and rows * plan.feed_width > _MOST_BETWEEN:
-        plan = plan_of(form, role, device, dtype, split=split, staged=False)
-    if writes_graph(given):
-        return plan.in_graph()(given, (receivers, senders), rows)
-    if split and senders is None:
-        return _in_parts(plan, given, rows)
-    return plan(given, (receivers, senders), rows)
-
-
-def _by_paths(
-    form: Form, roles: Sequence[str], operands: Mapping[str, Tensor], edges: Edges, key: Hashable | None
-) -> dict[str, Tensor] | None:
-    """Roles that the compiler computes together, path by path; `None` where it does not, or a mode follows the call."""
-    receivers, senders, *nodes = edges
+def _run(text: str, roles: str, operands: Mapping[str, Tensor], sizes: Sizes) -> dict[str, Tensor]:
+    """The tensors of some roles, without a record for gradients."""
+    layout = layout_of(text)
     some = next(iter(operands.values()))
-    if key is None or not is_plain_eager(*operands.values(), receivers, senders):
-        return None
-    rows = [_rows(role, senders, *nodes) for role in roles]
-    return roles_by_path(form, roles, some.device, some.dtype)(operands, (receivers, senders), rows, (key, *nodes))
+    device, dtype = some.device, some.dtype
+    receivers, senders, num_x, num_z = sizes
+    key: Hashable = None
+    if is_plain_eager(*operands.values(), receivers, senders):
+        # What decides the shapes, dtypes and devices of a call on plain tensors.
+        kinds = [(role, t.shape, t.dtype) for role, t in operands.items()]
+        key = roles, *kinds, device, None if senders is None else senders.dtype, num_x, num_z
+    with without_autocast(device):
+        by_path = _by_path(device)
+        found: dict[str, Tensor] = {}
+
+        def one(role: str) -> Tensor:
+            return _one(layout, role, _given(operands, role), sizes, None if key is None else (role, key))
+
+        together = None
+        if key is not None and (by_path or len(roles) > 1):
+            together = together_of(layout, roles, device, dtype, by_path=by_path)
+        if together is not None:
+            rows = [_rows(role, senders, num_x, num_z) for role in together.roles]
+            made = together(operands, (receivers, senders), rows, key, lambda: [one(x) for x in together.roles])
+            found = {} if made is None else made
+        return {role: found[role] if role in found else one(role) for role in roles}
 
 
-def _in_parts(plan: Plan, given: tuple[Tensor, Tensor, Tensor], rows: int) -> Tensor:
+def _one(layout: ProductLayout, role: str, given: Given, sizes: Sizes, key: Hashable | None) -> Tensor:
+    """A role's tensor, by its own statements."""
+    receivers, senders, num_x, num_z = sizes
+    rows = _rows(role, senders, num_x, num_z)
+    device, dtype = given[0].device, given[0].dtype
+    by_path = _by_path(device)
+    source = role_of(layout, role, device, dtype, staged=role == "y" and not by_path)
+    if rows * source.first_width > _MOST_BETWEEN:
+        source = role_of(layout, role, device, dtype)
+    if by_path and senders is None and not writes_graph(given):
+        return _in_parts(source, given, rows, key)
+    return source(given, (receivers, senders), rows, key)
+
+
+def _in_parts(source: Role, given: Given, rows: int, key: Hashable | None) -> Tensor:
     """A role's tensor, a few of the samples at a time where all of them need much memory in between."""
-    count = -(-rows * plan.row_bytes // AT_ONCE)
+    count = -(-rows * source.row_bytes // AT_ONCE)
     if count <= 1:
-        return plan(given, (None, None), rows)
-    shared = plan.form.spec.shared
+        return source(given, (None, None), rows, key)
+    shared = source.layout.spec.shared
     size = -(-rows // min(count, rows))
-    names = others(plan.role)
+    names = others(source.role)
     parts: list[Tensor] = []
     for start in range(0, rows, size):
         own = min(size, rows - start)
         some = tuple(t if x == "w" and shared else t.narrow(0, start, own) for x, t in zip(names, given, strict=True))
-        parts.append(plan(some, (None, None), own))
-    return sum(parts[1:], parts[0]) if plan.role == "w" and shared else torch.cat(parts)
+        parts.append(source(some, (None, None), own, None if key is None else (key, own)))
+    return sum(parts[1:], parts[0]) if source.role == "w" and shared else torch.cat(parts)
 
 
 def _rows(role: str, senders: Tensor | None, num_x: int, num_z: int) -> int:
@@ -256,7 +237,7 @@ def _rows(role: str, senders: Tensor | None, num_x: int, num_z: int) -> int:
 def _product(
     text: str,
     role: str,
-    given: tuple[Tensor, Tensor, Tensor],
+    given: Given,
     receivers: Tensor | None,
     senders: Tensor | None,
     num_x: int,
@@ -265,49 +246,91 @@ def _product(
     """A role's tensor, differentiable."""
     if torch.compiler.is_dynamo_compiling() or torch.jit.is_tracing():
         return torch.ops.insum_nn.tensor_product(text, role, *given, receivers, senders, num_x, num_z)
+    operands = dict(zip(others(role), given, strict=True))
+    sizes = receivers, senders, num_x, num_z
     if not torch.compiler.is_compiling() and is_transformed():
         # Transforms go through the programs, which know them; a registered operator does not.
-        return _run(form_of(text), role, given, receivers, senders, num_x, num_z)
+        return _run(text, role, operands, sizes)[role]
     if is_traced(*given, receivers, senders) and not writes_graph(given):
         return torch.ops.insum_nn.tensor_product_call(text, role, *given, receivers, senders, num_x, num_z)
     if torch.is_grad_enabled() and any(t.requires_grad for t in given):
-        return _Product.apply(text, role, *given, receivers, senders, num_x, num_z)  # type: ignore[no-any-return]
-    return _run(form_of(text), role, given, receivers, senders, num_x, num_z, key=_key(given))
+        return _record(text, role, operands, sizes)[role]
+    return _run(text, role, operands, sizes)[role]
 
 
-def _key(given: tuple[Tensor, Tensor, Tensor]) -> Hashable:
-    """What decides the shapes of a product of plain tensors and of its gradients, besides its form."""
-    first, second, third = given
-    return first.shape, second.shape, third.shape, first.dtype, second.dtype, third.dtype, first.device
+def _record(text: str, roles: str, operands: Mapping[str, Tensor], sizes: Sizes) -> dict[str, Tensor]:
+    """Some roles of plain tensors, differentiable."""
+    receivers, senders, *counts = sizes
+    read = "".join(x for x in ROLES if x in operands and x != roles)
+    made: Any = _Products.apply(text, (roles, read, *counts), *(operands[x] for x in read), receivers, senders)
+    return dict(zip(roles, made, strict=True))
 
 
-class _Product(torch.autograd.Function):
-    """The recorded product of plain tensors: a registered operator costs the host more than a small product."""
+class _Products(torch.autograd.Function):
+    """Roles of plain tensors, recorded: a registered operator costs the host more than a small product."""
 
     @staticmethod
-    def forward(
-        ctx: Any,
-        text: str,
-        role: str,
-        first: Tensor,
-        second: Tensor,
-        third: Tensor,
-        receivers: Tensor | None,
-        senders: Tensor | None,
-        num_x: int,
-        num_z: int,
-    ) -> Tensor:
-        given = first, second, third
-        ctx.constants = text, role, num_x, num_z, _key(given)
-        ctx.save_for_backward(*given, receivers, senders)
-        result = _run(form_of(text), role, given, receivers, senders, num_x, num_z, key=ctx.constants[-1])
+    def forward(ctx: Any, text: str, call: tuple[str, str, int, int], *tensors: Any) -> tuple[Tensor, ...]:
+        roles, read, num_x, num_z = call
+        *given, receivers, senders = tensors
+        ctx.constants = text, call
+        ctx.save_for_backward(*tensors)
+        ctx.set_materialize_grads(False)
+        made = _run(text, roles, dict(zip(read, given, strict=True)), (receivers, senders, num_x, num_z))
+        results = tuple(made[role] for role in roles)
         if cold.due:
-            rehearse_gradients(_Product, ctx, result)
-        return result
+            rehearse_gradients(_Products, ctx, *results)
+        return results
 
     @staticmethod
-    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
-        return _backward(ctx, grads[0])
+    @for_each_vector
+    def backward(ctx: Any, *grads: Tensor | None) -> tuple[Tensor | None, ...]:
+        text, (roles, read, *counts) = ctx.constants
+        *given, receivers, senders = ctx.saved_tensors
+        operands = dict(zip(read, given, strict=True))
+        total: dict[str, Tensor] = {}
+        asked = list(compress(read, wanted_gradients(ctx, len(read), (text, roles))))
+        for role, grad in zip(roles, grads, strict=True):
+            wanted = [x for x in asked if x != role]
+            if grad is None or not wanted:
+                continue
+            made = _gradients(text, role, wanted, {**operands, role: grad}, (receivers, senders, *counts), plain=True)
+            for x, part in made.items():
+                total[x] = total[x] + part if x in total else part
+        return None, None, *(total.get(x) for x in read), None, None
+
+
+def _gradients(
+    text: str, role: str, wanted: Sequence[str], operands: Mapping[str, Tensor], sizes: Sizes, *, plain: bool
+) -> dict[str, Tensor]:
+    """The gradients of a role's operands, with the gradient of the role itself among the operands.
+
+    Args:
+        text: the spec's JSON.
+        role: what was computed.
+        wanted: the roles whose gradients are to be made.
+        operands: of all four roles.
+        sizes: see `Sizes`.
+        plain: the operands were plain tensors.
+    """
+    if role == "w":
+        # What a gradient of the weights depends on are the paths that have weights.
+        text = layout_of(text).linear_text
+    found = {"w": torch.zeros_like(operands["w"])} if "w" in wanted and not operands["w"].numel() else {}
+    wanted = "".join(x for x in wanted if x not in found)
+    if not wanted:
+        return found
+    if not plain or not is_plain_eager(*operands.values()):
+        return found | {x: _product(text, x, _given(operands, x), *sizes) for x in wanted}
+    if torch.is_grad_enabled() and any(t.requires_grad for t in operands.values()):
+        return found | _record(text, wanted, operands, sizes)
+    # Most backward passes are not recorded in turn, nor followed by a mode.
+    return found | _run(text, wanted, operands, sizes)
+
+
+def _given(operands: Mapping[str, Tensor], role: str) -> Given:
+    first, second, third = others(role)
+    return operands[first], operands[second], operands[third]
 
 
 # The registered operators: how tracing, TorchScript and exported graphs see a tensor product. Dynamo and TorchScript
@@ -338,9 +361,9 @@ def _operator(
     num_x: int,
     num_z: int,
 ) -> Tensor:
-    given = first, second, third
-    num_x, num_z = _counted(first, num_x, num_z)
-    return _run(form_of(spec), role, given, receivers, senders, num_x, num_z, key=_key(given))
+    sizes = receivers, senders, *_counted(first, num_x, num_z)
+    operands = dict(zip(others(role), (first, second, third), strict=True))
+    return _run(spec, role, operands, sizes)[role]
 
 
 @_operator.register_fake
@@ -355,137 +378,28 @@ def _fake(
     num_x: int,
     num_z: int,
 ) -> Tensor:
-    form = form_of(spec)
+    layout = layout_of(spec)
     rows = _rows(role, senders, *_counted(first, num_x, num_z))
     if role == "w":
-        batch = () if form.spec.shared else (rows,)
-        return first.new_empty(*batch, form.spec.weight_numel)
-    return first.new_empty(rows, form.dims[role])
+        batch = () if layout.spec.shared else (rows,)
+        return first.new_empty(*batch, layout.spec.weight_numel)
+    return first.new_empty(rows, layout.dims[role])
 
 
 def _setup_context(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
     spec, role, first, second, third, receivers, senders, num_x, num_z = inputs
-    ctx.constants = (spec, role, *_counted(first, num_x, num_z), None)
+    ctx.constants = (spec, role, *_counted(first, num_x, num_z))
     ctx.save_for_backward(first, second, third, receivers, senders)
 
 
 @for_each_vector
 def _backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
-    spec, role, num_x, num_z, key = ctx.constants
+    spec, role, num_x, num_z = ctx.constants
     *given, receivers, senders = ctx.saved_tensors
     operands = dict(zip(others(role), given, strict=True)) | {role: grad}
     wanted = list(compress(others(role), wanted_gradients(ctx, 3, (spec, role))))
-    made = _gradients(spec, role, wanted, operands, (receivers, senders, num_x, num_z), key)
+    made = _gradients(spec, role, wanted, operands, (receivers, senders, num_x, num_z), plain=False)
     return None, None, *(made.get(x) for x in others(role)), None, None, None, None
-
-
-# Receivers, senders, and how many nodes there are of either.
-Edges = tuple[Tensor | None, Tensor | None, int, int]
-
-
-def _gradients(
-    text: str, role: str, wanted: Sequence[str], operands: Mapping[str, Tensor], edges: Edges, key: Hashable | None
-) -> dict[str, Tensor]:
-    """The gradients of a role's operands, with the gradient of the role itself among the operands.
-
-    Args:
-        text: the spec's JSON.
-        role: what was computed.
-        wanted: the roles whose gradients are to be made.
-        operands: of all four roles.
-        edges: see `Edges`.
-        key: what decides the shapes of all operands, where they are plain tensors.
-    """
-    if role == "w":
-        # What a gradient of the weights depends on are the paths that have weights.
-        text = form_of(text).linear_text
-    found = {"w": torch.zeros_like(operands["w"])} if "w" in wanted and not operands["w"].numel() else {}
-    wanted = [x for x in wanted if x not in found]
-    if key is None or not is_plain_eager(*operands.values()):
-        rest = {x: _product(text, x, _given(operands, x), *edges) for x in wanted}
-    elif torch.is_grad_enabled() and len(wanted) > 1 and any(t.requires_grad for t in operands.values()):
-        roles = "".join(wanted)
-        rest = dict(zip(roles, _Products.apply(text, roles, *(operands[x] for x in ROLES), *edges), strict=True))  # type: ignore[arg-type]
-    elif torch.is_grad_enabled():
-        rest = {x: _product(text, x, _given(operands, x), *edges) for x in wanted}
-    else:
-        # Most backward passes are not recorded in turn, nor followed by a mode.
-        rest = _run_all(text, wanted, operands, edges, (role, key))
-    return found | rest
-
-
-def _given(operands: Mapping[str, Tensor], role: str) -> tuple[Tensor, Tensor, Tensor]:
-    first, second, third = others(role)
-    return operands[first], operands[second], operands[third]
-
-
-def _run_all(
-    text: str, roles: Sequence[str], operands: Mapping[str, Tensor], edges: Edges, key: Hashable
-) -> dict[str, Tensor]:
-    """The tensors of several roles, without a record for gradients."""
-    form = form_of(text)
-    receivers, senders, num_x, num_z = edges
-    found: dict[str, Tensor] = {}
-    some = operands["x"]
-    if len(roles) > 1 and _splits(some.device):
-        with without_autocast(some.device):
-            by_paths = _by_paths(form, roles, operands, edges, key)
-        if by_paths is not None:
-            return by_paths
-    elif len(roles) > 1 and senders is not None:
-        joint = joint_roles(form, roles, some.device, some.dtype)
-        if joint is not None:
-            rows = [_rows(x, senders, num_x, num_z) for x in joint.roles]
-
-            def apart() -> list[Tensor]:
-                return [_run(form, x, _given(operands, x), *edges, key=(x, key)) for x in joint.roles]
-
-            with without_autocast(some.device):
-                made = joint(operands, (receivers, senders), rows, key, apart)
-            found |= dict(zip(joint.roles, made, strict=True))
-    for x in roles:
-        if x not in found:
-            found[x] = _run(form, x, _given(operands, x), *edges, key=(x, key))
-    return found
-
-
-class _Products(torch.autograd.Function):
-    """Several roles of plain tensors, recorded: the gradients of a product that are differentiated in turn."""
-
-    @staticmethod
-    def forward(
-        ctx: Any, text: str, roles: str, x: Tensor, y: Tensor, w: Tensor, z: Tensor, *edges: Any
-    ) -> tuple[Tensor, ...]:
-        operands = dict(zip(ROLES, (x, y, w, z), strict=True))
-        receivers, senders, *counts = edges
-        key = (roles, *((t.shape, t.dtype) for t in operands.values()), x.device)
-        ctx.constants = text, roles, counts, key
-        ctx.save_for_backward(*operands.values(), receivers, senders)
-        ctx.set_materialize_grads(False)
-        made = _run_all(text, roles, operands, edges, key)  # type: ignore[arg-type]
-        results = tuple(made[role] for role in roles)
-        if cold.due:
-            rehearse_gradients(_Products, ctx, *results)
-        return results
-
-    @staticmethod
-    @for_each_vector
-    def backward(ctx: Any, *grads: Tensor | None) -> tuple[Tensor | None, ...]:
-        text, roles, counts, key = ctx.constants
-        *given, receivers, senders = ctx.saved_tensors
-        operands = dict(zip(ROLES, given, strict=True))
-        total: dict[str, Tensor] = {}
-        asked = list(compress(ROLES, wanted_gradients(ctx, 4, (text, roles))))
-        for role, grad in zip(roles, grads, strict=True):
-            if grad is None:
-                continue
-            wanted = [x for x in asked if x != role]
-            if not wanted:
-                continue
-            edges = (receivers, senders, *counts)
-            for x, part in _gradients(text, role, wanted, {**operands, role: grad}, edges, key).items():
-                total[x] = total[x] + part if x in total else part
-        return None, None, *(total.get(x) for x in ROLES), None, None, None, None
 
 
 _operator.register_autograd(_backward, setup_context=_setup_context)

@@ -13,8 +13,7 @@ from insum_nn.compiler.api import Program, compile_built
 from insum_nn.compiler.options import Options
 from insum_nn.errors import InsumError
 from insum_nn.facts import IndexFacts
-from insum_nn.ops.tensor_product_form import Form, form_of
-from insum_nn.ops.tensor_product_spec import TensorProductSpec
+from insum_nn.ops.tensor_product_spec import ProductLayout, TensorProductSpec, layout_of
 from insum_nn.structure.clebsch_gordan import nonzeros
 from insum_nn.structure.irreps import MODES, Path
 
@@ -62,16 +61,16 @@ def tensor_product_right(spec: TensorProductSpec | str, y: Tensor, weight: Tenso
 
 def right_expressions(spec: TensorProductSpec) -> tuple[str, ...]:
     """The statement of each path that contributes."""
-    form = form_of(spec.to_json())
-    return tuple(_path_program(form, form.spec.paths[n]).expression for n in form.live)
+    layout = layout_of(spec.to_json())
+    return tuple(_path_program(layout, layout.spec.paths[n]).expression for n in layout.live)
 
 
-def _path_program(form: Form, path: Path) -> Program:
-    mode, out, extents = MODES[path.mode], _out_letters(path), _extents(form, path)
+def _path_program(layout: ProductLayout, path: Path) -> Program:
+    mode, out, extents = MODES[path.mode], _out_letters(path), _extents(layout, path)
     read = set(mode.in2 + (mode.weight if path.weighted else ""))
     # Multiplicities that no factor has: the result repeats along them.
     sizes = tuple((x, extents[x]) for x in dict.fromkeys(mode.in1 + out) if x not in read)
-    return _program(_text(form, path), sizes, form.spec.options)
+    return _program(_text(layout, path), sizes, layout.spec.options)
 
 
 def _out_letters(path: Path) -> str:
@@ -79,8 +78,8 @@ def _out_letters(path: Path) -> str:
     return letters if path.weighted else letters.replace("w", "")
 
 
-def _extents(form: Form, path: Path) -> dict[str, int]:
-    return dict(zip("uvw", (form.entry(role, path).mul for role in "xyz"), strict=True))
+def _extents(layout: ProductLayout, path: Path) -> dict[str, int]:
+    return dict(zip("uvw", (layout.entry(role, path).mul for role in "xyz"), strict=True))
 
 
 @lru_cache(maxsize=256)
@@ -89,7 +88,7 @@ def _program(expression: str, sizes: tuple[tuple[str, int], ...], options: Optio
     return compile_built(expression, sizes=dict(sizes), facts=facts, options=options)
 
 
-def _text(form: Form, path: Path) -> str:
+def _text(layout: ProductLayout, path: Path) -> str:
     mode = MODES[path.mode]
     if mode.pairs:
         raise UnsupportedModeError(
@@ -100,53 +99,53 @@ def _text(form: Form, path: Path) -> str:
         )
     factors = ["CG[p]", f"Y[{','.join(['z', 'J[p]', *mode.in2])}]"]
     if path.weighted:
-        factors.append(f"W[{','.join([*([] if form.spec.shared else ['z']), *mode.weight])}]")
-    subscripts = ["z", *_side(form, mode.in1, "I[p]"), *_side(form, _out_letters(path), "K[p]")]
+        factors.append(f"W[{','.join([*([] if layout.spec.shared else ['z']), *mode.weight])}]")
+    subscripts = ["z", *_side(layout, mode.in1, "I[p]"), *_side(layout, _out_letters(path), "K[p]")]
     return f"B[{','.join(subscripts)}] += {' * '.join(factors)}"
 
 
-def _side(form: Form, copies: Iterable[T], component: T) -> list[T]:
+def _side(layout: ProductLayout, copies: Iterable[T], component: T) -> list[T]:
     """What stands for an entry of a representation, slowest first."""
-    return [*copies, component] if form.spec.layout == "mul_ir" else [component, *copies]
+    return [*copies, component] if layout.spec.layout == "mul_ir" else [component, *copies]
 
 
-def _block(form: Form, number: int, y: Tensor, weight: Tensor) -> Tensor:
+def _block(layout: ProductLayout, number: int, y: Tensor, weight: Tensor) -> Tensor:
     """The block of one path: (z, dim of its entry of in1, dim of its entry of out)."""
-    path = form.spec.paths[number]
+    path = layout.spec.paths[number]
     mode = MODES[path.mode]
-    a, b, c = form.entry("x", path), form.entry("y", path), form.entry("z", path)
+    a, b, c = layout.entry("x", path), layout.entry("y", path), layout.entry("z", path)
     index, value = nonzeros(a.l, b.l, c.l)
     tables = {name: torch.from_numpy(axis).to(y.device) for name, axis in zip("IJK", index, strict=True)}
     tables["CG"] = torch.from_numpy(value * path.coefficient).to(y.device, y.dtype)
-    start = form.starts["y"][path.i_in2]
-    mine = y.narrow(1, start, b.dim).unflatten(1, _side(form, [b.mul], b.size))
-    tables["Y"] = mine.mT if form.spec.layout == "mul_ir" else mine
+    start = layout.starts["y"][path.i_in2]
+    mine = y.narrow(1, start, b.dim).unflatten(1, _side(layout, [b.mul], b.size))
+    tables["Y"] = mine.mT if layout.spec.layout == "mul_ir" else mine
     if path.weighted:
-        own = weight.narrow(-1, form.weight_starts[number], path.numel)
+        own = weight.narrow(-1, layout.weight_starts[number], path.numel)
         tables["W"] = own.reshape(*weight.shape[:-1], *path.shape)
-    extents = _extents(form, path)
-    in1 = _side(form, (extents[x] for x in mode.in1), a.size)
-    out = _side(form, (extents[x] for x in _out_letters(path)), c.size)
-    block = _path_program(form, path)(tensors=tables, out_shape=(y.shape[0], *in1, *out))
+    extents = _extents(layout, path)
+    in1 = _side(layout, (extents[x] for x in mode.in1), a.size)
+    out = _side(layout, (extents[x] for x in _out_letters(path)), c.size)
+    block = _path_program(layout, path)(tensors=tables, out_shape=(y.shape[0], *in1, *out))
     return block.reshape(y.shape[0], a.dim, c.dim)
 
 
-def _evaluate(form: Form, y: Tensor, weight: Tensor) -> Tensor:
+def _evaluate(layout: ProductLayout, y: Tensor, weight: Tensor) -> Tensor:
     """All blocks in their places; differentiable like any program."""
     blocks: dict[tuple[int, int], Tensor] = {}
-    for number in form.live:
-        path = form.spec.paths[number]
+    for number in layout.live:
+        path = layout.spec.paths[number]
         key = (path.i_in1, path.i_out)
-        block = _block(form, number, y, weight)
+        block = _block(layout, number, y, weight)
         blocks[key] = blocks[key] + block if key in blocks else block
     rows: list[Tensor] = []
-    for i, a in enumerate(form.spec.in1):
+    for i, a in enumerate(layout.spec.in1):
         columns = [
             blocks[i, k] if (i, k) in blocks else y.new_zeros(()).expand(y.shape[0], a.dim, c.dim)
-            for k, c in enumerate(form.spec.out)
+            for k, c in enumerate(layout.spec.out)
         ]
         rows.append(torch.cat(columns, 2) if columns else y.new_zeros(y.shape[0], a.dim, 0))
-    return torch.cat(rows, 1) if rows else y.new_zeros(y.shape[0], 0, form.dims["z"])
+    return torch.cat(rows, 1) if rows else y.new_zeros(y.shape[0], 0, layout.dims["z"])
 
 
 # Dynamo and TorchScript keep one operator; AOTAutograd, export and make_fx decompose it into its paths' statements.
@@ -155,7 +154,7 @@ torch.library.define("insum_nn::tensor_product_right", "(str spec, Tensor y, Ten
 
 def _operator(spec: str, y: Tensor, weight: Tensor) -> Tensor:
     with torch.autocast(y.device.type, enabled=False):
-        return _evaluate(form_of(spec), y, weight).contiguous()
+        return _evaluate(layout_of(spec), y, weight).contiguous()
 
 
 torch.library.impl("insum_nn::tensor_product_right", "CompositeImplicitAutograd", _operator)

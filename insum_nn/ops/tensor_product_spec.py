@@ -2,25 +2,30 @@
 
 A tensor product is linear in four tensors: in1 `X`, in2 `Y`, the weight `W`, and (for its derivatives) the output's
 gradient. Each can be computed from the other three, its *role*; a derivative of one role is another role. Every role
-is a list of statements in which each component of the result is written once, so components are never scattered.
+is a list of statements, one for each group of like paths.
 """
 
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
-from functools import cached_property
+from functools import cached_property, lru_cache
+from typing import Any, TypeVar
 
 import numpy as np
+import torch
 from numpy.typing import NDArray
+from torch import Tensor
 
 from insum_nn.compiler.options import DEFAULT, Options
 from insum_nn.errors import InsumFormatError
-from insum_nn.structure.clebsch_gordan import Entries
+from insum_nn.structure.constants import plain_tensors
 from insum_nn.structure.irreps import MODES, Entry, Mode, Path, dimension, offsets, weight_offsets
 
-__all__ = ["LAYOUTS", "NUMBER", "ROLES", "Group", "ProductLayout", "TensorProductSpec", "others"]
+__all__ = ["LAYOUTS", "NUMBER", "ROLES", "Group", "ProductLayout", "TensorProductSpec", "layout_of", "others"]
+
+T = TypeVar("T")
 
 ROLES = "xywz"
 # The operand's number in a path.
@@ -112,8 +117,6 @@ class Group:
         extents: extent of each multiplicity index.
         muls: multiplicity of the entries of x, y and z.
         weighted: the paths have weights.
-        entries: entries of the output whose components the statement writes, for the role that the group belongs to.
-        fused: paths that mix multiplicities are together whatever entry they end in.
     """
 
     mode: Mode
@@ -121,8 +124,6 @@ class Group:
     extents: Mapping[str, int]
     muls: tuple[int, int, int]
     weighted: bool
-    entries: tuple[int, ...]
-    fused: bool = False
 
     def letters(self, role: str) -> str:
         """Multiplicity indices of an operand; those of extent 1 are left out."""
@@ -140,14 +141,23 @@ class Group:
 
 
 class ProductLayout:
-    """Where the numbers of a spec lie, and what is computed together."""
+    """Where the numbers of a spec lie, what is computed together, and what was made of them."""
 
     def __init__(self, spec: TensorProductSpec) -> None:
         self.spec = spec
+        self._kept: dict[tuple[object, ...], Any] = {}
         self.entries = {"x": spec.in1, "y": spec.in2, "z": spec.out}
         self.dims = {role: dimension(entries) for role, entries in self.entries.items()}
         self.starts = {role: offsets(entries) for role, entries in self.entries.items()}
         self.weight_starts = weight_offsets(spec.paths)
+
+    def keep(self, key: tuple[object, ...], build: Callable[[], T]) -> T:
+        """What `build` makes, once for each key; plain tensors, whatever transform the first call is under."""
+        found = self._kept.get(key)
+        if found is None:
+            with plain_tensors():
+                found = self._kept[key] = build()
+        return found
 
     @cached_property
     def live(self) -> tuple[int, ...]:
@@ -197,36 +207,57 @@ class ProductLayout:
         """Entries in use of one multiplicity."""
         return tuple(n for n in self.components[role] if self.entries[role][n].mul == mul)
 
-    def groups(self, role: str, *, fused: bool) -> Iterator[Group]:
-        """Divide the paths by mode and multiplicities.
+    def packed_size(self, role: str, mul: int) -> int:
+        """Components of all entries in use of one multiplicity."""
+        return sum(self.entries[role][n].size for n in self.packed_entries(role, mul))
 
-        Args:
-            role: a letter of `ROLES`.
-            fused: `False` divides paths that mix multiplicities by the written entry too. Such a path is a matrix
-                product, and those that end in one entry add up in one product of a library.
+    def packing(self, role: str, mul: int, device: torch.device) -> tuple[int | None, Tensor]:
+        """How entries of one multiplicity are packed: side by side, copies fastest.
+
+        Returns:
+            The first column if they lie so already, else `None`; and the columns in their new order.
         """
+
+        def build() -> tuple[int | None, Tensor]:
+            order = self._packed_columns(role, mul)
+            start = int(order[0]) if np.array_equal(order, order[0] + np.arange(order.size)) else None
+            return start, torch.from_numpy(order).to(device)
+
+        return self.keep(("pack", role, mul, device), build)
+
+    def unpacking(self, role: str, muls: Sequence[int], device: torch.device) -> tuple[Tensor | None, bool]:
+        """How packed entries of some multiplicities, side by side, become a representation.
+
+        Returns:
+            A selection of columns (`None`: all as they lie), and whether it reads a column of zeros that stands last.
+        """
+        packed = np.concatenate([self._packed_columns(role, mul) for mul in muls])
+        order = np.full(self.dims[role], packed.size)
+        order[packed] = np.arange(packed.size)
+        zero = packed.size < order.size
+        return None if np.array_equal(order, np.arange(packed.size)) else torch.from_numpy(order).to(device), zero
+
+    def _packed_columns(self, role: str, mul: int) -> NDArray[np.int64]:
+        return np.concatenate([self.columns(role, n).reshape(-1) for n in self.packed_entries(role, mul)])
+
+    @cached_property
+    def groups(self) -> tuple[Group, ...]:
+        """The paths, divided by mode and multiplicities."""
         classes: dict[tuple[object, ...], list[int]] = {}
         for number in self.live:
             path = self.spec.paths[number]
             muls = tuple(self.entry(r, path).mul for r in "xyz")
-            key: tuple[object, ...] = (path.mode, path.weighted, *muls)
-            if path.weighted and MODES[path.mode].mixes and not fused:
-                key = (*key, path.ends[NUMBER["z" if role == "w" else role]])
-            classes.setdefault(key, []).append(number)
-        for numbers in classes.values():
-            path = self.spec.paths[numbers[0]]
-            mode = MODES[path.mode]
-            a, b, c = (self.entry(r, path).mul for r in "xyz")
-            extents = {"u": a, "v": b, "w": c, "n": a * (a - 1) // 2}
-            row_role = "z" if role == "w" else role
-            written = tuple(sorted({self.spec.paths[n].ends[NUMBER[row_role]] for n in numbers}))
-            yield Group(mode, tuple(numbers), extents, (a, b, c), path.weighted, written, fused)
+            classes.setdefault((path.mode, path.weighted, *muls), []).append(number)
+        return tuple(map(self._group, classes.values()))
 
-    def coefficients(self, group: Group) -> Entries:
-        """The group's Clebsch-Gordan entries."""
-        paths = [self.spec.paths[n] for n in group.paths]
-        degrees = [(self.entry("x", p).l, self.entry("y", p).l, self.entry("z", p).l) for p in paths]
-        starts = [
-            (self.components["x"][p.i_in1], self.components["y"][p.i_in2], self.components["z"][p.i_out]) for p in paths
-        ]
-        return Entries.from_paths(degrees, starts, [p.coefficient for p in paths])
+    def _group(self, numbers: list[int]) -> Group:
+        path = self.spec.paths[numbers[0]]
+        a, b, c = (self.entry(r, path).mul for r in "xyz")
+        extents = {"u": a, "v": b, "w": c, "n": a * (a - 1) // 2}
+        return Group(MODES[path.mode], tuple(numbers), extents, (a, b, c), path.weighted)
+
+
+@lru_cache(maxsize=256)
+def layout_of(text: str) -> ProductLayout:
+    """The layout of a spec's JSON; remembered."""
+    return ProductLayout(TensorProductSpec.from_json(text))

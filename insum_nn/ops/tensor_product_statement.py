@@ -1,11 +1,19 @@
-"""The statements of a tensor product: their text, and the static tables that they read."""
+"""The statements of a tensor product: their text, and the static tables that they read.
+
+    Z[z,K[p,w]] += CG[p] * X[z,I[p,u]] * Y[z,J[p,v]] * W[L[p],u,v,w]
+    Z[Dst[e],K[p,u]] += CG[p] * X[Src[e],I[p],u] * Y[e,J[p],v] * W[e,L[p],u,v]
+
+`p` counts coefficients. The first line reads and writes representations as they lie: the cells of one component are a
+start and a step, so a table that lists them is affine in the copy. Along edges, the second line, rows are read many
+times, so what is read is packed: the entries of one multiplicity side by side, copies fastest.
+"""
 
 from __future__ import annotations
 
 import itertools
 import math
-from abc import ABC, abstractmethod
-from collections.abc import Mapping, Sequence
+from collections.abc import Hashable, Iterator, Sequence
+from dataclasses import dataclass
 
 import numpy as np
 import torch
@@ -15,75 +23,119 @@ from torch import Tensor
 from insum_nn.compiler.api import Program, compile_built
 from insum_nn.facts import IndexFacts
 from insum_nn.ops.tensor_product_spec import NUMBER, Group, ProductLayout, others
-from insum_nn.structure.clebsch_gordan import Table, make_table, path_table
+from insum_nn.structure.clebsch_gordan import nonzeros
 from insum_nn.structure.constants import plain_tensors
 
-__all__ = ["Feed", "Reading", "Statement", "WeightAccess"]
+__all__ = ["FirstStep", "Statement", "Terms", "WeightAccess", "in_steps", "statements_of"]
 
-# An operand's axis of components in a statement, and the table that selects them.
-_ROW = {"x": "i", "y": "j", "z": "k", "w": "r"}
-_TABLE = {"x": "I", "y": "J", "z": "K", "g": "P"}
+# Coefficients of one statement at most, since a generated kernel unrolls them; and cells in a table of them.
+POINTS = 5000
+_CELLS = 1 << 17
+# Copies of the output from which on a matrix product over them is worth a step of its own.
+LONG = 16
+# The table of an operand's cells or components.
+_TABLE = {"x": "I", "y": "J", "z": "K"}
 _STATIC = IndexFacts(masked=False, proven=True)
 # The ends of edges, where an entry of -1 is a mistake.
 _ENDS = {"Dst": IndexFacts(masked=False), "Src": IndexFacts(masked=False)}
 
+Integers = NDArray[np.int64]
 
-def _access(name: str, subscripts: Sequence[str]) -> str:
-    return f"{name}[{','.join(subscripts)}]" if subscripts else name
+
+@dataclass(frozen=True, slots=True)
+class Terms:
+    """The coefficients of a group, those that add to one cell of a role together.
+
+    Attributes:
+        value: (p,) coefficients, with their paths' normalisation.
+        path: (p,) numbers of their paths in the group.
+        component: (3, p) components of x, y and z, counted through all entries of one multiplicity.
+        cell: (3, p) cells of their first copies in x, y and z.
+        step: (3, p) from one copy to the next.
+    """
+
+    value: NDArray[np.float64]
+    path: Integers
+    component: Integers
+    cell: Integers
+    step: Integers
+
+    @staticmethod
+    def of(layout: ProductLayout, group: Group, role: str) -> Terms:
+        """All of a group."""
+        parts: list[Terms] = []
+        for number, path in enumerate(layout.spec.paths[n] for n in group.paths):
+            index, value = nonzeros(*(layout.entry(operand, path).l for operand in "xyz"))
+            ends = [(operand, path.ends[NUMBER[operand]]) for operand in "xyz"]
+            first = np.array([layout.components[operand][end] for operand, end in ends])
+            cell = [layout.columns(*end)[own, 0] for end, own in zip(ends, index, strict=True)]
+            step = np.array([layout.steps(*end)[1] for end in ends])
+            parts.append(
+                Terms(
+                    value * path.coefficient,
+                    np.full(value.size, number, np.int64),
+                    index + first[:, None],
+                    np.stack(cell),
+                    np.repeat(step[:, None], value.size, 1),
+                )
+            )
+        whole = Terms(*(np.concatenate([getattr(t, name) for t in parts], -1) for name in Terms.__slots__))
+        return whole.select(np.lexsort((whole.path, whole.path if role == "w" else whole.cell[NUMBER[role]])))
+
+    def select(self, which: Integers | slice) -> Terms:
+        """Some of them."""
+        return Terms(*(getattr(self, name)[..., which] for name in Terms.__slots__))
+
+    def parts(self, most: int) -> Iterator[Terms]:
+        """All of them, so many at a time."""
+        for start in range(0, self.value.size, most):
+            yield self.select(slice(start, start + most))
 
 
 class WeightAccess:
     """How a statement addresses the weights of its paths.
 
-    `stack`: the paths' weights one after the other, as a view where they lie so, else as a copy (of shared weights,
-    which are small). `blocks`: a view of the weights, cut into blocks of one path's size. `flat`: the weights as they
-    lie; each path is found by its offset. A fused group never copies.
+    `stack`: a view of the paths' weights, which lie one after the other. `blocks`: a view of the weights, cut into
+    blocks of one path's size. `flat`: the weights as they lie; each path is found by its offset.
     """
 
     def __init__(self, layout: ProductLayout, group: Group) -> None:
         self.shape = group.shape("w")
         self.letters = group.letters("w")
         self.starts = [layout.weight_starts[n] for n in group.paths]
-        size = math.prod(self.shape)
-        low, high = min(self.starts), max(self.starts) + size
-        self.low, self.count = low, (high - low) // size
-        self.size = size
-        in_order = [low + n * size for n in range(len(self.starts))] == self.starts
-        aligned = all((start - low) % size == 0 for start in self.starts)
-        self.copies = layout.spec.shared and not in_order and not group.fused
-        self.kind = "stack" if self.copies or in_order else "blocks" if aligned else "flat"
+        self.size = math.prod(self.shape)
+        self.low = min(self.starts)
+        self.count = (max(self.starts) + self.size - self.low) // self.size
+        in_order = [self.low + n * self.size for n in range(len(self.starts))] == self.starts
+        aligned = all((start - self.low) % self.size == 0 for start in self.starts)
+        self.kind = "stack" if in_order else "blocks" if aligned else "flat"
         self.single = len(self.starts) == 1
         self.view = self.shape if self.single else (self.count, *self.shape)
 
     @property
     def places(self) -> Tensor:
         """What the statement's `L` holds for each path: its place in the stack, its block, or its offset."""
-        if self.kind == "stack":
-            return torch.arange(len(self.starts), device="cpu")
         starts = torch.tensor(self.starts, device="cpu")
-        return (starts - self.low) // self.size if self.kind == "blocks" else starts
+        return starts if self.kind == "flat" else (starts - self.low) // self.size
 
     def operand(self, weight: Tensor) -> Tensor:
         """The tensor `W` that the statement reads; `weight` is (numel,) or (z, numel)."""
         if self.kind == "flat":
             return weight
-        if self.copies:
-            parts = [weight.narrow(-1, start, self.size) for start in self.starts]
-            return torch.stack(parts, -2).reshape((*weight.shape[:-1], len(parts), *self.shape))
         length = self.count * self.size
         view = weight if length == weight.shape[-1] else weight.narrow(-1, self.low, length)
         return view.reshape((*weight.shape[:-1], *self.view))
 
-    def subscripts(self, place: str) -> list[str]:
-        """The subscripts of `W` for a path's place, `L[k,r]` or a plain index."""
+    def subscripts(self) -> list[str]:
+        """The subscripts of `W`, whose path's place is `L[p]`."""
         if self.kind != "flat":
-            return [*([] if self.single else [place]), *self.letters]
+            return [*([] if self.single else ["L[p]"]), *self.letters]
         strides = [math.prod(self.shape[axis + 1 :]) for axis in range(len(self.shape))]
-        terms = [place, *(f"{s}*{x}" if s != 1 else x for s, x in zip(strides, self.letters, strict=True))]
+        terms = ["L[p]", *(f"{s}*{x}" if s != 1 else x for s, x in zip(strides, self.letters, strict=True))]
         return [" + ".join(terms)]
 
 
-class Reading(ABC):
+class _Tables:
     """A compiled statement and its static tables.
 
     Attributes:
@@ -96,38 +148,67 @@ class Reading(ABC):
         program: compiled.
     """
 
-    def __init__(self, layout: ProductLayout, group: Group) -> None:
+    expression: str
+    program: Program
+
+    def __init__(self, layout: ProductLayout, group: Group, *, packed: bool) -> None:
         self.layout = layout
         self.group = group
+        self.packed = packed
         self.tables: dict[str, Tensor] = {}
         self.weight: WeightAccess | None = None
         self.reads: dict[str, str] = {}
         self._on: dict[tuple[torch.device, torch.dtype], dict[str, Tensor]] = {}
 
-    def _compile(self, expression: str, sizes: Mapping[str, int]) -> None:
+    def _access(self, name: str, operand: str, terms: Terms, *, packed: bool) -> str:
+        """The access to an operand's cells, whose table it makes."""
+        letters, at, table = self.group.letters(operand), NUMBER[operand], _TABLE[operand]
+        if packed:
+            self.tables[table] = torch.from_numpy(terms.component[at].copy())
+            if self.group.mode.pairs and operand in "xy":
+                letters = ["U[n]" if operand == "x" else "V[n]"]
+            return _join(name, [*self._rows(operand), f"{table}[p]", *letters])
+        extents = [self.group.extents[x] for x in letters]
+        cells = terms.cell[at][:, None] + terms.step[at][:, None] * np.arange(math.prod(extents))
+        self.tables[table] = torch.from_numpy(cells.reshape((-1, *extents)))
+        return _join(name, [*self._rows(operand), f"{table}[{','.join(['p', *letters])}]"])
+
+    def _read(self, operand: str, terms: Terms) -> str:
+        name = f"{'d' if operand == 'z' else ''}{operand.upper()}"
+        self.reads[name] = operand
+        return self._access(name, operand, terms, packed=self.packed)
+
+    def _weights(self, path: Integers) -> str:
+        """The access to the weights of the path of each term."""
+        self.weight = weight = WeightAccess(self.layout, self.group)
+        if not weight.single:
+            self.tables["L"] = weight.places[torch.from_numpy(path)].contiguous()
+        return _join("W", [*self._rows("w"), *weight.subscripts()])
+
+    def _rows(self, operand: str) -> list[str]:
+        """The subscript of an operand's rows, where it has some."""
+        if operand == "w" and self.layout.spec.shared:
+            return []
+        if not self.layout.spec.convolution:
+            return ["z"]
+        return [{"x": "Src[e]", "z": "Dst[e]"}.get(operand, "e")]
+
+    def _compile(self, expression: str, sizes: dict[str, int]) -> None:
         self.expression = expression
+        if "[n]" in expression:
+            mul = self.group.muls[0]
+            self.tables["U"], self.tables["V"] = torch.triu_indices(mul, mul, 1, device="cpu").unbind()
         facts = {name: _STATIC for name, table in self.tables.items() if not table.is_floating_point()}
         if not self.layout.spec.masked:
-            facts |= {name: _ENDS[name] for name in self.edges}
-        self.program: Program = compile_built(
+            facts |= {name: known for name, known in _ENDS.items() if f"{name}[e]" in expression}
+        self.program = compile_built(
             expression,
             sizes=sizes,
             facts=facts,
-            # Pairs of copies (U, V) are many and regular; the rest is few numbers, which kernels write out.
+            # Pairs of copies (U, V) are many and regular; the rest is few numbers, which kernels unroll.
             static={name: table for name, table in self.tables.items() if name not in ("U", "V")},
             options=self.layout.spec.options,
         )
-
-    @property
-    def edges(self) -> tuple[str, ...]:
-        """The tensors of edges' ends that it reads."""
-        return tuple(name for name in ("Dst", "Src") if f"{name}[e]" in self.expression)
-
-    def batch(self, operand: str) -> str:
-        """The subscript of an operand's rows."""
-        if not self.layout.spec.convolution:
-            return "z"
-        return {"x": "Src[e]", "z": "Dst[e]"}.get(operand, "e")
 
     def tables_on(self, device: torch.device, dtype: torch.dtype) -> dict[str, Tensor]:
         """The static tables on a device; kept."""
@@ -140,66 +221,46 @@ class Reading(ABC):
                 }
         return self._on[key]
 
-    @property
-    @abstractmethod
-    def width(self) -> int:
-        """Numbers per row of the result; for the weights, of one sample."""
 
-    @abstractmethod
-    def out_shape(self, size: int) -> tuple[int, ...]:
-        """Shape of the result for `size` rows of it."""
+class FirstStep(_Tables):
+    """What the weights make of the output's gradient, the first of two steps to the gradient of `y`.
 
-
-class Feed(Reading):
-    """What the weights make of the output's gradient, path by path: the first of two steps to the gradient of `y`.
-
-        G[z,p,u,v] += dZ[z,K[p],w] * W[L[p],u,v,w]
+        G[z,p,u,v] += dZ[z,K[p,w]] * W[L[p],u,v,w]
 
     `p` counts pairs of a path and a component that it ends in. It sums over `w` by a matrix product; what is left for
     the second step, the coefficients and `u`, is short.
     """
 
-    def __init__(self, layout: ProductLayout, group: Group) -> None:
-        super().__init__(layout, group)
-        entries = layout.coefficients(group)
-        self.pairs = np.unique(np.stack([entries.path, entries.component[NUMBER["z"]]]), axis=1)
-        self.weight = weight = WeightAccess(layout, group)
-        self.tables["K"] = torch.from_numpy(self.pairs[1].copy())
-        if not weight.single:
-            self.tables["L"] = weight.places[torch.from_numpy(self.pairs[0].copy())]
-        self.reads = {"dZ": "z"}
-        self.letters = [x for x in weight.letters if x != "w"]
-        self.shape = tuple(group.extents[x] for x in self.letters)
-        read = [_access("dZ", [self.batch("z"), "K[p]", "w"]), _access("W", weight.subscripts("L[p]"))]
-        self._compile(f"{_access('G', [self.batch('g'), 'p', *self.letters])} += {' * '.join(read)}", {})
+    def __init__(self, layout: ProductLayout, group: Group, *, packed: bool) -> None:
+        super().__init__(layout, group, packed=packed)
+        self.terms = terms = Terms.of(layout, group, "z")
+        pairs = np.stack([terms.path, terms.cell[2]])
+        _, first, self.place = np.unique(pairs, axis=1, return_index=True, return_inverse=True)
+        pair = terms.select(first)
+        read = [self._read("z", pair), self._weights(pair.path)]
+        self.letters = [x for x in group.letters("w") if x != "w"]
+        self._row = (first.size, *(group.extents[x] for x in self.letters))
+        self._compile(f"{_join('G', [*self._rows('y'), 'p', *self.letters])} += {' * '.join(read)}", {})
 
     @property
     def width(self) -> int:
         """Numbers per row of the result."""
-        return self.pairs.shape[1] * math.prod(self.shape)
-
-    def place(self, path: Tensor, component: Tensor) -> Tensor:
-        """The pairs of paths and components."""
-        known = np.zeros((int(self.pairs[0].max()) + 1, int(self.pairs[1].max()) + 1), np.int64)
-        known[self.pairs[0], self.pairs[1]] = np.arange(self.pairs.shape[1])
-        return torch.from_numpy(known)[path, component]
+        return math.prod(self._row)
 
     def out_shape(self, size: int) -> tuple[int, ...]:
         """(rows, pairs, copies...)."""
-        return (size, self.pairs.shape[1], *self.shape)
+        return (size, *self._row)
 
 
-class Statement(Reading):
-    """One statement of a role: its text, its static tables, its program.
+class Statement(_Tables):
+    """A role's statement.
 
     Attributes:
         role: what it computes.
-        rows: the entry and the component in it of each row; for the weights, the group's paths are the rows.
-        mixes: it writes one entry, all of whose components every path of the group reaches.
-        whole: it reads the components of that entry in their order, without a table.
-        feed: what makes `G`, which it reads in the place of the weights and the output's gradient.
-        in_place: it writes the output as a representation lies: a component of all copies is a start and a step. Rows
-            that are written once are not worth bringing side by side.
+        packed: it reads packed operands.
+        written: which tensor it adds to: one for all that write the role as it lies, for packed results one of each
+            multiplicity, for weights one of each group.
+        first: what makes `G`, which it reads in the place of the weights and the output's gradient.
     """
 
     def __init__(
@@ -207,138 +268,53 @@ class Statement(Reading):
         layout: ProductLayout,
         role: str,
         group: Group,
-        selected: NDArray[np.int64] | None = None,
-        feed: Feed | None = None,
+        terms: Terms,
         *,
-        in_place: bool = False,
+        packed: bool,
+        lies: bool,
+        first: FirstStep | None = None,
     ) -> None:
-        super().__init__(layout, group)
+        super().__init__(layout, group, packed=packed)
         self.role = role
-        self.feed = feed
-        # Where multiplicities mix, a component of all copies is more than that.
-        single = not group.mode.mixes and len(group.letters("z")) == 1
-        self.in_place = in_place and role == "z" and layout.spec.convolution and single
-        separate = role == "w" and group.fused
-        self.mixes = group.weighted and group.mode.mixes and len(group.entries) == 1 and not separate and feed is None
-        self.weight = WeightAccess(layout, group) if group.weighted and feed is None else None
-        # A group that writes an entry as a whole reads a gradient of it without a table.
-        self.whole = self.mixes and role == "w"
-        self.rows: list[tuple[int, int]] = []
-        operands = [x for x in "xyz" if x != role and (x != "z" or feed is None)]
-        self.reads = {self._name(x): x for x in operands}
-        place = self._tabulate(selected)
-        self._compile(self._text(place), self._unread())
-
-    # Tables.
-
-    def _cells(self) -> Tensor:
-        """(rows, copies) the cells of the output's rows in a representation."""
-        return torch.from_numpy(np.stack([self.layout.columns("z", number)[m] for number, m in self.rows]))
-
-    def _tabulate(self, selected: NDArray[np.int64] | None) -> str:
-        """Make the static tables; returns how the text names a path's place among the weights."""
-        layout, group, role = self.layout, self.group, self.role
-        entries = layout.coefficients(group)
-        if group.mode.pairs:
-            self.tables["U"], self.tables["V"] = torch.triu_indices(
-                group.muls[0], group.muls[0], 1, device="cpu"
-            ).unbind()
-        if role == "w" and not self.mixes:
-            value, components = path_table(entries, len(group.paths))
-            self._slots = self._drop("rq", value, dict(zip("xyz", components, strict=True)))
-            return ""
-        row_role = "z" if role == "w" else role
-        components = {
-            layout.components[row_role][number] + k: (number, k)
-            for number in group.entries
-            for k in range(layout.entries[row_role][number].size)
-        }
-        rows = np.array(list(components)) if selected is None else selected
-        self.rows = [components[int(row)] for row in rows]
-        table = make_table(entries, NUMBER[row_role], rows, by_path=group.weighted)
-        return self._from_table(table, row_role)
-
-    def _from_table(self, table: Table, row_role: str) -> str:
-        row = _ROW[row_role]
-        letters = f"{row}rq" if self.group.weighted else f"{row}q"
-        read = dict(zip("xyz".replace(row_role, ""), (table.first, table.second), strict=True))
-        if self.feed is not None and table.path is not None:
-            read["g"] = self.feed.place(table.path[:, :, None], read.pop("z"))
-        self._slots = self._drop(letters, table.value, read)
-        if self.role == "w" or table.path is None or self.weight is None or self.weight.single:
-            return ""
-        places = self.weight.places[table.path]
-        if self.mixes:
-            # Every path of the group reaches every component of the entry, so one row says it all.
-            if self.weight.kind == "stack":
-                return "r"
-            self.tables["L"] = places[0].contiguous()
-            return "L[r]"
-        self.tables["L"] = places if "r" in self._slots else places[:, 0].contiguous()
-        return f"L[{row},r]" if "r" in self._slots else f"L[{row}]"
-
-    def _drop(self, letters: str, value: Tensor, components: Mapping[str, Tensor]) -> str:
-        """Keep the tables under their names, without slots of extent 1; returns the letters of their axes."""
-        kept = [axis for axis in range(len(letters)) if axis == 0 or value.shape[axis] != 1]
-        shape = [value.shape[axis] for axis in kept]
-        self.tables["CG"] = value.reshape(shape)
-        for operand, table in components.items():
-            self.tables[_TABLE[operand]] = table.reshape(shape).contiguous()
-        if self.in_place:
-            self.tables[_TABLE["z"]] = self._cells()
-        return "".join(letters[axis] for axis in kept)
-
-    # Text.
-
-    def _text(self, place: str) -> str:
-        role, group = self.role, self.group
-        operands = [x for x in "xywz" if x != role and (x != "w" or group.weighted)]
-        if self.feed is not None:
-            operands = ["x", "g"]
-        factors = [f"CG[{','.join(self._slots)}]", *(self._access(x, place) for x in operands)]
-        return f"{self._access(role, place)} += {' * '.join(factors)}"
-
-    def _name(self, operand: str) -> str:
-        """An operand's tensor; in the statements of the gradients, the output stands for its own gradient."""
-        gradient = operand == self.role != "z" or (operand == "z" != self.role)
-        return f"{'d' if gradient else ''}{operand.upper()}"
-
-    def _access(self, operand: str, place: str) -> str:
-        name = self._name(operand)
-        if operand == "w" and self.weight is not None:
-            batch = [] if self.layout.spec.shared else [self.batch("w")]
-            if self.role == "w":
-                return _access(name, [*batch, *(["r"] if "r" in self._slots else []), *self.weight.letters])
-            return _access(name, [*batch, *self.weight.subscripts(place)])
-        row_role = "z" if self.whole else self.role
-        component = _ROW[row_role] if operand == row_role else f"{_TABLE[operand]}[{','.join(self._slots)}]"
-        if operand == "g" and self.feed is not None:
-            return _access(name, [self.batch("g"), component, *self.feed.letters])
-        if operand == "z" and self.in_place:
-            return f"{name}[{self.batch('z')},{_TABLE['z']}[{_ROW['z']},{self.group.letters('z')}]]"
-        letters = list(self.group.letters(operand))
-        if self.group.mode.pairs and operand in "xy":
-            letters = ["U[n]" if operand == "x" else "V[n]"]
-        return _access(name, [self.batch(operand), component, *letters])
-
-    def _unread(self) -> dict[str, int]:
-        """Multiplicities that the result has and no factor: they repeat it."""
-        group = self.group
-        read = set("".join(group.letters(x) for x in others(self.role) if x != "w" or group.weighted))
-        return {x: group.extents[x] for x in group.letters(self.role) if x not in read}
-
-    # Numbers.
+        self.lies = lies
+        self.first = first
+        self.tables["CG"] = torch.from_numpy(terms.value)
+        factors = ["CG[p]"]
+        for operand in others(role):
+            if operand != "w" and (operand != "z" or first is None):
+                factors.append(self._read(operand, terms))
+            elif operand == "w" and group.weighted and first is None:
+                factors.append(self._weights(terms.path))
+        if first is not None:
+            self.tables["P"] = torch.from_numpy(first.place.reshape(-1))
+            factors.append(_join("G", [*self._rows("y"), "P[p]", *first.letters]))
+        name = f"{'' if role == 'z' else 'd'}{role.upper()}"
+        if role == "w":
+            several = len(group.paths) > 1
+            if several:
+                self.tables["R"] = torch.from_numpy(terms.path)
+            result = _join(name, [*self._rows("w"), *(["R[p]"] if several else []), *group.letters("w")])
+            self._row = (*((len(group.paths),) if several else ()), *group.shape("w"))
+            self.written: Hashable = group.paths
+        else:
+            result = self._access(name, role, terms, packed=not lies)
+            mul = group.muls[NUMBER[role]]
+            self._row = (layout.dims[role],) if lies else (layout.packed_size(role, mul), *group.shape(role))
+            self.written = None if lies else mul
+        self._batched = role != "w" or not layout.spec.shared
+        # Multiplicities that a packed result has and no factor: they repeat it.
+        read = set("".join(group.letters(x) for x in others(role) if x != "w" or group.weighted))
+        repeated = [] if lies else [x for x in group.letters(role) if x not in read]
+        self._compile(f"{result} += {' * '.join(factors)}", {x: group.extents[x] for x in repeated})
 
     @property
     def width(self) -> int:
         """Columns of the result; for the weights, of one sample."""
-        if self.role == "w":
-            return len(self.group.paths) * math.prod(self.group.shape("w"))
-        return self.tables["CG"].shape[0] * math.prod(self.group.shape(self.role))
+        return math.prod(self._row)
 
     @property
     def between(self) -> int:
-        """Numbers for each row between two products of library calls: paths, components, and the fewest copies."""
+        """Numbers for each row between two products of library calls: coefficients, and the fewest copies."""
         group, out = self.group, set(self.group.letters(self.role))
         given = [set(group.letters(x)) for x in others(self.role) if x != "w" or group.weighted]
         # Two operands meet first; what neither the third nor the result has is summed.
@@ -346,18 +322,51 @@ class Statement(Reading):
             math.prod(group.extents[x] for x in (a | b) & out.union(*(c for c in given if c is not a and c is not b)))
             for a, b in itertools.combinations(given, 2)
         )
-        slots = zip(self._slots, self.tables["CG"].shape, strict=True)
-        # A path's coefficients are summed by the first product.
-        return least * math.prod(extent for letter, extent in slots if letter != "q")
+        return least * self.tables["CG"].numel()
 
     def out_shape(self, size: int) -> tuple[int, ...]:
-        """(rows, components, copies...), or for the weights (rows if not shared, paths, copies...)."""
-        group = self.group
-        if self.role == "w":
-            batch = () if self.layout.spec.shared else (size,)
-            paths = (len(group.paths),) if "r" in self._slots else ()
-            return (*batch, *paths, *group.shape("w"))
-        if self.in_place:
-            return (size, self.layout.dims["z"])
-        rows = self.tables["CG"].shape[0]
-        return (size, rows, *group.shape(self.role))
+        """(rows, dimension), packed (rows, components, copies...), or for the weights (rows, paths, copies...)."""
+        return (size, *self._row) if self._batched else self._row
+
+
+def statements_of(layout: ProductLayout, role: str, *, staged: bool = False) -> list[Statement]:
+    """What computes a role; each statement adds to what those before it made of the same tensor.
+
+    Args:
+        layout: of the tensor product.
+        role: a letter of `ROLES`.
+        staged: make the gradient of `y` in two steps where its first is a long matrix product.
+    """
+    groups = [group for group in layout.groups if role != "w" or group.weighted]
+    found: list[Statement] = []
+    for group in groups:
+        terms = Terms.of(layout, group, role)
+        packed = _is_packed(layout, group, terms)
+        # Rows that are written once are not worth packing; where multiplicities mix, a component is more than that.
+        once = role == "z" and len(groups) == 1 and terms.value.size <= POINTS and layout.spec.convolution
+        lies = not packed or (once and not group.mode.mixes and len(group.letters("z")) == 1)
+        if staged and in_steps(layout, role, group) and terms.value.size <= POINTS:
+            first = FirstStep(layout, group, packed=packed)
+            found.append(Statement(layout, role, group, first.terms, packed=packed, lies=lies, first=first))
+        else:
+            parts = terms.parts(POINTS)
+            found += [Statement(layout, role, group, part, packed=packed, lies=lies) for part in parts]
+    return found
+
+
+def in_steps(layout: ProductLayout, role: str, group: Group) -> bool:
+    """Whether a role is made in two steps where that can be: its first is a long matrix product."""
+    mode = group.mode
+    long = group.weighted and mode.mixes and not mode.pairs and group.extents["w"] >= LONG
+    # Weights of each sample are read once for one sample: no matrix product.
+    return role == "y" and long and layout.spec.shared
+
+
+def _is_packed(layout: ProductLayout, group: Group, terms: Terms) -> bool:
+    """Whether a group's operands are packed: along edges, for pairs of copies, and for tables that are too large."""
+    copies = max(math.prod(group.extents[x] for x in group.letters(operand)) for operand in "xyz")
+    return layout.spec.convolution or group.mode.pairs or min(terms.value.size, POINTS) * copies > _CELLS
+
+
+def _join(name: str, subscripts: Sequence[str]) -> str:
+    return f"{name}[{','.join(subscripts)}]" if subscripts else name

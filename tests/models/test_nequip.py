@@ -181,7 +181,7 @@ def test_it_is_built_from_our_products():
     products = [m for m in model.modules() if isinstance(m, o3.TensorProduct)]
     assert products
     assert all(isinstance(m, TensorProduct) for m in products)
-    assert "Z[Dst[e],K[k,u]] += " in model.layers[0].convolution.expression
+    assert "Z[Dst[e],K[p,u]] += " in model.layers[0].convolution.expression
 
 
 @pytest.mark.parametrize("how", ["deepcopy", "pickle", "state"])

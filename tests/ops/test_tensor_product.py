@@ -1,8 +1,9 @@
 from __future__ import annotations
 
+import math
 import pickle
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Hashable, Sequence
 
 import pytest
 import torch
@@ -18,13 +19,14 @@ from insum_nn.ops.tensor_product import (
     expressions,
     tensor_product,
 )
-from insum_nn.ops.tensor_product_form import form_of
-from insum_nn.ops.tensor_product_plan import Plan
 from insum_nn.ops.tensor_product_right import (
     UnsupportedModeError,
     right_expressions,
     tensor_product_right,
 )
+from insum_nn.ops.tensor_product_roles import Edges, Role
+from insum_nn.ops.tensor_product_spec import layout_of
+from insum_nn.ops.tensor_product_statement import statements_of
 from insum_nn.structure.irreps import MODES, Entry, dimension, entries_of, make_paths
 from insum_nn.testing.tolerances import assert_matches
 from tests.layers.equivariant.tensor_product_cases import (
@@ -103,13 +105,13 @@ def test_every_mode(mode: str, weighted: bool, muls: tuple[int, int, int], share
 def test_a_few_samples_at_a_time(mode: str, weighted: bool, size: int, shared: bool, monkeypatch: pytest.MonkeyPatch):
     spec = spec_of(one_mode(mode, weighted, 4, 3, 5), shared=shared)
     rows: list[int] = []
-    call = Plan.__call__
+    call = Role.__call__
 
-    def counted(plan: Plan, given: Sequence[Tensor], edges: Sequence[Tensor | None], size: int) -> Tensor:
+    def counted(role: Role, given: Sequence[Tensor], edges: Edges, size: int, key: Hashable) -> Tensor:
         rows.append(size)
-        return call(plan, given, edges, size)
+        return call(role, given, edges, size, key)
 
-    monkeypatch.setattr(Plan, "__call__", counted)
+    monkeypatch.setattr(Role, "__call__", counted)
     monkeypatch.setattr(sys.modules[tensor_product.__module__], "AT_ONCE", size)
     assert_same_derivatives(lambda *t: tensor_product(spec, *t), oracle_of(spec), inputs_of(spec, 7))
     if (mode, weighted) != ("uuw", False):
@@ -135,14 +137,6 @@ def test_random_convolutions(seed: int, shared: bool, deterministic: bool):
         conv_oracle_of(spec, receivers, senders),
         inputs_of(spec, 17, 6),
     )
-
-
-@pytest.mark.parametrize("role", list("xzw"))
-def test_dividing_rows_saves_slots(role: str):
-    form = form_of(spec_of(one_mode("uvu", True), shared=False).to_json())
-    whole, parts = form.statements(role), form.statements(role, split=True)
-    assert len(parts) > len(whole)
-    assert sum(s.tables["CG"].numel() for s in parts) < sum(s.tables["CG"].numel() for s in whole)
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64], ids=str)
@@ -223,6 +217,22 @@ def test_operator_rules(shared: bool):
     inputs = [t.requires_grad_() for t in inputs_of(spec, 3)]
     operator = torch.ops.insum_nn.tensor_product_call.default
     torch.library.opcheck(operator, (spec.to_json(), "z", *inputs, None, None, 3, 3))
+
+
+@pytest.mark.parametrize("convolution", [True, False])
+@pytest.mark.parametrize("role", list("xyzw"))
+def test_each_role_of_the_operator_has_its_gradients(role: str, convolution: bool):
+    spec = spec_of(one_mode("uvu", True, 2, 1, 2, lmax=1), shared=False, convolution=convolution)
+    x, y, w = inputs_of(spec, 5, 5)
+    z = torch.randn(5, dimension(spec.out), dtype=torch.float64)
+    given = [{"x": x, "y": y, "w": w, "z": z}[o].requires_grad_() for o in "xywz" if o != role]
+    edges = edges_of(5, 5, sort=False) if convolution else (None, None)
+
+    def run(*operands: Tensor) -> Tensor:
+        return torch.ops.insum_nn.tensor_product(spec.to_json(), role, *operands, *edges, 5, 5)
+
+    assert torch.autograd.gradcheck(run, given)
+    assert torch.autograd.gradgradcheck(run, given)
 
 
 @pytest.mark.parametrize("role", list("xyzw"))
@@ -360,11 +370,9 @@ def test_statements():
     )
     assert expressions(mixing) == ("Z[z,K[p,w]] += CG[p] * X[z,I[p,u]] * Y[z,J[p]] * W[L[p],u,w]",)
     keeping = spec_of(one_mode("uvu", True), shared=False, convolution=True)
-    assert expressions(keeping) == (
-        "Z[Dst[e],K[k,u]] += CG[k,r,q] * X[Src[e],I[k,r,q],u] * Y[e,J[k,r,q],v] * W[e,L[k,r],u,v]",
-    )
+    assert expressions(keeping) == ("Z[Dst[e],K[p,u]] += CG[p] * X[Src[e],I[p],u] * Y[e,J[p],v] * W[e,L[p],u,v]",)
     assert expressions(keeping, "x") == (
-        "dX[Src[e],i,u] += CG[i,r,q] * Y[e,J[i,r,q],v] * W[e,L[i,r],u,v] * dZ[Dst[e],K[i,r,q],u]",
+        "dX[Src[e],I[p],u] += CG[p] * Y[e,J[p],v] * W[e,L[p],u,v] * dZ[Dst[e],K[p],u]",
     )
 
 
@@ -378,9 +386,9 @@ def test_paths_of_one_kind_are_one_statement(mode: str):
 @pytest.mark.parametrize("mode", ["uvu", "uvw"])
 def test_coefficients_are_never_a_dense_block(mode: str):
     spec = spec_of(one_mode(mode, True), shared=True)
-    form = form_of(spec.to_json())
-    dense = sum(form.entry("x", p).size * form.entry("y", p).size * form.entry("z", p).size for p in spec.paths)
-    stored = sum(s.tables["CG"].numel() for s in form.statements("z", split=True))
+    layout = layout_of(spec.to_json())
+    dense = sum(math.prod(layout.entry(role, p).size for role in "xyz") for p in spec.paths)
+    stored = sum(s.tables["CG"].numel() for s in statements_of(layout, "z"))
     assert stored < 0.6 * dense
 
 
@@ -388,16 +396,10 @@ def test_spec_as_text_and_pickle():
     spec = spec_of(random_case(2), shared=False, convolution=True, deterministic=True)
     assert TensorProductSpec.from_json(spec.to_json()) == spec
     assert pickle.loads(pickle.dumps(spec)) == spec
-    assert form_of(spec.to_json()) is form_of(spec.to_json())
+    assert layout_of(spec.to_json()) is layout_of(spec.to_json())
 
 
-@pytest.mark.parametrize(
-    "copies",
-    [
-        1,
-        pytest.param(3, marks=pytest.mark.xfail(reason="several copies run by other statements on a CPU", strict=True)),
-    ],
-)
+@pytest.mark.parametrize("copies", [1, 3])
 def test_explain_names_the_statement(copies: int):
     spec = spec_of(one_mode("uvu", True, 4, copies, 5), shared=True)
     explanation = explain_tensor_product(spec, *inputs_of(spec, 3))

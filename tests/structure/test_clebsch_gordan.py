@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 import torch
 
-from insum_nn.structure.clebsch_gordan import Entries, divide, make_table, nonzeros, path_table
+from insum_nn.structure.clebsch_gordan import nonzeros
 from insum_nn.structure.irreps import (
     Entry,
     InstructionError,
@@ -39,94 +39,6 @@ def test_nonzeros_are_the_dense_block(degrees: tuple[int, int, int]):
 def test_degrees_that_do_not_couple_are_refused():
     with pytest.raises(AssertionError):
         nonzeros(1, 1, 3)
-
-
-def several() -> Entries:
-    degrees = [(1, 1, 0), (1, 1, 1), (2, 1, 1), (1, 1, 2), (0, 1, 1)]
-    starts = [(0, 0, 0), (0, 0, 1), (3, 0, 1), (0, 0, 4), (8, 0, 1)]
-    return Entries.from_paths(degrees, starts, [1.0, -2.0, 0.5, 1.0, 3.0])
-
-
-def dense_of(entries: Entries) -> np.ndarray:
-    dense = np.zeros((5, 9, 3, 9))
-    np.add.at(dense, (entries.path, *entries.component), entries.value)
-    return dense
-
-
-@pytest.mark.parametrize("owner", [0, 1, 2])
-@pytest.mark.parametrize("by_path", [False, True])
-def test_a_table_holds_every_coefficient_once(owner: int, by_path: bool):
-    entries = several()
-    rows = np.unique(entries.component[owner])[::-1].copy()
-    table = make_table(entries, owner, rows, by_path=by_path)
-    got = np.zeros((9, 9, 9, 9))
-    expected = np.moveaxis(dense_of(entries), owner + 1, 1)
-    for place in itertools.product(*map(range, table.value.shape)):
-        path = 0 if table.path is None else int(table.path[place[:2]])
-        where = (path, int(rows[place[0]]), int(table.first[place]), int(table.second[place]))
-        got[where] += float(table.value[place])
-    if not by_path:
-        expected = expected.sum(0, keepdims=True)
-    shape = expected.shape
-    assert np.array_equal(got[: shape[0], : shape[1], : shape[2], : shape[3]], expected)
-    assert got.sum() == pytest.approx(expected.sum())
-
-
-def test_filled_up_slots_repeat_their_row():
-    """What a filled-up slot reads, another slot of its row reads too: NaN spreads no further than it has to."""
-    entries = several()
-    rows = np.unique(entries.component[2])
-    table = make_table(entries, 2, rows, by_path=True)
-    for row in range(len(rows)):
-        used = {
-            (int(a), int(b))
-            for a, b, v in zip(*(t[row].flatten() for t in (table.first, table.second, table.value)), strict=True)
-            if v != 0
-        }
-        read = {(int(a), int(b)) for a, b in zip(table.first[row].flatten(), table.second[row].flatten(), strict=True)}
-        assert read == used
-
-
-def test_rows_can_be_a_part():
-    entries = several()
-    table = make_table(entries, 2, np.array([0, 4]), by_path=False)
-    whole = make_table(entries, 2, np.arange(9), by_path=False)
-    assert table.value.shape[0] == 2
-    assert torch.equal(table.value.sum(1), whole.value.sum(1)[[0, 4]])
-
-
-def test_a_path_table_holds_every_coefficient_once():
-    entries = several()
-    value, components = path_table(entries, 5)
-    got = np.zeros((5, 9, 3, 9))
-    for path, slot in itertools.product(*map(range, value.shape)):
-        got[(path, *(int(c) for c in components[:, path, slot]))] += float(value[path, slot])
-    assert np.array_equal(got, dense_of(entries))
-
-
-def test_no_paths():
-    entries = Entries.from_paths([], [], [])
-    table = make_table(entries, 0, np.zeros(0, np.int64), by_path=True)
-    assert table.value.shape[0] == 0
-
-
-@pytest.mark.parametrize("seed", range(20))
-@pytest.mark.parametrize("with_paths", [False, True])
-def test_divide_keeps_every_row_and_never_adds_slots(seed: int, with_paths: bool):
-    draw = np.random.default_rng(seed)
-    row = draw.integers(0, 12, draw.integers(1, 60))
-    path = draw.integers(0, 4, row.size) if with_paths else None
-    parts = divide(row, path)
-    assert sorted(np.concatenate(parts).tolist()) == sorted(set(row.tolist()))
-    assert all(np.all(np.diff(part) > 0) for part in parts)
-
-    def slots(rows: np.ndarray) -> int:
-        if path is None:
-            return len(rows) * max((row == r).sum() for r in rows)
-        chosen = [path[row == r] for r in rows]
-        return len(rows) * max(len(set(p)) for p in chosen) * max(np.bincount(p).max() for p in chosen)
-
-    assert sum(map(slots, parts)) <= slots(np.unique(row))
 
 
 def test_entries_from_e3nn_and_from_tuples():

@@ -477,7 +477,7 @@ class FullTensorProduct(o3.FullTensorProduct, TensorProduct):
 class TensorSquare(o3.TensorSquare, TensorProduct):
     """The product of a representation with itself, each pair of copies once.
 
-        Z[z,k,n] += CG[k,q] * X[z,I[k,q],U[n]] * Y[z,J[k,q],V[n]]
+        Z[z,K[p],n] += CG[p] * X[z,I[p],U[n]] * Y[z,J[p],V[n]]
 
     Takes the place of `e3nn.o3.TensorSquare`; arguments as there, and of `TensorProduct`.
     """

@@ -23,7 +23,7 @@ __all__ = ["TensorProductConv"]
 class TensorProductConv(torch.nn.Module):
     """Messages along edges, each the tensor product of a sender's features and an edge's, summed at the receivers.
 
-        Z[Dst[e],K[k,u]] += CG[k,r,q] * X[Src[e],I[k,r,q],u] * Y[e,J[k,r,q]] * W[e,L[k,r],u]
+        Z[Dst[e],K[p,u]] += CG[p] * X[Src[e],I[p],u] * Y[e,J[p]] * W[e,L[p],u]
 
     (here with mode uvu and edge features of multiplicity 1; any instructions will do). Neither the gathered features
     nor the messages are ever stored for all edges.
@@ -52,7 +52,7 @@ class TensorProductConv(torch.nn.Module):
     >>> conv = TensorProductConv("8x0e", "0e + 1o", "8x0e + 8x1o", [(0, 0, 0, "uvu", True), (0, 1, 1, "uvu", True)])
     >>> conv
     TensorProductConv(8x0e x 1x0e+1x1o -> 8x0e+8x1o | 16 paths | 16 weights)
-      Z[Dst[e],K[k,u]] += CG[k] * X[Src[e],I[k],u] * Y[e,J[k]] * W[e,L[k],u]
+      Z[Dst[e],K[p,u]] += CG[p] * X[Src[e],I[p],u] * Y[e,J[p]] * W[e,L[p],u]
     >>> receivers, senders = torch.tensor([0, 1, 1]), torch.tensor([1, 0, 2])
     >>> conv(torch.randn(3, 8), torch.randn(3, 4), torch.randn(3, 16), receivers, senders).shape
     torch.Size([3, 32])

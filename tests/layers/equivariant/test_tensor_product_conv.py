@@ -15,12 +15,13 @@ pytest.importorskip("e3nn")
 from e3nn import o3
 from e3nn.util.test import assert_equivariant
 
+from insum_nn.compiler.api import Joint
 from insum_nn.errors import InsumDeviceError, InsumDtypeError, InsumFormatError, InsumRangeError
 from insum_nn.layers.equivariant.checks import InputError
 from insum_nn.layers.equivariant.tensor_product import TensorProduct
 from insum_nn.layers.equivariant.tensor_product_conv import TensorProductConv
-from insum_nn.ops.tensor_product_form import form_of
-from insum_nn.ops.tensor_product_joint import joint_roles
+from insum_nn.ops.tensor_product_roles import together_of
+from insum_nn.ops.tensor_product_spec import layout_of
 from insum_nn.testing.tolerances import assert_matches
 from tests.layers.equivariant.tensor_product_cases import Case, assert_same_derivatives, one_mode, random_case
 
@@ -121,8 +122,8 @@ def test_on_each_device(deterministic: bool, name: str, shared: bool, device: to
 @pytest.mark.gpu
 @pytest.mark.parametrize("learned", ["xyw", "xy", "xw", "yw", "x"])
 def test_gradients_that_are_made_together(learned: str):
-    # A form remembers what became of its gradients, also of those of another test.
-    form_of.cache_clear()
+    # A layout remembers what became of its gradients, also of those of another test.
+    layout_of.cache_clear()
     rows, cols = (t.cuda() for t in EDGES["unsorted"])
     conv = TensorProductConv(*CASES["nequip"].args)
     inputs = [t.cuda().requires_grad_(x in learned) for x, t in zip("xyw", inputs_of(conv, 5, 7), strict=True)]
@@ -131,10 +132,11 @@ def test_gradients_that_are_made_together(learned: str):
     peer = unfused(copy.deepcopy(conv.tensor_product).cpu(), *(t.cpu() for t in inputs), rows.cpu(), cols.cpu())
     for got, want in zip(first, torch.autograd.grad(peer.square().sum(), wanted), strict=True):
         assert_matches(got, want, dtype=torch.float64, kind="sum", scale=float(want.abs().max()))
-    joint = joint_roles(form_of(conv._text), list(learned), inputs[0].device, torch.float64)
+    joint = together_of(layout_of(conv._text), learned, inputs[0].device, torch.float64, by_path=False)
     if len(learned) > 1:
         assert joint is not None
         assert joint.roles == learned
+        assert isinstance(joint.joint, Joint)
         assert joint.joint.reason.startswith("together")
         explained = str(conv.explain(*(t.detach() for t in inputs), rows, cols))
         assert ("gradients" in explained) == (learned == "xyw")
@@ -269,7 +271,7 @@ def test_an_unknown_layout_is_refused():
 
 def test_copies_and_repr():
     conv = TensorProductConv(*CASES["mixing"].args)
-    assert "Z[Dst[e],k,w] += " in repr(conv)
+    assert "Z[Dst[e],K[p],w] += " in repr(conv)
     assert conv.expression in repr(conv).replace("\n  ", "\n")
     rows, cols = EDGES["sorted"]
     inputs = inputs_of(conv, 5, 7)

@@ -1,14 +1,16 @@
-"""How a tensor product runs: the statements of a GPU against those of a CPU, and what a call shows to others."""
+"""How a tensor product runs: its statements one by one, as generated kernels, and what a call shows to others."""
 
 from __future__ import annotations
 
 import os
 import subprocess
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
+from dataclasses import replace
 from functools import lru_cache
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from torch import Tensor
@@ -17,11 +19,12 @@ pytest.importorskip("e3nn")
 
 import insum_nn
 from insum_nn.compiler.api import Program
-from insum_nn.ops import tensor_product_form as form_module
+from insum_nn.ops import tensor_product_statement as statement_module
 from insum_nn.ops.tensor_product import TensorProductSpec, tensor_product
-from insum_nn.ops.tensor_product_direct import direct_of
-from insum_nn.ops.tensor_product_form import Form, form_of
-from insum_nn.ops.tensor_product_plan import plan_of
+from insum_nn.ops.tensor_product_roles import Role, role_of
+from insum_nn.ops.tensor_product_spec import ProductLayout, others
+from insum_nn.ops.tensor_product_statement import Terms, statements_of
+from insum_nn.structure.clebsch_gordan import nonzeros
 from insum_nn.structure.irreps import dimension
 from insum_nn.testing.tolerances import assert_matches
 from tests.layers.equivariant.tensor_product_cases import (
@@ -39,11 +42,10 @@ module = sys.modules["insum_nn.ops.tensor_product"]
 
 @pytest.fixture
 def gpu_statements(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Take the statements that a GPU takes, here too; steps of their own from short sums on."""
-    monkeypatch.setattr(module, "_splits", lambda device: False)
-    monkeypatch.setattr(form_module, "LONG", 2)
-    monkeypatch.setattr(form_module, "form_of", lru_cache(lambda text: Form(TensorProductSpec.from_json(text))))
-    monkeypatch.setattr(module, "form_of", form_module.form_of)
+    """Run as a GPU does, here too: role by role, in steps of their own from short sums on."""
+    monkeypatch.setattr(module, "_by_path", lambda device: False)
+    monkeypatch.setattr(statement_module, "LONG", 2)
+    monkeypatch.setattr(module, "layout_of", lru_cache(lambda text: ProductLayout(TensorProductSpec.from_json(text))))
 
 
 GPU_CASES = [
@@ -90,26 +92,40 @@ def test_the_gpu_statements_convolve_alike(mode: str, shared: bool):
     )
 
 
+def expected_of(spec: TensorProductSpec, role: str, given: Sequence[Tensor]) -> Tensor:
+    """A role by the dense oracle."""
+    operands = dict(zip(others(role), given, strict=True))
+    named = {x: operands.get(x) for x in "xyw"}
+    if role == "z":
+        return oracle_of(spec)(*given)
+    named[role] = torch.zeros_like(operands_of(spec, "z", given[0].shape[0])["xyw".index(role)], requires_grad=True)
+    z = oracle_of(spec)(*(t for t in named.values() if t is not None))
+    return torch.autograd.grad(z, named[role], operands["z"])[0]
+
+
+@pytest.mark.parametrize("shared", [True, False])
 @pytest.mark.parametrize("role", list("xyzw"))
 @pytest.mark.parametrize("case", [one_mode("uvu", True), one_mode("uvw", True), *map(random_case, range(6))], ids=str)
-def test_statements_for_a_gpu_and_a_cpu_compute_the_same(case: Case, role: str, monkeypatch: pytest.MonkeyPatch):
-    """And so do parts of them, where one kernel could not write out all coefficients."""
-    monkeypatch.setattr(form_module, "LONG", 2)
-    spec = spec_of(case, shared=True)
+def test_steps_parts_and_packed_operands(case: Case, role: str, shared: bool, monkeypatch: pytest.MonkeyPatch):
+    """In two steps, in parts where one kernel could not unroll all coefficients, and with packed operands."""
+    monkeypatch.setattr(statement_module, "LONG", 2)
+    spec = spec_of(case, shared=shared)
     given = operands_of(spec, role, 4)
+    expected = expected_of(spec, role, given)
 
-    def run(split: bool, staged: bool) -> Tensor:
-        plan = plan_of(Form(spec), role, given[0].device, torch.float64, split=split, staged=staged)
-        return plan(given, (None, None), 4)
+    def check(*, staged: bool = False) -> Role:
+        source = Role(ProductLayout(spec), role, given[0].device, torch.float64, staged=staged)
+        assert_matches(source(given, (None, None), 4), expected, dtype=torch.float64, kind="sum")
+        return source
 
-    expected = run(True, False)
-    for staged in (False, True):
-        assert_matches(run(False, staged), expected, dtype=torch.float64, kind="sum")
-    whole = len(Form(spec).statements(role))
-    monkeypatch.setattr(form_module, "POINTS", 20)
-    parts = Form(spec).statements(role)
-    assert len(parts) > whole or sum(int(s.tables["CG"].count_nonzero()) for s in parts) <= 20 * whole
-    assert_matches(run(False, False), expected, dtype=torch.float64, kind="sum")
+    whole = len(check().statements)
+    check(staged=True)
+    with monkeypatch.context() as patch:
+        patch.setattr(statement_module, "POINTS", 20)
+        parts = check().statements
+        assert len(parts) > whole or all(s.tables["CG"].numel() <= 20 for s in parts)
+    monkeypatch.setattr(statement_module, "_CELLS", 0)
+    assert all(statement.packed for statement in check(staged=True).statements)
 
 
 def operands_of(spec: TensorProductSpec, role: str, z: int, dtype: torch.dtype = torch.float64) -> tuple[Tensor, ...]:
@@ -120,24 +136,46 @@ def operands_of(spec: TensorProductSpec, role: str, z: int, dtype: torch.dtype =
     return tuple(named[o] for o in "xywz" if o != role)
 
 
+@pytest.mark.parametrize("layout", ["mul_ir", "ir_mul"])
+@pytest.mark.parametrize("role", list("xyzw"))
+def test_terms_hold_every_coefficient_once(role: str, layout: str):
+    spec = replace(spec_of(random_case(3), shared=True), layout=layout)
+    product = ProductLayout(spec)
+    dims = [product.dims[operand] for operand in "xyz"]
+    found, expected = (np.zeros((len(spec.paths), *dims)) for _ in range(2))
+    for group in product.groups:
+        terms = Terms.of(product, group, role)
+        np.add.at(found, (np.array(group.paths)[terms.path], *terms.cell), terms.value)
+        own = terms.path if role == "w" else terms.cell["xyz".index(role)]
+        assert (np.diff(own) >= 0).all()
+        for part in (terms, *terms.parts(7)):
+            packed = [product._packed_columns(x, mul) for x, mul in zip("xyz", group.muls, strict=True)]
+            firsts = [order[::mul] for order, mul in zip(packed, group.muls, strict=True)]
+            for first, component, cell in zip(firsts, part.component, part.cell, strict=True):
+                assert np.array_equal(first[component], cell)
+    for number in product.live:
+        path = spec.paths[number]
+        index, value = nonzeros(*(product.entry(operand, path).l for operand in "xyz"))
+        ends = [product.columns(x, end)[:, 0][own] for x, end, own in zip("xyz", path.ends, index, strict=True)]
+        expected[(number, *ends)] = value * path.coefficient
+    assert np.array_equal(found, expected)
+
+
 def test_one_statement_for_all_entries():
-    """Paths of equal multiplicities, whatever they end in, are one statement on a GPU and one per entry on a CPU."""
+    """Paths of equal multiplicities, whatever they end in, are one statement."""
     spec = spec_of(one_mode("uvw", True, 4, 1, 16), shared=True)
-    form = form_of(spec.to_json())
-    for role in "xyzw":
-        assert len(form.statements(role)) == 1
-    assert len(form.statements("z", split=True)) > 1
-    assert form.statements("z")[0].expression == (
-        "Z[z,k,w] += CG[k,r,q] * X[z,I[k,r,q],u] * Y[z,J[k,r,q]] * W[L[k,r],u,w]"
-    )
-    assert form.statements("w")[0].expression == ("dW[r,u,w] += CG[r,q] * X[z,I[r,q],u] * Y[z,J[r,q]] * dZ[z,K[r,q],w]")
-    (staged,) = form.statements("y", staged=True)
-    assert staged.expression == "dY[z,j] += CG[j,r,q] * X[z,I[j,r,q],u] * G[z,P[j,r,q],u]"
-    assert staged.feed is not None
-    assert staged.feed.expression == "G[z,p,u] += dZ[z,K[p],w] * W[L[p],u,w]"
+    layout = ProductLayout(spec)
+    texts = {role: [statement.expression for statement in statements_of(layout, role)] for role in "xyzw"}
+    assert texts["z"] == ["Z[z,K[p,w]] += CG[p] * X[z,I[p,u]] * Y[z,J[p]] * W[L[p],u,w]"]
+    assert texts["w"] == ["dW[R[p],u,w] += CG[p] * X[z,I[p,u]] * Y[z,J[p]] * dZ[z,K[p,w]]"]
+    assert [len(own) for own in texts.values()] == [1, 1, 1, 1]
+    (staged,) = statements_of(layout, "y", staged=True)
+    assert staged.expression == "dY[z,J[p]] += CG[p] * X[z,I[p,u]] * G[z,P[p],u]"
+    assert staged.first is not None
+    assert staged.first.expression == "G[z,p,u] += dZ[z,K[p,w]] * W[L[p],u,w]"
     # The sum over copies of the output runs once per pair, not once per coefficient.
-    assert staged.feed.width // 4 < int(staged.tables["CG"].count_nonzero())
-    assert form_of(spec.with_shared(False).to_json()).statements("y", staged=True)[0].feed is None
+    assert staged.first.width // 4 < staged.tables["CG"].numel()
+    assert statements_of(ProductLayout(spec.with_shared(False)), "y", staged=True)[0].first is None
 
 
 @pytest.mark.usefixtures("gpu_statements")
@@ -164,123 +202,96 @@ def test_two_steps_only_while_memory_lasts(monkeypatch: pytest.MonkeyPatch):
 INTERPRETED = """
 import torch
 from insum_nn.compiler.api import Options, compile
-from insum_nn.ops import tensor_product_form as form_module
-from insum_nn.ops.tensor_product_plan import plan_of
-from insum_nn.ops.tensor_product_statement import Reading
-from tests.layers.equivariant.tensor_product_cases import one_mode
-from tests.ops.test_tensor_product import spec_of
-from tests.ops.test_tensor_product_plan import operands_of
-from insum_nn.testing.tolerances import assert_matches
-
-form_module.LONG = 2
-spec = spec_of(one_mode("uvw", True, 2, 1, 3, lmax=1), shared=True)
-form = form_module.Form(spec)
-for role in "xyzw":
-    given = operands_of(spec, role, 2, torch.float32)
-    expected = plan_of(form, role, given[0].device, torch.float32, split=True, staged=False)(given, (None, None), 2)
-    plan = plan_of(form, role, given[0].device, torch.float32, split=False, staged=True)
-    for step in (*plan.feeds, *plan.steps):
-        source = step.source
-        static = source.tables
-        facts = dict(source.program._spec.facts)
-        options = Options(backend="triton", tune=False)
-        source.program = compile(source.expression, facts=facts, static=static, options=options)
-    got = plan(given, (None, None), 2)
-    assert_matches(got, expected, dtype=torch.float32, kind="sum")
-    print(role, len(plan.steps))
-"""
-
-
-def test_kernels_of_the_gpu_statements():
-    """As generated kernels, interpreted; in a process of its own, since Triton is told so when it is imported."""
-    pytest.importorskip("triton")
-    environment = {**os.environ, "TRITON_INTERPRET": "1", "PYTHONPATH": os.pathsep.join(["", *sys.path])}
-    command = [sys.executable, "-c", INTERPRETED]
-    done = subprocess.run(command, env=environment, capture_output=True, text=True, check=False, timeout=300)
-    assert done.returncode == 0, done.stderr
-    assert done.stdout.split("\n")[:-1] == ["x 1", "y 1", "z 1", "w 1"]
-
-
-DIRECT = """
-import torch
-from insum_nn.compiler.api import Options, compile
-from insum_nn.ops import tensor_product_form as form_module
-from insum_nn.ops.tensor_product_direct import direct_of
-from insum_nn.ops.tensor_product_plan import plan_of
+from insum_nn.ops import tensor_product_statement as statement_module
+from insum_nn.ops.tensor_product_roles import Role
+from insum_nn.ops.tensor_product_spec import ProductLayout, others
 from tests.layers.equivariant.tensor_product_cases import Case, one_mode
 from tests.ops.test_tensor_product import spec_of
-from tests.ops.test_tensor_product_plan import operands_of
+from tests.ops.test_tensor_product_roles import expected_of, operands_of
 from insum_nn.testing.tolerances import assert_matches
 
-form_module.LONG = 2
+statement_module.LONG = 2
 small = one_mode("uvw", True, 2, 1, 3, lmax=1)
 products = one_mode("uvw", True, 16, 1, 16, lmax=1)
 paths = ((0, 0, 0, "uvw", True), (2, 0, 0, "uvw", True), (1, 1, 0, "uvw", True), (1, 1, 0, "uvw", False))
 mixed = Case("2x0e+2x1o+3x0e", "1x0e+1x1o", "4x0e+4x1o+5x1o", paths[:3])
 twice = Case("2x0e+2x1o", "1x0e+1x1o", "2x0e+2x1o", ((0, 0, 0, "uvu", True), (1, 1, 0, "uvu", False)))
-runs = ((small, True, 3), (small, False, 3), (products, True, 16), (mixed, True, 3), (twice, False, 3))
-for case, shared, rows in runs:
+cells = statement_module._CELLS
+runs = (
+    (small, True, 3, cells),
+    (small, False, 3, cells),
+    (products, True, 16, cells),
+    (mixed, True, 3, cells),
+    (twice, False, 3, cells),
+    (small, True, 3, 0),
+)
+for case, shared, rows, cells in runs:
+    statement_module._CELLS = cells
     spec = spec_of(case, shared=shared)
-    form = form_module.Form(spec)
     for role in "xyzw":
         given = operands_of(spec, role, rows, torch.float32)
-        device = given[0].device
-        expected = plan_of(form, role, device, torch.float32, split=True, staged=False)(given, (None, None), rows)
-        direct = direct_of(form, role, device, torch.float32)
-        for step in (s for pair in direct._steps for s in pair if s is not None):
-            source = step.source
-            facts = dict(source.program._spec.facts)
+        expected = expected_of(spec, role, operands_of(spec, role, rows))
+        source = Role(ProductLayout(spec), role, given[0].device, torch.float32, staged=role == "y")
+        made = [step for pair in source._steps for step in pair if step is not None]
+        for step in made:
+            facts = dict(step.source.program._spec.facts)
             options = Options(backend="triton", tune=False)
-            step.program = compile(source.expression, facts=facts, static=source.tables, options=options)
-            step.given = step.program.given(step.tables)
+            step.source.program = compile(
+                step.source.expression, facts=facts, static=step.source.tables, options=options
+            )
+            step.given = step.source.program.given(step.tables)
         for _ in range(2):
-            got = direct(given, rows, "key")
+            got = source(given, (None, None), rows, "key")
             assert_matches(got, expected, dtype=torch.float32, kind="sum")
-        made = [step for pair in direct._steps for step in pair if step is not None]
         print(role, len(made), sum(any(seen.ready for seen in step.given._seen.values()) for step in made))
 """
 
 
-def test_kernels_of_the_direct_statements():
-    """Operands as they lie, several groups that add up, cells that no path reaches; the second call is a ready one."""
+def test_kernels():
+    """Operands as they lie and packed, several groups that add up, cells that no path reaches; interpreted.
+
+    In a process of its own, since Triton is told so when it is imported. The second call is a ready one.
+    """
     pytest.importorskip("triton")
     environment = {**os.environ, "TRITON_INTERPRET": "1", "PYTHONPATH": os.pathsep.join(["", *sys.path])}
-    done = subprocess.run(
-        [sys.executable, "-c", DIRECT], env=environment, capture_output=True, text=True, check=False, timeout=300
-    )
+    command = [sys.executable, "-c", INTERPRETED]
+    done = subprocess.run(command, env=environment, capture_output=True, text=True, check=False, timeout=300)
     assert done.returncode == 0, done.stderr
     shared, single = ["x 1 1", "y 2 2", "z 1 1", "w 1 1"], ["x 1 1", "y 1 1", "z 1 1", "w 1 1"]
-    assert done.stdout.split("\n")[:-1][:12] == [*shared, *single, *shared]
-    assert done.stdout.split("\n")[12] == "x 2 2"
+    lines = done.stdout.split("\n")[:-1]
+    assert lines[:12] == [*shared, *single, *shared]
+    assert lines[12] == "x 2 2"
+    assert lines[-4:] == shared
 
 
 def test_ready_calls_notice_what_changed():
     """A call kept ready serves the same shapes only, and none from before a clearing of the cache."""
     spec = spec_of(one_mode("uvw", True, 2, 1, 3, lmax=1), shared=True)
-    form = Form(spec)
     given = operands_of(spec, "z", 4)
-    direct = direct_of(form, "z", given[0].device, torch.float64)
-    assert direct is not None
-    step = direct._steps[0][0]
-    first = direct(given, 4, "of 4")
-    assert_matches(direct(given, 4, "of 4"), first, dtype=torch.float64, kind="sum")
+    source = role_of(ProductLayout(spec), "z", given[0].device, torch.float64)
+
+    def run(given: Sequence[Tensor], size: int, key: str) -> Tensor:
+        return source(given, (None, None), size, key)
+
+    ((step, _),) = source._steps
+    first = run(given, 4, "of 4")
+    assert_matches(run(given, 4, "of 4"), first, dtype=torch.float64, kind="sum")
     (seen,) = step.given._seen.values()
     assert seen.ready is not None
-    ready, operands = seen.ready, [step.named(given)[name] for name in step.program._names]
+    named = step.named(given, (None, None), {})
+    ready, operands = seen.ready, [named[name] for name in step.source.program._names]
     assert ready.holds(operands)
     insum_nn.clear_cache()
     assert not ready.holds(operands)
-    assert_matches(direct(given, 4, "of 4"), first, dtype=torch.float64, kind="sum")
+    assert_matches(run(given, 4, "of 4"), first, dtype=torch.float64, kind="sum")
     (seen,) = step.given._seen.values()
     assert seen.ready is not None
     assert seen.ready is not ready
     assert seen.ready.holds(operands)
     fewer = [given[0][:3], given[1][:3], given[2]]
-    assert_matches(direct(fewer, 3, "of 3"), first[:3], dtype=torch.float64, kind="sum")
+    assert_matches(run(fewer, 3, "of 3"), first[:3], dtype=torch.float64, kind="sum")
     strided = [given[0].t().contiguous().t(), *given[1:]]
-    assert_matches(direct(strided, 4, "of 4"), first, dtype=torch.float64, kind="sum")
-    along_edges = Form(spec_of(one_mode("uvu", True), shared=False, convolution=True))
-    assert direct_of(along_edges, "z", given[0].device, torch.float64) is None
+    assert_matches(run(strided, 4, "of 4"), first, dtype=torch.float64, kind="sum")
 
 
 def test_plain_calls_show_no_operator():
@@ -300,10 +311,10 @@ def test_plain_calls_show_no_operator():
         assert operator in names(lambda: tensor_product(spec, *fakes))
 
 
-@pytest.mark.parametrize("split", [True, False])
+@pytest.mark.parametrize("by_path", [True, False])
 @pytest.mark.parametrize("shared", [True, False])
-def test_transforms(shared: bool, split: bool, monkeypatch: pytest.MonkeyPatch):
-    monkeypatch.setattr(module, "_splits", lambda device: split)
+def test_transforms(shared: bool, by_path: bool, monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr(module, "_by_path", lambda device: by_path)
     spec = spec_of(one_mode("uvw", True, 2, 1, 3, lmax=1), shared=shared)
     inputs, tangents = inputs_of(spec, 3), inputs_of(spec, 3)
     oracle = oracle_of(spec)

@@ -1,0 +1,318 @@
+"""The run of a tensor product's roles: their statements on tensors as they come, one role at a time or together."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Hashable, Mapping, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from insum_nn.compiler.api import Joint, JointPaths, graph_constant, writes_graph
+from insum_nn.ops.tensor_product_spec import NUMBER, ProductLayout, others
+from insum_nn.ops.tensor_product_statement import FirstStep, Statement, statements_of
+
+__all__ = ["Edges", "Packed", "Role", "Together", "role_of", "together_of"]
+
+# Receivers and senders; `None` where there are no edges.
+Edges = tuple[Tensor | None, Tensor | None]
+# Packed operands, by the tensor and its columns.
+Packed = dict[tuple[int, int], Tensor]
+# Makes what a statement reads from the operands, the edges, what is packed, and the result of a first step.
+_Read = Callable[[Sequence[Tensor], Edges, Packed, Tensor | None], Tensor]
+
+
+class Role:
+    """Runs the statements of a role.
+
+    Attributes:
+        role: a letter of `ROLES`.
+        statements: its statements.
+        first_width: numbers per row between two steps.
+        row_bytes: memory per row between two products of library calls.
+    """
+
+    def __init__(
+        self, layout: ProductLayout, role: str, device: torch.device, dtype: torch.dtype, *, staged: bool
+    ) -> None:
+        self.layout = layout
+        self.role = role
+        self.statements = statements_of(layout, role, staged=staged)
+        self.first_width = sum(s.first.width for s in self.statements if s.first is not None)
+        self.row_bytes = dtype.itemsize * max((s.between for s in self.statements), default=0)
+        self._device, self._dtype = device, dtype
+        self._steps = [
+            (_Step(s, role, device, dtype), None if s.first is None else _Step(s.first, role, device, dtype))
+            for s in self.statements
+        ]
+        # One statement for each tensor that is written.
+        self._written: dict[Hashable, Statement] = {}
+        for statement in self.statements:
+            self._written.setdefault(statement.written, statement)
+        packed = [mul for mul in self._written if isinstance(mul, int)]
+        self._order = layout.unpacking(role, packed, device) if packed else None
+
+    @property
+    def outputs(self) -> list[tuple[str, Hashable]]:
+        """What each statement adds to."""
+        return [(self.role, statement.written) for statement in self.statements]
+
+    def __call__(self, given: Sequence[Tensor], edges: Edges, size: int, key: Hashable | None = None) -> Tensor:
+        """The role's tensor.
+
+        Args:
+            given: the operands, in the order of `others(role)`.
+            edges: receivers and senders.
+            size: rows of the result.
+            key: where nothing is to be recorded and no mode is active: what decides the shapes of all of these.
+        """
+        packed: Packed = {}
+        results: dict[Hashable, Tensor] = {}
+        traced = writes_graph(given)
+        for step, first in self._steps:
+            made = None if first is None else first(given, edges, size, key, packed, traced=traced)
+            written = step.source.written
+            start = results.get(written)
+            results[written] = step(given, edges, size, key, packed, made, start, traced=traced)
+        return self.finish(list(results.values()), size, traced=traced)
+
+    def arguments(self, given: Sequence[Tensor], edges: Edges, packed: Packed) -> list[dict[str, Tensor]]:
+        """Everything that each statement reads, by name, where none has a first step; operands are packed once."""
+        return [step.named(given, edges, packed) for step, _ in self._steps]
+
+    def finish(self, results: Sequence[Tensor], size: int, *, traced: bool = False) -> Tensor:
+        """The role's tensor, from those that the statements wrote, in the order of `outputs`."""
+        if self.role == "w":
+            return self._weights(results, size)
+        named = dict(zip(self._written, results, strict=True))
+        total = named.pop(None, None)
+        if self._order is not None:
+            flat = [result.flatten(1) for result in named.values()]
+            order, zero = self._order
+            if zero:
+                flat.append(flat[0].new_zeros(size, 1))
+            whole = flat[0] if len(flat) == 1 else torch.cat(flat, 1)
+            if order is not None:
+                whole = whole.index_select(1, graph_constant(order) if traced else order)
+            total = whole if total is None else total + whole
+        if total is None:
+            return torch.zeros(size, self.layout.dims[self.role], dtype=self._dtype, device=self._device)
+        return total
+
+    def _weights(self, results: Sequence[Tensor], size: int) -> Tensor:
+        """The gradient of the weights, put together path by path."""
+        spec = self.layout.spec
+        batch = () if spec.shared else (size,)
+        flats = [r.reshape(*batch, s.width) for r, s in zip(results, self._written.values(), strict=True)]
+        pieces = self.layout.keep(("pieces",), lambda: _pieces(self.layout, list(self._written.values())))
+        if not flats:
+            return torch.zeros(*batch, spec.weight_numel, dtype=self._dtype, device=self._device)
+        if len(pieces) == 1 and pieces[0][0] >= 0 and pieces[0][2] == flats[pieces[0][0]].shape[-1]:
+            return flats[pieces[0][0]]
+        zeros = flats[0].new_zeros(())
+        columns = [
+            zeros.expand(*batch, count) if at < 0 else flats[at].narrow(-1, first, count) for at, first, count in pieces
+        ]
+        return columns[0].contiguous() if len(columns) == 1 else torch.cat(columns, -1)
+
+
+def _pieces(layout: ProductLayout, statements: Sequence[Statement]) -> list[tuple[int, int, int]]:
+    """The gradient of the weights as pieces of the statements' results: (statement, first column, columns).
+
+    Statement -1 stands for zeros.
+    """
+    place: dict[int, tuple[int, int]] = {}
+    for number, statement in enumerate(statements):
+        paths = statement.group.paths
+        size = statement.width // len(paths)
+        place |= {path: (number, size * at) for at, path in enumerate(paths)}
+    pieces: list[tuple[int, int, int]] = []
+    for number, path in enumerate(layout.spec.paths):
+        if not path.weighted or not path.numel:
+            continue
+        source, first = place.get(number, (-1, 0))
+        if pieces and pieces[-1][0] == source and (source < 0 or sum(pieces[-1][1:]) == first):
+            _, before, count = pieces.pop()
+            pieces.append((source, before, count + path.numel))
+        else:
+            pieces.append((source, first, path.numel))
+    return pieces
+
+
+class _Step:
+    """A statement with its tables, and what makes each of the tensors that it reads."""
+
+    def __init__(self, source: Any, role: str, device: torch.device, dtype: torch.dtype) -> None:
+        self.source = source
+        self.tables = source.tables_on(device, dtype)
+        self.given = source.program.given(self.tables)
+        order = others(role)
+        reads: dict[str, _Read] = {
+            "G": lambda given, edges, packed, made: made,  # type: ignore[dict-item, return-value]
+            "Dst": lambda given, edges, packed, made: edges[0],  # type: ignore[dict-item, return-value]
+            "Src": lambda given, edges, packed, made: edges[1],  # type: ignore[dict-item, return-value]
+        }
+        for name, operand in source.reads.items():
+            reads[name] = _reading(source, operand, order.index(operand), device)
+        if source.weight is not None:
+            weight, place = source.weight, order.index("w")
+            reads["W"] = lambda given, edges, packed, made: weight.operand(given[place])
+        self._reads = [reads[name] for name in self.given.names]
+
+    def named(self, given: Sequence[Tensor], edges: Edges, packed: Packed) -> dict[str, Tensor]:
+        """Tables and operands by name."""
+        found = [read(given, edges, packed, None) for read in self._reads]
+        return {**self.tables, **dict(zip(self.given.names, found, strict=True))}
+
+    def __call__(
+        self,
+        given: Sequence[Tensor],
+        edges: Edges,
+        size: int,
+        key: Hashable | None,
+        packed: Packed,
+        made: Tensor | None = None,
+        start: Tensor | None = None,
+        *,
+        traced: bool,
+    ) -> Tensor:
+        """Run it."""
+        shape = self.source.out_shape(size)
+        # Packed entries of one multiplicity may have one axis of copies, or two.
+        start = None if start is None else start.reshape(shape)
+        found = [read(given, edges, packed, made) for read in self._reads]
+        if key is not None and edges[1] is None:
+            return self.given(*found, out_shape=shape, start=start, key=key)
+        tables = self.tables
+        if traced:
+            tables = {name: graph_constant(table) for name, table in tables.items()}
+        named = {**tables, **dict(zip(self.given.names, found, strict=True))}
+        if start is not None:
+            named[self.source.program.statement.output.name] = start
+        return self.source.program(tensors=named, out_shape=shape)
+
+
+def _reading(source: Statement | FirstStep, operand: str, at: int, device: torch.device) -> _Read:
+    """What makes the tensor that a statement reads of an operand."""
+    if not source.packed:
+        return lambda given, edges, packed, made: given[at]
+    mul = source.group.muls[NUMBER[operand]]
+    start, order = source.layout.packing(operand, mul, device)
+    shape = (order.numel() // mul, *source.group.shape(operand))
+
+    def read(given: Sequence[Tensor], edges: Edges, packed: Packed, made: Tensor | None) -> Tensor:
+        tensor, place = given[at], (id(given[at]), id(order))
+        if place not in packed:
+            if start is None:
+                flat = tensor.index_select(1, graph_constant(order) if writes_graph(given) else order)
+            else:
+                # Single copies are packed as they lie.
+                flat = tensor if order.numel() == tensor.shape[1] else tensor.narrow(1, start, order.numel())
+            packed[place] = flat
+        return packed[place].reshape(tensor.shape[0], *shape)
+
+    return read
+
+
+def role_of(
+    layout: ProductLayout, role: str, device: torch.device, dtype: torch.dtype, *, staged: bool = False
+) -> Role:
+    """What runs a role; remembered. `staged` is as for `statements_of`."""
+    key = ("role", role, device, dtype, staged)
+    return layout.keep(key, lambda: Role(layout, role, device, dtype, staged=staged))
+
+
+class Together:
+    """Several roles that the compiler computes together: what they have in common is read, or multiplied, once.
+
+    Args:
+        sources: the roles.
+        joint: their programs: on a CPU as products path by path, on a GPU as one kernel.
+
+    Attributes:
+        roles: their letters.
+    """
+
+    def __init__(self, sources: Sequence[Role], joint: Joint | JointPaths) -> None:
+        self.sources = tuple(sources)
+        self.roles = "".join(source.role for source in sources)
+        self.joint = joint
+
+    def __call__(
+        self,
+        operands: Mapping[str, Tensor],
+        edges: Edges,
+        rows: Sequence[int],
+        key: Hashable,
+        separately: Callable[[], list[Tensor]],
+    ) -> dict[str, Tensor] | None:
+        """The tensors of all roles; `None`: they are to be computed one by one.
+
+        Args:
+            operands: by role.
+            edges: receivers and senders.
+            rows: of each result.
+            key: what decides the shapes of all of these.
+            separately: computes them one by one: what one kernel is measured against.
+        """
+        packed: Packed = {}
+        named: list[Mapping[str, Tensor]] = []
+        shapes: list[tuple[int, ...]] = []
+        for source, size in zip(self.sources, rows, strict=True):
+            named += source.arguments([operands[role] for role in others(source.role)], edges, packed)
+            shapes += [statement.out_shape(size) for statement in source.statements]
+        if isinstance(self.joint, JointPaths):
+            results = self.joint(named, shapes, key)
+        else:
+            results = self.joint.together(named, shapes, key, separately)
+        if results is None:
+            return None
+        found: dict[str, Tensor] = {}
+        for source, size in zip(self.sources, rows, strict=True):
+            count = len(set(source.outputs))
+            found[source.role] = source.finish(results[:count], size)
+            results = results[count:]
+        return found
+
+
+def together_of(
+    layout: ProductLayout, roles: Sequence[str], device: torch.device, dtype: torch.dtype, *, by_path: bool
+) -> Together | None:
+    """What computes some roles together, remembered; `None`: there are none.
+
+    Args:
+        layout: of the tensor product.
+        roles: letters of `ROLES`.
+        device: of the operands.
+        dtype: of the operands.
+        by_path: as products of a library; else as one kernel, of those roles for which that can be.
+    """
+    fixed = layout.spec.options.deterministic or torch.are_deterministic_algorithms_enabled()
+    if not by_path:
+        roles = _of_one_kernel(layout, roles, deterministic=fixed)
+
+    def build() -> tuple[Together | None]:
+        if not by_path and len(roles) < 2:
+            return (None,)
+        sources = [role_of(layout, x, device, dtype, staged=not by_path and x == "y") for x in roles]
+        programs = [statement.program for source in sources for statement in source.statements]
+        if by_path:
+            outputs = [output for source in sources for output in source.outputs]
+            return (Together(sources, JointPaths(programs, outputs)),)
+        if len(programs) != len(roles) or any(source.first_width for source in sources):
+            return (None,)
+        return (Together(sources, Joint(programs, deterministic=fixed)),)
+
+    return layout.keep(("together", tuple(roles), fixed, device, dtype, by_path), build)[0]
+
+
+def _of_one_kernel(layout: ProductLayout, roles: Sequence[str], *, deterministic: bool) -> list[str]:
+    """The roles that sum over the edges of a node or have a row for each edge."""
+    if not layout.spec.convolution:
+        return []
+    # Weights that edges share have no row for each edge.
+    found = [role for role in roles if role != "w" or not layout.spec.shared]
+    if deterministic and "x" in found and "z" in found:
+        # Both ends of an edge own a sum: one of them alone can be formed without adding to memory.
+        found.remove("z")
+    return found
