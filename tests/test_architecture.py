@@ -72,8 +72,8 @@ INTERPRETER_MAY_IMPORT = {"lang", "lang.syntax", "lang.parser", "lang.check", "l
 # tool -> the only files of the package that name it.
 ONLY_IN = {
     "torch.fx": (),
-    # `modes` asks what is known of symbolic sizes.
-    "torch.fx.experimental": ("insum_nn/compiler/codegen/inductor.py", "insum_nn/ops/modes.py"),
+    # `statement_choice` asks what is known of symbolic sizes.
+    "torch.fx.experimental": ("insum_nn/compiler/codegen/inductor.py", "insum_nn/compiler/runtime/statement_choice.py"),
     "torch._inductor": ("insum_nn/compiler/codegen/inductor.py",),
     "triton": ("insum_nn/compiler/forms/launch.py", "insum_nn/compiler/forms/machine_code.py"),
 }
@@ -90,6 +90,20 @@ STATEMENTS_ALONE = ("ops", "layers")
 # file -> why it defines an autograd function all the same; each line here is a debt.
 AUTOGRAD_FUNCTIONS: dict[str, str] = {
     "insum_nn/ops/tensor_product.py": "joint kernels of several gradients are chosen by what a backward pass wants",
+}
+
+# Rules by device stand in `compiler/runtime/statement_choice.py`.
+# file of ops/ or layers/ -> why it asks where a tensor is all the same; each line here is a debt.
+DEVICE_RULES: dict[str, str] = {
+    "insum_nn/ops/modes.py": "torch asks for the kind of device to suspend autocast",
+    "insum_nn/ops/graph_conv.py": "learned degrees are summed by products where index_add adds atomically",
+    "insum_nn/ops/graph_matrix.py": "sorts on a CPU by NumPy; torch's products there take int64 alone",
+    "insum_nn/ops/tensor_product.py": "a CPU has statements for library calls; autocast is suspended",
+    "insum_nn/ops/tensor_product_right.py": "torch asks for the kind of device to suspend autocast",
+    "insum_nn/layers/pruned/pruned_weight.py": "groups of blocks are made for the device that they are on",
+    "insum_nn/layers/spconv/cppcore.py": "spconv's interface names the kind of device",
+    "insum_nn/layers/spconv/hash.py": "spconv's tables differ by device",
+    "insum_nn/layers/spconv/utils.py": "spconv's interface compares kinds of devices",
 }
 
 # What is kept of tensors is kept by one class, `insum_nn/kept.py: TensorCache`, which `forget` reaches.
@@ -279,6 +293,32 @@ def test_the_check_of_autograd_functions_sees_them(text: str):
     source = Source(ROOT / PACKAGE / "ops" / "x.py")
     vars(source)["text"] = text
     assert autograd_functions(source)
+
+
+def device_rules(source: Source) -> list[int]:
+    """The lines of a file that read the kind of a device: `x.device.type`, `x.is_cuda`, `x.is_cpu`."""
+    asked: list[int] = []
+    for node in ast.walk(source.tree):
+        if isinstance(node, ast.Attribute):
+            owner = node.value
+            of_device = "device" in (getattr(owner, "attr", None), getattr(owner, "id", None))
+            if node.attr in ("is_cuda", "is_cpu") or (node.attr == "type" and of_device):
+                asked.append(node.lineno)
+    return asked
+
+
+def test_operators_and_layers_have_no_rules_by_device():
+    folders = {f"{PACKAGE}.{folder}" for folder in STATEMENTS_ALONE}
+    found = {*faults(device_rules, (s for s in MODULES.values() if within(s.module, folders)))}
+    assert found - {*DEVICE_RULES} == set(), "the compiler chooses by device: runtime/statement_choice.py"
+    assert {*DEVICE_RULES} - found == set(), "these no longer ask: take them off DEVICE_RULES"
+
+
+@pytest.mark.parametrize("text", ["x.device.type", "device.type", "x.is_cuda", "a.b.is_cpu"])
+def test_the_check_of_device_rules_sees_them(text: str):
+    source = Source(ROOT / PACKAGE / "ops" / "x.py")
+    vars(source)["text"] = text
+    assert device_rules(source) == [1]
 
 
 def test_operators_and_layers_keep_nothing_of_tensors_in_ways_of_their_own():

@@ -33,6 +33,15 @@ from insum_nn.compiler.runtime.multilinear import Multilinear, contract
 from insum_nn.compiler.runtime.out_argument import check_unrecorded, write_out
 from insum_nn.compiler.runtime.program import Program, ProgramSum, Shape
 from insum_nn.compiler.runtime.row_partition import keep_words
+from insum_nn.compiler.runtime.statement_choice import (
+    by_table,
+    dense_is_faster,
+    dense_reason,
+    gathers_blocks,
+    pairs_are_faster,
+    takes_columns,
+    takes_table,
+)
 from insum_nn.compiler.runtime.traced import call_traced, options_text
 from insum_nn.facts import IndexFacts, StaticTable
 
@@ -44,12 +53,16 @@ __all__ = [
     "Multilinear",
     "Program",
     "ProgramSum",
+    "by_table",
     "call_traced",
     "cold",
     "compile",
     "compile_built",
     "contract",
+    "dense_is_faster",
+    "dense_reason",
     "for_each_vector",
+    "gathers_blocks",
     "generates_kernels",
     "graph_constant",
     "insum",
@@ -59,9 +72,12 @@ __all__ = [
     "is_transformed",
     "keep_words",
     "options_text",
+    "pairs_are_faster",
     "records_graph",
     "rehearse_gradients",
     "stats_of",
+    "takes_columns",
+    "takes_table",
     "to_autocast",
     "under_autocast",
     "writes_graph",

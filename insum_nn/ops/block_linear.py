@@ -10,7 +10,7 @@ from types import MappingProxyType
 import torch
 from torch import Tensor
 
-from insum_nn.compiler.api import Explanation, Program, compile_built
+from insum_nn.compiler.api import Explanation, Program, compile_built, dense_is_faster, dense_reason, takes_columns
 from insum_nn.compiler.options import DEFAULT, Options
 from insum_nn.errors import InsumDtypeError, InsumError, InsumShapeError, raise_collected
 from insum_nn.facts import IndexFacts
@@ -24,8 +24,8 @@ from insum_nn.ops.arguments import (
     to_autocast,
     under_autocast,
 )
-from insum_nn.ops.block_linear_columns import block_columns, columns_program, takes_columns
-from insum_nn.ops.dense_choice import block_tiles, dense_is_faster, dense_reason, explain_tiles
+from insum_nn.ops.block_linear_columns import block_columns, columns_program
+from insum_nn.ops.dense_choice import block_tiles, explain_tiles
 from insum_nn.ops.modes import static_shape, untraced
 
 __all__ = [

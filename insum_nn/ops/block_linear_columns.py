@@ -15,15 +15,14 @@ from functools import lru_cache
 from types import MappingProxyType
 from typing import Literal
 
-import torch
 from torch import Tensor
 
-from insum_nn.compiler.api import Given, Program, compile, compile_built, contract, generates_kernels, is_plain_eager
+from insum_nn.compiler.api import Given, Program, compile, compile_built, contract
 from insum_nn.compiler.options import Options
 from insum_nn.facts import IndexFacts
 from insum_nn.kept import TensorCache
 
-__all__ = ["COLUMNS", "BlockColumns", "block_columns", "columns_program", "takes_columns"]
+__all__ = ["COLUMNS", "BlockColumns", "block_columns", "columns_program"]
 
 Role = Literal["Y", "X", "W"]
 
@@ -40,25 +39,6 @@ _FACTS = {
     "Row": IndexFacts(sorted=True, masked=False, proven=True),
     "Col": IndexFacts(masked=False, proven=True),
 }
-# Fewest samples for which transposing pays, and bytes of a piece from which nothing is gained. Measured on an H200:
-# 4096 x 4096 weights, a tenth of the blocks stored, 4096 samples.
-_SAMPLES = 256
-_PIECE = 256
-
-
-def takes_columns(x: Tensor, weight: Tensor, options: Options) -> bool:
-    """Whether a product of (n, k) samples with (p, a, b) blocks is better formed from transposed samples."""
-    # A tracer's sizes may be symbols, which a comparison would limit.
-    if x.device.type != "cuda" or options.backend != "auto" or not is_plain_eager(x, weight) or not generates_kernels():
-        return False
-    if (
-        x.shape[0] < _SAMPLES
-        or weight.shape[0] == 0
-        or min(weight.shape[1:]) < 16
-        or weight.shape[2] * weight.element_size() > _PIECE
-    ):
-        return False
-    return weight.dtype != torch.float64 and x.dtype == weight.dtype
 
 
 @lru_cache(maxsize=64)

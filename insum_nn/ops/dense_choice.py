@@ -1,8 +1,7 @@
-"""When a product with a matrix of blocks is better formed by the dense product of torch's library."""
+"""The dense matrix of blocks, for products that torch's library forms faster than kernels over the blocks."""
 
 from __future__ import annotations
 
-import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from types import MappingProxyType
@@ -10,57 +9,14 @@ from types import MappingProxyType
 import torch
 from torch import Tensor
 
-from insum_nn.compiler.api import Explanation, compile_built, contract, is_plain_eager
+from insum_nn.compiler.api import Explanation, compile_built, contract, gathers_blocks
 from insum_nn.compiler.options import DEFAULT, Options
 from insum_nn.facts import IndexFacts
 from insum_nn.kept import TensorCache
 from insum_nn.ops.arguments import run
-from insum_nn.ops.modes import at_least
 from insum_nn.structure.constants import plain_tensors
 
-__all__ = ["block_tiles", "dense_is_faster", "dense_reason", "explain_tiles"]
-
-# Share of stored blocks from which a dense product is the faster one, by what the shorter side of a block is at least.
-# Half types on an H200, 4096 x 4096 x 4096: blocks of 32 take as long as the dense product at 0.33, and forming the
-# dense matrix comes on top; larger blocks are read fewer times. On two cores of a CPU, 1024 x 1024 times 256 columns:
-# blocks of 16 and 32 take as long at 0.2 and 0.4, and larger ones are as fast as the dense product at any share.
-_SHARES = {"cuda": ((64, 0.6), (0, 0.37)), "cpu": ((64, math.inf), (32, 0.4), (0, 0.22))}
-_DTYPES = {"cuda": (torch.float16, torch.bfloat16), "cpu": (torch.float32, torch.float64)}
-# Fewest columns of the dense operand; with fewer, reading the matrix decides, and a sparse one is shorter.
-_COLUMNS = 256
-
-
-def dense_is_faster(values: Tensor, grid: Sequence[int], columns: int, options: Options) -> bool:
-    """Whether to multiply by the dense matrix instead of its blocks.
-
-    On a GPU the library multiplies float32 exactly unless it is told otherwise, and is slower than the blocks at any
-    share; on a CPU it has no fast product of half types.
-
-    Args:
-        values: (p, a, b) stored blocks.
-        grid: block rows and columns of the matrix.
-        columns: columns of the dense operand.
-        options: compile options; only `backend="auto"` has a choice.
-    """
-    device = values.device.type
-    if options.backend != "auto" or values.dtype not in _DTYPES.get(device, ()) or not at_least(columns, _COLUMNS):
-        return False
-    return at_least(values.shape[:-2].numel(), _share(values) * grid[0] * grid[1])
-
-
-def _share(values: Tensor) -> float:
-    side = min(values.shape[-2:])
-    for least, share in _SHARES[values.device.type]:
-        if side >= least:
-            return share
-    return math.inf
-
-
-def dense_reason(values: Tensor, grid: Sequence[int]) -> str:
-    """Why `dense_is_faster` said so, in words."""
-    stored = values.shape[:-2].numel() / max(1, grid[0] * grid[1])
-    a, b = values.shape[-2:]
-    return f"{stored:.2f} of the {a} x {b} blocks are stored; from {_share(values):.2f} on the dense product is faster"
+__all__ = ["block_tiles", "explain_tiles"]
 
 
 def explain_tiles(
@@ -145,7 +101,7 @@ def _gathers(values: Tensor, facts: Mapping[str, IndexFacts], options: Options) 
         # The places of blocks are an index tensor of their own: `Row` and `Col` are to be read.
         return False
     once = any({name, *f.unique_with} == {"Row", "Col"} and f.proven for name, f in facts.items())
-    return once and values.is_cuda and options.backend == "auto" and values.numel() > 0 and is_plain_eager(values)
+    return once and gathers_blocks(values, options)
 
 
 @dataclass(frozen=True, slots=True)

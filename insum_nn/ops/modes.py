@@ -11,24 +11,7 @@ from torch import Tensor
 
 from insum_nn.compiler.api import is_rehearsed
 
-__all__ = ["at_least", "static_shape", "untraced", "wanted_gradients", "without_autocast"]
-
-
-def at_least(size: int | torch.SymInt | Tensor, threshold: float) -> bool:
-    """Whether a size reaches a threshold of speed, which must not limit the sizes that an exported graph takes.
-
-    Dynamo may compare a symbolic size: it compiles again on the other side. An exported graph is for all sizes, and so
-    is one of `make_fx`, so there a threshold counts only for sizes that are known.
-    """
-    if isinstance(size, Tensor):
-        # Of torch.jit.trace.
-        return False
-    if torch.compiler.is_exporting() or (isinstance(size, torch.SymInt) and not torch.compiler.is_dynamo_compiling()):
-        # It brings sympy with it.
-        from torch.fx.experimental.symbolic_shapes import statically_known_true
-
-        return statically_known_true(size >= threshold)
-    return bool(size >= threshold)
+__all__ = ["static_shape", "untraced", "wanted_gradients", "without_autocast"]
 
 
 @contextmanager

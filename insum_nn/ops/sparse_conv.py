@@ -7,11 +7,11 @@ from functools import lru_cache
 import torch
 from torch import Tensor
 
-from insum_nn.compiler.api import Program, compile_built
+from insum_nn.compiler.api import Program, by_table, compile_built, takes_table
 from insum_nn.compiler.options import DEFAULT, Options
 from insum_nn.errors import InsumDeviceError, InsumDtypeError, InsumError, InsumShapeError, raise_collected
 from insum_nn.ops.arguments import layer_elsewhere, run, to_autocast
-from insum_nn.ops.sparse_conv_table import by_table, table_conv, table_operands, table_statement, takes_table
+from insum_nn.ops.sparse_conv_table import table_conv, table_entries, table_operands, table_statement
 from insum_nn.structure.kernel_map import FACTS, KernelMap
 from insum_nn.structure.kernel_map.tables import TABLE_FACTS
 
@@ -113,7 +113,7 @@ def sparse_conv(
     if bias is not None and bias.dtype == features.dtype == weight.dtype:
         # The sum starts from it, which spares a pass over the output.
         start, bias = bias.unflatten(0, (groups, -1)) if groups > 1 else bias, None
-    if kernel_map is not None and takes_table(kernel_map, features, weight, options):
+    if kernel_map is not None and takes_table(table_entries(kernel_map), features, weight, options):
         result = table_conv(features, weight, kernel_map, groups, options, start)
     else:
         named = _values(features, weight, kernel_map, groups)
@@ -138,7 +138,7 @@ def sparse_conv_call(
     """The statement that `sparse_conv` runs on these tensors, its operands by name, and the output's shape."""
     features, weight = _checked(features, weight, kernel_map, bias, groups)
     shape = _out_shape(kernel_map, groups)
-    if kernel_map is not None and takes_table(kernel_map, features, weight, options):
+    if kernel_map is not None and takes_table(table_entries(kernel_map), features, weight, options):
         return table_statement(groups=groups), table_operands(features, weight, kernel_map, groups), shape
     named = _values(features, weight, kernel_map, groups)
     named |= {} if kernel_map is None else kernel_map.tensors

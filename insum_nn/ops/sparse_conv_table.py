@@ -24,13 +24,13 @@ from typing import Literal, NamedTuple, cast
 import torch
 from torch import Tensor
 
-from insum_nn.compiler.api import Given, Program, compile_built, contract, generates_kernels, is_plain_eager, keep_words
+from insum_nn.compiler.api import Given, Program, compile_built, contract, keep_words, pairs_are_faster
 from insum_nn.compiler.options import Options
 from insum_nn.facts import IndexFacts
 from insum_nn.structure.kernel_map import FACTS, KernelMap
 from insum_nn.structure.kernel_map.tables import LIST_FACTS, TABLE_FACTS
 
-__all__ = ["by_table", "table_conv", "table_operands", "table_statement", "takes_table"]
+__all__ = ["table_conv", "table_entries", "table_operands", "table_statement"]
 
 Kind = Literal["Out", "In", "W"]
 
@@ -51,12 +51,6 @@ _TABLES: dict[Kind, dict[str, str]] = {
 # How the index tensors of a statement are had from a map: its groups, its table, its list of pairs.
 Way = Literal["groups", "table", "list"]
 _KNOWN: dict[Way, Mapping[str, IndexFacts]] = {"groups": FACTS, "table": TABLE_FACTS, "list": LIST_FACTS}
-# Entries of the largest table: past it (1 GiB of int32, in either direction) the pairs take far less memory.
-_MOST_ENTRIES = 1 << 28
-# Of the widest elements that the matrix unit multiplies: of these the weight's gradient goes by the list of pairs.
-_LIST_BYTES = 4
-# Tests let every device and backend go through the table.
-_everywhere = False
 
 
 def table_statement(*, groups: int = 1) -> str:
@@ -70,21 +64,9 @@ def table_statement(*, groups: int = 1) -> str:
     return _statement("Out", groups > 1, "table")
 
 
-def by_table(device: torch.device, options: Options) -> bool:
-    """Whether convolutions on a device go through the table: where a generated kernel runs them.
-
-    Other backends would form what is gathered for all offsets of all outputs, of which the pairs are a small part.
-    """
-    if _everywhere or options.backend == "triton":
-        return True
-    return device.type == "cuda" and options.backend == "auto" and generates_kernels()
-
-
-def takes_table(kernel_map: KernelMap, features: Tensor, weight: Tensor, options: Options) -> bool:
-    """Whether `table_conv` can take these tensors, and is the better way."""
-    if not by_table(features.device, options) or not is_plain_eager(features, weight):
-        return False
-    return kernel_map.geometry.volume * max(kernel_map.num_inputs, kernel_map.num_outputs) <= _MOST_ENTRIES
+def table_entries(kernel_map: KernelMap) -> int:
+    """Entries of a map's table, or of its inverse's where that is larger."""
+    return kernel_map.geometry.volume * max(kernel_map.num_inputs, kernel_map.num_outputs)
 
 
 def table_operands(features: Tensor, weight: Tensor, kernel_map: KernelMap, groups: int) -> dict[str, Tensor]:
@@ -144,7 +126,7 @@ class _Conv:
         if not b.is_contiguous():
             b = b.contiguous()
         kind = cast("Kind", wanted)
-        way: Way = "list" if kind == "W" and a.dtype.itemsize <= _LIST_BYTES else "table"
+        way: Way = "list" if kind == "W" and pairs_are_faster(a.dtype) else "table"
         return self._run(kind, a, b, way, start)
 
     def in_modes(self, wanted: str, operands: tuple[Tensor, ...], start: Tensor | None = None) -> Tensor:

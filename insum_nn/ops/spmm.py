@@ -9,12 +9,12 @@ from types import MappingProxyType
 import torch
 from torch import Tensor
 
-from insum_nn.compiler.api import Program, is_plain_eager
+from insum_nn.compiler.api import Program, dense_is_faster, is_plain_eager
 from insum_nn.compiler.options import DEFAULT, Options
 from insum_nn.formats import BlockFormat, SparseFormat
 from insum_nn.ops.arguments import Operand, is_vector, matrix_layout, named_tensors, pad_axis, program, run
 from insum_nn.ops.custom import registered
-from insum_nn.ops.dense_choice import block_tiles, dense_is_faster
+from insum_nn.ops.dense_choice import block_tiles
 
 __all__ = ["SPMM", "spmm", "spmm_expression", "spmm_program"]
 

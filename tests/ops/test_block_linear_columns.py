@@ -9,10 +9,11 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
+from insum_nn.compiler.api import takes_columns
 from insum_nn.compiler.options import DEFAULT, Options
 from insum_nn.formats import BlockCOO
 from insum_nn.ops.block_linear import block_linear_stored, explain_block_linear
-from insum_nn.ops.block_linear_columns import BlockColumns, block_columns, takes_columns
+from insum_nn.ops.block_linear_columns import BlockColumns, block_columns
 from insum_nn.testing.tolerances import assert_matches
 from tests.ops.oracle import assert_same
 

@@ -10,7 +10,9 @@ from pathlib import Path
 import pytest
 import torch
 
+from insum_nn.compiler.api import by_table
 from insum_nn.compiler.options import Options
+from insum_nn.compiler.runtime import statement_choice
 from insum_nn.errors import InsumRangeError
 from insum_nn.layers.voxel.conv import SubMConv3d
 from insum_nn.layers.voxel.sparse_tensor import SparseConvTensor
@@ -23,7 +25,7 @@ from insum_nn.ops.sparse_conv import (
     sparse_conv_call,
     sparse_conv_expression,
 )
-from insum_nn.ops.sparse_conv_table import by_table, table_statement
+from insum_nn.ops.sparse_conv_table import table_statement
 from insum_nn.structure.coordinates import Coordinates
 from insum_nn.structure.kernel_map import Geometry, KernelMap
 from insum_nn.structure.kernel_map.build import build_kernel_map
@@ -65,7 +67,7 @@ def ran(monkeypatch):
         statements.append(call.program.expression)
         return inner(call, *rest)
 
-    monkeypatch.setattr(sparse_conv_table, "_everywhere", True)
+    monkeypatch.setattr(statement_choice, "_everywhere", True)
     monkeypatch.setattr(sparse_conv_table, "_launch", watch)
     return statements
 
@@ -104,7 +106,7 @@ def check(case, *, inverse: bool, options: Options, dtype=torch.float64, device=
 @pytest.mark.parametrize("case", CASES, ids=label)
 @pytest.mark.parametrize("listed", [False, True], ids=["table", "list"])
 def test_equals_dense_convolution(case, inverse, listed, ran, monkeypatch):
-    monkeypatch.setattr(sparse_conv_table, "_LIST_BYTES", 8 if listed else 4)
+    monkeypatch.setattr(statement_choice, "_LIST_BYTES", 8 if listed else 4)
     check(case, inverse=inverse, options=EAGER)
     h = "h," if case[2] > 1 else ""
     assert ran == [
@@ -130,7 +132,7 @@ def test_equals_dense_convolution(case, inverse, listed, ran, monkeypatch):
     ids=["subm1", "subm2", "conv2", "transpose2", "conv3"],
 )
 def test_first_and_second_derivatives(shape, how, groups, inverse, ran, monkeypatch):
-    monkeypatch.setattr(sparse_conv_table, "_LIST_BYTES", 8)
+    monkeypatch.setattr(statement_choice, "_LIST_BYTES", 8)
     """Second derivatives of the convolution and of its gradients, by finite differences."""
     near = build_kernel_map(random_sites(shape, 1, 4), how)
     near = near.inverse if inverse else near
@@ -195,7 +197,7 @@ def test_on_a_gpu_the_table_is_used_where_kernels_are_generated(gpu, monkeypatch
     ):
         assert sparse_conv_expression(device=gpu, options=options) == want
         assert sparse_conv_call(features, weight, near, options=options)[0] == want
-    monkeypatch.setattr(sparse_conv_table, "generates_kernels", lambda: False)
+    monkeypatch.setattr(statement_choice, "generates_kernels", lambda: False)
     assert sparse_conv_expression(device=gpu) == SPARSE_CONV
 
 
@@ -241,7 +243,7 @@ def test_tables_too_large_leave_the_pairs(ran, monkeypatch):
     features, weight, bias = operands(near.inputs, near.geometry, 1)
     want = sparse_conv(features, weight, near, bias, options=EAGER)
     assert ran == [TABLE]
-    monkeypatch.setattr(sparse_conv_table, "_MOST_ENTRIES", 9 * 20 - 1)
+    monkeypatch.setattr(statement_choice, "_MOST_ENTRIES", 9 * 20 - 1)
     torch.testing.assert_close(sparse_conv(features, weight, near, bias, options=EAGER), want)
     assert sparse_conv_call(features, weight, near, bias, options=EAGER)[0] == SPARSE_CONV
     assert ran == [TABLE]
