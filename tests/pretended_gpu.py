@@ -17,7 +17,7 @@ from torch.overrides import TorchFunctionMode
 
 from tests.compiler.corpus.statements import DEVICE_TYPE
 
-__all__ = ["H200", "pretended_gpu"]
+__all__ = ["H200", "Pretence", "pretended_gpu"]
 
 # The back end's name is also torch's name of the device.
 H200 = (DEVICE_TYPE, 90, 32)
@@ -34,7 +34,9 @@ def _here(value: Any) -> Any:
     return "cpu" if isinstance(value, str) and value.startswith(DEVICE_TYPE) else value
 
 
-class _Pretend(TorchFunctionMode):
+class Pretence(TorchFunctionMode):
+    """Has tensors say that they are on a GPU."""
+
     def __torch_function__(
         self,
         func: Callable[..., Any],
@@ -74,7 +76,9 @@ def pretended_gpu() -> Generator[None]:
             name="NVIDIA H200",
         ),
         "is_current_stream_capturing": lambda: False,
-        "current_stream": lambda *_: SimpleNamespace(synchronize=lambda: None, cuda_stream=0),
+        "current_stream": lambda *_: SimpleNamespace(
+            synchronize=lambda: None, wait_event=lambda _: None, cuda_stream=0
+        ),
         "synchronize": lambda *_: None,
         "Event": lambda *_: SimpleNamespace(record=lambda *_: None, synchronize=lambda: None, query=lambda: True),
     }
@@ -84,14 +88,14 @@ def pretended_gpu() -> Generator[None]:
 
     def backward(*args: Any, **kwargs: Any) -> Any:
         # torch calls it without the mode, as `torch.autograd.grad` is a function that a mode may replace.
-        with _Pretend():
+        with Pretence():
             return engine(*args, **kwargs)
 
     try:
         for name, value in said.items():
             setattr(torch.cuda, name, value)
         autograd._engine_run_backward = backward
-        with _Pretend():
+        with Pretence():
             yield
     finally:
         autograd._engine_run_backward = engine

@@ -32,7 +32,7 @@ from insum_nn.compiler.runtime.modes import (
 from insum_nn.compiler.runtime.multilinear import Multilinear, contract
 from insum_nn.compiler.runtime.out_argument import check_unrecorded, write_out
 from insum_nn.compiler.runtime.program import Program, ProgramSum, Shape
-from insum_nn.compiler.runtime.row_partition import keep_words
+from insum_nn.compiler.runtime.row_partition import keep_lengths, keep_words
 from insum_nn.compiler.runtime.statement_choice import (
     by_table,
     dense_is_faster,
@@ -70,6 +70,7 @@ __all__ = [
     "is_rehearsed",
     "is_traced",
     "is_transformed",
+    "keep_lengths",
     "keep_words",
     "options_text",
     "pairs_are_faster",

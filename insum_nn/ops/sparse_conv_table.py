@@ -24,7 +24,15 @@ from typing import Literal, NamedTuple, cast
 import torch
 from torch import Tensor
 
-from insum_nn.compiler.api import Given, Program, compile_built, contract, keep_words, pairs_are_faster
+from insum_nn.compiler.api import (
+    Given,
+    Program,
+    compile_built,
+    contract,
+    keep_lengths,
+    keep_words,
+    pairs_are_faster,
+)
 from insum_nn.compiler.options import Options
 from insum_nn.facts import IndexFacts
 from insum_nn.structure.kernel_map import FACTS, KernelMap
@@ -101,6 +109,9 @@ def table_conv(
     Returns:
         `Out`, (m, O).
     """
+    if weight.requires_grad and torch.is_grad_enabled() and pairs_are_faster(features.dtype):
+        # The list of pairs has to know their number.
+        kernel_map.send_counts()
     return contract(_Conv(kernel_map, groups, options), "Out", features, weight, start=bias)
 
 
@@ -184,6 +195,8 @@ def _call(kind: Kind, kernel_map: KernelMap, groups: int, options: Options, way:
     first, second = ("dOut" if operand == "Out" else operand for operand in _OPERANDS[kind])
     if way == "list":
         indices = kernel_map.pair_list
+        if not torch.compiler.is_compiling():
+            keep_lengths(indices["Off"], kernel_map.counts)
     elif way == "table":
         table = (kernel_map.inverse if kind == "In" else kernel_map).table
         indices = table.tensors

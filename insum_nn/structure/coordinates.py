@@ -20,7 +20,8 @@ from torch import Tensor
 
 from insum_nn.errors import InsumDtypeError, InsumFormatError, InsumRangeError, InsumShapeError
 from insum_nn.structure.cell_numbers import assert_distinct
-from insum_nn.structure.site_grid import SiteGrid, constant, fits, steps_of
+from insum_nn.structure.site_grid import SiteGrid, fits, steps_of
+from insum_nn.structure.transfers import constant, read_later
 
 __all__ = ["MAX_EXTENT", "Coordinates", "SiteKeys", "spans_of", "unique_sites"]
 
@@ -113,7 +114,13 @@ class Coordinates:
     def _keys(self) -> SiteKeys:
         found = self._cache.get("keys")
         if found is None:
-            found = self._cache["keys"] = SiteKeys.build(self.indices, spans_of(self.extents))
+            spans, known = spans_of(self.extents), self._cache.get("numbers")
+            if known is None:
+                found = SiteKeys.build(self.indices, spans)
+            else:
+                rows = torch.arange(self.num_sites, device=self.device)
+                found = SiteKeys(spans, (), known.to(_key_dtype(spans)), rows)
+            self._cache["keys"] = found
         return found
 
     def keys(self, reach: int) -> SiteKeys | None:
@@ -132,8 +139,7 @@ class Coordinates:
         spans = spans_of((batch_size, *spatial_shape))
         wide = keys[:, None].div(constant(steps_of(spans), keys.device), rounding_mode="floor")
         sites = cls(wide.remainder_(constant(spans, keys.device)).to(dtype), spatial_shape, batch_size)
-        rows = torch.arange(keys.shape[0], device=keys.device)
-        sites._cache["keys"] = SiteKeys(spans, (), keys.to(_key_dtype(spans)), rows)
+        sites._cache["numbers"] = keys
         return sites
 
     def grid(self, reach: int = _MARGIN) -> SiteGrid | None:
@@ -190,25 +196,26 @@ class Coordinates:
         Args:
             by_cells: make the `grid` also where sorting costs less than it, since it will be wanted.
         """
-        if not self.num_sites:
+        facts = self.facts(by_cells=by_cells)
+        if facts is None:
             return lambda: None
+        answer = read_later(facts)
+        return lambda: self.judge(answer())
+
+    def facts(self, *, by_cells: bool = False) -> Tensor | None:
+        """(2 (1 + d) + 1,) what `judge` has to read: the least and greatest of each column, and whether a site repeats.
+
+        `None` where there are no sites.
+        """
+        if not self.num_sites:
+            return None
         grid = self.grid() if by_cells or self.device.type == "cuda" else None
         twice = self._keys.repeats() if grid is None else grid.repeats()
         # Cells of rows that lie outside mean nothing; they are judged after the limits, but read with them.
-        facts = torch.cat([*torch.aminmax(self.indices, dim=0), twice[None]])
-        if facts.device.type != "cuda":
-            return lambda: self._judge(facts.tolist())
-        copied = facts.to("cpu", non_blocking=True)
-        done = torch.cuda.Event()
-        done.record(torch.cuda.current_stream(facts.device))
+        return torch.cat([*torch.aminmax(self.indices, dim=0), twice[None]])
 
-        def judge() -> None:
-            done.synchronize()
-            self._judge(copied.tolist())
-
-        return judge
-
-    def _judge(self, facts: list[int]) -> None:
+    def judge(self, facts: Sequence[int]) -> None:
+        """Raise what `prove` raises where the values of `facts` say so."""
         lows, highs, twice = facts[: self.ndim + 1], facts[self.ndim + 1 : -1], facts[-1]
         if min(lows) < 0 or any(high >= extent for high, extent in zip(highs, self.extents, strict=True)):
             raise _outside(self)

@@ -20,11 +20,10 @@ import torch
 from torch import Tensor
 
 from insum_nn.structure.constants import plain_tensors
+from insum_nn.structure.transfers import constant
 
-__all__ = ["SiteGrid", "constant", "distinct_cells", "fits", "steps_of"]
+__all__ = ["SiteGrid", "first_rows", "fits", "steps_of"]
 
-# Tensors of numbers that are kept, over all devices.
-_MOST_CONSTANTS = 256
 # Cells of the largest grid (512 MiB), and the share of a GPU's memory that it may take.
 _MOST_CELLS = 1 << 27
 _MEMORY_SHARE = 32
@@ -58,7 +57,7 @@ class SiteGrid:
         device, numbers = indices.device, _numbers(spans, reach)
         steps = constant(numbers.steps, device)
         cells = (indices * steps).sum(1).clamp_(0, numbers.last)
-        rows = _first_rows(indices.shape[0], device)
+        rows = first_rows(indices.shape[0], device)
         table = torch.full((numbers.lead + numbers.cells,), -1, dtype=torch.int32, device=device)
         table[numbers.lead :].scatter_(0, cells, rows)
         return cls(spans, reach, table, cells, rows)
@@ -117,31 +116,10 @@ def _numbers(spans: tuple[int, ...], reach: int) -> _Numbers:
     return _Numbers(steps, cells, margin, cells - 1 - margin)
 
 
-_constants: dict[tuple[tuple[int, ...], torch.device, torch.dtype], Tensor] = {}
-
-
-def constant(values: tuple[int, ...], device: torch.device, dtype: torch.dtype = torch.int64) -> Tensor:
-    """(len(values),) these numbers on a device. Kept, since to send them there waits for the device; not to be written.
-
-    >>> constant((1, 2), torch.device("cpu")) is constant((1, 2), torch.device("cpu"))
-    True
-    """
-    found = _constants.get((values, device, dtype))
-    if found is None:
-        with plain_tensors():
-            found = torch.tensor(values, dtype=dtype, device=device)
-        # A tensor that is only traced is of no use to others.
-        if type(found) is Tensor:
-            if len(_constants) >= _MOST_CONSTANTS:
-                _constants.clear()
-            _constants[values, device, dtype] = found
-    return found
-
-
 _rows: dict[torch.device, Tensor] = {}
 
 
-def _first_rows(count: int, device: torch.device) -> Tensor:
+def first_rows(count: int, device: torch.device) -> Tensor:
     """(count,) int32: 0, 1, ..; the longest that was asked for is kept for each device, and not to be written."""
     known = _rows.get(device)
     if known is None or known.shape[0] < count:
@@ -150,20 +128,6 @@ def _first_rows(count: int, device: torch.device) -> Tensor:
         if type(known) is Tensor:
             _rows[device] = known
     return known[:count]
-
-
-def distinct_cells(cells: Tensor, count: int) -> tuple[Tensor, Tensor]:
-    """`torch.unique(cells, return_inverse=True)` of int64 numbers below `count`, by marks instead of a sort.
-
-    >>> distinct_cells(torch.tensor([7, 2, 7]), 9)
-    (tensor([2, 7]), tensor([1, 0, 1]))
-    """
-    marks = torch.zeros(count, dtype=torch.bool, device=cells.device).scatter_(0, cells, True)
-    known = marks.nonzero().squeeze(1)
-    # Only cells that were written are read.
-    numbers = torch.empty(count, dtype=torch.int64, device=cells.device)
-    numbers.scatter_(0, known, torch.arange(known.shape[0], device=cells.device))
-    return known, numbers.index_select(0, cells)
 
 
 def fits(spans: tuple[int, ...], reach: int, sites: int, device: torch.device) -> bool:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import gc
 import math
 from collections.abc import Iterator
+from dataclasses import fields
 
 import pytest
 import torch
@@ -15,12 +16,14 @@ from insum_nn.compiler.runtime import row_partition
 from insum_nn.compiler.runtime.row_partition import (
     RowPartition,
     clear_partitions,
+    keep_lengths,
     keep_words,
     known_partition,
     longest_row,
     partition_of,
     words_of,
 )
+from tests.device_calls import device_calls
 
 
 @pytest.fixture(autouse=True)
@@ -262,3 +265,42 @@ def test_words_that_are_known_are_taken():
     assert words_of(index).data_ptr() == known.data_ptr()
     index[0, 0] = -1
     assert words_of(index).tolist() == [[0, 0]]
+
+
+@pytest.mark.parametrize("share", [1, 3, 7, 64, 512])
+def test_lengths_that_are_known_are_not_read(share: int):
+    lengths = [5, 0, 64, 1, 0, 7, 130, 2, 0]
+    drawn = torch.arange(len(lengths)).repeat_interleave(torch.tensor(lengths)).int()
+    for segment in (False, True):
+        known, want = drawn.clone(), partition_of(drawn.clone(), len(lengths), False, share, segment)
+        with device_calls() as calls:
+            keep_lengths(known, lengths)
+            got = partition_of(known, len(lengths), False, share, segment)
+        assert not calls.reads
+        assert not calls.answers
+        # Of another number of rows nothing is known.
+        with device_calls() as calls:
+            partition_of(known, len(lengths) + 1, False, share, segment)
+        assert len(calls.reads) == 1
+        for field in fields(RowPartition):
+            one, other = getattr(got, field.name), getattr(want, field.name)
+            assert torch.equal(one, other) if isinstance(one, Tensor) else one == other, field.name
+    keep_lengths(drawn, lengths)
+    drawn[0] = -1
+    assert partition_of(drawn, len(lengths), False, 512).begin[0] == 1
+
+
+@pytest.mark.parametrize("segment", [False, True])
+@pytest.mark.parametrize("rows", [40, 5000])
+def test_a_partition_is_built_with_one_reading(rows: int, segment: bool):
+    index = torch.randint(-1, rows, (3000,)).sort().values
+    index[-500:] = rows - 2
+    with device_calls() as calls:
+        got = partition_of(index, rows, False, 4, segment)
+    assert len(calls.reads) == 1
+    assert got.split
+    if not segment:
+        clear_partitions()
+        index = index.sort().values
+        assert_owns(index, rows, 4, permuted=False)
+        assert_owns(index[torch.randperm(3000)], rows, 4, permuted=True)

@@ -26,6 +26,7 @@ from insum_nn.kept import TensorCache
 __all__ = [
     "RowPartition",
     "clear_partitions",
+    "keep_lengths",
     "keep_words",
     "known_partition",
     "longest_row",
@@ -84,6 +85,8 @@ class RowPartition:
 
 _known: TensorCache[RowPartition] = TensorCache(_LIMIT)
 _orders: TensorCache[Tensor] = TensorCache(_LIMIT)
+# Where the terms of each row begin, on the host, of index tensors with few rows.
+_begins: TensorCache[Tensor] = TensorCache(_LIMIT)
 # For each column of an index tensor, the rows in which it has an entry.
 _words: TensorCache[Tensor] = TensorCache(_LIMIT)
 
@@ -92,6 +95,7 @@ def clear_partitions() -> None:
     """Forget everything that was built."""
     _known.clear()
     _orders.clear()
+    _begins.clear()
     _words.clear()
 
 
@@ -153,81 +157,155 @@ def _ordered(index: Tensor, rows: int, permuted: bool) -> tuple[Tensor, Tensor |
     return flat[order], order, small
 
 
+def _build(index: Tensor, rows: int, permuted: bool, chunk: int) -> RowPartition:
+    flat, order, small = _ordered(index, rows, permuted)
+    known = _known_begin(index, rows)
+    if known is None:
+        bounds = torch.arange(rows + 1, device=flat.device, dtype=flat.dtype)
+        begin = torch.searchsorted(flat, bounds, out_int32=small == torch.int32)
+        if rows > _FEW_ROWS:
+            return _divide(flat, order, begin, chunk)
+        # Few rows are divided on the host, which then reads the device once rather than at every size it needs.
+        known = begin.cpu()
+        _begins.keep((index,), None, known)
+    else:
+        begin = _send([known.to(small)], flat.device)[0]
+    lengths = known.diff()
+    longest = int(lengths.max()) if rows else 0
+    whole = int(known[-1] - known[0]) == flat.shape[0]
+    if longest <= chunk:
+        return RowPartition(rows, begin, order=order, whole=whole, longest=longest)
+    parts = _parts(lengths, chunk)
+    divided = (parts > 1).nonzero().squeeze(1)
+    owner = torch.arange(rows, device=known.device).repeat_interleave(parts)
+    first = _offsets(parts[divided])
+    ranges = [part.to(small) for part in (*_ranges(known, owner, parts, chunk), owner)]
+    low, high, target, owner, divided, first_slot = _send([*ranges, divided, first], flat.device)
+    slots = int(first[-1])
+    return RowPartition(
+        owner.shape[0], low, high, target, owner, order, slots, divided, first_slot, False, whole, longest
+    )
+
+
+def _divide(flat: Tensor, order: Tensor | None, begin: Tensor, chunk: int) -> RowPartition:
+    """Divide rows where they are; the host reads all sizes at once."""
+    rows, terms, small = begin.shape[0] - 1, flat.shape[0], begin.dtype
+    lengths = begin.diff()
+    asked = [lengths.max().long(), lengths.sum()]
+    parts = lengths
+    if chunk < terms:
+        parts = _parts(lengths, chunk)
+        more = parts > 1
+        asked += [parts.sum(), more.sum(), (parts * more).sum()]
+    longest, owned, *sizes = torch.stack(asked).tolist()
+    whole = owned == terms
+    if longest <= chunk:
+        return RowPartition(rows, begin, order=order, whole=whole, longest=longest)
+    ranges, count, slots = sizes
+    owner = torch.arange(rows, device=flat.device).repeat_interleave(parts, output_size=ranges)
+    divided = (parts > 1).nonzero_static(size=count).squeeze(1)
+    # Each begins at a multiple of 16 bytes, or the machine code would depend on how many ranges there are.
+    packed = torch.zeros((4, -(-ranges // 4) * 4), dtype=small, device=flat.device)
+    packed[:, :ranges] = torch.stack([*_ranges(begin, owner, parts, chunk), owner])
+    low, high, target, owner = packed[:, :ranges].unbind(0)
+    first = _offsets(parts[divided])
+    return RowPartition(ranges, low, high, target, owner, order, slots, divided, first, False, whole, longest)
+
+
 def _offsets(lengths: Tensor) -> Tensor:
     return torch.nn.functional.pad(lengths.long().cumsum(0), (1, 0))
 
 
-def _build(index: Tensor, rows: int, permuted: bool, chunk: int) -> RowPartition:
-    flat, order, small = _ordered(index, rows, permuted)
-    bounds = torch.arange(rows + 1, device=flat.device, dtype=flat.dtype)
-    begin = torch.searchsorted(flat, bounds, out_int32=small == torch.int32)
-    # Few rows are divided on the host, which then reads the device once rather than at every size it needs.
-    known = begin.cpu() if rows <= _FEW_ROWS else begin
-    length = known[1:] - known[:-1]
-    # One look at the device for all that is asked of it.
-    longest, owned = torch.stack([length.max().long(), length.sum()]).tolist() if rows else (0, 0)
-    whole = owned == flat.shape[0]
-    if longest <= chunk:
-        return RowPartition(rows, begin, order=order, whole=whole, longest=longest)
-    parts = (length + (chunk - 1)).div(chunk, rounding_mode="floor").clamp_min_(1)
-    owner = torch.repeat_interleave(torch.arange(rows, device=known.device), parts)
+def _ranges(begin: Tensor, owner: Tensor, parts: Tensor, chunk: int) -> tuple[Tensor, Tensor, Tensor]:
+    """Where each range of the rows' parts begins and ends, and its target."""
     before = parts.cumsum(0) - parts
-    within = torch.arange(owner.shape[0], device=known.device) - before[owner]
-    low = known[owner] + within * chunk
-    high = torch.minimum(low + chunk, known[owner + 1])
+    within = torch.arange(owner.shape[0], device=owner.device) - before[owner]
+    low = begin[owner] + within * chunk
+    high = torch.minimum(low + chunk, begin[owner + 1])
     apart = parts[owner] > 1
     slot = apart.cumsum(0) - 1
-    target = torch.where(apart, -1 - slot, owner)
-    divided = (parts > 1).nonzero().squeeze(1)
-    ends = parts[divided].cumsum(0)
-    count = owner.shape[0]
-    # Each begins at a multiple of 16 bytes, or the machine code would depend on how many ranges there are.
-    packed = torch.zeros((4, -(-count // 4) * 4), dtype=small, device=known.device)
-    packed[:, :count] = torch.stack([low, high, target, owner])
-    low, high, target, owner = packed.to(flat.device)[:, :count].unbind(0)
-    first = torch.nn.functional.pad(ends, (1, 0)).to(flat.device)
-    slots = int(ends[-1])
-    divided = divided.to(flat.device)
-    return RowPartition(owner.shape[0], low, high, target, owner, order, slots, divided, first, False, whole, longest)
+    return low, high, torch.where(apart, -1 - slot, owner)
+
+
+def _parts(lengths: Tensor, chunk: int) -> Tensor:
+    """How many ranges each row becomes."""
+    return (lengths + (chunk - 1)).div(chunk, rounding_mode="floor").clamp_min_(1)
+
+
+def _send(parts: Sequence[Tensor], device: torch.device) -> list[Tensor]:
+    """Send tensors of the host to a device, together.
+
+    Each begins at a multiple of 16 bytes, or the machine code would depend on how many ranges there are.
+    """
+    if device.type == "cpu":
+        return list(parts)
+    begins = [0]
+    for part in parts:
+        begins.append(begins[-1] + -(-part.nbytes // 16) * 16)
+    # The device reads such memory by itself: the host does not wait until it comes to that.
+    packed = torch.empty(begins[-1], dtype=torch.uint8, device="cpu", pin_memory=True)
+    for part, at in zip(parts, begins, strict=False):
+        packed[at : at + part.nbytes].view(part.dtype).copy_(part)
+    sent = packed.to(device, non_blocking=True)
+    return [sent[at : at + part.nbytes].view(part.dtype) for part, at in zip(parts, begins, strict=False)]
 
 
 def _build_chunks(index: Tensor, rows: int, permuted: bool, chunk: int) -> RowPartition:
     flat, order, small = _ordered(index, rows, permuted)
-    begin = torch.searchsorted(flat, torch.tensor([0, rows], device=flat.device, dtype=flat.dtype))
-    # Terms without a row stand before the first chunk.
-    low, high = begin.tolist()
-    owner = flat[low:high].long()
-    terms = high - low
-    chunks = -(-terms // chunk)
-    change = torch.ones(terms + 1, dtype=torch.bool, device=flat.device)
-    torch.ne(owner[1:], owner[:-1], out=change[1:-1])
+    terms, device = flat.shape[0], flat.device
+    # Terms without a row stand before the first chunk, those past the end behind the last.
+    begin = torch.searchsorted(flat, torch.arange(2, device=device, dtype=flat.dtype) * rows)
+    place = torch.arange(terms + 1, device=device)
+    inside = ((place >= begin[0]) & (place < begin[1]))[:-1]
+    change = torch.ones(terms + 1, dtype=torch.bool, device=device)
+    torch.ne(flat[1:], flat[:-1], out=change[1:-1])
+    chunk_of = (place - begin[0]).div(chunk, rounding_mode="floor")
     border = change.clone()
-    border[::chunk] = True
-    # A run is what a chunk holds of one row; it is a part if the row goes on before or behind it.
-    run = border[:-1].cumsum(0) - 1
-    where = border[:-1].nonzero().squeeze(1)
-    edges = torch.cat([where, where.new_tensor([terms])])
-    apart = ~(change[edges[:-1]] & change[edges[1:]])
-    slot = apart.cumsum(0) - 1
-    of_run = owner[where]
-    target = torch.where(apart, -1 - slot, of_run)[run]
-    code = target * 4 + border[:-1].long() + border[1:].long() * 2
-    divided, lengths = torch.unique_consecutive(of_run[apart], return_counts=True)
-    first = _offsets(lengths)
-    slots, rows_met = int(first[-1]), int(change[:-1].sum())
+    torch.logical_or(change[1:], chunk_of[1:] != chunk_of[:-1], out=border[1:])
+    # A row whose first and last term are of two chunks is divided: what each chunk holds of it is a part.
+    first = torch.where(change, place, 0).cummax(0).values[:-1]
+    last = torch.where(change, place, terms).flip(0).cummin(0).values.flip(0)[1:] - 1
+    apart = (chunk_of[first] != chunk_of[last]) & inside
+    begins = border[:-1] & inside
+    slot = (begins & apart).cumsum(0) - 1
+    code = torch.where(apart, -1 - slot, flat) * 4 + border[:-1].long() + border[1:].long() * 2
+    heads = change[:-1] & inside
+    known = _known_begin(index, rows)
+    if known is None:
+        asked = [*begin.unbind(0), (begins & apart).sum(), (heads & apart).sum(), heads.sum()]
+        low, high, slots, count, met = torch.stack(asked).tolist()
+    else:
+        low, high, lengths = int(known[0]), int(known[-1]), known.diff()
+        chunks = (known - low).div(chunk, rounding_mode="floor"), (known - low - 1).div(chunk, rounding_mode="floor")
+        parts = torch.where(lengths > 0, chunks[1][1:] - chunks[0][:-1] + 1, 0)
+        met, count, slots = int((lengths > 0).sum()), int((parts > 1).sum()), int(parts[parts > 1].sum())
+    where = (heads & apart).nonzero_static(size=count).squeeze(1) if count else place[:0]
     fits = max(rows, slots) < 2**29
-    padded = torch.zeros(flat.shape[0], dtype=torch.int32 if fits else torch.int64, device=flat.device)
-    padded[low:high] = code.to(padded.dtype)
     return RowPartition(
-        chunks,
+        -(-(high - low) // chunk),
         begin.to(small),
-        target=padded,
+        target=torch.where(inside, code, 0).to(torch.int32 if fits else torch.int64),
         order=order,
         slots=slots,
-        divided=divided,
-        first=first,
-        empty_rows=rows_met < rows,
+        divided=flat[where].long(),
+        first=torch.nn.functional.pad(slot[where], (0, 1), value=slots),
+        empty_rows=met < rows,
     )
+
+
+def keep_lengths(index: Tensor, lengths: Sequence[int]) -> None:
+    """Take how often each row stands in an index tensor in which no term is without a row, where the host knows it."""
+    if len(lengths) <= _FEW_ROWS:
+        with torch.inference_mode(False):
+            _begins.keep((index,), None, _offsets(torch.tensor(lengths, dtype=torch.int64, device="cpu")))
+
+
+def _known_begin(index: Tensor, rows: int) -> Tensor | None:
+    found = _begins.find((index,))
+    # What is sent while a graph is captured would be sent by its replays.
+    if found is None or found.shape[0] != rows + 1 or (index.is_cuda and torch.cuda.is_current_stream_capturing()):
+        return None
+    return found
 
 
 _bits: dict[torch.device, Tensor] = {}

@@ -36,6 +36,7 @@ from insum_nn.structure.kernel_map.tables import (
     order_by_mask,
 )
 from insum_nn.structure.kernel_map.traced import groups_in_graph, map_in_graph
+from insum_nn.structure.transfers import read_later
 
 __all__ = ["build_kernel_map"]
 
@@ -78,39 +79,41 @@ def build_kernel_map(
         return _traced_map(inputs, geometry, shape)
     # What is built of ordinary tensors keeps count of its changes, so that a compiler can keep what it made of them.
     with plain_tensors(inputs.indices):
-        judge = None if proven else inputs.proof(by_cells=geometry.kind == "subm")
+        by_table = inputs.device.type == "cuda" if by_table is None else by_table
         try:
-            # Look-ups by cell are safe without the answer: the device goes on while it is on its way.
-            if judge is not None and not (geometry.kind == "subm" and inputs.has_grid):
-                judge()
-                judge = None
-            found = _build(inputs, geometry, shape, by_table)
+            facts = None if proven else inputs.facts(by_cells=geometry.kind == "subm")
+            return _build(inputs, geometry, shape, facts, by_table)
         finally:
             inputs.drop_grid()
-        if judge is not None:
-            judge()
-    return found
 
 
-def _build(inputs: Coordinates, geometry: Geometry, shape: tuple[int, ...], by_table: bool | None) -> KernelMap:
-    if by_table is None:
-        by_table = inputs.device.type == "cuda"
-    small = geometry.volume * inputs.num_sites <= MOST_ENTRIES
+def _build(
+    inputs: Coordinates, geometry: Geometry, shape: tuple[int, ...], facts: Tensor | None, by_table: bool
+) -> KernelMap:
+    """The map of voxels that are judged by `facts`, which the host reads; `None`: they are proven."""
+    small, subm = geometry.volume * inputs.num_sites <= MOST_ENTRIES, geometry.kind == "subm"
+    if small and not subm and not geometry.is_pointwise:
+        # Which reads how many outputs there are, and the facts with them.
+        found = reached_neighbours(inputs, geometry, shape, facts)
+        if found is not None:
+            return _of_neighbours(inputs, geometry, found, by_table)
+    answer = None if facts is None else read_later(facts)
+    if small and subm and not geometry.is_pointwise:
+        # Look-ups are safe without the answer: the device goes on while it is on its way.
+        found = submanifold_neighbours(inputs, geometry)
+        if found is not None:
+            near = _of_neighbours(inputs, geometry, found, by_table)
+            if answer is not None:
+                inputs.judge(answer())
+            return near
+    if answer is not None:
+        inputs.judge(answer())
     if geometry.is_pointwise:
-        outputs = inputs if geometry.kind == "subm" else _with_shape(inputs, shape)
+        outputs = inputs if subm else _with_shape(inputs, shape)
         if by_table and small:
             return _of_neighbours(inputs, geometry, identity_neighbours(outputs), by_table)
         return KernelMap.of_groups(inputs, outputs, geometry, identity_groups(inputs.num_sites, inputs.device))
-    if small:
-        subm = geometry.kind == "subm"
-        found = submanifold_neighbours(inputs, geometry) if subm else reached_neighbours(inputs, geometry, shape)
-        if found is not None:
-            return _of_neighbours(inputs, geometry, found, by_table)
-    outputs, pairs = (
-        (inputs, _submanifold_pairs(inputs, geometry))
-        if geometry.kind == "subm"
-        else _reached_pairs(inputs, geometry, shape)
-    )
+    outputs, pairs = (inputs, _submanifold_pairs(inputs, geometry)) if subm else _reached_pairs(inputs, geometry, shape)
     return KernelMap.of_groups(inputs, outputs, geometry, group_pairs(pairs, geometry.volume))
 
 

@@ -29,6 +29,7 @@ from insum_nn.structure.kernel_map.tables import (
     neighbour_rows,
     order_by_mask,
 )
+from insum_nn.structure.transfers import read_later
 
 __all__ = ["FACTS", "KernelMap"]
 
@@ -104,7 +105,8 @@ class KernelMap:
         """Pairs in groups, of the direction that is not inverted."""
         groups = self._cache.get(("groups", False))
         if groups is None:
-            groups = self._cache["groups", False] = groups_of_table(self._cache["table", False].neighbours)
+            near = self._cache["table", False].neighbours
+            groups = self._cache["groups", False] = groups_of_table(near, self._known_counts())
         return groups
 
     @property
@@ -128,17 +130,33 @@ class KernelMap:
         groups = self._cache.get(("groups", False))
         if groups is not None:
             return groups.filled
-        return (self._cache["table", False].sorted_neighbours >= 0).sum(1)
+        found = self._cache.get(("filled", False))
+        if found is None:
+            with plain_tensors(self.inputs.indices):
+                found = (self._cache["table", False].sorted_neighbours >= 0).sum(1)
+            self._cache["filled", False] = found
+        return found
 
     @property
     def counts(self) -> tuple[int, ...]:
-        """Pairs of each offset; read from the device once, by the builder where that needs them."""
-        counts = self._cache.get(("counts", False))
-        if counts is None:
-            groups = self._cache.get(("groups", False))
-            counts = None if groups is None else groups.counts
-            counts = self._cache["counts", False] = tuple(self.filled.tolist()) if counts is None else counts
-        return counts
+        """Pairs of each offset; read from the device once, where the builder did not have to."""
+        groups = self._cache.get(("groups", False))
+        if groups is not None and groups.counts is not None:
+            return groups.counts
+        self.send_counts()
+        return tuple(self._cache["counts", False]())
+
+    def send_counts(self) -> None:
+        """Have `counts` sent to the host, so that who asks for them later does not wait for what was queued since."""
+        if ("counts", False) not in self._cache:
+            with plain_tensors(self.inputs.indices):
+                self._cache["counts", False] = read_later(self.filled)
+
+    def _known_counts(self) -> tuple[Tensor, tuple[int, ...]] | None:
+        """Pairs of each offset, where to count them is worth it: a CPU need not know them before it finds the pairs."""
+        if torch.compiler.is_compiling() or self.device.type == "cpu":
+            return None
+        return self.filled, self.counts
 
     @property
     def num_pairs(self) -> int:
@@ -176,7 +194,8 @@ class KernelMap:
             groups = self._cache.get(("groups", False))
             if groups is not None:
                 return list_of_groups(groups)
-            return list_of_table(self._cache["table", False].neighbours)
+            known = self._known_counts()
+            return list_of_table(self._cache["table", False].neighbours, None if known is None else sum(known[1]))
 
     @property
     def calls(self) -> dict[Any, Any]:

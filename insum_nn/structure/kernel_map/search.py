@@ -7,13 +7,14 @@ middle cell is its own mirror: where a voxel meets another on one side, that one
 cells are searched. Nothing of it reads the device.
 
 How many voxels a strided kernel reaches depends on the coordinates: their cells are marked, or else their keys sorted,
-which is where the device is read.
+and their number is read, once. Before that, and after it, all sizes are bounds that are known ahead.
 """
 
 from __future__ import annotations
 
 import itertools
-from collections.abc import Sequence
+import math
+from collections.abc import Callable, Iterable
 from typing import NamedTuple
 
 import torch
@@ -21,15 +22,16 @@ from torch import Tensor
 
 from insum_nn.structure.coordinates import Coordinates, SiteKeys, spans_of
 from insum_nn.structure.kernel_map.geometry import Geometry
-from insum_nn.structure.site_grid import constant, distinct_cells, fits, steps_of
+from insum_nn.structure.site_grid import first_rows, fits, steps_of
+from insum_nn.structure.transfers import constant
 
 __all__ = ["Neighbours", "identity_neighbours", "reached_neighbours", "submanifold_neighbours"]
 
 # (offset, voxel) looked at together: bounds the memory of a search, not the size of a map.
 _CANDIDATES = 1 << 24
-# Numbers of cells up to which the keys of what is missing, of which d may be added up, do not wrap: of 64 and 32 bits.
+# Codes up to which those of what is missing, of which one for each axis may be added up, do not wrap.
 _CELL_LIMIT = 1 << 59
-_NARROW_CELLS = 1 << 27
+_NARROW_CELLS = 1 << 31
 
 
 class Neighbours(NamedTuple):
@@ -95,10 +97,8 @@ def _search(keys: SiteKeys, deltas: tuple[int, ...], into: Tensor, rows: Tensor)
     """Write the rows that stand `deltas` away from each key `into` (k, n), or -1; also their places, and which miss."""
     known = keys.keys
     wanted = known + constant(deltas, known.device, known.dtype)[:, None]
-    place = torch.searchsorted(known, wanted, out_int32=True)
-    if max(deltas) > 0:
-        # What is greater than all keys has no place among them. Without a step forward there is none.
-        place.clamp_(max=known.shape[0] - 1)
+    # What is greater than all keys has no place among them.
+    place = torch.searchsorted(known, wanted, out_int32=True).clamp_(max=known.shape[0] - 1)
     flat = place.view(-1)
     misses = known.index_select(0, flat).view_as(wanted) != wanted
     torch.index_select(rows, 0, flat, out=into.view(-1))
@@ -136,105 +136,215 @@ def _by_halves(keys: SiteKeys, rows: Tensor, deltas: tuple[int, ...]) -> Tensor:
     return table[:volume]
 
 
-def reached_neighbours(sites: Coordinates, geometry: Geometry, shape: tuple[int, ...]) -> Neighbours | None:
+def reached_neighbours(
+    sites: Coordinates, geometry: Geometry, shape: tuple[int, ...], facts: Tensor | None
+) -> Neighbours | None:
     """The voxels that a strided or transposed kernel reaches, and their neighbours; `None` where the grid is too large.
 
     conv:       output = (voxel + padding - cell * dilation) / stride, where that is whole
     transpose:  output = voxel * stride - padding + cell * dilation
+
+    Args:
+        sites: the voxels.
+        geometry: the kernel's movement.
+        shape: the output's grid.
+        facts: what is to be judged of the voxels, read together with the number of outputs; `None`: they are proven.
     """
-    spans = spans_of((sites.batch_size, *shape))
-    cells = steps_of(spans)[0] * spans[0]
-    if cells > _CELL_LIMIT:
+    spans, volume, rows = spans_of((sites.batch_size, *shape)), geometry.volume, sites.num_sites
+    cells, bits = math.prod(spans), _bits(geometry)
+    most = (cells + 1 + rows) << bits
+    if most > _CELL_LIMIT:
         return None
-    dtype = torch.int32 if cells <= _NARROW_CELLS else torch.int64
-    plain = all(step == 1 for step in geometry.dilation) and not any(geometry.padding)
-    if geometry.kind == "conv" and plain and geometry.stride == geometry.kernel_size:
-        offset, row, key = _tiled(sites, geometry, shape, spans)
-    else:
-        at, key = _landings(sites, geometry, shape, spans, dtype)
-        offset = at.div(max(1, sites.num_sites), rounding_mode="floor")
-        row = torch.sub(at, offset, alpha=sites.num_sites)
-    if _marks(spans, key):
-        known, place = distinct_cells(key.long(), cells)
-    else:
-        known, place = torch.unique(key.to(dtype), return_inverse=True)
-    outputs = Coordinates.of_keys(known, shape, sites.batch_size, sites.indices.dtype)
-    near = torch.full((geometry.volume, outputs.num_sites), -1, dtype=torch.int32, device=sites.device)
+    if not rows:
+        none = torch.empty(volume, 0, dtype=torch.int32, device=sites.device)
+        return Neighbours(Coordinates(sites.indices, shape, sites.batch_size), none, None)
+    marks, whole = _marks(spans, sites), _is_whole(sites, geometry, shape)
+    # Of what leads nowhere, one for each axis may be added up.
+    narrow = not marks and most <= _NARROW_CELLS // (1 if whole else 2 + sites.ndim)
+    dtype = torch.int32 if narrow else torch.int64
+    found = _codes(sites, geometry, shape, spans, dtype, whole=whole, proven=facts is None)
+    met = _marked(found, cells) if marks else _sorted(found, cells)
+    # The one look at the device.
+    count, *asked = (met.total if facts is None else torch.cat([met.total, facts])).tolist()
+    if facts is not None:
+        sites.judge(asked)
+    offset = torch.sub(met.code, met.key, alpha=1 << bits)
+    if met.spare:
+        offset = offset.clamp_(max=volume)
     # An offset sends each voxel to an output of its own: no cell is written twice.
-    near.view(-1).scatter_(0, torch.add(place, offset, alpha=outputs.num_sites), row.int())
-    return Neighbours(outputs, near, None)
+    place = torch.add(met.number, offset, alpha=count)
+    entries = volume * count
+    # Numbers begin with one: what is written begins one place before the table, which begins at a multiple of 16 bytes.
+    size = 4 + entries + (count + met.spare if met.spare else 0)
+    table = torch.full((size,), -1, dtype=torch.int32, device=sites.device)
+    table[3:].scatter_(0, place, met.rows)
+    known = torch.empty(1 + count + met.spare, dtype=met.key.dtype, device=sites.device)
+    known.scatter_(0, met.number, met.key)
+    outputs = Coordinates.of_keys(known[1 : 1 + count], shape, sites.batch_size, sites.indices.dtype)
+    return Neighbours(outputs, table[4 : 4 + entries].view(volume, count), None)
 
 
-def _marks(spans: tuple[int, ...], key: Tensor) -> bool:
-    """Whether to mark the cells that are reached: on a GPU, which sorts slower; torch's way on a CPU is faster yet."""
-    return key.is_cuda and fits(spans, 0, key.shape[0], key.device)
+class _Codes(NamedTuple):
+    """Candidates: where some cell of the kernel takes each voxel.
 
-
-def _tiled(
-    sites: Coordinates, geometry: Geometry, shape: tuple[int, ...], spans: tuple[int, ...]
-) -> tuple[Tensor, Tensor, Tensor]:
-    """Offset, row and output's key of the voxels, where the kernel's places do not overlap and leave no gap."""
-    device = sites.device
-    stride = constant((1, *geometry.stride), device)[:, None]
-    place = sites.indices.T.div(stride, rounding_mode="floor")
-    key = (place * constant(steps_of(spans), device)[:, None]).sum(0)
-    inner = steps_of((1, *geometry.kernel_size))
-    offset = ((sites.indices.T - place * stride) * constant(inner, device)[:, None]).sum(0)
-    if all(extent % step == 0 for extent, step in zip(sites.spatial_shape, geometry.stride, strict=True)):
-        return offset, torch.arange(sites.num_sites, device=device), key
-    # The last voxels of an axis may lie behind the last place of the kernel.
-    row = (place < constant((sites.batch_size, *shape), device)[:, None]).all(0).nonzero().squeeze(1)
-    return offset[row], row, key[row]
-
-
-def _landings(
-    sites: Coordinates, geometry: Geometry, shape: tuple[int, ...], spans: tuple[int, ...], dtype: torch.dtype
-) -> tuple[Tensor, Tensor]:
-    """Where in (offset, row) a kernel cell takes a voxel to an output, ascending, and the output's key."""
-    steps = steps_of(spans)
-    axes = _axis_keys(sites, geometry, shape, steps, -steps[0] * spans[0]).to(dtype).unbind(0)
-    parts = [axis[:extent] for axis, extent in zip(axes, geometry.kernel_size, strict=True)]
-    batch = sites.indices[:, 0].to(dtype) * steps[0] if sites.batch_size > 1 else None
-    rest = geometry.volume // geometry.kernel_size[0]
-    run = max(1, _CANDIDATES // max(1, rest * sites.num_sites))
-    found: list[tuple[Tensor, Tensor]] = []
-    for start in range(0, geometry.kernel_size[0], run):
-        key = parts[0][start : start + run]
-        if batch is not None:
-            key = key + batch
-        for part in parts[1:]:
-            key = (key[:, None] + part).flatten(0, 1)
-        at = (key >= 0).view(-1).nonzero().squeeze(1)
-        reached = key.view(-1).index_select(0, at)
-        found.append((at + start * rest * sites.num_sites if start else at, reached))
-    if len(found) == 1:
-        return found[0]
-    return torch.cat([at for at, _ in found]), torch.cat([key for _, key in found])
-
-
-def _axis_keys(
-    sites: Coordinates, geometry: Geometry, shape: Sequence[int], steps: tuple[int, ...], miss: int
-) -> Tensor:
-    """(d, k, n) what each axis adds to the key of the output under each of at most k cells; `miss` where there is none.
-
-    `miss` is so far below zero that no key of the other axes makes up for it.
+    Attributes:
+        code: (j, n): the output's key times 2 ** bits, plus the offset; of what leads nowhere, at least `miss`.
+        bits: of offsets.
+        miss: greater than any code, even with as many cells more as there are voxels; `None`: every candidate leads to
+            an output.
     """
-    device, longest = sites.device, max(geometry.kernel_size)
-    stride = constant(geometry.stride, device)[:, None, None]
-    sign = 1 if geometry.kind == "transpose" else -1
-    moves = tuple(
-        sign * (cell * step - padding)
-        for step, padding in zip(geometry.dilation, geometry.padding, strict=True)
-        for cell in range(longest)
-    )
-    move = constant(moves, device).view(-1, longest, 1)
-    columns = sites.indices[:, 1:].T[:, None, :]
+
+    code: Tensor
+    bits: int
+    miss: int | None
+
+
+class _Met(NamedTuple):
+    """Candidates, in any order, with the numbers of their outputs, which begin with one.
+
+    Attributes:
+        code: (p,) of each candidate.
+        key: of its output; of what leads nowhere, something else that is not less than the number of cells.
+        number: int64: of its output, in the order of keys; past them all where the candidate leads nowhere.
+        rows: int32: the voxels of the candidates.
+        total: (1,) outputs.
+        spare: by how much numbers may be greater than that.
+    """
+
+    code: Tensor
+    key: Tensor
+    number: Tensor
+    rows: Tensor
+    total: Tensor
+    spare: int
+
+
+def _bits(geometry: Geometry) -> int:
+    """Bits that hold any offset."""
+    return (geometry.volume - 1).bit_length()
+
+
+def _is_whole(sites: Coordinates, geometry: Geometry, shape: tuple[int, ...]) -> bool:
+    """Whether every candidate of voxels that are proven leads to an output."""
+    if any(geometry.padding):
+        return False
+    parts = zip(sites.spatial_shape, shape, geometry.kernel_size, geometry.stride, geometry.dilation, strict=True)
+    return geometry.kind == "transpose" or all(k == s and gap == 1 and x <= m * s for x, m, k, s, gap in parts)
+
+
+def _marks(spans: tuple[int, ...], sites: Coordinates) -> bool:
+    """Whether to mark the cells that are reached: on a GPU, which sorts slower than it clears and adds up cells."""
+    return sites.device.type == "cuda" and fits(spans, 0, sites.num_sites, sites.device)
+
+
+def _marked(found: _Codes, cells: int) -> _Met:
+    """Outputs by the cells that candidates mark."""
+    code, bits, miss = found
+    voxels, device = code.shape[1], code.device
+    key = code >> bits
+    if miss is not None:
+        # Each voxel marks a cell of its own instead, after the last: many writes to one cell would wait in line.
+        key = torch.minimum(key, torch.arange(cells, cells + voxels, device=device))
+    key, spare = key.view(-1), 0 if miss is None else voxels
+    marks = torch.zeros(cells + spare, dtype=torch.int32, device=device)
+    numbers = marks.scatter_(0, key, 1).cumsum_(0)
+    number = numbers.index_select(0, key).long()
+    return _Met(code.view(-1), key, number, _rows_of(code), numbers[cells - 1 : cells], spare)
+
+
+def _rows_of(code: Tensor) -> Tensor:
+    """int32: the voxel of each candidate."""
+    return first_rows(code.shape[1], code.device).expand(code.shape).reshape(-1)
+
+
+def _sorted(found: _Codes, cells: int) -> _Met:
+    """The same by sorting. On a CPU, where nobody waits for a number, only what leads to an output."""
+    code, bits, miss = found
+    device, flat, rows = code.device, code.view(-1), _rows_of(code)
+    if miss is not None and device.type == "cpu":
+        at, miss = (flat < miss).nonzero().squeeze(1), None
+        flat, rows = flat.index_select(0, at), rows.index_select(0, at)
+    flat, order = flat.sort()
+    rows = rows.index_select(0, order)
+    key = flat >> bits
+    if miss is not None:
+        key = key.clamp_(max=cells)
+    new = torch.ones(key.shape, dtype=torch.bool, device=device)
+    torch.ne(key[1:], key[:-1], out=new[1:])
+    number = new.cumsum(0)
+    count = number[-1:] if number.shape[0] else number.new_zeros(1)
+    if miss is not None:
+        # They are all of one number, the last.
+        count = count - (key[-1:] == cells).long()
+    return _Met(flat, key, number, rows, count, 0 if miss is None else 1)
+
+
+def _codes(
+    sites: Coordinates,
+    geometry: Geometry,
+    shape: tuple[int, ...],
+    spans: tuple[int, ...],
+    dtype: torch.dtype,
+    *,
+    whole: bool,
+    proven: bool,
+) -> _Codes:
+    """All places that the kernel takes voxels to.
+
+    A step of `stride` along an axis, of a kernel without dilation, meets every stride-th of its cells: the first is the
+    remainder of the place. Else all cells are tried.
+    """
+    device, dims, bits = sites.device, sites.ndim, _bits(geometry)
+    kernel, stride, dilation, padding = geometry.kernel_size, geometry.stride, geometry.dilation, geometry.padding
+    outer = [step << bits for step in steps_of(spans)]
+    inner = steps_of((1, *kernel))[1:]
+
+    def numbers(values: Iterable[int]) -> Tensor:
+        return constant(tuple(values), device, dtype).view(dims, -1, 1)
+
+    def by_run(value: Callable[[int, int], int]) -> Tensor:
+        return numbers(value(axis, run) for axis in range(dims) for run in range(longest))
+
+    few = geometry.kind == "conv" and all(step == 1 or gap == 1 for step, gap in zip(stride, dilation, strict=True))
+    runs = tuple(-(-k // s) for k, s in zip(kernel, stride, strict=True)) if few else kernel
+    longest = max(runs)
+    columns = sites.indices[:, 1:].T[:, None]
+    last = numbers(extent - 1 for extent in (sites.spatial_shape if whole else shape))
+    if whole and not proven:
+        # What lies outside, and is refused later, is not to lead out of memory.
+        columns = columns.clamp(numbers([0] * dims), last)
+    outside: Tensor | None = None
     if geometry.kind == "transpose":
-        place = columns * stride + move
-        whole = place >= 0
+        place = columns * numbers(stride) + by_run(lambda axis, run: run * dilation[axis] - padding[axis])
+        part = place * numbers(outer[1:]) + by_run(lambda axis, run: run * inner[axis])
+    elif few:
+        ahead = columns + numbers(padding) if any(padding) else columns
+        place = first = ahead.div(numbers(stride), rounding_mode="floor")
+        # The cell is the remainder, plus a stride a run.
+        part = first * numbers(a - s * b for a, s, b in zip(outer[1:], stride, inner, strict=True))
+        part = part.add_(ahead * numbers(inner))
+        if longest > 1:
+            place = first - by_run(lambda axis, run: run * dilation[axis])
+            part = part + by_run(
+                lambda axis, run: run * (stride[axis] * inner[axis] - dilation[axis] * outer[1 + axis])
+            )
+        if any(k % s for k, s in zip(kernel, stride, strict=True)):
+            rest = ahead.remainder(numbers(stride))
+            outside = rest >= by_run(lambda axis, run: kernel[axis] - run * stride[axis])
     else:
-        ahead = columns + move
-        place = ahead.div(stride, rounding_mode="floor")
-        whole = (place * stride == ahead) & (place >= 0)
-    inside = whole & (place < constant(tuple(shape), device)[:, None, None])
-    return torch.where(inside, place * constant(steps[1:], device)[:, None, None], miss)
+        ahead = columns + by_run(lambda axis, run: padding[axis] - run * dilation[axis])
+        place = ahead.div(numbers(stride), rounding_mode="floor")
+        part = place * numbers(outer[1:]) + by_run(lambda axis, run: run * inner[axis])
+        outside = place * numbers(stride) != ahead
+    miss = None
+    if not whole:
+        miss = outer[0] * spans[0] + ((1 + sites.num_sites) << bits)
+        beyond = place.clamp(numbers([0] * dims), last) != place
+        part = part.masked_fill(beyond if outside is None else beyond.logical_or_(outside), miss)
+    code = part[0, : runs[0]]
+    if sites.batch_size > 1:
+        batch = sites.indices[:, 0] if proven else sites.indices[:, 0].clamp(0, sites.batch_size - 1)
+        code = torch.add(code, batch, alpha=outer[0])
+    for axis in range(1, dims):
+        code = (code[:, None] + part[axis, : runs[axis]]).flatten(0, 1)
+    return _Codes(code, bits, miss)

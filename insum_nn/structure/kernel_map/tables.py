@@ -19,7 +19,7 @@ from torch import Tensor
 
 from insum_nn.facts import IndexFacts
 from insum_nn.structure.kernel_map.traced import groups_in_graph
-from insum_nn.structure.site_grid import constant
+from insum_nn.structure.transfers import constant
 
 __all__ = [
     "LIST_FACTS",
@@ -91,7 +91,9 @@ class Groups(NamedTuple):
     counts: tuple[int, ...] | None
 
 
-def group_pairs(pairs: Pairs, volume: int, group_size: int | None = None) -> Groups:
+def group_pairs(
+    pairs: Pairs, volume: int, group_size: int | None = None, known: tuple[Tensor, Sequence[int]] | None = None
+) -> Groups:
     """Cut the pairs of each offset into groups.
 
     Args:
@@ -99,6 +101,7 @@ def group_pairs(pairs: Pairs, volume: int, group_size: int | None = None) -> Gro
         volume: kernel offsets.
         group_size: slots of a group; default: the longest of 128, 64, 32 and 16 that leaves at most a quarter as many
             slots unused as there are pairs.
+        known: the pairs of each offset, (o,) and as numbers; default: they are counted and read.
 
     Returns:
         `Off` (g,), `InIdx` (g, q), `OutIdx` (g, q), all int32, and the pairs of each offset, (o,) and as numbers.
@@ -109,15 +112,18 @@ def group_pairs(pairs: Pairs, volume: int, group_size: int | None = None) -> Gro
             [ 2, -1]], dtype=torch.int32))
     """
     device = pairs.offset.device
-    filled = torch.bincount(pairs.offset, minlength=volume)
-    counts: tuple[int, ...] = tuple(filled.tolist())
+    if known is None:
+        filled = torch.bincount(pairs.offset, minlength=volume)
+        known = filled, filled.tolist()
+    filled, counts = known[0], tuple(known[1])
     size = group_size or _choose_group_size(counts)
     num_groups = sum(-(-count // size) for count in counts)
     groups = (filled + (size - 1)) // size
     first_slot = (groups.cumsum(0) - groups) * size
     first_pair = filled.cumsum(0) - filled
     slots = torch.arange(sum(counts), device=device) + (first_slot - first_pair)[pairs.offset]
-    offset = torch.arange(volume, dtype=torch.int32, device=device).repeat_interleave(groups, output_size=num_groups)
+    offset = torch.arange(volume, dtype=torch.int32, device=device)
+    offset = offset.repeat_interleave(groups, output_size=num_groups)
     tables: list[Tensor] = []
     for rows in (pairs.input, pairs.output):
         table = torch.full((num_groups * size,), -1, dtype=torch.int32, device=device)
@@ -134,26 +140,41 @@ def identity_groups(count: int, device: torch.device) -> Groups:
     return Groups(offset, table, table, torch.full((1,), count, device=device), (count,))
 
 
-def groups_of_table(neighbours: Tensor) -> Groups:
-    """The groups of a table of neighbours (o, m), outputs by row; one operator under `torch.compile`."""
+def groups_of_table(neighbours: Tensor, known: tuple[Tensor, Sequence[int]] | None = None) -> Groups:
+    """The groups of a table of neighbours (o, m), outputs by row; one operator under `torch.compile`.
+
+    Args:
+        neighbours: the table.
+        known: the pairs of each offset, (o,) and as numbers; default: they are counted and read.
+    """
     if torch.compiler.is_compiling():
         group = torch.ops.insum_nn.kernel_map_groups if torch.compiler.is_dynamo_compiling() else _groups
         offset, in_index, out_index, filled, _ = group(neighbours)
         return Groups(offset, in_index, out_index, filled, None)
-    offset, output = (neighbours >= 0).nonzero(as_tuple=True)
-    return group_pairs(Pairs(offset, output, neighbours[offset, output].long()), neighbours.shape[0])
+    offset, output = _places(neighbours >= 0, None if known is None else sum(known[1])).unbind(1)
+    pairs = Pairs(offset, output, neighbours[offset, output].long())
+    return group_pairs(pairs, neighbours.shape[0], known=known)
 
 
-def list_of_table(neighbours: Tensor) -> dict[str, Tensor]:
+def list_of_table(neighbours: Tensor, count: int | None = None) -> dict[str, Tensor]:
     """The pairs of a table of neighbours (o, m), outputs by row, as `Off`, `OutIdx`, `InIdx`: int32 (p,) each.
 
-    Ascending by offset, then output. Reads the device.
+    Ascending by offset, then output.
+
+    Args:
+        neighbours: the table.
+        count: its pairs; default: the device is read.
     """
     outputs = neighbours.shape[1]
-    cell = (neighbours >= 0).view(-1).nonzero().squeeze(1)
+    cell = _places((neighbours >= 0).view(-1), count).squeeze(1)
     offset = cell.div(max(1, outputs), rounding_mode="floor")
     output = torch.sub(cell, offset, alpha=outputs).int()
     return {"Off": offset.int(), "OutIdx": output, "InIdx": neighbours.reshape(-1).index_select(0, cell)}
+
+
+def _places(present: Tensor, count: int | None) -> Tensor:
+    """(count, dimensions) where something is; the device is read where the count is not known, or nothing is there."""
+    return present.nonzero_static(size=count) if count else present.nonzero()
 
 
 def list_of_groups(groups: Groups) -> dict[str, Tensor]:

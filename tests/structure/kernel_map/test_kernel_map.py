@@ -6,7 +6,6 @@ import itertools
 
 import pytest
 import torch
-from torch.utils._python_dispatch import TorchDispatchMode
 
 from insum_nn.errors import InsumDtypeError, InsumFormatError, InsumRangeError, InsumShapeError
 from insum_nn.structure import coordinates
@@ -155,51 +154,6 @@ def test_both_ways_at_the_edges_of_a_grid(how, extent, device):
         for near, fresh in ((got, False), (want, True))
     )
     assert torch.equal(deeper.neighbours, again.neighbours)
-
-
-class Calls(TorchDispatchMode):
-    """Operators that are called, without those that only look at a tensor otherwise."""
-
-    views = ("slice", "view", "select", "unsqueeze", "unbind", "permute", "expand", "split", "squeeze", "lift_fresh")
-    reads = ("nonzero", "unique", "_local_scalar_dense", "bincount", "is_nonzero", "equal", "repeat_interleave")
-
-    def __init__(self):
-        super().__init__()
-        self.names = []
-
-    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
-        self.names.append(func.overloadpacket.__name__)
-        return func(*args, **(kwargs or {}))
-
-    @property
-    def kernels(self) -> int:
-        return sum(not name.startswith(self.views) for name in self.names)
-
-    @property
-    def readers(self) -> list[str]:
-        return [name for name in self.names if any(word in name for word in self.reads)]
-
-
-@pytest.mark.parametrize(
-    ("how", "kernels", "readers"),
-    [
-        (geometry("subm", (3, 3, 3)), 22, []),
-        (geometry("conv", (2, 2, 2), 2), 34, ["_unique2"]),
-        (geometry("conv", (3, 3, 3), 2, 1), 46, ["nonzero", "_unique2"]),
-    ],
-    ids=["subm", "tiled", "overlapping"],
-)
-def test_a_table_takes_few_operators_and_readings(how, kernels, readers, monkeypatch):
-    sites = random_sites((8, 8, 8), 2, 60)
-    # Proof and map together; a list of numbers is read by `tolist`, which is no operator.
-    read, tolist = [], torch.Tensor.tolist
-    monkeypatch.setattr(torch.Tensor, "tolist", lambda tensor: read.append(1) or tolist(tensor))
-    with Calls() as calls:
-        near = build_kernel_map(sites, how, by_table=True)
-    assert ("table", False) in near._cache
-    assert calls.kernels <= kernels
-    assert calls.readers == readers
-    assert len(read) == 1
 
 
 def test_grids_too_large_for_one_key(device):
