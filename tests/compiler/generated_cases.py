@@ -13,7 +13,7 @@ from torch import Tensor
 
 from insum_nn.compiler.forms.defaults import default_schedule
 from insum_nn.compiler.forms.form import Form, make_form
-from insum_nn.compiler.forms.launch import Kernel, prepare_kernel
+from insum_nn.compiler.forms.sized import Kernel, prepare_kernel
 from insum_nn.compiler.lang.bind import Extents, bind, layout_of
 from insum_nn.compiler.lang.parser import parse
 from insum_nn.compiler.lang.shapes import resolve_extents

@@ -23,6 +23,7 @@ import insum_nn
 from insum_nn import IndexFacts, Options
 from insum_nn.compiler.codegen import triton as triton_printer
 from insum_nn.compiler.forms import launch as launch_module
+from insum_nn.compiler.forms import sized
 from insum_nn.compiler.forms.candidates import candidates
 from insum_nn.compiler.forms.defaults import default_schedule
 from insum_nn.compiler.lang.parser import parse
@@ -656,12 +657,12 @@ def test_machine_code_is_loaded_once_for_all_sizes(monkeypatch: pytest.MonkeyPat
     # What stands for a device: all that is asked of it is its number.
     device: Any = SimpleNamespace(index=0)
     other_device: Any = SimpleNamespace(index=1)
-    first, second = (launch_module._Launch(source, types, (), grid, device, False) for grid in (3, 5))
+    first, second = (launch_module._Launch(source, types, (), device, False) for _ in range(2))
     assert first.load([True]) is second.load([True])
     assert count == [1]
     assert first.load([False]) is not first.load([True])
-    other = launch_module._Launch(source, types, (), 3, other_device, False)
-    wide = launch_module._Launch(source, types, (), 3, device, True)
+    other = launch_module._Launch(source, types, (), other_device, False)
+    wide = launch_module._Launch(source, types, (), device, True)
     assert len({id(each.load([True])) for each in (first, other, wide)}) == 3
     assert count == [4]
 
@@ -674,21 +675,21 @@ def test_a_pointer_of_another_device_is_refused(monkeypatch: pytest.MonkeyPatch)
     function = SimpleNamespace(arg_names=[f"a{n}" for n in range(len(types))])
     monkeypatch.setattr(launch_module, "_jit", lambda _: function)
     device: Any = SimpleNamespace(index=0)
-    launch = launch_module._Launch(source, types, (), 1, device, False)
+    launch = launch_module._Launch(source, types, (), device, False)
     with pytest.raises(InsumDeviceError, match=r"of shape \(3,\) is on cpu, its kernel on cuda:0"):
-        launch([torch.zeros(3)] * len(types))
+        launch([torch.zeros(3)] * len(types), 1)
 
 
 def test_a_kernel_is_written_once_for_sizes_within_a_factor_of_two(monkeypatch: pytest.MonkeyPatch):
     written: list[str] = []
-    plain = launch_module.write_kernel
+    plain = sized.write_kernel
 
     def write(*given: object) -> object:
         made = plain(*given)  # type: ignore[arg-type]
         written.append(made.text)
         return made
 
-    monkeypatch.setattr(launch_module, "write_kernel", write)
+    monkeypatch.setattr(sized, "write_kernel", write)
     program = insum_nn.compile("C[Row[p],n] += Val[p] * B[Col[p],n]", options=GENERATED)
     for entries in (9, 12, 16, 10):
         t = {"Row": torch.randint(5, (entries,)), "Col": torch.randint(6, (entries,)), "Val": torch.randn(entries)}

@@ -20,7 +20,7 @@ from torch import Tensor
 
 import insum_nn
 from insum_nn import Options, insum
-from insum_nn.compiler.forms import launch as launch_module
+from insum_nn.compiler.forms import sized
 from insum_nn.compiler.forms.candidates import candidates
 from insum_nn.compiler.runtime import library
 from insum_nn.errors import InsumBackendError, InsumFormatError, InsumRangeError
@@ -342,14 +342,14 @@ def test_no_matrix_product_is_selected_against_a_literal_zero(
 ):
     """A compiler was seen to take such a product for 0, and to leave it out."""
     texts: list[str] = []
-    write = launch_module.write_kernel
+    write = sized.write_kernel
 
     def recorded(*arguments: Any) -> Any:
         source = write(*arguments)
         texts.append(source.text)
         return source
 
-    monkeypatch.setattr(launch_module, "write_kernel", recorded)
+    monkeypatch.setattr(sized, "write_kernel", recorded)
     case = CASES[name]
     torch.manual_seed(0)
     named = {n: t.half().requires_grad_() if t.is_floating_point() else t for n, t in case.draw(1).items()}

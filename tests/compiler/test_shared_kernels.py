@@ -10,7 +10,7 @@ from torch import Tensor
 
 import insum_nn
 from insum_nn import Options
-from insum_nn.compiler.forms import launch as launch_module
+from insum_nn.compiler.forms import sized
 from insum_nn.compiler.forms.ahead import collect
 from insum_nn.compiler.runtime.row_partition import partition_of
 from insum_nn.layers import spconv
@@ -29,14 +29,14 @@ GENERATED = Options(backend="triton", tune=False)
 def texts(monkeypatch: pytest.MonkeyPatch) -> list[str]:
     """The kernels that were written."""
     written: list[str] = []
-    plain = launch_module.write_kernel
+    plain = sized.write_kernel
 
     def write(*given: object) -> object:
         made = plain(*given)  # type: ignore[arg-type]
         written.append(made.text)
         return made
 
-    monkeypatch.setattr(launch_module, "write_kernel", write)
+    monkeypatch.setattr(sized, "write_kernel", write)
     return written
 
 

@@ -10,10 +10,10 @@ from typing import Any
 import pytest
 import torch
 
-from insum_nn.compiler.forms import launch
+from insum_nn.compiler.forms import sized
 from insum_nn.compiler.forms.defaults import default_schedule
-from insum_nn.compiler.forms.launch import strides_of
 from insum_nn.compiler.forms.nest import write_kernel
+from insum_nn.compiler.forms.sized import strides_of
 from insum_nn.compiler.runtime.row_partition import partition_for
 from tests.compiler import sweep
 from tests.compiler.generated_cases import form_of
@@ -72,8 +72,8 @@ def test_parts_as_functions_in_the_interpreter(monkeypatch: pytest.MonkeyPatch):
         texts.append("noinline" in made.text)
         return made
 
-    write = launch.write_kernel
-    monkeypatch.setattr(launch, "write_kernel", spied)
+    write = sized.write_kernel
+    monkeypatch.setattr(sized, "write_kernel", spied)
     some = sweep.FUNCTIONS[::3]
     assert sweep.run_functions(CPU, some)["parts as functions"] == len(some)
     assert texts == [True] * len(some)

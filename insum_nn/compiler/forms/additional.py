@@ -16,6 +16,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
+from insum_nn.compiler.forms.coverage import Coverage
 from insum_nn.compiler.forms.form import OWNER, AdditionalOutput, Form, FormError, at_rows, input_of
 from insum_nn.compiler.forms.placement import adds_rows, element_axes
 from insum_nn.compiler.ir.build import OUTPUT, Names, build
@@ -134,7 +135,7 @@ def _additional(
         like = read_at(statements, (_owner_name(form), entry))
     elif form.combine != "direct" or statement.output.subscripts[0].plain != entry:
         raise FormError(f"{statement} has no row for each term")
-    elif not form.covers(extents.output):
+    elif not Coverage(form)(extents):
         raise FormError(f"{statement} leaves cells out")
     if any(s.plain is None and s.indirect is None for s in statement.output.subscripts):
         raise FormError(f"{statement} may write outside of its output")

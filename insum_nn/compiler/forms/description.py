@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterable
 from dataclasses import dataclass
 
 from torch import Tensor
 
-from insum_nn.compiler.forms.launch import Kernel
 from insum_nn.compiler.forms.nest import Source
+from insum_nn.compiler.forms.sized import Kernel
 from insum_nn.compiler.runtime.row_partition import RowPartition
 
 __all__ = ["Description", "describe_kernel"]
@@ -53,21 +54,22 @@ def describe_kernel(
         partition: the row partition of its terms, where it reads one.
         choices: topic, choice and reason of every choice behind it.
     """
-    source, schedule = kernel.source, kernel.source.schedule
-    epilogue = kernel.form.bound.epilogue
+    source, schedule, dtype = kernel.source, kernel.source.schedule, kernel.of.dtype
+    epilogue = kernel.of.form.bound.epilogue
     divided = 0 if partition is None or kernel.launch is None else partition.slots
     steps = [*_filled(kernel, initial, partition)]
     sources: list[Source] = []
     if kernel.launch is not None:
-        steps.append(f"kernel on {_count(kernel.launch.grid, 'program')}: {schedule}")
+        steps.append(f"kernel on {_count(kernel.grid, 'program')}: {schedule}")
         sources.append(source)
     if divided:
         assert partition is not None
         assert partition.divided is not None
-        assert kernel.collector is not None
+        assert kernel.of.collector is not None
         rows = _count(partition.divided.shape[0], "row")
         steps.append(f"kernel that sums the {divided} parts of {rows} in order")
-        sources.append(kernel.collector.source)
+        shape, axis = kernel.extents.output, kernel.of.form.owner_axis
+        sources.append(kernel.of.collector.source(math.prod((*shape[:axis], *shape[axis + 1 :]))))
         then = [] if initial is None else ["add the initial value"]
         then += [] if epilogue.activation is None else [epilogue.activation]
         if then:
@@ -76,15 +78,15 @@ def describe_kernel(
         steps.append(f"torch: sum the {schedule.splits} parts{'' if initial is None else ', add the initial value'}")
     if not source.finished and epilogue.activation is not None:
         steps.append(f"torch: {epilogue.activation}")
-    if source.accumulator != kernel.dtype and (schedule.splits > 1 or not source.finished):
-        steps.append(f"torch: cast to {_name(kernel.dtype)}")
+    if source.accumulator != dtype and (schedule.splits > 1 or not source.finished):
+        steps.append(f"torch: cast to {_name(dtype)}")
     return Description(tuple(steps), tuple(sources), (str(schedule),), tuple(choices))
 
 
 def _filled(kernel: Kernel, initial: Tensor | None, partition: RowPartition | None) -> Iterable[str]:
     """Describe what is written to memory before the kernel runs: nothing where it writes every cell itself."""
-    source, output = kernel.source, kernel.form.bound.statement.output.name
-    dtype = _name(kernel.dtype if source.finished else source.accumulator)
+    source, output = kernel.source, kernel.of.form.bound.statement.output.name
+    dtype = _name(kernel.of.dtype if source.finished else source.accumulator)
     if source.schedule.splits > 1:
         if not kernel.empty:
             yield f"torch: zeros for {source.schedule.splits} parts of the sum, in {_name(source.accumulator)}"
@@ -93,7 +95,7 @@ def _filled(kernel: Kernel, initial: Tensor | None, partition: RowPartition | No
         if initial is None:
             yield f"torch: zeros for {output}, in {dtype}"
         else:
-            activation = kernel.form.bound.epilogue.activation if source.finished else None
+            activation = kernel.of.form.bound.epilogue.activation if source.finished else None
             what = "the initial value" if activation is None else f"{activation} of the initial value"
             yield f"torch: copy {what} to {output}, in {dtype}"
     if partition is not None and partition.split and not kernel.empty:

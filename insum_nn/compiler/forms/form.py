@@ -20,7 +20,7 @@ from insum_nn.compiler.ir.access import affine_terms
 from insum_nn.compiler.ir.build import OUTPUT, build
 from insum_nn.compiler.ir.graph import loops_of, stores_of
 from insum_nn.compiler.ir.nodes import Buffer, Expr, Index, Kernel, Load, Store, replacing
-from insum_nn.compiler.lang.bind import Bound
+from insum_nn.compiler.lang.bind import Bound, Extents
 from insum_nn.compiler.passes import own_rows
 from insum_nn.compiler.passes.fold_static_tables import fold_static_tables
 from insum_nn.compiler.passes.own_rows import ROW
@@ -203,33 +203,24 @@ class Form:
         """Whether rows of terms are known to be of similar length."""
         return self.skew is not None and self.skew <= _EVEN
 
-    def covers(self, output: Sequence[int]) -> bool:
-        """Whether every cell of an output of this shape is written, as long as terms do not meet in memory."""
-        if not self.points:
-            return True
-        if self.combine == "place":
-            # Unique, and as many as there are cells: every one of them.
-            reads = {
-                axis: [node for node, _ in atoms(subscript) if isinstance(node, Load)]
-                for axis, subscript in enumerate(self.points[0].subscripts)
-            }
-            placed = {axis: loads for axis, loads in reads.items() if loads}
-            loads = [load for each in placed.values() for load in each]
-            entries = math.prod(self.sizes[i.name] for i in frozenset[Index]().union(*map(indices_of, loads)))
-            masked = any(load.buffer.facts.masked is not False for load in loads)
-            if masked or entries != math.prod(output[axis] for axis in placed):
-                return False
-        known = [axis for axis, subscript in enumerate(self.points[0].subscripts) if self._is_known(axis, subscript)]
-        lengths = tuple(output[axis] for axis in known)
-        targets = frozenset(tuple(store.subscripts[axis] for axis in known) for store in self.points)
-        # Symbolic sizes are no keys.
-        fills = _fills if all(type(length) is int for length in lengths) else _fills.__wrapped__
-        return fills(targets, lengths, tuple(self.static.items()))
+    @cached_property
+    def places(self) -> dict[str, int]:
+        """The position of each index among the extents of a call."""
+        names = names_of(self.bound.statement).indices
+        return {names[index]: place for place, index in enumerate(self.bound.layout.indices)}
 
-    def _is_known(self, axis: int, subscript: Expr) -> bool:
-        """Whether a subscript of the output is a number, or steps from one, rather than an index of the whole axis."""
-        loads = any(isinstance(node, Load) for node, _ in atoms(subscript))
-        return not loads and self.whole_axis(self.points[0], axis) is None
+    def lengths(self, extents: Extents, longest: int) -> tuple[bool, int]:
+        """Return what choices ask of the rows of a call: `even`, and the magnitude of the longest one's terms.
+
+        Args:
+            extents: the sizes of the call.
+            longest: entries of its longest row.
+        """
+        indices, places = extents.indices, self.places
+        entries = math.prod([indices[places[x]] for x in self.entries])
+        terms = math.prod([indices[places[x]] for x in self.reduce])
+        even = entries > 0 and longest * extents.output[self.owner_axis] <= _EVEN * entries
+        return even, (longest * max(1, terms)).bit_length()
 
     @cached_property
     def _direct(self) -> frozenset[tuple[str, int, str]]:
@@ -255,27 +246,6 @@ class Form:
             return None
         whole = subscript is ROW or buffer not in self._known_buffers or (buffer, axis, subscript.name) in self._direct
         return subscript.name if whole else None
-
-
-@lru_cache(maxsize=1024)
-def _fills(targets: frozenset[tuple[Expr, ...]], lengths: tuple[int, ...], static: tuple[tuple[str, int], ...]) -> bool:
-    """Whether cells that are numbers, or step from one, are all cells of these axes."""
-    extents = dict(static)
-    written: set[tuple[int, ...]] = set()
-    for target in targets:
-        for cell in itertools.product(*(_cells_at(subscript, extents) for subscript in target)):
-            if all(0 <= at < extent for at, extent in zip(cell, lengths, strict=True)):
-                written.add(cell)
-    return len(written) == math.prod(lengths)
-
-
-def _cells_at(subscript: Expr, extents: Mapping[str, int]) -> list[int]:
-    """Where a subscript of numbers and steps points."""
-    cells = [affine_terms(subscript)[1]]
-    for index, step in atoms(subscript):
-        assert isinstance(index, Index)
-        cells = [cell + step * n for cell in cells for n in range(extents[index.name])]
-    return cells
 
 
 # What stands in a term.

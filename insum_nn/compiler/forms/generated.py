@@ -11,14 +11,13 @@ from torch import Tensor
 from insum_nn.compiler.forms.background import prepared
 from insum_nn.compiler.forms.description import Description, describe_kernel
 from insum_nn.compiler.forms.form import LONGEST, OWNER, Form, make_form
-from insum_nn.compiler.forms.launch import Kernel, prepare_kernel, strides_of
 from insum_nn.compiler.forms.nest import Source
 from insum_nn.compiler.forms.placement import MANY_POINTS, segmented
+from insum_nn.compiler.forms.sized import Kernel, UnsizedKernel, strides_of
 from insum_nn.compiler.lang.bind import Bound, Extents
 from insum_nn.compiler.options import Options
 from insum_nn.compiler.runtime.row_partition import RowPartition, longest_row, partition_for, partition_of
 from insum_nn.compiler.schedule.build_once import BuildOnce
-from insum_nn.compiler.schedule.canonical import names_of
 from insum_nn.compiler.schedule.database import size_bucket
 from insum_nn.compiler.schedule.select import Measurement, Selected
 from insum_nn.compiler.schedule.space import Precision, Schedule, precision_of
@@ -70,7 +69,10 @@ class Generated:
         self.source: Source | None = None
         self.measurements: tuple[Measurement[Schedule], ...] = ()
         self._schedules: dict[object, Selected[Schedule]] = {}
-        self._first: dict[object, Kernel] = {}
+        self._forms: dict[tuple[int, ...], Form] = {}
+        self._kernels: dict[object, UnsizedKernel] = {}
+        # Unrolled tables are not read.
+        self._read = [place for place, name in enumerate(bound.layout.tensors) if name not in self.form.tables]
         self._choosing: BuildOnce[Selected[Schedule]] = BuildOnce()
 
     def with_schedule(self, schedule: Schedule) -> Generated:
@@ -113,15 +115,12 @@ class Generated:
         self, tensors: Sequence[Tensor], extents: Extents, start: Tensor | None
     ) -> Callable[[Sequence[Tensor], Tensor | None], tuple[Kernel, RowPartition | None]]:
         """What finds the kernel for tensors of these shapes as they lie in memory, and their row partition."""
-        form = self.form
+        form, bucket = self.form, size_bucket(extents)
         place = form.owner_place
         rows = 0 if place < 0 else extents.output[form.owner_axis]
         kernels: dict[object, Kernel] = {}
-        schedule = self._schedule(tensors, extents, start).candidate
-
-        chunk, permuted, segment = schedule.chunk, form.permuted, segmented(form, schedule)
-        # Unrolled tables are not read.
-        read = [n for n, name in enumerate(form.bound.layout.tensors) if name not in form.tables]
+        schedule = self._schedule(bucket, tensors, extents, start).candidate
+        chunk, permuted, segment, read = schedule.chunk, form.permuted, segmented(form, schedule), self._read
 
         def find(tensors: Sequence[Tensor], start: Tensor | None) -> tuple[Kernel, RowPartition | None]:
             partition = None
@@ -140,67 +139,79 @@ class Generated:
             if kernel is None:
                 if len(kernels) >= _LIMIT:
                     kernels.clear()
-                kernel = kernels[key] = self._kernel(schedule, tensors, extents, start, partition)
+                kernel = kernels[key] = self._kernel(bucket, schedule, tensors, extents, start, partition)
             return kernel, partition
 
         return find
 
     def described(self, tensors: Sequence[Tensor], extents: Extents, start: Tensor | None) -> Description:
         """Describe what a call runs, and each choice behind it with its reason."""
-        form = self.form
-        chosen = self._schedule(tensors, extents, start)
+        form, bucket = self.form, size_bucket(extents)
+        chosen = self._schedule(bucket, tensors, extents, start)
         partition = partition_for(form, tensors, extents, chosen.candidate)
-        kernel = self._kernel(chosen.candidate, tensors, extents, start, partition)
+        kernel = self._kernel(bucket, chosen.candidate, tensors, extents, start, partition)
         schedule = ("schedule", str(chosen.candidate), chosen.reason)
         choices = (_combining(form, chosen.candidate), schedule, *_unrolled(form))
         return describe_kernel(kernel, start, partition, choices)
 
     def _kernel(
         self,
+        bucket: tuple[int, ...],
         schedule: Schedule,
         tensors: Sequence[Tensor],
         extents: Extents,
         start: Tensor | None,
         partition: RowPartition | None,
     ) -> Kernel:
-        form = self._sized(extents)
         # Sizes are arguments: what is written for some is right for all, if not the best.
-        strides = strides_of(form, tensors, extents, partition is not None and partition.split, start)
-        key = (size_bucket(extents), schedule, strides)
-        known = self._first.get(key)
-        kernel = prepare_kernel(form, schedule, tensors, start, extents, self.precision, partition, known, strides)
+        strides = strides_of(self.form, tensors, extents, partition is not None and partition.split, start)
+        key = (bucket, schedule, strides)
+        known = self._kernels.get(key)
         if known is None:
             prepared()
-            if len(self._first) >= _LIMIT:
-                self._first.clear()
+            form = self._form(bucket, extents)
+            known = UnsizedKernel(form, schedule, strides, self.precision)
+            if len(self._kernels) >= _LIMIT:
+                self._kernels.clear()
             # As long as it lives, so does its machine code.
-            self._first[key] = kernel
-        self.source = kernel.source
-        return kernel
+            self._kernels[key] = known
+        self.source = known.source
+        return known.sized(tensors, start, extents, partition)
 
-    def _sized(self, extents: Extents) -> Form:
-        """The form with the sizes of a call."""
-        sizes, names = dict(self.form.sizes), names_of(self.form.bound.statement).indices
-        indices = self.form.bound.layout.indices
-        sizes.update((names[index], extent) for index, extent in zip(indices, extents.indices, strict=True))
-        if self.form.owner is not None:
-            sizes[OWNER] = extents.output[self.form.owner_axis]
-        return replace(self.form, sizes=sizes)
+    def _form(self, bucket: tuple[int, ...], extents: Extents) -> Form:
+        """The form with the sizes of the first call of a bucket, by which choices are made for all of them."""
+        form = self._forms.get(bucket)
+        if form is None:
+            sizes = dict(self.form.sizes)
+            sizes.update((index, extents.indices[place]) for index, place in self.form.places.items())
+            if self.form.owner is not None:
+                sizes[OWNER] = extents.output[self.form.owner_axis]
+            if len(self._forms) >= _LIMIT:
+                self._forms.clear()
+            form = self._forms[bucket] = replace(self.form, sizes=sizes)
+        return form
 
-    def _with_longest_row(self, form: Form, tensors: Sequence[Tensor]) -> Form:
-        """The form of a call with the length of its longest row, where a choice depends on it."""
+    def _longest_row(self, form: Form, tensors: Sequence[Tensor], extents: Extents) -> int | None:
+        """The length of a call's longest row, where a choice depends on it."""
         alone = not form.additional and form.product is None and len(form.points) <= MANY_POINTS
         if form.owner is None or not alone:
-            return form
-        longest = longest_row(tensors[form.owner_place], form.rows, form.permuted)
-        return replace(form, sizes={**form.sizes, LONGEST: longest})
+            return None
+        return longest_row(tensors[form.owner_place], extents.output[form.owner_axis], form.permuted)
 
-    def _schedule(self, tensors: Sequence[Tensor], extents: Extents, start: Tensor | None) -> Selected[Schedule]:
+    def _schedule(
+        self, bucket: tuple[int, ...], tensors: Sequence[Tensor], extents: Extents, start: Tensor | None
+    ) -> Selected[Schedule]:
         """The schedule for a call: one for all sizes, and longest rows, within a factor of two."""
         if self._fixed is not None:
             return Selected(self._fixed, "requested")
-        bucket, form = size_bucket(extents), self._with_longest_row(self._sized(extents), tensors)
-        known = bucket, form.even, (form.longest or 0).bit_length()
+        form = self._form(bucket, extents)
+        longest = self._longest_row(form, tensors, extents)
+        known = (bucket, False, 0) if longest is None else (bucket, *form.lengths(extents, longest))
+        found = self._schedules.get(known)
+        if found is not None:
+            return found
+        if longest is not None:
+            form = replace(form, sizes={**form.sizes, LONGEST: longest})
 
         def choose() -> Selected[Schedule]:
             chosen = choose_schedule(form, self.tables, bucket, tensors, extents, start, self.precision, self.options)

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Container, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from operator import itemgetter
 from typing import Any, Protocol
 
 from torch import Tensor
@@ -11,7 +12,7 @@ from torch import Tensor
 from insum_nn.compiler.ir.nodes import OPERATIONS, Const, Expr, Op, Size
 from insum_nn.compiler.lang.bind import Bound, Extents
 
-__all__ = ["Argument", "Launcher", "Numbers", "Strides", "initial_steps", "place_arguments", "vector_steps"]
+__all__ = ["Argument", "Launcher", "Numbers", "Strides", "initial_steps"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -21,29 +22,6 @@ class Argument:
     kind: str
     name: str = ""
     axis: int = -1
-
-
-def vector_steps(
-    arguments: Sequence[Argument], values: Sequence[int | None], columns: Container[str | None]
-) -> tuple[int, ...]:
-    """The places of arguments that are steps along an axis, or a length of rows, and multiples of 16.
-
-    Args:
-        arguments: the parameters.
-        values: their numbers.
-        columns: indices whose extents are lengths of rows.
-    """
-    return tuple(
-        place
-        for place, (argument, value) in enumerate(zip(arguments, values, strict=True))
-        if value is not None
-        and value % 16 == 0
-        and (
-            argument.kind.endswith("stride")
-            or (argument.kind == "dim" and (argument.name == "@out" or argument.axis > 0))
-            or (argument.kind == "extent" and argument.name in columns)
-        )
-    )
 
 
 @dataclass(frozen=True, slots=True)
@@ -75,75 +53,122 @@ def _step(extent: int, step: int) -> str:
 
 
 class Numbers:
-    """The integer parameters of a kernel for one set of shapes.
+    """How the integer parameters of a kernel, and the number of its programs, follow from the sizes of a call.
+
+    Sizes may be symbolic, and then what is made of them stays so.
 
     Args:
         bound: the statement.
-        tensors: in the layout's order.
-        initial: the initial value.
-        extents: the sizes of the call.
-        rows: programs' ranges of rows, where a kernel has them.
+        arguments: the kernel's parameters.
+        grid: the number of its programs, of sizes.
+        sizes: what these stand for.
+
+    Attributes:
+        inputs: the tensors among the parameters: their places, and their positions among the statement's.
+        others: the other pointers: place, kind, and the position of a tensor or of a further output.
     """
 
-    def __init__(
-        self, bound: Bound, tensors: Sequence[Tensor], initial: Tensor | None, extents: Extents, rows: int | None
-    ) -> None:
-        self.tensors = dict(zip(bound.layout.tensors, tensors, strict=True))
-        self.sizes = dict(zip(bound.layout.indices, extents.indices, strict=True))
-        self.initial = initial
-        self.output = extents.output
-        self.rows = rows
+    def __init__(self, bound: Bound, arguments: Sequence[Argument], grid: Expr, sizes: Mapping[str, Argument]) -> None:
+        layout = bound.layout
+        names, indices = layout.tensors, layout.indices
+        inputs: list[tuple[int, int]] = []
+        others: list[tuple[int, str, int]] = []
+        # Places of numbers by where they are from; sizes of the grid stand behind the parameters.
+        self._extents: list[tuple[int, int]] = []
+        self._output: list[tuple[int, int]] = []
+        self._shapes: list[tuple[int, int, int]] = []
+        self._steps: list[tuple[int, int, int]] = []
+        self._initial: list[tuple[int, int]] = []
+        self._rows: list[int] = []
+        # Steps along an axis, or lengths of rows: where they are whole vectors, rows are read as vectors.
+        columns = {*layout.output_plain[-1:], *dict(bound.static)}
+        vectors: list[int] = []
+        for place, argument in enumerate((*arguments, *sizes.values())):
+            kind, name, axis = argument.kind, argument.name, argument.axis
+            along = False
+            if kind == "tensor":
+                inputs.append((place, names.index(name)))
+            elif kind == "extent":
+                self._extents.append((place, indices.index(name)))
+                along = name in columns
+            elif kind == "stride":
+                self._steps.append((place, names.index(name), axis))
+                along = True
+            elif kind == "start_stride":
+                self._initial.append((place, axis))
+                along = True
+            elif kind == "dim" and name == "@out":
+                self._output.append((place, axis))
+                along = True
+            elif kind == "dim":
+                self._shapes.append((place, names.index(name), axis))
+                along = axis > 0
+            elif kind == "rows":
+                self._rows.append(place)
+            else:
+                position = int(name) if kind == "additional" else -1
+                others.append((place, kind, names.index(name) if name in names else position))
+            if along and place < len(arguments):
+                vectors.append(place)
+        self.inputs, self.others = tuple(inputs), tuple(others)
+        self._vectors = tuple(vectors)
+        self._count = len(arguments)
+        self._all = self._count + len(sizes)
+        self._grid = _computed(grid, {name: place for place, name in enumerate(sizes, self._count)})
 
-    def value(self, argument: Argument) -> int | None:
-        """A parameter's number; `None`: it is none."""
-        kind, name, axis = argument.kind, argument.name, argument.axis
-        if kind == "extent":
-            return self.sizes[name]
-        if kind == "stride":
-            return self.tensors[name].stride(axis)
-        if kind == "start_stride":
-            assert self.initial is not None
-            return self.initial.stride(axis)
-        if kind == "dim":
-            return self.output[axis] if name == "@out" else self.tensors[name].shape[axis]
-        return self.rows if kind == "rows" else None
+    def of(
+        self, tensors: Sequence[Tensor], initial: Tensor | None, extents: Extents, rows: int | None
+    ) -> tuple[list[Any], int]:
+        """Return the parameters of a call with its numbers filled in, and the number of programs.
 
-    def evaluate(self, expr: Expr, sizes: Mapping[str, Argument]) -> int:
-        """The number of an expression of sizes, such as the number of programs."""
-        if isinstance(expr, Const):
-            return int(expr.value)
-        if isinstance(expr, Size):
-            found = self.value(sizes[expr.name])
-            assert found is not None
-            return found
-        assert isinstance(expr, Op)
-        # It may be symbolic, and then must stay so.
-        found = OPERATIONS[expr.name].evaluate(*(self.evaluate(arg, sizes) for arg in expr.args))
-        return found  # type: ignore[no-any-return]
+        Args:
+            tensors: in the layout's order.
+            initial: the initial value.
+            extents: the sizes of the call.
+            rows: programs' ranges of rows, where a kernel has them.
+        """
+        found: list[Any] = [None] * self._all
+        for place, position in self._extents:
+            found[place] = extents.indices[position]
+        for place, axis in self._output:
+            found[place] = extents.output[axis]
+        for place, position, axis in self._shapes:
+            found[place] = tensors[position].shape[axis]
+        for place, position, axis in self._steps:
+            found[place] = tensors[position].stride(axis)
+        for place in self._rows:
+            found[place] = rows
+        if self._initial:
+            assert initial is not None
+            for place, axis in self._initial:
+                found[place] = initial.stride(axis)
+        programs = self._grid(found)
+        del found[self._count :]
+        return found, programs
+
+    def even(self, values: Sequence[Any]) -> tuple[int, ...]:
+        """Return the places of steps along an axis, and of lengths of rows, that are multiples of 16."""
+        return tuple([place for place in self._vectors if not values[place] % 16])
+
+
+def _computed(expr: Expr, places: Mapping[str, int]) -> Callable[[Sequence[Any]], Any]:
+    """What computes an expression of sizes from the places that hold them."""
+    if isinstance(expr, Const):
+        value = int(expr.value)
+        return lambda _: value
+    if isinstance(expr, Size):
+        return itemgetter(places[expr.name])
+    assert isinstance(expr, Op)
+    evaluate, args = OPERATIONS[expr.name].evaluate, [_computed(arg, places) for arg in expr.args]
+    if len(args) == 2:
+        left, right = args
+        return lambda found: evaluate(left(found), right(found))
+    return lambda found: evaluate(*[arg(found) for arg in args])
 
 
 class Launcher(Protocol):
-    """What launches a kernel on a list of arguments."""
+    """What launches so many programs of a kernel on a list of arguments."""
 
-    @property
-    def grid(self) -> int: ...
-
-    def __call__(self, arguments: list[Any]) -> None: ...
+    def __call__(self, arguments: list[Any], grid: int) -> None: ...
 
     def compile_ahead(self) -> None: ...
-
-
-def place_arguments(
-    arguments: Sequence[Argument], numbers: Numbers, names: Sequence[str]
-) -> tuple[tuple[Any, ...], tuple[tuple[int, int], ...], tuple[tuple[int, str, int], ...]]:
-    """Return a kernel's arguments with its numbers, and where its tensors and its other pointers go; see `Kernel`."""
-    values = tuple(numbers.value(argument) for argument in arguments)
-    inputs: list[tuple[int, int]] = []
-    others: list[tuple[int, str, int]] = []
-    for place, (argument, value) in enumerate(zip(arguments, values, strict=True)):
-        if argument.kind == "tensor":
-            inputs.append((place, names.index(argument.name)))
-        elif value is None:
-            position = int(argument.name) if argument.kind == "additional" else -1
-            others.append((place, argument.kind, names.index(argument.name) if argument.name in names else position))
-    return values, tuple(inputs), tuple(others)

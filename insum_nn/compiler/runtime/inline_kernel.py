@@ -21,10 +21,11 @@ from torch import Tensor
 
 from insum_nn.compiler.forms.defaults import default_schedule
 from insum_nn.compiler.forms.form import Form, FormError, make_form
-from insum_nn.compiler.forms.launch import Kernel, function_of
-from insum_nn.compiler.forms.nest import Source, write_kernel
-from insum_nn.compiler.forms.parameters import Numbers, Strides, initial_steps, place_arguments
+from insum_nn.compiler.forms.launch import function_of
+from insum_nn.compiler.forms.nest import Source
+from insum_nn.compiler.forms.parameters import Strides, initial_steps
 from insum_nn.compiler.forms.placement import segmented
+from insum_nn.compiler.forms.sized import Kernel, UnsizedKernel
 from insum_nn.compiler.lang.bind import Bound, Extents
 from insum_nn.compiler.options import Options
 from insum_nn.compiler.runtime.fixed_extents import fix_extents
@@ -78,9 +79,10 @@ def inline_kernel(
         schedule = default_schedule(form)
     wide = exceeds(_reach(form, tensors, start, extents), _NARROW)
     strides = Strides(tuple(t.is_contiguous() for t in tensors), wide, False, initial_steps(start))
-    source = write_kernel(form, schedule, strides, precision)
     partition = _owners(form, tensors[form.owner_place], extents.output[form.owner_axis], wide) if form.owner else None
-    return _kernel(form, source, tensors, start, extents, partition)(tensors, start, partition)
+    return _sized(UnsizedKernel(form, schedule, strides, precision), tensors, start, extents, partition)(
+        tensors, start, partition
+    )
 
 
 def _reach(form: Form, tensors: Sequence[Tensor], start: Tensor | None, extents: Extents) -> list[int]:
@@ -109,34 +111,19 @@ def _owners(form: Form, index: Tensor, rows: int, wide: bool) -> RowPartition:
     return RowPartition(rows, torch.searchsorted(flat, bounds, out_int32=not wide), order=order)
 
 
-def _kernel(
-    form: Form,
-    source: Source,
+def _sized(
+    kernel: UnsizedKernel,
     tensors: Sequence[Tensor],
     start: Tensor | None,
     extents: Extents,
     partition: RowPartition | None,
 ) -> Kernel:
     """What fills in the kernel's arguments and writes its launch."""
-    numbers = Numbers(form.bound, tensors, start, extents, None if partition is None else partition.rows)
-    values, inputs, others = place_arguments(source.arguments, numbers, form.bound.layout.tensors)
     # Entries that are unique fill an output only where they are as many as it has cells, which is not known ahead.
     symbolic = any(type(extent) is not int for extent in (*extents.indices, *extents.output))
-    empty = form.combine != "atomic" and not (symbolic and form.combine == "place") and form.covers(extents.output)
-    return Kernel(
-        form,
-        source,
-        extents,
-        inputs,
-        others,
-        values,
-        _WrittenLaunch(source, numbers.evaluate(source.grid, source.sizes)),
-        empty,
-        empty and source.schedule.splits == 1,
-        form.bound.out_dtype,
-        None,
-        (),
-    )
+    empty = not (symbolic and kernel.form.combine == "place") and kernel.fills(extents)
+    arguments, grid = kernel.numbers.of(tensors, start, extents, None if partition is None else partition.rows)
+    return Kernel(kernel, extents, arguments, grid, _WrittenLaunch(kernel.source), empty)
 
 
 @dataclass(frozen=True, slots=True)
@@ -144,12 +131,11 @@ class _WrittenLaunch:
     """Writes a launch on a list of arguments into the graph."""
 
     source: Source
-    grid: int
 
-    def __call__(self, arguments: list[Any]) -> None:
+    def __call__(self, arguments: list[Any], grid: int) -> None:
         schedule: Schedule = self.source.schedule
         launch: Any = torch.library.wrap_triton(function_of(self.source))
-        launch[(self.grid,)](*arguments, num_warps=schedule.warps, num_stages=schedule.stages)
+        launch[(grid,)](*arguments, num_warps=schedule.warps, num_stages=schedule.stages)
 
     def compile_ahead(self) -> None:
         """Do nothing: Inductor compiles the kernel with the graph."""

@@ -17,7 +17,8 @@ from insum_nn.compiler.forms.ahead import UndecidedError, collecting, rehearsing
 from insum_nn.compiler.forms.candidates import candidates
 from insum_nn.compiler.forms.defaults import default_schedule
 from insum_nn.compiler.forms.form import Form
-from insum_nn.compiler.forms.launch import interpreted, prepare_kernel
+from insum_nn.compiler.forms.launch import interpreted
+from insum_nn.compiler.forms.sized import prepare_kernel
 from insum_nn.compiler.ir.printer import show
 from insum_nn.compiler.lang.bind import Extents
 from insum_nn.compiler.options import Options

@@ -18,8 +18,9 @@ from insum_nn.compiler.forms.defaults import default_schedule
 from insum_nn.compiler.forms.form import Form, FormError
 from insum_nn.compiler.forms.generated import Generated
 from insum_nn.compiler.forms.keyed import generate
-from insum_nn.compiler.forms.launch import _jit, _types, strides_of
+from insum_nn.compiler.forms.launch import _jit
 from insum_nn.compiler.forms.nest import Source, write_kernel
+from insum_nn.compiler.forms.sized import strides_of, types_of
 from insum_nn.compiler.lang.bind import Bound
 from insum_nn.compiler.options import Options
 from insum_nn.compiler.runtime.library import library_calls_of
@@ -139,7 +140,7 @@ def ttir(entry: Entry, form: Form, source: Source) -> str:
     function = _jit(source)
     # Orders and bounds of rows are made from an index tensor, in its own dtype or int64.
     partition = SimpleNamespace(**dict.fromkeys(("begin", "end", "target", "owner", "order"), torch.empty(0).long()))
-    types = _types(form, source, entry.tensors, partition)  # type: ignore[arg-type]
+    types = types_of(form, source, entry.tensors, partition)  # type: ignore[arg-type]
     signature = {name: kind or "i32" for name, kind in zip(function.arg_names, types, strict=True)}
     options = backend.parse_options({"num_warps": source.schedule.warps, "num_stages": source.schedule.stages})
     context = ir.context()
