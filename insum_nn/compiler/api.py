@@ -15,10 +15,10 @@ from insum_nn.compiler.forms.launch import available as generates_kernels
 from insum_nn.compiler.lang.index_checks import stats_of
 from insum_nn.compiler.lang.parser import check_text
 from insum_nn.compiler.options import DEFAULT, Options
+from insum_nn.compiler.runtime.arguments import check_kinds
 from insum_nn.compiler.runtime.autocast import to_autocast, under_autocast
 from insum_nn.compiler.runtime.batched_gradients import for_each_vector
 from insum_nn.compiler.runtime.bound_program import Given
-from insum_nn.compiler.runtime.dispatch import check_kinds
 from insum_nn.compiler.runtime.gradients_ahead import is_rehearsed, rehearse_gradients
 from insum_nn.compiler.runtime.joint_paths import JointPaths
 from insum_nn.compiler.runtime.modes import (

@@ -127,7 +127,7 @@ def test_what_tells_programs_apart():
 def test_what_tells_compiled_programs_apart(monkeypatch: pytest.MonkeyPatch):
     """What is compiled is remembered under all that decides it; nothing is compiled here."""
     keys: list[tuple[object, ...]] = []
-    monkeypatch.setattr(execution, "_cached", lambda key, build: keys.append(key))
+    monkeypatch.setattr(execution, "_cached", lambda key, build: keys.append(key.parts))
     known = {"x": torch.ones(3, 4), "E": torch.tensor([0, 1, 2])}
     tables = [(), *((("E", StaticTable.of(torch.tensor(t))),) for t in ([0, 1, 2], [2, 1, 0]))]
 
@@ -139,7 +139,7 @@ def test_what_tells_compiled_programs_apart(monkeypatch: pytest.MonkeyPatch):
         for backend in ("eager", "inductor"):
             execution.from_graph(bound, ordered, extents, options, backend, "")
         for static in tables:
-            execution._generated(bound, ordered, extents, options, "", static)
+            execution.Executables(bound, options, static)._generated(extents)
 
     double = {**known, "x": known["x"].double()}
     before = torch.get_float32_matmul_precision()
@@ -201,7 +201,7 @@ def test_the_cache_is_bounded_and_forgets_the_oldest(monkeypatch: pytest.MonkeyP
     insum("y[i] += 4 * x[i]", x=x)
     assert cache_info().size == 4
     assert cache_info().limit == 4
-    assert [str(key[0].statement.factors[0]) for key in execution._cache] == ["2", "3", "0", "4"]
+    assert [str(key.parts[0].statement.factors[0]) for key in execution._cache] == ["2", "3", "0", "4"]
 
 
 def test_clearing():

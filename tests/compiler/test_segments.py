@@ -16,6 +16,7 @@ from insum_nn.compiler.forms.placement import place_indices
 from insum_nn.compiler.lang.bind import layout_of
 from insum_nn.compiler.runtime.row_partition import clear_partitions, partition_of
 from insum_nn.compiler.schedule.canonical import names_of
+from insum_nn.compiler.schedule.database import size_bucket
 from insum_nn.compiler.schedule.space import Schedule
 from insum_nn.testing.tolerances import assert_matches
 from tests.compiler.generated_cases import CASES, SORTED, Case, entries, form_of, kernel_of, put, real, take
@@ -370,7 +371,8 @@ def test_a_schedule_is_for_the_rows_of_its_call():
         tensors = {"Row": row, "Col": torch.zeros_like(row), "Val": torch.ones(terms), "B": torch.ones(1, 4)}
         ordered = [tensors[name] for name in layout_of(program.statement).tensors]
         found = generated_of(program, tensors, (rows, None))[0]
-        return found._schedule(ordered, program._extents(ordered, None, None, (rows, None)), None).candidate
+        extents = program._extents(ordered, None, None, (rows, None))
+        return found._schedule(size_bucket(extents), ordered, extents, None).candidate
 
     few, many = (20, 2000), (2000, 2000)
     first = chosen(*few)

@@ -50,6 +50,8 @@ class Layout:
         indices: names of all index variables, in canonical order.
         plain: for each index, the (tensor position, axis) pairs that it indexes directly.
         output_plain: for each output axis, the index that writes it directly, or `None`.
+        output_places: the same as places among the indices.
+        written: for each index, the output axes that it writes directly.
     """
 
     tensors: tuple[str, ...]
@@ -59,6 +61,8 @@ class Layout:
     indices: tuple[str, ...]
     plain: tuple[tuple[tuple[int, int], ...], ...]
     output_plain: tuple[str | None, ...]
+    output_places: tuple[int | None, ...]
+    written: tuple[tuple[int, ...], ...]
 
 
 @lru_cache(maxsize=1024)
@@ -76,14 +80,18 @@ def layout_of(statement: Statement) -> Layout:
         for axis, subscript in enumerate(access.subscripts):
             if subscript.plain is not None:
                 plain[subscript.plain][(where, axis)] = None
+    indices = statement.indices()
+    written = tuple(subscript.plain for subscript in statement.output.subscripts)
     return Layout(
         tensors=tensors,
         index_tensors=frozenset(statement.index_tensors()),
         value_tensors=frozenset(access.name for access in statement.reads),
         ranks=tuple(ranks),
-        indices=statement.indices(),
-        plain=tuple(tuple(plain[name]) for name in statement.indices()),
-        output_plain=tuple(subscript.plain for subscript in statement.output.subscripts),
+        indices=indices,
+        plain=tuple(tuple(plain[name]) for name in indices),
+        output_plain=written,
+        output_places=tuple(None if name is None else indices.index(name) for name in written),
+        written=tuple(tuple(axis for axis, own in enumerate(written) if own == name) for name in indices),
     )
 
 

@@ -7,8 +7,10 @@ and kernel maps declare facts that they guarantee; their tensors are not read at
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
+from functools import lru_cache
 
 import torch
 from torch import Tensor
@@ -28,7 +30,7 @@ from insum_nn.errors import (
     raise_collected,
 )
 from insum_nn.facts import UNKNOWN, IndexFacts, repeated
-from insum_nn.kept import forget, forgets
+from insum_nn.kept import forget, forgets, unwritten
 
 __all__ = ["Stats", "cell_numbers", "check_index_values", "lowest_entry", "stats_of", "writes_inside", "writes_sums"]
 
@@ -111,8 +113,15 @@ def check_index_values(
         InsumRangeError: an entry is out of bounds; the message names the first one.
     """
     layout = layout_of(statement)
-    named = dict(zip(layout.tensors, tensors, strict=True))
     given = {name: facts.get(name, UNKNOWN) for name in layout.tensors if name in layout.index_tensors}
+    if origin == "builder" and not validate and not writes_sums(statement):
+        for name, tensor in zip(layout.tensors, tensors, strict=True):
+            known = given.get(name)
+            if known is not None and (not known.proven or known.masked is None or not unwritten(tensor)):
+                break
+        else:
+            return given
+    named = dict(zip(layout.tensors, tensors, strict=True))
     if validate:
         # And what is cached about them: torch counts no writes through `.data`, NumPy or DLPack.
         forget(named[name] for name in given)
@@ -127,17 +136,23 @@ def check_index_values(
     if all(f.proven and f.masked is not None for f in given.values()) and not writes_sums(statement):
         return given
     complete: dict[str, IndexFacts] = {}
+    read: dict[str, Stats] = {}
     for name, known in declared.items():
         if known.proven and known.masked is not None:
             # Ranges that a caller declares are checked below.
             complete[name] = known
             continue
-        stats = stats_of(named[name], again=validate)
+        stats = read[name] = stats_of(named[name], again=validate)
         ascending = known.sorted or (stats.ascending and stats.smallest >= 0)
-        complete[name] = replace(known, sorted=ascending, masked=stats.smallest < 0, proven=True)
+        complete[name] = _completed(known, ascending, stats.smallest < 0)
     if 0 not in extents.indices:
-        _check_ranges(statement, named, extents, given, drop_outside=drop_outside, validate=validate)
+        _check_ranges(statement, named, extents, given, read, drop_outside=drop_outside)
     return complete
+
+
+@lru_cache(maxsize=1024)
+def _completed(facts: IndexFacts, ascending: bool, masked: bool) -> IndexFacts:
+    return replace(facts, sorted=ascending, masked=masked, proven=True)
 
 
 def writes_inside(subscript: Subscript, extent: int, named: Mapping[str, Tensor], sizes: Mapping[str, int]) -> Tensor:
@@ -146,6 +161,7 @@ def writes_inside(subscript: Subscript, extent: int, named: Mapping[str, Tensor]
     return (~valid | ((values >= 0) & (values < extent))).all()
 
 
+@lru_cache(maxsize=1024)
 def writes_sums(statement: Statement) -> bool:
     """Return whether a sum with index tensors addresses the output; its range depends on the values of each call."""
     return any(
@@ -159,35 +175,64 @@ def _check_ranges(
     named: Mapping[str, Tensor],
     extents: Extents,
     given: Mapping[str, IndexFacts],
+    read: dict[str, Stats],
     *,
     drop_outside: bool,
-    validate: bool,
 ) -> None:
-    layout = layout_of(statement)
-    sizes = dict(zip(layout.indices, extents.indices, strict=True))
+    """Raise unless entries lie inside the axes that they address.
+
+    Args:
+        statement: the statement.
+        named: its tensors.
+        extents: the call's sizes.
+        given: facts of index tensors.
+        read: what was read of them; completed where more is.
+        drop_outside: writes out of bounds are dropped instead of raising.
+    """
+    sizes: dict[str, int] = {}
     faults: list[InsumError] = []
-    for access in statement.accesses():
-        is_output = access is statement.output
-        shape = extents.output if is_output else named[access.name].shape
-        for axis, subscript in enumerate(access.subscripts):
-            inner = list(subscript.index_accesses())
-            if not inner:
+    for number, name, axis, plain, inner in _addressed(statement):
+        is_output = number == 0
+        if plain and given[inner[0]].proven:
+            continue
+        for each in inner:
+            if each not in read:
+                read[each] = stats_of(named[each])
+        extent = extents.output[axis] if is_output else named[name].shape[axis]
+        if plain:
+            entry = read[inner[0]]
+            if lowest_entry(given[inner[0]]) <= entry.smallest and entry.largest < extent:
                 continue
-            if all(given[a.name].proven for a in inner) and subscript.indirect is not None:
-                continue
-            stats = {a.name: stats_of(named[a.name]) for a in inner}
-            below = any(s.smallest < lowest_entry(given[name]) for name, s in stats.items())
-            bounded = subscript.indirect is not None or (is_output and not drop_outside)
-            low, high = _hull(subscript, sizes, stats)
-            if not -_INT64_MAX <= low <= high <= _INT64_MAX and all(s.smallest <= s.largest for s in stats.values()):
-                faults.append(_overflow(statement, subscript, low, high))
-                continue
-            beyond = bounded and (low < (-1 if subscript.indirect is not None else 0) or high >= shape[axis])
-            if below or beyond:
-                fault = _exact(statement, access, axis, subscript, shape[axis], named, sizes, given, bounded)
-                if fault is not None:
-                    faults.append(fault)
+        access = next(itertools.islice(statement.accesses(), number, None))
+        subscript, stats = access.subscripts[axis], {each: read[each] for each in inner}
+        sizes = sizes or dict(zip(layout_of(statement).indices, extents.indices, strict=True))
+        below = any(s.smallest < lowest_entry(given[name]) for name, s in stats.items())
+        bounded = plain or (is_output and not drop_outside)
+        low, high = _hull(subscript, sizes, stats)
+        if not -_INT64_MAX <= low <= high <= _INT64_MAX and all(s.smallest <= s.largest for s in stats.values()):
+            faults.append(_overflow(statement, subscript, low, high))
+            continue
+        beyond = bounded and (low < (-1 if plain else 0) or high >= extent)
+        if below or beyond:
+            fault = _exact(statement, access, axis, subscript, extent, named, sizes, given, bounded)
+            if fault is not None:
+                faults.append(fault)
     raise_collected(faults)
+
+
+@lru_cache(maxsize=1024)
+def _addressed(statement: Statement) -> tuple[tuple[int, str, int, bool, tuple[str, ...]], ...]:
+    """Return every subscript that reads index tensors.
+
+    Of each the number and the name of its access, its axis, whether it is one entry alone, and the tensors' names; not
+    the nodes themselves, since equal statements may have other places in another text.
+    """
+    found = [
+        (number, access.name, axis, each.indirect is not None, tuple(inner.name for inner in each.index_accesses()))
+        for number, access in enumerate(statement.accesses())
+        for axis, each in enumerate(access.subscripts)
+    ]
+    return tuple(each for each in found if each[4])
 
 
 def _overflow(statement: Statement, subscript: Subscript, low: int, high: int) -> InsumOverflowError:

@@ -7,7 +7,8 @@ from collections.abc import Mapping, Sequence
 import torch
 from torch import Tensor
 
-from insum_nn.compiler.lang.bind import Extents, layout_of, show_dtype, show_shape
+from insum_nn.compiler.lang.bind import Extents, Layout, layout_of, show_dtype, show_shape
+from insum_nn.compiler.lang.limits import INT32_AXIS, INT64_MAX, limits_of
 from insum_nn.compiler.lang.syntax import Access, Index, Statement, Subscript
 from insum_nn.errors import (
     InsumError,
@@ -20,9 +21,6 @@ from insum_nn.errors import (
 )
 
 __all__ = ["check_extents", "interval", "resolve_extents"]
-
-_INT32_AXIS = 2**31
-_INT64_MAX = 2**63 - 1
 
 
 def resolve_extents(
@@ -47,6 +45,8 @@ def resolve_extents(
         InsumOverflowError: an extent does not fit the index type that must address it.
     """
     layout = layout_of(statement)
+    if start is None and (known := _agreed(layout, tensors, sizes, out_shape)) is not None:
+        return known
     found: dict[str, int] = {}
     clash = False
     for name, occurrences in zip(layout.indices, layout.plain, strict=True):
@@ -82,6 +82,51 @@ def resolve_extents(
     return Extents(tuple(found[name] for name in layout.indices), shape)
 
 
+def _agreed(
+    layout: Layout, tensors: Sequence[Tensor], sizes: Mapping[str, int], out_shape: Sequence[int | None] | None
+) -> Extents | None:
+    """Find the extents where all that is given agrees; what this returns is right, if it returns anything.
+
+    3.0 and True are equal to sizes, and are none.
+    """
+    for name, extent in sizes.items():
+        if name not in layout.indices or type(extent) is not int or not 0 <= extent <= INT64_MAX:
+            return None
+    shapes = [tensor.shape for tensor in tensors]
+    found: list[int] = []
+    for name, places, axes in zip(layout.indices, layout.plain, layout.written, strict=True):
+        extent = sizes.get(name)
+        for where, axis in places:
+            own = shapes[where][axis]
+            if extent is None:
+                extent = own
+            elif own != extent:
+                return None
+        if out_shape is not None:
+            for axis in axes:
+                own = out_shape[axis] if axis < len(out_shape) else None
+                if own is not None and extent is None:
+                    extent = own
+                elif own is not None and own != extent:
+                    return None
+        if extent is None:
+            return None
+        found.append(extent)
+    output: list[int] = []
+    given = (None,) * len(layout.output_places) if out_shape is None else out_shape
+    if len(given) != len(layout.output_places):
+        return None
+    for place, extent in zip(layout.output_places, given, strict=True):
+        if extent is None:
+            if place is None:
+                return None
+            extent = found[place]
+        elif type(extent) is not int or not 0 <= extent <= INT64_MAX:
+            return None
+        output.append(extent)
+    return Extents(tuple(found), tuple(output))
+
+
 def _check_extent(statement: Statement, what: str, extent: object, spans: Sequence[Span]) -> None:
     if isinstance(extent, bool) or not isinstance(extent, int | torch.SymInt):
         raise InsumShapeError(
@@ -91,7 +136,7 @@ def _check_extent(statement: Statement, what: str, extent: object, spans: Sequen
             fix="pass a non-negative int.",
             got=extent,
         )
-    if isinstance(extent, int) and not 0 <= extent <= _INT64_MAX:
+    if isinstance(extent, int) and not 0 <= extent <= INT64_MAX:
         raise InsumShapeError(
             f"{what} must lie between 0 and 2**63 - 1, got {extent}",
             expression=statement.text,
@@ -262,6 +307,8 @@ def check_extents(statement: Statement, tensors: Sequence[Tensor], extents: Exte
         InsumRangeError: a constant subscript or an affine write is out of bounds.
         InsumOverflowError: an index tensor's dtype, or int64 arithmetic, cannot address an axis.
     """
+    if limits_of(statement).hold(tensors, extents, drop_outside=drop_outside):
+        return
     layout = layout_of(statement)
     shapes: dict[str, Sequence[int]] = {name: t.shape for name, t in zip(layout.tensors, tensors, strict=True)}
     dtypes = {name: t.dtype for name, t in zip(layout.tensors, tensors, strict=True)}
@@ -302,14 +349,14 @@ def _check_int32(
     dtypes: Mapping[str, torch.dtype],
 ) -> list[InsumError]:
     inner = subscript.indirect
-    if inner is None or dtypes[inner.name] != torch.int32 or extent <= _INT32_AXIS:
+    if inner is None or dtypes[inner.name] != torch.int32 or extent <= INT32_AXIS:
         return []
     return [
         InsumOverflowError(
             f"index tensor '{inner.name}' is int32, which cannot address axis {axis} of '{access.name}'",
             expression=statement.text,
             spans=[inner.span],
-            details=[f"expected an extent of at most {_INT32_AXIS}; got {extent}"],
+            details=[f"expected an extent of at most {INT32_AXIS}; got {extent}"],
             fix=f"pass {inner.name}.long().",
             tensor=inner.name,
             got=extent,
@@ -322,8 +369,8 @@ def _check_int64(statement: Statement, subscript: Subscript, sizes: Mapping[str,
     for term in subscript.terms:
         if not isinstance(term.atom, Index):
             # Entries are below 2**31 or 2**63; any coefficient that keeps an int32 entry inside int64 is accepted.
-            low, high = low - abs(term.coefficient) * _INT32_AXIS, high + abs(term.coefficient) * _INT32_AXIS
-    if -_INT64_MAX <= low and high <= _INT64_MAX:
+            low, high = low - abs(term.coefficient) * INT32_AXIS, high + abs(term.coefficient) * INT32_AXIS
+    if -INT64_MAX <= low and high <= INT64_MAX:
         return []
     return [
         InsumOverflowError(

@@ -15,7 +15,7 @@ from torch import Tensor
 
 from insum_nn.compiler.lang.bind import Extents
 from insum_nn.compiler.lang.derivative import Derivative, derivatives
-from insum_nn.compiler.runtime.dispatch import Key, Seen, Spec, call_key, run_spec
+from insum_nn.compiler.runtime.dispatch import Key, Seen, Spec, call_key, run_ready, run_spec
 
 __all__ = ["Call", "Shapes", "Step", "gradients", "read_again"]
 
@@ -57,13 +57,9 @@ class Call:
         seen = self.seen
         if seen is None:
             return run_spec(self.spec, tensors, start, Extents(self.indices, self.output), self.key)
-        ready = None if torch._C._is_any_autocast_enabled() else seen.runs(tensors)
-        if ready is None:
-            result = run_spec(self.spec, tensors, start, seen.extents, self.key)
-            if self.key is not None:
-                seen.ready = self.spec.ready_for(self.key, start is None, seen.extents)
-            return result
-        return ready.run(tensors, start)
+        if self.key is None or torch._C._is_any_autocast_enabled():
+            return run_spec(self.spec, tensors, start, seen.extents, self.key)
+        return seen.run(self.spec, tensors, start)
 
     def steps(self, position: int, tensors: Sequence[Tensor | None], shapes: Shapes) -> tuple[Step, ...]:
         """Return the derivative programs of the tensor at a position; shapes are passed where it may be missing."""
@@ -105,8 +101,7 @@ class Step:
         if seen is not None and (ready := seen.runs(tensors)) is not None:
             return ready.run(tensors, total)
         key = call_key(tensors, total)
-        result = run_spec(self.spec, tensors, total, self.extents, key)
-        ready = self.spec.ready_for(key, total is None, self.extents)
+        result, ready = run_ready(self.spec, tensors, total, self.extents, key)
         self.seen = None if ready is None else Seen(self.extents, ready)
         return result
 

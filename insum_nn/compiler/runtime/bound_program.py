@@ -8,7 +8,7 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor
 
-from insum_nn.compiler.runtime.dispatch import Seen, broadcast, call_key, keep
+from insum_nn.compiler.runtime.dispatch import Seen, Spec, broadcast, call_key, keep
 from insum_nn.compiler.runtime.modes import is_plain_eager
 
 __all__ = ["Given"]
@@ -20,6 +20,9 @@ _LIMIT = 64
 
 class _Program(Protocol):
     def __call__(self, *, tensors: Mapping[str, Tensor], out_shape: Shape) -> Tensor: ...
+
+    @property
+    def spec(self) -> Spec: ...
 
     def seen(self, named: Mapping[str, Tensor], out_shape: Shape | None) -> Seen | None: ...
 
@@ -73,9 +76,9 @@ class Given:
             key = (call_key(others, start), out_shape)
         # `None` is no key of what is remembered.
         seen = self._seen.get(key)
-        if seen is None or (ready := seen.runs(ordered)) is None:
+        if seen is None:
             return self._first(ordered, out_shape, start, key)
-        return ready.run(ordered, broadcast(start, seen.extents))
+        return seen.run(self.program.spec, ordered, broadcast(start, seen.extents))
 
     def _first(self, ordered: Sequence[Tensor], out_shape: Shape, start: Tensor | None, key: Hashable | None) -> Tensor:
         """A call that is not remembered here."""
@@ -84,7 +87,7 @@ class Given:
             named[self._output] = start
         # The program may know the call from others' given tensors: each structure has a `Given` of its own.
         seen = None if key is None else self.program.seen(named, out_shape)
-        if key is None or seen is None or (ready := seen.runs(ordered)) is None:
+        if key is None or seen is None:
             return self.program(tensors=named, out_shape=out_shape)
         keep(self._seen, key, seen, _LIMIT)
-        return ready.run(ordered, broadcast(start, seen.extents))
+        return seen.run(self.program.spec, ordered, broadcast(start, seen.extents))

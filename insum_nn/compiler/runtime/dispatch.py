@@ -25,11 +25,11 @@ from insum_nn.compiler.lang.parser import check_text, parse
 from insum_nn.compiler.lang.shapes import check_extents
 from insum_nn.compiler.lang.syntax import Statement
 from insum_nn.compiler.options import Options
-from insum_nn.compiler.runtime.execution import Executable, executable, generation
+from insum_nn.compiler.runtime.execution import Executable, Executables, generation
 from insum_nn.compiler.runtime.path_program import PathProgram, find_paths
-from insum_nn.compiler.runtime.statement_sequence import StatementSequence, find_sequence
+from insum_nn.compiler.runtime.statement_sequence import Sequences, StatementSequence
 from insum_nn.compiler.schedule.canonical import messages_name
-from insum_nn.errors import InsumDtypeError, InsumNameError, InsumRangeError, InsumShapeError
+from insum_nn.errors import InsumRangeError, InsumShapeError
 from insum_nn.facts import IndexFacts, StaticTable
 from insum_nn.kept import unwritten
 
@@ -40,14 +40,13 @@ __all__ = [
     "Spec",
     "broadcast",
     "call_key",
-    "check_kinds",
     "index_versions",
     "keep",
     "kinds_of",
     "parse_cached",
     "prepare",
+    "run_ready",
     "run_spec",
-    "static_tables",
     "value_dtype",
 ]
 
@@ -82,7 +81,7 @@ class Spec:
     epilogue: Epilogue = PLAIN
     origin: Origin = "builder"
     ready: dict[Key, Ready] = field(default_factory=dict, init=False, repr=False, compare=False)
-    bounds: dict[Key, Bound] = field(default_factory=dict, init=False, repr=False, compare=False)
+    programs: dict[Key, _Programs] = field(default_factory=dict, init=False, repr=False, compare=False)
     kinds: set[Key] = field(default_factory=set[Key], init=False, repr=False, compare=False)
     _hash: int = field(default=0, init=False, repr=False, compare=False)
 
@@ -106,6 +105,19 @@ class Spec:
     def layout(self) -> Layout:
         return layout_of(self.statement)
 
+    @cached_property
+    def known(self) -> Mapping[str, IndexFacts]:
+        """The promised facts by name."""
+        return dict(self.facts)
+
+    @cached_property
+    def indexed(self) -> tuple[tuple[int, bool], ...]:
+        """The positions of index tensors, and whether a builder vouches for all their entries."""
+        built = {name for name, facts in self.facts if facts.proven and facts.masked is not None}
+        index_tensors, vouches = self.layout.index_tensors, self.origin == "builder"
+        places = enumerate(self.layout.tensors)
+        return tuple((at, vouches and name in built) for at, name in places if name in index_tensors)
+
     def to_json(self) -> str:
         return _to_json(self)
 
@@ -113,15 +125,14 @@ class Spec:
     def from_json(text: str) -> Spec:
         return _from_json(text)
 
-    def ready_for(self, key: Key, fresh: bool, extents: Extents) -> Ready | None:
-        """What runs a call that was made just now, if it was made ready; `fresh`: without a starting value."""
-        return self.ready.get(_ready_key(key, fresh, extents))
-
     def check_kinds(self, named: Mapping[str, Tensor], start: Tensor | None) -> None:
         """Raise what `bind` raises of these tensors, the starting value by the output's name among them."""
         kinds = None
-        if all(isinstance(tensor, Tensor) for tensor in named.values()):  # pyright: ignore[reportUnnecessaryIsInstance]
-            kinds = kinds_of((named[name] for name in self.layout.tensors), start)
+        for tensor in named.values():
+            if not isinstance(tensor, Tensor):  # pyright: ignore[reportUnnecessaryIsInstance]
+                break
+        else:
+            kinds = kinds_of([named[name] for name in self.layout.tensors], start)
             if kinds in self.kinds:
                 return
         bind(self.statement, named, start)
@@ -190,29 +201,6 @@ def _facts(values: dict[str, Any]) -> IndexFacts:
     return IndexFacts(**values)
 
 
-def static_tables(
-    statement: Statement, static: Mapping[str, Tensor | StaticTable]
-) -> tuple[tuple[str, StaticTable], ...]:
-    """Static tensors as a `Spec` holds them.
-
-    Raises:
-        InsumNameError: the statement reads no tensor of a name.
-    """
-    unknown = [name for name in static if name not in statement.tensors()]
-    if unknown:
-        raise InsumNameError(
-            f"static= names '{unknown[0]}', which the statement does not read",
-            expression=statement.text,
-            details=[f"tensors read: {', '.join(statement.tensors())}"],
-            fix="name a tensor of the statement.",
-            tensor=unknown[0],
-        )
-    return tuple(
-        (name, table if isinstance(table, StaticTable) else StaticTable.of(table))
-        for name, table in sorted(static.items())
-    )
-
-
 def prepare(
     spec: Spec, tensors: Sequence[Tensor], start: Tensor | None, extents: Extents
 ) -> tuple[Bound, Executable | PathProgram | StatementSequence]:
@@ -221,34 +209,52 @@ def prepare(
     layout = spec.layout
     named = dict(zip(layout.tensors, tensors, strict=True))
     check_extents(statement, tensors, extents, drop_outside=spec.drop_outside)
-    facts = check_index_values(
+    known = check_index_values(
         statement,
         tensors,
         extents,
-        dict(spec.facts),
+        spec.known,
         drop_outside=spec.drop_outside,
         validate=spec.options.validate,
         origin=spec.origin,
     )
-    for name, tensor in named.items():
-        if name in facts and tensor.numel() == 0:
-            facts[name] = IndexFacts(masked=True, proven=True)
-    _check_static(spec, named)
-    bound = _bound(spec, named, start, facts)
-    # Static tables are unrolled into one kernel, which shares what its terms have in common by itself.
-    sequence = None if spec.static else find_sequence(bound, tensors, extents, spec.options)
-    paths = find_paths(bound, tensors, extents, spec.options, spec.static)
-    return bound, paths or sequence or executable(bound, tensors, start, extents, spec.options, spec.static)
+    facts = {n: _EMPTY if named[n].numel() == 0 else found for n, found in known.items()}
+    if spec.static:
+        _check_static(spec, named)
+    programs = _programs(spec, named, start, facts)
+    bound = programs.bound
+    if spec.static:
+        # Static tables are unrolled into one kernel, which shares what its terms have in common by itself.
+        other = find_paths(bound, tensors, extents, spec.options, spec.static)
+    else:
+        other = programs.sequences.of(tensors, extents)
+    return bound, other or programs.executables.of(tensors, extents)
 
 
-def _bound(spec: Spec, named: Mapping[str, Tensor], start: Tensor | None, facts: Mapping[str, IndexFacts]) -> Bound:
+@dataclass(frozen=True, slots=True)
+class _Programs:
+    """What may run a bound statement, at any sizes."""
+
+    bound: Bound
+    executables: Executables
+    sequences: Sequences
+
+
+# What is known of an index tensor without entries.
+_EMPTY = IndexFacts(masked=True, proven=True)
+
+
+def _programs(
+    spec: Spec, named: Mapping[str, Tensor], start: Tensor | None, facts: Mapping[str, IndexFacts]
+) -> _Programs:
     """Bind a statement to tensors; sizes change at each call of many, and what a program depends on does not."""
-    key = (*kinds_of(named.values(), start), *(facts.get(name) for name in named))
-    bound = spec.bounds.get(key)
-    if bound is None:
+    key = (*kinds_of(named.values(), start), *facts.values())
+    found = spec.programs.get(key)
+    if found is None:
         bound = bind(spec.statement, named, start, facts=facts, drop_outside=spec.drop_outside, epilogue=spec.epilogue)
-        keep(spec.bounds, key, bound, _READY_LIMIT)
-    return bound
+        found = _Programs(bound, Executables(bound, spec.options, spec.static), Sequences(bound, spec.options))
+        keep(spec.programs, key, found, _READY_LIMIT)
+    return found
 
 
 def kinds_of(tensors: Iterable[Tensor], start: Tensor | None) -> Key:
@@ -285,36 +291,6 @@ def _check_static(spec: Spec, named: Mapping[str, Tensor]) -> None:
                     fix="pass the tensor that was given as static= to compile(), or compile again.",
                     tensor=name,
                 )
-
-
-_KINDS: dict[str, tuple[type, str]] = {
-    "sizes": (Mapping, "a dict of extents by index name"),
-    "out_shape": (Sequence, "a tuple of extents"),
-    "tensors": (Mapping, "a dict of tensors by name"),
-    "facts": (Mapping, "a dict of IndexFacts by tensor name"),
-    "static": (Mapping, "a dict of tensors by name"),
-    "options": (Options, "insum_nn.Options"),
-    "activation": (str, "the name of an activation"),
-    "out_dtype": (torch.dtype, "a torch.dtype"),
-    "out": (Tensor, "a torch.Tensor"),
-}
-
-
-def check_kinds(**given: object) -> None:
-    """Check the arguments of a call beside its tensors: a tensor that is named like one of them arrives as it.
-
-    Raises:
-        InsumDtypeError: one is of another type.
-    """
-    for name, value in given.items():
-        kind, what = _KINDS[name]
-        if value is None or isinstance(value, kind):
-            continue
-        tensor = isinstance(value, Tensor)
-        fix = f"pass a tensor of that name as tensors={{'{name}': ...}}." if tensor else f"pass {name}= as {what}."
-        raise InsumDtypeError(
-            f"{name}= must be {what}, got {type(value).__name__}", fix=fix, expected=kind, got=type(value)
-        )
 
 
 def call_key(tensors: Sequence[Tensor], start: Tensor | None) -> Key:
@@ -358,10 +334,14 @@ def broadcast(start: Tensor | None, extents: Extents) -> Tensor | None:
 
 @dataclass(slots=True)
 class Seen:
-    """A call that was checked before: its sizes, what runs it where nothing is recorded, and the recorded call."""
+    """A call that was checked before: its sizes, what runs it where nothing is recorded, and the recorded call.
+
+    `key` is `call_key` of its tensors.
+    """
 
     extents: Extents
     ready: Ready | None = None
+    key: Key | None = None
     precision: str = field(default_factory=torch.get_float32_matmul_precision)
     call: object = None
 
@@ -376,11 +356,26 @@ class Seen:
             return None
         return ready if ready.holds(tensors) else None
 
+    def run(self, spec: Spec, tensors: Sequence[Tensor], start: Tensor | None) -> Tensor:
+        """Run without recording gradients; the arguments are those of `run_ready`."""
+        ready = self.runs(tensors)
+        if ready is not None:
+            return ready.run(tensors, start)
+        result, self.ready = run_ready(spec, tensors, start, self.extents, self.key)
+        return result
+
 
 def run_spec(
     spec: Spec, tensors: Sequence[Tensor], start: Tensor | None, extents: Extents, key: Key | None = None
 ) -> Tensor:
-    """Run without recording gradients.
+    """Run without recording gradients; the arguments are those of `run_ready`."""
+    return run_ready(spec, tensors, start, extents, key)[0]
+
+
+def run_ready(
+    spec: Spec, tensors: Sequence[Tensor], start: Tensor | None, extents: Extents, key: Key | None = None
+) -> tuple[Tensor, Ready | None]:
+    """Run without recording gradients, and return what runs further calls of the key, where it can be kept.
 
     Args:
         spec: the program.
@@ -394,51 +389,41 @@ def run_spec(
         if torch.is_autocast_enabled(device):
             # The operands were cast where the call was made; inside, autocast would mix dtypes that were equal.
             with torch.autocast(device, enabled=False):
-                return run_spec(spec, tensors, start, extents, key)
+                return run_ready(spec, tensors, start, extents, key)
     # Compiled float32 products follow the precision that was asked for when they were compiled.
     key = _ready_key(key or call_key(tensors, start), start is None, extents)
     ready = spec.ready.get(key)
     if ready is not None and ready.holds(tensors):
-        return ready.run(tensors, start)
+        return ready.run(tensors, start), ready
     if 0 in extents.indices:
         check_extents(spec.statement, tensors, extents, drop_outside=spec.drop_outside)
-        return _without_terms(spec, tensors, start, extents)
-    bound, program = prepare(spec, tensors, start, extents)
-    indexed = bound.layout.index_tensors
-    empty = [name for name, t in zip(bound.layout.tensors, tensors, strict=True) if t.numel() == 0]
+        return _without_terms(spec, tensors, start, extents), None
+    _, program = prepare(spec, tensors, start, extents)
+    layout = spec.layout
+    indexed = layout.index_tensors
+    empty = [name for name, t in zip(layout.tensors, tensors, strict=True) if t.numel() == 0]
     if 0 in extents.output or not indexed.issuperset(empty):
         # Every read of a factor without cells misses.
-        return _without_terms(spec, tensors, start, extents)
+        return _without_terms(spec, tensors, start, extents), None
     with messages_name(spec.statement):
         if empty:
-            stand = [_stand_in(t, n in indexed) for n, t in zip(bound.layout.tensors, tensors, strict=True)]
-            return program(stand, extents, start)
+            stand = [_stand_in(t, n in indexed) for n, t in zip(layout.tensors, tensors, strict=True)]
+            return program(stand, extents, start), None
         run = program.prepare(tensors, extents, start)
-    _remember(spec, key, run, tensors)
-    return run(tensors, start)
-
-
-def _remember(
-    spec: Spec, key: Key, run: Callable[[Sequence[Tensor], Tensor | None], Tensor], tensors: Sequence[Tensor]
-) -> None:
-    read = index_versions(spec, tensors)
+    read = None if spec.options.validate or writes_sums(spec.statement) else index_versions(spec, tensors)
     if read is None:
-        return
-    if spec.options.validate or writes_sums(spec.statement):
-        return
-    keep(spec.ready, key, Ready(run, read, generation()), _READY_LIMIT)
+        return run(tensors, start), None
+    ready = Ready(run, read, generation())
+    keep(spec.ready, key, ready, _READY_LIMIT)
+    return run(tensors, start), ready
 
 
 def index_versions(spec: Spec, tensors: Sequence[Tensor]) -> Versions | None:
     """The index tensors whose values were read for a call; `None`: they have to be read at every call."""
-    built = {name for name, facts in spec.facts if facts.proven and facts.masked is not None}
-    layout = spec.layout
     read: list[tuple[int, Callable[[], Tensor | None], int, bool]] = []
-    for at, name in enumerate(layout.tensors):
+    for at, vouched in spec.indexed:
         tensor = tensors[at]
-        if name not in layout.index_tensors:
-            continue
-        spoken_for = spec.origin == "builder" and name in built and unwritten(tensor)
+        spoken_for = vouched and unwritten(tensor)
         if not tensor.is_inference():
             read.append((at, weakref.ref(tensor), tensor._version, spoken_for))
         elif spoken_for:

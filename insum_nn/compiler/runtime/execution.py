@@ -7,6 +7,7 @@ import time
 from collections import OrderedDict
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
+from functools import lru_cache
 
 import torch
 from torch import Tensor
@@ -19,7 +20,7 @@ from insum_nn.compiler.lang.bind import Bound, Extents
 from insum_nn.compiler.options import Options
 from insum_nn.compiler.runtime import library_calls
 from insum_nn.compiler.runtime.backends import backend_without_generator, choose_backend, require_triton
-from insum_nn.compiler.runtime.fixed_extents import fix_extents, forget_extents
+from insum_nn.compiler.runtime.fixed_extents import FixedExtents, fix_extents, forget_extents
 from insum_nn.compiler.runtime.inductor_program import InductorProgram
 from insum_nn.compiler.runtime.library import Library, extent_arguments, library_calls_of, piece_length, run_pieces
 from insum_nn.compiler.runtime.row_partition import clear_partitions
@@ -33,6 +34,7 @@ __all__ = [
     "CACHE_LIMIT",
     "CacheInfo",
     "Executable",
+    "Executables",
     "cache_info",
     "clear_cache",
     "executable",
@@ -118,7 +120,31 @@ def _integers(bound: Bound, extents: Extents) -> tuple[int, ...]:
     return (*(extents.indices[names.index(i)] for i in indices), *(extents.output[a] for a in axes))
 
 
-_cache: OrderedDict[tuple[object, ...], Executable] = OrderedDict()
+Static = tuple[tuple[str, StaticTable], ...]
+
+
+@lru_cache(maxsize=1024)
+def _executables(bound: Bound, options: Options, static: Static, text: str) -> Executables:
+    """Those of a statement; of equal ones each has its own text, which errors show."""
+    return Executables(bound, options, static)
+
+
+class _Key:
+    """What a program depends on; to hash all of it at each look-up would cost more than the look-up."""
+
+    __slots__ = ("_hash", "parts")
+
+    def __init__(self, parts: tuple[object, ...]) -> None:
+        self.parts, self._hash = parts, hash(parts)
+
+    def __hash__(self) -> int:
+        return self._hash
+
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, _Key) and self.parts == other.parts
+
+
+_cache: OrderedDict[_Key, Executable] = OrderedDict()
 # Held for look-ups alone; programs are built without it.
 _lock = threading.RLock()
 _building: BuildOnce[Executable] = BuildOnce()
@@ -166,6 +192,7 @@ def clear_cache() -> None:
     budget.forget()
 
 
+@lru_cache(maxsize=1024)
 def _without_unused_facts(bound: Bound) -> Bound:
     """Facts that no lowering reads must not tell programs apart."""
     return replace(bound, facts=tuple(IndexFacts(masked=f.masked) for f in bound.facts))
@@ -177,42 +204,95 @@ def executable(
     start: Tensor | None,
     extents: Extents,
     options: Options,
-    static: tuple[tuple[str, StaticTable], ...] = (),
+    static: Static = (),
 ) -> Executable:
     """Return the program that the rule names for a bound statement, compiled now or cached under its canonical form."""
-    own = canonical(bound)
-    backend, reason = choose_backend(own, options, tables=bool(static))
-    if backend == "triton":
-        require_triton(bound)
+    return _executables(bound, options, static, bound.statement.text).of(tensors, extents)
+
+
+class Executables:
+    """The programs of a bound statement at all sizes: what does not depend on them is found once.
+
+    Args:
+        bound: the statement.
+        options: compile options.
+        static: its static tensors.
+    """
+
+    def __init__(self, bound: Bound, options: Options, static: Static = ()) -> None:
+        self.bound, self.options = bound, options
+        self.own = canonical(bound)
+        self.tables = canonical_tables(bound.statement, static)
+        self.backend, self.reason = choose_backend(self.own, options, tables=bool(static))
+        names = frozenset(name for name, _ in self.tables)
+        self.fixed = FixedExtents(self.own, options, names, shared=True)
+        self._keys: dict[object, _Key] = {}
+
+    def of(self, tensors: Sequence[Tensor], extents: Extents) -> Executable:
+        """Return the program for the sizes of a call, compiled now or cached under its canonical form."""
+        backend, reason, options = self.backend, self.reason, self.options
+        if backend != "triton":
+            return from_graph(self.own, tensors, extents, options, backend, reason)
+        if self.own.device_type != "cuda":
+            require_triton(self.bound)
         try:
-            tables = canonical_tables(bound.statement, static)
-            return _generated(own, tensors, extents, options, reason, tables)
+            return self._generated(extents)
         except FormError as error:
             if options.backend == "triton":
                 raise InsumFormatError(
                     f"no kernel can be generated: {error}",
-                    expression=bound.statement.text,
+                    expression=self.bound.statement.text,
                     fix='choose Options(backend="auto").',
                 ) from error
             backend, other = backend_without_generator(options)
             reason = f"{other}; no generated kernel: {error}"
-    return from_graph(own, tensors, extents, options, backend, reason)
+        return from_graph(self.own, tensors, extents, options, backend, reason)
+
+    def _generated(self, extents: Extents) -> Executable:
+        """The program of generated kernels.
+
+        Raises:
+            FormError: the statement is not of the generator's kind.
+        """
+        static, precision = self.fixed.of(extents), torch.get_float32_matmul_precision()
+        key = self._keys.get((static, precision))
+        if key is None:
+            bound = replace(self.own, static=static)
+            key = _Key((bound, self.options, "triton", precision, self.tables))
+            if len(self._keys) >= CACHE_LIMIT:
+                self._keys.clear()
+            self._keys[static, precision] = key
+
+        def build() -> Executable:
+            begin = time.perf_counter()
+            bound = replace(self.own, static=static)
+            sizes = dict(zip(bound.layout.indices, extents.indices, strict=True))
+            generated = generate(bound, sizes, extents.output, dict(self.tables), self.options)
+            seconds = time.perf_counter() - begin
+            return Executable(bound, extents, self.options, "triton", self.reason, generated, seconds)
+
+        return _cached(key, build)
 
 
 def from_graph(
     bound: Bound, tensors: Sequence[Tensor], extents: Extents, options: Options, backend: str, reason: str
 ) -> Executable:
     """The program of torch's library calls, or of Inductor."""
+    key = _library_key(bound, options, backend)
     bound = _without_unused_facts(bound)
-    key: tuple[object, ...] = (bound, options, backend)
     if backend == "inductor":
         bound = fix_extents(bound, extents, options)
         precision = torch.get_float32_matmul_precision()
-        key = (bound, options, backend, precision, inductor.size_class(bound, tensors, extents))
+        key = _Key((bound, options, backend, precision, inductor.size_class(bound, tensors, extents)))
     return _cached(key, lambda: _build(bound, extents, options, backend, reason))
 
 
-def _cached(key: tuple[object, ...], build: Callable[[], Executable]) -> Executable:
+@lru_cache(maxsize=1024)
+def _library_key(bound: Bound, options: Options, backend: str) -> _Key:
+    return _Key((_without_unused_facts(bound), options, backend))
+
+
+def _cached(key: _Key, build: Callable[[], Executable]) -> Executable:
     """Return the program of a key, built once; nothing else waits while it is built."""
 
     def find() -> Executable | None:
@@ -238,32 +318,6 @@ def _cached(key: tuple[object, ...], build: Callable[[], Executable]) -> Executa
         return program
 
     return _building.get(key, find, make)
-
-
-def _generated(
-    bound: Bound,
-    tensors: Sequence[Tensor],
-    extents: Extents,
-    options: Options,
-    reason: str,
-    static: tuple[tuple[str, StaticTable], ...],
-) -> Executable:
-    """The program of generated kernels.
-
-    Raises:
-        FormError: the statement is not of the generator's kind.
-    """
-    bound = fix_extents(bound, extents, options, frozenset(name for name, _ in static), shared=True)
-    precision = torch.get_float32_matmul_precision()
-
-    def build() -> Executable:
-        begin = time.perf_counter()
-        sizes = dict(zip(bound.layout.indices, extents.indices, strict=True))
-        generated = generate(bound, sizes, extents.output, dict(static), options)
-        seconds = time.perf_counter() - begin
-        return Executable(bound, extents, options, "triton", reason, generated, seconds)
-
-    return _cached((bound, options, "triton", precision, static), build)
 
 
 def in_names_of(program: Executable, bound: Bound, static: tuple[tuple[str, StaticTable], ...] = ()) -> Executable:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import replace
 
 from insum_nn.compiler.forms import launch
@@ -9,7 +10,7 @@ from insum_nn.compiler.forms.placement import SHARED_MULTIPLE
 from insum_nn.compiler.lang.bind import Bound, Extents, Layout
 from insum_nn.compiler.options import Options
 
-__all__ = ["fix_extents", "forget_extents", "is_feature", "slot_indices"]
+__all__ = ["FixedExtents", "fix_extents", "forget_extents", "is_feature", "slot_indices"]
 
 # Longest in-group sum that is unrolled; longer ones keep a reduction loop.
 _UNROLL_LIMIT = 32
@@ -38,28 +39,47 @@ def fix_extents(
     behind its first axis. An index that keeps changing is compiled for every extent. Axes of static tables are fixed.
     `shared`: of multiples of a tile any number is fixed, since a generated kernel takes them as arguments.
     """
-    layout = bound.layout
-    sizes = dict(zip(layout.indices, extents.indices, strict=True))
-    fixed = {name: size for name, size in sizes.items() if size == 1}
-    if options.specialize:
-        accesses = [access for access in bound.statement.accesses() if access.name in tables]
-        fixed |= {index.name: sizes[index.name] for access in accesses for index in access.indices()}
-    if (bound.device_type == "cuda" or launch.interpreted()) and options.specialize:
-        slots = {name for name in slot_indices(bound) if sizes[name] <= _UNROLL_LIMIT}
+    return replace(bound, static=FixedExtents(bound, options, tables, shared=shared).of(extents))
+
+
+class FixedExtents:
+    """The extents that a statement is compiled for, at any sizes; the arguments are those of `fix_extents`."""
+
+    def __init__(self, bound: Bound, options: Options, tables: frozenset[str] = frozenset(), *, shared: bool) -> None:
+        self.bound, self.shared = bound, shared
+        layout = bound.layout
+        accesses = [access for access in bound.statement.accesses() if access.name in tables and options.specialize]
+        always = {index.name for access in accesses for index in access.indices()}
+        slots = {*slot_indices(bound)}
+        self._specializes = options.specialize
+        # For each index whether it is fixed at any size, and up to which size it may be.
+        self._indices: list[tuple[str, bool, float]] = []
         for name in layout.indices:
-            if name in slots or is_feature(layout, name) or _in_written_rows(layout, name):
-                if len(_values) >= _STATEMENTS_LIMIT:
-                    _values.clear()
-                if shared and sizes[name] % SHARED_MULTIPLE == 0:
-                    # Widths that are multiples of a tile share a kernel; others have one each.
-                    fixed[name] = sizes[name]
-                    continue
-                seen = _values.setdefault((bound, name), set())
-                if len(seen) < _VALUES_LIMIT:
-                    seen.add(sizes[name])
-                if sizes[name] in seen:
-                    fixed[name] = sizes[name]
-    return replace(bound, static=tuple(sorted(fixed.items())))
+            of_model = is_feature(layout, name) or _in_written_rows(layout, name)
+            most = math.inf if of_model else _UNROLL_LIMIT if name in slots else -1
+            self._indices.append((name, name in always, most))
+        self._indices.sort()
+        self._places = [layout.indices.index(name) for name, _, _ in self._indices]
+
+    def of(self, extents: Extents) -> tuple[tuple[str, int], ...]:
+        """Return the indices that are fixed in a call of these sizes, with their extents."""
+        sizes, fixed = extents.indices, list[tuple[str, int]]()
+        specializes = self._specializes and (self.bound.device_type == "cuda" or launch.interpreted())
+        for place, (name, always, most) in zip(self._places, self._indices, strict=True):
+            size = sizes[place]
+            # Widths that are multiples of a tile share a kernel; others have one each.
+            shared = self.shared and size % SHARED_MULTIPLE == 0
+            if size == 1 or always or (specializes and size <= most and (shared or self._fixes(name, size))):
+                fixed.append((name, size))
+        return tuple(fixed)
+
+    def _fixes(self, name: str, size: int) -> bool:
+        if len(_values) >= _STATEMENTS_LIMIT:
+            _values.clear()
+        seen = _values.setdefault((self.bound, name), set())
+        if len(seen) < _VALUES_LIMIT:
+            seen.add(size)
+        return size in seen
 
 
 def _in_written_rows(layout: Layout, index: str) -> bool:

@@ -21,6 +21,7 @@ from insum_nn.compiler.lang.interpreter import interpret
 from insum_nn.compiler.lang.shapes import check_extents, resolve_extents
 from insum_nn.compiler.lang.syntax import Statement
 from insum_nn.compiler.options import DEFAULT, Options
+from insum_nn.compiler.runtime.arguments import check_kinds, static_tables
 from insum_nn.compiler.runtime.autocast import to_autocast
 from insum_nn.compiler.runtime.autograd import apply
 from insum_nn.compiler.runtime.bound_program import Given
@@ -30,12 +31,10 @@ from insum_nn.compiler.runtime.dispatch import (
     Spec,
     broadcast,
     call_key,
-    check_kinds,
     keep,
     parse_cached,
     prepare,
     run_spec,
-    static_tables,
 )
 from insum_nn.compiler.runtime.execution import Executable, in_names_of
 from insum_nn.compiler.runtime.modes import is_recorded
@@ -54,10 +53,6 @@ _PLAIN = (Tensor, torch.nn.Parameter)
 # Kinds of arguments that need no look at them.
 _SHAPES = (type(None), tuple, torch.Size)
 _NAMED = (type(None), dict)
-
-
-def _hashable(sizes: Mapping[str, int] | None) -> tuple[tuple[str, int], ...] | None:
-    return tuple(sorted(sizes.items())) if sizes else None
 
 
 class Program:
@@ -105,6 +100,7 @@ class Program:
             origin,
         )
         self._names: tuple[str, ...] = layout_of(statement).tensors
+        self._required = frozenset(self._names)
         self._index_names: tuple[str, ...] = statement.index_tensors()
         self._text: str = self._spec.to_json()
         self._seen: dict[tuple[object, ...], Seen] = {}
@@ -167,22 +163,25 @@ class Program:
             ordered, start = self._arrange(named)
             extents = self._extents(ordered, start, sizes, out_shape)
             return apply(self._spec, ordered, broadcast(start, extents), extents)
-        seen = self._seen.get(call)
-        if seen is None:
-            ordered, start = self._arrange(named)
-            seen = Seen(self._extents(ordered, start, sizes, out_shape))
-            keep(self._seen, call, seen, _SEEN_LIMIT)
-        else:
-            ordered = [named[name] for name in self._names]
-            start = named.get(self.statement.output.name)
-        start = broadcast(start, seen.extents)
+        seen = self._seen.get(call) or self._met(call, named, sizes, out_shape)
+        ordered = [named[name] for name in self._names]
+        start = broadcast(named.get(self.statement.output.name), seen.extents)
         if is_recorded(ordered, start):
             return apply(self._spec, ordered, start, seen.extents, call[0], seen)
-        if (ready := seen.runs(ordered)) is not None:
-            return ready.run(ordered, start)
-        result = apply(self._spec, ordered, start, seen.extents, call[0])
-        seen.ready = self._spec.ready_for(call[0], start is None, seen.extents)
-        return result
+        return seen.run(self._spec, ordered, start)
+
+    def _met(
+        self,
+        call: tuple[Key, object, object],
+        named: Mapping[str, Tensor],
+        sizes: Mapping[str, int] | None,
+        out_shape: Shape | None,
+    ) -> Seen:
+        """What is remembered from now on of a call of plain tensors, after its checks."""
+        ordered, start = self._arrange(named)
+        seen = Seen(self._extents(ordered, start, sizes, out_shape), key=call[0])
+        keep(self._seen, call, seen, _SEEN_LIMIT)
+        return seen
 
     def _known_views(self, named: dict[str, Tensor]) -> dict[str, Tensor]:
         """The tensors of a call, with views of index tensors as the objects of which checks and orders are kept.
@@ -235,8 +234,10 @@ class Program:
             for extent in out_shape:
                 if type(extent) is not int and extent is not None:
                     return None
-        if sizes and any(type(e) is not int for e in sizes.values()):
-            return None
+        if sizes:
+            for extent in sizes.values():
+                if type(extent) is not int:
+                    return None
         names = self._names
         start = None
         if len(named) != len(names):
@@ -251,13 +252,14 @@ class Program:
             if type(tensor) not in _PLAIN or tensor.layout is not torch.strided or tensor.is_meta or tensor.is_neg():  # type: ignore[union-attr]
                 return None
             ordered.append(tensor)  # type: ignore[arg-type]
-        return call_key(ordered, start), _hashable(sizes), None if out_shape is None else tuple(out_shape)
+        given = tuple(sorted(sizes.items())) if sizes else None
+        return call_key(ordered, start), given, None if out_shape is None else tuple(out_shape)
 
     def _arrange(self, named: Mapping[str, Tensor]) -> tuple[list[Tensor], Tensor | None]:
         statement = self.statement
         start = named.get(statement.output.name)
         expected = len(self._names) + (start is not None)
-        if len(named) != expected or any(name not in named for name in self._names):
+        if len(named) != expected or not named.keys() >= self._required:
             present = [n for n, t in named.items() if t is not None]  # pyright: ignore[reportUnnecessaryComparison]
             check_names(statement, present)
         if torch._C._is_any_autocast_enabled():
@@ -271,8 +273,7 @@ class Program:
     ) -> Extents:
         merged = {**self._sizes, **sizes} if sizes else self._sizes
         shape = out_shape if out_shape is not None else self._out_shape
-        extents = resolve_extents(self.statement, ordered, start, merged, shape)
-        return extents
+        return resolve_extents(self.statement, ordered, start, merged, shape)
 
     @property
     def spec(self) -> Spec:
@@ -285,9 +286,14 @@ class Program:
         return self._sizes
 
     def seen(self, named: Mapping[str, Tensor], out_shape: Shape | None) -> Seen | None:
-        """What is remembered of a call with these tensors."""
+        """What is remembered of calls like one with these tensors, after its checks.
+
+        `None`: something is out of the ordinary.
+        """
         call = self._seen_key(named, None, out_shape)
-        return None if call is None else self._seen.get(call)
+        if call is None:
+            return None
+        return self._seen.get(call) or self._met(call, named, None, out_shape)
 
     def grad(self, name: str) -> Program | ProgramSum:
         """The derivative with respect to one factor, as a program of its own.
@@ -335,6 +341,7 @@ class Program:
         program._out_shape = None if out_shape is None else tuple(out_shape)
         program._spec = spec
         program._names = layout_of(statement).tensors
+        program._required = frozenset(program._names)
         program._index_names = statement.index_tensors()
         program._text = spec.to_json()
         program._seen = {}

@@ -29,7 +29,7 @@ from insum_nn.compiler.runtime.read_cells import SizedClear, UnreadCells
 from insum_nn.compiler.schedule.product_cost import Cost, Sizes, cost_of, machine_of
 from insum_nn.facts import UNKNOWN
 
-__all__ = ["Part", "Stage", "StatementSequence", "Tree", "find_parts", "find_sequence"]
+__all__ = ["Part", "Sequences", "Stage", "StatementSequence", "Tree", "find_parts", "find_sequence"]
 
 Run = Callable[[Sequence[Tensor], Tensor | None], Tensor]
 
@@ -80,16 +80,56 @@ def find_sequence(
     bound: Bound, tensors: Sequence[Tensor], extents: Extents, options: Options
 ) -> StatementSequence | None:
     """Return the statements that a statement is cut into at these sizes; `None`: it stays whole."""
-    if not bound.dtype.is_floating_point or not cuts_of(bound):
-        return None
-    named = dict(zip(bound.layout.tensors, tensors, strict=True))
-    shapes = {name: tuple(t.shape) for name, t in named.items()}
-    search = _search(bound, shapes, extents, named, options)
-    tree = _WHOLE if search is None else search.decide()
-    if search is None or tree.cut is None:
-        return None
-    parts = tuple(_parts(Part(bound, search.sizes, ""), tree))
-    return StatementSequence(bound, parts, options, search.price(bound, search.sizes), search.total(parts))
+    return Sequences(bound, options).of(tensors, extents)
+
+
+class Sequences:
+    """Finds the statements that a bound statement is cut into, at any sizes.
+
+    Args:
+        bound: the statement.
+        options: compile options.
+    """
+
+    def __init__(self, bound: Bound, options: Options) -> None:
+        self.bound, self.options = bound, options
+        self._cuttable: bool | None = None
+        # Sizes, within a factor of two, at which it stays whole.
+        self._whole: set[tuple[int, ...]] = set()
+
+    def of(self, tensors: Sequence[Tensor], extents: Extents) -> StatementSequence | None:
+        """Return the statements that it is cut into at these sizes; `None`: it stays whole."""
+        if self._cuttable is None:
+            self._cuttable = self.bound.dtype.is_floating_point and bool(cuts_of(self.bound))
+        if not self._cuttable:
+            return None
+        shapes = [tensor.shape for tensor in tensors]
+        sizes = [*extents.indices, *extents.output]
+        for shape in shapes:
+            sizes += shape
+        # Programs are forgotten together.
+        bucket = (generation(), *map(int.bit_length, sizes))
+        if bucket in self._whole and 0 not in sizes:
+            return None
+        found, stays = self._search(dict(zip(self.bound.layout.tensors, tensors, strict=True)), extents)
+        if stays:
+            if len(self._whole) >= _LIMIT:
+                self._whole.clear()
+            self._whole.add(bucket)
+        return found
+
+    def _search(self, named: Mapping[str, Tensor], extents: Extents) -> tuple[StatementSequence | None, bool]:
+        """The statements, and whether it stays whole at all sizes like these."""
+        bound, options = self.bound, self.options
+        search = _search(bound, {name: tuple(t.shape) for name, t in named.items()}, extents, named, options)
+        if search is None:
+            return None, False
+        tree = search.decide()
+        if tree.cut is None:
+            return None, search.decided
+        parts = tuple(_parts(Part(bound, search.sizes, ""), tree))
+        cost = search.price(bound, search.sizes)
+        return StatementSequence(bound, parts, options, cost, search.total(parts)), False
 
 
 def find_parts(
@@ -208,6 +248,8 @@ class _Search:
         self.sizes = sizes
         self.options = options
         self.tensors = tensors
+        # Not while a CUDA graph is captured.
+        self.decided = False
         read = sum(math.prod(shape) for shape in sizes.shapes.values())
         self.taken = frozenset((bound.statement.output.name, *sizes.shapes))
         self.room = max(_LEAST_ROOM, _ROOM * sizes.width * (read + math.prod(sizes.output)))
@@ -234,6 +276,7 @@ class _Search:
                 while len(_decided) >= _LIMIT:
                     del _decided[next(iter(_decided))]
                 _decided[key] = tree
+        self.decided = True
         return tree
 
     def holds(self, tree: Tree) -> bool:

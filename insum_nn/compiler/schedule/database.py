@@ -100,7 +100,7 @@ def _versions() -> dict[str, str]:
 
 def size_bucket(extents: Extents) -> tuple[int, ...]:
     """Return the bucket of sizes: all within a factor of two share one selection."""
-    return tuple(max(0, e - 1).bit_length() for e in (*extents.indices, *extents.output))
+    return tuple([(e - 1).bit_length() if e else 0 for e in (*extents.indices, *extents.output)])
 
 
 def key_of(

@@ -1,0 +1,78 @@
+"""What sizes have to be for a statement's subscripts to stay inside their axes: found once, looked at in every call."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import lru_cache
+
+from torch import Tensor
+
+from insum_nn.compiler.lang.bind import Extents, layout_of
+from insum_nn.compiler.lang.syntax import Index, Statement
+
+__all__ = ["INT32_AXIS", "INT64_MAX", "Limits", "limits_of"]
+
+INT32_AXIS = 2**31
+"""Entries that int32 tells apart."""
+INT64_MAX = 2**63 - 1
+"""The largest number of int64."""
+
+
+@dataclass(frozen=True, slots=True)
+class Limits:
+    """What sizes must be for a statement to pass `check_extents`, unless they are extraordinary.
+
+    Attributes:
+        steep: with the largest extents that int32 addresses, some subscript may overflow int64.
+        axes: addressed by more than an index: position of the tensor, or -1 for the output, axis, fewest entries.
+        writes: affine subscripts of the output: its axis, the offset, and coefficients with the places of indices.
+    """
+
+    steep: bool
+    axes: tuple[tuple[int, int, int], ...]
+    writes: tuple[tuple[int, int, tuple[tuple[int, int], ...]], ...]
+
+    def hold(self, tensors: Sequence[Tensor], extents: Extents, *, drop_outside: bool) -> bool:
+        """Whether nothing can be wrong with these sizes."""
+        indices, output = extents.indices, extents.output
+        if self.steep or max(indices, default=0) > INT32_AXIS:
+            return False
+        for position, axis, least in self.axes:
+            extent = output[axis] if position < 0 else tensors[position].shape[axis]
+            if not least <= extent <= INT32_AXIS:
+                return False
+        if drop_outside or not self.writes or 0 in indices:
+            return True
+        for axis, offset, terms in self.writes:
+            low = high = offset
+            for coefficient, place in terms:
+                reach = coefficient * (indices[place] - 1)
+                low, high = (low + reach, high) if reach < 0 else (low, high + reach)
+            if low < 0 or high >= output[axis]:
+                return False
+        return True
+
+
+@lru_cache(maxsize=1024)
+def limits_of(statement: Statement) -> Limits:
+    """Return the limits of a statement's sizes."""
+    layout = layout_of(statement)
+    steep = False
+    axes: list[tuple[int, int, int]] = []
+    writes: list[tuple[int, int, tuple[tuple[int, int], ...]]] = []
+    for access in statement.accesses():
+        is_output = access is statement.output
+        position = -1 if is_output else layout.tensors.index(access.name)
+        for axis, subscript in enumerate(access.subscripts):
+            if subscript.plain is not None:
+                continue
+            far = abs(subscript.offset) + INT32_AXIS * sum(abs(term.coefficient) for term in subscript.terms)
+            constant = not subscript.terms
+            steep = steep or far > INT64_MAX or (constant and subscript.offset < 0)
+            axes.append((position, axis, subscript.offset + 1 if constant else 0))
+            if is_output and not constant and not any(True for _ in subscript.index_accesses()):
+                terms = [(term.coefficient, term.atom) for term in subscript.terms]
+                places = [(c, layout.indices.index(a.name)) for c, a in terms if isinstance(a, Index)]
+                writes.append((axis, subscript.offset, tuple(places)))
+    return Limits(steep, tuple(axes), tuple(writes))

@@ -1,0 +1,67 @@
+"""The arguments of programs beside tensors: what they must be, and static tensors as a program holds them."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+
+import torch
+from torch import Tensor
+
+from insum_nn.compiler.lang.syntax import Statement
+from insum_nn.compiler.options import Options
+from insum_nn.errors import InsumDtypeError, InsumNameError
+from insum_nn.facts import StaticTable
+
+__all__ = ["check_kinds", "static_tables"]
+
+_KINDS: dict[str, tuple[type, str]] = {
+    "sizes": (Mapping, "a dict of extents by index name"),
+    "out_shape": (Sequence, "a tuple of extents"),
+    "tensors": (Mapping, "a dict of tensors by name"),
+    "facts": (Mapping, "a dict of IndexFacts by tensor name"),
+    "static": (Mapping, "a dict of tensors by name"),
+    "options": (Options, "insum_nn.Options"),
+    "activation": (str, "the name of an activation"),
+    "out_dtype": (torch.dtype, "a torch.dtype"),
+    "out": (Tensor, "a torch.Tensor"),
+}
+
+
+def check_kinds(**given: object) -> None:
+    """Check the arguments of a call beside its tensors: a tensor that is named like one of them arrives as it.
+
+    Raises:
+        InsumDtypeError: one is of another type.
+    """
+    for name, value in given.items():
+        kind, what = _KINDS[name]
+        if value is None or isinstance(value, kind):
+            continue
+        tensor = isinstance(value, Tensor)
+        fix = f"pass a tensor of that name as tensors={{'{name}': ...}}." if tensor else f"pass {name}= as {what}."
+        raise InsumDtypeError(
+            f"{name}= must be {what}, got {type(value).__name__}", fix=fix, expected=kind, got=type(value)
+        )
+
+
+def static_tables(
+    statement: Statement, static: Mapping[str, Tensor | StaticTable]
+) -> tuple[tuple[str, StaticTable], ...]:
+    """Static tensors as a `Spec` holds them.
+
+    Raises:
+        InsumNameError: the statement reads no tensor of a name.
+    """
+    unknown = [name for name in static if name not in statement.tensors()]
+    if unknown:
+        raise InsumNameError(
+            f"static= names '{unknown[0]}', which the statement does not read",
+            expression=statement.text,
+            details=[f"tensors read: {', '.join(statement.tensors())}"],
+            fix="name a tensor of the statement.",
+            tensor=unknown[0],
+        )
+    return tuple(
+        (name, table if isinstance(table, StaticTable) else StaticTable.of(table))
+        for name, table in sorted(static.items())
+    )
