@@ -1,0 +1,188 @@
+"""Calls at sizes that were not met before: what they compute, and how much Python they run, which no machine changes."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+import insum_nn
+from insum_nn import IndexFacts, Options
+from insum_nn.compiler.api import compile_built
+from insum_nn.compiler.forms import sized
+from insum_nn.compiler.forms.ahead import collect
+from insum_nn.errors import InsumRangeError, InsumShapeError
+from insum_nn.layers import BlockSparseLinear
+from insum_nn.ops.sparse_conv import sparse_conv
+from insum_nn.structure.coordinates import Coordinates
+from insum_nn.structure.kernel_map.build import build_kernel_map
+from insum_nn.structure.kernel_map.kernel_map import Geometry
+from tests.compiler.interpreted import interpreter
+from tests.pretended_gpu import H200, pretended_gpu
+
+__all__ = ["interpreter"]
+
+OURS = str(Path(insum_nn.__file__).parent)
+GENERATED = Options(backend="triton")
+SPMM = "C[Row[p],n] += Val[p] * B[Col[p],n]"
+BUILT = {"Row": IndexFacts(sorted=True, masked=False, proven=True), "Col": IndexFacts(masked=False, proven=True)}
+
+
+@contextmanager
+def counted() -> Iterator[list[int]]:
+    """Count the calls of Python functions of ours."""
+    found = [0]
+
+    def look(frame: Any, event: str, _: object) -> None:
+        found[0] += event == "call" and frame.f_code.co_filename.startswith(OURS)
+
+    sys.setprofile(look)
+    try:
+        yield found
+    finally:
+        sys.setprofile(None)
+
+
+def convolution() -> tuple[Callable[[int], tuple[Any, ...]], Callable[..., Tensor]]:
+    weight = torch.randn(32, 3, 3, 3, 16, requires_grad=True)
+
+    def make(size: int) -> tuple[Any, ...]:
+        flat = torch.randperm(24**3)[: 2100 + size].sort().values
+        sites = Coordinates(torch.stack([flat * 0, flat // 576, flat // 24 % 24, flat % 24], 1).int(), (24, 24, 24), 1)
+        found = build_kernel_map(sites, Geometry("subm", (3,) * 3, (1,) * 3, (1,) * 3, (1,) * 3, (0,) * 3))
+        assert found.table is not None
+        assert found.inverse.table is not None
+        assert found.pair_list is not None
+        return torch.randn(len(flat), 16, requires_grad=True), found
+
+    return make, lambda features, found: sparse_conv(features, weight, found)
+
+
+def product() -> tuple[Callable[[int], tuple[Any, ...]], Callable[..., Tensor]]:
+    program = compile_built(SPMM, facts=BUILT)
+
+    def make(size: int) -> tuple[Any, ...]:
+        rows, entries = 1030 + size, 8300 + 8 * size
+        row, col = torch.randint(rows, (entries,)).sort().values, torch.randint(rows, (entries,))
+        values = torch.randn(entries, requires_grad=True), torch.randn(rows, 64, requires_grad=True)
+        return (dict(zip(("Row", "Col", "Val", "B"), (row, col, *values), strict=True)),)
+
+    return make, lambda named: program(tensors=named, out_shape=(named["B"].shape[0], None))
+
+
+def blocks() -> tuple[Callable[[int], tuple[Any, ...]], Callable[..., Tensor]]:
+    layer = BlockSparseLinear(256, 512, 32, density=0.1)
+    return lambda size: (torch.randn(521 + size, 256, requires_grad=True),), layer
+
+
+@pytest.mark.parametrize(
+    ("case", "forward", "both"),
+    # Each statement of a call at new sizes; the operators' own calls are counted too.
+    [(convolution, 155, 460), (product, 115, 360), (blocks, 230, 600)],
+)
+def test_how_much_python_a_call_at_new_sizes_runs(
+    case: Callable[[], tuple[Callable[[int], tuple[Any, ...]], Callable[..., Tensor]]], forward: int, both: int
+):
+    make, call = case()
+    with pretended_gpu(), collect(H200):
+        for size in range(24):
+            out = call(*make(size))
+            out.backward(torch.ones_like(out))
+        made = make(25)
+        with counted() as first:
+            out = call(*made)
+        ones = torch.ones_like(out)
+        with counted() as second:
+            out.backward(ones)
+    print(first[0], first[0] + second[0])
+    assert first[0] <= forward
+    assert first[0] + second[0] <= both
+
+
+# Values.
+
+
+def operands(rows: int, entries: int, columns: int, *, skewed: bool, transposed: bool) -> dict[str, Tensor]:
+    row = torch.randint(rows, (entries,)).sort().values
+    if skewed:
+        row[: entries * 3 // 4] = 0
+    dense = torch.randn(columns, rows).t() if transposed else torch.randn(rows, columns)
+    return {"Row": row, "Col": torch.randint(rows, (entries,)), "Val": torch.randn(entries), "B": dense}
+
+
+@pytest.mark.usefixtures("interpreter")
+@pytest.mark.parametrize("built", [False, True])
+@pytest.mark.parametrize("skewed", [False, True])
+def test_one_program_at_many_sizes_and_layouts(built: bool, skewed: bool, monkeypatch: pytest.MonkeyPatch):
+    """Its kernels are shared within a factor of two; what belongs to one call must not stay with them."""
+    written: list[object] = []
+    plain = sized.write_kernel
+
+    def write(*given: Any) -> Any:
+        written.append(given)
+        return plain(*given)
+
+    monkeypatch.setattr(sized, "write_kernel", write)
+    make = compile_built if built else insum_nn.compile
+    program = make(SPMM, facts=BUILT if built else None, options=GENERATED)
+    sizes = [(5, 33), (8, 64), (7, 40), (6, 0), (5, 47), (8, 50), (7, 33), (6, 64)]
+    for number, (rows, entries) in enumerate(sizes):
+        named = operands(rows, entries, 5, skewed=skewed, transposed=number % 3 == 2)
+        start = torch.randn(rows, 5) if number % 2 else None
+        given = named if start is None else {**named, "C": start}
+        got = program(tensors=given, out_shape=(rows, None))
+        want = torch.zeros(rows, 5) if start is None else start.clone()
+        want.index_add_(0, named["Row"], named["Val"][:, None] * named["B"][named["Col"]])
+        torch.testing.assert_close(got, want)
+        assert torch.equal(program(tensors=given, out_shape=(rows, None)), got)
+    assert len(written) <= 8
+
+
+@pytest.mark.usefixtures("interpreter")
+def test_given_tensors_with_others_of_new_sizes():
+    program = insum_nn.compile(SPMM, options=GENERATED)
+    named = operands(7, 30, 1, skewed=False, transposed=False)
+    given = program.given({name: named[name] for name in ("Row", "Col", "Val")})
+    for columns in (3, 5, 4, 5, 3):
+        dense = torch.randn(7, columns)
+        want = torch.zeros(7, columns).index_add_(0, named["Row"], named["Val"][:, None] * dense[named["Col"]])
+        torch.testing.assert_close(given(dense, out_shape=(7, None)), want)
+        torch.testing.assert_close(given(dense, out_shape=(7, None), start=dense), want + dense)
+
+
+def test_what_is_wrong_with_new_sizes_is_said():
+    """After calls of other sizes too."""
+    program = insum_nn.compile(SPMM)
+    for rows in (4, 5, 6):
+        program(tensors=operands(rows, 9, 2, skewed=False, transposed=False), out_shape=(rows, None))
+        named = operands(rows, 9, 2, skewed=False, transposed=False)
+        with pytest.raises(InsumRangeError, match="index tensor 'Col' points outside axis 0 of 'B'"):
+            program(tensors={**named, "Col": named["Col"] + rows}, out_shape=(rows, None))
+        with pytest.raises(InsumRangeError, match="index tensor 'Row' writes outside axis 0 of 'C'"):
+            program(tensors={**named, "Row": torch.full((9,), rows)}, out_shape=(rows, None))
+        with pytest.raises(InsumRangeError, match="index tensor 'Row' holds -2"):
+            program(tensors={**named, "Row": torch.full((9,), -2)}, out_shape=(rows, None))
+        with pytest.raises(InsumShapeError, match="index 'p' has two extents, 9 and 8"):
+            program(tensors={**named, "Val": torch.ones(8)}, out_shape=(rows, None))
+        with pytest.raises(InsumShapeError, match=r"out_shape\[0\] must be an int, got float"):
+            program(tensors=named, out_shape=(float(rows), None))  # type: ignore[arg-type]
+
+
+def test_affine_writes_and_constants_at_new_sizes():
+    """What is precomputed of a statement's limits: the largest size that fits, and the first that does not."""
+    program = insum_nn.compile("y[2*p+1] += x[p] * z[2]")
+    for size in (1, 2, 5):
+        x = torch.arange(1.0, size + 1)
+        got = program(x=x, z=torch.ones(3), out_shape=(2 * size,))
+        assert torch.equal(got[1::2], x)
+        with pytest.raises(InsumRangeError, match=r"'2\*p\+1' writes outside axis 0 of 'y'"):
+            program(x=x, z=torch.ones(3), out_shape=(2 * size - 1,))
+        with pytest.raises(InsumRangeError, match="'2' reads outside axis 0 of 'z'"):
+            program(x=x, z=torch.ones(2), out_shape=(2 * size,))
+    assert program(x=torch.ones(0), z=torch.ones(3), out_shape=(0,)).shape == (0,)
