@@ -487,9 +487,9 @@ def test_programs_with_other_tensors_given_share_what_was_made_ready(proven: boo
     calls: list[object] = []
     whole = dispatch.prepare
 
-    def counted(*given: Any) -> Any:
+    def counted(*given: object) -> object:
         calls.append(given)
-        return whole(*given)
+        return whole(*given)  # type: ignore[arg-type]
 
     monkeypatch.setattr(dispatch, "prepare", counted)
     rows = torch.arange(6.0).reshape(3, 2)

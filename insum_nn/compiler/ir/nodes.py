@@ -8,6 +8,7 @@ called them is kept outside of the IR. Sizes of a call are never in the IR, only
 from __future__ import annotations
 
 import math
+import operator
 import struct
 import threading
 import weakref
@@ -245,19 +246,19 @@ def _high_bits(value: float) -> float:
 
 
 OPERATIONS: dict[str, Operation] = {
-    "add": Operation(2, lambda a, b: a + b, "({} + {})"),
-    "sub": Operation(2, lambda a, b: a - b, "({} - {})"),
-    "mul": Operation(2, lambda a, b: a * b, "({} * {})"),
-    "floordiv": Operation(2, lambda a, b: a // b, "({} // {})"),
-    "mod": Operation(2, lambda a, b: a % b, "({} % {})"),
-    "less": Operation(2, lambda a, b: a < b, "({} < {})"),
-    "at_least": Operation(2, lambda a, b: a >= b, "({} >= {})"),
+    "add": Operation(2, operator.add, "({} + {})"),
+    "sub": Operation(2, operator.sub, "({} - {})"),
+    "mul": Operation(2, operator.mul, "({} * {})"),
+    "floordiv": Operation(2, operator.floordiv, "({} // {})"),
+    "mod": Operation(2, operator.mod, "({} % {})"),
+    "less": Operation(2, operator.lt, "({} < {})"),
+    "at_least": Operation(2, operator.ge, "({} >= {})"),
     "and": Operation(2, lambda a, b: a and b, "({} & {})"),
     "minimum": Operation(2, min, "min({}, {})"),
-    "shift_right": Operation(2, lambda a, b: a >> b, "({} >> {})"),
-    "bit_and": Operation(2, lambda a, b: a & b, "({} & {})"),
-    "not_equal": Operation(2, lambda a, b: a != b, "({} != {})"),
-    "equal": Operation(2, lambda a, b: a == b, "({} == {})"),
+    "shift_right": Operation(2, operator.rshift, "({} >> {})"),
+    "bit_and": Operation(2, operator.and_, "({} & {})"),
+    "not_equal": Operation(2, operator.ne, "({} != {})"),
+    "equal": Operation(2, operator.eq, "({} == {})"),
     "select": Operation(3, lambda condition, a, b: a if condition else b, "({1} if {0} else {2})"),
     "relu": Operation(1, lambda a: a if a != a else max(a, 0.0), "relu({})"),
     "silu": Operation(1, lambda a: a / (1 + math.exp(-a)) if a > -700 else -0.0, "silu({})"),

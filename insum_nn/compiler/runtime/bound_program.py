@@ -47,11 +47,11 @@ class Given:
     def __init__(self, program: _Program, output: str, order: Sequence[str], tensors: Mapping[str, Tensor]) -> None:
         self.program = program
         self.tensors = dict(tensors)
-        self.names = tuple(name for name in order if name not in tensors)
+        self.names = tuple([name for name in order if name not in tensors])
         self._output = output
         self._order = tuple(order)
         self._template: list[Any] = [tensors.get(name) for name in order]
-        self._places = tuple(order.index(name) for name in self.names)
+        self._places = tuple([order.index(name) for name in self.names])
         self._seen: dict[Hashable, Seen] = {}
 
     def __call__(
