@@ -167,20 +167,20 @@ class Joint:
         """Decide how a kind of call runs."""
         try:
             ones = [_one(*each, self._generated) for each in zip(self.programs, named, shapes, strict=True)]
-            key = tuple((one.bound, one.generated.form.bound.static, one.extents.output[1:]) for one in ones)
-            calls = _those_that_fit(partial(_Call, each, ones, named) for each in self._kernels_of(key, ones))
+            key = tuple([(one.bound, one.generated.form.bound.static, one.extents.output[1:]) for one in ones])
+            bucket = (key, *[size_bucket(one.extents) for one in ones])
+            chosen = self._chosen.get(bucket)
+            if chosen is None:
+                kernels = self._kernels_of(key, ones)
+                chosen = _choose(_those_that_fit(partial(_Call, each, ones, named) for each in kernels), separately)
+                keep(self._chosen, bucket, chosen, _LIMIT)
+            together, self.reason = chosen
+            if together is None:
+                return _Known()
+            call = _Call(together, ones, named)
         except FormError as error:
             self.reason = f"one by one: {error}"
             return _Known()
-        key = (key, *(size_bucket(one.extents) for one in ones))
-        chosen = self._chosen.get(key)
-        if chosen is None:
-            chosen = _choose(calls, separately)
-            keep(self._chosen, key, chosen, _LIMIT)
-        together, self.reason = chosen
-        if together is None:
-            return _Known()
-        call = next(each for each in calls if each.together is together)
         run = together.generated.prepare_all(call.tensors, call.extents)
         # What is kept ready may run with a starting value, of which there is none here.
         ready = Ready(lambda tensors, _: run(tensors), call.versions, generation())  # type: ignore[arg-type, return-value]
