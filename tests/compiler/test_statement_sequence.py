@@ -13,7 +13,7 @@ from insum_nn import IndexFacts, Options
 from insum_nn.compiler.lang.bind import Extents, bind
 from insum_nn.compiler.lang.parser import parse
 from insum_nn.compiler.runtime import statement_sequence
-from insum_nn.compiler.runtime.statement_sequence import StatementSequence, find_sequence
+from insum_nn.compiler.runtime.statement_sequence import Sequences, StatementSequence
 from insum_nn.dtypes import FLOATS
 from insum_nn.testing.tolerances import assert_matches
 from tests.compiler.cuts import CHAIN, RGCN, STATEMENTS, cut_at_random, doubled, drawn, out_shape
@@ -211,7 +211,7 @@ def sequence(
     program = insum_nn.compile(statement)
     ordered = [tensors[name] for name in bound.layout.tensors]
     extents: Extents = program._extents(ordered, None, None, shapes["out"])  # type: ignore[arg-type]
-    return find_sequence(bound, ordered, extents, options)
+    return Sequences(bound, options).of(ordered, extents)
 
 
 def texts(found: StatementSequence | None) -> list[str]:

@@ -29,7 +29,7 @@ from insum_nn.compiler.runtime.read_cells import SizedClear, UnreadCells
 from insum_nn.compiler.schedule.product_cost import Cost, Sizes, cost_of, machine_of
 from insum_nn.facts import UNKNOWN
 
-__all__ = ["Part", "Sequences", "Stage", "StatementSequence", "Tree", "find_parts", "find_sequence"]
+__all__ = ["Part", "Sequences", "Stage", "StatementSequence", "Tree", "find_parts"]
 
 Run = Callable[[Sequence[Tensor], Tensor | None], Tensor]
 
@@ -74,13 +74,6 @@ class Part:
     def extents(self) -> Extents:
         layout = self.bound.layout
         return Extents(tuple(self.sizes.indices[i] for i in layout.indices), tuple(self.sizes.output))
-
-
-def find_sequence(
-    bound: Bound, tensors: Sequence[Tensor], extents: Extents, options: Options
-) -> StatementSequence | None:
-    """Return the statements that a statement is cut into at these sizes; `None`: it stays whole."""
-    return Sequences(bound, options).of(tensors, extents)
 
 
 class Sequences:
