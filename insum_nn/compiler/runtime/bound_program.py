@@ -87,7 +87,12 @@ class Given:
             named[self._output] = start
         # The program may know the call from others' given tensors: each structure has a `Given` of its own.
         seen = None if key is None else self.program.seen(named, out_shape)
-        if key is None or seen is None:
-            return self.program(tensors=named, out_shape=out_shape)
-        keep(self._seen, key, seen, _LIMIT)
-        return seen.run(self.program.spec, ordered, broadcast(start, seen.extents))
+        ready = None if seen is None else seen.runs(ordered)
+        if seen is None or ready is None:
+            result = self.program(tensors=named, out_shape=out_shape)
+            seen = None if key is None else self.program.seen(named, out_shape)
+        else:
+            result = ready.run(ordered, broadcast(start, seen.extents))
+        if key is not None and seen is not None:
+            keep(self._seen, key, seen, _LIMIT)
+        return result

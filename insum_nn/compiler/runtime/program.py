@@ -286,14 +286,9 @@ class Program:
         return self._sizes
 
     def seen(self, named: Mapping[str, Tensor], out_shape: Shape | None) -> Seen | None:
-        """What is remembered of calls like one with these tensors, after its checks.
-
-        `None`: something is out of the ordinary.
-        """
+        """What is remembered of calls like one with these tensors."""
         call = self._seen_key(named, None, out_shape)
-        if call is None:
-            return None
-        return self._seen.get(call) or self._met(call, named, None, out_shape)
+        return None if call is None else self._seen.get(call)
 
     def grad(self, name: str) -> Program | ProgramSum:
         """The derivative with respect to one factor, as a program of its own.
