@@ -417,9 +417,9 @@ def test_steps_are_the_launches_of_a_call(name: str, monkeypatch: pytest.MonkeyP
     texts: dict[object, str] = {}
     make = launch._Interpret.__init__
 
-    def remember(self: launch._Interpret, source: Source, grid: int) -> None:
+    def remember(self: launch._Interpret, source: Source) -> None:
         texts[self] = source.text
-        make(self, source, grid)
+        make(self, source)
 
     monkeypatch.setattr(launch._Interpret, "__init__", remember)
     clear_cache()
