@@ -8,7 +8,7 @@ from torch import Tensor
 
 from benchmarks.registry import Unavailable
 from insum_nn import Program
-from insum_nn.compiler.forms.generated import Generated
+from insum_nn.compiler.kernels.generated import Generated
 from insum_nn.compiler.runtime.dispatch import prepare
 from insum_nn.compiler.schedule.space import Schedule
 

@@ -12,7 +12,7 @@ from torch import Tensor
 from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from insum_nn.compiler.forms.ahead import collect
+from insum_nn.compiler.kernels.ahead import collect
 from tests.pretended_gpu import H200, Pretence, pretended_gpu
 
 __all__ = ["DeviceCalls", "device_calls"]

@@ -1,7 +1,7 @@
 """A CPU that says it is a GPU: what a step on a GPU would launch is found, and compiled, without one.
 
 Tensors live in the CPU's memory and say that they are on `cuda:0`, to the package and to nothing below it: torch's own
-calls run on the CPU. Kernels can be collected (`insum_nn.compiler.forms.ahead`), not launched.
+calls run on the CPU. Kernels can be collected (`insum_nn.compiler.kernels.ahead`), not launched.
 """
 
 from __future__ import annotations

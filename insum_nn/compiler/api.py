@@ -9,9 +9,9 @@ import torch
 from torch import Tensor
 
 from insum_nn.compiler.explain.report import Explanation
-from insum_nn.compiler.forms.background import cold
-from insum_nn.compiler.forms.fused_programs import Joint
-from insum_nn.compiler.forms.launch import available as generates_kernels
+from insum_nn.compiler.kernels.background import cold
+from insum_nn.compiler.kernels.launch import available as generates_kernels
+from insum_nn.compiler.kernels.row_partition import keep_lengths, keep_words
 from insum_nn.compiler.lang.index_checks import stats_of
 from insum_nn.compiler.lang.parser import check_text
 from insum_nn.compiler.options import DEFAULT, Options
@@ -19,8 +19,17 @@ from insum_nn.compiler.runtime.arguments import check_kinds
 from insum_nn.compiler.runtime.autocast import to_autocast, under_autocast
 from insum_nn.compiler.runtime.batched_gradients import for_each_vector
 from insum_nn.compiler.runtime.bound_program import Given
-from insum_nn.compiler.runtime.gradients_ahead import is_rehearsed, rehearse_gradients
-from insum_nn.compiler.runtime.joint_paths import JointPaths
+from insum_nn.compiler.runtime.composite.fused_programs import Joint
+from insum_nn.compiler.runtime.composite.joint_paths import JointPaths
+from insum_nn.compiler.runtime.composite.statement_choice import (
+    by_table,
+    dense_is_faster,
+    dense_reason,
+    gathers_blocks,
+    pairs_are_faster,
+    takes_columns,
+    takes_table,
+)
 from insum_nn.compiler.runtime.modes import (
     graph_constant,
     is_plain_eager,
@@ -32,17 +41,8 @@ from insum_nn.compiler.runtime.modes import (
 from insum_nn.compiler.runtime.multilinear import Multilinear, contract
 from insum_nn.compiler.runtime.out_argument import check_unrecorded, write_out
 from insum_nn.compiler.runtime.program import Program, ProgramSum, Shape
-from insum_nn.compiler.runtime.row_partition import keep_lengths, keep_words
-from insum_nn.compiler.runtime.statement_choice import (
-    by_table,
-    dense_is_faster,
-    dense_reason,
-    gathers_blocks,
-    pairs_are_faster,
-    takes_columns,
-    takes_table,
-)
-from insum_nn.compiler.runtime.traced import call_traced, options_text
+from insum_nn.compiler.runtime.steps.gradients_ahead import is_rehearsed, rehearse_gradients
+from insum_nn.compiler.runtime.tracing.traced import call_traced, options_text
 from insum_nn.facts import IndexFacts, StaticTable
 
 __all__ = [

@@ -13,7 +13,7 @@ from torch import Tensor
 import insum_nn
 from insum_nn.compiler.lang.bind import Bound
 from insum_nn.compiler.passes.cut_products import cuts_of
-from insum_nn.compiler.runtime import statement_sequence
+from insum_nn.compiler.runtime.composite import statement_sequence
 from insum_nn.compiler.schedule.product_cost import Cost, Sizes
 
 __all__ = ["STATEMENTS", "cut_at_random", "drawn"]

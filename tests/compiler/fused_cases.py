@@ -7,7 +7,7 @@ from torch import Tensor
 
 import insum_nn
 from insum_nn import Options
-from insum_nn.compiler.forms import fused_programs as fused_module
+from insum_nn.compiler.runtime.composite import fused_programs as fused_module
 from insum_nn.compiler.schedule.space import Schedule
 from insum_nn.testing.tolerances import assert_matches
 

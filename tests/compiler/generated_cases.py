@@ -13,11 +13,11 @@ from torch import Tensor
 
 from insum_nn.compiler.forms.defaults import default_schedule
 from insum_nn.compiler.forms.form import Form, make_form
-from insum_nn.compiler.forms.sized import Kernel, prepare_kernel
+from insum_nn.compiler.kernels.row_partition import partition_for
+from insum_nn.compiler.kernels.sized import Kernel, prepare_kernel
 from insum_nn.compiler.lang.bind import Extents, bind, layout_of
 from insum_nn.compiler.lang.parser import parse
 from insum_nn.compiler.lang.shapes import resolve_extents
-from insum_nn.compiler.runtime.row_partition import partition_for
 from insum_nn.compiler.schedule.space import Precision, Schedule
 from insum_nn.facts import IndexFacts, StaticTable
 

@@ -15,7 +15,7 @@ from triton.runtime.interpreter import InterpretedFunction, InterpreterBuilder
 from triton.runtime.jit import JITFunction
 
 import insum_nn
-from insum_nn.compiler.forms import launch as launch_module
+from insum_nn.compiler.kernels import launch as launch_module
 
 __all__ = ["Ranges", "interpreter"]
 

@@ -74,7 +74,9 @@ def stages() -> Iterator[tuple[str, str]]:
     arguments = ", ".join(
         f"{a.kind} {a.name}{'' if a.axis < 0 else f' of axis {a.axis}'}".strip() for a in source.arguments
     )
-    about = "`forms.launch`: what it is called with (`begin` is made by `runtime.row_partition`, `@out` is the output)"
+    about = (
+        "`kernels.launch`: what it is called with (`begin` is made by `kernels.row_partition`, `@out` is the output)"
+    )
     yield about, f"arguments: {arguments}\nprograms:  {show(source.grid)}"
 
 

@@ -87,7 +87,7 @@ def test_static_tensors_are_unrolled_by_kernels():
 
 
 def test_without_a_generator(monkeypatch: pytest.MonkeyPatch):
-    from insum_nn.compiler.forms import launch
+    from insum_nn.compiler.kernels import launch
 
     monkeypatch.setattr(launch, "available", lambda: False)
     bound = bound_on_gpu("y[Row[p]] += x[p]")

@@ -17,9 +17,9 @@ import torch
 from torch import Tensor, nn
 
 from insum_nn import Options
-from insum_nn.compiler.forms import ahead, background, launch, machine_code
-from insum_nn.compiler.forms.background import Background
-from insum_nn.compiler.forms.machine_code import KernelCode, compile_code, drop_module, make_module
+from insum_nn.compiler.kernels import ahead, background, launch, machine_code
+from insum_nn.compiler.kernels.background import Background
+from insum_nn.compiler.kernels.machine_code import KernelCode, compile_code, drop_module, make_module
 from insum_nn.layers import BlockSparseLinear, GCNConv, spconv
 from tests.compiler.test_prepare import KERNEL, ROOT, Sums, code, operands
 from tests.pretended_gpu import H200, pretended_gpu
@@ -170,8 +170,8 @@ def test_idle_processes_end(pools: list[Background], monkeypatch: pytest.MonkeyP
 
 SCRIPT = """
 import os, time
-from insum_nn.compiler.forms.background import Background
-from insum_nn.compiler.forms.machine_code import KernelCode
+from insum_nn.compiler.kernels.background import Background
+from insum_nn.compiler.kernels.machine_code import KernelCode
 
 pool = Background(1)
 pool.missed(), pool.missed()

@@ -20,12 +20,13 @@ from insum_nn import IndexFacts, Options, cache_info, clear_cache, insum
 from insum_nn.compiler import api
 from insum_nn.compiler.api import compile_built
 from insum_nn.compiler.codegen import inductor
-from insum_nn.compiler.forms import launch as launch_module
+from insum_nn.compiler.kernels import launch as launch_module
 from insum_nn.compiler.lang import index_checks
 from insum_nn.compiler.lang.bind import Extents, bind
 from insum_nn.compiler.lang.parser import parse
 from insum_nn.compiler.lang.shapes import resolve_extents
-from insum_nn.compiler.runtime import dispatch, execution, fixed_extents
+from insum_nn.compiler.runtime import dispatch, execution
+from insum_nn.compiler.runtime.library import fixed_extents
 from insum_nn.errors import InsumNameError, InsumRangeError
 from insum_nn.facts import StaticTable
 

@@ -10,7 +10,7 @@ from torch import Tensor
 
 from insum_nn.compiler.codegen.calls import CallGraph
 from insum_nn.compiler.ir.nodes import Size
-from insum_nn.compiler.runtime import library_calls
+from insum_nn.compiler.runtime.library import library_calls
 
 
 def two_arguments() -> CallGraph:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from insum_nn.compiler.runtime.column_sums import column_sums
+from insum_nn.compiler.runtime.library.column_sums import column_sums
 
 
 @pytest.mark.parametrize("shape", [(5, 3), (1, 1), (0, 4), (7, 0)], ids=str)

@@ -14,7 +14,7 @@ import torch
 
 import insum_nn
 from insum_nn import Options, clear_cache
-from insum_nn.compiler.forms import launch as launch_module
+from insum_nn.compiler.kernels import launch as launch_module
 from insum_nn.compiler.runtime import execution
 from insum_nn.compiler.schedule import database, tune
 from insum_nn.compiler.schedule.build_once import BuildOnce

@@ -23,9 +23,9 @@ from insum_nn.compiler.codegen import inductor
 from insum_nn.compiler.explain.html import Section, Table, page
 from insum_nn.compiler.explain.report import Explanation
 from insum_nn.compiler.explain.svg import Box, Drawing, Edge, Kind, draw, elide, lay_out, text_width
-from insum_nn.compiler.forms import launch
-from insum_nn.compiler.forms.generated import Generated
 from insum_nn.compiler.forms.nest import Source
+from insum_nn.compiler.kernels import launch
+from insum_nn.compiler.kernels.generated import Generated
 from insum_nn.compiler.options import Options
 from insum_nn.compiler.runtime import execution
 from insum_nn.compiler.runtime.dispatch import prepare

@@ -13,9 +13,6 @@ import insum_nn
 from insum_nn import Options
 from insum_nn.compiler.api import Joint
 from insum_nn.compiler.forms import additional as additional_module
-from insum_nn.compiler.forms import fused_programs as fused_module
-from insum_nn.compiler.forms import generated as generated_module
-from insum_nn.compiler.forms import launch as launch_module
 from insum_nn.compiler.forms import placement as placement_module
 from insum_nn.compiler.forms.candidates import candidates
 from insum_nn.compiler.forms.defaults import default_schedule
@@ -24,7 +21,10 @@ from insum_nn.compiler.forms.placement import adds_rows
 from insum_nn.compiler.ir import nodes
 from insum_nn.compiler.ir.build import Names
 from insum_nn.compiler.ir.graph import stores_of
+from insum_nn.compiler.kernels import generated as generated_module
+from insum_nn.compiler.kernels import launch as launch_module
 from insum_nn.compiler.passes.fuse_outputs import clusters
+from insum_nn.compiler.runtime.composite import fused_programs as fused_module
 from insum_nn.compiler.schedule import cost_model
 from insum_nn.compiler.schedule.kernel_work import count
 from insum_nn.compiler.schedule.space import Schedule

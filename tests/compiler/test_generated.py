@@ -22,10 +22,10 @@ from torch import Tensor
 import insum_nn
 from insum_nn import IndexFacts, Options
 from insum_nn.compiler.codegen import triton as triton_printer
-from insum_nn.compiler.forms import launch as launch_module
-from insum_nn.compiler.forms import sized
 from insum_nn.compiler.forms.candidates import candidates
 from insum_nn.compiler.forms.defaults import default_schedule
+from insum_nn.compiler.kernels import launch as launch_module
+from insum_nn.compiler.kernels import sized
 from insum_nn.compiler.lang.parser import parse
 from insum_nn.compiler.schedule import timing, tune
 from insum_nn.compiler.schedule.space import Schedule

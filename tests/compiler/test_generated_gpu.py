@@ -19,7 +19,7 @@ from benchmarks.schedules import generated_of, run_scheduled
 from insum_nn import IndexFacts, Options, Program
 from insum_nn.compiler.codegen import triton as triton_printer
 from insum_nn.compiler.forms.candidates import candidates
-from insum_nn.compiler.forms.generated import Generated
+from insum_nn.compiler.kernels.generated import Generated
 from insum_nn.compiler.lang.parser import parse
 from insum_nn.compiler.runtime.dispatch import prepare
 from insum_nn.compiler.schedule import timing, tune

@@ -11,7 +11,7 @@ from torch import Tensor, fx
 from torch.fx.experimental.proxy_tensor import make_fx
 
 import insum_nn
-from insum_nn.compiler.runtime import inline as inline_module
+from insum_nn.compiler.runtime.tracing import inline as inline_module
 from insum_nn.facts import IndexFacts
 from insum_nn.layers import GCNConv
 from tests.compiler.interpreted import interpreter

@@ -11,7 +11,7 @@ from torch import Tensor, nn
 
 from benchmarks.clouds import room
 from benchmarks.networks import UNet
-from insum_nn.compiler.forms.ahead import Collection, collect
+from insum_nn.compiler.kernels.ahead import Collection, collect
 from insum_nn.layers import BlockSparseLinear, GCNConv, spconv
 from tests.pretended_gpu import H200, pretended_gpu
 

@@ -12,7 +12,7 @@ from torch import Tensor
 
 import insum_nn
 from insum_nn import Options
-from insum_nn.compiler.forms.keyed import Keyed
+from insum_nn.compiler.kernels.keyed import Keyed
 from insum_nn.compiler.lang.bind import Extents
 from insum_nn.compiler.lang.derivative import derivatives
 from insum_nn.compiler.lang.interpreter import interpret

@@ -8,7 +8,7 @@ import pytest
 import torch
 
 import insum_nn
-from insum_nn.compiler.runtime import library_calls
+from insum_nn.compiler.runtime.library import library_calls
 
 NAN, INF = float("nan"), float("inf")
 ROW = torch.tensor([0, 0, 1, -1])

@@ -11,7 +11,6 @@ import torch
 from torch import Tensor
 
 from insum_nn.compiler.codegen import triton_values
-from insum_nn.compiler.forms import fused_programs as fused_module
 from insum_nn.compiler.forms.form import Form, FormError, make_form
 from insum_nn.compiler.forms.nest import nest_of
 from insum_nn.compiler.forms.parameters import Strides
@@ -23,13 +22,14 @@ from insum_nn.compiler.ir.nodes import OPERATIONS, Alloc, Buffer, Const, If, Ind
 from insum_nn.compiler.ir.nodes import walk as walk_nodes
 from insum_nn.compiler.ir.printer import show
 from insum_nn.compiler.ir.verify import verify_kernel
+from insum_nn.compiler.kernels.row_partition import RowPartition, partition_for, words_of
 from insum_nn.compiler.lang.bind import Extents, bind, layout_of
 from insum_nn.compiler.lang.interpreter import interpret
 from insum_nn.compiler.lang.shapes import resolve_extents
 from insum_nn.compiler.passes.fuse_outputs import clusters
 from insum_nn.compiler.passes.unify_variants import switch, unify_variants
+from insum_nn.compiler.runtime.composite import fused_programs as fused_module
 from insum_nn.compiler.runtime.dispatch import parse_cached
-from insum_nn.compiler.runtime.row_partition import RowPartition, partition_for, words_of
 from insum_nn.compiler.schedule.space import Schedule
 from insum_nn.facts import IndexFacts
 from insum_nn.testing.random_programs import random_program

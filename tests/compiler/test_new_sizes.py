@@ -15,8 +15,8 @@ from torch import Tensor
 import insum_nn
 from insum_nn import IndexFacts, Options
 from insum_nn.compiler.api import compile_built
-from insum_nn.compiler.forms import launch, sized
-from insum_nn.compiler.forms.ahead import collect
+from insum_nn.compiler.kernels import launch, sized
+from insum_nn.compiler.kernels.ahead import collect
 from insum_nn.errors import InsumRangeError, InsumShapeError
 from insum_nn.layers import BlockSparseLinear
 from insum_nn.ops.sparse_conv import sparse_conv

@@ -95,7 +95,7 @@ def test_every_side(name: str, shared: bool, edges: str, step: dict[str, int]):
 
 @pytest.mark.parametrize("count", [0, 1, 64, 200])
 def test_numbers_of_samples(count: int, monkeypatch: pytest.MonkeyPatch):
-    monkeypatch.setattr("insum_nn.compiler.runtime.path_products.AT_ONCE", 1)
+    monkeypatch.setattr("insum_nn.compiler.runtime.composite.path_products.AT_ONCE", 1)
     program, static = program_of("Z", shared=True, edges=False, step={"u": 1, "w": 1})
     named = {**static, "X": torch.randn(count, 28), "Y": torch.randn(count, 4), "W": torch.randn(3, 4, 3)}
     named["CG"] = named["CG"].float()

@@ -14,9 +14,9 @@ from torch import Tensor, nn
 
 import insum_nn
 from insum_nn import Options
-from insum_nn.compiler.forms.ahead import collect, compile_all
-from insum_nn.compiler.forms.machine_code import KernelCode
-from insum_nn.compiler.runtime import prepare as prepare_module
+from insum_nn.compiler.kernels.ahead import collect, compile_all
+from insum_nn.compiler.kernels.machine_code import KernelCode
+from insum_nn.compiler.runtime.steps import prepare as prepare_module
 from insum_nn.errors import InsumBackendError, InsumFormatError
 from tests.pretended_gpu import H200, pretended_gpu
 
@@ -148,8 +148,8 @@ def test_a_kernel_without_machine_code_is_an_error(for_h200: None, monkeypatch: 
 SCRIPT = """
 import json, torch
 import insum_nn
-from insum_nn.compiler.forms.ahead import collect
-from insum_nn.compiler.runtime import prepare as prepare_module
+from insum_nn.compiler.kernels.ahead import collect
+from insum_nn.compiler.runtime.steps import prepare as prepare_module
 from tests.compiler.test_prepare import Sums, operands
 from tests.pretended_gpu import H200, pretended_gpu
 

@@ -11,7 +11,7 @@ from torch import Tensor
 
 import insum_nn
 from insum_nn import Options
-from insum_nn.compiler.runtime import library
+from insum_nn.compiler.runtime.library import programs as library
 from insum_nn.testing.random_programs import RandomProgram, random_program
 from tests.compiler.test_misses import Oracle
 from tests.test_random_programs import Loops

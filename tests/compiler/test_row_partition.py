@@ -12,8 +12,8 @@ import torch
 from torch import Tensor
 
 import insum_nn
-from insum_nn.compiler.runtime import row_partition
-from insum_nn.compiler.runtime.row_partition import (
+from insum_nn.compiler.kernels import row_partition
+from insum_nn.compiler.kernels.row_partition import (
     RowPartition,
     clear_partitions,
     keep_lengths,

@@ -13,8 +13,8 @@ from benchmarks.schedules import generated_of
 from insum_nn import IndexFacts, Options, Program, compile
 from insum_nn.compiler.forms.candidates import candidates
 from insum_nn.compiler.forms.placement import place_indices
+from insum_nn.compiler.kernels.row_partition import clear_partitions, partition_of
 from insum_nn.compiler.lang.bind import layout_of
-from insum_nn.compiler.runtime.row_partition import clear_partitions, partition_of
 from insum_nn.compiler.schedule.canonical import names_of
 from insum_nn.compiler.schedule.database import size_bucket
 from insum_nn.compiler.schedule.space import Schedule

@@ -12,7 +12,8 @@ from torch import Tensor
 
 import insum_nn
 from insum_nn import Options, insum
-from insum_nn.compiler.runtime import execution, library
+from insum_nn.compiler.runtime import execution
+from insum_nn.compiler.runtime.library import programs as library
 from insum_nn.dtypes import FLOATS, INDEX_DTYPES, VALUE_DTYPES, is_widened
 from insum_nn.errors import InsumRangeError
 

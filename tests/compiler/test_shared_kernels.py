@@ -10,9 +10,9 @@ from torch import Tensor
 
 import insum_nn
 from insum_nn import Options
-from insum_nn.compiler.forms import sized
-from insum_nn.compiler.forms.ahead import collect
-from insum_nn.compiler.runtime.row_partition import partition_of
+from insum_nn.compiler.kernels import sized
+from insum_nn.compiler.kernels.ahead import collect
+from insum_nn.compiler.kernels.row_partition import partition_of
 from insum_nn.layers import spconv
 from insum_nn.models import MinkUNet18
 from insum_nn.testing.tolerances import assert_matches

@@ -12,8 +12,8 @@ import insum_nn
 from insum_nn import IndexFacts, Options
 from insum_nn.compiler.lang.bind import Extents, bind
 from insum_nn.compiler.lang.parser import parse
-from insum_nn.compiler.runtime import statement_sequence
-from insum_nn.compiler.runtime.statement_sequence import Sequences, StatementSequence
+from insum_nn.compiler.runtime.composite import statement_sequence
+from insum_nn.compiler.runtime.composite.statement_sequence import Sequences, StatementSequence
 from insum_nn.dtypes import FLOATS
 from insum_nn.testing.tolerances import assert_matches
 from tests.compiler.cuts import CHAIN, RGCN, STATEMENTS, cut_at_random, doubled, drawn, out_shape

@@ -12,7 +12,7 @@ from torch import Tensor
 import insum_nn
 from insum_nn import insum
 from insum_nn.compiler.lang import index_checks
-from insum_nn.compiler.runtime import library_calls
+from insum_nn.compiler.runtime.library import library_calls
 from insum_nn.errors import InsumRangeError
 from insum_nn.kept import same_view
 

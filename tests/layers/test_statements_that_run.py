@@ -12,7 +12,8 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 pytest.importorskip("e3nn")
 
-from insum_nn.compiler.runtime import dispatch, joint_paths
+from insum_nn.compiler.runtime import dispatch
+from insum_nn.compiler.runtime.composite import joint_paths
 from insum_nn.compiler.runtime.dispatch import Spec
 from insum_nn.compiler.runtime.execution import clear_cache
 from insum_nn.ops.tensor_product_right import right_expressions

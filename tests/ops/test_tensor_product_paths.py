@@ -10,7 +10,7 @@ from torch import Tensor
 
 pytest.importorskip("e3nn")
 
-from insum_nn.compiler.runtime import path_products
+from insum_nn.compiler.runtime.composite import path_products
 from insum_nn.errors import InsumError, InsumRangeError
 from insum_nn.ops import modes
 from insum_nn.ops.tensor_product import explain_tensor_product, tensor_product

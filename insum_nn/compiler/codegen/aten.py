@@ -18,7 +18,7 @@ from insum_nn.compiler.ir.graph import Graph, Library, Step, factors_of, loops_o
 from insum_nn.compiler.ir.nodes import Const, Expr, Index, Kernel, Load, Op, Store
 from insum_nn.compiler.lang.combining import selecting
 from insum_nn.compiler.options import Options
-from insum_nn.compiler.runtime import library_calls
+from insum_nn.compiler.runtime.library import library_calls
 
 __all__ = ["print_aten"]
 

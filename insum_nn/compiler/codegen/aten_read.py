@@ -21,7 +21,7 @@ from insum_nn.compiler.ir.access import (
 )
 from insum_nn.compiler.ir.graph import Graph, Library, Step, loops_of, store_of
 from insum_nn.compiler.ir.nodes import Buffer, Const, Expr, Index, Load, Op, Size, Store, conjuncts
-from insum_nn.compiler.runtime import library_calls
+from insum_nn.compiler.runtime.library import library_calls
 from insum_nn.dtypes import is_widened, wide_dtype
 
 __all__ = ["GraphWriter", "Position", "Value"]

@@ -9,7 +9,7 @@ from insum_nn.compiler.ir.build import OUTPUT
 from insum_nn.compiler.ir.nodes import Buffer, Const, Expr, Index, Load, Op, Size, Store, conjuncts
 from insum_nn.compiler.lang.bind import Extents
 from insum_nn.compiler.lang.syntax import Access
-from insum_nn.compiler.runtime.library import Library, piece_length
+from insum_nn.compiler.runtime.library.programs import Library, piece_length
 
 __all__ = ["choices_of", "steps_of", "torch_code"]
 

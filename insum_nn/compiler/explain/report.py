@@ -28,15 +28,15 @@ from insum_nn.compiler.explain.loop_nest import (
     loop_notes,
 )
 from insum_nn.compiler.explain.svg import draw
-from insum_nn.compiler.forms.generated import Generated
-from insum_nn.compiler.forms.keyed import Keyed
+from insum_nn.compiler.kernels.generated import Generated
+from insum_nn.compiler.kernels.keyed import Keyed
 from insum_nn.compiler.lang.bind import Bound, Extents, layout_of
 from insum_nn.compiler.lang.epilogue import PLAIN, Epilogue
 from insum_nn.compiler.lang.syntax import Statement
 from insum_nn.compiler.options import Options
 from insum_nn.compiler.runtime.execution import Executable
-from insum_nn.compiler.runtime.inductor_program import split_arguments
-from insum_nn.compiler.runtime.library import extent_arguments, library_calls_of
+from insum_nn.compiler.runtime.library.inductor_program import split_arguments
+from insum_nn.compiler.runtime.library.programs import extent_arguments, library_calls_of
 from insum_nn.errors import InsumBackendError
 from insum_nn.facts import IndexFacts
 

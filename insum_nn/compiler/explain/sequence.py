@@ -13,9 +13,9 @@ from insum_nn.compiler.lang.epilogue import PLAIN, Epilogue
 from insum_nn.compiler.lang.syntax import Statement
 from insum_nn.compiler.options import Options
 from insum_nn.compiler.passes.path_products import products_of
+from insum_nn.compiler.runtime.composite.path_program import PathProgram
+from insum_nn.compiler.runtime.composite.statement_sequence import StatementSequence
 from insum_nn.compiler.runtime.execution import Executable, in_names_of
-from insum_nn.compiler.runtime.path_program import PathProgram
-from insum_nn.compiler.runtime.statement_sequence import StatementSequence
 
 __all__ = ["explain_call"]
 

@@ -13,7 +13,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from insum_nn.compiler.forms.background import cold
+from insum_nn.compiler.kernels.background import cold
 from insum_nn.compiler.lang.bind import Extents, layout_of
 from insum_nn.compiler.lang.derivative import directional, fresh_name
 from insum_nn.compiler.lang.epilogue import ACTIVATIONS
@@ -22,9 +22,9 @@ from insum_nn.compiler.runtime.backward import Call, Shapes, Step, gradients, re
 from insum_nn.compiler.runtime.batched_gradients import for_each_tangent, for_each_vector
 from insum_nn.compiler.runtime.dispatch import Key, Seen, Spec, run_spec, value_dtype
 from insum_nn.compiler.runtime.extremum_gradient import shares, shares_of
-from insum_nn.compiler.runtime.gradients_ahead import rehearse_gradients
-from insum_nn.compiler.runtime.inline import inline, inlines
 from insum_nn.compiler.runtime.modes import is_plain_eager, is_traced, is_transformed
+from insum_nn.compiler.runtime.steps.gradients_ahead import rehearse_gradients
+from insum_nn.compiler.runtime.tracing.inline import inline, inlines
 from insum_nn.facts import IndexFacts
 
 __all__ = ["apply"]

@@ -6,7 +6,7 @@ import itertools
 
 import torch
 
-from insum_nn.compiler.forms import launch
+from insum_nn.compiler.kernels import launch
 from insum_nn.compiler.lang.bind import Bound
 from insum_nn.compiler.lang.syntax import Statement
 from insum_nn.compiler.options import Options

@@ -25,9 +25,9 @@ from insum_nn.compiler.lang.parser import check_text, parse
 from insum_nn.compiler.lang.shapes import check_extents
 from insum_nn.compiler.lang.syntax import Statement
 from insum_nn.compiler.options import Options
+from insum_nn.compiler.runtime.composite.path_program import PathProgram, find_paths
+from insum_nn.compiler.runtime.composite.statement_sequence import Sequences, StatementSequence
 from insum_nn.compiler.runtime.execution import Executable, Executables, generation
-from insum_nn.compiler.runtime.path_program import PathProgram, find_paths
-from insum_nn.compiler.runtime.statement_sequence import Sequences, StatementSequence
 from insum_nn.compiler.schedule.canonical import messages_name
 from insum_nn.errors import InsumRangeError, InsumShapeError
 from insum_nn.facts import IndexFacts, StaticTable

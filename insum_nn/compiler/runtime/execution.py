@@ -14,16 +14,22 @@ from torch import Tensor
 
 from insum_nn.compiler.codegen import inductor
 from insum_nn.compiler.forms.form import FormError
-from insum_nn.compiler.forms.generated import Generated
-from insum_nn.compiler.forms.keyed import Keyed, generate
+from insum_nn.compiler.kernels.generated import Generated
+from insum_nn.compiler.kernels.keyed import Keyed, generate
+from insum_nn.compiler.kernels.row_partition import clear_partitions
 from insum_nn.compiler.lang.bind import Bound, Extents
 from insum_nn.compiler.options import Options
-from insum_nn.compiler.runtime import library_calls
 from insum_nn.compiler.runtime.backends import backend_without_generator, choose_backend, require_triton
-from insum_nn.compiler.runtime.fixed_extents import FixedExtents, fix_extents, forget_extents
-from insum_nn.compiler.runtime.inductor_program import InductorProgram
-from insum_nn.compiler.runtime.library import Library, extent_arguments, library_calls_of, piece_length, run_pieces
-from insum_nn.compiler.runtime.row_partition import clear_partitions
+from insum_nn.compiler.runtime.library import library_calls
+from insum_nn.compiler.runtime.library.fixed_extents import FixedExtents, fix_extents, forget_extents
+from insum_nn.compiler.runtime.library.inductor_program import InductorProgram
+from insum_nn.compiler.runtime.library.programs import (
+    Library,
+    extent_arguments,
+    library_calls_of,
+    piece_length,
+    run_pieces,
+)
 from insum_nn.compiler.schedule import budget
 from insum_nn.compiler.schedule.build_once import BuildOnce
 from insum_nn.compiler.schedule.canonical import canonical, canonical_tables, named_as

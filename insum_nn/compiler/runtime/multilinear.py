@@ -13,12 +13,12 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor
 
-from insum_nn.compiler.forms.background import cold
+from insum_nn.compiler.kernels.background import cold
 from insum_nn.compiler.options import Options
 from insum_nn.compiler.runtime.batched_gradients import for_each_vector
-from insum_nn.compiler.runtime.column_sums import column_sums
-from insum_nn.compiler.runtime.gradients_ahead import rehearse_gradients
+from insum_nn.compiler.runtime.library.column_sums import column_sums
 from insum_nn.compiler.runtime.modes import is_plain_eager
+from insum_nn.compiler.runtime.steps.gradients_ahead import rehearse_gradients
 
 __all__ = ["Multilinear", "contract"]
 

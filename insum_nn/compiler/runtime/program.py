@@ -39,7 +39,7 @@ from insum_nn.compiler.runtime.dispatch import (
 from insum_nn.compiler.runtime.execution import Executable, in_names_of
 from insum_nn.compiler.runtime.modes import is_recorded
 from insum_nn.compiler.runtime.out_argument import check_out, check_unrecorded, shape_for, write_out
-from insum_nn.compiler.runtime.traced import call_operator
+from insum_nn.compiler.runtime.tracing.traced import call_operator
 from insum_nn.errors import InsumFormatError
 from insum_nn.facts import IndexFacts, StaticTable
 from insum_nn.kept import same_view

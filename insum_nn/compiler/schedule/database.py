@@ -25,7 +25,7 @@ from typing import IO, Any
 
 import torch
 
-from insum_nn.compiler.forms.launch import version as triton_version
+from insum_nn.compiler.kernels.launch import version as triton_version
 from insum_nn.compiler.lang.bind import Bound, Extents
 from insum_nn.compiler.schedule.cache_folder import own_folder
 from insum_nn.compiler.schedule.canonical import canonical_key, digest

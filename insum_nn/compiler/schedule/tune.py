@@ -13,16 +13,16 @@ from typing import Any, TypeVar
 import torch
 from torch import Tensor
 
-from insum_nn.compiler.forms.ahead import UndecidedError, collecting, rehearsing
 from insum_nn.compiler.forms.candidates import candidates
 from insum_nn.compiler.forms.defaults import default_schedule
 from insum_nn.compiler.forms.form import Form
-from insum_nn.compiler.forms.launch import interpreted
-from insum_nn.compiler.forms.sized import prepare_kernel
 from insum_nn.compiler.ir.printer import show
+from insum_nn.compiler.kernels.ahead import UndecidedError, collecting, rehearsing
+from insum_nn.compiler.kernels.launch import interpreted
+from insum_nn.compiler.kernels.row_partition import partition_for
+from insum_nn.compiler.kernels.sized import prepare_kernel
 from insum_nn.compiler.lang.bind import Extents
 from insum_nn.compiler.options import Options
-from insum_nn.compiler.runtime.row_partition import partition_for
 from insum_nn.compiler.schedule import budget, session, timing
 from insum_nn.compiler.schedule import database as store
 from insum_nn.compiler.schedule.canonical import shown_statement

@@ -16,14 +16,14 @@ from insum_nn.compiler.codegen.calls import Call, CallGraph
 from insum_nn.compiler.forms.candidates import candidates
 from insum_nn.compiler.forms.defaults import default_schedule
 from insum_nn.compiler.forms.form import Form, FormError
-from insum_nn.compiler.forms.generated import Generated
-from insum_nn.compiler.forms.keyed import generate
-from insum_nn.compiler.forms.launch import _jit
 from insum_nn.compiler.forms.nest import Source, write_kernel
-from insum_nn.compiler.forms.sized import strides_of, types_of
+from insum_nn.compiler.kernels.generated import Generated
+from insum_nn.compiler.kernels.keyed import generate
+from insum_nn.compiler.kernels.launch import _jit
+from insum_nn.compiler.kernels.sized import strides_of, types_of
 from insum_nn.compiler.lang.bind import Bound
 from insum_nn.compiler.options import Options
-from insum_nn.compiler.runtime.library import library_calls_of
+from insum_nn.compiler.runtime.library.programs import library_calls_of
 from insum_nn.compiler.schedule.space import Schedule, precision_of
 from tests.compiler.corpus.statements import DEVICE_TYPE, Entry
 

@@ -9,7 +9,7 @@ import torch
 
 from benchmarks.clouds import room
 from benchmarks.networks import UNet
-from insum_nn.compiler.runtime.row_partition import clear_partitions
+from insum_nn.compiler.kernels.row_partition import clear_partitions
 from insum_nn.errors import InsumFormatError, InsumRangeError
 from insum_nn.layers import spconv
 from insum_nn.layers.voxel.sparse_tensor import SparseConvTensor

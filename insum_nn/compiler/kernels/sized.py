@@ -16,15 +16,15 @@ import torch
 from torch import Tensor
 
 from insum_nn.compiler.forms.additional import memory_of
-from insum_nn.compiler.forms.collection import write_collection
 from insum_nn.compiler.forms.coverage import Coverage
 from insum_nn.compiler.forms.form import Form
-from insum_nn.compiler.forms.launch import launcher
 from insum_nn.compiler.forms.nest import Source, write_kernel
 from insum_nn.compiler.forms.parameters import Launcher, Numbers, Strides, initial_steps
 from insum_nn.compiler.ir.nodes import Const
+from insum_nn.compiler.kernels.collection import write_collection
+from insum_nn.compiler.kernels.launch import launcher
+from insum_nn.compiler.kernels.row_partition import RowPartition, words_of
 from insum_nn.compiler.lang.bind import Extents
-from insum_nn.compiler.runtime.row_partition import RowPartition, words_of
 from insum_nn.compiler.schedule.space import Precision, Schedule
 from insum_nn.dtypes import dtype_of
 

@@ -8,15 +8,15 @@ from dataclasses import replace
 
 from torch import Tensor
 
-from insum_nn.compiler.forms.background import prepared
-from insum_nn.compiler.forms.description import Description, describe_kernel
 from insum_nn.compiler.forms.form import LONGEST, OWNER, Form, make_form
 from insum_nn.compiler.forms.nest import Source
 from insum_nn.compiler.forms.placement import MANY_POINTS, segmented
-from insum_nn.compiler.forms.sized import Kernel, UnsizedKernel, strides_of
+from insum_nn.compiler.kernels.background import prepared
+from insum_nn.compiler.kernels.description import Description, describe_kernel
+from insum_nn.compiler.kernels.row_partition import RowPartition, longest_row, partition_for, partition_of
+from insum_nn.compiler.kernels.sized import Kernel, UnsizedKernel, strides_of
 from insum_nn.compiler.lang.bind import Bound, Extents
 from insum_nn.compiler.options import Options
-from insum_nn.compiler.runtime.row_partition import RowPartition, longest_row, partition_for, partition_of
 from insum_nn.compiler.schedule.build_once import BuildOnce
 from insum_nn.compiler.schedule.database import size_bucket
 from insum_nn.compiler.schedule.select import Measurement, Selected

@@ -24,8 +24,8 @@ from insum_nn.compiler.lang.syntax import Statement
 from insum_nn.compiler.options import Options
 from insum_nn.compiler.passes.cut_products import Axis, Cut, cuts_of
 from insum_nn.compiler.runtime.backends import choose_backend
+from insum_nn.compiler.runtime.composite.read_cells import SizedClear, UnreadCells
 from insum_nn.compiler.runtime.execution import Executable, executable, generation
-from insum_nn.compiler.runtime.read_cells import SizedClear, UnreadCells
 from insum_nn.compiler.schedule.product_cost import Cost, Sizes, cost_of, machine_of
 from insum_nn.facts import UNKNOWN
 

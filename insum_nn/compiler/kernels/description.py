@@ -9,8 +9,8 @@ from dataclasses import dataclass
 from torch import Tensor
 
 from insum_nn.compiler.forms.nest import Source
-from insum_nn.compiler.forms.sized import Kernel
-from insum_nn.compiler.runtime.row_partition import RowPartition
+from insum_nn.compiler.kernels.row_partition import RowPartition
+from insum_nn.compiler.kernels.sized import Kernel
 
 __all__ = ["Description", "describe_kernel"]
 

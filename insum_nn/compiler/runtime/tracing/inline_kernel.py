@@ -21,16 +21,16 @@ from torch import Tensor
 
 from insum_nn.compiler.forms.defaults import default_schedule
 from insum_nn.compiler.forms.form import Form, FormError, make_form
-from insum_nn.compiler.forms.launch import function_of
 from insum_nn.compiler.forms.nest import Source
 from insum_nn.compiler.forms.parameters import Strides, initial_steps
 from insum_nn.compiler.forms.placement import segmented
-from insum_nn.compiler.forms.sized import Kernel, UnsizedKernel
+from insum_nn.compiler.kernels.launch import function_of
+from insum_nn.compiler.kernels.row_partition import RowPartition
+from insum_nn.compiler.kernels.sized import Kernel, UnsizedKernel
 from insum_nn.compiler.lang.bind import Bound, Extents
 from insum_nn.compiler.options import Options
-from insum_nn.compiler.runtime.fixed_extents import fix_extents
+from insum_nn.compiler.runtime.library.fixed_extents import fix_extents
 from insum_nn.compiler.runtime.modes import exceeds, size_hint
-from insum_nn.compiler.runtime.row_partition import RowPartition
 from insum_nn.compiler.schedule.database import size_bucket
 from insum_nn.compiler.schedule.space import Schedule, precision_of
 from insum_nn.compiler.schedule.tune import choose_unmeasured

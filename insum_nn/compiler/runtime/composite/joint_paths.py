@@ -9,9 +9,9 @@ import torch
 from torch import Tensor
 
 from insum_nn.compiler.lang.shapes import resolve_extents
+from insum_nn.compiler.runtime.composite.path_program import PathProgram, Run, run_together, same_memory
 from insum_nn.compiler.runtime.dispatch import Ready, index_versions, keep, prepare
 from insum_nn.compiler.runtime.execution import generation
-from insum_nn.compiler.runtime.path_program import PathProgram, Run, run_together, same_memory
 from insum_nn.compiler.runtime.program import Program
 
 __all__ = ["JointPaths"]

@@ -19,11 +19,11 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from insum_nn.compiler.forms import background
-from insum_nn.compiler.forms.ahead import Collection, collecting, target_of
-from insum_nn.compiler.forms.machine_code import KernelCode, Target, compile_code, drop_module, make_module
 from insum_nn.compiler.forms.nest import Source
 from insum_nn.compiler.forms.parameters import Launcher
+from insum_nn.compiler.kernels import background
+from insum_nn.compiler.kernels.ahead import Collection, collecting, target_of
+from insum_nn.compiler.kernels.machine_code import KernelCode, Target, compile_code, drop_module, make_module
 from insum_nn.compiler.schedule.build_once import BuildOnce
 from insum_nn.errors import InsumDeviceError
 

@@ -14,7 +14,7 @@ import torch
 from torch import nn
 
 from insum_nn.compiler.runtime.execution import clear_cache
-from insum_nn.compiler.runtime.step import Step, copied, run_step
+from insum_nn.compiler.runtime.steps.step import Step, copied, run_step
 from insum_nn.compiler.schedule import budget as budgets
 from insum_nn.compiler.schedule import database, session, timing
 from insum_nn.compiler.schedule.cache_folder import own_folder

@@ -12,7 +12,7 @@ from insum_nn.compiler.codegen import inductor
 from insum_nn.compiler.codegen.calls import CallGraph
 from insum_nn.compiler.lang.bind import Bound, Extents
 from insum_nn.compiler.options import Options
-from insum_nn.compiler.runtime.library import extent_arguments
+from insum_nn.compiler.runtime.library.programs import extent_arguments
 
 __all__ = ["InductorProgram", "split_arguments"]
 

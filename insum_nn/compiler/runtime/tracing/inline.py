@@ -22,11 +22,11 @@ from insum_nn.compiler.lang.index_checks import lowest_entry, writes_inside
 from insum_nn.compiler.lang.syntax import Statement
 from insum_nn.compiler.options import Options
 from insum_nn.compiler.runtime.backends import choose_backend, require_triton
+from insum_nn.compiler.runtime.composite.statement_sequence import Part, find_parts
 from insum_nn.compiler.runtime.dispatch import Spec
-from insum_nn.compiler.runtime.inline_kernel import inline_kernel
-from insum_nn.compiler.runtime.library import Library, extent_arguments, library_calls_of
+from insum_nn.compiler.runtime.library.programs import Library, extent_arguments, library_calls_of
 from insum_nn.compiler.runtime.modes import records_graph
-from insum_nn.compiler.runtime.statement_sequence import Part, find_parts
+from insum_nn.compiler.runtime.tracing.inline_kernel import inline_kernel
 from insum_nn.compiler.schedule.canonical import canonical, canonical_tables
 from insum_nn.facts import UNKNOWN, IndexFacts, StaticTable
 

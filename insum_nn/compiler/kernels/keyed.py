@@ -16,9 +16,9 @@ from dataclasses import replace
 import torch
 from torch import Tensor
 
-from insum_nn.compiler.forms.description import Description
 from insum_nn.compiler.forms.form import FormError, UnorderedError
-from insum_nn.compiler.forms.generated import Generated
+from insum_nn.compiler.kernels.description import Description
+from insum_nn.compiler.kernels.generated import Generated
 from insum_nn.compiler.lang.bind import Bound, Extents
 from insum_nn.compiler.lang.derivative import fresh_name
 from insum_nn.compiler.lang.index_checks import cell_numbers

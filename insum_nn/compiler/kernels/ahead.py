@@ -21,8 +21,8 @@ from typing import Any
 
 import torch
 
-from insum_nn.compiler.forms import machine_code
-from insum_nn.compiler.forms.machine_code import KernelCode, Target
+from insum_nn.compiler.kernels import machine_code
+from insum_nn.compiler.kernels.machine_code import KernelCode, Target
 
 __all__ = [
     "Collection",

@@ -5,8 +5,8 @@ from __future__ import annotations
 import math
 from dataclasses import replace
 
-from insum_nn.compiler.forms import launch
 from insum_nn.compiler.forms.placement import SHARED_MULTIPLE
+from insum_nn.compiler.kernels import launch
 from insum_nn.compiler.lang.bind import Bound, Extents, Layout
 from insum_nn.compiler.options import Options
 

@@ -10,8 +10,8 @@ from typing import Any
 import torch
 from torch import nn
 
-from insum_nn.compiler.forms.ahead import Collection, Compiled, collect, compile_all, default_workers
-from insum_nn.compiler.runtime.step import copied, run_step
+from insum_nn.compiler.kernels.ahead import Collection, Compiled, collect, compile_all, default_workers
+from insum_nn.compiler.runtime.steps.step import copied, run_step
 from insum_nn.compiler.schedule.progress import Progress
 from insum_nn.errors import InsumBackendError
 

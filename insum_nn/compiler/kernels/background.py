@@ -13,8 +13,8 @@ import subprocess
 import threading
 from collections.abc import Iterable
 
-from insum_nn.compiler.forms.ahead import Worker, processors
-from insum_nn.compiler.forms.machine_code import KernelCode, to_json
+from insum_nn.compiler.kernels.ahead import Worker, processors
+from insum_nn.compiler.kernels.machine_code import KernelCode, to_json
 
 __all__ = ["Background", "cold", "default_background_workers", "missed", "prepared", "submit", "take"]
 

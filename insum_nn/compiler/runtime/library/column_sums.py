@@ -7,7 +7,7 @@ from functools import lru_cache
 import torch
 from torch import Tensor
 
-from insum_nn.compiler.forms.launch import available as generates_kernels
+from insum_nn.compiler.kernels.launch import available as generates_kernels
 from insum_nn.compiler.options import DEFAULT, Options
 from insum_nn.compiler.runtime.bound_program import Given
 from insum_nn.compiler.runtime.modes import is_plain_eager

@@ -21,7 +21,7 @@ import torch
 from torch import Tensor
 
 from insum_nn.compiler.passes.path_products import SIDES, Cells, Path, PathSplit
-from insum_nn.compiler.runtime.path_families import Family, Number, Output
+from insum_nn.compiler.runtime.composite.path_families import Family, Number, Output
 
 __all__ = ["PathProducts"]
 

@@ -13,8 +13,8 @@ from insum_nn.compiler.lang.bind import Bound, Extents
 from insum_nn.compiler.lang.syntax import Statement
 from insum_nn.compiler.options import Options
 from insum_nn.compiler.passes.path_products import PathSplit, row_of, samples_of, split_into_paths
-from insum_nn.compiler.runtime.path_families import families_of
-from insum_nn.compiler.runtime.path_products import PathProducts
+from insum_nn.compiler.runtime.composite.path_families import families_of
+from insum_nn.compiler.runtime.composite.path_products import PathProducts
 from insum_nn.facts import StaticTable
 
 __all__ = ["PathProgram", "find_paths", "run_together", "same_memory"]

@@ -21,10 +21,10 @@ from torch import Tensor
 
 from insum_nn.compiler.forms.additional import Walk, fused_form, indices_named, is_owned, read_at
 from insum_nn.compiler.forms.form import FormError, atoms
-from insum_nn.compiler.forms.generated import Generated
 from insum_nn.compiler.ir.access import affine_terms
 from insum_nn.compiler.ir.nodes import Load
 from insum_nn.compiler.ir.printer import show
+from insum_nn.compiler.kernels.generated import Generated
 from insum_nn.compiler.lang.bind import Bound, Extents, bind
 from insum_nn.compiler.lang.derivative import fresh_name
 from insum_nn.compiler.lang.shapes import resolve_extents

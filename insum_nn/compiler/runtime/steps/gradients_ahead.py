@@ -17,9 +17,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from insum_nn.compiler.forms import background
-from insum_nn.compiler.forms.ahead import UndecidedError, collecting, rehearse
-from insum_nn.compiler.forms.background import cold
+from insum_nn.compiler.kernels import background
+from insum_nn.compiler.kernels.ahead import UndecidedError, collecting, rehearse
+from insum_nn.compiler.kernels.background import cold
 from insum_nn.compiler.runtime.modes import is_plain_eager
 
 __all__ = ["is_rehearsed", "rehearse_gradients"]

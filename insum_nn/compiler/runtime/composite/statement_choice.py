@@ -12,7 +12,7 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from insum_nn.compiler.forms.launch import available as generates_kernels
+from insum_nn.compiler.kernels.launch import available as generates_kernels
 from insum_nn.compiler.options import Options
 from insum_nn.compiler.runtime.modes import is_plain_eager
 

@@ -1,0 +1,1 @@
+"""Programs of library calls, run eagerly or compiled by Inductor."""

@@ -1,0 +1,1 @@
+"""Whole training steps: kernels compiled ahead, schedules measured on request."""

@@ -1,0 +1,1 @@
+"""What torch sees of a call while it traces."""
