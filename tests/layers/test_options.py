@@ -13,7 +13,7 @@ from torch import Tensor
 
 import insum_nn
 from insum_nn import Options, ops
-from insum_nn.compiler.runtime import dispatch
+from insum_nn.compiler.runtime.execution import Executables
 from tests.layers.every_layer import EVERY_LAYER, with_parameters
 from tests.source_tree import package_modules
 
@@ -28,13 +28,13 @@ Values = tuple[Tensor, ...]
 def reached(monkeypatch: pytest.MonkeyPatch) -> set[Options]:
     """The options of the programs that were prepared to run."""
     found: set[Options] = set()
-    prepare = dispatch.executable
+    prepare = Executables.of
 
-    def recorded(bound, tensors, start, extents, options, static):
-        found.add(options)
-        return prepare(bound, tensors, start, extents, options, static)
+    def recorded(self, tensors, extents):
+        found.add(self.options)
+        return prepare(self, tensors, extents)
 
-    monkeypatch.setattr(dispatch, "executable", recorded)
+    monkeypatch.setattr(Executables, "of", recorded)
     # What was prepared before is not prepared again.
     insum_nn.clear_cache()
     return found

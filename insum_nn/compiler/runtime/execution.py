@@ -226,7 +226,7 @@ class Executables:
     """
 
     def __init__(self, bound: Bound, options: Options, static: Static = ()) -> None:
-        self.bound, self.options = bound, options
+        self.bound, self.options, self.static = bound, options, static
         self.own = canonical(bound)
         self.tables = canonical_tables(bound.statement, static)
         self.backend, self.reason = choose_backend(self.own, options, tables=bool(static))

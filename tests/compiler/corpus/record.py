@@ -9,7 +9,7 @@ import json
 from dataclasses import replace
 from typing import Any
 
-from insum_nn.compiler.runtime import dispatch
+from insum_nn.compiler.runtime.execution import Executables
 from insum_nn.compiler.schedule.database import digest
 from tests.compiler.corpus.statements import RECORDED, Entry, from_call
 
@@ -17,10 +17,11 @@ from tests.compiler.corpus.statements import RECORDED, Entry, from_call
 _MOST_NUMBERS, _MOST_WITH_TABLES = 200, 100
 
 _found: dict[str, Entry] = {}
-_executable: Any = dispatch.executable
+_prepare: Any = Executables.of
 
 
-def _recording(bound: Any, tensors: Any, start: Any, extents: Any, options: Any, static: Any = ()) -> Any:
+def _recording(self: Executables, tensors: Any, extents: Any) -> Any:
+    bound, options, static = self.bound, self.options, self.static
     sizes = dict(zip(bound.layout.indices, extents.indices, strict=True))
     dense = 0 not in extents.indices and 0 not in extents.output and bound.dtype.is_floating_point
     if dense and sum(len(table.values) for _, table in static) <= _MOST_NUMBERS:
@@ -30,7 +31,7 @@ def _recording(bound: Any, tensors: Any, start: Any, extents: Any, options: Any,
         # Tests repeat a statement at many sizes and dtypes; one of each kind of facts is enough.
         seen = {k: v for k, v in entry.to_json().items() if k not in ("shapes", "extents", "fixed", "dtype", "tables")}
         _found.setdefault(digest(seen), entry)
-    return _executable(bound, tensors, start, extents, options, static)
+    return _prepare(self, tensors, extents)
 
 
 def _features(bound: Any, tensors: Any) -> set[str]:
@@ -45,11 +46,11 @@ def _features(bound: Any, tensors: Any) -> set[str]:
 
 
 def pytest_configure() -> None:
-    dispatch.executable = _recording
+    Executables.of = _recording  # type: ignore[method-assign]
 
 
 def pytest_unconfigure() -> None:
-    dispatch.executable = _executable
+    Executables.of = _prepare
     entries = sorted(_found.values(), key=lambda entry: sum(len(table.values) for _, table in entry.tables))
     plain, tabled = [e for e in entries if not e.tables], [e for e in entries if e.tables]
     chosen = [*plain, *tabled[:_MOST_WITH_TABLES]]
