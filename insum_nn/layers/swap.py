@@ -233,11 +233,10 @@ class _Swap:
     def steer(self, layer: Any) -> None:
         """Give a new layer the compile options, unless its pattern named some; containers have none."""
         own = getattr(layer, "options", None)
-        if own == DEFAULT:
-            layer.options = self.options
-        elif own == _STORAGE:
-            # The peer's convolution was told to sum in its features' dtype.
-            layer.options = replace(self.options, accumulate="storage")
+        if self.options == DEFAULT or own not in (DEFAULT, _STORAGE):
+            return
+        # The peer's convolution may have been told to sum in its features' dtype.
+        layer.options = self.options if own == DEFAULT else replace(self.options, accumulate="storage")
         if hasattr(layer, "_finish"):
             # A tensor product keeps the text of its statements, options included.
             layer._finish()

@@ -176,7 +176,7 @@ class _Call(NamedTuple):
 
 
 def _launch(call: _Call, a: Tensor, b: Tensor, start: Tensor | None, key: Hashable | None) -> Tensor:
-    """The call's statement; `key` decides the shapes of its tensors, where nobody looks on."""
+    """The call's statement; `key` decides the shapes of its tensors, where no dispatch mode is active."""
     if key is not None:
         pair = (a, b) if call.given.names == call.names else (b, a)
         return call.given(*pair, out_shape=call.shape, start=start, key=key)

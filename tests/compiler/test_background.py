@@ -152,7 +152,7 @@ def test_a_stalled_process_is_waited_for_some_time(pools: list[Background], monk
     begin = time.monotonic()
     stalled.take(slow)
     assert time.monotonic() - begin < 20
-    # Another rank, on the same folder, waits for nobody.
+    # Another rank, on the same folder, does not wait.
     kernels = numbered(2)
     stalled.submit(kernels)
     other.submit(kernels)

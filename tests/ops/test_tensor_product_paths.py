@@ -232,7 +232,7 @@ def test_operands_that_share_memory(runs: list[str]):
     assert runs
 
 
-def test_gradients_that_nobody_asked_for(runs: list[str], monkeypatch: pytest.MonkeyPatch):
+def test_gradients_that_are_not_requested(runs: list[str], monkeypatch: pytest.MonkeyPatch):
     """Forces are gradients of an energy: those of weights, which could have one, are not made."""
     monkeypatch.setattr(modes, "_by_name", {})
     spec = spec_of(MIXED, shared=True)

@@ -71,7 +71,7 @@ class Background:
             self._changed.notify_all()
 
     def take(self, code: KernelCode) -> None:
-        """Return when this process may load or compile a kernel: nobody else compiles it, or it took too long."""
+        """Return when this process may load or compile a kernel: no other compiles it, or the wait was too long."""
         with self._changed:
             self._known.add(code)
             self._waiting.pop(code, None)

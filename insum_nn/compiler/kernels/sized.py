@@ -28,9 +28,10 @@ from insum_nn.compiler.lang.bind import Extents
 from insum_nn.compiler.schedule.space import Precision, Schedule
 from insum_nn.dtypes import dtype_of
 
-__all__ = ["Kernel", "UnsizedKernel", "prepare_kernel", "strides_of", "types_of"]
+__all__ = ["WIDE", "Kernel", "UnsizedKernel", "prepare_kernel", "strides_of", "types_of"]
 
-_WIDE = 2**31 - 2**16
+# Elements from which some offset may need 64 bits.
+WIDE = 2**31 - 2**16
 # The tensors of a row partition that kernels read.
 _RANGES = ("begin", "end", "target", "owner", "order")
 
@@ -48,7 +49,7 @@ def strides_of(form: Form, tensors: Sequence[Tensor], extents: Extents, split: b
         names = form.bound.layout.tensors
         for each in form.additional:
             reach = max(reach, each.steps[0] * tensors[names.index(each.like[0])].shape[each.like[1]])
-    return Strides(contiguous, reach >= _WIDE, split, initial_steps(start))
+    return Strides(contiguous, reach >= WIDE, split, initial_steps(start))
 
 
 def _reach(tensor: Tensor) -> int:

@@ -28,7 +28,7 @@ _KINDS: dict[str, tuple[type, str]] = {
 
 
 def check_kinds(**given: object) -> None:
-    """Check the arguments of a call beside its tensors: a tensor that is named like one of them arrives as it.
+    """Check the keyword arguments of a call: a tensor with the name of one of them arrives in its place.
 
     Raises:
         InsumDtypeError: one is of another type.

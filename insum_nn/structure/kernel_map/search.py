@@ -258,7 +258,7 @@ def _rows_of(code: Tensor) -> Tensor:
 
 
 def _sorted(found: _Codes, cells: int) -> _Met:
-    """The same by sorting. On a CPU, where nobody waits for a number, only what leads to an output."""
+    """Number the outputs by sorting. On a CPU, where reading a count costs no wait, only candidates that reach one."""
     code, bits, miss = found
     device, flat, rows = code.device, code.view(-1), _rows_of(code)
     if miss is not None and device.type == "cpu":

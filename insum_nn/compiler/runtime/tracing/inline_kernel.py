@@ -26,7 +26,7 @@ from insum_nn.compiler.forms.parameters import Strides, initial_steps
 from insum_nn.compiler.forms.placement import segmented
 from insum_nn.compiler.kernels.launch import function_of
 from insum_nn.compiler.kernels.row_partition import RowPartition
-from insum_nn.compiler.kernels.sized import Kernel, UnsizedKernel
+from insum_nn.compiler.kernels.sized import WIDE, Kernel, UnsizedKernel
 from insum_nn.compiler.lang.bind import Bound, Extents
 from insum_nn.compiler.options import Options
 from insum_nn.compiler.runtime.library.fixed_extents import fix_extents
@@ -37,9 +37,6 @@ from insum_nn.compiler.schedule.tune import choose_unmeasured
 from insum_nn.facts import StaticTable
 
 __all__ = ["inline_kernel"]
-
-# Elements from which some offset may need 64 bits.
-_NARROW = 2**31 - 2**16
 
 
 def inline_kernel(
@@ -77,7 +74,7 @@ def inline_kernel(
     if segmented(form, schedule):
         # How many rows equal shares divide is for the index tensor's values to say.
         schedule = default_schedule(form)
-    wide = exceeds(_reach(form, tensors, start, extents), _NARROW)
+    wide = exceeds(_reach(form, tensors, start, extents), WIDE)
     strides = Strides(tuple(t.is_contiguous() for t in tensors), wide, False, initial_steps(start))
     partition = _owners(form, tensors[form.owner_place], extents.output[form.owner_axis], wide) if form.owner else None
     return _sized(UnsizedKernel(form, schedule, strides, precision), tensors, start, extents, partition)(
