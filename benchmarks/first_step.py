@@ -36,7 +36,7 @@ import torch
 
 from benchmarks import timing
 from benchmarks.networks import NETWORKS, Step
-from benchmarks.records import ROOT, Machine
+from benchmarks.records import ROOT, Machine, this_machine
 from benchmarks.registry import Mode, Problem, Setting, Unavailable, Work, is_ours, load
 
 __all__ = ["LAYERS", "FirstStep", "OneStep", "main", "measure", "take"]
@@ -90,8 +90,8 @@ class OneStep(TypedDict):
     measured: int
 
 
-class FirstStep(TypedDict):
-    """The first steps of one process. What could not be measured is `None`.
+class FirstStep(Machine):
+    """The first steps of one process, with the machine. What could not be measured is `None`.
 
     Attributes:
         schema: version of this layout.
@@ -104,7 +104,6 @@ class FirstStep(TypedDict):
         import_s: importing the provider's package after that.
         build_s: making the model and its data, and the device's context.
         steps: the first steps in order; of a process that ended or was killed, those that it had taken.
-        gpu, driver, cores, torch, triton, commit, dirty: see `benchmarks.records.Record`.
         python: version.
         utc: when the process ended.
     """
@@ -119,13 +118,6 @@ class FirstStep(TypedDict):
     import_s: float | None
     build_s: float | None
     steps: list[OneStep] | None
-    gpu: str
-    driver: str | None
-    cores: int | None
-    torch: str
-    triton: str | None
-    commit: str | None
-    dirty: bool | None
     python: str
     utc: str
 
@@ -358,7 +350,7 @@ def _in_new_process(question: dict[str, Any], folder: Path, limit: float) -> dic
 
 def _record(asked: _Asked, process: str, machine: Machine, found: dict[str, Any]) -> FirstStep:
     fields: dict[str, Any] = dict.fromkeys(FirstStep.__annotations__)
-    fields |= {"schema": SCHEMA, **asked._asdict(), "process": process, **found, **machine._asdict()}
+    fields |= {"schema": SCHEMA, **asked._asdict(), "process": process, **found, **machine}
     fields["python"] = ".".join(map(str, sys.version_info[:3]))
     fields["utc"] = datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds")
     return cast(FirstStep, fields)
@@ -435,10 +427,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
     if options.list:
         print(*(f"{each.case} {each.mode} {each.provider}" for each in chosen), sep="\n")
         return 0
-    machine = Machine.here(device, options.commit)
-    print(
-        f"{machine.gpu}, torch {machine.torch}, triton {machine.triton}, commit {machine.commit}, {len(chosen)} pairs"
-    )
+    machine = this_machine(device, options.commit)
+    print("{gpu}, torch {torch}, triton {triton}, commit {commit}".format(**machine), f"{len(chosen)} pairs", sep=", ")
     records: list[FirstStep] = []
     for asked in chosen:
         for entry in measure(asked, machine, options.device, options.size, options.root, options.limit, deadline):

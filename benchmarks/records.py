@@ -11,7 +11,7 @@ import re
 import subprocess
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any, NamedTuple, TypedDict, cast
+from typing import Any, TypedDict, cast
 
 import torch
 
@@ -29,6 +29,7 @@ __all__ = [
     "Replay",
     "read",
     "record",
+    "this_machine",
     "version",
     "write",
 ]
@@ -70,8 +71,30 @@ class Busy(TypedDict):
     launches: int
 
 
-class Record(TypedDict):
-    """One measurement. What could not be measured is `None`.
+class Machine(TypedDict):
+    """Machine and versions that the numbers were measured with, the first keys of every record.
+
+    Attributes:
+        gpu: the device's name; on a CPU, its name and the number of threads.
+        driver: of the GPU.
+        cores: CPU cores that the process could use; 1 where it was pinned to one core.
+        torch: version.
+        triton: version.
+        commit: of this project.
+        dirty: whether files differed from the commit.
+    """
+
+    gpu: str
+    driver: str | None
+    cores: int | None
+    torch: str
+    triton: str | None
+    commit: str | None
+    dirty: bool | None
+
+
+class Record(Machine):
+    """One measurement, with the machine. What could not be measured is `None`.
 
     Attributes:
         schema: version of this layout.
@@ -89,13 +112,6 @@ class Record(TypedDict):
         gate: "passed", or why there are no timings: "unavailable: ...", "error: ...", "wrong: ...", "tests: ...",
             "not run: ...".
         floor: the least work of the problem in this mode, where it is counted.
-        gpu: the device's name; on a CPU, its name and the number of threads.
-        driver: of the GPU.
-        cores: CPU cores that the process could use; 1 where it was pinned to one core.
-        torch: version.
-        triton: version.
-        commit: of this project.
-        dirty: whether files differed from the commit.
         utc: when the measurement ended.
     """
 
@@ -113,47 +129,36 @@ class Record(TypedDict):
     max_rel_err: float | None
     gate: str
     floor: Floors | None
-    gpu: str
-    driver: str | None
-    cores: int | None
-    torch: str
-    triton: str | None
-    commit: str | None
-    dirty: bool | None
     utc: str
 
 
 RECORD = tuple(Record.__annotations__)
 
 
-class Machine(NamedTuple):
-    """Machine and versions that the numbers were measured with."""
-
-    gpu: str
-    driver: str | None
-    cores: int | None
-    torch: str
-    triton: str | None
-    commit: str | None
-    dirty: bool | None
-
-    @classmethod
-    def here(cls, device: torch.device, commit: str | None = None) -> Machine:
-        """Describe this machine; `commit` is used where the files are a copy without their history."""
-        if device.type == "cuda":
-            gpu = torch.cuda.get_device_name(device)
-            driver = _output("nvidia-smi", "--query-gpu=driver_version", "--format=csv,noheader")
-            driver = driver.splitlines()[0] if driver else None
-        else:
-            gpu, driver = f"{_processor()} ({torch.get_num_threads()} threads)", None
-        found = _output("git", "-C", str(ROOT), "rev-parse", "HEAD")
-        status = _output("git", "-C", str(ROOT), "status", "--porcelain") if found else None
-        dirty = None if status is None else status != ""
-        if commit is not None:
-            # The files are a copy, whose own history, if it has one, may be of another project.
-            found, dirty = commit, None
-        cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count()
-        return cls(gpu, driver, cores, torch.__version__, version("triton"), found, dirty)
+def this_machine(device: torch.device, commit: str | None = None) -> Machine:
+    """Describe this machine; `commit` is used where the files are a copy without their history."""
+    if device.type == "cuda":
+        gpu = torch.cuda.get_device_name(device)
+        driver = _output("nvidia-smi", "--query-gpu=driver_version", "--format=csv,noheader")
+        driver = driver.splitlines()[0] if driver else None
+    else:
+        gpu, driver = f"{_processor()} ({torch.get_num_threads()} threads)", None
+    found = _output("git", "-C", str(ROOT), "rev-parse", "HEAD")
+    status = _output("git", "-C", str(ROOT), "status", "--porcelain") if found else None
+    dirty = None if status is None else status != ""
+    if commit is not None:
+        # The files are a copy, whose own history, if it has one, may be of another project.
+        found, dirty = commit, None
+    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count()
+    return Machine(
+        gpu=gpu,
+        driver=driver,
+        cores=cores,
+        torch=torch.__version__,
+        triton=version("triton"),
+        commit=found,
+        dirty=dirty,
+    )
 
 
 def _output(*command: str) -> str | None:
@@ -184,7 +189,7 @@ def record(
     """Make a record with the present time; what was not measured is `None`."""
     fields: dict[str, Any] = dict.fromkeys(RECORD) | {"repeats": 0}
     fields |= {"schema": SCHEMA, "case": case, "provider": provider, "mode": mode, "gate": gate}
-    fields |= measured | machine._asdict()
+    fields |= {**measured, **machine}
     fields["floor"] = None if floor is None else Floors(**vars(floor))
     fields["utc"] = datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds")
     return cast(Record, {key: fields[key] for key in RECORD})

@@ -149,6 +149,8 @@ class Problem:
         oracle: the same in float64, from the same numbers, by dense means.
         tolerance: largest error that passes the gate; see `benchmarks.gate.relative_error`.
         tolerances: the same for single providers that accumulate in less precision; a comment says why.
+        gradient_tolerance: of the modes with gradients, where these need another one than the outputs; a comment says
+            why.
         floors: by mode.
         modes: those that are measured.
         clock: what is timed: the device's work, or the host's until the kernels are launched.
@@ -165,6 +167,12 @@ class Problem:
     clock: Clock = "device"
     recorded: bool = False
     precision: Precision = "highest"
+    gradient_tolerance: float | None = None
+
+    def limit(self, provider: str, mode: Mode) -> float:
+        """Return the largest error of this provider that passes the gate in this mode."""
+        general = self.tolerance if mode == "fwd" or self.gradient_tolerance is None else self.gradient_tolerance
+        return self.tolerances.get(provider, general)
 
 
 class Build(Protocol):

@@ -27,7 +27,19 @@ import torch
 import torch._inductor.config
 
 from benchmarks import archive, gate, timing
-from benchmarks.records import LOCK, RECORD, SCHEMA, Busy, Machine, Milliseconds, Record, Replay, record, version
+from benchmarks.records import (
+    LOCK,
+    RECORD,
+    SCHEMA,
+    Busy,
+    Machine,
+    Milliseconds,
+    Record,
+    Replay,
+    record,
+    this_machine,
+    version,
+)
 from benchmarks.registry import MODES, OURS, Case, Mode, Problem, Registry, Setting, Unavailable, Work, is_ours, load
 from benchmarks.supervise import State, supervise
 from insum_nn.compiler.schedule.tune import settle
@@ -125,7 +137,7 @@ def measure(
             timing.synchronize(device)
             compile_s = time.perf_counter() - start
             error = gate.accuracy(work, wanted, mode, recorded=problem.recorded)
-            limit = problem.tolerances.get(provider, problem.tolerance)
+            limit = problem.limit(provider, mode)
             if not error <= limit:
                 shown = None if math.isinf(error) else error
                 return Measurement(f"wrong: error {error:.3g} > {limit:.3g}", compile_s=compile_s, max_rel_err=shown)
@@ -398,8 +410,8 @@ def main(arguments: Sequence[str] | None = None, registry: Registry | None = Non
         parser.error("--runs must be at least 1")
     device = torch.device(options.device)
     if options.save:
-        machine = Machine.here(device, options.commit)
-        options.out = archive.new_file(machine.gpu, machine.cores)
+        machine = this_machine(device, options.commit)
+        options.out = archive.new_file(machine["gpu"], machine["cores"])
         given = [word for word in given if word != "--save"] + ["--out", str(options.out)]
     if not options.out and (options.resume or options.supervise):
         parser.error("--resume and --supervise need --out or --save")
@@ -427,8 +439,8 @@ def _run(
     # The processes of Inductor's pool would compete for the cores with what is timed.
     torch._inductor.config.compile_threads = 1
     print(*_compare_peers(), sep="\n", file=sys.stderr)
-    machine = Machine.here(device, options.commit)
-    print(f"{machine.gpu}, torch {machine.torch}, triton {machine.triton}, commit {machine.commit}, {len(cases)} cases")
+    machine = this_machine(device, options.commit)
+    print("{gpu}, torch {torch}, triton {triton}, commit {commit}".format(**machine), f"{len(cases)} cases", sep=", ")
     state = State.of(options.out, resume=options.resume)
     root = options.root or (Path(os.environ["INSUM_DATA"]) if "INSUM_DATA" in os.environ else None)
     setting = Setting(device, options.size, root=root)

@@ -15,11 +15,11 @@ import time
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import TypedDict
+from typing import TypedDict, cast
 
 import torch
 
-from benchmarks.records import Machine, Record, read, record, write
+from benchmarks.records import Machine, Record, read, record, this_machine, write
 from benchmarks.registry import OURS, Mode
 
 __all__ = ["State", "supervise"]
@@ -126,7 +126,7 @@ def supervise(
         out: the result file.
         limit: seconds that one measurement may take.
         budget: seconds for all.
-        commit: see `Machine.here`.
+        commit: see `benchmarks.records.this_machine`.
         command: what runs the benchmarks.
 
     Returns:
@@ -183,9 +183,9 @@ def _blame(out: Path, ended: str, commit: str | None) -> None:
     known = any((r["case"], r["provider"], r["mode"]) == (case, provider, mode) for r in records)
     if not known:
         machine = (
-            Machine(*(records[-1][key] for key in Machine._fields))
+            cast(Machine, {key: records[-1][key] for key in Machine.__annotations__})
             if records
-            else Machine.here(torch.device("cuda" if torch.cuda.is_available() else "cpu"), commit)
+            else this_machine(torch.device("cuda" if torch.cuda.is_available() else "cpu"), commit)
         )
         why = ended if " " in ended else f"the process ended with {ended}"
         what = "error: " if running["provider"] else "error: the problem: "

@@ -125,6 +125,7 @@ def test_every_provider_has_a_record_with_exactly_the_keys(results: Path):
     assert len(found) == 2 * 3 * 9
     assert all(tuple(r) == records.RECORD for r in found)
     assert records.RECORD == (
+        *("gpu", "driver", "cores", "torch", "triton", "commit", "dirty"),
         *(
             "schema",
             "case",
@@ -139,7 +140,7 @@ def test_every_provider_has_a_record_with_exactly_the_keys(results: Path):
             "peak_bytes",
             "max_rel_err",
         ),
-        *("gate", "floor", "gpu", "driver", "cores", "torch", "triton", "commit", "dirty", "utc"),
+        *("gate", "floor", "utc"),
     )
 
 
@@ -222,7 +223,7 @@ def test_ours_is_not_timed_when_its_tests_fail(tmp_path: Path, monkeypatch: pyte
     own = Registry()
     own.case("product", tests=(str(red),))(small_problem)
     monkeypatch.chdir(tmp_path)
-    machine = records.Machine.here(CPU)
+    machine = records.this_machine(CPU)
     gate.operator_tests.cache_clear()
     found = [r for r in run.run_case(own["product"], Setting(CPU), ("fwd",), machine, warmup_ms=1, rep_ms=1)]
     by_provider = {r["provider"]: r for r in found}
@@ -384,7 +385,7 @@ def test_budget_stops_a_run_and_resume_continues_it(small: Registry, tmp_path: P
 
 
 def test_an_interrupted_case_is_completed(small: Registry, tmp_path: Path):
-    machine, state = records.Machine.here(CPU), supervise.State(tmp_path / "x.json")
+    machine, state = records.this_machine(CPU), supervise.State(tmp_path / "x.json")
     case, setting = small["product/n=1"], Setting(CPU)
     found = run.run_case(case, setting, ("fwd",), machine, warmup_ms=0, rep_ms=0, state=state)
     for _ in range(3):
@@ -504,7 +505,7 @@ def test_the_host_clock_and_recording():
 
     own = Registry()
     own.case("clock", recorded=(False, True))(problem)
-    machine = records.Machine.here(CPU)
+    machine = records.this_machine(CPU)
     for recorded in (False, True):
         seen.clear()
         (found,) = run.run_case(own[f"clock/recorded={recorded}"], Setting(CPU), ("fwd",), machine, rep_ms=0)
@@ -517,7 +518,7 @@ def test_the_host_clock_and_recording():
 
 
 def measured(case: str, provider: str, us: float, *, mode: str = "fwd", gpu: str = "NVIDIA H200", **more):
-    machine = records.Machine(gpu, None, None, "2", "3", None, None)
+    machine = records.Machine(gpu=gpu, driver=None, cores=None, torch="2", triton="3", commit=None, dirty=None)
     ms = {"p20": us / 1e3, "p50": us / 1e3, "p80": us / 1e3}
     return records.record(machine, case, provider, mode, "passed", ms=ms, max_rel_err=0.0, **more)
 
@@ -690,7 +691,7 @@ def test_tiny_cases_agree_with_the_oracle(case: Case):
     assert any(registry.is_ours(name) for name in problem.providers), "ours takes part"
     assert set(problem.modes) <= set(registry.MODES)
     assert set(problem.tolerances) <= set(problem.providers)
-    machine = records.Machine.here(CPU)
+    machine = records.this_machine(CPU)
     found = [r for r in run.run_case(case, setting, problem.modes, machine, run_tests=False, warmup_ms=0, rep_ms=0)]
     assert len(found) == len(problem.modes) * len(problem.providers)
     assert [r["gate"] for r in found if not r["gate"].startswith(("passed", "unavailable"))] == []

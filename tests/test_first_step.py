@@ -13,7 +13,7 @@ from torch import Tensor
 
 from benchmarks import first_step
 from benchmarks.first_step import FirstStep, OneStep
-from benchmarks.records import Machine
+from benchmarks.records import this_machine
 from benchmarks.registry import Problem, Setting, Work, load
 from insum_nn.compiler.schedule import timing
 
@@ -85,7 +85,7 @@ def test_a_process_that_is_killed_keeps_its_steps(monkeypatch: pytest.MonkeyPatc
     plain = first_step.subprocess.Popen
     monkeypatch.setattr(first_step.subprocess, "Popen", lambda _, **more: plain([sys.executable, script], **more))
     asked = first_step._Asked(GCN, "insum_nn", "fwd")
-    cold, warm = first_step.measure(asked, Machine.here(CPU, "a_commit"), "cpu", "tiny", None, 2.0)
+    cold, warm = first_step.measure(asked, this_machine(CPU, "a_commit"), "cpu", "tiny", None, 2.0)
     assert cold["gate"] == warm["gate"] == "error: no result after 2 s"
     assert cold["steps"] == steps
     assert warm["steps"] is None

@@ -26,11 +26,12 @@ GRAPHS = {
     "random300k": ((300_000, 3_000_000, 128, 128, 128), (80, 500, 16, 16, 16)),
 }
 TESTS = ("tests/layers/graph/test_gcn_conv.py",)
-# Two layers of sums in float32; gradients of parameters sum over all nodes, with much cancellation.
+# Two layers of sums in float32.
 TOLERANCE = 1e-4
-# With random labels the gradients of the loss almost cancel, and each of the 38 million values before the ReLU that
-# rounding moves across zero shows: the error of PyG's layer is 3e-4 too.
-STEP_TOLERANCE = 2e-3
+# Gradients of parameters sum over all nodes, with random signs, and almost cancel. So each of the 38 million values
+# before the ReLU shows that rounding moves across zero: the errors of PyG's layers on random300k are 2.01e-3 (gcn) and
+# 2.9e-4 (gcn_step).
+GRADIENT_TOLERANCE = 3e-3
 
 Kind = Callable[..., nn.Module]
 
@@ -155,6 +156,7 @@ def gcn(setting: Setting, *, graph: str, input: str) -> Problem:
         providers=inputs.providers(work),
         oracle=lambda: work(pyg(), exact=True),
         tolerance=TOLERANCE,
+        gradient_tolerance=GRADIENT_TOLERANCE,
         floors={"fwd": inputs.floor(inputs.sizes)},
         modes=("fwd", "fwdbwd"),
     )
@@ -220,6 +222,6 @@ def gcn_step(setting: Setting, *, graph: str, input: str) -> Problem:
     return Problem(
         providers=inputs.providers(work, compiled=True),
         oracle=lambda: work(pyg(), exact=True),
-        tolerance=STEP_TOLERANCE,
+        tolerance=GRADIENT_TOLERANCE,
         recorded=True,
     )

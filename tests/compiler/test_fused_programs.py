@@ -354,5 +354,5 @@ def test_the_choice_is_measured_and_remembered(tmp_path: Path, monkeypatch: pyte
     assert again.reason == joint.reason
     for program, tensors, shape, a, b in zip(own, given, shapes, found, repeated, strict=True):
         want = program(tensors=tensors, out_shape=shape)
-        assert (a - want).abs().max() <= 1e-5 * want.abs().max()
-        assert torch.equal(a, b)
+        # Not with each other: what was chosen may add atomically, in an order that differs from call to call.
+        assert all((each - want).abs().max() <= 1e-5 * want.abs().max() for each in (a, b))
