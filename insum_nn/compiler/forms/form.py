@@ -130,6 +130,11 @@ class Form:
     stores: tuple[tuple[Store, ...], ...]
     additional: tuple[AdditionalOutput, ...] = ()
 
+    def named(self, bound: Bound) -> Form:
+        """The same for a statement that differs in names."""
+        renamed = dict(zip(self.bound.statement.tensors(), bound.statement.tensors(), strict=True))
+        return replace(self, bound=bound, tables=frozenset(renamed[name] for name in self.tables))
+
     @property
     def points(self) -> tuple[Store, ...]:
         """The unrolled terms of the first output; a single one where nothing is unrolled."""

@@ -81,10 +81,13 @@ class Generated:
         other._fixed, other.source, other.measurements = schedule, None, ()
         return other
 
-    def choose_as(self, other: object) -> None:
-        """Choose what another program chose that computes the same statement in other names."""
-        assert isinstance(other, Generated)
-        self._schedules, self.measurements = other._schedules, other.measurements
+    def named(self, bound: Bound) -> Generated:
+        """The same for a statement that differs in names, with the same choices."""
+        other = copy.copy(self)
+        renamed = dict(zip(self.form.bound.statement.tensors(), bound.statement.tensors(), strict=True))
+        other.tables = {renamed[name]: table for name, table in self.tables.items()}
+        other.form, other._forms, other._kernels = self.form.named(bound), {}, {}
+        return other
 
     def prepare(
         self, tensors: Sequence[Tensor], extents: Extents, start: Tensor | None

@@ -9,6 +9,7 @@ those of any index tensor. Terms without a cell have the number -1.
 
 from __future__ import annotations
 
+import copy
 import math
 from collections.abc import Callable, Sequence
 from dataclasses import replace
@@ -72,6 +73,13 @@ class Keyed:
     """
 
     def __init__(self, bound: Bound, sizes: dict[str, int], output: Sequence[int], options: Options) -> None:
+        self.validate = options.validate
+        self._number(bound)
+        self.inner = Generated(self.inner_bound, sizes, self._shape(output), {}, options)
+        self._cells: TensorCache[Tensor] = TensorCache(_LIMIT)
+
+    def _number(self, bound: Bound) -> None:
+        """Write the statement with numbered cells."""
         self.bound = bound
         access = bound.statement.output
         self.folded, self.labels = _folded(access)
@@ -85,14 +93,13 @@ class Keyed:
         layout = self.inner_bound.layout
         self.places = [-1 if n == self.cell else bound.layout.tensors.index(n) for n in layout.tensors]
         self.sources = [bound.layout.tensors.index(n) for n in dict.fromkeys(n.name for n in access.nested())]
-        self.validate = options.validate
-        self.inner = Generated(self.inner_bound, sizes, self._shape(output), {}, options)
-        self._cells: TensorCache[Tensor] = TensorCache(_LIMIT)
 
-    def choose_as(self, other: object) -> None:
-        """Choose what another program chose that computes the same statement in other names."""
-        assert isinstance(other, Keyed)
-        self.inner.choose_as(other.inner)
+    def named(self, bound: Bound) -> Keyed:
+        """The same for a statement that differs in names, with the same choices."""
+        other = copy.copy(self)
+        other._number(bound)
+        other.inner = self.inner.named(other.inner_bound)
+        return other
 
     def _shape(self, output: Sequence[int]) -> tuple[int, ...]:
         """The output's shape with its cells numbered along the first axis."""

@@ -326,16 +326,13 @@ def _cached(key: _Key, build: Callable[[], Executable]) -> Executable:
     return _building.get(key, find, make)
 
 
-def in_names_of(program: Executable, bound: Bound, static: tuple[tuple[str, StaticTable], ...] = ()) -> Executable:
+def in_names_of(program: Executable, bound: Bound) -> Executable:
     """Return a program as it is explained to the user of a statement: in its names, planned for the same sizes."""
-    own, options = named_as(bound, program.bound), program.options
+    own = named_as(bound, program.bound)
     if isinstance(program.run, Generated | Keyed):
-        sizes = dict(zip(own.layout.indices, program.extents.indices, strict=True))
-        run = generate(own, sizes, program.extents.output, dict(static), options)
-        run.choose_as(program.run)
-        return replace(program, bound=own, run=run)
+        return replace(program, bound=own, run=program.run.named(own))
     own = _without_unused_facts(own)
-    library = library_calls_of(own, program.extents, options, compiled=program.backend == "inductor")
+    library = library_calls_of(own, program.extents, program.options, compiled=program.backend == "inductor")
     return replace(program, bound=own, library=library)
 
 

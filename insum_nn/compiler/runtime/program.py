@@ -401,7 +401,7 @@ class Program:
             return about(extents, None, (ordered, start))
         bound, program = prepare(self._spec, ordered, start, extents)
         if isinstance(program, Executable):
-            program = in_names_of(program, bound, self._spec.static)
+            program = in_names_of(program, bound)
         seconds = _time(self._spec, ordered, start, extents) if measure else None
         return about(extents, program, (ordered, start), seconds)
 

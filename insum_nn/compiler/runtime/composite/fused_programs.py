@@ -20,7 +20,7 @@ import torch
 from torch import Tensor
 
 from insum_nn.compiler.forms.additional import Walk, fused_form, indices_named, is_owned, read_at
-from insum_nn.compiler.forms.form import FormError, atoms
+from insum_nn.compiler.forms.form import Form, FormError, atoms
 from insum_nn.compiler.ir.access import affine_terms
 from insum_nn.compiler.ir.nodes import Load
 from insum_nn.compiler.ir.printer import show
@@ -59,7 +59,7 @@ class _One:
     tensors: tuple[Tensor, ...]
     extents: Extents
     bound: Bound
-    generated: Generated
+    form: Form
 
 
 @dataclass(frozen=True, slots=True)
@@ -113,7 +113,6 @@ class Joint:
         self.deterministic = deterministic or any(p.options.deterministic for p in programs)
         self.reason = ""
         self._known: dict[Hashable, _Known] = {}
-        self._generated: dict[Hashable, Generated] = {}
         self._kernels: dict[Hashable, tuple[_Fused, ...] | FormError] = {}
         self._chosen: dict[Hashable, tuple[_Fused | None, str]] = {}
         self._preparing: BuildOnce[_Known] = BuildOnce()
@@ -166,8 +165,8 @@ class Joint:
     def _prepared(self, named: Sequence[Mapping[str, Tensor]], shapes: Sequence[Shape], separately: Run) -> _Known:
         """Decide how a kind of call runs."""
         try:
-            ones = [_one(*each, self._generated) for each in zip(self.programs, named, shapes, strict=True)]
-            key = tuple([(one.bound, one.generated.form.bound.static, one.extents.output[1:]) for one in ones])
+            ones = [_one(*each) for each in zip(self.programs, named, shapes, strict=True)]
+            key = tuple([(one.bound, one.form.bound.static, one.extents.output[1:]) for one in ones])
             bucket = (key, *[size_bucket(one.extents) for one in ones])
             chosen = self._chosen.get(bucket)
             if chosen is None:
@@ -261,15 +260,13 @@ def _same(a: Tensor, b: Tensor) -> bool:
     return a is b or (a.data_ptr() == b.data_ptr() and a.shape == b.shape and a.stride() == b.stride())
 
 
-def _one(program: Program, named: Mapping[str, Tensor], shape: Shape, made: dict[Hashable, Generated]) -> _One:
-    """What is known of one of the programs.
+def _one(program: Program, named: Mapping[str, Tensor], shape: Shape) -> _One:
+    """What is known of one of the programs, in the names of the caller: these say which tensors programs share.
 
     Args:
         program: the program.
         named: its tensors.
         shape: of its output.
-        made: its forms, and those of the other programs; to write out static tables takes a tenth of a second, and
-            they are the same at all sizes.
 
     Raises:
         FormError: there is nothing to do, or no generated kernel does it.
@@ -282,14 +279,8 @@ def _one(program: Program, named: Mapping[str, Tensor], shape: Shape, made: dict
     bound, chosen = prepare(spec, tensors, None, extents)
     if not isinstance(chosen.run, Generated) or spec.epilogue:
         raise FormError(f"{program.expression} is no generated kernel")
-    # In the names of the caller, which say which tensors the programs share.
-    own, options = named_as(bound, chosen.bound), program.options
-    generated = made.get((spec, own))
-    if generated is None:
-        sizes = dict(zip(own.layout.indices, extents.indices, strict=True))
-        generated = Generated(own, sizes, extents.output, dict(spec.static), options)
-        keep(made, (spec, own), generated, _LIMIT)
-    return _One(program, tensors, extents, bound, generated)
+    form = chosen.run.form.named(named_as(bound, chosen.bound))
+    return _One(program, tensors, extents, bound, form)
 
 
 def _join(ones: Sequence[_One], *, deterministic: bool = False) -> tuple[_Fused, ...]:
@@ -307,7 +298,7 @@ def _walks(ones: Sequence[_One]) -> list[Walk]:
     found: dict[Walk, None] = {}
     for one in ones:
         for access in one.bound.statement.accesses():
-            if access.name in one.bound.layout.index_tensors and access.name not in one.generated.form.tables:
+            if access.name in one.bound.layout.index_tensors and access.name not in one.form.tables:
                 names = [subscript.plain for subscript in access.subscripts]
                 if len(names) == 1 and names[0] is not None:
                     found[access.name, names[0]] = None
@@ -319,7 +310,7 @@ def _cost(ones: Sequence[_One], walk: Walk) -> int:
     cells: set[str] = set()
     adds = 0
     for one in ones:
-        form = one.generated.form
+        form = one.form
         own = is_owned(form, walk)
         if form.combine == "own" and not own:
             # They are read and written.
@@ -339,7 +330,7 @@ def _along(ones: Sequence[_One], walk: Walk, deterministic: bool) -> _Fused:
     Raises:
         FormError: there is none.
     """
-    owned = [at for at, one in enumerate(ones) if is_owned(one.generated.form, walk)]
+    owned = [at for at, one in enumerate(ones) if is_owned(one.form, walk)]
     if len(owned) > 1:
         raise FormError(f"several outputs have rows of {walk[0]}")
     order = [*owned, *(at for at in range(len(ones)) if at not in owned)]
@@ -354,8 +345,8 @@ def _along(ones: Sequence[_One], walk: Walk, deterministic: bool) -> _Fused:
     bound = bind(spec.statement, kept, None, facts=facts, drop_outside=True)
     bound = replace(bound, static=tuple(sorted(static.items())))
     sizes = dict(zip(bound.layout.indices, extents.indices, strict=True))
-    axis = ones[owned[0]].generated.form.owner_axis if owned else 0
-    forms = [(ones[at].generated.form, ones[at].extents) for at in order]
+    axis = ones[owned[0]].form.owner_axis if owned else 0
+    forms = [(ones[at].form, ones[at].extents) for at in order]
     form = fused_form(walk, forms, bound, sizes, extents.output[axis], deterministic=deterministic)
     generated = Generated(bound, sizes, extents.output, {}, ones[0].program.options, form=form)
     places = tuple(order.index(at) + (not owned) for at in range(len(ones)))
@@ -396,13 +387,13 @@ def _union(ones: Sequence[_One], walk: Walk, *, owns: bool) -> tuple[str, dict[s
     reads: dict[str, str] = {}
     output = f"{fresh_name('Rows', taken)}[{walk[0]}[{walk[1]}]]"
     if owns:
-        form = first.generated.form
+        form = first.form
         written = form.bound.statement.output
         fixed = dict(form.bound.static)
         static |= {s.plain: fixed[s.plain] for s in written.subscripts if s.plain in fixed}
         output = _renamed(written, form.tables, first.extents.output, taken, static)
     for one in ones:
-        form = one.generated.form
+        form = one.form
         left = indices_named(form, (*form.parallel, *form.reduce))
         static |= {index: extent for index, extent in form.bound.static if index in left}
         for access in one.bound.statement.reads:
