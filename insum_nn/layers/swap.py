@@ -237,9 +237,6 @@ class _Swap:
             return
         # The peer's convolution may have been told to sum in its features' dtype.
         layer.options = self.options if own == DEFAULT else replace(self.options, accumulate="storage")
-        if hasattr(layer, "_finish"):
-            # A tensor product keeps the text of its statements, options included.
-            layer._finish()
 
     def make(self, module: nn.Module, name: str, path: str, pruning: Pruning | None) -> tuple[nn.Module, str]:
         if pruning is None:

@@ -99,7 +99,7 @@ class TensorProduct(o3.TensorProduct):
     """
 
     # TorchScript compiles properties unless told otherwise.
-    __jit_unused_properties__ = ["spec", "expression"]  # noqa: RUF012 - its form is torch's
+    __jit_unused_properties__ = ["spec", "expression", "options"]  # noqa: RUF012 - its form is torch's
 
     def __init__(
         self,
@@ -154,9 +154,8 @@ class TensorProduct(o3.TensorProduct):
         self._optimize_einsums = defaults["optimize_einsums"] if _optimize_einsums is None else _optimize_einsums
         self._did_compile_left_right = compile_left_right
         self._did_compile_right = compile_right
-        self.options = require_options(options)
         self._own_weights(internal_weights, shared_weights)
-        self._finish()
+        self.options = options
 
     def _own_weights(self, internal: bool | None, shared: bool | None) -> None:
         """Decide who holds the weights, and make them."""
@@ -195,8 +194,14 @@ class TensorProduct(o3.TensorProduct):
         paths, _ = make_paths(*self._entries(), rows)
         return tuple(p._replace(coefficient=i.path_weight) for p, i in zip(paths, self.instructions, strict=True))
 
-    def _finish(self) -> None:
-        """Everything that follows from the instructions."""
+    @property
+    def options(self) -> Options:
+        """Compile options; the statements follow them."""
+        return self._options
+
+    @options.setter
+    def options(self, options: Options) -> None:
+        self._options = require_options(options)
         self._in1_dim: int = self.irreps_in1.dim
         self._in2_dim: int = self.irreps_in2.dim
         self._out_dim: int = self.irreps_out.dim
@@ -257,8 +262,7 @@ class TensorProduct(o3.TensorProduct):
         else:
             new.register_buffer("weight", module.weight)
         new.register_buffer("output_mask", module.output_mask)
-        new.options = require_options(options)
-        new._finish()
+        new.options = options
         return new.train(module.training)
 
     @property

@@ -59,7 +59,14 @@ class TensorProductConv(torch.nn.Module):
     """
 
     # TorchScript compiles properties unless told otherwise.
-    __jit_unused_properties__ = ["spec", "deterministic", "weight_numel", "irreps_out", "expression"]  # noqa: RUF012
+    __jit_unused_properties__ = [  # noqa: RUF012
+        "spec",
+        "options",
+        "deterministic",
+        "weight_numel",
+        "irreps_out",
+        "expression",
+    ]
 
     def __init__(
         self,
@@ -96,11 +103,18 @@ class TensorProductConv(torch.nn.Module):
         else:
             kwargs.setdefault("shared_weights", bool(kwargs.get("internal_weights")))
             self.tensor_product = TensorProduct(irreps_in1, irreps_in2, irreps_out, instructions, **kwargs)
-        self.options = require_options(options)
-        if deterministic:
-            self.options = replace(options, deterministic=True)
         self.layout: str = layout or "mul_ir"
-        self._text = self.spec.to_json()
+        self.options = replace(require_options(options), deterministic=True) if deterministic else options
+
+    @property
+    def options(self) -> Options:
+        """Compile options; the statements follow them."""
+        return self._options
+
+    @options.setter
+    def options(self, options: Options) -> None:
+        self._options = require_options(options)
+        self._text: str = self.spec.to_json()
 
     @property
     def spec(self) -> TensorProductSpec:
@@ -296,5 +310,6 @@ def _from_problem(problem: Any) -> TensorProduct:
         own._replace(path_weight=float(tuple(given)[5]))
         for own, given in zip(product.instructions, problem.instructions, strict=True)
     ]
-    product._finish()
+    # Set again, for the new instructions.
+    product.options = product.options
     return product

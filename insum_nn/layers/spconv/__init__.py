@@ -37,20 +37,10 @@ from insum_nn.layers.spconv import (
 from insum_nn.layers.spconv.identity import Identity
 from insum_nn.layers.spconv.ops import ConvAlgo
 from insum_nn.layers.spconv.states import load_spconv_state_dict, spconv_state_dict
-from insum_nn.layers.voxel import conv as _kinds
+from insum_nn.layers.voxel import conv as _convs
+from insum_nn.layers.voxel import pool as _pools
 from insum_nn.layers.voxel.conv import *
-from insum_nn.layers.voxel.pool import (
-    SparseAvgPool1d,
-    SparseAvgPool2d,
-    SparseAvgPool3d,
-    SparseAvgPool4d,
-    SparseGlobalAvgPool,
-    SparseGlobalMaxPool,
-    SparseMaxPool1d,
-    SparseMaxPool2d,
-    SparseMaxPool3d,
-    SparseMaxPool4d,
-)
+from insum_nn.layers.voxel.pool import *
 from insum_nn.layers.voxel.sequential import (
     AddTable,
     AddTableMisaligned,
@@ -78,19 +68,9 @@ __all__ = [
     "JoinTable",
     "RemoveDuplicate",
     "RemoveGrid",
-    "SparseAvgPool1d",
-    "SparseAvgPool2d",
-    "SparseAvgPool3d",
-    "SparseAvgPool4d",
     "SparseBatchNorm",
     "SparseConvTensor",
-    "SparseGlobalAvgPool",
-    "SparseGlobalMaxPool",
     "SparseIdentity",
-    "SparseMaxPool1d",
-    "SparseMaxPool2d",
-    "SparseMaxPool3d",
-    "SparseMaxPool4d",
     "SparseModule",
     "SparseReLU",
     "SparseSequential",
@@ -114,4 +94,5 @@ __all__ = [
     "tables",
     "utils",
 ]
-__all__ += _kinds.__all__
+__all__ += _convs.__all__
+__all__ += _pools.__all__

@@ -16,7 +16,8 @@ from e3nn import o3
 from e3nn.util.test import assert_equivariant
 
 from insum_nn.compiler.api import Joint
-from insum_nn.errors import InsumDeviceError, InsumDtypeError, InsumFormatError, InsumRangeError
+from insum_nn.compiler.options import Options
+from insum_nn.errors import InsumDeviceError, InsumDtypeError, InsumError, InsumFormatError, InsumRangeError
 from insum_nn.layers.equivariant.checks import InputError
 from insum_nn.layers.equivariant.tensor_product import TensorProduct
 from insum_nn.layers.equivariant.tensor_product_conv import TensorProductConv
@@ -499,3 +500,14 @@ def test_what_is_missing_is_named():
         TensorProductConv("8x0e", "1o")
     with pytest.raises(InputError, match=r"takes an e3nn\.o3\.TensorProduct, got e3nn\.o3\._linear\.Linear"):
         TensorProduct.from_e3nn(o3.Linear("2x0e", "2x0e"))
+
+
+def test_statements_follow_the_options():
+    conv = TensorProductConv("2x0e", "0e", "2x0e", [(0, 0, 0, "uvu", True)])
+    for layer in (conv, conv.tensor_product):
+        assert "triton" not in layer._text
+        layer.options = Options(backend="triton")
+        assert layer.spec.options == Options(backend="triton")
+        assert '"backend":"triton"' in layer._text
+        with pytest.raises(InsumError, match="options= must be"):
+            layer.options = {}
