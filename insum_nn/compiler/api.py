@@ -16,17 +16,19 @@ from insum_nn.compiler.lang.index_checks import stats_of
 from insum_nn.compiler.lang.parser import check_text
 from insum_nn.compiler.options import DEFAULT, Options
 from insum_nn.compiler.runtime.arguments import check_kinds
-from insum_nn.compiler.runtime.autocast import to_autocast, under_autocast
+from insum_nn.compiler.runtime.autocast import to_autocast, under_autocast, without_autocast
 from insum_nn.compiler.runtime.batched_gradients import for_each_vector
 from insum_nn.compiler.runtime.bound_program import Given
 from insum_nn.compiler.runtime.composite.fused_programs import Joint
 from insum_nn.compiler.runtime.composite.joint_paths import JointPaths
 from insum_nn.compiler.runtime.composite.statement_choice import (
+    adds_atomically,
     by_table,
     dense_is_faster,
     dense_reason,
     gathers_blocks,
     pairs_are_faster,
+    paths_are_products,
     takes_columns,
     takes_table,
 )
@@ -38,10 +40,10 @@ from insum_nn.compiler.runtime.modes import (
     records_graph,
     writes_graph,
 )
-from insum_nn.compiler.runtime.multilinear import Multilinear, contract
+from insum_nn.compiler.runtime.multilinear import JointSums, Multilinear, contract, contract_jointly, joint_gradients
 from insum_nn.compiler.runtime.out_argument import check_unrecorded, write_out
 from insum_nn.compiler.runtime.program import Program, ProgramSum, Shape
-from insum_nn.compiler.runtime.steps.gradients_ahead import is_rehearsed, rehearse_gradients
+from insum_nn.compiler.runtime.steps.wanted_gradients import wanted_gradients
 from insum_nn.compiler.runtime.tracing.traced import call_traced, options_text
 from insum_nn.facts import IndexFacts, StaticTable
 
@@ -50,15 +52,18 @@ __all__ = [
     "Given",
     "Joint",
     "JointPaths",
+    "JointSums",
     "Multilinear",
     "Program",
     "ProgramSum",
+    "adds_atomically",
     "by_table",
     "call_traced",
     "cold",
     "compile",
     "compile_built",
     "contract",
+    "contract_jointly",
     "dense_is_faster",
     "dense_reason",
     "for_each_vector",
@@ -67,20 +72,22 @@ __all__ = [
     "graph_constant",
     "insum",
     "is_plain_eager",
-    "is_rehearsed",
     "is_traced",
     "is_transformed",
+    "joint_gradients",
     "keep_lengths",
     "keep_words",
     "options_text",
     "pairs_are_faster",
+    "paths_are_products",
     "records_graph",
-    "rehearse_gradients",
     "stats_of",
     "takes_columns",
     "takes_table",
     "to_autocast",
     "under_autocast",
+    "wanted_gradients",
+    "without_autocast",
     "writes_graph",
 ]
 

@@ -10,6 +10,7 @@ from torch import Tensor
 
 from insum_nn.compiler.api import (
     Explanation,
+    adds_atomically,
     compile_built,
     for_each_vector,
     is_traced,
@@ -144,7 +145,7 @@ def graph_values(
 def _normalised(graph: GraphMatrix, weights: Tensor, options: Options) -> Tensor:
     row, col = graph.entries.row, graph.entries.col
     learned = (weights.requires_grad and torch.is_grad_enabled()) or is_transformed()
-    if (learned or options.deterministic) and weights.device.type != "cpu":
+    if (learned or options.deterministic) and adds_atomically(weights.device):
         # By the products, whose gradients need no atomic addition.
         degree = graph_product(graph, weights, weights.new_ones(graph.num_nodes, 1), options=options)
         root = inverse_root(degree)

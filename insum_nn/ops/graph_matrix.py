@@ -12,7 +12,6 @@ from functools import cached_property
 
 import torch
 from torch import Tensor
-from torch._C._functorch import is_functorch_wrapped_tensor
 
 from insum_nn.compiler.api import Given, Program
 from insum_nn.compiler.options import DEFAULT
@@ -22,6 +21,7 @@ from insum_nn.kept import TensorCache
 from insum_nn.ops.spmm import spmm_program
 from insum_nn.structure.constants import plain_tensors
 from insum_nn.structure.gcn_norm import GraphEntries
+from insum_nn.structure.sorted_pairs import entry_dtype, sort_pairs
 
 __all__ = ["GraphMatrix", "Grouped"]
 
@@ -90,9 +90,9 @@ class GraphMatrix:
 
     def __init__(self, entries: GraphEntries, *, group_size: GroupSize | None = None) -> None:
         self._group_size: GroupSize = group_size or 1
-        row, col, order = _sorted(entries.row, entries.col, entries.num_nodes)
+        row, col, order = sort_pairs(entries.row, entries.col, entries.num_nodes)
         source = order if entries.source is None else entries.source.index_select(0, order)
-        source = source.to(_index_dtype(source.device, entries.num_edges))
+        source = source.to(entry_dtype(source.device, entries.num_edges))
         self.entries = GraphEntries(row, col, source, entries.num_nodes, entries.num_edges)
         # Values computed from weights that are not learned, by the weights.
         self.remembered: TensorCache[Tensor] = TensorCache(limit=8)
@@ -119,7 +119,7 @@ class GraphMatrix:
     def by_col(self) -> Grouped:
         """Grouped by sender: what the product's gradient reads."""
         with plain_tensors(self.entries.row):
-            col, row, order = _sorted(self.entries.col, self.entries.row, self.num_nodes)
+            col, row, order = sort_pairs(self.entries.col, self.entries.row, self.num_nodes)
         return self._group(col, row, order)
 
     def grouped(self, transposed: bool) -> Grouped:
@@ -168,28 +168,3 @@ class GraphMatrix:
                 coo = COO(shape, (row, col), numbers, facts)._guaranteed()  # pyright: ignore[reportPrivateUsage]
                 matrix = GroupCOO.from_coo(coo, coalesce=False, group_size=self._group_size)
         return Grouped(matrix, order, spmm_program(matrix, options=DEFAULT), self.num_entries)
-
-
-def _sorted(first: Tensor, second: Tensor, extent: int) -> tuple[Tensor, Tensor, Tensor]:
-    """Two keys below `extent` in ascending order, and the stable permutation that sorts them."""
-    bits, places = max(extent - 1, 1).bit_length(), max(first.shape[0] - 1, 1).bit_length()
-    dtype = _index_dtype(first.device, max(extent, first.shape[0]))
-    if 2 * bits + places <= 63:
-        # Both keys and the place in one integer: plain numbers are sorted, which is much faster than an argsort.
-        place = torch.arange(first.shape[0], device=first.device)
-        packed = (first.long() << (bits + places)) | (second.long() << places) | place
-        if packed.device.type == "cpu" and not is_functorch_wrapped_tensor(packed):
-            packed.numpy().sort()
-        else:
-            packed = packed.sort().values
-        ordered = packed >> (bits + places), (packed >> places) & ((1 << bits) - 1), packed & ((1 << places) - 1)
-        return ordered[0].to(dtype), ordered[1].to(dtype), ordered[2].to(dtype)
-    order = second.argsort(stable=True)
-    order = order[first[order].argsort(stable=True)]
-    return first[order].to(dtype), second[order].to(dtype), order.to(dtype)
-
-
-def _index_dtype(device: torch.device, most: int) -> torch.dtype:
-    """The dtype of numbers up to `most` that entries are kept in."""
-    # Half the memory, and half of what a kernel reads of them; torch's products on a CPU take int64 alone.
-    return torch.int64 if device.type == "cpu" or most >= 2**31 else torch.int32

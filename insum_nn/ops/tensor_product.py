@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Hashable, Mapping, Sequence
 from itertools import compress
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -12,19 +12,21 @@ from torch import Tensor
 from insum_nn.compiler.api import (
     Explanation,
     JointPaths,
-    cold,
+    contract_jointly,
     for_each_vector,
     is_plain_eager,
     is_traced,
     is_transformed,
-    rehearse_gradients,
+    joint_gradients,
+    paths_are_products,
+    wanted_gradients,
+    without_autocast,
     writes_graph,
 )
-from insum_nn.ops.modes import wanted_gradients, without_autocast
 from insum_nn.ops.tensor_product_checks import check_operands
 from insum_nn.ops.tensor_product_right import tensor_product_right
 from insum_nn.ops.tensor_product_roles import Role, role_of, together_of
-from insum_nn.ops.tensor_product_spec import ROLES, ProductLayout, TensorProductSpec, layout_of, others
+from insum_nn.ops.tensor_product_spec import ProductLayout, TensorProductSpec, layout_of, others
 from insum_nn.ops.tensor_product_statement import statements_of
 
 __all__ = [
@@ -110,7 +112,7 @@ def checked_product(
         )
     num_x = x.shape[0]
     num_z = (num_x if num_receivers is None else num_receivers) if senders is not None else num_x
-    return _product(text, "z", (x, y, weight), receivers, senders, num_x, num_z)
+    return _Sums(text, receivers, senders, num_x, num_z).in_modes("z", {"x": x, "y": y, "w": weight})
 
 
 def expressions(spec: TensorProductSpec, role: str = "z") -> tuple[str, ...]:
@@ -135,7 +137,7 @@ def explain_tensor_product(
     chosen = source.statements[statement]
     named = source.arguments((x, y, weight), (receivers, senders), {})[statement]
     explained = chosen.program.explain(tensors=named, out_shape=chosen.out_shape(x.shape[0]))
-    joint = None if _by_path(x.device) else together_of(layout, "xyw", x.device, x.dtype, by_path=False)
+    joint = None if paths_are_products(x.device) else together_of(layout, "xyw", x.device, x.dtype, by_path=False)
     if joint is None or isinstance(joint.joint, JointPaths) or not joint.joint.reason:
         return explained
     # What became of the gradients where they were made last.
@@ -158,55 +160,102 @@ AT_ONCE = 1 << 24
 # Numbers between the two steps of a gradient at most: what they cost in memory.
 _MOST_BETWEEN = 2**28
 
-# Receivers, senders, and how many rows the first input and the output have.
-Sizes = tuple[Tensor | None, Tensor | None, int, int]
 
+class _Sums(NamedTuple):
+    """The sums of a tensor product over its samples or edges, one for each role.
 
-def _by_path(device: torch.device) -> bool:
-    """Whether roles are computed together as products path by path, rather than as one kernel."""
-    return device.type == "cpu"
+    Attributes:
+        text: the spec's JSON.
+        receivers: of each edge; `None` where there are no edges.
+        senders: likewise.
+        num_x: rows of the first input.
+        num_z: rows of the output.
+    """
 
+    text: str
+    receivers: Tensor | None
+    senders: Tensor | None
+    num_x: int
+    num_z: int
 
-def _run(text: str, roles: str, operands: Mapping[str, Tensor], sizes: Sizes) -> dict[str, Tensor]:
-    """The tensors of some roles, without a record for gradients."""
-    layout = layout_of(text)
-    some = next(iter(operands.values()))
-    device, dtype = some.device, some.dtype
-    receivers, senders, num_x, num_z = sizes
-    key: Hashable = None
-    if is_plain_eager(*operands.values(), receivers, senders):
-        # What decides the shapes, dtypes and devices of a call on plain tensors.
-        kinds = [(role, t.shape, t.dtype) for role, t in operands.items()]
-        key = roles, *kinds, device, None if senders is None else senders.dtype, num_x, num_z
-    with without_autocast(device):
-        by_path = _by_path(device)
-        found: dict[str, Tensor] = {}
+    @property
+    def kind(self) -> str:
+        return self.text
 
-        def one(role: str) -> Tensor:
-            return _one(layout, role, _given(operands, role), sizes, None if key is None else (role, key))
+    @property
+    def indices(self) -> tuple[Tensor | None, Tensor | None]:
+        return self.receivers, self.senders
 
-        together = None
-        if key is not None and (by_path or len(roles) > 1):
-            together = together_of(layout, roles, device, dtype, by_path=by_path)
-        if together is not None:
-            rows = [_rows(role, senders, num_x, num_z) for role in together.roles]
-            made = together(operands, (receivers, senders), rows, key, lambda: [one(x) for x in together.roles])
-            found = {} if made is None else made
-        return {role: found[role] if role in found else one(role) for role in roles}
+    def rows(self, role: str) -> int:
+        """Rows of a role: nodes for the first input and the output, edges for the rest; without edges all the same."""
+        if role == "x":
+            return self.num_x
+        if role == "z":
+            return self.num_z
+        return self.num_x if self.senders is None else self.senders.shape[0]
 
+    def run(self, wanted: Sequence[str], operands: Mapping[str, Tensor]) -> dict[str, Tensor]:
+        layout = layout_of(self.text)
+        some = next(iter(operands.values()))
+        device, dtype = some.device, some.dtype
+        key: Hashable = None
+        ends = self.receivers, self.senders
+        if is_plain_eager(*operands.values(), *ends):
+            # What decides the shapes, dtypes and devices of a call on plain tensors.
+            kinds = [(role, t.shape, t.dtype) for role, t in operands.items()]
+            of_nodes = None if self.senders is None else self.senders.dtype
+            key = tuple(wanted), *kinds, device, of_nodes, self.num_x, self.num_z
+        with without_autocast(device):
+            by_path = paths_are_products(device)
+            found: dict[str, Tensor] = {}
 
-def _one(layout: ProductLayout, role: str, given: Given, sizes: Sizes, key: Hashable | None) -> Tensor:
-    """A role's tensor, by its own statements."""
-    receivers, senders, num_x, num_z = sizes
-    rows = _rows(role, senders, num_x, num_z)
-    device, dtype = given[0].device, given[0].dtype
-    by_path = _by_path(device)
-    source = role_of(layout, role, device, dtype, staged=role == "y" and not by_path)
-    if rows * source.first_width > _MOST_BETWEEN:
-        source = role_of(layout, role, device, dtype)
-    if by_path and senders is None and not writes_graph(given):
-        return _in_parts(source, given, rows, key)
-    return source(given, (receivers, senders), rows, key)
+            def one(role: str) -> Tensor:
+                return self.one(layout, role, _given(operands, role), None if key is None else (role, key))
+
+            together = None
+            if key is not None and (by_path or len(wanted) > 1):
+                together = together_of(layout, wanted, device, dtype, by_path=by_path)
+            if together is not None:
+                rows = [self.rows(role) for role in together.roles]
+                made = together(operands, ends, rows, key, lambda: [one(x) for x in together.roles])
+                found = {} if made is None else made
+            return {role: found[role] if role in found else one(role) for role in wanted}
+
+    def one(self, layout: ProductLayout, role: str, given: Given, key: Hashable | None) -> Tensor:
+        """A role's tensor, by its own statements."""
+        rows = self.rows(role)
+        device, dtype = given[0].device, given[0].dtype
+        by_path = paths_are_products(device)
+        source = role_of(layout, role, device, dtype, staged=role == "y" and not by_path)
+        if rows * source.first_width > _MOST_BETWEEN:
+            source = role_of(layout, role, device, dtype)
+        if by_path and self.senders is None and not writes_graph(given):
+            return _in_parts(source, given, rows, key)
+        return source(given, (self.receivers, self.senders), rows, key)
+
+    def in_modes(self, wanted: str, operands: Mapping[str, Tensor]) -> Tensor:
+        given, ends = _given(operands, wanted), (self.receivers, self.senders)
+        if torch.compiler.is_dynamo_compiling() or torch.jit.is_tracing():
+            return torch.ops.insum_nn.tensor_product(  # type: ignore[no-any-return]
+                self.text, wanted, *given, *ends, self.num_x, self.num_z
+            )
+        if not torch.compiler.is_compiling() and is_transformed():
+            # Transforms go through the programs, which know them; a registered operator does not.
+            return self.run(wanted, operands)[wanted]
+        if is_traced(*given, *ends) and not writes_graph(given):
+            return torch.ops.insum_nn.tensor_product_call(  # type: ignore[no-any-return]
+                self.text, wanted, *given, *ends, self.num_x, self.num_z
+            )
+        return contract_jointly(self, wanted, dict(zip(others(wanted), given, strict=True)))[wanted]
+
+    def derivative(
+        self, left: str, wanted: Sequence[str], operands: Mapping[str, Tensor]
+    ) -> tuple[_Sums, dict[str, Tensor]]:
+        # What a gradient of the weights depends on are the paths that have weights.
+        sums = self._replace(text=layout_of(self.text).linear_text) if left == "w" else self
+        if "w" in wanted and not operands["w"].numel():
+            return sums, {"w": torch.zeros_like(operands["w"])}
+        return sums, {}
 
 
 def _in_parts(source: Role, given: Given, rows: int, key: Hashable | None) -> Tensor:
@@ -223,109 +272,6 @@ def _in_parts(source: Role, given: Given, rows: int, key: Hashable | None) -> Te
         some = tuple(t if x == "w" and shared else t.narrow(0, start, own) for x, t in zip(names, given, strict=True))
         parts.append(source(some, (None, None), own, None if key is None else (key, own)))
     return sum(parts[1:], parts[0]) if source.role == "w" and shared else torch.cat(parts)
-
-
-def _rows(role: str, senders: Tensor | None, num_x: int, num_z: int) -> int:
-    """Rows of a role: nodes for the first input and the output, edges for the rest; without edges all have as many."""
-    if role == "x":
-        return num_x
-    if role == "z":
-        return num_z
-    return num_x if senders is None else senders.shape[0]
-
-
-def _product(
-    text: str,
-    role: str,
-    given: Given,
-    receivers: Tensor | None,
-    senders: Tensor | None,
-    num_x: int,
-    num_z: int,
-) -> Tensor:
-    """A role's tensor, differentiable."""
-    if torch.compiler.is_dynamo_compiling() or torch.jit.is_tracing():
-        return torch.ops.insum_nn.tensor_product(text, role, *given, receivers, senders, num_x, num_z)
-    operands = dict(zip(others(role), given, strict=True))
-    sizes = receivers, senders, num_x, num_z
-    if not torch.compiler.is_compiling() and is_transformed():
-        # Transforms go through the programs, which know them; a registered operator does not.
-        return _run(text, role, operands, sizes)[role]
-    if is_traced(*given, receivers, senders) and not writes_graph(given):
-        return torch.ops.insum_nn.tensor_product_call(text, role, *given, receivers, senders, num_x, num_z)
-    if torch.is_grad_enabled() and any(t.requires_grad for t in given):
-        return _record(text, role, operands, sizes)[role]
-    return _run(text, role, operands, sizes)[role]
-
-
-def _record(text: str, roles: str, operands: Mapping[str, Tensor], sizes: Sizes) -> dict[str, Tensor]:
-    """Some roles of plain tensors, differentiable."""
-    receivers, senders, *counts = sizes
-    read = "".join(x for x in ROLES if x in operands and x != roles)
-    made: Any = _Products.apply(text, (roles, read, *counts), *(operands[x] for x in read), receivers, senders)
-    return dict(zip(roles, made, strict=True))
-
-
-class _Products(torch.autograd.Function):
-    """Roles of plain tensors, recorded: a registered operator costs the host more than a small product."""
-
-    @staticmethod
-    def forward(ctx: Any, text: str, call: tuple[str, str, int, int], *tensors: Any) -> tuple[Tensor, ...]:
-        roles, read, num_x, num_z = call
-        *given, receivers, senders = tensors
-        ctx.constants = text, call
-        ctx.save_for_backward(*tensors)
-        ctx.set_materialize_grads(False)
-        made = _run(text, roles, dict(zip(read, given, strict=True)), (receivers, senders, num_x, num_z))
-        results = tuple(made[role] for role in roles)
-        if cold.due:
-            rehearse_gradients(_Products, ctx, *results)
-        return results
-
-    @staticmethod
-    @for_each_vector
-    def backward(ctx: Any, *grads: Tensor | None) -> tuple[Tensor | None, ...]:
-        text, (roles, read, *counts) = ctx.constants
-        *given, receivers, senders = ctx.saved_tensors
-        operands = dict(zip(read, given, strict=True))
-        total: dict[str, Tensor] = {}
-        asked = list(compress(read, wanted_gradients(ctx, len(read), (text, roles))))
-        for role, grad in zip(roles, grads, strict=True):
-            wanted = [x for x in asked if x != role]
-            if grad is None or not wanted:
-                continue
-            made = _gradients(text, role, wanted, {**operands, role: grad}, (receivers, senders, *counts), plain=True)
-            for x, part in made.items():
-                total[x] = total[x] + part if x in total else part
-        return None, None, *(total.get(x) for x in read), None, None
-
-
-def _gradients(
-    text: str, role: str, wanted: Sequence[str], operands: Mapping[str, Tensor], sizes: Sizes, *, plain: bool
-) -> dict[str, Tensor]:
-    """The gradients of a role's operands, with the gradient of the role itself among the operands.
-
-    Args:
-        text: the spec's JSON.
-        role: what was computed.
-        wanted: the roles whose gradients are to be made.
-        operands: of all four roles.
-        sizes: see `Sizes`.
-        plain: the operands were plain tensors.
-    """
-    if role == "w":
-        # What a gradient of the weights depends on are the paths that have weights.
-        text = layout_of(text).linear_text
-    found = {"w": torch.zeros_like(operands["w"])} if "w" in wanted and not operands["w"].numel() else {}
-    wanted = "".join(x for x in wanted if x not in found)
-    if not wanted:
-        return found
-    if not plain or not is_plain_eager(*operands.values()):
-        return found | {x: _product(text, x, _given(operands, x), *sizes) for x in wanted}
-    if torch.is_grad_enabled() and any(t.requires_grad for t in operands.values()):
-        return found | _record(text, wanted, operands, sizes)
-    # Most backward passes are not recorded in turn, nor followed by a mode.
-    return found | _run(text, wanted, operands, sizes)
 
 
 def _given(operands: Mapping[str, Tensor], role: str) -> Given:
@@ -345,8 +291,9 @@ torch.library.define("insum_nn::tensor_product", _SCHEMA)
 
 @torch.library.impl("insum_nn::tensor_product", "CompositeImplicitAutograd")
 def _composite(spec: str, role: str, *operands: Any) -> Tensor:
-    first, second, third, receivers, senders, num_x, num_z = operands
-    return _product(spec, role, (first, second, third), receivers, senders, *_counted(first, num_x, num_z))
+    *given, receivers, senders, num_x, num_z = operands
+    sums = _Sums(spec, receivers, senders, *_counted(given[0], num_x, num_z))
+    return sums.in_modes(role, dict(zip(others(role), given, strict=True)))
 
 
 @torch.library.custom_op("insum_nn::tensor_product_call", mutates_args=())
@@ -361,9 +308,8 @@ def _operator(
     num_x: int,
     num_z: int,
 ) -> Tensor:
-    sizes = receivers, senders, *_counted(first, num_x, num_z)
     operands = dict(zip(others(role), (first, second, third), strict=True))
-    return _run(spec, role, operands, sizes)[role]
+    return _Sums(spec, receivers, senders, *_counted(first, num_x, num_z)).run(role, operands)[role]
 
 
 @_operator.register_fake
@@ -379,7 +325,7 @@ def _fake(
     num_z: int,
 ) -> Tensor:
     layout = layout_of(spec)
-    rows = _rows(role, senders, *_counted(first, num_x, num_z))
+    rows = _Sums(spec, receivers, senders, *_counted(first, num_x, num_z)).rows(role)
     if role == "w":
         batch = () if layout.spec.shared else (rows,)
         return first.new_empty(*batch, layout.spec.weight_numel)
@@ -398,7 +344,7 @@ def _backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
     *given, receivers, senders = ctx.saved_tensors
     operands = dict(zip(others(role), given, strict=True)) | {role: grad}
     wanted = list(compress(others(role), wanted_gradients(ctx, 3, (spec, role))))
-    made = _gradients(spec, role, wanted, operands, (receivers, senders, num_x, num_z), plain=False)
+    made = joint_gradients(_Sums(spec, receivers, senders, num_x, num_z), role, wanted, operands, plain=False)
     return None, None, *(made.get(x) for x in others(role)), None, None, None, None
 
 

@@ -9,7 +9,7 @@ from typing import TypeVar
 import torch
 from torch import Tensor
 
-from insum_nn.compiler.api import Program, compile_built
+from insum_nn.compiler.api import Program, compile_built, without_autocast
 from insum_nn.compiler.options import Options
 from insum_nn.errors import InsumError
 from insum_nn.facts import IndexFacts
@@ -153,7 +153,7 @@ torch.library.define("insum_nn::tensor_product_right", "(str spec, Tensor y, Ten
 
 
 def _operator(spec: str, y: Tensor, weight: Tensor) -> Tensor:
-    with torch.autocast(y.device.type, enabled=False):
+    with without_autocast(y.device):
         return _evaluate(layout_of(spec), y, weight).contiguous()
 
 

@@ -17,9 +17,11 @@ from insum_nn.ops import graph_conv as module
 from insum_nn.ops import graph_matrix as matrices
 from insum_nn.ops import graph_product as products
 from insum_nn.ops.graph_conv import Recipe, clear_graphs, graph_conv, graph_matrix
-from insum_nn.ops.graph_matrix import GraphMatrix, _sorted
+from insum_nn.ops.graph_matrix import GraphMatrix
 from insum_nn.ops.graph_product import graph_product
+from insum_nn.structure import sorted_pairs
 from insum_nn.structure.gcn_norm import edge_entries
+from insum_nn.structure.sorted_pairs import sort_pairs
 from insum_nn.testing.tolerances import assert_matches
 
 PLAIN = Recipe(normalize=False, loops="none")
@@ -47,7 +49,8 @@ def make(nodes: int, edges: int, group_size: int) -> GraphMatrix:
 def index_dtype(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch):
     """Entries are int64 on a CPU, for torch's products, and int32 elsewhere."""
     if request.param == "as on a GPU":
-        monkeypatch.setattr(matrices, "_index_dtype", lambda device, most: torch.int32)
+        for where in (matrices, sorted_pairs):
+            monkeypatch.setattr(where, "entry_dtype", lambda device, most: torch.int32)
 
 
 @pytest.mark.usefixtures("index_dtype")
@@ -123,12 +126,12 @@ def test_entries_are_sorted(extent: int):
     """Packed into one integer, and for extents that do not fit by two sorts."""
     row, col = torch.randint(extent, (2, 40)) if extent < 1 << 31 else (1 << 30) + torch.randint(5, (2, 40))
     row[::3], col[::2] = row[0], col[0]
-    first, second, order = _sorted(row, col, extent)
+    first, second, order = sort_pairs(row, col, extent)
     want = sorted(range(40), key=lambda at: (int(row[at]), int(col[at]), at))
     assert order.tolist() == want
     assert torch.equal(first, row[order])
     assert torch.equal(second, col[order])
-    assert _sorted(row[:0], col[:0], extent)[2].shape == (0,)
+    assert sort_pairs(row[:0], col[:0], extent)[2].shape == (0,)
 
 
 # The whole operator.

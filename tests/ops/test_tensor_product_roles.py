@@ -43,7 +43,7 @@ module = sys.modules["insum_nn.ops.tensor_product"]
 @pytest.fixture
 def gpu_statements(monkeypatch: pytest.MonkeyPatch) -> None:
     """Run as a GPU does, here too: role by role, in steps of their own from short sums on."""
-    monkeypatch.setattr(module, "_by_path", lambda device: False)
+    monkeypatch.setattr(module, "paths_are_products", lambda device: False)
     monkeypatch.setattr(statement_module, "LONG", 2)
     monkeypatch.setattr(module, "layout_of", lru_cache(lambda text: ProductLayout(TensorProductSpec.from_json(text))))
 
@@ -314,7 +314,7 @@ def test_plain_calls_show_no_operator():
 @pytest.mark.parametrize("by_path", [True, False])
 @pytest.mark.parametrize("shared", [True, False])
 def test_transforms(shared: bool, by_path: bool, monkeypatch: pytest.MonkeyPatch):
-    monkeypatch.setattr(module, "_by_path", lambda device: by_path)
+    monkeypatch.setattr(module, "paths_are_products", lambda device: by_path)
     spec = spec_of(one_mode("uvw", True, 2, 1, 3, lmax=1), shared=shared)
     inputs, tangents = inputs_of(spec, 3), inputs_of(spec, 3)
     oracle = oracle_of(spec)
@@ -352,3 +352,12 @@ def test_edges_arrive_as_they_were_given(monkeypatch: pytest.MonkeyPatch):
     torch.autograd.grad(sum(g.square().sum() for g in first), inputs)
     assert len(seen) > 8
     assert all(t is receivers or t is senders for t in seen)
+
+
+def test_edges_written_to_before_the_gradients_are_refused():
+    spec = spec_of(one_mode("uvu", True, lmax=1), shared=False, convolution=True)
+    receivers, senders = edges_of(6, 17, sort=False)
+    z = tensor_product(spec, *(t.requires_grad_() for t in inputs_of(spec, 17, 6)), receivers, senders)
+    receivers.add_(0)
+    with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+        z.sum().backward()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from contextlib import AbstractContextManager, nullcontext
 from typing import TypeVar, overload
 
 import torch
@@ -9,7 +10,7 @@ from torch import Tensor
 
 from insum_nn.dtypes import wide_dtype
 
-__all__ = ["to_autocast", "under_autocast"]
+__all__ = ["to_autocast", "under_autocast", "without_autocast"]
 
 T = TypeVar("T")
 _DEVICES = ("cpu", "cuda", "xpu", "mps", "hpu", "mtia")
@@ -47,3 +48,8 @@ def to_autocast(value: object) -> object:
     if not isinstance(value, Tensor) or not _is_cast(value.dtype) or not under_autocast(value.device):
         return value
     return value.to(torch.get_autocast_dtype(value.device.type))
+
+
+def without_autocast(device: torch.device) -> AbstractContextManager[object]:
+    """Suspend autocast where operands have their dtypes already: it would make equal dtypes differ."""
+    return torch.autocast(device.type, enabled=False) if torch._C._is_any_autocast_enabled() else nullcontext()

@@ -7,7 +7,8 @@ kept (a transposed order, an inverse map) lets each of them write its result by 
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Hashable, Mapping, Sequence
+from itertools import compress
 from typing import Any, Protocol
 
 import torch
@@ -19,8 +20,9 @@ from insum_nn.compiler.runtime.batched_gradients import for_each_vector
 from insum_nn.compiler.runtime.library.column_sums import column_sums
 from insum_nn.compiler.runtime.modes import is_plain_eager
 from insum_nn.compiler.runtime.steps.gradients_ahead import rehearse_gradients
+from insum_nn.compiler.runtime.steps.wanted_gradients import wanted_gradients
 
-__all__ = ["Multilinear", "contract"]
+__all__ = ["JointSums", "Multilinear", "contract", "contract_jointly", "joint_gradients"]
 
 
 class Multilinear(Protocol):
@@ -115,3 +117,104 @@ def _computed(
         with torch.no_grad(), torch.autocast(operands[0].device.type, enabled=False):
             return sums.eager(wanted, operands, made, start)
     return sums.eager(wanted, operands, made, start)
+
+
+class JointSums(Protocol):
+    """Sums that are each other's gradients, several of which are computed at once: what they read is read once."""
+
+    @property
+    def kind(self) -> Hashable:
+        """Equal for calls of the same statements."""
+        ...
+
+    @property
+    def indices(self) -> tuple[Tensor | None, ...]:
+        """The index tensors, which must not be written to before a backward pass."""
+        ...
+
+    def run(self, wanted: Sequence[str], operands: Mapping[str, Tensor]) -> dict[str, Tensor]:
+        """Compute the tensors of these names from plain tensors in eager mode, without a record for gradients."""
+        ...
+
+    def in_modes(self, wanted: str, operands: Mapping[str, Tensor]) -> Tensor:
+        """Compute one of them under any active mode, differentiable to any order."""
+        ...
+
+    def derivative(
+        self, left: str, wanted: Sequence[str], operands: Mapping[str, Tensor]
+    ) -> tuple[JointSums, dict[str, Tensor]]:
+        """Return the sums that the gradients of `left` are, and those gradients that need no sum."""
+        ...
+
+
+def contract_jointly(sums: JointSums, wanted: Sequence[str], operands: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    """Compute some tensors from others, all of them plain; differentiable to any order.
+
+    Args:
+        sums: the sum of each tensor.
+        wanted: the names of the results.
+        operands: what they are computed from, by name; where one result is wanted, it may be among them and is not
+            read.
+    """
+    if torch.is_grad_enabled() and any(tensor.requires_grad for tensor in operands.values()):
+        names = tuple(wanted)
+        read = tuple([name for name in operands if names != (name,)])
+        made: Any = _Jointly.apply(sums, (names, read), *(operands[name] for name in read), *sums.indices)
+        return dict(zip(names, made, strict=True))
+    return sums.run(wanted, operands)
+
+
+def joint_gradients(
+    sums: JointSums, left: str, wanted: Sequence[str], operands: Mapping[str, Tensor], *, plain: bool
+) -> dict[str, Tensor]:
+    """Compute the gradients of what one of the sums computed.
+
+    Args:
+        sums: the sum of each tensor.
+        left: the name of what was computed.
+        wanted: the names of the operands whose gradients are wanted.
+        operands: of all names; under `left` the gradient of what was computed.
+        plain: they were plain tensors when it was.
+    """
+    sums, found = sums.derivative(left, wanted, operands)
+    rest = [name for name in wanted if name not in found]
+    if not rest:
+        return found
+    if not plain or not is_plain_eager(*operands.values()):
+        return found | {name: sums.in_modes(name, operands) for name in rest}
+    return found | contract_jointly(sums, rest, operands)
+
+
+class _Jointly(torch.autograd.Function):
+    """Sums of plain tensors, recorded: a registered operator costs the CPU more than a small product."""
+
+    @staticmethod
+    def forward(
+        ctx: Any, sums: JointSums, call: tuple[tuple[str, ...], tuple[str, ...]], *tensors: Any
+    ) -> tuple[Tensor, ...]:
+        wanted, read = call
+        ctx.constants = sums, call
+        ctx.save_for_backward(*tensors)
+        ctx.set_materialize_grads(False)
+        made = sums.run(wanted, dict(zip(read, tensors, strict=False)))
+        results = tuple([made[name] for name in wanted])
+        if cold.due:
+            rehearse_gradients(_Jointly, ctx, *results)
+        return results
+
+    @staticmethod
+    @for_each_vector
+    def backward(ctx: Any, *grads: Tensor | None) -> tuple[Tensor | None, ...]:
+        sums, (made, read) = ctx.constants
+        # After the operands come the index tensors, whose versions torch has checked now.
+        operands = dict(zip(read, ctx.saved_tensors, strict=False))
+        total: dict[str, Tensor] = {}
+        asked = list(compress(read, wanted_gradients(ctx, len(read), (sums.kind, made, read))))
+        for left, grad in zip(made, grads, strict=True):
+            wanted = [name for name in asked if name != left]
+            if grad is None or not wanted:
+                continue
+            found = joint_gradients(sums, left, wanted, {**operands, left: grad}, plain=True)
+            for name, part in found.items():
+                total[name] = total[name] + part if name in total else part
+        return None, None, *(total.get(name) for name in read), *(None for _ in sums.indices)

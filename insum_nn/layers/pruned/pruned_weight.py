@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Generator, Mapping
 from contextlib import contextmanager
-from typing import Any, Self, cast
+from typing import Any, cast
 
 import torch
 from torch import Tensor, nn
@@ -163,16 +163,15 @@ class PrunedModule(nn.Module):
         self.register_buffer("position", position)
         self.register_buffer("dense_shape", torch.tensor(self.dense_extents))
         target = torch.get_default_device() if device is None else torch.device(device)
-        self._build_index(target.type)
+        self._build_index()
         for name in ("position", "dense_shape", *self._index_names):
             setattr(self, name, getattr(self, name).to(target))
         self.weight = nn.Parameter(torch.empty(position.shape[0], *cell, device=target, dtype=dtype))
 
-    def _build_index(self, device_type: str | None = None) -> None:
+    def _build_index(self) -> None:
         """Replace the buffers that follow from `position`."""
         for name in self._index_names:
             delattr(self, name)
-        self._grouped_for = self.position.device.type if device_type is None else device_type
         index = self._make_index()
         self._index_names = tuple(index)
         for name, tensor in index.items():
@@ -196,14 +195,6 @@ class PrunedModule(nn.Module):
                 got=self.group_size,
             )
         return self.group_size
-
-    def _apply(self, fn: Any, recurse: bool = True) -> Self:
-        super()._apply(fn, recurse)
-        here = self.position.device.type
-        # Another kind of device wants other groups. From or to the meta device there is nothing to read.
-        if self.group_size == "auto" and here != self._grouped_for and "meta" not in (here, self._grouped_for):
-            self._build_index()
-        return self
 
     # Changing the mask.
 

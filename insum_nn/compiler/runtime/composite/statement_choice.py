@@ -17,11 +17,13 @@ from insum_nn.compiler.options import Options
 from insum_nn.compiler.runtime.modes import is_plain_eager
 
 __all__ = [
+    "adds_atomically",
     "by_table",
     "dense_is_faster",
     "dense_reason",
     "gathers_blocks",
     "pairs_are_faster",
+    "paths_are_products",
     "takes_columns",
     "takes_table",
 ]
@@ -144,3 +146,22 @@ def takes_table(entries: int, features: Tensor, weight: Tensor, options: Options
 def pairs_are_faster(dtype: torch.dtype) -> bool:
     """Whether a sum that leaves a weight goes by the list of pairs, as the summed axis of a matrix product."""
     return dtype.itemsize <= _LIST_BYTES
+
+
+# Sums over static tables.
+
+
+def paths_are_products(device: torch.device) -> bool:
+    """Whether statements over static tables are computed together as a library's products, rather than as one kernel.
+
+    A generated kernel writes out a table's entries as terms; a CPU's library multiplies the small matrices they make.
+    """
+    return device.type == "cpu"
+
+
+# Sums over the edges of a node.
+
+
+def adds_atomically(device: torch.device) -> bool:
+    """Whether `index_add` adds cell by cell in no fixed order on a device, which a product with a matrix does not."""
+    return device.type != "cpu"

@@ -1,0 +1,55 @@
+"""Which gradients a backward pass wants, out of those that could be asked for."""
+
+from __future__ import annotations
+
+from collections.abc import Hashable
+from typing import Any
+
+import torch
+
+from insum_nn.compiler.runtime.steps.gradients_ahead import is_rehearsed
+
+__all__ = ["wanted_gradients"]
+
+# Backward passes for which a leaf counts as wanted after it was named: torch says that by an exception, which is slower
+# than most kernels.
+_PASSES = 16
+_MOST_KNOWN = 4096
+_by_name: dict[Hashable, int] = {}
+
+
+def wanted_gradients(ctx: Any, operands: int, where: Hashable) -> list[bool]:
+    """Tell which gradients of a function's tensors the current backward pass wants, out of those that they may have.
+
+    `torch.autograd.grad(energy, positions)` wants none of the weights, though `ctx.needs_input_grad` says that they
+    could have one. `torch.autograd.grad(loss, weights)` wants them, and torch is asked about them once in many passes:
+    the gradient of a leaf is computed in vain for as many passes after the last that named it.
+
+    Args:
+        ctx: of a `torch.autograd.Function`, in its backward.
+        operands: how many tensors it has, after two other arguments and before everything else.
+        where: the function's kind, the same in every pass.
+    """
+    if is_rehearsed(ctx):
+        return list(ctx.needs_input_grad[2 : 2 + operands])
+    return [_wanted(node, (where, place)) for place, (node, _) in enumerate(ctx.next_functions[:operands])]
+
+
+def _wanted(node: Any, key: Hashable) -> bool:
+    if node is None:
+        return False
+    # What is recorded must not depend on the passes before.
+    leaf = hasattr(node, "variable")
+    left = _by_name.get(key, 0) if leaf and not torch._C._len_torch_dispatch_stack() else 0
+    if left:
+        _by_name[key] = left - 1
+        return True
+    try:
+        return bool(torch._C._will_engine_execute_node(node))
+    except RuntimeError:
+        # A leaf that is named in the call; or a call outside of torch's engine.
+        if leaf:
+            if len(_by_name) >= _MOST_KNOWN:
+                _by_name.clear()
+            _by_name[key] = _PASSES - 1
+        return True
