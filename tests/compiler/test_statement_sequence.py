@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import time
+from functools import lru_cache
 
 import pytest
 import torch
@@ -211,7 +212,10 @@ def sequence(
     program = insum_nn.compile(statement)
     ordered = [tensors[name] for name in bound.layout.tensors]
     extents: Extents = program._extents(ordered, None, None, shapes["out"])  # type: ignore[arg-type]
-    return Sequences(bound, options).of(ordered, extents)
+    return _sequences(bound, options).of(ordered, extents)
+
+
+_sequences = lru_cache(Sequences)
 
 
 def texts(found: StatementSequence | None) -> list[str]:

@@ -10,9 +10,9 @@ within a factor of two, on every device and for derivative statements too; nothi
 from __future__ import annotations
 
 import math
-import threading
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
+from functools import cached_property
 
 import torch
 from torch import Tensor
@@ -29,9 +29,10 @@ from insum_nn.compiler.runtime.execution import Executable, executable, generati
 from insum_nn.compiler.schedule.product_cost import Cost, Sizes, cost_of, machine_of
 from insum_nn.facts import UNKNOWN
 
-__all__ = ["Part", "Sequences", "Stage", "StatementSequence", "Tree", "find_parts"]
+__all__ = ["Part", "Sequences", "Stage", "StatementSequence", "Tree"]
 
 Run = Callable[[Sequence[Tensor], Tensor | None], Tensor]
+Shape = tuple[int, ...]
 
 # A statement is cut if that costs less than this share of the whole: counts are no times.
 _SHARE = 0.7
@@ -39,7 +40,7 @@ _SHARE = 0.7
 _ROOM, _LEAST_ROOM = 4.0, 2.0**26
 # Cuts whose parts are cut in turn: the best ones, to this depth.
 _BEAM, _DEPTH = 3, 2
-# Decisions kept; the oldest one leaves first.
+# Decisions kept for a statement.
 _LIMIT = 1024
 
 
@@ -86,82 +87,68 @@ class Sequences:
 
     def __init__(self, bound: Bound, options: Options) -> None:
         self.bound, self.options = bound, options
-        self._cuttable: bool | None = None
-        # Sizes, within a factor of two, at which it stays whole.
-        self._whole: set[tuple[int, ...]] = set()
+        # Decisions, for all sizes within a factor of two.
+        self._trees: dict[tuple[int, ...], Tree] = {}
+
+    @cached_property
+    def _cuttable(self) -> bool:
+        return self.bound.dtype.is_floating_point and bool(cuts_of(self.bound))
 
     def of(self, tensors: Sequence[Tensor], extents: Extents) -> StatementSequence | None:
         """Return the statements that it is cut into at these sizes; `None`: it stays whole."""
-        if self._cuttable is None:
-            self._cuttable = self.bound.dtype.is_floating_point and bool(cuts_of(self.bound))
         if not self._cuttable:
             return None
-        shapes = [tensor.shape for tensor in tensors]
         sizes = [*extents.indices, *extents.output]
-        for shape in shapes:
-            sizes += shape
-        # Programs are forgotten together.
-        bucket = (generation(), *map(int.bit_length, sizes))
-        if bucket in self._whole and 0 not in sizes:
+        for tensor in tensors:
+            sizes += tensor.shape
+        if 0 in sizes:
             return None
-        found, stays = self._search(dict(zip(self.bound.layout.tensors, tensors, strict=True)), extents)
-        if stays:
-            if len(self._whole) >= _LIMIT:
-                self._whole.clear()
-            self._whole.add(bucket)
-        return found
+        # Programs are forgotten together, so that a test or a user who clears the cache sees all of it made again.
+        bucket = (generation(), *map(int.bit_length, sizes))
+        tree = self._trees.get(bucket)
+        if tree is _WHOLE:
+            return None
+        named = dict(zip(self.bound.layout.tensors, tensors, strict=True))
+        search = self._search({name: tuple(tensor.shape) for name, tensor in named.items()}, extents, named)
+        if tree is None or not search.holds(tree):
+            tree = search.decide()
+            if tree is None:
+                return None
+            if len(self._trees) >= _LIMIT:
+                self._trees.clear()
+            self._trees[bucket] = tree
+        if tree is _WHOLE:
+            return None
+        parts = tuple(_parts(Part(self.bound, search.sizes, ""), tree))
+        cost = search.price(self.bound, search.sizes)
+        return StatementSequence(self.bound, parts, self.options, cost, search.total(parts))
 
-    def _search(self, named: Mapping[str, Tensor], extents: Extents) -> tuple[StatementSequence | None, bool]:
-        """The statements, and whether it stays whole at all sizes like these."""
-        bound, options = self.bound, self.options
-        search = _search(bound, {name: tuple(t.shape) for name, t in named.items()}, extents, named, options)
-        if search is None:
-            return None, False
-        tree = search.decide()
-        if tree.cut is None:
-            return None, search.decided
-        parts = tuple(_parts(Part(bound, search.sizes, ""), tree))
-        cost = search.price(bound, search.sizes)
-        return StatementSequence(bound, parts, options, cost, search.total(parts)), False
+    def symbolic(
+        self, named: Mapping[str, Tensor], extents: Extents, shapes: Mapping[str, Shape], hints: Extents
+    ) -> tuple[Part, ...] | None:
+        """Return the statements that it is cut into at symbolic sizes; `None`: it stays whole.
+
+        Args:
+            named: its tensors.
+            extents: its extents.
+            shapes: numbers for the shapes of its tensors, by which to choose.
+            hints: numbers for its extents.
+        """
+        if not self._cuttable or 0 in hints.output or any(0 in shape for shape in shapes.values()):
+            return None
+        tree = self._search(shapes, hints, named).decide()
+        if tree is None or tree is _WHOLE:
+            return None
+        own = {name: tuple(tensor.shape) for name, tensor in named.items()}
+        return tuple(_parts(Part(self.bound, _sizes(self.bound, own, extents), ""), tree))
+
+    def _search(self, shapes: Mapping[str, Shape], extents: Extents, named: Mapping[str, Tensor]) -> _Search:
+        return _Search(self.bound, _sizes(self.bound, shapes, extents), self.options, named)
 
 
-def find_parts(
-    bound: Bound,
-    shapes: Mapping[str, tuple[int, ...]],
-    hints: Extents,
-    named: Mapping[str, Tensor],
-    extents: Extents,
-    options: Options,
-) -> tuple[Part, ...] | None:
-    """Return the statements that a statement is cut into, at symbolic sizes; `None`: it stays whole.
-
-    Args:
-        bound: the statement.
-        shapes: numbers for the shapes of its tensors, by which to choose.
-        hints: numbers for its extents.
-        named: its tensors.
-        extents: its extents.
-        options: compile options.
-    """
-    if not bound.dtype.is_floating_point or not cuts_of(bound):
-        return None
-    search = _search(bound, shapes, hints, named, options)
-    tree = _WHOLE if search is None else search.decide()
-    if tree.cut is None:
-        return None
-    own = {name: tuple(tensor.shape) for name, tensor in named.items()}
+def _sizes(bound: Bound, shapes: Mapping[str, Shape], extents: Extents) -> Sizes:
     indices = dict(zip(bound.layout.indices, extents.indices, strict=True))
-    return tuple(_parts(Part(bound, Sizes(indices, own, extents.output, bound.dtype.itemsize), ""), tree))
-
-
-def _search(
-    bound: Bound, shapes: Mapping[str, tuple[int, ...]], extents: Extents, named: Mapping[str, Tensor], options: Options
-) -> _Search | None:
-    """Return the search for the cuts of a statement; `None`: it has no terms."""
-    if 0 in extents.output or any(0 in shape for shape in shapes.values()):
-        return None
-    indices = dict(zip(bound.layout.indices, extents.indices, strict=True))
-    return _Search(bound, Sizes(indices, dict(shapes), extents.output, bound.dtype.itemsize), options, named)
+    return Sizes(indices, dict(shapes), extents.output, bound.dtype.itemsize)
 
 
 # Sizes of parts.
@@ -228,8 +215,6 @@ def _parts(part: Part, tree: Tree) -> Iterator[Part]:
 
 # The decision.
 
-_decided: dict[tuple[object, ...], Tree] = {}
-_lock = threading.Lock()
 _WHOLE = Tree()
 
 
@@ -241,35 +226,18 @@ class _Search:
         self.sizes = sizes
         self.options = options
         self.tensors = tensors
-        # Not while a CUDA graph is captured.
-        self.decided = False
         read = sum(math.prod(shape) for shape in sizes.shapes.values())
         self.taken = frozenset((bound.statement.output.name, *sizes.shapes))
         self.room = max(_LEAST_ROOM, _ROOM * sizes.width * (read + math.prod(sizes.output)))
 
-    def decide(self) -> Tree:
-        """The decision for the sizes, remembered for all within a factor of two."""
-        extents = (
-            *self.sizes.indices.values(),
-            *self.sizes.output,
-            *(e for s in self.sizes.shapes.values() for e in s),
-        )
-        # Programs are forgotten together, so that a test or a user who clears the cache sees all of it made again.
-        key = (self.bound, self.options, generation(), tuple(map(int.bit_length, extents)))
-        tree = _decided.get(key)
-        if tree is None or not self.holds(tree):
+    def decide(self) -> Tree | None:
+        """Return the decision for the sizes; `None`: it waits for entries that cannot be counted now."""
+        tree, _ = self.best(self.bound, self.sizes, self.taken, _DEPTH)
+        if tree.cut is not None and self.skips():
+            if torch.cuda.is_available() and torch.cuda.is_current_stream_capturing():
+                return None
+            self.sizes = replace(self.sizes, present=self.present())
             tree, _ = self.best(self.bound, self.sizes, self.taken, _DEPTH)
-            if tree.cut is not None and self.skips():
-                if torch.cuda.is_available() and torch.cuda.is_current_stream_capturing():
-                    # Entries cannot be counted now; a later call may.
-                    return _WHOLE
-                self.sizes = replace(self.sizes, present=self.present())
-                tree, _ = self.best(self.bound, self.sizes, self.taken, _DEPTH)
-            with _lock:
-                while len(_decided) >= _LIMIT:
-                    del _decided[next(iter(_decided))]
-                _decided[key] = tree
-        self.decided = True
         return tree
 
     def holds(self, tree: Tree) -> bool:

@@ -22,7 +22,7 @@ from insum_nn.compiler.lang.index_checks import lowest_entry, writes_inside
 from insum_nn.compiler.lang.syntax import Statement
 from insum_nn.compiler.options import Options
 from insum_nn.compiler.runtime.backends import choose_backend, require_triton
-from insum_nn.compiler.runtime.composite.statement_sequence import Part, find_parts
+from insum_nn.compiler.runtime.composite.statement_sequence import Part, Sequences
 from insum_nn.compiler.runtime.dispatch import Spec
 from insum_nn.compiler.runtime.library.programs import Library, extent_arguments, library_calls_of
 from insum_nn.compiler.runtime.modes import records_graph
@@ -68,7 +68,7 @@ def inline(spec: Spec, tensors: Sequence[Tensor], start: Tensor | None, extents:
     else:
         hints = Extents(tuple(map(_hint, extents.indices)), tuple(map(_hint, extents.output)))
         shapes = {name: tuple(map(_hint, tensor.shape)) for name, tensor in named.items()}
-        parts = find_parts(bound, shapes, hints, named, extents, spec.options)
+        parts = Sequences(bound, spec.options).symbolic(named, extents, shapes, hints)
     if parts is None:
         return _run(bound, tensors, start, extents, spec.options, spec.static)
     pool = dict(named)
