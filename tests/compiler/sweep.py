@@ -62,17 +62,17 @@ SEGMENTS = (
     Schedule(m=16, n=4, k=4, chunk=4, segment=True),
 )
 DOTS = (
-    Schedule(16, 16, 16, True),
-    Schedule(16, 64, 16, True, True),
-    Schedule(64, 64, 32, True, groups=2, stages=3),
-    Schedule(16, 32, 16, True, chunk=1),
-    Schedule(64, 128, 32, True, True, warps=8, stages=3),
-    Schedule(16, 32, 16, True, groups=2, warps=1, stages=1),
+    Schedule(m=16, n=16, k=16, dot=True),
+    Schedule(m=16, n=64, k=16, dot=True, swap=True),
+    Schedule(m=64, n=64, k=32, dot=True, groups=2, stages=3),
+    Schedule(m=16, n=32, k=16, dot=True, chunk=1),
+    Schedule(m=64, n=128, k=32, dot=True, swap=True, warps=8, stages=3),
+    Schedule(m=16, n=32, k=16, dot=True, groups=2, warps=1, stages=1),
 )
 SPLITS = (
     Schedule(m=2, n=16, k=4, splits=3),
-    Schedule(16, 32, 16, True, splits=3),
-    Schedule(32, 32, 16, True, splits=3, warps=2, stages=1),
+    Schedule(m=16, n=32, k=16, dot=True, splits=3),
+    Schedule(m=32, n=32, k=16, dot=True, splits=3, warps=2, stages=1),
 )
 
 # RowPartition that the cases give in order; here they are shuffled, some without a row.
@@ -165,7 +165,7 @@ def settings() -> Iterator[Setting]:
         for dtype in (torch.float64, torch.float16, torch.bfloat16):
             yield Setting(name, None, dtype)
             if case.dot and dtype != torch.float64:
-                yield Setting(name, Schedule(64, 64, 32, True, True), dtype)
+                yield Setting(name, Schedule(m=64, n=64, k=32, dot=True, swap=True), dtype)
             elif not case.dot:
                 yield Setting(name, SEGMENTS[1], dtype, small=True)
         yield Setting(name, None, strided=True)
@@ -266,9 +266,9 @@ def run_joint(setting: tuple[str, str, str], device: torch.device) -> Counter[st
 # Kernels of several parts, each of which is to be a function of its own.
 PARTED = ("tensor product uvw", "tensor product of representations")
 PARTS = (
-    Schedule(64, 32, 32, True, groups=2),
-    Schedule(16, 64, 16, True, True, groups=3, stages=3),
-    Schedule(16, 32, 16, True, groups=2, warps=1, stages=1),
+    Schedule(m=64, n=32, k=32, dot=True, groups=2),
+    Schedule(m=16, n=64, k=16, dot=True, swap=True, groups=3, stages=3),
+    Schedule(m=16, n=32, k=16, dot=True, groups=2, warps=1, stages=1),
 )
 FUNCTIONS = [
     Setting(name, schedule, dtype) for name in PARTED for schedule in PARTS for dtype in (torch.float32, torch.bfloat16)

@@ -179,7 +179,7 @@ def test_rows_that_are_divided_take_a_launch_more():
 
 def test_tiles_that_waste_the_matrix_unit_are_slower():
     form = blocks(32)
-    fitting, wasteful = (Schedule(m, 128, 32, dot=True, warps=4) for m in (32, 128))
+    fitting, wasteful = (Schedule(m=m, n=128, k=32, dot=True, warps=4) for m in (32, 128))
     assert count(form, fitting, "ieee").products < count(form, wasteful, "ieee").products or (
         count(form, fitting, "ieee").programs == count(form, wasteful, "ieee").programs
     )

@@ -142,7 +142,7 @@ SUMS = "G[I[p],u,w] += X[z,I[p],u] * Y[z,I[p],w]"
 def test_unrolled_products_are_a_warp_each(copies: int, columns: int):
     """Warps of one program would wait for each other at every product."""
     schedule = default_schedule(written(ROWS, 16, copies))
-    assert schedule == Schedule(16, columns, 16, True, groups=5, warps=1, stages=1)
+    assert schedule == Schedule(m=16, n=columns, k=16, dot=True, groups=5, warps=1, stages=1)
 
 
 @pytest.mark.parametrize(("copies", "tile", "warps"), [(16, 16, 1), (32, 32, 2), (64, 32, 2)])

@@ -121,7 +121,7 @@ def test_a_long_sum_divided_among_programs_is_activated_after_it(activation: str
     got = program(tensors=tensors)
     assert_matches(got, want, dtype=torch.float32, kind="sum", scale=scale)
     tensors["dO"] = tensors["dO"].double().float()
-    schedule = Schedule(16, 16, 16, True, splits=3)
+    schedule = Schedule(m=16, n=16, k=16, dot=True, splits=3)
     _, kernel, _ = kernel_of(case, tensors, schedule)
     assert not kernel.source.finished
 

@@ -390,7 +390,7 @@ LAUNCHES: dict[str, tuple[str, dict[str, torch.Tensor], dict[str, Any], Schedule
         GRADIENT,
         {"X": torch.ones(64, 32, dtype=torch.float16), "Y": torch.ones(64, 16, dtype=torch.float16)},
         {},
-        Schedule(16, 16, 16, True, splits=2),
+        Schedule(m=16, n=16, k=16, dot=True, splits=2),
         ["kernel on ", "torch: sum the 2 parts", "torch: cast to float16"],
     ),
     "cells in no order": (

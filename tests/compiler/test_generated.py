@@ -114,12 +114,12 @@ def test_schedules_by_element(name: str, which: str):
 
 
 DOTS = {
-    "small": Schedule(16, 16, 16, True),
-    "small, transposed": Schedule(16, 16, 16, True, True),
-    "large": Schedule(32, 64, 32, True),
-    "large, transposed": Schedule(64, 16, 32, True, True, groups=2),
-    "divided": Schedule(16, 32, 16, True, chunk=1),
-    "groups": Schedule(16, 16, 16, True, groups=2),
+    "small": Schedule(m=16, n=16, k=16, dot=True),
+    "small, transposed": Schedule(m=16, n=16, k=16, dot=True, swap=True),
+    "large": Schedule(m=32, n=64, k=32, dot=True),
+    "large, transposed": Schedule(m=64, n=16, k=32, dot=True, swap=True, groups=2),
+    "divided": Schedule(m=16, n=32, k=16, dot=True, chunk=1),
+    "groups": Schedule(m=16, n=16, k=16, dot=True, groups=2),
 }
 
 
@@ -157,7 +157,7 @@ def test_long_parts_are_functions(monkeypatch: pytest.MonkeyPatch, name: str, wh
 @pytest.mark.parametrize("dtype", WIDENED_DOTS, ids=str)
 def test_dots_of_fp16_and_bf16(name: str, dtype: torch.dtype):
     case, tensors = drawn(name, dtype)
-    _, kernel, got = kernel_of(case, tensors, Schedule(16, 32, 32, True))
+    _, kernel, got = kernel_of(case, tensors, Schedule(m=16, n=32, k=32, dot=True))
     assert "tl.dot(" in kernel.source.text
     assert_case(case, tensors, got)
 
@@ -167,7 +167,7 @@ def test_dots_of_fp16_and_bf16(name: str, dtype: torch.dtype):
 @pytest.mark.parametrize("dot", [False, True])
 def test_a_long_sum_divided_among_programs(name: str, splits: int, dot: bool):
     case, tensors = drawn(name)
-    tile = Schedule(16, 16, 16, True) if dot else Schedule(m=2, n=16, k=4)
+    tile = Schedule(m=16, n=16, k=16, dot=True) if dot else Schedule(m=2, n=16, k=4)
     start = None
     if name == "sddmm":
         start = torch.randn(9, 3)
@@ -187,7 +187,7 @@ def test_output_rows_in_any_order(name: str, chunk: int, m: int):
     rows = case.out_shape(1)
     assert rows is not None
     shape = case.oracle(doubled(tensors), 1).shape
-    schedule = Schedule(16, 32, 16, True, chunk=chunk) if case.dot else Schedule(m=m, n=16, k=2, chunk=chunk)
+    schedule = Schedule(m=16, n=32, k=16, dot=True, chunk=chunk) if case.dot else Schedule(m=m, n=16, k=2, chunk=chunk)
     for start in (None, torch.randn(shape)):
         form, _, got = kernel_of(case, tensors, schedule, facts=facts, start=start)
         assert (form.combine, form.permuted) in (("own", True), ("atomic", False))
@@ -227,7 +227,7 @@ def test_a_search_counts_what_a_call_waits_for(
     form, ordered, extents = form_of(case, tensors)
     monkeypatch.setattr(timing, "device_time", lambda run, repeat: device)
     whole, divided = (
-        tune._Trial(form, Schedule(16, 32, 16, True, splits=splits), ordered, extents, None, "ieee").time(1)
+        tune._Trial(form, Schedule(m=16, n=32, k=16, dot=True, splits=splits), ordered, extents, None, "ieee").time(1)
         for splits in (1, 3)
     )
     assert whole == device
@@ -246,7 +246,7 @@ def test_the_sum_of_divided_rows_is_a_launch_more():
 
 def test_a_tile_without_neighbours_is_skipped():
     case, tensors = drawn("convolution")
-    _, kernel, _ = kernel_of(case, tensors, Schedule(16, 16, 16, True))
+    _, kernel, _ = kernel_of(case, tensors, Schedule(m=16, n=16, k=16, dot=True))
     assert [a.name for a in kernel.source.arguments if a.kind == "words"] == ["NB"]
 
 
@@ -271,7 +271,7 @@ def test_steps_in_pieces_of_a_dense_axis(channels: int):
         fixed="cdk",
         dot=True,
     )
-    _, kernel, got = kernel_of(case, tensors, Schedule(16, 16, 16, True))
+    _, kernel, got = kernel_of(case, tensors, Schedule(m=16, n=16, k=16, dot=True))
     # One loop goes over the steps and their pieces.
     assert "_at = tl.where(" in kernel.source.text
     assert kernel.source.text.count("    for ") == 1

@@ -152,7 +152,7 @@ def test_matrix_products_compute_the_statement(name: str):
         n: t.mul(2).round().float() if t.is_floating_point() else t for n, t in case.draw(1).items()
     }
     form, ordered, extents = form_of(case, tensors)
-    kernel, got = interpreted(form, ordered, extents, Schedule(16, 16, 16, True))
+    kernel, got = interpreted(form, ordered, extents, Schedule(m=16, n=16, k=16, dot=True))
     assert "dot(" in show(kernel)
     torch.testing.assert_close(
         got, case.oracle({n: t.double() if t.is_floating_point() else t for n, t in tensors.items()}, 1)
@@ -254,7 +254,7 @@ def test_a_condition_masks_the_load_of_a_side_of_a_matrix_product():
     case = CASES["block spmm"]
     tensors = {n: t.float() if t.is_floating_point() else t for n, t in case.draw(1).items()}
     form, ordered, _ = form_of(case, tensors, facts={"Col": IndexFacts(masked=True, proven=True)})
-    kernel = nest_of(form, Schedule(16, 32, 16, True), Strides(tuple(True for _ in ordered)), "ieee")
+    kernel = nest_of(form, Schedule(m=16, n=32, k=16, dot=True), Strides(tuple(True for _ in ordered)), "ieee")
     loads = [node for node in walk_nodes(kernel) if isinstance(node, Load) and node.buffer.name == "t0"]
     assert loads
     assert all(load.where is not None for load in loads)

@@ -176,7 +176,8 @@ def _default_product(form: Form, product: Product) -> Schedule:
     # A Hopper's matrix unit takes 64 rows at least; of float32 the other order was faster at every size.
     swap = m < 64 <= n and form.bound.dtype.itemsize == 2
     warps = 8 if m * n >= 128 * 128 else 4
-    return Schedule(m, n, k, True, swap, 1, _splits(form, m, n), _chunk(form, m * n), warps, 2)
+    splits, chunk = _splits(form, m, n), _chunk(form, m * n)
+    return Schedule(m=m, n=n, k=k, dot=True, swap=swap, splits=splits, chunk=chunk, warps=warps)
 
 
 def _default_products(form: Form, size: Mapping[str, int]) -> Schedule:
@@ -191,7 +192,8 @@ def _default_products(form: Form, size: Mapping[str, int]) -> Schedule:
     # Where the sum is long, few programs share a tile of the result, and a square one reads least.
     m = max(16, min(32, power(size["m"]))) if size["k"] > size["m"] else 16
     splits = _splits_of_parts(form, m * n, groups)
-    return Schedule(m, n, 16, True, False, groups, splits, warps=max(1, m * n // 512), stages=1)
+    warps = max(1, m * n // 512)
+    return Schedule(m=m, n=n, k=16, dot=True, groups=groups, splits=splits, warps=warps, stages=1)
 
 
 # Bytes of the parts of one sum at most.

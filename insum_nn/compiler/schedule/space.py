@@ -27,7 +27,7 @@ def power(number: int) -> int:
     return 1 << max(0, number - 1).bit_length()
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True, slots=True, kw_only=True)
 class Schedule:
     """The choices that change a kernel's speed and nothing else.
 
