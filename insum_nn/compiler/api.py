@@ -114,7 +114,8 @@ def compile(
             are an error, and what is claimed of order and does not hold is not used (`validate=True` names it).
         static: tensors whose values are known now and stay, by name: small tables of indices and coefficients, whose
             terms a generated kernel writes out. They are still passed to every call.
-        activation: applied to the sum with its starting value, before it is stored: `"relu"`, `"silu"` or `"gelu"`.
+        activation: applied to the sum with its starting value, before it is stored, such as `"relu"`;
+            docs/language.md lists them.
         out_dtype: floating-point dtype of the output, where it is not that of the factors. A generated kernel stores
             its float32 sums in it; the other back ends cast their result.
         options: compile options.

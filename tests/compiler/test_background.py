@@ -175,7 +175,8 @@ from insum_nn.compiler.kernels.machine_code import KernelCode
 
 pool = Background(1)
 pool.missed(), pool.missed()
-pool.submit([KernelCode("long", "import time; time.sleep(3)", (), (), 1, 1, ("cuda", 90, 32))])
+options = (("num_warps", 1), ("num_stages", 1))
+pool.submit([KernelCode("long", "import time; time.sleep(3)", (), (), options, ("cuda", 90, 32))])
 while not pool._running:
     time.sleep(0.01)
 print([worker.process.pid for worker in pool._workers][0], flush=True)

@@ -28,7 +28,7 @@ SPMM = "C[Row[p],n] += Val[p] * B[Col[p],n]"
 EAGER = Options(backend="eager")
 GENERATED = Options(backend="triton", tune=False)
 TORCH = {"relu": functional.relu, "silu": functional.silu, "gelu": functional.gelu, None: lambda x: x}
-NAMES = ("relu", "silu", "gelu")
+NAMES = tuple(ACTIVATIONS)
 # Every way of combining: own, own with divided rows, place, direct by dot, atomic, with cells that nothing reaches.
 COMBINING = [
     "spmm",

@@ -125,7 +125,7 @@ def kernel(out, N):
 
 
 def code(name: str, text: str) -> KernelCode:
-    return KernelCode(f"test_kernel_{name}", text, ("*fp32", "i32"), (0,), 1, 2, H200)
+    return KernelCode(f"test_kernel_{name}", text, ("*fp32", "i32"), (0,), (("num_warps", 1), ("num_stages", 2)), H200)
 
 
 def test_a_process_that_ends_takes_no_other_kernel_with_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):

@@ -155,7 +155,7 @@ class _Launch:
         even = (*self.even, *(place for place, fits in zip(self.pointers, aligned, strict=True) if fits))
         name, types, schedule = self.function.__module__, tuple(self.signature.values()), self.source.schedule
         narrow = 0 < self.source.lanes <= schedule.warps * target[2]
-        return KernelCode(name, self.source.text, types, even, schedule.warps, schedule.stages, target, narrow)
+        return KernelCode(name, self.source.text, types, even, schedule.launch_options, target, narrow)
 
     def collect(self, collection: Collection, aligned: Sequence[bool], arguments: Sequence[Any]) -> None:
         """Note a launch; what it would have written is zero."""
@@ -182,8 +182,8 @@ class _Launch:
 
         It is loaded once for all sizes, and kept with the function: a device takes no code back.
         """
-        schedule = self.source.schedule
-        key = (tuple(self.signature.items()), self.even, tuple(aligned), schedule.warps, schedule.stages, self.number)
+        options = self.source.schedule.launch_options
+        key = (tuple(self.signature.items()), self.even, tuple(aligned), options, self.number)
         loaded = self.function.__dict__.setdefault("loaded_by_insum_nn", {})
         return _loading.get(
             (id(self.function), key), lambda: loaded.get(key), lambda: loaded.setdefault(key, self._load(aligned))

@@ -42,8 +42,7 @@ class KernelCode:
         text: the text; its function is `kernel`.
         signature: Triton's types of its parameters, in order.
         aligned: the places of the parameters that are multiples of 16.
-        warps: of a program.
-        stages: of the software pipeline.
+        options: Triton's, by name.
         target: what it is compiled for.
         narrow: all tensors lie along one axis, with no more values than a program has threads. It decides how long
             compiling takes, and nothing of the machine code.
@@ -53,8 +52,7 @@ class KernelCode:
     text: str
     signature: tuple[str, ...]
     aligned: tuple[int, ...]
-    warps: int
-    stages: int
+    options: tuple[tuple[str, int], ...]
     target: Target
     narrow: bool = False
 
@@ -98,10 +96,8 @@ def compile_code(function: Any, code: KernelCode, missing: Callable[[], None] | 
         compile_source = _that_tells(compile_source, missing)
     signature = dict(zip(function.arg_names, code.signature, strict=True))
     attributes = {(place,): [["tt.divisibility", 16]] for place in code.aligned}
-    options = {"num_warps": code.warps, "num_stages": code.stages}
-    return compile_source(
-        ASTSource(function, signature, {}, attributes), target=GPUTarget(*code.target), options=options
-    )
+    source, target = ASTSource(function, signature, {}, attributes), GPUTarget(*code.target)
+    return compile_source(source, target=target, options=dict(code.options))
 
 
 @functools.cache
@@ -218,7 +214,7 @@ def from_json(line: str) -> KernelCode:
     """From the text of `to_json`."""
     fields = json.loads(line)
     fields |= {name: tuple(fields[name]) for name in ("signature", "aligned", "target")}
-    return KernelCode(**fields)
+    return KernelCode(**fields | {"options": tuple(map(tuple, fields["options"]))})
 
 
 if __name__ == "__main__":

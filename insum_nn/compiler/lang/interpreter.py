@@ -6,7 +6,6 @@ It shares no code with the compiler, and is slow: every compiled program is comp
 from __future__ import annotations
 
 import itertools
-import math
 from collections.abc import Mapping, Sequence
 
 import torch
@@ -92,13 +91,12 @@ class _Interpreter:
                 term = term * self.cell(factor.name, where)
         if place is None or missed:
             return
-        operator = self.statement.operator
-        if operator in ("+=", "="):
-            cells[place] = cells.get(place, 0) + term
-        elif operator in ("max=", "min="):
-            cells[place] = _extremum(cells.get(place), term, largest=operator == "max=")
-        else:
-            raise AssertionError(f"the interpreter does not define {operator}")
+        combining, earlier = self.statement.combining, cells.get(place)
+        if earlier is None:
+            cells[place] = combining.identity + term if combining.adds else term
+        elif earlier == earlier:
+            # NaN stays.
+            cells[place] = combining.fold(term, earlier)
 
     def place(
         self, access: Access, point: Mapping[str, int], shape: Sequence[int], *, write: bool
@@ -156,11 +154,3 @@ class _Interpreter:
             value = value[at]
         assert not isinstance(value, list)
         return value
-
-
-def _extremum(old: int | float | None, new: int | float, *, largest: bool) -> int | float:
-    if old is None:
-        return new
-    if math.isnan(old) or math.isnan(new):
-        return math.nan
-    return max(old, new) if largest else min(old, new)

@@ -305,7 +305,7 @@ def _finished(
     """`apply` for a sum that is activated or cast.
 
     Where gradients are recorded, an activation that is differentiated from its output stays in the sum's own store. One
-    that takes the number before it (silu, gelu) is applied by torch: that number must be written for backward anyway,
+    that takes its input is applied by torch: the input must be written for backward anyway,
     so to fuse would save one read of the output, and cost every back end a second output.
     """
     if not (traced or is_transformed()):

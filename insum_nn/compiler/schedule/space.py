@@ -85,6 +85,11 @@ class Schedule:
             rest += ", indices prefetched"
         return f"{tile} {how}; {rest}"
 
+    @property
+    def launch_options(self) -> tuple[tuple[str, int], ...]:
+        """What a launch passes to Triton in addition to the arguments, by Triton's names."""
+        return ("num_warps", self.warps), ("num_stages", self.stages)
+
     def to_json(self) -> dict[str, Any]:
         return asdict(self)
 

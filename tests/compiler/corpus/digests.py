@@ -142,7 +142,7 @@ def ttir(entry: Entry, form: Form, source: Source) -> str:
     partition = SimpleNamespace(**dict.fromkeys(("begin", "end", "target", "owner", "order"), torch.empty(0).long()))
     types = types_of(form, source, entry.tensors, partition)  # type: ignore[arg-type]
     signature = {name: kind or "i32" for name, kind in zip(function.arg_names, types, strict=True)}
-    options = backend.parse_options({"num_warps": source.schedule.warps, "num_stages": source.schedule.stages})
+    options = backend.parse_options(dict(source.schedule.launch_options))
     context = ir.context()
     ir.load_dialects(context)
     backend.load_dialects(context)

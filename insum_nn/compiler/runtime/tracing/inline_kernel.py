@@ -132,7 +132,7 @@ class _WrittenLaunch:
     def __call__(self, arguments: list[Any], grid: int) -> None:
         schedule: Schedule = self.source.schedule
         launch: Any = torch.library.wrap_triton(function_of(self.source))
-        launch[(grid,)](*arguments, num_warps=schedule.warps, num_stages=schedule.stages)
+        launch[(grid,)](*arguments, **dict(schedule.launch_options))
 
     def compile_ahead(self) -> None:
         """Do nothing: Inductor compiles the kernel with the graph."""
