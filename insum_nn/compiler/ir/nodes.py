@@ -13,6 +13,7 @@ import struct
 import threading
 import weakref
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, fields
 from typing import Any, Literal, dataclass_transform
 
@@ -54,8 +55,15 @@ Combine = str
 Initial = Literal["none", "zero", "tensor"]
 Precision = Literal["ieee", "tf32", "tf32x3"]
 
-_interned: weakref.WeakValueDictionary[tuple[object, ...], Any] = weakref.WeakValueDictionary()
+_interned: dict[tuple[object, ...], weakref.KeyedRef[tuple[object, ...], Any]] = {}
 _lock = threading.Lock()
+
+
+def _forget(reference: weakref.KeyedRef[tuple[object, ...], Any]) -> None:
+    """Drop a node that is gone, unless an equal one was made since."""
+    with suppress(KeyError):
+        if _interned[reference.key] is reference:
+            del _interned[reference.key]
 
 
 @dataclass_transform(frozen_default=True, eq_default=False)
@@ -64,6 +72,8 @@ class _Interning(type):
 
     _names: tuple[str, ...]
     _defaults: dict[str, Any]
+    # Places of numbers of several types: 1, 1.0 and True are equal, 0.0 and -0.0 too, and are different constants.
+    _numbers: tuple[int, ...]
 
     def __new__(mcs, name: str, bases: tuple[type, ...], namespace: dict[str, Any]) -> _Interning:
         cls = super().__new__(mcs, name, bases, namespace)
@@ -73,24 +83,32 @@ class _Interning(type):
         own = fields(made)  # type: ignore[arg-type]
         made._names = tuple(field.name for field in own)
         made._defaults = {field.name: field.default for field in own}
+        made._numbers = tuple(place for place, field in enumerate(own) if "float" in str(field.type))
         return made  # type: ignore[return-value]
 
     def __call__(cls, *args: Any, **kwargs: Any) -> Any:
-        # Most calls ask for a node that there is.
-        known, rest = cls._defaults, cls._names[len(args) :]
-        parts = (*args, *[kwargs[name] if name in kwargs else known[name] for name in rest])
-        # 1, 1.0 and True are equal, 0.0 and -0.0 too, and are different constants.
-        key = (cls, *[(type(v), math.copysign(1, v), v) if isinstance(v, _NUMBERS) else v for v in parts])
-        with _lock:
-            found = _interned.get(key)
-            if found is None:
-                found = super().__call__(*args, **kwargs)
-                object.__setattr__(found, "_parts", parts)
-                _interned[key] = found
-            return found
-
-
-_NUMBERS = (int, float)
+        # Most calls ask for a node that there is, with all fields in order.
+        parts = args
+        if kwargs or len(args) < len(cls._names):
+            known, rest = cls._defaults, cls._names[len(args) :]
+            parts = (*args, *[kwargs[name] if name in kwargs else known[name] for name in rest])
+        key = (cls, *parts)
+        for place in cls._numbers:
+            value = parts[place]
+            key = (*key, type(value), None if value is None else math.copysign(1, value))
+        reference = _interned.get(key)
+        found = None if reference is None else reference()
+        if found is None:
+            made = super().__call__(*args, **kwargs)
+            object.__setattr__(made, "_parts", parts)
+            nested = [part if type(part) is tuple else (part,) for part in parts]
+            object.__setattr__(made, "_children", tuple([n for part in nested for n in part if isinstance(n, Node)]))
+            with _lock:
+                reference = _interned.get(key)
+                found = None if reference is None else reference()
+                if found is None:
+                    found, _interned[key] = made, weakref.KeyedRef(made, _forget, key)
+        return found
 
 
 class Node(metaclass=_Interning):
@@ -101,22 +119,14 @@ class Node(metaclass=_Interning):
 
     def children(self) -> tuple[Node, ...]:
         """Return the nodes directly inside this one."""
-        found: tuple[Node, ...] | None = self.__dict__.get("_children")
-        if found is None:
-            nested = [part if isinstance(part, tuple) else (part,) for part in self.parts()]
-            found = tuple(each for part in nested for each in part if isinstance(each, Node))
-            object.__setattr__(self, "_children", found)
-        return found
+        return self._children  # type: ignore[attr-defined, no-any-return]
 
     def rebuild(self, change: Callable[[Node], Node]) -> Node:
         """Apply `change` to each child."""
         children = self.children()
         changed = [change(child) for child in children]
         # Interned: most nodes of a kernel stay what they are.
-        for old, new in zip(children, changed, strict=True):
-            if old is not new:
-                break
-        else:
+        if all(map(operator.is_, children, changed)):
             return self
         left = iter(changed)
         parts = [

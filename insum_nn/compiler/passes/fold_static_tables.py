@@ -59,8 +59,10 @@ def fold_static_tables(
     }
     stores = [store for store in map(replacing(shapes), stores) if isinstance(store, Store)]
     extents = {name: _extent(loops, name) for name in (loop.index.name for loop in loops)}
+    varying = _varying(stores, frozenset([Index(name) for name in unrolled]))
+    steady: dict[Node, Node] = {}
     for point in points:
-        fold = _Fold(tables, extents, {Index(name): Const(point[name]) for name in unrolled})
+        fold = _Fold(tables, extents, {Index(name): Const(point[name]) for name in unrolled}, varying, steady)
         for store in stores:
             folded += fold.store(store)
     body: tuple[Stmt, ...] = tuple(folded)
@@ -71,20 +73,50 @@ def fold_static_tables(
     return Kernel(inputs, kernel.results, body, kernel.exact)
 
 
+def _varying(nodes: Sequence[Node], unrolled: frozenset[Node]) -> frozenset[Node]:
+    """The nodes that are not the same at all points."""
+    known = dict.fromkeys(unrolled, True)
+
+    def varies(node: Node) -> bool:
+        found = known.get(node)
+        if found is None:
+            found = known[node] = any([varies(child) for child in node.children()])
+        return found
+
+    for node in nodes:
+        varies(node)
+    return frozenset([node for node, found in known.items() if found])
+
+
 def _extent(loops: Sequence[Loop], name: str) -> int | None:
     end = next(loop.end for loop in loops if loop.index.name == name)
     return int(end.value) if isinstance(end, Const) else None
 
 
 class _Fold:
-    """Replaces loops by their values and reads of tables by numbers, and computes what is known then."""
+    """Replaces loops by their values and reads of tables by numbers, and computes what is known then.
+
+    Args:
+        tables: values by the canonical names of their buffers.
+        extents: of the loops, where they are known.
+        values: of loops at this point.
+        varying: nodes that are not the same at all points.
+        steady: what became of the others, at this point or an earlier one.
+    """
 
     def __init__(
-        self, tables: Mapping[str, StaticTable], extents: Mapping[str, int | None], values: Mapping[Node, Node]
+        self,
+        tables: Mapping[str, StaticTable],
+        extents: Mapping[str, int | None],
+        values: Mapping[Node, Node],
+        varying: frozenset[Node],
+        steady: dict[Node, Node],
     ) -> None:
         self.tables = tables
         self.extents = extents
         self.memo: dict[Node, Node] = dict(values)
+        self.varying = varying
+        self.steady = steady
 
     def store(self, store: Store) -> list[Store]:
         """The store at one point; none where a condition that is known now does not hold."""
@@ -103,9 +135,10 @@ class _Fold:
     def fold(self, node: Node) -> Node:
         if isinstance(node, Buffer):
             return node
-        found = self.memo.get(node)
+        memo = self.memo if node in self.varying else self.steady
+        found = memo.get(node)
         if found is None:
-            found = self.memo[node] = self.known(node.rebuild(self.fold) if node.children() else node)
+            found = memo[node] = self.known(node.rebuild(self.fold) if node.children() else node)
         return found
 
     def known(self, node: Node) -> Node:
@@ -154,7 +187,7 @@ class _Fold:
 
     def entry(self, load: Load, table: StaticTable) -> Expr:
         """A table's entry: a number, or a number and steps along the loops that are left."""
-        left = list(dict.fromkeys(n for s in load.subscripts for n in walk(s) if isinstance(n, Index)))
+        left = [node for node in walk(*load.subscripts) if isinstance(node, Index)]
         start = self.at(load, table, {})
         found: Expr = Const(start, "float64" if isinstance(start, float) else "int64")
         for index in left:
@@ -166,8 +199,12 @@ class _Fold:
     def at(self, load: Load, table: StaticTable, point: Mapping[Index, int]) -> int | float:
         places: list[int] = []
         for subscript in load.subscripts:
-            values: dict[Node, Node] = {n: Const(point.get(n, 0)) for n in walk(subscript) if isinstance(n, Index)}
-            value = _Fold(self.tables, self.extents, values).expr(subscript) if values else subscript
+            value = subscript
+            if not isinstance(value, Const):
+                inside = [node for node in walk(value) if isinstance(node, Index)]
+                values: dict[Node, Node] = {index: Const(point.get(index, 0)) for index in inside}
+                every = _varying((value,), frozenset(inside))
+                value = _Fold(self.tables, self.extents, values, every, {}).expr(value)
             assert isinstance(value, Const)
             places.append(int(value.value))
         return table.at(places)

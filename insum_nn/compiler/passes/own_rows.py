@@ -126,7 +126,10 @@ def own_rows(
     # A row without terms may lie outside of what is read at its number.
     some = None if chunks == "equal" else Op("less", (low, high))
     move = replacing({**known, owner: owned})
-    moved = tuple(_moved(store, owner, axis if store.buffer is first else -1, move, target, some) for store in stores)
+    guard = _guarding(stores, owner, some)
+    moved = tuple(
+        _moved(store, owner, axis if store.buffer is first else -1, guard, move, target) for store in stores
+    )
     free = [loop for loop in loops if loop.role == "free" and loop.index not in entries]
     sums = [loop for loop in loops if loop.role == "sum"]
     nest: tuple[Stmt, ...] = moved
@@ -145,12 +148,17 @@ def own_rows(
 
 
 def _moved(
-    store: Store, owner: Load, axis: int, move: Callable[[Node], Node], target: Expr | None, some: Expr | None
+    store: Store,
+    owner: Load,
+    axis: int,
+    guard: Callable[[Node], Node],
+    move: Callable[[Node], Node],
+    target: Expr | None,
 ) -> Store:
     """A store at the row that a program owns, without what holds of every term of a row."""
     present = Op("at_least", (owner, Const(0)))
     where = conjunction([c for c in conjuncts(store.where) if c is not present])
-    value = move(_guarded(store.value, owner, some))
+    value = move(guard(store.value))
     subscripts = [move(s) for s in store.subscripts]
     if axis >= 0:
         subscripts[axis] = ROW if target is None else target
@@ -158,12 +166,12 @@ def _moved(
     return Store(store.buffer, tuple(subscripts), value, store.combine, found)  # type: ignore[arg-type]
 
 
-def _guarded(value: Expr, owner: Load, some: Expr | None) -> Expr:
-    """A value that reads at a row's number only where the row has terms."""
+def _guarding(stores: Sequence[Store], owner: Load, some: Expr | None) -> Callable[[Node], Node]:
+    """What makes values read at a row's number only where the row has terms."""
     present = Op("at_least", (owner, Const(0)))
     known: dict[Node, Node] = {}
-    for node in walk(value):
+    for node in walk(*(store.value for store in stores)):
         if isinstance(node, Load) and node is not owner and owner in walk(node):
             kept = [c for c in conjuncts(node.where) if c is not present]
             known[node] = Load(node.buffer, node.subscripts, conjunction([*kept, some]), node.fill)
-    return value.replace(known) if known else value  # type: ignore[return-value]
+    return replacing(known)
