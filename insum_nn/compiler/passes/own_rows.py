@@ -12,7 +12,7 @@ chunks, whose sums are added up by another kernel, or all programs take equal ch
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Literal
 
