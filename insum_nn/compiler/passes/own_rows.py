@@ -127,9 +127,7 @@ def own_rows(
     some = None if chunks == "equal" else Op("less", (low, high))
     move = replacing({**known, owner: owned})
     guard = _guarding(stores, owner, some)
-    moved = tuple(
-        _moved(store, owner, axis if store.buffer is first else -1, guard, move, target) for store in stores
-    )
+    moved = tuple(_moved(store, owner, axis if store.buffer is first else -1, guard, move, target) for store in stores)
     free = [loop for loop in loops if loop.role == "free" and loop.index not in entries]
     sums = [loop for loop in loops if loop.role == "sum"]
     nest: tuple[Stmt, ...] = moved
