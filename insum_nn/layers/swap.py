@@ -318,9 +318,14 @@ class _Swap:
             if pattern not in self.fitted:
                 kind = "Linear or Conv2d layer" if pattern in self.block_sparse else "layer"
                 known = [row.name for row in self.rows if row.name]
+                details = [f"layers: {', '.join(known) or 'none'}"]
+                for name, module in self.model.named_modules():
+                    # Such as the output projection of torch's attention, which calls no forward of it.
+                    if isinstance(module, (nn.Linear, nn.Conv2d)) and fnmatchcase(name, pattern):
+                        details.append(f"'{name}' is of a subclass, {type(module).__name__}, and cannot be replaced")
                 raise InsumNameError(
                     f"swap: the pattern '{pattern}' fits no {kind}",
-                    details=[f"layers: {', '.join(known) or 'none'}"],
+                    details=details,
                     fix="write the layer's path in the model; '*' stands for any characters.",
                     pattern=pattern,
                 )

@@ -130,13 +130,17 @@ def explain_tensor_product(
     senders: Tensor | None = None,
     *,
     statement: int = 0,
+    measure: bool = False,
 ) -> Explanation:
     """What becomes of one statement of the output on these tensors, and what became of the gradients last."""
     layout = layout_of(spec.to_json())
     source = role_of(layout, "z", x.device, x.dtype)
     chosen = source.statements[statement]
     named = source.arguments((x, y, weight), (receivers, senders), {})[statement]
-    explained = chosen.program.explain(tensors=named, out_shape=chosen.out_shape(x.shape[0]))
+    explained = chosen.program.explain(tensors=named, out_shape=chosen.out_shape(x.shape[0]), measure=measure)
+    if (count := len(source.statements)) > 1:
+        others = f"the output is computed by {count} statements; explain(..., statement=n) shows another, from 0 on"
+        explained = explained.with_choice("statement", f"{statement + 1} of {count}", others)
     joint = None if paths_are_products(x.device) else together_of(layout, "xyw", x.device, x.dtype, by_path=False)
     if joint is None or isinstance(joint.joint, JointPaths) or not joint.joint.reason:
         return explained

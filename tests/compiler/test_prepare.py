@@ -103,7 +103,7 @@ def test_outputs_are_zero_while_launches_are_collected(for_h200: None):
 def test_on_a_cpu_there_is_nothing_to_compile():
     report = insum_nn.prepare(Sums(), *operands())
     assert report.kernels == ()
-    assert str(report).startswith("0 kernels for 0 launches")
+    assert str(report).startswith("nothing to compile: no generated kernel in a step, as on a CPU")
 
 
 def test_what_cannot_be_copied_is_an_error():

@@ -169,6 +169,8 @@ def test_patterns_that_fit_nothing():
         "  layers: encoder.fc1, encoder.fc2, stem, head\n"
         "  fix: write the layer's path in the model; '*' stands for any characters."
     )
+    with pytest.raises(InsumNameError, match="'out_proj' is of a subclass, NonDynamicallyQuantizableLinear"):
+        swap(nn.MultiheadAttention(8, 2), block_sparse={"out_*": 0.5})
     with pytest.raises(InsumNameError, match="the pattern 'hed' fits no layer"):
         swap(model, exclude="hed")
 

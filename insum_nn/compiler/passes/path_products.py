@@ -407,7 +407,7 @@ def _connected(left: Integers, right: Integers) -> Integers:
 
 
 def products_of(split: PathSplit) -> Iterator[str]:
-    """The dense products of a split, one statement a line, with the cells of each path behind them."""
+    """The dense products of a split, one statement a line, then the columns of each path."""
     name = {side: operand.name for side, operand in split.operands.items()}
     rows = {side: "z" if not own.rows else f"{own.rows}[z]" for side, own in split.operands.items()}
     right = "w" if split.mixes else "u"
@@ -436,15 +436,14 @@ def products_of(split: PathSplit) -> Iterator[str]:
         yield f"{into} += T[z,k,u] * {factor}"
     for path in split.paths:
         cells = [f"{name['left']} {_shown(path.left)}", f"{name['right']} {_shown(path.right)}"]
-        cells.append(f"{name['scale']} cells {', '.join(map(str, path.scale))}")
+        cells.append(f"{name['scale']} at {', '.join(map(str, path.scale))}")
         if "weight" in name:
-            cells.append(f"{name['weight']} from cell {path.weight}")
+            cells.append(f"{name['weight']} from {path.weight} on")
         if len(path.left.first) * len(path.right.first) > path.block[0].size:
-            cells.append("M is a number times the identity")
+            cells.append("M is a multiple of the identity")
         yield f"# {'; '.join(cells)}"
 
 
 def _shown(cells: Cells) -> str:
-    return f"cells {', '.join(map(str, cells.first))}" + (
-        f" and {cells.copies - 1} copies, {cells.step} apart" if cells.copies > 1 else ""
-    )
+    repeated = f", {cells.copies} times in steps of {cells.step}" if cells.copies > 1 else ""
+    return f"at {', '.join(map(str, cells.first))}{repeated}"

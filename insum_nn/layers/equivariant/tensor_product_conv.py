@@ -156,10 +156,20 @@ class TensorProductConv(torch.nn.Module):
         """The weights as they are."""
         return weights
 
-    def explain(self, X: Tensor, Y: Tensor, W: Tensor | None, rows: Tensor, cols: Tensor, *, statement: int = 0) -> Any:
-        """What becomes of one statement on these inputs: an `Explanation`."""
+    def explain(
+        self,
+        X: Tensor,
+        Y: Tensor,
+        W: Tensor | None,
+        rows: Tensor,
+        cols: Tensor,
+        *,
+        statement: int = 0,
+        measure: bool = False,
+    ) -> Any:
+        """What becomes of one statement on these inputs, timed if asked: an `Explanation`."""
         weight = self.tensor_product._get_weights(W)
-        return explain_tensor_product(self.spec, X, Y, weight, rows, cols, statement=statement)
+        return explain_tensor_product(self.spec, X, Y, weight, rows, cols, statement=statement, measure=measure)
 
     def forward(
         self,

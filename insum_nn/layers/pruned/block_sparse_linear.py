@@ -165,8 +165,8 @@ class BlockSparseLinear(PrunedModule):
         (1, 0.25)
         """
         weight = linear.weight.detach()
-        shape = (block_shape, block_shape) if isinstance(block_shape, int) else block_shape
-        if mask is None and min(shape) > 0 and not weight.is_meta:
+        shape = (block_shape, block_shape) if isinstance(block_shape, int) else tuple(block_shape)
+        if mask is None and len(shape) == 2 and min(shape) > 0 and not weight.is_meta:
             if density is not None:
                 mask = magnitude_mask(group_norms(weight, shape), density)
             else:

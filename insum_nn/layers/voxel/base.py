@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from typing import Any, cast
 
 import torch
@@ -26,6 +26,9 @@ __all__ = [
     "store_map",
     "stored_map",
 ]
+
+# What layers that share a map agree in, of their constructors' arguments.
+_ARGUMENTS = ("kernel_size", "stride", "padding", "dilation")
 
 IntOrInts = int | Sequence[int]
 
@@ -126,7 +129,8 @@ def map_of(owner: str, key: str | None, x: SparseConvTensor, geometry: Geometry,
     known = stored_map(x, key)
     if known is None:
         return x.build_map(geometry, again=again)
-    wrong = map_differences(known, x, geometry, known.inputs)
+    arguments = _ARGUMENTS if geometry.kind == known.geometry.kind else ("kernel_size",)
+    wrong = map_differences(known, x, geometry, known.inputs, arguments)
     if known.inverted or known.geometry.kind != geometry.kind:
         wrong.insert(0, f"kind: stored {known.geometry.kind}, this layer {geometry.kind}")
     if wrong:
@@ -139,16 +143,15 @@ def map_of(owner: str, key: str | None, x: SparseConvTensor, geometry: Geometry,
     return x.build_map(geometry, again=True) if again else known
 
 
-def map_differences(known: KernelMap, x: SparseConvTensor, geometry: Geometry, sites: Coordinates) -> list[str]:
-    """What of a stored map does not fit a layer and its input, whose voxels should be `sites` of the map."""
+def map_differences(
+    known: KernelMap, x: SparseConvTensor, geometry: Geometry, sites: Coordinates, arguments: Iterable[str]
+) -> list[str]:
+    """Say what of a stored map does not fit a layer's `arguments` and its input, whose voxels should be `sites`."""
     x.check_rows()
     check_untraced()
     indices, shape = sites.indices, sites.spatial_shape
     wrong: list[str] = []
-    names = (
-        ("kernel_size",) if geometry.kind != known.geometry.kind else ("kernel_size", "stride", "padding", "dilation")
-    )
-    for name in names:
+    for name in arguments:
         stored, own = getattr(known.geometry, name), getattr(geometry, name)
         if stored != own:
             wrong.append(f"{name}: stored {stored}, this layer {own}")

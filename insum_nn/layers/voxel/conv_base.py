@@ -216,9 +216,8 @@ class SparseConvolutionBase:
                 fix="give the SparseConv or pooling layer to be inverted this indice_key.",
                 indice_key=self.indice_key,
             )
-        wrong = map_differences(known, input, self.geometry, known.outputs)
-        # Only the kernel must agree: stride, padding and dilation are the other layer's.
-        wrong = [line for line in wrong if not line.startswith(("stride", "padding", "dilation"))]
+        # Stride, padding and dilation are the other layer's.
+        wrong = map_differences(known, input, self.geometry, known.outputs, ("kernel_size",))
         if known.geometry.kind == "subm":
             wrong.insert(0, "kind: stored subm, which has nothing to invert")
         if wrong:

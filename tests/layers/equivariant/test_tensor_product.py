@@ -518,7 +518,12 @@ def test_visualize():
 
 def test_explain():
     module, inputs = module_and_inputs()
-    assert module.expression.splitlines()[0] in str(module.explain(*inputs))
+    statements = module.expression.splitlines()
+    for number, statement in enumerate(statements):
+        explained = str(module.explain(*inputs, statement=number))
+        assert statement in explained
+        assert f"statement: {number + 1} of {len(statements)}" in explained
+    assert "not measured" not in str(module.explain(*inputs, measure=True))
 
 
 @pytest.mark.parametrize("shared", [True, False])

@@ -518,6 +518,12 @@ def test_bad_arguments(arguments, error, text):
     assert "fix: " in str(caught.value)
 
 
+def test_bad_block_shape_of_a_converted_layer():
+    for density in (None, 0.5):
+        with pytest.raises(InsumShapeError, match=r"'block_shape' is \(8,\)"):
+            BlockSparseLinear.from_linear(torch.nn.Linear(96, 64), density=density, block_shape=(8,))
+
+
 def test_bad_features():
     with pytest.raises(InsumShapeError) as caught:
         BlockSparseLinear(-1, 64)

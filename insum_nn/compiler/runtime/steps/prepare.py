@@ -49,6 +49,10 @@ class PrepareReport:
         return sum(each.found for each in self.kernels)
 
     def __str__(self) -> str:
+        if not self.launches:
+            return (
+                f"nothing to compile: no generated kernel in a step, as on a CPU; planned in {self.trace_seconds:.1f} s"
+            )
         return (
             f"{len(self.kernels)} kernels for {self.launches} launches, found in {self.trace_seconds:.1f} s: "
             f"{self.compiled} compiled in {self.compile_seconds:.1f} s by {self.workers} processes, "
