@@ -274,12 +274,9 @@ class TensorProduct(o3.TensorProduct):
         lines = [super().__repr__(), *expressions(self.spec)]
         return "\n  ".join(lines)
 
-    def explain(
-        self, x: Tensor, y: Tensor, weight: Tensor | None = None, *, statement: int = 0, measure: bool = False
-    ) -> Any:
-        """What becomes of one statement on these inputs (2-d), timed if asked: an `Explanation`."""
-        w = self._get_weights(weight)
-        return explain_tensor_product(self.spec, x, y, w, statement=statement, measure=measure)
+    def explain(self, x: Tensor, y: Tensor, weight: Tensor | None = None, **how: Any) -> Any:
+        """What becomes of one `statement=` on these inputs (2-d), timed if `measure=`: an `Explanation`."""
+        return explain_tensor_product(self.spec, x, y, self._get_weights(weight), **how)
 
     # State: e3nn's checkpoints hold dense coefficient blocks, constants that the static tables replace.
 
