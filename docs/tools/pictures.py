@@ -1,7 +1,7 @@
 """Draws docs/figures: the pictures of the language page as SVG, and the README's room.
 
     python docs/tools/pictures.py               write the SVG files
-    python docs/tools/pictures.py --room        also run the tutorial on rooms, half a minute, and write room.png
+    python docs/tools/pictures.py --room DIR    also train on two rooms of S3DIS, half a minute, and write room.png
 
 The numbers in the pictures are computed by the statements below them, so that a picture cannot say something else. The
 SVG text is the same on every machine; a test compares it with the files.
@@ -10,6 +10,8 @@ SVG text is the same on every machine; a test compares it with the files.
 from __future__ import annotations
 
 import argparse
+import subprocess
+import sys
 import tempfile
 from collections.abc import Callable, Iterable, Sequence
 from html import escape
@@ -332,28 +334,28 @@ PICTURES: dict[str, Callable[[], Drawing]] = {
 }
 
 
-def write_room(path: Path) -> None:
-    """Run the tutorial on rooms, and keep its figure with few colours, which makes a small file."""
-    import tutorials
+def write_room(root: Path, path: Path) -> None:
+    """Run the example that trains on two rooms of S3DIS; keep its figure with few colours, which makes a small file."""
     from PIL import Image
 
-    page = FIGURES.parent / "tutorials" / "segment-a-room.md"
+    script = FIGURES.parents[1] / "examples" / "train_s3dis.py"
+    rooms = ["--overfit", "Area_3/hallway_3", "Area_5/storage_3", "--voxel-size", "0.05", "--epochs", "40"]
     with tempfile.TemporaryDirectory() as folder:
-        record = tutorials.run(page.read_text(encoding="utf-8"), page.stem, Path(folder), show=True)
-        (name,) = (name for names in record.figures for name in names)
-        Image.open(Path(folder, name)).convert("RGB").quantize(48).save(path, optimize=True)
+        command = [sys.executable, str(script), "--size", "tiny", "--device", "cpu", "--root", str(root), *rooms]
+        subprocess.run([*command, "--out", folder], check=True)
+        Image.open(Path(folder, "train_s3dis.png")).convert("RGB").quantize(48).save(path, optimize=True)
     print(f"{path.name}: {path.stat().st_size // 1000} kB")
 
 
 def main(arguments: Iterable[str] | None = None) -> None:
     """Write the pictures."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--room", action="store_true", help="also write room.png")
+    parser.add_argument("--room", type=Path, metavar="DIR", help="folder of S3DIS: also write room.png")
     options = parser.parse_args(None if arguments is None else list(arguments))
     for name, make in PICTURES.items():
         (FIGURES / name).write_text(make().text(), encoding="utf-8")
     if options.room:
-        write_room(FIGURES / "room.png")
+        write_room(options.room, FIGURES / "room.png")
 
 
 if __name__ == "__main__":
