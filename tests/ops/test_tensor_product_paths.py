@@ -130,12 +130,20 @@ def test_others_are_left_to_other_products(case: Case, runs: list[str]):
     assert not runs
 
 
-def test_halves_are_left_to_statements(runs: list[str]):
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16], ids=str)
+def test_half_types(dtype: torch.dtype, runs: list[str]):
+    """The result and all gradients are rounded to the half type once."""
     spec = spec_of(MIXED, shared=True)
-    given = inputs_of(spec, 7)
-    got = tensor_product(spec, *(t.half() for t in given))
-    assert not runs
-    assert_matches(got, oracle_of(spec)(*(t.half().double() for t in given)), dtype=torch.float16, kind="sum")
+    given = [t.to(dtype).requires_grad_() for t in inputs_of(spec, 7)]
+    wide = [t.detach().double().requires_grad_() for t in given]
+    got, expected = tensor_product(spec, *given), oracle_of(spec)(*wide)
+    slope = torch.randn_like(got)
+    found = [got, *torch.autograd.grad(got, given, slope)]
+    wanted = [expected, *torch.autograd.grad(expected, wide, slope.double())]
+    assert runs == ["z", "xyw"]
+    for a, b in zip(found, wanted, strict=True):
+        assert a.dtype == dtype
+        torch.testing.assert_close(a.double(), b, rtol=0.51 * torch.finfo(dtype).eps, atol=1e-5)
 
 
 def test_a_transform_sees_statements(runs: list[str]):

@@ -13,6 +13,7 @@ from insum_nn.compiler.runtime.composite.path_program import PathProgram, Run, r
 from insum_nn.compiler.runtime.dispatch import Ready, index_versions, keep, prepare
 from insum_nn.compiler.runtime.execution import generation
 from insum_nn.compiler.runtime.program import Program
+from insum_nn.dtypes import is_widened
 
 __all__ = ["JointPaths"]
 
@@ -116,5 +117,12 @@ class JointPaths:
         if not found:
             return _Known()
         run = run_together(found, named, self.outputs)
+        if run is not None and is_widened(found[0].bound.dtype):
+            run = _narrowed(run, found[0].bound.dtype)
         ready = Ready(run, tuple(versions), generation())  # type: ignore[arg-type]
         return _Known() if run is None else _Known(run, tuple(read), ready)
+
+
+def _narrowed(run: Run, dtype: torch.dtype) -> Run:
+    """What computes the same, rounded to a half type."""
+    return lambda named: [made.to(dtype) for made in run(named)]

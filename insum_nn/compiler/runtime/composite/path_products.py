@@ -22,6 +22,7 @@ from torch import Tensor
 
 from insum_nn.compiler.passes.path_products import SIDES, Cells, Path, PathSplit
 from insum_nn.compiler.runtime.composite.path_families import Family, Number, Output
+from insum_nn.dtypes import wide_dtype
 
 __all__ = ["PathProducts"]
 
@@ -263,7 +264,7 @@ class PathProducts:
     def __call__(
         self, tensors: Sequence[Tensor], indices: Mapping[str, Tensor], samples: int, kept: Tensor | None
     ) -> list[Tensor]:
-        """Every output, (rows, numbers of a row).
+        """Every output, (rows, numbers of a row); of half types in float32, in which they are multiplied.
 
         Args:
             tensors: what is read, by number.
@@ -271,19 +272,20 @@ class PathProducts:
             samples: how many there are.
             kept: those that take part; `None`: all.
         """
-        some = tensors[0]
+        some, wide = tensors[0], wide_dtype(tensors[0].dtype)
+        # What is read by rows is widened a range at a time.
         flat = [
-            (t if t.ndim == 1 else t.reshape(-1)) if self.gathered[n] is None else _flat(t)
+            (t if t.ndim == 1 else t.reshape(-1)).to(wide) if self.gathered[n] is None else _flat(t)
             for n, t in enumerate(tensors)
         ]
-        found = [some.new_zeros(*(() if rows is None else (rows,)), width) for rows, width in self.rows]
+        found = [some.new_zeros(*(() if rows is None else (rows,)), width, dtype=wide) for rows, width in self.rows]
         count = samples if kept is None else kept.numel()
-        most = max(_LEAST, AT_ONCE // (some.element_size() * self.between))
+        most = max(_LEAST, AT_ONCE // (wide.itemsize * self.between))
         if self.at_nodes:
             most = min(most, max(_LEAST_GATHERED, count // _SHARE))
         size = -(-count // max(1, -(-count // most)))
         if kept is None and not self.at_nodes and size >= count:
-            _Range(self, count, flat, found).run()
+            _Range(self, count, [tensor.to(wide) for tensor in flat], found).run()
             return found
 
         def places(rows: str, start: int, own: int) -> Tensor:
@@ -295,7 +297,7 @@ class PathProducts:
 
         # What is added up at rows, before it is.
         aside = {
-            number: some.new_zeros(size, self.rows[number][1])
+            number: some.new_zeros(size, self.rows[number][1], dtype=wide)
             for number, rows in self.selects.items()
             if rows or (rows is not None and kept is not None)
         }
@@ -316,7 +318,7 @@ class PathProducts:
             ]
             for number in aside.keys() & self.added:
                 aside[number].zero_()
-            _Range(self, own, given, made).run()
+            _Range(self, own, [tensor.to(wide) for tensor in given], made).run()
             for number, part in aside.items():
                 rows = self.selects[number] or ""
                 found[number].index_add_(0, places(rows, start, own), part.narrow(0, 0, own))

@@ -23,8 +23,8 @@ Static = tuple[tuple[str, StaticTable], ...]
 # What makes outputs from the tensors of several statements, by name.
 Run = Callable[[Sequence[Mapping[str, Tensor]]], list[Tensor]]
 
-# A library adds halves up in halves.
-_DTYPES = (torch.float32, torch.float64)
+# Half types are multiplied in float32: a library adds them up in themselves.
+_DTYPES = (torch.float32, torch.float64, torch.float16, torch.bfloat16)
 
 
 def find_paths(
@@ -100,13 +100,13 @@ class PathProgram:
         self, tensors: Sequence[Tensor], extents: Extents, start: Tensor | None
     ) -> Callable[[Sequence[Tensor], Tensor | None], Tensor]:
         """Return what runs the statement on tensors of these shapes."""
-        names = self.bound.layout.tensors
+        names, dtype = self.bound.layout.tensors, self.bound.dtype
         together = run_together([self], [dict(zip(names, tensors, strict=True))], [0])
         assert together is not None
 
         def run(tensors: Sequence[Tensor], start: Tensor | None) -> Tensor:
             (made,) = together([dict(zip(names, tensors, strict=True))])
-            return made if start is None else made.add_(start)
+            return (made if start is None else made.add_(start)).to(dtype)
 
         return run
 
@@ -115,6 +115,8 @@ def run_together(
     programs: Sequence[PathProgram], named: Sequence[Mapping[str, Tensor]], outputs: Sequence[Hashable]
 ) -> Run | None:
     """Return what computes several statements, so that they share products; `None`: their samples are not the same.
+
+    Half types are computed, and returned, in float32.
 
     Args:
         programs: the statements.
