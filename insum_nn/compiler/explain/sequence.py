@@ -13,6 +13,7 @@ from insum_nn.compiler.lang.epilogue import PLAIN, Epilogue
 from insum_nn.compiler.lang.syntax import Statement
 from insum_nn.compiler.options import Options
 from insum_nn.compiler.passes.path_products import products_of
+from insum_nn.compiler.runtime.composite.pair_program import PairProgram
 from insum_nn.compiler.runtime.composite.path_program import PathProgram
 from insum_nn.compiler.runtime.composite.statement_sequence import StatementSequence
 from insum_nn.compiler.runtime.execution import Executable, in_names_of
@@ -26,7 +27,7 @@ def explain_call(
     statement: Statement,
     options: Options,
     extents: Extents | None,
-    program: Executable | PathProgram | StatementSequence | None,
+    program: Executable | PairProgram | PathProgram | StatementSequence | None,
     inputs: Inputs | None,
     seconds: float | None = None,
     *,
@@ -36,6 +37,9 @@ def explain_call(
 ) -> Explanation:
     """Collect what there is to say of a call; the arguments are those of `explain_program`."""
     about = {"sizes": sizes, "out_shape": out_shape, "epilogue": epilogue}
+    if isinstance(program, PairProgram):
+        whole = explain_program(statement, options, extents, None, inputs, seconds, **about)  # type: ignore[arg-type]
+        return _by_pair(whole, program)
     if isinstance(program, PathProgram):
         whole = explain_program(statement, options, extents, None, inputs, seconds, **about)  # type: ignore[arg-type]
         return _by_path(whole, program)
@@ -60,6 +64,19 @@ def explain_call(
         compile_seconds=sum(part.compile_seconds or 0.0 for part in parts),
         compiled=all(part.compiled for part in parts),
         _choices=tuple(_choices(program, parts)),
+    )
+
+
+def _by_pair(whole: Explanation, program: PairProgram) -> Explanation:
+    """The products of rows, and the matrix product, that a statement over static tables is rewritten to."""
+    first, second, sizes = str(program.products.split).splitlines()
+    return replace(
+        whole,
+        backend="eager",
+        reason=program.reason,
+        torch_code=str(program.products.split),
+        schedule="products of rows, then a matrix product, a range of samples at a time",
+        _choices=(Decision("products", f"{first}, then {second}", sizes.removeprefix("# ")),),
     )
 
 

@@ -28,7 +28,19 @@ from numpy.typing import NDArray
 from insum_nn.compiler.lang.syntax import Access, Index, Number, Statement, Subscript
 from insum_nn.facts import StaticTable
 
-__all__ = ["SIDES", "Cells", "Operand", "Path", "PathSplit", "products_of", "row_of", "samples_of", "split_into_paths"]
+__all__ = [
+    "SIDES",
+    "Cells",
+    "NoPathsError",
+    "Operand",
+    "Path",
+    "PathSplit",
+    "Terms",
+    "products_of",
+    "row_of",
+    "samples_of",
+    "split_into_paths",
+]
 
 # The factors: two with copies, between which the matrix stands; what makes the matrix; the weights.
 SIDES = ("left", "right", "scale", "weight")
@@ -152,9 +164,9 @@ def split_into_paths(
     if len({read.name for read in reads}) < len(reads):
         return None
     try:
-        terms = _Terms(statement, tables, sizes, shapes)
+        terms = Terms(statement, tables, sizes, shapes)
         found = [split for split in _assignments(terms, [*reads, statement.output]) if split is not None]
-    except _NoPathsError:
+    except NoPathsError:
         return None
     # Where factors have no copies these do not tell their sides: the fewest cells, then the fewest products are right.
     best = min(found, key=lambda split: (split.columns(), len(split.paths)), default=None)
@@ -197,7 +209,7 @@ def _row(access: Access, points: Container[str], tables: Container[str]) -> tupl
     return None if plain is None or plain in points else (plain, inner.name)
 
 
-class _NoPathsError(Exception):
+class NoPathsError(Exception):
     """The statement is not of the kind that the pass splits."""
 
 
@@ -210,7 +222,7 @@ class _Read:
     steps: Mapping[str, Integers]
 
 
-class _Terms:
+class Terms:
     """The terms of a statement: a coefficient for each, and the cells of every access."""
 
     def __init__(
@@ -224,7 +236,7 @@ class _Terms:
         coefficients = [read for read in statement.reads if read.name in tables]
         points = _points(statement, tables)
         if not points:
-            raise _NoPathsError
+            raise NoPathsError
         grid = np.indices([sizes[name] for name in points]).reshape(len(points), -1)
         self.at: dict[str, Integers] = dict(zip(points, grid, strict=True))
         value = np.ones(grid.shape[1])
@@ -238,7 +250,7 @@ class _Terms:
         self.at = {name: own[kept] for name, own in self.at.items()}
         samples = samples_of(statement, tables)
         if not self.value.size or samples is None:
-            raise _NoPathsError
+            raise NoPathsError
         self.samples: str = samples
 
     def values(self, name: str) -> NDArray[np.float64]:
@@ -278,12 +290,12 @@ class _Terms:
             if atom.name in self.at:
                 return self.at[atom.name], {}
             if atom.name == self.samples:
-                raise _NoPathsError
+                raise NoPathsError
             return zeros, {atom.name: zeros + 1}
         names = [subscript.plain for subscript in atom.subscripts]
         copies = [name for name in names if name is not None and name not in self.at]
         if atom.name not in self.tables or None in names or len(copies) > 1 or self.samples in copies:
-            raise _NoPathsError
+            raise NoPathsError
         every = np.arange(self.sizes[copies[0]]) if copies else np.zeros(1, np.int64)
         places = tuple(self.at[x][:, None] if x in self.at else every[None] for x in names if x is not None)
         found = np.broadcast_to(self.values(atom.name)[places], (zeros.size, every.size)).astype(np.int64)
@@ -291,7 +303,7 @@ class _Terms:
             return found[:, 0], {}
         step = found[:, 1] - found[:, 0] if every.size > 1 else zeros
         if (found != found[:, :1] + step[:, None] * every).any():
-            raise _NoPathsError
+            raise NoPathsError
         return found[:, 0], {copies[0]: step}
 
     def _check_inside(self, place: Integers, steps: Mapping[str, Integers], extent: int) -> None:
@@ -299,10 +311,10 @@ class _Terms:
         low = place + sum(np.minimum(end, 0) for end in ends)
         high = place + sum(np.maximum(end, 0) for end in ends)
         if (low < 0).any() or (high >= extent).any():
-            raise _NoPathsError
+            raise NoPathsError
 
 
-def _assignments(terms: _Terms, accesses: Sequence[Access]) -> Iterator[PathSplit | None]:
+def _assignments(terms: Terms, accesses: Sequence[Access]) -> Iterator[PathSplit | None]:
     """Every way in which the accesses, the output last, can be the sides of dense products."""
     reads = [terms.read(access) for access in accesses]
     last = len(reads) - 1
@@ -320,7 +332,7 @@ def _assignments(terms: _Terms, accesses: Sequence[Access]) -> Iterator[PathSpli
             yield _split(terms, sides, written)
 
 
-def _split(terms: _Terms, sides: Mapping[str, _Read], written: str) -> PathSplit | None:
+def _split(terms: Terms, sides: Mapping[str, _Read], written: str) -> PathSplit | None:
     left, right, scale, weight = (sides.get(side) for side in SIDES)
     assert left is not None
     assert right is not None

@@ -25,6 +25,7 @@ from insum_nn.compiler.lang.parser import check_text, parse
 from insum_nn.compiler.lang.shapes import check_extents
 from insum_nn.compiler.lang.syntax import Statement
 from insum_nn.compiler.options import Options
+from insum_nn.compiler.runtime.composite.pair_program import PairProgram, find_pairs
 from insum_nn.compiler.runtime.composite.path_program import PathProgram, find_paths
 from insum_nn.compiler.runtime.composite.statement_sequence import Sequences, StatementSequence
 from insum_nn.compiler.runtime.execution import Executable, Executables, generation
@@ -203,7 +204,7 @@ def _facts(values: dict[str, Any]) -> IndexFacts:
 
 def prepare(
     spec: Spec, tensors: Sequence[Tensor], start: Tensor | None, extents: Extents
-) -> tuple[Bound, Executable | PathProgram | StatementSequence]:
+) -> tuple[Bound, Executable | PairProgram | PathProgram | StatementSequence]:
     """Check a call and find its program, or those of the statements that it is cut into."""
     statement = spec.statement
     layout = spec.layout
@@ -226,6 +227,7 @@ def prepare(
     if spec.static:
         # Static tables are unrolled into one kernel, which shares what its terms have in common by itself.
         other = find_paths(bound, tensors, extents, spec.options, spec.static)
+        other = other or find_pairs(bound, tensors, extents, spec.options, spec.static)
     else:
         other = programs.sequences.of(tensors, extents)
     return bound, other or programs.executables.of(tensors, extents)

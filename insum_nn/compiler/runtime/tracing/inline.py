@@ -22,6 +22,7 @@ from insum_nn.compiler.lang.index_checks import lowest_entry, writes_inside
 from insum_nn.compiler.lang.syntax import Statement
 from insum_nn.compiler.options import Options
 from insum_nn.compiler.runtime.backends import choose_backend, require_triton
+from insum_nn.compiler.runtime.composite.pair_program import find_pairs
 from insum_nn.compiler.runtime.composite.statement_sequence import Part, Sequences
 from insum_nn.compiler.runtime.dispatch import Spec
 from insum_nn.compiler.runtime.library.programs import Library, extent_arguments, library_calls_of
@@ -64,6 +65,9 @@ def inline(spec: Spec, tensors: Sequence[Tensor], start: Tensor | None, extents:
     facts |= {name: IndexFacts(masked=declared[name].masked) for name in checked if name in declared}
     bound = bind(statement, named, start, facts=facts, drop_outside=spec.drop_outside, epilogue=PLAIN)
     if spec.static:
+        pairs = find_pairs(bound, tensors, extents, spec.options, spec.static)
+        if pairs is not None:
+            return pairs.traced(tensors, start)
         parts: Sequence[Part] | None = None
     else:
         hints = Extents(tuple(map(_hint, extents.indices)), tuple(map(_hint, extents.output)))
