@@ -5,7 +5,6 @@ from __future__ import annotations
 import pytest
 import torch
 from torch import Tensor
-from torch.fx.experimental.proxy_tensor import make_fx
 
 from insum_nn.compiler.api import Program, compile
 from insum_nn.compiler.options import Options
@@ -87,23 +86,31 @@ def test_derivatives_are_of_the_same_kind(packed: bool):
     assert takes_pairs(grad, given, tuple(named["X"].shape))
 
 
-@pytest.mark.parametrize("mode", ["real", "symbolic"])
-def test_traced_graphs_multiply_a_matrix(mode: str):
+@pytest.mark.parametrize("any_samples", [False, True])
+def test_traced_graphs_multiply_a_matrix(any_samples: bool):
     static = tables(packed=False)
     program = compile(TEXT, static=static)
     named, shape, start = call(program, static, packed=False, gaps=False, dtype=torch.float64)
 
-    def run(x: Tensor, y: Tensor, z: Tensor, *rest: Tensor) -> Tensor:
-        whole = {**dict(zip(static, rest, strict=True)), "X": x, "Y": y, "Z": z}
-        return program(tensors=whole, out_shape=(x.shape[0], *shape[1:]))
+    class Model(torch.nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            for name, table in static.items():
+                self.register_buffer(name, table)
 
-    graph = make_fx(run, tracing_mode=mode)(named["X"], named["Y"], start, *static.values())
-    called = {str(node.target) for node in graph.graph.nodes}
+        def forward(self, x: Tensor, y: Tensor, z: Tensor) -> Tensor:
+            whole = {**dict(self.named_buffers()), "X": x, "Y": y, "Z": z}
+            return program(tensors=whole, out_shape=(x.shape[0], *shape[1:]))
+
+    given = named["X"], named["Y"], start
+    samples = {0: torch.export.Dim("samples", min=2)} if any_samples else {}
+    exported = torch.export.export(Model(), given, dynamic_shapes=(samples,) * 3).run_decompositions()
+    called = {str(node.target) for node in exported.graph.nodes}
     assert "aten.mm.default" in called
     assert not any("index_put" in name or "index_add" in name for name in called)
-    for count in (SAMPLES, 5) if mode == "symbolic" else (SAMPLES,):
-        some = [t[:count] for t in (named["X"], named["Y"], start)]
-        torch.testing.assert_close(graph(*some, *static.values()), run(*some, *static.values()))
+    for count in (SAMPLES, 5) if any_samples else (SAMPLES,):
+        some = [tensor[:count] for tensor in given]
+        torch.testing.assert_close(exported.module()(*some), Model()(*some))
 
 
 def test_without_samples():

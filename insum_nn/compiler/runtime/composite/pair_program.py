@@ -9,6 +9,7 @@ from functools import lru_cache
 import numpy as np
 import torch
 from torch import Tensor
+from torch.utils._python_dispatch import _disable_current_modes
 
 from insum_nn.compiler.lang.bind import Bound, Extents
 from insum_nn.compiler.lang.syntax import Statement
@@ -70,7 +71,9 @@ def _products(
     if split is None:
         return None
     shape = dict(shapes)[statement.output.name][1:]
-    return PairProducts(split, shape, [dict(shapes)[name][1:] for name in split.names])
+    # It is kept, so its tensors must not belong to a graph that torch records now.
+    with torch.inference_mode(False), _disable_current_modes():
+        return PairProducts(split, shape, [dict(shapes)[name][1:] for name in split.names])
 
 
 class PairProducts:
@@ -94,7 +97,10 @@ class PairProducts:
         place[split.written.reshape(-1)] = np.arange(split.written.size)
         self.covers = split.written.size == width
         self.place = _order(place, split.written.size) if self.covers else torch.from_numpy(place)
-        self._matrices = {d: torch.from_numpy(split.matrix).to(d) for d in (torch.float32, torch.float64)}
+        self._matrices = {
+            torch.float32: torch.from_numpy(split.matrix.astype(np.float32)),
+            torch.float64: torch.from_numpy(split.matrix),
+        }
 
     def __call__(self, factors: Sequence[Tensor], *, traced: bool = False) -> Tensor:
         """The output for some samples, (samples, ...); of half types in float32."""
