@@ -61,8 +61,8 @@ class TensorProduct(o3.TensorProduct):
 
     The first line is a mode that mixes multiplicities (uvw), the second one that keeps them (uvu); see `expression`
     for those of a module. `p` counts the Clebsch-Gordan coefficients that are not zero; they are static, as are the
-    tables of cells and of weights. On a CPU the compiler rewrites such a statement as dense products, path by path,
-    where one input has single copies; `explain` shows them.
+    tables of cells and of weights. On a CPU the compiler rewrites such a statement as dense products, path by path
+    where one input has single copies, of pairs of rows where both have the same; `explain` shows them.
 
     Source: Geiger and Smidt, e3nn (2022), section 4.
 
