@@ -18,7 +18,7 @@ import torch
 from benchmarks.cases.sgap import schedule_of
 from benchmarks.graphs import GRAPHS, pattern
 from benchmarks.registry import Setting, Unavailable
-from insum_nn.compiler.forms.form import LONGEST, OWNER, Form, make_form
+from insum_nn.compiler.forms.form import LONGEST, ROW_LOOP, Form, make_form
 from insum_nn.compiler.lang.bind import Bound, layout_of
 from insum_nn.compiler.lang.epilogue import Epilogue
 from insum_nn.compiler.runtime.dispatch import parse_cached
@@ -87,7 +87,7 @@ def form_of(key: Mapping[str, Any], tables: Mapping[str, StaticTable], longest: 
         Epilogue("relu") if key["epilogue"] == "relu" else Epilogue(),
     )
     form = make_form(bound, sizes, output, tables, deterministic=False, prefer_own=True)
-    if form.owner is not None and form.product is None:
+    if form.row_index is not None and form.product is None:
         mean = max(1, form.terms_of_all // max(1, form.rows))
         skew = 3 if key.get("rows") == "even" else 20
         form = replace(form, sizes={**form.sizes, LONGEST: longest or skew * mean})
@@ -96,7 +96,7 @@ def form_of(key: Mapping[str, Any], tables: Mapping[str, StaticTable], longest: 
 
 def _of_graph(form: Form, key: Mapping[str, Any], root: Path | None) -> Form:
     """A sparse product with the sizes of the first graph of the benchmarks that its bucket and its groups belong to."""
-    if form.owner is None or form.product is not None or len(form.entries) != 1:
+    if form.row_index is None or form.product is not None or len(form.entries) != 1:
         return form
     group, (entries,) = form.terms, form.entries
     for graph in GRAPHS:
@@ -120,7 +120,7 @@ def _bucket(size: int) -> int:
 def sized(form: Form, rows: int, entries: int, longest: int) -> Form:
     """A sum by the rows of one index tensor, of so many rows and entries."""
     (name,) = form.entries
-    return replace(form, sizes={**form.sizes, name: entries, OWNER: rows, LONGEST: longest})
+    return replace(form, sizes={**form.sizes, name: entries, ROW_LOOP: rows, LONGEST: longest})
 
 
 def of_shipped(tables: Mapping[str, StaticTable], root: Path | None) -> Iterator[Measured]:

@@ -1211,7 +1211,7 @@ def test_document_and_cases_agree() -> None:
 
 @pytest.mark.parametrize("form", [UVU, CONV_UVU])
 def test_double_backward_is_the_sum_of_its_statements(form: Form) -> None:
-    """The nine second-derivative statements, added up through the starting value, are autograd's double backward."""
+    """The nine second-derivative statements, added up through the initial value, are autograd's double backward."""
     from insum_nn import insum
 
     prefix = "oeq.conv-op" if form is CONV_UVU else "oeq.op"

@@ -114,7 +114,7 @@ def compile(
             are an error, and what is claimed of order and does not hold is not used (`validate=True` names it).
         static: tensors whose values are known now and stay, by name: small tables of indices and coefficients, whose
             terms a generated kernel writes out. They are still passed to every call.
-        activation: applied to the sum with its starting value, before it is stored, such as `"relu"`;
+        activation: applied to the sum with its initial value, before it is stored, such as `"relu"`;
             docs/language.md lists them.
         out_dtype: floating-point dtype of the output, where it is not that of the factors. A generated kernel stores
             its float32 sums in it; the other back ends cast their result.
@@ -200,9 +200,9 @@ def insum(
         drop_outside: for derivative statements; see `compile`.
         tensors: tensors by name, for names that cannot be keyword arguments here.
         out: a tensor of the output's shape, dtype and device, of any strides, that is overwritten with the result and
-            returned, as torch's `out=`. Its old values count only if it is the starting value too. It supplies extents
+            returned, as torch's `out=`. Its old values count only if it is the initial value too. It supplies extents
             as `out_shape=` does, may not share memory with what is read, and no gradients are recorded.
-        **named: tensors by name. One passed under the output's name is the starting value, broadcast to the output.
+        **named: tensors by name. One passed under the output's name is the initial value, broadcast to the output.
             Factors are differentiable; index tensors are int32 or int64.
 
     Returns:

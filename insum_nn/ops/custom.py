@@ -94,7 +94,7 @@ def contract(
         matrix: a format of this package or your own; its values `Val` are differentiable.
         out_shape: shape of the output; `None` entries are inferred.
         options: compile options.
-        **operands: the other tensors by name; one under the output's name is the starting value. Differentiable.
+        **operands: the other tensors by name; one under the output's name is the initial value. Differentiable.
 
     Returns:
         The output, of the factors' dtype and device.

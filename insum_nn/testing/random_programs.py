@@ -50,7 +50,7 @@ class RandomProgram:
         tensors: the tensors it reads, by name; values are float64, index tensors int32 or int64.
         sizes: extents of indices that no tensor gives (and now and then of one that does).
         out_shape: the output's shape, `None` where an extent follows from an index; `None` if all do.
-        start: the output's starting value, or `None`.
+        start: the output's initial value, or `None`.
         output: the output's name.
     """
 
@@ -258,7 +258,7 @@ class _Draft:
             needed = name is None or (name not in self.plain_read and name not in self.sizes)
             shape.append(extent if needed or rng.random() < 0.3 else None)
         if self.has_start:
-            # The starting value's shape says it all; an agreeing out_shape may stand beside it.
+            # The initial value's shape says it all; an agreeing out_shape may stand beside it.
             self.out_shape = tuple(shape) if rng.random() < 0.3 else None
         else:
             self.out_shape = None if all(extent is None for extent in shape) else tuple(shape)

@@ -76,7 +76,7 @@ SPLITS = (
 )
 
 # RowPartition that the cases give in order; here they are shuffled, some without a row.
-OWNERS = {"spmm": "Row", "spmv": "Row", "group spmm": "Row", "block spmm": "Row", "tensor product uvu": "Dst"}
+ROW_TENSORS = {"spmm": "Row", "spmv": "Row", "group spmm": "Row", "block spmm": "Row", "tensor product uvu": "Dst"}
 
 KINDS = frozenset(
     (
@@ -120,15 +120,15 @@ class Setting:
         return f"{self.name}, {self.dtype}, {self.schedule}, {self.precision} {' '.join(extras)}"
 
     def tensors(self, device: torch.device) -> tuple[Tensors, Tensors, Tensor | None]:
-        """The tensors, the same numbers in float64 on the CPU, and the starting value."""
+        """The tensors, the same numbers in float64 on the CPU, and the initial value."""
         # The numbers come from one generator.
         with _drawing:
             torch.manual_seed(0)
             drawn = self.case.draw(1)
             if self.shuffled:
-                owner = drawn[OWNERS[self.name]]
-                owner = owner[torch.randperm(owner.numel())]
-                drawn[OWNERS[self.name]] = torch.where(torch.rand(owner.shape) < 0.2, -1, owner)
+                row_tensor = drawn[ROW_TENSORS[self.name]]
+                row_tensor = row_tensor[torch.randperm(row_tensor.numel())]
+                drawn[ROW_TENSORS[self.name]] = torch.where(torch.rand(row_tensor.shape) < 0.2, -1, row_tensor)
         rounded = {n: t.to(self.dtype) if t.is_floating_point() else t for n, t in drawn.items()}
         exact = {n: t.double() if t.is_floating_point() else t for n, t in rounded.items()}
         there = {n: self.placed(t, device) for n, t in rounded.items()}
@@ -149,7 +149,7 @@ class Setting:
 
     @property
     def facts(self) -> dict[str, IndexFacts]:
-        return {OWNERS[self.name]: HOLES} if self.shuffled else {}
+        return {ROW_TENSORS[self.name]: HOLES} if self.shuffled else {}
 
 
 def settings() -> Iterator[Setting]:
@@ -178,7 +178,7 @@ def settings() -> Iterator[Setting]:
     for name in ("convolution's weight gradient", "tensor product uvw", "sddmm", "convolution"):
         for schedule in SPLITS:
             yield Setting(name, schedule)
-    for name in OWNERS:
+    for name in ROW_TENSORS:
         dot = CASES[name].dot
         for schedule in (DOTS[3],) if dot else (ELEMENTS[0], ELEMENTS[4], SEGMENTS[1], SEGMENTS[2]):
             yield Setting(name, schedule, shuffled=True)

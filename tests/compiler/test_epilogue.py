@@ -1,4 +1,4 @@
-"""What follows a sum: starting values that broadcast, activations, another dtype; on every back end, to any order."""
+"""What follows a sum: initial values that broadcast, activations, another dtype; on every back end, to any order."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ COMBINING = [
 
 
 def starts(shape: torch.Size, dtype: torch.dtype) -> dict[str, Tensor]:
-    """Starting values that broadcast to a shape, and residuals in other layouts."""
+    """Initial values that broadcast to a shape, and residuals in other layouts."""
     full = torch.randn(shape, dtype=torch.float64).to(dtype)
     return {
         "bias": torch.randn(shape[-1], dtype=torch.float64).to(dtype),

@@ -180,10 +180,10 @@ def test_a_long_sum_divided_among_programs(name: str, splits: int, dot: bool):
 def test_output_rows_in_any_order(name: str, chunk: int, m: int):
     """Unsorted, with entries of -1, both by the terms in order and by adding to memory."""
     case, tensors = drawn(name)
-    owner = {"tensor product uvu": "Dst"}.get(name, "Row")
-    shuffled = tensors[owner][torch.randperm(tensors[owner].numel())]
-    tensors[owner] = torch.where(torch.rand(shuffled.shape) < 0.2, -1, shuffled)
-    facts = {owner: IndexFacts(masked=True, proven=True)}
+    row_tensor = {"tensor product uvu": "Dst"}.get(name, "Row")
+    shuffled = tensors[row_tensor][torch.randperm(tensors[row_tensor].numel())]
+    tensors[row_tensor] = torch.where(torch.rand(shuffled.shape) < 0.2, -1, shuffled)
+    facts = {row_tensor: IndexFacts(masked=True, proven=True)}
     rows = case.out_shape(1)
     assert rows is not None
     shape = case.oracle(doubled(tensors), 1).shape

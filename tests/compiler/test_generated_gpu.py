@@ -83,10 +83,10 @@ def generated(program: Program, tensors: dict[str, Tensor]) -> Generated:
     return executable.run
 
 
-def even(tensors: dict[str, Tensor], owner: str, rows: int) -> None:
-    """Give every row of an owner as many terms."""
-    count = tensors[owner].numel()
-    tensors[owner] = (torch.arange(count) * rows // count).reshape(tensors[owner].shape)
+def even(tensors: dict[str, Tensor], row_tensor: str, rows: int) -> None:
+    """Give every output row as many terms."""
+    count = tensors[row_tensor].numel()
+    tensors[row_tensor] = (torch.arange(count) * rows // count).reshape(tensors[row_tensor].shape)
 
 
 # Numbers.
@@ -268,8 +268,8 @@ def test_offsets_past_32_bits(gpu: torch.device):
 
 # What is launched.
 
-OWNERS = {"spmm": "Row", "group spmm": "Row", "block spmm": "Row", "tensor product uvu": "Dst"}
-ONE_LAUNCH = (*OWNERS, "sddmm", "convolution", "tensor product uvw")
+ROW_TENSORS = {"spmm": "Row", "group spmm": "Row", "block spmm": "Row", "tensor product uvu": "Dst"}
+ONE_LAUNCH = (*ROW_TENSORS, "sddmm", "convolution", "tensor product uvw")
 
 
 def kernels(program: Program, tensors: dict[str, Tensor]) -> list[str]:
@@ -288,9 +288,9 @@ def test_one_kernel_a_call(gpu: torch.device, name: str, dtype: torch.dtype):
     case = CASES[name]
     drawn = case.draw(SCALE)
     shape = case.oracle(exact(drawn), SCALE).shape
-    if name in OWNERS:
+    if name in ROW_TENSORS:
         # Rows of like length, none of which is divided.
-        even(drawn, OWNERS[name], shape[0])
+        even(drawn, ROW_TENSORS[name], shape[0])
     tensors = placed(drawn, gpu, dtype)
     program = compiled(case, tensors)
     launched = kernels(program, tensors)
@@ -374,7 +374,7 @@ def test_deterministic_runs_agree_bit_for_bit(gpu: torch.device, name: str):
     )
 
 
-def test_deterministic_takes_another_path_where_terms_meet_without_an_owner(gpu: torch.device):
+def test_deterministic_takes_another_path_where_terms_meet_in_memory(gpu: torch.device):
     row, col = torch.randint(0, 9, (5000,)).to(gpu), torch.randint(0, 9, (5000,)).to(gpu)
     value = torch.randn(5000).to(gpu)
     program = insum_nn.compile(

@@ -66,7 +66,7 @@ def memory_of(
                 memory[kind] = getattr(partition, kind)
         sizes |= {"rows": partition.rows, "slots": partition.slots}
         memory["scratch"] = torch.zeros(
-            partition.slots, *(e for a, e in enumerate(extents.output) if a != form.owner_axis)
+            partition.slots, *(e for a, e in enumerate(extents.output) if a != form.row_axis)
         )
     return memory, sizes
 
@@ -81,7 +81,7 @@ def all_interpreted(
     form: Form, ordered: list[Tensor], extents: Extents, schedule: Schedule
 ) -> tuple[Kernel, list[Tensor]]:
     """The same, with every result."""
-    if form.owner is not None:
+    if form.row_index is not None:
         schedule = replace(schedule, splits=1)
     partition = partition_for(form, ordered, extents, schedule)
     split = partition is not None and partition.split
@@ -94,10 +94,10 @@ def all_interpreted(
     out = results[0]
     if schedule.splits > 1:
         out = out.sum(0)
-    if partition is not None and partition.slots and form.points:
+    if partition is not None and partition.slots and form.unrolled:
         assert partition.divided is not None
         assert partition.first is not None
-        moved = out.movedim(form.owner_axis, 0)
+        moved = out.movedim(form.row_axis, 0)
         for place, row in enumerate(partition.divided.tolist()):
             moved[row] = found["scratch"][partition.first[place] : partition.first[place + 1]].sum(0)
     return kernel, [out, *results[1:]]
@@ -111,7 +111,7 @@ def test_placed_kernels_compute_the_statement(name: str, which: str):
     tensors = {n: t.mul(2).round() if t.is_floating_point() else t for n, t in case.draw(1).items()}
     form, ordered, extents = form_of(case, tensors)
     if schedule.segment and not segmented(form, schedule):
-        pytest.skip("its terms have no owners")
+        pytest.skip("its terms are not summed by rows")
     _, got = interpreted(form, ordered, extents, schedule)
     torch.testing.assert_close(got, case.oracle(tensors, 1), rtol=1e-12, atol=1e-9)
 

@@ -97,10 +97,10 @@ def test_chunks_are_cached_in_addition_to_rows():
 @pytest.mark.parametrize("name", ["spmm", "spmv", "group spmm", "batched sddmm with scatter", "tensor product uvu"])
 def test_output_rows_in_any_order(name: str, schedule: Schedule):
     case, tensors = drawn(name)
-    owner = {"tensor product uvu": "Dst", "batched sddmm with scatter": "Seg"}.get(name, "Row")
-    shuffled = tensors[owner][torch.randperm(tensors[owner].numel())]
-    tensors[owner] = torch.where(torch.rand(shuffled.shape) < 0.2, -1, shuffled)
-    facts = {owner: IndexFacts(masked=True, proven=True)}
+    row_tensor = {"tensor product uvu": "Dst", "batched sddmm with scatter": "Seg"}.get(name, "Row")
+    shuffled = tensors[row_tensor][torch.randperm(tensors[row_tensor].numel())]
+    tensors[row_tensor] = torch.where(torch.rand(shuffled.shape) < 0.2, -1, shuffled)
+    facts = {row_tensor: IndexFacts(masked=True, proven=True)}
     shape = case.oracle(doubled(tensors), 1).shape
     for start in (None, torch.randn(shape)):
         form, kernel, got = kernel_of(case, tensors, schedule, facts=facts, start=start)
@@ -126,8 +126,8 @@ OTHERS = {
         fixed="hqn",
     ),
     # A factor stands at the row of each term.
-    "a factor at the owner": Case(
-        "a factor at the owner",
+    "a factor at the row": Case(
+        "a factor at the row",
         "C[Row[p],n] += Val[p] * D[Row[p],n] * B[Col[p],n]",
         lambda s: {
             "Row": torch.randint(0, 5, (31,)).sort().values,
@@ -140,9 +140,9 @@ OTHERS = {
         lambda s: (9, None),
         {"Row": SORTED, "Col": IndexFacts(masked=False, proven=True)},
     ),
-    # The owner is not the first axis, and cells beside it are never written.
-    "the owner in the middle": Case(
-        "the owner in the middle",
+    # The rows are not the first axis, and cells beside it are never written.
+    "the rows in the middle": Case(
+        "the rows in the middle",
         "C[1,Row[p],n,2] += Val[p] * B[Col[p],n]",
         lambda s: {
             "Row": torch.full((37,), 2).index_fill(0, torch.tensor([0, 1]), 0),

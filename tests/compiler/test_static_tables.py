@@ -251,7 +251,7 @@ def test_an_index_in_which_tables_are_affine_stays(
     check(expression, tensors, tuple(known), out_shape=shape)
     program = insum_nn.compile(expression, static=known, options=GENERATED, out_shape=shape)
     form = form_of(program, tensors)
-    assert (len(form.points), form.combine) == (points, combine)
+    assert (len(form.unrolled), form.combine) == (points, combine)
     x = tensors["X"].clone().requires_grad_()
     weights = torch.randn_like(program(**known, X=x))
     program(**known, X=x).backward(weights)
@@ -270,7 +270,7 @@ def test_an_index_that_steps_stays_however_many_rows_its_table_has(rows: int):
     expression = "O[z,p,v] += X[z,I[p,u]] * W[L[p],u,v]"
     program = insum_nn.compile(expression, static=known, options=GENERATED)
     form = form_of(program, tensors)
-    assert (len(form.points), form.reduce) == (rows, (Names(program.statement).indices["u"],))
+    assert (len(form.unrolled), form.reduce) == (rows, (Names(program.statement).indices["u"],))
     got = program(tensors=tensors)
     want = torch.einsum("zpu,puv->zpv", tensors["X"][:, known["I"]], tensors["W"][known["L"]])
     torch.testing.assert_close(got, want)

@@ -92,7 +92,7 @@ class GraphWriter:
         for read in reads:
             for axis, (subscript, extent) in enumerate(zip(read.subscripts, read.buffer.shape, strict=True)):
                 self.axes.setdefault((subscript, extent), (read.buffer, axis))
-        subscripts = [s for owner in (*stores, *reads) for s in owner.subscripts]
+        subscripts = [s for access in (*stores, *reads) for s in access.subscripts]
         self.index_tensors = {read.buffer for read in loads_in_order(*subscripts)}
         self.graph = CallGraph()
         self.tensors: dict[Buffer, Node] = {}
@@ -280,12 +280,12 @@ class GraphWriter:
 
     # Conditions.
 
-    def added_conditions(self, owner: Load | Store) -> list[Expr]:
+    def added_conditions(self, access: Load | Store) -> list[Expr]:
         """Return the conditions of a read or a write, without those of its own address."""
-        every = conjuncts(owner.where)
+        every = conjuncts(access.where)
         own: set[Expr] = set()
         bounded: set[Expr] = set()
-        for subscript, extent in zip(owner.subscripts, owner.buffer.shape, strict=True):
+        for subscript, extent in zip(access.subscripts, access.buffer.shape, strict=True):
             own |= {Op("at_least", (entry, _ZERO)) for entry in entries(subscript)}
             if not isinstance(subscript, Index | Load):
                 own |= {Op("at_least", (subscript, _ZERO)), Op("less", (subscript, extent))}

@@ -278,7 +278,7 @@ def compile_graph(
         options: compile options.
         integers: names and values of the graph's integer arguments.
         tensors: the first call's tensors, contiguous.
-        start: its starting value.
+        start: its initial value.
         sizes: the size class.
 
     Raises:

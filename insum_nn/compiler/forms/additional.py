@@ -17,7 +17,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 from insum_nn.compiler.forms.coverage import Coverage
-from insum_nn.compiler.forms.form import OWNER, AdditionalOutput, Form, FormError, at_rows, input_of
+from insum_nn.compiler.forms.form import ROW_LOOP, AdditionalOutput, Form, FormError, at_rows, input_of
 from insum_nn.compiler.forms.placement import adds_rows, element_axes
 from insum_nn.compiler.ir.build import OUTPUT, Names, build
 from insum_nn.compiler.ir.graph import loops_of, stores_of
@@ -61,34 +61,34 @@ def fused_form(
     names = names_of(bound.statement)
     first = forms[0][0]
     owns = is_owned(first, walk)
-    axis = first.owner_axis if owns else 0
+    axis = first.row_axis if owns else 0
     facts = bound.facts_of(tensor)
     columns = indices_named(first, first.parallel, without=entry) or indices_named(first, first.reduce)
     statements = [form.bound.statement for form, _ in forms]
     additional = tuple(_additional(form, extents, walk, columns, statements) for form, extents in forms[owns:])
     algorithm = _fused([form for form, _ in forms], additional, build(bound), names)
-    owner = Load(input_of(algorithm, names.tensors[tensor]), (Index(names.indices[entry]),))
+    row_index = Load(input_of(algorithm, names.tensors[tensor]), (Index(names.indices[entry]),))
     stores = tuple(
-        at_rows((store for store in stores_of(algorithm) if store.buffer is result.buffer), owner)
+        at_rows((store for store in stores_of(algorithm) if store.buffer is result.buffer), row_index)
         for result in algorithm.results
     )
     form = Form(
         bound,
         algorithm,
-        {**{names.indices[name]: extent for name, extent in sizes.items()}, OWNER: rows},
+        {**{names.indices[name]: extent for name, extent in sizes.items()}, ROW_LOOP: rows},
         "own",
-        owner,
+        row_index,
         axis,
         (names.indices[entry],),
         not (facts.sorted and facts.masked is False),
-        (OWNER, *(names.indices[name] for name in columns)),
+        (ROW_LOOP, *(names.indices[name] for name in columns)),
         (),
         frozenset(),
         stores if owns else ((), *stores),
         additional,
     )
     lanes = element_axes(form)[1]
-    if len(columns) != 1 or (OWNER, *lanes) != form.parallel or lanes[0] not in form.static:
+    if len(columns) != 1 or (ROW_LOOP, *lanes) != form.parallel or lanes[0] not in form.static:
         raise FormError("there are no columns of a known number")
     if any(each.scattered for each in additional) and (deterministic or is_widened(bound.dtype)):
         raise FormError("several terms meet in one cell, in no fixed order or in fp16 or bf16")
@@ -96,18 +96,20 @@ def fused_form(
 
 
 def indices_named(form: Form, letters: Sequence[str], *, without: str = "") -> list[str]:
-    """Indices of a form by the names of its statement; the rows of its owner have none."""
+    """Indices of a form by the names of its statement; the loop over rows has none."""
     names = {letter: name for name, letter in names_of(form.bound.statement).indices.items()}
-    return [names[letter] for letter in letters if letter != OWNER and names[letter] != without]
+    return [names[letter] for letter in letters if letter != ROW_LOOP and names[letter] != without]
 
 
 def is_owned(form: Form, walk: Walk) -> bool:
     """Whether a statement sums the rows of a walk, over its terms alone."""
-    return form.owner is not None and not form.reduce and _owner_name(form) == walk[0] and _entries(form) == [walk[1]]
+    return (
+        form.row_index is not None and not form.reduce and _row_tensor(form) == walk[0] and _entries(form) == [walk[1]]
+    )
 
 
-def _owner_name(form: Form) -> str:
-    read = form.bound.statement.output.subscripts[form.owner_axis].indirect
+def _row_tensor(form: Form) -> str:
+    read = form.bound.statement.output.subscripts[form.row_axis].indirect
     assert read is not None
     return read.name
 
@@ -130,9 +132,9 @@ def _additional(
         raise FormError(f"{statement} goes over other indices")
     like, scattered = (tensor, 0), form.combine == "own"
     if scattered:
-        if _entries(form) != [entry] or form.reduce or form.owner_axis:
+        if _entries(form) != [entry] or form.reduce or form.row_axis:
             raise FormError(f"{statement} sums other terms")
-        like = read_at(statements, (_owner_name(form), entry))
+        like = read_at(statements, (_row_tensor(form), entry))
     elif form.combine != "direct" or statement.output.subscripts[0].plain != entry:
         raise FormError(f"{statement} has no row for each term")
     elif not Coverage(form)(extents):

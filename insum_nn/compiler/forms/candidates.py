@@ -8,7 +8,7 @@ from dataclasses import replace
 
 from insum_nn.compiler.forms.defaults import default_schedule, tiles_at_most
 from insum_nn.compiler.forms.form import Form
-from insum_nn.compiler.forms.placement import MANY_POINTS, place_indices
+from insum_nn.compiler.forms.placement import MANY_TERMS, place_indices
 from insum_nn.compiler.passes.tile import Tiling
 from insum_nn.compiler.schedule.space import Schedule, power
 
@@ -32,13 +32,13 @@ def _varied(form: Form, base: Schedule) -> Iterator[Schedule]:
         yield from _varied_of_several(form, base)
     elif base.dot:
         yield from _varied_products(form, base)
-    elif len(form.points) > MANY_POINTS:
-        yield from _varied_owned(base) if form.owner is not None else _varied_tiles(form, base)
+    elif len(form.unrolled) > MANY_TERMS:
+        yield from _varied_owned(base) if form.row_index is not None else _varied_tiles(form, base)
     elif base.n == 1:
         for m, k in ((base.m, base.k), (base.m * 2, base.k), (max(1, base.m // 2), base.k), (base.m, base.k // 2)):
             for warps in (1, 2, 4):
                 yield replace(base, m=m, k=max(1, k), warps=warps)
-        if form.owner is not None:
+        if form.row_index is not None:
             for m, k, chunk in ((8, 32, 256), (1, 128, 1024), (32, 4, 64)):
                 yield replace(base, m=m, k=k, chunk=chunk, segment=True, warps=1)
     else:
@@ -46,7 +46,7 @@ def _varied(form: Form, base: Schedule) -> Iterator[Schedule]:
 
 
 def _varied_columns(form: Form, base: Schedule) -> Iterator[Schedule]:
-    """Every reduction width with rows to fill a warp, and where terms have owners, equal chunks of them."""
+    """Every reduction width with rows to fill a warp, and where terms are summed by rows, equal chunks of them."""
     base = replace(base, segment=False)
     # Elements of a program, and its warps: few columns take more of them to keep the device busy.
     if base.n < 32:
@@ -59,10 +59,10 @@ def _varied_columns(form: Form, base: Schedule) -> Iterator[Schedule]:
             m = size // (base.n * k)
             if 1 <= m <= 128 and (k <= 4 * base.k or k == 1) and (warps < 2 or k in (4, 8, 16)):
                 yield replace(base, m=m, k=k, warps=warps)
-        if place == 0 and form.owner is not None:
+        if place == 0 and form.row_index is not None:
             # Among the first, before the tuning budget ends.
             yield from _chunks(base)
-    if form.owner is not None:
+    if form.row_index is not None:
         for chunk in (128, 512):
             yield replace(base, chunk=chunk)
 
@@ -167,7 +167,7 @@ def _varied_products(form: Form, base: Schedule) -> Iterator[Schedule]:
                     if warps == 8 and m * n < 64 * 128:
                         continue
                     yield replace(base, m=m, n=n, k=k, swap=swap, warps=warps, stages=stages)
-    if form.owner is not None:
+    if form.row_index is not None:
         for chunk in {max(1, base.chunk // 2), base.chunk * 2}:
             yield replace(base, chunk=chunk)
 

@@ -25,7 +25,7 @@ def combining(bound: Bound, unrolling: Unrolling) -> tuple[Combining, int]:
     statement = bound.statement
     subscripts = statement.output.subscripts
     plain = [s.plain for s in subscripts]
-    # What tables address is known, but points must not share cells unless they share all of them.
+    # What tables address is known, but terms must not share cells unless they share all of them.
     known = [axis for axis, s in enumerate(subscripts) if plain[axis] is None and unrolling.literal(s)]
     stepped = {i.name for axis in known for i in subscripts[axis].indices()} & unrolling.steps
     if stepped & {i.name for axis, s in enumerate(subscripts) if axis not in known for i in s.indices()}:
@@ -41,7 +41,7 @@ def combining(bound: Bound, unrolling: Unrolling) -> tuple[Combining, int]:
     ]
     named = [i.name for a in loose for i in subscripts[a].indices()]
     if not loose:
-        # A static table may send several points to one cell; their sums share an accumulator.
+        # A static table may send several terms to one cell; their sums share an accumulator.
         return "direct", -1
     if set(named) & {p for p in plain if p is not None}:
         return "atomic", -1
@@ -52,14 +52,14 @@ def combining(bound: Bound, unrolling: Unrolling) -> tuple[Combining, int]:
     if len(loose) > 1 or len(set(named)) != len(named):
         return "atomic", -1
     (axis,) = loose
-    owner = subscripts[axis].indirect
+    row_index = subscripts[axis].indirect
     if (
-        owner is None
-        or owner.name in unrolling.tables
-        or any(s.plain is None or s.plain in unrolling.names for s in owner.subscripts)
+        row_index is None
+        or row_index.name in unrolling.tables
+        or any(s.plain is None or s.plain in unrolling.names for s in row_index.subscripts)
     ):
         return "atomic", -1
-    facts = bound.facts_of(owner.name)
+    facts = bound.facts_of(row_index.name)
     if facts.unique:
         return "place", axis
     return "own", axis
@@ -85,8 +85,8 @@ def _jointly_unique(
     return any(group <= names and group & whole for group in known)
 
 
-def in_order(bound: Bound, owner: Access) -> bool:
+def in_order(bound: Bound, row_index: Access) -> bool:
     """Whether the entries of an index tensor stand in the order of their rows."""
-    facts = bound.facts_of(owner.name)
+    facts = bound.facts_of(row_index.name)
     # Entries of -1 may stand anywhere between sorted ones.
     return facts.sorted and facts.masked is False

@@ -32,21 +32,22 @@ class Coverage:
         # Axes whose subscripts are numbers, or step from one, rather than an index of the whole axis; and these.
         self._known: tuple[int, ...] = ()
         self._targets: frozenset[tuple[Expr, ...]] = frozenset()
-        if self.never or not form.points:
+        if self.never or not form.unrolled:
             return
         reads = [
-            [node for node, _ in atoms(subscript) if isinstance(node, Load)] for subscript in form.points[0].subscripts
+            [node for node, _ in atoms(subscript) if isinstance(node, Load)]
+            for subscript in form.unrolled[0].subscripts
         ]
         if form.combine == "place":
             loads = [load for each in reads for load in each]
             self.never = any(load.buffer.facts.masked is not False for load in loads)
             self._placed = tuple(axis for axis, each in enumerate(reads) if each)
             self._entries = tuple(form.places[i.name] for i in frozenset[Index]().union(*map(indices_of, loads)))
-        first = form.points[0]
+        first = form.unrolled[0]
         self._known = tuple(
             axis for axis, each in enumerate(reads) if not each and form.whole_axis(first, axis) is None
         )
-        self._targets = frozenset(tuple(store.subscripts[axis] for axis in self._known) for store in form.points)
+        self._targets = frozenset(tuple(store.subscripts[axis] for axis in self._known) for store in form.unrolled)
 
     def __call__(self, extents: Extents) -> bool:
         """Whether every cell is written."""

@@ -5,8 +5,8 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping
 
-from insum_nn.compiler.forms.form import ENTRY, LONGEST, OWNER, Form, Product
-from insum_nn.compiler.forms.placement import MANY_POINTS, element_axes
+from insum_nn.compiler.forms.form import ENTRY, LONGEST, ROW_LOOP, Form, Product
+from insum_nn.compiler.forms.placement import MANY_TERMS, element_axes
 from insum_nn.compiler.schedule.space import Schedule, power
 from insum_nn.dtypes import is_widened
 
@@ -19,7 +19,7 @@ def default_schedule(form: Form) -> Schedule:
         return _default_of_several(form)
     if form.product is not None:
         return _default_product(form, form.product)
-    if len(form.points) > MANY_POINTS:
+    if len(form.unrolled) > MANY_TERMS:
         return _default_unrolled(form)
     rows, columns, summed = element_axes(form)
     width = math.prod(form.size(i) for i in columns) if columns else 1
@@ -34,7 +34,7 @@ def default_schedule(form: Form) -> Schedule:
         # or for twelve where these are short.
         chunk = max(96, 8 * k) if few else _chunk_of_rows(form)
         return Schedule(m=m, k=k, warps=1 if m * k <= 2048 else 4, splits=_splits(form, m, 1), chunk=chunk)
-    if form.owner is None and not summed and rows and _crossed(form, rows[-1]):
+    if form.row_index is None and not summed and rows and _crossed(form, rows[-1]):
         # Read along one axis and written along the other: a square tile has whole lines of memory in either.
         return Schedule(m=min(power(form.size(rows[-1])), 64), n=min(power(width), 64), warps=4)
     n = min(power(width), 128)
@@ -92,12 +92,12 @@ def _equal_chunks(form: Form, n: int) -> Schedule | None:
 
 def _few(form: Form, cells: int) -> bool:
     """Whether rows of terms, a step of which takes so many cells, leave a large GPU waiting for the longest of them."""
-    return form.owner is not None and form.rows * cells < _FEW
+    return form.row_index is not None and form.rows * cells < _FEW
 
 
 def _chunk_of_rows(form: Form) -> int:
     """Most entries of a row for one program: much longer rows are divided, so that no program waits for them."""
-    if form.owner is None:
+    if form.row_index is None:
         return 512
     # Entries of a few terms each count by these, and larger ones as they are: each is long enough for a program.
     terms = form.terms if form.terms <= _GROUP else 1
@@ -116,7 +116,7 @@ _TILE = 1024
 
 def _each(form: Form) -> int:
     """Values of a tile for each thread: the more terms are unrolled, the more registers one value takes."""
-    count = 8 if len(form.points) <= 16 else 4 if len(form.points) <= 128 else 2
+    count = 8 if len(form.unrolled) <= 16 else 4 if len(form.unrolled) <= 128 else 2
     return max(1, count * 4 // max(4, form.bound.dtype.itemsize))
 
 
@@ -127,8 +127,8 @@ def _default_unrolled(form: Form) -> Schedule:
     m, n, k = 1, 1, 1
     known = bool(rows) and rows[-1] in form.static
     if columns:
-        n = min(128 if form.owner is None else 64, power(math.prod(form.size(i) for i in columns)))
-    if form.owner is not None:
+        n = min(128 if form.row_index is None else 64, power(math.prod(form.size(i) for i in columns)))
+    if form.row_index is not None:
         if not columns:
             k = min(64, power(form.size(summed[-1]))) if summed else 1
             m = max(1, 64 // k)
@@ -202,7 +202,7 @@ _PARTS = 1 << 24
 
 def _splits_of_parts(form: Form, tile: int, groups: int) -> int:
     """Programs for one long sum of code that is divided among programs already."""
-    if form.owner is not None or form.combine == "atomic" or not form.reduce:
+    if form.row_index is not None or form.combine == "atomic" or not form.reduce:
         return 1
     cells = math.prod(form.size(i) for i in form.parallel)
     length = max(form.size(i) for i in form.reduce)
@@ -218,9 +218,9 @@ _ENOUGH = 512
 
 def _chunk(form: Form, tile: int) -> int:
     """Most terms of a row that one program walks: fewer where rows and tiles alone are too few programs."""
-    if form.owner is None:
+    if form.row_index is None:
         return 512
-    cells = math.prod(form.size(i) for i in form.parallel if i != OWNER)
+    cells = math.prod(form.size(i) for i in form.parallel if i != ROW_LOOP)
     programs = form.rows * max(1, cells // tile)
     if programs >= _ENOUGH:
         return 512
@@ -230,7 +230,7 @@ def _chunk(form: Form, tile: int) -> int:
 
 def _splits(form: Form, m: int, n: int) -> int:
     """Programs for one long sum, where the output alone does not fill the device."""
-    if form.owner is not None or form.combine == "atomic" or not form.reduce:
+    if form.row_index is not None or form.combine == "atomic" or not form.reduce:
         return 1
     cells = math.prod(form.size(i) for i in form.parallel)
     programs = max(1, cells // (m * n))

@@ -1,9 +1,9 @@
 """Bound -> `Form`: the algorithm that a generated kernel computes, before a schedule places its loops.
 
 The algorithm is a kernel of the loop-nest IR in which static tables are unrolled, so that each of its stores is one
-term. Three things are decided about it here: how terms reach the output, which index tensor's rows are given to one
-program each (the *owner*), and which factors are the two sides of a matrix product. Indices go by their names in the
-IR; extents of a call are kept in addition to it, for choices that depend on sizes.
+term. Three things are decided about it here: how terms reach the output, which index tensor says the output rows that
+programs own (the *row index*), and which factors are the two sides of a matrix product. Indices go by their names in
+the IR; extents of a call are kept in addition to it, for choices that depend on sizes.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ from insum_nn.facts import StaticTable
 __all__ = [
     "ENTRY",
     "LONGEST",
-    "OWNER",
+    "ROW_LOOP",
     "AdditionalOutput",
     "Form",
     "FormError",
@@ -48,7 +48,7 @@ __all__ = [
 
 # The loop over the rows that programs own, the loop over the entries of one, and, among sizes alone, the most entries
 # that a row has.
-OWNER, ENTRY, LONGEST = ROW.name, own_rows.ENTRY.name, "longest"
+ROW_LOOP, ENTRY, LONGEST = ROW.name, own_rows.ENTRY.name, "longest"
 
 # How many times the mean the longest row may have where rows count as even.
 _EVEN = 4.0
@@ -102,17 +102,18 @@ class Form:
     Attributes:
         bound: the statement.
         algorithm: its kernel, whose loops are not placed; static tables are unrolled.
-        sizes: extents of a call, of the owner's rows, and of the longest of these if known; they steer choices.
+        sizes: extents of a call, the number of rows that programs own, and entries of the longest of them if known;
+            they steer choices.
         combine: how terms reach the output.
-        owner: the read of an index tensor that gives terms to rows, with `combine == "own"`.
-        owner_axis: the output axis it addresses.
+        row_index: the read of an index tensor that says the output row of each term, with `combine == "own"`.
+        row_axis: the output axis it addresses.
         entries: its indices.
-        permuted: the owner's terms are not in order, but listed in a permutation.
+        permuted: the terms of rows are not in order, but listed in a permutation.
         parallel: indices of the output that are left.
-        reduce: indices summed over that are left, without those of the owner's terms.
+        reduce: indices summed over that are left, without `entries`.
         tables: the static tensors that are unrolled; a kernel does not read them.
-        stores: the terms of each output, at the rows of the owner. With additional outputs the first may have none:
-            the owner then says in which order terms are walked, and nothing else.
+        stores: the terms of each output, at the rows of `row_index`. With additional outputs the first may have none:
+            `row_index` then says in which order terms are walked, and nothing else.
         additional: further outputs, of statements that read what this one does; `bound` reads what any of them does.
     """
 
@@ -120,8 +121,8 @@ class Form:
     algorithm: Kernel
     sizes: Mapping[str, int]
     combine: Combining
-    owner: Load | None
-    owner_axis: int
+    row_index: Load | None
+    row_axis: int
     entries: tuple[str, ...]
     permuted: bool
     parallel: tuple[str, ...]
@@ -136,7 +137,7 @@ class Form:
         return replace(self, bound=bound, tables=frozenset(renamed[name] for name in self.tables))
 
     @property
-    def points(self) -> tuple[Store, ...]:
+    def unrolled(self) -> tuple[Store, ...]:
         """The unrolled terms of the first output; a single one where nothing is unrolled."""
         return self.stores[0]
 
@@ -149,7 +150,7 @@ class Form:
     @cached_property
     def factors(self) -> tuple[tuple[Load, ...], ...]:
         """The reads of each term of the first output."""
-        return tuple(tuple(reads_of(store)) for store in self.points)
+        return tuple(tuple(reads_of(store)) for store in self.unrolled)
 
     @cached_property
     def product(self) -> Product | None:
@@ -159,31 +160,31 @@ class Form:
     @cached_property
     def accumulators(self) -> int:
         """How many cells the terms add to."""
-        return len({store.subscripts for store in self.points})
+        return len({store.subscripts for store in self.unrolled})
 
     def size(self, index: str) -> int:
-        """The extent of an index in the call; of an owner's terms, their mean number."""
-        if index == OWNER:
+        """The extent of an index in the call; of a row's terms, their mean number."""
+        if index == ROW_LOOP:
             return self.rows
         if index == ENTRY:
             return max(1, round(self.terms_of_all / max(1, self.rows)))
         return self.sizes[index]
 
     @cached_property
-    def owner_place(self) -> int:
-        """The position of the owner's index tensor among the statement's; -1 without an owner."""
-        if self.owner is None:
+    def row_place(self) -> int:
+        """The position of the index tensor of rows among the statement's; -1 without one."""
+        if self.row_index is None:
             return -1
         tensors = names_of(self.bound.statement).tensors
-        return [tensors[name] for name in self.bound.layout.tensors].index(self.owner.buffer.name)
+        return [tensors[name] for name in self.bound.layout.tensors].index(self.row_index.buffer.name)
 
     @property
     def rows(self) -> int:
-        return self.sizes.get(OWNER, 1)
+        return self.sizes.get(ROW_LOOP, 1)
 
     @property
     def terms(self) -> int:
-        """Terms of each of an owner's entries: over all other indices that are summed."""
+        """Terms of each entry of a row: over all other indices that are summed."""
         return max(1, math.prod(self.sizes[x] for x in self.reduce))
 
     @property
@@ -224,7 +225,7 @@ class Form:
         indices, places = extents.indices, self.places
         entries = math.prod([indices[places[x]] for x in self.entries])
         terms = math.prod([indices[places[x]] for x in self.reduce])
-        even = entries > 0 and longest * extents.output[self.owner_axis] <= _EVEN * entries
+        even = entries > 0 and longest * extents.output[self.row_axis] <= _EVEN * entries
         return even, (longest * max(1, terms)).bit_length()
 
     @cached_property
@@ -278,11 +279,11 @@ def runs_along(access: Load | Store) -> str | None:
     return found[0][0].name if len(found) == 1 and isinstance(found[0][0], Index) else None
 
 
-def at_rows(stores: Iterable[Store], owner: Load | None) -> tuple[Store, ...]:
-    """Terms with the entry of the owner as the row that a program has."""
-    if owner is None:
+def at_rows(stores: Iterable[Store], row_index: Load | None) -> tuple[Store, ...]:
+    """Terms with the entry of the index tensor of rows as the row that a program has."""
+    if row_index is None:
         return tuple(stores)
-    moved = map(replacing({owner: ROW}), stores)
+    moved = map(replacing({row_index: ROW}), stores)
     return tuple(store for store in moved if isinstance(store, Store))
 
 
@@ -306,7 +307,7 @@ def make_form(
         output: the output's shape in the first call.
         tables: static tensors by name.
         deterministic: several programs must not add to one cell.
-        prefer_own: sort an owner's terms if they are not sorted.
+        prefer_own: sort the terms by their rows if they are not sorted.
 
     Raises:
         FormError: the statement is not of the generator's kind.
@@ -329,34 +330,34 @@ def make_form(
     names = names_of(statement)
     algorithm = _unrolled(build(bound), bound, unrolling)
     read = statement.output.subscripts[axis].indirect if combine == "own" else None
-    owner, entries, permuted = None, (), False
+    row_index, entries, permuted = None, (), False
     if read is not None:
         entries = tuple(names.indices[index.name] for index in read.indices())
-        owner = Load(input_of(algorithm, names.tensors[read.name]), tuple(map(Index, entries)))
+        row_index = Load(input_of(algorithm, names.tensors[read.name]), tuple(map(Index, entries)))
         permuted = not in_order(bound, read)
     free, summed = ([loop.index.name for loop in loops_of(algorithm) if loop.role == role] for role in ("free", "sum"))
     own_sizes = {names.indices[name]: extent for name, extent in sizes.items()}
     parallel = tuple(i for i in free if i not in entries)
-    if owner is not None:
-        parallel = (OWNER, *parallel)
-        own_sizes[OWNER] = output[axis]
+    if row_index is not None:
+        parallel = (ROW_LOOP, *parallel)
+        own_sizes[ROW_LOOP] = output[axis]
     form = Form(
         bound,
         algorithm,
         own_sizes,
         combine,
-        owner,
+        row_index,
         axis,
         entries,
         permuted,
         parallel,
         tuple(summed),
         frozenset(unrolling.tables),
-        (at_rows(stores_of(algorithm), owner),),
+        (at_rows(stores_of(algorithm), row_index),),
     )
-    if owner is not None and (permuted and not (prefer_own or deterministic)):
+    if row_index is not None and (permuted and not (prefer_own or deterministic)):
         return _atomic(form)
-    if owner is not None and not deterministic and form.product is None:
+    if row_index is not None and not deterministic and form.product is None:
         # Terms that meet only by adding to memory may still be one matrix product, which is worth more.
         scattered = _atomic(form)
         if scattered.product is not None:
@@ -386,11 +387,11 @@ def _atomic(form: Form) -> Form:
     return replace(
         form,
         combine="atomic",
-        owner=None,
-        owner_axis=-1,
+        row_index=None,
+        row_axis=-1,
         entries=(),
         permuted=False,
-        parallel=(*form.entries, *(i for i in form.parallel if i != OWNER)),
+        parallel=(*form.entries, *(i for i in form.parallel if i != ROW_LOOP)),
         stores=(stores_of(form.algorithm),),
     )
 
@@ -405,7 +406,7 @@ def _find_product(form: Form) -> Product | None:
     ]
     if not dtype_of(form.bound.dtype).has_dot or len(depends) < 2 or len(depends) > 6:
         return None
-    reduced = {*form.reduce, *((ENTRY,) if form.owner is not None else ())}
+    reduced = {*form.reduce, *((ENTRY,) if form.row_index is not None else ())}
     own = [_named(d, form) for d in depends]
     best: tuple[float, Product] | None = None
     for sides in itertools.product((0, 1), repeat=len(depends) - 1):
@@ -416,8 +417,8 @@ def _find_product(form: Form) -> Product | None:
         right = [n for n, side in enumerate(chosen) if side == 1]
         l_has, r_has = (frozenset[str]().union(*(own[n] for n in side)) for side in (left, right))
         # A program owns one row at a time.
-        m = _sorted_like(form, l_has - r_has - reduced - {OWNER})
-        n = _sorted_like(form, r_has - l_has - reduced - {OWNER})
+        m = _sorted_like(form, l_has - r_has - reduced - {ROW_LOOP})
+        n = _sorted_like(form, r_has - l_has - reduced - {ROW_LOOP})
         k = [i for i in (ENTRY, *form.reduce) if i in l_has & r_has & reduced]
         if ENTRY in l_has ^ r_has:
             continue
@@ -440,7 +441,7 @@ def _weigh(
 
 
 def _named(depends: frozenset[str], form: Form) -> frozenset[str]:
-    """Dependencies with the indices of an owner's terms as one."""
+    """Dependencies with the indices of a row's terms as one."""
     inner = {ENTRY if i in form.entries else i for i in depends}
     return frozenset(inner)
 

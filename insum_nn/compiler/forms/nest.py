@@ -41,15 +41,15 @@ def row_walk_of(form: Form, schedule: Schedule, strides: Strides, precision: Pre
     tiling = replace(place_indices(form, schedule), precision=precision)
     kernel = _laid_out(_with_arguments(form, extent_arguments(form, tiling)), form, strides)
     rows = RowWalk(kernel, 0)
-    if form.owner is not None:
+    if form.row_index is not None:
         rows = own_rows(
             kernel,
-            Load(input_of(kernel, form.owner.buffer.name), form.owner.subscripts),
-            form.owner_axis if form.points else -1,
+            Load(input_of(kernel, form.row_index.buffer.name), form.row_index.subscripts),
+            form.row_axis if form.unrolled else -1,
             permuted=form.permuted,
             chunks="equal" if segmented(form, schedule) else "long rows" if strides.split else "none",
             size=schedule.chunk,
-            rows=None if form.points else build(form.bound).results[0].buffer.shape[form.owner_axis],
+            rows=None if form.unrolled else build(form.bound).results[0].buffer.shape[form.row_axis],
         )
     return rows, tiling
 
@@ -90,8 +90,8 @@ class Source:
 
 def write_kernel(form: Form, schedule: Schedule, strides: Strides, precision: Precision) -> Source:
     """The kernel of a form under a schedule."""
-    if form.owner is not None or form.combine == "atomic" or not form.reduce:
-        # Rows are divided by their owners; terms that meet in memory are not added up in parts.
+    if form.row_index is not None or form.combine == "atomic" or not form.reduce:
+        # Rows are divided by their partition; terms that meet in memory are not added up in parts.
         schedule = replace(schedule, splits=1)
     if form.additional:
         schedule = replace(schedule, groups=1)

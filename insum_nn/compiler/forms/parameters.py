@@ -31,7 +31,7 @@ class Strides:
     Attributes:
         contiguous: for each tensor of the layout.
         wide: some offset needs 64 bits.
-        split: the owner's rows are divided among programs.
+        split: rows are divided among programs.
         start: how the initial value is addressed; see `initial_steps`.
     """
 

@@ -6,14 +6,14 @@ import math
 from collections.abc import Sequence
 from dataclasses import replace
 
-from insum_nn.compiler.forms.form import ENTRY, OWNER, Form, Product, atoms, reads_of
+from insum_nn.compiler.forms.form import ENTRY, ROW_LOOP, Form, Product, atoms, reads_of
 from insum_nn.compiler.ir.access import indices_of
 from insum_nn.compiler.ir.nodes import Load, Store
 from insum_nn.compiler.passes.tile import WORD_BITS, Lanes, Tiling
 from insum_nn.compiler.schedule.space import Schedule, power
 
 __all__ = [
-    "MANY_POINTS",
+    "MANY_TERMS",
     "SHARED_MULTIPLE",
     "adds_rows",
     "element_axes",
@@ -23,7 +23,7 @@ __all__ = [
 ]
 
 # Unrolled terms past which a kernel is straight-line code rather than a loop with a few terms.
-MANY_POINTS = 8
+MANY_TERMS = 8
 
 # What an extent is a multiple of, so that rows begin at whole vectors of 16 bytes in every dtype.
 SHARED_MULTIPLE = 16
@@ -42,7 +42,7 @@ def place_indices(form: Form, schedule: Schedule) -> Tiling:
     else:
         lanes, sides = _elements(form, schedule), None
     placed = {i for each in lanes if each is not None for i in each.indices}
-    summed = ((ENTRY,) if form.owner is not None else ()) + form.reduce
+    summed = ((ENTRY,) if form.row_index is not None else ()) + form.reduce
     loops = tuple(i for i in summed if i not in placed)
     tiling = Tiling(
         *lanes,
@@ -67,8 +67,8 @@ def _elements(form: Form, schedule: Schedule) -> list[Lanes | None]:
     n = _lanes(form, columns, schedule.n)
     taken = set(n.indices) if n else set[str]()
     m = _lanes(form, [i for i in rows if i not in taken], schedule.m)
-    if m is not None and OWNER in m.indices and m.indices != (OWNER,):
-        m = _lanes(form, [OWNER], schedule.m)
+    if m is not None and ROW_LOOP in m.indices and m.indices != (ROW_LOOP,):
+        m = _lanes(form, [ROW_LOOP], schedule.m)
     return [m, _lanes(form, summed, schedule.k), n]
 
 
@@ -94,16 +94,16 @@ def _lanes(form: Form, wanted: list[str], lanes: int, least: int = 1) -> Lanes |
 
 def element_axes(form: Form) -> tuple[list[str], list[str], list[str]]:
     """Candidates for rows, columns and sums of a tile that is multiplied element by element."""
-    if form.owner is None and len(form.points) > MANY_POINTS:
+    if form.row_index is None and len(form.unrolled) > MANY_TERMS:
         return _along_the_largest(form)
     accesses = [access for output in form.stores for store in output for access in (*reads_of(store), store)]
     last = {_last(form, access) for access in accesses if access.subscripts}
-    parallel = [i for i in form.parallel if i != OWNER]
-    columns = [i for i in parallel[-1:] if i in last and (form.owner is not None or len(form.parallel) > 1)]
+    parallel = [i for i in form.parallel if i != ROW_LOOP]
+    columns = [i for i in parallel[-1:] if i in last and (form.row_index is not None or len(form.parallel) > 1)]
     rows = [i for i in form.parallel if i not in columns]
     summed = [i for i in form.reduce if i in last] or list(form.reduce)
     # Lanes along what is summed: dense axes that lie side by side where columns do not, else the terms themselves.
-    if form.owner is not None:
+    if form.row_index is not None:
         known = [i for i in form.reduce if i in form.static]
         summed = [ENTRY, *known] if columns or not form.reduce else summed[-1:]
     elif columns:
@@ -118,7 +118,7 @@ def _last(form: Form, access: Load | Store) -> str | None:
 
 def _along_the_largest(form: Form) -> tuple[list[str], list[str], list[str]]:
     """Lanes side by side where the tensor that takes most of the time has its values side by side."""
-    first = form.points[0]
+    first = form.unrolled[0]
     largest = max((*form.factors[0], first), key=lambda access: _cells(form, access))
     found = [atoms(subscript) for subscript in largest.subscripts]
     order = [each[0][0].name for each in found if len(each) == 1 and not isinstance(each[0][0], Load)]
@@ -151,8 +151,8 @@ def _steady(form: Form, product: Product) -> list[str]:
 
 
 def segmented(form: Form, schedule: Schedule) -> bool:
-    """Whether programs take equal chunks of terms: a choice that only terms with owners have, and no dot."""
-    if form.owner is None or form.additional:
+    """Whether programs take equal chunks of terms: a choice that only sums by rows have, and no dot."""
+    if form.row_index is None or form.additional:
         return False
     return schedule.segment and not (schedule.dot and form.product is not None)
 
@@ -170,7 +170,7 @@ def extent_arguments(form: Form, tiling: Tiling) -> frozenset[str]:
     becomes one loop with the one around it: as a loop of its own it would leave the software pipeline nothing to
     overlap. Terms of static tables stay too, whose places are literals of their addresses.
     """
-    if len(form.points) > 1 or form.tables or form.additional:
+    if len(form.unrolled) > 1 or form.tables or form.additional:
         return frozenset()
     found: set[str] = set()
     for lanes in (tiling.m, tiling.n, tiling.k):

@@ -1,6 +1,6 @@
-"""Static tables: which indices are unrolled into points, and which cells the points of an output share.
+"""Static tables: which indices are unrolled into terms, and which cells the terms of an output share.
 
-An index that addresses a table is unrolled, value by value, unless every table is affine in it: at a point the read
+An index that addresses a table is unrolled, value by value, unless every table is affine in it: in a term the read
 is then a start and a step, and the index stays one that lanes and loops run over.
 """
 
@@ -20,9 +20,9 @@ from insum_nn.facts import StaticTable
 
 __all__ = ["Unrolling", "unroll"]
 
-# Most points that are unrolled; past it, static tensors are read like any other.
-_POINT_LIMIT = 6000
-# Most cells of the output that are listed to see whether points share them.
+# Most terms that are unrolled; past it, static tensors are read like any other.
+_TERM_LIMIT = 6000
+# Most cells of the output that are listed to see whether terms share them.
 _CELL_LIMIT = 1 << 20
 
 Place = Mapping[str, int]
@@ -47,7 +47,7 @@ class Unrolling:
     extents: Mapping[str, int] = field(default_factory=dict[str, int])
 
     def literal(self, subscript: Subscript) -> bool:
-        """Whether a subscript is a number once points are filled in, or a start and steps."""
+        """Whether a subscript is a number once the unrolled indices are filled in, or a start and steps."""
         inner = {i.name for term in subscript.terms if not isinstance(term.atom, Index) for i in term.atom.indices()}
         bare = {term.atom.name for term in subscript.terms if isinstance(term.atom, Index)}
         return (
@@ -57,7 +57,7 @@ class Unrolling:
         )
 
     def distinct(self, access: Access, axes: Sequence[int]) -> bool:
-        """Whether no two points with different addresses share a cell, nor two values of a step, along static axes."""
+        """Whether no two terms with different addresses share a cell, nor two values of a step, along static axes."""
         left = [i.name for axis in axes for i in access.subscripts[axis].indices() if i.name in self.steps]
         if not left:
             return True
@@ -91,7 +91,7 @@ class Unrolling:
 
 
 def unroll(bound: Bound, tables: Mapping[str, StaticTable]) -> Unrolling:
-    """Decide which indices are unrolled, and list the points.
+    """Decide which indices are unrolled, and list the terms.
 
     Args:
         bound: the statement.
@@ -110,7 +110,7 @@ def unroll(bound: Bound, tables: Mapping[str, StaticTable]) -> Unrolling:
     known = [f for f in statement.reads if f.name in tables]
     entries = [n for a in statement.accesses() for n in a.nested() if n.name in tables and steps.isdisjoint(_names(n))]
     ranges = [range(fixed[name]) for name in names]
-    if math.prod(map(len, ranges)) > 64 * _POINT_LIMIT:
+    if math.prod(map(len, ranges)) > 64 * _TERM_LIMIT:
         return nothing
     places: list[Place] = []
     for values in itertools.product(*ranges):
@@ -119,7 +119,7 @@ def unroll(bound: Bound, tables: Mapping[str, StaticTable]) -> Unrolling:
             continue
         if all((_constant(access, place, tables) or 0) != 0 for access in known):
             places.append(place)
-    if len(places) > _POINT_LIMIT:
+    if len(places) > _TERM_LIMIT:
         return nothing
     return Unrolling(tables, names, tuple(places), steps, {i: fixed[i] for i in indices})
 

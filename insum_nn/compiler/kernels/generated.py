@@ -8,9 +8,9 @@ from dataclasses import replace
 
 from torch import Tensor
 
-from insum_nn.compiler.forms.form import LONGEST, OWNER, Form, make_form
+from insum_nn.compiler.forms.form import LONGEST, ROW_LOOP, Form, make_form
 from insum_nn.compiler.forms.nest import Source
-from insum_nn.compiler.forms.placement import MANY_POINTS, segmented
+from insum_nn.compiler.forms.placement import MANY_TERMS, segmented
 from insum_nn.compiler.kernels.background import prepared
 from insum_nn.compiler.kernels.description import Description, describe_kernel
 from insum_nn.compiler.kernels.row_partition import RowPartition, longest_row, partition_for, partition_of
@@ -119,8 +119,8 @@ class Generated:
     ) -> Callable[[Sequence[Tensor], Tensor | None], tuple[Kernel, RowPartition | None]]:
         """What finds the kernel for tensors of these shapes as they lie in memory, and their row partition."""
         form, bucket = self.form, size_bucket(extents)
-        place = form.owner_place
-        rows = 0 if place < 0 else extents.output[form.owner_axis]
+        place = form.row_place
+        rows = 0 if place < 0 else extents.output[form.row_axis]
         kernels: dict[object, Kernel] = {}
         schedule = self._schedule(bucket, tensors, extents, start).candidate
         chunk, permuted, segment, read = schedule.chunk, form.permuted, segmented(form, schedule), self._read
@@ -187,8 +187,8 @@ class Generated:
         if form is None:
             sizes = dict(self.form.sizes)
             sizes.update((index, extents.indices[place]) for index, place in self.form.places.items())
-            if self.form.owner is not None:
-                sizes[OWNER] = extents.output[self.form.owner_axis]
+            if self.form.row_index is not None:
+                sizes[ROW_LOOP] = extents.output[self.form.row_axis]
             if len(self._forms) >= _LIMIT:
                 self._forms.clear()
             form = self._forms[bucket] = replace(self.form, sizes=sizes)
@@ -196,10 +196,10 @@ class Generated:
 
     def _longest_row(self, form: Form, tensors: Sequence[Tensor], extents: Extents) -> int | None:
         """The length of a call's longest row, where a choice depends on it."""
-        alone = not form.additional and form.product is None and len(form.points) <= MANY_POINTS
-        if form.owner is None or not alone:
+        alone = not form.additional and form.product is None and len(form.unrolled) <= MANY_TERMS
+        if form.row_index is None or not alone:
             return None
-        return longest_row(tensors[form.owner_place], extents.output[form.owner_axis], form.permuted)
+        return longest_row(tensors[form.row_place], extents.output[form.row_axis], form.permuted)
 
     def _schedule(
         self, bucket: tuple[int, ...], tensors: Sequence[Tensor], extents: Extents, start: Tensor | None
@@ -247,7 +247,7 @@ def _combining(form: Form, schedule: Schedule) -> tuple[str, str, str]:
 
 
 def _unrolled(form: Form) -> list[tuple[str, str, str]]:
-    if len(form.points) == 1:
+    if len(form.unrolled) == 1:
         return []
     added = f"they add to {form.accumulators} accumulators"
-    return [("static tables", f"{len(form.points)} unrolled terms", added)]
+    return [("static tables", f"{len(form.unrolled)} unrolled terms", added)]

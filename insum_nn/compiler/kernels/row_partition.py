@@ -61,7 +61,7 @@ class RowPartition:
         divided: (d,) the output rows that are divided, ascending.
         first: (d + 1,) the slot of the first part of each, and the number of slots; parts of a row are in order.
         empty_rows: some output row has no range, and nothing is written there.
-        whole: every term has an owner.
+        whole: every term has an output row.
         longest: terms of the longest row; of equal chunks 0.
     """
 
@@ -100,22 +100,20 @@ def clear_partitions() -> None:
 
 
 def known_partition(index: Tensor, rows: int, permuted: bool, chunk: int, segment: bool = False) -> RowPartition | None:
-    """The owners of an index tensor, if they were built before."""
+    """The row partition of an index tensor, if they were built before."""
     return _known.find((index,), (rows, permuted, chunk, segment))
 
 
 def partition_for(form: Form, tensors: Sequence[Tensor], extents: Extents, schedule: Schedule) -> RowPartition | None:
-    """The owners of a form's terms in a call; `None` where nothing owns them."""
-    if form.owner is None:
+    """The row partition of a form's terms in a call; `None` where programs own no rows."""
+    if form.row_index is None:
         return None
-    index = tensors[form.owner_place]
-    return partition_of(
-        index, extents.output[form.owner_axis], form.permuted, schedule.chunk, segmented(form, schedule)
-    )
+    index = tensors[form.row_place]
+    return partition_of(index, extents.output[form.row_axis], form.permuted, schedule.chunk, segmented(form, schedule))
 
 
 def partition_of(index: Tensor, rows: int, permuted: bool, chunk: int, segment: bool = False) -> RowPartition:
-    """The owners of the terms of an index tensor.
+    """The row partition of the terms of an index tensor.
 
     Args:
         index: the output row of each term; terms with -1 have none.

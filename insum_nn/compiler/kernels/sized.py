@@ -100,7 +100,7 @@ class Kernel:
             output = self._output(start, device, empty_rows)
         scratch = None
         if partition is not None and partition.split:
-            shape, axis = self.extents.output, of.form.owner_axis
+            shape, axis = self.extents.output, of.form.row_axis
             lengths = (partition.slots, *shape[:axis], *shape[axis + 1 :])
             make = torch.empty if self.empty else torch.zeros
             scratch = make(lengths, dtype=of.source.accumulator, device=output.device)
@@ -152,7 +152,7 @@ class Kernel:
         rows, form, collector = partition.divided, self.of.form, self.of.collector
         assert rows is not None
         assert collector is not None
-        shape, axis = self.extents.output, form.owner_axis
+        shape, axis = self.extents.output, form.row_axis
         if start is None and form.bound.epilogue.activation is None:
             collector(scratch, output, rows, partition, math.prod(shape[axis + 1 :]))
             return
@@ -246,10 +246,10 @@ def prepare_kernel(
         form: what to compute.
         schedule: how.
         tensors: in the layout's order.
-        start: the starting value.
+        start: the initial value.
         extents: the call's sizes.
         precision: of float32 products in the matrix unit.
-        partition: the row partition of the terms, where the form has an owner.
+        partition: the row partition of the terms, where programs own output rows.
     """
     strides = strides_of(form, tensors, extents, partition is not None and partition.split, start)
     return UnsizedKernel(form, schedule, strides, precision).sized(tensors, start, extents, partition)

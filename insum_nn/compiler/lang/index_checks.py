@@ -113,28 +113,28 @@ def check_index_values(
         InsumRangeError: an entry is out of bounds; the message names the first one.
     """
     layout = layout_of(statement)
-    given = {name: facts.get(name, UNKNOWN) for name in layout.tensors if name in layout.index_tensors}
+    promised = {name: facts.get(name, UNKNOWN) for name in layout.tensors if name in layout.index_tensors}
     if origin == "builder" and not validate and not writes_sums(statement):
         for name, tensor in zip(layout.tensors, tensors, strict=True):
-            known = given.get(name)
+            known = promised.get(name)
             if known is not None and (not known.proven or known.masked is None or not unwritten(tensor)):
                 break
         else:
-            return given
+            return promised
     named = dict(zip(layout.tensors, tensors, strict=True))
     if validate:
         # And what is cached about them: torch counts no writes through `.data`, NumPy or DLPack.
-        forget(named[name] for name in given)
-        _check_declared(statement, named, given)
-        given = {name: replace(f, proven=False, masked=None) for name, f in given.items()}
-    declared = given
+        forget(named[name] for name in promised)
+        _check_declared(statement, named, promised)
+        promised = {name: replace(f, proven=False, masked=None) for name, f in promised.items()}
+    declared = promised
     if not validate:
-        unverified = {n for n, f in given.items() if f != UNKNOWN and not is_trusted(named[n], f, origin)}
+        unverified = {n for n, f in promised.items() if f != UNKNOWN and not is_trusted(named[n], f, origin)}
         if unverified:
-            declared = {n: verified(n, f, named) if n in unverified else f for n, f in given.items()}
-            given = {n: replace(f, proven=False) if n in unverified else f for n, f in declared.items()}
-    if all(f.proven and f.masked is not None for f in given.values()) and not writes_sums(statement):
-        return given
+            declared = {n: verified(n, f, named) if n in unverified else f for n, f in promised.items()}
+            promised = {n: replace(f, proven=False) if n in unverified else f for n, f in declared.items()}
+    if all(f.proven and f.masked is not None for f in promised.values()) and not writes_sums(statement):
+        return promised
     complete: dict[str, IndexFacts] = {}
     read: dict[str, Stats] = {}
     for name, known in declared.items():
@@ -146,7 +146,7 @@ def check_index_values(
         ascending = known.sorted or (stats.ascending and stats.smallest >= 0)
         complete[name] = _completed(known, ascending, stats.smallest < 0)
     if 0 not in extents.indices:
-        _check_ranges(statement, named, extents, given, read, drop_outside=drop_outside)
+        _check_ranges(statement, named, extents, promised, read, drop_outside=drop_outside)
     return complete
 
 
@@ -174,7 +174,7 @@ def _check_ranges(
     statement: Statement,
     named: Mapping[str, Tensor],
     extents: Extents,
-    given: Mapping[str, IndexFacts],
+    promised: Mapping[str, IndexFacts],
     read: dict[str, Stats],
     *,
     drop_outside: bool,
@@ -185,7 +185,7 @@ def _check_ranges(
         statement: the statement.
         named: its tensors.
         extents: the call's sizes.
-        given: facts of index tensors.
+        promised: facts of index tensors.
         read: what was read of them; completed where more is.
         drop_outside: writes out of bounds are dropped instead of raising.
     """
@@ -193,7 +193,7 @@ def _check_ranges(
     faults: list[InsumError] = []
     for number, name, axis, plain, inner in _addressed(statement):
         is_output = number == 0
-        if plain and given[inner[0]].proven:
+        if plain and promised[inner[0]].proven:
             continue
         for each in inner:
             if each not in read:
@@ -201,12 +201,12 @@ def _check_ranges(
         extent = extents.output[axis] if is_output else named[name].shape[axis]
         if plain:
             entry = read[inner[0]]
-            if lowest_entry(given[inner[0]]) <= entry.smallest and entry.largest < extent:
+            if lowest_entry(promised[inner[0]]) <= entry.smallest and entry.largest < extent:
                 continue
         access = next(itertools.islice(statement.accesses(), number, None))
         subscript, stats = access.subscripts[axis], {each: read[each] for each in inner}
         sizes = sizes or dict(zip(layout_of(statement).indices, extents.indices, strict=True))
-        below = any(s.smallest < lowest_entry(given[name]) for name, s in stats.items())
+        below = any(s.smallest < lowest_entry(promised[name]) for name, s in stats.items())
         bounded = plain or (is_output and not drop_outside)
         low, high = _hull(subscript, sizes, stats)
         if not -_INT64_MAX <= low <= high <= _INT64_MAX and all(s.smallest <= s.largest for s in stats.values()):
@@ -214,7 +214,7 @@ def _check_ranges(
             continue
         beyond = bounded and (low < (-1 if plain else 0) or high >= extent)
         if below or beyond:
-            fault = _exact(statement, access, axis, subscript, extent, named, sizes, given, bounded)
+            fault = _exact(statement, access, axis, subscript, extent, named, sizes, promised, bounded)
             if fault is not None:
                 faults.append(fault)
     raise_collected(faults)
@@ -268,14 +268,14 @@ def _exact(
     extent: int,
     named: Mapping[str, Tensor],
     sizes: Mapping[str, int],
-    given: Mapping[str, IndexFacts],
+    promised: Mapping[str, IndexFacts],
     bounded: bool,
 ) -> InsumError | None:
     """Evaluate the subscript at every point: some entries of its index tensors may never be read."""
     evaluator = _Evaluator(named, sizes)
     values, valid, labels = evaluator.subscript(subscript)
     for inner, entries, reached, own in evaluator.read:
-        lowest = lowest_entry(given[inner.name])
+        lowest = lowest_entry(promised[inner.name])
         bad = reached & (entries < lowest)
         if bool(bad.any()):
             return _below(statement, inner, entries, bad, own, lowest)

@@ -53,7 +53,7 @@ class RowWalk:
     Attributes:
         kernel: the algorithm.
         axis: the axis of the output that the rows are.
-        entries: with rows: where an entry stands along each index of the owner.
+        entries: with rows: where an entry stands along each index of `row_index`.
         target: with chunks: the row that a chunk's sum belongs to, or -1 minus its place among partial sums.
         begins: with equal chunks: true at the first entry of a chunk or row.
         ends: with equal chunks: true at the last one.
@@ -69,7 +69,7 @@ class RowWalk:
 
 def own_rows(
     kernel: Kernel,
-    owner: Load,
+    row_index: Load,
     axis: int,
     *,
     permuted: bool,
@@ -81,7 +81,7 @@ def own_rows(
 
     Args:
         kernel: the algorithm.
-        owner: the read that addresses the output's rows, at plain indices.
+        row_index: the read that addresses the output's rows, at plain indices.
         axis: the axis of the output that it addresses; -1: of no output.
         permuted: its entries are not in order.
         chunks: which rows are divided.
@@ -89,7 +89,7 @@ def own_rows(
         rows: how many there are, where that is no extent of the output.
     """
     loops, stores = loops_of(kernel), stores_of(kernel)
-    entries = [index for index in owner.subscripts if isinstance(index, Index)]
+    entries = [index for index in row_index.subscripts if isinstance(index, Index)]
     by_index = {loop.index: loop for loop in loops}
     first = kernel.results[0].buffer
     rows = first.shape[axis] if rows is None else rows
@@ -115,7 +115,7 @@ def own_rows(
         begins = Op("not_equal", (Op("bit_and", (code, Const(1))), Const(0)))
         ends = Op("not_equal", (Op("bit_and", (code, Const(2))), Const(0)))
         target, made = Op("shift_right", (code, Const(2))), [*made, codes]
-        owned: Expr = owner.replace(known)  # type: ignore[assignment]
+        owned: Expr = row_index.replace(known)  # type: ignore[assignment]
     elif chunks == "long rows":
         names = ("end", "target", "owner")
         ends_of, targets, owners = (Buffer(name, "int64", (count,), _FACTS) for name in names)
@@ -125,9 +125,11 @@ def own_rows(
         low, high, owned = Load(begin, (ROW,)), Load(begin, (add(ROW, Const(1)),)), ROW
     # A row without terms may lie outside of what is read at its number.
     some = None if chunks == "equal" else Op("less", (low, high))
-    move = replacing({**known, owner: owned})
-    guard = _guarding(stores, owner, some)
-    moved = tuple(_moved(store, owner, axis if store.buffer is first else -1, guard, move, target) for store in stores)
+    move = replacing({**known, row_index: owned})
+    guard = _guarding(stores, row_index, some)
+    moved = tuple(
+        _moved(store, row_index, axis if store.buffer is first else -1, guard, move, target) for store in stores
+    )
     free = [loop for loop in loops if loop.role == "free" and loop.index not in entries]
     sums = [loop for loop in loops if loop.role == "sum"]
     nest: tuple[Stmt, ...] = moved
@@ -140,21 +142,21 @@ def own_rows(
     for loop in reversed(placed):
         nest = (Loop(loop.index, loop.begin, loop.end, loop.role, nest),)
     read = {node.buffer for node in walk(*moved) if isinstance(node, Load)}
-    inputs = tuple(b for b in kernel.inputs if b is not owner.buffer or b in read)
+    inputs = tuple(b for b in kernel.inputs if b is not row_index.buffer or b in read)
     walked = Kernel((*inputs, *made), kernel.results, nest, kernel.exact)
     return RowWalk(walked, axis, tuple(known[index] for index in entries), target, begins, ends)  # type: ignore[arg-type]
 
 
 def _moved(
     store: Store,
-    owner: Load,
+    row_index: Load,
     axis: int,
     guard: Callable[[Node], Node],
     move: Callable[[Node], Node],
     target: Expr | None,
 ) -> Store:
     """A store at the row that a program owns, without what holds of every term of a row."""
-    present = Op("at_least", (owner, Const(0)))
+    present = Op("at_least", (row_index, Const(0)))
     where = conjunction([c for c in conjuncts(store.where) if c is not present])
     value = move(guard(store.value))
     subscripts = [move(s) for s in store.subscripts]
@@ -164,12 +166,12 @@ def _moved(
     return Store(store.buffer, tuple(subscripts), value, store.combine, found)  # type: ignore[arg-type]
 
 
-def _guarding(stores: Sequence[Store], owner: Load, some: Expr | None) -> Callable[[Node], Node]:
+def _guarding(stores: Sequence[Store], row_index: Load, some: Expr | None) -> Callable[[Node], Node]:
     """What makes values read at a row's number only where the row has terms."""
-    present = Op("at_least", (owner, Const(0)))
+    present = Op("at_least", (row_index, Const(0)))
     known: dict[Node, Node] = {}
     for node in walk(*(store.value for store in stores)):
-        if isinstance(node, Load) and node is not owner and owner in walk(node):
+        if isinstance(node, Load) and node is not owner and row_index in walk(node):
             kept = [c for c in conjuncts(node.where) if c is not present]
             known[node] = Load(node.buffer, node.subscripts, conjunction([*kept, some]), node.fill)
     return replacing(known)

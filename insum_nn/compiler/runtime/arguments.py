@@ -27,13 +27,13 @@ _KINDS: dict[str, tuple[type, str]] = {
 }
 
 
-def check_kinds(**given: object) -> None:
+def check_kinds(**arguments: object) -> None:
     """Check the keyword arguments of a call: a tensor with the name of one of them arrives in its place.
 
     Raises:
         InsumDtypeError: one is of another type.
     """
-    for name, value in given.items():
+    for name, value in arguments.items():
         kind, what = _KINDS[name]
         if value is None or isinstance(value, kind):
             continue

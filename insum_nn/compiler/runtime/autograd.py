@@ -255,7 +255,7 @@ def apply(
     Args:
         spec: the program.
         tensors: in the layout's order.
-        start: the starting value, in the output's shape.
+        start: the initial value, in the output's shape.
         extents: the call's sizes.
         key: `call_key` of the tensors, where the caller has it: a promise too that none is lazily negated.
         seen: what is remembered of calls with this key and these sizes.

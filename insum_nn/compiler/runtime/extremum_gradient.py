@@ -112,8 +112,8 @@ def _terms(spec: Spec, tensors: Sequence[Tensor], extents: Extents, auxiliary: A
         # Ones of the tensor's shape are 0 where a read misses.
         ones = fresh_name("ones", {*named, *sizes, space.split("[")[0]})
         shape = extents.output if access is statement.output else named[access.name].shape
-        given = {**named, ones: torch.ones((), dtype=terms.dtype, device=terms.device).expand(shape)}
-        live &= auxiliary(f"{space} = {ones}{str(access)[len(access.name) :]}", given, sizes, extents.indices) != 0
+        inputs = {**named, ones: torch.ones((), dtype=terms.dtype, device=terms.device).expand(shape)}
+        live &= auxiliary(f"{space} = {ones}{str(access)[len(access.name) :]}", inputs, sizes, extents.indices) != 0
     return terms, live
 
 

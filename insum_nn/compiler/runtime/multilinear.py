@@ -59,7 +59,7 @@ def contract(sums: Multilinear, wanted: str, *operands: Tensor, start: Tensor | 
         sums: the sum of each tensor.
         wanted: the name of the result.
         *operands: those of `sums.operands[wanted]`, in its order.
-        start: the starting value of every row of it: (n,), or the same cut into axes.
+        start: the initial value of every row of it: (n,), or the same cut into axes.
     """
     if not is_plain_eager(*operands, start):
         return sums.in_modes(wanted, operands, start)

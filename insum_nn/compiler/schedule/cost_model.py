@@ -36,7 +36,7 @@ import torch
 from insum_nn.compiler.forms.candidates import candidates
 from insum_nn.compiler.forms.defaults import default_schedule
 from insum_nn.compiler.forms.form import Form
-from insum_nn.compiler.forms.placement import MANY_POINTS
+from insum_nn.compiler.forms.placement import MANY_TERMS
 from insum_nn.compiler.schedule.kernel_work import Work, count
 from insum_nn.compiler.schedule.space import Precision, Schedule
 
@@ -224,7 +224,7 @@ def _usable(form: Form, work: Work, device: Device) -> bool:
 
 def models(form: Form) -> bool:
     """Whether predictions say anything of a form: not of straight-line code, and not of several outputs."""
-    return len(form.points) <= MANY_POINTS and form.accumulators <= 1 and not form.additional
+    return len(form.unrolled) <= MANY_TERMS and form.accumulators <= 1 and not form.additional
 
 
 def predicted(form: Form, schedule: Schedule, precision: Precision, device: Device) -> float:

@@ -1,7 +1,7 @@
 """What a kernel does under a schedule: programs, steps, bytes, instructions, registers. `cost_model` makes times of it.
 
 Counts are estimates, made of a form, its sizes and a schedule alone; they know no device and no text of a kernel. The
-lengths of an owner's rows follow a power law between their mean and the longest: a tile of m rows waits for the longest
+lengths of rows follow a power law between their mean and the longest: a tile of m rows waits for the longest
 of m, and rows of more than `chunk` terms are several programs.
 """
 
@@ -11,7 +11,7 @@ import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from insum_nn.compiler.forms.form import ENTRY, LONGEST, OWNER, Form, atoms, reads_of, runs_along
+from insum_nn.compiler.forms.form import ENTRY, LONGEST, ROW_LOOP, Form, atoms, reads_of, runs_along
 from insum_nn.compiler.forms.placement import place_indices, segmented
 from insum_nn.compiler.ir.access import indices_of
 from insum_nn.compiler.ir.nodes import Load, Store
@@ -96,7 +96,7 @@ class _Counting:
         self.reads = dict.fromkeys(read for store in stores for read in reads_of(store))
         self.targets = {(store.buffer, store.subscripts): store for store in stores}
         self.groups = min(schedule.groups, max(1, form.accumulators))
-        self.points = max(1.0, len(stores) / self.groups)
+        self.unrolled = max(1.0, len(stores) / self.groups)
         # The part of unrolled reads and cells that one program has.
         self.part = 1.0 / self.groups
 
@@ -120,13 +120,13 @@ class _Counting:
         depth = max((_depth(read) for read in self.reads), default=0)
         chain, ahead = 1 + depth + form.permuted, 1.0
         if self.dot:
-            products = self.points * m * n * k
+            products = self.unrolled * m * n * k
             # Operands are in shared memory; each load of a chain takes a stage of the software pipeline.
             shared = float((m + n) * k * self.size * schedule.stages)
             held *= 1.0 if self.precision == "tf32x3" else 0.5
             ahead += (schedule.stages - 1) / chain
         else:
-            each = max(1.0, self.points * m * n * k / self.threads)
+            each = max(1.0, self.unrolled * m * n * k / self.threads)
             instructions += schedule.warps * (2.0 * each + self._shuffles()) * self.width**2
             held += each * self.width
         factor = 4.0 if form.combine == "atomic" else 1.0
@@ -140,7 +140,7 @@ class _Counting:
         once += schedule.warps * sums * factor
         # A scan holds flags, and sums before and after.
         values = (sums + held) * (2.0 if self.segment else 1.0)
-        collected = form.owner is not None and (self.segment or self.rows.divided)
+        collected = form.row_index is not None and (self.segment or self.rows.divided)
         unit = "half" if self.size == 2 else "single" if self.precision == "tf32" else "thrice"
         return Work(
             programs=programs,
@@ -167,12 +167,12 @@ class _Counting:
         programs = float(self.groups * schedule.splits)
         tile = 1
         for axis in (layout.m, layout.n):
-            if axis is None or (self.segment and axis.first == OWNER):
+            if axis is None or (self.segment and axis.first == ROW_LOOP):
                 continue
-            tile = axis.block if axis.first == OWNER else tile
-            programs *= math.ceil((self.rows.ranges if axis.first == OWNER else form.size(axis.first)) / axis.block)
+            tile = axis.block if axis.first == ROW_LOOP else tile
+            programs *= math.ceil((self.rows.ranges if axis.first == ROW_LOOP else form.size(axis.first)) / axis.block)
         for index in layout.grid:
-            if index != OWNER:
+            if index != ROW_LOOP:
                 programs *= form.size(index)
             elif not self.segment:
                 programs *= self.rows.ranges
@@ -204,10 +204,10 @@ class _Counting:
         return {self.lanes[i] for i in self._indices(read) if i in self.lanes}
 
     def _indices(self, read: Load | Store) -> set[str]:
-        """Return the indices that a read varies with, those of an owner's entries as one."""
+        """Return the indices that a read varies with, those of a row's entries as one."""
         form = self.form
         names = indices_of(*read.subscripts)
-        return {ENTRY if form.owner is not None and name in form.entries else name for name in names}
+        return {ENTRY if form.row_index is not None and name in form.entries else name for name in names}
 
     def _in_loop(self, read: Load) -> bool:
         k = self.layout.k
@@ -231,7 +231,7 @@ class _Counting:
 
     def _block(self, axis: Lanes) -> int:
         """Return the lanes of an axis that have something to do."""
-        whole = axis.first in (ENTRY, OWNER)
+        whole = axis.first in (ENTRY, ROW_LOOP)
         return math.prod(axis.inner) * (axis.block if whole else min(axis.block, self.form.size(axis.first)))
 
     def _cells(self, read: Load | Store) -> float:
@@ -250,7 +250,7 @@ class _Counting:
             for atom, _ in atoms(subscript):
                 if not isinstance(atom, Load):
                     cells *= form.size(atom.name)
-                elif form.owner is not None:
+                elif form.row_index is not None:
                     # What entries address has about as many cells as they are added to.
                     cells *= max(1, form.rows)
                 else:
@@ -268,11 +268,11 @@ def _depth(read: Load) -> int:
 
 
 class _Rows:
-    """The lengths of an owner's rows: a power law between the mean and the longest; even where that is unknown."""
+    """The lengths of rows: a power law between the mean and the longest; even where that is unknown."""
 
     def __init__(self, form: Form, chunk: int) -> None:
         self.count = float(max(1, form.rows))
-        self.mean = max(0.1, form.terms_of_all / self.count) if form.owner is not None else 1.0
+        self.mean = max(0.1, form.terms_of_all / self.count) if form.row_index is not None else 1.0
         self.longest = float(max(form.sizes.get(LONGEST, 0), 1, self.mean))
         self.chunk = float(chunk)
         self.divided = self.longest > chunk

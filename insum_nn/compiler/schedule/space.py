@@ -33,7 +33,7 @@ class Schedule:
 
     Sgap (Zhang et al.) writes the space of a sparse sum with dense columns as {<x nnz or x row, y col>, r}: what a
     thread takes, and how many threads add up to one value. All of it can be said here, of any statement whose terms
-    have owners; t stands for the elements of a tile that a thread holds, m * n * k / (32 * warps).
+    are summed by rows; t stands for the elements of a tile that a thread holds, m * n * k / (32 * warps).
 
         {<x row, y col>, 1}     m rows, k = 1: no lanes along a row; t = x * y
         {<1/r row, y col>, r}   k = r lanes along a row, t = y

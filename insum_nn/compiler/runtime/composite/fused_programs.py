@@ -181,7 +181,7 @@ class Joint:
             self.reason = f"one by one: {error}"
             return _Known()
         run = together.generated.prepare_all(call.tensors, call.extents)
-        # What is kept ready may run with a starting value, of which there is none here.
+        # What is kept ready may run with an initial value, of which there is none here.
         ready = Ready(lambda tensors, _: run(tensors), call.versions, generation())  # type: ignore[arg-type, return-value]
         return _Known(ready, call.sources, together.order)
 
@@ -345,7 +345,7 @@ def _along(ones: Sequence[_One], walk: Walk, deterministic: bool) -> _Fused:
     bound = bind(spec.statement, kept, None, facts=facts, drop_outside=True)
     bound = replace(bound, static=tuple(sorted(static.items())))
     sizes = dict(zip(bound.layout.indices, extents.indices, strict=True))
-    axis = ones[owned[0]].form.owner_axis if owned else 0
+    axis = ones[owned[0]].form.row_axis if owned else 0
     forms = [(ones[at].form, ones[at].extents) for at in order]
     form = fused_form(walk, forms, bound, sizes, extents.output[axis], deterministic=deterministic)
     generated = Generated(bound, sizes, extents.output, {}, ones[0].program.options, form=form)

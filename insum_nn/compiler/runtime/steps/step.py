@@ -26,9 +26,9 @@ def copied(module: Step, inputs: Sequence[Any], named: dict[str, Any]) -> tuple[
             return value.detach().requires_grad_()
         return value
 
-    given = pytree.tree_map(leaf, (tuple(inputs), dict(named)))
+    arguments = pytree.tree_map(leaf, (tuple(inputs), dict(named)))
     try:
-        own, (args, kwargs) = copy.deepcopy((module, given))
+        own, (args, kwargs) = copy.deepcopy((module, arguments))
     except Exception as error:
         raise InsumFormatError(
             f"the module and its inputs cannot be copied: {type(error).__name__}: {error}",

@@ -26,7 +26,7 @@ _log = logging.getLogger("insum_nn.tuning")
 # Runs of a whole step of which the median counts, and runs in which questions are measured at most.
 _STEPS, _PASSES = 5, 8
 # Further seconds that other ranks wait for the one that measures: it compiles, and runs the step several times.
-_PATIENCE = 120.0
+_GRACE = 120.0
 
 
 @dataclass(frozen=True)
@@ -162,7 +162,7 @@ def tune(
         module = module.module
     rank, others = _ranks()
     if rank:
-        return _wait(budget + _PATIENCE if timeout is None else timeout, begin)
+        return _wait(budget + _GRACE if timeout is None else timeout, begin)
     entries: list[session.Asked] = []
     try:
         if reason := _why_not():

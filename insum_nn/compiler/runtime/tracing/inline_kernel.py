@@ -76,7 +76,9 @@ def inline_kernel(
         schedule = default_schedule(form)
     wide = exceeds(_reach(form, tensors, start, extents), WIDE)
     strides = Strides(tuple(t.is_contiguous() for t in tensors), wide, False, initial_steps(start))
-    partition = _owners(form, tensors[form.owner_place], extents.output[form.owner_axis], wide) if form.owner else None
+    partition = (
+        _undivided(form, tensors[form.row_place], extents.output[form.row_axis], wide) if form.row_index else None
+    )
     return _sized(UnsizedKernel(form, schedule, strides, precision), tensors, start, extents, partition)(
         tensors, start, partition
     )
@@ -97,7 +99,7 @@ def _reach(form: Form, tensors: Sequence[Tensor], start: Tensor | None, extents:
     return found
 
 
-def _owners(form: Form, index: Tensor, rows: int, wide: bool) -> RowPartition:
+def _undivided(form: Form, index: Tensor, rows: int, wide: bool) -> RowPartition:
     """The terms of every output row, none divided."""
     # Of 32 bits a sort takes half the launches.
     flat, order = index.reshape(-1) if wide else index.reshape(-1).int(), None
