@@ -86,7 +86,7 @@ def form_of(key: Mapping[str, Any], tables: Mapping[str, StaticTable], longest: 
         tuple(sorted(fixed.items())),
         Epilogue("relu") if key["epilogue"] == "relu" else Epilogue(),
     )
-    form = make_form(bound, sizes, output, tables, deterministic=False, prefer_own=True)
+    form = make_form(bound, sizes, output, tables, deterministic=False)
     if form.row_index is not None and form.product is None:
         mean = max(1, form.terms_of_all // max(1, form.rows))
         skew = 3 if key.get("rows") == "even" else 20

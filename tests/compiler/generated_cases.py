@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from insum_nn.compiler.forms.defaults import default_schedule
-from insum_nn.compiler.forms.form import Form, make_form
+from insum_nn.compiler.forms.form import Form, _atomic, make_form
 from insum_nn.compiler.kernels.row_partition import partition_for
 from insum_nn.compiler.kernels.sized import Kernel, prepare_kernel
 from insum_nn.compiler.lang.bind import Extents, bind, layout_of
@@ -395,7 +395,7 @@ def form_of(
     *,
     facts: Mapping[str, IndexFacts] | None = None,
     start: Tensor | None = None,
-    prefer_own: bool = True,
+    by_rows: bool = True,
     fixed: str | None = None,
 ) -> tuple[Form, list[Tensor], Extents]:
     """What a kernel of the case computes, its tensors in order, and the call's sizes."""
@@ -408,7 +408,9 @@ def form_of(
     fixed = case.fixed if fixed is None else fixed
     bound = replace(bound, static=tuple(sorted((name, sizes[name]) for name in fixed)))
     tables = {name: StaticTable.of(tensors[name]) for name in case.static}
-    form = make_form(bound, sizes, extents.output, tables, deterministic=False, prefer_own=prefer_own)
+    form = make_form(bound, sizes, extents.output, tables, deterministic=False)
+    if form.permuted and not by_rows:
+        form = _atomic(form)
     return form, ordered, extents
 
 
@@ -419,12 +421,12 @@ def kernel_of(
     *,
     facts: Mapping[str, IndexFacts] | None = None,
     start: Tensor | None = None,
-    prefer_own: bool = True,
+    by_rows: bool = True,
     fixed: str | None = None,
     precision: Precision = "ieee",
 ) -> tuple[Form, Kernel, Tensor]:
     """The form, the kernel under a schedule, and what it computes."""
-    form, ordered, extents = form_of(case, tensors, facts=facts, start=start, prefer_own=prefer_own, fixed=fixed)
+    form, ordered, extents = form_of(case, tensors, facts=facts, start=start, by_rows=by_rows, fixed=fixed)
     schedule = schedule or default_schedule(form)
     partition = partition_for(form, ordered, extents, schedule)
     kernel = prepare_kernel(form, schedule, ordered, start, extents, precision, partition)

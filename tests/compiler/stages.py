@@ -61,7 +61,7 @@ def stages() -> Iterator[tuple[str, str]]:
     yield about, show(build(bound))
     extents = resolve_extents(statement, [tensors[name] for name in bound.layout.tensors], None, {}, (ROWS, None))
     sizes = dict(zip(bound.layout.indices, extents.indices, strict=True))
-    form = make_form(bound, sizes, extents.output, {}, deterministic=False, prefer_own=True)
+    form = make_form(bound, sizes, extents.output, {}, deterministic=False)
     schedule, strides = default_schedule(form), Strides((True,) * len(tensors))
     about = "`passes.own_rows`: a program walks the terms of a row, so no two programs write to one cell"
     yield about, show(row_walk_of(form, schedule, strides, "ieee")[0].kernel)

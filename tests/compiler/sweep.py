@@ -228,7 +228,7 @@ def run_one(setting: Setting, device: torch.device) -> Counter[str]:
         setting.schedule,
         facts=setting.facts,
         start=start,
-        prefer_own=setting.own,
+        by_rows=setting.own,
         fixed="" if setting.loose else None,
         precision=setting.precision,
     )

@@ -51,7 +51,7 @@ def blocks(size: int, dtype: torch.dtype = torch.float16, count: int = 4096, col
     bound = bind(parse(MATMUL), tensors, None, facts=facts)
     sizes = {"p": count, "m": size, "k": size, "n": columns}
     bound = replace(bound, static=tuple(sorted((name, extent) for name, extent in sizes.items() if name != "p")))
-    return make_form(bound, sizes, (256, size, columns), {}, deterministic=False, prefer_own=True)
+    return make_form(bound, sizes, (256, size, columns), {}, deterministic=False)
 
 
 def forms() -> Iterator[tuple[Entry, Form]]:
@@ -60,9 +60,7 @@ def forms() -> Iterator[tuple[Entry, Form]]:
         if number % 10 and not entry.name.startswith("case: "):
             continue
         try:
-            form = make_form(
-                entry.bound, entry.sizes, entry.extents.output, dict(entry.tables), deterministic=False, prefer_own=True
-            )
+            form = make_form(entry.bound, entry.sizes, entry.extents.output, dict(entry.tables), deterministic=False)
         except FormError:
             continue
         yield entry, form

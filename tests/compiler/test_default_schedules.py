@@ -29,7 +29,7 @@ def product(
     tensors |= {"Val": torch.ones(2, dtype=dtype), "B": torch.ones(2, columns, dtype=dtype)}
     bound = bind(parse(SPMM), tensors, None, facts=FACTS)
     sizes = {"p": terms, "n": columns}
-    form = make_form(bound, sizes, (rows, columns), {}, deterministic=False, prefer_own=True)
+    form = make_form(bound, sizes, (rows, columns), {}, deterministic=False)
     return form if longest is None else replace(form, sizes={**form.sizes, LONGEST: longest})
 
 
@@ -47,7 +47,7 @@ def grouped(rows: int, groups: int, terms: int, columns: int) -> Form:
     tensors |= {"Val": torch.ones(2, terms), "B": torch.ones(2, columns)}
     bound = bind(parse(GROUPED), tensors, None, facts=FACTS)
     sizes = {"p": groups, "q": terms, "n": columns}
-    return make_form(bound, sizes, (rows, columns), {}, deterministic=False, prefer_own=True)
+    return make_form(bound, sizes, (rows, columns), {}, deterministic=False)
 
 
 @pytest.mark.parametrize("columns", [64, 128])
@@ -131,7 +131,7 @@ def written(expression: str, points: int, copies: int, samples: int = 10_000) ->
     bound = replace(bound, static=tuple((name, size) for name, size in sizes.items() if name != "z"))
     shape = (points, copies, copies) if expression.startswith("G") else (samples, points, copies)
     tables = {"I": StaticTable.of(tensors["I"])}
-    return make_form(bound, sizes, shape, tables, deterministic=False, prefer_own=True)
+    return make_form(bound, sizes, shape, tables, deterministic=False)
 
 
 ROWS = "C[z,I[p],w] += X[z,I[p],u] * W[p,u,w]"
@@ -186,6 +186,6 @@ def test_accumulators_of_float64_take_two_registers(points: int, groups: tuple[i
         sizes = {"e": 10, "p": points, "u": 16}
         bound = replace(bound, static=(("p", points), ("u", 16)))
         tables = {"I": StaticTable.of(tensors["I"])}
-        form = make_form(bound, sizes, (10, points, 16), tables, deterministic=False, prefer_own=True)
+        form = make_form(bound, sizes, (10, points, 16), tables, deterministic=False)
         assert (form.combine, form.accumulators) == ("own", points)
         assert default_schedule(form).groups == wanted

@@ -192,7 +192,7 @@ def test_output_rows_in_any_order(name: str, chunk: int, m: int):
         form, _, got = kernel_of(case, tensors, schedule, facts=facts, start=start)
         assert (form.combine, form.permuted) in (("own", True), ("atomic", False))
         assert_case(case, tensors, got, start)
-        form, _, got = kernel_of(case, tensors, schedule, facts=facts, start=start, prefer_own=False)
+        form, _, got = kernel_of(case, tensors, schedule, facts=facts, start=start, by_rows=False)
         assert form.combine == "atomic"
         assert_case(case, tensors, got, start)
 

@@ -42,7 +42,7 @@ def form_of(expression: str, facts: Mapping[str, IndexFacts], **tensors: Tensor)
     bound = bind(parse(expression), tensors, None, facts=facts)
     sizes = dict.fromkeys(bound.layout.indices, 4)
     output = (9,) * len(bound.statement.output.subscripts)
-    return make_form(bound, sizes, output, {}, deterministic=False, prefer_own=True)
+    return make_form(bound, sizes, output, {}, deterministic=False)
 
 
 def dense_blocks(t: Mapping[str, Tensor], rows: int, cols: int) -> Tensor:

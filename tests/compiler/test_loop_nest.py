@@ -49,7 +49,7 @@ def placed_spmm() -> Kernel:
     """The kernel of a sparse product, its loops placed."""
     tensors = spmm_tensors()
     bound = bound_of(SPMM, tensors)
-    form = make_form(bound, {"p": 23, "n": 11}, (6, 11), {}, deterministic=False, prefer_own=True)
+    form = make_form(bound, {"p": 23, "n": 11}, (6, 11), {}, deterministic=False)
     return nest_of(form, Schedule(n=8, k=4), Strides((True,) * len(tensors)), "ieee")
 
 

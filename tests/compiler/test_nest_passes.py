@@ -131,7 +131,7 @@ def test_random_programs_compute_their_statement():
         sizes = dict(zip(bound.layout.indices, extents.indices, strict=True))
         want = interpret(statement, dict(zip(bound.layout.tensors, ordered, strict=True)), extents)
         try:
-            form = make_form(bound, sizes, extents.output, {}, deterministic=False, prefer_own=True)
+            form = make_form(bound, sizes, extents.output, {}, deterministic=False)
         except FormError:
             continue
         # Only sums whose terms do not meet in memory are split.

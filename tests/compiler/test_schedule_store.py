@@ -56,7 +56,7 @@ def choose(
     expression: str = TEXT, bucket: tuple[int, ...] = (2, 3, 3, 3), options: Options | None = None
 ) -> Selected[Schedule]:
     bound = bind(parse(expression), TENSORS, None, facts=FACTS)
-    form = make_form(bound, {"p": 3, "n": 8}, (5, 8), {}, deterministic=False, prefer_own=True)
+    form = make_form(bound, {"p": 3, "n": 8}, (5, 8), {}, deterministic=False)
     ordered = [TENSORS[name] for name in bound.layout.tensors]
     return choose_schedule(form, {}, bucket, ordered, EXTENTS, None, "ieee", options or Options(tune=True))
 
@@ -118,7 +118,7 @@ def test_nothing_ran(monkeypatch: pytest.MonkeyPatch):
 def test_times_of_candidates(monkeypatch: pytest.MonkeyPatch):
     """Tuning itself, with a clock that prefers the second candidate."""
     bound = bind(parse(TEXT), TENSORS, None, facts=FACTS)
-    form = make_form(bound, {"p": 3, "n": 8}, (5, 8), {}, deterministic=False, prefer_own=True)
+    form = make_form(bound, {"p": 3, "n": 8}, (5, 8), {}, deterministic=False)
     tried: list[Schedule] = []
 
     class Trial:
@@ -145,7 +145,7 @@ def test_times_of_candidates(monkeypatch: pytest.MonkeyPatch):
 def test_tuning_takes_what_was_compiled_in_parallel_with_a_slow_first_kernel(monkeypatch: pytest.MonkeyPatch):
     """The budget is over when the first is there; those that are begun are waited for, but not for long."""
     bound = bind(parse(TEXT), TENSORS, None, facts=FACTS)
-    form = make_form(bound, {"p": 3, "n": 8}, (5, 8), {}, deterministic=False, prefer_own=True)
+    form = make_form(bound, {"p": 3, "n": 8}, (5, 8), {}, deterministic=False)
     slow, first = threading.Event(), threading.Event()
     made: list[Trial] = []
     timed: list[int] = []
@@ -562,5 +562,5 @@ def test_nothing_is_shown_without_a_terminal(monkeypatch: pytest.MonkeyPatch):
 
 def test_the_default_is_among_what_is_never_measured():
     bound = bind(parse(TEXT), TENSORS, None, facts=FACTS)
-    form = make_form(bound, {"p": 3, "n": 8}, (5, 8), {}, deterministic=False, prefer_own=True)
+    form = make_form(bound, {"p": 3, "n": 8}, (5, 8), {}, deterministic=False)
     assert choose(options=Options(tune=False)).candidate == default_schedule(form)

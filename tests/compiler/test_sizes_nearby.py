@@ -147,7 +147,7 @@ def tunings(monkeypatch: pytest.MonkeyPatch) -> list[list[Schedule]]:
 def form_of(columns: int = 8) -> Form:
     tensors = {**TENSORS, "B": torch.ones(4, columns)}
     bound = bind(parse(TEXT), tensors, None, facts=FACTS)
-    return make_form(bound, {"p": 3, "n": columns}, (5, columns), {}, deterministic=False, prefer_own=True)
+    return make_form(bound, {"p": 3, "n": columns}, (5, columns), {}, deterministic=False)
 
 
 def choose(*bucket: int, columns: int = 8) -> Selected[Schedule]:

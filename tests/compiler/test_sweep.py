@@ -32,7 +32,7 @@ def kinds(setting: sweep.Setting) -> set[str]:
         tensors,
         facts=setting.facts,
         start=start,
-        prefer_own=setting.own,
+        by_rows=setting.own,
         fixed="" if setting.loose else None,
     )
     schedule = setting.schedule or default_schedule(form)

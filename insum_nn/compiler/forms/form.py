@@ -297,7 +297,6 @@ def make_form(
     tables: Mapping[str, StaticTable],
     *,
     deterministic: bool,
-    prefer_own: bool,
 ) -> Form:
     """The form of a bound statement.
 
@@ -307,7 +306,6 @@ def make_form(
         output: the output's shape in the first call.
         tables: static tensors by name.
         deterministic: several programs must not add to one cell.
-        prefer_own: sort the terms by their rows if they are not sorted.
 
     Raises:
         FormError: the statement is not of the generator's kind.
@@ -355,8 +353,6 @@ def make_form(
         frozenset(unrolling.tables),
         (at_rows(stores_of(algorithm), row_index),),
     )
-    if row_index is not None and (permuted and not (prefer_own or deterministic)):
-        return _atomic(form)
     if row_index is not None and not deterministic and form.product is None:
         # Terms that meet only by adding to memory may still be one matrix product, which is worth more.
         scattered = _atomic(form)

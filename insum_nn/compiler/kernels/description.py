@@ -33,15 +33,6 @@ class Description:
     schedules: tuple[str, ...] = ()
     choices: tuple[Choice, ...] = ()
 
-    def then(self, other: Description) -> Description:
-        """Return the description of this and then another."""
-        return Description(
-            self.steps + other.steps,
-            self.sources + other.sources,
-            self.schedules + other.schedules,
-            self.choices + other.choices,
-        )
-
 
 def describe_kernel(
     kernel: Kernel, initial: Tensor | None, partition: RowPartition | None, choices: Iterable[Choice]

@@ -64,7 +64,7 @@ class Generated:
         self._fixed: Schedule | None = None
         self.tables = tables
         deterministic = options.deterministic
-        self.form = form or make_form(bound, sizes, output, tables, deterministic=deterministic, prefer_own=True)
+        self.form = form or make_form(bound, sizes, output, tables, deterministic=deterministic)
         self.precision: Precision = precision_of(bound.dtype, options.precision)
         self.source: Source | None = None
         self.measurements: tuple[Measurement[Schedule], ...] = ()

@@ -177,7 +177,8 @@ class _Transformed(torch.autograd.Function):
 
     @staticmethod
     def forward(call: Call, start: Tensor | None, *tensors: Tensor) -> Tensor:
-        return _execute(call.spec, tensors, start, Extents(call.indices, call.output))
+        run = _registered if is_traced(*tensors, start) else run_spec
+        return run(call.spec, tensors, start, Extents(call.indices, call.output))
 
     @staticmethod
     def setup_context(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
@@ -228,14 +229,6 @@ def _operator_backward(ctx: Any, grad: Tensor) -> tuple[Any, ...]:
 
 
 _run.register_autograd(_operator_backward, setup_context=_setup_context)
-
-
-def _execute(
-    spec: Spec, tensors: Sequence[Tensor], start: Tensor | None, extents: Extents, key: Key | None = None
-) -> Tensor:
-    if is_traced(*tensors, start):
-        return _registered(spec, tensors, start, extents)
-    return run_spec(spec, tensors, start, extents, key)
 
 
 def _registered(spec: Spec, tensors: Sequence[Tensor], start: Tensor | None, extents: Extents) -> Tensor:

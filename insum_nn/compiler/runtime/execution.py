@@ -130,9 +130,9 @@ Static = tuple[tuple[str, StaticTable], ...]
 
 
 @lru_cache(maxsize=1024)
-def _executables(bound: Bound, options: Options, static: Static, text: str) -> Executables:
+def _executables(bound: Bound, options: Options, text: str) -> Executables:
     """Those of a statement; of equal ones each has its own text, which errors show."""
-    return Executables(bound, options, static)
+    return Executables(bound, options)
 
 
 class _Key:
@@ -210,10 +210,9 @@ def executable(
     start: Tensor | None,
     extents: Extents,
     options: Options,
-    static: Static = (),
 ) -> Executable:
     """Return the program that the rule names for a bound statement, compiled now or cached under its canonical form."""
-    return _executables(bound, options, static, bound.statement.text).of(tensors, extents)
+    return _executables(bound, options, bound.statement.text).of(tensors, extents)
 
 
 class Executables:

@@ -65,7 +65,7 @@ def inline_kernel(
     fixed = replace(fixed, static=tuple((name, size) for name, size in fixed.static if type(steady[name]) is int))
     sizes = dict(zip(fixed.layout.indices, likely.indices, strict=True))
     try:
-        form = make_form(fixed, sizes, likely.output, tables, deterministic=False, prefer_own=True)
+        form = make_form(fixed, sizes, likely.output, tables, deterministic=False)
     except FormError:
         return None
     precision = precision_of(fixed.dtype, options.precision)
