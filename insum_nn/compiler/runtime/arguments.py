@@ -1,4 +1,4 @@
-"""The arguments of programs beside tensors: what they must be, and static tensors as a program holds them."""
+"""The arguments of programs other than tensors: what they must be, and static tensors as a program holds them."""
 
 from __future__ import annotations
 

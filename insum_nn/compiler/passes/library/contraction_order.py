@@ -132,7 +132,7 @@ class _Cost:
         return float(math.prod(self.sizes[label] for label in labels))
 
     def kept(self, subset: int) -> frozenset[str]:
-        """Labels of the product of a subset, after summing what nobody else needs."""
+        """Labels of the product of a subset, after summing what no other factor needs."""
         inside: frozenset[str] = frozenset()
         outside = self.keep
         for i, labels in enumerate(self.labels):
