@@ -246,10 +246,10 @@ def prepare_kernel(
         form: what to compute.
         schedule: how.
         tensors: in the layout's order.
-        start: the initial value.
+        start: the starting value.
         extents: the call's sizes.
         precision: of float32 products in the matrix unit.
-        partition: the row partition of the terms, where programs own output rows.
+        partition: the row partition of the terms, where the form has an owner.
     """
     strides = strides_of(form, tensors, extents, partition is not None and partition.split, start)
     return UnsizedKernel(form, schedule, strides, precision).sized(tensors, start, extents, partition)

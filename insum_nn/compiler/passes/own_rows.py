@@ -171,7 +171,7 @@ def _guarding(stores: Sequence[Store], row_index: Load, some: Expr | None) -> Ca
     present = Op("at_least", (row_index, Const(0)))
     known: dict[Node, Node] = {}
     for node in walk(*(store.value for store in stores)):
-        if isinstance(node, Load) and node is not owner and row_index in walk(node):
+        if isinstance(node, Load) and node is not row_index and row_index in walk(node):
             kept = [c for c in conjuncts(node.where) if c is not present]
             known[node] = Load(node.buffer, node.subscripts, conjunction([*kept, some]), node.fill)
     return replacing(known)

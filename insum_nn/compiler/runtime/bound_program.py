@@ -62,7 +62,7 @@ class Given:
         Args:
             *others: in the order of `names`.
             out_shape: the output's shape, a tuple; `None` entries are inferred.
-            start: the initial value; it may broadcast to the output.
+            start: the starting value; it may broadcast to the output.
             key: what the caller has that decides shapes, dtypes and devices of all these, as `call_key` does: a
                 promise too that they are plain tensors in eager mode. It spares the checks of each.
         """

@@ -127,7 +127,7 @@ class Spec:
         return _from_json(text)
 
     def check_kinds(self, named: Mapping[str, Tensor], start: Tensor | None) -> None:
-        """Raise what `bind` raises of these tensors, the initial value by the output's name among them."""
+        """Raise what `bind` raises of these tensors, the starting value by the output's name among them."""
         kinds = None
         for tensor in named.values():
             if not isinstance(tensor, Tensor):  # pyright: ignore[reportUnnecessaryIsInstance]
@@ -327,7 +327,7 @@ class Ready:
 
 
 def broadcast(start: Tensor | None, extents: Extents) -> Tensor | None:
-    """The initial value in the output's shape, without a copy."""
+    """The starting value in the output's shape, without a copy."""
     # Symbolic extents are not compared where the ranks differ already.
     if start is None or (start.ndim == len(extents.output) and start.shape == extents.output):
         return start
@@ -382,7 +382,7 @@ def run_ready(
     Args:
         spec: the program.
         tensors: in the layout's order; their ranks and dtypes were checked.
-        start: the initial value.
+        start: the starting value.
         extents: the call's sizes.
         key: `call_key` of the tensors, where the caller has it.
     """

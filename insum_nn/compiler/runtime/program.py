@@ -141,7 +141,7 @@ class Program:
             out_shape: shape of the output; `None` entries are inferred.
             tensors: tensors by name, for names that are no Python keywords arguments.
             out: a tensor to write the result to; see `insum`.
-            **named: tensors by name. One under the output's name is the initial value: a residual, or broadcast to
+            **named: tensors by name. One under the output's name is the starting value: a residual, or broadcast to
                 the output as a bias is, a (n,) or (1, n) for an output (m, n).
 
         Returns:
