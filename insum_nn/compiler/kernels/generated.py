@@ -119,8 +119,8 @@ class Generated:
     ) -> Callable[[Sequence[Tensor], Tensor | None], tuple[Kernel, RowPartition | None]]:
         """What finds the kernel for tensors of these shapes as they lie in memory, and their row partition."""
         form, bucket = self.form, size_bucket(extents)
-        place = form.row_place
-        rows = 0 if place < 0 else extents.output[form.row_axis]
+        place = form.owner_place
+        rows = 0 if place < 0 else extents.output[form.owner_axis]
         kernels: dict[object, Kernel] = {}
         schedule = self._schedule(bucket, tensors, extents, start).candidate
         chunk, permuted, segment, read = schedule.chunk, form.permuted, segmented(form, schedule), self._read
@@ -188,7 +188,7 @@ class Generated:
             sizes = dict(self.form.sizes)
             sizes.update((index, extents.indices[place]) for index, place in self.form.places.items())
             if self.form.row_index is not None:
-                sizes[ROW_LOOP] = extents.output[self.form.row_axis]
+                sizes[ROW_LOOP] = extents.output[self.form.owner_axis]
             if len(self._forms) >= _LIMIT:
                 self._forms.clear()
             form = self._forms[bucket] = replace(self.form, sizes=sizes)
@@ -199,7 +199,7 @@ class Generated:
         alone = not form.additional and form.product is None and len(form.unrolled) <= MANY_TERMS
         if form.row_index is None or not alone:
             return None
-        return longest_row(tensors[form.row_place], extents.output[form.row_axis], form.permuted)
+        return longest_row(tensors[form.owner_place], extents.output[form.owner_axis], form.permuted)
 
     def _schedule(
         self, bucket: tuple[int, ...], tensors: Sequence[Tensor], extents: Extents, start: Tensor | None

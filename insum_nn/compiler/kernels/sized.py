@@ -100,7 +100,7 @@ class Kernel:
             output = self._output(start, device, empty_rows)
         scratch = None
         if partition is not None and partition.split:
-            shape, axis = self.extents.output, of.form.row_axis
+            shape, axis = self.extents.output, of.form.owner_axis
             lengths = (partition.slots, *shape[:axis], *shape[axis + 1 :])
             make = torch.empty if self.empty else torch.zeros
             scratch = make(lengths, dtype=of.source.accumulator, device=output.device)
@@ -152,7 +152,7 @@ class Kernel:
         rows, form, collector = partition.divided, self.of.form, self.of.collector
         assert rows is not None
         assert collector is not None
-        shape, axis = self.extents.output, form.row_axis
+        shape, axis = self.extents.output, form.owner_axis
         if start is None and form.bound.epilogue.activation is None:
             collector(scratch, output, rows, partition, math.prod(shape[axis + 1 :]))
             return
