@@ -6,7 +6,7 @@ import torch
 
 from insum_nn.dtypes import dtype_of
 
-__all__ = ["write_collection"]
+__all__ = ["block_of", "write_collection"]
 
 _COLLECTION = """import triton
 import triton.language as tl
@@ -30,16 +30,18 @@ def kernel(scratch, out, rows, first, cells, inner, step):
 """
 
 
-def write_collection(cells: int, dtype: torch.dtype) -> tuple[str, int]:
-    """A kernel that adds up the parts of divided rows, in a fixed order: a program takes some cells of a row.
+def block_of(cells: int) -> int:
+    """The cells of a row that one program adds up."""
+    return min(128, 1 << max(0, cells - 1).bit_length())
+
+
+def write_collection(cells: int, dtype: torch.dtype) -> str:
+    """Return a kernel that adds up the parts of divided rows, in a fixed order: a program takes some cells of a row.
 
     Args:
         cells: values of one row.
         dtype: theirs.
-
-    Returns:
-        Its text, and the cells of a program.
     """
-    n = min(128, 1 << max(0, cells - 1).bit_length())
+    n = block_of(cells)
     k = min(64, 2048 // n)
-    return _COLLECTION.format(n=n, k=k, type=dtype_of(dtype).tl), n
+    return _COLLECTION.format(n=n, k=k, type=dtype_of(dtype).tl)

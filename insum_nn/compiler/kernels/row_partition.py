@@ -159,7 +159,7 @@ def _ordered(index: Tensor, rows: int, permuted: bool) -> tuple[Tensor, Tensor |
 
 def _build(index: Tensor, rows: int, permuted: bool, chunk: int) -> RowPartition:
     flat, order, small = _ordered(index, rows, permuted)
-    known = _known_begin(index, rows)
+    known, begin = _known_begin(index, rows), None
     if known is None:
         bounds = torch.arange(rows + 1, device=flat.device, dtype=flat.dtype)
         begin = torch.searchsorted(flat, bounds, out_int32=small == torch.int32)
@@ -168,19 +168,20 @@ def _build(index: Tensor, rows: int, permuted: bool, chunk: int) -> RowPartition
         # Few rows are divided on the host, which then reads the device once rather than at every size it needs.
         known = begin.cpu()
         _begins.keep((index,), None, known)
-    else:
-        begin = _send([known.to(small)], flat.device)[0]
     lengths = known.diff()
     longest = int(lengths.max()) if rows else 0
-    whole = int(known[-1] - known[0]) == flat.shape[0]
+    whole = int(lengths.sum()) == flat.shape[0]
     if longest <= chunk:
+        begin = _send([(known, small)], flat.device)[0] if begin is None else begin
         return RowPartition(rows, begin, order=order, whole=whole, longest=longest)
     parts = _parts(lengths, chunk)
-    divided = (parts > 1).nonzero().squeeze(1)
-    owner = torch.arange(rows, device=known.device).repeat_interleave(parts)
+    more = parts > 1
+    owner = torch.repeat_interleave(parts)
+    divided = more.nonzero().squeeze(1)
     first = _offsets(parts[divided])
-    ranges = [part.to(small) for part in (*_ranges(known, owner, parts, chunk), owner)]
-    low, high, target, owner, divided, first_slot = _send([*ranges, divided, first], flat.device)
+    ranges = [(part, small) for part in (*_ranges(known, owner, parts, more, chunk), owner)]
+    numbers = [(divided, torch.int64), (first, torch.int64)]
+    low, high, target, owner, divided, first_slot = _send([*ranges, *numbers], flat.device)
     slots = int(first[-1])
     return RowPartition(
         owner.shape[0], low, high, target, owner, order, slots, divided, first_slot, False, whole, longest
@@ -192,7 +193,7 @@ def _divide(flat: Tensor, order: Tensor | None, begin: Tensor, chunk: int) -> Ro
     rows, terms, small = begin.shape[0] - 1, flat.shape[0], begin.dtype
     lengths = begin.diff()
     asked = [lengths.max().long(), lengths.sum()]
-    parts = lengths
+    parts = more = lengths
     if chunk < terms:
         parts = _parts(lengths, chunk)
         more = parts > 1
@@ -202,52 +203,55 @@ def _divide(flat: Tensor, order: Tensor | None, begin: Tensor, chunk: int) -> Ro
     if longest <= chunk:
         return RowPartition(rows, begin, order=order, whole=whole, longest=longest)
     ranges, count, slots = sizes
-    owner = torch.arange(rows, device=flat.device).repeat_interleave(parts, output_size=ranges)
-    divided = (parts > 1).nonzero_static(size=count).squeeze(1)
+    owner = torch.repeat_interleave(parts, output_size=ranges)
+    divided = more.nonzero_static(size=count).squeeze(1)
     # Each begins at a multiple of 16 bytes, or the machine code would depend on how many ranges there are.
-    packed = torch.zeros((4, -(-ranges // 4) * 4), dtype=small, device=flat.device)
-    packed[:, :ranges] = torch.stack([*_ranges(begin, owner, parts, chunk), owner])
-    low, high, target, owner = packed[:, :ranges].unbind(0)
+    packed = torch.empty((4, -(-ranges // 4) * 4), dtype=small, device=flat.device)
+    packed[:, :ranges] = torch.stack([*_ranges(begin, owner, parts, more, chunk), owner])
+    low, high, target, own = packed[:, :ranges].unbind(0)
     first = _offsets(parts[divided])
-    return RowPartition(ranges, low, high, target, owner, order, slots, divided, first, False, whole, longest)
+    return RowPartition(ranges, low, high, target, own, order, slots, divided, first, False, whole, longest)
 
 
 def _offsets(lengths: Tensor) -> Tensor:
-    return torch.nn.functional.pad(lengths.long().cumsum(0), (1, 0))
+    return torch.nn.functional.pad(lengths.cumsum(0, dtype=torch.int64), (1, 0))
 
 
-def _ranges(begin: Tensor, owner: Tensor, parts: Tensor, chunk: int) -> tuple[Tensor, Tensor, Tensor]:
-    """Where each range of the rows' parts begins and ends, and its target."""
-    before = parts.cumsum(0) - parts
-    within = torch.arange(owner.shape[0], device=owner.device) - before[owner]
-    low = begin[owner] + within * chunk
-    high = torch.minimum(low + chunk, begin[owner + 1])
-    apart = parts[owner] > 1
-    slot = apart.cumsum(0) - 1
-    return low, high, torch.where(apart, -1 - slot, owner)
+def _ranges(
+    begin: Tensor, owner: Tensor, parts: Tensor, more: Tensor, chunk: int
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Where each range of the rows' parts begins and ends, and its target; `more`: a row has several."""
+    # Range number r of all is the range r - before of its row, where `before` ranges are of earlier rows.
+    before = parts.cumsum(0).sub_(parts)
+    base = torch.sub(begin[:-1], before, alpha=chunk)
+    low = base[owner].add_(torch.arange(owner.shape[0], device=owner.device), alpha=chunk)
+    high = torch.minimum(low + chunk, begin[1:][owner])
+    apart = more[owner]
+    return low, high, torch.where(apart, apart.cumsum(0).neg_(), owner)
 
 
 def _parts(lengths: Tensor, chunk: int) -> Tensor:
     """How many ranges each row becomes."""
-    return (lengths + (chunk - 1)).div(chunk, rounding_mode="floor").clamp_min_(1)
+    return (lengths + (chunk - 1)).div_(chunk, rounding_mode="floor").clamp_min_(1)
 
 
-def _send(parts: Sequence[Tensor], device: torch.device) -> list[Tensor]:
-    """Send tensors of the host to a device, together.
+def _send(parts: Sequence[tuple[Tensor, torch.dtype]], device: torch.device) -> list[Tensor]:
+    """Send tensors of the host to a device, together, as these dtypes.
 
     Each begins at a multiple of 16 bytes, or the machine code would depend on how many ranges there are.
     """
     if device.type == "cpu":
-        return list(parts)
-    begins = [0]
-    for part in parts:
-        begins.append(begins[-1] + -(-part.nbytes // 16) * 16)
+        return [part.to(dtype) for part, dtype in parts]
+    sizes: list[int] = []
+    for part, dtype in parts:
+        used = part.shape[0] * dtype.itemsize
+        sizes += (used, -used % 16)
     # The device reads such memory by itself: the host does not wait until it comes to that.
-    packed = torch.empty(begins[-1], dtype=torch.uint8, device="cpu", pin_memory=True)
-    for part, at in zip(parts, begins, strict=False):
-        packed[at : at + part.nbytes].view(part.dtype).copy_(part)
+    packed = torch.empty(sum(sizes), dtype=torch.uint8, device="cpu", pin_memory=True)
+    for (part, dtype), place in zip(parts, packed.split(sizes)[::2], strict=True):
+        place.view(dtype).copy_(part)
     sent = packed.to(device, non_blocking=True)
-    return [sent[at : at + part.nbytes].view(part.dtype) for part, at in zip(parts, begins, strict=False)]
+    return [place.view(dtype) for (_, dtype), place in zip(parts, sent.split(sizes)[::2], strict=True)]
 
 
 def _build_chunks(index: Tensor, rows: int, permuted: bool, chunk: int) -> RowPartition:

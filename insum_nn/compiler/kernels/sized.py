@@ -21,7 +21,7 @@ from insum_nn.compiler.forms.form import Form
 from insum_nn.compiler.forms.nest import Source, write_kernel
 from insum_nn.compiler.forms.parameters import Launcher, Numbers, Strides, initial_steps
 from insum_nn.compiler.ir.nodes import Const
-from insum_nn.compiler.kernels.collection import write_collection
+from insum_nn.compiler.kernels.collection import block_of, write_collection
 from insum_nn.compiler.kernels.launch import launcher
 from insum_nn.compiler.kernels.row_partition import RowPartition, words_of
 from insum_nn.compiler.lang.bind import Extents
@@ -98,26 +98,21 @@ class Kernel:
             output = torch.empty(self.extents.output, dtype=of.dtype, device=device)
         else:
             output = self._output(start, device, empty_rows)
-        scratch = None
-        if partition is not None and partition.split:
-            shape, axis = self.extents.output, of.form.owner_axis
-            lengths = (partition.slots, *shape[:axis], *shape[axis + 1 :])
-            make = torch.empty if self.empty else torch.zeros
-            scratch = make(lengths, dtype=of.source.accumulator, device=output.device)
-        arguments = list(self.arguments)
+        scratch = None if partition is None or partition.target is None else self._scratch(partition, device)
+        arguments = self.arguments.copy()
         for place, position in of.numbers.inputs:
             arguments[place] = tensors[position]
         for place, kind, position in of.numbers.others:
             if kind == "out":
                 arguments[place] = output
+            elif kind == "words":
+                arguments[place] = words_of(tensors[position])
             elif kind == "start":
                 arguments[place] = start
             elif kind == "scratch":
                 arguments[place] = scratch
             elif kind == "additional":
                 arguments[place] = additional[position]
-            elif kind == "words":
-                arguments[place] = words_of(tensors[position])
             else:
                 arguments[place] = getattr(partition, kind)
         if self.launch is not None:
@@ -131,6 +126,12 @@ class Kernel:
         if not of.source.finished:
             output = of.form.bound.epilogue.activated(output)
         return output if output.dtype == of.dtype else output.to(of.dtype)
+
+    def _scratch(self, partition: RowPartition, device: torch.device) -> Tensor:
+        """Memory for the parts of divided rows."""
+        shape, axis = self.extents.output, self.of.form.owner_axis
+        lengths = (partition.slots, *shape[:axis], *shape[axis + 1 :])
+        return (torch.empty if self.empty else torch.zeros)(lengths, dtype=self.of.source.accumulator, device=device)
 
     def further_launches(self, partition: RowPartition | None) -> int:
         """What a call launches in addition: sums of divided rows and of the parts of one sum, and their dtype."""
@@ -308,26 +309,21 @@ class _Collector:
         step = output.numel() // max(1, cells) * inner
         if rows is None:
             rows, inner, step = torch.arange(count, device=scratch.device), cells, 0
-        programs = count * -(-cells // self.block(cells))
-        if programs:
-            launch = self._launch(cells, output.dtype, output.device)
-            launch([scratch, output, rows, first, cells, inner, step], programs)
-
-    def block(self, cells: int) -> int:
-        """The cells of a program."""
-        return write_collection(cells, self.accumulator)[1]
+        if count and cells:
+            block = block_of(cells)
+            launch = self._launch(cells, block, output)
+            launch([scratch, output, rows, first, cells, inner, step], count * -(-cells // block))
 
     def source(self, cells: int) -> Source:
         """The kernel for rows of so many cells."""
-        text, _ = write_collection(cells, self.accumulator)
+        text = write_collection(cells, self.accumulator)
         return Source(text, (), Const(0), {}, Schedule(warps=2), self.accumulator, True)
 
-    def _launch(self, cells: int, dtype: torch.dtype, device: torch.device) -> Launcher:
-        key = (self.block(cells), dtype, device)
+    def _launch(self, cells: int, block: int, output: Tensor) -> Launcher:
+        key = (block, output.dtype, output.device)
         launch = self.known.get(key)
         if launch is None:
-            source = self.source(cells)
-            pointers = (dtype_of(self.accumulator).pointer, dtype_of(dtype).pointer, "*i64", "*i64")
+            pointers = (dtype_of(self.accumulator).pointer, dtype_of(output.dtype).pointer, "*i64", "*i64")
             types = (*pointers, None, None, None)
-            launch = self.known[key] = launcher(source, types, (), device, self.wide)
+            launch = self.known[key] = launcher(self.source(cells), types, (), output.device, self.wide)
         return launch

@@ -24,7 +24,7 @@ class _Program(Protocol):
     @property
     def spec(self) -> Spec: ...
 
-    def seen(self, named: Mapping[str, Tensor], out_shape: Shape | None) -> Seen | None: ...
+    def met(self, named: Mapping[str, Tensor], out_shape: Shape | None) -> Seen | None: ...
 
 
 class Given:
@@ -45,7 +45,7 @@ class Given:
     """
 
     def __init__(self, program: _Program, output: str, order: Sequence[str], tensors: Mapping[str, Tensor]) -> None:
-        self.program = program
+        self.program, self._spec = program, program.spec
         self.tensors = dict(tensors)
         self.names = tuple([name for name in order if name not in tensors])
         self._output = output
@@ -78,7 +78,7 @@ class Given:
         seen = self._seen.get(key)
         if seen is None:
             return self._first(ordered, out_shape, start, key)
-        return seen.run(self.program.spec, ordered, broadcast(start, seen.extents))
+        return seen.run(self._spec, ordered, start if start is None else broadcast(start, seen.extents))
 
     def _first(self, ordered: Sequence[Tensor], out_shape: Shape, start: Tensor | None, key: Hashable | None) -> Tensor:
         """A call that is not remembered here."""
@@ -86,13 +86,8 @@ class Given:
         if start is not None:
             named[self._output] = start
         # The program may know the call from others' given tensors: each structure has a `Given` of its own.
-        seen = None if key is None else self.program.seen(named, out_shape)
-        ready = None if seen is None else seen.runs(ordered)
-        if seen is None or ready is None:
-            result = self.program(tensors=named, out_shape=out_shape)
-            seen = None if key is None else self.program.seen(named, out_shape)
-        else:
-            result = ready.run(ordered, broadcast(start, seen.extents))
-        if key is not None and seen is not None:
-            keep(self._seen, key, seen, _LIMIT)
-        return result
+        seen = None if key is None else self.program.met(named, out_shape)
+        if key is None or seen is None:
+            return self.program(tensors=named, out_shape=out_shape)
+        keep(self._seen, key, seen, _LIMIT)
+        return seen.run(self._spec, ordered, broadcast(start, seen.extents))

@@ -74,21 +74,33 @@ def is_plain_eager(*tensors: Tensor | None) -> bool:
 
 def writes_graph(tensors: Sequence[Tensor | None]) -> bool:
     """Whether torch records a graph of what is done with tensors on the CPU."""
-    present = [tensor for tensor in tensors if tensor is not None]
-    return bool(present) and present[0].device.type == "cpu" and records_graph(present)
+    for tensor in tensors:
+        if tensor is not None:
+            return tensor.device.type == "cpu" and records_graph(tensors)
+    return False
 
 
 def records_graph(tensors: Sequence[Tensor | None]) -> bool:
     """Whether torch records a graph of what is done with tensors on a CPU or a CUDA device."""
-    present = [tensor for tensor in tensors if tensor is not None]
-    if not present or present[0].device.type not in ("cpu", "cuda"):
-        return False
     # Loaded whenever torch traces; to import them here takes longer than to import torch.
     proxies: Any = sys.modules.get("torch.fx.experimental.proxy_tensor")
-    if proxies is not None and proxies.get_proxy_mode() is not None:
-        return True
     functional: Any = sys.modules.get("torch._subclasses.functional_tensor")
-    return functional is not None and any(isinstance(tensor, functional.FunctionalTensor) for tensor in present)
+    recorded = proxies is not None and proxies.get_proxy_mode() is not None
+    if not recorded and functional is None:
+        return False
+    # Loops rather than lists: this is asked on the way of every call.
+    for first in tensors:
+        if first is not None:
+            if first.device.type not in ("cpu", "cuda"):
+                return False
+            break
+    else:
+        return False
+    if not recorded:
+        for tensor in tensors:
+            if isinstance(tensor, functional.FunctionalTensor):
+                return True
+    return recorded
 
 
 def graph_constant(tensor: Tensor) -> Tensor:

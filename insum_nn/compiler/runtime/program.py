@@ -285,10 +285,10 @@ class Program:
         """Extents given at compile time."""
         return self._sizes
 
-    def seen(self, named: Mapping[str, Tensor], out_shape: Shape | None) -> Seen | None:
-        """What is remembered of calls like one with these tensors."""
+    def met(self, named: Mapping[str, Tensor], out_shape: Shape | None) -> Seen | None:
+        """What is remembered of calls like one with these tensors, which is checked if it is the first of its kind."""
         call = self._seen_key(named, None, out_shape)
-        return None if call is None else self._seen.get(call)
+        return None if call is None else self._seen.get(call) or self._met(call, named, None, out_shape)
 
     def grad(self, name: str) -> Program | ProgramSum:
         """The derivative with respect to one factor, as a program of its own.
