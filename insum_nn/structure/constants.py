@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Generator
-from contextlib import AbstractContextManager, ExitStack, contextmanager
+from contextlib import AbstractContextManager, ExitStack
 
 import torch
 from torch import Tensor
@@ -33,16 +32,19 @@ def plain_tensors(*sources: Tensor) -> AbstractContextManager[object]:
     return torch.inference_mode(False) if torch.compiler.is_dynamo_compiling() else _outside(sources)
 
 
-@contextmanager
-def _outside(sources: tuple[Tensor, ...]) -> Generator[None]:
-    with ExitStack() as stack:
-        if peek_interpreter_stack() and not any(map(is_functorch_wrapped_tensor, sources)):
-            from torch._functorch.pyfunctorch import temporarily_clear_interpreter_stack
+def _outside(sources: tuple[Tensor, ...]) -> AbstractContextManager[object]:
+    transformed = peek_interpreter_stack() and not any(map(is_functorch_wrapped_tensor, sources))
+    # What is made while torch traces would be of its graph, not tensors with values.
+    traced = not sources and torch._C._len_torch_dispatch_stack() > 0
+    if not (transformed or traced or torch.is_inference_mode_enabled()):
+        return torch.no_grad()
+    stack = ExitStack()
+    if transformed:
+        from torch._functorch.pyfunctorch import temporarily_clear_interpreter_stack
 
-            stack.enter_context(temporarily_clear_interpreter_stack())
-        if not sources and torch._C._len_torch_dispatch_stack():
-            # What is made while torch traces would be of its graph, not tensors with values.
-            stack.enter_context(_disable_current_modes())
-        stack.enter_context(torch.inference_mode(False))
-        stack.enter_context(torch.no_grad())
-        yield
+        stack.enter_context(temporarily_clear_interpreter_stack())
+    if traced:
+        stack.enter_context(_disable_current_modes())
+    stack.enter_context(torch.inference_mode(False))
+    stack.enter_context(torch.no_grad())
+    return stack

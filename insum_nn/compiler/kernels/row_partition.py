@@ -9,7 +9,7 @@ what is built from an index tensor is kept for as long as the tensor lives and i
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -172,16 +172,17 @@ def _build(index: Tensor, rows: int, permuted: bool, chunk: int) -> RowPartition
     longest = int(lengths.max()) if rows else 0
     whole = int(lengths.sum()) == flat.shape[0]
     if longest <= chunk:
-        begin = _send([(known, small)], flat.device)[0] if begin is None else begin
+        begin = _send({small: [known]}, flat.device)[0] if begin is None else begin
         return RowPartition(rows, begin, order=order, whole=whole, longest=longest)
     parts = _parts(lengths, chunk)
     more = parts > 1
     owner = torch.repeat_interleave(parts)
     divided = more.nonzero().squeeze(1)
     first = _offsets(parts[divided])
-    ranges = [(part, small) for part in (*_ranges(known, owner, parts, more, chunk), owner)]
-    numbers = [(divided, torch.int64), (first, torch.int64)]
-    low, high, target, owner, divided, first_slot = _send([*ranges, *numbers], flat.device)
+    # Where both are of one dtype they are sent as one group.
+    groups: dict[torch.dtype, list[Tensor]] = {torch.int64: [divided, first]}
+    groups.setdefault(small, []).extend((*_ranges(known, owner, parts, more, chunk), owner))
+    divided, first_slot, low, high, target, owner = _send(groups, flat.device)
     slots = int(first[-1])
     return RowPartition(
         owner.shape[0], low, high, target, owner, order, slots, divided, first_slot, False, whole, longest
@@ -235,23 +236,34 @@ def _parts(lengths: Tensor, chunk: int) -> Tensor:
     return (lengths + (chunk - 1)).div_(chunk, rounding_mode="floor").clamp_min_(1)
 
 
-def _send(parts: Sequence[tuple[Tensor, torch.dtype]], device: torch.device) -> list[Tensor]:
-    """Send tensors of the host to a device, together, as these dtypes.
+def _send(parts: Mapping[torch.dtype, Sequence[Tensor]], device: torch.device) -> list[Tensor]:
+    """Send tensors of the host to a device, together, as tensors of these dtypes.
 
     Each begins at a multiple of 16 bytes, or the machine code would depend on how many ranges there are.
     """
     if device.type == "cpu":
-        return [part.to(dtype) for part, dtype in parts]
-    sizes: list[int] = []
-    for part, dtype in parts:
-        used = part.shape[0] * dtype.itemsize
-        sizes += (used, -used % 16)
+        return [part.to(dtype) for dtype, group in parts.items() for part in group]
+    sizes = {
+        dtype: [size for part in group for size in (part.shape[0], -part.shape[0] % (16 // dtype.itemsize))]
+        for dtype, group in parts.items()
+    }
     # The device reads such memory by itself: the host does not wait until it comes to that.
-    packed = torch.empty(sum(sizes), dtype=torch.uint8, device="cpu", pin_memory=True)
-    for (part, dtype), place in zip(parts, packed.split(sizes)[::2], strict=True):
-        place.view(dtype).copy_(part)
-    sent = packed.to(device, non_blocking=True)
-    return [place.view(dtype) for (_, dtype), place in zip(parts, sent.split(sizes)[::2], strict=True)]
+    total = sum(sum(each) * dtype.itemsize for dtype, each in sizes.items())
+    packed = torch.empty(total, dtype=torch.uint8, device="cpu", pin_memory=True)
+    for piece, part in zip(_pieces(packed, sizes), (p for group in parts.values() for p in group), strict=True):
+        piece.copy_(part)
+    return _pieces(packed.to(device, non_blocking=True), sizes)
+
+
+def _pieces(packed: Tensor, sizes: Mapping[torch.dtype, Sequence[int]]) -> list[Tensor]:
+    """Cut bytes into tensors of these dtypes; every second size is a gap."""
+    found: list[Tensor] = []
+    begin = 0
+    for dtype, each in sizes.items():
+        end = begin + sum(each) * dtype.itemsize
+        found += packed[begin:end].view(dtype).split(each)[::2]  # type: ignore[arg-type]
+        begin = end
+    return found
 
 
 def _build_chunks(index: Tensor, rows: int, permuted: bool, chunk: int) -> RowPartition:

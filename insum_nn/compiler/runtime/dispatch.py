@@ -126,16 +126,19 @@ class Spec:
     def from_json(text: str) -> Spec:
         return _from_json(text)
 
-    def check_kinds(self, named: Mapping[str, Tensor], start: Tensor | None) -> None:
-        """Raise what `bind` raises of these tensors, the starting value by the output's name among them."""
+    def check_kinds(self, tensors: Sequence[Tensor], start: Tensor | None) -> None:
+        """Raise what `bind` raises of these tensors, which are in the layout's order, and of the starting value."""
         kinds = None
-        for tensor in named.values():
-            if not isinstance(tensor, Tensor):  # pyright: ignore[reportUnnecessaryIsInstance]
+        for tensor in (*tensors, start):
+            if tensor is not None and not isinstance(tensor, Tensor):  # pyright: ignore[reportUnnecessaryIsInstance]
                 break
         else:
-            kinds = kinds_of([named[name] for name in self.layout.tensors], start)
+            kinds = kinds_of(tensors, start)
             if kinds in self.kinds:
                 return
+        named = dict(zip(self.layout.tensors, tensors, strict=True))
+        if start is not None:
+            named[self.statement.output.name] = start
         bind(self.statement, named, start)
         if kinds is not None:
             self.kinds.add(kinds)
@@ -147,10 +150,6 @@ class Spec:
 
     def with_statement(self, statement: Statement, *, drop_outside: bool) -> Spec:
         return _with_expression(self, str(statement), drop_outside)
-
-
-def _ready_key(key: Key, fresh: bool, extents: Extents) -> Key:
-    return key, fresh, extents, torch.get_float32_matmul_precision()
 
 
 def parse_cached(expression: str) -> Statement:
@@ -393,7 +392,7 @@ def run_ready(
             with torch.autocast(device, enabled=False):
                 return run_ready(spec, tensors, start, extents, key)
     # Compiled float32 products follow the precision that was asked for when they were compiled.
-    key = _ready_key(key or call_key(tensors, start), start is None, extents)
+    key = (key or call_key(tensors, start), start is None, extents, torch.get_float32_matmul_precision())
     ready = spec.ready.get(key)
     if ready is not None and ready.holds(tensors):
         return ready.run(tensors, start), ready

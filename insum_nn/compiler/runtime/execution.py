@@ -85,18 +85,15 @@ class Executable:
         self, tensors: Sequence[Tensor], extents: Extents, start: Tensor | None
     ) -> Callable[[Sequence[Tensor], Tensor | None], Tensor]:
         """Everything that sizes decide, decided: what is returned runs on any tensors of these shapes."""
-        run = self._prepared(tensors, extents, start)
+        if isinstance(self.run, (Generated, Keyed)):
+            return self.run.prepare(tensors, extents, start)
+        run = self._prepared(self.run, tensors, extents, start)
         epilogue, dtype = self.bound.epilogue, self.bound.dtype
-        if isinstance(self.run, Generated | Keyed) or not epilogue:
-            return run
-        return lambda tensors, start: epilogue(run(tensors, start), dtype)
+        return (lambda tensors, start: epilogue(run(tensors, start), dtype)) if epilogue else run
 
     def _prepared(
-        self, tensors: Sequence[Tensor], extents: Extents, start: Tensor | None
+        self, run: Callable[..., Tensor], tensors: Sequence[Tensor], extents: Extents, start: Tensor | None
     ) -> Callable[[Sequence[Tensor], Tensor | None], Tensor]:
-        run = self.run
-        if isinstance(run, Generated | Keyed):
-            return run.prepare(tensors, extents, start)
         arguments = _integers(self.bound, extents)
         library, options = self.library, self.options
         step = None if library is None else piece_length(library, extents)
@@ -297,17 +294,21 @@ def _library_key(bound: Bound, options: Options, backend: str) -> _Key:
     return _Key((_without_unused_facts(bound), options, backend))
 
 
+def _find(key: _Key) -> Executable | None:
+    global _hits
+    with _lock:
+        program = _cache.get(key)
+        if program is not None:
+            _cache.move_to_end(key)
+            _hits += 1
+        return program
+
+
 def _cached(key: _Key, build: Callable[[], Executable]) -> Executable:
     """Return the program of a key, built once; nothing else waits while it is built."""
-
-    def find() -> Executable | None:
-        global _hits
-        with _lock:
-            program = _cache.get(key)
-            if program is not None:
-                _cache.move_to_end(key)
-                _hits += 1
-            return program
+    found = _find(key)
+    if found is not None:
+        return found
 
     def make() -> Executable:
         global _misses
@@ -322,7 +323,7 @@ def _cached(key: _Key, build: Callable[[], Executable]) -> Executable:
                 _cache.popitem(last=False)
         return program
 
-    return _building.get(key, find, make)
+    return _building.get(key, lambda: _find(key), make)
 
 
 def in_names_of(program: Executable, bound: Bound) -> Executable:

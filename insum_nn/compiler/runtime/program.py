@@ -178,7 +178,9 @@ class Program:
         out_shape: Shape | None,
     ) -> Seen:
         """What is remembered from now on of a call of plain tensors, after its checks."""
-        ordered, start = self._arrange(named)
+        # All are there and nothing else, or there were no key.
+        ordered, start = [named[name] for name in self._names], named.get(self.statement.output.name)
+        self._spec.check_kinds(ordered, start)
         seen = Seen(self._extents(ordered, start, sizes, out_shape), key=call[0])
         keep(self._seen, call, seen, _SEEN_LIMIT)
         return seen
@@ -265,8 +267,9 @@ class Program:
         if torch._C._is_any_autocast_enabled():
             named = {name: to_autocast(value) for name, value in named.items()}
             start = named.get(statement.output.name)
-        self._spec.check_kinds(named, start)
-        return [named[name] for name in self._names], start
+        ordered = [named[name] for name in self._names]
+        self._spec.check_kinds(ordered, start)
+        return ordered, start
 
     def _extents(
         self, ordered: Sequence[Tensor], start: Tensor | None, sizes: Mapping[str, int] | None, out_shape: Shape | None

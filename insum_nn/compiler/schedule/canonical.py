@@ -10,8 +10,7 @@ from __future__ import annotations
 
 import hashlib
 import json
-from collections.abc import Generator, Mapping
-from contextlib import contextmanager
+from collections.abc import Mapping
 from contextvars import ContextVar
 from dataclasses import fields, replace
 from functools import lru_cache
@@ -160,17 +159,19 @@ def shown_statement(statement: Statement) -> Statement:
     return _shown.get() or statement
 
 
-@contextmanager
-def messages_name(statement: Statement) -> Generator[None]:
+class messages_name:  # noqa: N801
     """Let messages of what is done under the canonical form of a statement show the statement itself."""
-    token = _shown.set(statement)
-    try:
-        yield
-    except InsumError as error:
-        if error.expression is None or error.expression != _renamed(statement).text:
-            raise
-        raise type(error)(
-            error.message, expression=statement.text, spans=(), details=error.details, fix=error.fix, **error.fields
-        ) from error.__cause__
-    finally:
-        _shown.reset(token)
+
+    def __init__(self, statement: Statement) -> None:
+        self.statement = statement
+
+    def __enter__(self) -> None:
+        self._token = _shown.set(self.statement)
+
+    def __exit__(self, kind: object, error: BaseException | None, trace: object) -> None:
+        _shown.reset(self._token)
+        if isinstance(error, InsumError) and error.expression == _renamed(self.statement).text:
+            text, fields = self.statement.text, error.fields
+            raise type(error)(
+                error.message, expression=text, spans=(), details=error.details, fix=error.fix, **fields
+            ) from error.__cause__
