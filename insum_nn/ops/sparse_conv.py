@@ -229,7 +229,8 @@ def check_features(owner: str, features: Tensor, rows: int | None = None, device
                 got=features.device,
             )
         )
-    raise_collected(faults)
+    if faults:
+        raise_collected(faults)
 
 
 def _check_weight(
@@ -285,4 +286,5 @@ def _check_weight(
             )
         )
     faults += layer_elsewhere("sparse_conv", weight, bias, "features", features)
-    raise_collected(faults)
+    if faults:
+        raise_collected(faults)

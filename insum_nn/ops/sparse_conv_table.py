@@ -149,7 +149,10 @@ class _Conv:
         call = self._call(kind, way)
         first, second = _OPERANDS[kind]
         key = None if way == "groups" else (a.shape, b.shape, a.dtype, a.device, start is None)
-        a, b = _split(first, a, kernel_map, groups), _split(second, b, kernel_map, groups)
+        if groups > 1 or first == "W":
+            a = _split(first, a, kernel_map, groups)
+        if groups > 1 or second == "W":
+            b = _split(second, b, kernel_map, groups)
         result = _launch(call, a, b, start, key)
         if kind == "W":
             return result.reshape(-1, *kernel_map.geometry.kernel_size, result.shape[-1])

@@ -124,7 +124,8 @@ def partition_of(index: Tensor, rows: int, permuted: bool, chunk: int, segment: 
         chunk: most terms in a range; rows with more are divided.
         segment: equal chunks of terms instead of rows.
     """
-    found = known_partition(index, rows, permuted, chunk, segment)
+    key = (rows, permuted, chunk, segment)
+    found = _known.find((index,), key)
     if found is None:
         undivided = None if segment else known_partition(index, rows, permuted, _WHOLE)
         if undivided is not None and undivided.longest <= chunk:
@@ -132,7 +133,7 @@ def partition_of(index: Tensor, rows: int, permuted: bool, chunk: int, segment: 
         else:
             with torch.inference_mode(False), torch.no_grad():
                 found = (_build_chunks if segment else _build)(index, rows, permuted, chunk)
-        _known.keep((index,), (rows, permuted, chunk, segment), found)
+        _known.keep((index,), key, found)
     return found
 
 
@@ -218,9 +219,7 @@ def _offsets(lengths: Tensor) -> Tensor:
     return torch.nn.functional.pad(lengths.cumsum(0, dtype=torch.int64), (1, 0))
 
 
-def _ranges(
-    begin: Tensor, owner: Tensor, parts: Tensor, more: Tensor, chunk: int
-) -> tuple[Tensor, Tensor, Tensor]:
+def _ranges(begin: Tensor, owner: Tensor, parts: Tensor, more: Tensor, chunk: int) -> tuple[Tensor, Tensor, Tensor]:
     """Where each range of the rows' parts begins and ends, and its target; `more`: a row has several."""
     # Range number r of all is the range r - before of its row, where `before` ranges are of earlier rows.
     before = parts.cumsum(0).sub_(parts)

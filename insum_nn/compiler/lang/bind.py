@@ -7,7 +7,7 @@ of one call are `Extents`.
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from functools import lru_cache
 
 import torch
@@ -128,15 +128,6 @@ class Bound:
     drop_outside: bool = False
     static: tuple[tuple[str, int], ...] = ()
     epilogue: Epilogue = PLAIN
-    _hash: int = field(default=0, init=False, compare=False, repr=False)
-
-    def __hash__(self) -> int:
-        # A key of caches, as the statement is.
-        if not self._hash:
-            parts = (self.statement, self.dtype, self.index_dtypes, self.device_type, self.has_start, self.facts)
-            whole = hash((*parts, self.drop_outside, self.static, self.epilogue))
-            object.__setattr__(self, "_hash", whole or 1)
-        return self._hash
 
     @property
     def out_dtype(self) -> torch.dtype:

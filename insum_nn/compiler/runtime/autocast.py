@@ -45,7 +45,7 @@ def to_autocast(value: object) -> object:
     torch.bfloat16
     """
     # What is no tensor is for the checks to judge.
-    if not isinstance(value, Tensor) or not _is_cast(value.dtype) or not under_autocast(value.device):
+    if not isinstance(value, Tensor) or not under_autocast(value.device) or not _is_cast(value.dtype):
         return value
     return value.to(torch.get_autocast_dtype(value.device.type))
 

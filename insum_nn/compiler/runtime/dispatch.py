@@ -351,16 +351,16 @@ class Seen:
         ready = self.ready
         if ready is None:
             return None
-        if self.precision != torch.get_float32_matmul_precision():
-            self.precision = torch.get_float32_matmul_precision()
+        if self.precision != torch._C._get_float32_matmul_precision():
+            self.precision = torch._C._get_float32_matmul_precision()
             self.ready = None
             return None
         return ready if ready.holds(tensors) else None
 
     def run(self, spec: Spec, tensors: Sequence[Tensor], start: Tensor | None) -> Tensor:
         """Run without recording gradients; the arguments are those of `run_ready`."""
-        ready = self.runs(tensors)
-        if ready is not None:
+        ready = self.ready
+        if ready is not None and (ready := self.runs(tensors)) is not None:
             return ready.run(tensors, start)
         result, self.ready = run_ready(spec, tensors, start, self.extents, self.key)
         return result
@@ -411,7 +411,7 @@ def run_ready(
             stand = [_stand_in(t, n in indexed) for n, t in zip(layout.tensors, tensors, strict=True)]
             return program(stand, extents, start), None
         run = program.prepare(tensors, extents, start)
-    read = None if spec.options.validate or writes_sums(spec.statement) else index_versions(spec, tensors)
+    read = None if spec.options.validate else index_versions(spec, tensors)
     if read is None:
         return run(tensors, start), None
     ready = Ready(run, read, generation())
@@ -422,9 +422,11 @@ def run_ready(
 def index_versions(spec: Spec, tensors: Sequence[Tensor]) -> Versions | None:
     """The index tensors whose values were read for a call; `None`: they have to be read at every call."""
     read: list[tuple[int, Callable[[], Tensor | None], int, bool]] = []
+    # The range of a sum that addresses the output is of the very tensors that were read, whatever a builder says.
+    sums = writes_sums(spec.statement)
     for at, vouched in spec.indexed:
         tensor = tensors[at]
-        spoken_for = vouched and unwritten(tensor)
+        spoken_for = vouched and not sums and unwritten(tensor)
         if not tensor.is_inference():
             read.append((at, weakref.ref(tensor), tensor._version, spoken_for))
         elif spoken_for:

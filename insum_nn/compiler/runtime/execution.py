@@ -31,7 +31,7 @@ from insum_nn.compiler.runtime.library.programs import (
     run_pieces,
 )
 from insum_nn.compiler.schedule import budget
-from insum_nn.compiler.schedule.build_once import BuildOnce
+from insum_nn.compiler.schedule.build_once import BuildOnce, CacheKey
 from insum_nn.compiler.schedule.canonical import canonical, canonical_tables, named_as
 from insum_nn.errors import InsumFormatError
 from insum_nn.facts import IndexFacts, StaticTable
@@ -132,22 +132,7 @@ def _executables(bound: Bound, options: Options, text: str) -> Executables:
     return Executables(bound, options)
 
 
-class _Key:
-    """What a program depends on; to hash all of it at each look-up would cost more than the look-up."""
-
-    __slots__ = ("_hash", "parts")
-
-    def __init__(self, parts: tuple[object, ...]) -> None:
-        self.parts, self._hash = parts, hash(parts)
-
-    def __hash__(self) -> int:
-        return self._hash
-
-    def __eq__(self, other: object) -> bool:
-        return isinstance(other, _Key) and self.parts == other.parts
-
-
-_cache: OrderedDict[_Key, Executable] = OrderedDict()
+_cache: OrderedDict[CacheKey, Executable] = OrderedDict()
 # Held for look-ups alone; programs are built without it.
 _lock = threading.RLock()
 _building: BuildOnce[Executable] = BuildOnce()
@@ -228,7 +213,7 @@ class Executables:
         self.backend, self.reason = choose_backend(self.own, options, tables=bool(static))
         names = frozenset(name for name, _ in self.tables)
         self.fixed = FixedExtents(self.own, options, names, shared=True)
-        self._keys: dict[object, _Key] = {}
+        self._keys: dict[object, CacheKey] = {}
 
     def of(self, tensors: Sequence[Tensor], extents: Extents) -> Executable:
         """Return the program for the sizes of a call, compiled now or cached under its canonical form."""
@@ -260,7 +245,7 @@ class Executables:
         key = self._keys.get((static, precision))
         if key is None:
             bound = replace(self.own, static=static)
-            key = _Key((bound, self.options, "triton", precision, self.tables))
+            key = CacheKey((bound, self.options, "triton", precision, self.tables))
             if len(self._keys) >= CACHE_LIMIT:
                 self._keys.clear()
             self._keys[static, precision] = key
@@ -285,16 +270,16 @@ def from_graph(
     if backend == "inductor":
         bound = fix_extents(bound, extents, options)
         precision = torch.get_float32_matmul_precision()
-        key = _Key((bound, options, backend, precision, inductor.size_class(bound, tensors, extents)))
+        key = CacheKey((bound, options, backend, precision, inductor.size_class(bound, tensors, extents)))
     return _cached(key, lambda: _build(bound, extents, options, backend, reason))
 
 
 @lru_cache(maxsize=1024)
-def _library_key(bound: Bound, options: Options, backend: str) -> _Key:
-    return _Key((_without_unused_facts(bound), options, backend))
+def _library_key(bound: Bound, options: Options, backend: str) -> CacheKey:
+    return CacheKey((_without_unused_facts(bound), options, backend))
 
 
-def _find(key: _Key) -> Executable | None:
+def _find(key: CacheKey) -> Executable | None:
     global _hits
     with _lock:
         program = _cache.get(key)
@@ -304,7 +289,7 @@ def _find(key: _Key) -> Executable | None:
         return program
 
 
-def _cached(key: _Key, build: Callable[[], Executable]) -> Executable:
+def _cached(key: CacheKey, build: Callable[[], Executable]) -> Executable:
     """Return the program of a key, built once; nothing else waits while it is built."""
     found = _find(key)
     if found is not None:

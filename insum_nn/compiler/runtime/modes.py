@@ -63,9 +63,11 @@ def is_plain_eager(*tensors: Tensor | None) -> bool:
 
     Nor is a tensor lazily negated: what a kernel finds in its memory is not its value. Autograd may record.
     """
-    if has_active_modes() or torch._C._is_tracing():
+    # `has_active_modes`, written out, and a loop instead of `all`: every call comes here several times.
+    if torch.compiler.is_compiling() or torch._C._len_torch_dispatch_stack() > 0 or peek_interpreter_stack():
         return False
-    # A loop instead of `all`: no generator on the way of every call.
+    if torch.autograd.forward_ad._current_level >= 0 or torch._C._is_tracing():
+        return False
     for tensor in tensors:
         if tensor is not None and (type(tensor) not in PLAIN or tensor.is_meta or tensor.is_neg()):
             return False

@@ -7,9 +7,24 @@ from collections.abc import Callable, Hashable
 from dataclasses import dataclass, field
 from typing import Generic, TypeVar
 
-__all__ = ["BuildOnce"]
+__all__ = ["BuildOnce", "CacheKey"]
 
 T = TypeVar("T")
+
+
+class CacheKey:
+    """What a value depends on; to hash all of it at each look-up would cost more than the look-up."""
+
+    __slots__ = ("_hash", "parts")
+
+    def __init__(self, parts: tuple[object, ...]) -> None:
+        self.parts, self._hash = parts, hash(parts)
+
+    def __hash__(self) -> int:
+        return self._hash
+
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, CacheKey) and self.parts == other.parts
 
 
 @dataclass(frozen=True, slots=True)

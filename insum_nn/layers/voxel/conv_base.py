@@ -178,9 +178,9 @@ class SparseConvolutionBase:
         `"spconv_pointwise"` for a kernel of one cell in a submanifold layer or one of stride 1: `spconv` multiplies by
         the numbers of (O, 1, .., 1, I) read as (I, O). Else `"spconv"`: what the shape says.
         """
-        steps = self.subm or all(step == 1 for step in self.stride)
-        one_cell = math.prod(self.kernel_size) == 1 and steps and self.groups == 1
-        return "spconv_pointwise" if one_cell else "spconv"
+        if math.prod(self.kernel_size) != 1 or self.groups != 1:
+            return "spconv"
+        return "spconv_pointwise" if self.subm or all(step == 1 for step in self.stride) else "spconv"
 
     @property
     def own_anchor(self) -> list[int] | None:

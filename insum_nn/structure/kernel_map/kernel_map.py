@@ -88,17 +88,17 @@ class KernelMap:
     @property
     def num_inputs(self) -> int:
         """Rows of the features that are read."""
-        return self.inputs.num_sites
+        return self.inputs.indices.shape[0]
 
     @property
     def num_outputs(self) -> int:
         """Rows of the result."""
-        return self.outputs.num_sites
+        return self.outputs.indices.shape[0]
 
     @property
     def device(self) -> torch.device:
         """Where the map is stored."""
-        return self.inputs.device
+        return self.inputs.indices.device
 
     @property
     def _groups(self) -> Groups:

@@ -9,6 +9,7 @@ from insum_nn.compiler.forms.placement import SHARED_MULTIPLE
 from insum_nn.compiler.kernels import launch
 from insum_nn.compiler.lang.bind import Bound, Extents, Layout
 from insum_nn.compiler.options import Options
+from insum_nn.compiler.schedule.build_once import CacheKey
 
 __all__ = ["FixedExtents", "fix_extents", "forget_extents", "is_feature", "slot_indices"]
 
@@ -17,7 +18,7 @@ _UNROLL_LIMIT = 32
 # Extents that a statement was compiled for, by statement and index; past the limit an index stays dynamic.
 _VALUES_LIMIT = 4
 _STATEMENTS_LIMIT = 4096
-_values: dict[tuple[object, str], set[int]] = {}
+_values: dict[CacheKey, set[int]] = {}
 
 
 def forget_extents() -> None:
@@ -54,6 +55,7 @@ class FixedExtents:
         self._specializes = options.specialize
         # For each index whether it is fixed at any size, and up to which size it may be.
         self._indices: list[tuple[str, bool, float]] = []
+        self._keys = {name: CacheKey((bound, name)) for name in layout.indices}
         for name in layout.indices:
             of_model = is_feature(layout, name) or _in_written_rows(layout, name)
             most = math.inf if of_model else _UNROLL_LIMIT if name in slots else -1
@@ -76,7 +78,7 @@ class FixedExtents:
     def _fixes(self, name: str, size: int) -> bool:
         if len(_values) >= _STATEMENTS_LIMIT:
             _values.clear()
-        seen = _values.setdefault((self.bound, name), set())
+        seen = _values.setdefault(self._keys[name], set())
         if len(seen) < _VALUES_LIMIT:
             seen.add(size)
         return size in seen
