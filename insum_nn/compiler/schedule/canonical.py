@@ -159,7 +159,7 @@ def shown_statement(statement: Statement) -> Statement:
     return _shown.get() or statement
 
 
-class messages_name:  # noqa: N801
+class messages_name:
     """Let messages of what is done under the canonical form of a statement show the statement itself."""
 
     def __init__(self, statement: Statement) -> None:
