@@ -11,8 +11,11 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from typing import Any
 
+import numpy as np
 import torch
+from numpy.typing import NDArray
 from torch import Tensor
 
 from insum_nn.compiler.forms.form import Form
@@ -35,6 +38,10 @@ __all__ = [
     "words_of",
 ]
 
+Array = NDArray[np.integer[Any]]
+# A tensor, or an array: the same arithmetic on a device and on the host.
+Numbers = Any
+_ARRAYS = {torch.int32: np.int32, torch.int64: np.int64}
 # Index tensors whose partitions are kept.
 _LIMIT = 512
 # Rows up to which they are divided on the host.
@@ -86,7 +93,7 @@ class RowPartition:
 _known: TensorCache[RowPartition] = TensorCache(_LIMIT)
 _orders: TensorCache[Tensor] = TensorCache(_LIMIT)
 # Where the terms of each row begin, on the host, of index tensors with few rows.
-_begins: TensorCache[Tensor] = TensorCache(_LIMIT)
+_begins: TensorCache[Array] = TensorCache(_LIMIT)
 # For each column of an index tensor, the rows in which it has an entry.
 _words: TensorCache[Tensor] = TensorCache(_LIMIT)
 
@@ -166,27 +173,26 @@ def _build(index: Tensor, rows: int, permuted: bool, chunk: int) -> RowPartition
         begin = torch.searchsorted(flat, bounds, out_int32=small == torch.int32)
         if rows > _FEW_ROWS:
             return _divide(flat, order, begin, chunk)
-        # Few rows are divided on the host, which then reads the device once rather than at every size it needs.
-        known = begin.cpu()
-        _begins.keep((index,), None, known)
-    lengths = known.diff()
+        # Few rows are divided on the host, which then reads the device once rather than at every size it needs. NumPy
+        # takes a fraction of torch's time for so few numbers.
+        known = _begins.keep((index,), None, begin.cpu().numpy())
+    lengths = np.diff(known)
     longest = int(lengths.max()) if rows else 0
-    whole = int(lengths.sum()) == flat.shape[0]
+    whole = int(known[-1] - known[0]) == flat.shape[0]
     if longest <= chunk:
         begin = _send({small: [known]}, flat.device)[0] if begin is None else begin
         return RowPartition(rows, begin, order=order, whole=whole, longest=longest)
     parts = _parts(lengths, chunk)
     more = parts > 1
-    owner = torch.repeat_interleave(parts)
-    divided = more.nonzero().squeeze(1)
-    first = _offsets(parts[divided])
+    owner = np.repeat(np.arange(rows), parts)
+    first = np.cumsum((0, *parts[more]))
     # Where both are of one dtype they are sent as one group.
-    groups: dict[torch.dtype, list[Tensor]] = {torch.int64: [divided, first]}
-    groups.setdefault(small, []).extend((*_ranges(known, owner, parts, more, chunk), owner))
-    divided, first_slot, low, high, target, owner = _send(groups, flat.device)
-    slots = int(first[-1])
+    groups: dict[torch.dtype, list[Array]] = {torch.int64: [np.flatnonzero(more), first]}
+    steps = np.arange(owner.shape[0])
+    groups.setdefault(small, []).extend((*_ranges(known, owner, steps, parts, more, chunk), owner))
+    divided, first_slot, low, high, target, own = _send(groups, flat.device)
     return RowPartition(
-        owner.shape[0], low, high, target, owner, order, slots, divided, first_slot, False, whole, longest
+        owner.shape[0], low, high, target, own, order, int(first[-1]), divided, first_slot, False, whole, longest
     )
 
 
@@ -209,39 +215,47 @@ def _divide(flat: Tensor, order: Tensor | None, begin: Tensor, chunk: int) -> Ro
     divided = more.nonzero_static(size=count).squeeze(1)
     # Each begins at a multiple of 16 bytes, or the machine code would depend on how many ranges there are.
     packed = torch.empty((4, -(-ranges // 4) * 4), dtype=small, device=flat.device)
-    packed[:, :ranges] = torch.stack([*_ranges(begin, owner, parts, more, chunk), owner])
+    steps = torch.arange(ranges, device=flat.device)
+    packed[:, :ranges] = torch.stack([*_ranges(begin, owner, steps, parts, more, chunk), owner])
     low, high, target, own = packed[:, :ranges].unbind(0)
-    first = _offsets(parts[divided])
+    first = torch.nn.functional.pad(parts[divided].cumsum(0, dtype=torch.int64), (1, 0))
     return RowPartition(ranges, low, high, target, own, order, slots, divided, first, False, whole, longest)
 
 
-def _offsets(lengths: Tensor) -> Tensor:
-    return torch.nn.functional.pad(lengths.cumsum(0, dtype=torch.int64), (1, 0))
+def _ranges(
+    begin: Numbers, owner: Numbers, steps: Numbers, parts: Numbers, more: Numbers, chunk: int
+) -> tuple[Numbers, Numbers, Numbers]:
+    """Where each range of the rows' parts begins and ends, and its target; tensors or arrays.
 
-
-def _ranges(begin: Tensor, owner: Tensor, parts: Tensor, more: Tensor, chunk: int) -> tuple[Tensor, Tensor, Tensor]:
-    """Where each range of the rows' parts begins and ends, and its target; `more`: a row has several."""
+    Args:
+        begin: where each row begins.
+        owner: the row of each range.
+        steps: 0, 1, .. for each range.
+        parts: ranges of each row.
+        more: a row has several.
+        chunk: most terms in a range.
+    """
+    where, minimum = (torch.where, torch.minimum) if isinstance(begin, Tensor) else (np.where, np.minimum)
     # Range number r of all is the range r - before of its row, where `before` ranges are of earlier rows.
-    before = parts.cumsum(0).sub_(parts)
-    base = torch.sub(begin[:-1], before, alpha=chunk)
-    low = base[owner].add_(torch.arange(owner.shape[0], device=owner.device), alpha=chunk)
-    high = torch.minimum(low + chunk, begin[1:][owner])
+    before = parts.cumsum(0) - parts
+    low = (begin[:-1] - before * chunk)[owner] + steps * chunk
+    high = minimum(low + chunk, begin[1:][owner])
     apart = more[owner]
-    return low, high, torch.where(apart, apart.cumsum(0).neg_(), owner)
+    return low, high, where(apart, -apart.cumsum(0), owner)
 
 
-def _parts(lengths: Tensor, chunk: int) -> Tensor:
+def _parts(lengths: Numbers, chunk: int) -> Numbers:
     """How many ranges each row becomes."""
-    return (lengths + (chunk - 1)).div_(chunk, rounding_mode="floor").clamp_min_(1)
+    return ((lengths + (chunk - 1)) // chunk).clip(1)
 
 
-def _send(parts: Mapping[torch.dtype, Sequence[Tensor]], device: torch.device) -> list[Tensor]:
-    """Send tensors of the host to a device, together, as tensors of these dtypes.
+def _send(parts: Mapping[torch.dtype, Sequence[Array]], device: torch.device) -> list[Tensor]:
+    """Send arrays to a device, together, as tensors of these dtypes.
 
     Each begins at a multiple of 16 bytes, or the machine code would depend on how many ranges there are.
     """
     if device.type == "cpu":
-        return [part.to(dtype) for dtype, group in parts.items() for part in group]
+        return [torch.from_numpy(part.astype(_ARRAYS[dtype])) for dtype, group in parts.items() for part in group]
     sizes = {
         dtype: [size for part in group for size in (part.shape[0], -part.shape[0] % (16 // dtype.itemsize))]
         for dtype, group in parts.items()
@@ -249,18 +263,17 @@ def _send(parts: Mapping[torch.dtype, Sequence[Tensor]], device: torch.device) -
     # The device reads such memory by itself: the host does not wait until it comes to that.
     total = sum(sum(each) * dtype.itemsize for dtype, each in sizes.items())
     packed = torch.empty(total, dtype=torch.uint8, device="cpu", pin_memory=True)
-    for piece, part in zip(_pieces(packed, sizes), (p for group in parts.values() for p in group), strict=True):
-        piece.copy_(part)
-    return _pieces(packed.to(device, non_blocking=True), sizes)
-
-
-def _pieces(packed: Tensor, sizes: Mapping[torch.dtype, Sequence[int]]) -> list[Tensor]:
-    """Cut bytes into tensors of these dtypes; every second size is a gap."""
+    host, begin = packed.numpy(), 0
+    for dtype, group in parts.items():
+        for part, size, gap in zip(group, sizes[dtype][::2], sizes[dtype][1::2], strict=True):
+            end = begin + size * dtype.itemsize
+            host[begin:end].view(_ARRAYS[dtype])[:] = part
+            begin = end + gap * dtype.itemsize
+    sent, begin = packed.to(device, non_blocking=True), 0
     found: list[Tensor] = []
-    begin = 0
     for dtype, each in sizes.items():
         end = begin + sum(each) * dtype.itemsize
-        found += packed[begin:end].view(dtype).split(each)[::2]  # type: ignore[arg-type]
+        found += sent[begin:end].view(dtype).split(each)[::2]  # type: ignore[arg-type]
         begin = end
     return found
 
@@ -290,9 +303,9 @@ def _build_chunks(index: Tensor, rows: int, permuted: bool, chunk: int) -> RowPa
         asked = [*begin.unbind(0), (begins & apart).sum(), (heads & apart).sum(), heads.sum()]
         low, high, slots, count, met = torch.stack(asked).tolist()
     else:
-        low, high, lengths = int(known[0]), int(known[-1]), known.diff()
-        chunks = (known - low).div(chunk, rounding_mode="floor"), (known - low - 1).div(chunk, rounding_mode="floor")
-        parts = torch.where(lengths > 0, chunks[1][1:] - chunks[0][:-1] + 1, 0)
+        low, high, lengths = int(known[0]), int(known[-1]), np.diff(known)
+        chunks = (known - low) // chunk, (known - low - 1) // chunk
+        parts = np.where(lengths > 0, chunks[1][1:] - chunks[0][:-1] + 1, 0)
         met, count, slots = int((lengths > 0).sum()), int((parts > 1).sum()), int(parts[parts > 1].sum())
     where = (heads & apart).nonzero_static(size=count).squeeze(1) if count else place[:0]
     fits = max(rows, slots) < 2**29
@@ -311,11 +324,10 @@ def _build_chunks(index: Tensor, rows: int, permuted: bool, chunk: int) -> RowPa
 def keep_lengths(index: Tensor, lengths: Sequence[int]) -> None:
     """Take how often each row stands in an index tensor in which no term is without a row, where the host knows it."""
     if len(lengths) <= _FEW_ROWS:
-        with torch.inference_mode(False):
-            _begins.keep((index,), None, _offsets(torch.tensor(lengths, dtype=torch.int64, device="cpu")))
+        _begins.keep((index,), None, np.cumsum((0, *lengths)))
 
 
-def _known_begin(index: Tensor, rows: int) -> Tensor | None:
+def _known_begin(index: Tensor, rows: int) -> Array | None:
     found = _begins.find((index,))
     # What is sent while a graph is captured would be sent by its replays.
     if found is None or found.shape[0] != rows + 1 or (index.is_cuda and torch.cuda.is_current_stream_capturing()):
