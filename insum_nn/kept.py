@@ -90,9 +90,9 @@ class TensorCache(Generic[Built]):
         if found is None:
             return None
         refs, built = found
-        for place, tensor in enumerate(tensors):
+        for ref, tensor in zip(refs, tensors, strict=True):
             # The identifier of a tensor that was freed may have been reused.
-            if refs[place]() is not tensor:
+            if ref() is not tensor:
                 return None
         return built
 
@@ -112,7 +112,7 @@ class TensorCache(Generic[Built]):
         with self._lock:
             while len(self._known) >= self.limit:
                 del self._known[next(iter(self._known))]
-            self._known[whole] = tuple(weakref.ref(tensor, gone) for tensor in tensors), built
+            self._known[whole] = tuple([weakref.ref(tensor, gone) for tensor in tensors]), built
         return built
 
     def get(self, tensors: Sequence[Tensor], key: Hashable, build: Callable[[], Built]) -> Built:

@@ -10,7 +10,7 @@ from torch import Tensor
 from insum_nn.compiler.api import Program, by_table, compile_built, takes_table
 from insum_nn.compiler.options import DEFAULT, Options
 from insum_nn.errors import InsumDeviceError, InsumDtypeError, InsumError, InsumShapeError, raise_collected
-from insum_nn.ops.arguments import layer_elsewhere, run, to_autocast
+from insum_nn.ops.arguments import layer_elsewhere, run, to_autocast, under_autocast
 from insum_nn.ops.sparse_conv_table import table_conv, table_entries, table_operands, table_statement
 from insum_nn.structure.kernel_map import FACTS, KernelMap
 from insum_nn.structure.kernel_map.tables import TABLE_FACTS
@@ -174,7 +174,8 @@ def _checked(
         check_features("sparse_conv", features, kernel_map.num_inputs, kernel_map.device)
     else:
         check_features("sparse_conv", features)
-    features, weight = to_autocast(features), to_autocast(weight)
+    if under_autocast(features.device):
+        features, weight = to_autocast(features), to_autocast(weight)
     expression = sparse_conv_expression(groups=groups, pointwise=kernel_map is None)
     _check_weight(expression, features, weight, kernel_map, bias, groups)
     return features, weight

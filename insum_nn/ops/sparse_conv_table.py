@@ -16,7 +16,7 @@ output, whatever the kernel; so it needs no other way for maps of certain kinds.
 
 from __future__ import annotations
 
-from collections.abc import Hashable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass
 from functools import lru_cache
 from typing import Literal, NamedTuple, cast
@@ -148,12 +148,20 @@ class _Conv:
         kernel_map, groups = self.kernel_map, self.groups
         call = self._call(kind, way)
         first, second = _OPERANDS[kind]
+        # What decides the shapes of all tensors, where no dispatch mode is active.
         key = None if way == "groups" else (a.shape, b.shape, a.dtype, a.device, start is None)
         if groups > 1 or first == "W":
             a = _split(first, a, kernel_map, groups)
         if groups > 1 or second == "W":
             b = _split(second, b, kernel_map, groups)
-        result = _launch(call, a, b, start, key)
+        if key is not None:
+            pair = (a, b) if call.given.names == call.names else (b, a)
+            result = call.given(*pair, out_shape=call.shape, start=start, key=key)
+        else:
+            named = {**call.indices, call.names[0]: a, call.names[1]: b}
+            if start is not None:
+                named[call.program.statement.output.name] = start
+            result = call.program(tensors=named, out_shape=call.shape)
         if kind == "W":
             return result.reshape(-1, *kernel_map.geometry.kernel_size, result.shape[-1])
         return result if groups == 1 else result.flatten(1)
@@ -178,24 +186,15 @@ class _Call(NamedTuple):
     given: Given
 
 
-def _launch(call: _Call, a: Tensor, b: Tensor, start: Tensor | None, key: Hashable | None) -> Tensor:
-    """The call's statement; `key` decides the shapes of its tensors, where no dispatch mode is active."""
-    if key is not None:
-        pair = (a, b) if call.given.names == call.names else (b, a)
-        return call.given(*pair, out_shape=call.shape, start=start, key=key)
-    named = {**call.indices, call.names[0]: a, call.names[1]: b}
-    if start is not None:
-        named[call.program.statement.output.name] = start
-    return call.program(tensors=named, out_shape=call.shape)
-
-
 def _call(kind: Kind, kernel_map: KernelMap, groups: int, options: Options, way: Way) -> _Call:
     rest: tuple[int | None, ...] = (None,) * (1 if groups == 1 else 2)
     if kind == "W":
         shape = (*rest, kernel_map.geometry.volume, None)
     else:
         shape = (kernel_map.num_outputs if kind == "Out" else kernel_map.num_inputs, *rest)
-    first, second = ("dOut" if operand == "Out" else operand for operand in _OPERANDS[kind])
+    first, second = _OPERANDS[kind]
+    if first == "Out":
+        first = "dOut"
     if way == "list":
         indices = kernel_map.pair_list
         if not torch.compiler.is_compiling():

@@ -22,7 +22,6 @@ from insum_nn.compiler.forms.form import Form
 from insum_nn.compiler.forms.placement import segmented
 from insum_nn.compiler.lang.bind import Extents
 from insum_nn.compiler.passes.tile import WORD_BITS
-from insum_nn.compiler.runtime.modes import records_graph
 from insum_nn.compiler.schedule.space import Schedule
 from insum_nn.kept import TensorCache
 
@@ -33,6 +32,7 @@ __all__ = [
     "keep_words",
     "known_partition",
     "longest_row",
+    "new_words_of",
     "partition_for",
     "partition_of",
     "words_of",
@@ -344,14 +344,17 @@ def words_of(index: Tensor) -> Tensor:
     Returns:
         (ceil(k / 31), i) int32: bit b of word w says whether row 31 w + b has one.
     """
-    if records_graph((index,)):
-        return _words_with(index, _new_powers(index.device))
     found = _words.find((index,))
     if found is not None:
         return found
     with torch.inference_mode(False), torch.no_grad():
         words = _words_with(index, _powers(index.device))
     return _words.keep((index,), None, words)
+
+
+def new_words_of(index: Tensor) -> Tensor:
+    """`words_of` for an index tensor of a graph that torch records; nothing is kept."""
+    return _words_with(index, _new_powers(index.device))
 
 
 def _words_with(index: Tensor, bits: Tensor) -> Tensor:

@@ -8,7 +8,7 @@ that a further call of these sizes only passes pointers.
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -87,8 +87,9 @@ class Kernel:
         start: Tensor | None,
         partition: RowPartition | None,
         additional: Sequence[Tensor] = (),
+        words: Callable[[Tensor], Tensor] = words_of,
     ) -> Tensor:
-        """The statement's output; further ones are written to `additional`."""
+        """The statement's output; further ones are written to `additional`, and `words` makes those of an index."""
         of = self.of
         device = tensors[0].device
         empty_rows = partition is not None and partition.empty_rows
@@ -106,7 +107,7 @@ class Kernel:
             if kind == "out":
                 arguments[place] = output
             elif kind == "words":
-                arguments[place] = words_of(tensors[position])
+                arguments[place] = words(tensors[position])
             elif kind == "start":
                 arguments[place] = start
             elif kind == "scratch":

@@ -47,11 +47,18 @@ class Given:
     def __init__(self, program: _Program, output: str, order: Sequence[str], tensors: Mapping[str, Tensor]) -> None:
         self.program, self._spec = program, program.spec
         self.tensors = dict(tensors)
-        self.names = tuple([name for name in order if name not in tensors])
         self._output = output
         self._order = tuple(order)
-        self._template: list[Any] = [tensors.get(name) for name in order]
-        self._places = tuple([order.index(name) for name in self.names])
+        # One is made for each new structure: a loop, and not a comprehension for each list.
+        names: list[str] = []
+        self._template: list[Any] = []
+        self._places: list[int] = []
+        for place, name in enumerate(order):
+            if name not in tensors:
+                names.append(name)
+                self._places.append(place)
+            self._template.append(tensors.get(name))
+        self.names = tuple(names)
         self._seen: dict[Hashable, Seen] = {}
 
     def __call__(

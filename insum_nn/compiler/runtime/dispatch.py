@@ -360,8 +360,10 @@ class Seen:
     def run(self, spec: Spec, tensors: Sequence[Tensor], start: Tensor | None) -> Tensor:
         """Run without recording gradients; the arguments are those of `run_ready`."""
         ready = self.ready
-        if ready is not None and (ready := self.runs(tensors)) is not None:
+        # `runs`, written out.
+        if ready is not None and self.precision == torch._C._get_float32_matmul_precision() and ready.holds(tensors):
             return ready.run(tensors, start)
+        self.precision = torch._C._get_float32_matmul_precision()
         result, self.ready = run_ready(spec, tensors, start, self.extents, self.key)
         return result
 

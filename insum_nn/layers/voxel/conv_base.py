@@ -298,8 +298,7 @@ class SparseConvolutionBase:
             output = input.with_sites(features, kernel_map.outputs, input.indice_dict)
         if kernel_map is not None and not self.inverse:
             output.indice_dict = store_map(input.indice_dict, self.indice_key, kernel_map)
-        count = getattr(self, VOXEL_COUNT, None)
-        if self.record_voxel_count and isinstance(count, Tensor):
+        if self.record_voxel_count and isinstance(count := getattr(self, VOXEL_COUNT, None), Tensor):
             count.clamp_(min=features.shape[0])
         if add_input is None:
             return output

@@ -153,8 +153,13 @@ class SparseConvTensor:
         self._keep_sites(sites)
         return found
 
+    @property
+    def has_all_rows(self) -> bool:
+        """Whether there are as many voxels as features; `replace_feature` leaves that open."""
+        return self._features.shape[0] == self.indices.shape[0]
+
     def check_rows(self) -> None:
-        """Raise `InsumShapeError` unless there are as many voxels as features; `replace_feature` leaves that open."""
+        """Raise `InsumShapeError` unless `has_all_rows`."""
         _check_indices(self.indices, self.spatial_shape, self._features.shape[0])
 
     def _sites(self) -> Coordinates:

@@ -50,6 +50,7 @@ _GROUP_SIZES = (128, 64, 32, 16)
 _MAX_UNUSED = 0.25
 # Offsets to a word of a mask: words are int64 and never negative, so that they sort as their bits read.
 MASK_BITS = 56
+_POWERS = tuple(1 << bit for bit in range(MASK_BITS))
 # The same where a word is int32, which takes half of the time; for the tables of so few offsets.
 _NARROW_BITS = 31
 # Entries of the largest table that is built first: past it (1 GiB of int32) the pairs take far less memory.
@@ -333,7 +334,7 @@ def _word(neighbours: Tensor) -> Tensor:
     """(m,) bit b says whether row b of at most 56 has an entry; int32 where they are few."""
     volume, outputs = neighbours.shape
     dtype = torch.int32 if volume <= _NARROW_BITS else torch.int64
-    bits = constant(tuple(1 << bit for bit in range(volume)), neighbours.device, dtype)[:, None]
+    bits = constant(_POWERS[:volume], neighbours.device, dtype)[:, None]
     run = max(8, _BITS_AT_ONCE // max(1, outputs))
     if run >= volume:
         return ((neighbours >= 0) * bits).sum(0, dtype=dtype)

@@ -25,7 +25,7 @@ from insum_nn.compiler.forms.nest import Source
 from insum_nn.compiler.forms.parameters import Strides, initial_steps
 from insum_nn.compiler.forms.placement import segmented
 from insum_nn.compiler.kernels.launch import function_of
-from insum_nn.compiler.kernels.row_partition import RowPartition
+from insum_nn.compiler.kernels.row_partition import RowPartition, new_words_of
 from insum_nn.compiler.kernels.sized import WIDE, Kernel, UnsizedKernel
 from insum_nn.compiler.lang.bind import Bound, Extents
 from insum_nn.compiler.options import Options
@@ -80,7 +80,7 @@ def inline_kernel(
         _undivided(form, tensors[form.owner_place], extents.output[form.owner_axis], wide) if form.row_index else None
     )
     return _sized(UnsizedKernel(form, schedule, strides, precision), tensors, start, extents, partition)(
-        tensors, start, partition
+        tensors, start, partition, words=new_words_of
     )
 
 
