@@ -61,14 +61,15 @@ CASES = [
 def ran(monkeypatch):
     """All devices and backends go by the table; the statements that ran are listed."""
     statements: list[str] = []
-    inner = sparse_conv_table._launch
+    inner = sparse_conv_table._Conv._call
 
-    def watch(call, *rest):
+    def watch(*given):
+        call = inner(*given)
         statements.append(call.program.expression)
-        return inner(call, *rest)
+        return call
 
     monkeypatch.setattr(statement_choice, "_everywhere", True)
-    monkeypatch.setattr(sparse_conv_table, "_launch", watch)
+    monkeypatch.setattr(sparse_conv_table._Conv, "_call", watch)
     return statements
 
 
