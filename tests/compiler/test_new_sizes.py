@@ -18,7 +18,7 @@ from insum_nn.compiler.api import compile_built
 from insum_nn.compiler.kernels import launch, sized
 from insum_nn.compiler.kernels.ahead import collect
 from insum_nn.errors import InsumRangeError, InsumShapeError
-from insum_nn.layers import BlockSparseLinear
+from insum_nn.layers import BlockSparseLinear, PrunedConv2d
 from insum_nn.ops.sparse_conv import sparse_conv
 from insum_nn.structure.coordinates import Coordinates
 from insum_nn.structure.kernel_map.build import build_kernel_map
@@ -98,12 +98,40 @@ def test_how_much_python_a_call_at_new_sizes_runs(
         for size in range(24):
             out = call(*make(size))
             out.backward(torch.ones_like(out))
-        made = make(25)
-        with counted() as first:
+        assert_counts(call, make(25), forward, both)
+
+
+def pruned() -> tuple[Callable[[int], tuple[Any, ...]], Callable[..., Tensor]]:
+    layer = PrunedConv2d(32, 64, 3, padding=1, density=0.1)
+    return lambda size: (torch.randn(2, 32, 14 + size, 14, requires_grad=True),), layer
+
+
+@pytest.mark.parametrize(
+    ("case", "forward", "both"), [(convolution, 48, 110), (product, 32, 68), (blocks, 65, 125), (pruned, 80, 115)]
+)
+def test_how_much_python_a_repeated_call_runs(
+    case: Callable[[], tuple[Callable[[int], tuple[Any, ...]], Callable[..., Tensor]]],
+    forward: int,
+    both: int,
+    monkeypatch: pytest.MonkeyPatch,
+):
+    monkeypatch.setattr(launch._Launch, "collect", lambda *_: None)
+    make, call = case()
+    made = make(3)
+    with pretended_gpu(), collect(H200):
+        for _ in range(3):
             out = call(*made)
-        ones = torch.ones_like(out)
-        with counted() as second:
-            out.backward(ones)
+            out.backward(torch.ones_like(out))
+        assert_counts(call, made, forward, both)
+
+
+def assert_counts(call: Callable[..., Tensor], made: tuple[Any, ...], forward: int, both: int) -> None:
+    """A call, and with it its backward pass, makes at most so many calls of our Python."""
+    with counted() as first:
+        out = call(*made)
+    ones = torch.ones_like(out)
+    with counted() as second:
+        out.backward(ones)
     assert first[0] <= forward
     assert first[0] + second[0] <= both
 
