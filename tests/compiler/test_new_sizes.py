@@ -217,3 +217,17 @@ def test_affine_writes_and_constants_at_new_sizes():
         with pytest.raises(InsumRangeError, match="'2' reads outside axis 0 of 'z'"):
             program(x=x, z=torch.ones(2), out_shape=(2 * size,))
     assert program(x=torch.ones(0), z=torch.ones(3), out_shape=(0,)).shape == (0,)
+
+
+def test_a_sum_that_addresses_the_output_is_checked_for_each_index_tensor():
+    """Its range depends on the values: a builder's word for one tensor is none for another, or for a later version."""
+    program = compile_built("y[Row[p]+q] += x[p,q]", facts={"Row": IndexFacts(masked=False, proven=True)})
+    row, x = torch.tensor([0, 2, 1]), torch.ones(3, 2)
+    for _ in range(3):
+        assert program(Row=row, x=x, out_shape=(4,)).tolist() == [1.0, 2.0, 2.0, 1.0]
+    assert program(Row=row + 0, x=x, out_shape=(4,)).tolist() == [1.0, 2.0, 2.0, 1.0]
+    with pytest.raises(InsumRangeError):
+        program(Row=row + 1, x=x, out_shape=(4,))
+    row += 1
+    with pytest.raises(InsumRangeError):
+        program(Row=row, x=x, out_shape=(4,))
