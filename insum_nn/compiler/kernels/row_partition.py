@@ -185,7 +185,7 @@ def _build(index: Tensor, rows: int, permuted: bool, chunk: int) -> RowPartition
     parts = _parts(lengths, chunk)
     more = parts > 1
     owner = np.repeat(np.arange(rows), parts)
-    first = np.cumsum((0, *parts[more]))
+    first = np.cumsum((0, *parts[more]), dtype=np.int64)
     # Where both are of one dtype they are sent as one group.
     groups: dict[torch.dtype, list[Array]] = {torch.int64: [np.flatnonzero(more), first]}
     steps = np.arange(owner.shape[0])
@@ -324,7 +324,7 @@ def _build_chunks(index: Tensor, rows: int, permuted: bool, chunk: int) -> RowPa
 def keep_lengths(index: Tensor, lengths: Sequence[int]) -> None:
     """Take how often each row stands in an index tensor in which no term is without a row, where the host knows it."""
     if len(lengths) <= _FEW_ROWS:
-        _begins.keep((index,), None, np.cumsum((0, *lengths)))
+        _begins.keep((index,), None, np.cumsum((0, *lengths), dtype=np.int64))
 
 
 def _known_begin(index: Tensor, rows: int) -> Array | None:
