@@ -59,7 +59,6 @@ COMPILER_EXCEPTIONS: dict[tuple[str, str], str] = {
     ("schedule.tune", "forms"): "measures the candidates of a Form, which it builds itself",
     ("schedule.tune", "kernels"): "a candidate is measured with the row partition that it asks for",
     ("schedule.database", "kernels.launch"): "an entry names the version of Triton that it was measured with",
-    ("kernels.row_partition", "runtime.modes"): "in a graph that torch records, nothing is kept of index tensors",
     ("codegen.aten", "runtime.library.library_calls"): "the graph calls this function by name",
     ("codegen.aten_read", "runtime.library.library_calls"): "the graph calls this function by name",
     ("runtime.program", "explain.report"): "`Program.explain()` returns a report",
