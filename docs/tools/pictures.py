@@ -343,7 +343,7 @@ def write_room(root: Path, path: Path) -> None:
     with tempfile.TemporaryDirectory() as folder:
         command = [sys.executable, str(script), "--size", "tiny", "--device", "cpu", "--root", str(root), *rooms]
         subprocess.run([*command, "--out", folder], check=True)
-        Image.open(Path(folder, "train_s3dis.png")).convert("RGB").quantize(48).save(path, optimize=True)
+        Image.open(Path(folder, "train_s3dis.png")).convert("RGB").quantize(160).save(path, optimize=True)
     print(f"{path.name}: {path.stat().st_size // 1000} kB")
 
 
