@@ -20,7 +20,7 @@ from insum_nn.compiler.runtime.modes import graph_constant
 from insum_nn.dtypes import wide_dtype
 from insum_nn.facts import StaticTable
 
-__all__ = ["PairProgram", "find_pairs"]
+__all__ = ["PairProducts", "PairProgram", "find_pairs"]
 
 Static = tuple[tuple[str, StaticTable], ...]
 _DTYPES = (torch.float32, torch.float64, torch.float16, torch.bfloat16)
