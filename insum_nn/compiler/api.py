@@ -38,7 +38,6 @@ from insum_nn.compiler.runtime.modes import (
     is_traced,
     is_transformed,
     records_graph,
-    writes_graph,
 )
 from insum_nn.compiler.runtime.multilinear import JointSums, Multilinear, contract, contract_jointly, joint_gradients
 from insum_nn.compiler.runtime.out_argument import check_unrecorded, write_out
@@ -88,7 +87,6 @@ __all__ = [
     "under_autocast",
     "wanted_gradients",
     "without_autocast",
-    "writes_graph",
 ]
 
 

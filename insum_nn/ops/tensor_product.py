@@ -21,7 +21,7 @@ from insum_nn.compiler.api import (
     paths_are_products,
     wanted_gradients,
     without_autocast,
-    writes_graph,
+    records_graph,
 )
 from insum_nn.ops.tensor_product_checks import check_operands
 from insum_nn.ops.tensor_product_right import tensor_product_right
@@ -233,7 +233,7 @@ class _Sums(NamedTuple):
         source = role_of(layout, role, device, dtype, staged=role == "y" and not by_path)
         if rows * source.first_width > _MOST_BETWEEN:
             source = role_of(layout, role, device, dtype)
-        if by_path and self.senders is None and not writes_graph(given):
+        if by_path and self.senders is None and not records_graph(given):
             return _in_parts(source, given, rows, key)
         return source(given, (self.receivers, self.senders), rows, key)
 
@@ -246,7 +246,7 @@ class _Sums(NamedTuple):
         if not torch.compiler.is_compiling() and is_transformed():
             # Transforms go through the programs, which know them; a registered operator does not.
             return self.run(wanted, operands)[wanted]
-        if is_traced(*given, *ends) and not writes_graph(given):
+        if is_traced(*given, *ends) and not records_graph(given):
             return torch.ops.insum_nn.tensor_product_call(  # type: ignore[no-any-return]
                 self.text, wanted, *given, *ends, self.num_x, self.num_z
             )

@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from insum_nn.compiler.api import Joint, JointPaths, graph_constant, writes_graph
+from insum_nn.compiler.api import Joint, JointPaths, graph_constant, records_graph
 from insum_nn.ops.tensor_product_spec import NUMBER, ProductLayout, others
 from insum_nn.ops.tensor_product_statement import FirstStep, Statement, statements_of
 
@@ -68,7 +68,7 @@ class Role:
         """
         packed: Packed = {}
         results: dict[Hashable, Tensor] = {}
-        traced = writes_graph(given)
+        traced = records_graph(given)
         for step, first in self._steps:
             made = None if first is None else first(given, edges, size, key, packed, traced=traced)
             written = step.source.written
@@ -204,7 +204,7 @@ def _reading(source: Statement | FirstStep, operand: str, at: int, device: torch
         tensor, place = given[at], (id(given[at]), id(order))
         if place not in packed:
             if start is None:
-                flat = tensor.index_select(1, graph_constant(order) if writes_graph(given) else order)
+                flat = tensor.index_select(1, graph_constant(order) if records_graph(given) else order)
             else:
                 # Single copies are packed as they lie.
                 flat = tensor if order.numel() == tensor.shape[1] else tensor.narrow(1, start, order.numel())

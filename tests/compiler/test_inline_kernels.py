@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -13,7 +14,7 @@ from torch.fx.experimental.proxy_tensor import make_fx
 import insum_nn
 from insum_nn.compiler.runtime.tracing import inline as inline_module
 from insum_nn.facts import IndexFacts
-from insum_nn.layers import GCNConv
+from insum_nn.layers import GCNConv, TensorProductConv
 from tests.compiler.interpreted import interpreter
 from tests.compiler.traced_kernels import Interpreted, launches
 
@@ -125,3 +126,32 @@ def test_what_no_kernel_computes_is_made_of_operations_of_torch(traced: Callable
     graph = traced(largest, row, val, torch.empty(4))
     assert not launches(graph)
     torch.testing.assert_close(graph(row, val, torch.empty(4))[[0, 2]], torch.stack([val[::2].amax(0), val[1]]))
+
+
+def test_a_convolution_of_tensor_products_and_its_gradients_are_launches(
+    traced: Callable[..., fx.GraphModule], monkeypatch: pytest.MonkeyPatch, request: pytest.FixtureRequest
+):
+    """Static tables are written out while torch traces: no operation on them enters the graph."""
+    torch.manual_seed(0)
+    paths = [(a, b, c, "uvu", True) for a, b, c in ((0, 0, 0), (0, 1, 1), (1, 0, 1), (1, 1, 0))]
+    irreps = "4x0e + 4x1o", "0e + 1o", "4x0e + 4x1o"
+    plain = TensorProductConv(*irreps, paths, shared_weights=False)
+    generated = TensorProductConv(*irreps, paths, shared_weights=False, options=GENERATED)
+
+    def potential(layer: TensorProductConv) -> Callable[..., Tensor]:
+        return lambda x, y, w, edges: layer(x, y, w, edges[1], edges[0])
+
+    def draw(nodes: int, edges: int) -> tuple[Tensor, ...]:
+        weight = torch.randn(edges, plain.weight_numel)
+        return torch.randn(nodes, 16), torch.randn(edges, 4), weight, torch.randint(nodes, (2, edges))
+
+    with monkeypatch.context() as on_a_gpu:
+        on_a_gpu.setattr(sys.modules["insum_nn.ops.tensor_product"], "paths_are_products", lambda _: False)
+        graph = traced(gradients(potential(generated), 2), *draw(9, 40))
+    assert len(launches(graph)) >= 10
+    assert not [node for node in graph.graph.nodes if "insum_nn" in str(node.target)]
+    inputs = [draw(*sizes) for sizes in ((9, 40), (23, 11), (4, 130))]
+    wants = [gradients(potential(plain), 2)(*each) for each in inputs]
+    ranges = request.getfixturevalue("interpreter")
+    for each, want in zip(inputs, wants, strict=True):
+        torch.testing.assert_close(Interpreted(graph, ranges).run(*each), want, rtol=2e-4, atol=2e-3)

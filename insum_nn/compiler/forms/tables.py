@@ -11,8 +11,8 @@ import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
-import torch
-from torch import Tensor
+import numpy as np
+import numpy.typing as npt
 
 from insum_nn.compiler.lang.bind import Bound
 from insum_nn.compiler.lang.syntax import Access, Index, Subscript
@@ -26,6 +26,8 @@ _TERM_LIMIT = 6000
 _CELL_LIMIT = 1 << 20
 
 Place = Mapping[str, int]
+# Of NumPy, whose calls no mode of torch records while it traces.
+_Array = npt.NDArray[np.int64]
 
 
 @dataclass(frozen=True)
@@ -164,14 +166,14 @@ def _names(access: Access) -> tuple[str, ...]:
     return tuple(dict.fromkeys(i.name for i in access.indices()))
 
 
-def _bends(array: Tensor | None, names: Sequence[str], left: set[str]) -> set[str]:
+def _bends(array: _Array | None, names: Sequence[str], left: set[str]) -> set[str]:
     """An index to unroll, as a table is not affine in those left; none if it is."""
     mine = [i for i in names if i in left]
     if array is None:
         return set(mine)
     start = array
     for name in mine:
-        start = start.narrow(names.index(name), 0, 1)
+        start = start.take([0], names.index(name))
     line = start
     for name in mine:
         axis = names.index(name)
@@ -189,27 +191,27 @@ def _bends(array: Tensor | None, names: Sequence[str], left: set[str]) -> set[st
     return {next(enough, cheapest[0])}
 
 
-def _along(extent: int, axis: int, rank: int) -> Tensor:
+def _along(extent: int, axis: int, rank: int) -> _Array:
     """The numbers from 0 on along one axis of several."""
-    return torch.arange(extent, device="cpu").reshape([-1 if a == axis else 1 for a in range(rank)])
+    return np.arange(extent, dtype=np.int64).reshape([-1 if a == axis else 1 for a in range(rank)])
 
 
-def _second(array: Tensor, axis: int, axes: Sequence[int]) -> Tensor:
+def _second(array: _Array, axis: int, axes: Sequence[int]) -> _Array:
     """The table one step along an axis, at the first value of the others."""
     for other in axes:
-        array = array.narrow(other, 1 if other == axis else 0, 1)
+        array = array.take([int(other == axis)], other)
     return array
 
 
 def _values(
     access: Access, names: Sequence[str], tables: Mapping[str, StaticTable], fixed: Mapping[str, int]
-) -> Tensor | None:
+) -> _Array | None:
     """A table's entries over all values of its indices, one axis each; `None` if one is missing."""
-    table = torch.tensor(tables[access.name].values, dtype=torch.int64, device="cpu").reshape(tables[access.name].shape)
+    table = np.array(tables[access.name].values).astype(np.int64).reshape(tables[access.name].shape)
     shape = [fixed[i] for i in names]
-    places: list[Tensor] = []
+    places: list[_Array] = []
     for subscript, extent in zip(access.subscripts, table.shape, strict=True):
-        position = torch.full((1,) * len(names), subscript.offset, dtype=torch.int64, device="cpu")
+        position = np.full((1,) * len(names), subscript.offset, dtype=np.int64)
         for term in subscript.terms:
             if isinstance(term.atom, Index):
                 axis = names.index(term.atom.name)
@@ -223,7 +225,7 @@ def _values(
         if bool(((position < 0) | (position >= extent)).any()):
             return None
         places.append(position)
-    entries = (table[tuple(torch.broadcast_tensors(*places))] if places else table).expand(shape)
+    entries = np.broadcast_to(table[tuple(np.broadcast_arrays(*places))] if places else table, shape)
     return None if bool((entries < 0).any()) else entries
 
 

@@ -21,7 +21,6 @@ __all__ = [
     "is_transformed",
     "records_graph",
     "size_hint",
-    "writes_graph",
 ]
 
 PLAIN = (Tensor, torch.nn.Parameter)
@@ -72,14 +71,6 @@ def is_plain_eager(*tensors: Tensor | None) -> bool:
         if tensor is not None and (type(tensor) not in PLAIN or tensor.is_meta or tensor.is_neg()):
             return False
     return True
-
-
-def writes_graph(tensors: Sequence[Tensor | None]) -> bool:
-    """Whether torch records a graph of what is done with tensors on the CPU."""
-    for tensor in tensors:
-        if tensor is not None:
-            return tensor.device.type == "cpu" and records_graph(tensors)
-    return False
 
 
 def records_graph(tensors: Sequence[Tensor | None]) -> bool:
