@@ -11,6 +11,7 @@ number, which is how a tracer comes to know that number.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from typing import Any, NamedTuple
 
@@ -75,7 +76,7 @@ def _neighbours(columns: Sequence[Tensor], extents: Sequence[int], geometry: Geo
     at, found = find_numbers(keys, numbers.again(places, inside))
     # What is not found has the place of no row.
     rows = torch.cat([order, order.new_full((1,), -1)])
-    return torch.where(found, rows[at], -1).flatten(0, -2)
+    return torch.where(found, rows[at], -1)
 
 
 def _reached(
@@ -91,24 +92,24 @@ def _reached(
     first = new.nonzero().squeeze(1)
     kept = order[first]
     outputs = torch.stack([place.expand(shape).reshape(-1)[kept] for place in places], 1).to(indices.dtype)
-    number = torch.empty_like(order).scatter(0, order, new.long().cumsum(0) - 1).view(volume, -1)
+    number = torch.empty_like(order).scatter(0, order, new.long().cumsum(0) - 1).view(shape)
     # An offset sends each voxel to an output of its own; candidates outside write into one cell more.
     count = first.shape[0]
     offsets = torch.arange(volume, device=indices.device)[:, None]
-    cell = torch.where(keys.view(volume, -1) >= 0, offsets * count + number, volume * count)
+    cell = torch.where(keys >= 0, offsets * count + number, volume * count)
     rows = torch.arange(indices.shape[0], device=indices.device).expand(volume, -1)
     near = torch.full((volume * count + 1,), -1, dtype=torch.int64, device=indices.device)
     return outputs, near.scatter(0, cell.reshape(-1), rows.reshape(-1))[:-1].view(volume, count)
 
 
 def _landings(columns: Sequence[Tensor], shape: Sequence[int], geometry: Geometry) -> tuple[list[Tensor], Tensor]:
-    """Where each voxel lands under each kernel cell, by axes that broadcast to (k_1, .., k_d, n); which are inside."""
-    dims = len(shape)
-    batch = columns[0].view(*(1,) * dims, -1)
-    found, inside = [batch], torch.ones_like(batch, dtype=torch.bool)
+    """Where each voxel lands under each kernel cell, by axes that broadcast to (o, n); which of these are inside."""
+    # Not by an axis of its own for each of the kernel's: torch 2.10 and 2.11 cannot flatten those where n is symbolic.
+    cells = torch.arange(geometry.volume, device=columns[0].device)[:, None]
+    found, inside = [columns[0][None]], torch.ones_like(columns[0], dtype=torch.bool)[None]
     for axis, (column, extent) in enumerate(zip(columns[1:], shape, strict=True)):
-        moves = torch.arange(geometry.kernel_size[axis], device=column.device) * geometry.dilation[axis]
-        moves = moves.view(*(-1 if each == axis else 1 for each in range(dims)), 1)
+        inner = math.prod(geometry.kernel_size[axis + 1 :])
+        moves = cells.div(inner, rounding_mode="floor") % geometry.kernel_size[axis] * geometry.dilation[axis]
         stride, padding = geometry.stride[axis], geometry.padding[axis]
         if geometry.kind == "subm":
             place = column - padding + moves
