@@ -19,9 +19,9 @@ from insum_nn.compiler.api import (
     is_transformed,
     joint_gradients,
     paths_are_products,
+    records_graph,
     wanted_gradients,
     without_autocast,
-    records_graph,
 )
 from insum_nn.ops.tensor_product_checks import check_operands
 from insum_nn.ops.tensor_product_right import tensor_product_right
