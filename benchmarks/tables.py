@@ -2,24 +2,25 @@
 
 A page holds `<!-- table: begin -->` and `<!-- table: end -->`, with a name (`<!-- table: NAME begin -->`) where it is
 not README's table; the text between them is replaced. `--check` writes nothing and returns 1 when a table or a plot
-is out of date; CI runs it. Numbers come from `benchmarks/results/current/`, targets from the whole history, and whole
-networks, until the family `network` has records, from `benchmarks/results/networks-*.json`.
+is out of date; CI runs it. Numbers come from `benchmarks/results/current/`, targets from the whole history, and first
+steps from the newest `benchmarks/results/first-steps-*.json`.
 """
 
 from __future__ import annotations
 
 import argparse
+import functools
 import json
 import re
-import statistics
 import sys
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Literal
+from typing import Literal, cast
 
 from benchmarks import archive, plot, report
 from benchmarks.archive import RESULTS
+from benchmarks.first_step import FirstStep
 from benchmarks.records import ROOT, Record
 from benchmarks.registry import is_ours
 from benchmarks.report import Row
@@ -56,8 +57,7 @@ class Entry:
 
     Attributes:
         title: the problem, in words.
-        case: of the registry, in `mode`; of one of them a record is needed.
-        survey: the network in `networks-*.json` that is used where there is no record.
+        case: of the registry, in `mode`; without a record of it there is no row.
         quantity: what is shown.
         mode: of the records.
     """
@@ -66,29 +66,17 @@ class Entry:
     case: str
     quantity: Quantity = "time"
     mode: str = "fwd"
-    survey: str = ""
 
 
 ROOM = "subm_conv/cloud=room"
 SPUNET, NEQUIP, GCN = "network/network=spunet_fp16", "network/network=nequip_864", "network/network=gcn_14k"
-NEQUIP_864 = "NequIP 0.19.1, 864"
 # In the order in which they are shown; the first eight for which there are numbers.
 README_ROWS: tuple[Entry, ...] = (
-    Entry(
-        "SpUNet, 163 k voxels (ours float16, spconv float32): training step",
-        f"{SPUNET}/what=step",
-        "step",
-        survey="SpUNet (Pointcept)",
-    ),
-    Entry("the same: first step", f"{SPUNET}/what=step", "first step", survey="SpUNet (Pointcept)"),
-    Entry(
-        "NequIP, 864 atoms, forces in the loss: training step",
-        f"{NEQUIP}/what=step",
-        "step",
-        survey="NequIP 0.19.1, 864",
-    ),
-    Entry("the same: peak memory", f"{NEQUIP}/what=step", "memory", survey="NequIP 0.19.1, 864"),
-    Entry("GCN of three layers, 14 k nodes: training step", f"{GCN}/what=step", "step", survey="GCN, 3 layers, 14 k"),
+    Entry("Sparse U-Net of SpUNet's shape, 162 k voxels, float16: training step", f"{SPUNET}/what=step", "step"),
+    Entry("the same: first step, empty caches", f"{SPUNET}/what=step", "first step"),
+    Entry("NequIP, 864 atoms, forces in the loss: training step", f"{NEQUIP}/what=step", "step"),
+    Entry("the same: peak memory", f"{NEQUIP}/what=step", "memory"),
+    Entry("GCN of three layers, 14 k nodes: training step", f"{GCN}/what=step", "step"),
     Entry(
         "`SubMConv3d`, 236 k voxels, 64 channels, float16: forward", "subm_conv/cloud=room/channels=64/dtype=float16"
     ),
@@ -101,7 +89,7 @@ README_ROWS: tuple[Entry, ...] = (
 
 
 def baseline_name(provider: str) -> str:
-    """Say a provider's name as a reader knows it."""
+    """Say a provider's name as a reader knows it; ours is the package's."""
     name, _, variant = provider.partition("/")
     return BASELINES.get(name, name) + (f", {variant.replace('_', ' ')}" if variant else "")
 
@@ -129,14 +117,8 @@ def markdown(head: Sequence[str], lines: Sequence[Sequence[str]]) -> str:
 # README ---------------------------------------------------------------------------------------------------------------
 
 
-def survey() -> dict[str, Any]:
-    """Read the newest measurements of whole networks that were made outside of this harness."""
-    found: dict[str, Any] = json.loads(max(RESULTS.glob("networks-*.json")).read_text(encoding="utf-8"))
-    return found
-
-
 def _measured(row: Row, quantity: Quantity) -> dict[str, float]:
-    """Provider -> milliseconds, seconds or MiB."""
+    """The numbers of a row's providers. A first step is one with empty caches, where that was measured."""
     found: dict[str, float] = {}
     for name, record in row.group.items():
         value: float | None = None
@@ -149,22 +131,10 @@ def _measured(row: Row, quantity: Quantity) -> dict[str, float]:
                 value = record["ms"]["p50"]
         if value is not None:
             found[name] = value
-    return found
-
-
-def _surveyed(prefix: str, quantity: Quantity) -> dict[str, float]:
-    found: dict[str, float] = {}
-    for entry in survey()["networks"]:
-        if entry["network"].startswith(prefix):
-            precision = entry["note"].partition(":")[0] if entry["note"].startswith("float") else ""
-            note = f", {precision}" if precision and not is_ours(entry["provider"]) else ""
-            if quantity == "memory":
-                value = entry["peak_mib"]
-            elif quantity == "first step":
-                value = entry["first_step_s"] * 1e3
-            else:
-                value = statistics.median(entry["step_ms"])
-            found[entry["provider"] + note] = float(value)
+    if quantity == "first step":
+        for entry in first_steps():
+            if (entry["case"], entry["process"], entry["gpu"]) == (row.case, "cold", row.gpu) and entry["steps"]:
+                found[entry["provider"]] = entry["steps"][0]["seconds"] * 1e3
     return found
 
 
@@ -174,33 +144,19 @@ def readme_table(rows: Sequence[Row]) -> str:
     lines: list[list[str]] = []
     dates: set[str] = set()
     versions: set[str] = set()
-    outside = False
     for entry in README_ROWS:
         row = by_case.get((entry.case, entry.mode))
         found = _measured(row, entry.quantity) if row else {}
-        if not _both(found) and entry.survey:
-            found, row = _surveyed(entry.survey, entry.quantity), None
-        if not _both(found) or len(lines) == README_LENGTH:
+        if row is None or not _both(found) or len(lines) == README_LENGTH:
             continue
-        if row is None:
-            outside = True
-            dates.add(survey()["utc"])
-            versions.add(f"torch {survey()['torch']}, Triton {survey()['triton']}")
-        else:
-            dates |= {r["utc"][:10] for r in row.group.values()}
-            versions |= {f"torch {_minor(r['torch'])}, Triton {_minor(r['triton'] or '')}" for r in row.group.values()}
-        # The other scripts' first steps were those of a new user; a record's is that of the caches as they were.
-        empty = ", empty caches" if row is None and entry.quantity == "first step" else ""
+        dates |= {r["utc"][:10] for r in row.group.values()}
+        versions |= {f"torch {_minor(r['torch'])}, Triton {_minor(r['triton'] or '')}" for r in row.group.values()}
         ours = min(value for name, value in found.items() if is_ours(name))
         value, baseline = min((value, name) for name, value in found.items() if not is_ours(name))
         show: Callable[[float], str] = (lambda v: f"{v:.0f} MiB") if entry.quantity == "memory" else duration
         cells = [f"**{show(v)}**" if v == min(ours, value) else show(v) for v in (ours, value)]
-        lines.append([entry.title + empty, *cells, baseline_name(baseline)])
-    source = " SpUNet and NequIP: of other packages, two runs, measured outside of `benchmarks/`." if outside else ""
-    caption = (
-        f"One NVIDIA H200, {' and '.join(sorted(versions))}; medians, measured from {min(dates)} to {max(dates)}."
-        f"{source}"
-    )
+        lines.append([entry.title, *cells, baseline_name(baseline)])
+    caption = f"One NVIDIA H200, {' and '.join(sorted(versions))}; medians, measured from {min(dates)} to {max(dates)}."
     return f"{markdown(['', 'ours', 'best baseline', 'baseline'], lines)}\n\n{caption}"
 
 
@@ -215,27 +171,46 @@ def _minor(version: str) -> str:
 # docs -----------------------------------------------------------------------------------------------------------------
 
 
-def network_table() -> str:
-    """Write everything that was measured of whole networks outside of this harness."""
-    found = survey()
+def network_table(rows: Sequence[Row]) -> str:
+    """Write a line for each network and provider."""
+    chosen = [row for row in rows if _slug(row) == DEVICE and row.family == "network"]
+    lines: list[list[str]] = []
+    for row in sorted(chosen, key=lambda row: row.case):
+        for name, record in row.group.items():
+            if record["ms"] is None:
+                continue
+            busy = "" if record["busy"] is None else duration(record["busy"]["ms"])
+            launches = "" if record["busy"] is None else f"{record['busy']['launches']:.0f}"
+            peak = "" if record["peak_bytes"] is None else f"{record['peak_bytes'] / 2**20:.0f} MiB"
+            case = row.case.partition("=")[2].replace("/what=", ": ")
+            times = [duration(record["ms"]["p50"]), spread(record)]
+            lines.append([f"`{case}`", baseline_name(name), *times, busy, launches, peak])
+    head = ["network", "layers", "time", "range", "device busy", "launches", "peak memory"]
+    return f"{markdown(head, lines)}\n\n{_provenance(chosen)}"
 
-    def cell(value: Any, unit: str) -> str:
-        if value is None:
-            return ""
-        low, high = value if isinstance(value, list) else (value, value)
-        return f"{low:g} {unit}" if low == high else f"{low:g} to {high:g} {unit}"
 
-    lines = [
-        [
-            *(e["network"], "insum_nn" if is_ours(e["provider"]) else e["provider"], cell(e["step_ms"], "ms")),
-            *(cell(e["busy_ms"], "ms"), cell(e["first_step_s"], "s"), cell(e["second_process_s"], "s")),
-            *(cell(e["inference_ms"], "ms"), cell(e["peak_mib"], "MiB"), e["note"]),
-        ]
-        for e in found["networks"]
-    ]
-    head = ["network", "layers", "training step", "device busy", "first step", "the same, second process"]
-    text = markdown([*head, "inference", "peak memory", "note"], lines)
-    return f"{text}\n\n{found['gpu']}, torch {found['torch']}, Triton {found['triton']}, {found['utc']}. {found['how']}"
+def first_step_table() -> str:
+    """Write a line for each process whose first steps were measured."""
+    lines: list[list[str]] = []
+    measured = [entry for entry in first_steps() if entry["gate"] == "measured" and entry["steps"]]
+    for entry in measured:
+        first, *later = entry["steps"] or []
+        case = entry["case"].removeprefix("network/network=").removesuffix("/what=step")
+        caches = {"cold": "empty", "warm": "full"}[entry["process"]]
+        provider = baseline_name(entry["provider"])
+        then = duration(later[-1]["seconds"] * 1e3) if later else ""
+        lines.append([f"`{case}`", provider, caches, f"{first['seconds']:.1f} s", str(first["compiled"]), then])
+    head = ["case", "layers", "caches", "first step", "kernels compiled", "third step"]
+    some = measured[0]
+    where = f"Measured on {some['gpu']}, {some['utc'][:10]}, torch {some['torch']}, Triton {some['triton']}."
+    return f"{markdown(head, lines)}\n\n{where}"
+
+
+@functools.cache
+def first_steps() -> Sequence[FirstStep]:
+    """The newest file of first steps."""
+    newest = max(RESULTS.glob("first-steps-*.json"))
+    return cast("list[FirstStep]", json.loads(newest.read_text(encoding="utf-8")))
 
 
 def family_table(rows: Sequence[Row], device: str, families: Sequence[str]) -> str:
@@ -303,7 +278,8 @@ def tables() -> dict[str, Callable[[], str]]:
     }
     found: dict[str, Callable[[], str]] = {
         "": lambda: readme_table(rows),
-        "networks": network_table,
+        "networks": lambda: network_table(rows),
+        "first-steps": first_step_table,
         "summary": lambda: summary_table(rows),
         "losses": lambda: loss_table(rows),
         "targets": target_table,

@@ -7,7 +7,6 @@ import pkgutil
 import sys
 import warnings
 from pathlib import Path
-from typing import Any
 
 from tests.peers.runner import Substitution
 
@@ -81,10 +80,10 @@ class E3nn(Substitution):
         substitute()
         from insum_nn.layers.equivariant.tensor_product import TensorProduct
 
-        finish = TensorProduct._finish
+        own_weights = TensorProduct._own_weights
 
-        def finish_and_count(module: TensorProduct) -> Any:
+        def own_weights_and_count(module: TensorProduct, internal: bool | None, shared: bool | None) -> None:
             self.met += 1
-            return finish(module)
+            own_weights(module, internal, shared)
 
-        TensorProduct._finish = finish_and_count
+        TensorProduct._own_weights = own_weights_and_count
