@@ -285,15 +285,14 @@ def _build_chunks(index: Tensor, rows: int, permuted: bool, chunk: int) -> RowPa
     begin = torch.searchsorted(flat, torch.arange(2, device=device, dtype=flat.dtype) * rows)
     place = torch.arange(terms + 1, device=device)
     inside = ((place >= begin[0]) & (place < begin[1]))[:-1]
-    change = torch.ones(terms + 1, dtype=torch.bool, device=device)
-    torch.ne(flat[1:], flat[:-1], out=change[1:-1])
-    chunk_of = (place - begin[0]).div(chunk, rounding_mode="floor")
-    border = change.clone()
-    torch.logical_or(change[1:], chunk_of[1:] != chunk_of[:-1], out=border[1:])
-    # A row whose first and last term are of two chunks is divided: what each chunk holds of it is a part.
-    first = torch.where(change, place, 0).cummax(0).values[:-1]
-    last = torch.where(change, place, terms).flip(0).cummin(0).values.flip(0)[1:] - 1
-    apart = (chunk_of[first] != chunk_of[last]) & inside
+    padded = torch.nn.functional.pad(flat, (1, 1), value=-1)
+    change = padded[1:] != padded[:-1]
+    past = (place - begin[0]).remainder_(chunk)
+    border = change | (past == 0)
+    # A row goes on in another chunk where the term before its chunk, or the term after it, is of the same row.
+    before = torch.sub(place, past)[:-1].clamp_(min=0)
+    after = torch.add(before, chunk + 1).clamp_(max=terms + 1)
+    apart = ((padded.index_select(0, before) == flat) | (padded.index_select(0, after) == flat)) & inside
     begins = border[:-1] & inside
     slot = (begins & apart).cumsum(0) - 1
     code = torch.where(apart, -1 - slot, flat) * 4 + border[:-1].long() + border[1:].long() * 2
