@@ -32,6 +32,7 @@ __all__ = [
     "candidates",
     "current_files",
     "device_slug",
+    "first_steps_file",
     "new_file",
     "select",
     "update",
@@ -164,6 +165,11 @@ def stale(results: Path = RESULTS) -> list[str]:
 def current_files(results: Path = RESULTS) -> list[Path]:
     """List the files of `current`."""
     return sorted((results / "current").rglob("*.json"))
+
+
+def first_steps_file(results: Path = RESULTS) -> Path:
+    """Return the newest file of first steps."""
+    return max(results.glob("first-steps-*.json"))
 
 
 def main(arguments: Sequence[str] | None = None) -> int:

@@ -115,31 +115,82 @@ def _rows(device: str, families: Sequence[str] = ()) -> list[Row]:
     return report.rows(read([file for file in files if file.exists()]))
 
 
-def _ratios(device: str) -> Any:
-    """Draw a dot for each case: the best baseline's time over ours, a line for each family."""
+def _ratios(device: str, families: Sequence[str] = ()) -> Any:
+    """Draw a dot for each case: the best baseline's time over ours, a line for each family or, of some, each case."""
     from matplotlib.figure import Figure
 
-    rows = [row for row in _rows(device) if row.ratio is not None]
-    families = sorted({row.family for row in rows})
-    figure = Figure(figsize=(8, 0.9 + 0.42 * len(families)), layout="constrained")
+    rows = [row for row in _rows(device, families) if row.ratio is not None]
+    names = [row.case.replace("/", "  ") if families else row.family for row in rows]
+    lines = list(dict.fromkeys(names)) if families else sorted(set(names))
+    figure = Figure(figsize=(8, 0.9 + (0.24 if families else 0.42) * len(lines)), layout="constrained")
     axes = figure.add_subplot()
     for mode, color in MODE_COLORS.items():
-        mine = [row for row in rows if row.mode == mode]
-        shift = {"fwd": -0.16, "fwdbwd": 0.16, "bwd": 0.0}[mode]
-        if mine:
-            places = [families.index(row.family) + shift for row in mine]
-            values = [row.ratio or 1.0 for row in mine]
+        shift = 0.0 if families else {"fwd": -0.16, "fwdbwd": 0.16, "bwd": 0.0}[mode]
+        dots = [
+            (row.ratio, lines.index(name) + shift) for row, name in zip(rows, names, strict=True) if row.mode == mode
+        ]
+        if dots:
             style: dict[str, Any] = {"color": color, "markersize": 4, "alpha": 0.75, "markeredgewidth": 0}
-            axes.plot(values, places, "o", label=MODE_NAMES[mode], **style)
+            axes.plot(*zip(*dots, strict=True), "o", label=MODE_NAMES[mode], **style)
     axes.axvline(1.0, color="#333", linewidth=1)
     axes.set_xscale("log", base=2)
     axes.xaxis.set_major_formatter(lambda value, _: f"{value:g}x")
-    axes.set_yticks(range(len(families)), families)
+    axes.set_yticks(range(len(lines)), lines, fontsize=8 if families else None)
     axes.invert_yaxis()
     axes.set_xlabel("time of the best baseline / our time; right of 1x we are faster")
     axes.set_title(rows[0].gpu, fontsize=10)
-    axes.grid(axis="x", linewidth=0.4, alpha=0.5)
+    axes.grid(axis="both" if families else "x", linewidth=0.4, alpha=0.5)
     figure.legend(fontsize=8, frameon=False, loc="outside lower center", ncols=3)
+    return figure
+
+
+def _networks() -> Any:
+    """Draw a bar for each network and library: a training step's time, and in it that of the kernels."""
+    from matplotlib.figure import Figure
+
+    rows = [row for row in _rows(H200, ["network"]) if row.case.endswith("what=step")]
+    figure = Figure(figsize=(3.0 * len(rows), 3.4), layout="constrained")
+    panels = figure.subplots(1, len(rows), squeeze=False)[0]
+    for panel, row in zip(panels, rows, strict=True):
+        timed = {name: record["ms"] for name, record in row.group.items() if record["ms"] is not None}
+        names = sorted(timed, key=lambda name: (not is_ours(name), name))
+        for place, name in enumerate(names):
+            record, middle = row.group[name], timed[name]["p50"]
+            ends = record["runs"] or [timed[name]["p20"], timed[name]["p80"]]
+            color = OURS_COLORS[0] if is_ours(name) else BASELINE_COLORS[0]
+            error = [[middle - min(ends)], [max(ends) - middle]]
+            panel.bar(place, middle, 0.7, yerr=error, color=color, alpha=0.45, ecolor="#333", capsize=3)
+            if record["busy"] is not None:
+                panel.bar(place, record["busy"]["ms"], 0.7, color=color)
+        panel.set_xticks(range(len(names)), [name.replace("/", "\n") for name in names], fontsize=7)
+        panel.set_title(row.case.partition("=")[2].partition("/")[0], fontsize=10)
+        panel.grid(axis="y", linewidth=0.4, alpha=0.5)
+        panel.set_axisbelow(True)
+    panels[0].set_ylabel("milliseconds; dark: kernels")
+    return figure
+
+
+def _first_steps() -> Any:
+    """Draw the first step of each case, with empty and with full caches."""
+    from matplotlib.figure import Figure
+
+    entries = json.loads(archive.first_steps_file().read_text(encoding="utf-8"))
+    measured = [entry for entry in entries if entry["steps"]]
+    cases = list(dict.fromkeys(entry["case"] for entry in measured))
+    figure = Figure(figsize=(8, 1.0 + 0.34 * len(cases)), layout="constrained")
+    axes = figure.add_subplot()
+    for shift, process, color in ((-0.2, "cold", OURS_COLORS[0]), (0.2, "warm", OURS_COLORS[2])):
+        mine = [entry for entry in measured if entry["process"] == process]
+        places = [cases.index(entry["case"]) + shift for entry in mine]
+        label = {"cold": "caches empty", "warm": "caches full"}[process]
+        axes.barh(places, [entry["steps"][0]["seconds"] for entry in mine], 0.38, color=color, label=label)
+    names = [case.removeprefix("network/network=").removesuffix("/what=step").replace("/", "  ") for case in cases]
+    axes.set_yticks(range(len(cases)), names, fontsize=8)
+    axes.invert_yaxis()
+    axes.set_xlabel("seconds")
+    axes.grid(axis="x", linewidth=0.4, alpha=0.5)
+    axes.set_axisbelow(True)
+    axes.legend(fontsize=8, frameon=False)
     return figure
 
 
@@ -182,8 +233,14 @@ def _lines(device: str, family: str, pattern: str, modes: Sequence[str], axis: s
 
 SHOWN = ("insum_nn", "torch_csr", "torch_dense", "torch_bsr", "spconv", "spconv_triton", "warpconvnet", "oeq")
 H200, CPU = "nvidia-h200", "amd-epyc-2-threads"
+FIRST_STEPS = "first steps"
 HALF = "dtype=float16"
+GRAPHS, PRODUCTS = ("gcn_layer", "gcn", "gcn_step", "spmm"), ("tp_conv", "tp_conv_double", "fctp")
 FIGURES: dict[str, tuple[Callable[[], Any], tuple[str, ...]]] = {
+    "networks-h200.svg": (_networks, (f"{H200}/network.json",)),
+    "first-steps-h200.svg": (_first_steps, (FIRST_STEPS,)),
+    "graphs-h200.svg": (lambda: _ratios(H200, GRAPHS), tuple(f"{H200}/{name}.json" for name in GRAPHS)),
+    "tensor-products-h200.svg": (lambda: _ratios(H200, PRODUCTS), tuple(f"{H200}/{name}.json" for name in PRODUCTS)),
     "ratios-h200.svg": (lambda: _ratios(H200), (H200,)),
     "ratios-cpu.svg": (lambda: _ratios(CPU), (CPU,)),
     "block-spmm-h200.svg": (
@@ -197,14 +254,16 @@ FIGURES: dict[str, tuple[Callable[[], Any], tuple[str, ...]]] = {
         (f"{H200}/subm_conv.json",),
     ),
 }
-"""File -> what draws it, and which files or folders of `current` it is drawn from."""
+"""File -> what draws it, and which files or folders of `current` it is drawn from, or the file of first steps."""
 
 
 def _digest(sources: Sequence[str]) -> str:
     """Return a digest of records, whatever their layout on disk, and of this file, which draws them."""
-    paths = [archive.CURRENT / name for name in sources]
+    paths = [archive.CURRENT / name for name in sources if name != FIRST_STEPS]
     files = sorted(file for path in paths for file in (path.glob("*.json") if path.suffix == "" else [path]))
     text = json.dumps([report.read([file]) for file in files], sort_keys=True)
+    if FIRST_STEPS in sources:
+        text += archive.first_steps_file().read_text(encoding="utf-8")
     text += Path(__file__).read_text(encoding="utf-8")
     return "records " + hashlib.sha256(text.encode()).hexdigest()[:16]
 

@@ -19,7 +19,6 @@ from pathlib import Path
 from typing import Literal, cast
 
 from benchmarks import archive, plot, report
-from benchmarks.archive import RESULTS
 from benchmarks.first_step import FirstStep
 from benchmarks.records import ROOT, Record
 from benchmarks.registry import is_ours
@@ -183,9 +182,8 @@ def network_table(rows: Sequence[Row]) -> str:
             launches = "" if record["busy"] is None else f"{record['busy']['launches']:.0f}"
             peak = "" if record["peak_bytes"] is None else f"{record['peak_bytes'] / 2**20:.0f} MiB"
             case = row.case.partition("=")[2].replace("/what=", ": ")
-            times = [duration(record["ms"]["p50"]), spread(record)]
-            lines.append([f"`{case}`", baseline_name(name), *times, busy, launches, peak])
-    head = ["network", "layers", "time", "range", "device busy", "launches", "peak memory"]
+            lines.append([f"`{case}`", baseline_name(name), duration(record["ms"]["p50"]), busy, launches, peak])
+    head = ["network", "layers", "time", "device busy", "launches", "peak memory"]
     return f"{markdown(head, lines)}\n\n{_provenance(chosen)}"
 
 
@@ -209,8 +207,7 @@ def first_step_table() -> str:
 @functools.cache
 def first_steps() -> Sequence[FirstStep]:
     """The newest file of first steps."""
-    newest = max(RESULTS.glob("first-steps-*.json"))
-    return cast("list[FirstStep]", json.loads(newest.read_text(encoding="utf-8")))
+    return cast("list[FirstStep]", json.loads(archive.first_steps_file().read_text(encoding="utf-8")))
 
 
 def family_table(rows: Sequence[Row], device: str, families: Sequence[str]) -> str:
@@ -258,11 +255,44 @@ def summary_table(rows: Sequence[Row]) -> str:
 def loss_table(rows: Sequence[Row]) -> str:
     """Write a line for each case and mode in which a baseline is faster, the smallest ratio first."""
     lines: list[list[str]] = []
-    for row in sorted(rows, key=lambda r: r.ratio or 0.0):
-        if row.ratio is not None and row.ratio < NOISE and row.ours and row.baseline:
-            times = [duration(row.ours[1]), duration(row.baseline[1]), baseline_name(row.baseline[0])]
-            lines.append([row.gpu, f"`{row.case}`", MODES[row.mode], *times, f"{row.ratio:.2f}x"])
+    for row in sorted(_lost(rows), key=lambda r: r.ratio or 0.0):
+        mine, other = row.ours or ("", 0.0), row.baseline or ("", 0.0)
+        times = [duration(mine[1]), duration(other[1]), baseline_name(other[0])]
+        lines.append([row.gpu, f"`{row.case}`", MODES[row.mode], *times, f"{row.ratio:.2f}x"])
     return markdown(["device", "case", "mode", "ours", "best baseline", "baseline", "baseline / ours"], lines)
+
+
+def loss_summary(rows: Sequence[Row]) -> str:
+    """Write a line for each device and family in which a baseline is faster somewhere."""
+    groups: dict[tuple[str, str], list[Row]] = {}
+    for row in rows:
+        if row.ratio is not None:
+            groups.setdefault((row.gpu, row.family), []).append(row)
+    lines: list[list[str]] = []
+    for (gpu, family), group in sorted(groups.items()):
+        if lost := _lost(group):
+            worst = min(lost, key=lambda r: r.ratio or 0.0)
+            baselines = dict.fromkeys(baseline_name(row.baseline[0]) for row in lost if row.baseline)
+            count = [str(len(lost)), str(len(group))]
+            lines.append([gpu, f"`{family}`", *count, f"{worst.ratio:.2f}x", "; ".join(baselines)])
+    return markdown(["device", "family", "slower in", "of", "least baseline / ours", "faster baselines"], lines)
+
+
+def _lost(rows: Sequence[Row]) -> list[Row]:
+    """The rows in which a baseline is faster by more than runs differ."""
+    return [row for row in rows if row.ratio is not None and row.ratio < NOISE]
+
+
+def record_table(rows: Sequence[Row]) -> str:
+    """Write a line for each device and state of the project: which families were measured there."""
+    found: dict[tuple[str, str, str, str], set[str]] = {}
+    for row in rows:
+        for record in row.group.values():
+            commit = (record["commit"] or "unknown")[:7] + (" with changes" if record["dirty"] else "")
+            versions = f"{_minor(record['torch'])}, {_minor(record['triton'] or '')}"
+            found.setdefault((row.gpu, record["utc"][:10], commit, versions), set()).add(f"`{row.family}`")
+    lines = [[*key, ", ".join(sorted(families))] for key, families in sorted(found.items())]
+    return markdown(["device", "date", "commit", "torch, Triton", "families"], lines)
 
 
 def tables() -> dict[str, Callable[[], str]]:
@@ -275,6 +305,8 @@ def tables() -> dict[str, Callable[[], str]]:
         "voxels": ("subm_conv", "subm_map"),
         "tensor-products": ("tp_conv", "tp_conv_double", "fctp"),
         "host": ("host",),
+        "sgap": ("sgap",),
+        "ablation": ("ablation_spmm", "ablation_block_spmm"),
     }
     found: dict[str, Callable[[], str]] = {
         "": lambda: readme_table(rows),
@@ -282,6 +314,8 @@ def tables() -> dict[str, Callable[[], str]]:
         "first-steps": first_step_table,
         "summary": lambda: summary_table(rows),
         "losses": lambda: loss_table(rows),
+        "loss-summary": lambda: loss_summary(rows),
+        "records": lambda: record_table(rows),
         "targets": target_table,
         "cpu": lambda: family_table(rows, "amd-epyc-2-threads", list(dict.fromkeys(r.family for r in rows))),
         "one-core": lambda: family_table(rows, f"{DEVICE}-one-core", list(dict.fromkeys(r.family for r in rows))),

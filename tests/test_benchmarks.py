@@ -784,7 +784,7 @@ def test_save_writes_to_the_history_and_updates_current(
 
 def test_tables_and_plots_are_up_to_date(capsys: pytest.CaptureFixture[str]):
     assert tables.main(["--check"]) == 0, capsys.readouterr().out
-    assert {page.name for page in tables.pages()} >= {"performance.md", "targets.md"}
+    assert {page.name for page in tables.pages()} >= {"README.md", "measurements.md", "performance.md", "targets.md"}
     for name in plot.FIGURES:
         assert (plot.PLOTS / name).stat().st_size < 100_000, name
 
@@ -819,6 +819,18 @@ def test_readme_table_shows_networks_that_have_records(monkeypatch: pytest.Monke
     lines = tables.readme_table([*rows, *report.rows(entries)]).splitlines()
     assert f"| {title} | **40 ms** | 50 ms | spconv-triton |" in lines
     assert "| the same: first step, empty caches | 9 s | **3 s** | spconv-triton |" in lines
+
+
+def test_losses_are_counted_for_each_family():
+    times = {"spmm/n=32": (20.0, 10.0), "spmm/n=64": (10.1, 10.0), "gcn/input=csr": (5.0, 10.0)}
+    entries = [
+        measured(case, who, us)
+        for case, pair in times.items()
+        for who, us in zip(("insum_nn", "torch_csr"), pair, strict=True)
+    ]
+    lines = tables.loss_summary(report.rows(entries)).splitlines()
+    # 1 % is within the variation between runs.
+    assert lines[2:] == ["| NVIDIA H200 | `spmm` | 1 | 2 | 0.50x | torch CSR |"]
 
 
 @pytest.mark.parametrize(
