@@ -77,7 +77,9 @@ ONLY_IN = {
         "insum_nn/compiler/runtime/composite/statement_choice.py",
     ),
     "torch._inductor": ("insum_nn/compiler/codegen/inductor.py",),
-    "triton": ("insum_nn/compiler/kernels/launch.py", "insum_nn/compiler/kernels/machine_code.py"),
+    "triton": tuple(
+        f"insum_nn/compiler/kernels/{name}.py" for name in ("launch", "machine_code", "stored_code", "c_launcher")
+    ),
 }
 # A graph is built in one file and handed on by its type.
 HANDED_ON = {"torch.fx", "torch.fx.GraphModule"}

@@ -10,6 +10,7 @@ import threading
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -249,12 +250,15 @@ class Launched:
         monkeypatch.setattr(background.cold, "due", False)
         monkeypatch.setattr(machine_code, "active_target", lambda: H200)
         monkeypatch.setattr(launch, "compile_code", self._compile)
+        monkeypatch.setattr(launch, "find_code", lambda _: None)
+        monkeypatch.setattr(launch, "remember_code", lambda *_: None)
         monkeypatch.setattr(launch._Launch, "__call__", _launch)
 
-    def _compile(self, function: Any, kernel: KernelCode, missing: Callable[[], None]) -> None:
+    def _compile(self, function: Any, kernel: KernelCode, missing: Callable[[], None]) -> Any:
         if kernel not in self.compiled:
             missing()
             self.compiled[kernel] = None
+        return SimpleNamespace(hash="")
 
 
 def _launch(self: Any, arguments: list[Any], grid: int | None = None) -> None:
@@ -339,7 +343,7 @@ def test_gradients_of_gradients_are_found_by_the_first_backward_pass(launched: L
 
 def test_a_process_that_compiles_nothing_rehearses_nothing(launched: Launched, monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setattr(background, "_background", None)
-    monkeypatch.setattr(launch, "compile_code", lambda *_: None)
+    monkeypatch.setattr(launch, "compile_code", lambda *_: SimpleNamespace(hash=""))
     model, inputs = graph()
     model(*inputs).sum().backward()
     assert not launched.submitted

@@ -650,8 +650,6 @@ def test_machine_code_is_loaded_once_for_all_sizes(monkeypatch: pytest.MonkeyPat
         count[0] += 1
         return lambda *_: None
 
-    function = SimpleNamespace(arg_names=[f"a{n}" for n in range(len(source.arguments))])
-    monkeypatch.setattr(launch_module, "_jit", lambda _: function)
     monkeypatch.setattr(launch_module._Launch, "_load", load)
     types = ["*fp32", *[None] * (len(source.arguments) - 1)]
     # What stands for a device: all that is asked of it is its number.
@@ -667,13 +665,11 @@ def test_machine_code_is_loaded_once_for_all_sizes(monkeypatch: pytest.MonkeyPat
     assert count == [4]
 
 
-def test_a_pointer_of_another_device_is_refused(monkeypatch: pytest.MonkeyPatch):
+def test_a_pointer_of_another_device_is_refused():
     """The driver is not asked about pointers, so that a kernel would read what another device has there."""
     case = CASES["spmm"]
     source = kernel_of(case, case.draw(1), Schedule(m=2, n=2, k=2))[1].source
     types = ["*fp32" if argument.kind == "tensor" else None for argument in source.arguments]
-    function = SimpleNamespace(arg_names=[f"a{n}" for n in range(len(types))])
-    monkeypatch.setattr(launch_module, "_jit", lambda _: function)
     device: Any = SimpleNamespace(index=0)
     launch = launch_module._Launch(source, types, (), device, False)
     with pytest.raises(InsumDeviceError, match=r"of shape \(3,\) is on cpu, its kernel on cuda:0"):

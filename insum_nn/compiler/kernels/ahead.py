@@ -23,6 +23,7 @@ import torch
 
 from insum_nn.compiler.kernels import machine_code
 from insum_nn.compiler.kernels.machine_code import KernelCode, Target
+from insum_nn.compiler.kernels.stored_code import remember_code
 
 __all__ = [
     "Collection",
@@ -117,6 +118,10 @@ def collect(target: Target | None = None) -> Generator[Collection]:
 
 def target_of(device: int) -> Target:
     """What kernels for a device of this number are compiled for."""
+    if torch.version.hip is None:
+        # Triton would first compile what it asks the driver with.
+        major, minor = torch.cuda.get_device_capability(device)
+        return "cuda", 10 * major + minor, 32
     with torch.cuda.device(device):
         return machine_code.active_target()
 
@@ -216,6 +221,8 @@ class Worker:
             self.process = self._start()
             answer = {"error": f"the process that compiled it ended with status {status}"}
         seconds = time.perf_counter() - begin
+        if "hash" in answer:
+            remember_code(code, answer["hash"])
         return Compiled(code, seconds, bool(answer.get("found")), str(answer.get("error", "")))
 
     def ask(self, line: str) -> dict[str, Any] | None:

@@ -15,6 +15,7 @@ from collections.abc import Iterable
 
 from insum_nn.compiler.kernels.ahead import Worker, processors
 from insum_nn.compiler.kernels.machine_code import KernelCode, to_json
+from insum_nn.compiler.kernels.stored_code import remember_code
 
 __all__ = ["Background", "cold", "default_background_workers", "missed", "prepared", "submit", "take"]
 
@@ -106,8 +107,11 @@ class Background:
                 return
             while (code := self._next()) is not None:
                 try:
-                    if worker.ask(to_json(code)) is None:
+                    answer = worker.ask(to_json(code))
+                    if answer is None:
                         return
+                    if "hash" in answer:
+                        remember_code(code, answer["hash"])
                 finally:
                     with self._changed:
                         self._running.pop(code).set()

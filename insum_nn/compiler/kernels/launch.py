@@ -23,7 +23,9 @@ from insum_nn.compiler.forms.nest import Source
 from insum_nn.compiler.forms.parameters import Launcher
 from insum_nn.compiler.kernels import background
 from insum_nn.compiler.kernels.ahead import Collection, collecting, target_of
+from insum_nn.compiler.kernels.c_launcher import build_ahead, prepare_launcher
 from insum_nn.compiler.kernels.machine_code import KernelCode, Target, compile_code, drop_module, make_module
+from insum_nn.compiler.kernels.stored_code import Loaded, find_code, remember_code
 from insum_nn.compiler.schedule.build_once import BuildOnce
 from insum_nn.errors import InsumDeviceError
 
@@ -53,25 +55,30 @@ def version() -> str:
 
 # Text to callable.
 
-# Functions live as long as the kernels made of them: tuning makes dozens of which one is kept.
+# Both live as long as the kernels made of them: tuning makes dozens of which one is kept.
 _functions: MutableMapping[str, Any] = weakref.WeakValueDictionary()
+_loaded: MutableMapping[str, Loaded] = weakref.WeakValueDictionary()
 _lock = threading.RLock()
 _MODULE = "insum_nn_kernel_"
 # Triton compiles for seconds: who needs another kernel does not wait.
 _loading: BuildOnce[Callable[..., None]] = BuildOnce()
 
 
+def _module_name(source: Source) -> str:
+    # Triton makes another kind of function for its interpreter.
+    kind = "_interpreted" if interpreted() else ""
+    return f"{_MODULE}{hashlib.sha256(source.text.encode()).hexdigest()[:16]}{kind}"
+
+
 def _jit(source: Source) -> Any:
     """The kernel's function, from its text; the text can be shown in tracebacks."""
-    # Triton makes another kind of function for its interpreter.
-    digest = hashlib.sha256(source.text.encode()).hexdigest()[:16] + ("_interpreted" if interpreted() else "")
+    name = _module_name(source)
     with _lock:
-        function = _functions.get(digest)
+        function = _functions.get(name)
         if function is None:
-            name = f"{_MODULE}{digest}"
             module = make_module(name, source.text)
             # The module is found by its name, and must not hold what decides how long it stays.
-            function = _functions[digest] = module.__dict__.pop("kernel")
+            function = _functions[name] = module.__dict__.pop("kernel")
             weakref.finalize(function, _forget, module).atexit = False
             # Triton keeps all functions, by name, for a way of loading kernels that is not used here.
             known = getattr(sys.modules.get("triton.runtime.jit"), "_triton_jit_function_registry", {})
@@ -102,8 +109,10 @@ class _Launch:
         device: torch.device,
         wide: bool,
     ) -> None:
-        self.function = _jit(source)
         self.source = source
+        self.name = _module_name(source)
+        with _lock:
+            self.loaded = _loaded.setdefault(self.name, Loaded())
         # A device without a number is the current one.
         self.number = torch.cuda.current_device() if str(device) == "cuda" else device.index
         self.pointers = [place for place, kind in enumerate(types) if kind is not None]
@@ -111,7 +120,7 @@ class _Launch:
         # Steps along an axis belong to a model, and where rows begin at whole vectors, they are read as vectors.
         self.even = tuple(even)
         integer = "i64" if wide else "i32"
-        self.signature = {n: kind or integer for n, kind in zip(self.function.arg_names, types, strict=True)}
+        self.signature = tuple([kind or integer for kind in types])
         self.known: dict[tuple[bool, ...], Callable[..., None]] = {}
 
     def __call__(self, arguments: list[Any], grid: int) -> None:
@@ -153,9 +162,9 @@ class _Launch:
     def code(self, aligned: Sequence[bool], target: Target) -> KernelCode:
         """What the machine code for pointers aligned so depends on."""
         even = (*self.even, *(place for place, fits in zip(self.pointers, aligned, strict=True) if fits))
-        name, types, schedule = self.function.__module__, tuple(self.signature.values()), self.source.schedule
+        text, schedule = self.source.text, self.source.schedule
         narrow = 0 < self.source.lanes <= schedule.warps * target[2]
-        return KernelCode(name, self.source.text, types, even, schedule.launch_options, target, narrow)
+        return KernelCode(self.name, text, self.signature, even, schedule.launch_options, target, narrow)
 
     def collect(self, collection: Collection, aligned: Sequence[bool], arguments: Sequence[Any]) -> None:
         """Note a launch; what it would have written is zero."""
@@ -170,7 +179,12 @@ class _Launch:
         """The machine code for the launch's device; Triton keeps it on disk."""
         code = self.code(aligned, target_of(self.number))
         background.take(code)
-        return compile_code(self.function, code, background.missed)
+        kernel = find_code(code)
+        if kernel is None:
+            build_ahead()
+            kernel = compile_code(_jit(self.source), code, background.missed)
+            remember_code(code, kernel.hash)
+        return kernel
 
     def compile_ahead(self) -> None:
         """Compile for aligned pointers on behalf of a later launch, perhaps in another thread."""
@@ -180,21 +194,21 @@ class _Launch:
     def load(self, aligned: Sequence[bool]) -> Callable[..., None]:
         """The machine code on the device, behind as little of Triton's launcher as there is.
 
-        It is loaded once for all sizes, and kept with the function: a device takes no code back.
+        It is loaded once for all sizes, as long as a kernel of the text lives: a device takes no code back.
         """
-        options = self.source.schedule.launch_options
-        key = (tuple(self.signature.items()), self.even, tuple(aligned), options, self.number)
-        loaded = self.function.__dict__.setdefault("loaded_by_insum_nn", {})
+        options, loaded = self.source.schedule.launch_options, self.loaded
+        key = (self.signature, self.even, tuple(aligned), options, self.number)
         return _loading.get(
-            (id(self.function), key), lambda: loaded.get(key), lambda: loaded.setdefault(key, self._load(aligned))
+            (self.name, key), lambda: loaded.get(key), lambda: loaded.setdefault(key, self._load(aligned))
         )
 
     def _load(self, aligned: Sequence[bool]) -> Callable[..., None]:
         kernel = self.compile(aligned)
+        rest = (0,) * prepare_launcher(kernel, self.signature)
         start, handle, metadata = kernel.run, kernel.function, kernel.packed_metadata
 
         def run(grid: int, stream: int, arguments: Sequence[Any]) -> None:
-            start(grid, 1, 1, stream, handle, metadata, None, None, None, *arguments)
+            start(grid, 1, 1, stream, handle, metadata, None, None, None, *arguments, *rest)
 
         # The handle belongs to the kernel, which has to live as long.
         run.kernel = kernel  # type: ignore[attr-defined]

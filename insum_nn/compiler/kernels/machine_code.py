@@ -172,8 +172,8 @@ def active_target() -> Target:
 def serve() -> None:
     """Compile the kernels that come in on standard input, and answer each with a line on standard output.
 
-    The first line is the path of modules. An answer tells whether the code was on disk, or why there is none. An empty
-    line is answered too: from then on a kernel takes what it takes to compile.
+    The first line is the path of modules. An answer tells Triton's digest of the code and whether it was on disk, or
+    why there is none. An empty line is answered too: from then on a kernel takes what it takes to compile.
     """
     answers = os.fdopen(os.dup(1), "w", buffering=1, encoding="utf-8")
     # What compilers print is not an answer.
@@ -196,10 +196,10 @@ def serve() -> None:
         try:
             module = make_module(code.module, code.text)
             try:
-                compile_code(module.__dict__["kernel"], code)
+                kernel = compile_code(module.__dict__["kernel"], code)
             finally:
                 drop_module(module)
-            answer: dict[str, Any] = {"found": found[-1:] == [True]}
+            answer: dict[str, Any] = {"found": found[-1:] == [True], "hash": kernel.hash}
         except Exception as error:
             answer = {"error": f"{type(error).__name__}: {error}"}
         answers.write(json.dumps(answer) + "\n")

@@ -1,0 +1,130 @@
+"""Machine code that is on disk, loaded without reading the kernel's text.
+
+Triton keeps machine code under a digest of the text's syntax tree and of Triton's own files. To find it there, every
+process parses each text several times, 80 ms for two thousand lines, and once reads all of Triton's library, half a
+second. Here a file of the cache folder holds that digest, under all that the machine code depends on and that can be
+told without parsing.
+"""
+
+from __future__ import annotations
+
+import functools
+import hashlib
+import json
+import os
+from contextlib import suppress
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+from uuid import uuid4
+
+from insum_nn.compiler.kernels.machine_code import KernelCode, Target
+from insum_nn.compiler.schedule.cache_folder import own_folder
+
+__all__ = ["Loaded", "find_code", "remember_code"]
+
+_DIGITS = frozenset("0123456789abcdef")
+
+
+class Loaded(dict[object, Any]):
+    """What launches the machine code of one text, by what tells it apart; weak references keep it findable."""
+
+
+def remember_code(code: KernelCode, found: str) -> None:
+    """Note under which digest Triton keeps the machine code of a kernel."""
+    path = _path_of(code)
+    if path is None:
+        return
+    beside = path.with_name(f"{path.name}.{uuid4().hex}")
+    with suppress(OSError):
+        beside.write_text(found, encoding="ascii")
+        beside.replace(path)
+
+
+def find_code(code: KernelCode) -> Any:
+    """Triton's compiled kernel; `None`: no process has noted it, or it is no longer on disk."""
+    path = _path_of(code)
+    if path is None:
+        return None
+    try:
+        found = path.read_text(encoding="ascii")
+    except (OSError, UnicodeDecodeError):
+        return None
+    if len(found) != 64 or not _DIGITS.issuperset(found):
+        return None
+    return _read(code, found)
+
+
+def _read(code: KernelCode, found: str) -> Any:
+    from triton import knobs
+    from triton.compiler.compiler import CompiledKernel, CompileTimer
+    from triton.runtime.cache import get_cache_manager
+
+    timer = CompileTimer()
+    name = "kernel.json"
+    group: dict[str, Any] = get_cache_manager(found).get_group(name) or {}
+    # The text at each stage of compiling is long, and nobody reads it.
+    group = {each: path for each, path in group.items() if each.endswith((".json", ".cubin", ".hsaco"))}
+    if name not in group or len(group) != 2:
+        return None
+    # All that a launcher asks of what was compiled.
+    signature = dict(enumerate(code.signature))
+    source: Any = SimpleNamespace(name="kernel", constants={}, attrs={}, signature=signature, fn=None)
+    try:
+        kernel = CompiledKernel(source, group, found)
+    except (OSError, ValueError, KeyError):
+        return None
+    if knobs.compilation.listener is not None:
+        metadata = kernel.metadata._asdict()
+        knobs.compilation.listener(
+            src=source, metadata=metadata, metadata_group=group, times=timer.end(), cache_hit=True
+        )
+    return kernel
+
+
+def _path_of(code: KernelCode) -> Path | None:
+    """Where the digest of a kernel is kept; `None`: nowhere, as Triton is asked to look at what it compiles."""
+    from triton import knobs
+
+    asked = knobs.compilation
+    if asked.always_compile or asked.override or asked.dump_ir:
+        return None
+    if getattr(knobs.runtime, "add_stages_inspection_hook", None) is not None:
+        return None
+    folder = own_folder("kernels")
+    if folder is None:
+        return None
+    options = _options(code.target, code.options)
+    depends = [code.text, code.signature, code.aligned, options, _environment(), _triton()]
+    return folder / hashlib.sha256(json.dumps(depends).encode()).hexdigest()
+
+
+@functools.lru_cache(maxsize=1024)
+def _options(target: Target, options: tuple[tuple[str, int], ...]) -> list[str]:
+    """What Triton's own digest holds of the target's compilers and of the options, given or not."""
+    from triton.backends.compiler import GPUTarget
+    from triton.compiler.compiler import make_backend
+
+    backend: Any = make_backend(GPUTarget(*target))
+    return [backend.hash(), backend.parse_options(dict(options)).hash()]
+
+
+def _environment() -> list[tuple[str, str]]:
+    """Variables on which machine code depends."""
+    from triton._C import libtriton
+
+    found: dict[str, str] = libtriton.get_cache_invalidating_env_vars()  # type: ignore[attr-defined]
+    return sorted(found.items())
+
+
+@functools.cache
+def _triton() -> list[object]:
+    """Triton's version, and when which of its files were written."""
+    import triton
+
+    root = Path(str(triton.__file__)).parent
+    files = [*root.glob("_C/libtriton*")]
+    for folder in ("backends", "compiler", "language", "runtime"):
+        files += root.glob(f"{folder}/**/*.py")
+    found = [(str(file.relative_to(root)), os.stat(file)) for file in sorted(files)]
+    return [triton.__version__, *((name, stat.st_size, stat.st_mtime_ns) for name, stat in found)]
