@@ -52,9 +52,9 @@ def test_a_block_sparse_linear_has_at_most_six(block: int, dtype: torch.dtype):
     ("dtype", "most"),
     [
         (torch.float32, 20),
-        # Stored schedules of fp16 have seven tiles where those of float32 have four, each for weights as they lie and
-        # transposed, and with and without a mask for 96 channels. The target is 20.
-        (torch.float16, 34),
+        # Tiles of fp16 differ more than those of float32, each for weights as they lie and transposed, and with and
+        # without a mask for 96 channels. The target is 20.
+        (torch.float16, 33),
     ],
     ids=str,
 )
