@@ -10,7 +10,7 @@ from types import MappingProxyType
 import torch
 from torch import Tensor
 
-from insum_nn.compiler.api import Explanation, Program, compile_built, dense_is_faster, dense_reason, takes_columns
+from insum_nn.compiler.api import Explanation, Program, compile_built, takes_columns
 from insum_nn.compiler.options import DEFAULT, Options
 from insum_nn.errors import InsumDtypeError, InsumError, InsumShapeError, raise_collected
 from insum_nn.facts import IndexFacts
@@ -25,7 +25,6 @@ from insum_nn.ops.arguments import (
     under_autocast,
 )
 from insum_nn.ops.block_linear_columns import block_columns, columns_program
-from insum_nn.ops.dense_choice import block_tiles, explain_tiles
 from insum_nn.ops.modes import static_shape, untraced
 
 __all__ = [
@@ -128,23 +127,16 @@ def block_linear_stored(
         options: compile options.
 
     Returns:
-        As `block_linear`. Where many blocks are stored, many samples are multiplied by a dense weight if faster:
-        on a GPU in half precision from a third of the blocks on, on a CPU in float32 and float64 from a fifth of blocks
-        of 16, or two fifths of blocks of 32. NaN in a feature then reaches every result.
+        As `block_linear`. Where many blocks are stored, the compiler multiplies many samples by the dense weight; NaN
+        in a feature that some block reads then reaches every result.
     """
     form = "slots" if "Slot" in index else "BlockCOO"
     _check(input, weight, shape, bias)
     flat, (a, b) = _rows_of(input, weight, shape[1]), static_shape(weight)[-2:]
     grid = -(-shape[0] // a), -(-shape[1] // b)
-    if form == "BlockCOO" and dense_is_faster(weight, grid, flat.shape[0], options):
-        dense = block_tiles(weight, index, grid, BLOCK_LINEAR_FACTS[form], options)[: shape[0], : shape[1]]
-        result = torch.nn.functional.linear(
-            input.to(dense.dtype), dense, None if bias is None else bias.to(dense.dtype)
-        )
-        return result.contiguous()
     if form == "BlockCOO":
         x, values = to_autocast(flat), to_autocast(weight)
-        if takes_columns(x, values, options):
+        if takes_columns(x, values, grid, options):
             product = block_columns(index["Row"], index["Col"], grid, options)
             start, bias = _as_start(bias, values, shape[0])
             return _finish(product(x, values, start), input, shape, bias)
@@ -284,11 +276,8 @@ def explain_block_linear(
     form = "slots" if "Slot" in index else "BlockCOO"
     named = block_linear_operands(input, weight, index, shape, bias)
     program, grid = block_linear_program(form, options), (-(-shape[0] // weight.shape[1]), named["X"].shape[1])
-    if form == "BlockCOO" and dense_is_faster(weight, grid, named["X"].shape[0], options):
-        made = explain_tiles(weight, index, grid, BLOCK_LINEAR_FACTS[form], options, measure=measure)
-        return made.with_choice("product", "dense, by the library", dense_reason(weight, grid))
     flat, values = to_autocast(named["X"].flatten(1)), to_autocast(named["W"])
-    if form == "BlockCOO" and takes_columns(flat, values, options):
+    if form == "BlockCOO" and takes_columns(flat, values, grid, options):
         program = columns_program("Y", options)
         named = block_columns(index["Row"], index["Col"], grid, options).operands_of(flat, values)
     return program.explain(tensors=named, out_shape=(None, grid[0], None), measure=measure)

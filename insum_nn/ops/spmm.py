@@ -9,12 +9,11 @@ from types import MappingProxyType
 import torch
 from torch import Tensor
 
-from insum_nn.compiler.api import Program, dense_is_faster, is_plain_eager
+from insum_nn.compiler.api import Program, is_plain_eager
 from insum_nn.compiler.options import DEFAULT, Options
 from insum_nn.formats import BlockFormat, SparseFormat
 from insum_nn.ops.arguments import Operand, is_vector, matrix_layout, named_tensors, pad_axis, program, run
 from insum_nn.ops.custom import registered
-from insum_nn.ops.dense_choice import block_tiles
 
 __all__ = ["SPMM", "spmm", "spmm_expression", "spmm_program"]
 
@@ -44,8 +43,7 @@ def spmm(matrix: SparseFormat, dense: Tensor, *, options: Options = DEFAULT) -> 
         BlockGroupCOO           C[Row[g],a,n] += Val[g,q,a,b] * B[Col[g,q],b,n]
 
     For blocks `B` is the dense operand cut into block rows, (grid columns, b, n), with zeros up to the grid's edge, and
-    the rows of `C` beyond the matrix are cut off. A vector is a matrix of one column. A matrix of which
-    many blocks are stored is multiplied as a dense one where that is faster; see `block_linear_stored` for when it is.
+    the rows of `C` beyond the matrix are cut off. A vector is a matrix of one column.
 
     Source: Won, Ahrens, Amarasinghe, Emer, Insum (ASPLOS 2026), sections 3 and 4.
 
@@ -91,12 +89,7 @@ def _checked(matrix: SparseFormat, dense: Tensor, options: Options) -> Tensor:
         dense = dense.unsqueeze(1)
     m, k = matrix.shape
     named = named_tensors("spmm", expression, matrix, [Operand("dense", "B", dense, (("k", k), ("n", None)))])
-    if isinstance(matrix, BlockFormat) and dense_is_faster(
-        named["Val"], matrix.grid_shape, named["B"].shape[1], options
-    ):
-        tiles = block_tiles(named["Val"], named, matrix.grid_shape, matrix.facts, options)
-        result = tiles[:m, :k] @ named["B"]
-    elif isinstance(matrix, BlockFormat):
+    if isinstance(matrix, BlockFormat):
         result = _blocks(expression, matrix, named, options)
     else:
         result = run(expression, matrix.facts, named, options, (m, None))
@@ -133,11 +126,7 @@ class _Product:
             return False
         if dense.ndim != 2 or dense.dtype != values.dtype or dense.device != values.device:
             return False
-        if dense.layout is not torch.strided or dense.shape[0] != self.columns or not self.fits:
-            return False
-        return not isinstance(matrix, BlockFormat) or not dense_is_faster(
-            values, matrix.grid_shape, dense.shape[1], DEFAULT
-        )
+        return dense.layout is torch.strided and dense.shape[0] == self.columns and self.fits
 
     def __call__(self, matrix: SparseFormat, dense: Tensor) -> Tensor:
         values, n, blocks = matrix.values, dense.shape[1], len(self.read) == 2

@@ -36,6 +36,9 @@ STATEMENTS = {
     "attention": "Y[D[e],o] += Q[D[e],c] * K[S[e],c] * X[S[e],o]",
     "bilinear edges": "Y[e] += X[D[e],a] * M[R[e],a,b] * Z[S[e],b]",
     "four factors": "Y[D[e],o] += Val[e] * X[S[e],c] * W[c,b] * V[b,o]",
+    "blocks": "Y[k,D[e],o] += W[e,o,c] * X[k,S[e],c]",
+    "groups of blocks": "Y[G[g],o,k] += Val[g,q,o,c] * X[Col[g,q],c,k]",
+    "sampled blocks": "Y[e,o,c] += A[k,D[e],o] * X[k,S[e],c]",
     "a shifted read": "Y[D[e],o] += Val[e] * X[e+i-1,c] * W[c,o]",
 }
 _ENTRIES, _NODES, _EXTENTS = 9, 5, {"c": 3, "o": 4, "a": 3, "b": 2, "k": 4, "i": 2, "j": 5, "g": 6, "q": 2, "e": 9}

@@ -64,6 +64,15 @@ def test_a_matrix_features_and_a_weight_can_be_multiplied_in_both_orders():
     assert "T[i,o] += X[i,c] * W[c,o]; Y[D[e],o] += T[S[e],o] * Val[e]" in found
 
 
+def test_blocks_are_written_into_a_matrix_that_a_library_multiplies_as_it_lies():
+    found = cuts(STATEMENTS["blocks"])
+    assert "T[D[e],o,S[e],c] += W[e,o,c]; Y[k,i,o] += T[i,o,j,c] * X_read[k,j,c]" in found
+    found = cuts(STATEMENTS["groups of blocks"])
+    assert "T[G[g],o,Col[g,q],c] += Val[g,q,o,c]; Y[i,o,k] += T[i,o,j,c] * X_read[j,c,k]" in found
+    # Of single entries the matrix would be the sparse one with all its zeros.
+    assert not any(text.startswith("T[D[e],S[e]") for text in cuts("Y[D[e],o] += Val[e] * X[S[e],o]"))
+
+
 @pytest.mark.parametrize("name", STATEMENTS)
 def test_both_parts_are_the_whole(name: str):
     statement = STATEMENTS[name]

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import pickle
-import sys
 from collections.abc import Mapping
 
 import pytest
@@ -12,15 +11,11 @@ from torch import Tensor
 
 import insum_nn
 from insum_nn import IndexFacts, Options
-from insum_nn.compiler.api import contract
 from insum_nn.compiler.forms.form import Form, make_form
 from insum_nn.compiler.lang.bind import bind
 from insum_nn.compiler.lang.parser import parse
 from insum_nn.errors import InsumError, InsumRangeError
 from insum_nn.formats import COO, ELL, BlockCOO, BlockGroupCOO, GroupCOO, SparseFormat
-from insum_nn.ops import dense_choice
-from insum_nn.ops.dense_choice import block_tiles
-from insum_nn.ops.spmm import spmm
 from tests.compiler.interpreted import interpreter
 
 __all__ = ["interpreter"]
@@ -121,58 +116,16 @@ def test_sums_inside_a_place():
 def test_dense_matrices_of_formats(kind: str):
     dense = torch.randn(10, 12) * (torch.rand(5, 4) < 0.5).repeat_interleave(2, 0).repeat_interleave(3, 1)
     matrix: BlockCOO | BlockGroupCOO = BlockCOO.from_dense(dense, block_shape=(2, 3))
+    expression = BLOCKS
     if kind == "groups":
         matrix = BlockGroupCOO.from_dense(dense, block_shape=(2, 3), group_size=2)
+        expression = "D[Row[g],a,Col[g,q],b] += Val[g,q,a,b]"
     if kind == "twice":
         zero = torch.zeros(2, dtype=torch.int64)
         matrix = BlockCOO.from_blocks(zero, zero, torch.ones(2, 2, 3), (10, 12), coalesce=False)
         dense = matrix.to_dense()
-    got = block_tiles(matrix.values, matrix.tensors, matrix.grid_shape, matrix.facts, GENERATED)
-    torch.testing.assert_close(got, dense)
-
-
-@pytest.mark.usefixtures("interpreter")
-@pytest.mark.parametrize("kind", [BlockCOO, BlockGroupCOO])
-def test_gathered_in_one_pass(kind: type[BlockCOO | BlockGroupCOO]):
-    """What a GPU takes: the same matrix and gradients, of the second order too."""
-    dense = torch.randn(10, 12, dtype=torch.float64)
-    dense *= (torch.rand(5, 4) < 0.5).repeat_interleave(2, 0).repeat_interleave(3, 1)
-    matrix = kind.from_dense(dense, block_shape=(2, 3))
-    values = matrix.values.clone().requires_grad_()
-    index = {"Row": matrix.tensors["Row"], "Col": matrix.tensors["Col"]}
-
-    def form(values: Tensor, options: Options) -> Tensor:
-        gathered = dense_choice._Gathered(index, matrix.grid_shape, matrix.facts, options, values.ndim)
-        return contract(gathered, "D", values)
-
-    found = form(values, GENERATED)
-    torch.testing.assert_close(found.reshape(10, 12), dense)
-    torch.testing.assert_close(form(values, Options()).reshape(10, 12), dense)
-    weights = torch.randn_like(found)
-    (got,) = torch.autograd.grad((found * weights).sum(), values)
-    (want,) = torch.autograd.grad(
-        (block_tiles(values, matrix.tensors, matrix.grid_shape, matrix.facts).reshape(found.shape) * weights).sum(),
-        values,
-    )
-    torch.testing.assert_close(got, want)
-    assert torch.autograd.gradgradcheck(lambda v: form(v, Options()) ** 2, values)
-
-
-@pytest.mark.parametrize("ragged", [False, True])
-@pytest.mark.parametrize("kind", [BlockCOO, BlockGroupCOO])
-def test_spmm_by_the_dense_matrix(monkeypatch: pytest.MonkeyPatch, ragged: bool, kind: type[BlockCOO | BlockGroupCOO]):
-    # The function of that name hides the module.
-    monkeypatch.setattr(sys.modules["insum_nn.ops.spmm"], "dense_is_faster", lambda *rest: True)
-    dense = torch.randn(11 if ragged else 10, 13 if ragged else 12, dtype=torch.float64)
-    matrix = kind.from_dense(dense, block_shape=(2, 3))
-    other = torch.randn(dense.shape[1], 5, dtype=torch.float64)
-    values = matrix.values.clone().requires_grad_()
-    out = spmm(matrix.with_values(values), other)
-    torch.testing.assert_close(out, dense @ other)
-    (got,) = torch.autograd.grad(out.sum(), values)
-    monkeypatch.undo()
-    (want,) = torch.autograd.grad(spmm(matrix.with_values(values), other).sum(), values)
-    torch.testing.assert_close(got, want)
+    program = insum_nn.compile(expression, facts=matrix.facts, out_shape=(5, None, 4, None), options=GENERATED)
+    torch.testing.assert_close(program(tensors=matrix.tensors).reshape(10, 12), dense)
 
 
 # Which statements.
@@ -288,7 +241,8 @@ def test_densified_on_a_gpu(gpu: torch.device, share: float):
     index = {name: t.to(gpu) for name, t in distinct(count, 128, 128).items()}
     values = torch.randn(count, 32, 32).to(gpu).half()
     values.requires_grad_()
-    got = block_tiles(values, index, (128, 128), PAIRS)
+    program = insum_nn.compile(BLOCKS, facts=PAIRS, out_shape=(128, None, 128, None))
+    got = program(tensors={**index, "Val": values}).reshape(4096, 4096)
     want = torch.zeros(128, 128, 32, 32, dtype=torch.float16, device=got.device)
     want[index["Row"], index["Col"]] = values.detach()
     assert torch.equal(got, want.transpose(1, 2).reshape(4096, 4096))

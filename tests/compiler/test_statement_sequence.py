@@ -13,6 +13,7 @@ import insum_nn
 from insum_nn import IndexFacts, Options
 from insum_nn.compiler.lang.bind import Extents, bind
 from insum_nn.compiler.lang.parser import parse
+from insum_nn.compiler.runtime.backends import is_matrix_product
 from insum_nn.compiler.runtime.composite import statement_sequence
 from insum_nn.compiler.runtime.composite.statement_sequence import Sequences, StatementSequence
 from insum_nn.dtypes import FLOATS
@@ -292,15 +293,68 @@ def test_a_kernel_that_skips_missing_entries_is_not_cut():
 def test_a_product_for_each_run_of_sorted_terms_is_one_of_matrices(monkeypatch: pytest.MonkeyPatch):
     """Terms that stand together are multiplied by the matrix unit; to spread them over all cells would be more."""
     machine = statement_sequence.machine_of
-    monkeypatch.setattr(
-        statement_sequence, "machine_of", lambda _, width, pairwise: machine("gpu", width, pairwise=pairwise)
-    )
+    monkeypatch.setattr(statement_sequence, "machine_of", lambda _, width, **about: machine("gpu", width, **about))
     statement = "dW[d,Off[p],c] += dOut[OutIdx[p],d] * In[InIdx[p],c]"
     pairs = dict.fromkeys(("Off", "OutIdx", "InIdx"), (45_000,))
     shapes = {**pairs, "dOut": (3_500, 256), "In": (3_500, 256), "out": (256, 27, 256)}
     insum_nn.clear_cache()
     assert texts(sequence(statement, KERNELS, dtype=torch.float16, **shapes))
     assert texts(sequence(statement, KERNELS, in_order="Off", dtype=torch.float16, **shapes)) == []
+
+
+BLOCK_STATEMENTS = {
+    "forward": "Y[n,Row[p],a] += W[p,a,b] * X[n,Col[p],b]",
+    "gradient of the input": "Y[n,Col[p],b] += X[n,Row[p],a] * W[p,a,b]",
+    "SpMM": "Y[Row[p],a,n] += W[p,a,b] * X[Col[p],b,n]",
+}
+DENSE_FIRST = "T[Row[p],a,Col[p],b] += W[p,a,b]"
+
+
+def blocks_of(
+    kind: str, side: int, share: float, extent: int, samples: int, dtype: torch.dtype, options: Options = DEFAULT
+) -> list[str]:
+    """The statements of a product with the blocks of a square matrix."""
+    grid, count = extent // side, int(share * (extent // side) ** 2)
+    operand = (grid, side, samples) if kind == "SpMM" else (samples, grid, side)
+    shapes = {"Row": (count,), "Col": (count,), "W": (count, side, side), "X": operand, "out": operand}
+    return texts(sequence(BLOCK_STATEMENTS[kind], options, in_order="Row", dtype=dtype, **shapes))
+
+
+@pytest.mark.parametrize(
+    ("side", "share", "dense"),
+    [(16, 0.19, False), (16, 0.25, True), (32, 0.32, False), (32, 0.45, True), (64, 0.45, False), (64, 0.9, True)],
+)
+@pytest.mark.parametrize("kind", BLOCK_STATEMENTS)
+def test_many_blocks_on_a_cpu_are_multiplied_as_a_dense_matrix(kind: str, side: int, share: float, dense: bool):
+    """Near the shares that were measured on two cores, 1024 x 1024 times 256 columns: 0.22 and 0.4."""
+    found = blocks_of(kind, side, share, 1024, 256, torch.float32)
+    assert found[:1] == ([DENSE_FIRST] if dense else [])
+    assert not found or " * X" in found[1]
+
+
+@pytest.mark.parametrize(("side", "measured"), [(32, 0.37), (64, 0.6), (128, 0.6)])
+@pytest.mark.parametrize("kind", BLOCK_STATEMENTS)
+def test_many_blocks_on_a_gpu_are_multiplied_as_a_dense_matrix(
+    kind: str, side: int, measured: float, monkeypatch: pytest.MonkeyPatch
+):
+    """From the shares on that were measured on an H200, and only where the library has a faster product."""
+    machine = statement_sequence.machine_of
+    monkeypatch.setattr(statement_sequence, "machine_of", lambda _, width, **about: machine("gpu", width, **about))
+    monkeypatch.setattr(
+        statement_sequence,
+        "choose_backend",
+        lambda bound, _: ("eager" if is_matrix_product(bound.statement) else "triton", ""),
+    )
+    for dtype, options, least in (
+        (torch.float16, Options(), measured),
+        (torch.float32, Options(), None),
+        (torch.float16, Options(deterministic=True), None),
+        (torch.float16, Options(backend="triton"), None),
+    ):
+        for share in (0.1, measured - 0.04, measured + 0.04, 1.0):
+            insum_nn.clear_cache()
+            found = blocks_of(kind, side, share, 4096, 4096, dtype, options)
+            assert found[:1] == ([DENSE_FIRST] if least is not None and share > least else [])
 
 
 def test_what_is_never_cut():
@@ -311,7 +365,7 @@ def test_what_is_never_cut():
     assert texts(sequence(CHAIN, **{**size, "X": (0, 64)})) == []
 
 
-def test_one_decision_for_all_sizes_within_a_factor_of_two(monkeypatch: pytest.MonkeyPatch):
+def test_one_decision_for_all_sizes_nearby(monkeypatch: pytest.MonkeyPatch):
     insum_nn.clear_cache()
     decided: list[object] = []
     best = statement_sequence._Search.best

@@ -125,37 +125,32 @@ def test_stored_blocks_with_slots_equal_their_format():
     )
 
 
-@pytest.mark.parametrize(
-    ("side", "share", "dense"), [(16, 0.5, True), (16, 0.1, False), (32, 0.5, True), (64, 0.9, False)]
-)
-def test_many_blocks_are_multiplied_as_a_dense_weight(side: int, share: float, dense: bool):
-    """Where it was measured to be faster; the numbers are the same, and the layer says so."""
-    grid, samples = 256 // side, 256
+@pytest.mark.parametrize("bias", [False, True])
+@pytest.mark.parametrize(("side", "share", "dense"), [(16, 0.5, True), (16, 0.1, False), (64, 0.5, False)])
+def test_many_blocks_are_multiplied_as_a_dense_weight(side: int, share: float, dense: bool, bias: bool):
+    """The numbers are those of the dense weight in float64, and what is explained are the two statements that run."""
+    grid, samples = 256 // side, 512
     mask = torch.zeros(grid * grid, dtype=torch.bool)
     mask[torch.randperm(grid * grid)[: int(share * grid * grid)]] = True
     row, col = mask.reshape(grid, grid).nonzero(as_tuple=True)
     index = {"Row": row, "Col": col}
-    leaves = [torch.randn(samples, 256), torch.randn(row.shape[0], side, side), torch.randn(256)]
-    seed, found = torch.randn(samples, 256), []
-    for options in (Options(), Options(backend="eager")):
-        x, weight, bias = [leaf.clone().requires_grad_() for leaf in leaves]
-        out = block_linear_stored(x, weight, index, (256, 256), bias, options=options)
-        found.append((out, *torch.autograd.grad(out, (x, weight, bias), seed)))
-    for a, b in zip(*found, strict=True):
-        a, b = a.detach(), b.detach()
-        assert_matches(a, b, dtype=torch.float32, kind="gradient", scale=float(b.abs().max()))
-    explanation = explain_block_linear(leaves[0], leaves[1], index, (256, 256))
-    choices = {d.topic: d for d in explanation.decisions}
-    assert ("product" in choices) == dense
-    if dense:
-        assert choices["product"].choice == "dense, by the library"
-        assert f"of the {side} x {side} blocks are stored" in choices["product"].reason
+    leaves = [torch.randn(samples, 256), torch.randn(row.shape[0], side, side)]
+    leaves += [torch.randn(256)] if bias else []
+
+    def exact(x: Tensor, values: Tensor, *rest: Tensor) -> Tensor:
+        tiles = x.new_zeros(grid, grid, side, side).index_put((row, col), values)
+        return functional.linear(x, tiles.transpose(1, 2).reshape(256, 256), *rest)
+
+    assert_same(lambda x, values, *rest: block_linear_stored(x, values, index, (256, 256), *rest), exact, leaves)
+    explanation = explain_block_linear(*leaves[:2], index, (256, 256))
+    ran = [str(part.statement) for part in explanation.parts]
+    assert ran == (["T[Row[p],a,Col[p],b] += W[p,a,b]", "Y[n,i,a] += T[i,a,j,b] * X_read[n,j,b]"] if dense else [])
     compiled = torch.compile(
-        lambda x, w, b: block_linear_stored(x, w, index, (256, 256), b), backend="aot_eager", fullgraph=True
+        lambda x, w: block_linear_stored(x, w, index, (256, 256)), backend="aot_eager", fullgraph=True
     )
-    torch.testing.assert_close(compiled(*leaves), found[1][0].detach(), atol=1e-4, rtol=1e-4)
-    few = explain_block_linear(leaves[0][:9], leaves[1], index, (256, 256))
-    assert "product" not in {d.topic for d in few.decisions}
+    want = block_linear_stored(*leaves[:2], index, (256, 256), options=Options(backend="eager"))
+    torch.testing.assert_close(compiled(*leaves[:2]), want, atol=1e-3, rtol=1e-3)
+    assert not explain_block_linear(leaves[0][:9], leaves[1], index, (256, 256)).parts
 
 
 def test_a_feature_that_no_block_reads_does_not_count():

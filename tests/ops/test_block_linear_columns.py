@@ -110,7 +110,7 @@ def test_what_is_kept_serves_calls_of_its_kind_alone():
 
 
 def test_a_cpu_and_small_problems_go_the_other_way():
-    assert not takes_columns(torch.randn(512, 32), torch.randn(2, 16, 16), DEFAULT)
+    assert not takes_columns(torch.randn(512, 32), torch.randn(2, 16, 16), (2, 2), DEFAULT)
 
 
 @pytest.mark.gpu

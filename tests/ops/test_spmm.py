@@ -344,3 +344,23 @@ def test_other_arguments_are_refused():
         spmm(COO.from_dense(torch.ones(2, 2, 2)), torch.ones(2))
     with pytest.raises(InsumShapeError, match="must have 2 dimensions, got 0"):
         spmm(MATRIX, torch.tensor(1.0))
+
+
+@pytest.mark.parametrize("kind", [BlockCOO, BlockGroupCOO])
+def test_many_blocks_are_multiplied_as_a_dense_matrix(kind: type[BlockCOO | BlockGroupCOO]):
+    """Values, both gradients, and what is explained; block row 3 and block column 5 have no blocks."""
+    mask = torch.rand(31, 32) < 0.6
+    mask[3], mask[:, 5] = False, False
+    dense = torch.randn(490, 510) * mask.repeat_interleave(16, 0).repeat_interleave(16, 1)[:490, :510]
+    matrix = kind.from_dense(dense, block_shape=(16, 16))
+    other = torch.randn(510, 400)
+    assert_same(
+        lambda values, other: spmm(matrix.with_values(values), other),
+        lambda values, other: matrix.to("cpu", torch.float64).with_values(values).to_dense() @ other,
+        [matrix.values, other],
+    )
+    other[5 * 16 : 6 * 16] = torch.nan
+    assert spmm(matrix, other).isfinite().all()
+    operand = torch.randn(32, 16, 400)
+    explanation = spmm_program(matrix).explain(tensors={**matrix.tensors, "B": operand}, out_shape=(31, 16, None))
+    assert [str(part.statement).partition(" ")[2] for part in explanation.parts][1] == "+= T[i,a,j,b] * B_read[j,b,n]"

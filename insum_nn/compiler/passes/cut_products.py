@@ -8,6 +8,9 @@ forms a product for every entry `e`, channel `c` and output `o`. There are three
     entry by entry           H[e,o] += X[S[e],c] * W[T[e],c,o]            Y[D[e],o] += H[e,o] * Inv[D[e],T[e]]
     sum over entries first   H[D[e],T[e],c] += X[S[e],c]                  Y[i,o] += H[i,r,c] * Inv[i,r] * W[r,c,o]
 
+The third kind also makes a dense matrix of blocks: `H[Row[p],a,Col[p],b] += W[p,a,b]`, then `Y[n,i,a] += H[i,a,j,b] *
+X[n,j,b]`, of `Y[n,Row[p],a] += W[p,a,b] * X[n,Col[p],b]`.
+
 In the first kind some subscripts of the factors are read by the second statement instead, at the same places, so the
 same terms miss; the first statement loops over the addressed axis by an index of its own. In the third kind the first
 statement writes where the second one's subscripts pointed. Cells that no term reads then meet a zero, and must not show
@@ -260,17 +263,21 @@ class _Cutter:
         kept = [name for name in indices if name in needed]
         if gone & set(needed) or not kept:
             return
+        own = set(_indices([self.output]))
+        blocks = len(replaced) > 1 and bool(set(kept) & own and set(kept) - own)
         # Stored entries by row and column are the sparse structure itself in dense form: every zero is multiplied.
-        if len(replaced) > 1 and not any(True for access in inside for _ in access.nested()):
+        # That can pay for blocks alone, whose rows and columns are indices of their own.
+        if len(replaced) > 1 and not blocks and not any(True for access in inside for _ in access.nested()):
             return
-        if set(kept) <= set(_indices([self.output])):
+        if set(kept) <= own:
             # What the second statement sums stands in front of what it writes, so that it reads a matrix as it lies.
             replaced = dict(sorted(replaced.items(), key=lambda item: item[0] in self.output.subscripts))
         names = self.fresh(replaced)
-        written = _access(self.made, [*map(str, replaced), *kept])
+        axes = self.axes(inside, outside, replaced, kept) if blocks else [*replaced, *kept]
+        written = _access(self.made, list(map(str, axes)))
         first = parse(f"{written} += {' * '.join(map(str, inside))}")
         terms = self.terms(inside, outside, replaced, set(indices) - set(needed))
-        factors, clears = [_access(self.made, [*names.values(), *kept])], list[Clear]()
+        factors, clears = [_access(self.made, [names[s] if s in names else str(s) for s in axes])], list[Clear]()
         for factor in self.others(inside):
             place = _place(factor, replaced) if isinstance(factor, Access) else None
             if place is None or not isinstance(factor, Access):
@@ -289,13 +296,28 @@ class _Cutter:
             first,
             second,
             self.made,
-            (*(axes[0] for axes in replaced.values()), *kept),
-            {names[s]: axes[0] for s, axes in replaced.items()},
-            tuple(tuple(axes) for axes in replaced.values() if len(axes) > 1),
+            tuple(replaced[s][0] if s in replaced else str(s) for s in axes),
+            {names[s]: where[0] for s, where in replaced.items()},
+            tuple(tuple(where) for where in replaced.values() if len(where) > 1),
             tuple(clears),
             None if place is None else Clear(self.output.name, place, terms),
             any(subscript.indirect is None for subscript in replaced),
         )
+
+    def axes(
+        self,
+        inside: Sequence[Access],
+        outside: Sequence[Access],
+        replaced: Mapping[Subscript, Sequence[Axis]],
+        kept: Sequence[str],
+    ) -> list[Subscript | str]:
+        """The axes of a sum over blocks: the rows of a matrix, then its columns."""
+        # Each place stands in front of the index inside of the block, so that the library reads one matrix.
+        last = [s.plain for access in inside for s in access.subscripts if s.plain in kept][-1:]
+        found: list[Subscript | str] = []
+        for access in sorted((self.output, *outside), key=lambda access: set(last) <= set(_indices([access]))):
+            found += [s if s in replaced else str(s) for s in access.subscripts if s in replaced or s.plain in kept]
+        return list(dict.fromkeys([*found, *kept]))
 
     def terms(
         self,

@@ -15,7 +15,7 @@ from functools import lru_cache
 from insum_nn.compiler.lang.misses import labels_of
 from insum_nn.compiler.lang.syntax import Access, Statement
 
-__all__ = ["Cost", "Machine", "Sizes", "cost_of", "machine_of"]
+__all__ = ["Cost", "Machine", "Sizes", "cost_of", "dense_from", "machine_of", "multiplies_blocks"]
 
 Labels = frozenset[str]
 
@@ -29,12 +29,14 @@ class Machine:
         single: the same, one by one.
         call: bytes that could be moved while a statement is launched.
         pairwise: factors are multiplied two at a time, and what is gathered is held in memory.
+        library: dense products are a library's, which is faster than a kernel over the blocks of a matrix.
     """
 
     per_byte: float
     single: float
     call: float
     pairwise: bool
+    library: bool = False
 
 
 @dataclass(frozen=True, slots=True)
@@ -88,11 +90,25 @@ _GPU_PER_BYTE = {1: 100.0, 2: 100.0, 4: 12.0, 8: 6.0}
 _GPU_SINGLE, _GPU_CALL = 4.0, 6e6
 
 
-def machine_of(device_type: str, width: int, *, pairwise: bool) -> Machine:
-    """The machine that runs numbers of so many bytes."""
+# Share of stored blocks from which a GPU multiplies faster by the dense matrix, which is formed for it, by what the
+# shorter side of a block is at least. Half types on an H200, 4096 x 4096 x 4096: a kernel over blocks of 32 takes as
+# long as the library's product at 0.33, and forming the matrix comes on top; larger blocks are read fewer times. The
+# library multiplies float32 exactly unless it is told otherwise, and is slower at any share.
+_DENSE_FROM = {2: ((64, 0.6), (0, 0.37))}
+# By how much a kernel's rate differs from those shares: forming the matrix and clearing the operand are counted too.
+_FORMING = 0.82
+
+
+def dense_from(width: int, side: int) -> float:
+    """Share of stored blocks from which a GPU multiplies by the dense matrix, by its bytes of a number."""
+    return next((share for least, share in _DENSE_FROM.get(width, ()) if side >= least), math.inf)
+
+
+def machine_of(device_type: str, width: int, *, pairwise: bool, library: bool = False) -> Machine:
+    """The machine that runs numbers of so many bytes; see `Machine`."""
     if device_type == "cpu":
         return Machine(_CPU_PER_BYTE[width], _CPU_SINGLE, _CPU_CALL, pairwise)
-    return Machine(_GPU_PER_BYTE[width], _GPU_SINGLE, _GPU_CALL, pairwise)
+    return Machine(_GPU_PER_BYTE[width], _GPU_SINGLE, _GPU_CALL, pairwise, library)
 
 
 @dataclass(frozen=True, slots=True)
@@ -108,6 +124,7 @@ class _Profile:
         index_tensors: their names.
         product: a sparse matrix times a dense one, or a dense product at some entries: its entries, what is dense, and
             the factors that are copied, since entries do not select along their first axes.
+        blocks: of a product of blocks, the indices that do not say which block it is.
     """
 
     names: tuple[str, ...]
@@ -117,6 +134,7 @@ class _Profile:
     scattered: bool
     index_tensors: tuple[str, ...]
     product: tuple[Labels, Labels, tuple[str, ...]] | None
+    blocks: Labels
 
     def read(self, sizes: Sizes, gathered: Callable[[Labels], float]) -> float:
         """Cells that the factors are read as."""
@@ -136,11 +154,28 @@ def _profile(statement: Statement) -> _Profile:
         None in plain or len(set(plain)) < len(plain),
         statement.index_tensors(),
         _library_product(statement),
+        _block_indices(statement),
     )
 
 
 def _gathers(access: Access) -> bool:
     return any(True for _ in access.nested())
+
+
+def _block_indices(statement: Statement) -> Labels:
+    """The indices of a product of matrices for each entry, such as `Y[n,Row[p],a] += W[p,a,b] * X[n,Col[p],b]`."""
+    accesses = (statement.output, *statement.reads)
+    entries = frozenset(label for access in accesses for nested in access.nested() for label in labels_of(nested))
+    labels = [frozenset(labels_of(access)) for access in statement.reads]
+    written = frozenset(labels_of(statement.output))
+    if not all(own & entries for own in labels) or not _is_matrix_product([own - entries for own in labels], written):
+        return frozenset()
+    return written.union(*labels) - entries
+
+
+def multiplies_blocks(statement: Statement) -> bool:
+    """Whether a statement multiplies by the blocks of a matrix; what that takes was measured in each way."""
+    return bool(_profile(statement).blocks)
 
 
 def _library_product(statement: Statement) -> tuple[Labels, Labels, tuple[str, ...]] | None:
@@ -226,6 +261,12 @@ def _in_runs(output: Access, ordered: frozenset[str]) -> Labels:
 def _at_once(profile: _Profile, sizes: Sizes, machine: Machine, runs: Labels) -> tuple[float, float, float]:
     """Cells, multiplications and their weight in one kernel over the whole index space."""
     products = sizes.terms(profile.written.union(*profile.labels))
+    if profile.blocks:
+        # The programs of a row of blocks find what they share in caches.
+        share = dense_from(sizes.width, min(sizes.indices[label] for label in profile.blocks))
+        rate = min(1.0, share * _FORMING) if machine.library else 1.0
+        cells = sum(float(math.prod(sizes.shapes[name])) for name in profile.names)
+        return cells, products, products / (machine.per_byte * rate)
     rate = machine.per_byte if _is_matrix_product(profile.labels, profile.written - runs) else machine.single
     return profile.read(sizes, sizes.terms), products, products / rate
 

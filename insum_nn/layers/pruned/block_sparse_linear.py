@@ -31,7 +31,8 @@ class BlockSparseLinear(PrunedModule):
         Y[n,Row[g],a] += W[Slot[g,q],a,b] * X[n,Col[g,q],b]         with groups of blocks that share their row
 
     `X` is the input with its leading dimensions flattened to n and its features cut into blocks. Only stored blocks
-    are parameters: optimizer state, gradients and checkpoints are as small as the weight.
+    are parameters: optimizer state, gradients and checkpoints are as small as the weight. Where many blocks are stored,
+    the compiler forms the dense weight, and the library multiplies by it: `explain` shows both statements.
 
     Source: Won, Ahrens, Amarasinghe, Emer, Insum (ASPLOS 2026), section 5 (structured SpMM).
 

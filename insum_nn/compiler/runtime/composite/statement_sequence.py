@@ -4,7 +4,7 @@
 
 is `T[i,j,o] += X[i,c] * W[j,c,o]`, then `Y[D[e],o] += T[S[e],R[e],o] * Inv[D[e],R[e]]`. Each statement has the program
 that it would have alone. The choice is by counts (`schedule.product_cost`), made once for a statement and all sizes
-within a factor of two, on every device and for derivative statements too; nothing is measured.
+within a factor of 1.4, on every device and for derivative statements too; nothing is measured.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ from insum_nn.compiler.passes.cut_products import Axis, Cut, cuts_of
 from insum_nn.compiler.runtime.backends import choose_backend
 from insum_nn.compiler.runtime.composite.read_cells import SizedClear, UnreadCells
 from insum_nn.compiler.runtime.execution import Executable, executable, generation
-from insum_nn.compiler.schedule.product_cost import Cost, Sizes, cost_of, machine_of
+from insum_nn.compiler.schedule.product_cost import Cost, Sizes, cost_of, machine_of, multiplies_blocks
 from insum_nn.facts import UNKNOWN
 
 __all__ = ["Part", "Sequences", "Stage", "StatementSequence", "Tree"]
@@ -34,7 +34,8 @@ __all__ = ["Part", "Sequences", "Stage", "StatementSequence", "Tree"]
 Run = Callable[[Sequence[Tensor], Tensor | None], Tensor]
 Shape = tuple[int, ...]
 
-# A statement is cut if that costs less than this share of the whole: counts are no times.
+# A statement is cut if that costs less than this share of the whole: counts are no times. For products of blocks they
+# agree with times measured on a CPU and a GPU, so there they decide.
 _SHARE = 0.7
 # Bytes that an intermediate tensor may have: so many times those of what is read and written, or this many.
 _ROOM, _LEAST_ROOM = 4.0, 2.0**26
@@ -87,7 +88,7 @@ class Sequences:
 
     def __init__(self, bound: Bound, options: Options) -> None:
         self.bound, self.options = bound, options
-        # Decisions, for all sizes within a factor of two.
+        # Decisions, for all sizes within a factor of the root of two.
         self._trees: dict[tuple[int, ...], Tree] = {}
 
     @cached_property
@@ -104,7 +105,7 @@ class Sequences:
         if 0 in sizes:
             return None
         # Programs are forgotten together, so that a test or a user who clears the cache sees all of it made again.
-        bucket = (generation(), *map(int.bit_length, sizes))
+        bucket = (generation(), *[(size * size).bit_length() for size in sizes])
         tree = self._trees.get(bucket)
         if tree is _WHOLE:
             return None
@@ -261,6 +262,7 @@ class _Search:
             total = self.total((first, second)).total
             found.append((total, number, cut, first, second))
         best: tuple[Tree, Cost] = _WHOLE, whole
+        share = 1.0 if multiplies_blocks(bound.statement) else _SHARE
         found.sort(key=lambda each: each[:2])
         for _, _, cut, first, second in found[:_BEAM]:
             # A name that is made inside of one part must not hide what the other reads.
@@ -268,7 +270,7 @@ class _Search:
             one, before = self.best(first.bound, first.sizes, names, depth - 1)
             other, after = self.best(second.bound, second.sizes, names, depth - 1)
             cost = before + after + self.clearing(second)
-            limit = _SHARE * whole.total if best[0].cut is None else best[1].total
+            limit = share * whole.total if best[0].cut is None else best[1].total
             if cost.total < limit:
                 best = Tree(cut, one, other), cost
         return best
@@ -277,7 +279,10 @@ class _Search:
         """What a statement costs by the backend that would run it."""
         pairwise = choose_backend(bound, self.options)[0] != "triton"
         ordered = frozenset(name for name in bound.statement.index_tensors() if bound.facts_of(name).sorted)
-        return cost_of(bound.statement, sizes, machine_of(bound.device_type, sizes.width, pairwise=pairwise), ordered)
+        # A generated kernel's dense product would be no faster than its products of blocks.
+        library = self.options.backend == "auto" and not self.options.deterministic
+        machine = machine_of(bound.device_type, sizes.width, pairwise=pairwise, library=library)
+        return cost_of(bound.statement, sizes, machine, ordered)
 
     def clearing(self, part: Part) -> Cost:
         """What it costs to copy factors with some cells cleared."""

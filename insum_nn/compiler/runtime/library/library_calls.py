@@ -18,11 +18,15 @@ __all__ = ["EntryIndex", "clear_structures", "csr_product", "keep_where", "sampl
 
 @dataclass(frozen=True, slots=True)
 class _Structure:
-    """A sparse matrix's row pointers and columns, and the positions of its entries among the passed ones."""
+    """A sparse matrix's row pointers and columns, and the positions of its entries among the passed ones.
+
+    `row`: the rows of a matrix whose entries are passed in order and have the columns 0, 1, 2 and so on.
+    """
 
     crow: Tensor
     col: Tensor
     select: Tensor | None
+    row: Tensor | None
 
 
 # What selects along an axis of a matrix at each entry of a grid: an index tensor, `None` for the position itself; the
@@ -32,6 +36,9 @@ EntryIndex = tuple[Tensor | None, tuple[int, ...], int, bool]
 # Sorting the entries by row costs more than the product; a training loop multiplies by the same structure again and
 # again. Kept for as long as all index tensors live and are not modified.
 _structures: TensorCache[_Structure] = TensorCache(limit=512)
+# Rows of at least so many numbers are added up one after the other: on one core in half the time of a product by ones.
+# (2000 rows of 128, 256 and 512 numbers 0.34, 0.70 and 1.4 ms : 0.15, 0.34 and 0.64 ms.) More cores divide the product.
+_WIDE, _FEW_THREADS = 128, 2
 
 
 def clear_structures() -> None:
@@ -64,6 +71,9 @@ def csr_product(
     flat = None if value is None else value.reshape(-1)
     if count == 0 or dense.numel() == 0:
         return dense.new_zeros(num_rows, dense.shape[1])
+    wide = dense.shape[1] >= _WIDE and torch.get_num_threads() <= _FEW_THREADS
+    if flat is None and structure.row is not None and wide:
+        return dense.new_zeros(num_rows, dense.shape[1]).index_add_(0, structure.row, dense)
     if flat is not None and structure.select is not None:
         flat = flat.index_select(0, structure.select)
     values = dense.new_ones(count) if flat is None else flat
@@ -209,4 +219,9 @@ def _build(rows: Sequence[EntryIndex], columns: Sequence[EntryIndex], shape: tup
     largest = max(num_rows, row.numel(), int(col.max()) if col.numel() else 0)
     small = largest < 2**31
     crow = torch._convert_indices_from_coo_to_csr(row.contiguous(), num_rows, out_int32=small)
-    return _Structure(crow, col.to(torch.int32 if small else torch.int64).contiguous(), select)
+    in_order = (
+        select is None and len(columns) == 1 and columns[0][0] is None and columns[0][1] == tuple(range(len(shape)))
+    )
+    # `row` may be an alias of an index tensor, with which it would then be kept.
+    kept = row.clone() if in_order else None
+    return _Structure(crow, col.to(torch.int32 if small else torch.int64).contiguous(), select, kept)
