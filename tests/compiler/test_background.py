@@ -20,7 +20,8 @@ from torch import Tensor, nn
 from insum_nn import Options
 from insum_nn.compiler.kernels import ahead, background, launch, machine_code
 from insum_nn.compiler.kernels.background import Background
-from insum_nn.compiler.kernels.machine_code import KernelCode, compile_code, drop_module, make_module
+from insum_nn.compiler.kernels.machine_code import KernelCode
+from insum_nn.compiler.kernels.stored_code import find_code
 from insum_nn.layers import BlockSparseLinear, GCNConv, spconv
 from tests.compiler.test_prepare import KERNEL, ROOT, Sums, code, operands
 from tests.pretended_gpu import H200, pretended_gpu
@@ -29,7 +30,8 @@ from tests.pretended_gpu import H200, pretended_gpu
 @pytest.fixture
 def pools(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[list[Background]]:
     """Pools whose processes end with the test."""
-    monkeypatch.setenv("TRITON_CACHE_DIR", str(tmp_path))
+    monkeypatch.setenv("TRITON_CACHE_DIR", str(tmp_path / "triton"))
+    monkeypatch.setenv("INSUM_NN_CACHE_DIR", str(tmp_path / "ours"))
     made: list[Background] = []
     yield made
     for pool in made:
@@ -40,8 +42,8 @@ def pool_of(pools: list[Background], workers: int) -> Background:
     """A pool of a process that has compiled two kernels."""
     pool = Background(workers)
     pools.append(pool)
-    pool.missed()
-    pool.missed()
+    for name in ("missed", "missed too"):
+        pool.missed(code(name, KERNEL), later=False)
     return pool
 
 
@@ -53,14 +55,8 @@ def wait_until(holds: Callable[[], object], seconds: float = 60.0) -> None:
 
 
 def is_missing(kernel: KernelCode) -> bool:
-    """Compile a kernel in this process; return whether it was not on disk."""
-    told: list[bool] = []
-    module = make_module(kernel.module, kernel.text)
-    try:
-        compile_code(module.__dict__["kernel"], kernel, lambda: told.append(True))
-    finally:
-        drop_module(module)
-    return bool(told)
+    """Return whether a kernel is not on disk."""
+    return find_code(kernel) is None
 
 
 def numbered(count: int) -> list[KernelCode]:
@@ -70,12 +66,6 @@ def numbered(count: int) -> list[KernelCode]:
 
 
 # Other processes.
-
-
-def test_who_compiles_itself_is_told(pools: list[Background]):
-    (kernel,) = numbered(1)
-    assert is_missing(kernel)
-    assert not is_missing(kernel)
 
 
 def test_what_others_compiled_is_on_disk(pools: list[Background]):
@@ -90,11 +80,10 @@ def test_what_others_compiled_is_on_disk(pools: list[Background]):
 def test_nothing_starts_before_a_second_kernel_is_missing(pools: list[Background]):
     pool, kernels = Background(2), numbered(2)
     pools.append(pool)
-    pool.missed()
-    pool.submit(kernels)
+    pool.missed(kernels[0], later=True)
     assert not pool._threads
     pool.take(kernels[0])
-    pool.missed()
+    pool.submit(kernels)
     assert pool._threads == 1
     wait_until(lambda: not pool._waiting and not pool._running)
     assert is_missing(kernels[0])
@@ -175,9 +164,10 @@ from insum_nn.compiler.kernels.background import Background
 from insum_nn.compiler.kernels.machine_code import KernelCode
 
 pool = Background(1)
-pool.missed(), pool.missed()
 options = (("num_warps", 1), ("num_stages", 1))
-pool.submit([KernelCode("long", "import time; time.sleep(3)", (), (), options, ("cuda", 90, 32))])
+kernel = KernelCode("long", "import time; time.sleep(3)", (), (), options, ("cuda", 90, 32))
+pool.missed(kernel, later=False), pool.missed(kernel, later=False)
+pool.submit([kernel])
 while not pool._running:
     time.sleep(0.01)
 print([worker.process.pid for worker in pool._workers][0], flush=True)
@@ -188,7 +178,8 @@ print([worker.process.pid for worker in pool._workers][0], flush=True)
 @pytest.mark.slow
 @pytest.mark.parametrize("end", ["os._exit(1)", "os.kill(os.getpid(), 9)", "raise SystemExit"])
 def test_processes_end_with_the_one_that_started_them(tmp_path: Path, end: str):
-    environment = {**os.environ, "TRITON_CACHE_DIR": str(tmp_path), "PYTHONPATH": str(ROOT)}
+    environment = {**os.environ, "PYTHONPATH": str(ROOT)}
+    environment |= {"TRITON_CACHE_DIR": str(tmp_path / "triton"), "INSUM_NN_CACHE_DIR": str(tmp_path / "ours")}
     begin = time.monotonic()
     done = subprocess.run([sys.executable, "-c", SCRIPT % end], env=environment, stdout=subprocess.PIPE, check=False)
     pid = int(done.stdout)
@@ -206,7 +197,7 @@ def test_processes_end_with_the_one_that_started_them(tmp_path: Path, end: str):
 @pytest.mark.parametrize(
     ("processors", "ranks", "asked", "expected"),
     [
-        (16, "", "", 8),
+        (16, "", "", 12),
         (16, "4", "", 3),
         (16, "8", "", 0),
         (2, "", "", 0),
@@ -250,14 +241,12 @@ class Launched:
         monkeypatch.setattr(background.cold, "due", False)
         monkeypatch.setattr(machine_code, "active_target", lambda: H200)
         monkeypatch.setattr(launch, "compile_code", self._compile)
-        monkeypatch.setattr(launch, "find_code", lambda _: None)
+        monkeypatch.setattr(launch, "find_code", lambda each: each if each in self.compiled else None)
         monkeypatch.setattr(launch, "remember_code", lambda *_: None)
         monkeypatch.setattr(launch._Launch, "__call__", _launch)
 
-    def _compile(self, function: Any, kernel: KernelCode, missing: Callable[[], None]) -> Any:
-        if kernel not in self.compiled:
-            missing()
-            self.compiled[kernel] = None
+    def _compile(self, function: Any, kernel: KernelCode) -> Any:
+        self.compiled[kernel] = None
         return SimpleNamespace(hash="")
 
 
@@ -328,8 +317,8 @@ def test_the_forward_pass_finds_the_kernels_of_the_backward_pass(
     backward = launched.compiled.keys() - set(forward)
     assert backward or case is gcn, "a sum over edges is that of its gradient"
     assert backward <= found.keys()
-    # They are found as soon as the first kernel of the call is there.
-    assert min(found.values()) <= 2
+    # They are found before the first kernel is compiled.
+    assert min(found.values()) == 0
 
 
 def test_gradients_of_gradients_are_found_by_the_first_backward_pass(launched: Launched):
@@ -341,9 +330,28 @@ def test_gradients_of_gradients_are_found_by_the_first_backward_pass(launched: L
     assert len(launched.compiled.keys() - known) <= 1, "the one of another set of roles"
 
 
+@pytest.mark.parametrize("factors", [2, 3])
+def test_gradients_of_gradients_are_found_by_the_call_where_all_factors_record(launched: Launched, factors: int):
+    model, (x, y, *rest) = product()
+    y.requires_grad_(factors == 3)
+    out = model(x, y, *rest)
+    known = set(launched.submitted) | set(launched.compiled)
+    found = torch.autograd.grad(out.square().sum(), [each for each in (x, y, rest[0]) if each.requires_grad])
+    assert launched.compiled.keys() <= known
+    # What this forward pass found is more than what its first backward pass needed.
+    assert (len(known) > len(launched.compiled)) == (factors == 3)
+    if factors == 3:
+        model, (x, y, *rest) = product()
+        found = torch.autograd.grad(
+            model(x, y.requires_grad_(), *rest).square().sum(), (x, y, rest[0]), create_graph=True
+        )
+        torch.autograd.grad(sum(each.square().sum() for each in found), (x, y, rest[0]))
+        assert len(launched.compiled.keys() - known) <= 1, "the one of another set of roles"
+
+
 def test_a_process_that_compiles_nothing_rehearses_nothing(launched: Launched, monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setattr(background, "_background", None)
-    monkeypatch.setattr(launch, "compile_code", lambda *_: SimpleNamespace(hash=""))
+    monkeypatch.setattr(launch, "find_code", lambda kernel: kernel)
     model, inputs = graph()
     model(*inputs).sum().backward()
     assert not launched.submitted
@@ -378,7 +386,7 @@ def test_what_is_measured_is_left_to_the_step(launched: Launched, monkeypatch: p
     x.requires_grad_()
     out = program(Row=edges[0], Col=edges[1], Val=values, B=x, out_shape=(40, None))
     assert any(asked), "the rehearsal came to a choice"
-    assert not launched.submitted
+    assert launched.submitted.keys() == launched.compiled.keys()
     asked.clear()
     out.sum().backward()
     assert asked

@@ -1,8 +1,8 @@
 """Kernels compiled in the background of a first step: by other processes, while this one compiles what it needs next.
 
-Until a process has compiled two kernels, nothing of this happens: most processes find theirs on disk, and some need
-only one. A kernel whose turn has not come when it is needed is compiled by who needs it, and so is one whose process
-ended.
+Until two kernels are known to be missing, nothing of this happens: most processes find theirs on disk, and some need
+only one. Before a kernel of a recorded call is compiled, those of its gradients are found. A kernel whose turn has not
+come when it is needed is compiled by who needs it, and so is one whose process ended.
 """
 
 from __future__ import annotations
@@ -11,16 +11,17 @@ import atexit
 import os
 import subprocess
 import threading
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
+from typing import Any
 
 from insum_nn.compiler.kernels.ahead import Worker, processors
 from insum_nn.compiler.kernels.machine_code import KernelCode, to_json
-from insum_nn.compiler.kernels.stored_code import remember_code
+from insum_nn.compiler.kernels.stored_code import is_stored, remember_code
 
 __all__ = ["Background", "cold", "default_background_workers", "missed", "prepared", "submit", "take"]
 
 # Processes at most, and processors from which on there are some.
-_MOST, _FEWEST_PROCESSORS = 8, 3
+_MOST, _FEWEST_PROCESSORS = 12, 3
 # Seconds without work after which a process ends, and for which one kernel is waited for.
 _IDLE, _LONGEST = 10.0, 60.0
 
@@ -42,7 +43,7 @@ class Background:
         most: processes.
 
     Attributes:
-        missing: kernels that this process did not find on disk.
+        missing: kernels that this process needed and did not find on disk.
     """
 
     def __init__(self, most: int) -> None:
@@ -55,16 +56,25 @@ class Background:
         self._threads = 0
         self._changed = threading.Condition()
 
-    def missed(self) -> None:
-        """Note that this process compiles a kernel itself."""
+    def missed(self, code: KernelCode, later: bool) -> None:
+        """Note that this process needs a kernel that is not on disk.
+
+        Args:
+            code: the kernel.
+            later: this process plans something else first, and others may compile it meanwhile.
+        """
         with self._changed:
             self.missing += 1
-            self._start()
+            if later and self._threads:
+                self.submit([code])
+            else:
+                self._start()
 
     def submit(self, codes: Iterable[KernelCode]) -> None:
-        """Have kernels compiled, unless they were named before; the last ones first, as backward needs them first."""
+        """Have kernels compiled that are not on disk, unless they were named before."""
+        missing = [code for code in codes if code not in self._known and not is_stored(code)]
         with self._changed:
-            for code in codes:
+            for code in missing:
                 if code not in self._known:
                     self._known.add(code)
                     self._waiting[code] = None
@@ -88,7 +98,7 @@ class Background:
                 worker.process.kill()
 
     def _start(self) -> None:
-        if self.missing < 2:
+        if self.missing + len(self._waiting) + len(self._running) < 2:
             return
         for _ in range(min(self.most, len(self._waiting) + len(self._running)) - self._threads):
             self._threads += 1
@@ -132,22 +142,28 @@ class Background:
                 self._changed.wait_for(lambda: bool(self._waiting), _IDLE)
             if not self._waiting:
                 return None
-            code, _ = self._waiting.popitem()
+            # All wait for the last to end, and a long text takes long.
+            code = max(self._waiting, key=lambda each: len(each.text))
+            del self._waiting[code]
             self._running[code] = threading.Event()
             return code
 
 
 class _Cold:
-    """What a recorded call looks at after it ran.
+    """What a recorded call and its kernels tell each other.
 
     Attributes:
         due: it needed a kernel that was not there, so what its gradients need is not there either.
+        call: the function of the recorded call that runs now, its context, and its arguments.
+        rehearse: finds the kernels of such a call and of its gradients, and submits them.
     """
 
-    __slots__ = ("due",)
+    __slots__ = ("call", "due", "rehearse")
 
     def __init__(self) -> None:
         self.due = False
+        self.call: tuple[Any, ...] | None = None
+        self.rehearse: Callable[..., None] | None = None
 
 
 cold = _Cold()
@@ -155,15 +171,24 @@ _background: Background | None = None
 _lock = threading.Lock()
 
 
-def missed() -> None:
-    """Note that this process compiles a kernel that was not on disk."""
+def missed(code: KernelCode, *, rehearse: bool) -> None:
+    """Note that a kernel is needed that is not on disk.
+
+    Args:
+        code: the kernel.
+        rehearse: the recorded call that runs now launches it: those of its gradients are found before it is compiled.
+    """
     global _background
     with _lock:
         if _background is None:
             _background = Background(default_background_workers())
             atexit.register(_background.close)
     cold.due = _background.most > 0
-    _background.missed()
+    call = cold.call if rehearse and cold.due else None
+    _background.missed(code, later=call is not None)
+    if call is not None and cold.rehearse is not None:
+        cold.call = None
+        cold.rehearse(*call)
 
 
 def prepared() -> None:

@@ -175,21 +175,29 @@ class _Launch:
             if kind in ("out", "scratch", "additional"):
                 argument.zero_()
 
-    def compile(self, aligned: Sequence[bool]) -> Any:
-        """The machine code for the launch's device; Triton keeps it on disk."""
+    def compile(self, aligned: Sequence[bool], *, ahead: bool = False) -> Any:
+        """The machine code for the launch's device; Triton keeps it on disk.
+
+        Args:
+            aligned: which pointers are.
+            ahead: for a later launch, perhaps in another thread.
+        """
         code = self.code(aligned, target_of(self.number))
-        background.take(code)
         kernel = find_code(code)
         if kernel is None:
             build_ahead()
-            kernel = compile_code(_jit(self.source), code, background.missed)
+            background.missed(code, rehearse=not ahead)
+            background.take(code)
+            kernel = find_code(code)
+        if kernel is None:
+            kernel = compile_code(_jit(self.source), code)
             remember_code(code, kernel.hash)
         return kernel
 
     def compile_ahead(self) -> None:
         """Compile for aligned pointers on behalf of a later launch, perhaps in another thread."""
         with torch.cuda.device(self.number):
-            self.compile(self.aligned)
+            self.compile(self.aligned, ahead=True)
 
     def load(self, aligned: Sequence[bool]) -> Callable[..., None]:
         """The machine code on the device, behind as little of Triton's launcher as there is.

@@ -11,7 +11,6 @@ import json
 import linecache
 import os
 import sys
-from collections.abc import Callable
 from dataclasses import asdict, dataclass
 from types import FunctionType, ModuleType
 from typing import Any
@@ -79,21 +78,13 @@ def drop_module(module: ModuleType) -> None:
         linecache.cache.pop(str(module.__file__), None)
 
 
-def compile_code(function: Any, code: KernelCode, missing: Callable[[], None] | None = None) -> Any:
-    """Triton's compiled kernel; it is kept on disk, and looked for there first.
-
-    Args:
-        function: Triton's, of the text.
-        code: what is compiled.
-        missing: called where it is not on disk, before it is compiled.
-    """
+def compile_code(function: Any, code: KernelCode) -> Any:
+    """Triton's compiled kernel, from Triton's function of the text; it is kept on disk, and looked for there first."""
     from triton.backends.compiler import GPUTarget
     from triton.compiler import ASTSource
     from triton.compiler import compile as compile_any
 
     compile_source = compile_narrow() if code.narrow else compile_any
-    if missing is not None:
-        compile_source = _that_tells(compile_source, missing)
     signature = dict(zip(function.arg_names, code.signature, strict=True))
     attributes = {(place,): [["tt.divisibility", 16]] for place in code.aligned}
     source, target = ASTSource(function, signature, {}, attributes), GPUTarget(*code.target)
@@ -120,24 +111,6 @@ def compile_narrow() -> Any:
         return backend
 
     return _with_globals(compiler.compile, make_backend=make_backend)
-
-
-def _that_tells(compile_source: Any, missing: Callable[[], None]) -> Any:
-    """The same `compile`, which tells before it compiles what is not on disk: then it asks for the stages."""
-    plain = compile_source.__globals__.get("make_backend")
-
-    def make_backend(target: Any) -> Any:
-        backend: Any = plain(target)
-        add_stages = backend.add_stages
-
-        def told(*arguments: Any, **named: Any) -> Any:
-            missing()
-            return add_stages(*arguments, **named)
-
-        backend.add_stages = told
-        return backend
-
-    return _with_globals(compile_source, make_backend=make_backend)
 
 
 class _Overridden:

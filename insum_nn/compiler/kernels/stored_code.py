@@ -21,7 +21,7 @@ from uuid import uuid4
 from insum_nn.compiler.kernels.machine_code import KernelCode, Target
 from insum_nn.compiler.schedule.cache_folder import own_folder
 
-__all__ = ["Loaded", "find_code", "remember_code"]
+__all__ = ["Loaded", "find_code", "is_stored", "remember_code"]
 
 _DIGITS = frozenset("0123456789abcdef")
 
@@ -39,6 +39,12 @@ def remember_code(code: KernelCode, found: str) -> None:
     with suppress(OSError):
         beside.write_text(found, encoding="ascii")
         beside.replace(path)
+
+
+def is_stored(code: KernelCode) -> bool:
+    """Whether some process noted where the machine code of a kernel is."""
+    path = _path_of(code)
+    return path is not None and path.exists()
 
 
 def find_code(code: KernelCode) -> Any:

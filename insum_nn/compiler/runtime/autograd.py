@@ -125,12 +125,18 @@ def _tangent(
 class _Function(torch.autograd.Function):
     """The recorded call on plain tensors; tracing and transforms take the registered operator instead."""
 
+    first_operand = 2
+
     @staticmethod
     def forward(ctx: Any, call: Call, start: Tensor | None, *tensors: Tensor) -> Tensor:
         if call.key is None and inlines(call.spec, (*tensors, start)):
             result = inline(call.spec, tensors, start, Extents(call.indices, call.output))
         else:
-            result = call.run(tensors, start)
+            cold.call = _Function, ctx, call, start, *tensors
+            try:
+                result = call.run(tensors, start)
+            finally:
+                cold.call = None
         ctx.call = call
         spec = call.spec
         if spec.statement.combining.adds:

@@ -72,6 +72,8 @@ def contract(sums: Multilinear, wanted: str, *operands: Tensor, start: Tensor | 
 
 
 class _Contract(torch.autograd.Function):
+    first_operand = 3
+
     @staticmethod
     def forward(ctx: Any, sums: Multilinear, wanted: str, start: Tensor | None, *operands: Tensor) -> Tensor:
         _, _, _, *needed = ctx.needs_input_grad
@@ -79,7 +81,11 @@ class _Contract(torch.autograd.Function):
         count = sum(needed)
         ctx.save_for_backward(*[tensor if count > own else None for tensor, own in zip(operands, needed, strict=True)])
         ctx.rest = sums, wanted, None if start is None else start.shape
-        result = _computed(sums, wanted, operands, {}, start)
+        cold.call = _Contract, ctx, sums, wanted, start, *operands
+        try:
+            result = _computed(sums, wanted, operands, {}, start)
+        finally:
+            cold.call = None
         if cold.due:
             rehearse_gradients(_Contract, ctx, result)
         return result
@@ -188,6 +194,8 @@ def joint_gradients(
 class _Jointly(torch.autograd.Function):
     """Sums of plain tensors, recorded: a registered operator costs the CPU more than a small product."""
 
+    first_operand = 2
+
     @staticmethod
     def forward(
         ctx: Any, sums: JointSums, call: tuple[tuple[str, ...], tuple[str, ...]], *tensors: Any
@@ -196,7 +204,11 @@ class _Jointly(torch.autograd.Function):
         ctx.constants = sums, call
         ctx.save_for_backward(*tensors)
         ctx.set_materialize_grads(False)
-        made = sums.run(wanted, dict(zip(read, tensors, strict=False)))
+        cold.call = _Jointly, ctx, sums, call, *tensors
+        try:
+            made = sums.run(wanted, dict(zip(read, tensors, strict=False)))
+        finally:
+            cold.call = None
         results = tuple([made[name] for name in wanted])
         if cold.due:
             rehearse_gradients(_Jointly, ctx, *results)

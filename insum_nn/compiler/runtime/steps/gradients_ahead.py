@@ -1,16 +1,20 @@
 """The kernels of a call's gradients, found while the call itself is made for the first time.
 
-A first step would compile one kernel after the other, each where it is launched. A recorded call that needed a new
-kernel runs its backward pass at once, in place of the gradient with its own output: launches are collected and not
-made, and other processes compile the kernels, while this one goes on with the forward pass. What the rehearsal prepares
-besides, such as the order of an index tensor, the backward pass itself finds ready.
+A first step would compile one kernel after the other, each where it is launched. A recorded call that needs a new
+kernel rehearses itself and its backward pass before it waits for that kernel, with its own output in place of the
+gradient: launches are collected and not made, and other processes compile the kernels. What the rehearsal prepares
+besides, such as the order of an index tensor, the step itself finds ready.
+
+Where all three factors of a product record gradients, as in a potential whose forces are learned, the backward pass
+will be differentiated too, and is rehearsed like that.
 """
 
 from __future__ import annotations
 
 import logging
-from collections.abc import Sequence
-from contextlib import suppress
+import threading
+from collections.abc import Generator, Sequence
+from contextlib import contextmanager, suppress
 from itertools import compress, count
 from typing import Any
 
@@ -25,18 +29,57 @@ from insum_nn.compiler.runtime.modes import is_plain_eager
 __all__ = ["is_rehearsed", "rehearse_gradients"]
 
 _log = logging.getLogger("insum_nn.prepare")
+# Factors that record gradients, from which on gradients of gradients are expected.
+_FACTORS = 3
 
 
 class _Rehearsed:
-    """What a backward pass asks of the context of a call that is not recorded yet; some gradients are wanted."""
+    """What a backward pass asks of the context of a call that is not recorded yet; some gradients are wanted.
 
-    def __init__(self, ctx: Any, wanted: Sequence[bool]) -> None:
+    Args:
+        ctx: the context.
+        wanted: which gradients are.
+        recorded: the backward pass is to be recorded as well.
+    """
+
+    def __init__(self, ctx: Any, wanted: Sequence[bool], recorded: bool = False) -> None:
         self._ctx = ctx
-        self.saved_tensors: tuple[Tensor | None, ...] = ctx.to_save or ()
+        saved: tuple[Tensor | None, ...] = ctx.to_save or ()
+        self.saved_tensors = tuple([_learned(each) for each in saved]) if recorded else saved
         self.needs_input_grad = tuple(wanted)
 
     def __getattr__(self, name: str) -> Any:
         return getattr(self._ctx, name)
+
+
+class _Context:
+    """In place of the context of a call that is rehearsed."""
+
+    to_save: tuple[Tensor | None, ...] = ()
+
+    def __init__(self, needs: tuple[bool, ...]) -> None:
+        self.needs_input_grad = needs
+
+    def save_for_backward(self, *tensors: Tensor | None) -> None:
+        self.to_save = tensors
+
+    def set_materialize_grads(self, value: bool) -> None:
+        """Nothing: every output gets a gradient."""
+
+
+class _Recorded(threading.local):
+    """Whether this thread rehearses a backward pass that is differentiated."""
+
+    active = False
+
+
+_recorded = _Recorded()
+
+
+def _learned(tensor: Tensor | None) -> Tensor | None:
+    if tensor is None or not tensor.is_floating_point():
+        return tensor
+    return tensor.detach().requires_grad_()
 
 
 def is_rehearsed(ctx: Any) -> bool:
@@ -48,27 +91,83 @@ def rehearse_gradients(function: Any, ctx: Any, *results: Tensor) -> None:
     """Find the kernels of a call's gradients and have them compiled; at the end of its forward, where `cold.due`.
 
     Args:
-        function: the `torch.autograd.Function`.
+        function: the `torch.autograd.Function`; its `first_operand` counts arguments that are no factors.
         ctx: of the call, with all that its backward reads.
         *results: its outputs.
     """
     cold.due = False
-    if collecting() is not None or not results[0].is_cuda or not is_plain_eager(*results):
-        return
-    if torch.cuda.is_current_stream_capturing():
-        return
-    needs: tuple[bool, ...] = ctx.needs_input_grad
-    grads = [each.detach() for each in results]
-    with rehearse() as collection, torch.no_grad(), torch.autocast(results[0].device.type, enabled=False):
+    if _recorded.active:
+        # A gradient within a rehearsal: what collects there takes the kernels of its own gradients as well.
+        _recorded.active = False
         try:
-            try:
-                function.backward(_Rehearsed(ctx, needs), *grads)
-            except UndecidedError:
-                for place in compress(count(), needs):
-                    with suppress(UndecidedError):
-                        function.backward(_Rehearsed(ctx, [at == place for at in range(len(needs))]), *grads)
-        except Exception as error:
-            # The backward pass itself meets it again, unless it is for want of room.
-            _log.debug("the gradients of %s were not found ahead: %s", function.__name__, error)
+            with torch.no_grad():
+                _run_backward(function, ctx, results, False)
+        finally:
+            _recorded.active = cold.due = True
+        return
+    if not _may_rehearse(results):
+        return
+    with _collecting(function, results) as collection:
+        _run_backward(function, ctx, results, sum(ctx.needs_input_grad[function.first_operand :]) >= _FACTORS)
     cold.due = False
     background.submit(collection.codes)
+
+
+def _rehearse_call(function: Any, ctx: Any, *arguments: Any) -> None:
+    """Find the kernels of a recorded call and of its gradients, while its first kernel is compiled."""
+    tensors = [each for each in arguments if isinstance(each, Tensor)]
+    if not _may_rehearse(tensors):
+        return
+    own = _Context(ctx.needs_input_grad)
+    results: tuple[Tensor, ...] = ()
+    with _collecting(function, tensors) as collection:
+        made = function.forward(own, *arguments)
+        results = made if isinstance(made, tuple) else (made,)
+    background.submit(collection.codes)
+    if results:
+        rehearse_gradients(function, own, *results)
+
+
+cold.rehearse = _rehearse_call
+
+
+def _may_rehearse(tensors: Sequence[Tensor]) -> bool:
+    if collecting() is not None or not tensors or not tensors[0].is_cuda or not is_plain_eager(*tensors):
+        return False
+    return not torch.cuda.is_current_stream_capturing()
+
+
+@contextmanager
+def _collecting(function: Any, tensors: Sequence[Tensor]) -> Generator[Any]:
+    """Collect launches; no error leaves it, since the step itself meets it again, unless it is for want of room."""
+    cold.due = False
+    with rehearse() as collection, torch.no_grad(), torch.autocast(tensors[0].device.type, enabled=False):
+        try:
+            yield collection
+        except Exception as error:
+            _log.debug("the kernels of %s were not found ahead: %s", function.__name__, error)
+    cold.due = False
+
+
+def _run_backward(function: Any, ctx: Any, results: Sequence[Tensor], recorded: bool) -> None:
+    """Run a backward pass with the results in place of their gradients.
+
+    Args:
+        function: the `torch.autograd.Function`.
+        ctx: of the call.
+        results: its outputs.
+        recorded: run the backward passes of what is recorded in it as well.
+    """
+    needs: tuple[bool, ...] = ctx.needs_input_grad
+    _recorded.active = cold.due = recorded
+    try:
+        grads = [each.detach().requires_grad_(recorded) for each in results]
+        with torch.set_grad_enabled(recorded):
+            function.backward(_Rehearsed(ctx, needs, recorded), *grads)
+    except UndecidedError:
+        grads = [each.detach() for each in results]
+        for place in compress(count(), needs):
+            with suppress(UndecidedError):
+                function.backward(_Rehearsed(ctx, [at == place for at in range(len(needs))]), *grads)
+    finally:
+        _recorded.active = cold.due = False
