@@ -246,7 +246,7 @@ class UNet(nn.Module):
         stem: int = 32,
     ) -> None:
         super().__init__()
-        self.sparse = sparse
+        self.tensor = sparse.SparseConvTensor
         self.stem = sparse.SubMConv3d(in_channels, stem, 5, bias=False, indice_key="stem")
         self.stem_norm = nn.BatchNorm1d(stem)
         self.down, self.down_norms, self.encoder = nn.ModuleList(), nn.ModuleList(), nn.ModuleList()
@@ -258,23 +258,23 @@ class UNet(nn.Module):
                 sparse.SparseConv3d(read, planes[level], 2, stride=2, bias=False, indice_key=f"down{level}")
             )
             self.down_norms.append(nn.BatchNorm1d(planes[level]))
-            self.encoder.append(self._blocks(planes[level], planes[level], depths[level], f"level{level + 1}"))
+            self.encoder.append(self._blocks(sparse, planes[level], planes[level], depths[level], f"level{level + 1}"))
             widths.append(planes[level])
         read = widths.pop()
         for level in reversed(range(4)):
             width, kept = planes[7 - level], widths.pop()
             self.up.append(sparse.SparseInverseConv3d(read, width, 2, bias=False, indice_key=f"down{level}"))
             self.up_norms.append(nn.BatchNorm1d(width))
-            self.decoder.append(self._blocks(width + kept, width, depths[7 - level], f"level{level}"))
+            self.decoder.append(self._blocks(sparse, width + kept, width, depths[7 - level], f"level{level}"))
             read = width
         self.head = nn.Linear(read, classes)
 
-    def _blocks(self, read: int, width: int, count: int, key: str) -> nn.Sequential:
-        return nn.Sequential(*(_Block(self.sparse, read if n == 0 else width, width, key) for n in range(count)))
+    def _blocks(self, sparse: Any, read: int, width: int, count: int, key: str) -> nn.Sequential:
+        return nn.Sequential(*(_Block(sparse, read if n == 0 else width, width, key) for n in range(count)))
 
     def forward(self, features: Tensor, indices: Tensor, shape: Sequence[int], batch_size: int) -> Tensor:
         """Return the logits of every voxel, (n, classes)."""
-        y = self.stem(self.sparse.SparseConvTensor(features, indices, list(shape), batch_size))
+        y = self.stem(self.tensor(features, indices, list(shape), batch_size))
         y = y.replace_feature(self.stem_norm(y.features).relu())
         kept: list[Any] = []
         for down, norm, blocks in zip(self.down, self.down_norms, self.encoder, strict=True):

@@ -295,7 +295,9 @@ class NequIP(nn.Module):
             )
         kinds = self.species_index[species.clamp(0, self.species_index.numel() - 1)]
         kinds = torch.where(species < self.species_index.numel(), kinds, -1)
-        if not torch.compiler.is_compiling() and bool((kinds < 0).any()):
+        # A tracer gives tensors that have no values.
+        traced = torch.compiler.is_compiling() or type(kinds) is not Tensor
+        if not traced and bool((kinds < 0).any()):
             unknown = sorted(set(species[kinds < 0].tolist()))
             known = [n for n, k in enumerate(self.species_index.tolist()) if k >= 0]
             raise InsumShapeError(

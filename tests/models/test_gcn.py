@@ -1,12 +1,9 @@
-"""GCN against torch_geometric's; trained in one process and in two."""
+"""GCN against torch_geometric's, and trained."""
 
 from __future__ import annotations
 
 import copy
-import os
 import pickle
-import socket
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -102,49 +99,3 @@ def test_learns_what_a_node_belongs_to():
         optimizer.step()
     assert loss.item() < 0.1
     assert bool((model(torch.eye(NODES), graph).argmax(1) == labels).all())
-
-
-# Two processes.
-
-
-def _train_part(rank: int, port: int, folder: str) -> None:
-    torch.set_num_threads(1)
-    os.environ.update(MASTER_ADDR="localhost", MASTER_PORT=str(port))
-    torch.distributed.init_process_group("gloo", rank=rank, world_size=2)
-    torch.manual_seed(0)
-    model = GCN(6, 8, num_layers=2, out_channels=3).double()
-    parallel = nn.parallel.DistributedDataParallel(model)
-    optimizer = torch.optim.SGD(parallel.parameters(), lr=0.1)
-    for _ in range(3):
-        x, graph = _part(rank)
-        optimizer.zero_grad()
-        parallel(x, graph).square().mean().backward()
-        optimizer.step()
-    torch.save(model.state_dict(), Path(folder) / f"{rank}.pt")
-    # The wrapper goes before the group: what waits for the group's threads must not hold the interpreter's lock.
-    del parallel
-    torch.distributed.destroy_process_group()
-
-
-def _part(rank: int) -> tuple[Tensor, Tensor]:
-    generator = torch.Generator().manual_seed(rank)
-    return torch.randn(NODES, 6, dtype=torch.float64, generator=generator), random_graph(rank)
-
-
-@pytest.mark.slow
-def test_two_processes_train_as_one(tmp_path: Path):
-    with socket.socket() as free:
-        free.bind(("localhost", 0))
-        port = free.getsockname()[1]
-    torch.multiprocessing.spawn(_train_part, (port, str(tmp_path)), nprocs=2)
-    torch.manual_seed(0)
-    model = GCN(6, 8, num_layers=2, out_channels=3).double()
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-    for _ in range(3):
-        optimizer.zero_grad()
-        sum(model(*_part(rank)).square().mean() / 2 for rank in range(2)).backward()
-        optimizer.step()
-    for rank in range(2):
-        state = torch.load(tmp_path / f"{rank}.pt")
-        for name, tensor in model.state_dict().items():
-            assert_matches(state[name], tensor, dtype=torch.float64, kind="second")

@@ -1,13 +1,11 @@
 from __future__ import annotations
 
 import copy
-import os
 import pickle
 from types import SimpleNamespace
 
 import pytest
 import torch
-import torch.distributed as dist
 from torch import Tensor
 
 pytest.importorskip("e3nn")
@@ -415,65 +413,6 @@ def test_edges_outside_are_refused(name: str, entry: int):
         batched(*both)
     given[name][3] = 4
     conv(**given)
-
-
-def _train(rank: int, world: int, port: int, results: dict) -> None:
-    os.environ.update(MASTER_ADDR="127.0.0.1", MASTER_PORT=str(port), OMP_NUM_THREADS="1")
-    torch.set_num_threads(1)
-    torch.set_default_dtype(torch.float64)
-    dist.init_process_group("gloo", rank=rank, world_size=world)
-    try:
-        conv, data = _model_and_data()
-        model = torch.nn.parallel.DistributedDataParallel(conv)
-        optimizer = torch.optim.SGD(model.parameters(), 0.1)
-        for _ in range(3):
-            loss = _loss(model, data[rank::world])
-            optimizer.zero_grad()
-            loss.backward()
-            optimizer.step()
-        results[rank] = conv.tensor_product.weight.detach().clone()
-        # The wrapper goes before the group: what waits for the group's threads must not hold the interpreter's lock.
-        del model
-    finally:
-        dist.destroy_process_group()
-
-
-def _model_and_data() -> tuple[TensorProductConv, list]:
-    torch.manual_seed(0)
-    conv = TensorProductConv(*CASES["nequip"].args, internal_weights=True)
-    data = []
-    for _ in range(4):
-        rows, cols = torch.randint(0, 5, (2, 7))
-        data.append((*inputs_of(conv, 5, 7)[:2], rows, cols))
-    return conv, data
-
-
-def _loss(model: torch.nn.Module, graphs: list) -> Tensor:
-    return sum(model(x, y, None, rows, cols).square().mean() for x, y, rows, cols in graphs) / len(graphs)
-
-
-@pytest.mark.slow
-def test_two_processes_train_as_one():
-    import socket
-
-    import torch.multiprocessing as mp
-
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        port = probe.getsockname()[1]
-    with mp.Manager() as manager:
-        results = manager.dict()
-        mp.spawn(_train, args=(2, port, results), nprocs=2)
-        ranks = [results[0], results[1]]
-    conv, data = _model_and_data()
-    optimizer = torch.optim.SGD(conv.parameters(), 0.1)
-    for _ in range(3):
-        loss = (_loss(conv, data[0::2]) + _loss(conv, data[1::2])) / 2
-        optimizer.zero_grad()
-        loss.backward()
-        optimizer.step()
-    assert torch.equal(ranks[0], ranks[1])
-    assert_matches(ranks[0], conv.tensor_product.weight, dtype=torch.float64, kind="second")
 
 
 @pytest.mark.parametrize("shared", [True, False])
