@@ -9,7 +9,7 @@ what is built from an index tensor is kept for as long as the tensor lives and i
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -176,7 +176,7 @@ def _build(index: Tensor, rows: int, permuted: bool, chunk: int) -> RowPartition
         # Few rows are divided on the host, which then reads the device once rather than at every size it needs. NumPy
         # takes a fraction of torch's time for so few numbers.
         known = _begins.keep((index,), None, begin.cpu().numpy())
-    lengths = np.diff(known)
+    lengths = known[1:] - known[:-1]
     longest = int(lengths.max()) if rows else 0
     whole = int(known[-1] - known[0]) == flat.shape[0]
     if longest <= chunk:
@@ -184,16 +184,17 @@ def _build(index: Tensor, rows: int, permuted: bool, chunk: int) -> RowPartition
         return RowPartition(rows, begin, order=order, whole=whole, longest=longest)
     parts = _parts(lengths, chunk)
     more = parts > 1
-    owner = np.repeat(np.arange(rows), parts)
-    first = np.cumsum((0, *parts[more]), dtype=np.int64)
+    steps = np.arange(parts.sum())
+    low, high, target, owner = _ranges(known, np.arange(rows), steps, parts, more, chunk, lambda of: of.repeat(parts))
+    divided = more.nonzero()[0]
+    first = np.zeros(divided.shape[0] + 1, dtype=np.int64)
+    parts[divided].cumsum(out=first[1:])
     # Where both are of one dtype they are sent as one group.
-    groups: dict[torch.dtype, list[Array]] = {torch.int64: [np.flatnonzero(more), first]}
-    steps = np.arange(owner.shape[0])
-    groups.setdefault(small, []).extend((*_ranges(known, owner, steps, parts, more, chunk), owner))
-    divided, first_slot, low, high, target, own = _send(groups, flat.device)
-    return RowPartition(
-        owner.shape[0], low, high, target, own, order, int(first[-1]), divided, first_slot, False, whole, longest
-    )
+    groups: dict[torch.dtype, list[Array]] = {torch.int64: [divided, first]}
+    groups.setdefault(small, []).extend((low, high, target, owner))
+    slots = int(first[-1])
+    divided, first, low, high, target, owner = _send(groups, flat.device)
+    return RowPartition(steps.shape[0], low, high, target, owner, order, slots, divided, first, False, whole, longest)
 
 
 def _divide(flat: Tensor, order: Tensor | None, begin: Tensor, chunk: int) -> RowPartition:
@@ -211,37 +212,46 @@ def _divide(flat: Tensor, order: Tensor | None, begin: Tensor, chunk: int) -> Ro
     if longest <= chunk:
         return RowPartition(rows, begin, order=order, whole=whole, longest=longest)
     ranges, count, slots = sizes
-    owner = torch.repeat_interleave(parts, output_size=ranges)
+    row = torch.repeat_interleave(parts, output_size=ranges)
     divided = more.nonzero_static(size=count).squeeze(1)
     # Each begins at a multiple of 16 bytes, or the machine code would depend on how many ranges there are.
     packed = torch.empty((4, -(-ranges // 4) * 4), dtype=small, device=flat.device)
-    steps = torch.arange(ranges, device=flat.device)
-    packed[:, :ranges] = torch.stack([*_ranges(begin, owner, steps, parts, more, chunk), owner])
+    steps, numbers = torch.arange(ranges, device=flat.device), torch.arange(rows, device=flat.device)
+    packed[:, :ranges] = torch.stack(_ranges(begin, numbers, steps, parts, more, chunk, lambda of: of[row]))
     low, high, target, own = packed[:, :ranges].unbind(0)
     first = torch.nn.functional.pad(parts[divided].cumsum(0, dtype=torch.int64), (1, 0))
     return RowPartition(ranges, low, high, target, own, order, slots, divided, first, False, whole, longest)
 
 
 def _ranges(
-    begin: Numbers, owner: Numbers, steps: Numbers, parts: Numbers, more: Numbers, chunk: int
-) -> tuple[Numbers, Numbers, Numbers]:
-    """Where each range of the rows' parts begins and ends, and its target; tensors or arrays.
+    begin: Numbers,
+    rows: Numbers,
+    steps: Numbers,
+    parts: Numbers,
+    more: Numbers,
+    chunk: int,
+    spread: Callable[[Numbers], Numbers],
+) -> tuple[Numbers, Numbers, Numbers, Numbers]:
+    """Where each range of the rows' parts begins and ends, its target and its row; tensors or arrays.
 
     Args:
         begin: where each row begins.
-        owner: the row of each range.
+        rows: 0, 1, .. for each row.
         steps: 0, 1, .. for each range.
         parts: ranges of each row.
         more: a row has several.
         chunk: most terms in a range.
+        spread: gives each range what its row has.
     """
     where, minimum = (torch.where, torch.minimum) if isinstance(begin, Tensor) else (np.where, np.minimum)
     # Range number r of all is the range r - before of its row, where `before` ranges are of earlier rows.
     before = parts.cumsum(0) - parts
-    low = (begin[:-1] - before * chunk)[owner] + steps * chunk
-    high = minimum(low + chunk, begin[1:][owner])
-    apart = more[owner]
-    return low, high, where(apart, -apart.cumsum(0), owner)
+    low = spread(begin[:-1] - before * chunk) + steps * chunk
+    high = minimum(low + chunk, spread(begin[1:]))
+    # Of a divided row, it is the part r - whole of all, where `whole` ranges are whole rows before it.
+    whole = (~more).cumsum(0)
+    target = spread(where(more, whole - 1, rows)) - steps * spread(more)
+    return low, high, target, spread(rows)
 
 
 def _parts(lengths: Numbers, chunk: int) -> Numbers:
@@ -282,8 +292,9 @@ def _build_chunks(index: Tensor, rows: int, permuted: bool, chunk: int) -> RowPa
     flat, order, small = _ordered(index, rows, permuted)
     terms, device = flat.shape[0], flat.device
     # Terms without a row stand before the first chunk, those past the end behind the last.
-    begin = torch.searchsorted(flat, torch.arange(2, device=device, dtype=flat.dtype) * rows)
-    place = torch.arange(terms + 1, device=device)
+    ends = torch.arange(2, device=device, dtype=flat.dtype) * rows
+    begin = torch.searchsorted(flat, ends, out_int32=small == torch.int32)
+    place = torch.arange(terms + 1, dtype=small, device=device)
     inside = ((place >= begin[0]) & (place < begin[1]))[:-1]
     padded = torch.nn.functional.pad(flat, (1, 1), value=-1)
     change = padded[1:] != padded[:-1]
@@ -293,29 +304,28 @@ def _build_chunks(index: Tensor, rows: int, permuted: bool, chunk: int) -> RowPa
     before = torch.sub(place, past)[:-1].clamp_(min=0)
     after = torch.add(before, chunk + 1).clamp_(max=terms + 1)
     apart = ((padded.index_select(0, before) == flat) | (padded.index_select(0, after) == flat)) & inside
-    begins = border[:-1] & inside
-    slot = (begins & apart).cumsum(0) - 1
-    code = torch.where(apart, -1 - slot, flat) * 4 + border[:-1].long() + border[1:].long() * 2
-    heads = change[:-1] & inside
+    # The first terms of divided rows, and of their parts.
+    heads, begins = change[:-1] & apart, border[:-1] & apart
+    slot = begins.cumsum(0, dtype=torch.int32 if max(rows, terms) < 2**29 else torch.int64)
+    code = torch.where(apart, slot.neg(), flat).mul_(4).add_(border[:-1]).add_(border[1:], alpha=2).mul_(inside)
     known = _known_begin(index, rows)
     if known is None:
-        asked = [*begin.unbind(0), (begins & apart).sum(), (heads & apart).sum(), heads.sum()]
-        low, high, slots, count, met = torch.stack(asked).tolist()
+        met = (change[:-1] & inside).sum()
+        low, high, slots, count, met = torch.stack([*begin.long().unbind(0), begins.sum(), heads.sum(), met]).tolist()
     else:
         low, high, lengths = int(known[0]), int(known[-1]), np.diff(known)
         chunks = (known - low) // chunk, (known - low - 1) // chunk
         parts = np.where(lengths > 0, chunks[1][1:] - chunks[0][:-1] + 1, 0)
         met, count, slots = int((lengths > 0).sum()), int((parts > 1).sum()), int(parts[parts > 1].sum())
-    where = (heads & apart).nonzero_static(size=count).squeeze(1) if count else place[:0]
-    fits = max(rows, slots) < 2**29
+    where = heads.nonzero_static(size=count).squeeze(1) if count else place[:0]
     return RowPartition(
         -(-(high - low) // chunk),
-        begin.to(small),
-        target=torch.where(inside, code, 0).to(torch.int32 if fits else torch.int64),
+        begin,
+        target=code.to(torch.int32 if max(rows, slots) < 2**29 else torch.int64),
         order=order,
         slots=slots,
         divided=flat[where].long(),
-        first=torch.nn.functional.pad(slot[where], (0, 1), value=slots),
+        first=torch.nn.functional.pad(slot[where].long() - 1, (0, 1), value=slots),
         empty_rows=met < rows,
     )
 
@@ -357,9 +367,12 @@ def new_words_of(index: Tensor) -> Tensor:
 
 
 def _words_with(index: Tensor, bits: Tensor) -> Tensor:
-    parts = [
-        ((rows >= 0) * bits[: rows.shape[0]]).sum(0, dtype=torch.int32, keepdim=True) for rows in index.split(WORD_BITS)
-    ]
+    rest = index.shape[0] % WORD_BITS
+    whole = index.shape[0] - rest
+    # All words that are full at once.
+    parts = [((index[:whole].unflatten(0, (-1, WORD_BITS)) >= 0) * bits).sum(1, dtype=torch.int32)] if whole else []
+    if rest or not whole:
+        parts.append(((index[whole:] >= 0) * bits[:rest]).sum(0, dtype=torch.int32, keepdim=True))
     return parts[0] if len(parts) == 1 else torch.cat(parts)
 
 
