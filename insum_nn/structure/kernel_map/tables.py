@@ -12,6 +12,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from functools import lru_cache
 from typing import NamedTuple
 
 import torch
@@ -19,6 +20,7 @@ from torch import Tensor
 
 from insum_nn.facts import IndexFacts
 from insum_nn.structure.kernel_map.traced import groups_in_graph
+from insum_nn.structure.site_grid import first_rows
 from insum_nn.structure.transfers import constant
 
 __all__ = [
@@ -48,15 +50,13 @@ LIST_FACTS: Mapping[str, IndexFacts] = {
 # Slots of a group: the longest that leaves few slots unused is taken.
 _GROUP_SIZES = (128, 64, 32, 16)
 _MAX_UNUSED = 0.25
-# Offsets to a word of a mask: words are int64 and never negative, so that they sort as their bits read.
-MASK_BITS = 56
+# Offsets by which outputs are compared: as bits of an int32 that is never negative, so that it sorts as its bits read.
+MASK_BITS = 31
 _POWERS = tuple(1 << bit for bit in range(MASK_BITS))
-# The same where a word is int32, which takes half of the time; for the tables of so few offsets.
-_NARROW_BITS = 31
+# Cells past each row of a table that is written in any order, for what is not to be written; a power of two.
+_SPARE = 1024
 # Entries of the largest table that is built first: past it (1 GiB of int32) the pairs take far less memory.
 MOST_ENTRIES = 1 << 28
-# Bits that are put together at a time, over all outputs: bounds the memory of that.
-_BITS_AT_ONCE = 1 << 26
 # What the builder guarantees of a table's index tensors. `masked` holds also where every output meets an input at every
 # offset: one program serves the tables of all maps.
 TABLE_FACTS: Mapping[str, IndexFacts] = {
@@ -166,11 +166,11 @@ def list_of_table(neighbours: Tensor, count: int | None = None) -> dict[str, Ten
         neighbours: the table.
         count: its pairs; default: the device is read.
     """
-    outputs = neighbours.shape[1]
-    cell = _places((neighbours >= 0).view(-1), count).squeeze(1)
-    offset = cell.div(max(1, outputs), rounding_mode="floor")
-    output = torch.sub(cell, offset, alpha=outputs).int()
-    return {"Off": offset.int(), "OutIdx": output, "InIdx": neighbours.reshape(-1).index_select(0, cell)}
+    # Each begins at a multiple of 16 bytes, or the machine code of what reads them would depend on their number.
+    places = _places(neighbours >= 0, count and -(-count // 4) * 4)
+    found = places.T.to(torch.int32, memory_format=torch.contiguous_format)
+    places, found = places[:count], found[:, :count]
+    return {"Off": found[0], "OutIdx": found[1], "InIdx": neighbours[places[:, 0], places[:, 1]]}
 
 
 def _places(present: Tensor, count: int | None) -> Tensor:
@@ -210,18 +210,20 @@ class NeighbourTable:
     """A kernel map by outputs.
 
     Laws: `order` is a permutation of the outputs; `sorted_neighbours[o, i]` is the input that output `order[i]` meets
-    at offset o, or -1; outputs of equal masks stand together. Masks ascend, where of two masks that is the smaller
-    whose last differing offset is missing; in the table that `mirrored` gives, those of the table it is made from do.
+    at offset o, or -1. Masks ascend, where of two masks that is the smaller whose last differing offset is missing; in
+    the table that `mirrored` gives, those of the table it is made from do. A mask tells of each offset whether it is
+    missing; of kernels with more than 31, only of 31 offsets that are spread over the kernel. Sorted by these, tiles
+    have fewer offsets than sorted by all, where hardly two masks are equal and the last offsets decide alone.
 
     Attributes:
         order: (m,) int32.
         sorted_neighbours: (o, m) int32, contiguous.
-        words: (m,) int32: the masks in that order, where one word of 31 bits holds them and they are known.
+        words: (m,) int32: the masks in that order, where they hold all offsets and are known.
 
     >>> rows = torch.tensor([[-1, 0, -1], [0, 1, 2], [1, -1, -1]], dtype=torch.int32)
     >>> table = order_by_mask(rows)
-    >>> table.masks.tolist(), table.order.tolist(), table.tile_offsets(2).tolist()
-    ([[6, 3, 2]], [2, 1, 0], [[True, True, False], [False, True, True]])
+    >>> table.words.tolist(), table.order.tolist(), table.tile_offsets(2).tolist()
+    ([2, 3, 6], [2, 1, 0], [[True, True, False], [False, True, True]])
     """
 
     order: Tensor
@@ -244,11 +246,6 @@ class NeighbourTable:
         return torch.empty_like(self.sorted_neighbours).index_copy_(1, self.order.long(), self.sorted_neighbours)
 
     @property
-    def masks(self) -> Tensor:
-        """(w, m) int64, w = ceil(o / 56): bit b of word v says whether the output has offset 56 v + b; not kept."""
-        return torch.stack([_word(part) for part in self.neighbours.split(MASK_BITS)]).long()
-
-    @property
     def tensors(self) -> Mapping[str, Tensor]:
         """The index tensors by their names in expressions: `Order[i]` meets `Near[k,i]` at offset k."""
         return {"Order": self.order, "Near": self.sorted_neighbours}
@@ -263,15 +260,12 @@ class NeighbourTable:
 
     def exchanged(self, inputs: int) -> Tensor:
         """(o, n) int32: the output that each of n inputs meets at each offset, or -1."""
-        volume, outputs = self.num_offsets, self.num_outputs
-        near, device = self.sorted_neighbours, self.order.device
-        cells = torch.add(near, torch.arange(volume, device=device)[:, None], alpha=inputs)
-        # What is missing writes into cells of its own, after the last: many writes to one cell would wait in line.
-        spare = torch.arange(volume * inputs, volume * inputs + outputs, device=device)
-        place = torch.where(near >= 0, cells, spare)
-        table = torch.full((volume * inputs + outputs,), -1, dtype=torch.int32, device=device)
-        table[place] = self.order
-        return table[: volume * inputs].view(volume, inputs)
+        near, order, device = self.sorted_neighbours, self.order, self.order.device
+        # What is missing is written past the inputs, to many cells, as many writes to one cell would wait in line: -1
+        # modulo the number of a spare cell is the cell before it. All other entries are less, and stay.
+        spare = first_rows(near.shape[1], device).bitwise_and(constant((_SPARE - 1,), device)).add_(inputs + 1)
+        table = torch.full((near.shape[0], inputs + _SPARE), -1, dtype=torch.int32, device=device)
+        return table.scatter_(1, near.remainder(spare), order.expand(near.shape))[:, :inputs]
 
     def tile_offsets(self, tile: int) -> Tensor:
         """Which offsets each tile of consecutive outputs of `order` has to run over.
@@ -319,26 +313,17 @@ def order_by_mask(neighbours: Tensor, rows: Tensor | None = None) -> NeighbourTa
         rows: (m,) int32: the output of each column; default: the column. Outputs of equal masks stay in the order of
             the columns.
     """
-    # From the least word to the greatest, each keeping the order of those before it where it does not decide.
-    words = neighbours.split(MASK_BITS) if neighbours.shape[0] > MASK_BITS else (neighbours,)
-    sorted_words, order = _word(words[0]).sort(stable=True)
-    for later in words[1:]:
-        word = _word(later)
-        order = order[word[order].sort(stable=True).indices]
+    volume, device = neighbours.shape[0], neighbours.device
+    compared = neighbours
+    if volume > MASK_BITS:
+        compared = neighbours.index_select(0, constant(_compared_offsets(volume), device))
+    bits = constant(_POWERS[: compared.shape[0]], device, torch.int32)[:, None]
+    words, order = ((compared >= 0) * bits).sum(0, dtype=torch.int32).sort(stable=True)
     found = order.int() if rows is None else rows.index_select(0, order)
-    known = sorted_words if sorted_words.dtype == torch.int32 else None
-    return NeighbourTable(found, neighbours.index_select(1, order), known)
+    return NeighbourTable(found, neighbours.index_select(1, order), None if volume > MASK_BITS else words)
 
 
-def _word(neighbours: Tensor) -> Tensor:
-    """(m,) bit b says whether row b of at most 56 has an entry; int32 where they are few."""
-    volume, outputs = neighbours.shape
-    dtype = torch.int32 if volume <= _NARROW_BITS else torch.int64
-    bits = constant(_POWERS[:volume], neighbours.device, dtype)[:, None]
-    run = max(8, _BITS_AT_ONCE // max(1, outputs))
-    if run >= volume:
-        return ((neighbours >= 0) * bits).sum(0, dtype=dtype)
-    word = torch.zeros(outputs, dtype=dtype, device=neighbours.device)
-    for at in range(0, volume, run):
-        word += ((neighbours[at : at + run] >= 0) * bits[at : at + run]).sum(0, dtype=dtype)
-    return word
+@lru_cache(maxsize=64)
+def _compared_offsets(volume: int) -> tuple[int, ...]:
+    """`MASK_BITS` of more offsets, from the first to the last, at equal distances."""
+    return tuple(round(bit * (volume - 1) / (MASK_BITS - 1)) for bit in range(MASK_BITS))
