@@ -140,6 +140,7 @@ class Coordinates:
         wide = keys[:, None].div(constant(steps_of(spans), keys.device), rounding_mode="floor")
         sites = cls(wide.remainder_(constant(spans, keys.device)).to(dtype), spatial_shape, batch_size)
         sites._cache["numbers"] = keys
+        sites._cache["cells"] = spans, keys
         return sites
 
     def grid(self, reach: int = _MARGIN) -> SiteGrid | None:
@@ -154,7 +155,11 @@ class Coordinates:
         spans = spans_of(self.extents, reach)
         if not fits(spans, reach, self.num_sites, self.device):
             return None
-        found = self._cache["grid"] = SiteGrid.build(self.indices, spans, reach)
+        # Several maps over the sites share their cells, which are known from the beginning of sites made from keys.
+        known = self._cache.get("cells")
+        cells = known[1].long() if known is not None and known[0] == spans else None
+        found = self._cache["grid"] = SiteGrid.build(self.indices, spans, reach, cells)
+        self._cache["cells"] = spans, found.cells
         return found
 
     @property

@@ -52,11 +52,18 @@ class SiteGrid:
     rows: Tensor
 
     @classmethod
-    def build(cls, indices: Tensor, spans: tuple[int, ...], reach: int) -> SiteGrid:
-        """Write the rows of sites (n, 1 + d) at their cells; `spans` hold a margin of `reach` after every axis."""
+    def build(cls, indices: Tensor, spans: tuple[int, ...], reach: int, cells: Tensor | None = None) -> SiteGrid:
+        """Write the rows of sites (n, 1 + d) at their cells.
+
+        Args:
+            indices: the sites.
+            spans: cells of each axis, with a margin of `reach` after every one but the first.
+            reach: see `SiteGrid`.
+            cells: (n,) int64: the cell of each site, where they are known.
+        """
         device, numbers = indices.device, _numbers(spans, reach)
-        steps = constant(numbers.steps, device)
-        cells = (indices * steps).sum(1).clamp_(0, numbers.last)
+        if cells is None:
+            cells = (indices * constant(numbers.steps, device)).sum(1).clamp_(0, numbers.last)
         rows = first_rows(indices.shape[0], device)
         table = torch.full((numbers.lead + numbers.cells,), -1, dtype=torch.int32, device=device)
         table[numbers.lead :].scatter_(0, cells, rows)
@@ -84,7 +91,8 @@ class SiteGrid:
         return seen.gather(len(size), self.cells.expand(*size, -1)).view(-1, self.cells.shape[0])
 
 
-def steps_of(spans: Sequence[int]) -> tuple[int, ...]:
+@lru_cache(maxsize=256)
+def steps_of(spans: tuple[int, ...]) -> tuple[int, ...]:
     """By how much the number of a cell grows with each coordinate.
 
     >>> steps_of((2, 14, 14))

@@ -14,7 +14,7 @@ from __future__ import annotations
 
 import itertools
 import math
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from typing import NamedTuple
 
 import torch
@@ -294,57 +294,56 @@ def _codes(
     A step of `stride` along an axis, of a kernel without dilation, meets every stride-th of its cells: the first is the
     remainder of the place. Else all cells are tried.
     """
-    device, dims, bits = sites.device, sites.ndim, _bits(geometry)
-    kernel, stride, dilation, padding = geometry.kernel_size, geometry.stride, geometry.dilation, geometry.padding
-    outer = [step << bits for step in steps_of(spans)]
-    inner = steps_of((1, *kernel))[1:]
+    # The batch is an axis along which the kernel has one cell.
+    dims, bits = 1 + sites.ndim, _bits(geometry)
+    kernel, stride, dilation = (1, *geometry.kernel_size), (1, *geometry.stride), (1, *geometry.dilation)
+    padding, outer, inner = (0, *geometry.padding), [step << bits for step in steps_of(spans)], steps_of(kernel)
 
     def numbers(values: Iterable[int]) -> Tensor:
-        return constant(tuple(values), device, dtype).view(dims, -1, 1)
+        return constant(tuple(values), sites.device, dtype).view(dims, -1, 1)
 
     def by_run(value: Callable[[int, int], int]) -> Tensor:
         return numbers(value(axis, run) for axis in range(dims) for run in range(longest))
 
+    def inside(values: Tensor, extents: Sequence[int]) -> Tensor:
+        return values.clamp(numbers([0] * dims), numbers(extent - 1 for extent in extents))
+
     few = geometry.kind == "conv" and all(step == 1 or gap == 1 for step, gap in zip(stride, dilation, strict=True))
     runs = tuple(-(-k // s) for k, s in zip(kernel, stride, strict=True)) if few else kernel
     longest = max(runs)
-    columns = sites.indices[:, 1:].T[:, None]
-    last = numbers(extent - 1 for extent in (sites.spatial_shape if whole else shape))
+    columns = sites.indices.T[:, None]
     if whole and not proven:
         # What lies outside, and is refused later, is not to lead out of memory.
-        columns = columns.clamp(numbers([0] * dims), last)
+        columns = inside(columns, sites.extents)
     outside: Tensor | None = None
     if geometry.kind == "transpose":
         place = columns * numbers(stride) + by_run(lambda axis, run: run * dilation[axis] - padding[axis])
-        part = place * numbers(outer[1:]) + by_run(lambda axis, run: run * inner[axis])
+        part = place * numbers(outer) + by_run(lambda axis, run: run * inner[axis])
     elif few:
         ahead = columns + numbers(padding) if any(padding) else columns
         place = first = ahead.div(numbers(stride), rounding_mode="floor")
         # The cell is the remainder, plus a stride a run.
-        part = first * numbers(a - s * b for a, s, b in zip(outer[1:], stride, inner, strict=True))
-        part = part.add_(ahead * numbers(inner))
+        part = first * numbers(a - s * b for a, s, b in zip(outer, stride, inner, strict=True))
+        part = part.addcmul_(ahead, numbers(inner))
         if longest > 1:
             place = first - by_run(lambda axis, run: run * dilation[axis])
-            part = part + by_run(
-                lambda axis, run: run * (stride[axis] * inner[axis] - dilation[axis] * outer[1 + axis])
-            )
+            part = part + by_run(lambda axis, run: run * (stride[axis] * inner[axis] - dilation[axis] * outer[axis]))
         if any(k % s for k, s in zip(kernel, stride, strict=True)):
             rest = ahead.remainder(numbers(stride))
             outside = rest >= by_run(lambda axis, run: kernel[axis] - run * stride[axis])
     else:
         ahead = columns + by_run(lambda axis, run: padding[axis] - run * dilation[axis])
         place = ahead.div(numbers(stride), rounding_mode="floor")
-        part = place * numbers(outer[1:]) + by_run(lambda axis, run: run * inner[axis])
+        part = place * numbers(outer) + by_run(lambda axis, run: run * inner[axis])
         outside = place * numbers(stride) != ahead
     miss = None
     if not whole:
         miss = outer[0] * spans[0] + ((1 + sites.num_sites) << bits)
-        beyond = place.clamp(numbers([0] * dims), last) != place
+        beyond = inside(place, (sites.batch_size, *shape)) != place
         part = part.masked_fill(beyond if outside is None else beyond.logical_or_(outside), miss)
-    code = part[0, : runs[0]]
-    if sites.batch_size > 1:
-        batch = sites.indices[:, 0] if proven else sites.indices[:, 0].clamp(0, sites.batch_size - 1)
-        code = torch.add(code, batch, alpha=outer[0])
+    if longest == 1:
+        return _Codes(part.sum(0, dtype=part.dtype), bits, miss)
+    code = part[0, :1]
     for axis in range(1, dims):
         code = (code[:, None] + part[axis, : runs[axis]]).flatten(0, 1)
     return _Codes(code, bits, miss)
