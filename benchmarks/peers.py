@@ -15,6 +15,7 @@ from benchmarks.registry import Unavailable
 
 __all__ = [
     "CueConvolution",
+    "CueProduct",
     "cue_convolution",
     "cue_fully_connected",
     "e3nn_compiled",
@@ -81,24 +82,45 @@ def e3nn_compiled(build: Any, device: torch.device, dtype: torch.dtype) -> Any:
     return torch.compile(module, fullgraph=True)
 
 
-def cue_fully_connected(in1: str, in2: str, out: str, *, shared: bool, device: torch.device) -> Any:
-    """Build cuEquivariance's product in e3nn's layout; both have the same order of weights."""
-    require_cuda(device)
+class CueProduct(NamedTuple):
+    """A fully connected product of cuEquivariance, and where each of its numbers is in e3nn's layout.
+
+    Attributes:
+        call: (x, y, w) -> output, all in cuEquivariance's own layout, the faster one; weights are ordered as e3nn's.
+        x: column of e3nn's first input for each column of its own.
+        y: the same of the second.
+        out: the same of the output.
+    """
+
+    call: Callable[[Tensor, Tensor, Tensor], Tensor]
+    x: Tensor
+    y: Tensor
+    out: Tensor
+
+
+def cue_fully_connected(
+    in1: str, in2: str, out: str, *, shared: bool, device: torch.device, method: str | None = None
+) -> CueProduct:
+    """cuEquivariance's fully connected product, by default with the method that it selects; "naive" runs on a CPU."""
+    if method != "naive":
+        require_cuda(device)
     cue: Any = importlib.import_module("cuequivariance")
     cuet: Any = importlib.import_module("cuequivariance_torch")
+    irreps = [cue.Irreps("O3", text) for text in (in1, in2, out)]
     product = cuet.FullyConnectedTensorProduct(
-        *(cue.Irreps("O3", text) for text in (in1, in2, out)),
-        layout=cue.mul_ir,
+        *irreps,
+        layout=cue.ir_mul,
         shared_weights=shared,
         internal_weights=False,
         device=device,
         dtype=torch.float32,
+        method=method,
     )
 
     def call(x: Tensor, y: Tensor, w: Tensor) -> Tensor:
         return product(x, y, w[None] if shared else w)
 
-    return call
+    return CueProduct(call, *(_columns(each).to(device) for each in irreps))
 
 
 class CueConvolution(NamedTuple):
@@ -155,16 +177,18 @@ def cue_convolution(
         number = place[i, j, str(ir)]
         columns.append(int(starts[shape.instructions[number][2]]) + _component_major(mul, ir.dim))
         weight_columns.append(int(weights[number]) + torch.arange(mul))
-    x_columns: list[Tensor] = []
-    start = 0
-    for mul, ir in in1:
-        x_columns.append(start + _component_major(mul, ir.dim))
-        start += mul * ir.dim
 
     def call(x: Tensor, y: Tensor, w: Tensor, receivers: Tensor, senders: Tensor, nodes: int) -> Tensor:
         return product(x, y, w, indices_1=senders, indices_out=receivers, size_out=nodes)
 
-    return CueConvolution(call, *(torch.cat(found).to(device) for found in (x_columns, weight_columns, columns)))
+    found = (_columns(in1), torch.cat(weight_columns), torch.cat(columns))
+    return CueConvolution(call, *(each.to(device) for each in found))
+
+
+def _columns(irreps: Any) -> Tensor:
+    """Column of e3nn's layout for each column of cuEquivariance's."""
+    starts = np.cumsum([0, *(mul * ir.dim for mul, ir in irreps)]).tolist()
+    return torch.cat([start + _component_major(mul, ir.dim) for start, (mul, ir) in zip(starts, irreps, strict=False)])
 
 
 def _component_major(mul: int, dim: int) -> Tensor:

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import functools
+
 import pytest
 import torch
 from torch import Tensor, nn
 
-from benchmarks import gate, networks, registry, run, sparse_reference
+from benchmarks import gate, networks, peers, registry, run, sparse_reference
 from benchmarks.cases import tensor_products
 from benchmarks.registry import Setting
 from tests.source_tree import ROOT
@@ -105,14 +107,26 @@ def test_neighbours_of_a_crystal():
 
 
 @pytest.mark.peer
-@pytest.mark.parametrize("shape", ["nequip", "mace-large"])
-def test_layout_of_cuequivariance(shape: str):
+@pytest.mark.parametrize(
+    ("family", "parameters"),
+    [
+        ("tp_conv", {"shape": "nequip", "dtype": "float64"}),
+        ("tp_conv", {"shape": "mace-large", "dtype": "float64"}),
+        ("tp_conv_double", {"shape": "nequip", "dtype": "float64"}),
+        ("fctp", {"degree": 2, "channels": 16, "weights": "shared", "dtype": "float32"}),
+        ("fctp", {"degree": 1, "channels": 16, "weights": "sample", "dtype": "float32"}),
+    ],
+)
+def test_layouts_of_cuequivariance(family: str, parameters: dict[str, str | int], monkeypatch: pytest.MonkeyPatch):
     """Its plain method computes on the CPU what its kernels compute on a GPU."""
     pytest.importorskip("cuequivariance_torch")
-    problem = tensor_products.tp_conv(TINY, shape=shape, dtype="float64")
-    wanted = gate.reference(problem, ("fwdbwd",))
-    work = tensor_products._cue(TINY, tensor_products._conv(TINY, shape, "float64"), "float64", "naive")
-    assert gate.accuracy(work, wanted, "fwdbwd") < 1e-12
+    for name in ("cue_convolution", "cue_fully_connected"):
+        monkeypatch.setattr(peers, name, functools.partial(getattr(peers, name), method="naive"))
+    problem = getattr(tensor_products, family)(TINY, **parameters)
+    for mode in problem.modes:
+        wanted = gate.reference(problem, (mode,))
+        error = gate.accuracy(problem.providers["cue"](), wanted, mode)
+        assert error < (1e-12 if parameters["dtype"] == "float64" else 1e-5)
 
 
 def test_every_locked_baseline_has_a_provider():

@@ -7,8 +7,8 @@ product of Insum's table 3. Weights are drawn in e3nn's order; a baseline's own 
 from __future__ import annotations
 
 import importlib
-from collections.abc import Callable
-from typing import Any, NamedTuple
+from collections.abc import Callable, Sequence
+from typing import Any, NamedTuple, Protocol
 
 import torch
 from torch import Tensor
@@ -32,7 +32,7 @@ PIECES = 16
 TOLERANCE = {"float32": 2e-5, "float64": 1e-11, "tf32": 3e-3}
 # Of the baselines, which sum in any order; their records state their errors.
 LOOSE = {"float32": 1e-4, "float64": 1e-9}
-CONV_PEERS = ("oeq", "oeq/deterministic", "e3nn")
+CONV_PEERS = ("oeq", "oeq/deterministic", "e3nn", "cue")
 # Upper bound for the weights of all samples; the batch is halved until they fit.
 _WEIGHT_BYTES = 4 << 30
 
@@ -99,7 +99,12 @@ def _conv(setting: Setting, name: str, dtype: str) -> _Conv:
 
 
 Call = Callable[[Tensor, Tensor, Tensor], Tensor]
-Finish = Callable[[Call, tuple[Tensor, ...]], Work]
+
+
+class Finish(Protocol):
+    """Make work of a call and its leaves; `out` holds e3nn's column for each column of the output, if they differ."""
+
+    def __call__(self, call: Call, leaves: tuple[Tensor, ...], out: Tensor | None = None) -> Work: ...
 
 
 def _conv_providers(setting: Setting, problem: _Conv, dtype: str, finish: Finish) -> dict[str, Callable[[], Work]]:
@@ -148,26 +153,36 @@ def _conv_providers(setting: Setting, problem: _Conv, dtype: str, finish: Finish
         "oeq": lambda: openequivariance(False),
         "oeq/deterministic": lambda: openequivariance(True),
         "e3nn": e3nn,
+        "cue": lambda: _cue(setting, problem, dtype, finish),
     }
 
 
-def _cue(setting: Setting, problem: _Conv, dtype: str, method: str = "uniform_1d") -> Work:
+def _cue(setting: Setting, problem: _Conv, dtype: str, finish: Finish) -> Work:
     """cuEquivariance in its own layout of features and weights, made before the clock starts."""
     kind, graph = getattr(torch, dtype), problem.graph
-    layer = peers.cue_convolution(problem.shape, setting.device, kind, method)
+    layer = peers.cue_convolution(problem.shape, setting.device, kind)
     x, y, w = problem.leaves(kind)
     own = (x.detach()[:, layer.x].requires_grad_(), y, w.detach()[:, layer.w].requires_grad_())
-
-    def e3nn_order(found: Tensor, columns: Tensor) -> Tensor:
-        return torch.empty_like(found).index_copy_(1, columns, found)
-
-    return Work(
-        lambda: layer.call(*own, graph.receivers, graph.senders, problem.nodes),
-        own,
-        gradients=lambda found: (e3nn_order(found[0], layer.x), found[1], e3nn_order(found[2], layer.w)),
-        output=lambda found: e3nn_order(found, layer.out),
-        upstream=lambda back: [sent[:, layer.out] for sent in back],
+    work = finish(
+        lambda x, y, w: layer.call(x, y, w, graph.receivers, graph.senders, problem.nodes), own, out=layer.out
     )
+    # Of x, y, w and the upstream gradient, which first and second gradients follow.
+    columns = (layer.x, None, layer.w, layer.out)
+
+    def to_e3nn(found: Any) -> Any:
+        if isinstance(found, Tensor):
+            return _scattered(found, layer.out)
+        return tuple(_scattered(each, to) for each, to in zip(found, columns, strict=False))
+
+    def upstream(back: Sequence[Tensor]) -> Sequence[Tensor]:
+        wanted = (layer.out,) if len(back) == 1 else columns
+        return [each if of is None else each[:, of] for each, of in zip(back, wanted, strict=False)]
+
+    return Work(work.forward, work.leaves, to_e3nn, to_e3nn, upstream)
+
+
+def _scattered(found: Tensor, columns: Tensor | None) -> Tensor:
+    return found if columns is None else torch.empty_like(found).index_copy_(1, columns, found)
 
 
 def _conv_oracle(setting: Setting, problem: _Conv) -> Call:
@@ -209,23 +224,39 @@ def _double_oracle(setting: Setting, problem: _Conv, upstream: Tensor) -> Work:
     return Work(first, (x, y, w, sent))
 
 
+def _once(call: Call, leaves: tuple[Tensor, ...], out: Tensor | None = None) -> Work:
+    x, y, w = leaves
+    return Work(lambda: call(x, y, w), leaves)
+
+
 @case("tp_conv", tests=CONV_TESTS, shape=tuple(SHAPES), dtype=("float32", "float64"))
 def tp_conv(setting: Setting, *, shape: str, dtype: str) -> Problem:
     """A uvu convolution, weights on the edges: forward, and forward with the gradients of all three operands."""
     problem = _conv(setting, shape, dtype)
 
-    def finish(call: Call, leaves: tuple[Tensor, ...]) -> Work:
-        x, y, w = leaves
-        return Work(lambda: call(x, y, w), leaves)
-
     return Problem(
-        providers={**_conv_providers(setting, problem, dtype, finish), "cue": lambda: _cue(setting, problem, dtype)},
-        oracle=lambda: finish(_conv_oracle(setting, problem), problem.leaves(torch.float64)),
+        providers=_conv_providers(setting, problem, dtype, _once),
+        oracle=lambda: _once(_conv_oracle(setting, problem), problem.leaves(torch.float64)),
         tolerance=TOLERANCE[dtype],
-        tolerances=dict.fromkeys([*CONV_PEERS, "cue"], LOOSE[dtype]),
+        tolerances=dict.fromkeys(CONV_PEERS, LOOSE[dtype]),
         floors={"fwd": problem.floor()},
         modes=("fwd", "fwdbwd"),
     )
+
+
+def _twice(upstream: Tensor) -> Finish:
+    """Work whose output are the first gradients of a call, sent `upstream`."""
+
+    def finish(call: Call, leaves: tuple[Tensor, ...], out: Tensor | None = None) -> Work:
+        x, y, w = leaves
+        sent = (upstream if out is None else upstream[:, out]).to(x.dtype, copy=True).requires_grad_()
+
+        def first() -> tuple[Tensor, ...]:
+            return torch.autograd.grad(call(x, y, w), (x, y, w), sent, create_graph=True)
+
+        return Work(first, (x, y, w, sent))
+
+    return finish
 
 
 @case("tp_conv_double", tests=CONV_TESTS, shape=tuple(SHAPES), dtype=("float32", "float64"))
@@ -240,18 +271,8 @@ def tp_conv_double(setting: Setting, *, shape: str, dtype: str) -> Problem:
     upstream = torch.randn(
         problem.nodes, width, generator=setting.generator(), device=setting.device, dtype=torch.float64
     )
-
-    def finish(call: Call, leaves: tuple[Tensor, ...]) -> Work:
-        x, y, w = leaves
-        sent = upstream.to(x.dtype, copy=True).requires_grad_()
-
-        def first() -> tuple[Tensor, ...]:
-            return torch.autograd.grad(call(x, y, w), (x, y, w), sent, create_graph=True)
-
-        return Work(first, (x, y, w, sent))
-
     return Problem(
-        providers=_conv_providers(setting, problem, dtype, finish),
+        providers=_conv_providers(setting, problem, dtype, _twice(upstream)),
         oracle=lambda: _double_oracle(setting, problem, upstream),
         tolerance=TOLERANCE[dtype],
         tolerances=dict.fromkeys(CONV_PEERS, LOOSE[dtype]),
@@ -310,6 +331,18 @@ def fctp(setting: Setting, *, degree: int, channels: int, weights: str, dtype: s
             lambda found: [*found[:2], layer.reorder_weights_to_e3nn(found[2], not shared)],
         )
 
+    def cuequivariance() -> Work:
+        layer, own = peers.cue_fully_connected(in1, in2, in1, shared=shared, device=device), leaves()
+        columns = (layer.x, layer.y, None)
+        own = (own[0].detach()[:, layer.x].requires_grad_(), own[1].detach()[:, layer.y].requires_grad_(), own[2])
+        return Work(
+            lambda: layer.call(*own),
+            own,
+            lambda found: [_scattered(each, to) for each, to in zip(found, columns, strict=True)],
+            lambda found: _scattered(found, layer.out),
+            lambda back: [each[:, layer.out] for each in back],
+        )
+
     def oracle() -> Work:
         own, tables = leaves(torch.float64), irreps.path_tables(product(), device)
         x, y, w = own
@@ -319,7 +352,7 @@ def fctp(setting: Setting, *, degree: int, channels: int, weights: str, dtype: s
         "e3nn": lambda: of(lambda: peers.e3nn_product(product, device, torch.float32)),
         "e3nn/compiled": lambda: of(lambda: peers.e3nn_compiled(product, device, torch.float32)),
         "oeq": openequivariance,
-        "cue": lambda: of(lambda: peers.cue_fully_connected(in1, in2, in1, shared=shared, device=device)),
+        "cue": cuequivariance,
     }
     if device.type == "cpu":
         # Its C++ takes minutes to compile.
