@@ -352,6 +352,8 @@ class _Evaluator:
         self.read: list[tuple[Access, Tensor, Tensor, tuple[str, ...]]] = []
 
     def subscript(self, subscript: Subscript) -> tuple[Tensor, Tensor, tuple[str, ...]]:
+        if subscript.indirect is not None:
+            return self.entry(subscript.indirect)
         labels = tuple(dict.fromkeys(index.name for index in subscript.indices()))
         shape = [self.sizes[label] for label in labels]
         total = torch.full(shape, subscript.offset, dtype=torch.int64, device=self.device)
@@ -371,8 +373,13 @@ class _Evaluator:
         labels = tuple(dict.fromkeys(index.name for index in access.indices()))
         shape = [self.sizes[label] for label in labels]
         tensor = self.named[access.name].detach()
-        flat = torch.zeros(shape, dtype=torch.int64, device=self.device)
         valid = torch.ones(shape, dtype=torch.bool, device=self.device)
+        if tuple(subscript.plain for subscript in access.subscripts) == labels and _equal(tensor.shape, shape):
+            # Every entry once, in order. A graph that is traced would hold a dozen more operations for each tensor.
+            entries = tensor.long()
+            self.read.append((access, entries, valid, labels))
+            return entries, entries != -1, labels
+        flat = torch.zeros(shape, dtype=torch.int64, device=self.device)
         for subscript, extent in zip(access.subscripts, tensor.shape, strict=True):
             at, present, inner = self.subscript(subscript)
             inside = present & (at >= 0) & (at < extent)
@@ -387,8 +394,18 @@ class _Evaluator:
         return entries, valid & (entries != -1), labels
 
 
+def _equal(shape: Sequence[int], wanted: Sequence[int]) -> bool:
+    """Whether a shape is the wanted one; symbolic sizes are not compared, since an index has one size everywhere."""
+    return all(
+        type(size) is not int or type(other) is not int or size == other
+        for size, other in zip(shape, wanted, strict=True)
+    )
+
+
 def _align(tensor: Tensor, labels: Sequence[str], wanted: Sequence[str]) -> Tensor:
     """Permute to the order of `wanted`, with axes of length 1 where a label is missing."""
+    if tuple(labels) == tuple(wanted):
+        return tensor
     order = [labels.index(label) for label in wanted if label in labels]
     shape = [tensor.shape[labels.index(label)] if label in labels else 1 for label in wanted]
     return tensor.permute(order).reshape(shape)
@@ -456,10 +473,18 @@ def cell_numbers(
         int64, an axis for each label; -1 where an entry is missing or the cell would be out of bounds.
     """
     evaluator = _Evaluator(named, sizes)
-    total = torch.zeros([sizes[label] for label in labels], dtype=torch.int64, device=evaluator.device)
-    valid = torch.ones_like(total, dtype=torch.bool)
+    found: Tensor | None = None
+    valid: Tensor | None = None
     for axis in axes:
         values, present, own = evaluator.subscript(access.subscripts[axis])
-        valid = valid & _align(present & (values >= 0) & (values < shape[axis]), own, labels)
-        total = total * shape[axis] + _align(values, own, labels)
-    return torch.where(valid, total, -1)
+        inside = _align(present & (values >= 0) & (values < shape[axis]), own, labels)
+        values = _align(values, own, labels)
+        valid = inside if valid is None else valid & inside
+        found = values if found is None else found * shape[axis] + values
+    wanted = [sizes[label] for label in labels]
+    if found is None or valid is None:
+        return torch.zeros(wanted, dtype=torch.int64, device=evaluator.device)
+    found = torch.where(valid, found, -1)
+    subscripts = [access.subscripts[axis] for axis in axes]
+    covered = {index.name for subscript in subscripts for index in subscript.indices()}
+    return found if covered.issuperset(labels) else found.expand(wanted)
