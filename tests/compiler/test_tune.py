@@ -282,8 +282,8 @@ def test_on_a_cpu_there_is_nothing_to_tune(monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
     report = insum_nn.tune(nn.Linear(2, 2), torch.ones(1, 2))
     assert report.statements == ()
-    assert report.reason == "there is no CUDA device, and library calls on a CPU have no schedules"
-    assert str(report).startswith("0 of 0 statements measured in 0.0 s: there is no CUDA device")
+    assert report.reason == "torch sees no GPU, and library calls on a CPU have no schedules"
+    assert str(report).startswith("0 of 0 statements measured in 0.0 s: torch sees no GPU")
 
 
 def test_a_step_without_kernels(clock: list[Any]):

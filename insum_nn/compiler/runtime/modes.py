@@ -74,7 +74,7 @@ def is_plain_eager(*tensors: Tensor | None) -> bool:
 
 
 def records_graph(tensors: Sequence[Tensor | None]) -> bool:
-    """Whether torch records a graph of what is done with tensors on a CPU or a CUDA device."""
+    """Whether torch records a graph of what is done with tensors on a CPU or a GPU."""
     # Loaded whenever torch traces; to import them here takes longer than to import torch.
     proxies: Any = sys.modules.get("torch.fx.experimental.proxy_tensor")
     functional: Any = sys.modules.get("torch._subclasses.functional_tensor")

@@ -89,7 +89,7 @@ H200 = Device((9, 0), 132, 232_448, 233_472, 65_536, 64, 60 << 20)
 
 @lru_cache(maxsize=64)
 def device_of(device: torch.device) -> Device:
-    """Return the limits of a device from its properties; an H200's for what is no CUDA device."""
+    """Return the limits of a device from its properties; an H200's where it is no GPU that torch names "cuda"."""
     if device.type != "cuda":
         return H200
     found = torch.cuda.get_device_properties(device)

@@ -21,7 +21,7 @@ _LEAST_AHEAD, _MOST_AHEAD = 200.0, 40_000.0
 def why_not() -> str:
     """Return why nothing can be measured here; empty where it can."""
     if not torch.cuda.is_available():
-        return "there is no CUDA device, and library calls on a CPU have no schedules"
+        return "torch sees no GPU, and library calls on a CPU have no schedules"
     return ""
 
 
