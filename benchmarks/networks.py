@@ -404,8 +404,15 @@ class _OpenEquivarianceConvolution(nn.Module):
 
 
 def _with_e3nn(model: Any, convolution: Callable[[Any], nn.Module]) -> nn.Module:
-    """Replace our tensor products in a potential by e3nn's, with the same weights, and build its convolutions."""
+    """Replace our layers in a potential by e3nn's, with the same weights, and build its convolutions."""
     o3: Any = importlib.import_module("e3nn.o3")
+    gates: Any = importlib.import_module("e3nn.nn")
+    ours: Any = importlib.import_module("insum_nn.layers")
+    peers_of = {ours.Linear: o3.Linear, ours.Gate: gates.Gate, ours.SphericalHarmonics: o3.SphericalHarmonics}
+    for module in model.modules():
+        if type(module) in peers_of:
+            # Ours are subclasses that hold what e3nn's hold.
+            module.__class__ = peers_of[type(module)]
     for layer in model.layers:
         own = layer.convolution.tensor_product
         rows = [(*tuple(i)[:5], i.path_weight**2) for i in own.instructions]

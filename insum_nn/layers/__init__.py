@@ -13,6 +13,9 @@ import warnings
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
+    from insum_nn.layers.equivariant.gate import Gate
+    from insum_nn.layers.equivariant.linear import Linear
+    from insum_nn.layers.equivariant.spherical_harmonics import SphericalHarmonics
     from insum_nn.layers.equivariant.tensor_product import (
         ElementwiseTensorProduct,
         FullTensorProduct,
@@ -35,6 +38,8 @@ __all__ = [
     "FullTensorProduct",
     "FullyConnectedTensorProduct",
     "GCNConv",
+    "Gate",
+    "Linear",
     "PrunedConv2d",
     "SparseAvgPool3d",
     "SparseConv3d",
@@ -43,6 +48,7 @@ __all__ = [
     "SparseInverseConv3d",
     "SparseMaxPool3d",
     "SparseSequential",
+    "SphericalHarmonics",
     "SubMConv3d",
     "TensorProduct",
     "TensorProductConv",
@@ -57,6 +63,9 @@ _HOMES = {
     "voxel.pool": ("SparseAvgPool3d", "SparseMaxPool3d"),
     "voxel.sequential": ("SparseSequential",),
     "voxel.sparse_tensor": ("SparseConvTensor",),
+    "equivariant.gate": ("Gate",),
+    "equivariant.linear": ("Linear",),
+    "equivariant.spherical_harmonics": ("SphericalHarmonics",),
     "equivariant.tensor_product": (
         "ElementwiseTensorProduct",
         "FullTensorProduct",

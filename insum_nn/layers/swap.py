@@ -97,10 +97,11 @@ def swap(
 ) -> SwapReport:
     """Replace every supported layer of a model in place, weights kept.
 
-    Supported are `torch_geometric`'s `GCNConv`, the tensor products of `e3nn.o3` and the modules of `spconv.pytorch`
-    (build the model's inputs with our `SparseConvTensor` then). New layers share the parameters of those they replace,
-    so an optimizer that holds them stays valid, and give equal outputs. Dense layers of torch are replaced only where
-    `block_sparse` names them; these get parameters of their own, and equal outputs only as far as nothing is pruned.
+    Supported are `torch_geometric`'s `GCNConv`, e3nn's tensor products with what stands around them (`Linear`, `Gate`,
+    `SphericalHarmonics`), and the modules of `spconv.pytorch` (build the model's inputs with our `SparseConvTensor`
+    then). New layers share the parameters of those they replace, so an optimizer that holds them stays valid, and give
+    equal outputs. Dense layers of torch are replaced only where `block_sparse` names them; these get parameters of
+    their own, and equal outputs only as far as nothing is pruned.
 
     Args:
         model: any module.
@@ -381,7 +382,7 @@ def _shown(path: str) -> str:
     package, _, name = path.rpartition(".")
     if package.startswith("torch.nn.modules"):
         return f"torch.nn.{name}"
-    for public in ("torch_geometric.nn", "spconv.pytorch", "e3nn.o3"):
+    for public in ("torch_geometric.nn", "spconv.pytorch", "e3nn.o3", "e3nn.nn"):
         if package.startswith(public):
             return f"{public}.{name}"
     return path

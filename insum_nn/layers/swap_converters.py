@@ -48,6 +48,17 @@ def _tensor_product(module: Any) -> nn.Module:
     return ours.from_e3nn(module)
 
 
+def _around_products(name: str) -> Converter:
+    """What makes one of the layers that stand around e3nn's tensor products."""
+    kind = {"linear": "Linear", "gate": "Gate", "spherical_harmonics": "SphericalHarmonics"}[name]
+
+    def convert(module: Any) -> nn.Module:
+        ours = getattr(importlib.import_module(f"insum_nn.layers.equivariant.{name}"), kind)
+        return ours.from_e3nn(module)  # type: ignore[no-any-return]
+
+    return convert
+
+
 def _spconv_convolution(module: Any) -> nn.Module:
     kinds = importlib.import_module("insum_nn.layers.voxel.conv")
     kernel = tuple(int(extent) for extent in module.kernel_size)
@@ -138,6 +149,9 @@ def _known() -> dict[str, Converter]:
     for name in ("FullyConnected", "Elementwise", "Full"):
         found[f"e3nn.o3._tensor_product._sub.{name}TensorProduct"] = _tensor_product
     found["e3nn.o3._tensor_product._sub.TensorSquare"] = _tensor_product
+    found["e3nn.o3._linear.Linear"] = _around_products("linear")
+    found["e3nn.o3._spherical_harmonics.SphericalHarmonics"] = _around_products("spherical_harmonics")
+    found["e3nn.nn._gate.Gate"] = _around_products("gate")
     kinds = ("SubMConv", "SparseConv", "SparseInverseConv", "SparseConvTranspose")
     found |= dict.fromkeys(_names("spconv.pytorch.conv", kinds, (1, 2, 3, 4)), _spconv_convolution)
     pools = _names("spconv.pytorch.pool", ("SparseMaxPool", "SparseAvgPool"), (1, 2, 3, 4))

@@ -12,7 +12,10 @@ import torch
 from torch import Tensor, nn
 
 from insum_nn.errors import InsumShapeError, MissingExtraError
-from insum_nn.layers.equivariant.tensor_product import FullyConnectedTensorProduct, TensorProduct
+from insum_nn.layers.equivariant.gate import Gate
+from insum_nn.layers.equivariant.linear import Linear
+from insum_nn.layers.equivariant.spherical_harmonics import SphericalHarmonics
+from insum_nn.layers.equivariant.tensor_product import FullyConnectedTensorProduct
 from insum_nn.layers.equivariant.tensor_product_conv import TensorProductConv
 
 try:
@@ -44,7 +47,7 @@ def plain_e3nn() -> Generator[None]:
         e3nn.set_optimization_defaults(**{name: before[name]})
 
 
-def gated(irreps: Irreps, available: Irreps) -> Any:
+def gated(irreps: Irreps, available: Irreps) -> Gate:
     """A gate whose output is as much of `irreps` as can be made from tensor products of what is `available`.
 
     Scalars pass through an activation; everything else is multiplied by an activated even scalar of its own.
@@ -54,9 +57,7 @@ def gated(irreps: Irreps, available: Irreps) -> Any:
     rest = o3.Irreps([(mul, ir) for mul, ir in kept if ir.l > 0])
     gates = o3.Irreps([(rest.num_irreps, (0, 1))]) if rest.num_irreps else o3.Irreps([])
     silu, tanh = nn.functional.silu, torch.tanh
-    gate = e3nn_nn.Gate(scalars, [silu if ir.p == 1 else tanh for _, ir in scalars], gates, [silu] * len(gates), rest)
-    gate.mul = TensorProduct.from_e3nn(gate.mul)
-    return gate
+    return Gate(scalars, [silu if ir.p == 1 else tanh for _, ir in scalars], gates, [silu] * len(gates), rest)
 
 
 class RadialBasis(nn.Module):
@@ -137,9 +138,9 @@ class Interaction(nn.Module):
                         middle.append((mul, ir))
         irreps_middle, order, _ = o3.Irreps(middle).sort()
         instructions = sorted(((i, j, order[k], "uvu", True) for i, j, k in paths), key=lambda row: row[2])
-        self.mix_in = o3.Linear(irreps_in, irreps_in)
+        self.mix_in = Linear(irreps_in, irreps_in)
         self.convolution = TensorProductConv(irreps_in, irreps_edges, irreps_middle, instructions)
-        self.mix_out = o3.Linear(irreps_middle.simplify(), wanted)
+        self.mix_out = Linear(irreps_middle.simplify(), wanted)
         self.itself = FullyConnectedTensorProduct(irreps_in, irreps_attributes, wanted)
         widths = [num_basis, *radial_hidden, self.convolution.weight_numel]
         self.radial = e3nn_nn.FullyConnectedNet(widths, nn.functional.silu)
@@ -226,9 +227,9 @@ class NequIP(nn.Module):
         parities = [(l, p) for l in range(lmax + 1) for p in ((1, -1) if parity else ((-1) ** l,))]
         hidden = o3.Irreps([(num_features, ir) for ir in parities])
         with plain_e3nn():
-            self.embedding = o3.Linear(attributes, o3.Irreps([(num_features, (0, 1))]))
+            self.embedding = Linear(attributes, o3.Irreps([(num_features, (0, 1))]))
             self.radial_basis = RadialBasis(cutoff, num_basis)
-            self.harmonics = o3.SphericalHarmonics(edges, normalize=True, normalization="component")
+            self.harmonics = SphericalHarmonics(edges, normalize=True, normalization="component")
             layers: list[Interaction] = []
             irreps = self.embedding.irreps_out
             for number in range(num_layers):
@@ -239,8 +240,8 @@ class NequIP(nn.Module):
                 layers.append(layer)
             self.layers = nn.ModuleList(layers)
             self.readout = nn.Sequential(
-                o3.Linear(irreps, o3.Irreps([(max(num_features // 2, 1), (0, 1))])),
-                o3.Linear(o3.Irreps([(max(num_features // 2, 1), (0, 1))]), o3.Irreps("0e")),
+                Linear(irreps, o3.Irreps([(max(num_features // 2, 1), (0, 1))])),
+                Linear(o3.Irreps([(max(num_features // 2, 1), (0, 1))]), o3.Irreps("0e")),
             )
 
     def forward(

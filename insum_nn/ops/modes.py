@@ -9,7 +9,14 @@ from typing import Any
 import torch
 from torch import Tensor
 
-__all__ = ["static_shape", "untraced"]
+from insum_nn.compiler.api import records_graph
+
+__all__ = ["in_a_graph", "static_shape", "untraced"]
+
+
+def in_a_graph(*tensors: Tensor) -> bool:
+    """Whether torch makes a graph of what is done with tensors, by whichever of its tracers."""
+    return torch.compiler.is_compiling() or torch.jit.is_tracing() or records_graph(tensors)
 
 
 @contextmanager

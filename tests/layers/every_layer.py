@@ -16,7 +16,9 @@ from insum_nn.layers import (
     ElementwiseTensorProduct,
     FullTensorProduct,
     FullyConnectedTensorProduct,
+    Gate,
     GCNConv,
+    Linear,
     PrunedConv2d,
     SparseAvgPool3d,
     SparseConv3d,
@@ -25,13 +27,14 @@ from insum_nn.layers import (
     SparseInverseConv3d,
     SparseMaxPool3d,
     SparseSequential,
+    SphericalHarmonics,
     SubMConv3d,
     TensorProduct,
     TensorProductConv,
     TensorSquare,
 )
 
-__all__ = ["EVERY_LAYER", "Case", "with_parameters"]
+__all__ = ["EVERY_LAYER", "OF_E3NN_IN_GRAPHS", "Case", "with_parameters"]
 
 SHAPE = [4, 3, 4]
 
@@ -187,5 +190,11 @@ EVERY_LAYER: dict[str, Case] = {
     "FullTensorProduct": Case(lambda o: _On(FullTensorProduct(_IN, _OTHER, options=o)), **_batch(5, 4)),
     "ElementwiseTensorProduct": Case(lambda o: _On(ElementwiseTensorProduct(_IN, "3x1o", options=o)), **_batch(5, 9)),
     "TensorSquare": Case(lambda o: _On(TensorSquare(_IN, options=o)), **_batch(5)),
+    "Linear": Case(lambda o: _On(Linear(_IN, "3x0e+2x1o", biases=True, options=o)), **_batch(5)),
+    "Gate": Case(lambda o: _On(Gate("2x0e", [torch.tanh], "1x0e", [torch.sigmoid], "1x1o", options=o)), **_batch(6)),
+    "SphericalHarmonics": Case(lambda o: _On(SphericalHarmonics("0e+1o+2e", True, options=o)), **_batch(3)),
     "TensorProductConv": Case(lambda o: _On(TensorProductConv(*_CONV, options=o)), **_edges(8, 4, 6)),
 }
+
+# Layers that put e3nn's own operators into graphs that torch records.
+OF_E3NN_IN_GRAPHS = ("Linear", "SphericalHarmonics")

@@ -357,12 +357,16 @@ def test_lazy_graph_convolutions_and_subclasses():
 @pytest.mark.peer
 def test_equivariant_models():
     o3 = pytest.importorskip("e3nn.o3")
+    e3nn_nn = pytest.importorskip("e3nn.nn")
     ours = pytest.importorskip("insum_nn.layers.equivariant.tensor_product")
     model = nn.ModuleDict(
         {
             "mix": o3.FullyConnectedTensorProduct("4x0e + 2x1o", "0e + 1o", "3x0e + 2x1o"),
             "uvu": o3.TensorProduct("4x1o", "0e + 1o", "4x1o + 4x0e", [(0, 0, 0, "uvu", True), (0, 1, 1, "uvu", True)]),
-            "linear": o3.Linear("4x0e", "2x0e"),
+            "linear": o3.Linear("4x0e + 2x1o", "2x0e + 3x1o"),
+            "gate": e3nn_nn.Gate("4x0e", [torch.tanh], "2x0e", [torch.sigmoid], "2x1o"),
+            "harmonics": o3.SphericalHarmonics([0, 1, 2], True),
+            "norm": o3.Norm("2x1o"),
         }
     ).double()
     reference = copy.deepcopy(model)
@@ -371,19 +375,27 @@ def test_equivariant_models():
     assert [(row.name, row.layer, row.detail) for row in report.swapped] == [
         ("mix", "e3nn.o3.FullyConnectedTensorProduct", "FullyConnectedTensorProduct"),
         ("uvu", "e3nn.o3.TensorProduct", "TensorProduct"),
+        ("linear", "e3nn.o3.Linear", "Linear"),
+        ("gate", "e3nn.nn.Gate", "Gate"),
+        ("harmonics", "e3nn.o3.SphericalHarmonics", "SphericalHarmonics"),
+        ("norm.tp", "e3nn.o3.TensorProduct", "TensorProduct"),
     ]
-    assert [(row.name, row.detail) for row in report.left] == [("linear", "no counterpart")]
+    assert [(row.name, row.detail) for row in report.left] == [("norm", "no counterpart")]
     assert type(model["mix"]) is ours.FullyConnectedTensorProduct
     assert state_ids(model) == ids
     hooked = copy.deepcopy(reference)
     hooked["uvu"].register_forward_hook(lambda *_: None)
     torch.nn.utils.parametrize.register_parametrization(hooked["mix"], "weight", nn.Identity())
     reasons = {row.name: row.detail.partition(";")[0] for row in swap(hooked).rows}
-    assert reasons == {"mix": "it is parametrized", "uvu": "it has hooks", "linear": "no counterpart"}
+    assert reasons["mix"] == "it is parametrized"
+    assert reasons["uvu"] == "it has hooks"
     for name in ("mix", "uvu"):
         x = torch.randn(5, reference[name].irreps_in1.dim, dtype=torch.float64)
         y = torch.randn(5, reference[name].irreps_in2.dim, dtype=torch.float64)
         assert torch.allclose(model[name](x, y), reference[name](x, y), rtol=1e-10, atol=1e-12)
+    for name, columns in (("linear", 10), ("gate", 12), ("harmonics", 3), ("norm", 6)):
+        x = torch.randn(5, columns, dtype=torch.float64)
+        assert torch.allclose(model[name](x), reference[name](x), rtol=1e-10, atol=1e-12)
 
 
 # spconv, whose class names and attributes stand-ins carry where it is not installed.

@@ -378,7 +378,36 @@ def _split(terms: Terms, sides: Mapping[str, _Read], written: str) -> PathSplit 
         size = math.prod(copies) if mixes else copies[0]
         if any(b - a < size for a, b in itertools.pairwise(starts)):
             return None
-    return PathSplit({x: r.operand for x, r in sides.items()}, written, mixes, _ordered(paths))
+    return PathSplit({x: r.operand for x, r in sides.items()}, written, mixes, _ordered(_joined(paths, mixes)))
+
+
+def _joined(paths: Sequence[Path], mixes: bool) -> Iterator[Path]:
+    """The paths, those whose matrices of weights lie one above the other as one product that sums more copies."""
+    last: Path | None = None
+    for path in sorted(paths, key=lambda path: path.weight):
+        if last is not None and mixes and _continues(last, path):
+            side = "right" if last.transposed else "left"
+            own: Cells = getattr(last, side)
+            last = replace(last, **{side: replace(own, copies=own.copies + getattr(path, side).copies)})
+            continue
+        if last is not None:
+            yield last
+        last = path
+    if last is not None:
+        yield last
+
+
+def _continues(path: Path, other: Path) -> bool:
+    """Whether the rows of a path's weights, and the cells that belong to them, go on in another path."""
+    rows, columns = (path.right, path.left) if path.transposed else (path.left, path.right)
+    next_rows, next_columns = (other.right, other.left) if path.transposed else (other.left, other.right)
+    return (
+        other.weight == path.weight + rows.copies * columns.copies
+        and (other.transposed, next_columns, other.scale) == (path.transposed, columns, path.scale)
+        and next_rows.step == rows.step
+        and next_rows.first == tuple(first + rows.step * rows.copies for first in rows.first)
+        and np.array_equal(path.block, other.block)
+    )
 
 
 def _lies(steps: tuple[int, int], wanted: tuple[int, int], copies: tuple[int, int]) -> bool:

@@ -1,0 +1,65 @@
+"""What the layers that subclass e3nn's share: to become one of e3nn's modules, and to run its code."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from types import FunctionType
+from typing import Any, TypeVar
+
+import torch
+from torch import Tensor
+
+from insum_nn.dtypes import FLOATS
+from insum_nn.layers.equivariant.checks import InputError
+from insum_nn.ops.modes import in_a_graph
+
+__all__ = ["adopt", "forward_of", "runs_directly"]
+
+M = TypeVar("M", bound=torch.nn.Module)
+
+
+def adopt(kind: type[M], module: Any, peer: Any) -> M:
+    """A module of ours with the parameters, buffers, children and attributes of one of e3nn's.
+
+    Raises:
+        InputError: the module is not of the peer's class.
+    """
+    if not isinstance(module, peer):
+        wanted = f"{peer.__module__.rpartition('._')[0] or peer.__module__}.{peer.__name__}"
+        raise InputError(
+            f"from_e3nn takes an {wanted}, got {type(module).__module__}.{type(module).__qualname__}",
+            fix="leave other modules as they are.",
+            expected=wanted,
+            got=type(module),
+        )
+    new = kind.__new__(kind)
+    torch.nn.Module.__init__(new)
+    new.__dict__.update({k: v.copy() if isinstance(v, dict) else v for k, v in vars(module).items()})
+    return new
+
+
+def forward_of(peer: Any) -> Callable[..., Any]:
+    """A class' `forward` as `forward_of_e3nn`: TorchScript compiles what a method calls under the name that it has."""
+    own = peer.forward
+    return FunctionType(own.__code__, own.__globals__, "forward_of_e3nn", own.__defaults__, own.__closure__)
+
+
+def runs_directly(features: Tensor, columns: int, *others: Tensor) -> bool:
+    """Whether a layer takes its own way with some features: some numbers, no autocast, and no graph to be recorded.
+
+    A graph that torch records and compiles holds e3nn's matrix products and elementwise operators, which it can fuse
+    with what is around them, and which need nothing of this package where the graph is deployed.
+
+    Args:
+        features: wanted (..., columns).
+        columns: of the representation.
+        *others: further tensors of the call.
+    """
+    return (
+        not in_a_graph(features, *others)
+        and not torch._C._is_any_autocast_enabled()
+        and features.dim() > 0
+        and features.shape[-1] == columns
+        and features.numel() > 0
+        and features.dtype in FLOATS
+    )

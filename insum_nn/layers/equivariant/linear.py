@@ -1,0 +1,192 @@
+"""A drop-in replacement for the equivariant linear map of `e3nn.o3`."""
+
+from __future__ import annotations
+
+import importlib
+import math
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from insum_nn.compiler.options import DEFAULT, Options, require_options
+from insum_nn.errors import MissingExtraError
+from insum_nn.layers.equivariant.adoption import adopt, forward_of, runs_directly
+from insum_nn.ops.tensor_product import TensorProductSpec, checked_product, expressions
+from insum_nn.structure.irreps import Entry, Path, entries_of
+
+try:
+    # e3nn has no types, so what comes from it is `Any`.
+    o3: Any = importlib.import_module("e3nn.o3")
+except ImportError as error:
+    raise MissingExtraError(
+        "the equivariant layers take the place of e3nn's, which is not installed", fix="run: pip install e3nn"
+    ) from error
+
+__all__ = ["Linear"]
+
+Irreps = Any
+# Copies from which on parts of entries are worth a matrix product each: the side of the matrix unit's smallest tile.
+_PART = 16
+
+
+class Linear(o3.Linear):
+    """Mix the copies of each irrep: `e3nn.o3.Linear`.
+
+        Z[z,K[p,w]] += CG[p] * X[z,I[p,u]] * Y[z,J[p]] * W[L[p],u,w]
+
+    It is the fully connected tensor product with a scalar `Y` that is 1; `p` counts the components of each path. In
+    eager mode all paths of equal multiplicities are one kernel, and so is each of their gradients. While torch traces
+    a call, under autocast, with channels (`f_in`, `f_out`), and where one matrix product of scalars is all that there
+    is, e3nn's own code runs.
+
+    Source: Geiger and Smidt, e3nn (2022), section 4.
+
+    Args:
+        irreps_in: representation of the input.
+        irreps_out: representation of the output.
+        options: compile options.
+        **kwargs: of `e3nn.o3.Linear`.
+
+    >>> from insum_nn.layers.equivariant.linear import Linear
+    >>> linear = Linear("8x0e + 4x1o", "2x0e + 8x1o")
+    >>> linear(torch.randn(5, 20)).shape
+    torch.Size([5, 26])
+    """
+
+    # TorchScript compiles properties unless told otherwise.
+    __jit_unused_properties__ = ["spec", "expression", "options"]  # noqa: RUF012 - its form is torch's
+    forward_of_e3nn = forward_of(o3.Linear)
+
+    def __init__(self, irreps_in: Irreps, irreps_out: Irreps, *, options: Options = DEFAULT, **kwargs: Any) -> None:
+        super().__init__(irreps_in, irreps_out, **kwargs)
+        self._prepare(options)
+
+    def _prepare(self, options: Options) -> None:
+        # What `Y` repeats.
+        self.register_buffer("_one", self.output_mask.new_ones(1, 1), persistent=False)
+        self.options = options
+
+    @property
+    def options(self) -> Options:
+        """Compile options; the statements follow them."""
+        return self._options
+
+    @options.setter
+    def options(self, options: Options) -> None:
+        self._options = require_options(options)
+        self._dims: tuple[int, int] = (self.irreps_in.dim, self.irreps_out.dim)
+        self._text: str = self.spec.to_json() if self._is_sparse() else ""
+
+    def _is_sparse(self) -> bool:
+        """Whether there are statements for it: no channels, and more than one matrix product of scalars."""
+        paths = self._paths()[1]
+        if self.weight.dim() != 1 or sum(path.numel for path in paths) != self.weight_numel:
+            return False
+        used = [i for i in self.instructions if i.i_in >= 0 and 0 not in i.path_shape]
+        return len(used) > 1 or any(self.irreps_out[i.i_out].ir.l for i in used)
+
+    @property
+    def spec(self) -> TensorProductSpec:
+        """The tensor product with the scalar 1 that it is."""
+        in1, paths = self._paths()
+        out = entries_of(self.irreps_out)
+        return TensorProductSpec(in1, (Entry(1, 0, 1),), out, paths, self.shared_weights, options=self.options)
+
+    def _paths(self) -> tuple[tuple[Entry, ...], tuple[Path, ...]]:
+        """The entries of the input, and the paths, in the order of their weights.
+
+        Where multiplicities of the input differ, its entries are divided into parts of one multiplicity: their weights
+        lie one after the other, and paths of equal multiplicities are one statement.
+        """
+        whole, out = entries_of(self.irreps_in), entries_of(self.irreps_out)
+        used = [i for i in self.instructions if i.i_in >= 0 and 0 not in i.path_shape]
+        part = math.gcd(*(whole[i.i_in].mul for i in used))
+        entries: list[Entry] = []
+        parts: list[range] = []
+        for entry in whole:
+            count = entry.mul // part if part >= _PART and entry.mul % part == 0 else 1
+            parts.append(range(len(entries), len(entries) + count))
+            entries += [entry._replace(mul=entry.mul // max(1, count))] * count
+        paths: list[Path] = []
+        for row in used:
+            # A path's coefficients are those of the product with a scalar, whose squares add up to 1.
+            factor = float(row.path_weight) * math.sqrt(whole[row.i_in].size)
+            for at in parts[row.i_in]:
+                shape = (entries[at].mul, 1, out[row.i_out].mul)
+                paths.append(Path(at, 0, row.i_out, "uvw", True, factor, shape))
+        return tuple(entries), tuple(paths)
+
+    @classmethod
+    def from_e3nn(cls, module: Any, *, options: Options = DEFAULT) -> Linear:
+        """The same map as a module of e3nn, sharing its weights.
+
+        >>> peer = o3.Linear("4x0e + 1o", "2x0e + 2x1o")
+        >>> Linear.from_e3nn(peer).weight is peer.weight
+        True
+
+        Raises:
+            InputError: the module is no linear map of e3nn.
+        """
+        new = adopt(cls, module, o3.Linear)
+        new._prepare(options)
+        return new
+
+    @property
+    def expression(self) -> str:
+        """The statements that make the output, one a line; none where e3nn's code runs at every call."""
+        return "\n".join(expressions(self.spec)) if self._text else ""
+
+    def __repr__(self) -> str:
+        return "\n  ".join([super().__repr__(), *self.expression.splitlines()])
+
+    @torch.jit.unused
+    def _multiplied(self, features: Tensor, weight: Tensor | None, bias: Tensor | None) -> Tensor | None:
+        """The output by statements; `None`: e3nn's code is to run."""
+        w: Tensor = self.weight if weight is None else weight
+        b: Tensor = self.bias if bias is None else bias
+        dtype, device = features.dtype, features.device
+        if not self._text or not runs_directly(features, self._dims[0], w, b):
+            return None
+        x = features if features.dim() == 2 else features.reshape(-1, self._dims[0])
+        rows = x.shape[0]
+        wanted = (self.weight_numel,) if self.shared_weights else (rows, self.weight_numel)
+        if w.shape != wanted or w.dtype != dtype or w.device != device or bool(self.bias_numel) != bool(b.numel()):
+            return None
+        one = self._one if self._one.dtype == dtype and self._one.device == device else x.new_ones(1, 1)
+        z = checked_product(self._text, x, one.expand(rows, 1), w)
+        if self.bias_numel:
+            z = z + self._placed(b)
+        return z if features.dim() == 2 else z.reshape(*features.shape[:-1], self._dims[1])
+
+    def _placed(self, bias: Tensor) -> Tensor:
+        """The bias at the columns that it is added to, and zeros."""
+        bias = bias.reshape(-1, self.bias_numel)
+        pieces: list[Tensor] = []
+        at = 0
+        biased = {row.i_out for row in self.instructions if row.i_in < 0}
+        for number, entry in enumerate(entries_of(self.irreps_out)):
+            if number in biased:
+                pieces.append(bias.narrow(1, at, entry.dim))
+                at += entry.dim
+            else:
+                pieces.append(bias.new_zeros(()).expand(bias.shape[0], entry.dim))
+        return torch.cat(pieces, 1)
+
+    def forward(self, features: Tensor, weight: Tensor | None = None, bias: Tensor | None = None) -> Tensor:
+        """Mix the copies.
+
+        Args:
+            features: (..., irreps_in.dim); differentiable.
+            weight: (weight_numel,), or (..., weight_numel) if weights are not shared; needed unless the module holds
+                them; differentiable.
+            bias: (bias_numel,); needed unless the module holds it; differentiable.
+
+        Returns:
+            (..., irreps_out.dim).
+        """
+        if not torch.jit.is_scripting():
+            made = self._multiplied(features, weight, bias)
+            if made is not None:
+                return made
+        return self.forward_of_e3nn(features, weight, bias)  # type: ignore[no-any-return]

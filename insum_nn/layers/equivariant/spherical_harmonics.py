@@ -1,0 +1,152 @@
+"""A drop-in replacement for the spherical harmonics of `e3nn.o3`."""
+
+from __future__ import annotations
+
+import importlib
+import math
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from insum_nn.compiler.options import DEFAULT, Options, require_options
+from insum_nn.errors import MissingExtraError
+from insum_nn.layers.equivariant.adoption import adopt, forward_of, runs_directly
+from insum_nn.ops.tensor_product import TensorProductSpec, checked_product, expressions
+from insum_nn.structure.clebsch_gordan import nonzeros
+from insum_nn.structure.irreps import Entry, Path
+
+try:
+    # e3nn has no types, so what comes from it is `Any`.
+    o3: Any = importlib.import_module("e3nn.o3")
+except ImportError as error:
+    raise MissingExtraError(
+        "the equivariant layers take the place of e3nn's, which is not installed", fix="run: pip install e3nn"
+    ) from error
+
+__all__ = ["SphericalHarmonics"]
+
+Irreps = Any
+
+
+class SphericalHarmonics(o3.SphericalHarmonics):
+    """Spherical harmonics of vectors: `e3nn.o3.SphericalHarmonics`.
+
+        Y[z,K[p]] += CG[p] * Y'[z,I[p]] * X[z,J[p]]
+
+    Those of each degree are the tensor product of those of the degree below with the vector, so that all derivatives
+    are tensor products too. While torch traces a call, and under autocast, e3nn's own code runs.
+
+    Source: Geiger and Smidt, e3nn (2022), section 3.
+
+    Args:
+        irreps_out: degrees: a number, a list of numbers, or a representation.
+        normalize: divide the vectors by their lengths first.
+        normalization: `"integral"` (default), `"component"` or `"norm"`.
+        irreps_in: a vector, 1o, or a pseudovector, 1e.
+        options: compile options.
+
+    >>> from insum_nn.layers.equivariant.spherical_harmonics import SphericalHarmonics
+    >>> harmonics = SphericalHarmonics("0e + 1o + 2e", True, "component")
+    >>> harmonics(torch.randn(5, 3)).square().sum(1)
+    tensor([9.0000, 9.0000, 9.0000, 9.0000, 9.0000])
+    """
+
+    # TorchScript compiles properties unless told otherwise.
+    __jit_unused_properties__ = ["expression", "options"]  # noqa: RUF012 - its form is torch's
+    forward_of_e3nn = forward_of(o3.SphericalHarmonics)
+
+    def __init__(
+        self,
+        irreps_out: Any,
+        normalize: bool,
+        normalization: str = "integral",
+        irreps_in: Any = None,
+        *,
+        options: Options = DEFAULT,
+    ) -> None:
+        super().__init__(irreps_out, normalize, normalization, irreps_in)
+        self.options = options
+
+    @property
+    def options(self) -> Options:
+        """Compile options; the statements follow them."""
+        return self._options
+
+    @options.setter
+    def options(self, options: Options) -> None:
+        self._options = require_options(options)
+        # Values of the zonal harmonic at the pole, on which all others vanish.
+        self._poles = [self._pole(degree) for degree in range(self._lmax + 1)]
+        self._texts: list[str] = [spec.to_json() for spec in self._specs()]
+
+    def _pole(self, degree: int) -> float:
+        if self.normalization == "norm":
+            return 1.0
+        return math.sqrt((2 * degree + 1) / (4 * math.pi if self.normalization == "integral" else 1.0))
+
+    def _specs(self) -> list[TensorProductSpec]:
+        """The tensor products that make the degrees from 2 on, each from the degree below and the vector."""
+        specs: list[TensorProductSpec] = []
+        for degree in range(2, self._lmax + 1):
+            index, value = nonzeros(degree - 1, 1, degree)
+            zonal = dict(zip(map(tuple, index.T.tolist()), value.tolist(), strict=True))[degree - 1, 1, degree]
+            # The degree below is the vector itself at first.
+            below = 1.0 if degree == 2 else self._poles[degree - 1]
+            path = Path(0, 0, 0, "uuu", False, self._poles[degree] / (below * zonal), (1,))
+            below_, vector, own = ((Entry(1, l, (-1) ** l),) for l in (degree - 1, 1, degree))
+            specs.append(TensorProductSpec(below_, vector, own, (path,), True, options=self.options))
+        return specs
+
+    @classmethod
+    def from_e3nn(cls, module: Any, *, options: Options = DEFAULT) -> SphericalHarmonics:
+        """The same harmonics as a module of e3nn.
+
+        >>> SphericalHarmonics.from_e3nn(o3.SphericalHarmonics(2, True))(torch.randn(5, 3)).shape
+        torch.Size([5, 5])
+
+        Raises:
+            InputError: the module is none of e3nn's spherical harmonics.
+        """
+        new = adopt(cls, module, o3.SphericalHarmonics)
+        new.options = options
+        return new
+
+    @property
+    def expression(self) -> str:
+        """The statements that make the degrees from 2 on, one a line."""
+        return "\n".join(line for spec in self._specs() for line in expressions(spec))
+
+    @torch.jit.unused
+    def _harmonics(self, x: Tensor) -> Tensor | None:
+        """The output by statements; `None`: e3nn's code is to run."""
+        if not runs_directly(x, 3):
+            return None
+        if self.normalize:
+            x = torch.nn.functional.normalize(x, dim=-1)
+        shape = x.shape[:-1]
+        vector = x if x.dim() == 2 else x.reshape(-1, 3)
+        none = vector.new_empty(0)
+        degrees = [vector.new_full((vector.shape[0], 1), self._poles[0])]
+        if self._lmax > 0:
+            degrees.append(vector * self._poles[1])
+        for text in self._texts:
+            degrees.append(checked_product(text, vector if len(degrees) == 2 else degrees[-1], vector, none))
+        chosen = [degrees[degree] for degree in self._ls_list]
+        whole = chosen[0] if len(chosen) == 1 else torch.cat(chosen, 1)
+        return whole if x.dim() == 2 else whole.reshape(*shape, whole.shape[1])
+
+    def forward(self, x: Tensor) -> Tensor:
+        """Evaluate.
+
+        Args:
+            x: (..., 3); differentiable.
+
+        Returns:
+            (..., irreps_out.dim).
+        """
+        if not torch.jit.is_scripting():
+            made = self._harmonics(x)
+            if made is not None:
+                return made
+        return self.forward_of_e3nn(x)  # type: ignore[no-any-return]
