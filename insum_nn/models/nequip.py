@@ -87,14 +87,55 @@ class RadialBasis(nn.Module):
     def envelope(self, x: Tensor) -> Tensor:
         """The polynomial at `x`, a distance over the cutoff."""
         p = self.power
-        value = 1 - (p + 1) * (p + 2) / 2 * x**p + p * (p + 2) * x ** (p + 1) - p * (p + 1) / 2 * x ** (p + 2)
-        return torch.where(x < 1, value, torch.zeros_like(value))
+        rest = (x * (-p * (p + 1) / 2) + p * (p + 2)) * x - (p + 1) * (p + 2) / 2
+        return (x**p * rest + 1) * (x < 1)
 
     def forward(self, distance: Tensor) -> Tensor:
         """Values of the functions, (e, count), at distances (e,)."""
         x = distance / self.cutoff
-        bessel = math.sqrt(2 / self.cutoff) * torch.sin(self.frequencies * x[:, None]) / distance[:, None]
-        return bessel * self.envelope(x)[:, None]
+        # Where each distance has one number: derivatives are many operators, and the functions are many columns.
+        common = self.envelope(x) * math.sqrt(2 / self.cutoff) / distance
+        return torch.sin(self.frequencies * x[:, None]) * common[:, None]
+
+
+def evaluate_hidden(networks: Sequence[Any], values: Tensor) -> Sequence[Tensor]:
+    """Evaluate the hidden layers of several of e3nn's networks of equal widths at the same values, all together.
+
+    Of a training step with forces, activations and their derivatives are most of the launches of such networks.
+
+    Args:
+        networks: `e3nn.nn.FullyConnectedNet`, whose activations are normalised.
+        values: (e, inputs).
+
+    Returns:
+        For each network, (e, width) what `last_weights` of it multiplies.
+    """
+    depth = len(networks[0].hs) - 2
+    found = values
+    for number in range(depth):
+        layers = [getattr(network, f"layer{number}") for network in networks]
+        scale = _scale(networks[0], number)
+        if number == 0:
+            weights = torch.cat([layer.weight for layer in layers], 1) * scale
+            found = layers[0].act.f(values @ weights).unflatten(1, (len(networks), -1)).transpose(0, 1)
+        else:
+            weights = torch.stack([layer.weight for layer in layers]) * scale
+            found = layers[0].act.f(torch.bmm(found, weights))
+    return found.unbind(0) if depth else [values] * len(networks)
+
+
+def last_weights(network: Any) -> Tensor:
+    """The weights of the last layer of a network, times what its normalisations leave to them."""
+    number = len(network.hs) - 2
+    return getattr(network, f"layer{number}").weight * _scale(network, number)  # type: ignore[no-any-return]
+
+
+def _scale(network: Any, number: int) -> float:
+    """What a layer's weights are multiplied by, the constant of the activation before it included."""
+    layer = getattr(network, f"layer{number}")
+    variance = layer.var_in if layer.act is not None else layer.var_in / layer.var_out
+    before = getattr(network, f"layer{number - 1}").act.cst if number else 1.0
+    return before / math.sqrt(layer.h_in * variance)  # type: ignore[no-any-return]
 
 
 class Interaction(nn.Module):
@@ -147,10 +188,13 @@ class Interaction(nn.Module):
         self.scale = average_neighbors**-0.5
 
     def forward(
-        self, x: Tensor, attributes: Tensor, harmonics: Tensor, radial: Tensor, receivers: Tensor, senders: Tensor
+        self, x: Tensor, attributes: Tensor, harmonics: Tensor, hidden: Tensor, receivers: Tensor, senders: Tensor
     ) -> Tensor:
-        """Features after the round, (n, irreps_out.dim)."""
-        weights = self.radial(radial)
+        """Features after the round, (n, irreps_out.dim).
+
+        `hidden` is what the hidden layers of `radial` make of the radial functions: see `evaluate_hidden`.
+        """
+        weights = hidden @ last_weights(self.radial)
         messages = self.convolution(self.mix_in(x), harmonics, weights, receivers, senders)
         return self.gate(self.mix_out(messages * self.scale) + self.itself(x, attributes))
 
@@ -229,7 +273,7 @@ class NequIP(nn.Module):
         with plain_e3nn():
             self.embedding = Linear(attributes, o3.Irreps([(num_features, (0, 1))]))
             self.radial_basis = RadialBasis(cutoff, num_basis)
-            self.harmonics = SphericalHarmonics(edges, normalize=True, normalization="component")
+            self.harmonics = SphericalHarmonics(edges, normalize=False, normalization="component")
             layers: list[Interaction] = []
             irreps = self.embedding.irreps_out
             for number in range(num_layers):
@@ -275,12 +319,13 @@ class NequIP(nn.Module):
         vectors = positions.index_select(0, senders) - positions.index_select(0, receivers)
         if offsets is not None:
             vectors = vectors + offsets
-        radial = self.radial_basis(torch.linalg.vector_norm(vectors, dim=1))
-        harmonics = self.harmonics(vectors)
+        distances = torch.linalg.vector_norm(vectors, dim=1)
+        radial = evaluate_hidden([layer.radial for layer in self.layers], self.radial_basis(distances))
+        harmonics = self.harmonics(vectors / distances[:, None])
         attributes = nn.functional.one_hot(kinds, self.num_species).to(positions.dtype)
         x = self.embedding(attributes)
-        for layer in self.layers:
-            x = layer(x, attributes, harmonics, radial, receivers, senders)
+        for layer, hidden in zip(self.layers, radial, strict=True):
+            x = layer(x, attributes, harmonics, hidden, receivers, senders)
         atoms = self.readout(x).squeeze(1) * self.energy_scale + self.energy_shift[kinds]
         if batch is None:
             batch = torch.zeros_like(kinds)
