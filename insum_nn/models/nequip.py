@@ -179,9 +179,10 @@ class Interaction(nn.Module):
                         middle.append((mul, ir))
         irreps_middle, order, _ = o3.Irreps(middle).sort()
         instructions = sorted(((i, j, order[k], "uvu", True) for i, j, k in paths), key=lambda row: row[2])
-        self.mix_in = Linear(irreps_in, irreps_in)
-        self.convolution = TensorProductConv(irreps_in, irreps_edges, irreps_middle, instructions)
-        self.mix_out = Linear(irreps_middle.simplify(), wanted)
+        # Between them features are in the order that the convolution takes as it is.
+        self.mix_in = Linear(irreps_in, irreps_in, layout_out="ir_mul")
+        self.convolution = TensorProductConv(irreps_in, irreps_edges, irreps_middle, instructions, layout="ir_mul")
+        self.mix_out = Linear(irreps_middle, wanted, layout_in="ir_mul")
         self.itself = FullyConnectedTensorProduct(irreps_in, irreps_attributes, wanted)
         widths = [num_basis, *radial_hidden, self.convolution.weight_numel]
         self.radial = e3nn_nn.FullyConnectedNet(widths, nn.functional.silu)

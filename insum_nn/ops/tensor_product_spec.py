@@ -56,6 +56,7 @@ class TensorProductSpec:
         convolution: gather the first input along edges, and add the results up at their receivers.
         layout: order of the numbers of an entry in inputs and outputs: `"mul_ir"` (copies, components), which is
             e3nn's, or `"ir_mul"` (components, copies). Weights have one order.
+        out_layout: the same for the output, where it is another.
         masked: an edge with an end of -1 is no edge; `False`: it is refused.
         options: compile options of every statement.
     """
@@ -67,18 +68,20 @@ class TensorProductSpec:
     shared: bool
     convolution: bool = False
     layout: str = "mul_ir"
+    out_layout: str = ""
     masked: bool = True
     options: Options = DEFAULT
 
     def __post_init__(self) -> None:
-        if self.layout not in LAYOUTS:
-            raise InsumFormatError(
-                f"layout is {self.layout!r}",
-                details=[f"expected one of {', '.join(map(repr, LAYOUTS))}"],
-                fix="choose one of these for layout.",
-                expected=LAYOUTS,
-                got=self.layout,
-            )
+        for layout in (self.layout, self.out_layout or self.layout):
+            if layout not in LAYOUTS:
+                raise InsumFormatError(
+                    f"layout is {layout!r}",
+                    details=[f"expected one of {', '.join(map(repr, LAYOUTS))}"],
+                    fix="choose one of these for layout.",
+                    expected=LAYOUTS,
+                    got=layout,
+                )
 
     def to_json(self) -> str:
         """As text, which the registered operators carry."""
@@ -195,7 +198,8 @@ class ProductLayout:
     def steps(self, role: str, number: int) -> tuple[int, int]:
         """How far apart two components of an entry are in a representation, and two of its copies."""
         entry = self.entries[role][number]
-        return (1, entry.size) if self.spec.layout == "mul_ir" else (entry.mul, 1)
+        layout = (self.spec.out_layout if role == "z" else "") or self.spec.layout
+        return (1, entry.size) if layout == "mul_ir" else (entry.mul, 1)
 
     def columns(self, role: str, number: int) -> NDArray[np.int64]:
         """Where an entry's numbers are in a representation: (components, copies)."""

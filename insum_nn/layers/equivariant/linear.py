@@ -12,7 +12,9 @@ from torch import Tensor
 from insum_nn.compiler.options import DEFAULT, Options, require_options
 from insum_nn.errors import MissingExtraError
 from insum_nn.layers.equivariant.adoption import adopt, forward_of, runs_directly
+from insum_nn.layers.equivariant.checks import check_choice
 from insum_nn.ops.tensor_product import TensorProductSpec, checked_product, expressions
+from insum_nn.ops.tensor_product_spec import LAYOUTS
 from insum_nn.structure.irreps import Entry, Path, entries_of
 
 try:
@@ -45,6 +47,9 @@ class Linear(o3.Linear):
     Args:
         irreps_in: representation of the input.
         irreps_out: representation of the output.
+        layout_in: order of an entry's numbers in the input: `"mul_ir"` (copies, components), which is e3nn's and the
+            default, or `"ir_mul"` (components, copies), which `TensorProductConv` takes as it is.
+        layout_out: the same for the output. Weights have one order, which is e3nn's.
         options: compile options.
         **kwargs: of `e3nn.o3.Linear`.
 
@@ -58,13 +63,31 @@ class Linear(o3.Linear):
     __jit_unused_properties__ = ["spec", "expression", "options"]  # noqa: RUF012 - its form is torch's
     forward_of_e3nn = forward_of(o3.Linear)
 
-    def __init__(self, irreps_in: Irreps, irreps_out: Irreps, *, options: Options = DEFAULT, **kwargs: Any) -> None:
+    def __init__(
+        self,
+        irreps_in: Irreps,
+        irreps_out: Irreps,
+        *,
+        layout_in: str = "mul_ir",
+        layout_out: str = "mul_ir",
+        options: Options = DEFAULT,
+        **kwargs: Any,
+    ) -> None:
         super().__init__(irreps_in, irreps_out, **kwargs)
-        self._prepare(options)
+        self._prepare(options, layout_in, layout_out)
 
-    def _prepare(self, options: Options) -> None:
+    def _prepare(self, options: Options, layout_in: str = "mul_ir", layout_out: str = "mul_ir") -> None:
+        check_choice("layout_in", layout_in, LAYOUTS)
+        check_choice("layout_out", layout_out, LAYOUTS)
+        self.layout_in, self.layout_out = layout_in, layout_out
         # What `Y` repeats.
         self.register_buffer("_one", self.output_mask.new_ones(1, 1), persistent=False)
+        # Columns in e3nn's order, and of its output in another.
+        self._turns_in, self._turns_out = layout_in != "mul_ir", layout_out != "mul_ir"
+        into = _columns(self.irreps_in) if self._turns_in else self.output_mask.new_zeros(0).long()
+        out = _columns(self.irreps_out).argsort() if self._turns_out else self.output_mask.new_zeros(0).long()
+        self.register_buffer("_into", into.to(self.output_mask.device), persistent=False)
+        self.register_buffer("_out_of", out.to(self.output_mask.device), persistent=False)
         self.options = options
 
     @property
@@ -91,7 +114,16 @@ class Linear(o3.Linear):
         """The tensor product with the scalar 1 that it is."""
         in1, paths = self._paths()
         out = entries_of(self.irreps_out)
-        return TensorProductSpec(in1, (Entry(1, 0, 1),), out, paths, self.shared_weights, options=self.options)
+        return TensorProductSpec(
+            in1,
+            (Entry(1, 0, 1),),
+            out,
+            paths,
+            self.shared_weights,
+            layout=self.layout_in,
+            out_layout=self.layout_out,
+            options=self.options,
+        )
 
     def _paths(self) -> tuple[tuple[Entry, ...], tuple[Path, ...]]:
         """The entries of the input, and the paths, in the order of their weights.
@@ -102,10 +134,12 @@ class Linear(o3.Linear):
         whole, out = entries_of(self.irreps_in), entries_of(self.irreps_out)
         used = [i for i in self.instructions if i.i_in >= 0 and 0 not in i.path_shape]
         part = math.gcd(*(whole[i.i_in].mul for i in used))
+        # Where copies are innermost, those of a part are apart.
+        divides = part >= _PART and self.layout_in == "mul_ir"
         entries: list[Entry] = []
         parts: list[range] = []
         for entry in whole:
-            count = entry.mul // part if part >= _PART and entry.mul % part == 0 else 1
+            count = entry.mul // part if divides and entry.mul % part == 0 else 1
             parts.append(range(len(entries), len(entries) + count))
             entries += [entry._replace(mul=entry.mul // max(1, count))] * count
         paths: list[Path] = []
@@ -189,4 +223,18 @@ class Linear(o3.Linear):
             made = self._multiplied(features, weight, bias)
             if made is not None:
                 return made
-        return self.forward_of_e3nn(features, weight, bias)  # type: ignore[no-any-return]
+        if self._turns_in:
+            features = features.index_select(-1, self._into)
+        result = self.forward_of_e3nn(features, weight, bias)
+        return result.index_select(-1, self._out_of) if self._turns_out else result  # type: ignore[no-any-return]
+
+
+def _columns(irreps: Irreps) -> Tensor:
+    """For each column in the order (copies, components), the column that it is in the order (components, copies)."""
+    found: list[Tensor] = []
+    start = 0
+    for entry in entries_of(irreps):
+        own = torch.arange(start, start + entry.dim, device="cpu")
+        found.append(own.reshape(entry.size, entry.mul).T.reshape(-1))
+        start += entry.dim
+    return torch.cat(found) if found else torch.zeros(0, dtype=torch.int64, device="cpu")

@@ -102,6 +102,34 @@ def test_linear(name: str, batch: tuple[int, ...]):
         check_same(ours, peer, inputs)
 
 
+def other_order(x: Tensor, irreps: o3.Irreps) -> Tensor:
+    """From (copies, components) to (components, copies)."""
+    parts = [x[..., own].unflatten(-1, (mul, ir.dim)) for own, (mul, ir) in zip(irreps.slices(), irreps, strict=True)]
+    return torch.cat([part.mT.flatten(-2) for part in parts], -1)
+
+
+@pytest.mark.parametrize("name", ["two degrees", "parts of entries", "columns without a path", "by paths"])
+def test_linear_in_the_other_order(name: str):
+    irreps_in, irreps_out, options = LINEAR[name]
+    peer = o3.Linear(irreps_in, irreps_out, **options)
+    x = torch.randn(7, peer.irreps_in.dim, requires_grad=True)
+    given, wanted = other_order(x, peer.irreps_in).detach().requires_grad_(), peer(x)
+    for layouts in (("ir_mul", "mul_ir"), ("mul_ir", "ir_mul"), ("ir_mul", "ir_mul")):
+        ours = Linear(irreps_in, irreps_out, layout_in=layouts[0], layout_out=layouts[1], **options)
+        ours.load_state_dict(peer.state_dict())
+        read = given if layouts[0] == "ir_mul" else x
+        result = wanted if layouts[1] == "mul_ir" else other_order(wanted, peer.irreps_out)
+        torch.testing.assert_close(ours(read), result)
+        # e3nn's code, which graphs hold.
+        torch.testing.assert_close(torch.compile(ours, backend="aot_eager", fullgraph=True)(read), result)
+        if layouts[0] == "ir_mul":
+            (own,) = torch.autograd.grad(ours(read).sin().sum(), read)
+            (other,) = torch.autograd.grad(wanted.sin().sum(), x, retain_graph=True)
+            torch.testing.assert_close(own, other_order(other, peer.irreps_in))
+    with pytest.raises(InputError, match="layout_in is 'mul'"):
+        Linear(irreps_in, irreps_out, layout_in="mul")
+
+
 def test_linear_says_what_runs():
     assert (
         Linear("4x0e + 4x1o", "4x0e + 4x1o").expression
