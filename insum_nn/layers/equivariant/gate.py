@@ -164,4 +164,5 @@ def _runs_of(gate: Any) -> list[_Run]:
 
 def _activations(module: Any) -> list[Any]:
     """The activation of each column."""
-    return [act for mul, (l, _), act in module.paths for _ in range(mul * (2 * l + 1))]
+    entries = zip(module.irreps_in, module.acts, strict=True)
+    return [act for entry, act in entries for _ in range(entry.dim)]
