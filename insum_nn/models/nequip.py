@@ -29,7 +29,7 @@ except ImportError as error:
         fix="run: pip install e3nn",
     ) from error
 
-__all__ = ["Interaction", "NequIP", "RadialBasis", "gated", "plain_e3nn"]
+__all__ = ["Interaction", "NequIP", "RadialBasis", "evaluate_hidden", "gated", "last_weights", "plain_e3nn"]
 
 Irreps = Any
 
