@@ -16,13 +16,13 @@ from torch import Tensor
 from torch._C._functorch import is_functorch_wrapped_tensor
 from torch.utils.weak import WeakTensorKeyDictionary
 
-__all__ = ["TensorCache", "forget", "forgets", "same_view", "unwritten"]
+__all__ = ["TensorCache", "builder_versions", "forget", "forgets", "same_view", "same_views", "unwritten"]
 
 Built = TypeVar("Built")
 Forget = Callable[[Tensor], None]
 _forgetters: list[Forget] = []
-# Versions at which the tensors of builders were first met.
-_met: dict[int, tuple[weakref.ref[Tensor], int]] = {}
+builder_versions: dict[int, tuple[weakref.ref[Tensor], int]] = {}
+"""Versions at which the tensors of builders were first met, by their identity; see `unwritten`."""
 # For each tensor of which views were met: an alias of each view, by what the view shows. `_VIEWS_LIMIT` of each tensor.
 _views: WeakTensorKeyDictionary = WeakTensorKeyDictionary()
 _VIEWS_LIMIT = 8
@@ -163,6 +163,17 @@ def same_view(tensor: Tensor) -> Tensor:
     return alias
 
 
+def same_views(named: dict[str, Tensor], names: Iterable[str]) -> dict[str, Tensor]:
+    """The tensors of a call, with those of some names as `same_view` has them: what is kept of tensors is found."""
+    found: dict[str, Tensor] | None = None
+    for name in names:
+        tensor = named.get(name)
+        if type(tensor) is Tensor and tensor._base is not None:
+            found = dict(named) if found is None else found
+            found[name] = same_view(tensor)
+    return named if found is None else found
+
+
 def unwritten(tensor: Tensor) -> bool:
     """Whether a builder's tensor is as it was when this was first asked; of inference tensors nothing is known.
 
@@ -171,13 +182,13 @@ def unwritten(tensor: Tensor) -> bool:
     if tensor.is_inference():
         return True
     key = id(tensor)
-    found = _met.get(key)
+    found = builder_versions.get(key)
     if found is not None and found[0]() is tensor:
         return found[1] == tensor._version
 
     def gone(ref: weakref.ref[Tensor]) -> None:
-        if (kept := _met.get(key)) is not None and kept[0] is ref:
-            del _met[key]
+        if (kept := builder_versions.get(key)) is not None and kept[0] is ref:
+            del builder_versions[key]
 
-    _met[key] = weakref.ref(tensor, gone), tensor._version
+    builder_versions[key] = weakref.ref(tensor, gone), tensor._version
     return True

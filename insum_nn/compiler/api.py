@@ -16,7 +16,6 @@ from insum_nn.compiler.lang.index_checks import stats_of
 from insum_nn.compiler.lang.parser import check_text
 from insum_nn.compiler.options import DEFAULT, Options
 from insum_nn.compiler.runtime.arguments import check_kinds
-from insum_nn.compiler.runtime.autocast import to_autocast, under_autocast, without_autocast
 from insum_nn.compiler.runtime.batched_gradients import for_each_vector
 from insum_nn.compiler.runtime.bound_program import Given
 from insum_nn.compiler.runtime.composite.fused_programs import Joint
@@ -35,6 +34,9 @@ from insum_nn.compiler.runtime.modes import (
     is_traced,
     is_transformed,
     records_graph,
+    to_autocast,
+    under_autocast,
+    without_autocast,
 )
 from insum_nn.compiler.runtime.multilinear import JointSums, Multilinear, contract, contract_jointly, joint_gradients
 from insum_nn.compiler.runtime.out_argument import check_unrecorded, write_out

@@ -137,7 +137,7 @@ def _additional(
         like = read_at(statements, (_row_tensor(form), entry))
     elif form.combine != "direct" or statement.output.subscripts[0].plain != entry:
         raise FormError(f"{statement} has no row for each term")
-    elif not Coverage(form)(extents):
+    elif not Coverage(form)(*extents):
         raise FormError(f"{statement} leaves cells out")
     if any(s.plain is None and s.indirect is None for s in statement.output.subscripts):
         raise FormError(f"{statement} may write outside of its output")

@@ -10,7 +10,6 @@ from functools import lru_cache
 from insum_nn.compiler.forms.form import Form, atoms
 from insum_nn.compiler.ir.access import affine_terms
 from insum_nn.compiler.ir.nodes import Expr, Index, Load
-from insum_nn.compiler.lang.bind import Extents
 from insum_nn.compiler.passes.terms import indices_of
 
 __all__ = ["Coverage"]
@@ -21,6 +20,9 @@ class Coverage:
 
     Args:
         form: what writes it.
+
+    Attributes:
+        never: whatever the sizes are, some cell may stay unwritten.
     """
 
     def __init__(self, form: Form) -> None:
@@ -49,9 +51,24 @@ class Coverage:
         )
         self._targets = frozenset(tuple(store.subscripts[axis] for axis in self._known) for store in form.unrolled)
 
-    def __call__(self, extents: Extents) -> bool:
-        """Whether every cell is written."""
-        indices, output = extents.indices, extents.output
+    @property
+    def text(self) -> str:
+        """The same as text of Python, which reads `indices`, `output`, and this object as `kernel.fills`.
+
+        In traced calls, which have a `launch`, how many entries there are is not to be asked of symbolic sizes.
+        """
+        if self.never:
+            return "False"
+        parts: list[str] = []
+        if self._placed:
+            entries = " * ".join([f"indices[{place}]" for place in self._entries])
+            parts.append(f"launch is None and {entries} == {' * '.join([f'output[{axis}]' for axis in self._placed])}")
+        if self._known:
+            parts.append("kernel.fills(indices, output)")
+        return " and ".join(parts) or "True"
+
+    def __call__(self, indices: tuple[int, ...], output: tuple[int, ...]) -> bool:
+        """Whether every cell is written in a call of these sizes."""
         if self.never:
             return False
         # Unique, and as many as there are cells: every one of them.

@@ -20,7 +20,7 @@ from insum_nn.compiler.ir.access import affine_terms
 from insum_nn.compiler.ir.build import OUTPUT, build
 from insum_nn.compiler.ir.graph import loops_of, stores_of
 from insum_nn.compiler.ir.nodes import Buffer, Expr, Index, Kernel, Load, Store, replacing
-from insum_nn.compiler.lang.bind import Bound, Extents
+from insum_nn.compiler.lang.bind import Bound
 from insum_nn.compiler.passes import own_rows
 from insum_nn.compiler.passes.fold_static_tables import fold_static_tables
 from insum_nn.compiler.passes.own_rows import ROW
@@ -215,17 +215,18 @@ class Form:
         names = names_of(self.bound.statement).indices
         return {names[index]: place for place, index in enumerate(self.bound.layout.indices)}
 
-    def lengths(self, extents: Extents, longest: int) -> tuple[bool, int]:
+    def lengths(self, indices: tuple[int, ...], output: tuple[int, ...], longest: int) -> tuple[bool, int]:
         """Return what choices ask of the rows of a call: `even`, and the magnitude of the longest one's terms.
 
         Args:
-            extents: the sizes of the call.
+            indices: the sizes of the call.
+            output: the output's shape.
             longest: entries of its longest row.
         """
-        indices, places = extents.indices, self.places
+        places = self.places
         entries = math.prod([indices[places[x]] for x in self.entries])
         terms = math.prod([indices[places[x]] for x in self.reduce])
-        even = entries > 0 and longest * extents.output[self.owner_axis] <= _EVEN * entries
+        even = entries > 0 and longest * output[self.owner_axis] <= _EVEN * entries
         return even, (longest * max(1, terms)).bit_length()
 
     @cached_property

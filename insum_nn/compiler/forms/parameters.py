@@ -4,15 +4,16 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from operator import itemgetter
-from typing import Any, Protocol
+from functools import cached_property
+from typing import Any, NamedTuple, Protocol
 
 from torch import Tensor
 
 from insum_nn.compiler.ir.nodes import OPERATIONS, Const, Expr, Op, Size
-from insum_nn.compiler.lang.bind import Bound, Extents
+from insum_nn.compiler.lang.bind import Bound
+from insum_nn.compiler.lang.printed import function_of_lines
 
-__all__ = ["Argument", "Launcher", "Numbers", "Strides", "initial_steps"]
+__all__ = ["Argument", "Launcher", "Numbers", "OnDevice", "Strides", "initial_steps"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -55,7 +56,9 @@ def _step(extent: int, step: int) -> str:
 class Numbers:
     """How the integer parameters of a kernel, and the number of its programs, follow from the sizes of a call.
 
-    Sizes may be symbolic, and then what is made of them stays so.
+    Printed as lines of Python, which read `tensors`, `start`, `indices`, `output` and `rows`: the tensors in the
+    layout's order, the initial value, the sizes of the call, and programs' ranges of rows. Sizes may be symbolic, and
+    then what is made of them stays so.
 
     Args:
         bound: the statement.
@@ -66,6 +69,10 @@ class Numbers:
     Attributes:
         inputs: the tensors among the parameters: their places, and their positions among the statement's.
         others: the other pointers: place, kind, and the position of a tensor or of a further output.
+        lines: one for each integer parameter, `n` and its place, and for each size of the grid.
+        grid: the number of programs, an expression of these names.
+        vectors: the places of steps along an axis, and of lengths of rows: multiples of 16 are read as vectors.
+        names: of all parameters in order, `p` and the place for pointers.
     """
 
     def __init__(self, bound: Bound, arguments: Sequence[Argument], grid: Expr, sizes: Mapping[str, Argument]) -> None:
@@ -73,97 +80,83 @@ class Numbers:
         names, indices = layout.tensors, layout.indices
         inputs: list[tuple[int, int]] = []
         others: list[tuple[int, str, int]] = []
-        # Places of numbers by where they are from; sizes of the grid stand behind the parameters.
-        self._extents: list[tuple[int, int]] = []
-        self._output: list[tuple[int, int]] = []
-        self._shapes: list[tuple[int, int, int]] = []
-        self._steps: list[tuple[int, int, int]] = []
-        self._initial: list[tuple[int, int]] = []
-        self._rows: list[int] = []
+        lines: list[str] = []
         # Steps along an axis, or lengths of rows: where they are whole vectors, rows are read as vectors.
         columns = {*layout.output_plain[-1:], *dict(bound.static)}
         vectors: list[int] = []
+        # Sizes of the grid stand behind the parameters.
         for place, argument in enumerate((*arguments, *sizes.values())):
             kind, name, axis = argument.kind, argument.name, argument.axis
-            along = False
+            along = kind in ("stride", "start_stride")
             if kind == "tensor":
                 inputs.append((place, names.index(name)))
-            elif kind == "extent":
-                self._extents.append((place, indices.index(name)))
+                continue
+            if kind == "extent":
+                value = f"indices[{indices.index(name)}]"
                 along = name in columns
             elif kind == "stride":
-                self._steps.append((place, names.index(name), axis))
-                along = True
+                value = f"tensors[{names.index(name)}].stride({axis})"
             elif kind == "start_stride":
-                self._initial.append((place, axis))
-                along = True
+                value = f"start.stride({axis})"
             elif kind == "dim" and name == "@out":
-                self._output.append((place, axis))
+                value = f"output[{axis}]"
                 along = True
             elif kind == "dim":
-                self._shapes.append((place, names.index(name), axis))
+                value = f"tensors[{names.index(name)}].shape[{axis}]"
                 along = axis > 0
             elif kind == "rows":
-                self._rows.append(place)
+                value = "rows"
             else:
                 position = int(name) if kind == "additional" else -1
                 others.append((place, kind, names.index(name) if name in names else position))
+                continue
+            lines.append(f"n{place} = {value}")
             if along and place < len(arguments):
                 vectors.append(place)
-        self.inputs, self.others = tuple(inputs), tuple(others)
-        self._vectors = tuple(vectors)
-        self._count = len(arguments)
-        self._all = self._count + len(sizes)
-        self._grid = _computed(grid, {name: place for place, name in enumerate(sizes, self._count)})
+        self.inputs, self.others, self.vectors = tuple(inputs), tuple(others), tuple(vectors)
+        pointers = {place for place, *_ in (*inputs, *others)}
+        self.names = tuple(f"{'p' if place in pointers else 'n'}{place}" for place in range(len(arguments)))
+        self.lines = tuple(lines)
+        self.grid = _printed(grid, {name: f"n{place}" for place, name in enumerate(sizes, len(arguments))})
 
-    def of(
-        self, tensors: Sequence[Tensor], initial: Tensor | None, extents: Extents, rows: int | None
-    ) -> tuple[list[Any], int]:
-        """Return the parameters of a call with its numbers filled in, and the number of programs.
-
-        Args:
-            tensors: in the layout's order.
-            initial: the initial value.
-            extents: the sizes of the call.
-            rows: programs' ranges of rows, where a kernel has them.
-        """
-        found: list[Any] = [None] * self._all
-        for place, position in self._extents:
-            found[place] = extents.indices[position]
-        for place, axis in self._output:
-            found[place] = extents.output[axis]
-        for place, position, axis in self._shapes:
-            found[place] = tensors[position].shape[axis]
-        for place, position, axis in self._steps:
-            found[place] = tensors[position].stride(axis)
-        for place in self._rows:
-            found[place] = rows
-        if self._initial:
-            assert initial is not None
-            for place, axis in self._initial:
-                found[place] = initial.stride(axis)
-        programs = self._grid(found)
-        del found[self._count :]
-        return found, programs
-
-    def even(self, values: Sequence[Any]) -> tuple[int, ...]:
-        """Return the places of steps along an axis, and of lengths of rows, that are multiples of 16."""
-        return tuple([place for place in self._vectors if not values[place] % 16])
+    @cached_property
+    def of(self) -> Callable[..., tuple[list[Any], Any]]:
+        """What returns the parameters of a call, with `None` for pointers, and the number of programs."""
+        found = ", ".join("None" if name.startswith("p") else name for name in self.names)
+        text = ["def of(tensors, start, indices, output, rows):", *self.lines, f"return [{found}], {self.grid}"]
+        return function_of_lines(text, {}, "sizes of a kernel")
 
 
-def _computed(expr: Expr, places: Mapping[str, int]) -> Callable[[Sequence[Any]], Any]:
-    """What computes an expression of sizes from the places that hold them."""
+# Where Python says it otherwise than kernels.
+_PYTHON = {"cdiv": "(-(-{} // {}))", "and": "({} and {})"}
+
+
+def _printed(expr: Expr, names: Mapping[str, str]) -> str:
+    """An expression of sizes in Python."""
     if isinstance(expr, Const):
-        value = int(expr.value)
-        return lambda _: value
+        return str(int(expr.value))
     if isinstance(expr, Size):
-        return itemgetter(places[expr.name])
+        return names[expr.name]
     assert isinstance(expr, Op)
-    evaluate, args = OPERATIONS[expr.name].evaluate, [_computed(arg, places) for arg in expr.args]
-    if len(args) == 2:
-        left, right = args
-        return lambda found: evaluate(left(found), right(found))
-    return lambda found: evaluate(*[arg(found) for arg in args])
+    return _PYTHON.get(expr.name, OPERATIONS[expr.name].text).format(*[_printed(arg, names) for arg in expr.args])
+
+
+class OnDevice(NamedTuple):
+    """Machine code on a device.
+
+    Attributes:
+        begin: Triton's launcher.
+        handle: the function on the device.
+        metadata: what else its launcher takes.
+        rest: arguments that its launcher takes behind those of the kernel.
+        kernel: whose handle this is, which has to live as long.
+    """
+
+    begin: Callable[..., None]
+    handle: int
+    metadata: Any
+    rest: tuple[int, ...]
+    kernel: object
 
 
 class Launcher(Protocol):
@@ -172,3 +165,7 @@ class Launcher(Protocol):
     def __call__(self, arguments: list[Any], grid: int) -> None: ...
 
     def compile_ahead(self) -> None: ...
+
+    def on_device(self) -> OnDevice | None:
+        """Return the machine code for pointers that are multiples of 16 bytes, where it is on the device."""
+        ...

@@ -47,10 +47,10 @@ def describe_kernel(
     """
     source, schedule, dtype = kernel.source, kernel.source.schedule, kernel.of.dtype
     epilogue = kernel.of.form.bound.epilogue
-    divided = 0 if partition is None or kernel.launch is None else partition.slots
+    divided = 0 if partition is None or not kernel.grid else partition.slots
     steps = [*_filled(kernel, initial, partition)]
     sources: list[Source] = []
-    if kernel.launch is not None:
+    if kernel.grid:
         steps.append(f"kernel on {_count(kernel.grid, 'program')}: {schedule}")
         sources.append(source)
     if divided:

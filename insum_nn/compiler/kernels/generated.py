@@ -14,7 +14,7 @@ from insum_nn.compiler.forms.placement import MANY_TERMS, segmented
 from insum_nn.compiler.kernels.background import prepared
 from insum_nn.compiler.kernels.description import Description, describe_kernel
 from insum_nn.compiler.kernels.row_partition import RowPartition, longest_row, partition_for, partition_of
-from insum_nn.compiler.kernels.sized import Kernel, UnsizedKernel, strides_of
+from insum_nn.compiler.kernels.sized import UnsizedKernel, strides_of
 from insum_nn.compiler.lang.bind import Bound, Extents
 from insum_nn.compiler.options import Options
 from insum_nn.compiler.schedule.build_once import BuildOnce
@@ -26,6 +26,9 @@ from insum_nn.facts import StaticTable
 
 __all__ = ["Generated"]
 
+Finder = Callable[
+    [Sequence[Tensor], Tensor | None, tuple[int, ...], tuple[int, ...]], tuple[UnsizedKernel, RowPartition | None]
+]
 # Kernels prepared for one program, by sizes and memory layout; a run over ever new sizes must not grow without bound.
 _LIMIT = 128
 
@@ -93,45 +96,80 @@ class Generated:
         self, tensors: Sequence[Tensor], extents: Extents, start: Tensor | None
     ) -> Callable[[Sequence[Tensor], Tensor | None], Tensor]:
         """What runs the statement on tensors of these shapes."""
-        find = self._finder(tensors, extents, start)
+        find, indices, output = self._finder(tensors, extents, start), extents.indices, extents.output
 
         def run(tensors: Sequence[Tensor], start: Tensor | None) -> Tensor:
             if start is not None:
                 start = start.detach()
-            kernel, partition = find(tensors, start)
-            return kernel(tensors, start, partition)
+            kernel, partition = find(tensors, start, indices, output)
+            return kernel.call(tensors, start, indices, output, partition)
 
         return run
 
     def prepare_all(self, tensors: Sequence[Tensor], extents: Extents) -> Callable[[Sequence[Tensor]], list[Tensor]]:
         """What makes the output and all further ones on tensors of these shapes."""
-        find = self._finder(tensors, extents, None)
+        find, indices, output = self._finder(tensors, extents, None), extents.indices, extents.output
 
         def run(tensors: Sequence[Tensor]) -> list[Tensor]:
-            kernel, partition = find(tensors, None)
+            kernel, partition = find(tensors, None, indices, output)
             additional = kernel.additional(tensors, partition)
-            return [kernel(tensors, None, partition, additional), *additional]
+            return [kernel.call(tensors, None, indices, output, partition, additional), *additional]
 
         return run
 
-    def _finder(
+    def at(
         self, tensors: Sequence[Tensor], extents: Extents, start: Tensor | None
-    ) -> Callable[[Sequence[Tensor], Tensor | None], tuple[Kernel, RowPartition | None]]:
-        """What finds the kernel for tensors of these shapes as they lie in memory, and their row partition."""
-        form, bucket = self.form, size_bucket(extents)
-        place = form.owner_place
-        rows = 0 if place < 0 else extents.output[form.owner_axis]
-        kernels: dict[object, Kernel] = {}
-        schedule = self._schedule(bucket, tensors, extents, start).candidate
-        chunk, permuted, segment, read = schedule.chunk, form.permuted, segmented(form, schedule), self._read
+    ) -> Callable[[Sequence[Tensor], Tensor | None, tuple[int, ...], tuple[int, ...]], Tensor]:
+        """What runs the statement at all sizes that share a schedule with these.
 
-        def find(tensors: Sequence[Tensor], start: Tensor | None) -> tuple[Kernel, RowPartition | None]:
-            partition = None
-            key: object = None
+        What it runs on is contiguous, and of sizes for which 32 bits address every cell; `start` is as it is here.
+        """
+        find = self._finder(tensors, extents, start)
+        if self.form.row_index is None:
+            return find(tensors, start, extents.indices, extents.output)[0].call
+
+        def run(
+            tensors: Sequence[Tensor], start: Tensor | None, indices: tuple[int, ...], output: tuple[int, ...]
+        ) -> Tensor:
+            kernel, partition = find(tensors, start, indices, output)
+            return kernel.call(tensors, start, indices, output, partition)
+
+        return run
+
+    def _finder(self, tensors: Sequence[Tensor], extents: Extents, start: Tensor | None) -> Finder:
+        """What finds the kernel for tensors as they lie in memory, and their row partition.
+
+        Their sizes are of the same bucket, and need as many bits for the offsets in them.
+        """
+        form, bucket, read = self.form, size_bucket(extents), self._read
+        place, axis, permuted, by_length = form.owner_place, form.owner_axis, form.permuted, self._by_length
+        # By the kind of its longest row where schedules differ in it, and how tensors lie in memory.
+        kernels: dict[object, UnsizedKernel] = {}
+        schedules: dict[object, tuple[Schedule, int, bool]] = {}
+
+        def decide(
+            lengths: object, tensors: Sequence[Tensor], extents: Extents, start: Tensor | None
+        ) -> tuple[Schedule, int, bool]:
+            schedule = self._schedule(bucket, tensors, extents, start).candidate
+            found = schedule, schedule.chunk, segmented(form, schedule)
+            if not self.undecided(tensors):
+                schedules[lengths] = found
+            return found
+
+        def find(
+            tensors: Sequence[Tensor], start: Tensor | None, indices: tuple[int, ...], output: tuple[int, ...]
+        ) -> tuple[UnsizedKernel, RowPartition | None]:
+            lengths = partition = None
+            if by_length:
+                lengths = form.lengths(indices, output, longest_row(tensors[place], output[axis], permuted))
+            found = schedules.get(lengths)
+            if found is None:
+                found = decide(lengths, tensors, Extents(indices, output), start)
+            schedule, chunk, segment = found
+            key: object = lengths
             if place >= 0:
-                partition = partition_of(tensors[place], rows, permuted, chunk, segment)
-                if partition.target is not None:
-                    key = partition.rows
+                partition = partition_of(tensors[place], output[axis], permuted, chunk, segment)
+                key = (lengths, partition.target is not None)
             if start is not None and not start.is_contiguous():
                 key = (key, "start", *start.stride())
             for n in read:
@@ -142,7 +180,8 @@ class Generated:
             if kernel is None:
                 if len(kernels) >= _LIMIT:
                     kernels.clear()
-                kernel = kernels[key] = self._kernel(bucket, schedule, tensors, extents, start, partition)
+                kernel = self._kernel(bucket, schedule, tensors, Extents(indices, output), start, partition)
+                kernels[key] = kernel
             return kernel, partition
 
         return find
@@ -153,6 +192,7 @@ class Generated:
         chosen = self._schedule(bucket, tensors, extents, start)
         partition = partition_for(form, tensors, extents, chosen.candidate)
         kernel = self._kernel(bucket, chosen.candidate, tensors, extents, start, partition)
+        kernel = kernel.sized(tensors, start, extents, partition)
         schedule = ("schedule", str(chosen.candidate), chosen.reason)
         choices = (_combining(form, chosen.candidate), schedule, *_unrolled(form))
         return describe_kernel(kernel, start, partition, choices)
@@ -165,7 +205,7 @@ class Generated:
         extents: Extents,
         start: Tensor | None,
         partition: RowPartition | None,
-    ) -> Kernel:
+    ) -> UnsizedKernel:
         # Sizes are arguments: what is written for some is right for all, if not the best.
         strides = strides_of(self.form, tensors, extents, partition is not None and partition.split, start)
         key = (bucket, schedule, strides)
@@ -179,7 +219,7 @@ class Generated:
             # As long as it lives, so does its machine code.
             self._kernels[key] = known
         self.source = known.source
-        return known.sized(tensors, start, extents, partition)
+        return known
 
     def _form(self, bucket: tuple[int, ...], extents: Extents) -> Form:
         """The form with the sizes of the first call of a bucket, by which choices are made for all of them."""
@@ -194,12 +234,16 @@ class Generated:
             form = self._forms[bucket] = replace(self.form, sizes=sizes)
         return form
 
-    def _longest_row(self, form: Form, tensors: Sequence[Tensor], extents: Extents) -> int | None:
-        """The length of a call's longest row, where a choice depends on it."""
+    @property
+    def _by_length(self) -> bool:
+        """Whether a choice depends on the length of a call's longest row."""
+        form = self.form
         alone = not form.additional and form.product is None and len(form.unrolled) <= MANY_TERMS
-        if form.row_index is None or not alone:
-            return None
-        return longest_row(tensors[form.owner_place], extents.output[form.owner_axis], form.permuted)
+        return form.row_index is not None and alone and self._fixed is None
+
+    def undecided(self, tensors: Sequence[Tensor]) -> bool:
+        """Whether a later call may decide otherwise: while a CUDA graph is captured nothing is measured."""
+        return self.options.tune and tensors[0].is_cuda and capturing()
 
     def _schedule(
         self, bucket: tuple[int, ...], tensors: Sequence[Tensor], extents: Extents, start: Tensor | None
@@ -208,18 +252,18 @@ class Generated:
         if self._fixed is not None:
             return Selected(self._fixed, "requested")
         form = self._form(bucket, extents)
-        longest = self._longest_row(form, tensors, extents)
-        known = (bucket, False, 0) if longest is None else (bucket, *form.lengths(extents, longest))
+        known: object = (bucket, False, 0)
+        if self._by_length:
+            longest = longest_row(tensors[form.owner_place], extents.output[form.owner_axis], form.permuted)
+            known = (bucket, *form.lengths(extents.indices, extents.output, longest))
+            form = replace(form, sizes={**form.sizes, LONGEST: longest})
         found = self._schedules.get(known)
         if found is not None:
             return found
-        if longest is not None:
-            form = replace(form, sizes={**form.sizes, LONGEST: longest})
 
         def choose() -> Selected[Schedule]:
             chosen = choose_schedule(form, self.tables, bucket, tensors, extents, start, self.precision, self.options)
-            # While a CUDA graph is captured nothing is measured; a later call may.
-            if not (self.options.tune and tensors[0].is_cuda and capturing()):
+            if not self.undecided(tensors):
                 self._schedules[known] = chosen
             self.measurements = chosen.measured or self.measurements
             return chosen

@@ -12,7 +12,7 @@ import os
 import sys
 import threading
 import weakref
-from collections.abc import Callable, MutableMapping, Sequence
+from collections.abc import MutableMapping, Sequence
 from types import ModuleType
 from typing import Any
 
@@ -20,7 +20,7 @@ import torch
 from torch import Tensor
 
 from insum_nn.compiler.forms.nest import Source
-from insum_nn.compiler.forms.parameters import Launcher
+from insum_nn.compiler.forms.parameters import Launcher, OnDevice
 from insum_nn.compiler.kernels import background
 from insum_nn.compiler.kernels.ahead import Collection, collecting, target_of
 from insum_nn.compiler.kernels.c_launcher import build_ahead, prepare_launcher
@@ -61,7 +61,7 @@ _loaded: MutableMapping[str, Loaded] = weakref.WeakValueDictionary()
 _lock = threading.RLock()
 _MODULE = "insum_nn_kernel_"
 # Triton compiles for seconds: who needs another kernel does not wait.
-_loading: BuildOnce[Callable[..., None]] = BuildOnce()
+_loading: BuildOnce[OnDevice] = BuildOnce()
 
 
 def _module_name(source: Source) -> str:
@@ -121,7 +121,7 @@ class _Launch:
         self.even = tuple(even)
         integer = "i64" if wide else "i32"
         self.signature = tuple([kind or integer for kind in types])
-        self.known: dict[tuple[bool, ...], Callable[..., None]] = {}
+        self.known: dict[tuple[bool, ...], OnDevice] = {}
 
     def __call__(self, arguments: list[Any], grid: int) -> None:
         # Triton asks the driver about each pointer that comes as a tensor, which takes far longer than this; of a
@@ -135,19 +135,22 @@ class _Launch:
             pointer = numbers[place] = tensor.data_ptr()
             bits |= pointer
         aligned = tuple([not numbers[place] & 15 for place in self.pointers]) if bits & 15 else self.aligned
-        run = self.known.get(aligned)
-        if run is None:
+        code = self.known.get(aligned)
+        if code is None:
             if (collection := collecting()) is not None:
                 self.collect(collection, aligned, arguments)
                 return
             with torch.cuda.device(number):
-                run = self.known[aligned] = self.load(aligned)
+                code = self.known[aligned] = self.load(aligned)
+        begin, handle, metadata, rest, _ = code
         # `torch.cuda.current_device` would first ask whether CUDA is initialised.
         if torch._C._cuda_getDevice() == number:
-            run(grid, torch._C._cuda_getCurrentRawStream(number), numbers)
+            stream = torch._C._cuda_getCurrentRawStream(number)
+            begin(grid, 1, 1, stream, handle, metadata, None, None, None, *numbers, *rest)
         else:
             with torch.cuda.device(number):
-                run(grid, torch._C._cuda_getCurrentRawStream(number), numbers)
+                stream = torch._C._cuda_getCurrentRawStream(number)
+                begin(grid, 1, 1, stream, handle, metadata, None, None, None, *numbers, *rest)
 
     def _elsewhere(self, tensor: Tensor) -> InsumDeviceError:
         # Statements share a kernel whatever they call their tensors.
@@ -199,7 +202,11 @@ class _Launch:
         with torch.cuda.device(self.number):
             self.compile(self.aligned, ahead=True)
 
-    def load(self, aligned: Sequence[bool]) -> Callable[..., None]:
+    def on_device(self) -> OnDevice | None:
+        """The machine code for aligned pointers, where it is on the device."""
+        return self.known.get(self.aligned)
+
+    def load(self, aligned: Sequence[bool]) -> OnDevice:
         """The machine code on the device, behind as little of Triton's launcher as there is.
 
         It is loaded once for all sizes, as long as a kernel of the text lives: a device takes no code back.
@@ -210,17 +217,10 @@ class _Launch:
             (self.name, key), lambda: loaded.get(key), lambda: loaded.setdefault(key, self._load(aligned))
         )
 
-    def _load(self, aligned: Sequence[bool]) -> Callable[..., None]:
+    def _load(self, aligned: Sequence[bool]) -> OnDevice:
         kernel = self.compile(aligned)
         rest = (0,) * prepare_launcher(kernel, self.signature)
-        start, handle, metadata = kernel.run, kernel.function, kernel.packed_metadata
-
-        def run(grid: int, stream: int, arguments: Sequence[Any]) -> None:
-            start(grid, 1, 1, stream, handle, metadata, None, None, None, *arguments, *rest)
-
-        # The handle belongs to the kernel, which has to live as long.
-        run.kernel = kernel  # type: ignore[attr-defined]
-        return run
+        return OnDevice(kernel.run, kernel.function, kernel.packed_metadata, rest, kernel)
 
 
 class _Interpret:
@@ -234,6 +234,10 @@ class _Interpret:
 
     def compile_ahead(self) -> None:
         """Nothing is compiled."""
+
+    def on_device(self) -> OnDevice | None:
+        """Nothing is loaded."""
+        return None
 
 
 def launcher(

@@ -1,15 +1,16 @@
 """Kernels for the sizes of a call: a text for all sizes of a bucket, and what follows from those of one call.
 
 A kernel's text is fixed by the statement, the extents compiled in, the memory layout and the schedule. So is how its
-numbers and its grid follow from sizes (`UnsizedKernel`). At new sizes they are only computed, and kept (`Kernel`), so
-that a further call of these sizes only passes pointers.
+numbers and its grid follow from sizes, and what a call does on the host besides: one printed function of Python
+(`UnsizedKernel.call`) allocates, computes the numbers, and launches.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from functools import cached_property
 from typing import Any
 
 import torch
@@ -19,12 +20,13 @@ from insum_nn.compiler.forms.additional import memory_of
 from insum_nn.compiler.forms.coverage import Coverage
 from insum_nn.compiler.forms.form import Form
 from insum_nn.compiler.forms.nest import Source, write_kernel
-from insum_nn.compiler.forms.parameters import Launcher, Numbers, Strides, initial_steps
+from insum_nn.compiler.forms.parameters import Launcher, Numbers, OnDevice, Strides, initial_steps
 from insum_nn.compiler.ir.nodes import Const
 from insum_nn.compiler.kernels.collection import block_of, write_collection
 from insum_nn.compiler.kernels.launch import launcher
 from insum_nn.compiler.kernels.row_partition import RowPartition, words_of
 from insum_nn.compiler.lang.bind import Extents
+from insum_nn.compiler.lang.printed import function_of_lines
 from insum_nn.compiler.schedule.space import Precision, Schedule
 from insum_nn.dtypes import dtype_of
 
@@ -56,25 +58,23 @@ def _reach(tensor: Tensor) -> int:
     return 1 + sum((extent - 1) * abs(step) for extent, step in zip(tensor.shape, tensor.stride(), strict=True))
 
 
-@dataclass(slots=True)
+@dataclass(frozen=True, slots=True)
 class Kernel:
-    """A kernel with everything that shapes decide: call it with the tensors.
+    """A kernel and the sizes of a call: what `explain` describes, and what is measured.
 
     Attributes:
         of: the kernel for all sizes.
-        extents: the sizes it was prepared for.
-        arguments: its arguments, with numbers filled in and tensors missing.
-        grid: how many programs it has.
-        launch: runs them on a list of arguments; `None`: there is nothing to run.
+        extents: the sizes.
+        grid: how many programs it has; with none, nothing is launched.
         empty: it writes every cell of the output.
+        compile_ahead: compiles it on behalf of a later launch.
     """
 
     of: UnsizedKernel
     extents: Extents
-    arguments: list[Any]
     grid: int
-    launch: Launcher | None
     empty: bool
+    compile_ahead: Callable[[], None]
 
     @property
     def source(self) -> Source:
@@ -87,52 +87,9 @@ class Kernel:
         start: Tensor | None,
         partition: RowPartition | None,
         additional: Sequence[Tensor] = (),
-        words: Callable[[Tensor], Tensor] = words_of,
     ) -> Tensor:
-        """The statement's output; further ones are written to `additional`, and `words` makes those of an index."""
-        of = self.of
-        device = tensors[0].device
-        empty_rows = partition is not None and partition.empty_rows
-        # The output is what the kernel writes, without anything before or after it.
-        simple = self.empty and of.whole
-        if simple and not empty_rows:
-            output = torch.empty(self.extents.output, dtype=of.dtype, device=device)
-        else:
-            output = self._output(start, device, empty_rows)
-        scratch = None if partition is None or partition.target is None else self._scratch(partition, device)
-        arguments = self.arguments.copy()
-        for place, position in of.numbers.inputs:
-            arguments[place] = tensors[position]
-        for place, kind, position in of.numbers.others:
-            if kind == "out":
-                arguments[place] = output
-            elif kind == "words":
-                arguments[place] = words(tensors[position])
-            elif kind == "start":
-                arguments[place] = start
-            elif kind == "scratch":
-                arguments[place] = scratch
-            elif kind == "additional":
-                arguments[place] = additional[position]
-            else:
-                arguments[place] = getattr(partition, kind)
-        if self.launch is not None:
-            self.launch(arguments, self.grid)
-        if scratch is not None and partition is not None and partition.slots:
-            self._add_divided(output, scratch, start, partition)
-        if simple:
-            return output
-        if of.source.schedule.splits > 1:
-            output = output.sum(0) if start is None else output.sum(0).add_(start)
-        if not of.source.finished:
-            output = of.form.bound.epilogue.activated(output)
-        return output if output.dtype == of.dtype else output.to(of.dtype)
-
-    def _scratch(self, partition: RowPartition, device: torch.device) -> Tensor:
-        """Memory for the parts of divided rows."""
-        shape, axis = self.extents.output, self.of.form.owner_axis
-        lengths = (partition.slots, *shape[:axis], *shape[axis + 1 :])
-        return (torch.empty if self.empty else torch.zeros)(lengths, dtype=self.of.source.accumulator, device=device)
+        """The statement's output; further ones are written to `additional`."""
+        return self.of.call(tensors, start, self.extents.indices, self.extents.output, partition, additional)
 
     def further_launches(self, partition: RowPartition | None) -> int:
         """What a call launches in addition: sums of divided rows and of the parts of one sum, and their dtype."""
@@ -140,50 +97,11 @@ class Kernel:
         split = self.source.schedule.splits > 1
         return divided + split + (split and self.source.accumulator != self.of.dtype)
 
-    def additional(self, tensors: Sequence[Tensor], partition: RowPartition | None) -> list[Tensor]:
-        """Memory for further outputs: empty where every cell is written, once."""
-        whole = partition is not None and partition.whole
-        made: list[Tensor] = []
-        for each in self.of.further:
-            make = torch.zeros if each.zero or not whole else torch.empty
-            shape = (tensors[each.place].shape[each.axis], *each.shape)
-            made.append(make(shape, dtype=self.of.dtype, device=tensors[0].device))
-        return made
-
-    def _add_divided(self, output: Tensor, scratch: Tensor, start: Tensor | None, partition: RowPartition) -> None:
-        rows, form, collector = partition.divided, self.of.form, self.of.collector
-        assert rows is not None
-        assert collector is not None
-        shape, axis = self.extents.output, form.owner_axis
-        if start is None and form.bound.epilogue.activation is None:
-            collector(scratch, output, rows, partition, math.prod(shape[axis + 1 :]))
-            return
-        sums = torch.empty((rows.shape[0], *scratch.shape[1:]), dtype=scratch.dtype, device=scratch.device)
-        collector(scratch, sums, None, partition, 0)
-        if start is not None:
-            sums = sums + start.movedim(axis, 0).index_select(0, rows)
-        sums = form.bound.epilogue.activated(sums)
-        output.movedim(axis, 0).index_copy_(0, rows, sums.to(output.dtype))
-
-    def _output(self, start: Tensor | None, device: torch.device, empty_rows: bool) -> Tensor:
-        """What the kernel writes to; sums that several programs add up in memory are of the wide dtype."""
-        source, dtype, shape = self.of.source, self.of.dtype, self.extents.output
-        if source.schedule.splits > 1:
-            shape = (source.schedule.splits, *shape)
-            return (torch.empty if self.empty else torch.zeros)(shape, dtype=source.accumulator, device=device)
-        if self.empty and not empty_rows:
-            return torch.empty(shape, dtype=dtype, device=device)
-        dtype = dtype if source.finished else source.accumulator
-        if start is None:
-            return torch.zeros(shape, dtype=dtype, device=device)
-        if source.finished:
-            # Cells that the kernel does not write.
-            start = self.of.form.bound.epilogue.activated(start)
-        return start.to(dtype, copy=True, memory_format=torch.contiguous_format)
-
 
 class UnsizedKernel:
     """A kernel for all sizes of a bucket: its text, and how what it is called with follows from the sizes of a call.
+
+    What a call does on the host is decided with the kernel, and printed as one Python function: `call`.
 
     Args:
         form: what it computes, with sizes by which choices are made.
@@ -196,41 +114,218 @@ class UnsizedKernel:
         numbers: its arguments.
         dtype: of the output.
         fills: whether it writes every cell of the output.
-        whole: the output is what the kernel writes, where it writes every cell.
         collector: adds up divided rows, where some are.
         further: the memory of further outputs.
     """
 
     def __init__(self, form: Form, schedule: Schedule, strides: Strides, precision: Precision) -> None:
-        self.form, self.wide = form, strides.wide
+        self.form, self.strides = form, strides
         self.source = source = write_kernel(form, schedule, strides, precision)
         self.numbers = Numbers(form.bound, source.arguments, source.grid, source.sizes)
         self.dtype = form.bound.out_dtype
-        self.whole = source.schedule.splits == 1
         self.further = memory_of(form, source.schedule)
         self.fills = Coverage(form)
         self.collector = _Collector(source.accumulator, strides.wide) if strides.split else None
         self._ranges = [argument.kind for argument in source.arguments if argument.kind in _RANGES]
         # By what tells machine code apart: numbers of programs do not.
         self._launches: dict[object, Launcher] = {}
+        # Machine code for aligned pointers, by the same; `call` takes it from here.
+        self._loaded: dict[object, OnDevice] = {}
+
+    @cached_property
+    def call(self) -> Callable[..., Tensor]:
+        """What makes the output, `call(tensors, start, indices, output, partition, additional, words, launch)`.
+
+        Args of what it returns:
+            tensors: in the layout's order, as they were when the kernel was made but for their sizes.
+            start: the initial value.
+            indices: the sizes of the call.
+            output: the output's shape.
+            partition: the row partition of the terms, where the form has an owner.
+            additional: memory for further outputs.
+            words: makes those of an index tensor.
+            launch: launches the kernel on a list of arguments in the place of the one that is compiled here.
+        """
+        names = {
+            "torch": torch,
+            "words_of": words_of,
+            # `torch.cuda.current_device` would first ask whether CUDA is initialised.
+            "current": getattr(torch._C, "_cuda_getDevice", None),
+            "stream": getattr(torch._C, "_cuda_getCurrentRawStream", None),
+            "kernel": self,
+            "loaded": self._loaded,
+            "dtype": self.dtype,
+        }
+        return function_of_lines(self.host_code(), names, "call of a kernel")
+
+    def host_code(self) -> list[str]:
+        """The lines of `call`."""
+        numbers, source, splits = self.numbers, self.source, self.source.schedule.splits > 1
+        lines = [
+            "def call(tensors, start, indices, output, partition=None, additional=(), words=words_of, launch=None):",
+            "device = tensors[0].device",
+        ]
+        tensors = {place: f"tensors[{position}]" for place, position in numbers.inputs}
+        for place, kind, position in numbers.others:
+            tensors[place] = {
+                "out": "made",
+                "start": "start",
+                "scratch": "scratch",
+                "words": f"words(tensors[{position}])",
+                "additional": f"additional[{position}]",
+            }.get(kind, f"partition.{kind}")
+        # The output is what the kernel writes, without anything before or after it.
+        covered = self.fills.text
+        whole = f"{covered} and not partition.empty_rows" if self.form.row_index is not None else covered
+        # torch takes less time for strides than for its defaults.
+        steps = [f"output[{axis}]" for axis in range(1, len(self.form.bound.layout.output_places))]
+        steps = [" * ".join(steps[axis:]) for axis in range(len(steps))] + ["1"] * bool(
+            self.form.bound.layout.output_places
+        )
+        empty = f"torch.empty_strided(output, ({''.join(f'{step}, ' for step in steps)}), dtype=dtype, device=device)"
+        if splits or self.fills.never:
+            lines += [f"whole, made = False, kernel.memory(start, output, device, {covered})"]
+        elif whole == "True":
+            lines += [f"made = {empty}"]
+        else:
+            lines += [f"whole = {whole}", f"made = {empty} if whole else kernel.memory(start, output, device, False)"]
+        if self.strides.split:
+            lines += [f"scratch = kernel.scratch(partition, output, device, {covered})"]
+        if any(argument.kind == "rows" for argument in (*source.arguments, *source.sizes.values())):
+            lines += ["rows = partition.rows"]
+        lines += [*numbers.lines, f"grid = {numbers.grid}"]
+        lines += [f"t{place} = {text}" for place, text in tensors.items()]
+        lines += self._launching(tensors)
+        if self.strides.split:
+            lines += ["if partition.slots:", "    kernel.add_divided(made, scratch, start, partition, output)"]
+        if whole == "True" and not splits:
+            return [*lines, "return made"]
+        return [*lines, "return made if whole else kernel.finished(made, start)"]
+
+    def _launching(self, tensors: Mapping[int, str]) -> list[str]:
+        """The lines that launch: on machine code for aligned pointers on the current device, where it is loaded."""
+        numbers = self.numbers
+        given = ", ".join(f"t{n}" if n in tensors else name for n, name in enumerate(numbers.names))
+        pointers = [f"p{n}" for n in tensors]
+        tells = [f"not n{place} % 16" for place in numbers.vectors]
+        tells += [f"partition.{kind}.dtype" for kind in self._ranges]
+        # What is made here is where the statement's tensors are.
+        first, *others = [place for place, text in tensors.items() if text == "start" or text.startswith("tensors[")]
+        slow = ["code is None", f"({' | '.join(pointers)}) & 15", "current() != number"]
+        slow += [f"t{n}.get_device() != number" for n in others]
+        return [
+            "if launch is not None:",
+            f"    launch([{given}], grid)",
+            "elif grid:",
+            f"    number = t{first}.get_device()",
+            *[f"    p{n} = t{n}.data_ptr()" for n in tensors],
+            f"    key = ({', '.join(['number', *tells])},)",
+            "    code = loaded.get(key)",
+            f"    if {' or '.join(slow)}:",
+            f"        kernel.launch([{given}], grid, tensors, partition, key)",
+            "    else:",
+            "        begin, handle, metadata, rest, _ = code",
+            "        begin(grid, 1, 1, stream(number), handle, metadata, None, None, None, "
+            f"{', '.join(numbers.names)}, *rest)",
+        ]
+
+    def launch(
+        self,
+        arguments: list[Any],
+        grid: int,
+        tensors: Sequence[Tensor],
+        partition: RowPartition | None,
+        key: object = None,
+    ) -> None:
+        """Launch on arguments of which nothing is known; `key` is under what `call` looks for the machine code."""
+        launch = self.launcher(arguments, tensors, partition)
+        launch(arguments, grid)
+        loaded = launch.on_device()
+        if loaded is not None and key is not None:
+            self._loaded[key] = loaded
+
+    def launcher(self, arguments: Sequence[Any], tensors: Sequence[Tensor], partition: RowPartition | None) -> Launcher:
+        """What launches the kernel on a device for numbers of this kind."""
+        even = tuple([place for place in self.numbers.vectors if not arguments[place] % 16])
+        device = tensors[0].device
+        key = (even, device, *[getattr(partition, kind).dtype for kind in self._ranges])
+        launch = self._launches.get(key)
+        if launch is None:
+            types = types_of(self.form, self.source, tensors, partition)
+            launch = self._launches[key] = launcher(self.source, types, even, device, self.strides.wide)
+        return launch
 
     def sized(
         self, tensors: Sequence[Tensor], start: Tensor | None, extents: Extents, partition: RowPartition | None
     ) -> Kernel:
         """The kernel for tensors of these shapes."""
         rows = None if partition is None else partition.rows
-        arguments, grid = self.numbers.of(tensors, start, extents, rows)
-        launch = self._launch(tensors, partition, arguments) if grid else None
-        return Kernel(self, extents, arguments, grid, launch, self.fills(extents))
+        arguments, grid = self.numbers.of(tensors, start, extents.indices, extents.output, rows)
 
-    def _launch(self, tensors: Sequence[Tensor], partition: RowPartition | None, arguments: Sequence[Any]) -> Launcher:
-        even, device = self.numbers.even(arguments), tensors[0].device
-        key = (even, device, *[getattr(partition, kind).dtype for kind in self._ranges])
-        launch = self._launches.get(key)
-        if launch is None:
-            types = types_of(self.form, self.source, tensors, partition)
-            launch = self._launches[key] = launcher(self.source, types, even, device, self.wide)
-        return launch
+        def compile_ahead() -> None:
+            if grid:
+                self.launcher(arguments, tensors, partition).compile_ahead()
+
+        return Kernel(self, extents, grid, self.fills(extents.indices, extents.output), compile_ahead)
+
+    def additional(self, tensors: Sequence[Tensor], partition: RowPartition | None) -> list[Tensor]:
+        """Memory for further outputs: empty where every cell is written, once."""
+        whole = partition is not None and partition.whole
+        made: list[Tensor] = []
+        for each in self.further:
+            make = torch.zeros if each.zero or not whole else torch.empty
+            shape = (tensors[each.place].shape[each.axis], *each.shape)
+            made.append(make(shape, dtype=self.dtype, device=tensors[0].device))
+        return made
+
+    def scratch(self, partition: RowPartition, output: tuple[int, ...], device: torch.device, covered: bool) -> Tensor:
+        """Memory for the parts of divided rows."""
+        axis = self.form.owner_axis
+        lengths = (partition.slots, *output[:axis], *output[axis + 1 :])
+        return (torch.empty if covered else torch.zeros)(lengths, dtype=self.source.accumulator, device=device)
+
+    def add_divided(
+        self, made: Tensor, scratch: Tensor, start: Tensor | None, partition: RowPartition, output: tuple[int, ...]
+    ) -> None:
+        """Add up the parts of divided rows, and write the sums to their rows."""
+        rows, form, collector = partition.divided, self.form, self.collector
+        assert rows is not None
+        assert collector is not None
+        axis = form.owner_axis
+        if start is None and form.bound.epilogue.activation is None:
+            collector(scratch, made, rows, partition, math.prod(output[axis + 1 :]))
+            return
+        sums = torch.empty((rows.shape[0], *scratch.shape[1:]), dtype=scratch.dtype, device=scratch.device)
+        collector(scratch, sums, None, partition, 0)
+        if start is not None:
+            sums = sums + start.movedim(axis, 0).index_select(0, rows)
+        sums = form.bound.epilogue.activated(sums)
+        made.movedim(axis, 0).index_copy_(0, rows, sums.to(made.dtype))
+
+    def memory(self, start: Tensor | None, output: tuple[int, ...], device: torch.device, covered: bool) -> Tensor:
+        """What the kernel writes to, where that is not the output alone.
+
+        Sums that several programs add up in memory are of the wide dtype.
+        """
+        source, dtype = self.source, self.dtype
+        if source.schedule.splits > 1:
+            shape = (source.schedule.splits, *output)
+            return (torch.empty if covered else torch.zeros)(shape, dtype=source.accumulator, device=device)
+        dtype = dtype if source.finished else source.accumulator
+        if start is None:
+            return torch.zeros(output, dtype=dtype, device=device)
+        if source.finished:
+            # Cells that the kernel does not write.
+            start = self.form.bound.epilogue.activated(start)
+        return start.to(dtype, copy=True, memory_format=torch.contiguous_format)
+
+    def finished(self, made: Tensor, start: Tensor | None) -> Tensor:
+        """The output, from what the kernel wrote to `memory`."""
+        if self.source.schedule.splits > 1:
+            made = made.sum(0) if start is None else made.sum(0).add_(start)
+        if not self.source.finished:
+            made = self.form.bound.epilogue.activated(made)
+        return made if made.dtype == self.dtype else made.to(self.dtype)
 
 
 def prepare_kernel(

@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -95,8 +96,7 @@ def layout_of(statement: Statement) -> Layout:
     )
 
 
-@dataclass(frozen=True, slots=True)
-class Extents:
+class Extents(NamedTuple):
     """The sizes of one call: one per index of the statement's layout, and the output's shape."""
 
     indices: tuple[int, ...]

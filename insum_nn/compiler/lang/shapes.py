@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from functools import lru_cache
 
 import torch
 from torch import Tensor
 
-from insum_nn.compiler.lang.bind import Extents, Layout, layout_of, show_dtype, show_shape
+from insum_nn.compiler.lang.bind import Extents, layout_of, show_dtype, show_shape
 from insum_nn.compiler.lang.limits import INT32_AXIS, INT64_MAX, limits_of
+from insum_nn.compiler.lang.printed import function_of_lines
 from insum_nn.compiler.lang.syntax import Access, Index, Statement, Subscript
 from insum_nn.errors import (
     InsumError,
@@ -20,7 +22,7 @@ from insum_nn.errors import (
     raise_collected,
 )
 
-__all__ = ["check_extents", "interval", "resolve_extents"]
+__all__ = ["Agreement", "agreement_of", "check_extents", "interval", "resolve_extents"]
 
 
 def resolve_extents(
@@ -45,7 +47,8 @@ def resolve_extents(
         InsumOverflowError: an extent does not fit the index type that must address it.
     """
     layout = layout_of(statement)
-    if start is None and (known := _agreed(layout, tensors, sizes, out_shape)) is not None:
+    known = agreement_of(statement)(tensors, sizes, out_shape)
+    if known is not None and (start is None or start.shape in (known.output, known.output[-1:])):
         return known
     found: dict[str, int] = {}
     clash = False
@@ -82,49 +85,61 @@ def resolve_extents(
     return Extents(tuple(found[name] for name in layout.indices), shape)
 
 
-def _agreed(
-    layout: Layout, tensors: Sequence[Tensor], sizes: Mapping[str, int], out_shape: Sequence[int | None] | None
-) -> Extents | None:
-    """Find the extents where all that is given agrees; what this returns is right, if it returns anything.
+Agreement = Callable[[Sequence[Tensor], Mapping[str, int], Sequence[int | None] | None], Extents | None]
 
-    3.0 and True are equal to sizes, and are none.
+
+@lru_cache(maxsize=1024)
+def agreement_of(statement: Statement) -> Agreement:
+    """Return what finds the extents of a call where all that is given agrees, and `None` where it does not.
+
+    It is given the tensors read, in the layout's order, extents by name, and the output's shape, of which `None` is
+    inferred; what it returns is right, if it returns anything. 3.0 and True are equal to sizes, and are none.
     """
-    for name, extent in sizes.items():
-        if name not in layout.indices or type(extent) is not int or not 0 <= extent <= INT64_MAX:
-            return None
-    shapes = [tensor.shape for tensor in tensors]
-    found: list[int] = []
-    for name, places, axes in zip(layout.indices, layout.plain, layout.written, strict=True):
-        extent = sizes.get(name)
-        for where, axis in places:
-            own = shapes[where][axis]
-            if extent is None:
-                extent = own
-            elif own != extent:
-                return None
-        if out_shape is not None:
-            for axis in axes:
-                own = out_shape[axis] if axis < len(out_shape) else None
-                if own is not None and extent is None:
-                    extent = own
-                elif own is not None and own != extent:
-                    return None
-        if extent is None:
-            return None
-        found.append(extent)
-    output: list[int] = []
-    given = (None,) * len(layout.output_places) if out_shape is None else out_shape
-    if len(given) != len(layout.output_places):
-        return None
-    for place, extent in zip(layout.output_places, given, strict=True):
-        if extent is None:
-            if place is None:
-                return None
-            extent = found[place]
-        elif type(extent) is not int or not 0 <= extent <= INT64_MAX:
-            return None
-        output.append(extent)
-    return Extents(tuple(found), tuple(output))
+    layout = layout_of(statement)
+    axes = [[f"s{n}_{axis}" for axis in range(rank)] for n, rank in enumerate(layout.ranks)]
+    written = [f"o{axis}" for axis in range(len(layout.output_places))]
+    lines = ["def agree(tensors, sizes, shape):", "try:"]
+    lines += [f"    ({', '.join(names)},) = tensors[{n}].shape" for n, names in enumerate(axes) if names]
+    lines += [f"    ({', '.join(written)},) = none if shape is None else shape"] if written else []
+    lines += ["    pass", "except ValueError:", "    return None"]
+    wrong = [f"tensors[{n}].ndim" for n, names in enumerate(axes) if not names]
+    wrong += [] if written else ["shape"]
+    extents: list[str] = []
+    for place, (name, places, own) in enumerate(zip(layout.indices, layout.plain, layout.written, strict=True)):
+        if places:
+            first, *others = [axes[n][axis] for n, axis in places]
+            extents.append(first)
+            wrong += [f"{first} != {other}" for other in others]
+            wrong += [f"(sizes and sizes.get({name!r}, {first}) != {first})"]
+            wrong += [f"(o{axis} is not None and o{axis} != {first})" for axis in own]
+            continue
+        # What no tensor shows.
+        extents.append(f"x{place}")
+        lines.append(f"x{place} = sizes.get({name!r})")
+        for axis in own:
+            lines += [f"if x{place} is None:", f"    x{place} = o{axis}"]
+            wrong.append(f"(o{axis} is not None and o{axis} != x{place})")
+        wrong.append(f"x{place} is None")
+    outputs: list[str] = []
+    for name, place in zip(written, layout.output_places, strict=True):
+        known = f"(type({name}) is int and 0 <= {name} <= {INT64_MAX})"
+        if place is None:
+            wrong.append(f"not {known}")
+            outputs.append(name)
+        else:
+            wrong.append(f"not ({name} is None or {known})")
+            # A symbolic size stays what it was given as.
+            outputs.append(f"{extents[place]} if {name} is None else {name}")
+    wrong.append("(sizes and unusual(sizes))")
+    found = f"Extents(({''.join(f'{each}, ' for each in extents)}), ({''.join(f'{each}, ' for each in outputs)}))"
+    lines += [f"if {' or '.join(wrong)}:", "    return None", f"return {found}"]
+
+    def unusual(sizes: Mapping[str, int]) -> bool:
+        known = layout.indices
+        return any(n not in known or type(e) is not int or not 0 <= e <= INT64_MAX for n, e in sizes.items())
+
+    names = {"none": (None,) * len(written), "Extents": Extents, "unusual": unusual}
+    return function_of_lines(lines, names, f"sizes of {statement.text}")
 
 
 def _check_extent(statement: Statement, what: str, extent: object, spans: Sequence[Span]) -> None:

@@ -2,17 +2,17 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 
 import torch
 from torch import Tensor
 
 from insum_nn.compiler.lang.syntax import Statement
 from insum_nn.compiler.options import Options
-from insum_nn.errors import InsumDtypeError, InsumNameError
+from insum_nn.errors import InsumDtypeError, InsumNameError, InsumRangeError, InsumShapeError
 from insum_nn.facts import StaticTable
 
-__all__ = ["check_kinds", "static_tables"]
+__all__ = ["check_kinds", "check_static", "static_tables"]
 
 _KINDS: dict[str, tuple[type, str]] = {
     "sizes": (Mapping, "a dict of extents by index name"),
@@ -65,3 +65,31 @@ def static_tables(
         (name, table if isinstance(table, StaticTable) else StaticTable.of(table))
         for name, table in sorted(static.items())
     )
+
+
+def check_static(
+    expression: str, static: Iterable[tuple[str, StaticTable]], named: Mapping[str, Tensor], *, validate: bool
+) -> None:
+    """Raise unless tensors promised to be static have the promised shape, and with `validate` the promised values."""
+    for name, table in static:
+        tensor = named.get(name)
+        if tensor is None:
+            continue
+        if tuple(tensor.shape) != table.shape:
+            raise InsumShapeError(
+                f"'{name}' was compiled as a static tensor of shape {table.shape}, got {tuple(tensor.shape)}",
+                expression=expression,
+                fix="pass the tensor that was given as static= to compile(), or compile again.",
+                tensor=name,
+                expected=table.shape,
+                got=tuple(tensor.shape),
+            )
+        if validate:
+            promised = torch.tensor(table.values, dtype=tensor.dtype, device=tensor.device).reshape(table.shape)
+            if not torch.equal(promised, tensor):
+                raise InsumRangeError(
+                    f"'{name}' differs from the static tensor that the statement was compiled for",
+                    expression=expression,
+                    fix="pass the tensor that was given as static= to compile(), or compile again.",
+                    tensor=name,
+                )

@@ -129,7 +129,7 @@ class _Function(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx: Any, call: Call, start: Tensor | None, *tensors: Tensor) -> Tensor:
-        if call.key is None and inlines(call.spec, (*tensors, start)):
+        if not call.plain and inlines(call.spec, (*tensors, start)):
             result = inline(call.spec, tensors, start, Extents(call.indices, call.output))
         else:
             cold.call = _Function, ctx, call, start, *tensors
@@ -248,6 +248,8 @@ def apply(
     extents: Extents,
     key: Key | None = None,
     seen: Seen | None = None,
+    *,
+    plain: bool = False,
 ) -> Tensor:
     """Run a program, recording what its gradients need.
 
@@ -256,17 +258,18 @@ def apply(
         tensors: in the layout's order.
         start: the initial value, in the output's shape.
         extents: the call's sizes.
-        key: `call_key` of the tensors, where the caller has it: a promise too that none is lazily negated.
+        key: `call_key` of the tensors, where the caller has it.
         seen: what is remembered of calls with this key and these sizes.
+        plain: the caller knows that the tensors are plain ones, and none is lazily negated.
     """
     traced = is_traced(*tensors, start)
     inlined = traced and inlines(spec, (*tensors, start))
-    if key is None and not inlined:
+    if not plain and not inlined:
         # `z.conj().imag` is a view of `z` and a bit that torch's operators obey; kernels read memory as it is.
         tensors = [t.resolve_neg() for t in tensors]
         start = None if start is None else start.resolve_neg()
     if spec.epilogue:
-        return _finished(spec, tensors, start, extents, key, seen, traced=traced)
+        return _finished(spec, tensors, start, extents, key, seen, traced=traced, plain=plain)
     if is_transformed() and not torch.compiler.is_compiling():
         return _Transformed.apply(Call(spec, extents.indices, extents.output), start, *tensors)  # type: ignore[no-any-return]
     if inlined:
@@ -282,7 +285,7 @@ def apply(
         else:
             if start is None or not start.requires_grad:
                 return run_spec(spec, tensors, start, extents, key)
-        return _Function.apply(Call.of(spec, extents, key, seen), start, *tensors)  # type: ignore[no-any-return]
+        return _Function.apply(Call.of(spec, extents, key, seen, plain=plain), start, *tensors)  # type: ignore[no-any-return]
     return run_spec(spec, tensors, start, extents, key)
 
 
@@ -300,6 +303,7 @@ def _finished(
     seen: Seen | None,
     *,
     traced: bool,
+    plain: bool,
 ) -> Tensor:
     """`apply` for a sum that is activated or cast.
 
@@ -313,7 +317,7 @@ def _finished(
         name = spec.epilogue.activation
         kept = not spec.statement.combining.adds
         if not kept and (name is None or ACTIVATIONS[name].backward is not None):
-            return _Function.apply(Call.of(spec, extents, key, seen), start, *tensors)  # type: ignore[no-any-return]
+            return _Function.apply(Call.of(spec, extents, key, seen, plain=plain), start, *tensors)  # type: ignore[no-any-return]
     return spec.epilogue(apply(spec.bare, tensors, start, extents, key), value_dtype(spec, tensors, start))
 
 

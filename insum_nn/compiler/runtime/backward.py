@@ -15,7 +15,7 @@ from torch import Tensor
 
 from insum_nn.compiler.lang.bind import Extents
 from insum_nn.compiler.lang.derivative import Derivative, derivatives
-from insum_nn.compiler.runtime.dispatch import Key, Seen, Spec, call_key, run_ready, run_spec
+from insum_nn.compiler.runtime.dispatch import Key, Seen, Spec, run_spec, run_unsized
 
 __all__ = ["Call", "Shapes", "Step", "gradients", "read_again"]
 
@@ -33,6 +33,7 @@ class Call:
         output: the output's shape.
         key: `call_key` of its tensors, where it is known.
         seen: what is remembered of calls of its kind.
+        plain: its tensors are plain ones.
     """
 
     spec: Spec
@@ -40,21 +41,28 @@ class Call:
     output: tuple[int, ...]
     key: Key | None = None
     seen: Seen | None = None
+    plain: bool = False
     _steps: dict[int, tuple[Step, ...]] = field(default_factory=dict)
 
     @staticmethod
-    def of(spec: Spec, extents: Extents, key: Key | None, seen: Seen | None) -> Call:
+    def of(spec: Spec, extents: Extents, key: Key | None, seen: Seen | None, *, plain: bool) -> Call:
         """The call; the same one for all calls that share what is remembered of them."""
         if seen is None:
-            return Call(spec, extents.indices, extents.output, key)
+            return Call(spec, extents.indices, extents.output, key, plain=plain)
         call = seen.call
         if not isinstance(call, Call):
-            call = seen.call = Call(spec, extents.indices, extents.output, key, seen)
+            call = seen.call = Call(spec, extents.indices, extents.output, key, seen, plain)
         return call
 
     def run(self, tensors: Sequence[Tensor], start: Tensor | None) -> Tensor:
         """The output; nothing is recorded."""
         seen = self.seen
+        if seen is None and self.plain:
+            extents = Extents(self.indices, self.output)
+            result = run_unsized(self.spec, tensors, start, extents)
+            if result is not None:
+                return result
+            self.spec.check_kinds(tensors, start)
         if seen is None:
             return run_spec(self.spec, tensors, start, Extents(self.indices, self.output), self.key)
         if self.key is None or torch._C._is_any_autocast_enabled():
@@ -71,13 +79,12 @@ class Call:
         return found
 
     def _found(self, position: int, shape: tuple[int, ...]) -> tuple[Step, ...]:
-        layout = self.spec.layout
-        derivative, programs = _derivative_specs(self.spec, layout.tensors[position])
-        pool = {name: place for place, name in enumerate((*layout.tensors, derivative.seed, derivative.share))}
-        sizes = dict(zip(layout.indices, self.indices, strict=True))
+        own = self.indices
         return tuple(
-            Step(spec, tuple(pool[x] for x in names), Extents(tuple(sizes[x] for x in indices), shape))
-            for spec, names, indices in programs
+            [
+                Step(spec, tensors, Extents(tuple([own[place] for place in indices]), shape))
+                for spec, tensors, indices in _steps_of(self.spec, position)
+            ]
         )
 
 
@@ -97,13 +104,12 @@ class Step:
     def alone(self, pool: Sequence[Tensor | None], total: Tensor | None) -> Tensor:
         """Run it in eager mode, where nothing is recorded."""
         tensors = self.read(pool)
-        seen = self.seen
-        if seen is not None and (ready := seen.runs(tensors)) is not None:
-            return ready.run(tensors, total)
-        key = call_key(tensors, total)
-        result, ready = run_ready(self.spec, tensors, total, self.extents, key)
-        self.seen = None if ready is None else Seen(self.extents, ready)
-        return result
+        result = run_unsized(self.spec, tensors, total, self.extents)
+        if result is not None:
+            return result
+        if self.seen is None:
+            self.seen = Seen(self.extents)
+        return self.seen.run(self.spec, tensors, total)
 
 
 @lru_cache(maxsize=2048)
@@ -114,6 +120,18 @@ def _derivative_specs(
     derivative = derivatives(spec.statement, operand)
     inner = tuple(spec.with_statement(statement, drop_outside=True) for statement in derivative.statements)
     return derivative, tuple((each, each.layout.tensors, each.layout.indices) for each in inner)
+
+
+@lru_cache(maxsize=2048)
+def _steps_of(spec: Spec, position: int) -> tuple[tuple[Spec, tuple[int, ...], tuple[int, ...]], ...]:
+    """Return the derivative's programs, each with the places of its tensors (see `Step`) and of its indices."""
+    layout = spec.layout
+    derivative, programs = _derivative_specs(spec, layout.tensors[position])
+    pool = {name: place for place, name in enumerate((*layout.tensors, derivative.seed, derivative.share))}
+    own = layout.indices
+    return tuple(
+        (each, tuple(pool[x] for x in names), tuple(own.index(x) for x in indices)) for each, names, indices in programs
+    )
 
 
 @lru_cache(maxsize=2048)

@@ -8,7 +8,7 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor
 
-from insum_nn.compiler.runtime.dispatch import Seen, Spec, broadcast, call_key, keep
+from insum_nn.compiler.runtime.dispatch import Seen, Spec, broadcast, call_key, keep, run_unsized
 from insum_nn.compiler.runtime.modes import is_plain_eager
 
 __all__ = ["Given"]
@@ -79,7 +79,12 @@ class Given:
         ordered = list(self._template)
         for place, tensor in zip(self._places, others, strict=True):
             ordered[place] = tensor
-        if key is None and is_plain_eager(*others, start) and not torch._C._is_any_autocast_enabled():
+        plain = key is not None or (is_plain_eager(*others, start) and not torch._C._is_any_autocast_enabled())
+        if plain and self._spec.calls and (extents := self._spec.agree(ordered, {}, out_shape)) is not None:
+            result = run_unsized(self._spec, ordered, start, extents)
+            if result is not None:
+                return result
+        if key is None and plain:
             key = (call_key(others, start), out_shape)
         # `None` is no key of what is remembered.
         seen = self._seen.get(key)

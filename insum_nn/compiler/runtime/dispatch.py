@@ -22,15 +22,16 @@ from insum_nn.compiler.lang.declared_facts import Origin
 from insum_nn.compiler.lang.epilogue import PLAIN, Epilogue
 from insum_nn.compiler.lang.index_checks import check_index_values, writes_sums
 from insum_nn.compiler.lang.parser import check_text, parse
-from insum_nn.compiler.lang.shapes import check_extents
+from insum_nn.compiler.lang.shapes import Agreement, agreement_of, check_extents
 from insum_nn.compiler.lang.syntax import Statement
 from insum_nn.compiler.options import Options
+from insum_nn.compiler.runtime.arguments import check_static
 from insum_nn.compiler.runtime.composite.pair_program import PairProgram, find_pairs
 from insum_nn.compiler.runtime.composite.path_program import PathProgram, find_paths
 from insum_nn.compiler.runtime.composite.statement_sequence import Sequences, StatementSequence
 from insum_nn.compiler.runtime.execution import Executable, Executables, generation
+from insum_nn.compiler.runtime.unsized_call import Run, UnsizedCall
 from insum_nn.compiler.schedule.canonical import messages_name
-from insum_nn.errors import InsumRangeError, InsumShapeError
 from insum_nn.facts import IndexFacts, StaticTable
 from insum_nn.kept import unwritten
 
@@ -48,10 +49,12 @@ __all__ = [
     "prepare",
     "run_ready",
     "run_spec",
+    "run_unsized",
     "value_dtype",
 ]
 
 Key = tuple[object, ...]
+CallKind = tuple[torch.dtype, bool, torch.dtype | None]
 # Positions of index tensors, the tensors, their versions, and whether a builder speaks for others in their place.
 Versions = tuple[tuple[int, Callable[[], "Tensor | None"], int, bool], ...]
 K = TypeVar("K")
@@ -83,6 +86,7 @@ class Spec:
     origin: Origin = "builder"
     ready: dict[Key, Ready] = field(default_factory=dict, init=False, repr=False, compare=False)
     programs: dict[Key, _Programs] = field(default_factory=dict, init=False, repr=False, compare=False)
+    calls: dict[CallKind, Run] = field(default_factory=dict, init=False, repr=False, compare=False)
     kinds: set[Key] = field(default_factory=set[Key], init=False, repr=False, compare=False)
     _hash: int = field(default=0, init=False, repr=False, compare=False)
 
@@ -105,6 +109,16 @@ class Spec:
     @cached_property
     def layout(self) -> Layout:
         return layout_of(self.statement)
+
+    @cached_property
+    def anchor(self) -> int:
+        """The position of the first factor, whose dtype and device decide what runs a call."""
+        return next((self.layout.tensors.index(access.name) for access in self.statement.reads), 0)
+
+    @cached_property
+    def agree(self) -> Agreement:
+        """What finds the sizes of a call where all that is given agrees."""
+        return agreement_of(self.statement)
 
     @cached_property
     def known(self) -> Mapping[str, IndexFacts]:
@@ -220,7 +234,7 @@ def prepare(
     )
     facts = {n: _EMPTY if named[n].numel() == 0 else found for n, found in known.items()}
     if spec.static:
-        _check_static(spec, named)
+        check_static(statement.text, spec.static, named, validate=spec.options.validate)
     programs = _programs(spec, named, start, facts)
     bound = programs.bound
     if spec.static:
@@ -255,7 +269,49 @@ def _programs(
         bound = bind(spec.statement, named, start, facts=facts, drop_outside=spec.drop_outside, epilogue=spec.epilogue)
         found = _Programs(bound, Executables(bound, spec.options, spec.static), Sequences(bound, spec.options))
         keep(spec.programs, key, found, _READY_LIMIT)
+        _print_call(spec, list(named.values()), found, facts)
     return found
+
+
+def _print_call(spec: Spec, tensors: Sequence[Tensor], programs: _Programs, facts: Mapping[str, IndexFacts]) -> None:
+    """Have calls on tensors of these kinds run at any sizes, where only a builder's tensors and sizes are to check."""
+    plain = not (spec.static or spec.options.validate or writes_sums(spec.statement))
+    if programs.executables.backend != "triton" or not plain or not all(vouched for _, vouched in spec.indexed):
+        return
+    if any(spec.known[name] is not found for name, found in facts.items()):
+        return
+    call = UnsizedCall(
+        programs.bound,
+        tensors,
+        programs.executables.fixed,
+        lambda tensors, start, extents: prepare(spec, tensors, start, extents)[1],
+        drop_outside=spec.drop_outside,
+        cuttable=programs.sequences.cuttable,
+    )
+    if call.run is not None:
+        spec.calls[_kind_of(spec, tensors)] = call.run
+
+
+def _kind_of(spec: Spec, tensors: Sequence[Tensor]) -> CallKind:
+    """What tells the printed calls of a program apart; each checks the rest itself."""
+    anchor = tensors[spec.anchor]
+    return anchor.dtype, anchor.is_cuda, tensors[spec.indexed[0][0]].dtype if spec.indexed else None
+
+
+def run_unsized(spec: Spec, tensors: Sequence[Tensor], start: Tensor | None, extents: Extents) -> Tensor | None:
+    """Run without recording gradients where nothing but sizes is left to check; `None`: by `run_ready`.
+
+    Args:
+        spec: the program.
+        tensors: in the layout's order; plain tensors in eager mode, none lazily negated.
+        start: the starting value; it may broadcast to the output.
+        extents: the call's sizes, which agree with the tensors.
+    """
+    calls = spec.calls
+    if not calls:
+        return None
+    run = calls.get(_kind_of(spec, tensors))
+    return None if run is None else run(tensors, start, *extents)
 
 
 def kinds_of(tensors: Iterable[Tensor], start: Tensor | None) -> Key:
@@ -266,32 +322,6 @@ def kinds_of(tensors: Iterable[Tensor], start: Tensor | None) -> Key:
     if not key and start is None:
         key.append(torch.get_default_dtype())
     return (*key, None) if start is None else (*key, start.dtype, start.ndim, start.layout, start.device)
-
-
-def _check_static(spec: Spec, named: Mapping[str, Tensor]) -> None:
-    """Raise unless tensors promised to be static have the promised shape, and with `validate` the promised values."""
-    for name, table in spec.static:
-        tensor = named.get(name)
-        if tensor is None:
-            continue
-        if tuple(tensor.shape) != table.shape:
-            raise InsumShapeError(
-                f"'{name}' was compiled as a static tensor of shape {table.shape}, got {tuple(tensor.shape)}",
-                expression=spec.statement.text,
-                fix="pass the tensor that was given as static= to compile(), or compile again.",
-                tensor=name,
-                expected=table.shape,
-                got=tuple(tensor.shape),
-            )
-        if spec.options.validate:
-            promised = torch.tensor(table.values, dtype=tensor.dtype, device=tensor.device).reshape(table.shape)
-            if not torch.equal(promised, tensor):
-                raise InsumRangeError(
-                    f"'{name}' differs from the static tensor that the statement was compiled for",
-                    expression=spec.statement.text,
-                    fix="pass the tensor that was given as static= to compile(), or compile again.",
-                    tensor=name,
-                )
 
 
 def call_key(tensors: Sequence[Tensor], start: Tensor | None) -> Key:
@@ -346,21 +376,9 @@ class Seen:
     precision: str = field(default_factory=torch.get_float32_matmul_precision)
     call: object = None
 
-    def runs(self, tensors: Sequence[Tensor]) -> Ready | None:
-        """What may run on these tensors as it is."""
-        ready = self.ready
-        if ready is None:
-            return None
-        if self.precision != torch._C._get_float32_matmul_precision():
-            self.precision = torch._C._get_float32_matmul_precision()
-            self.ready = None
-            return None
-        return ready if ready.holds(tensors) else None
-
     def run(self, spec: Spec, tensors: Sequence[Tensor], start: Tensor | None) -> Tensor:
         """Run without recording gradients; the arguments are those of `run_ready`."""
         ready = self.ready
-        # `runs`, written out.
         if ready is not None and self.precision == torch._C._get_float32_matmul_precision() and ready.holds(tensors):
             return ready.run(tensors, start)
         self.precision = torch._C._get_float32_matmul_precision()

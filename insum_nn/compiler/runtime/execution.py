@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import threading
 import time
+import weakref
 from collections import OrderedDict
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from functools import lru_cache
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -44,6 +46,7 @@ __all__ = [
     "cache_info",
     "clear_cache",
     "executable",
+    "forgets_programs",
     "from_graph",
     "generation",
     "in_names_of",
@@ -151,6 +154,13 @@ class CacheInfo:
 _hits = 0
 _misses = 0
 _generation = 0
+# What else keeps programs; `clear` forgets them.
+_keepers: weakref.WeakSet[Any] = weakref.WeakSet()
+
+
+def forgets_programs(keeper: Any) -> None:
+    """Register an object whose `clear()` is called when programs are to be forgotten."""
+    _keepers.add(keeper)
 
 
 def generation() -> int:
@@ -173,6 +183,8 @@ def clear_cache() -> None:
     with _lock:
         _generation += 1
         _cache.clear()
+        for keeper in tuple(_keepers):
+            keeper.clear()
         forget_extents()
         _hits = _misses = 0
     library_calls.clear_structures()

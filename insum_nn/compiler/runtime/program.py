@@ -22,7 +22,6 @@ from insum_nn.compiler.lang.shapes import check_extents, resolve_extents
 from insum_nn.compiler.lang.syntax import Statement
 from insum_nn.compiler.options import DEFAULT, Options
 from insum_nn.compiler.runtime.arguments import check_kinds, static_tables
-from insum_nn.compiler.runtime.autocast import to_autocast
 from insum_nn.compiler.runtime.autograd import apply
 from insum_nn.compiler.runtime.bound_program import Given
 from insum_nn.compiler.runtime.dispatch import (
@@ -35,14 +34,15 @@ from insum_nn.compiler.runtime.dispatch import (
     parse_cached,
     prepare,
     run_spec,
+    run_unsized,
 )
 from insum_nn.compiler.runtime.execution import Executable, in_names_of
-from insum_nn.compiler.runtime.modes import is_recorded
+from insum_nn.compiler.runtime.modes import is_recorded, to_autocast
 from insum_nn.compiler.runtime.out_argument import check_out, check_unrecorded, shape_for, write_out
 from insum_nn.compiler.runtime.tracing.traced import call_operator
 from insum_nn.errors import InsumFormatError
 from insum_nn.facts import IndexFacts, StaticTable
-from insum_nn.kept import same_view
+from insum_nn.kept import same_views
 
 __all__ = ["Program", "ProgramSum", "Shape"]
 
@@ -157,48 +157,47 @@ class Program:
             check_kinds(sizes=sizes, out_shape=out_shape, tensors=tensors)
         if tensors:
             named = {**tensors, **named} if named else tensors  # type: ignore[assignment]
-        named = self._known_views(named)
-        call = self._seen_key(named, sizes, out_shape)
-        if call is None:
+        spec = self._spec
+        if spec.origin != "builder":
+            # Facts of a builder hold of its own tensors, so they are passed as they are.
+            named = same_views(named, self._index_names)
+        plain = self._plain(named)
+        if plain is not None and spec.calls:
+            # A generated kernel, which needs no look at more than this.
+            ordered, start = plain
+            given = {**self._sizes, **sizes} if sizes else self._sizes
+            extents = spec.agree(ordered, given, self._out_shape if out_shape is None else out_shape)
+            if extents is not None and (start is None or start.shape in (extents.output, extents.output[-1:])):
+                if is_recorded(ordered, start):
+                    return apply(spec, ordered, broadcast(start, extents), extents, plain=True)
+                result = run_unsized(spec, ordered, start, extents)
+                if result is not None:
+                    return result
+        call = None if plain is None else self._seen_key(*plain, sizes, out_shape)
+        if plain is None or call is None:
             ordered, start = self._arrange(named)
             extents = self._extents(ordered, start, sizes, out_shape)
-            return apply(self._spec, ordered, broadcast(start, extents), extents)
-        seen = self._seen.get(call) or self._met(call, named, sizes, out_shape)
-        ordered = [named[name] for name in self._names]
-        start = broadcast(named.get(self.statement.output.name), seen.extents)
+            return apply(spec, ordered, broadcast(start, extents), extents)
+        ordered, start = plain
+        seen = self._seen.get(call) or self._met(call, ordered, start, sizes, out_shape)
+        start = broadcast(start, seen.extents)
         if is_recorded(ordered, start):
-            return apply(self._spec, ordered, start, seen.extents, call[0], seen)
-        return seen.run(self._spec, ordered, start)
+            return apply(spec, ordered, start, seen.extents, call[0], seen, plain=True)
+        return seen.run(spec, ordered, start)
 
     def _met(
         self,
         call: tuple[Key, object, object],
-        named: Mapping[str, Tensor],
+        ordered: Sequence[Tensor],
+        start: Tensor | None,
         sizes: Mapping[str, int] | None,
         out_shape: Shape | None,
     ) -> Seen:
         """What is remembered from now on of a call of plain tensors, after its checks."""
-        # All are there and nothing else, or there were no key.
-        ordered, start = [named[name] for name in self._names], named.get(self.statement.output.name)
         self._spec.check_kinds(ordered, start)
         seen = Seen(self._extents(ordered, start, sizes, out_shape), key=call[0])
         keep(self._seen, call, seen, _SEEN_LIMIT)
         return seen
-
-    def _known_views(self, named: dict[str, Tensor]) -> dict[str, Tensor]:
-        """The tensors of a call, with views of index tensors as the objects of which checks and orders are kept.
-
-        Facts of a builder hold of its own tensors, so they are passed as they are.
-        """
-        if self._spec.origin == "builder":
-            return named
-        found: dict[str, Tensor] | None = None
-        for name in self._index_names:
-            tensor = named.get(name)
-            if type(tensor) is Tensor and tensor._base is not None:
-                found = dict(named) if found is None else found
-                found[name] = same_view(tensor)
-        return named if found is None else found
 
     def _into(
         self, out: Tensor, sizes: Mapping[str, int] | None, out_shape: Shape | None, named: Mapping[str, Tensor]
@@ -225,21 +224,10 @@ class Program:
         """
         return Given(self, self.statement.output.name, self._names, tensors)
 
-    def _seen_key(
-        self, named: Mapping[str, Tensor], sizes: Mapping[str, int] | None, out_shape: Shape | None
-    ) -> tuple[Key, object, object] | None:
-        """A key under which the checks of a call need no repetition; `None` where something is out of the ordinary."""
+    def _plain(self, named: Mapping[str, Tensor]) -> tuple[list[Tensor], Tensor | None] | None:
+        """The tensors in the layout's order, and the starting value; `None` where one is out of the ordinary."""
         if torch._C._is_any_autocast_enabled():
             return None
-        # 3.0 and True hash as 3 and 1 do, and must not pass for them; nor may symbolic sizes, which do not hash.
-        if out_shape is not None:
-            for extent in out_shape:
-                if type(extent) is not int and extent is not None:
-                    return None
-        if sizes:
-            for extent in sizes.values():
-                if type(extent) is not int:
-                    return None
         names = self._names
         start = None
         if len(named) != len(names):
@@ -254,6 +242,21 @@ class Program:
             if type(tensor) not in _PLAIN or tensor.layout is not torch.strided or tensor.is_meta or tensor.is_neg():  # type: ignore[union-attr]
                 return None
             ordered.append(tensor)  # type: ignore[arg-type]
+        return ordered, start
+
+    def _seen_key(
+        self, ordered: list[Tensor], start: Tensor | None, sizes: Mapping[str, int] | None, out_shape: Shape | None
+    ) -> tuple[Key, object, object] | None:
+        """A key under which the checks of a call need no repetition; `None` where its sizes are out of the ordinary."""
+        # 3.0 and True hash as 3 and 1 do, and must not pass for them; nor may symbolic sizes, which do not hash.
+        if out_shape is not None:
+            for extent in out_shape:
+                if type(extent) is not int and extent is not None:
+                    return None
+        if sizes:
+            for extent in sizes.values():
+                if type(extent) is not int:
+                    return None
         given = tuple(sorted(sizes.items())) if sizes else None
         return call_key(ordered, start), given, None if out_shape is None else tuple(out_shape)
 
@@ -290,8 +293,11 @@ class Program:
 
     def met(self, named: Mapping[str, Tensor], out_shape: Shape | None) -> Seen | None:
         """What is remembered of calls like one with these tensors, which is checked if it is the first of its kind."""
-        call = self._seen_key(named, None, out_shape)
-        return None if call is None else self._seen.get(call) or self._met(call, named, None, out_shape)
+        plain = self._plain(named)
+        call = None if plain is None else self._seen_key(*plain, None, out_shape)
+        if plain is None or call is None:
+            return None
+        return self._seen.get(call) or self._met(call, *plain, None, out_shape)
 
     def grad(self, name: str) -> Program | ProgramSum:
         """The derivative with respect to one factor, as a program of its own.

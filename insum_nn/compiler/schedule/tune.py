@@ -366,8 +366,7 @@ class _Trial:
     def compile(self) -> bool:
         """Whether there is machine code for the schedule."""
         try:
-            if self.kernel.launch is not None:
-                self.kernel.launch.compile_ahead()
+            self.kernel.compile_ahead()
         except Exception as error:
             return self.refused(error)
         return True
@@ -403,5 +402,5 @@ class _Trial:
 
     def run(self) -> Tensor:
         if self.additional is None:
-            self.additional = self.kernel.additional(self.tensors, self.partition)
+            self.additional = self.kernel.of.additional(self.tensors, self.partition)
         return self.kernel(self.tensors, self.start, self.partition, self.additional)

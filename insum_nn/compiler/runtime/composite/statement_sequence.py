@@ -92,12 +92,13 @@ class Sequences:
         self._trees: dict[tuple[int, ...], Tree] = {}
 
     @cached_property
-    def _cuttable(self) -> bool:
+    def cuttable(self) -> bool:
+        """Whether it may be cut at some sizes."""
         return self.bound.dtype.is_floating_point and bool(cuts_of(self.bound))
 
     def of(self, tensors: Sequence[Tensor], extents: Extents) -> StatementSequence | None:
         """Return the statements that it is cut into at these sizes; `None`: it stays whole."""
-        if not self._cuttable:
+        if not self.cuttable:
             return None
         sizes = [*extents.indices, *extents.output]
         for tensor in tensors:
@@ -135,7 +136,7 @@ class Sequences:
             shapes: numbers for the shapes of its tensors, by which to choose.
             hints: numbers for its extents.
         """
-        if not self._cuttable or 0 in hints.output or any(0 in shape for shape in shapes.values()):
+        if not self.cuttable or 0 in hints.output or any(0 in shape for shape in shapes.values()):
             return None
         tree = self._search(shapes, hints, named).decide()
         if tree is None or tree is _WHOLE:

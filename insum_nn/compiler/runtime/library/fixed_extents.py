@@ -44,7 +44,11 @@ def fix_extents(
 
 
 class FixedExtents:
-    """The extents that a statement is compiled for, at any sizes; the arguments are those of `fix_extents`."""
+    """The extents that a statement is compiled for, at any sizes; the arguments are those of `fix_extents`.
+
+    Attributes:
+        most: for each index of the layout up to which size it may be fixed, apart from 1, which always is.
+    """
 
     def __init__(self, bound: Bound, options: Options, tables: frozenset[str] = frozenset(), *, shared: bool) -> None:
         self.bound, self.shared = bound, shared
@@ -61,6 +65,8 @@ class FixedExtents:
             most = math.inf if of_model else _UNROLL_LIMIT if name in slots else -1
             self._indices.append((name, name in always, most))
         self._indices.sort()
+        upto = {name: math.inf if always else most for name, always, most in self._indices}
+        self.most = tuple([upto[name] for name in layout.indices])
         self._places = [layout.indices.index(name) for name, _, _ in self._indices]
 
     def of(self, extents: Extents) -> tuple[tuple[str, int], ...]:

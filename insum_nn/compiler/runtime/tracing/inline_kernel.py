@@ -13,7 +13,7 @@ divided.
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -21,18 +21,17 @@ from torch import Tensor
 
 from insum_nn.compiler.forms.defaults import default_schedule
 from insum_nn.compiler.forms.form import Form, FormError, make_form
-from insum_nn.compiler.forms.nest import Source
 from insum_nn.compiler.forms.parameters import Strides, initial_steps
 from insum_nn.compiler.forms.placement import segmented
 from insum_nn.compiler.kernels.launch import function_of
 from insum_nn.compiler.kernels.row_partition import RowPartition, new_words_of
-from insum_nn.compiler.kernels.sized import WIDE, Kernel, UnsizedKernel
+from insum_nn.compiler.kernels.sized import WIDE, UnsizedKernel
 from insum_nn.compiler.lang.bind import Bound, Extents
 from insum_nn.compiler.options import Options
 from insum_nn.compiler.runtime.library.fixed_extents import fix_extents
 from insum_nn.compiler.runtime.modes import exceeds, size_hint
 from insum_nn.compiler.schedule.database import size_bucket
-from insum_nn.compiler.schedule.space import Schedule, precision_of
+from insum_nn.compiler.schedule.space import precision_of
 from insum_nn.compiler.schedule.tune import choose_unmeasured
 from insum_nn.facts import StaticTable
 
@@ -79,9 +78,14 @@ def inline_kernel(
     partition = (
         _undivided(form, tensors[form.owner_place], extents.output[form.owner_axis], wide) if form.row_index else None
     )
-    return _sized(UnsizedKernel(form, schedule, strides, precision), tensors, start, extents, partition)(
-        tensors, start, partition, words=new_words_of
-    )
+    kernel = UnsizedKernel(form, schedule, strides, precision)
+
+    def launch(arguments: list[Any], grid: int) -> None:
+        written: Any = torch.library.wrap_triton(function_of(kernel.source))
+        written[(grid,)](*arguments, **dict(kernel.source.schedule.launch_options))
+
+    sizes = extents.indices, extents.output
+    return kernel.call(tensors, start, *sizes, partition, words=new_words_of, launch=launch)
 
 
 def _reach(form: Form, tensors: Sequence[Tensor], start: Tensor | None, extents: Extents) -> list[int]:
@@ -108,33 +112,3 @@ def _undivided(form: Form, index: Tensor, rows: int, wide: bool) -> RowPartition
         order = order if wide else order.int()
     bounds = torch.arange(rows + 1, dtype=flat.dtype, device=flat.device)
     return RowPartition(rows, torch.searchsorted(flat, bounds, out_int32=not wide), order=order)
-
-
-def _sized(
-    kernel: UnsizedKernel,
-    tensors: Sequence[Tensor],
-    start: Tensor | None,
-    extents: Extents,
-    partition: RowPartition | None,
-) -> Kernel:
-    """What fills in the kernel's arguments and writes its launch."""
-    # Entries that are unique fill an output only where they are as many as it has cells, which is not known ahead.
-    symbolic = any(type(extent) is not int for extent in (*extents.indices, *extents.output))
-    empty = not (symbolic and kernel.form.combine == "place") and kernel.fills(extents)
-    arguments, grid = kernel.numbers.of(tensors, start, extents, None if partition is None else partition.rows)
-    return Kernel(kernel, extents, arguments, grid, _WrittenLaunch(kernel.source), empty)
-
-
-@dataclass(frozen=True, slots=True)
-class _WrittenLaunch:
-    """Writes a launch on a list of arguments into the graph."""
-
-    source: Source
-
-    def __call__(self, arguments: list[Any], grid: int) -> None:
-        schedule: Schedule = self.source.schedule
-        launch: Any = torch.library.wrap_triton(function_of(self.source))
-        launch[(grid,)](*arguments, **dict(schedule.launch_options))
-
-    def compile_ahead(self) -> None:
-        """Do nothing: Inductor compiles the kernel with the graph."""

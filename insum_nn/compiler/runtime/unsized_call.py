@@ -1,0 +1,175 @@
+"""Calls of generated kernels at any sizes, known or new, as one printed function of Python for each statement.
+
+Everything but sizes is decided when a statement is first called. What is left of a call: that the tensors are of the
+kinds that it was decided for, contiguous and unwritten, and the kernel for sizes of this magnitude.
+
+    def run(tensors, start, indices, output):
+        t0, t1, t2, t3 = tensors
+        x0, x1, x2, x3 = indices
+        o0, o1 = output
+        if t0.dtype is not d0 or not 0 < t0.numel() < wide or not t0.is_contiguous() or ...:
+            return None
+        ...
+        found = kernels.get(((x0 - 1).bit_length(), x1, ...))
+        return found(tensors, start, indices, output)
+
+Where anything is otherwise it returns `None`, and `dispatch` finds the program, or the words for what is wrong.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Sequence
+
+import torch
+from torch import Tensor
+
+from insum_nn.compiler.kernels.generated import Generated
+from insum_nn.compiler.kernels.sized import WIDE
+from insum_nn.compiler.lang.bind import Bound, Extents
+from insum_nn.compiler.lang.limits import limits_of
+from insum_nn.compiler.lang.printed import function_of_lines
+from insum_nn.compiler.runtime.execution import Executable, forgets_programs, generation
+from insum_nn.compiler.runtime.library.fixed_extents import FixedExtents
+from insum_nn.compiler.schedule.canonical import messages_name
+from insum_nn.kept import builder_versions, unwritten
+
+__all__ = ["Run", "UnsizedCall"]
+
+Sizes = tuple[int, ...]
+Run = Callable[[Sequence[Tensor], Tensor | None, Sizes, Sizes], Tensor | None]
+# Kinds of sizes that are kept.
+_LIMIT = 64
+
+
+class UnsizedCall:
+    """What runs a statement on tensors of one kind, at any sizes.
+
+    Args:
+        bound: the statement; a builder vouches for its index tensors.
+        tensors: of a first call.
+        fixed: which extents are compiled in.
+        find: the program for a call.
+        drop_outside: writes out of bounds are dropped.
+        cuttable: whether it runs as several statements depends on the sizes of all axes.
+
+    Attributes:
+        run: runs it on tensors in the layout's order, with an initial value, on sizes that agree with them; it records
+            no gradients, and returns `None` where it is not for these. `None`: for no call.
+    """
+
+    def __init__(
+        self,
+        bound: Bound,
+        tensors: Sequence[Tensor],
+        fixed: FixedExtents,
+        find: Callable[[Sequence[Tensor], Tensor | None, Extents], object],
+        *,
+        drop_outside: bool,
+        cuttable: bool,
+    ) -> None:
+        self.statement, self._find = bound.statement, find
+        self.kernels: dict[object, Run] = {}
+        self.run: Run | None = None
+        limits = limits_of(bound.statement)
+        # What is left of all limits is kept by any tensors with cells that 32 bits address.
+        checked = limits.steep or (limits.writes and not drop_outside) or any(least > 1 for _, _, least in limits.axes)
+        if checked or not tensors:
+            return
+        names = {
+            **{f"d{n}": tensor.dtype for n, tensor in enumerate(tensors)},
+            "dtype": bound.dtype,
+            "wide": WIDE,
+            "met": builder_versions,
+            "unwritten": unwritten,
+            "precision": torch._C._get_float32_matmul_precision,
+            "kernels": self.kernels,
+            "meet": self._meet,
+        }
+        self.run = function_of_lines(_lines(bound, fixed, cuttable=cuttable), names, f"call of {bound.statement.text}")
+        forgets_programs(self)
+
+    def clear(self) -> None:
+        """Forget every kernel."""
+        self.kernels.clear()
+
+    def _meet(
+        self, key: object, tensors: Sequence[Tensor], start: Tensor | None, indices: Sizes, output: Sizes
+    ) -> Tensor | None:
+        """Run it at a kind of sizes that was not met before."""
+        begun, extents = generation(), Extents(indices, output)
+        program = self._find(tensors, start, extents)
+        settled, found = True, _other
+        if isinstance(program, Executable) and isinstance(program.run, Generated):
+            settled = not program.run.undecided(tensors)
+            with messages_name(self.statement):
+                found = program.run.at(tensors, extents, start)
+        # What was cleared in the meantime stays so.
+        if settled and begun == generation():
+            if len(self.kernels) >= _LIMIT:
+                self.kernels.clear()
+            self.kernels[key] = found
+        return found(tensors, start, indices, output)
+
+
+def _other(tensors: Sequence[Tensor], start: Tensor | None, indices: Sizes, output: Sizes) -> None:
+    """Another backend runs these sizes."""
+
+
+def _lines(bound: Bound, fixed: FixedExtents, *, cuttable: bool) -> list[str]:
+    """Return the lines of `UnsizedCall.run`."""
+    layout = bound.layout
+    tensors = range(len(layout.tensors))
+    indices = [f"x{place}" for place in range(len(layout.indices))]
+    output = [f"o{axis}" for axis in range(len(layout.output_places))]
+    lines = ["def run(tensors, start, indices, output):", f"({', '.join(f't{n}' for n in tensors)},) = tensors"]
+    lines += [f"({', '.join(indices)},) = indices"] if indices else []
+    lines += [f"({', '.join(output)},) = output"] if output else []
+    # Of most tensors all axes are an index each.
+    shown = {axis: extent for extent, axes in zip(indices, layout.plain, strict=True) for axis in axes}
+    axes = [[shown.get((n, axis), "") for axis in range(layout.ranks[n])] for n in tensors]
+    cells = [" * ".join(each) if all(each) else f"t{n}.numel()" for n, each in enumerate(axes)]
+    wrong = [f"t{n}.dtype is not d{n}" for n in tensors]
+    wrong += [f"not 0 < {size} < wide" for size in dict.fromkeys([*cells, " * ".join(output)]) if size]
+    wrong += [f"not t{n}.is_contiguous()" for n in tensors]
+    lines += [f"if {' or '.join(wrong)}:", "    return None"]
+    for n in tensors:
+        if layout.tensors[n] in layout.index_tensors:
+            # The tensors of builders, as they were when they were made.
+            lines += [f"known = met.get(id(t{n}))"]
+            lines += [f"if known is None or known[0]() is not t{n} or known[1] != t{n}._version:"]
+            lines += [f"    if not unwritten(t{n}):", "        return None"]
+    lines += [
+        "how = None",
+        "if start is not None:",
+        "    if start.dtype is not dtype or not start.is_contiguous():",
+        "        return None",
+        "    start = start.detach()",
+        "    how = start.shape == output",
+        "    if not how:",
+        "        if start.shape != output[-1:]:",
+        "            return None",
+        "        start = start.expand(output)",
+    ]
+    key = [_magnitude(extent, most) for extent, most in zip(indices, fixed.most, strict=True)]
+    key += [_magnitude(o, -1) for o, place in zip(output, layout.output_places, strict=True) if place is None]
+    if cuttable:
+        hidden = [(n, axis) for n, each in enumerate(axes) for axis, extent in enumerate(each) if not extent]
+        key += [_magnitude(f"t{n}.shape[{axis}]", -1) for n, axis in hidden]
+    key += ["precision()"] if bound.dtype == torch.float32 else []
+    return [
+        *lines,
+        f"key = ({', '.join(['how', *key])},)",
+        "found = kernels.get(key)",
+        "if found is None:",
+        "    return meet(key, tensors, start, indices, output)",
+        "return found(tensors, start, indices, output)",
+    ]
+
+
+def _magnitude(extent: str, most: float) -> str:
+    """A size as far as kernels differ in it: itself up to a limit, else its magnitude."""
+    if most == math.inf:
+        return extent
+    bits = f"({extent} - 1).bit_length()"
+    return bits if most <= 1 else f"({extent} if {extent} <= {most} else -{bits})"
