@@ -72,5 +72,9 @@ def assert_distinct(indices: Tensor, extents: Sequence[int]) -> None:
     for column, extent in zip(columns, extents, strict=True):
         inside = inside & (column >= 0) & (column < extent)
     torch.ops.aten._assert_async.msg(inside.all(), "'indices' holds voxels outside the grid")
-    keys = CellNumbers(extents).of(columns).sort(stable=True).values
-    torch.ops.aten._assert_async.msg(starts_of_runs(keys).all(), "'indices' holds the same voxel more than once")
+    keys, order = CellNumbers(extents).of(columns).sort(stable=True)
+    # Of two different rows: always so, but not where a packager of graphs for a GPU tries this kernel on zeros in place
+    # of what was sorted, and must not find a fault.
+    other = order != order.index_select(0, (torch.arange(order.shape[0], device=order.device) - 1).clamp(min=0))
+    distinct = starts_of_runs(keys) | ~other
+    torch.ops.aten._assert_async.msg(distinct.all(), "'indices' holds the same voxel more than once")

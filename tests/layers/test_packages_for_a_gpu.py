@@ -1,0 +1,87 @@
+"""Packages of AOTInductor for a GPU: built, loaded and run by a process that cannot import this package."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+from torch.export import export
+from torch.fx import Interpreter
+
+from tests.layers.test_traced_graphs import ALONE, PACKAGES, VOXELS, Scene, _cloud, _recorded
+
+# Of torch's own exporter.
+pytestmark = pytest.mark.filterwarnings("ignore:`isinstance.treespec, LeafSpec.` is deprecated:FutureWarning")
+
+
+def build(name: str, device: torch.device, folder: Path) -> tuple[Any, Any, str]:
+    """Package a network of `PACKAGES`; return the module, what draws its inputs, and the package's path."""
+    make, draw, dynamic = PACKAGES[name]
+    torch.manual_seed(0)
+    module = make().to(device)
+
+    def inputs(*sizes: int) -> tuple[Tensor, ...]:
+        return tuple(x.to(device) for x in draw(*sizes))
+
+    if name == "forces":
+        recorded = _recorded(module, inputs(9, 40))
+        with torch.no_grad():
+            exported = export(recorded, inputs(9, 40), dynamic_shapes=dynamic, strict=False)
+    else:
+        exported = export(module.requires_grad_(False).eval(), inputs(9, 40), dynamic_shapes=dynamic)
+    path = torch._inductor.aoti_compile_and_package(exported, package_path=str(folder / f"{name}.pt2"))
+    return module, inputs, str(path)
+
+
+def run_alone(module: Any, inputs: tuple[Tensor, ...], package: str, folder: Path) -> str:
+    """Compare the package with the module in another process; return what it printed."""
+    want = module(*[x.clone() for x in inputs])
+    want = tuple(x.detach() for x in want) if isinstance(want, tuple) else want.detach()
+    torch.save((inputs, want), folder / "case.pt")
+    command = [sys.executable, "-W", "ignore", "-c", ALONE, package, str(folder / "case.pt")]
+    done = subprocess.run(command, capture_output=True, text=True, check=False)
+    return done.stdout.strip() or done.stderr
+
+
+@pytest.mark.slow
+@pytest.mark.compile
+@pytest.mark.parametrize("name", PACKAGES)
+def test_a_package_runs_where_this_package_cannot_be_imported(name: str, gpu: torch.device, tmp_path: Path):
+    module, draw, package = build(name, gpu, tmp_path)
+    for sizes in ((9, 40), (23, 11)):
+        assert run_alone(module, draw(*sizes), package, tmp_path) == "equal"
+
+
+class _OnZeros(Interpreter):
+    """Zeros in place of what a sort gives: a packager tries the kernel that follows on memory of its own."""
+
+    def call_function(self, target: Any, args: Any, kwargs: Any) -> Any:
+        out = super().call_function(target, args, kwargs)
+        return tuple(map(torch.zeros_like, out)) if target is torch.ops.aten.sort.stable else out
+
+
+def _checked(voxels: Tensor) -> tuple[Any, list[Tensor]]:
+    """The part of a network's graph that checks voxels."""
+    from insum_nn.structure.cell_numbers import assert_distinct
+
+    class Check(torch.nn.Module):
+        def forward(self, voxels: Tensor) -> Tensor:
+            assert_distinct(voxels, (2, *Scene.SHAPE))
+            return voxels + 1
+
+    program = export(Check(), (voxels,), dynamic_shapes=({0: VOXELS},)).run_decompositions({})
+    return program.graph_module, [voxels]
+
+
+def test_a_check_of_voxels_holds_on_made_up_order():
+    graph, inputs = _checked(_cloud(9, 0)[1])
+    assert any(node.target is torch.ops.aten.sort.stable for node in graph.graph.nodes)
+    _OnZeros(graph).run(*inputs)
+    Interpreter(graph).run(*inputs)
+    with pytest.raises(RuntimeError, match="the same voxel more than once"):
+        Interpreter(graph).run(torch.cat([inputs[0], inputs[0][3:4]]))
