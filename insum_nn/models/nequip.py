@@ -200,6 +200,13 @@ class Interaction(nn.Module):
         return self.gate(self.mix_out(messages * self.scale) + self.itself(x, attributes))
 
 
+def _unwrapped(layer: nn.Module) -> Interaction:
+    """The interaction inside what a user wrapped it in, such as a module that checkpoints its activations."""
+    if isinstance(layer, Interaction):
+        return layer
+    return next(each for each in layer.modules() if isinstance(each, Interaction))
+
+
 class NequIP(nn.Module):
     """A potential: the energy of a configuration of atoms is a sum of terms that see their neighbours' directions.
 
@@ -321,7 +328,7 @@ class NequIP(nn.Module):
         if offsets is not None:
             vectors = vectors + offsets
         distances = torch.linalg.vector_norm(vectors, dim=1)
-        radial = evaluate_hidden([layer.radial for layer in self.layers], self.radial_basis(distances))
+        radial = evaluate_hidden([_unwrapped(layer).radial for layer in self.layers], self.radial_basis(distances))
         harmonics = self.harmonics(vectors / distances[:, None])
         attributes = nn.functional.one_hot(kinds, self.num_species).to(positions.dtype)
         x = self.embedding(attributes)

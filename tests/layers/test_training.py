@@ -268,6 +268,8 @@ def test_compiled_steps(name: str, device: torch.device):
     same(found.found(call=torch.compile(found.ours, backend="aot_eager", dynamic=True)), found.wanted())
 
 
+# Dynamo looks at `.grad` of what a recorded launch is given.
+@pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor that is not a leaf Tensor:UserWarning")
 @pytest.mark.slow
 def test_compiled_steps_with_forces(device: torch.device):
     found = pair("nequip", device)
