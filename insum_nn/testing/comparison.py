@@ -239,8 +239,21 @@ def _tensor_product_conv(
     layer: Any, output: Tensor, x: Tensor, y: Tensor, weight: Tensor, receivers: Tensor, senders: Tensor
 ) -> Tensor:
     """e3nn's product of gathered features, one message for each edge, added up."""
-    messages = _e3nn_product(layer.tensor_product).to(output)(x[senders], y, weight)
-    return x.new_zeros(output.shape[0], messages.shape[1]).index_add(0, receivers, messages)
+    product = layer.tensor_product
+    if layer.layout == "ir_mul":
+        x, y = (_turned(t, irreps, "ir_mul") for t, irreps in ((x, product.irreps_in1), (y, product.irreps_in2)))
+    messages = _e3nn_product(product).to(output)(x[senders], y, weight)
+    found = x.new_zeros(output.shape[0], messages.shape[1]).index_add(0, receivers, messages)
+    return _turned(found, product.irreps_out, "mul_ir") if layer.layout == "ir_mul" else found
+
+
+def _turned(features: Tensor, irreps: Any, layout: str) -> Tensor:
+    """Exchange copies and components in features of this layout."""
+    parts: list[Tensor] = []
+    for place, (mul, irrep) in zip(irreps.slices(), irreps, strict=True):
+        sizes = (mul, irrep.dim) if layout == "mul_ir" else (irrep.dim, mul)
+        parts.append(features[:, place].unflatten(1, sizes).mT.flatten(1))
+    return torch.cat(parts, 1)
 
 
 # Blocks.
