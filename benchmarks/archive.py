@@ -14,12 +14,13 @@ from __future__ import annotations
 
 import argparse
 import datetime
+import json
 import re
 import shutil
 import sys
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 from benchmarks import records
 from benchmarks.records import Record
@@ -32,7 +33,7 @@ __all__ = [
     "candidates",
     "current_files",
     "device_slug",
-    "first_steps_file",
+    "first_steps",
     "new_file",
     "select",
     "update",
@@ -167,9 +168,13 @@ def current_files(results: Path = RESULTS) -> list[Path]:
     return sorted((results / "current").rglob("*.json"))
 
 
-def first_steps_file(results: Path = RESULTS) -> Path:
-    """Return the newest file of first steps."""
-    return max(results.glob("first-steps-*.json"))
+def first_steps(results: Path = RESULTS) -> list[dict[str, Any]]:
+    """Return the first steps of all files: of each case, provider and process the newest."""
+    found: dict[tuple[str, ...], dict[str, Any]] = {}
+    for file in sorted(results.glob("first-steps-*.json")):
+        for entry in json.loads(file.read_text(encoding="utf-8")):
+            found[entry["case"], entry["provider"], entry["mode"], entry["process"]] = entry
+    return list(found.values())
 
 
 def main(arguments: Sequence[str] | None = None) -> int:

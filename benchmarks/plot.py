@@ -174,7 +174,7 @@ def _first_steps() -> Any:
     """Draw the first step of each case, with empty and with full caches."""
     from matplotlib.figure import Figure
 
-    entries = json.loads(archive.first_steps_file().read_text(encoding="utf-8"))
+    entries = archive.first_steps()
     measured = [entry for entry in entries if entry["steps"]]
     cases = list(dict.fromkeys(entry["case"] for entry in measured))
     figure = Figure(figsize=(8, 1.0 + 0.34 * len(cases)), layout="constrained")
@@ -254,7 +254,7 @@ FIGURES: dict[str, tuple[Callable[[], Any], tuple[str, ...]]] = {
         (f"{H200}/subm_conv.json",),
     ),
 }
-"""File -> what draws it, and which files or folders of `current` it is drawn from, or the file of first steps."""
+"""File -> what draws it, and which files or folders of `current` it is drawn from, or the files of first steps."""
 
 
 def _digest(sources: Sequence[str]) -> str:
@@ -263,7 +263,7 @@ def _digest(sources: Sequence[str]) -> str:
     files = sorted(file for path in paths for file in (path.glob("*.json") if path.suffix == "" else [path]))
     text = json.dumps([report.read([file]) for file in files], sort_keys=True)
     if FIRST_STEPS in sources:
-        text += archive.first_steps_file().read_text(encoding="utf-8")
+        text += json.dumps(archive.first_steps(), sort_keys=True)
     text += Path(__file__).read_text(encoding="utf-8")
     return "records " + hashlib.sha256(text.encode()).hexdigest()[:16]
 

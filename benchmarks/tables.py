@@ -3,14 +3,13 @@
 A page holds `<!-- table: begin -->` and `<!-- table: end -->`, with a name (`<!-- table: NAME begin -->`) where it is
 not README's table; the text between them is replaced. `--check` writes nothing and returns 1 when a table or a plot
 is out of date; CI runs it. Numbers come from `benchmarks/results/current/`, targets from the whole history, and first
-steps from the newest `benchmarks/results/first-steps-*.json`.
+steps from `benchmarks/results/first-steps-*.json`, of each case the newest.
 """
 
 from __future__ import annotations
 
 import argparse
 import functools
-import json
 import re
 import sys
 from collections.abc import Callable, Mapping, Sequence
@@ -199,15 +198,16 @@ def first_step_table() -> str:
         then = duration(later[-1]["seconds"] * 1e3) if later else ""
         lines.append([f"`{case}`", provider, caches, f"{first['seconds']:.1f} s", str(first["compiled"]), then])
     head = ["case", "layers", "caches", "first step", "kernels compiled", "third step"]
-    some = measured[0]
-    where = f"Measured on {some['gpu']}, {some['utc'][:10]}, torch {some['torch']}, Triton {some['triton']}."
+    some, dates = measured[0], sorted({entry["utc"][:10] for entry in measured})
+    when = " and ".join(dates)
+    where = f"Measured on {some['gpu']}, {when}, torch {some['torch']}, Triton {some['triton']}."
     return f"{markdown(head, lines)}\n\n{where}"
 
 
 @functools.cache
 def first_steps() -> Sequence[FirstStep]:
-    """The newest file of first steps."""
-    return cast("list[FirstStep]", json.loads(archive.first_steps_file().read_text(encoding="utf-8")))
+    """The first steps of all files, read once."""
+    return cast("list[FirstStep]", archive.first_steps())
 
 
 def family_table(rows: Sequence[Row], device: str, families: Sequence[str]) -> str:
