@@ -48,7 +48,7 @@ def resolve_extents(
     """
     layout = layout_of(statement)
     known = agreement_of(statement)(tensors, sizes, out_shape)
-    if known is not None and (start is None or start.shape in (known.output, known.output[-1:])):
+    if known is not None and (start is None or _lies_along(start.shape, known.output)):
         return known
     found: dict[str, int] = {}
     clash = False
@@ -83,6 +83,12 @@ def resolve_extents(
     )
     shape = _complete_shape(statement, output)
     return Extents(tuple(found[name] for name in layout.indices), shape)
+
+
+def _lies_along(start: torch.Size, output: Sequence[int]) -> bool:
+    """Whether an initial value has all axes of the output, or the last one."""
+    # Shapes of other lengths are not compared: a symbolic size that meets a number would be kept from being it.
+    return len(start) in (1, len(output)) and start == output[-len(start) :]
 
 
 Agreement = Callable[[Sequence[Tensor], Mapping[str, int], Sequence[int | None] | None], Extents | None]
