@@ -307,8 +307,8 @@ def test_calls_in_pieces_show_the_code_of_a_piece():
     rows = torch.zeros(70, dtype=torch.int64)
 
     def explain(width: int) -> Explanation:
-        operands = {"Val": torch.ones(70, 4, 8), "B": torch.ones(3, 8, width)}
-        return program.explain(tensors=operands | {"Row": rows, "Col": rows}, out_shape=(2, None, None))
+        operands = {"Val": torch.ones(70, 4, 8), "B": torch.ones(300, 8, width)}
+        return program.explain(tensors=operands | {"Row": rows, "Col": rows}, out_shape=(200, None, None))
 
     whole, cut = explain(4), explain(2048)
     assert whole.schedule == "library calls over the whole index space"
