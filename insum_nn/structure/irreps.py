@@ -20,6 +20,7 @@ __all__ = [
     "InstructionError",
     "Mode",
     "Path",
+    "copies_outermost",
     "dimension",
     "entries_of",
     "make_paths",
@@ -141,6 +142,19 @@ def entries_of(irreps: Iterable[Any]) -> tuple[Entry, ...]:
         mul, l, p = values
         found.append(Entry(int(mul), int(l), int(p)))
     return tuple(found)
+
+
+def copies_outermost(entries: Iterable[Entry]) -> list[int]:
+    """For each column in the order (copies, components), the column that it is in the order (components, copies).
+
+    >>> copies_outermost([Entry(2, 1, -1)])
+    [0, 2, 4, 1, 3, 5]
+    """
+    found: list[int] = []
+    for entry in entries:
+        start = len(found)
+        found += [start + part * entry.mul + copy for copy in range(entry.mul) for part in range(entry.size)]
+    return found
 
 
 def dimension(entries: Sequence[Entry]) -> int:

@@ -16,6 +16,7 @@ from torch import Tensor, nn
 from torch.nn import functional
 
 from insum_nn.errors import InsumError, InsumShapeError
+from insum_nn.structure.irreps import copies_outermost, entries_of
 
 __all__ = ["REFERENCES", "Comparison", "Reference", "compare_layers"]
 
@@ -241,19 +242,15 @@ def _tensor_product_conv(
     """e3nn's product of gathered features, one message for each edge, added up."""
     product = layer.tensor_product
     if layer.layout == "ir_mul":
-        x, y = (_turned(t, irreps, "ir_mul") for t, irreps in ((x, product.irreps_in1), (y, product.irreps_in2)))
+        x, y = x[:, _columns(product.irreps_in1, x)], y[:, _columns(product.irreps_in2, y)]
     messages = _e3nn_product(product).to(output)(x[senders], y, weight)
     found = x.new_zeros(output.shape[0], messages.shape[1]).index_add(0, receivers, messages)
-    return _turned(found, product.irreps_out, "mul_ir") if layer.layout == "ir_mul" else found
+    return found[:, _columns(product.irreps_out, x).argsort()] if layer.layout == "ir_mul" else found
 
 
-def _turned(features: Tensor, irreps: Any, layout: str) -> Tensor:
-    """Exchange copies and components in features of this layout."""
-    parts: list[Tensor] = []
-    for place, (mul, irrep) in zip(irreps.slices(), irreps, strict=True):
-        sizes = (mul, irrep.dim) if layout == "mul_ir" else (irrep.dim, mul)
-        parts.append(features[:, place].unflatten(1, sizes).mT.flatten(1))
-    return torch.cat(parts, 1)
+def _columns(irreps: Any, x: Tensor) -> Tensor:
+    """Where e3nn's columns are in features whose copies are innermost."""
+    return torch.tensor(copies_outermost(entries_of(irreps)), device=x.device)
 
 
 # Blocks.

@@ -69,7 +69,7 @@ def _read(code: KernelCode, found: str) -> Any:
     timer = CompileTimer()
     name = "kernel.json"
     group: dict[str, Any] = get_cache_manager(found).get_group(name) or {}
-    # The text at each stage of compiling is long, and nobody reads it.
+    # Only metadata and binary are needed; the text of each intermediate representation is long.
     group = {each: path for each, path in group.items() if each.endswith((".json", ".cubin", ".hsaco"))}
     if name not in group or len(group) != 2:
         return None

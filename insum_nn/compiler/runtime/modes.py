@@ -1,4 +1,4 @@
-"""Detect tracers, transforms, dispatch modes and autocast: what handles a call besides eager execution and autograd."""
+"""Detect active tracers, function transforms, dispatch modes and autocast."""
 
 from __future__ import annotations
 

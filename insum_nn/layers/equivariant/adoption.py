@@ -1,7 +1,8 @@
-"""What the layers that subclass e3nn's share: to become one of e3nn's modules, and to run its code."""
+"""What the layers that subclass e3nn's share: e3nn itself, to become one of e3nn's modules, and to run its code."""
 
 from __future__ import annotations
 
+import importlib
 from collections.abc import Callable
 from types import FunctionType
 from typing import Any, TypeVar
@@ -10,10 +11,20 @@ import torch
 from torch import Tensor
 
 from insum_nn.dtypes import FLOATS
+from insum_nn.errors import MissingExtraError
 from insum_nn.layers.equivariant.checks import InputError
 from insum_nn.ops.modes import in_a_graph
 
-__all__ = ["adopt", "forward_of", "runs_directly"]
+try:
+    # e3nn has no types, so what comes from it is `Any`.
+    o3: Any = importlib.import_module("e3nn.o3")
+    e3nn_nn: Any = importlib.import_module("e3nn.nn")
+except ImportError as error:
+    raise MissingExtraError(
+        "the equivariant layers take the place of e3nn's, which is not installed", fix="run: pip install e3nn"
+    ) from error
+
+__all__ = ["adopt", "e3nn_nn", "forward_of", "o3", "runs_directly"]
 
 M = TypeVar("M", bound=torch.nn.Module)
 

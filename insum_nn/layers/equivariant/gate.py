@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import importlib
 from itertools import groupby
 from typing import Any
 
@@ -10,17 +9,8 @@ import torch
 from torch import Tensor
 
 from insum_nn.compiler.options import DEFAULT, Options
-from insum_nn.errors import MissingExtraError
-from insum_nn.layers.equivariant.adoption import adopt, forward_of, runs_directly
+from insum_nn.layers.equivariant.adoption import adopt, e3nn_nn, forward_of, runs_directly
 from insum_nn.layers.equivariant.tensor_product import TensorProduct
-
-try:
-    # e3nn has no types, so what comes from it is `Any`.
-    e3nn_nn: Any = importlib.import_module("e3nn.nn")
-except ImportError as error:
-    raise MissingExtraError(
-        "the equivariant layers take the place of e3nn's, which is not installed", fix="run: pip install e3nn"
-    ) from error
 
 __all__ = ["Gate"]
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import importlib
 import math
 from typing import Any
 
@@ -10,20 +9,11 @@ import torch
 from torch import Tensor
 
 from insum_nn.compiler.options import DEFAULT, Options, require_options
-from insum_nn.errors import MissingExtraError
-from insum_nn.layers.equivariant.adoption import adopt, forward_of, runs_directly
+from insum_nn.layers.equivariant.adoption import adopt, forward_of, o3, runs_directly
 from insum_nn.layers.equivariant.checks import check_choice
 from insum_nn.ops.tensor_product import TensorProductSpec, checked_product, expressions
 from insum_nn.ops.tensor_product_spec import LAYOUTS
-from insum_nn.structure.irreps import Entry, Path, entries_of
-
-try:
-    # e3nn has no types, so what comes from it is `Any`.
-    o3: Any = importlib.import_module("e3nn.o3")
-except ImportError as error:
-    raise MissingExtraError(
-        "the equivariant layers take the place of e3nn's, which is not installed", fix="run: pip install e3nn"
-    ) from error
+from insum_nn.structure.irreps import Entry, Path, copies_outermost, entries_of
 
 __all__ = ["Linear"]
 
@@ -84,8 +74,8 @@ class Linear(o3.Linear):
         self.register_buffer("_one", self.output_mask.new_ones(1, 1), persistent=False)
         # Columns in e3nn's order, and of its output in another.
         self._turns_in, self._turns_out = layout_in != "mul_ir", layout_out != "mul_ir"
-        into = _columns(self.irreps_in) if self._turns_in else self.output_mask.new_zeros(0).long()
-        out = _columns(self.irreps_out).argsort() if self._turns_out else self.output_mask.new_zeros(0).long()
+        into = _columns(self.irreps_in) if self._turns_in else _columns(())
+        out = _columns(self.irreps_out).argsort() if self._turns_out else _columns(())
         self.register_buffer("_into", into.to(self.output_mask.device), persistent=False)
         self.register_buffer("_out_of", out.to(self.output_mask.device), persistent=False)
         self.options = options
@@ -230,11 +220,5 @@ class Linear(o3.Linear):
 
 
 def _columns(irreps: Irreps) -> Tensor:
-    """For each column in the order (copies, components), the column that it is in the order (components, copies)."""
-    found: list[Tensor] = []
-    start = 0
-    for entry in entries_of(irreps):
-        own = torch.arange(start, start + entry.dim, device="cpu")
-        found.append(own.reshape(entry.size, entry.mul).T.reshape(-1))
-        start += entry.dim
-    return torch.cat(found) if found else torch.zeros(0, dtype=torch.int64, device="cpu")
+    """`copies_outermost` as a tensor."""
+    return torch.tensor(copies_outermost(entries_of(irreps)), dtype=torch.int64, device="cpu")

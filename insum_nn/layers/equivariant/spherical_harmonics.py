@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import importlib
 import math
 from typing import Any
 
@@ -10,19 +9,10 @@ import torch
 from torch import Tensor
 
 from insum_nn.compiler.options import DEFAULT, Options, require_options
-from insum_nn.errors import MissingExtraError
-from insum_nn.layers.equivariant.adoption import adopt, forward_of, runs_directly
+from insum_nn.layers.equivariant.adoption import adopt, forward_of, o3, runs_directly
 from insum_nn.ops.tensor_product import TensorProductSpec, checked_product, expressions
 from insum_nn.structure.clebsch_gordan import nonzeros
 from insum_nn.structure.irreps import Entry, Path
-
-try:
-    # e3nn has no types, so what comes from it is `Any`.
-    o3: Any = importlib.import_module("e3nn.o3")
-except ImportError as error:
-    raise MissingExtraError(
-        "the equivariant layers take the place of e3nn's, which is not installed", fix="run: pip install e3nn"
-    ) from error
 
 __all__ = ["SphericalHarmonics"]
 
