@@ -10,6 +10,7 @@ from typing import Any, TypeVar
 import torch
 from torch import Tensor
 
+from insum_nn.compiler.options import Options, require_options
 from insum_nn.dtypes import FLOATS
 from insum_nn.errors import MissingExtraError
 from insum_nn.layers.equivariant.checks import InputError
@@ -17,6 +18,7 @@ from insum_nn.ops.modes import in_a_graph
 
 try:
     # e3nn has no types, so what comes from it is `Any`.
+    e3nn: Any = importlib.import_module("e3nn")
     o3: Any = importlib.import_module("e3nn.o3")
     e3nn_nn: Any = importlib.import_module("e3nn.nn")
 except ImportError as error:
@@ -24,9 +26,28 @@ except ImportError as error:
         "the equivariant layers take the place of e3nn's, which is not installed", fix="run: pip install e3nn"
     ) from error
 
-__all__ = ["adopt", "e3nn_nn", "forward_of", "o3", "runs_directly"]
+__all__ = ["HasOptions", "adopt", "e3nn", "e3nn_nn", "forward_of", "o3", "runs_directly"]
 
 M = TypeVar("M", bound=torch.nn.Module)
+
+
+class HasOptions:
+    """A layer whose statements follow its compile options: `_write_statements` runs whenever these are set."""
+
+    _options: Options
+
+    @property
+    def options(self) -> Options:
+        """Compile options; the statements follow them."""
+        return self._options
+
+    @options.setter
+    def options(self, options: Options) -> None:
+        self._options = require_options(options)
+        self._write_statements()
+
+    def _write_statements(self) -> None:
+        raise NotImplementedError
 
 
 def adopt(kind: type[M], module: Any, peer: Any) -> M:

@@ -8,8 +8,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from insum_nn.compiler.options import DEFAULT, Options, require_options
-from insum_nn.layers.equivariant.adoption import adopt, forward_of, o3, runs_directly
+from insum_nn.compiler.options import DEFAULT, Options
+from insum_nn.layers.equivariant.adoption import HasOptions, adopt, forward_of, o3, runs_directly
 from insum_nn.layers.equivariant.checks import check_choice
 from insum_nn.ops.tensor_product import TensorProductSpec, checked_product, expressions
 from insum_nn.ops.tensor_product_spec import LAYOUTS
@@ -22,7 +22,7 @@ Irreps = Any
 _PART = 16
 
 
-class Linear(o3.Linear):
+class Linear(o3.Linear, HasOptions):
     """Mix the copies of each irrep: `e3nn.o3.Linear`.
 
         Z[z,K[p,w]] += CG[p] * X[z,I[p,u]] * Y[z,J[p]] * W[L[p],u,w]
@@ -80,14 +80,7 @@ class Linear(o3.Linear):
         self.register_buffer("_out_of", out.to(self.output_mask.device), persistent=False)
         self.options = options
 
-    @property
-    def options(self) -> Options:
-        """Compile options; the statements follow them."""
-        return self._options
-
-    @options.setter
-    def options(self, options: Options) -> None:
-        self._options = require_options(options)
+    def _write_statements(self) -> None:
         self._dims: tuple[int, int] = (self.irreps_in.dim, self.irreps_out.dim)
         self._text: str = self.spec.to_json() if self._is_sparse() else ""
 

@@ -8,8 +8,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from insum_nn.compiler.options import DEFAULT, Options, require_options
-from insum_nn.layers.equivariant.adoption import adopt, forward_of, o3, runs_directly
+from insum_nn.compiler.options import DEFAULT, Options
+from insum_nn.layers.equivariant.adoption import HasOptions, adopt, forward_of, o3, runs_directly
 from insum_nn.ops.tensor_product import TensorProductSpec, checked_product, expressions
 from insum_nn.structure.clebsch_gordan import nonzeros
 from insum_nn.structure.irreps import Entry, Path
@@ -19,7 +19,7 @@ __all__ = ["SphericalHarmonics"]
 Irreps = Any
 
 
-class SphericalHarmonics(o3.SphericalHarmonics):
+class SphericalHarmonics(o3.SphericalHarmonics, HasOptions):
     """Spherical harmonics of vectors: `e3nn.o3.SphericalHarmonics`.
 
         Y[z,K[p]] += CG[p] * Y'[z,I[p]] * X[z,J[p]]
@@ -58,14 +58,7 @@ class SphericalHarmonics(o3.SphericalHarmonics):
         super().__init__(irreps_out, normalize, normalization, irreps_in)
         self.options = options
 
-    @property
-    def options(self) -> Options:
-        """Compile options; the statements follow them."""
-        return self._options
-
-    @options.setter
-    def options(self, options: Options) -> None:
-        self._options = require_options(options)
+    def _write_statements(self) -> None:
         # Values of the zonal harmonic at the pole, on which all others vanish.
         self._poles = [self._pole(degree) for degree in range(self._lmax + 1)]
         self._texts: list[str] = [spec.to_json() for spec in self._specs()]

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import importlib
 import warnings
 from collections.abc import Iterator, Sequence
 from typing import TYPE_CHECKING, Any
@@ -10,8 +9,8 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor
 
-from insum_nn.compiler.options import DEFAULT, Options, require_options
-from insum_nn.errors import MissingExtraError
+from insum_nn.compiler.options import DEFAULT, Options
+from insum_nn.layers.equivariant.adoption import HasOptions, e3nn, o3
 from insum_nn.layers.equivariant.checks import (
     InputError,
     check_choice,
@@ -32,16 +31,6 @@ from insum_nn.ops.tensor_product import (
 from insum_nn.structure.clebsch_gordan import nonzeros
 from insum_nn.structure.irreps import Entry, Path, entries_of, make_paths, path_coefficients, weight_offsets
 
-try:
-    # e3nn has no types, so what comes from it is `Any`.
-    e3nn: Any = importlib.import_module("e3nn")
-    o3: Any = importlib.import_module("e3nn.o3")
-    Instruction: Any = importlib.import_module("e3nn.o3._tensor_product._instruction").Instruction
-except ImportError as error:
-    raise MissingExtraError(
-        "the tensor products take the place of e3nn's, which is not installed", fix="run: pip install e3nn"
-    ) from error
-
 __all__ = [
     "ElementwiseTensorProduct",
     "FullTensorProduct",
@@ -51,9 +40,10 @@ __all__ = [
 ]
 
 Irreps = Any
+Instruction = o3._tensor_product._instruction.Instruction
 
 
-class TensorProduct(o3.TensorProduct):
+class TensorProduct(o3.TensorProduct, HasOptions):
     """Tensor product of two representations along chosen paths: `e3nn.o3.TensorProduct`.
 
         Z[z,K[p,w]] += CG[p] * X[z,I[p,u]] * Y[z,J[p,v]] * W[L[p],u,v,w]
@@ -194,14 +184,7 @@ class TensorProduct(o3.TensorProduct):
         paths, _ = make_paths(*self._entries(), rows)
         return tuple(p._replace(coefficient=i.path_weight) for p, i in zip(paths, self.instructions, strict=True))
 
-    @property
-    def options(self) -> Options:
-        """Compile options; the statements follow them."""
-        return self._options
-
-    @options.setter
-    def options(self, options: Options) -> None:
-        self._options = require_options(options)
+    def _write_statements(self) -> None:
         self._in1_dim: int = self.irreps_in1.dim
         self._in2_dim: int = self.irreps_in2.dim
         self._out_dim: int = self.irreps_out.dim

@@ -12,6 +12,7 @@ from torch import Tensor
 from insum_nn.compiler.options import DEFAULT, Options, require_options
 from insum_nn.dtypes import INDEX_DTYPES
 from insum_nn.errors import InsumDtypeError, InsumError, raise_collected
+from insum_nn.layers.equivariant.adoption import HasOptions
 from insum_nn.layers.equivariant.checks import InputError, check_same, fits_plainly
 from insum_nn.layers.equivariant.tensor_product import TensorProduct
 from insum_nn.ops.arguments import other_device, to_autocast
@@ -20,7 +21,7 @@ from insum_nn.ops.tensor_product import TensorProductSpec, checked_product, expl
 __all__ = ["TensorProductConv"]
 
 
-class TensorProductConv(torch.nn.Module):
+class TensorProductConv(torch.nn.Module, HasOptions):
     """Messages along edges, each the tensor product of a sender's features and an edge's, summed at the receivers.
 
         Z[Dst[e],K[p,u]] += CG[p] * X[Src[e],I[p],u] * Y[e,J[p]] * W[e,L[p],u]
@@ -106,14 +107,7 @@ class TensorProductConv(torch.nn.Module):
         self.layout: str = layout or "mul_ir"
         self.options = replace(require_options(options), deterministic=True) if deterministic else options
 
-    @property
-    def options(self) -> Options:
-        """Compile options; the statements follow them."""
-        return self._options
-
-    @options.setter
-    def options(self, options: Options) -> None:
-        self._options = require_options(options)
+    def _write_statements(self) -> None:
         self._text: str = self.spec.to_json()
 
     @property
