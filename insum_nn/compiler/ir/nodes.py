@@ -9,13 +9,14 @@ from __future__ import annotations
 
 import math
 import operator
+import re
 import struct
 import threading
 import weakref
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, fields
-from typing import Any, Literal, dataclass_transform
+from typing import Any, ClassVar, Literal, dataclass_transform
 
 from insum_nn.facts import UNKNOWN, IndexFacts
 
@@ -55,15 +56,22 @@ Combine = str
 Initial = Literal["none", "zero", "tensor"]
 Precision = Literal["ieee", "tf32", "tf32x3"]
 
-_interned: dict[tuple[object, ...], weakref.KeyedRef[tuple[object, ...], Any]] = {}
 _lock = threading.Lock()
 
 
-def _forget(reference: weakref.KeyedRef[tuple[object, ...], Any]) -> None:
+class _Reference(weakref.ref[Any]):
+    """Finds a node under its fields, as long as it lives."""
+
+    __slots__ = ("key", "known")
+    key: object
+    known: dict[object, _Reference]
+
+
+def _forget(reference: _Reference) -> None:
     """Drop a node that is gone, unless an equal one was made since."""
     with suppress(KeyError):
-        if _interned[reference.key] is reference:
-            del _interned[reference.key]
+        if reference.known[reference.key] is reference:
+            del reference.known[reference.key]
 
 
 @dataclass_transform(frozen_default=True, eq_default=False)
@@ -74,40 +82,60 @@ class _Interning(type):
     _defaults: dict[str, Any]
     # Places of numbers of several types: 1, 1.0 and True are equal, 0.0 and -0.0 too, and are different constants.
     _numbers: tuple[int, ...]
+    # Places of nodes, and whether they are tuples of them.
+    _places: tuple[tuple[int, bool], ...]
+    _known: dict[object, _Reference]
+    _kinds: ClassVar[set[str]] = set()
 
     def __new__(mcs, name: str, bases: tuple[type, ...], namespace: dict[str, Any]) -> _Interning:
         cls = super().__new__(mcs, name, bases, namespace)
+        mcs._kinds.add(name)
         if not bases:
             return cls
         made = dataclass(frozen=True, eq=False)(cls)
         own = fields(made)  # type: ignore[arg-type]
         made._names = tuple(field.name for field in own)
         made._defaults = {field.name: field.default for field in own}
-        made._numbers = tuple(place for place, field in enumerate(own) if "float" in str(field.type))
+        types = [str(field.type) for field in own]
+        made._numbers = tuple(place for place, each in enumerate(types) if "float" in each)
+        made._places = tuple(
+            (place, each.startswith("tuple"))
+            for place, each in enumerate(types)
+            if not mcs._kinds.isdisjoint(re.findall(r"\w+", each))
+        )
+        made._known = {}
         return made  # type: ignore[return-value]
 
     def __call__(cls, *args: Any, **kwargs: Any) -> Any:
         # Most calls ask for a node that there is, with all fields in order.
         parts = args
         if kwargs or len(args) < len(cls._names):
-            known, rest = cls._defaults, cls._names[len(args) :]
-            parts = (*args, *[kwargs[name] if name in kwargs else known[name] for name in rest])
-        key = (cls, *parts)
+            defaults, rest = cls._defaults, cls._names[len(args) :]
+            parts = (*args, *[kwargs[name] if name in kwargs else defaults[name] for name in rest])
+        key: object = parts
         for place in cls._numbers:
             value = parts[place]
-            key = (*key, type(value), None if value is None else math.copysign(1, value))
-        reference = _interned.get(key)
+            key = (key, type(value), None if value is None else math.copysign(1, value))
+        known = cls._known
+        reference = known.get(key)
         found = None if reference is None else reference()
         if found is None:
-            made = super().__call__(*args, **kwargs)
-            object.__setattr__(made, "_parts", parts)
-            nested = [part if type(part) is tuple else (part,) for part in parts]
-            object.__setattr__(made, "_children", tuple([n for part in nested for n in part if isinstance(n, Node)]))
+            made: Any = object.__new__(cls)
+            children: tuple[Node, ...] = ()
+            for place, several in cls._places:
+                part = parts[place]
+                if part is not None:
+                    children += part if several else (part,)
+            # Faster than the dataclass, which sets one after the other.
+            state = made.__dict__
+            state.update(zip(cls._names, parts, strict=True))
+            state["_parts"], state["_children"] = parts, children
             with _lock:
-                reference = _interned.get(key)
+                reference = known.get(key)
                 found = None if reference is None else reference()
                 if found is None:
-                    found, _interned[key] = made, weakref.KeyedRef(made, _forget, key)
+                    reference = known[key] = _Reference(made, _forget)
+                    reference.key, reference.known, found = key, known, made
         return found
 
 
@@ -128,15 +156,14 @@ class Node(metaclass=_Interning):
         # Interned: most nodes of a kernel stay what they are.
         if all(map(operator.is_, children, changed)):
             return self
-        left = iter(changed)
-        parts = [
-            next(left)
-            if isinstance(part, Node)
-            else tuple([next(left) if isinstance(each, Node) else each for each in part])
-            if isinstance(part, tuple)
-            else part
-            for part in self.parts()
-        ]
+        parts, first = [*self.parts()], 0
+        for place, several in type(self)._places:
+            part = parts[place]
+            if part is None:
+                continue
+            last = first + (len(part) if several else 1)
+            parts[place] = tuple(changed[first:last]) if several else changed[first]
+            first = last
         return type(self)(*parts)
 
     def replace(self, mapping: Mapping[Node, Node]) -> Node:
