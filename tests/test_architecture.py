@@ -71,11 +71,7 @@ INTERPRETER_MAY_IMPORT = {"lang", "lang.syntax", "lang.parser", "lang.check", "l
 # tool -> the only files of the package that name it.
 ONLY_IN = {
     "torch.fx": (),
-    # `statement_choice` asks what is known of symbolic sizes.
-    "torch.fx.experimental": (
-        "insum_nn/compiler/codegen/inductor.py",
-        "insum_nn/compiler/runtime/composite/statement_choice.py",
-    ),
+    "torch.fx.experimental": ("insum_nn/compiler/codegen/inductor.py",),
     "torch._inductor": ("insum_nn/compiler/codegen/inductor.py",),
     "triton": tuple(
         f"insum_nn/compiler/kernels/{name}.py" for name in ("launch", "machine_code", "stored_code", "c_launcher")
@@ -416,6 +412,12 @@ def tools_named(source: Source) -> set[str]:
 
 def test_one_file_names_each_tool():
     assert faults(tools_named) == {}
+
+
+def test_the_files_that_may_name_a_tool_do():
+    named = {s.name: {name for name, _ in s.dotted_names()} for s in MODULES.values()}
+    unneeded = [(t, f) for t, files in ONLY_IN.items() for f in files if not any(within(n, [t]) for n in named[f])]
+    assert unneeded == [], "take these off ONLY_IN"
 
 
 @pytest.mark.parametrize(

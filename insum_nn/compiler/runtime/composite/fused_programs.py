@@ -31,7 +31,7 @@ from insum_nn.compiler.lang.shapes import resolve_extents
 from insum_nn.compiler.lang.syntax import Access
 from insum_nn.compiler.passes.own_rows import ROW
 from insum_nn.compiler.runtime.dispatch import Ready, Spec, index_versions, keep, prepare
-from insum_nn.compiler.runtime.execution import generation
+from insum_nn.compiler.runtime.execution import Executable, generation
 from insum_nn.compiler.runtime.program import Program
 from insum_nn.compiler.schedule import database as store
 from insum_nn.compiler.schedule.build_once import BuildOnce
@@ -277,7 +277,7 @@ def _one(program: Program, named: Mapping[str, Tensor], shape: Shape) -> _One:
     if 0 in extents.indices or 0 in extents.output or any(t.numel() == 0 for t in tensors):
         raise FormError("there is nothing to sum")
     bound, chosen = prepare(spec, tensors, None, extents)
-    if not isinstance(chosen.run, Generated) or spec.epilogue:
+    if not isinstance(chosen, Executable) or not isinstance(chosen.run, Generated) or spec.epilogue:
         raise FormError(f"{program.expression} is no generated kernel")
     form = chosen.run.form.named(named_as(bound, chosen.bound))
     return _One(program, tensors, extents, bound, form)

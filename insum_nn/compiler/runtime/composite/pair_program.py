@@ -149,11 +149,6 @@ class PairProgram:
         """Why it runs so."""
         return "on a CPU, a library multiplies the matrix of static coefficients by the products of rows"
 
-    @property
-    def run(self) -> PairProgram:
-        """What computes the statement, as of an `Executable`: no single kernel."""
-        return self
-
     def __call__(self, tensors: Sequence[Tensor], extents: Extents, start: Tensor | None) -> Tensor:
         """Run on tensors in the layout's order."""
         return self.prepare(tensors, extents, start)(tensors, start)

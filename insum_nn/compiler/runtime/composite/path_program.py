@@ -83,11 +83,6 @@ class PathProgram:
         return "on a CPU, dense products of a library for each path are faster than gathers and scatters"
 
     @property
-    def run(self) -> PathProgram:
-        """What computes the statement, as of an `Executable`: no single kernel."""
-        return self
-
-    @property
     def count(self) -> int:
         """How many samples there are."""
         return self.extents.indices[self.bound.layout.indices.index(self.samples)]

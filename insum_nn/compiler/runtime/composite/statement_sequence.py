@@ -343,11 +343,6 @@ class StatementSequence:
         self.cost = cost
         self.reason = f"the statement runs as {len(parts)}"
 
-    @property
-    def run(self) -> StatementSequence:
-        """What computes the statement, as of an `Executable`: no single kernel."""
-        return self
-
     def __call__(self, tensors: Sequence[Tensor], extents: Extents, start: Tensor | None) -> Tensor:
         """Run on tensors in the layout's order."""
         return self.prepare(tensors, extents, start)(tensors, start)
