@@ -8,10 +8,12 @@ compute the same output; they are not times.
 from __future__ import annotations
 
 import math
+from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
 
+from insum_nn.compiler.ir.pairwise import cheapest_order
 from insum_nn.compiler.lang.misses import labels_of
 from insum_nn.compiler.lang.syntax import Access, Statement
 
@@ -297,35 +299,20 @@ def _contracted(
     factors: Sequence[Labels], written: Labels, sizes: Sizes, machine: Machine
 ) -> tuple[float, float, float]:
     """Cells between, multiplications and their weight in the cheapest order of pairs."""
-    count = len(factors)
-    full = (1 << count) - 1
 
-    def kept(subset: int) -> Labels:
-        """The indices of the product of some factors, after summing those that no other has."""
-        inside = frozenset[str]().union(*(f for at, f in enumerate(factors) if subset >> at & 1))
-        return inside & written.union(*(f for at, f in enumerate(factors) if not subset >> at & 1))
+    def price(labels: Labels, result: Labels, last: bool) -> float:
+        return sizes.width * between(result, last) + weigh(labels, result)
 
-    best: dict[int, tuple[float, float, float, float]] = {}
-    for subset in range(1, full + 1):
-        own = kept(subset)
-        if subset & (subset - 1) == 0:
-            best[subset] = 0.0, 0.0, 0.0, 0.0
-            continue
-        part, found = (subset - 1) & subset, None
-        while part:
-            other = subset ^ part
-            if part < other:
-                both = kept(part) | kept(other)
-                products = sizes.cells(both)
-                # Between two pairs a result is written and read; the last one is the output.
-                cells = 2.0 * sizes.cells(own) if subset != full else 0.0
-                weighed = products / (machine.per_byte if both != own else machine.single)
-                total = sizes.width * cells + weighed
-                each = [x + y for x, y in zip(best[part], best[other], strict=True)]
-                option = each[0] + total, each[1] + cells, each[2] + products, each[3] + weighed
-                found = option if found is None else min(found, option)
-            part = (part - 1) & subset
-        assert found is not None
-        best[subset] = found
-    _, cells, products, weighed = best[full]
-    return cells, products, weighed
+    def between(result: Labels, last: bool) -> float:
+        # Between two pairs a result is written and read; the last one is the output.
+        return 0.0 if last else 2.0 * sizes.cells(result)
+
+    def weigh(labels: Labels, result: Labels) -> float:
+        return sizes.cells(labels) / (machine.per_byte if labels != result else machine.single)
+
+    # An index that no other factor and not the output has is summed before.
+    shared = Counter(label for own in factors for label in own)
+    factors = [frozenset(label for label in own if label in written or shared[label] > 1) for own in factors]
+    pairs = cheapest_order(factors, written, price)
+    cells = sum(between(pair.result, pair is pairs[-1]) for pair in pairs)
+    return cells, sum(sizes.cells(pair.indices) for pair in pairs), sum(weigh(p.indices, p.result) for p in pairs)
