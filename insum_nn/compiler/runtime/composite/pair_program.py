@@ -15,15 +15,12 @@ from insum_nn.compiler.lang.bind import Bound, Extents
 from insum_nn.compiler.lang.syntax import Statement
 from insum_nn.compiler.options import Options
 from insum_nn.compiler.passes.pair_products import PairSplit, split_into_pairs
-from insum_nn.compiler.passes.path_products import samples_of
+from insum_nn.compiler.runtime.composite.path_program import Static, static_sum
 from insum_nn.compiler.runtime.modes import graph_constant
 from insum_nn.dtypes import wide_dtype
-from insum_nn.facts import StaticTable
 
 __all__ = ["PairProducts", "PairProgram", "find_pairs"]
 
-Static = tuple[tuple[str, StaticTable], ...]
-_DTYPES = (torch.float32, torch.float64, torch.float16, torch.bfloat16)
 # Bytes of intermediate results of a range of samples, and samples of one at least.
 AT_ONCE = 1 << 23
 _LEAST = 64
@@ -36,27 +33,15 @@ def find_pairs(
 
     Sizes may be symbolic where samples are counted.
     """
-    if not static or bound.device_type != "cpu" or options.backend not in ("auto", "eager") or options.order != "cost":
+    found = static_sum(bound, tensors, extents, options, static)
+    if found is None:
         return None
-    if bound.dtype not in _DTYPES or bound.epilogue:
+    sizes, shapes = found.sizes, found.shapes
+    numbers = [*(size for _, size in sizes), *(extent for _, shape in shapes for extent in shape)]
+    # Symbolic sizes of others than the samples; nothing to sum.
+    if any(type(n) is not int for n in numbers) or any(size == 0 for name, size in sizes if name != found.samples):
         return None
-    statement = bound.statement
-    samples = samples_of(statement, frozenset(name for name, _ in static))
-    if samples is None:
-        return None
-    shapes = {name: tuple(t.shape) for name, t in zip(bound.layout.tensors, tensors, strict=True)}
-    shapes[statement.output.name] = tuple(extents.output)
-    factors = [read.name for read in statement.reads if not any(read.name == name for name, _ in static)]
-    rows = {*factors, statement.output.name}
-    sizes = [
-        (name, 0 if name == samples else size) for name, size in zip(bound.layout.indices, extents.indices, strict=True)
-    ]
-    # Whatever there are of samples, the products are the same.
-    known = [(name, (0, *shape[1:]) if name in rows else shape) for name, shape in shapes.items()]
-    numbers = [*(size for _, size in sizes), *(extent for _, shape in known for extent in shape)]
-    if any(type(number) is not int for number in numbers) or any(size == 0 for n, size in sizes if n != samples):
-        return None
-    products = _products(statement, static, tuple(sizes), tuple(known))
+    products = _products(bound.statement, static, sizes, shapes)
     return None if products is None else PairProgram(bound, products)
 
 

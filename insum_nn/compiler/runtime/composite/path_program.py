@@ -17,7 +17,7 @@ from insum_nn.compiler.runtime.composite.path_families import families_of
 from insum_nn.compiler.runtime.composite.path_products import PathProducts
 from insum_nn.facts import StaticTable
 
-__all__ = ["PathProgram", "find_paths", "run_together", "same_memory"]
+__all__ = ["PathProgram", "Static", "find_paths", "run_together", "same_memory", "static_sum"]
 
 Static = tuple[tuple[str, StaticTable], ...]
 # What makes outputs from the tensors of several statements, by name.
@@ -27,13 +27,28 @@ Run = Callable[[Sequence[Mapping[str, Tensor]]], list[Tensor]]
 _DTYPES = (torch.float32, torch.float64, torch.float16, torch.bfloat16)
 
 
-def find_paths(
+@dataclass(frozen=True, slots=True)
+class StaticSum:
+    """What a rewriting of a statement over static tables depends on.
+
+    Attributes:
+        samples: the index of its samples.
+        sizes: of its indices.
+        shapes: of its tensors and its output. Whatever there are of samples and of rows, products are the same: 0.
+    """
+
+    samples: str
+    sizes: tuple[tuple[str, int], ...]
+    shapes: tuple[tuple[str, tuple[int, ...]], ...]
+
+
+def static_sum(
     bound: Bound, tensors: Sequence[Tensor], extents: Extents, options: Options, static: Static
-) -> PathProgram | None:
-    """Return a statement over static tables as dense products; `None`: it is none, or a kernel is generated for it."""
+) -> StaticSum | None:
+    """Return what decides the products of a statement; `None`: it has none, or a kernel is generated for it."""
     if not static or bound.device_type != "cpu" or options.backend not in ("auto", "eager") or options.order != "cost":
         return None
-    if bound.dtype not in _DTYPES or bound.epilogue or 0 in extents.indices or 0 in extents.output:
+    if bound.dtype not in _DTYPES or bound.epilogue:
         return None
     statement, tables = bound.statement, frozenset(name for name, _ in static)
     samples = samples_of(statement, tables)
@@ -42,13 +57,22 @@ def find_paths(
     rows = {a.name for a in statement.accesses() if row_of(a, samples, statement, tables) is not None}
     shapes = {name: tuple(t.shape) for name, t in zip(bound.layout.tensors, tensors, strict=True)}
     shapes[statement.output.name] = tuple(extents.output)
-    # Whatever there are of samples and of rows, the paths are the same.
     known = tuple((name, (0, *shape[1:]) if name in rows else shape) for name, shape in shapes.items())
     sizes = tuple(
         (name, 0 if name == samples else size) for name, size in zip(bound.layout.indices, extents.indices, strict=True)
     )
-    split = _split(statement, static, sizes, known)
-    return None if split is None else PathProgram(bound, extents, split, samples)
+    return StaticSum(samples, sizes, known)
+
+
+def find_paths(
+    bound: Bound, tensors: Sequence[Tensor], extents: Extents, options: Options, static: Static
+) -> PathProgram | None:
+    """Return a statement over static tables as dense products; `None`: it is none, or a kernel is generated for it."""
+    found = static_sum(bound, tensors, extents, options, static)
+    if found is None or 0 in extents.indices or 0 in extents.output:
+        return None
+    split = _split(bound.statement, static, found.sizes, found.shapes)
+    return None if split is None else PathProgram(bound, extents, split, found.samples)
 
 
 @lru_cache(maxsize=512)
