@@ -80,7 +80,7 @@ def form_of(key: Mapping[str, Any], tables: Mapping[str, StaticTable], longest: 
         dtype,
         tuple(getattr(torch, key["index_dtypes"].get(name, key["dtype"])) for name in layout.tensors),
         "cuda",
-        key["has_start"] == "True",
+        key["has_initial"] == "True",
         tuple(facts.get(name, UNKNOWN) for name in layout.tensors),
         key["drop_outside"] == "True",
         tuple(sorted(fixed.items())),
@@ -148,7 +148,7 @@ SPMM: dict[str, Any] = {
     "bucket": [0, 0, 0, 0],
     "index_dtypes": {"x0": "int64", "x1": "int64"},
     "facts": {"x0": {"sorted": True, "masked": False}, "x1": {"masked": False}},
-    "has_start": "False",
+    "has_initial": "False",
     "drop_outside": "False",
     "epilogue": "nothing",
 }

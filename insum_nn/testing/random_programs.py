@@ -166,7 +166,7 @@ class _Draft:
         self.sizes: dict[str, int] = {}
         self.out_extents: list[int] = []
         self.out_shape: tuple[int | None, ...] | None = None
-        self.has_start = False
+        self.has_initial = False
         self.output = ""
         self.expression = ""
 
@@ -181,7 +181,7 @@ class _Draft:
         self.output = self.names.draw(_OUTPUT_NAMES)
         factors = [self._factor() for _ in range(rng.choice((1, 1, 2, 2, 2, 3, 3, 4)))]
         operator = rng.choice(("+=", "=") if self.profile == "smooth" else ("+=", *OPERATORS))
-        self.has_start = operator != "=" and rng.random() < 0.3
+        self.has_initial = operator != "=" and rng.random() < 0.3
         self.read = set(self.used)
         subscripts, plain = self._output_subscripts()
         left = self.output if not subscripts else self._access_text(self.output, subscripts)
@@ -257,7 +257,7 @@ class _Draft:
             name = plain.get(axis)
             needed = name is None or (name not in self.plain_read and name not in self.sizes)
             shape.append(extent if needed or rng.random() < 0.3 else None)
-        if self.has_start:
+        if self.has_initial:
             # The initial value's shape says it all; an agreeing out_shape may stand beside it.
             self.out_shape = tuple(shape) if rng.random() < 0.3 else None
         else:
@@ -416,7 +416,7 @@ def _materialise(draft: _Draft, seed: int) -> RandomProgram:
     for name in draft.scalars:
         tensors[name] = torch.randn((), generator=generator, dtype=torch.float64)
     start = None
-    if draft.has_start:
+    if draft.has_initial:
         values = torch.randn(draft.out_extents, generator=generator, dtype=torch.float64)
         start = _laid_out(values, rng, overlap=not smooth)
     return RandomProgram(draft.expression, tensors, draft.sizes, draft.out_shape, start, draft.output)

@@ -296,7 +296,7 @@ def _bound_of(key: Mapping[str, Any], tensors: Mapping[str, str], indices: Mappi
     return replace(
         bound,
         device_type=key["device_type"],
-        has_start=ast.literal_eval(key["has_start"]),
+        has_initial=ast.literal_eval(key["has_initial"]),
         epilogue=Epilogue(activation),
         static=tuple((indices[name], extent) for name, extent in key["static"].items()),
     )

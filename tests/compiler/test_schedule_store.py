@@ -198,7 +198,7 @@ def test_a_key_tells_apart_what_matters():
         key({}),
         key({}, (1, 3)),
         key({"dtype": torch.float16}),
-        key({"has_start": True}),
+        key({"has_initial": True}),
         key({"drop_outside": True}),
         key({"static": (("n", 8),)}),
         key({"index_dtypes": (torch.int32,) * 4}),

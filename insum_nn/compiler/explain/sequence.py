@@ -48,8 +48,8 @@ def explain_call(
     assert inputs is not None
     parts: list[Explanation] = []
     for stage in program.stages(*inputs):
-        has_initial = stage.program.bound.has_start
-        part = in_names_of(stage.program, replace(stage.part.bound, has_start=has_initial))
+        has_initial = stage.program.bound.has_initial
+        part = in_names_of(stage.program, replace(stage.part.bound, has_initial=has_initial))
         bound, operands = part.bound, (stage.operands, inputs[1] if has_initial else None)
         found = explain_program(bound.statement, options, stage.part.extents, part, operands, epilogue=bound.epilogue)
         parts.append(found)

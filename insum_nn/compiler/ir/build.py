@@ -121,7 +121,7 @@ class _Builder:
             body = Loop(Index(index), Const(0), self.extent(name), "free" if name in written else "sum", (body,))
         inputs = tuple(self.buffers[name] for name in self.bound.layout.tensors)
         result = Result(self.output, "zero", self.bound.epilogue.activation)
-        if self.bound.has_start:
+        if self.bound.has_initial:
             inputs = (*inputs, Buffer(INITIAL, show_dtype(self.bound.dtype), self.output.shape))
             result = Result(self.output, "tensor", self.bound.epilogue.activation)
         return Kernel(inputs, (result,), (body,), self.bound.drop_outside)

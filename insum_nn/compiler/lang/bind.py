@@ -112,7 +112,7 @@ class Bound:
         dtype: of the factors and of the initial value.
         index_dtypes: of each tensor of the layout; the factors' dtype where it is no index tensor.
         device_type: `"cpu"`, `"cuda"`, ...
-        has_start: an initial value was passed.
+        has_initial: an initial value was passed.
         facts: of each tensor of the layout.
         drop_outside: writes out of bounds are dropped instead of raising (derivative statements).
         static: indices whose extent is compiled in, with that extent.
@@ -123,7 +123,7 @@ class Bound:
     dtype: torch.dtype
     index_dtypes: tuple[torch.dtype, ...]
     device_type: str
-    has_start: bool
+    has_initial: bool
     facts: tuple[IndexFacts, ...]
     drop_outside: bool = False
     static: tuple[tuple[str, int], ...] = ()
@@ -200,7 +200,7 @@ def bind(
         dtype=dtype,
         index_dtypes=tuple(named[name].dtype for name in layout.tensors),
         device_type=device,
-        has_start=start is not None,
+        has_initial=start is not None,
         facts=tuple(facts.get(name, UNKNOWN) for name in layout.tensors),
         drop_outside=drop_outside,
         epilogue=epilogue,

@@ -75,7 +75,7 @@ class Entry:
             "extents": [self.extents.indices, self.extents.output],
             "fixed": bound.static,
             "drop_outside": bound.drop_outside,
-            "has_start": bound.has_start,
+            "has_initial": bound.has_initial,
             "epilogue": _changed(bound.epilogue),
             "options": _changed(self.options),
             "tables": {name: [table.shape, table.values] for name, table in self.tables},
@@ -110,12 +110,12 @@ def _bound(
     facts: tuple[IndexFacts, ...],
     *,
     fixed: tuple[tuple[str, int], ...] = (),
-    has_start: bool = False,
+    has_initial: bool = False,
     drop_outside: bool = False,
     epilogue: Epilogue | None = None,
 ) -> Bound:
     return Bound(
-        parse_cached(text), dtype, dtypes, DEVICE_TYPE, has_start, facts, drop_outside, fixed, epilogue or Epilogue()
+        parse_cached(text), dtype, dtypes, DEVICE_TYPE, has_initial, facts, drop_outside, fixed, epilogue or Epilogue()
     )
 
 
@@ -162,7 +162,7 @@ def _shipped() -> Iterator[Entry]:
             tuple(known.get(name, (dtype,))[0] for name in layout.tensors),
             tuple(known[name][1] if name in known else UNKNOWN for name in layout.tensors),
             fixed=fixed,
-            has_start="has_start" in line,
+            has_initial="has_initial" in line,
             drop_outside="drop_outside" in line,
         )
         extents = Extents(tuple(sizes[name] for name in layout.indices), output)
@@ -206,7 +206,7 @@ def recorded() -> Iterator[Entry]:
             tuple(known.get(name, (dtype,))[0] for name in tensors),
             tuple(known[name][1] if name in known else UNKNOWN for name in tensors),
             fixed=tuple((name, size) for name, size in line.get("fixed", ())),
-            has_start="has_start" in line,
+            has_initial="has_initial" in line,
             drop_outside="drop_outside" in line,
             epilogue=Epilogue(**line.get("epilogue", {})),
         )
@@ -236,6 +236,6 @@ def _random(seed: int) -> Iterator[Entry]:
     dtypes = tuple(t.dtype for t in ordered)
     dtype = next((t.dtype for t in ordered if t.is_floating_point()), torch.float64)
     bound = _bound(
-        program.expression, dtype, dtypes, (UNKNOWN,) * len(ordered), has_start=program.start is not None
+        program.expression, dtype, dtypes, (UNKNOWN,) * len(ordered), has_initial=program.start is not None
     )  # fmt: skip
     yield Entry(f"random {seed}", bound, tuple(tuple(t.shape) for t in ordered), extents, Options())

@@ -194,7 +194,7 @@ def _bound(bound: Bound, statement: Statement, *, last: bool, drops: bool = Fals
         bound,
         statement=statement,
         index_dtypes=tuple(bound.index_dtypes[place[n]] if n in place else bound.dtype for n in layout.tensors),
-        has_start=last and bound.has_start,
+        has_initial=last and bound.has_initial,
         facts=tuple(bound.facts[place[n]] if n in place else UNKNOWN for n in layout.tensors),
         drop_outside=bound.drop_outside or drops,
         epilogue=bound.epilogue if last else PLAIN,
@@ -417,7 +417,7 @@ class Stage:
             options: compile options.
         """
         operands = [pool[at] for at in where]
-        bound = replace(part.bound, has_start=False) if unwritten else part.bound
+        bound = replace(part.bound, has_initial=False) if unwritten else part.bound
         start = None if unwritten else start
         program = executable(bound, operands, start, part.extents, options)
         prepared = program.prepare(operands, part.extents, start)

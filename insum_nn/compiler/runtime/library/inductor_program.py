@@ -94,5 +94,5 @@ def split_arguments(bound: Bound, flat: Sequence[object]) -> tuple[list[Tensor],
     integers = [
         (name, a) for name, a in zip(names, flat[count : count + len(names)], strict=True) if isinstance(a, int)
     ]
-    initial = flat[-1] if bound.has_start else None
+    initial = flat[-1] if bound.has_initial else None
     return tensors, integers, initial if isinstance(initial, Tensor) else None

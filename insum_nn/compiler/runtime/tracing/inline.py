@@ -82,7 +82,7 @@ def inline(spec: Spec, tensors: Sequence[Tensor], start: Tensor | None, extents:
             pool[each.clear.name] = source.masked_fill(each.unread(pool, source.device), 0)
         last = part is parts[-1]
         begins = start if last and not part.unwritten else None
-        own = replace(part.bound, has_start=begins is not None)
+        own = replace(part.bound, has_initial=begins is not None)
         result = _run(own, [pool[name] for name in own.layout.tensors], begins, part.extents, spec.options)
         for each in part.unwritten:
             result = result.masked_fill(each.unread(pool, result.device), 0)
