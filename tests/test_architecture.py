@@ -20,16 +20,16 @@ from tests.source_tree import PACKAGE, ROOT, Source, module_of, package_modules,
 # folder or module of insum_nn -> what of ours it may import, in addition to its own folder.
 MAY_IMPORT: dict[str, set[str]] = {
     "errors": set(),
-    "kept": set(),
+    "tensor_cache": set(),
     "facts": set(),
     "dtypes": set(),
     "version": set(),
-    "compiler": {"dtypes", "errors", "facts", "kept", "version"},
+    "compiler": {"dtypes", "errors", "facts", "tensor_cache", "version"},
     "schedules": {"compiler.schedule.database"},
-    "formats": {"dtypes", "errors", "facts", "kept"},
+    "formats": {"dtypes", "errors", "facts", "tensor_cache"},
     "structure": {"dtypes", "errors", "facts"},
-    "ops": {"dtypes", "errors", "facts", "kept", "compiler.api", "compiler.options", "formats", "structure"},
-    "layers": {"dtypes", "errors", "facts", "kept", "compiler.options", "ops", "formats", "structure"},
+    "ops": {"dtypes", "errors", "facts", "tensor_cache", "compiler.api", "compiler.options", "formats", "structure"},
+    "layers": {"dtypes", "errors", "facts", "tensor_cache", "compiler.options", "ops", "formats", "structure"},
     "models": {"errors", "layers"},
     "datasets": {"errors"},
     "testing": {"dtypes", "errors", "facts", "compiler", "formats", "structure", "ops", "layers", "models"},
@@ -116,7 +116,7 @@ DEVICE_RULES: dict[str, str] = {
     "insum_nn/layers/spconv/utils.py": "spconv's interface compares kinds of devices",
 }
 
-# What is kept of tensors is kept by one class, `insum_nn/kept.py: TensorCache`, which `forget` reaches.
+# What is kept of tensors is kept by one class, `insum_nn/tensor_cache.py: TensorCache`, which `forget` reaches.
 NO_CACHES_OF_TENSORS = ("weakref", "torch.utils.weak")
 
 # Files of one folder of the compiler, `__init__.py` not counted.

@@ -15,7 +15,7 @@ from insum_nn.errors import InsumBackendError
 from insum_nn.facts import UNKNOWN, IndexFacts
 from insum_nn.formats import checks
 from insum_nn.formats.checks import Fault
-from insum_nn.kept import forget
+from insum_nn.tensor_cache import forget
 
 __all__ = ["IndexPart", "Verifiable", "Verified", "versions_of"]
 

@@ -20,7 +20,7 @@ from torch import Tensor
 from insum_nn.compiler.api import Given, Program, compile, compile_built, contract
 from insum_nn.compiler.options import Options
 from insum_nn.facts import IndexFacts
-from insum_nn.kept import TensorCache
+from insum_nn.tensor_cache import TensorCache
 
 __all__ = ["COLUMNS", "BlockColumns", "block_columns", "columns_program"]
 

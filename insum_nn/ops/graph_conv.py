@@ -22,7 +22,6 @@ from insum_nn.compiler.options import DEFAULT, Options
 from insum_nn.dtypes import wide_dtype
 from insum_nn.errors import InsumDeviceError, InsumDtypeError
 from insum_nn.facts import IndexFacts
-from insum_nn.kept import TensorCache, forget
 from insum_nn.ops.arguments import run, to_autocast, under_autocast
 from insum_nn.ops.graph_matrix import GraphMatrix
 from insum_nn.ops.graph_product import CARRY, fixed_order, graph_compare, graph_product
@@ -38,6 +37,7 @@ from insum_nn.structure.gcn_norm import (
     entry_weights,
     inverse_root,
 )
+from insum_nn.tensor_cache import TensorCache, forget
 
 __all__ = [
     "Recipe",

@@ -17,11 +17,11 @@ from insum_nn.compiler.api import Given, Program
 from insum_nn.compiler.options import DEFAULT
 from insum_nn.facts import IndexFacts
 from insum_nn.formats import COO, GroupCOO, GroupSize
-from insum_nn.kept import TensorCache
 from insum_nn.ops.spmm import spmm_program
 from insum_nn.structure.constants import plain_tensors
 from insum_nn.structure.gcn_norm import GraphEntries
 from insum_nn.structure.sorted_pairs import entry_dtype, sort_pairs
+from insum_nn.tensor_cache import TensorCache
 
 __all__ = ["GraphMatrix", "Grouped"]
 

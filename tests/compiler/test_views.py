@@ -14,7 +14,7 @@ from insum_nn import insum
 from insum_nn.compiler.lang import index_checks
 from insum_nn.compiler.runtime.library import library_calls
 from insum_nn.errors import InsumRangeError
-from insum_nn.kept import same_view
+from insum_nn.tensor_cache import same_view
 
 STATEMENT = "Y[Dst[e],f] += X[Src[e],f]"
 

@@ -12,7 +12,6 @@ from torch import Tensor
 
 from insum_nn.compiler.options import Options
 from insum_nn.errors import InsumDeviceError, InsumDtypeError, InsumRangeError, InsumShapeError
-from insum_nn.kept import TensorCache
 from insum_nn.ops import graph_conv as module
 from insum_nn.ops import graph_matrix as matrices
 from insum_nn.ops import graph_product as products
@@ -22,6 +21,7 @@ from insum_nn.ops.graph_product import graph_product
 from insum_nn.structure import sorted_pairs
 from insum_nn.structure.gcn_norm import edge_entries
 from insum_nn.structure.sorted_pairs import sort_pairs
+from insum_nn.tensor_cache import TensorCache
 from insum_nn.testing.tolerances import assert_matches
 
 PLAIN = Recipe(normalize=False, loops="none")

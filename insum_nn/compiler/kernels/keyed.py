@@ -27,7 +27,7 @@ from insum_nn.compiler.lang.parser import parse
 from insum_nn.compiler.lang.syntax import Access, Statement
 from insum_nn.compiler.options import Options
 from insum_nn.facts import IndexFacts, StaticTable
-from insum_nn.kept import TensorCache
+from insum_nn.tensor_cache import TensorCache
 
 __all__ = ["Keyed", "generate"]
 

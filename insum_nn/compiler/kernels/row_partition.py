@@ -23,7 +23,7 @@ from insum_nn.compiler.forms.placement import segmented
 from insum_nn.compiler.lang.bind import Extents
 from insum_nn.compiler.passes.tile import WORD_BITS
 from insum_nn.compiler.schedule.space import Schedule
-from insum_nn.kept import TensorCache
+from insum_nn.tensor_cache import TensorCache
 
 __all__ = [
     "RowPartition",

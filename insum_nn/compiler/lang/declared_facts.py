@@ -16,7 +16,7 @@ from torch import Tensor
 from torch.utils.weak import WeakTensorKeyDictionary
 
 from insum_nn.facts import IndexFacts, repeated
-from insum_nn.kept import forgets, unwritten
+from insum_nn.tensor_cache import forgets, unwritten
 
 __all__ = ["Origin", "is_trusted", "verified"]
 

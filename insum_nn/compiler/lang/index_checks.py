@@ -30,7 +30,7 @@ from insum_nn.errors import (
     raise_collected,
 )
 from insum_nn.facts import UNKNOWN, IndexFacts, repeated
-from insum_nn.kept import forget, forgets, unwritten
+from insum_nn.tensor_cache import forget, forgets, unwritten
 
 __all__ = ["Stats", "cell_numbers", "check_index_values", "lowest_entry", "stats_of", "writes_inside", "writes_sums"]
 

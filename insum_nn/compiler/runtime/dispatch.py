@@ -33,7 +33,7 @@ from insum_nn.compiler.runtime.execution import Executable, Executables, generat
 from insum_nn.compiler.runtime.unsized_call import Run, UnsizedCall
 from insum_nn.compiler.schedule.canonical import messages_name
 from insum_nn.facts import IndexFacts, StaticTable
-from insum_nn.kept import unwritten
+from insum_nn.tensor_cache import unwritten
 
 __all__ = [
     "Key",

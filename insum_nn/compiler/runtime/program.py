@@ -42,7 +42,7 @@ from insum_nn.compiler.runtime.out_argument import check_out, check_unrecorded, 
 from insum_nn.compiler.runtime.tracing.traced import call_operator
 from insum_nn.errors import InsumFormatError
 from insum_nn.facts import IndexFacts, StaticTable
-from insum_nn.kept import same_views
+from insum_nn.tensor_cache import same_views
 
 __all__ = ["Program", "ProgramSum", "Shape"]
 

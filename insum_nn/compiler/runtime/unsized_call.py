@@ -32,7 +32,7 @@ from insum_nn.compiler.lang.printed import function_of_lines
 from insum_nn.compiler.runtime.execution import Executable, forgets_programs, generation
 from insum_nn.compiler.runtime.library.fixed_extents import FixedExtents
 from insum_nn.compiler.schedule.canonical import messages_name
-from insum_nn.kept import builder_versions, unwritten
+from insum_nn.tensor_cache import builder_versions, unwritten
 
 __all__ = ["Run", "UnsizedCall"]
 

@@ -11,11 +11,11 @@ from torch import Tensor
 
 from insum_nn.compiler.options import DEFAULT, Options, require_options
 from insum_nn.errors import InsumShapeError, MissingExtraError
-from insum_nn.kept import TensorCache, forget
 from insum_nn.ops.graph_conv import Recipe, explain_graph_conv, graph_conv
 from insum_nn.ops.graph_product import CARRY
 from insum_nn.ops.modes import static_shape, untraced
 from insum_nn.structure.gcn_norm import Flow, Loops, gcn_norm
+from insum_nn.tensor_cache import TensorCache, forget
 
 try:
     from torch_geometric import EdgeIndex

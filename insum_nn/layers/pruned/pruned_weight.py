@@ -12,7 +12,6 @@ from torch import Tensor, nn
 from insum_nn.compiler.options import Options, require_options
 from insum_nn.errors import InsumDtypeError, InsumFormatError, InsumShapeError
 from insum_nn.formats import GroupCOO
-from insum_nn.kept import unwritten
 from insum_nn.structure.pruning import (
     carry_optimizer_state,
     magnitude_mask,
@@ -20,6 +19,7 @@ from insum_nn.structure.pruning import (
     random_mask,
     take_rows,
 )
+from insum_nn.tensor_cache import unwritten
 
 __all__ = ["GradientRecord", "GroupSize", "PrunedModule"]
 

@@ -11,7 +11,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from insum_nn.kept import TensorCache
+from insum_nn.tensor_cache import TensorCache
 
 __all__ = ["EntryIndex", "clear_structures", "csr_product", "keep_where", "sampled_product", "zero_where_missing"]
 
