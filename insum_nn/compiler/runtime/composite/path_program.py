@@ -17,7 +17,7 @@ from insum_nn.compiler.runtime.composite.path_families import families_of
 from insum_nn.compiler.runtime.composite.path_products import PathProducts
 from insum_nn.facts import StaticTable
 
-__all__ = ["PathProgram", "Static", "find_paths", "run_together", "same_memory", "static_sum"]
+__all__ = ["PathProgram", "Static", "StaticSum", "find_paths", "run_together", "same_memory", "static_sum"]
 
 Static = tuple[tuple[str, StaticTable], ...]
 # What makes outputs from the tensors of several statements, by name.
