@@ -25,15 +25,15 @@ def torch_code(library: Library, extents: Extents) -> tuple[str, str]:
         assert library.pieces is not None
         total = extents.indices[library.bound.layout.indices.index(cut)]
         graph, schedule = library.pieces, f"library calls for {-(-total // length)} pieces of {length} values of {cut}"
-    words = _Words(library)
-    names = [f"# {call}: {words.argument(stands_for)}" for call, stands_for in graph.arguments]
-    return "\n".join([*names, graph.code.strip()]), schedule
+    names = _Names(library)
+    called = [f"# {call}: {names.argument(stands_for)}" for call, stands_for in graph.arguments]
+    return "\n".join([*called, graph.code.strip()]), schedule
 
 
 def choices_of(library: Library, extents: Extents) -> tuple[tuple[str, str, str], ...]:
     """Return topic, choice and reason of every choice behind the calls."""
-    words = _Words(library)
-    rows = [each.text(words.text) for each in library.made.decisions]
+    names = _Names(library)
+    rows = [each.text(names.text) for each in library.made.decisions]
     whole = piece_length(library, extents) is None
     return tuple(row for row in rows if not (whole and row[0] == "pieces"))
 
@@ -43,8 +43,8 @@ def steps_of(library: Library) -> Steps:
     return _Picture(library).steps()
 
 
-class _Words:
-    """Expressions of the IR in the words of the statement."""
+class _Names:
+    """Expressions of the IR in the names of the statement."""
 
     def __init__(self, library: Library) -> None:
         self.output = library.bound.statement.output
@@ -81,20 +81,20 @@ class _Words:
 class _Picture:
     def __init__(self, library: Library) -> None:
         self.library = library
-        self.words = _Words(library)
+        self.names = _Names(library)
         self.accesses = {str(access): access for access in library.bound.statement.accesses()}
         self.values: dict[Buffer, str | Access] = {}  # intermediate result -> product or read
         self.products: list[Product] = []
 
     def access(self, read: Load) -> Access:
-        return self.accesses[self.words.text(read)]
+        return self.accesses[self.names.text(read)]
 
     def value(self, read: Expr) -> str | Access:
         assert isinstance(read, Load)
         return self.values[read.buffer] if read.buffer in self.values else self.access(read)
 
     def labels(self, *exprs: Expr) -> tuple[str, ...]:
-        return tuple(map(self.words.index, indices_of(*exprs)))
+        return tuple(map(self.names.index, indices_of(*exprs)))
 
     def steps(self) -> Steps:
         complete, conditions = False, list[Expr]()
@@ -139,10 +139,10 @@ class _Picture:
     def product(self, name: str, node: ir.Step | ir.Library, store: Store) -> Product:
         reads, number = ir.factors_of(store.value)
         labels = self.labels(*store.subscripts)
-        sums = [self.words.index(loop.index.name) for loop in ir.loops_of(node.kernel) if loop.role == "sum"]
+        sums = [self.names.index(loop.index.name) for loop in ir.loops_of(node.kernel) if loop.role == "sum"]
         over = f"sum over {','.join(sums)}" if sums else ""
-        value = " * ".join([*(self.words.text(read) for read in reads), *([repr(number)] if number != 1 else [])])
-        target = f"{name}[{','.join(map(self.words.text, store.subscripts))}]"
+        value = " * ".join([*(self.names.text(read) for read in reads), *([repr(number)] if number != 1 else [])])
+        target = f"{name}[{','.join(map(self.names.text, store.subscripts))}]"
         hover = f"{target} {'+=' if sums else '='} {value}"
         if isinstance(node, ir.Library) and node.function != "matmul":
             return self.selected(name, node, store, over, hover)
@@ -150,7 +150,7 @@ class _Picture:
         if isinstance(node, ir.Library):
             lines = ("matrix product", over, *self.matrix_lines(store, reads))
         elif len(reads) == 2:
-            unrolled = ", ".join(f"{self.words.index(index.name)} unrolled" for index in node.unrolled)
+            unrolled = ", ".join(f"{self.names.index(index.name)} unrolled" for index in node.unrolled)
             lines = ("multiply and sum" if sums else "multiply", over, unrolled)
         else:
             lines = ("sum",) if sums else (f"× {number!r}",)
@@ -161,7 +161,7 @@ class _Picture:
         reads = ir.factors_of(store.value)[0]
         if node.function == "sampled_product":
             sides = [[s for s in read.subscripts if self.selects(s, store)] for read in reads]
-            places = f"at entries ({', '.join(' '.join(map(self.words.text, side)) for side in sides)})"
+            places = f"at entries ({', '.join(' '.join(map(self.names.text, side)) for side in sides)})"
             lines = ("sampled dense × dense", places, over)
             tables = tuple(map(self.access, reads))
             pointers = tuple(self.pointers(*sides[0], *sides[1]))
@@ -169,13 +169,13 @@ class _Picture:
         *values, dense = reads
         row_axes, axes, entries, shared = ir.sparse_parts(store)
         rows, columns = [store.subscripts[axis] for axis in row_axes], [dense.subscripts[axis] for axis in axes]
-        row, column = (" ".join(map(self.words.text, side)) for side in (rows, columns))
+        row, column = (" ".join(map(self.names.text, side)) for side in (rows, columns))
         lines = (
             "sparse × dense",
             f"entries at ({row}, {column})",
-            f"sum over {','.join(map(self.words.index, entries))}",
+            f"sum over {','.join(map(self.names.index, entries))}",
         )
-        labels = (*map(self.words.text, rows), *map(self.words.index, shared))
+        labels = (*map(self.names.text, rows), *map(self.names.index, shared))
         operands = tuple(self.value(read) for read in values)
         pointers = tuple(self.pointers(*rows, *columns))
         return Product(name, lines, labels, operands, (self.access(dense),), pointers, hover)
@@ -188,8 +188,8 @@ class _Picture:
         left, right = (plain_labels(read.subscripts) for read in reads)
         labels = plain_labels(store.subscripts)
         m, n = ([x for x in labels if x not in other] for other in (right, left))
-        batch = [self.words.index(label) for label in labels if label in left and label in right]
+        batch = [self.names.index(label) for label in labels if label in left and label in right]
         outer = " · ".join(
-            f"{role} = {','.join(map(self.words.index, own)) or '1'}" for role, own in (("m", m), ("n", n))
+            f"{role} = {','.join(map(self.names.index, own)) or '1'}" for role, own in (("m", m), ("n", n))
         )
         return outer, f"for each {','.join(batch)}" if batch else ""

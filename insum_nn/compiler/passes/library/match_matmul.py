@@ -72,8 +72,8 @@ def _is_matmul(cut: Cut, m: Labels, k: Labels, n: Labels) -> bool:
 
 
 def _listed(labels: Labels, between: str = ",") -> tuple[str | Expr, ...]:
-    """Indices as words: `g,q`, or `1` where there is none."""
-    words: list[str | Expr] = []
+    """Indices as text: `g,q`, or `1` where there is none."""
+    parts: list[str | Expr] = []
     for label in labels:
-        words += [between, Index(label)] if words else [Index(label)]
-    return tuple(words) or ("1",)
+        parts += [between, Index(label)] if parts else [Index(label)]
+    return tuple(parts) or ("1",)

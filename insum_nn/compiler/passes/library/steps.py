@@ -24,7 +24,7 @@ from insum_nn.compiler.ir.nodes import (
     Store,
     walk,
 )
-from insum_nn.compiler.passes.library.decisions import Decision, Words
+from insum_nn.compiler.passes.library.decisions import Decision, Phrase
 from insum_nn.dtypes import dtype_of
 
 __all__ = ["Cut", "Target", "product", "read_of", "wide"]
@@ -66,7 +66,7 @@ class Cut:
     decisions: list[Decision] = field(default_factory=list[Decision])
     _numbers: Iterator[int] = field(default_factory=itertools.count)
 
-    def decide(self, topic: Words, choice: Words, reason: Words) -> None:
+    def decide(self, topic: Phrase, choice: Phrase, reason: Phrase) -> None:
         """Record a choice."""
         self.decisions.append(Decision(topic, choice, reason))
 
