@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import importlib
-import math
+import re
 from collections.abc import Generator, Sequence
 from contextlib import contextmanager
 from typing import Any
@@ -17,19 +17,19 @@ from insum_nn.layers.equivariant.linear import Linear
 from insum_nn.layers.equivariant.spherical_harmonics import SphericalHarmonics
 from insum_nn.layers.equivariant.tensor_product import FullyConnectedTensorProduct
 from insum_nn.layers.equivariant.tensor_product_conv import TensorProductConv
+from insum_nn.models.radial import HiddenLayers, RadialBasis, scale_of
 
 try:
     # e3nn has no types, so what comes from it is `Any`.
     e3nn: Any = importlib.import_module("e3nn")
     o3: Any = importlib.import_module("e3nn.o3")
-    e3nn_nn: Any = importlib.import_module("e3nn.nn")
 except ImportError as error:
     raise MissingExtraError(
         "equivariant models are built from e3nn's layers, which is not installed",
         fix="run: pip install e3nn",
     ) from error
 
-__all__ = ["Interaction", "NequIP", "RadialBasis", "evaluate_hidden", "gated", "last_weights", "plain_e3nn"]
+__all__ = ["Interaction", "NequIP", "RadialBasis", "gated", "plain_e3nn"]
 
 Irreps = Any
 
@@ -60,84 +60,6 @@ def gated(irreps: Irreps, available: Irreps) -> Gate:
     return Gate(scalars, [silu if ir.p == 1 else tanh for _, ir in scalars], gates, [silu] * len(gates), rest)
 
 
-class RadialBasis(nn.Module):
-    """Bessel functions of a distance that end smoothly at the cutoff.
-
-        b_n(r) = sqrt(2 / c) * sin(w_n r / c) / r * p(r / c),        w_n = n pi at first
-
-    `p` is the polynomial that falls from 1 to 0 with `power - 1` derivatives that vanish at both ends.
-
-    Source: Gasteiger, Gross, Guennemann, Directional Message Passing for Molecular Graphs (ICLR 2020), eqs. (7), (8).
-
-    Args:
-        cutoff: distance from which on everything is 0.
-        count: number of functions.
-        power: of the cutoff polynomial.
-
-    >>> RadialBasis(5.0, 8)(torch.tensor([1.0, 5.0, 6.0]))[1:].abs().max().item() < 1e-6
-    True
-    """
-
-    def __init__(self, cutoff: float, count: int = 8, power: int = 6) -> None:
-        super().__init__()
-        self.cutoff = cutoff
-        self.power = power
-        self.frequencies = nn.Parameter(math.pi * torch.arange(1, count + 1, dtype=torch.get_default_dtype()))
-
-    def envelope(self, x: Tensor) -> Tensor:
-        """The polynomial at `x`, a distance over the cutoff."""
-        p = self.power
-        rest = (x * (-p * (p + 1) / 2) + p * (p + 2)) * x - (p + 1) * (p + 2) / 2
-        return (x**p * rest + 1) * (x < 1)
-
-    def forward(self, distance: Tensor) -> Tensor:
-        """Values of the functions, (e, count), at distances (e,)."""
-        x = distance / self.cutoff
-        # Where each distance has one number: derivatives are many operators, and the functions are many columns.
-        common = self.envelope(x) * math.sqrt(2 / self.cutoff) / distance
-        return torch.sin(self.frequencies * x[:, None]) * common[:, None]
-
-
-def evaluate_hidden(networks: Sequence[Any], values: Tensor) -> Sequence[Tensor]:
-    """Evaluate the hidden layers of several of e3nn's networks of equal widths at the same values, all together.
-
-    Of a training step with forces, activations and their derivatives are most of the launches of such networks.
-
-    Args:
-        networks: `e3nn.nn.FullyConnectedNet`, whose activations are normalised.
-        values: (e, inputs).
-
-    Returns:
-        For each network, (e, width) what `last_weights` of it multiplies.
-    """
-    depth = len(networks[0].hs) - 2
-    found = values
-    for number in range(depth):
-        layers = [getattr(network, f"layer{number}") for network in networks]
-        scale = _scale(networks[0], number)
-        if number == 0:
-            weights = torch.cat([layer.weight for layer in layers], 1) * scale
-            found = layers[0].act.f(values @ weights).unflatten(1, (len(networks), -1)).transpose(0, 1)
-        else:
-            weights = torch.stack([layer.weight for layer in layers]) * scale
-            found = layers[0].act.f(torch.bmm(found, weights))
-    return found.unbind(0) if depth else [values] * len(networks)
-
-
-def last_weights(network: Any) -> Tensor:
-    """The weights of the last layer of a network, times what its normalisations leave to them."""
-    number = len(network.hs) - 2
-    return getattr(network, f"layer{number}").weight * _scale(network, number)  # type: ignore[no-any-return]
-
-
-def _scale(network: Any, number: int) -> float:
-    """What a layer's weights are multiplied by, the constant of the activation before it included."""
-    layer = getattr(network, f"layer{number}")
-    variance = layer.var_in if layer.act is not None else layer.var_in / layer.var_out
-    before = getattr(network, f"layer{number - 1}").act.cst if number else 1.0
-    return before / math.sqrt(layer.h_in * variance)  # type: ignore[no-any-return]
-
-
 class Interaction(nn.Module):
     """One round of messages: mix channels, convolve along edges, mix again, add what the atom itself says, gate.
 
@@ -148,8 +70,8 @@ class Interaction(nn.Module):
         irreps_attributes: representation of the atoms' kinds, scalars.
         irreps_edges: spherical harmonics of the edges.
         irreps_hidden: wished representation of the result; what cannot be reached is left out.
-        num_basis: radial functions.
-        radial_hidden: widths of the network that turns them into the convolution's weights.
+        radial_widths: of the radial network, but for its last layer, which makes the convolution's weights; the layers
+            before it are not the round's: see `HiddenLayers`.
         average_neighbors: messages are divided by its root.
     """
 
@@ -159,8 +81,7 @@ class Interaction(nn.Module):
         irreps_attributes: Irreps,
         irreps_edges: Irreps,
         irreps_hidden: Irreps,
-        num_basis: int,
-        radial_hidden: Sequence[int],
+        radial_widths: Sequence[int],
         average_neighbors: float,
     ) -> None:
         super().__init__()
@@ -184,27 +105,43 @@ class Interaction(nn.Module):
         self.convolution = TensorProductConv(irreps_in, irreps_edges, irreps_middle, instructions, layout="ir_mul")
         self.mix_out = Linear(irreps_middle, wanted, layout_in="ir_mul")
         self.itself = FullyConnectedTensorProduct(irreps_in, irreps_attributes, wanted)
-        widths = [num_basis, *radial_hidden, self.convolution.weight_numel]
-        self.radial = e3nn_nn.FullyConnectedNet(widths, nn.functional.silu)
-        self.scale = average_neighbors**-0.5
+        self.radial_weight = nn.Parameter(torch.randn(radial_widths[-1], self.convolution.weight_numel))
+        # Messages are linear in the weights, which are fewer numbers before they belong to edges.
+        self.scale = scale_of(radial_widths[-1], first=len(radial_widths) == 1) * average_neighbors**-0.5
 
     def forward(
         self, x: Tensor, attributes: Tensor, harmonics: Tensor, hidden: Tensor, receivers: Tensor, senders: Tensor
     ) -> Tensor:
         """Features after the round, (n, irreps_out.dim).
 
-        `hidden` is what the hidden layers of `radial` make of the radial functions: see `evaluate_hidden`.
+        `hidden`, (e, radial_widths[-1]), is what `HiddenLayers` makes of the radial functions.
         """
-        weights = hidden @ last_weights(self.radial)
+        weights = hidden @ (self.radial_weight * self.scale)
         messages = self.convolution(self.mix_in(x), harmonics, weights, receivers, senders)
-        return self.gate(self.mix_out(messages * self.scale) + self.itself(x, attributes))
+        return self.gate(self.mix_out(messages) + self.itself(x, attributes))
 
 
-def _unwrapped(layer: nn.Module) -> Interaction:
-    """The interaction inside what a user wrapped it in, such as a module that checkpoints its activations."""
-    if isinstance(layer, Interaction):
-        return layer
-    return next(each for each in layer.modules() if isinstance(each, Interaction))
+# Names in states that were saved when each round of messages held a whole radial network.
+_OF_A_ROUND = re.compile(r"(layers\.(\d+)\.(?:.+\.)?)radial\.layer(\d+)\.weight")
+
+
+def _rename_radial_weights(model: NequIP, state: dict[str, Any], prefix: str, *_: Any) -> None:
+    """Rename the weights of whole radial networks; those of hidden layers become one tensor for all rounds."""
+    depth, hidden = len(model.radial.weights), dict[int, dict[int, str]]()
+    for key in [key for key in state if key.startswith(prefix)]:
+        match = _OF_A_ROUND.fullmatch(key, len(prefix))
+        if match is None:
+            continue
+        number = int(match[3])
+        if number == depth:
+            state[f"{prefix}{match[1]}radial_weight"] = state.pop(key)
+        else:
+            hidden.setdefault(number, {})[int(match[2])] = key
+    for number, keys in hidden.items():
+        # Of an incomplete state torch reports the names.
+        if sorted(keys) == list(range(model.radial.count)):
+            parts = [state.pop(keys[layer]) for layer in range(model.radial.count)]
+            state[f"{prefix}radial.weights.{number}"] = torch.stack(parts)
 
 
 class NequIP(nn.Module):
@@ -282,12 +219,14 @@ class NequIP(nn.Module):
             self.embedding = Linear(attributes, o3.Irreps([(num_features, (0, 1))]))
             self.radial_basis = RadialBasis(cutoff, num_basis)
             self.harmonics = SphericalHarmonics(edges, normalize=False, normalization="component")
+            widths = [num_basis, *radial_hidden]
+            self.radial = HiddenLayers(num_layers, widths)
             layers: list[Interaction] = []
             irreps = self.embedding.irreps_out
             for number in range(num_layers):
                 # The last round only has to provide what the energy is read from.
                 wished = hidden if number + 1 < num_layers else o3.Irreps([(num_features, (0, 1))])
-                layer = Interaction(irreps, attributes, edges, wished, num_basis, radial_hidden, average_neighbors)
+                layer = Interaction(irreps, attributes, edges, wished, widths, average_neighbors)
                 irreps = layer.irreps_out
                 layers.append(layer)
             self.layers = nn.ModuleList(layers)
@@ -295,6 +234,7 @@ class NequIP(nn.Module):
                 Linear(irreps, o3.Irreps([(max(num_features // 2, 1), (0, 1))])),
                 Linear(o3.Irreps([(max(num_features // 2, 1), (0, 1))]), o3.Irreps("0e")),
             )
+        self.register_load_state_dict_pre_hook(_rename_radial_weights)
 
     def forward(
         self,
@@ -328,7 +268,7 @@ class NequIP(nn.Module):
         if offsets is not None:
             vectors = vectors + offsets
         distances = torch.linalg.vector_norm(vectors, dim=1)
-        radial = evaluate_hidden([_unwrapped(layer).radial for layer in self.layers], self.radial_basis(distances))
+        radial = self.radial(self.radial_basis(distances))
         harmonics = self.harmonics(vectors / distances[:, None])
         attributes = nn.functional.one_hot(kinds, self.num_species).to(positions.dtype)
         x = self.embedding(attributes)

@@ -19,7 +19,7 @@ from torch.utils.checkpoint import checkpoint
 pytest.importorskip("torch_geometric")
 pytest.importorskip("e3nn")
 
-from tests.layers.training_networks import NETWORKS, Losses, pair, sgd, steps, train_as_a_rank
+from tests.layers.training_networks import IN_PROCESSES, NETWORKS, Losses, pair, sgd, steps, train_as_a_rank
 
 every_network = pytest.mark.parametrize("name", NETWORKS)
 
@@ -285,7 +285,7 @@ def test_compiled_steps_with_forces(device: torch.device):
 @pytest.mark.slow
 def test_two_processes(tmp_path: Path):
     torch.multiprocessing.spawn(train_as_a_rank, (str(tmp_path),), nprocs=2)
-    for name in NETWORKS:
+    for name in IN_PROCESSES:
         found = pair(name, torch.device("cpu"))
         update, wanted = sgd(found.reference.parameters(), found.rate), list[list[float]]()
         for _ in range(5):

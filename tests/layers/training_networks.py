@@ -13,12 +13,14 @@ from benchmarks import networks
 from benchmarks.registry import Setting
 from insum_nn.layers import BlockSparseLinear
 
-__all__ = ["NETWORKS", "RATES", "Losses", "Pair", "pair", "sgd", "steps", "train_as_a_rank"]
+__all__ = ["IN_PROCESSES", "NETWORKS", "RATES", "Losses", "Pair", "pair", "sgd", "steps", "train_as_a_rank"]
 
 Batch = tuple[Any, ...]
 # By network: the learning rate at which a few steps change the loss by more than a hundredth.
-RATES = {"gcn": 2.0, "unet": 0.05, "nequip": 1.0, "mlp": 0.1}
-NETWORKS = tuple(RATES)
+RATES = {"gcn": 2.0, "unet": 0.05, "nequip": 1.0, "mlp": 0.1, "energies": 1.0}
+NETWORKS = ("gcn", "unet", "nequip", "mlp")
+# "energies" is the potential without forces in its loss.
+IN_PROCESSES = (*NETWORKS, "energies")
 
 
 class Losses(nn.Module):
@@ -81,14 +83,17 @@ def _perceptron(setting: Setting) -> tuple[nn.Module, nn.Module, list[Batch]]:
 
 
 def pair(name: str, device: torch.device, dtype: torch.dtype = torch.float64) -> Pair:
-    """Build a network of `NETWORKS` and its reference."""
+    """Build a network of `IN_PROCESSES` and its reference."""
     setting = Setting(device, "tiny")
     if name == "mlp":
         ours, reference, batches = _perceptron(setting)
         loss: Any = lambda model, batch: nn.functional.mse_loss(model(batch[0]), batch[1])  # noqa: E731
     else:
-        found = networks.network({"gcn": "gcn_2k", "unet": "spunet_fp32", "nequip": "nequip_32"}[name], setting)
+        case = {"gcn": "gcn_2k", "unet": "spunet_fp32", "nequip": "nequip_32", "energies": "nequip_32"}[name]
+        found = networks.network(case, setting)
         ours, reference, batches, loss = found.models["insum_nn"](), found.reference(), found.batches, found.loss
+        if name == "energies":
+            loss = lambda model, batch: (model(*batch[:5]) / len(batch[0])).square().mean()  # noqa: E731
         if name == "gcn":
             # Another graph over the same nodes: orders of edges are found again.
             x, edges, labels = batches[0]
@@ -152,9 +157,13 @@ def train_as_a_rank(rank: int, folder: str) -> None:
     dist.init_process_group("gloo", init_method=f"file://{folder}/meet", rank=rank, world_size=2)
     # Parts of their own: only where a part returns tensors, and where forces are no gradients inside of the forward
     # pass, after which torch frees a part's weights.
-    parts = {"gcn": ["convs.0", "convs.1"], "mlp": ["0", "2"]}
+    parts = {
+        "gcn": ["convs.0", "convs.1"],
+        "mlp": ["0", "2"],
+        "energies": ["radial_basis", "radial", "layers.0", "layers.1"],
+    }
     try:
-        for name in NETWORKS:
+        for name in IN_PROCESSES:
             found = pair(name, torch.device("cpu"))
             model: Any = DistributedDataParallel(copy.deepcopy(found.ours))
             torch.save(steps(model, [found.batches[rank]], found.rate), f"{folder}/ddp-{name}-{rank}.pt")

@@ -77,7 +77,7 @@ def test_a_loss_on_stress_reaches_the_weights():
     batch = collate_atoms(copper_gold(2), CUTOFF)
     _, _, stress = model.energy_forces_stress(*batch.model_inputs, volumes=batch.volumes)
     (stress - batch.stresses).square().mean().backward()
-    weight = model.get_parameter("layers.0.radial.layer0.weight")
+    weight = model.get_parameter("radial.weights.0")
     assert weight.grad is not None
     place = tuple(int(i) for i in torch.unravel_index(weight.grad.abs().argmax(), weight.shape))
     values = []

@@ -136,7 +136,7 @@ def test_training_on_forces_reaches_every_parameter():
     loss().backward()
     grads = {name: p.grad for name, p in model.named_parameters()}
     assert all(g is not None and g.isfinite().all() for g in grads.values())
-    for name in ("layers.0.radial.layer0.weight", "layers.1.mix_in.weight", "layers.0.itself.weight"):
+    for name in ("radial.weights.0", "layers.0.radial_weight", "layers.1.mix_in.weight", "layers.0.itself.weight"):
         parameter, grad = model.get_parameter(name), grads[name]
         assert grad is not None
         place = tuple(int(i) for i in torch.unravel_index(grad.abs().argmax(), grad.shape))

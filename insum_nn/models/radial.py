@@ -1,0 +1,136 @@
+"""Functions of a distance that end at a cutoff, and networks on them that are evaluated together."""
+
+from __future__ import annotations
+
+import importlib
+import math
+from collections.abc import Sequence
+from itertools import pairwise
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from insum_nn.errors import MissingExtraError
+
+try:
+    # e3nn has no types, so what comes from it is `Any`.
+    normalize2mom: Any = importlib.import_module("e3nn.math").normalize2mom
+except ImportError as error:
+    raise MissingExtraError(
+        "equivariant models are built from e3nn's layers, which is not installed",
+        fix="run: pip install e3nn",
+    ) from error
+
+__all__ = ["HiddenLayers", "RadialBasis", "scale_of"]
+
+# Rows of a part, and parts at most, of a sum over rows that is cut into parts.
+_ROWS = 512
+_MOST_PARTS = 64
+
+
+class RadialBasis(nn.Module):
+    """Bessel functions of a distance that end smoothly at the cutoff.
+
+        b_n(r) = sqrt(2 / c) * sin(w_n r / c) / r * p(r / c),        w_n = n pi at first
+
+    `p` is the polynomial that falls from 1 to 0 with `power - 1` derivatives that vanish at both ends.
+
+    Source: Gasteiger, Gross, Guennemann, Directional Message Passing for Molecular Graphs (ICLR 2020), eqs. (7), (8).
+
+    Args:
+        cutoff: distance from which on everything is 0.
+        count: number of functions.
+        power: of the cutoff polynomial.
+
+    >>> RadialBasis(5.0, 8)(torch.tensor([1.0, 5.0, 6.0]))[1:].abs().max().item() < 1e-6
+    True
+    """
+
+    def __init__(self, cutoff: float, count: int = 8, power: int = 6) -> None:
+        super().__init__()
+        self.cutoff = cutoff
+        self.power = power
+        self.frequencies = nn.Parameter(math.pi * torch.arange(1, count + 1, dtype=torch.get_default_dtype()))
+
+    def envelope(self, x: Tensor) -> Tensor:
+        """The polynomial at `x`, a distance over the cutoff."""
+        p = self.power
+        rest = (x * (-p * (p + 1) / 2) + p * (p + 2)) * x - (p + 1) * (p + 2) / 2
+        return (x**p * rest + 1) * (x < 1)
+
+    def forward(self, distance: Tensor) -> Tensor:
+        """Values of the functions, (e, count), at distances (e,)."""
+        x = distance / self.cutoff
+        # Where each distance has one number: derivatives are many operators, and the functions are many columns.
+        common = self.envelope(x) * math.sqrt(2 / self.cutoff) / distance
+        return torch.sin(self.frequencies * x[:, None]) * common[:, None]
+
+
+class HiddenLayers(nn.Module):
+    """The hidden layers of several networks of equal widths on the same values, all evaluated together.
+
+        h_0 = values,        h_i[l] = silu(h_(i-1)[l] @ W_i[l] * scale_of(width of h_(i-1)))        for network l
+
+    `weights` holds a tensor for each layer, (networks, inputs, outputs). What is left of a network, its last layer, is
+    one more product, by its weights times `scale_of`. Variances are those of `e3nn.nn.FullyConnectedNet`, but for the
+    constant of the last activation, which the next layer's scale includes.
+
+    Source: Geiger and Smidt, e3nn (2022), section 6.
+
+    Args:
+        count: networks.
+        widths: number of the values, then of each hidden layer's outputs; alone: there are no hidden layers.
+
+    >>> [hidden.shape for hidden in HiddenLayers(2, [8, 32, 16])(torch.randn(5, 8))]
+    [torch.Size([5, 16]), torch.Size([5, 16])]
+    """
+
+    def __init__(self, count: int, widths: Sequence[int]) -> None:
+        super().__init__()
+        self.count = count
+        weights = [torch.randn(count, read, made) for read, made in pairwise(widths)]
+        self.weights = nn.ParameterList([nn.Parameter(weight) for weight in weights])
+
+    def forward(self, values: Tensor) -> tuple[Tensor, ...]:
+        """Evaluate.
+
+        Args:
+            values: (e, widths[0]); differentiable.
+
+        Returns:
+            For each network, (e, widths[-1]).
+        """
+        if not len(self.weights):
+            return (values,) * self.count
+        rows = values.shape[0]
+        parts = _parts(rows)
+        if missing := -rows % parts if parts > 1 else 0:
+            values = nn.functional.pad(values, (0, 0, 0, missing))
+        found = values.unflatten(0, (parts, -1)).expand(self.count, -1, -1, -1).flatten(0, 1)
+        for number, weight in enumerate(self.weights):
+            scaled = weight * scale_of(weight.shape[1], first=number == 0)
+            found = nn.functional.silu(torch.bmm(found, scaled[:, None].expand(-1, parts, -1, -1).flatten(0, 1)))
+        whole = found.unflatten(0, (self.count, parts)).flatten(1, 2)
+        return (whole[:, :rows] if missing else whole).unbind(0)
+
+
+def scale_of(width: int, *, first: bool = False) -> float:
+    """What the weights of a layer are multiplied by that reads so many values, activated unless it is the first."""
+    return (1.0 if first else _ACTIVATED) / math.sqrt(width)
+
+
+# What brings the second moment of silu of a normal variable to 1.
+_ACTIVATED: float = normalize2mom(nn.functional.silu).cst
+
+
+def _parts(rows: int) -> int:
+    """How many products of fewer rows stand for one: gradients of weights are sums over all rows.
+
+    They have few outputs, and a batched product of matrices gives each tile of outputs to one multiprocessor, however
+    long its sum. Sums of parts, which are added at the end, are as many times more tiles.
+    """
+    # A tracer's sizes are no numbers to decide by.
+    if torch.compiler.is_compiling() or not isinstance(rows, int):  # pyright: ignore[reportUnnecessaryIsInstance]
+        return 1
+    return max(1, min(_MOST_PARTS, rows // _ROWS))
