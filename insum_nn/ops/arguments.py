@@ -243,9 +243,9 @@ def span_of(expression: str, symbol: str) -> list[Span]:
     return [Span(*match.span()) for match in re.finditer(rf"\b{re.escape(symbol)}\b", expression)]
 
 
-def program(expression: str, tensor: SparseFormat, options: Options) -> Program:
-    """The compiled expression with the facts of a format's index tensors; remembered."""
-    return _compiled(expression, tuple(tensor.facts.items()), options)
+def program(expression: str, facts: Mapping[str, IndexFacts], options: Options) -> Program:
+    """The compiled expression, with what is known of its index tensors; one for all who ask."""
+    return _compiled(expression, tuple(facts.items()), options)
 
 
 def run(
@@ -259,7 +259,7 @@ def run(
     facts = {name: fact for name, fact in facts.items() if name in named}
     if torch.compiler.is_dynamo_compiling():
         return call_traced(expression, named, facts=facts, options=options, out_shape=out_shape)
-    return _compiled(expression, tuple(facts.items()), options)(tensors=named, out_shape=out_shape)
+    return program(expression, facts, options)(tensors=named, out_shape=out_shape)
 
 
 @lru_cache(maxsize=1024)

@@ -4,13 +4,12 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping
-from functools import lru_cache
 from types import MappingProxyType
 
 import torch
 from torch import Tensor
 
-from insum_nn.compiler.api import Explanation, Program, compile_built, takes_columns
+from insum_nn.compiler.api import Explanation, Program, takes_columns
 from insum_nn.compiler.options import DEFAULT, Options
 from insum_nn.errors import InsumDtypeError, InsumError, InsumShapeError, raise_collected
 from insum_nn.facts import IndexFacts
@@ -18,6 +17,7 @@ from insum_nn.formats import BlockCOO, BlockFormat, BlockGroupCOO
 from insum_nn.ops.arguments import (
     layer_elsewhere,
     pad_axis,
+    program,
     require_format,
     run,
     span_of,
@@ -275,19 +275,18 @@ def explain_block_linear(
     """What becomes of the statement that `block_linear_stored` runs; the arguments are the same."""
     form = "slots" if "Slot" in index else "BlockCOO"
     named = block_linear_operands(input, weight, index, shape, bias)
-    program, grid = block_linear_program(form, options), (-(-shape[0] // weight.shape[1]), named["X"].shape[1])
+    product, grid = block_linear_program(form, options), (-(-shape[0] // weight.shape[1]), named["X"].shape[1])
     flat, values = to_autocast(named["X"].flatten(1)), to_autocast(named["W"])
     if form == "BlockCOO" and takes_columns(flat, values, grid, options):
-        program = columns_program("Y", options)
+        product = columns_program("Y", options)
         named = block_columns(index["Row"], index["Col"], grid, options).operands_of(flat, values)
-    return program.explain(tensors=named, out_shape=(None, grid[0], None), measure=measure)
+    return product.explain(tensors=named, out_shape=(None, grid[0], None), measure=measure)
 
 
-@lru_cache(maxsize=64)
 def block_linear_program(form: str, options: Options = DEFAULT) -> Program:
     """The program of a form of `BLOCK_LINEAR`, with the facts that a layer guarantees: to explain it.
 
     >>> block_linear_program("BlockCOO").expression
     'Y[n,Row[p],a] += W[p,a,b] * X[n,Col[p],b]'
     """
-    return compile_built(BLOCK_LINEAR[form], facts=BLOCK_LINEAR_FACTS.get(form), options=options)
+    return program(BLOCK_LINEAR[form], BLOCK_LINEAR_FACTS.get(form, {}), options)

@@ -17,9 +17,10 @@ from typing import Literal
 
 from torch import Tensor
 
-from insum_nn.compiler.api import Given, Program, compile, compile_built, contract
+from insum_nn.compiler.api import Given, Program, contract
 from insum_nn.compiler.options import Options
 from insum_nn.facts import IndexFacts
+from insum_nn.ops.arguments import program
 from insum_nn.tensor_cache import TensorCache
 
 __all__ = ["COLUMNS", "BlockColumns", "block_columns", "columns_program"]
@@ -35,16 +36,16 @@ COLUMNS: Mapping[str, str] = MappingProxyType(
 )
 """The statement of each of the three tensors."""
 
+_TRANSPOSED = "T[c,n] += X[n,c]"
 _FACTS = {
     "Row": IndexFacts(sorted=True, masked=False, proven=True),
     "Col": IndexFacts(masked=False, proven=True),
 }
 
 
-@lru_cache(maxsize=64)
 def columns_program(role: str, options: Options) -> Program:
     """The program of a role."""
-    return compile_built(COLUMNS[role], facts=_FACTS, options=options)
+    return program(COLUMNS[role], _FACTS, options)
 
 
 _known: TensorCache[BlockColumns] = TensorCache(limit=256)
@@ -137,15 +138,10 @@ def _columns(samples: Tensor, blocks: int, options: Options, alone: bool = False
         key = (samples.shape, samples.dtype, samples.device)
         turned = _given_transposition(options)(samples, out_shape=(columns, count), key=key)
     else:
-        turned = _transposition(options)(X=samples)
+        turned = program(_TRANSPOSED, {}, options)(X=samples)
     return turned.view(blocks, columns // blocks, count)
 
 
 @lru_cache(maxsize=64)
-def _transposition(options: Options) -> Program:
-    return compile("T[c,n] += X[n,c]", options=options)
-
-
-@lru_cache(maxsize=64)
 def _given_transposition(options: Options) -> Given:
-    return _transposition(options).given({})
+    return program(_TRANSPOSED, {}, options).given({})

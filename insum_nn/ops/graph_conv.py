@@ -11,7 +11,6 @@ from torch import Tensor
 from insum_nn.compiler.api import (
     Explanation,
     adds_atomically,
-    compile_built,
     for_each_vector,
     is_traced,
     is_transformed,
@@ -22,7 +21,7 @@ from insum_nn.compiler.options import DEFAULT, Options
 from insum_nn.dtypes import wide_dtype
 from insum_nn.errors import InsumDeviceError, InsumDtypeError
 from insum_nn.facts import IndexFacts
-from insum_nn.ops.arguments import run, to_autocast, under_autocast
+from insum_nn.ops.arguments import program, run, to_autocast, under_autocast
 from insum_nn.ops.graph_matrix import GraphMatrix
 from insum_nn.ops.graph_product import CARRY, fixed_order, graph_compare, graph_product
 from insum_nn.ops.modes import untraced
@@ -256,8 +255,8 @@ def explain_graph_conv(
     grouped = graph.by_row
     values = grouped.spread(graph_values(graph, edge_weight, recipe, x.dtype, options).detach())
     named = {**grouped.matrix.tensors, "Val": values, "B": x.detach()}
-    program = compile_built(CARRY, facts=grouped.matrix.facts, options=fixed_order(options))
-    return program.explain(tensors=named, out_shape=(graph.num_nodes, None), measure=measure)
+    carry = program(CARRY, grouped.matrix.facts, fixed_order(options))
+    return carry.explain(tensors=named, out_shape=(graph.num_nodes, None), measure=measure)
 
 
 # Dynamo and TorchScript keep this operator; AOTAutograd, export and make_fx decompose it into torch's operations.

@@ -16,9 +16,9 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from insum_nn.compiler.api import Program, compile_built, contract
+from insum_nn.compiler.api import contract
 from insum_nn.compiler.options import DEFAULT, Options
-from insum_nn.facts import IndexFacts
+from insum_nn.ops.arguments import program
 from insum_nn.ops.graph_matrix import GraphMatrix, Grouped
 from insum_nn.ops.spmm import SPMM
 
@@ -126,23 +126,12 @@ def _carried(
     named = {"Row": matrix.group_index, "Col": matrix.indices[0], "Val": values, "B": dense}
     if start is not None:
         named["C"] = start
-    return _program(CARRY, tuple(matrix.facts.items()), options)(tensors=named, out_shape=shape)
+    return program(CARRY, matrix.facts, options)(tensors=named, out_shape=shape)
 
 
 def _compared(a: Tensor, b: Tensor, graph: GraphMatrix, options: Options) -> Tensor:
     grouped = graph.by_row
     matrix = grouped.matrix
-    program = _program(COMPARE, tuple(matrix.facts.items()), fixed_order(options))
     named = {"Row": matrix.group_index, "Col": matrix.indices[0], "A": a, "B": b}
-    return grouped.collect(program(tensors=named, out_shape=tuple(matrix.values.shape)))
-
-
-_programs: dict[object, Program] = {}
-
-
-def _program(expression: str, facts: tuple[tuple[str, IndexFacts], ...], options: Options) -> Program:
-    key = (expression, facts, options)
-    found = _programs.get(key)
-    if found is None:
-        found = _programs[key] = compile_built(expression, facts=dict(facts), options=options)
-    return found
+    compare = program(COMPARE, matrix.facts, fixed_order(options))
+    return grouped.collect(compare(tensors=named, out_shape=tuple(matrix.values.shape)))

@@ -3,16 +3,15 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from functools import lru_cache
 from types import MappingProxyType
 
 from torch import Tensor
 
-from insum_nn.compiler.api import Program, compile_built
+from insum_nn.compiler.api import Program
 from insum_nn.compiler.options import DEFAULT, Options
 from insum_nn.errors import InsumDtypeError, InsumError, InsumShapeError, raise_collected
 from insum_nn.facts import IndexFacts
-from insum_nn.ops.arguments import layer_elsewhere, run, under_autocast
+from insum_nn.ops.arguments import layer_elsewhere, program, run, under_autocast
 from insum_nn.ops.modes import static_shape
 
 __all__ = [
@@ -176,11 +175,10 @@ def check_pruned_conv2d(input: Tensor, weight: Tensor, channels: int, bias: Tens
     raise_collected(faults)
 
 
-@lru_cache(maxsize=64)
 def pruned_conv2d_program(expression: str, options: Options = DEFAULT) -> Program:
     """The program of a statement of `pruned_conv2d`, with the facts that a layer guarantees: to explain it.
 
     >>> pruned_conv2d_program(pruned_conv2d_expression()).expression
     'O[n,M[g],p,q] += F[Slot[g,k]] * I[n,C[g,k],p+R[g,k],q+S[g,k]]'
     """
-    return compile_built(expression, facts=PRUNED_CONV2D_FACTS, options=options)
+    return program(expression, PRUNED_CONV2D_FACTS, options)

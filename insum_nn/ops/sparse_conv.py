@@ -2,15 +2,13 @@
 
 from __future__ import annotations
 
-from functools import lru_cache
-
 import torch
 from torch import Tensor
 
-from insum_nn.compiler.api import Program, by_table, compile_built, takes_table
+from insum_nn.compiler.api import Program, by_table, takes_table
 from insum_nn.compiler.options import DEFAULT, Options
 from insum_nn.errors import InsumDeviceError, InsumDtypeError, InsumError, InsumShapeError, raise_collected
-from insum_nn.ops.arguments import layer_elsewhere, run, to_autocast, under_autocast
+from insum_nn.ops.arguments import layer_elsewhere, program, run, to_autocast, under_autocast
 from insum_nn.ops.sparse_conv_table import table_conv, table_entries, table_operands, table_statement
 from insum_nn.structure.kernel_map import FACTS, KernelMap
 from insum_nn.structure.kernel_map.tables import TABLE_FACTS
@@ -150,11 +148,10 @@ def _out_shape(kernel_map: KernelMap | None, groups: int) -> tuple[int | None, .
     return (rows, *(None,) * (1 if groups == 1 else 2))
 
 
-@lru_cache(maxsize=256)
 def map_program(expression: str, options: Options) -> Program:
-    """The compiled statement, with what a kernel map guarantees of its index tensors; remembered."""
+    """The compiled statement, with what a kernel map guarantees of its index tensors."""
     facts = {name: known for name, known in {**FACTS, **TABLE_FACTS}.items() if f"{name}[" in expression}
-    return compile_built(expression, facts=facts, options=options)
+    return program(expression, facts, options)
 
 
 def sparse_conv_operands(

@@ -18,7 +18,6 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass
-from functools import lru_cache
 from typing import Literal, NamedTuple, cast
 
 import torch
@@ -27,7 +26,6 @@ from torch import Tensor
 from insum_nn.compiler.api import (
     Given,
     Program,
-    compile_built,
     contract,
     keep_lengths,
     keep_words,
@@ -35,6 +33,7 @@ from insum_nn.compiler.api import (
 )
 from insum_nn.compiler.options import Options
 from insum_nn.facts import IndexFacts
+from insum_nn.ops.arguments import program
 from insum_nn.structure.kernel_map import FACTS, KernelMap
 from insum_nn.structure.kernel_map.tables import LIST_FACTS, TABLE_FACTS
 
@@ -206,14 +205,8 @@ def _call(kind: Kind, kernel_map: KernelMap, groups: int, options: Options, way:
             keep_words(table.sorted_neighbours, table.words)
     else:
         indices = kernel_map.tensors
-    program = _program(kind, groups > 1, way, options)
-    return _Call(program, indices, (first, second), shape, program.given(indices))
-
-
-@lru_cache(maxsize=256)
-def _program(kind: Kind, grouped: bool, way: Way, options: Options) -> Program:
-    """The statement of all maps."""
-    return compile_built(_statement(kind, grouped, way), facts=_KNOWN[way], options=options)
+    contraction = program(_statement(kind, groups > 1, way), _KNOWN[way], options)
+    return _Call(contraction, indices, (first, second), shape, contraction.given(indices))
 
 
 def _split(kind: Kind, tensor: Tensor, kernel_map: KernelMap, groups: int) -> Tensor:

@@ -176,4 +176,4 @@ def spmm_program(matrix: SparseFormat, *, options: Options = DEFAULT) -> Program
     >>> spmm_program(matrix)(**matrix.tensors, B=torch.ones(2, 1), out_shape=(2, None)).tolist()
     [[1.0], [1.0]]
     """
-    return program(spmm_expression(matrix), matrix, options)
+    return program(spmm_expression(matrix), matrix.facts, options)

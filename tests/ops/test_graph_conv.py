@@ -10,6 +10,7 @@ import pytest
 import torch
 from torch import Tensor
 
+from insum_nn.compiler.api import Program
 from insum_nn.compiler.options import Options
 from insum_nn.errors import InsumDeviceError, InsumDtypeError, InsumRangeError, InsumShapeError
 from insum_nn.ops import graph_conv as module
@@ -312,19 +313,15 @@ def test_nothing_remembered_serves_another_call():
 
 
 def test_products_of_a_graph_have_the_options_that_they_are_asked_for(monkeypatch: pytest.MonkeyPatch):
-    made: list[Options] = []
-    monkeypatch.setattr(products, "_programs", {})
-    compile_built = products.compile_built
-    monkeypatch.setattr(
-        products,
-        "compile_built",
-        lambda *a, options, **k: made.append(options) or compile_built(*a, options=options, **k),
-    )
+    made: list[Program] = []
+    program = products.program
+    monkeypatch.setattr(products, "program", lambda *a: made.append(program(*a)) or made[-1])
     edges, x = skewed_graph(5, 9), torch.randn(5, 2)
     chosen = [Options(deterministic=True), Options(order="left"), Options(order="left", validate=True)]
     for options in chosen * 2:
         graph_conv(x, edges, options=options)
-    assert made == chosen
+    assert [each.options for each in made] == chosen * 2
+    assert made[:3] == made[3:], "a program is made once"
 
 
 def test_a_graph_is_built_once(monkeypatch: pytest.MonkeyPatch):
