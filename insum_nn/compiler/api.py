@@ -28,6 +28,7 @@ from insum_nn.compiler.runtime.composite.statement_choice import (
     takes_columns,
     takes_table,
 )
+from insum_nn.compiler.runtime.library.silu import silu
 from insum_nn.compiler.runtime.modes import (
     graph_constant,
     is_plain_eager,
@@ -76,6 +77,7 @@ __all__ = [
     "pairs_are_faster",
     "paths_are_products",
     "records_graph",
+    "silu",
     "stats_of",
     "takes_columns",
     "takes_table",

@@ -228,5 +228,11 @@ class _Jointly(torch.autograd.Function):
                 continue
             found = joint_gradients(sums, left, wanted, {**operands, left: grad}, plain=True)
             for name, part in found.items():
-                total[name] = total[name] + part if name in total else part
+                if name not in total:
+                    total[name] = part
+                elif torch.is_grad_enabled():
+                    total[name] = total[name] + part
+                else:
+                    # Gradients of weights of edges are the largest tensors of a step.
+                    total[name].add_(part)
         return None, None, *(total.get(name) for name in read), *(None for _ in sums.indices)

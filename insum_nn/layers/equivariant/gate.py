@@ -11,8 +11,9 @@ from torch import Tensor
 from insum_nn.compiler.options import DEFAULT, Options
 from insum_nn.layers.equivariant.adoption import adopt, e3nn_nn, forward_of, runs_directly
 from insum_nn.layers.equivariant.tensor_product import TensorProduct
+from insum_nn.ops.activation import silu
 
-__all__ = ["Gate"]
+__all__ = ["Gate", "silu"]
 
 Irreps = Any
 # What the columns of the input are, in the order of `irreps_outs`.
@@ -95,7 +96,7 @@ class Gate(e3nn_nn.Gate):
         parts: tuple[dict[int, Tensor], ...] = ({}, {}, {})
         widths = [sum(width for _, _, width in run) for _, run in self._runs]
         for (act, run), whole in zip(self._runs, features.split(widths, -1), strict=True):
-            active = whole if act is None else act(whole)
+            active = whole if act is None else _activated(act, whole)
             pieces = (active,) if len(run) == 1 else active.split([width for _, _, width in run], -1)
             for (kind, place, _), piece in zip(run, pieces, strict=True):
                 parts[kind][place] = piece
@@ -118,6 +119,13 @@ class Gate(e3nn_nn.Gate):
             if made is not None:
                 return made
         return self.forward_of_e3nn(features)  # type: ignore[no-any-return]
+
+
+def _activated(act: Any, x: Tensor) -> Tensor:
+    """An activation as e3nn normalises it."""
+    if getattr(act, "f", None) is torch.nn.functional.silu:
+        return silu(x) * act.cst
+    return act(x)  # type: ignore[no-any-return]
 
 
 def _together(parts: list[Tensor]) -> Tensor:
