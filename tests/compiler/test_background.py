@@ -349,6 +349,23 @@ def test_gradients_of_gradients_are_found_by_the_call_where_all_factors_record(l
         assert len(launched.compiled.keys() - known) <= 1, "the one of another set of roles"
 
 
+def test_a_rehearsal_saves_nothing_for_a_checkpoint(launched: Launched):
+    """A checkpoint compares what the first forward pass saved with what the second saves, which rehearses nothing."""
+    model, (x, y, *rest) = product()
+    saved: list[list[torch.Size]] = []
+
+    def keep(tensor: Tensor) -> Tensor:
+        saved[-1].append(tensor.shape)
+        return tensor
+
+    for _ in range(2):
+        saved.append([])
+        with torch.autograd.graph.saved_tensors_hooks(keep, lambda tensor: tensor):
+            model(x, y.requires_grad_(), *rest)
+    assert launched.submitted
+    assert saved[0] == saved[1]
+
+
 def test_a_process_that_compiles_nothing_rehearses_nothing(launched: Launched, monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setattr(background, "_background", None)
     monkeypatch.setattr(launch, "find_code", lambda kernel: kernel)

@@ -4,12 +4,16 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Callable, Sequence
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
+import triton
 from torch import Tensor, fx
+from torch._subclasses.functional_tensor import dispatch_functionalize
 from torch.fx.experimental.proxy_tensor import make_fx
+from triton.backends.compiler import GPUTarget
 
 import insum_nn
 from insum_nn.compiler.runtime.tracing import inline as inline_module
@@ -17,6 +21,7 @@ from insum_nn.facts import IndexFacts
 from insum_nn.layers import GCNConv, TensorProductConv
 from tests.compiler.interpreted import interpreter
 from tests.compiler.traced_kernels import Interpreted, launches
+from tests.pretended_gpu import H200
 
 __all__ = ["interpreter"]
 
@@ -25,13 +30,18 @@ GENERATED = insum_nn.Options(backend="triton")
 
 
 def record(run: Callable[..., Any], *inputs: Tensor) -> fx.GraphModule:
-    return make_fx(run, tracing_mode="symbolic", _allow_non_fake_inputs=True)(*inputs)
+    """What AOTAutograd and `torch.export` record of a function."""
+    functional = dispatch_functionalize(run)
+    return make_fx(functional, tracing_mode="symbolic", _allow_non_fake_inputs=True)(*inputs)
 
 
 @pytest.fixture
 def traced(monkeypatch: pytest.MonkeyPatch) -> Callable[..., fx.GraphModule]:
     """Traces a function as if there were a GPU."""
     monkeypatch.setattr(inline_module, "require_triton", lambda _: None)
+    # torch asks for which device it compiles a kernel, to find what that writes.
+    driver = SimpleNamespace(get_current_target=lambda: GPUTarget(*H200))
+    monkeypatch.setattr(triton.runtime.driver, "_active", driver)
     return record
 
 
@@ -85,6 +95,37 @@ def test_a_product_and_its_gradients_are_launches(
     for each, want in zip(inputs, wants, strict=True):
         got = Interpreted(graph, ranges).run(*each)
         torch.testing.assert_close(got, want, rtol=2e-4, atol=2e-4)
+
+
+def test_a_recorded_gradient_is_differentiated_again(
+    traced: Callable[..., fx.GraphModule], request: pytest.FixtureRequest
+):
+    """As a potential with forces in its loss is compiled: `make_fx` for the forces, AOTAutograd for the loss."""
+    torch.manual_seed(0)
+
+    def inner(options: Any) -> Callable[..., tuple[Tensor, ...]]:
+        def run(row: Tensor, col: Tensor, val: Tensor, dense: Tensor, like: Tensor) -> tuple[Tensor, ...]:
+            out = spmm(row, col, val, dense, like.shape[0], options)
+            return out, *torch.autograd.grad(out.square().sum(), (val, dense), create_graph=True)
+
+        return run
+
+    def loss(run: Callable[..., Any]) -> Callable[..., Sequence[Tensor]]:
+        return gradients(lambda *inputs: sum(x.square().sum() for x in run(*inputs)), 1)
+
+    row, col, val, dense = matrix(40, 30, 200, 24)
+    leaves = row, col, val.requires_grad_(), dense.requires_grad_(), torch.arange(40)
+    once = make_fx(inner(GENERATED), tracing_mode="symbolic", _allow_non_fake_inputs=True)(*leaves)
+    assert not launches(once)
+    graph = traced(loss(once), *leaves)
+    # A product, its two gradients, and theirs.
+    assert len(launches(graph)) >= 5
+    assert not [n for n in graph.graph.nodes if "insum_nn" in str(n.target)]
+    inputs = [(*matrix(*size), torch.arange(size[0])) for size in ((40, 30, 200, 24), (7, 50, 3, 24))]
+    wants = [loss(inner(insum_nn.Options()))(*each) for each in inputs]
+    ranges = request.getfixturevalue("interpreter")
+    for each, want in zip(inputs, wants, strict=True):
+        torch.testing.assert_close(Interpreted(graph, ranges).run(*each), want, rtol=2e-3, atol=2e-3)
 
 
 def test_two_graph_convolutions_in_a_training_step(

@@ -48,16 +48,29 @@ def run_alone(module: Any, inputs: tuple[Tensor, ...], package: str, folder: Pat
     return done.stdout.strip() or f"status {done.returncode}: {done.stderr}"
 
 
-# With torch 2.11 on an H200, packages of a graph and of forces are built and their process ends while it loads them;
-# exports of the others find sizes that may not be equal to numbers of channels.
-@pytest.mark.xfail(reason="packages for a GPU do not run yet", strict=False)
+class _Dense(torch.nn.Module):
+    """Nothing of this package."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x.relu().cumsum(0) + 1
+
+
+def _works(device: torch.device, folder: Path) -> str:
+    """Package what is torch's alone: where the C++ compiler links its library statically, no package can be loaded."""
+    inputs = (torch.randn(9, 4, device=device),)
+    path = torch._inductor.aoti_compile_and_package(export(_Dense(), inputs), package_path=str(folder / "dense.pt2"))
+    return run_alone(_Dense(), inputs, str(path), folder)
+
+
 @pytest.mark.slow
 @pytest.mark.compile
 @pytest.mark.parametrize("name", PACKAGES)
 def test_a_package_runs_where_this_package_cannot_be_imported(name: str, gpu: torch.device, tmp_path: Path):
     module, draw, package = build(name, gpu, tmp_path)
-    for sizes in ((9, 40), (23, 11)):
-        assert run_alone(module, draw(*sizes), package, tmp_path) == "equal"
+    said = {run_alone(module, draw(*sizes), package, tmp_path) for sizes in ((9, 40), (23, 11))}
+    if said != {"equal"} and _works(gpu, tmp_path) != "equal":
+        pytest.xfail("packages of torch's own operators do not run here: set CXX to another compiler")
+    assert said == {"equal"}
 
 
 class _OnZeros(Interpreter):

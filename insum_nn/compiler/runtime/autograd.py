@@ -7,7 +7,9 @@ code of their own.
 
 from __future__ import annotations
 
+import importlib
 from collections.abc import Sequence
+from functools import cache
 from typing import Any
 
 import torch
@@ -237,7 +239,25 @@ def _operator_backward(ctx: Any, grad: Tensor) -> tuple[Any, ...]:
 _run.register_autograd(_operator_backward, setup_context=_setup_context)
 
 
+def _seen_through(mode: Any, operator: Any, types: Any, arguments: tuple[Any, ...], options: dict[str, Any]) -> Tensor:
+    """What AOTAutograd and `torch.export` record in place of the operator."""
+    text, tensors, start, indices, output = arguments
+    spec = Spec.from_json(text)
+    if not inlines(spec, (*tensors, start)):
+        return mode.__torch_dispatch__(operator, types, arguments, options)  # type: ignore[no-any-return]
+    with mode:
+        return inline(spec, tensors, start, Extents(tuple(indices), tuple(output)))
+
+
+@cache
+def _let_tracers_through() -> None:
+    # Where a call is traced, this module is loaded; to import it always takes longer than to import torch.
+    functional = importlib.import_module("torch._subclasses.functional_tensor")
+    _run.register_torch_dispatch(functional.FunctionalTensorMode, _seen_through)
+
+
 def _registered(spec: Spec, tensors: Sequence[Tensor], start: Tensor | None, extents: Extents) -> Tensor:
+    _let_tracers_through()
     return torch.ops.insum_nn.run(spec.to_json(), list(tensors), start, list(extents.indices), list(extents.output))
 
 

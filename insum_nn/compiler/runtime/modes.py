@@ -18,6 +18,7 @@ __all__ = [
     "exceeds",
     "graph_constant",
     "has_active_modes",
+    "is_functional",
     "is_plain_eager",
     "is_recorded",
     "is_traced",
@@ -83,10 +84,7 @@ def records_graph(tensors: Sequence[Tensor | None]) -> bool:
     """Whether torch records a graph of what is done with tensors on a CPU or a GPU."""
     # Loaded whenever torch traces; to import them here takes longer than to import torch.
     proxies: Any = sys.modules.get("torch.fx.experimental.proxy_tensor")
-    functional: Any = sys.modules.get("torch._subclasses.functional_tensor")
     recorded = proxies is not None and proxies.get_proxy_mode() is not None
-    if not recorded and functional is None:
-        return False
     # Loops rather than lists: this is asked on the way of every call.
     for first in tensors:
         if first is not None:
@@ -95,11 +93,18 @@ def records_graph(tensors: Sequence[Tensor | None]) -> bool:
             break
     else:
         return False
-    if not recorded:
-        for tensor in tensors:
-            if isinstance(tensor, functional.FunctionalTensor):
-                return True
-    return recorded
+    return recorded or is_functional(tensors)
+
+
+def is_functional(tensors: Sequence[Tensor | None]) -> bool:
+    """Whether AOTAutograd or `torch.export` records what is done with tensors."""
+    functional: Any = sys.modules.get("torch._subclasses.functional_tensor")
+    if functional is None:
+        return False
+    for tensor in tensors:
+        if isinstance(tensor, functional.FunctionalTensor):
+            return True
+    return False
 
 
 def graph_constant(tensor: Tensor) -> Tensor:

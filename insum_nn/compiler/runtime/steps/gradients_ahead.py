@@ -141,12 +141,19 @@ def _may_rehearse(tensors: Sequence[Tensor]) -> bool:
 def _collecting(function: Any, tensors: Sequence[Tensor]) -> Generator[Any]:
     """Collect launches; no error leaves it, since the step itself meets it again, unless it is for want of room."""
     cold.due = False
-    with rehearse() as collection, torch.no_grad(), torch.autocast(tensors[0].device.type, enabled=False):
+    # What a rehearsal saves is not the step's: a checkpoint would count it among what it has to recompute.
+    apart = torch.autograd.graph.saved_tensors_hooks(_as_it_is, _as_it_is)
+    device = tensors[0].device.type
+    with rehearse() as collection, apart, torch.no_grad(), torch.autocast(device, enabled=False):
         try:
             yield collection
         except Exception as error:
             _log.debug("the kernels of %s were not found ahead: %s", function.__name__, error)
     cold.due = False
+
+
+def _as_it_is(tensor: Tensor) -> Tensor:
+    return tensor
 
 
 def _run_backward(function: Any, ctx: Any, results: Sequence[Tensor], recorded: bool) -> None:

@@ -26,7 +26,7 @@ from insum_nn.compiler.runtime.composite.pair_program import find_pairs
 from insum_nn.compiler.runtime.composite.statement_sequence import Part, Sequences
 from insum_nn.compiler.runtime.dispatch import Spec
 from insum_nn.compiler.runtime.library.programs import Library, extent_arguments, library_calls_of
-from insum_nn.compiler.runtime.modes import records_graph
+from insum_nn.compiler.runtime.modes import is_functional, records_graph
 from insum_nn.compiler.runtime.tracing.inline_kernel import inline_kernel
 from insum_nn.compiler.schedule.canonical import canonical, canonical_tables
 from insum_nn.facts import UNKNOWN, IndexFacts, StaticTable
@@ -37,9 +37,13 @@ __all__ = ["inline", "inlines"]
 def inlines(spec: Spec, tensors: Sequence[Tensor | None]) -> bool:
     """Whether torch records a graph of a computation, as AOTAutograd, `torch.export` and `make_fx` do.
 
-    Under `validate=True` and `deterministic=True` a call stays one operator, which keeps what these promise.
+    Under `validate=True` and `deterministic=True` a call stays one operator, which keeps what these promise. So it does
+    on a GPU in a graph that `make_fx` alone records: AOTAutograd may still differentiate that graph, and launches have
+    no derivatives. It sees through the operator then, and so does `torch.export`.
     """
-    return not (spec.options.validate or spec.options.deterministic) and records_graph(tensors)
+    if spec.options.validate or spec.options.deterministic or not records_graph(tensors):
+        return False
+    return is_functional(tensors) or not _launches(spec, tensors)
 
 
 def inline(spec: Spec, tensors: Sequence[Tensor], start: Tensor | None, extents: Extents) -> Tensor:
@@ -90,6 +94,12 @@ def inline(spec: Spec, tensors: Sequence[Tensor], start: Tensor | None, extents:
             return result if start is None or begins is not None else result + start
         pool[part.writes] = result
     raise AssertionError("a sequence has a last part")
+
+
+def _launches(spec: Spec, tensors: Sequence[Tensor | None]) -> bool:
+    """Whether a statement may be written as launches of kernels."""
+    backend = spec.options.backend
+    return backend == "triton" or (backend == "auto" and any(t is not None and t.is_cuda for t in tensors))
 
 
 def _assert_inside(
