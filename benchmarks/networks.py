@@ -35,7 +35,7 @@ __all__ = [
 
 Batch = tuple[Any, ...]
 
-NETWORKS = ("gcn_2k", "gcn_14k", "spunet_fp16", "spunet_fp32", "nequip_32", "nequip_864")
+NETWORKS = ("gcn_2k", "gcn_14k", "gcn_sampled", "spunet_fp16", "spunet_fp32", "nequip_32", "nequip_864")
 
 
 @dataclass(frozen=True)
@@ -63,7 +63,7 @@ def network(name: str, setting: Setting) -> Network:
     """Build a network of `NETWORKS`."""
     kind, _, size = name.partition("_")
     if kind == "gcn":
-        return _gcn(setting, small=size == "2k")
+        return _gcn(setting, size)
     if kind == "spunet":
         return _spunet(setting, half=size == "fp16")
     return _nequip(setting, cells=2 if size == "32" else 6)
@@ -153,15 +153,25 @@ def _seeded(setting: Setting, build: Callable[[], nn.Module]) -> nn.Module:
 # Graphs ---------------------------------------------------------------------------------------------------------------
 
 
-def _gcn(setting: Setting, *, small: bool) -> Network:
-    """torch_geometric's GCN of three layers, 128 features wide, trained on the whole graph."""
+_GRAPHS = {"2k": (2_708, 10_556), "14k": (13_752, 491_722), "sampled": (4_000, 16_000)}
+
+
+def _gcn(setting: Setting, size: str) -> Network:
+    """torch_geometric's GCN of three layers, 128 features wide, trained on the whole graph.
+
+    Of size "sampled", on graphs of 500 to 4,000 nodes, another at each step, as a `NeighborLoader` gives them.
+    """
     from benchmarks.cases.gcn import random_graph
 
-    nodes, edges = (60, 200) if setting.tiny else (2_708, 10_556) if small else (13_752, 491_722)
+    nodes, edges = (60, 200) if setting.tiny else _GRAPHS[size]
     width, classes = (16, 4) if setting.tiny else (128, 10)
-    edge_index = random_graph(setting, nodes, edges)
-    x = torch.randn(nodes, width, generator=setting.generator(), device=setting.device)
-    labels = torch.randint(classes, (nodes,), generator=setting.generator(), device=setting.device)
+
+    def graph(number: int) -> Batch:
+        own = nodes - 7 * number * nodes // 512
+        edge_index = random_graph(setting, own, edges * own // nodes)
+        x = torch.randn(own, width, generator=setting.generator(), device=setting.device)
+        labels = torch.randint(classes, (own,), generator=setting.generator(), device=setting.device)
+        return x, edge_index, labels
 
     def pyg() -> nn.Module:
         library: Any = importlib.import_module("torch_geometric.nn")
@@ -197,7 +207,7 @@ def _gcn(setting: Setting, *, small: bool) -> Network:
             "pyg/cuda_graphs": compiled(pyg, "reduce-overhead"),
         },
         reference=lambda: pyg().double(),
-        batches=[(x, edge_index, labels)],
+        batches=_Batches(graph, 1 if size != "sampled" else 2 if setting.tiny else 64),
         loss=lambda model, batch: nn.functional.cross_entropy(outputs(model, batch), batch[2]),
         outputs=outputs,
     )
