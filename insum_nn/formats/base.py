@@ -84,7 +84,7 @@ class SparseFormat(Verifiable):
 
     @abstractmethod
     def transpose(self) -> Self:
-        """The transpose in the same format, sorted anew; differentiable in the values."""
+        """The transpose in the same format, sorted again; differentiable in the values."""
 
     @property
     @abstractmethod

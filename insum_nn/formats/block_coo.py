@@ -211,7 +211,7 @@ class BlockCOO(BlockFormat):
         return type(self)(self.shape, self.block_shape, *own, facts, coalesced=True)._guaranteed_if(known)
 
     def transpose(self) -> Self:
-        """Swap rows and columns, of the grid and of each block, and sort anew; duplicates are kept."""
+        """Swap rows and columns, of the grid and of each block, and sort again; duplicates are kept."""
         known = self._verify()
         order = convert.lexicographic_order((self.col, self.row), self.grid_shape[::-1])
         values = self.values[order].transpose(1, 2).contiguous()

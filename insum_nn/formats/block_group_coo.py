@@ -227,7 +227,7 @@ class BlockGroupCOO(BlockFormat):
         return BlockCOO(self.shape, self.block_shape, row, col, values, facts, self.coalesced)
 
     def transpose(self, *, group_size: GroupSize | None = None) -> Self:
-        """Swap rows and columns, of the grid and of each block, and group anew by block row.
+        """Swap rows and columns, of the grid and of each block, and group again by block row.
 
         Args:
             group_size: As in `from_coo`; default this format's own.

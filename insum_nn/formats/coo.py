@@ -245,7 +245,7 @@ class COO(SparseFormat):
         return type(self)(self.shape, indices, self.values[order], facts)._guaranteed_if(known)
 
     def transpose(self, dims: Sequence[int] | None = None) -> Self:
-        """Permute the dimensions and sort anew.
+        """Permute the dimensions and sort again.
 
         Args:
             dims: A permutation of the dimensions; default reverses them.
@@ -379,7 +379,7 @@ def _as_coo(
     if isinstance(indices, SparseFormat):
         if values is not None or shape is not None:
             raise InsumFormatError(
-                f"{owner} got values or shape beside a {type(indices).__name__}",
+                f"{owner} got values or shape together with a {type(indices).__name__}",
                 fix="pass the format alone; use with_values to give it other values.",
             )
         coo = indices.entries()

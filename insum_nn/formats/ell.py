@@ -182,7 +182,7 @@ class ELL(GroupedFormat):
     # Conversions.
 
     def transpose(self, dims: Sequence[int] | None = None) -> Self:
-        """Permute the dimensions and lay out anew along the same place, `group_dim`.
+        """Permute the dimensions and lay out again along the same place, `group_dim`.
 
         Args:
             dims: A permutation of the dimensions; default reverses them.

@@ -188,7 +188,7 @@ class GroupCOO(GroupedFormat):
     # Conversions.
 
     def transpose(self, dims: Sequence[int] | None = None, *, group_size: GroupSize | None = None) -> Self:
-        """Permute the dimensions and group anew along the same place, `group_dim`.
+        """Permute the dimensions and group again along the same place, `group_dim`.
 
         Args:
             dims: A permutation of the dimensions; default reverses them.

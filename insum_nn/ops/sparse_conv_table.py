@@ -8,7 +8,7 @@ All three contract one form, linear in each of `In`, `W` and `Out`, with two of 
 gradient of a contraction is made of the other two, so that derivatives of any order add to no cell from several sides.
 
 `W` is the layer's weight as it lies in memory, its kernel cells as one axis. The gradient of `W` takes pairs where they
-can be the summed axis of a matrix product: over the table, rows of `dOut` would be read for every offset, met or not.
+can be the summed axis of a matrix product: over the table, rows of `dOut` would be read also where there is no pair.
 
 The laws of kernel maps make the table complete: at one offset an output meets at most one input, and an input one
 output, whatever the kernel; so it needs no other way for maps of certain kinds.
@@ -55,7 +55,7 @@ _TABLES: dict[Kind, dict[str, str]] = {
     "In": {"output": "Near[k,i]", "input": "Order[i]", "cell": "k"},
     "W": {"output": "Order[i]", "input": "Near[k,i]", "cell": "k"},
 }
-# How the index tensors of a statement are had from a map: its groups, its table, its list of pairs.
+# How the index tensors of a statement are taken from a map: its groups, its table, its list of pairs.
 Way = Literal["groups", "table", "list"]
 _KNOWN: dict[Way, Mapping[str, IndexFacts]] = {"groups": FACTS, "table": TABLE_FACTS, "list": LIST_FACTS}
 

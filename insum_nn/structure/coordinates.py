@@ -1,4 +1,4 @@
-"""Sets of grid sites: proofs about them, and where a given site stands.
+"""Sets of grid sites: the check of their coordinates, and the row of a given site.
 
 A site is a row `(batch, x_1, .., x_d)`. Sites are compared by one key, their place in the grid read row by row. Every
 axis but the first has a margin after it, so that a step beyond either end of an axis leads to cells that no site has:
@@ -188,12 +188,12 @@ class Coordinates:
             prove = torch.ops.insum_nn.prove_sites if torch.compiler.is_dynamo_compiling() else _prove
             checked = prove(self.indices, list(self.spatial_shape), self.batch_size)
             return Coordinates(checked, self.spatial_shape, self.batch_size, origin=self.indices)
-        judge = self.proof()
+        check = self.begin_check()
         self.drop_grid()
-        judge()
+        check()
         return self
 
-    def proof(self, *, by_cells: bool = False) -> Callable[[], None]:
+    def begin_check(self, *, by_cells: bool = False) -> Callable[[], None]:
         """Ask the device whether the sites are as they should be; what is returned waits for the answer.
 
         Work that is handed to a device between the two does not wait. The function raises as `prove` does.
@@ -205,10 +205,10 @@ class Coordinates:
         if facts is None:
             return lambda: None
         answer = read_later(facts)
-        return lambda: self.judge(answer())
+        return lambda: self.raise_faults(answer())
 
     def facts(self, *, by_cells: bool = False) -> Tensor | None:
-        """(2 (1 + d) + 1,) what `judge` has to read: the least and greatest of each column, and whether a site repeats.
+        """(2 (1 + d) + 1,) what `raise_faults` reads: least and greatest of each column, and whether a site repeats.
 
         `None` where there are no sites.
         """
@@ -216,10 +216,10 @@ class Coordinates:
             return None
         grid = self.grid() if by_cells or self.device.type == "cuda" else None
         twice = self._keys.repeats() if grid is None else grid.repeats()
-        # Cells of rows that lie outside mean nothing; they are judged after the limits, but read with them.
+        # Cells of rows that lie outside mean nothing; they are checked after the limits, but read with them.
         return torch.cat([*torch.aminmax(self.indices, dim=0), twice[None]])
 
-    def judge(self, facts: Sequence[int]) -> None:
+    def raise_faults(self, facts: Sequence[int]) -> None:
         """Raise what `prove` raises where the values of `facts` say so."""
         lows, highs, twice = facts[: self.ndim + 1], facts[self.ndim + 1 : -1], facts[-1]
         if min(lows) < 0 or any(high >= extent for high, extent in zip(highs, self.extents, strict=True)):
@@ -228,7 +228,7 @@ class Coordinates:
             raise _duplicate(self)
 
     def find(self, columns: Sequence[Tensor]) -> Tensor:
-        """The row of each site that is asked for, or -1.
+        """The row of each site that is looked up, or -1.
 
         Args:
             columns: 1 + d int64 tensors of one shape; every value lies inside its extent.

@@ -235,8 +235,8 @@ def gcn_norm(
         add_self_loops: give every node exactly one self-loop; one that is there keeps its weight.
         flow: which end of an edge receives.
         dtype: of the weights, without `edge_weight`; default torch's.
-        fixed_size: keep self-loops of the input beside those added, with weight 0 where they do not count, so that
-            no size depends on values.
+        fixed_size: keep self-loops of the input, with weight 0 where an added one takes their place, so that no
+            size depends on values.
 
     Returns:
         (2, e') int64 and (e',).

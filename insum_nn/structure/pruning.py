@@ -270,7 +270,7 @@ def cosine_fraction(step: int, total: int, initial: float = 0.3) -> float:
 
 
 def carry_optimizer_state(optimizer: torch.optim.Optimizer, parameter: Tensor, source: Tensor) -> None:
-    """Rearrange what an optimizer remembers of a parameter whose rows were chosen anew.
+    """Rearrange what an optimizer remembers of a parameter whose rows were chosen again.
 
     Every tensor with one row per old row of the parameter (SGD's momentum, Adam's moments) keeps the rows of
     survivors and gets zeros for new ones. Scalars, such as a count of steps, stay. Call it before the parameter

@@ -726,7 +726,7 @@ def test_from_coo_refusals(entry: Entry):
         entry.from_torch([[1.0]])
     with pytest.raises(InsumShapeError, match="expected 2 index tensors; got 1"):
         entry.from_coo(torch.tensor(0), values, (2, 6))
-    with pytest.raises(InsumFormatError, match="got values or shape beside a COO"):
+    with pytest.raises(InsumFormatError, match="got values or shape together with a COO"):
         entry.from_coo(COO.from_dense(torch.eye(2)), values)
 
 

@@ -98,7 +98,7 @@ BAD = [
 @pytest.mark.parametrize(("row", "kind", "text"), BAD, ids=lambda x: str(x) if isinstance(x, list) else "")
 @pytest.mark.parametrize("batch", [1, 2])
 def test_bad_voxels_are_refused_after_the_look_up(row, kind, text, batch, device):
-    """They are judged when the map is made already, which they must not lead out of memory."""
+    """They are checked when the map is made already, which they must not lead out of memory."""
     if batch == 1 and row[0] == 2:
         row = [1, *row[1:]]
     rows = torch.tensor([[0, 0, 0], [0, 2, 3], [0, 5, 6], row], dtype=torch.int32, device=device)

@@ -56,15 +56,15 @@ def clusters(kernel: Kernel) -> tuple[tuple[int, ...], ...]:
     if not shared:
         return (tuple(range(len(stores))),)
 
-    def apart(kind: Buffer) -> tuple[int, int]:
-        """How many cells of all tensors meet one cell of this one only; less the cells of this one that each meets."""
-        met: dict[tuple[Buffer, str], set[str]] = {}
+    def separation(kind: Buffer) -> tuple[int, int]:
+        """Rank a tensor: by how many cells share terms with one of its own only, then by how few pairs share any."""
+        cells_of: dict[tuple[Buffer, str], set[str]] = {}
         for each in cells:
             for cell in each.items():
-                met.setdefault(cell, set()).add(each[kind])
-        return sum(len(mine) == 1 for mine in met.values()), -sum(len(mine) for mine in met.values())
+                cells_of.setdefault(cell, set()).add(each[kind])
+        return sum(len(mine) == 1 for mine in cells_of.values()), -sum(len(mine) for mine in cells_of.values())
 
-    kind = max(sorted(shared, key=lambda b: b.name), key=apart)
+    kind = max(sorted(shared, key=lambda b: b.name), key=separation)
     # In one order for all results, so that equal sums are recognised.
     order = sorted(shared, key=lambda b: (b is not kind, b.name))
     found: dict[str, list[int]] = {}

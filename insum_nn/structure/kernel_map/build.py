@@ -90,7 +90,7 @@ def build_kernel_map(
 def _build(
     inputs: Coordinates, geometry: Geometry, shape: tuple[int, ...], facts: Tensor | None, by_table: bool
 ) -> KernelMap:
-    """The map of voxels that are judged by `facts`, which the host reads; `None`: they are proven."""
+    """The map of voxels that `facts` check, which the host reads; `None`: they are proven."""
     small, subm = geometry.volume * inputs.num_sites <= MOST_ENTRIES, geometry.kind == "subm"
     if small and not subm and not geometry.is_pointwise:
         # Which reads how many outputs there are, and the facts with them.
@@ -104,10 +104,10 @@ def _build(
         if found is not None:
             near = _of_neighbours(inputs, geometry, found, by_table)
             if answer is not None:
-                inputs.judge(answer())
+                inputs.raise_faults(answer())
             return near
     if answer is not None:
-        inputs.judge(answer())
+        inputs.raise_faults(answer())
     if geometry.is_pointwise:
         outputs = inputs if subm else _with_shape(inputs, shape)
         if by_table and small:

@@ -148,7 +148,7 @@ def reached_neighbours(
         sites: the voxels.
         geometry: the kernel's movement.
         shape: the output's grid.
-        facts: what is to be judged of the voxels, read together with the number of outputs; `None`: they are proven.
+        facts: the facts that check the voxels, read together with the number of outputs; `None`: they are proven.
     """
     spans, volume, rows = spans_of((sites.batch_size, *shape)), geometry.volume, sites.num_sites
     cells, bits = math.prod(spans), _bits(geometry)
@@ -163,23 +163,23 @@ def reached_neighbours(
     narrow = not marks and most <= _NARROW_CELLS // (1 if whole else 2 + sites.ndim)
     dtype = torch.int32 if narrow else torch.int64
     found = _codes(sites, geometry, shape, spans, dtype, whole=whole, proven=facts is None)
-    met = _marked(found, cells) if marks else _sorted(found, cells)
-    # The one look at the device.
-    count, *asked = (met.total if facts is None else torch.cat([met.total, facts])).tolist()
+    numbered = _marked(found, cells) if marks else _sorted(found, cells)
+    # The only read of the device.
+    count, *limits = (numbered.total if facts is None else torch.cat([numbered.total, facts])).tolist()
     if facts is not None:
-        sites.judge(asked)
-    offset = torch.sub(met.code, met.key, alpha=1 << bits)
-    if met.spare:
+        sites.raise_faults(limits)
+    offset = torch.sub(numbered.code, numbered.key, alpha=1 << bits)
+    if numbered.spare:
         offset = offset.clamp_(max=volume)
     # An offset sends each voxel to an output of its own: no cell is written twice.
-    place = torch.add(met.number, offset, alpha=count)
+    place = torch.add(numbered.number, offset, alpha=count)
     entries = volume * count
     # Numbers begin with one: what is written begins one place before the table, which begins at a multiple of 16 bytes.
-    size = 4 + entries + (count + met.spare if met.spare else 0)
+    size = 4 + entries + (count + numbered.spare if numbered.spare else 0)
     table = torch.full((size,), -1, dtype=torch.int32, device=sites.device)
-    table[3:].scatter_(0, place, met.rows)
-    known = torch.empty(1 + count + met.spare, dtype=met.key.dtype, device=sites.device)
-    known.scatter_(0, met.number, met.key)
+    table[3:].scatter_(0, place, numbered.rows)
+    known = torch.empty(1 + count + numbered.spare, dtype=numbered.key.dtype, device=sites.device)
+    known.scatter_(0, numbered.number, numbered.key)
     outputs = Coordinates.of_keys(known[1 : 1 + count], shape, sites.batch_size, sites.indices.dtype)
     return Neighbours(outputs, table[4 : 4 + entries].view(volume, count), None)
 
@@ -199,7 +199,7 @@ class _Codes(NamedTuple):
     miss: int | None
 
 
-class _Met(NamedTuple):
+class _Numbered(NamedTuple):
     """Candidates, in any order, with the numbers of their outputs, which begin with one.
 
     Attributes:
@@ -237,7 +237,7 @@ def _marks(spans: tuple[int, ...], sites: Coordinates) -> bool:
     return sites.device.type == "cuda" and fits(spans, 0, sites.num_sites, sites.device)
 
 
-def _marked(found: _Codes, cells: int) -> _Met:
+def _marked(found: _Codes, cells: int) -> _Numbered:
     """Outputs by the cells that candidates mark."""
     code, bits, miss = found
     voxels, device = code.shape[1], code.device
@@ -249,7 +249,7 @@ def _marked(found: _Codes, cells: int) -> _Met:
     marks = torch.zeros(cells + spare, dtype=torch.int32, device=device)
     numbers = marks.scatter_(0, key, 1).cumsum_(0)
     number = numbers.index_select(0, key).long()
-    return _Met(code.view(-1), key, number, _rows_of(code), numbers[cells - 1 : cells], spare)
+    return _Numbered(code.view(-1), key, number, _rows_of(code), numbers[cells - 1 : cells], spare)
 
 
 def _rows_of(code: Tensor) -> Tensor:
@@ -257,7 +257,7 @@ def _rows_of(code: Tensor) -> Tensor:
     return first_rows(code.shape[1], code.device).expand(code.shape).reshape(-1)
 
 
-def _sorted(found: _Codes, cells: int) -> _Met:
+def _sorted(found: _Codes, cells: int) -> _Numbered:
     """Number the outputs by sorting. On a CPU, where reading a count costs no wait, only candidates that reach one."""
     code, bits, miss = found
     device, flat, rows = code.device, code.view(-1), _rows_of(code)
@@ -276,7 +276,7 @@ def _sorted(found: _Codes, cells: int) -> _Met:
     if miss is not None:
         # They are all of one number, the last.
         count = count - (key[-1:] == cells).long()
-    return _Met(flat, key, number, rows, count, 0 if miss is None else 1)
+    return _Numbered(flat, key, number, rows, count, 0 if miss is None else 1)
 
 
 def _codes(

@@ -53,7 +53,7 @@ def test_a_map_reads_the_number_of_its_outputs_alone(name: str):
         with device_calls() as calls:
             near = build_kernel_map(sites, how, proven=known)
         assert calls.reads == ["tolist"] * strided
-        # The proof of a submanifold map's voxels is waited for when all has been launched.
+        # The check of a submanifold map's voxels is waited for when all has been launched.
         assert len(calls.answers) == (not known and not strided)
         assert calls.total <= most
         for run, limit in (
@@ -99,7 +99,7 @@ def test_a_step_on_a_new_cloud_reads_once_a_level(model: str):
             out.backward(torch.ones_like(out))
         # Four levels are strided; the weights' gradients and their partitions know all sizes.
         assert forward == calls.reads == ["tolist"] * 4
-        # The voxels' proof, and the pairs of ten maps.
+        # The voxels' check, and the pairs of ten maps.
         assert len(calls.answers) <= 11
         assert calls.kernels > 90
         return calls
