@@ -128,5 +128,6 @@ def _unmeasured(found: Sequence[State]) -> list[str]:
         groups.setdefault((str(state.target.judge), state.mode), []).append(state.case.partition("/")[2])
     lines = ["", "Not measured:", ""]
     for (target, mode), cases in groups.items():
-        lines.append(f"- {target}, {mode} ({len(cases)}): {', '.join(f'`{case}`' for case in cases)}")
+        # A target begins with ">=", which at the beginning of an item would make a quotation of it.
+        lines.append(f"- {mode}, {target} ({len(cases)}): {', '.join(f'`{case}`' for case in cases)}")
     return lines

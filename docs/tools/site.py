@@ -25,6 +25,10 @@ ROOT = Path(__file__).resolve().parents[2]
 INCLUDE = re.compile(r"^<!-- include: (\S+?)(?: (\S+))? -->$", re.MULTILINE)
 # A link that leaves docs/: [text](../CONTRIBUTING.md#part), from any depth.
 OUTSIDE = re.compile(r"\[([^\]]*)\]\(((?:\.\./)+)([^)#\s]+)(?:#[^)]*)?\)")
+# In a page's HTML: code and tags, which stay as they are; a number with its unit; a date.
+PIECES = re.compile(
+    r"<(pre|code|svg|script|style)\b.*?</\1>|<[^>]*>|(\d) (ms|us|s|MiB|GiB|%)(?![\w])|(\d{4})-(\d\d)-(\d\d)", re.DOTALL
+)
 NOTE = "\n\n*The output above is that of this page's code, run when the site was built: {seconds:.0f} s ({where}).*\n"
 
 _records: dict[str, Record] = {}
@@ -63,6 +67,21 @@ def on_page_markdown(markdown: str, page: Any, **_: Any) -> str:
     markdown = INCLUDE.sub(lambda found: included(*found.groups()), markdown)
     depth = uri.count("/")
     return OUTSIDE.sub(lambda found: within(found, depth), markdown)
+
+
+def on_page_content(html: str, **_: Any) -> str:
+    """Keep numbers with their units, and dates, on one line; let a line end between the parts of a case's name."""
+    return PIECES.sub(unbroken, html)
+
+
+def unbroken(found: re.Match[str]) -> str:
+    """A number with its unit and a date without breaks, `name/size=1` with one behind its slash, all else as it is."""
+    tag, number, unit, *date = found.groups()
+    if tag == "code" and re.search(r"/\w+=", found.group(0)):
+        return re.sub(r"/(\w+=)", r"/<wbr>\1", found.group(0))
+    if unit is not None:
+        return f"{number}\N{NO-BREAK SPACE}{unit}"
+    return "\N{NON-BREAKING HYPHEN}".join(date) if date[0] is not None else found.group(0)
 
 
 def with_outputs(markdown: str, record: Record) -> str:
