@@ -126,7 +126,7 @@ types: $(READY) ## check the types
 	$(PY) -m pyright --pythonpath "$$($(PY) -c 'import sys; print(sys.executable)')"
 
 # Run in OUTPUT, so that what an example writes stays there.
-examples: $(READY) ## run every example at its tiny size: make examples SIZE=small
+examples: $(READY) ## run every example at its tiny size, or at the full one: make examples SIZE=full
 	@mkdir -p $(OUTPUT); count=0; \
 	for file in $(abspath $(wildcard examples/[a-z]*.py)); do \
 	  echo "== $$(basename $$file) --size $(SIZE)"; \

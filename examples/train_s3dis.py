@@ -1,7 +1,8 @@
 """Segment rooms with a MinkUNet, whose layers are used as `spconv.pytorch`'s.
 
     python examples/train_s3dis.py --size tiny          overfits one generated room; half a minute on a CPU
-    python examples/train_s3dis.py                      12 generated rooms, tested on one never seen; for a GPU
+    python examples/train_s3dis.py --size small         120 generated rooms, tested on three others; minutes on a CPU
+    python examples/train_s3dis.py                      12 rooms of six times as many points; for a GPU
     python examples/train_s3dis.py --root DIR           S3DIS: trained on areas 1-4 and 6, tested on area 5; for a GPU
     python examples/train_s3dis.py --size tiny --root DIR --overfit Area_3/hallway_3 Area_5/storage_3 --voxel-size 0.05
 
@@ -12,7 +13,6 @@ import argparse
 from pathlib import Path
 
 import torch
-from torch.nn import functional
 from torch.utils.data import DataLoader
 from tqdm import trange
 
@@ -28,8 +28,9 @@ from insum_nn.datasets import (
 from insum_nn.layers import SparseConvTensor
 from insum_nn.models import MinkUNet
 
-FULL = {"epochs": 120, "batch_size": 2, "lr": 4e-3, "voxel_size": 0.03, "width": 1.0, "workers": 4}
-TINY = {"epochs": 80, "batch_size": 1, "lr": 1e-2, "voxel_size": 0.1, "width": 0.25, "workers": 0}
+TINY = dict(rooms=1, points=20_000, epochs=80, batch_size=1, lr=1e-2, voxel_size=0.1, width=0.25, workers=0)
+FULL = dict(rooms=12, points=120_000, epochs=120, batch_size=2, lr=4e-3, voxel_size=0.03, width=1.0, workers=4)
+SIZES = {"tiny": TINY, "small": TINY | dict(rooms=120, epochs=4, voxel_size=0.03), "full": FULL}
 
 
 def load_data(args):
@@ -37,9 +38,8 @@ def load_data(args):
     overfit = args.overfit or (args.root is None and args.size == "tiny")
     pose, size = None if overfit else random_pose, args.voxel_size
     if args.root is None:
-        rooms, points = (1, 20_000) if overfit else (12, 120_000)
-        train_rooms = SyntheticRooms(rooms, num_points=points, voxel_size=size, transform=pose)
-        test_rooms = SyntheticRooms(1, first_seed=1000, num_points=points, voxel_size=size)
+        train_rooms = SyntheticRooms(args.rooms, num_points=args.points, voxel_size=size, transform=pose)
+        test_rooms = SyntheticRooms(3, first_seed=1000, num_points=args.points, voxel_size=size)
     else:
         train_rooms = S3DIS(args.root, split=pose and "train", rooms=args.overfit, voxel_size=size, transform=pose)
         test_rooms = S3DIS(args.root, split="val", voxel_size=size)
@@ -58,7 +58,7 @@ def train(model, loader, optimizer, schedule, device):
         optimizer.zero_grad()
         with torch.autocast(batch.features.device.type, torch.bfloat16, enabled=batch.features.is_cuda):
             logits = model(sparse(batch)).features
-        loss = functional.cross_entropy(logits.float(), batch.labels, ignore_index=-1)
+        loss = torch.nn.functional.cross_entropy(logits.float(), batch.labels, ignore_index=-1)
         loss.backward()
         optimizer.step()
         schedule.step()
@@ -78,16 +78,16 @@ def test(model, rooms, device):
 
 def main(argv=None, *, size="full"):
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--size", choices=("tiny", "full"), default=size)
+    parser.add_argument("--size", choices=SIZES, default=size, help="selects from the defaults below")
     parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")
     parser.add_argument("--out", type=Path, default=Path("outputs/train_s3dis"))
     parser.add_argument("--resume", action="store_true", help="continue from the checkpoint in --out")
     parser.add_argument("--root", type=Path, help="folder of S3DIS; default: generated rooms")
     parser.add_argument("--overfit", nargs="+", metavar="AREA/ROOM", help="train and test on these rooms alone")
-    for name, value in FULL.items():
-        parser.add_argument(f"--{name.replace('_', '-')}", type=type(value), help=f"{value}; tiny {TINY[name]}")
+    for key, value in FULL.items():
+        parser.add_argument("--" + key.replace("_", "-"), type=type(value), help=str([s[key] for s in SIZES.values()]))
     args = parser.parse_args(argv)
-    vars(args).update({k: v for k, v in (TINY if args.size == "tiny" else FULL).items() if getattr(args, k) is None})
+    vars(args).update({key: value for key, value in SIZES[args.size].items() if getattr(args, key) is None})
     args.out.mkdir(parents=True, exist_ok=True)
     checkpoint = args.out / "minkunet.pt"
     torch.manual_seed(0)
