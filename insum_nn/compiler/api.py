@@ -42,7 +42,7 @@ from insum_nn.compiler.runtime.modes import (
 from insum_nn.compiler.runtime.multilinear import JointSums, Multilinear, contract, contract_jointly, joint_gradients
 from insum_nn.compiler.runtime.out_argument import check_unrecorded, write_out
 from insum_nn.compiler.runtime.program import Program, ProgramSum, Shape
-from insum_nn.compiler.runtime.steps.wanted_gradients import wanted_gradients
+from insum_nn.compiler.runtime.steps.wanted_gradients import keep_inner, wanted_gradients
 from insum_nn.compiler.runtime.tracing.traced import call_traced, options_text
 from insum_nn.facts import IndexFacts, StaticTable
 
@@ -71,6 +71,7 @@ __all__ = [
     "is_traced",
     "is_transformed",
     "joint_gradients",
+    "keep_inner",
     "keep_lengths",
     "keep_words",
     "options_text",

@@ -17,6 +17,7 @@ from insum_nn.layers.equivariant.linear import Linear
 from insum_nn.layers.equivariant.spherical_harmonics import SphericalHarmonics
 from insum_nn.layers.equivariant.tensor_product import FullyConnectedTensorProduct
 from insum_nn.layers.equivariant.tensor_product_conv import TensorProductConv
+from insum_nn.models.edge_gradients import EdgeGradients
 from insum_nn.models.radial import HiddenLayers, RadialBasis, scale_of
 
 try:
@@ -245,6 +246,7 @@ class NequIP(nn.Module):
         offsets: Tensor | None = None,
         batch: Tensor | None = None,
         num_graphs: int = 1,
+        edges: EdgeGradients | None = None,
     ) -> Tensor:
         """Energies.
 
@@ -256,6 +258,7 @@ class NequIP(nn.Module):
             offsets: (e, 3) what is added to the sender's position to reach the meant image of it; default 0.
             batch: (n,) configuration of each atom; default all in one.
             num_graphs: configurations.
+            edges: what is to compute the gradient by the edges' vectors.
 
         Returns:
             (num_graphs,) energies.
@@ -267,9 +270,12 @@ class NequIP(nn.Module):
         vectors = positions.index_select(0, senders) - positions.index_select(0, receivers)
         if offsets is not None:
             vectors = vectors + offsets
-        distances = torch.linalg.vector_norm(vectors, dim=1)
-        radial = self.radial(self.radial_basis(distances))
-        harmonics = self.harmonics(vectors / distances[:, None])
+        if edges is None:
+            distances = torch.linalg.vector_norm(vectors, dim=1)
+            basis, harmonics = self.radial_basis(distances), self.harmonics(vectors / distances[:, None])
+        else:
+            basis, harmonics = edges.functions_of(vectors, self.radial_basis, self.harmonics)
+        radial = self.radial(basis)
         attributes = nn.functional.one_hot(kinds, self.num_species).to(positions.dtype)
         x = self.embedding(attributes)
         for layer, hidden in zip(self.layers, radial, strict=True):
@@ -320,11 +326,8 @@ class NequIP(nn.Module):
         Returns:
             (num_graphs,) energies and (n, 3) forces.
         """
-        with torch.enable_grad():
-            leaf = positions if positions.requires_grad else positions.detach().requires_grad_()
-            energy = self(leaf, species, receivers, senders, offsets, batch, num_graphs)
-            (gradient,) = torch.autograd.grad(energy.sum(), leaf, create_graph=self.training)
-        return (energy, -gradient) if self.training else (energy.detach(), -gradient)
+        energy, gradient, _ = self._with_gradient(positions, species, receivers, senders, offsets, batch, num_graphs)
+        return energy, _forces(gradient, receivers, senders, positions.shape[0])
 
     def energy_forces_stress(
         self,
@@ -372,15 +375,27 @@ class NequIP(nn.Module):
         """
         if batch is None:
             batch = torch.zeros_like(species)
-        with torch.enable_grad():
-            leaf = positions if positions.requires_grad else positions.detach().requires_grad_()
-            strain = positions.new_zeros(num_graphs, 3, 3).requires_grad_()
-            symmetric = (strain + strain.mT) / 2
-            moved = leaf + (leaf[:, None] @ symmetric[batch]).squeeze(1)
-            images = offsets + (offsets[:, None] @ symmetric[batch[receivers]]).squeeze(1)
-            energy = self(moved, species, receivers, senders, images, batch, num_graphs)
-            gradient, virial = torch.autograd.grad(energy.sum(), (leaf, strain), create_graph=self.training)
+        given = (positions, species, receivers, senders, offsets, batch, num_graphs)
+        energy, gradient, vectors = self._with_gradient(*given)
+        # A strain changes each vector by its product with it.
+        parts = (vectors[:, :, None] * gradient[:, None]).flatten(1)
+        whole = parts.new_zeros(num_graphs, 9).index_add(0, batch[receivers], parts).unflatten(1, (3, 3))
+        virial = (whole + whole.mT) / 2
         # A configuration without a cell has no stress, and must not make the gradients of the others NaN.
         periodic = (volumes > 0)[:, None, None]
         stress = torch.where(periodic, virial / volumes.where(volumes > 0, 1.0)[:, None, None], torch.nan)
-        return (energy if self.training else energy.detach()), -gradient, stress
+        return energy, _forces(gradient, receivers, senders, positions.shape[0]), stress
+
+    def _with_gradient(self, *given: Any) -> tuple[Tensor, Tensor, Tensor]:
+        """Energies, the gradient of their sum by the edges' vectors, and these vectors."""
+        edges = EdgeGradients(create_graph=self.training)
+        with torch.enable_grad():
+            energy = self(*given, edges=edges)
+            gradient = edges.of(energy.sum())
+        return (energy if self.training else energy.detach()), gradient, edges.vectors
+
+
+def _forces(gradient: Tensor, receivers: Tensor, senders: Tensor, atoms: int) -> Tensor:
+    """Minus the gradient by the positions, from that by the vectors from receivers to senders."""
+    zeros = gradient.new_zeros(atoms, 3)
+    return zeros.index_add(0, receivers, gradient).index_add(0, senders, gradient, alpha=-1)

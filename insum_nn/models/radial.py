@@ -60,12 +60,29 @@ class RadialBasis(nn.Module):
         rest = (x * (-p * (p + 1) / 2) + p * (p + 2)) * x - (p + 1) * (p + 2) / 2
         return (x**p * rest + 1) * (x < 1)
 
-    def forward(self, distance: Tensor) -> Tensor:
-        """Values of the functions, (e, count), at distances (e,)."""
+    def forward(self, distance: Tensor, *, slopes: bool = False) -> Any:
+        """Evaluate.
+
+        Args:
+            distance: (e,); differentiable.
+            slopes: also return derivatives.
+
+        Returns:
+            Values of the functions, (e, count), and their derivatives if asked for.
+        """
         x = distance / self.cutoff
         # Where each distance has one number: derivatives are many operators, and the functions are many columns.
         common = self.envelope(x) * math.sqrt(2 / self.cutoff) / distance
-        return torch.sin(self.frequencies * x[:, None]) * common[:, None]
+        angles = self.frequencies * x[:, None]
+        sines = torch.sin(angles)
+        values = sines * common[:, None]
+        if not slopes:
+            return values
+        p = self.power
+        steep = x ** (p - 1) * (1 - x).clamp(min=0).square() * (-p * (p + 1) * (p + 2) / 2 * math.sqrt(2 / self.cutoff))
+        change = (steep / self.cutoff - common) / distance
+        turned = torch.cos(angles) * (self.frequencies / self.cutoff)
+        return values, torch.addcmul(turned * common[:, None], sines, change[:, None])
 
 
 class HiddenLayers(nn.Module):

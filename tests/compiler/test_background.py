@@ -18,6 +18,7 @@ import torch
 from torch import Tensor, nn
 
 from insum_nn import Options
+from insum_nn.compiler.api import keep_inner
 from insum_nn.compiler.kernels import ahead, background, launch, machine_code
 from insum_nn.compiler.kernels.background import Background
 from insum_nn.compiler.kernels.machine_code import KernelCode
@@ -364,6 +365,18 @@ def test_a_rehearsal_saves_nothing_for_a_checkpoint(launched: Launched):
             model(x, y.requires_grad_(), *rest)
     assert launched.submitted
     assert saved[0] == saved[1]
+
+
+def test_gradients_of_inner_leaves_are_found_for_recorded_passes_alone(launched: Launched):
+    model, (x, y, *rest) = product()
+    keep_inner(y)
+    out = model(x, y, *rest)
+    known = set(launched.submitted) | set(launched.compiled)
+    found = torch.autograd.grad(out.square().sum(), (x, y, rest[0]), create_graph=True)
+    sum(each.square().sum() for each in found).backward()
+    assert y.grad is None
+    assert x.grad is not None
+    assert len(launched.compiled.keys() - known) <= 1, "the one of another set of roles"
 
 
 def test_a_process_that_compiles_nothing_rehearses_nothing(launched: Launched, monkeypatch: pytest.MonkeyPatch):

@@ -11,7 +11,7 @@ from torch import Tensor
 from insum_nn.compiler.options import DEFAULT, Options
 from insum_nn.layers.equivariant.adoption import adopt, e3nn_nn, forward_of, runs_directly
 from insum_nn.layers.equivariant.tensor_product import TensorProduct
-from insum_nn.ops.activation import silu
+from insum_nn.ops.gradients import silu
 
 __all__ = ["Gate", "silu"]
 

@@ -79,7 +79,10 @@ _recorded = _Recorded()
 def _learned(tensor: Tensor | None) -> Tensor | None:
     if tensor is None or not tensor.is_floating_point():
         return tensor
-    return tensor.detach().requires_grad_()
+    made = tensor.detach().requires_grad_()
+    # What was said of it, such as which passes want its gradient.
+    vars(made).update(vars(tensor))
+    return made
 
 
 def is_rehearsed(ctx: Any) -> bool:

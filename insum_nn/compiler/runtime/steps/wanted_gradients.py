@@ -6,16 +6,35 @@ from collections.abc import Hashable
 from typing import Any
 
 import torch
+from torch import Tensor
 
 from insum_nn.compiler.runtime.steps.gradients_ahead import is_rehearsed
 
-__all__ = ["wanted_gradients"]
+__all__ = ["is_inner", "keep_inner", "wanted_gradients"]
 
 # Backward passes for which a leaf counts as wanted after it was named: torch says that by an exception, which is slower
 # than most kernels.
 _PASSES = 16
 _MOST_KNOWN = 4096
 _by_name: dict[Hashable, int] = {}
+# An attribute of leaves whose gradients are wanted by recorded passes alone.
+_INNER = "_insum_nn_inner"
+
+
+def keep_inner(*leaves: Tensor) -> None:
+    """Say of leaves that no backward pass has to compute their gradients unless it is recorded (`create_graph=True`).
+
+    A loss on forces is differentiated by weights, through gradients by what the forces are derivatives of. To set
+    `requires_grad` to false in between would not do: the graph that was recorded before leads to the leaves, and a
+    checkpoint would not recompute what it has kept.
+    """
+    for leaf in leaves:
+        setattr(leaf, _INNER, True)
+
+
+def is_inner(tensor: Tensor | None) -> bool:
+    """Whether that was said of a tensor."""
+    return hasattr(tensor, _INNER)
 
 
 def wanted_gradients(ctx: Any, operands: int, where: Hashable) -> list[bool]:
@@ -31,7 +50,10 @@ def wanted_gradients(ctx: Any, operands: int, where: Hashable) -> list[bool]:
         where: the function's kind, the same in every pass.
     """
     if is_rehearsed(ctx):
-        return list(ctx.needs_input_grad[2 : 2 + operands])
+        needed = list(ctx.needs_input_grad[2 : 2 + operands])
+        if torch.is_grad_enabled():
+            return needed
+        return [own and not is_inner(read) for own, read in zip(needed, ctx.saved_tensors, strict=False)]
     return [_wanted(node, (where, place)) for place, (node, _) in enumerate(ctx.next_functions[:operands])]
 
 
@@ -40,6 +62,8 @@ def _wanted(node: Any, key: Hashable) -> bool:
         return False
     # What is recorded must not depend on the passes before.
     leaf = hasattr(node, "variable")
+    if leaf and is_inner(node.variable) and not torch.is_grad_enabled():
+        return False
     left = _by_name.get(key, 0) if leaf and not torch._C._len_torch_dispatch_stack() else 0
     if left:
         _by_name[key] = left - 1

@@ -1,0 +1,5 @@
+"""What layers between statements take from the compiler."""
+
+from insum_nn.compiler.api import keep_inner, silu
+
+__all__ = ["keep_inner", "silu"]
