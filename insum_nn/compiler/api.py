@@ -17,7 +17,7 @@ from insum_nn.compiler.lang.parser import check_text
 from insum_nn.compiler.options import DEFAULT, Options
 from insum_nn.compiler.runtime.arguments import check_kinds
 from insum_nn.compiler.runtime.batched_gradients import for_each_vector
-from insum_nn.compiler.runtime.bound_program import Given
+from insum_nn.compiler.runtime.bound_program import BoundProgram
 from insum_nn.compiler.runtime.composite.fused_programs import Joint
 from insum_nn.compiler.runtime.composite.joint_paths import JointPaths
 from insum_nn.compiler.runtime.composite.statement_choice import (
@@ -47,8 +47,8 @@ from insum_nn.compiler.runtime.tracing.traced import call_traced, options_text
 from insum_nn.facts import IndexFacts, StaticTable
 
 __all__ = [
+    "BoundProgram",
     "Explanation",
-    "Given",
     "Joint",
     "JointPaths",
     "JointSums",

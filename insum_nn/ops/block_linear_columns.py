@@ -17,7 +17,7 @@ from typing import Literal
 
 from torch import Tensor
 
-from insum_nn.compiler.api import Given, Program, contract
+from insum_nn.compiler.api import BoundProgram, Program, contract
 from insum_nn.compiler.options import Options
 from insum_nn.facts import IndexFacts
 from insum_nn.ops.arguments import program
@@ -62,7 +62,7 @@ def block_columns(row: Tensor, col: Tensor, grid: tuple[int, int], options: Opti
 
 
 class BlockColumns:
-    """The three sums of a linear map of blocks, whose places are given.
+    """The three sums of a linear map of blocks, whose places are bound.
 
     All three tensors are as a layer has them: `X` (n, cols * b), `Y` (n, rows * a), `W` (p, a, b).
 
@@ -136,12 +136,12 @@ def _columns(samples: Tensor, blocks: int, options: Options, alone: bool = False
     count, columns = samples.shape
     if alone:
         key = (samples.shape, samples.dtype, samples.device)
-        turned = _given_transposition(options)(samples, out_shape=(columns, count), key=key)
+        turned = _bound_transposition(options)(samples, out_shape=(columns, count), key=key)
     else:
         turned = program(_TRANSPOSED, {}, options)(X=samples)
     return turned.view(blocks, columns // blocks, count)
 
 
 @lru_cache(maxsize=64)
-def _given_transposition(options: Options) -> Given:
+def _bound_transposition(options: Options) -> BoundProgram:
     return program(_TRANSPOSED, {}, options).given({})

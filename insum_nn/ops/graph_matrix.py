@@ -13,7 +13,7 @@ from functools import cached_property
 import torch
 from torch import Tensor
 
-from insum_nn.compiler.api import Given, Program
+from insum_nn.compiler.api import BoundProgram, Program
 from insum_nn.compiler.options import DEFAULT
 from insum_nn.facts import IndexFacts
 from insum_nn.formats import COO, GroupCOO, GroupSize
@@ -44,8 +44,8 @@ class Grouped:
     num_entries: int
 
     @cached_property
-    def product(self) -> Given:
-        """The program with this matrix's index tensors given; a call takes values in slots, and `B`."""
+    def product(self) -> BoundProgram:
+        """The program with this matrix's index tensors bound; a call takes values in slots, and `B`."""
         return self.program.given({"Row": self.matrix.group_index, "Col": self.matrix.indices[0]})
 
     @cached_property

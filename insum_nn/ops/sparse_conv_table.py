@@ -24,7 +24,7 @@ import torch
 from torch import Tensor
 
 from insum_nn.compiler.api import (
-    Given,
+    BoundProgram,
     Program,
     contract,
     keep_lengths,
@@ -176,13 +176,13 @@ class _Conv:
 
 
 class _Call(NamedTuple):
-    """A statement over a map, ready for the two operands; `given`: where nothing is recorded."""
+    """A statement over a map, ready for the two operands; `given` has the index tensors bound."""
 
     program: Program
     indices: Mapping[str, Tensor]
     names: tuple[str, str]
     shape: tuple[int | None, ...]
-    given: Given
+    given: BoundProgram
 
 
 def _call(kind: Kind, kernel_map: KernelMap, groups: int, options: Options, way: Way) -> _Call:

@@ -1,4 +1,4 @@
-"""A program some of whose tensors stay: what is left of a call when a layer or a structure makes it again and again."""
+"""A program with some of its tensors bound: what is left of a call that a layer or a structure makes repeatedly."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from torch import Tensor
 from insum_nn.compiler.runtime.dispatch import Seen, Spec, broadcast, call_key, keep, run_unsized
 from insum_nn.compiler.runtime.modes import is_plain_eager
 
-__all__ = ["Given"]
+__all__ = ["BoundProgram"]
 
 Shape = Sequence[int | None]
 # Shapes of the other tensors whose calls are remembered.
@@ -27,8 +27,8 @@ class _Program(Protocol):
     def met(self, named: Mapping[str, Tensor], out_shape: Shape | None) -> Seen | None: ...
 
 
-class Given:
-    """A program with some of its tensors given: a call takes the others by position, and records no gradients.
+class BoundProgram:
+    """A program with some of its tensors bound: a call takes the others by position, and records no gradients.
 
     What is checked of a call depends on the shapes, dtypes and devices of the others, and is remembered by them; so a
     call that was made before takes the CPU little more than the launch of its kernel. That nothing writes to the bound
@@ -38,7 +38,7 @@ class Given:
         program: the statement's program.
         output: its output's name.
         order: names of the tensors it reads, in its order.
-        tensors: those given, by name.
+        tensors: those that are bound, by name.
 
     Attributes:
         names: the tensors that a call takes, in this order.
@@ -97,7 +97,7 @@ class Given:
         named = dict(zip(self._order, ordered, strict=True))
         if start is not None:
             named[self._output] = start
-        # The program may know the call from others' given tensors: each structure has a `Given` of its own.
+        # The program may know the call from tensors of others: each structure has a `BoundProgram` of its own.
         seen = None if key is None else self.program.met(named, out_shape)
         if key is None or seen is None:
             return self.program(tensors=named, out_shape=out_shape)

@@ -23,7 +23,7 @@ from insum_nn.compiler.lang.syntax import Statement
 from insum_nn.compiler.options import DEFAULT, Options
 from insum_nn.compiler.runtime.arguments import check_kinds, static_tables
 from insum_nn.compiler.runtime.autograd import apply
-from insum_nn.compiler.runtime.bound_program import Given
+from insum_nn.compiler.runtime.bound_program import BoundProgram
 from insum_nn.compiler.runtime.dispatch import (
     Key,
     Seen,
@@ -214,15 +214,15 @@ class Program:
         shape = shape_for(self.statement, out, {**self._sizes, **(sizes or {})}, shape)
         return write_out(self.expression, out, self(sizes=sizes, out_shape=shape, tensors=named))
 
-    def given(self, tensors: Mapping[str, Tensor]) -> Given:
-        """The program with some of its tensors given: for one who calls it again and again with others.
+    def given(self, tensors: Mapping[str, Tensor]) -> BoundProgram:
+        """Return the program with some of its tensors bound, to call it repeatedly with others.
 
         >>> product = Program("y[Row[p]] += Val[p] * x[Col[p]]")
         >>> known = product.given({"Row": torch.tensor([0, 1]), "Col": torch.tensor([1, 1])})
         >>> known(torch.tensor([2.0, 3.0]), torch.tensor([1.0, 10.0]), out_shape=(2,))
         tensor([20., 30.])
         """
-        return Given(self, self.statement.output.name, self._names, tensors)
+        return BoundProgram(self, self.statement.output.name, self._names, tensors)
 
     def _plain(self, named: Mapping[str, Tensor]) -> tuple[list[Tensor], Tensor | None] | None:
         """The tensors in the layout's order, and the starting value; `None` where one is out of the ordinary."""

@@ -9,7 +9,7 @@ from torch import Tensor
 
 from insum_nn.compiler.kernels.launch import available as generates_kernels
 from insum_nn.compiler.options import DEFAULT, Options
-from insum_nn.compiler.runtime.bound_program import Given
+from insum_nn.compiler.runtime.bound_program import BoundProgram
 from insum_nn.compiler.runtime.modes import is_plain_eager
 from insum_nn.compiler.runtime.program import Program
 
@@ -47,7 +47,7 @@ def column_sums(matrix: Tensor, *, options: Options = DEFAULT) -> Tensor:
 
 
 @lru_cache(maxsize=64)
-def _given(options: Options) -> Given:
+def _given(options: Options) -> BoundProgram:
     return _program(options).given({})
 
 
