@@ -10,6 +10,7 @@ from benchmarks.registry import Unavailable
 from insum_nn import Program
 from insum_nn.compiler.kernels.generated import Generated
 from insum_nn.compiler.runtime.dispatch import prepare
+from insum_nn.compiler.runtime.execution import Executable
 from insum_nn.compiler.schedule.space import Schedule
 
 __all__ = ["generated_of", "run_scheduled"]
@@ -26,7 +27,7 @@ def generated_of(
     ordered, start = program._arrange(tensors)
     extents = program._extents(ordered, start, None, None if out_shape is None else tuple(out_shape))
     _, executable = prepare(program._spec, ordered, start, extents)
-    found = executable.run
+    found = executable.run if isinstance(executable, Executable) else None
     if not isinstance(found, Generated):
         raise Unavailable(f"needs a generated kernel: {executable.reason}")
 
