@@ -18,6 +18,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass
+from functools import lru_cache
 from typing import Literal, NamedTuple, cast
 
 import torch
@@ -205,8 +206,14 @@ def _call(kind: Kind, kernel_map: KernelMap, groups: int, options: Options, way:
             keep_words(table.sorted_neighbours, table.words)
     else:
         indices = kernel_map.tensors
-    contraction = program(_statement(kind, groups > 1, way), _KNOWN[way], options)
+    contraction = _program(kind, groups > 1, way, options)
     return _Call(contraction, indices, (first, second), shape, contraction.given(indices))
+
+
+@lru_cache(maxsize=256)
+def _program(kind: Kind, grouped: bool, way: Way, options: Options) -> Program:
+    """The statement of all maps, found without comparing facts: a new map comes at each step."""
+    return program(_statement(kind, grouped, way), _KNOWN[way], options)
 
 
 def _split(kind: Kind, tensor: Tensor, kernel_map: KernelMap, groups: int) -> Tensor:
