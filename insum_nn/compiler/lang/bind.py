@@ -163,7 +163,7 @@ def show_shape(shape: Sequence[int]) -> str:
 def bind(
     statement: Statement,
     tensors: Mapping[str, Tensor],
-    start: Tensor | None,
+    initial: Tensor | None,
     *,
     facts: Mapping[str, IndexFacts] | None = None,
     drop_outside: bool = False,
@@ -174,7 +174,7 @@ def bind(
     Args:
         statement: a checked statement.
         tensors: exactly the tensors that it reads.
-        start: the initial value, or `None`.
+        initial: the initial value, or `None`.
         facts: facts of index tensors, by name; unknown where missing.
         drop_outside: see `Bound`.
         epilogue: see `Bound`.
@@ -186,11 +186,11 @@ def bind(
     """
     layout = layout_of(statement)
     named: dict[str, Tensor] = {name: tensors[name] for name in layout.tensors}
-    if start is not None:
-        named[statement.output.name] = start
+    if initial is not None:
+        named[statement.output.name] = initial
     raise_collected(_check_kinds(statement, named))
     faults = _check_ranks(statement, named) + _check_dtypes(statement, named) + _check_devices(statement, named)
-    faults += _check_start(statement, start)
+    faults += _check_initial(statement, initial)
     raise_collected(faults)
     dtype = _value_dtype(statement, named)
     device = next(iter(named.values())).device.type if named else "cpu"
@@ -200,7 +200,7 @@ def bind(
         dtype=dtype,
         index_dtypes=tuple(named[name].dtype for name in layout.tensors),
         device_type=device,
-        has_initial=start is not None,
+        has_initial=initial is not None,
         facts=tuple(facts.get(name, UNKNOWN) for name in layout.tensors),
         drop_outside=drop_outside,
         epilogue=epilogue,
@@ -339,8 +339,8 @@ def _check_devices(statement: Statement, named: Mapping[str, Tensor]) -> list[In
     ]
 
 
-def _check_start(statement: Statement, start: Tensor | None) -> list[InsumError]:
-    if start is None or statement.combining.takes_initial:
+def _check_initial(statement: Statement, initial: Tensor | None) -> list[InsumError]:
+    if initial is None or statement.combining.takes_initial:
         return []
     name = statement.output.name
     return [

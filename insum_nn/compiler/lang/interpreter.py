@@ -24,7 +24,7 @@ def interpret(
     statement: Statement,
     tensors: Mapping[str, Tensor],
     extents: Extents,
-    start: Tensor | None = None,
+    initial: Tensor | None = None,
     *,
     drop_outside: bool = False,
 ) -> Tensor:
@@ -39,7 +39,7 @@ def interpret(
     Raises:
         InsumRangeError: an index entry or an affine write is out of bounds.
     """
-    return _Interpreter(statement, tensors, extents, start, drop_outside).run()
+    return _Interpreter(statement, tensors, extents, initial, drop_outside).run()
 
 
 class _Interpreter:
@@ -48,25 +48,25 @@ class _Interpreter:
         statement: Statement,
         tensors: Mapping[str, Tensor],
         extents: Extents,
-        start: Tensor | None,
+        initial: Tensor | None,
         drop_outside: bool,
     ) -> None:
         self.statement = statement
         self.values: dict[str, _Nested] = {name: t.detach().cpu().tolist() for name, t in tensors.items()}
         self.shapes: dict[str, Sequence[int]] = {name: tuple(t.shape) for name, t in tensors.items()}
         self.extents = extents
-        self.start = start
+        self.initial = initial
         self.drop_outside = drop_outside
-        factors = [tensors[access.name] for access in statement.reads] or ([start] if start is not None else [])
+        factors = [tensors[access.name] for access in statement.reads] or ([initial] if initial is not None else [])
         self.integral = bool(factors) and not factors[0].is_floating_point()
 
     def run(self) -> Tensor:
         shape = self.extents.output
         dtype = torch.int64 if self.integral else torch.float64
         cells: dict[tuple[int, ...], int | float] = {}
-        if self.start is not None:
+        if self.initial is not None:
             for place in itertools.product(*map(range, shape)):
-                cells[place] = self.start[place].item()
+                cells[place] = self.initial[place].item()
         names = self.statement.indices()
         for point in itertools.product(*map(range, self.extents.indices)):
             self.visit(dict(zip(names, point, strict=True)), cells)

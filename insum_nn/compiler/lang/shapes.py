@@ -28,7 +28,7 @@ __all__ = ["Agreement", "agreement_of", "check_extents", "interval", "resolve_ex
 def resolve_extents(
     statement: Statement,
     tensors: Sequence[Tensor],
-    start: Tensor | None,
+    initial: Tensor | None,
     sizes: Mapping[str, int],
     out_shape: Sequence[int | None] | None,
 ) -> Extents:
@@ -37,7 +37,7 @@ def resolve_extents(
     Args:
         statement: a statement whose ranks were checked.
         tensors: the tensors read, in the layout's order.
-        start: the initial value; its shape is the output's, or broadcasts to it.
+        initial: the initial value; its shape is the output's, or broadcasts to it.
         sizes: extents given by name.
         out_shape: the output's shape; `None` entries are inferred.
 
@@ -48,7 +48,7 @@ def resolve_extents(
     """
     layout = layout_of(statement)
     known = agreement_of(statement)(tensors, sizes, out_shape)
-    if known is not None and (start is None or _lies_along(start.shape, known.output)):
+    if known is not None and (initial is None or _lies_along(initial.shape, known.output)):
         return known
     found: dict[str, int] = {}
     clash = False
@@ -70,13 +70,13 @@ def resolve_extents(
         _check_extent(statement, f"sizes['{name}']", extent, spans)
         if found.setdefault(name, extent) != extent:
             clash = True
-    given = _given_shape(statement, start, out_shape, found)
+    given = _given_shape(statement, initial, out_shape, found)
     for name, extent in zip(layout.output_plain, given, strict=True):
         if name is not None and extent is not None and found.setdefault(name, extent) != extent:
             clash = True
     missing = [name for name in layout.indices if name not in found]
     if clash or missing:
-        raise_collected(_extent_faults(statement, tensors, start, sizes, out_shape, missing))
+        raise_collected(_extent_faults(statement, tensors, initial, sizes, out_shape, missing))
     output = tuple(
         extent if extent is not None else None if name is None else found[name]
         for name, extent in zip(layout.output_plain, given, strict=True)
@@ -85,10 +85,10 @@ def resolve_extents(
     return Extents(tuple(found[name] for name in layout.indices), shape)
 
 
-def _lies_along(start: torch.Size, output: Sequence[int]) -> bool:
+def _lies_along(initial: torch.Size, output: Sequence[int]) -> bool:
     """Whether an initial value has all axes of the output, or the last one."""
     # Shapes of other lengths are not compared: a symbolic size that meets a number would be kept from being it.
-    return len(start) in (1, len(output)) and start == output[-len(start) :]
+    return len(initial) in (1, len(output)) and initial == output[-len(initial) :]
 
 
 Agreement = Callable[[Sequence[Tensor], Mapping[str, int], Sequence[int | None] | None], Extents | None]
@@ -169,14 +169,14 @@ def _check_extent(statement: Statement, what: str, extent: object, spans: Sequen
 
 def _given_shape(
     statement: Statement,
-    start: Tensor | None,
+    initial: Tensor | None,
     out_shape: Sequence[int | None] | None,
     found: Mapping[str, int],
 ) -> tuple[int | None, ...]:
     """Return the output's shape as far as `out_shape` and the initial value give it; `found` are extents of factors."""
     rank = len(statement.output.subscripts)
     if out_shape is None:
-        return _start_shape(statement, start, (None,) * rank, found)
+        return _initial_shape(statement, initial, (None,) * rank, found)
     if len(out_shape) != rank:
         raise InsumShapeError(
             f"out_shape has {plural(len(out_shape), 'entry')}, but '{statement.output.name}' has "
@@ -191,8 +191,8 @@ def _given_shape(
     for axis, extent in enumerate(out_shape):
         if extent is not None:
             _check_extent(statement, f"out_shape[{axis}]", extent, [statement.output.subscripts[axis].span])
-    if start is not None:
-        own = _start_shape(statement, start, out_shape, found)
+    if initial is not None:
+        own = _initial_shape(statement, initial, out_shape, found)
         for axis, extent in enumerate(out_shape):
             if extent is not None and own[axis] != extent:
                 raise InsumShapeError(
@@ -208,16 +208,16 @@ def _given_shape(
     return tuple(out_shape)
 
 
-def _start_shape(
-    statement: Statement, start: Tensor | None, wanted: Sequence[int | None], found: Mapping[str, int]
+def _initial_shape(
+    statement: Statement, initial: Tensor | None, wanted: Sequence[int | None], found: Mapping[str, int]
 ) -> tuple[int | None, ...]:
     """Return the initial value's shape, with `wanted` along axes that it lacks or broadcasts along."""
-    if start is None:
+    if initial is None:
         return tuple(wanted)
-    missing = len(wanted) - start.ndim
+    missing = len(wanted) - initial.ndim
     shape: list[int | None] = []
     for axis, (name, extent) in enumerate(zip(layout_of(statement).output_plain, wanted, strict=True)):
-        own = start.shape[axis - missing] if axis >= missing else None
+        own = initial.shape[axis - missing] if axis >= missing else None
         if own is None or (own == 1 and (extent is not None or name in found)):
             own = extent
         shape.append(own)
@@ -227,7 +227,7 @@ def _start_shape(
 def _extent_faults(
     statement: Statement,
     tensors: Sequence[Tensor],
-    start: Tensor | None,
+    initial: Tensor | None,
     sizes: Mapping[str, int],
     out_shape: Sequence[int | None] | None,
     missing: Sequence[str],
@@ -235,7 +235,7 @@ def _extent_faults(
     layout = layout_of(statement)
     named = dict(zip(layout.tensors, tensors, strict=True))
     shown = {n: tensors[p[0][0]].shape[p[0][1]] for n, p in zip(layout.indices, layout.plain, strict=True) if p}
-    given = _given_shape(statement, start, out_shape, {**shown, **sizes})
+    given = _given_shape(statement, initial, out_shape, {**shown, **sizes})
     faults: list[InsumError] = []
     for name in layout.indices:
         values: list[int] = []
@@ -251,14 +251,14 @@ def _extent_faults(
                     continue
                 values.append(extent)
                 spans.append(subscript.span)
-                if is_output and start is None:
+                if is_output and initial is None:
                     source = f"out_shape[{axis}]"
                 else:
-                    tensor = start if is_output and start is not None else named[access.name]
+                    tensor = initial if is_output and initial is not None else named[access.name]
                     source = f"{access.name} is {show_shape(tensor.shape)}, {show_dtype(tensor.dtype)}"
                 details.append(f"{access.name} axis {axis}: {name} = {extent}   ({source})")
         explicit = [f"sizes['{name}']"] if name in sizes else []
-        if out_shape is not None and start is None:
+        if out_shape is not None and initial is None:
             entries = zip(layout.output_plain, out_shape, strict=True)
             explicit += [f"out_shape[{axis}]" for axis, (own, e) in enumerate(entries) if own == name and e is not None]
         if name in sizes:
