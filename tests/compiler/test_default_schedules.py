@@ -153,6 +153,8 @@ def test_long_sums_of_unrolled_products_are_divided(copies: int, tile: int, warp
     # Every part of the sum has all cells of the result.
     assert 4 * schedule.splits * 12 * copies * copies <= 1 << 24
     assert default_schedule(written(SUMS, 12, copies, samples=100)).splits == 1
+    # Many terms of each of few samples are a long sum, too.
+    assert default_schedule(written(SUMS, 12, copies, samples=800)).splits == 12
 
 
 @pytest.mark.parametrize("expression", [ROWS, SUMS])

@@ -214,13 +214,15 @@ def _splits_of_parts(form: Form, tile: int, groups: int) -> int:
     cells = math.prod(form.size(i) for i in form.parallel)
     length = max(form.size(i) for i in form.reduce)
     programs = max(1, cells // tile) * groups
-    if programs >= _ENOUGH or length < 1024:
+    if programs >= _ENOUGH or length * len(form.unrolled) < _LONG:
         return 1
     return max(1, min(128, 4 * _ENOUGH // programs, length // 64, _PARTS // (4 * cells * form.accumulators)))
 
 
 # Programs that keep a large GPU busy.
 _ENOUGH = 512
+# Terms of a sum from which on parts of it are worth a launch more, which adds them up.
+_LONG = 1024
 
 
 def _chunk(form: Form, tile: int) -> int:
@@ -242,6 +244,6 @@ def _splits(form: Form, m: int, n: int) -> int:
     cells = math.prod(form.size(i) for i in form.parallel)
     programs = max(1, cells // (m * n))
     length = max(form.size(i) for i in form.reduce)
-    if programs >= 512 or length < 1024:
+    if programs >= _ENOUGH or length * len(form.unrolled) < _LONG:
         return 1
     return max(1, min(64, 1024 // programs, length // 256))
