@@ -7,6 +7,7 @@ from typing import NamedTuple
 
 from benchmarks import archive, report, targets
 from benchmarks.archive import Candidate
+from benchmarks.plot import MODE_NAMES
 from benchmarks.registry import load
 from benchmarks.targets import TARGETS, Group, Target, Verdict
 
@@ -81,14 +82,15 @@ def _means() -> list[str]:
             for v in targets.judge_means(groups, [mean])
         ]
         if not judged:
-            lines.append(f"| `{mean.cases}` | {mean.mode} | >= {mean.times:g}x | | not measured | | |")
+            lines.append(f"| `{mean.cases}` | {MODE_NAMES[mean.mode]} | >= {mean.times:g}x | | not measured | | |")
             continue
         most = max(count for _, _, count in judged)
         candidate, verdict, _ = next(entry for entry in judged if 2 * entry[2] >= most)
         word = "met" if verdict.met else "**not met**"
         lines.append(
-            f"| `{mean.cases.replace('|', ', ')}` | {mean.mode} | geometric mean >= {mean.times:g}x {mean.baselines} "
-            f"| {verdict.measured} | {word} | {candidate.utc[:10]} | `{(candidate.commit or '')[:7]}` |"
+            f"| `{mean.cases.replace('|', ', ')}` | {MODE_NAMES[mean.mode]} "
+            f"| geometric mean >= {mean.times:g}x {mean.baselines} | {verdict.measured} "
+            f"| {word} | {candidate.utc[:10]} | `{(candidate.commit or '')[:7]}` |"
         )
     return lines
 
@@ -115,8 +117,8 @@ def target_table() -> str:
 
 def _line(state: State) -> str:
     target, measured, met = vars(state.verdict).values() if state.verdict else ("", "", False)
-    word = "met" if met else "**not met**"
-    return f"| `{state.case}` | {state.mode} | {target} | {measured} | {word} | {state.date} | {state.commit} |"
+    word, mode = "met" if met else "**not met**", MODE_NAMES[state.mode]
+    return f"| `{state.case}` | {mode} | {target} | {measured} | {word} | {state.date} | {state.commit} |"
 
 
 def _unmeasured(found: Sequence[State]) -> list[str]:
@@ -129,5 +131,5 @@ def _unmeasured(found: Sequence[State]) -> list[str]:
     lines = ["", "Not measured:", ""]
     for (target, mode), cases in groups.items():
         # A target begins with ">=", which at the beginning of an item would make a quotation of it.
-        lines.append(f"- {mode}, {target} ({len(cases)}): {', '.join(f'`{case}`' for case in cases)}")
+        lines.append(f"- {MODE_NAMES[mode]}, {target} ({len(cases)}): {', '.join(f'`{case}`' for case in cases)}")
     return lines
