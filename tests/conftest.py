@@ -11,6 +11,7 @@ import numpy as np
 import pytest
 import torch
 
+from insum_nn.compiler.forms import plan
 from tests.golden_fixture import golden, pytest_addoption
 
 __all__ = ["golden", "pytest_addoption"]
@@ -59,6 +60,12 @@ def pytest_runtest_makereport(
         report.outcome = "failed"
         report.longrepr = f"skipped under INSUM_REQUIRE_GPU=1: {reason}"
     return report
+
+
+@pytest.fixture(autouse=True)
+def plans(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Plan what another process, or a test that changed the compiler, planned before; a module may override this."""
+    monkeypatch.setattr(plan, "own_folder", lambda _: None)
 
 
 @pytest.fixture(autouse=True)

@@ -309,7 +309,7 @@ def test_other_versions(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, fits: b
     file = tmp_path / "shipped.json"
     insum_nn.schedules.export(file)
     monkeypatch.setenv("INSUM_NN_CACHE_DIR", str(tmp_path / "elsewhere"))
-    monkeypatch.setattr(database, "_versions", lambda: {"torch": "9.9", "triton": "9.9"})
+    monkeypatch.setattr(database, "versions", lambda: {"torch": "9.9", "triton": "9.9"})
     insum_nn.schedules.load(file)
 
     class Trial:
@@ -360,10 +360,10 @@ def test_on_a_device_that_was_never_measured_schedules_are_tried_in_turn(monkeyp
 
 
 def test_of_several_versions_the_current_is_exported(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
-    real = database._versions()
+    real = database.versions()
     key = database.key_of("schedule", bind(parse(TEXT), TENSORS, None), {}, (1,), torch.device("cpu"))
     database.write(key, {"number": 1})
-    monkeypatch.setattr(database, "_versions", lambda: {**real, "torch": "1.0"})
+    monkeypatch.setattr(database, "versions", lambda: {**real, "torch": "1.0"})
     database.write(key, {"number": 2})
     file = tmp_path / "all.json"
     assert insum_nn.schedules.export(file) == 1

@@ -95,11 +95,11 @@ def test_a_stored_value_that_makes_no_sense_is_named_and_replaced():
 
 
 @pytest.mark.parametrize("runs", [True, False])
-def test_of_other_versions_only_what_runs_is_taken(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, runs: bool):
+def test_of_otherversions_only_what_runs_is_taken(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, runs: bool):
     database.write(KEY, {"word": "older"})
     database.export(tmp_path / "older.json")
     monkeypatch.setenv("INSUM_NN_CACHE_DIR", str(tmp_path / "another"))
-    monkeypatch.setattr(database, "_versions", lambda: {"torch": "9.9"})
+    monkeypatch.setattr(database, "versions", lambda: {"torch": "9.9"})
     database.load(tmp_path / "older.json")
     assert select(Asked(runs=runs).question, None).candidate == ("older" if runs else "rule")
 

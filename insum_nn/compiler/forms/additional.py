@@ -15,13 +15,15 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from functools import cache
 
 from insum_nn.compiler.forms.coverage import Coverage
 from insum_nn.compiler.forms.form import ROW_LOOP, AdditionalOutput, Form, FormError, at_rows, input_of
 from insum_nn.compiler.forms.placement import adds_rows, element_axes
+from insum_nn.compiler.forms.plan import Plan
 from insum_nn.compiler.ir.build import OUTPUT, Names, build
 from insum_nn.compiler.ir.graph import loops_of, stores_of
-from insum_nn.compiler.ir.nodes import Buffer, Const, Index, Kernel, Load, Node, Size
+from insum_nn.compiler.ir.nodes import Buffer, Const, Index, Kernel, Load, Node, Size, Store
 from insum_nn.compiler.lang.bind import Bound, Extents
 from insum_nn.compiler.lang.syntax import Statement
 from insum_nn.compiler.passes.fuse_outputs import fuse_outputs
@@ -41,6 +43,7 @@ def fused_form(
     bound: Bound,
     sizes: Mapping[str, int],
     rows: int,
+    plan: Plan,
     *,
     deterministic: bool,
 ) -> Form:
@@ -52,6 +55,7 @@ def fused_form(
         bound: of a statement that writes what the first one does, or a number for each row, and reads what any reads.
         sizes: extents of the first call.
         rows: the number of the walk's rows.
+        plan: what was decided for it.
         deterministic: several programs must not add to one cell.
 
     Raises:
@@ -66,15 +70,21 @@ def fused_form(
     columns = indices_named(first, first.parallel, without=entry) or indices_named(first, first.reduce)
     statements = [form.bound.statement for form, _ in forms]
     additional = tuple(_additional(form, extents, walk, columns, statements) for form, extents in forms[owns:])
-    algorithm = _fused([form for form, _ in forms], additional, build(bound), names)
-    row_index = Load(input_of(algorithm, names.tensors[tensor]), (Index(names.indices[entry]),))
-    stores = tuple(
-        at_rows((store for store in stores_of(algorithm) if store.buffer is result.buffer), row_index)
-        for result in algorithm.results
-    )
+    shared = build(bound)
+    row_index = Load(input_of(shared, names.tensors[tensor]), (Index(names.indices[entry]),))
+
+    @cache
+    def make() -> tuple[Kernel, tuple[tuple[Store, ...], ...]]:
+        algorithm = _fused([form for form, _ in forms], additional, shared, names)
+        stores = tuple(
+            at_rows((store for store in stores_of(algorithm) if store.buffer is result.buffer), row_index)
+            for result in algorithm.results
+        )
+        return algorithm, stores if owns else ((), *stores)
+
     form = Form(
         bound,
-        algorithm,
+        make,
         {**{names.indices[name]: extent for name, extent in sizes.items()}, ROW_LOOP: rows},
         "own",
         row_index,
@@ -84,7 +94,7 @@ def fused_form(
         (ROW_LOOP, *(names.indices[name] for name in columns)),
         (),
         frozenset(),
-        stores if owns else ((), *stores),
+        plan,
         additional,
     )
     lanes = element_axes(form)[1]
@@ -210,7 +220,8 @@ def memory_of(form: Form, schedule: Schedule) -> tuple[Memory, ...]:
     """The memory of each additional output."""
     if not form.additional:
         return ()
-    adds, names = adds_rows(form, schedule), form.bound.layout.tensors
+    adds = form.plan.get(["adds rows", schedule.to_json()], lambda: adds_rows(form, schedule))
+    names = form.bound.layout.tensors
     return tuple(
         Memory(names.index(each.like[0]), each.like[1], each.shape, each.scattered or (adds and each.reduced))
         for each in form.additional

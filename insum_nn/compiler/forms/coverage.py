@@ -6,6 +6,7 @@ import itertools
 import math
 from collections.abc import Mapping
 from functools import lru_cache
+from typing import Any
 
 from insum_nn.compiler.forms.form import Form, atoms
 from insum_nn.compiler.ir.access import affine_terms
@@ -13,6 +14,9 @@ from insum_nn.compiler.ir.nodes import Expr, Index, Load
 from insum_nn.compiler.passes.terms import indices_of
 
 __all__ = ["Coverage"]
+
+_Target = tuple[int, tuple[tuple[str, int], ...]]
+_Covered = tuple[bool, tuple[int, ...], tuple[int, ...], tuple[int, ...], frozenset[tuple[_Target, ...]]]
 
 
 class Coverage:
@@ -26,30 +30,12 @@ class Coverage:
     """
 
     def __init__(self, form: Form) -> None:
-        self.never = form.combine == "atomic"
         self._static = tuple(form.static.items())
-        # Axes that entries address which are unique, and the places of these entries' extents.
-        self._placed: tuple[int, ...] = ()
-        self._entries: tuple[int, ...] = ()
-        # Axes whose subscripts are numbers, or step from one, rather than an index of the whole axis; and these.
-        self._known: tuple[int, ...] = ()
-        self._targets: frozenset[tuple[Expr, ...]] = frozenset()
-        if self.never or not form.unrolled:
-            return
-        reads = [
-            [node for node, _ in atoms(subscript) if isinstance(node, Load)]
-            for subscript in form.unrolled[0].subscripts
-        ]
-        if form.combine == "place":
-            loads = [load for each in reads for load in each]
-            self.never = any(load.buffer.facts.masked is not False for load in loads)
-            self._placed = tuple(axis for axis, each in enumerate(reads) if each)
-            self._entries = tuple(form.places[i.name] for i in frozenset[Index]().union(*map(indices_of, loads)))
-        first = form.unrolled[0]
-        self._known = tuple(
-            axis for axis, each in enumerate(reads) if not each and form.whole_axis(first, axis) is None
-        )
-        self._targets = frozenset(tuple(store.subscripts[axis] for axis in self._known) for store in form.unrolled)
+        # `_placed`, `_entries`: axes that entries address which are unique, and the places of these entries' extents.
+        # `_known`, `_targets`: axes whose subscripts are numbers, or step from one, rather than an index of the whole
+        # axis; and these.
+        found = form.plan.get(["coverage"], lambda: _covered(form), _shown, _read)
+        self.never, self._placed, self._entries, self._known, self._targets = found
 
     @property
     def text(self) -> str:
@@ -82,12 +68,49 @@ class Coverage:
         return fills(self._targets, lengths, self._static)
 
 
+def _covered(form: Form) -> _Covered:
+    """What the attributes of a `Coverage` are."""
+    never = form.combine == "atomic"
+    if never or not form.unrolled:
+        return never, (), (), (), frozenset()
+    first = form.unrolled[0]
+    reads = [[node for node, _ in atoms(subscript) if isinstance(node, Load)] for subscript in first.subscripts]
+    placed, entries = tuple[int, ...](), tuple[int, ...]()
+    if form.combine == "place":
+        loads = [load for each in reads for load in each]
+        never = any(load.buffer.facts.masked is not False for load in loads)
+        placed = tuple(axis for axis, each in enumerate(reads) if each)
+        entries = tuple(form.places[i.name] for i in frozenset[Index]().union(*map(indices_of, loads)))
+    known = tuple(axis for axis, each in enumerate(reads) if not each and form.whole_axis(first, axis) is None)
+    targets = frozenset(tuple(_target(store.subscripts[axis]) for axis in known) for store in form.unrolled)
+    return never, placed, entries, known, targets
+
+
+def _target(subscript: Expr) -> _Target:
+    """A subscript of numbers and steps: a number, and indices with their steps."""
+    steps = [(index.name, step) for index, step in atoms(subscript) if isinstance(index, Index)]
+    assert len(steps) == len(atoms(subscript))
+    return affine_terms(subscript)[1], tuple(steps)
+
+
+def _shown(found: _Covered) -> Any:
+    return *found[:4], sorted(found[4])
+
+
+def _read(value: Any) -> _Covered:
+    never, placed, entries, known, targets = value
+    cells = frozenset(tuple((at, tuple(map(tuple, steps))) for at, steps in target) for target in targets)
+    return never, tuple(placed), tuple(entries), tuple(known), cells
+
+
 def _product(extents: tuple[int, ...], places: tuple[int, ...]) -> int:
     return math.prod([extents[place] for place in places])
 
 
 @lru_cache(maxsize=1024)
-def _fills(targets: frozenset[tuple[Expr, ...]], lengths: tuple[int, ...], static: tuple[tuple[str, int], ...]) -> bool:
+def _fills(
+    targets: frozenset[tuple[_Target, ...]], lengths: tuple[int, ...], static: tuple[tuple[str, int], ...]
+) -> bool:
     """Whether cells that are numbers, or step from one, are all cells of these axes."""
     extents = dict(static)
     written: set[tuple[int, ...]] = set()
@@ -98,10 +121,10 @@ def _fills(targets: frozenset[tuple[Expr, ...]], lengths: tuple[int, ...], stati
     return len(written) == math.prod(lengths)
 
 
-def _cells_at(subscript: Expr, extents: Mapping[str, int]) -> list[int]:
+def _cells_at(target: _Target, extents: Mapping[str, int]) -> list[int]:
     """Where a subscript of numbers and steps points."""
-    cells = [affine_terms(subscript)[1]]
-    for index, step in atoms(subscript):
-        assert isinstance(index, Index)
-        cells = [cell + step * n for cell in cells for n in range(extents[index.name])]
+    first, steps = target
+    cells = [first]
+    for index, step in steps:
+        cells = [cell + step * n for cell in cells for n in range(extents[index])]
     return cells

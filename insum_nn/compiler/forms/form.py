@@ -10,22 +10,25 @@ from __future__ import annotations
 
 import itertools
 import math
-from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass, replace
-from functools import cached_property, lru_cache
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass, fields, replace
+from functools import cache, cached_property, lru_cache
+from typing import Any
 
 from insum_nn.compiler.forms.combining import Combining, combining, in_order
+from insum_nn.compiler.forms.plan import Plan
 from insum_nn.compiler.forms.tables import Unrolling, unroll
 from insum_nn.compiler.ir.access import affine_terms
 from insum_nn.compiler.ir.build import OUTPUT, build
 from insum_nn.compiler.ir.graph import loops_of, stores_of
 from insum_nn.compiler.ir.nodes import Buffer, Expr, Index, Kernel, Load, Store, replacing
-from insum_nn.compiler.lang.bind import Bound
+from insum_nn.compiler.lang.bind import Bound, Extents
 from insum_nn.compiler.passes import own_rows
 from insum_nn.compiler.passes.fold_static_tables import fold_static_tables
 from insum_nn.compiler.passes.own_rows import ROW
 from insum_nn.compiler.passes.terms import indices_of, term_of
-from insum_nn.compiler.schedule.canonical import names_of
+from insum_nn.compiler.schedule.canonical import canonical_key, names_of
+from insum_nn.compiler.schedule.database import size_bucket
 from insum_nn.dtypes import dtype_of
 from insum_nn.facts import StaticTable
 
@@ -101,7 +104,8 @@ class Form:
 
     Attributes:
         bound: the statement.
-        algorithm: its kernel, whose loops are not placed; static tables are unrolled.
+        make: its algorithm, made when it is first asked for: a kernel whose loops are not placed, and the terms of each
+            output, at the rows of `row_index`.
         sizes: extents of a call, the number of rows that programs own, and entries of the longest of them if known;
             they steer choices.
         combine: how terms reach the output.
@@ -112,13 +116,12 @@ class Form:
         parallel: indices of the output that are left.
         reduce: indices summed over that are left, without `entries`.
         tables: the static tensors that are unrolled; a kernel does not read them.
-        stores: the terms of each output, at the rows of `row_index`. With additional outputs the first may have none:
-            `row_index` then says in which order terms are walked, and nothing else.
+        plan: what was decided for it.
         additional: further outputs, of statements that read what this one does; `bound` reads what any of them does.
     """
 
     bound: Bound
-    algorithm: Kernel
+    make: Callable[[], tuple[Kernel, tuple[tuple[Store, ...], ...]]]
     sizes: Mapping[str, int]
     combine: Combining
     row_index: Load | None
@@ -128,13 +131,27 @@ class Form:
     parallel: tuple[str, ...]
     reduce: tuple[str, ...]
     tables: frozenset[str]
-    stores: tuple[tuple[Store, ...], ...]
+    plan: Plan
     additional: tuple[AdditionalOutput, ...] = ()
 
     def named(self, bound: Bound) -> Form:
         """The same for a statement that differs in names."""
         renamed = dict(zip(self.bound.statement.tensors(), bound.statement.tensors(), strict=True))
         return replace(self, bound=bound, tables=frozenset(renamed[name] for name in self.tables))
+
+    @property
+    def algorithm(self) -> Kernel:
+        """Its kernel, whose loops are not placed; static tables are unrolled."""
+        return self.make()[0]
+
+    @property
+    def stores(self) -> tuple[tuple[Store, ...], ...]:
+        """The terms of each output, at the rows of `row_index`.
+
+        With additional outputs the first may have none: `row_index` then says in which order terms are walked, and
+        nothing else.
+        """
+        return self.make()[1]
 
     @property
     def unrolled(self) -> tuple[Store, ...]:
@@ -155,7 +172,7 @@ class Form:
     @cached_property
     def product(self) -> Product | None:
         """The matrix product with the most work per value read, if there is one."""
-        return _find_product(self)
+        return self.plan.get(["product"], lambda: _find_product(self), _shown_product, _read_product)
 
     @cached_property
     def accumulators(self) -> int:
@@ -318,31 +335,34 @@ def make_form(
         raise FormError("factors are integers")
     if not statement.reads:
         raise FormError("no tensor is read")
-    unrolling = unroll(bound, tables)
-    if not unrolling.places:
-        raise FormError("all known factors are 0")
-    if all(access.name in unrolling.tables for access in statement.reads):
-        raise FormError("every factor is static")
-    combine, axis = combining(bound, unrolling)
-    if any(not math.isfinite(v) for table in unrolling.tables.values() for v in table.values):
-        raise FormError("a static tensor holds values that are not finite")
     names = names_of(statement)
-    algorithm = _unrolled(build(bound), bound, unrolling)
+    extents = Extents(tuple([sizes[name] for name in bound.layout.indices]), tuple(output))
+    plan = Plan({**canonical_key(bound, tables), "bucket": list(size_bucket(extents))})
+    unrolling = cache(lambda: unroll(bound, tables))
+    combine, axis, known, gone = plan.get(["combine"], lambda: _combined(bound, unrolling()))
+    kernel = build(bound)
     read = statement.output.subscripts[axis].indirect if combine == "own" else None
     row_index, entries, permuted = None, (), False
     if read is not None:
         entries = tuple(names.indices[index.name] for index in read.indices())
-        row_index = Load(input_of(algorithm, names.tensors[read.name]), tuple(map(Index, entries)))
+        row_index = Load(input_of(kernel, names.tensors[read.name]), tuple(map(Index, entries)))
         permuted = not in_order(bound, read)
-    free, summed = ([loop.index.name for loop in loops_of(algorithm) if loop.role == role] for role in ("free", "sum"))
+    loops = [loop for loop in loops_of(kernel) if loop.index.name not in gone]
+    free, summed = ([loop.index.name for loop in loops if loop.role == role] for role in ("free", "sum"))
     own_sizes = {names.indices[name]: extent for name, extent in sizes.items()}
     parallel = tuple(i for i in free if i not in entries)
     if row_index is not None:
         parallel = (ROW_LOOP, *parallel)
         own_sizes[ROW_LOOP] = output[axis]
+
+    @cache
+    def make() -> tuple[Kernel, tuple[tuple[Store, ...], ...]]:
+        algorithm = _unrolled(kernel, bound, unrolling())
+        return algorithm, (at_rows(stores_of(algorithm), row_index),)
+
     form = Form(
         bound,
-        algorithm,
+        make,
         own_sizes,
         combine,
         row_index,
@@ -351,8 +371,8 @@ def make_form(
         permuted,
         parallel,
         tuple(summed),
-        frozenset(unrolling.tables),
-        (at_rows(stores_of(algorithm), row_index),),
+        frozenset(name for name, own in names.tensors.items() if own in known),
+        plan,
     )
     if row_index is not None and not deterministic and form.product is None:
         # Terms that meet only by adding to memory may still be one matrix product, which is worth more.
@@ -369,6 +389,24 @@ def input_of(kernel: Kernel, name: str) -> Buffer:
     return next(buffer for buffer in kernel.inputs if buffer.name == name)
 
 
+def _combined(bound: Bound, unrolling: Unrolling) -> tuple[Combining, int, list[str], list[str]]:
+    """How terms reach the output and along which axis, and the names in the IR of what is unrolled: tables, indices.
+
+    Raises:
+        FormError: the statement is not of the generator's kind.
+    """
+    if not unrolling.places:
+        raise FormError("all known factors are 0")
+    if all(access.name in unrolling.tables for access in bound.statement.reads):
+        raise FormError("every factor is static")
+    combine, axis = combining(bound, unrolling)
+    if any(not math.isfinite(v) for table in unrolling.tables.values() for v in table.values):
+        raise FormError("a static tensor holds values that are not finite")
+    names = names_of(bound.statement)
+    tables = [names.tensors[name] for name in unrolling.tables if name in names.tensors]
+    return combine, axis, tables, [names.indices[name] for name in unrolling.names]
+
+
 def _unrolled(kernel: Kernel, bound: Bound, unrolling: Unrolling) -> Kernel:
     """The kernel with its static tables as numbers."""
     if not unrolling.tables:
@@ -383,13 +421,14 @@ def _atomic(form: Form) -> Form:
     """The same statement, every term added to memory."""
     return replace(
         form,
+        make=cache(lambda: (form.algorithm, (stores_of(form.algorithm),))),
         combine="atomic",
         row_index=None,
         owner_axis=-1,
         entries=(),
         permuted=False,
         parallel=(*form.entries, *(i for i in form.parallel if i != ROW_LOOP)),
-        stores=(stores_of(form.algorithm),),
+        plan=form.plan.at(atomic=True),
     )
 
 
@@ -435,6 +474,14 @@ def _weigh(
     work = math.prod(min(s, 128) for s in sizes)
     reads = min(sizes[0], 128) * min(sizes[1], 128) * len(left) + min(sizes[1], 128) * min(sizes[2], 128) * len(right)
     return work / reads, Product(tuple(left), tuple(right), tuple(m), tuple(k), tuple(n))
+
+
+def _shown_product(product: Product | None) -> Any:
+    return None if product is None else [getattr(product, field.name) for field in fields(product)]
+
+
+def _read_product(value: Any) -> Product | None:
+    return None if value is None else Product(*map(tuple, value))
 
 
 def _named(depends: frozenset[str], form: Form) -> frozenset[str]:

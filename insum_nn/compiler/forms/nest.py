@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
+from typing import Any
 
 import torch
 
@@ -13,8 +14,9 @@ from insum_nn.compiler.forms.form import Form, input_of
 from insum_nn.compiler.forms.parameters import Argument, Strides
 from insum_nn.compiler.forms.placement import extent_arguments, place_indices, segmented
 from insum_nn.compiler.ir.build import INITIAL, OUTPUT, build
-from insum_nn.compiler.ir.nodes import Buffer, Const, Expr, Kernel, Load, Loop, Node, Size, walk
+from insum_nn.compiler.ir.nodes import Buffer, Const, Expr, Kernel, Load, Loop, Node, Op, Size, walk
 from insum_nn.compiler.ir.verify import verify_kernel
+from insum_nn.compiler.lang.bind import Bound
 from insum_nn.compiler.passes.fuse_outputs import clusters
 from insum_nn.compiler.passes.own_rows import RowWalk, own_rows
 from insum_nn.compiler.passes.prefetch_indices import prefetch_indices
@@ -63,6 +65,10 @@ def _with_arguments(form: Form, indices: frozenset[str]) -> Kernel:
     return build(replace(form.bound, static=known))
 
 
+# Arguments that belong to a tensor or an index of the statement.
+_NAMED = ("tensor", "words", "dim", "stride", "extent")
+
+
 @dataclass(frozen=True, slots=True)
 class Source:
     """A kernel's text and what it is called with.
@@ -86,6 +92,62 @@ class Source:
     accumulator: torch.dtype
     finished: bool
     lanes: int = 0
+
+    def to_json(self, bound: Bound) -> dict[str, Any]:
+        """As JSON, in which tensors and indices go by their places among those of the statement."""
+        layout = bound.layout
+
+        def shown(argument: Argument) -> list[Any]:
+            names = layout.indices if argument.kind == "extent" else layout.tensors
+            known = argument.kind in _NAMED and argument.name in names
+            return [argument.kind, names.index(argument.name) if known else argument.name, argument.axis]
+
+        return {
+            "text": self.text,
+            "arguments": [*map(shown, self.arguments)],
+            "grid": _shown(self.grid),
+            "sizes": {name: shown(argument) for name, argument in self.sizes.items()},
+            "schedule": self.schedule.to_json(),
+            "finished": self.finished,
+            "lanes": self.lanes,
+        }
+
+    @staticmethod
+    def from_json(value: Mapping[str, Any], bound: Bound) -> Source:
+        """From what `to_json` made of it."""
+        layout = bound.layout
+
+        def argument(kind: str, name: int | str, axis: int) -> Argument:
+            names = layout.indices if kind == "extent" else layout.tensors
+            return Argument(kind, names[name] if isinstance(name, int) else name, axis)
+
+        return Source(
+            str(value["text"]),
+            tuple(argument(*each) for each in value["arguments"]),
+            _expr(value["grid"]),
+            {name: argument(*each) for name, each in value["sizes"].items()},
+            Schedule.from_json(value["schedule"]),
+            wide_dtype(bound.dtype),
+            bool(value["finished"]),
+            int(value["lanes"]),
+        )
+
+
+def _shown(expr: Expr) -> Any:
+    """An expression of sizes as JSON."""
+    if isinstance(expr, Const):
+        return int(expr.value)
+    if isinstance(expr, Size):
+        return expr.name
+    assert isinstance(expr, Op)
+    return [expr.name, *map(_shown, expr.args)]
+
+
+def _expr(value: Any) -> Expr:
+    if isinstance(value, list):
+        name, *args = value
+        return Op(name, tuple(map(_expr, args)))
+    return Size(value) if isinstance(value, str) else Const(value)
 
 
 def write_kernel(form: Form, schedule: Schedule, strides: Strides, precision: Precision) -> Source:

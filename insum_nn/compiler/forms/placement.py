@@ -94,6 +94,11 @@ def _lanes(form: Form, wanted: list[str], lanes: int, least: int = 1) -> Lanes |
 
 def element_axes(form: Form) -> tuple[list[str], list[str], list[str]]:
     """Candidates for rows, columns and sums of a tile that is multiplied element by element."""
+    rows, columns, summed = form.plan.get(["axes"], lambda: _element_axes(form))
+    return [*rows], [*columns], [*summed]
+
+
+def _element_axes(form: Form) -> tuple[list[str], list[str], list[str]]:
     if form.row_index is None and len(form.unrolled) > MANY_TERMS:
         return _along_the_largest(form)
     accesses = [access for output in form.stores for store in output for access in (*reads_of(store), store)]

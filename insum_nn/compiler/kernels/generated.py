@@ -11,6 +11,7 @@ from torch import Tensor
 from insum_nn.compiler.forms.form import LONGEST, ROW_LOOP, Form, make_form
 from insum_nn.compiler.forms.nest import Source
 from insum_nn.compiler.forms.placement import MANY_TERMS, segmented
+from insum_nn.compiler.forms.plan import keep_plans
 from insum_nn.compiler.kernels.background import prepared
 from insum_nn.compiler.kernels.description import Description, describe_kernel
 from insum_nn.compiler.kernels.row_partition import RowPartition, longest_row, partition_for, partition_of
@@ -214,6 +215,7 @@ class Generated:
             prepared()
             form = self._form(bucket, extents)
             known = UnsizedKernel(form, schedule, strides, self.precision)
+            keep_plans()
             if len(self._kernels) >= _LIMIT:
                 self._kernels.clear()
             # As long as it lives, so does its machine code.
@@ -231,15 +233,18 @@ class Generated:
                 sizes[ROW_LOOP] = extents.output[self.form.owner_axis]
             if len(self._forms) >= _LIMIT:
                 self._forms.clear()
-            form = self._forms[bucket] = replace(self.form, sizes=sizes)
+            plan = self.form.plan.at(bucket=list(bucket))
+            form = self._forms[bucket] = replace(self.form, sizes=sizes, plan=plan)
         return form
 
     @property
     def _by_length(self) -> bool:
         """Whether a choice depends on the length of a call's longest row."""
         form = self.form
-        alone = not form.additional and form.product is None and len(form.unrolled) <= MANY_TERMS
-        return form.row_index is not None and alone and self._fixed is None
+        if form.row_index is None or form.additional or self._fixed is not None:
+            return False
+        few = form.plan.get(["few terms"], lambda: len(form.unrolled) <= MANY_TERMS)
+        return few and form.product is None
 
     def undecided(self, tensors: Sequence[Tensor]) -> bool:
         """Whether a later call may decide otherwise: while a CUDA graph is captured nothing is measured."""

@@ -29,7 +29,7 @@ from insum_nn.compiler.kernels.stored_code import Loaded, find_code, remember_co
 from insum_nn.compiler.schedule.build_once import BuildOnce
 from insum_nn.errors import InsumDeviceError
 
-__all__ = ["available", "function_of", "interpreted", "launcher", "version"]
+__all__ = ["available", "function_of", "interpreted", "launcher"]
 
 
 def interpreted() -> bool:
@@ -41,16 +41,6 @@ def interpreted() -> bool:
 def available() -> bool:
     """Whether Triton is installed."""
     return importlib.util.find_spec("triton") is not None
-
-
-@functools.cache
-def version() -> str:
-    """Triton's version; empty where it is not installed."""
-    if not available():
-        return ""
-    import triton
-
-    return str(triton.__version__)
 
 
 # Text to callable.

@@ -26,6 +26,7 @@ __all__ = [
     "make_module",
     "serve",
     "to_json",
+    "triton_version",
 ]
 
 # Triton's back end, the architecture, threads of a warp.
@@ -54,6 +55,16 @@ class KernelCode:
     options: tuple[tuple[str, int], ...]
     target: Target
     narrow: bool = False
+
+
+@functools.cache
+def triton_version() -> str:
+    """Triton's version; empty where it is not installed."""
+    try:
+        import triton
+    except ModuleNotFoundError:
+        return ""
+    return str(triton.__version__)
 
 
 def make_module(name: str, text: str) -> ModuleType:

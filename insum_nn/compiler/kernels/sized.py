@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from functools import cached_property
 from typing import Any
 
@@ -120,7 +120,12 @@ class UnsizedKernel:
 
     def __init__(self, form: Form, schedule: Schedule, strides: Strides, precision: Precision) -> None:
         self.form, self.strides = form, strides
-        self.source = source = write_kernel(form, schedule, strides, precision)
+        self.source = source = form.plan.get(
+            ["kernel", schedule.to_json(), asdict(strides), precision],
+            lambda: write_kernel(form, schedule, strides, precision),
+            lambda made: made.to_json(form.bound),
+            lambda value: Source.from_json(value, form.bound),
+        )
         self.numbers = Numbers(form.bound, source.arguments, source.grid, source.sizes)
         self.dtype = form.bound.out_dtype
         self.further = memory_of(form, source.schedule)

@@ -12,14 +12,12 @@ import functools
 import hashlib
 import json
 import os
-from contextlib import suppress
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
-from uuid import uuid4
 
 from insum_nn.compiler.kernels.machine_code import KernelCode, Target
-from insum_nn.compiler.schedule.cache_folder import own_folder
+from insum_nn.compiler.schedule.cache_folder import own_folder, write_file
 
 __all__ = ["Loaded", "find_code", "is_stored", "remember_code"]
 
@@ -33,12 +31,8 @@ class Loaded(dict[object, Any]):
 def remember_code(code: KernelCode, found: str) -> None:
     """Note under which digest Triton keeps the machine code of a kernel."""
     path = _path_of(code)
-    if path is None:
-        return
-    beside = path.with_name(f"{path.name}.{uuid4().hex}")
-    with suppress(OSError):
-        beside.write_text(found, encoding="ascii")
-        beside.replace(path)
+    if path is not None:
+        write_file(path, found)
 
 
 def is_stored(code: KernelCode) -> bool:

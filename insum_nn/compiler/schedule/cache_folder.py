@@ -10,9 +10,11 @@ import os
 import stat
 import threading
 import warnings
+from contextlib import suppress
 from pathlib import Path
+from uuid import uuid4
 
-__all__ = ["cache_folder", "own_folder"]
+__all__ = ["cache_folder", "own_folder", "write_file"]
 
 _PRIVATE = 0o700
 _warned: set[Path] = set()
@@ -50,6 +52,14 @@ def own_folder(name: str) -> Path | None:
             _warn(path, why)
             return None
     return folder
+
+
+def write_file(path: Path, text: str) -> None:
+    """Write a file of such a folder: whole or not at all, as several processes may do so at once, or none can."""
+    beside = path.with_name(f"{path.name}.{uuid4().hex}")
+    with suppress(OSError):
+        beside.write_text(text, encoding="utf-8")
+        beside.replace(path)
 
 
 def _shared(found: os.stat_result) -> str:

@@ -28,7 +28,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping
-from dataclasses import dataclass, replace
+from dataclasses import asdict, dataclass, replace
 from functools import lru_cache
 
 import torch
@@ -272,6 +272,16 @@ def without_measuring(
         device: the limits.
         matters: there is enough work for a choice to matter; without it only what does not fit is replaced.
     """
+    longest = 0 if form.longest is None else form.longest.bit_length()
+    return form.plan.get(
+        ["schedule", precision, asdict(device), matters, form.even, longest],
+        lambda: _predicted_best(form, precision, device, matters),
+        lambda found: [found[0].to_json(), found[1]],
+        lambda value: (Schedule.from_json(value[0]), str(value[1])),
+    )
+
+
+def _predicted_best(form: Form, precision: Precision, device: Device, matters: bool) -> tuple[Schedule, str]:
     default = default_schedule(form)
     if not (matters and models(form)) and _usable(form, count(form, default, precision), device):
         return default, "the default" if matters else "the default: too little work for a choice to matter"

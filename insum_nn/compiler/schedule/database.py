@@ -13,7 +13,6 @@ from __future__ import annotations
 import json
 import os
 import platform
-import tempfile
 import threading
 import time
 import warnings
@@ -25,9 +24,9 @@ from typing import IO, Any
 
 import torch
 
-from insum_nn.compiler.kernels.launch import version as triton_version
+from insum_nn.compiler.kernels.machine_code import triton_version
 from insum_nn.compiler.lang.bind import Bound, Extents
-from insum_nn.compiler.schedule.cache_folder import own_folder
+from insum_nn.compiler.schedule.cache_folder import own_folder, write_file
 from insum_nn.compiler.schedule.canonical import canonical_key, digest
 from insum_nn.facts import StaticTable
 
@@ -45,6 +44,7 @@ __all__ = [
     "size_bucket",
     "turn",
     "unload",
+    "versions",
     "write",
 ]
 
@@ -77,7 +77,7 @@ class Entry:
     @property
     def current(self) -> bool:
         """Whether it was measured with the versions in use."""
-        return dict(self.versions) == _versions()
+        return dict(self.versions) == versions()
 
     def origin(self) -> str:
         """Return the words that say where it comes from."""
@@ -91,7 +91,8 @@ class Entry:
         _warn(self.source, f"an entry is ignored: {why}")
 
 
-def _versions() -> dict[str, str]:
+def versions() -> dict[str, str]:
+    """Return the versions of torch and Triton in use."""
     return {"torch": torch.__version__, "triton": triton_version()}
 
 
@@ -203,7 +204,7 @@ def _files() -> list[Path]:
 
 def _own(key: Key) -> Path | None:
     folder = own_folder("schedules")
-    return None if folder is None else folder / f"{digest([key, _versions()])}.json"
+    return None if folder is None else folder / f"{digest([key, versions()])}.json"
 
 
 def find(key: Key) -> Entry | None:
@@ -223,15 +224,9 @@ def find(key: Key) -> Entry | None:
 def write(key: Key, value: Mapping[str, Any]) -> None:
     """Store a value: whole or not at all, as several processes may do so at once."""
     path = _own(key)
-    if path is None:
-        return
-    try:
-        with tempfile.NamedTemporaryFile("w", dir=path.parent, delete=False) as file:
-            json.dump(_to_json(Entry(key, value, _versions())), file)
-        os.replace(file.name, path)
-    except OSError:
+    if path is not None:
         # Without a folder to write to, each process measures for itself.
-        return
+        write_file(path, json.dumps(_to_json(Entry(key, value, versions()))))
 
 
 # Files of many entries.
@@ -378,7 +373,7 @@ def turn(key: Key, seconds: float) -> Generator[bool]:
         with suppress(OSError):
             # Closing the file gives the lock back; so does the end of a process, however it comes.
             if folder is not None:
-                file = stack.enter_context((folder / digest([key, _versions()])).open("w"))
+                file = stack.enter_context((folder / digest([key, versions()])).open("w"))
         until = time.monotonic() + seconds
         while not (taken := _take(file)) and time.monotonic() < until:
             time.sleep(0.05)

@@ -16,6 +16,7 @@ from torch import Tensor
 from insum_nn.compiler.forms.candidates import candidates
 from insum_nn.compiler.forms.defaults import default_schedule
 from insum_nn.compiler.forms.form import Form
+from insum_nn.compiler.forms.plan import NO_PLAN
 from insum_nn.compiler.ir.printer import show
 from insum_nn.compiler.kernels.ahead import UndecidedError, collecting, rehearsing
 from insum_nn.compiler.kernels.launch import interpreted
@@ -212,7 +213,7 @@ def _key_of(
         # In one bucket of sizes, what suits rows of equal length need not suit those of a power law.
         more["rows"] = "even"
     if form.additional:
-        more["algorithm"] = store.digest(show(form.algorithm))
+        more["algorithm"] = form.plan.get(["algorithm"], lambda: store.digest(show(form.algorithm)))
     return store.key_of("schedule", form.bound, tables, bucket, where, **more)
 
 
@@ -253,7 +254,8 @@ class _Tuning:
     def __init__(
         self, form: Form, tensors: Sequence[Tensor], extents: Extents, start: Tensor | None, precision: Precision
     ) -> None:
-        self.form = form
+        # What is tried is not what is decided.
+        self.form = replace(form, plan=NO_PLAN)
         self.tensors = [t.detach() for t in tensors]
         self.extents = extents
         self.start = start

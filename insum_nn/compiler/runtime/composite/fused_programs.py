@@ -21,6 +21,7 @@ from torch import Tensor
 
 from insum_nn.compiler.forms.additional import Walk, fused_form, indices_named, is_owned, read_at
 from insum_nn.compiler.forms.form import Form, FormError, atoms
+from insum_nn.compiler.forms.plan import NO_PLAN, Plan
 from insum_nn.compiler.ir.access import affine_terms
 from insum_nn.compiler.ir.nodes import Load
 from insum_nn.compiler.ir.printer import show
@@ -289,8 +290,24 @@ def _join(ones: Sequence[_One], *, deterministic: bool = False) -> tuple[_Fused,
     Raises:
         FormError: there is none.
     """
-    walks = sorted(_walks(ones), key=lambda walk: _cost(ones, walk))
-    return tuple(_those_that_fit(partial(_along, ones, walk, deterministic) for walk in walks))
+    # Decided for these programs together, whatever they call what they share.
+    plans = [one.form.plan.at(bucket=list(one.extents.output[1:])).key for one in ones]
+    shared = [(*one.bound.layout.tensors, *one.bound.layout.indices) for one in ones]
+    numbers = {name: number for number, name in enumerate(dict.fromkeys(name for each in shared for name in each))}
+    key = {"together": plans, "names": [[numbers[n] for n in each] for each in shared], "deterministic": deterministic}
+    plan, names = Plan(None if None in plans else key), [*numbers]
+
+    def along(walk: Walk) -> _Fused:
+        return _along(ones, walk, deterministic, plan.at(walk=[numbers[name] for name in walk]))
+
+    def join() -> list[_Fused]:
+        walks = sorted(_walks(ones), key=lambda walk: _cost(ones, walk))
+        return _those_that_fit(partial(along, walk) for walk in walks)
+
+    def show(made: list[_Fused]) -> list[list[int]]:
+        return [[numbers[name] for name in each.walk] for each in made]
+
+    return tuple(plan.get(["walks"], join, show, lambda walks: [along((names[t], names[i])) for t, i in walks]))
 
 
 def _walks(ones: Sequence[_One]) -> list[Walk]:
@@ -324,7 +341,7 @@ def _cost(ones: Sequence[_One], walk: Walk) -> int:
     return len(cells) + adds
 
 
-def _along(ones: Sequence[_One], walk: Walk, deterministic: bool) -> _Fused:
+def _along(ones: Sequence[_One], walk: Walk, deterministic: bool, plan: Plan = NO_PLAN) -> _Fused:
     """The kernel that walks terms by one index tensor.
 
     Raises:
@@ -347,7 +364,7 @@ def _along(ones: Sequence[_One], walk: Walk, deterministic: bool) -> _Fused:
     sizes = dict(zip(bound.layout.indices, extents.indices, strict=True))
     axis = ones[owned[0]].form.owner_axis if owned else 0
     forms = [(ones[at].form, ones[at].extents) for at in order]
-    form = fused_form(walk, forms, bound, sizes, extents.output[axis], deterministic=deterministic)
+    form = fused_form(walk, forms, bound, sizes, extents.output[axis], plan, deterministic=deterministic)
     generated = Generated(bound, sizes, extents.output, {}, ones[0].program.options, form=form)
     places = tuple(order.index(at) + (not owned) for at in range(len(ones)))
     return _Fused(spec, static, places, walk, generated)
@@ -427,8 +444,10 @@ def _choose(calls: Sequence[_Call], separately: Run) -> tuple[_Fused | None, str
         # Where speed does not matter, the same bits at every run do.
         fixed = (c for c in calls if not any(each.scattered for each in c.together.generated.form.additional))
         return next(fixed, first).together, "together: what they read is read once"
-    algorithms = [show(call.together.generated.form.algorithm) for call in calls]
-    more = {"algorithms": store.digest(algorithms), "precision": generated.precision}
+    forms = [call.together.generated.form for call in calls]
+    name = ["algorithms", *[None if form.plan.key is None else form.plan.key["walk"] for form in forms]]
+    algorithms = forms[0].plan.get(name, lambda: store.digest([show(form.algorithm) for form in forms]))
+    more = {"algorithms": algorithms, "precision": generated.precision}
     bucket = size_bucket(first.extents)
     key = store.key_of("fusion", generated.form.bound, {}, bucket, first.tensors[0].device, **more)
 

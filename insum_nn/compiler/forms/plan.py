@@ -1,0 +1,126 @@
+"""What was decided for a statement, on disk: a later process builds no algorithm, selects nothing and writes no text.
+
+A file of the cache folder holds it as JSON, by name, for one canonical statement and bucket of sizes, one version of
+torch and Triton, and one state of the compiler's own files. What is not found there is made, and noted.
+"""
+
+from __future__ import annotations
+
+import functools
+import hashlib
+import json
+import threading
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import Any, TypeVar
+
+from insum_nn.compiler.schedule.cache_folder import own_folder, write_file
+from insum_nn.compiler.schedule.database import UNREADABLE, versions
+from insum_nn.version import __version__
+
+__all__ = ["NO_PLAN", "Plan", "keep_plans"]
+
+T = TypeVar("T")
+_changed: dict[Plan, None] = {}
+_lock = threading.Lock()
+
+
+@functools.cache
+def _compiler() -> str:
+    """A digest of all files on which a decision may depend."""
+    root = Path(__file__).parents[2]
+    found = hashlib.sha256()
+    for file in sorted([*root.glob("*.py"), *root.glob("compiler/**/*.py")]):
+        text = file.read_bytes()
+        found.update(f"{file.relative_to(root)} {len(text)}\n".encode() + text)
+    return found.hexdigest()
+
+
+class Plan:
+    """Decisions by name, about what a key says.
+
+    Args:
+        key: JSON of all that they depend on, apart from their names; `None`: they are neither looked for nor noted.
+    """
+
+    def __init__(self, key: Mapping[str, Any] | None) -> None:
+        self.key = key
+
+    @functools.cached_property
+    def _text(self) -> str:
+        return json.dumps([self.key, versions(), __version__, _compiler()], sort_keys=True)
+
+    @functools.cached_property
+    def _known(self) -> dict[str, Any]:
+        return self._read()
+
+    def at(self, **more: Any) -> Plan:
+        """The plan of a key with more, or other, entries."""
+        if self.key is None or all(name in self.key and self.key[name] == value for name, value in more.items()):
+            return self
+        return Plan({**self.key, **more})
+
+    def get(
+        self,
+        name: object,
+        make: Callable[[], T],
+        show: Callable[[T], Any] = lambda value: value,
+        read: Callable[[Any], T] = lambda value: value,
+    ) -> T:
+        """Return a decision, made now if it is not known.
+
+        Args:
+            name: its name, as JSON.
+            make: makes it.
+            show: as JSON.
+            read: from that JSON; raises one of `UNREADABLE` if it was not written by `show`.
+        """
+        if self.key is None:
+            return make()
+        place = json.dumps(name, sort_keys=True)
+        if place in self._known:
+            try:
+                return read(self._known[place])
+            except UNREADABLE:
+                pass
+        made = make()
+        self._known[place] = show(made)
+        with _lock:
+            _changed[self] = None
+        return made
+
+    def _path(self) -> Path | None:
+        folder = own_folder("plans")
+        return None if folder is None else folder / hashlib.sha256(self._text.encode()).hexdigest()
+
+    def _read(self) -> dict[str, Any]:
+        """What is on disk; nothing if that is damaged, or was written for another key."""
+        path = self._path()
+        try:
+            digest, _, text = ("" if path is None else path.read_text(encoding="utf-8")).partition("\n")
+            if digest == hashlib.sha256(text.encode()).hexdigest():
+                key, found = json.loads(text)
+                return dict(found) if key == self._text else {}
+        except (OSError, *UNREADABLE):
+            pass
+        return {}
+
+    def write(self) -> None:
+        """Write it to disk, with what another process noted in the meantime."""
+        path = self._path()
+        if path is not None:
+            text = json.dumps([self._text, {**self._read(), **self._known}])
+            write_file(path, f"{hashlib.sha256(text.encode()).hexdigest()}\n{text}")
+
+
+NO_PLAN = Plan(None)
+
+
+def keep_plans() -> None:
+    """Write to disk what was noted since."""
+    while True:
+        with _lock:
+            if not _changed:
+                return
+            plan, _ = _changed.popitem()
+        plan.write()
