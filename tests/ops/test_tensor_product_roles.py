@@ -183,14 +183,14 @@ def test_two_steps_only_while_memory_lasts(monkeypatch: pytest.MonkeyPatch):
     spec = spec_of(one_mode("uvw", True, 2, 1, 3, lmax=1), shared=True)
     inputs = [t.requires_grad_() for t in inputs_of(spec, 5)]
     seen: list[str] = []
-    original = Program._seen_key
+    original = Program._call_key
 
     def watch(self: Program, *given: Any) -> Any:
         seen.append(self.expression)
         return original(self, *given)
 
     # Calls with tensors that are given come here too, the first time.
-    monkeypatch.setattr(Program, "_seen_key", watch)
+    monkeypatch.setattr(Program, "_call_key", watch)
     results = []
     for most in (2**28, 0):
         monkeypatch.setattr(module, "_MOST_BETWEEN", most)
@@ -244,7 +244,7 @@ for case, shared, rows, cells in runs:
         for _ in range(2):
             got = source(given, (None, None), rows, "key")
             assert_matches(got, expected, dtype=torch.float32, kind="sum")
-        print(role, len(made), sum(any(seen.ready for seen in step.given._seen.values()) for step in made))
+        print(role, len(made), sum(any(seen.ready for seen in step.given._checked.values()) for step in made))
 """
 
 
@@ -277,7 +277,7 @@ def test_ready_calls_notice_what_changed():
     ((step, _),) = source._steps
     first = run(given, 4, "of 4")
     assert_matches(run(given, 4, "of 4"), first, dtype=torch.float64, kind="sum")
-    (seen,) = step.given._seen.values()
+    (seen,) = step.given._checked.values()
     assert seen.ready is not None
     named = step.named(given, (None, None), {})
     ready, operands = seen.ready, [named[name] for name in step.source.program._names]
@@ -285,7 +285,7 @@ def test_ready_calls_notice_what_changed():
     insum_nn.clear_cache()
     assert not ready.holds(operands)
     assert_matches(run(given, 4, "of 4"), first, dtype=torch.float64, kind="sum")
-    (seen,) = step.given._seen.values()
+    (seen,) = step.given._checked.values()
     assert seen.ready is not None
     assert seen.ready is not ready
     assert seen.ready.holds(operands)

@@ -22,7 +22,7 @@ from insum_nn.compiler.lang.epilogue import ACTIVATIONS
 from insum_nn.compiler.lang.syntax import Access, Index, Statement
 from insum_nn.compiler.runtime.backward import Call, Shapes, Step, gradients, read_again
 from insum_nn.compiler.runtime.batched_gradients import for_each_tangent, for_each_vector
-from insum_nn.compiler.runtime.dispatch import Key, Seen, Spec, run_spec, value_dtype
+from insum_nn.compiler.runtime.dispatch import CheckedCall, Key, Spec, run_spec, value_dtype
 from insum_nn.compiler.runtime.extremum_gradient import shares, shares_of
 from insum_nn.compiler.runtime.modes import is_plain_eager, is_traced, is_transformed
 from insum_nn.compiler.runtime.steps.gradients_ahead import rehearse_gradients
@@ -267,7 +267,7 @@ def apply(
     start: Tensor | None,
     extents: Extents,
     key: Key | None = None,
-    seen: Seen | None = None,
+    checked: CheckedCall | None = None,
     *,
     plain: bool = False,
 ) -> Tensor:
@@ -279,7 +279,7 @@ def apply(
         start: the initial value, in the output's shape.
         extents: the call's sizes.
         key: `call_key` of the tensors, where the caller has it.
-        seen: what is remembered of calls with this key and these sizes.
+        checked: what is remembered of calls with this key and these sizes.
         plain: the caller knows that the tensors are plain ones, and none is lazily negated.
     """
     traced = is_traced(*tensors, start)
@@ -289,7 +289,7 @@ def apply(
         tensors = [t.resolve_neg() for t in tensors]
         start = None if start is None else start.resolve_neg()
     if spec.epilogue:
-        return _finished(spec, tensors, start, extents, key, seen, traced=traced, plain=plain)
+        return _finished(spec, tensors, start, extents, key, checked, traced=traced, plain=plain)
     if is_transformed() and not torch.compiler.is_compiling():
         return _Transformed.apply(Call(spec, extents.indices, extents.output), start, *tensors)  # type: ignore[no-any-return]
     if inlined:
@@ -305,7 +305,7 @@ def apply(
         else:
             if start is None or not start.requires_grad:
                 return run_spec(spec, tensors, start, extents, key)
-        return _Function.apply(Call.of(spec, extents, key, seen, plain=plain), start, *tensors)  # type: ignore[no-any-return]
+        return _Function.apply(Call.of(spec, extents, key, checked, plain=plain), start, *tensors)  # type: ignore[no-any-return]
     return run_spec(spec, tensors, start, extents, key)
 
 
@@ -320,7 +320,7 @@ def _finished(
     start: Tensor | None,
     extents: Extents,
     key: Key | None,
-    seen: Seen | None,
+    checked: CheckedCall | None,
     *,
     traced: bool,
     plain: bool,
@@ -337,7 +337,7 @@ def _finished(
         name = spec.epilogue.activation
         kept = not spec.statement.combining.adds
         if not kept and (name is None or ACTIVATIONS[name].backward is not None):
-            return _Function.apply(Call.of(spec, extents, key, seen, plain=plain), start, *tensors)  # type: ignore[no-any-return]
+            return _Function.apply(Call.of(spec, extents, key, checked, plain=plain), start, *tensors)  # type: ignore[no-any-return]
     return spec.epilogue(apply(spec.bare, tensors, start, extents, key), value_dtype(spec, tensors, start))
 
 

@@ -15,7 +15,7 @@ from torch import Tensor
 
 from insum_nn.compiler.lang.bind import Extents
 from insum_nn.compiler.lang.derivative import Derivative, derivatives
-from insum_nn.compiler.runtime.dispatch import Key, Seen, Spec, run_spec, run_unsized
+from insum_nn.compiler.runtime.dispatch import CheckedCall, Key, Spec, run_spec, run_unsized
 
 __all__ = ["Call", "Shapes", "Step", "gradients", "read_again"]
 
@@ -32,7 +32,7 @@ class Call:
         indices: extents, in the layout's order.
         output: the output's shape.
         key: `call_key` of its tensors, where it is known.
-        seen: what is remembered of calls of its kind.
+        checked: what is remembered of calls of its kind.
         plain: its tensors are plain ones.
     """
 
@@ -40,34 +40,34 @@ class Call:
     indices: tuple[int, ...]
     output: tuple[int, ...]
     key: Key | None = None
-    seen: Seen | None = None
+    checked: CheckedCall | None = None
     plain: bool = False
     _steps: dict[int, tuple[Step, ...]] = field(default_factory=dict)
 
     @staticmethod
-    def of(spec: Spec, extents: Extents, key: Key | None, seen: Seen | None, *, plain: bool) -> Call:
+    def of(spec: Spec, extents: Extents, key: Key | None, checked: CheckedCall | None, *, plain: bool) -> Call:
         """The call; the same one for all calls that share what is remembered of them."""
-        if seen is None:
+        if checked is None:
             return Call(spec, extents.indices, extents.output, key, plain=plain)
-        call = seen.call
+        call = checked.call
         if not isinstance(call, Call):
-            call = seen.call = Call(spec, extents.indices, extents.output, key, seen, plain)
+            call = checked.call = Call(spec, extents.indices, extents.output, key, checked, plain)
         return call
 
     def run(self, tensors: Sequence[Tensor], start: Tensor | None) -> Tensor:
         """The output; nothing is recorded."""
-        seen = self.seen
-        if seen is None and self.plain:
+        checked = self.checked
+        if checked is None and self.plain:
             extents = Extents(self.indices, self.output)
             result = run_unsized(self.spec, tensors, start, extents)
             if result is not None:
                 return result
             self.spec.check_kinds(tensors, start)
-        if seen is None:
+        if checked is None:
             return run_spec(self.spec, tensors, start, Extents(self.indices, self.output), self.key)
         if self.key is None or torch._C._is_any_autocast_enabled():
-            return run_spec(self.spec, tensors, start, seen.extents, self.key)
-        return seen.run(self.spec, tensors, start)
+            return run_spec(self.spec, tensors, start, checked.extents, self.key)
+        return checked.run(self.spec, tensors, start)
 
     def steps(self, position: int, tensors: Sequence[Tensor | None], shapes: Shapes) -> tuple[Step, ...]:
         """Return the derivative programs of the tensor at a position; shapes are passed where it may be missing."""
@@ -95,7 +95,7 @@ class Step:
     spec: Spec
     places: tuple[int, ...]
     extents: Extents
-    seen: Seen | None = None
+    checked: CheckedCall | None = None
 
     def read(self, pool: Sequence[Tensor | None]) -> list[Tensor]:
         """Its tensors."""
@@ -107,9 +107,9 @@ class Step:
         result = run_unsized(self.spec, tensors, total, self.extents)
         if result is not None:
             return result
-        if self.seen is None:
-            self.seen = Seen(self.extents)
-        return self.seen.run(self.spec, tensors, total)
+        if self.checked is None:
+            self.checked = CheckedCall(self.extents)
+        return self.checked.run(self.spec, tensors, total)
 
 
 @lru_cache(maxsize=2048)

@@ -8,7 +8,7 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor
 
-from insum_nn.compiler.runtime.dispatch import Seen, Spec, broadcast, call_key, keep, run_unsized
+from insum_nn.compiler.runtime.dispatch import CheckedCall, Spec, broadcast, call_key, keep, run_unsized
 from insum_nn.compiler.runtime.modes import is_plain_eager
 
 __all__ = ["BoundProgram"]
@@ -24,7 +24,7 @@ class _Program(Protocol):
     @property
     def spec(self) -> Spec: ...
 
-    def met(self, named: Mapping[str, Tensor], out_shape: Shape | None) -> Seen | None: ...
+    def checked_call(self, named: Mapping[str, Tensor], out_shape: Shape | None) -> CheckedCall | None: ...
 
 
 class BoundProgram:
@@ -59,7 +59,7 @@ class BoundProgram:
                 self._places.append(place)
             self._template.append(tensors.get(name))
         self.names = tuple(names)
-        self._seen: dict[Hashable, Seen] = {}
+        self._checked: dict[Hashable, CheckedCall] = {}
 
     def __call__(
         self, *others: Tensor, out_shape: Shape, start: Tensor | None = None, key: Hashable | None = None
@@ -87,10 +87,10 @@ class BoundProgram:
         if key is None and plain:
             key = (call_key(others, start), out_shape)
         # `None` is no key of what is remembered.
-        seen = self._seen.get(key)
-        if seen is None:
+        checked = self._checked.get(key)
+        if checked is None:
             return self._first(ordered, out_shape, start, key)
-        return seen.run(self._spec, ordered, start if start is None else broadcast(start, seen.extents))
+        return checked.run(self._spec, ordered, start if start is None else broadcast(start, checked.extents))
 
     def _first(self, ordered: Sequence[Tensor], out_shape: Shape, start: Tensor | None, key: Hashable | None) -> Tensor:
         """A call that is not remembered here."""
@@ -98,8 +98,8 @@ class BoundProgram:
         if start is not None:
             named[self._output] = start
         # The program may know the call from tensors of others: each structure has a `BoundProgram` of its own.
-        seen = None if key is None else self.program.met(named, out_shape)
-        if key is None or seen is None:
+        checked = None if key is None else self.program.checked_call(named, out_shape)
+        if key is None or checked is None:
             return self.program(tensors=named, out_shape=out_shape)
-        keep(self._seen, key, seen, _LIMIT)
-        return seen.run(self._spec, ordered, broadcast(start, seen.extents))
+        keep(self._checked, key, checked, _LIMIT)
+        return checked.run(self._spec, ordered, broadcast(start, checked.extents))

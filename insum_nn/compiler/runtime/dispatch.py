@@ -36,9 +36,9 @@ from insum_nn.facts import IndexFacts, StaticTable
 from insum_nn.tensor_cache import unwritten
 
 __all__ = [
+    "CheckedCall",
     "Key",
     "Ready",
-    "Seen",
     "Spec",
     "broadcast",
     "call_key",
@@ -364,7 +364,7 @@ def broadcast(start: Tensor | None, extents: Extents) -> Tensor | None:
 
 
 @dataclass(slots=True)
-class Seen:
+class CheckedCall:
     """A call that was checked before: its sizes, what runs it where nothing is recorded, and the recorded call.
 
     `key` is `call_key` of its tensors.

@@ -25,8 +25,8 @@ from insum_nn.compiler.runtime.arguments import check_kinds, static_tables
 from insum_nn.compiler.runtime.autograd import apply
 from insum_nn.compiler.runtime.bound_program import BoundProgram
 from insum_nn.compiler.runtime.dispatch import (
+    CheckedCall,
     Key,
-    Seen,
     Spec,
     broadcast,
     call_key,
@@ -48,7 +48,7 @@ __all__ = ["Program", "ProgramSum", "Shape"]
 
 Shape = Sequence[int | None]
 # Calls of one program whose checks are remembered.
-_SEEN_LIMIT = 64
+_CHECKED_LIMIT = 64
 _PLAIN = (Tensor, torch.nn.Parameter)
 # Kinds of arguments that need no look at them.
 _SHAPES = (type(None), tuple, torch.Size)
@@ -103,7 +103,7 @@ class Program:
         self._required = frozenset(self._names)
         self._index_names: tuple[str, ...] = statement.index_tensors()
         self._text: str = self._spec.to_json()
-        self._seen: dict[tuple[object, ...], Seen] = {}
+        self._checked: dict[tuple[object, ...], CheckedCall] = {}
 
     def __repr__(self) -> str:
         return f"Program({self.expression!r}{', drop_outside=True' if self._spec.drop_outside else ''})"
@@ -173,31 +173,31 @@ class Program:
                 result = run_unsized(spec, ordered, start, extents)
                 if result is not None:
                     return result
-        call = None if plain is None else self._seen_key(*plain, sizes, out_shape)
+        call = None if plain is None else self._call_key(*plain, sizes, out_shape)
         if plain is None or call is None:
             ordered, start = self._arrange(named)
             extents = self._extents(ordered, start, sizes, out_shape)
             return apply(spec, ordered, broadcast(start, extents), extents)
         ordered, start = plain
-        seen = self._seen.get(call) or self._met(call, ordered, start, sizes, out_shape)
-        start = broadcast(start, seen.extents)
+        checked = self._checked.get(call) or self._check_call(call, ordered, start, sizes, out_shape)
+        start = broadcast(start, checked.extents)
         if is_recorded(ordered, start):
-            return apply(spec, ordered, start, seen.extents, call[0], seen, plain=True)
-        return seen.run(spec, ordered, start)
+            return apply(spec, ordered, start, checked.extents, call[0], checked, plain=True)
+        return checked.run(spec, ordered, start)
 
-    def _met(
+    def _check_call(
         self,
         call: tuple[Key, object, object],
         ordered: Sequence[Tensor],
         start: Tensor | None,
         sizes: Mapping[str, int] | None,
         out_shape: Shape | None,
-    ) -> Seen:
+    ) -> CheckedCall:
         """What is remembered from now on of a call of plain tensors, after its checks."""
         self._spec.check_kinds(ordered, start)
-        seen = Seen(self._extents(ordered, start, sizes, out_shape), key=call[0])
-        keep(self._seen, call, seen, _SEEN_LIMIT)
-        return seen
+        checked = CheckedCall(self._extents(ordered, start, sizes, out_shape), key=call[0])
+        keep(self._checked, call, checked, _CHECKED_LIMIT)
+        return checked
 
     def _into(
         self, out: Tensor, sizes: Mapping[str, int] | None, out_shape: Shape | None, named: Mapping[str, Tensor]
@@ -244,7 +244,7 @@ class Program:
             ordered.append(tensor)  # type: ignore[arg-type]
         return ordered, start
 
-    def _seen_key(
+    def _call_key(
         self, ordered: list[Tensor], start: Tensor | None, sizes: Mapping[str, int] | None, out_shape: Shape | None
     ) -> tuple[Key, object, object] | None:
         """A key under which the checks of a call need no repetition; `None` where its sizes are out of the ordinary."""
@@ -291,13 +291,13 @@ class Program:
         """Extents given at compile time."""
         return self._sizes
 
-    def met(self, named: Mapping[str, Tensor], out_shape: Shape | None) -> Seen | None:
+    def checked_call(self, named: Mapping[str, Tensor], out_shape: Shape | None) -> CheckedCall | None:
         """What is remembered of calls like one with these tensors, which is checked if it is the first of its kind."""
         plain = self._plain(named)
-        call = None if plain is None else self._seen_key(*plain, None, out_shape)
+        call = None if plain is None else self._call_key(*plain, None, out_shape)
         if plain is None or call is None:
             return None
-        return self._seen.get(call) or self._met(call, *plain, None, out_shape)
+        return self._checked.get(call) or self._check_call(call, *plain, None, out_shape)
 
     def grad(self, name: str) -> Program | ProgramSum:
         """The derivative with respect to one factor, as a program of its own.
@@ -348,7 +348,7 @@ class Program:
         program._required = frozenset(program._names)
         program._index_names = statement.index_tensors()
         program._text = spec.to_json()
-        program._seen = {}
+        program._checked = {}
         return program
 
     def reference(
