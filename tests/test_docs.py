@@ -10,6 +10,7 @@ import re
 import sys
 import tomllib
 from collections.abc import Callable
+from importlib.util import find_spec
 from pathlib import Path
 from types import ModuleType
 
@@ -40,6 +41,7 @@ TUTORIALS = [page for page in PAGES if page.parent.name == "tutorials"]
 NEEDS: dict[str, tuple[Callable[[], bool], str]] = {
     "gpu": (torch.cuda.is_available, "needs a CUDA device"),
     "torchrun": (lambda: "LOCAL_RANK" in os.environ, "runs in processes that torchrun started"),
+    "nequip": (lambda: find_spec("nequip") is not None, "extends the package nequip"),
     "time": (lambda: False, "compiles C++ for a minute or more"),
 }
 

@@ -24,6 +24,7 @@ if TYPE_CHECKING:
         TensorSquare,
     )
     from insum_nn.layers.equivariant.tensor_product_conv import TensorProductConv
+    from insum_nn.layers.equivariant.tensor_product_scatter import TensorProductScatter
     from insum_nn.layers.graph.gcn_conv import GCNConv
     from insum_nn.layers.pruned.block_sparse_linear import BlockSparseLinear
     from insum_nn.layers.pruned.pruned_conv2d import PrunedConv2d
@@ -52,6 +53,7 @@ __all__ = [
     "SubMConv3d",
     "TensorProduct",
     "TensorProductConv",
+    "TensorProductScatter",
     "TensorSquare",
 ]
 
@@ -74,6 +76,7 @@ _HOMES = {
         "TensorSquare",
     ),
     "equivariant.tensor_product_conv": ("TensorProductConv",),
+    "equivariant.tensor_product_scatter": ("TensorProductScatter",),
 }
 _HOME = {name: home for home, names in _HOMES.items() for name in names}
 

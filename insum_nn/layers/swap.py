@@ -98,10 +98,10 @@ def swap(
     """Replace every supported layer of a model in place, weights kept.
 
     Supported are `torch_geometric`'s `GCNConv`, e3nn's tensor products with what stands around them (`Linear`, `Gate`,
-    `SphericalHarmonics`), and the modules of `spconv.pytorch` (build the model's inputs with our `SparseConvTensor`
-    then). New layers share the parameters of those they replace, so an optimizer that holds them stays valid, and give
-    equal outputs. Dense layers of torch are replaced only where `block_sparse` names them; these get parameters of
-    their own, and equal outputs only as far as nothing is pruned.
+    `SphericalHarmonics`), nequip's `TensorProductScatter`, and the modules of `spconv.pytorch` (build the model's
+    inputs with our `SparseConvTensor` then). New layers share the parameters of those they replace, so an optimizer
+    that holds them stays valid, and give equal outputs. Dense layers of torch are replaced only where `block_sparse`
+    names them; these get parameters of their own, and equal outputs only as far as nothing is pruned.
 
     Args:
         model: any module.

@@ -48,6 +48,11 @@ def _tensor_product(module: Any) -> nn.Module:
     return ours.from_e3nn(module)
 
 
+def _nequip_convolution(module: Any) -> nn.Module:
+    ours = importlib.import_module("insum_nn.layers.equivariant.tensor_product_scatter").TensorProductScatter
+    return ours.from_nequip(module)  # type: ignore[no-any-return]
+
+
 def _around_products(name: str) -> Converter:
     """What makes one of the layers that stand around e3nn's tensor products."""
     kind = {"linear": "Linear", "gate": "Gate", "spherical_harmonics": "SphericalHarmonics"}[name]
@@ -152,6 +157,7 @@ def _known() -> dict[str, Converter]:
     found["e3nn.o3._linear.Linear"] = _around_products("linear")
     found["e3nn.o3._spherical_harmonics.SphericalHarmonics"] = _around_products("spherical_harmonics")
     found["e3nn.nn._gate.Gate"] = _around_products("gate")
+    found["nequip.nn._tp_scatter_base.TensorProductScatter"] = _nequip_convolution
     kinds = ("SubMConv", "SparseConv", "SparseInverseConv", "SparseConvTranspose")
     found |= dict.fromkeys(_names("spconv.pytorch.conv", kinds, (1, 2, 3, 4)), _spconv_convolution)
     pools = _names("spconv.pytorch.pool", ("SparseMaxPool", "SparseAvgPool"), (1, 2, 3, 4))

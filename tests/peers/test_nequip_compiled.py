@@ -1,8 +1,10 @@
-"""NequIP's own compiled training step on a model whose tensor products were swapped for ours."""
+"""NequIP's own compiled training step, and its package, of a model whose tensor products were swapped for ours."""
 
 from __future__ import annotations
 
 import copy
+import subprocess
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -26,10 +28,13 @@ pytestmark = [pytest.mark.peer, pytest.mark.slow, pytest.mark.filterwarnings("de
 TYPES = ["H", "C", "O"]
 
 
-def batch_of(*names: str) -> dict[str, Tensor]:
+def batch_of(*names: str, cell: float | None = None) -> dict[str, Tensor]:
     found = []
     for seed, name in enumerate(names):
         atoms = ase.build.molecule(name)
+        if cell is not None:
+            atoms.set_cell([cell] * 3)
+            atoms.pbc = True
         atoms.rattle(0.05, seed=seed)
         data = from_ase(atoms)
         for transform in (ChemicalSpeciesToAtomTypeMapper(TYPES), NeighborListTransform(r_max=4.0)):
@@ -70,9 +75,45 @@ def test_a_compiled_training_step(tmp_path: Path, monkeypatch: pytest.MonkeyPatc
     reference, model = model_of(compile_mode="eager"), model_of(compile_mode="compile")
     model.load_state_dict(copy.deepcopy(reference.state_dict()))
     report = insum_nn.swap(model)
-    assert len(report.swapped) >= 2
+    assert sum(row.detail == "TensorProductScatter" for row in report.swapped) == 2
     model.train()
     reference.train()
     for names in (("CH3CH2OH", "C6H6"), ("H2O", "CH4", "CH3OH")):
         batch = batch_of(*names)
         torch.testing.assert_close(step(model, batch), step(reference, batch), rtol=1e-8, atol=1e-10)
+
+
+ALONE = """
+import sys
+sys.modules["insum_nn"] = None
+import torch
+inputs, want = torch.load(sys.argv[2])
+got = torch._inductor.aoti_load_package(sys.argv[1])(*inputs)
+torch.testing.assert_close(list(got), want, rtol=1e-8, atol=1e-8)
+print("equal")
+"""
+
+
+def test_a_package_for_ase(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    """What `nequip-compile --mode aotinductor --target ase` does after it has loaded a model."""
+    from nequip.scripts._compile_utils import COMPILE_TARGET_DICT
+    from nequip.utils.aot import aot_export_model
+
+    monkeypatch.chdir(tmp_path)
+    model = model_of(compile_mode="eager").eval()
+    assert len(insum_nn.swap(model).swapped) >= 2
+    target = COMPILE_TARGET_DICT["ase"]
+    sizes = {"graph": "num_frames", "node": "num_nodes", "edge": "num_edges"}
+    dims = target["batch_map_settings"]({kind: torch.export.Dim(name, min=2) for kind, name in sizes.items()})
+    data = target["data_settings"](batch_of("CH3CH2OH", cell=7.0))
+    package = str(tmp_path / "model.nequip.pt2")
+    # It compares the package with the model itself.
+    aot_export_model(model, torch.device("cpu"), target["input"], target["output"], data, dims, package)
+    # Another molecule, where this package cannot be imported.
+    other = target["data_settings"](batch_of("CH4", cell=6.0))
+    out = model(dict(other))
+    case = [other[name] for name in target["input"]], [out[name].detach() for name in target["output"]]
+    torch.save(case, tmp_path / "case.pt")
+    command = [sys.executable, "-W", "ignore", "-c", ALONE, package, str(tmp_path / "case.pt")]
+    done = subprocess.run(command, capture_output=True, text=True, check=False)
+    assert done.stdout.strip() == "equal", done.stderr

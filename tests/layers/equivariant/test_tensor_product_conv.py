@@ -19,6 +19,7 @@ from insum_nn.errors import InsumDeviceError, InsumDtypeError, InsumError, Insum
 from insum_nn.layers.equivariant.checks import InputError
 from insum_nn.layers.equivariant.tensor_product import TensorProduct
 from insum_nn.layers.equivariant.tensor_product_conv import TensorProductConv
+from insum_nn.layers.equivariant.tensor_product_scatter import TensorProductScatter
 from insum_nn.ops.tensor_product_roles import together_of
 from insum_nn.ops.tensor_product_spec import layout_of
 from insum_nn.testing.tolerances import assert_matches
@@ -450,3 +451,44 @@ def test_statements_follow_the_options():
         assert '"backend":"triton"' in layer._text
         with pytest.raises(InsumError, match="options= must be"):
             layer.options = {}
+
+
+# nequip's convolution.
+
+
+class PeerScatter(torch.nn.Module):
+    """The module of nequip, whose keys ours keeps."""
+
+    def __init__(self, *problem: object) -> None:
+        super().__init__()
+        self.tp = o3.TensorProduct(*problem, shared_weights=False, internal_weights=False)
+        self.model_dtype = torch.get_default_dtype()
+
+    def forward(self, x: Tensor, edge_attr: Tensor, edge_weight: Tensor, edge_dst: Tensor, edge_src: Tensor) -> Tensor:
+        messages = self.tp(x[edge_src], edge_attr, edge_weight)
+        return messages.new_zeros(len(x), messages.shape[1]).index_add(0, edge_dst, messages)
+
+
+@pytest.mark.parametrize("edges", [0, 1, 37])
+def test_it_takes_the_place_of_the_convolution_of_nequip(edges: int):
+    torch.manual_seed(0)
+    case = CASES["nequip"]
+    problem = case.irreps_in1, case.irreps_in2, case.irreps_out, list(case.instructions)
+    peer = PeerScatter(*problem).double()
+    ours = TensorProductScatter.from_nequip(peer)
+    assert list(ours.state_dict()) == list(peer.state_dict())
+    assert ours.tp.weight_numel == peer.tp.weight_numel
+    assert list(ours.state_dict()) == list(TensorProductScatter(*problem).state_dict())
+    ours.load_state_dict(peer.state_dict())
+    x, y = torch.randn(9, peer.tp.irreps_in1.dim).double(), torch.randn(edges, peer.tp.irreps_in2.dim).double()
+    values = [x, y, torch.randn(edges, ours.weight_numel).double()]
+    receivers, senders = torch.randint(9, (2, edges))
+    found = []
+    for layer in (peer, copy.deepcopy(ours), pickle.loads(pickle.dumps(ours))):
+        leaves = [value.clone().requires_grad_() for value in values]
+        out = layer(leaves[0], leaves[1], leaves[2], edge_dst=receivers, edge_src=senders)
+        (force,) = torch.autograd.grad(out.sin().sum(), leaves[1], create_graph=True)
+        total = force.square().sum() + out.square().sum()
+        found.append([out, force, *torch.autograd.grad(total, leaves)])
+    for got in found[1:]:
+        torch.testing.assert_close(got, found[0], rtol=1e-9, atol=1e-9)
