@@ -54,8 +54,8 @@ def noted(value: Any = 1) -> None:
 
 
 def known() -> Any:
-    """What a process that begins now knows."""
-    return Plan(KEY).get("what", lambda: None)
+    """What a process that begins now knows; nothing is noted, which would be written with the next decision."""
+    return Plan(KEY)._known.get('"what"')
 
 
 # Statements.
@@ -86,7 +86,7 @@ def planned(entry: Entry) -> list[object]:
     precision = precision_of(entry.bound.dtype, entry.options.precision)
     schedule, reason = without_measuring(form, precision, H200)
     kernel = UnsizedKernel(form, schedule, strides_of(form, entry.tensors, entry.extents, False, None), precision)
-    facts = [form.combine, form.row_index, form.owner_axis, form.entries, form.parallel, form.reduce, form.tables]
+    facts = [form.combine, form.row_index, form.row_axis, form.entries, form.parallel, form.reduce, form.tables]
     covered = Coverage(form)(*entry.extents)
     return [schedule, reason, kernel.source, kernel.host_code(), kernel.further, covered, form.product, *facts]
 
