@@ -66,7 +66,7 @@ def memory_of(
                 memory[kind] = getattr(partition, kind)
         sizes |= {"rows": partition.rows, "slots": partition.slots}
         memory["scratch"] = torch.zeros(
-            partition.slots, *(e for a, e in enumerate(extents.output) if a != form.owner_axis)
+            partition.slots, *(e for a, e in enumerate(extents.output) if a != form.row_axis)
         )
     return memory, sizes
 
@@ -97,7 +97,7 @@ def all_interpreted(
     if partition is not None and partition.slots and form.unrolled:
         assert partition.divided is not None
         assert partition.first is not None
-        moved = out.movedim(form.owner_axis, 0)
+        moved = out.movedim(form.row_axis, 0)
         for place, row in enumerate(partition.divided.tolist()):
             moved[row] = found["scratch"][partition.first[place] : partition.first[place + 1]].sum(0)
     return kernel, [out, *results[1:]]

@@ -65,7 +65,7 @@ def fused_form(
     names = names_of(bound.statement)
     first = forms[0][0]
     owns = is_owned(first, walk)
-    axis = first.owner_axis if owns else 0
+    axis = first.row_axis if owns else 0
     facts = bound.facts_of(tensor)
     columns = indices_named(first, first.parallel, without=entry) or indices_named(first, first.reduce)
     statements = [form.bound.statement for form, _ in forms]
@@ -119,7 +119,7 @@ def is_owned(form: Form, walk: Walk) -> bool:
 
 
 def _row_tensor(form: Form) -> str:
-    read = form.bound.statement.output.subscripts[form.owner_axis].indirect
+    read = form.bound.statement.output.subscripts[form.row_axis].indirect
     assert read is not None
     return read.name
 
@@ -142,7 +142,7 @@ def _additional(
         raise FormError(f"{statement} goes over other indices")
     like, scattered = (tensor, 0), form.combine == "own"
     if scattered:
-        if _entries(form) != [entry] or form.reduce or form.owner_axis:
+        if _entries(form) != [entry] or form.reduce or form.row_axis:
             raise FormError(f"{statement} sums other terms")
         like = read_at(statements, (_row_tensor(form), entry))
     elif form.combine != "direct" or statement.output.subscripts[0].plain != entry:

@@ -110,7 +110,7 @@ class Form:
             they steer choices.
         combine: how terms reach the output.
         row_index: the read of an index tensor that says the output row of each term, with `combine == "own"`.
-        owner_axis: the output axis it addresses.
+        row_axis: the output axis it addresses.
         entries: its indices.
         permuted: the terms of rows are not in order, but listed in a permutation.
         parallel: indices of the output that are left.
@@ -125,7 +125,7 @@ class Form:
     sizes: Mapping[str, int]
     combine: Combining
     row_index: Load | None
-    owner_axis: int
+    row_axis: int
     entries: tuple[str, ...]
     permuted: bool
     parallel: tuple[str, ...]
@@ -188,7 +188,7 @@ class Form:
         return self.sizes[index]
 
     @cached_property
-    def owner_place(self) -> int:
+    def row_index_place(self) -> int:
         """The position of the index tensor of rows among the statement's; -1 without one."""
         if self.row_index is None:
             return -1
@@ -243,7 +243,7 @@ class Form:
         places = self.places
         entries = math.prod([indices[places[x]] for x in self.entries])
         terms = math.prod([indices[places[x]] for x in self.reduce])
-        even = entries > 0 and longest * output[self.owner_axis] <= _EVEN * entries
+        even = entries > 0 and longest * output[self.row_axis] <= _EVEN * entries
         return even, (longest * max(1, terms)).bit_length()
 
     @cached_property
@@ -424,7 +424,7 @@ def _atomic(form: Form) -> Form:
         make=cache(lambda: (form.algorithm, (stores_of(form.algorithm),))),
         combine="atomic",
         row_index=None,
-        owner_axis=-1,
+        row_axis=-1,
         entries=(),
         permuted=False,
         parallel=(*form.entries, *(i for i in form.parallel if i != ROW_LOOP)),

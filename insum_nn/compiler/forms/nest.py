@@ -47,11 +47,11 @@ def row_walk_of(form: Form, schedule: Schedule, strides: Strides, precision: Pre
         rows = own_rows(
             kernel,
             Load(input_of(kernel, form.row_index.buffer.name), form.row_index.subscripts),
-            form.owner_axis if form.unrolled else -1,
+            form.row_axis if form.unrolled else -1,
             permuted=form.permuted,
             chunks="equal" if segmented(form, schedule) else "long rows" if strides.split else "none",
             size=schedule.chunk,
-            rows=None if form.unrolled else build(form.bound).results[0].buffer.shape[form.owner_axis],
+            rows=None if form.unrolled else build(form.bound).results[0].buffer.shape[form.row_axis],
         )
     return rows, tiling
 

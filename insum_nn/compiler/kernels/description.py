@@ -59,7 +59,7 @@ def describe_kernel(
         assert kernel.of.collector is not None
         rows = _count(partition.divided.shape[0], "row")
         steps.append(f"kernel that sums the {divided} parts of {rows} in order")
-        shape, axis = kernel.extents.output, kernel.of.form.owner_axis
+        shape, axis = kernel.extents.output, kernel.of.form.row_axis
         sources.append(kernel.of.collector.source(math.prod((*shape[:axis], *shape[axis + 1 :]))))
         then = [] if initial is None else ["add the initial value"]
         then += [] if epilogue.activation is None else [epilogue.activation]

@@ -143,7 +143,7 @@ class Generated:
         Their sizes are of the same bucket, and need as many bits for the offsets in them.
         """
         form, bucket, read = self.form, size_bucket(extents), self._read
-        place, axis, permuted, by_length = form.owner_place, form.owner_axis, form.permuted, self._by_length
+        place, axis, permuted, by_length = form.row_index_place, form.row_axis, form.permuted, self._by_length
         # By the kind of its longest row where schedules differ in it, and how tensors lie in memory.
         kernels: dict[object, UnsizedKernel] = {}
         schedules: dict[object, tuple[Schedule, int, bool]] = {}
@@ -230,7 +230,7 @@ class Generated:
             sizes = dict(self.form.sizes)
             sizes.update((index, extents.indices[place]) for index, place in self.form.places.items())
             if self.form.row_index is not None:
-                sizes[ROW_LOOP] = extents.output[self.form.owner_axis]
+                sizes[ROW_LOOP] = extents.output[self.form.row_axis]
             if len(self._forms) >= _LIMIT:
                 self._forms.clear()
             plan = self.form.plan.at(bucket=list(bucket))
@@ -259,7 +259,7 @@ class Generated:
         form = self._form(bucket, extents)
         known: object = (bucket, False, 0)
         if self._by_length:
-            longest = longest_row(tensors[form.owner_place], extents.output[form.owner_axis], form.permuted)
+            longest = longest_row(tensors[form.row_index_place], extents.output[form.row_axis], form.permuted)
             known = (bucket, *form.lengths(extents.indices, extents.output, longest))
             form = replace(form, sizes={**form.sizes, LONGEST: longest})
         found = self._schedules.get(known)

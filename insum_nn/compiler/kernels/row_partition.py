@@ -115,10 +115,8 @@ def partition_for(form: Form, tensors: Sequence[Tensor], extents: Extents, sched
     """The row partition of a form's terms in a call; `None` where programs own no rows."""
     if form.row_index is None:
         return None
-    index = tensors[form.owner_place]
-    return partition_of(
-        index, extents.output[form.owner_axis], form.permuted, schedule.chunk, segmented(form, schedule)
-    )
+    index = tensors[form.row_index_place]
+    return partition_of(index, extents.output[form.row_axis], form.permuted, schedule.chunk, segmented(form, schedule))
 
 
 def partition_of(index: Tensor, rows: int, permuted: bool, chunk: int, segment: bool = False) -> RowPartition:

@@ -285,7 +285,7 @@ class UnsizedKernel:
 
     def scratch(self, partition: RowPartition, output: tuple[int, ...], device: torch.device, covered: bool) -> Tensor:
         """Memory for the parts of divided rows."""
-        axis = self.form.owner_axis
+        axis = self.form.row_axis
         lengths = (partition.slots, *output[:axis], *output[axis + 1 :])
         return (torch.empty if covered else torch.zeros)(lengths, dtype=self.source.accumulator, device=device)
 
@@ -296,7 +296,7 @@ class UnsizedKernel:
         rows, form, collector = partition.divided, self.form, self.collector
         assert rows is not None
         assert collector is not None
-        axis = form.owner_axis
+        axis = form.row_axis
         if start is None and form.bound.epilogue.activation is None:
             collector(scratch, made, rows, partition, math.prod(output[axis + 1 :]))
             return

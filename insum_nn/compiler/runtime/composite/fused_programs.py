@@ -362,7 +362,7 @@ def _along(ones: Sequence[_One], walk: Walk, deterministic: bool, plan: Plan = N
     bound = bind(spec.statement, kept, None, facts=facts, drop_outside=True)
     bound = replace(bound, static=tuple(sorted(static.items())))
     sizes = dict(zip(bound.layout.indices, extents.indices, strict=True))
-    axis = ones[owned[0]].form.owner_axis if owned else 0
+    axis = ones[owned[0]].form.row_axis if owned else 0
     forms = [(ones[at].form, ones[at].extents) for at in order]
     form = fused_form(walk, forms, bound, sizes, extents.output[axis], plan, deterministic=deterministic)
     generated = Generated(bound, sizes, extents.output, {}, ones[0].program.options, form=form)

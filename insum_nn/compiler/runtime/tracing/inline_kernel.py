@@ -76,7 +76,7 @@ def inline_kernel(
     wide = exceeds(_reach(form, tensors, start, extents), WIDE)
     strides = Strides(tuple(t.is_contiguous() for t in tensors), wide, False, initial_steps(start))
     partition = (
-        _undivided(form, tensors[form.owner_place], extents.output[form.owner_axis], wide) if form.row_index else None
+        _undivided(form, tensors[form.row_index_place], extents.output[form.row_axis], wide) if form.row_index else None
     )
     kernel = UnsizedKernel(form, schedule, strides, precision)
 
