@@ -2,6 +2,10 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+from functools import partial
+from typing import Any
+
 import torch
 from torch import Tensor
 
@@ -20,6 +24,7 @@ __all__ = [
     "TABLES",
     "assert_right",
     "draw",
+    "kernels_of",
     "named",
     "ones_of",
     "programs",
@@ -95,12 +100,18 @@ def ones_of(roles: str, tensors: dict[str, Tensor]) -> list[fused_module._One]:
     return [fused_module._one(program, given, shape_of(role, u)) for role, program, given in triples]
 
 
+def kernels_of(ones: Sequence[Any], *, deterministic: bool = False) -> list[Any]:
+    """The kernels that compute all, the one that reads and adds least first."""
+    walks = fused_module._walks(ones, deterministic)
+    return [*fused_module._those_that_fit(partial(fused_module._along, ones, walk, deterministic) for walk in walks)]
+
+
 def together(
     roles: str, tensors: dict[str, Tensor], schedule: Schedule | None = None, walk: tuple[str, str] | None = None
 ) -> list[Tensor]:
     """All outputs by one kernel, under a schedule and along a walk."""
     ones = ones_of(roles, tensors)
-    found = fused_module._join(ones)[0] if walk is None else fused_module._along(ones, walk, False)
+    found = kernels_of(ones)[0] if walk is None else fused_module._along(ones, walk, False)
     given = named(roles, tensors)
     ordered = [next(t[name] for t in given if name in t) for name in found.spec.layout.tensors]
     owned = [at for at, place in enumerate(found.order) if place == 0]

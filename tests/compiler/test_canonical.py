@@ -326,7 +326,7 @@ def test_every_shipped_schedule_is_found_in_other_names(monkeypatch: pytest.Monk
         tensors = dict(zip(own.tensors(), (*_TENSORS[turn:], *_TENSORS[:turn]), strict=False))
         indices = dict(zip(own.indices(), _INDICES[number % 3 :], strict=False))
         bound = _bound_of(key, tensors, indices, "Y")
-        more = {n: key[n] for n in ("precision", "combine", "rows", "algorithm", "algorithms") if n in key}
+        more = {n: key[n] for n in ("precision", "combine", "rows", "algorithm") if n in key}
         found = database.key_of(key["kind"], bound, {}, key["bucket"], torch.device("cpu"), **more)
         # Of tables a key holds digests, which cannot be turned back into values.
         entry = database.find({**found, "tables": key["tables"]})

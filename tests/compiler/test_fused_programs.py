@@ -38,6 +38,7 @@ from tests.compiler.fused_cases import (
     TABLES,
     assert_right,
     draw,
+    kernels_of,
     named,
     ones_of,
     programs,
@@ -292,7 +293,7 @@ def test_terms_that_share_most_are_clustered():
     tensors = draw(4)
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("TRITON_INTERPRET", "1")
-        form = fused_module._join(ones_of("xyw", tensors))[0].generated.form
+        form = kernels_of(ones_of("xyw", tensors))[0].generated.form
     kernel = form.algorithm
     stores, found = stores_of(kernel), clusters(kernel)
     # All terms once, each cluster with those of one path: no cell of the output's gradient is in two of them.
@@ -308,11 +309,11 @@ def test_terms_that_share_most_are_clustered():
 def test_which_index_tensor_terms_are_walked_by():
     tensors = draw(4)
     # A row of dZ has 5 cells, and one of X 4, which are read, or added to: read and written.
-    walks = {roles: fused_module._join(ones_of(roles, tensors))[0].walk[0] for roles in ("xyw", "zyw", "yw", "xz")}
+    walks = {roles: kernels_of(ones_of(roles, tensors))[0].walk[0] for roles in ("xyw", "zyw", "yw", "xz")}
     assert walks == {"xyw": "Src", "zyw": "Dst", "yw": "Dst", "xz": "Dst"}
     ones = ones_of("xyw", tensors)
-    assert [found.walk[0] for found in fused_module._join(ones)] == ["Src", "Dst"]
-    assert [found.walk[0] for found in fused_module._join(ones, deterministic=True)] == ["Src"]
+    assert [found.walk[0] for found in kernels_of(ones)] == ["Src", "Dst"]
+    assert [found.walk[0] for found in kernels_of(ones, deterministic=True)] == ["Src"]
     with pytest.raises(FormError, match="no fixed order"):
         fused_module._along(ones, ("Dst", "e"), True)
 

@@ -17,7 +17,6 @@ from insum_nn.compiler.forms.candidates import candidates
 from insum_nn.compiler.forms.defaults import default_schedule
 from insum_nn.compiler.forms.form import Form
 from insum_nn.compiler.forms.plan import NO_PLAN
-from insum_nn.compiler.ir.printer import show
 from insum_nn.compiler.kernels.ahead import UndecidedError, collecting, rehearsing
 from insum_nn.compiler.kernels.launch import interpreted
 from insum_nn.compiler.kernels.row_partition import partition_for
@@ -213,7 +212,7 @@ def _key_of(
         # In one bucket of sizes, what suits rows of equal length need not suit those of a power law.
         more["rows"] = "even"
     if form.additional:
-        more["algorithm"] = form.plan.get(["algorithm"], lambda: store.digest(show(form.algorithm)))
+        more["algorithm"] = store.digest(form.plan.at(bucket=None).key)
     return store.key_of("schedule", form.bound, tables, bucket, where, **more)
 
 

@@ -11,9 +11,10 @@ outputs. What one kernel cannot compute, or was measured to be slower in one ker
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Hashable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
-from functools import partial
+from functools import cache, partial
+from itertools import chain, filterfalse
 from typing import Any, TypeVar
 
 import torch
@@ -21,10 +22,9 @@ from torch import Tensor
 
 from insum_nn.compiler.forms.additional import Walk, fused_form, indices_named, is_owned, read_at
 from insum_nn.compiler.forms.form import Form, FormError, atoms
-from insum_nn.compiler.forms.plan import NO_PLAN, Plan
+from insum_nn.compiler.forms.plan import Plan
 from insum_nn.compiler.ir.access import affine_terms
 from insum_nn.compiler.ir.nodes import Load
-from insum_nn.compiler.ir.printer import show
 from insum_nn.compiler.kernels.generated import Generated
 from insum_nn.compiler.lang.bind import Bound, Extents, bind
 from insum_nn.compiler.lang.derivative import fresh_name
@@ -114,7 +114,7 @@ class Joint:
         self.deterministic = deterministic or any(p.options.deterministic for p in programs)
         self.reason = ""
         self._known: dict[Hashable, _Known] = {}
-        self._kernels: dict[Hashable, tuple[_Fused, ...] | FormError] = {}
+        self._kernels: dict[Hashable, _Fused] = {}
         self._chosen: dict[Hashable, tuple[_Fused | None, str]] = {}
         self._preparing: BuildOnce[_Known] = BuildOnce()
 
@@ -171,8 +171,8 @@ class Joint:
             bucket = (key, *[size_bucket(one.extents) for one in ones])
             chosen = self._chosen.get(bucket)
             if chosen is None:
-                kernels = self._kernels_of(key, ones)
-                chosen = _choose(_those_that_fit(partial(_Call, each, ones, named) for each in kernels), separately)
+                walks = _walks(ones, self.deterministic)
+                chosen = _choose([partial(self._call, key, walk, ones, named) for walk in walks], separately)
                 keep(self._chosen, bucket, chosen, _LIMIT)
             together, self.reason = chosen
             if together is None:
@@ -186,40 +186,36 @@ class Joint:
         ready = Ready(lambda tensors, _: run(tensors), call.versions, generation())  # type: ignore[arg-type, return-value]
         return _Known(ready, call.sources, together.order)
 
-    def _kernels_of(self, key: Hashable, ones: Sequence[_One]) -> tuple[_Fused, ...]:
-        """The kernels that compute all programs; remembered.
+    def _call(self, key: Hashable, walk: Walk, ones: Sequence[_One], named: Sequence[Mapping[str, Tensor]]) -> _Call:
+        """The kernel that walks terms by one index tensor, which is remembered, on the tensors of a call.
 
         Raises:
-            FormError: there is none.
+            FormError: there is none, or not for these tensors.
         """
-        found = self._kernels.get(key)
+        found = self._kernels.get((key, walk))
         if found is None:
-            try:
-                found = _join(ones, deterministic=self.deterministic)
-            except FormError as error:
-                found = error
-            keep(self._kernels, key, found, _LIMIT)
-        if isinstance(found, FormError):
-            raise found
-        return found
+            found = _along(ones, walk, self.deterministic)
+            keep(self._kernels, (key, walk), found, _LIMIT)
+        return _Call(found, ones, named)
 
 
-def _those_that_fit(makes: Iterable[Callable[[], T]]) -> list[T]:
-    """What can be made.
+def _those_that_fit(makes: Iterable[Callable[[], T]]) -> Iterator[T]:
+    """What can be made, each when it is asked for.
 
     Raises:
         FormError: nothing can; that of the last.
     """
-    refused = FormError("no index tensor has an entry for each term")
-    found: list[T] = []
+    refused: FormError | None = FormError("no index tensor has an entry for each term")
     for make in makes:
         try:
-            found.append(make())
+            made = make()
         except FormError as error:
-            refused = error
-    if not found:
+            refused = refused and error
+        else:
+            refused = None
+            yield made
+    if refused is not None:
         raise refused
-    return found
 
 
 class _Call:
@@ -284,34 +280,28 @@ def _one(program: Program, named: Mapping[str, Tensor], shape: Shape) -> _One:
     return _One(program, tensors, extents, bound, form)
 
 
-def _join(ones: Sequence[_One], *, deterministic: bool = False) -> tuple[_Fused, ...]:
-    """The kernels for all programs, the one whose walk reads and adds least first.
-
-    Raises:
-        FormError: there is none.
-    """
-    # Decided for these programs together, whatever they call what they share.
+def _plan_of(ones: Sequence[_One], deterministic: bool) -> tuple[Plan, dict[str, int]]:
+    """What is decided for these programs together, whatever they call what they share, and the numbers of its names."""
     plans = [one.form.plan.at(bucket=list(one.extents.output[1:])).key for one in ones]
     shared = [(*one.bound.layout.tensors, *one.bound.layout.indices) for one in ones]
     numbers = {name: number for number, name in enumerate(dict.fromkeys(name for each in shared for name in each))}
     key = {"together": plans, "names": [[numbers[n] for n in each] for each in shared], "deterministic": deterministic}
-    plan, names = Plan(None if None in plans else key), [*numbers]
-
-    def along(walk: Walk) -> _Fused:
-        return _along(ones, walk, deterministic, plan.at(walk=[numbers[name] for name in walk]))
-
-    def join() -> list[_Fused]:
-        walks = sorted(_walks(ones), key=lambda walk: _cost(ones, walk))
-        return _those_that_fit(partial(along, walk) for walk in walks)
-
-    def show(made: list[_Fused]) -> list[list[int]]:
-        return [[numbers[name] for name in each.walk] for each in made]
-
-    return tuple(plan.get(["walks"], join, show, lambda walks: [along((names[t], names[i])) for t, i in walks]))
+    return Plan(key), numbers
 
 
-def _walks(ones: Sequence[_One]) -> list[Walk]:
-    """The index tensors by whose entries terms can be walked."""
+def _walks(ones: Sequence[_One], deterministic: bool = False) -> list[Walk]:
+    """The index tensors by whose entries terms can be walked, the one by which a term reads and adds least first."""
+    plan, numbers = _plan_of(ones, deterministic)
+    names = [*numbers]
+    return plan.get(
+        ["walks"],
+        lambda: sorted(_all_walks(ones), key=lambda walk: _cost(ones, walk)),
+        lambda walks: [[numbers[name] for name in walk] for walk in walks],
+        lambda found: [(names[tensor], names[index]) for tensor, index in found],
+    )
+
+
+def _all_walks(ones: Sequence[_One]) -> list[Walk]:
     found: dict[Walk, None] = {}
     for one in ones:
         for access in one.bound.statement.accesses():
@@ -341,7 +331,7 @@ def _cost(ones: Sequence[_One], walk: Walk) -> int:
     return len(cells) + adds
 
 
-def _along(ones: Sequence[_One], walk: Walk, deterministic: bool, plan: Plan = NO_PLAN) -> _Fused:
+def _along(ones: Sequence[_One], walk: Walk, deterministic: bool) -> _Fused:
     """The kernel that walks terms by one index tensor.
 
     Raises:
@@ -364,6 +354,8 @@ def _along(ones: Sequence[_One], walk: Walk, deterministic: bool, plan: Plan = N
     sizes = dict(zip(bound.layout.indices, extents.indices, strict=True))
     axis = ones[owned[0]].form.row_axis if owned else 0
     forms = [(ones[at].form, ones[at].extents) for at in order]
+    plan, numbers = _plan_of(ones, deterministic)
+    plan = plan.at(walk=[numbers[name] for name in walk])
     form = fused_form(walk, forms, bound, sizes, extents.output[axis], plan, deterministic=deterministic)
     generated = Generated(bound, sizes, extents.output, {}, ones[0].program.options, form=form)
     places = tuple(order.index(at) + (not owned) for at in range(len(ones)))
@@ -436,30 +428,37 @@ def _renamed(
     return f"{access.name}[{','.join(parts)}]" if parts else access.name
 
 
-def _choose(calls: Sequence[_Call], separately: Run) -> tuple[_Fused | None, str]:
-    """Select the fastest kernel, or none where the programs are faster one by one; and say why."""
-    first = calls[0]
+def _choose(makes: Iterable[Callable[[], _Call]], separately: Run) -> tuple[_Fused | None, str]:
+    """Select the fastest kernel, or none where the programs are faster one by one; and say why.
+
+    Raises:
+        FormError: there is none.
+    """
+    fitting = _those_that_fit(makes)
+    first = next(fitting)
     generated = first.together.generated
     if not worth_selecting(first.extents):
         # Where speed does not matter, the same bits at every run do.
-        fixed = (c for c in calls if not any(each.scattered for each in c.together.generated.form.additional))
-        return next(fixed, first).together, "together: what they read is read once"
-    forms = [call.together.generated.form for call in calls]
-    name = ["algorithms", *[None if form.plan.key is None else form.plan.key["walk"] for form in forms]]
-    algorithms = forms[0].plan.get(name, lambda: store.digest([show(form.algorithm) for form in forms]))
-    more = {"algorithms": algorithms, "precision": generated.precision}
+        def scatters(call: _Call) -> bool:
+            return any(each.scattered for each in call.together.generated.form.additional)
+
+        fixed = next(filterfalse(scatters, chain([first], fitting)), first)
+        return fixed.together, "together: what they read is read once"
+    # Others are made where one may be faster.
+    calls = cache(lambda: [first, *fitting])
+    more = {"algorithm": store.digest(generated.form.plan.key), "precision": generated.precision}
     bucket = size_bucket(first.extents)
     key = store.key_of("fusion", generated.form.bound, {}, bucket, first.tensors[0].device, **more)
 
     def decode(value: Mapping[str, Any], origin: str) -> Selected[_Fused | None]:
         times = tuple(math.inf if us is None else float(us) for us in value["times"])
-        if len(times) != len(calls) + 1 or not all(us > 0 for us in times):
-            raise ValueError(f"{times} are not the times of {len(calls)} kernels and of none")
-        return _fastest(calls, times)
+        if len(times) != len(calls()) + 1 or not all(us > 0 for us in times):
+            raise ValueError(f"{times} are not the times of {len(calls())} kernels and of none")
+        return _fastest(calls(), times)
 
     def measure() -> Measured[_Fused | None]:
-        times = tuple(time_whole(run) for run in (*(call.run() for call in calls), separately))
-        return Measured(_fastest(calls, times), {"times": [None if math.isinf(us) else us for us in times]})
+        times = tuple(time_whole(run) for run in (*(call.run() for call in calls()), separately))
+        return Measured(_fastest(calls(), times), {"times": [None if math.isinf(us) else us for us in times]})
 
     rule: Selected[_Fused | None] = Selected(first.together, "together: what they read is read once")
     question = Question(key, lambda: rule, decode, measure)
