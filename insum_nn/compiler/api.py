@@ -18,8 +18,8 @@ from insum_nn.compiler.options import DEFAULT, Options
 from insum_nn.compiler.runtime.arguments import check_kinds
 from insum_nn.compiler.runtime.batched_gradients import for_each_vector
 from insum_nn.compiler.runtime.bound_program import BoundProgram
-from insum_nn.compiler.runtime.composite.fused_programs import Joint
-from insum_nn.compiler.runtime.composite.joint_paths import JointPaths
+from insum_nn.compiler.runtime.composite.fused_programs import FusedPrograms
+from insum_nn.compiler.runtime.composite.shared_paths import SharedPaths
 from insum_nn.compiler.runtime.composite.statement_choice import (
     adds_atomically,
     by_table,
@@ -49,12 +49,12 @@ from insum_nn.facts import IndexFacts, StaticTable
 __all__ = [
     "BoundProgram",
     "Explanation",
-    "Joint",
-    "JointPaths",
+    "FusedPrograms",
     "JointSums",
     "Multilinear",
     "Program",
     "ProgramSum",
+    "SharedPaths",
     "adds_atomically",
     "by_table",
     "call_traced",

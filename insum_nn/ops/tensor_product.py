@@ -11,7 +11,7 @@ from torch import Tensor
 
 from insum_nn.compiler.api import (
     Explanation,
-    JointPaths,
+    SharedPaths,
     contract_jointly,
     for_each_vector,
     is_plain_eager,
@@ -141,12 +141,12 @@ def explain_tensor_product(
     if (count := len(source.statements)) > 1:
         others = f"the output is computed by {count} statements; explain(..., statement=n) shows another, from 0 on"
         explained = explained.with_choice("statement", f"{statement + 1} of {count}", others)
-    joint = None if paths_are_products(x.device) else together_of(layout, "xyw", x.device, x.dtype, by_path=False)
-    if joint is None or isinstance(joint.joint, JointPaths) or not joint.joint.reason:
+    together = None if paths_are_products(x.device) else together_of(layout, "xyw", x.device, x.dtype, by_path=False)
+    if together is None or isinstance(together.programs, SharedPaths) or not together.programs.reason:
         return explained
     # What became of the gradients where they were made last.
-    how, why = joint.joint.reason.split(": ", 1)
-    return explained.with_choice("gradients", f"of {', '.join(joint.roles)} {how}", why)
+    how, why = together.programs.reason.split(": ", 1)
+    return explained.with_choice("gradients", f"of {', '.join(together.roles)} {how}", why)
 
 
 # In place of how many rows the first input or the output has: as many as the first input, which is the first operand.

@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from insum_nn.compiler.api import Joint, JointPaths, graph_constant, records_graph
+from insum_nn.compiler.api import FusedPrograms, SharedPaths, graph_constant, records_graph
 from insum_nn.ops.tensor_product_spec import NUMBER, ProductLayout, others
 from insum_nn.ops.tensor_product_statement import FirstStep, Statement, statements_of
 
@@ -227,16 +227,16 @@ class Together:
 
     Args:
         sources: the roles.
-        joint: their programs: on a CPU as products path by path, on a GPU as one kernel.
+        programs: theirs: on a CPU as products path by path, on a GPU as one kernel.
 
     Attributes:
         roles: their letters.
     """
 
-    def __init__(self, sources: Sequence[Role], joint: Joint | JointPaths) -> None:
+    def __init__(self, sources: Sequence[Role], programs: FusedPrograms | SharedPaths) -> None:
         self.sources = tuple(sources)
         self.roles = "".join(source.role for source in sources)
-        self.joint = joint
+        self.programs = programs
 
     def __call__(
         self,
@@ -261,10 +261,10 @@ class Together:
         for source, size in zip(self.sources, rows, strict=True):
             named += source.arguments([operands[role] for role in others(source.role)], edges, packed)
             shapes += [statement.out_shape(size) for statement in source.statements]
-        if isinstance(self.joint, JointPaths):
-            results = self.joint(named, shapes, key)
+        if isinstance(self.programs, SharedPaths):
+            results = self.programs(named, shapes, key)
         else:
-            results = self.joint.together(named, shapes, key, separately)
+            results = self.programs.together(named, shapes, key, separately)
         if results is None:
             return None
         found: dict[str, Tensor] = {}
@@ -298,10 +298,10 @@ def together_of(
         programs = [statement.program for source in sources for statement in source.statements]
         if by_path:
             outputs = [output for source in sources for output in source.outputs]
-            return (Together(sources, JointPaths(programs, outputs)),)
+            return (Together(sources, SharedPaths(programs, outputs)),)
         if len(programs) != len(roles) or any(source.first_width for source in sources):
             return (None,)
-        return (Together(sources, Joint(programs, deterministic=fixed)),)
+        return (Together(sources, FusedPrograms(programs, deterministic=fixed)),)
 
     return layout.keep(("together", tuple(roles), fixed, device, dtype, by_path), build)[0]
 

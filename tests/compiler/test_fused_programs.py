@@ -11,7 +11,7 @@ import torch
 
 import insum_nn
 from insum_nn import Options
-from insum_nn.compiler.api import Joint
+from insum_nn.compiler.api import FusedPrograms
 from insum_nn.compiler.forms import additional as additional_module
 from insum_nn.compiler.forms import placement as placement_module
 from insum_nn.compiler.forms.candidates import candidates
@@ -58,15 +58,15 @@ SETS = ("xyw", "xy", "xw", "wx", "zyw", "yz", "zw", "yw", "xz", "wxzy")
 @pytest.mark.parametrize("roles", SETS)
 def test_one_kernel(roles: str, u: int, holes: bool):
     tensors = draw(u, holes=holes)
-    joint = Joint(programs(roles))
+    fused = FusedPrograms(programs(roles))
     shapes = [shape_of(role, u) for role in roles]
-    found = joint(named(roles, tensors), shapes, "key")
-    assert joint.reason.startswith("together")
+    found = fused(named(roles, tensors), shapes, "key")
+    assert fused.reason.startswith("together")
     assert_right(roles, tensors, found)
     for walk in ("Src", "Dst"):
         assert_right(roles, tensors, together(roles, tensors, walk=(walk, "e")))
     # As it was found ready.
-    assert_right(roles, tensors, joint(named(roles, tensors), shapes, "key"))
+    assert_right(roles, tensors, fused(named(roles, tensors), shapes, "key"))
 
 
 @pytest.mark.usefixtures("interpreter")
@@ -109,14 +109,14 @@ def test_every_candidate_is_right(walk: str):
 def test_a_call_that_was_made_before_decides_nothing(monkeypatch: pytest.MonkeyPatch):
     """What depends on shapes alone costs the host more than the launch."""
     tensors = draw(8)
-    joint = Joint(programs("xyw"))
+    fused = FusedPrograms(programs("xyw"))
     given, shapes = named("xyw", tensors), [shape_of(role, 8) for role in "xyw"]
-    joint(given, shapes, 0)
+    fused(given, shapes, 0)
     for module in (additional_module, placement_module, launch_module):
         for name in ("element_axes", "place_indices", "memory_of", "write_kernel"):
             if hasattr(module, name):
                 monkeypatch.setattr(module, name, lambda *_: pytest.fail("decided again"))
-    assert_right("xyw", tensors, joint(given, shapes, 0))
+    assert_right("xyw", tensors, fused(given, shapes, 0))
 
 
 @pytest.mark.usefixtures("interpreter")
@@ -130,16 +130,16 @@ def test_memory_layouts():
 
 @pytest.mark.usefixtures("interpreter")
 def test_other_edges_of_the_same_shapes():
-    joint = Joint(programs("xyw"))
+    fused = FusedPrograms(programs("xyw"))
     shapes = [shape_of(role, 4) for role in "xyw"]
     first, second = draw(4), draw(4)
     for tensors in (first, second, first):
-        assert_right("xyw", tensors, joint(named("xyw", tensors), shapes, 0))
+        assert_right("xyw", tensors, fused(named("xyw", tensors), shapes, 0))
     first["Src"].copy_(second["Src"])
-    assert_right("xyw", first, joint(named("xyw", first), shapes, 0))
+    assert_right("xyw", first, fused(named("xyw", first), shapes, 0))
     first["Dst"][0] = NODES
     with pytest.raises(insum_nn.errors.InsumRangeError, match="Dst"):
-        joint(named("xyw", first), shapes, 0)
+        fused(named("xyw", first), shapes, 0)
 
 
 @pytest.mark.usefixtures("interpreter")
@@ -147,22 +147,22 @@ def test_what_does_not_fit_runs_one_by_one():
     tensors = draw(4)
     shapes = {role: shape_of(role, 4) for role in "xywz"}
     for roles, why in (("xz", "no fixed order"),):
-        joint = Joint(programs(roles), deterministic=True)
-        assert_right(roles, tensors, joint(named(roles, tensors), [shapes[r] for r in roles], 0))
-        assert joint.reason.startswith("one by one")
-        assert why in joint.reason
+        fused = FusedPrograms(programs(roles), deterministic=True)
+        assert_right(roles, tensors, fused(named(roles, tensors), [shapes[r] for r in roles], 0))
+        assert fused.reason.startswith("one by one")
+        assert why in fused.reason
     # A tensor of one name that is not the same.
-    joint = Joint(programs("xy"))
+    fused = FusedPrograms(programs("xy"))
     given = named("xy", tensors)
     given[1]["W"] = torch.randn_like(tensors["W"])
-    found = joint(given, [shapes["x"], shapes["y"]], 0)
-    assert "not the same" in joint.reason
+    found = fused(given, [shapes["x"], shapes["y"]], 0)
+    assert "not the same" in fused.reason
     assert_right("x", tensors, found[:1])
     assert_right("y", {**tensors, "W": given[1]["W"]}, found[1:])
     # No edges at all.
     none = {n: t[:0] if n in ("Src", "Dst", "Y", "W") else t for n, t in tensors.items()}
-    joint = Joint(programs("xyw"))
-    found = joint(named("xyw", none), [(NODES, 4, 4), (0, 3), (0, 3, 4)], 0)
+    fused = FusedPrograms(programs("xyw"))
+    found = fused(named("xyw", none), [(NODES, 4, 4), (0, 3), (0, 3, 4)], 0)
     assert not found[0].any()
     assert [f.shape[0] for f in found[1:]] == [0, 0]
 
@@ -174,9 +174,9 @@ def test_a_gradient_without_rows_for_terms_is_refused():
     pair = [programs("x")[0], insum_nn.compile(shared, static=TABLES, options=GENERATED)]
     (first,) = named("x", tensors)
     second = {n: {**tensors, **TABLES}[n] for n in pair[1].statement.tensors()}
-    joint = Joint(pair)
-    found = joint([first, second], [shape_of("x", 4), (3, 4)], 0)
-    assert "no row for each term" in joint.reason
+    fused = FusedPrograms(pair)
+    found = fused([first, second], [shape_of("x", 4), (3, 4)], 0)
+    assert "no row for each term" in fused.reason
     assert_matches(found[1], pair[1].reference(tensors=second, out_shape=(3, 4)), dtype=torch.float32, kind="sum")
 
 
@@ -188,9 +188,9 @@ def test_rows_without_columns_are_refused():
     ]
     t = {"Src": torch.tensor([1, 0, 1]), "Dst": torch.tensor([0, 2, 1]), "W": torch.ones(3)}
     t |= {"dZ": torch.tensor([1.0, 2.0, 3.0]), "X": torch.tensor([5.0, 7.0])}
-    joint = Joint(scalar)
-    found = joint([{n: t[n] for n in p.statement.tensors()} for p in scalar], [(2,), (3,)], 0)
-    assert "no columns" in joint.reason
+    fused = FusedPrograms(scalar)
+    found = fused([{n: t[n] for n in p.statement.tensors()} for p in scalar], [(2,), (3,)], 0)
+    assert "no columns" in fused.reason
     assert [f.tolist() for f in found] == [[3.0, 3.0], [7.0, 15.0, 14.0]]
 
 
@@ -203,10 +203,10 @@ def test_statements_that_nobody_planned_for():
     ]
     t = {"Row": torch.randint(5, (20,)), "Col": torch.randint(-1, 6, (20,)), "P": torch.randn(20)}
     t |= {"V": torch.randn(6, 10), "Q": torch.randn(5, 10)}
-    joint = Joint(pair)
+    fused = FusedPrograms(pair)
     given = [{n: t[n] for n in p.statement.tensors()} for p in pair]
-    found = joint(given, [(5, 10), (20,)], 0)
-    assert joint.reason.startswith("together")
+    found = fused(given, [(5, 10), (20,)], 0)
+    assert fused.reason.startswith("together")
     for program, tensors, shape, got in zip(pair, given, [(5, 10), (20,)], found, strict=True):
         want = program.reference(tensors=tensors, out_shape=shape)
         assert_matches(got, want, dtype=torch.float32, kind="sum", scale=float(want.abs().max()))
@@ -226,8 +226,8 @@ def test_what_is_not_measured_adds_to_nothing_where_that_can_be(monkeypatch: pyt
     monkeypatch.setattr(fused_module, "_cost", lambda ones, walk: walk[0])
     tensors = draw(4)
     for roles in ("xyw", "xz"):
-        joint = Joint(programs(roles))
-        assert_right(roles, tensors, joint(named(roles, tensors), [shape_of(role, 4) for role in roles], 0))
+        fused = FusedPrograms(programs(roles))
+        assert_right(roles, tensors, fused(named(roles, tensors), [shape_of(role, 4) for role in roles], 0))
     assert taken == [[False, False], [True]]
 
 
@@ -246,7 +246,9 @@ def test_a_lane_has_a_column(monkeypatch: pytest.MonkeyPatch, dtype: torch.dtype
 
     monkeypatch.setattr(fused_module.Generated, "prepare_all", prepare)
     tensors = draw(64, dtype)
-    assert_right("xyw", tensors, Joint(programs("xyw"))(named("xyw", tensors), [shape_of(r, 64) for r in "xyw"], 0))
+    assert_right(
+        "xyw", tensors, FusedPrograms(programs("xyw"))(named("xyw", tensors), [shape_of(r, 64) for r in "xyw"], 0)
+    )
     assert [(each.n, each.warps) for each in taken] == [(32, 1)]
 
 
@@ -256,15 +258,15 @@ def test_static_tables_are_written_out_once_for_all_sizes(monkeypatch: pytest.Mo
     forms: list[object] = []
     plain = generated_module.make_form
     monkeypatch.setattr(generated_module, "make_form", lambda *a, **more: (forms.append(a), plain(*a, **more))[1])
-    joint, tensors, counts = Joint(programs("xyw")), draw(16), list[int]()
+    fused, tensors, counts = FusedPrograms(programs("xyw")), draw(16), list[int]()
     for edges in (EDGES, EDGES - 3, EDGES - 4):
         some = {n: t[:edges] if n in ("Src", "Dst", "Y", "W") else t for n, t in tensors.items()}
         given = named("xyw", some)
         shapes = [(edges if r in "yw" else NODES, *shape_of(r, 16)[1:]) for r in "xyw"]
-        for program, own, shape, got in zip(joint.programs, given, shapes, joint(given, shapes, edges), strict=True):
+        for program, own, shape, got in zip(fused.programs, given, shapes, fused(given, shapes, edges), strict=True):
             want = program.reference(tensors=own, out_shape=shape)
             assert_matches(got, want, dtype=torch.float32, kind="sum", scale=float(want.abs().max()))
-        assert joint.reason.startswith("together")
+        assert fused.reason.startswith("together")
         counts.append(len(forms))
     assert counts[0] == counts[1] == counts[2] > 0
 
@@ -280,10 +282,10 @@ def test_an_output_of_other_rows_than_what_is_read():
     t |= {"V": torch.randn(6, 10), "Q": torch.randn(5, 10)}
     given = [{n: t[n] for n in p.statement.tensors()} for p in pair]
     for rows, columns, fits in ((5, 6, True), (8, 6, True), (5, 9, True), (8, 9, False)):
-        joint = Joint(pair)
+        fused = FusedPrograms(pair)
         shapes = [(rows, 10), (columns, 10)]
-        found = joint(given, shapes, 0)
-        assert joint.reason.startswith("together" if fits else "one by one")
+        found = fused(given, shapes, 0)
+        assert fused.reason.startswith("together" if fits else "one by one")
         for program, tensors, shape, got in zip(pair, given, shapes, found, strict=True):
             want = program.reference(tensors=tensors, out_shape=shape)
             assert_matches(got, want, dtype=torch.float32, kind="sum", scale=float(want.abs().max()))
@@ -325,11 +327,11 @@ def test_which_index_tensor_terms_are_walked_by():
 def test_on_a_gpu(roles: str, u: int, dtype: torch.dtype):
     tensors = {n: t.cuda() for n, t in draw(u, dtype, holes=True).items()}
     shapes = [shape_of(role, u) for role in roles]
-    joint = Joint(programs(roles))
-    found = joint(named(roles, tensors), shapes, "key")
+    fused = FusedPrograms(programs(roles))
+    found = fused(named(roles, tensors), shapes, "key")
     # Two outputs with partition: one is added to in memory, which half types are not.
     added = {"x", "z"} <= set(roles) and dtype == torch.float16
-    assert joint.reason.startswith("one by one" if added else "together")
+    assert fused.reason.startswith("one by one" if added else "together")
     assert_right(roles, tensors, found)
     for walk in () if dtype == torch.float16 else ("Src", "Dst"):
         assert_right(roles, tensors, together(roles, tensors, walk=(walk, "e")))
@@ -346,13 +348,13 @@ def test_the_choice_is_measured_and_remembered(tmp_path: Path, monkeypatch: pyte
     own = programs("xyw", options=Options(tune=True))
     given = [{n: t[n] for n in p.statement.tensors()} for p in own]
     shapes = [(nodes, 4, u), (edges, 3), (edges, 3, u)]
-    joint = Joint(own)
-    found = joint(given, shapes, 0)
-    assert " us" in joint.reason
-    again = Joint(own)
+    fused = FusedPrograms(own)
+    found = fused(given, shapes, 0)
+    assert " us" in fused.reason
+    again = FusedPrograms(own)
     monkeypatch.setattr(fused_module, "time_whole", lambda *_: pytest.fail("measured again"))
     repeated = again(given, shapes, 0)
-    assert again.reason == joint.reason
+    assert again.reason == fused.reason
     for program, tensors, shape, a, b in zip(own, given, shapes, found, repeated, strict=True):
         want = program(tensors=tensors, out_shape=shape)
         # Not with each other: what was chosen may add atomically, in an order that differs from call to call.

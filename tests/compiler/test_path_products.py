@@ -8,7 +8,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from insum_nn.compiler.api import JointPaths, Program, compile
+from insum_nn.compiler.api import Program, SharedPaths, compile
 from insum_nn.compiler.options import Options
 
 # Two paths: coefficients between components of the factors and of the output, and where each lies.
@@ -128,8 +128,8 @@ def test_statements_together_share_products():
         {n: t for n, t in {**static, **given}.items() if n in program.statement.tensors()} for program, static in made
     ]
     shapes = [tuple(given[name].shape) for name in "ZXYW"]
-    joint = JointPaths([program for program, _ in made], list("ZXYW"))
-    found = joint(named, shapes, key=0)
+    shared = SharedPaths([program for program, _ in made], list("ZXYW"))
+    found = shared(named, shapes, key=0)
     assert found is not None
     for (program, _), own, shape, got in zip(made, named, shapes, found, strict=True):
         torch.testing.assert_close(got, program.reference(tensors=own, out_shape=shape))
@@ -141,13 +141,13 @@ def test_a_tensor_in_two_places():
     static |= {"J": torch.tensor([1, 0, 2]), "K": torch.tensor([1, 0, 1])}
     program = compile("Z[z,K[p]] += CG[p] * X[z,I[p]] * Y[z,J[p]]", static=static)
     x, y = torch.randn(2, 4, 3, dtype=torch.float64)
-    joint = JointPaths([program], "Z")
+    shared = SharedPaths([program], "Z")
     for other in (x, y, x):
         named = {**static, "X": x, "Y": other}
         expected = program.reference(tensors=named, out_shape=(4, 2))
         assert takes_paths(program, named, (4, 2))
         torch.testing.assert_close(program(tensors=named, out_shape=(4, 2)), expected)
-        found = joint([named], [(4, 2)], key=0)
+        found = shared([named], [(4, 2)], key=0)
         assert found is not None
         torch.testing.assert_close(found[0], expected)
 

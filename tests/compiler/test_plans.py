@@ -26,7 +26,7 @@ from insum_nn.compiler.kernels.sized import UnsizedKernel, strides_of
 from insum_nn.compiler.lang.bind import Bound, bind
 from insum_nn.compiler.lang.parser import parse
 from insum_nn.compiler.runtime.composite import fused_programs
-from insum_nn.compiler.runtime.composite.fused_programs import Joint
+from insum_nn.compiler.runtime.composite.fused_programs import FusedPrograms
 from insum_nn.compiler.schedule import cost_model
 from insum_nn.compiler.schedule.cost_model import H200, without_measuring
 from insum_nn.compiler.schedule.database import versions
@@ -133,12 +133,12 @@ def test_names_do_not_matter(monkeypatch: pytest.MonkeyPatch):
 @pytest.mark.usefixtures("interpreter")
 def test_programs_that_run_together(monkeypatch: pytest.MonkeyPatch):
     tensors, shapes = draw(8), [shape_of(role, 8) for role in "xyw"]
-    first = Joint(programs("xyw"))
+    first = FusedPrograms(programs("xyw"))
     found = first(named("xyw", tensors), shapes, 0)
     assert first.reason.startswith("together")
     keep_plans()
     forbid_decisions(monkeypatch)
-    again = Joint(programs("xyw"))
+    again = FusedPrograms(programs("xyw"))
     for a, b in zip(again(named("xyw", tensors), shapes, 0), found, strict=True):
         torch.testing.assert_close(a, b)
     assert again.reason == first.reason

@@ -13,7 +13,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 pytest.importorskip("e3nn")
 
 from insum_nn.compiler.runtime import dispatch
-from insum_nn.compiler.runtime.composite import joint_paths
+from insum_nn.compiler.runtime.composite import shared_paths
 from insum_nn.compiler.runtime.dispatch import Spec
 from insum_nn.compiler.runtime.execution import clear_cache
 from insum_nn.ops.tensor_product_right import right_expressions
@@ -82,7 +82,7 @@ def test_statements_of_forward_are_printed(name: str, device: torch.device, monk
         ran.append(spec.expression)
         return prepare(spec, *rest)
 
-    for module in (dispatch, joint_paths):
+    for module in (dispatch, shared_paths):
         monkeypatch.setattr(module, "prepare", recorded)
     case = EVERY_LAYER[name]
     made = case.module().to(device)

@@ -13,7 +13,7 @@ pytest.importorskip("e3nn")
 from e3nn import o3
 from e3nn.util.test import assert_equivariant
 
-from insum_nn.compiler.api import Joint
+from insum_nn.compiler.api import FusedPrograms
 from insum_nn.compiler.options import Options
 from insum_nn.errors import InsumDeviceError, InsumDtypeError, InsumError, InsumFormatError, InsumRangeError
 from insum_nn.layers.equivariant.checks import InputError
@@ -132,16 +132,16 @@ def test_gradients_that_are_made_together(learned: str):
     peer = unfused(copy.deepcopy(conv.tensor_product).cpu(), *(t.cpu() for t in inputs), rows.cpu(), cols.cpu())
     for got, want in zip(first, torch.autograd.grad(peer.square().sum(), wanted), strict=True):
         assert_matches(got, want, dtype=torch.float64, kind="sum", scale=float(want.abs().max()))
-    joint = together_of(layout_of(conv._text), learned, inputs[0].device, torch.float64, by_path=False)
+    together = together_of(layout_of(conv._text), learned, inputs[0].device, torch.float64, by_path=False)
     if len(learned) > 1:
-        assert joint is not None
-        assert joint.roles == learned
-        assert isinstance(joint.joint, Joint)
-        assert joint.joint.reason.startswith("together")
+        assert together is not None
+        assert together.roles == learned
+        assert isinstance(together.programs, FusedPrograms)
+        assert together.programs.reason.startswith("together")
         explained = str(conv.explain(*(t.detach() for t in inputs), rows, cols))
         assert ("gradients" in explained) == (learned == "xyw")
     else:
-        assert joint is None
+        assert together is None
 
 
 def test_equivariance():

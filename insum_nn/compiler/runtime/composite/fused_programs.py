@@ -43,7 +43,7 @@ from insum_nn.compiler.schedule.timing import time_whole
 from insum_nn.compiler.schedule.tune import ask, worth_selecting
 from insum_nn.facts import IndexFacts
 
-__all__ = ["Joint"]
+__all__ = ["FusedPrograms"]
 
 Shape = tuple[int, ...]
 Run = Callable[[], list[Tensor]]
@@ -95,7 +95,7 @@ class _Known:
         return [named[at][name] for at, name in self.sources]
 
 
-class Joint:
+class FusedPrograms:
     """Programs that are called together and record no gradients.
 
     Tensors of one name must be the same in all of them, but for static ones, of which each program has its own.

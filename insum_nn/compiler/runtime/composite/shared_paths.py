@@ -15,7 +15,7 @@ from insum_nn.compiler.runtime.execution import generation
 from insum_nn.compiler.runtime.program import Program
 from insum_nn.dtypes import is_widened
 
-__all__ = ["JointPaths"]
+__all__ = ["SharedPaths"]
 
 Shape = Sequence[int]
 Named = Sequence[Mapping[str, Tensor]]
@@ -35,7 +35,7 @@ class _Known:
         return self.versions is None or self.versions.holds([named[at][name] for at, name in self.read])
 
 
-class JointPaths:
+class SharedPaths:
     """Programs over static tables that are called together and record no gradients.
 
     Args:
