@@ -23,11 +23,13 @@ from tests.source_tree import ROOT
 
 def load_tool(name: str) -> ModuleType:
     """A script of docs/tools, which is no package."""
-    spec = importlib.util.spec_from_file_location(name, ROOT / "docs" / "tools" / f"{name}.py")
+    # `site` is a module of Python's own.
+    module_name = f"docs_tools_{name}"
+    spec = importlib.util.spec_from_file_location(module_name, ROOT / "docs" / "tools" / f"{name}.py")
     assert spec is not None
     assert spec.loader is not None
     module = importlib.util.module_from_spec(spec)
-    sys.modules[name] = module
+    sys.modules[module_name] = module
     spec.loader.exec_module(module)
     return module
 
@@ -73,6 +75,16 @@ def test_tutorials_have_a_tiny_size(page: Path):
     text = tutorials.at_tiny_size(page.read_text(encoding="utf-8"))
     for block in tutorials.python_blocks(text):
         compile(block.code, page.name, "exec")
+
+
+def test_numbers_stay_with_their_units_on_the_site():
+    pytest.importorskip("mkdocs")
+    site = load_tool("site")
+    space, hyphen = "\N{NO-BREAK SPACE}", "\N{NON-BREAKING HYPHEN}"
+    got = site.on_page_content("<td>1.5 ms, 98 %, 3 sums</td> 2026-11-24 <code>x = 5 % 3</code> <code>spmm/n=32</code>")
+    date = hyphen.join(("2026", "11", "24"))
+    code = "<code>x = 5 % 3</code> <code>spmm/<wbr>n=32</code>"
+    assert got == f"<td>1.5{space}ms, 98{space}%, 3 sums</td> {date} {code}"
 
 
 def test_a_wrong_block_is_seen():
