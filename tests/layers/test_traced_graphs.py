@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import functools
 import math
 import shutil
 import subprocess
 import sys
+from collections.abc import Callable, Generator
 from pathlib import Path
 from typing import Any
 
@@ -22,7 +24,7 @@ from torch.utils import cpp_extension
 
 import insum_nn
 from insum_nn.layers import BlockSparseLinear, GCNConv, SparseConvTensor, TensorProductConv
-from insum_nn.models.minkunet import MinkUNet
+from insum_nn.models import minkunet
 from tests.layers.every_layer import EVERY_LAYER
 
 
@@ -130,7 +132,9 @@ class Scene(nn.Module):
 
     def __init__(self) -> None:
         super().__init__()
-        self.net = MinkUNet(4, 5, layers=(1,) * 8, planes=(4, 6, 6, 8, 8, 6, 4, 4), init_dim=4)
+        levels = minkunet._LEVELS
+        planes = (*(4, 6, 6, 8)[:levels], *(8, 6, 4, 4)[-levels:])
+        self.net = minkunet.MinkUNet(4, 5, layers=(1,) * len(planes), planes=planes, init_dim=4)
 
     def forward(self, features: Tensor, voxels: Tensor) -> Tensor:
         return self.net(SparseConvTensor(features, voxels, self.SHAPE, 2)).features
@@ -177,11 +181,37 @@ ALONE = """
 import sys
 sys.modules["insum_nn"] = None
 import torch
-inputs, want = torch.load(sys.argv[2])
-got = torch._inductor.aoti_load_package(sys.argv[1])(*inputs)
-torch.testing.assert_close(got, want, rtol=1e-4, atol=1e-5)
+package = torch._inductor.aoti_load_package(sys.argv[1])
+for case in sys.argv[2:]:
+    inputs, want = torch.load(case)
+    torch.testing.assert_close(package(*inputs), want, rtol=1e-4, atol=1e-5)
 print("equal")
 """
+
+
+@pytest.fixture(scope="module")
+def packaged(tmp_path_factory: pytest.TempPathFactory) -> Generator[Callable[[str], tuple[Any, str]]]:
+    """Builds a network of `PACKAGES` and its package, once: compiling C++ takes ten seconds and more."""
+
+    @functools.cache
+    def build(name: str) -> tuple[Any, str]:
+        make, draw, dynamic = PACKAGES[name]
+        torch.manual_seed(0)
+        module = make()
+        if name == "forces":
+            recorded = _recorded(module, draw(9, 40))
+            with torch.no_grad():
+                exported = export(recorded, draw(9, 40), dynamic_shapes=dynamic, strict=False)
+        else:
+            exported = export(module.requires_grad_(False).eval(), draw(9, 40), dynamic_shapes=dynamic)
+        assert not foreign(exported.graph_module)
+        path = tmp_path_factory.mktemp(name) / "model.pt2"
+        return module, str(torch._inductor.aoti_compile_and_package(exported, package_path=str(path)))
+
+    with pytest.MonkeyPatch.context() as patch:
+        # The two other resolutions of a MinkUNet repeat these, in twice the code.
+        patch.setattr(minkunet, "_LEVELS", 2)
+        yield build
 
 
 @pytest.mark.slow
@@ -189,42 +219,33 @@ print("equal")
 # Of torch's own exporter.
 @pytest.mark.filterwarnings("ignore:`isinstance.treespec, LeafSpec.` is deprecated:FutureWarning")
 @pytest.mark.parametrize("name", PACKAGES)
-def test_a_package_runs_where_this_package_cannot_be_imported(name: str, tmp_path: Path):
-    make, draw, dynamic = PACKAGES[name]
-    torch.manual_seed(0)
-    module = make()
-    if name == "forces":
-        recorded = _recorded(module, draw(9, 40))
-        with torch.no_grad():
-            exported = export(recorded, draw(9, 40), dynamic_shapes=dynamic, strict=False)
-    else:
-        exported = export(module.requires_grad_(False).eval(), draw(9, 40), dynamic_shapes=dynamic)
-    assert not foreign(exported.graph_module)
-    package = torch._inductor.aoti_compile_and_package(exported, package_path=str(tmp_path / "model.pt2"))
-    for number, sizes in enumerate(((9, 40), (23, 11))):
-        inputs = draw(*sizes)
+def test_a_package_runs_where_this_package_cannot_be_imported(
+    name: str, packaged: Callable[[str], tuple[Any, str]], tmp_path: Path
+):
+    module, package = packaged(name)
+    cases = []
+    for sizes in ((9, 40), (23, 11)):
+        inputs = PACKAGES[name][1](*sizes)
         want = module(*[x.clone() for x in inputs])
         want = tuple(x.detach() for x in want) if isinstance(want, tuple) else want.detach()
-        torch.save((inputs, want), tmp_path / f"{number}.pt")
-        command = [sys.executable, "-W", "ignore", "-c", ALONE, str(package), str(tmp_path / f"{number}.pt")]
-        done = subprocess.run(command, capture_output=True, text=True, check=False)
-        assert done.stdout.strip() == "equal", done.stderr
+        cases.append(str(tmp_path / f"{sizes[0]}.pt"))
+        torch.save((inputs, want), cases[-1])
+    command = [sys.executable, "-W", "ignore", "-c", ALONE, package, *cases]
+    done = subprocess.run(command, capture_output=True, text=True, check=False)
+    assert done.stdout.strip() == "equal", done.stderr
 
 
 @pytest.mark.slow
 @pytest.mark.compile
 @pytest.mark.skipif(shutil.which("g++") is None, reason="no C++ compiler")
 @pytest.mark.filterwarnings("ignore:`isinstance.treespec, LeafSpec.` is deprecated:FutureWarning")
-def test_a_package_runs_in_a_program_without_python(tmp_path: Path):
-    torch.manual_seed(0)
-    module = Graph().requires_grad_(False)
-    exported = export(module, _graph(9, 40), dynamic_shapes=({0: NODES}, {1: EDGES}))
-    package = torch._inductor.aoti_compile_and_package(exported, package_path=str(tmp_path / "model.pt2"))
+def test_a_package_runs_in_a_program_without_python(packaged: Callable[[str], tuple[Any, str]], tmp_path: Path):
+    module, package = packaged("graph")
     folders = [f"-I{folder}" for folder in cpp_extension.include_paths()]
     libraries = cpp_extension.library_paths()[0]
     source, program = Path(__file__).with_name("run_package.cpp"), str(tmp_path / "run")
     linked = [f"-L{libraries}", f"-Wl,-rpath,{libraries}", "-ltorch", "-ltorch_cpu", "-lc10"]
     subprocess.run(["g++", "-std=c++20", "-O0", *folders, str(source), "-o", program, *linked], check=True)
-    printed = subprocess.run([program, str(package)], capture_output=True, text=True, check=True).stdout
+    printed = subprocess.run([program, package], capture_output=True, text=True, check=True).stdout
     out = module(torch.arange(77.0).reshape(11, 7).sin(), torch.arange(40).remainder(11).reshape(2, 20))
     assert float(printed) == pytest.approx(float(out.square().sum()), rel=1e-5)
