@@ -14,8 +14,10 @@ import pytest
 import torch
 from torch import Tensor
 
+from benchmarks.registry import Setting, load
 from insum_nn import IndexFacts, Options, cache_info, clear_cache, compile, insum
 from insum_nn.compiler.codegen import inductor
+from insum_nn.compiler.kernels.ahead import collect
 from insum_nn.compiler.lang.bind import Bound, bind
 from insum_nn.compiler.lang.epilogue import Epilogue
 from insum_nn.compiler.lang.parser import parse
@@ -28,6 +30,7 @@ from insum_nn.facts import StaticTable
 from insum_nn.testing.random_programs import random_program
 from tests.compiler.interpreted import interpreter
 from tests.compiler.test_names import NAMINGS, ROLES, SPMM, operands
+from tests.pretended_gpu import H200, pretended_gpu
 
 __all__ = ["interpreter"]
 
@@ -362,3 +365,29 @@ def test_a_shipped_schedule_is_found_by_a_statement_as_a_user_writes_it(monkeypa
     key = database.key_of("schedule", bound, {}, wanted["bucket"], torch.device("cpu"), **more)
     assert json.loads(json.dumps(key)) == wanted
     assert database.find(key) is not None
+
+
+@pytest.mark.slow
+def test_shipped_measurements_of_several_outputs_are_found_by_the_step_that_was_measured(
+    monkeypatch: pytest.MonkeyPatch,
+):
+    """Their keys hold a digest of the keys of the statements that share a kernel."""
+    pytest.importorskip("e3nn")
+    problem = load()["tp_conv_double/shape=mace-large/dtype=float32"].problem(Setting(torch.device("cpu"), "full"))
+    work = problem.providers["insum_nn"]()
+    found: set[str] = set()
+    find = database.find
+
+    def noted(key: database.Key) -> database.Entry | None:
+        entry = find(key)
+        if entry is not None and "algorithm" in key:
+            found.add(key["algorithm"])
+        return entry
+
+    monkeypatch.setattr(database, "find", noted)
+    with pretended_gpu(), collect(H200):
+        out = work.forward()
+        outs = (out,) if isinstance(out, Tensor) else tuple(out)
+        torch.autograd.grad(outs, tuple(work.leaves), [torch.ones_like(each) for each in outs])
+    assert len(found) >= 3
+    assert found <= {key["algorithm"] for key in _entries() if "algorithm" in key}
