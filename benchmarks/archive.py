@@ -171,9 +171,10 @@ def current_files(results: Path = RESULTS) -> list[Path]:
 def first_steps(results: Path = RESULTS) -> list[dict[str, Any]]:
     """Return the first steps of all files: of each case, provider and process the newest."""
     found: dict[tuple[str, ...], dict[str, Any]] = {}
-    for file in sorted(results.glob("first-steps-*.json")):
-        for entry in json.loads(file.read_text(encoding="utf-8")):
-            found[entry["case"], entry["provider"], entry["mode"], entry["process"]] = entry
+    files = results.glob("first-steps-*.json")
+    entries = [entry for file in files for entry in json.loads(file.read_text(encoding="utf-8"))]
+    for entry in sorted(entries, key=lambda entry: entry["utc"]):
+        found[entry["case"], entry["provider"], entry["mode"], entry["process"]] = entry
     return list(found.values())
 
 

@@ -23,6 +23,7 @@ from benchmarks.records import ROOT, Record
 from benchmarks.registry import is_ours
 from benchmarks.report import Row
 from benchmarks.target_table import target_table
+from benchmarks.targets import counts_memory
 
 __all__ = ["README_ROWS", "Entry", "main", "pages", "rewrite", "tables"]
 
@@ -179,7 +180,8 @@ def network_table(rows: Sequence[Row]) -> str:
                 continue
             busy = "" if record["busy"] is None else duration(record["busy"]["ms"])
             launches = "" if record["busy"] is None else f"{record['busy']['launches']:.0f}"
-            peak = "" if record["peak_bytes"] is None else f"{record['peak_bytes'] / 2**20:.0f} MiB"
+            memory = record["peak_bytes"] if counts_memory(name) else None
+            peak = "" if memory is None else f"{memory / 2**20:.0f} MiB"
             case = row.case.partition("=")[2].replace("/what=", ": ")
             lines.append([f"`{case}`", baseline_name(name), duration(record["ms"]["p50"]), busy, launches, peak])
     head = ["network", "layers", "time", "device busy", "launches", "peak memory"]

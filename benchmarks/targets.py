@@ -14,7 +14,18 @@ from dataclasses import dataclass
 from benchmarks.records import Record
 from benchmarks.registry import is_ours
 
-__all__ = ["MEANS", "TARGETS", "Group", "Mean", "Target", "Verdict", "gather_us", "judge", "judge_means"]
+__all__ = [
+    "MEANS",
+    "TARGETS",
+    "Group",
+    "Mean",
+    "Target",
+    "Verdict",
+    "counts_memory",
+    "gather_us",
+    "judge",
+    "judge_means",
+]
 
 # Run-to-run variation of one kernel: "no slower" cannot ask for more.
 NOISE = 0.97
@@ -48,6 +59,11 @@ def _fastest(group: Group, wanted: Callable[[str], object]) -> Record | None:
 
 def _p50(record: Record) -> float:
     return record["ms"]["p50"] if record["ms"] else math.nan
+
+
+def counts_memory(provider: str) -> bool:
+    """Return whether a provider's peak of memory is that of its call: a CUDA graph's has been taken before."""
+    return not provider.endswith("cuda_graphs")
 
 
 def gather_us(record: Record) -> float | None:
@@ -150,6 +166,7 @@ class NoMoreMemory:
         return "peak memory <= the least of the baselines"
 
     def __call__(self, group: Group) -> Verdict | None:
+        group = {name: record for name, record in group.items() if counts_memory(name)}
         mine = ours(group)
         other = [r["peak_bytes"] for name, r in group.items() if not is_ours(name) and r["peak_bytes"] is not None]
         if mine is None or mine["peak_bytes"] is None or not other:
@@ -179,7 +196,7 @@ class NearBusy:
 
 @dataclass(frozen=True)
 class FirstStep:
-    """At most `seconds` until the end of the first step, all of its compilation included."""
+    """At most `seconds` until the end of the first step in eager mode, all of its compilation included."""
 
     seconds: float
 
@@ -187,7 +204,7 @@ class FirstStep:
         return f"first step <= {self.seconds:g} s"
 
     def __call__(self, group: Group) -> Verdict | None:
-        mine = ours(group)
+        mine = ours({n: r for n, r in group.items() if not n.endswith(("/compiled", "/cuda_graphs"))})
         if mine is None or mine["compile_s"] is None:
             return None
         first = mine["compile_s"]
