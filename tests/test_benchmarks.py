@@ -821,6 +821,29 @@ def test_readme_table_shows_networks_that_have_records(monkeypatch: pytest.Monke
     assert "| the same: first step, empty caches | 9 s | **3 s** | spconv-triton |" in lines
 
 
+def test_the_newest_first_step_counts_whatever_its_file_is_called(tmp_path: Path):
+    step = {"case": "network/network=gcn_2k/what=step", "provider": "insum_nn", "mode": "fwd", "process": "cold"}
+    for name, utc in (("b", "2026-11-24T05:00:00"), ("a", "2026-11-24T09:00:00")):
+        text = json.dumps([step | {"utc": utc}])
+        (tmp_path / f"first-steps-{name}.json").write_text(text, encoding="utf-8")
+    assert [entry["utc"] for entry in archive.first_steps(tmp_path)] == ["2026-11-24T09:00:00"]
+
+
+def test_cuda_graphs_are_judged_by_their_steps_alone():
+    """Their memory is taken, and their first step compiles, before what is measured."""
+    step, mib = "network/network=gcn_14k/what=step", 1 << 20
+    entries = [
+        measured(step, "insum_nn", 3_000.0, compile_s=1.0, peak_bytes=20 * mib),
+        measured(step, "insum_nn/cuda_graphs", 1_000.0, compile_s=12.0, peak_bytes=-mib),
+        measured(step, "pyg", 6_000.0, compile_s=0.1, peak_bytes=30 * mib),
+        measured(step, "pyg/cuda_graphs", 4_000.0, compile_s=8.0, peak_bytes=-2 * mib),
+    ]
+    (row,) = report.rows(entries)
+    found = {v.target: v.measured for v in targets.judge(row.case, row.mode, row.group)}
+    assert found["peak <= 30.0 MiB"] == "20.0 MiB"
+    assert found["first step <= 2 s"] == "1.0 s"
+
+
 def test_losses_are_counted_for_each_family():
     times = {"spmm/n=32": (20.0, 10.0), "spmm/n=64": (10.1, 10.0), "gcn/input=csr": (5.0, 10.0)}
     entries = [
