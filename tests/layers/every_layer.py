@@ -31,6 +31,7 @@ from insum_nn.layers import (
     SubMConv3d,
     TensorProduct,
     TensorProductConv,
+    TensorProductScatter,
     TensorSquare,
 )
 
@@ -194,6 +195,7 @@ EVERY_LAYER: dict[str, Case] = {
     "Gate": Case(lambda o: _On(Gate("2x0e", [torch.tanh], "1x0e", [torch.sigmoid], "1x1o", options=o)), **_batch(6)),
     "SphericalHarmonics": Case(lambda o: _On(SphericalHarmonics("0e+1o+2e", True, options=o)), **_batch(3)),
     "TensorProductConv": Case(lambda o: _On(TensorProductConv(*_CONV, options=o)), **_edges(8, 4, 6)),
+    "TensorProductScatter": Case(lambda o: _On(TensorProductScatter(*_CONV, options=o)), **_edges(8, 4, 6)),
 }
 
 # Layers that put e3nn's own operators into graphs that torch records.
