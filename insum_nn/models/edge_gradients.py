@@ -7,7 +7,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from insum_nn.layers.equivariant.spherical_harmonics import keep_inner
+from insum_nn.layers.equivariant.adoption import keep_inner
 
 __all__ = ["EdgeGradients"]
 

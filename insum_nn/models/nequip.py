@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import importlib
 import re
 from collections.abc import Generator, Sequence
 from contextlib import contextmanager
@@ -11,7 +10,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from insum_nn.errors import InsumShapeError, MissingExtraError
+from insum_nn.errors import InsumShapeError
+from insum_nn.layers.equivariant.adoption import e3nn, o3
 from insum_nn.layers.equivariant.gate import Gate
 from insum_nn.layers.equivariant.linear import Linear
 from insum_nn.layers.equivariant.spherical_harmonics import SphericalHarmonics
@@ -19,16 +19,6 @@ from insum_nn.layers.equivariant.tensor_product import FullyConnectedTensorProdu
 from insum_nn.layers.equivariant.tensor_product_conv import TensorProductConv
 from insum_nn.models.edge_gradients import EdgeGradients
 from insum_nn.models.radial import HiddenLayers, RadialBasis, scale_of
-
-try:
-    # e3nn has no types, so what comes from it is `Any`.
-    e3nn: Any = importlib.import_module("e3nn")
-    o3: Any = importlib.import_module("e3nn.o3")
-except ImportError as error:
-    raise MissingExtraError(
-        "equivariant models are built from e3nn's layers, which is not installed",
-        fix="run: pip install e3nn",
-    ) from error
 
 __all__ = ["Interaction", "NequIP", "RadialBasis", "gated", "plain_e3nn"]
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import importlib
 import math
 from collections.abc import Sequence
 from itertools import pairwise
@@ -11,17 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from insum_nn.errors import MissingExtraError
-from insum_nn.layers.equivariant.gate import silu
-
-try:
-    # e3nn has no types, so what comes from it is `Any`.
-    normalize2mom: Any = importlib.import_module("e3nn.math").normalize2mom
-except ImportError as error:
-    raise MissingExtraError(
-        "equivariant models are built from e3nn's layers, which is not installed",
-        fix="run: pip install e3nn",
-    ) from error
+from insum_nn.layers.equivariant.adoption import e3nn, silu
 
 __all__ = ["HiddenLayers", "RadialBasis", "scale_of"]
 
@@ -139,7 +128,7 @@ def scale_of(width: int, *, first: bool = False) -> float:
 
 
 # What brings the second moment of silu of a normal variable to 1.
-_ACTIVATED: float = normalize2mom(nn.functional.silu).cst
+_ACTIVATED: float = e3nn.math.normalize2mom(nn.functional.silu).cst
 
 
 def _parts(rows: int) -> int:

@@ -2,25 +2,14 @@
 
 from __future__ import annotations
 
-import importlib
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
-from insum_nn.errors import MissingExtraError
+from insum_nn.layers.equivariant.adoption import e3nn_nn, o3
 from insum_nn.layers.equivariant.tensor_product_conv import TensorProductConv
 from insum_nn.models.nequip import RadialBasis, gated, plain_e3nn
-
-try:
-    # e3nn has no types, so what comes from it is `Any`.
-    o3: Any = importlib.import_module("e3nn.o3")
-    e3nn_nn: Any = importlib.import_module("e3nn.nn")
-except ImportError as error:
-    raise MissingExtraError(
-        "equivariant models are built from e3nn's layers, which is not installed",
-        fix="run: pip install e3nn",
-    ) from error
 
 __all__ = ["TETRIS_NAMES", "TetrisClassifier", "radius_edges", "tetris_pieces"]
 

@@ -1,4 +1,7 @@
-"""What the layers that subclass e3nn's share: e3nn itself, to become one of e3nn's modules, and to run its code."""
+"""What the layers that subclass e3nn's share with the models that are built of them.
+
+That is e3nn itself, how to become one of its modules and to run its code, and what gradients take from the compiler.
+"""
 
 from __future__ import annotations
 
@@ -14,6 +17,7 @@ from insum_nn.compiler.options import Options, require_options
 from insum_nn.dtypes import FLOATS
 from insum_nn.errors import MissingExtraError
 from insum_nn.layers.equivariant.checks import InputError
+from insum_nn.ops.gradients import keep_inner, silu
 from insum_nn.ops.modes import in_a_graph
 
 try:
@@ -26,7 +30,7 @@ except ImportError as error:
         "the equivariant layers take the place of e3nn's, which is not installed", fix="run: pip install e3nn"
     ) from error
 
-__all__ = ["HasOptions", "adopt", "e3nn", "e3nn_nn", "forward_of", "o3", "runs_directly"]
+__all__ = ["HasOptions", "adopt", "e3nn", "e3nn_nn", "forward_of", "keep_inner", "o3", "runs_directly", "silu"]
 
 M = TypeVar("M", bound=torch.nn.Module)
 

@@ -9,11 +9,10 @@ import torch
 from torch import Tensor
 
 from insum_nn.compiler.options import DEFAULT, Options
-from insum_nn.layers.equivariant.adoption import adopt, e3nn_nn, forward_of, runs_directly
+from insum_nn.layers.equivariant.adoption import adopt, e3nn_nn, forward_of, runs_directly, silu
 from insum_nn.layers.equivariant.tensor_product import TensorProduct
-from insum_nn.ops.gradients import silu
 
-__all__ = ["Gate", "silu"]
+__all__ = ["Gate"]
 
 Irreps = Any
 # What the columns of the input are, in the order of `irreps_outs`.

@@ -10,12 +10,11 @@ from torch import Tensor
 
 from insum_nn.compiler.options import DEFAULT, Options
 from insum_nn.layers.equivariant.adoption import HasOptions, adopt, forward_of, o3, runs_directly
-from insum_nn.ops.gradients import keep_inner
 from insum_nn.ops.tensor_product import TensorProductSpec, checked_product, expressions
 from insum_nn.structure.clebsch_gordan import nonzeros
 from insum_nn.structure.irreps import Entry, Path
 
-__all__ = ["SphericalHarmonics", "keep_inner"]
+__all__ = ["SphericalHarmonics"]
 
 Irreps = Any
 
