@@ -6,7 +6,6 @@ import functools
 import math
 import shutil
 import subprocess
-import sys
 from collections.abc import Callable, Generator
 from pathlib import Path
 from typing import Any
@@ -16,7 +15,7 @@ import torch
 from functorch.compile import make_boxed_func
 from torch import Tensor, nn
 from torch._dynamo.backends.common import aot_autograd
-from torch.export import Dim, export
+from torch.export import Dim, ExportedProgram, export
 from torch.func import functional_call
 from torch.fx import GraphModule
 from torch.fx.experimental.proxy_tensor import make_fx
@@ -26,6 +25,7 @@ import insum_nn
 from insum_nn.layers import BlockSparseLinear, GCNConv, SparseConvTensor, TensorProductConv
 from insum_nn.models import minkunet
 from tests.layers.every_layer import EVERY_LAYER
+from tests.packages import run_alone
 
 
 def foreign(graph: GraphModule) -> set[str]:
@@ -177,16 +177,15 @@ PACKAGES: dict[str, tuple[Any, Any, Any]] = {
     "forces": (Potential, _atoms, ({0: NODES}, {0: NODES}, {1: EDGES})),
 }
 
-ALONE = """
-import sys
-sys.modules["insum_nn"] = None
-import torch
-package = torch._inductor.aoti_load_package(sys.argv[1])
-for case in sys.argv[2:]:
-    inputs, want = torch.load(case)
-    torch.testing.assert_close(package(*inputs), want, rtol=1e-4, atol=1e-5)
-print("equal")
-"""
+
+def exported(name: str, module: nn.Module, inputs: tuple[Tensor, ...]) -> ExportedProgram:
+    """Export a network of `PACKAGES`, which it leaves in evaluation, on inputs of some sizes."""
+    dynamic = PACKAGES[name][2]
+    if name == "forces":
+        recorded = _recorded(module, inputs)
+        with torch.no_grad():
+            return export(recorded, inputs, dynamic_shapes=dynamic, strict=False)
+    return export(module.requires_grad_(False).eval(), inputs, dynamic_shapes=dynamic)
 
 
 @pytest.fixture(scope="module")
@@ -195,18 +194,13 @@ def packaged(tmp_path_factory: pytest.TempPathFactory) -> Generator[Callable[[st
 
     @functools.cache
     def build(name: str) -> tuple[Any, str]:
-        make, draw, dynamic = PACKAGES[name]
+        make, draw, _ = PACKAGES[name]
         torch.manual_seed(0)
         module = make()
-        if name == "forces":
-            recorded = _recorded(module, draw(9, 40))
-            with torch.no_grad():
-                exported = export(recorded, draw(9, 40), dynamic_shapes=dynamic, strict=False)
-        else:
-            exported = export(module.requires_grad_(False).eval(), draw(9, 40), dynamic_shapes=dynamic)
-        assert not foreign(exported.graph_module)
+        program = exported(name, module, draw(9, 40))
+        assert not foreign(program.graph_module)
         path = tmp_path_factory.mktemp(name) / "model.pt2"
-        return module, str(torch._inductor.aoti_compile_and_package(exported, package_path=str(path)))
+        return module, str(torch._inductor.aoti_compile_and_package(program, package_path=str(path)))
 
     with pytest.MonkeyPatch.context() as patch:
         # The two other resolutions of a MinkUNet repeat these, in twice the code.
@@ -223,16 +217,8 @@ def test_a_package_runs_where_this_package_cannot_be_imported(
     name: str, packaged: Callable[[str], tuple[Any, str]], tmp_path: Path
 ):
     module, package = packaged(name)
-    cases = []
-    for sizes in ((9, 40), (23, 11)):
-        inputs = PACKAGES[name][1](*sizes)
-        want = module(*[x.clone() for x in inputs])
-        want = tuple(x.detach() for x in want) if isinstance(want, tuple) else want.detach()
-        cases.append(str(tmp_path / f"{sizes[0]}.pt"))
-        torch.save((inputs, want), cases[-1])
-    command = [sys.executable, "-W", "ignore", "-c", ALONE, package, *cases]
-    done = subprocess.run(command, capture_output=True, text=True, check=False)
-    assert done.stdout.strip() == "equal", done.stderr
+    cases = [PACKAGES[name][1](*sizes) for sizes in ((9, 40), (23, 11))]
+    assert run_alone(module, cases, package, tmp_path) == "equal"
 
 
 @pytest.mark.slow

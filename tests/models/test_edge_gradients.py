@@ -1,7 +1,5 @@
 from __future__ import annotations
 
-from collections.abc import Iterator
-
 import pytest
 import torch
 from torch import Tensor
@@ -11,14 +9,9 @@ pytest.importorskip("e3nn")
 from insum_nn.models.edge_gradients import EdgeGradients
 from insum_nn.models.nequip import NequIP
 from insum_nn.models.radial import RadialBasis
+from tests.double import double
 
-
-@pytest.fixture(autouse=True)
-def _double() -> Iterator[None]:
-    before = torch.get_default_dtype()
-    torch.set_default_dtype(torch.float64)
-    yield
-    torch.set_default_dtype(before)
+__all__ = ["double"]
 
 
 @pytest.mark.parametrize("power", [2, 6])

@@ -24,16 +24,11 @@ from insum_nn.layers.equivariant.spherical_harmonics import SphericalHarmonics
 from insum_nn.layers.equivariant.tensor_product import TensorProduct
 from insum_nn.layers.equivariant.tensor_product_conv import TensorProductConv
 from insum_nn.models.nequip import NequIP, RadialBasis
+from tests.double import double
+
+__all__ = ["double"]
 
 CUTOFF = 3.0
-
-
-@pytest.fixture(autouse=True)
-def _double():
-    before = torch.get_default_dtype()
-    torch.set_default_dtype(torch.float64)
-    yield
-    torch.set_default_dtype(before)
 
 
 def small(**options) -> NequIP:

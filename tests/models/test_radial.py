@@ -1,6 +1,5 @@
 from __future__ import annotations
 
-from collections.abc import Iterator
 from typing import Any
 
 import pytest
@@ -15,14 +14,9 @@ from e3nn import nn as e3nn_nn
 from insum_nn.models import radial
 from insum_nn.models.nequip import NequIP
 from insum_nn.models.radial import HiddenLayers, scale_of
+from tests.double import double
 
-
-@pytest.fixture(autouse=True)
-def _double() -> Iterator[None]:
-    before = torch.get_default_dtype()
-    torch.set_default_dtype(torch.float64)
-    yield
-    torch.set_default_dtype(before)
+__all__ = ["double"]
 
 
 def networks(widths: list[int], outputs: list[int]) -> list[Any]:

@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import copy
-import subprocess
-import sys
 from pathlib import Path
 from typing import Any
 
@@ -22,6 +20,7 @@ from nequip.model import NequIPGNNModel
 from nequip.utils.global_state import set_global_state
 
 import insum_nn
+from tests.packages import run_alone
 
 pytestmark = [pytest.mark.peer, pytest.mark.slow, pytest.mark.filterwarnings("default")]
 
@@ -83,17 +82,6 @@ def test_a_compiled_training_step(tmp_path: Path, monkeypatch: pytest.MonkeyPatc
         torch.testing.assert_close(step(model, batch), step(reference, batch), rtol=1e-8, atol=1e-10)
 
 
-ALONE = """
-import sys
-sys.modules["insum_nn"] = None
-import torch
-inputs, want = torch.load(sys.argv[2])
-got = torch._inductor.aoti_load_package(sys.argv[1])(*inputs)
-torch.testing.assert_close(list(got), want, rtol=1e-8, atol=1e-8)
-print("equal")
-"""
-
-
 def test_a_package_for_ase(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
     """What `nequip-compile --mode aotinductor --target ase` does after it has loaded a model."""
     from nequip.scripts._compile_utils import COMPILE_TARGET_DICT
@@ -111,9 +99,10 @@ def test_a_package_for_ase(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
     aot_export_model(model, torch.device("cpu"), target["input"], target["output"], data, dims, package)
     # Another molecule, where this package cannot be imported.
     other = target["data_settings"](batch_of("CH4", cell=6.0))
-    out = model(dict(other))
-    case = [other[name] for name in target["input"]], [out[name].detach() for name in target["output"]]
-    torch.save(case, tmp_path / "case.pt")
-    command = [sys.executable, "-W", "ignore", "-c", ALONE, package, str(tmp_path / "case.pt")]
-    done = subprocess.run(command, capture_output=True, text=True, check=False)
-    assert done.stdout.strip() == "equal", done.stderr
+
+    def outputs(*inputs: Tensor) -> list[Tensor]:
+        out = model(dict(zip(target["input"], inputs, strict=True)))
+        return [out[name] for name in target["output"]]
+
+    inputs = [other[name] for name in target["input"]]
+    assert run_alone(outputs, [inputs], package, tmp_path, rtol=1e-8, atol=1e-8) == "equal"

@@ -24,18 +24,18 @@ from insum_nn.layers.equivariant.linear import Linear
 from insum_nn.layers.equivariant.spherical_harmonics import SphericalHarmonics
 from insum_nn.models.nequip import plain_e3nn
 from tests.device_calls import device_calls
+from tests.double import double
+
+__all__ = ["double"]
 
 silu = nn.functional.silu
 
 
 @pytest.fixture(autouse=True)
-def _double():
-    before = torch.get_default_dtype()
-    torch.set_default_dtype(torch.float64)
+def _plain(double: None):
     torch.manual_seed(0)
     with plain_e3nn():
         yield
-    torch.set_default_dtype(before)
 
 
 LINEAR: dict[str, tuple[str, str, dict[str, Any]]] = {

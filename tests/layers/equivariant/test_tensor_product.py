@@ -29,6 +29,7 @@ from insum_nn.layers.equivariant.tensor_product import (  # noqa: E402
 )
 from insum_nn.structure.irreps import MODES, InstructionError  # noqa: E402
 from insum_nn.testing.tolerances import assert_matches  # noqa: E402
+from tests.double import double  # noqa: E402
 from tests.layers.equivariant.tensor_product_cases import (  # noqa: E402
     MODE_NAMES,
     assert_same_derivatives,
@@ -36,20 +37,13 @@ from tests.layers.equivariant.tensor_product_cases import (  # noqa: E402
     random_case,
 )
 
+__all__ = ["double"]
+
 IRREP = ("component", "norm", "none")
 PATH = ("element", "path", "none")
 WEIGHTED = [
     (mode, weighted) for mode in MODE_NAMES for weighted in (True, False) if weighted or mode not in ("uvw", "u<vw")
 ]
-
-
-@pytest.fixture(autouse=True)
-def _double():
-    """e3nn rounds its coefficients to the default dtype, so an oracle in float64 is made under that default."""
-    before = torch.get_default_dtype()
-    torch.set_default_dtype(torch.float64)
-    yield
-    torch.set_default_dtype(before)
 
 
 def weights_of(module: o3.TensorProduct, z: int) -> Tensor:

@@ -23,7 +23,10 @@ from insum_nn.layers.equivariant.tensor_product_scatter import TensorProductScat
 from insum_nn.ops.tensor_product_roles import together_of
 from insum_nn.ops.tensor_product_spec import layout_of
 from insum_nn.testing.tolerances import assert_matches
+from tests.double import double
 from tests.layers.equivariant.tensor_product_cases import Case, assert_same_derivatives, one_mode, random_case
+
+__all__ = ["double"]
 
 CASES = {
     "nequip": Case(
@@ -60,14 +63,6 @@ EDGES = {
     "int32": (torch.tensor([4, 0, 2, 2, 0, 1, 2]).int(), torch.tensor([3, 2, 4, 0, 1, 0, 4]).int()),
     "none": (torch.zeros(0, dtype=torch.int64), torch.zeros(0, dtype=torch.int64)),
 }
-
-
-@pytest.fixture(autouse=True)
-def _double():
-    before = torch.get_default_dtype()
-    torch.set_default_dtype(torch.float64)
-    yield
-    torch.set_default_dtype(before)
 
 
 def inputs_of(conv: TensorProductConv, nodes: int, edges: int) -> list[Tensor]:
