@@ -45,7 +45,7 @@ class EdgeGradients:
         units = vectors / distances[:, None]
         if vectors.requires_grad:
             return radial_basis(distances), spherical_harmonics(units)
-        basis, slopes = radial_basis(distances, slopes=True)
+        basis, slopes = radial_basis.with_slopes(distances)
         if not basis.requires_grad:
             basis.requires_grad_()
         harmonics = spherical_harmonics(units.requires_grad_())

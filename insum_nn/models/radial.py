@@ -5,7 +5,6 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from itertools import pairwise
-from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -49,29 +48,40 @@ class RadialBasis(nn.Module):
         rest = (x * (-p * (p + 1) / 2) + p * (p + 2)) * x - (p + 1) * (p + 2) / 2
         return (x**p * rest + 1) * (x < 1)
 
-    def forward(self, distance: Tensor, *, slopes: bool = False) -> Any:
+    def forward(self, distance: Tensor) -> Tensor:
         """Evaluate.
 
         Args:
             distance: (e,); differentiable.
-            slopes: also return derivatives.
 
         Returns:
-            Values of the functions, (e, count), and their derivatives if asked for.
+            (e, count).
         """
-        x = distance / self.cutoff
-        # Where each distance has one number: derivatives are many operators, and the functions are many columns.
-        common = self.envelope(x) * math.sqrt(2 / self.cutoff) / distance
-        angles = self.frequencies * x[:, None]
+        common, angles = self._parts(distance)
+        return torch.sin(angles) * common[:, None]
+
+    def with_slopes(self, distance: Tensor) -> tuple[Tensor, Tensor]:
+        """Evaluate the functions and their derivatives by the distance.
+
+        Args:
+            distance: (e,); differentiable.
+
+        Returns:
+            Both (e, count).
+        """
+        common, angles = self._parts(distance)
         sines = torch.sin(angles)
-        values = sines * common[:, None]
-        if not slopes:
-            return values
-        p = self.power
+        p, x = self.power, distance / self.cutoff
         steep = x ** (p - 1) * (1 - x).clamp(min=0).square() * (-p * (p + 1) * (p + 2) / 2 * math.sqrt(2 / self.cutoff))
         change = (steep / self.cutoff - common) / distance
         turned = torch.cos(angles) * (self.frequencies / self.cutoff)
-        return values, torch.addcmul(turned * common[:, None], sines, change[:, None])
+        return sines * common[:, None], torch.addcmul(turned * common[:, None], sines, change[:, None])
+
+    def _parts(self, distance: Tensor) -> tuple[Tensor, Tensor]:
+        """What all functions are multiplied by, (e,), and the argument of the sine of each, (e, count)."""
+        x = distance / self.cutoff
+        # Computed where each distance has one number: the functions are many columns.
+        return self.envelope(x) * math.sqrt(2 / self.cutoff) / distance, self.frequencies * x[:, None]
 
 
 class HiddenLayers(nn.Module):

@@ -34,8 +34,9 @@ from insum_nn.layers import (
     TensorProductScatter,
     TensorSquare,
 )
+from insum_nn.layers.spconv import AddTableMisaligned, SparseGlobalAvgPool, SparseGlobalMaxPool, ToDense
 
-__all__ = ["EVERY_LAYER", "OF_E3NN_IN_GRAPHS", "Case", "with_parameters"]
+__all__ = ["EVERY_LAYER", "OF_E3NN_IN_GRAPHS", "WITHOUT_OPTIONS", "Case", "with_parameters"]
 
 SHAPE = [4, 3, 4]
 
@@ -138,9 +139,24 @@ def _voxels(channels: int) -> dict[str, Any]:
     return {"inputs": inputs, "sizes": ({0: "voxels"}, {0: "voxels"})}
 
 
-def _cloud(make: Callable[[Options], nn.Module]) -> Case:
+Cloud = Callable[[nn.Module, SparseConvTensor], Tensor]
+
+
+def _sparse(layer: nn.Module, cloud: SparseConvTensor) -> Tensor:
+    return layer(cloud).features
+
+
+def _whole_clouds(layer: nn.Module, cloud: SparseConvTensor) -> Tensor:
+    return layer(cloud)
+
+
+def _with_its_corner(layer: nn.Module, cloud: SparseConvTensor) -> Tensor:
+    return layer([cloud, SparseConvTensor(cloud.features[:2], cloud.indices[:2], SHAPE, 64)]).features
+
+
+def _cloud(make: Callable[[Options], nn.Module], of: Cloud = _sparse) -> Case:
     def call(layer: nn.Module, features: Tensor, sites: Tensor) -> Tensor:
-        return layer(SparseConvTensor(features, sites, SHAPE, 64)).features
+        return of(layer, SparseConvTensor(features, sites, SHAPE, 64))
 
     return Case(lambda o: _On(make(o), call), **_voxels(2))
 
@@ -179,6 +195,8 @@ EVERY_LAYER: dict[str, Case] = {
     ),
     "SparseMaxPool3d": _cloud(lambda o: SparseMaxPool3d(2, 2, options=o)),
     "SparseAvgPool3d": _cloud(lambda o: SparseAvgPool3d(2, 2, options=o)),
+    "SparseGlobalMaxPool": _cloud(lambda o: SparseGlobalMaxPool(options=o), _whole_clouds),
+    "SparseGlobalAvgPool": _cloud(lambda o: SparseGlobalAvgPool(options=o), _whole_clouds),
     "FullyConnectedTensorProduct": Case(
         lambda o: _On(FullyConnectedTensorProduct(_IN, _OTHER, _OUT, options=o)), **_batch(5, 4)
     ),
@@ -196,6 +214,12 @@ EVERY_LAYER: dict[str, Case] = {
     "SphericalHarmonics": Case(lambda o: _On(SphericalHarmonics("0e+1o+2e", True, options=o)), **_batch(3)),
     "TensorProductConv": Case(lambda o: _On(TensorProductConv(*_CONV, options=o)), **_edges(8, 4, 6)),
     "TensorProductScatter": Case(lambda o: _On(TensorProductScatter(*_CONV, options=o)), **_edges(8, 4, 6)),
+}
+
+# Layers that take no options, since peers' do not.
+WITHOUT_OPTIONS: dict[str, Case] = {
+    "ToDense": _cloud(lambda _: ToDense(), _whole_clouds),
+    "AddTableMisaligned": _cloud(lambda _: AddTableMisaligned(), _with_its_corner),
 }
 
 # Layers that put e3nn's own operators into graphs that torch records.

@@ -18,7 +18,7 @@ __all__ = ["double"]
 def test_slopes_of_the_radial_functions(power: int):
     basis = RadialBasis(4.0, 5, power)
     r = torch.tensor([0.5, 2.0, 3.9, 4.0, 7.0], requires_grad=True)
-    values, slopes = basis(r, slopes=True)
+    values, slopes = basis.with_slopes(r)
     assert torch.equal(values, basis(r))
     columns = [torch.autograd.grad(column.sum(), r, create_graph=True)[0] for column in values.unbind(1)]
     wanted = torch.stack(columns, 1)

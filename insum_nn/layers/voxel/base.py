@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
-from typing import Any, cast
+from typing import Any, ClassVar, cast
 
 import torch
 from torch import nn
 
+from insum_nn.compiler.options import DEFAULT, Options
 from insum_nn.errors import InsumBackendError, InsumFormatError, InsumShapeError
 from insum_nn.layers.voxel.sparse_tensor import SparseConvTensor, check_untraced
+from insum_nn.ops.sparse_conv import map_program
 from insum_nn.structure.coordinates import Coordinates
 from insum_nn.structure.kernel_map import ConvAlgo, Geometry, KernelMap
 
@@ -17,6 +19,7 @@ __all__ = [
     "VOXEL_COUNT",
     "IntOrInts",
     "SparseModule",
+    "StatementModule",
     "Unscriptable",
     "check_ndim",
     "default_algo",
@@ -56,6 +59,25 @@ class SparseModule(Unscriptable, nn.Module):
         super().__init__()
         self.name = name
         self._sparse_unique_name = ""
+
+
+class StatementModule(SparseModule):
+    """A module that runs one statement, `EXPRESSION`, whatever its arguments are."""
+
+    EXPRESSION: ClassVar[str]
+    options: Options = DEFAULT
+
+    @property
+    def expression(self) -> str:
+        """The statement that the layer runs."""
+        return self.EXPRESSION
+
+    def __repr__(self) -> str:
+        return f"{super().__repr__()}\n  {self.expression}"
+
+    def explain(self) -> Any:
+        """What becomes of the layer's statement; see `Program.explain`."""
+        return map_program(self.expression, self.options).explain()
 
 
 def expand_nd(owner: str, name: str, ndim: int, value: IntOrInts, least: int) -> list[int]:

@@ -12,7 +12,7 @@ from insum_nn.compiler.options import DEFAULT, Options, require_options
 from insum_nn.layers.voxel.base import (
     VOXEL_COUNT,
     IntOrInts,
-    SparseModule,
+    StatementModule,
     check_ndim,
     default_algo,
     expand_nd,
@@ -20,7 +20,6 @@ from insum_nn.layers.voxel.base import (
     store_map,
 )
 from insum_nn.layers.voxel.sparse_tensor import SparseConvTensor
-from insum_nn.ops.sparse_conv import map_program
 from insum_nn.ops.sparse_pool import (
     SPARSE_AVG_POOL,
     SPARSE_GLOBAL_AVG_POOL,
@@ -49,7 +48,7 @@ __all__ = [
 ]
 
 
-class _SparsePool(SparseModule):
+class _SparsePool(StatementModule):
     """What pools share: the kernel's movement and its map.
 
     Attributes:
@@ -57,7 +56,6 @@ class _SparsePool(SparseModule):
         options: compile options.
     """
 
-    EXPRESSION: ClassVar[str]
     # Also of pools that were pickled before it was kept.
     algo: object = ConvAlgo.MaskImplicitGemm
 
@@ -107,18 +105,10 @@ class _SparsePool(SparseModule):
             self.register_buffer(VOXEL_COUNT, torch.zeros(1, dtype=torch.int32))
         self.geometry = Geometry.of(self.kernel_size, self.stride, self.padding, self.dilation, subm=subm)
 
-    @property
-    def expression(self) -> str:
-        """The statement that the layer runs."""
-        return self.EXPRESSION
-
     def extra_repr(self) -> str:
         """Arguments, as spconv writes them."""
         shown = ("kernel_size", "stride", "padding", "dilation", "algo")
         return ", ".join(f"{name}={getattr(self, name)}" for name in shown)
-
-    def __repr__(self) -> str:
-        return f"{super().__repr__()}\n  {self.expression}"
 
     def get_max_num_voxels(self) -> Tensor | None:
         """The largest number of output voxels seen, with `record_voxel_count`."""
@@ -147,10 +137,6 @@ class _SparsePool(SparseModule):
         if self.record_voxel_count and not self.subm:
             cast(Tensor, getattr(self, VOXEL_COUNT)).clamp_(min=kernel_map.num_outputs)
         return input.with_sites(features, kernel_map.outputs, maps)
-
-    def explain(self) -> Any:
-        """What becomes of the layer's statement; see `Program.explain`."""
-        return map_program(self.expression, self.options).explain()
 
 
 class SparseMaxPool(_SparsePool):
@@ -276,26 +262,12 @@ class SparseAvgPool4d(_SizedPool, SparseAvgPool):
     NDIM = 4
 
 
-class _SparseGlobalPool(SparseModule):
+class _SparseGlobalPool(StatementModule):
     """What pools over whole clouds share."""
-
-    EXPRESSION: ClassVar[str]
 
     def __init__(self, name: str | None = None, *, options: Options = DEFAULT) -> None:
         super().__init__(name=name)
         self.options = require_options(options)
-
-    @property
-    def expression(self) -> str:
-        """The statement that the layer runs."""
-        return self.EXPRESSION
-
-    def __repr__(self) -> str:
-        return f"{super().__repr__()}\n  {self.expression}"
-
-    def explain(self) -> Any:
-        """What becomes of the layer's statement; see `Program.explain`."""
-        return map_program(self.expression, self.options).explain()
 
 
 class SparseGlobalMaxPool(_SparseGlobalPool):

@@ -11,8 +11,9 @@ from torch import Tensor, nn
 from torch.nn.modules.batchnorm import _BatchNorm
 
 from insum_nn.errors import InsumFormatError, InsumNameError
-from insum_nn.layers.voxel.base import SparseModule, Unscriptable
+from insum_nn.layers.voxel.base import SparseModule, StatementModule, Unscriptable
 from insum_nn.layers.voxel.sparse_tensor import SparseConvTensor, sparse_add
+from insum_nn.ops.sparse_pool import SPARSE_SUM, SPARSE_TO_DENSE
 
 __all__ = [
     "AddTable",
@@ -135,8 +136,13 @@ class SparseSequential(SparseModule):
         return input
 
 
-class ToDense(SparseModule):
-    """`SparseConvTensor.dense`: (batch, C, x_1, .., x_d), zeros where no voxel is."""
+class ToDense(StatementModule):
+    """`SparseConvTensor.dense`: (batch, C, x_1, .., x_d), zeros where no voxel is.
+
+    Out[Cell[p],c] += In[p,c]
+    """
+
+    EXPRESSION = SPARSE_TO_DENSE
 
     def forward(self, x: SparseConvTensor) -> Tensor:
         """Densify."""
@@ -247,8 +253,13 @@ class AddTable(_Table):
         return _aligned(input, "AddTable").replace_feature(total)
 
 
-class AddTableMisaligned(_Table):
-    """Add sparse tensors whose voxels may differ; see `sparse_add`."""
+class AddTableMisaligned(_Table, StatementModule):
+    """Add sparse tensors whose voxels may differ; see `sparse_add`.
+
+    Out[Row[p],c] += In[p,c]        for the voxels p of all tensors
+    """
+
+    EXPRESSION = SPARSE_SUM
 
     def forward(self, input: Sequence[SparseConvTensor]) -> SparseConvTensor:
         """Merge and add."""
