@@ -29,7 +29,6 @@ from insum_nn.compiler.explain.loop_nest import (
 )
 from insum_nn.compiler.explain.svg import draw
 from insum_nn.compiler.kernels.generated import Generated
-from insum_nn.compiler.kernels.keyed import Keyed
 from insum_nn.compiler.lang.bind import Bound, Extents, layout_of
 from insum_nn.compiler.lang.epilogue import PLAIN, Epilogue
 from insum_nn.compiler.lang.syntax import Statement
@@ -375,7 +374,7 @@ def _what_runs(program: Executable, extents: Extents, tensors: Sequence[Tensor],
     """Ask the program what it runs for a call."""
     library = program.library
     if library is None:
-        assert isinstance(program.run, Generated | Keyed)
+        assert isinstance(program.run, Generated)
         made = program.run.described(tensors, extents, initial)
         texts = tuple(source.text.strip() for source in made.sources)
         return _Runs("; then ".join(made.schedules), None, made.steps, texts, made.choices)

@@ -40,7 +40,6 @@ __all__ = [
     "Form",
     "FormError",
     "Product",
-    "UnorderedError",
     "at_rows",
     "atoms",
     "input_of",
@@ -59,10 +58,6 @@ _EVEN = 4.0
 
 class FormError(Exception):
     """No kernel of the generator's kind computes the statement; the text says why."""
-
-
-class UnorderedError(FormError):
-    """Terms meet in memory, and deterministic options do not allow that."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -380,7 +375,7 @@ def make_form(
         if scattered.product is not None:
             return scattered
     if form.combine == "atomic" and deterministic:
-        raise UnorderedError("several terms meet in one cell, in no fixed order")
+        raise FormError("several terms meet in one cell, in no fixed order")
     return form
 
 

@@ -17,7 +17,6 @@ from torch import Tensor
 from insum_nn.compiler.codegen import inductor
 from insum_nn.compiler.forms.form import FormError
 from insum_nn.compiler.kernels.generated import Generated
-from insum_nn.compiler.kernels.keyed import Keyed, generate
 from insum_nn.compiler.kernels.row_partition import clear_partitions
 from insum_nn.compiler.lang.bind import Bound, Extents
 from insum_nn.compiler.options import Options
@@ -75,7 +74,7 @@ class Executable:
     options: Options
     backend: str
     reason: str
-    run: Callable[..., Tensor] | Generated | Keyed
+    run: Callable[..., Tensor] | Generated
     compile_seconds: float
     library: Library | None = None
     warm: bool = False
@@ -88,7 +87,7 @@ class Executable:
         self, tensors: Sequence[Tensor], extents: Extents, start: Tensor | None
     ) -> Callable[[Sequence[Tensor], Tensor | None], Tensor]:
         """Everything that sizes decide, decided: what is returned runs on any tensors of these shapes."""
-        if isinstance(self.run, (Generated, Keyed)):
+        if isinstance(self.run, Generated):
             return self.run.prepare(tensors, extents, start)
         run = self._prepared(self.run, tensors, extents, start)
         epilogue, dtype = self.bound.epilogue, self.bound.dtype
@@ -266,7 +265,7 @@ class Executables:
             begin = time.perf_counter()
             bound = replace(self.own, static=static)
             sizes = dict(zip(bound.layout.indices, extents.indices, strict=True))
-            generated = generate(bound, sizes, extents.output, dict(self.tables), self.options)
+            generated = Generated(bound, sizes, extents.output, dict(self.tables), self.options)
             seconds = time.perf_counter() - begin
             return Executable(bound, extents, self.options, "triton", self.reason, generated, seconds)
 
@@ -326,7 +325,7 @@ def _cached(key: CacheKey, build: Callable[[], Executable]) -> Executable:
 def in_names_of(program: Executable, bound: Bound) -> Executable:
     """Return a program as it is explained to the user of a statement: in its names, planned for the same sizes."""
     own = named_as(bound, program.bound)
-    if isinstance(program.run, Generated | Keyed):
+    if isinstance(program.run, Generated):
         return replace(program, bound=own, run=program.run.named(own))
     own = _without_unused_facts(own)
     library = library_calls_of(own, program.extents, program.options, compiled=program.backend == "inductor")

@@ -18,7 +18,6 @@ from insum_nn.compiler.forms.defaults import default_schedule
 from insum_nn.compiler.forms.form import Form, FormError
 from insum_nn.compiler.forms.nest import Source, write_kernel
 from insum_nn.compiler.kernels.generated import Generated
-from insum_nn.compiler.kernels.keyed import generate
 from insum_nn.compiler.kernels.launch import _jit
 from insum_nn.compiler.kernels.sized import strides_of, types_of
 from insum_nn.compiler.lang.bind import Bound
@@ -51,19 +50,18 @@ def code_of(entry: Entry, *, intermediate: bool = True, kernels: bool = True) ->
     if not kernels:
         return
     try:
-        program = generate(entry.bound, entry.sizes, entry.extents.output, dict(entry.tables), entry.options)
+        program = Generated(entry.bound, entry.sizes, entry.extents.output, dict(entry.tables), entry.options)
     except FormError as error:
         yield "kernel", f"none: {error}"
         return
-    if isinstance(program, Generated):
-        form = program.form
-        default = default_schedule(form)
-        for schedule in candidates(form) if entry.every_candidate else (default,):
-            source = _source(entry, form, schedule)
-            chosen = {k: v for k, v in schedule.to_json().items() if v != getattr(Schedule(), k)}
-            yield f"kernel, {chosen}", source.text
-            if intermediate and schedule == default:
-                yield f"ttir, {chosen}", ttir(entry, form, source)
+    form = program.form
+    default = default_schedule(form)
+    for schedule in candidates(form) if entry.every_candidate else (default,):
+        source = _source(entry, form, schedule)
+        chosen = {k: v for k, v in schedule.to_json().items() if v != getattr(Schedule(), k)}
+        yield f"kernel, {chosen}", source.text
+        if intermediate and schedule == default:
+            yield f"ttir, {chosen}", ttir(entry, form, source)
 
 
 def graphs_of(entry: Entry) -> Iterator[Code]:
