@@ -57,7 +57,7 @@ def table(rows):
 
 
 def explain(model, x, edge_index, path):
-    """What became of the statement of a GCN's layer: loop nest, decisions, code and a picture as a page; in short."""
+    """What became of the statement of a GCN's layer: loop nest, decisions and code as a page; in short."""
     explanation = model.conv1.explain_statement(x, edge_index)
     path.write_text(explanation.html(), encoding="utf-8")
     return explanation.short()

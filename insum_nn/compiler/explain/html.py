@@ -2,12 +2,23 @@
 
 from __future__ import annotations
 
+import html
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from insum_nn.compiler.explain.svg import escape
-
 __all__ = ["Section", "Table", "page", "panel"]
+
+
+def escape(text: str) -> str:
+    """Escape text for HTML; characters that XML forbids become U+FFFD."""
+    return html.escape("".join(c if _is_legal(c) else "\ufffd" for c in text), quote=True)
+
+
+def _is_legal(character: str) -> bool:
+    code = ord(character)
+    if code < 32:
+        return character in "\t\n\r"
+    return not 0xD800 <= code < 0xE000 and code & 0xFFFE != 0xFFFE
 
 
 @dataclass(frozen=True, slots=True)
@@ -89,27 +100,23 @@ border-bottom:1px solid var(--line);background:none;max-width:46em;overflow-wrap
 .insum dt{color:var(--faint)}.insum dd{margin:0}
 .insum summary{cursor:pointer}.insum summary h2{display:inline-block;margin:20px 0 8px}
 .insum .count{color:var(--faint);font-size:13px}
-.insum .picture{overflow-x:auto}.insum .picture svg{display:block;margin:0 auto;max-width:100%;height:auto}
 @media (prefers-color-scheme:dark){.insum{--ink:#edf1f7;--faint:#a9b5c4;--paper:#181c23;--tint:#20262f;--line:#343c48;
 --accent:#5cc492}}
 """
 _PAGE_STYLE = "body{margin:0;background:#fff}@media (prefers-color-scheme:dark){body{background:#181c23}}"
 
 
-def panel(title: str, svg: str, sections: Sequence[Section]) -> str:
+def panel(title: str, sections: Sequence[Section]) -> str:
     """Return the content for embedding, as in a notebook; its style affects nothing else."""
     body = "\n".join(section.html() for section in sections)
-    return (
-        f'<article class="insum"><style>{_STYLE}</style>\n<h1>{escape(title)}</h1>\n'
-        f'<div class="picture">{svg}</div>\n{body}\n</article>'
-    )
+    return f'<article class="insum"><style>{_STYLE}</style>\n<h1>{escape(title)}</h1>\n{body}\n</article>'
 
 
-def page(title: str, svg: str, sections: Sequence[Section]) -> str:
+def page(title: str, sections: Sequence[Section]) -> str:
     """Return a whole page."""
     return (
         '<!DOCTYPE html>\n<html lang="en"><head><meta charset="utf-8"/>'
         '<meta name="viewport" content="width=device-width, initial-scale=1"/>'
         f"<title>{escape(title)}</title><style>{_PAGE_STYLE}</style></head>\n<body>\n"
-        f"{panel(title, svg, sections)}\n</body></html>\n"
+        f"{panel(title, sections)}\n</body></html>\n"
     )

@@ -1,6 +1,6 @@
-"""Explain how a statement is computed: as text, as an HTML page, and as a picture of the data flow.
+"""Explain how a statement is computed: as text, and as an HTML page.
 
-An `Explanation` holds text, sizes and the picture's boxes, but no tensors: it may be kept, compared and pickled.
+An `Explanation` holds text and sizes, but no tensors: it may be kept, compared and pickled.
 """
 
 from __future__ import annotations
@@ -15,9 +15,8 @@ import torch
 from torch import Tensor
 
 from insum_nn.compiler.codegen import inductor
-from insum_nn.compiler.explain.dataflow import Flow, data_flow
 from insum_nn.compiler.explain.html import Section, Table, page, panel
-from insum_nn.compiler.explain.library import choices_of, steps_of, torch_code
+from insum_nn.compiler.explain.library import choices_of, torch_code
 from insum_nn.compiler.explain.loop_nest import (
     ExtentSource,
     clip,
@@ -27,7 +26,6 @@ from insum_nn.compiler.explain.loop_nest import (
     loop_lines,
     loop_notes,
 )
-from insum_nn.compiler.explain.svg import draw
 from insum_nn.compiler.kernels.generated import Generated
 from insum_nn.compiler.lang.bind import Bound, Extents, layout_of
 from insum_nn.compiler.lang.epilogue import PLAIN, Epilogue
@@ -74,7 +72,7 @@ class TensorRow:
 
 @dataclass(frozen=True, repr=False)
 class Explanation:
-    """How a statement is computed: `str()` is the whole text, `short()` a summary; `html()` and `svg()` draw it.
+    """How a statement is computed: `str()` is the whole text, `short()` a summary, `html()` a page.
 
     Attributes:
         statement: the statement.
@@ -92,7 +90,6 @@ class Explanation:
         compile_seconds: time spent on planning, lowering and compiling this program.
         compiled: the first call compiles nothing.
         call_seconds: median time of a call, where it was measured.
-        flow: the picture's boxes and edges.
 
     >>> from insum_nn.compiler.api import compile
     >>> print(compile("y[i] += A[i,j] * x[j]").explain().loop_nest)
@@ -111,7 +108,6 @@ class Explanation:
     backend: str | None
     reason: str
     torch_code: str | None
-    flow: Flow
     steps: tuple[str, ...] = ()
     parts: tuple[Explanation, ...] = ()
     schedule: str | None = None
@@ -175,7 +171,7 @@ class Explanation:
         return "\n\n".join(section.text() for section in self.sections())
 
     def _repr_html_(self) -> str:
-        return panel(str(self.statement), self.svg(), self.sections()[1:])
+        return panel(str(self.statement), self.sections()[1:])
 
     def short(self) -> str:
         """Return about 15 lines: statement, loop nest, backend and reason, decisions."""
@@ -196,22 +192,18 @@ class Explanation:
     def __repr__(self) -> str:
         return self.short()
 
-    def svg(self) -> str:
-        """Draw the data flow as an SVG picture: tensors, gathers, products, combination, output."""
-        return draw(self.flow.boxes, self.flow.edges, title=f"data flow of {self.statement}")
-
     def html(self) -> str:
-        """Return one self-contained page: the picture, then every section. It loads and executes nothing."""
-        return page(str(self.statement), self.svg(), self.sections()[1:])
+        """Return one self-contained page of all sections. It loads and executes nothing."""
+        return page(str(self.statement), self.sections()[1:])
 
     def save(self, path: str | os.PathLike[str]) -> Path:
-        """Write the page (`.html`), the picture (`.svg`) or the text (`.txt`), and return the path.
+        """Write the page (`.html`) or the text (`.txt`), and return the path.
 
         Raises:
             ValueError: the name ends in none of these.
         """
         target = Path(path)
-        makers = {".html": self.html, ".svg": self.svg, ".txt": lambda: str(self) + "\n"}
+        makers = {".html": self.html, ".txt": lambda: str(self) + "\n"}
         maker = makers.get(target.suffix.lower())
         if maker is None:
             raise ValueError(f"cannot save an explanation as {target.name!r}; end its name in {', '.join(makers)}")
@@ -322,9 +314,6 @@ def explain_program(
     nest = [initial_line(statement, output, rows, has_initial), *loops, *(f"{inside}# {note}" for note in notes), body]
     if epilogue:
         nest.append(epilogue_line(statement, epilogue))
-    if output is not None:
-        shapes[statement.output.name] = output
-    steps = None if program is None or program.library is None else steps_of(program.library)
     if program is None:
         runs = _Runs()
     else:
@@ -346,7 +335,6 @@ def explain_program(
         backend=program.backend if program is not None else None,
         reason=reason,
         torch_code=runs.torch_code,
-        flow=data_flow(statement, steps, shapes, known, has_initial),
         steps=runs.steps,
         schedule=runs.schedule,
         compile_seconds=program.compile_seconds if program is not None else None,

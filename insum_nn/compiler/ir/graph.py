@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from typing import Literal
 
 from insum_nn.compiler.ir.access import Labels, indices_of, plain_labels
@@ -16,7 +15,6 @@ __all__ = [
     "Step",
     "factors_of",
     "loops_of",
-    "made_by",
     "sparse_parts",
     "store_of",
     "stores_of",
@@ -129,10 +127,3 @@ def sparse_parts(store: Store) -> tuple[tuple[int, ...], tuple[int, ...], Labels
     )
     over = indices_of(*(store.subscripts[axis] for axis in rows), *(dense.subscripts[axis] for axis in columns))
     return rows, columns, over, plain_labels([s for axis, s in enumerate(store.subscripts) if axis not in rows])
-
-
-def made_by(graph: Graph) -> Iterator[tuple[Buffer, Step | Library]]:
-    """Yield each small algorithm of a graph with what it writes."""
-    for node in graph.nodes:
-        if isinstance(node, Step | Library):
-            yield node.kernel.results[0].buffer, node

@@ -25,8 +25,6 @@ class Combining:
         name: of the mode of stores in the loop-nest IR.
         fold: of a term, which stays if it is NaN, and an earlier number that is none.
         identity: the number that changes no other one.
-        title: what the result is, for readers.
-        action: what becomes of a term, for readers.
         reduce: torch's reduction along axes.
         pair: torch's function of two tensors.
         scatter: the mode of `torch.scatter_reduce`.
@@ -37,8 +35,6 @@ class Combining:
     name: str
     fold: Callable[[float, float], float]
     identity: float
-    title: str
-    action: str
     reduce: Callable[..., Tensor]
     pair: Callable[..., Tensor]
     scatter: str
@@ -65,14 +61,14 @@ def _sum(term: float, earlier: float) -> float:
     return term + earlier
 
 
-_SUM = Combining("+=", "add", _sum, 0, "sum", "add", torch.sum, torch.add, "sum")
+_SUM = Combining("+=", "add", _sum, 0, torch.sum, torch.add, "sum")
 COMBINING = {
     mode.operator: mode
     for mode in (
         _SUM,
         replace(_SUM, operator="=", takes_initial=False),
-        Combining("max=", "max", max, -math.inf, "maximum", "keep the largest", torch.amax, torch.maximum, "amax"),
-        Combining("min=", "min", min, math.inf, "minimum", "keep the smallest", torch.amin, torch.minimum, "amin"),
+        Combining("max=", "max", max, -math.inf, torch.amax, torch.maximum, "amax"),
+        Combining("min=", "min", min, math.inf, torch.amin, torch.minimum, "amin"),
     )
 }
 """By operator."""

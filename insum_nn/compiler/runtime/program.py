@@ -388,7 +388,7 @@ class Program:
             **named: tensors to explain the call with; without any, only what the text alone says is shown.
 
         Returns:
-            An `Explanation`: `str()` is the text, `.html()` a page with a picture of the data flow.
+            An `Explanation`: `str()` is the text, `.html()` the same as a page.
         """
         named = {**(tensors or {}), **named}
         given = {**self._sizes, **(sizes or {})}
