@@ -8,7 +8,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-__all__ = ["UNKNOWN", "IndexFacts", "StaticTable", "repeated"]
+__all__ = ["UNKNOWN", "IndexFacts", "NamedFacts", "StaticTable", "repeated"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -38,6 +38,27 @@ class IndexFacts:
 
 
 UNKNOWN = IndexFacts()
+
+
+class NamedFacts(dict[str, IndexFacts]):
+    """Facts by the names of index tensors, as a part of a program's key.
+
+    >>> hash(NamedFacts(Row=UNKNOWN, Col=UNKNOWN)) == hash(NamedFacts(Col=UNKNOWN, Row=UNKNOWN))
+    True
+    """
+
+    __slots__ = ("_hash",)
+
+    def __hash__(self) -> int:  # type: ignore[override]
+        try:
+            return self._hash
+        except AttributeError:
+            self._hash: int = hash(frozenset(self.items()))
+            return self._hash
+
+    def __reduce__(self) -> tuple[type[NamedFacts], tuple[dict[str, IndexFacts]]]:
+        # Hashes of texts differ between processes.
+        return NamedFacts, (dict(self),)
 
 
 def repeated(tensors: Sequence[Tensor]) -> tuple[int, ...] | None:

@@ -91,11 +91,8 @@ AUTOGRAD_FUNCTIONS: dict[str, str] = {}
 # What is kept of tensors between calls; a layer's index tensors are its buffers, and its programs the compiler's.
 # file of ops/ or layers/ -> why it keeps anything all the same; each line here is a debt.
 KEPT_OF_TENSORS: dict[str, str] = {
-    "insum_nn/ops/block_linear_columns.py": "the transposed order of a layer's blocks, sorted once",
-    "insum_nn/ops/graph_conv.py": "the sorted matrix of an edge list: sorting costs more than a product with it",
-    "insum_nn/ops/graph_matrix.py": "degrees and values in slots of weights that stay",
+    "insum_nn/ops/graph_matrix.py": "the sorted matrix of an edge list: sorting costs more than a product with it",
     "insum_nn/ops/spmm.py": "a bound call: on 40 rows a product takes 30 us with it, 62 us without; recorded 55 and 84",
-    "insum_nn/layers/graph/gcn_conv.py": "the edge list of a sparse adjacency, under which its matrix is kept",
 }
 
 # What torch sees of an operator while it traces is `compiler/runtime/tracing/`.

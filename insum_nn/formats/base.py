@@ -12,7 +12,7 @@ from torch import Tensor
 
 from insum_nn.dtypes import INDEX_DTYPES
 from insum_nn.errors import InsumShapeError
-from insum_nn.facts import UNKNOWN, IndexFacts
+from insum_nn.facts import UNKNOWN, IndexFacts, NamedFacts
 from insum_nn.formats import arguments, checks
 from insum_nn.formats.checks import Fault
 from insum_nn.formats.verification import IndexPart, Verifiable
@@ -21,6 +21,10 @@ if TYPE_CHECKING:
     from insum_nn.formats.coo import COO
 
 __all__ = ["IndexPart", "SparseFormat", "dim_field", "dim_name"]
+
+
+# What is known of a format's own tensors, which a copy does not have.
+_NOT_COPIED = ("_shared", "_verified", "_named_facts", "_named_indices")
 
 
 class SparseFormat(Verifiable):
@@ -155,22 +159,32 @@ class SparseFormat(Verifiable):
         Raises:
             InsumError: as `validate`, where something has to be read.
         """
-        parts = self.index_parts
         if not self._verify():
-            return dict.fromkeys((part.name for part in parts), UNKNOWN)
+            return dict.fromkeys((part.name for part in self.index_parts), UNKNOWN)
+        kept = self.__dict__.get("_named_facts")
+        if kept is not None and kept[0] is self._verified:
+            return kept[1]
+        parts = self.index_parts
         claims = self.index_facts or (UNKNOWN,) * len(parts)
-        facts = {part.name: fact for part, fact in zip(parts, claims, strict=True)}
+        facts = NamedFacts((part.name, fact) for part, fact in zip(parts, claims, strict=True))
         # In ELL one dimension has no index tensor: the position is the index.
         if self.coalesced and len(parts) == self.ndim > 1:
             first, *others = facts
             known = facts[first]
             facts[first] = IndexFacts(known.sorted, known.unique, known.masked, known.proven, tuple(others))
+        if self._verified is not None:
+            # An operator asks at every call.
+            object.__setattr__(self, "_named_facts", (self._verified, facts))
         return facts
 
     @property
     def tensors(self) -> Mapping[str, Tensor]:
         """Every tensor by its name in expressions: the index tensors and `"Val"`."""
-        named = {part.name: part.tensor for part in self.index_parts}
+        named = self.__dict__.get("_named_indices")
+        if named is None:
+            named = {part.name: part.tensor for part in self.index_parts}
+            if not torch.compiler.is_dynamo_compiling():
+                object.__setattr__(self, "_named_indices", named)
         return {**named, "Val": self.values}
 
     def with_values(self, values: Tensor) -> Self:
@@ -225,7 +239,7 @@ class SparseFormat(Verifiable):
         return shared
 
     def __getstate__(self) -> dict[str, Any]:
-        return {name: value for name, value in self.__dict__.items() if name not in ("_shared", "_verified")}
+        return {name: value for name, value in self.__dict__.items() if name not in _NOT_COPIED}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         # A copy's tensors are new: what is said of them is read once.

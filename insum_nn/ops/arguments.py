@@ -21,7 +21,7 @@ from insum_nn.errors import (
     Span,
     raise_collected,
 )
-from insum_nn.facts import IndexFacts
+from insum_nn.facts import IndexFacts, NamedFacts
 from insum_nn.formats import COO, ELL, BlockCOO, BlockFormat, BlockGroupCOO, GroupCOO, SparseFormat
 from insum_nn.ops.modes import static_shape
 
@@ -152,12 +152,31 @@ def named_tensors(caller: str, expression: str, matrix: SparseFormat, operands: 
     if under_autocast(matrix.device):
         named["Val"] = to_autocast(matrix.values)
         operands = [o._replace(tensor=to_autocast(o.tensor)) for o in operands]
-    check = _Check(caller, expression, named["Val"])
+    values = named["Val"]
+    if not _fit(values, operands):
+        check = _Check(caller, expression, values)
+        for operand in operands:
+            check.operand(operand)
+        raise_collected(check.faults)
     for operand in operands:
-        check.operand(operand)
         named[operand.symbol] = operand.tensor
-    raise_collected(check.faults)
     return named
+
+
+def _fit(values: Tensor, operands: Sequence[Operand]) -> bool:
+    """Whether `_Check` would find nothing wrong; every call asks, and few calls are wrong."""
+    dtype, device = values.dtype, values.device
+    extents: dict[str, int] = {}
+    for _, _, tensor, axes in operands:
+        if not isinstance(tensor, Tensor) or tensor.dtype != dtype or tensor.device != device:
+            return False
+        shape = tensor.shape
+        if len(shape) != len(axes) or tensor.layout is not torch.strided:
+            return False
+        for (letter, extent), got in zip(axes, shape, strict=True):
+            if got != (extents.setdefault(letter, got) if extent is None else extent):
+                return False
+    return True
 
 
 class _Check:
@@ -245,7 +264,7 @@ def span_of(expression: str, symbol: str) -> list[Span]:
 
 def program(expression: str, facts: Mapping[str, IndexFacts], options: Options) -> Program:
     """The compiled expression, with what is known of its index tensors; one for all who ask."""
-    return _compiled(expression, tuple(facts.items()), options)
+    return _compiled(expression, facts if type(facts) is NamedFacts else NamedFacts(facts), options)
 
 
 def run(
@@ -256,15 +275,17 @@ def run(
     out_shape: Sequence[int | None] | None,
 ) -> Tensor:
     """Run an expression on named tensors, with what is known of those that are index tensors."""
-    facts = {name: fact for name, fact in facts.items() if name in named}
     if torch.compiler.is_dynamo_compiling():
-        return call_traced(expression, named, facts=facts, options=options, out_shape=out_shape)
+        read = {name: fact for name, fact in facts.items() if name in named}
+        return call_traced(expression, named, facts=read, options=options, out_shape=out_shape)
+    if not facts.keys() <= named.keys():
+        facts = {name: fact for name, fact in facts.items() if name in named}
     return program(expression, facts, options)(tensors=named, out_shape=out_shape)
 
 
 @lru_cache(maxsize=1024)
-def _compiled(expression: str, facts: tuple[tuple[str, IndexFacts], ...], options: Options) -> Program:
-    return compile_built(expression, facts=dict(facts), options=options)
+def _compiled(expression: str, facts: NamedFacts, options: Options) -> Program:
+    return compile_built(expression, facts=facts, options=options)
 
 
 def is_vector(value: object) -> bool:

@@ -12,7 +12,7 @@ from torch import Tensor
 from insum_nn.compiler.api import Explanation, Program, takes_columns
 from insum_nn.compiler.options import DEFAULT, Options
 from insum_nn.errors import InsumDtypeError, InsumError, InsumShapeError, raise_collected
-from insum_nn.facts import IndexFacts
+from insum_nn.facts import IndexFacts, NamedFacts
 from insum_nn.formats import BlockCOO, BlockFormat, BlockGroupCOO
 from insum_nn.ops.arguments import (
     layer_elsewhere,
@@ -24,7 +24,7 @@ from insum_nn.ops.arguments import (
     to_autocast,
     under_autocast,
 )
-from insum_nn.ops.block_linear_columns import block_columns, columns_program
+from insum_nn.ops.block_linear_columns import BlockColumns, columns_program
 from insum_nn.ops.modes import static_shape, untraced
 
 __all__ = [
@@ -47,17 +47,17 @@ BLOCK_LINEAR: Mapping[str, str] = MappingProxyType(
 )
 """The expression of each format; the last one groups blocks that are stored without padding."""
 
-BLOCK_LINEAR_FACTS: Mapping[str, Mapping[str, IndexFacts]] = MappingProxyType(
+BLOCK_LINEAR_FACTS: Mapping[str, NamedFacts] = MappingProxyType(
     {
-        "BlockCOO": {
-            "Row": IndexFacts(sorted=True, masked=False, proven=True, unique_with=("Col",)),
-            "Col": IndexFacts(masked=False, proven=True),
-        },
-        "slots": {
-            "Row": IndexFacts(sorted=True, masked=False, proven=True),
-            "Col": IndexFacts(masked=True, proven=True),
-            "Slot": IndexFacts(sorted=True, unique=True, masked=True, proven=True),
-        },
+        "BlockCOO": NamedFacts(
+            Row=IndexFacts(sorted=True, masked=False, proven=True, unique_with=("Col",)),
+            Col=IndexFacts(masked=False, proven=True),
+        ),
+        "slots": NamedFacts(
+            Row=IndexFacts(sorted=True, masked=False, proven=True),
+            Col=IndexFacts(masked=True, proven=True),
+            Slot=IndexFacts(sorted=True, unique=True, masked=True, proven=True),
+        ),
     }
 )
 """What a layer guarantees of the index tensors it keeps."""
@@ -137,7 +137,7 @@ def block_linear_stored(
     if form == "BlockCOO":
         x, values = to_autocast(flat), to_autocast(weight)
         if takes_columns(x, values, grid, options):
-            product = block_columns(index["Row"], index["Col"], grid, options)
+            product = BlockColumns(index["Row"], index["Col"], grid, options)
             start, bias = _as_start(bias, values, shape[0])
             return _finish(product(x, values, start), input, shape, bias)
     named = _named(flat, weight, index)
@@ -279,7 +279,7 @@ def explain_block_linear(
     flat, values = to_autocast(named["X"].flatten(1)), to_autocast(named["W"])
     if form == "BlockCOO" and takes_columns(flat, values, grid, options):
         product = columns_program("Y", options)
-        named = block_columns(index["Row"], index["Col"], grid, options).operands_of(flat, values)
+        named = BlockColumns(index["Row"], index["Col"], grid, options).operands_of(flat, values)
     return product.explain(tensors=named, out_shape=(None, grid[0], None), measure=measure)
 
 

@@ -11,6 +11,7 @@ so the input is transposed first. That costs two passes over it, and the blocks 
 from __future__ import annotations
 
 from collections.abc import Mapping
+from dataclasses import dataclass
 from functools import lru_cache
 from types import MappingProxyType
 from typing import Literal
@@ -19,11 +20,10 @@ from torch import Tensor
 
 from insum_nn.compiler.api import BoundProgram, Program, contract
 from insum_nn.compiler.options import Options
-from insum_nn.facts import IndexFacts
+from insum_nn.facts import IndexFacts, NamedFacts
 from insum_nn.ops.arguments import program
-from insum_nn.tensor_cache import TensorCache
 
-__all__ = ["COLUMNS", "BlockColumns", "block_columns", "columns_program"]
+__all__ = ["COLUMNS", "BlockColumns", "columns_program"]
 
 Role = Literal["Y", "X", "W"]
 
@@ -36,11 +36,11 @@ COLUMNS: Mapping[str, str] = MappingProxyType(
 )
 """The statement of each of the three tensors."""
 
+_OPERANDS = MappingProxyType({"Y": ("W", "X"), "X": ("W", "Y"), "W": ("Y", "X")})
+# The same by their names in the statements.
+_READ = {"Y": ("W", "X"), "X": ("W", "dY"), "W": ("dY", "X")}
 _TRANSPOSED = "T[c,n] += X[n,c]"
-_FACTS = {
-    "Row": IndexFacts(sorted=True, masked=False, proven=True),
-    "Col": IndexFacts(masked=False, proven=True),
-}
+_FACTS = NamedFacts(Row=IndexFacts(sorted=True, masked=False, proven=True), Col=IndexFacts(masked=False, proven=True))
 
 
 def columns_program(role: str, options: Options) -> Program:
@@ -48,37 +48,33 @@ def columns_program(role: str, options: Options) -> Program:
     return program(COLUMNS[role], _FACTS, options)
 
 
-_known: TensorCache[BlockColumns] = TensorCache(limit=256)
-
-
-def block_columns(row: Tensor, col: Tensor, grid: tuple[int, int], options: Options) -> BlockColumns:
-    """The sums for a layer's blocks; kept for as long as its index tensors."""
-
-    def build() -> BlockColumns:
-        # Aliases, or what is kept would keep itself.
-        return BlockColumns(row.detach(), col.detach(), grid, options)
-
-    return _known.get([row, col], (grid, options), build)
-
-
+@dataclass(frozen=True, slots=True)
 class BlockColumns:
-    """The three sums of a linear map of blocks, whose places are bound.
+    """The three sums of a linear map of blocks.
 
     All three tensors are as a layer has them: `X` (n, cols * b), `Y` (n, rows * a), `W` (p, a, b).
 
-    Args:
+    Attributes:
         row: (p,) ascending.
         col: (p,).
         grid: block rows and columns.
         options: compile options.
     """
 
-    operands = MappingProxyType({"Y": ("W", "X"), "X": ("W", "Y"), "W": ("Y", "X")})
+    row: Tensor
+    col: Tensor
+    grid: tuple[int, int]
+    options: Options
 
-    def __init__(self, row: Tensor, col: Tensor, grid: tuple[int, int], options: Options) -> None:
-        self.grid, self.options = grid, options
-        self.index = {"Row": row, "Col": col}
-        self._given = {role: columns_program(role, options).given(self.index) for role in COLUMNS}
+    @property
+    def operands(self) -> Mapping[str, tuple[str, ...]]:
+        """What each sum reads."""
+        return _OPERANDS
+
+    @property
+    def index(self) -> dict[str, Tensor]:
+        """The index tensors of every statement."""
+        return {"Row": self.row, "Col": self.col}
 
     def __call__(self, x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
         """(n, rows * a), each row of which starts from the bias (rows * a,); differentiable to any order."""
@@ -96,14 +92,15 @@ class BlockColumns:
         key = (a.shape, b.shape, a.dtype, a.device, start is None)
         arranged, shape = self._arranged(wanted, a, b, made)
         start = None if start is None else start.view(shape[1:])
-        result = self._given[wanted](*arranged, out_shape=shape, start=start, key=key)
+        product = columns_program(wanted, self.options).given(self.index)
+        result = product(*arranged, out_shape=shape, start=start, key=key)
         return result if wanted == "W" else result.flatten(1)
 
     def in_modes(self, wanted: str, operands: tuple[Tensor, ...], start: Tensor | None = None) -> Tensor:
         """The same by the compiler's operator, which tracers and transforms know."""
         a, b = operands
         arranged, shape = self._arranged(wanted, a, b, None)
-        named = {**self.index, **dict(zip(self._given[wanted].names, arranged, strict=True))}
+        named = {**self.index, **dict(zip(_READ[wanted], arranged, strict=True))}
         if start is not None:
             named[wanted] = start.reshape(shape[1:])
         result = columns_program(wanted, self.options)(tensors=named, out_shape=shape)
@@ -116,7 +113,7 @@ class BlockColumns:
         rows, cols = self.grid
         if wanted == "W":
             y, x = self._columns("Y", a, made), self._columns("X", b, made)
-            return (y, x), (self.index["Row"].shape[0], y.shape[1], x.shape[1])
+            return (y, x), (self.row.shape[0], y.shape[1], x.shape[1])
         read, blocks, size = ("X", rows, a.shape[1]) if wanted == "Y" else ("Y", cols, a.shape[2])
         return (a.contiguous(), self._columns(read, b, made)), (b.shape[0], blocks, size)
 

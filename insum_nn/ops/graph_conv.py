@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -22,13 +21,11 @@ from insum_nn.dtypes import wide_dtype
 from insum_nn.errors import InsumDeviceError, InsumDtypeError
 from insum_nn.facts import IndexFacts
 from insum_nn.ops.arguments import program, run, to_autocast, under_autocast
-from insum_nn.ops.graph_matrix import GraphMatrix
+from insum_nn.ops.graph_matrix import SYMMETRIC, GraphMatrix, Recipe, graph_matrix
 from insum_nn.ops.graph_product import CARRY, fixed_order, graph_compare, graph_product
 from insum_nn.ops.modes import untraced
 from insum_nn.structure.constants import plain_tensors
 from insum_nn.structure.gcn_norm import (
-    Flow,
-    Loops,
     by_degrees,
     check_edge_index,
     check_edge_weight,
@@ -36,73 +33,12 @@ from insum_nn.structure.gcn_norm import (
     entry_weights,
     inverse_root,
 )
-from insum_nn.tensor_cache import TensorCache, forget
 
 __all__ = [
-    "Recipe",
-    "clear_graphs",
     "explain_graph_conv",
     "graph_conv",
-    "graph_matrix",
     "graph_values",
 ]
-
-
-@dataclass(frozen=True, slots=True)
-class Recipe:
-    """How a graph's edges become the matrix that its features are multiplied by.
-
-    Attributes:
-        normalize: weigh each entry by the inverse roots of both ends' degrees.
-        loops: self-loops that are added; see `edge_entries`.
-        fill: weight of a self-loop that is added, where edges have weights.
-        flow: which end of an edge receives.
-    """
-
-    normalize: bool = True
-    loops: Loops = "remaining"
-    fill: float = 1.0
-    flow: Flow = "source_to_target"
-
-
-# Building.
-
-_graphs: TensorCache[GraphMatrix] = TensorCache(limit=32)
-
-
-def clear_graphs() -> None:
-    """Forget the matrices of all graphs."""
-    _graphs.clear()
-
-
-def graph_matrix(
-    edge_index: Tensor, num_nodes: int, recipe: Recipe, *, key: Tensor | None = None, again: bool = False
-) -> GraphMatrix:
-    """The matrix of a graph; built once for each edge list, by identity and version.
-
-    Args:
-        edge_index: (2, e) integers.
-        num_nodes: nodes.
-        recipe: self-loops and flow; the rest decides only values.
-        key: the tensor that the matrix is remembered under, where `edge_index` was made from it just now.
-        again: read the edges whatever is remembered of them.
-
-    Raises:
-        InsumShapeError: not two rows.
-        InsumDtypeError: no integers.
-        InsumRangeError: a node lies outside.
-    """
-
-    def build() -> GraphMatrix:
-        with plain_tensors(edge_index):
-            edges = edge_index.clone() if edge_index.is_inference() else edge_index
-            check_edge_index(edges, num_nodes)
-            return GraphMatrix(edge_entries(edges, num_nodes, loops=recipe.loops, flow=recipe.flow))
-
-    tensor = edge_index if key is None else key
-    if again:
-        forget([tensor])
-    return _graphs.get([tensor], (num_nodes, recipe.loops, recipe.flow), build)
 
 
 def graph_values(
@@ -161,9 +97,8 @@ def graph_conv(
     edge_weight: Tensor | None = None,
     bias: Tensor | None = None,
     *,
-    recipe: Recipe = Recipe(),
+    recipe: Recipe = SYMMETRIC,
     options: Options = DEFAULT,
-    key: Tensor | None = None,
 ) -> Tensor:
     """Carry node features along the edges of a graph, normalised by degrees.
 
@@ -178,7 +113,6 @@ def graph_conv(
         bias: (f,), added to every row; differentiable. Dtypes are promoted as in a sum.
         recipe: normalisation, self-loops, flow.
         options: compile options.
-        key: the tensor that the graph is remembered under, where `edge_index` was made from it just now.
 
     Returns:
         (n, f).
@@ -204,7 +138,7 @@ def graph_conv(
         else:
             out = torch.ops.insum_nn.graph_conv_call(x, edge_index, edge_weight, *constants, False)
         return out if bias is None else out + bias
-    graph = graph_matrix(edge_index, x.shape[0], recipe, key=key, again=options.validate)
+    graph = graph_matrix(edge_index, x.shape[0], recipe, again=options.validate)
     values = graph_values(graph, edge_weight, recipe, x.dtype, options)
     if bias is None or bias.dtype != x.dtype:
         out = graph_product(graph, values, x, options=options)
@@ -245,7 +179,7 @@ def explain_graph_conv(
     edge_index: Tensor,
     edge_weight: Tensor | None = None,
     *,
-    recipe: Recipe = Recipe(),
+    recipe: Recipe = SYMMETRIC,
     options: Options = DEFAULT,
     measure: bool = False,
 ) -> Explanation:

@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections.abc import Callable, Hashable
 from dataclasses import dataclass
 from functools import cached_property
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -19,11 +20,41 @@ from insum_nn.facts import IndexFacts
 from insum_nn.formats import COO, GroupCOO, GroupSize
 from insum_nn.ops.spmm import spmm_program
 from insum_nn.structure.constants import plain_tensors
-from insum_nn.structure.gcn_norm import GraphEntries
+from insum_nn.structure.gcn_norm import Flow, GraphEntries, Loops, check_edge_index, edge_entries
 from insum_nn.structure.sorted_pairs import entry_dtype, sort_pairs
-from insum_nn.tensor_cache import TensorCache
+from insum_nn.tensor_cache import TensorCache, forget
 
-__all__ = ["GraphMatrix", "Grouped"]
+__all__ = [
+    "SYMMETRIC",
+    "GraphMatrix",
+    "Grouped",
+    "Recipe",
+    "clear_graphs",
+    "edges_of_adjacency",
+    "edges_of_sparse_tensor",
+    "graph_matrix",
+]
+
+
+@dataclass(frozen=True, slots=True)
+class Recipe:
+    """How a graph's edges become the matrix that its features are multiplied by.
+
+    Attributes:
+        normalize: weigh each entry by the inverse roots of both ends' degrees.
+        loops: self-loops that are added; see `edge_entries`.
+        fill: weight of a self-loop that is added, where edges have weights.
+        flow: which end of an edge receives.
+    """
+
+    normalize: bool = True
+    loops: Loops = "remaining"
+    fill: float = 1.0
+    flow: Flow = "source_to_target"
+
+
+SYMMETRIC = Recipe()
+"""Kipf and Welling's."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -168,3 +199,75 @@ class GraphMatrix:
                 coo = COO(shape, (row, col), numbers, facts)._guaranteed()  # pyright: ignore[reportPrivateUsage]
                 matrix = GroupCOO.from_coo(coo, coalesce=False, group_size=self._group_size)
         return Grouped(matrix, order, spmm_program(matrix, options=DEFAULT), self.num_entries)
+
+
+# What is built from a tensor is kept for as long as it lives and its version stays.
+_graphs: TensorCache[GraphMatrix] = TensorCache(limit=32)
+_edge_lists: TensorCache[tuple[Tensor, Tensor]] = TensorCache(limit=32)
+
+
+def clear_graphs() -> None:
+    """Forget the matrices of all graphs."""
+    _graphs.clear()
+
+
+def graph_matrix(edge_index: Tensor, num_nodes: int, recipe: Recipe, *, again: bool = False) -> GraphMatrix:
+    """The matrix of a graph; built once for each edge list, by identity and version.
+
+    Args:
+        edge_index: (2, e) integers.
+        num_nodes: nodes.
+        recipe: self-loops and flow; the rest decides only values.
+        again: read the edges whatever is remembered of them.
+
+    Raises:
+        InsumShapeError: not two rows.
+        InsumDtypeError: no integers.
+        InsumRangeError: a node lies outside.
+    """
+
+    def build() -> GraphMatrix:
+        with plain_tensors(edge_index):
+            edges = edge_index.clone() if edge_index.is_inference() else edge_index
+            check_edge_index(edges, num_nodes)
+            return GraphMatrix(edge_entries(edges, num_nodes, loops=recipe.loops, flow=recipe.flow))
+
+    if again:
+        forget([edge_index])
+    return _graphs.get([edge_index], (num_nodes, recipe.loops, recipe.flow), build)
+
+
+def edges_of_adjacency(adj: Tensor) -> tuple[Tensor, Tensor]:
+    """Edges (sender, receiver) and values of a transposed adjacency in one of torch's sparse layouts.
+
+    The same edge list for the same adjacency, so that its matrix is found again.
+    """
+    if adj.layout == torch.sparse_coo and adj.requires_grad and not adj.is_coalesced():
+        adj = adj.coalesce()
+
+    def build() -> tuple[Tensor, Tensor]:
+        fixed = adj.detach()
+        if fixed.layout == torch.sparse_coo:
+            return fixed._indices().flip(0), fixed._values()
+        by_row = fixed.layout == torch.sparse_csr
+        pointers, plain = (
+            (fixed.crow_indices(), fixed.col_indices()) if by_row else (fixed.ccol_indices(), fixed.row_indices())
+        )
+        row = torch.arange(pointers.shape[0] - 1, dtype=plain.dtype, device=plain.device)
+        row = row.repeat_interleave(pointers.diff(), output_size=plain.shape[0])
+        return torch.stack((plain, row) if by_row else (row, plain)), fixed.values()
+
+    edge_index, values = _edge_lists.get([adj], "sparse", build)
+    return edge_index, adj.values() if adj.requires_grad else values
+
+
+def edges_of_sparse_tensor(adj: Any, dtype: torch.dtype, normalize: bool) -> tuple[Tensor, Tensor | None]:
+    """Edges (sender, receiver) and values of a transposed adjacency as a `torch_sparse.SparseTensor`."""
+    row, col, value = adj.coo()
+
+    def build() -> tuple[Tensor, Tensor]:
+        return torch.stack((col, row)), torch.ones(row.shape[0], dtype=dtype, device=row.device)
+
+    edge_index, ones = _edge_lists.get([row, col], ("SparseTensor", dtype), build)
+    # Where values are implied, self-loops that are added still get the weight of their own.
+    return edge_index, ones if value is None and normalize else value

@@ -3,14 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from types import MappingProxyType
 
 from torch import Tensor
 
 from insum_nn.compiler.api import Program
 from insum_nn.compiler.options import DEFAULT, Options
 from insum_nn.errors import InsumDtypeError, InsumError, InsumShapeError, raise_collected
-from insum_nn.facts import IndexFacts
+from insum_nn.facts import IndexFacts, NamedFacts
 from insum_nn.ops.arguments import layer_elsewhere, program, run, under_autocast
 from insum_nn.ops.modes import static_shape
 
@@ -27,7 +26,7 @@ Pair = tuple[int, int]
 
 _SLOTS = IndexFacts(masked=True, proven=True)
 
-PRUNED_CONV2D_FACTS: Mapping[str, IndexFacts] = MappingProxyType(
+PRUNED_CONV2D_FACTS = NamedFacts(
     {
         "M": IndexFacts(sorted=True, masked=False, proven=True),
         "Slot": IndexFacts(sorted=True, unique=True, masked=True, proven=True),

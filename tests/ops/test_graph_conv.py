@@ -13,11 +13,10 @@ from torch import Tensor
 from insum_nn.compiler.api import Program
 from insum_nn.compiler.options import Options
 from insum_nn.errors import InsumDeviceError, InsumDtypeError, InsumRangeError, InsumShapeError
-from insum_nn.ops import graph_conv as module
 from insum_nn.ops import graph_matrix as matrices
 from insum_nn.ops import graph_product as products
-from insum_nn.ops.graph_conv import Recipe, clear_graphs, graph_conv, graph_matrix
-from insum_nn.ops.graph_matrix import GraphMatrix
+from insum_nn.ops.graph_conv import graph_conv
+from insum_nn.ops.graph_matrix import GraphMatrix, Recipe, clear_graphs, graph_matrix
 from insum_nn.ops.graph_product import graph_product
 from insum_nn.structure import sorted_pairs
 from insum_nn.structure.gcn_norm import edge_entries
@@ -360,7 +359,7 @@ def test_graphs_die_with_their_edges():
     clear_graphs()
     edges, weight, x = skewed_graph(5, 9), torch.rand(9), torch.randn(5, 2)
     graph_conv(x, edges, weight)
-    assert len(module._graphs) == 1
+    assert len(matrices._graphs) == 1
     remembered = graph_matrix(edges, 5, Recipe()).remembered
     assert len(remembered) == 1
     del weight
@@ -368,7 +367,7 @@ def test_graphs_die_with_their_edges():
     assert len(remembered) == 0
     del edges, remembered
     gc.collect()
-    assert len(module._graphs) == 0
+    assert len(matrices._graphs) == 0
 
 
 def test_what_is_made_of_weights_dies_with_them():

@@ -11,11 +11,12 @@ from torch import Tensor
 
 from insum_nn.compiler.options import DEFAULT, Options, require_options
 from insum_nn.errors import InsumShapeError, MissingExtraError
-from insum_nn.ops.graph_conv import Recipe, explain_graph_conv, graph_conv
+from insum_nn.ops.graph_conv import explain_graph_conv, graph_conv
+from insum_nn.ops.graph_matrix import Recipe, edges_of_adjacency, edges_of_sparse_tensor
 from insum_nn.ops.graph_product import CARRY
 from insum_nn.ops.modes import static_shape, untraced
 from insum_nn.structure.gcn_norm import Flow, Loops, gcn_norm
-from insum_nn.tensor_cache import TensorCache, forget
+from insum_nn.tensor_cache import forget
 
 try:
     from torch_geometric import EdgeIndex
@@ -280,11 +281,11 @@ class GCNConv(peer.GCNConv):
         loops: Loops = "remaining"
         if isinstance(edge_index, SparseTensor):
             _check_square(edge_index.size(0), edge_index.size(1), num_nodes)
-            edge_index, edge_weight = _from_sparse_tensor(edge_index, x.dtype, normalize)
+            edge_index, edge_weight = edges_of_sparse_tensor(edge_index, x.dtype, normalize)
             loops = "replaced"
         elif edge_index.layout in _SPARSE:
             _check_square(edge_index.size(0), edge_index.size(1), num_nodes)
-            edge_index, edge_weight = _from_sparse(edge_index)
+            edge_index, edge_weight = edges_of_adjacency(edge_index)
             loops = "more"
         elif isinstance(edge_index, EdgeIndex):
             if not normalize:
@@ -336,42 +337,6 @@ def _check_square(rows: int | None, cols: int | None, num_nodes: int) -> None:
                 expected=num_nodes,
                 got=(rows, cols),
             )
-
-
-_edge_lists: TensorCache[tuple[Tensor, Tensor]] = TensorCache(limit=32)
-
-
-def _from_sparse(adj: Tensor) -> tuple[Tensor, Tensor]:
-    """Edges (sender, receiver) and values of a transposed adjacency in one of torch's sparse layouts."""
-    if adj.layout == torch.sparse_coo and adj.requires_grad and not adj.is_coalesced():
-        adj = adj.coalesce()
-
-    def build() -> tuple[Tensor, Tensor]:
-        fixed = adj.detach()
-        if fixed.layout == torch.sparse_coo:
-            return fixed._indices().flip(0), fixed._values()
-        by_row = fixed.layout == torch.sparse_csr
-        pointers, plain = (
-            (fixed.crow_indices(), fixed.col_indices()) if by_row else (fixed.ccol_indices(), fixed.row_indices())
-        )
-        row = torch.arange(pointers.shape[0] - 1, dtype=plain.dtype, device=plain.device)
-        row = row.repeat_interleave(pointers.diff(), output_size=plain.shape[0])
-        return torch.stack((plain, row) if by_row else (row, plain)), fixed.values()
-
-    edge_index, values = _edge_lists.get([adj], "sparse", build)
-    return edge_index, adj.values() if adj.requires_grad else values
-
-
-def _from_sparse_tensor(adj: Any, dtype: torch.dtype, normalize: bool) -> tuple[Tensor, Tensor | None]:
-    """Edges (sender, receiver) and values of a transposed adjacency as a `torch_sparse.SparseTensor`."""
-    row, col, value = adj.coo()
-
-    def build() -> tuple[Tensor, Tensor]:
-        return torch.stack((col, row)), torch.ones(row.shape[0], dtype=dtype, device=row.device)
-
-    edge_index, ones = _edge_lists.get([row, col], ("SparseTensor", dtype), build)
-    # Where values are implied, self-loops that are added still get the weight of their own.
-    return edge_index, ones if value is None and normalize else value
 
 
 def _node_rows(dense: Tensor, node_dim: int) -> tuple[Tensor, Any]:

@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from insum_nn.errors import InsumFormatError, InsumRangeError
-from insum_nn.facts import IndexFacts
+from insum_nn.facts import IndexFacts, NamedFacts
 from insum_nn.structure.constants import plain_tensors
 from insum_nn.structure.coordinates import Coordinates
 from insum_nn.structure.kernel_map.geometry import ConvAlgo, Geometry
@@ -390,8 +390,10 @@ class KernelMap:
 
 
 # `masked` holds also where a map has no unused slot: one program serves maps of all sizes.
-FACTS: Mapping[str, IndexFacts] = {
-    "Off": IndexFacts(sorted=True, masked=False, proven=True),
-    "InIdx": IndexFacts(masked=True, proven=True),
-    "OutIdx": IndexFacts(masked=True, proven=True),
-}
+FACTS = NamedFacts(
+    {
+        "Off": IndexFacts(sorted=True, masked=False, proven=True),
+        "InIdx": IndexFacts(masked=True, proven=True),
+        "OutIdx": IndexFacts(masked=True, proven=True),
+    }
+)

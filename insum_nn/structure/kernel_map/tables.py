@@ -18,7 +18,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from insum_nn.facts import IndexFacts
+from insum_nn.facts import IndexFacts, NamedFacts
 from insum_nn.structure.kernel_map.traced import groups_in_graph
 from insum_nn.structure.site_grid import first_rows
 from insum_nn.structure.transfers import constant
@@ -41,11 +41,13 @@ __all__ = [
 ]
 
 # What holds of the lists of pairs.
-LIST_FACTS: Mapping[str, IndexFacts] = {
-    "Off": IndexFacts(sorted=True, masked=False, proven=True),
-    "OutIdx": IndexFacts(masked=False, proven=True),
-    "InIdx": IndexFacts(masked=False, proven=True),
-}
+LIST_FACTS = NamedFacts(
+    {
+        "Off": IndexFacts(sorted=True, masked=False, proven=True),
+        "OutIdx": IndexFacts(masked=False, proven=True),
+        "InIdx": IndexFacts(masked=False, proven=True),
+    }
+)
 
 # Slots of a group: the longest that leaves few slots unused is taken.
 _GROUP_SIZES = (128, 64, 32, 16)
@@ -59,10 +61,12 @@ _SPARE = 1024
 MOST_ENTRIES = 1 << 28
 # What the builder guarantees of a table's index tensors. `masked` holds also where every output meets an input at every
 # offset: one program serves the tables of all maps.
-TABLE_FACTS: Mapping[str, IndexFacts] = {
-    "Order": IndexFacts(unique=True, masked=False, proven=True),
-    "Near": IndexFacts(masked=True, proven=True),
-}
+TABLE_FACTS = NamedFacts(
+    {
+        "Order": IndexFacts(unique=True, masked=False, proven=True),
+        "Near": IndexFacts(masked=True, proven=True),
+    }
+)
 
 
 @dataclass(frozen=True, slots=True)

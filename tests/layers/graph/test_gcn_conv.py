@@ -25,7 +25,7 @@ from insum_nn.compiler.options import Options
 from insum_nn.errors import InsumDeviceError, InsumDtypeError, InsumShapeError
 from insum_nn.layers.graph import gcn_conv as module
 from insum_nn.layers.graph.gcn_conv import GCNConv
-from insum_nn.ops import graph_conv as ops
+from insum_nn.ops import graph_matrix as ops
 from insum_nn.testing.tolerances import assert_matches
 
 # The peer's sparse path and its pow_ of degrees say things of their own.
