@@ -13,7 +13,7 @@ from torch.nn.utils.parametrize import is_parametrized
 from torch.nn.utils.prune import BasePruningMethod
 
 from insum_nn.compiler.options import DEFAULT, Options, require_options
-from insum_nn.errors import InsumError, InsumFormatError, InsumNameError
+from insum_nn.errors import InsumDtypeError, InsumError, InsumFormatError, InsumNameError
 from insum_nn.layers.pruned.block_sparse_linear import BlockSparseLinear
 from insum_nn.layers.pruned.pruned_conv2d import PrunedConv2d
 from insum_nn.layers.swap_converters import CONVERTERS, NotConvertible
@@ -122,7 +122,7 @@ def swap(
     Raises:
         InsumNameError: a pattern fits no layer.
         InsumFormatError: what `block_sparse` asks for a layer cannot be done; nothing is changed then.
-        InsumDtypeError: `options` is no `Options`.
+        InsumDtypeError: `model` is no module, `block_sparse` no mapping from names, or `options` no `Options`.
 
     >>> model = nn.Sequential(nn.Linear(64, 64), nn.ReLU(), nn.Linear(64, 8))
     >>> print(swap(model, block_sparse={"0": {"density": 0.5, "block_shape": (16, 16)}}))
@@ -133,9 +133,9 @@ def swap(
     >>> type(model[0]).__name__
     'BlockSparseLinear'
     """
-    work = _Swap(
-        model, _patterns(include), _patterns(exclude) or (), dict(block_sparse or {}), require_options(options)
-    )
+    if not isinstance(model, nn.Module):  # pyright: ignore[reportUnnecessaryIsInstance]
+        raise InsumDtypeError(f"swap: 'model' must be a module, got {model!r:.60}", fix="pass an object of its class.")
+    work = _Swap(model, _patterns(include), _patterns(exclude) or (), _prunings(block_sparse), require_options(options))
     root = work.visit(model, "", None)
     work.check_patterns()
     if not dry_run:
@@ -147,6 +147,18 @@ def _patterns(given: str | Sequence[str] | None) -> tuple[str, ...] | None:
     if given is None:
         return None
     return (given,) if isinstance(given, str) else tuple(given)
+
+
+def _prunings(given: object) -> dict[str, Pruning]:
+    if given is None:
+        return {}
+    # A list of names is the first thing one tries, and says nothing of how much to keep.
+    if not isinstance(given, Mapping) or not all(isinstance(name, str) for name in given):
+        raise InsumDtypeError(
+            f"swap: block_sparse= must map names of layers to what to keep of each, got {given!r:.60}",
+            fix="write block_sparse={'encoder.*': 0.1} to keep a tenth of the blocks of each layer whose name fits.",
+        )
+    return dict(cast(Mapping[str, Pruning], given))
 
 
 class _Swap:
@@ -255,7 +267,9 @@ class _Swap:
         try:
             if isinstance(module, nn.Linear):
                 linear = BlockSparseLinear.from_linear(module, **arguments)
-                return linear, f"BlockSparseLinear, {linear.num_stored} of {linear.mask.numel()} blocks"
+                total = linear.mask.numel()
+                saved = "" if linear.num_stored < total else ": nothing is saved"
+                return linear, f"BlockSparseLinear, {linear.num_stored} of {total} blocks{saved}"
             conv = PrunedConv2d.from_conv2d(cast(nn.Conv2d, module), **arguments)
             return conv, f"PrunedConv2d, {conv.num_stored} of {conv.mask.numel()} weights"
         except (InsumError, TypeError) as error:

@@ -77,6 +77,17 @@ def test_options_are_no_dict():
             make({"deterministic": True})
 
 
+@pytest.mark.parametrize("given", [["head"], "head", {0: 0.5}, 0.5, True])
+def test_what_to_prune_is_a_mapping_from_names(given: object):
+    with pytest.raises(InsumDtypeError, match=r"must map names of layers .*\n  fix: write block_sparse={"):
+        swap(MLP(), block_sparse=given)  # type: ignore[arg-type]
+
+
+def test_a_class_is_no_model():
+    with pytest.raises(InsumDtypeError, match=r"'model' must be a module, got <class .*\n  fix: pass an object"):
+        swap(nn.Linear)  # type: ignore[arg-type]
+
+
 # Dense layers, by name.
 
 

@@ -20,9 +20,10 @@ from torch.func import functional_call
 from torch.fx import GraphModule
 from torch.fx.experimental.proxy_tensor import make_fx
 from torch.utils import cpp_extension
+from torch.utils._sympy.numbers import int_oo
 
 import insum_nn
-from insum_nn.layers import BlockSparseLinear, GCNConv, SparseConvTensor, TensorProductConv
+from insum_nn.layers import BlockSparseLinear, GCNConv, SparseConv3d, SparseConvTensor, TensorProductConv
 from insum_nn.models import minkunet
 from tests.layers.every_layer import EVERY_LAYER
 from tests.packages import run_alone
@@ -167,6 +168,24 @@ def _cloud(voxels: int, _: int) -> tuple[Tensor, ...]:
     cells = torch.randperm(2 * math.prod(Scene.SHAPE))[:voxels]
     places = torch.stack(torch.unravel_index(cells, (2, *Scene.SHAPE)), 1)
     return torch.randn(voxels, 4), places.int()
+
+
+class Strided(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.conv = SparseConv3d(4, 4, 2, 2)
+
+    def forward(self, features: Tensor, voxels: Tensor) -> Tensor:
+        return self.conv(SparseConvTensor(features, voxels, list(Scene.SHAPE), 2)).features
+
+
+def test_numbers_of_voxels_without_a_bound_stay_within_int64():
+    count = Dim("count")
+    program = export(Strided(), _cloud(20, 0), dynamic_shapes=({0: count}, {0: count}))
+    uppers = [bounds.upper for bounds in program.range_constraints.values()]
+    # AOTInductor writes each finite bound into C++.
+    assert len(uppers) >= 3
+    assert all(upper == int_oo or upper < 2**63 for upper in uppers)
 
 
 VOXELS = Dim("voxels", min=2, max=1 << 20)

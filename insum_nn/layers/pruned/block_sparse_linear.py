@@ -166,6 +166,12 @@ class BlockSparseLinear(PrunedModule):
         (1, 0.25)
         """
         weight = linear.weight.detach()
+        if weight.dim() != 2:
+            raise InsumShapeError(
+                f"from_linear takes a layer whose weight is a matrix, got {type(linear).__name__}",
+                details=[f"weight: {tuple(weight.shape)}"],
+                fix="pass an nn.Linear; a convolution is pruned by PrunedConv2d.from_conv2d.",
+            )
         shape = (block_shape, block_shape) if isinstance(block_shape, int) else tuple(block_shape)
         if mask is None and len(shape) == 2 and min(shape) > 0 and not weight.is_meta:
             if density is not None:

@@ -95,6 +95,8 @@ def _reached(
     number = torch.empty_like(order).scatter(0, order, new.long().cumsum(0) - 1).view(shape)
     # An offset sends each voxel to an output of its own; candidates outside write into one cell more.
     count = first.shape[0]
+    # Rows are numbered in int32. Without this bound a tracer's bound of the pairs, volume * count, is beyond int64.
+    torch._check(count < 2**31)
     offsets = torch.arange(volume, device=indices.device)[:, None]
     cell = torch.where(keys >= 0, offsets * count + number, volume * count)
     rows = torch.arange(indices.shape[0], device=indices.device).expand(volume, -1)

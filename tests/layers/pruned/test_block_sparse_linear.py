@@ -131,6 +131,11 @@ def test_from_linear_by_mask():
     assert torch.equal(again.to_dense(), layer.to_dense())
 
 
+def test_from_linear_names_the_class_for_convolutions():
+    with pytest.raises(InsumShapeError, match=r"got Conv2d\n.*\n.*PrunedConv2d\.from_conv2d"):
+        BlockSparseLinear.from_linear(torch.nn.Conv2d(4, 4, 3))  # type: ignore[arg-type]
+
+
 def test_from_linear_without_a_choice_loses_nothing():
     dense = nn.Linear(12, 8, dtype=torch.float64).eval().requires_grad_(False)
     dense.weight[:4, 3:9] = 0
