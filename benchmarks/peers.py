@@ -116,11 +116,22 @@ def cue_fully_connected(
         dtype=torch.float32,
         method=method,
     )
+    _require_kernels(product, method)
 
     def call(x: Tensor, y: Tensor, w: Tensor) -> Tensor:
         return product(x, y, w[None] if shared else w)
 
     return CueProduct(call, *(_columns(each).to(device) for each in irreps))
+
+
+def _require_kernels(product: Any, method: str | None) -> None:
+    """Raise where cuEquivariance runs its slow method, to which it falls back with no more than a warning."""
+    used = {part.method for part in product.modules() if hasattr(part, "method")}
+    if method != "naive" and (not used or "naive" in used):
+        raise RuntimeError(
+            "cuEquivariance does not run its kernels here; its warning says why. To import cuequivariance_ops_torch takes"
+            " the wheel for this Python and CUDA, and the folders of CUDA's libnvrtc and libcublas in LD_LIBRARY_PATH"
+        )
 
 
 class CueConvolution(NamedTuple):
@@ -158,6 +169,7 @@ def cue_convolution(
         math_dtype=dtype,
         method=method,
     )
+    _require_kernels(product, method)
     # Its paths in the order in which it makes them, and then sorted by their outputs.
     kept = {ir for _, ir in out}
     paths = [

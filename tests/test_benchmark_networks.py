@@ -129,6 +129,18 @@ def test_layouts_of_cuequivariance(family: str, parameters: dict[str, str | int]
         assert error < (1e-12 if parameters["dtype"] == "float64" else 1e-5)
 
 
+def test_a_slow_method_is_no_baseline():
+    """cuEquivariance falls back to a plain method with a warning where its kernels cannot be loaded."""
+    product = torch.nn.ModuleDict({"f": torch.nn.Identity()})
+    for used, asked in (("naive", "naive"), ("uniform_1d", "uniform_1d"), ("fused_tp", None)):
+        product["f"].method = used
+        peers._require_kernels(product, asked)
+    product["f"].method = "naive"
+    for asked in ("uniform_1d", None):
+        with pytest.raises(RuntimeError, match="does not run its kernels here"):
+            peers._require_kernels(product, asked)
+
+
 def test_every_locked_baseline_has_a_provider():
     """A release in `peers.lock` belongs to a library that some case runs, or to a part of one."""
     text = (ROOT / "benchmarks" / "peers.lock").read_text(encoding="utf-8")
