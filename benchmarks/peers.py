@@ -129,7 +129,7 @@ def _require_kernels(product: Any, method: str | None) -> None:
     used = {part.method for part in product.modules() if hasattr(part, "method")}
     if method != "naive" and (not used or "naive" in used):
         raise RuntimeError(
-            "cuEquivariance does not run its kernels here; its warning says why. To import cuequivariance_ops_torch takes"
+            "cuEquivariance does not run its kernels here; its warning says why. cuequivariance_ops_torch needs"
             " the wheel for this Python and CUDA, and the folders of CUDA's libnvrtc and libcublas in LD_LIBRARY_PATH"
         )
 
