@@ -9,6 +9,7 @@ import re
 import subprocess
 import sys
 import threading
+import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -45,6 +46,7 @@ def plans(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     """An empty folder of plans."""
     monkeypatch.setenv("INSUM_NN_CACHE_DIR", str(tmp_path / "cache"))
     monkeypatch.setattr(plan_module, "_changed", {})
+    monkeypatch.setattr(plan_module, "_cleared", set())
     return tmp_path / "cache" / "plans"
 
 
@@ -290,6 +292,31 @@ def test_a_folder_that_cannot_be_written(plans: Path, monkeypatch: pytest.Monkey
     keep_plans()
     assert len([*plans.iterdir()]) == 1
     assert known() == 1
+
+
+def test_old_files_of_other_states_are_deleted(plans: Path, monkeypatch: pytest.MonkeyPatch):
+    def written(days: float) -> Path:
+        before = {*plans.iterdir()} if plans.exists() else set()
+        noted(days)
+        (path,) = {*plans.iterdir()} - before
+        then = time.time() - days * 86_400
+        os.utime(path, (then, then))
+        return path
+
+    own = written(60)
+    with monkeypatch.context() as patched:
+        patched.setattr(plan_module, "_compiler", lambda: "another")
+        other = written(31)
+        patched.setattr(plan_module, "_compiler", lambda: "a third")
+        young = written(29)
+    assert {*plans.iterdir()} == {own, other, young}
+    plan_module._cleared.clear()
+    # Another process may delete the same files meanwhile.
+    plain = Path.unlink
+    monkeypatch.setattr(Path, "unlink", lambda path: (plain(path), plain(path)))
+    Plan(KEY).get("else", lambda: 1)
+    keep_plans()
+    assert {*plans.iterdir()} == {own, young}
 
 
 def test_two_processes_keep_what_each_noted(plans: Path):

@@ -1,7 +1,8 @@
 """What was decided for a statement, on disk: a later process builds no algorithm, selects nothing and writes no text.
 
 A file of the cache folder holds it as JSON, by name, for one canonical statement and bucket of sizes, one version of
-torch and Triton, and one state of the compiler's own files. What is not found there is made, and noted.
+torch and Triton, and one state of the compiler's own files. What is not found there is made, and noted. Files of other
+versions and states are deleted `_DAYS` after they were written, by the first process that writes then.
 """
 
 from __future__ import annotations
@@ -10,7 +11,9 @@ import functools
 import hashlib
 import json
 import threading
+import time
 from collections.abc import Callable, Mapping
+from contextlib import suppress
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -23,6 +26,8 @@ __all__ = ["NO_PLAN", "Plan", "keep_plans"]
 T = TypeVar("T")
 _changed: dict[Plan, None] = {}
 _lock = threading.Lock()
+_DAYS = 30
+_cleared: set[Path] = set()
 
 
 @functools.cache
@@ -34,6 +39,15 @@ def _compiler() -> str:
         text = file.read_bytes()
         found.update(f"{file.relative_to(root)} {len(text)}\n".encode() + text)
     return found.hexdigest()
+
+
+def _state() -> str:
+    """What all decisions of this process depend on, whatever they are about: a digest that begins a file's name."""
+    return _digest(json.dumps([versions(), __version__, _compiler()], sort_keys=True))[:16]
+
+
+def _digest(text: str) -> str:
+    return hashlib.sha256(text.encode()).hexdigest()
 
 
 class Plan:
@@ -91,14 +105,14 @@ class Plan:
 
     def _path(self) -> Path | None:
         folder = own_folder("plans")
-        return None if folder is None else folder / hashlib.sha256(self._text.encode()).hexdigest()
+        return None if folder is None else folder / f"{_state()}-{_digest(self._text)}"
 
     def _read(self) -> dict[str, Any]:
         """What is on disk; nothing if that is damaged, or was written for another key."""
         path = self._path()
         try:
             digest, _, text = ("" if path is None else path.read_text(encoding="utf-8")).partition("\n")
-            if digest == hashlib.sha256(text.encode()).hexdigest():
+            if digest == _digest(text):
                 key, found = json.loads(text)
                 return dict(found) if key == self._text else {}
         except (OSError, *UNREADABLE):
@@ -110,7 +124,24 @@ class Plan:
         path = self._path()
         if path is not None:
             text = json.dumps([self._text, {**self._read(), **self._known}])
-            write_file(path, f"{hashlib.sha256(text.encode()).hexdigest()}\n{text}")
+            write_file(path, f"{_digest(text)}\n{text}")
+            _clear(path.parent)
+
+
+def _clear(folder: Path) -> None:
+    """Delete old files of other versions and states, once in a process.
+
+    Another process that reads such a file, or deletes it too, finds it or does not: it then decides anew.
+    """
+    if folder in _cleared:
+        return
+    _cleared.add(folder)
+    own, oldest = _state(), time.time() - _DAYS * 86_400
+    with suppress(OSError):
+        for path in folder.iterdir():
+            with suppress(OSError):
+                if not path.name.startswith(own) and path.stat().st_mtime < oldest:
+                    path.unlink()
 
 
 NO_PLAN = Plan(None)
