@@ -27,7 +27,7 @@ from benchmarks.schedules import generated_of
 from insum_nn import Options, compile
 from insum_nn.compiler.forms.defaults import default_schedule
 from insum_nn.compiler.schedule import timing
-from insum_nn.compiler.schedule.cost_model import H200, MARGIN, Rates, fits, microseconds, models, ranked
+from insum_nn.compiler.schedule.cost_model import H200, Rates, fits, microseconds, ranked
 from insum_nn.compiler.schedule.kernel_work import Work, count
 from insum_nn.compiler.schedule.space import Schedule
 from insum_nn.facts import IndexFacts
@@ -128,7 +128,6 @@ class Found:
         error: mean of |log(predicted / measured)| where sizes are known.
         first: the fastest predicted.
         default: the default schedule.
-        selected: the default, or what is predicted to be `MARGIN` times as fast.
         rank: mean place of the best in the predicted order, from 0.
         candidates: their mean number.
     """
@@ -136,15 +135,14 @@ class Found:
     error: float
     first: tuple[float, float]
     default: tuple[float, float]
-    selected: tuple[float, float]
     rank: float
     candidates: float
 
 
 def judge(problems: Sequence[Problem], rates: Rates) -> Found:
-    """Compare what is selected without the entry of a problem with the best that is known of it."""
+    """Compare the default of a problem, and the fastest predicted, with the best that is known of it."""
     errors, ranks, sizes = [0.0], [0.0], [0.0]
-    ratios: dict[str, list[float]] = {"first": [1.0], "default": [1.0], "selected": [1.0]}
+    ratios: dict[str, list[float]] = {"first": [1.0], "default": [1.0]}
     for problem in problems:
         predicted, times = problem.predicted(rates), problem.measured.times
         if problem.measured.exact:
@@ -152,9 +150,7 @@ def judge(problems: Sequence[Problem], rates: Rates) -> Found:
             continue
         default = default_schedule(problem.measured.form)
         first = min(predicted, key=predicted.__getitem__)
-        usual = predicted.get(default, math.inf)
-        replaced = models(problem.measured.form) and usual > MARGIN * predicted[first]
-        for name, schedule in (("first", first), ("default", default), ("selected", first if replaced else default)):
+        for name, schedule in (("first", first), ("default", default)):
             ratios[name].append(problem.ratio(schedule))
         best = predicted[next(iter(times))]
         ranks.append(sum(us < best for us in predicted.values()))
@@ -166,7 +162,7 @@ def judge(problems: Sequence[Problem], rates: Rates) -> Found:
     def shown(name: str) -> tuple[float, float]:
         return math.exp(mean([math.log(each) for each in ratios[name]])), max(ratios[name])
 
-    return Found(mean(errors), shown("first"), shown("default"), shown("selected"), mean(ranks), mean(sizes))
+    return Found(mean(errors), shown("first"), shown("default"), mean(ranks), mean(sizes))
 
 
 # Measuring a grid.

@@ -18,7 +18,6 @@ from insum_nn.compiler.lang.parser import parse
 from insum_nn.compiler.schedule import cost_model
 from insum_nn.compiler.schedule.cost_model import (
     H200,
-    MARGIN,
     Device,
     device_of,
     fits,
@@ -78,9 +77,9 @@ def test_every_statement_gets_a_schedule_that_fits():
             every = ranked(form, precision, device)
             assert schedule in every
             assert len(every) == 1 or all(fits(count(form, each, precision), device) for each in every), entry.name
-            seen.add(f"{name}: {reason.split(' to take')[0]}")
-    # Each way of choosing was taken by some of them.
-    assert {"small: the device has no room for the default", "H200: the default", "H200: predicted"} <= seen
+            seen.add(f"{name}: {reason}")
+    # Both ways of choosing were taken by some of them.
+    assert {"small: the device has no room for the default", "H200: the default"} <= seen
 
 
 @pytest.mark.parametrize("dtype", [torch.float16, torch.float32], ids=str)
@@ -91,11 +90,10 @@ def test_what_does_not_fit_is_replaced_by_the_next(dtype: torch.dtype):
     needs = int(count(form, default, precision).shared)
     enough, less = replace(SMALL, shared=needs), replace(SMALL, shared=needs - 1)
     assert next(iter(ranked(form, precision, enough))) == default
-    for matters in (True, False):
-        schedule, reason = without_measuring(form, precision, less, matters=matters)
-        assert schedule != default
-        assert count(form, schedule, precision).shared < needs
-        assert reason == "the device has no room for the default"
+    schedule, reason = without_measuring(form, precision, less)
+    assert schedule != default
+    assert count(form, schedule, precision).shared < needs
+    assert reason == "the device has no room for the default"
     # Where no candidate fits, the default shrinks to the least there is.
     (least,) = ranked(form, precision, replace(SMALL, shared=4_096))
     assert count(form, least, precision).shared <= 4_096
@@ -113,28 +111,12 @@ def test_fewer_registers_hold_fewer_programs():
     assert not fits(replace(work, warps=64), H200)
 
 
-def test_what_is_not_worth_a_choice_is_not_predicted(monkeypatch: pytest.MonkeyPatch):
-    monkeypatch.setattr(cost_model, "ranked", None)
+def test_a_default_that_fits_is_taken_whatever_is_predicted(monkeypatch: pytest.MonkeyPatch):
     form = product(200_000, 700_000, 128)
-    schedule, reason = without_measuring(form, "tf32x3", H200, matters=False)
-    assert schedule == default_schedule(form)
-    assert reason == "the default: too little work for a choice to matter"
-
-
-def test_small_gains_do_not_replace_the_default():
-    gains: list[float] = []
-    for rows, terms, columns, longest in (
-        (40_000, 800_000, 128, 300),
-        (300_000, 1_500_000, 64, 9),
-        (9_000, 90_000, 16, 12),
-    ):
-        form = product(rows, terms, columns, longest)
-        default, *others = ranked(form, "tf32x3", H200).values()
-        gains.append(default / others[0])
-        chosen, reason = without_measuring(form, "tf32x3", H200)
-        assert (chosen == default_schedule(form)) == (gains[-1] <= MARGIN)
-        assert reason.startswith("the default" if gains[-1] <= MARGIN else "predicted to take")
-    assert min(gains) <= MARGIN
+    default, *others = ranked(form, "tf32x3", H200).values()
+    assert default > 1.5 * others[0]
+    monkeypatch.setattr(cost_model, "ranked", None)
+    assert without_measuring(form, "tf32x3", H200) == (default_schedule(form), "the default")
 
 
 def test_more_work_takes_longer():

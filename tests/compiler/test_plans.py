@@ -70,7 +70,7 @@ def forbid_decisions(monkeypatch: pytest.MonkeyPatch) -> None:
     for module, names in (
         (form_module, ("unroll", "combining", "fold_static_tables", "_find_product")),
         (sized, ("write_kernel",)),
-        (cost_model, ("_predicted_best",)),
+        (cost_model, ("_first_that_fits",)),
         (fused_programs, ("_all_walks", "_cost")),
     ):
         for name in names:
@@ -170,7 +170,7 @@ count(sized, "write_kernel")
 count(form_module, "unroll")
 count(form_module, "fold_static_tables")
 count(fused_programs, "_cost")
-count(cost_model, "_predicted_best")
+count(cost_model, "_first_that_fits")
 torch.manual_seed(0)
 cpu = torch.device("cpu")
 step = networks.train(networks.network("nequip_32", Setting(cpu, "tiny")), "insum_nn", cpu)

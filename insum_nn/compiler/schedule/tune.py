@@ -143,7 +143,7 @@ def choose_schedule(
     """Select the schedule of a form for a bucket of sizes."""
     device = device_of(tensors[0].device)
     if not worth_selecting(extents):
-        return Selected(*without_measuring(form, precision, device, matters=False))
+        return Selected(*without_measuring(form, precision, device))
     key = _key_of(form, tables, bucket, tensors[0].device, precision)
     tuning = _Tuning(form, tensors, extents, start, precision)
 
@@ -193,7 +193,7 @@ def choose_unmeasured(
     """Select the schedule of a form where there are no values to measure it on."""
     device = device_of(where)
     if not worth_selecting(extents):
-        return Selected(*without_measuring(form, precision, device, matters=False))
+        return Selected(*without_measuring(form, precision, device))
 
     def measure() -> Measured[Schedule]:
         raise AssertionError("there is nothing to measure on")
