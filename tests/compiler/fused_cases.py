@@ -129,7 +129,5 @@ SCHEDULES = {
     "rows on lanes": Schedule(m=4, n=32),
     "rows on lanes, two tiles": Schedule(m=2, n=16, chunk=5),
     "terms on lanes": Schedule(n=32, k=4),
-    "indices prefetched": Schedule(n=32, prefetch=True),
-    "indices prefetched, divided, rows on lanes": Schedule(m=2, n=16, chunk=3, prefetch=True),
-    "indices prefetched, terms on lanes": Schedule(n=32, k=4, chunk=5, prefetch=True),
+    "divided, rows and terms on lanes": Schedule(m=2, n=16, k=4, chunk=5),
 }

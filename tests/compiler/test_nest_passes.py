@@ -204,13 +204,9 @@ def test_fused_outputs_are_those_of_their_statements(roles: str, walk: str, monk
 def test_placed_kernels_of_several_outputs(roles: str, which: str, walk: str, monkeypatch: pytest.MonkeyPatch):
     form, ordered, extents, wanted = joint_form(roles, walk, monkeypatch)
     schedule = fused_cases.SCHEDULES[which]
-    kernel, results = all_interpreted(form, ordered, extents, replace(schedule, n=min(schedule.n, 4)))
+    _, results = all_interpreted(form, ordered, extents, replace(schedule, n=min(schedule.n, 4)))
     for got, want in zip(results, wanted, strict=True):
         torch.testing.assert_close(got, want)
-    serial = [node for node in walk_nodes(kernel) if isinstance(node, Loop) and node.role == "serial"]
-    stores = [node for loop in serial for node in walk_nodes(loop) if isinstance(node, Store)]
-    ahead = any(store.buffer.dtype == "int64" for store in stores)
-    assert ahead == (schedule.prefetch and schedule.m == schedule.k == 1)
 
 
 PART, I = Index("part"), Index("i")

@@ -91,7 +91,6 @@ def _varied_of_several(form: Form, base: Schedule) -> Iterator[Schedule]:
             n = min(32 * lanes * warps, columns.lanes)
             if n * tiles_at_most(form) >= columns.lanes and n > 16 * lanes * warps:
                 yield replace(base, n=n, warps=warps)
-    yield replace(base, prefetch=False)
     yield replace(base, chunk=64)
 
 

@@ -153,7 +153,7 @@ def _default_of_several(form: Form) -> Schedule:
     """
     columns = form.static[element_axes(form)[1][0]]
     n = max(2, min(32, power(columns)), power(-(-columns // tiles_at_most(form))))
-    return Schedule(n=n, chunk=256, warps=max(1, min(8, n // 32)), stages=1, prefetch=True)
+    return Schedule(n=n, chunk=256, warps=max(1, min(8, n // 32)), stages=1)
 
 
 def tiles_at_most(form: Form) -> int:

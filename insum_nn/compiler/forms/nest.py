@@ -19,7 +19,6 @@ from insum_nn.compiler.ir.verify import verify_kernel
 from insum_nn.compiler.lang.bind import Bound
 from insum_nn.compiler.passes.fuse_outputs import clusters
 from insum_nn.compiler.passes.own_rows import RowWalk, own_rows
-from insum_nn.compiler.passes.prefetch_indices import prefetch_indices
 from insum_nn.compiler.passes.tile import Tiling, parts_of, tile
 from insum_nn.compiler.passes.tile_outputs import tile_outputs
 from insum_nn.compiler.schedule.canonical import names_of
@@ -34,8 +33,7 @@ def nest_of(form: Form, schedule: Schedule, strides: Strides, precision: Precisi
     rows, tiling = row_walk_of(form, schedule, strides, precision)
     if not form.additional:
         return tile(rows, schedule, tiling)
-    placed = tile_outputs(rows, schedule, tiling, clusters(rows.kernel))
-    return prefetch_indices(placed) if schedule.prefetch else placed
+    return tile_outputs(rows, schedule, tiling, clusters(rows.kernel))
 
 
 def row_walk_of(form: Form, schedule: Schedule, strides: Strides, precision: Precision) -> tuple[RowWalk, Tiling]:

@@ -48,7 +48,7 @@ __all__ = [
     "write",
 ]
 
-_FORMAT = 7
+_FORMAT = 8
 Key = Mapping[str, Any]
 
 UNREADABLE = (ArithmeticError, AttributeError, LookupError, TypeError, ValueError, RecursionError)

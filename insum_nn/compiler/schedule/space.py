@@ -52,8 +52,6 @@ class Schedule:
         splits: programs among which one long sum is divided (split-K); their results are added in order.
         chunk: most terms of an owned row that one program walks; longer rows are divided. Of a segment: its terms.
         segment: programs take equal chunks of the terms, in the order of their rows, instead of rows; m counts chunks.
-        prefetch: of a kernel with several outputs: the loop over a row's terms prefetches index tensors a step before
-            their terms, and their order two.
         warps: warps a program.
         stages: depth of the software pipeline, of loops around the matrix unit.
     """
@@ -69,7 +67,6 @@ class Schedule:
     warps: int = 4
     stages: int = 2
     segment: bool = False
-    prefetch: bool = False
 
     def __str__(self) -> str:
         tile = f"tile {self.m} x {self.n}, {self.k} at a time"
@@ -81,8 +78,6 @@ class Schedule:
             rest += f", sum over {self.splits} programs"
         if self.segment:
             rest += f", equal chunks of {self.chunk} terms"
-        if self.prefetch:
-            rest += ", indices prefetched"
         return f"{tile} {how}; {rest}"
 
     @property
