@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from typing import NamedTuple
 
@@ -9,7 +10,7 @@ from benchmarks import archive, report, targets
 from benchmarks.archive import Candidate
 from benchmarks.plot import MODE_NAMES
 from benchmarks.registry import load
-from benchmarks.targets import TARGETS, Group, Target, Verdict
+from benchmarks.targets import TARGETS, Faster, Group, Target, Verdict
 
 __all__ = ["State", "states", "target_table"]
 
@@ -44,7 +45,10 @@ def _runs() -> list[tuple[Candidate, dict[tuple[str, str], Group]]]:
 
 
 def states() -> list[State]:
-    """Judge each target on the newest run, of one commit, that has what the target compares."""
+    """Judge each target on the newest run, of one commit, that has what the target compares.
+
+    A run without any of the strongest baselines is passed over.
+    """
     runs = _runs()
     everything = report.rows([record for candidate, _ in runs for record in candidate.records])
     latest = {(row.case, row.mode): row.group for row in everything}
@@ -56,9 +60,10 @@ def states() -> list[State]:
                 if not target.covers(case.name, mode) or "cuda" not in case.devices:
                     continue
                 state = State(case.name, mode, target, None, "", "")
-                for candidate, groups in runs:
-                    group = groups.get((case.name, mode))
-                    verdict = None if group is None else target.judge(group)
+                own = [(c, groups[case.name, mode]) for c, groups in runs if (case.name, mode) in groups]
+                strong = _strong(target, [group for _, group in own])
+                for candidate, group in own:
+                    verdict = target.judge(group) if not strong or strong & group.keys() else None
                     if verdict is not None:
                         commit = f"`{(candidate.commit or 'unknown')[:7]}`"
                         state = state._replace(verdict=verdict, commit=commit, date=candidate.utc[:10])
@@ -70,6 +75,17 @@ def states() -> list[State]:
                         state = state._replace(verdict=verdict, commit="several", date=max(dates))
                 found.append(state)
     return found
+
+
+def _strong(target: Target, groups: Sequence[Group]) -> set[str]:
+    """The baselines of a target that were nearly the fastest in some run; empty: it compares with none."""
+    if not isinstance(target.judge, Faster):
+        return set()
+    least: dict[str, float] = {}
+    for name, record in (pair for group in groups for pair in group.items()):
+        if record["ms"] is not None and target.judge.compares(name):
+            least[name] = min(record["ms"]["p50"], least.get(name, math.inf))
+    return {name for name, ms in least.items() if ms <= archive.STRONG * min(least.values())}
 
 
 def _means() -> list[str]:

@@ -94,9 +94,12 @@ class Faster:
     def __str__(self) -> str:
         return f">= {self.times:g}x the best {f'of {self.baselines}' if self.baselines else 'baseline'}"
 
+    def compares(self, provider: str) -> bool:
+        """Whether a provider is one of the baselines."""
+        return not is_ours(provider) and re.search(self.baselines, provider) is not None
+
     def __call__(self, group: Group) -> Verdict | None:
-        mine = ours(group)
-        other = _fastest(group, lambda name: not is_ours(name) and re.search(self.baselines, name))
+        mine, other = ours(group), _fastest(group, self.compares)
         if mine is None or other is None:
             return None
         ratio = _p50(other) / _p50(mine)
