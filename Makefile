@@ -20,6 +20,7 @@ USE_SYSTEM ?=
 JOBS ?= 2
 GPU_JOBS ?= 1
 EXTRAS ?= test,bench,docs
+READERS ?= pointcloud
 CASES ?= *
 CHECK ?=
 SIZE ?= tiny
@@ -28,9 +29,12 @@ OUTPUT ?= outputs
 ifeq ($(USE_SYSTEM),)
   PY := $(abspath $(VENV))/bin/python
   READY := $(VENV)/.insum-ready
+  # The demo needs a small part of what development needs; where everything is installed, nothing more.
+  DEMO_READY := $(if $(wildcard $(READY)),$(READY),$(VENV)/.insum-examples-ready)
 else
   PY := $(PYTHON)
   READY :=
+  DEMO_READY :=
 endif
 
 # The caller's PYTHONPATH is kept: with USE_SYSTEM=1 that may be where the packages are.
@@ -47,9 +51,11 @@ help: ## list the targets
 
 venv: $(READY) ## make .venv and install everything (a second call does nothing)
 
-# Installed again where the stamp is older than what it depends on.
-$(VENV)/.insum-ready: pyproject.toml constraints.txt
-	@$(MAKE) --no-print-directory system-libs
+# Installed again where a stamp is older than what it depends on.
+$(VENV)/.insum-examples-ready: EXTRAS := examples
+$(VENV)/.insum-examples-ready: READERS :=
+$(VENV)/.insum-ready $(VENV)/.insum-examples-ready: pyproject.toml constraints.txt
+	@test -z "$(READERS)" || $(MAKE) --no-print-directory system-libs
 	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11))' \
 	  || { echo "insum_nn needs Python >= 3.11; this is $$($(PYTHON) --version 2>&1). Try: make PYTHON=python3.12" >&2; exit 1; }
 	@test -x $(VENV)/bin/python || $(PYTHON) -m venv $(VENV) \
@@ -64,7 +70,7 @@ $(VENV)/.insum-ready: pyproject.toml constraints.txt
 	  | while IFS='=' read -r name _ version; do sed -i "s/^$$name==.*/$$name==$$version/" $(VENV)/constraints.txt; done
 	$(VENV)/bin/python -m pip install -c $(VENV)/constraints.txt -e '.[$(EXTRAS)]'
 	@# No Open3D wheel exists for some interpreters and processors; only the readers that use it need it.
-	@$(VENV)/bin/python -m pip install -c $(VENV)/constraints.txt -e '.[pointcloud]' \
+	@test -z "$(READERS)" || $(VENV)/bin/python -m pip install -c $(VENV)/constraints.txt -e '.[$(READERS)]' \
 	  || echo "note: Open3D could not be installed; point clouds can still be read from text, PLY and KITTI files."
 	@touch $@
 
@@ -81,7 +87,7 @@ system-libs: ## install the system libraries that Open3D loads, where allowed
 	then echo "installed for Open3D:$$missing"; \
 	else echo "note: Open3D needs the system packages$$missing, which could not be installed here; all else works without them."; fi
 
-demo: $(READY) ## train five small networks on our layers, compare each with its baseline, print one table
+demo: $(DEMO_READY) ## train five small networks on our layers, compare each with its baseline, print one table
 	@# One thread by default: on a busy machine threads that wait for each other take several times as long.
 	@OMP_NUM_THREADS=$${OMP_NUM_THREADS:-1} $(RUN_ENV) $(PY) examples/demo.py --size tiny --out $(OUTPUT)/demo
 

@@ -1,9 +1,9 @@
 """Write the tables of README and docs from the records: `make bench-table`, or `python -m benchmarks.tables`.
 
 A page holds `<!-- table: begin -->` and `<!-- table: end -->`, with a name (`<!-- table: NAME begin -->`) where it is
-not README's table; the text between them is replaced. `--check` writes nothing and returns 1 when a table or a plot
-is out of date; CI runs it. Numbers come from `benchmarks/results/current/`, targets from the whole history, and first
-steps from `benchmarks/results/first-steps-*.json`, of each case the newest.
+not README's table; the text between them, a table or sentences with numbers, is replaced. `--check` writes nothing and
+returns 1 when a table or a plot is out of date; CI runs it. Numbers come from `benchmarks/results/current/`, targets
+from the whole history, and first steps from `benchmarks/results/first-steps-*.json`, of each case the newest.
 """
 
 from __future__ import annotations
@@ -17,9 +17,9 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal, cast
 
-from benchmarks import archive, plot, report
+from benchmarks import archive, plot, report, sentences
 from benchmarks.first_step import FirstStep
-from benchmarks.records import ROOT, Record
+from benchmarks.records import ROOT, Record, read
 from benchmarks.registry import is_ours
 from benchmarks.report import Row
 from benchmarks.target_table import target_table
@@ -156,7 +156,8 @@ def readme_table(rows: Sequence[Row]) -> str:
         cells = [f"**{show(v)}**" if v == min(ours, value) else show(v) for v in (ours, value)]
         lines.append([entry.title, *cells, baseline_name(baseline)])
     caption = f"One NVIDIA H200, {' and '.join(sorted(versions))}; medians, measured from {min(dates)} to {max(dates)}."
-    return f"{markdown(['', 'ours', 'best baseline', 'baseline'], lines)}\n\n{caption}"
+    table = markdown(["", "ours", "best baseline", "baseline"], lines)
+    return f"{table}\n\n{caption}\n\n{sentences.first_steps(first_steps())}"
 
 
 def _both(found: Mapping[str, float]) -> bool:
@@ -297,6 +298,25 @@ def record_table(rows: Sequence[Row]) -> str:
     return markdown(["device", "date", "commit", "torch, Triton", "families"], lines)
 
 
+def rare_baseline_table(provider: str) -> str:
+    """Write a line for each case and mode of the newest run with a baseline that few machines have."""
+    for file in sorted(archive.HISTORY.glob("*.json"), key=_ended, reverse=True):
+        rows = [row for row in report.rows(read(file)) if row.ours is not None and provider in _measured(row, "time")]
+        if rows:
+            lines: list[list[str]] = []
+            for row in sorted(rows, key=lambda row: (row.case, row.mode)):
+                mine, other = (row.ours or ("", 0.0))[1], _measured(row, "time")[provider]
+                cells = (duration(mine), duration(other), f"{other / mine:.2f}x")
+                lines.append([f"`{row.case}`", MODES[row.mode], *cells])
+            head = ["case", "mode", "ours", baseline_name(provider), "baseline / ours"]
+            return f"{markdown(head, lines)}\n\n{_provenance(rows)}"
+    raise ValueError(f"no run has {provider!r}")
+
+
+def _ended(file: Path) -> str:
+    return max((record["utc"] for record in read(file)), default="")
+
+
 def tables() -> dict[str, Callable[[], str]]:
     """Name -> what writes the table; README's has no name."""
     rows = report.rows(report.read(archive.current_files()))
@@ -314,6 +334,10 @@ def tables() -> dict[str, Callable[[], str]]:
         "": lambda: readme_table(rows),
         "networks": lambda: network_table(rows),
         "first-steps": first_step_table,
+        "first-step-kinds": lambda: sentences.first_steps_by_kind(first_steps()),
+        "busy-sentence": lambda: sentences.busy(rows, "NVIDIA H200"),
+        "selection-sentence": sentences.selection,
+        "cuequivariance": lambda: rare_baseline_table("cue"),
         "summary": lambda: summary_table(rows),
         "losses": lambda: loss_table(rows),
         "loss-summary": lambda: loss_summary(rows),

@@ -32,7 +32,7 @@ EXAMPLES = {
     "NequIP, Cu and Au": train_forces,
     "MLP, digits": prune_mlp,
 }
-HEADER = ("model", "layers", "compared with", "largest difference", "before", "after", "accuracy")
+HEADER = ("model", "layers", "compared with", "largest difference", "loss before", "loss after", "accuracy")
 
 
 def run(example, args, device):

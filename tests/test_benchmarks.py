@@ -28,6 +28,7 @@ from benchmarks import (
     registry,
     report,
     run,
+    sentences,
     supervise,
     tables,
     target_table,
@@ -814,8 +815,8 @@ def test_readme_table_shows_networks_that_have_records(monkeypatch: pytest.Monke
         measured(step, "spconv_triton", 50_000.0, compile_s=3.0, peak_bytes=1 << 30),
     ]
     cold = {"case": step, "process": "cold", "gpu": entries[0]["gpu"], "provider": "insum_nn"}
-    steps = [{"seconds": 9.0}, {"seconds": 1.0}]
-    monkeypatch.setattr(tables, "first_steps", lambda: [cold | {"steps": steps}, cold | {"process": "warm"}])
+    steps = [cold | {"steps": [{"seconds": 9.0}, {"seconds": 1.0}]}, cold | {"process": "warm", "steps": None}]
+    monkeypatch.setattr(tables, "first_steps", lambda: steps)
     lines = tables.readme_table([*rows, *report.rows(entries)]).splitlines()
     assert f"| {title} | **40 ms** | 50 ms | spconv-triton |" in lines
     assert "| the same: first step, empty caches | 9 s | **3 s** | spconv-triton |" in lines
@@ -874,3 +875,22 @@ def test_every_target_has_a_state():
     assert all(f"`{s.case}`" in text or f"`{s.case.partition('/')[2]}`" in text for s in found)
     for state in found:
         assert (state.verdict is None) == (state.date == "")
+
+
+def test_sentences_hold_the_numbers_of_the_records():
+    network = {name: f"network/network={name}/what=step" for name in ("gcn_14k", "spunet_fp16")}
+    seconds = {("gcn_14k", "cold"): 1.44, ("gcn_14k", "warm"): 0.4, ("spunet_fp16", "cold"): 12.4}
+    steps = [
+        {"case": network[name], "process": process, "provider": "insum_nn", "steps": [{"seconds": took}]}
+        for (name, process), took in seconds.items()
+    ]
+    # A network of which only one process was measured is left out.
+    text = " ".join(sentences.first_steps(steps).split())
+    assert "it took 1.4 s for a GCN; in the next process 0.4 s." in text
+    layer = [{**entry, "case": "spmm/n=32"} for entry in steps[:2]]
+    assert sentences.first_steps_by_kind([*steps, *layer]).splitlines()[2:] == [
+        "| a GCN | 1.4 | 0.4 |",
+        "| a single layer | 1.4 | 0.4 |",
+    ]
+    entries = [measured(network["gcn_14k"], "insum_nn", 1000.0, busy={"ms": 0.25, "launches": 3})]
+    assert "for 25 % of the step of a GCN." in sentences.busy(report.rows(entries), "NVIDIA H200")

@@ -1,0 +1,101 @@
+"""Sentences of README and docs that hold numbers, written from the records as `benchmarks.tables` writes tables."""
+
+from __future__ import annotations
+
+import json
+import textwrap
+from collections.abc import Sequence
+from pathlib import Path
+from typing import cast
+
+from benchmarks.archive import RESULTS
+from benchmarks.first_step import FirstStep
+from benchmarks.registry import is_ours
+from benchmarks.report import Row, geometric_mean
+from benchmarks.selection import Compared
+
+__all__ = ["NETWORKS", "busy", "first_steps", "first_steps_by_kind", "selection"]
+
+# Name in a sentence -> the network.
+NETWORKS = {"a GCN": "gcn_14k", "a sparse U-Net": "spunet_fp16", "NequIP": "nequip_864"}
+Seconds = dict[str, tuple[float, float]]
+
+
+def _both_caches(entries: Sequence[FirstStep]) -> Seconds:
+    """Case -> our first step in seconds with empty and with full caches, where both were measured."""
+    found: dict[str, dict[str, float]] = {}
+    for entry in entries:
+        if is_ours(entry["provider"]) and entry["steps"]:
+            found.setdefault(entry["case"], {})[entry["process"]] = entry["steps"][0]["seconds"]
+    return {case: (by["cold"], by["warm"]) for case, by in found.items() if len(by) == 2}
+
+
+def _shown(seconds: float) -> str:
+    return f"{seconds:.0f}" if seconds >= 10 else f"{seconds:.1f}"
+
+
+def _interval(values: Sequence[float]) -> str:
+    ends = [_shown(end) for end in (min(values), max(values))]
+    return " to ".join(dict.fromkeys(ends))
+
+
+def first_steps(entries: Sequence[FirstStep]) -> str:
+    """Say how long the first step of each network takes, with empty caches and in the next process; for README."""
+    found = _both_caches(entries)
+    networks = {name: found.get(f"network/network={network}/what=step") for name, network in NETWORKS.items()}
+    times = {name: pair for name, pair in networks.items() if pair is not None}
+    empty = _joined([f"{_shown(cold)} s for {name}" for name, (cold, _) in times.items()])
+    full = _joined([f"{_shown(warm)} s" for _, warm in times.values()])
+    return _wrapped(
+        f"**The first step** compiles kernels and keeps them on disk. On an H200 it took {empty}; in the next"
+        f" process {full}. [`insum_nn.prepare`](docs/how-to/tune.md#before-the-first-step) compiles beforehand; on a"
+        " CPU nothing is compiled. Nothing is timed unless you [ask for it](docs/how-to/tune.md)."
+    )
+
+
+def first_steps_by_kind(entries: Sequence[FirstStep]) -> str:
+    """Write a table of the networks' first steps, and of the range over layers."""
+    found = _both_caches(entries)
+    lines = ["| | kernels are compiled | the next process finds them on disk |", "|---|---|---|"]
+    networks = {f"network/network={network}/what=step": name for name, network in NETWORKS.items()}
+    for case, name in networks.items():
+        if case in found:
+            lines.append(f"| {name} | {' | '.join(map(_shown, found[case]))} |")
+    layers = [times for case, times in found.items() if not case.startswith("network/")]
+    if layers:
+        lines.append(f"| a single layer | {' | '.join(_interval(column) for column in zip(*layers, strict=True))} |")
+    return "\n".join(lines)
+
+
+def busy(rows: Sequence[Row], device: str) -> str:
+    """Say which part of a training step the GPU works."""
+    parts: list[str] = []
+    for name, network in NETWORKS.items():
+        for row in rows:
+            record = row.group.get("insum_nn")
+            if row.case == f"network/network={network}/what=step" and row.gpu == device and record is not None:
+                if record["ms"] is not None and record["busy"] is not None:
+                    parts.append(f"{100 * record['busy']['ms'] / record['ms']['p50']:.0f} % of the step of {name}")
+    return _wrapped(f"**Most of a step is CPU time.** On an H200 the GPU works for {_joined(parts)}.")
+
+
+def _joined(parts: Sequence[str]) -> str:
+    return " and ".join(filter(None, (", ".join(parts[:-1]), *parts[-1:])))
+
+
+def _wrapped(text: str) -> str:
+    return textwrap.fill(text, 124, break_long_words=False, break_on_hyphens=False)
+
+
+def selection(results: Path = RESULTS) -> str:
+    """Say what it costs to run without schedules that were measured for a case."""
+    file = max(results.glob("selection-*.json"))
+    found = cast(list[Compared], json.loads(file.read_text(encoding="utf-8")))
+    ratios = {(c["case"], c["provider"], c["mode"]): c["selected_us"] / c["stored_us"] for c in found}
+    slow = [ratio for ratio in ratios.values() if ratio > 1.3]
+    some = found[0]
+    return _wrapped(
+        f"On an {some['gpu']} (commit {(some['commit'] or 'unknown')[:7]}) {len(ratios)} calls took"
+        f" {geometric_mean(list(ratios.values())):.2f} times as long without them, as a geometric mean; {len(slow)} of"
+        f" them took more than 1.3 times, at most {max(ratios.values()):.2f}."
+    )
