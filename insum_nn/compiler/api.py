@@ -43,6 +43,7 @@ from insum_nn.compiler.runtime.multilinear import JointSums, Multilinear, contra
 from insum_nn.compiler.runtime.out_argument import check_unrecorded, write_out
 from insum_nn.compiler.runtime.program import Program, ProgramSum, Shape
 from insum_nn.compiler.runtime.steps.wanted_gradients import keep_inner, wanted_gradients
+from insum_nn.compiler.runtime.steps.whole_step import call_step
 from insum_nn.compiler.runtime.tracing.traced import call_traced, options_text
 from insum_nn.facts import IndexFacts, StaticTable
 
@@ -57,6 +58,7 @@ __all__ = [
     "SharedPaths",
     "adds_atomically",
     "by_table",
+    "call_step",
     "call_traced",
     "cold",
     "compile",

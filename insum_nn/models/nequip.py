@@ -11,7 +11,7 @@ import torch
 from torch import Tensor, nn
 
 from insum_nn.errors import InsumShapeError
-from insum_nn.layers.equivariant.adoption import e3nn, o3
+from insum_nn.layers.equivariant.adoption import call_step, e3nn, o3
 from insum_nn.layers.equivariant.gate import Gate
 from insum_nn.layers.equivariant.linear import Linear
 from insum_nn.layers.equivariant.spherical_harmonics import SphericalHarmonics
@@ -256,6 +256,21 @@ class NequIP(nn.Module):
         Raises:
             InsumShapeError: an atom's species is unknown, or shapes do not fit.
         """
+        given = (positions, species, receivers, senders, offsets, batch, num_graphs, edges)
+        # What another call records is not to be recorded twice.
+        return call_step(NequIP._energies, self, *given) if edges is None else self._energies(*given)
+
+    def _energies(
+        self,
+        positions: Tensor,
+        species: Tensor,
+        receivers: Tensor,
+        senders: Tensor,
+        offsets: Tensor | None,
+        batch: Tensor | None,
+        num_graphs: int,
+        edges: EdgeGradients | None,
+    ) -> Tensor:
         kinds = self._kinds(positions, species)
         vectors = positions.index_select(0, senders) - positions.index_select(0, receivers)
         if offsets is not None:
@@ -378,6 +393,9 @@ class NequIP(nn.Module):
 
     def _with_gradient(self, *given: Any) -> tuple[Tensor, Tensor, Tensor]:
         """Energies, the gradient of their sum by the edges' vectors, and these vectors."""
+        return call_step(NequIP._differentiated, self, *given)
+
+    def _differentiated(self, *given: Any) -> tuple[Tensor, Tensor, Tensor]:
         edges = EdgeGradients(create_graph=self.training)
         with torch.enable_grad():
             energy = self(*given, edges=edges)

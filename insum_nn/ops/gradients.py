@@ -1,5 +1,5 @@
-"""What layers between statements take from the compiler."""
+"""What layers between statements, and models, take from the compiler."""
 
-from insum_nn.compiler.api import keep_inner, silu
+from insum_nn.compiler.api import call_step, keep_inner, silu
 
-__all__ = ["keep_inner", "silu"]
+__all__ = ["call_step", "keep_inner", "silu"]

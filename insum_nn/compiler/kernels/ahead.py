@@ -52,18 +52,23 @@ class Collection:
         target: what they are compiled for; `None`: the device that they would have run on.
         codes: each once, in the order in which they were met.
         launches: how often any was met.
+        found: called with each when it is met first.
     """
 
     target: Target | None = None
     codes: dict[KernelCode, None] = field(default_factory=dict[KernelCode, None])
     launches: int = 0
+    found: Callable[[KernelCode], None] | None = None
     _lock: threading.Lock = field(default_factory=threading.Lock)
 
     def add(self, code: KernelCode) -> None:
         """Note one launch."""
         with self._lock:
             self.launches += 1
+            new = code not in self.codes
             self.codes[code] = None
+        if new and self.found is not None:
+            self.found(code)
 
 
 # Backward runs in threads of torch's own, so that this belongs to the process; one thread at a time collects.
@@ -95,9 +100,9 @@ def rehearsing() -> bool:
 
 
 @contextmanager
-def rehearse() -> Generator[Collection]:
+def rehearse(found: Callable[[KernelCode], None] | None = None) -> Generator[Collection]:
     """Collect as `collect` does, in this thread alone: others launch meanwhile."""
-    _here.current = Collection()
+    _here.current = Collection(found=found)
     try:
         yield _here.current
     finally:
@@ -159,7 +164,7 @@ def compile_all(
     """Compile kernels in processes of their own, for the cache on disk.
 
     Args:
-        codes: the kernels; those with the longest text begin first, since all wait for the last to end.
+        codes: the kernels; those that take longest begin first, since all wait for the last to end.
         workers: number of processes; by default as many as this one may use processors.
         step: called after each.
     """
@@ -180,7 +185,7 @@ def compile_all(
         step(compiled)
         return compiled
 
-    order = sorted(codes, key=lambda code: -len(code.text))
+    order = sorted(codes, key=lambda code: -code.effort)
     try:
         with ThreadPoolExecutor(count) as pool:
             done = {compiled.code: compiled for compiled in pool.map(one, order)}

@@ -44,11 +44,13 @@ class Background:
 
     Attributes:
         missing: kernels that this process needed and did not find on disk.
+        of_steps: kernels of whole steps that were rehearsed: those of the gradients of their calls are known.
     """
 
     def __init__(self, most: int) -> None:
         self.most = most
         self.missing = 0
+        self.of_steps: set[KernelCode] = set()
         self._known: set[KernelCode] = set()
         self._waiting: dict[KernelCode, None] = {}
         self._running: dict[KernelCode, threading.Event] = {}
@@ -142,8 +144,8 @@ class Background:
                 self._changed.wait_for(lambda: bool(self._waiting), _IDLE)
             if not self._waiting:
                 return None
-            # All wait for the last to end, and a long text takes long.
-            code = max(self._waiting, key=lambda each: len(each.text))
+            # All wait for the last to end.
+            code = max(self._waiting, key=lambda each: each.effort)
             del self._waiting[code]
             self._running[code] = threading.Event()
             return code
@@ -156,14 +158,16 @@ class _Cold:
         due: it needed a kernel that was not there, so what its gradients need is not there either.
         call: the function of the recorded call that runs now, its context, and its arguments.
         rehearse: finds the kernels of such a call and of its gradients, and submits them.
+        step: finds and submits all kernels of the step that runs now, and returns them; the thread that runs it.
     """
 
-    __slots__ = ("call", "due", "rehearse")
+    __slots__ = ("call", "due", "rehearse", "step")
 
     def __init__(self) -> None:
         self.due = False
         self.call: tuple[Any, ...] | None = None
         self.rehearse: Callable[..., None] | None = None
+        self.step: tuple[Callable[[], Iterable[KernelCode]], int] | None = None
 
 
 cold = _Cold()
@@ -183,9 +187,16 @@ def missed(code: KernelCode, *, rehearse: bool) -> None:
         if _background is None:
             _background = Background(default_background_workers())
             atexit.register(_background.close)
+    helped = rehearse and _background.most > 0
+    step = cold.step if helped and cold.step is not None and cold.step[1] == threading.get_ident() else None
+    call = cold.call if helped and code not in _background.of_steps else None
+    _background.missed(code, later=step is not None or call is not None)
+    if step is not None:
+        cold.step = None
+        _background.of_steps |= {*step[0]()}
+    if code in _background.of_steps:
+        return
     cold.due = _background.most > 0
-    call = cold.call if rehearse and cold.due else None
-    _background.missed(code, later=call is not None)
     if call is not None and cold.rehearse is not None:
         cold.call = None
         cold.rehearse(*call)

@@ -17,7 +17,7 @@ from insum_nn.compiler.options import Options, require_options
 from insum_nn.dtypes import FLOATS
 from insum_nn.errors import MissingExtraError
 from insum_nn.layers.equivariant.checks import InputError
-from insum_nn.ops.gradients import keep_inner, silu
+from insum_nn.ops.gradients import call_step, keep_inner, silu
 from insum_nn.ops.modes import in_a_graph
 
 try:
@@ -30,7 +30,18 @@ except ImportError as error:
         "the equivariant layers take the place of e3nn's, which is not installed", fix="run: pip install e3nn"
     ) from error
 
-__all__ = ["HasOptions", "adopt", "e3nn", "e3nn_nn", "forward_of", "keep_inner", "o3", "runs_directly", "silu"]
+__all__ = [
+    "HasOptions",
+    "adopt",
+    "call_step",
+    "e3nn",
+    "e3nn_nn",
+    "forward_of",
+    "keep_inner",
+    "o3",
+    "runs_directly",
+    "silu",
+]
 
 M = TypeVar("M", bound=torch.nn.Module)
 
