@@ -111,6 +111,14 @@ DEVICE_RULES: dict[str, str] = {
     "insum_nn/layers/spconv/utils.py": "spconv's interface compares kinds of devices",
 }
 
+# Rules by size stand there too; a constant above `_SMALL` looks like one.
+_SMALL = 8
+# file of ops/ or layers/ -> why it has such a constant all the same.
+SIZE_RULES: dict[str, str] = {
+    "insum_nn/layers/spconv/ops.py": "bits of spconv's masks",
+    "insum_nn/layers/spconv/table_ops.py": "bits of spconv's masks",
+}
+
 # What is kept of tensors is kept by one class, `insum_nn/tensor_cache.py: TensorCache`, which `forget` reaches.
 NO_CACHES_OF_TENSORS = ("weakref", "torch.utils.weak")
 
@@ -371,6 +379,34 @@ def test_the_check_of_device_rules_sees_them(text: str):
     source = Source(ROOT / PACKAGE / "ops" / "x.py")
     vars(source)["text"] = text
     assert device_rules(source) == [1]
+
+
+def thresholds(source: Source) -> list[str]:
+    """The module's constants that are a number above `_SMALL`, as rules by size have them."""
+    found: list[str] = []
+    for node in source.tree.body:
+        if isinstance(node, ast.Assign | ast.AnnAssign) and isinstance(node.value, ast.Constant | ast.BinOp):
+            target = node.targets[0] if isinstance(node, ast.Assign) else node.target
+            numbers = [n for n in ast.walk(node.value) if isinstance(n, ast.Constant)]
+            # A power is large, whatever its exponent.
+            large = any(type(n.value) in (int, float) and abs(n.value) > _SMALL for n in numbers)
+            if large or (isinstance(node.value, ast.BinOp) and isinstance(node.value.op, ast.LShift | ast.Pow)):
+                found.append(ast.unparse(target))
+    return found
+
+
+def test_operators_and_layers_have_no_rules_by_size():
+    folders = {f"{PACKAGE}.{folder}" for folder in STATEMENTS_ALONE}
+    found = {*faults(thresholds, (s for s in MODULES.values() if within(s.module, folders)))}
+    assert found - {*SIZE_RULES} == set(), "the compiler chooses by size: runtime/composite/statement_choice.py"
+    assert {*SIZE_RULES} - found == set(), "these have none any more: take them off SIZE_RULES"
+
+
+@pytest.mark.parametrize("text", ["LONG = 16", "_MOST: int = 1 << 4", "A = 2**5", "_SHARE = 12.5"])
+def test_the_check_of_size_rules_sees_them(text: str):
+    source = Source(ROOT / PACKAGE / "ops" / "x.py")
+    vars(source)["text"] = text
+    assert thresholds(source)
 
 
 def test_operators_and_layers_keep_nothing_of_tensors_in_ways_of_their_own():

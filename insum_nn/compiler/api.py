@@ -21,8 +21,12 @@ from insum_nn.compiler.runtime.bound_program import BoundProgram
 from insum_nn.compiler.runtime.composite.fused_programs import FusedPrograms
 from insum_nn.compiler.runtime.composite.shared_paths import SharedPaths
 from insum_nn.compiler.runtime.composite.statement_choice import (
+    LONG_SUM,
+    MOST_CELLS,
+    MOST_TERMS,
     adds_atomically,
     by_table,
+    fits_between,
     pairs_are_faster,
     paths_are_products,
     takes_columns,
@@ -48,6 +52,9 @@ from insum_nn.compiler.runtime.tracing.traced import call_traced, options_text
 from insum_nn.facts import IndexFacts, StaticTable
 
 __all__ = [
+    "LONG_SUM",
+    "MOST_CELLS",
+    "MOST_TERMS",
     "BoundProgram",
     "Explanation",
     "FusedPrograms",
@@ -65,6 +72,7 @@ __all__ = [
     "compile_built",
     "contract",
     "contract_jointly",
+    "fits_between",
     "for_each_vector",
     "generates_kernels",
     "graph_constant",

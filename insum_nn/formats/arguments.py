@@ -39,7 +39,7 @@ def require_tensor(value: object, owner: str, name: str) -> Tensor:
 
 
 def integers(extents: object) -> tuple[int, ...] | None:
-    """A sequence of integers as a tuple; `None` for anything else, floats included."""
+    """Return a sequence of integers as a tuple; `None` for anything else, floats included."""
     try:
         return tuple(operator.index(extent) for extent in cast("Sequence[int]", extents))
     except TypeError:
@@ -64,7 +64,7 @@ def check_shape(shape: Sequence[int] | None, owner: str) -> tuple[int, ...]:
 
 
 def choose_index_dtype(extents: Sequence[int], index_dtype: torch.dtype | None) -> torch.dtype:
-    """The caller's choice, or int32 wherever every index fits."""
+    """Return the caller's choice, or int32 wherever every index fits."""
     fits = max(extents, default=0) <= _INT32_LIMIT - 1
     if index_dtype is None:
         return torch.int32 if fits else torch.int64

@@ -80,15 +80,15 @@ class SparseFormat(Verifiable):
 
     @abstractmethod
     def _ordered_indices(self) -> tuple[Tensor, ...]:
-        """Indices of the used slots, flattened, in the order of dimensions that `coalesced` speaks of."""
+        """Return indices of the used slots, flattened, in the order of dimensions that `coalesced` speaks of."""
 
     @abstractmethod
     def entries(self) -> COO:
-        """The stored entries without padding, in stored order."""
+        """Return the stored entries without padding, in stored order."""
 
     @abstractmethod
     def transpose(self) -> Self:
-        """The transpose in the same format, sorted again; differentiable in the values."""
+        """Return the transpose in the same format, sorted again; differentiable in the values."""
 
     @property
     @abstractmethod
@@ -188,7 +188,7 @@ class SparseFormat(Verifiable):
         return {**named, "Val": self.values}
 
     def with_values(self, values: Tensor) -> Self:
-        """The same structure and facts with other values.
+        """Return the same structure and facts with other values.
 
         Args:
             values: shape of `self.values`, on its device; any dtype; differentiable. The caller keeps 0 in unused
@@ -212,7 +212,7 @@ class SparseFormat(Verifiable):
         return self._with_values(values)
 
     def detach(self) -> Self:
-        """The same format with values cut from the autograd graph."""
+        """Return the same format with values cut from the autograd graph."""
         return self._with_values(self.values.detach())
 
     def _with_values(self, values: Tensor) -> Self:
@@ -258,11 +258,11 @@ class SparseFormat(Verifiable):
         return moved._guaranteed_if(self._holds())
 
     def to_dense(self) -> Tensor:
-        """The dense tensor, `shape`; duplicates are summed (half types in float32), unused slots add nothing."""
+        """Return the dense tensor, `shape`; duplicates are summed (half types in float32), unused slots add nothing."""
         return self.entries().to_dense()
 
     def to_coo(self) -> COO:
-        """The stored entries as a coalesced `COO`: sorted, duplicates summed, explicit zeros kept."""
+        """Return the stored entries as a coalesced `COO`: sorted, duplicates summed, explicit zeros kept."""
         return self.entries().coalesce()
 
     def to_torch(self, layout: torch.layout = torch.sparse_coo) -> Tensor:
@@ -270,7 +270,7 @@ class SparseFormat(Verifiable):
         return self.to_coo().to_torch(layout)
 
     def to_scipy(self) -> object:
-        """The stored entries as a `scipy.sparse.coo_array` on the CPU, cut from the autograd graph."""
+        """Return the stored entries as a `scipy.sparse.coo_array` on the CPU, cut from the autograd graph."""
         return self.to_coo().to_scipy()
 
     def validate(self) -> Self:
@@ -318,11 +318,11 @@ class SparseFormat(Verifiable):
         checks.raise_faults(title, self._structure_faults(), by_kind=True)
 
     def _proven(self) -> bool:
-        """Whether the facts say that every index was checked to lie inside."""
+        """Return whether the facts say that every index was checked to lie inside."""
         return bool(self.index_facts) and all(facts.proven for facts in self.index_facts)
 
     def _fixed_extents(self) -> dict[str, int]:
-        """Extents of axis letters that the shape decides."""
+        """Return extents of axis letters that the shape decides."""
         return {}
 
     def _shape_faults(self) -> list[Fault]:
@@ -373,7 +373,7 @@ class SparseFormat(Verifiable):
 
 
 def dim_name(dim: int, ndim: int) -> str:
-    """The name in expressions of the index tensor of dimension `dim`.
+    """Return the name in expressions of the index tensor of dimension `dim`.
 
     >>> dim_name(1, 2), dim_name(1, 3)
     ('Col', 'Index1')
@@ -382,14 +382,14 @@ def dim_name(dim: int, ndim: int) -> str:
 
 
 def dim_field(dim: int, ndim: int, otherwise: str) -> str:
-    """The attribute under which the index tensor of dimension `dim` is read: `row`, `col`, or `otherwise`."""
+    """Return the attribute under which the index tensor of dimension `dim` is read: `row`, `col`, or `otherwise`."""
     return ("row", "col")[dim] if ndim == 2 else otherwise
 
 
 def _tensor_faults(
     field: str, tensor: object, axes: str, extents: dict[str, int], owner: dict[str, str]
 ) -> list[Fault]:
-    """Faults of one tensor's type, rank and lengths; binds the letters it is the first to carry."""
+    """Return faults of one tensor's type, rank and lengths; binds the letters it is the first to carry."""
     letters = "(" + ", ".join(axes) + ("," if len(axes) == 1 else "") + ")"
     if not isinstance(tensor, Tensor):
         fix = f"pass {field} as a torch.Tensor."

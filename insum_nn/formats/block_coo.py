@@ -189,7 +189,7 @@ class BlockCOO(BlockFormat):
         return self.values.shape[0]
 
     def occupancy(self) -> Tensor:
-        """The number of blocks in each block row that has any, (n,) int64, in ascending order of rows."""
+        """Return the number of blocks in each block row that has any, (n,) int64, in ascending order of rows."""
         self._verify()
         ordered = bool(self.index_facts) and self.index_facts[0].sorted
         rows = self.row if ordered else self.row.sort().values

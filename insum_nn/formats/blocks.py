@@ -66,7 +66,7 @@ class BlockFormat(SparseFormat):
         """`blocks` without a check of the facts."""
 
     def blocks(self) -> BlockCOO:
-        """The stored blocks without padding, in stored order; differentiable in the values."""
+        """Return the stored blocks without padding, in stored order; differentiable in the values."""
         known = self._verify()
         return self._blocks()._guaranteed_if(known)
 
@@ -93,7 +93,7 @@ class BlockFormat(SparseFormat):
         return any(extent % block for extent, block in zip(self.shape, self.block_shape, strict=True))
 
     def entries(self) -> COO:
-        """The scalars of every stored block inside `shape`, block after block, zeros included."""
+        """Return the scalars of every stored block inside `shape`, block after block, zeros included."""
         own = self.blocks()
         indices, values = convert.expand_blocks(own.row, own.col, own.values, self.shape)
         facts = IndexFacts(masked=False, proven=own._proven())
@@ -101,7 +101,7 @@ class BlockFormat(SparseFormat):
         return COO(self.shape, flat, values, (facts, facts))._guaranteed_if(own._proven())
 
     def to_dense(self) -> Tensor:
-        """The dense matrix; duplicate blocks are summed (half types in float32)."""
+        """Return the dense matrix; duplicate blocks are summed (half types in float32)."""
         own = self.blocks()
         (a, b), (rows, cols) = self.block_shape, convert.block_grid(self.shape, self.block_shape)
         slots = own.row.long() * cols + own.col
@@ -162,7 +162,7 @@ class BlockFormat(SparseFormat):
         return super()._value_faults() + ([fault] if fault is not None else [])
 
     def _overhang_fault(self) -> checks.Fault | None:
-        """A value other than 0 in the part of an edge block that lies beyond the shape."""
+        """Return a value other than 0 in the part of an edge block that lies beyond the shape."""
         row = self.row if self.row.ndim == self.col.ndim else self.row[:, None].expand(self.col.shape)
         outside = _overhang(row, self.col, self.shape, self.block_shape)
         if outside is None:
@@ -184,7 +184,7 @@ class BlockFormat(SparseFormat):
 
 
 def _overhang(row: Tensor, col: Tensor, shape: Sequence[int], block_shape: tuple[int, int]) -> Tensor | None:
-    """Which elements of each block lie beyond the shape, (..., a, b) bool; `None` where no block can."""
+    """Return which elements of each block lie beyond the shape, (..., a, b) bool; `None` where no block can."""
     if shape[0] % block_shape[0] == 0 and shape[1] % block_shape[1] == 0:
         return None
     beyond: list[Tensor] = []
@@ -205,7 +205,7 @@ def _count_inside(row: Tensor, col: Tensor, shape: Sequence[int], block_shape: t
 
 
 def merge_blocks(blocks: Blocks, shape: Sequence[int]) -> Blocks:
-    """Blocks sorted by (row, col), duplicates summed (half types in float32)."""
+    """Return blocks sorted by (row, col), duplicates summed (half types in float32)."""
     if blocks.coalesced:
         return blocks
     grid = convert.block_grid(shape, arguments.check_block_shape(blocks.values.shape[1:]))
@@ -218,7 +218,7 @@ def merge_blocks(blocks: Blocks, shape: Sequence[int]) -> Blocks:
 def blocks_from_dense(
     dense: Tensor, block_shape: tuple[int, int], mask: Tensor | None
 ) -> tuple[Blocks, tuple[int, int]]:
-    """Blocks of a dense matrix that hold a nonzero, or that `mask` touches."""
+    """Return blocks of a dense matrix that hold a nonzero, or that `mask` touches."""
     if arguments.require_tensor(dense, "from_dense", "dense").layout != torch.strided:
         raise InsumFormatError(
             f"from_dense needs a dense matrix, got layout {dense.layout}", fix="call from_torch on a sparse tensor."
@@ -230,7 +230,7 @@ def blocks_from_dense(
 def blocks_from_caller(
     row: Tensor, col: Tensor, values: Tensor, shape: Sequence[int], owner: str, *, coalesce: bool = True
 ) -> tuple[Blocks, tuple[int, int]]:
-    """Blocks from a caller: checked, proven, cut at the edges of `shape`, and merged unless told otherwise."""
+    """Return blocks from a caller: checked, proven, cut at the edges of `shape`, and merged unless told otherwise."""
     extents = arguments.require_matrix(arguments.check_shape(shape, owner), "a format of blocks")
     if arguments.require_tensor(values, owner, "values").ndim != 3:
         raise InsumShapeError(
@@ -252,7 +252,7 @@ def blocks_from_entries(
     block_shape: tuple[int, int] | None,
     owner: str,
 ) -> tuple[Blocks, tuple[int, int]]:
-    """The arguments of a `from_coo` as coalesced blocks; a format of such blocks keeps its structure."""
+    """Return the arguments of a `from_coo` as coalesced blocks; a format of such blocks keeps its structure."""
     own = indices.block_shape if isinstance(indices, BlockFormat) else None
     chosen = arguments.check_block_shape(own if block_shape is None else block_shape)
     if isinstance(indices, BlockFormat) and own == chosen and values is None and shape is None:
@@ -269,7 +269,7 @@ def blocks_from_entries(
 def blocks_from_torch(
     tensor: Tensor, block_shape: tuple[int, int] | None, owner: str
 ) -> tuple[Blocks, tuple[int, int]]:
-    """A torch sparse matrix as coalesced blocks; BSR and BSC keep theirs if `block_shape` allows."""
+    """Return a torch sparse matrix as coalesced blocks; BSR and BSC keep theirs if `block_shape` allows."""
     convert.check_torch(tensor)
     if tensor.layout in (torch.sparse_bsr, torch.sparse_bsc):
         row, col, values = convert.compressed_blocks(tensor)
@@ -281,7 +281,7 @@ def blocks_from_torch(
 def blocks_from_scipy(
     matrix: object, block_shape: tuple[int, int] | None, device: torch.device | str | None, owner: str
 ) -> tuple[Blocks, tuple[int, int]]:
-    """A scipy sparse matrix as coalesced blocks; BSR keeps its block shape unless `block_shape` asks for another."""
+    """Return a scipy sparse matrix as coalesced blocks; BSR keeps its block shape unless `block_shape` differs."""
     own = getattr(matrix, "blocksize", None) if getattr(matrix, "format", None) == "bsr" else None
     shape, indices, values = scipy_tensors(matrix, device)
     return blocks_from_entries(indices, values, shape, own if block_shape is None else block_shape, owner)

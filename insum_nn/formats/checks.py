@@ -90,7 +90,7 @@ def raise_faults(title: str, faults: Sequence[Fault], *, by_kind: bool) -> None:
 
 
 def first_true(bad: Tensor) -> tuple[tuple[int, ...], int] | None:
-    """The position of the first true element in reading order, and how many are true."""
+    """Return the position of the first true element in reading order, and how many are true."""
     where = bad.nonzero()
     if where.shape[0] == 0:
         return None
@@ -98,7 +98,7 @@ def first_true(bad: Tensor) -> tuple[tuple[int, ...], int] | None:
 
 
 def range_fault(field: str, letters: str, tensor: Tensor, extent: int, *, padded: bool) -> Fault | None:
-    """An entry outside `[0, extent)`; -1 passes where slots may be unused."""
+    """Return an entry outside `[0, extent)`; -1 passes where slots may be unused."""
     found = first_true((tensor < (-1 if padded else 0)) | (tensor >= extent))
     if found is None:
         return None
@@ -116,7 +116,7 @@ def range_fault(field: str, letters: str, tensor: Tensor, extent: int, *, padded
 
 
 def mask_claim_fault(field: str, tensor: Tensor) -> Fault | None:
-    """An unused slot in a tensor that is said to have none."""
+    """Return an unused slot in a tensor that is said to have none."""
     found = first_true(tensor == -1)
     if found is None:
         return None
@@ -132,7 +132,7 @@ def mask_claim_fault(field: str, tensor: Tensor) -> Fault | None:
 
 
 def sorted_fault(field: str, tensor: Tensor) -> Fault | None:
-    """A descent in a tensor that is said to ascend; -1 does not count."""
+    """Return a descent in a tensor that is said to ascend; -1 does not count."""
     used = (tensor.reshape(-1) != -1).nonzero().squeeze(1)
     entries = tensor.reshape(-1)[used]
     found = first_true(entries[1:] < entries[:-1])
@@ -151,7 +151,7 @@ def sorted_fault(field: str, tensor: Tensor) -> Fault | None:
 
 
 def unique_fault(field: str, tensor: Tensor) -> Fault | None:
-    """A value that stands twice in a tensor that is said to hold each once; -1 does not count."""
+    """Return a value that stands twice in a tensor that is said to hold each once; -1 does not count."""
     used = (tensor.reshape(-1) != -1).nonzero().squeeze(1)
     entries, order = tensor.reshape(-1)[used].sort(stable=True)
     repeats = used[order[1:][entries[1:] == entries[:-1]]]
@@ -169,7 +169,7 @@ def unique_fault(field: str, tensor: Tensor) -> Fault | None:
 
 
 def joint_fault(field: str, others: Sequence[str], tensors: Sequence[Tensor]) -> Fault | None:
-    """A combination of entries that stands twice, where the facts of the first tensor say that none does."""
+    """Return a combination of entries that stands twice, where the facts of the first tensor say that none does."""
     twice = repeated(tensors) if len(tensors) == 1 + len(others) else None
     if twice is None:
         return None
@@ -200,7 +200,7 @@ def unused_where_used_fault(field: str, tensor: Tensor, other: str, unused: Tens
 
 
 def unused_value_fault(values: Tensor, unused: Tensor) -> Fault | None:
-    """A value other than 0 in an unused slot."""
+    """Return a value other than 0 in an unused slot."""
     stray = (values != 0) & unused.reshape(unused.shape + (1,) * (values.ndim - unused.ndim))
     found = first_true(stray)
     if found is None:
@@ -217,7 +217,7 @@ def unused_value_fault(values: Tensor, unused: Tensor) -> Fault | None:
 
 
 def ascending_fault(indices: Sequence[Tensor]) -> Fault | None:
-    """Entries that are not in strictly ascending order of `indices` (first dimension first)."""
+    """Return entries that are not in strictly ascending order of `indices` (first dimension first)."""
     if indices[0].numel() < 2:
         return None
     less = torch.zeros_like(indices[0][1:], dtype=torch.bool)
@@ -242,12 +242,12 @@ def ascending_fault(indices: Sequence[Tensor]) -> Fault | None:
 
 
 def at_position(position: tuple[int, ...]) -> str:
-    """A position as a message shows it, `[2,1]`."""
+    """Return a position as a message shows it, `[2,1]`."""
     return "[" + ",".join(str(i) for i in position) + "]"
 
 
 def count_of(count: int, tensor: Tensor) -> str:
-    """How many entries of a tensor a message speaks of."""
+    """Return how many entries of a tensor a message speaks of."""
     return f"{count} of {tensor.numel()} entries"
 
 

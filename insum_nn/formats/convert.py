@@ -128,7 +128,7 @@ def check_entries(
 
 
 def lexicographic_order(indices: Sequence[Tensor], shape: Sequence[int]) -> Tensor:
-    """The stable permutation that sorts entries by the first index tensor, then the second, and so on.
+    """Return the stable permutation that sorts entries by the first index tensor, then the second, and so on.
 
     One sort of a fused 64-bit key where the product of extents allows it, else one stable sort per dimension.
     """
@@ -144,7 +144,7 @@ def lexicographic_order(indices: Sequence[Tensor], shape: Sequence[int]) -> Tens
 
 
 def run_starts(indices: Sequence[Tensor]) -> Tensor:
-    """(p,) bool: the entries of sorted `indices` that differ from the one before."""
+    """Return (p,) bool: the entries of sorted `indices` that differ from the one before."""
     new = torch.ones_like(indices[0], dtype=torch.bool)
     new[1:] = False
     for index in indices:
@@ -179,7 +179,7 @@ def scatter_rows(rows: Tensor, slots: Tensor, num_slots: int, fill: int = 0) -> 
 
 
 def ranks_in_runs(counts: Tensor, total: int) -> Tensor:
-    """(p,) the place of each entry inside its run, for runs of `counts` consecutive entries."""
+    """Return (p,) the place of each entry inside its run, for runs of `counts` consecutive entries."""
     starts = counts.cumsum(0) - counts
     return torch.arange(total, device=counts.device) - starts.repeat_interleave(counts, output_size=total)
 
@@ -187,7 +187,7 @@ def ranks_in_runs(counts: Tensor, total: int) -> Tensor:
 def sort_by_key(
     keys: Tensor, others: Sequence[Tensor], values: Tensor, *, ordered: bool
 ) -> tuple[Tensor, list[Tensor], Tensor]:
-    """Entries (p,) by ascending key; those of one key keep their order."""
+    """Return entries (p,) by ascending key; those of one key keep their order."""
     if ordered:
         return keys, [*others], values
     order = keys.argsort(stable=True)
@@ -225,14 +225,14 @@ def group_entries(
 
 
 def fill_slots(entries: Tensor, slots: Tensor, grid: tuple[int, int], fill: int = 0) -> Tensor:
-    """(p, ...) to (*grid, ...), each entry in its flat slot, and `fill` in unused ones."""
+    """Return entries (p, ...) as (*grid, ...), each in its flat slot, with `fill` in unused slots."""
     return scatter_rows(entries, slots, grid[0] * grid[1], fill).reshape(*grid, *entries.shape[1:])
 
 
 def used_slots(
     keys: Tensor, indices: Sequence[Tensor], values: Tensor, *, full: bool
 ) -> tuple[Tensor, list[Tensor], Tensor]:
-    """The entries of groups, in stored order: `keys` (g,), `indices` (g, q) each and `values` (g, q, ...), by entry."""
+    """Return the entries of groups in order, from `keys` (g,), `indices` (g, q) each and `values` (g, q, ...)."""
     keys = keys[:, None].expand(indices[0].shape).reshape(-1)
     flat, values = [index.reshape(-1) for index in indices], values.flatten(0, 1)
     if full:
@@ -242,7 +242,7 @@ def used_slots(
 
 
 def dense_entries(dense: Tensor, mask: Tensor | None) -> tuple[tuple[Tensor, ...], Tensor]:
-    """Coordinates (ascending) and values of the nonzero elements, or of those that `mask` selects."""
+    """Return coordinates (ascending) and values of the nonzero elements, or of those that `mask` selects."""
     if arguments.require_tensor(dense, "from_dense", "dense").layout != torch.strided:
         raise InsumFormatError(
             f"from_dense needs a dense tensor, got layout {dense.layout}", fix="call from_torch on a sparse tensor."
@@ -254,7 +254,7 @@ def dense_entries(dense: Tensor, mask: Tensor | None) -> tuple[tuple[Tensor, ...
 
 
 def block_grid(shape: Sequence[int], block_shape: tuple[int, int]) -> tuple[int, int]:
-    """The grid of blocks that covers `shape`; blocks at the edges may reach beyond it."""
+    """Return the grid of blocks that covers `shape`; blocks at the edges may reach beyond it."""
     return -(-shape[0] // block_shape[0]), -(-shape[1] // block_shape[1])
 
 
@@ -264,7 +264,7 @@ def _coordinates(chosen: Tensor) -> tuple[Tensor, ...]:
 
 
 def dense_blocks(dense: Tensor, block_shape: tuple[int, int], mask: Tensor | None) -> Blocks:
-    """Blocks of a dense matrix that hold a nonzero, or that `mask` touches."""
+    """Return blocks of a dense matrix that hold a nonzero, or that `mask` touches."""
     rows, cols = dense.shape
     a, b = block_shape
     grid = block_grid((rows, cols), block_shape)
@@ -284,7 +284,7 @@ def dense_blocks(dense: Tensor, block_shape: tuple[int, int], mask: Tensor | Non
 
 
 def _tiles(dense: Tensor, grid: tuple[int, int], block_shape: tuple[int, int]) -> Tensor:
-    """(m, k) to (grid rows, grid columns, a, b), with 0 beyond the edges."""
+    """Return a matrix (m, k) as blocks (grid rows, grid columns, a, b), with 0 beyond the edges."""
     a, b = block_shape
     below, right = grid[0] * a - dense.shape[0], grid[1] * b - dense.shape[1]
     if below or right:
@@ -310,7 +310,7 @@ def pack_blocks(row: Tensor, col: Tensor, values: Tensor, shape: Sequence[int], 
 def expand_blocks(
     row: Tensor, col: Tensor, values: Tensor, shape: Sequence[int]
 ) -> tuple[tuple[Tensor, Tensor], Tensor]:
-    """Blocks to their scalar entries inside `shape`, block after block."""
+    """Return the scalar entries of blocks inside `shape`, block after block."""
     _, a, b = values.shape
     device = values.device
     rows = (row.long() * a)[:, None, None] + torch.arange(a, device=device)[:, None]
@@ -324,7 +324,7 @@ def expand_blocks(
 
 
 def compressed_rows(row: Tensor, num_rows: int) -> Tensor:
-    """(num_rows + 1,) the first entry of each row, for ascending `row` (p,)."""
+    """Return (num_rows + 1,) the first entry of each row, for ascending `row` (p,)."""
     bounds = torch.arange(num_rows + 1, dtype=row.dtype, device=row.device)
     return torch.searchsorted(row.contiguous(), bounds, out_int32=row.dtype == torch.int32)
 
@@ -348,7 +348,7 @@ def check_torch(tensor: Tensor) -> None:
 
 
 def torch_entries(tensor: Tensor) -> tuple[tuple[Tensor, ...], Tensor]:
-    """Coordinates and values of torch's sparse COO, CSR, CSC, BSR or BSC; differentiable in the values."""
+    """Return coordinates and values of torch's sparse COO, CSR, CSC, BSR or BSC; differentiable in the values."""
     check_torch(tensor)
     if tensor.layout == torch.sparse_coo:
         # torch defines an uncoalesced tensor by its sum, and passes no gradient through _values().
@@ -360,7 +360,7 @@ def torch_entries(tensor: Tensor) -> tuple[tuple[Tensor, ...], Tensor]:
 
 
 def _uncompress(tensor: Tensor) -> tuple[Tensor, Tensor]:
-    """(row, col) of each stored value or block of a compressed tensor."""
+    """Return (row, col) of each stored value or block of a compressed tensor."""
     by_row = tensor.layout in (torch.sparse_csr, torch.sparse_bsr)
     pointers = tensor.crow_indices() if by_row else tensor.ccol_indices()
     plain = tensor.col_indices() if by_row else tensor.row_indices()

@@ -202,7 +202,7 @@ class COO(SparseFormat):
         )
 
     def occupancy(self, dim: int = 0) -> Tensor:
-        """The number of entries at each index of `dim` that has any, (n,) int64, in ascending order of the index.
+        """Return the number of entries at each index of `dim` that has any, (n,) int64, by ascending index.
 
         >>> COO.from_dense(torch.tensor([[1.0, 1.0], [0.0, 0.0], [0.0, 1.0]])).occupancy().tolist()
         [2, 1]
@@ -269,7 +269,7 @@ class COO(SparseFormat):
         return sorted_._guaranteed_if(known)
 
     def to_dense(self) -> Tensor:
-        """The dense tensor; duplicates are summed (half types in float32)."""
+        """Return the dense tensor; duplicates are summed (half types in float32)."""
         self._verify()
         numel = 1
         slots = torch.zeros(self.nnz, dtype=torch.int64, device=self.device)
@@ -316,7 +316,7 @@ class COO(SparseFormat):
         return make(pointers, coo.col, coo.values, size=self.shape, check_invariants=False)
 
     def to_scipy(self) -> object:
-        """A `scipy.sparse.coo_array` on the CPU, cut from the autograd graph.
+        """Return a `scipy.sparse.coo_array` on the CPU, cut from the autograd graph.
 
         Raises:
             MissingExtraError: scipy is not installed.
@@ -368,7 +368,7 @@ def as_coo(
     *,
     coalesce: bool = False,
 ) -> COO:
-    """The arguments of a `from_coo` as a COO whose indices are proven; order and duplicates as given, or coalesced."""
+    """Return the arguments of a `from_coo` as a COO with validated indices; entries as given, or coalesced."""
     coo = _as_coo(indices, values, shape, owner)
     return coo.coalesce() if coalesce else coo
 

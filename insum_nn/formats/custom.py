@@ -69,11 +69,11 @@ class CustomFormat(SparseFormat):
         """Lay out the entries of a coalesced COO; `layout` is what else the builders were given."""
 
     def layout(self) -> Mapping[str, Any]:
-        """The `layout` of `from_entries` that the transpose is built with."""
+        """Return the `layout` of `from_entries` that the transpose is built with."""
         return {}
 
     def axis_extents(self) -> Mapping[str, int]:
-        """Extents of axis letters that the shape decides."""
+        """Return extents of axis letters that the shape decides."""
         return {}
 
     def laws(self) -> Sequence[Fault]:
@@ -134,7 +134,7 @@ class CustomFormat(SparseFormat):
         return self.entries().nnz
 
     def transpose(self) -> Self:
-        """The transpose in the same format and layout; differentiable in the values."""
+        """Return the transpose in the same format and layout; differentiable in the values."""
         return self.from_coo(self.entries().transpose(), index_dtype=self.index_dtype, **self.layout())
 
     def _with_tensors(self, indices: Sequence[Tensor], values: Tensor) -> Self:

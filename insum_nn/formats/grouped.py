@@ -34,11 +34,11 @@ class GroupedFormat(SparseFormat):
 
     @abstractmethod
     def _keys(self) -> Tensor:
-        """The index of each group along `group_dim`, (groups,)."""
+        """Return the index of each group along `group_dim`, (groups,)."""
 
     @abstractmethod
     def _has_ascending_keys(self) -> bool:
-        """Whether the facts say that `_keys()` ascend."""
+        """Return whether the facts say that `_keys()` ascend."""
 
     @property
     def other_dims(self) -> tuple[int, ...]:
@@ -52,7 +52,7 @@ class GroupedFormat(SparseFormat):
         return self.values.numel() if self._full() else int((self.indices[0] >= 0).sum())
 
     def entries(self) -> COO:
-        """The entries of used slots, in stored order; differentiable in the values."""
+        """Return the entries of used slots, in stored order; differentiable in the values."""
         known = self._verify()
         return self._entries()._guaranteed_if(known)
 
@@ -66,7 +66,7 @@ class GroupedFormat(SparseFormat):
         return COO(self.shape, tuple(indices), values, facts, self.coalesced and self.group_dim == 0)
 
     def _permuted_entries(self, dims: Sequence[int] | None) -> COO:
-        """Entries with permuted dimensions, sorted again: distinct where this format's are."""
+        """Return entries with permuted dimensions, sorted again: distinct where this format's are."""
         permuted = self.entries().transpose(dims)
         return replace(permuted, coalesced=True) if self.coalesced else permuted
 
@@ -80,7 +80,7 @@ class GroupedFormat(SparseFormat):
         return (coo.indices[self.group_dim], *(coo.indices[dim] for dim in self.other_dims))
 
     def _full(self) -> bool:
-        """Whether the facts say that every slot is used."""
+        """Return whether the facts say that every slot is used."""
         return bool(self.index_facts) and self.index_facts[-1].masked is False
 
     def _shape_faults(self) -> list[checks.Fault]:
@@ -102,7 +102,7 @@ class GroupedFormat(SparseFormat):
 
 
 def keys_and_others(coo: COO, group_dim: int) -> tuple[int, Tensor, list[Tensor], Tensor]:
-    """Entries sorted by one dimension: that dimension from 0, its indices, those of the others, and the values."""
+    """Return entries sorted by one dimension: the dimension from 0, its indices, the other indices, and the values."""
     (dim,) = arguments.check_dims((group_dim,), coo.ndim, "group_dim")
     others = [index for other, index in enumerate(coo.indices) if other != dim]
     ordered = bool(coo.index_facts) and coo.index_facts[dim].sorted

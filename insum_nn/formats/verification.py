@@ -68,7 +68,7 @@ class _Measured(NamedTuple):
 
 
 def _versioned(tensor: Tensor) -> Tensor:
-    """A tensor whose writes torch counts: itself, or a copy of one made in inference mode."""
+    """Return a tensor whose writes torch counts: itself, or a copy of one made in inference mode."""
     if not tensor.is_inference():
         return tensor
     with torch.inference_mode(False):
@@ -76,12 +76,12 @@ def _versioned(tensor: Tensor) -> Tensor:
 
 
 def versions_of(tensors: Sequence[Tensor]) -> tuple[int, ...]:
-    """How often each was written to, as far as torch knows."""
+    """Return the version of each tensor: how often torch counted a write to it."""
     return tuple([tensor._version for tensor in tensors])
 
 
 def _readable(tensors: Sequence[Tensor]) -> bool:
-    """Whether there are numbers to read: not under a tracer, not of a transform's or a fake tensor."""
+    """Return whether tensors have values to read: no tracer, no transform, no fake tensors."""
     if torch._C._len_torch_dispatch_stack() > 0:
         return False
     return all(type(t) in _PLAIN and not t.is_meta and not is_functorch_wrapped_tensor(t) for t in tensors)
@@ -175,11 +175,11 @@ class Verifiable(ABC):
         return self
 
     def _guaranteed_if(self, known: bool) -> Self:
-        """The same where the format that this one is made from is verified."""
+        """Return this format, with guaranteed facts if the format that it is made from has verified ones."""
         return self._guaranteed() if known else self
 
     def _holds(self) -> bool:
-        """Whether the facts are known to hold of the index tensors as they are now."""
+        """Return whether the facts are known to hold of the index tensors as they are now."""
         if torch.compiler.is_dynamo_compiling():
             # The traced program reads the tensors when it runs.
             return True
@@ -263,7 +263,7 @@ class Verifiable(ABC):
         checks.raise_faults(title, faults, by_kind=False)
 
     def _index_faults(self, *, claims: bool) -> list[Fault]:
-        """Entries outside of the axes that they select along; facts that are claimed and do not hold."""
+        """Return entries outside of the axes that they select along; facts that are claimed and do not hold."""
         found: list[Fault | None] = []
         known = self.index_facts if claims and self.index_facts else (UNKNOWN,) * len(self.index_parts)
         named = {part.name: part.tensor for part in self.index_parts}
@@ -291,7 +291,7 @@ class Verifiable(ABC):
         return [fault for fault in found if fault is not None]
 
     def _order_faults(self) -> list[Fault]:
-        """Entries out of order, or twice, where none are claimed to be."""
+        """Return entries out of order, or twice, where none are claimed to be."""
         fault = checks.ascending_fault(self._ordered_indices()) if self.coalesced else None
         return [] if fault is None else [fault]
 

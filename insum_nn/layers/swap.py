@@ -189,7 +189,7 @@ class _Swap:
                 self.owners.setdefault(id(parameter), []).append(key)
 
     def visit(self, module: nn.Module, name: str, parent: nn.Module | None) -> nn.Module:
-        """The replacement of a module, or itself; children first, for containers take theirs along."""
+        """Return the replacement of a module, or itself; children first, for containers take theirs along."""
         if id(module) in self.made:
             return self.made[id(module)]
         self.made[id(module)] = module
@@ -354,12 +354,12 @@ def _children(module: nn.Module) -> Iterator[tuple[str, nn.Module]]:
 
 
 def _class_of(module: nn.Module) -> type:
-    """A layer's class; a parametrization gives each layer one of its own."""
+    """Return a layer's class; a parametrization gives each layer one of its own."""
     return type(module).__mro__[1] if is_parametrized(module) else type(module)
 
 
 def _is_container(module: nn.Module) -> bool:
-    """Whether a module is a peer's container, or ours, whose children are layers of their own."""
+    """Return whether a module is a peer's container, or ours, whose children are layers of their own."""
     return type(module).__name__ in ("SparseSequential", "ConcatTable")
 
 
@@ -369,7 +369,7 @@ _REMOVED_BY = {"WeightNorm": "torch.nn.utils.remove_weight_norm", "SpectralNorm"
 
 
 def _attached(module: nn.Module) -> str | None:
-    """What hangs on a layer or its parts and would be lost with it, and how it is taken away."""
+    """Return which hook or parametrization of a layer would be lost with it, and how to remove it."""
     if is_parametrized(module):
         names = ", ".join(repr(name) for name in cast(nn.ModuleDict, module.parametrizations))
         return f"it is parametrized; torch.nn.utils.parametrize.remove_parametrizations(layer, {names}) ends that"
@@ -392,7 +392,7 @@ def _attached(module: nn.Module) -> str | None:
 
 
 def _shown(path: str) -> str:
-    """A class by the path that people import it by."""
+    """Return the path by which a class is imported."""
     package, _, name = path.rpartition(".")
     if package.startswith("torch.nn.modules"):
         return f"torch.nn.{name}"

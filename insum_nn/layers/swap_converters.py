@@ -54,7 +54,7 @@ def _nequip_convolution(module: Any) -> nn.Module:
 
 
 def _around_products(name: str) -> Converter:
-    """What makes one of the layers that stand around e3nn's tensor products."""
+    """Return what makes one of the layers that stand around e3nn's tensor products."""
     kind = {"linear": "Linear", "gate": "Gate", "spherical_harmonics": "SphericalHarmonics"}[name]
 
     def convert(module: Any) -> nn.Module:
@@ -137,7 +137,7 @@ def _spconv_identity(_: nn.Module) -> nn.Module:
 
 
 def _uninitialised(source: Any, module: nn.Module) -> nn.Module:
-    """An instance of our class of the same name, whose constructor has yet to run."""
+    """Return an instance of our class of the same name, whose constructor has yet to run."""
     kind = getattr(source, type(module).__name__, None)
     if kind is None:
         raise NotConvertible("there is no such kind here")

@@ -1,4 +1,4 @@
-"""What all operators share: checks that name the caller's argument, access patterns of formats, cached programs."""
+"""Shared by all operators: checks that name the caller's argument, access patterns of formats, compiled programs."""
 
 from __future__ import annotations
 
@@ -65,7 +65,7 @@ FORMATS: tuple[type[SparseFormat], ...] = (COO, ELL, BlockCOO, BlockGroupCOO, Gr
 
 
 def require_format(value: object, caller: str, argument: str, kinds: tuple[type[SparseFormat], ...] = FORMATS) -> None:
-    """Raise unless `value` is one of the formats that an operator has an expression for."""
+    """Raise unless `value` is a format for which an operator has an expression."""
     if isinstance(value, kinds):
         return
     names = ", ".join(kind.__name__ for kind in kinds)
@@ -87,7 +87,7 @@ def require_format(value: object, caller: str, argument: str, kinds: tuple[type[
 
 
 def matrix_layout(matrix: SparseFormat, caller: str, argument: str) -> str:
-    """The name under which tables of expressions list a matrix: its format, and what it is grouped along.
+    """Return the name under which tables of expressions list a matrix: its format, and what it is grouped along.
 
     Raises:
         InsumFormatError: no format.
@@ -114,7 +114,7 @@ def matrix_layout(matrix: SparseFormat, caller: str, argument: str) -> str:
 
 
 def subscripts(tensor: SparseFormat) -> tuple[str, ...]:
-    """How an expression addresses each dimension of a tensor that runs along with the stored values.
+    """Return how an expression addresses each dimension of a tensor that runs along with the stored values.
 
     >>> subscripts(GroupCOO.from_dense(torch.ones(2, 3, 2)))
     ('Index0[g]', 'Index1[g,q]', 'Index2[g,q]')
@@ -141,7 +141,7 @@ def check_mode(mode: object, ndim: int, caller: str) -> int:
 
 
 def named_tensors(caller: str, expression: str, matrix: SparseFormat, operands: Sequence[Operand]) -> dict[str, Tensor]:
-    """The tensors of a call by their names in the expression, after checks of rank, extents, dtype and device.
+    """Return the tensors of a call by their names in the expression, after checks of rank, extents, dtype and device.
 
     Under autocast float32 and half tensors take its dtype, as they do before a dense product.
 
@@ -164,7 +164,7 @@ def named_tensors(caller: str, expression: str, matrix: SparseFormat, operands: 
 
 
 def _fit(values: Tensor, operands: Sequence[Operand]) -> bool:
-    """Whether `_Check` would find nothing wrong; every call asks, and few calls are wrong."""
+    """Return whether `_Check` would find nothing wrong; every call asks, and few calls are wrong."""
     dtype, device = values.dtype, values.device
     extents: dict[str, int] = {}
     for _, _, tensor, axes in operands:
@@ -180,7 +180,7 @@ def _fit(values: Tensor, operands: Sequence[Operand]) -> bool:
 
 
 class _Check:
-    """Collects everything that is wrong with the operands of one call."""
+    """Collects the errors of one call's operands."""
 
     def __init__(self, caller: str, expression: str, values: Tensor) -> None:
         self.caller = caller
@@ -225,7 +225,7 @@ class _Check:
             self.add(InsumDeviceError, operand, message, fix=fix, expected=device, got=tensor.device)
 
     def shape(self, operand: Operand) -> None:
-        """The rank, then each extent; binds the letters that this operand is the first to show."""
+        """Check the rank, then each extent; an operand that has a free letter first binds it."""
         argument, symbol, tensor, axes = operand
         shape, expected = tuple(tensor.shape), self.shown(axes)
         details = [f"expected {argument} ({symbol}) of shape {expected}; got {shape}"]
@@ -239,13 +239,13 @@ class _Check:
             if extent is None:
                 source, extent = self.extents.setdefault(letter, (f"'{argument}'", got))
             if got != extent:
-                message = f"has extent {got} along axis {axis}, {source} asks for {extent}"
+                message = f"has extent {got} along axis {axis}, {source} requires {extent}"
                 fix = f"give axis {axis} of {argument} the extent {extent}."
                 fields = {"axis": axis, "expected": extent, "got": got}
                 self.add(InsumShapeError, operand, message, details=details, fix=fix, **fields)
 
     def shown(self, axes: tuple[tuple[str, int | None], ...]) -> str:
-        """A shape as a message shows it: known extents as numbers, free ones as letters."""
+        """Return a shape as a message shows it: known extents as numbers, free ones as letters."""
         parts: list[str] = []
         for letter, extent in axes:
             known = self.extents[letter][1] if extent is None and letter in self.extents else extent
@@ -258,12 +258,12 @@ def _counted(number: int, noun: str) -> str:
 
 
 def span_of(expression: str, symbol: str) -> list[Span]:
-    """Where a tensor's name stands in an expression."""
+    """Return the spans of a tensor's name in an expression."""
     return [Span(*match.span()) for match in re.finditer(rf"\b{re.escape(symbol)}\b", expression)]
 
 
 def program(expression: str, facts: Mapping[str, IndexFacts], options: Options) -> Program:
-    """The compiled expression, with what is known of its index tensors; one for all who ask."""
+    """Return the compiled expression with the facts of its index tensors; equal requests share one program."""
     return _compiled(expression, facts if type(facts) is NamedFacts else NamedFacts(facts), options)
 
 
@@ -289,7 +289,7 @@ def _compiled(expression: str, facts: NamedFacts, options: Options) -> Program:
 
 
 def is_vector(value: object) -> bool:
-    """Whether the caller passed a tensor of one dimension."""
+    """Return whether a value is a tensor of one dimension."""
     return isinstance(value, Tensor) and value.ndim == 1
 
 
@@ -305,7 +305,7 @@ def pad_axis(tensor: Tensor, axis: int, extent: int) -> Tensor:
 def other_device(
     name: str, tensor: Tensor, first: str, anchor: Tensor, *, caller: str = "", fix: str | None = None
 ) -> list[InsumError]:
-    """The fault of a tensor that is not where the first one is; none where it is."""
+    """Return an error if a tensor is on another device than the first one."""
     if tensor.device == anchor.device:
         return []
     return [
@@ -320,9 +320,9 @@ def other_device(
 
 
 def layer_elsewhere(caller: str, weight: Tensor, bias: Tensor | None, first: str, anchor: Tensor) -> list[InsumError]:
-    """The faults of a layer's tensors that are not where its input is."""
+    """Return an error for each of a layer's tensors that is on another device than its input."""
     if weight.device == anchor.device and (bias is None or bias.device == anchor.device):
-        # Every call comes here: what follows is for those that end.
+        # The usual case.
         return []
     parameters = {"weight": weight} if bias is None else {"weight": weight, "bias": bias}
     fix = f"move the layer with .to('{anchor.device}')."

@@ -163,39 +163,39 @@ def _run(
 
 
 def _as_start(bias: Tensor | None, weight: Tensor, m: int) -> tuple[Tensor | None, Tensor | None]:
-    """A bias from which the sum can start, which spares a pass over the output, and what is left to add after it."""
+    """Return the bias as the sum's initial value, which spares a pass over the output, or else to be added after it."""
     if bias is None or m % static_shape(weight)[-2] or bias.dtype != weight.dtype:
         return None, bias
     return bias, None
 
 
 def _finish(result: Tensor, input: Tensor, shape: tuple[int, int], bias: Tensor | None) -> Tensor:
-    """(n, rows * a) without what lies beyond the edge, with the bias, in the input's leading dimensions."""
+    """Return (n, rows * a) without what lies beyond the edge, with the bias, in the input's leading dimensions."""
     m = shape[0]
     if static_shape(result)[1] != m:
         result = result[:, :m]
     if bias is not None:
         result = result + bias.to(result.dtype)
-    # Each view of a recorded tensor is a step more on the way back.
+    # Each view of a recorded tensor adds a node to the backward graph.
     return (result if input.ndim == 2 else result.reshape(*input.shape[:-1], m)).contiguous()
 
 
 def block_linear_operands(
     input: Tensor, weight: Tensor, index: Mapping[str, Tensor], shape: tuple[int, int], bias: Tensor | None = None
 ) -> dict[str, Tensor]:
-    """The tensors of a call by their names in its statement, after all checks; see `block_linear`."""
+    """Return the tensors of a call by their names in its statement, after all checks; see `block_linear`."""
     _check(input, weight, shape, bias)
     return _named(_rows_of(input, weight, shape[1]), weight, index)
 
 
 def _named(flat: Tensor, weight: Tensor, index: Mapping[str, Tensor]) -> dict[str, Tensor]:
-    """The tensors of a statement, from an input (n, cols * b)."""
+    """Return the tensors of a statement, from an input (n, cols * b)."""
     b = static_shape(weight)[-1]
     return {"W": weight, "X": flat.unflatten(1, (static_shape(flat)[1] // b, b)), **index}
 
 
 def _rows_of(input: Tensor, weight: Tensor, k: int) -> Tensor:
-    """An input (..., k) as (n, cols * b), with zeros beyond the edge."""
+    """Return an input (..., k) as (n, cols * b), with zeros beyond the edge."""
     flat = input if input.ndim == 2 else input.reshape(math.prod(input.shape[:-1]), k)
     b = static_shape(weight)[-1]
     return pad_axis(flat, 1, -(-k // b) * b)
@@ -253,7 +253,7 @@ def _dtype_fault(message: str, expected: torch.dtype, got: torch.dtype, fix: str
 
 
 def block_linear_expression(weight: BlockFormat) -> str:
-    """The expression that `block_linear` runs for a weight of this format.
+    """Return the expression that `block_linear` runs for a weight of this format.
 
     >>> block_linear_expression(BlockCOO.from_dense(torch.eye(2), block_shape=(1, 1)))
     'Y[n,Row[p],a] += W[p,a,b] * X[n,Col[p],b]'
@@ -272,7 +272,7 @@ def explain_block_linear(
     options: Options = DEFAULT,
     measure: bool = False,
 ) -> Explanation:
-    """What becomes of the statement that `block_linear_stored` runs; the arguments are the same."""
+    """Explain how the statement of `block_linear_stored` runs; the arguments are the same."""
     form = "slots" if "Slot" in index else "BlockCOO"
     named = block_linear_operands(input, weight, index, shape, bias)
     product, grid = block_linear_program(form, options), (-(-shape[0] // weight.shape[1]), named["X"].shape[1])
@@ -284,7 +284,7 @@ def explain_block_linear(
 
 
 def block_linear_program(form: str, options: Options = DEFAULT) -> Program:
-    """The program of a form of `BLOCK_LINEAR`, with the facts that a layer guarantees: to explain it.
+    """Return the program of a form of `BLOCK_LINEAR`, with the facts that a layer guarantees: to explain it.
 
     >>> block_linear_program("BlockCOO").expression
     'Y[n,Row[p],a] += W[p,a,b] * X[n,Col[p],b]'

@@ -1,11 +1,11 @@
-"""The linear map of blocks with samples side by side, as a GPU reads them best.
+"""The linear map of blocks on transposed samples, which a GPU reads faster.
 
     Y[n,Row[p],a] += W[p,a,b] * X[Col[p],b,n]
     dX[n,Col[p],b] += W[p,a,b] * dY[Row[p],a,n]
     dW[p,a,b] += dY[Row[p],a,n] * X[Col[p],b,n]
 
-A block reads b features of every sample: pieces of b numbers that lie a whole sample apart. Small pieces arrive slowly,
-so the input is transposed first. That costs two passes over it, and the blocks read rows of samples without gaps.
+A block reads b features of every sample: pieces of b numbers, one sample apart. Such pieces use little of the memory's
+bandwidth, so the input is transposed first. That costs two passes over it, and the blocks read rows without gaps.
 """
 
 from __future__ import annotations
@@ -44,13 +44,13 @@ _FACTS = NamedFacts(Row=IndexFacts(sorted=True, masked=False, proven=True), Col=
 
 
 def columns_program(role: str, options: Options) -> Program:
-    """The program of a role."""
+    """Return the program of a role."""
     return program(COLUMNS[role], _FACTS, options)
 
 
 @dataclass(frozen=True, slots=True)
 class BlockColumns:
-    """The three sums of a linear map of blocks.
+    """The three sums of a linear map of blocks, each other's gradients.
 
     All three tensors are as a layer has them: `X` (n, cols * b), `Y` (n, rows * a), `W` (p, a, b).
 
@@ -77,17 +77,17 @@ class BlockColumns:
         return {"Row": self.row, "Col": self.col}
 
     def __call__(self, x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
-        """(n, rows * a), each row of which starts from the bias (rows * a,); differentiable to any order."""
+        """Return (n, rows * a), each row of which starts from the bias (rows * a,); differentiable to any order."""
         return contract(self, "Y", weight, x, start=bias)
 
     def operands_of(self, x: Tensor, weight: Tensor) -> dict[str, Tensor]:
-        """The tensors of `COLUMNS["Y"]` by name."""
+        """Return the tensors of `COLUMNS["Y"]` by name."""
         return {**self.index, "W": weight, "X": _columns(x, self.grid[1], self.options)}
 
     def eager(
         self, wanted: str, operands: tuple[Tensor, ...], made: dict[str, Tensor], start: Tensor | None = None
     ) -> Tensor:
-        """The tensor of that name; in eager mode, where nothing is recorded."""
+        """Return the tensor of that name; in eager mode, where nothing is recorded."""
         a, b = operands
         key = (a.shape, b.shape, a.dtype, a.device, start is None)
         arranged, shape = self._arranged(wanted, a, b, made)
@@ -97,7 +97,7 @@ class BlockColumns:
         return result if wanted == "W" else result.flatten(1)
 
     def in_modes(self, wanted: str, operands: tuple[Tensor, ...], start: Tensor | None = None) -> Tensor:
-        """The same by the compiler's operator, which tracers and transforms know."""
+        """Return the same by the compiler's operator, which tracers and transforms know."""
         a, b = operands
         arranged, shape = self._arranged(wanted, a, b, None)
         named = {**self.index, **dict(zip(_READ[wanted], arranged, strict=True))}
@@ -109,7 +109,7 @@ class BlockColumns:
     def _arranged(
         self, wanted: str, a: Tensor, b: Tensor, made: dict[str, Tensor] | None
     ) -> tuple[tuple[Tensor, Tensor], tuple[int, ...]]:
-        """The operands as a statement reads them, and the shape of its output."""
+        """Return the operands as a statement reads them, and the shape of its output."""
         rows, cols = self.grid
         if wanted == "W":
             y, x = self._columns("Y", a, made), self._columns("X", b, made)
@@ -118,7 +118,7 @@ class BlockColumns:
         return (a.contiguous(), self._columns(read, b, made)), (b.shape[0], blocks, size)
 
     def _columns(self, name: str, samples: Tensor, made: dict[str, Tensor] | None) -> Tensor:
-        """The operand of that name by columns; `made` holds those that exist, `None` where a mode is active."""
+        """Return the operand of that name by columns; `made` holds those that exist, `None` where a mode is active."""
         blocks = self.grid[name == "X"]
         if made is None:
             return _columns(samples, blocks, self.options)
@@ -128,8 +128,8 @@ class BlockColumns:
 
 
 def _columns(samples: Tensor, blocks: int, options: Options, alone: bool = False) -> Tensor:
-    """(n, blocks * b) samples as (blocks, b, n); `alone` where nothing is recorded and no mode is active."""
-    # torch's own copy of a transposed matrix takes five times as long as its bytes do.
+    """Return (n, blocks * b) samples as (blocks, b, n); `alone` where nothing is recorded and no mode is active."""
+    # torch's own transposing copy reaches a fifth of the memory's bandwidth.
     count, columns = samples.shape
     if alone:
         key = (samples.shape, samples.dtype, samples.device)

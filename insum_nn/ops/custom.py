@@ -20,14 +20,14 @@ _expressions: dict[tuple[str, type[SparseFormat]], str] = {}
 
 
 def register(kind: type[SparseFormat], **expressions: str) -> None:
-    """Tell operators how to multiply matrices of a format of your own.
+    """Register expressions of operators for a format of your own.
 
         spmm     C of (m, n) from `Val`, the format's index tensors, and B of (k, n)
         sddmm    D of the values' shape from `Val`, the index tensors, A of (m, k) and Bt of (n, k)
 
     Args:
-        kind: the format; it and its subclasses are taken from now on.
-        **expressions: a statement for each operator. A later one takes the place of an earlier one.
+        kind: the format; it and its subclasses are accepted from now on.
+        **expressions: a statement for each operator. A later one replaces an earlier one.
 
     Raises:
         InsumFormatError: `kind` is no format, or one of the package's own.
@@ -67,7 +67,7 @@ def register(kind: type[SparseFormat], **expressions: str) -> None:
 
 
 def registered(operator: str, kind: type) -> str | None:
-    """The expression that an operator has for a format, or for one that it is derived from; `None`: it has none."""
+    """Return the expression that an operator has for a format or one of its base classes; `None`: there is none."""
     if not _expressions:
         return None
     found = (_expressions.get((operator, base)) for base in kind.__mro__)
@@ -131,9 +131,9 @@ def contract(
 
 
 def _tensors_of(expression: str) -> list[str]:
-    """The names of the tensors that a statement reads."""
+    """Return the names of the tensors that a statement reads."""
     return list(compile(expression, drop_outside=True, options=DEFAULT).statement.tensors())
 
 
-# Dynamo calls it while it traces, and keeps the result.
+# Dynamo calls it while tracing, and keeps the result as a constant.
 _tensors_of._dynamo_marked_constant = True  # type: ignore[attr-defined]

@@ -1,4 +1,4 @@
-"""Operators that keep the structure: entry by entry with a dense tensor, a vector, or another sparse tensor."""
+"""Elementwise operators that keep the structure: with a dense tensor, a vector, or another sparse tensor."""
 
 from __future__ import annotations
 
@@ -43,7 +43,7 @@ def multiply(tensor: Format, other: Tensor | SparseFormat, *, options: Options =
         BlockGroupCOO           D[g,q,a,b] += Val[g,q,a,b] * B[Row[g],a,Col[g,q],b]
         a sparse `other`        D[g,q] += Val[g,q] * Other[g,q]
 
-    and alike for any format and number of dimensions: `multiply_expression` shows it. For blocks `B` is cut into
+    and likewise for any format and number of dimensions: `multiply_expression` shows it. For blocks `B` is cut into
     blocks, with zeros up to the grid's edge.
 
     Args:
@@ -53,7 +53,7 @@ def multiply(tensor: Format, other: Tensor | SparseFormat, *, options: Options =
         options: compile options; see `insum_nn.Options`.
 
     Returns:
-        The format of `tensor` with the products as values. Duplicates of an entry are multiplied each, which is right
+        The format of `tensor` with the products as values. Each duplicate of an entry is multiplied, which is right
         for a dense `other` only.
 
     Raises:
@@ -82,7 +82,7 @@ def multiply(tensor: Format, other: Tensor | SparseFormat, *, options: Options =
 
 
 def multiply_expression(tensor: SparseFormat) -> str:
-    """The expression that multiplies a tensor of this format by a dense one.
+    """Return the expression that multiplies a tensor of this format by a dense one.
 
     >>> from insum_nn.formats import GroupCOO
     >>> multiply_expression(GroupCOO.from_dense(torch.eye(2)))
@@ -99,7 +99,7 @@ def scale(tensor: Format, vector: Tensor, dim: int, *, options: Options = DEFAUL
         GroupCOO along rows, dim 1      D[g,q] += Val[g,q] * S[Col[g,q]]
         BlockCOO, dim 1                 D[p,a,b] += Val[p,a,b] * S[Col[p],b]
 
-    and alike for any format and number of dimensions: `scale_expression` shows it.
+    and likewise for any format and number of dimensions: `scale_expression` shows it.
 
     Args:
         tensor: any format; its values `Val` are differentiable.
@@ -135,7 +135,7 @@ def scale(tensor: Format, vector: Tensor, dim: int, *, options: Options = DEFAUL
 
 
 def scale_expression(tensor: SparseFormat, dim: int) -> str:
-    """The expression that scales a tensor of this format along a dimension.
+    """Return the expression that scales a tensor of this format along a dimension.
 
     >>> from insum_nn.formats import GroupCOO
     >>> scale_expression(GroupCOO.from_dense(torch.eye(2)), 1)
@@ -191,7 +191,7 @@ def add(tensor: Format, other: SparseFormat) -> Format:
 
 
 def same_structure(a: SparseFormat, b: SparseFormat) -> bool:
-    """Whether two formats store the same entries in the same slots; free where they share their index tensors.
+    """Return whether two formats store the same entries in the same slots; free where they share their index tensors.
 
     >>> from insum_nn.formats import COO
     >>> eye = COO.from_dense(torch.eye(2))
@@ -210,7 +210,7 @@ def same_structure(a: SparseFormat, b: SparseFormat) -> bool:
 
 
 def _checked_pair(caller: str, tensor: SparseFormat, other: SparseFormat) -> Tensor:
-    """The values of `other` if it can meet `tensor` slot by slot."""
+    """Return the values of `other` if it can meet `tensor` slot by slot."""
     if other.dtype != tensor.dtype:
         raise InsumDtypeError(
             f"{caller}: 'other' is {other.dtype}, 'tensor' is {tensor.dtype}",

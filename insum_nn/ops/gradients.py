@@ -1,4 +1,4 @@
-"""What layers between statements, and models, take from the compiler."""
+"""Functions of the compiler for models and for layers that run between statements."""
 
 from insum_nn.compiler.api import call_step, keep_inner, silu
 

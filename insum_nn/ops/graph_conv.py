@@ -44,7 +44,7 @@ __all__ = [
 def graph_values(
     graph: GraphMatrix, edge_weight: Tensor | None, recipe: Recipe, dtype: torch.dtype, options: Options = DEFAULT
 ) -> Tensor:
-    """(p,) the values of a graph's entries.
+    """Return (p,) the values of a graph's entries.
 
         Val[p] = D[Row[p]] * Weight[p] * D[Col[p]],        D = (sum of weights that a node receives) ** -0.5
 
@@ -81,7 +81,7 @@ def _normalised(graph: GraphMatrix, weights: Tensor, options: Options) -> Tensor
     row, col = graph.entries.row, graph.entries.col
     learned = (weights.requires_grad and torch.is_grad_enabled()) or is_transformed()
     if (learned or options.deterministic) and adds_atomically(weights.device):
-        # By the products, whose gradients need no atomic addition.
+        # By products with the matrix, whose gradients need no atomic additions.
         degree = graph_product(graph, weights, weights.new_ones(graph.num_nodes, 1), options=options)
         root = inverse_root(degree)
         return weights * graph_compare(graph, root, root, options)
@@ -100,7 +100,7 @@ def graph_conv(
     recipe: Recipe = SYMMETRIC,
     options: Options = DEFAULT,
 ) -> Tensor:
-    """Carry node features along the edges of a graph, normalised by degrees.
+    """Sum node features along the edges of a graph, normalised by degrees.
 
         Out[Row[g],n] += Val[g,q] * X[Col[g,q],n]
 
@@ -143,12 +143,12 @@ def graph_conv(
     if bias is None or bias.dtype != x.dtype:
         out = graph_product(graph, values, x, options=options)
         return out if bias is None else out + bias
-    # The sum starts from it, which spares a pass over the output.
+    # As the sum's initial value it spares a pass over the output.
     return graph_product(graph, values, x, bias=bias, options=options)
 
 
 def _agree(x: Tensor, edge_index: Tensor, edge_weight: Tensor | None, recipe: Recipe) -> tuple[Tensor, Tensor | None]:
-    """Operands on one device, and features in the dtype of the product."""
+    """Check the operands' devices and dtypes; return the features, in the dtype of the product, and the weights."""
     if edge_index.device != x.device or (edge_weight is not None and edge_weight.device != x.device):
         where = {"x": x, "edge_index": edge_index, "edge_weight": edge_weight}
         raise InsumDeviceError(
@@ -183,7 +183,7 @@ def explain_graph_conv(
     options: Options = DEFAULT,
     measure: bool = False,
 ) -> Explanation:
-    """What becomes of the product that `graph_conv` runs: loop nest, plan, code."""
+    """Explain how the product of `graph_conv` runs: loop nest, plan, code."""
     x, edge_weight = _agree(x, edge_index, edge_weight, recipe)
     graph = graph_matrix(edge_index, x.shape[0], recipe)
     grouped = graph.by_row
@@ -236,18 +236,17 @@ def _in_graph(x: Tensor, edge_index: Tensor, edge_weight: Tensor | None, recipe:
         weights = entry_weights(entries, edge_weight.to(dtype), recipe.fill)
     row, col = entries.row, entries.col
     if recipe.loops in ("remaining", "replaced"):
-        # Self-loops of the graph stand for nothing besides those that each node is given.
-        stands = (row != col) | (torch.arange(row.shape[0], device=x.device) >= edges)
-        weights = torch.where(stands, weights, 0.0)
-        row = torch.where(stands, row, -1)
+        # A self-loop of the input gives way to the one that each node is given.
+        counts = (row != col) | (torch.arange(row.shape[0], device=x.device) >= edges)
+        weights = torch.where(counts, weights, 0.0)
+        row = torch.where(counts, row, -1)
     if recipe.normalize:
         weights = by_degrees(entries.row, col, weights, nodes)
     named = {"Row": row, "Col": col, "Val": weights.to(x.dtype), "X": x}
     return run(_ENTRIES, _ENTRY_FACTS, named, options, (nodes, None))
 
 
-# What stays one operator there: calls that promise an order of summation or checks. The structure
-# stays behind it, where it is remembered as in eager calls.
+# Calls with `deterministic` or `validate` stay one operator, behind which the graph is kept as in eager calls.
 
 
 @torch.library.custom_op("insum_nn::graph_conv_call", mutates_args=())
@@ -298,17 +297,17 @@ def _weight_gradient(
         of_values = _through_norm(graph, weights, of_values, chosen)
     total = of_values.new_zeros(entries.num_edges + 1)
     source = torch.arange(0, device=x.device) if entries.source is None else entries.source
-    # One entry per edge: nothing meets but at the fill value, which is cut off.
+    # One entry per edge: sums of several arise only at the fill value, which is cut off.
     return total.index_add(0, source, of_values)[:-1].to(edge_weight.dtype)
 
 
 def _through_norm(graph: GraphMatrix, weights: Tensor, of_values: Tensor, options: Options) -> Tensor:
-    """The gradient of weights from that of `D[row] * weight * D[col]`."""
+    """Return the gradient of weights from that of `D[row] * weight * D[col]`."""
     ones = weights.new_ones(graph.num_nodes, 1)
     degree = graph_product(graph, weights, ones, options=options)
     root = inverse_root(degree)
     scaled = weights * of_values
-    # A root is read at both ends of its edges.
+    # Each root is read at both ends of an edge.
     of_root = graph_product(graph, scaled, root, options=options)
     of_root = of_root + graph_product(graph, scaled, root, transposed=True, options=options)
     of_degree = -0.5 * of_root * root.pow(3)

@@ -1,7 +1,7 @@
-"""A graph as a matrix over its nodes, kept for as long as the tensor it was built from lives.
+"""A graph as a matrix over its nodes, kept for as long as the tensor lives from which it was built.
 
 Sorting and grouping the edges costs more than one product with them, and a training loop multiplies by the same graph
-again and again, forwards and backwards. So what is built from a tensor is remembered under its identity and version.
+at each step, forwards and backwards. So what is built from a tensor is kept under its identity and version.
 """
 
 from __future__ import annotations
@@ -54,7 +54,7 @@ class Recipe:
 
 
 SYMMETRIC = Recipe()
-"""Kipf and Welling's."""
+"""The normalisation of Kipf and Welling."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -89,7 +89,7 @@ class Grouped:
             return (numbers.reshape(-1) > 0).nonzero().squeeze(1)
 
     def spread(self, values: Tensor) -> Tensor:
-        """Values of the graph's entries (p,) to slots (g, q), 0 in unused ones."""
+        """Return values of the graph's entries (p,) in slots (g, q), 0 in unused ones."""
         if self.order is not None:
             values = values.index_select(0, self.order)
         shape = self.matrix.values.shape
@@ -98,7 +98,7 @@ class Grouped:
         return values.new_zeros(shape.numel()).index_copy(0, self.slots, values).reshape(shape)
 
     def collect(self, values: Tensor) -> Tensor:
-        """Values in slots (g, q) to those of its entries (p,), in its own order."""
+        """Return values in slots (g, q) as values of its entries (p,), in its own order."""
         flat = values.reshape(-1)
         return flat if self.slots is None else flat.index_select(0, self.slots)
 
@@ -108,8 +108,8 @@ class GraphMatrix:
 
         Out[Row[g],n] += Val[g,q] * X[Col[g,q],n]
 
-    Duplicate edges stay entries of their own. Groups have one slot: that is what the library's product takes on a CPU,
-    and a generated kernel walks the entries of a row by itself.
+    Duplicate edges stay separate entries. Groups have one slot: the library's product on a CPU takes single entries, and
+    a generated kernel loops over a row's entries itself.
 
     Args:
         entries: in any order; every node in them is below `num_nodes`.
@@ -128,7 +128,7 @@ class GraphMatrix:
         # Values computed from weights that are not learned, by the weights.
         self.remembered: TensorCache[Tensor] = TensorCache(limit=8)
         self._constants: dict[Hashable, Tensor] = {}
-        # Values that come again, spread to slots: by the values, then by whether transposed.
+        # Values that are used again, in slots: by the values, then by whether transposed.
         self._kept: TensorCache[dict[bool, Tensor]] = TensorCache(limit=64)
 
     @property
@@ -158,7 +158,7 @@ class GraphMatrix:
         return self.by_col if transposed else self.by_row
 
     def constant(self, key: Hashable, build: Callable[[], Tensor]) -> Tensor:
-        """A tensor that the graph alone decides, computed once."""
+        """Return a tensor that the graph alone decides, computed once."""
         found = self._constants.get(key)
         if found is None:
             with plain_tensors(self.entries.row):
@@ -166,12 +166,12 @@ class GraphMatrix:
         return found
 
     def keep(self, values: Tensor) -> Tensor:
-        """Mark values (p,) that will come again and are never written to, so that what is made of them is kept."""
+        """Mark values (p,) that are used again and never written to, so that what is made of them is kept."""
         self._kept.keep([values], None, {})
         return values
 
     def spread(self, values: Tensor, transposed: bool) -> Tensor:
-        """Values (p,) to the slots (g, q) of the matrix or its transpose."""
+        """Return values (p,) in the slots (g, q) of the matrix or its transpose."""
         grouped = self.grouped(transposed)
         kept = self._kept.find((values,))
         if kept is None:
@@ -183,7 +183,7 @@ class GraphMatrix:
         return kept[transposed]
 
     def ones(self, dtype: torch.dtype) -> Tensor:
-        """(p,) ones."""
+        """Return (p,) ones."""
         return self.constant(("ones", dtype), lambda: self.entries.row.new_ones(self.num_entries, dtype=dtype))
 
     def _group(self, row: Tensor, col: Tensor, order: Tensor | None) -> Grouped:
@@ -212,7 +212,7 @@ def clear_graphs() -> None:
 
 
 def graph_matrix(edge_index: Tensor, num_nodes: int, recipe: Recipe, *, again: bool = False) -> GraphMatrix:
-    """The matrix of a graph; built once for each edge list, by identity and version.
+    """Return the matrix of a graph; built once for each edge list, by identity and version.
 
     Args:
         edge_index: (2, e) integers.
@@ -238,7 +238,7 @@ def graph_matrix(edge_index: Tensor, num_nodes: int, recipe: Recipe, *, again: b
 
 
 def edges_of_adjacency(adj: Tensor) -> tuple[Tensor, Tensor]:
-    """Edges (sender, receiver) and values of a transposed adjacency in one of torch's sparse layouts.
+    """Return edges (sender, receiver) and values of a transposed adjacency in one of torch's sparse layouts.
 
     The same edge list for the same adjacency, so that its matrix is found again.
     """
@@ -262,7 +262,7 @@ def edges_of_adjacency(adj: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def edges_of_sparse_tensor(adj: Any, dtype: torch.dtype, normalize: bool) -> tuple[Tensor, Tensor | None]:
-    """Edges (sender, receiver) and values of a transposed adjacency as a `torch_sparse.SparseTensor`."""
+    """Return edges (sender, receiver) and values of a transposed adjacency as a `torch_sparse.SparseTensor`."""
     row, col, value = adj.coo()
 
     def build() -> tuple[Tensor, Tensor]:

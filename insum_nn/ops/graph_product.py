@@ -1,10 +1,10 @@
-"""Products with the matrix of a graph, and their gradients, as products of the same two kinds.
+"""Products with the matrix of a graph; their gradients are products of the same two kinds.
 
     Out[Row[g],n] += Val[g,q] * X[Col[g,q],n]         carry: from senders to receivers, or back by the transpose
     W[g,q] += A[Row[g],n] * B[Col[g,q],n]             compare: one number per edge
 
-The gradient of each is made of the two, so that gradients of any order write rows of one group each, and no tensor
-has both an axis of edges and one of features.
+Gradients of any order are made of the two, so they write rows of one group each, and no tensor has both an axis of
+edges and one of features.
 """
 
 from __future__ import annotations
@@ -74,7 +74,7 @@ def graph_compare(graph: GraphMatrix, a: Tensor, b: Tensor, options: Options = D
 
 
 class _Sums(NamedTuple):
-    """The sums of a graph over its entries: what receivers get, what senders get back, one number per entry."""
+    """The sums of a graph over its entries: for receivers, for senders, and one number per entry."""
 
     graph: GraphMatrix
     options: Options
@@ -87,14 +87,14 @@ class _Sums(NamedTuple):
         graph, (a, b) = self.graph, operands
         if wanted == "Val":
             if graph.num_entries > graph.num_nodes**2:
-                # torch's sampled product refuses a pattern with more entries than cells; so many mean few nodes.
+                # torch's sampled product refuses a pattern with more entries than cells; there are few nodes then.
                 return (a[graph.entries.row] * b[graph.entries.col]).sum(-1)
             return _compared(a, b, graph, self.options)
         transposed = wanted == "X"
         grouped, spread = graph.grouped(transposed), graph.spread(a, transposed)
         options, shape = fixed_order(self.options), (graph.num_nodes, b.shape[1])
         if options is DEFAULT or options == DEFAULT:
-            # The graph and the way decide the rest.
+            # The rest of the call's sizes follows from the graph and the direction.
             key = (b.shape, b.dtype, b.device, start is None)
             return grouped.product(spread, b, out_shape=shape, start=start, key=key)
         return _carried(grouped, spread, b, start, shape, options)
@@ -108,7 +108,7 @@ class _Sums(NamedTuple):
 
 
 def fixed_order(options: Options) -> Options:
-    """The options, deterministic where torch's own switch says so."""
+    """Return the options, deterministic where torch's own switch says so."""
     if torch.are_deterministic_algorithms_enabled() and not options.deterministic:
         return replace(options, deterministic=True)
     return options

@@ -1,4 +1,4 @@
-"""What an operator asks of the tracing and export that it runs under."""
+"""Whether an operator is being traced or exported, and what it does then."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ __all__ = ["in_a_graph", "static_shape", "untraced"]
 
 
 def in_a_graph(*tensors: Tensor) -> bool:
-    """Whether torch makes a graph of what is done with tensors, by whichever of its tracers."""
+    """Return whether one of torch's tracers records what is done with tensors."""
     return torch.compiler.is_compiling() or torch.jit.is_tracing() or records_graph(tensors)
 
 

@@ -23,7 +23,7 @@ def mttkrp(tensor: SparseFormat, factors: Sequence[Tensor | None], mode: int, *,
         GroupCOO of 3 dimensions, mode 0    M[Index0[g],r] += Val[g,q] * F1[Index1[g,q],r] * F2[Index2[g,q],r]
         COO of 3 dimensions, mode 1         M[Index1[p],r] += Val[p] * F0[Index0[p],r] * F2[Index2[p],r]
 
-    and alike for any number of dimensions, grouped dimension and mode: `mttkrp_expression` shows it.
+    and likewise for any number of dimensions, grouped dimension and mode: `mttkrp_expression` shows it.
 
     Source: Zhang et al., Sgap, eq. (2a).
 
@@ -68,7 +68,7 @@ def mttkrp(tensor: SparseFormat, factors: Sequence[Tensor | None], mode: int, *,
 
 
 def mttkrp_expression(tensor: SparseFormat, mode: int) -> str:
-    """The expression for a tensor of this format.
+    """Return the expression for a tensor of this format.
 
     Raises:
         InsumShapeError: `tensor` has one dimension, or not `mode`.

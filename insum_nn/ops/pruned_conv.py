@@ -39,11 +39,11 @@ PRUNED_CONV2D_FACTS = NamedFacts(
 
 
 def pruned_conv2d_expression(stride: Pair = (1, 1), padding: Pair = (0, 0)) -> str:
-    """The statement of a convolution with sparse filters.
+    """Return the statement of a convolution with sparse filters.
 
     Args:
         stride: step of the kernel along rows and columns.
-        padding: zeros before the first row and column; those after the last need no word, reads beyond are 0.
+        padding: zeros before the first row and column; those after the last are implied, since reads outside are 0.
 
     >>> pruned_conv2d_expression((2, 1), (1, 0))
     'O[n,M[g],p,q] += F[Slot[g,k]] * I[n,C[g,k],2*p+R[g,k]-1,q+S[g,k]]'
@@ -56,7 +56,7 @@ def pruned_conv2d_expression(stride: Pair = (1, 1), padding: Pair = (0, 0)) -> s
 
 
 def pruned_conv2d_output(size: Pair, kernel: Pair, stride: Pair, padding: tuple[Pair, Pair], dilation: Pair) -> Pair:
-    """Rows and columns of the output.
+    """Return rows and columns of the output.
 
     Args:
         size: rows and columns of the input.
@@ -73,7 +73,7 @@ def pruned_conv2d_output(size: Pair, kernel: Pair, stride: Pair, padding: tuple[
     """
     reach = tuple(step * (cells - 1) + 1 for step, cells in zip(dilation, kernel, strict=True))
     padded = tuple(extent + sum(zeros) for extent, zeros in zip(size, padding, strict=True))
-    # Sizes that torch.jit.trace records are looked at when the graph runs.
+    # Sizes that torch.jit.trace records are known only when the graph runs.
     known = not any(isinstance(extent, Tensor) for extent in size)
     if known and any(there < needed for there, needed in zip(padded, reach, strict=True)):
         raise InsumShapeError(
@@ -175,7 +175,7 @@ def check_pruned_conv2d(input: Tensor, weight: Tensor, channels: int, bias: Tens
 
 
 def pruned_conv2d_program(expression: str, options: Options = DEFAULT) -> Program:
-    """The program of a statement of `pruned_conv2d`, with the facts that a layer guarantees: to explain it.
+    """Return the program of a statement of `pruned_conv2d`, with the facts that a layer guarantees: to explain it.
 
     >>> pruned_conv2d_program(pruned_conv2d_expression()).expression
     'O[n,M[g],p,q] += F[Slot[g,k]] * I[n,C[g,k],p+R[g,k],q+S[g,k]]'

@@ -84,7 +84,7 @@ def sddmm(pattern: Format, a: Tensor, b: Tensor, *, options: Options = DEFAULT) 
 
 
 def _without_padding(pattern: SparseFormat, values: Tensor) -> Tensor:
-    """Zero in unused slots, where an infinite row of `a` times nothing would have left a NaN."""
+    """Zero unused slots, where an infinite row of `a` would have left a NaN."""
     for part in pattern.index_parts:
         if pattern.facts[part.name].masked is not False:
             # The axes of an index tensor are the leading ones of the values; a block's own axes follow.
@@ -94,7 +94,7 @@ def _without_padding(pattern: SparseFormat, values: Tensor) -> Tensor:
 
 
 def sddmm_expression(pattern: SparseFormat) -> str:
-    """The expression that samples a product at the entries of a matrix of this format.
+    """Return the expression that samples a product at the entries of a matrix of this format.
 
     Raises:
         InsumShapeError: `pattern` has not two dimensions.

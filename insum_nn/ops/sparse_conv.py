@@ -39,13 +39,13 @@ def sparse_conv_expression(
     device: torch.device | str | None = None,
     options: Options = DEFAULT,
 ) -> str:
-    """The statement of a sparse convolution.
+    """Return the statement of a sparse convolution.
 
     Args:
         groups: groups of channels, as in torch's convolutions.
         pointwise: a kernel of one cell that lies on its voxel: a dense product, without a map.
         device: where it runs; a GPU runs over a table of neighbours. Default: the statement over pairs.
-        options: compile options; a backend may go another way.
+        options: compile options; a backend may run another statement.
 
     >>> sparse_conv_expression()
     'Out[OutIdx[g,q],d] += In[InIdx[g,q],c] * W[Off[g],c,d]'
@@ -109,7 +109,7 @@ def sparse_conv(
         kernel_map.validate()
     start: Tensor | None = None
     if bias is not None and bias.dtype == features.dtype == weight.dtype:
-        # The sum starts from it, which spares a pass over the output.
+        # As the sum's initial value it spares a pass over the output.
         start, bias = bias.unflatten(0, (groups, -1)) if groups > 1 else bias, None
     if kernel_map is not None and takes_table(table_entries(kernel_map), features, weight, options):
         result = table_conv(features, weight, kernel_map, groups, options, start)
@@ -133,7 +133,7 @@ def sparse_conv_call(
     groups: int = 1,
     options: Options = DEFAULT,
 ) -> tuple[str, dict[str, Tensor], tuple[int | None, ...]]:
-    """The statement that `sparse_conv` runs on these tensors, its operands by name, and the output's shape."""
+    """Return the statement that `sparse_conv` runs on these tensors, its operands by name, and the output's shape."""
     features, weight = _checked(features, weight, kernel_map, bias, groups)
     shape = _out_shape(kernel_map, groups)
     if kernel_map is not None and takes_table(table_entries(kernel_map), features, weight, options):
@@ -149,7 +149,7 @@ def _out_shape(kernel_map: KernelMap | None, groups: int) -> tuple[int | None, .
 
 
 def map_program(expression: str, options: Options) -> Program:
-    """The compiled statement, with what a kernel map guarantees of its index tensors."""
+    """Return the compiled statement, with what a kernel map guarantees of its index tensors."""
     facts = {name: known for name, known in {**FACTS, **TABLE_FACTS}.items() if f"{name}[" in expression}
     return program(expression, facts, options)
 
@@ -157,7 +157,7 @@ def map_program(expression: str, options: Options) -> Program:
 def sparse_conv_operands(
     features: Tensor, weight: Tensor, kernel_map: KernelMap | None, bias: Tensor | None = None, *, groups: int = 1
 ) -> dict[str, Tensor]:
-    """The tensors of a convolution by their names in its statement, after all checks; see `sparse_conv`."""
+    """Return the tensors of a convolution by their names in its statement, after all checks; see `sparse_conv`."""
     features, weight = _checked(features, weight, kernel_map, bias, groups)
     named = _values(features, weight, kernel_map, groups)
     return named if kernel_map is None else {**named, **kernel_map.tensors}
@@ -166,7 +166,7 @@ def sparse_conv_operands(
 def _checked(
     features: Tensor, weight: Tensor, kernel_map: KernelMap | None, bias: Tensor | None, groups: int
 ) -> tuple[Tensor, ...]:
-    """Features and weight, of autocast's dtype where it is in force, after all checks."""
+    """Return features and weight, of autocast's dtype where it is in force, after all checks."""
     if kernel_map is not None:
         check_features("sparse_conv", features, kernel_map.num_inputs, kernel_map.device)
     else:
@@ -179,7 +179,7 @@ def _checked(
 
 
 def _values(features: Tensor, weight: Tensor, kernel_map: KernelMap | None, groups: int) -> dict[str, Tensor]:
-    """The operands without the map's index tensors, of which a map has two kinds, made when they are asked for."""
+    """Return the operands without the index tensors, which a map makes when they are first read."""
     pointwise = kernel_map is None
     outputs, inputs = weight.shape[0], weight.shape[-1]
     # (h, d, o, c) -> (o, h, c, d); one copy of the weights, so that a group's slice is read in one piece.

@@ -46,14 +46,14 @@ _ROW_FACTS = {
 
 
 def _read(sites: Coordinates, options: Options) -> Coordinates:
-    """The voxels; with `validate` without what was made of them, and proven by another reading."""
+    """Return the voxels; with `validate`, read and validated again."""
     if not options.validate:
         return sites
     return Coordinates(sites.indices, sites.spatial_shape, sites.batch_size).prove()
 
 
 def sparse_max_pool(features: Tensor, kernel_map: KernelMap, *, options: Options = DEFAULT) -> Tensor:
-    """The largest feature among the active voxels under the kernel.
+    """Return the largest feature among the active voxels under the kernel.
 
         Out[OutIdx[g,q],c] max= In[InIdx[g,q],c]
 
@@ -73,7 +73,7 @@ def sparse_max_pool(features: Tensor, kernel_map: KernelMap, *, options: Options
 
 
 def sparse_avg_pool(features: Tensor, kernel_map: KernelMap, *, options: Options = DEFAULT) -> Tensor:
-    """The mean feature of the active voxels under the kernel; voxels that are not there do not count.
+    """Return the mean feature of the active voxels under the kernel; voxels that are not there do not count.
 
         Out[OutIdx[g,q],c] += Inv[OutIdx[g,q]] * In[InIdx[g,q],c]
 
@@ -96,7 +96,7 @@ def sparse_avg_pool(features: Tensor, kernel_map: KernelMap, *, options: Options
 
 
 def sparse_global_max_pool(features: Tensor, sites: Coordinates, *, options: Options = DEFAULT) -> Tensor:
-    """The largest feature of each cloud of a batch; 0 for a cloud without voxels.
+    """Return the largest feature of each cloud of a batch; 0 for a cloud without voxels.
 
         Out[Batch[p],c] max= In[p,c]
 
@@ -115,7 +115,7 @@ def sparse_global_max_pool(features: Tensor, sites: Coordinates, *, options: Opt
 
 
 def sparse_global_avg_pool(features: Tensor, sites: Coordinates, *, options: Options = DEFAULT) -> Tensor:
-    """The mean feature of each cloud of a batch; 0 for a cloud without voxels.
+    """Return the mean feature of each cloud of a batch; 0 for a cloud without voxels.
 
         Out[Batch[p],c] += Inv[Batch[p]] * In[p,c]
 

@@ -76,7 +76,7 @@ def spmm(matrix: SparseFormat, dense: Tensor, *, options: Options = DEFAULT) -> 
         return known(matrix, dense)
     result = _checked(matrix, dense, options)
     if not current:
-        # A structure that is multiplied once is not worth it.
+        # It pays from the third product with a structure on.
         matrix.shared["spmm"] = _Product(matrix) if "spmm" in matrix.shared else None
     return result
 
@@ -85,7 +85,7 @@ def _checked(matrix: SparseFormat, dense: Tensor, options: Options) -> Tensor:
     expression = spmm_expression(matrix)
     vector = is_vector(dense)
     if vector:
-        # One column: the same plan, and on the CPU the same library product, as any matrix.
+        # A matrix of one column.
         dense = dense.unsqueeze(1)
     m, k = matrix.shape
     named = named_tensors("spmm", expression, matrix, [Operand("dense", "B", dense, (("k", k), ("n", None)))])
@@ -97,7 +97,7 @@ def _checked(matrix: SparseFormat, dense: Tensor, options: Options) -> Tensor:
 
 
 class _Product:
-    """What is the same at every product with one structure, so that a call like most others finds everything ready."""
+    """A bound call: everything about a product that depends on the matrix's structure alone."""
 
     def __init__(self, matrix: SparseFormat) -> None:
         self.program = spmm_program(matrix)
@@ -105,7 +105,7 @@ class _Product:
         self.versions = self._versions()
         self.given = self.program.given(self.index)
         self.rows, self.columns = matrix.shape
-        # The dense operand's rows, and the result's, as axes of a statement.
+        # The axes of a statement that the rows of the dense operand, and of the result, become.
         self.read, self.written = (self.columns,), (self.rows,)
         if isinstance(matrix, BlockFormat):
             (a, b), (rows, cols) = matrix.block_shape, matrix.grid_shape
@@ -116,11 +116,11 @@ class _Product:
         return [tensor._version for tensor in self.index.values()]
 
     def current(self) -> bool:
-        """Whether no index tensor was written to since."""
+        """Return whether no index tensor was written to since."""
         return self.versions == self._versions()
 
     def takes(self, matrix: SparseFormat, dense: object) -> bool:
-        """Whether an operand is a plain matrix that fits as it is, in eager mode."""
+        """Return whether an operand is a plain matrix that fits as it is, in eager mode."""
         values = matrix.values
         if not isinstance(dense, Tensor) or not is_plain_eager(values, dense) or torch._C._is_any_autocast_enabled():
             return False
@@ -144,7 +144,7 @@ class _Product:
 
 
 def _blocks(expression: str, matrix: BlockFormat, named: dict[str, Tensor], options: Options) -> Tensor:
-    """Run on the dense operand in block rows; what lies beyond the edges is zero in, and cut off out."""
+    """Run on the dense operand in block rows, padded with zeros; the result's padding is cut off."""
     (a, b), (rows, cols) = matrix.block_shape, matrix.grid_shape
     dense = named["B"]
     n = dense.shape[1]
@@ -153,7 +153,7 @@ def _blocks(expression: str, matrix: BlockFormat, named: dict[str, Tensor], opti
 
 
 def spmm_expression(matrix: SparseFormat) -> str:
-    """The expression that multiplies a matrix of this format.
+    """Return the expression that multiplies a matrix of this format.
 
     Raises:
         InsumShapeError: `matrix` has not two dimensions.
@@ -168,7 +168,7 @@ def spmm_expression(matrix: SparseFormat) -> str:
 
 
 def spmm_program(matrix: SparseFormat, *, options: Options = DEFAULT) -> Program:
-    """The program that `spmm` runs for a matrix: to explain it, or to call it with tensors of one's own.
+    """Return the program that `spmm` runs for a matrix: to explain it, or to call it with tensors of one's own.
 
     >>> import torch
     >>> from insum_nn.formats import COO

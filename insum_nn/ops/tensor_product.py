@@ -11,21 +11,20 @@ from torch import Tensor
 
 from insum_nn.compiler.api import (
     Explanation,
-    SharedPaths,
     contract_jointly,
+    fits_between,
     for_each_vector,
     is_plain_eager,
     is_traced,
     is_transformed,
     joint_gradients,
-    paths_are_products,
     records_graph,
     wanted_gradients,
     without_autocast,
 )
 from insum_nn.ops.tensor_product_checks import check_operands
 from insum_nn.ops.tensor_product_right import tensor_product_right
-from insum_nn.ops.tensor_product_roles import Role, role_of, together_of
+from insum_nn.ops.tensor_product_roles import role_of, together_of
 from insum_nn.ops.tensor_product_spec import ProductLayout, TensorProductSpec, layout_of, others
 from insum_nn.ops.tensor_product_statement import statements_of
 
@@ -57,7 +56,7 @@ def tensor_product(
 
     The first line is a mode that mixes multiplicities, the second one that does not, along edges. `p` counts the
     coefficients that are not zero; `I`, `J`, `K`, `L` and `CG` are static. Along edges `X` and `Y` are a
-    representation's entries of one multiplicity, packed: side by side, copies fastest.
+    representation's entries of one multiplicity, packed: next to each other, copies innermost.
 
     Source: Geiger and Smidt, e3nn (2022), section 4; Bharadwaj, Glover, Buluc, Demmel, An Efficient Sparse Kernel
     Generator for O(3)-Equivariant Deep Networks (2025), eq. (2.1).
@@ -76,7 +75,7 @@ def tensor_product(
         (z, dim of out), or (num_receivers, dim of out). Derivatives of all orders are tensor products themselves.
 
     Raises:
-        InsumShapeError: an operand has another shape than the spec and the edges ask for.
+        InsumShapeError: an operand's shape does not fit the spec and the edges.
         InsumDtypeError: dtypes differ, or nodes are no integers.
         InsumDeviceError: devices differ.
         InsumRangeError: an edge points outside the nodes, or is none where the spec refuses that.
@@ -105,7 +104,7 @@ def checked_product(
 ) -> Tensor:
     """`tensor_product` of operands that the caller has checked; the spec as JSON."""
     if torch.jit.is_tracing():
-        # A trace keeps sizes that are passed on as numbers: the operator finds them in its operands.
+        # A trace would fix sizes that are passed as numbers: the operator reads them from its operands.
         given = _OF_X if num_receivers is None else num_receivers
         return torch.ops.insum_nn.tensor_product(  # type: ignore[no-any-return]
             text, "z", x, y, weight, receivers, senders, _OF_X, given
@@ -116,7 +115,7 @@ def checked_product(
 
 
 def expressions(spec: TensorProductSpec, role: str = "z") -> tuple[str, ...]:
-    """The statements of a spec; of the output, or of the gradient of `x`, `y` or `w`."""
+    """Return the statements of a spec; of the output, or of the gradient of `x`, `y` or `w`."""
     layout = layout_of(spec.to_json())
     return tuple(statement.expression for statement in layout.keep(("text", role), lambda: statements_of(layout, role)))
 
@@ -132,7 +131,7 @@ def explain_tensor_product(
     statement: int = 0,
     measure: bool = False,
 ) -> Explanation:
-    """What becomes of one statement of the output on these tensors, and what became of the gradients last."""
+    """Explain one statement of the output on these tensors, and how the gradients ran last."""
     layout = layout_of(spec.to_json())
     source = role_of(layout, "z", x.device, x.dtype)
     chosen = source.statements[statement]
@@ -141,28 +140,22 @@ def explain_tensor_product(
     if (count := len(source.statements)) > 1:
         others = f"the output is computed by {count} statements; explain(..., statement=n) shows another, from 0 on"
         explained = explained.with_choice("statement", f"{statement + 1} of {count}", others)
-    together = None if paths_are_products(x.device) else together_of(layout, "xyw", x.device, x.dtype, by_path=False)
-    if together is None or isinstance(together.programs, SharedPaths) or not together.programs.reason:
+    together = together_of(layout, "xyw", x.device, x.dtype)
+    if together is None or not together.programs.reason:
         return explained
-    # What became of the gradients where they were made last.
+    # How the gradients were computed last.
     how, why = together.programs.reason.split(": ", 1)
     return explained.with_choice("gradients", f"of {', '.join(together.roles)} {how}", why)
 
 
-# In place of how many rows the first input or the output has: as many as the first input, which is the first operand.
+# For the rows of the first input or of the output: as many as the first input has, which is the first operand.
 _OF_X = -1
 
 
 def _counted(first: Tensor, num_x: int | torch.SymInt, num_z: int | torch.SymInt) -> tuple[Any, Any]:
-    """The rows of the first input and of the output; symbolic ones are never compared."""
+    """Return the rows of the first input and of the output; symbolic ones are never compared."""
     rows = first.shape[0] if isinstance(num_x, int) and num_x == _OF_X else num_x
     return rows, rows if isinstance(num_z, int) and num_z == _OF_X else num_z
-
-
-# Bytes between two products of library calls.
-AT_ONCE = 1 << 24
-# Numbers between the two steps of a gradient at most: what they cost in memory.
-_MOST_BETWEEN = 2**28
 
 
 class _Sums(NamedTuple):
@@ -191,7 +184,7 @@ class _Sums(NamedTuple):
         return self.receivers, self.senders
 
     def rows(self, role: str) -> int:
-        """Rows of a role: nodes for the first input and the output, edges for the rest; without edges all the same."""
+        """Return the rows of a role: of nodes for the first input and the output, else of edges or samples."""
         if role == "x":
             return self.num_x
         if role == "z":
@@ -210,15 +203,12 @@ class _Sums(NamedTuple):
             of_nodes = None if self.senders is None else self.senders.dtype
             key = tuple(wanted), *kinds, device, of_nodes, self.num_x, self.num_z
         with without_autocast(device):
-            by_path = paths_are_products(device)
             found: dict[str, Tensor] = {}
 
             def one(role: str) -> Tensor:
                 return self.one(layout, role, _given(operands, role), None if key is None else (role, key))
 
-            together = None
-            if key is not None and (by_path or len(wanted) > 1):
-                together = together_of(layout, wanted, device, dtype, by_path=by_path)
+            together = None if key is None else together_of(layout, wanted, device, dtype)
             if together is not None:
                 rows = [self.rows(role) for role in together.roles]
                 made = together(operands, ends, rows, key, lambda: [one(x) for x in together.roles])
@@ -226,15 +216,11 @@ class _Sums(NamedTuple):
             return {role: found[role] if role in found else one(role) for role in wanted}
 
     def one(self, layout: ProductLayout, role: str, given: Given, key: Hashable | None) -> Tensor:
-        """A role's tensor, by its own statements."""
-        rows = self.rows(role)
-        device, dtype = given[0].device, given[0].dtype
-        by_path = paths_are_products(device)
-        source = role_of(layout, role, device, dtype, staged=role == "y" and not by_path)
-        if rows * source.first_width > _MOST_BETWEEN:
-            source = role_of(layout, role, device, dtype)
-        if by_path and self.senders is None and not records_graph(given):
-            return _in_parts(source, given, rows, key)
+        """Return a role's tensor, by its own statements."""
+        rows, device, dtype = self.rows(role), given[0].device, given[0].dtype
+        source = role_of(layout, role, device, dtype)
+        if not fits_between(rows * source.first_width):
+            source = role_of(layout, role, device, dtype, staged=False)
         return source(given, (self.receivers, self.senders), rows, key)
 
     def in_modes(self, wanted: str, operands: Mapping[str, Tensor]) -> Tensor:
@@ -255,27 +241,11 @@ class _Sums(NamedTuple):
     def derivative(
         self, left: str, wanted: Sequence[str], operands: Mapping[str, Tensor]
     ) -> tuple[_Sums, dict[str, Tensor]]:
-        # What a gradient of the weights depends on are the paths that have weights.
+        # A gradient of the weights depends on the paths with weights alone.
         sums = self._replace(text=layout_of(self.text).linear_text) if left == "w" else self
         if "w" in wanted and not operands["w"].numel():
             return sums, {"w": torch.zeros_like(operands["w"])}
         return sums, {}
-
-
-def _in_parts(source: Role, given: Given, rows: int, key: Hashable | None) -> Tensor:
-    """A role's tensor, a few of the samples at a time where all of them need much memory in between."""
-    count = -(-rows * source.row_bytes // AT_ONCE)
-    if count <= 1:
-        return source(given, (None, None), rows, key)
-    shared = source.layout.spec.shared
-    size = -(-rows // min(count, rows))
-    names = others(source.role)
-    parts: list[Tensor] = []
-    for start in range(0, rows, size):
-        own = min(size, rows - start)
-        some = tuple(t if x == "w" and shared else t.narrow(0, start, own) for x, t in zip(names, given, strict=True))
-        parts.append(source(some, (None, None), own, None if key is None else (key, own)))
-    return sum(parts[1:], parts[0]) if source.role == "w" and shared else torch.cat(parts)
 
 
 def _given(operands: Mapping[str, Tensor], role: str) -> Given:

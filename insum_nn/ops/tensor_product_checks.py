@@ -1,4 +1,4 @@
-"""What is wrong with the operands of a tensor product, said before any statement runs."""
+"""Checks of a tensor product's operands, before any statement runs."""
 
 from __future__ import annotations
 
@@ -25,10 +25,10 @@ def check_operands(
     senders: Tensor | None,
     num_receivers: int | None,
 ) -> None:
-    """Check the operands of `tensor_product`; which nodes edges point to is not looked at.
+    """Check the operands of `tensor_product`; the values of index tensors are not read here.
 
     Raises:
-        InsumShapeError: an operand has another shape than the spec and the edges ask for, or edges are missing or not
+        InsumShapeError: an operand's shape does not fit the spec and the edges, or edges are missing or not
             asked for.
         InsumDtypeError: an operand is no tensor, dtypes differ, or an edge's end is no integer.
         InsumDeviceError: devices differ.
@@ -73,7 +73,7 @@ def check_operands(
 
 
 def other_dtype(name: str, tensor: Tensor, first: str, anchor: Tensor, *, caller: str = "") -> list[InsumError]:
-    """The fault of a tensor that has another dtype than the first one; none where it has the same."""
+    """Return an error if a tensor has another dtype than the first one."""
     if tensor.dtype == anchor.dtype:
         return []
     return [
@@ -89,7 +89,7 @@ def other_dtype(name: str, tensor: Tensor, first: str, anchor: Tensor, *, caller
 
 def _kinds(x: Tensor, y: Tensor, weight: Tensor, ends: dict[str, Tensor]) -> list[InsumError]:
     faults: list[InsumError] = []
-    # Without weights there is nothing whose kind could matter.
+    # Where there are no weights, their dtype and device do not matter.
     factors = {"y": y} | ({"weight": weight} if weight.numel() else {})
     for name, tensor in (factors | ends).items():
         faults += other_device(name, tensor, "x", x, caller=_CALLER)

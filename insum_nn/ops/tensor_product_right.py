@@ -1,4 +1,4 @@
-"""The partial evaluation of a tensor product: a matrix that still waits for the first input."""
+"""The partial evaluation of a tensor product: a matrix that maps its first input to the output."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ T = TypeVar("T")
 
 
 class UnsupportedModeError(InsumError, NotImplementedError):
-    """A connection mode has no such operation; also a `NotImplementedError`, which e3nn raises here."""
+    """A connection mode has no `right`; also a `NotImplementedError`, which e3nn raises here."""
 
 
 def tensor_product_right(spec: TensorProductSpec | str, y: Tensor, weight: Tensor) -> Tensor:
@@ -44,7 +44,7 @@ def tensor_product_right(spec: TensorProductSpec | str, y: Tensor, weight: Tenso
         (z, dim of in1, dim of out); multiplied by `x` it gives the tensor product of `x` and `y`.
 
     Raises:
-        UnsupportedModeError: a path counts pairs, which couples the copies of both inputs.
+        UnsupportedModeError: a path is of a mode with pairs, which couple the copies of both inputs.
 
     >>> from insum_nn.structure.irreps import Entry, Path
     >>> double = Path(0, 0, 0, "uuu", False, 2.0, (1,))
@@ -60,7 +60,7 @@ def tensor_product_right(spec: TensorProductSpec | str, y: Tensor, weight: Tenso
 
 
 def right_expressions(spec: TensorProductSpec) -> tuple[str, ...]:
-    """The statement of each path that contributes."""
+    """Return the statement of each path that contributes."""
     layout = layout_of(spec.to_json())
     return tuple(_path_program(layout, layout.spec.paths[n]).expression for n in layout.live)
 
@@ -68,7 +68,7 @@ def right_expressions(spec: TensorProductSpec) -> tuple[str, ...]:
 def _path_program(layout: ProductLayout, path: Path) -> Program:
     mode, out, extents = MODES[path.mode], _out_letters(path), _extents(layout, path)
     read = set(mode.in2 + (mode.weight if path.weighted else ""))
-    # Multiplicities that no factor has: the result repeats along them.
+    # The result repeats along multiplicities that no factor has.
     sizes = tuple((x, extents[x]) for x in dict.fromkeys(mode.in1 + out) if x not in read)
     return _program(_text(layout, path), sizes, layout.spec.options)
 
@@ -105,12 +105,12 @@ def _text(layout: ProductLayout, path: Path) -> str:
 
 
 def _side(layout: ProductLayout, copies: Iterable[T], component: T) -> list[T]:
-    """What stands for an entry of a representation, slowest first."""
+    """Return an entry's axes or subscripts, outermost first."""
     return [*copies, component] if layout.spec.layout == "mul_ir" else [component, *copies]
 
 
 def _block(layout: ProductLayout, number: int, y: Tensor, weight: Tensor) -> Tensor:
-    """The block of one path: (z, dim of its entry of in1, dim of its entry of out)."""
+    """Return the block of one path: (z, dim of its entry of in1, dim of its entry of out)."""
     path = layout.spec.paths[number]
     mode = MODES[path.mode]
     a, b, c = layout.entry("x", path), layout.entry("y", path), layout.entry("z", path)
@@ -131,7 +131,7 @@ def _block(layout: ProductLayout, number: int, y: Tensor, weight: Tensor) -> Ten
 
 
 def _evaluate(layout: ProductLayout, y: Tensor, weight: Tensor) -> Tensor:
-    """All blocks in their places; differentiable like any program."""
+    """Return all blocks in their places; differentiable like any program."""
     blocks: dict[tuple[int, int], Tensor] = {}
     for number in layout.live:
         path = layout.spec.paths[number]

@@ -1,4 +1,4 @@
-"""The run of a tensor product's roles: their statements on tensors as they come, one role at a time or together."""
+"""Run the statements of a tensor product's roles, one role at a time or several together."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from insum_nn.compiler.api import FusedPrograms, SharedPaths, graph_constant, records_graph
+from insum_nn.compiler.api import FusedPrograms, SharedPaths, graph_constant, paths_are_products, records_graph
 from insum_nn.ops.tensor_product_spec import NUMBER, ProductLayout, others
 from insum_nn.ops.tensor_product_statement import FirstStep, Statement, statements_of
 
@@ -18,7 +18,7 @@ __all__ = ["Edges", "Packed", "Role", "Together", "role_of", "together_of"]
 Edges = tuple[Tensor | None, Tensor | None]
 # Packed operands, by the tensor and its columns.
 Packed = dict[tuple[int, int], Tensor]
-# Makes what a statement reads from the operands, the edges, what is packed, and the result of a first step.
+# Returns a tensor that a statement reads, from operands, edges, packed operands and the first step's result.
 _Read = Callable[[Sequence[Tensor], Edges, Packed, Tensor | None], Tensor]
 
 
@@ -28,8 +28,7 @@ class Role:
     Attributes:
         role: a letter of `ROLES`.
         statements: its statements.
-        first_width: numbers per row between two steps.
-        row_bytes: memory per row between two products of library calls.
+        first_width: numbers per row of the first steps' results.
     """
 
     def __init__(
@@ -39,7 +38,6 @@ class Role:
         self.role = role
         self.statements = statements_of(layout, role, staged=staged)
         self.first_width = sum(s.first.width for s in self.statements if s.first is not None)
-        self.row_bytes = dtype.itemsize * max((s.between for s in self.statements), default=0)
         self._device, self._dtype = device, dtype
         self._steps = [
             (_Step(s, role, device, dtype), None if s.first is None else _Step(s.first, role, device, dtype))
@@ -58,7 +56,7 @@ class Role:
         return [(self.role, statement.written) for statement in self.statements]
 
     def __call__(self, given: Sequence[Tensor], edges: Edges, size: int, key: Hashable | None = None) -> Tensor:
-        """The role's tensor.
+        """Return the role's tensor.
 
         Args:
             given: the operands, in the order of `others(role)`.
@@ -77,11 +75,11 @@ class Role:
         return self.finish(list(results.values()), size, traced=traced)
 
     def arguments(self, given: Sequence[Tensor], edges: Edges, packed: Packed) -> list[dict[str, Tensor]]:
-        """Everything that each statement reads, by name, where none has a first step; operands are packed once."""
+        """Return the tensors of each statement by name, where none has a first step; operands are packed once."""
         return [step.named(given, edges, packed) for step, _ in self._steps]
 
     def finish(self, results: Sequence[Tensor], size: int, *, traced: bool = False) -> Tensor:
-        """The role's tensor, from those that the statements wrote, in the order of `outputs`."""
+        """Return the role's tensor, from those that the statements wrote, in the order of `outputs`."""
         if self.role == "w":
             return self._weights(results, size)
         named = dict(zip(self._written, results, strict=True))
@@ -100,7 +98,7 @@ class Role:
         return total
 
     def _weights(self, results: Sequence[Tensor], size: int) -> Tensor:
-        """The gradient of the weights, put together path by path."""
+        """Return the gradient of the weights, put together path by path."""
         spec = self.layout.spec
         batch = () if spec.shared else (size,)
         flats = [r.reshape(*batch, s.width) for r, s in zip(results, self._written.values(), strict=True)]
@@ -117,9 +115,9 @@ class Role:
 
 
 def _pieces(layout: ProductLayout, statements: Sequence[Statement]) -> list[tuple[int, int, int]]:
-    """The gradient of the weights as pieces of the statements' results: (statement, first column, columns).
+    """Return the gradient of the weights as pieces of the statements' results: (statement, first column, columns).
 
-    Statement -1 stands for zeros.
+    Statement -1: zeros.
     """
     place: dict[int, tuple[int, int]] = {}
     for number, statement in enumerate(statements):
@@ -140,7 +138,7 @@ def _pieces(layout: ProductLayout, statements: Sequence[Statement]) -> list[tupl
 
 
 class _Step:
-    """A statement with its tables, and what makes each of the tensors that it reads."""
+    """A statement with its tables, and a function for each of the tensors that it reads."""
 
     def __init__(self, source: Any, role: str, device: torch.device, dtype: torch.dtype) -> None:
         self.source = source
@@ -178,7 +176,7 @@ class _Step:
     ) -> Tensor:
         """Run it."""
         shape = self.source.out_shape(size)
-        # Packed entries of one multiplicity may have one axis of copies, or two.
+        # Packed entries of one multiplicity have one or two axes of copies.
         start = None if start is None else start.reshape(shape)
         found = [read(given, edges, packed, made) for read in self._reads]
         if key is not None and edges[1] is None:
@@ -193,7 +191,7 @@ class _Step:
 
 
 def _reading(source: Statement | FirstStep, operand: str, at: int, device: torch.device) -> _Read:
-    """What makes the tensor that a statement reads of an operand."""
+    """Return what makes the tensor that a statement reads of an operand."""
     if not source.packed:
         return lambda given, edges, packed, made: given[at]
     mul = source.group.muls[NUMBER[operand]]
@@ -206,7 +204,7 @@ def _reading(source: Statement | FirstStep, operand: str, at: int, device: torch
             if start is None:
                 flat = tensor.index_select(1, graph_constant(order) if records_graph(given) else order)
             else:
-                # Single copies are packed as they lie.
+                # Single copies are packed already.
                 flat = tensor if order.numel() == tensor.shape[1] else tensor.narrow(1, start, order.numel())
             packed[place] = flat
         return packed[place].reshape(tensor.shape[0], *shape)
@@ -214,16 +212,15 @@ def _reading(source: Statement | FirstStep, operand: str, at: int, device: torch
     return read
 
 
-def role_of(
-    layout: ProductLayout, role: str, device: torch.device, dtype: torch.dtype, *, staged: bool = False
-) -> Role:
-    """What runs a role; remembered. `staged` is as for `statements_of`."""
+def role_of(layout: ProductLayout, role: str, device: torch.device, dtype: torch.dtype, *, staged: bool = True) -> Role:
+    """Return what runs a role; remembered. Without `staged` in one step always."""
+    staged = staged and role == "y" and not paths_are_products(device)
     key = ("role", role, device, dtype, staged)
     return layout.keep(key, lambda: Role(layout, role, device, dtype, staged=staged))
 
 
 class Together:
-    """Several roles that the compiler computes together: what they have in common is read, or multiplied, once.
+    """Several roles that the compiler computes together, reading or multiplying common operands once.
 
     Args:
         sources: the roles.
@@ -246,7 +243,7 @@ class Together:
         key: Hashable,
         separately: Callable[[], list[Tensor]],
     ) -> dict[str, Tensor] | None:
-        """The tensors of all roles; `None`: they are to be computed one by one.
+        """Return the tensors of all roles; `None`: they are to be computed one by one.
 
         Args:
             operands: by role.
@@ -261,10 +258,7 @@ class Together:
         for source, size in zip(self.sources, rows, strict=True):
             named += source.arguments([operands[role] for role in others(source.role)], edges, packed)
             shapes += [statement.out_shape(size) for statement in source.statements]
-        if isinstance(self.programs, SharedPaths):
-            results = self.programs(named, shapes, key)
-        else:
-            results = self.programs.together(named, shapes, key, separately)
+        results = self.programs.together(named, shapes, key, separately)
         if results is None:
             return None
         found: dict[str, Tensor] = {}
@@ -276,25 +270,21 @@ class Together:
 
 
 def together_of(
-    layout: ProductLayout, roles: Sequence[str], device: torch.device, dtype: torch.dtype, *, by_path: bool
+    layout: ProductLayout, roles: Sequence[str], device: torch.device, dtype: torch.dtype
 ) -> Together | None:
-    """What computes some roles together, remembered; `None`: there are none.
+    """Return what computes some roles together, remembered; `None`: they are computed one by one.
 
-    Args:
-        layout: of the tensor product.
-        roles: letters of `ROLES`.
-        device: of the operands.
-        dtype: of the operands.
-        by_path: as products of a library; else as one kernel, of those roles for which that can be.
+    It is products of a library for all of them, or one kernel for those of them for which that can be.
     """
     fixed = layout.spec.options.deterministic or torch.are_deterministic_algorithms_enabled()
+    by_path = paths_are_products(device)
     if not by_path:
         roles = _of_one_kernel(layout, roles, deterministic=fixed)
+        if len(roles) < 2:
+            return None
 
     def build() -> tuple[Together | None]:
-        if not by_path and len(roles) < 2:
-            return (None,)
-        sources = [role_of(layout, x, device, dtype, staged=not by_path and x == "y") for x in roles]
+        sources = [role_of(layout, role, device, dtype) for role in roles]
         programs = [statement.program for source in sources for statement in source.statements]
         if by_path:
             outputs = [output for source in sources for output in source.outputs]
@@ -303,16 +293,16 @@ def together_of(
             return (None,)
         return (Together(sources, FusedPrograms(programs, deterministic=fixed)),)
 
-    return layout.keep(("together", tuple(roles), fixed, device, dtype, by_path), build)[0]
+    return layout.keep(("together", tuple(roles), fixed, device, dtype), build)[0]
 
 
 def _of_one_kernel(layout: ProductLayout, roles: Sequence[str], *, deterministic: bool) -> list[str]:
-    """The roles that sum over the edges of a node or have a row for each edge."""
+    """Return the roles that sum over the edges of a node or have a row for each edge."""
     if not layout.spec.convolution:
         return []
     # Weights that edges share have no row for each edge.
     found = [role for role in roles if role != "w" or not layout.spec.shared]
     if deterministic and "x" in found and "z" in found:
-        # Both ends of an edge own a sum: one of them alone can be formed without adding to memory.
+        # Sums at both ends of an edge: one kernel can form only one of them without atomic additions.
         found.remove("z")
     return found

@@ -1,8 +1,8 @@
-"""What a tensor product is made of: its representations and paths, and the groups that statements compute.
+"""The parts of a tensor product: representations, paths, and the groups of paths that one statement computes.
 
 A tensor product is linear in four tensors: in1 `X`, in2 `Y`, the weight `W`, and (for its derivatives) the output's
 gradient. Each can be computed from the other three, its *role*; a derivative of one role is another role. Every role
-is a list of statements, one for each group of like paths.
+is a list of statements, one for each group of paths of one mode and equal multiplicities.
 """
 
 from __future__ import annotations
@@ -30,12 +30,12 @@ T = TypeVar("T")
 ROLES = "xywz"
 # The operand's number in a path.
 NUMBER = {"x": 0, "y": 1, "z": 2}
-# What is slowest within an entry: its copies, as in e3nn, or its components.
+# The outer axis of an entry: its copies, as in e3nn, or its components.
 LAYOUTS = ("mul_ir", "ir_mul")
 
 
 def others(role: str) -> str:
-    """The roles that a role is computed from.
+    """Return the roles that a role is computed from.
 
     >>> others("w")
     'xyz'
@@ -106,7 +106,7 @@ class TensorProductSpec:
         return sum(path.numel for path in self.paths if path.weighted)
 
     def with_shared(self, shared: bool) -> TensorProductSpec:
-        """The same product with shared weights, or with weights of each sample."""
+        """Return the same product with shared weights, or with weights of each sample."""
         return replace(self, shared=shared)
 
 
@@ -137,14 +137,14 @@ class Group:
         return "".join(x for x in letters if x == "n" or self.extents[x] != 1)
 
     def shape(self, role: str) -> tuple[int, ...]:
-        """Extents of an operand's multiplicity axes."""
+        """Return extents of an operand's multiplicity axes."""
         if self.mode.pairs and role in "xy":
             return (self.muls[NUMBER[role]],)
         return tuple(self.extents[x] for x in self.letters(role))
 
 
 class ProductLayout:
-    """Where the numbers of a spec lie, what is computed together, and what was made of them."""
+    """Where a spec's numbers are stored, its groups of paths, and what is kept for them."""
 
     def __init__(self, spec: TensorProductSpec) -> None:
         self.spec = spec
@@ -155,7 +155,7 @@ class ProductLayout:
         self.weight_starts = weight_offsets(spec.paths)
 
     def keep(self, key: tuple[object, ...], build: Callable[[], T]) -> T:
-        """What `build` makes, once for each key; plain tensors, whatever transform the first call is under."""
+        """Return what `build` makes, once for each key; plain tensors, whatever transform the first call is under."""
         found = self._kept.get(key)
         if found is None:
             with plain_tensors():
@@ -178,7 +178,7 @@ class ProductLayout:
         return path.coefficient != 0 and 0 not in path.shape and 0 not in muls
 
     def entry(self, role: str, path: Path) -> Entry:
-        """The entry of an operand that a path connects."""
+        """Return the entry of an operand that a path connects."""
         return self.entries[role][path.ends[NUMBER[role]]]
 
     @cached_property
@@ -196,30 +196,30 @@ class ProductLayout:
         return found
 
     def steps(self, role: str, number: int) -> tuple[int, int]:
-        """How far apart two components of an entry are in a representation, and two of its copies."""
+        """Return the strides of an entry's components, and of its copies, in a representation."""
         entry = self.entries[role][number]
         layout = (self.spec.out_layout if role == "z" else "") or self.spec.layout
         return (1, entry.size) if layout == "mul_ir" else (entry.mul, 1)
 
     def columns(self, role: str, number: int) -> NDArray[np.int64]:
-        """Where an entry's numbers are in a representation: (components, copies)."""
+        """Return an entry's columns in a representation, (components, copies)."""
         entry = self.entries[role][number]
         component, copy = self.steps(role, number)
         return self.starts[role][number] + np.add.outer(component * np.arange(entry.size), copy * np.arange(entry.mul))
 
     def packed_entries(self, role: str, mul: int) -> tuple[int, ...]:
-        """Entries in use of one multiplicity."""
+        """Return entries in use of one multiplicity."""
         return tuple(n for n in self.components[role] if self.entries[role][n].mul == mul)
 
     def packed_size(self, role: str, mul: int) -> int:
-        """Components of all entries in use of one multiplicity."""
+        """Return components of all entries in use of one multiplicity."""
         return sum(self.entries[role][n].size for n in self.packed_entries(role, mul))
 
     def packing(self, role: str, mul: int, device: torch.device) -> tuple[int | None, Tensor]:
-        """How entries of one multiplicity are packed: side by side, copies fastest.
+        """Return how entries of one multiplicity are packed: next to each other, copies innermost.
 
         Returns:
-            The first column if they lie so already, else `None`; and the columns in their new order.
+            The first column if they are so already, else `None`; and the columns in their new order.
         """
 
         def build() -> tuple[int | None, Tensor]:
@@ -230,10 +230,10 @@ class ProductLayout:
         return self.keep(("pack", role, mul, device), build)
 
     def unpacking(self, role: str, muls: Sequence[int], device: torch.device) -> tuple[Tensor | None, bool]:
-        """How packed entries of some multiplicities, side by side, become a representation.
+        """Return how packed entries of some multiplicities, side by side, become a representation.
 
         Returns:
-            A selection of columns (`None`: all as they lie), and whether it reads a column of zeros that stands last.
+            A selection of columns (`None`: all, in order), and whether it reads a column of zeros after the last.
         """
         packed = np.concatenate([self._packed_columns(role, mul) for mul in muls])
         order = np.full(self.dims[role], packed.size)
@@ -263,5 +263,5 @@ class ProductLayout:
 
 @lru_cache(maxsize=256)
 def layout_of(text: str) -> ProductLayout:
-    """The layout of a spec's JSON; remembered."""
+    """Return the layout of a spec's JSON; remembered."""
     return ProductLayout(TensorProductSpec.from_json(text))

@@ -3,14 +3,13 @@
     Z[z,K[p,w]] += CG[p] * X[z,I[p,u]] * Y[z,J[p,v]] * W[L[p],u,v,w]
     Z[Dst[e],K[p,u]] += CG[p] * X[Src[e],I[p],u] * Y[e,J[p],v] * W[e,L[p],u,v]
 
-`p` counts coefficients. The first line reads and writes representations as they lie: the cells of one component are a
+`p` counts coefficients. The first line reads and writes representations in place: the cells of one component are a
 start and a step, so a table that lists them is affine in the copy. Along edges, the second line, rows are read many
-times, so what is read is packed: the entries of one multiplicity side by side, copies fastest.
+times, so what is read is packed: the entries of one multiplicity next to each other, copies innermost.
 """
 
 from __future__ import annotations
 
-import itertools
 import math
 from collections.abc import Hashable, Iterator, Sequence
 from dataclasses import dataclass
@@ -20,19 +19,14 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from insum_nn.compiler.api import Program, compile_built
+from insum_nn.compiler.api import LONG_SUM, MOST_CELLS, MOST_TERMS, Program, compile_built
 from insum_nn.facts import IndexFacts
 from insum_nn.ops.tensor_product_spec import NUMBER, Group, ProductLayout, others
 from insum_nn.structure.clebsch_gordan import nonzeros
 from insum_nn.structure.constants import plain_tensors
 
-__all__ = ["FirstStep", "Statement", "Terms", "WeightAccess", "in_steps", "statements_of"]
+__all__ = ["LONG_SUM", "FirstStep", "Statement", "Terms", "WeightAccess", "in_steps", "statements_of"]
 
-# Coefficients of one statement at most, since a generated kernel unrolls them; and cells in a table of them.
-POINTS = 5000
-_CELLS = 1 << 17
-# Copies of the output from which on a matrix product over them is worth a step of its own.
-LONG = 16
 # The table of an operand's cells or components.
 _TABLE = {"x": "I", "y": "J", "z": "K"}
 _STATIC = IndexFacts(masked=False, proven=True)
@@ -62,7 +56,7 @@ class Terms:
 
     @staticmethod
     def of(layout: ProductLayout, group: Group, role: str) -> Terms:
-        """All of a group."""
+        """Return the coefficients of a group."""
         parts: list[Terms] = []
         for number, path in enumerate(layout.spec.paths[n] for n in group.paths):
             index, value = nonzeros(*(layout.entry(operand, path).l for operand in "xyz"))
@@ -83,11 +77,11 @@ class Terms:
         return whole.select(np.lexsort((whole.path, whole.path if role == "w" else whole.cell[NUMBER[role]])))
 
     def select(self, which: Integers | slice) -> Terms:
-        """Some of them."""
+        """Return a part of them."""
         return Terms(*(getattr(self, name)[..., which] for name in Terms.__slots__))
 
     def parts(self, most: int) -> Iterator[Terms]:
-        """All of them, so many at a time."""
+        """Yield all of them in parts of at most `most`."""
         for start in range(0, self.value.size, most):
             yield self.select(slice(start, start + most))
 
@@ -96,7 +90,7 @@ class WeightAccess:
     """How a statement addresses the weights of its paths.
 
     `stack`: a view of the paths' weights, which lie one after the other. `blocks`: a view of the weights, cut into
-    blocks of one path's size. `flat`: the weights as they lie; each path is found by its offset.
+    blocks of one path's size. `flat`: the weights unchanged, in which each path has an offset.
     """
 
     def __init__(self, layout: ProductLayout, group: Group) -> None:
@@ -119,7 +113,7 @@ class WeightAccess:
         return starts if self.kind == "flat" else (starts - self.low) // self.size
 
     def operand(self, weight: Tensor) -> Tensor:
-        """The tensor `W` that the statement reads; `weight` is (numel,) or (z, numel)."""
+        """Return the tensor `W` that the statement reads; `weight` is (numel,) or (z, numel)."""
         if self.kind == "flat":
             return weight
         length = self.count * self.size
@@ -127,7 +121,7 @@ class WeightAccess:
         return view.reshape((*weight.shape[:-1], *self.view))
 
     def subscripts(self) -> list[str]:
-        """The subscripts of `W`, whose path's place is `L[p]`."""
+        """Return the subscripts of `W`, whose path's place is `L[p]`."""
         if self.kind != "flat":
             return [*([] if self.single else ["L[p]"]), *self.letters]
         strides = [math.prod(self.shape[axis + 1 :]) for axis in range(len(self.shape))]
@@ -161,7 +155,7 @@ class _Tables:
         self._on: dict[tuple[torch.device, torch.dtype], dict[str, Tensor]] = {}
 
     def _access(self, name: str, operand: str, terms: Terms, *, packed: bool) -> str:
-        """The access to an operand's cells, whose table it makes."""
+        """Return the access to an operand's cells, whose table it makes."""
         letters, at, table = self.group.letters(operand), NUMBER[operand], _TABLE[operand]
         if packed:
             self.tables[table] = torch.from_numpy(terms.component[at].copy())
@@ -179,14 +173,14 @@ class _Tables:
         return self._access(name, operand, terms, packed=self.packed)
 
     def _weights(self, path: Integers) -> str:
-        """The access to the weights of the path of each term."""
+        """Return the access to the weights of the path of each term."""
         self.weight = weight = WeightAccess(self.layout, self.group)
         if not weight.single:
             self.tables["L"] = weight.places[torch.from_numpy(path)].contiguous()
         return _join("W", [*self._rows("w"), *weight.subscripts()])
 
     def _rows(self, operand: str) -> list[str]:
-        """The subscript of an operand's rows, where it has some."""
+        """Return the subscript of an operand's rows, where it has some."""
         if operand == "w" and self.layout.spec.shared:
             return []
         if not self.layout.spec.convolution:
@@ -205,13 +199,13 @@ class _Tables:
             expression,
             sizes=sizes,
             facts=facts,
-            # Pairs of copies (U, V) are many and regular; the rest is few numbers, which kernels unroll.
+            # Kernels unroll the static tables; pairs of copies (U, V) are too many for that.
             static={name: table for name, table in self.tables.items() if name not in ("U", "V")},
             options=self.layout.spec.options,
         )
 
     def tables_on(self, device: torch.device, dtype: torch.dtype) -> dict[str, Tensor]:
-        """The static tables on a device; kept."""
+        """Return the static tables on a device; kept."""
         key = (device, dtype)
         if key not in self._on:
             with plain_tensors():
@@ -223,12 +217,12 @@ class _Tables:
 
 
 class FirstStep(_Tables):
-    """What the weights make of the output's gradient, the first of two steps to the gradient of `y`.
+    """The product of the output's gradient and the weights, the first of two steps to the gradient of `y`.
 
         G[z,p,u,v] += dZ[z,K[p,w]] * W[L[p],u,v,w]
 
-    `p` counts pairs of a path and a component that it ends in. It sums over `w` by a matrix product; what is left for
-    the second step, the coefficients and `u`, is short.
+    `p` counts pairs of a path and a component that it ends in. It sums over `w` by a matrix product; the second
+    step sums over the coefficients and `u`, which are few.
     """
 
     def __init__(self, layout: ProductLayout, group: Group, *, packed: bool) -> None:
@@ -248,7 +242,7 @@ class FirstStep(_Tables):
         return math.prod(self._row)
 
     def out_shape(self, size: int) -> tuple[int, ...]:
-        """(rows, pairs, copies...)."""
+        """Return (rows, pairs, copies...)."""
         return (size, *self._row)
 
 
@@ -258,9 +252,9 @@ class Statement(_Tables):
     Attributes:
         role: what it computes.
         packed: it reads packed operands.
-        written: which tensor it adds to: one for all that write the role as it lies, for packed results one of each
-            multiplicity, for weights one of each group.
-        first: what makes `G`, which it reads in the place of the weights and the output's gradient.
+        written: which tensor it adds to: one for all that write the representation itself, for packed results one for
+            each multiplicity, for weights one for each group.
+        first: the statement of `G`, which it reads in place of the weights and the output's gradient.
     """
 
     def __init__(
@@ -302,7 +296,7 @@ class Statement(_Tables):
             self._row = (layout.dims[role],) if lies else (layout.packed_size(role, mul), *group.shape(role))
             self.written = None if lies else mul
         self._batched = role != "w" or not layout.spec.shared
-        # Multiplicities that a packed result has and no factor: they repeat it.
+        # A packed result repeats along multiplicities that no factor has.
         read = set("".join(group.letters(x) for x in others(role) if x != "w" or group.weighted))
         repeated = [] if lies else [x for x in group.letters(role) if x not in read]
         self._compile(f"{result} += {' * '.join(factors)}", {x: group.extents[x] for x in repeated})
@@ -312,25 +306,13 @@ class Statement(_Tables):
         """Columns of the result; for the weights, of one sample."""
         return math.prod(self._row)
 
-    @property
-    def between(self) -> int:
-        """Numbers for each row between two products of library calls: coefficients, and the fewest copies."""
-        group, out = self.group, set(self.group.letters(self.role))
-        given = [set(group.letters(x)) for x in others(self.role) if x != "w" or group.weighted]
-        # Two operands meet first; what neither the third nor the result has is summed.
-        least = min(
-            math.prod(group.extents[x] for x in (a | b) & out.union(*(c for c in given if c is not a and c is not b)))
-            for a, b in itertools.combinations(given, 2)
-        )
-        return least * self.tables["CG"].numel()
-
     def out_shape(self, size: int) -> tuple[int, ...]:
-        """(rows, dimension), packed (rows, components, copies...), or for the weights (rows, paths, copies...)."""
+        """Return (rows, dimension), packed (rows, components, copies...), or of weights (rows, paths, copies...)."""
         return (size, *self._row) if self._batched else self._row
 
 
 def statements_of(layout: ProductLayout, role: str, *, staged: bool = False) -> list[Statement]:
-    """What computes a role; each statement adds to what those before it made of the same tensor.
+    """Return what computes a role; each statement adds to what those before it made of the same tensor.
 
     Args:
         layout: of the tensor product.
@@ -342,30 +324,30 @@ def statements_of(layout: ProductLayout, role: str, *, staged: bool = False) -> 
     for group in groups:
         terms = Terms.of(layout, group, role)
         packed = _is_packed(layout, group, terms)
-        # Rows that are written once are not worth packing; where multiplicities mix, a component is more than that.
-        once = role == "z" and len(groups) == 1 and terms.value.size <= POINTS and layout.spec.convolution
+        # Packing rows that are written once does not pay; with modes that mix multiplicities it does.
+        once = role == "z" and len(groups) == 1 and terms.value.size <= MOST_TERMS and layout.spec.convolution
         lies = not packed or (once and not group.mode.mixes and len(group.letters("z")) == 1)
-        if staged and in_steps(layout, role, group) and terms.value.size <= POINTS:
+        if staged and in_steps(layout, role, group) and terms.value.size <= MOST_TERMS:
             first = FirstStep(layout, group, packed=packed)
             found.append(Statement(layout, role, group, first.terms, packed=packed, lies=lies, first=first))
         else:
-            parts = terms.parts(POINTS)
+            parts = terms.parts(MOST_TERMS)
             found += [Statement(layout, role, group, part, packed=packed, lies=lies) for part in parts]
     return found
 
 
 def in_steps(layout: ProductLayout, role: str, group: Group) -> bool:
-    """Whether a role is made in two steps where that can be: its first is a long matrix product."""
+    """Return whether a role is made in two steps where that can be: its first is a long matrix product."""
     mode = group.mode
-    long = group.weighted and mode.mixes and not mode.pairs and group.extents["w"] >= LONG
-    # Weights of each sample are read once for one sample: no matrix product.
+    long = group.weighted and mode.mixes and not mode.pairs and group.extents["w"] >= LONG_SUM
+    # Each sample's own weights are read once, so there is no matrix product.
     return role == "y" and long and layout.spec.shared
 
 
 def _is_packed(layout: ProductLayout, group: Group, terms: Terms) -> bool:
-    """Whether a group's operands are packed: along edges, for pairs of copies, and for tables that are too large."""
+    """Return whether a group's operands are packed: along edges, for pairs of copies, and for large tables."""
     copies = max(math.prod(group.extents[x] for x in group.letters(operand)) for operand in "xyz")
-    return layout.spec.convolution or group.mode.pairs or min(terms.value.size, POINTS) * copies > _CELLS
+    return layout.spec.convolution or group.mode.pairs or min(terms.value.size, MOST_TERMS) * copies > MOST_CELLS
 
 
 def _join(name: str, subscripts: Sequence[str]) -> str:

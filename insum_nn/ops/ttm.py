@@ -20,8 +20,8 @@ def ttm(tensor: SparseFormat, matrix: Tensor, mode: int, *, options: Options = D
         GroupCOO of 3 dimensions, mode 2    Y[Index0[g],Index1[g,q],r] += Val[g,q] * U[Index2[g,q],r]
         COO of 3 dimensions, mode 0         Y[r,Index1[p],Index2[p]] += Val[p] * U[Index0[p],r]
 
-    and alike for any number of dimensions, grouped dimension and mode: `ttm_expression` shows it. The result is dense:
-    its memory goes with the product of the extents that stay.
+    and likewise for any number of dimensions, grouped dimension and mode: `ttm_expression` shows it. The result is
+    dense: its memory is proportional to the product of the remaining extents.
 
     Source: Zhang et al., Sgap, eq. (2b).
 
@@ -53,7 +53,7 @@ def ttm(tensor: SparseFormat, matrix: Tensor, mode: int, *, options: Options = D
 
 
 def ttm_expression(tensor: SparseFormat, mode: int) -> str:
-    """The expression for a tensor of this format.
+    """Return the expression for a tensor of this format.
 
     Raises:
         InsumShapeError: `tensor` has not `mode`.

@@ -31,11 +31,11 @@ class CellNumbers:
         self.ranks: list[Tensor] = []
 
     def of(self, columns: Sequence[Tensor], inside: Tensor | None = None) -> Tensor:
-        """The number of each cell; of one that is not inside, -1."""
+        """Return the number of each cell; of one that is not inside, -1."""
         return self._number(columns, inside, None)
 
     def again(self, columns: Sequence[Tensor], inside: Tensor) -> Tensor:
-        """The same for other cells; what has no rank has a negative number."""
+        """Return the same for other cells; what has no rank has a negative number."""
         return self._number(columns, inside, iter(self.ranks))
 
     def _number(self, columns: Sequence[Tensor], inside: Tensor | None, ranks: Iterator[Tensor] | None) -> Tensor:
@@ -52,14 +52,14 @@ class CellNumbers:
 
 
 def find_numbers(known: Tensor, wanted: Tensor) -> tuple[Tensor, Tensor]:
-    """The first place of each number among sorted ones, and whether it is there; places may be one too far."""
+    """Return the first place of each number among sorted ones, and whether it is there; places may be one too far."""
     at = torch.searchsorted(known, wanted.contiguous())
     # There may be none at all.
     return at, torch.cat([known, known.new_full((1,), _NO_KEY)])[at] == wanted
 
 
 def starts_of_runs(keys: Tensor) -> Tensor:
-    """Where another number begins among sorted ones."""
+    """Return where another number begins among sorted ones."""
     # Not by slices, of whose lengths a tracer would ask whether they are 0 or 1.
     place = torch.arange(keys.shape[0], device=keys.device)
     return (keys != keys.index_select(0, (place - 1).clamp(min=0))) | (place == 0)

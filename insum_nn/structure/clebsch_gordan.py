@@ -17,7 +17,7 @@ __all__ = ["nonzeros"]
 
 @lru_cache(maxsize=512)
 def nonzeros(l1: int, l2: int, l3: int) -> tuple[NDArray[np.int64], NDArray[np.float64]]:
-    """Where the coupling of degrees `l1`, `l2` to `l3` is not zero, and its values there.
+    """Return the nonzero Clebsch-Gordan coefficients of degrees `l1`, `l2` and `l3`: indices and values.
 
     Source: `e3nn.o3.wigner_3j`, whose real basis and sign this is; computed in float64.
 

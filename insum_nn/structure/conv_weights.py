@@ -25,7 +25,7 @@ for one cell."""
 
 
 def kernel_anchor(layout: WeightLayout, kernel_size: Sequence[int]) -> tuple[int, ...]:
-    """The kernel cell that lies on the voxel in a layer of stride 1, per axis.
+    """Return the kernel cell that lies on the voxel in a layer of stride 1, per axis.
 
     For a strided layer the same numbers, times the dilation, are its padding.
 
@@ -41,7 +41,7 @@ def kernel_anchor(layout: WeightLayout, kernel_size: Sequence[int]) -> tuple[int
 
 
 def import_weight(weight: Tensor, layout: WeightLayout, kernel_size: Sequence[int]) -> Tensor:
-    """A weight of another library in this package's layout.
+    """Return a weight of another library in this package's layout.
 
     Args:
         weight: in `layout`.
@@ -83,7 +83,7 @@ def import_weight(weight: Tensor, layout: WeightLayout, kernel_size: Sequence[in
 
 
 def export_weight(weight: Tensor, layout: WeightLayout) -> Tensor:
-    """The inverse of `import_weight`.
+    """Return the inverse of `import_weight`.
 
     Args:
         weight: (O, k_1, .., k_d, I).
@@ -115,7 +115,7 @@ def export_weight(weight: Tensor, layout: WeightLayout) -> Tensor:
 def convert_state_dict(
     state: Mapping[str, Tensor], layout: WeightLayout, target: nn.Module | Mapping[str, Tensor]
 ) -> dict[str, Tensor]:
-    """The state of another library's model under the names and in the layout of ours.
+    """Return the state of another library's model under the names and in the layout of ours.
 
     `X.kernel` becomes `X.weight`, MinkowskiEngine's `X.bn.weight` becomes `X.weight`, its biases (1, O) become (O,).
 
@@ -179,7 +179,7 @@ def convert_state_dict(
 
 
 def _layouts(target: nn.Module | Mapping[str, Tensor]) -> dict[str, WeightLayout] | None:
-    """The layout of each layer's weight that has one of its own, by the weight's name; `None` where none is known."""
+    """Return the layouts of weights that differ from ours, by the weight's name; `None` where it is unknown."""
     if not isinstance(target, nn.Module):
         return None
     found: dict[str, WeightLayout] = {}
@@ -210,7 +210,7 @@ def _our_name(key: str, target: Mapping[str, Tensor]) -> str | None:
 
 
 def _first_axis_fastest(layout: WeightLayout, kernel: tuple[int, ...]) -> bool:
-    """Whether consecutive cells step along the first axis; else along the last, as ours do."""
+    """Return whether consecutive cells step along the first axis; else along the last, as ours do."""
     return layout == "minkowski" or math.prod(kernel) % 2 == 1
 
 

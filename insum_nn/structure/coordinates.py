@@ -75,7 +75,7 @@ class Coordinates:
         return f"Coordinates(sites={self.num_sites}, spatial_shape={self.spatial_shape}, batch_size={self.batch_size})"
 
     def describes(self, indices: Tensor, spatial_shape: Sequence[int], batch_size: int) -> bool:
-        """Whether these are the sites of a tensor: of the very same `indices`, unchanged since, in the same grid."""
+        """Return whether these are the sites of the same `indices` object, unchanged since, in the same grid."""
         own = indices is self._of or indices is self.indices
         same = own and batch_size == self.batch_size and tuple(spatial_shape) == self.spatial_shape
         if torch.compiler.is_compiling():
@@ -135,7 +135,7 @@ class Coordinates:
 
     @classmethod
     def of_keys(cls, keys: Tensor, spatial_shape: tuple[int, ...], batch_size: int, dtype: torch.dtype) -> Coordinates:
-        """The sites of ascending distinct keys, which are those of `spans_of((batch_size, *spatial_shape))`."""
+        """Return the sites of ascending distinct keys, which are those of `spans_of((batch_size, *spatial_shape))`."""
         spans = spans_of((batch_size, *spatial_shape))
         wide = keys[:, None].div(constant(steps_of(spans), keys.device), rounding_mode="floor")
         sites = cls(wide.remainder_(constant(spans, keys.device)).to(dtype), spatial_shape, batch_size)
@@ -144,7 +144,7 @@ class Coordinates:
         return sites
 
     def grid(self, reach: int = _MARGIN) -> SiteGrid | None:
-        """The rows at their cells of a dense grid with margins of `reach` or more, where that is the cheaper way.
+        """Return a dense grid of row numbers with margins of `reach` or more, where it is cheaper than a search.
 
         Kept until `drop_grid`. The sites need not be proven.
         """
@@ -228,7 +228,7 @@ class Coordinates:
             raise _duplicate(self)
 
     def find(self, columns: Sequence[Tensor]) -> Tensor:
-        """The row of each site that is looked up, or -1.
+        """Return the row of each site that is looked up, or -1.
 
         Args:
             columns: 1 + d int64 tensors of one shape; every value lies inside its extent.
@@ -295,7 +295,7 @@ class SiteKeys:
         return cls(spans, tuple(ranks), keys, order)
 
     def with_spans(self, indices: Tensor, spans: tuple[int, ...]) -> SiteKeys | None:
-        """The same sites, which stand in the same order, in a grid of other margins; `None` where that is too large."""
+        """Return the same sites, in the same order, in a grid of other margins; `None` where it is too large."""
         if math.prod(spans) > _KEY_LIMIT:
             return None
         return SiteKeys(spans, (), _number(indices, spans).index_select(0, self.order), self.order)
@@ -326,7 +326,7 @@ class SiteKeys:
 
 
 def spans_of(extents: Sequence[int], reach: int = _MARGIN) -> tuple[int, ...]:
-    """Cells of each axis with a margin after every one but the first, for steps of up to `reach`.
+    """Return cells of each axis with a margin after every one but the first, for steps of up to `reach`.
 
     >>> spans_of((2, 10, 10)), steps_of(spans_of((2, 10, 10)))
     ((2, 14, 14), (196, 14, 1))
@@ -339,7 +339,7 @@ def _key_dtype(spans: Sequence[int]) -> torch.dtype:
 
 
 def _number(indices: Tensor, spans: Sequence[int]) -> Tensor:
-    """(n,) the cell of each site; its dtype is that of keys. What lies outside gets any number."""
+    """Return (n,) the cell of each site; its dtype is that of keys. What lies outside gets any number."""
     key, *columns = indices.to(_key_dtype(spans)).unbind(1)
     for extent, column in zip(spans[1:], columns, strict=True):
         key = torch.add(column, key, alpha=extent)
@@ -347,7 +347,7 @@ def _number(indices: Tensor, spans: Sequence[int]) -> Tensor:
 
 
 def _place(known: Tensor, wanted: Tensor) -> Tensor:
-    """Where each of `wanted` stands in the sorted `known`, or -1."""
+    """Return where each of `wanted` stands in the sorted `known`, or -1."""
     at = torch.searchsorted(known, wanted.contiguous()).clamp_(max=known.shape[0] - 1)
     return torch.where(known[at] == wanted, at, -1)
 

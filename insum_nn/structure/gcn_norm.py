@@ -98,7 +98,7 @@ def check_edge_index(edge_index: Tensor, num_nodes: int, *, values: bool = True)
 
 
 def check_edge_weight(edge_weight: Tensor, num_edges: int) -> Tensor:
-    """The weights as (e,), from (e,) or (e, 1).
+    """Return the weights as (e,), from (e,) or (e, 1).
 
     Raises:
         InsumShapeError: not one weight per edge.
@@ -124,7 +124,7 @@ def edge_entries(
     flow: Flow = "source_to_target",
     fixed_size: bool = False,
 ) -> GraphEntries:
-    """The entries that the edges of a graph give: those of edges first, then those of self-loops.
+    """Return the entries that the edges of a graph give: those of edges first, then those of self-loops.
 
     Args:
         edge_index: (2, e): sources, targets.
@@ -169,7 +169,7 @@ def edge_entries(
 
 
 def _last_loops(edge_index: Tensor, is_loop: Tensor, num_nodes: int) -> Tensor:
-    """(n,) the last edge that is a self-loop of each node; the number of edges where there is none."""
+    """Return (n,) the last edge that is a self-loop of each node; the number of edges where there is none."""
     num_edges = edge_index.shape[1]
     numbers = torch.arange(num_edges, device=edge_index.device)
     # Of duplicates the last one counts, in whatever order the device writes: the largest number wins.
@@ -179,7 +179,7 @@ def _last_loops(edge_index: Tensor, is_loop: Tensor, num_nodes: int) -> Tensor:
 
 
 def entry_weights(entries: GraphEntries, edge_weight: Tensor, fill: float) -> Tensor:
-    """(p,) the weight of each entry before normalisation; differentiable in `edge_weight` (e,)."""
+    """Return (p,) the weight of each entry before normalisation; differentiable in `edge_weight` (e,)."""
     if entries.source is None:
         return edge_weight
     return torch.cat([edge_weight, edge_weight.new_full((1,), fill)]).index_select(0, entries.source)
@@ -198,7 +198,7 @@ def inverse_root(degree: Tensor) -> Tensor:
 
 
 def by_degrees(row: Tensor, col: Tensor, weights: Tensor, num_nodes: int) -> Tensor:
-    """(p,) weights times the inverse roots of the degrees of both ends; differentiable.
+    """Return (p,) weights times the inverse roots of the degrees of both ends; differentiable.
 
     >>> by_degrees(torch.tensor([0, 1]), torch.tensor([1, 0]), torch.tensor([4.0, 1.0]), 2).tolist()
     [2.0, 0.5]
@@ -218,7 +218,7 @@ def gcn_norm(
     *,
     fixed_size: bool = False,
 ) -> tuple[Tensor, Tensor]:
-    """The edges of a graph with self-loops, and their weights normalised by the degrees of both ends.
+    """Return the edges of a graph with self-loops, and their weights normalised by the degrees of both ends.
 
         W'[p] = D[Row[p]] * W[p] * D[Col[p]],        D = (degree of the receiving side) ** -0.5
 

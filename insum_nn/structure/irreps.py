@@ -127,7 +127,7 @@ class Path(NamedTuple):
 
 
 def entries_of(irreps: Iterable[Any]) -> tuple[Entry, ...]:
-    """Entries of e3nn's `Irreps`, or of an iterable of `(mul, (l, p))` or of `(mul, l, p)`.
+    """Return entries of e3nn's `Irreps`, or of an iterable of `(mul, (l, p))` or of `(mul, l, p)`.
 
     >>> entries_of([(2, (1, -1)), (3, 0, 1)])
     (Entry(mul=2, l=1, p=-1), Entry(mul=3, l=0, p=1))
@@ -158,12 +158,12 @@ def copies_outermost(entries: Iterable[Entry]) -> list[int]:
 
 
 def dimension(entries: Sequence[Entry]) -> int:
-    """Components of the whole representation."""
+    """Return components of the whole representation."""
     return sum(entry.dim for entry in entries)
 
 
 def offsets(entries: Sequence[Entry]) -> tuple[int, ...]:
-    """Where each entry starts.
+    """Return where each entry starts.
 
     >>> offsets((Entry(2, 1, -1), Entry(3, 0, 1)))
     (0, 6)
@@ -176,7 +176,7 @@ def offsets(entries: Sequence[Entry]) -> tuple[int, ...]:
 
 
 def weight_offsets(paths: Sequence[Path]) -> tuple[int, ...]:
-    """Where each path's weights start in the flat weight; paths without weights take no room."""
+    """Return where each path's weights start in the flat weight; paths without weights take no room."""
     starts, total = [], 0
     for path in paths:
         starts.append(total)
@@ -320,7 +320,7 @@ def path_coefficients(
     irrep_normalization: str,
     path_normalization: str,
 ) -> Iterator[float]:
-    """The factor of each path that keeps variances: outputs of variance `out_var` for inputs of `in1_var`, `in2_var`.
+    """Yield each path's factor, with which inputs of variances `in1_var`, `in2_var` give outputs of `out_var`.
 
     Source: e3nn's documentation of `o3.TensorProduct`, "normalization".
 

@@ -27,7 +27,7 @@ FILTER_AXES = "MCRS"
 
 
 def kept_count(density: object, total: int) -> int:
-    """How many of `total` parts a density keeps: the nearest integer, and at least one of any.
+    """Return how many of `total` parts a density keeps: the nearest integer, and at least one of any.
 
     Raises:
         InsumFormatError: the density is not in (0, 1].
@@ -46,7 +46,7 @@ def kept_count(density: object, total: int) -> int:
 
 
 def group_norms(dense: Tensor, block_shape: tuple[int, int]) -> Tensor:
-    """The Frobenius norm of each block of a matrix.
+    """Return the Frobenius norm of each block of a matrix.
 
         N[r,c]**2 = sum over a, b of D[A*r+a,B*c+b]**2        blocks of A rows and B columns
 
@@ -65,7 +65,7 @@ def group_norms(dense: Tensor, block_shape: tuple[int, int]) -> Tensor:
 
 
 def touched_blocks(mask: Tensor, block_shape: tuple[int, int]) -> Tensor:
-    """The blocks of a grid that a mask over single elements touches.
+    """Return the blocks of a grid that a mask over single elements touches.
 
     Args:
         mask: (m, k), bool.
@@ -81,7 +81,7 @@ def touched_blocks(mask: Tensor, block_shape: tuple[int, int]) -> Tensor:
 
 
 def _tiles(dense: Tensor, block_shape: tuple[int, int]) -> Tensor:
-    """(m, k) as (rows, a, columns, b), with zeros beyond the edges."""
+    """Return (m, k) as (rows, a, columns, b), with zeros beyond the edges."""
     (a, b), (m, k) = block_shape, dense.shape
     rows, cols = -(-m // a), -(-k // b)
     if rows * a != m or cols * b != k:
@@ -251,7 +251,7 @@ def prune_and_regrow(mask: Tensor, keep_scores: Tensor, grow_scores: Tensor, fra
 
 
 def _highest_of(among: Tensor, scores: Tensor, count: int) -> Tensor:
-    """The `count` highest scores among some parts, whatever the others hold."""
+    """Return the `count` highest scores among some parts, whatever the others hold."""
     chosen = torch.zeros(among.numel(), dtype=torch.bool, device=among.device)
     places = among.reshape(-1).nonzero().squeeze(1)
     chosen[places[_highest(scores.reshape(-1)[places], count)]] = True
@@ -259,7 +259,7 @@ def _highest_of(among: Tensor, scores: Tensor, count: int) -> Tensor:
 
 
 def cosine_fraction(step: int, total: int, initial: float = 0.3) -> float:
-    """The share of parts to move at a step of training: `initial` at first, falling to zero along half a cosine.
+    """Return the share of parts to move at a step of training: `initial` at first, falling to zero along half a cosine.
 
     Source: Evci et al., Rigging the Lottery (ICML 2020), section 3.
 

@@ -75,7 +75,7 @@ class SiteGrid:
         return (found != self.rows).any()
 
     def neighbours(self, first: Sequence[int], size: Sequence[int], step: Sequence[int]) -> Tensor:
-        """(o, n) int32: the row at every cell of a box around each site, or -1; cells of the box row by row.
+        """Return (o, n) int32: the row at every cell of a box around each site, or -1; cells of the box row by row.
 
         Args:
             first: d, where the box begins, counted from the site.
@@ -128,7 +128,7 @@ _rows: dict[torch.device, Tensor] = {}
 
 
 def first_rows(count: int, device: torch.device) -> Tensor:
-    """(count,) int32: 0, 1, ..; the longest that was asked for is kept for each device, and not to be written."""
+    """Return (count,) int32: 0, 1, ..; a view of one that is kept for each device, not to be written to."""
     known = _rows.get(device)
     if known is None or known.shape[0] < count:
         with plain_tensors():
@@ -139,7 +139,7 @@ def first_rows(count: int, device: torch.device) -> Tensor:
 
 
 def fits(spans: tuple[int, ...], reach: int, sites: int, device: torch.device) -> bool:
-    """Whether a grid is small enough to be the cheaper way; decided without a look at the device.
+    """Return whether a grid is small enough to be the cheaper way; decided without a look at the device.
 
     >>> fits((1, 404, 404, 64), 4, 236_000, torch.device("cpu")), fits((1, 1 << 20, 1 << 20), 4, 9, torch.device("cpu"))
     (True, False)

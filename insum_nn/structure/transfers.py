@@ -21,7 +21,7 @@ _sent: dict[_Key, torch.cuda.Event] = {}
 
 
 def constant(values: tuple[int, ...], device: torch.device, dtype: torch.dtype = torch.int64) -> Tensor:
-    """(len(values),) these numbers on a device; kept, and not to be written.
+    """Return (len(values),) these numbers on a device; kept, and not to be written.
 
     >>> constant((1, 2), torch.device("cpu")) is constant((1, 2), torch.device("cpu"))
     True

@@ -187,7 +187,7 @@ def test_a_convolution_of_tensor_products_and_its_gradients_are_launches(
         return torch.randn(nodes, 16), torch.randn(edges, 4), weight, torch.randint(nodes, (2, edges))
 
     with monkeypatch.context() as on_a_gpu:
-        on_a_gpu.setattr(sys.modules["insum_nn.ops.tensor_product"], "paths_are_products", lambda _: False)
+        on_a_gpu.setattr(sys.modules["insum_nn.ops.tensor_product_roles"], "paths_are_products", lambda _: False)
         graph = traced(gradients(potential(generated), 2), *draw(9, 40))
     assert len(launches(graph)) >= 10
     assert not [node for node in graph.graph.nodes if "insum_nn" in str(node.target)]

@@ -129,7 +129,7 @@ def test_statements_together_share_products():
     ]
     shapes = [tuple(given[name].shape) for name in "ZXYW"]
     shared = SharedPaths([program for program, _ in made], list("ZXYW"))
-    found = shared(named, shapes, key=0)
+    found = shared.together(named, shapes, key=0)
     assert found is not None
     for (program, _), own, shape, got in zip(made, named, shapes, found, strict=True):
         torch.testing.assert_close(got, program.reference(tensors=own, out_shape=shape))
@@ -147,7 +147,7 @@ def test_a_tensor_in_two_places():
         expected = program.reference(tensors=named, out_shape=(4, 2))
         assert takes_paths(program, named, (4, 2))
         torch.testing.assert_close(program(tensors=named, out_shape=(4, 2)), expected)
-        found = shared([named], [(4, 2)], key=0)
+        found = shared.together([named], [(4, 2)], key=0)
         assert found is not None
         torch.testing.assert_close(found[0], expected)
 

@@ -177,12 +177,12 @@ def test_message_of_a_wrong_extent():
     with pytest.raises(InsumShapeError) as caught:
         multiply(MATRIX, torch.ones(4, 3))
     assert str(caught.value) == (
-        "multiply: 'other' has extent 4 along axis 0, the sparse tensor asks for 3\n"
+        "multiply: 'other' has extent 4 along axis 0, the sparse tensor requires 3\n"
         "  D[p] += Val[p] * B[Row[p],Col[p]]\n"
         "                   ^\n"
         "  expected other (B) of shape (3, 4); got (4, 3)\n"
         "  fix: give axis 0 of other the extent 3.\n"
-        "also, InsumShapeError: multiply: 'other' has extent 3 along axis 1, the sparse tensor asks for 4\n"
+        "also, InsumShapeError: multiply: 'other' has extent 3 along axis 1, the sparse tensor requires 4\n"
         "  D[p] += Val[p] * B[Row[p],Col[p]]\n"
         "                   ^\n"
         "  expected other (B) of shape (3, 4); got (4, 3)\n"
@@ -191,7 +191,7 @@ def test_message_of_a_wrong_extent():
 
 
 def test_other_arguments_are_refused():
-    with pytest.raises(InsumShapeError, match="'vector' has extent 3 along axis 0, the sparse tensor asks for 4"):
+    with pytest.raises(InsumShapeError, match="'vector' has extent 3 along axis 0, the sparse tensor requires 4"):
         scale_cols(MATRIX, torch.ones(3))
     with pytest.raises(InsumShapeError, match="got mode 2 of a tensor with 2 dimensions"):
         scale(MATRIX, torch.ones(3), 2)

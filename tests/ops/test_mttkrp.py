@@ -123,7 +123,7 @@ def test_message_of_unequal_ranks():
     with pytest.raises(InsumShapeError) as caught:
         mttkrp(TENSOR, [None, torch.ones(3, 5), torch.ones(4, 6)], 0)
     assert str(caught.value) == (
-        "mttkrp: 'factors[2]' has extent 6 along axis 1, 'factors[1]' asks for 5\n"
+        "mttkrp: 'factors[2]' has extent 6 along axis 1, 'factors[1]' requires 5\n"
         "  M[Index0[p],r] += Val[p] * F1[Index1[p],r] * F2[Index2[p],r]\n"
         "                                               ^^\n"
         "  expected factors[2] (F2) of shape (4, 5); got (4, 6)\n"

@@ -137,7 +137,7 @@ def test_message_of_unequal_inner_extents():
     with pytest.raises(InsumShapeError) as caught:
         sddmm(PATTERN, torch.ones(3, 2), torch.ones(5, 4))
     assert str(caught.value) == (
-        "sddmm: 'b' has extent 5 along axis 0, 'a' asks for 2\n"
+        "sddmm: 'b' has extent 5 along axis 0, 'a' requires 2\n"
         "  D[p] += Val[p] * A[Row[p],k] * Bt[Col[p],k]\n"
         "                                 ^^\n"
         "  expected b (Bt) of shape (2, 4); got (5, 4)\n"
@@ -146,7 +146,7 @@ def test_message_of_unequal_inner_extents():
 
 
 def test_other_arguments_are_refused():
-    with pytest.raises(InsumShapeError, match=r"'a' has extent 4 along axis 0, the sparse tensor asks for 3"):
+    with pytest.raises(InsumShapeError, match=r"'a' has extent 4 along axis 0, the sparse tensor requires 3"):
         sddmm(PATTERN, torch.ones(4, 2), torch.ones(2, 4))
     with pytest.raises(InsumShapeError, match="'b' must have 2 dimensions, got 1"):
         sddmm(PATTERN, torch.ones(3, 2), torch.ones(2))

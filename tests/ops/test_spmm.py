@@ -304,7 +304,7 @@ def test_message_of_a_wrong_extent():
     with pytest.raises(InsumShapeError) as caught:
         spmm(MATRIX, torch.ones(3, 2))
     assert str(caught.value) == (
-        "spmm: 'dense' has extent 3 along axis 0, the sparse tensor asks for 4\n"
+        "spmm: 'dense' has extent 3 along axis 0, the sparse tensor requires 4\n"
         "  C[Row[g],n] += Val[g,q] * B[Col[g,q],n]\n"
         "                            ^\n"
         "  expected dense (B) of shape (4, n); got (3, 2)\n"

@@ -2,8 +2,7 @@ from __future__ import annotations
 
 import math
 import pickle
-import sys
-from collections.abc import Callable, Hashable, Sequence
+from collections.abc import Callable
 
 import pytest
 import torch
@@ -24,7 +23,6 @@ from insum_nn.ops.tensor_product_right import (
     right_expressions,
     tensor_product_right,
 )
-from insum_nn.ops.tensor_product_roles import Edges, Role
 from insum_nn.ops.tensor_product_spec import layout_of
 from insum_nn.ops.tensor_product_statement import statements_of
 from insum_nn.structure.irreps import MODES, Entry, dimension, entries_of, make_paths
@@ -97,26 +95,6 @@ def test_every_mode(mode: str, weighted: bool, muls: tuple[int, int, int], share
         muls = (2, 2, muls[2])
     spec = spec_of(one_mode(mode, weighted, *muls), shared=shared)
     assert_same_derivatives(lambda *t: tensor_product(spec, *t), oracle_of(spec), inputs_of(spec, 5))
-
-
-@pytest.mark.parametrize("shared", [True, False])
-@pytest.mark.parametrize("size", [1, 1000])
-@pytest.mark.parametrize(("mode", "weighted"), WEIGHTED)
-def test_a_few_samples_at_a_time(mode: str, weighted: bool, size: int, shared: bool, monkeypatch: pytest.MonkeyPatch):
-    spec = spec_of(one_mode(mode, weighted, 4, 3, 5), shared=shared)
-    rows: list[int] = []
-    call = Role.__call__
-
-    def counted(role: Role, given: Sequence[Tensor], edges: Edges, size: int, key: Hashable) -> Tensor:
-        rows.append(size)
-        return call(role, given, edges, size, key)
-
-    monkeypatch.setattr(Role, "__call__", counted)
-    monkeypatch.setattr(sys.modules[tensor_product.__module__], "AT_ONCE", size)
-    assert_same_derivatives(lambda *t: tensor_product(spec, *t), oracle_of(spec), inputs_of(spec, 7))
-    if (mode, weighted) != ("uuw", False):
-        # The one mode here whose statements are dense products of paths.
-        assert set(rows) == {1} if size == 1 else max(rows) <= 7
 
 
 @pytest.mark.parametrize("shared", [True, False])

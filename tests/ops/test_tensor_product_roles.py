@@ -19,6 +19,8 @@ pytest.importorskip("e3nn")
 
 import insum_nn
 from insum_nn.compiler.api import Program
+from insum_nn.compiler.runtime.composite import statement_choice
+from insum_nn.ops import tensor_product_roles as roles_module
 from insum_nn.ops import tensor_product_statement as statement_module
 from insum_nn.ops.tensor_product import TensorProductSpec, tensor_product
 from insum_nn.ops.tensor_product_roles import Role, role_of
@@ -43,8 +45,8 @@ module = sys.modules["insum_nn.ops.tensor_product"]
 @pytest.fixture
 def gpu_statements(monkeypatch: pytest.MonkeyPatch) -> None:
     """Run as a GPU does, here too: role by role, in steps of their own from short sums on."""
-    monkeypatch.setattr(module, "paths_are_products", lambda device: False)
-    monkeypatch.setattr(statement_module, "LONG", 2)
+    monkeypatch.setattr(roles_module, "paths_are_products", lambda device: False)
+    monkeypatch.setattr(statement_module, "LONG_SUM", 2)
     monkeypatch.setattr(module, "layout_of", lru_cache(lambda text: ProductLayout(TensorProductSpec.from_json(text))))
 
 
@@ -108,7 +110,7 @@ def expected_of(spec: TensorProductSpec, role: str, given: Sequence[Tensor]) -> 
 @pytest.mark.parametrize("case", [one_mode("uvu", True), one_mode("uvw", True), *map(random_case, range(6))], ids=str)
 def test_steps_parts_and_packed_operands(case: Case, role: str, shared: bool, monkeypatch: pytest.MonkeyPatch):
     """In two steps, in parts where one kernel could not unroll all coefficients, and with packed operands."""
-    monkeypatch.setattr(statement_module, "LONG", 2)
+    monkeypatch.setattr(statement_module, "LONG_SUM", 2)
     spec = spec_of(case, shared=shared)
     given = operands_of(spec, role, 4)
     expected = expected_of(spec, role, given)
@@ -121,10 +123,10 @@ def test_steps_parts_and_packed_operands(case: Case, role: str, shared: bool, mo
     whole = len(check().statements)
     check(staged=True)
     with monkeypatch.context() as patch:
-        patch.setattr(statement_module, "POINTS", 20)
+        patch.setattr(statement_module, "MOST_TERMS", 20)
         parts = check().statements
         assert len(parts) > whole or all(s.tables["CG"].numel() <= 20 for s in parts)
-    monkeypatch.setattr(statement_module, "_CELLS", 0)
+    monkeypatch.setattr(statement_module, "MOST_CELLS", 0)
     assert all(statement.packed for statement in check(staged=True).statements)
 
 
@@ -193,7 +195,7 @@ def test_two_steps_only_while_memory_lasts(monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setattr(Program, "_call_key", watch)
     results = []
     for most in (2**28, 0):
-        monkeypatch.setattr(module, "_MOST_BETWEEN", most)
+        monkeypatch.setattr(statement_choice, "_MOST_BETWEEN", most)
         seen.clear()
         results.append(torch.autograd.grad(tensor_product(spec, *inputs).square().sum(), inputs[1])[0])
         assert any(text.startswith("G[") for text in seen) == bool(most)
@@ -203,6 +205,8 @@ def test_two_steps_only_while_memory_lasts(monkeypatch: pytest.MonkeyPatch):
 INTERPRETED = """
 import torch
 from insum_nn.compiler.api import Options, compile
+from insum_nn.compiler.runtime.composite import statement_choice
+from insum_nn.ops import tensor_product_roles as roles_module
 from insum_nn.ops import tensor_product_statement as statement_module
 from insum_nn.ops.tensor_product_roles import Role
 from insum_nn.ops.tensor_product_spec import ProductLayout, others
@@ -211,13 +215,13 @@ from tests.ops.test_tensor_product import spec_of
 from tests.ops.test_tensor_product_roles import expected_of, operands_of
 from insum_nn.testing.tolerances import assert_matches
 
-statement_module.LONG = 2
+statement_module.LONG_SUM = 2
 small = one_mode("uvw", True, 2, 1, 3, lmax=1)
 products = one_mode("uvw", True, 16, 1, 16, lmax=1)
 paths = ((0, 0, 0, "uvw", True), (2, 0, 0, "uvw", True), (1, 1, 0, "uvw", True), (1, 1, 0, "uvw", False))
 mixed = Case("2x0e+2x1o+3x0e", "1x0e+1x1o", "4x0e+4x1o+5x1o", paths[:3])
 twice = Case("2x0e+2x1o", "1x0e+1x1o", "2x0e+2x1o", ((0, 0, 0, "uvu", True), (1, 1, 0, "uvu", False)))
-cells = statement_module._CELLS
+cells = statement_module.MOST_CELLS
 runs = (
     (small, True, 3, cells),
     (small, False, 3, cells),
@@ -227,7 +231,7 @@ runs = (
     (small, True, 3, 0),
 )
 for case, shared, rows, cells in runs:
-    statement_module._CELLS = cells
+    statement_module.MOST_CELLS = cells
     spec = spec_of(case, shared=shared)
     for role in "xyzw":
         given = operands_of(spec, role, rows, torch.float32)
@@ -315,7 +319,7 @@ def test_plain_calls_show_no_operator():
 @pytest.mark.parametrize("by_path", [True, False])
 @pytest.mark.parametrize("shared", [True, False])
 def test_transforms(shared: bool, by_path: bool, monkeypatch: pytest.MonkeyPatch):
-    monkeypatch.setattr(module, "paths_are_products", lambda device: by_path)
+    monkeypatch.setattr(roles_module, "paths_are_products", lambda device: by_path)
     spec = spec_of(one_mode("uvw", True, 2, 1, 3, lmax=1), shared=shared)
     inputs, tangents = inputs_of(spec, 3), inputs_of(spec, 3)
     oracle = oracle_of(spec)

@@ -103,7 +103,7 @@ def test_message_of_a_wrong_extent():
     with pytest.raises(InsumShapeError) as caught:
         ttm(TENSOR, torch.ones(4, 5), 1)
     assert str(caught.value) == (
-        "ttm: 'matrix' has extent 4 along axis 0, the sparse tensor asks for 3\n"
+        "ttm: 'matrix' has extent 4 along axis 0, the sparse tensor requires 3\n"
         "  Y[Index0[p],r,Index2[p]] += Val[p] * U[Index1[p],r]\n"
         "                                       ^\n"
         "  expected matrix (U) of shape (3, r); got (4, 5)\n"

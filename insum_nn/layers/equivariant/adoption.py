@@ -66,7 +66,7 @@ class HasOptions:
 
 
 def adopt(kind: type[M], module: Any, peer: Any) -> M:
-    """A module of ours with the parameters, buffers, children and attributes of one of e3nn's.
+    """Return a module of ours with the parameters, buffers, children and attributes of one of e3nn's.
 
     Raises:
         InputError: the module is not of the peer's class.
@@ -86,13 +86,13 @@ def adopt(kind: type[M], module: Any, peer: Any) -> M:
 
 
 def forward_of(peer: Any) -> Callable[..., Any]:
-    """A class' `forward` as `forward_of_e3nn`: TorchScript compiles what a method calls under the name that it has."""
+    """Return a class's `forward` under the name `forward_of_e3nn`, by which TorchScript compiles it."""
     own = peer.forward
     return FunctionType(own.__code__, own.__globals__, "forward_of_e3nn", own.__defaults__, own.__closure__)
 
 
 def runs_directly(features: Tensor, columns: int, *others: Tensor) -> bool:
-    """Whether a layer takes its own way with some features: some numbers, no autocast, and no graph to be recorded.
+    """Return whether a layer runs its own statements on some features: floats, no autocast, no graph being recorded.
 
     A graph that torch records and compiles holds e3nn's matrix products and elementwise operators, which it can fuse
     with what is around them, and which need nothing of this package where the graph is deployed.

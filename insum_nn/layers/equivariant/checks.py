@@ -42,7 +42,7 @@ def check_choice(name: str, value: str, choices: Sequence[str]) -> None:
 
 
 def variances(name: str, given: Sequence[float] | Tensor | None, count: int) -> list[float]:
-    """Variances of a representation's entries; 1 by default."""
+    """Return variances of a representation's entries; 1 by default."""
     if given is None:
         return [1.0] * count
     values = [float(v) for v in given]
@@ -93,7 +93,7 @@ _PLAIN = (Tensor, torch.nn.Parameter)
 
 
 def fits_plainly(x: Tensor, y: Tensor, weight: object, dims: tuple[int, int, int], *, shared: bool) -> bool:
-    """Whether inputs are what most calls pass, at a glance: matrices of one dtype on one device, and no active mode.
+    """Return whether inputs need no further checks: matrices of one dtype on one device, and no active mode.
 
     Args:
         x: wanted (any, in1).

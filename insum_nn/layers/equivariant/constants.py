@@ -18,7 +18,7 @@ _RIGHT = "_compiled_main_right."
 
 
 def did_compile_right(module: Any) -> bool:
-    """Whether the state dict of a module of e3nn has the constants of `right`."""
+    """Return whether the state dict of a module of e3nn has the constants of `right`."""
     known: bool | None = getattr(module, "_did_compile_right", None)
     if known is not None:
         return known
@@ -52,7 +52,7 @@ def add_constants(module: Any, state: dict[str, Any], prefix: str) -> None:
 
 
 def _names(module: Any, *, right: bool) -> Iterator[tuple[str, tuple[int, ...]]]:
-    """The constants that e3nn's generated code reads, in its order, each once."""
+    """Yield the constants that e3nn's generated code reads, in its order, each once."""
     seen: set[tuple[str, tuple[int, ...]]] = set()
     for ins in module.instructions:
         a, b, c = module.irreps_in1[ins.i_in1], module.irreps_in2[ins.i_in2], module.irreps_out[ins.i_out]
@@ -73,7 +73,7 @@ def _names(module: Any, *, right: bool) -> Iterator[tuple[str, tuple[int, ...]]]
 
 
 def _special(mode: str, weighted: bool, degrees: tuple[int, int, int], *, right: bool) -> bool:
-    """Whether e3nn has code for these degrees that needs no coefficients."""
+    """Return whether e3nn has code for these degrees that needs no coefficients."""
     if right:
         general = mode in ("uuw", "uvuv") or (not weighted and mode in ("uvu", "uvv"))
     else:

@@ -74,7 +74,7 @@ class Gate(e3nn_nn.Gate):
 
     @classmethod
     def from_e3nn(cls, module: Any, *, options: Options = DEFAULT) -> Gate:
-        """The same gate as a module of e3nn.
+        """Return the same gate as a module of e3nn.
 
         >>> Gate.from_e3nn(e3nn_nn.Gate("4x0e", [torch.tanh], "2x0e", [torch.tanh], "2x1o"))
         Gate (6x0e+2x1o -> 4x0e+2x1o)
@@ -89,7 +89,7 @@ class Gate(e3nn_nn.Gate):
 
     @torch.jit.unused
     def _gated(self, features: Tensor) -> Tensor | None:
-        """The output without a copy of the input; `None`: e3nn's code is to run."""
+        """Return the output without a copy of the input; `None`: e3nn's code is to run."""
         if not runs_directly(features, self._columns):
             return None
         parts: tuple[dict[int, Tensor], ...] = ({}, {}, {})
@@ -121,7 +121,7 @@ class Gate(e3nn_nn.Gate):
 
 
 def _activated(act: Any, x: Tensor) -> Tensor:
-    """An activation as e3nn normalises it."""
+    """Return an activation as e3nn normalises it."""
     if getattr(act, "f", None) is torch.nn.functional.silu:
         return silu(x) * act.cst
     return act(x)  # type: ignore[no-any-return]
@@ -136,7 +136,7 @@ _Run = tuple[Any, list[tuple[int, int, int]]]
 
 
 def _runs_of(gate: Any) -> list[_Run]:
-    """How the input is divided: neighbouring columns of one activation together."""
+    """Return the parts of the input: neighbouring columns of one activation are one part."""
     cut = gate.sc.cut
     entries = cut.irreps_in.slices()
     columns: list[tuple[int, int, Any]] = [(_GATED, 0, None)] * cut.irreps_in.dim
@@ -160,6 +160,6 @@ def _runs_of(gate: Any) -> list[_Run]:
 
 
 def _activations(module: Any) -> list[Any]:
-    """The activation of each column."""
+    """Return the activation of each column."""
     entries = zip(module.irreps_in, module.acts, strict=True)
     return [act for entry, act in entries for _ in range(entry.dim)]

@@ -13,13 +13,12 @@ from insum_nn.layers.equivariant.adoption import HasOptions, adopt, forward_of, 
 from insum_nn.layers.equivariant.checks import check_choice
 from insum_nn.ops.tensor_product import TensorProductSpec, checked_product, expressions
 from insum_nn.ops.tensor_product_spec import LAYOUTS
+from insum_nn.ops.tensor_product_statement import LONG_SUM
 from insum_nn.structure.irreps import Entry, Path, copies_outermost, entries_of
 
 __all__ = ["Linear"]
 
 Irreps = Any
-# Copies from which on parts of entries are worth a matrix product each: the side of the matrix unit's smallest tile.
-_PART = 16
 
 
 class Linear(o3.Linear, HasOptions):
@@ -85,7 +84,7 @@ class Linear(o3.Linear, HasOptions):
         self._text: str = self.spec.to_json() if self._is_sparse() else ""
 
     def _is_sparse(self) -> bool:
-        """Whether there are statements for it: no channels, and more than one matrix product of scalars."""
+        """Return whether there are statements for it: no channels, and more than one matrix product of scalars."""
         paths = self._paths()[1]
         if self.weight.dim() != 1 or sum(path.numel for path in paths) != self.weight_numel:
             return False
@@ -109,7 +108,7 @@ class Linear(o3.Linear, HasOptions):
         )
 
     def _paths(self) -> tuple[tuple[Entry, ...], tuple[Path, ...]]:
-        """The entries of the input, and the paths, in the order of their weights.
+        """Return the entries of the input, and the paths, in the order of their weights.
 
         Where multiplicities of the input differ, its entries are divided into parts of one multiplicity: their weights
         lie one after the other, and paths of equal multiplicities are one statement.
@@ -118,7 +117,7 @@ class Linear(o3.Linear, HasOptions):
         used = [i for i in self.instructions if i.i_in >= 0 and 0 not in i.path_shape]
         part = math.gcd(*(whole[i.i_in].mul for i in used))
         # Where copies are innermost, those of a part are apart.
-        divides = part >= _PART and self.layout_in == "mul_ir"
+        divides = part >= LONG_SUM and self.layout_in == "mul_ir"
         entries: list[Entry] = []
         parts: list[range] = []
         for entry in whole:
@@ -136,7 +135,7 @@ class Linear(o3.Linear, HasOptions):
 
     @classmethod
     def from_e3nn(cls, module: Any, *, options: Options = DEFAULT) -> Linear:
-        """The same map as a module of e3nn, sharing its weights.
+        """Return the same map as a module of e3nn, sharing its weights.
 
         >>> peer = o3.Linear("4x0e + 1o", "2x0e + 2x1o")
         >>> Linear.from_e3nn(peer).weight is peer.weight
@@ -159,7 +158,7 @@ class Linear(o3.Linear, HasOptions):
 
     @torch.jit.unused
     def _multiplied(self, features: Tensor, weight: Tensor | None, bias: Tensor | None) -> Tensor | None:
-        """The output by statements; `None`: e3nn's code is to run."""
+        """Return the output by statements; `None`: e3nn's code is to run."""
         w: Tensor = self.weight if weight is None else weight
         b: Tensor = self.bias if bias is None else bias
         dtype, device = features.dtype, features.device
@@ -177,7 +176,7 @@ class Linear(o3.Linear, HasOptions):
         return z if features.dim() == 2 else z.reshape(*features.shape[:-1], self._dims[1])
 
     def _placed(self, bias: Tensor) -> Tensor:
-        """The bias at the columns that it is added to, and zeros."""
+        """Return the bias at the columns that it is added to, and zeros."""
         bias = bias.reshape(-1, self.bias_numel)
         pieces: list[Tensor] = []
         at = 0

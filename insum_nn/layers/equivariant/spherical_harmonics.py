@@ -69,7 +69,7 @@ class SphericalHarmonics(o3.SphericalHarmonics, HasOptions):
         return math.sqrt((2 * degree + 1) / (4 * math.pi if self.normalization == "integral" else 1.0))
 
     def _specs(self) -> list[TensorProductSpec]:
-        """The tensor products that make the degrees from 2 on, each from the degree below and the vector."""
+        """Return the tensor products that make the degrees from 2 on, each from the degree below and the vector."""
         specs: list[TensorProductSpec] = []
         for degree in range(2, self._lmax + 1):
             index, value = nonzeros(degree - 1, 1, degree)
@@ -83,7 +83,7 @@ class SphericalHarmonics(o3.SphericalHarmonics, HasOptions):
 
     @classmethod
     def from_e3nn(cls, module: Any, *, options: Options = DEFAULT) -> SphericalHarmonics:
-        """The same harmonics as a module of e3nn.
+        """Return the same harmonics as a module of e3nn.
 
         >>> SphericalHarmonics.from_e3nn(o3.SphericalHarmonics(2, True))(torch.randn(5, 3)).shape
         torch.Size([5, 5])
@@ -102,7 +102,7 @@ class SphericalHarmonics(o3.SphericalHarmonics, HasOptions):
 
     @torch.jit.unused
     def _harmonics(self, x: Tensor) -> Tensor | None:
-        """The output by statements; `None`: e3nn's code is to run."""
+        """Return the output by statements; `None`: e3nn's code is to run."""
         if not runs_directly(x, 3):
             return None
         if self.normalize:

@@ -205,7 +205,7 @@ class TensorProduct(o3.TensorProduct, HasOptions):
 
     @classmethod
     def from_e3nn(cls, module: Any, *, options: Options = DEFAULT) -> TensorProduct:
-        """The same product as a module of e3nn, sharing its weights; of the class that replaces the module's.
+        """Return the same product as a module of e3nn, sharing its weights; of the class that replaces the module's.
 
         >>> peer = o3.FullyConnectedTensorProduct("2x0e + 1o", "1o", "0e + 2x1o")
         >>> ours = TensorProduct.from_e3nn(peer)
@@ -258,7 +258,7 @@ class TensorProduct(o3.TensorProduct, HasOptions):
         return "\n  ".join(lines)
 
     def explain(self, x: Tensor, y: Tensor, weight: Tensor | None = None, **how: Any) -> Any:
-        """What becomes of one `statement=` on these inputs (2-d), timed if `measure=`: an `Explanation`."""
+        """Explain how one `statement=` runs on these inputs (2-d), timed with `measure=`: an `Explanation`."""
         return explain_tensor_product(self.spec, x, y, self._get_weights(weight), **how)
 
     # State: e3nn's checkpoints hold dense coefficient blocks, constants that the static tables replace.
@@ -292,7 +292,7 @@ class TensorProduct(o3.TensorProduct, HasOptions):
         return weight
 
     def weight_view_for_instruction(self, instruction: int, weight: Tensor | None = None) -> Tensor:
-        """The weights of one instruction, as a view of `weight` or of the module's own.
+        """Return the weights of one instruction, as a view of `weight` or of the module's own.
 
         Args:
             instruction: number of an instruction that has weights.
@@ -307,7 +307,7 @@ class TensorProduct(o3.TensorProduct, HasOptions):
         return own.view(*weight.shape[:-1], *path.shape)
 
     def weight_views(self, weight: Tensor | None = None, yield_instruction: bool = False) -> Iterator[Any]:
-        """The weights of each instruction that has any, as views; with `(number, instruction, view)` if wished."""
+        """Yield a view of the weights of each instruction that has any, or `(number, instruction, view)`."""
         weight = self._get_weights(weight)
         paths = self._paths()
         for number, (path, start) in enumerate(zip(paths, weight_offsets(paths), strict=True)):
@@ -325,7 +325,7 @@ class TensorProduct(o3.TensorProduct, HasOptions):
 
     @torch.jit.unused
     def _is_plain(self, x: Tensor, y: Tensor, weight: Tensor | None) -> bool:
-        """Whether nothing is to be checked, cast, repeated or told apart."""
+        """Return whether inputs need no checks, casts or broadcasting."""
         if weight is None:
             if self.weight_numel > 0 and not self.internal_weights:
                 return False

@@ -143,11 +143,11 @@ class TensorProductConv(torch.nn.Module, HasOptions):
         return "\n  ".join([f"{type(self).__name__}({product}", *expressions(self.spec)])
 
     def reorder_weights_from_e3nn(self, weights: Tensor, has_batch_dim: bool = True) -> Tensor:
-        """The weights as they are: e3nn's order is the layer's own. OpenEquivariance's may differ, hence the method."""
+        """Return the weights unchanged: the layer's order is e3nn's. OpenEquivariance's order may differ."""
         return weights
 
     def reorder_weights_to_e3nn(self, weights: Tensor, has_batch_dim: bool = True) -> Tensor:
-        """The weights as they are."""
+        """Return the weights unchanged."""
         return weights
 
     def explain(
@@ -161,7 +161,7 @@ class TensorProductConv(torch.nn.Module, HasOptions):
         statement: int = 0,
         measure: bool = False,
     ) -> Any:
-        """What becomes of one statement on these inputs, timed if asked: an `Explanation`."""
+        """Explain how one statement runs on these inputs, timed with `measure`: an `Explanation`."""
         weight = self.tensor_product._get_weights(W)
         return explain_tensor_product(self.spec, X, Y, weight, rows, cols, statement=statement, measure=measure)
 
@@ -232,7 +232,7 @@ class TensorProductConv(torch.nn.Module, HasOptions):
         return checked_product(self._text, x, y, weight, rows, cols, num_nodes)
 
     def _is_plain(self, X: Tensor, Y: Tensor, weight: Tensor, rows: Tensor, cols: Tensor) -> bool:
-        """Whether nothing is to be checked, cast or repeated."""
+        """Return whether inputs need no checks, casts or broadcasting."""
         product = self.tensor_product
         dims = (product._in1_dim, product._in2_dim, product.weight_numel)
         if not fits_plainly(X, Y, weight, dims, shared=product.shared_weights):
@@ -292,7 +292,7 @@ class TensorProductConv(torch.nn.Module, HasOptions):
 
 
 def _from_problem(problem: Any) -> TensorProduct:
-    """The tensor product of a problem whose instructions are already normalised."""
+    """Return the tensor product of a problem whose instructions are already normalised."""
     missing = [n for n in ("irreps_in1", "irreps_in2", "irreps_out", "instructions") if not hasattr(problem, n)]
     if missing:
         raise InputError(

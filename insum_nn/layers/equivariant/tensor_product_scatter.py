@@ -48,7 +48,7 @@ class TensorProductScatter(TensorProductConv):
 
     @classmethod
     def from_nequip(cls, module: Any) -> TensorProductScatter:
-        """The same convolution as a module of NequIP, sharing its buffers."""
+        """Return the same convolution as a module of NequIP, sharing its buffers."""
         new = cls.__new__(cls)
         TensorProductConv.__init__(new, module.tp)
         new._rename()

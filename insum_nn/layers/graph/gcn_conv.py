@@ -45,7 +45,7 @@ class _Edges(NamedTuple):
 
 
 def _renamed(function: Any, name: str) -> Any:
-    """The same function under another name: TorchScript knows methods by it, and `forward` is taken."""
+    """Return the same function under another name: TorchScript knows methods by it, and `forward` is taken."""
     copy = types.FunctionType(
         function.__code__, function.__globals__, name, function.__defaults__, function.__closure__
     )
@@ -164,7 +164,7 @@ class GCNConv(peer.GCNConv):
     def explain_statement(
         self, x: Tensor, edge_index: Any, edge_weight: Tensor | None = None, *, measure: bool = False
     ) -> Any:
-        """What becomes of the layer's statement on these inputs.
+        """Explain how the layer's statement runs on these inputs.
 
         The peer's `explain` is a switch of its explainers, so this has a name of its own.
 
@@ -189,7 +189,7 @@ class GCNConv(peer.GCNConv):
 
     @torch.jit.unused
     def _asks_for_messages(self, x: Any, edge_index: Any) -> bool:
-        """Whether messages are asked for, or the input is of a kind whose checks are the peer's."""
+        """Return whether messages are asked for, or the input is of a kind whose checks are the peer's."""
         if self.explain or self._edge_mask is not None or self.decomposed_layers != 1 or self._makes_messages:
             return True
         sums = self.aggr_module
@@ -244,7 +244,7 @@ class GCNConv(peer.GCNConv):
         return Recipe(normalize, edges.loops, 2.0 if self.improved else 1.0, flow)
 
     def _aggregates_first(self, x: Tensor, edge_weight: Tensor | None) -> bool:
-        """Whether (A X) W costs less than A (X W): both directions, and what needs no gradient needs no product."""
+        """Return whether (A X) W costs less than A (X W), counting the products of forward and backward."""
         weight = self.lin.weight
         if x.layout != torch.strided or isinstance(weight, torch.nn.parameter.UninitializedParameter):
             return False
@@ -263,7 +263,7 @@ class GCNConv(peer.GCNConv):
     # Graphs.
 
     def _edges(self, x: Tensor, edge_index: Any, edge_weight: Tensor | None) -> tuple[_Edges, bool]:
-        """The graph as an edge list, normalised already where `cached`, and whether it is yet to be normalised."""
+        """Return the graph as an edge list, and whether it still has to be normalised; with `cached` it does not."""
         if x.dim() < 2 or not -x.dim() <= self.node_dim < x.dim() or self.node_dim in (-1, x.dim() - 1):
             raise InsumShapeError(
                 f"'{type(self).__name__}' takes features of at least two dimensions, the last one that of features",
@@ -296,7 +296,7 @@ class GCNConv(peer.GCNConv):
     def _cached_graph(
         self, edge_index: Any, edge_weight: Tensor | None, num_nodes: int, dtype: torch.dtype
     ) -> tuple[Any, Tensor | None, bool]:
-        """The normalised graph of the first call, kept as the peer keeps it."""
+        """Return the normalised graph of the first call, kept as the peer keeps it."""
         if isinstance(edge_index, SparseTensor):
             if self._cached_adj_t is None and self.cached:
                 self._cached_adj_t = self._peer_norm(edge_index, edge_weight, num_nodes, dtype)
@@ -340,7 +340,7 @@ def _check_square(rows: int | None, cols: int | None, num_nodes: int) -> None:
 
 
 def _node_rows(dense: Tensor, node_dim: int) -> tuple[Tensor, Any]:
-    """Features with one row per node, and the way back; `None` where they are so already."""
+    """Return features with one row per node, and the way back; `None` where they are so already."""
     if dense.dim() == 2:
         return dense, None
     moved = dense.movedim(node_dim, 0)

@@ -145,7 +145,7 @@ class BlockSparseLinear(PrunedModule):
         group_size: GroupSize = "auto",
         options: Options = DEFAULT,
     ) -> Self:
-        """A block-sparse layer with the weights of a dense one.
+        """Return a block-sparse layer with the weights of a dense one.
 
         Args:
             linear: the dense layer; it stays as it is.
@@ -222,11 +222,11 @@ class BlockSparseLinear(PrunedModule):
         return BlockCOO(shape, self.block_shape, row, col, self.weight, facts, coalesced=True)
 
     def to_dense(self) -> Tensor:
-        """The dense weight, (out_features, in_features); differentiable."""
+        """Return the dense weight, (out_features, in_features); differentiable."""
         return self.matrix.to_dense()
 
     def to_linear(self) -> nn.Linear:
-        """A dense layer with the same outputs; a copy."""
+        """Return a dense layer with the same outputs; a copy."""
         factory: dict[str, Any] = {"device": self.weight.device, "dtype": self.weight.dtype}
         linear = nn.Linear(self.in_features, self.out_features, self.bias is not None, **factory)
         with torch.no_grad():
@@ -294,7 +294,7 @@ class BlockSparseLinear(PrunedModule):
         return block_linear_stored(input, self.weight, self.index, shape, self.bias, options=self.options)
 
     def explain(self, input: Tensor | None = None, *, measure: bool = False) -> Any:
-        """What becomes of the layer's statement; see `Program.explain`.
+        """Explain how the layer's statement runs; see `Program.explain`.
 
         Args:
             input: an input to explain the call with; without one, only what the text alone says is shown.

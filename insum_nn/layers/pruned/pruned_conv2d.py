@@ -168,7 +168,7 @@ class PrunedConv2d(PrunedModule):
         group_size: GroupSize = "auto",
         options: Options = DEFAULT,
     ) -> Self:
-        """A layer with pruned filters and the weights of a dense one.
+        """Return a layer with pruned filters and the weights of a dense one.
 
         Args:
             conv: the dense layer; it stays as it is.
@@ -230,12 +230,12 @@ class PrunedConv2d(PrunedModule):
         return self.grid_shape
 
     def to_dense(self) -> Tensor:
-        """The dense filters, (out_channels, in_channels / groups, rows, columns); differentiable."""
+        """Return the dense filters, (out_channels, in_channels / groups, rows, columns); differentiable."""
         flat = self.weight.new_zeros(math.prod(self.grid_shape))
         return flat.index_put((self.position,), self.weight).reshape(self.grid_shape)
 
     def to_conv2d(self) -> nn.Conv2d:
-        """A dense layer with the same outputs; a copy."""
+        """Return a dense layer with the same outputs; a copy."""
         conv = nn.Conv2d(
             self.in_channels,
             self.out_channels,
@@ -298,7 +298,7 @@ class PrunedConv2d(PrunedModule):
         return (rows, rows), (cols, cols)
 
     def _padded(self, input: Tensor, *, every_mode: bool = False) -> tuple[Tensor, tuple[Pair, Pair]]:
-        """The input padded by all but zeros, and the padding that is left to the subscripts."""
+        """Return the input padded by all but zeros, and the padding that is left to the subscripts."""
         (top, bottom), (left, right) = zeros = self.zeros
         if self.padding_mode == "zeros" and not every_mode:
             return input, zeros
@@ -350,7 +350,7 @@ class PrunedConv2d(PrunedModule):
         return pruned_conv2d_output(size, self.kernel_size, self.stride, zeros, self.dilation)
 
     def explain(self, input: Tensor | None = None, *, measure: bool = False) -> Any:
-        """What becomes of the layer's statement; see `Program.explain`.
+        """Explain how the layer's statement runs; see `Program.explain`.
 
         Args:
             input: a batch of images to explain the call with; without one, only what the text alone says is shown.

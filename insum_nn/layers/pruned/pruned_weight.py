@@ -59,28 +59,28 @@ class PrunedModule(nn.Module):
         raise NotImplementedError
 
     def cell_norms(self) -> Tensor:
-        """(p,) the norm of each stored cell."""
+        """Return (p,) the norm of each stored cell."""
         cells = self.weight.detach().to(torch.promote_types(self.weight.dtype, torch.float32))
         return cells.square().sum(tuple(range(1, cells.ndim))).sqrt() if cells.ndim > 1 else cells.abs()
 
     def to_dense(self) -> Tensor:
-        """The dense weight; differentiable."""
+        """Return the dense weight; differentiable."""
         raise NotImplementedError
 
     def _make_index(self) -> dict[str, Tensor]:
-        """The index tensors of the statement, from `position`."""
+        """Return the index tensors of the statement, from `position`."""
         raise NotImplementedError
 
     def _dense_gradient(self, input: Tensor, grad_output: Tensor) -> Tensor:
-        """The gradient of the dense weight from one call's input and its output's gradient."""
+        """Return the gradient of the dense weight from one call's input and its output's gradient."""
         raise NotImplementedError
 
     def _grid_norms(self, dense: Tensor) -> Tensor:
-        """The norm of each place's cell in a dense tensor of the weight's shape."""
+        """Return the norm of each place's cell in a dense tensor of the weight's shape."""
         raise NotImplementedError
 
     def _grid_mask(self, mask: Tensor) -> Tensor | None:
-        """A mask of another shape as one over the grid; `None` if it fits nothing."""
+        """Return a mask of another shape as one over the grid; `None` if it fits nothing."""
         return None
 
     # Structure.
@@ -109,7 +109,7 @@ class PrunedModule(nn.Module):
         return {name: cast(Tensor, getattr(self, name)) for name in self._index_names}
 
     def check_mask(self, mask: Tensor) -> Tensor:
-        """A mask over the grid, bool, on the weight's device.
+        """Return a mask over the grid, bool, on the weight's device.
 
         Raises:
             InsumDtypeError: not bool.
@@ -144,7 +144,7 @@ class PrunedModule(nn.Module):
         raise NotImplementedError
 
     def _choose_mask(self, mask: Tensor | None, density: float | None) -> Tensor:
-        """The mask of a new layer, on the CPU: as given, at random places, or full."""
+        """Return the mask of a new layer, on the CPU: as given, at random places, or full."""
         if mask is not None and density is not None:
             raise InsumFormatError(
                 f"{type(self).__name__} got both mask= and density=",
@@ -179,12 +179,12 @@ class PrunedModule(nn.Module):
             unwritten(tensor)
 
     def _groups(self, row: Tensor, col: Tensor, shape: tuple[int, int], size: int | None) -> GroupCOO:
-        """Cells at (row, col) in groups that share their row; the values are the cells' numbers."""
+        """Return cells at (row, col) in groups that share their row; the values are the cells' numbers."""
         number = torch.arange(row.shape[0], device=row.device)
         return GroupCOO.from_coo((row, col), number, shape, group_size="auto" if size is None else size)
 
     def _chosen_size(self) -> int | None:
-        """The group size asked for; `None` for the rule."""
+        """Return the group size asked for; `None` for the rule."""
         if self.group_size == "auto":
             return None
         if not isinstance(self.group_size, int) or isinstance(self.group_size, bool) or self.group_size < 1:
@@ -383,7 +383,7 @@ class PrunedModule(nn.Module):
             self._build_index()
 
     def _state_fault(self, weight: Tensor, position: Tensor, shape: Tensor) -> str | None:
-        """What keeps a state from being this layer's, if anything; the places are checked, for kernels trust them."""
+        """Return why a state does not fit this layer, or `None`; positions are checked, since kernels rely on them."""
         if weight.shape[1:] != self.weight.shape[1:]:
             return f"stored cells are {tuple(weight.shape[1:])}, the layer's are {tuple(self.weight.shape[1:])}"
         if weight.shape[0] != position.shape[0] or position.ndim != 1 or position.dtype != torch.int64:
@@ -414,7 +414,7 @@ class GradientRecord:
         self._dense = found if self._dense is None else self._dense + found
 
     def scores(self) -> Tensor:
-        """The norm of the gradient at each place of the grid.
+        """Return the norm of the gradient at each place of the grid.
 
         Raises:
             InsumFormatError: no backward pass was recorded.

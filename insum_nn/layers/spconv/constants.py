@@ -62,7 +62,7 @@ _INSTEAD = {
 
 
 def is_amp_enabled() -> bool:
-    """Whether autocast is in force."""
+    """Return whether autocast is in force."""
     return torch.is_autocast_enabled()
 
 

@@ -43,7 +43,7 @@ class _Stored:
     dilation: Sequence[int]
 
     def neighbours(self) -> Tensor:
-        """(o, m) int32: the input row that each output row meets at each offset, or -1."""
+        """Return (o, m) int32: the input row that each output row meets at each offset, or -1."""
         raise NotImplementedError
 
     @cached_property
@@ -116,7 +116,7 @@ class IndiceData(_Stored, metaclass=_LikeIndiceData):
     voxel_num: Any = None
 
     def neighbours(self) -> Tensor:
-        """(o, m) int32: the input row that each output row meets at each offset, or -1."""
+        """Return (o, m) int32: the input row that each output row meets at each offset, or -1."""
         source, target = self.indice_pairs.unbind(0)
         outputs = self.out_indices.shape[0]
         _check_rows("pairs of output voxels", target, outputs)
@@ -158,12 +158,12 @@ class ImplicitGemmIndiceData(_Stored):
     out_voxel_num: Any = None
 
     def neighbours(self) -> Tensor:
-        """(o, m) int32: the input row that each output row meets at each offset, or -1."""
+        """Return (o, m) int32: the input row that each output row meets at each offset, or -1."""
         return self.pair_fwd
 
 
 def expand_nd(ndim: int, val: Any) -> list[int]:
-    """A number repeated, or `ndim` numbers as a list.
+    """Return a number repeated, or `ndim` numbers as a list.
 
     Raises:
         InsumShapeError: there are not `ndim` numbers.

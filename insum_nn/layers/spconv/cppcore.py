@@ -27,19 +27,19 @@ _NAMES = {
 
 
 def get_current_stream() -> int:
-    """The address of the current CUDA stream; 0 without CUDA."""
+    """Return the address of the current CUDA stream; 0 without CUDA."""
     return torch.cuda.current_stream().cuda_stream if torch.cuda.is_available() else 0
 
 
 def get_arch() -> tuple[int, int]:
-    """The compute capability of the current CUDA device; (0, 0) without CUDA."""
+    """Return the compute capability of the current CUDA device; (0, 0) without CUDA."""
     return torch.cuda.get_device_capability() if torch.cuda.is_available() else (0, 0)
 
 
 def torch_tensor_to_tv(
     ten: Tensor, dtype: int | None = None, shape: Sequence[int] | None = None, stride: Sequence[int] | None = None
 ) -> Any:
-    """A `cumm.tensorview.Tensor` over the memory of a tensor, for callers with kernels of cumm; nothing here takes one.
+    """Return a `cumm.tensorview.Tensor` over the memory of a tensor, for callers with kernels of cumm.
 
     Args:
         ten: on a CPU or a CUDA device; it must outlive the result.

@@ -25,7 +25,7 @@ __all__ = [
 
 
 def sparse_add_hash_based(*tensors: SparseConvTensor) -> SparseConvTensor:
-    """The same as `sparse_add`."""
+    """Return the same as `sparse_add`."""
     return sparse_add(*tensors)
 
 
@@ -102,12 +102,12 @@ def implicit_gemm(
 def indice_maxpool_implicit_gemm(
     features: Tensor, indice_pairs_fwd: Tensor, indice_pairs_bwd: Tensor, num_activate_out: int
 ) -> Tensor:
-    """The largest feature among the neighbours of each output, or 0 where that is less; see `ops.indice_maxpool`."""
+    """Return the largest feature among each output's neighbours, at least 0; see `ops.indice_maxpool`."""
     return table_ops.indice_maxpool_implicit_gemm(features, indice_pairs_fwd, num_activate_out)
 
 
 def indice_avgpool_implicit_gemm(
     features: Tensor, indice_pairs_fwd: Tensor, indice_pairs_bwd: Tensor, num_activate_out: int, calc_count: bool
 ) -> Tensor:
-    """The mean feature of the neighbours of each output; `calc_count` is not read."""
+    """Return the mean feature of the neighbours of each output; `calc_count` is not read."""
     return table_ops.indice_avgpool_implicit_gemm(features, indice_pairs_fwd, num_activate_out, False)[0]

@@ -138,7 +138,7 @@ class HashTable:
         return torch.tensor([self._keys.shape[0]], dtype=dtype, device=self.device)
 
     def _find(self, keys: Tensor) -> tuple[Tensor, Tensor]:
-        """Where each key stands, and whether it does."""
+        """Return where each key stands, and whether it does."""
         wanted = keys.to(self.device)
         if not self._keys.shape[0]:
             return torch.zeros_like(wanted, dtype=torch.int64), torch.zeros_like(wanted, dtype=torch.bool)

@@ -11,12 +11,12 @@ __all__ = ["Identity"]
 
 
 class Identity(nn.Module):
-    """Returns what it is given."""
+    """The identity."""
 
     def forward(self, input: Any) -> Any:
-        """Nothing is done."""
+        """Return the input."""
         return input
 
     def input_spatial_size(self, out_size: Sequence[int]) -> Sequence[int]:
-        """The input's spatial size is the output's."""
+        """Return the input's spatial size, which is the output's."""
         return out_size

@@ -36,12 +36,12 @@ __all__ = [
 
 
 def is_spconv_module(module: nn.Module) -> bool:
-    """Whether a module takes sparse tensors itself."""
+    """Return whether a module takes sparse tensors itself."""
     return isinstance(module, SparseModule | SparseBatchNorm | SparseReLU)
 
 
 def is_sparse_conv(module: nn.Module) -> bool:
-    """Whether a module is a sparse convolution."""
+    """Return whether a module is a sparse convolution."""
     return isinstance(module, SparseConvolution)
 
 

@@ -49,7 +49,7 @@ def get_conv_output_size(
     padding: Sequence[int],
     dilation: Sequence[int],
 ) -> list[int]:
-    """The spatial shape of a convolution's output; 1 along an axis where `kernel_size` is -1, the whole axis.
+    """Return the spatial shape of a convolution's output; 1 along an axis where `kernel_size` is -1, the whole axis.
 
     Raises:
         InsumShapeError: the kernel is larger than the padded input.
@@ -70,7 +70,7 @@ def get_deconv_output_size(
     dilation: Sequence[int],
     output_padding: Sequence[int],
 ) -> list[int]:
-    """The spatial shape of a transposed convolution's output, as torch's, which the dilation enlarges.
+    """Return the spatial shape of a transposed convolution's output, as torch's, which the dilation enlarges.
 
     Raises:
         InsumShapeError: it would be empty.
@@ -212,7 +212,7 @@ def get_indice_pairs_implicit_gemm(
 
 
 def global_pool_rearrange(coords: Tensor, batch_size: int) -> tuple[Tensor, Tensor]:
-    """The rows of each cloud of a batch.
+    """Return the rows of each cloud of a batch.
 
     Args:
         coords: (n, 1 + d): the batch entry first; rows where it is negative belong to none.
@@ -256,7 +256,7 @@ def _map_of(
 
 
 def _pair_num(found: KernelMap) -> Tensor:
-    """(o,) int32: the pairs of each offset; of a mirrored kernel 0 from the middle on."""
+    """Return (o,) int32: the pairs of each offset; of a mirrored kernel 0 from the middle on."""
     counts = found.indice_pair_num
     if found.geometry.is_mirrored:
         counts[found.geometry.volume // 2 :] = 0

@@ -38,7 +38,7 @@ def load_spconv_state_dict(model: nn.Module, state: Mapping[str, Tensor], *, str
 
 
 def spconv_state_dict(model: nn.Module) -> dict[str, Tensor]:
-    """The weights of a whole model for the same model made of spconv's layers, which loads them strictly.
+    """Return the weights of a whole model for the same model made of spconv's layers, which loads them strictly.
 
     Weights have spconv's layout in memory already; what this adds to `state_dict()` is that every convolution is one
     that spconv has.

@@ -111,7 +111,7 @@ def indice_conv_backward(
     algo: object = None,
     timer: object = None,
 ) -> tuple[Tensor, Tensor]:
-    """The gradients of `indice_conv` with respect to features and filters, from that of its result, `out_bp`."""
+    """Return the gradients of `indice_conv` with respect to features and filters, from that of its result, `out_bp`."""
     with torch.enable_grad():
         leaves = (features.detach().requires_grad_(), filters.detach().requires_grad_())
         out = indice_conv(*leaves, indice_pairs, indice_pair_num, out_bp.shape[0], inverse, subm)
@@ -218,7 +218,7 @@ def implicit_gemm_backward(
     timer: object = None,
     fp32_accum: bool | None = None,
 ) -> tuple[Tensor, Tensor]:
-    """The gradients of `implicit_gemm` with respect to features and filters, from that of its result, `out_bp`.
+    """Return the gradients of `implicit_gemm` with respect to features and filters, from that of its result, `out_bp`.
 
     Of the tables only `pair_fwd` is read.
     """
@@ -231,7 +231,7 @@ def implicit_gemm_backward(
 
 
 def indice_maxpool(features: Tensor, indice_pairs: Tensor, indice_pair_num: Tensor, num_activate_out: int) -> Tensor:
-    """The largest feature among the inputs of each output, or 0 where that is less.
+    """Return the largest feature among the inputs of each output, or 0 where that is less.
 
         Out[OutIdx[o,q],c] max= In[InIdx[o,q],c]
 
@@ -251,7 +251,7 @@ def indice_maxpool(features: Tensor, indice_pairs: Tensor, indice_pair_num: Tens
 def indice_maxpool_backward(
     features: Tensor, out_features: Tensor, out_bp: Tensor, indice_pairs: Tensor, indice_pair_num: Tensor
 ) -> Tensor:
-    """The gradient of `indice_maxpool` as spconv takes it: inputs that tie get all of their output's gradient each."""
+    """Return the gradient of `indice_maxpool` as spconv has it: each input that ties gets the whole gradient."""
     used = (indice_pairs >= 0).all(0)
     source, target = indice_pairs[0][used].long(), indice_pairs[1][used].long()
     found = torch.where(features[source] == out_features[target], out_bp[target], 0)
@@ -277,7 +277,7 @@ def indice_maxpool_implicit_gemm_backward(
 
 
 def indice_avgpool(features: Tensor, indice_pairs: Tensor, indice_pair_num: Tensor, num_activate_out: int) -> Tensor:
-    """The mean feature of the inputs of each output; 0 where it has none.
+    """Return the mean feature of the inputs of each output; 0 where it has none.
 
         Out[OutIdx[o,q],c] += In[InIdx[o,q],c]
 
@@ -313,7 +313,7 @@ def indice_avgpool_implicit_gemm(
 
 
 def indice_avgpool_implicit_gemm_backward(out_bp: Tensor, indice_pairs: Tensor, count_out: Tensor) -> Tensor:
-    """The gradient of `indice_avgpool_implicit_gemm`, over the outputs of each input, (k, n).
+    """Return the gradient of `indice_avgpool_implicit_gemm`, over the outputs of each input, (k, n).
 
     That of a mean; spconv 2.3.8 multiplies by the count where it should divide.
     """
@@ -323,7 +323,7 @@ def indice_avgpool_implicit_gemm_backward(out_bp: Tensor, indice_pairs: Tensor, 
 
 
 def _by_offset(filters: Tensor) -> Tensor:
-    """(o, I, O)."""
+    """Return (o, I, O)."""
     return filters.flatten(1, -2).permute(1, 2, 0).contiguous()
 
 
@@ -333,7 +333,7 @@ def _over(total: Tensor, counts: Tensor) -> Tensor:
 
 
 def _joined(mask: Tensor) -> Tensor:
-    """The bits that any row of each tile has, (tiles, words)."""
+    """Return the bits that any row of each tile has, (tiles, words)."""
     rows, words = mask.shape[0], mask.reshape(mask.shape[0], -1)
     tiles = (rows + _MASK_WIDTH - 1) // _MASK_WIDTH
     padded = torch.zeros(tiles * _MASK_WIDTH, words.shape[1], dtype=mask.dtype, device=mask.device)

@@ -148,7 +148,7 @@ class PointToVoxel:
         return voxels, indices, counts.int(), owner
 
     def _inside(self, pc: Tensor) -> tuple[Tensor, tuple[Tensor, ...]]:
-        """The points that lie in the grid, and the coordinates of their voxels, last axis of the points first."""
+        """Return the points inside the grid, and the coordinates of their voxels, with the points' last axis first."""
         wide = torch.promote_types(pc.dtype, torch.float32)
         least, edges, cells = (t.to(pc.device, wide) for t in (self._least, self._edges, self._cells))
         place = ((pc[:, : self.ndim].to(wide) - least) / edges).floor()
@@ -157,7 +157,7 @@ class PointToVoxel:
         return points, place[points].long().flip(1).T.contiguous().unbind(0)
 
     def _fill(self, pc: Tensor, points: Tensor, number: Tensor, voxels: int) -> tuple[Tensor, Tensor]:
-        """The kept points of each voxel, and how many they are, from the voxel's number of each point."""
+        """Return the kept points of each voxel, and how many they are, from the voxel's number of each point."""
         most = self.max_num_points_per_voxel
         number, order = number.sort(stable=True)
         members = torch.zeros(voxels, dtype=torch.int64, device=pc.device)
@@ -202,7 +202,7 @@ class _Shared(Tensor):
     __torch_function__: Any = torch._C._disabled_torch_function_impl
 
     def numpy_view(self) -> np.ndarray[Any, Any]:
-        """The numbers as an array over the same memory."""
+        """Return the numbers as an array over the same memory."""
         return self.as_subclass(Tensor).numpy()
 
 
@@ -244,7 +244,7 @@ class _Point2Voxel:
         self.grid_size = PointToVoxel(*self._arguments).grid_size
 
     def _voxels(self, points: object, empty_mean: bool) -> tuple[Tensor, Tensor, Tensor]:
-        """Voxels of a tensor, an array, or one of cumm's tensors."""
+        """Return voxels of a tensor, an array, or one of cumm's tensors."""
         if not isinstance(points, Tensor):
             array: Any = points if isinstance(points, np.ndarray) else cast(Any, points).cpu().numpy()
             points = torch.from_numpy(array)
@@ -257,7 +257,7 @@ class _Point2VoxelCPU(_Point2Voxel):
     """`spconv.utils.Point2VoxelCPU`: NumPy arrays, torch's or cumm's tensors to voxels; see `PointToVoxel`."""
 
     def point_to_voxel(self, points: object, clear_voxels: bool = True) -> tuple[Tensor, Tensor, Tensor]:
-        """Points by voxel, voxel coordinates and numbers of points; places without a point are zero.
+        """Return points by voxel, voxel coordinates and numbers of points; places without a point are zero.
 
         Args:
             points: (n, num_point_features) float32: a tensor, a NumPy array, or what has `cpu().numpy()`.
@@ -269,7 +269,7 @@ class _Point2VoxelCPU(_Point2Voxel):
         return self._voxels(points, empty_mean=False)
 
     def point_to_voxel_empty_mean(self, points: object, clear_voxels: bool = True) -> tuple[Tensor, Tensor, Tensor]:
-        """The same, with the mean of the voxel's points in places without one."""
+        """Return the same, with the mean of the voxel's points in places without one."""
         return self._voxels(points, empty_mean=True)
 
 
@@ -279,7 +279,7 @@ class _Point2VoxelGPU(_Point2Voxel):
     def point_to_voxel_hash(
         self, points: object, clear_voxels: bool = True, empty_mean: bool = False, stream_int: int = 0
     ) -> tuple[Tensor, Tensor, Tensor]:
-        """Points by voxel, voxel coordinates and numbers of points; `clear_voxels` and `stream_int` are not read."""
+        """Return points by voxel, voxel coordinates and point counts; `clear_voxels` and `stream_int` are not read."""
         return self._voxels(points, empty_mean)
 
 
@@ -338,7 +338,7 @@ class Point2VoxelGPU4d(_Point2VoxelGPU):
 
 
 def gather_features_by_pc_voxel_id(seg_res_features: Tensor, pc_voxel_id: Tensor, invalid_value: float = 0) -> Tensor:
-    """What was found for voxels, given to their points.
+    """Return what was found for voxels, given to their points.
 
     Args:
         seg_res_features: (v, ..); differentiable.

@@ -76,12 +76,12 @@ class StatementModule(SparseModule):
         return f"{super().__repr__()}\n  {self.expression}"
 
     def explain(self) -> Any:
-        """What becomes of the layer's statement; see `Program.explain`."""
+        """Explain how the layer's statement runs; see `Program.explain`."""
         return map_program(self.expression, self.options).explain()
 
 
 def expand_nd(owner: str, name: str, ndim: int, value: IntOrInts, least: int) -> list[int]:
-    """A number repeated, or d numbers checked.
+    """Return one number repeated, or d numbers after a check.
 
     Raises:
         InsumShapeError: there are not d numbers, or one is below `least`.
@@ -103,14 +103,14 @@ def expand_nd(owner: str, name: str, ndim: int, value: IntOrInts, least: int) ->
 
 
 def store_map(indice_dict: dict[str, KernelMap], key: str | None, kernel_map: KernelMap) -> dict[str, KernelMap]:
-    """The maps of a layer's input and, under `key`, its own; the input's dictionary is left as it is."""
+    """Return the maps of a layer's input and, under `key`, its own; the input's dictionary is left as it is."""
     if key is None or indice_dict.get(key) is kernel_map:
         return indice_dict
     return {**indice_dict, key: kernel_map}
 
 
 def stored_map(x: SparseConvTensor, key: str | None) -> KernelMap | None:
-    """The map under a key; one that a caller stored as spconv's tables of pairs is made into a map of ours.
+    """Return the map under a key; one that a caller stored as spconv's tables of pairs is made into a map of ours.
 
     Raises:
         InsumFormatError: what is stored is neither.
@@ -141,7 +141,7 @@ def check_ndim(owner: str, ndim: int, x: SparseConvTensor) -> None:
 
 
 def map_of(owner: str, key: str | None, x: SparseConvTensor, geometry: Geometry, *, again: bool = False) -> KernelMap:
-    """The map stored under `key`, where it is this layer's own; else, or with `again`, a new one.
+    """Return the map stored under `key`, where it is this layer's own; else, or with `again`, a new one.
 
     Raises:
         InsumFormatError: what is stored is of another kernel or of other voxels, or a voxel stands twice.
@@ -193,5 +193,5 @@ def map_differences(
 
 
 def default_algo(volume: int, limit: int) -> ConvAlgo:
-    """What spconv's layers store as `algo` for a kernel of `volume` cells where none is given."""
+    """Return what spconv's layers store as `algo` for a kernel of `volume` cells where none is given."""
     return ConvAlgo.MaskImplicitGemm if volume <= limit else ConvAlgo.Native

@@ -215,7 +215,7 @@ class SparseConvolution(SparseConvolutionBase, SparseModule):
         return f"{super().__repr__()}\n  {self.expression}"
 
     def get_max_num_voxels(self) -> Tensor | None:
-        """The largest number of output voxels seen, with `record_voxel_count`."""
+        """Return the largest number of output voxels seen, with `record_voxel_count`."""
         return getattr(self, VOXEL_COUNT, None)
 
     def forward(self, input: SparseConvTensor, add_input: SparseConvTensor | None = None) -> SparseConvTensor:
@@ -242,7 +242,7 @@ class SparseConvolution(SparseConvolutionBase, SparseModule):
         )
 
     def explain(self, input: SparseConvTensor | None = None, *, measure: bool = False) -> Any:
-        """What becomes of the layer's statement; see `Program.explain`.
+        """Explain how the layer's statement runs; see `Program.explain`.
 
         Args:
             input: a tensor to explain the call with; without one, only what the text alone says is shown.
@@ -266,7 +266,7 @@ def _add_missing_count(module: nn.Module, state_dict: dict[str, Any], prefix: st
 
 
 def _arguments(local: dict[str, Any]) -> dict[str, Any]:
-    """The arguments of a constructor by name, from its `locals()`; those of `**rest` too."""
+    """Return the arguments of a constructor by name, from its `locals()`; those of `**rest` too."""
     named = {key: value for key, value in local.items() if key not in ("self", "__class__", "rest")}
     return {**named, **local.get("rest", {})}
 

@@ -41,7 +41,7 @@ class Activation(Enum):
 
 
 def apply_activation(x: Tensor, act_type: object, act_alpha: float = 0.0) -> Tensor:
-    """One of `Activation`, or of cumm's values of the same names, applied to features.
+    """Return one of `Activation`, or of cumm's values of the same names, applied to features.
 
     Raises:
         InsumNameError: there is no such activation.
@@ -61,7 +61,7 @@ def apply_activation(x: Tensor, act_type: object, act_alpha: float = 0.0) -> Ten
 
 
 def activation_name(act_type: object) -> str:
-    """The name of an activation, `"None_"` for none."""
+    """Return the name of an activation, `"None_"` for none."""
     name = "None_" if act_type is None else str(getattr(act_type, "name", act_type)).rpartition(".")[2]
     if name not in Activation.__members__:
         raise InsumNameError(
@@ -189,11 +189,11 @@ class SparseConvolutionBase:
         return cells if self.subm and cells != [k // 2 for k in self.kernel_size] else None
 
     def is_inverseable(self) -> bool:
-        """Whether a `SparseInverseConv` can go back from this layer's output."""
+        """Return whether a `SparseInverseConv` can go back from this layer's output."""
         return self.indice_key is not None and not self.subm
 
     def kernel_map(self, input: SparseConvTensor) -> KernelMap:
-        """The map that the layer uses on a tensor: stored under its key, or built now.
+        """Return the map that the layer uses on a tensor: stored under its key, or built now.
 
         Raises:
             InsumNameError: an inverse layer's key is not stored.
@@ -307,7 +307,7 @@ class SparseConvolutionBase:
 
 
 def _traced_pointwise(features: Tensor, weight: Tensor, bias: Tensor | None, groups: int) -> Tensor:
-    """A kernel of one cell in operators that `torch.jit.trace` records and its files can hold."""
+    """Return a kernel of one cell in operators that `torch.jit.trace` records and its files can hold."""
     cells = weight.reshape(groups, -1, weight.shape[-1])
     parts = [part @ cell.T for part, cell in zip(features.chunk(groups, 1), cells.unbind(0), strict=True)]
     total = torch.cat(parts, dim=1)

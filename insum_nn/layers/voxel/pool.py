@@ -111,11 +111,11 @@ class _SparsePool(StatementModule):
         return ", ".join(f"{name}={getattr(self, name)}" for name in shown)
 
     def get_max_num_voxels(self) -> Tensor | None:
-        """The largest number of output voxels seen, with `record_voxel_count`."""
+        """Return the largest number of output voxels seen, with `record_voxel_count`."""
         return getattr(self, VOXEL_COUNT, None)
 
     def kernel_map(self, input: SparseConvTensor) -> KernelMap:
-        """The map that the layer uses on a tensor: stored under its key, or built now.
+        """Return the map that the layer uses on a tensor: stored under its key, or built now.
 
         Raises:
             InsumFormatError: what is stored under the key is of another kernel or of other voxels.
@@ -126,7 +126,7 @@ class _SparsePool(StatementModule):
         return map_of(owner, self.indice_key, input, self.geometry, again=self.options.validate)
 
     def pool(self, features: Tensor, kernel_map: KernelMap) -> Tensor:
-        """Features of the output voxels."""
+        """Return features of the output voxels."""
         raise NotImplementedError
 
     def forward(self, input: SparseConvTensor) -> SparseConvTensor:
@@ -165,7 +165,7 @@ class SparseMaxPool(_SparsePool):
         return shown if self.at_least == 0 else f"{shown}, at_least={self.at_least}"
 
     def pool(self, features: Tensor, kernel_map: KernelMap) -> Tensor:
-        """The maximum."""
+        """Return the maximum."""
         found = sparse_max_pool(features, kernel_map, options=self.options)
         return found if self.at_least is None else found.clamp(min=self.at_least)
 
@@ -179,7 +179,7 @@ class SparseAvgPool(_SparsePool):
     EXPRESSION = SPARSE_AVG_POOL
 
     def pool(self, features: Tensor, kernel_map: KernelMap) -> Tensor:
-        """The mean."""
+        """Return the mean."""
         return sparse_avg_pool(features, kernel_map, options=self.options)
 
 

@@ -212,7 +212,7 @@ class SparseIdentity(nn.Identity):
 
 
 def _aligned(tensors: Sequence[SparseConvTensor], owner: str) -> SparseConvTensor:
-    """The first of tensors over the same voxels."""
+    """Return the first of tensors over the same voxels."""
     first = tensors[0]
     for other in tensors[1:]:
         same = other.spatial_shape == first.spatial_shape and other.batch_size == first.batch_size
@@ -230,7 +230,7 @@ class _Table(SparseModule):
     """What modules over several tensors share: they keep the grid."""
 
     def input_spatial_size(self, out_size: Sequence[int]) -> Sequence[int]:
-        """The input's spatial size is the output's."""
+        """Return the input's spatial size, which is the output's."""
         return out_size
 
 
@@ -274,7 +274,7 @@ class ConcatTable(SparseModule):
         return [module(input) for module in self._modules.values() if module is not None]
 
     def input_spatial_size(self, out_size: Sequence[int]) -> Sequence[int]:
-        """What the first branch says."""
+        """Return the first branch's input spatial size."""
         first: Any = self._modules["0"]
         return first.input_spatial_size(out_size)
 

@@ -116,7 +116,7 @@ class SparseConvTensor:
         return self._features.device
 
     def coordinates(self, *, again: bool = False) -> Coordinates:
-        """The voxels, proven to be in range and distinct; reads the device once for all tensors that share them.
+        """Return the voxels, proven to be in range and distinct; reads the device once for all tensors that share them.
 
         Args:
             again: read them whatever is known.
@@ -132,7 +132,7 @@ class SparseConvTensor:
         return self._keep_sites(self._sites().prove()) if known is None else known
 
     def build_map(self, geometry: Geometry, *, again: bool = False) -> KernelMap:
-        """A kernel map over the voxels, which are proven at the same time where they are not yet.
+        """Return a kernel map over the voxels, which are proven at the same time where they are not yet.
 
         Args:
             geometry: the kernel and how it moves.
@@ -178,7 +178,7 @@ class SparseConvTensor:
         return sites
 
     def with_sites(self, features: Tensor, sites: Coordinates, indice_dict: dict[str, KernelMap]) -> SparseConvTensor:
-        """A tensor over other voxels, known to be in range and distinct, that keeps this one's annotations."""
+        """Return a tensor over other voxels, known to be in range and distinct, that keeps this one's annotations."""
         result = self._derive(features, sites.indices, list(sites.spatial_shape), indice_dict)
         result._proven = {"sites": sites}
         return result
@@ -202,7 +202,7 @@ class SparseConvTensor:
         return result
 
     def replace_feature(self, feature: Tensor) -> SparseConvTensor:
-        """The same voxels with other features (n, C').
+        """Return the same voxels with other features (n, C').
 
         Features of other voxels may be given too, if `indices` are set before the result is used.
         """
@@ -217,7 +217,7 @@ class SparseConvTensor:
         return result
 
     def with_spatial_shape(self, spatial_shape: Sequence[int]) -> SparseConvTensor:
-        """The same voxels in a grid of another shape, with the same kernel maps.
+        """Return the same voxels in a grid of another shape, with the same kernel maps.
 
         Raises:
             InsumRangeError: a voxel lies outside the grid.
@@ -235,24 +235,24 @@ class SparseConvTensor:
         return result
 
     def shadow_copy(self) -> SparseConvTensor:
-        """A new tensor with the same members."""
+        """Return a new tensor with the same members."""
         return self.replace_feature(self._features)
 
     def select_by_index(self, valid_indices: Tensor) -> SparseConvTensor:
-        """The rows that an index or a bool mask selects; kernel maps are dropped, for they are of other voxels."""
+        """Return the rows that an index or a bool mask selects, without kernel maps, which are of other voxels."""
         return self._derive(self._features[valid_indices], self.indices[valid_indices], self.spatial_shape, {})
 
     def minus(self) -> SparseConvTensor:
-        """The features with the other sign."""
+        """Return the features with the other sign."""
         return self.replace_feature(-self._features)
 
     def find_indice_pair(self, key: str | None) -> KernelMap | None:
-        """The kernel map stored under an `indice_key`, or `None`."""
+        """Return the kernel map stored under an `indice_key`, or `None`."""
         return None if key is None else self.indice_dict.get(key)
 
     @classmethod
     def from_dense(cls, x: Tensor) -> SparseConvTensor:
-        """The sites of a channels-last grid (batch, x_1, .., x_d, C) that hold a number other than 0; differentiable.
+        """Return the sites of a channels-last grid (batch, x_1, .., x_d, C) with a nonzero feature; differentiable.
 
         >>> SparseConvTensor.from_dense(torch.tensor([[[0.0, 0.0], [0.0, 3.0]]])).indices.tolist()
         [[0, 1]]
@@ -267,7 +267,7 @@ class SparseConvTensor:
         return cls(x[active.unbind(1)], active.int(), list(x.shape[1:-1]), max(1, x.shape[0]))
 
     def dense(self, channels_first: bool = True) -> Tensor:
-        """A dense grid with zeros elsewhere; differentiable.
+        """Return a dense grid with zeros elsewhere; differentiable.
 
         Returns:
             (batch, C, x_1, .., x_d), or (batch, x_1, .., x_d, C).

@@ -90,7 +90,7 @@ def build_kernel_map(
 def _build(
     inputs: Coordinates, geometry: Geometry, shape: tuple[int, ...], facts: Tensor | None, by_table: bool
 ) -> KernelMap:
-    """The map of voxels that `facts` check, which the host reads; `None`: they are proven."""
+    """Return the map of voxels that `facts` check, which the host reads; `None`: they are proven."""
     small, subm = geometry.volume * inputs.num_sites <= MOST_ENTRIES, geometry.kind == "subm"
     if small and not subm and not geometry.is_pointwise:
         # Which reads how many outputs there are, and the facts with them.
@@ -124,12 +124,12 @@ def _of_neighbours(inputs: Coordinates, geometry: Geometry, found: Neighbours, b
 
 
 def _with_shape(sites: Coordinates, shape: tuple[int, ...]) -> Coordinates:
-    """The same sites in a grid of another shape."""
+    """Return the same sites in a grid of another shape."""
     return sites if shape == sites.spatial_shape else Coordinates(sites.indices, shape, sites.batch_size)
 
 
 def _kernel_cells(kernel_size: Sequence[int], limit: int) -> list[list[tuple[int, ...]]]:
-    """All kernel cells, row by row, in runs of at most `limit`."""
+    """Return all kernel cells, row by row, in runs of at most `limit`."""
     cells = list(itertools.product(*(range(extent) for extent in kernel_size)))
     return [cells[start : start + limit] for start in range(0, len(cells), limit)]
 
@@ -160,7 +160,7 @@ def _landing(column: Tensor, axis: int, geometry: Geometry, extent: int) -> _Axi
 
 
 def _candidates(sites: Coordinates, geometry: Geometry, shape: Sequence[int]) -> list[_Landed]:
-    """(offset, row, landing columns) of all voxels and kernel cells that land inside, ascending by (offset, row)."""
+    """Return (offset, row, landing columns) of all voxels and cells that land inside, by ascending (offset, row)."""
     axes = [_landing(column, axis, geometry, shape[axis]) for axis, column in enumerate(sites.columns[1:])]
     found: list[_Landed] = []
     begin = 0

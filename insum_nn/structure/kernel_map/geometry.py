@@ -58,7 +58,7 @@ class Geometry:
         transposed: bool = False,
         anchor: Sequence[int] | None = None,
     ) -> Geometry:
-        """The movement of a layer's kernel.
+        """Return the movement of a layer's kernel.
 
         Args:
             kernel_size: d extents.
@@ -102,7 +102,7 @@ class Geometry:
 
 
 def output_shape(spatial_shape: Sequence[int], geometry: Geometry) -> tuple[int, ...]:
-    """The spatial shape of the output, as of torch's dense convolutions.
+    """Return the spatial shape of the output, as of torch's dense convolutions.
 
     Raises:
         InsumShapeError: the kernel is larger than the padded input, or the output is too large to index.

@@ -69,14 +69,14 @@ class KernelMap:
 
     @classmethod
     def of_groups(cls, inputs: Coordinates, outputs: Coordinates, geometry: Geometry, groups: Groups) -> KernelMap:
-        """The map of grouped pairs."""
+        """Return the map of grouped pairs."""
         return cls(inputs, outputs, geometry, _cache={("groups", False): groups})
 
     @classmethod
     def of_table(
         cls, inputs: Coordinates, outputs: Coordinates, geometry: Geometry, table: NeighbourTable
     ) -> KernelMap:
-        """The map of a table of neighbours."""
+        """Return the map of a table of neighbours."""
         return cls(inputs, outputs, geometry, _cache={("table", False): table})
 
     def __repr__(self) -> str:
@@ -153,7 +153,7 @@ class KernelMap:
                 self._cache["counts", False] = read_later(self.filled)
 
     def _known_counts(self) -> tuple[Tensor, tuple[int, ...]] | None:
-        """Pairs of each offset, where to count them is worth it: a CPU need not know them before it finds the pairs."""
+        """Return the pair count of each offset on a GPU; on a CPU they are not needed before the pairs are found."""
         if torch.compiler.is_compiling() or self.device.type == "cpu":
             return None
         return self.filled, self.counts
@@ -254,7 +254,7 @@ class KernelMap:
         return order_by_mask(self._neighbours() if rows is None else rows)
 
     def output_counts(self, dtype: torch.dtype) -> Tensor:
-        """(m,) the pairs that meet in each output voxel; at least one of those of any kernel but a submanifold's."""
+        """Return the number of pairs of each output voxel, (m,); at least one, except in submanifold maps."""
         counts = self._cache.get(("output_counts", self.inverted))
         if counts is None:
             with plain_tensors(self.inputs.indices):

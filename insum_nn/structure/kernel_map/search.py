@@ -56,13 +56,13 @@ class Neighbours(NamedTuple):
 
 
 def identity_neighbours(outputs: Coordinates) -> Neighbours:
-    """The neighbours of a kernel of one cell, in which every row meets itself."""
+    """Return the neighbours of a kernel of one cell, in which every row meets itself."""
     rows = torch.arange(outputs.num_sites, dtype=torch.int32, device=outputs.device)
     return Neighbours(outputs, rows[None], rows)
 
 
 def submanifold_neighbours(sites: Coordinates, geometry: Geometry) -> Neighbours | None:
-    """The neighbours of a submanifold map; `None` where the grid has more cells than a key can number.
+    """Return the neighbours of a submanifold map; `None` where the grid has more cells than a key can number.
 
         neighbour = voxel - padding + cell * dilation
 
@@ -117,7 +117,7 @@ def _by_search(keys: SiteKeys, rows: Tensor, deltas: tuple[int, ...]) -> Tensor:
 
 
 def _by_halves(keys: SiteKeys, rows: Tensor, deltas: tuple[int, ...]) -> Tensor:
-    """The same for a kernel that is its own mirror: the cells before the middle are searched, the others written."""
+    """Return the same for a symmetric kernel: cells before the middle are searched, the others follow from them."""
     volume, count, device = len(deltas), rows.shape[0], rows.device
     half = volume // 2
     # One row more takes what is not to be written; each column its own, as many writes to one cell would wait in line.
@@ -139,7 +139,7 @@ def _by_halves(keys: SiteKeys, rows: Tensor, deltas: tuple[int, ...]) -> Tensor:
 def reached_neighbours(
     sites: Coordinates, geometry: Geometry, shape: tuple[int, ...], facts: Tensor | None
 ) -> Neighbours | None:
-    """The voxels that a strided or transposed kernel reaches, and their neighbours; `None` where the grid is too large.
+    """Return the voxels that a strided or transposed kernel reaches, and their neighbours; `None`: grid too large.
 
     conv:       output = (voxel + padding - cell * dilation) / stride, where that is whole
     transpose:  output = voxel * stride - padding + cell * dilation
@@ -225,7 +225,7 @@ def _bits(geometry: Geometry) -> int:
 
 
 def _is_whole(sites: Coordinates, geometry: Geometry, shape: tuple[int, ...]) -> bool:
-    """Whether every candidate of voxels that are proven leads to an output."""
+    """Return whether every candidate of voxels that are proven leads to an output."""
     if any(geometry.padding):
         return False
     parts = zip(sites.spatial_shape, shape, geometry.kernel_size, geometry.stride, geometry.dilation, strict=True)
@@ -233,7 +233,7 @@ def _is_whole(sites: Coordinates, geometry: Geometry, shape: tuple[int, ...]) ->
 
 
 def _marks(spans: tuple[int, ...], sites: Coordinates) -> bool:
-    """Whether to mark the cells that are reached: on a GPU, which sorts slower than it clears and adds up cells."""
+    """Return whether to mark reached cells: on a GPU, where clearing and scanning cells is faster than sorting."""
     return sites.device.type == "cuda" and fits(spans, 0, sites.num_sites, sites.device)
 
 
@@ -289,7 +289,7 @@ def _codes(
     whole: bool,
     proven: bool,
 ) -> _Codes:
-    """All places that the kernel takes voxels to.
+    """Return all places that the kernel takes voxels to.
 
     A step of `stride` along an axis, of a kernel without dilation, meets every stride-th of its cells: the first is the
     remainder of the place. Else all cells are tried.

@@ -137,7 +137,7 @@ def group_pairs(
 
 
 def identity_groups(count: int, device: torch.device) -> Groups:
-    """Groups of the identity of rows; no element is read."""
+    """Return groups of the identity of rows; no element is read."""
     size = _choose_group_size((count,))
     rows = torch.arange(-(-count // size) * size, dtype=torch.int32, device=device)
     table = torch.where(rows < count, rows, -1).reshape(-1, size)
@@ -146,7 +146,7 @@ def identity_groups(count: int, device: torch.device) -> Groups:
 
 
 def groups_of_table(neighbours: Tensor, known: tuple[Tensor, Sequence[int]] | None = None) -> Groups:
-    """The groups of a table of neighbours (o, m), outputs by row; one operator under `torch.compile`.
+    """Return the groups of a table of neighbours (o, m), outputs by row; one operator under `torch.compile`.
 
     Args:
         neighbours: the table.
@@ -162,7 +162,7 @@ def groups_of_table(neighbours: Tensor, known: tuple[Tensor, Sequence[int]] | No
 
 
 def list_of_table(neighbours: Tensor, count: int | None = None) -> dict[str, Tensor]:
-    """The pairs of a table of neighbours (o, m), outputs by row, as `Off`, `OutIdx`, `InIdx`: int32 (p,) each.
+    """Return the pairs of a table of neighbours (o, m), outputs by row, as `Off`, `OutIdx`, `InIdx`: int32 (p,) each.
 
     Ascending by offset, then output.
 
@@ -178,12 +178,12 @@ def list_of_table(neighbours: Tensor, count: int | None = None) -> dict[str, Ten
 
 
 def _places(present: Tensor, count: int | None) -> Tensor:
-    """(count, dimensions) where something is; the device is read where the count is not known, or nothing is there."""
+    """Return the positions of true elements, (count, dimensions); reads the device where the count is unknown."""
     return present.nonzero_static(size=count) if count else present.nonzero()
 
 
 def list_of_groups(groups: Groups) -> dict[str, Tensor]:
-    """The same from groups."""
+    """Return the same from groups."""
     cell = (groups.in_index >= 0).view(-1).nonzero().squeeze(1)
     offset = groups.offset[:, None].expand(groups.in_index.shape).reshape(-1)
     parts = {"Off": offset, "OutIdx": groups.out_index.reshape(-1), "InIdx": groups.in_index.reshape(-1)}
@@ -255,7 +255,7 @@ class NeighbourTable:
         return {"Order": self.order, "Near": self.sorted_neighbours}
 
     def mirrored(self) -> NeighbourTable:
-        """The table of a map whose offsets are those of this one read backwards; shares `order`.
+        """Return the table of a map whose offsets are those of this one read backwards; shares `order`.
 
         The inverse of a submanifold map of odd extents is one: a voxel is another's neighbour where that is its
         neighbour on the other side.
@@ -263,7 +263,7 @@ class NeighbourTable:
         return NeighbourTable(self.order, self.sorted_neighbours.flip(0))
 
     def exchanged(self, inputs: int) -> Tensor:
-        """(o, n) int32: the output that each of n inputs meets at each offset, or -1."""
+        """Return (o, n) int32: the output that each of n inputs meets at each offset, or -1."""
         near, order, device = self.sorted_neighbours, self.order, self.order.device
         # What is missing is written past the inputs, to many cells, as many writes to one cell would wait in line: -1
         # modulo the number of a spare cell is the cell before it. All other entries are less, and stay.
@@ -272,7 +272,7 @@ class NeighbourTable:
         return table.scatter_(1, near.remainder(spare), order.expand(near.shape))[:, :inputs]
 
     def tile_offsets(self, tile: int) -> Tensor:
-        """Which offsets each tile of consecutive outputs of `order` has to run over.
+        """Return which offsets each tile of consecutive outputs of `order` has to run over.
 
         Args:
             tile: outputs of a tile; the last tile may have fewer.
@@ -288,7 +288,7 @@ class NeighbourTable:
 
 
 def neighbour_rows(offset: Tensor, in_index: Tensor, out_index: Tensor, volume: int, outputs: int) -> Tensor:
-    """The inputs of every (offset, output), from groups of pairs.
+    """Return the inputs of every (offset, output), from groups of pairs.
 
         Table[Off[g],OutIdx[g,q]] = InIdx[g,q]
 

@@ -48,7 +48,7 @@ class TracedGroups(NamedTuple):
 def map_in_graph(
     indices: Tensor, extents: Sequence[int], geometry: Geometry, shape: Sequence[int]
 ) -> tuple[Tensor, Tensor]:
-    """The outputs of a kernel map, and who meets whom.
+    """Return the outputs of a kernel map, and who meets whom.
 
     Args:
         indices: (n, 1 + d) the voxels, distinct and inside.
@@ -69,7 +69,7 @@ def map_in_graph(
 
 
 def _neighbours(columns: Sequence[Tensor], extents: Sequence[int], geometry: Geometry) -> Tensor:
-    """(o, n) the row of each voxel's neighbours."""
+    """Return (o, n) the row of each voxel's neighbours."""
     numbers = CellNumbers(extents)
     keys, order = numbers.of(columns).sort(stable=True)
     places, inside = _landings(columns, extents[1:], geometry)
@@ -82,7 +82,7 @@ def _neighbours(columns: Sequence[Tensor], extents: Sequence[int], geometry: Geo
 def _reached(
     indices: Tensor, columns: Sequence[Tensor], extents: Sequence[int], geometry: Geometry
 ) -> tuple[Tensor, Tensor]:
-    """The voxels that are reached, and (o, m) the row of each one's neighbours."""
+    """Return the voxels that are reached, and (o, m) the row of each one's neighbours."""
     places, inside = _landings(columns, extents[1:], geometry)
     keys = CellNumbers(extents).of(places, inside)
     volume, shape = geometry.volume, keys.shape
@@ -105,7 +105,7 @@ def _reached(
 
 
 def _landings(columns: Sequence[Tensor], shape: Sequence[int], geometry: Geometry) -> tuple[list[Tensor], Tensor]:
-    """Where each voxel lands under each kernel cell, by axes that broadcast to (o, n); which of these are inside."""
+    """Return where each voxel lands under each kernel cell, by axes broadcast to (o, n), and which are inside."""
     # Not by an axis of its own for each of the kernel's: torch 2.10 and 2.11 cannot flatten those where n is symbolic.
     cells = torch.arange(geometry.volume, device=columns[0].device)[:, None]
     found, inside = [columns[0][None]], torch.ones_like(columns[0], dtype=torch.bool)[None]
@@ -129,7 +129,7 @@ def _landings(columns: Sequence[Tensor], shape: Sequence[int], geometry: Geometr
 
 
 def groups_in_graph(near: Tensor) -> TracedGroups:
-    """The pairs of a table (o, m) of the input row that each output meets at each offset, or -1, in groups."""
+    """Return the pairs of a table (o, m) of the input row that each output meets at each offset, or -1, in groups."""
     volume, device = near.shape[0], near.device
     offset, output = (near >= 0).nonzero().unbind(1)
     count = offset.shape[0]

@@ -43,6 +43,9 @@ class SharedPaths:
         outputs: for each, a name of the tensor that it adds to; those of one name add up.
     """
 
+    # As of `FusedPrograms`: nothing was chosen that an explanation would have to show.
+    reason = ""
+
     def __init__(self, programs: Sequence[Program], outputs: Sequence[Hashable]) -> None:
         self.programs = tuple(programs)
         self.outputs = tuple(outputs)
@@ -56,7 +59,9 @@ class SharedPaths:
         ]
         self._known: dict[Hashable, _Known] = {}
 
-    def __call__(self, named: Named, shapes: Sequence[Shape], key: Hashable) -> list[Tensor] | None:
+    def together(
+        self, named: Named, shapes: Sequence[Shape], key: Hashable, separately: object = None
+    ) -> list[Tensor] | None:
         """Run all programs; `None`: they are no dense products of paths, and run one by one.
 
         Args:
@@ -64,6 +69,7 @@ class SharedPaths:
             shapes: of the output of each.
             key: what decides shapes, dtypes and devices of all these: a promise that they are plain tensors and that
                 no mode follows the call.
+            separately: not read: products of paths are not measured against programs that run one by one.
 
         Returns:
             A tensor for each name of an output, in the order of their first programs.

@@ -17,8 +17,12 @@ from insum_nn.compiler.runtime.modes import is_plain_eager
 from insum_nn.compiler.schedule.product_cost import dense_from
 
 __all__ = [
+    "LONG_SUM",
+    "MOST_CELLS",
+    "MOST_TERMS",
     "adds_atomically",
     "by_table",
+    "fits_between",
     "pairs_are_faster",
     "paths_are_products",
     "takes_columns",
@@ -90,6 +94,20 @@ def paths_are_products(device: torch.device) -> bool:
     A generated kernel writes out a table's entries as terms; a CPU's library multiplies the small matrices they make.
     """
     return device.type == "cpu"
+
+
+# Terms of a static table in one statement at most, since a generated kernel unrolls them; and entries of such a table.
+MOST_TERMS = 5000
+MOST_CELLS = 1 << 17
+# From so many terms on, a sum is worth a matrix product of its own, whose result a second statement reads.
+LONG_SUM = 16
+# Numbers of that result at most: what they cost in memory.
+_MOST_BETWEEN = 1 << 28
+
+
+def fits_between(numbers: int) -> bool:
+    """Whether a result of so many numbers may stand between two statements that could be one."""
+    return numbers <= _MOST_BETWEEN
 
 
 # Sums over the edges of a node.
