@@ -108,8 +108,8 @@ class GraphMatrix:
 
         Out[Row[g],n] += Val[g,q] * X[Col[g,q],n]
 
-    Duplicate edges stay separate entries. Groups have one slot: the library's product on a CPU takes single entries, and
-    a generated kernel loops over a row's entries itself.
+    Duplicate edges stay separate entries. Groups have one slot: the library's product on a CPU takes single entries,
+    and a generated kernel loops over a row's entries itself.
 
     Args:
         entries: in any order; every node in them is below `num_nodes`.

@@ -7,8 +7,8 @@
 All three are contractions of one trilinear form in `In`, `W` and `Out` with two of its arguments. The gradients of one
 are the other two, so derivatives of any order need no atomic additions.
 
-`W` is the layer's weight as it is in memory, its kernel cells as one axis. The gradient of `W` takes pairs where they can
-be the summed axis of a matrix product: over the table, rows of `dOut` would be read also where there is no pair.
+`W` is the layer's weight as it is in memory, its kernel cells as one axis. The gradient of `W` takes pairs where they
+can be the summed axis of a matrix product: over the table, rows of `dOut` would be read also where there is no pair.
 
 The table holds every pair of any map: at one offset an output has at most one input, and an input at most one output.
 """

@@ -6,7 +6,7 @@ import html
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-__all__ = ["Section", "Table", "page", "panel"]
+__all__ = ["Section", "Table", "escape", "page", "panel"]
 
 
 def escape(text: str) -> str:
