@@ -85,7 +85,7 @@ class Problem:
 
 def alike(schedule: Schedule) -> Schedule:
     """A schedule of rows without the length at which they are divided: it follows from sizes that are not stored."""
-    return schedule if schedule.segment else replace(schedule, chunk=0)
+    return replace(schedule, chunk=0)
 
 
 def loss(problems: Sequence[Problem], rates: Rates) -> float:

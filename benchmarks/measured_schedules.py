@@ -160,11 +160,11 @@ def of_sgap(files: Sequence[Path], root: Path | None) -> Iterator[Measured]:
     for file in files:
         for record in json.loads(file.read_text()):
             kind, _, width = record["provider"].removeprefix("insum_nn/").partition("-r")
-            if not record["case"].startswith("sgap/") or kind not in ("row", "segment") or record["gate"] != "passed":
+            if not record["case"].startswith("sgap/") or kind != "row" or record["gate"] != "passed":
                 continue
             graph, columns = (part.split("=")[1] for part in record["case"].split("/")[1:])
             times = found.setdefault((graph, int(columns)), {})
-            schedule = schedule_of(kind, int(width), int(columns))
+            schedule = schedule_of(int(width), int(columns))
             times[schedule] = min(1000.0 * record["ms"]["p50"], times.get(schedule, float("inf")))
     for (graph, columns), times in found.items():
         known = _rows_of(graph, root)

@@ -20,11 +20,10 @@ def entry(case: str, provider: str, us: float | None) -> Record:
 
 def test_nothing_but_the_width_differs():
     for n in (4, 16, 64, 128):
-        for kind in ("row", "segment"):
-            for width in WIDTHS:
-                schedule = schedule_of(kind, width, n)
-                assert (schedule.k, schedule.n, schedule.segment) == (width, n, kind == "segment")
-                assert schedule.m * schedule.n * schedule.k <= 4096
+        for width in WIDTHS:
+            schedule = schedule_of(width, n)
+            assert (schedule.k, schedule.n) == (width, n)
+            assert schedule.m * schedule.n * schedule.k <= 4096
 
 
 def test_the_table_names_the_best_width_and_the_winner():

@@ -1,10 +1,11 @@
-"""How wide a sparse sum is reduced, and by what: every reduction width r, by rows and by equal shares of entries.
+"""How wide a sparse sum is reduced: every reduction width r, by rows.
 
 Source: Zhang et al., Sgap: Towards Efficient Sparse Tensor Algebra Compilation for GPU, section 7, tables 1 to 5, which
-compare reduction widths with that of a whole warp, and sums by row with sums by entry, for 4, 16, 64 and 128 columns.
+compare reduction widths with that of a whole warp, for 4, 16, 64 and 128 columns. Records of 2026-11-22 and before also
+have its sums by entry (`insum_nn/segment-r8`), equal shares of the entries whose rows a scan sums: no kernel does that
+any more, as rows that are divided are as fast.
 
     insum_nn/row-r8       {<1/8 row, y col>, 8}: 8 lanes along a row
-    insum_nn/segment-r8   {<x nnz, y col>, 8}: 8 lanes along an equal share of the entries, rows summed by a scan
 
 Each is one fixed schedule, in which nothing but r changes; `insum_nn` is what a user gets. `benchmarks.report` adds a
 table of the best width against r = 32.
@@ -29,42 +30,40 @@ from insum_nn.ops.spmm import spmm_program
 __all__ = ["WIDTHS", "schedule_of", "sgap"]
 
 WIDTHS = (1, 2, 4, 8, 16, 32)
-# Elements of a program. A scan holds flags and sums.
-_TILE = {"row": 1024, "segment": 512}
+# Elements of a program.
+_TILE = 1024
 
 
-def schedule_of(kind: str, width: int, columns: int) -> Schedule:
-    """The schedule of a reduction width: rows or shares fill up the program's tile."""
+def schedule_of(width: int, columns: int) -> Schedule:
+    """The schedule of a reduction width: rows fill up the program's tile."""
     n = min(128, columns)
-    m = max(1, _TILE[kind] // (n * width))
+    m = max(1, _TILE // (n * width))
     # A wide reduction of many columns is more than a warp holds.
     warps = 1 if m * n * width <= 2048 else 4
-    if kind == "row":
-        return Schedule(m=m, n=n, k=width, warps=warps)
-    return Schedule(m=m, n=n, k=width, chunk=128, segment=True, warps=warps)
+    return Schedule(m=m, n=n, k=width, warps=warps)
 
 
 @case(
     "sgap",
-    tests=("tests/ops/test_spmm.py", "tests/compiler/test_segments.py"),
+    tests=("tests/ops/test_spmm.py",),
     graph=GRAPHS,
     n=(4, 16, 64, 128),
     quick={"graph": ("ppi", "artist", "hub", "dd")},
 )
 def sgap(setting: Setting, *, graph: str, n: int) -> Problem:
-    """A graph's matrix times n columns in float32: reduction widths 1 to 32, by rows and by equal shares; cuSPARSE."""
+    """A graph's matrix times n columns in float32: reduction widths 1 to 32; cuSPARSE."""
     nodes, row, col = pattern(setting, graph)
     generator = setting.generator()
     values = torch.randn(row.numel(), generator=generator, device=setting.device)
     dense = torch.randn(nodes, n, generator=generator, device=setting.device)
     coo = COO.from_coo((row, col), values, (nodes, nodes))
 
-    def fixed(kind: str, width: int) -> Work:
+    def fixed(width: int) -> Work:
         if setting.device.type == "cpu":
             raise Unavailable("a schedule is of a generated kernel, which needs a GPU")
         program = spmm_program(coo, options=Options(backend="triton", tune=False))
         tensors = {**coo.tensors, "B": dense}
-        return Work(run_scheduled(program, tensors, schedule_of(kind, width, n), (nodes, None)))
+        return Work(run_scheduled(program, tensors, schedule_of(width, n), (nodes, None)))
 
     def csr() -> Work:
         crow = torch.searchsorted(row, torch.arange(nodes + 1, device=row.device)).int()
@@ -79,9 +78,8 @@ def sgap(setting: Setting, *, graph: str, n: int) -> Problem:
         return Work(product)
 
     providers: dict[str, Builder] = {"insum_nn": lambda: Work(lambda: spmm(coo, dense))}
-    for kind in ("row", "segment"):
-        for width in WIDTHS:
-            providers[f"insum_nn/{kind}-r{width}"] = partial(fixed, kind, width)
+    for width in WIDTHS:
+        providers[f"insum_nn/row-r{width}"] = partial(fixed, width)
     moved = coo.nnz * 8 + 4 * nodes + 8 * nodes * n
     floor = Floor(bytes=moved, flops=2 * coo.nnz * n, gathered=4 * coo.nnz * n, row=4 * n, table=4 * nodes * n)
     return Problem(

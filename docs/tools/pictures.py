@@ -311,19 +311,20 @@ def combining() -> Drawing:
     for line, (name, note) in enumerate(
         (
             ("by row", "a program owns its rows"),
-            ("by chunk", "equal shares, whatever the rows' lengths"),
+            ("divided", "long rows have several programs, whose sums are added up"),
             ("atomic", "any program, any row: sums meet in memory"),
         )
     ):
         y = 56 + line * 62
         draw.words(20, y + 17, name)
         draw.words(110, y + 42, note, size=12)
-        at = 0
+        at = first = 0
         for row, length in enumerate(lengths):
-            for _ in range(length):
-                fill = (FILLS[row], FILLS[at // 4], FILLS[at * 5 % 4])[line]
+            for term in range(length):
+                fill = (FILLS[row], FILLS[first + term // 4], FILLS[at * 5 % 4])[line]
                 draw.bar(110 + at * step + row * 14, y, step, fill, str(row))
                 at += 1
+            first += -(-length // 4)
     draw.words(20, 252, "The first two give the same bits at every run.", size=12)
     return draw
 

@@ -31,7 +31,6 @@ from torch import Tensor
 
 from insum_nn.compiler.codegen import triton as triton_printer
 from insum_nn.compiler.forms.form import Form
-from insum_nn.compiler.forms.placement import segmented
 from insum_nn.compiler.schedule.space import Precision, Schedule
 from insum_nn.facts import IndexFacts
 from insum_nn.testing.tolerances import assert_matches
@@ -55,12 +54,6 @@ ELEMENTS = (
     Schedule(m=2, n=8, k=2, chunk=1, warps=2),
     Schedule(n=8, groups=3),
 )
-SEGMENTS = (
-    Schedule(n=32, chunk=5, segment=True),
-    Schedule(n=4, k=8, chunk=11, segment=True, warps=2),
-    Schedule(m=4, n=16, k=2, chunk=7, segment=True),
-    Schedule(m=16, n=4, k=4, chunk=4, segment=True),
-)
 DOTS = (
     Schedule(m=16, n=16, k=16, dot=True),
     Schedule(m=16, n=64, k=16, dot=True, swap=True),
@@ -80,7 +73,7 @@ ROW_TENSORS = {"spmm": "Row", "spmv": "Row", "group spmm": "Row", "block spmm": 
 
 KINDS = frozenset(
     (
-        *("direct", "place", "own", "segment", "atomic", "permuted", "divided", "splits", "groups", "start"),
+        *("direct", "place", "own", "atomic", "permuted", "divided", "splits", "groups", "start"),
         *("dot", "dot transposed", "steps", "static tables", "strided", "extents as parameters", "indices of 64 bits"),
         *(
             "indices of 32 bits",
@@ -160,14 +153,12 @@ def settings() -> Iterator[Setting]:
             # Products by element are many small programs.
             if not (case.dot and schedule in ELEMENTS[1:3]):
                 yield Setting(name, schedule, small=(place + number) % 2 == 0)
-        for schedule in () if case.dot else SEGMENTS:
-            yield Setting(name, schedule, start=schedule is SEGMENTS[2])
         for dtype in (torch.float64, torch.float16, torch.bfloat16):
             yield Setting(name, None, dtype)
             if case.dot and dtype != torch.float64:
                 yield Setting(name, Schedule(m=64, n=64, k=32, dot=True, swap=True), dtype)
             elif not case.dot:
-                yield Setting(name, SEGMENTS[1], dtype, small=True)
+                yield Setting(name, ELEMENTS[3], dtype, small=True)
         yield Setting(name, None, strided=True)
         yield Setting(name, ELEMENTS[3], start=True)
         if not case.static:
@@ -180,7 +171,7 @@ def settings() -> Iterator[Setting]:
             yield Setting(name, schedule)
     for name in ROW_TENSORS:
         dot = CASES[name].dot
-        for schedule in (DOTS[3],) if dot else (ELEMENTS[0], ELEMENTS[4], SEGMENTS[1], SEGMENTS[2]):
+        for schedule in (DOTS[3],) if dot else (ELEMENTS[3], ELEMENTS[4]):
             yield Setting(name, schedule, shuffled=True)
         yield Setting(name, DOTS[0] if dot else ELEMENTS[0], shuffled=True, own=False)
 
@@ -189,8 +180,7 @@ def kinds_of(setting: Setting, form: Form, schedule: Schedule, arguments: Sequen
     """What a kernel is an example of."""
     dot = schedule.dot and form.product is not None
     found = {
-        form.combine: not segmented(form, schedule),
-        "segment": segmented(form, schedule),
+        form.combine: True,
         "permuted": form.permuted,
         "divided": divided,
         "splits": schedule.splits > 1,

@@ -72,12 +72,6 @@ def test_rows_of_groups_count_all_their_terms():
         schedule = default_schedule(known)
         assert schedule.k == 32
         assert (schedule.chunk < groups) == divided
-        assert not schedule.segment
-    # Equal shares are of groups, whose terms are lanes where their number is known.
-    skewed = replace(form, sizes={**form.sizes, LONGEST: 20_000})
-    assert not default_schedule(skewed).segment
-    fixed = replace(skewed, bound=replace(form.bound, static=(("q", 4),)))
-    assert default_schedule(fixed) == Schedule(m=4, n=4, k=32, warps=1, chunk=32, segment=True)
 
 
 @pytest.mark.parametrize(("longest", "divided"), [(12 * 32, False), (12 * 32 + 1, True)])
@@ -87,32 +81,11 @@ def test_rows_of_few_steps_are_not_divided(longest: int, divided: bool):
     assert (schedule.chunk < longest) == divided
 
 
-@pytest.mark.parametrize("dtype", [torch.float16, torch.float32, torch.float64], ids=str)
-@pytest.mark.parametrize("columns", [4, 16, 32, 64, 128])
-def test_one_row_with_most_of_the_terms_is_divided_into_chunks(columns: int, dtype: torch.dtype):
-    schedule = default_schedule(product(200_000, 700_000, columns, 100_000, dtype))
-    # Beyond these, rows are no slower.
-    most = {torch.float16: 32, torch.float32: 64, torch.float64: 0}[dtype]
-    assert schedule.segment == (columns <= most)
-    assert schedule.m * schedule.n * schedule.k <= 2048
-
-
-def test_small_skewed_sums_of_float32_take_equal_chunks():
-    def chosen(terms: int = 190_000, columns: int = 64, longest: int = 280, dtype: torch.dtype = torch.float32):
-        return default_schedule(product(23_000, terms, columns, longest, dtype))
-
-    assert chosen().segment
-    for other in ({"terms": 1_900_000}, {"columns": 32}, {"columns": 128}, {"longest": 60}, {"dtype": torch.float16}):
-        assert not chosen(**other).segment, other
-
-
-def test_candidates_of_equal_chunks_have_rows_too():
-    form = product(23_000, 190_000, 64, 280)
-    tried = list(candidates(form))
-    assert tried[0] == default_schedule(form)
-    assert tried[0].segment
-    for segment in (False, True):
-        assert {s.k for s in tried if s.segment == segment} >= {1, 4, 8, 16}
+@pytest.mark.parametrize(("columns", "chunk"), [(4, 128), (32, 128), (64, 128), (128, 256)])
+def test_one_row_with_most_of_the_terms_has_no_more_parts_than_are_added_up_quickly(columns: int, chunk: int):
+    # Of 200,000 rows and 700,000 terms an H200 took 0.55 to 0.84 times as long as with chunks of 64.
+    assert default_schedule(product(200_000, 700_000, columns, 100_000)).chunk == chunk
+    assert default_schedule(product(200_000, 700_000, columns, 10_000)).chunk == 64
 
 
 def test_sizes_alone_give_a_schedule():

@@ -92,17 +92,11 @@ ELEMENTS = {
     "divided": Schedule(n=32, k=4, chunk=2),
     "divided rows": Schedule(m=2, n=8, k=2, chunk=1),
     "groups": Schedule(n=8, groups=3),
-    "segments": Schedule(n=32, chunk=5, segment=True),
-    "segments on lanes": Schedule(n=4, k=4, chunk=11, segment=True),
-    "several segments": Schedule(m=4, n=16, chunk=3, segment=True),
-    "several segments on lanes": Schedule(m=2, n=8, k=8, chunk=13, segment=True),
-    "segments of one step": Schedule(m=2, n=4, k=4, chunk=4, segment=True),
-    "segments with groups": Schedule(n=8, groups=3, chunk=4, segment=True),
 }
 
 
 # Products have many cells: small tiles would be many programs, which the interpreter runs one by one.
-LARGE_TILES = ("wide", "rows", "divided", "segments", "several segments on lanes")
+LARGE_TILES = ("wide", "rows", "divided")
 PAIRS = [(name, which) for name in NAMES for which in ELEMENTS if not CASES[name].dot or which in LARGE_TILES]
 
 

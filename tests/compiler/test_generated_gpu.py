@@ -35,11 +35,6 @@ pytestmark = pytest.mark.gpu
 
 GENERATED = Options(backend="triton", tune=False, precision="ieee")
 SCALE = 6
-SEGMENTS = (
-    Schedule(m=4, n=32, k=1, chunk=64, segment=True),
-    Schedule(m=1, n=32, k=32, chunk=256, segment=True),
-    Schedule(m=8, n=8, k=8, chunk=8, segment=True, warps=1),
-)
 
 
 @pytest.fixture(autouse=True)
@@ -192,24 +187,6 @@ def test_a_matrix_with_one_row_of_1e5_entries(gpu: torch.device):
         assert_matches(got, want[:, 0], dtype=torch.float32, kind="sum", scale=float(terms.max()))
 
 
-@pytest.mark.parametrize("schedule", SEGMENTS, ids=str)
-@pytest.mark.parametrize("dtype", FLOATS, ids=str)
-def test_equal_chunks_of_a_skewed_matrix(gpu: torch.device, schedule: Schedule, dtype: torch.dtype):
-    """One row of 10^5 entries among rows of 3 and empty ones, in order and not; every run gives the same bits."""
-    row = torch.cat([torch.randint(0, 900, (3000,)), torch.full((100_000,), 17)])
-    row = row[torch.randperm(row.numel())].to(gpu)
-    col = torch.randint(0, 900, row.shape).to(gpu)
-    value, dense = torch.randn(row.shape).to(gpu, dtype), torch.randn(900, 33).to(gpu, dtype)
-    want = put(value.double()[:, None] * dense.double()[col], row, 1001)
-    terms = put(value.double().abs()[:, None] * dense.double()[col].abs(), row, 1001)
-    for order in (torch.arange(row.numel(), device=gpu), row.argsort(stable=True)):
-        tensors = {"Row": row[order], "Col": col[order], "Val": value[order], "B": dense}
-        program = insum_nn.compile(CASES["spmm"].expression, out_shape=(1001, None), options=GENERATED)
-        call = run_scheduled(program, tensors, schedule)
-        assert_matches(call(), want, dtype=dtype, kind="sum", scale=float(terms.max()))
-        assert torch.equal(call(), call())
-
-
 @pytest.mark.parametrize("name", ["spmm", "group spmm", "spmv", "mttkrp", "batched sddmm with scatter"])
 def test_every_candidate_computes_the_same(gpu: torch.device, name: str):
     case = CASES[name]
@@ -218,7 +195,6 @@ def test_every_candidate_computes_the_same(gpu: torch.device, name: str):
     scale = sizes_of_terms(case, known, SCALE)
     found, scheduled = generated_of(compiled(case, tensors), tensors)
     tried = list(candidates(found.form))
-    assert any(schedule.segment for schedule in tried)
     for schedule in tried:
         got = scheduled(schedule)()
         assert_matches(got, case.oracle(known, SCALE), dtype=torch.float32, kind="sum", scale=scale)

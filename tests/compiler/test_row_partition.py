@@ -172,18 +172,6 @@ def test_the_longest_row_is_known_and_shares_that_divide_none_are_one():
     assert longest_row(hidden, 2, permuted=True) == 2, "nothing is kept of it"
 
 
-@pytest.mark.parametrize("rows", [2**29 - 1, 2**29, 2**33], ids=str)
-def test_codes_of_equal_shares_fit_their_integers(rows: int):
-    """A code holds the row times four and two flags."""
-    for dtype in (torch.int32, torch.int64) if rows < 2**31 else (torch.int64,):
-        index = torch.tensor([0, rows - 2, rows - 1], dtype=dtype)
-        built = partition_of(index, rows, False, 2, segment=True)
-        assert built.target is not None
-        assert built.target.dtype == (torch.int32 if rows < 2**29 else torch.int64)
-        assert (built.target >> 2).tolist() == index.tolist()
-        assert (built.target & 3).tolist() == [3, 3, 3]
-
-
 def test_a_write_through_a_view_is_seen():
     index = torch.tensor([0, 1, 1, 2])
     partition_of(index, 3, False, 512)
@@ -272,36 +260,33 @@ def test_words_that_are_known_are_taken():
 def test_lengths_that_are_known_are_not_read(share: int):
     lengths = [5, 0, 64, 1, 0, 7, 130, 2, 0]
     drawn = torch.arange(len(lengths)).repeat_interleave(torch.tensor(lengths)).int()
-    for segment in (False, True):
-        known, want = drawn.clone(), partition_of(drawn.clone(), len(lengths), False, share, segment)
-        with device_calls() as calls:
-            keep_lengths(known, lengths)
-            got = partition_of(known, len(lengths), False, share, segment)
-        assert not calls.reads
-        assert not calls.answers
-        # Of another number of rows nothing is known.
-        with device_calls() as calls:
-            partition_of(known, len(lengths) + 1, False, share, segment)
-        assert len(calls.reads) == 1
-        for field in fields(RowPartition):
-            one, other = getattr(got, field.name), getattr(want, field.name)
-            assert torch.equal(one, other) if isinstance(one, Tensor) else one == other, field.name
+    known, want = drawn.clone(), partition_of(drawn.clone(), len(lengths), False, share)
+    with device_calls() as calls:
+        keep_lengths(known, lengths)
+        got = partition_of(known, len(lengths), False, share)
+    assert not calls.reads
+    assert not calls.answers
+    # Of another number of rows nothing is known.
+    with device_calls() as calls:
+        partition_of(known, len(lengths) + 1, False, share)
+    assert len(calls.reads) == 1
+    for field in fields(RowPartition):
+        one, other = getattr(got, field.name), getattr(want, field.name)
+        assert torch.equal(one, other) if isinstance(one, Tensor) else one == other, field.name
     keep_lengths(drawn, lengths)
     drawn[0] = -1
     assert partition_of(drawn, len(lengths), False, 512).begin[0] == 1
 
 
-@pytest.mark.parametrize("segment", [False, True])
 @pytest.mark.parametrize("rows", [40, 5000])
-def test_a_partition_is_built_with_one_reading(rows: int, segment: bool):
+def test_a_partition_is_built_with_one_reading(rows: int):
     index = torch.randint(-1, rows, (3000,)).sort().values
     index[-500:] = rows - 2
     with device_calls() as calls:
-        got = partition_of(index, rows, False, 4, segment)
+        got = partition_of(index, rows, False, 4)
     assert len(calls.reads) == 1
     assert got.split
-    if not segment:
-        clear_partitions()
-        index = index.sort().values
-        assert_owns(index, rows, 4, permuted=False)
-        assert_owns(index[torch.randperm(3000)], rows, 4, permuted=True)
+    clear_partitions()
+    index = index.sort().values
+    assert_owns(index, rows, 4, permuted=False)
+    assert_owns(index[torch.randperm(3000)], rows, 4, permuted=True)

@@ -34,12 +34,6 @@ from insum_nn.dtypes import dtype_of
 __all__ = ["TritonKernel", "print_kernel"]
 
 
-# Sums within runs: a flag says that a run begins at or before a lane.
-_SCAN = """@triton.jit
-def scan(begun, value, next_begun, next_value):
-    return begun | next_begun, tl.where(next_begun != 0, next_value, value + next_value)
-
-"""
 # Lines of all parts of a kernel from which they are functions of their own.
 _LONG = 300
 # The bits that are in one of two words, and how many there are.
@@ -327,7 +321,7 @@ class _Printer(Values):
                     waiting.append(loop.begin)
             elif isinstance(node, Load) and node.buffer.local:
                 for store in self.added.get(node.buffer, []):
-                    waiting += (store.value, *conjuncts(store.where), *conjuncts(store.restart))
+                    waiting += (store.value, *conjuncts(store.where))
             elif not isinstance(node, Buffer):
                 waiting += node.children()
         return found
@@ -346,9 +340,6 @@ class _Printer(Values):
             flags = self.reduced(Value(f"{self.bracketed(mask.text)}.to(tl.int32)", mask.axes), inner, "max")
             self.line(f"{name} = tl.maximum({name}, {self.spread(flags, axes)})")
             return
-        if store.restart is not None:
-            self.run(store, store.restart, inner, mask)
-            return
         value = self.value(store.value)
         if store.combine == "set":
             assert mask is None
@@ -361,39 +352,6 @@ class _Printer(Values):
             text = f"tl.where({self.spread(mask, whole)}, {text}, 0.0)"
         total = self.reduced(Value(text, whole), inner, "sum")
         self.line(f"{name} += {self.spread(total, axes)}")
-
-    def run(self, store: Store, restart: Expr, inner: Sequence[str], mask: Value | None) -> None:
-        """Print a segmented sum: a scan along lanes, whose last lane carries the rest over."""
-        name, outer = self.name_of(store.buffer), self.totals[store.buffer]
-        starts, value = self.value(restart), self.value(store.value)
-        if not inner:
-            axes = self.joined(Value("", outer), value)
-            assert mask is None or not set(mask.axes) - set(axes)
-            text = self.spread(value, axes)
-            if mask is not None:
-                text = f"tl.where({self.spread(mask, axes)}, {text}, 0.0)"
-            self.line(f"{name} = tl.where({self.full(starts, axes)}, 0.0, {name}) + {text}")
-            return
-        self.helpers[_SCAN] = None
-        (along,) = inner
-        whole = tuple(sorted({*outer, along}, key=self.order))
-        text = self.whole(value, whole)
-        if mask is not None:
-            text = f"tl.where({self.spread(mask, whole)}, {text}, 0.0)"
-        term = self.named(text, "x", whole, len(self.scopes) - 1)
-        flags = Value(f"{self.bracketed(starts.text)}.to(tl.int32)", starts.axes)
-        flag = self.named(self.whole(flags, whole), "starts", whole, len(self.scopes) - 1)
-        place = whole.index(along)
-        self.count += 1
-        begun, run = f"begun_{self.count}", f"run_{self.count}"
-        self.line(f"{begun}, {run} = tl.associative_scan(({flag.text}, {term.text}), {place}, scan)")
-        before = self.spread(Value(name, outer), whole)
-        self.line(f"{run} += tl.where({begun} != 0, 0.0, {before})")
-        lanes = self.named(f"tl.arange(0, {lanes_of(self.tiles[along])})", "lanes", (along,), 0)
-        last = self.spread(Value(f"({lanes.text} == {lanes_of(self.tiles[along]) - 1})", (along,)), whole)
-        self.line(f"{name} = tl.sum(tl.where({last}, {run}, 0.0), {place})")
-        # What is read of the sum inside of the lanes is the run's at each of them.
-        self.scopes[-1].known[Load(store.buffer, ())] = Value(run, whole, len(self.scopes) - 1)
 
     def reduced(self, value: Value, inner: Sequence[str], how: str) -> Value:
         for axis in [axis for axis in value.axes if axis in inner]:

@@ -38,44 +38,26 @@ def _varied(form: Form, base: Schedule) -> Iterator[Schedule]:
         for m, k in ((base.m, base.k), (base.m * 2, base.k), (max(1, base.m // 2), base.k), (base.m, base.k // 2)):
             for warps in (1, 2, 4):
                 yield replace(base, m=m, k=max(1, k), warps=warps)
-        if form.row_index is not None:
-            for m, k, chunk in ((8, 32, 256), (1, 128, 1024), (32, 4, 64)):
-                yield replace(base, m=m, k=k, chunk=chunk, segment=True, warps=1)
     else:
         yield from _varied_columns(form, base)
 
 
 def _varied_columns(form: Form, base: Schedule) -> Iterator[Schedule]:
-    """Every reduction width with rows to fill a warp, and where terms are summed by rows, equal chunks of them."""
-    base = replace(base, segment=False)
+    """Every reduction width with rows to fill a warp."""
     # Elements of a program, and its warps: few columns take more of them to keep the device busy.
     if base.n < 32:
         sizes = [(256, 1), (1024, 1), (1024, 4)]
     else:
         sizes = [(512, 1), (1024, 1), *([(2048, 1)] if base.n > 32 else []), (2048, 2)]
     near = sorted(_WIDTHS, key=lambda k: abs(math.log2(k / base.k)))
-    for place, (size, warps) in enumerate(sizes):
+    for size, warps in sizes:
         for k in near:
             m = size // (base.n * k)
             if 1 <= m <= 128 and (k <= 4 * base.k or k == 1) and (warps < 2 or k in (4, 8, 16)):
                 yield replace(base, m=m, k=k, warps=warps)
-        if place == 0 and form.row_index is not None:
-            # Among the first, before the tuning budget ends.
-            yield from _chunks(base)
     if form.row_index is not None:
         for chunk in (128, 512):
             yield replace(base, chunk=chunk)
-
-
-def _chunks(base: Schedule) -> Iterator[Schedule]:
-    """Equal chunks of terms, by lanes along them; a scan holds flags and sums, so that fewer fit into a program."""
-    for k, chunk in ((8, 256), (4, 64), (1, 64), (32, 256)):
-        m = max(1, (512 if k > 1 else 256) // (base.n * k))
-        if m * base.n * k <= 1024:
-            yield replace(base, m=m, k=k, chunk=chunk, segment=True, warps=1)
-            yield replace(base, m=m * 4, k=k, chunk=chunk, segment=True, warps=4)
-    if base.n <= 64:
-        yield replace(base, m=128 // base.n, k=16, chunk=128, segment=True, warps=1)
 
 
 # Reduction widths: lanes along what is summed. A warp has 32.

@@ -38,8 +38,6 @@ def default_schedule(form: Form) -> Schedule:
         # Read along one axis and written along the other: a square tile has whole lines of memory in either.
         return Schedule(m=min(power(form.size(rows[-1])), 64), n=min(power(width), 64), warps=4)
     n = min(power(width), 128)
-    if (chunks := _equal_chunks(form, n)) is not None:
-        return chunks
     k = min(power(length), 8 if n >= 64 else 16 if n >= 16 else 32)
     longest = form.longest
     if few := _few(form, n * k):
@@ -55,6 +53,9 @@ def default_schedule(form: Form) -> Schedule:
     if longest is not None and longest <= _STEPS * k:
         # To divide rows takes a launch more, which so few steps are not worth.
         chunk = max(chunk, power(form.sizes[LONGEST]))
+    elif longest is not None:
+        # One program adds up the parts of a row, for up to 128 columns.
+        chunk = max(chunk, power(form.sizes[LONGEST] * max(1, n // 64) // _ROW_PARTS))
     return Schedule(m=m, n=n, k=k, warps=warps, splits=_splits(form, m, n), chunk=chunk)
 
 
@@ -62,32 +63,12 @@ def default_schedule(form: Form) -> Schedule:
 _FEW = 1 << 23
 
 
-# Terms of all rows that leave a large GPU waiting for memory, whatever the rows.
-_FEW_TERMS = 1 << 19
 # Steps that a row may take before it is divided.
 _STEPS = 12
+# Parts of a row at most, of up to 64 columns.
+_ROW_PARTS = 1024
 # Terms of an entry at most that are lanes of a step, with those of its neighbours.
 _GROUP = 16
-
-
-def _equal_chunks(form: Form, n: int) -> Schedule | None:
-    """Equal chunks of the terms, for n columns, where rows are known to differ much; `None`: by rows."""
-    size, skew = form.bound.dtype.itemsize, form.skew
-    if skew is None or size > 4 or n > (64 if size == 4 else 32):
-        return None
-    if form.terms > _GROUP or any(index not in form.static for index in form.reduce):
-        # What an entry has is more than the lanes of a step, or steps of its own.
-        return None
-    length = form.size(ENTRY) * form.terms
-    if skew > 1024:
-        # One row has a good part of all terms.
-        m, k, chunk = 4 if n <= 32 else 2, 32 if n <= 16 else 16, 128
-    elif n > 32 and skew > 8 and length > 4 and form.rows * length <= _FEW_TERMS:
-        # As many programs as keep the device busy, each of which has more terms on their way than one of rows.
-        m, k, chunk = 2, 16, 64
-    else:
-        return None
-    return Schedule(m=m, n=n, k=k, warps=1, chunk=chunk // power(form.terms), segment=True)
 
 
 def _few(form: Form, cells: int) -> bool:

@@ -12,7 +12,7 @@ from insum_nn.compiler.codegen.triton import print_kernel
 from insum_nn.compiler.codegen.triton_values import lanes_of
 from insum_nn.compiler.forms.form import Form, input_of
 from insum_nn.compiler.forms.parameters import Argument, Strides
-from insum_nn.compiler.forms.placement import extent_arguments, place_indices, segmented
+from insum_nn.compiler.forms.placement import extent_arguments, place_indices
 from insum_nn.compiler.ir.build import INITIAL, OUTPUT, build
 from insum_nn.compiler.ir.nodes import Buffer, Const, Expr, Kernel, Load, Loop, Node, Op, Size, walk
 from insum_nn.compiler.ir.verify import verify_kernel
@@ -47,8 +47,7 @@ def row_walk_of(form: Form, schedule: Schedule, strides: Strides, precision: Pre
             Load(input_of(kernel, form.row_index.buffer.name), form.row_index.subscripts),
             form.row_axis if form.unrolled else -1,
             permuted=form.permuted,
-            chunks="equal" if segmented(form, schedule) else "long rows" if strides.split else "none",
-            size=schedule.chunk,
+            divided=strides.split,
             rows=None if form.unrolled else build(form.bound).results[0].buffer.shape[form.row_axis],
         )
     return rows, tiling
@@ -157,9 +156,7 @@ def write_kernel(form: Form, schedule: Schedule, strides: Strides, precision: Pr
         schedule = replace(schedule, groups=1)
     kernel = nest_of(form, schedule, strides, precision)
     verify_kernel(kernel, placed=True)
-    # The target of a run stores two flag bits in addition to the row.
-    wide = strides.wide or (segmented(form, schedule) and max(form.rows, form.terms_of_all) >= 2**29)
-    printed = print_kernel(kernel, wide=wide)
+    printed = print_kernel(kernel, wide=strides.wide)
     known = arguments_of(form)
     arguments = tuple(known[name] for name in (*(b.name for b in printed.buffers), *printed.sizes))
     sizes = {node.name: known[node.name] for node in walk(printed.grid) if isinstance(node, Size)}

@@ -19,7 +19,6 @@ __all__ = [
     "element_axes",
     "extent_arguments",
     "place_indices",
-    "segmented",
 ]
 
 # Unrolled terms past which a kernel is straight-line code rather than a loop with a few terms.
@@ -153,13 +152,6 @@ def _steady(form: Form, product: Product) -> list[str]:
                 missing |= names
     kept = [i for i in product.k if i not in missing]
     return kept if math.prod(form.size(i) for i in kept) >= 16 else list(product.k)
-
-
-def segmented(form: Form, schedule: Schedule) -> bool:
-    """Whether programs take equal chunks of terms: a choice that only sums by rows have, and no dot."""
-    if form.row_index is None or form.additional:
-        return False
-    return schedule.segment and not (schedule.dot and form.product is not None)
 
 
 def adds_rows(form: Form, schedule: Schedule) -> bool:

@@ -123,8 +123,6 @@ class _Run:
 
     def store(self, store: Store, point: Point) -> None:
         cells, before = self.memory[store.buffer.name], None
-        if store.restart is not None and self.value(store.restart, point):
-            cells[self.place(store.buffer, store.subscripts, point)] = 0
         if store.where is not None and not self.value(store.where, point):
             return
         place = self.place(store.buffer, store.subscripts, point)

@@ -292,9 +292,6 @@ OPERATIONS: dict[str, Operation] = {
     "at_least": Operation(2, operator.ge, "({} >= {})"),
     "and": Operation(2, lambda a, b: a and b, "({} & {})"),
     "minimum": Operation(2, min, "min({}, {})"),
-    "shift_right": Operation(2, operator.rshift, "({} >> {})"),
-    "bit_and": Operation(2, operator.and_, "({} & {})"),
-    "not_equal": Operation(2, operator.ne, "({} != {})"),
     "equal": Operation(2, operator.eq, "({} == {})"),
     "select": Operation(3, lambda condition, a, b: a if condition else b, "({1} if {0} else {2})"),
     "relu": Operation(1, lambda a: a if a != a else max(a, 0.0), "relu({})"),
@@ -378,14 +375,13 @@ class Alloc(Stmt):
 
 
 class Store(Stmt):
-    """Write a cell, or combine it with a value, where `where` is true; where `restart` is true the cell is 0 before."""
+    """Write a cell, or combine it with a value, where `where` is true."""
 
     buffer: Buffer
     subscripts: tuple[Expr, ...]
     value: Expr
     combine: Combine = "set"
     where: Expr | None = None
-    restart: Expr | None = None
 
 
 class If(Stmt):

@@ -100,7 +100,6 @@ def _statement(statement: Stmt, indent: str) -> Iterator[str]:
         assert isinstance(statement, Store)
         sign = _SIGNS[statement.combine]
         where = "" if statement.where is None else f"   where {_bare(statement.where)}"
-        where += "" if statement.restart is None else f"   restart {_bare(statement.restart)}"
         target = f"{statement.buffer.name}{_subscripts(statement.subscripts)}"
         yield f"{indent}{target} {sign} {_bare(statement.value)}{where}"
 

@@ -112,8 +112,7 @@ def _check_block(
             assert isinstance(statement, Store)
             _check_access(statement.buffer, statement.subscripts, known)
             assert statement.combine in _MODES, f"no store combines by {statement.combine}"
-            assert statement.restart is None or statement.combine == "add", "only sums begin again"
-            for expr in (*statement.subscripts, statement.value, statement.where, statement.restart):
+            for expr in (*statement.subscripts, statement.value, statement.where):
                 if expr is not None:
                     _check_expr(expr, loops, known)
 

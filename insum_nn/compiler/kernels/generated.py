@@ -10,7 +10,7 @@ from torch import Tensor
 
 from insum_nn.compiler.forms.form import LONGEST, ROW_LOOP, Form, make_form
 from insum_nn.compiler.forms.nest import Source
-from insum_nn.compiler.forms.placement import MANY_TERMS, segmented
+from insum_nn.compiler.forms.placement import MANY_TERMS
 from insum_nn.compiler.forms.plan import keep_plans
 from insum_nn.compiler.kernels.background import prepared
 from insum_nn.compiler.kernels.description import Description, describe_kernel
@@ -146,16 +146,13 @@ class Generated:
         place, axis, permuted, by_length = form.row_index_place, form.row_axis, form.permuted, self._by_length
         # By the kind of its longest row where schedules differ in it, and how tensors lie in memory.
         kernels: dict[object, UnsizedKernel] = {}
-        schedules: dict[object, tuple[Schedule, int, bool]] = {}
+        schedules: dict[object, Schedule] = {}
 
-        def decide(
-            lengths: object, tensors: Sequence[Tensor], extents: Extents, start: Tensor | None
-        ) -> tuple[Schedule, int, bool]:
+        def decide(lengths: object, tensors: Sequence[Tensor], extents: Extents, start: Tensor | None) -> Schedule:
             schedule = self._schedule(bucket, tensors, extents, start).candidate
-            found = schedule, schedule.chunk, segmented(form, schedule)
             if not self.undecided(tensors):
-                schedules[lengths] = found
-            return found
+                schedules[lengths] = schedule
+            return schedule
 
         def find(
             tensors: Sequence[Tensor], start: Tensor | None, indices: tuple[int, ...], output: tuple[int, ...]
@@ -163,13 +160,10 @@ class Generated:
             lengths = partition = None
             if by_length:
                 lengths = form.lengths(indices, output, longest_row(tensors[place], output[axis], permuted))
-            found = schedules.get(lengths)
-            if found is None:
-                found = decide(lengths, tensors, Extents(indices, output), start)
-            schedule, chunk, segment = found
+            schedule = schedules.get(lengths) or decide(lengths, tensors, Extents(indices, output), start)
             key: object = lengths
             if place >= 0:
-                partition = partition_of(tensors[place], output[axis], permuted, chunk, segment)
+                partition = partition_of(tensors[place], output[axis], permuted, schedule.chunk)
                 key = (lengths, partition.target is not None)
             if start is not None and not start.is_contiguous():
                 key = (key, "start", *start.stride())
@@ -195,7 +189,7 @@ class Generated:
         kernel = self._kernel(bucket, chosen.candidate, tensors, extents, start, partition)
         kernel = kernel.sized(tensors, start, extents, partition)
         schedule = ("schedule", str(chosen.candidate), chosen.reason)
-        choices = (_combining(form, chosen.candidate), schedule, *_unrolled(form))
+        choices = (_combining(form), schedule, *_unrolled(form))
         return describe_kernel(kernel, start, partition, choices)
 
     def _kernel(
@@ -276,7 +270,7 @@ class Generated:
         return self._choosing.get(known, lambda: self._schedules.get(known), choose)
 
 
-def _combining(form: Form, schedule: Schedule) -> tuple[str, str, str]:
+def _combining(form: Form) -> tuple[str, str, str]:
     """Return how terms reach the output, and why."""
     what, why = {
         "direct": ("direct", "every cell of the output belongs to one program"),
@@ -287,9 +281,6 @@ def _combining(form: Form, schedule: Schedule) -> tuple[str, str, str]:
         ),
         "atomic": ("atomic", "terms meet in memory, in float32 or better"),
     }[form.combine]
-    if segmented(form, schedule):
-        what = "segment: a program takes an equal chunk of the terms"
-        why = "rows of any length take as long; parts of divided rows are added in order, so every run gives the same"
     if form.combine == "own" and form.permuted:
         why = f"{why}; the terms are sorted once for each index tensor"
     return "combine", what, why

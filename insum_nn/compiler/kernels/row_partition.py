@@ -1,7 +1,6 @@
 """Which program walks which terms: the terms of a scattered sum by the output row that owns them, built once and kept.
 
-Either a program owns rows, of which long ones are divided, or it takes an equal chunk of all terms, in the order of
-their rows, so that a row may lie in several chunks.
+Long rows are divided among several programs.
 
 Sorting the terms costs more than one sum, and a training loop scatters by the same index tensor again and again. So
 what is built from an index tensor is kept for as long as the tensor lives and is not written to.
@@ -19,7 +18,6 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from insum_nn.compiler.forms.form import Form
-from insum_nn.compiler.forms.placement import segmented
 from insum_nn.compiler.lang.bind import Extents
 from insum_nn.compiler.passes.tile import WORD_BITS
 from insum_nn.compiler.schedule.space import Schedule
@@ -56,12 +54,9 @@ class RowPartition:
 
     Attributes:
         rows: number of ranges.
-        begin: (rows + 1,) where each range begins; without division a range ends where the next begins. Of equal
-            chunks (2,): where the first begins and the last ends.
+        begin: (rows + 1,) where each range begins; without division a range ends where the next begins.
         end: (rows,) where each ends, if rows are divided.
         target: (rows,) the output row of a range, or -1 - s for a part of a divided row, whose sum is left in slot s.
-            Of equal chunks (terms,): the same for each term in their order, times 4, + 1 at the first term of a row in
-            a chunk, + 2 at its last.
         owner: (rows,) the output row that a range belongs to, divided or not.
         order: (terms,) the terms in the order of their rows; `None`: they are in order.
         slots: parts of divided rows.
@@ -69,7 +64,7 @@ class RowPartition:
         first: (d + 1,) the slot of the first part of each, and the number of slots; parts of a row are in order.
         empty_rows: some output row has no range, and nothing is written there.
         whole: every term has an output row.
-        longest: terms of the longest row; of equal chunks 0.
+        longest: terms of the longest row.
     """
 
     rows: int
@@ -106,9 +101,9 @@ def clear_partitions() -> None:
     _words.clear()
 
 
-def known_partition(index: Tensor, rows: int, permuted: bool, chunk: int, segment: bool = False) -> RowPartition | None:
+def known_partition(index: Tensor, rows: int, permuted: bool, chunk: int) -> RowPartition | None:
     """The row partition of an index tensor, if they were built before."""
-    return _known.find((index,), (rows, permuted, chunk, segment))
+    return _known.find((index,), (rows, permuted, chunk))
 
 
 def partition_for(form: Form, tensors: Sequence[Tensor], extents: Extents, schedule: Schedule) -> RowPartition | None:
@@ -116,10 +111,10 @@ def partition_for(form: Form, tensors: Sequence[Tensor], extents: Extents, sched
     if form.row_index is None:
         return None
     index = tensors[form.row_index_place]
-    return partition_of(index, extents.output[form.row_axis], form.permuted, schedule.chunk, segmented(form, schedule))
+    return partition_of(index, extents.output[form.row_axis], form.permuted, schedule.chunk)
 
 
-def partition_of(index: Tensor, rows: int, permuted: bool, chunk: int, segment: bool = False) -> RowPartition:
+def partition_of(index: Tensor, rows: int, permuted: bool, chunk: int) -> RowPartition:
     """The row partition of the terms of an index tensor.
 
     Args:
@@ -127,17 +122,16 @@ def partition_of(index: Tensor, rows: int, permuted: bool, chunk: int, segment: 
         rows: output rows.
         permuted: the terms are not in order.
         chunk: most terms in a range; rows with more are divided.
-        segment: equal chunks of terms instead of rows.
     """
-    key = (rows, permuted, chunk, segment)
+    key = (rows, permuted, chunk)
     found = _known.find((index,), key)
     if found is None:
-        undivided = None if segment else known_partition(index, rows, permuted, _WHOLE)
+        undivided = known_partition(index, rows, permuted, _WHOLE)
         if undivided is not None and undivided.longest <= chunk:
             found = undivided
         else:
             with torch.inference_mode(False), torch.no_grad():
-                found = (_build_chunks if segment else _build)(index, rows, permuted, chunk)
+                found = _build(index, rows, permuted, chunk)
         _known.keep((index,), key, found)
     return found
 
@@ -284,48 +278,6 @@ def _send(parts: Mapping[torch.dtype, Sequence[Array]], device: torch.device) ->
         found += sent[begin:end].view(dtype).split(each)[::2]  # type: ignore[arg-type]
         begin = end
     return found
-
-
-def _build_chunks(index: Tensor, rows: int, permuted: bool, chunk: int) -> RowPartition:
-    flat, order, small = _ordered(index, rows, permuted)
-    terms, device = flat.shape[0], flat.device
-    # Terms without a row stand before the first chunk, those past the end behind the last.
-    ends = torch.arange(2, device=device, dtype=flat.dtype) * rows
-    begin = torch.searchsorted(flat, ends, out_int32=small == torch.int32)
-    place = torch.arange(terms + 1, dtype=small, device=device)
-    inside = ((place >= begin[0]) & (place < begin[1]))[:-1]
-    padded = torch.nn.functional.pad(flat, (1, 1), value=-1)
-    change = padded[1:] != padded[:-1]
-    past = (place - begin[0]).remainder_(chunk)
-    border = change | (past == 0)
-    # A row goes on in another chunk where the term before its chunk, or the term after it, is of the same row.
-    before = torch.sub(place, past)[:-1].clamp_(min=0)
-    after = torch.add(before, chunk + 1).clamp_(max=terms + 1)
-    apart = ((padded.index_select(0, before) == flat) | (padded.index_select(0, after) == flat)) & inside
-    # The first terms of divided rows, and of their parts.
-    heads, begins = change[:-1] & apart, border[:-1] & apart
-    slot = begins.cumsum(0, dtype=torch.int32 if max(rows, terms) < 2**29 else torch.int64)
-    code = torch.where(apart, slot.neg(), flat).mul_(4).add_(border[:-1]).add_(border[1:], alpha=2).mul_(inside)
-    known = _known_begin(index, rows)
-    if known is None:
-        met = (change[:-1] & inside).sum()
-        low, high, slots, count, met = torch.stack([*begin.long().unbind(0), begins.sum(), heads.sum(), met]).tolist()
-    else:
-        low, high, lengths = int(known[0]), int(known[-1]), np.diff(known)
-        chunks = (known - low) // chunk, (known - low - 1) // chunk
-        parts = np.where(lengths > 0, chunks[1][1:] - chunks[0][:-1] + 1, 0)
-        met, count, slots = int((lengths > 0).sum()), int((parts > 1).sum()), int(parts[parts > 1].sum())
-    where = heads.nonzero_static(size=count).squeeze(1) if count else place[:0]
-    return RowPartition(
-        -(-(high - low) // chunk),
-        begin,
-        target=code.to(torch.int32 if max(rows, slots) < 2**29 else torch.int64),
-        order=order,
-        slots=slots,
-        divided=flat[where].long(),
-        first=torch.nn.functional.pad(slot[where].long() - 1, (0, 1), value=slots),
-        empty_rows=met < rows,
-    )
 
 
 def keep_lengths(index: Tensor, lengths: Sequence[int]) -> None:

@@ -39,7 +39,7 @@ def lane_sums(sums: Sums, loop: Loop, lanes: int) -> LaneSums | None:
     lane = Op("sub", (loop.index, loop.begin))
     body: list[Stmt] = []
     for each in sums.body:
-        if not isinstance(each, Store) or each.combine != "add" or each.restart is not None:
+        if not isinstance(each, Store) or each.combine != "add":
             return None
         body.append(Store(own[each.buffer], (lane,), each.value, "add", each.where))
     added = tuple(Store(total, (), Load(part, (loop.index,)), "add") for total, part in own.items())

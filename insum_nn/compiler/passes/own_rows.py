@@ -7,14 +7,13 @@
 
 `rows` is a structure of the index tensor: where the entries of each row begin. Where the tensor is not sorted, its
 entries are walked in sorted order: `a` becomes `order[entry]`. Rows that are far longer than others are divided into
-chunks, whose sums are added up by another kernel, or all programs take equal chunks of the entries.
+chunks, whose sums are added up by another kernel.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Literal
 
 from insum_nn.compiler.ir.graph import loops_of, stores_of
 from insum_nn.compiler.ir.nodes import (
@@ -42,7 +41,6 @@ from insum_nn.facts import IndexFacts
 __all__ = ["ENTRY", "ROW", "RowWalk", "own_rows"]
 
 ROW, ENTRY = Index("row"), Index("entry")
-Chunks = Literal["none", "long rows", "equal"]
 _FACTS = IndexFacts(masked=False)
 
 
@@ -54,17 +52,13 @@ class RowWalk:
         kernel: the algorithm.
         axis: the axis of the output that the rows are.
         entries: with rows: where an entry stands along each index of `row_index`.
-        target: with chunks: the row that a chunk's sum belongs to, or -1 minus its place among partial sums.
-        begins: with equal chunks: true at the first entry of a chunk or row.
-        ends: with equal chunks: true at the last one.
+        target: of divided rows: the row that a chunk's sum belongs to, or -1 minus its place among partial sums.
     """
 
     kernel: Kernel
     axis: int
     entries: tuple[Expr, ...] = ()
     target: Expr | None = None
-    begins: Expr | None = None
-    ends: Expr | None = None
 
 
 def own_rows(
@@ -73,8 +67,7 @@ def own_rows(
     axis: int,
     *,
     permuted: bool,
-    chunks: Chunks = "none",
-    size: int = 0,
+    divided: bool = False,
     rows: Expr | None = None,
 ) -> RowWalk:
     """Walk the terms of a kernel by the rows of its first output.
@@ -84,8 +77,7 @@ def own_rows(
         row_index: the read that addresses the output's rows, at plain indices.
         axis: the axis of the output that it addresses; -1: of no output.
         permuted: its entries are not in order.
-        chunks: which rows are divided.
-        size: entries of an equal chunk.
+        divided: long rows are divided.
         rows: how many there are, where that is no extent of the output.
     """
     loops, stores = loops_of(kernel), stores_of(kernel)
@@ -103,20 +95,11 @@ def own_rows(
         extent = by_index[entries[position]].end
         known[entries[position]] = place if position == 0 else Op("mod", (place, extent))
         place = Op("floordiv", (place, extent))
-    count: Expr = rows if chunks == "none" else Size("rows")
+    count: Expr = Size("rows") if divided else rows
     begin = Buffer("begin", "int64", (add(count, Const(1)),), _FACTS)
     made = [begin, *([order] if permuted else [])]
-    target = begins = ends = None
-    if chunks == "equal":
-        low = add(Load(begin, (Const(0),)), multiply(ROW, Const(size)))
-        high: Expr = Op("minimum", (add(low, Const(size)), Load(begin, (Const(1),))))
-        codes = Buffer("target", "int64", (length,), _FACTS)
-        code = Load(codes, (ENTRY,))
-        begins = Op("not_equal", (Op("bit_and", (code, Const(1))), Const(0)))
-        ends = Op("not_equal", (Op("bit_and", (code, Const(2))), Const(0)))
-        target, made = Op("shift_right", (code, Const(2))), [*made, codes]
-        owned: Expr = row_index.replace(known)  # type: ignore[assignment]
-    elif chunks == "long rows":
+    target = None
+    if divided:
         names = ("end", "target", "owner")
         ends_of, targets, owners = (Buffer(name, "int64", (count,), _FACTS) for name in names)
         low, high = Load(begin, (ROW,)), Load(ends_of, (ROW,))
@@ -124,7 +107,7 @@ def own_rows(
     else:
         low, high, owned = Load(begin, (ROW,)), Load(begin, (add(ROW, Const(1)),)), ROW
     # A row without terms may lie outside of what is read at its number.
-    some = None if chunks == "equal" else Op("less", (low, high))
+    some = Op("less", (low, high))
     move = replacing({**known, row_index: owned})
     guard = _guarding(stores, row_index, some)
     moved = tuple(
@@ -144,7 +127,7 @@ def own_rows(
     read = {node.buffer for node in walk(*moved) if isinstance(node, Load)}
     inputs = tuple(b for b in kernel.inputs if b is not row_index.buffer or b in read)
     walked = Kernel((*inputs, *made), kernel.results, nest, kernel.exact)
-    return RowWalk(walked, axis, tuple(known[index] for index in entries), target, begins, ends)  # type: ignore[arg-type]
+    return RowWalk(walked, axis, tuple(known[index] for index in entries), target)  # type: ignore[arg-type]
 
 
 def _moved(
@@ -166,7 +149,7 @@ def _moved(
     return Store(store.buffer, tuple(subscripts), value, store.combine, found)  # type: ignore[arg-type]
 
 
-def _guarding(stores: Sequence[Store], row_index: Load, some: Expr | None) -> Callable[[Node], Node]:
+def _guarding(stores: Sequence[Store], row_index: Load, some: Expr) -> Callable[[Node], Node]:
     """What makes values read at a row's number only where the row has terms."""
     present = Op("at_least", (row_index, Const(0)))
     known: dict[Node, Node] = {}

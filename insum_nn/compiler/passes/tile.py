@@ -47,7 +47,7 @@ from insum_nn.compiler.ir.nodes import (
 )
 from insum_nn.compiler.passes.lane_sums import MOST, lane_sums
 from insum_nn.compiler.passes.own_rows import ENTRY, RowWalk
-from insum_nn.compiler.passes.sum_terms import Cell, Space, Sums, summed
+from insum_nn.compiler.passes.sum_terms import Cell, Space, summed
 from insum_nn.compiler.passes.terms import indices_of, term_of
 from insum_nn.compiler.passes.unify_variants import switch
 from insum_nn.compiler.schedule.space import Schedule
@@ -231,7 +231,7 @@ class Tiler:
     def covers(self) -> bool:
         """Whether the subscripts alone show that every cell of the output is written."""
         plain = all(isinstance(s, Index) for store in self.stores for s in store.subscripts)
-        return plain and self.tiling.combine == "set" and self.source.begins is None
+        return plain and self.tiling.combine == "set"
 
     def block(self, groups: Sequence[Sequence[Store]]) -> tuple[Stmt, ...]:
         """The tile for some of its cells."""
@@ -240,8 +240,6 @@ class Tiler:
             for number, group in enumerate(groups)
         ]
         sums = summed(cells, self.space(), self.tiling.product, self.tiling.precision)
-        if self.source.begins is not None:
-            return self.with_tiles(self.runs(groups, sums))
         pairs = zip(groups, sums.totals, strict=True)
         stores = [each for group, total in pairs for each in self.stored(group[0], total)]
         if self.steps_are_known(len(cells)) and (own := lane_sums(sums, self.axes[K], self.tile_lanes(K))):
@@ -268,60 +266,11 @@ class Tiler:
                 inner = (self.with_body(self.axes[number], inner),)
         return inner
 
-    def runs(self, groups: Sequence[Sequence[Store]], sums: Sums) -> tuple[Stmt, ...]:
-        """The sums of runs: entries of one row in one chunk. Each is written at its last entry.
-
-        The loop over entries is the outermost; what an entry sums over other loops is a part of its run.
-        """
-        begins, ends = self.edges()
-        allocs: list[Stmt] = []
-        body: list[Stmt] = []
-        inside = self.without_entries(sums.body)
-        names = {buffer: Buffer(f"part{n}", buffer.dtype, (), local=True) for n, buffer in enumerate(sums.buffers)}
-        if inside is not sums.body:
-            body += [Alloc(part) for part in names.values()]
-            changed: dict[Node, Node] = {**names}
-            body += [each.replace(changed) for each in inside]  # type: ignore[misc]
-        for number, (group, buffer) in enumerate(zip(groups, sums.buffers, strict=True)):
-            allocs.append(Alloc(buffer))
-            if inside is sums.body:
-                store = sums.body[number]
-                assert isinstance(store, Store)
-                body.append(Store(buffer, (), store.value, "add", store.where, begins))
-            else:
-                body.append(Store(buffer, (), Load(names[buffer], ()), "add", None, begins))
-            body += self.stored(group[0], Load(buffer, ()), ends)
-        return (*allocs, *self.over_entries(tuple(body)))
-
-    def edges(self) -> tuple[Expr, Expr]:
-        """Where a run begins and ends; of an entry on several lanes, at the first and at the last of them."""
-        begins, ends = self.source.begins, self.source.ends
-        assert begins is not None
-        assert ends is not None
-        begins, ends = self.renamed_in(begins), self.renamed_in(ends)
-        lanes = self.tiling.k
-        if lanes is None or lanes.first != ENTRY.name or not lanes.inner:
-            return begins, ends
-        place = Op("mod", (self.axes[K].index, Const(lanes.each)))
-        first, last = (Op("equal", (place, Const(n))) for n in (0, lanes.each - 1))
-        return Op("and", (begins, first)), Op("and", (ends, last))
-
     def renamed_in(self, node: T) -> T:
         """A node whose loops on shared lanes are the one loop that they became."""
         found = node.replace(self.renamed) if self.renamed else node
         assert isinstance(found, type(node))
         return found
-
-    def without_entries(self, sums: tuple[Stmt, ...]) -> tuple[Stmt, ...]:
-        """The loops over what an entry sums."""
-        body = sums
-        lanes = self.tiling.k
-        if lanes is not None and lanes.first != ENTRY.name:
-            body = self.stepped(lanes, body, None)
-        for name in reversed([name for name in self.tiling.loops if name != ENTRY.name]):
-            loop = self.loops[name]
-            body = (Loop(loop.index, loop.begin, loop.end, "serial", body),)
-        return body
 
     def over_entries(self, body: tuple[Stmt, ...]) -> tuple[Stmt, ...]:
         lanes = self.tiling.k
@@ -457,10 +406,10 @@ class Tiler:
             return buffer
         return Buffer(buffer.name, self.wide, (Const(self.schedule.splits), *buffer.shape))
 
-    def stored(self, store: Store, total: Expr, ends: Expr | None = None) -> list[Stmt]:
-        """The statements that write a cell, where its run ends."""
+    def stored(self, store: Store, total: Expr) -> list[Stmt]:
+        """The statements that write a cell."""
         result = self.source.kernel.results[0]
-        where = conjunction([*self.address_of(store), ends])
+        where = conjunction(self.address_of(store))
         if self.schedule.splits > 1:
             return [Store(self.parts(result.buffer), (SPLIT, *store.subscripts), total, "set", where)]
         subscripts, value, axis = store.subscripts, total, self.source.axis

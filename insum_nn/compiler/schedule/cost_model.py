@@ -117,7 +117,6 @@ class Rates:
         half: products of fp16 or bf16 numbers in one multiprocessor.
         single: the same of tf32.
         thrice: the same of float32 in three products of tf32.
-        scan: instructions of an equal share of terms for each instruction of a row.
         held: registers of a thread for other than its values.
         power: of the norm that adds up the terms.
     """
@@ -135,7 +134,6 @@ class Rates:
     half: float = 2.82e6
     single: float = 1.35e6
     thrice: float = 4.5e5
-    scan: float = 2.18
     held: float = 36.8
     power: float = 4.0
 
@@ -160,10 +158,9 @@ def rates_of(device: Device) -> Rates:
 
 def microseconds(work: Work, device: Device, rates: Rates) -> float:
     """Return what a kernel is predicted to take."""
-    scan = rates.scan if work.segment else 1.0
     spilled = 4.0 * max(0.0, work.values + rates.held - 255.0)
-    per_step = work.instructions * scan + (8.0 + spilled) * work.warps
-    own = work.instructions * scan / work.warps + spilled
+    per_step = work.instructions + (8.0 + spilled) * work.warps
+    own = work.instructions / work.warps + spilled
     step = rates.step + work.chain * rates.latency / work.ahead + own / rates.alone
     resident = device.multiprocessors * max(1, residents(work, device, rates))
     waves = max(1.0, work.programs / resident)

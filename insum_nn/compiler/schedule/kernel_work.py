@@ -12,7 +12,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from insum_nn.compiler.forms.form import ENTRY, LONGEST, ROW_LOOP, Form, atoms, reads_of, runs_along
-from insum_nn.compiler.forms.placement import place_indices, segmented
+from insum_nn.compiler.forms.placement import place_indices
 from insum_nn.compiler.ir.access import indices_of
 from insum_nn.compiler.ir.nodes import Load, Store
 from insum_nn.compiler.passes.tile import Lanes
@@ -50,7 +50,6 @@ class Work:
         values: registers of a thread for the values that it holds.
         shared: bytes of shared memory of a program.
         collected: another kernel adds up the parts of divided rows.
-        segment: programs take equal chunks of the terms.
     """
 
     programs: float
@@ -68,7 +67,6 @@ class Work:
     values: float
     shared: float
     collected: bool
-    segment: bool
 
 
 def count(form: Form, schedule: Schedule, precision: Precision) -> Work:
@@ -83,7 +81,6 @@ class _Counting:
         self.form, self.schedule, self.precision = form, schedule, precision
         self.layout = place_indices(form, schedule)
         self.dot = schedule.dot and form.product is not None
-        self.segment = segmented(form, schedule)
         self.size = form.bound.dtype.itemsize
         # Registers of a number.
         self.width = 2 if self.size == 8 else 1
@@ -132,15 +129,9 @@ class _Counting:
         factor = 4.0 if form.combine == "atomic" else 1.0
         outputs = self.part * sum(self._cells(target) for target in self.targets.values())
         stores = programs * outputs
-        if self.segment:
-            # Each row once, and a part of it at either end of a chunk.
-            stores = 2.0 * stores + math.prod(form.size(i) for i in form.parallel)
-            instructions += schedule.warps * max(1.0, m * n * k / self.threads)
         written = stores * self.size * factor * (2.0 if schedule.splits > 1 else 1.0)
         once += schedule.warps * sums * factor
-        # A scan holds flags, and sums before and after.
-        values = (sums + held) * (2.0 if self.segment else 1.0)
-        collected = form.row_index is not None and (self.segment or self.rows.divided)
+        collected = form.row_index is not None and self.rows.divided
         unit = "half" if self.size == 2 else "single" if self.precision == "tf32" else "thrice"
         return Work(
             programs=programs,
@@ -155,10 +146,9 @@ class _Counting:
             once=once,
             products=products,
             unit=unit,
-            values=values,
+            values=sums + held,
             shared=shared,
             collected=collected,
-            segment=self.segment,
         )
 
     def _programs(self) -> tuple[float, float, float]:
@@ -167,19 +157,13 @@ class _Counting:
         programs = float(self.groups * schedule.splits)
         tile = 1
         for axis in (layout.m, layout.n):
-            if axis is None or (self.segment and axis.first == ROW_LOOP):
+            if axis is None:
                 continue
             tile = axis.block if axis.first == ROW_LOOP else tile
             programs *= math.ceil((self.rows.ranges if axis.first == ROW_LOOP else form.size(axis.first)) / axis.block)
         for index in layout.grid:
-            if index != ROW_LOOP:
-                programs *= form.size(index)
-            elif not self.segment:
-                programs *= self.rows.ranges
+            programs *= self.rows.ranges if index == ROW_LOOP else form.size(index)
         lengths = self.rows.lengths(tile)
-        if self.segment:
-            programs *= math.ceil(form.terms_of_all / (schedule.chunk * schedule.m))
-            lengths = (float(schedule.chunk), float(schedule.chunk))
         steps, longest = self._steps(lengths[0]), math.ceil(self._steps(lengths[1]))
         return programs, max(1.0, steps / schedule.splits), max(1.0, longest / schedule.splits)
 

@@ -38,9 +38,6 @@ class Schedule:
         {<x row, y col>, 1}     m rows, k = 1: no lanes along a row; t = x * y
         {<1/r row, y col>, r}   k = r lanes along a row, t = y
         {<1/g row, y col>, r}   the same, and `chunk` = g terms at most of a row to a program
-        {<x nnz, y col>, 1}     segment, chunk = x, k = 1: m groups, each walks x terms one by one; t = y
-        {<1 nnz, y col>, r}     segment, chunk = k = r: m groups of r lanes, a term a lane; t = y
-        {<x nnz, y col>, r}     segment, chunk = x * r, k = r: a group takes x steps of r terms
 
     Attributes:
         m: lanes along the rows of a tile; 1: none.
@@ -50,8 +47,7 @@ class Schedule:
         swap: hand the matrix unit the transposed product, so that the tile's columns are its long side.
         groups: programs among which the accumulators of unrolled terms are divided.
         splits: programs among which one long sum is divided (split-K); their results are added in order.
-        chunk: most terms of an owned row that one program walks; longer rows are divided. Of a segment: its terms.
-        segment: programs take equal chunks of the terms, in the order of their rows, instead of rows; m counts chunks.
+        chunk: most terms of an owned row that one program walks; longer rows are divided.
         warps: warps a program.
         stages: depth of the software pipeline, of loops around the matrix unit.
     """
@@ -66,7 +62,6 @@ class Schedule:
     chunk: int = 512
     warps: int = 4
     stages: int = 2
-    segment: bool = False
 
     def __str__(self) -> str:
         tile = f"tile {self.m} x {self.n}, {self.k} at a time"
@@ -76,8 +71,6 @@ class Schedule:
             rest += f", accumulators over {self.groups} programs"
         if self.splits > 1:
             rest += f", sum over {self.splits} programs"
-        if self.segment:
-            rest += f", equal chunks of {self.chunk} terms"
         return f"{tile} {how}; {rest}"
 
     @property

@@ -19,10 +19,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from insum_nn.compiler.forms.defaults import default_schedule
 from insum_nn.compiler.forms.form import Form, FormError, make_form
 from insum_nn.compiler.forms.parameters import Strides, initial_steps
-from insum_nn.compiler.forms.placement import segmented
 from insum_nn.compiler.kernels.launch import function_of
 from insum_nn.compiler.kernels.row_partition import RowPartition, new_words_of
 from insum_nn.compiler.kernels.sized import WIDE, UnsizedKernel
@@ -70,9 +68,6 @@ def inline_kernel(
     precision = precision_of(fixed.dtype, options.precision)
     device = tensors[0].device
     schedule = choose_unmeasured(form, tables, size_bucket(likely), likely, device, precision).candidate
-    if segmented(form, schedule):
-        # How many rows equal shares divide is for the index tensor's values to say.
-        schedule = default_schedule(form)
     wide = exceeds(_reach(form, tensors, start, extents), WIDE)
     strides = Strides(tuple(t.is_contiguous() for t in tensors), wide, False, initial_steps(start))
     partition = (
