@@ -95,6 +95,10 @@ def _save(figure: Any, path: Path, digest: str = "") -> None:
         figure.savefig(path, dpi=150, metadata=metadata)
 
 
+def _label(provider: str) -> str:
+    return report.baseline_name(provider).replace(", ", "\n")
+
+
 def _colors(providers: Sequence[str]) -> dict[str, str]:
     ours = [p for p in providers if is_ours(p)]
     others = [p for p in providers if not is_ours(p)]
@@ -162,7 +166,7 @@ def _networks() -> Any:
             panel.bar(place, middle, 0.7, yerr=error, color=color, alpha=0.45, ecolor="#333", capsize=3)
             if record["busy"] is not None:
                 panel.bar(place, record["busy"]["ms"], 0.7, color=color)
-        panel.set_xticks(range(len(names)), [name.replace("/", "\n") for name in names], fontsize=7)
+        panel.set_xticks(range(len(names)), [_label(name) for name in names], fontsize=7)
         panel.set_title(row.case.partition("=")[2].partition("/")[0], fontsize=10)
         panel.grid(axis="y", linewidth=0.4, alpha=0.5)
         panel.set_axisbelow(True)
@@ -215,7 +219,7 @@ def _lines(device: str, family: str, pattern: str, modes: Sequence[str], axis: s
                     points.append((float(found[1]), timed["ms"]["p50"] * 1e3))
             if points:
                 points.sort()
-                panel.plot(*zip(*points, strict=True), "o-", color=colors[name], label=name, markersize=4)
+                panel.plot(*zip(*points, strict=True), "o-", color=colors[name], label=_label(name), markersize=4)
         values = sorted({float(found[1]) for row in rows if (found := re.search(pattern, row.case))})
         panel.set_xscale("log" if values[0] >= 1 else "linear")
         panel.set_yscale("log")

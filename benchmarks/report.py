@@ -19,11 +19,31 @@ from benchmarks.records import Record
 from benchmarks.registry import is_ours
 from benchmarks.widths import width_table
 
-__all__ = ["Row", "main", "read", "rows", "table"]
+__all__ = ["Row", "baseline_name", "main", "read", "rows", "table"]
 
 FIRST_CALL_S = 15.0
 # Suffix of a device whose host process was pinned to one core.
 ONE_CORE = ", host on one core"
+BASELINES = {
+    "cue": "cuEquivariance",
+    "e3nn": "e3nn",
+    "oeq": "OpenEquivariance",
+    "pyg": "PyTorch Geometric",
+    "spconv": "spconv",
+    "spconv_triton": "spconv-triton",
+    "torch_bmm": "gathered blocks, `torch.bmm`",
+    "torch_bsr": "torch BSR",
+    "torch_bsr_linear": "torch BSR",
+    "torch_csr": "torch CSR",
+    "torch_dense": "dense product",
+    "warpconvnet": "WarpConvNet",
+}
+
+
+def baseline_name(provider: str) -> str:
+    """Say a provider's name as a reader knows it; ours is the package's."""
+    name, _, variant = provider.partition("/")
+    return BASELINES.get(name, name) + (f", {variant.replace('_', ' ')}" if variant else "")
 
 
 class Row(NamedTuple):

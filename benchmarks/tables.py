@@ -21,7 +21,7 @@ from benchmarks import archive, plot, report, sentences
 from benchmarks.first_step import FirstStep
 from benchmarks.records import ROOT, Record, read
 from benchmarks.registry import is_ours
-from benchmarks.report import Row
+from benchmarks.report import Row, baseline_name
 from benchmarks.target_table import target_table
 from benchmarks.targets import counts_memory
 
@@ -33,20 +33,6 @@ README_LENGTH = 8
 NOISE = 0.97
 
 Quantity = Literal["step", "first step", "memory", "time"]
-BASELINES = {
-    "cue": "cuEquivariance",
-    "e3nn": "e3nn",
-    "oeq": "OpenEquivariance",
-    "pyg": "PyTorch Geometric",
-    "spconv": "spconv",
-    "spconv_triton": "spconv-triton",
-    "torch_bmm": "gathered blocks, `torch.bmm`",
-    "torch_bsr": "torch BSR",
-    "torch_bsr_linear": "torch BSR",
-    "torch_csr": "torch CSR",
-    "torch_dense": "dense product",
-    "warpconvnet": "WarpConvNet",
-}
 MODES = {"fwd": "forward", "bwd": "backward", "fwdbwd": "forward + backward"}
 
 
@@ -85,12 +71,6 @@ README_ROWS: tuple[Entry, ...] = (
         "block_linear/block=64/density=0.1/dtype=float16",
     ),
 )
-
-
-def baseline_name(provider: str) -> str:
-    """Say a provider's name as a reader knows it; ours is the package's."""
-    name, _, variant = provider.partition("/")
-    return BASELINES.get(name, name) + (f", {variant.replace('_', ' ')}" if variant else "")
 
 
 def duration(ms: float) -> str:
