@@ -166,7 +166,7 @@ def _networks() -> Any:
             panel.bar(place, middle, 0.7, yerr=error, color=color, alpha=0.45, ecolor="#333", capsize=3)
             if record["busy"] is not None:
                 panel.bar(place, record["busy"]["ms"], 0.7, color=color)
-        panel.set_xticks(range(len(names)), [_label(name) for name in names], fontsize=7)
+        panel.set_xticks(range(len(names)), [_label(name).replace(" ", "\n") for name in names], fontsize=7)
         panel.set_title(row.case.partition("=")[2].partition("/")[0], fontsize=10)
         panel.grid(axis="y", linewidth=0.4, alpha=0.5)
         panel.set_axisbelow(True)
