@@ -138,14 +138,14 @@ def _line(state: State) -> str:
 
 
 def _unmeasured(found: Sequence[State]) -> list[str]:
-    """The cases of each target that no run has, by target."""
+    """The cases of each target that no run has, by target, folded."""
     if not found:
         return []
     groups: dict[tuple[str, str], list[str]] = {}
     for state in found:
         groups.setdefault((str(state.target.judge), state.mode), []).append(state.case.partition("/")[2])
-    lines = ["", "Not measured:", ""]
+    lines = ["", f'<details markdown="1"><summary>Not measured: {len(found)}</summary>', ""]
     for (target, mode), cases in groups.items():
         # A target begins with ">=", which at the beginning of an item would make a quotation of it.
         lines.append(f"- {MODE_NAMES[mode]}, {target} ({len(cases)}): {', '.join(f'`{case}`' for case in cases)}")
-    return lines
+    return [*lines, "", "</details>"]
