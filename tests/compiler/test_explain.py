@@ -315,6 +315,20 @@ def test_calls_in_pieces_show_the_code_of_a_piece():
     assert "zeros(" not in str(cut.torch_code), "each piece is added to the output"
 
 
+def test_pieces_repeat_little():
+    """Of grouped blocks the weights are gathered too: pieces of samples would gather all of them again."""
+    program = compile("Y[n,Row[g],a] += W[At[g,q],a,b] * X[n,Col[g,q],b]")
+    slots = torch.zeros(40, 4, dtype=torch.int64)
+
+    def cut(samples: int) -> str:
+        tensors = {"W": torch.ones(9, 64, 64), "X": torch.ones(samples, 60, 64), "Row": slots[:, 0]}
+        decisions = program.explain(tensors=tensors | {"At": slots, "Col": slots}, out_shape=(None, 60, None)).decisions
+        return next(decision.choice for decision in decisions if decision.topic == "pieces")
+
+    assert cut(256) == "along g"
+    assert cut(2048) == "along n"
+
+
 @pytest.mark.usefixtures("interpreter")
 def test_no_library_graph_is_made_for_a_generated_kernel(monkeypatch: pytest.MonkeyPatch):
     def fail(*_: object, **__: object) -> None:

@@ -12,6 +12,9 @@ from insum_nn.compiler.passes.library.steps import Cut
 
 __all__ = ["choose_pieces"]
 
+# Share of what is gathered and written that each piece may repeat.
+_LITTLE = 0.1
+
 
 def choose_pieces(cut: Cut, graph: Graph) -> str | None:
     """The index that eager execution on a CPU cuts into ranges; `None`: it runs as a whole."""
@@ -22,12 +25,13 @@ def choose_pieces(cut: Cut, graph: Graph) -> str | None:
     labels = [label for step in gathered for label in _labels(step) if _sliceable(store, label)]
     if not labels:
         return None
-    written = indices_of(*store.subscripts)
-    reach = {label: sum(cut.cells(_labels(step)) for step in gathered if label in _labels(step)) for label in labels}
-    # Among those that cut nearly as much: rather not a feature axis, whose slices are strided; then the longest,
-    # which makes the smallest pieces; then a written one, because a summed index repeats the scatter every time.
-    large = [label for label, cells in reach.items() if 2 * cells >= max(reach.values())]
-    best = max(large, key=lambda x: (not _is_feature(store, x), cut.sizes[x], x in written))
+    steps = [*map(_labels, gathered), indices_of(*store.subscripts)]
+    every = sum(map(cut.cells, steps))
+    # Each piece gathers again what does not vary with the index, and writes all of the output if that does not.
+    again = {label: sum(cut.cells(own) for own in steps if label not in own) for label in labels}
+    # Rather not a feature axis, whose slices are strided; of those that repeat little, the longest, whose pieces are
+    # the smallest.
+    best = min(labels, key=lambda x: (_is_feature(store, x), max(again[x], _LITTLE * every), -cut.sizes[x]))
     cut.decide(
         "pieces",
         ("along ", Index(best)),
