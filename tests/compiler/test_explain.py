@@ -321,6 +321,8 @@ def test_pieces_repeat_little():
     slots = torch.zeros(40, 4, dtype=torch.int64)
 
     def cut(samples: int) -> str:
+        # The sizes of the first call decide.
+        clear_cache()
         tensors = {"W": torch.ones(9, 64, 64), "X": torch.ones(samples, 60, 64), "Row": slots[:, 0]}
         decisions = program.explain(tensors=tensors | {"At": slots, "Col": slots}, out_shape=(None, 60, None)).decisions
         return next(decision.choice for decision in decisions if decision.topic == "pieces")
