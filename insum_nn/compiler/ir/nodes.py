@@ -187,9 +187,9 @@ def replacing(mapping: Mapping[Node, Node]) -> Callable[[Node], Node]:
     return change
 
 
-def walk(*nodes: Node) -> Iterator[Node]:
-    """Yield the nodes and everything inside them, each once, outer before inner."""
-    seen: set[Node] = set()
+def walk(*nodes: Node, seen: set[Node] | None = None) -> Iterator[Node]:
+    """Yield the nodes and everything inside them, each once, outer before inner; nothing of what was `seen`."""
+    seen = set() if seen is None else seen
     waiting = [*reversed(nodes)]
     while waiting:
         current = waiting.pop()

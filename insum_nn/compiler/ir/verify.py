@@ -15,6 +15,7 @@ from insum_nn.compiler.ir.nodes import (
     Kernel,
     Load,
     Loop,
+    Node,
     Op,
     Stmt,
     Store,
@@ -91,6 +92,8 @@ def _check_block(
     statements: tuple[Stmt, ...], loops: frozenset[Index], known: set[Buffer], placed: bool, *, inside_tile: bool
 ) -> None:
     known = set(known)
+    # Terms of one kernel have much in common; buffers become more within a block, so what was right stays so.
+    checked: set[Node] = set()
     for statement in statements:
         if isinstance(statement, Loop):
             assert (statement.role in _PLACED) == placed, f"a loop of role {statement.role}"
@@ -98,14 +101,14 @@ def _check_block(
             assert not (statement.role == "grid" and inside_tile), "a grid loop inside of a program"
             for bound in (statement.begin, statement.end, statement.limit, statement.word):
                 if bound is not None:
-                    _check_expr(bound, loops, known)
+                    _check_expr(bound, loops, known, checked)
             inside = inside_tile or statement.role != "grid"
             _check_block(statement.body, loops | {statement.index}, known, placed, inside_tile=inside)
         elif isinstance(statement, Alloc):
             assert statement.buffer.local, f"{statement.buffer.name} is allocated and not local"
             known.add(statement.buffer)
         elif isinstance(statement, If):
-            _check_expr(statement.condition, loops, known)
+            _check_expr(statement.condition, loops, known, checked)
             for block in (statement.then, statement.otherwise):
                 _check_block(block, loops, known, placed, inside_tile=inside_tile)
         else:
@@ -114,11 +117,11 @@ def _check_block(
             assert statement.combine in _MODES, f"no store combines by {statement.combine}"
             for expr in (*statement.subscripts, statement.value, statement.where):
                 if expr is not None:
-                    _check_expr(expr, loops, known)
+                    _check_expr(expr, loops, known, checked)
 
 
-def _check_expr(expr: Expr, loops: frozenset[Index], known: set[Buffer]) -> None:
-    for node in walk(expr):
+def _check_expr(expr: Expr, loops: frozenset[Index], known: set[Buffer], checked: set[Node]) -> None:
+    for node in walk(expr, seen=checked):
         if isinstance(node, Index):
             assert node in loops, f"{node.name} outside of its loop"
         elif isinstance(node, Load):
