@@ -11,7 +11,7 @@ from torch import Tensor
 from insum_nn.compiler.explain.report import Explanation
 from insum_nn.compiler.kernels.background import cold
 from insum_nn.compiler.kernels.launch import available as generates_kernels
-from insum_nn.compiler.kernels.row_partition import keep_lengths, keep_words
+from insum_nn.compiler.kernels.row_partition import keep_bitmasks, keep_lengths
 from insum_nn.compiler.lang.index_checks import stats_of
 from insum_nn.compiler.lang.parser import check_text
 from insum_nn.compiler.options import DEFAULT, Options
@@ -81,9 +81,9 @@ __all__ = [
     "is_traced",
     "is_transformed",
     "joint_gradients",
+    "keep_bitmasks",
     "keep_inner",
     "keep_lengths",
-    "keep_words",
     "options_text",
     "pairs_are_faster",
     "paths_are_products",

@@ -27,8 +27,8 @@ from insum_nn.compiler.api import (
     BoundProgram,
     Program,
     contract,
+    keep_bitmasks,
     keep_lengths,
-    keep_words,
     pairs_are_faster,
 )
 from insum_nn.compiler.options import Options
@@ -202,7 +202,7 @@ def _call(kind: Kind, kernel_map: KernelMap, groups: int, options: Options, form
         table = (kernel_map.inverse if kind == "In" else kernel_map).table
         indices = table.tensors
         if table.words is not None and not torch.compiler.is_compiling():
-            keep_words(table.sorted_neighbours, table.words)
+            keep_bitmasks(table.sorted_neighbours, table.words)
     else:
         indices = kernel_map.tensors
     contraction = _program(kind, groups > 1, form, options)

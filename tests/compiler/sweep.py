@@ -188,7 +188,7 @@ def kinds_of(setting: Setting, form: Form, schedule: Schedule, arguments: Sequen
         "start": setting.start,
         "dot": dot and not schedule.swap,
         "dot transposed": dot and schedule.swap,
-        "steps": "words" in arguments,
+        "steps": "bitmasks" in arguments,
         "static tables": bool(form.tables),
         "strided": setting.strided,
         "extents as parameters": "extent" in arguments,

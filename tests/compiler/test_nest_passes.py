@@ -21,7 +21,7 @@ from insum_nn.compiler.ir.nodes import OPERATIONS, Alloc, Buffer, Const, If, Ind
 from insum_nn.compiler.ir.nodes import walk as walk_nodes
 from insum_nn.compiler.ir.printer import show
 from insum_nn.compiler.ir.verify import verify_kernel
-from insum_nn.compiler.kernels.row_partition import RowPartition, partition_for, words_of
+from insum_nn.compiler.kernels.row_partition import RowPartition, bitmasks_of, partition_for
 from insum_nn.compiler.lang.bind import Extents, bind, layout_of
 from insum_nn.compiler.lang.interpreter import interpret
 from insum_nn.compiler.lang.shapes import resolve_extents
@@ -56,13 +56,13 @@ def memory_of(
     for name, tensor in [*memory.items(), (OUTPUT, torch.empty(extents.output))]:
         sizes |= {f"{name}_{axis}": extent for axis, extent in enumerate(tensor.shape)}
         if name.startswith("x") and tensor.ndim == 2:
-            memory[f"{name}_words"] = words_of(tensor)
+            memory[f"{name}_bitmasks"] = bitmasks_of(tensor)
     if partition is not None:
-        for kind in ("begin", "end", "target", "owner", "order"):
+        for kind in ("begin", "end", "target", "row_of", "order"):
             if getattr(partition, kind) is not None:
                 memory[kind] = getattr(partition, kind)
         sizes |= {"rows": partition.rows, "slots": partition.slots}
-        memory["scratch"] = torch.zeros(
+        memory["workspace"] = torch.zeros(
             partition.slots, *(e for a, e in enumerate(extents.output) if a != form.row_axis)
         )
     return memory, sizes
@@ -86,7 +86,7 @@ def all_interpreted(
     verify_kernel(kernel, placed=True)
     memory, sizes = memory_of(form, ordered, extents, partition)
     given = {**memory}
-    found = interpret_kernel(kernel, given, sizes, keep=("scratch",))
+    found = interpret_kernel(kernel, given, sizes, keep=("workspace",))
     results = [found[result.buffer.name] for result in kernel.results]
     out = results[0]
     if schedule.splits > 1:
@@ -96,7 +96,7 @@ def all_interpreted(
         assert partition.first is not None
         moved = out.movedim(form.row_axis, 0)
         for place, row in enumerate(partition.divided.tolist()):
-            moved[row] = found["scratch"][partition.first[place] : partition.first[place + 1]].sum(0)
+            moved[row] = found["workspace"][partition.first[place] : partition.first[place + 1]].sum(0)
     return kernel, [out, *results[1:]]
 
 

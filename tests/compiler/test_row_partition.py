@@ -15,13 +15,13 @@ import insum_nn
 from insum_nn.compiler.kernels import row_partition
 from insum_nn.compiler.kernels.row_partition import (
     RowPartition,
+    bitmasks_of,
     clear_partitions,
+    keep_bitmasks,
     keep_lengths,
-    keep_words,
     known_partition,
     longest_row,
     partition_of,
-    words_of,
 )
 from tests.device_calls import device_calls
 
@@ -46,7 +46,7 @@ def walked(built: RowPartition) -> list[tuple[int, list[int]]]:
     """Each range as its row and the terms that a program would walk, in order."""
     begin = built.begin.tolist()
     end = begin[1:] if built.end is None else built.end.tolist()
-    owner = list(range(built.rows)) if built.owner is None else built.owner.tolist()
+    owner = list(range(built.rows)) if built.row_of is None else built.row_of.tolist()
     order = None if built.order is None else built.order.tolist()
     return [(owner[r], [t if order is None else order[t] for t in range(begin[r], end[r])]) for r in range(built.rows)]
 
@@ -228,7 +228,7 @@ def test_cleared_with_the_cache():
 @pytest.mark.parametrize(("rows", "columns"), [(0, 3), (1, 1), (3, 7), (31, 5), (32, 5), (70, 9), (4, 0)])
 def test_words_of_the_rows_that_have_an_entry(rows: int, columns: int, dtype: torch.dtype):
     index = torch.where(torch.rand(rows, columns) < 0.5, -1, torch.randint(0, 9, (rows, columns))).to(dtype)
-    words = words_of(index)
+    words = bitmasks_of(index)
     assert words.dtype == torch.int32
     assert words.shape == (max(1, math.ceil(rows / 31)), columns)
     for row in range(rows):
@@ -237,23 +237,23 @@ def test_words_of_the_rows_that_have_an_entry(rows: int, columns: int, dtype: to
 
 def test_words_are_remembered_until_the_index_is_written_to():
     index = torch.tensor([[0, -1], [-1, -1]])
-    first = words_of(index)
-    assert words_of(index) is first
+    first = bitmasks_of(index)
+    assert bitmasks_of(index) is first
     assert first.tolist() == [[1, 0]]
     index[1, 1] = 3
-    assert words_of(index).tolist() == [[1, 2]]
+    assert bitmasks_of(index).tolist() == [[1, 2]]
     del index
     gc.collect()
-    assert not row_partition._words
+    assert not row_partition._bitmasks
 
 
 def test_words_that_are_known_are_taken():
     index = torch.tensor([[0, -1], [-1, -1]])
     known = torch.tensor([1, 0], dtype=torch.int32)
-    keep_words(index, known)
-    assert words_of(index).data_ptr() == known.data_ptr()
+    keep_bitmasks(index, known)
+    assert bitmasks_of(index).data_ptr() == known.data_ptr()
     index[0, 0] = -1
-    assert words_of(index).tolist() == [[0, 0]]
+    assert bitmasks_of(index).tolist() == [[0, 0]]
 
 
 @pytest.mark.parametrize("share", [1, 3, 7, 64, 512])

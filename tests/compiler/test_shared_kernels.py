@@ -104,5 +104,5 @@ def test_ranges_of_divided_rows_are_aligned():
     """Machine code is for pointers that are aligned or not, and must not depend on how many ranges there are."""
     for terms in range(9, 30):
         partition = partition_of(torch.zeros(terms, dtype=torch.int64), 1, False, 2)
-        arrays = (partition.begin, partition.end, partition.target, partition.owner)
+        arrays = (partition.begin, partition.end, partition.target, partition.row_of)
         assert all(array is not None and array.data_ptr() % 16 == 0 and array.is_contiguous() for array in arrays)

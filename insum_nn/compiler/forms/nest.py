@@ -63,7 +63,7 @@ def _with_arguments(form: Form, indices: frozenset[str]) -> Kernel:
 
 
 # Arguments that belong to a tensor or an index of the statement.
-_NAMED = ("tensor", "words", "dim", "stride", "extent")
+_NAMED = ("tensor", "bitmasks", "dim", "stride", "extent")
 
 
 @dataclass(frozen=True, slots=True)
@@ -180,7 +180,7 @@ def arguments_of(form: Form) -> Mapping[str, Argument]:
     found = {names.indices[index]: Argument("extent", index) for index in layout.indices}
     for name, rank in zip(layout.tensors, layout.ranks, strict=True):
         canonical = names.tensors[name]
-        found |= {canonical: Argument("tensor", name), f"{canonical}_words": Argument("words", name)}
+        found |= {canonical: Argument("tensor", name), f"{canonical}_bitmasks": Argument("bitmasks", name)}
         found |= {f"{canonical}_{axis}": Argument("dim", name, axis) for axis in range(rank)}
         found |= {f"{canonical}_step_{axis}": Argument("stride", name, axis) for axis in range(rank)}
     rank = len(layout.output_plain)
@@ -188,7 +188,7 @@ def arguments_of(form: Form) -> Mapping[str, Argument]:
     found |= {f"{INITIAL}_step_{axis}": Argument("start_stride", "", axis) for axis in range(rank)}
     found |= {f"{OUTPUT}{n}": Argument("additional", str(n - 1)) for n in range(1, len(form.additional) + 1)}
     found |= {OUTPUT: Argument("out"), INITIAL: Argument("start")}
-    kinds = ("rows", "begin", "end", "target", "owner", "order", "scratch")
+    kinds = ("rows", "begin", "end", "target", "row_of", "order", "workspace")
     return found | {kind: Argument(kind) for kind in kinds}
 
 

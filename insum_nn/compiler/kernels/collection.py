@@ -13,7 +13,7 @@ import triton.language as tl
 
 
 @triton.jit
-def kernel(scratch, out, rows, first, cells, inner, step):
+def kernel(workspace, out, rows, first, cells, inner, step):
     pid = tl.program_id(0)
     tiles = tl.cdiv(cells, {n})
     row = pid // tiles
@@ -24,7 +24,7 @@ def kernel(scratch, out, rows, first, cells, inner, step):
     for low in range(tl.load(first + row), high, {k}):
         slot = low + tl.arange(0, {k})
         mask = (slot < high)[:, None] & inside[None, :]
-        total += tl.sum(tl.load(scratch + (slot[:, None] * cells + cell[None, :]), mask=mask, other=0.0), 0)
+        total += tl.sum(tl.load(workspace + (slot[:, None] * cells + cell[None, :]), mask=mask, other=0.0), 0)
     place = cell // inner * step + tl.load(rows + row) * inner + cell % inner
     tl.store(out + place, total, mask=inside)
 """

@@ -165,7 +165,7 @@ class _Launch:
         # The collection of divided rows has no list of arguments, and writes its second.
         kinds = [each.kind for each in self.source.arguments] or ["", "out"]
         for argument, kind in zip(arguments, kinds, strict=False):
-            if kind in ("out", "scratch", "additional"):
+            if kind in ("out", "workspace", "additional"):
                 argument.zero_()
 
     def compile(self, aligned: Sequence[bool], *, ahead: bool = False) -> Any:

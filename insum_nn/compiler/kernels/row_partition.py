@@ -25,15 +25,15 @@ from insum_nn.tensor_cache import TensorCache
 
 __all__ = [
     "RowPartition",
+    "bitmasks_of",
     "clear_partitions",
+    "keep_bitmasks",
     "keep_lengths",
-    "keep_words",
     "known_partition",
     "longest_row",
-    "new_words_of",
+    "new_bitmasks_of",
     "partition_for",
     "partition_of",
-    "words_of",
 ]
 
 Array = NDArray[np.integer[Any]]
@@ -57,7 +57,7 @@ class RowPartition:
         begin: (rows + 1,) where each range begins; without division a range ends where the next begins.
         end: (rows,) where each ends, if rows are divided.
         target: (rows,) the output row of a range, or -1 - s for a part of a divided row, whose sum is left in slot s.
-        owner: (rows,) the output row that a range belongs to, divided or not.
+        row_of: (rows,) the output row that a range belongs to, divided or not.
         order: (terms,) the terms in the order of their rows; `None`: they are in order.
         slots: parts of divided rows.
         divided: (d,) the output rows that are divided, ascending.
@@ -71,7 +71,7 @@ class RowPartition:
     begin: Tensor
     end: Tensor | None = None
     target: Tensor | None = None
-    owner: Tensor | None = None
+    row_of: Tensor | None = None
     order: Tensor | None = None
     slots: int = 0
     divided: Tensor | None = None
@@ -90,7 +90,7 @@ _orders: TensorCache[Tensor] = TensorCache(_LIMIT)
 # Where the terms of each row begin, on the host, of index tensors with few rows.
 _begins: TensorCache[Array] = TensorCache(_LIMIT)
 # For each column of an index tensor, the rows in which it has an entry.
-_words: TensorCache[Tensor] = TensorCache(_LIMIT)
+_bitmasks: TensorCache[Tensor] = TensorCache(_LIMIT)
 
 
 def clear_partitions() -> None:
@@ -98,7 +98,7 @@ def clear_partitions() -> None:
     _known.clear()
     _orders.clear()
     _begins.clear()
-    _words.clear()
+    _bitmasks.clear()
 
 
 def known_partition(index: Tensor, rows: int, permuted: bool, chunk: int) -> RowPartition | None:
@@ -177,16 +177,16 @@ def _build(index: Tensor, rows: int, permuted: bool, chunk: int) -> RowPartition
     parts = _parts(lengths, chunk)
     more = parts > 1
     steps = np.arange(parts.sum())
-    low, high, target, owner = _ranges(known, np.arange(rows), steps, parts, more, chunk, lambda of: of.repeat(parts))
+    low, high, target, row_of = _ranges(known, np.arange(rows), steps, parts, more, chunk, lambda of: of.repeat(parts))
     divided = more.nonzero()[0]
     first = np.zeros(divided.shape[0] + 1, dtype=np.int64)
     parts[divided].cumsum(out=first[1:])
     # Where both are of one dtype they are sent as one group.
     groups: dict[torch.dtype, list[Array]] = {torch.int64: [divided, first]}
-    groups.setdefault(small, []).extend((low, high, target, owner))
+    groups.setdefault(small, []).extend((low, high, target, row_of))
     slots = int(first[-1])
-    divided, first, low, high, target, owner = _send(groups, flat.device)
-    return RowPartition(steps.shape[0], low, high, target, owner, order, slots, divided, first, False, whole, longest)
+    divided, first, low, high, target, row_of = _send(groups, flat.device)
+    return RowPartition(steps.shape[0], low, high, target, row_of, order, slots, divided, first, False, whole, longest)
 
 
 def _divide(flat: Tensor, order: Tensor | None, begin: Tensor, chunk: int) -> RowPartition:
@@ -297,29 +297,29 @@ def _known_begin(index: Tensor, rows: int) -> Array | None:
 _bits: dict[torch.device, Tensor] = {}
 
 
-def words_of(index: Tensor) -> Tensor:
+def bitmasks_of(index: Tensor) -> Tensor:
     """Which rows of an index tensor (k, i) have an entry in each of its columns; kept like `RowPartition`.
 
     Returns:
         (ceil(k / 31), i) int32: bit b of word w says whether row 31 w + b has one.
     """
-    found = _words.find((index,))
+    found = _bitmasks.find((index,))
     if found is not None:
         return found
     with torch.inference_mode(False), torch.no_grad():
-        words = _words_with(index, _powers(index.device))
-    return _words.keep((index,), None, words)
+        bitmasks = _bitmasks_with(index, _powers(index.device))
+    return _bitmasks.keep((index,), None, bitmasks)
 
 
-def new_words_of(index: Tensor) -> Tensor:
-    """`words_of` for an index tensor of a graph that torch records; nothing is kept."""
-    return _words_with(index, _new_powers(index.device))
+def new_bitmasks_of(index: Tensor) -> Tensor:
+    """`bitmasks_of` for an index tensor of a graph that torch records; nothing is kept."""
+    return _bitmasks_with(index, _new_powers(index.device))
 
 
-def _words_with(index: Tensor, bits: Tensor) -> Tensor:
+def _bitmasks_with(index: Tensor, bits: Tensor) -> Tensor:
     rest = index.shape[0] % WORD_BITS
     whole = index.shape[0] - rest
-    # All words that are full at once.
+    # All bitmasks that are full at once.
     parts = [((index[:whole].unflatten(0, (-1, WORD_BITS)) >= 0) * bits).sum(1, dtype=torch.int32)] if whole else []
     if rest or not whole:
         parts.append(((index[whole:] >= 0) * bits[:rest]).sum(0, dtype=torch.int32, keepdim=True))
@@ -344,6 +344,6 @@ def _powers(device: torch.device) -> Tensor:
     return found
 
 
-def keep_words(index: Tensor, words: Tensor) -> None:
-    """Take (i,) int32 as the words of an index tensor of at most 31 rows, where they are known from elsewhere."""
-    _words.keep((index,), None, words[None])
+def keep_bitmasks(index: Tensor, bitmasks: Tensor) -> None:
+    """Take (i,) int32 as the bitmasks of an index tensor of at most 31 rows, where they are known from elsewhere."""
+    _bitmasks.keep((index,), None, bitmasks[None])

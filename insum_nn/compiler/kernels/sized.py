@@ -24,7 +24,7 @@ from insum_nn.compiler.forms.parameters import Launcher, Numbers, OnDevice, Stri
 from insum_nn.compiler.ir.nodes import Const
 from insum_nn.compiler.kernels.collection import block_of, write_collection
 from insum_nn.compiler.kernels.launch import launcher
-from insum_nn.compiler.kernels.row_partition import RowPartition, words_of
+from insum_nn.compiler.kernels.row_partition import RowPartition, bitmasks_of
 from insum_nn.compiler.lang.bind import Extents
 from insum_nn.compiler.lang.printed import function_of_lines
 from insum_nn.compiler.schedule.space import Precision, Schedule
@@ -35,7 +35,7 @@ __all__ = ["WIDE", "Kernel", "UnsizedKernel", "prepare_kernel", "strides_of", "t
 # Elements from which some offset may need 64 bits.
 WIDE = 2**31 - 2**16
 # The tensors of a row partition that kernels read.
-_RANGES = ("begin", "end", "target", "owner", "order")
+_RANGES = ("begin", "end", "target", "row_of", "order")
 
 
 def strides_of(form: Form, tensors: Sequence[Tensor], extents: Extents, split: bool, start: Tensor | None) -> Strides:
@@ -139,21 +139,21 @@ class UnsizedKernel:
 
     @cached_property
     def call(self) -> Callable[..., Tensor]:
-        """What makes the output, `call(tensors, start, indices, output, partition, additional, words, launch)`.
+        """What makes the output, `call(tensors, start, indices, output, partition, additional, bitmasks, launch)`.
 
         Args of what it returns:
             tensors: in the layout's order, as they were when the kernel was made but for their sizes.
             start: the initial value.
             indices: the sizes of the call.
             output: the output's shape.
-            partition: the row partition of the terms, where the form has an owner.
+            partition: the row partition of the terms, where the form has one.
             additional: memory for further outputs.
-            words: makes those of an index tensor.
+            bitmasks: makes those of an index tensor.
             launch: launches the kernel on a list of arguments in the place of the one that is compiled here.
         """
         names = {
             "torch": torch,
-            "words_of": words_of,
+            "bitmasks_of": bitmasks_of,
             # `torch.cuda.current_device` would first ask whether CUDA is initialised.
             "current": getattr(torch._C, "_cuda_getDevice", None),
             "stream": getattr(torch._C, "_cuda_getCurrentRawStream", None),
@@ -167,7 +167,8 @@ class UnsizedKernel:
         """The lines of `call`."""
         numbers, source, splits = self.numbers, self.source, self.source.schedule.splits > 1
         lines = [
-            "def call(tensors, start, indices, output, partition=None, additional=(), words=words_of, launch=None):",
+            "def call(tensors, start, indices, output, partition=None, additional=(), bitmasks=bitmasks_of, "
+            "launch=None):",
             "device = tensors[0].device",
         ]
         tensors = {place: f"tensors[{position}]" for place, position in numbers.inputs}
@@ -175,8 +176,8 @@ class UnsizedKernel:
             tensors[place] = {
                 "out": "made",
                 "start": "start",
-                "scratch": "scratch",
-                "words": f"words(tensors[{position}])",
+                "workspace": "workspace",
+                "bitmasks": f"bitmasks(tensors[{position}])",
                 "additional": f"additional[{position}]",
             }.get(kind, f"partition.{kind}")
         # The output is what the kernel writes, without anything before or after it.
@@ -195,14 +196,14 @@ class UnsizedKernel:
         else:
             lines += [f"whole = {whole}", f"made = {empty} if whole else kernel.memory(start, output, device, False)"]
         if self.strides.split:
-            lines += [f"scratch = kernel.scratch(partition, output, device, {covered})"]
+            lines += [f"workspace = kernel.workspace(partition, output, device, {covered})"]
         if any(argument.kind == "rows" for argument in (*source.arguments, *source.sizes.values())):
             lines += ["rows = partition.rows"]
         lines += [*numbers.lines, f"grid = {numbers.grid}"]
         lines += [f"t{place} = {text}" for place, text in tensors.items()]
         lines += self._launching(tensors)
         if self.strides.split:
-            lines += ["if partition.slots:", "    kernel.add_divided(made, scratch, start, partition, output)"]
+            lines += ["if partition.slots:", "    kernel.add_divided(made, workspace, start, partition, output)"]
         if whole == "True" and not splits:
             return [*lines, "return made"]
         return [*lines, "return made if whole else kernel.finished(made, start)"]
@@ -283,14 +284,16 @@ class UnsizedKernel:
             made.append(make(shape, dtype=self.dtype, device=tensors[0].device))
         return made
 
-    def scratch(self, partition: RowPartition, output: tuple[int, ...], device: torch.device, covered: bool) -> Tensor:
+    def workspace(
+        self, partition: RowPartition, output: tuple[int, ...], device: torch.device, covered: bool
+    ) -> Tensor:
         """Memory for the parts of divided rows."""
         axis = self.form.row_axis
         lengths = (partition.slots, *output[:axis], *output[axis + 1 :])
         return (torch.empty if covered else torch.zeros)(lengths, dtype=self.source.accumulator, device=device)
 
     def add_divided(
-        self, made: Tensor, scratch: Tensor, start: Tensor | None, partition: RowPartition, output: tuple[int, ...]
+        self, made: Tensor, workspace: Tensor, start: Tensor | None, partition: RowPartition, output: tuple[int, ...]
     ) -> None:
         """Add up the parts of divided rows, and write the sums to their rows."""
         rows, form, collector = partition.divided, self.form, self.collector
@@ -298,10 +301,10 @@ class UnsizedKernel:
         assert collector is not None
         axis = form.row_axis
         if start is None and form.bound.epilogue.activation is None:
-            collector(scratch, made, rows, partition, math.prod(output[axis + 1 :]))
+            collector(workspace, made, rows, partition, math.prod(output[axis + 1 :]))
             return
-        sums = torch.empty((rows.shape[0], *scratch.shape[1:]), dtype=scratch.dtype, device=scratch.device)
-        collector(scratch, sums, None, partition, 0)
+        sums = torch.empty((rows.shape[0], *workspace.shape[1:]), dtype=workspace.dtype, device=workspace.device)
+        collector(workspace, sums, None, partition, 0)
         if start is not None:
             sums = sums + start.movedim(axis, 0).index_select(0, rows)
         sums = form.bound.epilogue.activated(sums)
@@ -351,7 +354,7 @@ def prepare_kernel(
         start: the starting value.
         extents: the call's sizes.
         precision: of float32 products in the matrix unit.
-        partition: the row partition of the terms, where the form has an owner.
+        partition: the row partition of the terms, where the form has one.
     """
     strides = strides_of(form, tensors, extents, partition is not None and partition.split, start)
     return UnsizedKernel(form, schedule, strides, precision).sized(tensors, start, extents, partition)
@@ -364,11 +367,11 @@ def types_of(form: Form, source: Source, tensors: Sequence[Tensor], partition: R
     for argument in source.arguments:
         if argument.kind == "tensor":
             dtype = tensors[names.index(argument.name)].dtype
-        elif argument.kind in ("out", "start", "scratch", "additional"):
-            wide = argument.kind == "scratch" or (argument.kind == "out" and not source.finished)
+        elif argument.kind in ("out", "start", "workspace", "additional"):
+            wide = argument.kind == "workspace" or (argument.kind == "out" and not source.finished)
             own = form.bound.dtype if argument.kind == "start" else form.bound.out_dtype
             dtype = source.accumulator if wide else own
-        elif argument.kind == "words":
+        elif argument.kind == "bitmasks":
             dtype = torch.int32
         elif argument.kind in _RANGES:
             dtype = getattr(partition, argument.kind).dtype
@@ -380,7 +383,7 @@ def types_of(form: Form, source: Source, tensors: Sequence[Tensor], partition: R
 
 
 class _Collector:
-    """Adds up the parts of divided rows, left in scratch memory, and writes the sums to their rows.
+    """Adds up the parts of divided rows, left in workspace memory, and writes the sums to their rows.
 
     Args:
         accumulator: dtype of the parts.
@@ -392,12 +395,12 @@ class _Collector:
         self.known: dict[object, Launcher] = {}
 
     def __call__(
-        self, scratch: Tensor, output: Tensor, rows: Tensor | None, partition: RowPartition, inner: int
+        self, workspace: Tensor, output: Tensor, rows: Tensor | None, partition: RowPartition, inner: int
     ) -> None:
         """Write the sums to their rows of the output.
 
         Args:
-            scratch: the parts.
+            workspace: the parts.
             output: what is written.
             rows: the rows; `None`: as many as there are, side by side.
             partition: the division of rows.
@@ -406,14 +409,14 @@ class _Collector:
         first = partition.first
         assert first is not None
         count = first.shape[0] - 1
-        cells = math.prod(scratch.shape[1:])
+        cells = math.prod(workspace.shape[1:])
         step = output.numel() // max(1, cells) * inner
         if rows is None:
-            rows, inner, step = torch.arange(count, device=scratch.device), cells, 0
+            rows, inner, step = torch.arange(count, device=workspace.device), cells, 0
         if count and cells:
             block = block_of(cells)
             launch = self._launch(cells, block, output)
-            launch([scratch, output, rows, first, cells, inner, step], count * -(-cells // block))
+            launch([workspace, output, rows, first, cells, inner, step], count * -(-cells // block))
 
     def source(self, cells: int) -> Source:
         """The kernel for rows of so many cells."""

@@ -100,10 +100,10 @@ def own_rows(
     made = [begin, *([order] if permuted else [])]
     target = None
     if divided:
-        names = ("end", "target", "owner")
-        ends_of, targets, owners = (Buffer(name, "int64", (count,), _FACTS) for name in names)
+        names = ("end", "target", "row_of")
+        ends_of, targets, rows_of = (Buffer(name, "int64", (count,), _FACTS) for name in names)
         low, high = Load(begin, (ROW,)), Load(ends_of, (ROW,))
-        target, owned, made = Load(targets, (ROW,)), Load(owners, (ROW,)), [*made, ends_of, targets, owners]
+        target, owned, made = Load(targets, (ROW,)), Load(rows_of, (ROW,)), [*made, ends_of, targets, rows_of]
     else:
         low, high, owned = Load(begin, (ROW,)), Load(begin, (add(ROW, Const(1)),)), ROW
     # A row without terms may lie outside of what is read at its number.

@@ -349,7 +349,7 @@ class Tiler:
         """
         row, steps, limit = self.axes[M].index, loop.end, entries.shape[1]
         count: Expr = Op("cdiv", (steps, Const(WORD_BITS)))
-        words = Buffer(f"{entries.name}_words", "int32", (count, limit))
+        words = Buffer(f"{entries.name}_bitmasks", "int32", (count, limit))
         known = isinstance(steps, Const) and steps.value <= WORD_BITS
         if known or loop.index.name in self.tiling.few:
             return Loop(loop.index, Const(0), steps, "serial", body, word=Load(words, (Const(0), row)))
@@ -427,9 +427,9 @@ class Tiler:
             return [whole]
         rest = [n for n in range(len(subscripts)) if n != axis]
         shape = tuple(result.buffer.shape[n] for n in rest)
-        scratch = Buffer("scratch", self.wide, (Size("slots"), *shape))
+        workspace = Buffer("workspace", self.wide, (Size("slots"), *shape))
         slot: Expr = Op("sub", (Const(-1), target))
-        part = Store(scratch, (slot, *(subscripts[n] for n in rest)), total, "set", where)
+        part = Store(workspace, (slot, *(subscripts[n] for n in rest)), total, "set", where)
         return [If(Op("less", (target, Const(0))), (part,), (whole,))]
 
 

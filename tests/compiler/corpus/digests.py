@@ -137,7 +137,7 @@ def ttir(entry: Entry, form: Form, source: Source) -> str:
     backend = make_backend(target)
     function = _jit(source)
     # Orders and bounds of rows are made from an index tensor, in its own dtype or int64.
-    partition = SimpleNamespace(**dict.fromkeys(("begin", "end", "target", "owner", "order"), torch.empty(0).long()))
+    partition = SimpleNamespace(**dict.fromkeys(("begin", "end", "target", "row_of", "order"), torch.empty(0).long()))
     types = types_of(form, source, entry.tensors, partition)  # type: ignore[arg-type]
     signature = {name: kind or "i32" for name, kind in zip(function.arg_names, types, strict=True)}
     options = backend.parse_options(dict(source.schedule.launch_options))

@@ -22,7 +22,7 @@ from torch import Tensor
 from insum_nn.compiler.forms.form import Form, FormError, make_form
 from insum_nn.compiler.forms.parameters import Strides, initial_steps
 from insum_nn.compiler.kernels.launch import function_of
-from insum_nn.compiler.kernels.row_partition import RowPartition, new_words_of
+from insum_nn.compiler.kernels.row_partition import RowPartition, new_bitmasks_of
 from insum_nn.compiler.kernels.sized import WIDE, UnsizedKernel
 from insum_nn.compiler.lang.bind import Bound, Extents
 from insum_nn.compiler.options import Options
@@ -80,7 +80,7 @@ def inline_kernel(
         written[(grid,)](*arguments, **dict(kernel.source.schedule.launch_options))
 
     sizes = extents.indices, extents.output
-    return kernel.call(tensors, start, *sizes, partition, words=new_words_of, launch=launch)
+    return kernel.call(tensors, start, *sizes, partition, bitmasks=new_bitmasks_of, launch=launch)
 
 
 def _reach(form: Form, tensors: Sequence[Tensor], start: Tensor | None, extents: Extents) -> list[int]:
