@@ -1,47 +1,33 @@
-"""Shared by all operators: checks that name the caller's argument, access patterns of formats, compiled programs."""
+"""Shared by the operators on formats: checks that name the caller's argument, and access patterns of formats."""
 
 from __future__ import annotations
 
-import re
-from collections.abc import Mapping, Sequence
-from functools import lru_cache
+from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
-from insum_nn.compiler.api import Program, call_traced, compile_built, to_autocast, under_autocast
-from insum_nn.compiler.options import Options
 from insum_nn.errors import (
     InsumDeviceError,
     InsumDtypeError,
     InsumError,
     InsumFormatError,
     InsumShapeError,
-    Span,
     raise_collected,
 )
-from insum_nn.facts import IndexFacts, NamedFacts
 from insum_nn.formats import COO, ELL, BlockCOO, BlockFormat, BlockGroupCOO, GroupCOO, SparseFormat
-from insum_nn.ops.modes import static_shape
+from insum_nn.ops.statements import span_of, to_autocast, under_autocast
 
 __all__ = [
     "FORMATS",
     "Operand",
     "check_mode",
     "is_vector",
-    "layer_elsewhere",
     "matrix_layout",
     "named_tensors",
-    "other_device",
-    "pad_axis",
-    "program",
     "require_format",
-    "run",
-    "span_of",
     "subscripts",
-    "to_autocast",
-    "under_autocast",
 ]
 
 
@@ -257,77 +243,6 @@ def _counted(number: int, noun: str) -> str:
     return f"{number} {noun}{'s' * (number != 1)}"
 
 
-def span_of(expression: str, symbol: str) -> list[Span]:
-    """Return the spans of a tensor's name in an expression."""
-    return [Span(*match.span()) for match in re.finditer(rf"\b{re.escape(symbol)}\b", expression)]
-
-
-def program(expression: str, facts: Mapping[str, IndexFacts], options: Options) -> Program:
-    """Return the compiled expression with the facts of its index tensors; equal requests share one program."""
-    return _compiled(expression, facts if type(facts) is NamedFacts else NamedFacts(facts), options)
-
-
-def run(
-    expression: str,
-    facts: Mapping[str, IndexFacts],
-    named: Mapping[str, Tensor],
-    options: Options,
-    out_shape: Sequence[int | None] | None,
-) -> Tensor:
-    """Run an expression on named tensors, with what is known of those that are index tensors."""
-    if torch.compiler.is_dynamo_compiling():
-        read = {name: fact for name, fact in facts.items() if name in named}
-        return call_traced(expression, named, facts=read, options=options, out_shape=out_shape)
-    if not facts.keys() <= named.keys():
-        facts = {name: fact for name, fact in facts.items() if name in named}
-    return program(expression, facts, options)(tensors=named, out_shape=out_shape)
-
-
-@lru_cache(maxsize=1024)
-def _compiled(expression: str, facts: NamedFacts, options: Options) -> Program:
-    return compile_built(expression, facts=facts, options=options)
-
-
 def is_vector(value: object) -> bool:
     """Return whether a value is a tensor of one dimension."""
     return isinstance(value, Tensor) and value.ndim == 1
-
-
-def pad_axis(tensor: Tensor, axis: int, extent: int) -> Tensor:
-    """`tensor` with zeros after the end of one axis, up to `extent`; itself when it is that long."""
-    missing = extent - static_shape(tensor)[axis]
-    if missing == 0:
-        return tensor
-    shape = (*tensor.shape[:axis], missing, *tensor.shape[axis + 1 :])
-    return torch.cat([tensor, tensor.new_zeros(shape)], dim=axis)
-
-
-def other_device(
-    name: str, tensor: Tensor, first: str, anchor: Tensor, *, caller: str = "", fix: str | None = None
-) -> list[InsumError]:
-    """Return an error if a tensor is on another device than the first one."""
-    if tensor.device == anchor.device:
-        return []
-    return [
-        InsumDeviceError(
-            f"{caller}'{name}' is on {tensor.device}, '{first}' on {anchor.device}",
-            fix=f"pass {name}.to('{anchor.device}')." if fix is None else fix,
-            argument=name,
-            expected=anchor.device,
-            got=tensor.device,
-        )
-    ]
-
-
-def layer_elsewhere(caller: str, weight: Tensor, bias: Tensor | None, first: str, anchor: Tensor) -> list[InsumError]:
-    """Return an error for each of a layer's tensors that is on another device than its input."""
-    if weight.device == anchor.device and (bias is None or bias.device == anchor.device):
-        # The usual case.
-        return []
-    parameters = {"weight": weight} if bias is None else {"weight": weight, "bias": bias}
-    fix = f"move the layer with .to('{anchor.device}')."
-    return [
-        fault
-        for name, tensor in parameters.items()
-        for fault in other_device(name, tensor, first, anchor, caller=f"{caller}: ", fix=fix)
-    ]

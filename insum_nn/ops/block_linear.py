@@ -14,18 +14,19 @@ from insum_nn.compiler.options import DEFAULT, Options
 from insum_nn.errors import InsumDtypeError, InsumError, InsumShapeError, raise_collected
 from insum_nn.facts import IndexFacts, NamedFacts
 from insum_nn.formats import BlockCOO, BlockFormat, BlockGroupCOO
-from insum_nn.ops.arguments import (
+from insum_nn.ops.arguments import require_format
+from insum_nn.ops.block_linear_columns import BlockColumns, columns_program
+from insum_nn.ops.statements import (
     layer_elsewhere,
     pad_axis,
     program,
-    require_format,
     run,
     span_of,
+    static_shape,
     to_autocast,
     under_autocast,
+    untraced,
 )
-from insum_nn.ops.block_linear_columns import BlockColumns, columns_program
-from insum_nn.ops.modes import static_shape, untraced
 
 __all__ = [
     "BLOCK_LINEAR",

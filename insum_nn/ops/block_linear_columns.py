@@ -21,7 +21,7 @@ from torch import Tensor
 from insum_nn.compiler.api import BoundProgram, Program, contract
 from insum_nn.compiler.options import Options
 from insum_nn.facts import IndexFacts, NamedFacts
-from insum_nn.ops.arguments import program
+from insum_nn.ops.statements import program
 
 __all__ = ["COLUMNS", "BlockColumns", "columns_program"]
 

@@ -10,7 +10,8 @@ from insum_nn.compiler.api import compile
 from insum_nn.compiler.options import DEFAULT, Options
 from insum_nn.errors import InsumFormatError, InsumNameError
 from insum_nn.formats import SparseFormat
-from insum_nn.ops.arguments import FORMATS, named_tensors, run
+from insum_nn.ops.arguments import FORMATS, named_tensors
+from insum_nn.ops.statements import run
 
 __all__ = ["contract", "register", "registered"]
 

@@ -10,7 +10,8 @@ from torch import Tensor
 from insum_nn.compiler.options import DEFAULT, Options
 from insum_nn.errors import InsumDeviceError, InsumDtypeError, InsumFormatError
 from insum_nn.formats import BlockFormat, SparseFormat
-from insum_nn.ops.arguments import Operand, check_mode, named_tensors, pad_axis, require_format, run, subscripts
+from insum_nn.ops.arguments import Operand, check_mode, named_tensors, require_format, subscripts
+from insum_nn.ops.statements import pad_axis, run
 
 __all__ = [
     "MULTIPLY",

@@ -20,10 +20,9 @@ from insum_nn.compiler.options import DEFAULT, Options
 from insum_nn.dtypes import wide_dtype
 from insum_nn.errors import InsumDeviceError, InsumDtypeError
 from insum_nn.facts import IndexFacts
-from insum_nn.ops.arguments import program, run, to_autocast, under_autocast
 from insum_nn.ops.graph_matrix import SYMMETRIC, GraphMatrix, Recipe, graph_matrix
 from insum_nn.ops.graph_product import CARRY, fixed_order, graph_compare, graph_product
-from insum_nn.ops.modes import untraced
+from insum_nn.ops.statements import program, run, to_autocast, under_autocast, untraced
 from insum_nn.structure.constants import plain_tensors
 from insum_nn.structure.gcn_norm import (
     by_degrees,

@@ -18,9 +18,9 @@ from torch import Tensor
 
 from insum_nn.compiler.api import contract
 from insum_nn.compiler.options import DEFAULT, Options
-from insum_nn.ops.arguments import program
 from insum_nn.ops.graph_matrix import GraphMatrix, Grouped
 from insum_nn.ops.spmm import SPMM
+from insum_nn.ops.statements import program
 
 __all__ = ["CARRY", "COMPARE", "fixed_order", "graph_compare", "graph_product"]
 

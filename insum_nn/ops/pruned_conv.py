@@ -10,8 +10,7 @@ from insum_nn.compiler.api import Program
 from insum_nn.compiler.options import DEFAULT, Options
 from insum_nn.errors import InsumDtypeError, InsumError, InsumShapeError, raise_collected
 from insum_nn.facts import IndexFacts, NamedFacts
-from insum_nn.ops.arguments import layer_elsewhere, program, run, under_autocast
-from insum_nn.ops.modes import static_shape
+from insum_nn.ops.statements import layer_elsewhere, program, run, static_shape, under_autocast
 
 __all__ = [
     "PRUNED_CONV2D_FACTS",

@@ -10,8 +10,9 @@ from torch import Tensor
 
 from insum_nn.compiler.options import DEFAULT, Options
 from insum_nn.formats import BlockFormat, SparseFormat
-from insum_nn.ops.arguments import Operand, matrix_layout, named_tensors, pad_axis, run
+from insum_nn.ops.arguments import Operand, matrix_layout, named_tensors
 from insum_nn.ops.custom import registered
+from insum_nn.ops.statements import pad_axis, run
 
 __all__ = ["SDDMM", "sddmm", "sddmm_expression"]
 

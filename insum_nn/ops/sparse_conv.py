@@ -8,8 +8,8 @@ from torch import Tensor
 from insum_nn.compiler.api import Program, by_table, takes_table
 from insum_nn.compiler.options import DEFAULT, Options
 from insum_nn.errors import InsumDeviceError, InsumDtypeError, InsumError, InsumShapeError, raise_collected
-from insum_nn.ops.arguments import layer_elsewhere, program, run, to_autocast, under_autocast
 from insum_nn.ops.sparse_conv_table import table_conv, table_entries, table_operands, table_statement
+from insum_nn.ops.statements import layer_elsewhere, program, run, to_autocast, under_autocast
 from insum_nn.structure.kernel_map import FACTS, KernelMap
 from insum_nn.structure.kernel_map.tables import TABLE_FACTS
 

@@ -33,7 +33,7 @@ from insum_nn.compiler.api import (
 )
 from insum_nn.compiler.options import Options
 from insum_nn.facts import IndexFacts
-from insum_nn.ops.arguments import program
+from insum_nn.ops.statements import program
 from insum_nn.structure.kernel_map import FACTS, KernelMap
 from insum_nn.structure.kernel_map.tables import LIST_FACTS, TABLE_FACTS
 

@@ -10,8 +10,8 @@ from torch import Tensor
 from insum_nn.compiler.options import DEFAULT, Options
 from insum_nn.errors import InsumShapeError
 from insum_nn.facts import IndexFacts
-from insum_nn.ops.arguments import run
 from insum_nn.ops.sparse_conv import check_features
+from insum_nn.ops.statements import run
 from insum_nn.structure.coordinates import Coordinates, unique_sites
 from insum_nn.structure.kernel_map import FACTS, KernelMap
 

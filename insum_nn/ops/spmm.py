@@ -12,8 +12,9 @@ from torch import Tensor
 from insum_nn.compiler.api import Program, is_plain_eager
 from insum_nn.compiler.options import DEFAULT, Options
 from insum_nn.formats import BlockFormat, SparseFormat
-from insum_nn.ops.arguments import Operand, is_vector, matrix_layout, named_tensors, pad_axis, program, run
+from insum_nn.ops.arguments import Operand, is_vector, matrix_layout, named_tensors
 from insum_nn.ops.custom import registered
+from insum_nn.ops.statements import pad_axis, program, run
 
 __all__ = ["SPMM", "spmm", "spmm_expression", "spmm_program"]
 

@@ -8,7 +8,7 @@ from torch import Tensor
 
 from insum_nn.dtypes import INDEX_DTYPES
 from insum_nn.errors import InsumDtypeError, InsumError, InsumShapeError, raise_collected
-from insum_nn.ops.arguments import other_device
+from insum_nn.ops.statements import other_device
 from insum_nn.ops.tensor_product_spec import ProductLayout
 
 __all__ = ["check_operands", "other_dtype"]

@@ -6,7 +6,8 @@ from torch import Tensor
 
 from insum_nn.compiler.options import DEFAULT, Options
 from insum_nn.formats import COO, ELL, GroupCOO, SparseFormat
-from insum_nn.ops.arguments import Operand, check_mode, named_tensors, require_format, run, subscripts
+from insum_nn.ops.arguments import Operand, check_mode, named_tensors, require_format, subscripts
+from insum_nn.ops.statements import run
 
 __all__ = ["TTM", "ttm", "ttm_expression"]
 

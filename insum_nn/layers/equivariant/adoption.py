@@ -18,7 +18,7 @@ from insum_nn.dtypes import FLOATS
 from insum_nn.errors import MissingExtraError
 from insum_nn.layers.equivariant.checks import InputError
 from insum_nn.ops.gradients import call_step, keep_inner, silu
-from insum_nn.ops.modes import in_a_graph
+from insum_nn.ops.statements import in_a_graph
 
 try:
     # e3nn has no types, so what comes from it is `Any`.

@@ -10,7 +10,7 @@ from torch import Tensor
 
 from insum_nn.dtypes import FLOATS
 from insum_nn.errors import InsumDtypeError, InsumError, InsumShapeError, raise_collected
-from insum_nn.ops.arguments import other_device, under_autocast
+from insum_nn.ops.statements import other_device, under_autocast
 from insum_nn.ops.tensor_product_checks import other_dtype
 
 __all__ = [

@@ -20,7 +20,7 @@ from insum_nn.layers.equivariant.checks import (
     variances,
 )
 from insum_nn.layers.equivariant.constants import add_constants, did_compile_right, drop_constants
-from insum_nn.ops.arguments import to_autocast
+from insum_nn.ops.statements import to_autocast
 from insum_nn.ops.tensor_product import (
     TensorProductSpec,
     checked_product,

@@ -15,7 +15,7 @@ from insum_nn.errors import InsumDtypeError, InsumError, raise_collected
 from insum_nn.layers.equivariant.adoption import HasOptions
 from insum_nn.layers.equivariant.checks import InputError, check_same, fits_plainly
 from insum_nn.layers.equivariant.tensor_product import TensorProduct
-from insum_nn.ops.arguments import other_device, to_autocast
+from insum_nn.ops.statements import other_device, to_autocast
 from insum_nn.ops.tensor_product import TensorProductSpec, checked_product, explain_tensor_product, expressions
 
 __all__ = ["TensorProductConv"]

@@ -15,7 +15,7 @@ from insum_nn.compiler.options import DEFAULT, Options
 from insum_nn.errors import InsumDtypeError, InsumShapeError
 from insum_nn.facts import IndexFacts
 from insum_nn.layers.voxel.conv_base import Activation, apply_activation
-from insum_nn.ops.arguments import run
+from insum_nn.ops.statements import run
 
 __all__ = [
     "implicit_gemm",
