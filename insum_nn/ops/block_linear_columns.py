@@ -43,6 +43,7 @@ _TRANSPOSED = "T[c,n] += X[n,c]"
 _FACTS = NamedFacts(Row=IndexFacts(sorted=True, masked=False, proven=True), Col=IndexFacts(masked=False, proven=True))
 
 
+@lru_cache(maxsize=64)
 def columns_program(role: str, options: Options) -> Program:
     """Return the program of a role."""
     return program(COLUMNS[role], _FACTS, options)
@@ -66,10 +67,7 @@ class BlockColumns:
     grid: tuple[int, int]
     options: Options
 
-    @property
-    def operands(self) -> Mapping[str, tuple[str, ...]]:
-        """What each sum reads."""
-        return _OPERANDS
+    operands = _OPERANDS
 
     @property
     def index(self) -> dict[str, Tensor]:
@@ -92,7 +90,7 @@ class BlockColumns:
         key = (a.shape, b.shape, a.dtype, a.device, start is None)
         arranged, shape = self._arranged(wanted, a, b, made)
         start = None if start is None else start.view(shape[1:])
-        product = columns_program(wanted, self.options).given(self.index)
+        product = columns_program(wanted, self.options).given({"Row": self.row, "Col": self.col})
         result = product(*arranged, out_shape=shape, start=start, key=key)
         return result if wanted == "W" else result.flatten(1)
 
