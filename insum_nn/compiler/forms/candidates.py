@@ -6,7 +6,7 @@ import math
 from collections.abc import Iterator, Mapping
 from dataclasses import replace
 
-from insum_nn.compiler.forms.defaults import default_schedule, tiles_at_most
+from insum_nn.compiler.forms.defaults import default_schedule, is_swapped, tiles_at_most
 from insum_nn.compiler.forms.form import Form
 from insum_nn.compiler.forms.placement import MANY_TERMS, place_indices
 from insum_nn.compiler.passes.tile import Tiling
@@ -141,20 +141,14 @@ def _varied_products(form: Form, base: Schedule) -> Iterator[Schedule]:
     for m, n in shapes:
         if m > most["m"] or n > max(most["n"], 64):
             continue
-        swaps = (False,) if n <= m or n < 64 else (True,) if m < 64 else (False, True)
         for k in sorted({32, 64} if most["k"] >= 64 else {most["k"], 32}):
-            for swap in swaps:
-                for warps, stages in ((4, 2), (4, 3), (8, 3)):
-                    if warps == 8 and m * n < 64 * 128:
-                        continue
-                    yield replace(base, m=m, n=n, k=k, swap=swap, warps=warps, stages=stages)
+            for warps, stages in ((4, 2), (4, 3), (8, 3)):
+                if warps == 8 and m * n < 64 * 128:
+                    continue
+                yield replace(base, m=m, n=n, k=k, swap=is_swapped(form, m, n), warps=warps, stages=stages)
     if form.row_index is not None:
         for chunk in {max(1, base.chunk // 2), base.chunk * 2}:
             yield replace(base, chunk=chunk)
-
-
-# Accumulators of one program at most, of 16 x 16 or 16 x 32 sums each.
-_HELD_AT_ONCE = 24
 
 
 def _varied_unrolled_products(form: Form, base: Schedule, most: Mapping[str, int]) -> Iterator[Schedule]:
@@ -171,9 +165,6 @@ def _varied_unrolled_products(form: Form, base: Schedule, most: Mapping[str, int
             yield replace(base, n=64, k=32, warps=2)
             yield replace(four, n=64, k=32)
             yield replace(four, m=64, n=64, k=64)
-            # The columns as the long side of the matrix unit.
-            few = 1 if accumulators <= _HELD_AT_ONCE else accumulators // 6
-            yield replace(base, n=64, k=32, swap=True, groups=few, warps=4, stages=2)
         yield replace(base, m=32, k=32, warps=2)
     for groups in (max(1, accumulators // 6), accumulators):
         yield replace(base, groups=groups)

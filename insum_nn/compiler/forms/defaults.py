@@ -10,7 +10,7 @@ from insum_nn.compiler.forms.placement import MANY_TERMS, element_axes
 from insum_nn.compiler.schedule.space import Schedule, power
 from insum_nn.dtypes import is_widened
 
-__all__ = ["default_schedule", "tiles_at_most"]
+__all__ = ["default_schedule", "is_swapped", "tiles_at_most"]
 
 
 def default_schedule(form: Form) -> Schedule:
@@ -154,14 +154,21 @@ def _default_product(form: Form, product: Product) -> Schedule:
     if form.bound.dtype.itemsize == 4:
         m, n = min(m, 64), min(n, 64)
     k = max(16, min(32 if form.bound.dtype.itemsize == 4 else 64, power(size["k"])))
-    # A Hopper's matrix unit takes 64 rows at least; of float32 the other order was faster at every size.
-    swap = m < 64 <= n and form.bound.dtype.itemsize == 2
+    swap = is_swapped(form, m, n)
     # A third stage takes shared memory from other programs, which short rows do not earn back: an H200 took 0.80 to
     # 0.92 times as long for convolutions of 32 to 256 channels, and 1.1 to 1.7 times for rows of thirteen blocks.
     short = form.row_index is not None and size["k"] <= _SHORT * k
     stages = 2 if short or swap or form.bound.dtype.itemsize != 2 else 3
     splits, chunk = _splits(form, m, n), _chunk(form, m * n)
     return Schedule(m=m, n=n, k=k, dot=True, swap=swap, splits=splits, chunk=chunk, warps=4, stages=stages)
+
+
+def is_swapped(form: Form, m: int, n: int) -> bool:
+    """Whether the matrix unit gets a product of m rows and n columns transposed, for a Hopper's takes 64 rows at least.
+
+    Of float32, and of 64 rows, the other order was faster at every size.
+    """
+    return m < 64 <= n and form.bound.dtype.itemsize == 2
 
 
 # Steps of the products of a row up to which two stages are faster than three.
