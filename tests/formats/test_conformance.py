@@ -137,6 +137,18 @@ def test_copies(entry: Entry, clone):
 
 
 @formats
+@pytest.mark.parametrize("clone", [copy.copy, copy.deepcopy], ids=["copy", "deepcopy"])
+def test_tensors_of_a_copy_are_its_own(entry: Entry, clone):
+    """In inference mode too, where a copy makes new index tensors, whose writes torch counts."""
+    matrix = entry.from_dense(sparse_dense((5, 7)))
+    with torch.inference_mode():
+        matrix = matrix.to(torch.float64)
+        assert matrix.tensors
+        other = clone(matrix)
+    assert all(other.tensors[part.name] is part.tensor for part in other.index_parts)
+
+
+@formats
 @matrices
 def test_entries_are_what_is_stored(entry: Entry, shape):
     dense = sparse_dense(shape)
