@@ -73,7 +73,7 @@ def sparse_max_pool(features: Tensor, kernel_map: KernelMap, *, options: Options
 
 
 def sparse_avg_pool(features: Tensor, kernel_map: KernelMap, *, options: Options = DEFAULT) -> Tensor:
-    """Return the mean feature of the active voxels under the kernel; voxels that are not there do not count.
+    """Return the mean feature of the active voxels under the kernel; inactive voxels do not count.
 
         Out[OutIdx[g,q],c] += Inv[OutIdx[g,q]] * In[InIdx[g,q],c]
 

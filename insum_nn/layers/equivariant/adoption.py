@@ -1,6 +1,6 @@
-"""What the layers that subclass e3nn's share with the models that are built of them.
+"""Shared by the layers that subclass e3nn's and by the models that are built of them.
 
-That is e3nn itself, how to become one of its modules and to run its code, and what gradients take from the compiler.
+The imports of e3nn, conversion from its modules and calls of its code, and the compiler's functions for gradients.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""What is wrong with the inputs of a tensor product, said before any kernel runs."""
+"""Checks of a tensor product's inputs, before any kernel runs."""
 
 from __future__ import annotations
 
@@ -57,7 +57,7 @@ def variances(name: str, given: Sequence[float] | Tensor | None, count: int) -> 
 
 
 def check_last(name: str, tensor: Tensor, expected: int, irreps: object, faults: list[InsumError]) -> None:
-    """Note a tensor whose last dimension is not that of its representation."""
+    """Record an error for a tensor whose last dimension is not that of its representation."""
     if tensor.dim() == 0 or tensor.shape[-1] != expected:
         faults.append(
             InputError(
@@ -71,7 +71,7 @@ def check_last(name: str, tensor: Tensor, expected: int, irreps: object, faults:
 
 
 def check_same(tensors: dict[str, Tensor], faults: list[InsumError]) -> None:
-    """Note dtypes and devices that differ from those of the first tensor, or are of no use."""
+    """Record errors for dtypes and devices that differ from the first tensor's, or are not supported."""
     (first, anchor), *rest = tensors.items()
     if anchor.dtype not in FLOATS:
         faults.append(
@@ -126,7 +126,7 @@ def check_inputs(module: Any, x: Tensor, y: Tensor, weight: Tensor) -> None:
     check_last("y", y, module._in2_dim, module.irreps_in2, faults)
     check_same({"x": x, "y": y} | ({"weight": weight} if weight.numel() else {}), faults)
     shapes = [x.shape[:-1], y.shape[:-1]] + ([] if module.shared_weights else [weight.shape[:-1]])
-    # While tracing, looking at extents would fix them; torch refuses what does not broadcast.
+    # While tracing, reading extents would fix them; torch raises for shapes that do not broadcast.
     free = torch.compiler.is_compiling() or any(isinstance(extent, torch.SymInt) for s in shapes for extent in s)
     if not faults and not free and not _broadcast(shapes):
         names = "x, y" if module.shared_weights else "x, y and weight"

@@ -1,7 +1,7 @@
 """The constants in the state dict of e3nn's tensor products, so that checkpoints go both ways.
 
-e3nn keeps a dense block of coefficients for each triple of degrees that its generated code reads. They are constants
-of nature, which the static tables replace; they are written into a state dict and ignored when one is read.
+e3nn keeps a dense block of coefficients for each triple of degrees that its generated code reads. The static tables
+replace these constants; they are written into a state dict and ignored when one is read.
 """
 
 from __future__ import annotations
@@ -22,19 +22,19 @@ def did_compile_right(module: Any) -> bool:
     known: bool | None = getattr(module, "_did_compile_right", None)
     if known is not None:
         return known
-    # e3nn 0.4 does not say. Where its code for `right` has no constants, there are none to be written either.
+    # e3nn 0.4 has no such attribute. Without constants in its code for `right` there are none to write.
     code = getattr(module, _RIGHT.rstrip("."), None)
     return code is not None and any(True for _ in code.buffers())
 
 
 def drop_constants(state: dict[str, Any], prefix: str) -> None:
-    """Take e3nn's constants out of a state dict."""
+    """Remove e3nn's constants from a state dict."""
     for key in [k for k in state if k.startswith((prefix + _LEFT_RIGHT, prefix + _RIGHT))]:
         del state[key]
 
 
 def add_constants(module: Any, state: dict[str, Any], prefix: str) -> None:
-    """Put the constants that e3nn would keep into a state dict."""
+    """Add the constants that e3nn would keep to a state dict."""
     from e3nn.o3 import wigner_3j
 
     mask = module.output_mask

@@ -15,14 +15,14 @@ from insum_nn.layers.equivariant.tensor_product import TensorProduct
 __all__ = ["Gate"]
 
 Irreps = Any
-# What the columns of the input are, in the order of `irreps_outs`.
+# Kinds of the input's columns, in the order of `irreps_outs`.
 _SCALARS, _GATES, _GATED = range(3)
 
 
 class Gate(e3nn_nn.Gate):
     """Apply activations to scalars, and multiply the rest by activated scalars: `e3nn.nn.Gate`.
 
-    The input is split where its columns stand, and each activation is called once for neighbouring columns, so no
+    The input is split into ranges of columns, and each activation is called once for neighbouring columns, so no
     part of the input is copied, forward or backward. The product is a `TensorProduct` of this package. While torch
     traces a call, and under autocast, e3nn's own code runs around it.
 
@@ -131,7 +131,7 @@ def _together(parts: list[Tensor]) -> Tensor:
     return parts[0] if len(parts) == 1 else torch.cat(parts, -1)
 
 
-# An activation, or none, and the pieces that it is applied to: what they are, their first place there, their width.
+# An activation, or none, and the pieces that it is applied to: kind, first column of that kind, width.
 _Run = tuple[Any, list[tuple[int, int, int]]]
 
 

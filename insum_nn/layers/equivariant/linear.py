@@ -69,9 +69,9 @@ class Linear(o3.Linear, HasOptions):
         check_choice("layout_in", layout_in, LAYOUTS)
         check_choice("layout_out", layout_out, LAYOUTS)
         self.layout_in, self.layout_out = layout_in, layout_out
-        # What `Y` repeats.
+        # `Y` is this, expanded.
         self.register_buffer("_one", self.output_mask.new_ones(1, 1), persistent=False)
-        # Columns in e3nn's order, and of its output in another.
+        # The columns' order, for e3nn's code where layouts differ.
         self._turns_in, self._turns_out = layout_in != "mul_ir", layout_out != "mul_ir"
         into = _columns(self.irreps_in) if self._turns_in else _columns(())
         out = _columns(self.irreps_out).argsort() if self._turns_out else _columns(())
@@ -116,7 +116,7 @@ class Linear(o3.Linear, HasOptions):
         whole, out = entries_of(self.irreps_in), entries_of(self.irreps_out)
         used = [i for i in self.instructions if i.i_in >= 0 and 0 not in i.path_shape]
         part = math.gcd(*(whole[i.i_in].mul for i in used))
-        # Where copies are innermost, those of a part are apart.
+        # With copies innermost, a part's columns are not contiguous.
         divides = part >= LONG_SUM and self.layout_in == "mul_ir"
         entries: list[Entry] = []
         parts: list[range] = []
@@ -126,7 +126,7 @@ class Linear(o3.Linear, HasOptions):
             entries += [entry._replace(mul=entry.mul // max(1, count))] * count
         paths: list[Path] = []
         for row in used:
-            # A path's coefficients are those of the product with a scalar, whose squares add up to 1.
+            # The squares of a path's coefficients, those of a product with a scalar, add up to 1.
             factor = float(row.path_weight) * math.sqrt(whole[row.i_in].size)
             for at in parts[row.i_in]:
                 shape = (entries[at].mul, 1, out[row.i_out].mul)

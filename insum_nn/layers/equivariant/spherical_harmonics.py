@@ -59,7 +59,7 @@ class SphericalHarmonics(o3.SphericalHarmonics, HasOptions):
         self.options = options
 
     def _write_statements(self) -> None:
-        # Values of the zonal harmonic at the pole, on which all others vanish.
+        # Values of the zonal harmonics at the pole, where all other harmonics are zero.
         self._poles = [self._pole(degree) for degree in range(self._lmax + 1)]
         self._texts: list[str] = [spec.to_json() for spec in self._specs()]
 

@@ -192,7 +192,7 @@ class TensorProduct(o3.TensorProduct, HasOptions):
         self._text: str = self.spec.to_json()
         self._text_shared: str = self.spec.with_shared(True).to_json()
         for path in self._paths():
-            # Computed now and remembered: a first call may come in the midst of anything.
+            # Computed now and kept: the first call may be inside of a trace or transform.
             nonzeros(
                 self.irreps_in1[path.i_in1].ir.l, self.irreps_in2[path.i_in2].ir.l, self.irreps_out[path.i_out].ir.l
             )

@@ -31,7 +31,7 @@ class PrunedWeight(nn.Module):
     Attributes:
         weight: (p, ..) stored cells in ascending order of their place.
         position: (p,) int64, the place of each cell in the flattened grid.
-        dense_shape: extents of the dense weight, kept in the state so that no other layer's is taken for one's own.
+        dense_shape: extents of the dense weight, kept in the state so that a state of another shape is refused.
         group_size: cells of a row that one group holds, or `"auto"`.
         options: compile options.
     """
@@ -46,7 +46,7 @@ class PrunedWeight(nn.Module):
         self.options = require_options(options)
         self._index_names: tuple[str, ...] = ()
 
-    # What a layer defines.
+    # Defined by subclasses.
 
     @property
     def grid_shape(self) -> tuple[int, ...]:
@@ -203,7 +203,7 @@ class PrunedWeight(nn.Module):
         unexpected_keys: list[str],
         error_msgs: list[str],
     ) -> None:
-        """Take over weight and places; an error of the state leaves the layer as it was."""
+        """Load weight and places; a faulty state leaves the layer unchanged."""
         keys = [prefix + key for key in ("weight", "position", "dense_shape")]
         given = all(isinstance(state_dict.get(key), Tensor) for key in keys)
         dense = state_dict.get(keys[0])

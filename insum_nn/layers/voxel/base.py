@@ -1,4 +1,4 @@
-"""What layers over sparse grids share: their base class, arguments for each axis, and maps under an `indice_key`."""
+"""Shared by layers over sparse grids: base classes, arguments for each axis, and maps stored under an `indice_key`."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ __all__ = [
     "stored_map",
 ]
 
-# What layers that share a map agree in, of their constructors' arguments.
+# Arguments of the constructor in which layers that share a map must agree.
 _ARGUMENTS = ("kernel_size", "stride", "padding", "dilation")
 
 IntOrInts = int | Sequence[int]
@@ -171,7 +171,7 @@ def map_of(owner: str, key: str | None, x: SparseConvTensor, geometry: Geometry,
 def map_differences(
     known: KernelMap, x: SparseConvTensor, geometry: Geometry, sites: Coordinates, arguments: Iterable[str]
 ) -> list[str]:
-    """Say what of a stored map does not fit a layer's `arguments` and its input, whose voxels should be `sites`."""
+    """List how a stored map differs from a layer's `arguments` and input, whose voxels should be `sites`."""
     x.check_rows()
     check_untraced()
     indices, shape = sites.indices, sites.spatial_shape

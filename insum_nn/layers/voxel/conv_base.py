@@ -1,4 +1,4 @@
-"""What a sparse convolution is without its parameters: arguments, geometry, kernel maps, and the call."""
+"""A sparse convolution without its parameters: arguments, geometry, kernel maps, and the call."""
 
 from __future__ import annotations
 
@@ -49,7 +49,7 @@ def apply_activation(x: Tensor, act_type: object, act_alpha: float = 0.0) -> Ten
     >>> apply_activation(torch.tensor([-2.0, 3.0]), Activation.LeakyReLU, 0.5).tolist()
     [-1.0, 3.0]
     """
-    # Of most layers, whose calls are short.
+    # The usual case, in which calls are short.
     if act_type is Activation.None_:
         return x
     name = activation_name(act_type)
@@ -216,7 +216,7 @@ class SparseConvolutionBase:
                 fix="give the SparseConv or pooling layer to be inverted this indice_key.",
                 indice_key=self.indice_key,
             )
-        # Stride, padding and dilation are the other layer's.
+        # Stride, padding and dilation come from the other layer.
         wrong = map_differences(known, input, self.geometry, known.outputs, ("kernel_size",))
         if known.geometry.kind == "subm":
             wrong.insert(0, "kind: stored subm, which has nothing to invert")
@@ -279,7 +279,7 @@ class SparseConvolutionBase:
                 f"{type(self).__name__}: int8 convolutions are not supported",
                 fix="convert the layer back to floating-point numbers.",
             )
-        # A trace holds no maps, and a kernel of one cell needs none.
+        # A trace cannot hold maps, and a kernel of one cell needs none.
         stores = self.indice_key is not None and not self.subm and not torch.jit.is_tracing()
         kernel_map = None if self.conv1x1 and not stores else self.kernel_map(input)
         used = None if self.conv1x1 else kernel_map

@@ -49,7 +49,7 @@ __all__ = [
 
 
 class _SparsePool(StatementModule):
-    """What pools share: the kernel's movement and its map.
+    """Base of pools: the kernel's geometry and its map.
 
     Attributes:
         geometry: how the kernel moves.
@@ -74,7 +74,7 @@ class _SparsePool(StatementModule):
         *,
         options: Options = DEFAULT,
     ) -> None:
-        """Store the kernel's movement.
+        """Store the kernel's geometry.
 
         Args:
             ndim: spatial dimensions.
@@ -144,7 +144,7 @@ class SparseMaxPool(_SparsePool):
 
         Out[OutIdx[g,q],c] max= In[InIdx[g,q],c]
 
-    Voxels that are not there take no part: with `at_least=None` the largest of negative features is negative. spconv
+    Inactive voxels do not take part: with `at_least=None` the largest of negative features is negative. spconv
     gives 0 there, full window or not. Features that tie share the gradient; spconv gives each of them all of it.
 
     Attributes:
@@ -171,7 +171,7 @@ class SparseMaxPool(_SparsePool):
 
 
 class SparseAvgPool(_SparsePool):
-    """The mean feature of the active voxels under the kernel; voxels that are not there do not count.
+    """The mean feature of the active voxels under the kernel; inactive voxels do not count.
 
     Out[OutIdx[g,q],c] += Inv[OutIdx[g,q]] * In[InIdx[g,q],c]
     """
@@ -263,7 +263,7 @@ class SparseAvgPool4d(_SizedPool, SparseAvgPool):
 
 
 class _SparseGlobalPool(StatementModule):
-    """What pools over whole clouds share."""
+    """Base of pools over whole clouds."""
 
     def __init__(self, name: str | None = None, *, options: Options = DEFAULT) -> None:
         super().__init__(name=name)

@@ -50,15 +50,15 @@ def on_features(module: nn.Module, x: SparseConvTensor) -> SparseConvTensor:
 
 
 def _normalised(module: _BatchNorm, features: Tensor, run: Callable[[Tensor], Tensor]) -> Tensor:
-    """`run(features)`, or what stands for it where torch cannot.
+    """Return `run(features)`, or its equivalent where torch raises.
 
-    Torch raises where there is no voxel to take statistics of, and a cloud may be empty. And it asks how many there
-    are, which may not be known while tracing.
+    Torch raises for an empty cloud, which has no statistics, and reads the number of voxels, which may be unknown while
+    tracing.
     """
     takes_statistics = module.training or module.running_mean is None
     if not torch.compiler.is_compiling():
         alone = not (isinstance(module, nn.SyncBatchNorm) and torch.distributed.is_initialized())
-        # Other processes wait for this one's statistics, however many voxels it has.
+        # With several processes, the others wait for this one's statistics even if it has no voxels.
         if not takes_statistics or not alone or features.shape[0] > 0:
             return run(features)
         # The parameters stay in the graph: DistributedDataParallel waits for the gradient of each.
@@ -159,7 +159,7 @@ class RemoveGrid(SparseModule):
 
 
 class RemoveDuplicate(SparseModule):
-    """Keep the first row of each voxel; kernel maps are dropped where a row is."""
+    """Keep the first row of each voxel; kernel maps are dropped if a row is."""
 
     def forward(self, x: SparseConvTensor) -> SparseConvTensor:
         """Drop rows that repeat a voxel."""
@@ -227,7 +227,7 @@ def _aligned(tensors: Sequence[SparseConvTensor], owner: str) -> SparseConvTenso
 
 
 class _Table(SparseModule):
-    """What modules over several tensors share: they keep the grid."""
+    """Base of modules over several tensors, which keep the grid."""
 
     def input_spatial_size(self, out_size: Sequence[int]) -> Sequence[int]:
         """Return the input's spatial size, which is the output's."""

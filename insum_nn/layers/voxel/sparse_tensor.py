@@ -79,7 +79,7 @@ class SparseConvTensor:
         self.benchmark = benchmark
         self.benchmark_record: dict[str, Any] = {}
         self.force_algo = force_algo
-        # Shared by all tensors made from this one by new features; filled at first use.
+        # Shared by all tensors that `replace_feature` makes of this one; filled at first use.
         self._proven: dict[str, Coordinates] = {}
 
     def __repr__(self) -> str:
@@ -172,7 +172,7 @@ class SparseConvTensor:
 
     def _keep_sites(self, sites: Coordinates) -> Coordinates:
         if "sites" in self._proven:
-            # Other tensors go on with the voxels that this one no longer has.
+            # Other tensors keep the voxels that this one no longer has.
             self._proven = {}
         self._proven["sites"] = sites
         return sites
@@ -208,7 +208,7 @@ class SparseConvTensor:
         """
         if not torch.compiler.is_compiling() and type(self) is SparseConvTensor:
             _check_features(feature)
-            # All members at once; what of them can be written to is copied.
+            # All members at once; mutable ones are copied.
             result = object.__new__(SparseConvTensor)
             result.__dict__.update(self.__dict__, _features=feature, spatial_shape=[*self.spatial_shape])
             return result
