@@ -56,10 +56,10 @@ def own_folder(name: str) -> Path | None:
 
 def write_file(path: Path, text: str) -> None:
     """Write a file of such a folder: whole or not at all, as several processes may do so at once, or none can."""
-    beside = path.with_name(f"{path.name}.{uuid4().hex}")
+    temporary = path.with_name(f"{path.name}.{uuid4().hex}")
     with suppress(OSError):
-        beside.write_text(text, encoding="utf-8")
-        beside.replace(path)
+        temporary.write_text(text, encoding="utf-8")
+        temporary.replace(path)
 
 
 def _shared(found: os.stat_result) -> str:

@@ -52,9 +52,9 @@ _FORMAT = 8
 Key = Mapping[str, Any]
 
 UNREADABLE = (ArithmeticError, AttributeError, LookupError, TypeError, ValueError, RecursionError)
-"""What reading a value ends with that is not what was written."""
+"""Exceptions that reading a damaged value raises."""
 
-# Entries are shallow; deeper ones were not written here, and what walks through them may end.
+# Entries are shallow; deeper ones were not written here, and walking through them may exceed the stack.
 _DEPTH = 32
 
 
@@ -80,7 +80,7 @@ class Entry:
         return dict(self.versions) == versions()
 
     def origin(self) -> str:
-        """Return the words that say where it comes from."""
+        """Return a text that says where it comes from."""
         if self.current:
             return f"stored in {self.source}"
         known = ", ".join(f"{name} {number}" for name, number in self.versions.items())
@@ -182,7 +182,7 @@ def _split(key: Key) -> tuple[dict[str, Any], list[int], object]:
 
 
 def _all() -> Iterator[Entry]:
-    """Yield every entry; files of the cache folder are read once."""
+    """Yield every entry; each file of the cache folder is read once."""
     for path in _files():
         with _lock:
             if path not in _seen:
@@ -321,7 +321,7 @@ def _to_json(entry: Entry) -> dict[str, Any]:
 
 
 def _read(path: Path) -> Iterator[Entry]:
-    """Yield the entries of a file; what is none gives a warning."""
+    """Yield the entries of a file; a file of other content gives a warning."""
     try:
         data = json.loads(path.read_text(encoding="utf-8"))
         found = data["entries"] if "entries" in data else [data]
@@ -392,6 +392,6 @@ def _take(file: IO[str] | None) -> bool:
     except BlockingIOError:
         return False
     except OSError:
-        # A file system without locks: everyone measures.
+        # A file system without locks: every process measures.
         return True
     return True

@@ -24,7 +24,7 @@ Labels = frozenset[str]
 
 @dataclass(frozen=True, slots=True)
 class Machine:
-    """What is dear on a machine.
+    """What operations cost on a machine.
 
     Attributes:
         per_byte: multiplications that take as long as moving a byte, in a product of matrices.

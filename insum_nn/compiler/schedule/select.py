@@ -48,7 +48,7 @@ class Question(Generic[T]):
     Attributes:
         key: of the measurement in the database.
         rule: selects without any measurement.
-        decode: reads a stored value, with the words that say where it is from. It raises one of
+        decode: reads a stored value, with a text that says where it is from. It raises one of
             `database.UNREADABLE` where the value makes no sense.
         runs: whether what was measured with other versions of torch and Triton runs here.
         measure: measures the candidates.

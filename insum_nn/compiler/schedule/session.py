@@ -1,7 +1,7 @@
 """What `insum_nn.tune` keeps of a step: the questions that its kernels asked, and which of them are measured next.
 
 A first run of the step notes each question and answers it without measuring. Later runs measure the questions that were
-let through, on the tensors of that run, so that no tensor is held meanwhile.
+let through, on the tensors of that run, so that no tensor is kept between runs.
 """
 
 from __future__ import annotations

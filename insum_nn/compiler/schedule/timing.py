@@ -12,7 +12,7 @@ from torch import Tensor
 
 __all__ = ["device_time", "time_whole", "why_not"]
 
-# What two threads measure at once on one device would count in both times.
+# Two threads that measure on one device at once would count each other's work.
 _measuring = threading.RLock()
 # Microseconds of work in front of what is measured: at least, and at most.
 _LEAST_AHEAD, _MOST_AHEAD = 200.0, 40_000.0
@@ -66,7 +66,7 @@ _BETWEEN = 20.0
 
 
 def _filler() -> Tensor | None:
-    """What fills the cache of the device when it is written; `None` where there is no room for it."""
+    """A tensor that fills the cache of the device when it is written; `None` where there is no room for it."""
     size = torch.cuda.get_device_properties(torch.cuda.current_device()).L2_cache_size
     try:
         return torch.empty(2 * size, dtype=torch.int8, device="cuda")
@@ -101,6 +101,6 @@ def time_whole(run: Callable[[], object], repeat: int = _RUNS) -> float:
         run()
         times.append(1e6 * (time.perf_counter() - begin))
         torch.cuda.synchronize()
-    # The least: what keeps a host from its work is no property of the program.
+    # The least: other work of the host is no property of the program.
     host = min(times)
     return max(host, device_time(run, repeat, host=host))

@@ -55,19 +55,19 @@ class _Entry:
     def of(number: Number, cells: Cells) -> _Entry:
         first = cells.first
         steps = {b - a for a, b in itertools.pairwise(first)} or {1}
-        apart = min(steps)
+        spacing = min(steps)
         columns = None
         if len(steps) > 1:
             copies = torch.arange(cells.copies, device="cpu")
             columns = (torch.tensor(first, device="cpu")[:, None] + cells.step * copies).reshape(-1)
-        return _Entry(number, (len(first), cells.copies), (apart, cells.step), first[0], columns)
+        return _Entry(number, (len(first), cells.copies), (spacing, cells.step), first[0], columns)
 
     def view(self, flat: Tensor) -> Tensor:
         """The cells of rows: (rows, components, copies); evenly spaced."""
         row, cell = flat.stride()
         count, copies = self.shape
-        apart, step = self.steps
-        strides = (row, apart * cell, step * cell)
+        spacing, step = self.steps
+        strides = (row, spacing * cell, step * cell)
         return flat.as_strided((flat.shape[0], count, copies), strides, flat.storage_offset() + self.start * cell)
 
     def read(self, flat: Tensor) -> Tensor:
@@ -295,31 +295,31 @@ class PathProducts:
             chosen = kept.narrow(0, start, own)
             return indices[rows].index_select(0, chosen) if rows else chosen
 
-        # What is added up at rows, before it is.
-        aside = {
+        # Results of a range of samples that are then added to selected rows.
+        sums = {
             number: some.new_zeros(size, self.rows[number][1], dtype=wide)
             for number, rows in self.selects.items()
             if rows or (rows is not None and kept is not None)
         }
         for start in range(0, count, max(1, size)):
             own = min(size, count - start)
-            given: list[Tensor] = []
+            operands: list[Tensor] = []
             for number, tensor in enumerate(flat):
                 rows = self.gathered[number]
                 if rows is None:
-                    given.append(tensor)
+                    operands.append(tensor)
                 elif rows or kept is not None:
-                    given.append(tensor.index_select(0, places(rows, start, own)))
+                    operands.append(tensor.index_select(0, places(rows, start, own)))
                 else:
-                    given.append(tensor.narrow(0, start, own))
+                    operands.append(tensor.narrow(0, start, own))
             made = [
-                aside[n].narrow(0, 0, own) if n in aside else t if self.selects[n] is None else t.narrow(0, start, own)
+                sums[n].narrow(0, 0, own) if n in sums else t if self.selects[n] is None else t.narrow(0, start, own)
                 for n, t in enumerate(found)
             ]
-            for number in aside.keys() & self.added:
-                aside[number].zero_()
-            _Range(self, own, [tensor.to(wide) for tensor in given], made).run()
-            for number, part in aside.items():
+            for number in sums.keys() & self.added:
+                sums[number].zero_()
+            _Range(self, own, [tensor.to(wide) for tensor in operands], made).run()
+            for number, part in sums.items():
                 rows = self.selects[number] or ""
                 found[number].index_add_(0, places(rows, start, own), part.narrow(0, 0, own))
         return found
@@ -349,8 +349,8 @@ def _overlap(outputs: Sequence[Output], number: Number) -> bool:
 class _Range:
     """The products of some samples."""
 
-    def __init__(self, whole: PathProducts, rows: int, given: Sequence[Tensor], found: Sequence[Tensor]) -> None:
-        self.whole, self.rows, self.given, self.found = whole, rows, given, found
+    def __init__(self, whole: PathProducts, rows: int, operands: Sequence[Tensor], found: Sequence[Tensor]) -> None:
+        self.whole, self.rows, self.operands, self.found = whole, rows, operands, found
         # Entries of operands and of outputs, copies fastest; made when they are first read, or added to.
         self.entries: list[Tensor | None] = [None] * len(whole.entries)
         self.sums: list[Tensor | None] = [None] * len(whole.sums)
@@ -358,7 +358,7 @@ class _Range:
     def run(self) -> None:
         """Add what the samples make to the outputs."""
         whole, found = self.whole, self.found
-        matrices = {n: self.given[n] @ table.of(self.given[n].dtype) for n, table in whole.tables.items()}
+        matrices = {n: self.operands[n] @ table.of(self.operands[n].dtype) for n, table in whole.tables.items()}
         slopes = {n: found[n].new_empty(self.rows, table.count) for n, table in whole.slopes.items()}
         for step in whole.steps:
             size = step.shape[0] * step.shape[1]
@@ -389,7 +389,7 @@ class _Range:
         found = self.entries[number]
         if found is None:
             own = self.whole.entries[number]
-            found = self.entries[number] = own.read(self.given[own.number])
+            found = self.entries[number] = own.read(self.operands[own.number])
         return found
 
     def add_weighted(self, step: _Step, turned: Tensor) -> None:
@@ -398,7 +398,7 @@ class _Range:
         if step.weight is None:
             self.sums[step.right_sum] = turned if into is None else into.add_(turned)
             return
-        weights = step.weight.view(self.given[step.weight.number])
+        weights = step.weight.view(self.operands[step.weight.number])
         if not step.mixes:
             weights = weights.unsqueeze(-2)
             self.sums[step.right_sum] = turned * weights if into is None else into.addcmul_(turned, weights)
@@ -414,7 +414,7 @@ class _Range:
         slope = self.entry(step.right)
         if step.weight is None:
             return slope
-        weights = step.weight.view(self.given[step.weight.number])
+        weights = step.weight.view(self.operands[step.weight.number])
         return slope @ weights.mT if step.mixes else slope * weights.unsqueeze(-2)
 
     def slope(self, step: _Step, size: int, back: Tensor) -> Tensor:
