@@ -84,6 +84,15 @@ class TensorCache(Generic[Built]):
                 if any(ref() is tensor for ref in refs):
                     self._known.pop(key, None)
 
+    def of(self, tensor: Tensor, key: Hashable = None) -> Built | None:
+        """What was built of one tensor, if it is kept; `find` in the time of a call that does nothing else."""
+        try:
+            found = self._known.get((key, id(tensor), tensor._version))
+        except RuntimeError:
+            # An inference tensor has no version.
+            return None
+        return found[1] if found is not None and found[0][0]() is tensor else None
+
     def find(self, tensors: Sequence[Tensor], key: Hashable = None) -> Built | None:
         """What was built of these tensors, if it is kept."""
         found = self._known.get(_identity(tensors, key))

@@ -9,7 +9,7 @@ from insum_nn.compiler.api import Program, by_table, takes_table
 from insum_nn.compiler.options import DEFAULT, Options
 from insum_nn.errors import InsumDeviceError, InsumDtypeError, InsumError, InsumShapeError, raise_collected
 from insum_nn.ops.sparse_conv_table import table_conv, table_entries, table_operands, table_statement
-from insum_nn.ops.statements import layer_elsewhere, program, run, to_autocast, under_autocast
+from insum_nn.ops.statements import layer_elsewhere, program, run, to_autocast
 from insum_nn.structure.kernel_map import FACTS, KernelMap
 from insum_nn.structure.kernel_map.tables import TABLE_FACTS
 
@@ -111,7 +111,7 @@ def sparse_conv(
     if bias is not None and bias.dtype == features.dtype == weight.dtype:
         # As the sum's initial value it spares a pass over the output.
         start, bias = bias.unflatten(0, (groups, -1)) if groups > 1 else bias, None
-    if kernel_map is not None and takes_table(table_entries(kernel_map), features, weight, options):
+    if kernel_map is not None and takes_table(table_entries(kernel_map), (features, weight, start), options):
         result = table_conv(features, weight, kernel_map, groups, options, start)
     else:
         named = _values(features, weight, kernel_map, groups)
@@ -136,7 +136,7 @@ def sparse_conv_call(
     """Return the statement that `sparse_conv` runs on these tensors, its operands by name, and the output's shape."""
     features, weight = _checked(features, weight, kernel_map, bias, groups)
     shape = _out_shape(kernel_map, groups)
-    if kernel_map is not None and takes_table(table_entries(kernel_map), features, weight, options):
+    if kernel_map is not None and takes_table(table_entries(kernel_map), (features, weight), options):
         return table_statement(groups=groups), table_operands(features, weight, kernel_map, groups), shape
     named = _values(features, weight, kernel_map, groups)
     named |= {} if kernel_map is None else kernel_map.tensors
@@ -167,15 +167,34 @@ def _checked(
     features: Tensor, weight: Tensor, kernel_map: KernelMap | None, bias: Tensor | None, groups: int
 ) -> tuple[Tensor, ...]:
     """Return features and weight, of autocast's dtype where it is in force, after all checks."""
+    if torch.compiler.is_compiling() or torch._C._is_any_autocast_enabled():
+        features, weight = to_autocast(features), to_autocast(weight)
+    if kernel_map is not None and _fit(features, weight, kernel_map, bias, groups):
+        return features, weight
     if kernel_map is not None:
         check_features("sparse_conv", features, kernel_map.num_inputs, kernel_map.device)
     else:
         check_features("sparse_conv", features)
-    if under_autocast(features.device):
-        features, weight = to_autocast(features), to_autocast(weight)
     expression = sparse_conv_expression(groups=groups, pointwise=kernel_map is None)
     _check_weight(expression, features, weight, kernel_map, bias, groups)
     return features, weight
+
+
+def _fit(features: Tensor, weight: Tensor, kernel_map: KernelMap, bias: Tensor | None, groups: int) -> bool:
+    """Whether there is nothing that `check_features` or `_check_weight` would complain of: one look instead of each."""
+    rows, kernel, device, dtype = features.shape, weight.shape, features.device, features.dtype
+    return (
+        len(rows) == 2
+        and rows[0] == kernel_map.num_inputs
+        and kernel[1:-1] == kernel_map.geometry.kernel_size
+        and rows[1] == kernel[-1] * groups
+        and kernel[0] % groups == 0
+        and weight.dtype == dtype
+        and dtype.is_floating_point
+        and kernel_map.device == device
+        and weight.device == device
+        and (bias is None or (bias.shape == kernel[:1] and bias.device == device))
+    )
 
 
 def _values(features: Tensor, weight: Tensor, kernel_map: KernelMap | None, groups: int) -> dict[str, Tensor]:

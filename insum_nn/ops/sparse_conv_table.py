@@ -16,7 +16,6 @@ The table holds every pair of any map: at one offset an output has at most one i
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
 from functools import lru_cache
 from typing import Literal, NamedTuple, cast
 
@@ -111,20 +110,17 @@ def table_conv(
     if weight.requires_grad and torch.is_grad_enabled() and pairs_are_faster(features.dtype):
         # The list of pairs needs their number on the host.
         kernel_map.send_counts()
-    return contract(_Conv(kernel_map, groups, options), "Out", features, weight, start=bias)
+    return contract(_Conv(kernel_map, groups, options), "Out", features, weight, start=bias, plain=True)
 
 
-@dataclass(frozen=True, slots=True)
 class _Conv:
     """The three sums of a convolution over one map."""
 
-    kernel_map: KernelMap
-    groups: int
-    options: Options
+    __slots__ = ("groups", "kernel_map", "options")
+    operands: Mapping[str, tuple[str, ...]] = _OPERANDS  # type: ignore[assignment]
 
-    @property
-    def operands(self) -> Mapping[str, tuple[str, ...]]:
-        return _OPERANDS  # type: ignore[return-value]
+    def __init__(self, kernel_map: KernelMap, groups: int, options: Options) -> None:
+        self.kernel_map, self.groups, self.options = kernel_map, groups, options
 
     def eager(
         self, wanted: str, operands: tuple[Tensor, ...], made: dict[str, Tensor], start: Tensor | None = None
@@ -136,34 +132,32 @@ class _Conv:
         if not b.is_contiguous():
             b = b.contiguous()
         kind = cast("Kind", wanted)
-        form: IndexForm = "list" if kind == "W" and pairs_are_faster(a.dtype) else "table"
-        return self._run(kind, a, b, form, start)
+        call = self._call(kind, "list" if kind == "W" and pairs_are_faster(a.dtype) else "table")
+        if self.groups > 1:
+            a, b = self._split(kind, a, b)
+            return self._joined(kind, call.given(a, b, out_shape=call.shape, start=start, plain=True))
+        if kind == "W":
+            return self._joined(kind, call.given(a, b, out_shape=call.shape, plain=True))
+        return call.given(a, b.flatten(1, -2), out_shape=call.shape, start=start, plain=True)
 
     def in_modes(self, wanted: str, operands: tuple[Tensor, ...], start: Tensor | None = None) -> Tensor:
-        a, b = operands
-        return self._run(cast("Kind", wanted), a, b, "groups", start)
+        kind = cast("Kind", wanted)
+        call = self._call(kind, "groups")
+        named = {**call.indices, **dict(zip(call.given.names, self._split(kind, *operands), strict=True))}
+        if start is not None:
+            named[call.program.statement.output.name] = start
+        return self._joined(kind, call.program(tensors=named, out_shape=call.shape))
 
-    def _run(self, kind: Kind, a: Tensor, b: Tensor, form: IndexForm, start: Tensor | None) -> Tensor:
-        kernel_map, groups = self.kernel_map, self.groups
-        call = self._call(kind, form)
+    def _split(self, kind: Kind, a: Tensor, b: Tensor) -> tuple[Tensor, Tensor]:
+        """The operands as a statement reads them."""
         first, second = _OPERANDS[kind]
-        # Decides the shapes of all tensors, where no dispatch mode is active.
-        key = None if form == "groups" else (a.shape, b.shape, a.dtype, a.device, start is None)
-        if groups > 1 or first == "W":
-            a = _split(first, a, kernel_map, groups)
-        if groups > 1 or second == "W":
-            b = _split(second, b, kernel_map, groups)
-        if key is not None:
-            pair = (a, b) if call.given.names == call.names else (b, a)
-            result = call.given(*pair, out_shape=call.shape, start=start, key=key)
-        else:
-            named = {**call.indices, call.names[0]: a, call.names[1]: b}
-            if start is not None:
-                named[call.program.statement.output.name] = start
-            result = call.program(tensors=named, out_shape=call.shape)
+        return _split(first, a, self.kernel_map, self.groups), _split(second, b, self.kernel_map, self.groups)
+
+    def _joined(self, kind: Kind, result: Tensor) -> Tensor:
+        """A statement's result as callers have it."""
         if kind == "W":
-            return result.reshape(-1, *kernel_map.geometry.kernel_size, result.shape[-1])
-        return result if groups == 1 else result.flatten(1)
+            return result.reshape(-1, *self.kernel_map.geometry.kernel_size, result.shape[-1])
+        return result if self.groups == 1 else result.flatten(1)
 
     def _call(self, kind: Kind, form: IndexForm) -> _Call:
         if torch.compiler.is_compiling():
@@ -176,11 +170,10 @@ class _Conv:
 
 
 class _Call(NamedTuple):
-    """A statement over a map: its program, alone and with the index tensors bound."""
+    """A statement over a map; `given` has the index tensors bound and takes the two of `_OPERANDS` in their order."""
 
     program: Program
     indices: Mapping[str, Tensor]
-    names: tuple[str, str]
     shape: tuple[int | None, ...]
     given: BoundProgram
 
@@ -191,9 +184,6 @@ def _call(kind: Kind, kernel_map: KernelMap, groups: int, options: Options, form
         shape = (*rest, kernel_map.geometry.volume, None)
     else:
         shape = (kernel_map.num_outputs if kind == "Out" else kernel_map.num_inputs, *rest)
-    first, second = _OPERANDS[kind]
-    if first == "Out":
-        first = "dOut"
     if form == "list":
         indices = kernel_map.pair_list
         if not torch.compiler.is_compiling():
@@ -206,7 +196,7 @@ def _call(kind: Kind, kernel_map: KernelMap, groups: int, options: Options, form
     else:
         indices = kernel_map.tensors
     contraction = _program(kind, groups > 1, form, options)
-    return _Call(contraction, indices, (first, second), shape, contraction.given(indices))
+    return _Call(contraction, indices, shape, contraction.given(indices))
 
 
 @lru_cache(maxsize=256)

@@ -104,7 +104,7 @@ def layer_elsewhere(caller: str, weight: Tensor, bias: Tensor | None, first: str
 
 def in_a_graph(*tensors: Tensor) -> bool:
     """Return whether one of torch's tracers records what is done with tensors."""
-    return torch.compiler.is_compiling() or torch.jit.is_tracing() or records_graph(tensors)
+    return torch.compiler.is_compiling() or torch._C._is_tracing() or records_graph(tensors)
 
 
 @contextmanager

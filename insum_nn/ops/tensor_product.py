@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Hashable, Mapping, Sequence
+from dataclasses import dataclass
 from itertools import compress
 from typing import Any, NamedTuple
 
@@ -19,12 +20,13 @@ from insum_nn.compiler.api import (
     is_transformed,
     joint_gradients,
     records_graph,
+    under_autocast,
     wanted_gradients,
     without_autocast,
 )
 from insum_nn.ops.tensor_product_checks import check_operands
 from insum_nn.ops.tensor_product_right import tensor_product_right
-from insum_nn.ops.tensor_product_roles import role_of, together_of
+from insum_nn.ops.tensor_product_roles import Edges, Role, Sizes, Together, role_of, together_of
 from insum_nn.ops.tensor_product_spec import ProductLayout, TensorProductSpec, layout_of, others
 from insum_nn.ops.tensor_product_statement import statements_of
 
@@ -135,7 +137,7 @@ def explain_tensor_product(
     layout = layout_of(spec.to_json())
     source = role_of(layout, "z", x.device, x.dtype)
     chosen = source.statements[statement]
-    named = source.arguments((x, y, weight), (receivers, senders), {})[statement]
+    named = dict(source.arguments((x, y, weight), (receivers, senders), {})[statement])
     explained = chosen.program.explain(tensors=named, out_shape=chosen.out_shape(x.shape[0]), measure=measure)
     if (count := len(source.statements)) > 1:
         others = f"the output is computed by {count} statements; explain(..., statement=n) shows another, from 0 on"
@@ -156,6 +158,25 @@ def _counted(first: Tensor, num_x: int | torch.SymInt, num_z: int | torch.SymInt
     """Return the rows of the first input and of the output; symbolic ones are never compared."""
     rows = first.shape[0] if isinstance(num_x, int) and num_x == _OF_X else num_x
     return rows, rows if isinstance(num_z, int) and num_z == _OF_X else num_z
+
+
+# Kinds of calls of one tensor product that are remembered.
+_PLANS = 128
+
+
+@dataclass(frozen=True, eq=False, slots=True)
+class _Plan:
+    """How a kind of call runs; itself a key of that kind.
+
+    Attributes:
+        together: the roles that are computed at once.
+        sizes: of their results.
+        singles: what runs each role by itself, and the rows of its result.
+    """
+
+    together: Together | None
+    sizes: Sizes
+    singles: dict[str, tuple[Role, int]]
 
 
 class _Sums(NamedTuple):
@@ -191,40 +212,58 @@ class _Sums(NamedTuple):
             return self.num_z
         return self.num_x if self.senders is None else self.senders.shape[0]
 
-    def run(self, wanted: Sequence[str], operands: Mapping[str, Tensor]) -> dict[str, Tensor]:
-        layout = layout_of(self.text)
+    def run(self, wanted: Sequence[str], operands: Mapping[str, Tensor], *, plain: bool = False) -> dict[str, Tensor]:
         some = next(iter(operands.values()))
         device, dtype = some.device, some.dtype
-        key: Hashable = None
-        ends = self.receivers, self.senders
-        if is_plain_eager(*operands.values(), *ends):
-            # What decides the shapes, dtypes and devices of a call on plain tensors.
-            kinds = [(role, t.shape, t.dtype) for role, t in operands.items()]
-            of_nodes = None if self.senders is None else self.senders.dtype
-            key = tuple(wanted), *kinds, device, of_nodes, self.num_x, self.num_z
-        with without_autocast(device):
-            found: dict[str, Tensor] = {}
+        if torch._C._is_any_autocast_enabled() and under_autocast(device):
+            with without_autocast(device):
+                return self.run(wanted, operands, plain=plain)
+        layout, ends = layout_of(self.text), (self.receivers, self.senders)
+        if not plain and not is_plain_eager(*operands.values(), *ends):
+            return {x: _one(self._single(layout, x, device, dtype), operands, ends, None) for x in wanted}
+        # What decides the shapes, dtypes and devices of a call on plain tensors, and how it runs.
+        kinds = [(role, t.shape, t.dtype) for role, t in operands.items()]
+        of_nodes = None if self.senders is None else self.senders.dtype
+        fixed = torch._C._get_deterministic_algorithms()
+        key = tuple(wanted), *kinds, device, of_nodes, self.num_x, self.num_z, fixed
+        plan = layout.plans.get(key)
+        if plan is None:
+            plan = self._plan(layout, wanted, device, dtype)
+            while len(layout.plans) >= _PLANS:
+                layout.plans.pop(next(iter(layout.plans)), None)
+            layout.plans[key] = plan
+        together = plan.together
+        found: dict[str, Tensor] | None = None
+        if together is not None:
+            singles = plan.singles
+            found = together(
+                operands,
+                ends,
+                plan.sizes,
+                plan,
+                lambda: [_one(singles[x], operands, ends, plan) for x in together.roles],
+            )
+            if found is not None and len(found) == len(wanted):
+                return found
+        found = found or {}
+        return {x: found[x] if x in found else _one(plan.singles[x], operands, ends, plan) for x in wanted}
 
-            def one(role: str) -> Tensor:
-                return self.one(layout, role, _given(operands, role), None if key is None else (role, key))
-
-            together = None if key is None else together_of(layout, wanted, device, dtype)
-            if together is not None:
-                rows = [self.rows(role) for role in together.roles]
-                made = together(operands, ends, rows, key, lambda: [one(x) for x in together.roles])
-                found = {} if made is None else made
-            return {role: found[role] if role in found else one(role) for role in wanted}
-
-    def one(self, layout: ProductLayout, role: str, given: Given, key: Hashable | None) -> Tensor:
-        """Return a role's tensor, by its own statements."""
-        rows, device, dtype = self.rows(role), given[0].device, given[0].dtype
-        source = role_of(layout, role, device, dtype)
+    def _single(self, layout: ProductLayout, role: str, device: torch.device, dtype: torch.dtype) -> tuple[Role, int]:
+        """Return what runs the statements of a role in a call of these sizes, and the rows of their result."""
+        rows, source = self.rows(role), role_of(layout, role, device, dtype)
         if not fits_between(rows * source.first_width):
             source = role_of(layout, role, device, dtype, staged=False)
-        return source(given, (self.receivers, self.senders), rows, key)
+        return source, rows
+
+    def _plan(self, layout: ProductLayout, wanted: Sequence[str], device: torch.device, dtype: torch.dtype) -> _Plan:
+        together = together_of(layout, wanted, device, dtype)
+        sizes = ([], []) if together is None else together.sizes([self.rows(role) for role in together.roles])
+        return _Plan(together, sizes, {role: self._single(layout, role, device, dtype) for role in wanted})
 
     def in_modes(self, wanted: str, operands: Mapping[str, Tensor]) -> Tensor:
         given, ends = _given(operands, wanted), (self.receivers, self.senders)
+        if is_plain_eager(*given, *ends):
+            return contract_jointly(self, wanted, dict(zip(others(wanted), given, strict=True)), plain=True)[wanted]
         if torch.compiler.is_dynamo_compiling() or torch.jit.is_tracing():
             return torch.ops.insum_nn.tensor_product(  # type: ignore[no-any-return]
                 self.text, wanted, *given, *ends, self.num_x, self.num_z
@@ -246,6 +285,12 @@ class _Sums(NamedTuple):
         if "w" in wanted and not operands["w"].numel():
             return sums, {"w": torch.zeros_like(operands["w"])}
         return sums, {}
+
+
+def _one(single: tuple[Role, int], operands: Mapping[str, Tensor], ends: Edges, key: Hashable | None) -> Tensor:
+    """Return a role's tensor, by its own statements."""
+    source, rows = single
+    return source(_given(operands, source.role), ends, rows, key)
 
 
 def _given(operands: Mapping[str, Tensor], role: str) -> Given:

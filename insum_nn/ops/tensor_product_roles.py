@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Hashable, Mapping, Sequence
+from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -12,12 +12,14 @@ from insum_nn.compiler.api import FusedPrograms, SharedPaths, graph_constant, pa
 from insum_nn.ops.tensor_product_spec import NUMBER, ProductLayout, others
 from insum_nn.ops.tensor_product_statement import FirstStep, Statement, statements_of
 
-__all__ = ["Edges", "Packed", "Role", "Together", "role_of", "together_of"]
+__all__ = ["Edges", "Packed", "Role", "Sizes", "Together", "role_of", "together_of"]
 
 # Receivers and senders; `None` where there are no edges.
 Edges = tuple[Tensor | None, Tensor | None]
 # Packed operands, by the tensor and its columns.
 Packed = dict[tuple[int, int], Tensor]
+# Rows of the results of several roles, and the shapes of what their statements write.
+Sizes = tuple[Sequence[int], list[tuple[int, ...]]]
 # Returns a tensor that a statement reads, from operands, edges, packed operands and the first step's result.
 _Read = Callable[[Sequence[Tensor], Edges, Packed, Tensor | None], Tensor]
 
@@ -66,7 +68,7 @@ class Role:
         """
         packed: Packed = {}
         results: dict[Hashable, Tensor] = {}
-        traced = records_graph(given)
+        traced = key is None and records_graph(given)
         for step, first in self._steps:
             made = None if first is None else first(given, edges, size, key, packed, traced=traced)
             written = step.source.written
@@ -74,7 +76,7 @@ class Role:
             results[written] = step(given, edges, size, key, packed, made, start, traced=traced)
         return self.finish(list(results.values()), size, traced=traced)
 
-    def arguments(self, given: Sequence[Tensor], edges: Edges, packed: Packed) -> list[dict[str, Tensor]]:
+    def arguments(self, given: Sequence[Tensor], edges: Edges, packed: Packed) -> list[Mapping[str, Tensor]]:
         """Return the tensors of each statement by name, where none has a first step; operands are packed once."""
         return [step.named(given, edges, packed) for step, _ in self._steps]
 
@@ -155,12 +157,12 @@ class _Step:
         if source.weight is not None:
             weight, place = source.weight, order.index("w")
             reads["W"] = lambda given, edges, packed, made: weight.operand(given[place])
-        self._reads = [reads[name] for name in self.given.names]
+        self.reads = {name: reads[name] for name in self.given.names}
+        self._reads = list(self.reads.values())
 
-    def named(self, given: Sequence[Tensor], edges: Edges, packed: Packed) -> dict[str, Tensor]:
+    def named(self, given: Sequence[Tensor], edges: Edges, packed: Packed) -> Mapping[str, Tensor]:
         """Tables and operands by name."""
-        found = [read(given, edges, packed, None) for read in self._reads]
-        return {**self.tables, **dict(zip(self.given.names, found, strict=True))}
+        return _Named(self, given, edges, packed)
 
     def __call__(
         self,
@@ -190,24 +192,46 @@ class _Step:
         return self.source.program(tensors=named, out_shape=shape)
 
 
+class _Named(Mapping[str, Tensor]):
+    """What a statement reads, by name: what is computed together reads each tensor once, of whichever statement."""
+
+    __slots__ = ("edges", "given", "packed", "step")
+
+    def __init__(self, step: _Step, given: Sequence[Tensor], edges: Edges, packed: Packed) -> None:
+        self.step, self.given, self.edges, self.packed = step, given, edges, packed
+
+    def __getitem__(self, name: str) -> Tensor:
+        read = self.step.reads.get(name)
+        return self.step.tables[name] if read is None else read(self.given, self.edges, self.packed, None)
+
+    def __iter__(self) -> Iterator[str]:
+        return iter((*self.step.tables, *self.step.reads))
+
+    def __len__(self) -> int:
+        return len(self.step.tables) + len(self.step.reads)
+
+
 def _reading(source: Statement | FirstStep, operand: str, at: int, device: torch.device) -> _Read:
     """Return what makes the tensor that a statement reads of an operand."""
     if not source.packed:
         return lambda given, edges, packed, made: given[at]
     mul = source.group.muls[NUMBER[operand]]
     start, order = source.layout.packing(operand, mul, device)
-    shape = (order.numel() // mul, *source.group.shape(operand))
+    count = order.numel()
+    shape = (count // mul, *source.group.shape(operand))
 
     def read(given: Sequence[Tensor], edges: Edges, packed: Packed, made: Tensor | None) -> Tensor:
-        tensor, place = given[at], (id(given[at]), id(order))
-        if place not in packed:
-            if start is None:
-                flat = tensor.index_select(1, graph_constant(order) if records_graph(given) else order)
-            else:
-                # Single copies are packed already.
-                flat = tensor if order.numel() == tensor.shape[1] else tensor.narrow(1, start, order.numel())
+        tensor = given[at]
+        if start is not None:
+            # Single copies are packed already.
+            flat = tensor if count == tensor.shape[1] else tensor.narrow(1, start, count)
+            return flat.reshape(tensor.shape[0], *shape)
+        place = (id(tensor), id(order))
+        flat = packed.get(place)
+        if flat is None:
+            flat = tensor.index_select(1, graph_constant(order) if records_graph(given) else order)
             packed[place] = flat
-        return packed[place].reshape(tensor.shape[0], *shape)
+        return flat.reshape(tensor.shape[0], *shape)
 
     return read
 
@@ -234,12 +258,20 @@ class Together:
         self.sources = tuple(sources)
         self.roles = "".join(source.role for source in sources)
         self.programs = programs
+        # Of each role: its operands, and how many tensors its statements write.
+        self._operands = [others(role) for role in self.roles]
+        self._counts = [len(set(source.outputs)) for source in sources]
+
+    def sizes(self, rows: Sequence[int]) -> Sizes:
+        """Rows of the results of all roles, and the shape of what each statement writes."""
+        pairs = zip(self.sources, rows, strict=True)
+        return rows, [statement.out_shape(size) for source, size in pairs for statement in source.statements]
 
     def __call__(
         self,
         operands: Mapping[str, Tensor],
         edges: Edges,
-        rows: Sequence[int],
+        sizes: Sizes,
         key: Hashable,
         separately: Callable[[], list[Tensor]],
     ) -> dict[str, Tensor] | None:
@@ -248,22 +280,20 @@ class Together:
         Args:
             operands: by role.
             edges: receivers and senders.
-            rows: of each result.
+            sizes: of the results.
             key: what decides the shapes of all of these.
             separately: computes them one by one: what one kernel is measured against.
         """
         packed: Packed = {}
+        rows, shapes = sizes
         named: list[Mapping[str, Tensor]] = []
-        shapes: list[tuple[int, ...]] = []
-        for source, size in zip(self.sources, rows, strict=True):
-            named += source.arguments([operands[role] for role in others(source.role)], edges, packed)
-            shapes += [statement.out_shape(size) for statement in source.statements]
+        for source, names in zip(self.sources, self._operands, strict=True):
+            named += source.arguments([operands[role] for role in names], edges, packed)
         results = self.programs.together(named, shapes, key, separately)
         if results is None:
             return None
         found: dict[str, Tensor] = {}
-        for source, size in zip(self.sources, rows, strict=True):
-            count = len(set(source.outputs))
+        for source, size, count in zip(self.sources, rows, self._counts, strict=True):
             found[source.role] = source.finish(results[:count], size)
             results = results[count:]
         return found

@@ -28,6 +28,7 @@ __all__ = ["LAYOUTS", "NUMBER", "ROLES", "Group", "ProductLayout", "TensorProduc
 T = TypeVar("T")
 
 ROLES = "xywz"
+_OTHERS = {role: ROLES.replace(role, "") for role in ROLES}
 # The operand's number in a path.
 NUMBER = {"x": 0, "y": 1, "z": 2}
 # The outer axis of an entry: its copies, as in e3nn, or its components.
@@ -40,7 +41,7 @@ def others(role: str) -> str:
     >>> others("w")
     'xyz'
     """
-    return ROLES.replace(role, "")
+    return _OTHERS[role]
 
 
 @dataclass(frozen=True)
@@ -149,6 +150,8 @@ class ProductLayout:
     def __init__(self, spec: TensorProductSpec) -> None:
         self.spec = spec
         self._kept: dict[tuple[object, ...], Any] = {}
+        # How each kind of call runs.
+        self.plans: dict[tuple[object, ...], Any] = {}
         self.entries = {"x": spec.in1, "y": spec.in2, "z": spec.out}
         self.dims = {role: dimension(entries) for role, entries in self.entries.items()}
         self.starts = {role: offsets(entries) for role, entries in self.entries.items()}

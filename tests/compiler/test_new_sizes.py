@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import sys
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -49,7 +50,9 @@ def idle_gpu(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
 
 @contextmanager
 def counted() -> Iterator[list[int]]:
-    """Count the calls of Python functions of ours."""
+    """Count the calls of Python functions of ours, without those of what earlier tests left to be collected."""
+    gc.collect()
+    gc.disable()
     found = [0]
 
     def look(frame: Any, event: str, _: object) -> None:
@@ -60,6 +63,7 @@ def counted() -> Iterator[list[int]]:
         yield found
     finally:
         sys.setprofile(None)
+        gc.enable()
 
 
 def convolution() -> tuple[Callable[[int], tuple[Any, ...]], Callable[..., Tensor]]:

@@ -2,11 +2,15 @@
 
 from __future__ import annotations
 
+import weakref
+from collections.abc import Mapping, Sequence
+
 import pytest
 import torch
 from torch import Tensor
 
 import insum_nn
+from insum_nn.compiler.api import JointSums, contract_jointly
 
 SPMM = "C[Row[p],n] += Val[p] * B[Col[p],n]"
 
@@ -120,3 +124,43 @@ def test_extrema_keep_everything(operator: str):
     named = tensors("B")
     _, kept = recorded(f"C[Row[p],n] {operator} Val[p] * B[Col[p],n]", named)
     assert kept == {"@result", *named}
+
+
+class Products:
+    """Sums that are each the product of the three others, cell by cell; what they made is watched."""
+
+    kind, indices = "products", ()
+
+    def __init__(self) -> None:
+        self.made: list[weakref.ref[Tensor]] = []
+        self.alive: list[int] = []
+
+    def run(self, wanted: Sequence[str], operands: Mapping[str, Tensor], *, plain: bool = False) -> dict[str, Tensor]:
+        self.alive.append(sum(made() is not None for made in self.made))
+        found = {}
+        for name in wanted:
+            a, b, c = (tensor for other, tensor in operands.items() if other != name)
+            found[name] = a * b * c
+            self.made.append(weakref.ref(found[name]))
+        return found
+
+    def in_modes(self, wanted: str, operands: Mapping[str, Tensor]) -> Tensor:
+        raise AssertionError
+
+    def derivative(
+        self, left: str, wanted: Sequence[str], operands: Mapping[str, Tensor]
+    ) -> tuple[JointSums, dict[str, Tensor]]:
+        return self, {}
+
+
+def test_parts_of_gradients_are_freed_once_they_were_added():
+    """Those of weights of edges are as large as all else of a layer together."""
+    named = {name: torch.rand(5, dtype=torch.float64, requires_grad=True) for name in "xywz"}
+    sums = Products()
+    made = contract_jointly(sums, ("x", "y", "w"), named)
+    got = torch.autograd.grad(sum(each.sum() for each in made.values()), list(named.values()))
+    # The results, then the first parts of all gradients.
+    assert sums.alive == [0, 3, 6, 7]
+    x, y, w, z = (tensor.detach() for tensor in named.values())
+    for own, want in zip(got, (z * (w + y), z * (w + x), z * (y + x), y * w + x * w + x * y), strict=True):
+        torch.testing.assert_close(own, want)

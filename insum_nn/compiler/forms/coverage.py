@@ -5,7 +5,7 @@ from __future__ import annotations
 import itertools
 import math
 from collections.abc import Mapping
-from functools import lru_cache
+from functools import lru_cache, partial
 from typing import Any
 
 from insum_nn.compiler.forms.form import Form, atoms
@@ -27,15 +27,19 @@ class Coverage:
 
     Attributes:
         never: whatever the sizes are, some cell may stay unwritten.
+        known: whether numbers as subscripts, and steps from them, are all cells of the axes that have them, by the
+            lengths of these; remembered.
     """
 
     def __init__(self, form: Form) -> None:
-        self._static = tuple(form.static.items())
+        static = tuple(form.static.items())
         # `_placed`, `_entries`: axes that entries address which are unique, and the places of these entries' extents.
-        # `_known`, `_targets`: axes whose subscripts are numbers, or step from one, rather than an index of the whole
+        # `_known`, `targets`: axes whose subscripts are numbers, or step from one, rather than an index of the whole
         # axis; and these.
         found = form.plan.get(["coverage"], lambda: _covered(form), _shown, _read)
-        self.never, self._placed, self._entries, self._known, self._targets = found
+        self.never, self._placed, self._entries, self._known, targets = found
+        self.known = partial(_fills, targets, static)
+        self._of_symbols = partial(_fills.__wrapped__, targets, static)
 
     @property
     def text(self) -> str:
@@ -50,7 +54,8 @@ class Coverage:
             entries = " * ".join([f"indices[{place}]" for place in self._entries])
             parts.append(f"launch is None and {entries} == {' * '.join([f'output[{axis}]' for axis in self._placed])}")
         if self._known:
-            parts.append("kernel.fills(indices, output)")
+            lengths = "".join([f"output[{axis}], " for axis in self._known])
+            parts.append(f"(kernel.fills.known(({lengths})) if launch is None else kernel.fills(indices, output))")
         return " and ".join(parts) or "True"
 
     def __call__(self, indices: tuple[int, ...], output: tuple[int, ...]) -> bool:
@@ -64,8 +69,7 @@ class Coverage:
             return True
         lengths = tuple([output[axis] for axis in self._known])
         # Symbolic sizes are no keys.
-        fills = _fills if all(type(length) is int for length in lengths) else _fills.__wrapped__
-        return fills(self._targets, lengths, self._static)
+        return (self.known if all(type(length) is int for length in lengths) else self._of_symbols)(lengths)
 
 
 def _covered(form: Form) -> _Covered:
@@ -109,7 +113,7 @@ def _product(extents: tuple[int, ...], places: tuple[int, ...]) -> int:
 
 @lru_cache(maxsize=1024)
 def _fills(
-    targets: frozenset[tuple[_Target, ...]], lengths: tuple[int, ...], static: tuple[tuple[str, int], ...]
+    targets: frozenset[tuple[_Target, ...]], static: tuple[tuple[str, int], ...], lengths: tuple[int, ...]
 ) -> bool:
     """Whether cells that are numbers, or step from one, are all cells of these axes."""
     extents = dict(static)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 
 from torch import Tensor
@@ -14,7 +14,14 @@ from insum_nn.compiler.forms.placement import MANY_TERMS
 from insum_nn.compiler.forms.plan import keep_plans
 from insum_nn.compiler.kernels.background import prepared
 from insum_nn.compiler.kernels.description import Description, describe_kernel
-from insum_nn.compiler.kernels.row_partition import RowPartition, longest_row, partition_for, partition_of
+from insum_nn.compiler.kernels.row_partition import (
+    UNDIVIDED,
+    RowPartition,
+    divisions_of,
+    longest_row,
+    partition_for,
+    partition_of,
+)
 from insum_nn.compiler.kernels.sized import UnsizedKernel, strides_of
 from insum_nn.compiler.lang.bind import Bound, Extents
 from insum_nn.compiler.options import Options
@@ -158,18 +165,26 @@ class Generated:
             tensors: Sequence[Tensor], start: Tensor | None, indices: tuple[int, ...], output: tuple[int, ...]
         ) -> tuple[UnsizedKernel, RowPartition | None]:
             lengths = partition = None
+            divisions: Mapping[int, RowPartition] = {}
+            if place >= 0:
+                divisions = divisions_of(tensors[place], output[axis], permuted)
             if by_length:
-                lengths = form.lengths(indices, output, longest_row(tensors[place], output[axis], permuted))
+                whole = divisions.get(UNDIVIDED)
+                longest = longest_row(tensors[place], output[axis], permuted) if whole is None else whole.longest
+                lengths = form.lengths(indices, output, longest)
             schedule = schedules.get(lengths) or decide(lengths, tensors, Extents(indices, output), start)
             key: object = lengths
             if place >= 0:
-                partition = partition_of(tensors[place], output[axis], permuted, schedule.chunk)
+                partition = divisions.get(schedule.chunk)
+                if partition is None:
+                    partition = partition_of(tensors[place], output[axis], permuted, schedule.chunk)
                 key = (lengths, partition.target is not None)
             if start is not None and not start.is_contiguous():
                 key = (key, "start", *start.stride())
             for n in read:
                 if not tensors[n].is_contiguous():
-                    key = (key, *(t.stride() for t in tensors))
+                    # Of all that a kernel reads: its text depends on which axes are contiguous.
+                    key = (key, *[tensors[n].stride() for n in read])
                     break
             kernel = kernels.get(key)
             if kernel is None:

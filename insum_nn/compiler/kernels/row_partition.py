@@ -24,9 +24,11 @@ from insum_nn.compiler.schedule.space import Schedule
 from insum_nn.tensor_cache import TensorCache
 
 __all__ = [
+    "UNDIVIDED",
     "RowPartition",
     "bitmasks_of",
     "clear_partitions",
+    "divisions_of",
     "keep_bitmasks",
     "keep_lengths",
     "known_partition",
@@ -45,7 +47,7 @@ _LIMIT = 512
 # Rows up to which they are divided on the host.
 _FEW_ROWS = 4096
 # A chunk that no row exceeds: nothing is divided.
-_WHOLE = 1 << 62
+UNDIVIDED = 1 << 62
 
 
 @dataclass(frozen=True, slots=True)
@@ -85,7 +87,10 @@ class RowPartition:
         return self.target is not None
 
 
-_known: TensorCache[RowPartition] = TensorCache(_LIMIT)
+# The divisions of an index tensor, by the most terms in a range.
+Divisions = dict[int, RowPartition]
+
+_known: TensorCache[Divisions] = TensorCache(_LIMIT)
 _orders: TensorCache[Tensor] = TensorCache(_LIMIT)
 # Where the terms of each row begin, on the host, of index tensors with few rows.
 _begins: TensorCache[Array] = TensorCache(_LIMIT)
@@ -103,7 +108,8 @@ def clear_partitions() -> None:
 
 def known_partition(index: Tensor, rows: int, permuted: bool, chunk: int) -> RowPartition | None:
     """The row partition of an index tensor, if they were built before."""
-    return _known.find((index,), (rows, permuted, chunk))
+    found = _known.of(index, (rows, permuted))
+    return None if found is None else found.get(chunk)
 
 
 def partition_for(form: Form, tensors: Sequence[Tensor], extents: Extents, schedule: Schedule) -> RowPartition | None:
@@ -123,22 +129,28 @@ def partition_of(index: Tensor, rows: int, permuted: bool, chunk: int) -> RowPar
         permuted: the terms are not in order.
         chunk: most terms in a range; rows with more are divided.
     """
-    key = (rows, permuted, chunk)
-    found = _known.find((index,), key)
+    known = divisions_of(index, rows, permuted)
+    found = known.get(chunk)
     if found is None:
-        undivided = known_partition(index, rows, permuted, _WHOLE)
+        undivided = known.get(UNDIVIDED)
         if undivided is not None and undivided.longest <= chunk:
             found = undivided
         else:
             with torch.inference_mode(False), torch.no_grad():
                 found = _build(index, rows, permuted, chunk)
-        _known.keep((index,), key, found)
+        known[chunk] = found
     return found
+
+
+def divisions_of(index: Tensor, rows: int, permuted: bool) -> Divisions:
+    """The row partitions of an index tensor that were made; see `partition_of`, which makes others."""
+    found = _known.of(index, (rows, permuted))
+    return _known.keep((index,), (rows, permuted), {}) if found is None else found
 
 
 def longest_row(index: Tensor, rows: int, permuted: bool) -> int:
     """Terms of the longest row; see `partition_of`, which then finds the rows that no chunk divides."""
-    return partition_of(index, rows, permuted, _WHOLE).longest
+    return partition_of(index, rows, permuted, UNDIVIDED).longest
 
 
 def _ordered(index: Tensor, rows: int, permuted: bool) -> tuple[Tensor, Tensor | None, torch.dtype]:
@@ -148,7 +160,7 @@ def _ordered(index: Tensor, rows: int, permuted: bool) -> tuple[Tensor, Tensor |
     if not permuted:
         return flat, None, small
     # The order is the same for every way to divide the terms.
-    order = _orders.find((index,))
+    order = _orders.of(index)
     if order is None:
         flat, positions = flat.sort(stable=True)
         order = positions.to(small)
@@ -287,7 +299,7 @@ def keep_lengths(index: Tensor, lengths: Sequence[int]) -> None:
 
 
 def _known_begin(index: Tensor, rows: int) -> Array | None:
-    found = _begins.find((index,))
+    found = _begins.of(index)
     # What is sent while a graph is captured would be sent by its replays.
     if found is None or found.shape[0] != rows + 1 or (index.is_cuda and torch.cuda.is_current_stream_capturing()):
         return None
@@ -303,7 +315,7 @@ def bitmasks_of(index: Tensor) -> Tensor:
     Returns:
         (ceil(k / 31), i) int32: bit b of word w says whether row 31 w + b has one.
     """
-    found = _bitmasks.find((index,))
+    found = _bitmasks.of(index)
     if found is not None:
         return found
     with torch.inference_mode(False), torch.no_grad():

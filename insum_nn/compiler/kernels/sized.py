@@ -409,7 +409,7 @@ class _Collector:
         first = partition.first
         assert first is not None
         count = first.shape[0] - 1
-        cells = math.prod(workspace.shape[1:])
+        cells = workspace.numel() // workspace.shape[0]
         step = output.numel() // max(1, cells) * inner
         if rows is None:
             rows, inner, step = torch.arange(count, device=workspace.device), cells, 0

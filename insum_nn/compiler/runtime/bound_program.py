@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Hashable, Mapping, Sequence
+from dataclasses import replace
 from typing import Any, Protocol
 
 import torch
 from torch import Tensor
 
-from insum_nn.compiler.runtime.dispatch import CheckedCall, Spec, broadcast, call_key, keep, run_unsized
+from insum_nn.compiler.runtime.dispatch import CheckedCall, Ready, Spec, broadcast, call_key, keep, run_unsized
 from insum_nn.compiler.runtime.modes import is_plain_eager
 
 __all__ = ["BoundProgram"]
@@ -60,9 +61,15 @@ class BoundProgram:
             self._template.append(tensors.get(name))
         self.names = tuple(names)
         self._checked: dict[Hashable, CheckedCall] = {}
+        self._ready: dict[Hashable, Ready] = {}
 
     def __call__(
-        self, *others: Tensor, out_shape: Shape, start: Tensor | None = None, key: Hashable | None = None
+        self,
+        *others: Tensor,
+        out_shape: Shape,
+        start: Tensor | None = None,
+        key: Hashable | None = None,
+        plain: bool = False,
     ) -> Tensor:
         """Run the statement.
 
@@ -72,25 +79,38 @@ class BoundProgram:
             start: the starting value; it may broadcast to the output.
             key: what the caller has that decides shapes, dtypes and devices of all these, as `call_key` does: a
                 promise too that they are plain tensors in eager mode. It spares the checks of each.
+            plain: the same promise without a key.
         """
         if torch.is_grad_enabled():
             with torch.no_grad():
-                return self(*others, out_shape=out_shape, start=start, key=key)
+                return self(*others, out_shape=out_shape, start=start, key=key, plain=plain)
         ordered = list(self._template)
         for place, tensor in zip(self._places, others, strict=True):
             ordered[place] = tensor
-        plain = key is not None or (is_plain_eager(*others, start) and not torch._C._is_any_autocast_enabled())
-        if plain and self._spec.calls and (extents := self._spec.agree(ordered, {}, out_shape)) is not None:
-            result = run_unsized(self._spec, ordered, start, extents)
+        # `None` is no key of what is remembered.
+        ready = self._ready.get(key)
+        if ready is not None and ready.holds(ordered):
+            return ready.run(ordered, start)
+        if not plain and key is None:
+            plain = is_plain_eager(*others, start) and not torch._C._is_any_autocast_enabled()
+        spec = self._spec
+        if spec.calls and (plain or key is not None) and (extents := spec.agree(ordered, {}, out_shape)) is not None:
+            result = run_unsized(spec, ordered, start, extents)
             if result is not None:
                 return result
         if key is None and plain:
             key = (call_key(others, start), out_shape)
-        # `None` is no key of what is remembered.
         checked = self._checked.get(key)
         if checked is None:
             return self._first(ordered, out_shape, start, key)
-        return checked.run(self._spec, ordered, start if start is None else broadcast(start, checked.extents))
+        result = checked.run(spec, ordered, start if start is None else broadcast(start, checked.extents))
+        if checked.ready is not None and (start is None or start.shape == checked.extents.output):
+            keep(self._ready, key, self._own(checked.ready), _LIMIT)
+        return result
+
+    def _own(self, ready: Ready) -> Ready:
+        """The same, with no look at the tensors that are bound here."""
+        return replace(ready, read=tuple([each for each in ready.read if each[0] in self._places]))
 
     def _first(self, ordered: Sequence[Tensor], out_shape: Shape, start: Tensor | None, key: Hashable | None) -> Tensor:
         """A call that is not remembered here."""

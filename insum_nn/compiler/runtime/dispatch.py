@@ -30,6 +30,7 @@ from insum_nn.compiler.runtime.composite.pair_program import PairProgram, find_p
 from insum_nn.compiler.runtime.composite.path_program import PathProgram, find_paths
 from insum_nn.compiler.runtime.composite.statement_sequence import Sequences, StatementSequence
 from insum_nn.compiler.runtime.execution import Executable, Executables, generation
+from insum_nn.compiler.runtime.modes import under_autocast, without_autocast
 from insum_nn.compiler.runtime.unsized_call import Run, UnsizedCall
 from insum_nn.compiler.schedule.canonical import messages_name
 from insum_nn.facts import IndexFacts, StaticTable
@@ -343,8 +344,11 @@ class Ready:
     run: Callable[[Sequence[Tensor], Tensor | None], Tensor]
     read: Versions
     generation: int
+    precision: str = field(default_factory=torch._C._get_float32_matmul_precision)
 
     def holds(self, tensors: Sequence[Tensor]) -> bool:
+        if self.generation != generation() or self.precision != torch._C._get_float32_matmul_precision():
+            return False
         for at, ref, version, spoken_for in self.read:
             tensor = tensors[at]
             if ref() is tensor:
@@ -352,7 +356,7 @@ class Ready:
                     return False
             elif not (spoken_for and unwritten(tensor)):
                 return False
-        return self.generation == generation()
+        return True
 
 
 def broadcast(start: Tensor | None, extents: Extents) -> Tensor | None:
@@ -373,15 +377,13 @@ class CheckedCall:
     extents: Extents
     ready: Ready | None = None
     key: Key | None = None
-    precision: str = field(default_factory=torch.get_float32_matmul_precision)
     call: object = None
 
     def run(self, spec: Spec, tensors: Sequence[Tensor], start: Tensor | None) -> Tensor:
         """Run without recording gradients; the arguments are those of `run_ready`."""
         ready = self.ready
-        if ready is not None and self.precision == torch._C._get_float32_matmul_precision() and ready.holds(tensors):
+        if ready is not None and ready.holds(tensors):
             return ready.run(tensors, start)
-        self.precision = torch._C._get_float32_matmul_precision()
         result, self.ready = run_ready(spec, tensors, start, self.extents, self.key)
         return result
 
@@ -406,10 +408,10 @@ def run_ready(
         key: `call_key` of the tensors, where the caller has it.
     """
     if torch._C._is_any_autocast_enabled():
-        device = next((t.device.type for t in (*tensors, start) if t is not None), "cpu")
-        if torch.is_autocast_enabled(device):
+        device = next((t.device for t in (*tensors, start) if t is not None), torch.device("cpu"))
+        if under_autocast(device):
             # The operands were cast where the call was made; inside, autocast would mix dtypes that were equal.
-            with torch.autocast(device, enabled=False):
+            with without_autocast(device):
                 return run_ready(spec, tensors, start, extents, key)
     # Compiled float32 products follow the precision that was asked for when they were compiled.
     key = (key or call_key(tensors, start), start is None, extents, torch.get_float32_matmul_precision())

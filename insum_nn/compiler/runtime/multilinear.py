@@ -18,7 +18,7 @@ from insum_nn.compiler.kernels.background import cold
 from insum_nn.compiler.options import Options
 from insum_nn.compiler.runtime.batched_gradients import for_each_vector
 from insum_nn.compiler.runtime.library.column_sums import column_sums
-from insum_nn.compiler.runtime.modes import is_plain_eager
+from insum_nn.compiler.runtime.modes import is_plain_eager, without_autocast
 from insum_nn.compiler.runtime.steps.gradients_ahead import rehearse_gradients
 from insum_nn.compiler.runtime.steps.wanted_gradients import wanted_gradients
 
@@ -52,7 +52,9 @@ class Multilinear(Protocol):
         ...
 
 
-def contract(sums: Multilinear, wanted: str, *operands: Tensor, start: Tensor | None = None) -> Tensor:
+def contract(
+    sums: Multilinear, wanted: str, *operands: Tensor, start: Tensor | None = None, plain: bool = False
+) -> Tensor:
     """Compute one of the tensors from the others; differentiable to any order.
 
     Args:
@@ -60,8 +62,9 @@ def contract(sums: Multilinear, wanted: str, *operands: Tensor, start: Tensor | 
         wanted: the name of the result.
         *operands: those of `sums.operands[wanted]`, in its order.
         start: the initial value of every row of it: (n,), or the same cut into axes.
+        plain: the caller knows that all of them are plain tensors in eager mode.
     """
-    if not is_plain_eager(*operands, start):
+    if not plain and not is_plain_eager(*operands, start):
         return sums.in_modes(wanted, operands, start)
     if torch.is_grad_enabled():
         # A loop instead of `any`: no generator in every call.
@@ -118,9 +121,11 @@ class _Contract(torch.autograd.Function):
 def _computed(
     sums: Multilinear, wanted: str, operands: tuple[Tensor, ...], made: dict[str, Tensor], start: Tensor | None
 ) -> Tensor:
-    if torch.is_grad_enabled() or torch._C._is_any_autocast_enabled():
-        # Operands have their dtypes already; autocast would make equal dtypes differ.
-        with torch.no_grad(), torch.autocast(operands[0].device.type, enabled=False):
+    if torch.is_grad_enabled():
+        with torch.no_grad():
+            return _computed(sums, wanted, operands, made, start)
+    if torch._C._is_any_autocast_enabled():
+        with without_autocast(operands[0].device):
             return sums.eager(wanted, operands, made, start)
     return sums.eager(wanted, operands, made, start)
 
@@ -138,8 +143,11 @@ class JointSums(Protocol):
         """The index tensors, which must not be written to before a backward pass."""
         ...
 
-    def run(self, wanted: Sequence[str], operands: Mapping[str, Tensor]) -> dict[str, Tensor]:
-        """Compute the tensors of these names from plain tensors in eager mode, without a record for gradients."""
+    def run(self, wanted: Sequence[str], operands: Mapping[str, Tensor], *, plain: bool = False) -> dict[str, Tensor]:
+        """Compute the tensors of these names, without a record for gradients.
+
+        `plain`: the caller knows that all are plain tensors in eager mode.
+        """
         ...
 
     def in_modes(self, wanted: str, operands: Mapping[str, Tensor]) -> Tensor:
@@ -153,7 +161,9 @@ class JointSums(Protocol):
         ...
 
 
-def contract_jointly(sums: JointSums, wanted: Sequence[str], operands: Mapping[str, Tensor]) -> dict[str, Tensor]:
+def contract_jointly(
+    sums: JointSums, wanted: Sequence[str], operands: Mapping[str, Tensor], *, plain: bool = False
+) -> dict[str, Tensor]:
     """Compute some tensors from others, all of them plain; differentiable to any order.
 
     Args:
@@ -161,13 +171,18 @@ def contract_jointly(sums: JointSums, wanted: Sequence[str], operands: Mapping[s
         wanted: the names of the results.
         operands: what they are computed from, by name; where one result is wanted, it may be among them and is not
             read.
+        plain: the caller knows that they are plain tensors in eager mode.
     """
-    if torch.is_grad_enabled() and any(tensor.requires_grad for tensor in operands.values()):
-        names = tuple(wanted)
-        read = tuple([name for name in operands if names != (name,)])
-        made: Any = _Jointly.apply(sums, (names, read), *(operands[name] for name in read), *sums.indices)
-        return dict(zip(names, made, strict=True))
-    return sums.run(wanted, operands)
+    if torch.is_grad_enabled():
+        # A loop instead of `any`: no generator in every call.
+        for tensor in operands.values():
+            if tensor.requires_grad:
+                names = tuple(wanted)
+                read = tuple([name for name in operands if names != (name,)])
+                tensors = [operands[name] for name in read]
+                made: Any = _Jointly.apply(sums, (names, read, plain), *tensors, *sums.indices)
+                return dict(zip(names, made, strict=True))
+    return sums.run(wanted, operands, plain=plain)
 
 
 def joint_gradients(
@@ -188,7 +203,8 @@ def joint_gradients(
         return found
     if not plain or not is_plain_eager(*operands.values()):
         return found | {name: sums.in_modes(name, operands) for name in rest}
-    return found | contract_jointly(sums, rest, operands)
+    made = contract_jointly(sums, rest, operands, plain=True)
+    return found | made if found else made
 
 
 class _Jointly(torch.autograd.Function):
@@ -198,15 +214,15 @@ class _Jointly(torch.autograd.Function):
 
     @staticmethod
     def forward(
-        ctx: Any, sums: JointSums, call: tuple[tuple[str, ...], tuple[str, ...]], *tensors: Any
+        ctx: Any, sums: JointSums, call: tuple[tuple[str, ...], tuple[str, ...], bool], *tensors: Any
     ) -> tuple[Tensor, ...]:
-        wanted, read = call
-        ctx.constants = sums, call
+        wanted, read, plain = call
+        ctx.constants = sums, wanted, read
         ctx.save_for_backward(*tensors)
         ctx.set_materialize_grads(False)
         cold.call = _Jointly, ctx, sums, call, *tensors
         try:
-            made = sums.run(wanted, dict(zip(read, tensors, strict=False)))
+            made = sums.run(wanted, dict(zip(read, tensors, strict=False)), plain=plain)
         finally:
             cold.call = None
         results = tuple([made[name] for name in wanted])
@@ -217,7 +233,7 @@ class _Jointly(torch.autograd.Function):
     @staticmethod
     @for_each_vector
     def backward(ctx: Any, *grads: Tensor | None) -> tuple[Tensor | None, ...]:
-        sums, (made, read) = ctx.constants
+        sums, made, read = ctx.constants
         # After the operands come the index tensors, whose versions torch has checked now.
         operands = dict(zip(read, ctx.saved_tensors, strict=False))
         total: dict[str, Tensor] = {}
@@ -227,12 +243,14 @@ class _Jointly(torch.autograd.Function):
             if grad is None or not wanted:
                 continue
             found = joint_gradients(sums, left, wanted, {**operands, left: grad}, plain=True)
-            for name, part in found.items():
+            # Gradients of weights of edges are the largest tensors of a step: none stays longer than it is read.
+            while found:
+                name, part = found.popitem()
                 if name not in total:
                     total[name] = part
                 elif torch.is_grad_enabled():
                     total[name] = total[name] + part
                 else:
-                    # Gradients of weights of edges are the largest tensors of a step.
                     total[name].add_(part)
-        return None, None, *(total.get(name) for name in read), *(None for _ in sums.indices)
+                del part
+        return None, None, *[total.get(name) for name in read], *[None] * len(sums.indices)

@@ -151,7 +151,8 @@ def map_of(owner: str, key: str | None, x: SparseConvTensor, geometry: Geometry,
     known = stored_map(x, key)
     if known is None:
         return x.build_map(geometry, again=again)
-    own = known.geometry == geometry and not known.inverted and not again and not torch.jit.is_tracing()
+    own = known.geometry is geometry or known.geometry == geometry
+    own = own and not known.inverted and not again and not torch.jit.is_tracing()
     if own and known.inputs.describes(x.indices, x.spatial_shape, x.batch_size) and x.has_all_rows:
         return known
     arguments = _ARGUMENTS if geometry.kind == known.geometry.kind else ("kernel_size",)

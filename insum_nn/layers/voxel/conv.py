@@ -228,18 +228,7 @@ class SparseConvolution(SparseConvolutionBase, SparseModule):
         Returns:
             (m, O) features over the output's voxels, with this layer's map under its key.
         """
-        return self._conv_forward(
-            self.training,
-            input,
-            self.weight,
-            self.bias,
-            add_input,
-            name=self.name,
-            sparse_unique_name=self._sparse_unique_name,
-            act_type=self.act_type,
-            act_alpha=self.act_alpha,
-            act_beta=self.act_beta,
-        )
+        return self._convolve(input, self.weight, self.bias, add_input, self.act_type, self.act_alpha)
 
     def explain(self, input: SparseConvTensor | None = None, *, measure: bool = False) -> Any:
         """Explain how the layer's statement runs; see `Program.explain`.

@@ -267,17 +267,29 @@ class SparseConvolutionBase:
             InsumDtypeError: the input is a plain tensor.
             InsumFormatError: scales of an int8 layer are given.
         """
+        if channel_scale is not None or output_scale is not None:
+            raise InsumFormatError(
+                f"{type(self).__name__}: int8 convolutions are not supported",
+                fix="convert the layer back to floating-point numbers.",
+            )
+        return self._convolve(input, weight, bias, add_input, act_type, act_alpha)
+
+    def _convolve(
+        self,
+        input: SparseConvTensor,
+        weight: Tensor,
+        bias: Tensor | None,
+        add_input: SparseConvTensor | None,
+        act_type: object,
+        act_alpha: float,
+    ) -> SparseConvTensor:
+        """Convolve; see `_conv_forward`."""
         if isinstance(input, Tensor):  # pyright: ignore[reportUnnecessaryIsInstance]
             raise InsumDtypeError(
                 f"{type(self).__name__} takes a SparseConvTensor, got a tensor of shape {tuple(input.shape)}",
                 fix="pass SparseConvTensor(features, indices, spatial_shape, batch_size) of insum_nn.layers.spconv.",
                 expected=SparseConvTensor,
                 got=type(input),
-            )
-        if channel_scale is not None or output_scale is not None:
-            raise InsumFormatError(
-                f"{type(self).__name__}: int8 convolutions are not supported",
-                fix="convert the layer back to floating-point numbers.",
             )
         # A trace cannot hold maps, and a kernel of one cell needs none.
         stores = self.indice_key is not None and not self.subm and not torch.jit.is_tracing()
@@ -287,11 +299,12 @@ class SparseConvolutionBase:
             input.check_rows()
         layout = self.weight_layout
         dense = weight if layout == "spconv" else import_weight(weight, layout, self.kernel_size)
-        if torch.jit.is_tracing() and used is None:
+        if used is None and torch.jit.is_tracing():
             features = _traced_pointwise(input.features, dense, bias, self.groups)
         else:
             features = sparse_conv(input.features, dense, used, bias, groups=self.groups, options=self.options)
-        features = apply_activation(features, act_type, act_alpha)
+        if act_type is not Activation.None_:
+            features = apply_activation(features, act_type, act_alpha)
         if kernel_map is None or self.subm:
             output = input.replace_feature(features)
         else:

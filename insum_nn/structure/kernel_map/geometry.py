@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from enum import Enum
+from functools import lru_cache
 from typing import Literal
 
 from insum_nn.errors import InsumShapeError
@@ -36,6 +37,7 @@ class Geometry:
         padding: d; for `"subm"` the kernel cell that lies on the voxel itself, times the dilation.
         dilation: d steps between kernel cells.
         output_padding: d; added to the shape of a transposed convolution's output.
+        volume: kernel offsets, `o`.
     """
 
     kind: MapKind
@@ -44,6 +46,10 @@ class Geometry:
     padding: tuple[int, ...]
     dilation: tuple[int, ...]
     output_padding: tuple[int, ...]
+    volume: int = field(init=False, repr=False, compare=False)
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "volume", math.prod(self.kernel_size))
 
     @classmethod
     def of(
@@ -77,16 +83,11 @@ class Geometry:
         if subm:
             cells = [extent // 2 for extent in kernel] if anchor is None else anchor
             own = tuple(cell * step for cell, step in zip(cells, steps, strict=True))
-            return cls("subm", kernel, (1,) * len(kernel), own, steps, zeros)
+            return _same(cls("subm", kernel, (1,) * len(kernel), own, steps, zeros))
         moves = (kernel, tuple(stride), tuple(padding), steps)
         if transposed:
-            return cls("transpose", *moves, zeros if output_padding is None else tuple(output_padding))
-        return cls("conv", *moves, zeros)
-
-    @property
-    def volume(self) -> int:
-        """Kernel offsets, `o`."""
-        return math.prod(self.kernel_size)
+            return _same(cls("transpose", *moves, zeros if output_padding is None else tuple(output_padding)))
+        return _same(cls("conv", *moves, zeros))
 
     @property
     def is_pointwise(self) -> bool:
@@ -99,6 +100,12 @@ class Geometry:
         """Whether the kernel is a submanifold one whose middle cell lies on the voxel: its own mirror."""
         parts = zip(self.kernel_size, self.padding, self.dilation, strict=True)
         return self.kind == "subm" and all(size % 2 and pad == size // 2 * step for size, pad, step in parts)
+
+
+@lru_cache(maxsize=256)
+def _same(geometry: Geometry) -> Geometry:
+    """One object for equal movements: layers that share a map compare them at every call."""
+    return geometry
 
 
 def output_shape(spatial_shape: Sequence[int], geometry: Geometry) -> tuple[int, ...]:

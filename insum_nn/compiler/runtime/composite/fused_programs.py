@@ -52,6 +52,15 @@ T = TypeVar("T")
 _LIMIT = 64
 
 
+@dataclass(frozen=True, slots=True, eq=False)
+class _Kind:
+    """What runs one of the programs by itself, in the caller's names; one object for all calls that it runs."""
+
+    bound: Bound
+    chosen: Executable
+    form: Form
+
+
 @dataclass(frozen=True, slots=True)
 class _One:
     """A program of a fused call: its tensors in its order, and its sizes."""
@@ -59,8 +68,15 @@ class _One:
     program: Program
     tensors: tuple[Tensor, ...]
     extents: Extents
-    bound: Bound
-    form: Form
+    kind: _Kind
+
+    @property
+    def bound(self) -> Bound:
+        return self.kind.bound
+
+    @property
+    def form(self) -> Form:
+        return self.kind.form
 
 
 @dataclass(frozen=True, slots=True)
@@ -114,6 +130,7 @@ class FusedPrograms:
         self.deterministic = deterministic or any(p.options.deterministic for p in programs)
         self.reason = ""
         self._known: dict[Hashable, _Known] = {}
+        self._kinds: dict[Hashable, _Kind] = {}
         self._kernels: dict[Hashable, _Fused] = {}
         self._chosen: dict[Hashable, tuple[_Fused | None, str]] = {}
         self._preparing: BuildOnce[_Known] = BuildOnce()
@@ -140,21 +157,25 @@ class FusedPrograms:
                 no dispatch mode is active.
             separately: makes the same one by one: what one kernel is measured against.
         """
-        with torch.no_grad():
-            full = (key, torch.get_float32_matmul_precision())
-            known = self._ready(full, named)
-            if known is None:
+        if torch.is_grad_enabled():
+            with torch.no_grad():
+                return self.together(named, shapes, key, separately)
+        full = (key, torch._C._get_float32_matmul_precision())
+        known = self._known.get(full)
+        tensors = [] if known is None else known.read(named)
+        if known is None or (known.ready is not None and not known.ready.holds(tensors)):
 
-                def prepare() -> _Known:
-                    found = self._prepared(named, shapes, separately)
-                    keep(self._known, full, found, _LIMIT)
-                    return found
+            def prepare() -> _Known:
+                found = self._prepared(named, shapes, separately)
+                keep(self._known, full, found, _LIMIT)
+                return found
 
-                known = self._preparing.get(full, lambda: self._ready(full, named), prepare)
-            if known.ready is None:
-                return None
-            made: Any = known.ready.run(known.read(named), None)
-            return [made[at] for at in known.order]
+            known = self._preparing.get(full, lambda: self._ready(full, named), prepare)
+            tensors = known.read(named)
+        if known.ready is None:
+            return None
+        made: Any = known.ready.run(tensors, None)
+        return [made[at] for at in known.order]
 
     def _ready(self, key: Hashable, named: Sequence[Mapping[str, Tensor]]) -> _Known | None:
         """Return what runs a kind of call on these tensors, if it was prepared."""
@@ -165,9 +186,11 @@ class FusedPrograms:
 
     def _prepared(self, named: Sequence[Mapping[str, Tensor]], shapes: Sequence[Shape], separately: Run) -> _Known:
         """Decide how a kind of call runs."""
+        # Those that stand by several names are made once.
+        named = [dict(each) for each in named]
         try:
-            ones = [_one(*each) for each in zip(self.programs, named, shapes, strict=True)]
-            key = tuple([(one.bound, one.form.bound.static, one.extents.output[1:]) for one in ones])
+            ones = [_one(*each, self._kinds) for each in zip(self.programs, named, shapes, strict=True)]
+            key = tuple([(one.kind, one.extents.output[1:]) for one in ones])
             bucket = (key, *[size_bucket(one.extents) for one in ones])
             chosen = self._chosen.get(bucket)
             if chosen is None:
@@ -229,11 +252,13 @@ class _Call:
     def __init__(self, together: _Fused, ones: Sequence[_One], named: Sequence[Mapping[str, Tensor]]) -> None:
         self.together = together
         names = together.spec.layout.tensors
-        self.sources = tuple(next((at, name) for at, each in enumerate(named) if name in each) for name in names)
-        self.tensors = [named[at][name] for at, name in self.sources]
-        for name, tensor in zip(names, self.tensors, strict=True):
-            if not all(_same(each[name], tensor) for each in named if name in each):
-                raise FormError(f"'{name}' is not the same tensor in all of them")
+        found: dict[str, tuple[int, Tensor]] = {}
+        for at, each in enumerate(named):
+            for name, tensor in each.items():
+                if not _same(found.setdefault(name, (at, tensor))[1], tensor) and name in names:
+                    raise FormError(f"'{name}' is not the same tensor in all of them")
+        self.sources = tuple([(found[name][0], name) for name in names])
+        self.tensors = [found[name][1] for name in names]
         versions = index_versions(together.spec, self.tensors)
         if versions is None:
             raise FormError("index tensors without versions are read at every call")
@@ -257,27 +282,36 @@ def _same(a: Tensor, b: Tensor) -> bool:
     return a is b or (a.data_ptr() == b.data_ptr() and a.shape == b.shape and a.stride() == b.stride())
 
 
-def _one(program: Program, named: Mapping[str, Tensor], shape: Shape) -> _One:
+def _one(
+    program: Program, named: Mapping[str, Tensor], shape: Shape, kinds: dict[Hashable, _Kind] | None = None
+) -> _One:
     """What is known of one of the programs, in the names of the caller: these say which tensors programs share.
 
     Args:
         program: the program.
         named: its tensors.
         shape: of its output.
+        kinds: those that were met, which stay.
 
     Raises:
         FormError: there is nothing to do, or no generated kernel does it.
     """
     spec = program.spec
-    tensors = tuple(named[name] for name in spec.layout.tensors)
+    tensors = tuple([named[name] for name in spec.layout.tensors])
     extents = resolve_extents(spec.statement, tensors, None, program.sizes, shape)
-    if 0 in extents.indices or 0 in extents.output or any(t.numel() == 0 for t in tensors):
+    if 0 in extents.indices or 0 in extents.output or 0 in [t.numel() for t in tensors]:
         raise FormError("there is nothing to sum")
     bound, chosen = prepare(spec, tensors, None, extents)
     if not isinstance(chosen, Executable) or not isinstance(chosen.run, Generated) or spec.epilogue:
         raise FormError(f"{program.expression} is no generated kernel")
-    form = chosen.run.form.named(named_as(bound, chosen.bound))
-    return _One(program, tensors, extents, bound, form)
+    # As long as one lives, so do those that it is known by.
+    key = id(bound), id(chosen)
+    kind = None if kinds is None else kinds.get(key)
+    if kind is None:
+        kind = _Kind(bound, chosen, chosen.run.form.named(named_as(bound, chosen.bound)))
+        if kinds is not None:
+            keep(kinds, key, kind, _LIMIT)
+    return _One(program, tensors, extents, kind)
 
 
 def _plan_of(ones: Sequence[_One], deterministic: bool) -> tuple[Plan, dict[str, int]]:

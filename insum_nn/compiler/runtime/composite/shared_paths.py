@@ -74,6 +74,8 @@ class SharedPaths:
         Returns:
             A tensor for each name of an output, in the order of their first programs.
         """
+        # A mapping may make a tensor whenever it is asked for it; here they are told apart by what they are.
+        named = [dict(each) for each in named]
         full = (key, self._same(named))
         known = self._known.get(full)
         if known is None or not known.holds(named):

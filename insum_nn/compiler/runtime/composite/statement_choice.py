@@ -7,6 +7,7 @@ cores of a CPU, and hold for what runs a statement there, so they stand with the
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 
 import torch
 from torch import Tensor
@@ -75,9 +76,11 @@ def by_table(device: torch.device, options: Options) -> bool:
     return device.type == "cuda" and options.backend == "auto" and generates_kernels()
 
 
-def takes_table(entries: int, features: Tensor, weight: Tensor, options: Options) -> bool:
-    """Whether a table of so many entries can be taken for these tensors, and is the better way."""
-    return by_table(features.device, options) and is_plain_eager(features, weight) and entries <= _MOST_ENTRIES
+def takes_table(entries: int, tensors: Sequence[Tensor | None], options: Options) -> bool:
+    """Whether a table of so many entries can be taken for tensors on one device, and is the better way."""
+    first = tensors[0]
+    assert first is not None
+    return by_table(first.device, options) and is_plain_eager(*tensors) and entries <= _MOST_ENTRIES
 
 
 def pairs_are_faster(dtype: torch.dtype) -> bool:

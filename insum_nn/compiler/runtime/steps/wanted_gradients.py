@@ -17,6 +17,8 @@ __all__ = ["is_inner", "keep_inner", "wanted_gradients"]
 _PASSES = 16
 _MOST_KNOWN = 4096
 _by_name: dict[Hashable, int] = {}
+# What adds to a leaf's gradient.
+_LEAF: type[Any] = torch._C._functions.AccumulateGrad  # type: ignore[attr-defined]
 # An attribute of leaves whose gradients are wanted by recorded passes alone.
 _INNER = "_insum_nn_inner"
 
@@ -61,7 +63,7 @@ def _wanted(node: Any, key: Hashable) -> bool:
     if node is None:
         return False
     # What is recorded must not depend on the passes before.
-    leaf = hasattr(node, "variable")
+    leaf = type(node) is _LEAF
     if leaf and is_inner(node.variable) and not torch.is_grad_enabled():
         return False
     left = _by_name.get(key, 0) if leaf and not torch._C._len_torch_dispatch_stack() else 0
