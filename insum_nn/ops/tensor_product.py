@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Hashable, Mapping, Sequence
 from dataclasses import dataclass
+from functools import lru_cache
 from itertools import compress
 from typing import Any, NamedTuple
 
@@ -160,10 +161,6 @@ def _counted(first: Tensor, num_x: int | torch.SymInt, num_z: int | torch.SymInt
     return rows, rows if isinstance(num_z, int) and num_z == _OF_X else num_z
 
 
-# Kinds of calls of one tensor product that are remembered.
-_PLANS = 128
-
-
 @dataclass(frozen=True, eq=False, slots=True)
 class _Plan:
     """How a kind of call runs; itself a key of that kind.
@@ -206,10 +203,8 @@ class _Sums(NamedTuple):
 
     def rows(self, role: str) -> int:
         """Return the rows of a role: of nodes for the first input and the output, else of edges or samples."""
-        if role == "x":
-            return self.num_x
-        if role == "z":
-            return self.num_z
+        if role in "xz":
+            return self.num_x if role == "x" else self.num_z
         return self.num_x if self.senders is None else self.senders.shape[0]
 
     def run(self, wanted: Sequence[str], operands: Mapping[str, Tensor], *, plain: bool = False) -> dict[str, Tensor]:
@@ -220,18 +215,11 @@ class _Sums(NamedTuple):
                 return self.run(wanted, operands, plain=plain)
         layout, ends = layout_of(self.text), (self.receivers, self.senders)
         if not plain and not is_plain_eager(*operands.values(), *ends):
-            return {x: _one(self._single(layout, x, device, dtype), operands, ends, None) for x in wanted}
-        # What decides the shapes, dtypes and devices of a call on plain tensors, and how it runs.
-        kinds = [(role, t.shape, t.dtype) for role, t in operands.items()]
-        of_nodes = None if self.senders is None else self.senders.dtype
+            return {x: _one(_single(layout, x, self.rows(x), device, dtype), operands, ends, None) for x in wanted}
+        kinds = tuple([(role, t.shape, t.dtype) for role, t in operands.items()])
+        edges = None if self.senders is None else (self.senders.shape[0], self.senders.dtype)
         fixed = torch._C._get_deterministic_algorithms()
-        key = tuple(wanted), *kinds, device, of_nodes, self.num_x, self.num_z, fixed
-        plan = layout.plans.get(key)
-        if plan is None:
-            plan = self._plan(layout, wanted, device, dtype)
-            while len(layout.plans) >= _PLANS:
-                layout.plans.pop(next(iter(layout.plans)), None)
-            layout.plans[key] = plan
+        plan = _plan(self.text, tuple(wanted), kinds, device, dtype, edges, self.num_x, self.num_z, fixed)
         together = plan.together
         found: dict[str, Tensor] | None = None
         if together is not None:
@@ -247,18 +235,6 @@ class _Sums(NamedTuple):
                 return found
         found = found or {}
         return {x: found[x] if x in found else _one(plan.singles[x], operands, ends, plan) for x in wanted}
-
-    def _single(self, layout: ProductLayout, role: str, device: torch.device, dtype: torch.dtype) -> tuple[Role, int]:
-        """Return what runs the statements of a role in a call of these sizes, and the rows of their result."""
-        rows, source = self.rows(role), role_of(layout, role, device, dtype)
-        if not fits_between(rows * source.first_width):
-            source = role_of(layout, role, device, dtype, staged=False)
-        return source, rows
-
-    def _plan(self, layout: ProductLayout, wanted: Sequence[str], device: torch.device, dtype: torch.dtype) -> _Plan:
-        together = together_of(layout, wanted, device, dtype)
-        sizes = ([], []) if together is None else together.sizes([self.rows(role) for role in together.roles])
-        return _Plan(together, sizes, {role: self._single(layout, role, device, dtype) for role in wanted})
 
     def in_modes(self, wanted: str, operands: Mapping[str, Tensor]) -> Tensor:
         given, ends = _given(operands, wanted), (self.receivers, self.senders)
@@ -285,6 +261,37 @@ class _Sums(NamedTuple):
         if "w" in wanted and not operands["w"].numel():
             return sums, {"w": torch.zeros_like(operands["w"])}
         return sums, {}
+
+
+def _single(layout: ProductLayout, role: str, rows: int, device: torch.device, dtype: torch.dtype) -> tuple[Role, int]:
+    """Return what runs the statements of a role whose result has so many rows, and these rows."""
+    source = role_of(layout, role, device, dtype)
+    if not fits_between(rows * source.first_width):
+        source = role_of(layout, role, device, dtype, staged=False)
+    return source, rows
+
+
+@lru_cache(maxsize=1024)
+def _plan(
+    text: str,
+    wanted: tuple[str, ...],
+    kinds: tuple[tuple[str, torch.Size, torch.dtype], ...],
+    device: torch.device,
+    dtype: torch.dtype,
+    edges: tuple[int, torch.dtype] | None,
+    num_x: int,
+    num_z: int,
+    fixed: bool,
+) -> _Plan:
+    """Return how a call on plain tensors runs.
+
+    The arguments decide the shapes, dtypes and devices of the call, so that what is returned stands for them.
+    """
+    layout = layout_of(text)
+    rows = {role: num_x if edges is None else edges[0] for role in "yw"} | {"x": num_x, "z": num_z}
+    together = together_of(layout, wanted, device, dtype)
+    sizes = ([], []) if together is None else together.sizes([rows[role] for role in together.roles])
+    return _Plan(together, sizes, {role: _single(layout, role, rows[role], device, dtype) for role in wanted})
 
 
 def _one(single: tuple[Role, int], operands: Mapping[str, Tensor], ends: Edges, key: Hashable | None) -> Tensor:

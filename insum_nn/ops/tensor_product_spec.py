@@ -150,8 +150,6 @@ class ProductLayout:
     def __init__(self, spec: TensorProductSpec) -> None:
         self.spec = spec
         self._kept: dict[tuple[object, ...], Any] = {}
-        # How each kind of call runs.
-        self.plans: dict[tuple[object, ...], Any] = {}
         self.entries = {"x": spec.in1, "y": spec.in2, "z": spec.out}
         self.dims = {role: dimension(entries) for role, entries in self.entries.items()}
         self.starts = {role: offsets(entries) for role, entries in self.entries.items()}

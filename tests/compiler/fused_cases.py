@@ -97,7 +97,7 @@ def assert_right(roles: str, tensors: dict[str, Tensor], found: list[Tensor]) ->
 def ones_of(roles: str, tensors: dict[str, Tensor]) -> list[fused_module._One]:
     u = tensors["dZ"].shape[2]
     triples = zip(roles, programs(roles), named(roles, tensors), strict=True)
-    return [fused_module._one(program, given, shape_of(role, u)) for role, program, given in triples]
+    return [fused_module._one(program, given, shape_of(role, u), {}) for role, program, given in triples]
 
 
 def kernels_of(ones: Sequence[Any], *, deterministic: bool = False) -> list[Any]:

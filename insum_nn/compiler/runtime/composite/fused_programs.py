@@ -54,7 +54,7 @@ _LIMIT = 64
 
 @dataclass(frozen=True, slots=True, eq=False)
 class _Kind:
-    """What runs one of the programs by itself, in the caller's names; one object for all calls that it runs."""
+    """What runs a program by itself, in the caller's names; one object for all calls that it runs."""
 
     bound: Bound
     chosen: Executable
@@ -69,14 +69,8 @@ class _One:
     tensors: tuple[Tensor, ...]
     extents: Extents
     kind: _Kind
-
-    @property
-    def bound(self) -> Bound:
-        return self.kind.bound
-
-    @property
-    def form(self) -> Form:
-        return self.kind.form
+    bound: Bound
+    form: Form
 
 
 @dataclass(frozen=True, slots=True)
@@ -109,6 +103,10 @@ class _Known:
     def read(self, named: Sequence[Mapping[str, Tensor]]) -> list[Tensor]:
         """Its tensors among those of a call."""
         return [named[at][name] for at, name in self.sources]
+
+    def holds(self, named: Sequence[Mapping[str, Tensor]]) -> bool:
+        """Whether it is for these tensors."""
+        return self.ready is None or self.ready.holds(self.read(named))
 
 
 class FusedPrograms:
@@ -170,19 +168,14 @@ class FusedPrograms:
                 keep(self._known, full, found, _LIMIT)
                 return found
 
-            known = self._preparing.get(full, lambda: self._ready(full, named), prepare)
+            known = self._preparing.get(
+                full, lambda: f if (f := self._known.get(full)) is not None and f.holds(named) else None, prepare
+            )
             tensors = known.read(named)
         if known.ready is None:
             return None
         made: Any = known.ready.run(tensors, None)
         return [made[at] for at in known.order]
-
-    def _ready(self, key: Hashable, named: Sequence[Mapping[str, Tensor]]) -> _Known | None:
-        """Return what runs a kind of call on these tensors, if it was prepared."""
-        known = self._known.get(key)
-        if known is not None and known.ready is not None and not known.ready.holds(known.read(named)):
-            return None
-        return known
 
     def _prepared(self, named: Sequence[Mapping[str, Tensor]], shapes: Sequence[Shape], separately: Run) -> _Known:
         """Decide how a kind of call runs."""
@@ -282,9 +275,7 @@ def _same(a: Tensor, b: Tensor) -> bool:
     return a is b or (a.data_ptr() == b.data_ptr() and a.shape == b.shape and a.stride() == b.stride())
 
 
-def _one(
-    program: Program, named: Mapping[str, Tensor], shape: Shape, kinds: dict[Hashable, _Kind] | None = None
-) -> _One:
+def _one(program: Program, named: Mapping[str, Tensor], shape: Shape, kinds: dict[Hashable, _Kind]) -> _One:
     """What is known of one of the programs, in the names of the caller: these say which tensors programs share.
 
     Args:
@@ -306,12 +297,11 @@ def _one(
         raise FormError(f"{program.expression} is no generated kernel")
     # As long as one lives, so do those that it is known by.
     key = id(bound), id(chosen)
-    kind = None if kinds is None else kinds.get(key)
+    kind = kinds.get(key)
     if kind is None:
         kind = _Kind(bound, chosen, chosen.run.form.named(named_as(bound, chosen.bound)))
-        if kinds is not None:
-            keep(kinds, key, kind, _LIMIT)
-    return _One(program, tensors, extents, kind)
+        keep(kinds, key, kind, _LIMIT)
+    return _One(program, tensors, extents, kind, kind.bound, kind.form)
 
 
 def _plan_of(ones: Sequence[_One], deterministic: bool) -> tuple[Plan, dict[str, int]]:
