@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import gc
+import weakref
 from collections.abc import Callable
 from typing import Any
 
@@ -9,6 +11,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
+from insum_nn.compiler.kernels.ahead import UndecidedError
 from insum_nn.compiler.kernels.background import cold
 from insum_nn.compiler.runtime.steps import whole_step
 from insum_nn.compiler.runtime.steps.whole_step import call_step
@@ -107,6 +110,22 @@ def test_an_error_of_the_rehearsal_is_none_of_the_step(
     assert cold.step is None
 
 
+def test_a_choice_that_only_the_step_can_make(potential: Case, launched: Launched, monkeypatch: pytest.MonkeyPatch):
+    plain, asked = whole_step._Call.forward, [0]
+
+    def undecided(self: Any, *given: Any) -> Any:
+        asked[0] += 1
+        if asked[0] < 3:
+            raise UndecidedError("it is tried when it runs")
+        return plain(self, *given)
+
+    monkeypatch.setattr(whole_step._Call, "forward", undecided)
+    train(*potential)
+    assert asked == [3]
+    assert launched.compiled.keys() <= launched.submitted.keys()
+    assert max(launched.submitted.values()) < 4
+
+
 def test_an_error_of_the_step_is_raised(launched: Launched):
     def method(_: nn.Module, x: Tensor) -> Any:
         raise ValueError("in the step")
@@ -126,3 +145,17 @@ def test_what_is_compiled_is_not_rehearsed(wrap: Callable[[nn.Module], Any]):
     if compiled is not None:
         model[0] = compiled
     assert not whole_step._is_plain(model)
+
+
+@pytest.mark.usefixtures("launched")
+def test_nothing_holds_what_a_call_was_given():
+    given = operands()
+    alive = weakref.ref(given[2])
+    gc.disable()
+    try:
+        for _ in range(2):
+            call_step(lambda _, *rest: rest[2].sum(), _Plain(), *given)
+        del given
+        assert alive() is None
+    finally:
+        gc.enable()

@@ -158,7 +158,8 @@ class _Cold:
         due: it needed a kernel that was not there, so what its gradients need is not there either.
         call: the function of the recorded call that runs now, its context, and its arguments.
         rehearse: finds the kernels of such a call and of its gradients, and submits them.
-        step: finds and submits all kernels of the step that runs now, and returns them; the thread that runs it.
+        step: finds and submits the kernels of the step that runs now, and returns them and whether these are all; the
+            thread that runs it.
     """
 
     __slots__ = ("call", "due", "rehearse", "step")
@@ -167,7 +168,7 @@ class _Cold:
         self.due = False
         self.call: tuple[Any, ...] | None = None
         self.rehearse: Callable[..., None] | None = None
-        self.step: tuple[Callable[[], Iterable[KernelCode]], int] | None = None
+        self.step: tuple[Callable[[], tuple[Iterable[KernelCode], bool]], int] | None = None
 
 
 cold = _Cold()
@@ -187,13 +188,16 @@ def missed(code: KernelCode, *, rehearse: bool) -> None:
         if _background is None:
             _background = Background(default_background_workers())
             atexit.register(_background.close)
-    helped = rehearse and _background.most > 0
+    helped = rehearse and _background.most > 0 and code not in _background.of_steps
     step = cold.step if helped and cold.step is not None and cold.step[1] == threading.get_ident() else None
-    call = cold.call if helped and code not in _background.of_steps else None
+    call = cold.call if helped else None
     _background.missed(code, later=step is not None or call is not None)
     if step is not None:
         cold.step = None
-        _background.of_steps |= {*step[0]()}
+        found, decided = step[0]()
+        _background.of_steps.update(found)
+        # Behind a choice that only the step can make, a later kernel that is missing has it rehearsed again.
+        cold.step = None if decided else step
     if code in _background.of_steps:
         return
     cold.due = _background.most > 0

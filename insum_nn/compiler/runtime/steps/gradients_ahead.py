@@ -110,10 +110,8 @@ def rehearse_gradients(function: Any, ctx: Any, *results: Tensor) -> None:
         return
     if not _may_rehearse(results):
         return
-    with _collecting(function, results) as collection:
+    with _collecting(function, results):
         _run_backward(function, ctx, results, sum(ctx.needs_input_grad[function.first_operand :]) >= _FACTORS)
-    cold.due = False
-    background.submit(collection.codes)
 
 
 def _rehearse_call(function: Any, ctx: Any, *arguments: Any) -> None:
@@ -123,10 +121,9 @@ def _rehearse_call(function: Any, ctx: Any, *arguments: Any) -> None:
         return
     own = _Context(ctx.needs_input_grad)
     results: tuple[Tensor, ...] = ()
-    with _collecting(function, tensors) as collection:
+    with _collecting(function, tensors):
         made = function.forward(own, *arguments)
         results = made if isinstance(made, tuple) else (made,)
-    background.submit(collection.codes)
     if results:
         rehearse_gradients(function, own, *results)
 
@@ -141,15 +138,19 @@ def _may_rehearse(tensors: Sequence[Tensor]) -> bool:
 
 
 @contextmanager
-def _collecting(function: Any, tensors: Sequence[Tensor]) -> Generator[Any]:
-    """Collect launches; no error leaves it, since the step itself meets it again, unless it is for want of room."""
+def _collecting(function: Any, tensors: Sequence[Tensor]) -> Generator[None]:
+    """Collect launches, and have each kernel compiled as it is found: planning the others takes as long as one of them.
+
+    No error leaves it, since the step itself meets it again, unless it is for want of room.
+    """
     cold.due = False
     # What a rehearsal saves is not the step's: a checkpoint would count it among what it has to recompute.
     apart = torch.autograd.graph.saved_tensors_hooks(_as_it_is, _as_it_is)
     device = tensors[0].device.type
-    with rehearse() as collection, apart, torch.no_grad(), torch.autocast(device, enabled=False):
+    found = rehearse(lambda code: background.submit([code]))
+    with found, apart, torch.no_grad(), torch.autocast(device, enabled=False):
         try:
-            yield collection
+            yield
         except Exception as error:
             _log.debug("the kernels of %s were not found ahead: %s", function.__name__, error)
     cold.due = False

@@ -19,7 +19,7 @@ from torch import Tensor, nn
 from torch.utils import _pytree as pytree
 
 from insum_nn.compiler.kernels import background
-from insum_nn.compiler.kernels.ahead import collecting, rehearse
+from insum_nn.compiler.kernels.ahead import UndecidedError, collecting, rehearse
 from insum_nn.compiler.kernels.background import cold
 from insum_nn.compiler.kernels.machine_code import KernelCode
 from insum_nn.compiler.runtime.modes import is_plain_eager
@@ -64,9 +64,11 @@ def call_step(method: Callable[..., T], module: nn.Module, *given: Any) -> T:
 
 def _rehearse_step(
     method: Callable[..., Any], module: nn.Module, given: Any, autocast: tuple[bool, torch.dtype]
-) -> Iterable[KernelCode]:
+) -> tuple[Iterable[KernelCode], bool]:
+    """The kernels of a step, and whether these are all: none of its choices was left to the step itself."""
     if torch.cuda.is_current_stream_capturing() or not _is_plain(module):
-        return ()
+        return (), True
+    decided = True
     device = given[0].device
     # Gradients of the module's own parameters, and what hangs on them, are the step's.
     state = {f"module.{name}": p.detach().requires_grad_(p.requires_grad) for name, p in module.named_parameters()}
@@ -86,10 +88,12 @@ def _rehearse_step(
             outputs = [each for each in pytree.tree_leaves(made) if isinstance(each, Tensor) and each.requires_grad]
             if outputs:
                 torch.autograd.backward(outputs, [torch.ones_like(each) for each in outputs])
+        except UndecidedError:
+            decided = False
         except Exception as error:
             _log.debug("the kernels of a step of %s were not all found ahead: %s", type(module).__name__, error)
     cold.due = False
-    return collection.codes
+    return collection.codes, decided
 
 
 @contextmanager
