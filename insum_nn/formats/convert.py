@@ -48,6 +48,7 @@ __all__ = [
     "sort_by_key",
     "sum_rows",
     "torch_entries",
+    "uncompressed",
     "used_slots",
 ]
 
@@ -331,7 +332,7 @@ def compressed_rows(row: Tensor, num_rows: int) -> Tensor:
 
 def compressed_blocks(tensor: Tensor) -> tuple[Tensor, Tensor, Tensor]:
     """Row, column and values of the blocks of a torch BSR or BSC matrix; explicit zeros stay."""
-    return (*_uncompress(tensor), tensor.values())
+    return (*uncompressed(tensor), tensor.values())
 
 
 def check_torch(tensor: Tensor) -> None:
@@ -356,10 +357,10 @@ def torch_entries(tensor: Tensor) -> tuple[tuple[Tensor, ...], Tensor]:
         return merged.indices().contiguous().unbind(0), merged.values()
     if tensor.layout in (torch.sparse_bsr, torch.sparse_bsc):
         return expand_blocks(*compressed_blocks(tensor), tensor.shape)
-    return _uncompress(tensor), tensor.values()
+    return uncompressed(tensor), tensor.values()
 
 
-def _uncompress(tensor: Tensor) -> tuple[Tensor, Tensor]:
+def uncompressed(tensor: Tensor) -> tuple[Tensor, Tensor]:
     """Return (row, col) of each stored value or block of a compressed tensor."""
     by_row = tensor.layout in (torch.sparse_csr, torch.sparse_bsr)
     pointers = tensor.crow_indices() if by_row else tensor.ccol_indices()

@@ -20,7 +20,14 @@ from insum_nn.layers.swap_converters import CONVERTERS, NotConvertible
 
 __all__ = ["SwapReport", "SwapRow", "swap"]
 
-_PEERS = ("torch_geometric.nn.conv.", "spconv.pytorch.", "e3nn.o3.")
+# Where peers define their layers -> where users import these from. The report lists those that have no counterpart.
+# nequip is not among them: its modules hold each other, and those whose parts were swapped would be listed.
+_PEERS = {
+    "torch_geometric.nn.conv": "torch_geometric.nn",
+    "spconv.pytorch": "spconv.pytorch",
+    "e3nn.o3": "e3nn.o3",
+    "e3nn.nn": "e3nn.nn",
+}
 
 
 # The report.
@@ -313,9 +320,10 @@ class _Swap:
             return "dense; name it in block_sparse= to prune it"
         if isinstance(module, torch.jit.ScriptModule):
             # What e3nn generates is a part of its layer.
-            inside = parent is not None and _class_of(parent).__module__.startswith(_PEERS)
+            inside = parent is not None and _peer_of(_class_of(parent).__module__) is not None
             return None if inside else "compiled by TorchScript"
-        if path.startswith(_PEERS) and not _is_container(module):
+        # A class of a private name is a part of a layer.
+        if _peer_of(path) is not None and not _is_container(module) and not type(module).__name__.startswith("_"):
             return "no counterpart"
         return None
 
@@ -396,10 +404,13 @@ def _shown(path: str) -> str:
     package, _, name = path.rpartition(".")
     if package.startswith("torch.nn.modules"):
         return f"torch.nn.{name}"
-    for public in ("torch_geometric.nn", "spconv.pytorch", "e3nn.o3", "e3nn.nn"):
-        if package.startswith(public):
-            return f"{public}.{name}"
-    return path
+    peer = _peer_of(path)
+    return path if peer is None else f"{_PEERS[peer]}.{name}"
+
+
+def _peer_of(path: str) -> str | None:
+    """Return which of `_PEERS` defines what has a path."""
+    return next((peer for peer in _PEERS if f"{path}.".startswith(f"{peer}.")), None)
 
 
 def _arguments(pruning: Pruning) -> dict[str, Any]:

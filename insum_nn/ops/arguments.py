@@ -50,16 +50,23 @@ class Operand(NamedTuple):
 FORMATS: tuple[type[SparseFormat], ...] = (COO, ELL, BlockCOO, BlockGroupCOO, GroupCOO)
 
 
-def require_format(value: object, caller: str, argument: str, kinds: tuple[type[SparseFormat], ...] = FORMATS) -> None:
-    """Raise unless `value` is a format for which an operator has an expression."""
+def require_format(
+    value: object,
+    caller: str,
+    argument: str,
+    kinds: tuple[type[SparseFormat], ...] = FORMATS,
+    *,
+    recommended: type[SparseFormat] = GroupCOO,
+) -> None:
+    """Raise unless `value` is a format for which an operator has an expression; the error recommends one of them."""
     if isinstance(value, kinds):
         return
     names = ", ".join(kind.__name__ for kind in kinds)
     if isinstance(value, Tensor):
         how = "from_dense" if value.layout == torch.strided else "from_torch"
-        fix = f"convert it once, {kinds[-1].__name__}.{how}({argument}), and keep the result."
+        fix = f"convert it once, {recommended.__name__}.{how}({argument}), and keep the result."
     elif isinstance(value, SparseFormat):
-        fix = f"convert it once, {kinds[-1].__name__}.from_coo({argument}), and keep the result."
+        fix = f"convert it once, {recommended.__name__}.from_coo({argument}), and keep the result."
     else:
         fix = "build one of these formats."
     raise InsumFormatError(
@@ -91,12 +98,10 @@ def matrix_layout(matrix: SparseFormat, caller: str, argument: str) -> str:
             argument=argument,
             got=matrix.shape,
         )
-    if isinstance(matrix, BlockFormat):
-        return "BlockCOO" if isinstance(matrix, BlockCOO) else "BlockGroupCOO"
+    name = next(kind.__name__ for kind in FORMATS if isinstance(matrix, kind))
     if isinstance(matrix, ELL | GroupCOO):
-        name = "ELL" if isinstance(matrix, ELL) else "GroupCOO"
         return f"{name} along {('rows', 'columns')[matrix.group_dim]}"
-    return "COO"
+    return name
 
 
 def subscripts(tensor: SparseFormat) -> tuple[str, ...]:

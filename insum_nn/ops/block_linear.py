@@ -97,7 +97,7 @@ def block_linear(
     >>> block_linear(torch.tensor([1.0, 10.0, 100.0]), weight).tolist()
     [21.0, 300.0]
     """
-    require_format(weight, "block_linear", "weight", (BlockCOO, BlockGroupCOO))
+    require_format(weight, "block_linear", "weight", (BlockCOO, BlockGroupCOO), recommended=BlockGroupCOO)
     form = "BlockCOO" if isinstance(weight, BlockCOO) else "BlockGroupCOO"
     index = {part.name: part.tensor for part in weight.index_parts}
     m, k = weight.shape
@@ -259,7 +259,7 @@ def block_linear_expression(weight: BlockFormat) -> str:
     >>> block_linear_expression(BlockCOO.from_dense(torch.eye(2), block_shape=(1, 1)))
     'Y[n,Row[p],a] += W[p,a,b] * X[n,Col[p],b]'
     """
-    require_format(weight, "block_linear", "weight", (BlockCOO, BlockGroupCOO))
+    require_format(weight, "block_linear", "weight", (BlockCOO, BlockGroupCOO), recommended=BlockGroupCOO)
     return BLOCK_LINEAR["BlockCOO" if isinstance(weight, BlockCOO) else "BlockGroupCOO"]
 
 

@@ -18,6 +18,7 @@ from insum_nn.compiler.api import BoundProgram, Program
 from insum_nn.compiler.options import DEFAULT
 from insum_nn.facts import IndexFacts
 from insum_nn.formats import COO, GroupCOO, GroupSize
+from insum_nn.formats.convert import uncompressed
 from insum_nn.ops.spmm import SPMM
 from insum_nn.ops.statements import program
 from insum_nn.structure.constants import plain_tensors
@@ -250,13 +251,8 @@ def edges_of_adjacency(adj: Tensor) -> tuple[Tensor, Tensor]:
         fixed = adj.detach()
         if fixed.layout == torch.sparse_coo:
             return fixed._indices().flip(0), fixed._values()
-        by_row = fixed.layout == torch.sparse_csr
-        pointers, plain = (
-            (fixed.crow_indices(), fixed.col_indices()) if by_row else (fixed.ccol_indices(), fixed.row_indices())
-        )
-        row = torch.arange(pointers.shape[0] - 1, dtype=plain.dtype, device=plain.device)
-        row = row.repeat_interleave(pointers.diff(), output_size=plain.shape[0])
-        return torch.stack((plain, row) if by_row else (row, plain)), fixed.values()
+        row, col = uncompressed(fixed)
+        return torch.stack((col, row)), fixed.values()
 
     edge_index, values = _edge_lists.get([adj], "sparse", build)
     return edge_index, adj.values() if adj.requires_grad else values

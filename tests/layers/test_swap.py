@@ -378,6 +378,8 @@ def test_equivariant_models():
             "gate": e3nn_nn.Gate("4x0e", [torch.tanh], "2x0e", [torch.sigmoid], "2x1o"),
             "harmonics": o3.SphericalHarmonics([0, 1, 2], True),
             "norm": o3.Norm("2x1o"),
+            "batch": e3nn_nn.BatchNorm("4x0e"),
+            "radial": e3nn_nn.FullyConnectedNet([2, 3], torch.tanh),
         }
     ).double()
     reference = copy.deepcopy(model)
@@ -391,7 +393,11 @@ def test_equivariant_models():
         ("harmonics", "e3nn.o3.SphericalHarmonics", "SphericalHarmonics"),
         ("norm.tp", "e3nn.o3.TensorProduct", "TensorProduct"),
     ]
-    assert [(row.name, row.detail) for row in report.left] == [("norm", "no counterpart")]
+    assert [(row.name, row.layer, row.detail) for row in report.left] == [
+        ("norm", "e3nn.o3.Norm", "no counterpart"),
+        ("batch", "e3nn.nn.BatchNorm", "no counterpart"),
+        ("radial", "e3nn.nn.FullyConnectedNet", "no counterpart"),
+    ]
     assert type(model["mix"]) is ours.FullyConnectedTensorProduct
     assert state_ids(model) == ids
     hooked = copy.deepcopy(reference)

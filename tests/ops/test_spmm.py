@@ -20,7 +20,7 @@ from insum_nn.errors import (
     InsumShapeError,
 )
 from insum_nn.formats import COO, ELL, BlockCOO, BlockFormat, BlockGroupCOO, GroupCOO, SparseFormat
-from insum_nn.ops import spmm, spmm_expression, spmm_program
+from insum_nn.ops import arguments, spmm, spmm_expression, spmm_program
 from insum_nn.ops.spmm import SPMM
 from insum_nn.testing.tolerances import assert_matches
 from tests.formats.registry import REGISTRY, SHAPES, Entry, random_entries, sparse_dense
@@ -344,6 +344,21 @@ def test_other_arguments_are_refused():
         spmm(COO.from_dense(torch.ones(2, 2, 2)), torch.ones(2))
     with pytest.raises(InsumShapeError, match="must have 2 dimensions, got 0"):
         spmm(MATRIX, torch.tensor(1.0))
+
+
+def test_a_format_without_statements_does_not_run_those_of_another(monkeypatch: pytest.MonkeyPatch):
+    class Added:
+        ndim = 2
+
+    monkeypatch.setattr(arguments, "FORMATS", (*arguments.FORMATS, Added))
+    monkeypatch.setattr(arguments, "require_format", lambda *_: None)
+    assert arguments.matrix_layout(Added(), "spmm", "matrix") == "Added"  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize("kinds", [(COO, GroupCOO, ELL), (GroupCOO, COO)])
+def test_what_is_recommended_does_not_depend_on_the_order_of_formats(kinds: tuple[type[COO], ...]):
+    with pytest.raises(InsumFormatError, match=r"GroupCOO.from_dense\(matrix\)"):
+        arguments.require_format(torch.eye(3), "spmm", "matrix", kinds)
 
 
 @pytest.mark.parametrize("kind", [BlockCOO, BlockGroupCOO])

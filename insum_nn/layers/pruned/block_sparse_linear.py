@@ -10,9 +10,8 @@ from torch import Tensor, nn
 
 from insum_nn.compiler.options import DEFAULT, Options
 from insum_nn.errors import InsumShapeError
-from insum_nn.formats import BlockCOO
+from insum_nn.formats import BlockCOO, GroupSize
 from insum_nn.layers.pruned.pruned_module import PrunedModule
-from insum_nn.layers.pruned.pruned_weight import GroupSize
 from insum_nn.ops.block_linear import (
     BLOCK_LINEAR,
     BLOCK_LINEAR_FACTS,

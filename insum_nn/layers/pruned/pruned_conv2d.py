@@ -12,8 +12,8 @@ from torch.nn.grad import conv2d_weight
 
 from insum_nn.compiler.options import DEFAULT, Options
 from insum_nn.errors import InsumFormatError, InsumShapeError
+from insum_nn.formats import GroupSize
 from insum_nn.layers.pruned.pruned_module import PrunedModule
-from insum_nn.layers.pruned.pruned_weight import GroupSize
 from insum_nn.ops.pruned_conv import (
     check_pruned_conv2d,
     pruned_conv2d,

@@ -10,15 +10,13 @@ from torch import Tensor, nn
 
 from insum_nn.compiler.options import Options, require_options
 from insum_nn.errors import InsumDtypeError, InsumFormatError, InsumShapeError
-from insum_nn.formats import GroupCOO
+from insum_nn.formats import GroupCOO, GroupSize
 from insum_nn.structure.pruning import (
     random_mask,
 )
 from insum_nn.tensor_cache import unwritten
 
-__all__ = ["GroupSize", "PrunedWeight"]
-
-GroupSize = int | str
+__all__ = ["PrunedWeight"]
 
 
 class PrunedWeight(nn.Module):
