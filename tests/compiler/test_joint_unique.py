@@ -14,7 +14,7 @@ from insum_nn import IndexFacts, Options
 from insum_nn.compiler.forms.form import Form, make_form
 from insum_nn.compiler.lang.bind import bind
 from insum_nn.compiler.lang.parser import parse
-from insum_nn.errors import InsumError, InsumRangeError
+from insum_nn.errors import InsumError, InsumFormatError, InsumRangeError
 from insum_nn.formats import COO, ELL, BlockCOO, BlockGroupCOO, GroupCOO, SparseFormat
 from tests.compiler.interpreted import interpreter
 
@@ -83,12 +83,13 @@ def test_blocks_are_stored(dtype: torch.dtype, holes: bool, count: int, start: b
 
 @pytest.mark.usefixtures("interpreter")
 def test_the_same_bits_without_atomics():
-    """`deterministic=True` takes the generated kernel as it is; if it had to add, cells would be numbered."""
+    """`deterministic=True` takes the generated kernel as it is; one that had to add to memory is refused."""
     tensors = {**distinct(9, 5, 7), "Val": torch.randn(9, 3, 6)}
     options = Options(backend="triton", tune=False, deterministic=True)
-    for facts, numbered in ((PAIRS, False), ({}, True)):
-        program = insum_nn.compile(BLOCKS, facts=facts, out_shape=(5, None, 7, None), options=options)
-        assert ("Cell[" in str(program.explain(tensors=tensors))) == numbered
+    program = insum_nn.compile(BLOCKS, facts=PAIRS, out_shape=(5, None, 7, None), options=options)
+    assert "place" in [d.choice for d in program.explain(tensors=tensors).decisions]
+    with pytest.raises(InsumFormatError, match="in no fixed order"):
+        insum_nn.compile(BLOCKS, out_shape=(5, None, 7, None), options=options)(tensors=tensors)
 
 
 @pytest.mark.usefixtures("interpreter")
