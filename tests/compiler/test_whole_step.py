@@ -147,6 +147,13 @@ def test_what_is_compiled_is_not_rehearsed(wrap: Callable[[nn.Module], Any]):
     assert not whole_step._is_plain(model)
 
 
+def test_what_talks_to_other_ranks_is_not_rehearsed():
+    class Sharded(nn.Linear):
+        __module__ = "torch.distributed.fsdp.fully_sharded_data_parallel"
+
+    assert not whole_step._is_plain(nn.Sequential(Sharded(2, 2)))
+
+
 @pytest.mark.usefixtures("launched")
 def test_nothing_holds_what_a_call_was_given():
     given = operands()

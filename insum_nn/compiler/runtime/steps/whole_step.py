@@ -113,6 +113,9 @@ def _is_plain(module: nn.Module) -> bool:
     watched = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks", "_compiled_call_impl")
     if any(getattr(each, name, None) for each in module.modules() for name in (*watched, "_orig_mod")):
         return False
+    # Other ranks may find their kernels on disk, and would wait for what a rehearsal sends.
+    if any(type(each).__module__.startswith(("torch.distributed", "torch.nn.parallel")) for each in module.modules()):
+        return False
     return all(type(each.detach()) is Tensor for each in module.parameters())
 
 
