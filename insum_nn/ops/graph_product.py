@@ -24,6 +24,7 @@ from insum_nn.ops.statements import program
 
 __all__ = ["CARRY", "COMPARE", "fixed_order", "graph_compare", "graph_product"]
 
+# C[Row[g],n] += Val[g,q] * B[Col[g,q],n]: a graph's matrix is grouped along the rows of the product (`GraphMatrix`).
 CARRY = SPMM["GroupCOO along rows"]
 COMPARE = "W[g,q] += A[Row[g],n] * B[Col[g,q],n]"
 _OPERANDS = MappingProxyType({"Out": ("Val", "X"), "X": ("Val", "Out"), "Val": ("Out", "X")})

@@ -77,7 +77,8 @@ def spmm(matrix: SparseFormat, dense: Tensor, *, options: Options = DEFAULT) -> 
         return known(matrix, dense)
     result = _checked(matrix, dense, options)
     if not current:
-        # It pays from the third product with a structure on.
+        # The first product leaves a mark, the second builds the bound call, the third is the first to use it: for fewer
+        # products, building it costs more than it saves.
         matrix.shared["spmm"] = _Product(matrix) if "spmm" in matrix.shared else None
     return result
 
@@ -106,7 +107,8 @@ class _Product:
         self.versions = self._versions()
         self.given = self.program.given(self.index)
         self.rows, self.columns = matrix.shape
-        # The axes of a statement that the rows of the dense operand, and of the result, become.
+        # What the rows of the operand (`read`) and of the result (`written`) are reshaped to: (rows,), or (block rows,
+        # rows of a block).
         self.read, self.written = (self.columns,), (self.rows,)
         if isinstance(matrix, BlockFormat):
             (a, b), (rows, cols) = matrix.block_shape, matrix.grid_shape

@@ -1,4 +1,23 @@
-"""Tensor products of representations of O(3), sample by sample or along the edges of a graph."""
+"""Tensor products of representations of O(3), sample by sample or along the edges of a graph.
+
+Four tensors go by letters, their *roles*: `x` is in1 of the layers, `y` is in2, `w` the weights, `z` the output, or its
+gradient where derivatives are computed. Each can be computed from the three others. Where those are passed by position
+(`first`, `second`, `third`), they are in the order of `others(role)`: x y w for `z`, y w z for `x`.
+
+How the output is computed:
+
+1. `tensor_product`, or a layer, checks its arguments and calls `checked_product`.
+2. `_Sums.in_modes` decides by what torch is doing. Where it traces, the call becomes one of the operators registered
+   at the end of this file. Else `contract_jointly` (`compiler/runtime/multilinear.py`) runs it, and records it for
+   autograd as one node (`_Jointly`).
+3. `_Sums.run` computes the wanted roles: several at once by `Together`, or each by its `Role` (both in
+   `tensor_product_roles.py`).
+4. A `Role` has a step for each of its statements (`tensor_product_statement.py`), one for each group of paths that have
+   a mode and multiplicities in common. A step names the tensors that the statement reads and calls its `program`.
+
+The gradients are the roles of the operands that need one: `joint_gradients` asks `_Sums.derivative` which sums these
+are, and continues at 2. Derivatives of a higher order go the same way again.
+"""
 
 from __future__ import annotations
 
@@ -151,7 +170,8 @@ def explain_tensor_product(
     return explained.with_choice("gradients", f"of {', '.join(together.roles)} {how}", why)
 
 
-# For the rows of the first input or of the output: as many as the first input has, which is the first operand.
+# Stands for a number of rows: as many as the operator's first tensor has. Only used where the output is computed, whose
+# first tensor is `x`.
 _OF_X = -1
 
 
@@ -256,7 +276,7 @@ class _Sums(NamedTuple):
     def derivative(
         self, left: str, wanted: Sequence[str], operands: Mapping[str, Tensor]
     ) -> tuple[_Sums, dict[str, Tensor]]:
-        # A gradient of the weights depends on the paths with weights alone.
+        # Where the weights' gradient is differentiated again, only paths that have weights take part.
         sums = self._replace(text=layout_of(self.text).linear_text) if left == "w" else self
         if "w" in wanted and not operands["w"].numel():
             return sums, {"w": torch.zeros_like(operands["w"])}

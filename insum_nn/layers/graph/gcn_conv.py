@@ -58,13 +58,13 @@ class GCNConv(peer.GCNConv):
 
         C[Row[g],n] += Val[g,q] * B[Col[g,q],n]        B = X W^T, or X where that is narrower: (A X) W^T = A (X W^T)
 
-    `Val` are the edges' weights between the inverse roots of both ends' degrees. The matrix and its transpose are
-    sorted and grouped once for each edge list (by the tensor's identity and version) and shared by all layers, forwards
-    and backwards; no tensor has both an axis of edges and one of features. Constructor, `state_dict` and results are
-    the peer's. What is better: gradients of any order in features, weights and `edge_weight`; sums in a fixed order
-    with `options=Options(deterministic=True)` or torch's own switch; no graph break under `torch.compile`; CSC
-    adjacencies may be normalised; degrees of half types are summed in float32; of duplicate self-loops the last one
-    counts, and only it gets a gradient.
+    `Val` holds, for each edge, its weight divided by the square roots of the degrees of its two nodes. The matrix and
+    its transpose are sorted and grouped once for each edge list (by the tensor's identity and version) and shared by
+    all layers, forwards and backwards; no tensor has both an axis of edges and one of features. Constructor,
+    `state_dict` and results are the peer's. What is better: gradients of any order in features, weights and
+    `edge_weight`; sums in a fixed order with `options=Options(deterministic=True)` or torch's own switch; no graph
+    break under `torch.compile`; CSC adjacencies may be normalised; degrees of half types are summed in float32; of
+    duplicate self-loops the last one counts, and only it gets a gradient.
 
     The peer's own path, which forms one message per edge, runs where messages are asked for: explanations, hooks of
     `propagate`, `message`, `aggregate` or the module `aggr_module`, `decomposed_layers` above 1, an `aggr` other than a
@@ -102,10 +102,11 @@ class GCNConv(peer.GCNConv):
     _cached_edge_index: Optional[OptPairTensor]  # noqa: UP045
     _cached_adj_t: Optional[SparseTensor]  # noqa: UP045
 
-    # The peer's inspector looks for this in the source of classes by their names, and ours has the peer's.
+    # PyG otherwise reads these types from a class's source, which it looks up by class name. This class has the name of
+    # the peer's, so they are declared here.
     propagate_type: ClassVar[dict[str, Any]] = {"x": Tensor, "edge_weight": OptTensor}
-    # The peer replaces `propagate` of each class by generated code; without a `propagate` of its own this class would
-    # take what was generated for the peer's for the plain one.
+    # PyG overwrites `propagate` on each class with generated code. Without this line we would inherit the code
+    # generated for `peer.GCNConv`, and PyG would treat it as `MessagePassing`'s.
     propagate = MessagePassing.propagate
     _by_messages = _renamed(peer.GCNConv.forward, "_by_messages")
     _makes_messages: ClassVar[bool] = False

@@ -104,9 +104,10 @@ class BlockSparseLinear(PrunedModule):
 
     @torch.no_grad()
     def reset_parameters(self) -> None:
-        """Draw uniformly as `nn.Linear` does, within one over the root of the inputs that an output feature reads.
+        """Draw uniformly from +-1/sqrt(k), where an output feature reads k inputs through stored blocks.
 
-        With fewer inputs stored the bound is larger, so that outputs have the spread of a dense layer's.
+        With all blocks stored, this is `nn.Linear`'s rule. With fewer inputs the bound is larger, so that outputs have
+        the spread of a dense layer's.
         """
         (a, b), (_, cols) = self.block_shape, self.grid_shape
         total = self.grid_shape[0]

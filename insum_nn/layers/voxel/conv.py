@@ -1,6 +1,6 @@
 """Convolutions over sparse grids in 1 to 4 dimensions: submanifold, strided, inverse and transposed.
 
-The kinds, at the end, only name their arguments to `SparseConvolution`.
+The public classes at the end differ only in which constructor arguments they take.
 """
 
 from __future__ import annotations
@@ -38,8 +38,8 @@ __all__ = [
     "SubMConv4d",
 ]
 
-# What a state says of a layer's weight. In version 2 it was always what its shape says; in version 1, which is torch's
-# default and so spconv's, and from version 3 on it is in spconv's memory order (`SparseConvolution.weight_layout`).
+# The version in a state says in what order the weight's numbers are. Version 2: as the shape says. Version 1 (torch's
+# default, so also spconv's states) and from version 3 on: spconv's memory order (`SparseConvolution.weight_layout`).
 _VERSION = 3
 _VERSION_BY_SHAPE = 2
 
@@ -120,7 +120,7 @@ class SparseConvolution(SparseConvolutionBase, SparseModule):
             algo: not read: the compiler chooses. So is `large_kernel_fast_algo`.
             fp32_accum: `False` sums half types in their own precision; else in float32.
             record_voxel_count: keep the largest number of output voxels in a buffer.
-            act_type: applied to the result, one of `Activation` or of cumm's values of the same names.
+            act_type: applied to the result, one of `Activation`, or spconv's kernel library's value of that name.
             act_alpha: the slope of `Activation.LeakyReLU`.
             act_beta: not read: no activation has it.
             large_kernel_fast_algo: not read.
@@ -184,7 +184,8 @@ class SparseConvolution(SparseConvolutionBase, SparseModule):
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         super().__setstate__(state)
-        # A layer that was pickled whole. Version 2 wrote its number into no instance but those that `swap` made.
+        # For layers pickled as objects. One without `_weight_version` is of version 2, unless it stores another
+        # `_version`; under version 2 only `swap` stored that attribute.
         by_shape = "_weight_version" not in state and state.get("_version", _VERSION_BY_SHAPE) == _VERSION_BY_SHAPE
         if by_shape and self.weight_layout != "spconv":
             with torch.no_grad():
@@ -255,7 +256,11 @@ def _add_missing_count(module: nn.Module, state_dict: dict[str, Any], prefix: st
 
 
 def _arguments(local: dict[str, Any]) -> dict[str, Any]:
-    """Return the arguments of a constructor by name, from its `locals()`; those of `**rest` too."""
+    """Return the arguments of a constructor by name, from its `locals()`; those of `**rest` too.
+
+    Each constructor here names its arguments as the constructor that it calls does, and hands them all on. So the first
+    thing in it must be this call: a variable that is assigned before would be handed on too.
+    """
     named = {key: value for key, value in local.items() if key not in ("self", "__class__", "rest")}
     return {**named, **local.get("rest", {})}
 
