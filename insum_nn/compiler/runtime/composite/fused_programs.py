@@ -162,6 +162,8 @@ class FusedPrograms:
         known = self._known.get(full)
         tensors = [] if known is None else known.read(named)
         if known is None or (known.ready is not None and not known.ready.holds(tensors)):
+            # A mapping may make a tensor whenever it is asked for it.
+            named = [dict(each) for each in named]
 
             def prepare() -> _Known:
                 found = self._prepared(named, shapes, separately)
@@ -179,8 +181,6 @@ class FusedPrograms:
 
     def _prepared(self, named: Sequence[Mapping[str, Tensor]], shapes: Sequence[Shape], separately: Run) -> _Known:
         """Decide how a kind of call runs."""
-        # Those that stand by several names are made once.
-        named = [dict(each) for each in named]
         try:
             ones = [_one(*each, self._kinds) for each in zip(self.programs, named, shapes, strict=True)]
             key = tuple([(one.kind, one.extents.output[1:]) for one in ones])
