@@ -24,6 +24,7 @@ from insum_nn.errors import (
 from insum_nn.facts import IndexFacts
 from insum_nn.formats import arguments, checks
 from insum_nn.formats.group_size import GroupSize, resolve_group_size
+from insum_nn.tiles import tiles
 
 __all__ = [
     "Blocks",
@@ -276,21 +277,12 @@ def dense_blocks(dense: Tensor, block_shape: tuple[int, int], mask: Tensor | Non
             dense = torch.where(mask, dense, torch.zeros((), dtype=dense.dtype, device=dense.device))
         else:
             whole_blocks = mask
-    tiles = _tiles(dense, grid, block_shape)
+    blocks = tiles(dense, block_shape)
     if whole_blocks is None:
         chosen = dense != 0 if mask is None else mask
-        whole_blocks = _tiles(chosen, grid, block_shape).any(3).any(2)
+        whole_blocks = tiles(chosen, block_shape).any(3).any(2)
     row, col = _coordinates(whole_blocks)
-    return Blocks(row, col, tiles[row, col].reshape(-1, a, b), coalesced=True)
-
-
-def _tiles(dense: Tensor, grid: tuple[int, int], block_shape: tuple[int, int]) -> Tensor:
-    """Return a matrix (m, k) as blocks (grid rows, grid columns, a, b), with 0 beyond the edges."""
-    a, b = block_shape
-    below, right = grid[0] * a - dense.shape[0], grid[1] * b - dense.shape[1]
-    if below or right:
-        dense = torch.nn.functional.pad(dense, (0, right, 0, below))
-    return dense.reshape(grid[0], a, grid[1], b).transpose(1, 2)
+    return Blocks(row, col, blocks[row, col].reshape(-1, a, b), coalesced=True)
 
 
 def pack_blocks(row: Tensor, col: Tensor, values: Tensor, shape: Sequence[int], block_shape: tuple[int, int]) -> Blocks:

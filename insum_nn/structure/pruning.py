@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 
 from insum_nn.errors import InsumDtypeError, InsumFormatError, InsumNameError, InsumShapeError
+from insum_nn.tiles import tiles
 
 __all__ = [
     "carry_optimizer_state",
@@ -61,7 +62,7 @@ def group_norms(dense: Tensor, block_shape: tuple[int, int]) -> Tensor:
     [[5.0, 2.0]]
     """
     wide = torch.float64 if dense.dtype == torch.float64 else torch.float32
-    return _tiles(dense.detach().to(wide), block_shape).square().sum((1, 3)).sqrt()
+    return tiles(dense.detach().to(wide), block_shape).square().sum((2, 3)).sqrt()
 
 
 def touched_blocks(mask: Tensor, block_shape: tuple[int, int]) -> Tensor:
@@ -77,18 +78,7 @@ def touched_blocks(mask: Tensor, block_shape: tuple[int, int]) -> Tensor:
     >>> touched_blocks(torch.tensor([[True, False, False]]), (2, 2)).tolist()
     [[True, False]]
     """
-    return _tiles(mask, block_shape).any(3).any(1)
-
-
-def _tiles(dense: Tensor, block_shape: tuple[int, int]) -> Tensor:
-    """Return (m, k) as (rows, a, columns, b), with zeros beyond the edges."""
-    (a, b), (m, k) = block_shape, dense.shape
-    rows, cols = -(-m // a), -(-k // b)
-    if rows * a != m or cols * b != k:
-        padded = dense.new_zeros(rows * a, cols * b)
-        padded[:m, :k] = dense
-        dense = padded
-    return dense.reshape(rows, a, cols, b)
+    return tiles(mask, block_shape).any(3).any(2)
 
 
 def magnitude_mask(scores: Tensor, density: float) -> Tensor:
