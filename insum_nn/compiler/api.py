@@ -43,7 +43,13 @@ from insum_nn.compiler.runtime.modes import (
     under_autocast,
     without_autocast,
 )
-from insum_nn.compiler.runtime.multilinear import JointSums, Multilinear, contract, contract_jointly, joint_gradients
+from insum_nn.compiler.runtime.multilinear import (
+    JointSums,
+    Multilinear,
+    joint_gradients,
+    multilinear,
+    multilinear_jointly,
+)
 from insum_nn.compiler.runtime.out_argument import check_unrecorded, write_out
 from insum_nn.compiler.runtime.program import Program, ProgramSum, Shape
 from insum_nn.compiler.runtime.steps.wanted_gradients import keep_inner, wanted_gradients
@@ -70,8 +76,6 @@ __all__ = [
     "cold",
     "compile",
     "compile_built",
-    "contract",
-    "contract_jointly",
     "fits_between",
     "for_each_vector",
     "generates_kernels",
@@ -84,6 +88,8 @@ __all__ = [
     "keep_bitmasks",
     "keep_inner",
     "keep_lengths",
+    "multilinear",
+    "multilinear_jointly",
     "options_text",
     "pairs_are_faster",
     "paths_are_products",

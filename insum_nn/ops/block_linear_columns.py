@@ -18,7 +18,7 @@ from typing import Literal
 
 from torch import Tensor
 
-from insum_nn.compiler.api import BoundProgram, Program, contract
+from insum_nn.compiler.api import BoundProgram, Program, multilinear
 from insum_nn.compiler.options import Options
 from insum_nn.facts import IndexFacts, NamedFacts
 from insum_nn.ops.statements import program
@@ -76,7 +76,7 @@ class BlockColumns:
 
     def __call__(self, x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
         """Return (n, rows * a), each row of which starts from the bias (rows * a,); differentiable to any order."""
-        return contract(self, "Y", weight, x, start=bias)
+        return multilinear(self, "Y", weight, x, start=bias)
 
     def operands_of(self, x: Tensor, weight: Tensor) -> dict[str, Tensor]:
         """Return the tensors of `COLUMNS["Y"]` by name."""

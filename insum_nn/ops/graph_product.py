@@ -16,7 +16,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from insum_nn.compiler.api import contract
+from insum_nn.compiler.api import multilinear
 from insum_nn.compiler.options import DEFAULT, Options
 from insum_nn.ops.graph_matrix import GraphMatrix, Grouped
 from insum_nn.ops.spmm import SPMM
@@ -54,7 +54,7 @@ def graph_product(
     Returns:
         (n, f).
     """
-    return contract(_Sums(graph, options), "X" if transposed else "Out", values, dense, start=bias)
+    return multilinear(_Sums(graph, options), "X" if transposed else "Out", values, dense, start=bias)
 
 
 def graph_compare(graph: GraphMatrix, a: Tensor, b: Tensor, options: Options = DEFAULT) -> Tensor:
@@ -71,7 +71,7 @@ def graph_compare(graph: GraphMatrix, a: Tensor, b: Tensor, options: Options = D
     Returns:
         (p,) in the order of `graph.entries`.
     """
-    return contract(_Sums(graph, options), "Val", a, b)
+    return multilinear(_Sums(graph, options), "Val", a, b)
 
 
 class _Sums(NamedTuple):

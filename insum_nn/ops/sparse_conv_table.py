@@ -25,9 +25,9 @@ from torch import Tensor
 from insum_nn.compiler.api import (
     BoundProgram,
     Program,
-    contract,
     keep_bitmasks,
     keep_lengths,
+    multilinear,
     pairs_are_faster,
 )
 from insum_nn.compiler.options import Options
@@ -110,7 +110,7 @@ def table_conv(
     if weight.requires_grad and torch.is_grad_enabled() and pairs_are_faster(features.dtype):
         # The list of pairs needs their number on the host.
         kernel_map.send_counts()
-    return contract(_Conv(kernel_map, groups, options), "Out", features, weight, start=bias, plain=True)
+    return multilinear(_Conv(kernel_map, groups, options), "Out", features, weight, start=bias, plain=True)
 
 
 class _Conv:

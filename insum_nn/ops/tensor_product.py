@@ -8,7 +8,7 @@ How the output is computed:
 
 1. `tensor_product`, or a layer, checks its arguments and calls `checked_product`.
 2. `_Sums.in_modes` decides by what torch is doing. Where it traces, the call becomes one of the operators registered
-   at the end of this file. Else `contract_jointly` (`compiler/runtime/multilinear.py`) runs it, and records it for
+   at the end of this file. Else `multilinear_jointly` (`compiler/runtime/multilinear.py`) runs it, and records it for
    autograd as one node (`_Jointly`).
 3. `_Sums.run` computes the wanted roles: several at once by `Together`, or each by its `Role` (both in
    `tensor_product_roles.py`).
@@ -32,13 +32,13 @@ from torch import Tensor
 
 from insum_nn.compiler.api import (
     Explanation,
-    contract_jointly,
     fits_between,
     for_each_vector,
     is_plain_eager,
     is_traced,
     is_transformed,
     joint_gradients,
+    multilinear_jointly,
     records_graph,
     under_autocast,
     wanted_gradients,
@@ -259,7 +259,7 @@ class _Sums(NamedTuple):
     def in_modes(self, wanted: str, operands: Mapping[str, Tensor]) -> Tensor:
         given, ends = _given(operands, wanted), (self.receivers, self.senders)
         if is_plain_eager(*given, *ends):
-            return contract_jointly(self, wanted, dict(zip(others(wanted), given, strict=True)), plain=True)[wanted]
+            return multilinear_jointly(self, wanted, dict(zip(others(wanted), given, strict=True)), plain=True)[wanted]
         if torch.compiler.is_dynamo_compiling() or torch.jit.is_tracing():
             return torch.ops.insum_nn.tensor_product(  # type: ignore[no-any-return]
                 self.text, wanted, *given, *ends, self.num_x, self.num_z
@@ -271,7 +271,7 @@ class _Sums(NamedTuple):
             return torch.ops.insum_nn.tensor_product_call(  # type: ignore[no-any-return]
                 self.text, wanted, *given, *ends, self.num_x, self.num_z
             )
-        return contract_jointly(self, wanted, dict(zip(others(wanted), given, strict=True)))[wanted]
+        return multilinear_jointly(self, wanted, dict(zip(others(wanted), given, strict=True)))[wanted]
 
     def derivative(
         self, left: str, wanted: Sequence[str], operands: Mapping[str, Tensor]

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 import insum_nn
-from insum_nn.compiler.api import JointSums, contract_jointly
+from insum_nn.compiler.api import JointSums, multilinear_jointly
 
 SPMM = "C[Row[p],n] += Val[p] * B[Col[p],n]"
 
@@ -157,7 +157,7 @@ def test_parts_of_gradients_are_freed_once_they_were_added():
     """Those of weights of edges are as large as all else of a layer together."""
     named = {name: torch.rand(5, dtype=torch.float64, requires_grad=True) for name in "xywz"}
     sums = Products()
-    made = contract_jointly(sums, ("x", "y", "w"), named)
+    made = multilinear_jointly(sums, ("x", "y", "w"), named)
     got = torch.autograd.grad(sum(each.sum() for each in made.values()), list(named.values()))
     # The results, then the first parts of all gradients.
     assert sums.alive == [0, 3, 6, 7]

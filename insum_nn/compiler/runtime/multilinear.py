@@ -22,7 +22,7 @@ from insum_nn.compiler.runtime.modes import is_plain_eager, without_autocast
 from insum_nn.compiler.runtime.steps.gradients_ahead import rehearse_gradients
 from insum_nn.compiler.runtime.steps.wanted_gradients import wanted_gradients
 
-__all__ = ["JointSums", "Multilinear", "contract", "contract_jointly", "joint_gradients"]
+__all__ = ["JointSums", "Multilinear", "joint_gradients", "multilinear", "multilinear_jointly"]
 
 
 class Multilinear(Protocol):
@@ -52,7 +52,7 @@ class Multilinear(Protocol):
         ...
 
 
-def contract(
+def multilinear(
     sums: Multilinear, wanted: str, *operands: Tensor, start: Tensor | None = None, plain: bool = False
 ) -> Tensor:
     """Compute one of the tensors from the others; differentiable to any order.
@@ -70,11 +70,11 @@ def contract(
         # A loop instead of `any`: no generator in every call.
         for tensor in (*operands, start):
             if tensor is not None and tensor.requires_grad:
-                return _Contract.apply(sums, wanted, start, *operands)  # type: ignore[no-any-return]
+                return _Multilinear.apply(sums, wanted, start, *operands)  # type: ignore[no-any-return]
     return _computed(sums, wanted, operands, {}, start)
 
 
-class _Contract(torch.autograd.Function):
+class _Multilinear(torch.autograd.Function):
     first_operand = 3
 
     @staticmethod
@@ -84,13 +84,13 @@ class _Contract(torch.autograd.Function):
         count = sum(needed)
         ctx.save_for_backward(*[tensor if count > own else None for tensor, own in zip(operands, needed, strict=True)])
         ctx.rest = sums, wanted, None if start is None else start.shape
-        cold.call = _Contract, ctx, sums, wanted, start, *operands
+        cold.call = _Multilinear, ctx, sums, wanted, start, *operands
         try:
             result = _computed(sums, wanted, operands, {}, start)
         finally:
             cold.call = None
         if cold.due:
-            rehearse_gradients(_Contract, ctx, result)
+            rehearse_gradients(_Multilinear, ctx, result)
         return result
 
     @staticmethod
@@ -110,7 +110,7 @@ class _Contract(torch.autograd.Function):
                 continue
             operands = tuple([known[name] for name in sums.operands[wanted]])
             found.append(
-                _computed(sums, wanted, operands, made, None) if unrecorded else contract(sums, wanted, *operands)
+                _computed(sums, wanted, operands, made, None) if unrecorded else multilinear(sums, wanted, *operands)
             )
         if of_start:
             total = column_sums(grad, options=sums.options)
@@ -161,7 +161,7 @@ class JointSums(Protocol):
         ...
 
 
-def contract_jointly(
+def multilinear_jointly(
     sums: JointSums, wanted: Sequence[str], operands: Mapping[str, Tensor], *, plain: bool = False
 ) -> dict[str, Tensor]:
     """Compute some tensors from others, all of them plain; differentiable to any order.
@@ -203,7 +203,7 @@ def joint_gradients(
         return found
     if not plain or not is_plain_eager(*operands.values()):
         return found | {name: sums.in_modes(name, operands) for name in rest}
-    made = contract_jointly(sums, rest, operands, plain=True)
+    made = multilinear_jointly(sums, rest, operands, plain=True)
     return found | made if found else made
 
 
