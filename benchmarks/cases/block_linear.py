@@ -13,6 +13,7 @@ from torch import Tensor
 from torch.nn import functional
 
 from benchmarks.registry import Floor, Problem, Setting, Unavailable, Work, case
+from insum_nn.formats import GroupSize
 from insum_nn.layers.pruned.block_sparse_linear import BlockSparseLinear
 from insum_nn.layers.pruned.pruned_conv2d import PrunedConv2d
 from insum_nn.structure.pruning import filter_mask
@@ -70,7 +71,7 @@ def _block_linear(setting: Setting, block: int, density: float, dtype: torch.dty
     def blocks_of(dense: Tensor) -> Tensor:
         return dense.reshape(grid, block, grid, block).transpose(1, 2)[row, col]
 
-    def ours(group_size: int | str) -> Work:
+    def ours(group_size: GroupSize) -> Work:
         own = BlockSparseLinear(
             *(size, size, False),
             block_shape=block,
