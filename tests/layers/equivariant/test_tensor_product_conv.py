@@ -20,6 +20,7 @@ from insum_nn.layers.equivariant.checks import InputError
 from insum_nn.layers.equivariant.tensor_product import TensorProduct
 from insum_nn.layers.equivariant.tensor_product_conv import TensorProductConv
 from insum_nn.layers.equivariant.tensor_product_scatter import TensorProductScatter
+from insum_nn.ops.tensor_product import _plan
 from insum_nn.ops.tensor_product_roles import together_of
 from insum_nn.ops.tensor_product_spec import layout_of
 from insum_nn.testing.tolerances import assert_matches
@@ -117,8 +118,9 @@ def test_on_each_device(deterministic: bool, name: str, shared: bool, device: to
 @pytest.mark.gpu
 @pytest.mark.parametrize("learned", ["xyw", "xy", "xw", "yw", "x"])
 def test_gradients_that_are_made_together(learned: str):
-    # A layout remembers what became of its gradients, also of those of another test.
+    # A layout remembers what became of its gradients, and a plan its layout, also of those of another test.
     layout_of.cache_clear()
+    _plan.cache_clear()
     rows, cols = (t.cuda() for t in EDGES["unsorted"])
     conv = TensorProductConv(*CASES["nequip"].args)
     inputs = [t.cuda().requires_grad_(x in learned) for x, t in zip("xyw", inputs_of(conv, 5, 7), strict=True)]
@@ -127,7 +129,7 @@ def test_gradients_that_are_made_together(learned: str):
     peer = unfused(copy.deepcopy(conv.tensor_product).cpu(), *(t.cpu() for t in inputs), rows.cpu(), cols.cpu())
     for got, want in zip(first, torch.autograd.grad(peer.square().sum(), wanted), strict=True):
         assert_matches(got, want, dtype=torch.float64, kind="sum", scale=float(want.abs().max()))
-    together = together_of(layout_of(conv._text), learned, inputs[0].device, torch.float64, by_path=False)
+    together = together_of(layout_of(conv._text), learned, inputs[0].device, torch.float64)
     if len(learned) > 1:
         assert together is not None
         assert together.roles == learned
