@@ -325,22 +325,6 @@ def own_operators(source: Source) -> list[int]:
 
 
 @pytest.mark.parametrize(
-    ("check", "known", "instead"),
-    [
-        (keeps_tensors, KEPT_OF_TENSORS, "make a call cheap instead of keeping its result"),
-        (own_operators, OWN_OPERATORS, "a statement is registered by the compiler"),
-    ],
-)
-def test_operators_and_layers_keep_and_register_nothing_else(
-    check: Callable[[Source], list[int]], known: dict[str, str], instead: str
-):
-    folders = {f"{PACKAGE}.{folder}" for folder in STATEMENTS_ALONE}
-    found = {*faults(check, (s for s in MODULES.values() if within(s.module, folders)))}
-    assert found - {*known} == set(), instead
-    assert {*known} - found == set(), "these no longer do: take them off"
-
-
-@pytest.mark.parametrize(
     ("check", "text"),
     [
         (keeps_tensors, "known: TensorCache[int] = TensorCache(limit=2)"),
@@ -368,13 +352,6 @@ def device_rules(source: Source) -> list[int]:
     return asked
 
 
-def test_operators_and_layers_have_no_rules_by_device():
-    folders = {f"{PACKAGE}.{folder}" for folder in STATEMENTS_ALONE}
-    found = {*faults(device_rules, (s for s in MODULES.values() if within(s.module, folders)))}
-    assert found - {*DEVICE_RULES} == set(), "the compiler chooses by device: runtime/composite/statement_choice.py"
-    assert {*DEVICE_RULES} - found == set(), "these no longer ask: take them off DEVICE_RULES"
-
-
 @pytest.mark.parametrize("text", ["x.device.type", "device.type", "x.is_cuda", "a.b.is_cpu"])
 def test_the_check_of_device_rules_sees_them(text: str):
     source = Source(ROOT / PACKAGE / "ops" / "x.py")
@@ -396,11 +373,22 @@ def thresholds(source: Source) -> list[str]:
     return found
 
 
-def test_operators_and_layers_have_no_rules_by_size():
+@pytest.mark.parametrize(
+    ("check", "known", "instead"),
+    [
+        (keeps_tensors, KEPT_OF_TENSORS, "make a call cheap instead of keeping its result"),
+        (own_operators, OWN_OPERATORS, "a statement is registered by the compiler"),
+        (device_rules, DEVICE_RULES, "the compiler chooses by device: runtime/composite/statement_choice.py"),
+        (thresholds, SIZE_RULES, "the compiler chooses by size: runtime/composite/statement_choice.py"),
+    ],
+)
+def test_operators_and_layers_keep_register_and_choose_nothing_else(
+    check: Callable[[Source], list[int] | list[str]], known: dict[str, str], instead: str
+):
     folders = {f"{PACKAGE}.{folder}" for folder in STATEMENTS_ALONE}
-    found = {*faults(thresholds, (s for s in MODULES.values() if within(s.module, folders)))}
-    assert found - {*SIZE_RULES} == set(), "the compiler chooses by size: runtime/composite/statement_choice.py"
-    assert {*SIZE_RULES} - found == set(), "these have none any more: take them off SIZE_RULES"
+    found = {*faults(check, (s for s in MODULES.values() if within(s.module, folders)))}
+    assert found - {*known} == set(), instead
+    assert {*known} - found == set(), "these no longer do: take them off"
 
 
 @pytest.mark.parametrize("text", ["LONG = 16", "_MOST: int = 1 << 4", "A = 2**5", "_SHARE = 12.5"])

@@ -171,7 +171,7 @@ def spmm_expression(matrix: SparseFormat) -> str:
 
 
 def spmm_program(matrix: SparseFormat, *, options: Options = DEFAULT) -> Program:
-    """Return the program that `spmm` runs for a matrix: to explain it, or to call it with tensors of one's own.
+    """Return the program that `spmm` runs for a matrix, to explain it or to call it with other tensors.
 
     >>> import torch
     >>> from insum_nn.formats import COO

@@ -233,8 +233,9 @@ class _Sums(NamedTuple):
         if torch._C._is_any_autocast_enabled() and under_autocast(device):
             with without_autocast(device):
                 return self.run(wanted, operands, plain=plain)
-        layout, ends = layout_of(self.text), (self.receivers, self.senders)
+        ends = self.receivers, self.senders
         if not plain and not is_plain_eager(*operands.values(), *ends):
+            layout = layout_of(self.text)
             return {x: _one(_single(layout, x, self.rows(x), device, dtype), operands, ends, None) for x in wanted}
         kinds = tuple([(role, t.shape, t.dtype) for role, t in operands.items()])
         edges = None if self.senders is None else (self.senders.shape[0], self.senders.dtype)

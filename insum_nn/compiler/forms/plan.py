@@ -131,7 +131,7 @@ class Plan:
 def _clear(folder: Path) -> None:
     """Delete old files of other versions and states, once in a process.
 
-    Another process that reads such a file, or deletes it too, finds it or does not: it then decides anew.
+    Other processes may read or delete the same files at the same time: one that finds a file gone plans again.
     """
     if folder in _cleared:
         return

@@ -70,13 +70,7 @@ class PrunedModule(PrunedWeight):
         scores[self.position] = norms.nan_to_num(nan=0.0)
         mask = magnitude_mask(scores, density).reshape(self.grid_shape)
         if int(mask.sum()) > self.num_stored:
-            raise InsumFormatError(
-                f"{type(self).__name__} stores {self.density:.3g} of its places, and cannot be pruned to {density}",
-                fix="pass a lower density, or call regrow.",
-                argument="density",
-                expected=self.density,
-                got=density,
-            )
+            raise self._out_of_reach(density, "pruned", fix="pass a lower density, or call regrow.")
         self.update_mask(mask, optimizer)
 
     def regrow(
@@ -99,13 +93,7 @@ class PrunedModule(PrunedWeight):
         scores = self._check_scores(scores)
         mask = magnitude_mask(torch.where(own, torch.inf, scores.nan_to_num(nan=-torch.inf, posinf=3e38)), density)
         if int(mask.sum()) < self.num_stored:
-            raise InsumFormatError(
-                f"{type(self).__name__} stores {self.density:.3g} of its places, and cannot be regrown to {density}",
-                fix="pass a higher density, or call prune.",
-                argument="density",
-                expected=self.density,
-                got=density,
-            )
+            raise self._out_of_reach(density, "regrown", fix="pass a higher density, or call prune.")
         self.update_mask(mask, optimizer)
 
     def rewire(
@@ -129,6 +117,15 @@ class PrunedModule(PrunedWeight):
         keep[self.position] = norms
         grow = torch.rand(self.grid_shape, device=own.device) if scores is None else self._check_scores(scores)
         self.update_mask(prune_and_regrow(own, keep.reshape(own.shape), grow, fraction), optimizer)
+
+    def _out_of_reach(self, density: float, changed: str, *, fix: str) -> InsumFormatError:
+        return InsumFormatError(
+            f"{type(self).__name__} stores {self.density:.3g} of its places, and cannot be {changed} to {density}",
+            fix=fix,
+            argument="density",
+            expected=self.density,
+            got=density,
+        )
 
     def _check_scores(self, scores: Tensor) -> Tensor:
         if tuple(scores.shape) != self.grid_shape:

@@ -14,7 +14,7 @@ from __future__ import annotations
 import logging
 import threading
 from collections.abc import Generator, Sequence
-from contextlib import contextmanager, suppress
+from contextlib import AbstractContextManager, contextmanager, suppress
 from itertools import compress, count
 from typing import Any
 
@@ -26,7 +26,7 @@ from insum_nn.compiler.kernels.ahead import UndecidedError, collecting, rehearse
 from insum_nn.compiler.kernels.background import cold
 from insum_nn.compiler.runtime.modes import is_plain_eager
 
-__all__ = ["is_rehearsed", "rehearse_gradients"]
+__all__ = ["is_rehearsed", "rehearse_gradients", "saving_apart"]
 
 _log = logging.getLogger("insum_nn.prepare")
 # Factors that record gradients, from which on gradients of gradients are expected.
@@ -144,16 +144,19 @@ def _collecting(function: Any, tensors: Sequence[Tensor]) -> Generator[None]:
     No error leaves it, since the step itself meets it again, unless it is for want of room.
     """
     cold.due = False
-    # What a rehearsal saves is not the step's: a checkpoint would count it among what it has to recompute.
-    apart = torch.autograd.graph.saved_tensors_hooks(_as_it_is, _as_it_is)
     device = tensors[0].device.type
     found = rehearse(lambda code: background.submit([code]))
-    with found, apart, torch.no_grad(), torch.autocast(device, enabled=False):
+    with found, saving_apart(), torch.no_grad(), torch.autocast(device, enabled=False):
         try:
             yield
         except Exception as error:
             _log.debug("the kernels of %s were not found ahead: %s", function.__name__, error)
     cold.due = False
+
+
+def saving_apart() -> AbstractContextManager[None]:
+    """Save tensors for a rehearsal: a checkpoint of the step would count them among what it has to recompute."""
+    return torch.autograd.graph.saved_tensors_hooks(_as_it_is, _as_it_is)
 
 
 def _as_it_is(tensor: Tensor) -> Tensor:

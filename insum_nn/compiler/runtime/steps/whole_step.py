@@ -23,6 +23,7 @@ from insum_nn.compiler.kernels.ahead import UndecidedError, collecting, rehearse
 from insum_nn.compiler.kernels.background import cold
 from insum_nn.compiler.kernels.machine_code import KernelCode
 from insum_nn.compiler.runtime.modes import is_plain_eager
+from insum_nn.compiler.runtime.steps.gradients_ahead import saving_apart
 
 __all__ = ["call_step"]
 
@@ -72,11 +73,10 @@ def _rehearse_step(
     device = given[0].device
     # Gradients of the module's own parameters, and what hangs on them, are the step's.
     state = {f"module.{name}": p.detach().requires_grad_(p.requires_grad) for name, p in module.named_parameters()}
-    apart = torch.autograd.graph.saved_tensors_hooks(_as_it_is, _as_it_is)
     number = [device.index or 0] if torch.cuda.is_initialized() else []
     with (
         rehearse(lambda code: background.submit([code])) as collection,
-        apart,
+        saving_apart(),
         torch.enable_grad(),
         torch.autocast(device.type, autocast[1], autocast[0]),
         torch.autograd.set_multithreading_enabled(False),
@@ -109,7 +109,7 @@ def _without_collections() -> Generator[None]:
 
 
 def _is_plain(module: nn.Module) -> bool:
-    """Whether a module may run twice: nobody else watches its calls or compiles them, and its parameters are whole."""
+    """Whether a module may run twice: it has no hooks, is not compiled, and its parameters are plain tensors."""
     watched = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks", "_compiled_call_impl")
     if any(getattr(each, name, None) for each in module.modules() for name in (*watched, "_orig_mod")):
         return False
@@ -117,7 +117,3 @@ def _is_plain(module: nn.Module) -> bool:
     if any(type(each).__module__.startswith(("torch.distributed", "torch.nn.parallel")) for each in module.modules()):
         return False
     return all(type(each.detach()) is Tensor for each in module.parameters())
-
-
-def _as_it_is(tensor: Tensor) -> Tensor:
-    return tensor
