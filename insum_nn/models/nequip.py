@@ -256,21 +256,6 @@ class NequIP(nn.Module):
         Raises:
             InsumShapeError: an atom's species is unknown, or shapes do not fit.
         """
-        given = (positions, species, receivers, senders, offsets, batch, num_graphs, edges)
-        # What another call records is not to be recorded twice.
-        return call_step(NequIP._energies, self, *given) if edges is None else self._energies(*given)
-
-    def _energies(
-        self,
-        positions: Tensor,
-        species: Tensor,
-        receivers: Tensor,
-        senders: Tensor,
-        offsets: Tensor | None,
-        batch: Tensor | None,
-        num_graphs: int,
-        edges: EdgeGradients | None,
-    ) -> Tensor:
         kinds = self._kinds(positions, species)
         vectors = positions.index_select(0, senders) - positions.index_select(0, receivers)
         if offsets is not None:

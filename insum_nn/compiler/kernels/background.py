@@ -44,13 +44,13 @@ class Background:
 
     Attributes:
         missing: kernels that this process needed and did not find on disk.
-        of_steps: kernels of whole steps that were rehearsed: those of the gradients of their calls are known.
+        of_steps: kernels of whole steps that were rehearsed, and whether with their backward passes.
     """
 
     def __init__(self, most: int) -> None:
         self.most = most
         self.missing = 0
-        self.of_steps: set[KernelCode] = set()
+        self.of_steps: dict[KernelCode, bool] = {}
         self._known: set[KernelCode] = set()
         self._waiting: dict[KernelCode, None] = {}
         self._running: dict[KernelCode, threading.Event] = {}
@@ -158,17 +158,18 @@ class _Cold:
         due: it needed a kernel that was not there, so what its gradients need is not there either.
         call: the function of the recorded call that runs now, its context, and its arguments.
         rehearse: finds the kernels of such a call and of its gradients, and submits them.
-        step: finds and submits the kernels of the step that runs now, and returns them and whether these are all; the
-            thread that runs it.
+        rehearse_step: finds and submits the kernels of the step that runs now, of which one is missing, and returns
+            them and whether those of its backward pass are among them; its second argument tells whether a recorded
+            call needs that one.
     """
 
-    __slots__ = ("call", "due", "rehearse", "step")
+    __slots__ = ("call", "due", "rehearse", "rehearse_step")
 
     def __init__(self) -> None:
         self.due = False
         self.call: tuple[Any, ...] | None = None
         self.rehearse: Callable[..., None] | None = None
-        self.step: tuple[Callable[[], tuple[Iterable[KernelCode], bool]], int] | None = None
+        self.rehearse_step: Callable[[KernelCode, bool], tuple[Iterable[KernelCode], bool]] | None = None
 
 
 cold = _Cold()
@@ -188,17 +189,16 @@ def missed(code: KernelCode, *, rehearse: bool) -> None:
         if _background is None:
             _background = Background(default_background_workers())
             atexit.register(_background.close)
-    helped = rehearse and _background.most > 0 and code not in _background.of_steps
-    step = cold.step if helped and cold.step is not None and cold.step[1] == threading.get_ident() else None
+    helped = rehearse and _background.most > 0
     call = cold.call if helped else None
-    _background.missed(code, later=step is not None or call is not None)
-    if step is not None:
-        cold.step = None
-        found, decided = step[0]()
-        _background.of_steps.update(found)
-        # Behind a choice that only the step can make, a later kernel that is missing has it rehearsed again.
-        cold.step = None if decided else step
-    if code in _background.of_steps:
+    of_steps = _background.of_steps
+    known = of_steps.get(code, False) or (call is None and code in of_steps)
+    _background.missed(code, later=call is not None and not known)
+    if helped and not known and cold.rehearse_step is not None:
+        found, whole = cold.rehearse_step(code, call is not None)
+        of_steps.update({each: whole or of_steps.get(each, False) for each in found})
+        known = code in of_steps
+    if known:
         return
     cold.due = _background.most > 0
     if call is not None and cold.rehearse is not None:

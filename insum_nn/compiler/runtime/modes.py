@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import Sequence
-from contextlib import AbstractContextManager, nullcontext
+import threading
+from collections.abc import Generator, Sequence
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Any, TypeVar, overload
 
 import torch
@@ -23,6 +24,7 @@ __all__ = [
     "is_recorded",
     "is_traced",
     "is_transformed",
+    "outer_autocast",
     "records_graph",
     "size_hint",
     "to_autocast",
@@ -202,9 +204,32 @@ class _Suspended:
 
     def __enter__(self) -> None:
         torch.set_autocast_enabled(self.device, False)
+        _suspended.devices.append(self.device)
 
     def __exit__(self, *_: object) -> None:
+        _suspended.devices.pop()
         torch.set_autocast_enabled(self.device, True)
+
+
+class _OfThread(threading.local):
+    """For which kinds of device this thread has autocast suspended."""
+
+    def __init__(self) -> None:
+        self.devices: list[str] = []
+
+
+_suspended = _OfThread()
+
+
+@contextmanager
+def outer_autocast(device: str) -> Generator[None]:
+    """Restore autocast as it is for the caller of a layer."""
+    inside = torch.is_autocast_enabled(device)
+    torch.set_autocast_enabled(device, inside or device in _suspended.devices)
+    try:
+        yield
+    finally:
+        torch.set_autocast_enabled(device, inside)
 
 
 _NOTHING = nullcontext()

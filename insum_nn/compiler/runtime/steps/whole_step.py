@@ -1,29 +1,36 @@
 """The kernels of a whole step, found when its first is missing.
 
-A step that waits for each kernel before it knows the next one leaves the processes that compile idle. A module that
-knows what a step of it is says so, and the first missing kernel has the step rehearsed to its end: launches are
-collected and not made, and each kernel is submitted as it is found.
+A step that waits for each kernel before it knows the next one leaves the processes that compile idle. When a kernel is
+missing, the module that runs is found on the stack: the outermost one that may run twice. A copy of it is rehearsed to
+the end of its backward pass: launches are collected and not made, and each kernel is submitted as it is found. No
+module is changed for that, and none has to be told.
 """
 
 from __future__ import annotations
 
+import copy
 import gc
 import logging
-import threading
-from collections.abc import Callable, Generator, Iterable
+import random
+import sys
+from collections.abc import Callable, Generator, Iterable, Iterator, Sequence
 from contextlib import contextmanager
+from types import FrameType
 from typing import Any, TypeVar
+from weakref import WeakKeyDictionary
 
 import torch
 from torch import Tensor, nn
+from torch.overrides import TorchFunctionMode
 from torch.utils import _pytree as pytree
 
 from insum_nn.compiler.kernels import background
-from insum_nn.compiler.kernels.ahead import UndecidedError, collecting, rehearse
+from insum_nn.compiler.kernels.ahead import UndecidedError, rehearse
 from insum_nn.compiler.kernels.background import cold
 from insum_nn.compiler.kernels.machine_code import KernelCode
-from insum_nn.compiler.runtime.modes import is_plain_eager
+from insum_nn.compiler.runtime.modes import is_plain_eager, outer_autocast
 from insum_nn.compiler.runtime.steps.gradients_ahead import saving_apart
+from insum_nn.compiler.runtime.steps.step import run_step
 
 __all__ = ["call_step"]
 
@@ -31,69 +38,153 @@ T = TypeVar("T")
 _log = logging.getLogger("insum_nn.prepare")
 
 
-class _Call(nn.Module):
-    """A method as the forward of a module, whose parameters can be replaced."""
+def call_step(method: Callable[..., T], module: nn.Module, *given: Any) -> T:
+    """Call a method of a module, which is rehearsed as a call of the module is."""
+    return method(module, *given)
+
+
+# Torch's own function through which every module is called; without it nothing is found.
+_CALL: Any = getattr(getattr(nn.Module, "_wrapped_call_impl", None), "__code__", None)
+_STEP = call_step.__code__
+_HOOKS_OF_ALL = [getattr(nn.modules.module, f"_global_forward_{name}hooks", ()) for name in ("", "pre_")]
+
+
+class _Method(nn.Module):
+    """A method as the forward of a module."""
 
     def __init__(self, module: nn.Module, method: Callable[..., Any]) -> None:
         super().__init__()
         self.module, self.method = module, method
+        self.training = module.training
 
     def forward(self, *given: Any) -> Any:
         return self.method(self.module, *given)
 
 
-def call_step(method: Callable[..., T], module: nn.Module, *given: Any) -> T:
-    """Call a method of a module; the first kernel that is missing has those of the call and of its gradients found.
+_Call = tuple[nn.Module, Callable[..., Any] | None, Sequence[Any], dict[str, Any]]
+
+# Modules whose rehearsal did not come to a kernel that the step needed, without and with a backward pass.
+_given_up: WeakKeyDictionary[nn.Module, set[bool]] = WeakKeyDictionary()
+
+
+def _rehearse_step(code: KernelCode, recorded: bool) -> tuple[Iterable[KernelCode], bool]:
+    """Find the kernels of the step that runs now, and submit them; none, where there is no module that may run twice.
 
     Args:
-        method: of the module's class, without effects other than its results.
-        module: whose parameters get no gradients from finding kernels.
-        *given: its arguments, of which the first is a tensor.
+        code: the kernel that is missing.
+        recorded: a call that records gradients needs it.
+
+    Returns:
+        The kernels, and whether those of the backward pass are among them.
     """
-    if torch.compiler.is_compiling() or not given[0].is_cuda or cold.step is not None or collecting() is not None:
-        return method(module, *given)
-    if not is_plain_eager(*[each for each in given if isinstance(each, Tensor)]):
-        return method(module, *given)
-    kind = given[0].device.type
-    autocast = torch.is_autocast_enabled(kind), torch.get_autocast_dtype(kind)
-    cold.step = (lambda: _rehearse_step(method, module, given, autocast)), threading.get_ident()
-    try:
-        return method(module, *given)
-    finally:
-        cold.step = None
+    if not is_plain_eager() or torch.cuda.is_current_stream_capturing() or any(map(len, _HOOKS_OF_ALL)):
+        return (), False
+    called = next(_calls(), None)
+    # The only call of a single layer is rehearsed by itself.
+    if called is None or type(called[0]).__module__.startswith(_LAYERS):
+        return (), False
+    module = called[0]
+    # What a layer prepares for its sums records nothing, in a step that does.
+    trained = module.training and any(each.requires_grad for each in module.parameters())
+    recorded = recorded or torch.is_grad_enabled() or trained
+    if recorded in _given_up.get(module, ()):
+        return (), False
+    found = _rehearsed(called, recorded)
+    if code not in found:
+        # The next kernel that is missing would not be met either.
+        _given_up.setdefault(module, set()).add(recorded)
+    return found, recorded
 
 
-def _rehearse_step(
-    method: Callable[..., Any], module: nn.Module, given: Any, autocast: tuple[bool, torch.dtype]
-) -> tuple[Iterable[KernelCode], bool]:
-    """The kernels of a step, and whether these are all: none of its choices was left to the step itself."""
-    if torch.cuda.is_current_stream_capturing() or not _is_plain(module):
-        return (), True
-    decided = True
-    device = given[0].device
-    # Gradients of the module's own parameters, and what hangs on them, are the step's.
-    state = {f"module.{name}": p.detach().requires_grad_(p.requires_grad) for name, p in module.named_parameters()}
-    number = [device.index or 0] if torch.cuda.is_initialized() else []
+cold.rehearse_step = _rehearse_step
+
+
+def _calls() -> Iterator[_Call]:
+    """The calls of modules that run now and may run twice, the outermost first."""
+    found: list[_Call] = []
+    frame: FrameType | None = sys._getframe()
+    while frame is not None:
+        if frame.f_code is _CALL:
+            values = frame.f_locals
+            found.append((values["self"], None, values["args"], values["kwargs"]))
+        elif frame.f_code is _STEP:
+            values = frame.f_locals
+            found.append((values["module"], values["method"], values["given"], {}))
+        frame = frame.f_back
+    for each in reversed(found):
+        if _is_plain(each[0]) and is_plain_eager(*_tensors(each[2:])):
+            yield each
+
+
+def _is_leaf(tensor: Tensor) -> bool:
+    return tensor.requires_grad and not isinstance(tensor, nn.Parameter)
+
+
+def _tensors(value: Any) -> list[Tensor]:
+    return [each for each in pytree.tree_leaves(value) if isinstance(each, Tensor)]
+
+
+def _rehearsed(called: _Call, recorded: bool) -> dict[KernelCode, None]:
+    module, method, given, named = called
     with (
         rehearse(lambda code: background.submit([code])) as collection,
         saving_apart(),
-        torch.enable_grad(),
-        torch.autocast(device.type, autocast[1], autocast[0]),
+        torch.set_grad_enabled(recorded),
+        outer_autocast("cuda"),
         torch.autograd.set_multithreading_enabled(False),
-        torch.random.fork_rng(number),
+        _random_numbers_kept(),
         _without_collections(),
     ):
         try:
-            made = torch.func.functional_call(_Call(module, method), state, given)
-            outputs = [each for each in pytree.tree_leaves(made) if isinstance(each, Tensor) and each.requires_grad]
-            if outputs:
-                torch.autograd.backward(outputs, [torch.ones_like(each) for each in outputs])
+            with _Copies():
+                own, args, kwargs = copy.deepcopy((module, tuple(given), dict(named)))
+            step = own if method is None else _Method(own, method)
+            # Inputs of a network that require gradients are positions, whose gradients are forces: training
+            # differentiates these by the weights, and what is not trained wants no other gradients.
+            forces = recorded and any(_is_leaf(each) for each in _tensors((args, kwargs)))
+            if forces and not module.training:
+                own.requires_grad_(False)
+            run_step(step, args, kwargs, recorded, forces and module.training)
         except UndecidedError:
-            decided = False
+            pass
         except Exception as error:
             _log.debug("the kernels of a step of %s were not all found ahead: %s", type(module).__name__, error)
     cold.due = False
-    return collection.codes, decided
+    return collection.codes
+
+
+class _Copies(TorchFunctionMode):
+    """Within this, `copy.deepcopy` shares the memory of parameters, and takes tensors with a history without it."""
+
+    def __torch_function__(
+        self, func: Callable[..., Any], types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        if func is not Tensor.__deepcopy__:
+            return func(*args, **(kwargs or {}))
+        value, memo = args
+        if id(value) not in memo:
+            own = isinstance(value, nn.Parameter)
+            made = value.detach() if own else value.detach().clone()
+            made = nn.Parameter(made, value.requires_grad) if own else made.requires_grad_(value.requires_grad)
+            # What was said of it, such as which passes want its gradient.
+            vars(made).update(vars(value))
+            memo[id(value)] = made
+        return memo[id(value)]
+
+
+@contextmanager
+def _random_numbers_kept() -> Generator[None]:
+    """Draw random numbers of which the step knows nothing."""
+    numbers: Any = sys.modules.get("numpy.random")
+    devices = range(torch.cuda.device_count()) if torch.cuda.is_initialized() else ()
+    state, drawn = random.getstate(), numbers and numbers.get_state()
+    try:
+        with torch.random.fork_rng(devices):
+            yield
+    finally:
+        random.setstate(state)
+        if numbers:
+            numbers.set_state(drawn)
 
 
 @contextmanager
@@ -108,12 +199,25 @@ def _without_collections() -> Generator[None]:
             gc.enable()
 
 
+# Where our layers are, but for containers of them.
+_LAYERS = tuple(f"insum_nn.layers.{name}" for name in ("equivariant", "graph", "pruned", "voxel.conv", "voxel.pool"))
+# Whose modules send nothing to other ranks in a forward pass.
+_SILENT = ("torch.nn.modules.", "insum_nn.", "e3nn.", "torch_geometric.nn.")
+
+
 def _is_plain(module: nn.Module) -> bool:
     """Whether a module may run twice: it has no hooks, is not compiled, and its parameters are plain tensors."""
     watched = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks", "_compiled_call_impl")
     if any(getattr(each, name, None) for each in module.modules() for name in (*watched, "_orig_mod")):
         return False
     # Other ranks may find their kernels on disk, and would wait for what a rehearsal sends.
-    if any(type(each).__module__.startswith(("torch.distributed", "torch.nn.parallel")) for each in module.modules()):
+    homes = [f"{type(each).__module__}." for each in module.modules()]
+    if any(home.startswith(("torch.distributed.", "torch.nn.parallel.")) for home in homes):
         return False
+    distributed = torch.distributed
+    if distributed.is_available() and distributed.is_initialized() and distributed.get_world_size() > 1:
+        if not all(home.startswith(_SILENT) for home in homes):
+            return False
+        if any(isinstance(each, nn.SyncBatchNorm) for each in module.modules()):
+            return False
     return all(type(each.detach()) is Tensor for each in module.parameters())
