@@ -311,7 +311,8 @@ class Equivariant(nn.Module):
 
 
 def of_atoms() -> tuple[nn.Module, Callable[[nn.Module], Tensor]]:
-    edges, x, positions = torch.randint(9, (2, 40)), torch.randn(9, 8), torch.randn(9, 3)
+    # Rows of a view that are not contiguous, as those of a list of pairs.
+    edges, x, positions = torch.randint(9, (41, 2)).T[:, 1:], torch.randn(9, 8), torch.randn(9, 3)
 
     def loss(model: nn.Module) -> Tensor:
         leaf = positions.clone().requires_grad_()

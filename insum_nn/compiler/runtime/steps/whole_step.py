@@ -163,9 +163,14 @@ class _Copies(TorchFunctionMode):
             return func(*args, **(kwargs or {}))
         value, memo = args
         if id(value) not in memo:
-            own = isinstance(value, nn.Parameter)
-            made = value.detach() if own else value.detach().clone()
-            made = nn.Parameter(made, value.requires_grad) if own else made.requires_grad_(value.requires_grad)
+            detached = value.detach()
+            if isinstance(value, nn.Parameter):
+                made = nn.Parameter(detached, value.requires_grad)
+            else:
+                # The whole storage, since kernels depend on strides and on where a tensor begins.
+                made = func(detached, memo).requires_grad_(value.requires_grad)
+                # Another tensor may get its identifier.
+                memo.pop(id(detached), None)
             # What was said of it, such as which passes want its gradient.
             vars(made).update(vars(value))
             memo[id(value)] = made
