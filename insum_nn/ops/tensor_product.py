@@ -16,7 +16,9 @@ How the output is computed:
    a mode and multiplicities in common. A step names the tensors that the statement reads and calls its `program`.
 
 The gradients are the roles of the operands that need one: `joint_gradients` asks `_Sums.derivative` which sums these
-are, and continues at 2. Derivatives of a higher order go the same way again.
+are, and continues at 2. Derivatives of a higher order go the same way again: the gradient of an operand of several
+roles that were computed at once is a sum of roles, and of a convolution on a GPU `_Sums.totals` makes all these sums by
+one kernel.
 """
 
 from __future__ import annotations
@@ -46,7 +48,7 @@ from insum_nn.compiler.api import (
 )
 from insum_nn.ops.tensor_product_checks import check_operands
 from insum_nn.ops.tensor_product_right import tensor_product_right
-from insum_nn.ops.tensor_product_roles import Edges, Role, Sizes, Together, role_of, together_of
+from insum_nn.ops.tensor_product_roles import Edges, Role, Sizes, Together, role_of, together_of, totals_of
 from insum_nn.ops.tensor_product_spec import ProductLayout, TensorProductSpec, layout_of, others
 from insum_nn.ops.tensor_product_statement import statements_of
 
@@ -257,6 +259,38 @@ class _Sums(NamedTuple):
         found = found or {}
         return {x: found[x] if x in found else _one(plan.singles[x], operands, ends, plan) for x in wanted}
 
+    def totals(
+        self, grads: Mapping[str, Tensor], wanted: Sequence[str], operands: Mapping[str, Tensor]
+    ) -> dict[str, Tensor] | None:
+        if self.senders is None or not is_plain_eager(*self.indices):
+            return None
+        if "w" in grads and layout_of(self.text).linear_text != self.text:
+            # The gradient of the weights is of fewer paths.
+            return None
+        some = next(iter(operands.values()))
+        if torch._C._is_any_autocast_enabled() and under_autocast(some.device):
+            with without_autocast(some.device):
+                return self.totals(grads, wanted, operands)
+        shapes = tuple([(role, t.shape, t.dtype) for role, t in operands.items()])
+        edges = self.senders.shape[0], self.senders.dtype
+        fixed = torch._C._get_deterministic_algorithms()
+        kind = some.device, some.dtype, edges, self.num_x, self.num_z, fixed
+        plan = _plan(self.text, tuple(wanted), shapes, *kind, tuple(grads))
+        together = plan.together
+        if together is None:
+            return None
+
+        def separately() -> list[Tensor]:
+            made: dict[str, Tensor] = {}
+            for left, grad in grads.items():
+                roles = [role for role in wanted if role != left]
+                for role, part in self.run(roles, {**operands, left: grad}, plain=True).items():
+                    made[role] = made[role].add_(part) if role in made else part
+            return [made[role] for role in together.roles]
+
+        every = {**operands, **{f"g{left}": grad for left, grad in grads.items()}}
+        return together(every, self.indices, plan.sizes, plan, separately)
+
     def in_modes(self, wanted: str, operands: Mapping[str, Tensor]) -> Tensor:
         given, ends = _given(operands, wanted), (self.receivers, self.senders)
         if is_plain_eager(*given, *ends):
@@ -303,16 +337,21 @@ def _plan(
     num_x: int,
     num_z: int,
     fixed: bool,
+    grads: tuple[str, ...] = (),
 ) -> _Plan:
-    """Return how a call on plain tensors runs.
+    """Return how a call on plain tensors runs, or the sums of the gradients of several results.
 
     The arguments decide the shapes, dtypes and devices of the call, so that what is returned stands for them.
     """
     layout = layout_of(text)
     rows = {role: num_x if edges is None else edges[0] for role in "yw"} | {"x": num_x, "z": num_z}
-    together = together_of(layout, wanted, device, dtype)
-    sizes = ([], []) if together is None else together.sizes([rows[role] for role in together.roles])
-    return _Plan(together, sizes, {role: _single(layout, role, rows[role], device, dtype) for role in wanted})
+    if grads:
+        together = totals_of(layout, wanted, grads, device, dtype)
+    else:
+        together = together_of(layout, wanted, device, dtype)
+    sizes = ([], []) if together is None else together.sizes(rows)
+    singles = {} if grads else {role: _single(layout, role, rows[role], device, dtype) for role in wanted}
+    return _Plan(together, sizes, singles)
 
 
 def _one(single: tuple[Role, int], operands: Mapping[str, Tensor], ends: Edges, key: Hashable | None) -> Tensor:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
+from copy import copy
 from typing import Any
 
 import torch
@@ -12,7 +13,7 @@ from insum_nn.compiler.api import FusedPrograms, SharedPaths, graph_constant, pa
 from insum_nn.ops.tensor_product_spec import NUMBER, ProductLayout, others
 from insum_nn.ops.tensor_product_statement import FirstStep, Statement, statements_of
 
-__all__ = ["Edges", "Packed", "Role", "Sizes", "Together", "role_of", "together_of"]
+__all__ = ["Edges", "Packed", "Role", "Sizes", "Together", "role_of", "together_of", "totals_of"]
 
 # Receivers and senders; `None` where there are no edges.
 Edges = tuple[Tensor | None, Tensor | None]
@@ -29,6 +30,7 @@ class Role:
 
     Attributes:
         role: a letter of `ROLES`.
+        operands: what it reads, by role; "gx" is a gradient of `x`, in its place.
         statements: its statements.
         first_width: numbers per row of the first steps' results.
     """
@@ -38,6 +40,7 @@ class Role:
     ) -> None:
         self.layout = layout
         self.role = role
+        self.operands = tuple(others(role))
         self.statements = statements_of(layout, role, staged=staged)
         self.first_width = sum(s.first.width for s in self.statements if s.first is not None)
         self._device, self._dtype = device, dtype
@@ -51,6 +54,14 @@ class Role:
             self._written.setdefault(statement.written, statement)
         packed = [mul for mul in self._written if isinstance(mul, int)]
         self._order = layout.unpacking(role, packed, device) if packed else None
+
+    def of_gradient(self, operand: str) -> Role:
+        """Return the same with the gradient of an operand in its place, for `Together`."""
+        other = copy(self)
+        other.operands = tuple([f"g{x}" if x == operand else x for x in self.operands])
+        other.statements = [statement.of_gradient(operand) for statement in self.statements]
+        other._steps = [(_Step(s, self.role, self._device, self._dtype), None) for s in other.statements]
+        return other
 
     @property
     def outputs(self) -> list[tuple[str, Hashable]]:
@@ -156,7 +167,7 @@ class _Step:
             reads[name] = _reading(source, operand, order.index(operand), device)
         if source.weight is not None:
             weight, place = source.weight, order.index("w")
-            reads["W"] = lambda given, edges, packed, made: weight.operand(given[place])
+            reads[source.weight_name] = lambda given, edges, packed, made: weight.operand(given[place])
         self.reads = {name: reads[name] for name in self.given.names}
         self._reads = list(self.reads.values())
 
@@ -247,25 +258,25 @@ class Together:
     """Several roles that the compiler computes together, reading or multiplying common operands once.
 
     Args:
-        sources: the roles.
+        sources: the roles; those of one letter add up.
         programs: theirs: on a CPU as products path by path, on a GPU as one kernel.
 
     Attributes:
-        roles: their letters.
+        roles: their letters, each once.
     """
 
     def __init__(self, sources: Sequence[Role], programs: FusedPrograms | SharedPaths) -> None:
         self.sources = tuple(sources)
-        self.roles = "".join(source.role for source in sources)
         self.programs = programs
-        # Of each role: its operands, and how many tensors its statements write.
-        self._operands = [others(role) for role in self.roles]
-        self._counts = [len(set(source.outputs)) for source in sources]
+        self._firsts = {source.role: source for source in reversed(sources)}
+        self.roles = "".join(dict.fromkeys(source.role for source in sources))
+        # Of each role: how many tensors its statements write.
+        self._counts = [len(set(self._firsts[role].outputs)) for role in self.roles]
 
-    def sizes(self, rows: Sequence[int]) -> Sizes:
+    def sizes(self, rows: Mapping[str, int]) -> Sizes:
         """Rows of the results of all roles, and the shape of what each statement writes."""
-        pairs = zip(self.sources, rows, strict=True)
-        return rows, [statement.out_shape(size) for source, size in pairs for statement in source.statements]
+        shapes = [s.out_shape(rows[source.role]) for source in self.sources for s in source.statements]
+        return [rows[role] for role in self.roles], shapes
 
     def __call__(
         self,
@@ -278,7 +289,7 @@ class Together:
         """Return the tensors of all roles; `None`: they are to be computed one by one.
 
         Args:
-            operands: by role.
+            operands: by role; "gx" is a gradient of `x`, where a role reads it in its place.
             edges: receivers and senders.
             sizes: of the results.
             key: what decides the shapes of all of these.
@@ -287,14 +298,14 @@ class Together:
         packed: Packed = {}
         rows, shapes = sizes
         named: list[Mapping[str, Tensor]] = []
-        for source, names in zip(self.sources, self._operands, strict=True):
-            named += source.arguments([operands[role] for role in names], edges, packed)
+        for source in self.sources:
+            named += source.arguments([operands[name] for name in source.operands], edges, packed)
         results = self.programs.together(named, shapes, key, separately)
         if results is None:
             return None
         found: dict[str, Tensor] = {}
-        for source, size, count in zip(self.sources, rows, self._counts, strict=True):
-            found[source.role] = source.finish(results[:count], size)
+        for role, size, count in zip(self.roles, rows, self._counts, strict=True):
+            found[role] = self._firsts[role].finish(results[:count], size)
             results = results[count:]
         return found
 
@@ -324,6 +335,30 @@ def together_of(
         return (Together(sources, FusedPrograms(programs, deterministic=fixed)),)
 
     return layout.keep(("together", tuple(roles), fixed, device, dtype), build)[0]
+
+
+def totals_of(
+    layout: ProductLayout, roles: Sequence[str], grads: Sequence[str], device: torch.device, dtype: torch.dtype
+) -> Together | None:
+    """Return what sums roles over the operands in whose place they read a gradient, remembered; `None`: nothing does.
+
+    Such are the gradients of gradients, by one kernel for all of them.
+    """
+    pairs = [(role, left) for left in grads for role in roles if role != left]
+    roles = [*dict.fromkeys(role for role, _ in pairs)]
+    fixed = layout.spec.options.deterministic or torch.are_deterministic_algorithms_enabled()
+    if paths_are_products(device) or len(pairs) < 2 or _of_one_kernel(layout, roles, deterministic=fixed) != roles:
+        return None
+
+    def build() -> tuple[Together | None]:
+        sources = [role_of(layout, role, device, dtype) for role in roles]
+        if any(len(source.statements) != 1 or source.first_width for source in sources):
+            return (None,)
+        several = [role_of(layout, role, device, dtype).of_gradient(operand) for role, operand in pairs]
+        programs = [source.statements[0].program for source in several]
+        return (Together(several, FusedPrograms(programs, [role for role, _ in pairs], deterministic=fixed)),)
+
+    return layout.keep(("totals", tuple(pairs), fixed, device, dtype), build)[0]
 
 
 def _of_one_kernel(layout: ProductLayout, roles: Sequence[str], *, deterministic: bool) -> list[str]:

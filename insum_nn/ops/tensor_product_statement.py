@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Hashable, Iterator, Sequence
+from copy import copy
 from dataclasses import dataclass
 
 import numpy as np
@@ -137,6 +138,7 @@ class _Tables:
         group: the paths that it computes.
         tables: its static tables, by name.
         weight: how it reads the weights; `None`: it does not.
+        weight_name: their name.
         reads: the operand that each of its tensors is made of, by the tensor's name; without the weights.
         expression: the statement.
         program: compiled.
@@ -151,6 +153,7 @@ class _Tables:
         self.packed = packed
         self.tables: dict[str, Tensor] = {}
         self.weight: WeightAccess | None = None
+        self.weight_name = "W"
         self.reads: dict[str, str] = {}
         self._on: dict[tuple[torch.device, torch.dtype], dict[str, Tensor]] = {}
 
@@ -188,7 +191,7 @@ class _Tables:
         return [{"x": "Src[e]", "z": "Dst[e]"}.get(operand, "e")]
 
     def _compile(self, expression: str, sizes: dict[str, int]) -> None:
-        self.expression = expression
+        self.expression, self._sizes = expression, sizes
         if "[n]" in expression:
             mul = self.group.muls[0]
             self.tables["U"], self.tables["V"] = torch.triu_indices(mul, mul, 1, device="cpu").unbind()
@@ -300,6 +303,15 @@ class Statement(_Tables):
         read = set("".join(group.letters(x) for x in others(role) if x != "w" or group.weighted))
         repeated = [] if lies else [x for x in group.letters(role) if x not in read]
         self._compile(f"{result} += {' * '.join(factors)}", {x: group.extents[x] for x in repeated})
+
+    def of_gradient(self, operand: str) -> Statement:
+        """Return the same with the gradient of an operand in its place, under a name of its own."""
+        other = copy(self)
+        name = "W" if operand == "w" else next(name for name, read in self.reads.items() if read == operand)
+        other.reads = {f"g{n}" if n == name else n: read for n, read in self.reads.items()}
+        other.weight_name = "gW" if operand == "w" else "W"
+        other._compile(self.expression.replace(f" * {name}[", f" * g{name}["), self._sizes)
+        return other
 
     @property
     def width(self) -> int:

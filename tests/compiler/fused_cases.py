@@ -96,8 +96,8 @@ def assert_right(roles: str, tensors: dict[str, Tensor], found: list[Tensor]) ->
 
 def ones_of(roles: str, tensors: dict[str, Tensor]) -> list[fused_module._One]:
     u = tensors["dZ"].shape[2]
-    triples = zip(roles, programs(roles), named(roles, tensors), strict=True)
-    return [fused_module._one(program, given, shape_of(role, u), {}) for role, program, given in triples]
+    triples = enumerate(zip(roles, programs(roles), named(roles, tensors), strict=True))
+    return [fused_module._one(n, program, given, shape_of(role, u), {}) for n, (role, program, given) in triples]
 
 
 def kernels_of(ones: Sequence[Any], *, deterministic: bool = False) -> list[Any]:
@@ -114,8 +114,8 @@ def together(
     found = kernels_of(ones)[0] if walk is None else fused_module._along(ones, walk, False)
     given = named(roles, tensors)
     ordered = [next(t[name] for t in given if name in t) for name in found.spec.layout.tensors]
-    owned = [at for at, place in enumerate(found.order) if place == 0]
-    extents = fused_module._extents(ones, found.walk, owned, ordered, found.spec, found.static)
+    owned = [one for one in ones if found.order[one.number] == 0]
+    extents = fused_module._extents(owned, found.walk, ordered, found.spec, found.static)
     generated = found.generated if schedule is None else found.generated.with_schedule(schedule)
     made = generated.prepare_all(ordered, extents)(ordered)
     return [made[at] for at in found.order]

@@ -173,8 +173,8 @@ def joint_form(
     found = fused_module._along(ones, (walk, "e"), False)
     given = fused_cases.named(roles, tensors)
     ordered = [next(t[name] for t in given if name in t) for name in found.spec.layout.tensors]
-    owned = [at for at, place in enumerate(found.order) if place == 0]
-    extents = fused_module._extents(ones, found.walk, owned, ordered, found.spec, found.static)
+    owned = [one for one in ones if found.order[one.number] == 0]
+    extents = fused_module._extents(owned, found.walk, ordered, found.spec, found.static)
     programs = zip(fused_cases.programs(roles), roles, given, strict=True)
     exact = [p.reference(tensors=t, out_shape=fused_cases.shape_of(role, 5)).double() for p, role, t in programs]
     return found.generated.form, ordered, extents, [exact[found.order.index(n)] for n in sorted(found.order)]

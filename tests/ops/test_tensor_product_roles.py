@@ -18,17 +18,18 @@ from torch import Tensor
 pytest.importorskip("e3nn")
 
 import insum_nn
-from insum_nn.compiler.api import Program
+from insum_nn.compiler.api import Options, Program
 from insum_nn.compiler.runtime.composite import statement_choice
 from insum_nn.ops import tensor_product_roles as roles_module
 from insum_nn.ops import tensor_product_statement as statement_module
 from insum_nn.ops.tensor_product import TensorProductSpec, tensor_product
-from insum_nn.ops.tensor_product_roles import Role, role_of
+from insum_nn.ops.tensor_product_roles import Role, Together, role_of
 from insum_nn.ops.tensor_product_spec import ProductLayout, others
 from insum_nn.ops.tensor_product_statement import Terms, statements_of
 from insum_nn.structure.clebsch_gordan import nonzeros
 from insum_nn.structure.irreps import dimension
 from insum_nn.testing.tolerances import assert_matches
+from tests.compiler.interpreted import interpreter
 from tests.layers.equivariant.tensor_product_cases import (
     MODE_NAMES,
     Case,
@@ -37,6 +38,8 @@ from tests.layers.equivariant.tensor_product_cases import (
     random_case,
 )
 from tests.ops.test_tensor_product import conv_oracle_of, edges_of, inputs_of, oracle_of, spec_of
+
+__all__ = ["interpreter"]
 
 # The package shows the function under the module's name.
 module = sys.modules["insum_nn.ops.tensor_product"]
@@ -92,6 +95,38 @@ def test_the_gpu_statements_convolve_alike(mode: str, shared: bool):
         conv_oracle_of(spec, receivers, senders),
         inputs_of(spec, 17, 6),
     )
+
+
+@pytest.mark.usefixtures("gpu_statements", "interpreter")
+@pytest.mark.parametrize("kept", ["all weighted", "one without weights"])
+def test_gradients_of_gradients_are_one_kernel(kept: str, monkeypatch: pytest.MonkeyPatch):
+    """Of a convolution; where paths have no weights, those of the weights are sums over fewer paths."""
+    asked: list[tuple[str, Together | None]] = []
+    plain = module.totals_of
+
+    def totals_of(layout: ProductLayout, roles: str, grads: str, *where: Any) -> Any:
+        found = plain(layout, roles, grads, *where)
+        asked.append(("".join(grads), found))
+        return found
+
+    monkeypatch.setattr(module, "totals_of", totals_of)
+    module._plan.cache_clear()
+    spec = spec_of(one_mode("uvu", True, 3, 1, lmax=1), shared=False, convolution=True)
+    spec = replace(spec, options=Options(backend="triton", tune=False))
+    if kept != "all weighted":
+        spec = replace(spec, paths=(spec.paths[0]._replace(weighted=False), *spec.paths[1:]))
+    receivers, senders = edges_of(6, 17, sort=False)
+    assert_same_derivatives(
+        lambda x, y, w: tensor_product(spec, x, y, w, receivers, senders),
+        conv_oracle_of(spec, receivers, senders),
+        inputs_of(spec, 17, 6),
+    )
+    assert len(asked) == (kept == "all weighted")
+    for grads, together in asked:
+        assert grads == "xyw"
+        assert together is not None
+        assert sorted(together.roles) == sorted("xywz")
+        assert together.programs.reason.startswith("together")
 
 
 def expected_of(spec: TensorProductSpec, role: str, given: Sequence[Tensor]) -> Tensor:

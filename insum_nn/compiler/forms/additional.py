@@ -9,12 +9,15 @@ the terms of a row `Dst[e] = i` reads `dZ[i]` once, and passes all that these ar
 
 It writes rows of `dY` and `dW` as it goes, and adds to rows of `dX`, which other programs add to as well. Walking the
 terms by `Src` instead it owns rows of `dX`, adds to nothing, and reads a row of `dZ` for every term.
+
+Several statements may add to one output, as those do that a second derivative is the sum of. Their terms are then terms
+of one sum, which is written once.
 """
 
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cache
 
 from insum_nn.compiler.forms.coverage import Coverage
@@ -25,13 +28,14 @@ from insum_nn.compiler.ir.build import OUTPUT, Names, build
 from insum_nn.compiler.ir.graph import loops_of, stores_of
 from insum_nn.compiler.ir.nodes import Buffer, Const, Index, Kernel, Load, Node, Size, Store
 from insum_nn.compiler.lang.bind import Bound, Extents
-from insum_nn.compiler.lang.syntax import Statement
+from insum_nn.compiler.lang.derivative import fresh_name
+from insum_nn.compiler.lang.syntax import Access, Statement
 from insum_nn.compiler.passes.fuse_outputs import fuse_outputs
 from insum_nn.compiler.schedule.canonical import names_of
 from insum_nn.compiler.schedule.space import Schedule
 from insum_nn.dtypes import is_widened
 
-__all__ = ["Memory", "Walk", "fused_form", "indices_named", "is_owned", "memory_of", "read_at"]
+__all__ = ["Memory", "Walk", "fused_form", "indices_named", "is_owned", "memory_of", "read_at", "union"]
 
 Walk = tuple[str, str]
 """An index tensor with an entry for each term, and the index of its entries."""
@@ -40,6 +44,7 @@ Walk = tuple[str, str]
 def fused_form(
     walk: Walk,
     forms: Sequence[tuple[Form, Extents]],
+    outputs: Sequence[int],
     bound: Bound,
     sizes: Mapping[str, int],
     rows: int,
@@ -51,7 +56,8 @@ def fused_form(
 
     Args:
         walk: whose rows a program owns.
-        forms: of each statement, and its sizes; of one whose rows are the walk's own, first.
+        forms: of each statement, and its sizes; of those whose rows are the walk's own, first.
+        outputs: the number of the output that each of them adds to, from 0 on in their order.
         bound: of a statement that writes what the first one does, or a number for each row, and reads what any reads.
         sizes: extents of the first call.
         rows: the number of the walk's rows.
@@ -69,13 +75,25 @@ def fused_form(
     facts = bound.facts_of(tensor)
     columns = indices_named(first, first.parallel, without=entry) or indices_named(first, first.reduce)
     statements = [form.bound.statement for form, _ in forms]
-    additional = tuple(_additional(form, extents, walk, columns, statements) for form, extents in forms[owns:])
+    written: list[AdditionalOutput | None] = [None] * len({*outputs})
+    for (form, extents), number in zip(forms, outputs, strict=True):
+        if owns and number == 0:
+            if not is_owned(form, walk):
+                raise FormError(f"{form.bound.statement} sums other terms than those of rows of {tensor}")
+            continue
+        found, known = _additional(form, extents, walk, columns, statements), written[number]
+        if known is not None:
+            if replace(known, reduced=found.reduced) != found:
+                raise FormError(f"{form.bound.statement} adds to an output of another kind")
+            found = replace(found, reduced=found.reduced or known.reduced)
+        written[number] = found
+    additional = tuple([each for each in written if each is not None])
     shared = build(bound)
     row_index = Load(input_of(shared, names.tensors[tensor]), (Index(names.indices[entry]),))
 
     @cache
     def make() -> tuple[Kernel, tuple[tuple[Store, ...], ...]]:
-        algorithm = _fused([form for form, _ in forms], additional, shared, names)
+        algorithm = _fused([form for form, _ in forms], outputs, additional, shared, names)
         stores = tuple(
             at_rows((store for store in stores_of(algorithm) if store.buffer is result.buffer), row_index)
             for result in algorithm.results
@@ -168,16 +186,74 @@ def read_at(statements: Sequence[Statement], rows: Walk) -> tuple[str, int]:
     raise FormError(f"no tensor is read at rows of {wanted}")
 
 
-def _fused(forms: Sequence[Form], additional: Sequence[AdditionalOutput], shared: Kernel, names: Names) -> Kernel:
+def union(
+    parts: Sequence[tuple[Form, Extents, Sequence[Sequence[int]]]], walk: Walk, *, owns: bool
+) -> tuple[str, dict[str, int]]:
+    """A statement that reads what any of several reads, and its known extents.
+
+    It writes what the first one writes, or where no output has rows of the walk, a number for each row. Where a static
+    tensor addresses an axis, an index of its own takes its place.
+
+    Args:
+        parts: the form of each statement, its sizes, and the shapes of its tensors.
+        walk: by whose entries terms are walked.
+        owns: the first one sums its rows.
+    """
+    layouts = [form.bound.layout for form, _, _ in parts]
+    taken = {name for layout in layouts for name in (*layout.tensors, *layout.indices)}
+    taken |= {form.bound.statement.output.name for form, _, _ in parts}
+    static: dict[str, int] = {}
+    reads: dict[str, str] = {}
+    output = f"{fresh_name('Rows', taken)}[{walk[0]}[{walk[1]}]]"
+    if owns:
+        form, extents, _ = parts[0]
+        written = form.bound.statement.output
+        fixed = dict(form.bound.static)
+        static |= {s.plain: fixed[s.plain] for s in written.subscripts if s.plain in fixed}
+        output = _without_tables(written, form.tables, extents.output, taken, static)
+    for (form, _, shapes), layout in zip(parts, layouts, strict=True):
+        left = indices_named(form, (*form.parallel, *form.reduce))
+        static |= {index: extent for index, extent in form.bound.static if index in left}
+        for access in form.bound.statement.reads:
+            if access.name not in form.tables and access.name not in reads:
+                shape = shapes[layout.tensors.index(access.name)]
+                reads[access.name] = _without_tables(access, form.tables, shape, taken, static)
+    return f"{output} += {' * '.join(reads.values())}", static
+
+
+def _without_tables(
+    access: Access, tables: frozenset[str], shape: Sequence[int], taken: set[str], static: dict[str, int]
+) -> str:
+    """An access without static tensors."""
+    parts: list[str] = []
+    for axis, subscript in enumerate(access.subscripts):
+        if any(each.name in tables for each in subscript.index_accesses()):
+            name = fresh_name("axis", taken)
+            taken.add(name)
+            static[name] = shape[axis]
+            parts.append(name)
+        else:
+            parts.append(str(subscript))
+    return f"{access.name}[{','.join(parts)}]" if parts else access.name
+
+
+def _fused(
+    forms: Sequence[Form],
+    numbers: Sequence[int],
+    additional: Sequence[AdditionalOutput],
+    shared: Kernel,
+    names: Names,
+) -> Kernel:
     """The algorithm of all outputs, in the names of the statement that reads what any of them reads."""
     buffers = {b.name: b for b in shared.inputs}
     written = shared.results[0].buffer
-    outputs = [written] if len(additional) < len(forms) else []
+    outputs = [written] if len(additional) < len({*numbers}) else []
     for number, each in enumerate(additional, 1):
         tensor, axis = each.like
         shape = (buffers[names.tensors[tensor]].shape[axis], *map(Const, each.shape))
         outputs.append(Buffer(f"{OUTPUT}{number}", written.dtype, shape))
-    return fuse_outputs([_renamed(form, shared, names, out) for form, out in zip(forms, outputs, strict=True)])
+    pairs = zip(forms, numbers, strict=True)
+    return fuse_outputs([_renamed(form, shared, names, outputs[number]) for form, number in pairs])
 
 
 def _renamed(form: Form, shared: Kernel, names: Names, output: Buffer) -> Kernel:

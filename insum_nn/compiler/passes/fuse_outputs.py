@@ -22,7 +22,7 @@ __all__ = ["clusters", "fuse_outputs"]
 
 
 def fuse_outputs(kernels: Sequence[Kernel]) -> Kernel:
-    """The algorithm that has the results of all; loops of one index are one."""
+    """The algorithm that has the results of all; loops of one index are one, and what adds to one result is one sum."""
     loops: dict[Index, Loop] = {}
     for kernel in kernels:
         own = loops_of(kernel)
@@ -34,7 +34,7 @@ def fuse_outputs(kernels: Sequence[Kernel]) -> Kernel:
     for loop in reversed(loops.values()):
         body = (Loop(loop.index, loop.begin, loop.end, loop.role, body),)
     inputs = tuple(dict.fromkeys(buffer for kernel in kernels for buffer in kernel.inputs))
-    results = tuple(result for kernel in kernels for result in kernel.results)
+    results = tuple(dict.fromkeys(result for kernel in kernels for result in kernel.results))
     return Kernel(inputs, results, body, all(kernel.exact for kernel in kernels))
 
 

@@ -150,6 +150,18 @@ class JointSums(Protocol):
         """
         ...
 
+    def totals(
+        self, grads: Mapping[str, Tensor], wanted: Sequence[str], operands: Mapping[str, Tensor]
+    ) -> dict[str, Tensor] | None:
+        """Compute what the gradients of several results add up to, without a record; `None`: they are to be added.
+
+        Args:
+            grads: those of the results, by name; of plain tensors, as all are.
+            wanted: the names of the operands whose gradients are wanted.
+            operands: what the results were computed from.
+        """
+        ...
+
     def in_modes(self, wanted: str, operands: Mapping[str, Tensor]) -> Tensor:
         """Compute one of them under any active mode, differentiable to any order."""
         ...
@@ -238,9 +250,14 @@ class _Jointly(torch.autograd.Function):
         operands = dict(zip(read, ctx.saved_tensors, strict=False))
         total: dict[str, Tensor] = {}
         asked = list(compress(read, wanted_gradients(ctx, len(read), (sums.kind, made, read))))
-        for left, grad in zip(made, grads, strict=True):
+        given = {left: grad for left, grad in zip(made, grads, strict=True) if grad is not None}
+        if len(given) > 1 and not torch.is_grad_enabled() and is_plain_eager(*operands.values(), *given.values()):
+            found = sums.totals(given, asked, operands)
+            if found is not None:
+                total, given = found, {}
+        for left, grad in given.items():
             wanted = [name for name in asked if name != left]
-            if grad is None or not wanted:
+            if not wanted:
                 continue
             found = joint_gradients(sums, left, wanted, {**operands, left: grad}, plain=True)
             # Gradients of weights of edges are the largest tensors of a step: none stays longer than it is read.

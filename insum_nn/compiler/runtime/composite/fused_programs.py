@@ -6,6 +6,7 @@
 
 Terms are walked by the index tensor for which a term then reads and adds least; `additional` says what becomes of the
 outputs. What one kernel cannot compute, or was measured to be slower in one kernel, runs program by program.
+Programs may add to one output, which then is one sum.
 """
 
 from __future__ import annotations
@@ -20,16 +21,14 @@ from typing import Any, TypeVar
 import torch
 from torch import Tensor
 
-from insum_nn.compiler.forms.additional import Walk, fused_form, indices_named, is_owned, read_at
+from insum_nn.compiler.forms.additional import Walk, fused_form, is_owned, read_at, union
 from insum_nn.compiler.forms.form import Form, FormError, atoms
 from insum_nn.compiler.forms.plan import Plan
 from insum_nn.compiler.ir.access import affine_terms
 from insum_nn.compiler.ir.nodes import Load
 from insum_nn.compiler.kernels.generated import Generated
 from insum_nn.compiler.lang.bind import Bound, Extents, bind
-from insum_nn.compiler.lang.derivative import fresh_name
 from insum_nn.compiler.lang.shapes import resolve_extents
-from insum_nn.compiler.lang.syntax import Access
 from insum_nn.compiler.passes.own_rows import ROW
 from insum_nn.compiler.runtime.dispatch import Ready, Spec, index_versions, keep, prepare
 from insum_nn.compiler.runtime.execution import Executable, generation
@@ -63,8 +62,9 @@ class _Kind:
 
 @dataclass(frozen=True, slots=True)
 class _One:
-    """A program of a fused call: its tensors in its order, and its sizes."""
+    """A program of a fused call: the number of the output that it adds to, its tensors in its order, and its sizes."""
 
+    number: int
     program: Program
     tensors: tuple[Tensor, ...]
     extents: Extents
@@ -80,7 +80,7 @@ class _Fused:
     Attributes:
         spec: of a statement that writes what the first of them writes, and reads what any of them reads.
         static: its known extents.
-        order: where the outputs stand among those of the kernel.
+        order: where each output stands among those of the kernel.
         walk: by which index tensor terms are walked.
         generated: the kernel.
     """
@@ -116,6 +116,7 @@ class FusedPrograms:
 
     Args:
         programs: two or more, of one set of options.
+        outputs: for each, a name of the tensor that it adds to; those of one name add up. By default each has its own.
         deterministic: every run is to give the same bits.
 
     Attributes:
@@ -123,8 +124,12 @@ class FusedPrograms:
         reason: of the last kind of call that was made ready: how it runs, and why.
     """
 
-    def __init__(self, programs: Sequence[Program], *, deterministic: bool = False) -> None:
+    def __init__(
+        self, programs: Sequence[Program], outputs: Sequence[Hashable] = (), *, deterministic: bool = False
+    ) -> None:
         self.programs = tuple(programs)
+        numbers: dict[Hashable, int] = {}
+        self._outputs = tuple([numbers.setdefault(name, len(numbers)) for name in outputs or range(len(programs))])
         self.deterministic = deterministic or any(p.options.deterministic for p in programs)
         self.reason = ""
         self._known: dict[Hashable, _Known] = {}
@@ -137,7 +142,11 @@ class FusedPrograms:
         """Run all programs; the arguments are those of `together`."""
 
         def separately() -> list[Tensor]:
-            return [p(tensors=t, out_shape=s) for p, t, s in zip(self.programs, named, shapes, strict=True)]
+            made: dict[int, Tensor] = {}
+            for program, number, given, shape in zip(self.programs, self._outputs, named, shapes, strict=True):
+                part = program(tensors=given, out_shape=shape)
+                made[number] = made[number] + part if number in made else part
+            return [*made.values()]
 
         with torch.no_grad():
             made = self.together(named, shapes, key, separately)
@@ -154,6 +163,9 @@ class FusedPrograms:
             key: what decides shapes, dtypes and devices of all these: a promise that they are plain tensors and that
                 no dispatch mode is active.
             separately: makes the same one by one: what one kernel is measured against.
+
+        Returns:
+            A tensor for each name of an output, in the order of their first programs.
         """
         if torch.is_grad_enabled():
             with torch.no_grad():
@@ -182,7 +194,8 @@ class FusedPrograms:
     def _prepared(self, named: Sequence[Mapping[str, Tensor]], shapes: Sequence[Shape], separately: Run) -> _Known:
         """Decide how a kind of call runs."""
         try:
-            ones = [_one(*each, self._kinds) for each in zip(self.programs, named, shapes, strict=True)]
+            given = zip(self._outputs, self.programs, named, shapes, strict=True)
+            ones = [_one(*each, self._kinds) for each in given]
             key = tuple([(one.kind, one.extents.output[1:]) for one in ones])
             bucket = (key, *[size_bucket(one.extents) for one in ones])
             chosen = self._chosen.get(bucket)
@@ -256,13 +269,15 @@ class _Call:
         if versions is None:
             raise FormError("index tensors without versions are read at every call")
         self.versions = versions
-        owned = [at for at, place in enumerate(together.order) if place == 0]
-        self.extents = _extents(ones, together.walk, owned, self.tensors, together.spec, together.static)
-        rest = sorted((at for at in range(len(ones)) if at not in owned), key=lambda at: together.order[at])
-        for at, each in zip(rest, together.generated.form.additional, strict=True):
-            name, axis = each.like
-            if ones[at].extents.output[0] != self.tensors[names.index(name)].shape[axis]:
-                raise FormError(f"{ones[at].program.expression} does not have as many rows as '{name}'")
+        owned = [one for one in ones if together.order[one.number] == 0]
+        self.extents = _extents(owned, together.walk, self.tensors, together.spec, together.static)
+        additional = together.generated.form.additional
+        for one in ones:
+            place = together.order[one.number] - 1
+            name, axis = additional[place].like if place >= 0 else (together.walk[0], 0)
+            rows = self.tensors[names.index(name)].shape[axis] if place >= 0 else self.extents.output[0]
+            if one.extents.output[0] != rows:
+                raise FormError(f"{one.program.expression} does not have as many rows as '{name}'")
 
     def run(self) -> Callable[[], object]:
         """What makes all outputs."""
@@ -275,10 +290,13 @@ def _same(a: Tensor, b: Tensor) -> bool:
     return a is b or (a.data_ptr() == b.data_ptr() and a.shape == b.shape and a.stride() == b.stride())
 
 
-def _one(program: Program, named: Mapping[str, Tensor], shape: Shape, kinds: dict[Hashable, _Kind]) -> _One:
+def _one(
+    number: int, program: Program, named: Mapping[str, Tensor], shape: Shape, kinds: dict[Hashable, _Kind]
+) -> _One:
     """What is known of one of the programs, in the names of the caller: these say which tensors programs share.
 
     Args:
+        number: of the output that it adds to.
         program: the program.
         named: its tensors.
         shape: of its output.
@@ -301,7 +319,7 @@ def _one(program: Program, named: Mapping[str, Tensor], shape: Shape, kinds: dic
     if kind is None:
         kind = _Kind(bound, chosen, chosen.run.form.named(named_as(bound, chosen.bound)))
         keep(kinds, key, kind, _LIMIT)
-    return _One(program, tensors, extents, kind, kind.bound, kind.form)
+    return _One(number, program, tensors, extents, kind, kind.bound, kind.form)
 
 
 def _plan_of(ones: Sequence[_One], deterministic: bool) -> tuple[Plan, dict[str, int]]:
@@ -310,7 +328,8 @@ def _plan_of(ones: Sequence[_One], deterministic: bool) -> tuple[Plan, dict[str,
     shared = [(*one.bound.layout.tensors, *one.bound.layout.indices) for one in ones]
     numbers = {name: number for number, name in enumerate(dict.fromkeys(name for each in shared for name in each))}
     key = {"together": plans, "names": [[numbers[n] for n in each] for each in shared], "deterministic": deterministic}
-    return Plan(key), numbers
+    written = [one.number for one in ones]
+    return Plan(key | ({"outputs": written} if len({*written}) < len(written) else {})), numbers
 
 
 def _walks(ones: Sequence[_One], deterministic: bool = False) -> list[Walk]:
@@ -339,20 +358,20 @@ def _all_walks(ones: Sequence[_One]) -> list[Walk]:
 def _cost(ones: Sequence[_One], walk: Walk) -> int:
     """Cells that a term reads and adds to at other rows than the walk's own, over one column."""
     cells: set[str] = set()
-    adds = 0
+    adds: dict[int, int] = {}
     for one in ones:
         form = one.form
         own = is_owned(form, walk)
         if form.combine == "own" and not own:
             # They are read and written.
-            adds += 2 * form.accumulators
+            adds[one.number] = max(adds.get(one.number, 0), 2 * form.accumulators)
         names = {short: name for name, short in names_of(one.bound.statement).tensors.items()}
         for read in (read for reads in form.factors for read in reads):
             found = [atom for subscript in read.subscripts for atom, _ in atoms(subscript)]
             others = [atom for atom in found if isinstance(atom, Load) and names[atom.buffer.name] != walk[0]]
             if others or (ROW in found and not own):
                 cells.add(f"{names[read.buffer.name]}{[affine_terms(subscript)[1] for subscript in read.subscripts]}")
-    return len(cells) + adds
+    return len(cells) + sum(adds.values())
 
 
 def _along(ones: Sequence[_One], walk: Walk, deterministic: bool) -> _Fused:
@@ -361,35 +380,38 @@ def _along(ones: Sequence[_One], walk: Walk, deterministic: bool) -> _Fused:
     Raises:
         FormError: there is none.
     """
-    owned = [at for at, one in enumerate(ones) if is_owned(one.form, walk)]
+    owned = {one.number for one in ones if is_owned(one.form, walk)}
     if len(owned) > 1:
         raise FormError(f"several outputs have rows of {walk[0]}")
-    order = [*owned, *(at for at in range(len(ones)) if at not in owned)]
-    expression, static = _union([ones[at] for at in order], walk, owns=bool(owned))
+    ordered = sorted(ones, key=lambda one: one.number not in owned)
+    parts = [(one.form, one.extents, [tensor.shape for tensor in one.tensors]) for one in ordered]
+    expression, static = union(parts, walk, owns=bool(owned))
     spec = Spec(expression, options=ones[0].program.options)
     tensors = {name: t for one in ones for name, t in zip(one.bound.layout.tensors, one.tensors, strict=True)}
     facts: dict[str, IndexFacts] = {}
     for one in ones:
         facts |= dict(zip(one.bound.layout.tensors, one.bound.facts, strict=True))
     kept = {name: tensors[name] for name in spec.layout.tensors}
-    extents = _extents(ones, walk, owned, list(kept.values()), spec, static)
+    own = [one for one in ordered if one.number in owned]
+    extents = _extents(own, walk, list(kept.values()), spec, static)
     bound = bind(spec.statement, kept, None, facts=facts, drop_outside=True)
     bound = replace(bound, static=tuple(sorted(static.items())))
     sizes = dict(zip(bound.layout.indices, extents.indices, strict=True))
-    axis = ones[owned[0]].form.row_axis if owned else 0
-    forms = [(ones[at].form, ones[at].extents) for at in order]
+    axis = own[0].form.row_axis if own else 0
+    forms = [(one.form, one.extents) for one in ordered]
+    order = [*dict.fromkeys(one.number for one in ordered)]
+    outputs = [order.index(one.number) for one in ordered]
     plan, numbers = _plan_of(ones, deterministic)
     plan = plan.at(walk=[numbers[name] for name in walk])
-    form = fused_form(walk, forms, bound, sizes, extents.output[axis], plan, deterministic=deterministic)
+    form = fused_form(walk, forms, outputs, bound, sizes, extents.output[axis], plan, deterministic=deterministic)
     generated = Generated(bound, sizes, extents.output, {}, ones[0].program.options, form=form)
-    places = tuple(order.index(at) + (not owned) for at in range(len(ones)))
+    places = tuple([order.index(number) + (not owned) for number in range(len(order))])
     return _Fused(spec, static, places, walk, generated)
 
 
 def _extents(
-    ones: Sequence[_One],
+    owned: Sequence[_One],
     walk: Walk,
-    owned: Sequence[int],
     tensors: Sequence[Tensor],
     spec: Spec,
     static: Mapping[str, int],
@@ -400,56 +422,11 @@ def _extents(
         FormError: nothing tells how many rows there are.
     """
     if owned:
-        shape = ones[owned[0]].extents.output
+        shape = owned[0].extents.output
     else:
         name, axis = read_at([spec.statement], walk)
         shape = (tensors[spec.layout.tensors.index(name)].shape[axis],)
     return resolve_extents(spec.statement, tensors, None, static, shape)
-
-
-def _union(ones: Sequence[_One], walk: Walk, *, owns: bool) -> tuple[str, dict[str, int]]:
-    """A statement that reads what any of them reads, and its known extents.
-
-    It writes what the first one writes, or where no output has rows of the walk, a number for each row. Where a static
-    tensor addresses an axis, an index of its own takes its place.
-    """
-    first = ones[0]
-    taken = {name for one in ones for name in (*one.bound.layout.tensors, *one.bound.layout.indices)}
-    taken |= {one.bound.statement.output.name for one in ones}
-    static: dict[str, int] = {}
-    reads: dict[str, str] = {}
-    output = f"{fresh_name('Rows', taken)}[{walk[0]}[{walk[1]}]]"
-    if owns:
-        form = first.form
-        written = form.bound.statement.output
-        fixed = dict(form.bound.static)
-        static |= {s.plain: fixed[s.plain] for s in written.subscripts if s.plain in fixed}
-        output = _renamed(written, form.tables, first.extents.output, taken, static)
-    for one in ones:
-        form = one.form
-        left = indices_named(form, (*form.parallel, *form.reduce))
-        static |= {index: extent for index, extent in form.bound.static if index in left}
-        for access in one.bound.statement.reads:
-            if access.name not in form.tables and access.name not in reads:
-                shape = one.tensors[one.bound.layout.tensors.index(access.name)].shape
-                reads[access.name] = _renamed(access, form.tables, shape, taken, static)
-    return f"{output} += {' * '.join(reads.values())}", static
-
-
-def _renamed(
-    access: Access, tables: frozenset[str], shape: Sequence[int], taken: set[str], static: dict[str, int]
-) -> str:
-    """An access without static tensors."""
-    parts: list[str] = []
-    for axis, subscript in enumerate(access.subscripts):
-        if any(each.name in tables for each in subscript.index_accesses()):
-            name = fresh_name("axis", taken)
-            taken.add(name)
-            static[name] = shape[axis]
-            parts.append(name)
-        else:
-            parts.append(str(subscript))
-    return f"{access.name}[{','.join(parts)}]" if parts else access.name
 
 
 def _choose(makes: Iterable[Callable[[], _Call]], separately: Run) -> tuple[_Fused | None, str]:

@@ -1,0 +1,180 @@
+"""Programs that add to one output: one kernel with one sum, as of gradients of gradients."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import replace
+from functools import partial
+
+import pytest
+import torch
+from torch import Tensor
+
+import insum_nn
+from insum_nn.compiler.api import FusedPrograms
+from insum_nn.compiler.forms.form import FormError
+from insum_nn.compiler.runtime.composite import fused_programs as fused_module
+from insum_nn.compiler.schedule.space import Schedule
+from insum_nn.testing.tolerances import assert_matches
+from tests.compiler.fused_cases import EDGES, GENERATED, SCHEDULES, STATEMENTS, TABLES, draw, shape_of
+from tests.compiler.interpreted import interpreter
+
+__all__ = ["interpreter"]
+
+NAMES = {"x": "X", "y": "Y", "w": "W", "z": "dZ"}
+# A role, and the operand in whose place it reads a gradient. The first is the double backward of a product.
+SETS = {
+    "all": ("yx", "wx", "zx", "xy", "wy", "zy", "xw", "yw", "zw"),
+    "two of three": ("yx", "wx", "zx", "xy", "wy", "zy"),
+    "one output": ("wx", "wy"),
+    "owned alone": ("zx", "zy", "zw"),
+    "edges": ("wx", "yx", "wy", "yw"),
+    "of four": ("yx", "xz", "zx", "xy", "wz", "zw"),
+}
+
+
+def summed(pairs: Sequence[str]) -> list[insum_nn.Program]:
+    texts = [STATEMENTS[role].replace(f" * {NAMES[left]}[", f" * g{NAMES[left]}[") for role, left in pairs]
+    return [insum_nn.compile(text, static=TABLES, options=GENERATED) for text in texts]
+
+
+def operands(u: int, dtype: torch.dtype = torch.float32, *, holes: bool = False) -> dict[str, Tensor]:
+    tensors = draw(u, dtype, holes=holes)
+    return tensors | {f"g{name}": torch.randn_like(tensors[name]) for name in NAMES.values()}
+
+
+def given(pairs: Sequence[str], tensors: dict[str, Tensor]) -> list[dict[str, Tensor]]:
+    like = tensors["dZ"]
+    tables = {n: t.to(like) if t.is_floating_point() else t.to(like.device) for n, t in TABLES.items()}
+    return [{name: (tensors | tables)[name] for name in p.statement.tensors()} for p in summed(pairs)]
+
+
+def assert_right(pairs: Sequence[str], tensors: dict[str, Tensor], found: Sequence[Tensor]) -> None:
+    """By the reference interpreter, in float64."""
+    u = tensors["dZ"].shape[2]
+    exact = {n: t.cpu().double() if t.is_floating_point() else t.cpu() for n, t in tensors.items()}
+    sizes = {n: t.abs() if t.is_floating_point() else t for n, t in exact.items()}
+    want: dict[str, Tensor] = {}
+    scale: dict[str, Tensor] = {}
+    for (role, _), program, own, large in zip(
+        pairs, summed(pairs), given(pairs, exact), given(pairs, sizes), strict=True
+    ):
+        part, bound = (program.reference(tensors=t, out_shape=shape_of(role, u)) for t in (own, large))
+        want[role] = want[role] + part if role in want else part
+        scale[role] = scale[role] + bound if role in scale else bound
+    assert len(found) == len(want)
+    for got, role in zip(found, want, strict=True):
+        assert got.is_contiguous()
+        assert_matches(got.cpu(), want[role], dtype=got.dtype, kind="sum", scale=max(float(scale[role].max()), 1e-30))
+
+
+def ones_of(pairs: Sequence[str], tensors: dict[str, Tensor]) -> list[fused_module._One]:
+    u, numbers = tensors["dZ"].shape[2], list(dict.fromkeys(role for role, _ in pairs))
+    rows = zip(pairs, summed(pairs), given(pairs, tensors), strict=True)
+    return [fused_module._one(numbers.index(p[0]), q, own, shape_of(p[0], u), {}) for p, q, own in rows]
+
+
+def by_one_kernel(
+    pairs: Sequence[str], tensors: dict[str, Tensor], walk: str, schedule: Schedule | None = None
+) -> list[Tensor]:
+    ones = ones_of(pairs, tensors)
+    found = fused_module._along(ones, (walk, "e"), False)
+    call = fused_module._Call(found, ones, given(pairs, tensors))
+    generated = found.generated if schedule is None else found.generated.with_schedule(schedule)
+    made = generated.prepare_all(call.tensors, call.extents)(call.tensors)
+    return [made[at] for at in found.order]
+
+
+def call(pairs: Sequence[str], tensors: dict[str, Tensor]) -> tuple[FusedPrograms, list[Tensor]]:
+    u = tensors["dZ"].shape[2]
+    fused = FusedPrograms(summed(pairs), [role for role, _ in pairs])
+    return fused, fused(given(pairs, tensors), [shape_of(role, u) for role, _ in pairs], "key")
+
+
+@pytest.mark.usefixtures("interpreter")
+@pytest.mark.parametrize("u", [3, 34])
+@pytest.mark.parametrize("which", SETS)
+def test_one_sum(which: str, u: int):
+    tensors = operands(u, holes=u == 3)
+    fused, found = call(SETS[which], tensors)
+    assert fused.reason.startswith("together")
+    assert_right(SETS[which], tensors, found)
+
+
+@pytest.mark.usefixtures("interpreter")
+@pytest.mark.parametrize("walk", ["Src", "Dst"])
+@pytest.mark.parametrize("schedule", SCHEDULES)
+def test_schedules(schedule: str, walk: str):
+    tensors = operands(21, holes=True)
+    found = by_one_kernel(SETS["all"], tensors, walk, SCHEDULES[schedule])
+    assert_right(SETS["all"], tensors, found)
+
+
+@pytest.mark.usefixtures("interpreter")
+@pytest.mark.parametrize("walk", ["Src", "Dst"])
+def test_float64(walk: str):
+    tensors = operands(8, torch.float64)
+    assert_right(SETS["all"], tensors, by_one_kernel(SETS["all"], tensors, walk))
+
+
+@pytest.mark.usefixtures("interpreter")
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
+def test_half_types(dtype: torch.dtype):
+    """What terms meet in is wider than what is written, once."""
+    tensors = operands(8, dtype)
+    fused, found = call(SETS["edges"], tensors)
+    assert fused.reason.startswith("together")
+    assert_right(SETS["edges"], tensors, found)
+    # Sums at both ends of an edge: of one of them memory would hold parts.
+    fused, found = call(SETS["all"], tensors)
+    assert fused.reason.startswith("one by one")
+    assert_right(SETS["all"], tensors, [found[n] for n in range(4)])
+
+
+@pytest.mark.usefixtures("interpreter")
+def test_what_is_refused():
+    tensors = operands(4)
+    deterministic = partial(FusedPrograms, deterministic=True)
+    fused = deterministic(summed(SETS["all"]), [role for role, _ in SETS["all"]])
+    fused(given(SETS["all"], tensors), [shape_of(role, 4) for role, _ in SETS["all"]], "key")
+    assert fused.reason.startswith("one by one")
+    # Without an output at the other end, every run gives the same.
+    for pairs in (SETS["owned alone"], SETS["edges"]):
+        fused = deterministic(summed(pairs), [role for role, _ in pairs])
+        fused(given(pairs, tensors), [shape_of(role, 4) for role, _ in pairs], "key")
+        assert fused.reason.startswith("together")
+    # Outputs of different shapes are not one.
+    fused = FusedPrograms(summed(("wx", "yx")), ["one", "one"])
+    shapes = [shape_of(role, 4) for role in "wy"]
+    with torch.no_grad():
+        assert fused.together(given(("wx", "yx"), tensors), shapes, "key", list) is None
+    ones = [replace(one, number=0) for one in ones_of(("wx", "yx"), tensors)]
+    with pytest.raises(FormError, match="another kind"):
+        fused_module._along(ones, ("Dst", "e"), False)
+
+
+@pytest.mark.usefixtures("interpreter")
+def test_no_edges():
+    tensors = operands(4)
+    tensors |= {n: t[:0] for n, t in tensors.items() if n in ("Src", "Dst", "Y", "W", "gY", "gW")}
+    pairs = SETS["all"]
+    shapes = [(0, *s[1:]) if s[0] == EDGES else s for s in (shape_of(role, 4) for role, _ in pairs)]
+    fused = FusedPrograms(summed(pairs), [role for role, _ in pairs])
+    found = fused(given(pairs, tensors), shapes, "key")
+    assert [tuple(t.shape) for t in found] == list(dict.fromkeys(shapes))
+    assert not any(t.any() for t in found)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64, torch.float16])
+@pytest.mark.parametrize("u", [5, 64, 100])
+@pytest.mark.parametrize("which", SETS)
+def test_on_a_gpu(which: str, u: int, dtype: torch.dtype):
+    pairs = SETS[which]
+    tensors = {n: t.cuda() for n, t in operands(u, dtype, holes=True).items()}
+    fused, found = call(pairs, tensors)
+    ends = {role for role, _ in pairs} >= {"x", "z"}
+    assert fused.reason.startswith("one by one" if ends and dtype == torch.float16 else "together")
+    assert_right(pairs, tensors, found)
+    for walk in () if dtype == torch.float16 else ("Src", "Dst"):
+        assert_right(pairs, tensors, by_one_kernel(pairs, tensors, walk))
