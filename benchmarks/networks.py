@@ -1,4 +1,4 @@
-"""Whole networks as people train them: a GCN, a sparse U-Net of SpUNet's shape, a NequIP potential.
+"""Whole networks as people train them: a GCN, sparse U-Nets (SpUNet's shape, MinkUNet), a NequIP potential.
 
 `network(name, setting)` returns a `Network`: models by provider, batches that differ from each other as those of a data
 loader do, and the loss. `train` makes a training step of it. Weights and batches are the same for every provider.
@@ -35,7 +35,7 @@ __all__ = [
 
 Batch = tuple[Any, ...]
 
-NETWORKS = ("gcn_2k", "gcn_14k", "gcn_sampled", "spunet_fp16", "spunet_fp32", "nequip_32", "nequip_864")
+NETWORKS = ("gcn_2k", "gcn_14k", "gcn_sampled", "spunet_fp16", "spunet_fp32", "minkunet", "nequip_32", "nequip_864")
 
 
 @dataclass(frozen=True)
@@ -66,6 +66,8 @@ def network(name: str, setting: Setting) -> Network:
         return _gcn(setting, size)
     if kind == "spunet":
         return _spunet(setting, half=size == "fp16")
+    if kind == "minkunet":
+        return _minkunet(setting)
     return _nequip(setting, cells=2 if size == "32" else 6)
 
 
@@ -350,6 +352,32 @@ def _spunet(setting: Setting, *, half: bool) -> Network:
         ),
         outputs=outputs,
         dtype=dtype,
+    )
+
+
+def _minkunet(setting: Setting) -> Network:
+    """The network of `examples/train_s3dis.py`, in bfloat16 on a GPU; the reference is itself in float64."""
+    channels, classes = 6, 13
+    planes = (6, 8, 8, 10, 10, 8, 8, 6) if setting.tiny else (32, 64, 128, 256, 256, 128, 96, 96)
+
+    def ours(dtype: torch.dtype = torch.float32) -> nn.Module:
+        models: Any = importlib.import_module("insum_nn.models")
+        built = _seeded(setting, lambda: models.MinkUNet(channels, classes, planes=planes, init_dim=planes[0]))
+        return built.to(setting.device, dtype)
+
+    def outputs(built: nn.Module, batch: Batch) -> Tensor:
+        sparse: Any = importlib.import_module("insum_nn.layers.spconv")
+        return built(sparse.SparseConvTensor(*batch[:4])).features
+
+    return Network(
+        models={"insum_nn": ours},
+        reference=lambda: ours(torch.float64),
+        batches=_Batches(lambda number: _scene(setting, number, channels, classes), 2 if setting.tiny else 8),
+        loss=lambda built, batch: nn.functional.cross_entropy(
+            outputs(built, batch).to(torch.promote_types(batch[0].dtype, torch.float32)), batch[4]
+        ),
+        outputs=outputs,
+        dtype=torch.bfloat16,
     )
 
 

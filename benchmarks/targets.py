@@ -243,6 +243,7 @@ TARGETS: tuple[Target, ...] = (
     Target("network/*/what=step", ("fwd",), NoMoreMemory()),
     Target("network/network=gcn*/what=step", ("fwd",), FirstStep(2)),
     Target("network/network=spunet*/what=step", ("fwd",), FirstStep(10)),
+    Target("network/network=minkunet/what=step", ("fwd",), FirstStep(10)),
     Target("network/network=nequip*/what=step", ("fwd",), FirstStep(12)),
     Target("network/network=spunet_fp16/what=inference", ("fwd",), Within(20_000)),
     Target("block_spmm/*/dtype=float16", ("fwd",), Faster(1, "torch_dense")),

@@ -54,7 +54,7 @@ def test_reference_convolutions_equal_dense_ones():
     torch.testing.assert_close(back.features, wanted.permute(0, 2, 3, 4, 1)[at])
 
 
-@pytest.mark.parametrize("name", ["gcn_2k", "gcn_sampled", "spunet_fp16", "spunet_fp32", "nequip_32"])
+@pytest.mark.parametrize("name", ["gcn_2k", "gcn_sampled", "spunet_fp16", "spunet_fp32", "minkunet", "nequip_32"])
 @pytest.mark.parametrize("what", ["step", "inference"])
 def test_ours_passes_the_oracle(name: str, what: str):
     problem = CASES[f"network/network={name}/what={what}"].problem(TINY)

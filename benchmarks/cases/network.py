@@ -26,9 +26,9 @@ TESTS = (
 )
 # Relative to the largest element of the loss and of each gradient. Rounding of float32 puts values before a ReLU on
 # the other side of zero, and batch normalisation divides by spreads of few voxels, for every provider.
-STEP = {"gcn": 2e-3, "spunet": 2e-2, "nequip": 2e-3}
+STEP = {"gcn": 2e-3, "spunet": 2e-2, "minkunet": 2e-2, "nequip": 2e-3}
 # Of the outputs in eval mode; with mixed precision of the loss and the outputs.
-OUTPUTS = {"gcn": 1e-4, "spunet": 1e-3, "nequip": 1e-3}
+OUTPUTS = {"gcn": 1e-4, "spunet": 1e-3, "minkunet": 1e-3, "nequip": 1e-3}
 MIXED = 0.1
 
 
