@@ -24,16 +24,16 @@ def generated_of(
     Raises:
         Unavailable: the program has no generated kernel here, for example on a CPU.
     """
-    ordered, start = program._arrange(tensors)
-    extents = program._extents(ordered, start, None, None if out_shape is None else tuple(out_shape))
-    _, executable = prepare(program._spec, ordered, start, extents)
+    ordered, initial = program._arrange(tensors)
+    extents = program._extents(ordered, initial, None, None if out_shape is None else tuple(out_shape))
+    _, executable = prepare(program._spec, ordered, initial, extents)
     found = executable.run if isinstance(executable, Executable) else None
     if not isinstance(found, Generated):
         raise Unavailable(f"needs a generated kernel: {executable.reason}")
 
     def scheduled(schedule: Schedule) -> Callable[[], Tensor]:
-        run = found.with_schedule(schedule).prepare(ordered, extents, start)
-        return lambda: run(ordered, start)
+        run = found.with_schedule(schedule).prepare(ordered, extents, initial)
+        return lambda: run(ordered, initial)
 
     return found, scheduled
 

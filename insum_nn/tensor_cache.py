@@ -16,9 +16,11 @@ from torch import Tensor
 from torch._C._functorch import is_functorch_wrapped_tensor
 from torch.utils.weak import WeakTensorKeyDictionary
 
-__all__ = ["TensorCache", "builder_versions", "forget", "forgets", "same_view", "same_views", "unwritten"]
+__all__ = ["TensorCache", "builder_versions", "forget", "forgets", "insert", "same_view", "same_views", "unwritten"]
 
 Built = TypeVar("Built")
+K = TypeVar("K")
+V = TypeVar("V")
 Forget = Callable[[Tensor], None]
 _forgetters: list[Forget] = []
 builder_versions: dict[int, tuple[weakref.ref[Tensor], int]] = {}
@@ -27,6 +29,7 @@ builder_versions: dict[int, tuple[weakref.ref[Tensor], int]] = {}
 _views: WeakTensorKeyDictionary = WeakTensorKeyDictionary()
 _VIEWS_LIMIT = 8
 _caches: weakref.WeakSet[TensorCache[Any]] = weakref.WeakSet()
+_lock = threading.RLock()
 
 
 def forgets(forgetter: Forget) -> Forget:
@@ -45,6 +48,14 @@ def forget(tensors: Iterable[Tensor]) -> None:
                 forgetter(each)
             for cache in tuple(_caches):
                 cache.forget(each)
+
+
+def insert(cache: dict[K, V], key: K, value: V, limit: int) -> None:
+    """Put a value into a bounded dictionary, whose oldest entry leaves first; several threads may do so at once."""
+    with _lock:
+        while len(cache) >= limit:
+            del cache[next(iter(cache))]
+        cache[key] = value
 
 
 class TensorCache(Generic[Built]):
@@ -165,10 +176,9 @@ def same_view(tensor: Tensor) -> Tensor:
     key = storage, tensor.storage_offset(), tensor.shape, tensor.stride(), tensor.dtype
     alias = known.get(key)
     if alias is None:
-        while len(known) >= _VIEWS_LIMIT:
-            del known[next(iter(known))]
         # A view would keep what it is a view of.
-        alias = known[key] = tensor.detach()
+        alias = tensor.detach()
+        insert(known, key, alias, _VIEWS_LIMIT)
     return alias
 
 

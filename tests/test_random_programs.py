@@ -74,7 +74,7 @@ def bind(program: RandomProgram) -> dict[str, int]:
     for access in accesses(left) + accesses(right):
         shape: tuple[int | None, ...] | None
         if access is left:
-            shape = program.out_shape if program.start is None else tuple(program.start.shape)
+            shape = program.out_shape if program.initial is None else tuple(program.initial.shape)
         else:
             shape = tuple(program.tensors[access.value.id].shape)
         if shape is None:
@@ -94,8 +94,8 @@ def output_shape(program: RandomProgram, extents: dict[str, int]) -> tuple[int, 
     """The output's shape; each extent that cannot be inferred must have been given."""
     left, _, _ = split(program)
     given: tuple[int | None, ...] = (None,) * len(subscripts(left))
-    if program.start is not None:
-        given = tuple(program.start.shape)
+    if program.initial is not None:
+        given = tuple(program.initial.shape)
         assert program.out_shape is None or len(program.out_shape) == len(given)
         assert all(a is None or a == b for a, b in zip(program.out_shape or given, given, strict=True))
     elif program.out_shape is not None:
@@ -180,9 +180,9 @@ class Loops:
         shape = output_shape(program, extents)
         combine = {"max=": max, "min=": min}.get(operator, lambda a, b: a + b)
         cells: dict[tuple[int, ...], float] = {}
-        if program.start is not None:
+        if program.initial is not None:
             for at in itertools.product(*map(range, shape)):
-                cells[at] = program.start[at].item()
+                cells[at] = program.initial[at].item()
         for at in itertools.product(*map(range, extents.values())):
             point = dict(zip(extents, at, strict=True))
             term = 1.0
@@ -223,11 +223,11 @@ def features(program: RandomProgram) -> Counter[str]:
     found[f"{len(kinds)} factors"] = 1
     found["literal"] = any(isinstance(node, ast.Constant | ast.UnaryOp) for node in kinds)
     found["scalar"] = any(isinstance(node, ast.Name) for node in kinds)
-    found["start"] = program.start is not None
-    found["start with out_shape"] = program.start is not None and program.out_shape is not None
+    found["initial"] = program.initial is not None
+    found["initial with out_shape"] = program.initial is not None and program.out_shape is not None
     found["sizes"] = bool(program.sizes)
     found["out_shape with None"] = program.out_shape is not None and None in program.out_shape
-    found["no out_shape"] = program.out_shape is None and program.start is None
+    found["no out_shape"] = program.out_shape is None and program.initial is None
     found["broadcast"] = bool(variables(left) - variables(right))
     found["extent from the output alone"] = any(
         not any(isinstance(p, ast.Name) and p.id == name for a in accesses(right) for p in subscripts(a))
@@ -280,8 +280,8 @@ def features(program: RandomProgram) -> Counter[str]:
 EXPECTED = {
     **dict.fromkeys(("operator +=", "operator =", "operator max=", "operator min="), 60),
     **{f"{count} factors": 30 for count in (1, 2, 3, 4)},
-    **dict.fromkeys(("literal", "scalar", "start", "sizes", "no out_shape", "long name", "unicode name"), 40),
-    **dict.fromkeys(("start with out_shape", "out_shape with None", "broadcast", "many points"), 10),
+    **dict.fromkeys(("literal", "scalar", "initial", "sizes", "no out_shape", "long name", "unicode name"), 40),
+    **dict.fromkeys(("initial with out_shape", "out_shape with None", "broadcast", "many points"), 10),
     "extent from the output alone": 5,
     **dict.fromkeys(("extent 0", "extent 1", "empty tensor"), 15),
     **{f"value of {dims} dims": 15 for dims in range(7)},
@@ -322,7 +322,7 @@ def test_most_programs_compute_something() -> None:
 def test_programs_are_valid(profile: str) -> None:
     for program in programs(profile):
         _, operator, _ = split(program)
-        assert program.start is None or operator != "="
+        assert program.initial is None or operator != "="
         assert program.output not in program.tensors
         assert set(re.findall(r"(\w+)\[", program.expression)) <= set(program.tensors) | {program.output}
         assert set(program.tensors) <= set(re.findall(r"\w+", program.expression)), "a tensor is not used"
@@ -336,7 +336,7 @@ def test_smooth_programs_suit_gradcheck() -> None:
     for program in programs("smooth"):
         _, operator, _ = split(program)
         assert operator in ("+=", "=")
-        for tensor in [*program.tensors.values(), *([] if program.start is None else [program.start])]:
+        for tensor in [*program.tensors.values(), *([] if program.initial is None else [program.initial])]:
             if tensor.is_floating_point():
                 assert tensor.dtype == torch.float64
                 assert tensor.numel() <= 60
@@ -351,7 +351,7 @@ def test_one_seed_is_one_program() -> None:
             assert (first.sizes, first.out_shape, first.output) == (second.sizes, second.out_shape, second.output)
             assert list(first.tensors) == list(second.tensors)
             pairs = [(tensor, second.tensors[name]) for name, tensor in first.tensors.items()]
-            pairs += [] if first.start is None else [(first.start, second.start)]
+            pairs += [] if first.initial is None else [(first.initial, second.initial)]
             for a, b in pairs:
                 assert a.dtype == b.dtype
                 assert a.stride() == b.stride()
@@ -389,7 +389,7 @@ def test_insum_agrees_with_the_loops(block: int) -> None:
         expected = Loops(program).run()
         result = insum(program.expression, **program.arguments())
         # A statement of numbers alone has torch's default dtype.
-        floats = program.start is not None or any(t.is_floating_point() for t in program.tensors.values())
+        floats = program.initial is not None or any(t.is_floating_point() for t in program.tensors.values())
         assert result.dtype == (torch.float64 if floats else torch.get_default_dtype()), (seed, program)
         tolerance = 1e-12 if floats else 1e-6
         torch.testing.assert_close(

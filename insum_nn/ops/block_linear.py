@@ -139,8 +139,8 @@ def block_linear_stored(
         x, values = to_autocast(flat), to_autocast(weight)
         if takes_columns(x, values, grid, options):
             product = BlockColumns(index["Row"], index["Col"], grid, options)
-            start, bias = _as_start(bias, values, shape[0])
-            return _finish(product(x, values, start), input, shape, bias)
+            initial, bias = _as_initial(bias, values, shape[0])
+            return _finish(product(x, values, initial), input, shape, bias)
     named = _named(flat, weight, index)
     return _run(input, named, BLOCK_LINEAR[form], BLOCK_LINEAR_FACTS[form], shape, bias, options)
 
@@ -157,13 +157,13 @@ def _run(
     a = static_shape(named["W"])[-2]
     rows = -(-shape[0] // a)
     if named["X"].dtype == named["W"].dtype:
-        start, bias = _as_start(bias, named["W"], shape[0])
-        named = named if start is None else {**named, "Y": start.reshape(rows, a)}
+        initial, bias = _as_initial(bias, named["W"], shape[0])
+        named = named if initial is None else {**named, "Y": initial.reshape(rows, a)}
     result = run(expression, facts, named, options, (None, rows, a)).flatten(1)
     return _finish(result, input, shape, bias)
 
 
-def _as_start(bias: Tensor | None, weight: Tensor, m: int) -> tuple[Tensor | None, Tensor | None]:
+def _as_initial(bias: Tensor | None, weight: Tensor, m: int) -> tuple[Tensor | None, Tensor | None]:
     """Return the bias as the sum's initial value, which spares a pass over the output, or else to be added after it."""
     if bias is None or m % static_shape(weight)[-2] or bias.dtype != weight.dtype:
         return None, bias

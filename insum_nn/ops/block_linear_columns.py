@@ -76,31 +76,31 @@ class BlockColumns:
 
     def __call__(self, x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
         """Return (n, rows * a), each row of which starts from the bias (rows * a,); differentiable to any order."""
-        return multilinear(self, "Y", weight, x, start=bias)
+        return multilinear(self, "Y", weight, x, initial=bias)
 
     def operands_of(self, x: Tensor, weight: Tensor) -> dict[str, Tensor]:
         """Return the tensors of `COLUMNS["Y"]` by name."""
         return {**self.index, "W": weight, "X": _columns(x, self.grid[1], self.options)}
 
     def eager(
-        self, wanted: str, operands: tuple[Tensor, ...], made: dict[str, Tensor], start: Tensor | None = None
+        self, wanted: str, operands: tuple[Tensor, ...], made: dict[str, Tensor], initial: Tensor | None = None
     ) -> Tensor:
         """Return the tensor of that name; in eager mode, where nothing is recorded."""
         a, b = operands
-        key = (a.shape, b.shape, a.dtype, a.device, start is None)
+        key = (a.shape, b.shape, a.dtype, a.device, initial is None)
         arranged, shape = self._arranged(wanted, a, b, made)
-        start = None if start is None else start.view(shape[1:])
-        product = columns_program(wanted, self.options).given({"Row": self.row, "Col": self.col})
-        result = product(*arranged, out_shape=shape, start=start, key=key)
+        initial = None if initial is None else initial.view(shape[1:])
+        product = columns_program(wanted, self.options).bind({"Row": self.row, "Col": self.col})
+        result = product(*arranged, out_shape=shape, initial=initial, key=key)
         return result if wanted == "W" else result.flatten(1)
 
-    def in_modes(self, wanted: str, operands: tuple[Tensor, ...], start: Tensor | None = None) -> Tensor:
+    def in_modes(self, wanted: str, operands: tuple[Tensor, ...], initial: Tensor | None = None) -> Tensor:
         """Return the same by the compiler's operator, which tracers and transforms know."""
         a, b = operands
         arranged, shape = self._arranged(wanted, a, b, None)
         named = {**self.index, **dict(zip(_READ[wanted], arranged, strict=True))}
-        if start is not None:
-            named[wanted] = start.reshape(shape[1:])
+        if initial is not None:
+            named[wanted] = initial.reshape(shape[1:])
         result = columns_program(wanted, self.options)(tensors=named, out_shape=shape)
         return result if wanted == "W" else result.flatten(1)
 
@@ -139,4 +139,4 @@ def _columns(samples: Tensor, blocks: int, options: Options, alone: bool = False
 
 @lru_cache(maxsize=64)
 def _bound_transposition(options: Options) -> BoundProgram:
-    return program(_TRANSPOSED, {}, options).given({})
+    return program(_TRANSPOSED, {}, options).bind({})

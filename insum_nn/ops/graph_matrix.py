@@ -79,7 +79,7 @@ class Grouped:
     @cached_property
     def product(self) -> BoundProgram:
         """The program with this matrix's index tensors bound; a call takes values in slots, and `B`."""
-        return self.program.given({"Row": self.matrix.group_index, "Col": self.matrix.indices[0]})
+        return self.program.bind({"Row": self.matrix.group_index, "Col": self.matrix.indices[0]})
 
     @cached_property
     def slots(self) -> Tensor | None:

@@ -54,7 +54,7 @@ def graph_product(
     Returns:
         (n, f).
     """
-    return multilinear(_Sums(graph, options), "X" if transposed else "Out", values, dense, start=bias)
+    return multilinear(_Sums(graph, options), "X" if transposed else "Out", values, dense, initial=bias)
 
 
 def graph_compare(graph: GraphMatrix, a: Tensor, b: Tensor, options: Options = DEFAULT) -> Tensor:
@@ -83,7 +83,7 @@ class _Sums(NamedTuple):
     operands = _OPERANDS
 
     def eager(
-        self, wanted: str, operands: tuple[Tensor, ...], made: dict[str, Tensor], start: Tensor | None = None
+        self, wanted: str, operands: tuple[Tensor, ...], made: dict[str, Tensor], initial: Tensor | None = None
     ) -> Tensor:
         graph, (a, b) = self.graph, operands
         if wanted == "Val":
@@ -96,16 +96,16 @@ class _Sums(NamedTuple):
         options, shape = fixed_order(self.options), (graph.num_nodes, b.shape[1])
         if options is DEFAULT or options == DEFAULT:
             # The rest of the call's sizes follows from the graph and the direction.
-            key = (b.shape, b.dtype, b.device, start is None)
-            return grouped.product(spread, b, out_shape=shape, start=start, key=key)
-        return _carried(grouped, spread, b, start, shape, options)
+            key = (b.shape, b.dtype, b.device, initial is None)
+            return grouped.product(spread, b, out_shape=shape, initial=initial, key=key)
+        return _carried(grouped, spread, b, initial, shape, options)
 
-    def in_modes(self, wanted: str, operands: tuple[Tensor, ...], start: Tensor | None = None) -> Tensor:
+    def in_modes(self, wanted: str, operands: tuple[Tensor, ...], initial: Tensor | None = None) -> Tensor:
         a, b = operands
         if wanted == "Val":
             return _compared(a, b, self.graph, self.options)
         grouped = self.graph.grouped(wanted == "X")
-        return _carried(grouped, grouped.spread(a), b, start, (self.graph.num_nodes, None), fixed_order(self.options))
+        return _carried(grouped, grouped.spread(a), b, initial, (self.graph.num_nodes, None), fixed_order(self.options))
 
 
 def fixed_order(options: Options) -> Options:
@@ -119,14 +119,14 @@ def _carried(
     grouped: Grouped,
     values: Tensor,
     dense: Tensor,
-    start: Tensor | None,
+    initial: Tensor | None,
     shape: tuple[int | None, ...],
     options: Options,
 ) -> Tensor:
     matrix = grouped.matrix
     named = {"Row": matrix.group_index, "Col": matrix.indices[0], "Val": values, "B": dense}
-    if start is not None:
-        named["C"] = start
+    if initial is not None:
+        named["C"] = initial
     return program(CARRY, matrix.facts, options)(tensors=named, out_shape=shape)
 
 

@@ -107,16 +107,16 @@ def sparse_conv(
     features, weight = _checked(features, weight, kernel_map, bias, groups)
     if options.validate and kernel_map is not None:
         kernel_map.validate()
-    start: Tensor | None = None
+    initial: Tensor | None = None
     if bias is not None and bias.dtype == features.dtype == weight.dtype:
         # As the sum's initial value it spares a pass over the output.
-        start, bias = bias.unflatten(0, (groups, -1)) if groups > 1 else bias, None
-    if kernel_map is not None and takes_table(table_entries(kernel_map), (features, weight, start), options):
-        result = table_conv(features, weight, kernel_map, groups, options, start)
+        initial, bias = bias.unflatten(0, (groups, -1)) if groups > 1 else bias, None
+    if kernel_map is not None and takes_table(table_entries(kernel_map), (features, weight, initial), options):
+        result = table_conv(features, weight, kernel_map, groups, options, initial)
     else:
         named = _values(features, weight, kernel_map, groups)
         named |= {} if kernel_map is None else kernel_map.tensors
-        named |= {} if start is None else {"Out": start}
+        named |= {} if initial is None else {"Out": initial}
         expression = sparse_conv_expression(groups=groups, pointwise=kernel_map is None)
         result = run(expression, FACTS, named, options, _out_shape(kernel_map, groups))
         if groups > 1:

@@ -110,7 +110,7 @@ def table_conv(
     if weight.requires_grad and torch.is_grad_enabled() and pairs_are_faster(features.dtype):
         # The list of pairs needs their number on the host.
         kernel_map.send_counts()
-    return multilinear(_Conv(kernel_map, groups, options), "Out", features, weight, start=bias, plain=True)
+    return multilinear(_Conv(kernel_map, groups, options), "Out", features, weight, initial=bias, plain=True)
 
 
 class _Conv:
@@ -123,7 +123,7 @@ class _Conv:
         self.kernel_map, self.groups, self.options = kernel_map, groups, options
 
     def eager(
-        self, wanted: str, operands: tuple[Tensor, ...], made: dict[str, Tensor], start: Tensor | None = None
+        self, wanted: str, operands: tuple[Tensor, ...], made: dict[str, Tensor], initial: Tensor | None = None
     ) -> Tensor:
         a, b = operands
         # Kernels are compiled for the layouts of their operands; gradients come in many, so one is enforced.
@@ -135,17 +135,17 @@ class _Conv:
         call = self._call(kind, "list" if kind == "W" and pairs_are_faster(a.dtype) else "table")
         if self.groups > 1:
             a, b = self._split(kind, a, b)
-            return self._joined(kind, call.given(a, b, out_shape=call.shape, start=start, plain=True))
+            return self._joined(kind, call.bound(a, b, out_shape=call.shape, initial=initial, plain=True))
         if kind == "W":
-            return self._joined(kind, call.given(a, b, out_shape=call.shape, plain=True))
-        return call.given(a, b.flatten(1, -2), out_shape=call.shape, start=start, plain=True)
+            return self._joined(kind, call.bound(a, b, out_shape=call.shape, plain=True))
+        return call.bound(a, b.flatten(1, -2), out_shape=call.shape, initial=initial, plain=True)
 
-    def in_modes(self, wanted: str, operands: tuple[Tensor, ...], start: Tensor | None = None) -> Tensor:
+    def in_modes(self, wanted: str, operands: tuple[Tensor, ...], initial: Tensor | None = None) -> Tensor:
         kind = cast("Kind", wanted)
         call = self._call(kind, "groups")
-        named = {**call.indices, **dict(zip(call.given.names, self._split(kind, *operands), strict=True))}
-        if start is not None:
-            named[call.program.statement.output.name] = start
+        named = {**call.indices, **dict(zip(call.bound.names, self._split(kind, *operands), strict=True))}
+        if initial is not None:
+            named[call.program.statement.output.name] = initial
         return self._joined(kind, call.program(tensors=named, out_shape=call.shape))
 
     def _split(self, kind: Kind, a: Tensor, b: Tensor) -> tuple[Tensor, Tensor]:
@@ -170,12 +170,12 @@ class _Conv:
 
 
 class _Call(NamedTuple):
-    """A statement over a map; `given` has the index tensors bound and takes the two of `_OPERANDS` in their order."""
+    """A statement over a map; `bound` has the index tensors bound and takes the two of `_OPERANDS` in their order."""
 
     program: Program
     indices: Mapping[str, Tensor]
     shape: tuple[int | None, ...]
-    given: BoundProgram
+    bound: BoundProgram
 
 
 def _call(kind: Kind, kernel_map: KernelMap, groups: int, options: Options, form: IndexForm) -> _Call:
@@ -196,7 +196,7 @@ def _call(kind: Kind, kernel_map: KernelMap, groups: int, options: Options, form
     else:
         indices = kernel_map.tensors
     contraction = _program(kind, groups > 1, form, options)
-    return _Call(contraction, indices, shape, contraction.given(indices))
+    return _Call(contraction, indices, shape, contraction.bind(indices))
 
 
 @lru_cache(maxsize=256)

@@ -105,7 +105,7 @@ class _Product:
         self.program = spmm_program(matrix)
         self.index = {part.name: part.tensor for part in matrix.index_parts}
         self.versions = self._versions()
-        self.given = self.program.given(self.index)
+        self.bound = self.program.bind(self.index)
         self.rows, self.columns = matrix.shape
         # What the rows of the operand (`read`) and of the result (`written`) are reshaped to: (rows,), or (block rows,
         # rows of a block).
@@ -138,8 +138,8 @@ class _Product:
         if torch.is_grad_enabled() and (values.requires_grad or dense.requires_grad):
             result = self.program(tensors={**self.index, "Val": values, "B": operand}, out_shape=shape)
         else:
-            pair = (values, operand) if self.given.names[0] == "Val" else (operand, values)
-            result = self.given(*pair, out_shape=shape, key=(n, values.dtype))
+            pair = (values, operand) if self.bound.names[0] == "Val" else (operand, values)
+            result = self.bound(*pair, out_shape=shape, key=(n, values.dtype))
         if not blocks:
             return result
         result = result.reshape(self.padded, n)

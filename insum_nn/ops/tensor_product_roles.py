@@ -83,8 +83,8 @@ class Role:
         for step, first in self._steps:
             made = None if first is None else first(given, edges, size, key, packed, traced=traced)
             written = step.source.written
-            start = results.get(written)
-            results[written] = step(given, edges, size, key, packed, made, start, traced=traced)
+            initial = results.get(written)
+            results[written] = step(given, edges, size, key, packed, made, initial, traced=traced)
         return self.finish(list(results.values()), size, traced=traced)
 
     def arguments(self, given: Sequence[Tensor], edges: Edges, packed: Packed) -> list[Mapping[str, Tensor]]:
@@ -156,7 +156,7 @@ class _Step:
     def __init__(self, source: Any, role: str, device: torch.device, dtype: torch.dtype) -> None:
         self.source = source
         self.tables = source.tables_on(device, dtype)
-        self.given = source.program.given(self.tables)
+        self.bound = source.program.bind(self.tables)
         order = others(role)
         reads: dict[str, _Read] = {
             "G": lambda given, edges, packed, made: made,  # type: ignore[dict-item, return-value]
@@ -168,7 +168,7 @@ class _Step:
         if source.weight is not None:
             weight, place = source.weight, order.index("w")
             reads[source.weight_name] = lambda given, edges, packed, made: weight.operand(given[place])
-        self.reads = {name: reads[name] for name in self.given.names}
+        self.reads = {name: reads[name] for name in self.bound.names}
         self._reads = list(self.reads.values())
 
     def named(self, given: Sequence[Tensor], edges: Edges, packed: Packed) -> Mapping[str, Tensor]:
@@ -183,23 +183,23 @@ class _Step:
         key: Hashable | None,
         packed: Packed,
         made: Tensor | None = None,
-        start: Tensor | None = None,
+        initial: Tensor | None = None,
         *,
         traced: bool,
     ) -> Tensor:
         """Run it."""
         shape = self.source.out_shape(size)
         # Packed entries of one multiplicity have one or two axes of copies.
-        start = None if start is None else start.reshape(shape)
+        initial = None if initial is None else initial.reshape(shape)
         found = [read(given, edges, packed, made) for read in self._reads]
         if key is not None and edges[1] is None:
-            return self.given(*found, out_shape=shape, start=start, key=key)
+            return self.bound(*found, out_shape=shape, initial=initial, key=key)
         tables = self.tables
         if traced:
             tables = {name: graph_constant(table) for name, table in tables.items()}
-        named = {**tables, **dict(zip(self.given.names, found, strict=True))}
-        if start is not None:
-            named[self.source.program.statement.output.name] = start
+        named = {**tables, **dict(zip(self.bound.names, found, strict=True))}
+        if initial is not None:
+            named[self.source.program.statement.output.name] = initial
         return self.source.program(tensors=named, out_shape=shape)
 
 

@@ -50,7 +50,7 @@ class RandomProgram:
         tensors: the tensors it reads, by name; values are float64, index tensors int32 or int64.
         sizes: extents of indices that no tensor gives (and now and then of one that does).
         out_shape: the output's shape, `None` where an extent follows from an index; `None` if all do.
-        start: the output's initial value, or `None`.
+        initial: the output's initial value, or `None`.
         output: the output's name.
     """
 
@@ -58,14 +58,14 @@ class RandomProgram:
     tensors: dict[str, Tensor]
     sizes: dict[str, int]
     out_shape: tuple[int | None, ...] | None
-    start: Tensor | None
+    initial: Tensor | None
     output: str
 
     def arguments(self) -> dict[str, object]:
         """The keyword arguments of `insum_nn.insum` beside the expression."""
         tensors = dict(self.tensors)
-        if self.start is not None:
-            tensors[self.output] = self.start
+        if self.initial is not None:
+            tensors[self.output] = self.initial
         return {"tensors": tensors, "sizes": dict(self.sizes), "out_shape": self.out_shape}
 
 
@@ -415,11 +415,11 @@ def _materialise(draft: _Draft, seed: int) -> RandomProgram:
             tensors[tensor.name] = _laid_out(values, rng, overlap=not smooth)
     for name in draft.scalars:
         tensors[name] = torch.randn((), generator=generator, dtype=torch.float64)
-    start = None
+    initial = None
     if draft.has_initial:
         values = torch.randn(draft.out_extents, generator=generator, dtype=torch.float64)
-        start = _laid_out(values, rng, overlap=not smooth)
-    return RandomProgram(draft.expression, tensors, draft.sizes, draft.out_shape, start, draft.output)
+        initial = _laid_out(values, rng, overlap=not smooth)
+    return RandomProgram(draft.expression, tensors, draft.sizes, draft.out_shape, initial, draft.output)
 
 
 def _confused(program: RandomProgram, indices: Iterable[str], rng: random.Random) -> RandomProgram:
@@ -431,7 +431,7 @@ def _confused(program: RandomProgram, indices: Iterable[str], rng: random.Random
         {tensors[name]: tensor for name, tensor in program.tensors.items()},
         {sizes[name]: extent for name, extent in program.sizes.items()},
         program.out_shape,
-        program.start,
+        program.initial,
         tensors[program.output],
     )
 
@@ -439,8 +439,8 @@ def _confused(program: RandomProgram, indices: Iterable[str], rng: random.Random
 def _negated(program: RandomProgram) -> RandomProgram:
     """The program with the values negated, lazily: torch negates what it reads, as with `z.conj().imag`."""
     tensors = {n: torch._neg_view(t) if t.is_floating_point() else t for n, t in program.tensors.items()}
-    start = None if program.start is None else torch._neg_view(program.start)
-    return replace(program, tensors=tensors, start=start)
+    initial = None if program.initial is None else torch._neg_view(program.initial)
+    return replace(program, tensors=tensors, initial=initial)
 
 
 def _entries(shape: Sequence[int], bound: int, rng: random.Random, generator: torch.Generator) -> Tensor:

@@ -11,6 +11,7 @@ from torch import Tensor
 
 import insum_nn
 from insum_nn import Options
+from insum_nn.compiler.api import FusedPrograms
 from insum_nn.compiler.runtime.composite import fused_programs as fused_module
 from insum_nn.compiler.schedule.space import Schedule
 from insum_nn.testing.tolerances import assert_matches
@@ -24,10 +25,12 @@ __all__ = [
     "TABLES",
     "assert_right",
     "draw",
+    "kernel_along",
     "kernels_of",
     "named",
     "ones_of",
     "programs",
+    "run",
     "shape_of",
     "together",
 ]
@@ -102,8 +105,31 @@ def ones_of(roles: str, tensors: dict[str, Tensor]) -> list[fused_module._One]:
 
 def kernels_of(ones: Sequence[Any], *, deterministic: bool = False) -> list[Any]:
     """The kernels that compute all, the one that reads and adds least first."""
-    walks = fused_module._walks(ones, deterministic)
-    return [*fused_module._those_that_fit(partial(fused_module._along, ones, walk, deterministic) for walk in walks)]
+    walks = fused_module._walks(ones, fused_module._plan_of(ones, deterministic))
+    makes = (partial(kernel_along, ones, walk, deterministic=deterministic) for walk in walks)
+    return [*fused_module._those_that_fit(makes)]
+
+
+def kernel_along(ones: Sequence[Any], walk: tuple[str, str], *, deterministic: bool = False) -> Any:
+    """The kernel whose terms are walked by one index tensor."""
+    return fused_module._along(ones, walk, fused_module._plan_of(ones, deterministic), deterministic)
+
+
+def run(
+    fused: FusedPrograms, named: Sequence[dict[str, Tensor]], shapes: Sequence[tuple[int, ...]], key: object
+) -> list[Tensor]:
+    """All outputs: by one kernel, or one by one."""
+
+    def separately() -> list[Tensor]:
+        sums: dict[int, Tensor] = {}
+        for program, number, given, shape in zip(fused.programs, fused._outputs, named, shapes, strict=True):
+            part = program(tensors=given, out_shape=shape)
+            sums[number] = sums[number] + part if number in sums else part
+        return [*sums.values()]
+
+    with torch.no_grad():
+        made = fused.together(named, shapes, key, separately)
+        return separately() if made is None else made
 
 
 def together(
@@ -111,7 +137,7 @@ def together(
 ) -> list[Tensor]:
     """All outputs by one kernel, under a schedule and along a walk."""
     ones = ones_of(roles, tensors)
-    found = kernels_of(ones)[0] if walk is None else fused_module._along(ones, walk, False)
+    found = kernels_of(ones)[0] if walk is None else kernel_along(ones, walk)
     given = named(roles, tensors)
     ordered = [next(t[name] for t in given if name in t) for name in found.spec.layout.tensors]
     owned = [one for one in ones if found.order[one.number] == 0]

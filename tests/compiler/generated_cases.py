@@ -394,7 +394,7 @@ def form_of(
     tensors: Tensors,
     *,
     facts: Mapping[str, IndexFacts] | None = None,
-    start: Tensor | None = None,
+    initial: Tensor | None = None,
     by_rows: bool = True,
     fixed: str | None = None,
 ) -> tuple[Form, list[Tensor], Extents]:
@@ -402,8 +402,8 @@ def form_of(
     statement = parse(case.expression)
     layout = layout_of(statement)
     ordered = [tensors[name] for name in layout.tensors]
-    extents = resolve_extents(statement, ordered, start, {}, None if start is not None else case.out_shape(1))
-    bound = bind(statement, tensors, start, facts={**case.facts, **(facts or {})})
+    extents = resolve_extents(statement, ordered, initial, {}, None if initial is not None else case.out_shape(1))
+    bound = bind(statement, tensors, initial, facts={**case.facts, **(facts or {})})
     sizes = dict(zip(layout.indices, extents.indices, strict=True))
     fixed = case.fixed if fixed is None else fixed
     bound = replace(bound, static=tuple(sorted((name, sizes[name]) for name in fixed)))
@@ -420,14 +420,14 @@ def kernel_of(
     schedule: Schedule | None,
     *,
     facts: Mapping[str, IndexFacts] | None = None,
-    start: Tensor | None = None,
+    initial: Tensor | None = None,
     by_rows: bool = True,
     fixed: str | None = None,
     precision: Precision = "ieee",
 ) -> tuple[Form, Kernel, Tensor]:
     """The form, the kernel under a schedule, and what it computes."""
-    form, ordered, extents = form_of(case, tensors, facts=facts, start=start, by_rows=by_rows, fixed=fixed)
+    form, ordered, extents = form_of(case, tensors, facts=facts, initial=initial, by_rows=by_rows, fixed=fixed)
     schedule = schedule or default_schedule(form)
     partition = partition_for(form, ordered, extents, schedule)
-    kernel = prepare_kernel(form, schedule, ordered, start, extents, precision, partition)
-    return form, kernel, kernel(ordered, start, partition)
+    kernel = prepare_kernel(form, schedule, ordered, initial, extents, precision, partition)
+    return form, kernel, kernel(ordered, initial, partition)

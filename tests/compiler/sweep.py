@@ -73,7 +73,7 @@ ROW_TENSORS = {"spmm": "Row", "spmv": "Row", "group spmm": "Row", "block spmm": 
 
 KINDS = frozenset(
     (
-        *("direct", "place", "own", "atomic", "permuted", "divided", "splits", "groups", "start"),
+        *("direct", "place", "own", "atomic", "permuted", "divided", "splits", "groups", "initial"),
         *("dot", "dot transposed", "steps", "static tables", "strided", "extents as parameters", "indices of 64 bits"),
         *(
             "indices of 32 bits",
@@ -100,7 +100,7 @@ class Setting:
     shuffled: bool = False
     own: bool = True
     strided: bool = False
-    start: bool = False
+    initial: bool = False
     loose: bool = False
     precision: Precision = "ieee"
 
@@ -109,7 +109,7 @@ class Setting:
         return CASES[self.name]
 
     def __str__(self) -> str:
-        extras = [n for n in ("small", "shuffled", "own", "strided", "start", "loose") if getattr(self, n)]
+        extras = [n for n in ("small", "shuffled", "own", "strided", "initial", "loose") if getattr(self, n)]
         return f"{self.name}, {self.dtype}, {self.schedule}, {self.precision} {' '.join(extras)}"
 
     def tensors(self, device: torch.device) -> tuple[Tensors, Tensors, Tensor | None]:
@@ -125,10 +125,10 @@ class Setting:
         rounded = {n: t.to(self.dtype) if t.is_floating_point() else t for n, t in drawn.items()}
         exact = {n: t.double() if t.is_floating_point() else t for n, t in rounded.items()}
         there = {n: self.placed(t, device) for n, t in rounded.items()}
-        start = None
-        if self.start:
-            start = torch.randn(self.case.oracle(exact, 1).shape).to(device, self.dtype)
-        return there, exact, start
+        initial = None
+        if self.initial:
+            initial = torch.randn(self.case.oracle(exact, 1).shape).to(device, self.dtype)
+        return there, exact, initial
 
     def placed(self, tensor: Tensor, device: torch.device) -> Tensor:
         if self.small and not tensor.is_floating_point():
@@ -160,7 +160,7 @@ def settings() -> Iterator[Setting]:
             elif not case.dot:
                 yield Setting(name, ELEMENTS[3], dtype, small=True)
         yield Setting(name, None, strided=True)
-        yield Setting(name, ELEMENTS[3], start=True)
+        yield Setting(name, ELEMENTS[3], initial=True)
         if not case.static:
             yield Setting(name, ELEMENTS[4], loose=True)
         if case.dot:
@@ -185,7 +185,7 @@ def kinds_of(setting: Setting, form: Form, schedule: Schedule, arguments: Sequen
         "divided": divided,
         "splits": schedule.splits > 1,
         "groups": schedule.groups > 1,
-        "start": setting.start,
+        "initial": setting.initial,
         "dot": dot and not schedule.swap,
         "dot transposed": dot and schedule.swap,
         "steps": "bitmasks" in arguments,
@@ -211,21 +211,21 @@ def run_all(device: torch.device, chosen: Sequence[Setting], threads: int = 1) -
 
 
 def run_one(setting: Setting, device: torch.device) -> Counter[str]:
-    tensors, exact, start = setting.tensors(device)
+    tensors, exact, initial = setting.tensors(device)
     form, kernel, got = kernel_of(
         setting.case,
         tensors,
         setting.schedule,
         facts=setting.facts,
-        start=start,
+        initial=initial,
         by_rows=setting.own,
         fixed="" if setting.loose else None,
         precision=setting.precision,
     )
     want = setting.case.oracle(exact, 1)
     scale = setting.case.oracle({n: t.abs() if t.is_floating_point() else t for n, t in exact.items()}, 1).max()
-    if start is not None:
-        want, scale = want + start.cpu().double(), scale + start.cpu().double().abs().max()
+    if initial is not None:
+        want, scale = want + initial.cpu().double(), scale + initial.cpu().double().abs().max()
     if setting.precision == "tf32":
         assert (got.cpu().double() - want).abs().max() < 2e-3 * scale, str(setting)
     else:
@@ -333,10 +333,10 @@ def only_copies(output: str) -> int:
 
 def checked(tool: str | None, run: Runner, *more: str) -> bool:
     """Run the sweep, under a tool; print what came of it, and say whether it is clean."""
-    start = time.monotonic()
+    initial = time.monotonic()
     # Eight threads compile what the tools then find compiled.
     done = run(command(tool, *more, *(() if tool else ("--threads", "8"))))
-    seconds = time.monotonic() - start
+    seconds = time.monotonic() - initial
     output = done.stdout + done.stderr
     count = re.search(r"(\d+) kernels ran", output)
     clean = done.returncode == 0 and count is not None and int(count[1]) > 0

@@ -248,7 +248,7 @@ def test_a_program_made_ready_serves_calls_of_its_kind_alone(backend: str):
     rows, x = torch.tensor([0, 2, 2]), torch.tensor([[1.0, 2.0], [3.0, 4.0], [5.0, 6.0]], dtype=torch.float64)
     scatter = insum_nn.compile("y[E[i],j] += x[i,j]", options=options)
     every_second = insum_nn.compile("y[i,j] += x[2*i,j]", options=options)
-    bound = scatter.given({"E": rows})
+    bound = scatter.bind({"E": rows})
     for extent, dtype in itertools.product((3, 5, 3), (torch.float64, torch.float32, torch.int64)):
         want = torch.zeros(extent, 2, dtype=torch.float64).index_add(0, rows, x)
         given = x.to(dtype)
@@ -260,7 +260,7 @@ def test_a_program_made_ready_serves_calls_of_its_kind_alone(backend: str):
             got += [scatter(E=index, x=given, y=torch.ones(extent, 2, dtype=dtype)) - 1]
             assert all(one.dtype == dtype and torch.equal(one.double(), want) for one in got)
         ones = torch.ones(extent, 2, dtype=dtype)
-        got = [bound(given, out_shape=(extent, None)), bound(given, out_shape=(extent, 2), start=ones) - 1]
+        got = [bound(given, out_shape=(extent, None)), bound(given, out_shape=(extent, 2), initial=ones) - 1]
         assert all(one.dtype == dtype and torch.equal(one.double(), want) for one in got)
         for size in (1, 2, 1):
             got = [every_second(x=given, sizes={"i": size}), every_second(x=given, out_shape=(size, None))]
@@ -495,14 +495,14 @@ def test_programs_with_other_tensors_given_share_what_was_made_ready(proven: boo
     monkeypatch.setattr(dispatch, "prepare", counted)
     rows = torch.arange(6.0).reshape(3, 2)
     for index in ([2, 0], [1, 1], [0, 2]):
-        known = program.given({"I": torch.tensor(index)})
+        known = program.bind({"I": torch.tensor(index)})
         for _ in range(3):
             assert torch.equal(known(rows, out_shape=(2, 2)), rows[index])
     # Only the first is checked in full where the index tensor's values need no look.
     assert len(calls) == (1 if proven else 3)
     if not proven:
         with pytest.raises(InsumRangeError, match="I"):
-            program.given({"I": torch.tensor([1, 3])})(rows, out_shape=(2, 2))
+            program.bind({"I": torch.tensor([1, 3])})(rows, out_shape=(2, 2))
 
 
 def test_claims_of_a_caller_fall_where_they_do_not_hold():

@@ -127,7 +127,7 @@ def test_forms_of_random_programs_keep_their_meaning():
         assert isinstance(tensors, dict)
         assert isinstance(sizes, dict)
         whole = compile(program.expression, sizes=sizes)
-        bound = bind(whole.statement, tensors, program.start)
+        bound = bind(whole.statement, tensors, program.initial)
         own = canonical(bound)
         assert str(parse(own.statement.text)) == own.statement.text
         indices = dict(zip(bound.layout.indices, own.layout.indices, strict=True))

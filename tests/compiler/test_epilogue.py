@@ -54,15 +54,15 @@ def starts(shape: torch.Size, dtype: torch.dtype) -> dict[str, Tensor]:
 
 
 def want_of(
-    name: str, tensors: dict[str, Tensor], start: Tensor | None, activation: str | None
+    name: str, tensors: dict[str, Tensor], initial: Tensor | None, activation: str | None
 ) -> tuple[Tensor, float]:
     """The output in float64, and the size of its terms."""
     case = CASES[name]
     exact = doubled(tensors)
     total = case.oracle(exact, 1)
     scale = case.oracle({n: t.abs() if t.is_floating_point() else t for n, t in exact.items()}, 1).max()
-    if start is not None:
-        total, scale = total + start.double(), scale + start.double().abs().max()
+    if initial is not None:
+        total, scale = total + initial.double(), scale + initial.double().abs().max()
     return TORCH[activation](total), float(scale)
 
 
@@ -73,13 +73,13 @@ def test_generated_kernels_start_anywhere_and_activate(name: str, dtype: torch.d
     case, tensors = drawn(name, dtype)
     shape = case.oracle(doubled(tensors), 1).shape
     output = case.expression.partition("[")[0]
-    for number, (kind, start) in enumerate(starts(shape, dtype).items()):
+    for number, (kind, initial) in enumerate(starts(shape, dtype).items()):
         activation = (None, *NAMES)[number % 4]
         program = Program(
             case.expression, out_shape=tuple(shape), facts=case.facts, options=GENERATED, activation=activation
         )
-        got = program(tensors={**tensors, output: start})
-        want, scale = want_of(name, tensors, start, activation)
+        got = program(tensors={**tensors, output: initial})
+        want, scale = want_of(name, tensors, initial, activation)
         assert got.is_contiguous(), kind
         assert_matches(got, want, dtype=dtype, kind="sum", scale=scale)
 
@@ -95,9 +95,9 @@ def test_schedules_add_a_start_once(schedule: Schedule, kind: str):
     """Rows that are divided among programs get it in the sum of their parts."""
     case, tensors = drawn("spmm")
     shape = case.oracle(doubled(tensors), 1).shape
-    start = starts(shape, torch.float32)[kind].expand(shape)
-    _, _, got = kernel_of(case, tensors, schedule, start=start)
-    want, scale = want_of("spmm", tensors, start, None)
+    initial = starts(shape, torch.float32)[kind].expand(shape)
+    _, _, got = kernel_of(case, tensors, schedule, initial=initial)
+    want, scale = want_of("spmm", tensors, initial, None)
     assert_matches(got, want, dtype=torch.float32, kind="sum", scale=scale)
 
 
@@ -106,7 +106,7 @@ def test_a_bias_is_read_once_a_column():
     """Along a stride of 0 nothing is addressed: the text reads a vector, not a tile."""
     case, tensors = drawn("spmm")
     bias = torch.randn(11).expand(6, 11)
-    _, kernel, _ = kernel_of(case, tensors, Schedule(m=4, n=16), start=bias)
+    _, kernel, _ = kernel_of(case, tensors, Schedule(m=4, n=16), initial=bias)
     (line,) = [line for line in kernel.source.text.splitlines() if "tl.load(out_initial" in line]
     assert "[" not in line.partition("tl.load")[2].partition("mask")[0]
     assert "OUT_INITIAL_STEP" not in kernel.source.text
@@ -152,8 +152,8 @@ def test_gradients_of_both_orders(
         leaves.append(torch.randn(3, dtype=torch.float64, requires_grad=True))
 
     def call(value: Tensor, dense: Tensor, *bias: Tensor) -> Tensor:
-        start = {"C": bias[0]} if bias else {}
-        return program(tensors={**tensors, "Val": value, "B": dense, **start})
+        initial = {"C": bias[0]} if bias else {}
+        return program(tensors={**tensors, "Val": value, "B": dense, **initial})
 
     def plain(value: Tensor, dense: Tensor, *bias: Tensor) -> Tensor:
         total = torch.zeros(5, 3, dtype=torch.float64) + (bias[0] if bias else 0)
@@ -284,11 +284,11 @@ def test_other_operators(operator: str):
 def test_a_start_broadcasts_where_something_else_says_how_far():
     tensors = edges()
     for shape in ((3,), (1, 3), (1, 1), (5, 1), ()):
-        start = torch.randn(shape, dtype=torch.float64)
-        got = insum_nn.insum(SPMM, tensors={**tensors, "C": start}, out_shape=(5, None))
-        want = insum_nn.insum(SPMM, tensors=tensors, out_shape=(5, None)) + start
+        initial = torch.randn(shape, dtype=torch.float64)
+        got = insum_nn.insum(SPMM, tensors={**tensors, "C": initial}, out_shape=(5, None))
+        want = insum_nn.insum(SPMM, tensors=tensors, out_shape=(5, None)) + initial
         torch.testing.assert_close(got, want)
-    # An axis that an index tensor addresses has no other size than the start's, unless it is given.
+    # An axis that an index tensor addresses has no other size than the initial value's, unless it is given.
     one = torch.zeros(1, 3, dtype=torch.float64)
     tensors["Row"] = torch.zeros_like(tensors["Row"])
     assert insum_nn.insum(SPMM, tensors={**tensors, "C": one}).shape == (1, 3)
@@ -353,11 +353,11 @@ def test_every_way_of_combining_on_a_gpu(gpu: torch.device, name: str, dtype: to
     total = case.oracle(doubled(tensors), 8)
     scale = case.oracle({n: t.abs() if t.is_floating_point() else t for n, t in doubled(tensors).items()}, 8).max()
     output = case.expression.partition("[")[0]
-    for number, start in enumerate(starts(total.shape, dtype).values()):
+    for number, initial in enumerate(starts(total.shape, dtype).values()):
         activation = (None, *NAMES)[number % 4]
         program = Program(
             case.expression, out_shape=tuple(total.shape), facts=case.facts, options=GENERATED, activation=activation
         )
-        got = program(tensors={**tensors, output: start.to(gpu)})
-        want = TORCH[activation](total + start.to(gpu).double())
-        assert_matches(got, want, dtype=dtype, kind="sum", scale=float(scale + start.double().abs().max()))
+        got = program(tensors={**tensors, output: initial.to(gpu)})
+        want = TORCH[activation](total + initial.to(gpu).double())
+        assert_matches(got, want, dtype=dtype, kind="sum", scale=float(scale + initial.double().abs().max()))

@@ -476,13 +476,13 @@ def test_inductor_compiles_once_for_the_kernel_source(monkeypatch):
     assert calls == []
     assert explanation.kernel_source() == "the <kernel>"
     assert explanation.kernel_source() == "the <kernel>"
-    ((_, bound, options, integers, tensors, start),) = calls
+    ((_, bound, options, integers, tensors, initial),) = calls
     assert bound.statement == explanation.statement
     assert options == explanation.options
     assert integers == [("output_extent_0", 4)]
     assert [tuple(t.shape) for t in tensors] == [(3,), (3,), (4, 5), (3,)]
     assert [t.dtype for t in tensors] == [torch.int64, torch.float32, torch.float32, torch.int64]
-    assert start is None
+    assert initial is None
     assert "the <kernel>" in str(explanation)
     assert "the &lt;kernel&gt;" in explanation.html()
     assert pickle.loads(pickle.dumps(explanation)).kernel_source() == "the <kernel>"

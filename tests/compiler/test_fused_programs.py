@@ -38,10 +38,12 @@ from tests.compiler.fused_cases import (
     TABLES,
     assert_right,
     draw,
+    kernel_along,
     kernels_of,
     named,
     ones_of,
     programs,
+    run,
     shape_of,
     together,
 )
@@ -60,13 +62,13 @@ def test_one_kernel(roles: str, u: int, holes: bool):
     tensors = draw(u, holes=holes)
     fused = FusedPrograms(programs(roles))
     shapes = [shape_of(role, u) for role in roles]
-    found = fused(named(roles, tensors), shapes, "key")
+    found = run(fused, named(roles, tensors), shapes, "key")
     assert fused.reason.startswith("together")
     assert_right(roles, tensors, found)
     for walk in ("Src", "Dst"):
         assert_right(roles, tensors, together(roles, tensors, walk=(walk, "e")))
     # As it was found ready.
-    assert_right(roles, tensors, fused(named(roles, tensors), shapes, "key"))
+    assert_right(roles, tensors, run(fused, named(roles, tensors), shapes, "key"))
 
 
 @pytest.mark.usefixtures("interpreter")
@@ -79,7 +81,7 @@ def test_dtypes(dtype: torch.dtype):
     else:
         # Sums in memory would be rounded at every step.
         with pytest.raises(FormError, match="fp16 or bf16"):
-            fused_module._along(ones_of("xyw", tensors), ("Dst", "e"), False)
+            kernel_along(ones_of("xyw", tensors), ("Dst", "e"))
 
 
 @pytest.mark.usefixtures("interpreter")
@@ -95,7 +97,7 @@ def test_schedules(which: str, walk: str, holes: bool):
 @pytest.mark.parametrize("walk", ["Src", "Dst"])
 def test_every_candidate_is_right(walk: str):
     tensors = draw(72)
-    form = fused_module._along(ones_of("xyw", tensors), (walk, "e"), False).generated.form
+    form = kernel_along(ones_of("xyw", tensors), (walk, "e")).generated.form
     tried = list(candidates(form))
     assert len(tried) > 3
     assert {adds_rows(form, schedule) for schedule in tried} == {True, False}
@@ -111,12 +113,12 @@ def test_a_call_that_was_made_before_decides_nothing(monkeypatch: pytest.MonkeyP
     tensors = draw(8)
     fused = FusedPrograms(programs("xyw"))
     given, shapes = named("xyw", tensors), [shape_of(role, 8) for role in "xyw"]
-    fused(given, shapes, 0)
+    run(fused, given, shapes, 0)
     for module in (additional_module, placement_module, launch_module):
         for name in ("element_axes", "place_indices", "memory_of", "write_kernel"):
             if hasattr(module, name):
                 monkeypatch.setattr(module, name, lambda *_: pytest.fail("decided again"))
-    assert_right("xyw", tensors, fused(given, shapes, 0))
+    assert_right("xyw", tensors, run(fused, given, shapes, 0))
 
 
 @pytest.mark.usefixtures("interpreter")
@@ -134,12 +136,12 @@ def test_other_edges_of_the_same_shapes():
     shapes = [shape_of(role, 4) for role in "xyw"]
     first, second = draw(4), draw(4)
     for tensors in (first, second, first):
-        assert_right("xyw", tensors, fused(named("xyw", tensors), shapes, 0))
+        assert_right("xyw", tensors, run(fused, named("xyw", tensors), shapes, 0))
     first["Src"].copy_(second["Src"])
-    assert_right("xyw", first, fused(named("xyw", first), shapes, 0))
+    assert_right("xyw", first, run(fused, named("xyw", first), shapes, 0))
     first["Dst"][0] = NODES
     with pytest.raises(insum_nn.errors.InsumRangeError, match="Dst"):
-        fused(named("xyw", first), shapes, 0)
+        run(fused, named("xyw", first), shapes, 0)
 
 
 @pytest.mark.usefixtures("interpreter")
@@ -148,21 +150,21 @@ def test_what_does_not_fit_runs_one_by_one():
     shapes = {role: shape_of(role, 4) for role in "xywz"}
     for roles, why in (("xz", "no fixed order"),):
         fused = FusedPrograms(programs(roles), deterministic=True)
-        assert_right(roles, tensors, fused(named(roles, tensors), [shapes[r] for r in roles], 0))
+        assert_right(roles, tensors, run(fused, named(roles, tensors), [shapes[r] for r in roles], 0))
         assert fused.reason.startswith("one by one")
         assert why in fused.reason
     # A tensor of one name that is not the same.
     fused = FusedPrograms(programs("xy"))
     given = named("xy", tensors)
     given[1]["W"] = torch.randn_like(tensors["W"])
-    found = fused(given, [shapes["x"], shapes["y"]], 0)
+    found = run(fused, given, [shapes["x"], shapes["y"]], 0)
     assert "not the same" in fused.reason
     assert_right("x", tensors, found[:1])
     assert_right("y", {**tensors, "W": given[1]["W"]}, found[1:])
     # No edges at all.
     none = {n: t[:0] if n in ("Src", "Dst", "Y", "W") else t for n, t in tensors.items()}
     fused = FusedPrograms(programs("xyw"))
-    found = fused(named("xyw", none), [(NODES, 4, 4), (0, 3), (0, 3, 4)], 0)
+    found = run(fused, named("xyw", none), [(NODES, 4, 4), (0, 3), (0, 3, 4)], 0)
     assert not found[0].any()
     assert [f.shape[0] for f in found[1:]] == [0, 0]
 
@@ -175,7 +177,7 @@ def test_a_gradient_without_rows_for_terms_is_refused():
     (first,) = named("x", tensors)
     second = {n: {**tensors, **TABLES}[n] for n in pair[1].statement.tensors()}
     fused = FusedPrograms(pair)
-    found = fused([first, second], [shape_of("x", 4), (3, 4)], 0)
+    found = run(fused, [first, second], [shape_of("x", 4), (3, 4)], 0)
     assert "no row for each term" in fused.reason
     assert_matches(found[1], pair[1].reference(tensors=second, out_shape=(3, 4)), dtype=torch.float32, kind="sum")
 
@@ -189,7 +191,7 @@ def test_rows_without_columns_are_refused():
     t = {"Src": torch.tensor([1, 0, 1]), "Dst": torch.tensor([0, 2, 1]), "W": torch.ones(3)}
     t |= {"dZ": torch.tensor([1.0, 2.0, 3.0]), "X": torch.tensor([5.0, 7.0])}
     fused = FusedPrograms(scalar)
-    found = fused([{n: t[n] for n in p.statement.tensors()} for p in scalar], [(2,), (3,)], 0)
+    found = run(fused, [{n: t[n] for n in p.statement.tensors()} for p in scalar], [(2,), (3,)], 0)
     assert "no columns" in fused.reason
     assert [f.tolist() for f in found] == [[3.0, 3.0], [7.0, 15.0, 14.0]]
 
@@ -205,7 +207,7 @@ def test_statements_that_nobody_planned_for():
     t |= {"V": torch.randn(6, 10), "Q": torch.randn(5, 10)}
     fused = FusedPrograms(pair)
     given = [{n: t[n] for n in p.statement.tensors()} for p in pair]
-    found = fused(given, [(5, 10), (20,)], 0)
+    found = run(fused, given, [(5, 10), (20,)], 0)
     assert fused.reason.startswith("together")
     for program, tensors, shape, got in zip(pair, given, [(5, 10), (20,)], found, strict=True):
         want = program.reference(tensors=tensors, out_shape=shape)
@@ -227,7 +229,7 @@ def test_what_is_not_measured_adds_to_nothing_where_that_can_be(monkeypatch: pyt
     tensors = draw(4)
     for roles in ("xyw", "xz"):
         fused = FusedPrograms(programs(roles))
-        assert_right(roles, tensors, fused(named(roles, tensors), [shape_of(role, 4) for role in roles], 0))
+        assert_right(roles, tensors, run(fused, named(roles, tensors), [shape_of(role, 4) for role in roles], 0))
     assert taken == [[False, False], [True]]
 
 
@@ -247,7 +249,7 @@ def test_a_lane_has_a_column(monkeypatch: pytest.MonkeyPatch, dtype: torch.dtype
     monkeypatch.setattr(fused_module.Generated, "prepare_all", prepare)
     tensors = draw(64, dtype)
     assert_right(
-        "xyw", tensors, FusedPrograms(programs("xyw"))(named("xyw", tensors), [shape_of(r, 64) for r in "xyw"], 0)
+        "xyw", tensors, run(FusedPrograms(programs("xyw")), named("xyw", tensors), [shape_of(r, 64) for r in "xyw"], 0)
     )
     assert [(each.n, each.warps) for each in taken] == [(32, 1)]
 
@@ -263,7 +265,9 @@ def test_static_tables_are_written_out_once_for_all_sizes(monkeypatch: pytest.Mo
         some = {n: t[:edges] if n in ("Src", "Dst", "Y", "W") else t for n, t in tensors.items()}
         given = named("xyw", some)
         shapes = [(edges if r in "yw" else NODES, *shape_of(r, 16)[1:]) for r in "xyw"]
-        for program, own, shape, got in zip(fused.programs, given, shapes, fused(given, shapes, edges), strict=True):
+        for program, own, shape, got in zip(
+            fused.programs, given, shapes, run(fused, given, shapes, edges), strict=True
+        ):
             want = program.reference(tensors=own, out_shape=shape)
             assert_matches(got, want, dtype=torch.float32, kind="sum", scale=float(want.abs().max()))
         assert fused.reason.startswith("together")
@@ -284,7 +288,7 @@ def test_an_output_of_other_rows_than_what_is_read():
     for rows, columns, fits in ((5, 6, True), (8, 6, True), (5, 9, True), (8, 9, False)):
         fused = FusedPrograms(pair)
         shapes = [(rows, 10), (columns, 10)]
-        found = fused(given, shapes, 0)
+        found = run(fused, given, shapes, 0)
         assert fused.reason.startswith("together" if fits else "one by one")
         for program, tensors, shape, got in zip(pair, given, shapes, found, strict=True):
             want = program.reference(tensors=tensors, out_shape=shape)
@@ -317,7 +321,7 @@ def test_which_index_tensor_terms_are_walked_by():
     assert [found.walk[0] for found in kernels_of(ones)] == ["Src", "Dst"]
     assert [found.walk[0] for found in kernels_of(ones, deterministic=True)] == ["Src"]
     with pytest.raises(FormError, match="no fixed order"):
-        fused_module._along(ones, ("Dst", "e"), True)
+        kernel_along(ones, ("Dst", "e"), deterministic=True)
 
 
 @pytest.mark.gpu
@@ -328,7 +332,7 @@ def test_on_a_gpu(roles: str, u: int, dtype: torch.dtype):
     tensors = {n: t.cuda() for n, t in draw(u, dtype, holes=True).items()}
     shapes = [shape_of(role, u) for role in roles]
     fused = FusedPrograms(programs(roles))
-    found = fused(named(roles, tensors), shapes, "key")
+    found = run(fused, named(roles, tensors), shapes, "key")
     # Two outputs with partition: one is added to in memory, which half types are not.
     added = {"x", "z"} <= set(roles) and dtype == torch.float16
     assert fused.reason.startswith("one by one" if added else "together")
@@ -349,11 +353,11 @@ def test_the_choice_is_measured_and_remembered(tmp_path: Path, monkeypatch: pyte
     given = [{n: t[n] for n in p.statement.tensors()} for p in own]
     shapes = [(nodes, 4, u), (edges, 3), (edges, 3, u)]
     fused = FusedPrograms(own)
-    found = fused(given, shapes, 0)
+    found = run(fused, given, shapes, 0)
     assert " us" in fused.reason
     again = FusedPrograms(own)
     monkeypatch.setattr(fused_module, "time_whole", lambda *_: pytest.fail("measured again"))
-    repeated = again(given, shapes, 0)
+    repeated = run(again, given, shapes, 0)
     assert again.reason == fused.reason
     for program, tensors, shape, a, b in zip(own, given, shapes, found, repeated, strict=True):
         want = program(tensors=tensors, out_shape=shape)

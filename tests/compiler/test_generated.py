@@ -57,13 +57,13 @@ def doubled(tensors: dict[str, Tensor]) -> dict[str, Tensor]:
     return {name: t.detach().double() if t.is_floating_point() else t for name, t in tensors.items()}
 
 
-def assert_case(case: Case, tensors: dict[str, Tensor], got: Tensor, start: Tensor | None = None) -> None:
+def assert_case(case: Case, tensors: dict[str, Tensor], got: Tensor, initial: Tensor | None = None) -> None:
     exact = doubled(tensors)
     want = case.oracle(exact, 1)
     # The size of the terms, not of what is left of them where they cancel.
     scale = case.oracle({n: t.abs() if t.is_floating_point() else t for n, t in exact.items()}, 1).max()
-    if start is not None:
-        want, scale = want + start.double(), scale + start.double().abs().max()
+    if initial is not None:
+        want, scale = want + initial.double(), scale + initial.double().abs().max()
     assert got.is_contiguous()
     dtype = next(t.dtype for t in tensors.values() if t.is_floating_point())
     assert_matches(got, want, dtype=dtype, kind="sum", scale=float(scale))
@@ -162,11 +162,11 @@ def test_dots_of_fp16_and_bf16(name: str, dtype: torch.dtype):
 def test_a_long_sum_divided_among_programs(name: str, splits: int, dot: bool):
     case, tensors = drawn(name)
     tile = Schedule(m=16, n=16, k=16, dot=True) if dot else Schedule(m=2, n=16, k=4)
-    start = None
+    initial = None
     if name == "sddmm":
-        start = torch.randn(9, 3)
-    _, _, got = kernel_of(case, tensors, replace(tile, splits=splits), start=start)
-    assert_case(case, tensors, got, start)
+        initial = torch.randn(9, 3)
+    _, _, got = kernel_of(case, tensors, replace(tile, splits=splits), initial=initial)
+    assert_case(case, tensors, got, initial)
 
 
 @pytest.mark.parametrize("name", ["spmm", "spmv", "group spmm", "block spmm", "tensor product uvu"])
@@ -182,13 +182,13 @@ def test_output_rows_in_any_order(name: str, chunk: int, m: int):
     assert rows is not None
     shape = case.oracle(doubled(tensors), 1).shape
     schedule = Schedule(m=16, n=32, k=16, dot=True, chunk=chunk) if case.dot else Schedule(m=m, n=16, k=2, chunk=chunk)
-    for start in (None, torch.randn(shape)):
-        form, _, got = kernel_of(case, tensors, schedule, facts=facts, start=start)
+    for initial in (None, torch.randn(shape)):
+        form, _, got = kernel_of(case, tensors, schedule, facts=facts, initial=initial)
         assert (form.combine, form.permuted) in (("own", True), ("atomic", False))
-        assert_case(case, tensors, got, start)
-        form, _, got = kernel_of(case, tensors, schedule, facts=facts, start=start, by_rows=False)
+        assert_case(case, tensors, got, initial)
+        form, _, got = kernel_of(case, tensors, schedule, facts=facts, initial=initial, by_rows=False)
         assert form.combine == "atomic"
-        assert_case(case, tensors, got, start)
+        assert_case(case, tensors, got, initial)
 
 
 @pytest.mark.parametrize("name", ["spmm", "group spmm", "sddmm", "tensor product uvu", "convolution"])
@@ -338,12 +338,12 @@ def test_layouts_in_memory(name: str):
 def test_layouts_of_a_start(name: str):
     case, tensors = drawn(name)
     program = compiled(case, tensors)
-    start = torch.randn(program(tensors=tensors).shape)
-    moved = [t for t in layouts(start) if not t.is_contiguous()]
+    initial = torch.randn(program(tensors=tensors).shape)
+    moved = [t for t in layouts(initial) if not t.is_contiguous()]
     assert len(moved) == 2
     output = case.expression.partition("[")[0]
-    for given in (*moved, start, *moved):
-        assert_case(case, tensors, program(tensors={**tensors, output: given}), start)
+    for given in (*moved, initial, *moved):
+        assert_case(case, tensors, program(tensors={**tensors, output: given}), initial)
 
 
 def test_expanded_operands():
@@ -366,12 +366,12 @@ def test_a_start_is_added_to_and_not_changed(name: str, dtype: torch.dtype):
     case, tensors = drawn(name, dtype)
     shape = case.oracle(doubled(tensors), 1).shape
     output = parse(case.expression).output.name
-    for start in (torch.randn(shape), torch.randn(shape[::-1]).permute(*range(len(shape))[::-1])):
-        start = start.to(dtype)
-        before = start.clone()
-        got = compiled(case, tensors)(tensors={**tensors, output: start})
-        assert torch.equal(start, before)
-        assert_case(case, tensors, got, start)
+    for initial in (torch.randn(shape), torch.randn(shape[::-1]).permute(*range(len(shape))[::-1])):
+        initial = initial.to(dtype)
+        before = initial.clone()
+        got = compiled(case, tensors)(tensors={**tensors, output: initial})
+        assert torch.equal(initial, before)
+        assert_case(case, tensors, got, initial)
 
 
 def test_one_row_of_many_entries():
@@ -382,12 +382,12 @@ def test_one_row_of_many_entries():
         value, dense = torch.randn(row.numel(), dtype=torch.float64), torch.randn(shape, dtype=torch.float64)
         col = torch.randint(0, 7, row.shape)
         terms = value.reshape(-1, *[1] * (dense.dim() - 1)) * dense[col]
-        for start in (None, torch.randn(shape, dtype=torch.float64)):
-            want = (torch.zeros(shape, dtype=torch.float64) if start is None else start).index_add(0, row, terms)
+        for initial in (None, torch.randn(shape, dtype=torch.float64)):
+            want = (torch.zeros(shape, dtype=torch.float64) if initial is None else initial).index_add(0, row, terms)
             for order in (torch.arange(row.numel()), torch.randperm(row.numel())):
                 tensors = {"Row": row[order], "Col": col[order], "Val": value[order], "B": dense}
-                if start is not None:
-                    tensors["C"] = start
+                if initial is not None:
+                    tensors["C"] = initial
                 got = insum_nn.insum(expression, tensors=tensors, out_shape=shape, options=GENERATED)
                 torch.testing.assert_close(got, want, rtol=1e-11, atol=1e-11)
 
@@ -471,8 +471,8 @@ def test_nothing_to_add_and_nowhere_to_add_it():
         got = insum_nn.insum(spmm, tensors=tensors, out_shape=(rows, None), options=GENERATED)
         assert torch.equal(got, torch.zeros(rows, width))
         if rows:
-            start = torch.randn(rows, width)
-            assert torch.equal(insum_nn.insum(spmm, tensors={**tensors, "C": start}, options=GENERATED), start)
+            initial = torch.randn(rows, width)
+            assert torch.equal(insum_nn.insum(spmm, tensors={**tensors, "C": initial}, options=GENERATED), initial)
 
 
 def test_only_missing_entries():

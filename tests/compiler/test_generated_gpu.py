@@ -70,9 +70,9 @@ def compiled(case: Case, tensors: dict[str, Tensor], options: Options = GENERATE
 
 def generated(program: Program, tensors: dict[str, Tensor]) -> Generated:
     """The kernels behind a program that has run on these tensors."""
-    ordered, start = program._arrange(tensors)
-    extents = program._extents(ordered, start, None, None)
-    _, executable = prepare(program._spec, ordered, start, extents)
+    ordered, initial = program._arrange(tensors)
+    extents = program._extents(ordered, initial, None, None)
+    _, executable = prepare(program._spec, ordered, initial, extents)
     assert executable.backend == "triton", executable.reason
     assert isinstance(executable.run, Generated)
     return executable.run

@@ -66,7 +66,7 @@ def test_random_programs(seed: int):
     program = random_program(seed)
     known = program.arguments()
     want = Loops(program).run()
-    dtype = torch.float64 if program.start is not None or any(
+    dtype = torch.float64 if program.initial is not None or any(
         t.is_floating_point() for t in program.tensors.values()
     ) else torch.get_default_dtype()  # fmt: skip
     out = torch.full(want.shape, float("nan"), dtype=dtype)

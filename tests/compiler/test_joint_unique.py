@@ -57,8 +57,8 @@ def dense_blocks(t: Mapping[str, Tensor], rows: int, cols: int) -> Tensor:
 @pytest.mark.parametrize("holes", [False, True])
 # As many blocks as there are rows, and as many as there are places, where the output needs no zeros.
 @pytest.mark.parametrize("count", [1, 5, 13, 35])
-@pytest.mark.parametrize("start", [False, True])
-def test_blocks_are_stored(dtype: torch.dtype, holes: bool, count: int, start: bool):
+@pytest.mark.parametrize("initial", [False, True])
+def test_blocks_are_stored(dtype: torch.dtype, holes: bool, count: int, initial: bool):
     tensors = {**distinct(count, 5, 7), "Val": torch.randn(count, 3, 6).to(dtype)}
     facts = dict(PAIRS)
     if holes:
@@ -68,10 +68,10 @@ def test_blocks_are_stored(dtype: torch.dtype, holes: bool, count: int, start: b
         facts = {name: IndexFacts(masked=True, proven=True, unique_with=f.unique_with) for name, f in facts.items()}
     first = torch.randn(5, 3, 7, 6).to(dtype)
     program = insum_nn.compile(BLOCKS, facts=facts, out_shape=(5, None, 7, None), options=GENERATED)
-    given = {**tensors, "D": first} if start else tensors
+    given = {**tensors, "D": first} if initial else tensors
     got = program(tensors=given)
     want = dense_blocks(tensors, 5, 7)
-    if start:
+    if initial:
         want = (want + first.double()).to(dtype).double()
     torch.testing.assert_close(got.double(), want, rtol=1e-3 if dtype == torch.float16 else 1e-12, atol=1e-3)
     explained = program.explain(tensors=given)

@@ -27,21 +27,21 @@ def lazy(*shape: int, seed: int = 0) -> Tensor:
     return made
 
 
-def product(val: Tensor, dense: Tensor, start: Tensor | None = None) -> Tensor:
+def product(val: Tensor, dense: Tensor, initial: Tensor | None = None) -> Tensor:
     matrix = torch.zeros(4, 5).index_put((INDEX["Row"], INDEX["Col"]), val, accumulate=True)
-    return matrix @ dense + (0 if start is None else start)
+    return matrix @ dense + (0 if initial is None else initial)
 
 
 @pytest.mark.usefixtures("interpreter")
 @pytest.mark.parametrize("options", [GENERATED, Options(backend="eager")], ids=["triton", "eager"])
 def test_values_and_starts(options: Options):
-    val, dense, start = lazy(4), lazy(5, 2, seed=1), lazy(4, 2, seed=2)
+    val, dense, initial = lazy(4), lazy(5, 2, seed=1), lazy(4, 2, seed=2)
     program = compile(SPMM, options=options)
-    program(**INDEX, Val=val.resolve_neg(), B=dense.resolve_neg(), C=start.resolve_neg())
+    program(**INDEX, Val=val.resolve_neg(), B=dense.resolve_neg(), C=initial.resolve_neg())
     for tensors in ((val, dense), (val.resolve_neg(), dense), (val, dense.resolve_neg())):
-        for begin in (start, start.resolve_neg()):
+        for begin in (initial, initial.resolve_neg()):
             got = program(**INDEX, Val=tensors[0], B=tensors[1], C=begin)
-            torch.testing.assert_close(got, product(val, dense, start))
+            torch.testing.assert_close(got, product(val, dense, initial))
 
 
 @pytest.mark.usefixtures("interpreter")
@@ -82,7 +82,7 @@ def test_programs_with_given_tensors():
     program = compile(SPMM, options=GENERATED)
     val, dense = lazy(4), lazy(5, 2, seed=1)
     for given, other in (({**INDEX, "Val": val}, dense), ({**INDEX, "B": dense}, val)):
-        known = program.given(given)
+        known = program.bind(given)
         plain = other.resolve_neg()
         for tensor in (plain, plain, other, other):
             torch.testing.assert_close(known(tensor, out_shape=(4, 2)), product(val, dense))

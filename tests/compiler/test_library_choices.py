@@ -204,7 +204,7 @@ def test_random_programs_have_graphs_that_hold():
     """For a GPU too, which no CPU test would run."""
     for seed in range(300):
         program = random_program(seed)
-        bound = bind(parse(program.expression), program.tensors, program.start)
+        bound = bind(parse(program.expression), program.tensors, program.initial)
         sizes = dict.fromkeys(bound.layout.indices, 3)
         for device, compiled in (("cpu", False), ("cpu", True), (GPU, False), (GPU, True)):
             assert show(graph_of(replace(bound, device_type=device), sizes, compiled=compiled).graph)

@@ -40,10 +40,10 @@ def graph_of(bound: Bound, sizes: Mapping[str, int], target: Target) -> LibraryG
     return made
 
 
-def check(bound: Bound, tensors: Mapping[str, Tensor], extents: Extents, start: Tensor | None = None) -> None:
+def check(bound: Bound, tensors: Mapping[str, Tensor], extents: Extents, initial: Tensor | None = None) -> None:
     """Both the graph and the calls that it is printed as give the reference's numbers."""
-    want = interpret(bound.statement, tensors, extents, start, drop_outside=bound.drop_outside)
-    memory, sizes = canonical(bound, tensors, extents, start)
+    want = interpret(bound.statement, tensors, extents, initial, drop_outside=bound.drop_outside)
+    memory, sizes = canonical(bound, tensors, extents, initial)
     interpreted = set[Graph]()
     for target in TARGETS:
         graph = graph_of(bound, sizes, target).graph
@@ -52,7 +52,7 @@ def check(bound: Bound, tensors: Mapping[str, Tensor], extents: Extents, start: 
             interpreted.add(graph)
         printed = print_aten(graph, target.device, Options(), compiled=target.compiled)
         arguments = [memory[buffer.name] for buffer in graph.inputs if buffer.name in memory]
-        initial = arguments.pop() if start is not None else None
+        initial = arguments.pop() if initial is not None else None
         integers = [sizes[extent.size.name] for extent in graph.extents if extent.buffer is None]
         got = printed(*arguments, *integers, *([] if initial is None else [initial]))
         # Statements of numbers alone are of the default dtype.

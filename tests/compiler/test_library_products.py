@@ -127,8 +127,8 @@ def test_entries_with_several_subscripts(name, missing):
     out = agree(program, **tensors)
     factors = [t.requires_grad_() for t in tensors.values() if t.is_floating_point()]
     assert torch.autograd.gradcheck(lambda *_: program(**tensors), factors)
-    start = torch.randn(shape, dtype=torch.float64)
-    torch.testing.assert_close(program(**tensors, **{text[: text.index("[")]: start}), start + out)
+    initial = torch.randn(shape, dtype=torch.float64)
+    torch.testing.assert_close(program(**tensors, **{text[: text.index("[")]: initial}), initial + out)
     code = program.explain(**tensors).torch_code
     assert ("sampled_product" if "sampled" in name else "csr_product") in code
 

@@ -54,7 +54,7 @@ def placed_spmm() -> Kernel:
 
 
 def canonical(
-    bound: Bound, tensors: Mapping[str, Tensor], extents: Extents, start: Tensor | None = None
+    bound: Bound, tensors: Mapping[str, Tensor], extents: Extents, initial: Tensor | None = None
 ) -> tuple[dict[str, Tensor], dict[str, int]]:
     """Tensors and sizes by their canonical names."""
     names = Names(bound.statement)
@@ -63,8 +63,8 @@ def canonical(
     for axis, extent in enumerate(extents.output):
         sizes[f"{OUTPUT}_{axis}"] = extent
     memory = {names.tensors[name]: tensors[name] for name in bound.layout.tensors}
-    if start is not None:
-        memory[INITIAL] = start
+    if initial is not None:
+        memory[INITIAL] = initial
     for buffer in kernel.inputs:
         for axis, extent in enumerate(memory[buffer.name].shape):
             sizes.setdefault(f"{buffer.name}_{axis}", extent)
@@ -81,10 +81,10 @@ def drawn_program(seed: int) -> tuple[Bound, dict[str, Tensor], Extents, Tensor 
     if any([*nested.nested()] for a in statement.accesses() for nested in a.nested()):
         return None
     ordered = [program.tensors[name] for name in layout_of(statement).tensors]
-    extents = resolve_extents(statement, ordered, program.start, program.sizes, program.out_shape)
+    extents = resolve_extents(statement, ordered, program.initial, program.sizes, program.out_shape)
     tensors = {n: t.mul(2).round() if t.is_floating_point() else t for n, t in program.tensors.items()}
-    start = None if program.start is None else program.start.mul(2).round()
-    return bind(statement, tensors, start), tensors, extents, start
+    initial = None if program.initial is None else program.initial.mul(2).round()
+    return bind(statement, tensors, initial), tensors, extents, initial
 
 
 def test_the_builder_agrees_with_the_reference():
@@ -93,9 +93,9 @@ def test_the_builder_agrees_with_the_reference():
         drawn = drawn_program(seed)
         if drawn is None:
             continue
-        bound, tensors, extents, start = drawn
-        want = interpret(bound.statement, tensors, extents, start)
-        memory, sizes = canonical(bound, tensors, extents, start)
+        bound, tensors, extents, initial = drawn
+        want = interpret(bound.statement, tensors, extents, initial)
+        memory, sizes = canonical(bound, tensors, extents, initial)
         kernel = build(bound)
         verify_kernel(kernel, placed=False)
         torch.testing.assert_close(interpret_kernel(kernel, memory, sizes)[OUTPUT], want, rtol=0, atol=0)

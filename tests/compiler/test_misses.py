@@ -148,7 +148,7 @@ class Oracle:
                 yield term, [value(cell) for cell, _ in term.reads]
 
     def run(self, tensors: dict[str, Tensor], weights: Tensor) -> tuple[Tensor, dict[str, Tensor]]:
-        """The output, and the gradients of its cells' weighted sum; the start's under the output's name."""
+        """The output, and the gradients of its cells' weighted sum; the initial value's under the output's name."""
         program = self.program
         out = torch.zeros(self.shape, dtype=torch.float64)
         grads = {n: torch.zeros(t.shape, dtype=torch.float64) for n, t in tensors.items() if t.is_floating_point()}
@@ -159,7 +159,7 @@ class Oracle:
         for at in itertools.product(*map(range, self.shape)):
             terms = by_cell.get(at, [])
             sums = self.operator in ("+=", "=")
-            first = [] if program.start is None else [program.start[at].item()]
+            first = [] if program.initial is None else [program.initial[at].item()]
             results = [*first, *(result for _, _, result in terms)]
             if not results:
                 continue
@@ -172,7 +172,7 @@ class Oracle:
                     for n, (cell, _) in enumerate(term.reads):
                         others = math.prod(values[:n]) * math.prod(values[n + 1 :]) * term.number
                         grads[cell[0]][cell[1]] += weights[at] / count * others
-        if program.start is not None:
+        if program.initial is not None:
             grads[program.output] = start_grad
         return out, grads
 
@@ -189,8 +189,8 @@ def poisoned(program: RandomProgram, where: dict[str, Tensor]) -> dict[str, Tens
 
 def leaves_of(program: RandomProgram, tensors: dict[str, Tensor]) -> dict[str, Tensor]:
     named = {n: t for n, t in tensors.items() if t.is_floating_point()}
-    if program.start is not None:
-        named[program.output] = program.start
+    if program.initial is not None:
+        named[program.output] = program.initial
     return {name: t.detach().clone().requires_grad_() for name, t in named.items()}
 
 
@@ -208,7 +208,7 @@ def agree(program: RandomProgram, options: Options) -> int:
     close = {"rtol": 1e-9, "atol": 1e-10, "msg": lambda m: f"{program.expression}\n{m}"}
     torch.testing.assert_close(got.detach().double(), want, **close)
     plain = program.arguments() | {
-        "tensors": {**tensors, **({} if program.start is None else {program.output: program.start})}
+        "tensors": {**tensors, **({} if program.initial is None else {program.output: program.initial})}
     }
     reference = insum_nn.compile(program.expression, sizes=plain.pop("sizes")).reference(**plain)
     torch.testing.assert_close(reference.double(), want, **close)
@@ -408,11 +408,11 @@ def test_padding_takes_no_part_in_a_maximum():
 
 @pytest.mark.parametrize("operator", ["max=", "min="])
 def test_an_unwritten_cell_passes_its_gradient_to_the_initial_value(operator: str):
-    start = torch.tensor([1.0, NAN, 2.0], requires_grad=True)
+    initial = torch.tensor([1.0, NAN, 2.0], requires_grad=True)
     values = torch.tensor([1.0, 7.0], requires_grad=True)
-    out = insum(f"y[E[i]] {operator} v[i]", E=torch.tensor([0, -1]), v=values, y=start)
+    out = insum(f"y[E[i]] {operator} v[i]", E=torch.tensor([0, -1]), v=values, y=initial)
     out.backward(torch.tensor([1.0, 10.0, 100.0]))
-    assert start.grad.tolist() == [0.5, 10, 100]
+    assert initial.grad.tolist() == [0.5, 10, 100]
     assert values.grad.tolist() == [0.5, 0]
 
 

@@ -38,11 +38,11 @@ def spmm_tensors(*, requires_grad: bool = False, dtype: torch.dtype = torch.floa
     }
 
 
-def spmm_dense(t: dict[str, Tensor], start: Tensor | None = None) -> Tensor:
+def spmm_dense(t: dict[str, Tensor], initial: Tensor | None = None) -> Tensor:
     """The same product, written with torch's own calls."""
     keep = t["Col"] >= 0
     terms = t["Val"][keep, None] * t["B"][t["Col"][keep]]
-    base = torch.zeros(ROWS, 3, dtype=terms.dtype) if start is None else start
+    base = torch.zeros(ROWS, 3, dtype=terms.dtype) if initial is None else initial
     return base.index_add(0, t["Row"][keep], terms)
 
 
@@ -54,21 +54,21 @@ def draw(*shape: int) -> Tensor:
     return torch.randn(shape, dtype=torch.float64)
 
 
-# Programs for opcheck: expression, tensors, start, sizes, out_shape.
+# Programs for opcheck: expression, tensors, initial value, sizes, out_shape.
 def _checked() -> dict[
     str, tuple[str, dict[str, Tensor], Tensor | None, dict[str, int], tuple[int | None, ...] | None]
 ]:
     torch.manual_seed(1)
     t = spmm_tensors(requires_grad=True)
-    start = draw(ROWS, 3).requires_grad_()
+    initial = draw(ROWS, 3).requires_grad_()
     a, b = draw(3, 4).requires_grad_(), draw(4, 2).requires_grad_()
     vector = draw(7).requires_grad_()
     return {
         "spmm": (SPMM, t, None, {}, (ROWS, None)),
         "spmm_without_grad": (SPMM, spmm_tensors(), None, {}, (ROWS, None)),
-        "start": (SPMM, t, start, {}, None),
+        "initial": (SPMM, t, initial, {}, None),
         "largest": (SPMM.replace("+=", "max="), t, None, {}, (ROWS, None)),
-        "smallest_with_start": (SPMM.replace("+=", "min="), t, start, {}, None),
+        "smallest_with_start": (SPMM.replace("+=", "min="), t, initial, {}, None),
         "dense": ("D[i,j] = A[i,k] * B[k,j]", {"A": a, "B": b}, None, {}, None),
         "diagonal": ("D[i,i] += A[i,i]", {"A": draw(3, 3).requires_grad_()}, None, {}, (None, None)),
         "to_scalar": ("s += x[i] * x[i]", {"x": vector}, None, {}, None),
@@ -100,23 +100,23 @@ CHECKED = _checked()
 
 @pytest.mark.parametrize("name", CHECKED)
 def test_opcheck(name: str):
-    expression, tensors, start, sizes, out_shape = CHECKED[name]
+    expression, tensors, initial, sizes, out_shape = CHECKED[name]
     program = insum_nn.compile(expression, sizes=sizes)
     ordered = [tensors[tensor] for tensor in program.statement.tensors()]
-    extents = resolve_extents(program.statement, ordered, start, sizes, out_shape)
-    arguments = (program._spec.to_json(), ordered, start, list(extents.indices), list(extents.output))
+    extents = resolve_extents(program.statement, ordered, initial, sizes, out_shape)
+    arguments = (program._spec.to_json(), ordered, initial, list(extents.indices), list(extents.output))
     torch.library.opcheck(torch.ops.insum_nn.run, arguments)
 
 
 @pytest.mark.parametrize("operator", ["max=", "min="])
 def test_opcheck_of_the_shares_operator(operator: str):
     t = spmm_tensors()
-    start = draw(ROWS, 3)
+    initial = draw(ROWS, 3)
     program = insum_nn.compile(SPMM.replace("+=", operator))
     ordered = [t[name] for name in program.statement.tensors()]
-    result = program(**t, C=start)
-    extents = resolve_extents(program.statement, ordered, start, {}, None)
-    arguments = (program._spec.to_json(), ordered, start, result, list(extents.indices), list(extents.output))
+    result = program(**t, C=initial)
+    extents = resolve_extents(program.statement, ordered, initial, {}, None)
+    arguments = (program._spec.to_json(), ordered, initial, result, list(extents.indices), list(extents.output))
     torch.library.opcheck(torch.ops.insum_nn.shares, arguments)
 
 
@@ -152,8 +152,8 @@ def test_compile_of_a_program_with_a_start_and_facts():
     def function(Row: Tensor, Col: Tensor, Val: Tensor, B: Tensor, C: Tensor) -> Tensor:
         return program(Row=Row, Col=Col, Val=Val, B=B, C=C * 2)
 
-    start = draw(ROWS, 3).requires_grad_()
-    _compare_compiled("aot_eager", function, {**spmm_tensors(requires_grad=True), "C": start})
+    initial = draw(ROWS, 3).requires_grad_()
+    _compare_compiled("aot_eager", function, {**spmm_tensors(requires_grad=True), "C": initial})
 
 
 def test_compile_of_a_derivative_program():
@@ -362,8 +362,8 @@ def test_vmap_with_a_start(operator: str, dims: tuple[int | None, int | None]):
     values = draw(BATCH, 5) if dims[0] == 0 else draw(5)
     starts = draw(BATCH, ROWS, 3) if dims[1] == 0 else draw(ROWS, 3)
 
-    def function(value: Tensor, start: Tensor) -> Tensor:
-        return insum(SPMM.replace("+=", operator), **{**t, "Val": value, "C": start})
+    def function(value: Tensor, initial: Tensor) -> Tensor:
+        return insum(SPMM.replace("+=", operator), **{**t, "Val": value, "C": initial})
 
     got = torch.func.vmap(function, dims)(values, starts)
     rows = [
@@ -426,12 +426,12 @@ def test_func_jacobians_and_hessian():
 
 @pytest.mark.parametrize("operator", OPERATORS)
 def test_forward_mode(operator: str):
-    """Tangents of every factor and of the start, also of one that stands twice, against differences."""
+    """Tangents of every factor and of the initial value, also of one that stands twice, against differences."""
     t = spmm_tensors()
     expression = SPMM.replace("+=", operator).replace("Val[p]", "Val[p] * Val[p]")
 
-    def function(value: Tensor, dense: Tensor, start: Tensor) -> Tensor:
-        return insum(expression, **{**t, "Val": value, "B": dense}, C=start)
+    def function(value: Tensor, dense: Tensor, initial: Tensor) -> Tensor:
+        return insum(expression, **{**t, "Val": value, "B": dense}, C=initial)
 
     primals = (t["Val"].requires_grad_(), t["B"].requires_grad_(), draw(ROWS, 3).requires_grad_())
     torch.autograd.gradcheck(function, primals, check_forward_ad=True)
@@ -660,13 +660,13 @@ def test_tensor_subclasses():
 def test_gradient_of_the_start(operator: str):
     """It is the output's gradient, less what other terms attained."""
     t = spmm_tensors(requires_grad=True)
-    start = draw(ROWS, 3).requires_grad_()
-    out = insum(SPMM.replace("+=", operator), **t, C=start)
+    initial = draw(ROWS, 3).requires_grad_()
+    out = insum(SPMM.replace("+=", operator), **t, C=initial)
     weights = draw(ROWS, 3)
-    (gradient,) = torch.autograd.grad(out, start, weights)
-    want = weights if operator == "+=" else torch.where(out == start, weights, 0)
+    (gradient,) = torch.autograd.grad(out, initial, weights)
+    want = weights if operator == "+=" else torch.where(out == initial, weights, 0)
     torch.testing.assert_close(gradient, want)
-    assert start.grad is None
+    assert initial.grad is None
     only_start = insum("y[i] += 2 * 3", y=draw(4).requires_grad_(), sizes={"i": 4})
     assert only_start.requires_grad
 

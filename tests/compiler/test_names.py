@@ -91,8 +91,8 @@ def test_names_that_differ_in_case(expression: str, tensors: dict[str, list[floa
 
 
 def test_a_starting_value_beside_a_tensor_of_almost_its_name():
-    start = torch.tensor([100.0, 200.0])
-    assert insum("y[i] += Y[i]", Y=torch.tensor([1.0, 2.0]), y=start).tolist() == [101.0, 202.0]
+    initial = torch.tensor([100.0, 200.0])
+    assert insum("y[i] += Y[i]", Y=torch.tensor([1.0, 2.0]), y=initial).tolist() == [101.0, 202.0]
 
 
 def test_every_keyword_of_python_may_be_a_name():

@@ -117,7 +117,7 @@ def test_random_programs_compute_their_statement():
         program = random_program(seed, max_size=4, profile="smooth")
         statement = parse_cached(program.expression)
         nested = [inner for access in statement.accesses() for outer in access.nested() for inner in outer.nested()]
-        if program.start is not None or nested or any(t.numel() == 0 for t in program.tensors.values()):
+        if program.initial is not None or nested or any(t.numel() == 0 for t in program.tensors.values()):
             continue
         ordered = [program.tensors[name] for name in layout_of(statement).tensors]
         ordered = [t.mul(2).round() if t.is_floating_point() else t for t in ordered]
@@ -170,7 +170,7 @@ def joint_form(
     monkeypatch.setattr(fused_cases, "TABLES", tables)
     monkeypatch.setattr(fused_cases.programs, "__defaults__", (tables, fused_cases.GENERATED))
     ones = fused_cases.ones_of(roles, tensors)
-    found = fused_module._along(ones, (walk, "e"), False)
+    found = fused_cases.kernel_along(ones, (walk, "e"))
     given = fused_cases.named(roles, tensors)
     ordered = [next(t[name] for t in given if name in t) for name in found.spec.layout.tensors]
     owned = [one for one in ones if found.order[one.number] == 0]

@@ -178,10 +178,10 @@ def test_one_program_at_many_sizes_and_layouts(built: bool, skewed: bool, monkey
     sizes = [(5, 33), (8, 64), (7, 40), (6, 0), (5, 47), (8, 50), (7, 33), (6, 64)]
     for number, (rows, entries) in enumerate(sizes):
         named = operands(rows, entries, 5, skewed=skewed, transposed=number % 3 == 2)
-        start = torch.randn(rows, 5) if number % 2 else None
-        given = named if start is None else {**named, "C": start}
+        initial = torch.randn(rows, 5) if number % 2 else None
+        given = named if initial is None else {**named, "C": initial}
         got = program(tensors=given, out_shape=(rows, None))
-        want = torch.zeros(rows, 5) if start is None else start.clone()
+        want = torch.zeros(rows, 5) if initial is None else initial.clone()
         want.index_add_(0, named["Row"], named["Val"][:, None] * named["B"][named["Col"]])
         torch.testing.assert_close(got, want)
         assert torch.equal(program(tensors=given, out_shape=(rows, None)), got)
@@ -192,12 +192,12 @@ def test_one_program_at_many_sizes_and_layouts(built: bool, skewed: bool, monkey
 def test_given_tensors_with_others_of_new_sizes():
     program = insum_nn.compile(SPMM, options=GENERATED)
     named = operands(7, 30, 1, skewed=False, transposed=False)
-    given = program.given({name: named[name] for name in ("Row", "Col", "Val")})
+    given = program.bind({name: named[name] for name in ("Row", "Col", "Val")})
     for columns in (3, 5, 4, 5, 3):
         dense = torch.randn(7, columns)
         want = torch.zeros(7, columns).index_add_(0, named["Row"], named["Val"][:, None] * dense[named["Col"]])
         torch.testing.assert_close(given(dense, out_shape=(7, None)), want)
-        torch.testing.assert_close(given(dense, out_shape=(7, None), start=dense), want + dense)
+        torch.testing.assert_close(given(dense, out_shape=(7, None), initial=dense), want + dense)
 
 
 def test_what_is_wrong_with_new_sizes_is_said():
@@ -251,17 +251,17 @@ def test_a_printed_call_notices_what_it_was_not_printed_for():
     """Writes to a builder's tensors, other dtypes, ranks and layouts, sizes that disagree, and a cleared cache."""
     program = compile_built(SPMM, facts=BUILT, options=GENERATED)
 
-    def check(named: dict[str, Tensor], start: Tensor | None = None) -> None:
-        want = torch.zeros(7, 3, dtype=named["B"].dtype) if start is None else start.expand(7, 3).clone()
+    def check(named: dict[str, Tensor], initial: Tensor | None = None) -> None:
+        want = torch.zeros(7, 3, dtype=named["B"].dtype) if initial is None else initial.expand(7, 3).clone()
         want.index_add_(0, named["Row"], named["Val"][:, None] * named["B"][named["Col"]])
-        given = named if start is None else {**named, "C": start}
+        given = named if initial is None else {**named, "C": initial}
         torch.testing.assert_close(program(tensors=given, out_shape=(7, None)), want)
 
     named = operands(7, 30, 3, skewed=False, transposed=False)
     check(named)
     assert program.spec.calls
-    for start in (None, torch.randn(3), torch.randn(7, 1), torch.randn(7, 3), torch.randn(3, 7).t()):
-        check(named, start)
+    for initial in (None, torch.randn(3), torch.randn(7, 1), torch.randn(7, 3), torch.randn(3, 7).t()):
+        check(named, initial)
     check({**named, "B": torch.randn(3, 7).t()})
     check({**named, "Row": named["Row"].int(), "Col": named["Col"].int()})
     check({**named, "Val": named["Val"].double(), "B": named["B"].double()})

@@ -37,9 +37,9 @@ def call(program: Program, static: dict[str, Tensor], *, packed: bool, gaps: boo
     if not packed:
         shape = {name: (a * b,) for name, (a, b) in shape.items()}
     made = {name: torch.randn(SAMPLES, *shape[name], generator=generator).to(dtype) for name in "XYZ"}
-    start = made.pop("Z")
+    initial = made.pop("Z")
     named = {**static, **made, "CG": static["CG"].to(dtype)}
-    return named, tuple(start.shape), start
+    return named, tuple(initial.shape), initial
 
 
 def takes_pairs(program: Program, named: dict[str, Tensor], shape: tuple[int, ...]) -> bool:
@@ -54,12 +54,12 @@ def test_values(packed: bool, gaps: bool, size: int, dtype: torch.dtype, monkeyp
     monkeypatch.setattr(pair_program, "AT_ONCE", size)
     static = tables(packed=packed, gaps=gaps)
     program = compile(PACKED if packed else TEXT, static=static)
-    named, shape, start = call(program, static, packed=packed, gaps=gaps, dtype=dtype)
+    named, shape, initial = call(program, static, packed=packed, gaps=gaps, dtype=dtype)
     wide = {n: t.double() if t.is_floating_point() else t for n, t in named.items()} | {"CG": static["CG"]}
     assert takes_pairs(program, named, shape)
-    for first in ({}, {"Z": start}):
+    for first in ({}, {"Z": initial}):
         got = program(tensors={**named, **first}, out_shape=shape)
-        expected = program.reference(tensors=wide, out_shape=shape) + (start.double() if first else 0)
+        expected = program.reference(tensors=wide, out_shape=shape) + (initial.double() if first else 0)
         assert got.dtype == dtype
         assert got.is_contiguous()
         # Half of the distance between two numbers, and what sums in float32 add to it.
@@ -90,7 +90,7 @@ def test_derivatives_are_of_the_same_kind(packed: bool):
 def test_traced_graphs_multiply_a_matrix(any_samples: bool):
     static = tables(packed=False)
     program = compile(TEXT, static=static)
-    named, shape, start = call(program, static, packed=False, gaps=False, dtype=torch.float64)
+    named, shape, initial = call(program, static, packed=False, gaps=False, dtype=torch.float64)
 
     class Model(torch.nn.Module):
         def __init__(self) -> None:
@@ -102,7 +102,7 @@ def test_traced_graphs_multiply_a_matrix(any_samples: bool):
             whole = {**dict(self.named_buffers()), "X": x, "Y": y, "Z": z}
             return program(tensors=whole, out_shape=(x.shape[0], *shape[1:]))
 
-    given = named["X"], named["Y"], start
+    given = named["X"], named["Y"], initial
     samples = {0: torch.export.Dim("samples", min=2)} if any_samples else {}
     exported = torch.export.export(Model(), given, dynamic_shapes=(samples,) * 3)
     called = {str(node.target) for node in exported.graph.nodes}

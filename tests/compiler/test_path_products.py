@@ -90,8 +90,8 @@ def test_every_side(name: str, shared: bool, edges: str, step: dict[str, int]):
     expected = program.reference(tensors=named, out_shape=shape)
     assert takes_paths(program, named, shape)
     torch.testing.assert_close(program(tensors=named, out_shape=shape), expected)
-    start = torch.randn(shape, dtype=torch.float64)
-    torch.testing.assert_close(program(tensors={**named, name: start}, out_shape=shape), expected + start)
+    initial = torch.randn(shape, dtype=torch.float64)
+    torch.testing.assert_close(program(tensors={**named, name: initial}, out_shape=shape), expected + initial)
     torch.testing.assert_close(program(tensors=named, out_shape=shape), expected)
 
 
@@ -187,13 +187,13 @@ def test_half_types_are_rounded_once(name: str, edges: str, dtype: torch.dtype, 
     # Static numbers are known in float64.
     halves["CG"] = halves["CG"].to(dtype)
     wide = {n: t.double() if t.is_floating_point() else t for n, t in halves.items()} | {"CG": static["CG"]}
-    start = torch.randn(shape, dtype=dtype)
+    initial = torch.randn(shape, dtype=dtype)
     assert takes_paths(program, halves, shape)
     for size in (1 << 24, 1):
         monkeypatch.setattr("insum_nn.compiler.runtime.composite.path_products.AT_ONCE", size)
-        for first in ({}, {name: start}):
+        for first in ({}, {name: initial}):
             got = program(tensors={**halves, **first}, out_shape=shape)
-            expected = program.reference(tensors=wide, out_shape=shape) + (start.double() if first else 0)
+            expected = program.reference(tensors=wide, out_shape=shape) + (initial.double() if first else 0)
             assert got.dtype == dtype
             # Half of the distance between two numbers, and what float32 adds to it.
             near = 0.51 * torch.finfo(dtype).eps

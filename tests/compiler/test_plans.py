@@ -33,7 +33,7 @@ from insum_nn.compiler.schedule.cost_model import H200, without_measuring
 from insum_nn.compiler.schedule.database import versions
 from insum_nn.compiler.schedule.space import precision_of
 from tests.compiler.corpus.statements import Entry, entries
-from tests.compiler.fused_cases import draw, named, programs, shape_of
+from tests.compiler.fused_cases import draw, named, programs, run, shape_of
 from tests.compiler.interpreted import interpreter
 
 __all__ = ["interpreter"]
@@ -136,12 +136,12 @@ def test_names_do_not_matter(monkeypatch: pytest.MonkeyPatch):
 def test_programs_that_run_together(monkeypatch: pytest.MonkeyPatch):
     tensors, shapes = draw(8), [shape_of(role, 8) for role in "xyw"]
     first = FusedPrograms(programs("xyw"))
-    found = first(named("xyw", tensors), shapes, 0)
+    found = run(first, named("xyw", tensors), shapes, 0)
     assert first.reason.startswith("together")
     keep_plans()
     forbid_decisions(monkeypatch)
     again = FusedPrograms(programs("xyw"))
-    for a, b in zip(again(named("xyw", tensors), shapes, 0), found, strict=True):
+    for a, b in zip(run(again, named("xyw", tensors), shapes, 0), found, strict=True):
         torch.testing.assert_close(a, b)
     assert again.reason == first.reason
 

@@ -58,8 +58,8 @@ def moved(program: RandomProgram, device: torch.device, dtype: torch.dtype) -> R
         return tensor.to(device=device, dtype=dtype if tensor.is_floating_point() else tensor.dtype)
 
     tensors = {name: move(tensor) for name, tensor in program.tensors.items()}
-    start = None if program.start is None else move(program.start)
-    return RandomProgram(program.expression, tensors, program.sizes, program.out_shape, start, program.output)
+    initial = None if program.initial is None else move(program.initial)
+    return RandomProgram(program.expression, tensors, program.sizes, program.out_shape, initial, program.output)
 
 
 def magnitudes(program: RandomProgram) -> Tensor:
@@ -67,10 +67,10 @@ def magnitudes(program: RandomProgram) -> Tensor:
     expression = program.expression.replace("max=", "+=").replace("min=", "+=")
     positive = {name: program.tensors[name].double().abs() for name in value_names(program)}
     bare = RandomProgram(expression, program.tensors, program.sizes, None, None, program.output)
-    shape = program.out_shape if program.start is None else tuple(program.start.shape)
+    shape = program.out_shape if program.initial is None else tuple(program.initial.shape)
     bare = RandomProgram(expression, {**program.tensors, **positive}, program.sizes, shape, None, program.output)
     total = reference(bare).abs()
-    return total if program.start is None else total + program.start.double().abs().cpu()
+    return total if program.initial is None else total + program.initial.double().abs().cpu()
 
 
 def assert_close_to_reference(program: RandomProgram, got: Tensor) -> None:
@@ -151,10 +151,10 @@ def test_larger_programs():
 
 
 def leaves(program: RandomProgram, most: int) -> tuple[Callable[..., Tensor], tuple[Tensor, ...]] | None:
-    """The program as a function of its values and start, with arguments that do not overlap in memory."""
+    """The program as a function of its values and initial value, with arguments that do not overlap in memory."""
     named = {name: program.tensors[name] for name in value_names(program)}
-    if program.start is not None:
-        named[program.output] = program.start
+    if program.initial is not None:
+        named[program.output] = program.initial
     if not named or sum(tensor.numel() for tensor in named.values()) > most:
         return None
     names = tuple(named)
@@ -208,10 +208,10 @@ def test_gradients_of_extrema(number: int):
 
 
 def gradients(program: RandomProgram, options: Options) -> list[Tensor]:
-    """Gradients of a weighted sum of the output's cells with respect to every value and the start."""
+    """Gradients of a weighted sum of the output's cells with respect to every value and the initial value."""
     named = {name: program.tensors[name] for name in value_names(program)}
-    if program.start is not None:
-        named[program.output] = program.start
+    if program.initial is not None:
+        named[program.output] = program.initial
     own = {name: tensor.detach().clone().requires_grad_() for name, tensor in named.items()}
     if not own:
         return []

@@ -440,9 +440,9 @@ def test_memory_layouts(layout: str):
     got = insum(expression, A=a, B=b, E=entries)
     want = insum_nn.compile(expression).reference(A=a, B=b, E=entries)
     torch.testing.assert_close(got, want)
-    start = change(torch.randn(3, 2, dtype=torch.float64))
-    got = insum(expression, A=a, B=b, E=entries, C=start)
-    torch.testing.assert_close(got, want + start)
+    initial = change(torch.randn(3, 2, dtype=torch.float64))
+    got = insum(expression, A=a, B=b, E=entries, C=initial)
+    torch.testing.assert_close(got, want + initial)
 
 
 ALIASES = {
@@ -460,13 +460,13 @@ ALIASES = {
 
 
 @pytest.mark.parametrize("name", ALIASES)
-@pytest.mark.parametrize("start", [False, True])
-def test_the_output_is_its_own(name: str, start: bool):
+@pytest.mark.parametrize("initial", [False, True])
+def test_the_output_is_its_own(name: str, initial: bool):
     expression, others = ALIASES[name]
     x = torch.randn(3, 3, dtype=torch.float64)
     arguments = {"x": x, **others}
     shape = (3,) if "y[i] " in expression or "y[j] " in expression else (3, 3)
-    if start:
+    if initial:
         expression = expression.replace(" = ", " += ")
         arguments["y"] = torch.randn(shape, dtype=torch.float64).t()
     elif "E" in others:

@@ -16,7 +16,17 @@ from insum_nn.compiler.forms.form import FormError
 from insum_nn.compiler.runtime.composite import fused_programs as fused_module
 from insum_nn.compiler.schedule.space import Schedule
 from insum_nn.testing.tolerances import assert_matches
-from tests.compiler.fused_cases import EDGES, GENERATED, SCHEDULES, STATEMENTS, TABLES, draw, shape_of
+from tests.compiler.fused_cases import (
+    EDGES,
+    GENERATED,
+    SCHEDULES,
+    STATEMENTS,
+    TABLES,
+    draw,
+    kernel_along,
+    run,
+    shape_of,
+)
 from tests.compiler.interpreted import interpreter
 
 __all__ = ["interpreter"]
@@ -78,7 +88,7 @@ def by_one_kernel(
     pairs: Sequence[str], tensors: dict[str, Tensor], walk: str, schedule: Schedule | None = None
 ) -> list[Tensor]:
     ones = ones_of(pairs, tensors)
-    found = fused_module._along(ones, (walk, "e"), False)
+    found = kernel_along(ones, (walk, "e"))
     call = fused_module._Call(found, ones, given(pairs, tensors))
     generated = found.generated if schedule is None else found.generated.with_schedule(schedule)
     made = generated.prepare_all(call.tensors, call.extents)(call.tensors)
@@ -88,7 +98,7 @@ def by_one_kernel(
 def call(pairs: Sequence[str], tensors: dict[str, Tensor]) -> tuple[FusedPrograms, list[Tensor]]:
     u = tensors["dZ"].shape[2]
     fused = FusedPrograms(summed(pairs), [role for role, _ in pairs])
-    return fused, fused(given(pairs, tensors), [shape_of(role, u) for role, _ in pairs], "key")
+    return fused, run(fused, given(pairs, tensors), [shape_of(role, u) for role, _ in pairs], "key")
 
 
 @pytest.mark.usefixtures("interpreter")
@@ -136,12 +146,12 @@ def test_what_is_refused():
     tensors = operands(4)
     deterministic = partial(FusedPrograms, deterministic=True)
     fused = deterministic(summed(SETS["all"]), [role for role, _ in SETS["all"]])
-    fused(given(SETS["all"], tensors), [shape_of(role, 4) for role, _ in SETS["all"]], "key")
+    run(fused, given(SETS["all"], tensors), [shape_of(role, 4) for role, _ in SETS["all"]], "key")
     assert fused.reason.startswith("one by one")
     # Without an output at the other end, every run gives the same.
     for pairs in (SETS["owned alone"], SETS["edges"]):
         fused = deterministic(summed(pairs), [role for role, _ in pairs])
-        fused(given(pairs, tensors), [shape_of(role, 4) for role, _ in pairs], "key")
+        run(fused, given(pairs, tensors), [shape_of(role, 4) for role, _ in pairs], "key")
         assert fused.reason.startswith("together")
     # Outputs of different shapes are not one.
     fused = FusedPrograms(summed(("wx", "yx")), ["one", "one"])
@@ -150,7 +160,7 @@ def test_what_is_refused():
         assert fused.together(given(("wx", "yx"), tensors), shapes, "key", list) is None
     ones = [replace(one, number=0) for one in ones_of(("wx", "yx"), tensors)]
     with pytest.raises(FormError, match="another kind"):
-        fused_module._along(ones, ("Dst", "e"), False)
+        kernel_along(ones, ("Dst", "e"))
 
 
 @pytest.mark.usefixtures("interpreter")
@@ -160,7 +170,7 @@ def test_no_edges():
     pairs = SETS["all"]
     shapes = [(0, *s[1:]) if s[0] == EDGES else s for s in (shape_of(role, 4) for role, _ in pairs)]
     fused = FusedPrograms(summed(pairs), [role for role, _ in pairs])
-    found = fused(given(pairs, tensors), shapes, "key")
+    found = run(fused, given(pairs, tensors), shapes, "key")
     assert [tuple(t.shape) for t in found] == list(dict.fromkeys(shapes))
     assert not any(t.any() for t in found)
 

@@ -26,18 +26,18 @@ CPU = torch.device("cpu")
 
 def kinds(setting: sweep.Setting) -> set[str]:
     """What a setting's kernel is an example of, from its text alone."""
-    tensors, _, start = setting.tensors(CPU)
+    tensors, _, initial = setting.tensors(CPU)
     form, ordered, extents = form_of(
         setting.case,
         tensors,
         facts=setting.facts,
-        start=start,
+        initial=initial,
         by_rows=setting.own,
         fixed="" if setting.loose else None,
     )
     schedule = setting.schedule or default_schedule(form)
     partition = partition_for(form, ordered, extents, schedule)
-    strides = strides_of(form, ordered, extents, partition is not None and partition.split, start)
+    strides = strides_of(form, ordered, extents, partition is not None and partition.split, initial)
     source = write_kernel(form, schedule, strides, setting.precision)
     arguments = [argument.kind for argument in source.arguments]
     return sweep.kinds_of(setting, form, source.schedule, arguments, "end" in arguments)

@@ -279,11 +279,11 @@ for case, shared, rows, cells in runs:
             step.source.program = compile(
                 step.source.expression, facts=facts, static=step.source.tables, options=options
             )
-            step.given = step.source.program.given(step.tables)
+            step.bound = step.source.program.bind(step.tables)
         for _ in range(2):
             got = source(given, (None, None), rows, "key")
             assert_matches(got, expected, dtype=torch.float32, kind="sum")
-        print(role, len(made), sum(any(seen.ready for seen in step.given._checked.values()) for step in made))
+        print(role, len(made), sum(any(seen.ready for seen in step.bound._checked.values()) for step in made))
 """
 
 
@@ -316,7 +316,7 @@ def test_ready_calls_notice_what_changed():
     ((step, _),) = source._steps
     first = run(given, 4, "of 4")
     assert_matches(run(given, 4, "of 4"), first, dtype=torch.float64, kind="sum")
-    (seen,) = step.given._checked.values()
+    (seen,) = step.bound._checked.values()
     assert seen.ready is not None
     named = step.named(given, (None, None), {})
     ready, operands = seen.ready, [named[name] for name in step.source.program._names]
@@ -324,7 +324,7 @@ def test_ready_calls_notice_what_changed():
     insum_nn.clear_cache()
     assert not ready.holds(operands)
     assert_matches(run(given, 4, "of 4"), first, dtype=torch.float64, kind="sum")
-    (seen,) = step.given._checked.values()
+    (seen,) = step.bound._checked.values()
     assert seen.ready is not None
     assert seen.ready is not ready
     assert seen.ready.holds(operands)

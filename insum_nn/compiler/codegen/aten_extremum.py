@@ -45,13 +45,13 @@ class ExtremumWriter(OutputWriter):
         return self.settle(node, touched, mode, owned=value.owned)
 
     def settle(self, node: Node, touched: Node | None, mode: Combining, *, owned: bool) -> Node:
-        start = self.start
-        if start is not None:
-            best = self.call(mode.pair, start, node)
-            node = best if touched is None else self.call(torch.where, touched, best, start)
+        initial = self.initial
+        if initial is not None:
+            best = self.call(mode.pair, initial, node)
+            node = best if touched is None else self.call(torch.where, touched, best, initial)
         elif touched is not None:
             node = self.call(torch.where, touched, node, 0)
-        return self.finish(node, owned=start is not None or touched is not None or owned)
+        return self.finish(node, owned=initial is not None or touched is not None or owned)
 
     def scatter_extremum(
         self,

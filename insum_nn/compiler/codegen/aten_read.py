@@ -102,7 +102,7 @@ class GraphWriter:
         self.aranges: dict[Expr, Node] = {}
         self.entries: dict[Load, Position] = {}
         self.conditions: dict[Expr, tuple[Node, Labels]] = {}
-        self.start: Node | None = None
+        self.initial: Node | None = None
         self.device: Node | None = None
 
     # Building blocks.
@@ -126,10 +126,10 @@ class GraphWriter:
             if extent.buffer is None:
                 self.sizes[extent.size.name] = self.parameter(extent.size)
         if self.accumulate:
-            self.start = self.parameter(self.output)
+            self.initial = self.parameter(self.output)
         elif len(tensors) < len(self.source.inputs):
-            self.start = self.parameter(self.source.inputs[-1])
-        anchor = next(iter(self.tensors.values()), self.start)
+            self.initial = self.parameter(self.source.inputs[-1])
+        anchor = next(iter(self.tensors.values()), self.initial)
         if anchor is not None:
             self.device = self.call(getattr, anchor, "device")
         for extent in self.source.extents:

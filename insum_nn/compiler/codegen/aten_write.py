@@ -55,11 +55,11 @@ class OutputWriter(GraphWriter):
     def write(self, store: Store, value: Value) -> Node:
         labels = plain_labels(store.subscripts)
         if self.accumulate:
-            return self.method("add_", self.start, self.align(value.node, value.labels, labels))
-        if self.start is not None:
+            return self.method("add_", self.initial, self.align(value.node, value.labels, labels))
+        if self.initial is not None:
             node = self.align(self.widen(value), value.labels, labels)
-            start = self.method("to", self.start, self.wide_dtype) if self.widens else self.start
-            return self.finish(self.call(operator.add, start, node), owned=True)
+            initial = self.method("to", self.initial, self.wide_dtype) if self.widens else self.initial
+            return self.finish(self.call(operator.add, initial, node), owned=True)
         missing = set(labels) - set(value.labels)
         return self.finish(self.expanded(value, labels), owned=value.owned and not missing)
 
@@ -95,7 +95,7 @@ class OutputWriter(GraphWriter):
             # On a GPU the accumulating index_put sorts the addresses first, so its order of summation is fixed.
             places = (None,) * axis + (flat,)
             return self.call(torch.ops.aten.index_put.default, base, places, node, True)
-        if self.start is None and not self.compiled:
+        if self.initial is None and not self.compiled:
             # Nothing else refers to the zeros.
             return self.method("index_add_", base, axis, flat, node)
         return self.call(torch.index_add, base, axis, flat, node)
@@ -103,11 +103,11 @@ class OutputWriter(GraphWriter):
     def base(self, to: Addresses) -> Node:
         """Return what is added to: the output with its scattered axes as one, in place if there is one, else first."""
         if self.accumulate:
-            assert self.start is not None
-            return self.start
+            assert self.initial is not None
+            return self.initial
         in_place = len(to.axes) == 1
         axis = to.axes[0] if in_place else 0
-        if self.start is None:
+        if self.initial is None:
             total = self.product(to.sizes)
             before, after = self.shape(to.rest[:axis]), self.shape(to.rest[axis:])
             if not axis or self.compiled:
@@ -115,11 +115,11 @@ class OutputWriter(GraphWriter):
             # A library call adds a row at a time, fastest where rows are what lies outermost.
             base = self.call(torch.zeros, (total, *before, *after), dtype=self.sum_dtype, device=self.device)
             return self.method("movedim", base, 0, axis)
-        start = self.method("to", self.start, self.sum_dtype) if self.widens else self.start
+        initial = self.method("to", self.initial, self.sum_dtype) if self.widens else self.initial
         if in_place:
-            return start
+            return initial
         order = [*to.axes, *(i for i in range(len(self.output.shape)) if i not in to.axes)]
-        moved = self.method("permute", start, order)
+        moved = self.method("permute", initial, order)
         return self.method("reshape", moved, (self.product(to.sizes), *self.shape(to.rest)))
 
     def restore(self, node: Node, to: Addresses, *, in_front: bool = False) -> Node:

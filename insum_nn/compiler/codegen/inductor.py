@@ -228,7 +228,7 @@ class _Symbols:
 
 
 def _fake_arguments(
-    bound: Bound, integers: Sequence[tuple[str, int]], tensors: Sequence[Tensor], start: Tensor | None
+    bound: Bound, integers: Sequence[tuple[str, int]], tensors: Sequence[Tensor], initial: Tensor | None
 ) -> tuple[_Symbols, list[Any]]:
     layout = bound.layout
     symbols = _Symbols()
@@ -255,9 +255,9 @@ def _fake_arguments(
         fake.append(tensor(value, names, where))
     for name, extent in integers:
         fake.append(symbols.size(name, extent, (len(fake), -1), fixed=False))
-    if start is not None:
+    if initial is not None:
         names = [numbered[name] if name else f"output_extent_{axis}" for axis, name in enumerate(layout.output_plain)]
-        fake.append(tensor(start, names, len(fake)))
+        fake.append(tensor(initial, names, len(fake)))
     return symbols, fake
 
 
@@ -267,7 +267,7 @@ def compile_graph(
     options: Options,
     integers: Sequence[tuple[str, int]],
     tensors: Sequence[Tensor],
-    start: Tensor | None,
+    initial: Tensor | None,
     sizes: tuple[object, ...],
 ) -> Compiled:
     """Compile a graph for all sizes of a class, or find it on disk.
@@ -278,17 +278,17 @@ def compile_graph(
         options: compile options.
         integers: names and values of the graph's integer arguments.
         tensors: the first call's tensors, contiguous.
-        start: its initial value.
+        initial: its initial value.
         sizes: the size class.
 
     Raises:
         InsumBackendError: Inductor does not compile the graph.
     """
-    anchor = next(iter(tensors), start)
+    anchor = next(iter(tensors), initial)
     device = torch.device("cpu") if anchor is None else anchor.device
     home = own_folder("inductor")
     path = None if home is None else home / _key(graph, bound, options, sizes, device)
-    arguments = [*tensors, *(value for _, value in integers), *([] if start is None else [start])]
+    arguments = [*tensors, *(value for _, value in integers), *([] if initial is None else [initial])]
     broken = False
     if path is not None and path.exists():
         try:
@@ -300,7 +300,7 @@ def compile_graph(
             return found
     note = ""
     try:
-        artifact, symbols = _compile(graph, bound, options, integers, tensors, start)
+        artifact, symbols = _compile(graph, bound, options, integers, tensors, initial)
     except Exception as error:
         if device.type != "cuda" or not options.native_matmul:
             raise _cannot(bound, device, error) from error
@@ -308,7 +308,9 @@ def compile_graph(
         # gather, product and scatter do not. Explain says which one runs.
         note = f"gather, product and scatter in separate kernels: the fused one does not compile ({_first_line(error)})"
         try:
-            artifact, symbols = _compile(graph, bound, replace(options, native_matmul=False), integers, tensors, start)
+            artifact, symbols = _compile(
+                graph, bound, replace(options, native_matmul=False), integers, tensors, initial
+            )
         except Exception as second:
             raise _cannot(bound, device, second) from error
     shown = tuple((name, at, axis) for name, (at, axis) in symbols.shown.items())
@@ -331,9 +333,9 @@ def _compile(
     options: Options,
     integers: Sequence[tuple[str, int]],
     tensors: Sequence[Tensor],
-    start: Tensor | None,
+    initial: Tensor | None,
 ) -> tuple[Any, _Symbols]:
-    traced, fake, symbols = _trace(graph, bound, integers, tensors, start)
+    traced, fake, symbols = _trace(graph, bound, integers, tensors, initial)
     return _standalone(traced, fake, inductor_options(bound, options)), symbols
 
 
@@ -354,11 +356,11 @@ def _trace(
     bound: Bound,
     integers: Sequence[tuple[str, int]],
     tensors: Sequence[Tensor],
-    start: Tensor | None,
+    initial: Tensor | None,
 ) -> tuple[fx.GraphModule, list[Any], _Symbols]:
     from torch.fx.experimental.proxy_tensor import make_fx
 
-    symbols, fake = _fake_arguments(bound, integers, tensors, start)
+    symbols, fake = _fake_arguments(bound, integers, tensors, initial)
     with torch.no_grad():
         traced = make_fx(graph.forward, tracing_mode="symbolic")(*fake)
     for node in traced.graph.nodes:
@@ -385,12 +387,12 @@ def kernel_sources(
     options: Options,
     integers: Sequence[tuple[str, int]],
     tensors: Sequence[Tensor],
-    start: Tensor | None,
+    initial: Tensor | None,
 ) -> list[str]:
     """Return the code that Inductor writes, for `explain()` and for tests of its shape."""
     from torch._inductor.utils import run_and_get_code
 
-    traced, fake, _ = _trace(graph, bound, integers, tensors, start)
+    traced, fake, _ = _trace(graph, bound, integers, tensors, initial)
     chosen = {**inductor_options(bound, options), "fx_graph_cache": False, "max_autotune_pointwise": False}
     _, sources = run_and_get_code(lambda: _standalone(traced, fake, chosen))
     return list(sources)

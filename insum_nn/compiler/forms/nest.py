@@ -185,9 +185,9 @@ def arguments_of(form: Form) -> Mapping[str, Argument]:
         found |= {f"{canonical}_step_{axis}": Argument("stride", name, axis) for axis in range(rank)}
     rank = len(layout.output_plain)
     found |= {f"{OUTPUT}_{axis}": Argument("dim", "@out", axis) for axis in range(rank)}
-    found |= {f"{INITIAL}_step_{axis}": Argument("start_stride", "", axis) for axis in range(rank)}
+    found |= {f"{INITIAL}_step_{axis}": Argument("initial_stride", "", axis) for axis in range(rank)}
     found |= {f"{OUTPUT}{n}": Argument("additional", str(n - 1)) for n in range(1, len(form.additional) + 1)}
-    found |= {OUTPUT: Argument("out"), INITIAL: Argument("start")}
+    found |= {OUTPUT: Argument("out"), INITIAL: Argument("initial")}
     kinds = ("rows", "begin", "end", "target", "row_of", "order", "workspace")
     return found | {kind: Argument(kind) for kind in kinds}
 
@@ -199,8 +199,8 @@ def _laid_out(kernel: Kernel, form: Form, strides: Strides) -> Kernel:
     changed: dict[Node, Node] = {}
     for buffer in kernel.inputs:
         steps = None
-        if buffer.name == INITIAL and strides.start is not None:
-            each = enumerate(strides.start)
+        if buffer.name == INITIAL and strides.initial is not None:
+            each = enumerate(strides.initial)
             steps = tuple(Const(int(step)) if step else Size(f"{INITIAL}_step_{axis}") for axis, step in each)
         elif not plain.get(buffer.name, True):
             steps = tuple(Size(f"{buffer.name}_step_{axis}") for axis in range(len(buffer.shape)))

@@ -33,13 +33,13 @@ class Strides:
         contiguous: for each tensor of the layout.
         wide: some offset needs 64 bits.
         split: rows are divided among programs.
-        start: how the initial value is addressed; see `initial_steps`.
+        initial: how the initial value is addressed; see `initial_steps`.
     """
 
     contiguous: tuple[bool, ...]
     wide: bool = False
     split: bool = False
-    start: tuple[str, ...] | None = None
+    initial: tuple[str, ...] | None = None
 
 
 def initial_steps(initial: Tensor | None) -> tuple[str, ...] | None:
@@ -56,7 +56,7 @@ def _step(extent: int, step: int) -> str:
 class Numbers:
     """How the integer parameters of a kernel, and the number of its programs, follow from the sizes of a call.
 
-    Printed as lines of Python, which read `tensors`, `start`, `indices`, `output` and `rows`: the tensors in the
+    Printed as lines of Python, which read `tensors`, `initial`, `indices`, `output` and `rows`: the tensors in the
     layout's order, the initial value, the sizes of the call, and programs' ranges of rows. Sizes may be symbolic, and
     then what is made of them stays so.
 
@@ -87,7 +87,7 @@ class Numbers:
         # Sizes of the grid stand behind the parameters.
         for place, argument in enumerate((*arguments, *sizes.values())):
             kind, name, axis = argument.kind, argument.name, argument.axis
-            along = kind in ("stride", "start_stride")
+            along = kind in ("stride", "initial_stride")
             if kind == "tensor":
                 inputs.append((place, names.index(name)))
                 continue
@@ -96,8 +96,8 @@ class Numbers:
                 along = name in columns
             elif kind == "stride":
                 value = f"tensors[{names.index(name)}].stride({axis})"
-            elif kind == "start_stride":
-                value = f"start.stride({axis})"
+            elif kind == "initial_stride":
+                value = f"initial.stride({axis})"
             elif kind == "dim" and name == "@out":
                 value = f"output[{axis}]"
                 along = True
@@ -123,7 +123,7 @@ class Numbers:
     def of(self) -> Callable[..., tuple[list[Any], Any]]:
         """What returns the parameters of a call, with `None` for pointers, and the number of programs."""
         found = ", ".join("None" if name.startswith("p") else name for name in self.names)
-        text = ["def of(tensors, start, indices, output, rows):", *self.lines, f"return [{found}], {self.grid}"]
+        text = ["def of(tensors, initial, indices, output, rows):", *self.lines, f"return [{found}], {self.grid}"]
         return function_of_lines(text, {}, "sizes of a kernel")
 
 

@@ -101,16 +101,16 @@ class Generated:
         return other
 
     def prepare(
-        self, tensors: Sequence[Tensor], extents: Extents, start: Tensor | None
+        self, tensors: Sequence[Tensor], extents: Extents, initial: Tensor | None
     ) -> Callable[[Sequence[Tensor], Tensor | None], Tensor]:
         """What runs the statement on tensors of these shapes."""
-        find, indices, output = self._finder(tensors, extents, start), extents.indices, extents.output
+        find, indices, output = self._finder(tensors, extents, initial), extents.indices, extents.output
 
-        def run(tensors: Sequence[Tensor], start: Tensor | None) -> Tensor:
-            if start is not None:
-                start = start.detach()
-            kernel, partition = find(tensors, start, indices, output)
-            return kernel.call(tensors, start, indices, output, partition)
+        def run(tensors: Sequence[Tensor], initial: Tensor | None) -> Tensor:
+            if initial is not None:
+                initial = initial.detach()
+            kernel, partition = find(tensors, initial, indices, output)
+            return kernel.call(tensors, initial, indices, output, partition)
 
         return run
 
@@ -126,25 +126,25 @@ class Generated:
         return run
 
     def at(
-        self, tensors: Sequence[Tensor], extents: Extents, start: Tensor | None
+        self, tensors: Sequence[Tensor], extents: Extents, initial: Tensor | None
     ) -> Callable[[Sequence[Tensor], Tensor | None, tuple[int, ...], tuple[int, ...]], Tensor]:
         """What runs the statement at all sizes that share a schedule with these.
 
-        What it runs on is contiguous, and of sizes for which 32 bits address every cell; `start` is as it is here.
+        What it runs on is contiguous, and of sizes for which 32 bits address every cell; `initial` is as it is here.
         """
-        find = self._finder(tensors, extents, start)
+        find = self._finder(tensors, extents, initial)
         if self.form.row_index is None:
-            return find(tensors, start, extents.indices, extents.output)[0].call
+            return find(tensors, initial, extents.indices, extents.output)[0].call
 
         def run(
-            tensors: Sequence[Tensor], start: Tensor | None, indices: tuple[int, ...], output: tuple[int, ...]
+            tensors: Sequence[Tensor], initial: Tensor | None, indices: tuple[int, ...], output: tuple[int, ...]
         ) -> Tensor:
-            kernel, partition = find(tensors, start, indices, output)
-            return kernel.call(tensors, start, indices, output, partition)
+            kernel, partition = find(tensors, initial, indices, output)
+            return kernel.call(tensors, initial, indices, output, partition)
 
         return run
 
-    def _finder(self, tensors: Sequence[Tensor], extents: Extents, start: Tensor | None) -> Finder:
+    def _finder(self, tensors: Sequence[Tensor], extents: Extents, initial: Tensor | None) -> Finder:
         """What finds the kernel for tensors as they lie in memory, and their row partition.
 
         Their sizes are of the same bucket, and need as many bits for the offsets in them.
@@ -155,14 +155,14 @@ class Generated:
         kernels: dict[object, UnsizedKernel] = {}
         schedules: dict[object, Schedule] = {}
 
-        def decide(lengths: object, tensors: Sequence[Tensor], extents: Extents, start: Tensor | None) -> Schedule:
-            schedule = self._schedule(bucket, tensors, extents, start).candidate
+        def decide(lengths: object, tensors: Sequence[Tensor], extents: Extents, initial: Tensor | None) -> Schedule:
+            schedule = self._schedule(bucket, tensors, extents, initial).candidate
             if not self.undecided(tensors):
                 schedules[lengths] = schedule
             return schedule
 
         def find(
-            tensors: Sequence[Tensor], start: Tensor | None, indices: tuple[int, ...], output: tuple[int, ...]
+            tensors: Sequence[Tensor], initial: Tensor | None, indices: tuple[int, ...], output: tuple[int, ...]
         ) -> tuple[UnsizedKernel, RowPartition | None]:
             lengths = partition = None
             divisions: Mapping[int, RowPartition] = {}
@@ -172,15 +172,15 @@ class Generated:
                 whole = divisions.get(UNDIVIDED)
                 longest = longest_row(tensors[place], output[axis], permuted) if whole is None else whole.longest
                 lengths = form.lengths(indices, output, longest)
-            schedule = schedules.get(lengths) or decide(lengths, tensors, Extents(indices, output), start)
+            schedule = schedules.get(lengths) or decide(lengths, tensors, Extents(indices, output), initial)
             key: object = lengths
             if place >= 0:
                 partition = divisions.get(schedule.chunk)
                 if partition is None:
                     partition = partition_of(tensors[place], output[axis], permuted, schedule.chunk)
                 key = (lengths, partition.target is not None)
-            if start is not None and not start.is_contiguous():
-                key = (key, "start", *start.stride())
+            if initial is not None and not initial.is_contiguous():
+                key = (key, "initial", *initial.stride())
             for n in read:
                 if not tensors[n].is_contiguous():
                     # Of all that a kernel reads: its text depends on which axes are contiguous.
@@ -190,22 +190,22 @@ class Generated:
             if kernel is None:
                 if len(kernels) >= _LIMIT:
                     kernels.clear()
-                kernel = self._kernel(bucket, schedule, tensors, Extents(indices, output), start, partition)
+                kernel = self._kernel(bucket, schedule, tensors, Extents(indices, output), initial, partition)
                 kernels[key] = kernel
             return kernel, partition
 
         return find
 
-    def described(self, tensors: Sequence[Tensor], extents: Extents, start: Tensor | None) -> Description:
+    def described(self, tensors: Sequence[Tensor], extents: Extents, initial: Tensor | None) -> Description:
         """Describe what a call runs, and each choice behind it with its reason."""
         form, bucket = self.form, size_bucket(extents)
-        chosen = self._schedule(bucket, tensors, extents, start)
+        chosen = self._schedule(bucket, tensors, extents, initial)
         partition = partition_for(form, tensors, extents, chosen.candidate)
-        kernel = self._kernel(bucket, chosen.candidate, tensors, extents, start, partition)
-        kernel = kernel.sized(tensors, start, extents, partition)
+        kernel = self._kernel(bucket, chosen.candidate, tensors, extents, initial, partition)
+        kernel = kernel.sized(tensors, initial, extents, partition)
         schedule = ("schedule", str(chosen.candidate), chosen.reason)
         choices = (_combining(form), schedule, *_unrolled(form))
-        return describe_kernel(kernel, start, partition, choices)
+        return describe_kernel(kernel, initial, partition, choices)
 
     def _kernel(
         self,
@@ -213,11 +213,11 @@ class Generated:
         schedule: Schedule,
         tensors: Sequence[Tensor],
         extents: Extents,
-        start: Tensor | None,
+        initial: Tensor | None,
         partition: RowPartition | None,
     ) -> UnsizedKernel:
         # Sizes are arguments: what is written for some is right for all, if not the best.
-        strides = strides_of(self.form, tensors, extents, partition is not None and partition.split, start)
+        strides = strides_of(self.form, tensors, extents, partition is not None and partition.split, initial)
         key = (bucket, schedule, strides)
         known = self._kernels.get(key)
         if known is None:
@@ -260,7 +260,7 @@ class Generated:
         return self.options.tune and tensors[0].is_cuda and capturing()
 
     def _schedule(
-        self, bucket: tuple[int, ...], tensors: Sequence[Tensor], extents: Extents, start: Tensor | None
+        self, bucket: tuple[int, ...], tensors: Sequence[Tensor], extents: Extents, initial: Tensor | None
     ) -> Selected[Schedule]:
         """The schedule for a call: one for all sizes, and longest rows, within a factor of two."""
         if self._fixed is not None:
@@ -276,7 +276,7 @@ class Generated:
             return found
 
         def choose() -> Selected[Schedule]:
-            chosen = choose_schedule(form, self.tables, bucket, tensors, extents, start, self.precision, self.options)
+            chosen = choose_schedule(form, self.tables, bucket, tensors, extents, initial, self.precision, self.options)
             if not self.undecided(tensors):
                 self._schedules[known] = chosen
             self.measurements = chosen.measured or self.measurements

@@ -38,20 +38,20 @@ WIDE = 2**31 - 2**16
 _RANGES = ("begin", "end", "target", "row_of", "order")
 
 
-def strides_of(form: Form, tensors: Sequence[Tensor], extents: Extents, split: bool, start: Tensor | None) -> Strides:
+def strides_of(form: Form, tensors: Sequence[Tensor], extents: Extents, split: bool, initial: Tensor | None) -> Strides:
     """What of the memory layout a kernel's text depends on."""
     contiguous = tuple([tensor.is_contiguous() for tensor in tensors])
     places, indices = form.places, extents.indices
     reach = max(math.prod(extents.output), math.prod([indices[places[x]] for x in form.entries]))
     for tensor, dense in zip(tensors, contiguous, strict=True):
         reach = max(reach, tensor.numel() if dense else _reach(tensor))
-    if start is not None:
-        reach = max(reach, _reach(start))
+    if initial is not None:
+        reach = max(reach, _reach(initial))
     if form.additional:
         names = form.bound.layout.tensors
         for each in form.additional:
             reach = max(reach, each.steps[0] * tensors[names.index(each.like[0])].shape[each.like[1]])
-    return Strides(contiguous, reach >= WIDE, split, initial_steps(start))
+    return Strides(contiguous, reach >= WIDE, split, initial_steps(initial))
 
 
 def _reach(tensor: Tensor) -> int:
@@ -84,12 +84,12 @@ class Kernel:
     def __call__(
         self,
         tensors: Sequence[Tensor],
-        start: Tensor | None,
+        initial: Tensor | None,
         partition: RowPartition | None,
         additional: Sequence[Tensor] = (),
     ) -> Tensor:
         """The statement's output; further ones are written to `additional`."""
-        return self.of.call(tensors, start, self.extents.indices, self.extents.output, partition, additional)
+        return self.of.call(tensors, initial, self.extents.indices, self.extents.output, partition, additional)
 
     def further_launches(self, partition: RowPartition | None) -> int:
         """What a call launches in addition: sums of divided rows and of the parts of one sum, and their dtype."""
@@ -139,11 +139,11 @@ class UnsizedKernel:
 
     @cached_property
     def call(self) -> Callable[..., Tensor]:
-        """What makes the output, `call(tensors, start, indices, output, partition, additional, bitmasks, launch)`.
+        """What makes the output, `call(tensors, initial, indices, output, partition, additional, bitmasks, launch)`.
 
         Args of what it returns:
             tensors: in the layout's order, as they were when the kernel was made but for their sizes.
-            start: the initial value.
+            initial: the initial value.
             indices: the sizes of the call.
             output: the output's shape.
             partition: the row partition of the terms, where the form has one.
@@ -167,7 +167,7 @@ class UnsizedKernel:
         """The lines of `call`."""
         numbers, source, splits = self.numbers, self.source, self.source.schedule.splits > 1
         lines = [
-            "def call(tensors, start, indices, output, partition=None, additional=(), bitmasks=bitmasks_of, "
+            "def call(tensors, initial, indices, output, partition=None, additional=(), bitmasks=bitmasks_of, "
             "launch=None):",
             "device = tensors[0].device",
         ]
@@ -175,7 +175,7 @@ class UnsizedKernel:
         for place, kind, position in numbers.others:
             tensors[place] = {
                 "out": "made",
-                "start": "start",
+                "initial": "initial",
                 "workspace": "workspace",
                 "bitmasks": f"bitmasks(tensors[{position}])",
                 "additional": f"additional[{position}]",
@@ -190,11 +190,11 @@ class UnsizedKernel:
         )
         empty = f"torch.empty_strided(output, ({''.join(f'{step}, ' for step in steps)}), dtype=dtype, device=device)"
         if splits or self.fills.never:
-            lines += [f"whole, made = False, kernel.memory(start, output, device, {covered})"]
+            lines += [f"whole, made = False, kernel.memory(initial, output, device, {covered})"]
         elif whole == "True":
             lines += [f"made = {empty}"]
         else:
-            lines += [f"whole = {whole}", f"made = {empty} if whole else kernel.memory(start, output, device, False)"]
+            lines += [f"whole = {whole}", f"made = {empty} if whole else kernel.memory(initial, output, device, False)"]
         if self.strides.split:
             lines += [f"workspace = kernel.workspace(partition, output, device, {covered})"]
         if any(argument.kind == "rows" for argument in (*source.arguments, *source.sizes.values())):
@@ -203,10 +203,10 @@ class UnsizedKernel:
         lines += [f"t{place} = {text}" for place, text in tensors.items()]
         lines += self._launching(tensors)
         if self.strides.split:
-            lines += ["if partition.slots:", "    kernel.add_divided(made, workspace, start, partition, output)"]
+            lines += ["if partition.slots:", "    kernel.add_divided(made, workspace, initial, partition, output)"]
         if whole == "True" and not splits:
             return [*lines, "return made"]
-        return [*lines, "return made if whole else kernel.finished(made, start)"]
+        return [*lines, "return made if whole else kernel.finished(made, initial)"]
 
     def _launching(self, tensors: Mapping[int, str]) -> list[str]:
         """The lines that launch: on machine code for aligned pointers on the current device, where it is loaded."""
@@ -216,7 +216,7 @@ class UnsizedKernel:
         tells = [f"not n{place} % 16" for place in numbers.vectors]
         tells += [f"partition.{kind}.dtype" for kind in self._ranges]
         # What is made here is where the statement's tensors are.
-        first, *others = [place for place, text in tensors.items() if text == "start" or text.startswith("tensors[")]
+        first, *others = [place for place, text in tensors.items() if text == "initial" or text.startswith("tensors[")]
         slow = ["code is None", f"({' | '.join(pointers)}) & 15", "current() != number"]
         slow += [f"t{n}.get_device() != number" for n in others]
         return [
@@ -262,11 +262,11 @@ class UnsizedKernel:
         return launch
 
     def sized(
-        self, tensors: Sequence[Tensor], start: Tensor | None, extents: Extents, partition: RowPartition | None
+        self, tensors: Sequence[Tensor], initial: Tensor | None, extents: Extents, partition: RowPartition | None
     ) -> Kernel:
         """The kernel for tensors of these shapes."""
         rows = None if partition is None else partition.rows
-        arguments, grid = self.numbers.of(tensors, start, extents.indices, extents.output, rows)
+        arguments, grid = self.numbers.of(tensors, initial, extents.indices, extents.output, rows)
 
         def compile_ahead() -> None:
             if grid:
@@ -293,24 +293,24 @@ class UnsizedKernel:
         return (torch.empty if covered else torch.zeros)(lengths, dtype=self.source.accumulator, device=device)
 
     def add_divided(
-        self, made: Tensor, workspace: Tensor, start: Tensor | None, partition: RowPartition, output: tuple[int, ...]
+        self, made: Tensor, workspace: Tensor, initial: Tensor | None, partition: RowPartition, output: tuple[int, ...]
     ) -> None:
         """Add up the parts of divided rows, and write the sums to their rows."""
         rows, form, collector = partition.divided, self.form, self.collector
         assert rows is not None
         assert collector is not None
         axis = form.row_axis
-        if start is None and form.bound.epilogue.activation is None:
+        if initial is None and form.bound.epilogue.activation is None:
             collector(workspace, made, rows, partition, math.prod(output[axis + 1 :]))
             return
         sums = torch.empty((rows.shape[0], *workspace.shape[1:]), dtype=workspace.dtype, device=workspace.device)
         collector(workspace, sums, None, partition, 0)
-        if start is not None:
-            sums = sums + start.movedim(axis, 0).index_select(0, rows)
+        if initial is not None:
+            sums = sums + initial.movedim(axis, 0).index_select(0, rows)
         sums = form.bound.epilogue.activated(sums)
         made.movedim(axis, 0).index_copy_(0, rows, sums.to(made.dtype))
 
-    def memory(self, start: Tensor | None, output: tuple[int, ...], device: torch.device, covered: bool) -> Tensor:
+    def memory(self, initial: Tensor | None, output: tuple[int, ...], device: torch.device, covered: bool) -> Tensor:
         """What the kernel writes to, where that is not the output alone.
 
         Sums that several programs add up in memory are of the wide dtype.
@@ -320,17 +320,17 @@ class UnsizedKernel:
             shape = (source.schedule.splits, *output)
             return (torch.empty if covered else torch.zeros)(shape, dtype=source.accumulator, device=device)
         dtype = dtype if source.finished else source.accumulator
-        if start is None:
+        if initial is None:
             return torch.zeros(output, dtype=dtype, device=device)
         if source.finished:
             # Cells that the kernel does not write.
-            start = self.form.bound.epilogue.activated(start)
-        return start.to(dtype, copy=True, memory_format=torch.contiguous_format)
+            initial = self.form.bound.epilogue.activated(initial)
+        return initial.to(dtype, copy=True, memory_format=torch.contiguous_format)
 
-    def finished(self, made: Tensor, start: Tensor | None) -> Tensor:
+    def finished(self, made: Tensor, initial: Tensor | None) -> Tensor:
         """The output, from what the kernel wrote to `memory`."""
         if self.source.schedule.splits > 1:
-            made = made.sum(0) if start is None else made.sum(0).add_(start)
+            made = made.sum(0) if initial is None else made.sum(0).add_(initial)
         if not self.source.finished:
             made = self.form.bound.epilogue.activated(made)
         return made if made.dtype == self.dtype else made.to(self.dtype)
@@ -340,7 +340,7 @@ def prepare_kernel(
     form: Form,
     schedule: Schedule,
     tensors: Sequence[Tensor],
-    start: Tensor | None,
+    initial: Tensor | None,
     extents: Extents,
     precision: Precision,
     partition: RowPartition | None,
@@ -351,13 +351,13 @@ def prepare_kernel(
         form: what to compute.
         schedule: how.
         tensors: in the layout's order.
-        start: the starting value.
+        initial: the initial value.
         extents: the call's sizes.
         precision: of float32 products in the matrix unit.
         partition: the row partition of the terms, where the form has one.
     """
-    strides = strides_of(form, tensors, extents, partition is not None and partition.split, start)
-    return UnsizedKernel(form, schedule, strides, precision).sized(tensors, start, extents, partition)
+    strides = strides_of(form, tensors, extents, partition is not None and partition.split, initial)
+    return UnsizedKernel(form, schedule, strides, precision).sized(tensors, initial, extents, partition)
 
 
 def types_of(form: Form, source: Source, tensors: Sequence[Tensor], partition: RowPartition | None) -> list[str | None]:
@@ -367,9 +367,9 @@ def types_of(form: Form, source: Source, tensors: Sequence[Tensor], partition: R
     for argument in source.arguments:
         if argument.kind == "tensor":
             dtype = tensors[names.index(argument.name)].dtype
-        elif argument.kind in ("out", "start", "workspace", "additional"):
+        elif argument.kind in ("out", "initial", "workspace", "additional"):
             wide = argument.kind == "workspace" or (argument.kind == "out" and not source.finished)
-            own = form.bound.dtype if argument.kind == "start" else form.bound.out_dtype
+            own = form.bound.dtype if argument.kind == "initial" else form.bound.out_dtype
             dtype = source.accumulator if wide else own
         elif argument.kind == "bitmasks":
             dtype = torch.int32

@@ -39,15 +39,17 @@ _NAMESPACE = "insum_nn"
 
 
 @torch.library.custom_op(f"{_NAMESPACE}::run", mutates_args=())
-def _run(spec: str, tensors: list[Tensor], start: Tensor | None, indices: list[int], output: list[int]) -> Tensor:
-    return run_spec(Spec.from_json(spec), tensors, start, Extents(tuple(indices), tuple(output)))
+def _run(spec: str, tensors: list[Tensor], initial: Tensor | None, indices: list[int], output: list[int]) -> Tensor:
+    return run_spec(Spec.from_json(spec), tensors, initial, Extents(tuple(indices), tuple(output)))
 
 
 @_run.register_fake
-def _run_fake(spec: str, tensors: list[Tensor], start: Tensor | None, indices: list[int], output: list[int]) -> Tensor:
+def _run_fake(
+    spec: str, tensors: list[Tensor], initial: Tensor | None, indices: list[int], output: list[int]
+) -> Tensor:
     decoded = Spec.from_json(spec)
-    dtype = value_dtype(decoded, tensors, start)
-    anchor = tensors[0] if tensors else start
+    dtype = value_dtype(decoded, tensors, initial)
+    anchor = tensors[0] if tensors else initial
     if anchor is None:
         return torch.empty(output, dtype=dtype)
     return anchor.new_empty(output, dtype=dtype)
@@ -60,15 +62,15 @@ def _gradients(
     call: Call,
     tensors: Sequence[Tensor | None],
     shapes: Shapes,
-    start: Tensor | None,
+    initial: Tensor | None,
     result: Tensor | None,
     needs: Sequence[bool],
     grad: Tensor,
 ) -> tuple[list[Tensor | None], Tensor]:
     """Compute `gradients`, and that of an initial value, by calls that tracers and modes see."""
-    share, start_share = _shares_of(call, tensors, start, result)
+    share, initial_share = _shares_of(call, tensors, initial, result)
     found = gradients(call, tensors, shapes, needs, grad, share, _shown)
-    return found, grad if start_share is None else grad * start_share
+    return found, grad if initial_share is None else grad * initial_share
 
 
 def _shown(step: Step, pool: Sequence[Tensor | None], total: Tensor | None) -> Tensor:
@@ -76,36 +78,36 @@ def _shown(step: Step, pool: Sequence[Tensor | None], total: Tensor | None) -> T
 
 
 def _shares_of(
-    call: Call, tensors: Sequence[Tensor | None], start: Tensor | None, result: Tensor | None
+    call: Call, tensors: Sequence[Tensor | None], initial: Tensor | None, result: Tensor | None
 ) -> tuple[Tensor | None, Tensor | None]:
     """Return the shares of terms in the gradient; `None` where the result is their sum, and all count."""
     if call.spec.statement.combining.adds:
         return None, None
     assert result is not None
     present = [t.detach() for t in tensors if t is not None]
-    start, result = None if start is None else start.detach(), result.detach()
+    initial, result = None if initial is None else initial.detach(), result.detach()
     if inlines(call.spec, present) and not is_transformed():
         extents = Extents(call.indices, call.output)
-        return shares_of(call.spec, present, start, result, extents, inline)
+        return shares_of(call.spec, present, initial, result, extents, inline)
     return shares(  # type: ignore[no-any-return]
-        call.spec.to_json(), present, start, result, list(call.indices), list(call.output)
+        call.spec.to_json(), present, initial, result, list(call.indices), list(call.output)
     )
 
 
 def _tangent(
     call: Call,
     tensors: Sequence[Tensor],
-    start: Tensor | None,
+    initial: Tensor | None,
     result: Tensor | None,
     tangents: Sequence[Tensor | None],
-    start_tangent: Tensor | None,
+    initial_tangent: Tensor | None,
 ) -> Tensor:
     """Return the output's tangent: the statement is linear in each occurrence of a factor."""
     statement, layout = call.spec.statement, call.spec.layout
     named = dict(zip(layout.tensors, tensors, strict=True))
     sizes = dict(zip(layout.indices, call.indices, strict=True))
-    shares, start_share = _shares_of(call, tensors, start, result)
-    total = start_tangent if start_tangent is None or start_share is None else start_tangent * start_share
+    shares, initial_share = _shares_of(call, tensors, initial, result)
+    total = initial_tangent if initial_tangent is None or initial_share is None else initial_tangent * initial_share
     for name, tangent in zip(layout.tensors, tangents, strict=True):
         if tangent is None or name not in layout.value_tensors or not tangent.is_floating_point():
             continue
@@ -120,7 +122,7 @@ def _tangent(
             extents = Extents(tuple(sizes[x] for x in inner.indices), call.output)
             total = apply(spec, [named[x] for x in inner.tensors], total, extents)
     if total is None:
-        total = torch.zeros(call.output, dtype=value_dtype(call.spec, tensors, start), device=tensors[0].device)
+        total = torch.zeros(call.output, dtype=value_dtype(call.spec, tensors, initial), device=tensors[0].device)
     return total
 
 
@@ -130,13 +132,13 @@ class _Function(torch.autograd.Function):
     first_operand = 2
 
     @staticmethod
-    def forward(ctx: Any, call: Call, start: Tensor | None, *tensors: Tensor) -> Tensor:
-        if not call.plain and inlines(call.spec, (*tensors, start)):
-            result = inline(call.spec, tensors, start, Extents(call.indices, call.output))
+    def forward(ctx: Any, call: Call, initial: Tensor | None, *tensors: Tensor) -> Tensor:
+        if not call.plain and inlines(call.spec, (*tensors, initial)):
+            result = inline(call.spec, tensors, initial, Extents(call.indices, call.output))
         else:
-            cold.call = _Function, ctx, call, start, *tensors
+            cold.call = _Function, ctx, call, initial, *tensors
             try:
-                result = call.run(tensors, start)
+                result = call.run(tensors, initial)
             finally:
                 cold.call = None
         ctx.call = call
@@ -144,12 +146,12 @@ class _Function(torch.autograd.Function):
         if spec.statement.combining.adds:
             kept = read_again(spec, ctx.needs_input_grad[2:])
             ctx.shapes = None if kept is None else [tensor.shape for tensor in tensors]
-            ctx.dtype = value_dtype(spec, tensors, start) if spec.epilogue else None
+            ctx.dtype = value_dtype(spec, tensors, initial) if spec.epilogue else None
             saved = tensors if kept is None else [t if need else None for t, need in zip(tensors, kept, strict=True)]
             ctx.save_for_backward(None, result if spec.epilogue.activation else None, *saved)
         else:
             ctx.shapes = None
-            ctx.save_for_backward(start, result, *tensors)
+            ctx.save_for_backward(initial, result, *tensors)
         if cold.due:
             rehearse_gradients(_Function, ctx, result)
         return result
@@ -157,17 +159,17 @@ class _Function(torch.autograd.Function):
     @staticmethod
     @for_each_vector
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
-        start, result, *tensors = ctx.saved_tensors
+        initial, result, *tensors = ctx.saved_tensors
         grad = grads[0]
         if ctx.call.spec.epilogue:
             grad = _before_epilogue(ctx.call.spec, grad, result).to(ctx.dtype)
         shapes, needs = ctx.shapes, ctx.needs_input_grad[2:]
         alone = not torch.is_grad_enabled() and is_plain_eager(grad) and not torch._C._is_any_autocast_enabled()
         if alone and ctx.call.spec.statement.combining.adds:
-            found, of_start = gradients(ctx.call, tensors, shapes, needs, grad, None, Step.alone), grad
+            found, of_initial = gradients(ctx.call, tensors, shapes, needs, grad, None, Step.alone), grad
         else:
-            found, of_start = _gradients(ctx.call, tensors, shapes, start, result, needs, grad)
-        return (None, of_start if ctx.needs_input_grad[1] else None, *found)
+            found, of_initial = _gradients(ctx.call, tensors, shapes, initial, result, needs, grad)
+        return (None, of_initial if ctx.needs_input_grad[1] else None, *found)
 
 
 def _before_epilogue(spec: Spec, grad: Tensor, result: Tensor) -> Tensor:
@@ -184,19 +186,19 @@ class _Transformed(torch.autograd.Function):
     """
 
     @staticmethod
-    def forward(call: Call, start: Tensor | None, *tensors: Tensor) -> Tensor:
-        run = _registered if is_traced(*tensors, start) else run_spec
-        return run(call.spec, tensors, start, Extents(call.indices, call.output))
+    def forward(call: Call, initial: Tensor | None, *tensors: Tensor) -> Tensor:
+        run = _registered if is_traced(*tensors, initial) else run_spec
+        return run(call.spec, tensors, initial, Extents(call.indices, call.output))
 
     @staticmethod
     def setup_context(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
-        call, start, *tensors = inputs
+        call, initial, *tensors = inputs
         ctx.call = call
         ctx.shapes = None
-        ctx.dtype = value_dtype(call.spec, tensors, start)
+        ctx.dtype = value_dtype(call.spec, tensors, initial)
         keep = None if call.spec.statement.combining.adds else output
-        ctx.save_for_backward(start, keep, *tensors)
-        ctx.save_for_forward(start, keep, *tensors)
+        ctx.save_for_backward(initial, keep, *tensors)
+        ctx.save_for_forward(initial, keep, *tensors)
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
@@ -205,35 +207,35 @@ class _Transformed(torch.autograd.Function):
     @staticmethod
     @for_each_tangent
     def jvp(ctx: Any, *args: Any) -> Tensor:
-        _, start_tangent, *tangents = args
-        start, result, *tensors = ctx.saved_tensors
-        return _tangent(ctx.call, tensors, start, result, tangents, start_tangent)
+        _, initial_tangent, *tangents = args
+        initial, result, *tensors = ctx.saved_tensors
+        return _tangent(ctx.call, tensors, initial, result, tangents, initial_tangent)
 
     @staticmethod
     def vmap(info: Any, in_dims: tuple[int | None, ...], *args: Any) -> tuple[Tensor, int]:
-        call, start, *tensors = args
+        call, initial, *tensors = args
         batch = _Batch(call, info.batch_size, in_dims[2:])
         moved = batch.operands(tensors)
-        return apply(batch.spec, moved, batch.start(start, in_dims[1]), batch.extents), 0
+        return apply(batch.spec, moved, batch.initial(initial, in_dims[1]), batch.extents), 0
 
 
 def _setup_context(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
-    spec, tensors, start, indices, shape = inputs
+    spec, tensors, initial, indices, shape = inputs
     ctx.call = Call(Spec.from_json(spec), tuple(indices), tuple(shape))
     ctx.count = len(tensors)
     keep = None if ctx.call.spec.statement.combining.adds else output
-    ctx.save_for_backward(start, keep, *tensors)
+    ctx.save_for_backward(initial, keep, *tensors)
 
 
 def _operator_backward(ctx: Any, grad: Tensor) -> tuple[Any, ...]:
-    start, result, *tensors = ctx.saved_tensors
+    initial, result, *tensors = ctx.saved_tensors
     needs = [t.requires_grad or t.is_floating_point() for t in tensors]
     if isinstance(ctx.needs_input_grad[1], Sequence):
         needs = list(ctx.needs_input_grad[1])
-    found, start_gradient = _gradients(ctx.call, tensors, None, start, result, needs, grad)
+    found, initial_gradient = _gradients(ctx.call, tensors, None, initial, result, needs, grad)
     # torch takes an empty list of integers for one of tensors, and wants a list of gradients back.
     lists = [None if integers else [] for integers in (ctx.call.indices, ctx.call.output)]
-    return None, found, None if start is None else start_gradient, *lists
+    return None, found, None if initial is None else initial_gradient, *lists
 
 
 _run.register_autograd(_operator_backward, setup_context=_setup_context)
@@ -241,12 +243,12 @@ _run.register_autograd(_operator_backward, setup_context=_setup_context)
 
 def _seen_through(mode: Any, operator: Any, types: Any, arguments: tuple[Any, ...], options: dict[str, Any]) -> Tensor:
     """What AOTAutograd and `torch.export` record in place of the operator."""
-    text, tensors, start, indices, output = arguments
+    text, tensors, initial, indices, output = arguments
     spec = Spec.from_json(text)
-    if not inlines(spec, (*tensors, start)):
+    if not inlines(spec, (*tensors, initial)):
         return mode.__torch_dispatch__(operator, types, arguments, options)  # type: ignore[no-any-return]
     with mode:
-        return inline(spec, tensors, start, Extents(tuple(indices), tuple(output)))
+        return inline(spec, tensors, initial, Extents(tuple(indices), tuple(output)))
 
 
 @cache
@@ -256,15 +258,15 @@ def _let_tracers_through() -> None:
     _run.register_torch_dispatch(functional.FunctionalTensorMode, _seen_through)
 
 
-def _registered(spec: Spec, tensors: Sequence[Tensor], start: Tensor | None, extents: Extents) -> Tensor:
+def _registered(spec: Spec, tensors: Sequence[Tensor], initial: Tensor | None, extents: Extents) -> Tensor:
     _let_tracers_through()
-    return torch.ops.insum_nn.run(spec.to_json(), list(tensors), start, list(extents.indices), list(extents.output))
+    return torch.ops.insum_nn.run(spec.to_json(), list(tensors), initial, list(extents.indices), list(extents.output))
 
 
 def apply(
     spec: Spec,
     tensors: Sequence[Tensor],
-    start: Tensor | None,
+    initial: Tensor | None,
     extents: Extents,
     key: Key | None = None,
     checked: CheckedCall | None = None,
@@ -276,37 +278,37 @@ def apply(
     Args:
         spec: the program.
         tensors: in the layout's order.
-        start: the initial value, in the output's shape.
+        initial: the initial value, in the output's shape.
         extents: the call's sizes.
         key: `call_key` of the tensors, where the caller has it.
         checked: what is remembered of calls with this key and these sizes.
         plain: the caller knows that the tensors are plain ones, and none is lazily negated.
     """
-    traced = is_traced(*tensors, start)
-    inlined = traced and inlines(spec, (*tensors, start))
+    traced = is_traced(*tensors, initial)
+    inlined = traced and inlines(spec, (*tensors, initial))
     if not plain and not inlined:
         # `z.conj().imag` is a view of `z` and a bit that torch's operators obey; kernels read memory as it is.
         tensors = [t.resolve_neg() for t in tensors]
-        start = None if start is None else start.resolve_neg()
+        initial = None if initial is None else initial.resolve_neg()
     if spec.epilogue:
-        return _finished(spec, tensors, start, extents, key, checked, traced=traced, plain=plain)
+        return _finished(spec, tensors, initial, extents, key, checked, traced=traced, plain=plain)
     if is_transformed() and not torch.compiler.is_compiling():
-        return _Transformed.apply(Call(spec, extents.indices, extents.output), start, *tensors)  # type: ignore[no-any-return]
+        return _Transformed.apply(Call(spec, extents.indices, extents.output), initial, *tensors)  # type: ignore[no-any-return]
     if inlined:
-        if not _learned((*tensors, start)):
-            return inline(spec, tensors, start, extents)
-        return _Function.apply(Call(spec, extents.indices, extents.output), start, *tensors)  # type: ignore[no-any-return]
+        if not _learned((*tensors, initial)):
+            return inline(spec, tensors, initial, extents)
+        return _Function.apply(Call(spec, extents.indices, extents.output), initial, *tensors)  # type: ignore[no-any-return]
     if traced:
-        return _registered(spec, tensors, start, extents)
+        return _registered(spec, tensors, initial, extents)
     if torch.is_grad_enabled():
         for tensor in tensors:
             if tensor.requires_grad:
                 break
         else:
-            if start is None or not start.requires_grad:
-                return run_spec(spec, tensors, start, extents, key)
-        return _Function.apply(Call.of(spec, extents, key, checked, plain=plain), start, *tensors)  # type: ignore[no-any-return]
-    return run_spec(spec, tensors, start, extents, key)
+            if initial is None or not initial.requires_grad:
+                return run_spec(spec, tensors, initial, extents, key)
+        return _Function.apply(Call.of(spec, extents, key, checked, plain=plain), initial, *tensors)  # type: ignore[no-any-return]
+    return run_spec(spec, tensors, initial, extents, key)
 
 
 def _learned(tensors: Sequence[Tensor | None]) -> bool:
@@ -317,7 +319,7 @@ def _learned(tensors: Sequence[Tensor | None]) -> bool:
 def _finished(
     spec: Spec,
     tensors: Sequence[Tensor],
-    start: Tensor | None,
+    initial: Tensor | None,
     extents: Extents,
     key: Key | None,
     checked: CheckedCall | None,
@@ -332,13 +334,13 @@ def _finished(
     so to fuse would save one read of the output, and cost every back end a second output.
     """
     if not (traced or is_transformed()):
-        if not _learned((*tensors, start)):
-            return run_spec(spec, tensors, start, extents, key)
+        if not _learned((*tensors, initial)):
+            return run_spec(spec, tensors, initial, extents, key)
         name = spec.epilogue.activation
         kept = not spec.statement.combining.adds
         if not kept and (name is None or ACTIVATIONS[name].backward is not None):
-            return _Function.apply(Call.of(spec, extents, key, checked, plain=plain), start, *tensors)  # type: ignore[no-any-return]
-    return spec.epilogue(apply(spec.bare, tensors, start, extents, key), value_dtype(spec, tensors, start))
+            return _Function.apply(Call.of(spec, extents, key, checked, plain=plain), initial, *tensors)  # type: ignore[no-any-return]
+    return spec.epilogue(apply(spec.bare, tensors, initial, extents, key), value_dtype(spec, tensors, initial))
 
 
 # Batching.
@@ -402,10 +404,10 @@ class _Batch:
         named |= {name: named[name].expand(self.size, *named[name].shape) for name in self.repeated}
         return [named[name] for name in self.order]
 
-    def start(self, start: Tensor | None, dim: int | None) -> Tensor | None:
-        if start is None:
+    def initial(self, initial: Tensor | None, dim: int | None) -> Tensor | None:
+        if initial is None:
             return None
-        return start.expand(self.size, *start.shape) if dim is None else start.movedim(dim, 0)
+        return initial.expand(self.size, *initial.shape) if dim is None else initial.movedim(dim, 0)
 
 
 def _vmap(
@@ -413,7 +415,7 @@ def _vmap(
     in_dims: tuple[Any, ...],
     spec: str,
     tensors: list[Tensor],
-    start: Tensor | None,
+    initial: Tensor | None,
     indices: list[int],
     output: list[int],
 ) -> tuple[Tensor, int]:
@@ -421,7 +423,7 @@ def _vmap(
     result = torch.ops.insum_nn.run(
         batch.spec.to_json(),
         batch.operands(tensors),
-        batch.start(start, in_dims[2]),
+        batch.initial(initial, in_dims[2]),
         list(batch.extents.indices),
         list(batch.extents.output),
     )
@@ -436,22 +438,22 @@ def _vmap_shares(
     in_dims: tuple[Any, ...],
     spec: str,
     tensors: list[Tensor],
-    start: Tensor | None,
+    initial: Tensor | None,
     result: Tensor,
     indices: list[int],
     output: list[int],
 ) -> tuple[tuple[Tensor, Tensor], tuple[int, int]]:
     batch = _Batch(Call(Spec.from_json(spec), tuple(indices), tuple(output)), info.batch_size, in_dims[1])
-    results = batch.start(result, in_dims[3])
-    share, from_start = shares(
+    results = batch.initial(result, in_dims[3])
+    share, of_initial = shares(
         batch.spec.to_json(),
         batch.operands(tensors),
-        batch.start(start, in_dims[2]),
+        batch.initial(initial, in_dims[2]),
         results,
         list(batch.extents.indices),
         list(batch.extents.output),
     )
-    return (share, from_start), (0, 0)
+    return (share, of_initial), (0, 0)
 
 
 torch.library.register_vmap(f"{_NAMESPACE}::shares", _vmap_shares)

@@ -54,20 +54,20 @@ class Call:
             call = checked.call = Call(spec, extents.indices, extents.output, key, checked, plain)
         return call
 
-    def run(self, tensors: Sequence[Tensor], start: Tensor | None) -> Tensor:
+    def run(self, tensors: Sequence[Tensor], initial: Tensor | None) -> Tensor:
         """The output; nothing is recorded."""
         checked = self.checked
         if checked is None and self.plain:
             extents = Extents(self.indices, self.output)
-            result = run_unsized(self.spec, tensors, start, extents)
+            result = run_unsized(self.spec, tensors, initial, extents)
             if result is not None:
                 return result
-            self.spec.check_kinds(tensors, start)
+            self.spec.check_kinds(tensors, initial)
         if checked is None:
-            return run_spec(self.spec, tensors, start, Extents(self.indices, self.output), self.key)
+            return run_spec(self.spec, tensors, initial, Extents(self.indices, self.output), self.key)
         if self.key is None or torch._C._is_any_autocast_enabled():
-            return run_spec(self.spec, tensors, start, checked.extents, self.key)
-        return checked.run(self.spec, tensors, start)
+            return run_spec(self.spec, tensors, initial, checked.extents, self.key)
+        return checked.run(self.spec, tensors, initial)
 
     def steps(self, position: int, tensors: Sequence[Tensor | None], shapes: Shapes) -> tuple[Step, ...]:
         """Return the derivative programs of the tensor at a position; shapes are passed where it may be missing."""

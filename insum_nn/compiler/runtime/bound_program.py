@@ -9,8 +9,9 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor
 
-from insum_nn.compiler.runtime.dispatch import CheckedCall, Ready, Spec, broadcast, call_key, keep, run_unsized
+from insum_nn.compiler.runtime.dispatch import CheckedCall, Ready, Spec, broadcast, call_key, run_unsized
 from insum_nn.compiler.runtime.modes import is_plain_eager
+from insum_nn.tensor_cache import insert
 
 __all__ = ["BoundProgram"]
 
@@ -37,24 +38,20 @@ class BoundProgram:
 
     Args:
         program: the statement's program.
-        output: its output's name.
-        order: names of the tensors it reads, in its order.
         tensors: those that are bound, by name.
 
     Attributes:
         names: the tensors that a call takes, in this order.
     """
 
-    def __init__(self, program: _Program, output: str, order: Sequence[str], tensors: Mapping[str, Tensor]) -> None:
+    def __init__(self, program: _Program, tensors: Mapping[str, Tensor]) -> None:
         self.program, self._spec = program, program.spec
         self.tensors = dict(tensors)
-        self._output = output
-        self._order = tuple(order)
         # One is made for each new structure: a loop, and not a comprehension for each list.
         names: list[str] = []
         self._template: list[Any] = []
         self._places: list[int] = []
-        for place, name in enumerate(order):
+        for place, name in enumerate(self._spec.layout.tensors):
             if name not in tensors:
                 names.append(name)
                 self._places.append(place)
@@ -67,7 +64,7 @@ class BoundProgram:
         self,
         *others: Tensor,
         out_shape: Shape,
-        start: Tensor | None = None,
+        initial: Tensor | None = None,
         key: Hashable | None = None,
         plain: bool = False,
     ) -> Tensor:
@@ -76,50 +73,52 @@ class BoundProgram:
         Args:
             *others: in the order of `names`.
             out_shape: the output's shape, a tuple; `None` entries are inferred.
-            start: the starting value; it may broadcast to the output.
+            initial: the initial value; it may broadcast to the output.
             key: what the caller has that decides shapes, dtypes and devices of all these, as `call_key` does: a
                 promise too that they are plain tensors in eager mode. It spares the checks of each.
             plain: the same promise without a key.
         """
         if torch.is_grad_enabled():
             with torch.no_grad():
-                return self(*others, out_shape=out_shape, start=start, key=key, plain=plain)
+                return self(*others, out_shape=out_shape, initial=initial, key=key, plain=plain)
         ordered = list(self._template)
         for place, tensor in zip(self._places, others, strict=True):
             ordered[place] = tensor
         # `None` is no key of what is remembered.
         ready = self._ready.get(key)
         if ready is not None and ready.holds(ordered):
-            return ready.run(ordered, start)
+            return ready.run(ordered, initial)
         if not plain and key is None:
-            plain = is_plain_eager(*others, start) and not torch._C._is_any_autocast_enabled()
+            plain = is_plain_eager(*others, initial) and not torch._C._is_any_autocast_enabled()
         spec = self._spec
         if spec.calls and (plain or key is not None) and (extents := spec.agree(ordered, {}, out_shape)) is not None:
-            result = run_unsized(spec, ordered, start, extents)
+            result = run_unsized(spec, ordered, initial, extents)
             if result is not None:
                 return result
         if key is None and plain:
-            key = (call_key(others, start), out_shape)
+            key = (call_key(others, initial), out_shape)
         checked = self._checked.get(key)
         if checked is None:
-            return self._first(ordered, out_shape, start, key)
-        result = checked.run(spec, ordered, start if start is None else broadcast(start, checked.extents))
-        if checked.ready is not None and (start is None or start.shape == checked.extents.output):
-            keep(self._ready, key, self._own(checked.ready), _LIMIT)
+            return self._first(ordered, out_shape, initial, key)
+        result = checked.run(spec, ordered, initial if initial is None else broadcast(initial, checked.extents))
+        if checked.ready is not None and (initial is None or initial.shape == checked.extents.output):
+            insert(self._ready, key, self._own(checked.ready), _LIMIT)
         return result
 
     def _own(self, ready: Ready) -> Ready:
         """The same, with no look at the tensors that are bound here."""
         return replace(ready, read=tuple([each for each in ready.read if each[0] in self._places]))
 
-    def _first(self, ordered: Sequence[Tensor], out_shape: Shape, start: Tensor | None, key: Hashable | None) -> Tensor:
+    def _first(
+        self, ordered: Sequence[Tensor], out_shape: Shape, initial: Tensor | None, key: Hashable | None
+    ) -> Tensor:
         """A call that is not remembered here."""
-        named = dict(zip(self._order, ordered, strict=True))
-        if start is not None:
-            named[self._output] = start
+        named = dict(zip(self._spec.layout.tensors, ordered, strict=True))
+        if initial is not None:
+            named[self._spec.statement.output.name] = initial
         # The program may know the call from tensors of others: each structure has a `BoundProgram` of its own.
         checked = None if key is None else self.program.checked_call(named, out_shape)
         if key is None or checked is None:
             return self.program(tensors=named, out_shape=out_shape)
-        keep(self._checked, key, checked, _LIMIT)
-        return checked.run(self._spec, ordered, broadcast(start, checked.extents))
+        insert(self._checked, key, checked, _LIMIT)
+        return checked.run(self._spec, ordered, broadcast(initial, checked.extents))

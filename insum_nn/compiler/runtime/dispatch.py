@@ -7,12 +7,11 @@ dtypes and devices were seen before finds everything ready, down to the variant 
 from __future__ import annotations
 
 import json
-import threading
 import weakref
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from functools import cached_property, lru_cache
-from typing import Any, TypeVar
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -34,7 +33,7 @@ from insum_nn.compiler.runtime.modes import under_autocast, without_autocast
 from insum_nn.compiler.runtime.unsized_call import Run, UnsizedCall
 from insum_nn.compiler.schedule.canonical import messages_name
 from insum_nn.facts import IndexFacts, StaticTable
-from insum_nn.tensor_cache import unwritten
+from insum_nn.tensor_cache import insert, unwritten
 
 __all__ = [
     "CheckedCall",
@@ -44,7 +43,6 @@ __all__ = [
     "broadcast",
     "call_key",
     "index_versions",
-    "keep",
     "kinds_of",
     "parse_cached",
     "prepare",
@@ -58,8 +56,6 @@ Key = tuple[object, ...]
 CallKind = tuple[torch.dtype, bool, torch.dtype | None]
 # Positions of index tensors, the tensors, their versions, and whether a builder speaks for others in their place.
 Versions = tuple[tuple[int, Callable[[], "Tensor | None"], int, bool], ...]
-K = TypeVar("K")
-V = TypeVar("V")
 # Shapes of one program that are kept ready; a run over ever new sizes must not grow without bound.
 _READY_LIMIT = 64
 
@@ -141,20 +137,20 @@ class Spec:
     def from_json(text: str) -> Spec:
         return _from_json(text)
 
-    def check_kinds(self, tensors: Sequence[Tensor], start: Tensor | None) -> None:
-        """Raise what `bind` raises of these tensors, which are in the layout's order, and of the starting value."""
+    def check_kinds(self, tensors: Sequence[Tensor], initial: Tensor | None) -> None:
+        """Raise what `bind` raises of these tensors, which are in the layout's order, and of the initial value."""
         kinds = None
-        for tensor in (*tensors, start):
+        for tensor in (*tensors, initial):
             if tensor is not None and not isinstance(tensor, Tensor):  # pyright: ignore[reportUnnecessaryIsInstance]
                 break
         else:
-            kinds = kinds_of(tensors, start)
+            kinds = kinds_of(tensors, initial)
             if kinds in self.kinds:
                 return
         named = dict(zip(self.layout.tensors, tensors, strict=True))
-        if start is not None:
-            named[self.statement.output.name] = start
-        bind(self.statement, named, start)
+        if initial is not None:
+            named[self.statement.output.name] = initial
+        bind(self.statement, named, initial)
         if kinds is not None:
             self.kinds.add(kinds)
 
@@ -217,7 +213,7 @@ def _facts(values: dict[str, Any]) -> IndexFacts:
 
 
 def prepare(
-    spec: Spec, tensors: Sequence[Tensor], start: Tensor | None, extents: Extents
+    spec: Spec, tensors: Sequence[Tensor], initial: Tensor | None, extents: Extents
 ) -> tuple[Bound, Executable | PairProgram | PathProgram | StatementSequence]:
     """Check a call and find its program, or those of the statements that it is cut into."""
     statement = spec.statement
@@ -236,7 +232,7 @@ def prepare(
     facts = {n: _EMPTY if named[n].numel() == 0 else found for n, found in known.items()}
     if spec.static:
         check_static(statement.text, spec.static, named, validate=spec.options.validate)
-    programs = _programs(spec, named, start, facts)
+    programs = _programs(spec, named, initial, facts)
     bound = programs.bound
     if spec.static:
         # Static tables are unrolled into one kernel, which shares what its terms have in common by itself.
@@ -261,15 +257,17 @@ _EMPTY = IndexFacts(masked=True, proven=True)
 
 
 def _programs(
-    spec: Spec, named: Mapping[str, Tensor], start: Tensor | None, facts: Mapping[str, IndexFacts]
+    spec: Spec, named: Mapping[str, Tensor], initial: Tensor | None, facts: Mapping[str, IndexFacts]
 ) -> _Programs:
     """Bind a statement to tensors; sizes change at each call of many, and what a program depends on does not."""
-    key = (*kinds_of(named.values(), start), *facts.values())
+    key = (*kinds_of(named.values(), initial), *facts.values())
     found = spec.programs.get(key)
     if found is None:
-        bound = bind(spec.statement, named, start, facts=facts, drop_outside=spec.drop_outside, epilogue=spec.epilogue)
+        bound = bind(
+            spec.statement, named, initial, facts=facts, drop_outside=spec.drop_outside, epilogue=spec.epilogue
+        )
         found = _Programs(bound, Executables(bound, spec.options, spec.static), Sequences(bound, spec.options))
-        keep(spec.programs, key, found, _READY_LIMIT)
+        insert(spec.programs, key, found, _READY_LIMIT)
         _print_call(spec, list(named.values()), found, facts)
     return found
 
@@ -285,7 +283,7 @@ def _print_call(spec: Spec, tensors: Sequence[Tensor], programs: _Programs, fact
         programs.bound,
         tensors,
         programs.executables.fixed,
-        lambda tensors, start, extents: prepare(spec, tensors, start, extents)[1],
+        lambda tensors, initial, extents: prepare(spec, tensors, initial, extents)[1],
         drop_outside=spec.drop_outside,
         cuttable=programs.sequences.cuttable,
     )
@@ -299,39 +297,39 @@ def _kind_of(spec: Spec, tensors: Sequence[Tensor]) -> CallKind:
     return anchor.dtype, anchor.is_cuda, tensors[spec.indexed[0][0]].dtype if spec.indexed else None
 
 
-def run_unsized(spec: Spec, tensors: Sequence[Tensor], start: Tensor | None, extents: Extents) -> Tensor | None:
+def run_unsized(spec: Spec, tensors: Sequence[Tensor], initial: Tensor | None, extents: Extents) -> Tensor | None:
     """Run without recording gradients where nothing but sizes is left to check; `None`: by `run_ready`.
 
     Args:
         spec: the program.
         tensors: in the layout's order; plain tensors in eager mode, none lazily negated.
-        start: the starting value; it may broadcast to the output.
+        initial: the initial value; it may broadcast to the output.
         extents: the call's sizes, which agree with the tensors.
     """
     calls = spec.calls
     if not calls:
         return None
     run = calls.get(_kind_of(spec, tensors))
-    return None if run is None else run(tensors, start, *extents)
+    return None if run is None else run(tensors, initial, *extents)
 
 
-def kinds_of(tensors: Iterable[Tensor], start: Tensor | None) -> Key:
+def kinds_of(tensors: Iterable[Tensor], initial: Tensor | None) -> Key:
     """Return what of a call's tensors `bind` checks: everything but extents."""
     key: list[object] = []
     for tensor in tensors:
         key += (tensor.dtype, tensor.ndim, tensor.layout, tensor.device)
-    if not key and start is None:
+    if not key and initial is None:
         key.append(torch.get_default_dtype())
-    return (*key, None) if start is None else (*key, start.dtype, start.ndim, start.layout, start.device)
+    return (*key, None) if initial is None else (*key, initial.dtype, initial.ndim, initial.layout, initial.device)
 
 
-def call_key(tensors: Sequence[Tensor], start: Tensor | None) -> Key:
+def call_key(tensors: Sequence[Tensor], initial: Tensor | None) -> Key:
     """What of the tensors decides checks, extents and code; index values are proven apart."""
     key: list[object] = []
     for tensor in tensors:
         key += (tensor.shape, tensor.dtype, tensor.device)
-    if start is not None:
-        key += (start.shape, start.dtype, start.device)
+    if initial is not None:
+        key += (initial.shape, initial.dtype, initial.device)
     elif not tensors:
         key.append(torch.get_default_dtype())
     return tuple(key)
@@ -359,12 +357,12 @@ class Ready:
         return True
 
 
-def broadcast(start: Tensor | None, extents: Extents) -> Tensor | None:
-    """The starting value in the output's shape, without a copy."""
+def broadcast(initial: Tensor | None, extents: Extents) -> Tensor | None:
+    """The initial value in the output's shape, without a copy."""
     # Symbolic extents are not compared where the ranks differ already.
-    if start is None or (start.ndim == len(extents.output) and start.shape == extents.output):
-        return start
-    return start.expand(extents.output)
+    if initial is None or (initial.ndim == len(extents.output) and initial.shape == extents.output):
+        return initial
+    return initial.expand(extents.output)
 
 
 @dataclass(slots=True)
@@ -379,66 +377,66 @@ class CheckedCall:
     key: Key | None = None
     call: object = None
 
-    def run(self, spec: Spec, tensors: Sequence[Tensor], start: Tensor | None) -> Tensor:
+    def run(self, spec: Spec, tensors: Sequence[Tensor], initial: Tensor | None) -> Tensor:
         """Run without recording gradients; the arguments are those of `run_ready`."""
         ready = self.ready
         if ready is not None and ready.holds(tensors):
-            return ready.run(tensors, start)
-        result, self.ready = run_ready(spec, tensors, start, self.extents, self.key)
+            return ready.run(tensors, initial)
+        result, self.ready = run_ready(spec, tensors, initial, self.extents, self.key)
         return result
 
 
 def run_spec(
-    spec: Spec, tensors: Sequence[Tensor], start: Tensor | None, extents: Extents, key: Key | None = None
+    spec: Spec, tensors: Sequence[Tensor], initial: Tensor | None, extents: Extents, key: Key | None = None
 ) -> Tensor:
     """Run without recording gradients; the arguments are those of `run_ready`."""
-    return run_ready(spec, tensors, start, extents, key)[0]
+    return run_ready(spec, tensors, initial, extents, key)[0]
 
 
 def run_ready(
-    spec: Spec, tensors: Sequence[Tensor], start: Tensor | None, extents: Extents, key: Key | None = None
+    spec: Spec, tensors: Sequence[Tensor], initial: Tensor | None, extents: Extents, key: Key | None = None
 ) -> tuple[Tensor, Ready | None]:
     """Run without recording gradients, and return what runs further calls of the key, where it can be kept.
 
     Args:
         spec: the program.
         tensors: in the layout's order; their ranks and dtypes were checked.
-        start: the starting value.
+        initial: the initial value.
         extents: the call's sizes.
         key: `call_key` of the tensors, where the caller has it.
     """
     if torch._C._is_any_autocast_enabled():
-        device = next((t.device for t in (*tensors, start) if t is not None), torch.device("cpu"))
+        device = next((t.device for t in (*tensors, initial) if t is not None), torch.device("cpu"))
         if under_autocast(device):
             # The operands were cast where the call was made; inside, autocast would mix dtypes that were equal.
             with without_autocast(device):
-                return run_ready(spec, tensors, start, extents, key)
+                return run_ready(spec, tensors, initial, extents, key)
     # Compiled float32 products follow the precision that was asked for when they were compiled.
-    key = (key or call_key(tensors, start), start is None, extents, torch.get_float32_matmul_precision())
+    key = (key or call_key(tensors, initial), initial is None, extents, torch.get_float32_matmul_precision())
     ready = spec.ready.get(key)
     if ready is not None and ready.holds(tensors):
-        return ready.run(tensors, start), ready
+        return ready.run(tensors, initial), ready
     if 0 in extents.indices:
         check_extents(spec.statement, tensors, extents, drop_outside=spec.drop_outside)
-        return _without_terms(spec, tensors, start, extents), None
-    _, program = prepare(spec, tensors, start, extents)
+        return _without_terms(spec, tensors, initial, extents), None
+    _, program = prepare(spec, tensors, initial, extents)
     layout = spec.layout
     indexed = layout.index_tensors
     empty = [name for name, t in zip(layout.tensors, tensors, strict=True) if t.numel() == 0]
     if 0 in extents.output or not indexed.issuperset(empty):
         # Every read of a factor without cells misses.
-        return _without_terms(spec, tensors, start, extents), None
+        return _without_terms(spec, tensors, initial, extents), None
     with messages_name(spec.statement):
         if empty:
             stand = [_stand_in(t, n in indexed) for n, t in zip(layout.tensors, tensors, strict=True)]
-            return program(stand, extents, start), None
-        run = program.prepare(tensors, extents, start)
+            return program(stand, extents, initial), None
+        run = program.prepare(tensors, extents, initial)
     read = None if spec.options.validate else index_versions(spec, tensors)
     if read is None:
-        return run(tensors, start), None
+        return run(tensors, initial), None
     ready = Ready(run, read, generation())
-    keep(spec.ready, key, ready, _READY_LIMIT)
-    return run(tensors, start), ready
+    insert(spec.ready, key, ready, _READY_LIMIT)
+    return run(tensors, initial), ready
 
 
 def index_versions(spec: Spec, tensors: Sequence[Tensor]) -> Versions | None:
@@ -463,22 +461,11 @@ def _nothing() -> None:
     """The weak reference of a tensor that is not known again."""
 
 
-_lock = threading.Lock()
-
-
-def keep(kept: dict[K, V], key: K, value: V, limit: int) -> None:
-    """Put into a bounded dictionary, whose oldest entry leaves first; several threads may do so at once."""
-    with _lock:
-        while len(kept) >= limit:
-            del kept[next(iter(kept))]
-        kept[key] = value
-
-
-def _without_terms(spec: Spec, tensors: Sequence[Tensor], start: Tensor | None, extents: Extents) -> Tensor:
-    """Without terms or without cells the output is its start, or zero."""
-    dtype = value_dtype(spec, tensors, start)
-    if start is not None:
-        total = start.detach().clone(memory_format=torch.contiguous_format)
+def _without_terms(spec: Spec, tensors: Sequence[Tensor], initial: Tensor | None, extents: Extents) -> Tensor:
+    """Without terms or without cells the output is its initial value, or zero."""
+    dtype = value_dtype(spec, tensors, initial)
+    if initial is not None:
+        total = initial.detach().clone(memory_format=torch.contiguous_format)
         return spec.epilogue(total, dtype) if spec.epilogue else total
     device = tensors[0].device if tensors else None
     return torch.zeros(extents.output, dtype=spec.epilogue.out_dtype(dtype), device=device)
@@ -492,9 +479,9 @@ def _stand_in(tensor: Tensor, is_index: bool) -> Tensor:
     return tensor.new_full(shape, -1) if is_index else tensor.new_zeros(shape)
 
 
-def value_dtype(spec: Spec, tensors: Sequence[Tensor], start: Tensor | None) -> torch.dtype:
+def value_dtype(spec: Spec, tensors: Sequence[Tensor], initial: Tensor | None) -> torch.dtype:
     """The dtype of the factors, and of the sum."""
     layout = spec.layout
     for access in spec.statement.reads:
         return tensors[layout.tensors.index(access.name)].dtype
-    return start.dtype if start is not None else torch.get_default_dtype()
+    return initial.dtype if initial is not None else torch.get_default_dtype()

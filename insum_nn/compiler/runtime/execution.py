@@ -79,40 +79,40 @@ class Executable:
     library: Library | None = None
     warm: bool = False
 
-    def __call__(self, tensors: Sequence[Tensor], extents: Extents, start: Tensor | None) -> Tensor:
+    def __call__(self, tensors: Sequence[Tensor], extents: Extents, initial: Tensor | None) -> Tensor:
         """Run on tensors in the layout's order."""
-        return self.prepare(tensors, extents, start)(tensors, start)
+        return self.prepare(tensors, extents, initial)(tensors, initial)
 
     def prepare(
-        self, tensors: Sequence[Tensor], extents: Extents, start: Tensor | None
+        self, tensors: Sequence[Tensor], extents: Extents, initial: Tensor | None
     ) -> Callable[[Sequence[Tensor], Tensor | None], Tensor]:
         """Everything that sizes decide, decided: what is returned runs on any tensors of these shapes."""
         if isinstance(self.run, Generated):
-            return self.run.prepare(tensors, extents, start)
-        run = self._prepared(self.run, tensors, extents, start)
+            return self.run.prepare(tensors, extents, initial)
+        run = self._prepared(self.run, tensors, extents, initial)
         epilogue, dtype = self.bound.epilogue, self.bound.dtype
-        return (lambda tensors, start: epilogue(run(tensors, start), dtype)) if epilogue else run
+        return (lambda tensors, initial: epilogue(run(tensors, initial), dtype)) if epilogue else run
 
     def _prepared(
-        self, run: Callable[..., Tensor], tensors: Sequence[Tensor], extents: Extents, start: Tensor | None
+        self, run: Callable[..., Tensor], tensors: Sequence[Tensor], extents: Extents, initial: Tensor | None
     ) -> Callable[[Sequence[Tensor], Tensor | None], Tensor]:
         arguments = _integers(self.bound, extents)
         library, options = self.library, self.options
         step = None if library is None else piece_length(library, extents)
         if library is not None and step is not None:
-            return lambda tensors, start: run_pieces(library, options, tensors, arguments, extents, start, step)
+            return lambda tensors, initial: run_pieces(library, options, tensors, arguments, extents, initial, step)
         if isinstance(run, InductorProgram):
             inductor_run = run
             begin = time.perf_counter()
-            run = inductor_run.variant([*tensors, *arguments, *([] if start is None else [start])])
+            run = inductor_run.variant([*tensors, *arguments, *([] if initial is None else [initial])])
             self.compile_seconds += 0.0 if self.warm else time.perf_counter() - begin
             self.warm = True
             note = inductor_run.note
             if note and note not in self.reason:
                 self.reason += f"; {note}"
 
-        def call(tensors: Sequence[Tensor], start: Tensor | None) -> Tensor:
-            return run(*tensors, *arguments) if start is None else run(*tensors, *arguments, start)
+        def call(tensors: Sequence[Tensor], initial: Tensor | None) -> Tensor:
+            return run(*tensors, *arguments) if initial is None else run(*tensors, *arguments, initial)
 
         return call
 
@@ -200,7 +200,7 @@ def _without_unused_facts(bound: Bound) -> Bound:
 def executable(
     bound: Bound,
     tensors: Sequence[Tensor],
-    start: Tensor | None,
+    initial: Tensor | None,
     extents: Extents,
     options: Options,
 ) -> Executable:

@@ -26,15 +26,15 @@ Auxiliary = Callable[[str, dict[str, Tensor], dict[str, int], Sequence[int]], Te
 
 @torch.library.custom_op("insum_nn::shares", mutates_args=())
 def shares(
-    spec: str, tensors: list[Tensor], start: Tensor | None, result: Tensor, indices: list[int], output: list[int]
+    spec: str, tensors: list[Tensor], initial: Tensor | None, result: Tensor, indices: list[int], output: list[int]
 ) -> tuple[Tensor, Tensor]:
     """`shares_of`, as an operator."""
     extents = Extents(tuple(indices), tuple(output))
-    return shares_of(Spec.from_json(spec), tensors, start, result, extents, run_spec)
+    return shares_of(Spec.from_json(spec), tensors, initial, result, extents, run_spec)
 
 
 def shares_of(
-    decoded: Spec, tensors: Sequence[Tensor], start: Tensor | None, result: Tensor, extents: Extents, run: Run
+    decoded: Spec, tensors: Sequence[Tensor], initial: Tensor | None, result: Tensor, extents: Extents, run: Run
 ) -> tuple[Tensor, Tensor]:
     """Return the share of each term, and of the initial value, in its output cell's gradient.
 
@@ -44,7 +44,7 @@ def shares_of(
     Args:
         decoded: the program.
         tensors: in the layout's order.
-        start: the initial value.
+        initial: the initial value.
         result: the output.
         extents: the call's sizes.
         run: runs a statement.
@@ -59,20 +59,20 @@ def shares_of(
     wide = wide_dtype(result.dtype)
     hit = (live & (terms == seen)).to(wide)
     count = _scatter_output(decoded, tensors, hit, extents, auxiliary)
-    if start is None:
-        from_start = torch.zeros_like(result, dtype=wide)
+    if initial is None:
+        of_initial = torch.zeros_like(result, dtype=wide)
     else:
         written = _scatter_output(decoded, tensors, live.to(wide), extents, auxiliary)
-        from_start = ((start == result) | (written == 0)).to(wide)
-        count = count + from_start
+        of_initial = ((initial == result) | (written == 0)).to(wide)
+        count = count + of_initial
     weight = 1 / count.clamp(min=1)
     share = hit * _gather_output(decoded, tensors, weight, extents, auxiliary)
-    return share.reshape(shape).to(result.dtype).contiguous(), (from_start * weight).to(result.dtype).contiguous()
+    return share.reshape(shape).to(result.dtype).contiguous(), (of_initial * weight).to(result.dtype).contiguous()
 
 
 @shares.register_fake
 def _shares_fake(
-    spec: str, tensors: list[Tensor], start: Tensor | None, result: Tensor, indices: list[int], output: list[int]
+    spec: str, tensors: list[Tensor], initial: Tensor | None, result: Tensor, indices: list[int], output: list[int]
 ) -> tuple[Tensor, Tensor]:
     return result.new_empty(indices), result.new_empty(output)
 

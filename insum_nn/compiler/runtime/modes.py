@@ -58,13 +58,13 @@ def is_traced(*tensors: Tensor | None) -> bool:
     return torch.compiler.is_compiling() or torch._C._len_torch_dispatch_stack() > 0
 
 
-def is_recorded(tensors: Sequence[Tensor], start: Tensor | None) -> bool:
+def is_recorded(tensors: Sequence[Tensor], initial: Tensor | None) -> bool:
     """Return whether autograd, a compiler, a transform or a dispatch mode follows a call on plain tensors."""
     if torch.is_grad_enabled():
         for tensor in tensors:
             if tensor.requires_grad:
                 return True
-        if start is not None and start.requires_grad:
+        if initial is not None and initial.requires_grad:
             return True
     return has_active_modes()
 

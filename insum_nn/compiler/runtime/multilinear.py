@@ -39,7 +39,7 @@ class Multilinear(Protocol):
         ...
 
     def eager(
-        self, wanted: str, operands: tuple[Tensor, ...], made: dict[str, Tensor], start: Tensor | None = None
+        self, wanted: str, operands: tuple[Tensor, ...], made: dict[str, Tensor], initial: Tensor | None = None
     ) -> Tensor:
         """Compute the tensor of that name in eager mode without autocast, where nothing is recorded.
 
@@ -47,13 +47,13 @@ class Multilinear(Protocol):
         """
         ...
 
-    def in_modes(self, wanted: str, operands: tuple[Tensor, ...], start: Tensor | None = None) -> Tensor:
+    def in_modes(self, wanted: str, operands: tuple[Tensor, ...], initial: Tensor | None = None) -> Tensor:
         """Compute it by programs, which follow every active mode and have derivatives of their own."""
         ...
 
 
 def multilinear(
-    sums: Multilinear, wanted: str, *operands: Tensor, start: Tensor | None = None, plain: bool = False
+    sums: Multilinear, wanted: str, *operands: Tensor, initial: Tensor | None = None, plain: bool = False
 ) -> Tensor:
     """Compute one of the tensors from the others; differentiable to any order.
 
@@ -61,32 +61,32 @@ def multilinear(
         sums: the sum of each tensor.
         wanted: the name of the result.
         *operands: those of `sums.operands[wanted]`, in its order.
-        start: the initial value of every row of it: (n,), or the same cut into axes.
+        initial: the initial value of every row of it: (n,), or the same cut into axes.
         plain: the caller knows that all of them are plain tensors in eager mode.
     """
-    if not plain and not is_plain_eager(*operands, start):
-        return sums.in_modes(wanted, operands, start)
+    if not plain and not is_plain_eager(*operands, initial):
+        return sums.in_modes(wanted, operands, initial)
     if torch.is_grad_enabled():
         # A loop instead of `any`: no generator in every call.
-        for tensor in (*operands, start):
+        for tensor in (*operands, initial):
             if tensor is not None and tensor.requires_grad:
-                return _Multilinear.apply(sums, wanted, start, *operands)  # type: ignore[no-any-return]
-    return _computed(sums, wanted, operands, {}, start)
+                return _Multilinear.apply(sums, wanted, initial, *operands)  # type: ignore[no-any-return]
+    return _computed(sums, wanted, operands, {}, initial)
 
 
 class _Multilinear(torch.autograd.Function):
     first_operand = 3
 
     @staticmethod
-    def forward(ctx: Any, sums: Multilinear, wanted: str, start: Tensor | None, *operands: Tensor) -> Tensor:
+    def forward(ctx: Any, sums: Multilinear, wanted: str, initial: Tensor | None, *operands: Tensor) -> Tensor:
         _, _, _, *needed = ctx.needs_input_grad
         # An operand is read again for the gradients of the others alone.
         count = sum(needed)
         ctx.save_for_backward(*[tensor if count > own else None for tensor, own in zip(operands, needed, strict=True)])
-        ctx.rest = sums, wanted, None if start is None else start.shape
-        cold.call = _Multilinear, ctx, sums, wanted, start, *operands
+        ctx.rest = sums, wanted, None if initial is None else initial.shape
+        cold.call = _Multilinear, ctx, sums, wanted, initial, *operands
         try:
-            result = _computed(sums, wanted, operands, {}, start)
+            result = _computed(sums, wanted, operands, {}, initial)
         finally:
             cold.call = None
         if cold.due:
@@ -96,8 +96,8 @@ class _Multilinear(torch.autograd.Function):
     @staticmethod
     @for_each_vector
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
-        (sums, left, start), (grad,) = ctx.rest, grads
-        _, _, of_start, *needed = ctx.needs_input_grad
+        (sums, left, initial), (grad,) = ctx.rest, grads
+        _, _, of_initial, *needed = ctx.needs_input_grad
         names = sums.operands[left]
         known: dict[str, Tensor] = dict(zip(names, ctx.saved_tensors, strict=True))
         known[left] = grad
@@ -112,22 +112,22 @@ class _Multilinear(torch.autograd.Function):
             found.append(
                 _computed(sums, wanted, operands, made, None) if unrecorded else multilinear(sums, wanted, *operands)
             )
-        if of_start:
+        if of_initial:
             total = column_sums(grad, options=sums.options)
-            found[2] = total if total.shape == start else total.reshape(start)
+            found[2] = total if total.shape == initial else total.reshape(initial)
         return tuple(found)
 
 
 def _computed(
-    sums: Multilinear, wanted: str, operands: tuple[Tensor, ...], made: dict[str, Tensor], start: Tensor | None
+    sums: Multilinear, wanted: str, operands: tuple[Tensor, ...], made: dict[str, Tensor], initial: Tensor | None
 ) -> Tensor:
     if torch.is_grad_enabled():
         with torch.no_grad():
-            return _computed(sums, wanted, operands, made, start)
+            return _computed(sums, wanted, operands, made, initial)
     if torch._C._is_any_autocast_enabled():
         with without_autocast(operands[0].device):
-            return sums.eager(wanted, operands, made, start)
-    return sums.eager(wanted, operands, made, start)
+            return sums.eager(wanted, operands, made, initial)
+    return sums.eager(wanted, operands, made, initial)
 
 
 class JointSums(Protocol):

@@ -61,13 +61,13 @@ def check_out(statement: Statement, out: Tensor, named: Mapping[str, Tensor]) ->
         )
     values = {name: tensor for name, tensor in named.items() if isinstance(tensor, Tensor)}  # pyright: ignore[reportUnnecessaryIsInstance]
     check_unrecorded(statement.text, out, values)
-    start = values.get(statement.output.name)
+    initial = values.get(statement.output.name)
     for name, tensor in values.items():
-        if tensor is start and _same(tensor, out):
+        if tensor is initial and _same(tensor, out):
             # To begin with the values that are there is what `+=` means.
             continue
         if tensor is out or _same(tensor, out) or _overlap(tensor, out):
-            begins = tensor is start
+            begins = tensor is initial
             raise InsumAliasError(
                 f"out= shares memory with '{name}', which the statement {'begins with' if begins else 'reads'}",
                 expression=statement.text,

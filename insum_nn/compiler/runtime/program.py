@@ -30,7 +30,6 @@ from insum_nn.compiler.runtime.dispatch import (
     Spec,
     broadcast,
     call_key,
-    keep,
     parse_cached,
     prepare,
     run_spec,
@@ -42,7 +41,7 @@ from insum_nn.compiler.runtime.out_argument import check_out, check_unrecorded, 
 from insum_nn.compiler.runtime.tracing.traced import call_operator
 from insum_nn.errors import InsumFormatError
 from insum_nn.facts import IndexFacts, StaticTable
-from insum_nn.tensor_cache import same_views
+from insum_nn.tensor_cache import insert, same_views
 
 __all__ = ["Program", "ProgramSum", "Shape"]
 
@@ -85,12 +84,7 @@ class Program:
         statement = parse_cached(expression)
         # What only the operand of a derivative shows arrives with the call.
         check_statement(statement, statement.indices() if drop_outside else sizes or ())
-        self.statement: Statement = statement
-        self.expression: str = str(statement)
-        self.options = options
-        self._sizes: dict[str, int] = dict(sizes or {})
-        self._out_shape = None if out_shape is None else tuple(out_shape)
-        self._spec = Spec(
+        spec = Spec(
             expression,
             tuple(sorted((facts or {}).items())),
             options,
@@ -99,10 +93,19 @@ class Program:
             check_epilogue(expression, activation, out_dtype),
             origin,
         )
-        self._names: tuple[str, ...] = layout_of(statement).tensors
+        self._set(spec, sizes or {}, out_shape)
+
+    def _set(self, spec: Spec, sizes: Mapping[str, int], out_shape: Shape | None) -> None:
+        self._spec = spec
+        self.statement: Statement = parse_cached(spec.expression)
+        self.expression: str = str(self.statement)
+        self.options = spec.options
+        self._sizes: dict[str, int] = dict(sizes)
+        self._out_shape = None if out_shape is None else tuple(out_shape)
+        self._names: tuple[str, ...] = layout_of(self.statement).tensors
         self._required = frozenset(self._names)
-        self._index_names: tuple[str, ...] = statement.index_tensors()
-        self._text: str = self._spec.to_json()
+        self._index_names: tuple[str, ...] = self.statement.index_tensors()
+        self._text: str = spec.to_json()
         self._checked: dict[tuple[object, ...], CheckedCall] = {}
 
     def __repr__(self) -> str:
@@ -118,9 +121,7 @@ class Program:
         return (self._spec, self._sizes, self._out_shape)
 
     def __reduce__(self) -> tuple[object, ...]:
-        spec = self._spec
-        state = (spec, self._sizes, self._out_shape)
-        return (_rebuild, state)
+        return (_rebuild, self._state())
 
     def __deepcopy__(self, memo: dict[int, object]) -> Program:
         return self
@@ -141,7 +142,7 @@ class Program:
             out_shape: shape of the output; `None` entries are inferred.
             tensors: tensors by name, for names that are no Python keywords arguments.
             out: a tensor to write the result to; see `insum`.
-            **named: tensors by name. One under the output's name is the starting value: a residual, or broadcast to
+            **named: tensors by name. One under the output's name is the initial value: a residual, or broadcast to
                 the output as a bias is, a (n,) or (1, n) for an output (m, n).
 
         Returns:
@@ -164,39 +165,39 @@ class Program:
         plain = self._plain(named)
         if plain is not None and spec.calls:
             # A generated kernel, which needs no look at more than this.
-            ordered, start = plain
-            given = {**self._sizes, **sizes} if sizes else self._sizes
-            extents = spec.agree(ordered, given, self._out_shape if out_shape is None else out_shape)
-            if extents is not None and (start is None or start.shape in (extents.output, extents.output[-1:])):
-                if is_recorded(ordered, start):
-                    return apply(spec, ordered, broadcast(start, extents), extents, plain=True)
-                result = run_unsized(spec, ordered, start, extents)
+            ordered, initial = plain
+            merged = {**self._sizes, **sizes} if sizes else self._sizes
+            extents = spec.agree(ordered, merged, self._out_shape if out_shape is None else out_shape)
+            if extents is not None and (initial is None or initial.shape in (extents.output, extents.output[-1:])):
+                if is_recorded(ordered, initial):
+                    return apply(spec, ordered, broadcast(initial, extents), extents, plain=True)
+                result = run_unsized(spec, ordered, initial, extents)
                 if result is not None:
                     return result
         call = None if plain is None else self._call_key(*plain, sizes, out_shape)
         if plain is None or call is None:
-            ordered, start = self._arrange(named)
-            extents = self._extents(ordered, start, sizes, out_shape)
-            return apply(spec, ordered, broadcast(start, extents), extents)
-        ordered, start = plain
-        checked = self._checked.get(call) or self._check_call(call, ordered, start, sizes, out_shape)
-        start = broadcast(start, checked.extents)
-        if is_recorded(ordered, start):
-            return apply(spec, ordered, start, checked.extents, call[0], checked, plain=True)
-        return checked.run(spec, ordered, start)
+            ordered, initial = self._arrange(named)
+            extents = self._extents(ordered, initial, sizes, out_shape)
+            return apply(spec, ordered, broadcast(initial, extents), extents)
+        ordered, initial = plain
+        checked = self._checked.get(call) or self._check_call(call, ordered, initial, sizes, out_shape)
+        initial = broadcast(initial, checked.extents)
+        if is_recorded(ordered, initial):
+            return apply(spec, ordered, initial, checked.extents, call[0], checked, plain=True)
+        return checked.run(spec, ordered, initial)
 
     def _check_call(
         self,
         call: tuple[Key, object, object],
         ordered: Sequence[Tensor],
-        start: Tensor | None,
+        initial: Tensor | None,
         sizes: Mapping[str, int] | None,
         out_shape: Shape | None,
     ) -> CheckedCall:
         """What is remembered from now on of a call of plain tensors, after its checks."""
-        self._spec.check_kinds(ordered, start)
-        checked = CheckedCall(self._extents(ordered, start, sizes, out_shape), key=call[0])
-        keep(self._checked, call, checked, _CHECKED_LIMIT)
+        self._spec.check_kinds(ordered, initial)
+        checked = CheckedCall(self._extents(ordered, initial, sizes, out_shape), key=call[0])
+        insert(self._checked, call, checked, _CHECKED_LIMIT)
         return checked
 
     def _into(
@@ -214,27 +215,27 @@ class Program:
         shape = shape_for(self.statement, out, {**self._sizes, **(sizes or {})}, shape)
         return write_out(self.expression, out, self(sizes=sizes, out_shape=shape, tensors=named))
 
-    def given(self, tensors: Mapping[str, Tensor]) -> BoundProgram:
+    def bind(self, tensors: Mapping[str, Tensor]) -> BoundProgram:
         """Return the program with some of its tensors bound, to call it repeatedly with others.
 
         >>> product = Program("y[Row[p]] += Val[p] * x[Col[p]]")
-        >>> known = product.given({"Row": torch.tensor([0, 1]), "Col": torch.tensor([1, 1])})
-        >>> known(torch.tensor([2.0, 3.0]), torch.tensor([1.0, 10.0]), out_shape=(2,))
+        >>> bound = product.bind({"Row": torch.tensor([0, 1]), "Col": torch.tensor([1, 1])})
+        >>> bound(torch.tensor([2.0, 3.0]), torch.tensor([1.0, 10.0]), out_shape=(2,))
         tensor([20., 30.])
         """
-        return BoundProgram(self, self.statement.output.name, self._names, tensors)
+        return BoundProgram(self, tensors)
 
     def _plain(self, named: Mapping[str, Tensor]) -> tuple[list[Tensor], Tensor | None] | None:
-        """The tensors in the layout's order, and the starting value; `None` where one is out of the ordinary."""
+        """The tensors in the layout's order, and the initial value; `None` where one is out of the ordinary."""
         if torch._C._is_any_autocast_enabled():
             return None
         names = self._names
-        start = None
+        initial = None
         if len(named) != len(names):
-            start = named.get(self.statement.output.name)
-            if start is None or len(named) != len(names) + 1:
+            initial = named.get(self.statement.output.name)
+            if initial is None or len(named) != len(names) + 1:
                 return None
-            if type(start) not in _PLAIN or start.layout is not torch.strided or start.is_neg():
+            if type(initial) not in _PLAIN or initial.layout is not torch.strided or initial.is_neg():
                 return None
         ordered: list[Tensor] = []
         for name in names:
@@ -242,10 +243,10 @@ class Program:
             if type(tensor) not in _PLAIN or tensor.layout is not torch.strided or tensor.is_meta or tensor.is_neg():  # type: ignore[union-attr]
                 return None
             ordered.append(tensor)  # type: ignore[arg-type]
-        return ordered, start
+        return ordered, initial
 
     def _call_key(
-        self, ordered: list[Tensor], start: Tensor | None, sizes: Mapping[str, int] | None, out_shape: Shape | None
+        self, ordered: list[Tensor], initial: Tensor | None, sizes: Mapping[str, int] | None, out_shape: Shape | None
     ) -> tuple[Key, object, object] | None:
         """A key under which the checks of a call need no repetition; `None` where its sizes are out of the ordinary."""
         # 3.0 and True hash as 3 and 1 do, and must not pass for them; nor may symbolic sizes, which do not hash.
@@ -257,29 +258,33 @@ class Program:
             for extent in sizes.values():
                 if type(extent) is not int:
                     return None
-        given = tuple(sorted(sizes.items())) if sizes else None
-        return call_key(ordered, start), given, None if out_shape is None else tuple(out_shape)
+        sized = tuple(sorted(sizes.items())) if sizes else None
+        return call_key(ordered, initial), sized, None if out_shape is None else tuple(out_shape)
 
     def _arrange(self, named: Mapping[str, Tensor]) -> tuple[list[Tensor], Tensor | None]:
         statement = self.statement
-        start = named.get(statement.output.name)
-        expected = len(self._names) + (start is not None)
+        initial = named.get(statement.output.name)
+        expected = len(self._names) + (initial is not None)
         if len(named) != expected or not named.keys() >= self._required:
             present = [n for n, t in named.items() if t is not None]  # pyright: ignore[reportUnnecessaryComparison]
             check_names(statement, present)
         if torch._C._is_any_autocast_enabled():
             named = {name: to_autocast(value) for name, value in named.items()}
-            start = named.get(statement.output.name)
+            initial = named.get(statement.output.name)
         ordered = [named[name] for name in self._names]
-        self._spec.check_kinds(ordered, start)
-        return ordered, start
+        self._spec.check_kinds(ordered, initial)
+        return ordered, initial
 
     def _extents(
-        self, ordered: Sequence[Tensor], start: Tensor | None, sizes: Mapping[str, int] | None, out_shape: Shape | None
+        self,
+        ordered: Sequence[Tensor],
+        initial: Tensor | None,
+        sizes: Mapping[str, int] | None,
+        out_shape: Shape | None,
     ) -> Extents:
         merged = {**self._sizes, **sizes} if sizes else self._sizes
         shape = out_shape if out_shape is not None else self._out_shape
-        return resolve_extents(self.statement, ordered, start, merged, shape)
+        return resolve_extents(self.statement, ordered, initial, merged, shape)
 
     @property
     def spec(self) -> Spec:
@@ -336,19 +341,8 @@ class Program:
     def _of(spec: Spec, sizes: Mapping[str, int], sized: Collection[str], out_shape: Shape | None = None) -> Program:
         """A program from its parts; indices in `sized` get their extent from the call."""
         program = Program.__new__(Program)
-        statement = parse_cached(spec.expression)
-        check_statement(statement, sized)
-        program.statement = statement
-        program.expression = str(statement)
-        program.options = spec.options
-        program._sizes = dict(sizes)
-        program._out_shape = None if out_shape is None else tuple(out_shape)
-        program._spec = spec
-        program._names = layout_of(statement).tensors
-        program._required = frozenset(program._names)
-        program._index_names = statement.index_tensors()
-        program._text = spec.to_json()
-        program._checked = {}
+        check_statement(parse_cached(spec.expression), sized)
+        program._set(spec, sizes, out_shape)
         return program
 
     def reference(
@@ -361,12 +355,12 @@ class Program:
     ) -> Tensor:
         """Run the statement by its definition: nested loops in float64 on the CPU. Slow; the oracle of every test."""
         named = {**(tensors or {}), **named}
-        ordered, start = self._arrange(named)
-        extents = self._extents(ordered, start, sizes, out_shape)
+        ordered, initial = self._arrange(named)
+        extents = self._extents(ordered, initial, sizes, out_shape)
         check_extents(self.statement, ordered, extents, drop_outside=self._spec.drop_outside)
         inputs = dict(zip(self._names, ordered, strict=True))
-        start = broadcast(start, extents)
-        total = interpret(self.statement, inputs, extents, start, drop_outside=self._spec.drop_outside)
+        initial = broadcast(initial, extents)
+        total = interpret(self.statement, inputs, extents, initial, drop_outside=self._spec.drop_outside)
         return self._spec.epilogue.activated(total)
 
     def explain(
@@ -391,40 +385,40 @@ class Program:
             An `Explanation`: `str()` is the text, `.html()` the same as a page.
         """
         named = {**(tensors or {}), **named}
-        given = {**self._sizes, **(sizes or {})}
+        merged = {**self._sizes, **(sizes or {})}
         shape = out_shape if out_shape is not None else self._out_shape
         about = partial(
             explain_call,
             self.statement,
             self.options,
-            sizes=given,
+            sizes=merged,
             out_shape=shape,
             epilogue=self._spec.epilogue,
         )
         if not named:
             return about(None, None, None)
-        ordered, start = self._arrange(named)
-        extents = self._extents(ordered, start, sizes, out_shape)
-        start = broadcast(start, extents)
+        ordered, initial = self._arrange(named)
+        extents = self._extents(ordered, initial, sizes, out_shape)
+        initial = broadcast(initial, extents)
         if 0 in extents.indices:
-            return about(extents, None, (ordered, start))
-        bound, program = prepare(self._spec, ordered, start, extents)
+            return about(extents, None, (ordered, initial))
+        bound, program = prepare(self._spec, ordered, initial, extents)
         if isinstance(program, Executable):
             program = in_names_of(program, bound)
-        seconds = _time(self._spec, ordered, start, extents) if measure else None
-        return about(extents, program, (ordered, start), seconds)
+        seconds = _time(self._spec, ordered, initial, extents) if measure else None
+        return about(extents, program, (ordered, initial), seconds)
 
 
 def _rebuild(spec: Spec, sizes: Mapping[str, int], out_shape: Shape | None) -> Program:
     return Program._of(spec, sizes, spec.statement.indices() if spec.drop_outside else sizes, out_shape)
 
 
-def _time(spec: Spec, tensors: Sequence[Tensor], start: Tensor | None, extents: Extents) -> float:
+def _time(spec: Spec, tensors: Sequence[Tensor], initial: Tensor | None, extents: Extents) -> float:
     """Median seconds of a call."""
     from torch.utils.benchmark import Timer
 
-    run_spec(spec, tensors, start, extents)
-    timer = Timer("call()", globals={"call": partial(run_spec, spec, tensors, start, extents)})
+    run_spec(spec, tensors, initial, extents)
+    timer = Timer("call()", globals={"call": partial(run_spec, spec, tensors, initial, extents)})
     return float(timer.blocked_autorange(min_run_time=0.1).median)
 
 
@@ -482,15 +476,15 @@ def _call(
 @torch.library.impl("insum_nn::call_traced", "CompositeImplicitAutograd")
 def _call_traced(text: str, call: str, tensors: list[Tensor], sizes: list[Tensor]) -> Tensor:
     """The same for torch.jit.trace; a size in a list is the number of the tensor that holds it."""
-    given = json.loads(call)
+    arguments = json.loads(call)
 
     def size(extent: Any) -> Any:
         return int(sizes[extent[0]]) if isinstance(extent, list) else extent
 
-    named = dict(zip(given["names"], tensors, strict=True))
-    program = _program_of(text, frozenset(given["sizes"]))
-    shape = None if given["shape"] is None else tuple(size(extent) for extent in given["shape"])
-    known = {name: size(extent) for name, extent in given["sizes"].items()}
+    named = dict(zip(arguments["names"], tensors, strict=True))
+    program = _program_of(text, frozenset(arguments["sizes"]))
+    shape = None if arguments["shape"] is None else tuple(size(extent) for extent in arguments["shape"])
+    known = {name: size(extent) for name, extent in arguments["sizes"].items()}
     return program(sizes=known, out_shape=shape, tensors=named)
 
 

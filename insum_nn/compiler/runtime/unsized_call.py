@@ -3,7 +3,7 @@
 Everything but sizes is decided when a statement is first called. What is left of a call: that the tensors are of the
 kinds that it was decided for, contiguous and unwritten, and the kernel for sizes of this magnitude.
 
-    def run(tensors, start, indices, output):
+    def run(tensors, initial, indices, output):
         t0, t1, t2, t3 = tensors
         x0, x1, x2, x3 = indices
         o0, o1 = output
@@ -11,7 +11,7 @@ kinds that it was decided for, contiguous and unwritten, and the kernel for size
             return None
         ...
         found = kernels.get(((x0 - 1).bit_length(), x1, ...))
-        return found(tensors, start, indices, output)
+        return found(tensors, initial, indices, output)
 
 Where anything is otherwise it returns `None`, and `dispatch` finds the program, or the words for what is wrong.
 """
@@ -94,25 +94,25 @@ class UnsizedCall:
         self.kernels.clear()
 
     def _meet(
-        self, key: object, tensors: Sequence[Tensor], start: Tensor | None, indices: Sizes, output: Sizes
+        self, key: object, tensors: Sequence[Tensor], initial: Tensor | None, indices: Sizes, output: Sizes
     ) -> Tensor | None:
         """Run it at a kind of sizes that was not met before."""
         begun, extents = generation(), Extents(indices, output)
-        program = self._find(tensors, start, extents)
+        program = self._find(tensors, initial, extents)
         settled, found = True, _other
         if isinstance(program, Executable) and isinstance(program.run, Generated):
             settled = not program.run.undecided(tensors)
             with messages_name(self.statement):
-                found = program.run.at(tensors, extents, start)
+                found = program.run.at(tensors, extents, initial)
         # What was cleared in the meantime stays so.
         if settled and begun == generation():
             if len(self.kernels) >= _LIMIT:
                 self.kernels.clear()
             self.kernels[key] = found
-        return found(tensors, start, indices, output)
+        return found(tensors, initial, indices, output)
 
 
-def _other(tensors: Sequence[Tensor], start: Tensor | None, indices: Sizes, output: Sizes) -> None:
+def _other(tensors: Sequence[Tensor], initial: Tensor | None, indices: Sizes, output: Sizes) -> None:
     """Another backend runs these sizes."""
 
 
@@ -122,7 +122,7 @@ def _lines(bound: Bound, fixed: FixedExtents, *, cuttable: bool) -> list[str]:
     tensors = range(len(layout.tensors))
     indices = [f"x{place}" for place in range(len(layout.indices))]
     output = [f"o{axis}" for axis in range(len(layout.output_places))]
-    lines = ["def run(tensors, start, indices, output):", f"({', '.join(f't{n}' for n in tensors)},) = tensors"]
+    lines = ["def run(tensors, initial, indices, output):", f"({', '.join(f't{n}' for n in tensors)},) = tensors"]
     lines += [f"({', '.join(indices)},) = indices"] if indices else []
     lines += [f"({', '.join(output)},) = output"] if output else []
     # Of most tensors all axes are an index each.
@@ -141,15 +141,15 @@ def _lines(bound: Bound, fixed: FixedExtents, *, cuttable: bool) -> list[str]:
             lines += [f"    if not unwritten(t{n}):", "        return None"]
     lines += [
         "how = None",
-        "if start is not None:",
-        "    if start.dtype is not dtype or not start.is_contiguous():",
+        "if initial is not None:",
+        "    if initial.dtype is not dtype or not initial.is_contiguous():",
         "        return None",
-        "    start = start.detach()",
-        "    how = start.shape == output",
+        "    initial = initial.detach()",
+        "    how = initial.shape == output",
         "    if not how:",
-        "        if start.shape != output[-1:]:",
+        "        if initial.shape != output[-1:]:",
         "            return None",
-        "        start = start.expand(output)",
+        "        initial = initial.expand(output)",
     ]
     key = [_magnitude(extent, most) for extent, most in zip(indices, fixed.most, strict=True)]
     key += [_magnitude(o, -1) for o, place in zip(output, layout.output_places, strict=True) if place is None]
@@ -162,8 +162,8 @@ def _lines(bound: Bound, fixed: FixedExtents, *, cuttable: bool) -> list[str]:
         f"key = ({', '.join(['how', *key])},)",
         "found = kernels.get(key)",
         "if found is None:",
-        "    return meet(key, tensors, start, indices, output)",
-        "return found(tensors, start, indices, output)",
+        "    return meet(key, tensors, initial, indices, output)",
+        "return found(tensors, initial, indices, output)",
     ]
 
 

@@ -136,7 +136,7 @@ def choose_schedule(
     bucket: tuple[int, ...],
     tensors: Sequence[Tensor],
     extents: Extents,
-    start: Tensor | None,
+    initial: Tensor | None,
     precision: Precision,
     options: Options,
 ) -> Selected[Schedule]:
@@ -145,7 +145,7 @@ def choose_schedule(
     if not worth_selecting(extents):
         return Selected(*without_measuring(form, precision, device))
     key = _key_of(form, tables, bucket, tensors[0].device, precision)
-    tuning = _Tuning(form, tensors, extents, start, precision)
+    tuning = _Tuning(form, tensors, extents, initial, precision)
 
     def measure() -> Measured[Schedule]:
         with budget.spending():
@@ -251,17 +251,17 @@ class _Tuning:
     """The tuning of a form's schedule, on the tensors of a call."""
 
     def __init__(
-        self, form: Form, tensors: Sequence[Tensor], extents: Extents, start: Tensor | None, precision: Precision
+        self, form: Form, tensors: Sequence[Tensor], extents: Extents, initial: Tensor | None, precision: Precision
     ) -> None:
         # What is tried is not what is decided.
         self.form = replace(form, plan=NO_PLAN)
         self.tensors = [t.detach() for t in tensors]
         self.extents = extents
-        self.start = start
+        self.initial = initial
         self.precision: Precision = precision
 
     def trial(self, schedule: Schedule) -> _Trial:
-        return _Trial(self.form, schedule, self.tensors, self.extents, self.start, self.precision)
+        return _Trial(self.form, schedule, self.tensors, self.extents, self.initial, self.precision)
 
     def shortlist(self, key: store.Key) -> tuple[list[Schedule], str]:
         """Return the candidates that did best for other sizes, the default first, and which; none: all are measured.
@@ -354,14 +354,14 @@ class _Trial:
         schedule: Schedule,
         tensors: Sequence[Tensor],
         extents: Extents,
-        start: Tensor | None,
+        initial: Tensor | None,
         precision: Precision,
     ) -> None:
         self.schedule = schedule
         self.tensors = tensors
-        self.start = start
+        self.initial = initial
         self.partition = partition_for(form, tensors, extents, schedule)
-        self.kernel = prepare_kernel(form, schedule, tensors, start, extents, precision, self.partition)
+        self.kernel = prepare_kernel(form, schedule, tensors, initial, extents, precision, self.partition)
         self.additional: list[Tensor] | None = None
 
     def compile(self) -> bool:
@@ -404,4 +404,4 @@ class _Trial:
     def run(self) -> Tensor:
         if self.additional is None:
             self.additional = self.kernel.of.additional(self.tensors, self.partition)
-        return self.kernel(self.tensors, self.start, self.partition, self.additional)
+        return self.kernel(self.tensors, self.initial, self.partition, self.additional)

@@ -230,12 +230,12 @@ def _random(seed: int) -> Iterator[Entry]:
     statement = parse_cached(program.expression)
     layout = layout_of(statement)
     ordered = [program.tensors[name] for name in layout.tensors]
-    extents = resolve_extents(statement, ordered, program.start, program.sizes, program.out_shape)
+    extents = resolve_extents(statement, ordered, program.initial, program.sizes, program.out_shape)
     if 0 in extents.indices or 0 in extents.output or any(t.numel() == 0 for t in ordered):
         return
     dtypes = tuple(t.dtype for t in ordered)
     dtype = next((t.dtype for t in ordered if t.is_floating_point()), torch.float64)
     bound = _bound(
-        program.expression, dtype, dtypes, (UNKNOWN,) * len(ordered), has_initial=program.start is not None
+        program.expression, dtype, dtypes, (UNKNOWN,) * len(ordered), has_initial=program.initial is not None
     )  # fmt: skip
     yield Entry(f"random {seed}", bound, tuple(tuple(t.shape) for t in ordered), extents, Options())

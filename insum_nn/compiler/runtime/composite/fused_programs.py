@@ -30,7 +30,7 @@ from insum_nn.compiler.kernels.generated import Generated
 from insum_nn.compiler.lang.bind import Bound, Extents, bind
 from insum_nn.compiler.lang.shapes import resolve_extents
 from insum_nn.compiler.passes.own_rows import ROW
-from insum_nn.compiler.runtime.dispatch import Ready, Spec, index_versions, keep, prepare
+from insum_nn.compiler.runtime.dispatch import Ready, Spec, index_versions, prepare
 from insum_nn.compiler.runtime.execution import Executable, generation
 from insum_nn.compiler.runtime.program import Program
 from insum_nn.compiler.schedule import database as store
@@ -41,6 +41,7 @@ from insum_nn.compiler.schedule.select import Measured, Question, Selected
 from insum_nn.compiler.schedule.timing import time_whole
 from insum_nn.compiler.schedule.tune import ask, worth_selecting
 from insum_nn.facts import IndexFacts
+from insum_nn.tensor_cache import insert
 
 __all__ = ["FusedPrograms"]
 
@@ -93,7 +94,7 @@ class _Fused:
 
 
 @dataclass(slots=True)
-class _Known:
+class _Prepared:
     """What runs a kind of call, on which tensors (of which program, and their names); `None`: one by one."""
 
     ready: Ready | None = None
@@ -132,25 +133,11 @@ class FusedPrograms:
         self._outputs = tuple([numbers.setdefault(name, len(numbers)) for name in outputs or range(len(programs))])
         self.deterministic = deterministic or any(p.options.deterministic for p in programs)
         self.reason = ""
-        self._known: dict[Hashable, _Known] = {}
+        self._calls: dict[Hashable, _Prepared] = {}
         self._kinds: dict[Hashable, _Kind] = {}
         self._kernels: dict[Hashable, _Fused] = {}
         self._chosen: dict[Hashable, tuple[_Fused | None, str]] = {}
-        self._preparing: BuildOnce[_Known] = BuildOnce()
-
-    def __call__(self, named: Sequence[Mapping[str, Tensor]], shapes: Sequence[Shape], key: Hashable) -> list[Tensor]:
-        """Run all programs; the arguments are those of `together`."""
-
-        def separately() -> list[Tensor]:
-            made: dict[int, Tensor] = {}
-            for program, number, given, shape in zip(self.programs, self._outputs, named, shapes, strict=True):
-                part = program(tensors=given, out_shape=shape)
-                made[number] = made[number] + part if number in made else part
-            return [*made.values()]
-
-        with torch.no_grad():
-            made = self.together(named, shapes, key, separately)
-            return separately() if made is None else made
+        self._preparing: BuildOnce[_Prepared] = BuildOnce()
 
     def together(
         self, named: Sequence[Mapping[str, Tensor]], shapes: Sequence[Shape], key: Hashable, separately: Run
@@ -171,27 +158,27 @@ class FusedPrograms:
             with torch.no_grad():
                 return self.together(named, shapes, key, separately)
         full = (key, torch._C._get_float32_matmul_precision())
-        known = self._known.get(full)
-        tensors = [] if known is None else known.read(named)
-        if known is None or (known.ready is not None and not known.ready.holds(tensors)):
+        call = self._calls.get(full)
+        tensors = [] if call is None else call.read(named)
+        if call is None or (call.ready is not None and not call.ready.holds(tensors)):
             # A mapping may make a tensor whenever it is asked for it.
             named = [dict(each) for each in named]
 
-            def prepare() -> _Known:
-                found = self._prepared(named, shapes, separately)
-                keep(self._known, full, found, _LIMIT)
+            def prepare() -> _Prepared:
+                found = self._prepare(named, shapes, separately)
+                insert(self._calls, full, found, _LIMIT)
                 return found
 
-            known = self._preparing.get(
-                full, lambda: f if (f := self._known.get(full)) is not None and f.holds(named) else None, prepare
+            call = self._preparing.get(
+                full, lambda: f if (f := self._calls.get(full)) is not None and f.holds(named) else None, prepare
             )
-            tensors = known.read(named)
-        if known.ready is None:
+            tensors = call.read(named)
+        if call.ready is None:
             return None
-        made: Any = known.ready.run(tensors, None)
-        return [made[at] for at in known.order]
+        made: Any = call.ready.run(tensors, None)
+        return [made[at] for at in call.order]
 
-    def _prepared(self, named: Sequence[Mapping[str, Tensor]], shapes: Sequence[Shape], separately: Run) -> _Known:
+    def _prepare(self, named: Sequence[Mapping[str, Tensor]], shapes: Sequence[Shape], separately: Run) -> _Prepared:
         """Decide how a kind of call runs."""
         try:
             given = zip(self._outputs, self.programs, named, shapes, strict=True)
@@ -200,22 +187,25 @@ class FusedPrograms:
             bucket = (key, *[size_bucket(one.extents) for one in ones])
             chosen = self._chosen.get(bucket)
             if chosen is None:
-                walks = _walks(ones, self.deterministic)
-                chosen = _choose([partial(self._call, key, walk, ones, named) for walk in walks], separately)
-                keep(self._chosen, bucket, chosen, _LIMIT)
+                plan = _plan_of(ones, self.deterministic)
+                calls = [partial(self._call, key, walk, plan, ones, named) for walk in _walks(ones, plan)]
+                chosen = _choose(calls, separately)
+                insert(self._chosen, bucket, chosen, _LIMIT)
             together, self.reason = chosen
             if together is None:
-                return _Known()
+                return _Prepared()
             call = _Call(together, ones, named)
         except FormError as error:
             self.reason = f"one by one: {error}"
-            return _Known()
+            return _Prepared()
         run = together.generated.prepare_all(call.tensors, call.extents)
         # What is kept ready may run with an initial value, of which there is none here.
         ready = Ready(lambda tensors, _: run(tensors), call.versions, generation())  # type: ignore[arg-type, return-value]
-        return _Known(ready, call.sources, together.order)
+        return _Prepared(ready, call.sources, together.order)
 
-    def _call(self, key: Hashable, walk: Walk, ones: Sequence[_One], named: Sequence[Mapping[str, Tensor]]) -> _Call:
+    def _call(
+        self, key: Hashable, walk: Walk, plan: _Plan, ones: Sequence[_One], named: Sequence[Mapping[str, Tensor]]
+    ) -> _Call:
         """The kernel that walks terms by one index tensor, which is remembered, on the tensors of a call.
 
         Raises:
@@ -223,8 +213,8 @@ class FusedPrograms:
         """
         found = self._kernels.get((key, walk))
         if found is None:
-            found = _along(ones, walk, self.deterministic)
-            keep(self._kernels, (key, walk), found, _LIMIT)
+            found = _along(ones, walk, plan, self.deterministic)
+            insert(self._kernels, (key, walk), found, _LIMIT)
         return _Call(found, ones, named)
 
 
@@ -293,14 +283,14 @@ def _same(a: Tensor, b: Tensor) -> bool:
 def _one(
     number: int, program: Program, named: Mapping[str, Tensor], shape: Shape, kinds: dict[Hashable, _Kind]
 ) -> _One:
-    """What is known of one of the programs, in the names of the caller: these say which tensors programs share.
+    """Describe one of the programs, in the names of the caller: these say which tensors programs share.
 
     Args:
         number: of the output that it adds to.
         program: the program.
         named: its tensors.
         shape: of its output.
-        kinds: those that were met, which stay.
+        kinds: those of earlier calls.
 
     Raises:
         FormError: there is nothing to do, or no generated kernel does it.
@@ -313,17 +303,20 @@ def _one(
     bound, chosen = prepare(spec, tensors, None, extents)
     if not isinstance(chosen, Executable) or not isinstance(chosen.run, Generated) or spec.epilogue:
         raise FormError(f"{program.expression} is no generated kernel")
-    # As long as one lives, so do those that it is known by.
+    # As long as a kind lives, so do the objects whose identities are its key.
     key = id(bound), id(chosen)
     kind = kinds.get(key)
     if kind is None:
         kind = _Kind(bound, chosen, chosen.run.form.named(named_as(bound, chosen.bound)))
-        keep(kinds, key, kind, _LIMIT)
+        insert(kinds, key, kind, _LIMIT)
     return _One(number, program, tensors, extents, kind, kind.bound, kind.form)
 
 
-def _plan_of(ones: Sequence[_One], deterministic: bool) -> tuple[Plan, dict[str, int]]:
-    """What is decided for these programs together, whatever they call what they share, and the numbers of its names."""
+# What is decided for programs together, whatever they call what they share, and the numbers of its names.
+_Plan = tuple[Plan, dict[str, int]]
+
+
+def _plan_of(ones: Sequence[_One], deterministic: bool) -> _Plan:
     plans = [one.form.plan.at(bucket=list(one.extents.output[1:])).key for one in ones]
     shared = [(*one.bound.layout.tensors, *one.bound.layout.indices) for one in ones]
     numbers = {name: number for number, name in enumerate(dict.fromkeys(name for each in shared for name in each))}
@@ -332,9 +325,9 @@ def _plan_of(ones: Sequence[_One], deterministic: bool) -> tuple[Plan, dict[str,
     return Plan(key | ({"outputs": written} if len({*written}) < len(written) else {})), numbers
 
 
-def _walks(ones: Sequence[_One], deterministic: bool = False) -> list[Walk]:
+def _walks(ones: Sequence[_One], decided: _Plan) -> list[Walk]:
     """The index tensors by whose entries terms can be walked, the one by which a term reads and adds least first."""
-    plan, numbers = _plan_of(ones, deterministic)
+    plan, numbers = decided
     names = [*numbers]
     return plan.get(
         ["walks"],
@@ -374,7 +367,7 @@ def _cost(ones: Sequence[_One], walk: Walk) -> int:
     return len(cells) + sum(adds.values())
 
 
-def _along(ones: Sequence[_One], walk: Walk, deterministic: bool) -> _Fused:
+def _along(ones: Sequence[_One], walk: Walk, decided: _Plan, deterministic: bool) -> _Fused:
     """The kernel that walks terms by one index tensor.
 
     Raises:
@@ -391,17 +384,17 @@ def _along(ones: Sequence[_One], walk: Walk, deterministic: bool) -> _Fused:
     facts: dict[str, IndexFacts] = {}
     for one in ones:
         facts |= dict(zip(one.bound.layout.tensors, one.bound.facts, strict=True))
-    kept = {name: tensors[name] for name in spec.layout.tensors}
+    operands = {name: tensors[name] for name in spec.layout.tensors}
     own = [one for one in ordered if one.number in owned]
-    extents = _extents(own, walk, list(kept.values()), spec, static)
-    bound = bind(spec.statement, kept, None, facts=facts, drop_outside=True)
+    extents = _extents(own, walk, list(operands.values()), spec, static)
+    bound = bind(spec.statement, operands, None, facts=facts, drop_outside=True)
     bound = replace(bound, static=tuple(sorted(static.items())))
     sizes = dict(zip(bound.layout.indices, extents.indices, strict=True))
     axis = own[0].form.row_axis if own else 0
     forms = [(one.form, one.extents) for one in ordered]
     order = [*dict.fromkeys(one.number for one in ordered)]
     outputs = [order.index(one.number) for one in ordered]
-    plan, numbers = _plan_of(ones, deterministic)
+    plan, numbers = decided
     plan = plan.at(walk=[numbers[name] for name in walk])
     form = fused_form(walk, forms, outputs, bound, sizes, extents.output[axis], plan, deterministic=deterministic)
     generated = Generated(bound, sizes, extents.output, {}, ones[0].program.options, form=form)

@@ -134,9 +134,9 @@ class PairProgram:
         """Why it runs so."""
         return "on a CPU, a library multiplies the matrix of static coefficients by the products of rows"
 
-    def __call__(self, tensors: Sequence[Tensor], extents: Extents, start: Tensor | None) -> Tensor:
+    def __call__(self, tensors: Sequence[Tensor], extents: Extents, initial: Tensor | None) -> Tensor:
         """Run on tensors in the layout's order."""
-        return self.prepare(tensors, extents, start)(tensors, start)
+        return self.prepare(tensors, extents, initial)(tensors, initial)
 
     def factors(self, tensors: Sequence[Tensor]) -> list[Tensor]:
         """The two factors among the tensors."""
@@ -144,24 +144,24 @@ class PairProgram:
         return [tensors[names.index(name)] for name in self.products.split.names]
 
     def prepare(
-        self, tensors: Sequence[Tensor], extents: Extents, start: Tensor | None
+        self, tensors: Sequence[Tensor], extents: Extents, initial: Tensor | None
     ) -> Callable[[Sequence[Tensor], Tensor | None], Tensor]:
         """Return what runs the statement on tensors of these shapes."""
         products, dtype = self.products, self.bound.dtype
         most = max(_LEAST, AT_ONCE // (wide_dtype(dtype).itemsize * products.split.between))
 
-        def run(tensors: Sequence[Tensor], start: Tensor | None) -> Tensor:
+        def run(tensors: Sequence[Tensor], initial: Tensor | None) -> Tensor:
             factors = self.factors(tensors)
             count = factors[0].shape[0]
             if count <= most:
                 made = products(factors)
             else:
                 made = torch.cat([products(part) for part in zip(*(t.split(most) for t in factors), strict=True)])
-            return (made if start is None else made.add_(start)).to(dtype)
+            return (made if initial is None else made.add_(initial)).to(dtype)
 
         return run
 
-    def traced(self, tensors: Sequence[Tensor], start: Tensor | None) -> Tensor:
+    def traced(self, tensors: Sequence[Tensor], initial: Tensor | None) -> Tensor:
         """Write the statement into the graph that torch records."""
         made = self.products(self.factors(tensors), traced=True)
-        return (made if start is None else made + start).to(self.bound.dtype)
+        return (made if initial is None else made + initial).to(self.bound.dtype)

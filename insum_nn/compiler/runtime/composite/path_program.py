@@ -111,21 +111,21 @@ class PathProgram:
         """How many samples there are."""
         return self.extents.indices[self.bound.layout.indices.index(self.samples)]
 
-    def __call__(self, tensors: Sequence[Tensor], extents: Extents, start: Tensor | None) -> Tensor:
+    def __call__(self, tensors: Sequence[Tensor], extents: Extents, initial: Tensor | None) -> Tensor:
         """Run on tensors in the layout's order."""
-        return self.prepare(tensors, extents, start)(tensors, start)
+        return self.prepare(tensors, extents, initial)(tensors, initial)
 
     def prepare(
-        self, tensors: Sequence[Tensor], extents: Extents, start: Tensor | None
+        self, tensors: Sequence[Tensor], extents: Extents, initial: Tensor | None
     ) -> Callable[[Sequence[Tensor], Tensor | None], Tensor]:
         """Return what runs the statement on tensors of these shapes."""
         names, dtype = self.bound.layout.tensors, self.bound.dtype
         together = run_together([self], [dict(zip(names, tensors, strict=True))], [0])
         assert together is not None
 
-        def run(tensors: Sequence[Tensor], start: Tensor | None) -> Tensor:
+        def run(tensors: Sequence[Tensor], initial: Tensor | None) -> Tensor:
             (made,) = together([dict(zip(names, tensors, strict=True))])
-            return (made if start is None else made.add_(start)).to(dtype)
+            return (made if initial is None else made.add_(initial)).to(dtype)
 
         return run
 

@@ -10,10 +10,11 @@ from torch import Tensor
 
 from insum_nn.compiler.lang.shapes import resolve_extents
 from insum_nn.compiler.runtime.composite.path_program import PathProgram, Run, run_together, same_memory
-from insum_nn.compiler.runtime.dispatch import Ready, index_versions, keep, prepare
+from insum_nn.compiler.runtime.dispatch import Ready, index_versions, prepare
 from insum_nn.compiler.runtime.execution import generation
 from insum_nn.compiler.runtime.program import Program
 from insum_nn.dtypes import is_widened
+from insum_nn.tensor_cache import insert
 
 __all__ = ["SharedPaths"]
 
@@ -81,7 +82,7 @@ class SharedPaths:
         if known is None or not known.holds(named):
             with torch.no_grad():
                 known = self._prepared(named, shapes)
-            keep(self._known, full, known, _LIMIT)
+            insert(self._known, full, known, _LIMIT)
         if known.run is None:
             return None
         with torch.no_grad():

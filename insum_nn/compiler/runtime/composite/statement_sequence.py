@@ -343,23 +343,23 @@ class StatementSequence:
         self.cost = cost
         self.reason = f"the statement runs as {len(parts)}"
 
-    def __call__(self, tensors: Sequence[Tensor], extents: Extents, start: Tensor | None) -> Tensor:
+    def __call__(self, tensors: Sequence[Tensor], extents: Extents, initial: Tensor | None) -> Tensor:
         """Run on tensors in the layout's order."""
-        return self.prepare(tensors, extents, start)(tensors, start)
+        return self.prepare(tensors, extents, initial)(tensors, initial)
 
-    def prepare(self, tensors: Sequence[Tensor], extents: Extents, start: Tensor | None) -> Run:
+    def prepare(self, tensors: Sequence[Tensor], extents: Extents, initial: Tensor | None) -> Run:
         """Return what runs the statement on tensors of these shapes."""
-        stages = [stage.ready for stage in self.stages(tensors, start)]
+        stages = [stage.ready for stage in self.stages(tensors, initial)]
 
-        def run(tensors: Sequence[Tensor], start: Tensor | None) -> Tensor:
+        def run(tensors: Sequence[Tensor], initial: Tensor | None) -> Tensor:
             pool = list(tensors)
             for stage in stages[:-1]:
                 stage(pool, None)
-            return stages[-1](pool, start)
+            return stages[-1](pool, initial)
 
         return run
 
-    def stages(self, tensors: Sequence[Tensor], start: Tensor | None) -> Iterator[Stage]:
+    def stages(self, tensors: Sequence[Tensor], initial: Tensor | None) -> Iterator[Stage]:
         """The parts with their programs, prepared for tensors of the right shapes."""
         indexed = {name: at for at, name in enumerate(self.bound.layout.tensors)}
         place, pool = dict(indexed), list(tensors)
@@ -373,7 +373,7 @@ class StatementSequence:
             where = tuple(place[name] for name in part.bound.layout.tensors)
             unwritten = tuple(UnreadCells(each, indexed, self.options) for each in part.unwritten)
             last = part is self.parts[-1]
-            yield Stage.of(part, tuple(cleared), unwritten, where, pool, start if last else None, self.options)
+            yield Stage.of(part, tuple(cleared), unwritten, where, pool, initial if last else None, self.options)
             place[part.writes] = len(pool)
             if not last:
                 pool.append(tensors[0].new_empty(part.sizes.output, dtype=self.bound.dtype))
@@ -402,7 +402,7 @@ class Stage:
         unwritten: tuple[UnreadCells, ...],
         where: tuple[int, ...],
         pool: Sequence[Tensor],
-        start: Tensor | None,
+        initial: Tensor | None,
         options: Options,
     ) -> Stage:
         """Prepare a part.
@@ -410,29 +410,29 @@ class Stage:
         Args:
             part: the part.
             cleared: what is copied with cleared cells before it runs: where it stands, and the cells.
-            unwritten: cells of its output that are cleared; then it starts from nothing, and is added to the start.
+            unwritten: cells of its output that are cleared; then it starts from nothing, and is added to `initial`.
             where: its tensors among those made so far.
             pool: tensors like those made so far.
-            start: a tensor like the one that it starts from.
+            initial: a tensor like the one that it starts from.
             options: compile options.
         """
         operands = [pool[at] for at in where]
         bound = replace(part.bound, has_initial=False) if unwritten else part.bound
-        start = None if unwritten else start
-        program = executable(bound, operands, start, part.extents, options)
-        prepared = program.prepare(operands, part.extents, start)
+        initial = None if unwritten else initial
+        program = executable(bound, operands, initial, part.extents, options)
+        prepared = program.prepare(operands, part.extents, initial)
 
-        def ready(pool: list[Tensor], start: Tensor | None) -> Tensor:
+        def ready(pool: list[Tensor], initial: Tensor | None) -> Tensor:
             for source, cells in cleared:
                 unread = cells.of(pool)
                 pool.append(pool[source] if unread is None else pool[source].masked_fill(unread, 0))
-            result = prepared([pool[at] for at in where], None if unwritten else start)
+            result = prepared([pool[at] for at in where], None if unwritten else initial)
             for cells in unwritten:
                 unread = cells.of(pool)
                 if unread is not None:
                     result.masked_fill_(unread, 0)
-            if unwritten and start is not None:
-                result += start
+            if unwritten and initial is not None:
+                result += initial
             pool.append(result)
             return result
 

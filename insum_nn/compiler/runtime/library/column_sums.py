@@ -43,12 +43,12 @@ def column_sums(matrix: Tensor, *, options: Options = DEFAULT) -> Tensor:
     if torch.is_grad_enabled() and matrix.requires_grad:
         return _program(options)(G=matrix)
     key = (matrix.shape, matrix.dtype, matrix.device)
-    return _given(options)(matrix, out_shape=(matrix.shape[1],), key=key)
+    return _bound(options)(matrix, out_shape=(matrix.shape[1],), key=key)
 
 
 @lru_cache(maxsize=64)
-def _given(options: Options) -> BoundProgram:
-    return _program(options).given({})
+def _bound(options: Options) -> BoundProgram:
+    return _program(options).bind({})
 
 
 @lru_cache(maxsize=64)

@@ -121,7 +121,7 @@ def run_pieces(
     tensors: Sequence[Tensor],
     arguments: Sequence[int],
     extents: Extents,
-    start: Tensor | None,
+    initial: Tensor | None,
     step: int,
 ) -> Tensor:
     """Add the statement's contributions range by range into one output."""
@@ -132,17 +132,17 @@ def run_pieces(
     scattered = scattered_axes(ir.store_of(library.made.kernel).subscripts)
     wide = options.accumulate == "float32" or not scattered
     dtype = wide_dtype(bound.dtype) if wide else bound.dtype
-    device = tensors[0].device if tensors else start.device if start is not None else None
+    device = tensors[0].device if tensors else initial.device if initial is not None else None
     # Library calls add a row at a time, fastest where rows are what lies outermost.
     outer = scattered[0] if len(scattered) == 1 else 0
     shape = list(extents.output)
     if outer:
         shape.insert(0, shape.pop(outer))
-    output = (torch.zeros if start is None else torch.empty)(shape, dtype=dtype, device=device)
+    output = (torch.zeros if initial is None else torch.empty)(shape, dtype=dtype, device=device)
     if outer:
         output = output.movedim(0, outer)
-    if start is not None:
-        output.copy_(start.detach())
+    if initial is not None:
+        output.copy_(initial.detach())
     axes = [[axis for where, axis in layout.plain[position] if where == i] for i in range(len(tensors))]
     written = [axis for axis, name in enumerate(layout.output_plain) if name == library.cut]
     total = extents.indices[position]

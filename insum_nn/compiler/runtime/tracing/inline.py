@@ -46,13 +46,13 @@ def inlines(spec: Spec, tensors: Sequence[Tensor | None]) -> bool:
     return is_functional(tensors) or not _launches(spec, tensors)
 
 
-def inline(spec: Spec, tensors: Sequence[Tensor], start: Tensor | None, extents: Extents) -> Tensor:
+def inline(spec: Spec, tensors: Sequence[Tensor], initial: Tensor | None, extents: Extents) -> Tensor:
     """Compute a statement by torch's operations and launches; its epilogue is left to the caller.
 
     Args:
         spec: the program.
         tensors: in the layout's order.
-        start: the initial value.
+        initial: the initial value.
         extents: the call's sizes, which may be symbolic.
     """
     statement = spec.statement
@@ -63,35 +63,37 @@ def inline(spec: Spec, tensors: Sequence[Tensor], start: Tensor | None, extents:
     checked = set[str]() if spec.drop_outside else spec.layout.index_tensors - built
     _assert_inside(statement, checked, named, declared, extents)
     if not spec.drop_outside:
-        _assert_written_inside(statement, named if start is None else {statement.output.name: start, **named}, extents)
+        _assert_written_inside(
+            statement, named if initial is None else {statement.output.name: initial, **named}, extents
+        )
     facts = {name: own for name, own in declared.items() if name in built}
     # Of what the caller says of the others the graph checks one thing.
     facts |= {name: IndexFacts(masked=declared[name].masked) for name in checked if name in declared}
-    bound = bind(statement, named, start, facts=facts, drop_outside=spec.drop_outside, epilogue=PLAIN)
+    bound = bind(statement, named, initial, facts=facts, drop_outside=spec.drop_outside, epilogue=PLAIN)
     if spec.static:
         pairs = find_pairs(bound, tensors, extents, spec.options, spec.static)
         if pairs is not None:
-            return pairs.traced(tensors, start)
+            return pairs.traced(tensors, initial)
         parts: Sequence[Part] | None = None
     else:
         hints = Extents(tuple(map(_hint, extents.indices)), tuple(map(_hint, extents.output)))
         shapes = {name: tuple(map(_hint, tensor.shape)) for name, tensor in named.items()}
         parts = Sequences(bound, spec.options).symbolic(named, extents, shapes, hints)
     if parts is None:
-        return _run(bound, tensors, start, extents, spec.options, spec.static)
+        return _run(bound, tensors, initial, extents, spec.options, spec.static)
     pool = dict(named)
     for part in parts:
         for each in part.clears:
             source = pool[each.clear.place.access.name]
             pool[each.clear.name] = source.masked_fill(each.unread(pool, source.device), 0)
         last = part is parts[-1]
-        begins = start if last and not part.unwritten else None
+        begins = initial if last and not part.unwritten else None
         own = replace(part.bound, has_initial=begins is not None)
         result = _run(own, [pool[name] for name in own.layout.tensors], begins, part.extents, spec.options)
         for each in part.unwritten:
             result = result.masked_fill(each.unread(pool, result.device), 0)
         if last:
-            return result if start is None or begins is not None else result + start
+            return result if initial is None or begins is not None else result + initial
         pool[part.writes] = result
     raise AssertionError("a sequence has a last part")
 
@@ -148,7 +150,7 @@ def _hint(extent: int) -> int:
 def _run(
     bound: Bound,
     tensors: Sequence[Tensor],
-    start: Tensor | None,
+    initial: Tensor | None,
     extents: Extents,
     options: Options,
     static: tuple[tuple[str, StaticTable], ...] = (),
@@ -156,7 +158,7 @@ def _run(
     if choose_backend(bound, options, tables=bool(static))[0] == "triton":
         require_triton(bound)
         tables = dict(canonical_tables(bound.statement, static))
-        result = inline_kernel(canonical(bound), tensors, start, extents, options, tables)
+        result = inline_kernel(canonical(bound), tensors, initial, extents, options, tables)
         if result is not None:
             return result
     own = canonical(replace(bound, facts=tuple(IndexFacts(masked=facts.masked) for facts in bound.facts)))
@@ -165,7 +167,7 @@ def _run(
     indices, axes = extent_arguments(own)
     names = own.layout.indices
     integers = [*(extents.indices[names.index(i)] for i in indices), *(extents.output[a] for a in axes)]
-    return library.graph.forward(*tensors, *integers, *([] if start is None else [start]))  # type: ignore[no-any-return]
+    return library.graph.forward(*tensors, *integers, *([] if initial is None else [initial]))  # type: ignore[no-any-return]
 
 
 def _magnitude(extent: int) -> int:

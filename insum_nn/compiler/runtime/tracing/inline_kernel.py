@@ -39,7 +39,7 @@ __all__ = ["inline_kernel"]
 def inline_kernel(
     bound: Bound,
     tensors: Sequence[Tensor],
-    start: Tensor | None,
+    initial: Tensor | None,
     extents: Extents,
     options: Options,
     tables: Mapping[str, StaticTable],
@@ -49,7 +49,7 @@ def inline_kernel(
     Args:
         bound: the statement, under canonical names.
         tensors: in the layout's order.
-        start: the initial value.
+        initial: the initial value.
         extents: the call's sizes, which may be symbolic.
         options: compile options.
         tables: static tensors by name.
@@ -68,8 +68,8 @@ def inline_kernel(
     precision = precision_of(fixed.dtype, options.precision)
     device = tensors[0].device
     schedule = choose_unmeasured(form, tables, size_bucket(likely), likely, device, precision).candidate
-    wide = exceeds(_reach(form, tensors, start, extents), WIDE)
-    strides = Strides(tuple(t.is_contiguous() for t in tensors), wide, False, initial_steps(start))
+    wide = exceeds(_reach(form, tensors, initial, extents), WIDE)
+    strides = Strides(tuple(t.is_contiguous() for t in tensors), wide, False, initial_steps(initial))
     partition = (
         _undivided(form, tensors[form.row_index_place], extents.output[form.row_axis], wide) if form.row_index else None
     )
@@ -80,17 +80,17 @@ def inline_kernel(
         written[(grid,)](*arguments, **dict(kernel.source.schedule.launch_options))
 
     sizes = extents.indices, extents.output
-    return kernel.call(tensors, start, *sizes, partition, bitmasks=new_bitmasks_of, launch=launch)
+    return kernel.call(tensors, initial, *sizes, partition, bitmasks=new_bitmasks_of, launch=launch)
 
 
-def _reach(form: Form, tensors: Sequence[Tensor], start: Tensor | None, extents: Extents) -> list[int]:
+def _reach(form: Form, tensors: Sequence[Tensor], initial: Tensor | None, extents: Extents) -> list[int]:
     """How far apart what a kernel addresses by one pointer may lie, for each of them."""
     found: list[int] = [1, 1]
     for extent in extents.output:
         found[0] = found[0] * extent
     for name, extent in zip(form.bound.layout.indices, extents.indices, strict=True):
         found[1] = found[1] * (extent if name in form.entries else 1)
-    for tensor in (*tensors, *(() if start is None else (start,))):
+    for tensor in (*tensors, *(() if initial is None else (initial,))):
         reach = 1
         for extent, step in zip(tensor.shape, tensor.stride(), strict=True):
             reach = reach + (extent - 1) * step
