@@ -169,3 +169,26 @@ def test_parts_of_gradients_are_freed_once_they_were_added():
     x, y, w, z = (tensor.detach() for tensor in named.values())
     for own, want in zip(got, (z * (w + y), z * (w + x), z * (y + x), y * w + x * w + x * y), strict=True):
         torch.testing.assert_close(own, want)
+
+
+class Views(Products):
+    """The same, of which each is a view of other memory, as weights are of which a kernel has several axes."""
+
+    def run(self, wanted: Sequence[str], operands: Mapping[str, Tensor], *, plain: bool = False) -> dict[str, Tensor]:
+        return {name: made[None].reshape(-1) for name, made in super().run(wanted, operands, plain=plain).items()}
+
+
+def test_torch_adds_to_gradients_in_place():
+    """Of a tensor that several calls read: a sum in new memory is a third tensor of that size."""
+    leaves = {name: torch.rand(5, dtype=torch.float64, requires_grad=True) for name in "xyw"}
+    named = {name: leaf * 1 for name, leaf in leaves.items()}
+    made = [multilinear_jointly(Views(), ("z",), named)["z"] for _ in range(2)]
+    with torch.profiler.profile() as profile:
+        torch.autograd.backward(made, [torch.ones_like(each) for each in made])
+    names = [event.name for event in profile.events() or ()]
+    assert names.count("aten::add_") == 3
+    assert "aten::add" not in names
+    x, y, w = (leaf.detach() for leaf in leaves.values())
+    for leaf, want in zip(leaves.values(), (2 * y * w, 2 * x * w, 2 * x * y), strict=True):
+        assert leaf.grad is not None
+        torch.testing.assert_close(leaf.grad, want)

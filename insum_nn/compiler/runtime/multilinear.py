@@ -115,7 +115,7 @@ class _Multilinear(torch.autograd.Function):
         if of_initial:
             total = column_sums(grad, options=sums.options)
             found[2] = total if total.shape == initial else total.reshape(initial)
-        return tuple(found)
+        return tuple(map(_own, found) if unrecorded else found)
 
 
 def _computed(
@@ -251,7 +251,8 @@ class _Jointly(torch.autograd.Function):
         total: dict[str, Tensor] = {}
         asked = list(compress(read, wanted_gradients(ctx, len(read), (sums.kind, made, read))))
         given = {left: grad for left, grad in zip(made, grads, strict=True) if grad is not None}
-        if len(given) > 1 and not torch.is_grad_enabled() and is_plain_eager(*operands.values(), *given.values()):
+        unrecorded = not torch.is_grad_enabled() and is_plain_eager(*operands.values(), *given.values())
+        if len(given) > 1 and unrecorded:
             found = sums.totals(given, asked, operands)
             if found is not None:
                 total, given = found, {}
@@ -270,4 +271,15 @@ class _Jointly(torch.autograd.Function):
                 else:
                     total[name].add_(part)
                 del part
-        return None, None, *[total.get(name) for name in read], *[None] * len(sums.indices)
+        made_of_read = [total.pop(name, None) for name in read]
+        if unrecorded:
+            made_of_read = [*map(_own, made_of_read)]
+        return None, None, *made_of_read, *[None] * len(sums.indices)
+
+
+def _own(grad: Tensor | None) -> Tensor | None:
+    """A gradient that is no view: a view keeps what it looks at, and torch adds to memory that nothing else refers to.
+
+    A sum in new memory would be a third tensor of its size, beside the two that it is of.
+    """
+    return grad if grad is None or not grad._is_view() else grad.detach()
