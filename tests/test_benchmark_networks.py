@@ -8,7 +8,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from benchmarks import gate, networks, peers, registry, run, sparse_reference
+from benchmarks import gate, networks, peers, registry, run, sparse_reference, unet
 from benchmarks.cases import tensor_products
 from benchmarks.registry import Setting
 from tests.source_tree import ROOT
@@ -88,7 +88,7 @@ def test_steps_take_one_batch_after_the_other():
 
 
 def test_the_unet_has_spunets_shape():
-    model = networks.UNet(sparse_reference, 6, 13)
+    model = unet.UNet(sparse_reference, 6, 13)
     convolutions = [m for m in model.modules() if isinstance(m, sparse_reference._Convolution)]
     assert len(convolutions) == 1 + 4 + 4 + 2 * 23
     assert sum(p.numel() for p in model.parameters()) == pytest.approx(39.2e6, rel=0.05)

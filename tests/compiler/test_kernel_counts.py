@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, nn
 
 from benchmarks.clouds import room
-from benchmarks.networks import UNet
+from benchmarks.unet import UNet
 from insum_nn.compiler.kernels.ahead import Collection, collect
 from insum_nn.layers import BlockSparseLinear, GCNConv, spconv
 from tests.pretended_gpu import H200, pretended_gpu

@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from benchmarks.clouds import room
-from benchmarks.networks import UNet
+from benchmarks.unet import UNet
 from insum_nn.compiler.kernels.row_partition import clear_partitions
 from insum_nn.errors import InsumFormatError, InsumRangeError
 from insum_nn.layers import spconv
