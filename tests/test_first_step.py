@@ -82,10 +82,12 @@ def test_a_process_that_is_killed_keeps_its_steps(monkeypatch: pytest.MonkeyPatc
     said = {"gate": "error: no result", "torch_s": 1.0, "import_s": 1.0, "build_s": 1.0, "steps": steps}
     script = tmp_path / "child.py"
     script.write_text(f"import time\nprint('answer: ' + {json.dumps(json.dumps(said))}, flush=True)\ntime.sleep(60)")
+    # Before the patch, since it asks git, in a process.
+    machine = this_machine(CPU, "a_commit")
     plain = first_step.subprocess.Popen
     monkeypatch.setattr(first_step.subprocess, "Popen", lambda _, **more: plain([sys.executable, script], **more))
     asked = first_step._Asked(GCN, "insum_nn", "fwd")
-    cold, warm = first_step.measure(asked, this_machine(CPU, "a_commit"), "cpu", "tiny", None, 2.0)
+    cold, warm = first_step.measure(asked, machine, "cpu", "tiny", None, 2.0)
     assert cold["gate"] == warm["gate"] == "error: no result after 2 s"
     assert cold["steps"] == steps
     assert warm["steps"] is None

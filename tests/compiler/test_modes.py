@@ -226,8 +226,10 @@ def test_compile_is_not_repeated_for_other_sizes():
     assert counter.frame_count == 1
 
 
+# torch 2.15: Dynamo traces into a function of ours that keeps its result.
+@pytest.mark.filterwarnings("ignore:Dynamo detected a call to a `functools.lru_cache`:UserWarning")
 def test_compile_of_a_torch_func_gradient_is_refused_or_right():
-    """Dynamo hands the transform to the registered operator, which torch lets no `torch.func.grad` pass through."""
+    """Before 2.15, torch lets no `torch.func.grad` that Dynamo has traced pass through a registered operator."""
     t = spmm_tensors()
 
     def loss(value: Tensor) -> Tensor:
@@ -235,8 +237,14 @@ def test_compile_of_a_torch_func_gradient_is_refused_or_right():
 
     want = torch.func.grad(loss)(t["Val"])
     compiled = torch.compile(torch.func.grad(loss), backend="aot_eager")
-    with pytest.raises(Exception, match=r"functorch transforms"):
-        compiled(t["Val"])
+    try:
+        got = compiled(t["Val"])
+    except Exception as error:
+        got, refused = want, str(error)
+    else:
+        refused = ""
+    assert not refused or "functorch transforms" in refused
+    torch.testing.assert_close(got, want)
     torch.testing.assert_close(want, torch.func.grad(loss)(t["Val"]))
 
 
