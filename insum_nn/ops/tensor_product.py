@@ -18,14 +18,14 @@ How the output is computed:
 The gradients are the roles of the operands that need one: `joint_gradients` asks `_Sums.derivative` which sums these
 are, and continues at 2. Derivatives of a higher order go the same way again: the gradient of an operand of several
 roles that were computed at once is a sum of roles, and of a convolution on a GPU `_Sums.totals` makes all these sums by
-one kernel.
+one kernel, or by two where none may be added up in memory.
 """
 
 from __future__ import annotations
 
 from collections.abc import Hashable, Mapping, Sequence
 from dataclasses import dataclass
-from functools import lru_cache
+from functools import lru_cache, partial
 from itertools import compress
 from typing import Any, NamedTuple
 
@@ -48,7 +48,16 @@ from insum_nn.compiler.api import (
 )
 from insum_nn.ops.tensor_product_checks import check_operands
 from insum_nn.ops.tensor_product_right import tensor_product_right
-from insum_nn.ops.tensor_product_roles import Edges, Role, Sizes, Together, role_of, together_of, totals_of
+from insum_nn.ops.tensor_product_roles import (
+    Edges,
+    Role,
+    Sizes,
+    Together,
+    of_one_kernel,
+    role_of,
+    together_of,
+    totals_of,
+)
 from insum_nn.ops.tensor_product_spec import ProductLayout, TensorProductSpec, layout_of, others
 from insum_nn.ops.tensor_product_statement import statements_of
 
@@ -261,12 +270,13 @@ class _Sums(NamedTuple):
 
     def totals(
         self, grads: Mapping[str, Tensor], wanted: Sequence[str], operands: Mapping[str, Tensor]
-    ) -> dict[str, Tensor] | None:
+    ) -> dict[str, Tensor]:
         if self.senders is None or not is_plain_eager(*self.indices):
-            return None
-        if "w" in grads and layout_of(self.text).linear_text != self.text:
+            return {}
+        layout = layout_of(self.text)
+        if "w" in grads and layout.linear_text != self.text:
             # The gradient of the weights is of fewer paths.
-            return None
+            return {}
         some = next(iter(operands.values()))
         if torch._C._is_any_autocast_enabled() and under_autocast(some.device):
             with without_autocast(some.device):
@@ -275,21 +285,24 @@ class _Sums(NamedTuple):
         edges = self.senders.shape[0], self.senders.dtype
         fixed = torch._C._get_deterministic_algorithms()
         kind = some.device, some.dtype, edges, self.num_x, self.num_z, fixed
-        plan = _plan(self.text, tuple(wanted), shapes, *kind, tuple(grads))
-        together = plan.together
-        if together is None:
-            return None
+        every = {**operands, **{f"g{left}": grad for left, grad in grads.items()}}
 
-        def separately() -> list[Tensor]:
+        def separately(roles: str) -> list[Tensor]:
             made: dict[str, Tensor] = {}
             for left, grad in grads.items():
-                roles = [role for role in wanted if role != left]
-                for role, part in self.run(roles, {**operands, left: grad}, plain=True).items():
+                own = [role for role in roles if role != left]
+                for role, part in self.run(own, {**operands, left: grad}, plain=True).items():
                     made[role] = made[role].add_(part) if role in made else part
-            return [made[role] for role in together.roles]
+            return [made[role] for role in roles]
 
-        every = {**operands, **{f"g{left}": grad for left, grad in grads.items()}}
-        return together(every, self.indices, plan.sizes, plan, separately)
+        found: dict[str, Tensor] = {}
+        for roles in of_one_kernel(layout, wanted, some.dtype):
+            plan = _plan(self.text, tuple(roles), shapes, *kind, tuple(grads))
+            together = plan.together
+            if together is not None:
+                run = partial(separately, together.roles)
+                found |= together(every, self.indices, plan.sizes, plan, run) or {}
+        return found
 
     def in_modes(self, wanted: str, operands: Mapping[str, Tensor]) -> Tensor:
         given, ends = _given(operands, wanted), (self.receivers, self.senders)

@@ -10,10 +10,11 @@ import torch
 from torch import Tensor
 
 from insum_nn.compiler.api import FusedPrograms, SharedPaths, graph_constant, paths_are_products, records_graph
+from insum_nn.dtypes import is_widened
 from insum_nn.ops.tensor_product_spec import NUMBER, ProductLayout, others
 from insum_nn.ops.tensor_product_statement import FirstStep, Statement, statements_of
 
-__all__ = ["Edges", "Packed", "Role", "Sizes", "Together", "role_of", "together_of", "totals_of"]
+__all__ = ["Edges", "Packed", "Role", "Sizes", "Together", "of_one_kernel", "role_of", "together_of", "totals_of"]
 
 # Receivers and senders; `None` where there are no edges.
 Edges = tuple[Tensor | None, Tensor | None]
@@ -320,7 +321,7 @@ def together_of(
     fixed = layout.spec.options.deterministic or torch.are_deterministic_algorithms_enabled()
     by_path = paths_are_products(device)
     if not by_path:
-        roles = _of_one_kernel(layout, roles, deterministic=fixed)
+        roles = next(iter(of_one_kernel(layout, roles)), [])
         if len(roles) < 2:
             return None
 
@@ -345,13 +346,12 @@ def totals_of(
     Such are the gradients of gradients, by one kernel for all of them.
     """
     pairs = [(role, left) for left in grads for role in roles if role != left]
-    roles = [*dict.fromkeys(role for role, _ in pairs)]
     fixed = layout.spec.options.deterministic or torch.are_deterministic_algorithms_enabled()
-    if paths_are_products(device) or len(pairs) < 2 or _of_one_kernel(layout, roles, deterministic=fixed) != roles:
+    if paths_are_products(device) or len(pairs) < 2:
         return None
 
     def build() -> tuple[Together | None]:
-        sources = [role_of(layout, role, device, dtype) for role in roles]
+        sources = [role_of(layout, role, device, dtype) for role, _ in pairs]
         if any(len(source.statements) != 1 or source.first_width for source in sources):
             return (None,)
         several = [role_of(layout, role, device, dtype).of_gradient(operand) for role, operand in pairs]
@@ -361,13 +361,17 @@ def totals_of(
     return layout.keep(("totals", tuple(pairs), fixed, device, dtype), build)[0]
 
 
-def _of_one_kernel(layout: ProductLayout, roles: Sequence[str], *, deterministic: bool) -> list[str]:
-    """Return the roles that sum over the edges of a node or have a row for each edge."""
+def of_one_kernel(layout: ProductLayout, roles: Sequence[str], dtype: torch.dtype | None = None) -> list[list[str]]:
+    """Return the roles that sum over the edges of a node or have a row for each edge, those of one kernel together.
+
+    `dtype`: where its sums are not to be added up in memory, one kernel forms those of one end of the edges alone.
+    """
     if not layout.spec.convolution:
         return []
     # Weights that edges share have no row for each edge.
     found = [role for role in roles if role != "w" or not layout.spec.shared]
-    if deterministic and "x" in found and "z" in found:
-        # Sums at both ends of an edge: one kernel can form only one of them without atomic additions.
+    fixed = layout.spec.options.deterministic or torch.are_deterministic_algorithms_enabled()
+    if (fixed or (dtype is not None and is_widened(dtype))) and "x" in found and "z" in found:
         found.remove("z")
-    return found
+        return [found, ["z"]]
+    return [found]

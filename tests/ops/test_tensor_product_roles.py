@@ -98,22 +98,24 @@ def test_the_gpu_statements_convolve_alike(mode: str, shared: bool):
 
 
 @pytest.mark.usefixtures("gpu_statements", "interpreter")
-@pytest.mark.parametrize("kept", ["all weighted", "one without weights"])
-def test_gradients_of_gradients_are_one_kernel(kept: str, monkeypatch: pytest.MonkeyPatch):
+@pytest.mark.parametrize(
+    ("kind", "kernels"),
+    [("weights of edges", ["wxyz"]), ("deterministic", ["wxy", "z"]), ("shared", ["xyz"]), ("one without weights", [])],
+)
+def test_gradients_of_gradients_are_made_at_once(kind: str, kernels: list[str], monkeypatch: pytest.MonkeyPatch):
     """Of a convolution; where paths have no weights, those of the weights are sums over fewer paths."""
-    asked: list[tuple[str, Together | None]] = []
+    found: list[Together] = []
     plain = module.totals_of
 
-    def totals_of(layout: ProductLayout, roles: str, grads: str, *where: Any) -> Any:
-        found = plain(layout, roles, grads, *where)
-        asked.append(("".join(grads), found))
-        return found
+    def totals_of(*given: Any) -> Any:
+        found.append(plain(*given))
+        return found[-1]
 
     monkeypatch.setattr(module, "totals_of", totals_of)
     module._plan.cache_clear()
-    spec = spec_of(one_mode("uvu", True, 3, 1, lmax=1), shared=False, convolution=True)
-    spec = replace(spec, options=Options(backend="triton", tune=False))
-    if kept != "all weighted":
+    spec = spec_of(one_mode("uvu", True, 3, 1, lmax=1), shared=kind == "shared", convolution=True)
+    spec = replace(spec, options=Options(backend="triton", tune=False, deterministic=kind == "deterministic"))
+    if kind == "one without weights":
         spec = replace(spec, paths=(spec.paths[0]._replace(weighted=False), *spec.paths[1:]))
     receivers, senders = edges_of(6, 17, sort=False)
     assert_same_derivatives(
@@ -121,12 +123,8 @@ def test_gradients_of_gradients_are_one_kernel(kept: str, monkeypatch: pytest.Mo
         conv_oracle_of(spec, receivers, senders),
         inputs_of(spec, 17, 6),
     )
-    assert len(asked) == (kept == "all weighted")
-    for grads, together in asked:
-        assert grads == "xyw"
-        assert together is not None
-        assert sorted(together.roles) == sorted("xywz")
-        assert together.programs.reason.startswith("together")
+    assert ["".join(sorted(together.roles)) for together in found] == kernels
+    assert all(together.programs.reason.startswith("together") for together in found)
 
 
 def expected_of(spec: TensorProductSpec, role: str, given: Sequence[Tensor]) -> Tensor:

@@ -152,8 +152,10 @@ class JointSums(Protocol):
 
     def totals(
         self, grads: Mapping[str, Tensor], wanted: Sequence[str], operands: Mapping[str, Tensor]
-    ) -> dict[str, Tensor] | None:
-        """Compute what the gradients of several results add up to, without a record; `None`: they are to be added.
+    ) -> dict[str, Tensor]:
+        """Compute what the gradients of several results add up to, without a record: those that are made at once.
+
+        Of the others each result's is computed, and they are added.
 
         Args:
             grads: those of the results, by name; of plain tensors, as all are.
@@ -253,9 +255,8 @@ class _Jointly(torch.autograd.Function):
         given = {left: grad for left, grad in zip(made, grads, strict=True) if grad is not None}
         unrecorded = not torch.is_grad_enabled() and is_plain_eager(*operands.values(), *given.values())
         if len(given) > 1 and unrecorded:
-            found = sums.totals(given, asked, operands)
-            if found is not None:
-                total, given = found, {}
+            total = sums.totals(given, asked, operands)
+            asked = [name for name in asked if name not in total]
         for left, grad in given.items():
             wanted = [name for name in asked if name != left]
             if not wanted:
