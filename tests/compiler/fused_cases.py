@@ -105,14 +105,14 @@ def ones_of(roles: str, tensors: dict[str, Tensor]) -> list[fused_module._One]:
 
 def kernels_of(ones: Sequence[Any], *, deterministic: bool = False) -> list[Any]:
     """The kernels that compute all, the one that reads and adds least first."""
-    walks = fused_module._walks(ones, fused_module._plan_of(ones, deterministic))
+    walks = fused_module._walks(ones, fused_module._plan_of(ones))
     makes = (partial(kernel_along, ones, walk, deterministic=deterministic) for walk in walks)
     return [*fused_module._those_that_fit(makes)]
 
 
 def kernel_along(ones: Sequence[Any], walk: tuple[str, str], *, deterministic: bool = False) -> Any:
     """The kernel whose terms are walked by one index tensor."""
-    return fused_module._along(ones, walk, fused_module._plan_of(ones, deterministic), deterministic)
+    return fused_module._along(ones, walk, fused_module._plan_of(ones), deterministic)
 
 
 def run(

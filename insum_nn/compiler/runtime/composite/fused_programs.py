@@ -187,9 +187,9 @@ class FusedPrograms:
             bucket = (key, *[size_bucket(one.extents) for one in ones])
             chosen = self._chosen.get(bucket)
             if chosen is None:
-                plan = _plan_of(ones, self.deterministic)
+                plan = _plan_of(ones)
                 calls = [partial(self._call, key, walk, plan, ones, named) for walk in _walks(ones, plan)]
-                chosen = _choose(calls, separately)
+                chosen = _choose(calls, separately, self.deterministic)
                 insert(self._chosen, bucket, chosen, _LIMIT)
             together, self.reason = chosen
             if together is None:
@@ -316,11 +316,11 @@ def _one(
 _Plan = tuple[Plan, dict[str, int]]
 
 
-def _plan_of(ones: Sequence[_One], deterministic: bool) -> _Plan:
+def _plan_of(ones: Sequence[_One]) -> _Plan:
     plans = [one.form.plan.at(bucket=list(one.extents.output[1:])).key for one in ones]
     shared = [(*one.bound.layout.tensors, *one.bound.layout.indices) for one in ones]
     numbers = {name: number for number, name in enumerate(dict.fromkeys(name for each in shared for name in each))}
-    key = {"together": plans, "names": [[numbers[n] for n in each] for each in shared], "deterministic": deterministic}
+    key = {"together": plans, "names": [[numbers[n] for n in each] for each in shared]}
     written = [one.number for one in ones]
     return Plan(key | ({"outputs": written} if len({*written}) < len(written) else {})), numbers
 
@@ -422,7 +422,7 @@ def _extents(
     return resolve_extents(spec.statement, tensors, None, static, shape)
 
 
-def _choose(makes: Iterable[Callable[[], _Call]], separately: Run) -> tuple[_Fused | None, str]:
+def _choose(makes: Iterable[Callable[[], _Call]], separately: Run, deterministic: bool) -> tuple[_Fused | None, str]:
     """Select the fastest kernel, or none where the programs are faster one by one; and say why.
 
     Raises:
@@ -440,7 +440,9 @@ def _choose(makes: Iterable[Callable[[], _Call]], separately: Run) -> tuple[_Fus
         return fixed.together, "together: what they read is read once"
     # Others are made where one may be faster.
     calls = cache(lambda: [first, *fitting])
-    more = {"algorithm": store.digest(generated.form.plan.key), "precision": generated.precision}
+    # Which kernels there are to select from depends on it; what each of them computes does not.
+    algorithm = {**(generated.form.plan.key or {}), "deterministic": deterministic}
+    more = {"algorithm": store.digest(algorithm), "precision": generated.precision}
     bucket = size_bucket(first.extents)
     key = store.key_of("fusion", generated.form.bound, {}, bucket, first.tensors[0].device, **more)
 
