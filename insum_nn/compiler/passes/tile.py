@@ -242,19 +242,25 @@ class Tiler:
         sums = summed(cells, self.space(), self.tiling.product, self.tiling.precision)
         pairs = zip(groups, sums.totals, strict=True)
         stores = [each for group, total in pairs for each in self.stored(group[0], total)]
-        if self.steps_are_known(len(cells)) and (own := lane_sums(sums, self.axes[K], self.tile_lanes(K))):
+        if self.adds_lanes_last(len(cells)) and (own := lane_sums(sums, self.axes[K], self.tile_lanes(K))):
             return self.with_tiles((*own.before, *self.summing(own.body), *own.after, *stores))
         allocs = [Alloc(buffer) for buffer in sums.buffers]
         return self.with_tiles((*allocs, *self.summing(sums.body), *stores))
 
-    def steps_are_known(self, cells: int) -> bool:
-        """Whether a sum along lanes takes many steps, as rows of terms mostly do not, and each lane can hold one."""
+    def adds_lanes_last(self, cells: int) -> bool:
+        """Whether each lane along a sum keeps its own until the end.
+
+        It pays where threads share a sum, as fewer rows and columns than threads tell, and where the sum takes many
+        steps, as rows of terms mostly do not. On an H200 products with weights of each sample took 0.37 and 0.77 of the
+        time, sampled products 0.80; convolutions in float64, of which each thread sums its own cells, 1.06 to 1.64.
+        """
         lanes = self.tiling.k
-        if lanes is None or self.tiling.product is not None or self.single(K, lanes):
+        threads = 32 * self.schedule.warps
+        own = math.prod(self.tile_lanes(axis) for axis in (M, N))
+        if lanes is None or self.tiling.product is not None or self.single(K, lanes) or own >= threads:
             return False
         known = all(isinstance(self.loops[name].end, Const) for name in lanes.indices)
-        held = cells * math.prod(self.tile_lanes(axis) for axis in (M, K, N))
-        return known and held <= MOST * 32 * self.schedule.warps
+        return known and cells * own * self.tile_lanes(K) <= MOST * threads
 
     def tile_lanes(self, axis: int) -> int:
         lanes = (self.tiling.m, self.tiling.k, self.tiling.n)[axis]
