@@ -173,12 +173,15 @@ def explain_tensor_product(
     if (count := len(source.statements)) > 1:
         others = f"the output is computed by {count} statements; explain(..., statement=n) shows another, from 0 on"
         explained = explained.with_choice("statement", f"{statement + 1} of {count}", others)
-    together = together_of(layout, "xyw", x.device, x.dtype)
-    if together is None or not together.programs.reason:
-        return explained
-    # How the gradients were computed last.
-    how, why = together.programs.reason.split(": ", 1)
-    return explained.with_choice("gradients", f"of {', '.join(together.roles)} {how}", why)
+    made = [("gradients", together_of(layout, "xyw", x.device, x.dtype))]
+    for roles in of_one_kernel(layout, "xywz", x.dtype):
+        made.append(("second gradients", totals_of(layout, roles, "xyw", x.device, x.dtype)))
+    for what, together in made:
+        if together is not None and together.programs.reason:
+            # How they were computed last.
+            how, why = together.programs.reason.split(": ", 1)
+            explained = explained.with_choice(what, f"of {', '.join(together.roles)} {how}", why)
+    return explained
 
 
 # Stands for a number of rows: as many as the operator's first tensor has. Only used where the output is computed, whose

@@ -125,6 +125,8 @@ def test_gradients_of_gradients_are_made_at_once(kind: str, kernels: list[str], 
     )
     assert ["".join(sorted(together.roles)) for together in found] == kernels
     assert all(together.programs.reason.startswith("together") for together in found)
+    explained = str(module.explain_tensor_product(spec, *inputs_of(spec, 17, 6), receivers, senders))
+    assert explained.count("second gradients") == len(kernels)
 
 
 def expected_of(spec: TensorProductSpec, role: str, given: Sequence[Tensor]) -> Tensor:
