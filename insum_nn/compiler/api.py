@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import replace
+from functools import lru_cache
 
 import torch
 from torch import Tensor
@@ -18,8 +19,7 @@ from insum_nn.compiler.options import DEFAULT, Options
 from insum_nn.compiler.runtime.arguments import check_kinds
 from insum_nn.compiler.runtime.batched_gradients import for_each_vector
 from insum_nn.compiler.runtime.bound_program import BoundProgram
-from insum_nn.compiler.runtime.composite.fused_programs import FusedPrograms
-from insum_nn.compiler.runtime.composite.shared_paths import SharedPaths
+from insum_nn.compiler.runtime.composite.joined_programs import joined_programs
 from insum_nn.compiler.runtime.composite.statement_choice import (
     LONG_SUM,
     MOST_CELLS,
@@ -55,7 +55,7 @@ from insum_nn.compiler.runtime.program import Program, ProgramSum, Shape
 from insum_nn.compiler.runtime.steps.wanted_gradients import keep_inner, wanted_gradients
 from insum_nn.compiler.runtime.steps.whole_step import call_step
 from insum_nn.compiler.runtime.tracing.traced import call_traced, options_text
-from insum_nn.facts import IndexFacts, StaticTable
+from insum_nn.facts import IndexFacts, NamedFacts, StaticTable
 
 __all__ = [
     "LONG_SUM",
@@ -63,13 +63,12 @@ __all__ = [
     "MOST_TERMS",
     "BoundProgram",
     "Explanation",
-    "FusedPrograms",
     "JointSums",
     "Multilinear",
     "Program",
     "ProgramSum",
-    "SharedPaths",
     "adds_atomically",
+    "built_program",
     "by_table",
     "call_step",
     "call_traced",
@@ -84,6 +83,7 @@ __all__ = [
     "is_plain_eager",
     "is_traced",
     "is_transformed",
+    "joined_programs",
     "joint_gradients",
     "keep_bitmasks",
     "keep_inner",
@@ -178,6 +178,18 @@ def compile_built(
     [1.0, 0.0, 1.0]
     """
     return Program(expression, sizes=sizes, facts=facts, static=static, options=options, origin="builder")
+
+
+@lru_cache(maxsize=2048)
+def built_program(
+    expression: str, facts: NamedFacts, options: Options, sizes: tuple[tuple[str, int], ...] = ()
+) -> Program:
+    """`compile_built`, remembered: equal requests share one program, so that an operator asks at every call.
+
+    >>> built_program("y[i] += x[i]", NamedFacts(), DEFAULT) is built_program("y[i] += x[i]", NamedFacts(), DEFAULT)
+    True
+    """
+    return compile_built(expression, sizes=dict(sizes), facts=facts, options=options)
 
 
 def insum(

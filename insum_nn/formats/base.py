@@ -150,7 +150,7 @@ class SparseFormat(Verifiable):
         return sum(tensor.numel() * tensor.element_size() for tensor in tensors)
 
     @property
-    def facts(self) -> Mapping[str, IndexFacts]:
+    def facts(self) -> NamedFacts:
         """Facts of each index tensor by its name in expressions.
 
         They hold of the tensors as they are now: what a caller claimed, or has written to, is read once. No entry of a
@@ -160,7 +160,7 @@ class SparseFormat(Verifiable):
             InsumError: as `validate`, where something has to be read.
         """
         if not self._verify():
-            return dict.fromkeys((part.name for part in self.index_parts), UNKNOWN)
+            return NamedFacts((part.name, UNKNOWN) for part in self.index_parts)
         kept = self.__dict__.get("_named_facts")
         if kept is not None and kept[0] is self._verified:
             return kept[1]

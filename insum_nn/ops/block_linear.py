@@ -9,17 +9,16 @@ from types import MappingProxyType
 import torch
 from torch import Tensor
 
-from insum_nn.compiler.api import Explanation, Program, takes_columns
+from insum_nn.compiler.api import Explanation, Program, built_program, takes_columns
 from insum_nn.compiler.options import DEFAULT, Options
 from insum_nn.errors import InsumDtypeError, InsumError, InsumShapeError, raise_collected
 from insum_nn.facts import IndexFacts, NamedFacts
 from insum_nn.formats import BlockCOO, BlockFormat, BlockGroupCOO
 from insum_nn.ops.arguments import require_format
-from insum_nn.ops.block_linear_columns import BlockColumns, columns_program
+from insum_nn.ops.block_linear_columns import COLUMNS, COLUMNS_FACTS, BlockColumns
 from insum_nn.ops.statements import (
     layer_elsewhere,
     pad_axis,
-    program,
     run,
     span_of,
     static_shape,
@@ -100,9 +99,7 @@ def block_linear(
     require_format(weight, "block_linear", "weight", (BlockCOO, BlockGroupCOO), recommended=BlockGroupCOO)
     form = "BlockCOO" if isinstance(weight, BlockCOO) else "BlockGroupCOO"
     index = {part.name: part.tensor for part in weight.index_parts}
-    m, k = weight.shape
-    named = block_linear_operands(input, weight.values, index, (m, k), bias)
-    return _run(input, named, BLOCK_LINEAR[form], weight.facts, (m, k), bias, options)
+    return _apply(input, weight.values, index, form, weight.facts, weight.shape, bias, options)
 
 
 def block_linear_stored(
@@ -132,50 +129,47 @@ def block_linear_stored(
         in a feature that some block reads then reaches every result.
     """
     form = "slots" if "Slot" in index else "BlockCOO"
-    _check(input, weight, shape, bias)
-    flat, (a, b) = _rows_of(input, weight, shape[1]), static_shape(weight)[-2:]
-    grid = -(-shape[0] // a), -(-shape[1] // b)
-    if form == "BlockCOO":
-        x, values = to_autocast(flat), to_autocast(weight)
-        if takes_columns(x, values, grid, options):
-            product = BlockColumns(index["Row"], index["Col"], grid, options)
-            initial, bias = _as_initial(bias, values, shape[0])
-            return _finish(product(x, values, initial), input, shape, bias)
-    named = _named(flat, weight, index)
-    return _run(input, named, BLOCK_LINEAR[form], BLOCK_LINEAR_FACTS[form], shape, bias, options)
+    return _apply(input, weight, index, form, BLOCK_LINEAR_FACTS[form], shape, bias, options, stored=True)
 
 
-def _run(
+def _apply(
     input: Tensor,
-    named: Mapping[str, Tensor],
-    expression: str,
-    facts: Mapping[str, IndexFacts],
-    shape: tuple[int, int],
+    weight: Tensor,
+    index: Mapping[str, Tensor],
+    form: str,
+    facts: NamedFacts,
+    shape: tuple[int, ...],
     bias: Tensor | None,
     options: Options,
+    *,
+    stored: bool = False,
 ) -> Tensor:
-    a = static_shape(named["W"])[-2]
-    rows = -(-shape[0] // a)
-    if named["X"].dtype == named["W"].dtype:
-        initial, bias = _as_initial(bias, named["W"], shape[0])
-        named = named if initial is None else {**named, "Y": initial.reshape(rows, a)}
-    result = run(expression, facts, named, options, (None, rows, a)).flatten(1)
-    return _finish(result, input, shape, bias)
-
-
-def _as_initial(bias: Tensor | None, weight: Tensor, m: int) -> tuple[Tensor | None, Tensor | None]:
-    """Return the bias as the sum's initial value, which spares a pass over the output, or else to be added after it."""
-    if bias is None or m % static_shape(weight)[-2] or bias.dtype != weight.dtype:
-        return None, bias
-    return bias, None
-
-
-def _finish(result: Tensor, input: Tensor, shape: tuple[int, int], bias: Tensor | None) -> Tensor:
-    """Return (n, rows * a) without what lies beyond the edge, with the bias, in the input's leading dimensions."""
-    m = shape[0]
-    if static_shape(result)[1] != m:
+    """Run the statement of a form; `stored`: a layer's index tensors, which may be read by other statements too."""
+    _check(input, weight, shape, bias)
+    (m, k), (a, b) = shape, static_shape(weight)[-2:]
+    rows, cols = -(-m // a), -(-k // b)
+    x = _samples(input, k, cols * b)
+    columns = False
+    if stored and form == "BlockCOO":
+        source, values = x, weight
+        if torch.compiler.is_compiling() or torch._C._is_any_autocast_enabled():
+            source, values = to_autocast(x), to_autocast(weight)
+        columns = takes_columns(source, values, (rows, cols), options)
+        if columns:
+            x, weight = source, values
+    # As the sum's initial value, the bias spares a pass over the output.
+    starts = bias is not None and rows * a == m and x.dtype == weight.dtype == bias.dtype
+    if columns:
+        product = BlockColumns(index["Row"], index["Col"], (rows, cols), options)
+        result = product(x, weight, bias if starts else None)
+    else:
+        named = {"W": weight, "X": x.unflatten(1, (cols, b)), **index}
+        if starts and bias is not None:
+            named["Y"] = bias.reshape(rows, a)
+        result = run(BLOCK_LINEAR[form], facts, named, options, (None, rows, a)).flatten(1)
+    if rows * a != m:
         result = result[:, :m]
-    if bias is not None:
+    if bias is not None and not starts:
         result = result + bias.to(result.dtype)
     # Each view of a recorded tensor adds a node to the backward graph.
     return (result if input.ndim == 2 else result.reshape(*input.shape[:-1], m)).contiguous()
@@ -186,23 +180,18 @@ def block_linear_operands(
 ) -> dict[str, Tensor]:
     """Return the tensors of a call by their names in its statement, after all checks; see `block_linear`."""
     _check(input, weight, shape, bias)
-    return _named(_rows_of(input, weight, shape[1]), weight, index)
-
-
-def _named(flat: Tensor, weight: Tensor, index: Mapping[str, Tensor]) -> dict[str, Tensor]:
-    """Return the tensors of a statement, from an input (n, cols * b)."""
     b = static_shape(weight)[-1]
-    return {"W": weight, "X": flat.unflatten(1, (static_shape(flat)[1] // b, b)), **index}
+    cols = -(-shape[1] // b)
+    return {"W": weight, "X": _samples(input, shape[1], cols * b).unflatten(1, (cols, b)), **index}
 
 
-def _rows_of(input: Tensor, weight: Tensor, k: int) -> Tensor:
-    """Return an input (..., k) as (n, cols * b), with zeros beyond the edge."""
+def _samples(input: Tensor, k: int, padded: int) -> Tensor:
+    """Return an input (..., k) as (n, padded), with zeros after the last feature."""
     flat = input if input.ndim == 2 else input.reshape(math.prod(input.shape[:-1]), k)
-    b = static_shape(weight)[-1]
-    return pad_axis(flat, 1, -(-k // b) * b)
+    return flat if padded == k else pad_axis(flat, 1, padded)
 
 
-def _check(input: Tensor, weight: Tensor, shape: tuple[int, int], bias: Tensor | None) -> None:
+def _check(input: Tensor, weight: Tensor, shape: tuple[int, ...], bias: Tensor | None) -> None:
     if torch.jit.is_tracing():
         with untraced():
             return _check(input, weight, shape, bias)
@@ -279,7 +268,7 @@ def explain_block_linear(
     product, grid = block_linear_program(form, options), (-(-shape[0] // weight.shape[1]), named["X"].shape[1])
     flat, values = to_autocast(named["X"].flatten(1)), to_autocast(named["W"])
     if form == "BlockCOO" and takes_columns(flat, values, grid, options):
-        product = columns_program("Y", options)
+        product = built_program(COLUMNS["Y"], COLUMNS_FACTS, options)
         named = BlockColumns(index["Row"], index["Col"], grid, options).operands_of(flat, values)
     return product.explain(tensors=named, out_shape=(None, grid[0], None), measure=measure)
 
@@ -290,4 +279,4 @@ def block_linear_program(form: str, options: Options = DEFAULT) -> Program:
     >>> block_linear_program("BlockCOO").expression
     'Y[n,Row[p],a] += W[p,a,b] * X[n,Col[p],b]'
     """
-    return program(BLOCK_LINEAR[form], BLOCK_LINEAR_FACTS.get(form, {}), options)
+    return built_program(BLOCK_LINEAR[form], BLOCK_LINEAR_FACTS.get(form, NamedFacts()), options)

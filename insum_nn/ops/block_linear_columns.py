@@ -12,18 +12,16 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass
-from functools import lru_cache
 from types import MappingProxyType
 from typing import Literal
 
 from torch import Tensor
 
-from insum_nn.compiler.api import BoundProgram, Program, multilinear
+from insum_nn.compiler.api import built_program, multilinear
 from insum_nn.compiler.options import Options
 from insum_nn.facts import IndexFacts, NamedFacts
-from insum_nn.ops.statements import program
 
-__all__ = ["COLUMNS", "BlockColumns", "columns_program"]
+__all__ = ["COLUMNS", "COLUMNS_FACTS", "BlockColumns"]
 
 Role = Literal["Y", "X", "W"]
 
@@ -40,13 +38,10 @@ _OPERANDS = MappingProxyType({"Y": ("W", "X"), "X": ("W", "Y"), "W": ("Y", "X")}
 # The same by their names in the statements.
 _READ = {"Y": ("W", "X"), "X": ("W", "dY"), "W": ("dY", "X")}
 _TRANSPOSED = "T[c,n] += X[n,c]"
-_FACTS = NamedFacts(Row=IndexFacts(sorted=True, masked=False, proven=True), Col=IndexFacts(masked=False, proven=True))
-
-
-@lru_cache(maxsize=64)
-def columns_program(role: str, options: Options) -> Program:
-    """Return the program of a role."""
-    return program(COLUMNS[role], _FACTS, options)
+COLUMNS_FACTS = NamedFacts(
+    Row=IndexFacts(sorted=True, masked=False, proven=True), Col=IndexFacts(masked=False, proven=True)
+)
+_NO_FACTS = NamedFacts()
 
 
 @dataclass(frozen=True, slots=True)
@@ -90,7 +85,7 @@ class BlockColumns:
         key = (a.shape, b.shape, a.dtype, a.device, initial is None)
         arranged, shape = self._arranged(wanted, a, b, made)
         initial = None if initial is None else initial.view(shape[1:])
-        product = columns_program(wanted, self.options).bind({"Row": self.row, "Col": self.col})
+        product = built_program(COLUMNS[wanted], COLUMNS_FACTS, self.options).bind({"Row": self.row, "Col": self.col})
         result = product(*arranged, out_shape=shape, initial=initial, key=key)
         return result if wanted == "W" else result.flatten(1)
 
@@ -101,7 +96,7 @@ class BlockColumns:
         named = {**self.index, **dict(zip(_READ[wanted], arranged, strict=True))}
         if initial is not None:
             named[wanted] = initial.reshape(shape[1:])
-        result = columns_program(wanted, self.options)(tensors=named, out_shape=shape)
+        result = built_program(COLUMNS[wanted], COLUMNS_FACTS, self.options)(tensors=named, out_shape=shape)
         return result if wanted == "W" else result.flatten(1)
 
     def _arranged(
@@ -129,14 +124,10 @@ def _columns(samples: Tensor, blocks: int, options: Options, alone: bool = False
     """Return (n, blocks * b) samples as (blocks, b, n); `alone` where nothing is recorded and no mode is active."""
     # torch's own transposing copy reaches a fifth of the memory's bandwidth.
     count, columns = samples.shape
+    transposed = built_program(_TRANSPOSED, _NO_FACTS, options)
     if alone:
         key = (samples.shape, samples.dtype, samples.device)
-        turned = _bound_transposition(options)(samples, out_shape=(columns, count), key=key)
+        turned = transposed.unbound(samples, out_shape=(columns, count), key=key)
     else:
-        turned = program(_TRANSPOSED, {}, options)(X=samples)
+        turned = transposed(X=samples)
     return turned.view(blocks, columns // blocks, count)
-
-
-@lru_cache(maxsize=64)
-def _bound_transposition(options: Options) -> BoundProgram:
-    return program(_TRANSPOSED, {}, options).bind({})

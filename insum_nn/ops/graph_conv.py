@@ -10,6 +10,7 @@ from torch import Tensor
 from insum_nn.compiler.api import (
     Explanation,
     adds_atomically,
+    built_program,
     for_each_vector,
     is_traced,
     is_transformed,
@@ -19,10 +20,10 @@ from insum_nn.compiler.api import (
 from insum_nn.compiler.options import DEFAULT, Options
 from insum_nn.dtypes import wide_dtype
 from insum_nn.errors import InsumDeviceError, InsumDtypeError
-from insum_nn.facts import IndexFacts
+from insum_nn.facts import IndexFacts, NamedFacts
 from insum_nn.ops.graph_matrix import SYMMETRIC, GraphMatrix, Recipe, graph_matrix
 from insum_nn.ops.graph_product import CARRY, fixed_order, graph_compare, graph_product
-from insum_nn.ops.statements import program, run, to_autocast, under_autocast, untraced
+from insum_nn.ops.statements import run, to_autocast, under_autocast, untraced
 from insum_nn.structure.constants import plain_tensors
 from insum_nn.structure.gcn_norm import (
     by_degrees,
@@ -188,7 +189,7 @@ def explain_graph_conv(
     grouped = graph.by_row
     values = grouped.spread(graph_values(graph, edge_weight, recipe, x.dtype, options).detach())
     named = {**grouped.matrix.tensors, "Val": values, "B": x.detach()}
-    carry = program(CARRY, grouped.matrix.facts, fixed_order(options))
+    carry = built_program(CARRY, grouped.matrix.facts, fixed_order(options))
     return carry.explain(tensors=named, out_shape=(graph.num_nodes, None), measure=measure)
 
 
@@ -218,7 +219,7 @@ def _composite(
 
 # An entry without a row is an edge that does not count.
 _ENTRIES = "Out[Row[p],n] += Val[p] * X[Col[p],n]"
-_ENTRY_FACTS = {"Row": IndexFacts(masked=True, proven=True), "Col": IndexFacts(masked=False, proven=True)}
+_ENTRY_FACTS = NamedFacts(Row=IndexFacts(masked=True, proven=True), Col=IndexFacts(masked=False, proven=True))
 
 
 def _in_graph(x: Tensor, edge_index: Tensor, edge_weight: Tensor | None, recipe: Recipe, options: Options) -> Tensor:

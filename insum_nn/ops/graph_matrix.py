@@ -14,13 +14,12 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from insum_nn.compiler.api import BoundProgram, Program
+from insum_nn.compiler.api import BoundProgram, Program, built_program
 from insum_nn.compiler.options import DEFAULT
 from insum_nn.facts import IndexFacts
 from insum_nn.formats import COO, GroupCOO, GroupSize
 from insum_nn.formats.convert import uncompressed
 from insum_nn.ops.spmm import SPMM
-from insum_nn.ops.statements import program
 from insum_nn.structure.constants import plain_tensors
 from insum_nn.structure.gcn_norm import Flow, GraphEntries, Loops, check_edge_index, edge_entries
 from insum_nn.structure.sorted_pairs import entry_dtype, sort_pairs
@@ -200,7 +199,9 @@ class GraphMatrix:
                 numbers = torch.arange(1, self.num_entries + 1, device=row.device)
                 coo = COO(shape, (row, col), numbers, facts)._guaranteed()  # pyright: ignore[reportPrivateUsage]
                 matrix = GroupCOO.from_coo(coo, coalesce=False, group_size=self._group_size)
-        return Grouped(matrix, order, program(SPMM["GroupCOO along rows"], matrix.facts, DEFAULT), self.num_entries)
+        return Grouped(
+            matrix, order, built_program(SPMM["GroupCOO along rows"], matrix.facts, DEFAULT), self.num_entries
+        )
 
 
 # What is built from a tensor is kept for as long as it lives and its version stays.

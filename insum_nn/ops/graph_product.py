@@ -16,11 +16,10 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from insum_nn.compiler.api import multilinear
+from insum_nn.compiler.api import built_program, multilinear
 from insum_nn.compiler.options import DEFAULT, Options
 from insum_nn.ops.graph_matrix import GraphMatrix, Grouped
 from insum_nn.ops.spmm import SPMM
-from insum_nn.ops.statements import program
 
 __all__ = ["CARRY", "COMPARE", "fixed_order", "graph_compare", "graph_product"]
 
@@ -127,12 +126,12 @@ def _carried(
     named = {"Row": matrix.group_index, "Col": matrix.indices[0], "Val": values, "B": dense}
     if initial is not None:
         named["C"] = initial
-    return program(CARRY, matrix.facts, options)(tensors=named, out_shape=shape)
+    return built_program(CARRY, matrix.facts, options)(tensors=named, out_shape=shape)
 
 
 def _compared(a: Tensor, b: Tensor, graph: GraphMatrix, options: Options) -> Tensor:
     grouped = graph.by_row
     matrix = grouped.matrix
     named = {"Row": matrix.group_index, "Col": matrix.indices[0], "A": a, "B": b}
-    compare = program(COMPARE, matrix.facts, fixed_order(options))
+    compare = built_program(COMPARE, matrix.facts, fixed_order(options))
     return grouped.collect(compare(tensors=named, out_shape=tuple(matrix.values.shape)))

@@ -6,11 +6,11 @@ from collections.abc import Mapping
 
 from torch import Tensor
 
-from insum_nn.compiler.api import Program
+from insum_nn.compiler.api import Program, built_program
 from insum_nn.compiler.options import DEFAULT, Options
 from insum_nn.errors import InsumDtypeError, InsumError, InsumShapeError, raise_collected
 from insum_nn.facts import IndexFacts, NamedFacts
-from insum_nn.ops.statements import layer_elsewhere, program, run, static_shape, under_autocast
+from insum_nn.ops.statements import layer_elsewhere, run, static_shape, under_autocast
 
 __all__ = [
     "PRUNED_CONV2D_FACTS",
@@ -179,4 +179,4 @@ def pruned_conv2d_program(expression: str, options: Options = DEFAULT) -> Progra
     >>> pruned_conv2d_program(pruned_conv2d_expression()).expression
     'O[n,M[g],p,q] += F[Slot[g,k]] * I[n,C[g,k],p+R[g,k],q+S[g,k]]'
     """
-    return program(expression, PRUNED_CONV2D_FACTS, options)
+    return built_program(expression, PRUNED_CONV2D_FACTS, options)

@@ -5,11 +5,12 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from insum_nn.compiler.api import Program, by_table, takes_table
+from insum_nn.compiler.api import Program, built_program, by_table, takes_table
 from insum_nn.compiler.options import DEFAULT, Options
 from insum_nn.errors import InsumDeviceError, InsumDtypeError, InsumError, InsumShapeError, raise_collected
+from insum_nn.facts import NamedFacts
 from insum_nn.ops.sparse_conv_table import table_conv, table_entries, table_operands, table_statement
-from insum_nn.ops.statements import layer_elsewhere, program, run, to_autocast
+from insum_nn.ops.statements import layer_elsewhere, run, to_autocast
 from insum_nn.structure.kernel_map import FACTS, KernelMap
 from insum_nn.structure.kernel_map.tables import TABLE_FACTS
 
@@ -150,8 +151,8 @@ def _out_shape(kernel_map: KernelMap | None, groups: int) -> tuple[int | None, .
 
 def map_program(expression: str, options: Options) -> Program:
     """Return the compiled statement, with what a kernel map guarantees of its index tensors."""
-    facts = {name: known for name, known in {**FACTS, **TABLE_FACTS}.items() if f"{name}[" in expression}
-    return program(expression, facts, options)
+    known = {**FACTS, **TABLE_FACTS}
+    return built_program(expression, NamedFacts((x, f) for x, f in known.items() if f"{x}[" in expression), options)
 
 
 def sparse_conv_operands(

@@ -16,7 +16,6 @@ The table holds every pair of any map: at one offset an output has at most one i
 from __future__ import annotations
 
 from collections.abc import Mapping
-from functools import lru_cache
 from typing import Literal, NamedTuple, cast
 
 import torch
@@ -25,14 +24,14 @@ from torch import Tensor
 from insum_nn.compiler.api import (
     BoundProgram,
     Program,
+    built_program,
     keep_bitmasks,
     keep_lengths,
     multilinear,
     pairs_are_faster,
 )
 from insum_nn.compiler.options import Options
-from insum_nn.facts import IndexFacts
-from insum_nn.ops.statements import program
+from insum_nn.facts import NamedFacts
 from insum_nn.structure.kernel_map import FACTS, KernelMap
 from insum_nn.structure.kernel_map.tables import LIST_FACTS, TABLE_FACTS
 
@@ -42,21 +41,28 @@ Kind = Literal["Out", "In", "W"]
 
 # For each result, the two tensors that are contracted.
 _OPERANDS: dict[Kind, tuple[Kind, Kind]] = {"Out": ("In", "W"), "In": ("Out", "W"), "W": ("Out", "In")}
-_STATEMENTS: dict[Kind, str] = {
+_TEXTS: dict[Kind, str] = {
     "Out": "Out[{output},{h}d] += In[{input},{h}c] * W[{h}d,{cell},c]",
     "In": "dIn[{input},{h}c] += dOut[{output},{h}d] * W[{h}d,{cell},c]",
     "W": "dW[{h}d,{cell},c] += dOut[{output},{h}d] * In[{input},{h}c]",
 }
 _GROUPS = {"output": "OutIdx[g,q]", "input": "InIdx[g,q]", "cell": "Off[g]"}
 _LIST = {"output": "OutIdx[p]", "input": "InIdx[p]", "cell": "Off[p]"}
-_TABLES: dict[Kind, dict[str, str]] = {
-    "Out": {"output": "Order[i]", "input": "Near[k,i]", "cell": "k"},
-    "In": {"output": "Near[k,i]", "input": "Order[i]", "cell": "k"},
-    "W": {"output": "Order[i]", "input": "Near[k,i]", "cell": "k"},
-}
-# Which index tensors of a map a statement reads: its groups, its table, or its list of pairs.
+_TABLE = {"output": "Order[i]", "input": "Near[k,i]", "cell": "k"}
+_INVERSE = {"output": "Near[k,i]", "input": "Order[i]", "cell": "k"}
+# Which index tensors of a map a statement reads: its groups, its table (or that of its inverse), or its list of pairs.
 IndexForm = Literal["groups", "table", "list"]
-_KNOWN: dict[IndexForm, Mapping[str, IndexFacts]] = {"groups": FACTS, "table": TABLE_FACTS, "list": LIST_FACTS}
+_SUBSCRIPTS: dict[IndexForm, dict[str, str]] = {"groups": _GROUPS, "table": _TABLE, "list": _LIST}
+_KNOWN: dict[IndexForm, NamedFacts] = {"groups": FACTS, "table": TABLE_FACTS, "list": LIST_FACTS}
+
+_STATEMENTS: dict[tuple[Kind, bool, IndexForm], str] = {
+    (kind, grouped, form): text.format(
+        h="h," if grouped else "", **(_INVERSE if (kind, form) == ("In", "table") else subscripts)
+    )
+    for kind, text in _TEXTS.items()
+    for grouped in (False, True)
+    for form, subscripts in _SUBSCRIPTS.items()
+}
 
 
 def table_statement(*, groups: int = 1) -> str:
@@ -67,7 +73,7 @@ def table_statement(*, groups: int = 1) -> str:
     >>> table_statement(groups=2)
     'Out[Order[i],h,d] += In[Near[k,i],h,c] * W[h,d,k,c]'
     """
-    return _statement("Out", groups > 1, "table")
+    return _STATEMENTS["Out", groups > 1, "table"]
 
 
 def table_entries(kernel_map: KernelMap) -> int:
@@ -195,14 +201,8 @@ def _call(kind: Kind, kernel_map: KernelMap, groups: int, options: Options, form
             keep_bitmasks(table.sorted_neighbours, table.words)
     else:
         indices = kernel_map.tensors
-    contraction = _program(kind, groups > 1, form, options)
+    contraction = built_program(_STATEMENTS[kind, groups > 1, form], _KNOWN[form], options)
     return _Call(contraction, indices, shape, contraction.bind(indices))
-
-
-@lru_cache(maxsize=256)
-def _program(kind: Kind, grouped: bool, form: IndexForm, options: Options) -> Program:
-    """Return the compiled statement, which all maps share; kept, since each step may bring a new map."""
-    return program(_statement(kind, grouped, form), _KNOWN[form], options)
 
 
 def _split(kind: Kind, tensor: Tensor, kernel_map: KernelMap, groups: int) -> Tensor:
@@ -211,8 +211,3 @@ def _split(kind: Kind, tensor: Tensor, kernel_map: KernelMap, groups: int) -> Te
         outputs, volume, inputs = tensor.shape[0], kernel_map.geometry.volume, tensor.shape[-1]
         return tensor.reshape(*((groups,) if groups > 1 else ()), outputs // groups, volume, inputs)
     return tensor if groups == 1 else tensor.unflatten(1, (groups, tensor.shape[1] // groups))
-
-
-def _statement(kind: Kind, grouped: bool, form: IndexForm) -> str:
-    subscripts = _TABLES[kind] if form == "table" else _LIST if form == "list" else _GROUPS
-    return _STATEMENTS[kind].format(h="h," if grouped else "", **subscripts)

@@ -9,7 +9,7 @@ from torch import Tensor
 
 from insum_nn.compiler.options import DEFAULT, Options
 from insum_nn.errors import InsumShapeError
-from insum_nn.facts import IndexFacts
+from insum_nn.facts import IndexFacts, NamedFacts
 from insum_nn.ops.sparse_conv import check_features
 from insum_nn.ops.statements import run
 from insum_nn.structure.coordinates import Coordinates, unique_sites
@@ -38,11 +38,11 @@ SPARSE_TO_DENSE = "Out[Cell[p],c] += In[p,c]"
 SPARSE_SUM = "Out[Row[p],c] += In[p,c]"
 
 # Entries of proven coordinates, and places among distinct voxels, point inside, and none is missing.
-_ROW_FACTS = {
-    "Batch": IndexFacts(masked=False, proven=True),
-    "Cell": IndexFacts(masked=False, proven=True, unique=True),
-    "Row": IndexFacts(masked=False, proven=True),
-}
+_ROW_FACTS = NamedFacts(
+    Batch=IndexFacts(masked=False, proven=True),
+    Cell=IndexFacts(masked=False, proven=True, unique=True),
+    Row=IndexFacts(masked=False, proven=True),
+)
 
 
 def _read(sites: Coordinates, options: Options) -> Coordinates:

@@ -9,12 +9,12 @@ from types import MappingProxyType
 import torch
 from torch import Tensor
 
-from insum_nn.compiler.api import Program, is_plain_eager
+from insum_nn.compiler.api import Program, built_program, is_plain_eager
 from insum_nn.compiler.options import DEFAULT, Options
 from insum_nn.formats import BlockFormat, SparseFormat
 from insum_nn.ops.arguments import Operand, is_vector, matrix_layout, named_tensors
 from insum_nn.ops.custom import registered
-from insum_nn.ops.statements import pad_axis, program, run
+from insum_nn.ops.statements import pad_axis, run
 
 __all__ = ["SPMM", "spmm", "spmm_expression", "spmm_program"]
 
@@ -179,4 +179,4 @@ def spmm_program(matrix: SparseFormat, *, options: Options = DEFAULT) -> Program
     >>> spmm_program(matrix)(**matrix.tensors, B=torch.ones(2, 1), out_shape=(2, None)).tolist()
     [[1.0], [1.0]]
     """
-    return program(spmm_expression(matrix), matrix.facts, options)
+    return built_program(spmm_expression(matrix), matrix.facts, options)

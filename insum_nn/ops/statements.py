@@ -5,13 +5,12 @@ from __future__ import annotations
 import re
 from collections.abc import Generator, Mapping, Sequence
 from contextlib import contextmanager
-from functools import lru_cache
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from insum_nn.compiler.api import Program, call_traced, compile_built, records_graph, to_autocast, under_autocast
+from insum_nn.compiler.api import built_program, call_traced, records_graph, to_autocast, under_autocast
 from insum_nn.compiler.options import Options
 from insum_nn.errors import InsumDeviceError, InsumError, Span
 from insum_nn.facts import IndexFacts, NamedFacts
@@ -21,7 +20,6 @@ __all__ = [
     "layer_elsewhere",
     "other_device",
     "pad_axis",
-    "program",
     "run",
     "span_of",
     "static_shape",
@@ -29,11 +27,6 @@ __all__ = [
     "under_autocast",
     "untraced",
 ]
-
-
-def program(expression: str, facts: Mapping[str, IndexFacts], options: Options) -> Program:
-    """Return the compiled expression with the facts of its index tensors; equal requests share one program."""
-    return _compiled(expression, facts if type(facts) is NamedFacts else NamedFacts(facts), options)
 
 
 def run(
@@ -48,13 +41,9 @@ def run(
         read = {name: fact for name, fact in facts.items() if name in named}
         return call_traced(expression, named, facts=read, options=options, out_shape=out_shape)
     if not facts.keys() <= named.keys():
-        facts = {name: fact for name, fact in facts.items() if name in named}
-    return program(expression, facts, options)(tensors=named, out_shape=out_shape)
-
-
-@lru_cache(maxsize=1024)
-def _compiled(expression: str, facts: NamedFacts, options: Options) -> Program:
-    return compile_built(expression, facts=facts, options=options)
+        facts = NamedFacts((name, fact) for name, fact in facts.items() if name in named)
+    known = facts if type(facts) is NamedFacts else NamedFacts(facts)
+    return built_program(expression, known, options)(tensors=named, out_shape=out_shape)
 
 
 def span_of(expression: str, symbol: str) -> list[Span]:

@@ -10,7 +10,7 @@ How the output is computed:
 2. `_Sums.in_modes` decides by what torch is doing. Where it traces, the call becomes one of the operators registered
    at the end of this file. Else `multilinear_jointly` (`compiler/runtime/multilinear.py`) runs it, and records it for
    autograd as one node (`_Jointly`).
-3. `_Sums.run` computes the wanted roles: several at once by `Together`, or each by its `Role` (both in
+3. `_Sums.run` computes the wanted roles by `Roles`: several at once, or each by its `Role` (both in
    `tensor_product_roles.py`).
 4. A `Role` has a step for each of its statements (`tensor_product_statement.py`), one for each group of paths that have
    a mode and multiplicities in common. A step names the tensors that the statement reads and calls its `program`.
@@ -24,8 +24,6 @@ one kernel, or by two where none may be added up in memory.
 from __future__ import annotations
 
 from collections.abc import Hashable, Mapping, Sequence
-from dataclasses import dataclass
-from functools import lru_cache, partial
 from itertools import compress
 from typing import Any, NamedTuple
 
@@ -34,7 +32,6 @@ from torch import Tensor
 
 from insum_nn.compiler.api import (
     Explanation,
-    fits_between,
     for_each_vector,
     is_plain_eager,
     is_traced,
@@ -48,17 +45,8 @@ from insum_nn.compiler.api import (
 )
 from insum_nn.ops.tensor_product_checks import check_operands
 from insum_nn.ops.tensor_product_right import tensor_product_right
-from insum_nn.ops.tensor_product_roles import (
-    Edges,
-    Role,
-    Sizes,
-    Together,
-    of_one_kernel,
-    role_of,
-    together_of,
-    totals_of,
-)
-from insum_nn.ops.tensor_product_spec import ProductLayout, TensorProductSpec, layout_of, others
+from insum_nn.ops.tensor_product_roles import given_of, role_of, roles_of
+from insum_nn.ops.tensor_product_spec import TensorProductSpec, layout_of, others
 from insum_nn.ops.tensor_product_statement import statements_of
 
 __all__ = [
@@ -69,8 +57,6 @@ __all__ = [
     "tensor_product",
     "tensor_product_right",
 ]
-
-Given = tuple[Tensor, Tensor, Tensor]
 
 
 def tensor_product(
@@ -173,14 +159,12 @@ def explain_tensor_product(
     if (count := len(source.statements)) > 1:
         others = f"the output is computed by {count} statements; explain(..., statement=n) shows another, from 0 on"
         explained = explained.with_choice("statement", f"{statement + 1} of {count}", others)
-    made = [("gradients", together_of(layout, "xyw", x.device, x.dtype))]
-    for roles in of_one_kernel(layout, "xywz", x.dtype):
-        made.append(("second gradients", totals_of(layout, roles, "xyw", x.device, x.dtype)))
-    for what, together in made:
-        if together is not None and together.programs.reason:
-            # How they were computed last.
-            how, why = together.programs.reason.split(": ", 1)
-            explained = explained.with_choice(what, f"of {', '.join(together.roles)} {how}", why)
+    # How these were computed last.
+    for what, wanted, grads in (("gradients", "xyw", ()), ("second gradients", "xywz", ("x", "y", "w"))):
+        for joint in roles_of(layout, wanted, x.device, x.dtype, grads).joint:
+            if joint.programs.reason:
+                how, why = joint.programs.reason.split(": ", 1)
+                explained = explained.with_choice(what, f"of {', '.join(joint.results)} {how}", why)
     return explained
 
 
@@ -193,21 +177,6 @@ def _counted(first: Tensor, num_x: int | torch.SymInt, num_z: int | torch.SymInt
     """Return the rows of the first input and of the output; symbolic ones are never compared."""
     rows = first.shape[0] if isinstance(num_x, int) and num_x == _OF_X else num_x
     return rows, rows if isinstance(num_z, int) and num_z == _OF_X else num_z
-
-
-@dataclass(frozen=True, eq=False, slots=True)
-class _Plan:
-    """How a kind of call runs; itself a key of that kind.
-
-    Attributes:
-        together: the roles that are computed at once.
-        sizes: of their results.
-        singles: what runs each role by itself, and the rows of its result.
-    """
-
-    together: Together | None
-    sizes: Sizes
-    singles: dict[str, tuple[Role, int]]
 
 
 class _Sums(NamedTuple):
@@ -235,11 +204,17 @@ class _Sums(NamedTuple):
     def indices(self) -> tuple[Tensor | None, Tensor | None]:
         return self.receivers, self.senders
 
-    def rows(self, role: str) -> int:
-        """Return the rows of a role: of nodes for the first input and the output, else of edges or samples."""
-        if role in "xz":
-            return self.num_x if role == "x" else self.num_z
-        return self.num_x if self.senders is None else self.senders.shape[0]
+    @property
+    def rows(self) -> dict[str, int]:
+        """Rows of each role: of nodes for the first input and the output, else of edges or samples."""
+        count = self.num_x if self.senders is None else self.senders.shape[0]
+        return {"x": self.num_x, "y": count, "w": count, "z": self.num_z}
+
+    def key(self, operands: Mapping[str, Tensor]) -> Hashable:
+        """Return what decides the shapes and dtypes of a call."""
+        kinds = tuple([(role, t.shape, t.dtype) for role, t in operands.items()])
+        edges = None if self.senders is None else (self.senders.shape[0], self.senders.dtype)
+        return kinds, edges, self.num_x, self.num_z, torch._C._get_deterministic_algorithms()
 
     def run(self, wanted: Sequence[str], operands: Mapping[str, Tensor], *, plain: bool = False) -> dict[str, Tensor]:
         some = next(iter(operands.values()))
@@ -247,36 +222,18 @@ class _Sums(NamedTuple):
         if torch._C._is_any_autocast_enabled() and under_autocast(device):
             with without_autocast(device):
                 return self.run(wanted, operands, plain=plain)
-        ends = self.receivers, self.senders
+        ends, layout = (self.receivers, self.senders), layout_of(self.text)
         if not plain and not is_plain_eager(*operands.values(), *ends):
-            layout = layout_of(self.text)
-            return {x: _one(_single(layout, x, self.rows(x), device, dtype), operands, ends, None) for x in wanted}
-        kinds = tuple([(role, t.shape, t.dtype) for role, t in operands.items()])
-        edges = None if self.senders is None else (self.senders.shape[0], self.senders.dtype)
-        fixed = torch._C._get_deterministic_algorithms()
-        plan = _plan(self.text, tuple(wanted), kinds, device, dtype, edges, self.num_x, self.num_z, fixed)
-        together = plan.together
-        found: dict[str, Tensor] | None = None
-        if together is not None:
-            singles = plan.singles
-            found = together(
-                operands,
-                ends,
-                plan.sizes,
-                plan,
-                lambda: [_one(singles[x], operands, ends, plan) for x in together.roles],
-            )
-            if found is not None and len(found) == len(wanted):
-                return found
-        found = found or {}
-        return {x: found[x] if x in found else _one(plan.singles[x], operands, ends, plan) for x in wanted}
+            rows = self.rows
+            return {x: role_of(layout, x, device, dtype)(given_of(operands, x), ends, rows[x]) for x in wanted}
+        return roles_of(layout, wanted, device, dtype)(operands, ends, self.rows, self.key(operands))
 
     def totals(
         self, grads: Mapping[str, Tensor], wanted: Sequence[str], operands: Mapping[str, Tensor]
     ) -> dict[str, Tensor]:
+        layout = layout_of(self.text)
         if self.senders is None or not is_plain_eager(*self.indices):
             return {}
-        layout = layout_of(self.text)
         if "w" in grads and layout.linear_text != self.text:
             # The gradient of the weights is of fewer paths.
             return {}
@@ -284,13 +241,8 @@ class _Sums(NamedTuple):
         if torch._C._is_any_autocast_enabled() and under_autocast(some.device):
             with without_autocast(some.device):
                 return self.totals(grads, wanted, operands)
-        shapes = tuple([(role, t.shape, t.dtype) for role, t in operands.items()])
-        edges = self.senders.shape[0], self.senders.dtype
-        fixed = torch._C._get_deterministic_algorithms()
-        kind = some.device, some.dtype, edges, self.num_x, self.num_z, fixed
-        every = {**operands, **{f"g{left}": grad for left, grad in grads.items()}}
 
-        def separately(roles: str) -> list[Tensor]:
+        def separately(roles: Sequence[str]) -> list[Tensor]:
             made: dict[str, Tensor] = {}
             for left, grad in grads.items():
                 own = [role for role in roles if role != left]
@@ -298,17 +250,12 @@ class _Sums(NamedTuple):
                     made[role] = made[role].add_(part) if role in made else part
             return [made[role] for role in roles]
 
-        found: dict[str, Tensor] = {}
-        for roles in of_one_kernel(layout, wanted, some.dtype):
-            plan = _plan(self.text, tuple(roles), shapes, *kind, tuple(grads))
-            together = plan.together
-            if together is not None:
-                run = partial(separately, together.roles)
-                found |= together(every, self.indices, plan.sizes, plan, run) or {}
-        return found
+        every = {**operands, **{f"g{left}": grad for left, grad in grads.items()}}
+        roles = roles_of(layout, wanted, some.device, some.dtype, tuple(grads))
+        return roles.jointly(every, self.indices, self.rows, self.key(operands), separately)
 
     def in_modes(self, wanted: str, operands: Mapping[str, Tensor]) -> Tensor:
-        given, ends = _given(operands, wanted), (self.receivers, self.senders)
+        given, ends = given_of(operands, wanted), (self.receivers, self.senders)
         if is_plain_eager(*given, *ends):
             return multilinear_jointly(self, wanted, dict(zip(others(wanted), given, strict=True)), plain=True)[wanted]
         if torch.compiler.is_dynamo_compiling() or torch.jit.is_tracing():
@@ -332,53 +279,6 @@ class _Sums(NamedTuple):
         if "w" in wanted and not operands["w"].numel():
             return sums, {"w": torch.zeros_like(operands["w"])}
         return sums, {}
-
-
-def _single(layout: ProductLayout, role: str, rows: int, device: torch.device, dtype: torch.dtype) -> tuple[Role, int]:
-    """Return what runs the statements of a role whose result has so many rows, and these rows."""
-    source = role_of(layout, role, device, dtype)
-    if not fits_between(rows * source.first_width):
-        source = role_of(layout, role, device, dtype, staged=False)
-    return source, rows
-
-
-@lru_cache(maxsize=1024)
-def _plan(
-    text: str,
-    wanted: tuple[str, ...],
-    kinds: tuple[tuple[str, torch.Size, torch.dtype], ...],
-    device: torch.device,
-    dtype: torch.dtype,
-    edges: tuple[int, torch.dtype] | None,
-    num_x: int,
-    num_z: int,
-    fixed: bool,
-    grads: tuple[str, ...] = (),
-) -> _Plan:
-    """Return how a call on plain tensors runs, or the sums of the gradients of several results.
-
-    The arguments decide the shapes, dtypes and devices of the call, so that what is returned stands for them.
-    """
-    layout = layout_of(text)
-    rows = {role: num_x if edges is None else edges[0] for role in "yw"} | {"x": num_x, "z": num_z}
-    if grads:
-        together = totals_of(layout, wanted, grads, device, dtype)
-    else:
-        together = together_of(layout, wanted, device, dtype)
-    sizes = ([], []) if together is None else together.sizes(rows)
-    singles = {} if grads else {role: _single(layout, role, rows[role], device, dtype) for role in wanted}
-    return _Plan(together, sizes, singles)
-
-
-def _one(single: tuple[Role, int], operands: Mapping[str, Tensor], ends: Edges, key: Hashable | None) -> Tensor:
-    """Return a role's tensor, by its own statements."""
-    source, rows = single
-    return source(_given(operands, source.role), ends, rows, key)
-
-
-def _given(operands: Mapping[str, Tensor], role: str) -> Given:
-    first, second, third = others(role)
-    return operands[first], operands[second], operands[third]
 
 
 # The registered operators: how tracing, TorchScript and exported graphs see a tensor product. Dynamo and TorchScript
@@ -427,7 +327,8 @@ def _fake(
     num_z: int,
 ) -> Tensor:
     layout = layout_of(spec)
-    rows = _Sums(spec, receivers, senders, *_counted(first, num_x, num_z)).rows(role)
+    num_x, num_z = _counted(first, num_x, num_z)
+    rows = {"x": num_x, "z": num_z}.get(role, num_x if senders is None else senders.shape[0])
     if role == "w":
         batch = () if layout.spec.shared else (rows,)
         return first.new_empty(*batch, layout.spec.weight_numel)

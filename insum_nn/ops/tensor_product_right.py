@@ -3,23 +3,21 @@
 from __future__ import annotations
 
 from collections.abc import Iterable
-from functools import lru_cache
 from typing import TypeVar
 
 import torch
 from torch import Tensor
 
-from insum_nn.compiler.api import Program, compile_built, without_autocast
-from insum_nn.compiler.options import Options
+from insum_nn.compiler.api import Program, built_program, without_autocast
 from insum_nn.errors import InsumError
-from insum_nn.facts import IndexFacts
+from insum_nn.facts import IndexFacts, NamedFacts
 from insum_nn.ops.tensor_product_spec import ProductLayout, TensorProductSpec, layout_of
 from insum_nn.structure.clebsch_gordan import nonzeros
 from insum_nn.structure.irreps import MODES, Path
 
 __all__ = ["UnsupportedModeError", "right_expressions", "tensor_product_right"]
 
-_STATIC = IndexFacts(masked=False, proven=True)
+_FACTS = NamedFacts(dict.fromkeys("IJK", IndexFacts(masked=False, proven=True)))
 
 T = TypeVar("T")
 
@@ -70,7 +68,7 @@ def _path_program(layout: ProductLayout, path: Path) -> Program:
     read = set(mode.in2 + (mode.weight if path.weighted else ""))
     # The result repeats along multiplicities that no factor has.
     sizes = tuple((x, extents[x]) for x in dict.fromkeys(mode.in1 + out) if x not in read)
-    return _program(_text(layout, path), sizes, layout.spec.options)
+    return built_program(_text(layout, path), _FACTS, layout.spec.options, sizes)
 
 
 def _out_letters(path: Path) -> str:
@@ -80,12 +78,6 @@ def _out_letters(path: Path) -> str:
 
 def _extents(layout: ProductLayout, path: Path) -> dict[str, int]:
     return dict(zip("uvw", (layout.entry(role, path).mul for role in "xyz"), strict=True))
-
-
-@lru_cache(maxsize=256)
-def _program(expression: str, sizes: tuple[tuple[str, int], ...], options: Options) -> Program:
-    facts = dict.fromkeys("IJK", _STATIC)
-    return compile_built(expression, sizes=dict(sizes), facts=facts, options=options)
 
 
 def _text(layout: ProductLayout, path: Path) -> str:

@@ -4,24 +4,29 @@ from __future__ import annotations
 
 from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
 from copy import copy
+from functools import partial
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from insum_nn.compiler.api import FusedPrograms, SharedPaths, graph_constant, paths_are_products, records_graph
-from insum_nn.dtypes import is_widened
+from insum_nn.compiler.api import (
+    Program,
+    fits_between,
+    graph_constant,
+    joined_programs,
+    paths_are_products,
+    records_graph,
+)
 from insum_nn.ops.tensor_product_spec import NUMBER, ProductLayout, others
 from insum_nn.ops.tensor_product_statement import FirstStep, Statement, statements_of
 
-__all__ = ["Edges", "Packed", "Role", "Sizes", "Together", "of_one_kernel", "role_of", "together_of", "totals_of"]
+__all__ = ["Edges", "Packed", "Role", "Roles", "given_of", "role_of", "roles_of"]
 
 # Receivers and senders; `None` where there are no edges.
 Edges = tuple[Tensor | None, Tensor | None]
 # Packed operands, by the tensor and its columns.
 Packed = dict[tuple[int, int], Tensor]
-# Rows of the results of several roles, and the shapes of what their statements write.
-Sizes = tuple[Sequence[int], list[tuple[int, ...]]]
 # Returns a tensor that a statement reads, from operands, edges, packed operands and the first step's result.
 _Read = Callable[[Sequence[Tensor], Edges, Packed, Tensor | None], Tensor]
 
@@ -34,6 +39,7 @@ class Role:
         operands: what it reads, by role; "gx" is a gradient of `x`, in its place.
         statements: its statements.
         first_width: numbers per row of the first steps' results.
+        count: tensors that its statements write.
     """
 
     def __init__(
@@ -53,11 +59,12 @@ class Role:
         self._written: dict[Hashable, Statement] = {}
         for statement in self.statements:
             self._written.setdefault(statement.written, statement)
+        self.count = len(self._written)
         packed = [mul for mul in self._written if isinstance(mul, int)]
         self._order = layout.unpacking(role, packed, device) if packed else None
 
     def of_gradient(self, operand: str) -> Role:
-        """Return the same with the gradient of an operand in its place, for `Together`."""
+        """Return the same with the gradient of an operand in its place, for `Roles`."""
         other = copy(self)
         other.operands = tuple([f"g{x}" if x == operand else x for x in self.operands])
         other.statements = [statement.of_gradient(operand) for statement in self.statements]
@@ -65,9 +72,9 @@ class Role:
         return other
 
     @property
-    def outputs(self) -> list[tuple[str, Hashable]]:
-        """What each statement adds to."""
-        return [(self.role, statement.written) for statement in self.statements]
+    def programs(self) -> list[tuple[Program, Hashable]]:
+        """The program of each statement, and what it adds to."""
+        return [(statement.program, (self.role, statement.written)) for statement in self.statements]
 
     def __call__(self, given: Sequence[Tensor], edges: Edges, size: int, key: Hashable | None = None) -> Tensor:
         """Return the role's tensor.
@@ -78,6 +85,8 @@ class Role:
             size: rows of the result.
             key: where nothing is to be recorded and no mode is active: what decides the shapes of all of these.
         """
+        if self.first_width and not fits_between(size * self.first_width):
+            return role_of(self.layout, self.role, self._device, self._dtype, staged=False)(given, edges, size, key)
         packed: Packed = {}
         results: dict[Hashable, Tensor] = {}
         traced = key is None and records_graph(given)
@@ -93,7 +102,7 @@ class Role:
         return [step.named(given, edges, packed) for step, _ in self._steps]
 
     def finish(self, results: Sequence[Tensor], size: int, *, traced: bool = False) -> Tensor:
-        """Return the role's tensor, from those that the statements wrote, in the order of `outputs`."""
+        """Return the role's tensor, from those that the statements wrote, in the order of `programs`."""
         if self.role == "w":
             return self._weights(results, size)
         named = dict(zip(self._written, results, strict=True))
@@ -255,123 +264,113 @@ def role_of(layout: ProductLayout, role: str, device: torch.device, dtype: torch
     return layout.keep(key, lambda: Role(layout, role, device, dtype, staged=staged))
 
 
-class Together:
-    """Several roles that the compiler computes together, reading or multiplying common operands once.
+class Roles:
+    """Runs some roles of a spec: together where the compiler can, else one by one.
 
     Args:
-        sources: the roles; those of one letter add up.
-        programs: theirs: on a CPU as products path by path, on a GPU as one kernel.
+        layout: of the tensor product.
+        wanted: letters of `ROLES`.
+        device: of all tensors.
+        dtype: of the factors.
+        grads: roles whose gradients are given. Then each wanted role is a sum, over these, of what it is with such a
+            gradient in the operand's place: a gradient of gradients.
 
     Attributes:
-        roles: their letters, each once.
+        sources: what runs each role by itself.
+        joint: what is computed together.
     """
 
-    def __init__(self, sources: Sequence[Role], programs: FusedPrograms | SharedPaths) -> None:
-        self.sources = tuple(sources)
-        self.programs = programs
-        self._firsts = {source.role: source for source in reversed(sources)}
-        self.roles = "".join(dict.fromkeys(source.role for source in sources))
-        # Of each role: how many tensors its statements write.
-        self._counts = [len(set(self._firsts[role].outputs)) for role in self.roles]
+    def __init__(
+        self,
+        layout: ProductLayout,
+        wanted: Sequence[str],
+        device: torch.device,
+        dtype: torch.dtype,
+        grads: Sequence[str] = (),
+    ) -> None:
+        pairs = [(role, left) for left in grads for role in wanted if role != left]
+        self.sources = {role: role_of(layout, role, device, dtype) for role in wanted}
+        self._parts = [*self.sources.values()]
+        sums = bool(grads)
+        steps = any(part.first_width or (sums and len(part.statements) != 1) for part in self._parts)
+        # Of sums there are several programs, which are made only where one kernel takes them.
+        each = self._programs() * (1 + sums)
+        self.joint = [] if steps else joined_programs(each, device, dtype, sums=sums)
+        if sums and self.joint:
+            self._parts = [self.sources[role].of_gradient(operand) for role, operand in pairs]
+            self.joint = joined_programs(self._programs(), device, dtype, sums=True)
 
-    def sizes(self, rows: Mapping[str, int]) -> Sizes:
-        """Rows of the results of all roles, and the shape of what each statement writes."""
-        shapes = [s.out_shape(rows[source.role]) for source in self.sources for s in source.statements]
-        return [rows[role] for role in self.roles], shapes
+    def _programs(self) -> list[tuple[str, Program, Hashable]]:
+        return [(part.role, *each) for part in self._parts for each in part.programs]
 
     def __call__(
+        self, operands: Mapping[str, Tensor], edges: Edges, rows: Mapping[str, int], key: Hashable
+    ) -> dict[str, Tensor]:
+        """Return the tensors of all roles.
+
+        Args:
+            operands: by role.
+            edges: receivers and senders.
+            rows: of each role.
+            key: what decides the shapes, dtypes and devices of all these: they are plain, and no mode is active.
+        """
+
+        def alone(role: str) -> Tensor:
+            return self.sources[role](given_of(operands, role), edges, rows[role], key)
+
+        found = self.jointly(operands, edges, rows, key, lambda roles: [alone(role) for role in roles])
+        for role in self.sources:
+            if role not in found:
+                found[role] = alone(role)
+        return found
+
+    def jointly(
         self,
         operands: Mapping[str, Tensor],
         edges: Edges,
-        sizes: Sizes,
+        rows: Mapping[str, int],
         key: Hashable,
-        separately: Callable[[], list[Tensor]],
-    ) -> dict[str, Tensor] | None:
-        """Return the tensors of all roles; `None`: they are to be computed one by one.
+        separately: Callable[[Sequence[str]], list[Tensor]],
+    ) -> dict[str, Tensor]:
+        """Return the tensors of those that are computed together.
 
         Args:
-            operands: by role; "gx" is a gradient of `x`, where a role reads it in its place.
+            operands: by role; "gx" is a gradient of `x`, which stands in its place.
             edges: receivers and senders.
-            sizes: of the results.
-            key: what decides the shapes of all of these.
-            separately: computes them one by one: what one kernel is measured against.
+            rows: of each role.
+            key: as in a call.
+            separately: computes some roles one by one: what one kernel is measured against.
         """
-        packed: Packed = {}
-        rows, shapes = sizes
-        named: list[Mapping[str, Tensor]] = []
-        for source in self.sources:
-            named += source.arguments([operands[name] for name in source.operands], edges, packed)
-        results = self.programs.together(named, shapes, key, separately)
-        if results is None:
-            return None
         found: dict[str, Tensor] = {}
-        for role, size, count in zip(self.roles, rows, self._counts, strict=True):
-            found[role] = self._firsts[role].finish(results[:count], size)
-            results = results[count:]
+        packed: Packed = {}
+        for joint in self.joint:
+            parts = [part for part in self._parts if part.role in joint.results]
+            named: list[Mapping[str, Tensor]] = []
+            for part in parts:
+                named += part.arguments([operands[name] for name in part.operands], edges, packed)
+            shapes = partial(_shapes, parts, rows)
+            made = joint.programs.together(named, shapes, key, partial(separately, joint.results))
+            at = 0
+            for role in joint.results if made else ():
+                count = self.sources[role].count
+                found[role] = self.sources[role].finish(made[at : at + count], rows[role])
+                at += count
         return found
 
 
-def together_of(
-    layout: ProductLayout, roles: Sequence[str], device: torch.device, dtype: torch.dtype
-) -> Together | None:
-    """Return what computes some roles together, remembered; `None`: they are computed one by one.
-
-    It is products of a library for all of them, or one kernel for those of them for which that can be.
-    """
-    fixed = layout.spec.options.deterministic or torch.are_deterministic_algorithms_enabled()
-    by_path = paths_are_products(device)
-    if not by_path:
-        roles = next(iter(of_one_kernel(layout, roles)), [])
-        if len(roles) < 2:
-            return None
-
-    def build() -> tuple[Together | None]:
-        sources = [role_of(layout, role, device, dtype) for role in roles]
-        programs = [statement.program for source in sources for statement in source.statements]
-        if by_path:
-            outputs = [output for source in sources for output in source.outputs]
-            return (Together(sources, SharedPaths(programs, outputs)),)
-        if len(programs) != len(roles) or any(source.first_width for source in sources):
-            return (None,)
-        return (Together(sources, FusedPrograms(programs, deterministic=fixed)),)
-
-    return layout.keep(("together", tuple(roles), fixed, device, dtype), build)[0]
+def _shapes(parts: Sequence[Role], rows: Mapping[str, int]) -> list[tuple[int, ...]]:
+    return [statement.out_shape(rows[part.role]) for part in parts for statement in part.statements]
 
 
-def totals_of(
-    layout: ProductLayout, roles: Sequence[str], grads: Sequence[str], device: torch.device, dtype: torch.dtype
-) -> Together | None:
-    """Return what sums roles over the operands in whose place they read a gradient, remembered; `None`: nothing does.
-
-    Such are the gradients of gradients, by one kernel for all of them.
-    """
-    pairs = [(role, left) for left in grads for role in roles if role != left]
-    fixed = layout.spec.options.deterministic or torch.are_deterministic_algorithms_enabled()
-    if paths_are_products(device) or len(pairs) < 2:
-        return None
-
-    def build() -> tuple[Together | None]:
-        sources = [role_of(layout, role, device, dtype) for role, _ in pairs]
-        if any(len(source.statements) != 1 or source.first_width for source in sources):
-            return (None,)
-        several = [role_of(layout, role, device, dtype).of_gradient(operand) for role, operand in pairs]
-        programs = [source.statements[0].program for source in several]
-        return (Together(several, FusedPrograms(programs, [role for role, _ in pairs], deterministic=fixed)),)
-
-    return layout.keep(("totals", tuple(pairs), fixed, device, dtype), build)[0]
+def roles_of(
+    layout: ProductLayout, wanted: Sequence[str], device: torch.device, dtype: torch.dtype, grads: tuple[str, ...] = ()
+) -> Roles:
+    """Return what runs some roles; remembered."""
+    key = ("roles", tuple(wanted), grads, device, dtype, torch._C._get_deterministic_algorithms())
+    return layout.keep(key, lambda: Roles(layout, wanted, device, dtype, grads))
 
 
-def of_one_kernel(layout: ProductLayout, roles: Sequence[str], dtype: torch.dtype | None = None) -> list[list[str]]:
-    """Return the roles that sum over the edges of a node or have a row for each edge, those of one kernel together.
-
-    `dtype`: where its sums are not to be added up in memory, one kernel forms those of one end of the edges alone.
-    """
-    if not layout.spec.convolution:
-        return []
-    # Weights that edges share have no row for each edge.
-    found = [role for role in roles if role != "w" or not layout.spec.shared]
-    fixed = layout.spec.options.deterministic or torch.are_deterministic_algorithms_enabled()
-    if (fixed or (dtype is not None and is_widened(dtype))) and "x" in found and "z" in found:
-        found.remove("z")
-        return [found, ["z"]]
-    return [found]
+def given_of(operands: Mapping[str, Tensor], role: str) -> tuple[Tensor, Tensor, Tensor]:
+    """Return the operands of a role, in the order of `others(role)`."""
+    first, second, third = others(role)
+    return operands[first], operands[second], operands[third]

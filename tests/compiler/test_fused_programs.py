@@ -11,7 +11,6 @@ import torch
 
 import insum_nn
 from insum_nn import Options
-from insum_nn.compiler.api import FusedPrograms
 from insum_nn.compiler.forms import additional as additional_module
 from insum_nn.compiler.forms import placement as placement_module
 from insum_nn.compiler.forms.candidates import candidates
@@ -25,6 +24,7 @@ from insum_nn.compiler.kernels import generated as generated_module
 from insum_nn.compiler.kernels import launch as launch_module
 from insum_nn.compiler.passes.fuse_outputs import clusters
 from insum_nn.compiler.runtime.composite import fused_programs as fused_module
+from insum_nn.compiler.runtime.composite.fused_programs import FusedPrograms
 from insum_nn.compiler.schedule import cost_model
 from insum_nn.compiler.schedule.kernel_work import count
 from insum_nn.compiler.schedule.space import Schedule

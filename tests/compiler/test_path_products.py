@@ -8,8 +8,9 @@ import pytest
 import torch
 from torch import Tensor
 
-from insum_nn.compiler.api import Program, SharedPaths, compile
+from insum_nn.compiler.api import Program, compile
 from insum_nn.compiler.options import Options
+from insum_nn.compiler.runtime.composite.shared_paths import SharedPaths
 
 # Two paths: coefficients between components of the factors and of the output, and where each lies.
 BLOCKS = (((0, 1, 2), (0, 1), (0, 1, 2)), ((3,), (2,), (0, 1, 2)), ((4, 5, 6), (3,), (3, 4, 5)))
@@ -129,7 +130,7 @@ def test_statements_together_share_products():
     ]
     shapes = [tuple(given[name].shape) for name in "ZXYW"]
     shared = SharedPaths([program for program, _ in made], list("ZXYW"))
-    found = shared.together(named, shapes, key=0)
+    found = shared.together(named, lambda: shapes, key=0)
     assert found is not None
     for (program, _), own, shape, got in zip(made, named, shapes, found, strict=True):
         torch.testing.assert_close(got, program.reference(tensors=own, out_shape=shape))
@@ -147,7 +148,7 @@ def test_a_tensor_in_two_places():
         expected = program.reference(tensors=named, out_shape=(4, 2))
         assert takes_paths(program, named, (4, 2))
         torch.testing.assert_close(program(tensors=named, out_shape=(4, 2)), expected)
-        found = shared.together([named], [(4, 2)], key=0)
+        found = shared.together([named], lambda: [(4, 2)], key=0)
         assert found is not None
         torch.testing.assert_close(found[0], expected)
 

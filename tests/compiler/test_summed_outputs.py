@@ -11,9 +11,9 @@ import torch
 from torch import Tensor
 
 import insum_nn
-from insum_nn.compiler.api import FusedPrograms
 from insum_nn.compiler.forms.form import FormError
 from insum_nn.compiler.runtime.composite import fused_programs as fused_module
+from insum_nn.compiler.runtime.composite.fused_programs import FusedPrograms
 from insum_nn.compiler.schedule.space import Schedule
 from insum_nn.testing.tolerances import assert_matches
 from tests.compiler.fused_cases import (
@@ -157,7 +157,7 @@ def test_what_is_refused():
     fused = FusedPrograms(summed(("wx", "yx")), ["one", "one"])
     shapes = [shape_of(role, 4) for role in "wy"]
     with torch.no_grad():
-        assert fused.together(given(("wx", "yx"), tensors), shapes, "key", list) is None
+        assert fused.together(given(("wx", "yx"), tensors), lambda: shapes, "key", list) is None
     ones = [replace(one, number=0) for one in ones_of(("wx", "yx"), tensors)]
     with pytest.raises(FormError, match="another kind"):
         kernel_along(ones, ("Dst", "e"))

@@ -9,7 +9,6 @@ import torch
 from torch import Tensor
 from torch.func import hessian, jacfwd, jvp, vmap
 
-from insum_nn.ops.tensor_product import _plan
 from insum_nn.ops.tensor_product_spec import layout_of
 from insum_nn.structure.clebsch_gordan import nonzeros
 from tests.layers.every_layer import EVERY_LAYER, with_parameters
@@ -19,7 +18,6 @@ Function = Callable[..., Tensor]
 
 def forget() -> None:
     """Forget what products of other tests have made."""
-    _plan.cache_clear()
     layout_of.cache_clear()
     nonzeros.cache_clear()
 

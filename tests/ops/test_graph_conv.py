@@ -10,7 +10,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from insum_nn.compiler.api import Program
+from insum_nn.compiler.api import Program, built_program
 from insum_nn.compiler.options import Options
 from insum_nn.errors import InsumDeviceError, InsumDtypeError, InsumRangeError, InsumShapeError
 from insum_nn.ops import graph_matrix as matrices
@@ -313,8 +313,7 @@ def test_nothing_remembered_serves_another_call():
 
 def test_products_of_a_graph_have_the_options_that_they_are_asked_for(monkeypatch: pytest.MonkeyPatch):
     made: list[Program] = []
-    program = products.program
-    monkeypatch.setattr(products, "program", lambda *a: made.append(program(*a)) or made[-1])
+    monkeypatch.setattr(products, "built_program", lambda *a: made.append(built_program(*a)) or made[-1])
     edges, x = skewed_graph(5, 9), torch.randn(5, 2)
     chosen = [Options(deterministic=True), Options(order="left"), Options(order="left", validate=True)]
     for options in chosen * 2:

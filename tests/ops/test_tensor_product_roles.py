@@ -19,11 +19,12 @@ pytest.importorskip("e3nn")
 
 import insum_nn
 from insum_nn.compiler.api import Options, Program
+from insum_nn.compiler.runtime.composite import joined_programs as joined_module
 from insum_nn.compiler.runtime.composite import statement_choice
 from insum_nn.ops import tensor_product_roles as roles_module
 from insum_nn.ops import tensor_product_statement as statement_module
 from insum_nn.ops.tensor_product import TensorProductSpec, tensor_product
-from insum_nn.ops.tensor_product_roles import Role, Together, role_of
+from insum_nn.ops.tensor_product_roles import Role, Roles, role_of
 from insum_nn.ops.tensor_product_spec import ProductLayout, others
 from insum_nn.ops.tensor_product_statement import Terms, statements_of
 from insum_nn.structure.clebsch_gordan import nonzeros
@@ -49,6 +50,7 @@ module = sys.modules["insum_nn.ops.tensor_product"]
 def gpu_statements(monkeypatch: pytest.MonkeyPatch) -> None:
     """Run as a GPU does, here too: role by role, in steps of their own from short sums on."""
     monkeypatch.setattr(roles_module, "paths_are_products", lambda device: False)
+    monkeypatch.setattr(joined_module, "paths_are_products", lambda device: False)
     monkeypatch.setattr(statement_module, "LONG_SUM", 2)
     monkeypatch.setattr(module, "layout_of", lru_cache(lambda text: ProductLayout(TensorProductSpec.from_json(text))))
 
@@ -104,15 +106,15 @@ def test_the_gpu_statements_convolve_alike(mode: str, shared: bool):
 )
 def test_gradients_of_gradients_are_made_at_once(kind: str, kernels: list[str], monkeypatch: pytest.MonkeyPatch):
     """Of a convolution; where paths have no weights, those of the weights are sums over fewer paths."""
-    found: list[Together] = []
-    plain = module.totals_of
+    found: list[Roles] = []
+    jointly = Roles.jointly
 
-    def totals_of(*given: Any) -> Any:
-        found.append(plain(*given))
-        return found[-1]
+    def watched(self: Roles, operands: Mapping[str, Tensor], *rest: Any) -> dict[str, Tensor]:
+        if any(name[0] == "g" for name in operands):
+            found.append(self)
+        return jointly(self, operands, *rest)
 
-    monkeypatch.setattr(module, "totals_of", totals_of)
-    module._plan.cache_clear()
+    monkeypatch.setattr(Roles, "jointly", watched)
     spec = spec_of(one_mode("uvu", True, 3, 1, lmax=1), shared=kind == "shared", convolution=True)
     spec = replace(spec, options=Options(backend="triton", tune=False, deterministic=kind == "deterministic"))
     if kind == "one without weights":
@@ -123,8 +125,9 @@ def test_gradients_of_gradients_are_made_at_once(kind: str, kernels: list[str], 
         conv_oracle_of(spec, receivers, senders),
         inputs_of(spec, 17, 6),
     )
-    assert ["".join(sorted(together.roles)) for together in found] == kernels
-    assert all(together.programs.reason.startswith("together") for together in found)
+    joint = [each for roles in found for each in roles.joint]
+    assert ["".join(sorted(each.results)) for each in joint] == kernels
+    assert all(each.programs.reason.startswith("together") for each in joint)
     explained = str(module.explain_tensor_product(spec, *inputs_of(spec, 17, 6), receivers, senders))
     assert explained.count("second gradients") == len(kernels)
 
@@ -240,6 +243,7 @@ def test_two_steps_only_while_memory_lasts(monkeypatch: pytest.MonkeyPatch):
 INTERPRETED = """
 import torch
 from insum_nn.compiler.api import Options, compile
+from insum_nn.compiler.runtime.composite import joined_programs as joined_module
 from insum_nn.compiler.runtime.composite import statement_choice
 from insum_nn.ops import tensor_product_roles as roles_module
 from insum_nn.ops import tensor_product_statement as statement_module
@@ -355,6 +359,7 @@ def test_plain_calls_show_no_operator():
 @pytest.mark.parametrize("shared", [True, False])
 def test_transforms(shared: bool, by_path: bool, monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setattr(roles_module, "paths_are_products", lambda device: by_path)
+    monkeypatch.setattr(joined_module, "paths_are_products", lambda device: by_path)
     spec = spec_of(one_mode("uvw", True, 2, 1, 3, lmax=1), shared=shared)
     inputs, tangents = inputs_of(spec, 3), inputs_of(spec, 3)
     oracle = oracle_of(spec)

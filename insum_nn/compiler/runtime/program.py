@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Collection, Mapping, Sequence
-from functools import lru_cache, partial
+from functools import cached_property, lru_cache, partial
 from typing import Any
 
 import torch
@@ -224,6 +224,11 @@ class Program:
         tensor([20., 30.])
         """
         return BoundProgram(self, tensors)
+
+    @cached_property
+    def unbound(self) -> BoundProgram:
+        """The program with no tensor bound: a call takes all by position, and records no gradients."""
+        return self.bind({})
 
     def _plain(self, named: Mapping[str, Tensor]) -> tuple[list[Tensor], Tensor | None] | None:
         """The tensors in the layout's order, and the initial value; `None` where one is out of the ordinary."""

@@ -13,7 +13,7 @@ from torch import Tensor
 
 from insum_nn.compiler.options import DEFAULT, Options
 from insum_nn.errors import InsumDtypeError, InsumShapeError
-from insum_nn.facts import IndexFacts
+from insum_nn.facts import IndexFacts, NamedFacts
 from insum_nn.layers.voxel.conv_base import Activation, apply_activation
 from insum_nn.ops.statements import run
 
@@ -38,7 +38,7 @@ _MAX_POOL_BY_NEIGHBOURS = "Out[i,c] max= In[Near[k,i],c]"
 _SUM = "Out[OutIdx[o,q],c] += In[InIdx[o,q],c]"
 _SUM_BY_NEIGHBOURS = "Out[i,c] += In[Near[k,i],c]"
 # A caller may pass any table, so that its values are proven by the call.
-_FACTS = {name: IndexFacts(masked=True) for name in ("InIdx", "OutIdx", "Near")}
+_FACTS = NamedFacts(dict.fromkeys(("InIdx", "OutIdx", "Near"), IndexFacts(masked=True)))
 # Rows of a tile whose masks are joined; spconv's is its kernel's.
 _MASK_WIDTH = 32
 

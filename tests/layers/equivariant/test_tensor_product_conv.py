@@ -13,15 +13,14 @@ pytest.importorskip("e3nn")
 from e3nn import o3
 from e3nn.util.test import assert_equivariant
 
-from insum_nn.compiler.api import FusedPrograms
 from insum_nn.compiler.options import Options
+from insum_nn.compiler.runtime.composite.fused_programs import FusedPrograms
 from insum_nn.errors import InsumDeviceError, InsumDtypeError, InsumError, InsumFormatError, InsumRangeError
 from insum_nn.layers.equivariant.checks import InputError
 from insum_nn.layers.equivariant.tensor_product import TensorProduct
 from insum_nn.layers.equivariant.tensor_product_conv import TensorProductConv
 from insum_nn.layers.equivariant.tensor_product_scatter import TensorProductScatter
-from insum_nn.ops.tensor_product import _plan
-from insum_nn.ops.tensor_product_roles import together_of
+from insum_nn.ops.tensor_product_roles import roles_of
 from insum_nn.ops.tensor_product_spec import layout_of
 from insum_nn.testing.tolerances import assert_matches
 from tests.double import double
@@ -118,9 +117,8 @@ def test_on_each_device(deterministic: bool, name: str, shared: bool, device: to
 @pytest.mark.gpu
 @pytest.mark.parametrize("learned", ["xyw", "xy", "xw", "yw", "x"])
 def test_gradients_that_are_made_together(learned: str):
-    # A layout remembers what became of its gradients, and a plan its layout, also of those of another test.
+    # A layout remembers what became of its gradients, also of those of another test.
     layout_of.cache_clear()
-    _plan.cache_clear()
     rows, cols = (t.cuda() for t in EDGES["unsorted"])
     conv = TensorProductConv(*CASES["nequip"].args)
     inputs = [t.cuda().requires_grad_(x in learned) for x, t in zip("xyw", inputs_of(conv, 5, 7), strict=True)]
@@ -129,16 +127,16 @@ def test_gradients_that_are_made_together(learned: str):
     peer = unfused(copy.deepcopy(conv.tensor_product).cpu(), *(t.cpu() for t in inputs), rows.cpu(), cols.cpu())
     for got, want in zip(first, torch.autograd.grad(peer.square().sum(), wanted), strict=True):
         assert_matches(got, want, dtype=torch.float64, kind="sum", scale=float(want.abs().max()))
-    together = together_of(layout_of(conv._text), learned, inputs[0].device, torch.float64)
+    roles = roles_of(layout_of(conv._text), learned, inputs[0].device, torch.float64)
     if len(learned) > 1:
-        assert together is not None
-        assert together.roles == learned
-        assert isinstance(together.programs, FusedPrograms)
-        assert together.programs.reason.startswith("together")
+        (joint,) = roles.joint
+        assert "".join(joint.results) == learned
+        assert isinstance(joint.programs, FusedPrograms)
+        assert joint.programs.reason.startswith("together")
         explained = str(conv.explain(*(t.detach() for t in inputs), rows, cols))
         assert ("gradients" in explained) == (learned == "xyw")
     else:
-        assert together is None
+        assert roles.joint == []
 
 
 def test_equivariance():

@@ -46,6 +46,7 @@ from insum_nn.tensor_cache import insert
 __all__ = ["FusedPrograms"]
 
 Shape = tuple[int, ...]
+Shapes = Callable[[], Sequence[Shape]]
 Run = Callable[[], list[Tensor]]
 T = TypeVar("T")
 # Kinds of calls that are kept ready.
@@ -140,15 +141,14 @@ class FusedPrograms:
         self._preparing: BuildOnce[_Prepared] = BuildOnce()
 
     def together(
-        self, named: Sequence[Mapping[str, Tensor]], shapes: Sequence[Shape], key: Hashable, separately: Run
+        self, named: Sequence[Mapping[str, Tensor]], shapes: Shapes, key: Hashable, separately: Run
     ) -> list[Tensor] | None:
         """Run all programs as one kernel; `None`: they are to run one by one.
 
         Args:
             named: the tensors of each.
-            shapes: of each output.
-            key: what decides shapes, dtypes and devices of all these: a promise that they are plain tensors and that
-                no dispatch mode is active.
+            shapes: makes those of all outputs, where the kind of call is new.
+            key: what decides shapes, dtypes and devices of all these: they are plain, and no dispatch mode is active.
             separately: makes the same one by one: what one kernel is measured against.
 
         Returns:
@@ -165,7 +165,7 @@ class FusedPrograms:
             named = [dict(each) for each in named]
 
             def prepare() -> _Prepared:
-                found = self._prepare(named, shapes, separately)
+                found = self._prepare(named, shapes(), separately)
                 insert(self._calls, full, found, _LIMIT)
                 return found
 

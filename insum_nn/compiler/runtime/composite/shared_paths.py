@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Hashable, Mapping, Sequence
+from collections.abc import Callable, Hashable, Mapping, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -61,13 +61,13 @@ class SharedPaths:
         self._known: dict[Hashable, _Known] = {}
 
     def together(
-        self, named: Named, shapes: Sequence[Shape], key: Hashable, separately: object = None
+        self, named: Named, shapes: Callable[[], Sequence[Shape]], key: Hashable, separately: object = None
     ) -> list[Tensor] | None:
         """Run all programs; `None`: they are no dense products of paths, and run one by one.
 
         Args:
             named: the tensors of each.
-            shapes: of the output of each.
+            shapes: makes those of all outputs, where the kind of call is new.
             key: what decides shapes, dtypes and devices of all these: a promise that they are plain tensors and that
                 no mode follows the call.
             separately: not read: products of paths are not measured against programs that run one by one.
@@ -81,7 +81,7 @@ class SharedPaths:
         known = self._known.get(full)
         if known is None or not known.holds(named):
             with torch.no_grad():
-                known = self._prepared(named, shapes)
+                known = self._prepared(named, shapes())
             insert(self._known, full, known, _LIMIT)
         if known.run is None:
             return None

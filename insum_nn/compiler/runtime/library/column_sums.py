@@ -9,7 +9,6 @@ from torch import Tensor
 
 from insum_nn.compiler.kernels.launch import available as generates_kernels
 from insum_nn.compiler.options import DEFAULT, Options
-from insum_nn.compiler.runtime.bound_program import BoundProgram
 from insum_nn.compiler.runtime.modes import is_plain_eager
 from insum_nn.compiler.runtime.program import Program
 
@@ -43,12 +42,7 @@ def column_sums(matrix: Tensor, *, options: Options = DEFAULT) -> Tensor:
     if torch.is_grad_enabled() and matrix.requires_grad:
         return _program(options)(G=matrix)
     key = (matrix.shape, matrix.dtype, matrix.device)
-    return _bound(options)(matrix, out_shape=(matrix.shape[1],), key=key)
-
-
-@lru_cache(maxsize=64)
-def _bound(options: Options) -> BoundProgram:
-    return _program(options).bind({})
+    return _program(options).unbound(matrix, out_shape=(matrix.shape[1],), key=key)
 
 
 @lru_cache(maxsize=64)
