@@ -115,7 +115,7 @@ class _Multilinear(torch.autograd.Function):
         if of_initial:
             total = column_sums(grad, options=sums.options)
             found[2] = total if total.shape == initial else total.reshape(initial)
-        return tuple(map(_own, found) if unrecorded else found)
+        return tuple(_without_views(found) if unrecorded else found)
 
 
 def _computed(
@@ -274,13 +274,17 @@ class _Jointly(torch.autograd.Function):
                 del part
         made_of_read = [total.pop(name, None) for name in read]
         if unrecorded:
-            made_of_read = [*map(_own, made_of_read)]
+            _without_views(made_of_read)
         return None, None, *made_of_read, *[None] * len(sums.indices)
 
 
-def _own(grad: Tensor | None) -> Tensor | None:
-    """A gradient that is no view: a view keeps what it looks at, and torch adds to memory that nothing else refers to.
+def _without_views(grads: list[Tensor | None]) -> list[Tensor | None]:
+    """Detach gradients that are views: a view keeps its base, and torch adds to memory that nothing else refers to.
 
     A sum in new memory would be a third tensor of its size, beside the two that it is of.
     """
-    return grad if grad is None or not grad._is_view() else grad.detach()
+    # A loop, for all at once: no function call for each gradient.
+    for at, grad in enumerate(grads):
+        if grad is not None and grad._is_view():
+            grads[at] = grad.detach()
+    return grads
