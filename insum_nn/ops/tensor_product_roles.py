@@ -350,8 +350,10 @@ class Roles:
                 named += part.arguments([operands[name] for name in part.operands], edges, packed)
             shapes = partial(_shapes, parts, rows)
             made = joint.programs.together(named, shapes, key, partial(separately, joint.results))
+            if made is None:
+                continue
             at = 0
-            for role in joint.results if made else ():
+            for role in joint.results:
                 count = self.sources[role].count
                 found[role] = self.sources[role].finish(made[at : at + count], rows[role])
                 at += count
