@@ -128,14 +128,15 @@ def graph_conv(
     [[0.0, 0.0, 0.0], [1.0, 0.0, 0.0], [0.0, 1.0, 0.0]]
     """
     x, edge_weight = _agree(x, edge_index, edge_weight, recipe)
-    constants = recipe.normalize, recipe.loops, recipe.fill, recipe.flow, options_text(options)
     if torch.compiler.is_dynamo_compiling() or torch.jit.is_tracing():
+        constants = recipe.normalize, recipe.loops, recipe.fill, recipe.flow, options_text(options)
         out = torch.ops.insum_nn.graph_conv(x, edge_index, edge_weight, *constants)
         return out if bias is None else out + bias
     if is_traced(x, edge_index, edge_weight, bias):
         if records_graph((x,)) and not (options.validate or options.deterministic):
             out = _in_graph(x, edge_index, edge_weight, recipe, options)
         else:
+            constants = recipe.normalize, recipe.loops, recipe.fill, recipe.flow, options_text(options)
             out = torch.ops.insum_nn.graph_conv_call(x, edge_index, edge_weight, *constants, False)
         return out if bias is None else out + bias
     graph = graph_matrix(edge_index, x.shape[0], recipe, again=options.validate)

@@ -92,7 +92,7 @@ class _Sums(NamedTuple):
             return _compared(a, b, graph, self.options)
         transposed = wanted == "X"
         grouped, spread = graph.grouped(transposed), graph.spread(a, transposed)
-        options, shape = fixed_order(self.options), (graph.num_nodes, b.shape[1])
+        options, shape = fixed_order(self.options), (graph.entries.num_nodes, b.shape[1])
         if options is DEFAULT or options == DEFAULT:
             # The rest of the call's sizes follows from the graph and the direction.
             key = (b.shape, b.dtype, b.device, initial is None)

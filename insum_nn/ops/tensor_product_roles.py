@@ -97,9 +97,14 @@ class Role:
             results[written] = step(given, edges, size, key, packed, made, initial, traced=traced)
         return self.finish(list(results.values()), size, traced=traced)
 
-    def arguments(self, given: Sequence[Tensor], edges: Edges, packed: Packed) -> list[Mapping[str, Tensor]]:
-        """Return the tensors of each statement by name, where none has a first step; operands are packed once."""
-        return [step.named(given, edges, packed) for step, _ in self._steps]
+    def arguments(
+        self, given: Sequence[Tensor], edges: Edges, packed: Packed, *, reads_all: bool = True
+    ) -> list[Mapping[str, Tensor]]:
+        """Return the tensors of each statement by name, where none has a first step; operands are packed once.
+
+        Without `reads_all` a tensor is made when it is read.
+        """
+        return [step.named(given, edges, packed, reads_all) for step, _ in self._steps]
 
     def finish(self, results: Sequence[Tensor], size: int, *, traced: bool = False) -> Tensor:
         """Return the role's tensor, from those that the statements wrote, in the order of `programs`."""
@@ -181,9 +186,16 @@ class _Step:
         self.reads = {name: reads[name] for name in self.bound.names}
         self._reads = list(self.reads.values())
 
-    def named(self, given: Sequence[Tensor], edges: Edges, packed: Packed) -> Mapping[str, Tensor]:
+    def named(
+        self, given: Sequence[Tensor], edges: Edges, packed: Packed, reads_all: bool = True
+    ) -> Mapping[str, Tensor]:
         """Tables and operands by name."""
-        return _Named(self, given, edges, packed)
+        if not reads_all:
+            return _Named(self, given, edges, packed)
+        named = dict(self.tables)
+        for name, read in self.reads.items():
+            named[name] = read(given, edges, packed, None)
+        return named
 
     def __call__(
         self,
@@ -347,7 +359,8 @@ class Roles:
             parts = [part for part in self._parts if part.role in joint.results]
             named: list[Mapping[str, Tensor]] = []
             for part in parts:
-                named += part.arguments([operands[name] for name in part.operands], edges, packed)
+                own = tuple(map(operands.__getitem__, part.operands))
+                named += part.arguments(own, edges, packed, reads_all=joint.programs.reads_all)
             shapes = partial(_shapes, parts, rows)
             made = joint.programs.together(named, shapes, key, partial(separately, joint.results))
             if made is None:

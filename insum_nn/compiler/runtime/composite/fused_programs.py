@@ -126,6 +126,9 @@ class FusedPrograms:
         reason: of the last kind of call that was made ready: how it runs, and why.
     """
 
+    # Of tensors of one name, one is read.
+    reads_all = False
+
     def __init__(
         self, programs: Sequence[Program], outputs: Sequence[Hashable] = (), *, deterministic: bool = False
     ) -> None:

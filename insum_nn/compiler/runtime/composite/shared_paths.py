@@ -46,6 +46,8 @@ class SharedPaths:
 
     # As of `FusedPrograms`: nothing was chosen that an explanation would have to show.
     reason = ""
+    # Every tensor is read at every call.
+    reads_all = True
 
     def __init__(self, programs: Sequence[Program], outputs: Sequence[Hashable]) -> None:
         self.programs = tuple(programs)
@@ -75,8 +77,6 @@ class SharedPaths:
         Returns:
             A tensor for each name of an output, in the order of their first programs.
         """
-        # A mapping may make a tensor whenever it is asked for it; here they are told apart by what they are.
-        named = [dict(each) for each in named]
         full = (key, self._same(named))
         known = self._known.get(full)
         if known is None or not known.holds(named):

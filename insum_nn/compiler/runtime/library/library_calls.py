@@ -5,7 +5,7 @@ from __future__ import annotations
 import functools
 import math
 import warnings
-from collections.abc import Sequence
+from collections.abc import Hashable, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -65,9 +65,8 @@ def csr_product(
     Returns:
         `(m, n)`, contiguous.
     """
-    num_rows = math.prod(extent for _, _, extent, _ in rows)
     structure = _remembered(rows, columns, tuple(shape))
-    count = structure.col.numel()
+    num_rows, count = structure.crow.shape[0] - 1, structure.col.shape[0]
     flat = None if value is None else value.reshape(-1)
     if count == 0 or dense.numel() == 0:
         return dense.new_zeros(num_rows, dense.shape[1])
@@ -174,9 +173,15 @@ def _silence_beta_warning() -> None:
 
 
 def _remembered(rows: Sequence[EntryIndex], columns: Sequence[EntryIndex], shape: tuple[int, ...]) -> _Structure:
-    tensors = [part[0] for part in (*rows, *columns) if part[0] is not None]
-    places = [tuple((t is not None, *rest) for t, *rest in parts) for parts in (rows, columns)]
-    return _structures.get(tensors, (shape, *places), lambda: _build(rows, columns, shape))
+    # Loops: every product comes here, and a comprehension is a call.
+    tensors: list[Tensor] = []
+    key: list[Hashable] = [shape, len(rows)]
+    for parts in (rows, columns):
+        for index, axes, extent, masked in parts:
+            if index is not None:
+                tensors.append(index)
+            key.append((index is None, axes, extent, masked))
+    return _structures.get(tensors, tuple(key), lambda: _build(rows, columns, shape))
 
 
 def _over_grid(parts: Sequence[EntryIndex], shape: tuple[int, ...], device: torch.device) -> Tensor:
