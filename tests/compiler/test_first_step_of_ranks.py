@@ -96,3 +96,46 @@ def test_a_stalled_process_is_not_waited_for_and_a_killed_one_leaves_no_lock(
         holder.join(60)
     with database.turn(KEY, 0.0) as mine:
         assert mine
+
+
+def stall(folder: str, out: Any) -> None:
+    """A rank that stops for ever in the middle of its first step, after it has planned and kept what it planned."""
+    os.environ["INSUM_NN_CACHE_DIR"] = f"{folder}/cache"
+    torch.set_num_threads(1)
+    from insum_nn.layers import GCNConv
+
+    model = torch.nn.Sequential(GCNConv(8, 4))
+
+    def wait(*_: object) -> None:
+        out.send(os.getpid())
+        time.sleep(300)
+
+    model[0].register_forward_hook(wait)
+    model[0](torch.randn(20, 8), torch.randint(20, (2, 60)))
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("end", [signal.SIGSTOP, signal.SIGKILL])
+def test_ranks_step_beside_one_that_stalls_or_is_killed_in_its_first_step(tmp_path: Path, end: signal.Signals):
+    (tmp_path / "cache").mkdir(mode=0o700)
+    context = multiprocessing.get_context("spawn")
+    # A process that ends may hold the lock of a queue that it writes to.
+    out: Any = context.Queue()
+    own = context.Pipe(duplex=False)
+    stalled = context.Process(target=stall, args=(str(tmp_path), own[1]))
+    stalled.start()
+    try:
+        assert own[0].poll(120)
+        os.kill(own[0].recv(), end)
+        ranks = [context.Process(target=step, args=(number, str(tmp_path), out)) for number in range(2)]
+        for process in ranks:
+            process.start()
+        found = sorted(out.get(timeout=120) for _ in ranks)
+        for process in ranks:
+            process.join(60)
+            assert process.exitcode == 0
+        assert all(seconds < 5 for _, both, _ in found for seconds in both)
+        assert not (tmp_path / "cache" / "locks").exists()
+    finally:
+        stalled.kill()
+        stalled.join(60)

@@ -25,6 +25,7 @@ from insum_nn.compiler.kernels.row_partition import RowPartition, bitmasks_of, p
 from insum_nn.compiler.lang.bind import Extents, bind, layout_of
 from insum_nn.compiler.lang.interpreter import interpret
 from insum_nn.compiler.lang.shapes import resolve_extents
+from insum_nn.compiler.passes import unify_variants as unify_variants_module
 from insum_nn.compiler.passes.fuse_outputs import clusters
 from insum_nn.compiler.passes.unify_variants import switch, unify_variants
 from insum_nn.compiler.runtime.composite import fused_programs as fused_module
@@ -149,6 +150,32 @@ def test_matrix_products_compute_the_statement(name: str):
     form, ordered, extents = form_of(case, tensors)
     kernel, got = interpreted(form, ordered, extents, Schedule(m=16, n=16, k=16, dot=True))
     assert "dot(" in show(kernel)
+    torch.testing.assert_close(
+        got, case.oracle({n: t.double() if t.is_floating_point() else t for n, t in tensors.items()}, 1)
+    )
+
+
+@pytest.mark.parametrize("groups", [1, 2])
+def test_like_products_of_long_code_are_a_loop(groups: int, monkeypatch: pytest.MonkeyPatch):
+    case = CASES["tensor product uvw"]
+    torch.manual_seed(5)
+    whole_numbers = {n: t.mul(2).round().float() if t.is_floating_point() else t for n, t in case.draw(1).items()}
+    # Each product of one term, as with a second factor of scalars; they are read at places that no step leads through.
+    tensors: dict[str, Any] = {
+        **whole_numbers,
+        "CG": torch.tensor([[0.5, 2.0, 0.25], [8.0, 4.0, 0.125]])[:, :, None],
+        "I": torch.tensor([[0, 2, 0], [1, 0, 2]])[:, :, None],
+        "J": torch.tensor([[3, 1, 0], [2, 2, 1]])[:, :, None],
+        "W": torch.randint(-3, 3, (3, 8, 16)).float(),
+    }
+    form, ordered, extents = form_of(case, tensors)
+    schedule = Schedule(m=16, n=16, k=16, dot=True, groups=groups)
+    unrolled, whole = interpreted(form, ordered, extents, schedule)
+    monkeypatch.setattr(unify_variants_module, "_LONG", 0)
+    rolled, got = interpreted(form, ordered, extents, schedule)
+    assert ("serial term" in show(unrolled), "serial term" in show(rolled)) == (False, True)
+    assert show(rolled).count("dot(") < show(unrolled).count("dot(")
+    torch.testing.assert_close(got, whole, rtol=0, atol=0)
     torch.testing.assert_close(
         got, case.oracle({n: t.double() if t.is_floating_point() else t for n, t in tensors.items()}, 1)
     )

@@ -29,6 +29,7 @@ from insum_nn.compiler.ir.nodes import (
     walk,
 )
 from insum_nn.compiler.passes.terms import Term, factored, guards, indices_of, loose, select, widened
+from insum_nn.compiler.passes.unify_variants import rolled
 from insum_nn.dtypes import is_widened
 
 __all__ = ["Cell", "Space", "Sums", "partial_sums", "summed", "without"]
@@ -199,7 +200,9 @@ class _Products:
         many = (self.precision == "tf32x3" and any(len(cell.terms) > 1 for cell in cells)) or (
             self.precision == "tf32x3" and len(cells) > 1
         )
+        blocks: list[tuple[Stmt, ...]] = []
         for right_value, groups_of in rights.items():
+            block: list[Stmt] = []
             for cell, terms, known in groups_of:
                 lefts = [
                     Term(t.number, left, self.needs(left, right, known))
@@ -208,7 +211,9 @@ class _Products:
                 ]
                 for one, other in self.parts(self.operand(lefts), right_value, many):
                     precision = "tf32" if many else self.precision
-                    body.append(Store(cell.total, (), Dot(one, other, precision), "add"))
+                    block.append(Store(cell.total, (), Dot(one, other, precision), "add"))
+            blocks.append(tuple(block))
+        body += rolled(blocks, exact=self.space.dtype == "float64")
         for cell in cells:
             total = Load(cell.total, ())
             live = self.any_term(cell, settled[cell.total])

@@ -14,7 +14,7 @@ from dataclasses import dataclass, fields
 
 from insum_nn.compiler.ir.nodes import Buffer, Const, Expr, If, Index, Loop, Node, Op, Stmt, add, multiply
 
-__all__ = ["Variant", "switch", "unify_variants"]
+__all__ = ["Variant", "rolled", "switch", "unify_variants"]
 
 Block = tuple[Stmt, ...]
 
@@ -57,6 +57,33 @@ def unify_variants(part: Index, blocks: Sequence[Block], *, exact: bool) -> tupl
         variants.append(Variant(len(members), tuple(s for s in found if isinstance(s, Stmt))))
         order += members
     return order, variants
+
+
+TERM = Index("term")
+# Statements of a block from which on its like ones become a loop.
+_LONG = 24
+
+
+def rolled(blocks: Sequence[Block], *, exact: bool) -> Block:
+    """Statements that run blocks one after the other, in any order: of those alike one stands in a loop.
+
+    acc += dot(a[i, 3], b[7])                       serial term in 0 .. 2:
+    acc += dot(a[i, 5], b[9])               ->        acc += dot(a[i, 3 + term * 2], b[7 + term * 2])
+    """
+    if sum(map(len, blocks)) < _LONG:
+        return tuple(itertools.chain.from_iterable(blocks))
+    order, variants = unify_variants(TERM, blocks, exact=exact)
+    found: list[Stmt] = []
+    done = 0
+    for variant in variants:
+        if variant.count == 1:
+            found += blocks[order[done]]
+        else:
+            # The variants count on.
+            end = Const(done + variant.count)
+            found.append(Loop(TERM, Const(done), end, "serial", variant.block))
+        done += variant.count
+    return tuple(found)
 
 
 class _Shape:
