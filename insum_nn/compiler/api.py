@@ -52,7 +52,7 @@ from insum_nn.compiler.runtime.multilinear import (
 )
 from insum_nn.compiler.runtime.out_argument import check_unrecorded, write_out
 from insum_nn.compiler.runtime.program import Program, ProgramSum, Shape
-from insum_nn.compiler.runtime.steps.wanted_gradients import keep_inner, wanted_gradients
+from insum_nn.compiler.runtime.steps.needed_gradients import keep_inner, needed_gradients
 from insum_nn.compiler.runtime.steps.whole_step import call_step
 from insum_nn.compiler.runtime.tracing.traced import call_traced, options_text
 from insum_nn.facts import IndexFacts, NamedFacts, StaticTable
@@ -90,6 +90,7 @@ __all__ = [
     "keep_lengths",
     "multilinear",
     "multilinear_jointly",
+    "needed_gradients",
     "options_text",
     "pairs_are_faster",
     "paths_are_products",
@@ -100,7 +101,6 @@ __all__ = [
     "takes_table",
     "to_autocast",
     "under_autocast",
-    "wanted_gradients",
     "without_autocast",
 ]
 

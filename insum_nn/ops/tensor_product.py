@@ -38,9 +38,9 @@ from insum_nn.compiler.api import (
     is_transformed,
     joint_gradients,
     multilinear_jointly,
+    needed_gradients,
     records_graph,
     under_autocast,
-    wanted_gradients,
     without_autocast,
 )
 from insum_nn.ops.tensor_product_checks import check_operands
@@ -346,7 +346,7 @@ def _backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
     spec, role, num_x, num_z = ctx.constants
     *given, receivers, senders = ctx.saved_tensors
     operands = dict(zip(others(role), given, strict=True)) | {role: grad}
-    wanted = list(compress(others(role), wanted_gradients(ctx, 3, (spec, role))))
+    wanted = list(compress(others(role), needed_gradients(ctx, 3, (spec, role))))
     made = joint_gradients(_Sums(spec, receivers, senders, num_x, num_z), role, wanted, operands, plain=False)
     return None, None, *(made.get(x) for x in others(role)), None, None, None, None
 

@@ -44,18 +44,18 @@ class CellNumbers:
             if bound * extent > _KEY_LIMIT:
                 if ranks is None:
                     self.ranks.append(key.reshape(-1).sort().values)
-                known = self.ranks[-1] if ranks is None else next(ranks)
-                at, found = find_numbers(known, key)
+                keys = self.ranks[-1] if ranks is None else next(ranks)
+                at, found = find_numbers(keys, key)
                 key, bound = torch.where(found, at, -1), _MOST_ROWS
             key, bound = key * extent + column, bound * extent
         return key if inside is None else torch.where(inside, key, -1)
 
 
-def find_numbers(known: Tensor, wanted: Tensor) -> tuple[Tensor, Tensor]:
+def find_numbers(keys: Tensor, queries: Tensor) -> tuple[Tensor, Tensor]:
     """Return the first place of each number among sorted ones, and whether it is there; places may be one too far."""
-    at = torch.searchsorted(known, wanted.contiguous())
+    at = torch.searchsorted(keys, queries.contiguous())
     # There may be none at all.
-    return at, torch.cat([known, known.new_full((1,), _NO_KEY)])[at] == wanted
+    return at, torch.cat([keys, keys.new_full((1,), _NO_KEY)])[at] == queries
 
 
 def starts_of_runs(keys: Tensor) -> Tensor:

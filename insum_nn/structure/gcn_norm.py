@@ -152,16 +152,16 @@ def edge_entries(
     source: Tensor | None = None
     if loops != "none":
         nodes = torch.arange(num_nodes, device=edge_index.device)
-        kept, own = torch.arange(num_edges, device=edge_index.device), torch.full_like(nodes, num_edges)
+        remaining, own = torch.arange(num_edges, device=edge_index.device), torch.full_like(nodes, num_edges)
         if loops != "more":
             is_loop = edge_index[0] == edge_index[1]
             if loops == "remaining":
                 own = _last_loops(edge_index, is_loop, num_nodes)
             if not fixed_size:
-                kept = (~is_loop).nonzero().squeeze(1)
-                edge_index = edge_index.index_select(1, kept)
+                remaining = (~is_loop).nonzero().squeeze(1)
+                edge_index = edge_index.index_select(1, remaining)
         edge_index = torch.cat([edge_index, nodes.expand(2, -1)], dim=1)
-        source = torch.cat([kept, own])
+        source = torch.cat([remaining, own])
     sends, receives = edge_index.unbind(0)
     if flow == "target_to_source":
         sends, receives = receives, sends

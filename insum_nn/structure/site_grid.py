@@ -129,13 +129,13 @@ _rows: dict[torch.device, Tensor] = {}
 
 def first_rows(count: int, device: torch.device) -> Tensor:
     """Return (count,) int32: 0, 1, ..; a view of one that is kept for each device, not to be written to."""
-    known = _rows.get(device)
-    if known is None or known.shape[0] < count:
+    rows = _rows.get(device)
+    if rows is None or rows.shape[0] < count:
         with plain_tensors():
-            known = torch.arange(1 << (count - 1).bit_length(), dtype=torch.int32, device=device)
-        if type(known) is Tensor:
-            _rows[device] = known
-    return known[:count]
+            rows = torch.arange(1 << (count - 1).bit_length(), dtype=torch.int32, device=device)
+        if type(rows) is Tensor:
+            _rows[device] = rows
+    return rows[:count]
 
 
 def fits(spans: tuple[int, ...], reach: int, sites: int, device: torch.device) -> bool:

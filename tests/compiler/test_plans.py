@@ -57,7 +57,7 @@ def noted(value: Any = 1) -> None:
 
 def known() -> Any:
     """What a process that begins now knows; nothing is noted, which would be written with the next decision."""
-    return Plan(KEY)._known.get('"what"')
+    return Plan(KEY)._decisions.get('"what"')
 
 
 # Statements.

@@ -183,18 +183,18 @@ def test_forgotten_with_the_tensor():
     index = torch.tensor([0, 1, 1, 2])
     partition_of(index, 3, False, 512)
     partition_of(index, 3, True, 512)
-    assert len(row_partition._known) == 2
+    assert len(row_partition._divisions) == 2
     del index
     gc.collect()
-    assert not row_partition._known
+    assert not row_partition._divisions
 
 
 def test_no_more_than_the_limit_is_kept(monkeypatch: pytest.MonkeyPatch):
-    monkeypatch.setattr(row_partition._known, "limit", 4)
+    monkeypatch.setattr(row_partition._divisions, "limit", 4)
     kept = [torch.tensor([0, 1]) for _ in range(9)]
     for index in kept:
         partition_of(index, 2, False, 512)
-    assert len(row_partition._known) == 4
+    assert len(row_partition._divisions) == 4
     assert known_partition(kept[-1], 2, False, 512) is not None
     assert known_partition(kept[0], 2, False, 512) is None
 
@@ -206,7 +206,7 @@ def test_inference_tensors_are_read_every_time():
         assert partition_of(index, 2, False, 512).begin.tolist() == [0, 1, 3]
         index[0] = 1
         assert partition_of(index, 2, False, 512).begin.tolist() == [0, 0, 3]
-    assert not row_partition._known
+    assert not row_partition._divisions
 
 
 def test_built_in_inference_mode_and_used_outside():

@@ -13,7 +13,7 @@ pytest.importorskip("e3nn")
 
 from insum_nn.compiler.runtime.composite import path_products
 from insum_nn.compiler.runtime.composite.shared_paths import SharedPaths
-from insum_nn.compiler.runtime.steps import wanted_gradients
+from insum_nn.compiler.runtime.steps import needed_gradients
 from insum_nn.errors import InsumError, InsumRangeError
 from insum_nn.ops.tensor_product import explain_tensor_product, tensor_product
 from insum_nn.ops.tensor_product_spec import ProductLayout, TensorProductSpec
@@ -243,7 +243,7 @@ def test_operands_that_share_memory(runs: list[str]):
 
 def test_gradients_that_are_not_requested(runs: list[str], monkeypatch: pytest.MonkeyPatch):
     """Forces are gradients of an energy: those of weights, which could have one, are not made."""
-    monkeypatch.setattr(wanted_gradients, "_by_name", {})
+    monkeypatch.setattr(needed_gradients, "_by_name", {})
     spec = spec_of(MIXED, shared=True)
     x, y, w = (t.requires_grad_() for t in inputs_of(spec, 5))
     place = torch.randn_like(y, requires_grad=True)
@@ -262,7 +262,7 @@ def test_gradients_that_are_not_requested(runs: list[str], monkeypatch: pytest.M
     assert runs == ["w"]
     assert torch.equal(asked(x, w)[1], alone)
     # A leaf that was asked for by name counts as such for a while, then is asked about again.
-    for _ in range(wanted_gradients._PASSES - 1):
+    for _ in range(needed_gradients._PASSES - 1):
         assert torch.equal(asked(w)[0], alone)
         assert runs == ["xw"]
     asked(w)

@@ -91,9 +91,9 @@ class _StepWriter(ExtremumWriter):
         """Sum one factor."""
         value, labels = self.operand(read), plain_labels(store.subscripts)
         axes = [axis for axis, label in enumerate(value.labels) if label not in labels]
-        kept = tuple(label for label in value.labels if label in labels)
+        remaining = tuple(label for label in value.labels if label in labels)
         node = self.call(torch.sum, value.node, axes, dtype=self.wide_dtype)
-        return Value(self.align(node, kept, labels), labels, wide=self.widens)
+        return Value(self.align(node, remaining, labels), labels, wide=self.widens)
 
     def multiply(self, step: Step, store: Store, left: Expr, right: Expr) -> Value:
         """Multiply two factors, or one and a number, and sum."""

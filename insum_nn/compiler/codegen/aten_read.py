@@ -318,22 +318,22 @@ class GraphWriter:
         assert found is not None
         return found, at.labels
 
-    def some(self, conditions: Sequence[Expr], kept: Labels) -> tuple[Node, Labels] | None:
+    def some(self, conditions: Sequence[Expr], free: Labels) -> tuple[Node, Labels] | None:
         """Where, over some indices, all conditions hold for any value of the others."""
         groups: list[list[tuple[Node, Labels]]] = []
         for part in map(self.holds, conditions):
             # Parts that share an index that is not kept meet before it goes.
-            over = set(part[1]) - set(kept)
+            over = set(part[1]) - set(free)
             near = [group for group in groups if any(over & set(labels) for _, labels in group)]
             groups = [group for group in groups if group not in near] + [[*(p for g in near for p in g), part]]
         parts: list[tuple[Node | None, Labels]] = []
         for group in groups:
             labels = tuple(dict.fromkeys(label for _, own in group for label in own))
             node = self.aligned_and(group, labels)
-            axes = tuple(axis for axis, label in enumerate(labels) if label not in kept)
+            axes = tuple(axis for axis, label in enumerate(labels) if label not in free)
             if axes:
                 node = self.call(torch.any, node, axes)
-            parts.append((node, tuple(label for label in labels if label in kept)))
+            parts.append((node, tuple(label for label in labels if label in free)))
         labels = tuple(dict.fromkeys(label for _, own in parts for label in own))
         found = self.aligned_and(parts, labels)
         return None if found is None else (found, labels)
@@ -347,8 +347,8 @@ class GraphWriter:
         assert isinstance(value, Load)
         labels = plain_labels(value.subscripts)
         if value.buffer in self.values:
-            known = self.values[value.buffer]
-            return Value(known.node, labels, known.wide, known.owned)
+            stored = self.values[value.buffer]
+            return Value(stored.node, labels, stored.wide, stored.owned)
         return Value(self.tensors[value.buffer], labels, owned=False)
 
     def widen(self, value: Value) -> Node:

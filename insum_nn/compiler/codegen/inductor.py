@@ -168,10 +168,10 @@ def _store(artifact: Any, compiled: Compiled, path: pathlib.Path, *, instead: bo
         path: the entry's folder.
         instead: of what is there, which is no entry.
     """
-    aside: pathlib.Path | None = None
+    staging: pathlib.Path | None = None
     try:
-        aside = pathlib.Path(tempfile.mkdtemp(dir=path.parent))
-        folder = aside / "new"
+        staging = pathlib.Path(tempfile.mkdtemp(dir=path.parent))
+        folder = staging / "new"
         folder.mkdir(mode=0o700)
         artifact.save(path=str(folder / "artifact"), format="binary")
         code = _digest((folder / "artifact").read_bytes())
@@ -180,14 +180,14 @@ def _store(artifact: Any, compiled: Compiled, path: pathlib.Path, *, instead: bo
         (folder / _FACTS).write_text(json.dumps(whole), encoding="utf-8")
         if instead:
             with suppress(FileNotFoundError):
-                path.rename(aside / "old")
+                path.rename(staging / "old")
         folder.rename(path)
     except OSError:
         # Another process was first, or the disk is full or read-only: the program in memory serves all the same.
         pass
     finally:
-        if aside is not None:
-            shutil.rmtree(aside, ignore_errors=True)
+        if staging is not None:
+            shutil.rmtree(staging, ignore_errors=True)
 
 
 @lru_cache(maxsize=1)

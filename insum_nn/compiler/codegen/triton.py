@@ -150,16 +150,16 @@ class _Printer(Values):
         begin = self.value(loop.begin)
         # Several loops over the same lanes have one index.
         key = f"{name} of {lanes_of(loop)} from {begin.text}"
-        known = next((scope.texts[key] for scope in self.scopes if key in scope.texts), None)
-        if known is None:
+        printed = next((scope.texts[key] for scope in self.scopes if key in scope.texts), None)
+        if printed is None:
             lanes = self.named(f"tl.arange(0, {lanes_of(loop)})", "lanes", (name,), 0)
             axes = self.joined(begin, lanes)
             text = lanes.text if begin.text == "0" else f"{self.spread(begin, axes)} + {self.spread(lanes, axes)}"
             if self.integer == "int64":
                 text = f"({text}).to(tl.int64)"
-            known = self.named(text, name, axes, begin.depth)
-            self.scopes[self.place(known.depth)].texts[key] = known
-        self.indices[name] = known
+            printed = self.named(text, name, axes, begin.depth)
+            self.scopes[self.place(printed.depth)].texts[key] = printed
+        self.indices[name] = printed
         if loop.limit is not None:
             self.inside[loop.index] = Op("less", (loop.index, loop.limit))
         self.around.append(name)

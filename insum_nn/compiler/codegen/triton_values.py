@@ -63,7 +63,7 @@ class Scope:
     """The lines of a block, and the values that they name; what a branch needs first is written in the branch."""
 
     lines: list[str] = field(default_factory=list[str])
-    known: dict[Expr, Value] = field(default_factory=dict["Expr", Value])
+    values: dict[Expr, Value] = field(default_factory=dict["Expr", Value])
     texts: dict[str, Value] = field(default_factory=dict[str, Value])
     branch: bool = False
 
@@ -99,10 +99,10 @@ class Values:
 
     def value(self, expr: Expr) -> Value:
         for scope in self.scopes:
-            if expr in scope.known:
-                return scope.known[expr]
+            if expr in scope.values:
+                return scope.values[expr]
         made = self.compute(expr)
-        self.scopes[self.place(made.depth)].known[expr] = made
+        self.scopes[self.place(made.depth)].values[expr] = made
         return made
 
     def place(self, depth: int) -> int:

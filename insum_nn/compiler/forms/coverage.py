@@ -27,18 +27,18 @@ class Coverage:
 
     Attributes:
         never: whatever the sizes are, some cell may stay unwritten.
-        known: whether numbers as subscripts, and steps from them, are all cells of the axes that have them, by the
+        numbered: whether numbers as subscripts, and steps from them, are all cells of the axes that have them, by the
             lengths of these; remembered.
     """
 
     def __init__(self, form: Form) -> None:
         static = tuple(form.static.items())
         # `_placed`, `_entries`: axes that entries address which are unique, and the places of these entries' extents.
-        # `_known`, `targets`: axes whose subscripts are numbers, or step from one, rather than an index of the whole
+        # `_numbered`, `targets`: axes whose subscripts are numbers, or step from one, rather than an index of the whole
         # axis; and these.
         found = form.plan.get(["coverage"], lambda: _covered(form), _shown, _read)
-        self.never, self._placed, self._entries, self._known, targets = found
-        self.known = partial(_fills, targets, static)
+        self.never, self._placed, self._entries, self._numbered, targets = found
+        self.numbered = partial(_fills, targets, static)
         self._of_symbols = partial(_fills.__wrapped__, targets, static)
 
     @property
@@ -53,9 +53,9 @@ class Coverage:
         if self._placed:
             entries = " * ".join([f"indices[{place}]" for place in self._entries])
             parts.append(f"launch is None and {entries} == {' * '.join([f'output[{axis}]' for axis in self._placed])}")
-        if self._known:
-            lengths = "".join([f"output[{axis}], " for axis in self._known])
-            parts.append(f"(kernel.fills.known(({lengths})) if launch is None else kernel.fills(indices, output))")
+        if self._numbered:
+            lengths = "".join([f"output[{axis}], " for axis in self._numbered])
+            parts.append(f"(kernel.fills.numbered(({lengths})) if launch is None else kernel.fills(indices, output))")
         return " and ".join(parts) or "True"
 
     def __call__(self, indices: tuple[int, ...], output: tuple[int, ...]) -> bool:
@@ -65,11 +65,11 @@ class Coverage:
         # Unique, and as many as there are cells: every one of them.
         if self._placed and _product(indices, self._entries) != _product(output, self._placed):
             return False
-        if not self._known:
+        if not self._numbered:
             return True
-        lengths = tuple([output[axis] for axis in self._known])
+        lengths = tuple([output[axis] for axis in self._numbered])
         # Symbolic sizes are no keys.
-        return (self.known if all(type(length) is int for length in lengths) else self._of_symbols)(lengths)
+        return (self.numbered if all(type(length) is int for length in lengths) else self._of_symbols)(lengths)
 
 
 def _covered(form: Form) -> _Covered:
@@ -85,9 +85,9 @@ def _covered(form: Form) -> _Covered:
         never = any(load.buffer.facts.masked is not False for load in loads)
         placed = tuple(axis for axis, each in enumerate(reads) if each)
         entries = tuple(form.places[i.name] for i in frozenset[Index]().union(*map(indices_of, loads)))
-    known = tuple(axis for axis, each in enumerate(reads) if not each and form.whole_axis(first, axis) is None)
-    targets = frozenset(tuple(_target(store.subscripts[axis]) for axis in known) for store in form.unrolled)
-    return never, placed, entries, known, targets
+    numbered = tuple(axis for axis, each in enumerate(reads) if not each and form.whole_axis(first, axis) is None)
+    targets = frozenset(tuple(_target(store.subscripts[axis]) for axis in numbered) for store in form.unrolled)
+    return never, placed, entries, numbered, targets
 
 
 def _target(subscript: Expr) -> _Target:
@@ -102,9 +102,9 @@ def _shown(found: _Covered) -> Any:
 
 
 def _read(value: Any) -> _Covered:
-    never, placed, entries, known, targets = value
+    never, placed, entries, numbered, targets = value
     cells = frozenset(tuple((at, tuple(map(tuple, steps))) for at, steps in target) for target in targets)
-    return never, tuple(placed), tuple(entries), tuple(known), cells
+    return never, tuple(placed), tuple(entries), tuple(numbered), cells
 
 
 def _product(extents: tuple[int, ...], places: tuple[int, ...]) -> int:

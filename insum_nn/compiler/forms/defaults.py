@@ -106,7 +106,7 @@ def _default_unrolled(form: Form) -> Schedule:
     accumulators = form.accumulators * (2 if form.bound.dtype.itemsize == 8 else 1)
     length = math.prod(form.size(i) for i in summed) if summed else 1
     m, n, k = 1, 1, 1
-    known = bool(rows) and rows[-1] in form.static
+    static_rows = bool(rows) and rows[-1] in form.static
     if columns:
         n = min(128 if form.row_index is None else 64, power(math.prod(form.size(i) for i in columns)))
     if form.row_index is not None:
@@ -114,11 +114,11 @@ def _default_unrolled(form: Form) -> Schedule:
             k = min(64, power(form.size(summed[-1]))) if summed else 1
             m = max(1, 64 // k)
         return Schedule(m=m, n=n, k=k, groups=max(1, min(4, round(accumulators / 24))), warps=1)
-    if not columns and known:
+    if not columns and static_rows:
         k = min(64, power(form.size(summed[-1]))) if summed else 1
     elif summed:
         k = min(_TILE // n, power(length))
-    if known and (columns or summed):
+    if static_rows and (columns or summed):
         m = min(power(form.size(rows[-1])), max(1, _TILE // (n * k)))
     elif rows and n * k < 64:
         m = min(64 // (n * k), power(form.size(rows[-1])))

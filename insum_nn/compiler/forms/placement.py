@@ -150,8 +150,8 @@ def _steady(form: Form, product: Product) -> list[str]:
             names = {*indices_of(entry)}
             if entry.buffer.facts.masked is not False and names & set(product.m):
                 missing |= names
-    kept = [i for i in product.k if i not in missing]
-    return kept if math.prod(form.size(i) for i in kept) >= 16 else list(product.k)
+    present = [i for i in product.k if i not in missing]
+    return present if math.prod(form.size(i) for i in present) >= 16 else list(product.k)
 
 
 def adds_rows(form: Form, schedule: Schedule) -> bool:

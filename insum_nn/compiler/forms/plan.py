@@ -65,7 +65,7 @@ class Plan:
         return json.dumps([self.key, versions(), __version__, _compiler()], sort_keys=True)
 
     @functools.cached_property
-    def _known(self) -> dict[str, Any]:
+    def _decisions(self) -> dict[str, Any]:
         return self._read()
 
     def at(self, **more: Any) -> Plan:
@@ -92,13 +92,13 @@ class Plan:
         if self.key is None:
             return make()
         place = json.dumps(name, sort_keys=True)
-        if place in self._known:
+        if place in self._decisions:
             try:
-                return read(self._known[place])
+                return read(self._decisions[place])
             except UNREADABLE:
                 pass
         made = make()
-        self._known[place] = show(made)
+        self._decisions[place] = show(made)
         with _lock:
             _changed[self] = None
         return made
@@ -123,7 +123,7 @@ class Plan:
         """Write it to disk, with what another process noted in the meantime."""
         path = self._path()
         if path is not None:
-            text = json.dumps([self._text, {**self._read(), **self._known}])
+            text = json.dumps([self._text, {**self._read(), **self._decisions}])
             write_file(path, f"{_digest(text)}\n{text}")
             _clear(path.parent)
 

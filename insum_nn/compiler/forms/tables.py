@@ -109,7 +109,7 @@ def unroll(bound: Bound, tables: Mapping[str, StaticTable]) -> Unrolling:
     indices = tuple(dict.fromkeys(i.name for a in accesses for i in a.indices()))
     steps = _steps(bound, tables, fixed)
     names = tuple(i for i in indices if i not in steps)
-    known = [f for f in statement.reads if f.name in tables]
+    static_factors = [f for f in statement.reads if f.name in tables]
     entries = [n for a in statement.accesses() for n in a.nested() if n.name in tables and steps.isdisjoint(_names(n))]
     ranges = [range(fixed[name]) for name in names]
     if math.prod(map(len, ranges)) > 64 * _TERM_LIMIT:
@@ -119,7 +119,7 @@ def unroll(bound: Bound, tables: Mapping[str, StaticTable]) -> Unrolling:
         place = dict(zip(names, values, strict=True))
         if any(_missing(access, place, tables) for access in entries):
             continue
-        if all((_constant(access, place, tables) or 0) != 0 for access in known):
+        if all((_constant(access, place, tables) or 0) != 0 for access in static_factors):
             places.append(place)
     if len(places) > _TERM_LIMIT:
         return nothing

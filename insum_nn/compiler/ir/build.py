@@ -71,7 +71,7 @@ class _Builder:
         self.bound = bound
         self.statement = bound.statement
         self.names = Names(bound.statement)
-        self.known = dict(bound.static)
+        self.static = dict(bound.static)
         layout = bound.layout
         self.buffers = {
             name: Buffer(
@@ -93,8 +93,8 @@ class _Builder:
 
     def extent(self, index: str) -> Expr:
         """Return the extent of an index: a number where it is compiled in."""
-        known = self.known.get(index)
-        return Size(self.names.indices[index]) if known is None else Const(known)
+        extent = self.static.get(index)
+        return Size(self.names.indices[index]) if extent is None else Const(extent)
 
     def axis(self, name: str, position: int, axis: int) -> Expr:
         """Return the extent of an axis: of the index that addresses it directly, or a symbol of its own."""

@@ -62,16 +62,16 @@ _lock = threading.Lock()
 class _Reference(weakref.ref[Any]):
     """Finds a node under its fields, as long as it lives."""
 
-    __slots__ = ("key", "known")
+    __slots__ = ("key", "table")
     key: object
-    known: dict[object, _Reference]
+    table: dict[object, _Reference]
 
 
 def _forget(reference: _Reference) -> None:
     """Drop a node that is gone, unless an equal one was made since."""
     with suppress(KeyError):
-        if reference.known[reference.key] is reference:
-            del reference.known[reference.key]
+        if reference.table[reference.key] is reference:
+            del reference.table[reference.key]
 
 
 @dataclass_transform(frozen_default=True, eq_default=False)
@@ -84,7 +84,7 @@ class _Interning(type):
     _numbers: tuple[int, ...]
     # Places of nodes, and whether they are tuples of them.
     _places: tuple[tuple[int, bool], ...]
-    _known: dict[object, _Reference]
+    _interned: dict[object, _Reference]
     _kinds: ClassVar[set[str]] = set()
 
     def __new__(mcs, name: str, bases: tuple[type, ...], namespace: dict[str, Any]) -> _Interning:
@@ -103,7 +103,7 @@ class _Interning(type):
             for place, each in enumerate(types)
             if not mcs._kinds.isdisjoint(re.findall(r"\w+", each))
         )
-        made._known = {}
+        made._interned = {}
         return made  # type: ignore[return-value]
 
     def __call__(cls, *args: Any, **kwargs: Any) -> Any:
@@ -116,8 +116,8 @@ class _Interning(type):
         for place in cls._numbers:
             value = parts[place]
             key = (key, type(value), None if value is None else math.copysign(1, value))
-        known = cls._known
-        reference = known.get(key)
+        table = cls._interned
+        reference = table.get(key)
         found = None if reference is None else reference()
         if found is None:
             made: Any = object.__new__(cls)
@@ -131,11 +131,11 @@ class _Interning(type):
             state.update(zip(cls._names, parts, strict=True))
             state["_parts"], state["_children"] = parts, children
             with _lock:
-                reference = known.get(key)
+                reference = table.get(key)
                 found = None if reference is None else reference()
                 if found is None:
-                    reference = known[key] = _Reference(made, _forget)
-                    reference.key, reference.known, found = key, known, made
+                    reference = table[key] = _Reference(made, _forget)
+                    reference.key, reference.table, found = key, table, made
         return found
 
 
@@ -176,12 +176,12 @@ def replacing(mapping: Mapping[Node, Node]) -> Callable[[Node], Node]:
 
     Nodes that have much in common, as the terms of a kernel have, are replaced in a fraction of the time together.
     """
-    known: dict[Node, Node] = dict(mapping)
+    memo: dict[Node, Node] = dict(mapping)
 
     def change(node: Node) -> Node:
-        found = known.get(node)
+        found = memo.get(node)
         if found is None:
-            found = known[node] = node.rebuild(change) if node.children() else node
+            found = memo[node] = node.rebuild(change) if node.children() else node
         return found
 
     return change

@@ -39,10 +39,10 @@ def verify_kernel(kernel: Kernel, *, placed: bool) -> None:
         AssertionError: a loop of the wrong kind or a second loop of one index, an index outside of its loop, a buffer
             that is no parameter and not allocated, a subscript too many or too few, an operation of another arity.
     """
-    known = {*kernel.inputs, *(result.buffer for result in kernel.results)}
-    names = [buffer.name for buffer in known]
+    defined = {*kernel.inputs, *(result.buffer for result in kernel.results)}
+    names = [buffer.name for buffer in defined]
     assert len(names) == len(set(names)), f"two buffers of one name: {sorted(names)}"
-    _check_block(kernel.body, frozenset(), known, placed, inside_tile=False)
+    _check_block(kernel.body, frozenset(), defined, placed, inside_tile=False)
 
 
 def verify_graph(graph: Graph) -> None:
@@ -89,9 +89,9 @@ _MODES = {"set", *(mode.name for mode in COMBINING.values())}
 
 
 def _check_block(
-    statements: tuple[Stmt, ...], loops: frozenset[Index], known: set[Buffer], placed: bool, *, inside_tile: bool
+    statements: tuple[Stmt, ...], loops: frozenset[Index], defined: set[Buffer], placed: bool, *, inside_tile: bool
 ) -> None:
-    known = set(known)
+    defined = set(defined)
     # Terms of one kernel have much in common; buffers become more within a block, so what was right stays so.
     checked: set[Node] = set()
     for statement in statements:
@@ -101,35 +101,35 @@ def _check_block(
             assert not (statement.role == "grid" and inside_tile), "a grid loop inside of a program"
             for bound in (statement.begin, statement.end, statement.limit, statement.word):
                 if bound is not None:
-                    _check_expr(bound, loops, known, checked)
+                    _check_expr(bound, loops, defined, checked)
             inside = inside_tile or statement.role != "grid"
-            _check_block(statement.body, loops | {statement.index}, known, placed, inside_tile=inside)
+            _check_block(statement.body, loops | {statement.index}, defined, placed, inside_tile=inside)
         elif isinstance(statement, Alloc):
             assert statement.buffer.local, f"{statement.buffer.name} is allocated and not local"
-            known.add(statement.buffer)
+            defined.add(statement.buffer)
         elif isinstance(statement, If):
-            _check_expr(statement.condition, loops, known, checked)
+            _check_expr(statement.condition, loops, defined, checked)
             for block in (statement.then, statement.otherwise):
-                _check_block(block, loops, known, placed, inside_tile=inside_tile)
+                _check_block(block, loops, defined, placed, inside_tile=inside_tile)
         else:
             assert isinstance(statement, Store)
-            _check_access(statement.buffer, statement.subscripts, known)
+            _check_access(statement.buffer, statement.subscripts, defined)
             assert statement.combine in _MODES, f"no store combines by {statement.combine}"
             for expr in (*statement.subscripts, statement.value, statement.where):
                 if expr is not None:
-                    _check_expr(expr, loops, known, checked)
+                    _check_expr(expr, loops, defined, checked)
 
 
-def _check_expr(expr: Expr, loops: frozenset[Index], known: set[Buffer], checked: set[Node]) -> None:
+def _check_expr(expr: Expr, loops: frozenset[Index], defined: set[Buffer], checked: set[Node]) -> None:
     for node in walk(expr, seen=checked):
         if isinstance(node, Index):
             assert node in loops, f"{node.name} outside of its loop"
         elif isinstance(node, Load):
-            _check_access(node.buffer, node.subscripts, known)
+            _check_access(node.buffer, node.subscripts, defined)
         elif isinstance(node, Op):
             assert len(node.args) == OPERATIONS[node.name].arity, f"{node.name} of {len(node.args)} operands"
 
 
-def _check_access(buffer: Buffer, subscripts: tuple[Expr, ...], known: set[Buffer]) -> None:
-    assert buffer in known, f"{buffer.name} is not known here"
+def _check_access(buffer: Buffer, subscripts: tuple[Expr, ...], defined: set[Buffer]) -> None:
+    assert buffer in defined, f"{buffer.name} is not known here"
     assert len(subscripts) == len(buffer.shape), f"{buffer.name} has {len(buffer.shape)} axes"

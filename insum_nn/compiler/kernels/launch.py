@@ -71,9 +71,9 @@ def _jit(source: Source) -> Any:
             function = _functions[name] = module.__dict__.pop("kernel")
             weakref.finalize(function, _forget, module).atexit = False
             # Triton keeps all functions, by name, for a way of loading kernels that is not used here.
-            known = getattr(sys.modules.get("triton.runtime.jit"), "_triton_jit_function_registry", {})
+            registry = getattr(sys.modules.get("triton.runtime.jit"), "_triton_jit_function_registry", {})
             for each in ("kernel", *module.__dict__):
-                known.pop(f"{name}:{each}", None)
+                registry.pop(f"{name}:{each}", None)
         return function
 
 
@@ -111,7 +111,7 @@ class _Launch:
         self.even = tuple(even)
         integer = "i64" if wide else "i32"
         self.signature = tuple([kind or integer for kind in types])
-        self.known: dict[tuple[bool, ...], OnDevice] = {}
+        self.codes: dict[tuple[bool, ...], OnDevice] = {}
 
     def __call__(self, arguments: list[Any], grid: int) -> None:
         # Triton asks the driver about each pointer that comes as a tensor, which takes far longer than this; of a
@@ -125,13 +125,13 @@ class _Launch:
             pointer = numbers[place] = tensor.data_ptr()
             bits |= pointer
         aligned = tuple([not numbers[place] & 15 for place in self.pointers]) if bits & 15 else self.aligned
-        code = self.known.get(aligned)
+        code = self.codes.get(aligned)
         if code is None:
             if (collection := collecting()) is not None:
                 self.collect(collection, aligned, arguments)
                 return
             with torch.cuda.device(number):
-                code = self.known[aligned] = self.load(aligned)
+                code = self.codes[aligned] = self.load(aligned)
         begin, handle, metadata, rest, _ = code
         # `torch.cuda.current_device` would first ask whether CUDA is initialised.
         if torch._C._cuda_getDevice() == number:
@@ -194,7 +194,7 @@ class _Launch:
 
     def on_device(self) -> OnDevice | None:
         """The machine code for aligned pointers, where it is on the device."""
-        return self.known.get(self.aligned)
+        return self.codes.get(self.aligned)
 
     def load(self, aligned: Sequence[bool]) -> OnDevice:
         """The machine code on the device, behind as little of Triton's launcher as there is.

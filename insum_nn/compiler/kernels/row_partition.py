@@ -90,7 +90,7 @@ class RowPartition:
 # The divisions of an index tensor, by the most terms in a range.
 Divisions = dict[int, RowPartition]
 
-_known: TensorCache[Divisions] = TensorCache(_LIMIT)
+_divisions: TensorCache[Divisions] = TensorCache(_LIMIT)
 _orders: TensorCache[Tensor] = TensorCache(_LIMIT)
 # Where the terms of each row begin, on the host, of index tensors with few rows.
 _begins: TensorCache[Array] = TensorCache(_LIMIT)
@@ -100,7 +100,7 @@ _bitmasks: TensorCache[Tensor] = TensorCache(_LIMIT)
 
 def clear_partitions() -> None:
     """Forget everything that was built."""
-    _known.clear()
+    _divisions.clear()
     _orders.clear()
     _begins.clear()
     _bitmasks.clear()
@@ -108,7 +108,7 @@ def clear_partitions() -> None:
 
 def known_partition(index: Tensor, rows: int, permuted: bool, chunk: int) -> RowPartition | None:
     """The row partition of an index tensor, if they were built before."""
-    found = _known.of(index, (rows, permuted))
+    found = _divisions.of(index, (rows, permuted))
     return None if found is None else found.get(chunk)
 
 
@@ -144,8 +144,8 @@ def partition_of(index: Tensor, rows: int, permuted: bool, chunk: int) -> RowPar
 
 def divisions_of(index: Tensor, rows: int, permuted: bool) -> Divisions:
     """The row partitions of an index tensor that were made; see `partition_of`, which makes others."""
-    found = _known.of(index, (rows, permuted))
-    return _known.keep((index,), (rows, permuted), {}) if found is None else found
+    found = _divisions.of(index, (rows, permuted))
+    return _divisions.keep((index,), (rows, permuted), {}) if found is None else found
 
 
 def longest_row(index: Tensor, rows: int, permuted: bool) -> int:
@@ -171,7 +171,7 @@ def _ordered(index: Tensor, rows: int, permuted: bool) -> tuple[Tensor, Tensor |
 
 def _build(index: Tensor, rows: int, permuted: bool, chunk: int) -> RowPartition:
     flat, order, small = _ordered(index, rows, permuted)
-    known, begin = _known_begin(index, rows), None
+    known, begin = _cached_begin(index, rows), None
     if known is None:
         bounds = torch.arange(rows + 1, device=flat.device, dtype=flat.dtype)
         begin = torch.searchsorted(flat, bounds, out_int32=small == torch.int32)
@@ -298,7 +298,7 @@ def keep_lengths(index: Tensor, lengths: Sequence[int]) -> None:
         _begins.keep((index,), None, np.cumsum((0, *lengths), dtype=np.int64))
 
 
-def _known_begin(index: Tensor, rows: int) -> Array | None:
+def _cached_begin(index: Tensor, rows: int) -> Array | None:
     found = _begins.of(index)
     # What is sent while a graph is captured would be sent by its replays.
     if found is None or found.shape[0] != rows + 1 or (index.is_cuda and torch.cuda.is_current_stream_capturing()):

@@ -392,7 +392,7 @@ class _Collector:
 
     def __init__(self, accumulator: torch.dtype, wide: bool) -> None:
         self.accumulator, self.wide = accumulator, wide
-        self.known: dict[object, Launcher] = {}
+        self.launchers: dict[object, Launcher] = {}
 
     def __call__(
         self, workspace: Tensor, output: Tensor, rows: Tensor | None, partition: RowPartition, inner: int
@@ -425,9 +425,9 @@ class _Collector:
 
     def _launch(self, cells: int, block: int, output: Tensor) -> Launcher:
         key = (block, output.dtype, output.device)
-        launch = self.known.get(key)
+        launch = self.launchers.get(key)
         if launch is None:
             pointers = (dtype_of(self.accumulator).pointer, dtype_of(output.dtype).pointer, "*i64", "*i64")
             types = (*pointers, None, None, None)
-            launch = self.known[key] = launcher(self.source(cells), types, (), output.device, self.wide)
+            launch = self.launchers[key] = launcher(self.source(cells), types, (), output.device, self.wide)
         return launch

@@ -41,14 +41,14 @@ def _written_never_read(statement: Statement, sized: Collection[str]) -> list[In
     for name, spans in seen.items():
         if name in sized or name in nested:
             continue
-        known = ", ".join(sorted(read)) or "none"
+        names_read = ", ".join(sorted(read)) or "none"
         instead = "write one of those, multiply" if read else "multiply"
         faults.append(
             InsumNameError(
                 f"index '{name}' is written but never read",
                 expression=statement.text,
                 spans=spans,
-                details=[f"indices read on the right: {known}"],
+                details=[f"indices read on the right: {names_read}"],
                 fix=f"{instead} by a tensor that carries '{name}', or repeat the result along a new axis with "
                 f"sizes={{'{name}': ...}}.",
                 index=name,

@@ -55,10 +55,10 @@ def verified(name: str, declared: IndexFacts, named: Mapping[str, Tensor]) -> In
     if any(t.is_inference() for t in together):
         return _holding(declared, together)
     key = (declared, tensor._version, *((id(t), t._version) for t in others))
-    known: tuple[object, list[weakref.ref[Tensor]], IndexFacts] | None = _verified.get(tensor)
+    cached: tuple[object, list[weakref.ref[Tensor]], IndexFacts] | None = _verified.get(tensor)
     # The identifier of a tensor that was freed may have been reused.
-    if known is not None and known[0] == key and all(ref() is t for ref, t in zip(known[1], others, strict=True)):
-        return known[2]
+    if cached is not None and cached[0] == key and all(ref() is t for ref, t in zip(cached[1], others, strict=True)):
+        return cached[2]
     if tensor.is_cuda and torch.cuda.is_current_stream_capturing():
         # Nothing can be read; the check of ranges raises.
         return replace(declared, sorted=False, unique=False, unique_with=())

@@ -48,12 +48,12 @@ class Stats:
     ascending: bool
 
 
-_known: WeakTensorKeyDictionary = WeakTensorKeyDictionary()
+_cached: WeakTensorKeyDictionary = WeakTensorKeyDictionary()
 
 
 @forgets
 def _forget(tensor: Tensor) -> None:
-    _known.pop(tensor, None)
+    _cached.pop(tensor, None)
 
 
 def stats_of(tensor: Tensor, *, again: bool = False) -> Stats:
@@ -64,7 +64,7 @@ def stats_of(tensor: Tensor, *, again: bool = False) -> Stats:
     """
     # Inference tensors track no version, so their statistics may become stale: never cache them.
     version = None if tensor.is_inference() else tensor._version
-    known = _known.get(tensor)
+    known = _cached.get(tensor)
     if known is not None and version is not None and known.version == version and not again:
         return known
     if tensor.numel() == 0:
@@ -80,7 +80,7 @@ def stats_of(tensor: Tensor, *, again: bool = False) -> Stats:
     smallest, largest, sorted_ = torch.stack([low, high, ascending]).tolist()
     stats = Stats(version or 0, smallest, largest, bool(sorted_))
     if version is not None:
-        _known[tensor] = stats
+        _cached[tensor] = stats
     return stats
 
 

@@ -70,7 +70,7 @@ def resolve_extents(
         _check_extent(statement, f"sizes['{name}']", extent, spans)
         if found.setdefault(name, extent) != extent:
             clash = True
-    given = _given_shape(statement, initial, out_shape, found)
+    given = _declared_shape(statement, initial, out_shape, found)
     for name, extent in zip(layout.output_plain, given, strict=True):
         if name is not None and extent is not None and found.setdefault(name, extent) != extent:
             clash = True
@@ -167,7 +167,7 @@ def _check_extent(statement: Statement, what: str, extent: object, spans: Sequen
         )
 
 
-def _given_shape(
+def _declared_shape(
     statement: Statement,
     initial: Tensor | None,
     out_shape: Sequence[int | None] | None,
@@ -235,7 +235,7 @@ def _extent_faults(
     layout = layout_of(statement)
     named = dict(zip(layout.tensors, tensors, strict=True))
     shown = {n: tensors[p[0][0]].shape[p[0][1]] for n, p in zip(layout.indices, layout.plain, strict=True) if p}
-    given = _given_shape(statement, initial, out_shape, {**shown, **sizes})
+    given = _declared_shape(statement, initial, out_shape, {**shown, **sizes})
     faults: list[InsumError] = []
     for name in layout.indices:
         values: list[int] = []

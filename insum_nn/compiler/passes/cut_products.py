@@ -210,12 +210,12 @@ class _Cutter:
         read = _access(self.made, [text for text, _ in written.values()])
         first = parse(f"{_access(self.made, list(written))} += {' * '.join(factors)}")
         second = self.second(str(self.output), [read, *map(str, self.others(inside))])
-        kept = [_without(access, replaced) for access in inside]
-        missed = list(dict.fromkeys(miss for access in kept for miss in misses_of(access, self.bound)))
+        simplified = [_without(access, replaced) for access in inside]
+        missed = list(dict.fromkeys(miss for access in simplified for miss in misses_of(access, self.bound)))
         if not self.is_exact(missed, outside, second):
             return None
         # A factor that varies with a miss must still do so where it is multiplied.
-        for access, other in zip(inside, kept, strict=True):
+        for access, other in zip(inside, simplified, strict=True):
             if any(
                 set(m.labels) <= set(labels_of(access)) and not set(m.labels) <= set(labels_of(other)) for m in missed
             ):
@@ -260,20 +260,20 @@ class _Cutter:
             return
         gone = {index.name for subscript in replaced for index in subscript.indices()}
         needed = _indices([_without(access, replaced) for access in (self.output, *outside)])
-        kept = [name for name in indices if name in needed]
-        if gone & set(needed) or not kept:
+        free = [name for name in indices if name in needed]
+        if gone & set(needed) or not free:
             return
         own = set(_indices([self.output]))
-        blocks = len(replaced) > 1 and bool(set(kept) & own and set(kept) - own)
+        blocks = len(replaced) > 1 and bool(set(free) & own and set(free) - own)
         # Stored entries by row and column are the sparse structure itself in dense form: every zero is multiplied.
         # That can pay for blocks alone, whose rows and columns are indices of their own.
         if len(replaced) > 1 and not blocks and not any(True for access in inside for _ in access.nested()):
             return
-        if set(kept) <= own:
+        if set(free) <= own:
             # What the second statement sums stands in front of what it writes, so that it reads a matrix as it lies.
             replaced = dict(sorted(replaced.items(), key=lambda item: item[0] in self.output.subscripts))
         names = self.fresh(replaced)
-        axes = self.axes(inside, outside, replaced, kept) if blocks else [*replaced, *kept]
+        axes = self.axes(inside, outside, replaced, free) if blocks else [*replaced, *free]
         written = _access(self.made, list(map(str, axes)))
         first = parse(f"{written} += {' * '.join(map(str, inside))}")
         terms = self.terms(inside, outside, replaced, set(indices) - set(needed))
@@ -309,15 +309,15 @@ class _Cutter:
         inside: Sequence[Access],
         outside: Sequence[Access],
         replaced: Mapping[Subscript, Sequence[Axis]],
-        kept: Sequence[str],
+        free: Sequence[str],
     ) -> list[Subscript | str]:
         """The axes of a sum over blocks: the rows of a matrix, then its columns."""
         # Each place stands in front of the index inside of the block, so that the library reads one matrix.
-        last = [s.plain for access in inside for s in access.subscripts if s.plain in kept][-1:]
+        last = [s.plain for access in inside for s in access.subscripts if s.plain in free][-1:]
         found: list[Subscript | str] = []
         for access in sorted((self.output, *outside), key=lambda access: set(last) <= set(_indices([access]))):
-            found += [s if s in replaced else str(s) for s in access.subscripts if s in replaced or s.plain in kept]
-        return list(dict.fromkeys([*found, *kept]))
+            found += [s if s in replaced else str(s) for s in access.subscripts if s in replaced or s.plain in free]
+        return list(dict.fromkeys([*found, *free]))
 
     def terms(
         self,

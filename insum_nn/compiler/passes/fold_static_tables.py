@@ -75,17 +75,17 @@ def fold_static_tables(
 
 def _varying(nodes: Sequence[Node], unrolled: frozenset[Node]) -> frozenset[Node]:
     """The nodes that are not the same at all points."""
-    known = dict.fromkeys(unrolled, True)
+    memo = dict.fromkeys(unrolled, True)
 
     def varies(node: Node) -> bool:
-        found = known.get(node)
+        found = memo.get(node)
         if found is None:
-            found = known[node] = any([varies(child) for child in node.children()])
+            found = memo[node] = any([varies(child) for child in node.children()])
         return found
 
     for node in nodes:
         varies(node)
-    return frozenset([node for node, found in known.items() if found])
+    return frozenset([node for node, found in memo.items() if found])
 
 
 def _extent(loops: Sequence[Loop], name: str) -> int | None:
@@ -138,10 +138,10 @@ class _Fold:
         memo = self.memo if node in self.varying else self.steady
         found = memo.get(node)
         if found is None:
-            found = memo[node] = self.known(node.rebuild(self.fold) if node.children() else node)
+            found = memo[node] = self.evaluated(node.rebuild(self.fold) if node.children() else node)
         return found
 
-    def known(self, node: Node) -> Node:
+    def evaluated(self, node: Node) -> Node:
         if isinstance(node, Load):
             if node.buffer.name in self.tables:
                 return self.entry(node, self.tables[node.buffer.name])

@@ -82,10 +82,10 @@ def _stands_for(
 ) -> Buffer | None:
     """The tensor that other results read where this one is written, if there is one: it is this one's gradient."""
     places = {stores[position].subscripts for position in own}
-    known = {buffer for position in own for buffer in read[position]}
+    own_buffers = {buffer for position in own for buffer in read[position]}
     seen: dict[Buffer, set[tuple[Expr, ...]]] = {}
     for store, cells in zip(stores, read, strict=True):
         for buffer, subscripts in cells.items():
-            if store.buffer is not result and buffer not in known:
+            if store.buffer is not result and buffer not in own_buffers:
                 seen.setdefault(buffer, set()).add(subscripts)
     return next((buffer for buffer, cells in seen.items() if places <= cells), None)

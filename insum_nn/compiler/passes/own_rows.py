@@ -90,10 +90,10 @@ def own_rows(
         length = multiply(length, by_index[index].end)
     order = Buffer("order", "int64", (length,), _FACTS)
     place: Expr = Load(order, (ENTRY,)) if permuted else ENTRY
-    known: dict[Node, Node] = {}
+    replacements: dict[Node, Node] = {}
     for position in range(len(entries) - 1, -1, -1):
         extent = by_index[entries[position]].end
-        known[entries[position]] = place if position == 0 else Op("mod", (place, extent))
+        replacements[entries[position]] = place if position == 0 else Op("mod", (place, extent))
         place = Op("floordiv", (place, extent))
     count: Expr = Size("rows") if divided else rows
     begin = Buffer("begin", "int64", (add(count, Const(1)),), _FACTS)
@@ -108,7 +108,7 @@ def own_rows(
         low, high, owned = Load(begin, (ROW,)), Load(begin, (add(ROW, Const(1)),)), ROW
     # A row without terms may lie outside of what is read at its number.
     some = Op("less", (low, high))
-    move = replacing({**known, row_index: owned})
+    move = replacing({**replacements, row_index: owned})
     guard = _guarding(stores, row_index, some)
     moved = tuple(
         _moved(store, row_index, axis if store.buffer is first else -1, guard, move, target) for store in stores
@@ -127,7 +127,7 @@ def own_rows(
     read = {node.buffer for node in walk(*moved) if isinstance(node, Load)}
     inputs = tuple(b for b in kernel.inputs if b is not row_index.buffer or b in read)
     walked = Kernel((*inputs, *made), kernel.results, nest, kernel.exact)
-    return RowWalk(walked, axis, tuple(known[index] for index in entries), target)  # type: ignore[arg-type]
+    return RowWalk(walked, axis, tuple(replacements[index] for index in entries), target)  # type: ignore[arg-type]
 
 
 def _moved(
@@ -152,9 +152,9 @@ def _moved(
 def _guarding(stores: Sequence[Store], row_index: Load, some: Expr) -> Callable[[Node], Node]:
     """What makes values read at a row's number only where the row has terms."""
     present = Op("at_least", (row_index, Const(0)))
-    known: dict[Node, Node] = {}
+    replacements: dict[Node, Node] = {}
     for node in walk(*(store.value for store in stores)):
         if isinstance(node, Load) and node is not row_index and row_index in walk(node):
-            kept = [c for c in conjuncts(node.where) if c is not present]
-            known[node] = Load(node.buffer, node.subscripts, conjunction([*kept, some]), node.fill)
-    return replacing(known)
+            others = [c for c in conjuncts(node.where) if c is not present]
+            replacements[node] = Load(node.buffer, node.subscripts, conjunction([*others, some]), node.fill)
+    return replacing(replacements)

@@ -245,9 +245,9 @@ class Terms:
                 value = value * factor.value
         for read in coefficients:
             value = value * self.values(read.name)[tuple(self.at[s.plain] for s in read.subscripts if s.plain)]
-        kept = value != 0
-        self.value: NDArray[np.float64] = value[kept]
-        self.at = {name: own[kept] for name, own in self.at.items()}
+        nonzero = value != 0
+        self.value: NDArray[np.float64] = value[nonzero]
+        self.at = {name: own[nonzero] for name, own in self.at.items()}
         samples = samples_of(statement, tables)
         if not self.value.size or samples is None:
             raise NoPathsError

@@ -51,8 +51,8 @@ def guards(factor: Expr) -> tuple[Expr, ...]:
     if isinstance(factor, Cast):
         return guards(factor.value)
     if isinstance(factor, Op) and factor.name == "select":
-        condition, kept, other = factor.args
-        return (*conjuncts(condition), *guards(kept)) if isinstance(other, Const) and other.value == 0 else ()
+        condition, chosen, other = factor.args
+        return (*conjuncts(condition), *guards(chosen)) if isinstance(other, Const) and other.value == 0 else ()
     return ()
 
 

@@ -109,11 +109,11 @@ class _Shape:
             return "number"
         parts: list[object] = [type(node)]
         for field, part in zip(fields(node), node.parts(), strict=True):  # type: ignore[arg-type]
-            known = fixed or (isinstance(node, Loop) and field.name != "body")
+            is_fixed = fixed or (isinstance(node, Loop) and field.name != "body")
             if isinstance(part, Node):
-                parts.append(self.of(part, known))
+                parts.append(self.of(part, is_fixed))
             elif isinstance(part, tuple):
-                parts.append(tuple(self.of(p, known) if isinstance(p, Node) else p for p in part))
+                parts.append(tuple(self.of(p, is_fixed) if isinstance(p, Node) else p for p in part))
             else:
                 parts.append((type(part), part))
         return tuple(parts)

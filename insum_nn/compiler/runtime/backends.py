@@ -23,7 +23,7 @@ def choose_backend(bound: Bound, options: Options, *, tables: bool = False) -> t
         return "eager", "on a CPU, torch's library calls are faster than generated scatter loops"
     if not bound.dtype.is_floating_point:
         return "eager", "integer factors"
-    if not tables and is_matrix_product(bound.statement) and _library_multiplies_alike(bound, options):
+    if not tables and is_matrix_product(bound.statement) and _library_is_as_fast(bound, options):
         return "eager", "a dense matrix product is a library call"
     if launch.available():
         return "triton", "on a GPU, one generated kernel gathers, multiplies and sums"
@@ -51,7 +51,7 @@ def is_matrix_product(statement: Statement) -> bool:
     return any((a & b) - written and a - b and b - a for a, b in itertools.combinations(read, 2))
 
 
-def _library_multiplies_alike(bound: Bound, options: Options) -> bool:
+def _library_is_as_fast(bound: Bound, options: Options) -> bool:
     """Return whether the library's products fit the options: torch's setting alone decides their precision."""
     return not options.deterministic and (options.precision == "auto" or bound.dtype != torch.float32)
 

@@ -140,8 +140,8 @@ def read_again(spec: Spec, needs: tuple[bool, ...]) -> tuple[bool, ...] | None:
     layout = spec.layout
     learned = [name for name, need in zip(layout.tensors, needs, strict=True) if need and name in layout.value_tensors]
     read = {x for name in learned for _, tensors, _ in _derivative_specs(spec, name)[1] for x in tensors}
-    kept = tuple(name in read for name in layout.tensors)
-    return None if all(kept) else kept
+    needed = tuple(name in read for name in layout.tensors)
+    return None if all(needed) else needed
 
 
 def gradients(

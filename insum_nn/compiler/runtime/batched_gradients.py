@@ -70,8 +70,8 @@ def _one_by_one(backward: Backward, ctx: Any, grads: tuple[Tensor | None, ...]) 
     made: list[Tensor | None] = []
     for parts in zip(*found, strict=True):
         # An unused gradient may have been computed for some vectors, and not for others.
-        kept = [part for part in parts if part is not None]
-        whole = torch.stack(kept) if len(kept) == len(parts) else None
+        present = [part for part in parts if part is not None]
+        whole = torch.stack(present) if len(present) == len(parts) else None
         made.append(None if whole is None else torch._add_batch_dim(whole, 0, level))
     return tuple(made)
 

@@ -118,7 +118,7 @@ class Spec:
         return agreement_of(self.statement)
 
     @cached_property
-    def known(self) -> Mapping[str, IndexFacts]:
+    def declared_facts(self) -> Mapping[str, IndexFacts]:
         """The promised facts by name."""
         return dict(self.facts)
 
@@ -220,16 +220,16 @@ def prepare(
     layout = spec.layout
     named = dict(zip(layout.tensors, tensors, strict=True))
     check_extents(statement, tensors, extents, drop_outside=spec.drop_outside)
-    known = check_index_values(
+    checked = check_index_values(
         statement,
         tensors,
         extents,
-        spec.known,
+        spec.declared_facts,
         drop_outside=spec.drop_outside,
         validate=spec.options.validate,
         origin=spec.origin,
     )
-    facts = {n: _EMPTY if named[n].numel() == 0 else found for n, found in known.items()}
+    facts = {n: _EMPTY if named[n].numel() == 0 else found for n, found in checked.items()}
     if spec.static:
         check_static(statement.text, spec.static, named, validate=spec.options.validate)
     programs = _programs(spec, named, initial, facts)
@@ -277,7 +277,7 @@ def _print_call(spec: Spec, tensors: Sequence[Tensor], programs: _Programs, fact
     plain = not (spec.static or spec.options.validate or writes_sums(spec.statement))
     if programs.executables.backend != "triton" or not plain or not all(vouched for _, vouched in spec.indexed):
         return
-    if any(spec.known[name] is not found for name, found in facts.items()):
+    if any(spec.declared_facts[name] is not found for name, found in facts.items()):
         return
     call = UnsizedCall(
         programs.bound,

@@ -20,7 +20,7 @@ from insum_nn.compiler.runtime.batched_gradients import for_each_vector
 from insum_nn.compiler.runtime.library.column_sums import column_sums
 from insum_nn.compiler.runtime.modes import is_plain_eager, without_autocast
 from insum_nn.compiler.runtime.steps.gradients_ahead import rehearse_gradients
-from insum_nn.compiler.runtime.steps.wanted_gradients import wanted_gradients
+from insum_nn.compiler.runtime.steps.needed_gradients import needed_gradients
 
 __all__ = ["JointSums", "Multilinear", "joint_gradients", "multilinear", "multilinear_jointly"]
 
@@ -99,8 +99,8 @@ class _Multilinear(torch.autograd.Function):
         (sums, left, initial), (grad,) = ctx.rest, grads
         _, _, of_initial, *needed = ctx.needs_input_grad
         names = sums.operands[left]
-        known: dict[str, Tensor] = dict(zip(names, ctx.saved_tensors, strict=True))
-        known[left] = grad
+        tensors: dict[str, Tensor] = dict(zip(names, ctx.saved_tensors, strict=True))
+        tensors[left] = grad
         unrecorded = not torch.is_grad_enabled() and is_plain_eager(grad)
         made: dict[str, Tensor] = {}
         found: list[Tensor | None] = [None, None, None]
@@ -108,7 +108,7 @@ class _Multilinear(torch.autograd.Function):
             if not own:
                 found.append(None)
                 continue
-            operands = tuple([known[name] for name in sums.operands[wanted]])
+            operands = tuple([tensors[name] for name in sums.operands[wanted]])
             found.append(
                 _computed(sums, wanted, operands, made, None) if unrecorded else multilinear(sums, wanted, *operands)
             )
@@ -251,14 +251,14 @@ class _Jointly(torch.autograd.Function):
         # After the operands come the index tensors, whose versions torch has checked now.
         operands = dict(zip(read, ctx.saved_tensors, strict=False))
         total: dict[str, Tensor] = {}
-        asked = list(compress(read, wanted_gradients(ctx, len(read), (sums.kind, made, read))))
+        needed = list(compress(read, needed_gradients(ctx, len(read), (sums.kind, made, read))))
         given = {left: grad for left, grad in zip(made, grads, strict=True) if grad is not None}
         unrecorded = not torch.is_grad_enabled() and is_plain_eager(*operands.values(), *given.values())
         if len(given) > 1 and unrecorded:
-            total = sums.totals(given, asked, operands)
-            asked = [name for name in asked if name not in total]
+            total = sums.totals(given, needed, operands)
+            needed = [name for name in needed if name not in total]
         for left, grad in given.items():
-            wanted = [name for name in asked if name != left]
+            wanted = [name for name in needed if name != left]
             if not wanted:
                 continue
             found = joint_gradients(sums, left, wanted, {**operands, left: grad}, plain=True)

@@ -46,12 +46,12 @@ def spending() -> Generator[None]:
 def granted(seconds: float) -> Generator[None]:
     """Let the process tune in full for so many seconds within, whatever it spent before."""
     global _limit, _spent
-    known = _limit, _spent
+    before = _limit, _spent
     _limit, _spent = seconds, 0.0
     try:
         yield
     finally:
-        _limit, _spent = known
+        _limit, _spent = before
 
 
 def forget() -> None:

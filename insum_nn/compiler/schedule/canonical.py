@@ -125,12 +125,12 @@ def canonical_key(bound: Bound, tables: Mapping[str, StaticTable]) -> dict[str, 
     own = canonical(bound)
     layout = own.layout
     index = [at for at, name in enumerate(layout.tensors) if name in layout.index_tensors]
-    known = {layout.tensors[at]: _told(own.facts[at]) for at in index}
+    known = {layout.tensors[at]: _declared(own.facts[at]) for at in index}
     return {
         "statement": str(own.statement),
         "dtype": show_dtype(own.dtype),
         "index_dtypes": {layout.tensors[at]: show_dtype(own.index_dtypes[at]) for at in index},
-        "facts": {name: told for name, told in known.items() if told},
+        "facts": {name: declared for name, declared in known.items() if declared},
         "static": dict(own.static),
         "tables": {
             name: digest([table.shape, table.values])
@@ -140,14 +140,14 @@ def canonical_key(bound: Bound, tables: Mapping[str, StaticTable]) -> dict[str, 
     }
 
 
-def _told(facts: IndexFacts) -> dict[str, Any]:
+def _declared(facts: IndexFacts) -> dict[str, Any]:
     """Return the facts that tell kernels apart."""
-    told: dict[str, Any] = {name: True for name in ("sorted", "unique") if getattr(facts, name)}
+    declared: dict[str, Any] = {name: True for name in ("sorted", "unique") if getattr(facts, name)}
     if facts.masked is not None:
-        told["masked"] = facts.masked
+        declared["masked"] = facts.masked
     if facts.unique_with:
-        told["unique_with"] = list(facts.unique_with)
-    return told
+        declared["unique_with"] = list(facts.unique_with)
+    return declared
 
 
 # The user's statement, while something is done for it under its canonical form.

@@ -185,9 +185,9 @@ def _all() -> Iterator[Entry]:
     """Yield every entry; each file of the cache folder is read once."""
     for path in _files():
         with _lock:
-            if path not in _seen:
-                _seen[path] = next(_read(path), None)
-            entry = _seen[path]
+            if path not in _single:
+                _single[path] = next(_read(path), None)
+            entry = _single[path]
         if entry is not None:
             yield entry
     for path in (*_loaded, *_named(), *_packaged()):
@@ -232,8 +232,8 @@ def write(key: Key, value: Mapping[str, Any]) -> None:
 # Files of many entries.
 
 _loaded: list[Path] = []
-_known: dict[Path, tuple[int, dict[str, Entry]]] = {}
-_seen: dict[Path, Entry | None] = {}
+_indexed: dict[Path, tuple[int, dict[str, Entry]]] = {}
+_single: dict[Path, Entry | None] = {}
 _lock = threading.RLock()
 
 
@@ -283,7 +283,7 @@ def load(path: str | os.PathLike[str]) -> int:
         if file in _loaded:
             _loaded.remove(file)
         _loaded.append(file)
-        _known.pop(file, None)
+        _indexed.pop(file, None)
     return len(_entries(file))
 
 
@@ -291,8 +291,8 @@ def unload() -> None:
     """Forget the files that were loaded."""
     with _lock:
         _loaded.clear()
-        _known.clear()
-        _seen.clear()
+        _indexed.clear()
+        _single.clear()
 
 
 def _named() -> list[Path]:
@@ -310,9 +310,9 @@ def _entries(path: Path) -> dict[str, Entry]:
     except OSError:
         changed = -1
     with _lock:
-        known = _known.get(path)
+        known = _indexed.get(path)
         if known is None or known[0] != changed:
-            known = _known[path] = changed, {digest(entry.key): entry for entry in _read(path)}
+            known = _indexed[path] = changed, {digest(entry.key): entry for entry in _read(path)}
         return known[1]
 
 

@@ -88,13 +88,13 @@ class Schedule:
         Raises:
             ValueError: it is none.
         """
-        known = cls().to_json()
-        if not isinstance(value, dict) or not value.keys() <= known.keys():
+        defaults = cls().to_json()
+        if not isinstance(value, dict) or not value.keys() <= defaults.keys():
             raise ValueError(f"{value!r} is no schedule")
         for name, number in value.items():
-            if type(number) is not type(known[name]):
+            if type(number) is not type(defaults[name]):
                 raise ValueError(f"{name} of a schedule is {number!r}")
-            if type(number) is int and (number < min(1, known[name]) or (name in _POWERS and number & (number - 1))):
+            if type(number) is int and (number < min(1, defaults[name]) or (name in _POWERS and number & (number - 1))):
                 raise ValueError(f"{name} of a schedule is {number}")
             if type(number) is int and number > _LARGEST.get(name, _MANY):
                 raise ValueError(f"{name} of a schedule is {number}")

@@ -151,8 +151,8 @@ def choose_schedule(
         with budget.spending():
             some, which = tuning.shortlist(key)
             schedules = some or _worth_compiling(form, precision, device)
-            if (known := _decoded(store.find(key))) is not None:
-                schedules = list(dict.fromkeys((known.candidate, *schedules)))
+            if (previous := _decoded(store.find(key))) is not None:
+                schedules = list(dict.fromkeys((previous.candidate, *schedules)))
             measured = _measure(tuning, schedules)
         if not measured or math.isinf(measured[0].microseconds):
             return Measured(Selected(default_schedule(form), "the default: no candidate ran", measured), None)

@@ -106,7 +106,7 @@ class KernelMap:
         groups = self._cache.get(("groups", False))
         if groups is None:
             near = self._cache["table", False].neighbours
-            groups = self._cache["groups", False] = groups_of_table(near, self._known_counts())
+            groups = self._cache["groups", False] = groups_of_table(near, self._cached_counts())
         return groups
 
     @property
@@ -152,7 +152,7 @@ class KernelMap:
             with plain_tensors(self.inputs.indices):
                 self._cache["counts", False] = read_later(self.filled)
 
-    def _known_counts(self) -> tuple[Tensor, tuple[int, ...]] | None:
+    def _cached_counts(self) -> tuple[Tensor, tuple[int, ...]] | None:
         """Return the pair count of each offset on a GPU; on a CPU they are not needed before the pairs are found."""
         if torch.compiler.is_compiling() or self.device.type == "cpu":
             return None
@@ -188,14 +188,14 @@ class KernelMap:
 
     def _pair_list(self) -> Mapping[str, Tensor]:
         if self.inverted:
-            known = self.inverse.pair_list
-            return {"Off": known["Off"], "OutIdx": known["InIdx"], "InIdx": known["OutIdx"]}
+            cached = self.inverse.pair_list
+            return {"Off": cached["Off"], "OutIdx": cached["InIdx"], "InIdx": cached["OutIdx"]}
         with plain_tensors(self.inputs.indices):
             groups = self._cache.get(("groups", False))
             if groups is not None:
                 return list_of_groups(groups)
-            known = self._known_counts()
-            return list_of_table(self._cache["table", False].neighbours, None if known is None else sum(known[1]))
+            cached = self._cached_counts()
+            return list_of_table(self._cache["table", False].neighbours, None if cached is None else sum(cached[1]))
 
     @property
     def calls(self) -> dict[Any, Any]:
@@ -247,9 +247,9 @@ class KernelMap:
     def _table(self) -> NeighbourTable:
         if self.inverted and self.geometry.is_mirrored:
             return self.inverse.table.mirrored()
-        known = self._cache.get(("table", not self.inverted))
-        if known is not None:
-            return order_by_mask(known.exchanged(self.num_outputs))
+        cached = self._cache.get(("table", not self.inverted))
+        if cached is not None:
+            return order_by_mask(cached.exchanged(self.num_outputs))
         rows = self._cache.get(("neighbours", self.inverted))
         return order_by_mask(self._neighbours() if rows is None else rows)
 

@@ -96,11 +96,11 @@ def submanifold_neighbours(sites: Coordinates, geometry: Geometry) -> Neighbours
 def _search(keys: SiteKeys, deltas: tuple[int, ...], into: Tensor, rows: Tensor) -> tuple[Tensor, Tensor]:
     """Write the rows that stand `deltas` away from each key `into` (k, n), or -1; also their places, and which miss."""
     known = keys.keys
-    wanted = known + constant(deltas, known.device, known.dtype)[:, None]
+    queries = known + constant(deltas, known.device, known.dtype)[:, None]
     # What is greater than all keys has no place among them.
-    place = torch.searchsorted(known, wanted, out_int32=True).clamp_(max=known.shape[0] - 1)
+    place = torch.searchsorted(known, queries, out_int32=True).clamp_(max=known.shape[0] - 1)
     flat = place.view(-1)
-    misses = known.index_select(0, flat).view_as(wanted) != wanted
+    misses = known.index_select(0, flat).view_as(queries) != queries
     torch.index_select(rows, 0, flat, out=into.view(-1))
     into.masked_fill_(misses, -1)
     return place, misses

@@ -97,7 +97,7 @@ class Groups(NamedTuple):
 
 
 def group_pairs(
-    pairs: Pairs, volume: int, group_size: int | None = None, known: tuple[Tensor, Sequence[int]] | None = None
+    pairs: Pairs, volume: int, group_size: int | None = None, counted: tuple[Tensor, Sequence[int]] | None = None
 ) -> Groups:
     """Cut the pairs of each offset into groups.
 
@@ -106,7 +106,7 @@ def group_pairs(
         volume: kernel offsets.
         group_size: slots of a group; default: the longest of 128, 64, 32 and 16 that leaves at most a quarter as many
             slots unused as there are pairs.
-        known: the pairs of each offset, (o,) and as numbers; default: they are counted and read.
+        counted: the pairs of each offset, (o,) and as numbers; default: they are counted and read.
 
     Returns:
         `Off` (g,), `InIdx` (g, q), `OutIdx` (g, q), all int32, and the pairs of each offset, (o,) and as numbers.
@@ -117,10 +117,10 @@ def group_pairs(
             [ 2, -1]], dtype=torch.int32))
     """
     device = pairs.offset.device
-    if known is None:
+    if counted is None:
         filled = torch.bincount(pairs.offset, minlength=volume)
-        known = filled, filled.tolist()
-    filled, counts = known[0], tuple(known[1])
+        counted = filled, filled.tolist()
+    filled, counts = counted[0], tuple(counted[1])
     size = group_size or _choose_group_size(counts)
     num_groups = sum(-(-count // size) for count in counts)
     groups = (filled + (size - 1)) // size
@@ -145,20 +145,20 @@ def identity_groups(count: int, device: torch.device) -> Groups:
     return Groups(offset, table, table, torch.full((1,), count, device=device), (count,))
 
 
-def groups_of_table(neighbours: Tensor, known: tuple[Tensor, Sequence[int]] | None = None) -> Groups:
+def groups_of_table(neighbours: Tensor, counted: tuple[Tensor, Sequence[int]] | None = None) -> Groups:
     """Return the groups of a table of neighbours (o, m), outputs by row; one operator under `torch.compile`.
 
     Args:
         neighbours: the table.
-        known: the pairs of each offset, (o,) and as numbers; default: they are counted and read.
+        counted: the pairs of each offset, (o,) and as numbers; default: they are counted and read.
     """
     if torch.compiler.is_compiling():
         group = torch.ops.insum_nn.kernel_map_groups if torch.compiler.is_dynamo_compiling() else _groups
         offset, in_index, out_index, filled, _ = group(neighbours)
         return Groups(offset, in_index, out_index, filled, None)
-    offset, output = _places(neighbours >= 0, None if known is None else sum(known[1])).unbind(1)
+    offset, output = _places(neighbours >= 0, None if counted is None else sum(counted[1])).unbind(1)
     pairs = Pairs(offset, output, neighbours[offset, output].long())
-    return group_pairs(pairs, neighbours.shape[0], known=known)
+    return group_pairs(pairs, neighbours.shape[0], counted=counted)
 
 
 def list_of_table(neighbours: Tensor, count: int | None = None) -> dict[str, Tensor]:

@@ -69,8 +69,8 @@ def _pairs(
     labels = [set(plain_labels(read.subscripts)) for read in operands]
     order = [(0, 1)] if count == 2 else []
     if count > 2:
-        known = [plain_labels(read.subscripts) for read in operands]
-        order, cost, left_cost = contraction_order(known, keep, cut.sizes, search=cut.target.search)
+        operand_labels = [plain_labels(read.subscripts) for read in operands]
+        order, cost, left_cost = contraction_order(operand_labels, keep, cut.sizes, search=cut.target.search)
         cut.decide(
             "order",
             _order_text(order, texts),

@@ -99,12 +99,12 @@ def _sum(cut: Cut) -> tuple[list[GraphNode], bool]:
 
 def _where_any(cut: Cut, store: Store, value: Expr) -> tuple[list[GraphNode], Expr | None]:
     """The condition of the last step, whose terms are sums: a cell is written where any of its terms takes part."""
-    kept, path = indices_of(value), path_conditions(store)
+    free, path = indices_of(value), path_conditions(store)
     rest = [condition for condition in conjuncts(store.where) if condition not in path]
-    if set(indices_of(*rest)) <= set(kept):
+    if set(indices_of(*rest)) <= set(free):
         return [], store.where
-    labels = tuple(label for label in indices_of(*rest) if label in kept)
-    sums = tuple(label for label in indices_of(*rest) if label not in kept)
+    labels = tuple(label for label in indices_of(*rest) if label in free)
+    sums = tuple(label for label in indices_of(*rest) if label not in free)
     mask = cut.buffer(labels, "bool")
     live = read_of(mask, labels)
     any_term = cut.step(

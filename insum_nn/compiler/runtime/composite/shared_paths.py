@@ -25,7 +25,7 @@ _LIMIT = 64
 
 
 @dataclass(frozen=True, slots=True)
-class _Known:
+class _Prepared:
     """What runs a kind of call, and its index tensors, of which it was made; `None`: the programs run one by one."""
 
     run: Run | None = None
@@ -60,7 +60,7 @@ class SharedPaths:
             )
             for program in programs
         ]
-        self._known: dict[Hashable, _Known] = {}
+        self._calls: dict[Hashable, _Prepared] = {}
 
     def together(
         self, named: Named, shapes: Callable[[], Sequence[Shape]], key: Hashable, separately: object = None
@@ -78,15 +78,15 @@ class SharedPaths:
             A tensor for each name of an output, in the order of their first programs.
         """
         full = (key, self._same(named))
-        known = self._known.get(full)
-        if known is None or not known.holds(named):
+        call = self._calls.get(full)
+        if call is None or not call.holds(named):
             with torch.no_grad():
-                known = self._prepared(named, shapes())
-            insert(self._known, full, known, _LIMIT)
-        if known.run is None:
+                call = self._prepare(named, shapes())
+            insert(self._calls, full, call, _LIMIT)
+        if call.run is None:
             return None
         with torch.no_grad():
-            return known.run(named)
+            return call.run(named)
 
     def _same(self, named: Named) -> tuple[int, ...]:
         """Which factors are the same: a number for each."""
@@ -102,7 +102,7 @@ class SharedPaths:
                 found.append(place)
         return tuple(found)
 
-    def _prepared(self, named: Named, shapes: Sequence[Shape]) -> _Known:
+    def _prepare(self, named: Named, shapes: Sequence[Shape]) -> _Prepared:
         found: list[PathProgram] = []
         read: list[tuple[int, str]] = []
         versions: list[tuple[int, object, int, bool]] = []
@@ -112,11 +112,11 @@ class SharedPaths:
             tensors = [own[name] for name in spec.layout.tensors]
             extents = resolve_extents(spec.statement, tensors, None, program.sizes, shape)
             if 0 in extents.indices or 0 in extents.output or any(t.numel() == 0 for t in tensors):
-                return _Known()
+                return _Prepared()
             chosen = prepare(spec, tensors, None, extents)[1]
             own_versions = index_versions(spec, tensors)
             if not isinstance(chosen, PathProgram) or own_versions is None or spec.options.validate:
-                return _Known()
+                return _Prepared()
             found.append(chosen)
             for place, ref, version, spoken_for in own_versions:
                 if id(tensors[place]) not in seen:
@@ -124,12 +124,12 @@ class SharedPaths:
                     versions.append((len(read), ref, version, spoken_for))
                     read.append((at, spec.layout.tensors[place]))
         if not found:
-            return _Known()
+            return _Prepared()
         run = run_together(found, named, self.outputs)
         if run is not None and is_widened(found[0].bound.dtype):
             run = _narrowed(run, found[0].bound.dtype)
         ready = Ready(run, tuple(versions), generation())  # type: ignore[arg-type]
-        return _Known() if run is None else _Known(run, tuple(read), ready)
+        return _Prepared() if run is None else _Prepared(run, tuple(read), ready)
 
 
 def _narrowed(run: Run, dtype: torch.dtype) -> Run:

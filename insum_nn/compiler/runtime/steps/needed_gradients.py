@@ -10,16 +10,16 @@ from torch import Tensor
 
 from insum_nn.compiler.runtime.steps.gradients_ahead import is_rehearsed
 
-__all__ = ["is_inner", "keep_inner", "wanted_gradients"]
+__all__ = ["is_inner", "keep_inner", "needed_gradients"]
 
-# Backward passes for which a leaf counts as wanted after it was named: torch says that by an exception, which is slower
+# Backward passes for which a leaf counts as needed after it was named: torch says that by an exception, which is slower
 # than most kernels.
 _PASSES = 16
 _MOST_KNOWN = 4096
 _by_name: dict[Hashable, int] = {}
 # What adds to a leaf's gradient.
 _LEAF: type[Any] = torch._C._functions.AccumulateGrad  # type: ignore[attr-defined]
-# An attribute of leaves whose gradients are wanted by recorded passes alone.
+# An attribute of leaves whose gradients are needed by recorded passes alone.
 _INNER = "_insum_nn_inner"
 
 
@@ -39,7 +39,7 @@ def is_inner(tensor: Tensor | None) -> bool:
     return hasattr(tensor, _INNER)
 
 
-def wanted_gradients(ctx: Any, operands: int, where: Hashable) -> list[bool]:
+def needed_gradients(ctx: Any, operands: int, where: Hashable) -> list[bool]:
     """Tell which gradients of a function's tensors the current backward pass wants, out of those that they may have.
 
     `torch.autograd.grad(energy, positions)` wants none of the weights, though `ctx.needs_input_grad` says that they
@@ -56,10 +56,10 @@ def wanted_gradients(ctx: Any, operands: int, where: Hashable) -> list[bool]:
         if torch.is_grad_enabled():
             return needed
         return [own and not is_inner(read) for own, read in zip(needed, ctx.saved_tensors, strict=False)]
-    return [_wanted(node, (where, place)) for place, (node, _) in enumerate(ctx.next_functions[:operands])]
+    return [_is_needed(node, (where, place)) for place, (node, _) in enumerate(ctx.next_functions[:operands])]
 
 
-def _wanted(node: Any, key: Hashable) -> bool:
+def _is_needed(node: Any, key: Hashable) -> bool:
     if node is None:
         return False
     # What is recorded must not depend on the passes before.
