@@ -353,6 +353,16 @@ def test_a_network_of_others_is_rehearsed(network: Any, launched: Launched):
     assert all(each == before[name] + 1 for name, each in counts.items())
 
 
+@pytest.mark.parametrize("mode", [torch.no_grad, torch.inference_mode])
+def test_inference_is_rehearsed_without_gradients(launched: Launched, mode: Callable[[], Any]):
+    model, loss = of_voxels()
+    with mode():
+        loss(model.eval())
+    assert len(launched.compiled) > 3
+    assert launched.compiled.keys() == launched.submitted.keys()
+    assert set(launched.submitted.values()) == {0}
+
+
 def test_a_network_in_parts_that_are_recomputed(launched: Launched):
     class Network(nn.Module):
         def __init__(self) -> None:

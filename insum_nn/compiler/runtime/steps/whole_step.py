@@ -136,7 +136,8 @@ def _rehearsed(called: _Call, recorded: bool) -> dict[KernelCode, None]:
         _without_collections(),
     ):
         try:
-            with _Copies():
+            # Parameters that are made in inference mode have no versions, by which layers know them again.
+            with _Copies(), torch.inference_mode(False):
                 own, args, kwargs = copy.deepcopy((module, tuple(given), dict(named)))
             step = own if method is None else _Method(own, method)
             # Inputs of a network that require gradients are positions, whose gradients are forces: training
