@@ -96,6 +96,12 @@ KEPT_OF_TENSORS: dict[str, str] = {
     "insum_nn/ops/spmm.py": "a bound call: on 40 rows a product takes 31 us with it, 47 us without; recorded 57 and 67",
 }
 
+# Programs are remembered by the compiler: `compiler/api.py: built_program`.
+# file of ops/ or layers/ -> why it caches results of a function all the same; each line here is a debt.
+CACHED_FUNCTIONS: dict[str, str] = {
+    "insum_nn/ops/tensor_product_spec.py": "the layout of a spec, which is found by the text that operators carry",
+}
+
 # What torch sees of an operator while it traces is `compiler/runtime/tracing/`.
 # file of ops/ or layers/ -> why it registers an operator of its own all the same; each line here is a debt.
 OWN_OPERATORS: dict[str, str] = {
@@ -324,9 +330,16 @@ def own_operators(source: Source) -> list[int]:
     return [line for name, line in source.dotted_names() if name in ("torch.library.custom_op", "torch.library.define")]
 
 
+def cached_functions(source: Source) -> list[int]:
+    """The lines of a file that cache what a function returns."""
+    return [line for name, line in source.dotted_names() if name in ("functools.lru_cache", "functools.cache")]
+
+
 @pytest.mark.parametrize(
     ("check", "text"),
     [
+        (cached_functions, "from functools import lru_cache\n@lru_cache(maxsize=8)\ndef f(): ..."),
+        (cached_functions, "import functools\n@functools.cache\ndef f(): ..."),
         (keeps_tensors, "known: TensorCache[int] = TensorCache(limit=2)"),
         (keeps_tensors, "known = TensorCache[int](limit=2)"),
         (keeps_tensors, 'matrix.shared["spmm"] = 1'),
@@ -377,6 +390,7 @@ def thresholds(source: Source) -> list[str]:
     ("check", "known", "instead"),
     [
         (keeps_tensors, KEPT_OF_TENSORS, "make a call cheap instead of keeping its result"),
+        (cached_functions, CACHED_FUNCTIONS, "the compiler remembers programs: compiler/api.py: built_program"),
         (own_operators, OWN_OPERATORS, "a statement is registered by the compiler"),
         (device_rules, DEVICE_RULES, "the compiler chooses by device: runtime/composite/statement_choice.py"),
         (thresholds, SIZE_RULES, "the compiler chooses by size: runtime/composite/statement_choice.py"),
