@@ -85,6 +85,26 @@ def test_what_was_measured_in_part_tells_nothing():
     assert database.near(key(13, 5)) is None
 
 
+@pytest.mark.parametrize(
+    ("asked", "found"),
+    [
+        (key(14, 5, precision="tf32"), True),
+        (key(15, 5, precision="tf32"), False),
+        (key(14, 5, precision="ieee"), False),
+        (key(14, 5), False),
+    ],
+)
+def test_products_in_tf32_take_the_schedule_of_full_precision(asked: dict[str, Any], found: bool):
+    database.write(key(14, 5, precision="tf32x3"), {"n": 1})
+    entry = database.in_full_precision(asked)
+    assert (entry is not None) == found
+
+
+def test_full_precision_takes_no_schedule_of_tf32():
+    database.write(key(14, 5, precision="tf32"), {"n": 1})
+    assert database.in_full_precision(key(14, 5, precision="tf32x3")) is None
+
+
 def test_a_key_without_sizes():
     database.write({"kind": "other"}, {})
     database.write({"kind": "schedule", "bucket": "many"}, {})

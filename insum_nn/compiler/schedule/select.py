@@ -67,8 +67,9 @@ def stored(question: Question[T]) -> Selected[T] | None:
 
 
 def nearest(question: Question[T]) -> Selected[T] | None:
-    """Return what was measured for half or twice as many rows."""
-    return _read(question, database.near(question.key), ", for half or twice as many rows")
+    """Return what was measured for products of full precision, else for half or twice as many rows."""
+    found = _read(question, database.in_full_precision(question.key), ", for products of full precision")
+    return found or _read(question, database.near(question.key), ", for half or twice as many rows")
 
 
 def _read(question: Question[T], entry: database.Entry | None, where: str) -> Selected[T] | None:
