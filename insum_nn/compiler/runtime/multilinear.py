@@ -15,9 +15,7 @@ import torch
 from torch import Tensor
 
 from insum_nn.compiler.kernels.background import cold
-from insum_nn.compiler.options import Options
 from insum_nn.compiler.runtime.batched_gradients import for_each_vector
-from insum_nn.compiler.runtime.library.column_sums import column_sums
 from insum_nn.compiler.runtime.modes import is_plain_eager, without_autocast
 from insum_nn.compiler.runtime.steps.gradients_ahead import rehearse_gradients
 from insum_nn.compiler.runtime.steps.needed_gradients import needed_gradients
@@ -31,11 +29,6 @@ class Multilinear(Protocol):
     @property
     def operands(self) -> Mapping[str, tuple[str, ...]]:
         """What each sum reads, by the name of the tensor it computes; the relation is symmetric."""
-        ...
-
-    @property
-    def options(self) -> Options:
-        """Compile options of every sum."""
         ...
 
     def eager(
@@ -113,7 +106,7 @@ class _Multilinear(torch.autograd.Function):
                 _computed(sums, wanted, operands, made, None) if unrecorded else multilinear(sums, wanted, *operands)
             )
         if of_initial:
-            total = column_sums(grad, options=sums.options)
+            total = grad.sum(0)
             found[2] = total if total.shape == initial else total.reshape(initial)
         return tuple(_without_views(found) if unrecorded else found)
 
