@@ -367,7 +367,7 @@ def test_a_shipped_schedule_is_found_by_a_statement_as_a_user_writes_it(monkeypa
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(("provider", "count"), [("insum_nn", 3), ("insum_nn/deterministic", 2)])
+@pytest.mark.parametrize(("provider", "count"), [("insum_nn", 2), ("insum_nn/deterministic", 1)])
 def test_shipped_measurements_of_several_outputs_are_found_by_the_step_that_was_measured(
     provider: str, count: int, monkeypatch: pytest.MonkeyPatch
 ):

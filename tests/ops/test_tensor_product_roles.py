@@ -19,8 +19,8 @@ pytest.importorskip("e3nn")
 
 import insum_nn
 from insum_nn.compiler.api import Options, Program
+from insum_nn.compiler.runtime.composite import joined_programs, statement_choice
 from insum_nn.compiler.runtime.composite import joined_programs as joined_module
-from insum_nn.compiler.runtime.composite import statement_choice
 from insum_nn.ops import tensor_product_roles as roles_module
 from insum_nn.ops import tensor_product_statement as statement_module
 from insum_nn.ops.tensor_product import TensorProductSpec, tensor_product
@@ -102,7 +102,13 @@ def test_the_gpu_statements_convolve_alike(mode: str, shared: bool):
 @pytest.mark.usefixtures("gpu_statements", "interpreter")
 @pytest.mark.parametrize(
     ("kind", "kernels"),
-    [("weights of edges", ["wxyz"]), ("deterministic", ["wxy", "z"]), ("shared", ["xyz"]), ("one without weights", [])],
+    [
+        ("weights of edges", ["wxyz"]),
+        ("deterministic", ["wxy", "z"]),
+        ("more sums than registers", ["wxy", "z"]),
+        ("shared", ["xyz"]),
+        ("one without weights", []),
+    ],
 )
 def test_gradients_of_gradients_are_made_at_once(kind: str, kernels: list[str], monkeypatch: pytest.MonkeyPatch):
     """Of a convolution; where paths have no weights, those of the weights are sums over fewer paths."""
@@ -117,6 +123,8 @@ def test_gradients_of_gradients_are_made_at_once(kind: str, kernels: list[str], 
     monkeypatch.setattr(Roles, "jointly", watched)
     spec = spec_of(one_mode("uvu", True, 3, 1, lmax=1), shared=kind == "shared", convolution=True)
     spec = replace(spec, options=Options(backend="triton", tune=False, deterministic=kind == "deterministic"))
+    # A row of the output has 8 sums of a column, of two registers each.
+    monkeypatch.setattr(joined_programs, "_MOST_REGISTERS", 15 if kind == "more sums than registers" else 16)
     if kind == "one without weights":
         spec = replace(spec, paths=(spec.paths[0]._replace(weighted=False), *spec.paths[1:]))
     receivers, senders = edges_of(6, 17, sort=False)
