@@ -350,6 +350,17 @@ def test_gradients_of_gradients_are_found_by_the_call_where_all_factors_record(l
         assert len(launched.compiled.keys() - known) <= 1, "the one of another set of roles"
 
 
+def test_gradients_of_gradients_are_not_differentiated_again(launched: Launched):
+    model, (x, y, *rest) = product()
+    leaves = (x, y.requires_grad_(), rest[0])
+    out = model(x, y, *rest)
+    upstream = torch.ones_like(out, requires_grad=True)
+    found = torch.autograd.grad(out, leaves, upstream, create_graph=True)
+    known = set(launched.submitted)
+    torch.autograd.grad(found, (*leaves, upstream), [torch.ones_like(each) for each in found])
+    assert launched.compiled.keys() == known, "all are found, and none in vain"
+
+
 def test_a_rehearsal_saves_nothing_for_a_checkpoint(launched: Launched):
     """A checkpoint compares what the first forward pass saved with what the second saves, which rehearses nothing."""
     model, (x, y, *rest) = product()

@@ -110,8 +110,10 @@ def rehearse_gradients(function: Any, ctx: Any, *results: Tensor) -> None:
         return
     if not _may_rehearse(results):
         return
+    # What a backward pass calls are gradients already, whose own gradients are not differentiated again.
+    first = torch._C._current_graph_task_id() < 0
     with _collecting(function, results):
-        _run_backward(function, ctx, results, sum(ctx.needs_input_grad[function.first_operand :]) >= _FACTORS)
+        _run_backward(function, ctx, results, first and sum(ctx.needs_input_grad[function.first_operand :]) >= _FACTORS)
 
 
 def _rehearse_call(function: Any, ctx: Any, *arguments: Any) -> None:
