@@ -4,6 +4,9 @@ if part < 1:                                     which = part
 acc += t0[i, 3] * 0.5                   ->     acc += t0[i, 3 + which * 2] * (0.25 if which = 1 else 0.5)
 else:
 acc += t0[i, 5] * 0.25
+
+Gradients of fully connected products of degree 2 and 3 (11 and 33 blocks, of which 5 and 3 are left) compile for sm_90
+in 3.1 and 5.9 s instead of 7.5 and 29.7.
 """
 
 from __future__ import annotations
