@@ -8,6 +8,7 @@
 #   JOBS=4                 test processes
 #   GPU_JOBS=12            test processes that share the GPU; default 1
 #   E3NN=0.5.1             for test-e3nn-oldest: another e3nn than the oldest
+#   EXAMPLES='demo tetris' for examples: which ones
 
 SHELL := /bin/bash
 .SHELLFLAGS := -euo pipefail -c
@@ -24,6 +25,7 @@ READERS ?= pointcloud
 CASES ?= *
 CHECK ?=
 SIZE ?= tiny
+EXAMPLES ?= [a-z]*
 OUTPUT ?= outputs
 
 ifeq ($(USE_SYSTEM),)
@@ -134,7 +136,7 @@ types: $(READY) ## check the types
 # Run in OUTPUT, so that what an example writes stays there.
 examples: $(READY) ## run every example at its tiny size, or at the full one: make examples SIZE=full
 	@mkdir -p $(OUTPUT); count=0; \
-	for file in $(abspath $(wildcard examples/[a-z]*.py)); do \
+	for file in $(abspath $(foreach name,$(EXAMPLES),$(wildcard examples/$(name).py))); do \
 	  echo "== $$(basename $$file) --size $(SIZE)"; \
 	  (cd $(OUTPUT) && $(RUN_ENV) $(PY) $$file --size $(SIZE)) || { echo "$$file failed" >&2; exit 1; }; \
 	  count=$$((count + 1)); \
