@@ -72,7 +72,8 @@ def numbered(count: int) -> list[KernelCode]:
 def test_what_others_compiled_is_on_disk(pools: list[Background]):
     pool, kernels = pool_of(pools, 2), numbered(3)
     pool.submit(kernels)
-    wait_until(lambda: not pool._waiting and not pool._running)
+    assert not pool.settle(0.0)
+    assert pool.settle(60.0)
     for kernel in kernels:
         pool.take(kernel)
         assert not is_missing(kernel)
@@ -95,6 +96,7 @@ def test_without_processes_all_is_compiled_where_it_is_needed(pools: list[Backgr
     pool, kernels = pool_of(pools, 0), numbered(2)
     pool.submit(kernels)
     assert not pool._threads
+    assert pool.settle(0.0)
     pool.take(kernels[0])
     assert is_missing(kernels[0])
 

@@ -18,7 +18,7 @@ from insum_nn.compiler.kernels.ahead import Worker, processors
 from insum_nn.compiler.kernels.machine_code import KernelCode, to_json
 from insum_nn.compiler.kernels.stored_code import is_stored, remember_code
 
-__all__ = ["Background", "cold", "default_background_workers", "missed", "prepared", "submit", "take"]
+__all__ = ["Background", "cold", "default_background_workers", "missed", "prepared", "settle", "submit", "take"]
 
 # Processes at most, and processors from which on there are some.
 _MOST, _FEWEST_PROCESSORS = 12, 3
@@ -92,6 +92,12 @@ class Background:
         if running is not None:
             running.wait(_LONGEST)
 
+    def settle(self, seconds: float) -> bool:
+        """Wait until nothing is compiled any more; `False`: that takes longer."""
+        with self._changed:
+            # Where no process could be started, nobody compiles what waits.
+            return self._changed.wait_for(lambda: not self._running and not (self._waiting and self._threads), seconds)
+
     def close(self) -> None:
         """End all processes at once."""
         with self._changed:
@@ -127,12 +133,14 @@ class Background:
                 finally:
                     with self._changed:
                         self._running.pop(code).set()
+                        self._changed.notify_all()
         except OSError:
             # No process, or no pipe: the step compiles its kernels itself.
             return
         finally:
             with self._changed:
                 self._threads -= 1
+                self._changed.notify_all()
                 if worker is not None:
                     self._workers.discard(worker)
             if worker is not None:
@@ -222,6 +230,11 @@ def take(code: KernelCode) -> None:
     """Return when this process may load or compile a kernel."""
     if _background is not None:
         _background.take(code)
+
+
+def settle(seconds: float) -> bool:
+    """Wait until no other process compiles for this one; `False`: that takes longer."""
+    return _background is None or _background.settle(seconds)
 
 
 def _in_child() -> None:

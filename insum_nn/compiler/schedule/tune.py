@@ -17,6 +17,7 @@ from insum_nn.compiler.forms.candidates import candidates
 from insum_nn.compiler.forms.defaults import default_schedule
 from insum_nn.compiler.forms.form import Form
 from insum_nn.compiler.forms.plan import NO_PLAN
+from insum_nn.compiler.kernels import background
 from insum_nn.compiler.kernels.ahead import UndecidedError, collecting, rehearsing
 from insum_nn.compiler.kernels.launch import interpreted
 from insum_nn.compiler.kernels.row_partition import partition_for
@@ -341,8 +342,10 @@ _SETTLE = 3.0
 
 def settle(seconds: float = _SETTLE) -> bool:
     """Wait until nothing is compiled in the background, and say whether what is measured next runs alone."""
+    until = time.monotonic() + seconds
     _behind.difference_update([each for each in _behind if each.done()])
-    return not wait(list(_behind), seconds).not_done
+    alone = not wait(list(_behind), seconds).not_done
+    return background.settle(max(0.0, until - time.monotonic())) and alone
 
 
 class _Trial:
