@@ -82,11 +82,12 @@ class BlockColumns:
     ) -> Tensor:
         """Return the tensor of that name; in eager mode, where nothing is recorded."""
         a, b = operands
-        key = (a.shape, b.shape, a.dtype, a.device, initial is None)
         arranged, shape = self._arranged(wanted, a, b, made)
+        key = (shape, self.row.shape, self.row.dtype, a.shape, b.shape, a.dtype, a.device, initial is None)
         initial = None if initial is None else initial.view(shape[1:])
-        product = built_program(COLUMNS[wanted], COLUMNS_FACTS, self.options).bind({"Row": self.row, "Col": self.col})
-        result = product(*arranged, out_shape=shape, initial=initial, key=key)
+        product = built_program(COLUMNS[wanted], COLUMNS_FACTS, self.options).unbound
+        named = {"Row": self.row, "Col": self.col, **dict(zip(_READ[wanted], arranged, strict=True))}
+        result = product(*[named[name] for name in product.names], out_shape=shape, initial=initial, key=key)
         return result if wanted == "W" else result.flatten(1)
 
     def in_modes(self, wanted: str, operands: tuple[Tensor, ...], initial: Tensor | None = None) -> Tensor:

@@ -16,7 +16,7 @@ from insum_nn.dtypes import is_widened
 __all__ = ["Joined", "joined_programs"]
 
 # Registers of a thread, half of all, that the sums of a row may take in one kernel for both ends of an edge. For the
-# double backward of MACE's product in float64, which takes 142, an H200 took 52.1 ms by one kernel, and 31.6 by one for
+# double backward of MACE's product in float64, which takes 142, an H200 took 52.1 ms by one kernel, and 10.6 by one for
 # each end. For NequIP's, which takes 70, one was faster than three.
 _MOST_REGISTERS = 128
 
