@@ -17,6 +17,7 @@ import torch.utils.checkpoint
 from torch import Tensor, nn
 
 import insum_nn
+from insum_nn.compiler.kernels import ahead
 from insum_nn.compiler.kernels.ahead import UndecidedError
 from insum_nn.compiler.runtime.steps import whole_step
 from insum_nn.compiler.runtime.steps.whole_step import call_step
@@ -96,6 +97,33 @@ class _Plain(nn.Module):
     def forward(self, x: Tensor, *rest: Any) -> Tensor:
         self.seen.append(random.random() + float(numpy.random.rand()))
         return nn.functional.dropout(self.norm(self.sums(x * self.scale, *rest)), 0.5) + torch.rand(())
+
+
+class _UntilItIsGood(nn.Module):
+    """Applies its sums until a result is good enough, which one of zeros never is."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.sums = Sums()
+        self.steps = 0
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> _UntilItIsGood:
+        found = type(self)()
+        found.steps = 1 << 30
+        return found
+
+    def forward(self, *given: Tensor) -> Tensor:
+        total = self.sums(*given)
+        for _ in range(self.steps):
+            total = total + self.sums(*given)
+        return total
+
+
+def test_a_loop_that_waits_for_results_ends(launched: Launched, monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr(ahead, "_LONGEST_REPETITION", 50)
+    model = _UntilItIsGood()
+    model(*operands()).sum().backward()
+    assert launched.compiled
 
 
 def state_of(model: nn.Module) -> dict[str, Tensor]:

@@ -42,6 +42,8 @@ __all__ = [
 
 # Processes at most; of more than this many kernels few networks are made.
 _MOST = 16
+# Launches without a new kernel after which a rehearsal ends: a loop until results are good enough would not end.
+_LONGEST_REPETITION = 2000
 
 
 @dataclass
@@ -52,23 +54,34 @@ class Collection:
         target: what they are compiled for; `None`: the device that they would have run on.
         codes: each once, in the order in which they were met.
         launches: how often any was met.
-        found: called with each when it is met first.
+        found: called with each when it is met first; then a long repetition of known ones is an error.
     """
 
     target: Target | None = None
     codes: dict[KernelCode, None] = field(default_factory=dict[KernelCode, None])
     launches: int = 0
     found: Callable[[KernelCode], None] | None = None
+    _last_new: int = 0
     _lock: threading.Lock = field(default_factory=threading.Lock)
 
     def add(self, code: KernelCode) -> None:
-        """Note one launch."""
+        """Note one launch.
+
+        Raises:
+            UndecidedError: a rehearsal has met no other kernel for long.
+        """
         with self._lock:
             self.launches += 1
             new = code not in self.codes
             self.codes[code] = None
-        if new and self.found is not None:
+            if new:
+                self._last_new = self.launches
+        if self.found is None:
+            return
+        if new:
             self.found(code)
+        elif self.launches - self._last_new > _LONGEST_REPETITION:
+            raise UndecidedError("the same kernels were met again and again")
 
 
 # Backward runs in threads of torch's own, so that this belongs to the process; one thread at a time collects.
