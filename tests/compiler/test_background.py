@@ -87,7 +87,7 @@ def test_nothing_starts_before_a_second_kernel_is_missing(pools: list[Background
     pool.take(kernels[0])
     pool.submit(kernels)
     assert pool._threads == 1
-    wait_until(lambda: not pool._waiting and not pool._running)
+    assert pool.settle(60.0)
     assert is_missing(kernels[0])
     assert not is_missing(kernels[1])
 
@@ -115,7 +115,7 @@ def test_a_process_that_ends_leaves_its_kernel_to_the_step(pools: list[Backgroun
     # The next kernel has a process again.
     more = numbered(2)[1]
     pool.submit([more])
-    wait_until(lambda: not pool._waiting and not pool._running)
+    assert pool.settle(60.0)
     assert not is_missing(more)
 
 

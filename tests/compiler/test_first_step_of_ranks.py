@@ -45,20 +45,26 @@ def step(number: int, folder: str, out: Any) -> None:
         distributed.destroy_process_group()
 
 
-@pytest.mark.slow
-def test_ranks_step_from_empty_caches(tmp_path: Path):
-    (tmp_path / "cache").mkdir(mode=0o700)
-    context = multiprocessing.get_context("spawn")
+def step_of_two(context: Any, folder: Path) -> list[Any]:
+    """Run two ranks to their end, none of whose steps waits long; return what they put out, by number."""
     out: Any = context.Queue()
-    ranks = [context.Process(target=step, args=(number, str(tmp_path), out)) for number in range(2)]
+    ranks = [context.Process(target=step, args=(number, str(folder), out)) for number in range(2)]
     for process in ranks:
         process.start()
     found = sorted(out.get(timeout=120) for _ in ranks)
     for process in ranks:
         process.join(60)
         assert process.exitcode == 0
-    assert [number for number, *_ in found] == [0, 1]
     assert all(seconds < 5 for _, both, _ in found for seconds in both)
+    return found
+
+
+@pytest.mark.slow
+def test_ranks_step_from_empty_caches(tmp_path: Path):
+    (tmp_path / "cache").mkdir(mode=0o700)
+    context = multiprocessing.get_context("spawn")
+    found = step_of_two(context, tmp_path)
+    assert [number for number, *_ in found] == [0, 1]
     assert found[0][2] == found[1][2], "gradients are averaged"
     assert not (tmp_path / "cache" / "locks").exists()
 
@@ -120,21 +126,13 @@ def test_ranks_step_beside_one_that_stalls_or_is_killed_in_its_first_step(tmp_pa
     (tmp_path / "cache").mkdir(mode=0o700)
     context = multiprocessing.get_context("spawn")
     # A process that ends may hold the lock of a queue that it writes to.
-    out: Any = context.Queue()
     own = context.Pipe(duplex=False)
     stalled = context.Process(target=stall, args=(str(tmp_path), own[1]))
     stalled.start()
     try:
         assert own[0].poll(120)
         os.kill(own[0].recv(), end)
-        ranks = [context.Process(target=step, args=(number, str(tmp_path), out)) for number in range(2)]
-        for process in ranks:
-            process.start()
-        found = sorted(out.get(timeout=120) for _ in ranks)
-        for process in ranks:
-            process.join(60)
-            assert process.exitcode == 0
-        assert all(seconds < 5 for _, both, _ in found for seconds in both)
+        step_of_two(context, tmp_path)
         assert not (tmp_path / "cache" / "locks").exists()
     finally:
         stalled.kill()

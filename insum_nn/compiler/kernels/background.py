@@ -95,7 +95,7 @@ class Background:
     def settle(self, seconds: float) -> bool:
         """Wait until nothing is compiled any more; `False`: that takes longer."""
         with self._changed:
-            # Where no process could be started, nobody compiles what waits.
+            # If no worker process could be started, queued kernels stay queued, and are not waited for.
             return self._changed.wait_for(lambda: not self._running and not (self._waiting and self._threads), seconds)
 
     def close(self) -> None:

@@ -274,7 +274,7 @@ class _Jointly(torch.autograd.Function):
 def _without_views(grads: list[Tensor | None]) -> list[Tensor | None]:
     """Detach gradients that are views: a view keeps its base, and torch adds to memory that nothing else refers to.
 
-    A sum in new memory would be a third tensor of its size, beside the two that it is of.
+    Otherwise torch allocates the sum of two gradients as a third tensor of the same size.
     """
     # A loop, for all at once: no function call for each gradient.
     for at, grad in enumerate(grads):

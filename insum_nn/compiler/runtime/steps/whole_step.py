@@ -13,7 +13,7 @@ import gc
 import logging
 import random
 import sys
-from collections.abc import Callable, Generator, Iterable, Iterator, Sequence
+from collections.abc import Callable, Generator, Iterable, Sequence
 from contextlib import contextmanager
 from types import FrameType
 from typing import Any, TypeVar
@@ -79,7 +79,7 @@ def _rehearse_step(code: KernelCode, recorded: bool) -> tuple[Iterable[KernelCod
     """
     if not is_plain_eager() or torch.cuda.is_current_stream_capturing() or any(map(len, _HOOKS_OF_ALL)):
         return (), False
-    called = next(_calls(), None)
+    called = _outermost_call()
     # The only call of a single layer is rehearsed by itself.
     if called is None or type(called[0]).__module__.startswith(_LAYERS):
         return (), False
@@ -99,8 +99,8 @@ def _rehearse_step(code: KernelCode, recorded: bool) -> tuple[Iterable[KernelCod
 cold.rehearse_step = _rehearse_step
 
 
-def _calls() -> Iterator[_Call]:
-    """The calls of modules that run now and may run twice, the outermost first."""
+def _outermost_call() -> _Call | None:
+    """The outermost call of a module that runs now and may run twice."""
     found: list[_Call] = []
     frame: FrameType | None = sys._getframe()
     while frame is not None:
@@ -113,7 +113,8 @@ def _calls() -> Iterator[_Call]:
         frame = frame.f_back
     for each in reversed(found):
         if _is_plain(each[0]) and is_plain_eager(*_tensors(each[2:])):
-            yield each
+            return each
+    return None
 
 
 def _is_leaf(tensor: Tensor) -> bool:
