@@ -11,6 +11,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 
+import torch
 from torch import Tensor, nn
 
 from benchmarks import networks
@@ -46,12 +47,19 @@ def _step(found: Network, model: nn.Module, batches: Sequence[Batch], setting: S
 
 
 def _inference(found: Network, model: nn.Module, batches: Sequence[Batch], setting: Setting) -> Work:
-    model.eval()
-    count = [0]
-
     def on(batch: Batch) -> Tensor:
         with networks.autocast(setting.device, found.dtype):
             return found.outputs(model, batch)
+
+    # A network that was never trained would not normalise, and its values would leave float16's range layer by layer.
+    norms = [module for module in model.modules() if isinstance(module, nn.modules.batchnorm._BatchNorm)]
+    for norm in norms:
+        norm.momentum = 1.0
+    if norms:
+        with torch.no_grad():
+            on(batches[0])
+    model.eval()
+    count = [0]
 
     def forward() -> Tensor:
         count[0] += 1
