@@ -46,7 +46,7 @@ SEEN := $(CURDIR)$(if $(PYTHONPATH),:$(PYTHONPATH))
 TEST_ENV := OMP_NUM_THREADS=1 MPLBACKEND=Agg PYTHONPATH=$(SEEN)
 RUN_ENV := MPLBACKEND=$${MPLBACKEND:-Agg} PYTHONPATH=$(SEEN)
 
-.PHONY: help venv system-libs demo test test-e3nn-oldest peers doctest lint format types examples check gpu-check sanitize bench bench-table docs docs-check constraints wheel wheel-check clean distclean
+.PHONY: help venv system-libs demo test test-e3nn-oldest peers doctest lint format types examples check gpu-check gpu-check-ranks sanitize bench bench-table docs docs-check constraints wheel wheel-check clean distclean
 
 help: ## list the targets
 	@grep -hE '^[a-z0-9-]+:.*##' $(firstword $(MAKEFILE_LIST)) | sed -E 's/^([a-z0-9-]+):.*## */\1\t/' | expand -t 18
@@ -148,6 +148,9 @@ check: lint types test ## lint, types and tests
 gpu-check: $(READY) ## run the tests that need a GPU; none run, or any skipped, is a failure
 	@# -v: a run that is interrupted has printed what failed.
 	INSUM_REQUIRE_GPU=1 MPLBACKEND=Agg PYTHONPATH=$(SEEN) $(PY) -m pytest -m gpu -v -rf $(if $(filter-out 1,$(GPU_JOBS)),-n $(GPU_JOBS) --dist worksteal)
+
+gpu-check-ranks: $(READY) ## run the tests of two processes that need two GPUs; none run, or any skipped, is a failure
+	INSUM_REQUIRE_GPU=1 MPLBACKEND=Agg PYTHONPATH=$(SEEN) $(PY) -m pytest -m two_gpus -v -rf
 
 sanitize: $(READY) ## run generated kernels of every kind under compute-sanitizer; needs a GPU and the CUDA toolkit
 	$(RUN_ENV) $(PY) -m tests.compiler.sweep memcheck racecheck

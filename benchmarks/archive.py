@@ -32,6 +32,7 @@ __all__ = [
     "Candidate",
     "candidates",
     "current_files",
+    "data_parallel",
     "device_slug",
     "first_steps",
     "new_file",
@@ -170,11 +171,20 @@ def current_files(results: Path = RESULTS) -> list[Path]:
 
 def first_steps(results: Path = RESULTS) -> list[dict[str, Any]]:
     """Return the first steps of all files: of each case, provider and process the newest."""
-    found: dict[tuple[str, ...], dict[str, Any]] = {}
-    files = results.glob("first-steps-*.json")
+    return _newest(results.glob("first-steps-*.json"), ("case", "provider", "mode", "process"))
+
+
+def data_parallel(results: Path = RESULTS) -> list[dict[str, Any]]:
+    """Return the steps of several processes of all files: of each network, provider and way the newest."""
+    return _newest(results.glob("data-parallel-*.json"), ("network", "provider", "way", "ranks"))
+
+
+def _newest(files: Iterable[Path], keys: Sequence[str]) -> list[dict[str, Any]]:
+    """Return the entries of JSON files, of those with equal keys the newest."""
+    found: dict[tuple[Any, ...], dict[str, Any]] = {}
     entries = [entry for file in files for entry in json.loads(file.read_text(encoding="utf-8"))]
     for entry in sorted(entries, key=lambda entry: entry["utc"]):
-        found[entry["case"], entry["provider"], entry["mode"], entry["process"]] = entry
+        found[tuple(entry[key] for key in keys)] = entry
     return list(found.values())
 
 

@@ -39,7 +39,7 @@ from benchmarks.networks import NETWORKS, Step
 from benchmarks.records import ROOT, Machine, this_machine
 from benchmarks.registry import Mode, Problem, Setting, Unavailable, Work, is_ours, load
 
-__all__ = ["LAYERS", "FirstStep", "OneStep", "main", "measure", "take"]
+__all__ = ["CACHES", "LAYERS", "FirstStep", "OneStep", "main", "measure", "take"]
 
 SCHEMA = 1
 STEPS = 3
@@ -64,7 +64,7 @@ _PACKAGES = {
     "e3nn": "e3nn.o3",
     "oeq": "openequivariance",
 }
-_FOLDERS = ("INSUM_NN_CACHE_DIR", "TRITON_CACHE_DIR", "TORCHINDUCTOR_CACHE_DIR", "CUDA_CACHE_PATH")
+CACHES = ("INSUM_NN_CACHE_DIR", "TRITON_CACHE_DIR", "TORCHINDUCTOR_CACHE_DIR", "CUDA_CACHE_PATH")
 _ANSWER = "answer: "
 # Seconds before its limit at which a process shows what it is doing.
 _BEFORE_LIMIT_S = 3.0
@@ -319,8 +319,8 @@ def measure(
 
 
 def _in_new_process(question: dict[str, Any], folder: Path, limit: float) -> dict[str, Any]:
-    environment = {**os.environ, **{name: str(folder / name.lower()) for name in _FOLDERS}}
-    for name in _FOLDERS:
+    environment = {**os.environ, **{name: str(folder / name.lower()) for name in CACHES}}
+    for name in CACHES:
         (folder / name.lower()).mkdir(mode=0o700, exist_ok=True)
     question |= {"spawned": time.time(), "limit": limit}
     worker = subprocess.Popen(

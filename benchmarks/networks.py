@@ -24,6 +24,7 @@ from benchmarks.unet import UNet
 __all__ = [
     "NETWORKS",
     "Batch",
+    "Losses",
     "Network",
     "Step",
     "autocast",
@@ -69,6 +70,20 @@ def network(name: str, setting: Setting) -> Network:
     if kind == "minkunet":
         return _minkunet(setting)
     return _nequip(setting, cells=2 if size == "32" else 6)
+
+
+class Losses(nn.Module):
+    """A model that returns the loss of a batch, so that a wrapper of modules sees all of a step's forward pass.
+
+    Forces are gradients inside the forward pass.
+    """
+
+    def __init__(self, model: nn.Module, loss: Callable[[nn.Module, Batch], Tensor]) -> None:
+        super().__init__()
+        self.model, self.loss = model, loss
+
+    def forward(self, *batch: Any) -> Tensor:
+        return self.loss(self.model, batch)
 
 
 class Step:

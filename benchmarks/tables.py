@@ -3,7 +3,8 @@
 A page holds `<!-- table: begin -->` and `<!-- table: end -->`, with a name (`<!-- table: NAME begin -->`) where it is
 not README's table; the text between them, a table or sentences with numbers, is replaced. `--check` writes nothing and
 returns 1 when a table or a plot is out of date; CI runs it. Numbers come from `benchmarks/results/current/`, targets
-from the whole history, and first steps from `benchmarks/results/first-steps-*.json`, of each case the newest.
+from the whole history, first steps from `benchmarks/results/first-steps-*.json` and steps on several GPUs from
+`data-parallel-*.json`, of each case the newest.
 """
 
 from __future__ import annotations
@@ -11,6 +12,7 @@ from __future__ import annotations
 import argparse
 import functools
 import re
+import statistics
 import sys
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
@@ -18,6 +20,8 @@ from pathlib import Path
 from typing import Literal, cast
 
 from benchmarks import archive, plot, report, sentences
+from benchmarks.data_parallel import DEFAULT as TRAINED
+from benchmarks.data_parallel import Throughput
 from benchmarks.first_step import FirstStep
 from benchmarks.records import ROOT, Record, read
 from benchmarks.registry import is_ours
@@ -187,6 +191,45 @@ def first_step_table() -> str:
     return f"{markdown(head, lines)}\n\n{where}"
 
 
+def data_parallel_table(entries: Sequence[Throughput]) -> str:
+    """Write a line for each network: a step in one process and in several, and what is gained."""
+    lines: list[list[str]] = []
+    for network, provider in dict.fromkeys([*((name, "insum_nn") for name in TRAINED), *map(_trained, entries)]):
+        chosen = [e for e in entries if _trained(e) == (network, provider) and e["seconds"] and e["batches_per_s"]]
+        most = max([e["ranks"] for e in chosen], default=0)
+        cells: list[str] = []
+        for way, ranks in (("plain", 1), ("ddp", 1), ("ddp", most)):
+            times = [e["seconds"] for e in chosen if (e["way"], e["ranks"]) == (way, ranks)]
+            cells.append(duration(statistics.median(times[0] or []) * 1e3) if times else "not measured")
+        speeds = {e["ranks"]: e["batches_per_s"] or 0.0 for e in chosen if e["way"] == "ddp"}
+        many = most > 1 and 1 in speeds
+        ratio = f"{speeds[most] / speeds[1]:.2f}x" if many else "not measured"
+        firsts = [e["first_step_s"] for e in chosen if e["first_step_s"] is not None]
+        first = f"{firsts[0]:.1f} s" if firsts else "not measured"
+        lines.append([f"`{network}`", baseline_name(provider), str(most) if many else "", *cells, ratio, first])
+    head = [
+        "network",
+        "layers",
+        "GPUs",
+        "step on one",
+        "one, with DDP",
+        "all, with DDP",
+        "batches/s, all : one",
+        "first step",
+    ]
+    table = markdown(head, lines)
+    where = dict.fromkeys(
+        f"{e['gpu']}, commit {(e['commit'] or 'unknown')[:7]}, {e['utc'][:10]}, torch {e['torch']}, NCCL {e['nccl']}"
+        for e in entries
+        if e["seconds"]
+    )
+    return f"{table}\n\nMeasured on {'; '.join(where)}." if where else table
+
+
+def _trained(entry: Throughput) -> tuple[str, str]:
+    return entry["network"], entry["provider"]
+
+
 @functools.cache
 def first_steps() -> Sequence[FirstStep]:
     """The first steps of all files, read once."""
@@ -314,6 +357,7 @@ def tables() -> dict[str, Callable[[], str]]:
         "": lambda: readme_table(rows),
         "networks": lambda: network_table(rows),
         "first-steps": first_step_table,
+        "data-parallel": lambda: data_parallel_table(cast("list[Throughput]", archive.data_parallel())),
         "first-step-kinds": lambda: sentences.first_steps_by_kind(first_steps()),
         "busy-sentence": lambda: sentences.busy(rows, "NVIDIA H200"),
         "selection-sentence": sentences.selection,

@@ -36,11 +36,17 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
             item.add_marker("gpu")
 
 
+def _gpus_of(item: pytest.Item) -> int:
+    return 2 if item.get_closest_marker("two_gpus") else 1 if item.get_closest_marker("gpu") else 0
+
+
 def pytest_runtest_setup(item: pytest.Item) -> None:
-    if item.get_closest_marker("gpu") is not None and not torch.cuda.is_available():
+    needed = _gpus_of(item)
+    if needed and (not torch.cuda.is_available() or torch.cuda.device_count() < needed):
         if _gpu_required():
-            pytest.fail("INSUM_REQUIRE_GPU=1, and torch sees no CUDA device", pytrace=False)
-        pytest.skip("needs a CUDA device")
+            few = "no CUDA device" if needed == 1 else f"{torch.cuda.device_count()} CUDA devices, not {needed}"
+            pytest.fail(f"INSUM_REQUIRE_GPU=1, and torch sees {few}", pytrace=False)
+        pytest.skip("needs a CUDA device" if needed == 1 else f"needs {needed} CUDA devices")
 
 
 @pytest.hookimpl(wrapper=True)
@@ -50,12 +56,7 @@ def pytest_runtest_makereport(
     """Under INSUM_REQUIRE_GPU=1 a skipped GPU test is a failure: such a run cannot pass by skipping everything."""
     report = yield
     # An expected failure is reported as skipped too, and is not one.
-    if (
-        report.skipped
-        and not hasattr(report, "wasxfail")
-        and _gpu_required()
-        and item.get_closest_marker("gpu") is not None
-    ):
+    if report.skipped and not hasattr(report, "wasxfail") and _gpu_required() and _gpus_of(item):
         reason = report.longrepr[2] if isinstance(report.longrepr, tuple) else str(report.longrepr)
         report.outcome = "failed"
         report.longrepr = f"skipped under INSUM_REQUIRE_GPU=1: {reason}"
@@ -86,3 +87,9 @@ def gpu() -> torch.device:
 def device(request: pytest.FixtureRequest) -> torch.device:
     """Each device in turn: the test runs on the CPU, and once more as a GPU test."""
     return torch.device(request.param)
+
+
+@pytest.fixture(params=["cpu", pytest.param("cuda", marks=pytest.mark.two_gpus)])
+def kind_of_ranks(request: pytest.FixtureRequest) -> str:
+    """Where two processes train: on the CPU, and once more on two GPUs."""
+    return request.param

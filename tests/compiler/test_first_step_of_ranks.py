@@ -12,58 +12,73 @@ from typing import Any
 import pytest
 import torch
 
+from insum_nn.compiler.kernels import background, launch
 from insum_nn.compiler.schedule import database, timing
+from tests.ranks import device_of, meeting
 
 KEY = {"kind": "schedule", "statement": "C[m] += A[m]"}
 
 
-def step(number: int, folder: str, out: Any) -> None:
-    """A rank that takes two training steps from empty caches, and neither measures nor takes a lock."""
+# Seconds within which a step of a small layer ends that waits for nobody; on a GPU it compiles kernels.
+LONGEST = {"cpu": 5.0, "cuda": 20.0}
+
+
+def begin_rank(kind: str, number: int, folder: str) -> torch.device:
+    """Let this process find its caches in a folder; return its device."""
     os.environ["INSUM_NN_CACHE_DIR"] = f"{folder}/cache"
-    torch.set_num_threads(1)
+    os.environ["TRITON_CACHE_DIR"] = f"{folder}/triton"
+    os.environ["LOCAL_WORLD_SIZE"] = "2"
+    return device_of(kind, number)
+
+
+def inputs(device: torch.device) -> tuple[Any, torch.Tensor, torch.Tensor]:
+    """A layer and its arguments, the same in every process."""
+    from insum_nn.layers import GCNConv
+
+    torch.manual_seed(0)
+    layer = GCNConv(8, 4).to(device)
+    return layer, torch.randn(20, 8).to(device), torch.randint(20, (2, 60)).to(device)
+
+
+def step(kind: str, number: int, folder: str, out: Any) -> None:
+    """A rank that takes two training steps from empty caches, and neither measures nor takes a lock."""
+    device = begin_rank(kind, number, folder)
 
     def refuse(*_: object) -> Any:
         raise AssertionError("a first step measures, or waits for who does")
 
     timing.device_time = timing.time_whole = database.turn = refuse
-    from insum_nn.layers import GCNConv
-
-    distributed: Any = torch.distributed
-    distributed.init_process_group("gloo", init_method=f"file://{folder}/meet", rank=number, world_size=2)
-    try:
-        torch.manual_seed(0)
-        model = torch.nn.parallel.DistributedDataParallel(GCNConv(8, 4))
-        x, edges = torch.randn(20, 8), torch.randint(20, (2, 60))
+    with meeting(device, number, folder):
+        layer, x, edges = inputs(device)
+        model = torch.nn.parallel.DistributedDataParallel(layer)
         seconds: list[float] = []
         for _ in range(2):
             begin = time.perf_counter()
             model(x + number, edges).square().sum().backward()
             seconds.append(time.perf_counter() - begin)
-        out.put((number, seconds, model.module.lin.weight.grad.tolist()))
+        out.put((number, seconds, layer.lin.weight.grad.tolist()))
         del model
-    finally:
-        distributed.destroy_process_group()
 
 
-def step_of_two(context: Any, folder: Path) -> list[Any]:
+def step_of_two(context: Any, folder: Path, kind: str) -> list[Any]:
     """Run two ranks to their end, none of whose steps waits long; return what they put out, by number."""
     out: Any = context.Queue()
-    ranks = [context.Process(target=step, args=(number, str(folder), out)) for number in range(2)]
+    ranks = [context.Process(target=step, args=(kind, number, str(folder), out)) for number in range(2)]
     for process in ranks:
         process.start()
     found = sorted(out.get(timeout=120) for _ in ranks)
     for process in ranks:
         process.join(60)
         assert process.exitcode == 0
-    assert all(seconds < 5 for _, both, _ in found for seconds in both)
+    assert all(seconds < LONGEST[kind] for _, both, _ in found for seconds in both)
     return found
 
 
 @pytest.mark.slow
-def test_ranks_step_from_empty_caches(tmp_path: Path):
+def test_ranks_step_from_empty_caches(tmp_path: Path, kind_of_ranks: str):
     (tmp_path / "cache").mkdir(mode=0o700)
     context = multiprocessing.get_context("spawn")
-    found = step_of_two(context, tmp_path)
+    found = step_of_two(context, tmp_path, kind_of_ranks)
     assert [number for number, *_ in found] == [0, 1]
     assert found[0][2] == found[1][2], "gradients are averaged"
     assert not (tmp_path / "cache" / "locks").exists()
@@ -104,36 +119,56 @@ def test_a_stalled_process_is_not_waited_for_and_a_killed_one_leaves_no_lock(
         assert mine
 
 
-def stall(folder: str, out: Any) -> None:
+def stall(kind: str, folder: str, out: Any) -> None:
     """A rank that stops for ever in the middle of its first step, after it has planned and kept what it planned."""
-    os.environ["INSUM_NN_CACHE_DIR"] = f"{folder}/cache"
-    torch.set_num_threads(1)
-    from insum_nn.layers import GCNConv
-
-    model = torch.nn.Sequential(GCNConv(8, 4))
+    device = begin_rank(kind, 0, folder)
+    layer, x, edges = inputs(device)
+    model = torch.nn.Sequential(layer)
 
     def wait(*_: object) -> None:
         out.send(os.getpid())
         time.sleep(300)
 
-    model[0].register_forward_hook(wait)
-    model[0](torch.randn(20, 8), torch.randint(20, (2, 60)))
+    layer.register_forward_hook(wait)
+    model[0](x, edges)
+
+
+def stall_as_it_compiles(kind: str, folder: str, out: Any) -> None:
+    """A rank that stops for ever where it would compile its first kernel."""
+    device = begin_rank(kind, 0, folder)
+
+    def wait(*_: object) -> None:
+        out.send(os.getpid())
+        time.sleep(300)
+
+    launch.compile_code = background.take = wait
+    layer, x, edges = inputs(device)
+    layer(x, edges)
+
+
+# Nothing is compiled on a CPU. What the second compiles, the first would find.
+STALLS = {"cpu": [stall], "cuda": [stall_as_it_compiles, stall]}
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("end", [signal.SIGSTOP, signal.SIGKILL])
-def test_ranks_step_beside_one_that_stalls_or_is_killed_in_its_first_step(tmp_path: Path, end: signal.Signals):
+def test_ranks_step_beside_those_that_stall_or_are_killed_in_their_first_step(
+    tmp_path: Path, kind_of_ranks: str, end: signal.Signals
+):
     (tmp_path / "cache").mkdir(mode=0o700)
     context = multiprocessing.get_context("spawn")
-    # A process that ends may hold the lock of a queue that it writes to.
-    own = context.Pipe(duplex=False)
-    stalled = context.Process(target=stall, args=(str(tmp_path), own[1]))
-    stalled.start()
+    stalled: list[Any] = []
     try:
-        assert own[0].poll(120)
-        os.kill(own[0].recv(), end)
-        step_of_two(context, tmp_path)
+        for stop in STALLS[kind_of_ranks]:
+            # A process that ends may hold the lock of a queue that it writes to.
+            own = context.Pipe(duplex=False)
+            stalled.append(context.Process(target=stop, args=(kind_of_ranks, str(tmp_path), own[1])))
+            stalled[-1].start()
+            assert own[0].poll(60)
+            os.kill(own[0].recv(), end)
+        step_of_two(context, tmp_path, kind_of_ranks)
         assert not (tmp_path / "cache" / "locks").exists()
     finally:
-        stalled.kill()
-        stalled.join(60)
+        for process in stalled:
+            process.kill()
+            process.join(60)

@@ -283,10 +283,10 @@ def test_compiled_steps_with_forces(device: torch.device):
 
 
 @pytest.mark.slow
-def test_two_processes(tmp_path: Path):
-    torch.multiprocessing.spawn(train_as_a_rank, (str(tmp_path),), nprocs=2)
+def test_two_processes(tmp_path: Path, kind_of_ranks: str):
+    torch.multiprocessing.spawn(train_as_a_rank, (str(tmp_path), kind_of_ranks), nprocs=2)
     for name in IN_PROCESSES:
-        found = pair(name, torch.device("cpu"))
+        found = pair(name, torch.device(kind_of_ranks))
         update, wanted = sgd(found.reference.parameters(), found.rate), list[list[float]]()
         for _ in range(5):
             update.zero_grad()

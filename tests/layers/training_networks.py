@@ -10,8 +10,10 @@ import torch
 from torch import Tensor, nn
 
 from benchmarks import networks
+from benchmarks.networks import Losses
 from benchmarks.registry import Setting
 from insum_nn.layers import BlockSparseLinear
+from tests.ranks import device_of, meeting
 
 __all__ = ["IN_PROCESSES", "NETWORKS", "RATES", "Losses", "Pair", "pair", "sgd", "steps", "train_as_a_rank"]
 
@@ -21,20 +23,6 @@ RATES = {"gcn": 2.0, "unet": 0.05, "nequip": 1.0, "mlp": 0.1, "energies": 1.0}
 NETWORKS = ("gcn", "unet", "nequip", "mlp")
 # "energies" is the potential without forces in its loss.
 IN_PROCESSES = (*NETWORKS, "energies")
-
-
-class Losses(nn.Module):
-    """A model that returns the loss of a batch, so that a wrapper of modules sees all of a step's forward pass.
-
-    Forces are gradients inside the forward pass.
-    """
-
-    def __init__(self, model: nn.Module, loss: Callable[[nn.Module, Batch], Tensor]) -> None:
-        super().__init__()
-        self.model, self.loss = model, loss
-
-    def forward(self, *batch: Any) -> Tensor:
-        return self.loss(self.model, batch)
 
 
 class _Masked(nn.Module):
@@ -141,20 +129,19 @@ def steps(
     return losses
 
 
-def train_as_a_rank(rank: int, folder: str) -> None:
+def train_as_a_rank(rank: int, folder: str, kind: str) -> None:
     """Train every network on this process's share of the batches, and write the losses to files.
 
     Args:
         rank: of this process, one of two; each takes its own batch at each step.
         folder: where the processes meet and write.
+        kind: of device.
     """
-    import torch.distributed as dist
     from torch.distributed.device_mesh import init_device_mesh
     from torch.distributed.fsdp import fully_shard
     from torch.nn.parallel import DistributedDataParallel
 
-    torch.set_num_threads(1)
-    dist.init_process_group("gloo", init_method=f"file://{folder}/meet", rank=rank, world_size=2)
+    device = device_of(kind, rank)
     # Parts of their own: only where a part returns tensors, and where forces are no gradients inside of the forward
     # pass, after which torch frees a part's weights.
     parts = {
@@ -162,17 +149,15 @@ def train_as_a_rank(rank: int, folder: str) -> None:
         "mlp": ["0", "2"],
         "energies": ["radial_basis", "radial", "layers.0", "layers.1"],
     }
-    try:
+    with meeting(device, rank, folder):
+        mesh = init_device_mesh(kind, (2,))
         for name in IN_PROCESSES:
-            found = pair(name, torch.device("cpu"))
+            found = pair(name, device)
             model: Any = DistributedDataParallel(copy.deepcopy(found.ours))
             torch.save(steps(model, [found.batches[rank]], found.rate), f"{folder}/ddp-{name}-{rank}.pt")
-            mesh = init_device_mesh("cpu", (2,))
             for part in parts.get(name, []):
                 fully_shard(found.ours.model.get_submodule(part), mesh=mesh)
             model = fully_shard(found.ours, mesh=mesh)
             torch.save(steps(model, [found.batches[rank]], found.rate), f"{folder}/fsdp2-{name}-{rank}.pt")
             # Wrappers go before the group: what waits for the group's threads must not hold the interpreter's lock.
             del model, found
-    finally:
-        dist.destroy_process_group()
