@@ -3,10 +3,11 @@
     python -m benchmarks.data_parallel [NETWORK ...] --out FILE
 
 The processes of a network start from empty caches and first check gradients: those of `DistributedDataParallel` must be
-the same in all processes, and the mean of what the processes compute without it. Then three ways of training take turns
-in the same processes: "plain" and "ddp" in one process while the others wait, and "ddp" in all. A round takes the same
-batches whichever way: with two processes each takes half of them, so every process has a batch of the same number of
-samples at each step, and other data than the others. Each record of the file has the keys of `Throughput`.
+the same in all processes, and the mean of what the processes compute without it. Then four ways of training take turns
+in the same processes: "plain", which exchanges nothing, and "ddp", each in one process while the others wait, and in
+all. A round takes the same batches whichever way: with two processes each takes half of them. So every process has a
+batch of the same number of samples at each step, and other data than the others. Each record of the file has the keys
+of `Throughput`.
 
 On a CPU the processes talk by Gloo, on GPUs by NCCL.
 """
@@ -180,9 +181,11 @@ def _train(asked: Asked, rank: int, device: torch.device, control: Any, alone: A
     torch.distributed.all_gather_object(firsts, time.perf_counter() - begin, group=control)
     between, from_mean = _check(averaged, _gradients(found, model(), shared[0], device), ranks)
     del averaged
+    unwrapped = model()
     ways = [
-        Way("plain", 1, Step(found, model(), batches, device) if rank == 0 else None),
+        Way("plain", 1, Step(found, unwrapped, batches, device) if rank == 0 else None),
         Way("ddp", 1, Step(found, wrapped(alone), batches, device) if rank == 0 else None),
+        Way("plain", ranks, Step(found, unwrapped, shared, device)),
         Way("ddp", ranks, Step(found, together, shared, device)),
     ]
     once = len(found.batches)
