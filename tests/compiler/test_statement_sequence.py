@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import time
+from dataclasses import replace
 from functools import lru_cache
 
 import pytest
@@ -134,6 +135,87 @@ def test_gradients_that_add_up(monkeypatch: pytest.MonkeyPatch):
     x, w = (torch.randn(shape, dtype=torch.float64, requires_grad=True) for shape in ((4, 3), (3, 3, 2)))
     program = insum_nn.compile(statement, out_shape=(4, None))
     torch.autograd.gradcheck(lambda x, w: program(tensors={**index, "X": x, "W": w}), (x, w))
+
+
+# What several statements of a call begin with.
+
+
+def statements_run(monkeypatch: pytest.MonkeyPatch) -> list[str]:
+    """The statements of sequences, as they run."""
+    ran: list[str] = []
+    of = statement_sequence.Stage.of
+
+    def counted(part: statement_sequence.Part, *about: object) -> statement_sequence.Stage:
+        stage = of(part, *about)  # type: ignore[arg-type]
+
+        def ready(pool: list[Tensor], initial: Tensor | None) -> Tensor:
+            ran.append(str(part.bound.statement))
+            return stage.ready(pool, initial)
+
+        return replace(stage, ready=ready)
+
+    monkeypatch.setattr(statement_sequence.Stage, "of", staticmethod(counted))
+    insum_nn.clear_cache()
+    return ran
+
+
+def many_blocks() -> dict[str, Tensor]:
+    position = torch.randperm(64 * 64)[: 64 * 32].sort().values
+    return {"Row": position // 64, "Col": position % 64, "W": torch.randn(2048, 16, 16), "X": torch.randn(256, 64, 16)}
+
+
+@pytest.mark.parametrize("activation", [None, "relu"])
+def test_a_dense_matrix_of_blocks_is_made_once_for_a_product_and_its_gradients(
+    activation: str | None, monkeypatch: pytest.MonkeyPatch
+):
+    ran = statements_run(monkeypatch)
+    tensors = many_blocks()
+    product = insum_nn.compile(BLOCK_STATEMENTS["forward"], out_shape=(None, 64, None))
+    program = insum_nn.compile(BLOCK_STATEMENTS["forward"], out_shape=(None, 64, None), activation=activation)
+    exact, seed = doubled(tensors), torch.randn(256, 64, 16)
+    for each in (tensors, exact):
+        for name in "WX":
+            each[name].requires_grad_()
+    for _ in range(2):
+        ran.clear()
+        result = program(tensors=tensors)
+        torch.autograd.grad(result, [tensors["W"], tensors["X"]], seed, retain_graph=True)
+        got = torch.autograd.grad(result, [tensors["W"], tensors["X"]], seed)
+        assert ran.count(DENSE_FIRST) == 1
+        sent = seed if activation is None else seed * (result > 0)
+        want = torch.autograd.grad(product(tensors=exact), [exact["W"], exact["X"]], sent.double())
+        for one, other in zip(got, want, strict=True):
+            assert_matches(one, other, dtype=torch.float32, kind="gradient")
+    ran.clear()
+    program(tensors={**tensors, "X": tensors["X"].detach()}).sum().backward()
+    assert ran.count(DENSE_FIRST) == 1
+
+
+def test_a_weight_that_was_written_to_is_not_read_as_it_was():
+    tensors = many_blocks()
+    for name in "WX":
+        tensors[name].requires_grad_()
+    result = insum_nn.insum(BLOCK_STATEMENTS["forward"], out_shape=(None, 64, None), **tensors)
+    with torch.no_grad():
+        tensors["W"] += 1
+    with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+        result.sum().backward()
+
+
+def test_gradients_share_what_they_begin_with(monkeypatch: pytest.MonkeyPatch):
+    """The gradients of features and of weights both read what edges send back to their sources."""
+    ran = statements_run(monkeypatch)
+    tensors = {name: torch.randint(9_000, (90_000,)) for name in "DS"}
+    tensors |= {"Val": torch.rand(90_000), "X": torch.randn(9_000, 32), "W": torch.randn(32, 16)}
+    tensors["X"].requires_grad_()
+    tensors["W"].requires_grad_()
+    result = insum_nn.compile(CHAIN, out_shape=(9_000, None))(tensors=tensors)
+    seed = torch.randn_like(result)
+    got = torch.autograd.grad(result, [tensors["X"], tensors["W"]], seed)
+    assert ran.count("T[S[e],o] += dY[D[e],o] * Val[e]") == 1, ran
+    back = torch.zeros(9_000, 16).index_add(0, tensors["S"], tensors["Val"][:, None] * seed[tensors["D"]])
+    assert_matches(got[0], back.double() @ tensors["W"].double().T, dtype=torch.float32, kind="gradient")
+    assert_matches(got[1], tensors["X"].double().T @ back.double(), dtype=torch.float32, kind="gradient")
 
 
 # What is not finite and not read.

@@ -8,7 +8,7 @@ code of their own.
 from __future__ import annotations
 
 import importlib
-from collections.abc import Sequence
+from collections.abc import Hashable, Sequence
 from functools import cache
 from typing import Any
 
@@ -22,6 +22,7 @@ from insum_nn.compiler.lang.epilogue import ACTIVATIONS
 from insum_nn.compiler.lang.syntax import Access, Index, Statement
 from insum_nn.compiler.runtime.backward import Call, Shapes, Step, gradients, read_again
 from insum_nn.compiler.runtime.batched_gradients import for_each_tangent, for_each_vector
+from insum_nn.compiler.runtime.composite.intermediates import intermediates
 from insum_nn.compiler.runtime.dispatch import CheckedCall, Key, Spec, run_spec, value_dtype
 from insum_nn.compiler.runtime.extremum_gradient import shares, shares_of
 from insum_nn.compiler.runtime.modes import is_plain_eager, is_traced, is_transformed
@@ -133,24 +134,31 @@ class _Function(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx: Any, call: Call, initial: Tensor | None, *tensors: Tensor) -> Tensor:
+        made: dict[Hashable, Tensor] = {}
         if not call.plain and inlines(call.spec, (*tensors, initial)):
             result = inline(call.spec, tensors, initial, Extents(call.indices, call.output))
         else:
             cold.call = _Function, ctx, call, initial, *tensors
+            outer, intermediates.collected = intermediates.collected, made
             try:
                 result = call.run(tensors, initial)
             finally:
                 cold.call = None
+                intermediates.collected = outer
         ctx.call = call
         spec = call.spec
         if spec.statement.combining.adds:
-            kept = read_again(spec, ctx.needs_input_grad[2:])
+            needs = ctx.needs_input_grad[2:]
+            kept = read_again(spec, needs)
             ctx.shapes = None if kept is None else [tensor.shape for tensor in tensors]
             ctx.dtype = value_dtype(spec, tensors, initial) if spec.epilogue else None
+            common = made and ctx.dtype in (None, result.dtype)
+            ctx.common = call.common(tensors, needs, result, made.keys()) if common else None
             saved = tensors if kept is None else [t if need else None for t, need in zip(tensors, kept, strict=True)]
-            ctx.save_for_backward(None, result if spec.epilogue.activation else None, *saved)
+            again = () if ctx.common is None else [made[key] for key in ctx.common.saved]
+            ctx.save_for_backward(None, result if spec.epilogue.activation else None, *saved, *again)
         else:
-            ctx.shapes = None
+            ctx.shapes = ctx.common = None
             ctx.save_for_backward(initial, result, *tensors)
         if cold.due:
             rehearse_gradients(_Function, ctx, result)
@@ -163,10 +171,19 @@ class _Function(torch.autograd.Function):
         grad = grads[0]
         if ctx.call.spec.epilogue:
             grad = _before_epilogue(ctx.call.spec, grad, result).to(ctx.dtype)
-        shapes, needs = ctx.shapes, ctx.needs_input_grad[2:]
+        shapes, needs, common = ctx.shapes, ctx.needs_input_grad[2:], ctx.common
         alone = not torch.is_grad_enabled() and is_plain_eager(grad) and not torch._C._is_any_autocast_enabled()
+        shared: dict[Hashable, Tensor | None] | None = None
+        if common is not None:
+            shared = dict.fromkeys(common.repeated)
+            shared.update(zip(common.saved, tensors[len(needs) :], strict=True))
+            tensors = tensors[: len(needs)]
         if alone and ctx.call.spec.statement.combining.adds:
-            found, of_initial = gradients(ctx.call, tensors, shapes, needs, grad, None, Step.alone), grad
+            outer, intermediates.shared = intermediates.shared, shared
+            try:
+                found, of_initial = gradients(ctx.call, tensors, shapes, needs, grad, None, Step.alone), grad
+            finally:
+                intermediates.shared = outer
         else:
             found, of_initial = _gradients(ctx.call, tensors, shapes, initial, result, needs, grad)
         return (None, of_initial if ctx.needs_input_grad[1] else None, *found)
@@ -194,7 +211,7 @@ class _Transformed(torch.autograd.Function):
     def setup_context(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
         call, initial, *tensors = inputs
         ctx.call = call
-        ctx.shapes = None
+        ctx.shapes = ctx.common = None
         ctx.dtype = value_dtype(call.spec, tensors, initial)
         keep = None if call.spec.statement.combining.adds else output
         ctx.save_for_backward(initial, keep, *tensors)

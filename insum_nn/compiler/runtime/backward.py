@@ -6,7 +6,7 @@ programs of one kind of call are, which tensors they read and in which shapes, i
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Hashable, Sequence, Set
 from dataclasses import dataclass, field
 from functools import lru_cache
 
@@ -15,10 +15,15 @@ from torch import Tensor
 
 from insum_nn.compiler.lang.bind import Extents
 from insum_nn.compiler.lang.derivative import Derivative, derivatives
-from insum_nn.compiler.runtime.dispatch import CheckedCall, Key, Spec, run_spec, run_unsized
+from insum_nn.compiler.runtime.composite.intermediates import Common
+from insum_nn.compiler.runtime.dispatch import CheckedCall, Key, Spec, intermediates_of, run_spec, run_unsized
+from insum_nn.compiler.runtime.execution import generation
+from insum_nn.tensor_cache import insert
 
 __all__ = ["Call", "Shapes", "Step", "gradients", "read_again"]
 
+# Kinds of calls of a program whose common intermediate tensors are remembered.
+_COMMON_LIMIT = 64
 # Of all tensors of a call, where some of them were not kept.
 Shapes = Sequence[torch.Size] | None
 
@@ -86,6 +91,24 @@ class Call:
                 for spec, tensors, indices in _steps_of(self.spec, position)
             ]
         )
+
+    def common(self, tensors: Sequence[Tensor], needs: tuple[bool, ...], result: Tensor, made: Set[Hashable]) -> Common:
+        """Return the intermediate tensors that its statements have in common.
+
+        Args:
+            tensors: its tensors.
+            needs: which of them need a gradient.
+            result: the output, without what follows the sum.
+            made: what the forward pass makes.
+        """
+        key = (needs, self.indices, *[tensor.shape for tensor in (*tensors, result)], generation())
+        found = self.spec.common.get(key)
+        if found is None:
+            pool = (*tensors, result, None)
+            steps = [s for at, need in enumerate(needs) if need for s in self.steps(at, tensors, None)]
+            found = Common.of(made, [intermediates_of(s.spec, s.read(pool), s.extents) for s in steps])
+            insert(self.spec.common, key, found, _COMMON_LIMIT)
+        return found
 
 
 @dataclass(slots=True)

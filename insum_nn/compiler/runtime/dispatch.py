@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import json
 import weakref
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Hashable, Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from functools import cached_property, lru_cache
 from typing import Any
@@ -25,6 +25,7 @@ from insum_nn.compiler.lang.shapes import Agreement, agreement_of, check_extents
 from insum_nn.compiler.lang.syntax import Statement
 from insum_nn.compiler.options import Options
 from insum_nn.compiler.runtime.arguments import check_static
+from insum_nn.compiler.runtime.composite.intermediates import Common
 from insum_nn.compiler.runtime.composite.pair_program import PairProgram, find_pairs
 from insum_nn.compiler.runtime.composite.path_program import PathProgram, find_paths
 from insum_nn.compiler.runtime.composite.statement_sequence import Sequences, StatementSequence
@@ -43,6 +44,7 @@ __all__ = [
     "broadcast",
     "call_key",
     "index_versions",
+    "intermediates_of",
     "kinds_of",
     "parse_cached",
     "prepare",
@@ -85,6 +87,7 @@ class Spec:
     programs: dict[Key, _Programs] = field(default_factory=dict, init=False, repr=False, compare=False)
     calls: dict[CallKind, Run] = field(default_factory=dict, init=False, repr=False, compare=False)
     kinds: set[Key] = field(default_factory=set[Key], init=False, repr=False, compare=False)
+    common: dict[Key, Common] = field(default_factory=dict, init=False, repr=False, compare=False)
     _hash: int = field(default=0, init=False, repr=False, compare=False)
 
     def __post_init__(self) -> None:
@@ -216,23 +219,7 @@ def prepare(
     spec: Spec, tensors: Sequence[Tensor], initial: Tensor | None, extents: Extents
 ) -> tuple[Bound, Executable | PairProgram | PathProgram | StatementSequence]:
     """Check a call and find its program, or those of the statements that it is cut into."""
-    statement = spec.statement
-    layout = spec.layout
-    named = dict(zip(layout.tensors, tensors, strict=True))
-    check_extents(statement, tensors, extents, drop_outside=spec.drop_outside)
-    checked = check_index_values(
-        statement,
-        tensors,
-        extents,
-        spec.declared_facts,
-        drop_outside=spec.drop_outside,
-        validate=spec.options.validate,
-        origin=spec.origin,
-    )
-    facts = {n: _EMPTY if named[n].numel() == 0 else found for n, found in checked.items()}
-    if spec.static:
-        check_static(statement.text, spec.static, named, validate=spec.options.validate)
-    programs = _programs(spec, named, initial, facts)
+    programs = _checked_programs(spec, tensors, initial, extents)
     bound = programs.bound
     if spec.static:
         # Static tables are unrolled into one kernel, which shares what its terms have in common by itself.
@@ -241,6 +228,29 @@ def prepare(
     else:
         other = programs.sequences.of(tensors, extents)
     return bound, other or programs.executables.of(tensors, extents)
+
+
+def intermediates_of(spec: Spec, tensors: Sequence[Tensor], extents: Extents) -> tuple[Hashable, ...]:
+    """Return what a call on such tensors makes of its own tensors before its last statement, if it runs as several."""
+    if spec.static or 0 in (*extents.indices, *extents.output):
+        return ()
+    sequence = _checked_programs(spec, tensors, None, extents).sequences.of(tensors, extents)
+    return () if sequence is None else tuple(key for key in sequence.made if key is not None)
+
+
+def _checked_programs(spec: Spec, tensors: Sequence[Tensor], initial: Tensor | None, extents: Extents) -> _Programs:
+    """Check a call, and find what may run it."""
+    statement = spec.statement
+    named = dict(zip(spec.layout.tensors, tensors, strict=True))
+    drops, validate = spec.drop_outside, spec.options.validate
+    check_extents(statement, tensors, extents, drop_outside=drops)
+    checked = check_index_values(
+        statement, tensors, extents, spec.declared_facts, drop_outside=drops, validate=validate, origin=spec.origin
+    )
+    facts = {n: _EMPTY if named[n].numel() == 0 else found for n, found in checked.items()}
+    if spec.static:
+        check_static(statement.text, spec.static, named, validate=validate)
+    return _programs(spec, named, initial, facts)
 
 
 @dataclass(frozen=True, slots=True)

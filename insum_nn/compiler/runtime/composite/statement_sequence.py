@@ -10,7 +10,7 @@ within a factor of 1.4, on every device and for derivative statements too; nothi
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
 
@@ -24,6 +24,7 @@ from insum_nn.compiler.lang.syntax import Statement
 from insum_nn.compiler.options import Options
 from insum_nn.compiler.passes.cut_products import Axis, Cut, cuts_of
 from insum_nn.compiler.runtime.backends import choose_backend
+from insum_nn.compiler.runtime.composite.intermediates import intermediates
 from insum_nn.compiler.runtime.composite.read_cells import SizedClear, UnreadCells
 from insum_nn.compiler.runtime.execution import Executable, executable, generation
 from insum_nn.compiler.schedule.product_cost import Cost, Sizes, cost_of, machine_of, multiplies_blocks
@@ -350,14 +351,37 @@ class StatementSequence:
     def prepare(self, tensors: Sequence[Tensor], extents: Extents, initial: Tensor | None) -> Run:
         """Return what runs the statement on tensors of these shapes."""
         stages = [stage.ready for stage in self.stages(tensors, initial)]
+        last, firsts = stages.pop(), tuple(zip(stages, self.made, strict=False))
 
         def run(tensors: Sequence[Tensor], initial: Tensor | None) -> Tensor:
             pool = list(tensors)
-            for stage in stages[:-1]:
+            collected, shared = intermediates.collected, intermediates.shared
+            for stage, key in firsts:
+                found = None if shared is None or key is None else shared.get(key)
+                if found is not None:
+                    pool.append(found)
+                    continue
                 stage(pool, None)
-            return stages[-1](pool, initial)
+                if key is not None and collected is not None:
+                    collected[key] = pool[-1]
+                elif shared is not None and key in shared:
+                    shared[key] = pool[-1]
+            return last(pool, initial)
 
         return run
+
+    @cached_property
+    def made(self) -> tuple[Hashable | None, ...]:
+        """What each part computes, equal for equal tensors; `None` where it reads more than tensors of the call."""
+        own, found = set(self.bound.layout.tensors), list[Hashable | None]()
+        for part in self.parts[:-1]:
+            written, factors = part.bound.statement.output.subscripts, part.bound.statement.factors
+            alone = not part.clears and not part.unwritten and own.issuperset(part.bound.layout.tensors)
+            # A write to an entry of an index tensor is never outside.
+            drops = part.bound.drop_outside and any(s.plain is None and s.indirect is None for s in written)
+            about = tuple(map(str, written)), tuple(sorted(map(str, factors))), part.sizes.output, drops
+            found.append(about if alone else None)
+        return tuple(found)
 
     def stages(self, tensors: Sequence[Tensor], initial: Tensor | None) -> Iterator[Stage]:
         """The parts with their programs, prepared for tensors of the right shapes."""
