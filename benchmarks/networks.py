@@ -24,6 +24,7 @@ from benchmarks.unet import UNet
 __all__ = [
     "NETWORKS",
     "Batch",
+    "Batches",
     "Losses",
     "Network",
     "Step",
@@ -124,7 +125,7 @@ def train(found: Network, provider: str, device: torch.device) -> Step:
     return Step(found, found.models[provider](), found.batches, device)
 
 
-class _Batches(Sequence[Batch]):
+class Batches(Sequence[Batch]):
     """Batches that are made when they are first asked for: who takes two steps does not wait for eight."""
 
     def __init__(self, make: Callable[[int], Batch], count: int) -> None:
@@ -224,7 +225,7 @@ def _gcn(setting: Setting, size: str) -> Network:
             "pyg/cuda_graphs": compiled(pyg, "reduce-overhead"),
         },
         reference=lambda: pyg().double(),
-        batches=_Batches(graph, 1 if size != "sampled" else 2 if setting.tiny else 64),
+        batches=Batches(graph, 1 if size != "sampled" else 2 if setting.tiny else 64),
         loss=lambda model, batch: nn.functional.cross_entropy(outputs(model, batch), batch[2]),
         outputs=outputs,
     )
@@ -279,7 +280,7 @@ def _spunet(setting: Setting, *, half: bool) -> Network:
             "spconv_triton": model(lambda: peers.spconv("spconv_triton", setting.device)),
         },
         reference=reference,
-        batches=_Batches(lambda number: _scene(setting, number, channels, classes), 2 if setting.tiny else 8),
+        batches=Batches(lambda number: _scene(setting, number, channels, classes), 2 if setting.tiny else 8),
         loss=lambda built, batch: nn.functional.cross_entropy(
             outputs(built, batch).to(torch.promote_types(batch[0].dtype, torch.float32)), batch[4]
         ),
@@ -305,7 +306,7 @@ def _minkunet(setting: Setting) -> Network:
     return Network(
         models={"insum_nn": ours},
         reference=lambda: ours(torch.float64),
-        batches=_Batches(lambda number: _scene(setting, number, channels, classes), 2 if setting.tiny else 8),
+        batches=Batches(lambda number: _scene(setting, number, channels, classes), 2 if setting.tiny else 8),
         loss=lambda built, batch: nn.functional.cross_entropy(
             outputs(built, batch).to(torch.promote_types(batch[0].dtype, torch.float32)), batch[4]
         ),
@@ -448,7 +449,7 @@ def _nequip(setting: Setting, *, cells: int) -> Network:
     return Network(
         models={"insum_nn": ours, "e3nn": e3nn, "oeq": openequivariance},
         reference=lambda: e3nn(torch.float64),
-        batches=_Batches(lambda number: _crystal(setting, number, cells, cutoff), 2 if setting.tiny else 8),
+        batches=Batches(lambda number: _crystal(setting, number, cells, cutoff), 2 if setting.tiny else 8),
         loss=loss,
         outputs=lambda model, batch: both(model, batch)[1],
     )

@@ -150,6 +150,8 @@ def test_every_locked_baseline_has_a_provider():
         "cuequivariance-ops-torch-cu13": "cuequivariance_torch",
         "cuequivariance-torch": "cuequivariance_torch",
         "e3nn": "e3nn",
+        "mace-torch": "mace.modules",
+        "nequip": "nequip.model",
         "openequivariance": "openequivariance",
         "spconv-cu124": "spconv",
         "spconv-triton": "spconv_triton",
@@ -158,6 +160,6 @@ def test_every_locked_baseline_has_a_provider():
     }
     assert locked == set(libraries)
     folder = ROOT / "benchmarks"
-    sources = [folder / "peers.py", folder / "cases" / "gcn.py", folder / "cases" / "subm_conv.py"]
+    sources = [folder / name for name in ("peers.py", "peer_models.py", "cases/gcn.py", "cases/subm_conv.py")]
     imported = "".join(path.read_text(encoding="utf-8") for path in sources)
     assert [name for name in libraries.values() if name not in imported] == []

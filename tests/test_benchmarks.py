@@ -694,6 +694,8 @@ def test_tiny_cases_agree_with_the_oracle(case: Case):
     assert set(problem.tolerances) <= set(problem.providers)
     machine = records.this_machine(CPU)
     found = [r for r in run.run_case(case, setting, problem.modes, machine, run_tests=False, warmup_ms=0, rep_ms=0)]
+    if case.family == "peer_models" and found[0]["gate"].startswith("unavailable"):
+        pytest.skip(f"{case.name}: {found[0]['gate']}")
     assert len(found) == len(problem.modes) * len(problem.providers)
     assert [r["gate"] for r in found if not r["gate"].startswith(("passed", "unavailable"))] == []
     ours = [r for r in found if registry.is_ours(r["provider"])]

@@ -105,10 +105,11 @@ def swap(
     """Replace every supported layer of a model in place, weights kept.
 
     Supported are `torch_geometric`'s `GCNConv`, e3nn's tensor products with what stands around them (`Linear`, `Gate`,
-    `SphericalHarmonics`), nequip's `TensorProductScatter`, and the modules of `spconv.pytorch` (build the model's
-    inputs with our `SparseConvTensor` then). New layers share the parameters of those they replace, so an optimizer
-    that holds them stays valid, and give equal outputs. Dense layers of torch are replaced only where `block_sparse`
-    names them; these get parameters of their own, and equal outputs only as far as nothing is pruned.
+    `SphericalHarmonics`), nequip's `TensorProductScatter`, the products of mace's interactions with their gather and
+    scatter, and the modules of `spconv.pytorch` (build the model's inputs with our `SparseConvTensor` then). New layers
+    share the parameters of those they replace, so an optimizer that holds them stays valid, and give equal outputs.
+    Dense layers of torch are replaced only where `block_sparse` names them; these get parameters of their own, and
+    equal outputs only as far as nothing is pruned.
 
     Args:
         model: any module.
@@ -217,14 +218,18 @@ class _Swap:
     def attach(self) -> None:
         for parent, key, new in self.pending:
             parent._modules[key] = new
+            if hasattr(new, "attach_to"):
+                cast(Any, new).attach_to(parent)
 
     def convert(self, module: nn.Module, name: str, parent: nn.Module | None) -> nn.Module | None:
         """Our layer for a module, and a row of the report; `None` where there is none."""
         kind = _class_of(module)
-        path = f"{kind.__module__}.{kind.__qualname__}"
+        path = _path_of(kind)
         shown = _shown(path)
         pruning = self.pruning_of(kind, name)
-        supported = path in CONVERTERS or pruning is not None
+        place = "" if parent is None else f"{_path_of(_class_of(parent))}.{name.rpartition('.')[2]}"
+        found = place if {place, path} <= CONVERTERS.keys() else path
+        supported = found in CONVERTERS or pruning is not None
         skipped = self.skipped(name)
         if not supported:
             reason = self.why_not(module, path, parent)
@@ -238,7 +243,7 @@ class _Swap:
             try:
                 # Constructors draw weights that are thrown away: the caller's random numbers stay as they are.
                 with torch.random.fork_rng(devices=[]):
-                    new, detail = self.make(module, name, path, pruning)
+                    new, detail = self.make(module, name, found, pruning)
             except NotConvertible as error:
                 reason = str(error)
             else:
@@ -364,6 +369,10 @@ def _children(module: nn.Module) -> Iterator[tuple[str, nn.Module]]:
 def _class_of(module: nn.Module) -> type:
     """Return a layer's class; a parametrization gives each layer one of its own."""
     return type(module).__mro__[1] if is_parametrized(module) else type(module)
+
+
+def _path_of(kind: type) -> str:
+    return f"{kind.__module__}.{kind.__qualname__}"
 
 
 def _is_container(module: nn.Module) -> bool:

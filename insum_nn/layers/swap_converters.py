@@ -53,6 +53,13 @@ def _nequip_convolution(module: Any) -> nn.Module:
     return ours.from_nequip(module)  # type: ignore[no-any-return]
 
 
+def _mace_convolution(module: Any) -> nn.Module:
+    ours = importlib.import_module("insum_nn.layers.equivariant.edge_tensor_product").EdgeTensorProduct
+    if module.shared_weights:
+        raise NotConvertible("its weights do not belong to edges")
+    return ours(module)  # type: ignore[no-any-return]
+
+
 def _around_products(name: str) -> Converter:
     """Return what makes one of the layers that stand around e3nn's tensor products."""
     kind = {"linear": "Linear", "gate": "Gate", "spherical_harmonics": "SphericalHarmonics"}[name]
@@ -158,6 +165,8 @@ def _known() -> dict[str, Converter]:
     found["e3nn.o3._spherical_harmonics.SphericalHarmonics"] = _around_products("spherical_harmonics")
     found["e3nn.nn._gate.Gate"] = _around_products("gate")
     found["nequip.nn._tp_scatter_base.TensorProductScatter"] = _nequip_convolution
+    for name in ("", "Residual", "Density", "DensityResidual", "AttResidual", "ResidualNonLinear"):
+        found[f"mace.modules.blocks.RealAgnostic{name}InteractionBlock.conv_tp"] = _mace_convolution
     kinds = ("SubMConv", "SparseConv", "SparseInverseConv", "SparseConvTranspose")
     found |= dict.fromkeys(_names("spconv.pytorch.conv", kinds, (1, 2, 3, 4)), _spconv_convolution)
     pools = _names("spconv.pytorch.pool", ("SparseMaxPool", "SparseAvgPool"), (1, 2, 3, 4))
@@ -174,7 +183,11 @@ def _known() -> dict[str, Converter]:
 
 
 CONVERTERS: dict[str, Converter] = _known()
-"""The path of a peer's class -> what makes our layer of an instance, sharing its parameters."""
+"""The path of a peer's class -> what makes our layer of an instance, sharing its parameters.
+
+The path of a class and an attribute comes before: a layer there is called in a way of its own, and its replacement is
+told of its owner by `attach_to`.
+"""
 
 
 def register_converter(path: str, converter: Converter) -> None:

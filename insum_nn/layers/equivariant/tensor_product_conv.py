@@ -195,6 +195,18 @@ class TensorProductConv(torch.nn.Module, HasOptions):
             InputError: a shape does not fit.
             InsumRangeError: an edge points outside the nodes; an end of -1 does, too.
         """
+        return self._called(X, Y, W, rows, cols, sender_perm, num_nodes)
+
+    def _called(
+        self,
+        X: Tensor,
+        Y: Tensor,
+        W: Tensor | None,
+        rows: Tensor,
+        cols: Tensor,
+        sender_perm: Tensor | None,
+        num_nodes: int | None,
+    ) -> Tensor:
         if not torch.jit.is_scripting():
             return self._convolve(X, Y, W, rows, cols, sender_perm, num_nodes)
         # What TorchScript compiles, which knows neither our errors nor autocast.

@@ -20,6 +20,7 @@ from insum_nn.layers.equivariant.checks import InputError
 from insum_nn.layers.equivariant.tensor_product import TensorProduct
 from insum_nn.layers.equivariant.tensor_product_conv import TensorProductConv
 from insum_nn.layers.equivariant.tensor_product_scatter import TensorProductScatter
+from insum_nn.layers.swap import swap
 from insum_nn.ops.tensor_product_roles import roles_of
 from insum_nn.ops.tensor_product_spec import layout_of
 from insum_nn.testing.tolerances import assert_matches
@@ -487,3 +488,63 @@ def test_it_takes_the_place_of_the_convolution_of_nequip(edges: int):
         found.append([out, force, *torch.autograd.grad(total, leaves)])
     for got in found[1:]:
         torch.testing.assert_close(got, found[0], rtol=1e-9, atol=1e-9)
+
+
+# mace's convolution.
+
+
+class PeerBlock(torch.nn.Module):
+    """An interaction block of mace: it gathers and scatters itself, unless its product does that."""
+
+    def __init__(self, *problem: object) -> None:
+        super().__init__()
+        self.conv_tp = o3.TensorProduct(*problem, shared_weights=False, internal_weights=False)
+
+    def forward(self, node_feats: Tensor, edge_attrs: Tensor, tp_weights: Tensor, edge_index: Tensor) -> Tensor:
+        if hasattr(self, "conv_fusion"):
+            return self.conv_tp(node_feats, edge_attrs, tp_weights, edge_index)
+        messages = self.conv_tp(node_feats[edge_index[0]], edge_attrs, tp_weights)
+        return messages.new_zeros(len(node_feats), messages.shape[1]).index_add(0, edge_index[1], messages)
+
+
+PeerBlock.__module__, PeerBlock.__qualname__ = "mace.modules.blocks", "RealAgnosticResidualInteractionBlock"
+
+
+@pytest.mark.parametrize("edges", [0, 1, 37])
+def test_it_takes_the_place_of_the_convolution_of_mace(edges: int):
+    torch.manual_seed(0)
+    case = CASES["nequip"]
+    peer = PeerBlock(case.irreps_in1, case.irreps_in2, case.irreps_out, list(case.instructions)).double()
+    ours = copy.deepcopy(peer)
+    assert len(swap(ours, dry_run=True).swapped) == 1
+    assert not hasattr(ours, "conv_fusion")
+    assert [row.detail for row in swap(ours).swapped] == ["EdgeTensorProduct"]
+    assert swap(ours).rows == ()
+    assert list(ours.state_dict()) == list(peer.state_dict())
+    ours.load_state_dict(peer.state_dict())
+    product = peer.conv_tp
+    x, y = torch.randn(9, product.irreps_in1.dim).double(), torch.randn(edges, product.irreps_in2.dim).double()
+    values = [x, y, torch.randn(edges, ours.conv_tp.weight_numel).double()]
+    edge_index = torch.randint(9, (2, edges))
+    scripted = torch.jit.script(ours)
+    found = []
+    for block in (peer, ours, scripted, *([copy.deepcopy(ours)] if edges > 1 else [])):
+        leaves = [value.clone().requires_grad_() for value in values]
+        out = block(*leaves, edge_index)
+        (force,) = torch.autograd.grad(out.sin().sum(), leaves[1], create_graph=True)
+        total = force.square().sum() + out.square().sum()
+        found.append([out, force, *torch.autograd.grad(total, leaves)])
+    for got in found[1:]:
+        torch.testing.assert_close(got, found[0], rtol=1e-9, atol=1e-9)
+    # Without edges it is the product, which releases of mace ask for that know no fused convolutions.
+    gathered = [x[edge_index[0]], *values[1:]]
+    torch.testing.assert_close(ours.conv_tp(*gathered), product(*gathered))
+
+
+def test_another_product_of_mace_stays():
+    block = PeerBlock("2x0e", "0e", "2x0e", [(0, 0, 0, "uvu", True)])
+    block.conv_tp = torch.nn.Identity()
+    assert swap(block).rows == ()
+    block.conv_tp = o3.FullyConnectedTensorProduct("2x0e", "0e", "2x0e")
+    assert "do not belong to edges" in swap(block).left[0].detail
+    assert not hasattr(block, "conv_fusion")
