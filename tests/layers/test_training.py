@@ -294,6 +294,6 @@ def test_two_processes(tmp_path: Path, kind_of_ranks: str):
             (sum(both) / 2).backward()
             update.step()
             wanted.append([loss.item() for loss in both])
-        for rank in range(2):
-            for wrapped in ("ddp", "fsdp2"):
-                same(torch.load(tmp_path / f"{wrapped}-{name}-{rank}.pt"), [losses[rank] for losses in wanted])
+        for way in (f"ddp-{name}", f"fsdp2-{name}", *(["fsdp2-nequip-whole"] if name == "nequip" else [])):
+            for rank in range(2):
+                same(torch.load(tmp_path / f"{way}-{rank}.pt"), [losses[rank] for losses in wanted])

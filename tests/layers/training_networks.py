@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import functools
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -129,6 +130,14 @@ def steps(
     return losses
 
 
+def keeping_weights(model: Any, *batch: Any) -> Tensor:
+    """Call a model with parts of their own that takes gradients itself, as `docs/how-to/distributed.md` says."""
+    model.set_reshard_after_backward(False)
+    loss = model(*batch)
+    model.set_reshard_after_backward(True)
+    return loss
+
+
 def train_as_a_rank(rank: int, folder: str, kind: str) -> None:
     """Train every network on this process's share of the batches, and write the losses to files.
 
@@ -142,22 +151,29 @@ def train_as_a_rank(rank: int, folder: str, kind: str) -> None:
     from torch.nn.parallel import DistributedDataParallel
 
     device = device_of(kind, rank)
-    # Parts of their own: only where a part returns tensors, and where forces are no gradients inside of the forward
-    # pass, after which torch frees a part's weights.
+    # Parts of their own: only where a part returns tensors.
     parts = {
         "gcn": ["convs.0", "convs.1"],
         "mlp": ["0", "2"],
         "energies": ["radial_basis", "radial", "layers.0", "layers.1"],
+        "nequip": ["embedding", "radial", "layers.0", "layers.1", "readout.0"],
     }
+
+    def train(model: Any, found: Pair, way: str, call: Any = None) -> None:
+        losses = steps(model, [found.batches[rank]], found.rate, call=call)
+        torch.save(losses, f"{folder}/{way}-{rank}.pt")
+
     with meeting(device, rank, folder):
         mesh = init_device_mesh(kind, (2,))
         for name in IN_PROCESSES:
             found = pair(name, device)
-            model: Any = DistributedDataParallel(copy.deepcopy(found.ours))
-            torch.save(steps(model, [found.batches[rank]], found.rate), f"{folder}/ddp-{name}-{rank}.pt")
+            train(DistributedDataParallel(copy.deepcopy(found.ours)), found, f"ddp-{name}")
+            if name == "nequip":
+                train(fully_shard(copy.deepcopy(found.ours), mesh=mesh), found, "fsdp2-nequip-whole")
             for part in parts.get(name, []):
                 fully_shard(found.ours.model.get_submodule(part), mesh=mesh)
-            model = fully_shard(found.ours, mesh=mesh)
-            torch.save(steps(model, [found.batches[rank]], found.rate), f"{folder}/fsdp2-{name}-{rank}.pt")
+            model: Any = fully_shard(found.ours, mesh=mesh)
+            call = functools.partial(keeping_weights, model) if name == "nequip" else None
+            train(model, found, f"fsdp2-{name}", call)
             # Wrappers go before the group: what waits for the group's threads must not hold the interpreter's lock.
-            del model, found
+            del model, call, found
