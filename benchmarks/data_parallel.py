@@ -170,7 +170,8 @@ def _train(asked: Asked, rank: int, device: torch.device, control: Any, alone: A
 
     def wrapped(group: Any = None) -> nn.Module:
         ids = [device.index] if device.type == "cuda" else None
-        return DistributedDataParallel(model(), device_ids=ids, process_group=group)
+        # As SpUNet is trained by its authors: each process keeps its own statistics of batches.
+        return DistributedDataParallel(model(), device_ids=ids, process_group=group, broadcast_buffers=False)
 
     together = wrapped()
     torch.distributed.barrier(group=control)

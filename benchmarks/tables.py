@@ -198,7 +198,7 @@ def data_parallel_table(entries: Sequence[Throughput]) -> str:
         chosen = [e for e in entries if _trained(e) == (network, provider) and e["seconds"] and e["batches_per_s"]]
         most = max([e["ranks"] for e in chosen], default=0)
         cells: list[str] = []
-        for way, ranks in (("plain", 1), ("ddp", 1), ("ddp", most)):
+        for way, ranks in (("plain", 1), ("ddp", 1), ("plain", most), ("ddp", most)):
             times = [e["seconds"] for e in chosen if (e["way"], e["ranks"]) == (way, ranks)]
             cells.append(duration(statistics.median(times[0] or []) * 1e3) if times else "not measured")
         speeds = {e["ranks"]: e["batches_per_s"] or 0.0 for e in chosen if e["way"] == "ddp"}
@@ -207,16 +207,8 @@ def data_parallel_table(entries: Sequence[Throughput]) -> str:
         firsts = [e["first_step_s"] for e in chosen if e["first_step_s"] is not None]
         first = f"{firsts[0]:.1f} s" if firsts else "not measured"
         lines.append([f"`{network}`", baseline_name(provider), str(most) if many else "", *cells, ratio, first])
-    head = [
-        "network",
-        "layers",
-        "GPUs",
-        "step on one",
-        "one, with DDP",
-        "all, with DDP",
-        "batches/s, all : one",
-        "first step",
-    ]
+    steps = ["one", "one, DDP", "all", "all, DDP"]
+    head = ["network", "layers", "GPUs", *steps, "batches/s, all : one, DDP", "first step"]
     table = markdown(head, lines)
     where = dict.fromkeys(
         f"{e['gpu']}, commit {(e['commit'] or 'unknown')[:7]}, {e['utc'][:10]}, torch {e['torch']}, NCCL {e['nccl']}"

@@ -221,18 +221,39 @@ def test_what_is_compiled_is_not_rehearsed(wrap: Callable[[nn.Module], Any]):
     assert not whole_step._is_plain(model)
 
 
+def two_ranks(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch.distributed, "is_initialized", lambda: True)
+    monkeypatch.setattr(torch.distributed, "get_world_size", lambda: 2)
+
+
+def graph_of(function: Callable[..., Any]) -> torch.fx.GraphModule:
+    graph = torch.fx.Graph()
+    graph.output(graph.call_function(function, (graph.placeholder("x"),)))
+    return torch.fx.GraphModule({}, graph)
+
+
 def test_what_talks_to_other_ranks_is_not_rehearsed(monkeypatch: pytest.MonkeyPatch):
     class Sharded(nn.Linear):
         __module__ = "torch.distributed.fsdp.fully_sharded_data_parallel"
 
     assert not whole_step._is_plain(nn.Sequential(Sharded(2, 2)))
     unknown, statistics = nn.Sequential(_Plain()), nn.Sequential(nn.SyncBatchNorm(2))
-    known = nn.Sequential(GCNConv(2, 2), spconv.SubMConv3d(2, 2, 3))
-    assert all(map(whole_step._is_plain, (unknown, statistics, known)))
+    known = nn.Sequential(GCNConv(2, 2), spconv.SubMConv3d(2, 2, 3), graph_of(torch.relu))
+    sending = [graph_of(send) for send in (torch.distributed.all_reduce, torch.ops._c10d_functional.all_reduce.default)]
+    assert all(map(whole_step._is_plain, (unknown, statistics, known, *sending)))
     # In a job of several ranks, only of known modules it is known that they send nothing.
-    monkeypatch.setattr(torch.distributed, "is_initialized", lambda: True)
-    monkeypatch.setattr(torch.distributed, "get_world_size", lambda: 2)
-    assert [*map(whole_step._is_plain, (unknown, statistics, known))] == [False, False, True]
+    two_ranks(monkeypatch)
+    assert [*map(whole_step._is_plain, (unknown, statistics, known, *sending))] == [False, False, True, False, False]
+
+
+def test_a_potential_of_one_of_several_ranks_is_rehearsed(
+    potential: Case, launched: Launched, monkeypatch: pytest.MonkeyPatch
+):
+    two_ranks(monkeypatch)
+    train(*potential)
+    assert len(launched.compiled) > 5
+    assert launched.compiled.keys() <= launched.submitted.keys()
+    assert set(launched.submitted.values()) == {0}
 
 
 @pytest.mark.usefixtures("launched")

@@ -210,6 +210,15 @@ def _without_collections() -> Generator[None]:
 _LAYERS = tuple(f"insum_nn.layers.{name}" for name in ("equivariant", "graph", "pruned", "voxel.conv", "voxel.pool"))
 # Whose modules send nothing to other ranks in a forward pass.
 _SILENT = ("torch.nn.modules.", "insum_nn.", "e3nn.", "torch_geometric.nn.")
+# Whose functions send nothing; e3nn's layers hold graphs of them.
+_COMPUTES = ("torch", "torch.functional", "torch.nn.functional", "_operator", "builtins", "math")
+
+
+def _is_silent(module: nn.Module) -> bool:
+    if isinstance(module, torch.fx.GraphModule):
+        calls = [node.target for node in module.graph.nodes if node.op == "call_function"]
+        return all(getattr(target, "__module__", None) in _COMPUTES for target in calls)
+    return f"{type(module).__module__}.".startswith(_SILENT)
 
 
 def _is_plain(module: nn.Module) -> bool:
@@ -223,7 +232,7 @@ def _is_plain(module: nn.Module) -> bool:
         return False
     distributed = torch.distributed
     if distributed.is_available() and distributed.is_initialized() and distributed.get_world_size() > 1:
-        if not all(home.startswith(_SILENT) for home in homes):
+        if not all(map(_is_silent, module.modules())):
             return False
         if any(isinstance(each, nn.SyncBatchNorm) for each in module.modules()):
             return False
