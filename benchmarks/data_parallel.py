@@ -254,6 +254,8 @@ def _in_new_processes(asked: Asked, limit: float) -> list[dict[str, Any]]:
             Path(environment[name]).mkdir(mode=0o700)
         command = [sys.executable, "-m", "benchmarks.data_parallel", "--answer", json.dumps(asked)]
         number = str(asked["ranks"])
+        # As torchrun does: processes share the cores.
+        environment.setdefault("OMP_NUM_THREADS", "1")
         workers = [
             subprocess.Popen(
                 command,
