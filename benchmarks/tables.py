@@ -19,8 +19,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal, cast
 
-from benchmarks import archive, plot, report, sentences
-from benchmarks.data_parallel import DEFAULT as TRAINED
+from benchmarks import archive, data_parallel, plot, report, sentences
 from benchmarks.data_parallel import Throughput
 from benchmarks.first_step import FirstStep
 from benchmarks.records import ROOT, Record, read
@@ -194,19 +193,23 @@ def first_step_table() -> str:
 def data_parallel_table(entries: Sequence[Throughput]) -> str:
     """Write a line for each network: a step in one process and in several, and what is gained."""
     lines: list[list[str]] = []
-    for network, provider in dict.fromkeys([*((name, "insum_nn") for name in TRAINED), *map(_trained, entries)]):
+    for network, provider in dict.fromkeys(
+        [*((name, "insum_nn") for name in data_parallel.DEFAULT), *map(_trained, entries)]
+    ):
         chosen = [e for e in entries if _trained(e) == (network, provider) and e["seconds"] and e["batches_per_s"]]
         most = max([e["ranks"] for e in chosen], default=0)
         cells: list[str] = []
         for way, ranks in (("plain", 1), ("ddp", 1), ("plain", most), ("ddp", most)):
             times = [e["seconds"] for e in chosen if (e["way"], e["ranks"]) == (way, ranks)]
             cells.append(duration(statistics.median(times[0] or []) * 1e3) if times else "not measured")
-        speeds = {e["ranks"]: e["batches_per_s"] or 0.0 for e in chosen if e["way"] == "ddp"}
-        many = most > 1 and 1 in speeds
-        ratio = f"{speeds[most] / speeds[1]:.2f}x" if many else "not measured"
+        gain = data_parallel.speedup(chosen, network, provider)
+        ratio = "not measured"
+        if gain is not None:
+            least = data_parallel.EFFICIENCY * most
+            ratio = f"{gain:.2f}x (target {least:.1f}x: {'met' if gain >= least else '**not met**'})"
         firsts = [e["first_step_s"] for e in chosen if e["first_step_s"] is not None]
         first = f"{firsts[0]:.1f} s" if firsts else "not measured"
-        lines.append([f"`{network}`", baseline_name(provider), str(most) if many else "", *cells, ratio, first])
+        lines.append([f"`{network}`", baseline_name(provider), str(most) if chosen else "", *cells, ratio, first])
     steps = ["one", "one, DDP", "all", "all, DDP"]
     head = ["network", "layers", "GPUs", *steps, "batches/s, all : one, DDP", "first step"]
     table = markdown(head, lines)
