@@ -345,11 +345,17 @@ class _Swap:
         for pattern in asked:
             if pattern not in self.fitted:
                 kind = "Linear or Conv2d layer" if pattern in self.block_sparse else "layer"
-                known = [row.name for row in self.rows if row.name]
+                known = [f"'{row.name}'" for row in self.rows if row.name]
                 details = [f"layers: {', '.join(known) or 'none'}"]
                 for name, module in self.model.named_modules():
+                    if not fnmatchcase(name, pattern):
+                        continue
+                    if isinstance(module, (BlockSparseLinear, PrunedConv2d)):
+                        details.append(
+                            f"'{name}' is a {type(module).__name__} already; its prune() keeps less"
+                        )
                     # Such as the output projection of torch's attention, which calls no forward of it.
-                    if isinstance(module, (nn.Linear, nn.Conv2d)) and fnmatchcase(name, pattern):
+                    elif isinstance(module, (nn.Linear, nn.Conv2d)):
                         details.append(f"'{name}' is of a subclass, {type(module).__name__}, and cannot be replaced")
                 raise InsumNameError(
                     f"swap: the pattern '{pattern}' fits no {kind}",

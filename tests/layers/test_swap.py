@@ -177,13 +177,16 @@ def test_patterns_that_fit_nothing():
         swap(model, block_sparse={"decoder.*": 0.5})
     assert str(caught.value) == (
         "swap: the pattern 'decoder.*' fits no Linear or Conv2d layer\n"
-        "  layers: encoder.fc1, encoder.fc2, stem, head\n"
+        "  layers: 'encoder.fc1', 'encoder.fc2', 'stem', 'head'\n"
         "  fix: write the layer's path in the model; '*' stands for any characters."
     )
     with pytest.raises(InsumNameError, match="'out_proj' is of a subclass, NonDynamicallyQuantizableLinear"):
         swap(nn.MultiheadAttention(8, 2), block_sparse={"out_*": 0.5})
     with pytest.raises(InsumNameError, match="the pattern 'hed' fits no layer"):
         swap(model, exclude="hed")
+    swap(model, block_sparse={"head": 0.5})
+    with pytest.raises(InsumNameError, match=r"'head' is a BlockSparseLinear already; its prune\(\) keeps less"):
+        swap(model, block_sparse={"head": 0.2})
 
 
 def test_a_fault_leaves_the_model_whole():

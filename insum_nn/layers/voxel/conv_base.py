@@ -284,9 +284,14 @@ class SparseConvolutionBase:
         act_alpha: float,
     ) -> SparseConvTensor:
         """Convolve; see `_conv_forward`."""
-        if isinstance(input, Tensor):  # pyright: ignore[reportUnnecessaryIsInstance]
+        if not isinstance(input, SparseConvTensor):  # pyright: ignore[reportUnnecessaryIsInstance]
+            # Such as the tensor of spconv itself, in a model of which only the layers were replaced.
+            kind: type = type(input)
+            found = f"{kind.__module__}.{kind.__qualname__}"
+            if isinstance(input, Tensor):
+                found = f"a tensor of shape {tuple(input.shape)}"
             raise InsumDtypeError(
-                f"{type(self).__name__} takes a SparseConvTensor, got a tensor of shape {tuple(input.shape)}",
+                f"{type(self).__name__} takes a SparseConvTensor of insum_nn, got {found}",
                 fix="pass SparseConvTensor(features, indices, spatial_shape, batch_size) of insum_nn.layers.spconv.",
                 expected=SparseConvTensor,
                 got=type(input),

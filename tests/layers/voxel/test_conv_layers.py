@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import pickle
 from collections import OrderedDict
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -478,7 +479,9 @@ class TestBadInput:
 
 
 @pytest.mark.parametrize("kind", [kinds.SubMConv3d, kinds.SparseConv3d, kinds.SparseInverseConv3d])
-def test_a_plain_tensor_is_refused(kind: type):
+def test_what_is_not_our_tensor_is_refused(kind: type):
     layer = kind(4, 16, 3, indice_key="x")
-    with pytest.raises(InsumDtypeError, match=r"takes a SparseConvTensor, got a tensor of shape \(2, 4\)"):
+    with pytest.raises(InsumDtypeError, match=r"takes a SparseConvTensor of insum_nn, got a tensor of shape \(2, 4\)"):
         layer(torch.randn(2, 4))
+    with pytest.raises(InsumDtypeError, match=r"takes a SparseConvTensor of insum_nn, got types\.SimpleNamespace"):
+        layer(SimpleNamespace(features=torch.randn(2, 4), indices=torch.zeros(2, 4)))
