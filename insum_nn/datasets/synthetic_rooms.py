@@ -163,7 +163,7 @@ def generate_room(seed: int, *, num_points: int = 60_000) -> Room:
 
 
 class SyntheticRooms(Dataset[VoxelSample]):
-    """Generated rooms as voxels, in place of S3DIS where it is not at hand.
+    """Generated rooms as voxels, for use where S3DIS is not available.
 
     Args:
         count: rooms.

@@ -35,7 +35,7 @@ class CustomFormat(SparseFormat):
     the facts of its index tensors. `insum_nn.testing.check_format` tests all of it, `insum_nn.ops.register` tells
     operators its expressions, and `insum_nn.ops.contract` runs any other.
 
-    The index tensors of every instance are read once, when facts are first asked for: ranges, order and missing
+    The index tensors of every instance are read once, at the first use of their facts: ranges, order and missing
     entries are
     found, and claims in `index_facts` are proven or refused. From then on the facts are believed until torch counts a
     write

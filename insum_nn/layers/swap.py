@@ -351,9 +351,7 @@ class _Swap:
                     if not fnmatchcase(name, pattern):
                         continue
                     if isinstance(module, (BlockSparseLinear, PrunedConv2d)):
-                        details.append(
-                            f"'{name}' is a {type(module).__name__} already; its prune() keeps less"
-                        )
+                        details.append(f"'{name}' is a {type(module).__name__} already; its prune() keeps less")
                     # Such as the output projection of torch's attention, which calls no forward of it.
                     elif isinstance(module, (nn.Linear, nn.Conv2d)):
                         details.append(f"'{name}' is of a subclass, {type(module).__name__}, and cannot be replaced")

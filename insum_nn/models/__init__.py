@@ -1,4 +1,4 @@
-"""Whole networks, composed from layers; each is imported when it is first asked for, with the extra that it needs."""
+"""Whole networks, composed from layers; each is imported at its first use, with the extra that it needs."""
 
 from __future__ import annotations
 

@@ -21,7 +21,7 @@ __all__ = ["GCN"]
 class GCN(basic_gnn.GCN):
     """Graph convolutions with activations, normalisation and dropout between: `torch_geometric.nn.models.GCN`.
 
-    Arguments, `state_dict` and results are the peer's; its layers are our `GCNConv`.
+    Arguments, `state_dict` and results are PyTorch Geometric's; its layers are our `GCNConv`.
 
     Source: Kipf, Welling, Semi-Supervised Classification with Graph Convolutional Networks (ICLR 2017), section 3.
 

@@ -79,7 +79,7 @@ class _Layer(nn.Module):
 
 
 class TetrisClassifier(nn.Module):
-    """Tells the eight Tetris pieces apart, however they are turned, and its answers turn over for mirror images.
+    """Classify the eight Tetris pieces in any orientation; mirror images change the sign of the parity-odd output.
 
     Convolutions of mode uvw along the edges between near cubes, then one pseudoscalar and seven scalars a piece. The
     pseudoscalar, which a reflection negates, votes for the first chiral piece and against the second.

@@ -1,4 +1,4 @@
-"""Compare the layers of a model with the peers' layers that they replace: same weights, same inputs."""
+"""Compare the layers of a model with the originals that they replace: same weights, same inputs."""
 
 from __future__ import annotations
 
@@ -26,8 +26,8 @@ class Reference:
     """What a class of layers is compared with.
 
     Attributes:
-        compute: from the layer, its output and its arguments to what the peer's layer gives for the same arguments.
-        name: the peer with its version, from the device of the inputs.
+        compute: from the layer, its output and its arguments to what the original layer returns for the same arguments.
+        name: the original's package with its version, from the device of the inputs.
     """
 
     compute: Callable[..., Tensor]
@@ -36,13 +36,13 @@ class Reference:
 
 @dataclass(frozen=True)
 class Comparison:
-    """Layers of a model compared with the peers' layers.
+    """Layers of a model compared with the originals.
 
     Attributes:
         layers: class of layer -> how many were compared.
         peers: what they were compared with, in words.
         difference: the largest absolute difference.
-        largest: the largest absolute value that a peer gave.
+        largest: the largest absolute value in the results of the originals.
     """
 
     layers: Mapping[str, int]
@@ -61,7 +61,7 @@ class Comparison:
 
 
 def compare_layers(model: nn.Module, *inputs: Any, references: Mapping[str, Reference] | None = None) -> Comparison:
-    """Run a model, and compare each of our layers in it with the peer's layer on the inputs that it receives.
+    """Run a model, and compare each of our layers in it with the original on the inputs that it receives.
 
     Gradients are not recorded. The model's mode stays what it is: call `model.eval()` first where batch statistics or
     dropout should not change.
@@ -76,7 +76,7 @@ def compare_layers(model: nn.Module, *inputs: Any, references: Mapping[str, Refe
 
     Raises:
         InsumError: the model called none of the layers.
-        InsumShapeError: a layer's output has another shape or dtype than its peer's.
+        InsumShapeError: a layer's output has another shape or dtype than the original's.
 
     >>> from insum_nn.layers import BlockSparseLinear
     >>> compared = compare_layers(BlockSparseLinear(8, 4, block_shape=(2, 2), density=0.5), torch.ones(3, 8))
@@ -94,10 +94,10 @@ def compare_layers(model: nn.Module, *inputs: Any, references: Mapping[str, Refe
         got = getattr(output, "features", output)
         if got.shape != expected.shape or got.dtype != expected.dtype:
             raise InsumShapeError(
-                f"{type(layer).__name__} gives another shape or dtype than its peer",
+                f"{type(layer).__name__} returns another shape or dtype than the original",
                 details=[
                     f"{layer}",
-                    f"{got.dtype} {tuple(got.shape)}, the peer {expected.dtype} {tuple(expected.shape)}",
+                    f"{got.dtype} {tuple(got.shape)}, the original {expected.dtype} {tuple(expected.shape)}",
                 ],
                 fix="report this as an error of insum_nn, with the layer's arguments.",
                 expected=tuple(expected.shape),

@@ -62,7 +62,7 @@ class RandomProgram:
     output: str
 
     def arguments(self) -> dict[str, object]:
-        """The keyword arguments of `insum_nn.insum` beside the expression."""
+        """The keyword arguments of `insum_nn.insum` in addition to the expression."""
         tensors = dict(self.tensors)
         if self.initial is not None:
             tensors[self.output] = self.initial

@@ -68,7 +68,7 @@ def tolerance(dtype: torch.dtype, kind: Kind) -> float:
 def assert_matches(
     actual: Tensor, expected: Tensor, *, dtype: torch.dtype, kind: Kind, scale: float | None = None
 ) -> None:
-    """Assert that a result has the oracle's shape and numbers, and the dtype asked for.
+    """Assert that a result has the oracle's shape and numbers, and the requested dtype.
 
     Args:
         actual: of `dtype`, any device.

@@ -141,6 +141,6 @@ def test_a_comparison_of_nothing_is_refused():
 def test_another_shape_is_an_error():
     wrong = Reference(lambda layer, output, x: output[:1], lambda _: "a peer")
     model = BlockSparseLinear(8, 8, block_shape=(4, 4), density=0.5)
-    with pytest.raises(InsumShapeError, match="another shape or dtype than its peer"):
+    with pytest.raises(InsumShapeError, match="another shape or dtype than the original"):
         compare_layers(model, torch.ones(2, 8), references={**REFERENCES, "BlockSparseLinear": wrong})
     assert not model._forward_hooks, "hooks are removed after an error too"

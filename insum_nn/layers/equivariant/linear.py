@@ -137,8 +137,8 @@ class Linear(o3.Linear, HasOptions):
     def from_e3nn(cls, module: Any, *, options: Options = DEFAULT) -> Linear:
         """Return the same map as a module of e3nn, sharing its weights.
 
-        >>> peer = o3.Linear("4x0e + 1o", "2x0e + 2x1o")
-        >>> Linear.from_e3nn(peer).weight is peer.weight
+        >>> original = o3.Linear("4x0e + 1o", "2x0e + 2x1o")
+        >>> Linear.from_e3nn(original).weight is original.weight
         True
 
         Raises:

@@ -207,9 +207,9 @@ class TensorProduct(o3.TensorProduct, HasOptions):
     def from_e3nn(cls, module: Any, *, options: Options = DEFAULT) -> TensorProduct:
         """Return the same product as a module of e3nn, sharing its weights; of the class that replaces the module's.
 
-        >>> peer = o3.FullyConnectedTensorProduct("2x0e + 1o", "1o", "0e + 2x1o")
-        >>> ours = TensorProduct.from_e3nn(peer)
-        >>> type(ours).__name__, ours.weight is peer.weight
+        >>> original = o3.FullyConnectedTensorProduct("2x0e + 1o", "1o", "0e + 2x1o")
+        >>> ours = TensorProduct.from_e3nn(original)
+        >>> type(ours).__name__, ours.weight is original.weight
         ('FullyConnectedTensorProduct', True)
 
         Raises:

@@ -61,28 +61,29 @@ class GCNConv(peer.GCNConv):
     `Val` holds, for each edge, its weight divided by the square roots of the degrees of its two nodes. The matrix and
     its transpose are sorted and grouped once for each edge list (by the tensor's identity and version) and shared by
     all layers, forwards and backwards; no tensor has both an axis of edges and one of features. Constructor,
-    `state_dict` and results are the peer's. What is better: gradients of any order in features, weights and
-    `edge_weight`; sums in a fixed order with `options=Options(deterministic=True)` or torch's own switch; no graph
-    break under `torch.compile`; CSC adjacencies may be normalised; degrees of half types are summed in float32; of
-    duplicate self-loops the last one counts, and only it gets a gradient.
+    `state_dict` and results are PyTorch Geometric's. In addition there are gradients of any order in features, weights
+    and `edge_weight`; sums in a fixed order with `options=Options(deterministic=True)` or torch's own switch; and CSC
+    adjacencies that are normalised. `torch.compile` finds no graph break, and degrees of half types are summed in
+    float32. Of duplicate self-loops the last one counts, and only it gets a gradient.
 
-    The peer's own path, which forms one message per edge, runs where messages are asked for: explanations, hooks of
-    `propagate`, `message`, `aggregate` or the module `aggr_module`, `decomposed_layers` above 1, an `aggr` other than a
-    sum, subclasses that define any of those methods, TorchScript, and rectangular sparse adjacencies.
+    PyTorch Geometric's own code, which forms one message per edge, runs where messages are needed: for explainers,
+    hooks of `propagate`, `message`, `aggregate` or the module `aggr_module`, `decomposed_layers` above 1, an `aggr`
+    other than a sum, subclasses that define any of those methods, TorchScript, and rectangular sparse adjacencies.
 
-    What an edge list says is read and sorted once, and kept until torch counts a write to it. Writes through `.data`, a
-    NumPy array or DLPack are not counted: after them the layer goes on with the old graph. Pass a new tensor, or
-    `options=Options(validate=True)`, which reads the edges and weights at every call. What `cached=True` keeps stays.
+    An edge list is read and sorted once, and the result is kept until torch counts a write to the tensor. Writes
+    through `.data`, a NumPy array or DLPack are not counted: the layer then continues with the old graph. Pass a new
+    tensor, or `options=Options(validate=True)`, which reads the edges and weights at every call. Under `cached=True`
+    the first graph stays in any case.
 
     Source: Kipf, Welling, Semi-Supervised Classification with Graph Convolutional Networks (ICLR 2017), eq. (2).
 
     Args:
         in_channels: features of a node; -1: those of the first input.
         out_channels: features of a node of the result.
-        improved: self-loops that are added weigh 2, where edges have weights.
-        cached: keep the first normalised graph, and use it whatever graph later calls bring.
+        improved: added self-loops have weight 2 instead of 1, where edges have weights.
+        cached: keep the first normalised graph, and use it in all later calls.
         add_self_loops: give every node a self-loop; default `normalize`.
-        normalize: weigh edges by degrees.
+        normalize: divide edge weights by the square roots of the degrees.
         bias: learn an additive bias.
         options: compile options, the deterministic switch among them.
         **kwargs: `aggr`, `flow`, `node_dim` and the other arguments of `MessagePassing`.
@@ -167,7 +168,7 @@ class GCNConv(peer.GCNConv):
     ) -> Any:
         """Explain how the layer's statement runs on these inputs.
 
-        The peer's `explain` is a switch of its explainers, so this has a name of its own.
+        PyTorch Geometric uses `explain` to switch its explainers on, so this method has another name.
 
         Args:
             x: as in a call.

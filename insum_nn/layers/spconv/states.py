@@ -15,7 +15,7 @@ __all__ = ["load_spconv_state_dict", "spconv_state_dict"]
 
 
 def load_spconv_state_dict(model: nn.Module, state: Mapping[str, Tensor], *, strict: bool = True) -> Any:
-    """`model.load_state_dict` of weights in spconv's layout, whatever their metadata say.
+    """Load weights in spconv's layout, as `model.load_state_dict` does, and ignore their metadata.
 
     Args:
         model: any module with our layers in the places of spconv's.

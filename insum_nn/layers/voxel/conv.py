@@ -51,7 +51,7 @@ class SparseConvolution(SparseConvolutionBase, SparseModule):
         Out[Order[i],d] += In[Near[k,i],c] * W[d,k,c]              on a GPU
 
     Constructor, weights (O, k_1, .., k_d, I / groups) and results are those of `spconv.pytorch`'s layers, which
-    correlate as torch's do. Besides: groups of channels, even submanifold kernels, kernels and grids of any size,
+    correlate as torch's do. In addition: groups of channels, even submanifold kernels, kernels and grids of any size,
     bfloat16 and float64, second derivatives, output voxels always in lexicographic order, and no error where all
     output voxels vanish.
 

@@ -119,7 +119,7 @@ class SparseConvTensor:
         """Return the voxels, proven to be in range and distinct; reads the device once for all tensors that share them.
 
         Args:
-            again: read them whatever is known.
+            again: read them even if they were checked before.
 
         Raises:
             InsumShapeError: there are not as many voxels as features.
@@ -136,7 +136,7 @@ class SparseConvTensor:
 
         Args:
             geometry: the kernel and how it moves.
-            again: read the voxels whatever is known of them.
+            again: read the voxels even if they were checked before.
 
         Raises:
             InsumRangeError: a voxel lies outside the grid.
