@@ -99,6 +99,40 @@ def test_narrow_kernels_are_compiled_by_other_processes(tmp_path: Path, monkeypa
     assert again.found, "on disk they have one place"
 
 
+def products(count: int) -> KernelCode:
+    """A kernel of so many matrix products, one after the other."""
+    product = "    acc = tl.dot(tl.load(one + at + {0}), tl.load(other + at + {0}), acc, input_precision='tf32')"
+    lines = [
+        "import triton",
+        "import triton.language as tl",
+        "@triton.jit",
+        "def kernel(one, other, out):",
+        "    at = tl.arange(0, 16)[:, None] * 16 + tl.arange(0, 16)[None, :]",
+        "    acc = tl.full((16, 16), 0.0, tl.float32)",
+        *(product.format(256 * number) for number in range(count)),
+        "    tl.store(out + at, acc)",
+    ]
+    text, types, options = "\n".join(lines) + "\n", ("*fp32",) * 3, (("num_warps", 1), ("num_stages", 1))
+    return KernelCode(f"test_kernel_of_{count}_products", text, types, (0, 1, 2), options, H200)
+
+
+def test_llvm_leaves_many_products_as_they_are(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    llvm: Any = pytest.importorskip("triton")._C.libtriton.llvm
+    plain, levels = llvm.optimize_module, list[object]()
+    monkeypatch.setattr(llvm, "optimize_module", lambda *given: (levels.append(given[1]), plain(*given))[1])
+    monkeypatch.setenv("TRITON_CACHE_DIR", str(tmp_path))
+    few, many = products(machine_code._MANY_DOTS - 1), products(machine_code._MANY_DOTS)
+    for code, level in ((few, llvm.OPTIMIZE_O3), (many, llvm.OPTIMIZE_O0), (products(1), llvm.OPTIMIZE_O3)):
+        levels.clear()
+        module = make_module(code.module, code.text)
+        try:
+            ptx = compile_code(module.__dict__["kernel"], code).asm["ptx"]
+        finally:
+            drop_module(module)
+        assert levels == [level]
+        assert ptx.count("mma.sync") == 4 * code.text.count("tl.dot(")
+
+
 def test_a_triton_that_is_built_otherwise_compiles_as_it_does():
     def function() -> int:
         return 1
