@@ -184,15 +184,16 @@ def _checked(
 def _fit(features: Tensor, weight: Tensor, kernel_map: KernelMap, bias: Tensor | None, groups: int) -> bool:
     """Whether there is nothing that `check_features` or `_check_weight` would complain of: one look instead of each."""
     rows, kernel, device, dtype = features.shape, weight.shape, features.device, features.dtype
+    sites = kernel_map.inputs.indices
     return (
         len(rows) == 2
-        and rows[0] == kernel_map.num_inputs
+        and rows[0] == sites.shape[0]
         and kernel[1:-1] == kernel_map.geometry.kernel_size
         and rows[1] == kernel[-1] * groups
         and kernel[0] % groups == 0
         and weight.dtype == dtype
         and dtype.is_floating_point
-        and kernel_map.device == device
+        and sites.device == device
         and weight.device == device
         and (bias is None or (bias.shape == kernel[:1] and bias.device == device))
     )

@@ -122,11 +122,19 @@ def table_conv(
 class _Conv:
     """The three sums of a convolution over one map."""
 
-    __slots__ = ("groups", "kernel_map", "options")
+    __slots__ = ("calls", "groups", "kernel_map", "options")
     operands: Mapping[str, tuple[str, ...]] = _OPERANDS  # type: ignore[assignment]
 
     def __init__(self, kernel_map: KernelMap, groups: int, options: Options) -> None:
         self.kernel_map, self.groups, self.options = kernel_map, groups, options
+        self.calls: dict[tuple[Kind, IndexForm], _Call] = {}
+        if not torch.compiler.is_compiling():
+            # Those of the map, which must not hold the map itself. To hash options takes longer than to find them.
+            known, key = kernel_map.calls, (groups, id(options))
+            found = known.get(key)
+            if found is None:
+                found = known[key] = options, self.calls
+            self.calls = found[1]
 
     def eager(
         self, wanted: str, operands: tuple[Tensor, ...], made: dict[str, Tensor], initial: Tensor | None = None
@@ -137,8 +145,9 @@ class _Conv:
             a = a.contiguous()
         if not b.is_contiguous():
             b = b.contiguous()
-        kind = cast("Kind", wanted)
-        call = self._call(kind, "list" if kind == "W" and pairs_are_faster(a.dtype) else "table")
+        kind: Kind = wanted  # type: ignore[assignment]
+        form: IndexForm = "list" if kind == "W" and pairs_are_faster(a.dtype) else "table"
+        call = self._call(kind, form)
         if self.groups > 1:
             a, b = self._split(kind, a, b)
             return self._joined(kind, call.bound(a, b, out_shape=call.shape, initial=initial, plain=True))
@@ -166,12 +175,9 @@ class _Conv:
         return result if self.groups == 1 else result.flatten(1)
 
     def _call(self, kind: Kind, form: IndexForm) -> _Call:
-        if torch.compiler.is_compiling():
-            return _call(kind, self.kernel_map, self.groups, self.options, form)
-        calls, key = self.kernel_map.calls, (kind, self.groups, self.options, form)
-        call = calls.get(key)
+        call = self.calls.get((kind, form))
         if call is None:
-            call = calls[key] = _call(kind, self.kernel_map, self.groups, self.options, form)
+            call = self.calls[kind, form] = _call(kind, self.kernel_map, self.groups, self.options, form)
         return call
 
 

@@ -9,8 +9,9 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor
 
-from insum_nn.compiler.runtime.dispatch import CheckedCall, Ready, Spec, broadcast, call_key, run_unsized
+from insum_nn.compiler.runtime.dispatch import CheckedCall, Ready, Spec, broadcast, call_key, unsized_call
 from insum_nn.compiler.runtime.modes import is_plain_eager
+from insum_nn.compiler.runtime.unsized_call import Call
 from insum_nn.tensor_cache import insert
 
 __all__ = ["BoundProgram"]
@@ -59,6 +60,7 @@ class BoundProgram:
         self.names = tuple(names)
         self._checked: dict[Hashable, CheckedCall] = {}
         self._ready: dict[Hashable, Ready] = {}
+        self._call: Call | None = None
 
     def __call__(
         self,
@@ -84,17 +86,23 @@ class BoundProgram:
         ordered = list(self._template)
         for place, tensor in zip(self._places, others, strict=True):
             ordered[place] = tensor
-        # `None` is no key of what is remembered.
-        ready = self._ready.get(key)
-        if ready is not None and ready.holds(ordered):
-            return ready.run(ordered, initial)
-        if not plain and key is None:
+        if key is not None:
+            ready, plain = self._ready.get(key), True
+            if ready is not None and ready.holds(ordered):
+                return ready.run(ordered, initial)
+        elif not plain:
             plain = is_plain_eager(*others, initial) and not torch._C._is_any_autocast_enabled()
         spec = self._spec
-        if spec.calls and (plain or key is not None) and (extents := spec.agree(ordered, {}, out_shape)) is not None:
-            result = run_unsized(spec, ordered, initial, extents)
-            if result is not None:
+        if plain:
+            call = self._call
+            if call is not None and (result := call(ordered, initial, out_shape)) is not None:
                 return result
+            found = unsized_call(spec, ordered)
+            if found is not None and found.call is not None and found.call is not call:
+                self._call = found.call
+                result = found.call(ordered, initial, out_shape)
+                if result is not None:
+                    return result
         if key is None and plain:
             key = (call_key(others, initial), out_shape)
         checked = self._checked.get(key)

@@ -31,7 +31,7 @@ from insum_nn.compiler.runtime.composite.path_program import PathProgram, find_p
 from insum_nn.compiler.runtime.composite.statement_sequence import Sequences, StatementSequence
 from insum_nn.compiler.runtime.execution import Executable, Executables, generation
 from insum_nn.compiler.runtime.modes import under_autocast, without_autocast
-from insum_nn.compiler.runtime.unsized_call import Run, UnsizedCall
+from insum_nn.compiler.runtime.unsized_call import UnsizedCall
 from insum_nn.compiler.schedule.canonical import messages_name
 from insum_nn.facts import IndexFacts, StaticTable
 from insum_nn.tensor_cache import insert, unwritten
@@ -51,6 +51,7 @@ __all__ = [
     "run_ready",
     "run_spec",
     "run_unsized",
+    "unsized_call",
     "value_dtype",
 ]
 
@@ -85,7 +86,7 @@ class Spec:
     origin: Origin = "builder"
     ready: dict[Key, Ready] = field(default_factory=dict, init=False, repr=False, compare=False)
     programs: dict[Key, _Programs] = field(default_factory=dict, init=False, repr=False, compare=False)
-    calls: dict[CallKind, Run] = field(default_factory=dict, init=False, repr=False, compare=False)
+    calls: dict[CallKind, UnsizedCall] = field(default_factory=dict, init=False, repr=False, compare=False)
     kinds: set[Key] = field(default_factory=set[Key], init=False, repr=False, compare=False)
     common: dict[Key, Common] = field(default_factory=dict, init=False, repr=False, compare=False)
     _hash: int = field(default=0, init=False, repr=False, compare=False)
@@ -298,7 +299,7 @@ def _print_call(spec: Spec, tensors: Sequence[Tensor], programs: _Programs, fact
         cuttable=programs.sequences.cuttable,
     )
     if call.run is not None:
-        spec.calls[_kind_of(spec, tensors)] = call.run
+        spec.calls[_kind_of(spec, tensors)] = call
 
 
 def _kind_of(spec: Spec, tensors: Sequence[Tensor]) -> CallKind:
@@ -316,11 +317,13 @@ def run_unsized(spec: Spec, tensors: Sequence[Tensor], initial: Tensor | None, e
         initial: the initial value; it may broadcast to the output.
         extents: the call's sizes, which agree with the tensors.
     """
-    calls = spec.calls
-    if not calls:
-        return None
-    run = calls.get(_kind_of(spec, tensors))
-    return None if run is None else run(tensors, initial, *extents)
+    call = spec.calls.get(_kind_of(spec, tensors)) if spec.calls else None
+    return None if call is None or call.run is None else call.run(tensors, initial, *extents)
+
+
+def unsized_call(spec: Spec, tensors: Sequence[Tensor]) -> UnsizedCall | None:
+    """What runs calls on tensors of these kinds at any sizes, where some did; each of its calls checks the rest."""
+    return spec.calls.get(_kind_of(spec, tensors)) if spec.calls else None
 
 
 def kinds_of(tensors: Iterable[Tensor], initial: Tensor | None) -> Key:

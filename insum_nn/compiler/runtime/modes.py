@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import sys
 import threading
-from collections.abc import Generator, Sequence
+from collections.abc import Callable, Generator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Any, TypeVar, overload
 
@@ -25,6 +25,7 @@ __all__ = [
     "is_traced",
     "is_transformed",
     "outer_autocast",
+    "plain_apply",
     "records_graph",
     "size_hint",
     "to_autocast",
@@ -83,6 +84,11 @@ def is_plain_eager(*tensors: Tensor | None) -> bool:
         if tensor is not None and (type(tensor) not in PLAIN or tensor.is_meta or tensor.is_neg()):
             return False
     return True
+
+
+def plain_apply(function: type[torch.autograd.Function]) -> Callable[..., Any]:
+    """Return `function.apply` for calls on what `is_plain_eager` accepts: it looks for no transform of `torch.func`."""
+    return super(torch.autograd.Function, function).apply  # type: ignore[no-any-return, misc]
 
 
 def records_graph(tensors: Sequence[Tensor | None]) -> bool:

@@ -16,7 +16,7 @@ from torch import Tensor
 
 from insum_nn.compiler.kernels.background import cold
 from insum_nn.compiler.runtime.batched_gradients import for_each_vector
-from insum_nn.compiler.runtime.modes import is_plain_eager, without_autocast
+from insum_nn.compiler.runtime.modes import is_plain_eager, plain_apply, without_autocast
 from insum_nn.compiler.runtime.steps.gradients_ahead import rehearse_gradients
 from insum_nn.compiler.runtime.steps.needed_gradients import needed_gradients
 
@@ -63,7 +63,7 @@ def multilinear(
         # A loop instead of `any`: no generator in every call.
         for tensor in (*operands, initial):
             if tensor is not None and tensor.requires_grad:
-                return _Multilinear.apply(sums, wanted, initial, *operands)  # type: ignore[no-any-return]
+                return _record(sums, wanted, initial, *operands)  # type: ignore[no-any-return]
     return _computed(sums, wanted, operands, {}, initial)
 
 
@@ -75,7 +75,11 @@ class _Multilinear(torch.autograd.Function):
         _, _, _, *needed = ctx.needs_input_grad
         # An operand is read again for the gradients of the others alone.
         count = sum(needed)
-        ctx.save_for_backward(*[tensor if count > own else None for tensor, own in zip(operands, needed, strict=True)])
+        if count < len(needed) or count == 1:
+            saved = [tensor if count > own else None for tensor, own in zip(operands, needed, strict=True)]
+            ctx.save_for_backward(*saved)
+        else:
+            ctx.save_for_backward(*operands)
         ctx.rest = sums, wanted, None if initial is None else initial.shape
         cold.call = _Multilinear, ctx, sums, wanted, initial, *operands
         try:
@@ -101,7 +105,7 @@ class _Multilinear(torch.autograd.Function):
             if not own:
                 found.append(None)
                 continue
-            operands = tuple([tensors[name] for name in sums.operands[wanted]])
+            operands = tuple(map(tensors.__getitem__, sums.operands[wanted]))
             found.append(
                 _computed(sums, wanted, operands, made, None) if unrecorded else multilinear(sums, wanted, *operands)
             )
@@ -109,6 +113,9 @@ class _Multilinear(torch.autograd.Function):
             total = grad.sum(0)
             found[2] = total if total.shape == initial else total.reshape(initial)
         return tuple(_without_views(found) if unrecorded else found)
+
+
+_record = plain_apply(_Multilinear)
 
 
 def _computed(
@@ -187,7 +194,7 @@ def multilinear_jointly(
                 names = tuple(wanted)
                 read = tuple([name for name in operands if names != (name,)])
                 tensors = [operands[name] for name in read]
-                made: Any = _Jointly.apply(sums, (names, read, plain), *tensors, *sums.indices)
+                made: Any = _record_jointly(sums, (names, read, plain), *tensors, *sums.indices)
                 return dict(zip(names, made, strict=True))
     return sums.run(wanted, operands, plain=plain)
 
@@ -269,6 +276,9 @@ class _Jointly(torch.autograd.Function):
         if unrecorded:
             _without_views(made_of_read)
         return None, None, *made_of_read, *[None] * len(sums.indices)
+
+
+_record_jointly = plain_apply(_Jointly)
 
 
 def _without_views(grads: list[Tensor | None]) -> list[Tensor | None]:

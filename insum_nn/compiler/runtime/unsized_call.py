@@ -14,6 +14,7 @@ kinds that it was decided for, contiguous and unwritten, and the kernel for size
         return found(tensors, initial, indices, output)
 
 Where anything is otherwise it returns `None`, and `dispatch` finds the program, or the words for what is wrong.
+`call` is the same for a caller who has not found the sizes: it takes the output's shape, and reads the others itself.
 """
 
 from __future__ import annotations
@@ -26,7 +27,7 @@ from torch import Tensor
 
 from insum_nn.compiler.kernels.generated import Generated
 from insum_nn.compiler.kernels.sized import WIDE
-from insum_nn.compiler.lang.bind import Bound, Extents
+from insum_nn.compiler.lang.bind import Bound, Extents, Layout
 from insum_nn.compiler.lang.limits import limits_of
 from insum_nn.compiler.lang.printed import function_of_lines
 from insum_nn.compiler.runtime.execution import Executable, forgets_programs, generation
@@ -38,6 +39,7 @@ __all__ = ["Run", "UnsizedCall"]
 
 Sizes = tuple[int, ...]
 Run = Callable[[Sequence[Tensor], Tensor | None, Sizes, Sizes], Tensor | None]
+Call = Callable[[Sequence[Tensor], Tensor | None, Sequence[int | None]], Tensor | None]
 # Kinds of sizes that are kept.
 _LIMIT = 64
 
@@ -56,6 +58,8 @@ class UnsizedCall:
     Attributes:
         run: runs it on tensors in the layout's order, with an initial value, on sizes that agree with them; it records
             no gradients, and returns `None` where it is not for these. `None`: for no call.
+        call: the same for sizes that nobody looked at: it takes the output's shape, of which `None` entries are
+            inferred, and returns `None` where they disagree. `None`: some size is shown by nothing.
     """
 
     def __init__(
@@ -71,6 +75,7 @@ class UnsizedCall:
         self.statement, self._find = bound.statement, find
         self.kernels: dict[object, Run] = {}
         self.run: Run | None = None
+        self.call: Call | None = None
         limits = limits_of(bound.statement)
         # What is left of all limits is kept by any tensors with cells that 32 bits address.
         checked = limits.steep or (limits.writes and not drop_outside) or any(least > 1 for _, _, least in limits.axes)
@@ -86,7 +91,18 @@ class UnsizedCall:
             "kernels": self.kernels,
             "meet": self._meet,
         }
-        self.run = function_of_lines(_lines(bound, fixed, cuttable=cuttable), names, f"call of {bound.statement.text}")
+        what, layout = f"call of {bound.statement.text}", bound.layout
+        given = ["def run(tensors, initial, indices, output):", f"({_names('t', layout.tensors)}) = tensors"]
+        given += [f"({_names('x', layout.indices)}) = indices"] if layout.indices else []
+        given += [f"({_names('o', layout.output_places)}) = output"] if layout.output_places else []
+        rest = _lines(bound, fixed, cuttable=cuttable)
+        self.run = function_of_lines([*given, *rest], names, what)
+        found = _agreeing(layout)
+        if found is not None:
+            # A program may be bound to no tensor, and called on another device.
+            names |= {"gpu": tensors[0].is_cuda}
+            found += ["if t0.is_cuda is not gpu:", "    return None"]
+            self.call = function_of_lines([*found, *rest], names, what)
         forgets_programs(self)
 
     def clear(self) -> None:
@@ -116,15 +132,52 @@ def _other(tensors: Sequence[Tensor], initial: Tensor | None, indices: Sizes, ou
     """Another backend runs these sizes."""
 
 
+def _names(letter: str, all_of: Sequence[object]) -> str:
+    """Return numbered names, each with a comma behind it."""
+    return "".join(f"{letter}{n}, " for n in range(len(all_of)))
+
+
+def _agreeing(layout: Layout) -> list[str] | None:
+    """Return the first lines of `UnsizedCall.call`, which find what `run` is given; see `lang.shapes.agreement_of`.
+
+    `None`: nothing shows the extent of some index.
+    """
+    names = [[f"s{n}_{axis}" for axis in range(rank)] for n, rank in enumerate(layout.ranks)]
+    wrong: list[str] = []
+    hidden: list[str] = []
+    for place, (places, own) in enumerate(zip(layout.plain, layout.written, strict=True)):
+        for n, axis in places[1:]:
+            wrong.append(f"{names[n][axis]} != x{place}")
+        if places:
+            names[places[0][0]][places[0][1]] = f"x{place}"
+        elif own:
+            hidden.append(f"x{place} = o{own[0]}")
+        else:
+            return None
+    lines = ["def call(tensors, initial, shape):", f"({_names('t', layout.tensors)}) = tensors", "try:"]
+    lines += [f"    ({''.join(f'{name}, ' for name in each)}) = t{n}.shape" for n, each in enumerate(names)]
+    lines += [f"    ({_names('o', layout.output_places)}) = shape"]
+    lines += ["except ValueError:", "    return None", *hidden]
+    for axis, place in enumerate(layout.output_places):
+        if place is None or not layout.plain[place]:
+            wrong.append(f"type(o{axis}) is not int")
+            wrong += [] if place is None else [f"o{axis} != x{place}"]
+        else:
+            lines += [f"if o{axis} is None:", f"    o{axis} = x{place}"]
+            wrong.append(f"type(o{axis}) is not int or o{axis} != x{place}")
+    # Sizes below zero, which could make a product that is not, are of no tensor.
+    wrong += [f"o{axis} < 1" for axis, place in enumerate(layout.output_places) if place is None]
+    lines += [f"if {' or '.join(wrong)}:", "    return None"] if wrong else []
+    indices, output = _names("x", layout.indices), _names("o", layout.output_places)
+    return [*lines, f"indices = ({indices})", f"output = ({output})"]
+
+
 def _lines(bound: Bound, fixed: FixedExtents, *, cuttable: bool) -> list[str]:
-    """Return the lines of `UnsizedCall.run`."""
+    """Return the lines of `UnsizedCall.run` behind those that name tensors t0, .., extents x0, .. and sizes o0, .."""
     layout = bound.layout
     tensors = range(len(layout.tensors))
     indices = [f"x{place}" for place in range(len(layout.indices))]
     output = [f"o{axis}" for axis in range(len(layout.output_places))]
-    lines = ["def run(tensors, initial, indices, output):", f"({', '.join(f't{n}' for n in tensors)},) = tensors"]
-    lines += [f"({', '.join(indices)},) = indices"] if indices else []
-    lines += [f"({', '.join(output)},) = output"] if output else []
     # Of most tensors all axes are an index each.
     shown = {axis: extent for extent, axes in zip(indices, layout.plain, strict=True) for axis in axes}
     axes = [[shown.get((n, axis), "") for axis in range(layout.ranks[n])] for n in tensors]
@@ -132,7 +185,7 @@ def _lines(bound: Bound, fixed: FixedExtents, *, cuttable: bool) -> list[str]:
     wrong = [f"t{n}.dtype is not d{n}" for n in tensors]
     wrong += [f"not 0 < {size} < wide" for size in dict.fromkeys([*cells, " * ".join(output)]) if size]
     wrong += [f"not t{n}.is_contiguous()" for n in tensors]
-    lines += [f"if {' or '.join(wrong)}:", "    return None"]
+    lines = [f"if {' or '.join(wrong)}:", "    return None"]
     for n in tensors:
         if layout.tensors[n] in layout.index_tensors:
             # The tensors of builders, as they were when they were made.

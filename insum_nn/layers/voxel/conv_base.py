@@ -178,7 +178,7 @@ class SparseConvolutionBase:
         `"spconv_pointwise"` for a kernel of one cell in a submanifold layer or one of stride 1: `spconv` multiplies by
         the numbers of (O, 1, .., 1, I) read as (I, O). Else `"spconv"`: what the shape says.
         """
-        if math.prod(self.kernel_size) != 1 or self.groups != 1:
+        if self.geometry.volume != 1 or self.groups != 1:
             return "spconv"
         return "spconv_pointwise" if self.subm or all(step == 1 for step in self.stride) else "spconv"
 
@@ -307,7 +307,7 @@ class SparseConvolutionBase:
         if used is None and torch.jit.is_tracing():
             features = _traced_pointwise(input.features, dense, bias, self.groups)
         else:
-            features = sparse_conv(input.features, dense, used, bias, groups=self.groups, options=self.options)
+            features = sparse_conv(input._features, dense, used, bias, groups=self.groups, options=self.options)
         if act_type is not Activation.None_:
             features = apply_activation(features, act_type, act_alpha)
         if kernel_map is None or self.subm:
