@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from contextlib import AbstractContextManager, ExitStack
+from contextlib import AbstractContextManager, ExitStack, nullcontext
 
 import torch
 from torch import Tensor
@@ -10,6 +10,8 @@ from torch._C._functorch import is_functorch_wrapped_tensor, peek_interpreter_st
 from torch.utils._python_dispatch import _disable_current_modes
 
 __all__ = ["plain_tensors"]
+
+_AS_IT_IS = nullcontext()
 
 
 def plain_tensors(*sources: Tensor) -> AbstractContextManager[object]:
@@ -37,7 +39,7 @@ def _outside(sources: tuple[Tensor, ...]) -> AbstractContextManager[object]:
     # What is made while torch traces would be of its graph, not tensors with values.
     traced = not sources and torch._C._len_torch_dispatch_stack() > 0
     if not (transformed or traced or torch.is_inference_mode_enabled()):
-        return torch.no_grad()
+        return torch.no_grad() if torch.is_grad_enabled() else _AS_IT_IS
     stack = ExitStack()
     if transformed:
         from torch._functorch.pyfunctorch import temporarily_clear_interpreter_stack

@@ -19,7 +19,7 @@ from insum_nn.compiler.api import compile_built
 from insum_nn.compiler.forms.parameters import OnDevice
 from insum_nn.compiler.kernels import launch, sized
 from insum_nn.compiler.kernels.ahead import collect
-from insum_nn.errors import InsumDtypeError, InsumRangeError, InsumShapeError
+from insum_nn.errors import InsumDtypeError, InsumFormatError, InsumRangeError, InsumShapeError
 from insum_nn.layers import BlockSparseLinear, PrunedConv2d
 from insum_nn.ops.sparse_conv import sparse_conv
 from insum_nn.structure.coordinates import Coordinates
@@ -247,15 +247,22 @@ def test_a_sum_that_addresses_the_output_is_checked_for_each_index_tensor():
 
 
 @pytest.mark.usefixtures("interpreter")
-def test_a_printed_call_notices_what_it_was_not_printed_for():
+@pytest.mark.parametrize("bound", [False, True])
+def test_a_printed_call_notices_what_it_was_not_printed_for(bound: bool):
     """Writes to a builder's tensors, other dtypes, ranks and layouts, sizes that disagree, and a cleared cache."""
     program = compile_built(SPMM, facts=BUILT, options=GENERATED)
+
+    def call(named: dict[str, Tensor], shape: tuple[int | None, ...] = (7, None)) -> Tensor:
+        if not bound:
+            return program(tensors=named, out_shape=shape)
+        own = program.unbound
+        return own(*[named[name] for name in own.names], out_shape=shape, initial=named.get("C"))
 
     def check(named: dict[str, Tensor], initial: Tensor | None = None) -> None:
         want = torch.zeros(7, 3, dtype=named["B"].dtype) if initial is None else initial.expand(7, 3).clone()
         want.index_add_(0, named["Row"], named["Val"][:, None] * named["B"][named["Col"]])
         given = named if initial is None else {**named, "C": initial}
-        torch.testing.assert_close(program(tensors=given, out_shape=(7, None)), want)
+        torch.testing.assert_close(call(given), want)
 
     named = operands(7, 30, 3, skewed=False, transposed=False)
     check(named)
@@ -270,14 +277,17 @@ def test_a_printed_call_notices_what_it_was_not_printed_for():
     with pytest.raises(InsumDtypeError):
         check({**named, "B": named["B"].double()})
     with pytest.raises(InsumShapeError):
-        program(tensors={**named, "B": named["B"][0]}, out_shape=(7, None))
+        call({**named, "B": named["B"][0]})
     with pytest.raises(InsumShapeError):
-        program(tensors={**named, "Val": named["Val"][1:]}, out_shape=(7, None))
+        call({**named, "Val": named["Val"][1:]})
     with pytest.raises(InsumShapeError):
-        program(tensors={**named, "C": torch.zeros(7, 4)}, out_shape=(7, None))
+        call({**named, "C": torch.zeros(7, 4)})
+    for shape in ((7, 4), (-7, None), (None, None), (7,)):
+        with pytest.raises((InsumShapeError, InsumFormatError, TypeError)):
+            call(named, shape)  # type: ignore[arg-type]
     # What a builder writes to its tensors later is read.
     named["Row"][:] = named["Row"].flip(0)
     check(named)
     named["Col"][3] = 7
     with pytest.raises(InsumRangeError, match="index tensor 'Col' points outside axis 0 of 'B'"):
-        program(tensors=named, out_shape=(7, None))
+        call(named)

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, TypeVar
 
 import numpy as np
 import torch
@@ -38,6 +38,7 @@ __all__ = [
     "partition_of",
 ]
 
+Built = TypeVar("Built")
 Array = NDArray[np.integer[Any]]
 # A tensor, or an array: the same arithmetic on a device and on the host.
 Numbers = Any
@@ -136,10 +137,17 @@ def partition_of(index: Tensor, rows: int, permuted: bool, chunk: int) -> RowPar
         if undivided is not None and undivided.longest <= chunk:
             found = undivided
         else:
-            with torch.inference_mode(False), torch.no_grad():
-                found = _build(index, rows, permuted, chunk)
+            found = _kept(_build, index, rows, permuted, chunk)
         known[chunk] = found
     return found
+
+
+def _kept(build: Callable[..., Built], *arguments: Any) -> Built:
+    """What is built for later calls too, of ordinary tensors, whatever mode the caller is in."""
+    if torch.is_grad_enabled() or torch.is_inference_mode_enabled():
+        with torch.inference_mode(False), torch.no_grad():
+            return build(*arguments)
+    return build(*arguments)
 
 
 def divisions_of(index: Tensor, rows: int, permuted: bool) -> Divisions:
@@ -260,7 +268,9 @@ def _ranges(
 
 def _parts(lengths: Numbers, chunk: int) -> Numbers:
     """How many ranges each row becomes."""
-    return ((lengths + (chunk - 1)) // chunk).clip(1)
+    parts = (lengths + (chunk - 1)) // chunk
+    # NumPy's own `clip` looks up the limits of the dtype at each call.
+    return parts.clip(1) if isinstance(parts, Tensor) else np.maximum(parts, 1)
 
 
 def _send(parts: Mapping[torch.dtype, Sequence[Array]], device: torch.device) -> list[Tensor]:
@@ -270,32 +280,29 @@ def _send(parts: Mapping[torch.dtype, Sequence[Array]], device: torch.device) ->
     """
     if device.type == "cpu":
         return [torch.from_numpy(part.astype(_ARRAYS[dtype])) for dtype, group in parts.items() for part in group]
-    sizes = {
-        dtype: [size for part in group for size in (part.shape[0], -part.shape[0] % (16 // dtype.itemsize))]
-        for dtype, group in parts.items()
-    }
+    dtypes = [dtype for dtype, group in parts.items() for _ in group]
+    arrays = [part for group in parts.values() for part in group]
+    # In words of 32 bits: of each array, and up to the next.
+    sizes: list[int] = []
+    for dtype, part in zip(dtypes, arrays, strict=True):
+        words = part.shape[0] * (dtype.itemsize // 4)
+        sizes += (words, -words % 4)
     # The device reads such memory by itself: the host does not wait until it comes to that.
-    total = sum(sum(each) * dtype.itemsize for dtype, each in sizes.items())
-    packed = torch.empty(total, dtype=torch.uint8, device="cpu", pin_memory=True)
+    packed = torch.empty(sum(sizes), dtype=torch.int32, device="cpu", pin_memory=True)
     host, begin = packed.numpy(), 0
-    for dtype, group in parts.items():
-        for part, size, gap in zip(group, sizes[dtype][::2], sizes[dtype][1::2], strict=True):
-            end = begin + size * dtype.itemsize
-            host[begin:end].view(_ARRAYS[dtype])[:] = part
-            begin = end + gap * dtype.itemsize
-    sent, begin = packed.to(device, non_blocking=True), 0
-    found: list[Tensor] = []
-    for dtype, each in sizes.items():
-        end = begin + sum(each) * dtype.itemsize
-        found += sent[begin:end].view(dtype).split(each)[::2]  # type: ignore[arg-type]
-        begin = end
-    return found
+    for dtype, part, words, gap in zip(dtypes, arrays, sizes[::2], sizes[1::2], strict=True):
+        host[begin : begin + words].view(_ARRAYS[dtype])[:] = part
+        begin += words + gap
+    sent = packed.to(device, non_blocking=True).split_with_sizes(sizes)[::2]
+    return [each if dtype == torch.int32 else each.view(dtype) for dtype, each in zip(dtypes, sent, strict=True)]
 
 
 def keep_lengths(index: Tensor, lengths: Sequence[int]) -> None:
     """Take how often each row stands in an index tensor in which no term is without a row, where the host knows it."""
     if len(lengths) <= _FEW_ROWS:
-        _begins.keep((index,), None, np.cumsum((0, *lengths), dtype=np.int64))
+        begins = np.zeros(len(lengths) + 1, dtype=np.int64)
+        np.array(lengths, dtype=np.int64).cumsum(out=begins[1:])
+        _begins.keep((index,), None, begins)
 
 
 def _cached_begin(index: Tensor, rows: int) -> Array | None:
@@ -318,9 +325,7 @@ def bitmasks_of(index: Tensor) -> Tensor:
     found = _bitmasks.of(index)
     if found is not None:
         return found
-    with torch.inference_mode(False), torch.no_grad():
-        bitmasks = _bitmasks_with(index, _powers(index.device))
-    return _bitmasks.keep((index,), None, bitmasks)
+    return _bitmasks.keep((index,), None, _kept(lambda: _bitmasks_with(index, _powers(index.device))))
 
 
 def new_bitmasks_of(index: Tensor) -> Tensor:

@@ -173,8 +173,9 @@ def list_of_table(neighbours: Tensor, count: int | None = None) -> dict[str, Ten
     # Each begins at a multiple of 16 bytes, or the machine code of what reads them would depend on their number.
     places = _places(neighbours >= 0, count and -(-count // 4) * 4)
     found = places.T.to(torch.int32, memory_format=torch.contiguous_format)
-    places, found = places[:count], found[:, :count]
-    return {"Off": found[0], "OutIdx": found[1], "InIdx": neighbours[places[:, 0], places[:, 1]]}
+    offset, output = places[:count].unbind(1)
+    offsets, outputs = found[:, :count].unbind(0)
+    return {"Off": offsets, "OutIdx": outputs, "InIdx": neighbours[offset, output]}
 
 
 def _places(present: Tensor, count: int | None) -> Tensor:
