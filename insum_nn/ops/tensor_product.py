@@ -48,6 +48,7 @@ from insum_nn.ops.tensor_product_right import tensor_product_right
 from insum_nn.ops.tensor_product_roles import given_of, role_of, roles_of
 from insum_nn.ops.tensor_product_spec import TensorProductSpec, layout_of, others
 from insum_nn.ops.tensor_product_statement import statements_of
+from insum_nn.tensor_cache import same_view
 
 __all__ = [
     "TensorProductSpec",
@@ -257,7 +258,11 @@ class _Sums(NamedTuple):
     def in_modes(self, wanted: str, operands: Mapping[str, Tensor]) -> Tensor:
         given, ends = given_of(operands, wanted), (self.receivers, self.senders)
         if is_plain_eager(*given, *ends):
-            return multilinear_jointly(self, wanted, dict(zip(others(wanted), given, strict=True)), plain=True)[wanted]
+            sums = self
+            if self.receivers is not None and self.senders is not None:
+                # Layers after each other get other views of the same edges, as a row of `edge_index` is.
+                sums = self._replace(receivers=same_view(self.receivers), senders=same_view(self.senders))
+            return multilinear_jointly(sums, wanted, dict(zip(others(wanted), given, strict=True)), plain=True)[wanted]
         if torch.compiler.is_dynamo_compiling() or torch.jit.is_tracing():
             return torch.ops.insum_nn.tensor_product(  # type: ignore[no-any-return]
                 self.text, wanted, *given, *ends, self.num_x, self.num_z

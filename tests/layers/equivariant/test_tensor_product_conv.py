@@ -449,6 +449,26 @@ def test_statements_follow_the_options():
             layer.options = {}
 
 
+def test_layers_after_each_other_read_their_edges_once(monkeypatch: pytest.MonkeyPatch):
+    """Each layer gets views of its own of the same `edge_index`; each reading waits for a GPU, and ends a capture."""
+    conv = TensorProductConv(*CASES["nequip"].args)
+    edge_index = torch.tensor([[0, 1, 1, 2], [1, 0, 2, 0]])
+    x, y = torch.randn(3, conv.tensor_product.irreps_in1.dim), torch.randn(4, conv.tensor_product.irreps_in2.dim)
+    weight = torch.randn(4, conv.weight_numel)
+    read: list[Tensor] = []
+    aminmax = torch.Tensor.aminmax
+    monkeypatch.setattr(torch.Tensor, "aminmax", lambda tensor: read.append(tensor) or aminmax(tensor))
+    for _ in range(3):
+        leaves = [value.clone().requires_grad_() for value in (x, y, weight)]
+        out = conv(leaves[0], leaves[1], leaves[2], edge_index[0], edge_index[1])
+        (force,) = torch.autograd.grad(out.square().sum(), leaves[1], create_graph=True)
+        torch.autograd.grad(force.square().sum(), leaves)
+    assert len(read) == 2
+    edge_index[0, 0] = 2
+    conv(x, y, weight, *edge_index)
+    assert len(read) == 4, "a write counts for both"
+
+
 # nequip's convolution.
 
 

@@ -50,18 +50,27 @@ def static_sum(
         return None
     if bound.dtype not in _DTYPES or bound.epilogue:
         return None
-    statement, tables = bound.statement, frozenset(name for name, _ in static)
-    samples = samples_of(statement, tables)
-    if samples is None:
+    rows = _rows_of(bound.statement, frozenset(name for name, _ in static))
+    if rows is None:
         return None
-    rows = {a.name for a in statement.accesses() if row_of(a, samples, statement, tables) is not None}
+    samples, rowed = rows
     shapes = {name: tuple(t.shape) for name, t in zip(bound.layout.tensors, tensors, strict=True)}
-    shapes[statement.output.name] = tuple(extents.output)
-    known = tuple((name, (0, *shape[1:]) if name in rows else shape) for name, shape in shapes.items())
+    shapes[bound.statement.output.name] = tuple(extents.output)
+    known = tuple((name, (0, *shape[1:]) if name in rowed else shape) for name, shape in shapes.items())
     sizes = tuple(
         (name, 0 if name == samples else size) for name, size in zip(bound.layout.indices, extents.indices, strict=True)
     )
     return StaticSum(samples, sizes, known)
+
+
+@lru_cache(maxsize=512)
+def _rows_of(statement: Statement, tables: frozenset[str]) -> tuple[str, frozenset[str]] | None:
+    """The index of a statement's samples, and which tensors have rows of them; `None`: there are no samples."""
+    samples = samples_of(statement, tables)
+    if samples is None:
+        return None
+    rows = (a.name for a in statement.accesses() if row_of(a, samples, statement, tables) is not None)
+    return samples, frozenset(rows)
 
 
 def find_paths(
