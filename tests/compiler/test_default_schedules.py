@@ -130,6 +130,19 @@ def test_long_sums_of_unrolled_products_are_divided(copies: int, tile: int, warp
     assert default_schedule(written(SUMS, 12, copies, samples=800)).splits == 12
 
 
+@pytest.mark.parametrize(("samples", "splits"), [(100, 8), (864, 8), (100_000, 1)])
+def test_sums_over_two_indices_are_divided_by_all_their_terms(samples: int, splits: int):
+    """A fully connected product of few samples would keep few programs busy with 64 * 64 terms each."""
+    shapes = {"X": (2, 64), "Y": (2, 64), "W": (64, 32, 64)}
+    tensors = {name: torch.ones(shape) for name, shape in shapes.items()}
+    bound = bind(parse("C[z,w] += X[z,u] * Y[z,v] * W[u,v,w]"), tensors, None)
+    sizes = {"z": samples, "u": 64, "v": 32, "w": 64}
+    bound = replace(bound, static=tuple((name, size) for name, size in sizes.items() if name != "z"))
+    schedule = default_schedule(make_form(bound, sizes, (samples, 64), {}, deterministic=False))
+    assert schedule.dot
+    assert schedule.splits == splits
+
+
 @pytest.mark.parametrize("expression", [ROWS, SUMS])
 @pytest.mark.parametrize("points", [3, 16, 24, 25, 99])
 def test_one_program_has_no_more_accumulators_than_registers(expression: str, points: int):

@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping
 
-from insum_nn.compiler.forms.form import ENTRY, LONGEST, ROW_LOOP, Form, Product
+from insum_nn.compiler.forms.form import CELLS, ENTRY, LONGEST, ROW_LOOP, Form, Product
 from insum_nn.compiler.forms.placement import MANY_TERMS, element_axes
 from insum_nn.compiler.schedule.space import Schedule, power
 from insum_nn.dtypes import is_widened
@@ -200,11 +200,11 @@ def _splits_of_parts(form: Form, tile: int, groups: int) -> int:
     if form.row_index is not None or form.combine == "atomic" or not form.reduce:
         return 1
     cells = math.prod(form.size(i) for i in form.parallel)
-    length = max(form.size(i) for i in form.reduce)
+    length, outer = _summed(form)
     programs = max(1, cells // tile) * groups
     if programs >= _ENOUGH or length * len(form.unrolled) < _LONG:
         return 1
-    return max(1, min(128, 4 * _ENOUGH // programs, length // 64, _PARTS // (4 * cells * form.accumulators)))
+    return max(1, min(128, 4 * _ENOUGH // programs, length // 64, outer, _PARTS // (4 * cells * form.accumulators)))
 
 
 # Programs that keep a large GPU busy.
@@ -231,7 +231,20 @@ def _splits(form: Form, m: int, n: int) -> int:
         return 1
     cells = math.prod(form.size(i) for i in form.parallel)
     programs = max(1, cells // (m * n))
-    length = max(form.size(i) for i in form.reduce)
+    length, outer = _summed(form)
     if programs >= _ENOUGH or length * len(form.unrolled) < _LONG:
         return 1
-    return max(1, min(64, 1024 // programs, length // 256))
+    # Each part is a copy of the whole output, which is cleared and added up.
+    copies = 2 * _PARTS // (4 * max(1, form.sizes[CELLS]))
+    return max(1, min(64, 1024 // programs, length // 256, outer, copies))
+
+
+def _summed(form: Form) -> tuple[int, int]:
+    """How many terms of a sum may be divided, and the extent of its longest index.
+
+    Sums over several indices count by all their terms where each is there. A loop over entries that may be missing is
+    not divided: it skips what no row of a tile has.
+    """
+    sizes = [form.size(i) for i in form.reduce]
+    gathers = any(name not in form.tables for name in form.bound.layout.index_tensors)
+    return max(sizes) if gathers else math.prod(sizes), max(sizes)

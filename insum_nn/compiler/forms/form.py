@@ -33,6 +33,7 @@ from insum_nn.dtypes import dtype_of
 from insum_nn.facts import StaticTable
 
 __all__ = [
+    "CELLS",
     "ENTRY",
     "LONGEST",
     "ROW_LOOP",
@@ -49,8 +50,8 @@ __all__ = [
 ]
 
 # The loop over the rows that programs own, the loop over the entries of one, and, among sizes alone, the most entries
-# that a row has.
-ROW_LOOP, ENTRY, LONGEST = ROW.name, own_rows.ENTRY.name, "longest"
+# that a row has and the cells of the whole output.
+ROW_LOOP, ENTRY, LONGEST, CELLS = ROW.name, own_rows.ENTRY.name, "longest", "cells"
 
 # How many times the mean the longest row may have where rows count as even.
 _EVEN = 4.0
@@ -345,6 +346,7 @@ def make_form(
     loops = [loop for loop in loops_of(kernel) if loop.index.name not in gone]
     free, summed = ([loop.index.name for loop in loops if loop.role == role] for role in ("free", "sum"))
     own_sizes = {names.indices[name]: extent for name, extent in sizes.items()}
+    own_sizes[CELLS] = math.prod(output)
     parallel = tuple(i for i in free if i not in entries)
     if row_index is not None:
         parallel = (ROW_LOOP, *parallel)

@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import copy
+import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 
 from torch import Tensor
 
-from insum_nn.compiler.forms.form import LONGEST, ROW_LOOP, Form, make_form
+from insum_nn.compiler.forms.form import CELLS, LONGEST, ROW_LOOP, Form, make_form
 from insum_nn.compiler.forms.nest import Source
 from insum_nn.compiler.forms.placement import MANY_TERMS
 from insum_nn.compiler.forms.plan import keep_plans
@@ -238,6 +239,7 @@ class Generated:
         if form is None:
             sizes = dict(self.form.sizes)
             sizes.update((index, extents.indices[place]) for index, place in self.form.places.items())
+            sizes[CELLS] = math.prod(extents.output)
             if self.form.row_index is not None:
                 sizes[ROW_LOOP] = extents.output[self.form.row_axis]
             if len(self._forms) >= _LIMIT:
