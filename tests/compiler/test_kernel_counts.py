@@ -52,10 +52,7 @@ def test_a_block_sparse_linear_has_at_most_six(block: int, dtype: torch.dtype):
     ("dtype", "most"),
     [
         (torch.float32, 20),
-        # The target is 20. There are 15 sums over neighbours: four tiles, each for weights as they lie and transposed
-        # (8), steps of 32 where so many channels are read (2), masks for 96 channels read or written (5); 12 gradients
-        # of weights: six tiles, rows that are not divided (2), masks for 96 channels (3), two stages or three (1); the
-        # stem, and the sum of divided rows. Without masks 96 channels would take tiles of 32, and read three times.
+        # The target is 20; docs/performance.md says why each is separate.
         (torch.float16, 29),
     ],
     ids=str,
