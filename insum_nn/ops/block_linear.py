@@ -163,7 +163,7 @@ def _apply(
         product = BlockColumns(index["Row"], index["Col"], (rows, cols), options)
         result = product(x, weight, bias if starts else None)
     else:
-        named = {"W": weight, "X": x.unflatten(1, (cols, b)), **index}
+        named = {"W": weight, "X": x.reshape(x.shape[0], cols, b), **index}
         if starts and bias is not None:
             named["Y"] = bias.reshape(rows, a)
         result = run(BLOCK_LINEAR[form], facts, named, options, (None, rows, a)).flatten(1)
@@ -195,9 +195,13 @@ def _check(input: Tensor, weight: Tensor, shape: tuple[int, ...], bias: Tensor |
     if torch.jit.is_tracing():
         with untraced():
             return _check(input, weight, shape, bias)
+    (m, k), got, device = shape, tuple(input.shape), input.device
+    fits = got[-1:] == (k,) and input.dtype == weight.dtype and input.dtype.is_floating_point
+    if fits and weight.device == device and (bias is None or (bias.shape == (m,) and bias.device == device)):
+        # One look instead of each.
+        return
     faults: list[InsumError] = []
     expression = BLOCK_LINEAR["BlockCOO"]
-    (m, k), got = shape, tuple(input.shape)
     if input.ndim == 0 or got[-1] != k:
         faults.append(
             InsumShapeError(

@@ -1,4 +1,4 @@
-"""The arguments of programs other than tensors: what they must be, and static tensors as a program holds them."""
+"""The arguments of programs: what they must be, keys of tensors, and static tensors as a program holds them."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from insum_nn.compiler.options import Options
 from insum_nn.errors import InsumDtypeError, InsumNameError, InsumRangeError, InsumShapeError
 from insum_nn.facts import StaticTable
 
-__all__ = ["check_kinds", "check_static", "static_tables"]
+__all__ = ["call_key", "check_kinds", "check_static", "kinds_of", "static_tables"]
 
 _KINDS: dict[str, tuple[type, str]] = {
     "sizes": (Mapping, "a dict of extents by index name"),
@@ -93,3 +93,25 @@ def check_static(
                     fix="pass the tensor that was given as static= to compile(), or compile again.",
                     tensor=name,
                 )
+
+
+def kinds_of(tensors: Iterable[Tensor], initial: Tensor | None) -> tuple[object, ...]:
+    """Return what of a call's tensors `bind` checks: everything but extents."""
+    key: list[object] = []
+    for tensor in tensors:
+        key += (tensor.dtype, tensor.ndim, tensor.layout, tensor.device)
+    if not key and initial is None:
+        key.append(torch.get_default_dtype())
+    return (*key, None) if initial is None else (*key, initial.dtype, initial.ndim, initial.layout, initial.device)
+
+
+def call_key(tensors: Sequence[Tensor], initial: Tensor | None) -> tuple[object, ...]:
+    """What of the tensors decides checks, extents and code; index values are proven apart."""
+    key: list[object] = []
+    for tensor in tensors:
+        key += (tensor.shape, tensor.dtype, tensor.device)
+    if initial is not None:
+        key += (initial.shape, initial.dtype, initial.device)
+    elif not tensors:
+        key.append(torch.get_default_dtype())
+    return tuple(key)

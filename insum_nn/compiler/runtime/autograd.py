@@ -20,12 +20,12 @@ from insum_nn.compiler.lang.bind import Extents, layout_of
 from insum_nn.compiler.lang.derivative import directional, fresh_name
 from insum_nn.compiler.lang.epilogue import ACTIVATIONS
 from insum_nn.compiler.lang.syntax import Access, Index, Statement
-from insum_nn.compiler.runtime.backward import Call, Shapes, Step, gradients, read_again
+from insum_nn.compiler.runtime.backward import Call, Shapes, Step, gradients, gradients_alone, read_again
 from insum_nn.compiler.runtime.batched_gradients import for_each_tangent, for_each_vector
 from insum_nn.compiler.runtime.composite.intermediates import intermediates
 from insum_nn.compiler.runtime.dispatch import CheckedCall, Key, Spec, run_spec, value_dtype
 from insum_nn.compiler.runtime.extremum_gradient import shares, shares_of
-from insum_nn.compiler.runtime.modes import is_plain_eager, is_traced, is_transformed
+from insum_nn.compiler.runtime.modes import has_active_modes, is_plain_eager, is_traced, is_transformed, plain_apply
 from insum_nn.compiler.runtime.steps.gradients_ahead import rehearse_gradients
 from insum_nn.compiler.runtime.tracing.inline import inline, inlines
 from insum_nn.facts import IndexFacts
@@ -82,7 +82,7 @@ def _shares_of(
     call: Call, tensors: Sequence[Tensor | None], initial: Tensor | None, result: Tensor | None
 ) -> tuple[Tensor | None, Tensor | None]:
     """Return the shares of terms in the gradient; `None` where the result is their sum, and all count."""
-    if call.spec.statement.combining.adds:
+    if call.spec.adds:
         return None, None
     assert result is not None
     present = [t.detach() for t in tensors if t is not None]
@@ -147,11 +147,11 @@ class _Function(torch.autograd.Function):
                 intermediates.collected = outer
         ctx.call = call
         spec = call.spec
-        if spec.statement.combining.adds:
+        if spec.adds:
             needs = ctx.needs_input_grad[2:]
             kept = read_again(spec, needs)
             ctx.shapes = None if kept is None else [tensor.shape for tensor in tensors]
-            ctx.dtype = value_dtype(spec, tensors, initial) if spec.epilogue else None
+            ctx.dtype = value_dtype(spec, tensors, initial) if spec.finishes else None
             common = made and ctx.dtype in (None, result.dtype)
             ctx.common = call.common(tensors, needs, result, made.keys()) if common else None
             saved = tensors if kept is None else [t if need else None for t, need in zip(tensors, kept, strict=True)]
@@ -169,7 +169,7 @@ class _Function(torch.autograd.Function):
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
         initial, result, *tensors = ctx.saved_tensors
         grad = grads[0]
-        if ctx.call.spec.epilogue:
+        if ctx.call.spec.finishes:
             grad = _before_epilogue(ctx.call.spec, grad, result).to(ctx.dtype)
         shapes, needs, common = ctx.shapes, ctx.needs_input_grad[2:], ctx.common
         alone = not torch.is_grad_enabled() and is_plain_eager(grad) and not torch._C._is_any_autocast_enabled()
@@ -178,15 +178,18 @@ class _Function(torch.autograd.Function):
             shared = dict.fromkeys(common.repeated)
             shared.update(zip(common.saved, tensors[len(needs) :], strict=True))
             tensors = tensors[: len(needs)]
-        if alone and ctx.call.spec.statement.combining.adds:
+        if alone and ctx.call.spec.adds:
             outer, intermediates.shared = intermediates.shared, shared
             try:
-                found, of_initial = gradients(ctx.call, tensors, shapes, needs, grad, None, Step.alone), grad
+                found, of_initial = gradients_alone(ctx.call, tensors, shapes, needs, grad), grad
             finally:
                 intermediates.shared = outer
         else:
             found, of_initial = _gradients(ctx.call, tensors, shapes, initial, result, needs, grad)
         return (None, of_initial if ctx.needs_input_grad[1] else None, *found)
+
+
+_record = plain_apply(_Function)
 
 
 def _before_epilogue(spec: Spec, grad: Tensor, result: Tensor) -> Tensor:
@@ -213,7 +216,7 @@ class _Transformed(torch.autograd.Function):
         ctx.call = call
         ctx.shapes = ctx.common = None
         ctx.dtype = value_dtype(call.spec, tensors, initial)
-        keep = None if call.spec.statement.combining.adds else output
+        keep = None if call.spec.adds else output
         ctx.save_for_backward(initial, keep, *tensors)
         ctx.save_for_forward(initial, keep, *tensors)
 
@@ -240,7 +243,7 @@ def _setup_context(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
     spec, tensors, initial, indices, shape = inputs
     ctx.call = Call(Spec.from_json(spec), tuple(indices), tuple(shape))
     ctx.count = len(tensors)
-    keep = None if ctx.call.spec.statement.combining.adds else output
+    keep = None if ctx.call.spec.adds else output
     ctx.save_for_backward(initial, keep, *tensors)
 
 
@@ -301,13 +304,21 @@ def apply(
         checked: what is remembered of calls with this key and these sizes.
         plain: the caller knows that the tensors are plain ones, and none is lazily negated.
     """
+    if plain and not has_active_modes():
+        if spec.finishes:
+            return _finished(spec, tensors, initial, extents, key, checked, traced=False, plain=True)
+        if torch.is_grad_enabled():
+            for tensor in (*tensors, initial):
+                if tensor is not None and tensor.requires_grad:
+                    return _record(Call.of(spec, extents, key, checked, plain=True), initial, *tensors)  # type: ignore[no-any-return]
+        return run_spec(spec, tensors, initial, extents, key)
     traced = is_traced(*tensors, initial)
     inlined = traced and inlines(spec, (*tensors, initial))
     if not plain and not inlined:
         # `z.conj().imag` is a view of `z` and a bit that torch's operators obey; kernels read memory as it is.
         tensors = [t.resolve_neg() for t in tensors]
         initial = None if initial is None else initial.resolve_neg()
-    if spec.epilogue:
+    if spec.finishes:
         return _finished(spec, tensors, initial, extents, key, checked, traced=traced, plain=plain)
     if is_transformed() and not torch.compiler.is_compiling():
         return _Transformed.apply(Call(spec, extents.indices, extents.output), initial, *tensors)  # type: ignore[no-any-return]
@@ -317,13 +328,7 @@ def apply(
         return _Function.apply(Call(spec, extents.indices, extents.output), initial, *tensors)  # type: ignore[no-any-return]
     if traced:
         return _registered(spec, tensors, initial, extents)
-    if torch.is_grad_enabled():
-        for tensor in tensors:
-            if tensor.requires_grad:
-                break
-        else:
-            if initial is None or not initial.requires_grad:
-                return run_spec(spec, tensors, initial, extents, key)
+    if _learned((*tensors, initial)):
         return _Function.apply(Call.of(spec, extents, key, checked, plain=plain), initial, *tensors)  # type: ignore[no-any-return]
     return run_spec(spec, tensors, initial, extents, key)
 
@@ -354,7 +359,7 @@ def _finished(
         if not _learned((*tensors, initial)):
             return run_spec(spec, tensors, initial, extents, key)
         name = spec.epilogue.activation
-        kept = not spec.statement.combining.adds
+        kept = not spec.adds
         if not kept and (name is None or ACTIVATIONS[name].backward is not None):
             return _Function.apply(Call.of(spec, extents, key, checked, plain=plain), initial, *tensors)  # type: ignore[no-any-return]
     return spec.epilogue(apply(spec.bare, tensors, initial, extents, key), value_dtype(spec, tensors, initial))

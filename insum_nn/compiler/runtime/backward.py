@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections.abc import Callable, Hashable, Sequence, Set
 from dataclasses import dataclass, field
 from functools import lru_cache
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -16,11 +17,19 @@ from torch import Tensor
 from insum_nn.compiler.lang.bind import Extents
 from insum_nn.compiler.lang.derivative import Derivative, derivatives
 from insum_nn.compiler.runtime.composite.intermediates import Common
-from insum_nn.compiler.runtime.dispatch import CheckedCall, Key, Spec, intermediates_of, run_spec, run_unsized
+from insum_nn.compiler.runtime.dispatch import (
+    CheckedCall,
+    Key,
+    Spec,
+    intermediates_of,
+    run_spec,
+    run_unsized,
+    unsized_call,
+)
 from insum_nn.compiler.runtime.execution import generation
 from insum_nn.tensor_cache import insert
 
-__all__ = ["Call", "Shapes", "Step", "gradients", "read_again"]
+__all__ = ["Call", "Shapes", "Step", "gradients", "gradients_alone", "read_again"]
 
 # Kinds of calls of a program whose common intermediate tensors are remembered.
 _COMMON_LIMIT = 64
@@ -125,14 +134,10 @@ class Step:
         return [pool[place] for place in self.places]  # type: ignore[misc]
 
     def alone(self, pool: Sequence[Tensor | None], total: Tensor | None) -> Tensor:
-        """Run it in eager mode, where nothing is recorded."""
-        tensors = self.read(pool)
-        result = run_unsized(self.spec, tensors, total, self.extents)
-        if result is not None:
-            return result
+        """Run it in eager mode, where nothing is recorded, and not at any sizes."""
         if self.checked is None:
             self.checked = CheckedCall(self.extents)
-        return self.checked.run(self.spec, tensors, total)
+        return self.checked.run(self.spec, self.read(pool), total)
 
 
 @lru_cache(maxsize=2048)
@@ -195,5 +200,32 @@ def gradients(
         if need and names[position] in values:
             for step in call.steps(position, tensors, shapes):
                 total = run(step, pool, total)
+        found.append(total)
+    return found
+
+
+def gradients_alone(
+    call: Call, tensors: Sequence[Tensor | None], shapes: Shapes, needs: Sequence[bool], grad: Tensor
+) -> list[Tensor | None]:
+    """`gradients` in eager mode, where nothing is recorded; all terms count."""
+    spec = call.spec
+    values, names, kept = spec.layout.value_tensors, spec.layout.tensors, spec.steps
+    pool = (*tensors, grad, None)
+    found: list[Tensor | None] = []
+    for position, need in enumerate(needs):
+        total: Tensor | None = None
+        if need and names[position] in values:
+            steps = kept.get(position)
+            if steps is None:
+                steps = kept[position] = _steps_of(spec, position)
+            tensor = tensors[position]
+            shape = shapes[position] if tensor is None else tensor.shape  # type: ignore[index]
+            for at, (derived, places, _) in enumerate(steps):
+                given: list[Any] = [pool[place] for place in places]
+                made = None
+                ahead = unsized_call(derived, given)
+                if ahead is not None and ahead.call is not None:
+                    made = ahead.call(given, total, shape)
+                total = call.steps(position, tensors, shapes)[at].alone(pool, total) if made is None else made
         found.append(total)
     return found

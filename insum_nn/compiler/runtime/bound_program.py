@@ -9,7 +9,8 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor
 
-from insum_nn.compiler.runtime.dispatch import CheckedCall, Ready, Spec, broadcast, call_key, unsized_call
+from insum_nn.compiler.runtime.arguments import call_key
+from insum_nn.compiler.runtime.dispatch import CheckedCall, Ready, Spec, broadcast, unsized_call
 from insum_nn.compiler.runtime.modes import is_plain_eager
 from insum_nn.compiler.runtime.unsized_call import Call
 from insum_nn.tensor_cache import insert

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import json
 import weakref
-from collections.abc import Callable, Hashable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Hashable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from functools import cached_property, lru_cache
 from typing import Any
@@ -24,7 +24,7 @@ from insum_nn.compiler.lang.parser import check_text, parse
 from insum_nn.compiler.lang.shapes import Agreement, agreement_of, check_extents
 from insum_nn.compiler.lang.syntax import Statement
 from insum_nn.compiler.options import Options
-from insum_nn.compiler.runtime.arguments import check_static
+from insum_nn.compiler.runtime.arguments import call_key, check_static, kinds_of
 from insum_nn.compiler.runtime.composite.intermediates import Common
 from insum_nn.compiler.runtime.composite.pair_program import PairProgram, find_pairs
 from insum_nn.compiler.runtime.composite.path_program import PathProgram, find_paths
@@ -42,10 +42,8 @@ __all__ = [
     "Ready",
     "Spec",
     "broadcast",
-    "call_key",
     "index_versions",
     "intermediates_of",
-    "kinds_of",
     "parse_cached",
     "prepare",
     "run_ready",
@@ -87,6 +85,7 @@ class Spec:
     ready: dict[Key, Ready] = field(default_factory=dict, init=False, repr=False, compare=False)
     programs: dict[Key, _Programs] = field(default_factory=dict, init=False, repr=False, compare=False)
     calls: dict[CallKind, UnsizedCall] = field(default_factory=dict, init=False, repr=False, compare=False)
+    steps: dict[int, Any] = field(default_factory=dict, init=False, repr=False, compare=False)
     kinds: set[Key] = field(default_factory=set[Key], init=False, repr=False, compare=False)
     common: dict[Key, Common] = field(default_factory=dict, init=False, repr=False, compare=False)
     _hash: int = field(default=0, init=False, repr=False, compare=False)
@@ -110,6 +109,16 @@ class Spec:
     @cached_property
     def layout(self) -> Layout:
         return layout_of(self.statement)
+
+    @cached_property
+    def adds(self) -> bool:
+        """Whether its terms are added; else gradients are more than sums of products."""
+        return self.statement.combining.adds
+
+    @cached_property
+    def finishes(self) -> bool:
+        """Whether something follows its sum."""
+        return bool(self.epilogue)
 
     @cached_property
     def anchor(self) -> int:
@@ -324,28 +333,6 @@ def run_unsized(spec: Spec, tensors: Sequence[Tensor], initial: Tensor | None, e
 def unsized_call(spec: Spec, tensors: Sequence[Tensor]) -> UnsizedCall | None:
     """What runs calls on tensors of these kinds at any sizes, where some did; each of its calls checks the rest."""
     return spec.calls.get(_kind_of(spec, tensors)) if spec.calls else None
-
-
-def kinds_of(tensors: Iterable[Tensor], initial: Tensor | None) -> Key:
-    """Return what of a call's tensors `bind` checks: everything but extents."""
-    key: list[object] = []
-    for tensor in tensors:
-        key += (tensor.dtype, tensor.ndim, tensor.layout, tensor.device)
-    if not key and initial is None:
-        key.append(torch.get_default_dtype())
-    return (*key, None) if initial is None else (*key, initial.dtype, initial.ndim, initial.layout, initial.device)
-
-
-def call_key(tensors: Sequence[Tensor], initial: Tensor | None) -> Key:
-    """What of the tensors decides checks, extents and code; index values are proven apart."""
-    key: list[object] = []
-    for tensor in tensors:
-        key += (tensor.shape, tensor.dtype, tensor.device)
-    if initial is not None:
-        key += (initial.shape, initial.dtype, initial.device)
-    elif not tensors:
-        key.append(torch.get_default_dtype())
-    return tuple(key)
 
 
 @dataclass(slots=True)

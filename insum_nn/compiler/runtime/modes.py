@@ -47,7 +47,10 @@ def is_transformed() -> bool:
 
 def has_active_modes() -> bool:
     """Return whether a compiler, a transform or a dispatch mode handles torch's calls."""
-    return torch.compiler.is_compiling() or torch._C._len_torch_dispatch_stack() > 0 or is_transformed()
+    # `is_transformed`, written out.
+    if torch.compiler.is_compiling() or torch._C._len_torch_dispatch_stack() > 0 or peek_interpreter_stack():
+        return True
+    return torch.autograd.forward_ad._current_level >= 0
 
 
 def is_traced(*tensors: Tensor | None) -> bool:

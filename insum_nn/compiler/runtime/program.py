@@ -21,7 +21,7 @@ from insum_nn.compiler.lang.interpreter import interpret
 from insum_nn.compiler.lang.shapes import check_extents, resolve_extents
 from insum_nn.compiler.lang.syntax import Statement
 from insum_nn.compiler.options import DEFAULT, Options
-from insum_nn.compiler.runtime.arguments import check_kinds, static_tables
+from insum_nn.compiler.runtime.arguments import call_key, check_kinds, static_tables
 from insum_nn.compiler.runtime.autograd import apply
 from insum_nn.compiler.runtime.bound_program import BoundProgram
 from insum_nn.compiler.runtime.dispatch import (
@@ -29,7 +29,6 @@ from insum_nn.compiler.runtime.dispatch import (
     Key,
     Spec,
     broadcast,
-    call_key,
     parse_cached,
     prepare,
     run_spec,
@@ -168,9 +167,10 @@ class Program:
             ordered, initial = plain
             merged = {**self._sizes, **sizes} if sizes else self._sizes
             extents = spec.agree(ordered, merged, self._out_shape if out_shape is None else out_shape)
-            if extents is not None and (initial is None or initial.shape in (extents.output, extents.output[-1:])):
+            if extents is not None and (initial is None or initial.shape == extents.output[-initial.ndim :]):
                 if is_recorded(ordered, initial):
-                    return apply(spec, ordered, broadcast(initial, extents), extents, plain=True)
+                    initial = initial if initial is None else broadcast(initial, extents)
+                    return apply(spec, ordered, initial, extents, plain=True)
                 result = run_unsized(spec, ordered, initial, extents)
                 if result is not None:
                     return result
@@ -181,7 +181,7 @@ class Program:
             return apply(spec, ordered, broadcast(initial, extents), extents)
         ordered, initial = plain
         checked = self._checked.get(call) or self._check_call(call, ordered, initial, sizes, out_shape)
-        initial = broadcast(initial, checked.extents)
+        initial = initial if initial is None else broadcast(initial, checked.extents)
         if is_recorded(ordered, initial):
             return apply(spec, ordered, initial, checked.extents, call[0], checked, plain=True)
         return checked.run(spec, ordered, initial)

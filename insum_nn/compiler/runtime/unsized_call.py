@@ -86,6 +86,7 @@ class UnsizedCall:
             "dtype": bound.dtype,
             "wide": WIDE,
             "met": builder_versions,
+            "own_axes": _own_axes,
             "unwritten": unwritten,
             "precision": torch._C._get_float32_matmul_precision,
             "kernels": self.kernels,
@@ -126,6 +127,19 @@ class UnsizedCall:
                 self.kernels.clear()
             self.kernels[key] = found
         return found(tensors, initial, indices, output)
+
+
+def _own_axes(initial: Tensor) -> int | None:
+    """Return how many of the last axes a contiguous tensor had that `expand` repeated along others; `None`: it had not.
+
+    What an initial value was before is its gradient's shape, so one that autograd follows arrives as an expanded one.
+    """
+    step, own = 1, 0
+    for extent, by in zip(reversed(initial.shape), reversed(initial.stride()), strict=True):
+        if extent != 1 and by != step:
+            break
+        step, own = step * extent, own + 1
+    return own if not any(initial.stride()[: initial.ndim - own]) else None
 
 
 def _other(tensors: Sequence[Tensor], initial: Tensor | None, indices: Sizes, output: Sizes) -> None:
@@ -195,13 +209,15 @@ def _lines(bound: Bound, fixed: FixedExtents, *, cuttable: bool) -> list[str]:
     lines += [
         "how = None",
         "if initial is not None:",
-        "    if initial.dtype is not dtype or not initial.is_contiguous():",
+        "    how = initial.ndim",
+        "    if initial.dtype is not dtype or initial.shape != output[-how:]:",
         "        return None",
         "    initial = initial.detach()",
-        "    how = initial.shape == output",
-        "    if not how:",
-        "        if initial.shape != output[-1:]:",
+        "    if not initial.is_contiguous():",
+        "        how = own_axes(initial)",
+        "        if how is None:",
         "            return None",
+        f"    if initial.ndim != {len(output)}:",
         "        initial = initial.expand(output)",
     ]
     key = [_magnitude(extent, most) for extent, most in zip(indices, fixed.most, strict=True)]
