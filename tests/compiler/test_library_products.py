@@ -96,6 +96,9 @@ ADDRESSED = {
     "a grid": ("Y[Dst2[i,q],a,f] += P2[i,q,a] * Z[i,a,f]", (7, 2, 4)),
     "sampled, heads": ("S[e,a] += Z3[Dst[e],a,f] * Z[Src[e],a,f]", (E, 2)),
     "sampled, types": ("S[e] += D[Dst[e],h] * T[Src[e],Type[e],h]", (E,)),
+    "diagonals": ("Y[m,h] += V[d,m] * D[m+Up[d]-Down[d],h]", (9, 4)),
+    "wide diagonals": ("Y[m,h] += V[d,m] * D[2*m-3*Up[d]+1,h]", (9, 4)),
+    "sampled, diagonals": ("S[d,m] += V[d,m] * D2[m,h] * D[m+Up[d]-Down[d],h]", (5, 9)),
 }
 
 
@@ -106,8 +109,9 @@ def operands(seed: int, *, missing: bool = False, dtype: torch.dtype = torch.flo
     found = {name: torch.randint(low, high, (E,), generator=generator) for name, high in indices.items()}
     found["Dst2"] = torch.randint(low, 7, (7, 3), generator=generator, dtype=torch.int32)
     shapes = {"T": (7, 3, 4), "T2": (7, 4, 3), "Inv": (7, 3), "D": (7, 4), "P": (E, 2), "Z": (7, 2, 4), "Z3": (7, 2, 4)}
-    shapes |= {"Z2": (4, 7, 2), "P2": (7, 3, 2)}
-    return found | {n: torch.randn(s, generator=generator, dtype=dtype) for n, s in shapes.items()}
+    shapes |= {"Z2": (4, 7, 2), "P2": (7, 3, 2), "V": (5, 9), "D2": (9, 4)}
+    found |= {n: torch.randn(s, generator=generator, dtype=dtype) for n, s in shapes.items()}
+    return found | {name: torch.randint(low, 3, (5,), generator=generator) for name in ("Up", "Down")}
 
 
 def read_by(program, tensors):
@@ -153,6 +157,31 @@ def test_blocks_are_multiplied_whole(text):
     code = program.explain(**tensors).torch_code
     assert "csr_product" not in code
     assert "sampled_product" not in code
+
+
+@pytest.mark.parametrize("bad", [NAN, INF])
+def test_diagonals_hide_what_lies_outside(bad):
+    tensors = {"Up": torch.tensor([0, 2, -1, 4]), "V": torch.randn(4, 3), "B": torch.randn(4, 5)}
+    tensors["V"][1, 2] = tensors["V"][2:] = tensors["B"][3] = bad
+    program = insum_nn.compile("Y[m,h] += V[d,m] * B[m+Up[d],h]")
+    out = agree(program, **tensors)
+    assert not out[[0, 2]].isnan().any()
+    seed = torch.ones_like(out)
+    tensors["V"].requires_grad_()
+    tensors["B"].requires_grad_()
+    of_values, of_dense = torch.autograd.grad(program(**tensors), [tensors["V"], tensors["B"]], seed)
+    assert not of_values[2:].any()
+    assert not of_values[1, 2].any()
+    assert not of_dense[:3].isnan().any()
+
+
+def test_windows_of_a_convolution_are_no_sparse_product():
+    """The entries would be as many as filters and positions."""
+    tensors = {"M": torch.tensor([0, 1, 1]), "C": torch.tensor([1, 0, 1]), "R": torch.tensor([0, 2, 1])}
+    tensors |= {"F": torch.randn(3), "I": torch.randn(4, 2, 8)}
+    program = insum_nn.compile("O[n,M[k],p] += F[k] * I[n,C[k],p+R[k]-1]", out_shape=(None, 2, 8))
+    agree(program, **tensors)
+    assert "csr_product" not in program.explain(**tensors).torch_code
 
 
 @pytest.mark.parametrize("bad", [NAN, INF])

@@ -13,7 +13,7 @@ import torch
 from insum_nn.compiler.codegen.aten_extremum import ExtremumWriter
 from insum_nn.compiler.codegen.aten_read import Node, Value
 from insum_nn.compiler.codegen.calls import CallGraph
-from insum_nn.compiler.ir.access import Labels, indices_of, plain_labels, scattered_axes
+from insum_nn.compiler.ir.access import Labels, affine_terms, indices_of, plain_labels, scattered_axes
 from insum_nn.compiler.ir.graph import Graph, Library, Step, factors_of, loops_of, sparse_parts, store_of
 from insum_nn.compiler.ir.nodes import Const, Expr, Index, Kernel, Load, Op, Store
 from insum_nn.compiler.lang.combining import selecting
@@ -203,6 +203,14 @@ class _StepWriter(ExtremumWriter):
         """Return an `EntryIndex`, whose axes are positions among some indices."""
         if isinstance(subscript, Index):
             return None, (over.index(subscript.name),), size, False
-        assert isinstance(subscript, Load)
-        axes = tuple(over.index(label) for label in plain_labels(subscript.subscripts))
-        return self.tensors[subscript.buffer], axes, size, subscript.buffer.facts.masked is not False
+        if isinstance(subscript, Load):
+            return (*self.entry_term(subscript, over), size, subscript.buffer.facts.masked is not False)
+        terms, offset = affine_terms(subscript)
+        return tuple((factor, *self.entry_term(atom, over)) for factor, atom in terms), offset, size, True
+
+    def entry_term(self, atom: Expr, over: Labels) -> tuple[object, ...]:
+        """Return an index tensor, or `None` for an index, and the positions of its indices among some."""
+        if isinstance(atom, Index):
+            return None, (over.index(atom.name),)
+        assert isinstance(atom, Load)
+        return self.tensors[atom.buffer], tuple(over.index(label) for label in plain_labels(atom.subscripts))

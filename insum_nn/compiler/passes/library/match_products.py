@@ -10,6 +10,9 @@ A product of two dense matrices at some entries only:
     out[a] += t0[a] * t1[x0[a], b] * t2[x1[a], b]    ->    v0[a] += t1[x0[a], b] * t2[x1[a], b]    by sampled_product
                                                            out[a] += t0[a] * v0[a]
 
+An affine subscript with entries of index tensors selects too, as in `t1[a+x1[b], c]`; where it lies outside of the
+dense matrix there is no entry.
+
 Several subscripts may select a row or a column together, `t1[x1[a], x2[a], b]`, and an index may stand among them in
 both, as the heads `h` do in `out[x0[a], h, b] += t0[a, h] * t1[x1[a], h, b]`: there is an entry for each `a` and `h`.
 """
@@ -20,7 +23,7 @@ import itertools
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from insum_nn.compiler.ir.access import Labels, indices_of, miss_conditions, plain_labels, present, scattered_axes
+from insum_nn.compiler.ir.access import Labels, affine_terms, indices_of, miss_conditions, plain_labels, scattered_axes
 from insum_nn.compiler.ir.graph import GraphNode, Library, factors_of, loops_of, store_of
 from insum_nn.compiler.ir.nodes import Buffer, Expr, Index, Load, Result, Store, conjunction
 from insum_nn.compiler.passes.library.contraction_order import multiply_in_order
@@ -64,9 +67,8 @@ def match_csr_product(cut: Cut) -> list[GraphNode] | None:
     others = [read for position, read in enumerate(reads) if position != found.factor]
     output, shape = store.subscripts, store.buffer.shape
     rows = [output[axis] for axis in found.row_axes]
-    columns = [dense.subscripts[axis] for axis in found.axes]
     # Entries without a row or a column take no part, whatever their value.
-    left_out = {condition for s in (*rows, *columns) if isinstance(s, Load) for condition in _present(s)}
+    left_out = {*miss_conditions(Load(store.buffer, output)), *miss_conditions(dense)}
     if any(set(miss_conditions(read)) - left_out for read in others) or (not others and number != 1):
         return None
     texts = [*others]
@@ -95,11 +97,6 @@ def match_csr_product(cut: Cut) -> list[GraphNode] | None:
     return [*steps, Library("csr_product", call.kernel), write]
 
 
-def _present(read: Load) -> tuple[Expr, ...]:
-    """What has to hold for an entry of an index tensor to be there."""
-    return (*miss_conditions(read), *((present(read),) if read.buffer.facts.masked is not False else ()))
-
-
 def find_sparse_product(store: Store, indices: Labels) -> SparseMatch | None:
     """The parts of a store that adds up such products, under loops over some indices."""
     output = store.subscripts
@@ -119,7 +116,7 @@ def find_sparse_product(store: Store, indices: Labels) -> SparseMatch | None:
 
 def _entry_labels(subscripts: Sequence[Expr], others: Sequence[Load]) -> set[str]:
     """The indices of a product's entries: those of index tensors, and of its other factors."""
-    return set(indices_of(*(s for s in subscripts if isinstance(s, Load)), *others))
+    return set(indices_of(*_pointers(subscripts), *others))
 
 
 def _selected(subscripts: Sequence[Expr], entries: set[str]) -> tuple[int, ...]:
@@ -136,7 +133,7 @@ def _sparse_entries(
     axes: tuple[int, ...],
 ) -> Labels | None:
     rows, columns = [output[axis] for axis in row_axes], [dense[axis] for axis in axes]
-    pointers = [s for s in (*rows, *columns) if isinstance(s, Load)]
+    pointers = _pointers([*rows, *columns])
     free = plain_labels([s for axis, s in enumerate(dense) if axis not in axes])
     written = plain_labels([s for axis, s in enumerate(output) if axis not in row_axes])
     if not (pointers and rows and columns and free) or len(set(free)) < len(free):
@@ -198,8 +195,7 @@ def _sampled_parts(store: Store, near: Load, far: Load, others: Sequence[Load]) 
             return None
         sides.append(chosen)
     rows, columns = sides
-    entries = indices_of(*rows, *columns)
-    pointers = [s for s in (*rows, *columns) if isinstance(s, Load)]
+    entries, pointers = indices_of(*rows, *columns), _pointers([*rows, *columns])
     # Plain subscripts alone are a dense product; without a sum there is only a gather.
     if not inner or set(entries) & inner or not pointers:
         return None
@@ -213,10 +209,22 @@ def _sampled_parts(store: Store, near: Load, far: Load, others: Sequence[Load]) 
 
 def _blocked(rows: Sequence[Expr], columns: Sequence[Expr]) -> bool:
     """Whether a row or a column alone has an index of no index tensor: an axis of blocks, multiplied whole."""
-    pointers = [s for s in (*rows, *columns) if isinstance(s, Load)]
-    return bool((set(plain_labels(rows)) ^ set(plain_labels(columns))) - set(indices_of(*pointers)))
+    entries = (atom for s in (*rows, *columns) for _, atom in affine_terms(s)[0] if isinstance(atom, Load))
+    return bool((set(plain_labels(rows)) ^ set(plain_labels(columns))) - set(indices_of(*entries)))
+
+
+def _pointers(subscripts: Sequence[Expr]) -> list[Expr]:
+    """The subscripts with entries of index tensors."""
+    return [s for s in subscripts if not isinstance(s, Index)]
 
 
 def _simple(subscript: Expr) -> bool:
-    """A plain index, or an index tensor read at different plain indices."""
-    return isinstance(subscript, Index) or (isinstance(subscript, Load) and not scattered_axes(subscript.subscripts))
+    """A plain index, an index tensor read at different plain indices, or a sum of such with an index tensor among them.
+
+    A convolution's windows are slices, which a library reads as they lie.
+    """
+    if isinstance(subscript, Index):
+        return True
+    atoms = [atom for _, atom in affine_terms(subscript)[0]]
+    loads = [atom for atom in atoms if isinstance(atom, Load)]
+    return bool(loads) and not any(scattered_axes(load.subscripts) for load in loads)

@@ -7,6 +7,7 @@ import math
 import warnings
 from collections.abc import Hashable, Sequence
 from dataclasses import dataclass
+from typing import cast
 
 import torch
 from torch import Tensor
@@ -30,8 +31,10 @@ class _Structure:
 
 
 # What selects along an axis of a matrix at each entry of a grid: an index tensor, `None` for the position itself; the
-# axes of the grid that it has; the axis' extent; whether it may be -1, which leaves the entry out.
-EntryIndex = tuple[Tensor | None, tuple[int, ...], int, bool]
+# axes of the grid that it has; the axis' extent; whether it may be -1, which leaves the entry out. Or a sum: its terms,
+# each a factor and what selects; an offset; the axis' extent, beyond which there is no entry.
+EntryTerm = tuple[int, Tensor | None, tuple[int, ...]]
+EntryIndex = tuple[Tensor | None, tuple[int, ...], int, bool] | tuple[tuple[EntryTerm, ...], int, int, bool]
 
 # Sorting the entries by row costs more than the product; a training loop multiplies by the same structure again and
 # again. Kept for as long as all index tensors live and are not modified.
@@ -178,6 +181,10 @@ def _remembered(rows: Sequence[EntryIndex], columns: Sequence[EntryIndex], shape
     key: list[Hashable] = [shape, len(rows)]
     for parts in (rows, columns):
         for index, axes, extent, masked in parts:
+            if isinstance(index, tuple):
+                tensors += [each for _, each, _ in index if each is not None]
+                key.append((axes, extent, *[(factor, each is None, own) for factor, each, own in index]))
+                continue
             if index is not None:
                 tensors.append(index)
             key.append((index is None, axes, extent, masked))
@@ -188,13 +195,10 @@ def _over_grid(parts: Sequence[EntryIndex], shape: tuple[int, ...], device: torc
     """Return the row, or the column, of every entry of the grid, flattened; -1 where an index is."""
     total: Tensor | None = None
     for index, axes, extent, masked in parts:
-        # An alias: a view keeps what it is a view of, and what is kept for as long as an index lives must not keep it.
-        index = torch.arange(shape[axes[0]], device=device) if index is None else index.detach()
-        order = sorted(range(len(axes)), key=lambda i: axes[i])
-        view = [1] * len(shape)
-        for axis in axes:
-            view[axis] = shape[axis]
-        found = index.permute(order).reshape(view)
+        if isinstance(index, tuple):
+            found = _affine(index, cast("int", axes), extent, shape, device)
+        else:
+            found = _term(index, cast("tuple[int, ...]", axes), shape, device)
         if total is None:
             total = found.long() if len(parts) > 1 else found
         else:
@@ -205,9 +209,36 @@ def _over_grid(parts: Sequence[EntryIndex], shape: tuple[int, ...], device: torc
     return total.expand(shape).reshape(-1)
 
 
+def _term(index: Tensor | None, axes: tuple[int, ...], shape: tuple[int, ...], device: torch.device) -> Tensor:
+    """Return an index tensor, or the position itself, at every entry, in a shape that broadcasts to the grid."""
+    # An alias: a view keeps what it is a view of, and what is kept for as long as an index lives must not keep it.
+    index = torch.arange(shape[axes[0]], device=device) if index is None else index.detach()
+    order = sorted(range(len(axes)), key=lambda i: axes[i])
+    view = [1] * len(shape)
+    for axis in axes:
+        view[axis] = shape[axis]
+    return index.permute(order).reshape(view)
+
+
+def _affine(
+    terms: tuple[EntryTerm, ...], offset: int, extent: int, shape: tuple[int, ...], device: torch.device
+) -> Tensor:
+    """Return a sum of terms at every entry; -1 where one of them is missing, or the sum lies outside of the axis."""
+    found = [(factor, _term(index, axes, shape, device).long()) for factor, index, axes in terms]
+    total = torch.full((), offset, device=device)
+    for factor, each in found:
+        total = total + factor * each
+    inside = (total >= 0) & (total < extent)
+    for _, each in found:
+        inside = inside & (each >= 0)
+    return torch.where(inside, total, -1)
+
+
 def _build(rows: Sequence[EntryIndex], columns: Sequence[EntryIndex], shape: tuple[int, ...]) -> _Structure:
     every = (*rows, *columns)
-    device = next(part[0].device for part in every if part[0] is not None)
+    given = [index for index, *_ in every if isinstance(index, Tensor)]
+    given += [index for terms, *_ in every if isinstance(terms, tuple) for _, index, _ in terms if index is not None]
+    device = given[0].device
     num_rows = math.prod(extent for _, _, extent, _ in rows)
     row, col = (_over_grid(parts, shape, device) for parts in (rows, columns))
     select: Tensor | None = None
