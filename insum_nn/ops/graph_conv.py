@@ -25,14 +25,8 @@ from insum_nn.ops.graph_matrix import SYMMETRIC, GraphMatrix, Recipe, graph_matr
 from insum_nn.ops.graph_product import CARRY, fixed_order, graph_compare, graph_product
 from insum_nn.ops.statements import run, to_autocast, under_autocast, untraced
 from insum_nn.structure.constants import plain_tensors
-from insum_nn.structure.gcn_norm import (
-    by_degrees,
-    check_edge_index,
-    check_edge_weight,
-    edge_entries,
-    entry_weights,
-    inverse_root,
-)
+from insum_nn.structure.gcn_norm import by_degrees, inverse_root
+from insum_nn.structure.graph_entries import check_edge_index, check_edge_weight, edge_entries, entry_weights
 
 __all__ = [
     "explain_graph_conv",

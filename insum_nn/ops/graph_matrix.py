@@ -21,7 +21,7 @@ from insum_nn.formats import COO, GroupCOO, GroupSize
 from insum_nn.formats.convert import uncompressed
 from insum_nn.ops.spmm import SPMM
 from insum_nn.structure.constants import plain_tensors
-from insum_nn.structure.gcn_norm import Flow, GraphEntries, Loops, check_edge_index, edge_entries
+from insum_nn.structure.graph_entries import Flow, GraphEntries, Loops, check_edge_index, edge_entries
 from insum_nn.structure.sorted_pairs import entry_dtype, sort_pairs
 from insum_nn.tensor_cache import TensorCache, forget
 

@@ -19,7 +19,7 @@ from insum_nn.ops.graph_conv import graph_conv
 from insum_nn.ops.graph_matrix import GraphMatrix, Recipe, clear_graphs, graph_matrix
 from insum_nn.ops.graph_product import graph_product
 from insum_nn.structure import sorted_pairs
-from insum_nn.structure.gcn_norm import edge_entries
+from insum_nn.structure.graph_entries import edge_entries
 from insum_nn.structure.sorted_pairs import sort_pairs
 from insum_nn.tensor_cache import TensorCache
 from insum_nn.testing.tolerances import assert_matches

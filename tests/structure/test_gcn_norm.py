@@ -9,7 +9,8 @@ import torch
 from torch import Tensor
 
 from insum_nn.errors import InsumDtypeError, InsumNameError, InsumRangeError, InsumShapeError
-from insum_nn.structure.gcn_norm import edge_entries, entry_weights, gcn_norm, inverse_root
+from insum_nn.structure.gcn_norm import gcn_norm, inverse_root
+from insum_nn.structure.graph_entries import edge_entries, entry_weights
 from insum_nn.testing.tolerances import assert_matches
 
 FLOWS = ("source_to_target", "target_to_source")

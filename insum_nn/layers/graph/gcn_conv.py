@@ -15,7 +15,8 @@ from insum_nn.ops.graph_conv import explain_graph_conv, graph_conv
 from insum_nn.ops.graph_matrix import Recipe, edges_of_adjacency, edges_of_sparse_tensor
 from insum_nn.ops.graph_product import CARRY
 from insum_nn.ops.statements import static_shape, untraced
-from insum_nn.structure.gcn_norm import Flow, Loops, gcn_norm
+from insum_nn.structure.gcn_norm import gcn_norm
+from insum_nn.structure.graph_entries import Flow, Loops
 from insum_nn.tensor_cache import forget
 
 try:
