@@ -80,18 +80,8 @@ def sddmm(pattern: Format, a: Tensor, b: Tensor, *, options: Options = DEFAULT) 
         for symbol, extent, block in zip(("A", "Bt"), pattern.grid_shape, pattern.block_shape, strict=True):
             rows = pad_axis(named[symbol], 0, extent * block)
             named[symbol] = rows.reshape(extent, block, rows.shape[1])
-    values = run(expression, pattern.facts, named, options, tuple(pattern.values.shape))
-    return pattern.with_values(_without_padding(pattern, values))
-
-
-def _without_padding(pattern: SparseFormat, values: Tensor) -> Tensor:
-    """Zero unused slots, where an infinite row of `a` would have left a NaN."""
-    for part in pattern.index_parts:
-        if pattern.facts[part.name].masked is not False:
-            # The axes of an index tensor are the leading ones of the values; a block's own axes follow.
-            unused = (part.tensor < 0).reshape(*part.tensor.shape, *[1] * (values.ndim - part.tensor.ndim))
-            values = values.masked_fill(unused, 0)
-    return values
+    # An unused slot has no term, so it stays 0 whatever a row of `a` holds.
+    return pattern.with_values(run(expression, pattern.facts, named, options, tuple(pattern.values.shape)))
 
 
 def sddmm_expression(pattern: SparseFormat) -> str:

@@ -158,3 +158,19 @@ def test_other_arguments_are_refused():
         sddmm(torch.eye(3), torch.ones(3, 2), torch.ones(2, 3))
     with pytest.raises(InsumShapeError, match="takes a matrix for 'pattern'"):
         sddmm(COO.from_dense(torch.ones(2, 2, 2)), torch.ones(2, 1), torch.ones(1, 2))
+
+
+@pytest.mark.parametrize("kind", [ELL, GroupCOO])
+def test_an_unused_slot_stays_zero_where_a_row_is_infinite(kind: type[ELL | GroupCOO]):
+    dense = torch.tensor([[1.0, 2.0, 3.0], [0.0, 4.0, 0.0]])
+    pattern = kind.from_dense(dense)
+    if kind is GroupCOO:
+        pattern = GroupCOO.from_dense(dense, group_size=2)
+    a, b = torch.full((2, 2), float("inf"), requires_grad=True), torch.ones(2, 3, requires_grad=True)
+    found = sddmm(pattern, a, b).values
+    unused = pattern.values == 0
+    assert unused.any()
+    assert not found[unused].any()
+    assert found[~unused].isinf().all()
+    (of_b,) = torch.autograd.grad(found.sum(), b)
+    assert not of_b.isnan().any()

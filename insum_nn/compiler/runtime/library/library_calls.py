@@ -136,12 +136,15 @@ def _sampled(structure: _Structure, left: Tensor, right: Tensor) -> Tensor:
 def keep_where(present: Tensor, gathered: Tensor) -> Tensor:
     """Zero a gathered tensor, to which nothing else refers, in place where an entry is missing.
 
-    Few entries are, so that writing them is much cheaper than choosing for all.
+    Few entries are, so that writing the rows that they gathered is much cheaper than choosing for all.
 
     Args:
         present: bool, of as many axes as `gathered`; of extent 1 where it does not depend on the axis.
         gathered: fresh from a gather.
     """
+    if present.shape == gathered.shape:
+        # To look up the missing ones takes longer than to write all.
+        return gathered.masked_fill_(present.logical_not(), 0)
     axes = [axis for axis, extent in enumerate(present.shape) if extent != 1]
     missing = present.logical_not().squeeze().nonzero(as_tuple=True) if axes else None
     if missing is None:
@@ -152,12 +155,15 @@ def keep_where(present: Tensor, gathered: Tensor) -> Tensor:
 
 
 def zero_where_missing(present: Tensor, value: Tensor) -> Tensor:
-    """Zero a tensor where an entry is missing; return itself if it is, as formats fill unused slots.
+    """Zero a tensor where an entry is missing; a wide one is returned itself if it is, as formats fill unused slots.
 
     Args:
         present: as in `keep_where`.
         value: of any kind; it is not written to.
     """
+    if present.shape == value.shape:
+        # As in `keep_where`.
+        return torch.where(present, value, 0)
     axes = [axis for axis, extent in enumerate(present.shape) if extent != 1]
     if axes:
         missing = present.logical_not().squeeze().nonzero(as_tuple=True)
