@@ -61,7 +61,7 @@ SPUNET, NEQUIP, GCN = "network/network=spunet_fp16", "network/network=nequip_864
 # In the order in which they are shown; the first eight for which there are numbers.
 README_ROWS: tuple[Entry, ...] = (
     Entry("Sparse U-Net of SpUNet's shape, 162 k voxels, float16: training step", f"{SPUNET}/what=step", "step"),
-    Entry("the same: first step, empty caches", f"{SPUNET}/what=step", "first step"),
+    Entry("the same: first step, ours from empty caches", f"{SPUNET}/what=step", "first step"),
     Entry("NequIP, 864 atoms, forces in the loss: training step", f"{NEQUIP}/what=step", "step"),
     Entry("the same: peak memory", f"{NEQUIP}/what=step", "memory"),
     Entry("GCN of three layers, 14 k nodes: training step", f"{GCN}/what=step", "step"),

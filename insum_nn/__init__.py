@@ -1,6 +1,6 @@
 """Sparse layers for PyTorch, written as indirect einsums."""
 
-from insum_nn import schedules
+from insum_nn import datasets, formats, layers, models, ops, schedules, testing
 from insum_nn.compiler.api import Program, compile, insum
 from insum_nn.compiler.options import Options
 from insum_nn.compiler.runtime.execution import cache_info, clear_cache
@@ -17,9 +17,15 @@ __all__ = [
     "cache_info",
     "clear_cache",
     "compile",
+    "datasets",
+    "formats",
     "insum",
+    "layers",
+    "models",
+    "ops",
     "prepare",
     "schedules",
     "swap",
+    "testing",
     "tune",
 ]
