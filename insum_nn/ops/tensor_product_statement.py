@@ -225,7 +225,8 @@ class FirstStep(_Tables):
         G[z,p,u,v] += dZ[z,K[p,w]] * W[L[p],u,v,w]
 
     `p` counts pairs of a path and a component that it ends in. It sums over `w` by a matrix product; the second
-    step sums over the coefficients and `u`, which are few.
+    step sums over the coefficients and `u`, which are few. One statement multiplies by `w` for each coefficient: 10,000
+    samples on an H200, us: 58 : 42 in two steps (lmax 1, 32 copies), 414 : 43 (lmax 1, 64), 1115 : 232 (lmax 2, 64).
     """
 
     def __init__(self, layout: ProductLayout, group: Group, *, packed: bool) -> None:
