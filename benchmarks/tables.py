@@ -154,9 +154,9 @@ def _minor(version: str) -> str:
 # docs -----------------------------------------------------------------------------------------------------------------
 
 
-def network_table(rows: Sequence[Row]) -> str:
+def network_table(rows: Sequence[Row], family: str = "network") -> str:
     """Write a line for each network and provider."""
-    chosen = [row for row in rows if _slug(row) == DEVICE and row.family == "network"]
+    chosen = [row for row in rows if _slug(row) == DEVICE and row.family == family]
     lines: list[list[str]] = []
     for row in sorted(chosen, key=lambda row: row.case):
         for name, record in row.group.items():
@@ -351,6 +351,7 @@ def tables() -> dict[str, Callable[[], str]]:
     found: dict[str, Callable[[], str]] = {
         "": lambda: readme_table(rows),
         "networks": lambda: network_table(rows),
+        "peer-models": lambda: network_table(rows, "peer_models"),
         "first-steps": first_step_table,
         "data-parallel": lambda: data_parallel_table(cast("list[Throughput]", archive.data_parallel())),
         "first-step-kinds": lambda: sentences.first_steps_by_kind(first_steps()),
