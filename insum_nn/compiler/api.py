@@ -29,6 +29,7 @@ from insum_nn.compiler.runtime.composite.statement_choice import (
     fits_between,
     pairs_are_faster,
     paths_are_products,
+    pays_between,
     takes_columns,
     takes_table,
 )
@@ -94,6 +95,7 @@ __all__ = [
     "options_text",
     "pairs_are_faster",
     "paths_are_products",
+    "pays_between",
     "records_graph",
     "silu",
     "stats_of",

@@ -271,7 +271,7 @@ def _reading(source: Statement | FirstStep, operand: str, at: int, device: torch
 
 def role_of(layout: ProductLayout, role: str, device: torch.device, dtype: torch.dtype, *, staged: bool = True) -> Role:
     """Return what runs a role; remembered. Without `staged` in one step always."""
-    staged = staged and role == "y" and not paths_are_products(device)
+    staged = staged and role != "w" and not paths_are_products(device)
     key = ("role", role, device, dtype, staged)
     return layout.keep(key, lambda: Role(layout, role, device, dtype, staged=staged))
 

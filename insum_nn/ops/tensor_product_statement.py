@@ -20,7 +20,7 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from insum_nn.compiler.api import LONG_SUM, MOST_CELLS, MOST_TERMS, Program, compile_built
+from insum_nn.compiler.api import LONG_SUM, MOST_CELLS, MOST_TERMS, Program, compile_built, pays_between
 from insum_nn.facts import IndexFacts
 from insum_nn.ops.tensor_product_spec import NUMBER, Group, ProductLayout, others
 from insum_nn.structure.clebsch_gordan import nonzeros
@@ -30,6 +30,8 @@ __all__ = ["LONG_SUM", "FirstStep", "Statement", "Terms", "WeightAccess", "in_st
 
 # The table of an operand's cells or components.
 _TABLE = {"x": "I", "y": "J", "z": "K"}
+# Whose product with the weights is the first of two steps to a role.
+_OF_FIRST = {"x": "y", "y": "z", "z": "y"}
 _STATIC = IndexFacts(masked=False, proven=True)
 # The ends of edges, where an entry of -1 is a mistake.
 _ENDS = {"Dst": IndexFacts(masked=False), "Src": IndexFacts(masked=False)}
@@ -220,23 +222,33 @@ class _Tables:
 
 
 class FirstStep(_Tables):
-    """The product of the output's gradient and the weights, the first of two steps to the gradient of `y`.
+    """The product of one operand and the weights, the first of two steps to another operand's role.
 
-        G[z,p,u,v] += dZ[z,K[p,w]] * W[L[p],u,v,w]
+        G[z,p,u,v] += dZ[z,K[p,w]] * W[L[p],u,v,w]     to the gradient of `y`
+        G[z,p,u,w] += Y[z,J[p,v]] * W[L[p],u,v,w]      to the output and the gradient of `x`
 
-    `p` counts pairs of a path and a component that it ends in. It sums over `w` by a matrix product; the second
-    step sums over the coefficients and `u`, which are few. One statement multiplies by `w` for each coefficient: 10,000
-    samples on an H200, us: 58 : 42 in two steps (lmax 1, 32 copies), 414 : 43 (lmax 1, 64), 1115 : 232 (lmax 2, 64).
+    `p` counts pairs of a path and a component of the operand. It sums over the operand's copies by a matrix product;
+    the second step sums over the coefficients and the other copies, which are few. One statement multiplies by all for
+    each coefficient. On an H200, us, one step : two: to the gradient of `y` of 10,000 samples 58 : 42 (lmax 1, 32
+    copies), 414 : 43 (lmax 1, 64), 1115 : 232 (lmax 2, 64); to the output of 1,000 samples 221 : 199 (lmax 2, 32) and
+    1447 : 1158 (lmax 2, 64), with 32 scalars in `y` 140 : 70.
+
+    Attributes:
+        operand: whose product it is; a letter of `ROLES`.
+        terms: the coefficients of the second step.
+        place: their pairs.
     """
 
-    def __init__(self, layout: ProductLayout, group: Group, *, packed: bool) -> None:
+    def __init__(self, layout: ProductLayout, role: str, group: Group, *, packed: bool) -> None:
         super().__init__(layout, group, packed=packed)
-        self.terms = terms = Terms.of(layout, group, "z")
-        pairs = np.stack([terms.path, terms.cell[2]])
+        self.operand = _OF_FIRST[role]
+        self.terms = terms = Terms.of(layout, group, role if role != "y" else "z")
+        pairs = np.stack([terms.path, terms.cell[NUMBER[self.operand]]])
         _, first, self.place = np.unique(pairs, axis=1, return_index=True, return_inverse=True)
         pair = terms.select(first)
-        read = [self._read("z", pair), self._weights(pair.path)]
-        self.letters = [x for x in group.letters("w") if x != "w"]
+        read = [self._read(self.operand, pair), self._weights(pair.path)]
+        summed = group.letters(self.operand)
+        self.letters = [x for x in group.letters("w") if x not in summed]
         self._row = (first.size, *(group.extents[x] for x in self.letters))
         self._compile(f"{_join('G', [*self._rows('y'), 'p', *self.letters])} += {' * '.join(read)}", {})
 
@@ -258,7 +270,7 @@ class Statement(_Tables):
         packed: it reads packed operands.
         written: which tensor it adds to: one for all that write the representation itself, for packed results one for
             each multiplicity, for weights one for each group.
-        first: the statement of `G`, which it reads in place of the weights and the output's gradient.
+        first: the statement of `G`, which it reads in place of the weights and the operand that that one reads.
     """
 
     def __init__(
@@ -279,7 +291,7 @@ class Statement(_Tables):
         self.tables["CG"] = torch.from_numpy(terms.value)
         factors = ["CG[p]"]
         for operand in others(role):
-            if operand != "w" and (operand != "z" or first is None):
+            if operand != "w" and (first is None or operand != first.operand):
                 factors.append(self._read(operand, terms))
             elif operand == "w" and group.weighted and first is None:
                 factors.append(self._weights(terms.path))
@@ -330,7 +342,7 @@ def statements_of(layout: ProductLayout, role: str, *, staged: bool = False) -> 
     Args:
         layout: of the tensor product.
         role: a letter of `ROLES`.
-        staged: make the gradient of `y` in two steps where its first is a long matrix product.
+        staged: make the role in two steps where its first is a long matrix product.
     """
     groups = [group for group in layout.groups if role != "w" or group.weighted]
     found: list[Statement] = []
@@ -341,7 +353,7 @@ def statements_of(layout: ProductLayout, role: str, *, staged: bool = False) -> 
         once = role == "z" and len(groups) == 1 and terms.value.size <= MOST_TERMS and layout.spec.convolution
         lies = not packed or (once and not group.mode.mixes and len(group.letters("z")) == 1)
         if staged and in_steps(layout, role, group) and terms.value.size <= MOST_TERMS:
-            first = FirstStep(layout, group, packed=packed)
+            first = FirstStep(layout, role, group, packed=packed)
             found.append(Statement(layout, role, group, first.terms, packed=packed, lies=lies, first=first))
         else:
             parts = terms.parts(MOST_TERMS)
@@ -352,9 +364,23 @@ def statements_of(layout: ProductLayout, role: str, *, staged: bool = False) -> 
 def in_steps(layout: ProductLayout, role: str, group: Group) -> bool:
     """Return whether a role is made in two steps where that can be: its first is a long matrix product."""
     mode = group.mode
-    long = group.weighted and mode.mixes and not mode.pairs and group.extents["w"] >= LONG_SUM
     # Each sample's own weights are read once, so there is no matrix product.
-    return role == "y" and long and layout.spec.shared
+    if not (group.weighted and mode.mixes and not mode.pairs and layout.spec.shared) or role == "w":
+        return False
+    if role == "y":
+        return group.extents["w"] >= LONG_SUM
+    return not layout.spec.convolution and _saves(layout, role, group)
+
+
+def _saves(layout: ProductLayout, role: str, group: Group) -> bool:
+    """Return whether a first step on `y` pays: one step multiplies its copies by the weights for each coefficient."""
+    copies = group.letters("y")
+    own = [x for x in copies if x not in group.letters("x") and x not in group.letters("z")]
+    if len(own) != len(copies) or not own:
+        return False
+    terms = Terms.of(layout, group, role)
+    pairs = len({*zip(terms.path.tolist(), terms.cell[1].tolist(), strict=True)})
+    return pays_between(math.prod(group.extents[x] for x in own), terms.value.size, pairs)
 
 
 def _is_packed(layout: ProductLayout, group: Group, terms: Terms) -> bool:

@@ -157,6 +157,7 @@ def expected_of(spec: TensorProductSpec, role: str, given: Sequence[Tensor]) -> 
 def test_steps_parts_and_packed_operands(case: Case, role: str, shared: bool, monkeypatch: pytest.MonkeyPatch):
     """In two steps, in parts where one kernel could not unroll all coefficients, and with packed operands."""
     monkeypatch.setattr(statement_module, "LONG_SUM", 2)
+    monkeypatch.setattr(statement_module, "pays_between", lambda length, terms, sums: terms > sums)
     spec = spec_of(case, shared=shared)
     given = operands_of(spec, role, 4)
     expected = expected_of(spec, role, given)
@@ -224,6 +225,21 @@ def test_one_statement_for_all_entries():
     # The sum over copies of the output runs once per pair, not once per coefficient.
     assert staged.first.width // 4 < staged.tables["CG"].numel()
     assert statements_of(ProductLayout(spec.with_shared(False)), "y", staged=True)[0].first is None
+
+
+def test_node_attributes_meet_the_weights_once():
+    """Scalars of many copies, as attributes of nodes are, multiply the weights once, not once for each component."""
+    case = Case("16x0e+16x1o+16x2e", "64x0e", "16x0e+16x1o+16x2e", tuple((n, 0, n, "uvw", True) for n in range(3)))
+    layout = ProductLayout(spec_of(case, shared=True))
+    for role, second in (("z", "Z[z,K[p,w]] += CG[p] * X[z,I[p,u]]"), ("x", "dX[z,I[p,u]] += CG[p] * dZ[z,K[p,w]]")):
+        (found,) = statements_of(layout, role, staged=True)
+        assert found.expression == f"{second} * G[z,P[p],u,w]"
+        assert found.first is not None
+        assert found.first.expression == "G[z,p,u,w] += Y[z,J[p,v]] * W[L[p],u,v,w]"
+        assert found.first.width == 3 * 16 * 16
+    few = Case("16x0e+16x1o", "2x0e", "16x0e+16x1o", ((0, 0, 0, "uvw", True), (1, 0, 1, "uvw", True)))
+    assert statements_of(ProductLayout(spec_of(few, shared=True)), "z", staged=True)[0].first is None
+    assert statements_of(layout, "w", staged=True)[0].first is None
 
 
 @pytest.mark.usefixtures("gpu_statements")

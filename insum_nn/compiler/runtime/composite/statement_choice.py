@@ -26,6 +26,7 @@ __all__ = [
     "fits_between",
     "pairs_are_faster",
     "paths_are_products",
+    "pays_between",
     "takes_columns",
     "takes_table",
 ]
@@ -106,11 +107,18 @@ MOST_CELLS = 1 << 17
 LONG_SUM = 16
 # Numbers of that result at most: what they cost in memory.
 _MOST_BETWEEN = 1 << 28
+# Products that a GPU makes in the time of a number of that result, which is written and read.
+_PER_NUMBER = 30
 
 
 def fits_between(numbers: int) -> bool:
     """Whether a result of so many numbers may stand between two statements that could be one."""
     return numbers <= _MOST_BETWEEN
+
+
+def pays_between(length: int, terms: int, sums: int) -> bool:
+    """Whether so many sums of a length, each made once, save more than their results cost in memory: terms need them."""
+    return length * (terms - sums) > _PER_NUMBER * sums
 
 
 # Sums over the edges of a node.
