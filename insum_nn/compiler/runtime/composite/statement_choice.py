@@ -117,7 +117,7 @@ def fits_between(numbers: int) -> bool:
 
 
 def pays_between(length: int, terms: int, sums: int) -> bool:
-    """Whether so many sums of a length, each made once, save more than their results cost in memory: terms need them."""
+    """Whether sums of a length, each made once for the terms that need it, save more than their results cost."""
     return length * (terms - sums) > _PER_NUMBER * sums
 
 
