@@ -19,7 +19,7 @@ from tests.ranks import device_of, meeting
 KEY = {"kind": "schedule", "statement": "C[m] += A[m]"}
 
 
-# Seconds within which a step of a small layer ends that waits for nobody; on a GPU it compiles kernels.
+# Upper bound in seconds for a step of a small layer that does not wait for another rank; on a GPU it compiles kernels.
 LONGEST = {"cpu": 5.0, "cuda": 20.0}
 
 

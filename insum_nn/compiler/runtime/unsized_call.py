@@ -58,8 +58,9 @@ class UnsizedCall:
     Attributes:
         run: runs it on tensors in the layout's order, with an initial value, on sizes that agree with them; it records
             no gradients, and returns `None` where it is not for these. `None`: for no call.
-        call: the same for sizes that nobody looked at: it takes the output's shape, of which `None` entries are
-            inferred, and returns `None` where they disagree. `None`: some size is shown by nothing.
+        call: the same without known sizes: it reads them from the tensors and the given output shape, whose `None`
+            entries it infers, and returns `None` where they disagree. `None`: some index is an axis of no tensor,
+            nor of the output.
     """
 
     def __init__(
