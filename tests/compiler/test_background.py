@@ -414,13 +414,13 @@ def test_what_is_measured_is_left_to_the_step(launched: Launched, monkeypatch: p
     from insum_nn.compiler.schedule import tune
 
     asked: list[bool] = []
-    plain = tune.ask
+    plain = tune.select_or_tune
 
-    def ask(question: Any, options: Options, *rest: Any) -> Any:
+    def noted(task: Any, options: Options, *rest: Any) -> Any:
         asked.append(ahead.rehearsing())
-        return plain(question, options if ahead.rehearsing() else Options(), *rest)
+        return plain(task, options if ahead.rehearsing() else Options(), *rest)
 
-    monkeypatch.setattr(tune, "ask", ask)
+    monkeypatch.setattr(tune, "select_or_tune", noted)
     monkeypatch.setattr(tune, "worth_selecting", lambda _: True)
     import insum_nn
 

@@ -17,9 +17,9 @@ from insum_nn.compiler.kernels.row_partition import (
     RowPartition,
     bitmasks_of,
     clear_partitions,
+    divisions_of,
     keep_bitmasks,
     keep_lengths,
-    known_partition,
     longest_row,
     partition_of,
 )
@@ -31,6 +31,10 @@ def _fresh() -> Iterator[None]:
     clear_partitions()
     yield
     clear_partitions()
+
+
+def cached_partition(index: Tensor, rows: int, permuted: bool, chunk: int) -> RowPartition | None:
+    return divisions_of(index, rows, permuted).get(chunk)
 
 
 def terms_by_row(index: Tensor, rows: int) -> list[list[int]]:
@@ -53,19 +57,19 @@ def walked(built: RowPartition) -> list[tuple[int, list[int]]]:
 
 def assert_owns(index: Tensor, rows: int, share: int, *, permuted: bool) -> RowPartition:
     built = partition_of(index, rows, permuted, share)
-    want = terms_by_row(index, rows)
+    expected = terms_by_row(index, rows)
     got: list[list[int]] = [[] for _ in range(rows)]
     for row, terms in walked(built):
         assert len(terms) <= share
         got[row] += terms
-    assert got == want
-    longest = max(map(len, want), default=0)
+    assert got == expected
+    longest = max(map(len, expected), default=0)
     assert built.split == (longest > share)
     assert (built.order is None) == (not permuted)
     if not built.split:
         assert built.rows == rows
         return built
-    check_division(built, want, share)
+    check_division(built, expected, share)
     return built
 
 
@@ -143,14 +147,14 @@ def test_remembered_by_tensor_version_and_arguments():
     index = torch.tensor([0, 1, 1, 2])
     first = partition_of(index, 3, False, 512)
     assert partition_of(index, 3, False, 512) is first
-    assert known_partition(index, 3, False, 512) is first
+    assert cached_partition(index, 3, False, 512) is first
     # Equal values in another tensor, other rows, another order, another division.
     assert partition_of(index.clone(), 3, False, 512) is not first
     for arguments in ((4, False, 512), (3, True, 512), (3, False, 1)):
-        assert known_partition(index, *arguments) is None
+        assert cached_partition(index, *arguments) is None
         assert partition_of(index, *arguments) is not first
     index[0] = 1
-    assert known_partition(index, 3, False, 512) is None
+    assert cached_partition(index, 3, False, 512) is None
     assert partition_of(index, 3, False, 512).begin.tolist() == [0, 0, 3, 4]
 
 
@@ -195,8 +199,8 @@ def test_no_more_than_the_limit_is_kept(monkeypatch: pytest.MonkeyPatch):
     for index in kept:
         partition_of(index, 2, False, 512)
     assert len(row_partition._divisions) == 4
-    assert known_partition(kept[-1], 2, False, 512) is not None
-    assert known_partition(kept[0], 2, False, 512) is None
+    assert cached_partition(kept[-1], 2, False, 512) is not None
+    assert cached_partition(kept[0], 2, False, 512) is None
 
 
 def test_inference_tensors_are_read_every_time():
@@ -221,7 +225,7 @@ def test_cleared_with_the_cache():
     index = torch.tensor([0, 1])
     partition_of(index, 2, False, 512)
     insum_nn.clear_cache()
-    assert known_partition(index, 2, False, 512) is None
+    assert cached_partition(index, 2, False, 512) is None
 
 
 @pytest.mark.parametrize("dtype", [torch.int32, torch.int64], ids=str)

@@ -10,7 +10,7 @@ import pytest
 
 from insum_nn.compiler.schedule import database
 from insum_nn.compiler.schedule import tune as tune_module
-from insum_nn.compiler.schedule.select import Measured, Question, Selected, select
+from insum_nn.compiler.schedule.select import Measured, Selected, Task, select
 from insum_nn.compiler.schedule.tune import tune
 
 KEY = {"format": 0, "kind": "imagined", "statement": "y[i] += x[i]", "static": {}, "bucket": [14, 5]}
@@ -25,12 +25,12 @@ def _own_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Non
     database.unload()
 
 
-class Asked:
-    """A question whose answers are words, and how often it was measured."""
+class Imagined:
+    """A task whose candidates are words, and how often it was measured."""
 
     def __init__(self, *, finds: str | None = "measured", runs: bool = True, fails: bool = False) -> None:
         self.count, self.finds, self.fails = 0, finds, fails
-        self.question: Question[str] = Question(
+        self.task: Task[str] = Task(
             KEY, lambda: Selected("rule", "the default"), self.decode, self.measure, lambda _: runs
         )
 
@@ -50,48 +50,48 @@ class Asked:
 def test_what_is_stored_comes_first():
     database.write(KEY, {"word": "stored"})
     database.write(NEAR, {"word": "nearby"})
-    asked = Asked()
-    found = select(asked.question, tune)
-    assert (found.candidate, asked.count) == ("stored", 0)
+    imagined = Imagined()
+    found = select(imagined.task, tune)
+    assert (found.candidate, imagined.count) == ("stored", 0)
     assert found.reason.startswith("stored in ")
 
 
 def test_then_it_is_measured_and_stored():
     database.write(NEAR, {"word": "nearby"})
-    asked = Asked()
-    assert select(asked.question, tune).reason == "by measurement"
-    assert select(asked.question, tune).reason.startswith("stored in ")
-    assert asked.count == 1
+    imagined = Imagined()
+    assert select(imagined.task, tune).reason == "by measurement"
+    assert select(imagined.task, tune).reason.startswith("stored in ")
+    assert imagined.count == 1
 
 
 def test_where_nothing_may_be_measured_the_nearest_bucket_speaks():
-    asked = Asked()
-    assert select(asked.question, None).candidate == "rule"
+    imagined = Imagined()
+    assert select(imagined.task, None).candidate == "rule"
     database.write({**KEY, "bucket": [17, 5]}, {"word": "too far"})
-    assert select(asked.question, None).candidate == "rule"
+    assert select(imagined.task, None).candidate == "rule"
     database.write(NEAR, {"word": "nearby"})
-    found = select(asked.question, None)
-    assert (found.candidate, asked.count) == ("nearby", 0)
+    found = select(imagined.task, None)
+    assert (found.candidate, imagined.count) == ("nearby", 0)
     assert found.reason.endswith(", for half or twice as many rows")
 
 
 def test_what_did_not_run_is_not_stored():
-    asked = Asked(finds=None)
-    assert [select(asked.question, tune).candidate for _ in range(2)] == ["nothing ran"] * 2
-    assert asked.count == 2
+    imagined = Imagined(finds=None)
+    assert [select(imagined.task, tune).candidate for _ in range(2)] == ["nothing ran"] * 2
+    assert imagined.count == 2
 
 
 def test_a_failing_measurement_is_not_stored_and_does_not_block_others():
     with pytest.raises(RuntimeError, match="gone"):
-        select(Asked(fails=True).question, tune)
-    assert select(Asked().question, tune).candidate == "measured"
+        select(Imagined(fails=True).task, tune)
+    assert select(Imagined().task, tune).candidate == "measured"
 
 
 def test_a_stored_value_that_makes_no_sense_is_named_and_replaced():
     database.write(KEY, {"word": 3})
     with pytest.warns(UserWarning, match="an entry is ignored: no word"):
-        assert select(Asked().question, tune).candidate == "measured"
-    assert select(Asked().question, None).candidate == "measured"
+        assert select(Imagined().task, tune).candidate == "measured"
+    assert select(Imagined().task, None).candidate == "measured"
 
 
 @pytest.mark.parametrize("runs", [True, False])
@@ -101,16 +101,16 @@ def test_of_otherversions_only_what_runs_is_taken(tmp_path: Path, monkeypatch: p
     monkeypatch.setenv("INSUM_NN_CACHE_DIR", str(tmp_path / "another"))
     monkeypatch.setattr(database, "versions", lambda: {"torch": "9.9"})
     database.load(tmp_path / "older.json")
-    assert select(Asked(runs=runs).question, None).candidate == ("older" if runs else "rule")
+    assert select(Imagined(runs=runs).task, None).candidate == ("older" if runs else "rule")
 
 
 def test_another_process_that_measures_for_too_long(monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setattr(tune_module, "WAIT", 0.0)
-    asked = Asked()
+    imagined = Imagined()
     with database.turn(KEY, 0.0) as mine:
         assert mine
-        found = select(asked.question, tune)
-        assert (found.candidate, asked.count) == ("rule", 0)
+        found = select(imagined.task, tune)
+        assert (found.candidate, imagined.count) == ("rule", 0)
         assert found.reason == "the default; another process measures, and was not done in time"
         database.write(NEAR, {"word": "nearby"})
-        assert select(asked.question, tune).candidate == "nearby"
+        assert select(imagined.task, tune).candidate == "nearby"

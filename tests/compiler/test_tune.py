@@ -146,7 +146,7 @@ def test_what_was_measured_is_exported(clock: list[Any], tmp_path: Path, monkeyp
     again = insum_nn.tune(Sums(4), *operands())
     assert (again.measured, len(again.statements)) == (0, 3)
     assert again.reason == "the schedules of all 3 statements were measured before"
-    assert {each.state for each in again.statements} == {"known"}
+    assert {each.state for each in again.statements} == {"stored"}
     assert again.gain == 1.0
 
 
@@ -157,22 +157,22 @@ def test_without_gradients(clock: list[Any]):
 
 def test_the_budget_is_kept_and_another_call_goes_on(clock: list[Any], monkeypatch: pytest.MonkeyPatch):
     weights: dict[str, float] = {}
-    ask = session.Session.ask
+    plain = session.Session.select
 
-    def slow(self: session.Session, question: Any, weight: Any, measure: Any) -> Any:
+    def slow(self: session.Session, task: Any, weight: Any, measure: Any) -> Any:
         def weigh(candidate: Any) -> float:
             # The widest matter most.
-            found = weights[json.dumps(question.key["bucket"])] = float(sum(question.key["bucket"]))
+            found = weights[json.dumps(task.key["bucket"])] = float(sum(task.key["bucket"]))
             return found
 
-        def wait(question: Any, *, again: bool = False) -> Any:
-            found = measure(question, again=again)
+        def wait(task: Any, *, again: bool = False) -> Any:
+            found = measure(task, again=again)
             time.sleep(0.05)
             return found
 
-        return ask(self, question, weigh, wait)
+        return plain(self, task, weigh, wait)
 
-    monkeypatch.setattr(session.Session, "ask", slow)
+    monkeypatch.setattr(session.Session, "select", slow)
     module, given = Sums(2, 4, 8, 16), operands()
     first = insum_nn.tune(module, *given, budget=0.04, backward=False)
     # One is measured whatever it takes, that on which most depends.
@@ -182,7 +182,7 @@ def test_the_budget_is_kept_and_another_call_goes_on(clock: list[Any], monkeypat
     assert sum(done.sizes) == max(sum(each.sizes) for each in first.statements)
     then = insum_nn.tune(module, *given, budget=60.0, backward=False)
     assert (then.measured, then.left) == (3, 0)
-    assert sorted(each.state for each in then.statements) == ["known", "measured", "measured", "measured"]
+    assert sorted(each.state for each in then.statements) == ["measured", "measured", "measured", "stored"]
     assert len(entries()) == 4
 
 
@@ -307,11 +307,11 @@ def rank(number: int, folder: str, dies: bool, out: Any) -> None:
     torch.distributed.init_process_group("gloo", init_method=f"file://{folder}/meet", rank=number, world_size=2)
     key = {"kind": "schedule", "statement": "y[i] += x[i]", "bucket": [14], "dtype": "float32"}
 
-    def invented(step: Any, budget: float, found: list[session.Asked], begin: float) -> TuneReport:
+    def invented(step: Any, budget: float, found: list[session.TaskRecord], begin: float) -> TuneReport:
         if dies:
             os._exit(3)
         database.write(key, {"schedule": {"m": 4}})
-        found.append(session.Asked(key, 1.0, None, "measured", None, ""))
+        found.append(session.TaskRecord(key, 1.0, None, "measured", None, ""))
         return TuneReport((), "", 0.0)
 
     tuning._tuned = invented  # type: ignore[assignment]

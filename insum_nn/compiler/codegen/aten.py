@@ -80,12 +80,12 @@ class _StepWriter(ExtremumWriter):
         node, labels, present, inside = self.read(read)
         own = self.both(present, inside)
         mask = self.aligned_and([(own, labels), *map(self.holds, self.added_conditions(read))], labels)
-        owned, wanted = bool(scattered_axes(read.subscripts)), plain_labels(store.subscripts)
+        owned, target = bool(scattered_axes(read.subscripts)), plain_labels(store.subscripts)
         if mask is not None:
             node = self.keep_where(mask, node, owned=owned)
-        if labels != wanted:
-            node = self.align(node, labels, wanted)
-        return Value(node, wanted, owned=owned)
+        if labels != target:
+            node = self.align(node, labels, target)
+        return Value(node, target, owned=owned)
 
     def total(self, store: Store, read: Load) -> Value:
         """Sum one factor."""

@@ -161,12 +161,12 @@ class GraphWriter:
             self.aranges[index] = self.call(torch.arange, self.end(index.name), device=self.device)
         return self.aranges[index]
 
-    def align(self, node: Node, labels: Labels, wanted: Labels) -> Node:
-        """Permute to the order of `wanted`; labels that are missing become axes of length 1."""
-        order = [labels.index(label) for label in wanted if label in labels]
+    def align(self, node: Node, labels: Labels, target: Labels) -> Node:
+        """Permute to the order of `target`; labels that are missing become axes of length 1."""
+        order = [labels.index(label) for label in target if label in labels]
         if order != list(range(len(labels))):
             node = self.method("permute", node, order)
-        for axis, label in enumerate(wanted):
+        for axis, label in enumerate(target):
             if label not in labels:
                 node = self.method("unsqueeze", node, axis)
         return node
@@ -270,7 +270,7 @@ class GraphWriter:
             # Flattened, the index would be taken apart again by divisions in the generated kernel.
             return self.call(torch.ops.aten.index.Tensor, source, [*[None] * axis, at.node]), labels
         flat = at.node if len(at.labels) == 1 else self.method("reshape", at.node, -1)
-        # The method, because other packages are known to put a function of their own in place of torch's.
+        # The method, because other packages put a function of their own in place of torch's.
         node = self.method("index_select", source, axis, flat)
         if len(at.labels) > 1:
             node = self.method("unflatten", node, axis, self.shape(at.labels))

@@ -197,8 +197,8 @@ def _instruction_set() -> str:
     with suppress(OSError):
         lines = pathlib.Path("/proc/cpuinfo").read_text(encoding="utf-8", errors="replace").splitlines()
         flags = next((line for line in lines if line.lower().startswith(("flags", "features"))), "")
-    known = sorted(flags.partition(":")[2].split())
-    return " ".join([platform.machine(), platform.processor(), torch.backends.cpu.get_cpu_capability(), *known])
+    features = sorted(flags.partition(":")[2].split())
+    return " ".join([platform.machine(), platform.processor(), torch.backends.cpu.get_cpu_capability(), *features])
 
 
 class _Symbols:
@@ -235,7 +235,7 @@ def _fake_arguments(
     static = dict(bound.static)
     # Sizes are numbered, because an index `A_1` is not axis 1 of a tensor `A`.
     numbered = {name: f"i{number}" for number, name in enumerate(layout.indices)}
-    known = {numbered[name] for name in static}
+    fixed = {numbered[name] for name in static}
     plain: dict[tuple[int, int], str] = {}
     for name, places in zip(layout.indices, layout.plain, strict=True):
         plain.update(dict.fromkeys(places, numbered[name]))
@@ -244,7 +244,7 @@ def _fake_arguments(
     def tensor(value: Tensor, names: Sequence[str], at: int) -> Any:
         shape = [
             # An output axis that is also an integer argument keeps the argument's symbol, whatever its length.
-            symbols.size(name, extent, (at, axis), fixed=(extent == 1 and name not in symbols.by_name) or name in known)
+            symbols.size(name, extent, (at, axis), fixed=(extent == 1 and name not in symbols.by_name) or name in fixed)
             for axis, (name, extent) in enumerate(zip(names, value.shape, strict=True))
         ]
         with symbols.mode:

@@ -193,8 +193,8 @@ def _may_leave(access: Access, sizes: Mapping[str, int], shape: Sequence[int] | 
     for axis, subscript in enumerate(access.subscripts):
         if subscript.plain is not None or subscript.indirect is not None:
             continue
-        known = shape is not None and all(index.name in sizes for index in subscript.indices())
-        if not known or any(True for _ in subscript.index_accesses()):
+        bounded = shape is not None and all(index.name in sizes for index in subscript.indices())
+        if not bounded or any(True for _ in subscript.index_accesses()):
             return True
         low, high = interval(subscript, sizes)
         if low < 0 or (shape is not None and high >= shape[axis]):

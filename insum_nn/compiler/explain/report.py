@@ -246,7 +246,7 @@ class Explanation:
         return sections
 
     def _extent_table(self) -> Table:
-        rows = [(row.name, _known(row.extent), row.source) for row in self.extents]
+        rows = [(row.name, _extent(row.extent), row.source) for row in self.extents]
         if self.output_shape is not None:
             rows.append((self.statement.output.name, _shape(self.output_shape), "the result"))
         return Table(("name", "extent", "from"), rows)
@@ -254,9 +254,9 @@ class Explanation:
     def _tensor_table(self) -> Table:
         rows: list[tuple[str, ...]] = []
         for row in self.tensors:
-            known = () if row.shape is None else (_shape(row.shape), _dtype(row.dtype), row.device or "")
-            facts = (_facts(row.facts) if row.facts is not None else "",) if known else ()
-            rows.append((row.name, row.kind, ", ".join(row.accesses), *known, *facts))
+            details = () if row.shape is None else (_shape(row.shape), _dtype(row.dtype), row.device or "")
+            facts = (_facts(row.facts) if row.facts is not None else "",) if details else ()
+            rows.append((row.name, row.kind, ", ".join(row.accesses), *details, *facts))
         detailed = any(row.shape is not None for row in self.tensors)
         head = ("tensor", "kind", "read as", "shape", "dtype", "device", "facts")
         return Table(head if detailed else head[:3], rows)
@@ -306,9 +306,9 @@ def explain_program(
     rows = extent_sources(statement, extents, has_initial, sizes, out_shape)
     tensors = _tensor_rows(statement, bound, inputs)
     output = extents.output if extents is not None else None
-    known = {row.name: row.extent for row in rows if row.extent is not None}
+    index_extents = {row.name: row.extent for row in rows if row.extent is not None}
     shapes = {row.name: row.shape for row in tensors if row.shape is not None}
-    notes = loop_notes(statement, bound, known, shapes)
+    notes = loop_notes(statement, bound, index_extents, shapes)
     *loops, body = loop_lines(statement, rows)
     inside = body[: len(body) - len(body.lstrip())]
     nest = [initial_line(statement, output, rows, has_initial), *loops, *(f"{inside}# {note}" for note in notes), body]
@@ -428,7 +428,7 @@ def _dtype(dtype: torch.dtype | None) -> str:
     return str(dtype).removeprefix("torch.")
 
 
-def _known(extent: int | None) -> str:
+def _extent(extent: int | None) -> str:
     return "?" if extent is None else str(extent)
 
 

@@ -81,11 +81,11 @@ def fused_form(
             if not is_owned(form, walk):
                 raise FormError(f"{form.bound.statement} sums other terms than those of rows of {tensor}")
             continue
-        found, known = _additional(form, extents, walk, columns, statements), written[number]
-        if known is not None:
-            if replace(known, reduced=found.reduced) != found:
+        found, earlier = _additional(form, extents, walk, columns, statements), written[number]
+        if earlier is not None:
+            if replace(earlier, reduced=found.reduced) != found:
                 raise FormError(f"{form.bound.statement} adds to an output of another kind")
-            found = replace(found, reduced=found.reduced or known.reduced)
+            found = replace(found, reduced=found.reduced or earlier.reduced)
         written[number] = found
     additional = tuple([each for each in written if each is not None])
     shared = build(bound)
@@ -178,12 +178,12 @@ def read_at(statements: Sequence[Statement], rows: Walk) -> tuple[str, int]:
     Raises:
         FormError: there is none, so that nothing tells how many rows there are.
     """
-    wanted = f"{rows[0]}[{rows[1]}]"
+    row = f"{rows[0]}[{rows[1]}]"
     for access in (access for statement in statements for access in statement.reads):
         for axis, subscript in enumerate(access.subscripts):
-            if str(subscript.indirect) == wanted:
+            if str(subscript.indirect) == row:
                 return access.name, axis
-    raise FormError(f"no tensor is read at rows of {wanted}")
+    raise FormError(f"no tensor is read at rows of {row}")
 
 
 def union(

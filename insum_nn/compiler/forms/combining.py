@@ -26,18 +26,18 @@ def combining(bound: Bound, unrolling: Unrolling) -> tuple[Combining, int]:
     subscripts = statement.output.subscripts
     plain = [s.plain for s in subscripts]
     # What tables address is known, but terms must not share cells unless they share all of them.
-    known = [axis for axis, s in enumerate(subscripts) if plain[axis] is None and unrolling.literal(s)]
-    stepped = {i.name for axis in known for i in subscripts[axis].indices()} & unrolling.steps
-    if stepped & {i.name for axis, s in enumerate(subscripts) if axis not in known for i in s.indices()}:
+    literal = [axis for axis, s in enumerate(subscripts) if plain[axis] is None and unrolling.literal(s)]
+    stepped = {i.name for axis in literal for i in subscripts[axis].indices()} & unrolling.steps
+    if stepped & {i.name for axis, s in enumerate(subscripts) if axis not in literal for i in s.indices()}:
         return "atomic", -1
     if not unrolling.distinct(
-        statement.output, [a for a in range(len(plain)) if a in known or plain[a] in unrolling.names]
+        statement.output, [a for a in range(len(plain)) if a in literal or plain[a] in unrolling.names]
     ):
         return "atomic", -1
     loose = [
         axis
         for axis in range(len(subscripts))
-        if axis not in known and (plain[axis] is None or plain.count(plain[axis]) > 1)
+        if axis not in literal and (plain[axis] is None or plain.count(plain[axis]) > 1)
     ]
     named = [i.name for a in loose for i in subscripts[a].indices()]
     if not loose:
@@ -80,9 +80,9 @@ def _jointly_unique(
         return False
     names = {a.name for a in accesses}
     facts = [(name, bound.facts_of(name)) for name in names]
-    known = [{name, *f.unique_with} for name, f in facts if f.unique_with] + [{name} for name, f in facts if f.unique]
+    unique = [{name, *f.unique_with} for name, f in facts if f.unique_with] + [{name} for name, f in facts if f.unique]
     whole = {a.name for a, place in zip(accesses, places, strict=True) if place == longest}
-    return any(group <= names and group & whole for group in known)
+    return any(group <= names and group & whole for group in unique)
 
 
 def in_order(bound: Bound, row_index: Access) -> bool:

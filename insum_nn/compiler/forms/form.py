@@ -335,7 +335,7 @@ def make_form(
     extents = Extents(tuple([sizes[name] for name in bound.layout.indices]), tuple(output))
     plan = Plan({**canonical_key(bound, tables), "bucket": list(size_bucket(extents))})
     unrolling = cache(lambda: unroll(bound, tables))
-    combine, axis, known, gone = plan.get(["combine"], lambda: _combined(bound, unrolling()))
+    combine, axis, static, unrolled = plan.get(["combine"], lambda: _combined(bound, unrolling()))
     kernel = build(bound)
     read = statement.output.subscripts[axis].indirect if combine == "own" else None
     row_index, entries, permuted = None, (), False
@@ -343,7 +343,7 @@ def make_form(
         entries = tuple(names.indices[index.name] for index in read.indices())
         row_index = Load(input_of(kernel, names.tensors[read.name]), tuple(map(Index, entries)))
         permuted = not in_order(bound, read)
-    loops = [loop for loop in loops_of(kernel) if loop.index.name not in gone]
+    loops = [loop for loop in loops_of(kernel) if loop.index.name not in unrolled]
     free, summed = ([loop.index.name for loop in loops if loop.role == role] for role in ("free", "sum"))
     own_sizes = {names.indices[name]: extent for name, extent in sizes.items()}
     own_sizes[CELLS] = math.prod(output)
@@ -368,7 +368,7 @@ def make_form(
         permuted,
         parallel,
         tuple(summed),
-        frozenset(name for name, own in names.tensors.items() if own in known),
+        frozenset(name for name, own in names.tensors.items() if own in static),
         plan,
     )
     if row_index is not None and not deterministic and form.product is None:

@@ -58,8 +58,8 @@ def _with_arguments(form: Form, indices: frozenset[str]) -> Kernel:
     if not indices:
         return form.algorithm
     letters = names_of(form.bound.statement).indices
-    known = tuple((name, extent) for name, extent in form.bound.static if letters[name] not in indices)
-    return build(replace(form.bound, static=known))
+    static = tuple((name, extent) for name, extent in form.bound.static if letters[name] not in indices)
+    return build(replace(form.bound, static=static))
 
 
 # Arguments that belong to a tensor or an index of the statement.
@@ -96,8 +96,8 @@ class Source:
 
         def shown(argument: Argument) -> list[Any]:
             names = layout.indices if argument.kind == "extent" else layout.tensors
-            known = argument.kind in _NAMED and argument.name in names
-            return [argument.kind, names.index(argument.name) if known else argument.name, argument.axis]
+            has_place = argument.kind in _NAMED and argument.name in names
+            return [argument.kind, names.index(argument.name) if has_place else argument.name, argument.axis]
 
         return {
             "text": self.text,
@@ -157,9 +157,9 @@ def write_kernel(form: Form, schedule: Schedule, strides: Strides, precision: Pr
     kernel = nest_of(form, schedule, strides, precision)
     verify_kernel(kernel, placed=True)
     printed = print_kernel(kernel, wide=strides.wide)
-    known = arguments_of(form)
-    arguments = tuple(known[name] for name in (*(b.name for b in printed.buffers), *printed.sizes))
-    sizes = {node.name: known[node.name] for node in walk(printed.grid) if isinstance(node, Size)}
+    parameters = arguments_of(form)
+    arguments = tuple(parameters[name] for name in (*(b.name for b in printed.buffers), *printed.sizes))
+    sizes = {node.name: parameters[node.name] for node in walk(printed.grid) if isinstance(node, Size)}
     # One program has all terms of what it stores.
     finished = form.combine != "atomic" and schedule.splits == 1
     schedule = replace(schedule, groups=parts_of(kernel))

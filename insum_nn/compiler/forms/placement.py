@@ -71,13 +71,13 @@ def _elements(form: Form, schedule: Schedule) -> list[Lanes | None]:
     return [m, _lanes(form, summed, schedule.k), n]
 
 
-def _lanes(form: Form, wanted: list[str], lanes: int, least: int = 1) -> Lanes | None:
-    """The last of `wanted`, and as many before it as fit; all but the first need a known extent."""
-    if not wanted or lanes <= 1:
+def _lanes(form: Form, indices: list[str], lanes: int, least: int = 1) -> Lanes | None:
+    """The last of `indices`, and as many before it as fit; all but the first need a known extent."""
+    if not indices or lanes <= 1:
         return None
     taken: list[str] = []
     inner = 1
-    for index in reversed(wanted):
+    for index in reversed(indices):
         if taken:
             extent = form.static.get(taken[0])
             if extent is None or inner * extent * 2 > lanes or ENTRY == taken[0]:
@@ -108,8 +108,8 @@ def _element_axes(form: Form) -> tuple[list[str], list[str], list[str]]:
     summed = [i for i in form.reduce if i in last] or list(form.reduce)
     # Lanes along what is summed: dense axes that lie side by side where columns do not, else the terms themselves.
     if form.row_index is not None:
-        known = [i for i in form.reduce if i in form.static]
-        summed = [ENTRY, *known] if columns or not form.reduce else summed[-1:]
+        static = [i for i in form.reduce if i in form.static]
+        summed = [ENTRY, *static] if columns or not form.reduce else summed[-1:]
     elif columns:
         summed = list(form.reduce)
     return rows, columns, summed

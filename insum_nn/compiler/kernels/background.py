@@ -28,9 +28,9 @@ _IDLE, _LONGEST = 10.0, 60.0
 
 def default_background_workers() -> int:
     """Processes that compile in the background: all processors of this rank but its own; none where there are few."""
-    asked = os.environ.get("INSUM_NN_COMPILE_WORKERS", "")
-    if asked.isdecimal():
-        return int(asked)
+    requested = os.environ.get("INSUM_NN_COMPILE_WORKERS", "")
+    if requested.isdecimal():
+        return int(requested)
     ranks = os.environ.get("LOCAL_WORLD_SIZE", "")
     own = processors() // max(1, int(ranks) if ranks.isdecimal() else 1)
     return min(own - 1, _MOST) if own >= _FEWEST_PROCESSORS else 0
@@ -200,13 +200,13 @@ def missed(code: KernelCode, *, rehearse: bool) -> None:
     helped = rehearse and _background.most > 0
     call = cold.call if helped else None
     of_steps = _background.of_steps
-    known = of_steps.get(code, False) or (call is None and code in of_steps)
-    _background.missed(code, later=call is not None and not known)
-    if helped and not known and cold.rehearse_step is not None:
+    rehearsed = of_steps.get(code, False) or (call is None and code in of_steps)
+    _background.missed(code, later=call is not None and not rehearsed)
+    if helped and not rehearsed and cold.rehearse_step is not None:
         found, whole = cold.rehearse_step(code, call is not None)
         of_steps.update({each: whole or of_steps.get(each, False) for each in found})
-        known = code in of_steps
-    if known:
+        rehearsed = code in of_steps
+    if rehearsed:
         return
     cold.due = _background.most > 0
     if call is not None and cold.rehearse is not None:

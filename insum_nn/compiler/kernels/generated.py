@@ -220,18 +220,18 @@ class Generated:
         # Sizes are arguments: what is written for some is right for all, if not the best.
         strides = strides_of(self.form, tensors, extents, partition is not None and partition.split, initial)
         key = (bucket, schedule, strides)
-        known = self._kernels.get(key)
-        if known is None:
+        kernel = self._kernels.get(key)
+        if kernel is None:
             prepared()
             form = self._form(bucket, extents)
-            known = UnsizedKernel(form, schedule, strides, self.precision)
+            kernel = UnsizedKernel(form, schedule, strides, self.precision)
             keep_plans()
             if len(self._kernels) >= _LIMIT:
                 self._kernels.clear()
             # As long as it lives, so does its machine code.
-            self._kernels[key] = known
-        self.source = known.source
-        return known
+            self._kernels[key] = kernel
+        self.source = kernel.source
+        return kernel
 
     def _form(self, bucket: tuple[int, ...], extents: Extents) -> Form:
         """The form with the sizes of the first call of a bucket, by which choices are made for all of them."""
@@ -268,23 +268,23 @@ class Generated:
         if self._fixed is not None:
             return Selected(self._fixed, "requested")
         form = self._form(bucket, extents)
-        known: object = (bucket, False, 0)
+        key: object = (bucket, False, 0)
         if self._by_length:
             longest = longest_row(tensors[form.row_index_place], extents.output[form.row_axis], form.permuted)
-            known = (bucket, *form.lengths(extents.indices, extents.output, longest))
+            key = (bucket, *form.lengths(extents.indices, extents.output, longest))
             form = replace(form, sizes={**form.sizes, LONGEST: longest})
-        found = self._schedules.get(known)
+        found = self._schedules.get(key)
         if found is not None:
             return found
 
         def choose() -> Selected[Schedule]:
             chosen = choose_schedule(form, self.tables, bucket, tensors, extents, initial, self.precision, self.options)
             if not self.undecided(tensors):
-                self._schedules[known] = chosen
+                self._schedules[key] = chosen
             self.measurements = chosen.measured or self.measurements
             return chosen
 
-        return self._choosing.get(known, lambda: self._schedules.get(known), choose)
+        return self._choosing.get(key, lambda: self._schedules.get(key), choose)
 
 
 def _combining(form: Form) -> tuple[str, str, str]:

@@ -31,7 +31,6 @@ __all__ = [
     "divisions_of",
     "keep_bitmasks",
     "keep_lengths",
-    "known_partition",
     "longest_row",
     "new_bitmasks_of",
     "partition_for",
@@ -107,12 +106,6 @@ def clear_partitions() -> None:
     _bitmasks.clear()
 
 
-def known_partition(index: Tensor, rows: int, permuted: bool, chunk: int) -> RowPartition | None:
-    """The row partition of an index tensor, if they were built before."""
-    found = _divisions.of(index, (rows, permuted))
-    return None if found is None else found.get(chunk)
-
-
 def partition_for(form: Form, tensors: Sequence[Tensor], extents: Extents, schedule: Schedule) -> RowPartition | None:
     """The row partition of a form's terms in a call; `None` where programs own no rows."""
     if form.row_index is None:
@@ -130,15 +123,15 @@ def partition_of(index: Tensor, rows: int, permuted: bool, chunk: int) -> RowPar
         permuted: the terms are not in order.
         chunk: most terms in a range; rows with more are divided.
     """
-    known = divisions_of(index, rows, permuted)
-    found = known.get(chunk)
+    divisions = divisions_of(index, rows, permuted)
+    found = divisions.get(chunk)
     if found is None:
-        undivided = known.get(UNDIVIDED)
+        undivided = divisions.get(UNDIVIDED)
         if undivided is not None and undivided.longest <= chunk:
             found = undivided
         else:
             found = _kept(_build, index, rows, permuted, chunk)
-        known[chunk] = found
+        divisions[chunk] = found
     return found
 
 
@@ -179,25 +172,25 @@ def _ordered(index: Tensor, rows: int, permuted: bool) -> tuple[Tensor, Tensor |
 
 def _build(index: Tensor, rows: int, permuted: bool, chunk: int) -> RowPartition:
     flat, order, small = _ordered(index, rows, permuted)
-    known, begin = _cached_begin(index, rows), None
-    if known is None:
+    begins, begin = _cached_begin(index, rows), None
+    if begins is None:
         bounds = torch.arange(rows + 1, device=flat.device, dtype=flat.dtype)
         begin = torch.searchsorted(flat, bounds, out_int32=small == torch.int32)
         if rows > _FEW_ROWS:
             return _divide(flat, order, begin, chunk)
         # Few rows are divided on the host, which then reads the device once rather than at every size it needs. NumPy
         # takes a fraction of torch's time for so few numbers.
-        known = _begins.keep((index,), None, begin.cpu().numpy())
-    lengths = known[1:] - known[:-1]
+        begins = _begins.keep((index,), None, begin.cpu().numpy())
+    lengths = begins[1:] - begins[:-1]
     longest = int(lengths.max()) if rows else 0
-    whole = int(known[-1] - known[0]) == flat.shape[0]
+    whole = int(begins[-1] - begins[0]) == flat.shape[0]
     if longest <= chunk:
-        begin = _send({small: [known]}, flat.device)[0] if begin is None else begin
+        begin = _send({small: [begins]}, flat.device)[0] if begin is None else begin
         return RowPartition(rows, begin, order=order, whole=whole, longest=longest)
     parts = _parts(lengths, chunk)
     more = parts > 1
     steps = np.arange(parts.sum())
-    low, high, target, row_of = _ranges(known, np.arange(rows), steps, parts, more, chunk, lambda of: of.repeat(parts))
+    low, high, target, row_of = _ranges(begins, np.arange(rows), steps, parts, more, chunk, lambda of: of.repeat(parts))
     divided = more.nonzero()[0]
     first = np.zeros(divided.shape[0] + 1, dtype=np.int64)
     parts[divided].cumsum(out=first[1:])
@@ -213,13 +206,13 @@ def _divide(flat: Tensor, order: Tensor | None, begin: Tensor, chunk: int) -> Ro
     """Divide rows where they are; the host reads all sizes at once."""
     rows, terms, small = begin.shape[0] - 1, flat.shape[0], begin.dtype
     lengths = begin.diff()
-    asked = [lengths.max().long(), lengths.sum()]
+    sizes_on_device = [lengths.max().long(), lengths.sum()]
     parts = more = lengths
     if chunk < terms:
         parts = _parts(lengths, chunk)
         more = parts > 1
-        asked += [parts.sum(), more.sum(), (parts * more).sum()]
-    longest, owned, *sizes = torch.stack(asked).tolist()
+        sizes_on_device += [parts.sum(), more.sum(), (parts * more).sum()]
+    longest, owned, *sizes = torch.stack(sizes_on_device).tolist()
     whole = owned == terms
     if longest <= chunk:
         return RowPartition(rows, begin, order=order, whole=whole, longest=longest)

@@ -86,8 +86,8 @@ def _path_of(code: KernelCode) -> Path | None:
     """Where the digest of a kernel is kept; `None`: nowhere, as Triton is asked to look at what it compiles."""
     from triton import knobs
 
-    asked = knobs.compilation
-    if asked.always_compile or asked.override or asked.dump_ir:
+    compilation = knobs.compilation
+    if compilation.always_compile or compilation.override or compilation.dump_ir:
         return None
     if getattr(knobs.runtime, "add_stages_inspection_hook", None) is not None:
         return None

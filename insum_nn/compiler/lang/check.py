@@ -111,9 +111,9 @@ def check_names(statement: Statement, passed: Collection[str]) -> None:
         InsumNameError: a tensor is missing, or one was passed that the statement does not use.
     """
     faults: list[InsumError] = []
-    wanted = statement.tensors()
-    unused = [name for name in passed if name not in wanted and name != statement.output.name]
-    for name in wanted:
+    required = statement.tensors()
+    unused = [name for name in passed if name not in required and name != statement.output.name]
+    for name in required:
         if name in passed:
             continue
         spans = [access.name_span for access in statement.accesses() if access.name == name]
@@ -140,7 +140,7 @@ def check_names(statement: Statement, passed: Collection[str]) -> None:
             InsumNameError(
                 f"{'tensors' if many else 'tensor'} {names} {'are' if many else 'is'} not used by the statement",
                 expression=statement.text,
-                details=[f"tensors of the statement: {', '.join((statement.output.name, *wanted))}"],
+                details=[f"tensors of the statement: {', '.join((statement.output.name, *required))}"],
                 fix=f"drop {'them' if many else 'it'}, or use {'them' if many else 'it'} in the expression.",
                 tensor=unused[0],
             )

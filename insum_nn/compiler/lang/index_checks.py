@@ -64,9 +64,9 @@ def stats_of(tensor: Tensor, *, again: bool = False) -> Stats:
     """
     # Inference tensors track no version, so their statistics may become stale: never cache them.
     version = None if tensor.is_inference() else tensor._version
-    known = _cached.get(tensor)
-    if known is not None and version is not None and known.version == version and not again:
-        return known
+    cached = _cached.get(tensor)
+    if cached is not None and version is not None and cached.version == version and not again:
+        return cached
     if tensor.numel() == 0:
         return Stats(version or 0, 0, -1, True)
     if tensor.is_cuda and torch.cuda.is_current_stream_capturing():
@@ -116,8 +116,8 @@ def check_index_values(
     promised = {name: facts.get(name, UNKNOWN) for name in layout.tensors if name in layout.index_tensors}
     if origin == "builder" and not validate and not writes_sums(statement):
         for name, tensor in zip(layout.tensors, tensors, strict=True):
-            known = promised.get(name)
-            if known is not None and (not known.proven or known.masked is None or not unwritten(tensor)):
+            own = promised.get(name)
+            if own is not None and (not own.proven or own.masked is None or not unwritten(tensor)):
                 break
         else:
             return promised
@@ -137,14 +137,14 @@ def check_index_values(
         return promised
     complete: dict[str, IndexFacts] = {}
     read: dict[str, Stats] = {}
-    for name, known in declared.items():
-        if known.proven and known.masked is not None:
+    for name, own in declared.items():
+        if own.proven and own.masked is not None:
             # Ranges that a caller declares are checked below.
-            complete[name] = known
+            complete[name] = own
             continue
         stats = read[name] = stats_of(named[name], again=validate)
-        ascending = known.sorted or (stats.ascending and stats.smallest >= 0)
-        complete[name] = _completed(known, ascending, stats.smallest < 0)
+        ascending = own.sorted or (stats.ascending and stats.smallest >= 0)
+        complete[name] = _completed(own, ascending, stats.smallest < 0)
     if 0 not in extents.indices:
         _check_ranges(statement, named, extents, promised, read, drop_outside=drop_outside)
     return complete
@@ -394,20 +394,20 @@ class _Evaluator:
         return entries, valid & (entries != -1), labels
 
 
-def _equal(shape: Sequence[int], wanted: Sequence[int]) -> bool:
-    """Whether a shape is the wanted one; symbolic sizes are not compared, since an index has one size everywhere."""
+def _equal(shape: Sequence[int], expected: Sequence[int]) -> bool:
+    """Whether a shape is the expected one; symbolic sizes are not compared, since an index has one size everywhere."""
     return all(
         type(size) is not int or type(other) is not int or size == other
-        for size, other in zip(shape, wanted, strict=True)
+        for size, other in zip(shape, expected, strict=True)
     )
 
 
-def _align(tensor: Tensor, labels: Sequence[str], wanted: Sequence[str]) -> Tensor:
-    """Permute to the order of `wanted`, with axes of length 1 where a label is missing."""
-    if tuple(labels) == tuple(wanted):
+def _align(tensor: Tensor, labels: Sequence[str], target: Sequence[str]) -> Tensor:
+    """Permute to the order of `target`, with axes of length 1 where a label is missing."""
+    if tuple(labels) == tuple(target):
         return tensor
-    order = [labels.index(label) for label in wanted if label in labels]
-    shape = [tensor.shape[labels.index(label)] if label in labels else 1 for label in wanted]
+    order = [labels.index(label) for label in target if label in labels]
+    shape = [tensor.shape[labels.index(label)] if label in labels else 1 for label in target]
     return tensor.permute(order).reshape(shape)
 
 
@@ -481,10 +481,10 @@ def cell_numbers(
         values = _align(values, own, labels)
         valid = inside if valid is None else valid & inside
         found = values if found is None else found * shape[axis] + values
-    wanted = [sizes[label] for label in labels]
+    shape = [sizes[label] for label in labels]
     if found is None or valid is None:
-        return torch.zeros(wanted, dtype=torch.int64, device=evaluator.device)
+        return torch.zeros(shape, dtype=torch.int64, device=evaluator.device)
     found = torch.where(valid, found, -1)
     subscripts = [access.subscripts[axis] for axis in axes]
     covered = {index.name for subscript in subscripts for index in subscript.indices()}
-    return found if covered.issuperset(labels) else found.expand(wanted)
+    return found if covered.issuperset(labels) else found.expand(shape)

@@ -47,9 +47,9 @@ def resolve_extents(
         InsumOverflowError: an extent does not fit the index type that must address it.
     """
     layout = layout_of(statement)
-    known = agreement_of(statement)(tensors, sizes, out_shape)
-    if known is not None and (initial is None or _lies_along(initial.shape, known.output)):
-        return known
+    agreed = agreement_of(statement)(tensors, sizes, out_shape)
+    if agreed is not None and (initial is None or _lies_along(initial.shape, agreed.output)):
+        return agreed
     found: dict[str, int] = {}
     clash = False
     for name, occurrences in zip(layout.indices, layout.plain, strict=True):
@@ -128,12 +128,12 @@ def agreement_of(statement: Statement) -> Agreement:
         wrong.append(f"x{place} is None")
     outputs: list[str] = []
     for name, place in zip(written, layout.output_places, strict=True):
-        known = f"(type({name}) is int and 0 <= {name} <= {INT64_MAX})"
+        valid = f"(type({name}) is int and 0 <= {name} <= {INT64_MAX})"
         if place is None:
-            wrong.append(f"not {known}")
+            wrong.append(f"not {valid}")
             outputs.append(name)
         else:
-            wrong.append(f"not ({name} is None or {known})")
+            wrong.append(f"not ({name} is None or {valid})")
             # A symbolic size stays what it was given as.
             outputs.append(f"{extents[place]} if {name} is None else {name}")
     wrong.append("(sizes and unusual(sizes))")
@@ -141,8 +141,8 @@ def agreement_of(statement: Statement) -> Agreement:
     lines += [f"if {' or '.join(wrong)}:", "    return None", f"return {found}"]
 
     def unusual(sizes: Mapping[str, int]) -> bool:
-        known = layout.indices
-        return any(n not in known or type(e) is not int or not 0 <= e <= INT64_MAX for n, e in sizes.items())
+        indices = layout.indices
+        return any(n not in indices or type(e) is not int or not 0 <= e <= INT64_MAX for n, e in sizes.items())
 
     names = {"none": (None,) * len(written), "Extents": Extents, "unusual": unusual}
     return function_of_lines(lines, names, f"sizes of {statement.text}")
@@ -209,14 +209,14 @@ def _declared_shape(
 
 
 def _initial_shape(
-    statement: Statement, initial: Tensor | None, wanted: Sequence[int | None], found: Mapping[str, int]
+    statement: Statement, initial: Tensor | None, expected: Sequence[int | None], found: Mapping[str, int]
 ) -> tuple[int | None, ...]:
-    """Return the initial value's shape, with `wanted` along axes that it lacks or broadcasts along."""
+    """Return the initial value's shape, with `expected` along axes that it lacks or broadcasts along."""
     if initial is None:
-        return tuple(wanted)
-    missing = len(wanted) - initial.ndim
+        return tuple(expected)
+    missing = len(expected) - initial.ndim
     shape: list[int | None] = []
-    for axis, (name, extent) in enumerate(zip(layout_of(statement).output_plain, wanted, strict=True)):
+    for axis, (name, extent) in enumerate(zip(layout_of(statement).output_plain, expected, strict=True)):
         own = initial.shape[axis - missing] if axis >= missing else None
         if own is None or (own == 1 and (extent is not None or name in found)):
             own = extent

@@ -25,7 +25,7 @@ from insum_nn.facts import StaticTable
 __all__ = ["PairSplit", "split_into_pairs"]
 
 Integers = NDArray[np.int64]
-# A matrix product may do this many multiplications for each that is wanted: a library's does them as much faster.
+# A matrix product may do this many multiplications for each that is needed: a library's does them as much faster.
 _MOST_ZEROS = 48
 
 

@@ -410,9 +410,9 @@ def _continues(path: Path, other: Path) -> bool:
     )
 
 
-def _lies(steps: tuple[int, int], wanted: tuple[int, int], copies: tuple[int, int]) -> bool:
+def _lies(steps: tuple[int, int], expected: tuple[int, int], copies: tuple[int, int]) -> bool:
     """Whether weights have these steps, where there is a step at all."""
-    return all(step == other for step, other, count in zip(steps, wanted, copies, strict=True) if count > 1)
+    return all(step == other for step, other, count in zip(steps, expected, copies, strict=True) if count > 1)
 
 
 def _ordered(paths: Iterator[Path] | Sequence[Path]) -> tuple[Path, ...]:

@@ -203,9 +203,9 @@ class _Products:
         blocks: list[tuple[Stmt, ...]] = []
         for right_value, groups_of in rights.items():
             block: list[Stmt] = []
-            for cell, terms, known in groups_of:
+            for cell, terms, settled_of_cell in groups_of:
                 lefts = [
-                    Term(t.number, left, self.needs(left, right, known))
+                    Term(t.number, left, self.needs(left, right, settled_of_cell))
                     for t in terms
                     for left, right in [self.divided(t)]
                 ]

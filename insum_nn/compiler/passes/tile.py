@@ -170,9 +170,9 @@ class Tiler:
             low = Index(f"{index.name}_step")
         else:
             low = multiply(Index(f"{index.name}_program"), Const(lanes.block * each))
-        known = end.value if isinstance(end, Const) else None
+        extent = end.value if isinstance(end, Const) else None
         limit: Expr | None = end
-        if lanes.whole or (known is not None and known % (lanes.block * each) == 0):
+        if lanes.whole or (extent is not None and extent % (lanes.block * each) == 0):
             limit = None
         if lanes.lanes != lanes.block * each:
             stop = add(low, Const(lanes.block * each))
@@ -259,8 +259,8 @@ class Tiler:
         own = math.prod(self.tile_lanes(axis) for axis in (M, N))
         if lanes is None or self.tiling.product is not None or self.single(K, lanes) or own >= threads:
             return False
-        known = all(isinstance(self.loops[name].end, Const) for name in lanes.indices)
-        return known and cells * own * self.tile_lanes(K) <= MOST * threads
+        static = all(isinstance(self.loops[name].end, Const) for name in lanes.indices)
+        return static and cells * own * self.tile_lanes(K) <= MOST * threads
 
     def tile_lanes(self, axis: int) -> int:
         lanes = (self.tiling.m, self.tiling.k, self.tiling.n)[axis]
@@ -356,8 +356,8 @@ class Tiler:
         row, steps, limit = self.axes[M].index, loop.end, entries.shape[1]
         count: Expr = Op("cdiv", (steps, Const(WORD_BITS)))
         words = Buffer(f"{entries.name}_bitmasks", "int32", (count, limit))
-        known = isinstance(steps, Const) and steps.value <= WORD_BITS
-        if known or loop.index.name in self.tiling.few:
+        in_one_word = isinstance(steps, Const) and steps.value <= WORD_BITS
+        if in_one_word or loop.index.name in self.tiling.few:
             return Loop(loop.index, Const(0), steps, "serial", body, word=Load(words, (Const(0), row)))
         number = Index(f"{loop.index.name}_word")
         begin = multiply(number, Const(WORD_BITS))

@@ -38,9 +38,9 @@ class _Flight:
 class BuildOnce(Generic[T]):
     """Builds values by key. Threads that want the same key wait for the one that builds it, others do not.
 
-    >>> known = {}
+    >>> cache = {}
     >>> building = BuildOnce()
-    >>> building.get("a", lambda: known.get("a"), lambda: known.setdefault("a", 1))
+    >>> building.get("a", lambda: cache.get("a"), lambda: cache.setdefault("a", 1))
     1
     """
 
@@ -73,6 +73,6 @@ class BuildOnce(Generic[T]):
                         del self._flights[key]
                     own.over.set()
             if flight.thread == own.thread:
-                # Asked for by what builds it: waiting would never end.
+                # Needed by what builds it: waiting would never end.
                 return build()
             flight.over.wait()

@@ -87,8 +87,8 @@ def _facts(facts: IndexFacts, names: Names) -> IndexFacts:
     """Return facts in canonical names; uniqueness together with a tensor that is not read says nothing."""
     if not facts.unique_with:
         return facts
-    known = all(name in names.tensors for name in facts.unique_with)
-    return replace(facts, unique_with=tuple(sorted(names.tensors[n] for n in facts.unique_with)) if known else ())
+    all_read = all(name in names.tensors for name in facts.unique_with)
+    return replace(facts, unique_with=tuple(sorted(names.tensors[n] for n in facts.unique_with)) if all_read else ())
 
 
 def canonical_tables(statement: Statement, tables: Tables) -> Tables:
@@ -125,12 +125,12 @@ def canonical_key(bound: Bound, tables: Mapping[str, StaticTable]) -> dict[str, 
     own = canonical(bound)
     layout = own.layout
     index = [at for at, name in enumerate(layout.tensors) if name in layout.index_tensors]
-    known = {layout.tensors[at]: _declared(own.facts[at]) for at in index}
+    facts = {layout.tensors[at]: _declared(own.facts[at]) for at in index}
     return {
         "statement": str(own.statement),
         "dtype": show_dtype(own.dtype),
         "index_dtypes": {layout.tensors[at]: show_dtype(own.index_dtypes[at]) for at in index},
-        "facts": {name: declared for name, declared in known.items() if declared},
+        "facts": {name: declared for name, declared in facts.items() if declared},
         "static": dict(own.static),
         "tables": {
             name: digest([table.shape, table.values])

@@ -84,8 +84,8 @@ class Entry:
         """Return a text that says where it comes from."""
         if self.current:
             return f"stored in {self.source}"
-        known = ", ".join(f"{name} {number}" for name, number in self.versions.items())
-        return f"stored in {self.source}, measured with {known}"
+        numbers = ", ".join(f"{name} {number}" for name, number in self.versions.items())
+        return f"stored in {self.source}, measured with {numbers}"
 
     def broken(self, why: object) -> None:
         """Warn that the value is not valid."""
@@ -148,13 +148,13 @@ _LARGE = 10
 
 def in_other_sizes(key: Key) -> list[Entry]:
     """Return what was measured in full for the same key in other sizes; the nearest first."""
-    wanted, bucket, static = _split(_plain(key))
+    rest, bucket, static = _split(_plain(key))
     found: list[tuple[int, bool, Entry]] = []
     for entry in _all():
-        other, sizes, known = _split(entry.key)
-        if other == wanted and len(sizes) == len(bucket) and sizes != bucket and not entry.value.get("nearby"):
+        other, sizes, extents = _split(entry.key)
+        if other == rest and len(sizes) == len(bucket) and sizes != bucket and not entry.value.get("nearby"):
             far = sum(abs(a - b) for a, b in zip(bucket, sizes, strict=True))
-            found.append((far, known != static, entry))
+            found.append((far, extents != static, entry))
     return [entry for _, _, entry in sorted(found, key=lambda each: each[:2])]
 
 
@@ -162,9 +162,9 @@ def near(key: Key) -> Entry | None:
     """Return the nearest of those if it has half or twice as many rows, and no other difference."""
     _, bucket, static = _split(_plain(key))
     for entry in in_other_sizes(key):
-        _, other, known = _split(entry.key)
+        _, other, extents = _split(entry.key)
         differ = [(a, b) for a, b in zip(bucket, other, strict=True) if a != b]
-        if known == static and all(abs(a - b) == 1 and min(a, b) >= _LARGE for a, b in differ):
+        if extents == static and all(abs(a - b) == 1 and min(a, b) >= _LARGE for a, b in differ):
             return entry
     return None
 
@@ -319,10 +319,10 @@ def _entries(path: Path) -> dict[str, Entry]:
     except OSError:
         changed = -1
     with _lock:
-        known = _indexed.get(path)
-        if known is None or known[0] != changed:
-            known = _indexed[path] = changed, {digest(entry.key): entry for entry in _read(path)}
-        return known[1]
+        cached = _indexed.get(path)
+        if cached is None or cached[0] != changed:
+            cached = _indexed[path] = changed, {digest(entry.key): entry for entry in _read(path)}
+        return cached[1]
 
 
 def _to_json(entry: Entry) -> dict[str, Any]:

@@ -1,6 +1,6 @@
 """Selection: what was measured for a bucket of sizes, or is measured now; else the nearest bucket; else a rule.
 
-A `Question` says what is to be selected. This file reads the database and never measures; `schedule.tune` does.
+A `Task` says what is to be selected. This file reads the database and never measures; `schedule.tune` does.
 """
 
 from __future__ import annotations
@@ -11,7 +11,7 @@ from typing import Any, Generic, TypeVar
 
 from insum_nn.compiler.schedule import database
 
-__all__ = ["Measured", "Measurement", "Question", "Selected", "nearest", "select", "stored"]
+__all__ = ["Measured", "Measurement", "Selected", "Task", "nearest", "select", "stored"]
 
 T = TypeVar("T")
 
@@ -42,7 +42,7 @@ class Measured(Generic[T]):
 
 
 @dataclass(frozen=True, slots=True)
-class Question(Generic[T]):
+class Task(Generic[T]):
     """What is to be selected for a statement, a bucket of sizes and a device.
 
     Attributes:
@@ -61,43 +61,43 @@ class Question(Generic[T]):
     runs: Callable[[T], bool] = lambda _: True
 
 
-def stored(question: Question[T]) -> Selected[T] | None:
+def stored(task: Task[T]) -> Selected[T] | None:
     """Return what was measured for this bucket of sizes, here or elsewhere."""
-    return _read(question, database.find(question.key), "")
+    return _read(task, database.find(task.key), "")
 
 
-def nearest(question: Question[T]) -> Selected[T] | None:
+def nearest(task: Task[T]) -> Selected[T] | None:
     """Return what was measured for products of full precision, else for half or twice as many rows."""
-    found = _read(question, database.in_full_precision(question.key), ", for products of full precision")
-    return found or _read(question, database.near(question.key), ", for half or twice as many rows")
+    found = _read(task, database.in_full_precision(task.key), ", for products of full precision")
+    return found or _read(task, database.near(task.key), ", for half or twice as many rows")
 
 
-def _read(question: Question[T], entry: database.Entry | None, where: str) -> Selected[T] | None:
+def _read(task: Task[T], entry: database.Entry | None, where: str) -> Selected[T] | None:
     if entry is None:
         return None
     try:
-        found = question.decode(entry.value, f"{entry.origin()}{where}")
+        found = task.decode(entry.value, f"{entry.origin()}{where}")
     except database.UNREADABLE as error:
         entry.broken(error)
         return None
-    return found if entry.current or question.runs(found.candidate) else None
+    return found if entry.current or task.runs(found.candidate) else None
 
 
-def select(question: Question[T], tune: Callable[[Question[T]], Selected[T] | None] | None) -> Selected[T]:
+def select(task: Task[T], tune: Callable[[Task[T]], Selected[T] | None] | None) -> Selected[T]:
     """Return the first there is: stored for this bucket, measured now, stored for the nearest bucket, the rule's.
 
     Args:
-        question: what is to be selected.
+        task: what is to be selected.
         tune: measures it; `None`: nothing is measured. It returns `None` where another process measures for too long,
             of which the reason then tells.
     """
-    found = stored(question)
+    found = stored(task)
     late = False
     if found is None and tune is not None:
-        found = tune(question)
+        found = tune(task)
         late = found is None
     if found is None:
-        found = nearest(question) or question.rule()
+        found = nearest(task) or task.rule()
         if late:
             found = replace(found, reason=f"{found.reason}; another process measures, and was not done in time")
     return found

@@ -1,4 +1,4 @@
-"""Tuning: the candidates of a question are measured, and the database keeps what was found."""
+"""Tuning: the candidates of a task are measured, and the database keeps what was found."""
 
 from __future__ import annotations
 
@@ -37,16 +37,16 @@ from insum_nn.compiler.schedule.cost_model import (
     without_measuring,
 )
 from insum_nn.compiler.schedule.progress import Progress
-from insum_nn.compiler.schedule.select import Measured, Measurement, Question, Selected, select, stored
+from insum_nn.compiler.schedule.select import Measured, Measurement, Selected, Task, select, stored
 from insum_nn.compiler.schedule.space import Precision, Schedule
 from insum_nn.facts import StaticTable
 
 __all__ = [
     "WAIT",
-    "ask",
     "capturing",
     "choose_schedule",
     "choose_unmeasured",
+    "select_or_tune",
     "settle",
     "tune",
     "worth_selecting",
@@ -91,43 +91,43 @@ def capturing() -> bool:
     return torch.cuda.is_available() and torch.cuda.is_current_stream_capturing()
 
 
-def ask(question: Question[T], options: Options, weight: Callable[[T], float] = lambda _: math.inf) -> Selected[T]:
+def select_or_tune(task: Task[T], options: Options, weight: Callable[[T], float] = lambda _: math.inf) -> Selected[T]:
     """Select: by what is stored, measured where the options or a call of `insum_nn.tune` ask for it, else by the rule.
 
     Args:
-        question: what is to be selected.
+        task: what is to be selected.
         options: of the program.
         weight: about how many microseconds depend on the answer.
     """
     if rehearsing() and (options.tune or session.active() is not None):
         raise UndecidedError("it is measured when it runs")
     if capturing():
-        return select(question, None)
+        return select(task, None)
     current = session.active()
     if current is not None:
-        return current.ask(question, weight, tune)
-    return select(question, tune if options.tune else None)
+        return current.select(task, weight, tune)
+    return select(task, tune if options.tune else None)
 
 
-def tune(question: Question[T], *, again: bool = False) -> Selected[T] | None:
-    """Measure the candidates of a question and write what was found to the database.
+def tune(task: Task[T], *, again: bool = False) -> Selected[T] | None:
+    """Measure the candidates of a task and write what was found to the database.
 
     Nothing else measures. One process on a cache folder measures a key, while the others wait for what it writes.
 
     Args:
-        question: what is measured.
+        task: what is measured.
         again: also where something is stored that was measured with other versions of torch and Triton.
 
     Returns:
         `None`: another process measures, and was not done in time.
     """
-    with store.turn(question.key, WAIT) as mine:
-        found = None if again and not session.is_current(question.key) else stored(question)
+    with store.turn(task.key, WAIT) as mine:
+        found = None if again and not session.is_current(task.key) else stored(task)
         if found is not None or not mine:
             return found
-        measured = question.measure()
+        measured = task.measure()
         if measured.value is not None:
-            store.write(question.key, measured.value)
+            store.write(task.key, measured.value)
         return measured.selected
 
 
@@ -179,8 +179,8 @@ def choose_schedule(
         tried = next((each for each in order if runs(each)), schedule)
         return Selected(tried, reason if tried == schedule else f"the next that the device has room for; {reason}")
 
-    question = Question(key, rule, _decode, measure, runs)
-    return ask(question, options, lambda schedule: predicted(form, schedule, precision, device))
+    task = Task(key, rule, _decode, measure, runs)
+    return select_or_tune(task, options, lambda schedule: predicted(form, schedule, precision, device))
 
 
 def choose_unmeasured(
@@ -200,8 +200,8 @@ def choose_unmeasured(
         raise AssertionError("there is nothing to measure on")
 
     key = _key_of(form, tables, bucket, where, precision)
-    question = Question(key, lambda: Selected(*without_measuring(form, precision, device)), _decode, measure)
-    return select(question, None)
+    task = Task(key, lambda: Selected(*without_measuring(form, precision, device)), _decode, measure)
+    return select(task, None)
 
 
 def _key_of(

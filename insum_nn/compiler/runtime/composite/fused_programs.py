@@ -37,9 +37,9 @@ from insum_nn.compiler.schedule import database as store
 from insum_nn.compiler.schedule.build_once import BuildOnce
 from insum_nn.compiler.schedule.canonical import named_as, names_of
 from insum_nn.compiler.schedule.database import size_bucket
-from insum_nn.compiler.schedule.select import Measured, Question, Selected
+from insum_nn.compiler.schedule.select import Measured, Selected, Task
 from insum_nn.compiler.schedule.timing import time_whole
-from insum_nn.compiler.schedule.tune import ask, worth_selecting
+from insum_nn.compiler.schedule.tune import select_or_tune, worth_selecting
 from insum_nn.facts import IndexFacts
 from insum_nn.tensor_cache import insert
 
@@ -460,8 +460,8 @@ def _choose(makes: Iterable[Callable[[], _Call]], separately: Run, deterministic
         return Measured(_fastest(calls(), times), {"times": [None if math.isinf(us) else us for us in times]})
 
     rule: Selected[_Fused | None] = Selected(first.together, "together: what they read is read once")
-    question = Question(key, lambda: rule, decode, measure)
-    found = ask(question, generated.options)
+    task = Task(key, lambda: rule, decode, measure)
+    found = select_or_tune(task, generated.options)
     return found.candidate, found.reason
 
 

@@ -23,7 +23,7 @@ __all__ = ["TuneReport", "Tuned", "tune"]
 
 _log = logging.getLogger("insum_nn.tuning")
 
-# Runs of a whole step of which the median counts, and runs in which questions are measured at most.
+# Runs of a whole step of which the median counts, and runs in which tasks are measured at most.
 _STEPS, _PASSES = 5, 8
 # Further seconds that other ranks wait for the one that measures: it compiles, and runs the step several times.
 _GRACE = 120.0
@@ -38,7 +38,7 @@ class Tuned:
         kind: "schedule" of a kernel, or "fusion": whether several gradients share one.
         sizes: powers of two that bound the extents of its indices, then of the output.
         dtype: of its factors.
-        state: "measured" now; "known": measured before; "left": there was no time; "failed": no candidate ran, there
+        state: "measured" now; "stored": measured before; "left": there was no time; "failed": no candidate ran, there
             was not enough memory, or another process measured for too long.
         selected: what is used from now on.
         before_us: microseconds of what was used before; `None`: not measured.
@@ -163,7 +163,7 @@ def tune(
     rank, others = _ranks()
     if rank:
         return _wait(budget + _GRACE if timeout is None else timeout, begin)
-    entries: list[session.Asked] = []
+    entries: list[session.TaskRecord] = []
     try:
         if reason := _why_not():
             report = TuneReport((), reason, time.perf_counter() - begin)
@@ -193,42 +193,44 @@ def _step(module: Step, args: Any, kwargs: Any, backward: bool, double_backward:
         module.zero_grad(set_to_none=True)
 
 
-def _tuned(step: Callable[[], None], budget: float, entries: list[session.Asked], begin: float) -> TuneReport:
-    """Run a step until its questions are measured or the budget is spent; what was measured goes to `entries`."""
-    asked = session.Session()
+def _tuned(step: Callable[[], None], budget: float, entries: list[session.TaskRecord], begin: float) -> TuneReport:
+    """Run a step until its tasks are measured or the budget is spent; what was measured goes to `entries`."""
+    tasks = session.Session()
     try:
         clear_cache()
-        with session.opened(asked):
+        with session.opened(tasks):
             step()
-        if not asked.left:
-            known = f"the schedules of all {len(asked.asked)} statements were measured before"
-            reason = known if asked.asked else "no kernel of the step has enough work for its schedule to matter"
-            return TuneReport(_statements(asked), reason, time.perf_counter() - begin)
-        _log.info("%d statements to measure, in about %.0f s", len(asked.left), len(asked.left) * asked.expected)
+        if not tasks.remaining:
+            stored = f"the schedules of all {len(tasks.records)} statements were measured before"
+            reason = stored if tasks.records else "no kernel of the step has enough work for its schedule to matter"
+            return TuneReport(_statements(tasks), reason, time.perf_counter() - begin)
+        _log.info(
+            "%d statements to measure, in about %.0f s", len(tasks.remaining), len(tasks.remaining) * tasks.expected
+        )
         before = timing.time_whole(step, _STEPS)
         until = time.perf_counter() + budget
         for _ in range(_PASSES):
-            count = len(asked.left)
+            count = len(tasks.remaining)
             if not count or time.perf_counter() >= until:
                 break
-            asked.let_through(until)
+            tasks.admit(until)
             # Programs look their schedules up again, and the budget counts for this call alone.
             clear_cache()
-            with budgets.granted(budget), session.opened(asked):
+            with budgets.granted(budget), session.opened(tasks):
                 step()
-            if len(asked.left) == count:
+            if len(tasks.remaining) == count:
                 break
         clear_cache()
         step()
         after = timing.time_whole(step, _STEPS)
-        return TuneReport(_statements(asked), "", time.perf_counter() - begin, before, after)
+        return TuneReport(_statements(tasks), "", time.perf_counter() - begin, before, after)
     finally:
-        entries += [each for each in asked.asked.values() if each.state == "measured"]
+        entries += [each for each in tasks.records.values() if each.state == "measured"]
         clear_cache()
 
 
-def _statements(asked: session.Session) -> tuple[Tuned, ...]:
-    order = sorted(asked.asked.values(), key=lambda each: -each.weight)
+def _statements(tasks: session.Session) -> tuple[Tuned, ...]:
+    order = sorted(tasks.records.values(), key=lambda each: -each.weight)
     return tuple(
         Tuned(
             statement=each.key["statement"],
@@ -268,7 +270,7 @@ def _job() -> tuple[Any, str]:
     return store, f"insum_nn/tune/{_calls}"
 
 
-def _publish(entries: list[session.Asked]) -> None:
+def _publish(entries: list[session.TaskRecord]) -> None:
     """Hand what was measured to the other ranks, which may not see this one's files."""
     found = [database.find(each.key) for each in entries]
     store, name = _job()
