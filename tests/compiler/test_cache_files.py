@@ -74,7 +74,7 @@ KEY = store.key_of(
 def remembered() -> Selected[Schedule] | None:
     """Everything that reads an entry."""
     entry = store.find(KEY)
-    list(store.in_other_sizes(KEY)), store.near({**KEY, "bucket": [3, 2]})
+    store.near({**KEY, "bucket": [3, 2]})
     return tune._decoded(entry)
 
 

@@ -193,16 +193,6 @@ def test_no_time_at_all_measures_nothing(clock: list[Any]):
     assert not entries()
 
 
-def test_it_measures_more_than_the_budget_of_a_process(clock: list[Any], monkeypatch: pytest.MonkeyPatch):
-    from insum_nn.compiler.schedule import budget
-
-    monkeypatch.setattr(budget, "_spent", 1e9)
-    with budget.granted(5.0):
-        assert budget.left() == 5.0
-    assert budget.left() == 0.0
-    assert insum_nn.tune(Sums(4), *operands(), backward=False).statements[0].candidates > 2
-
-
 def test_a_kernel_for_which_there_is_no_memory(clock: list[Any], monkeypatch: pytest.MonkeyPatch):
     def refuse(self: tune._Trial, repeat: int) -> float:
         raise torch.OutOfMemoryError("no room")

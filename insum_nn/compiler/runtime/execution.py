@@ -31,7 +31,6 @@ from insum_nn.compiler.runtime.library.programs import (
     piece_length,
     run_pieces,
 )
-from insum_nn.compiler.schedule import budget
 from insum_nn.compiler.schedule.build_once import BuildOnce, CacheKey
 from insum_nn.compiler.schedule.canonical import canonical, canonical_tables, named_as
 from insum_nn.errors import InsumFormatError
@@ -177,7 +176,7 @@ def cache_info() -> CacheInfo:
 
 
 def clear_cache() -> None:
-    """Forget every compiled program and every cached sparse structure, and restore the tuning budget."""
+    """Forget every compiled program and every cached sparse structure."""
     global _hits, _misses, _generation
     with _lock:
         _generation += 1
@@ -188,7 +187,6 @@ def clear_cache() -> None:
         _hits = _misses = 0
     library_calls.clear_structures()
     clear_partitions()
-    budget.forget()
 
 
 @lru_cache(maxsize=1024)

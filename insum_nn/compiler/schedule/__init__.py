@@ -1,1 +1,1 @@
-"""Selection of schedules: canonical keys, the database, the cost model, tuning, its budget and progress."""
+"""Selection of schedules: canonical keys, the database, the cost model, tuning and its progress."""

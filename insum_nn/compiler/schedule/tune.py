@@ -13,7 +13,6 @@ from typing import Any, TypeVar
 import torch
 from torch import Tensor
 
-from insum_nn.compiler.forms.candidates import candidates
 from insum_nn.compiler.forms.defaults import default_schedule
 from insum_nn.compiler.forms.form import Form
 from insum_nn.compiler.forms.plan import NO_PLAN
@@ -24,8 +23,8 @@ from insum_nn.compiler.kernels.row_partition import partition_for
 from insum_nn.compiler.kernels.sized import prepare_kernel
 from insum_nn.compiler.lang.bind import Extents
 from insum_nn.compiler.options import Options
-from insum_nn.compiler.schedule import budget, session, timing
 from insum_nn.compiler.schedule import database as store
+from insum_nn.compiler.schedule import session, timing
 from insum_nn.compiler.schedule.canonical import shown_statement
 from insum_nn.compiler.schedule.cost_model import (
     Device,
@@ -68,15 +67,11 @@ _WORTH = 2**24
 _CALL, _LAUNCH = 20.0, 12.0
 # Measurements that are stored, to show them.
 _SHOWN = 6
-# Of those, the ones that are measured again for half or twice as many rows: so many, and no slower than this.
-_FEW, _CLOSE = 4, 1.3
 # Candidates that are measured, in the order of the cost model. Of 80 searches whose times are known, to which the model
 # was fitted, the best of the first 16 was 0.2 % slower than the best of all.
 _MOST = 16
 # Schedules that are compiled to find one that runs on a device of an architecture that was never measured.
 _TRIES = 4
-# Other sizes, the nearest first, of which the fastest are measured again where all of them would take too long.
-_OTHERS = 8
 
 
 def worth_selecting(extents: Extents) -> bool:
@@ -149,16 +144,14 @@ def choose_schedule(
     tuning = _Tuning(form, tensors, extents, initial, precision)
 
     def measure() -> Measured[Schedule]:
-        with budget.spending():
-            some, which = tuning.shortlist(key)
-            schedules = some or _worth_compiling(form, precision, device)
-            if (previous := _decoded(store.find(key))) is not None:
-                schedules = list(dict.fromkeys((previous.candidate, *schedules)))
-            measured = _measure(tuning, schedules)
+        schedules = _worth_compiling(form, precision, device)
+        if (previous := _decoded(store.find(key))) is not None:
+            schedules = list(dict.fromkeys((previous.candidate, *schedules)))
+        measured = _measure(tuning, schedules)
         if not measured or math.isinf(measured[0].microseconds):
             return Measured(Selected(default_schedule(form), "the default: no candidate ran", measured), None)
-        found = Selected(measured[0].candidate, f"the fastest of {len(measured)} measured{which}", measured)
-        return Measured(found, {**_to_json(measured), **({"nearby": True} if some else {})})
+        found = Selected(measured[0].candidate, f"the fastest of {len(measured)} measured", measured)
+        return Measured(found, _to_json(measured))
 
     def runs(schedule: Schedule) -> bool:
         # Another version of Triton may need more room for the same text than the device has.
@@ -263,33 +256,6 @@ class _Tuning:
 
     def trial(self, schedule: Schedule) -> _Trial:
         return _Trial(self.form, schedule, self.tensors, self.extents, self.initial, self.precision)
-
-    def shortlist(self, key: store.Key) -> tuple[list[Schedule], str]:
-        """Return the candidates that did best for other sizes, the default first, and which; none: all are measured.
-
-        Sizes that change from step to step pass through several buckets, each of which would be tuned in full; and so
-        would each of the many sizes of a network.
-        """
-        default = default_schedule(self.form)
-        near = _decoded(store.near(key))
-        if near is not None and near.measured:
-            best = near.measured[0].microseconds
-            good = [m.candidate for m in near.measured if m.microseconds <= _CLOSE * best]
-            which = ", the best of half or twice as many rows"
-            return list(dict.fromkeys((default, near.candidate, *good[:_FEW]))), which
-        if budget.left() > 0:
-            return [], ""
-        taken = {
-            _code(found.candidate) for e in store.in_other_sizes(key)[:_OTHERS] if (found := _decoded(e)) is not None
-        }
-        liked = [schedule for schedule in candidates(self.form) if _code(schedule) in taken]
-        which = f", the best of other sizes: the tuning budget is spent ({budget.spent():.0f} s)"
-        return (list(dict.fromkeys((default, *liked[:_FEW]))), which) if taken else ([], "")
-
-
-def _code(schedule: Schedule) -> Schedule:
-    """What makes the same code of a schedule for other sizes: all but how a sum is divided."""
-    return replace(schedule, splits=1, chunk=1)
 
 
 def _measure(tuning: _Tuning, schedules: Sequence[Schedule]) -> tuple[Measurement[Schedule], ...]:

@@ -15,7 +15,6 @@ from torch import nn
 
 from insum_nn.compiler.runtime.execution import clear_cache
 from insum_nn.compiler.runtime.steps.step import Step, copied, run_step
-from insum_nn.compiler.schedule import budget as budgets
 from insum_nn.compiler.schedule import database, session, timing
 from insum_nn.compiler.schedule.cache_folder import own_folder
 
@@ -214,9 +213,9 @@ def _tuned(step: Callable[[], None], budget: float, entries: list[session.TaskRe
             if not count or time.perf_counter() >= until:
                 break
             tasks.admit(until)
-            # Programs look their schedules up again, and the budget counts for this call alone.
+            # Programs look their schedules up again.
             clear_cache()
-            with budgets.granted(budget), session.opened(tasks):
+            with session.opened(tasks):
                 step()
             if len(tasks.remaining) == count:
                 break
