@@ -36,6 +36,7 @@ from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
 from benchmarks import networks, timing
+from benchmarks.command_line import add_limits, add_machine
 from benchmarks.first_step import CACHES
 from benchmarks.networks import NETWORKS, Batch, Losses, Network, Step
 from benchmarks.records import ROOT, Machine, this_machine
@@ -357,12 +358,8 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument("--out", type=Path, help="the JSON file to write")
     parser.add_argument("--ranks", type=int, default=2, help="processes, each with a GPU of its own")
     parser.add_argument("--rounds", type=int, default=5)
-    parser.add_argument("--budget", type=float, default=350.0, metavar="SECONDS", help="stop cleanly after so long")
-    parser.add_argument("--limit", type=float, default=120.0, metavar="SECONDS", help="of one network")
-    parser.add_argument("--providers", default="^insum_nn$", metavar="REGEX", help="run only these")
-    parser.add_argument("--device", choices=["cuda", "cpu"], default="cuda" if torch.cuda.is_available() else "cpu")
-    parser.add_argument("--size", choices=["tiny", "full"], default="full")
-    parser.add_argument("--commit", help="commit of the files, where they are a copy without history")
+    add_limits(parser, of="one network", providers="^insum_nn$", budget=350.0)
+    add_machine(parser, devices=("cuda", "cpu"))
     parser.add_argument("--answer", help=argparse.SUPPRESS)
     return parser
 

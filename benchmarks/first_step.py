@@ -35,6 +35,7 @@ from typing import Any, NamedTuple, Self, TextIO, TypedDict, cast
 import torch
 
 from benchmarks import timing
+from benchmarks.command_line import add_limits, add_machine
 from benchmarks.networks import NETWORKS, Step
 from benchmarks.records import ROOT, Machine, this_machine
 from benchmarks.registry import Mode, Problem, Setting, Unavailable, Work, is_ours, load
@@ -400,13 +401,9 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument("cases", nargs="*", metavar="CASE", help=f"of {', '.join(NETWORKS)}, or as in benchmarks.run")
     parser.add_argument("--list", action="store_true", help="list what would be measured and stop")
     parser.add_argument("--out", type=Path, help="the JSON file to write")
-    parser.add_argument("--budget", type=float, default=350.0, metavar="SECONDS", help="stop cleanly after so long")
-    parser.add_argument("--limit", type=float, default=120.0, metavar="SECONDS", help="of one process")
-    parser.add_argument("--providers", default=PROVIDERS, metavar="REGEX", help="run only these")
-    parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")
-    parser.add_argument("--size", choices=["tiny", "full"], default="full")
     parser.add_argument("--root", type=Path, help="folder of data sets")
-    parser.add_argument("--commit", help="commit of the files, where they are a copy without history")
+    add_limits(parser, of="one process", providers=PROVIDERS, budget=350.0)
+    add_machine(parser)
     parser.add_argument("--answer", help=argparse.SUPPRESS)
     return parser
 

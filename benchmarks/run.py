@@ -27,6 +27,7 @@ import torch
 import torch._inductor.config
 
 from benchmarks import archive, gate, timing
+from benchmarks.command_line import add_limits, add_machine
 from benchmarks.records import (
     LOCK,
     RECORD,
@@ -374,15 +375,11 @@ def _parser() -> argparse.ArgumentParser:
     target.add_argument("--out", type=Path, help="the JSON file to write")
     target.add_argument("--save", action="store_true", help="write to benchmarks/results/history and update current")
     parser.add_argument("--resume", action="store_true", help="keep the records of --out, and measure what is missing")
-    parser.add_argument("--budget", type=float, default=math.inf, metavar="SECONDS", help="stop cleanly after so long")
     parser.add_argument("--supervise", action="store_true", help="measure in a subprocess; restart it when it crashes")
-    parser.add_argument("--limit", type=float, default=120.0, metavar="SECONDS", help="of one measurement, supervised")
+    add_limits(parser, of="one measurement, supervised")
+    add_machine(parser)
     parser.add_argument("--root", type=Path, help="folder of data sets (default: the variable INSUM_DATA)")
     parser.add_argument("--modes", default=",".join(MODES), help="of fwd,bwd,fwdbwd")
-    parser.add_argument("--providers", default="", metavar="REGEX", help="run only these")
-    parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")
-    parser.add_argument("--size", choices=["tiny", "full"], default="full")
-    parser.add_argument("--commit", help="commit of the files, where they are a copy without history")
     parser.add_argument("--skip-tests", action="store_true", help="do not run the operators' tests first")
     parser.add_argument("--warmup-ms", type=int, help="default 25; quick 10")
     parser.add_argument("--rep-ms", type=int, help="default 200; quick 50")

@@ -21,6 +21,7 @@ from unittest import mock
 import torch
 
 from benchmarks import gate
+from benchmarks.command_line import add_machine
 from benchmarks.records import Machine, this_machine
 from benchmarks.registry import Mode, Setting, Size, Unavailable, is_ours, load
 from benchmarks.run import timed_call
@@ -106,9 +107,7 @@ def main(arguments: Sequence[str] | None = None) -> Mapping[str, float]:
     parser.add_argument("cases", nargs="*", default=list(FAMILIES), help="family, name or shell pattern")
     parser.add_argument("--out", type=Path, required=True, metavar="FILE", help="the JSON file to write")
     parser.add_argument("--workers", type=int, default=12, help="processes that compile")
-    parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")
-    parser.add_argument("--size", choices=["tiny", "full"], default="full")
-    parser.add_argument("--commit", help="commit of the files, where they are a copy without history")
+    add_machine(parser)
     options = parser.parse_args(arguments)
     device = torch.device(options.device)
     names = [c.name for c in load().select(options.cases) if c.quick and device.type in c.devices]
