@@ -11,10 +11,10 @@ from typing import cast
 from benchmarks.archive import RESULTS
 from benchmarks.first_step import FirstStep
 from benchmarks.registry import is_ours
-from benchmarks.report import Row, geometric_mean
+from benchmarks.report import Row, baseline_name, geometric_mean
 from benchmarks.selection import Compared
 
-__all__ = ["NETWORKS", "busy", "first_steps", "first_steps_by_kind", "selection"]
+__all__ = ["NETWORKS", "busy", "first_steps", "first_steps_by_kind", "host", "peer_models", "selection"]
 
 # Name in a sentence -> the network.
 NETWORKS = {"a GCN": "gcn_14k", "a sparse U-Net": "spunet_fp16", "NequIP": "nequip_864"}
@@ -77,6 +77,44 @@ def busy(rows: Sequence[Row], device: str) -> str:
                 if record["ms"] is not None and record["busy"] is not None:
                     parts.append(f"{100 * record['busy']['ms'] / record['ms']['p50']:.0f} % of the step of {name}")
     return _wrapped(f"**Most of a step is CPU time.** On an H200 the GPU works for {_joined(parts)}.")
+
+
+def peer_models(rows: Sequence[Row], device: str) -> str:
+    """Compare steps of other packages' models with our layers and with the fastest other ones."""
+    parts: list[str] = []
+    for row in rows:
+        if row.family != "peer_models" or row.gpu != device or row.ours is None or row.baseline is None:
+            continue
+        mine, other = row.group[row.ours[0]], row.group[row.baseline[0]]
+        text = f"a step of `{row.case.partition('model=')[2]}` takes {row.ours[1] / row.baseline[1]:.2f} of the time"
+        if mine["busy"] is not None and other["busy"] is not None:
+            launches = mine["busy"]["launches"] / other["busy"]["launches"]
+            text += (
+                f", {launches:.2f} of the launches and {mine['busy']['ms'] / other['busy']['ms']:.2f} of the GPU's time"
+            )
+        parts.append(f"{text} that it takes with {baseline_name(row.baseline[0])}")
+    if not parts:
+        return "No model was measured with our layers and with others."
+    return _wrapped(f"With ours, {'; '.join(parts)}.")
+
+
+def host(rows: Sequence[Row], device: str) -> str:
+    """Say how long a call of a compiled program takes, compared with a bare launch and with torch's own product."""
+    ratios: dict[str, list[float]] = {"bare_launch": [], "torch_csr": []}
+    for row in rows:
+        mine = row.group.get("insum_nn/program")
+        if row.family != "host" or row.gpu != device or mine is None or mine["ms"] is None:
+            continue
+        for name, found in ratios.items():
+            other = row.group.get(name)
+            if other is not None and other["ms"] is not None:
+                found.append(mine["ms"]["p50"] / other["ms"]["p50"])
+    bare, csr = (_interval(found) for found in ratios.values())
+    return _wrapped(
+        f"On an H200 a call of a compiled program takes {bare} times as long as a bare launch of a Triton kernel, and"
+        f" {csr} times as long as torch's product of a CSR matrix (family `host`, in which the GPU has next to nothing"
+        " to do)."
+    )
 
 
 def _joined(parts: Sequence[str]) -> str:

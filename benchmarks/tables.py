@@ -356,6 +356,8 @@ def tables() -> dict[str, Callable[[], str]]:
         "data-parallel": lambda: data_parallel_table(cast("list[Throughput]", archive.data_parallel())),
         "first-step-kinds": lambda: sentences.first_steps_by_kind(first_steps()),
         "busy-sentence": lambda: sentences.busy(rows, "NVIDIA H200"),
+        "peer-models-sentence": lambda: sentences.peer_models(rows, "NVIDIA H200"),
+        "host-sentence": lambda: sentences.host(rows, "NVIDIA H200"),
         "selection-sentence": sentences.selection,
         "cuequivariance": lambda: rare_baseline_table("cue"),
         "summary": lambda: summary_table(rows),
