@@ -131,12 +131,17 @@ def test_memory_layouts():
 
 
 @pytest.mark.usefixtures("interpreter")
-def test_other_edges_of_the_same_shapes():
+def test_other_edges_of_the_same_shapes(monkeypatch: pytest.MonkeyPatch):
     fused = FusedPrograms(programs("xyw"))
     shapes = [shape_of(role, 4) for role in "xyw"]
-    first, second = draw(4), draw(4)
-    for tensors in (first, second, first):
+    first, second, holes = draw(4), draw(4), draw(4, holes=True)
+    decided: list[object] = []
+    prepare = FusedPrograms._prepare
+    monkeypatch.setattr(FusedPrograms, "_prepare", lambda *given: decided.append(given) or prepare(*given))
+    # Of the first two the same holds; of a tensor with missing entries something else does.
+    for tensors, decisions in ((first, 1), (second, 1), (first, 1), (holes, 2)):
         assert_right("xyw", tensors, run(fused, named("xyw", tensors), shapes, 0))
+        assert len(decided) == decisions
     first["Src"].copy_(second["Src"])
     assert_right("xyw", first, run(fused, named("xyw", first), shapes, 0))
     first["Dst"][0] = NODES

@@ -12,7 +12,7 @@ from insum_nn.compiler.options import Options
 from insum_nn.errors import InsumDtypeError, InsumNameError, InsumRangeError, InsumShapeError
 from insum_nn.facts import StaticTable
 
-__all__ = ["call_key", "check_kinds", "check_static", "kinds_of", "static_tables"]
+__all__ = ["call_key", "check_kinds", "check_static", "kinds_of", "stand_in", "static_tables"]
 
 _KINDS: dict[str, tuple[type, str]] = {
     "sizes": (Mapping, "a dict of extents by index name"),
@@ -115,3 +115,11 @@ def call_key(tensors: Sequence[Tensor], initial: Tensor | None) -> tuple[object,
     elif not tensors:
         key.append(torch.get_default_dtype())
     return tuple(key)
+
+
+def stand_in(tensor: Tensor, is_index: bool) -> Tensor:
+    """A tensor without elements is only ever read outside: one cell that says so is safe to address."""
+    if tensor.numel():
+        return tensor
+    shape = [max(1, extent) for extent in tensor.shape]
+    return tensor.new_full(shape, -1) if is_index else tensor.new_zeros(shape)

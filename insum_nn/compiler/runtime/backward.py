@@ -23,7 +23,6 @@ from insum_nn.compiler.runtime.dispatch import (
     Spec,
     intermediates_of,
     run_spec,
-    run_unsized,
     unsized_call,
 )
 from insum_nn.compiler.runtime.execution import generation
@@ -72,8 +71,8 @@ class Call:
         """The output; nothing is recorded."""
         checked = self.checked
         if checked is None and self.plain:
-            extents = Extents(self.indices, self.output)
-            result = run_unsized(self.spec, tensors, initial, extents)
+            unsized = unsized_call(self.spec, tensors)
+            result = None if unsized is None else unsized.run(tensors, initial, self.indices, self.output)
             if result is not None:
                 return result
             self.spec.check_kinds(tensors, initial)

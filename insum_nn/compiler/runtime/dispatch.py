@@ -9,7 +9,7 @@ from __future__ import annotations
 import json
 import weakref
 from collections.abc import Callable, Hashable, Mapping, Sequence
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, field, replace
 from functools import cached_property, lru_cache
 from typing import Any
 
@@ -24,7 +24,7 @@ from insum_nn.compiler.lang.parser import check_text, parse
 from insum_nn.compiler.lang.shapes import Agreement, agreement_of, check_extents
 from insum_nn.compiler.lang.syntax import Statement
 from insum_nn.compiler.options import Options
-from insum_nn.compiler.runtime.arguments import call_key, check_static, kinds_of
+from insum_nn.compiler.runtime.arguments import call_key, check_static, kinds_of, stand_in
 from insum_nn.compiler.runtime.composite.intermediates import Common
 from insum_nn.compiler.runtime.composite.pair_program import PairProgram, find_pairs
 from insum_nn.compiler.runtime.composite.path_program import PathProgram, find_paths
@@ -38,23 +38,25 @@ from insum_nn.tensor_cache import insert, unwritten
 
 __all__ = [
     "CheckedCall",
+    "Facts",
     "Key",
     "Ready",
     "Spec",
     "broadcast",
+    "checked_facts",
     "index_versions",
     "intermediates_of",
     "parse_cached",
     "prepare",
     "run_ready",
     "run_spec",
-    "run_unsized",
     "unsized_call",
     "value_dtype",
 ]
 
 Key = tuple[object, ...]
 CallKind = tuple[torch.dtype, bool, torch.dtype | None]
+Facts = Mapping[str, IndexFacts]
 # Positions of index tensors, the tensors, their versions, and whether a builder speaks for others in their place.
 Versions = tuple[tuple[int, Callable[[], "Tensor | None"], int, bool], ...]
 # Shapes of one program that are kept ready; a run over ever new sizes must not grow without bound.
@@ -250,17 +252,29 @@ def intermediates_of(spec: Spec, tensors: Sequence[Tensor], extents: Extents) ->
 
 def _checked_programs(spec: Spec, tensors: Sequence[Tensor], initial: Tensor | None, extents: Extents) -> _Programs:
     """Check a call, and find what may run it."""
-    statement = spec.statement
     named = dict(zip(spec.layout.tensors, tensors, strict=True))
-    drops, validate = spec.drop_outside, spec.options.validate
-    check_extents(statement, tensors, extents, drop_outside=drops)
-    checked = check_index_values(
-        statement, tensors, extents, spec.declared_facts, drop_outside=drops, validate=validate, origin=spec.origin
-    )
-    facts = {n: _EMPTY if named[n].numel() == 0 else found for n, found in checked.items()}
+    check_extents(spec.statement, tensors, extents, drop_outside=spec.drop_outside)
+    facts = checked_facts(spec, tensors, extents)
     if spec.static:
-        check_static(statement.text, spec.static, named, validate=validate)
+        check_static(spec.statement.text, spec.static, named, validate=spec.options.validate)
     return _programs(spec, named, initial, facts)
+
+
+def checked_facts(spec: Spec, tensors: Sequence[Tensor], extents: Extents) -> Facts:
+    """Check the values of a call's index tensors, and return what holds of each."""
+    found = check_index_values(
+        spec.statement,
+        tensors,
+        extents,
+        spec.declared_facts,
+        drop_outside=spec.drop_outside,
+        validate=spec.options.validate,
+        origin=spec.origin,
+    )
+    for name, tensor in zip(spec.layout.tensors, tensors, strict=True):
+        if name in found and tensor.numel() == 0:
+            found[name] = _EMPTY
+    return found
 
 
 @dataclass(frozen=True, slots=True)
@@ -276,9 +290,7 @@ class _Programs:
 _EMPTY = IndexFacts(masked=True, proven=True)
 
 
-def _programs(
-    spec: Spec, named: Mapping[str, Tensor], initial: Tensor | None, facts: Mapping[str, IndexFacts]
-) -> _Programs:
+def _programs(spec: Spec, named: Mapping[str, Tensor], initial: Tensor | None, facts: Facts) -> _Programs:
     """Bind a statement to tensors; sizes change at each call of many, and what a program depends on does not."""
     key = (*kinds_of(named.values(), initial), *facts.values())
     found = spec.programs.get(key)
@@ -292,7 +304,7 @@ def _programs(
     return found
 
 
-def _print_call(spec: Spec, tensors: Sequence[Tensor], programs: _Programs, facts: Mapping[str, IndexFacts]) -> None:
+def _print_call(spec: Spec, tensors: Sequence[Tensor], programs: _Programs, facts: Facts) -> None:
     """Have calls on tensors of these kinds run at any sizes, where only a builder's tensors and sizes are to check."""
     plain = not (spec.static or spec.options.validate or writes_sums(spec.statement))
     if programs.executables.backend != "triton" or not plain or not all(vouched for _, vouched in spec.indexed):
@@ -307,7 +319,7 @@ def _print_call(spec: Spec, tensors: Sequence[Tensor], programs: _Programs, fact
         drop_outside=spec.drop_outside,
         cuttable=programs.sequences.cuttable,
     )
-    if call.run is not None:
+    if call.printed:
         spec.calls[_kind_of(spec, tensors)] = call
 
 
@@ -317,31 +329,22 @@ def _kind_of(spec: Spec, tensors: Sequence[Tensor]) -> CallKind:
     return anchor.dtype, anchor.is_cuda, tensors[spec.indexed[0][0]].dtype if spec.indexed else None
 
 
-def run_unsized(spec: Spec, tensors: Sequence[Tensor], initial: Tensor | None, extents: Extents) -> Tensor | None:
-    """Run without recording gradients where nothing but sizes is left to check; `None`: by `run_ready`.
-
-    Args:
-        spec: the program.
-        tensors: in the layout's order; plain tensors in eager mode, none lazily negated.
-        initial: the initial value; it may broadcast to the output.
-        extents: the call's sizes, which agree with the tensors.
-    """
-    call = spec.calls.get(_kind_of(spec, tensors)) if spec.calls else None
-    return None if call is None or call.run is None else call.run(tensors, initial, *extents)
-
-
 def unsized_call(spec: Spec, tensors: Sequence[Tensor]) -> UnsizedCall | None:
-    """What runs calls on tensors of these kinds at any sizes, where some did; each of its calls checks the rest."""
+    """Return what runs calls on plain tensors of these kinds at any sizes, where some did; it checks the rest itself."""
     return spec.calls.get(_kind_of(spec, tensors)) if spec.calls else None
 
 
 @dataclass(slots=True)
 class Ready:
-    """Everything decided for one key, and the index tensors whose values were read for it."""
+    """Everything decided for one key, and the index tensors whose values were read for it.
+
+    `facts`: what holds of these, where what runs the call depends on nothing else of them.
+    """
 
     run: Callable[[Sequence[Tensor], Tensor | None], Tensor]
     read: Versions
     generation: int
+    facts: Facts | None = None
     precision: str = field(default_factory=torch._C._get_float32_matmul_precision)
 
     def holds(self, tensors: Sequence[Tensor]) -> bool:
@@ -355,6 +358,13 @@ class Ready:
             elif not (spoken_for and unwritten(tensor)):
                 return False
         return True
+
+    def for_others(self, spec: Spec, tensors: Sequence[Tensor], extents: Extents) -> Ready | None:
+        """Return the same for other index tensors of these shapes, whose values are checked; `None`: decide again."""
+        if self.facts is None or self.generation != generation() or checked_facts(spec, tensors, extents) != self.facts:
+            return None
+        read = index_versions(spec, tensors)
+        return None if read is None else replace(self, read=read)
 
 
 def broadcast(initial: Tensor | None, extents: Extents) -> Tensor | None:
@@ -414,12 +424,16 @@ def run_ready(
     # Compiled float32 products follow the precision that was asked for when they were compiled.
     key = (key or call_key(tensors, initial), initial is None, extents, torch.get_float32_matmul_precision())
     ready = spec.ready.get(key)
-    if ready is not None and ready.holds(tensors):
+    if ready is not None and not ready.holds(tensors):
+        ready = ready.for_others(spec, tensors, extents)
+        if ready is not None:
+            insert(spec.ready, key, ready, _READY_LIMIT)
+    if ready is not None:
         return ready.run(tensors, initial), ready
     if 0 in extents.indices:
         check_extents(spec.statement, tensors, extents, drop_outside=spec.drop_outside)
         return _without_terms(spec, tensors, initial, extents), None
-    _, program = prepare(spec, tensors, initial, extents)
+    bound, program = prepare(spec, tensors, initial, extents)
     layout = spec.layout
     indexed = layout.index_tensors
     empty = [name for name, t in zip(layout.tensors, tensors, strict=True) if t.numel() == 0]
@@ -428,13 +442,14 @@ def run_ready(
         return _without_terms(spec, tensors, initial, extents), None
     with messages_name(spec.statement):
         if empty:
-            stand = [_stand_in(t, n in indexed) for n, t in zip(layout.tensors, tensors, strict=True)]
+            stand = [stand_in(t, n in indexed) for n, t in zip(layout.tensors, tensors, strict=True)]
             return program(stand, extents, initial), None
         run = program.prepare(tensors, extents, initial)
     read = None if spec.options.validate else index_versions(spec, tensors)
     if read is None:
         return run(tensors, initial), None
-    ready = Ready(run, read, generation())
+    facts = {n: f for n, f in zip(layout.tensors, bound.facts, strict=True) if n in indexed}
+    ready = Ready(run, read, generation(), facts if isinstance(program, Executable) else None)
     insert(spec.ready, key, ready, _READY_LIMIT)
     return run(tensors, initial), ready
 
@@ -469,14 +484,6 @@ def _without_terms(spec: Spec, tensors: Sequence[Tensor], initial: Tensor | None
         return spec.epilogue(total, dtype) if spec.epilogue else total
     device = tensors[0].device if tensors else None
     return torch.zeros(extents.output, dtype=spec.epilogue.out_dtype(dtype), device=device)
-
-
-def _stand_in(tensor: Tensor, is_index: bool) -> Tensor:
-    """A tensor without elements is only ever read outside: one cell that says so is safe to address."""
-    if tensor.numel():
-        return tensor
-    shape = [max(1, extent) for extent in tensor.shape]
-    return tensor.new_full(shape, -1) if is_index else tensor.new_zeros(shape)
 
 
 def value_dtype(spec: Spec, tensors: Sequence[Tensor], initial: Tensor | None) -> torch.dtype:

@@ -31,7 +31,7 @@ from insum_nn.compiler.runtime.library.programs import (
     piece_length,
     run_pieces,
 )
-from insum_nn.compiler.schedule.build_once import BuildOnce, CacheKey
+from insum_nn.compiler.schedule.build_once import BuildOnce, CacheKey, shared_key
 from insum_nn.compiler.schedule.canonical import canonical, canonical_tables, named_as
 from insum_nn.errors import InsumFormatError
 from insum_nn.facts import IndexFacts, StaticTable
@@ -254,7 +254,7 @@ class Executables:
         key = self._keys.get((static, precision))
         if key is None:
             bound = replace(self.own, static=static)
-            key = CacheKey((bound, self.options, "triton", precision, self.tables))
+            key = shared_key(bound, self.options, "triton", precision, self.tables)
             if len(self._keys) >= CACHE_LIMIT:
                 self._keys.clear()
             self._keys[static, precision] = key

@@ -32,7 +32,7 @@ from insum_nn.compiler.runtime.dispatch import (
     parse_cached,
     prepare,
     run_spec,
-    run_unsized,
+    unsized_call,
 )
 from insum_nn.compiler.runtime.execution import Executable, in_names_of
 from insum_nn.compiler.runtime.modes import is_recorded, to_autocast
@@ -171,7 +171,8 @@ class Program:
                 if is_recorded(ordered, initial):
                     initial = initial if initial is None else broadcast(initial, extents)
                     return apply(spec, ordered, initial, extents, plain=True)
-                result = run_unsized(spec, ordered, initial, extents)
+                unsized = unsized_call(spec, ordered)
+                result = None if unsized is None else unsized.run(ordered, initial, *extents)
                 if result is not None:
                     return result
         call = None if plain is None else self._call_key(*plain, sizes, out_shape)

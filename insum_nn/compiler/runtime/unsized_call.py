@@ -57,7 +57,7 @@ class UnsizedCall:
 
     Attributes:
         run: runs it on tensors in the layout's order, with an initial value, on sizes that agree with them; it records
-            no gradients, and returns `None` where it is not for these. `None`: for no call.
+            no gradients, and returns `None` where it is not for these.
         call: the same without known sizes: it reads them from the tensors and the given output shape, whose `None`
             entries it infers, and returns `None` where they disagree. `None`: some index is an axis of no tensor,
             nor of the output.
@@ -75,7 +75,7 @@ class UnsizedCall:
     ) -> None:
         self.statement, self._find = bound.statement, find
         self.kernels: dict[object, Run] = {}
-        self.run: Run | None = None
+        self.run: Run = _other
         self.call: Call | None = None
         limits = limits_of(bound.statement)
         # What is left of all limits is kept by any tensors with cells that 32 bits address.
@@ -106,6 +106,11 @@ class UnsizedCall:
             found += ["if t0.is_cuda is not gpu:", "    return None"]
             self.call = function_of_lines([*found, *rest], names, what)
         forgets_programs(self)
+
+    @property
+    def printed(self) -> bool:
+        """Whether `run` is for any call."""
+        return self.run is not _other
 
     def clear(self) -> None:
         """Forget every kernel."""
@@ -144,7 +149,7 @@ def _own_axes(initial: Tensor) -> int | None:
 
 
 def _other(tensors: Sequence[Tensor], initial: Tensor | None, indices: Sizes, output: Sizes) -> None:
-    """Another backend runs these sizes."""
+    """Something else runs these sizes."""
 
 
 def _names(letter: str, all_of: Sequence[object]) -> str:

@@ -5,9 +5,10 @@ from __future__ import annotations
 import threading
 from collections.abc import Callable, Hashable
 from dataclasses import dataclass, field
+from functools import lru_cache
 from typing import Generic, TypeVar
 
-__all__ = ["BuildOnce", "CacheKey"]
+__all__ = ["BuildOnce", "CacheKey", "shared_key"]
 
 T = TypeVar("T")
 
@@ -25,6 +26,20 @@ class CacheKey:
 
     def __eq__(self, other: object) -> bool:
         return isinstance(other, CacheKey) and self.parts == other.parts
+
+
+def shared_key(*parts: object) -> CacheKey:
+    """Return the same key for equal parts: a look-up by another one would compare whole statements.
+
+    >>> shared_key(1, "a") is shared_key(1, "a")
+    True
+    """
+    return _same(CacheKey(parts))
+
+
+@lru_cache(maxsize=4096)
+def _same(key: CacheKey) -> CacheKey:
+    return key
 
 
 @dataclass(frozen=True, slots=True)

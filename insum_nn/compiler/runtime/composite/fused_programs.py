@@ -30,7 +30,7 @@ from insum_nn.compiler.kernels.generated import Generated
 from insum_nn.compiler.lang.bind import Bound, Extents, bind
 from insum_nn.compiler.lang.shapes import resolve_extents
 from insum_nn.compiler.passes.own_rows import ROW
-from insum_nn.compiler.runtime.dispatch import Ready, Spec, index_versions, prepare
+from insum_nn.compiler.runtime.dispatch import Facts, Ready, Spec, checked_facts, index_versions, prepare
 from insum_nn.compiler.runtime.execution import Executable, generation
 from insum_nn.compiler.runtime.program import Program
 from insum_nn.compiler.schedule import database as store
@@ -74,6 +74,12 @@ class _One:
     bound: Bound
     form: Form
 
+    @property
+    def facts(self) -> Facts:
+        """What holds of its index tensors."""
+        layout = self.bound.layout
+        return {n: f for n, f in zip(layout.tensors, self.bound.facts, strict=True) if n in layout.index_tensors}
+
 
 @dataclass(frozen=True, slots=True)
 class _Fused:
@@ -96,11 +102,16 @@ class _Fused:
 
 @dataclass(slots=True)
 class _Prepared:
-    """What runs a kind of call, on which tensors (of which program, and their names); `None`: one by one."""
+    """What runs a kind of call, on which tensors (of which program, and their names); `None`: one by one.
+
+    `parts`: the sizes of each program, and what holds of its index tensors, on which the choice depends.
+    """
 
     ready: Ready | None = None
+    spec: Spec | None = None
     sources: tuple[tuple[int, str], ...] = ()
     order: tuple[int, ...] = ()
+    parts: tuple[tuple[Spec, Extents, Facts], ...] = ()
 
     def read(self, named: Sequence[Mapping[str, Tensor]]) -> list[Tensor]:
         """Its tensors among those of a call."""
@@ -109,6 +120,17 @@ class _Prepared:
     def holds(self, named: Sequence[Mapping[str, Tensor]]) -> bool:
         """Whether it is for these tensors."""
         return self.ready is None or self.ready.holds(self.read(named))
+
+    def for_others(self, named: Sequence[Mapping[str, Tensor]]) -> _Prepared | None:
+        """Return the same for other index tensors, whose values are checked; `None`: decide again."""
+        ready, spec = self.ready, self.spec
+        if ready is None or spec is None or ready.generation != generation():
+            return None
+        for each, (part, extents, facts) in zip(named, self.parts, strict=True):
+            if checked_facts(part, [each[name] for name in part.layout.tensors], extents) != facts:
+                return None
+        read = index_versions(spec, self.read(named))
+        return None if read is None else replace(self, ready=replace(ready, read=read))
 
 
 class FusedPrograms:
@@ -168,7 +190,8 @@ class FusedPrograms:
             named = [dict(each) for each in named]
 
             def prepare() -> _Prepared:
-                found = self._prepare(named, shapes(), separately)
+                found = None if call is None else call.for_others(named)
+                found = self._prepare(named, shapes(), separately) if found is None else found
                 insert(self._calls, full, found, _LIMIT)
                 return found
 
@@ -204,7 +227,8 @@ class FusedPrograms:
         run = together.generated.prepare_all(call.tensors, call.extents)
         # What is kept ready may run with an initial value, of which there is none here.
         ready = Ready(lambda tensors, _: run(tensors), call.versions, generation())  # type: ignore[arg-type, return-value]
-        return _Prepared(ready, call.sources, together.order)
+        parts = tuple([(one.program.spec, one.extents, one.facts) for one in ones])
+        return _Prepared(ready, together.spec, call.sources, together.order, parts)
 
     def _call(
         self, key: Hashable, walk: Walk, plan: _Plan, ones: Sequence[_One], named: Sequence[Mapping[str, Tensor]]

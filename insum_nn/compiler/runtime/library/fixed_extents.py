@@ -9,7 +9,7 @@ from insum_nn.compiler.forms.placement import SHARED_MULTIPLE
 from insum_nn.compiler.kernels import launch
 from insum_nn.compiler.lang.bind import Bound, Extents, Layout
 from insum_nn.compiler.options import Options
-from insum_nn.compiler.schedule.build_once import CacheKey
+from insum_nn.compiler.schedule.build_once import CacheKey, shared_key
 
 __all__ = ["FixedExtents", "fix_extents", "forget_extents", "is_feature", "slot_indices"]
 
@@ -59,7 +59,7 @@ class FixedExtents:
         self._specializes = options.specialize
         # For each index whether it is fixed at any size, and up to which size it may be.
         self._indices: list[tuple[str, bool, float]] = []
-        self._keys = {name: CacheKey((bound, name)) for name in layout.indices}
+        self._keys = {name: shared_key(bound, name) for name in layout.indices}
         for name in layout.indices:
             of_model = is_feature(layout, name) or _in_written_rows(layout, name)
             most = math.inf if of_model else _UNROLL_LIMIT if name in slots else -1
