@@ -330,7 +330,7 @@ def _kind_of(spec: Spec, tensors: Sequence[Tensor]) -> CallKind:
 
 
 def unsized_call(spec: Spec, tensors: Sequence[Tensor]) -> UnsizedCall | None:
-    """Return what runs calls on plain tensors of these kinds at any sizes, where some did; it checks the rest itself."""
+    """Return what runs calls on plain tensors of these kinds at any sizes, if any did; it checks the rest itself."""
     return spec.calls.get(_kind_of(spec, tensors)) if spec.calls else None
 
 
