@@ -45,9 +45,8 @@ from insum_nn.compiler.api import (
 )
 from insum_nn.ops.tensor_product_checks import check_operands
 from insum_nn.ops.tensor_product_right import tensor_product_right
-from insum_nn.ops.tensor_product_roles import given_of, role_of, roles_of
+from insum_nn.ops.tensor_product_roles import expressions_of, given_of, role_of, roles_of
 from insum_nn.ops.tensor_product_spec import TensorProductSpec, layout_of, others
-from insum_nn.ops.tensor_product_statement import statements_of
 from insum_nn.tensor_cache import same_view
 
 __all__ = [
@@ -134,10 +133,15 @@ def checked_product(
     return _Sums(text, receivers, senders, num_x, num_z).in_modes("z", {"x": x, "y": y, "w": weight})
 
 
-def expressions(spec: TensorProductSpec, role: str = "z") -> tuple[str, ...]:
-    """Return the statements of a spec; of the output, or of the gradient of `x`, `y` or `w`."""
-    layout = layout_of(spec.to_json())
-    return tuple(statement.expression for statement in layout.keep(("text", role), lambda: statements_of(layout, role)))
+def expressions(spec: TensorProductSpec, role: str = "z", device: torch.device | None = None) -> tuple[str, ...]:
+    """Return the statements that run on a device, by default a CPU, in order.
+
+    Args:
+        spec: the representations and paths.
+        role: the output, or the gradient of `x`, `y` or `w`.
+        device: where a second statement may read what a first one made of one operand and the weights.
+    """
+    return expressions_of(layout_of(spec.to_json()), role, torch.device("cpu") if device is None else device)
 
 
 def explain_tensor_product(
@@ -153,11 +157,12 @@ def explain_tensor_product(
 ) -> Explanation:
     """Explain one statement of the output on these tensors, and how the gradients ran last."""
     layout = layout_of(spec.to_json())
-    source = role_of(layout, "z", x.device, x.dtype)
-    chosen = source.statements[statement]
-    named = dict(source.arguments((x, y, weight), (receivers, senders), {})[statement])
-    explained = chosen.program.explain(tensors=named, out_shape=chosen.out_shape(x.shape[0]), measure=measure)
-    if (count := len(source.statements)) > 1:
+    rows = x.shape[0]
+    source = role_of(layout, "z", x.device, x.dtype).at_size(rows)
+    programs = source.programs_in_order
+    named, shape = source.arguments_of(statement, (x, y, weight), (receivers, senders), rows)
+    explained = programs[statement].explain(tensors=named, out_shape=shape, measure=measure)
+    if (count := len(programs)) > 1:
         others = f"the output is computed by {count} statements; explain(..., statement=n) shows another, from 0 on"
         explained = explained.with_choice("statement", f"{statement + 1} of {count}", others)
     # How these were computed last.

@@ -21,7 +21,7 @@ from insum_nn.compiler.api import (
 from insum_nn.ops.tensor_product_spec import NUMBER, ProductLayout, others
 from insum_nn.ops.tensor_product_statement import FirstStep, Statement, statements_of
 
-__all__ = ["Edges", "Packed", "Role", "Roles", "given_of", "role_of", "roles_of"]
+__all__ = ["Edges", "Packed", "Role", "Roles", "expressions_of", "given_of", "role_of", "roles_of"]
 
 # Receivers and senders; `None` where there are no edges.
 Edges = tuple[Tensor | None, Tensor | None]
@@ -51,10 +51,7 @@ class Role:
         self.statements = statements_of(layout, role, staged=staged)
         self.first_width = sum(s.first.width for s in self.statements if s.first is not None)
         self._device, self._dtype = device, dtype
-        self._steps = [
-            (_Step(s, role, device, dtype), None if s.first is None else _Step(s.first, role, device, dtype))
-            for s in self.statements
-        ]
+        self._steps = [_Step(source, role, device, dtype) for s in self.statements for source in s.in_order]
         # One statement for each tensor that is written.
         self._written: dict[Hashable, Statement] = {}
         for statement in self.statements:
@@ -68,7 +65,7 @@ class Role:
         other = copy(self)
         other.operands = tuple([f"g{x}" if x == operand else x for x in self.operands])
         other.statements = [statement.of_gradient(operand) for statement in self.statements]
-        other._steps = [(_Step(s, self.role, self._device, self._dtype), None) for s in other.statements]
+        other._steps = [_Step(s, self.role, self._device, self._dtype) for s in other.statements]
         return other
 
     @property
@@ -85,17 +82,45 @@ class Role:
             size: rows of the result.
             key: where nothing is to be recorded and no mode is active: what decides the shapes of all of these.
         """
-        if self.first_width and not fits_between(size * self.first_width):
-            return role_of(self.layout, self.role, self._device, self._dtype, staged=False)(given, edges, size, key)
+        if (fitting := self.at_size(size)) is not self:
+            return fitting(given, edges, size, key)
         packed: Packed = {}
         results: dict[Hashable, Tensor] = {}
+        made: Tensor | None = None
         traced = key is None and records_graph(given)
-        for step, first in self._steps:
-            made = None if first is None else first(given, edges, size, key, packed, traced=traced)
+        for step in self._steps:
             written = step.source.written
-            initial = results.get(written)
-            results[written] = step(given, edges, size, key, packed, made, initial, traced=traced)
+            result = step(given, edges, size, key, packed, made, results.get(written), traced=traced)
+            if written == FirstStep.written:
+                made = result
+            else:
+                results[written] = result
         return self.finish(list(results.values()), size, traced=traced)
+
+    def at_size(self, size: int) -> Role:
+        """Return what runs for a number of rows: in one step where the result of the first one would be too large."""
+        if not self.first_width or fits_between(size * self.first_width):
+            return self
+        return role_of(self.layout, self.role, self._device, self._dtype, staged=False)
+
+    @property
+    def programs_in_order(self) -> list[Program]:
+        """The program of each step of a call."""
+        return [step.source.program for step in self._steps]
+
+    def arguments_of(
+        self, number: int, given: Sequence[Tensor], edges: Edges, size: int
+    ) -> tuple[dict[str, Tensor], tuple[int, ...]]:
+        """Return the tensors of one step of a call by name, and the shape of its result, to explain it.
+
+        Zeros stand for what earlier steps make.
+        """
+        source, before = self._steps[number].source, [step.source for step in self._steps[:number]]
+        made = {s.written: given[0].new_zeros(s.out_shape(size)) for s in before}
+        named = dict(self._steps[number].named(given, edges, {}, made=made.get(FirstStep.written)))
+        if source.written in made and source.written != FirstStep.written:
+            named[source.program.statement.output.name] = made[source.written].reshape(source.out_shape(size))
+        return named, source.out_shape(size)
 
     def arguments(
         self, given: Sequence[Tensor], edges: Edges, packed: Packed, *, reads_all: bool = True
@@ -104,7 +129,7 @@ class Role:
 
         Without `reads_all` a tensor is made when it is read.
         """
-        return [step.named(given, edges, packed, reads_all) for step, _ in self._steps]
+        return [step.named(given, edges, packed, reads_all) for step in self._steps]
 
     def finish(self, results: Sequence[Tensor], size: int, *, traced: bool = False) -> Tensor:
         """Return the role's tensor, from those that the statements wrote, in the order of `programs`."""
@@ -187,14 +212,19 @@ class _Step:
         self._reads = list(self.reads.values())
 
     def named(
-        self, given: Sequence[Tensor], edges: Edges, packed: Packed, reads_all: bool = True
+        self,
+        given: Sequence[Tensor],
+        edges: Edges,
+        packed: Packed,
+        reads_all: bool = True,
+        made: Tensor | None = None,
     ) -> Mapping[str, Tensor]:
         """Tables and operands by name."""
         if not reads_all:
             return _Named(self, given, edges, packed)
         named = dict(self.tables)
         for name, read in self.reads.items():
-            named[name] = read(given, edges, packed, None)
+            named[name] = read(given, edges, packed, made)
         return named
 
     def __call__(
@@ -271,9 +301,24 @@ def _reading(source: Statement | FirstStep, operand: str, at: int, device: torch
 
 def role_of(layout: ProductLayout, role: str, device: torch.device, dtype: torch.dtype, *, staged: bool = True) -> Role:
     """Return what runs a role; remembered. Without `staged` in one step always."""
-    staged = staged and role != "w" and not paths_are_products(device)
+    staged = staged and _is_staged(role, device)
     key = ("role", role, device, dtype, staged)
     return layout.keep(key, lambda: Role(layout, role, device, dtype, staged=staged))
+
+
+def _is_staged(role: str, device: torch.device) -> bool:
+    return role != "w" and not paths_are_products(device)
+
+
+def expressions_of(layout: ProductLayout, role: str, device: torch.device) -> tuple[str, ...]:
+    """Return the statements that make a role on a device, in order; remembered."""
+    staged = _is_staged(role, device)
+
+    def build() -> tuple[str, ...]:
+        statements = statements_of(layout, role, staged=staged)
+        return tuple(source.expression for statement in statements for source in statement.in_order)
+
+    return layout.keep(("text", role, staged), build)
 
 
 class Roles:

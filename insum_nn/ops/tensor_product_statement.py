@@ -239,6 +239,8 @@ class FirstStep(_Tables):
         place: their pairs.
     """
 
+    written: Hashable = "G"
+
     def __init__(self, layout: ProductLayout, role: str, group: Group, *, packed: bool) -> None:
         super().__init__(layout, group, packed=packed)
         self.operand = _OF_FIRST[role]
@@ -325,6 +327,11 @@ class Statement(_Tables):
         other.weight_name = "gW" if operand == "w" else "W"
         other._compile(self.expression.replace(f" * {name}[", f" * g{name}["), self._sizes)
         return other
+
+    @property
+    def in_order(self) -> tuple[FirstStep | Statement, ...]:
+        """The first step, where there is one, and this statement."""
+        return (self,) if self.first is None else (self.first, self)
 
     @property
     def width(self) -> int:

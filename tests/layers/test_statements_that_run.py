@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import pytest
@@ -14,9 +14,10 @@ pytest.importorskip("e3nn")
 
 from insum_nn import layers
 from insum_nn.compiler.runtime import dispatch
-from insum_nn.compiler.runtime.composite import shared_paths
+from insum_nn.compiler.runtime.composite import joined_programs, shared_paths
 from insum_nn.compiler.runtime.dispatch import Spec
 from insum_nn.compiler.runtime.execution import clear_cache
+from insum_nn.ops import tensor_product_roles
 from insum_nn.ops.tensor_product_right import right_expressions
 from tests.layers.every_layer import EVERY_LAYER, WITHOUT_OPTIONS, Case
 
@@ -95,22 +96,11 @@ def test_every_layer_is_among_them():
 
 @pytest.mark.parametrize("name", LAYERS)
 def test_statements_of_forward_are_printed(name: str, device: torch.device, monkeypatch: pytest.MonkeyPatch):
-    ran: list[str] = []
-    prepare = dispatch.prepare
-
-    def recorded(spec: Spec, *rest: Any) -> Any:
-        ran.append(spec.expression)
-        return prepare(spec, *rest)
-
-    for module in (dispatch, shared_paths):
-        monkeypatch.setattr(module, "prepare", recorded)
     case = LAYERS[name]
     # The first step of a module in training finds the kernels of its gradients too.
     made = case.module().to(device).eval()
     inputs = [t.to(device) for t in case.inputs(5)]
-    clear_cache()
-    with torch.no_grad():
-        made(*inputs)
+    ran = ran_by(monkeypatch, lambda: made(*inputs))
     if name.endswith(".right"):
         # A product of its own, which the layer's `right` computes.
         layer: Any = made.get_submodule("layer")
@@ -119,6 +109,44 @@ def test_statements_of_forward_are_printed(name: str, device: torch.device, monk
     printed = {line.strip() for line in repr(made).splitlines()} | set(expressions(made))
     assert ran
     assert set(ran) <= printed
+
+
+def test_two_steps_are_printed_and_explained_where_they_run(monkeypatch: pytest.MonkeyPatch):
+    """A GPU multiplies many scalars by the weights in a statement of its own; its rules are imitated here."""
+    monkeypatch.setattr(tensor_product_roles, "paths_are_products", lambda device: False)
+    monkeypatch.setattr(joined_programs, "paths_are_products", lambda device: False)
+    layer = layers.FullyConnectedTensorProduct("32x0e+32x1o", "32x0e", "32x0e+32x1o")
+    x, y = torch.randn(3, layer.irreps_in1.dim), torch.randn(3, 32)
+
+    ran = ran_by(monkeypatch, lambda: layer(x, y))
+    assert [text.partition("[")[0] for text in ran] == ["G", "Z"]
+    assert layer.expression.splitlines() == ran
+    assert repr(layer).splitlines()[1:] == [f"  {text}" for text in ran]
+    for number, text in enumerate(ran):
+        explained = layer.explain(x, y, statement=number)
+        assert text in str(explained)
+        assert f"statement: {number + 1} of 2" in str(explained)
+    # What the first step makes of so many samples would take too much memory.
+    monkeypatch.setattr(tensor_product_roles, "fits_between", lambda numbers: False)
+    (whole,) = ran_by(monkeypatch, lambda: layer(x, y))
+    assert whole in str(layer.explain(x, y))
+
+
+def ran_by(monkeypatch: pytest.MonkeyPatch, call: Callable[[], object]) -> list[str]:
+    """The statements that a call without gradients runs, in order."""
+    ran: list[str] = []
+    prepare = dispatch.prepare
+
+    def recorded(spec: Spec, *rest: Any) -> Any:
+        ran.append(spec.expression)
+        return prepare(spec, *rest)
+
+    clear_cache()
+    with monkeypatch.context() as patch, torch.no_grad():
+        for module in (dispatch, shared_paths):
+            patch.setattr(module, "prepare", recorded)
+        call()
+    return ran
 
 
 def expressions(module: nn.Module) -> list[str]:

@@ -300,8 +300,7 @@ for case, shared, rows, cells in runs:
         given = operands_of(spec, role, rows, torch.float32)
         expected = expected_of(spec, role, operands_of(spec, role, rows))
         source = Role(ProductLayout(spec), role, given[0].device, torch.float32, staged=role == "y")
-        made = [step for pair in source._steps for step in pair if step is not None]
-        for step in made:
+        for step in source._steps:
             facts = dict(step.source.program._spec.facts)
             options = Options(backend="triton", tune=False)
             step.source.program = compile(
@@ -311,7 +310,7 @@ for case, shared, rows, cells in runs:
         for _ in range(2):
             got = source(given, (None, None), rows, "key")
             assert_matches(got, expected, dtype=torch.float32, kind="sum")
-        print(role, len(made), sum(any(seen.ready for seen in step.bound._checked.values()) for step in made))
+        print(role, len(source._steps), sum(any(seen.ready for seen in step.bound._checked.values()) for step in source._steps))
 """
 
 
@@ -341,7 +340,7 @@ def test_ready_calls_notice_what_changed():
     def run(given: Sequence[Tensor], size: int, key: str) -> Tensor:
         return source(given, (None, None), size, key)
 
-    ((step, _),) = source._steps
+    (step,) = source._steps
     first = run(given, 4, "of 4")
     assert_matches(run(given, 4, "of 4"), first, dtype=torch.float64, kind="sum")
     (seen,) = step.bound._checked.values()

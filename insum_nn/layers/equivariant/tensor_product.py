@@ -250,12 +250,11 @@ class TensorProduct(o3.TensorProduct, HasOptions):
 
     @property
     def expression(self) -> str:
-        """The statements that make the output, one a line."""
-        return "\n".join(expressions(self.spec))
+        """The statements that make the output where the module is, one a line."""
+        return "\n".join(expressions(self.spec, device=self.output_mask.device))
 
     def __repr__(self) -> str:
-        lines = [super().__repr__(), *expressions(self.spec)]
-        return "\n  ".join(lines)
+        return "\n  ".join([super().__repr__(), *self.expression.splitlines()])
 
     def explain(self, x: Tensor, y: Tensor, weight: Tensor | None = None, **how: Any) -> Any:
         """Explain how one `statement=` runs on these inputs (2-d), timed with `measure=`: an `Explanation`."""
@@ -479,4 +478,4 @@ class TensorSquare(o3.TensorSquare, TensorProduct):
         return self._multiply(x, x, weight)
 
     def __repr__(self) -> str:
-        return "\n  ".join([o3.TensorSquare.__repr__(self), *expressions(self.spec)])
+        return "\n  ".join([o3.TensorSquare.__repr__(self), *self.expression.splitlines()])
