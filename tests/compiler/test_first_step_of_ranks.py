@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import multiprocessing
 import os
 import signal
 import time
@@ -14,7 +13,7 @@ import torch
 
 from insum_nn.compiler.kernels import background, launch
 from insum_nn.compiler.schedule import database, timing
-from tests.ranks import device_of, meeting
+from tests.ranks import CONTEXT, device_of, meeting, new_process
 
 KEY = {"kind": "schedule", "statement": "C[m] += A[m]"}
 
@@ -60,10 +59,10 @@ def step(kind: str, number: int, folder: str, out: Any) -> None:
         del model
 
 
-def step_of_two(context: Any, folder: Path, kind: str) -> list[Any]:
+def step_of_two(folder: Path, kind: str) -> list[Any]:
     """Run two ranks to their end, none of whose steps waits long; return what they put out, by number."""
-    out: Any = context.Queue()
-    ranks = [context.Process(target=step, args=(kind, number, str(folder), out)) for number in range(2)]
+    out = CONTEXT.Queue()
+    ranks = [new_process(step, kind, number, str(folder), out) for number in range(2)]
     for process in ranks:
         process.start()
     found = sorted(out.get(timeout=120) for _ in ranks)
@@ -77,8 +76,7 @@ def step_of_two(context: Any, folder: Path, kind: str) -> list[Any]:
 @pytest.mark.slow
 def test_ranks_step_from_empty_caches(tmp_path: Path, kind_of_ranks: str):
     (tmp_path / "cache").mkdir(mode=0o700)
-    context = multiprocessing.get_context("spawn")
-    found = step_of_two(context, tmp_path, kind_of_ranks)
+    found = step_of_two(tmp_path, kind_of_ranks)
     assert [number for number, *_ in found] == [0, 1]
     assert found[0][2] == found[1][2], "gradients are averaged"
     assert not (tmp_path / "cache" / "locks").exists()
@@ -98,9 +96,8 @@ def test_a_stalled_process_is_not_waited_for_and_a_killed_one_leaves_no_lock(
 ):
     monkeypatch.setenv("INSUM_NN_CACHE_DIR", str(tmp_path))
     tmp_path.chmod(0o700)
-    context = multiprocessing.get_context("spawn")
-    out: Any = context.Queue()
-    holder = context.Process(target=hold, args=(str(tmp_path), out))
+    out = CONTEXT.Queue()
+    holder = new_process(hold, str(tmp_path), out)
     holder.start()
     try:
         assert out.get(timeout=60)
@@ -156,17 +153,16 @@ def test_ranks_step_beside_those_that_stall_or_are_killed_in_their_first_step(
     tmp_path: Path, kind_of_ranks: str, end: signal.Signals
 ):
     (tmp_path / "cache").mkdir(mode=0o700)
-    context = multiprocessing.get_context("spawn")
     stalled: list[Any] = []
     try:
         for stop in STALLS[kind_of_ranks]:
             # A process that ends may hold the lock of a queue that it writes to.
-            own = context.Pipe(duplex=False)
-            stalled.append(context.Process(target=stop, args=(kind_of_ranks, str(tmp_path), own[1])))
+            own = CONTEXT.Pipe(duplex=False)
+            stalled.append(new_process(stop, kind_of_ranks, str(tmp_path), own[1]))
             stalled[-1].start()
             assert own[0].poll(60)
             os.kill(own[0].recv(), end)
-        step_of_two(context, tmp_path, kind_of_ranks)
+        step_of_two(tmp_path, kind_of_ranks)
         assert not (tmp_path / "cache" / "locks").exists()
     finally:
         for process in stalled:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import math
-import multiprocessing
 import os
 import time
 from collections.abc import Callable
@@ -24,6 +23,7 @@ from insum_nn.compiler.schedule.cache_folder import cache_folder
 from insum_nn.compiler.schedule.space import Schedule
 from insum_nn.errors import InsumFormatError
 from tests.compiler.interpreted import interpreter
+from tests.ranks import CONTEXT, new_process
 
 __all__ = ["interpreter"]
 
@@ -317,9 +317,8 @@ def rank(number: int, folder: str, dies: bool, out: Any) -> None:
 
 @pytest.mark.parametrize("dies", [False, True])
 def test_one_rank_measures_for_all(tmp_path: Path, dies: bool):
-    context = multiprocessing.get_context("spawn")
-    out = context.Queue()
-    ranks = [context.Process(target=rank, args=(number, str(tmp_path), dies, out)) for number in range(2)]
+    out = CONTEXT.Queue()
+    ranks = [new_process(rank, number, str(tmp_path), dies, out) for number in range(2)]
     for process in ranks:
         process.start()
     found = {number: said for number, *said in (out.get(timeout=120) for _ in range(1 if dies else 2))}

@@ -20,6 +20,7 @@ pytest.importorskip("torch_geometric")
 pytest.importorskip("e3nn")
 
 from tests.layers.training_networks import IN_PROCESSES, NETWORKS, Losses, pair, sgd, steps, train_as_a_rank
+from tests.ranks import run_ranks
 
 every_network = pytest.mark.parametrize("name", NETWORKS)
 
@@ -284,7 +285,7 @@ def test_compiled_steps_with_forces(device: torch.device):
 
 @pytest.mark.slow
 def test_two_processes(tmp_path: Path, kind_of_ranks: str):
-    torch.multiprocessing.spawn(train_as_a_rank, (str(tmp_path), kind_of_ranks), nprocs=2)
+    run_ranks(train_as_a_rank, str(tmp_path), kind_of_ranks)
     for name in IN_PROCESSES:
         found = pair(name, torch.device(kind_of_ranks))
         update, wanted = sgd(found.reference.parameters(), found.rate), list[list[float]]()

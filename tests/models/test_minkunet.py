@@ -25,6 +25,7 @@ from insum_nn.models.minkunet import (
 )
 from insum_nn.structure.conv_weights import convert_state_dict, export_weight
 from tests.ops.conv_oracle import random_sites
+from tests.ranks import run_ranks
 
 SMALL = {"layers": (1, 2, 1, 1, 1, 1, 1, 2), "planes": (4, 6, 6, 8, 8, 6, 4, 4), "init_dim": 4}
 
@@ -288,7 +289,7 @@ def test_data_parallel_training(tmp_path):
         port = probe.getsockname()[1]
     torch.manual_seed(0)
     model, x = MinkUNet(3, 5, **SMALL).double().eval(), cloud()
-    torch.multiprocessing.spawn(_train, args=(2, port, str(tmp_path)), nprocs=2)
+    run_ranks(_train, 2, port, str(tmp_path))
     model(x).features.square().mean().backward()
     first, second = (torch.load(tmp_path / f"{rank}.pt") for rank in range(2))
     for parameter, a, b in zip(model.parameters(), first, second, strict=True):

@@ -16,6 +16,7 @@ from insum_nn.layers.pruned.block_sparse_linear import BlockSparseLinear
 from insum_nn.structure.pruning import carry_optimizer_state, group_norms
 from insum_nn.testing.tolerances import assert_matches
 from tests.ops.oracle import assert_gradients
+from tests.ranks import run_ranks
 
 SIZES = [(96, 64, (32, 32)), (70, 45, (32, 16)), (33, 130, (8, 128)), (5, 3, (8, 8)), (64, 64, (64, 8))]
 each_size = pytest.mark.parametrize(("k", "m", "block"), SIZES)
@@ -576,7 +577,7 @@ def test_data_parallel(tmp_path):
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
         port = probe.getsockname()[1]
-    torch.multiprocessing.spawn(_replica, (port, str(tmp_path)), nprocs=2)
+    run_ranks(_replica, port, str(tmp_path))
     states = [torch.load(tmp_path / f"{rank}.pt") for rank in range(2)]
     torch.manual_seed(0)
     model = nn.Sequential(
