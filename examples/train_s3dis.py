@@ -2,7 +2,7 @@
 
     python examples/train_s3dis.py --size tiny          overfits one generated room; half a minute on a CPU
     python examples/train_s3dis.py --size small         120 generated rooms, tested on three others; minutes on a CPU
-    python examples/train_s3dis.py                      as many rooms of six times as many points; for a GPU
+    python examples/train_s3dis.py                      as many rooms of six times as many points; a minute on a GPU
     python examples/train_s3dis.py --root DIR           S3DIS: trained on areas 1-4 and 6, tested on area 5; for a GPU
     python examples/train_s3dis.py --size tiny --root DIR --overfit Area_3/hallway_3 Area_5/storage_3 --voxel-size 0.05
 
@@ -29,7 +29,7 @@ from insum_nn.layers import SparseConvTensor
 from insum_nn.models import MinkUNet
 
 TINY = dict(rooms=1, points=20_000, epochs=80, batch_size=1, lr=1e-2, voxel_size=0.1, width=0.25, workers=0)
-FULL = dict(rooms=120, points=120_000, epochs=10, batch_size=2, lr=4e-3, voxel_size=0.03, width=1.0, workers=4)
+FULL = dict(rooms=120, points=120_000, epochs=12, batch_size=2, lr=4e-3, voxel_size=0.02, width=1.0, workers=4)
 SIZES = {"tiny": TINY, "small": TINY | dict(rooms=120, epochs=4, voxel_size=0.03), "full": FULL}
 
 
