@@ -24,8 +24,10 @@ __all__ = [
     "sparse_conv",
     "sparse_conv_call",
     "sparse_conv_expression",
-    "sparse_conv_operands",
 ]
+
+# A statement, its tensors by name, and the shape of its output.
+_Call = tuple[str, dict[str, Tensor], tuple[int | None, ...]]
 
 SPARSE_CONV = "Out[OutIdx[g,q],d] += In[InIdx[g,q],c] * W[Off[g],c,d]"
 SPARSE_CONV_GROUPS = "Out[OutIdx[g,q],h,d] += In[InIdx[g,q],h,c] * W[Off[g],h,c,d]"
@@ -105,24 +107,17 @@ def sparse_conv(
     >>> sparse_conv(torch.tensor([[1.0], [2.0]]), torch.tensor([[[1.0], [10.0], [100.0]]]), near).tolist()
     [[210.0], [21.0]]
     """
-    features, weight = _checked(features, weight, kernel_map, bias, groups)
+    features, weight, initial, table = _chosen(features, weight, kernel_map, bias, groups, options)
     if options.validate and kernel_map is not None:
         kernel_map.validate()
-    initial: Tensor | None = None
-    if bias is not None and bias.dtype == features.dtype == weight.dtype:
-        # As the sum's initial value it spares a pass over the output.
-        initial, bias = bias.unflatten(0, (groups, -1)) if groups > 1 else bias, None
-    if kernel_map is not None and takes_table(table_entries(kernel_map), (features, weight, initial), options):
+    if table and kernel_map is not None:
         result = table_conv(features, weight, kernel_map, groups, options, initial)
     else:
-        named = _values(features, weight, kernel_map, groups)
-        named |= {} if kernel_map is None else kernel_map.tensors
-        named |= {} if initial is None else {"Out": initial}
-        expression = sparse_conv_expression(groups=groups, pointwise=kernel_map is None)
-        result = run(expression, FACTS, named, options, _out_shape(kernel_map, groups))
+        expression, named, shape = _call(features, weight, kernel_map, groups, initial)
+        result = run(expression, FACTS, named, options, shape)
         if groups > 1:
             result = result.flatten(1)
-    return result if bias is None else result + bias.to(result.dtype)
+    return result if bias is None or initial is not None else result + bias.to(result.dtype)
 
 
 def sparse_conv_call(
@@ -133,35 +128,55 @@ def sparse_conv_call(
     *,
     groups: int = 1,
     options: Options = DEFAULT,
-) -> tuple[str, dict[str, Tensor], tuple[int | None, ...]]:
+) -> _Call:
     """Return the statement that `sparse_conv` runs on these tensors, its operands by name, and the output's shape."""
+    features, weight, initial, table = _chosen(features, weight, kernel_map, bias, groups, options)
+    return _call(features, weight, kernel_map, groups, initial, table=table)
+
+
+def _chosen(
+    features: Tensor,
+    weight: Tensor,
+    kernel_map: KernelMap | None,
+    bias: Tensor | None,
+    groups: int,
+    options: Options,
+) -> tuple[Tensor, Tensor, Tensor | None, bool]:
+    """Return checked features and weight, what the sum starts from, and whether it runs over the table."""
     features, weight = _checked(features, weight, kernel_map, bias, groups)
-    shape = _out_shape(kernel_map, groups)
-    if kernel_map is not None and takes_table(table_entries(kernel_map), (features, weight), options):
-        return table_statement(groups=groups), table_operands(features, weight, kernel_map, groups), shape
-    named = _values(features, weight, kernel_map, groups)
-    named |= {} if kernel_map is None else kernel_map.tensors
-    return sparse_conv_expression(groups=groups, pointwise=kernel_map is None), named, shape
+    initial = None
+    if bias is not None and bias.dtype == features.dtype == weight.dtype:
+        # As the sum's initial value it spares a pass over the output.
+        initial = bias.unflatten(0, (groups, -1)) if groups > 1 else bias
+    entries = None if kernel_map is None else table_entries(kernel_map)
+    return features, weight, initial, entries is not None and takes_table(entries, (features, weight, initial), options)
 
 
-def _out_shape(kernel_map: KernelMap | None, groups: int) -> tuple[int | None, ...]:
+def _call(
+    features: Tensor,
+    weight: Tensor,
+    kernel_map: KernelMap | None,
+    groups: int,
+    initial: Tensor | None,
+    *,
+    table: bool = False,
+) -> _Call:
+    if table and kernel_map is not None:
+        expression, named = table_statement(groups=groups), table_operands(features, weight, kernel_map, groups)
+    else:
+        expression = sparse_conv_expression(groups=groups, pointwise=kernel_map is None)
+        named = _values(features, weight, groups, pointwise=kernel_map is None)
+        named |= {} if kernel_map is None else kernel_map.tensors
+    if initial is not None:
+        named["Out"] = initial
     rows = None if kernel_map is None else kernel_map.num_outputs
-    return (rows, *(None,) * (1 if groups == 1 else 2))
+    return expression, named, (rows, *(None,) * (1 if groups == 1 else 2))
 
 
 def map_program(expression: str, options: Options) -> Program:
     """Return the compiled statement, with what a kernel map guarantees of its index tensors."""
     known = {**FACTS, **TABLE_FACTS}
     return built_program(expression, NamedFacts((x, f) for x, f in known.items() if f"{x}[" in expression), options)
-
-
-def sparse_conv_operands(
-    features: Tensor, weight: Tensor, kernel_map: KernelMap | None, bias: Tensor | None = None, *, groups: int = 1
-) -> dict[str, Tensor]:
-    """Return the tensors of a convolution by their names in its statement, after all checks; see `sparse_conv`."""
-    features, weight = _checked(features, weight, kernel_map, bias, groups)
-    named = _values(features, weight, kernel_map, groups)
-    return named if kernel_map is None else {**named, **kernel_map.tensors}
 
 
 def _checked(
@@ -199,9 +214,8 @@ def _fit(features: Tensor, weight: Tensor, kernel_map: KernelMap, bias: Tensor |
     )
 
 
-def _values(features: Tensor, weight: Tensor, kernel_map: KernelMap | None, groups: int) -> dict[str, Tensor]:
-    """Return the operands without the index tensors, which a map makes when they are first read."""
-    pointwise = kernel_map is None
+def _values(features: Tensor, weight: Tensor, groups: int, *, pointwise: bool) -> dict[str, Tensor]:
+    """Return the operands without the index tensors."""
     outputs, inputs = weight.shape[0], weight.shape[-1]
     # (h, d, o, c) -> (o, h, c, d); one copy of the weights, so that a group's slice is read in one piece.
     cells = weight.reshape(groups, outputs // groups, -1, inputs).permute(2, 0, 3, 1)

@@ -8,7 +8,7 @@ from torch.overrides import TorchFunctionMode
 
 from insum_nn.compiler.options import Options
 from insum_nn.errors import InsumDeviceError, InsumDtypeError, InsumShapeError
-from insum_nn.ops.sparse_conv import SPARSE_CONV, map_program, sparse_conv, sparse_conv_operands
+from insum_nn.ops.sparse_conv import SPARSE_CONV, map_program, sparse_conv, sparse_conv_call
 from insum_nn.structure.coordinates import Coordinates
 from insum_nn.structure.kernel_map import Geometry
 from insum_nn.structure.kernel_map.build import build_kernel_map
@@ -199,7 +199,7 @@ def test_matches_the_reference_interpreter():
     how = geometry("conv", (2, 2), 1, 1)
     near = build_kernel_map(sites, how)
     features, weight, _ = operands(sites, how, 1, channels=2)
-    named = sparse_conv_operands(features, weight, near)
+    _, named, _ = sparse_conv_call(features, weight, near)
     want = map_program(SPARSE_CONV, Options()).reference(tensors=named, out_shape=(near.num_outputs, None))
     torch.testing.assert_close(sparse_conv(features, weight, near), want)
 
@@ -267,7 +267,7 @@ def test_nothing_of_the_size_of_all_pairs_and_channels_is_formed():
         largest = max(largest, tensor.numel())
 
     program = map_program(SPARSE_CONV, Options())
-    named = {name: tensor.detach() for name, tensor in sparse_conv_operands(features, weight, near).items()}
+    named = {name: tensor.detach() for name, tensor in sparse_conv_call(features, weight, near)[1].items()}
     with Results(watch):
         result = program(tensors=named, out_shape=(near.num_outputs, None))
     assert features.numel() <= largest < whole / 3

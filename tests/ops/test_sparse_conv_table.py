@@ -246,7 +246,9 @@ def test_tables_too_large_leave_the_pairs(ran, monkeypatch):
     assert ran == [TABLE]
     monkeypatch.setattr(statement_choice, "_MOST_ENTRIES", 9 * 20 - 1)
     torch.testing.assert_close(sparse_conv(features, weight, near, bias, options=EAGER), want)
-    assert sparse_conv_call(features, weight, near, bias, options=EAGER)[0] == SPARSE_CONV
+    expression, named, _ = sparse_conv_call(features, weight, near, bias, options=EAGER)
+    assert expression == SPARSE_CONV
+    assert named["Out"] is bias
     assert ran == [TABLE]
 
 

@@ -310,7 +310,8 @@ for case, shared, rows, cells in runs:
         for _ in range(2):
             got = source(given, (None, None), rows, "key")
             assert_matches(got, expected, dtype=torch.float32, kind="sum")
-        print(role, len(source._steps), sum(any(seen.ready for seen in step.bound._checked.values()) for step in source._steps))
+        steps = source._steps
+        print(role, len(steps), sum(any(seen.ready for seen in step.bound._checked.values()) for step in steps))
 """
 
 
