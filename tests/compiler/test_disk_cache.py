@@ -1,21 +1,24 @@
-"""Compiled programs outlive their process: found on disk, damaged entries ignored, several processes at once."""
+"""Code that Inductor has compiled outlives its process, in torch's cache; guards decide which sizes it serves."""
 
 from __future__ import annotations
 
 import os
-import shutil
 import subprocess
 import sys
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
+import sympy
+import torch
+from torch.utils._sympy.functions import FloorDiv, Mod
 
-pytestmark = pytest.mark.compile
+from insum_nn.compiler.codegen import inductor
 
 SCRIPT = """
 import torch, insum_nn
+from torch._dynamo.utils import counters
 from insum_nn import Options
-from insum_nn.compiler.runtime import execution
 program = insum_nn.compile("C[Row[g],n] += Val[g,q] * B[Col[g,q],n]", options=Options(backend="inductor"))
 torch.manual_seed(0)
 for size in (6, 11):
@@ -25,53 +28,63 @@ for size in (6, 11):
     }
     found = program(tensors=tensors, out_shape=(5, None)).double()
     assert torch.allclose(found, program.reference(tensors=tensors, out_shape=(5, None)), atol=1e-5)
-(held,) = execution._cache.values()
-print([variant.from_disk for variant in held.run.variants])
+print(counters["inductor"]["fxgraph_cache_miss"], counters["inductor"]["fxgraph_cache_hit"])
 """
 
 
-def start(folder: Path) -> subprocess.Popen[str]:
+def run(folder: Path) -> str:
     environment = {**os.environ, "INSUM_NN_CACHE_DIR": str(folder), "TORCHINDUCTOR_CACHE_DIR": str(folder / "torch")}
-    return subprocess.Popen(
-        [sys.executable, "-W", "ignore", "-c", SCRIPT],
-        env=environment,
-        stdout=subprocess.PIPE,
-        stderr=subprocess.PIPE,
-        text=True,
-        cwd=Path(__file__).parents[2],
-    )
+    command = [sys.executable, "-W", "ignore", "-c", SCRIPT]
+    root = Path(__file__).parents[2]
+    found = subprocess.run(command, env=environment, capture_output=True, text=True, cwd=root, timeout=240, check=False)
+    assert found.returncode == 0, found.stderr
+    return found.stdout.strip()
 
 
-def finish(process: subprocess.Popen[str]) -> str:
-    out, err = process.communicate(timeout=240)
-    assert process.returncode == 0, err
-    return out.strip()
+@pytest.mark.compile
+def test_a_second_process_finds_the_code(tmp_path: Path):
+    assert run(tmp_path) == "1 0"
+    assert run(tmp_path) == "0 1"
 
 
-@pytest.fixture(scope="module")
-def compiled(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A cache folder in which a first process has compiled the program; tests that change it copy it."""
-    folder = tmp_path_factory.mktemp("compiled")
-    assert finish(start(folder)) == "[False]"
-    return folder
+# Guards.
+
+SIZE, OTHER = (sympy.Symbol(name, integer=True, positive=True) for name in ("s0", "s1"))
+GUARDS = [
+    sympy.Eq(SIZE, 2 * OTHER + 1),
+    sympy.And(SIZE > 1, sympy.Or(OTHER <= 7, sympy.Not(sympy.Ne(Mod(SIZE, 4), 3)))),
+    FloorDiv(SIZE * OTHER, 3) < SIZE**2,
+    sympy.Max(SIZE, OTHER) >= sympy.Min(SIZE, 5) - OTHER,
+    SIZE / 2 > OTHER,
+]
 
 
-def test_a_second_process_finds_the_program(compiled: Path):
-    assert finish(start(compiled)) == "[True]"
+def symbols(*guards: sympy.Basic) -> inductor._Symbols:
+    """Sizes of the first and the second axis of one tensor, of which guards speak."""
+    found = inductor._Symbols()
+    found.shown = {"s0": (0, 0), "s1": (0, 1)}
+    found.env = SimpleNamespace(guards=[SimpleNamespace(expr=guard) for guard in guards])  # type: ignore[assignment]
+    return found
 
 
-def test_a_torn_entry_is_compiled_again(compiled: Path, tmp_path: Path):
-    shutil.copytree(compiled, tmp_path / "copy")
-    (entry,) = (tmp_path / "copy" / "inductor").iterdir()
-    (entry / "artifact").write_bytes(b"torn")
-    assert finish(start(tmp_path / "copy")) == "[False]"
+@pytest.mark.parametrize("guard", GUARDS, ids=str)
+def test_guards_hold_for_the_sizes_that_sympy_says(guard: sympy.Basic):
+    sizes = [(a, b) for a in range(1, 12) for b in range(1, 12)]
+    # Of the first call they hold.
+    first = next((a, b) for a, b in sizes if guard.subs({SIZE: a, OTHER: b}))
+    made = symbols(guard, sympy.true)
+    code = inductor.Compiled(len, tuple(made.shown.values()), made.guard([torch.zeros(first)]), "")
+    for a, b in sizes:
+        assert code.fits([torch.zeros(a, b)]) == bool(guard.subs({SIZE: a, OTHER: b})), (guard, a, b)
 
 
-def test_several_processes_start_at_once(tmp_path):
-    processes = [start(tmp_path) for _ in range(2)]
-    for process in processes:
-        assert finish(process) in ("[False]", "[True]")
-    entries = list((tmp_path / "inductor").iterdir())
-    # The one that lost the race may leave nothing half-written behind.
-    assert all((entry / "artifact").is_file() and (entry / "guards.json").is_file() for entry in entries)
-    assert finish(start(tmp_path)) == "[True]"
+def test_without_guards_all_sizes_are_served():
+    assert symbols(sympy.true).guard([torch.zeros(3, 4)]) is None
+
+
+@pytest.mark.parametrize("guard", [sympy.Function("unheard_of")(SIZE) > 0, sympy.Symbol("s9") > 2, SIZE > 5], ids=str)
+def test_a_guard_that_says_nothing_serves_the_sizes_of_its_call(guard: sympy.Basic):
+    holds = symbols(guard).guard([torch.zeros(3, 4)])
+    assert holds is not None
+    assert holds(3, 4)
+    assert not holds(3, 5)

@@ -2,38 +2,28 @@
 
 A graph is traced under fake tensors whose axes carry one symbol per index, so that one compilation serves every
 size, and Inductor knows which extents agree. What Inductor assumes about sizes beyond that (its guards) is kept
-with the compiled code and checked at each call. Compiled code is stored on disk and found again by other processes.
+with the compiled code and checked at each call. Torch's own cache keeps compiled code on disk for other processes.
 """
 
 from __future__ import annotations
 
-import hashlib
-import json
-import pathlib
-import platform
-import shutil
-import tempfile
+import math
 import warnings
 from collections.abc import Callable, Sequence
-from contextlib import suppress
 from dataclasses import dataclass, replace
-from functools import lru_cache
 from typing import Any
 
 import torch
 from torch import Tensor, fx
 
 from insum_nn.compiler.codegen.calls import CallGraph
-from insum_nn.compiler.codegen.inductor_guards import Guard, Tree, checked, compiled, tree_of
 from insum_nn.compiler.lang.bind import Bound, Extents
 from insum_nn.compiler.options import Options
-from insum_nn.compiler.schedule.cache_folder import own_folder
 from insum_nn.errors import InsumBackendError
 
 __all__ = ["Compiled", "compile_graph", "inductor_options", "kernel_sources", "size_class"]
 
 _INT32 = 2**31
-_FORMAT = 3
 
 
 def inductor_options(bound: Bound, options: Options) -> dict[str, Any]:
@@ -67,138 +57,33 @@ def size_class(bound: Bound, tensors: Sequence[Tensor], extents: Extents) -> tup
     return ones, large
 
 
-@dataclass(slots=True)
+@dataclass(frozen=True, slots=True)
 class Compiled:
     """Compiled code and what it assumes.
 
     Attributes:
         run: the code; takes the graph's arguments as a flat list.
-        guards: assumptions about sizes, as trees over the names of `symbols`.
-        symbols: names of the sizes that guards speak of, each with the argument and axis that shows it.
+        symbols: the sizes that guards speak of: the argument and the axis that shows each.
+        holds: whether the code serves some sizes, in the order of `symbols`; `None`: it serves all.
         note: what is out of the ordinary about it, for `explain()`.
-        from_disk: it was found on disk.
-        only: the one set of sizes that it serves, where its assumptions cannot be told.
     """
 
     run: Callable[..., Any]
-    guards: tuple[Tree, ...]
-    symbols: tuple[tuple[str, int, int], ...]
+    symbols: tuple[tuple[int, int], ...]
+    holds: Callable[..., bool] | None
     note: str
-    from_disk: bool
-    only: tuple[int, ...] | None = None
-    checks: tuple[Guard, ...] = ()
-
-    def __post_init__(self) -> None:
-        self.checks = tuple(compiled(tree) for tree in self.guards)
-
-    def sizes(self, args: Sequence[Any]) -> dict[str, int]:
-        """Return the sizes that guards refer to."""
-        return {name: args[at] if axis < 0 else args[at].shape[axis] for name, at, axis in self.symbols}
 
     def fits(self, args: Sequence[Any]) -> bool:
         """Return whether the arguments' sizes are among those the code was compiled for."""
-        if not self.checks and self.only is None:
-            return True
-        sizes = self.sizes(args)
-        if self.only is not None:
-            return self.only == tuple(sizes.values())
-        return all(check(sizes) for check in self.checks)
+        return self.holds is None or self.holds(*_sizes(self.symbols, args))
 
     def __call__(self, *args: Any) -> Tensor:
         result = self.run(*args)
         return result[0] if isinstance(result, tuple | list) else result
 
 
-def _key(graph: CallGraph, bound: Bound, options: Options, sizes: tuple[object, ...], device: torch.device) -> str:
-    parts: list[object] = [_FORMAT, repr(bound), repr(options), sizes, torch.__version__, torch.version.git_version]
-    # Another version of this package may write another graph for the same statement.
-    parts.append(graph.code)
-    parts.append(sorted(inductor_options(bound, options).items()))
-    parts.append(torch.get_float32_matmul_precision())
-    if device.type == "cuda":
-        properties = torch.cuda.get_device_properties(device)
-        parts += [properties.name, torch.cuda.get_device_capability(device), torch.version.cuda]
-    else:
-        parts.append(_instruction_set())
-    return hashlib.sha256(repr(parts).encode()).hexdigest()
-
-
-def _load(path: pathlib.Path, arguments: Sequence[Any]) -> Compiled | None:
-    """Load a compiled program from disk; `None`: the file holds none, or none for these arguments.
-
-    Guards and code are read only if they are what was written: their digests are stored with them.
-    """
-    from torch._inductor import CompiledArtifact
-
-    data = json.loads((path / _FACTS).read_text(encoding="utf-8"))
-    facts = data["facts"]
-    if data["digest"] != _digest(json.dumps(facts, sort_keys=True).encode()):
-        raise ValueError("the guards are not what was written")
-    code = path / "artifact"
-    if facts["artifact"] != _digest(code.read_bytes()):
-        raise ValueError("the code is not what was written")
-    symbols = tuple((name, at, axis) for name, at, axis in facts["symbols"])
-    if not all(type(name) is str and type(at) is int and type(axis) is int for name, at, axis in symbols):
-        raise ValueError("sizes are a name, an argument and an axis")
-    guards = checked(facts["guards"], [name for name, _, _ in symbols])
-    found = Compiled(_absent, guards, symbols, str(facts["note"]), from_disk=True)
-    if not found.fits(arguments):
-        return None
-    found.run = CompiledArtifact.load(path=str(code), format="binary")
-    return found
-
-
-_FACTS = "guards.json"
-
-
-def _absent(*_: Any) -> Any:
-    raise AssertionError("no code was loaded")
-
-
-def _digest(content: bytes) -> str:
-    return hashlib.sha256(content).hexdigest()
-
-
-def _store(artifact: Any, compiled: Compiled, path: pathlib.Path, *, instead: bool) -> None:
-    """Write elsewhere, then rename: another process sees the whole entry or none.
-
-    Args:
-        artifact: the code.
-        compiled: what it assumes.
-        path: the entry's folder.
-        instead: of what is there, which is no entry.
-    """
-    staging: pathlib.Path | None = None
-    try:
-        staging = pathlib.Path(tempfile.mkdtemp(dir=path.parent))
-        folder = staging / "new"
-        folder.mkdir(mode=0o700)
-        artifact.save(path=str(folder / "artifact"), format="binary")
-        code = _digest((folder / "artifact").read_bytes())
-        facts = {"guards": compiled.guards, "symbols": compiled.symbols, "note": compiled.note, "artifact": code}
-        whole = {"facts": facts, "digest": _digest(json.dumps(facts, sort_keys=True).encode())}
-        (folder / _FACTS).write_text(json.dumps(whole), encoding="utf-8")
-        if instead:
-            with suppress(FileNotFoundError):
-                path.rename(staging / "old")
-        folder.rename(path)
-    except OSError:
-        # Another process was first, or the disk is full or read-only: the program in memory serves all the same.
-        pass
-    finally:
-        if staging is not None:
-            shutil.rmtree(staging, ignore_errors=True)
-
-
-@lru_cache(maxsize=1)
-def _instruction_set() -> str:
-    """Return the instruction set of this processor: code for another one may end the process."""
-    flags = ""
-    with suppress(OSError):
-        lines = pathlib.Path("/proc/cpuinfo").read_text(encoding="utf-8", errors="replace").splitlines()
-        flags = next((line for line in lines if line.lower().startswith(("flags", "features"))), "")
-    features = sorted(flags.partition(":")[2].split())
-    return " ".join([platform.machine(), platform.processor(), torch.backends.cpu.get_cpu_capability(), *features])
+def _sizes(symbols: Sequence[tuple[int, int]], args: Sequence[Any]) -> list[int]:
+    return [args[at] if axis < 0 else args[at].shape[axis] for at, axis in symbols]
 
 
 class _Symbols:
@@ -225,6 +110,23 @@ class _Symbols:
             self.by_name[name] = self.env.create_symintnode(symbol, hint=max(2, extent), source=source)
             self.shown[str(symbol)] = where
         return self.by_name[name]
+
+    def guard(self, arguments: Sequence[Any]) -> Callable[..., bool] | None:
+        """Return what Inductor assumed of sizes as a function of them; of what cannot be printed, these sizes alone."""
+        from torch.utils._sympy.printers import PythonPrinter
+
+        first = _sizes(tuple(self.shown.values()), arguments)
+        printer = PythonPrinter()
+        try:
+            parts = dict.fromkeys(printer.doprint(guard.expr) for guard in self.env.guards)
+            parts.pop("True", None)
+            text = " and ".join(f"({part})" for part in parts)
+            holds = eval(f"lambda {', '.join(self.shown)}: {text or True}", {"math": math})
+            if holds(*first):
+                return holds if parts else None
+        except (NameError, NotImplementedError, SyntaxError):
+            pass
+        return lambda *sizes: list(sizes) == first
 
 
 def _fake_arguments(
@@ -268,9 +170,8 @@ def compile_graph(
     integers: Sequence[tuple[str, int]],
     tensors: Sequence[Tensor],
     initial: Tensor | None,
-    sizes: tuple[object, ...],
 ) -> Compiled:
-    """Compile a graph for all sizes of a class, or find it on disk.
+    """Compile a graph for all sizes of a class.
 
     Args:
         graph: torch calls, as `fx_lowering` writes them.
@@ -279,52 +180,25 @@ def compile_graph(
         integers: names and values of the graph's integer arguments.
         tensors: the first call's tensors, contiguous.
         initial: its initial value.
-        sizes: the size class.
 
     Raises:
         InsumBackendError: Inductor does not compile the graph.
     """
-    anchor = next(iter(tensors), initial)
-    device = torch.device("cpu") if anchor is None else anchor.device
-    home = own_folder("inductor")
-    path = None if home is None else home / _key(graph, bound, options, sizes, device)
-    arguments = [*tensors, *(value for _, value in integers), *([] if initial is None else [initial])]
-    broken = False
-    if path is not None and path.exists():
-        try:
-            found = _load(path, arguments)
-        except Exception:
-            # Whatever keeps it from being read: it is compiled again and replaced.
-            found, broken = None, True
-        if found is not None:
-            return found
     note = ""
     try:
-        artifact, symbols = _compile(graph, bound, options, integers, tensors, initial)
+        run, symbols = _compile(graph, bound, options, integers, tensors, initial)
     except Exception as error:
-        if device.type != "cuda" or not options.native_matmul:
-            raise _cannot(bound, device, error) from error
+        if bound.device_type != "cuda" or not options.native_matmul:
+            raise _cannot(bound, error) from error
         # Inductor's fused product fails to compile for some shapes (a batch of few, small blocks); its separate
         # gather, product and scatter do not. Explain says which one runs.
         note = f"gather, product and scatter in separate kernels: the fused one does not compile ({_first_line(error)})"
         try:
-            artifact, symbols = _compile(
-                graph, bound, replace(options, native_matmul=False), integers, tensors, initial
-            )
+            run, symbols = _compile(graph, bound, replace(options, native_matmul=False), integers, tensors, initial)
         except Exception as second:
-            raise _cannot(bound, device, second) from error
-    shown = tuple((name, at, axis) for name, (at, axis) in symbols.shown.items())
-    found = Compiled(artifact, (), shown, note, from_disk=False)
-    try:
-        trees = [tree_of(guard.expr) for guard in symbols.env.guards]
-        guards = checked([tree for tree in trees if tree != ["And"]], [name for name, _, _ in shown])
-    except ValueError:
-        found.only = tuple(found.sizes(arguments).values())
-        return found
-    found = Compiled(artifact, guards, shown, note, from_disk=False)
-    if path is not None and (broken or not path.exists()):
-        _store(artifact, found, path, instead=broken)
-    return found
+            raise _cannot(bound, second) from error
+    arguments = [*tensors, *(value for _, value in integers), *([] if initial is None else [initial])]
+    return Compiled(run, tuple(symbols.shown.values()), symbols.guard(arguments), note)
 
 
 def _compile(
@@ -343,9 +217,9 @@ def _first_line(error: Exception) -> str:
     return f"{type(error).__name__}: {(str(error).strip().splitlines() or [''])[0][:160]}"
 
 
-def _cannot(bound: Bound, device: torch.device, error: Exception) -> InsumBackendError:
+def _cannot(bound: Bound, error: Exception) -> InsumBackendError:
     return InsumBackendError(
-        f"Inductor could not compile the statement for {device.type}: {type(error).__name__}: {error}",
+        f"Inductor could not compile the statement for {bound.device_type}: {type(error).__name__}: {error}",
         expression=bound.statement.text,
         fix='choose Options(backend="eager"), and report the statement.',
     )

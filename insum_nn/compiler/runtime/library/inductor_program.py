@@ -10,7 +10,7 @@ from torch import Tensor
 
 from insum_nn.compiler.codegen import inductor
 from insum_nn.compiler.codegen.calls import CallGraph
-from insum_nn.compiler.lang.bind import Bound, Extents
+from insum_nn.compiler.lang.bind import Bound
 from insum_nn.compiler.options import Options
 from insum_nn.compiler.runtime.library.programs import extent_arguments
 
@@ -53,9 +53,7 @@ class InductorProgram:
 
     def _compile(self, flat: Sequence[object]) -> inductor.Compiled:
         tensors, integers, initial = split_arguments(self.bound, flat)
-        extents = _extents_of(self.bound, tensors, integers)
-        sizes = len(self.variants), inductor.size_class(self.bound, tensors, extents)
-        return inductor.compile_graph(self.graph, self.bound, self.options, integers, tensors, initial, sizes)
+        return inductor.compile_graph(self.graph, self.bound, self.options, integers, tensors, initial)
 
 
 def _contiguous(compiled: inductor.Compiled) -> Callable[..., Tensor]:
@@ -64,25 +62,6 @@ def _contiguous(compiled: inductor.Compiled) -> Callable[..., Tensor]:
             return compiled(*[a.detach().contiguous() if isinstance(a, Tensor) else a for a in args])
 
     return call
-
-
-def _extents_of(bound: Bound, tensors: Sequence[Tensor], integers: Sequence[tuple[str, int]]) -> Extents:
-    passed = dict(integers)
-    layout = bound.layout
-    static = dict(bound.static)
-    sizes = {
-        name: tensors[places[0][0]].shape[places[0][1]]
-        if places
-        else static[name]
-        if name in static
-        else passed[f"extent_{name}"]
-        for name, places in zip(layout.indices, layout.plain, strict=True)
-    }
-    output = tuple(
-        passed[f"output_extent_{axis}"] if name is None else sizes[name]
-        for axis, name in enumerate(layout.output_plain)
-    )
-    return Extents(tuple(sizes.values()), output)
 
 
 def split_arguments(bound: Bound, flat: Sequence[object]) -> tuple[list[Tensor], list[tuple[str, int]], Tensor | None]:
