@@ -54,9 +54,6 @@ COMPILER_MAY_IMPORT: dict[str, set[str]] = {
 
 # (file or folder, what it imports against the table) -> why; each line here is a debt.
 COMPILER_EXCEPTIONS: dict[tuple[str, str], str] = {
-    ("schedule.kernel_work", "forms"): "counts the work of a Form under a Schedule",
-    ("schedule.kernel_work", "passes.tile"): "counts the work of the lanes that a schedule comes to",
-    ("schedule.cost_model", "forms"): "orders the candidates of a Form",
     ("schedule.tune", "forms"): "measures the candidates of a Form, which it builds itself",
     ("schedule.tune", "kernels"): "a candidate is measured with the row partition that it asks for",
     ("schedule.database", "kernels.machine_code"): "an entry names the version of Triton that it was measured with",

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import itertools
-from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -14,7 +13,7 @@ from insum_nn import Options
 from insum_nn.compiler.forms import additional as additional_module
 from insum_nn.compiler.forms import placement as placement_module
 from insum_nn.compiler.forms.candidates import candidates
-from insum_nn.compiler.forms.defaults import default_schedule
+from insum_nn.compiler.forms.device import H200, without_measuring
 from insum_nn.compiler.forms.form import FormError
 from insum_nn.compiler.forms.placement import adds_rows
 from insum_nn.compiler.ir import nodes
@@ -25,8 +24,6 @@ from insum_nn.compiler.kernels import launch as launch_module
 from insum_nn.compiler.passes.fuse_outputs import clusters
 from insum_nn.compiler.runtime.composite import fused_programs as fused_module
 from insum_nn.compiler.runtime.composite.fused_programs import FusedPrograms
-from insum_nn.compiler.schedule import cost_model
-from insum_nn.compiler.schedule.kernel_work import count
 from insum_nn.compiler.schedule.space import Schedule
 from insum_nn.testing.tolerances import assert_matches
 from tests.compiler.fused_cases import (
@@ -241,14 +238,12 @@ def test_what_is_not_measured_adds_to_nothing_where_that_can_be(monkeypatch: pyt
 @pytest.mark.usefixtures("interpreter")
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64], ids=str)
 def test_a_lane_has_a_column(monkeypatch: pytest.MonkeyPatch, dtype: torch.dtype):
-    """Also where the code holds more values than a thread has registers: fewer columns than lanes need as many."""
+    """Fewer columns than lanes would need as many registers."""
     taken: list[Schedule] = []
     plain = fused_module.Generated.prepare_all
 
     def prepare(self: fused_module.Generated, *given: object) -> object:
-        work = replace(count(self.form, default_schedule(self.form), self.precision), values=3_000.0)
-        monkeypatch.setattr(cost_model, "count", lambda *_: work)
-        taken.append(cost_model.without_measuring(self.form, self.precision, cost_model.H200)[0])
+        taken.append(without_measuring(self.form, H200)[0])
         return plain(self, *given)  # type: ignore[arg-type]
 
     monkeypatch.setattr(fused_module.Generated, "prepare_all", prepare)

@@ -17,9 +17,11 @@ from typing import Any
 import pytest
 import torch
 
+from insum_nn.compiler.forms import device as device_module
 from insum_nn.compiler.forms import form as form_module
 from insum_nn.compiler.forms import plan as plan_module
 from insum_nn.compiler.forms.coverage import Coverage
+from insum_nn.compiler.forms.device import H200, without_measuring
 from insum_nn.compiler.forms.form import Form, FormError, make_form
 from insum_nn.compiler.forms.plan import Plan, keep_plans
 from insum_nn.compiler.kernels import sized
@@ -28,8 +30,6 @@ from insum_nn.compiler.lang.bind import Bound, bind
 from insum_nn.compiler.lang.parser import parse
 from insum_nn.compiler.runtime.composite import fused_programs
 from insum_nn.compiler.runtime.composite.fused_programs import FusedPrograms
-from insum_nn.compiler.schedule import cost_model
-from insum_nn.compiler.schedule.cost_model import H200, without_measuring
 from insum_nn.compiler.schedule.database import versions
 from insum_nn.compiler.schedule.space import precision_of
 from tests.compiler.corpus.statements import Entry, entries
@@ -70,7 +70,7 @@ def forbid_decisions(monkeypatch: pytest.MonkeyPatch) -> None:
     for module, names in (
         (form_module, ("unroll", "combining", "fold_static_tables", "_find_product")),
         (sized, ("write_kernel",)),
-        (cost_model, ("_first_that_fits",)),
+        (device_module, ("_first_that_fits",)),
         (fused_programs, ("_all_walks", "_cost")),
     ):
         for name in names:
@@ -86,7 +86,7 @@ def planned(entry: Entry) -> list[object]:
     except FormError as error:
         return [str(error)]
     precision = precision_of(entry.bound.dtype, entry.options.precision)
-    schedule, reason = without_measuring(form, precision, H200)
+    schedule, reason = without_measuring(form, H200)
     kernel = UnsizedKernel(form, schedule, strides_of(form, entry.tensors, entry.extents, False, None), precision)
     facts = [form.combine, form.row_index, form.row_axis, form.entries, form.parallel, form.reduce, form.tables]
     covered = Coverage(form)(*entry.extents)
@@ -121,7 +121,7 @@ def test_names_do_not_matter(monkeypatch: pytest.MonkeyPatch):
     def kernel(text: str, p: str, n: str) -> UnsizedKernel:
         form = make_form(bound_of(text), {p: 3, n: 8}, (5, 8), {}, deterministic=False)
         strides = sized.Strides((True, False, True, True))
-        return UnsizedKernel(form, without_measuring(form, "tf32", H200)[0], strides, "tf32")
+        return UnsizedKernel(form, without_measuring(form, H200)[0], strides, "tf32")
 
     first = kernel("C[Row[p],n] += Val[p] * B[Col[p],n]", "p", "n")
     keep_plans()
@@ -150,11 +150,10 @@ SCRIPT = """
 import hashlib, json, torch
 from benchmarks import networks
 from benchmarks.registry import Setting
-from insum_nn.compiler.forms import form as form_module
+from insum_nn.compiler.forms import device, form as form_module
 from insum_nn.compiler.kernels import sized
 from insum_nn.compiler.kernels.ahead import collect
 from insum_nn.compiler.runtime.composite import fused_programs
-from insum_nn.compiler.schedule import cost_model
 from tests.pretended_gpu import H200, pretended_gpu
 
 counts = {}
@@ -170,7 +169,7 @@ count(sized, "write_kernel")
 count(form_module, "unroll")
 count(form_module, "fold_static_tables")
 count(fused_programs, "_cost")
-count(cost_model, "_first_that_fits")
+count(device, "_first_that_fits")
 torch.manual_seed(0)
 cpu = torch.device("cpu")
 step = networks.train(networks.network("nequip_32", Setting(cpu, "tiny")), "insum_nn", cpu)

@@ -21,10 +21,11 @@ import insum_nn.schedules
 from insum_nn import IndexFacts, Options
 from insum_nn.compiler.forms.candidates import candidates
 from insum_nn.compiler.forms.defaults import default_schedule
+from insum_nn.compiler.forms.device import H200
 from insum_nn.compiler.forms.form import make_form
 from insum_nn.compiler.lang.bind import Extents, bind
 from insum_nn.compiler.lang.parser import parse
-from insum_nn.compiler.schedule import cost_model, database, progress, tune
+from insum_nn.compiler.schedule import database, progress, tune
 from insum_nn.compiler.schedule.cache_folder import cache_folder
 from insum_nn.compiler.schedule.select import Measurement, Selected
 from insum_nn.compiler.schedule.space import Schedule
@@ -342,7 +343,7 @@ def test_on_a_device_that_was_never_measured_schedules_are_tried_in_turn(monkeyp
             return len(tried) == 3
 
     monkeypatch.setattr(tune, "_Trial", Trial)
-    monkeypatch.setattr(tune, "device_of", lambda device: replace(cost_model.H200, architecture=(8, 0)))
+    monkeypatch.setattr(tune, "device_of", lambda device: H200._replace(architecture=(8, 0)))
     found = choose(options=Options())
     assert found.candidate == tried[2] != tried[0]
     assert found.reason.startswith("the next that the device has room for; ")
@@ -352,9 +353,9 @@ def test_on_a_device_that_was_never_measured_schedules_are_tried_in_turn(monkeyp
     monkeypatch.setattr(Trial, "runs", lambda self: False)
     assert choose(options=Options()).candidate == tried[0]
     assert len(tried) == 4
-    # On one that was, the model is taken at its word.
+    # On one that was, the default runs.
     tried.clear()
-    monkeypatch.setattr(tune, "device_of", lambda device: cost_model.H200)
+    monkeypatch.setattr(tune, "device_of", lambda device: H200)
     choose(options=Options())
     assert tried == []
 

@@ -156,21 +156,15 @@ def test_without_gradients(clock: list[Any]):
 
 
 def test_the_budget_is_kept_and_another_call_goes_on(clock: list[Any], monkeypatch: pytest.MonkeyPatch):
-    weights: dict[str, float] = {}
     plain = session.Session.select
 
     def slow(self: session.Session, task: Any, weight: Any, measure: Any) -> Any:
-        def weigh(candidate: Any) -> float:
-            # The widest matter most.
-            found = weights[json.dumps(task.key["bucket"])] = float(sum(task.key["bucket"]))
-            return found
-
         def wait(task: Any, *, again: bool = False) -> Any:
             found = measure(task, again=again)
             time.sleep(0.05)
             return found
 
-        return plain(self, task, weigh, wait)
+        return plain(self, task, weight, wait)
 
     monkeypatch.setattr(session.Session, "select", slow)
     module, given = Sums(2, 4, 8, 16), operands()

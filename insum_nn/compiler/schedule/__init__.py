@@ -1,1 +1,1 @@
-"""Selection of schedules: canonical keys, the database, the cost model, tuning and its progress."""
+"""Selection of schedules: canonical keys, the database, tuning and its progress."""

@@ -9,7 +9,7 @@ from __future__ import annotations
 import math
 import threading
 import time
-from collections.abc import Callable, Generator, Mapping
+from collections.abc import Generator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any, Literal, Protocol, TypeVar
@@ -37,7 +37,7 @@ class TaskRecord:
 
     Attributes:
         key: of the database.
-        weight: about how many microseconds depend on it.
+        weight: multiplications that depend on it.
         before: what was selected without measuring.
         state: "stored": measured before; "left": not measured; "measured"; "failed": no candidate ran, or there was no
             memory, or another process measured for too long.
@@ -94,7 +94,7 @@ class Session:
         self._admitted, self._until = set(self.remaining[:count]), until
         return len(self._admitted)
 
-    def select(self, task: Task[T], weight: Callable[[T], float], tune: _Tune) -> Selected[T]:
+    def select(self, task: Task[T], weight: float, tune: _Tune) -> Selected[T]:
         """Select for a task, by measuring where it was admitted."""
         with self._lock:
             name = database.digest(task.key)
@@ -102,9 +102,7 @@ class Session:
             if record is None:
                 found = select(task, None)
                 state: State = "stored" if is_current(task.key) else "left"
-                self.records[name] = TaskRecord(
-                    task.key, weight(found.candidate), found.candidate, state, found.candidate, found.reason
-                )
+                self.records[name] = TaskRecord(task.key, weight, found.candidate, state, found.candidate, found.reason)
                 return found
             # The first is measured whatever it takes: a budget that ends before it would never bring anything.
             done = any(each.state in ("measured", "failed") for each in self.records.values())

@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 import os
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from concurrent.futures import FIRST_COMPLETED, Future, ThreadPoolExecutor, wait
 from dataclasses import replace
 from typing import Any, TypeVar
@@ -14,6 +14,7 @@ import torch
 from torch import Tensor
 
 from insum_nn.compiler.forms.defaults import default_schedule
+from insum_nn.compiler.forms.device import device_of, fitting, is_measured, without_measuring
 from insum_nn.compiler.forms.form import Form
 from insum_nn.compiler.forms.plan import NO_PLAN
 from insum_nn.compiler.kernels import background
@@ -26,15 +27,6 @@ from insum_nn.compiler.options import Options
 from insum_nn.compiler.schedule import database as store
 from insum_nn.compiler.schedule import session, timing
 from insum_nn.compiler.schedule.canonical import shown_statement
-from insum_nn.compiler.schedule.cost_model import (
-    Device,
-    device_of,
-    is_fitted,
-    models,
-    predicted,
-    ranked,
-    without_measuring,
-)
 from insum_nn.compiler.schedule.progress import Progress
 from insum_nn.compiler.schedule.select import Measured, Measurement, Selected, Task, select, stored
 from insum_nn.compiler.schedule.space import Precision, Schedule
@@ -67,9 +59,8 @@ _WORTH = 2**24
 _CALL, _LAUNCH = 20.0, 12.0
 # Measurements that are stored, to show them.
 _SHOWN = 6
-# Candidates that are measured, in the order of the cost model. Of 80 searches whose times are known, to which the model
-# was fitted, the best of the first 16 was 0.2 % slower than the best of all.
-_MOST = 16
+# Candidates that are measured. Of 86 searches whose times are known none has its best behind the first 24.
+_MOST = 24
 # Schedules that are compiled to find one that runs on a device of an architecture that was never measured.
 _TRIES = 4
 
@@ -86,13 +77,13 @@ def capturing() -> bool:
     return torch.cuda.is_available() and torch.cuda.is_current_stream_capturing()
 
 
-def select_or_tune(task: Task[T], options: Options, weight: Callable[[T], float] = lambda _: math.inf) -> Selected[T]:
+def select_or_tune(task: Task[T], options: Options, weight: float = math.inf) -> Selected[T]:
     """Select: by what is stored, measured where the options or a call of `insum_nn.tune` ask for it, else by the rule.
 
     Args:
         task: what is to be selected.
         options: of the program.
-        weight: about how many microseconds depend on the answer.
+        weight: multiplications that depend on it; `insum_nn.tune` begins with the most.
     """
     if rehearsing() and (options.tune or session.active() is not None):
         raise UndecidedError("it is measured when it runs")
@@ -139,12 +130,12 @@ def choose_schedule(
     """Select the schedule of a form for a bucket of sizes."""
     device = device_of(tensors[0].device)
     if not worth_selecting(extents):
-        return Selected(*without_measuring(form, precision, device))
+        return Selected(*without_measuring(form, device))
     key = _key_of(form, tables, bucket, tensors[0].device, precision)
     tuning = _Tuning(form, tensors, extents, initial, precision)
 
     def measure() -> Measured[Schedule]:
-        schedules = _worth_compiling(form, precision, device)
+        schedules = fitting(form, device)[:_MOST]
         if (previous := _decoded(store.find(key))) is not None:
             schedules = list(dict.fromkeys((previous.candidate, *schedules)))
         measured = _measure(tuning, schedules)
@@ -164,16 +155,16 @@ def choose_schedule(
         return not capturing() and tuning.trial(schedule).runs()
 
     def rule() -> Selected[Schedule]:
-        schedule, reason = without_measuring(form, precision, device)
-        if is_fitted(device) or (capturing() and not rehearsing()):
+        schedule, reason = without_measuring(form, device)
+        if is_measured(device) or (capturing() and not rehearsing()):
             return Selected(schedule, reason)
         # What a program needs is estimated; on a device that was never measured, it is compiled to see.
-        order = [schedule, *(each for each in ranked(form, precision, device) if each != schedule)][:_TRIES]
+        order = [schedule, *(each for each in fitting(form, device) if each != schedule)][:_TRIES]
         tried = next((each for each in order if runs(each)), schedule)
         return Selected(tried, reason if tried == schedule else f"the next that the device has room for; {reason}")
 
     task = Task(key, rule, _decode, measure, runs)
-    return select_or_tune(task, options, lambda schedule: predicted(form, schedule, precision, device))
+    return select_or_tune(task, options, float(math.prod(extents.indices)))
 
 
 def choose_unmeasured(
@@ -187,13 +178,13 @@ def choose_unmeasured(
     """Select the schedule of a form where there are no values to measure it on."""
     device = device_of(where)
     if not worth_selecting(extents):
-        return Selected(*without_measuring(form, precision, device))
+        return Selected(*without_measuring(form, device))
 
     def measure() -> Measured[Schedule]:
         raise AssertionError("there is nothing to measure on")
 
     key = _key_of(form, tables, bucket, where, precision)
-    task = Task(key, lambda: Selected(*without_measuring(form, precision, device)), _decode, measure)
+    task = Task(key, lambda: Selected(*without_measuring(form, device)), _decode, measure)
     return select(task, None)
 
 
@@ -208,12 +199,6 @@ def _key_of(
     if form.additional:
         more["algorithm"] = store.digest(form.plan.at(bucket=None).key)
     return store.key_of("schedule", form.bound, tables, bucket, where, **more)
-
-
-def _worth_compiling(form: Form, precision: Precision, device: Device) -> list[Schedule]:
-    """Return the candidates that are measured, the most promising first."""
-    order = list(ranked(form, precision, device))
-    return order[:_MOST] if models(form) else order
 
 
 def _to_json(measured: Sequence[Measurement[Schedule]]) -> dict[str, Any]:

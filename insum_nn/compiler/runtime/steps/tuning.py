@@ -128,7 +128,7 @@ def tune(
     """Measure the schedules of all kernels of a step, keep the fastest on disk, and say what was gained.
 
     A copy of the module runs on copies of the inputs: once to find every statement and size that a kernel computes,
-    gradients included, then some times to measure their schedules, those first on which most time depends. So
+    gradients included, then some times to measure their schedules, those of most multiplications first. So
     neither the module, its gradients nor the state of random numbers changes. What was measured before with the same
     versions of torch and Triton is not measured again; what the budget leaves out, another call goes on with.
     `insum_nn.schedules.export` writes what was measured to a file for other machines with the same device.
