@@ -5,17 +5,18 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping
 from types import MappingProxyType
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
-from insum_nn.compiler.api import Explanation, Program, built_program, takes_columns
+from insum_nn.compiler.api import Explanation, Program, built_program, many_by_columns, takes_columns
 from insum_nn.compiler.options import DEFAULT, Options
 from insum_nn.errors import InsumDtypeError, InsumError, InsumShapeError, raise_collected
 from insum_nn.facts import IndexFacts, NamedFacts
 from insum_nn.formats import BlockCOO, BlockFormat, BlockGroupCOO
 from insum_nn.ops.arguments import require_format
-from insum_nn.ops.block_linear_columns import COLUMNS, COLUMNS_FACTS, BlockColumns
+from insum_nn.ops.block_linear_columns import COLUMNS, COLUMNS_FACTS, TRANSPOSED, BlockColumns
 from insum_nn.ops.statements import (
     layer_elsewhere,
     pad_axis,
@@ -32,8 +33,8 @@ __all__ = [
     "BLOCK_LINEAR_FACTS",
     "block_linear",
     "block_linear_expression",
-    "block_linear_operands",
     "block_linear_program",
+    "block_linear_statements",
     "block_linear_stored",
     "explain_block_linear",
 ]
@@ -132,6 +133,62 @@ def block_linear_stored(
     return _apply(input, weight, index, form, BLOCK_LINEAR_FACTS[form], shape, bias, options, stored=True)
 
 
+class _Call(NamedTuple):
+    """What a call reads, and which statement it runs.
+
+    Attributes:
+        samples: (n, block columns * b).
+        weight: `W`.
+        initial: (block rows * a,) what the sum starts from.
+        grid: block rows and columns.
+        block: extents of a block.
+        columns: it runs on transposed samples.
+    """
+
+    samples: Tensor
+    weight: Tensor
+    initial: Tensor | None
+    grid: tuple[int, int]
+    block: tuple[int, ...]
+    columns: bool
+
+    def named(self, index: Mapping[str, Tensor]) -> dict[str, Tensor]:
+        """Return the tensors of a statement of `BLOCK_LINEAR` by name."""
+        (rows, cols), (a, b) = self.grid, self.block
+        named = {"W": self.weight, "X": self.samples.reshape(self.samples.shape[0], cols, b), **index}
+        if self.initial is not None:
+            named["Y"] = self.initial.reshape(rows, a)
+        return named
+
+
+def _call(
+    input: Tensor,
+    weight: Tensor,
+    shape: tuple[int, ...],
+    bias: Tensor | None,
+    options: Options,
+    *,
+    stored: bool,
+) -> _Call:
+    """Check a call and choose its statement; `stored`: a layer's single blocks, which another statement reads too."""
+    _check(input, weight, shape, bias)
+    (m, k), block = shape, static_shape(weight)[-2:]
+    (a, b) = block
+    grid = rows, cols = -(-m // a), -(-k // b)
+    x = _samples(input, k, cols * b)
+    columns = False
+    if stored:
+        source, values = x, weight
+        if torch.compiler.is_compiling() or torch._C._is_any_autocast_enabled():
+            source, values = to_autocast(x), to_autocast(weight)
+        columns = takes_columns(source, values, grid, options)
+        if columns:
+            x, weight = source, values
+    # As the sum's initial value, the bias spares a pass over the output.
+    starts = bias is not None and rows * a == m and x.dtype == weight.dtype == bias.dtype
+    return _Call(x, weight, bias if starts else None, grid, block, columns)
+
+
 def _apply(
     input: Tensor,
     weight: Tensor,
@@ -144,45 +201,20 @@ def _apply(
     *,
     stored: bool = False,
 ) -> Tensor:
-    """Run the statement of a form; `stored`: a layer's index tensors, which may be read by other statements too."""
-    _check(input, weight, shape, bias)
-    (m, k), (a, b) = shape, static_shape(weight)[-2:]
-    rows, cols = -(-m // a), -(-k // b)
-    x = _samples(input, k, cols * b)
-    columns = False
-    if stored and form == "BlockCOO":
-        source, values = x, weight
-        if torch.compiler.is_compiling() or torch._C._is_any_autocast_enabled():
-            source, values = to_autocast(x), to_autocast(weight)
-        columns = takes_columns(source, values, (rows, cols), options)
-        if columns:
-            x, weight = source, values
-    # As the sum's initial value, the bias spares a pass over the output.
-    starts = bias is not None and rows * a == m and x.dtype == weight.dtype == bias.dtype
-    if columns:
-        product = BlockColumns(index["Row"], index["Col"], (rows, cols), options)
-        result = product(x, weight, bias if starts else None)
+    call = _call(input, weight, shape, bias, options, stored=stored and form == "BlockCOO")
+    if call.columns:
+        product = BlockColumns(index["Row"], index["Col"], call.grid, options)
+        result = product(call.samples, call.weight, call.initial)
     else:
-        named = {"W": weight, "X": x.reshape(x.shape[0], cols, b), **index}
-        if starts and bias is not None:
-            named["Y"] = bias.reshape(rows, a)
-        result = run(BLOCK_LINEAR[form], facts, named, options, (None, rows, a)).flatten(1)
-    if rows * a != m:
+        out_shape = (None, call.grid[0], call.block[0])
+        result = run(BLOCK_LINEAR[form], facts, call.named(index), options, out_shape).flatten(1)
+    m = shape[0]
+    if result.shape[1] != m:
         result = result[:, :m]
-    if bias is not None and not starts:
+    if bias is not None and call.initial is None:
         result = result + bias.to(result.dtype)
     # Each view of a recorded tensor adds a node to the backward graph.
     return (result if input.ndim == 2 else result.reshape(*input.shape[:-1], m)).contiguous()
-
-
-def block_linear_operands(
-    input: Tensor, weight: Tensor, index: Mapping[str, Tensor], shape: tuple[int, int], bias: Tensor | None = None
-) -> dict[str, Tensor]:
-    """Return the tensors of a call by their names in its statement, after all checks; see `block_linear`."""
-    _check(input, weight, shape, bias)
-    b = static_shape(weight)[-1]
-    cols = -(-shape[1] // b)
-    return {"W": weight, "X": _samples(input, shape[1], cols * b).unflatten(1, (cols, b)), **index}
 
 
 def _samples(input: Tensor, k: int, padded: int) -> Tensor:
@@ -268,13 +300,30 @@ def explain_block_linear(
 ) -> Explanation:
     """Explain how the statement of `block_linear_stored` runs; the arguments are the same."""
     form = "slots" if "Slot" in index else "BlockCOO"
-    named = block_linear_operands(input, weight, index, shape, bias)
-    product, grid = block_linear_program(form, options), (-(-shape[0] // weight.shape[1]), named["X"].shape[1])
-    flat, values = to_autocast(named["X"].flatten(1)), to_autocast(named["W"])
-    if form == "BlockCOO" and takes_columns(flat, values, grid, options):
+    call = _call(input, weight, shape, bias, options, stored=form == "BlockCOO")
+    if call.columns:
         product = built_program(COLUMNS["Y"], COLUMNS_FACTS, options)
-        named = BlockColumns(index["Row"], index["Col"], grid, options).operands_of(flat, values)
-    return product.explain(tensors=named, out_shape=(None, grid[0], None), measure=measure)
+        columns = BlockColumns(index["Row"], index["Col"], call.grid, options).operands_of(call.samples, call.weight)
+        named = {**call.named(index), **columns}
+    else:
+        product, named = block_linear_program(form, options), call.named(index)
+    return product.explain(tensors=named, out_shape=(None, call.grid[0], call.block[0]), measure=measure)
+
+
+def block_linear_statements(
+    form: str, weight: Tensor, shape: tuple[int, int], options: Options = DEFAULT
+) -> tuple[str, ...]:
+    """Return the statement of a form, and the two that take its place for many samples where that is faster.
+
+    Args:
+        form: of `BLOCK_LINEAR`.
+        weight: `W`, (p, a, b).
+        shape: (m, k).
+        options: compile options.
+    """
+    grid = -(-shape[0] // weight.shape[1]), -(-shape[1] // weight.shape[2])
+    many = form == "BlockCOO" and many_by_columns(weight, grid, options)
+    return (BLOCK_LINEAR[form], *((TRANSPOSED, COLUMNS["Y"]) if many else ()))
 
 
 def block_linear_program(form: str, options: Options = DEFAULT) -> Program:

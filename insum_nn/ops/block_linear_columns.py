@@ -21,7 +21,7 @@ from insum_nn.compiler.api import built_program, multilinear
 from insum_nn.compiler.options import Options
 from insum_nn.facts import IndexFacts, NamedFacts
 
-__all__ = ["COLUMNS", "COLUMNS_FACTS", "BlockColumns"]
+__all__ = ["COLUMNS", "COLUMNS_FACTS", "TRANSPOSED", "BlockColumns"]
 
 Role = Literal["Y", "X", "W"]
 
@@ -37,7 +37,9 @@ COLUMNS: Mapping[str, str] = MappingProxyType(
 _OPERANDS = MappingProxyType({"Y": ("W", "X"), "X": ("W", "Y"), "W": ("Y", "X")})
 # The same by their names in the statements.
 _READ = {"Y": ("W", "X"), "X": ("W", "dY"), "W": ("dY", "X")}
-_TRANSPOSED = "T[c,n] += X[n,c]"
+TRANSPOSED = "T[c,n] += X[n,c]"
+"""Makes the operands of the others."""
+
 COLUMNS_FACTS = NamedFacts(
     Row=IndexFacts(sorted=True, masked=False, proven=True), Col=IndexFacts(masked=False, proven=True)
 )
@@ -124,7 +126,7 @@ def _columns(samples: Tensor, blocks: int, options: Options, alone: bool = False
     """Return (n, blocks * b) samples as (blocks, b, n); `alone` where nothing is recorded and no mode is active."""
     # torch's own transposing copy reaches a fifth of the memory's bandwidth.
     count, columns = samples.shape
-    transposed = built_program(_TRANSPOSED, _NO_FACTS, options)
+    transposed = built_program(TRANSPOSED, _NO_FACTS, options)
     if alone:
         key = (samples.shape, samples.dtype, samples.device)
         turned = transposed.unbound(samples, out_shape=(columns, count), key=key)

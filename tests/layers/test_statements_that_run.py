@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Callable, Mapping
 from typing import Any
 
@@ -130,6 +131,22 @@ def test_two_steps_are_printed_and_explained_where_they_run(monkeypatch: pytest.
     monkeypatch.setattr(tensor_product_roles, "fits_between", lambda numbers: False)
     (whole,) = ran_by(monkeypatch, lambda: layer(x, y))
     assert whole in str(layer.explain(x, y))
+
+
+def test_transposed_samples_are_printed_and_explained_where_they_are_read(monkeypatch: pytest.MonkeyPatch):
+    """As above; `insum_nn.ops.block_linear` is also the function of that name."""
+    module = sys.modules["insum_nn.ops.block_linear"]
+    layer = layers.BlockSparseLinear(64, 48, block_shape=16, density=0.5).requires_grad_(False)
+    x = torch.randn(3, 64)
+    monkeypatch.setattr(module, "many_by_columns", lambda *call: True)
+    few, *many = layer.expression.splitlines()
+    assert all(repr(text) in repr(layer) for text in (few, *many))
+
+    assert ran_by(monkeypatch, lambda: layer(x)) == [few]
+    assert few in str(layer.explain(x))
+    monkeypatch.setattr(module, "takes_columns", lambda *call: True)
+    assert ran_by(monkeypatch, lambda: layer(x)) == many
+    assert many[-1] in str(layer.explain(x))
 
 
 def ran_by(monkeypatch: pytest.MonkeyPatch, call: Callable[[], object]) -> list[str]:

@@ -14,8 +14,6 @@ from insum_nn.ops.block_linear import (
     BLOCK_LINEAR,
     block_linear,
     block_linear_expression,
-    block_linear_operands,
-    block_linear_program,
     block_linear_stored,
     explain_block_linear,
 )
@@ -164,13 +162,9 @@ def test_a_feature_that_no_block_reads_does_not_count():
 def test_no_grid_wide_intermediate_in_the_statement():
     """What is gathered has a cell per stored block and input row, never one per place of the grid."""
     weight = block_weight((64, 96, (8, 8), 0.1))
-    named = block_linear_operands(torch.randn(5, 96, dtype=torch.float64), weight.values, {}, weight.shape)
-    assert named["W"].shape[0] == weight.num_blocks < 96
-    text = str(
-        block_linear_program("BlockCOO").explain(
-            tensors={**named, "Row": weight.row, "Col": weight.col}, out_shape=(None, 8, None)
-        )
-    )
+    assert weight.num_blocks < 96
+    index = {"Row": weight.row, "Col": weight.col}
+    text = str(explain_block_linear(torch.randn(5, 96, dtype=torch.float64), weight.values, index, weight.shape))
     assert "torch.matmul" in text
 
 

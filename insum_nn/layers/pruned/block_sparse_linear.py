@@ -13,9 +13,9 @@ from insum_nn.errors import InsumShapeError
 from insum_nn.formats import BlockCOO, GroupSize
 from insum_nn.layers.pruned.pruned_module import PrunedModule
 from insum_nn.ops.block_linear import (
-    BLOCK_LINEAR,
     BLOCK_LINEAR_FACTS,
     block_linear_program,
+    block_linear_statements,
     block_linear_stored,
     explain_block_linear,
 )
@@ -270,8 +270,9 @@ class BlockSparseLinear(PrunedModule):
 
     @property
     def expression(self) -> str:
-        """The statement that the layer runs."""
-        return BLOCK_LINEAR[self._form]
+        """The statement that the layer runs, and the two for many samples where these are faster; one a line."""
+        shape = (self.out_features, self.in_features)
+        return "\n".join(block_linear_statements(self._form, self.weight, shape, self.options))
 
     @property
     def _form(self) -> str:
@@ -317,7 +318,7 @@ class BlockSparseLinear(PrunedModule):
         parts = [f"in_features={self.in_features}, out_features={self.out_features}, bias={self.bias is not None}"]
         parts += [f"block_shape={self.block_shape}, blocks={self.num_stored} of {total}"]
         parts += [f"group_size={self.group_size}"] if self.group_size != "auto" else []
-        return ", ".join([*parts, repr(self.expression)])
+        return ", ".join([*parts, *map(repr, self.expression.splitlines())])
 
 
 def _extent(name: str, value: object, least: int) -> int:

@@ -24,6 +24,7 @@ __all__ = [
     "adds_atomically",
     "by_table",
     "fits_between",
+    "many_by_columns",
     "pairs_are_faster",
     "paths_are_products",
     "pays_between",
@@ -42,16 +43,18 @@ _PIECE = 256
 def takes_columns(x: Tensor, weight: Tensor, grid: tuple[int, int], options: Options) -> bool:
     """Whether a product of (n, k) samples with (p, a, b) blocks of a grid is better formed from transposed samples."""
     # A tracer's sizes may be symbols, which a comparison would limit.
-    if x.device.type != "cuda" or options.backend != "auto" or not is_plain_eager(x, weight) or not generates_kernels():
+    if x.device.type != "cuda" or not is_plain_eager(x, weight) or x.shape[0] < _SAMPLES or x.dtype != weight.dtype:
         return False
-    if (
-        x.shape[0] < _SAMPLES
-        or weight.shape[0] == 0
-        or min(weight.shape[1:]) < 16
-        or weight.shape[2] * weight.element_size() > _PIECE
-    ):
+    return many_by_columns(weight, grid, options)
+
+
+def many_by_columns(weight: Tensor, grid: tuple[int, int], options: Options) -> bool:
+    """Whether a product of blocks with many samples is, where a generated kernel runs it."""
+    if weight.device.type != "cuda" or options.backend != "auto" or not generates_kernels():
         return False
-    if weight.dtype == torch.float64 or x.dtype != weight.dtype:
+    if weight.dtype == torch.float64 or weight.shape[0] == 0:
+        return False
+    if min(weight.shape[1:]) < 16 or weight.shape[2] * weight.element_size() > _PIECE:
         return False
     # A dense product takes samples as they lie.
     return weight.shape[0] < dense_from(weight.element_size(), min(weight.shape[1:])) * math.prod(grid)
