@@ -15,6 +15,9 @@ import torch
 from torch import Tensor
 from torch.overrides import TorchFunctionMode
 
+from insum_nn.compiler.kernels import written
+from insum_nn.compiler.kernels.ahead import collecting
+from insum_nn.compiler.kernels.launch import interpreted
 from tests.compiler.corpus.statements import DEVICE_TYPE
 
 __all__ = ["H200", "Pretence", "pretended_gpu"]
@@ -83,6 +86,7 @@ def pretended_gpu() -> Generator[None]:
         "Event": lambda *_: SimpleNamespace(record=lambda *_: None, synchronize=lambda: None, query=lambda: True),
     }
     kept = {name: getattr(torch.cuda, name) for name in said}
+    load_ahead = written.load_ahead
     autograd: Any = torch.autograd
     engine = autograd._engine_run_backward
 
@@ -95,9 +99,12 @@ def pretended_gpu() -> Generator[None]:
         for name, value in said.items():
             setattr(torch.cuda, name, value)
         autograd._engine_run_backward = backward
+        # No machine code can be loaded: what has another way takes that.
+        written.load_ahead = lambda each: load_ahead(each) if collecting() is not None or interpreted() else False
         with Pretence():
             yield
     finally:
+        written.load_ahead = load_ahead
         autograd._engine_run_backward = engine
         for name, value in kept.items():
             setattr(torch.cuda, name, value)

@@ -138,9 +138,15 @@ class Coordinates:
         """Return the sites of ascending distinct keys, which are those of `spans_of((batch_size, *spatial_shape))`."""
         spans = spans_of((batch_size, *spatial_shape))
         wide = keys[:, None].div(constant(steps_of(spans), keys.device), rounding_mode="floor")
-        sites = cls(wide.remainder_(constant(spans, keys.device)).to(dtype), spatial_shape, batch_size)
+        indices = wide.remainder_(constant(spans, keys.device)).to(dtype)
+        return cls.of_cells(indices, keys, spatial_shape, batch_size)
+
+    @classmethod
+    def of_cells(cls, indices: Tensor, keys: Tensor, spatial_shape: tuple[int, ...], batch_size: int) -> Coordinates:
+        """Return sites of which the keys of `of_keys` are known too."""
+        sites = cls(indices, spatial_shape, batch_size)
         sites._cache["numbers"] = keys
-        sites._cache["cells"] = spans, keys
+        sites._cache["cells"] = spans_of((batch_size, *spatial_shape)), keys
         return sites
 
     def grid(self, reach: int = _MARGIN) -> SiteGrid | None:
@@ -222,9 +228,14 @@ class Coordinates:
     def raise_faults(self, facts: Sequence[int]) -> None:
         """Raise what `prove` raises where the values of `facts` say so."""
         lows, highs, twice = facts[: self.ndim + 1], facts[self.ndim + 1 : -1], facts[-1]
-        if min(lows) < 0 or any(high >= extent for high, extent in zip(highs, self.extents, strict=True)):
+        outside = min(lows) < 0 or any(high >= extent for high, extent in zip(highs, self.extents, strict=True))
+        self.raise_marks((outside, twice))
+
+    def raise_marks(self, marks: Sequence[int]) -> None:
+        """Raise what `prove` raises: the first mark is 1 where a coordinate lies outside, the second for a repeated site."""
+        if marks[0] == 1:
             raise _outside(self)
-        if twice:
+        if marks[1] == 1:
             raise _duplicate(self)
 
     def find(self, columns: Sequence[Tensor]) -> Tensor:

@@ -22,7 +22,7 @@ from torch import Tensor
 from insum_nn.structure.constants import plain_tensors
 from insum_nn.structure.transfers import constant
 
-__all__ = ["SiteGrid", "first_rows", "fits", "steps_of"]
+__all__ = ["GridNumbers", "SiteGrid", "first_rows", "fits", "grid_numbers", "steps_of"]
 
 # Cells of the largest grid (512 MiB), and the share of a GPU's memory that it may take.
 _MOST_CELLS = 1 << 27
@@ -61,7 +61,7 @@ class SiteGrid:
             reach: see `SiteGrid`.
             cells: (n,) int64: the cell of each site, where they are known.
         """
-        device, numbers = indices.device, _numbers(spans, reach)
+        device, numbers = indices.device, grid_numbers(spans, reach)
         if cells is None:
             cells = (indices * constant(numbers.steps, device)).sum(1).clamp_(0, numbers.last)
         rows = first_rows(indices.shape[0], device)
@@ -71,7 +71,7 @@ class SiteGrid:
 
     def repeats(self) -> Tensor:
         """0-d bool: whether some cell is of two sites. Of two rows written to one cell, one is not found there."""
-        found = self.table[_numbers(self.spans, self.reach).lead :].index_select(0, self.cells)
+        found = self.table[grid_numbers(self.spans, self.reach).lead :].index_select(0, self.cells)
         return (found != self.rows).any()
 
     def neighbours(self, first: Sequence[int], size: Sequence[int], step: Sequence[int]) -> Tensor:
@@ -82,7 +82,7 @@ class SiteGrid:
             size: d cells.
             step: d, from one cell of the box to the next. Nothing of the box is more than `reach` away.
         """
-        numbers = _numbers(self.spans, self.reach)
+        numbers = grid_numbers(self.spans, self.reach)
         steps = numbers.steps[1:]
         begin = numbers.lead + sum(at * by for at, by in zip(first, steps, strict=True))
         strides = [by * each for by, each in zip(step, steps, strict=True)]
@@ -101,7 +101,7 @@ def steps_of(spans: tuple[int, ...]) -> tuple[int, ...]:
     return tuple(math.prod(spans[axis + 1 :]) for axis in range(len(spans)))
 
 
-class _Numbers(NamedTuple):
+class GridNumbers(NamedTuple):
     """What is known of a grid from its extents.
 
     Attributes:
@@ -118,10 +118,11 @@ class _Numbers(NamedTuple):
 
 
 @lru_cache(maxsize=256)
-def _numbers(spans: tuple[int, ...], reach: int) -> _Numbers:
+def grid_numbers(spans: tuple[int, ...], reach: int) -> GridNumbers:
+    """Return the numbers of a grid with margins of `reach`."""
     steps, cells = steps_of(spans), math.prod(spans)
     margin = reach * sum(steps[1:])
-    return _Numbers(steps, cells, margin, cells - 1 - margin)
+    return GridNumbers(steps, cells, margin, cells - 1 - margin)
 
 
 _rows: dict[torch.device, Tensor] = {}
@@ -144,7 +145,7 @@ def fits(spans: tuple[int, ...], reach: int, sites: int, device: torch.device) -
     >>> fits((1, 404, 404, 64), 4, 236_000, torch.device("cpu")), fits((1, 1 << 20, 1 << 20), 4, 9, torch.device("cpu"))
     (True, False)
     """
-    numbers = _numbers(spans, reach)
+    numbers = grid_numbers(spans, reach)
     cells = numbers.cells + numbers.lead
     if sites == 0 or cells > _MOST_CELLS:
         return False

@@ -18,7 +18,17 @@ from insum_nn.compiler.kernels.ahead import Worker, processors
 from insum_nn.compiler.kernels.machine_code import KernelCode, to_json
 from insum_nn.compiler.kernels.stored_code import is_stored, remember_code
 
-__all__ = ["Background", "cold", "default_background_workers", "missed", "prepared", "settle", "submit", "take"]
+__all__ = [
+    "Background",
+    "cold",
+    "default_background_workers",
+    "helped",
+    "missed",
+    "prepared",
+    "settle",
+    "submit",
+    "take",
+]
 
 # Processes at most, and processors from which on there are some.
 _MOST, _FEWEST_PROCESSORS = 12, 3
@@ -192,26 +202,36 @@ def missed(code: KernelCode, *, rehearse: bool) -> None:
         code: the kernel.
         rehearse: the recorded call that runs now launches it: those of its gradients are found before it is compiled.
     """
-    global _background
-    with _lock:
-        if _background is None:
-            _background = Background(default_background_workers())
-            atexit.register(_background.close)
-    helped = rehearse and _background.most > 0
-    call = cold.call if helped else None
-    of_steps = _background.of_steps
+    begun = _begun()
+    aided = rehearse and begun.most > 0
+    call = cold.call if aided else None
+    of_steps = begun.of_steps
     rehearsed = of_steps.get(code, False) or (call is None and code in of_steps)
-    _background.missed(code, later=call is not None and not rehearsed)
-    if helped and not rehearsed and cold.rehearse_step is not None:
+    begun.missed(code, later=call is not None and not rehearsed)
+    if aided and not rehearsed and cold.rehearse_step is not None:
         found, whole = cold.rehearse_step(code, call is not None)
         of_steps.update({each: whole or of_steps.get(each, False) for each in found})
         rehearsed = code in of_steps
     if rehearsed:
         return
-    cold.due = _background.most > 0
+    cold.due = begun.most > 0
     if call is not None and cold.rehearse is not None:
         cold.call = None
         cold.rehearse(*call)
+
+
+def _begun() -> Background:
+    global _background
+    with _lock:
+        if _background is None:
+            _background = Background(default_background_workers())
+            atexit.register(_background.close)
+    return _background
+
+
+def helped() -> bool:
+    """Return whether other processes may compile for this one."""
+    return _begun().most > 0
 
 
 def prepared() -> None:

@@ -25,11 +25,11 @@ from insum_nn.compiler.kernels import background
 from insum_nn.compiler.kernels.ahead import Collection, collecting, target_of
 from insum_nn.compiler.kernels.c_launcher import build_ahead, prepare_launcher
 from insum_nn.compiler.kernels.machine_code import KernelCode, Target, compile_code, drop_module, make_module
-from insum_nn.compiler.kernels.stored_code import Loaded, find_code, remember_code
+from insum_nn.compiler.kernels.stored_code import Loaded, find_code, is_stored, remember_code
 from insum_nn.compiler.schedule.build_once import BuildOnce
 from insum_nn.errors import InsumDeviceError
 
-__all__ = ["available", "function_of", "interpreted", "launcher"]
+__all__ = ["available", "function_of", "interpreted", "launcher", "load_ahead"]
 
 
 def interpreted() -> bool:
@@ -243,3 +243,26 @@ def launcher(
         wide: numbers have 64 bits.
     """
     return _Interpret(source) if interpreted() else _Launch(source, types, even, device, wide)
+
+
+def load_ahead(launchers: Sequence[Launcher]) -> bool:
+    """Have the machine code for aligned pointers on the device where that takes little time; return whether it is.
+
+    Else it is collected, or other processes compile it; without these it is compiled here.
+    """
+    launches = [each for each in launchers if isinstance(each, _Launch)]
+    if (collection := collecting()) is not None:
+        for each in launches:
+            collection.add(each.code(each.aligned, collection.target or target_of(each.number)))
+        return not launches
+    # What loading asks of the driver has no place in a graph that is captured.
+    if not launches or torch.cuda.is_current_stream_capturing():
+        return not launches
+    codes = [each.code(each.aligned, target_of(each.number)) for each in launches]
+    if not all(map(is_stored, codes)) and background.helped():
+        background.submit(codes)
+        return False
+    for each in launches:
+        with torch.cuda.device(each.number):
+            each.codes[each.aligned] = each.load(each.aligned)
+    return True

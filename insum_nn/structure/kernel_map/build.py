@@ -18,6 +18,7 @@ from torch import Tensor
 
 from insum_nn.structure.constants import plain_tensors
 from insum_nn.structure.coordinates import Coordinates, unique_sites
+from insum_nn.structure.kernel_map.device_kernels import reached_cells, reached_table, submanifold_table
 from insum_nn.structure.kernel_map.geometry import Geometry, MapKind, output_shape
 from insum_nn.structure.kernel_map.kernel_map import KernelMap
 from insum_nn.structure.kernel_map.search import (
@@ -29,6 +30,7 @@ from insum_nn.structure.kernel_map.search import (
 from insum_nn.structure.kernel_map.tables import (
     MOST_ENTRIES,
     Groups,
+    NeighbourTable,
     Pairs,
     group_pairs,
     groups_of_table,
@@ -81,10 +83,33 @@ def build_kernel_map(
     with plain_tensors(inputs.indices):
         by_table = inputs.device.type == "cuda" if by_table is None else by_table
         try:
+            if by_table and (found := _by_kernels(inputs, geometry, shape, proven=proven)) is not None:
+                return found
             facts = None if proven else inputs.facts(by_cells=geometry.kind == "subm")
             return _build(inputs, geometry, shape, facts, by_table)
         finally:
             inputs.drop_grid()
+
+
+def _by_kernels(inputs: Coordinates, geometry: Geometry, shape: tuple[int, ...], *, proven: bool) -> KernelMap | None:
+    """Return the map made by a few kernels of their own, where these can be launched and the grid is small."""
+    if geometry.is_pointwise or geometry.volume * inputs.num_sites > MOST_ENTRIES:
+        return None
+    if geometry.kind == "subm":
+        table = submanifold_table(inputs, geometry, proven=proven)
+        if table is None:
+            return None
+        return KernelMap.of_table(inputs, inputs, geometry, NeighbourTable.of_sorted(table))
+    reached = reached_cells(inputs, geometry, shape)
+    if reached is None:
+        return None
+    facts = None if proven else inputs.facts()
+    # The only read of the device.
+    count, *limits = (reached.total if facts is None else torch.cat([reached.total, facts])).tolist()
+    if facts is not None:
+        inputs.raise_faults(limits)
+    made = reached_table(reached, count)
+    return None if made is None else KernelMap.of_table(inputs, made[0], geometry, order_by_mask(made[1]))
 
 
 def _build(

@@ -133,7 +133,7 @@ class KernelMap:
         found = self._cache.get(("filled", False))
         if found is None:
             with plain_tensors(self.inputs.indices):
-                found = (self._cache["table", False].sorted_neighbours >= 0).sum(1)
+                found = self._cache["table", False].filled
             self._cache["filled", False] = found
         return found
 
@@ -194,8 +194,10 @@ class KernelMap:
             groups = self._cache.get(("groups", False))
             if groups is not None:
                 return list_of_groups(groups)
-            cached = self._cached_counts()
-            return list_of_table(self._cache["table", False].neighbours, None if cached is None else sum(cached[1]))
+            cached, table = self._cached_counts(), self._cache["table", False]
+            if cached is None:
+                return list_of_table(table.neighbours)
+            return table.pair_list(cached[0], sum(cached[1]))
 
     @property
     def calls(self) -> dict[Any, Any]:

@@ -12,13 +12,14 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from functools import lru_cache
 from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
 from insum_nn.facts import IndexFacts, NamedFacts
+from insum_nn.structure.kernel_map.device_kernels import SortedTable, exchanged_table, pair_lists, sorted_table
+from insum_nn.structure.kernel_map.mask_bits import MASK_BITS, compared_offsets
 from insum_nn.structure.kernel_map.traced import groups_in_graph
 from insum_nn.structure.site_grid import first_rows
 from insum_nn.structure.transfers import constant
@@ -52,8 +53,6 @@ LIST_FACTS = NamedFacts(
 # Slots of a group: the longest that leaves few slots unused is taken.
 _GROUP_SIZES = (128, 64, 32, 16)
 _MAX_UNUSED = 0.25
-# Offsets by which outputs are compared: as bits of an int32 that is never negative, so that it sorts as its bits read.
-MASK_BITS = 31
 _POWERS = tuple(1 << bit for bit in range(MASK_BITS))
 # Cells past each row of a table that is written in any order, for what is not to be written; a power of two.
 _SPARE = 1024
@@ -224,6 +223,8 @@ class NeighbourTable:
         order: (m,) int32.
         sorted_neighbours: (o, m) int32, contiguous.
         words: (m,) int32: the masks in that order, where they hold all offsets and are known.
+        place: (m,) int32: the column of each output, the inverse of `order`; where it is known.
+        parts: (o, b) int32: pairs of each offset in each block of so many outputs as a program takes; with `place`.
 
     >>> rows = torch.tensor([[-1, 0, -1], [0, 1, 2], [1, -1, -1]], dtype=torch.int32)
     >>> table = order_by_mask(rows)
@@ -234,6 +235,20 @@ class NeighbourTable:
     order: Tensor
     sorted_neighbours: Tensor
     words: Tensor | None = None
+    place: Tensor | None = None
+    parts: Tensor | None = None
+
+    @classmethod
+    def of_sorted(cls, found: SortedTable, *, named: bool = False) -> NeighbourTable:
+        """Return the table that kernels of their own have sorted; `named`: its columns were not in the order of rows."""
+        order, near, words, place, parts = found
+        known = None if near.shape[0] > MASK_BITS else words
+        return cls(order, near, known) if named else cls(order, near, known, place, parts)
+
+    @property
+    def filled(self) -> Tensor:
+        """(o,) int64: pairs of each offset."""
+        return (self.sorted_neighbours >= 0).sum(1) if self.parts is None else self.parts.sum(1)
 
     @property
     def num_offsets(self) -> int:
@@ -248,7 +263,23 @@ class NeighbourTable:
     @property
     def neighbours(self) -> Tensor:
         """(o, m) int32: the columns in the order of the outputs' rows; not kept."""
+        if self.place is not None:
+            return self.sorted_neighbours.index_select(1, self.place)
         return torch.empty_like(self.sorted_neighbours).index_copy_(1, self.order.long(), self.sorted_neighbours)
+
+    def pair_list(self, filled: Tensor, count: int) -> dict[str, Tensor]:
+        """Return `list_of_table` of these neighbours.
+
+        Args:
+            filled: (o,) int64: pairs of each offset.
+            count: all pairs.
+        """
+        lists = None
+        if self.place is not None and self.parts is not None:
+            lists = pair_lists(self.sorted_neighbours, self.place, self.parts, filled, count)
+        if lists is None:
+            return list_of_table(self.neighbours, count)
+        return {"Off": lists[0], "OutIdx": lists[1], "InIdx": lists[2]}
 
     @property
     def tensors(self) -> Mapping[str, Tensor]:
@@ -266,6 +297,9 @@ class NeighbourTable:
     def exchanged(self, inputs: int) -> Tensor:
         """Return (o, n) int32: the output that each of n inputs meets at each offset, or -1."""
         near, order, device = self.sorted_neighbours, self.order, self.order.device
+        found = exchanged_table(near, order, inputs)
+        if found is not None:
+            return found
         # What is missing is written past the inputs, to many cells, as many writes to one cell would wait in line: -1
         # modulo the number of a spare cell is the cell before it. All other entries are less, and stay.
         spare = first_rows(near.shape[1], device).bitwise_and(constant((_SPARE - 1,), device)).add_(inputs + 1)
@@ -318,17 +352,14 @@ def order_by_mask(neighbours: Tensor, rows: Tensor | None = None) -> NeighbourTa
         rows: (m,) int32: the output of each column; default: the column. Outputs of equal masks stay in the order of
             the columns.
     """
+    found = sorted_table(neighbours, rows)
+    if found is not None:
+        return NeighbourTable.of_sorted(found, named=rows is not None)
     volume, device = neighbours.shape[0], neighbours.device
     compared = neighbours
     if volume > MASK_BITS:
-        compared = neighbours.index_select(0, constant(_compared_offsets(volume), device))
+        compared = neighbours.index_select(0, constant(compared_offsets(volume), device))
     bits = constant(_POWERS[: compared.shape[0]], device, torch.int32)[:, None]
     words, order = ((compared >= 0) * bits).sum(0, dtype=torch.int32).sort(stable=True)
-    found = order.int() if rows is None else rows.index_select(0, order)
-    return NeighbourTable(found, neighbours.index_select(1, order), None if volume > MASK_BITS else words)
-
-
-@lru_cache(maxsize=64)
-def _compared_offsets(volume: int) -> tuple[int, ...]:
-    """`MASK_BITS` of more offsets, from the first to the last, at equal distances."""
-    return tuple(round(bit * (volume - 1) / (MASK_BITS - 1)) for bit in range(MASK_BITS))
+    owners = order.int() if rows is None else rows.index_select(0, order)
+    return NeighbourTable(owners, neighbours.index_select(1, order), None if volume > MASK_BITS else words)

@@ -1,0 +1,65 @@
+"""Kernels that are written by hand, of integers that no statement computes; launched as generated kernels are.
+
+Whoever uses them has another way to the same numbers, on torch's operators. So a first step does not wait for their
+machine code: until other processes have compiled it, the other way is taken.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import NamedTuple
+
+import torch
+
+from insum_nn.compiler.forms.nest import Source
+from insum_nn.compiler.forms.parameters import Launcher
+from insum_nn.compiler.ir.nodes import Const
+from insum_nn.compiler.kernels.launch import available, launcher, load_ahead
+from insum_nn.compiler.schedule.space import Schedule
+
+__all__ = ["WrittenKernel", "WrittenKernels"]
+
+
+class WrittenKernel(NamedTuple):
+    """A kernel.
+
+    Attributes:
+        text: a module in which the function `kernel` is Triton's; as it is no multiple of sizes, one serves all.
+        types: Triton's types of its pointers, in the order of its parameters; `None` for numbers of 32 bits.
+        warps: of a program.
+    """
+
+    text: str
+    types: tuple[str | None, ...]
+    warps: int = 4
+
+
+class WrittenKernels:
+    """Kernels that are used together.
+
+    Args:
+        kernels: theirs.
+    """
+
+    def __init__(self, kernels: Sequence[WrittenKernel]) -> None:
+        self.kernels = tuple(kernels)
+        self._ready: dict[torch.device, tuple[Launcher, ...]] = {}
+
+    def launchers(self, device: torch.device) -> tuple[Launcher, ...] | None:
+        """What launches each on a device; `None`: Triton does not serve it, or their machine code is not there yet."""
+        return self._ready.get(device) or self._prepare(device)
+
+    def _prepare(self, device: torch.device) -> tuple[Launcher, ...] | None:
+        # Launchers ask torch for the stream.
+        if device.type != "cuda" or not available():
+            return None
+        found = tuple([_launcher(kernel, device) for kernel in self.kernels])
+        if not load_ahead(found):
+            return None
+        self._ready[device] = found
+        return found
+
+
+def _launcher(kernel: WrittenKernel, device: torch.device) -> Launcher:
+    source = Source(kernel.text, (), Const(0), {}, Schedule(warps=kernel.warps), torch.int32, finished=True)
+    return launcher(source, kernel.types, (), device, wide=False)

@@ -1,0 +1,251 @@
+"""The texts of kernels that build maps on a device, one for all sizes.
+
+Numbers of cells and entries fit 32 bits: whoever launches them sees to that.
+"""
+
+from __future__ import annotations
+
+from typing import Literal
+
+__all__ = ["COLUMNS", "CONSTANTS", "exchange", "look_up", "mark", "masks", "number", "pairs", "permute", "write"]
+
+# Columns of a table that one program takes, and offsets that it takes at a time.
+COLUMNS = 512
+_OFFSETS = 8
+CONSTANTS = {"columns": COLUMNS, "offsets": _OFFSETS}
+
+_HEAD = """import triton
+import triton.language as tl
+
+
+@triton.jit
+def kernel({parameters}):
+    block = tl.program_id(0)
+    column = block * {columns} + tl.arange(0, {columns})
+    here = column < columns
+"""
+
+_BY_OFFSETS = """    for first in range(0, volume, {offsets}):
+        k = first + tl.arange(0, {offsets})
+        inside = (k < volume)[:, None] & here[None, :]
+"""
+
+# Word: the offsets at which a column has an entry, as sums of `powers`; parts: entries of each offset in the block.
+_MASKS = """        present = (got >= 0).to(tl.int32)
+        power = tl.load(powers + k, mask=k < volume, other=0)
+        word += tl.sum(present * power[:, None], 0)
+        tl.store(parts + k * blocks + block, tl.sum(present, 1), mask=k < volume)
+    tl.store(words + column, word, mask=here)
+"""
+
+
+def _text(parameters: str, *lines: str) -> str:
+    return "".join([_HEAD, *lines]).format(parameters=parameters, **CONSTANTS)
+
+
+def _names(letter: str, first: int, dims: int) -> list[str]:
+    return [f"{letter}{axis}" for axis in range(first, dims + 1)]
+
+
+def _list(*names: str | list[str]) -> str:
+    return ", ".join([each for name in names for each in ([name] if isinstance(name, str) else name)])
+
+
+def _cells(dims: int) -> str:
+    """The cell of each site, in a grid with a margin after every axis but the first; moved inside where it is not."""
+    lines = ["    outside = column < 0\n", "    cell = tl.zeros(({columns},), tl.int32)\n"]
+    for axis in range(dims + 1):
+        lines += [
+            f"    x{axis} = tl.load(indices + (column * {dims + 1} + {axis}), mask=here, other=0)\n",
+            f"    outside = outside | (x{axis} < 0) | (x{axis} >= e{axis})\n",
+            f"    x{axis} = tl.minimum(tl.maximum(x{axis}, 0), e{axis} - 1).to(tl.int32)\n",
+            f"    cell = cell * (e{axis} + margin) + x{axis}\n",
+        ]
+    return "".join(lines)
+
+
+def _kernel_cells(dims: int) -> str:
+    """The kernel cell of each offset: its coordinates `c1`, `c2`, .."""
+    lines = ["        rest = k\n"]
+    for axis in range(dims, 0, -1):
+        lines += [f"        c{axis} = rest % k{axis}\n", f"        rest = rest // k{axis}\n"]
+    return "".join(lines)
+
+
+def number(dims: int) -> str:
+    """Write the row of each site at its cell, and 1 at `flag` of the table where a coordinate lies outside."""
+    return _text(
+        _list("indices", "table", "lead", "flag", "columns", "margin", _names("e", 0, dims)),
+        _cells(dims),
+        "    tl.store(table + (lead + cell), column, mask=here)\n",
+        "    tl.store(table + (flag + column * 0), column * 0 + 1, mask=here & outside)\n",
+    )
+
+
+def look_up(dims: int) -> str:
+    """Look up the neighbours of all sites in the table that `number` wrote, with their words and parts.
+
+        near[k, i] = table[lead + cell[i] + step(k)]
+
+    At `flag` of the table 1 is written where the row of another site stands at a site's cell.
+    """
+    steps = ["        step = k * 0\n"]
+    for axis in range(1, dims + 1):
+        steps.append(f"        step = step * (e{axis} + margin) + (c{axis} * s{axis} - p{axis})\n")
+    moves = [_names(letter, 1, dims) for letter in "ksp"]
+    return _text(
+        _list(
+            *("indices", "table", "near", "words", "parts", "powers", "lead", "flag", "columns", "margin"),
+            *(_names("e", 0, dims), *moves, "volume", "blocks"),
+        ),
+        _cells(dims),
+        "    base = table + (lead + cell)\n",
+        "    other = tl.load(base, mask=here, other=0) != column\n",
+        "    tl.store(table + (flag + column * 0), column * 0 + 1, mask=here & other)\n",
+        "    word = tl.zeros(({columns},), tl.int32)\n",
+        _BY_OFFSETS,
+        _kernel_cells(dims),
+        *steps,
+        "        got = tl.load(base[None, :] + step[:, None], mask=inside, other=-1)\n",
+        "        tl.store(near + (k[:, None] * columns + column[None, :]), got, mask=inside)\n",
+        _MASKS,
+    )
+
+
+def masks() -> str:
+    """Words and parts of a table (volume, columns)."""
+    return _text(
+        "near, words, parts, powers, columns, volume, blocks",
+        "    word = tl.zeros(({columns},), tl.int32)\n",
+        _BY_OFFSETS,
+        "        got = tl.load(near + (k[:, None] * columns + column[None, :]), mask=inside, other=-1)\n",
+        _MASKS,
+    )
+
+
+def permute() -> str:
+    """Put the columns of a table in an order.
+
+    out[k, i] = near[k, order[i]];  rows[i] = names[order[i]];  place[order[i]] = i
+    """
+    return _text(
+        "near, order, names, out, rows, place, columns, volume",
+        "    at = tl.load(order + column, mask=here, other=0).to(tl.int32)\n",
+        "    tl.store(rows + column, tl.load(names + at, mask=here, other=0), mask=here)\n",
+        "    tl.store(place + at, column, mask=here)\n",
+        _BY_OFFSETS,
+        "        got = tl.load(near + (k[:, None] * columns + at[None, :]), mask=inside, other=-1)\n",
+        "        tl.store(out + (k[:, None] * columns + column[None, :]), got, mask=inside)\n",
+    )
+
+
+def exchange() -> str:
+    """Write the output of each entry at its input: out[k, near[k, i]] = order[i]."""
+    return _text(
+        "near, order, out, columns, volume, inputs",
+        "    row = tl.load(order + column, mask=here, other=0)\n",
+        _BY_OFFSETS,
+        "        got = tl.load(near + (k[:, None] * columns + column[None, :]), mask=inside, other=-1)\n",
+        "        rows = row[None, :] + k[:, None] * 0\n",
+        "        tl.store(out + (k[:, None] * inputs + got), rows, mask=inside & (got >= 0))\n",
+    )
+
+
+def pairs() -> str:
+    """List the entries of a table by offset, then by row: a program takes a block of rows at one offset.
+
+    Before its entries stand `filled` of earlier offsets and `parts` of earlier blocks.
+    """
+    return """import triton
+import triton.language as tl
+
+
+@triton.jit
+def kernel(near, place, parts, filled, offset, output, input, columns, blocks):
+    k = tl.program_id(0) // blocks
+    block = tl.program_id(0) % blocks
+    row = block * {columns} + tl.arange(0, {columns})
+    at = tl.load(place + row, mask=row < columns, other=0)
+    got = tl.load(near + (k * columns + at), mask=row < columns, other=-1)
+    present = (got >= 0).to(tl.int32)
+    before = tl.cumsum(present, 0) - 1
+    some = tl.arange(0, {columns})
+    for first in range(0, k, {columns}):
+        before += tl.sum(tl.load(filled + (first + some), mask=first + some < k, other=0).to(tl.int32), 0)
+    for first in range(0, block, {columns}):
+        before += tl.sum(tl.load(parts + (k * blocks + first + some), mask=first + some < block, other=0), 0)
+    tl.store(offset + before, row * 0 + k, mask=got >= 0)
+    tl.store(output + before, row, mask=got >= 0)
+    tl.store(input + before, got, mask=got >= 0)
+""".format(**CONSTANTS)
+
+
+def _landing(dims: int, kind: Literal["conv", "transpose"]) -> str:
+    """Where the kernel's cells take sites: `place1`, .., and the number `key` of that cell, where `reached`.
+
+    m are the output's extents, s strides, p paddings, g dilations. A site and a cell of the kernel lead to an output
+    along an axis where both leave the same remainder of the stride: one division for each, and none for the two.
+    """
+    axes, transposed = range(1, dims + 1), kind == "transpose"
+    lines: list[str] = []
+    for axis in range(dims + 1):
+        lines += [
+            f"    x{axis} = tl.load(indices + (column * {dims + 1} + {axis}), mask=here, other=0)\n",
+            f"    here = here & (x{axis} >= 0) & (x{axis} < e{axis})\n",
+            f"    x{axis} = tl.where(here, x{axis}, 0).to(tl.int32)\n",
+        ]
+    for axis in axes:
+        own = f"x{axis} * s{axis} - p{axis}" if transposed else f"(x{axis} + p{axis}) // s{axis}"
+        lines.append(f"    q{axis} = {own}\n")
+        if not transposed:
+            lines.append(f"    r{axis} = (x{axis} + p{axis}) % s{axis}\n")
+    lines += [_BY_OFFSETS, _kernel_cells(dims), "        reached = inside\n"]
+    lines += ["        place0 = x0[None, :] + k[:, None] * 0\n", "        key = place0\n"]
+    for axis in axes:
+        if transposed:
+            lines.append(f"        place{axis} = q{axis}[None, :] + (c{axis} * g{axis})[:, None]\n")
+        else:
+            lines += [
+                f"        step = c{axis} * g{axis}\n",
+                f"        reached = reached & (r{axis}[None, :] == (step % s{axis})[:, None])\n",
+                f"        place{axis} = q{axis}[None, :] - (step // s{axis})[:, None]\n",
+            ]
+        lines += [
+            f"        reached = reached & (place{axis} >= 0) & (place{axis} < m{axis})\n",
+            f"        key = key * (m{axis} + margin) + place{axis}\n",
+        ]
+    return "".join(lines)
+
+
+def _movement(dims: int) -> list[str]:
+    names = [_names("e", 0, dims), *(_names(letter, 1, dims) for letter in "mkspg")]
+    return ["columns", "margin", *(each for some in names for each in some), "volume"]
+
+
+def mark(dims: int, kind: Literal["conv", "transpose"]) -> str:
+    """Write 1 at each cell that a kernel reaches."""
+    return _text(
+        _list("indices", "marks", _movement(dims)),
+        _landing(dims, kind),
+        "        tl.store(marks + key, key * 0 + 1, mask=reached)\n",
+    )
+
+
+def write(dims: int, kind: Literal["conv", "transpose"]) -> str:
+    """Write the table of a kernel, and the cells and coordinates of its `count` outputs, whose numbers cells hold.
+
+    table[k, number] = row;  keys[number] = key;  outputs[number, j] = place j
+    """
+    stores = [
+        f"        tl.store(outputs + (number * {dims + 1} + {axis}), place{axis}, mask=reached)\n"
+        for axis in range(dims + 1)
+    ]
+    return _text(
+        _list("indices", "numbers", "table", "keys", "outputs", "count", _movement(dims)),
+        _landing(dims, kind),
+        "        number = tl.load(numbers + key, mask=reached, other=1) - 1\n",
+        "        rows = column[None, :] + k[:, None] * 0\n",
+        "        tl.store(table + (k[:, None] * count + number), rows, mask=reached)\n",
+        "        tl.store(keys + number, key, mask=reached)\n",
+        *stores,
+    )
