@@ -232,7 +232,10 @@ class Coordinates:
         self.raise_marks((outside, twice))
 
     def raise_marks(self, marks: Sequence[int]) -> None:
-        """Raise what `prove` raises: the first mark is 1 where a coordinate lies outside, the second for a repeated site."""
+        """Raise what `prove` raises: of two marks, 1 where a coordinate lies outside or a site repeats.
+
+        No other value means a fault.
+        """
         if marks[0] == 1:
             raise _outside(self)
         if marks[1] == 1:
