@@ -12,7 +12,9 @@ from torch import Tensor
 from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from insum_nn.compiler.forms.parameters import Launcher
 from insum_nn.compiler.kernels.ahead import collect
+from insum_nn.compiler.kernels.written import WrittenKernels
 from tests.pretended_gpu import H200, Pretence, pretended_gpu
 
 __all__ = ["DeviceCalls", "device_calls"]
@@ -161,9 +163,21 @@ class _Functions(TorchFunctionMode):
         return func(*args, **kwargs)
 
 
+class _Interpreted:
+    """A written kernel that is interpreted; what the interpreter asks of torch is not counted."""
+
+    def __init__(self, calls: DeviceCalls, launch: Launcher) -> None:
+        self.calls, self.launch = calls, launch
+
+    def __call__(self, arguments: list[Any], grid: int) -> None:
+        self.calls.kernels += 1
+        with torch._C.DisableTorchFunction(), torch._C._DisableTorchDispatch():  # type: ignore[attr-defined]
+            self.launch(arguments, grid)
+
+
 @contextlib.contextmanager
 def device_calls() -> Generator[DeviceCalls]:
-    """Count within; tensors from outside are on the pretended GPU, and generated kernels are not run."""
+    """Count within; tensors from outside are on the pretended GPU, and kernels are not run, or interpreted."""
     calls = DeviceCalls()
     engine: Any = torch.autograd._engine_run_backward
     with pretended_gpu(), collect(H200) as collection, _Functions(calls), _Operators(calls):
@@ -176,9 +190,17 @@ def device_calls() -> Generator[DeviceCalls]:
         torch.autograd._engine_run_backward = backward
         # To the package there is no mode: what torch runs for itself is what is counted.
         length, torch._C._len_torch_dispatch_stack = torch._C._len_torch_dispatch_stack, lambda: 0
+        launchers = WrittenKernels.launchers
+
+        def counted(self: WrittenKernels, device: torch.device) -> tuple[Any, ...] | None:
+            found = launchers(self, device)
+            return None if found is None else tuple([_Interpreted(calls, each) for each in found])
+
+        WrittenKernels.launchers = counted
         try:
             yield calls
         finally:
+            WrittenKernels.launchers = launchers
             torch._C._len_torch_dispatch_stack = length
             torch.autograd._engine_run_backward = pretending
-    calls.kernels = collection.launches
+    calls.kernels += collection.launches

@@ -14,7 +14,7 @@ import torch
 from insum_nn.compiler.forms.nest import Source
 from insum_nn.compiler.forms.parameters import Launcher
 from insum_nn.compiler.ir.nodes import Const
-from insum_nn.compiler.kernels.launch import available, launcher, load_ahead
+from insum_nn.compiler.kernels.launch import available, interpreted, launcher, load_ahead
 from insum_nn.compiler.schedule.space import Schedule
 
 __all__ = ["WrittenKernel", "WrittenKernels"]
@@ -56,7 +56,8 @@ class WrittenKernels:
         found = tuple([_launcher(kernel, device) for kernel in self.kernels])
         if not load_ahead(found):
             return None
-        self._ready[device] = found
+        if not interpreted():
+            self._ready[device] = found
         return found
 
 

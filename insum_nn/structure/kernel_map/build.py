@@ -18,7 +18,12 @@ from torch import Tensor
 
 from insum_nn.structure.constants import plain_tensors
 from insum_nn.structure.coordinates import Coordinates, unique_sites
-from insum_nn.structure.kernel_map.device_kernels import reached_cells, reached_table, submanifold_table
+from insum_nn.structure.kernel_map.device_kernels import (
+    reached_cells,
+    reached_table,
+    site_marks,
+    submanifold_table,
+)
 from insum_nn.structure.kernel_map.geometry import Geometry, MapKind, output_shape
 from insum_nn.structure.kernel_map.kernel_map import KernelMap
 from insum_nn.structure.kernel_map.search import (
@@ -103,11 +108,15 @@ def _by_kernels(inputs: Coordinates, geometry: Geometry, shape: tuple[int, ...],
     reached = reached_cells(inputs, geometry, shape)
     if reached is None:
         return None
-    facts = None if proven else inputs.facts()
+    marks = None
+    if not proven:
+        marks = site_marks(inputs)
+        if marks is None:
+            inputs.prove()
     # The only read of the device.
-    count, *limits = (reached.total if facts is None else torch.cat([reached.total, facts])).tolist()
-    if facts is not None:
-        inputs.raise_faults(limits)
+    count, *faults = (reached.total if marks is None else torch.cat([reached.total, marks])).tolist()
+    if marks is not None:
+        inputs.raise_marks(faults)
     made = reached_table(reached, count)
     return None if made is None else KernelMap.of_table(inputs, made[0], geometry, order_by_mask(made[1]))
 

@@ -28,6 +28,7 @@ __all__ = [
     "pair_lists",
     "reached_cells",
     "reached_table",
+    "site_marks",
     "sorted_table",
     "submanifold_table",
 ]
@@ -147,6 +148,39 @@ def sorted_table(near: Tensor, names: Tensor | None = None) -> SortedTable | Non
     return memory.sort(permute, near, words, first_rows(columns, device) if names is None else names)
 
 
+class _Grid(NamedTuple):
+    """The rows of sites at their cells; behind these, two marks for `Coordinates.raise_marks`."""
+
+    indices: Tensor
+    table: Tensor
+    flag: int
+    look_up: Any
+    numbers: tuple[int, ...]
+
+    @property
+    def marks(self) -> Tensor:
+        """(2,); the second is made by a look-up."""
+        return self.table[self.flag :]
+
+
+def _grid(sites: Coordinates, reach: int) -> _Grid | None:
+    """Write the rows of sites, which need not be proven, at their cells, where the grid is small."""
+    indices, extents, device, columns = sites.indices, sites.extents, sites.device, sites.num_sites
+    spans = spans_of(extents, reach)
+    margin = spans[1] - extents[1]
+    if not fits(spans, margin, columns, device) or indices.numel() >= _NARROW:
+        return None
+    kernels = _site_kernels(sites.ndim, indices.dtype).launchers(device)
+    if kernels is None:
+        return None
+    number, look_up = kernels
+    indices, (_, cells, lead, _) = indices.contiguous(), grid_numbers(spans, margin)
+    flag = lead + cells
+    table = torch.full((flag + 2,), -1, dtype=torch.int32, device=device)
+    number([indices, table, lead, flag, columns, margin, *extents], -(-columns // COLUMNS))
+    return _Grid(indices, table, flag, look_up, (lead, flag + 1, columns, margin, *extents))
+
+
 def submanifold_table(sites: Coordinates, geometry: Geometry, *, proven: bool) -> SortedTable | None:
     """Return the table of a submanifold map, where a grid of its cells is small; see `submanifold_neighbours`.
 
@@ -155,34 +189,37 @@ def submanifold_table(sites: Coordinates, geometry: Geometry, *, proven: bool) -
         geometry: the kernel's movement.
         proven: they are in range and without repetition; else it is checked when all has been launched.
     """
-    moves = [*zip(geometry.kernel_size, geometry.dilation, geometry.padding, strict=True)]
+    volume, columns, device = geometry.volume, sites.num_sites, sites.device
+    moves = zip(geometry.kernel_size, geometry.dilation, geometry.padding, strict=True)
     reach = max(max(abs(padding), abs((extent - 1) * step - padding)) for extent, step, padding in moves)
-    indices, extents, device = sites.indices, sites.extents, sites.device
-    spans, columns, volume, dims = spans_of(extents, reach), sites.num_sites, geometry.volume, sites.ndim
-    margin = spans[1] - extents[1]
-    if not fits(spans, margin, columns, device) or max(indices.numel(), volume * columns) >= _NARROW:
+    kernels = _table_kernels().launchers(device) if volume * columns < _NARROW else None
+    grid = None if kernels is None else _grid(sites, reach)
+    if kernels is None or grid is None:
         return None
-    kernels = _site_kernels(dims, indices.dtype).launchers(device)
-    others = _table_kernels().launchers(device)
-    if kernels is None or others is None:
-        return None
-    (number, look_up), permute = kernels, others[1]
-    indices, (_, cells, lead, _) = indices.contiguous(), grid_numbers(spans, margin)
-    flag, table = lead + cells, _even(volume * columns)
-    grid = torch.full((flag + 2,), -1, dtype=torch.int32, device=device)
-    memory = _Memory(volume, columns, device)
+    memory, table = _Memory(volume, columns, device), _even(volume * columns)
     near = torch.empty(table + columns, dtype=torch.int32, device=device)
     words = near.as_strided((columns,), (1,), table)
-    number([indices, grid, lead, flag, columns, margin, *extents], memory.blocks)
+    tensors = [grid.indices, grid.table, near, words, memory.parts, _powers(volume, device)]
     geometric = (*geometry.kernel_size, *geometry.dilation, *geometry.padding)
-    numbers = [lead, flag + 1, columns, margin, *extents, *geometric, volume, memory.blocks]
-    look_up([indices, grid, near, words, memory.parts, _powers(volume, device), *numbers], memory.blocks)
+    grid.look_up([*tensors, *grid.numbers, *geometric, volume, memory.blocks], memory.blocks)
     # Look-ups are safe without the answer: the device goes on while it is on its way.
-    answer = None if proven else read_later(grid[flag:])
-    found = memory.sort(permute, near, words, first_rows(columns, device))
+    answer = None if proven else read_later(grid.marks)
+    found = memory.sort(kernels[1], near, words, first_rows(columns, device))
     if answer is not None:
         sites.raise_marks(answer())
     return found
+
+
+def site_marks(sites: Coordinates) -> Tensor | None:
+    """Return (2,) what `Coordinates.raise_marks` reads, where a grid of the sites is small."""
+    grid = _grid(sites, 0)
+    if grid is None:
+        return None
+    # Of no neighbour, a look-up compares each site's row with that in its cell.
+    words = torch.empty(sites.num_sites, dtype=torch.int32, device=sites.device)
+    tensors = [grid.indices, grid.table, words, words, words, words]
+    grid.look_up([*tensors, *grid.numbers, *[1] * (3 * sites.ndim), 0, 0], -(-sites.num_sites // COLUMNS))
+    return grid.marks
 
 
 class _Reached(NamedTuple):
