@@ -28,7 +28,6 @@ from insum_nn.structure.kernel_map.geometry import Geometry, MapKind, output_sha
 from insum_nn.structure.kernel_map.kernel_map import KernelMap
 from insum_nn.structure.kernel_map.search import (
     Neighbours,
-    identity_neighbours,
     reached_neighbours,
     submanifold_neighbours,
 )
@@ -145,7 +144,8 @@ def _build(
     if geometry.is_pointwise:
         outputs = inputs if subm else _with_shape(inputs, shape)
         if by_table and small:
-            return _of_neighbours(inputs, geometry, identity_neighbours(outputs), by_table)
+            table = NeighbourTable.identity(inputs.num_sites, inputs.device)
+            return KernelMap.of_table(inputs, outputs, geometry, table)
         return KernelMap.of_groups(inputs, outputs, geometry, identity_groups(inputs.num_sites, inputs.device))
     outputs, pairs = (inputs, _submanifold_pairs(inputs, geometry)) if subm else _reached_pairs(inputs, geometry, shape)
     return KernelMap.of_groups(inputs, outputs, geometry, group_pairs(pairs, geometry.volume))

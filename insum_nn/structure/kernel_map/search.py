@@ -25,7 +25,7 @@ from insum_nn.structure.kernel_map.geometry import Geometry
 from insum_nn.structure.site_grid import first_rows, fits, steps_of
 from insum_nn.structure.transfers import constant
 
-__all__ = ["Neighbours", "identity_neighbours", "reached_neighbours", "submanifold_neighbours"]
+__all__ = ["Neighbours", "reached_neighbours", "submanifold_neighbours"]
 
 # (offset, voxel) looked at together: bounds the memory of a search, not the size of a map.
 _CANDIDATES = 1 << 24
@@ -53,12 +53,6 @@ class Neighbours(NamedTuple):
         if self.rows is None:
             return self.near
         return torch.empty_like(self.near).index_copy_(1, self.rows.long(), self.near)
-
-
-def identity_neighbours(outputs: Coordinates) -> Neighbours:
-    """Return the neighbours of a kernel of one cell, in which every row meets itself."""
-    rows = torch.arange(outputs.num_sites, dtype=torch.int32, device=outputs.device)
-    return Neighbours(outputs, rows[None], rows)
 
 
 def submanifold_neighbours(sites: Coordinates, geometry: Geometry) -> Neighbours | None:

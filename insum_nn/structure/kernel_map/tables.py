@@ -245,6 +245,12 @@ class NeighbourTable:
         known = None if near.shape[0] > MASK_BITS else words
         return cls(order, near, known) if named else cls(order, near, known, place, parts)
 
+    @classmethod
+    def identity(cls, outputs: int, device: torch.device) -> NeighbourTable:
+        """Return the table of a kernel of one cell, in which every row meets itself."""
+        rows = torch.arange(outputs, dtype=torch.int32, device=device)
+        return cls(rows, rows[None], torch.ones_like(rows))
+
     @property
     def filled(self) -> Tensor:
         """(o,) int64: pairs of each offset."""
