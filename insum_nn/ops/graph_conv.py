@@ -173,6 +173,7 @@ def explain_graph_conv(
     x: Tensor,
     edge_index: Tensor,
     edge_weight: Tensor | None = None,
+    bias: Tensor | None = None,
     *,
     recipe: Recipe = SYMMETRIC,
     options: Options = DEFAULT,
@@ -184,6 +185,8 @@ def explain_graph_conv(
     grouped = graph.by_row
     values = grouped.spread(graph_values(graph, edge_weight, recipe, x.dtype, options).detach())
     named = {**grouped.matrix.tensors, "Val": values, "B": x.detach()}
+    if bias is not None and bias.dtype == x.dtype:
+        named["C"] = bias.detach()
     carry = built_program(CARRY, grouped.matrix.facts, fixed_order(options))
     return carry.explain(tensors=named, out_shape=(graph.num_nodes, None), measure=measure)
 

@@ -17,7 +17,7 @@ from torch import Tensor
 from insum_nn.compiler.api import BoundProgram, Program, built_program
 from insum_nn.compiler.options import DEFAULT
 from insum_nn.facts import IndexFacts
-from insum_nn.formats import COO, GroupCOO, GroupSize
+from insum_nn.formats import GroupCOO
 from insum_nn.formats.convert import uncompressed
 from insum_nn.ops.spmm import SPMM
 from insum_nn.structure.constants import plain_tensors
@@ -60,48 +60,26 @@ SYMMETRIC = Recipe()
 
 @dataclass(frozen=True, eq=False)
 class Grouped:
-    """The entries of a graph grouped by node: by receiver, or for the transpose by sender.
+    """The entries of a graph sorted by node, each a group: by receiver, or for the transpose by sender.
 
     Attributes:
-        matrix: (n, n); its values number the entries from 1, and are 0 in unused slots. Where slots are entries, in
-            their order, values are all 1.
+        matrix: (n, n); its values are all 1.
         order: (p,) where each of its entries stands among the graph's; `None`: in the same order.
         program: `C[Row[g],n] += Val[g,q] * B[Col[g,q],n]` with the facts of this matrix.
-        num_entries: `p`.
     """
 
     matrix: GroupCOO
     order: Tensor | None
     program: Program
-    num_entries: int
 
     @cached_property
     def product(self) -> BoundProgram:
         """The program with this matrix's index tensors bound; a call takes values in slots, and `B`."""
         return self.program.bind({"Row": self.matrix.group_index, "Col": self.matrix.indices[0]})
 
-    @cached_property
-    def slots(self) -> Tensor | None:
-        """(p,) the slot of each of its entries; `None`: every slot is used, in the order of entries."""
-        numbers = self.matrix.values
-        if numbers.numel() == self.num_entries:
-            return None
-        with plain_tensors(numbers):
-            return (numbers.reshape(-1) > 0).nonzero().squeeze(1)
-
     def spread(self, values: Tensor) -> Tensor:
-        """Return values of the graph's entries (p,) in slots (g, q), 0 in unused ones."""
-        if self.order is not None:
-            values = values.index_select(0, self.order)
-        shape = self.matrix.values.shape
-        if self.slots is None:
-            return values.reshape(shape)
-        return values.new_zeros(shape.numel()).index_copy(0, self.slots, values).reshape(shape)
-
-    def collect(self, values: Tensor) -> Tensor:
-        """Return values in slots (g, q) as values of its entries (p,), in its own order."""
-        flat = values.reshape(-1)
-        return flat if self.slots is None else flat.index_select(0, self.slots)
+        """Return values of the graph's entries (p,) in slots (g, q)."""
+        return (values if self.order is None else values.index_select(0, self.order)).unsqueeze(1)
 
 
 class GraphMatrix:
@@ -114,14 +92,12 @@ class GraphMatrix:
 
     Args:
         entries: in any order; every node in them is below `num_nodes`.
-        group_size: slots per group, where the default is not wanted.
 
     Attributes:
         entries: sorted by receiver, then by sender; `values` everywhere are in this order.
     """
 
-    def __init__(self, entries: GraphEntries, *, group_size: GroupSize | None = None) -> None:
-        self._group_size: GroupSize = group_size or 1
+    def __init__(self, entries: GraphEntries) -> None:
         row, col, order = sort_pairs(entries.row, entries.col, entries.num_nodes)
         source = order if entries.source is None else entries.source.index_select(0, order)
         source = source.to(entry_dtype(source.device, entries.num_edges))
@@ -191,17 +167,10 @@ class GraphMatrix:
         with plain_tensors(row, col):
             shape = (self.num_nodes, self.num_nodes)
             facts = (IndexFacts(sorted=True, masked=False, proven=True), IndexFacts(masked=False, proven=True))
-            if self._group_size == 1:
-                # Slots are entries, in their order: the numbers are not read, and take no memory.
-                numbers = row.new_ones(1, 1).expand(self.num_entries, 1)
-                matrix = GroupCOO(shape, 0, row, (col[:, None],), numbers, facts)._guaranteed()  # pyright: ignore[reportPrivateUsage]
-            else:
-                numbers = torch.arange(1, self.num_entries + 1, device=row.device)
-                coo = COO(shape, (row, col), numbers, facts)._guaranteed()  # pyright: ignore[reportPrivateUsage]
-                matrix = GroupCOO.from_coo(coo, coalesce=False, group_size=self._group_size)
-        return Grouped(
-            matrix, order, built_program(SPMM["GroupCOO along rows"], matrix.facts, DEFAULT), self.num_entries
-        )
+            # Values are not read, and take no memory.
+            values = row.new_ones(1, 1).expand(self.num_entries, 1)
+            matrix = GroupCOO(shape, 0, row, (col[:, None],), values, facts)._guaranteed()  # pyright: ignore[reportPrivateUsage]
+        return Grouped(matrix, order, built_program(SPMM["GroupCOO along rows"], matrix.facts, DEFAULT))
 
 
 # What is built from a tensor is kept for as long as it lives and its version stays.

@@ -134,4 +134,4 @@ def _compared(a: Tensor, b: Tensor, graph: GraphMatrix, options: Options) -> Ten
     matrix = grouped.matrix
     named = {"Row": matrix.group_index, "Col": matrix.indices[0], "A": a, "B": b}
     compare = built_program(COMPARE, matrix.facts, fixed_order(options))
-    return grouped.collect(compare(tensors=named, out_shape=tuple(matrix.values.shape)))
+    return compare(tensors=named, out_shape=tuple(matrix.values.shape)).squeeze(1)

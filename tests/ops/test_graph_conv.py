@@ -41,8 +41,8 @@ def matrix_of(graph: GraphMatrix, values: Tensor) -> Tensor:
     return zeros.index_put((graph.entries.row, graph.entries.col), values, accumulate=True)
 
 
-def make(nodes: int, edges: int, group_size: int) -> GraphMatrix:
-    return GraphMatrix(edge_entries(skewed_graph(nodes, edges), nodes, loops="none"), group_size=group_size)
+def make(nodes: int, edges: int) -> GraphMatrix:
+    return GraphMatrix(edge_entries(skewed_graph(nodes, edges), nodes, loops="none"))
 
 
 @pytest.fixture(params=["as on a CPU", "as on a GPU"])
@@ -54,11 +54,10 @@ def index_dtype(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch)
 
 
 @pytest.mark.usefixtures("index_dtype")
-@pytest.mark.parametrize("group_size", [1, 2, 4, 32])
 @pytest.mark.parametrize("transposed", [False, True])
 @pytest.mark.parametrize(("nodes", "edges", "width"), [(9, 31, 3), (4, 0, 2), (1, 5, 1), (30, 200, 7), (3, 4, 0)])
-def test_product(group_size: int, transposed: bool, nodes: int, edges: int, width: int):
-    graph = make(nodes, edges, group_size)
+def test_product(transposed: bool, nodes: int, edges: int, width: int):
+    graph = make(nodes, edges)
     values, x = torch.randn(edges, dtype=torch.float64), torch.randn(nodes, width, dtype=torch.float64)
     matrix = matrix_of(graph, values)
     want = (matrix.t() if transposed else matrix) @ x
@@ -66,10 +65,9 @@ def test_product(group_size: int, transposed: bool, nodes: int, edges: int, widt
 
 
 @pytest.mark.usefixtures("index_dtype")
-@pytest.mark.parametrize("group_size", [1, 4])
 @pytest.mark.parametrize("transposed", [False, True])
-def test_gradients_of_every_order(group_size: int, transposed: bool):
-    graph = make(6, 15, group_size)
+def test_gradients_of_every_order(transposed: bool):
+    graph = make(6, 15)
     values = torch.randn(15, dtype=torch.float64, requires_grad=True)
     x = torch.randn(6, 2, dtype=torch.float64, requires_grad=True)
 
@@ -85,10 +83,9 @@ def test_gradients_of_every_order(group_size: int, transposed: bool):
     torch.autograd.gradgradcheck(first, x)
 
 
-@pytest.mark.parametrize("group_size", [1, 4])
 @pytest.mark.parametrize(("nodes", "edges"), [(20, 90), (3, 40), (5, 0), (1, 3)])
-def test_gradient_of_values_equals_the_dense_one(group_size: int, nodes: int, edges: int):
-    graph = make(nodes, edges, group_size)
+def test_gradient_of_values_equals_the_dense_one(nodes: int, edges: int):
+    graph = make(nodes, edges)
     values = torch.randn(edges, dtype=torch.float64, requires_grad=True)
     x = torch.randn(nodes, 5, dtype=torch.float64, requires_grad=True)
     seed = torch.randn(nodes, 5, dtype=torch.float64)
@@ -108,7 +105,7 @@ def largest_allocation(work: Callable[[], object]) -> int:
 def test_no_tensor_of_edges_by_features():
     """Nothing the size of a message per edge is made, forwards or backwards, in gradients of values or second ones."""
     nodes, edges, width = 200, 6000, 64
-    graph = make(nodes, edges, 1)
+    graph = make(nodes, edges)
     values = torch.rand(edges, dtype=torch.float64, requires_grad=True)
     x = torch.rand(nodes, width, dtype=torch.float64, requires_grad=True)
 

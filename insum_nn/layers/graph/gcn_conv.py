@@ -182,11 +182,10 @@ class GCNConv(peer.GCNConv):
         """
         edges, normalize = self._edges(x, edge_index, edge_weight)
         with torch.no_grad():
-            dense = x if self._aggregates_first(x, edges.edge_weight) else self.lin(x)
             recipe = self._recipe(edges, normalize)
-            dense, _ = _node_rows(dense, self.node_dim)
+            rows, bias, _ = self._rows(x, self._aggregates_first(x, edges.edge_weight))
             graph = edges.edge_index, edges.edge_weight
-            return explain_graph_conv(dense, *graph, recipe=recipe, options=self.options, measure=measure)
+            return explain_graph_conv(rows, *graph, bias, recipe=recipe, options=self.options, measure=measure)
 
     # Which path.
 
@@ -231,16 +230,19 @@ class GCNConv(peer.GCNConv):
         edges, normalize = self._edges(x, edge_index, edge_weight)
         recipe = self._recipe(edges, normalize)
         first = self._aggregates_first(x, edges.edge_weight)
-        dense = x if first else self.lin(x)
-        rows, back = _node_rows(dense, self.node_dim)
-        bias = cast("Tensor | None", self.bias)
-        if not first and back is None:
-            return graph_conv(rows, edges.edge_index, edges.edge_weight, bias, recipe=recipe, options=self.options)
-        rows = graph_conv(rows, edges.edge_index, edges.edge_weight, recipe=recipe, options=self.options)
-        out = rows if back is None else back(rows)
+        rows, initial, back = self._rows(x, first)
+        out = graph_conv(rows, edges.edge_index, edges.edge_weight, initial, recipe=recipe, options=self.options)
+        if back is not None:
+            out = back(out)
         if first:
             out = self.lin(out)
-        return out if bias is None else out + bias
+        bias = cast("Tensor | None", self.bias)
+        return out if bias is None or initial is not None else out + bias
+
+    def _rows(self, x: Tensor, first: bool) -> tuple[Tensor, Tensor | None, Any]:
+        """Return what the edges carry, (n, f), what its sum starts from, and the way back to the shape of `x`."""
+        rows, back = _node_rows(x if first else self.lin(x), self.node_dim)
+        return rows, cast("Tensor | None", self.bias) if not first and back is None else None, back
 
     def _recipe(self, edges: _Edges, normalize: bool) -> Recipe:
         flow = cast("Flow", self.flow)

@@ -387,6 +387,8 @@ def test_explain_statement(weighted: bool):
         text = str(layer.explain_statement(x, graph, weight))
         assert layer.expression in text
         assert "CSR product" in text
+        # What the layer adds after its own product is not part of the statement.
+        assert ("copy(C)  # the initial value" in text) == (layer.in_channels > layer.out_channels)
 
 
 @pytest.mark.parametrize(
