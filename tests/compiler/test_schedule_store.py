@@ -525,40 +525,31 @@ class Terminal:
         pass
 
 
-def test_progress_is_shown_and_disappears(monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture):
+def test_progress_is_a_bar_that_disappears(monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture):
+    pytest.importorskip("tqdm")
     screen = Terminal(tty=True)
     monkeypatch.setattr(sys, "stderr", screen)
-    monkeypatch.setattr(progress, "find_spec", lambda name: None)
     with caplog.at_level(logging.INFO, logger="insum_nn.tuning"), progress.Progress("tuning C[i]  += A[i]", 2) as shown:
-        shown.step()
-        assert screen.text.endswith("\rtuning C[i] += A[i] 1 of 2")
-        shown.step()
+        assert "tuning C[i] += A[i]:   0%" in screen.text
+        shown.step(2)
         shown.result = "5 us"
-    last = screen.text.split("\r")
-    assert last[-1] == ""
-    assert last[-2].strip() == ""
-    assert len(last[-2]) >= len("tuning C[i] += A[i] 2 of 2")
+    assert screen.text.split("\r")[-2].strip() == ""
     assert [record.levelname for record in caplog.records] == ["INFO", "INFO"]
     assert "2 of 2" in caplog.text
     assert "5 us" in caplog.text
 
 
-def test_a_long_statement_stays_on_one_line(monkeypatch: pytest.MonkeyPatch):
-    screen = Terminal(tty=True)
+@pytest.mark.parametrize(("tty", "installed"), [(False, True), (True, False)])
+def test_only_the_log_tells_without_a_terminal_or_tqdm(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture, tty: bool, installed: bool
+):
+    screen = Terminal(tty=tty)
     monkeypatch.setattr(sys, "stderr", screen)
-    monkeypatch.setattr(progress, "find_spec", lambda name: None)
-    monkeypatch.setenv("COLUMNS", "40")
-    with progress.Progress("x" * 200, 3) as shown:
-        shown.step()
-    assert max(len(line) for line in screen.text.split("\r")) < 40
-
-
-def test_nothing_is_shown_without_a_terminal(monkeypatch: pytest.MonkeyPatch):
-    screen = Terminal(tty=False)
-    monkeypatch.setattr(sys, "stderr", screen)
-    with progress.Progress("tuning", 2) as shown:
+    monkeypatch.setattr(progress, "find_spec", lambda name: object() if installed else None)
+    with caplog.at_level(logging.INFO, logger="insum_nn.tuning"), progress.Progress("tuning", 2) as shown:
         shown.step()
     assert screen.text == ""
+    assert "tuning: 1 of 2 in" in caplog.text
 
 
 def test_the_default_is_among_what_is_never_measured():
