@@ -72,7 +72,7 @@ def test_one_key_is_built_once():
 
     assert at_once(*[ask] * 8) == [1] * 8
     assert store.built == ["a"]
-    assert not store.building._flights
+    assert not store.building._locks
 
 
 def test_other_keys_do_not_wait():
@@ -103,7 +103,7 @@ def test_a_failing_build_wakes_those_that_wait():
 
     assert at_once(first, second) == ["failed", 2]
     assert store.built == ["a", "a"]
-    assert not store.building._flights
+    assert not store.building._locks
 
 
 def test_what_is_asked_for_while_it_is_built_does_not_wait_for_itself():

@@ -1,12 +1,12 @@
-"""Values that are built where they are missing: each once, and without a lock held while it is built."""
+"""Values that are built where they are missing: each once, and without a lock that others wait for."""
 
 from __future__ import annotations
 
 import threading
 from collections.abc import Callable, Hashable
-from dataclasses import dataclass, field
 from functools import lru_cache
-from typing import Generic, TypeVar
+from typing import Any, Generic, TypeVar
+from weakref import WeakValueDictionary
 
 __all__ = ["BuildOnce", "CacheKey", "shared_key"]
 
@@ -42,14 +42,6 @@ def _same(key: CacheKey) -> CacheKey:
     return key
 
 
-@dataclass(frozen=True, slots=True)
-class _Flight:
-    """A value that a thread is building."""
-
-    thread: int = field(default_factory=threading.get_ident)
-    over: threading.Event = field(default_factory=threading.Event)
-
-
 class BuildOnce(Generic[T]):
     """Builds values by key. Threads that want the same key wait for the one that builds it, others do not.
 
@@ -60,7 +52,8 @@ class BuildOnce(Generic[T]):
     """
 
     def __init__(self) -> None:
-        self._flights: dict[Hashable, _Flight] = {}
+        # Of what is being built now. Reentrant: a value may be needed by what builds it.
+        self._locks: WeakValueDictionary[Hashable, Any] = WeakValueDictionary()
         self._lock = threading.Lock()
 
     def get(self, key: Hashable, find: Callable[[], T | None], build: Callable[[], T]) -> T:
@@ -71,23 +64,12 @@ class BuildOnce(Generic[T]):
             find: looks it up; `None` where it is missing.
             build: builds it and puts it where `find` looks. If that fails, the next thread that waits tries itself.
         """
-        while True:
+        found = find()
+        if found is not None:
+            return found
+        with self._lock:
+            own = self._locks.setdefault(key, threading.RLock())
+        with own:
+            # Another thread may have built it in the meantime.
             found = find()
-            if found is not None:
-                return found
-            own = _Flight()
-            with self._lock:
-                flight = self._flights.setdefault(key, own)
-            if flight is own:
-                try:
-                    # Another thread may have built it since the first look.
-                    found = find()
-                    return build() if found is None else found
-                finally:
-                    with self._lock:
-                        del self._flights[key]
-                    own.over.set()
-            if flight.thread == own.thread:
-                # Needed by what builds it: waiting would never end.
-                return build()
-            flight.over.wait()
+            return build() if found is None else found
