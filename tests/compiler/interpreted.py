@@ -82,8 +82,8 @@ def interpreter(monkeypatch: pytest.MonkeyPatch) -> Iterator[Ranges]:
     ranges = Ranges()
     # Functions made for the interpreter must not meet a compiler, nor the other way round.
     monkeypatch.setattr(launch_module, "_functions", {})
-    jit: Any = launch_module._jit
-    monkeypatch.setattr(launch_module, "_jit", lambda source: _Watched(jit(source), ranges))
+    jit: Any = launch_module.function_of
+    monkeypatch.setattr(launch_module, "function_of", lambda source: _Watched(jit(source), ranges))
     load: Any = InterpreterBuilder.create_masked_load
     store: Any = InterpreterBuilder.create_masked_store
     add: Any = InterpreterBuilder.create_atomic_rmw

@@ -456,8 +456,8 @@ def test_nothing_keeps_a_tensor_alive():
 def test_a_compiled_kernel_s_function_is_forgotten_with_it():
     """Without the interpreter too: Triton must not keep every function that a search made."""
     source = SimpleNamespace(text="import triton\n\n\n@triton.jit\ndef kernel(a):\n    pass\n")
-    function = launch_module._jit(source)  # type: ignore[arg-type]
-    assert launch_module._jit(source) is function  # type: ignore[arg-type]
+    function = launch_module.function_of(source)  # type: ignore[arg-type]
+    assert launch_module.function_of(source) is function  # type: ignore[arg-type]
     name = function.__module__
     assert name in sys.modules
     gone = weakref.ref(function)

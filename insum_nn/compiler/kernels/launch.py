@@ -60,8 +60,8 @@ def _module_name(source: Source) -> str:
     return f"{_MODULE}{hashlib.sha256(source.text.encode()).hexdigest()[:16]}{kind}"
 
 
-def _jit(source: Source) -> Any:
-    """The kernel's function, from its text; the text can be shown in tracebacks."""
+def function_of(source: Source) -> Any:
+    """Triton's function of a kernel's text, which can be shown in tracebacks."""
     name = _module_name(source)
     with _lock:
         function = _functions.get(name)
@@ -75,11 +75,6 @@ def _jit(source: Source) -> Any:
             for each in ("kernel", *module.__dict__):
                 registry.pop(f"{name}:{each}", None)
         return function
-
-
-def function_of(source: Source) -> Any:
-    """Triton's function of a kernel's text."""
-    return _jit(source)
 
 
 def _forget(module: ModuleType) -> None:
@@ -183,7 +178,7 @@ class _Launch:
             background.take(code)
             kernel = find_code(code)
         if kernel is None:
-            kernel = compile_code(_jit(self.source), code)
+            kernel = compile_code(function_of(self.source), code)
             remember_code(code, kernel.hash)
         return kernel
 
@@ -217,7 +212,7 @@ class _Interpret:
     """Runs a kernel in Triton's interpreter."""
 
     def __init__(self, source: Source) -> None:
-        self.function = _jit(source)
+        self.function = function_of(source)
 
     def __call__(self, arguments: list[Any], grid: int) -> None:
         self.function[(grid,)](*arguments)

@@ -18,7 +18,7 @@ from insum_nn.compiler.forms.defaults import default_schedule
 from insum_nn.compiler.forms.form import Form, FormError
 from insum_nn.compiler.forms.nest import Source, write_kernel
 from insum_nn.compiler.kernels.generated import Generated
-from insum_nn.compiler.kernels.launch import _jit
+from insum_nn.compiler.kernels.launch import function_of
 from insum_nn.compiler.kernels.sized import strides_of, types_of
 from insum_nn.compiler.lang.bind import Bound
 from insum_nn.compiler.options import Options
@@ -135,7 +135,7 @@ def ttir(entry: Entry, form: Form, source: Source) -> str:
 
     target = GPUTarget(DEVICE_TYPE, _CAPABILITY, 32)
     backend = make_backend(target)
-    function = _jit(source)
+    function = function_of(source)
     # Orders and bounds of rows are made from an index tensor, in its own dtype or int64.
     partition = SimpleNamespace(**dict.fromkeys(("begin", "end", "target", "row_of", "order"), torch.empty(0).long()))
     types = types_of(form, source, entry.tensors, partition)  # type: ignore[arg-type]
