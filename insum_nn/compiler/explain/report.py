@@ -26,6 +26,7 @@ from insum_nn.compiler.explain.loop_nest import (
     loop_lines,
     loop_notes,
 )
+from insum_nn.compiler.kernels.description import Description
 from insum_nn.compiler.kernels.generated import Generated
 from insum_nn.compiler.lang.bind import Bound, Extents, layout_of
 from insum_nn.compiler.lang.epilogue import PLAIN, Epilogue
@@ -315,7 +316,7 @@ def explain_program(
     if epilogue:
         nest.append(epilogue_line(statement, epilogue))
     if program is None:
-        runs = _Runs()
+        runs = Description()
     else:
         assert inputs is not None
         assert extents is not None
@@ -342,34 +343,21 @@ def explain_program(
         call_seconds=seconds,
         _bound=bound,
         _sizes=extents,
-        _sources=list(runs.sources),
+        _sources=[source.text.strip() for source in runs.sources],
         _choices=tuple(Decision(*row) for row in runs.choices),
     )
 
 
-@dataclass(frozen=True, slots=True)
-class _Runs:
-    """What a call runs: torch calls or generated kernels, and the choices behind them."""
-
-    schedule: str | None = None
-    torch_code: str | None = None
-    steps: tuple[str, ...] = ()
-    sources: tuple[str, ...] = ()
-    choices: tuple[tuple[str, str, str], ...] = ()
-
-
-def _what_runs(program: Executable, extents: Extents, tensors: Sequence[Tensor], initial: Tensor | None) -> _Runs:
+def _what_runs(program: Executable, extents: Extents, tensors: Sequence[Tensor], initial: Tensor | None) -> Description:
     """Ask the program what it runs for a call."""
     library = program.library
     if library is None:
         assert isinstance(program.run, Generated)
-        made = program.run.described(tensors, extents, initial)
-        texts = tuple(source.text.strip() for source in made.sources)
-        return _Runs("; then ".join(made.schedules), None, made.steps, texts, made.choices)
+        return program.run.described(tensors, extents, initial)
     code, schedule = torch_code(library, extents)
     if program.backend == "inductor":
         schedule = "kernels over the whole index space"
-    return _Runs(schedule, code, choices=choices_of(library, extents))
+    return Description(schedule, choices=choices_of(library, extents), torch_code=code)
 
 
 # Tensors.

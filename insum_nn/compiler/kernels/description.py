@@ -1,4 +1,4 @@
-"""What a call of generated kernels runs, step by step, for `explain()`."""
+"""What a call runs, step by step, for `explain()`."""
 
 from __future__ import annotations
 
@@ -22,16 +22,18 @@ class Description:
     """What a call runs, and why.
 
     Attributes:
-        steps: the launches and torch calls, in order.
-        sources: the kernels among them, in order.
-        schedules: how the kernels of the statement spread over programs and lanes.
+        schedule: how it is carried out; of a kernel, how it spreads over programs and lanes.
+        steps: launches of generated kernels, and the torch calls between them, in order.
+        sources: these kernels, in order.
         choices: topic, choice and reason of every choice.
+        torch_code: library calls, where no kernel is generated.
     """
 
-    steps: tuple[str, ...]
+    schedule: str | None = None
+    steps: tuple[str, ...] = ()
     sources: tuple[Source, ...] = ()
-    schedules: tuple[str, ...] = ()
     choices: tuple[Choice, ...] = ()
+    torch_code: str | None = None
 
 
 def describe_kernel(
@@ -71,7 +73,7 @@ def describe_kernel(
         steps.append(f"torch: {epilogue.activation}")
     if source.accumulator != dtype and (schedule.splits > 1 or not source.finished):
         steps.append(f"torch: cast to {_name(dtype)}")
-    return Description(tuple(steps), tuple(sources), (str(schedule),), tuple(choices))
+    return Description(str(schedule), tuple(steps), tuple(sources), tuple(choices))
 
 
 def _filled(kernel: Kernel, initial: Tensor | None, partition: RowPartition | None) -> Iterable[str]:
