@@ -305,11 +305,11 @@ def test_calls_in_pieces_show_the_code_of_a_piece():
         operands = {"Val": torch.ones(70, 4, 8), "B": torch.ones(300, 8, width)}
         return program.explain(tensors=operands | {"Row": rows, "Col": rows}, out_shape=(200, None, None))
 
-    whole, cut = explain(4), explain(2048)
+    whole, cut = explain(4), explain(3072)
     assert whole.schedule == "library calls over the whole index space"
     assert "pieces" not in [d.topic for d in whole.decisions]
     assert "zeros(" in str(whole.torch_code)
-    assert cut.schedule == "library calls for 3 pieces of 32 values of g"
+    assert cut.schedule == "library calls for 3 pieces of 28 values of g"
     assert "pieces" in [d.topic for d in cut.decisions]
     assert ".index_add_(" in str(cut.torch_code)
     assert "zeros(" not in str(cut.torch_code), "each piece is added to the output"
