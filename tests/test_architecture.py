@@ -92,6 +92,9 @@ AUTOGRAD_FUNCTIONS: dict[str, str] = {}
 KEPT_OF_TENSORS: dict[str, str] = {
     "insum_nn/ops/graph_matrix.py": "the sorted matrix of an edge list: sorting costs more than a product with it",
     "insum_nn/ops/spmm.py": "a bound call: on 40 rows a product takes 31 us with it, 47 us without; recorded 57 and 67",
+    "insum_nn/ops/graph_conv.py": "values that degrees and unlearned weights decide, with the graph's matrix",
+    "insum_nn/ops/tensor_product_spec.py": "what a spec decides for each device: selections of columns, programs",
+    "insum_nn/ops/tensor_product_roles.py": "likewise",
 }
 
 # Programs are remembered by the compiler: `compiler/api.py: built_program`.
@@ -107,6 +110,36 @@ OWN_OPERATORS: dict[str, str] = {
     "insum_nn/ops/tensor_product.py": "TorchScript keeps it; on a GPU several gradients are one kernel behind it",
     "insum_nn/ops/tensor_product_right.py": "TorchScript keeps it",
 }
+
+# Gradients are derived: `compiler/lang/derivative.py`.
+# file of ops/ or layers/ -> why it writes the gradient of an operator all the same; each line here is a debt.
+OWN_GRADIENTS: dict[str, str] = {
+    "insum_nn/ops/graph_conv.py": "of the operator above; that of learned weights goes through their normalisation",
+    "insum_nn/ops/tensor_product.py": "of the operator above, which computes several gradients by one kernel",
+}
+
+# A product or a scatter is a statement.
+LIBRARY_CALLS = (
+    "addbmm addmm addmv baddbmm bmm chain_matmul convolution conv1d conv2d conv3d dot einsum index_add index_add_ "
+    "index_copy_ index_put index_put_ index_reduce index_reduce_ linear matmul mm mv put_ sampled_addmm scatter "
+    "scatter_ scatter_add scatter_add_ scatter_reduce scatter_reduce_ segment_reduce tensordot vdot"
+).split()
+# file of ops/ or layers/ -> why it calls one of these or writes `a @ b` all the same.
+CALLS_A_LIBRARY: dict[str, str] = {
+    "insum_nn/layers/pruned/block_sparse_linear.py": "initial values; the dense gradient by which blocks are regrown",
+    "insum_nn/layers/pruned/pruned_conv2d.py": "initial values, and `to_dense`",
+    "insum_nn/layers/spconv/core.py": "spconv's functions on its tables of pairs",
+    "insum_nn/layers/spconv/hash.py": "spconv's tables of keys: integers",
+    "insum_nn/layers/spconv/table_ops.py": "spconv's functions on its tables of pairs",
+    "insum_nn/layers/spconv/utils.py": "numbers of voxels and points: integers",
+    "insum_nn/layers/voxel/conv_base.py": "what `torch.jit.trace` can record of a kernel of one cell",
+    "insum_nn/layers/voxel/sequential.py": "the first of each voxel's points: integers",
+    "insum_nn/ops/graph_conv.py": "the operator's own gradient; see OWN_GRADIENTS",
+}
+
+# What a dtype decides, beyond what a call may have, stands with the rules by device.
+# file of ops/ or layers/ -> why it compares a dtype with one of torch's all the same.
+DTYPE_RULES: dict[str, str] = {"insum_nn/ops/graph_conv.py": "autocast leaves float64 as it is"}
 
 # Rules by device stand in `compiler/runtime/composite/statement_choice.py`.
 # file of ops/ or layers/ -> why it asks where a tensor is all the same; each line here is a debt.
@@ -311,12 +344,14 @@ def test_the_check_of_autograd_functions_sees_them(text: str):
 
 
 def keeps_tensors(source: Source) -> list[int]:
-    """The lines of a file that keep something of tensors: a `TensorCache`, or what a format shares."""
+    """The lines of a file that keep something of tensors: a `TensorCache`, `.keep(..)`, or what a format shares."""
     return [node.lineno for node in ast.walk(source.tree) if isinstance(node, ast.expr) and _is_cache(node)]
 
 
 def _is_cache(node: ast.AST) -> bool:
-    """`TensorCache(..)` or `TensorCache[..](..)`; or `matrix.shared[..]`, which a format keeps for operators."""
+    """`TensorCache(..)` or `TensorCache[..](..)`; `x.keep(..)`; or `matrix.shared[..]`, which a format keeps."""
+    if isinstance(node, ast.Call) and getattr(node.func, "attr", None) == "keep":
+        return True
     if isinstance(node, ast.Call):
         function = node.func.value if isinstance(node.func, ast.Subscript) else node.func
         return getattr(function, "id", None) == "TensorCache"
@@ -326,6 +361,34 @@ def _is_cache(node: ast.AST) -> bool:
 def own_operators(source: Source) -> list[int]:
     """The lines of a file that register an operator with torch."""
     return [line for name, line in source.dotted_names() if name in ("torch.library.custom_op", "torch.library.define")]
+
+
+def own_gradients(source: Source) -> list[int]:
+    """The lines of a file that register a gradient with torch."""
+    attributes = [node for node in ast.walk(source.tree) if isinstance(node, ast.Attribute | ast.alias)]
+    named = [(getattr(node, "attr", None) or getattr(node, "name", None), node.lineno) for node in attributes]
+    return [line for name, line in named if name == "register_autograd"]
+
+
+def library_calls(source: Source) -> list[int]:
+    """The lines of a file that call one of torch's products or scatters."""
+    lines: list[int] = []
+    for node in ast.walk(source.tree):
+        if isinstance(node, ast.BinOp) and isinstance(node.op, ast.MatMult):
+            lines.append(node.lineno)
+        elif isinstance(node, ast.Call):
+            name = getattr(node.func, "attr", None) or getattr(node.func, "id", None)
+            lines += [node.lineno] if name in LIBRARY_CALLS else []
+    return lines
+
+
+def dtype_rules(source: Source) -> list[int]:
+    """The lines of a file that compare something with a dtype of torch's, or look for it in several."""
+    dtypes = ("float16", "bfloat16", "float32", "float64", "half", "float", "double")
+    compared = [node for node in ast.walk(source.tree) if isinstance(node, ast.Compare)]
+    parts = [part for node in compared for each in (node.left, *node.comparators) for part in ast.walk(each)]
+    named = [part for part in parts if isinstance(part, ast.Attribute) and getattr(part.value, "id", None) == "torch"]
+    return [part.lineno for part in named if part.attr in dtypes]
 
 
 def cached_functions(source: Source) -> list[int]:
@@ -341,6 +404,15 @@ def cached_functions(source: Source) -> list[int]:
         (keeps_tensors, "known: TensorCache[int] = TensorCache(limit=2)"),
         (keeps_tensors, "known = TensorCache[int](limit=2)"),
         (keeps_tensors, 'matrix.shared["spmm"] = 1'),
+        (keeps_tensors, "layout.keep(key, build)"),
+        (own_gradients, "_operator.register_autograd(_backward)"),
+        (own_gradients, "from torch.library import register_autograd"),
+        (library_calls, "a @ b"),
+        (library_calls, "torch.nn.functional.linear(a, b)"),
+        (library_calls, "from torch import bmm\nbmm(a, b)"),
+        (library_calls, "out.index_add_(0, row, x)"),
+        (dtype_rules, "if x.dtype == torch.float64: ..."),
+        (dtype_rules, "x.dtype in (torch.float16, torch.bfloat16)"),
         (own_operators, 'import torch\n@torch.library.custom_op("a::b", mutates_args=())\ndef f(): ...'),
         (own_operators, 'from torch.library import define\ndefine("a::b", "() -> ()")'),
     ],
@@ -371,14 +443,16 @@ def test_the_check_of_device_rules_sees_them(text: str):
 
 
 def thresholds(source: Source) -> list[str]:
-    """The module's constants that are a number above `_SMALL`, as rules by size have them."""
-    found: list[str] = []
+    """The numbers above `_SMALL` that a module names or compares with, as rules by size do."""
+    compared = [node for node in ast.walk(source.tree) if isinstance(node, ast.Compare)]
+    sides = [(node, side) for node in compared for side in (node.left, *node.comparators)]
+    found = [ast.unparse(node) for node, side in sides if isinstance(side, ast.Constant) and _is_large(side.value)]
     for node in source.tree.body:
         if isinstance(node, ast.Assign | ast.AnnAssign) and isinstance(node.value, ast.Constant | ast.BinOp):
             target = node.targets[0] if isinstance(node, ast.Assign) else node.target
             numbers = [n for n in ast.walk(node.value) if isinstance(n, ast.Constant)]
             # A power is large, whatever its exponent.
-            large = any(type(n.value) in (int, float) and abs(n.value) > _SMALL for n in numbers)
+            large = any(_is_large(n.value) for n in numbers)
             if large or (isinstance(node.value, ast.BinOp) and isinstance(node.value.op, ast.LShift | ast.Pow)):
                 found.append(ast.unparse(target))
     return found
@@ -390,6 +464,9 @@ def thresholds(source: Source) -> list[str]:
         (keeps_tensors, KEPT_OF_TENSORS, "make a call cheap instead of keeping its result"),
         (cached_functions, CACHED_FUNCTIONS, "the compiler remembers programs: compiler/api.py: built_program"),
         (own_operators, OWN_OPERATORS, "a statement is registered by the compiler"),
+        (own_gradients, OWN_GRADIENTS, "a statement's gradients are derived by the compiler"),
+        (library_calls, CALLS_A_LIBRARY, "write a statement"),
+        (dtype_rules, DTYPE_RULES, "the compiler chooses by dtype: runtime/composite/statement_choice.py"),
         (device_rules, DEVICE_RULES, "the compiler chooses by device: runtime/composite/statement_choice.py"),
         (thresholds, SIZE_RULES, "the compiler chooses by size: runtime/composite/statement_choice.py"),
     ],
@@ -403,7 +480,14 @@ def test_operators_and_layers_keep_register_and_choose_nothing_else(
     assert {*known} - found == set(), "these no longer do: take them off"
 
 
-@pytest.mark.parametrize("text", ["LONG = 16", "_MOST: int = 1 << 4", "A = 2**5", "_SHARE = 12.5"])
+def _is_large(value: object) -> bool:
+    return type(value) in (int, float) and abs(value) > _SMALL
+
+
+@pytest.mark.parametrize(
+    "text",
+    ["LONG = 16", "_MOST: int = 1 << 4", "A = 2**5", "_SHARE = 12.5", "def f(x):\n    return x.shape[0] >= 256"],
+)
 def test_the_check_of_size_rules_sees_them(text: str):
     source = Source(ROOT / PACKAGE / "ops" / "x.py")
     vars(source)["text"] = text
