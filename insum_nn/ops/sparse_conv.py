@@ -9,7 +9,13 @@ from insum_nn.compiler.api import Program, built_program, by_table, takes_table
 from insum_nn.compiler.options import DEFAULT, Options
 from insum_nn.errors import InsumDeviceError, InsumDtypeError, InsumError, InsumShapeError, raise_collected
 from insum_nn.facts import NamedFacts
-from insum_nn.ops.sparse_conv_table import table_conv, table_entries, table_operands, table_statement
+from insum_nn.ops.sparse_conv_table import (
+    repeated_conv,
+    table_conv,
+    table_entries,
+    table_operands,
+    table_statement,
+)
 from insum_nn.ops.statements import layer_elsewhere, run, to_autocast
 from insum_nn.structure.kernel_map import FACTS, KernelMap
 from insum_nn.structure.kernel_map.tables import TABLE_FACTS
@@ -107,6 +113,12 @@ def sparse_conv(
     >>> sparse_conv(torch.tensor([[1.0], [2.0]]), torch.tensor([[[1.0], [10.0], [100.0]]]), near).tolist()
     [[210.0], [21.0]]
     """
+    if kernel_map is not None and not torch.compiler.is_compiling() and not options.validate:
+        if torch._C._is_any_autocast_enabled():
+            features, weight = to_autocast(features), to_autocast(weight)
+        result = repeated_conv(features, weight, kernel_map, groups, options, bias)
+        if result is not None:
+            return result
     features, weight, initial, table = _chosen(features, weight, kernel_map, bias, groups, options)
     if options.validate and kernel_map is not None:
         kernel_map.validate()

@@ -16,7 +16,7 @@ The table holds every pair of any map: at one offset an output has at most one i
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import Literal, NamedTuple, cast
+from typing import Any, Literal, NamedTuple, cast
 
 import torch
 from torch import Tensor
@@ -25,6 +25,7 @@ from insum_nn.compiler.api import (
     BoundProgram,
     Program,
     built_program,
+    is_plain_eager,
     keep_bitmasks,
     keep_lengths,
     multilinear,
@@ -35,7 +36,7 @@ from insum_nn.facts import NamedFacts
 from insum_nn.structure.kernel_map import FACTS, KernelMap
 from insum_nn.structure.kernel_map.tables import LIST_FACTS, TABLE_FACTS
 
-__all__ = ["table_conv", "table_entries", "table_operands", "table_statement"]
+__all__ = ["repeated_conv", "table_conv", "table_entries", "table_operands", "table_statement"]
 
 Kind = Literal["Out", "In", "W"]
 
@@ -116,25 +117,66 @@ def table_conv(
     if weight.requires_grad and torch.is_grad_enabled() and pairs_are_faster(features.dtype):
         # The list of pairs needs their number on the host.
         kernel_map.send_counts()
-    return multilinear(_Conv(kernel_map, groups, options), "Out", features, weight, initial=bias, plain=True)
+    conv = _Conv(kernel_map, groups, options)
+    conv.kept.checked.add(_operand_kinds(features, weight, bias))
+    return multilinear(conv, "Out", features, weight, initial=bias, plain=True)
+
+
+def repeated_conv(
+    features: Tensor,
+    weight: Tensor,
+    kernel_map: KernelMap,
+    groups: int,
+    options: Options,
+    bias: Tensor | None = None,
+) -> Tensor | None:
+    """Return `table_conv` of plain operands in eager mode whose kinds were checked in an earlier call on this map.
+
+    `None`: there was none, or a mode is active.
+    """
+    kept: _Kept | None = kernel_map.calls.get((groups, id(options)))
+    if kept is None or not is_plain_eager(features, weight, bias):
+        return None
+    if _operand_kinds(features, weight, bias) not in kept.checked:
+        return None
+    return multilinear(_Conv(kernel_map, groups, options, kept), "Out", features, weight, initial=bias, plain=True)
+
+
+def _operand_kinds(features: Tensor, weight: Tensor, bias: Tensor | None) -> tuple[object, ...]:
+    """What of the operands decides whether a call is right, and what it prepares for its gradients."""
+    kinds = (features.shape, features.dtype, features.device, weight.shape, weight.dtype, weight.device)
+    recorded = weight.requires_grad and torch.is_grad_enabled()
+    return (*kinds, recorded) if bias is None else (*kinds, recorded, bias.shape, bias.dtype, bias.device)
+
+
+class _Kept(NamedTuple):
+    """What is kept with a map for convolutions of some options, which must not hold the map itself.
+
+    Attributes:
+        options: these; as long as they live, so does their identity, by which this is found.
+        calls: statements over the map.
+        checked: kinds of operands that were checked.
+    """
+
+    options: Options
+    calls: dict[tuple[Kind, IndexForm], _Call]
+    checked: set[tuple[object, ...]]
 
 
 class _Conv:
     """The three sums of a convolution over one map."""
 
-    __slots__ = ("calls", "groups", "kernel_map", "options")
+    __slots__ = ("groups", "kept", "kernel_map", "options")
     operands: Mapping[str, tuple[str, ...]] = _OPERANDS  # type: ignore[assignment]
 
-    def __init__(self, kernel_map: KernelMap, groups: int, options: Options) -> None:
+    def __init__(self, kernel_map: KernelMap, groups: int, options: Options, kept: _Kept | None = None) -> None:
         self.kernel_map, self.groups, self.options = kernel_map, groups, options
-        self.calls: dict[tuple[Kind, IndexForm], _Call] = {}
-        if not torch.compiler.is_compiling():
-            # Those of the map, which must not hold the map itself. To hash options takes longer than to find them.
-            known, key = kernel_map.calls, (groups, id(options))
-            found = known.get(key)
-            if found is None:
-                found = known[key] = options, self.calls
-            self.calls = found[1]
+        if kept is None:
+            # To hash options takes longer than to find them.
+            of_map: dict[Any, _Kept] = {} if torch.compiler.is_compiling() else kernel_map.calls
+            self.kept = of_map.setdefault((groups, id(options)), _Kept(options, {}, set()))
+        else:
+            self.kept = kept
 
     def eager(
         self, wanted: str, operands: tuple[Tensor, ...], made: dict[str, Tensor], initial: Tensor | None = None
@@ -150,10 +192,11 @@ class _Conv:
         call = self._call(kind, form)
         if self.groups > 1:
             a, b = self._split(kind, a, b)
-            return self._joined(kind, call.bound(a, b, out_shape=call.shape, initial=initial, plain=True))
-        if kind == "W":
-            return self._joined(kind, call.bound(a, b, out_shape=call.shape, plain=True))
-        return call.bound(a, b.flatten(1, -2), out_shape=call.shape, initial=initial, plain=True)
+        elif kind != "W":
+            # The cells of the weight's kernel as one axis, as the statement reads them.
+            b = b.flatten(1, -2)
+        result = call.bound.run_plain((a, b), call.shape, initial)
+        return result if kind != "W" and self.groups == 1 else self._joined(kind, result)
 
     def in_modes(self, wanted: str, operands: tuple[Tensor, ...], initial: Tensor | None = None) -> Tensor:
         kind = cast("Kind", wanted)
@@ -175,9 +218,10 @@ class _Conv:
         return result if self.groups == 1 else result.flatten(1)
 
     def _call(self, kind: Kind, form: IndexForm) -> _Call:
-        call = self.calls.get((kind, form))
+        calls = self.kept.calls
+        call = calls.get((kind, form))
         if call is None:
-            call = self.calls[kind, form] = _call(kind, self.kernel_map, self.groups, self.options, form)
+            call = calls[kind, form] = _call(kind, self.kernel_map, self.groups, self.options, form)
         return call
 
 

@@ -133,7 +133,7 @@ class Generated:
 
         What it runs on is contiguous, and of sizes for which 32 bits address every cell; `initial` is as it is here.
         """
-        find = self._finder(tensors, extents, initial)
+        find = self._finder(tensors, extents, initial, contiguous=True)
         if self.form.row_index is None:
             return find(tensors, initial, extents.indices, extents.output)[0].call
 
@@ -145,12 +145,14 @@ class Generated:
 
         return run
 
-    def _finder(self, tensors: Sequence[Tensor], extents: Extents, initial: Tensor | None) -> Finder:
+    def _finder(
+        self, tensors: Sequence[Tensor], extents: Extents, initial: Tensor | None, *, contiguous: bool = False
+    ) -> Finder:
         """What finds the kernel for tensors as they lie in memory, and their row partition.
 
-        Their sizes are of the same bucket, and need as many bits for the offsets in them.
+        Their sizes are of the same bucket, and need as many bits for the offsets in them; `contiguous`: so are all.
         """
-        form, bucket, read = self.form, size_bucket(extents), self._read
+        form, bucket, read = self.form, size_bucket(extents), [] if contiguous else self._read
         place, axis, permuted, by_length = form.row_index_place, form.row_axis, form.permuted, self._by_length
         # By the kind of its longest row where schedules differ in it, and how tensors lie in memory.
         kernels: dict[object, UnsizedKernel] = {}

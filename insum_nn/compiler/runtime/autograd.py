@@ -20,13 +20,14 @@ from insum_nn.compiler.lang.bind import Extents, layout_of
 from insum_nn.compiler.lang.derivative import directional, fresh_name
 from insum_nn.compiler.lang.epilogue import ACTIVATIONS
 from insum_nn.compiler.lang.syntax import Access, Index, Statement
-from insum_nn.compiler.runtime.backward import Call, Shapes, Step, gradients, gradients_alone, read_again
+from insum_nn.compiler.runtime.backward import Call, Shapes, Step, gradients, read_again
 from insum_nn.compiler.runtime.batched_gradients import for_each_tangent, for_each_vector
 from insum_nn.compiler.runtime.composite.intermediates import intermediates
 from insum_nn.compiler.runtime.dispatch import CheckedCall, Key, Spec, run_spec, value_dtype
 from insum_nn.compiler.runtime.extremum_gradient import shares, shares_of
 from insum_nn.compiler.runtime.modes import has_active_modes, is_plain_eager, is_traced, is_transformed, plain_apply
 from insum_nn.compiler.runtime.steps.gradients_ahead import rehearse_gradients
+from insum_nn.compiler.runtime.steps.needed_gradients import needed_gradients
 from insum_nn.compiler.runtime.tracing.inline import inline, inlines
 from insum_nn.facts import IndexFacts
 
@@ -145,7 +146,7 @@ class _Function(torch.autograd.Function):
             finally:
                 cold.call = None
                 intermediates.collected = outer
-        ctx.call = call
+        ctx.call, ctx.has_initial = call, initial is not None
         spec = call.spec
         if spec.adds:
             needs = ctx.needs_input_grad[2:]
@@ -173,6 +174,8 @@ class _Function(torch.autograd.Function):
             grad = _before_epilogue(ctx.call.spec, grad, result).to(ctx.dtype)
         shapes, needs, common = ctx.shapes, ctx.needs_input_grad[2:], ctx.common
         alone = not torch.is_grad_enabled() and is_plain_eager(grad) and not torch._C._is_any_autocast_enabled()
+        if alone:
+            needs = needed_gradients(ctx, 2, len(needs), ctx.call.spec, before=ctx.has_initial)
         shared: dict[Hashable, Tensor | None] | None = None
         if common is not None:
             shared = dict.fromkeys(common.repeated)
@@ -181,7 +184,7 @@ class _Function(torch.autograd.Function):
         if alone and ctx.call.spec.adds:
             outer, intermediates.shared = intermediates.shared, shared
             try:
-                found, of_initial = gradients_alone(ctx.call, tensors, shapes, needs, grad), grad
+                found, of_initial = gradients(ctx.call, tensors, shapes, needs, grad), grad
             finally:
                 intermediates.shared = outer
         else:

@@ -28,7 +28,7 @@ from insum_nn.compiler.runtime.dispatch import (
 from insum_nn.compiler.runtime.execution import generation
 from insum_nn.tensor_cache import insert
 
-__all__ = ["Call", "Shapes", "Step", "gradients", "gradients_alone", "read_again"]
+__all__ = ["Call", "Shapes", "Step", "gradients", "read_again"]
 
 # Kinds of calls of a program whose common intermediate tensors are remembered.
 _COMMON_LIMIT = 64
@@ -177,10 +177,10 @@ def gradients(
     shapes: Shapes,
     needs: Sequence[bool],
     grad: Tensor,
-    share: Tensor | None,
-    run: Callable[[Step, Sequence[Tensor | None], Tensor | None], Tensor],
+    share: Tensor | None = None,
+    run: Callable[[Step, Sequence[Tensor | None], Tensor | None], Tensor] | None = None,
 ) -> list[Tensor | None]:
-    """Gradients of the tensors that need one.
+    """Compute the gradients of the tensors that need one.
 
     Args:
         call: the call.
@@ -189,42 +189,31 @@ def gradients(
         needs: which of them need one.
         grad: the gradient of the sum.
         share: the shares of terms, where they do not all count.
-        run: runs one derivative program, which adds to what those before it made.
+        run: runs one derivative program, which adds to what those before it made. Default: in eager mode, where nothing
+            is recorded.
     """
-    values, names = call.spec.layout.value_tensors, call.spec.layout.tensors
-    pool = (*tensors, grad, share)
+    spec = call.spec
+    values, names, pool = spec.layout.value_tensors, spec.layout.tensors, (*tensors, grad, share)
     found: list[Tensor | None] = []
     for position, need in enumerate(needs):
         total: Tensor | None = None
-        if need and names[position] in values:
+        if not need or names[position] not in values:
+            found.append(None)
+            continue
+        if run is not None:
             for step in call.steps(position, tensors, shapes):
                 total = run(step, pool, total)
-        found.append(total)
-    return found
-
-
-def gradients_alone(
-    call: Call, tensors: Sequence[Tensor | None], shapes: Shapes, needs: Sequence[bool], grad: Tensor
-) -> list[Tensor | None]:
-    """`gradients` in eager mode, where nothing is recorded; all terms count."""
-    spec = call.spec
-    values, names, kept = spec.layout.value_tensors, spec.layout.tensors, spec.steps
-    pool = (*tensors, grad, None)
-    found: list[Tensor | None] = []
-    for position, need in enumerate(needs):
-        total: Tensor | None = None
-        if need and names[position] in values:
-            steps = kept.get(position)
-            if steps is None:
-                steps = kept[position] = _steps_of(spec, position)
-            tensor = tensors[position]
-            shape = shapes[position] if tensor is None else tensor.shape  # type: ignore[index]
-            for at, (derived, places, _) in enumerate(steps):
-                given: list[Any] = [pool[place] for place in places]
-                made = None
-                ahead = unsized_call(derived, given)
-                if ahead is not None and ahead.call is not None:
-                    made = ahead.call(given, total, shape)
-                total = call.steps(position, tensors, shapes)[at].alone(pool, total) if made is None else made
+            found.append(total)
+            continue
+        steps = spec.steps.get(position)
+        if steps is None:
+            steps = spec.steps[position] = _steps_of(spec, position)
+        tensor = tensors[position]
+        shape = shapes[position] if tensor is None else tensor.shape  # type: ignore[index]
+        for at, (derived, places, _) in enumerate(steps):
+            given: list[Any] = [pool[place] for place in places]
+            unsized = unsized_call(derived, given)
+            made = None if unsized is None or unsized.call is None else unsized.call(given, total, shape)
+            total = call.steps(position, tensors, shapes)[at].alone(pool, total) if made is None else made
         found.append(total)
     return found

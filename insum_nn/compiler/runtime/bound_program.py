@@ -114,6 +114,18 @@ class BoundProgram:
             insert(self._ready, key, self._own(checked.ready), _LIMIT)
         return result
 
+    def run_plain(self, others: Sequence[Tensor], out_shape: Shape, initial: Tensor | None = None) -> Tensor:
+        """Run the statement on plain tensors in eager mode without autocast, where no gradients are recorded."""
+        call = self._call
+        if call is not None:
+            ordered = list(self._template)
+            for place, tensor in zip(self._places, others, strict=True):
+                ordered[place] = tensor
+            result = call(ordered, initial, out_shape)
+            if result is not None:
+                return result
+        return self(*others, out_shape=out_shape, initial=initial, plain=True)
+
     def _own(self, ready: Ready) -> Ready:
         """The same, with no look at the tensors that are bound here."""
         return replace(ready, read=tuple([each for each in ready.read if each[0] in self._places]))

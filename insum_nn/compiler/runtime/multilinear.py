@@ -94,11 +94,12 @@ class _Multilinear(torch.autograd.Function):
     @for_each_vector
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
         (sums, left, initial), (grad,) = ctx.rest, grads
-        _, _, of_initial, *needed = ctx.needs_input_grad
         names = sums.operands[left]
+        needed = needed_gradients(ctx, 3, len(names), (type(sums), left), before=initial is not None)
         tensors: dict[str, Tensor] = dict(zip(names, ctx.saved_tensors, strict=True))
         tensors[left] = grad
         unrecorded = not torch.is_grad_enabled() and is_plain_eager(grad)
+        autocast = torch._C._is_any_autocast_enabled()
         made: dict[str, Tensor] = {}
         found: list[Tensor | None] = [None, None, None]
         for wanted, own in zip(names, needed, strict=True):
@@ -106,10 +107,13 @@ class _Multilinear(torch.autograd.Function):
                 found.append(None)
                 continue
             operands = tuple(map(tensors.__getitem__, sums.operands[wanted]))
-            found.append(
-                _computed(sums, wanted, operands, made, None) if unrecorded else multilinear(sums, wanted, *operands)
-            )
-        if of_initial:
+            if not unrecorded:
+                found.append(multilinear(sums, wanted, *operands))
+            elif autocast:
+                found.append(_computed(sums, wanted, operands, made, None))
+            else:
+                found.append(sums.eager(wanted, operands, made))
+        if ctx.needs_input_grad[2]:
             total = grad.sum(0)
             found[2] = total if total.shape == initial else total.reshape(initial)
         return tuple(_without_views(found) if unrecorded else found)
@@ -251,7 +255,7 @@ class _Jointly(torch.autograd.Function):
         # After the operands come the index tensors, whose versions torch has checked now.
         operands = dict(zip(read, ctx.saved_tensors, strict=False))
         total: dict[str, Tensor] = {}
-        needed = list(compress(read, needed_gradients(ctx, len(read), (sums.kind, made, read))))
+        needed = list(compress(read, needed_gradients(ctx, 2, len(read), (sums.kind, made, read))))
         given = {left: grad for left, grad in zip(made, grads, strict=True) if grad is not None}
         unrecorded = not torch.is_grad_enabled() and is_plain_eager(*operands.values(), *given.values())
         if len(given) > 1 and unrecorded:

@@ -26,27 +26,27 @@ from insum_nn.compiler.kernels.ahead import UndecidedError, collecting, rehearse
 from insum_nn.compiler.kernels.background import cold
 from insum_nn.compiler.runtime.modes import is_plain_eager
 
-__all__ = ["is_rehearsed", "rehearse_gradients", "saving_apart"]
+__all__ = ["Rehearsed", "rehearse_gradients", "saving_apart"]
 
 _log = logging.getLogger("insum_nn.prepare")
 # Factors that record gradients, from which on gradients of gradients are expected.
 _FACTORS = 3
 
 
-class _Rehearsed:
-    """What a backward pass asks of the context of a call that is not recorded yet; some gradients are wanted.
+class Rehearsed:
+    """The context of a call that is not recorded yet, as a backward pass reads it; no engine knows what is needed.
 
     Args:
         ctx: the context.
-        wanted: which gradients are.
+        needed: which gradients are.
         recorded: the backward pass is to be recorded as well.
     """
 
-    def __init__(self, ctx: Any, wanted: Sequence[bool], recorded: bool = False) -> None:
+    def __init__(self, ctx: Any, needed: Sequence[bool], recorded: bool = False) -> None:
         self._ctx = ctx
         saved: tuple[Tensor | None, ...] = ctx.to_save or ()
         self.saved_tensors = tuple([_learned(each) for each in saved]) if recorded else saved
-        self.needs_input_grad = tuple(wanted)
+        self.needs_input_grad = tuple(needed)
 
     def __getattr__(self, name: str) -> Any:
         return getattr(self._ctx, name)
@@ -80,14 +80,9 @@ def _learned(tensor: Tensor | None) -> Tensor | None:
     if tensor is None or not tensor.is_floating_point():
         return tensor
     made = tensor.detach().requires_grad_()
-    # What was said of it, such as which passes want its gradient.
+    # What was said of it, such as which passes need its gradient.
     vars(made).update(vars(tensor))
     return made
-
-
-def is_rehearsed(ctx: Any) -> bool:
-    """Whether a backward pass is a rehearsal; no engine can tell it what is wanted."""
-    return isinstance(ctx, _Rehearsed)
 
 
 def rehearse_gradients(function: Any, ctx: Any, *results: Tensor) -> None:
@@ -179,11 +174,11 @@ def _run_backward(function: Any, ctx: Any, results: Sequence[Tensor], recorded: 
     try:
         grads = [each.detach().requires_grad_(recorded) for each in results]
         with torch.set_grad_enabled(recorded):
-            function.backward(_Rehearsed(ctx, needs, recorded), *grads)
+            function.backward(Rehearsed(ctx, needs, recorded), *grads)
     except UndecidedError:
         grads = [each.detach() for each in results]
         for place in compress(count(), needs):
             with suppress(UndecidedError):
-                function.backward(_Rehearsed(ctx, [at == place for at in range(len(needs))]), *grads)
+                function.backward(Rehearsed(ctx, [at == place for at in range(len(needs))]), *grads)
     finally:
         _recorded.active = cold.due = False

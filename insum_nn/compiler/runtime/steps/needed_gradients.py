@@ -1,4 +1,4 @@
-"""Which gradients a backward pass wants, out of those that could be asked for."""
+"""Which gradients a backward pass computes, out of those that could be requested."""
 
 from __future__ import annotations
 
@@ -8,14 +8,14 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from insum_nn.compiler.runtime.steps.gradients_ahead import is_rehearsed
+from insum_nn.compiler.runtime.steps.gradients_ahead import Rehearsed
 
 __all__ = ["is_inner", "keep_inner", "needed_gradients"]
 
 # Backward passes for which a leaf counts as needed after it was named: torch says that by an exception, which is slower
 # than most kernels.
 _PASSES = 16
-_MOST_KNOWN = 4096
+_MOST_NAMED = 4096
 _by_name: dict[Hashable, int] = {}
 # What adds to a leaf's gradient.
 _LEAF: type[Any] = torch._C._functions.AccumulateGrad  # type: ignore[attr-defined]
@@ -39,43 +39,47 @@ def is_inner(tensor: Tensor | None) -> bool:
     return hasattr(tensor, _INNER)
 
 
-def needed_gradients(ctx: Any, operands: int, where: Hashable) -> list[bool]:
-    """Tell which gradients of a function's tensors the current backward pass wants, out of those that they may have.
+def needed_gradients(ctx: Any, first: int, operands: int, where: Hashable, *, before: int = 0) -> list[bool]:
+    """Tell which gradients of a function's tensors the current backward pass needs, out of those that they may have.
 
-    `torch.autograd.grad(energy, positions)` wants none of the weights, though `ctx.needs_input_grad` says that they
-    could have one. `torch.autograd.grad(loss, weights)` wants them, and torch is asked about them once in many passes:
-    the gradient of a leaf is computed in vain for as many passes after the last that named it.
+    `torch.autograd.grad(energy, positions)` needs none of the weights, though `ctx.needs_input_grad` says that they
+    could have one. `torch.autograd.grad(loss, weights)` needs them, and torch is queried about them once in many
+    passes: the gradient of a leaf is computed in vain for as many passes after the last that named it.
 
     Args:
         ctx: of a `torch.autograd.Function`, in its backward.
-        operands: how many tensors it has, after two other arguments and before everything else.
+        first: how many other arguments come first.
+        operands: how many tensors come next.
         where: the function's kind, the same in every pass.
+        before: how many of the first arguments are tensors.
     """
-    if is_rehearsed(ctx):
-        needed = list(ctx.needs_input_grad[2 : 2 + operands])
+    if type(ctx) is Rehearsed:
+        needed = list(ctx.needs_input_grad[first : first + operands])
         if torch.is_grad_enabled():
             return needed
         return [own and not is_inner(read) for own, read in zip(needed, ctx.saved_tensors, strict=False)]
-    return [_is_needed(node, (where, place)) for place, (node, _) in enumerate(ctx.next_functions[:operands])]
-
-
-def _is_needed(node: Any, key: Hashable) -> bool:
-    if node is None:
-        return False
+    recorded = torch.is_grad_enabled()
     # What is recorded must not depend on the passes before.
-    leaf = type(node) is _LEAF
-    if leaf and is_inner(node.variable) and not torch.is_grad_enabled():
-        return False
-    left = _by_name.get(key, 0) if leaf and not torch._C._len_torch_dispatch_stack() else 0
-    if left:
-        _by_name[key] = left - 1
-        return True
-    try:
-        return bool(torch._C._will_engine_execute_node(node))
-    except RuntimeError:
-        # A leaf that is named in the call; or a call outside of torch's engine.
-        if leaf:
-            if len(_by_name) >= _MOST_KNOWN:
-                _by_name.clear()
-            _by_name[key] = _PASSES - 1
-        return True
+    traced = torch._C._len_torch_dispatch_stack() > 0
+    found: list[bool] = []
+    # In one loop, without a function for each: every backward pass runs it.
+    for place, (node, _) in enumerate(ctx.next_functions[before : before + operands]):
+        leaf = type(node) is _LEAF
+        if node is None or (leaf and not recorded and hasattr(node.variable, _INNER)):
+            found.append(False)
+            continue
+        left = _by_name.get((where, place), 0) if leaf and not traced else 0
+        if left:
+            _by_name[where, place] = left - 1
+            found.append(True)
+            continue
+        try:
+            found.append(torch._C._will_engine_execute_node(node))
+        except RuntimeError:
+            # A leaf that is named in the call; or a call outside of torch's engine.
+            if leaf:
+                if len(_by_name) >= _MOST_NAMED:
+                    _by_name.clear()
+                _by_name[where, place] = _PASSES - 1
+            found.append(True)
+    return found

@@ -1,0 +1,58 @@
+"""Gradients that a backward pass was not asked for are not computed, though their tensors could have one."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from torch import Tensor
+
+import insum_nn
+from insum_nn.compiler.runtime import backward
+from insum_nn.compiler.runtime.steps import needed_gradients
+from insum_nn.ops.sparse_conv import sparse_conv
+from insum_nn.structure.kernel_map import build_kernel_map
+from tests.ops.conv_oracle import geometry, random_sites
+from tests.ops.test_sparse_conv_table import EAGER, operands, ran
+
+__all__ = ["ran"]
+
+SPMM = insum_nn.compile("C[Row[p],n] += Val[p] * B[Col[p],n]")
+
+
+@pytest.mark.parametrize("initial", [False, True])
+def test_of_a_statement(initial: bool, monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr(needed_gradients, "_by_name", {})
+    found: list[int] = []
+    steps_of = backward.Call.steps
+
+    def steps(call: backward.Call, position: int, *given: object) -> tuple[backward.Step, ...]:
+        found.append(position)
+        return steps_of(call, position, *given)  # type: ignore[arg-type]
+
+    monkeypatch.setattr(backward.Call, "steps", steps)
+    row, col = torch.tensor([0, 0, 1]), torch.tensor([1, 0, 2])
+    values, place = torch.randn(3, requires_grad=True), torch.randn(3, 4, requires_grad=True)
+    bias = torch.randn(4, requires_grad=True)
+
+    def sum_of(dense: Tensor) -> Tensor:
+        given = {"Row": row, "Col": col, "Val": values, "B": dense} | ({"C": bias} if initial else {})
+        return SPMM(tensors=given, out_shape=(2, 4)).square().sum()
+
+    names = SPMM.spec.layout.tensors
+    for wanted, leaf in (("B", place), ("Val", values)):
+        whole = torch.autograd.grad(sum_of(place * 2), [values, place, bias] if initial else [values, place])
+        found.clear()
+        needed_gradients._by_name.clear()
+        (alone,) = torch.autograd.grad(sum_of(place * 2), leaf)
+        assert {names[position] for position in found} == {wanted}
+        torch.testing.assert_close(alone, whole[0 if wanted == "Val" else 1])
+
+
+def test_of_a_convolution(ran: list[str], monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr(needed_gradients, "_by_name", {})
+    near = build_kernel_map(random_sites((5, 6), 1, 12), geometry("subm", (3, 3)))
+    features, weight, bias = (each.requires_grad_() for each in operands(near.inputs, near.geometry, 1))
+    total = sparse_conv(features * 1, weight, near, bias, options=EAGER).square().sum()
+    ran.clear()
+    torch.autograd.grad(total, features)
+    assert [statement.split("[")[0] for statement in ran] == ["dIn"]
