@@ -28,7 +28,7 @@ from insum_nn.compiler.lang.bind import Bound, Extents
 from insum_nn.compiler.options import Options
 from insum_nn.compiler.schedule.build_once import BuildOnce
 from insum_nn.compiler.schedule.database import size_bucket
-from insum_nn.compiler.schedule.select import Measurement, Selected
+from insum_nn.compiler.schedule.select import Selected
 from insum_nn.compiler.schedule.space import Precision, Schedule, precision_of
 from insum_nn.compiler.schedule.tune import capturing, choose_schedule
 from insum_nn.facts import StaticTable
@@ -59,7 +59,6 @@ class Generated:
     Attributes:
         form: what its kernels compute.
         source: the kernel that was made last.
-        measurements: what was measured to choose its schedule.
     """
 
     def __init__(
@@ -79,7 +78,6 @@ class Generated:
         self.form = form or make_form(bound, sizes, output, tables, deterministic=deterministic)
         self.precision: Precision = precision_of(bound.dtype, options.precision)
         self.source: Source | None = None
-        self.measurements: tuple[Measurement[Schedule], ...] = ()
         self._schedules: dict[object, Selected[Schedule]] = {}
         self._forms: dict[tuple[int, ...], Form] = {}
         self._kernels: dict[object, UnsizedKernel] = {}
@@ -90,7 +88,7 @@ class Generated:
     def with_schedule(self, schedule: Schedule) -> Generated:
         """The same statement under one schedule at all sizes, whatever would be chosen."""
         other = copy.copy(self)
-        other._fixed, other.source, other.measurements = schedule, None, ()
+        other._fixed, other.source = schedule, None
         return other
 
     def named(self, bound: Bound) -> Generated:
@@ -283,7 +281,6 @@ class Generated:
             chosen = choose_schedule(form, self.tables, bucket, tensors, extents, initial, self.precision, self.options)
             if not self.undecided(tensors):
                 self._schedules[key] = chosen
-            self.measurements = chosen.measured or self.measurements
             return chosen
 
         return self._choosing.get(key, lambda: self._schedules.get(key), choose)

@@ -26,7 +26,7 @@ class Measurement(Generic[T]):
 
 @dataclass(frozen=True, slots=True)
 class Selected(Generic[T]):
-    """A candidate, why it was selected, and what was measured, the fastest first."""
+    """A candidate, why it was selected, and what was measured now, the fastest first."""
 
     candidate: T
     reason: str

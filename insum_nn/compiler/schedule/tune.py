@@ -57,7 +57,7 @@ _WORTH = 2**24
 # Microseconds of the host that a call takes, and that a further launch costs. Device times do not show
 # them, and a call waits for them where the device takes less.
 _CALL, _LAUNCH = 20.0, 12.0
-# Measurements that are stored, to show them.
+# Measurements that are stored with the fastest, as a record.
 _SHOWN = 6
 # Candidates that are measured. Of 86 searches whose times are known none has its best behind the first 24.
 _MOST = 24
@@ -211,8 +211,7 @@ def _to_json(measured: Sequence[Measurement[Schedule]]) -> dict[str, Any]:
 
 def _decode(value: Mapping[str, Any], origin: str) -> Selected[Schedule]:
     """Read a stored value; raises one of `database.UNREADABLE` if it holds no schedule."""
-    shown = tuple(Measurement(Schedule.from_json(m["schedule"]), float(m["microseconds"])) for m in value["measured"])
-    return Selected(Schedule.from_json(value["schedule"]), origin, shown)
+    return Selected(Schedule.from_json(value["schedule"]), origin)
 
 
 def _decoded(entry: store.Entry | None) -> Selected[Schedule] | None:
