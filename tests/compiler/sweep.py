@@ -31,11 +31,16 @@ from torch import Tensor
 
 from insum_nn.compiler.codegen import triton as triton_printer
 from insum_nn.compiler.forms.form import Form
+from insum_nn.compiler.kernels import background
 from insum_nn.compiler.schedule.space import Precision, Schedule
+from insum_nn.errors import InsumError
 from insum_nn.facts import IndexFacts
+from insum_nn.structure.kernel_map import Geometry, build_kernel_map
 from insum_nn.testing.tolerances import assert_matches
 from tests.compiler import fused_cases
 from tests.compiler.generated_cases import CASES, HOLES, Case, Tensors, kernel_of
+from tests.ops.conv_oracle import geometry
+from tests.structure.kernel_map.map_cases import BAD_ROWS, MOVES, bad_sites, both, made_by_kernels, sites_of
 
 __all__ = ["KINDS", "Setting", "kinds_of", "main", "settings"]
 
@@ -275,6 +280,35 @@ def run_functions(device: torch.device, chosen: Sequence[Setting] = FUNCTIONS, t
     return Counter({"parts as functions": met["groups"]})
 
 
+# Kernel maps: one of each number of axes and kind.
+MAPS = [MOVES[place] for place in (0, 3, 5, 6, 7, 12, 15, 17, 19)]
+
+
+def run_maps(device: torch.device, chosen: Sequence[Geometry] = MAPS) -> Counter[str]:
+    """Kernel maps by kernels of their own, which are those of torch's operators; bad voxels are refused.
+
+    Raises:
+        AssertionError: one is another, or was not built by these kernels.
+    """
+    bad = [geometry(kind, (3, 3), 2, 1) if kind != "subm" else geometry(kind, (3, 3)) for kind in ("subm", "conv")]
+    for how in chosen:
+        build_kernel_map(sites_of(how, device)[0], how, proven=True)
+    # Until other processes have compiled them, torch's operators build maps.
+    background.settle(60.0)
+    for how in chosen:
+        sites, proven = sites_of(how, device)
+        assert made_by_kernels(both(sites, how, proven=proven)), str(how)
+    refused = 0
+    for row, text in BAD_ROWS.items():
+        for how in bad:
+            try:
+                build_kernel_map(bad_sites(row, device), how)
+            except InsumError as error:
+                refused += text in str(error)
+    assert refused == len(BAD_ROWS) * len(bad)
+    return Counter({"kernel maps": len(chosen)})
+
+
 def read_wildly(device: torch.device) -> None:
     """A kernel that reads far past its operand, because a fact that is not true says that it does not."""
     setting = Setting("spmm")
@@ -393,10 +427,12 @@ def main(arguments: Sequence[str] | None = None) -> int:
     with ThreadPoolExecutor(options.threads) as pool:
         met += sum(pool.map(partial(run_joint, device=device), joint), Counter[str]())
     met += run_functions(device, functions, threads=options.threads)
+    maps = [how for how in MAPS if options.only in str(how)]
+    met += run_maps(device, maps)
     missing = set[str]() if options.only else KINDS - met.keys()
     torch.cuda.synchronize()
     print(
-        f"{len(chosen) + len(joint) + len(functions)} kernels ran; "
+        f"{len(chosen) + len(joint) + len(functions) + len(maps)} kernels ran; "
         + ", ".join(f"{kind} {met[kind]}" for kind in sorted(met))
     )
     if missing:

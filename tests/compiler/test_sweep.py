@@ -18,6 +18,7 @@ from insum_nn.compiler.kernels.sized import strides_of
 from tests.compiler import sweep
 from tests.compiler.generated_cases import form_of
 from tests.compiler.interpreted import interpreter
+from tests.pretended_gpu import pretended_gpu
 
 __all__ = ["interpreter"]
 
@@ -60,6 +61,12 @@ def test_some_of_the_sweep_in_the_interpreter():
 def test_some_kernels_of_several_outputs_in_the_interpreter():
     met = sum((sweep.run_joint(setting, CPU) for setting in sweep.JOINT[::9]), Counter[str]())
     assert met["several outputs"] == len(sweep.JOINT[::9])
+
+
+@pytest.mark.usefixtures("interpreter")
+def test_some_maps_in_the_interpreter():
+    with pretended_gpu():
+        assert sweep.run_maps(CPU, sweep.MAPS[::4])["kernel maps"] == 3
 
 
 @pytest.mark.usefixtures("interpreter")
