@@ -80,36 +80,36 @@ class BlockColumns:
         return {**self.index, "W": weight, "X": _columns(x, self.grid[1], self.options)}
 
     def eager(
-        self, wanted: str, operands: tuple[Tensor, ...], made: dict[str, Tensor], initial: Tensor | None = None
+        self, requested: str, operands: tuple[Tensor, ...], made: dict[str, Tensor], initial: Tensor | None = None
     ) -> Tensor:
         """Return the tensor of that name; in eager mode, where nothing is recorded."""
         a, b = operands
-        named, shape = self._arranged(wanted, a, b, made)
+        named, shape = self._arranged(requested, a, b, made)
         key = (shape, self.row.shape, self.row.dtype, a.shape, b.shape, a.dtype, a.device, initial is None)
         initial = None if initial is None else initial.view(shape[1:])
-        product = built_program(COLUMNS[wanted], COLUMNS_FACTS, self.options).unbound
+        product = built_program(COLUMNS[requested], COLUMNS_FACTS, self.options).unbound
         result = product(*[named[name] for name in product.names], out_shape=shape, initial=initial, key=key)
-        return result if wanted == "W" else result.flatten(1)
+        return result if requested == "W" else result.flatten(1)
 
-    def in_modes(self, wanted: str, operands: tuple[Tensor, ...], initial: Tensor | None = None) -> Tensor:
+    def in_modes(self, requested: str, operands: tuple[Tensor, ...], initial: Tensor | None = None) -> Tensor:
         """Return the same by the compiler's operator, which tracers and transforms know."""
         a, b = operands
-        named, shape = self._arranged(wanted, a, b, None)
+        named, shape = self._arranged(requested, a, b, None)
         if initial is not None:
-            named[wanted] = initial.reshape(shape[1:])
-        result = built_program(COLUMNS[wanted], COLUMNS_FACTS, self.options)(tensors=named, out_shape=shape)
-        return result if wanted == "W" else result.flatten(1)
+            named[requested] = initial.reshape(shape[1:])
+        result = built_program(COLUMNS[requested], COLUMNS_FACTS, self.options)(tensors=named, out_shape=shape)
+        return result if requested == "W" else result.flatten(1)
 
     def _arranged(
-        self, wanted: str, a: Tensor, b: Tensor, made: dict[str, Tensor] | None
+        self, requested: str, a: Tensor, b: Tensor, made: dict[str, Tensor] | None
     ) -> tuple[dict[str, Tensor], tuple[int, ...]]:
         """Return the tensors that a statement reads, by name, and the shape of its output."""
-        (rows, cols), (first, second) = self.grid, _READ[wanted]
+        (rows, cols), (first, second) = self.grid, _READ[requested]
         named = {"Row": self.row, "Col": self.col}
-        if wanted == "W":
+        if requested == "W":
             y, x = self._columns("Y", a, made), self._columns("X", b, made)
             return {**named, first: y, second: x}, (self.row.shape[0], y.shape[1], x.shape[1])
-        read, blocks, size = ("X", rows, a.shape[1]) if wanted == "Y" else ("Y", cols, a.shape[2])
+        read, blocks, size = ("X", rows, a.shape[1]) if requested == "Y" else ("Y", cols, a.shape[2])
         return {**named, first: a.contiguous(), second: self._columns(read, b, made)}, (b.shape[0], blocks, size)
 
     def _columns(self, name: str, samples: Tensor, made: dict[str, Tensor] | None) -> Tensor:

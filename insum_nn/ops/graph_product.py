@@ -82,15 +82,15 @@ class _Sums(NamedTuple):
     operands = _OPERANDS
 
     def eager(
-        self, wanted: str, operands: tuple[Tensor, ...], made: dict[str, Tensor], initial: Tensor | None = None
+        self, requested: str, operands: tuple[Tensor, ...], made: dict[str, Tensor], initial: Tensor | None = None
     ) -> Tensor:
         graph, (a, b) = self.graph, operands
-        if wanted == "Val":
+        if requested == "Val":
             if graph.num_entries > graph.num_nodes**2:
                 # torch's sampled product refuses a pattern with more entries than cells; there are few nodes then.
                 return (a[graph.entries.row] * b[graph.entries.col]).sum(-1)
             return _compared(a, b, graph, self.options)
-        transposed = wanted == "X"
+        transposed = requested == "X"
         grouped, spread = graph.grouped(transposed), graph.spread(a, transposed)
         options, shape = fixed_order(self.options), (graph.entries.num_nodes, b.shape[1])
         if options is DEFAULT or options == DEFAULT:
@@ -99,11 +99,11 @@ class _Sums(NamedTuple):
             return grouped.product(spread, b, out_shape=shape, initial=initial, key=key)
         return _carried(grouped, spread, b, initial, shape, options)
 
-    def in_modes(self, wanted: str, operands: tuple[Tensor, ...], initial: Tensor | None = None) -> Tensor:
+    def in_modes(self, requested: str, operands: tuple[Tensor, ...], initial: Tensor | None = None) -> Tensor:
         a, b = operands
-        if wanted == "Val":
+        if requested == "Val":
             return _compared(a, b, self.graph, self.options)
-        grouped = self.graph.grouped(wanted == "X")
+        grouped = self.graph.grouped(requested == "X")
         return _carried(grouped, grouped.spread(a), b, initial, (self.graph.num_nodes, None), fixed_order(self.options))
 
 

@@ -179,7 +179,7 @@ class _Conv:
             self.kept = kept
 
     def eager(
-        self, wanted: str, operands: tuple[Tensor, ...], made: dict[str, Tensor], initial: Tensor | None = None
+        self, requested: str, operands: tuple[Tensor, ...], made: dict[str, Tensor], initial: Tensor | None = None
     ) -> Tensor:
         a, b = operands
         # Kernels are compiled for the layouts of their operands; gradients come in many, so one is enforced.
@@ -187,7 +187,7 @@ class _Conv:
             a = a.contiguous()
         if not b.is_contiguous():
             b = b.contiguous()
-        kind: Kind = wanted  # type: ignore[assignment]
+        kind: Kind = requested  # type: ignore[assignment]
         form: IndexForm = "list" if kind == "W" and pairs_are_faster(a.dtype) else "table"
         call = self._call(kind, form)
         if self.groups > 1:
@@ -198,8 +198,8 @@ class _Conv:
         result = call.bound.run_plain((a, b), call.shape, initial)
         return result if kind != "W" and self.groups == 1 else self._joined(kind, result)
 
-    def in_modes(self, wanted: str, operands: tuple[Tensor, ...], initial: Tensor | None = None) -> Tensor:
-        kind = cast("Kind", wanted)
+    def in_modes(self, requested: str, operands: tuple[Tensor, ...], initial: Tensor | None = None) -> Tensor:
+        kind = cast("Kind", requested)
         call = self._call(kind, "groups")
         named = {**call.indices, **dict(zip(call.bound.names, self._split(kind, *operands), strict=True))}
         if initial is not None:

@@ -10,7 +10,7 @@ How the output is computed:
 2. `_Sums.in_modes` decides by what torch is doing. Where it traces, the call becomes one of the operators registered
    at the end of this file. Else `multilinear_jointly` (`compiler/runtime/multilinear.py`) runs it, and records it for
    autograd as one node (`_Jointly`).
-3. `_Sums.run` computes the wanted roles by `Roles`: several at once, or each by its `Role` (both in
+3. `_Sums.run` computes the requested roles by `Roles`: several at once, or each by its `Role` (both in
    `tensor_product_roles.py`).
 4. A `Role` has a step for each of its statements (`tensor_product_statement.py`), one for each group of paths that have
    a mode and multiplicities in common. A step names the tensors that the statement reads and calls its `program`.
@@ -166,8 +166,8 @@ def explain_tensor_product(
         others = f"the output is computed by {count} statements; explain(..., statement=n) shows another, from 0 on"
         explained = explained.with_choice("statement", f"{statement + 1} of {count}", others)
     # How these were computed last.
-    for what, wanted, grads in (("gradients", "xyw", ()), ("second gradients", "xywz", ("x", "y", "w"))):
-        for joint in roles_of(layout, wanted, x.device, x.dtype, grads).joint:
+    for what, requested, grads in (("gradients", "xyw", ()), ("second gradients", "xywz", ("x", "y", "w"))):
+        for joint in roles_of(layout, requested, x.device, x.dtype, grads).joint:
             if joint.programs.reason:
                 how, why = joint.programs.reason.split(": ", 1)
                 explained = explained.with_choice(what, f"of {', '.join(joint.results)} {how}", why)
@@ -222,20 +222,22 @@ class _Sums(NamedTuple):
         edges = None if self.senders is None else (self.senders.shape[0], self.senders.dtype)
         return kinds, edges, self.num_x, self.num_z, torch._C._get_deterministic_algorithms()
 
-    def run(self, wanted: Sequence[str], operands: Mapping[str, Tensor], *, plain: bool = False) -> dict[str, Tensor]:
+    def run(
+        self, requested: Sequence[str], operands: Mapping[str, Tensor], *, plain: bool = False
+    ) -> dict[str, Tensor]:
         some = next(iter(operands.values()))
         device, dtype = some.device, some.dtype
         if torch._C._is_any_autocast_enabled() and under_autocast(device):
             with without_autocast(device):
-                return self.run(wanted, operands, plain=plain)
+                return self.run(requested, operands, plain=plain)
         ends, layout = (self.receivers, self.senders), layout_of(self.text)
         if not plain and not is_plain_eager(*operands.values(), *ends):
             rows = self.rows
-            return {x: role_of(layout, x, device, dtype)(given_of(operands, x), ends, rows[x]) for x in wanted}
-        return roles_of(layout, wanted, device, dtype)(operands, ends, self.rows, self.key(operands))
+            return {x: role_of(layout, x, device, dtype)(given_of(operands, x), ends, rows[x]) for x in requested}
+        return roles_of(layout, requested, device, dtype)(operands, ends, self.rows, self.key(operands))
 
     def totals(
-        self, grads: Mapping[str, Tensor], wanted: Sequence[str], operands: Mapping[str, Tensor]
+        self, grads: Mapping[str, Tensor], requested: Sequence[str], operands: Mapping[str, Tensor]
     ) -> dict[str, Tensor]:
         layout = layout_of(self.text)
         if self.senders is None or not is_plain_eager(*self.indices):
@@ -246,7 +248,7 @@ class _Sums(NamedTuple):
         some = next(iter(operands.values()))
         if torch._C._is_any_autocast_enabled() and under_autocast(some.device):
             with without_autocast(some.device):
-                return self.totals(grads, wanted, operands)
+                return self.totals(grads, requested, operands)
 
         def separately(roles: Sequence[str]) -> list[Tensor]:
             made: dict[str, Tensor] = {}
@@ -257,36 +259,38 @@ class _Sums(NamedTuple):
             return [made[role] for role in roles]
 
         every = {**operands, **{f"g{left}": grad for left, grad in grads.items()}}
-        roles = roles_of(layout, wanted, some.device, some.dtype, tuple(grads))
+        roles = roles_of(layout, requested, some.device, some.dtype, tuple(grads))
         return roles.jointly(every, self.indices, self.rows, self.key(operands), separately)
 
-    def in_modes(self, wanted: str, operands: Mapping[str, Tensor]) -> Tensor:
-        given, ends = given_of(operands, wanted), (self.receivers, self.senders)
+    def in_modes(self, requested: str, operands: Mapping[str, Tensor]) -> Tensor:
+        given, ends = given_of(operands, requested), (self.receivers, self.senders)
         if is_plain_eager(*given, *ends):
             sums = self
             if self.receivers is not None and self.senders is not None:
                 # Layers after each other get other views of the same edges, as a row of `edge_index` is.
                 sums = self._replace(receivers=same_view(self.receivers), senders=same_view(self.senders))
-            return multilinear_jointly(sums, wanted, dict(zip(others(wanted), given, strict=True)), plain=True)[wanted]
+            return multilinear_jointly(sums, requested, dict(zip(others(requested), given, strict=True)), plain=True)[
+                requested
+            ]
         if torch.compiler.is_dynamo_compiling() or torch.jit.is_tracing():
             return torch.ops.insum_nn.tensor_product(  # type: ignore[no-any-return]
-                self.text, wanted, *given, *ends, self.num_x, self.num_z
+                self.text, requested, *given, *ends, self.num_x, self.num_z
             )
         if not torch.compiler.is_compiling() and is_transformed():
             # Transforms go through the programs, which know them; a registered operator does not.
-            return self.run(wanted, operands)[wanted]
+            return self.run(requested, operands)[requested]
         if is_traced(*given, *ends) and not records_graph(given):
             return torch.ops.insum_nn.tensor_product_call(  # type: ignore[no-any-return]
-                self.text, wanted, *given, *ends, self.num_x, self.num_z
+                self.text, requested, *given, *ends, self.num_x, self.num_z
             )
-        return multilinear_jointly(self, wanted, dict(zip(others(wanted), given, strict=True)))[wanted]
+        return multilinear_jointly(self, requested, dict(zip(others(requested), given, strict=True)))[requested]
 
     def derivative(
-        self, left: str, wanted: Sequence[str], operands: Mapping[str, Tensor]
+        self, left: str, requested: Sequence[str], operands: Mapping[str, Tensor]
     ) -> tuple[_Sums, dict[str, Tensor]]:
         # Where the weights' gradient is differentiated again, only paths that have weights take part.
         sums = self._replace(text=layout_of(self.text).linear_text) if left == "w" else self
-        if "w" in wanted and not operands["w"].numel():
+        if "w" in requested and not operands["w"].numel():
             return sums, {"w": torch.zeros_like(operands["w"])}
         return sums, {}
 
@@ -356,8 +360,8 @@ def _backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
     spec, role, num_x, num_z = ctx.constants
     *given, receivers, senders = ctx.saved_tensors
     operands = dict(zip(others(role), given, strict=True)) | {role: grad}
-    wanted = list(compress(others(role), needed_gradients(ctx, 3, (spec, role))))
-    made = joint_gradients(_Sums(spec, receivers, senders, num_x, num_z), role, wanted, operands, plain=False)
+    requested = list(compress(others(role), needed_gradients(ctx, 2, 3, (spec, role))))
+    made = joint_gradients(_Sums(spec, receivers, senders, num_x, num_z), role, requested, operands, plain=False)
     return None, None, *(made.get(x) for x in others(role)), None, None, None, None
 
 

@@ -326,10 +326,10 @@ class Roles:
 
     Args:
         layout: of the tensor product.
-        wanted: letters of `ROLES`.
+        requested: letters of `ROLES`.
         device: of all tensors.
         dtype: of the factors.
-        grads: roles whose gradients are given. Then each wanted role is a sum, over these, of what it is with such a
+        grads: roles whose gradients are given. Then each requested role is a sum, over these, of what it is with such a
             gradient in the operand's place: a gradient of gradients.
 
     Attributes:
@@ -340,13 +340,13 @@ class Roles:
     def __init__(
         self,
         layout: ProductLayout,
-        wanted: Sequence[str],
+        requested: Sequence[str],
         device: torch.device,
         dtype: torch.dtype,
         grads: Sequence[str] = (),
     ) -> None:
-        pairs = [(role, left) for left in grads for role in wanted if role != left]
-        self.sources = {role: role_of(layout, role, device, dtype) for role in wanted}
+        pairs = [(role, left) for left in grads for role in requested if role != left]
+        self.sources = {role: role_of(layout, role, device, dtype) for role in requested}
         self._parts = [*self.sources.values()]
         sums = bool(grads)
         steps = any(part.first_width or (sums and len(part.statements) != 1) for part in self._parts)
@@ -423,11 +423,15 @@ def _shapes(parts: Sequence[Role], rows: Mapping[str, int]) -> list[tuple[int, .
 
 
 def roles_of(
-    layout: ProductLayout, wanted: Sequence[str], device: torch.device, dtype: torch.dtype, grads: tuple[str, ...] = ()
+    layout: ProductLayout,
+    requested: Sequence[str],
+    device: torch.device,
+    dtype: torch.dtype,
+    grads: tuple[str, ...] = (),
 ) -> Roles:
     """Return what runs some roles; remembered."""
-    key = ("roles", tuple(wanted), grads, device, dtype, torch._C._get_deterministic_algorithms())
-    return layout.keep(key, lambda: Roles(layout, wanted, device, dtype, grads))
+    key = ("roles", tuple(requested), grads, device, dtype, torch._C._get_deterministic_algorithms())
+    return layout.keep(key, lambda: Roles(layout, requested, device, dtype, grads))
 
 
 def given_of(operands: Mapping[str, Tensor], role: str) -> tuple[Tensor, Tensor, Tensor]:

@@ -39,13 +39,13 @@ def test_of_a_statement(initial: bool, monkeypatch: pytest.MonkeyPatch):
         return SPMM(tensors=given, out_shape=(2, 4)).square().sum()
 
     names = SPMM.spec.layout.tensors
-    for wanted, leaf in (("B", place), ("Val", values)):
+    for requested, leaf in (("B", place), ("Val", values)):
         whole = torch.autograd.grad(sum_of(place * 2), [values, place, bias] if initial else [values, place])
         found.clear()
         needed_gradients._by_name.clear()
         (alone,) = torch.autograd.grad(sum_of(place * 2), leaf)
-        assert {names[position] for position in found} == {wanted}
-        torch.testing.assert_close(alone, whole[0 if wanted == "Val" else 1])
+        assert {names[position] for position in found} == {requested}
+        torch.testing.assert_close(alone, whole[0 if requested == "Val" else 1])
 
 
 def test_of_a_convolution(ran: list[str], monkeypatch: pytest.MonkeyPatch):

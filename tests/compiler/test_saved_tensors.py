@@ -135,25 +135,27 @@ class Products:
         self.made: list[weakref.ref[Tensor]] = []
         self.alive: list[int] = []
 
-    def run(self, wanted: Sequence[str], operands: Mapping[str, Tensor], *, plain: bool = False) -> dict[str, Tensor]:
+    def run(
+        self, requested: Sequence[str], operands: Mapping[str, Tensor], *, plain: bool = False
+    ) -> dict[str, Tensor]:
         self.alive.append(sum(made() is not None for made in self.made))
         found = {}
-        for name in wanted:
+        for name in requested:
             a, b, c = (tensor for other, tensor in operands.items() if other != name)
             found[name] = a * b * c
             self.made.append(weakref.ref(found[name]))
         return found
 
     def totals(
-        self, grads: Mapping[str, Tensor], wanted: Sequence[str], operands: Mapping[str, Tensor]
+        self, grads: Mapping[str, Tensor], requested: Sequence[str], operands: Mapping[str, Tensor]
     ) -> dict[str, Tensor]:
         return {}
 
-    def in_modes(self, wanted: str, operands: Mapping[str, Tensor]) -> Tensor:
+    def in_modes(self, requested: str, operands: Mapping[str, Tensor]) -> Tensor:
         raise AssertionError
 
     def derivative(
-        self, left: str, wanted: Sequence[str], operands: Mapping[str, Tensor]
+        self, left: str, requested: Sequence[str], operands: Mapping[str, Tensor]
     ) -> tuple[JointSums, dict[str, Tensor]]:
         return self, {}
 
@@ -174,8 +176,10 @@ def test_parts_of_gradients_are_freed_once_they_were_added():
 class Views(Products):
     """The same, of which each is a view of other memory, as weights are of which a kernel has several axes."""
 
-    def run(self, wanted: Sequence[str], operands: Mapping[str, Tensor], *, plain: bool = False) -> dict[str, Tensor]:
-        return {name: made[None].reshape(-1) for name, made in super().run(wanted, operands, plain=plain).items()}
+    def run(
+        self, requested: Sequence[str], operands: Mapping[str, Tensor], *, plain: bool = False
+    ) -> dict[str, Tensor]:
+        return {name: made[None].reshape(-1) for name, made in super().run(requested, operands, plain=plain).items()}
 
 
 def test_torch_adds_to_gradients_in_place():

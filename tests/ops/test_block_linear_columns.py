@@ -127,13 +127,13 @@ def test_the_layers_product_on_a_gpu(dtype, bias):
     index = {"Row": row, "Col": col}
     exact = [leaf.detach().double().requires_grad_() for leaf in leaves]
     wide = tiles(exact[1], row, col, (7, 5))[: shape[0], : shape[1]]
-    wanted = functional.linear(exact[0], wide, exact[2] if bias else None)
+    requested = functional.linear(exact[0], wide, exact[2] if bias else None)
     found = block_linear_stored(x, weight, index, shape, b if bias else None)
     sent = torch.randn_like(found)
     got = torch.autograd.grad(found, leaves, sent)
-    right = torch.autograd.grad(wanted, exact, sent.double())
+    right = torch.autograd.grad(requested, exact, sent.double())
     close = {torch.float16: 4e-3, torch.bfloat16: 3e-2, torch.float32: 1e-5}[dtype]
-    for a, e in zip((found, *got), (wanted, *right), strict=True):
+    for a, e in zip((found, *got), (requested, *right), strict=True):
         assert (a.double() - e).abs().max() <= close * e.abs().max()
     assert "X[Col[p],b,n]" in str(explain_block_linear(x, weight, index, shape))
 

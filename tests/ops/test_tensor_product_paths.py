@@ -140,9 +140,9 @@ def test_half_types(dtype: torch.dtype, runs: list[str]):
     got, expected = tensor_product(spec, *given), oracle_of(spec)(*wide)
     slope = torch.randn_like(got)
     found = [got, *torch.autograd.grad(got, given, slope)]
-    wanted = [expected, *torch.autograd.grad(expected, wide, slope.double())]
+    requested = [expected, *torch.autograd.grad(expected, wide, slope.double())]
     assert runs == ["z", "xyw"]
-    for a, b in zip(found, wanted, strict=True):
+    for a, b in zip(found, requested, strict=True):
         assert a.dtype == dtype
         torch.testing.assert_close(a.double(), b, rtol=0.51 * torch.finfo(dtype).eps, atol=1e-5)
 

@@ -421,7 +421,7 @@ def run_ready(
             # The operands were cast where the call was made; inside, autocast would mix dtypes that were equal.
             with without_autocast(device):
                 return run_ready(spec, tensors, initial, extents, key)
-    # Compiled float32 products follow the precision that was asked for when they were compiled.
+    # Compiled float32 products follow the precision that was set when they were compiled.
     key = (key or call_key(tensors, initial), initial is None, extents, torch.get_float32_matmul_precision())
     ready = spec.ready.get(key)
     if ready is not None and not ready.holds(tensors):

@@ -101,7 +101,7 @@ def records_graph(tensors: Sequence[Tensor | None]) -> bool:
         # Loaded whenever torch traces; to import them here takes longer than to import torch.
         proxies: Any = sys.modules.get("torch.fx.experimental.proxy_tensor")
         recorded = proxies is not None and proxies.get_proxy_mode() is not None
-    # Loops rather than lists: this is asked on the way of every call.
+    # Loops rather than lists: this is evaluated in every call.
     for first in tensors:
         if first is not None:
             if first.device.type not in ("cpu", "cuda"):
@@ -198,9 +198,10 @@ def to_autocast(value: object) -> object:
     torch.bfloat16
     """
     # What is no tensor is for the checks to judge.
-    if not isinstance(value, Tensor) or not under_autocast(value.device) or not _is_cast(value.dtype):
+    if not isinstance(value, Tensor) or not under_autocast(device := value.device):
         return value
-    return value.to(torch.get_autocast_dtype(value.device.type))
+    dtype = torch.get_autocast_dtype(device.type)
+    return value.to(dtype) if value.dtype is not dtype and _is_cast(value.dtype) else value
 
 
 class _Suspended:
@@ -218,6 +219,9 @@ class _Suspended:
     def __exit__(self, *_: object) -> None:
         _suspended.devices.pop()
         torch.set_autocast_enabled(self.device, True)
+
+
+_SUSPENDED = {device: _Suspended(device) for device in _DEVICES}
 
 
 class _OfThread(threading.local):
@@ -249,4 +253,4 @@ def without_autocast(device: torch.device) -> AbstractContextManager[object]:
     if not torch._C._is_any_autocast_enabled() or not under_autocast(device):
         return _NOTHING
     # Compilers know the long way.
-    return torch.autocast(device.type, enabled=False) if torch.compiler.is_compiling() else _Suspended(device.type)
+    return torch.autocast(device.type, enabled=False) if torch.compiler.is_compiling() else _SUSPENDED[device.type]

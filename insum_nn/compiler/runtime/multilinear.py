@@ -32,7 +32,7 @@ class Multilinear(Protocol):
         ...
 
     def eager(
-        self, wanted: str, operands: tuple[Tensor, ...], made: dict[str, Tensor], initial: Tensor | None = None
+        self, requested: str, operands: tuple[Tensor, ...], made: dict[str, Tensor], initial: Tensor | None = None
     ) -> Tensor:
         """Compute the tensor of that name in eager mode without autocast, where nothing is recorded.
 
@@ -40,38 +40,38 @@ class Multilinear(Protocol):
         """
         ...
 
-    def in_modes(self, wanted: str, operands: tuple[Tensor, ...], initial: Tensor | None = None) -> Tensor:
+    def in_modes(self, requested: str, operands: tuple[Tensor, ...], initial: Tensor | None = None) -> Tensor:
         """Compute it by programs, which follow every active mode and have derivatives of their own."""
         ...
 
 
 def multilinear(
-    sums: Multilinear, wanted: str, *operands: Tensor, initial: Tensor | None = None, plain: bool = False
+    sums: Multilinear, requested: str, *operands: Tensor, initial: Tensor | None = None, plain: bool = False
 ) -> Tensor:
     """Compute one of the tensors from the others; differentiable to any order.
 
     Args:
         sums: the sum of each tensor.
-        wanted: the name of the result.
-        *operands: those of `sums.operands[wanted]`, in its order.
+        requested: the name of the result.
+        *operands: those of `sums.operands[requested]`, in its order.
         initial: the initial value of every row of it: (n,), or the same cut into axes.
         plain: the caller knows that all of them are plain tensors in eager mode.
     """
     if not plain and not is_plain_eager(*operands, initial):
-        return sums.in_modes(wanted, operands, initial)
+        return sums.in_modes(requested, operands, initial)
     if torch.is_grad_enabled():
         # A loop instead of `any`: no generator in every call.
         for tensor in (*operands, initial):
             if tensor is not None and tensor.requires_grad:
-                return _record(sums, wanted, initial, *operands)  # type: ignore[no-any-return]
-    return _computed(sums, wanted, operands, {}, initial)
+                return _record(sums, requested, initial, *operands)  # type: ignore[no-any-return]
+    return _computed(sums, requested, operands, {}, initial)
 
 
 class _Multilinear(torch.autograd.Function):
     first_operand = 3
 
     @staticmethod
-    def forward(ctx: Any, sums: Multilinear, wanted: str, initial: Tensor | None, *operands: Tensor) -> Tensor:
+    def forward(ctx: Any, sums: Multilinear, requested: str, initial: Tensor | None, *operands: Tensor) -> Tensor:
         _, _, _, *needed = ctx.needs_input_grad
         # An operand is read again for the gradients of the others alone.
         count = sum(needed)
@@ -80,10 +80,10 @@ class _Multilinear(torch.autograd.Function):
             ctx.save_for_backward(*saved)
         else:
             ctx.save_for_backward(*operands)
-        ctx.rest = sums, wanted, None if initial is None else initial.shape
-        cold.call = _Multilinear, ctx, sums, wanted, initial, *operands
+        ctx.rest = sums, requested, None if initial is None else initial.shape
+        cold.call = _Multilinear, ctx, sums, requested, initial, *operands
         try:
-            result = _computed(sums, wanted, operands, {}, initial)
+            result = _computed(sums, requested, operands, {}, initial)
         finally:
             cold.call = None
         if cold.due:
@@ -102,17 +102,17 @@ class _Multilinear(torch.autograd.Function):
         autocast = torch._C._is_any_autocast_enabled()
         made: dict[str, Tensor] = {}
         found: list[Tensor | None] = [None, None, None]
-        for wanted, own in zip(names, needed, strict=True):
+        for requested, own in zip(names, needed, strict=True):
             if not own:
                 found.append(None)
                 continue
-            operands = tuple(map(tensors.__getitem__, sums.operands[wanted]))
+            operands = tuple(map(tensors.__getitem__, sums.operands[requested]))
             if not unrecorded:
-                found.append(multilinear(sums, wanted, *operands))
+                found.append(multilinear(sums, requested, *operands))
             elif autocast:
-                found.append(_computed(sums, wanted, operands, made, None))
+                found.append(_computed(sums, requested, operands, made, None))
             else:
-                found.append(sums.eager(wanted, operands, made))
+                found.append(sums.eager(requested, operands, made))
         if ctx.needs_input_grad[2]:
             total = grad.sum(0)
             found[2] = total if total.shape == initial else total.reshape(initial)
@@ -123,15 +123,15 @@ _record = plain_apply(_Multilinear)
 
 
 def _computed(
-    sums: Multilinear, wanted: str, operands: tuple[Tensor, ...], made: dict[str, Tensor], initial: Tensor | None
+    sums: Multilinear, requested: str, operands: tuple[Tensor, ...], made: dict[str, Tensor], initial: Tensor | None
 ) -> Tensor:
     if torch.is_grad_enabled():
         with torch.no_grad():
-            return _computed(sums, wanted, operands, made, initial)
+            return _computed(sums, requested, operands, made, initial)
     if torch._C._is_any_autocast_enabled():
         with without_autocast(operands[0].device):
-            return sums.eager(wanted, operands, made, initial)
-    return sums.eager(wanted, operands, made, initial)
+            return sums.eager(requested, operands, made, initial)
+    return sums.eager(requested, operands, made, initial)
 
 
 class JointSums(Protocol):
@@ -147,7 +147,9 @@ class JointSums(Protocol):
         """The index tensors, which must not be written to before a backward pass."""
         ...
 
-    def run(self, wanted: Sequence[str], operands: Mapping[str, Tensor], *, plain: bool = False) -> dict[str, Tensor]:
+    def run(
+        self, requested: Sequence[str], operands: Mapping[str, Tensor], *, plain: bool = False
+    ) -> dict[str, Tensor]:
         """Compute the tensors of these names, without a record for gradients.
 
         `plain`: the caller knows that all are plain tensors in eager mode.
@@ -155,7 +157,7 @@ class JointSums(Protocol):
         ...
 
     def totals(
-        self, grads: Mapping[str, Tensor], wanted: Sequence[str], operands: Mapping[str, Tensor]
+        self, grads: Mapping[str, Tensor], requested: Sequence[str], operands: Mapping[str, Tensor]
     ) -> dict[str, Tensor]:
         """Compute what the gradients of several results add up to, without a record: those that are made at once.
 
@@ -163,31 +165,31 @@ class JointSums(Protocol):
 
         Args:
             grads: those of the results, by name; of plain tensors, as all are.
-            wanted: the names of the operands whose gradients are wanted.
+            requested: the names of the operands whose gradients are requested.
             operands: what the results were computed from.
         """
         ...
 
-    def in_modes(self, wanted: str, operands: Mapping[str, Tensor]) -> Tensor:
+    def in_modes(self, requested: str, operands: Mapping[str, Tensor]) -> Tensor:
         """Compute one of them under any active mode, differentiable to any order."""
         ...
 
     def derivative(
-        self, left: str, wanted: Sequence[str], operands: Mapping[str, Tensor]
+        self, left: str, requested: Sequence[str], operands: Mapping[str, Tensor]
     ) -> tuple[JointSums, dict[str, Tensor]]:
         """Return the sums that the gradients of `left` are, and those gradients that need no sum."""
         ...
 
 
 def multilinear_jointly(
-    sums: JointSums, wanted: Sequence[str], operands: Mapping[str, Tensor], *, plain: bool = False
+    sums: JointSums, requested: Sequence[str], operands: Mapping[str, Tensor], *, plain: bool = False
 ) -> dict[str, Tensor]:
     """Compute some tensors from others, all of them plain; differentiable to any order.
 
     Args:
         sums: the sum of each tensor.
-        wanted: the names of the results.
-        operands: what they are computed from, by name; where one result is wanted, it may be among them and is not
+        requested: the names of the results.
+        operands: what they are computed from, by name; where one result is requested, it may be among them and is not
             read.
         plain: the caller knows that they are plain tensors in eager mode.
     """
@@ -195,28 +197,28 @@ def multilinear_jointly(
         # A loop instead of `any`: no generator in every call.
         for tensor in operands.values():
             if tensor.requires_grad:
-                names = tuple(wanted)
+                names = tuple(requested)
                 read = tuple([name for name in operands if names != (name,)])
                 tensors = [operands[name] for name in read]
                 made: Any = _record_jointly(sums, (names, read, plain), *tensors, *sums.indices)
                 return dict(zip(names, made, strict=True))
-    return sums.run(wanted, operands, plain=plain)
+    return sums.run(requested, operands, plain=plain)
 
 
 def joint_gradients(
-    sums: JointSums, left: str, wanted: Sequence[str], operands: Mapping[str, Tensor], *, plain: bool
+    sums: JointSums, left: str, requested: Sequence[str], operands: Mapping[str, Tensor], *, plain: bool
 ) -> dict[str, Tensor]:
     """Compute the gradients of what one of the sums computed.
 
     Args:
         sums: the sum of each tensor.
         left: the name of what was computed.
-        wanted: the names of the operands whose gradients are wanted.
+        requested: the names of the operands whose gradients are requested.
         operands: of all names; under `left` the gradient of what was computed.
         plain: they were plain tensors when it was.
     """
-    sums, found = sums.derivative(left, wanted, operands)
-    rest = [name for name in wanted if name not in found]
+    sums, found = sums.derivative(left, requested, operands)
+    rest = [name for name in requested if name not in found]
     if not rest:
         return found
     if not plain or not is_plain_eager(*operands.values()):
@@ -234,16 +236,16 @@ class _Jointly(torch.autograd.Function):
     def forward(
         ctx: Any, sums: JointSums, call: tuple[tuple[str, ...], tuple[str, ...], bool], *tensors: Any
     ) -> tuple[Tensor, ...]:
-        wanted, read, plain = call
-        ctx.constants = sums, wanted, read
+        requested, read, plain = call
+        ctx.constants = sums, requested, read
         ctx.save_for_backward(*tensors)
         ctx.set_materialize_grads(False)
         cold.call = _Jointly, ctx, sums, call, *tensors
         try:
-            made = sums.run(wanted, dict(zip(read, tensors, strict=False)), plain=plain)
+            made = sums.run(requested, dict(zip(read, tensors, strict=False)), plain=plain)
         finally:
             cold.call = None
-        results = tuple([made[name] for name in wanted])
+        results = tuple([made[name] for name in requested])
         if cold.due:
             rehearse_gradients(_Jointly, ctx, *results)
         return results
@@ -262,10 +264,10 @@ class _Jointly(torch.autograd.Function):
             total = sums.totals(given, needed, operands)
             needed = [name for name in needed if name not in total]
         for left, grad in given.items():
-            wanted = [name for name in needed if name != left]
-            if not wanted:
+            requested = [name for name in needed if name != left]
+            if not requested:
                 continue
-            found = joint_gradients(sums, left, wanted, {**operands, left: grad}, plain=True)
+            found = joint_gradients(sums, left, requested, {**operands, left: grad}, plain=True)
             # Gradients of weights of edges are the largest tensors of a step: none stays longer than it is read.
             while found:
                 name, part = found.popitem()

@@ -490,8 +490,8 @@ def _call_traced(text: str, call: str, tensors: list[Tensor], sizes: list[Tensor
     named = dict(zip(arguments["names"], tensors, strict=True))
     program = _program_of(text, frozenset(arguments["sizes"]))
     shape = None if arguments["shape"] is None else tuple(size(extent) for extent in arguments["shape"])
-    known = {name: size(extent) for name, extent in arguments["sizes"].items()}
-    return program(sizes=known, out_shape=shape, tensors=named)
+    resolved = {name: size(extent) for name, extent in arguments["sizes"].items()}
+    return program(sizes=resolved, out_shape=shape, tensors=named)
 
 
 @lru_cache(maxsize=1024)

@@ -209,8 +209,8 @@ def _lines(bound: Bound, fixed: FixedExtents, *, cuttable: bool) -> list[str]:
     for n in tensors:
         if layout.tensors[n] in layout.index_tensors:
             # The tensors of builders, as they were when they were made.
-            lines += [f"known = met.get(id(t{n}))"]
-            lines += [f"if known is None or known[0]() is not t{n} or known[1] != t{n}._version:"]
+            lines += [f"cached = met.get(id(t{n}))"]
+            lines += [f"if cached is None or cached[0]() is not t{n} or cached[1] != t{n}._version:"]
             lines += [f"    if not unwritten(t{n}):", "        return None"]
     lines += [
         "how = None",

@@ -186,7 +186,7 @@ class FusedPrograms:
         call = self._calls.get(full)
         tensors = [] if call is None else call.read(named)
         if call is None or (call.ready is not None and not call.ready.holds(tensors)):
-            # A mapping may make a tensor whenever it is asked for it.
+            # A mapping may make a tensor at each look-up.
             named = [dict(each) for each in named]
 
             def prepare() -> _Prepared:
@@ -246,7 +246,7 @@ class FusedPrograms:
 
 
 def _those_that_fit(makes: Iterable[Callable[[], T]]) -> Iterator[T]:
-    """What can be made, each when it is asked for.
+    """What can be made, each when it is requested.
 
     Raises:
         FormError: nothing can; that of the last.

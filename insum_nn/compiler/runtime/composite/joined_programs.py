@@ -68,7 +68,7 @@ def _kernels(results: Results, *, apart: bool) -> list[list[str]]:
     for name, program, _ in results:
         rows.setdefault(name, set()).add(_rows(program))
     found = [name for name, kinds in rows.items() if "" not in kinds]
-    # By name, so that the choice does not depend on the order in which results are asked for.
+    # By name, so that the choice does not depend on the order in which results are requested.
     others = sorted(name for name in found if "named" in rows[name])[1:] if apart else []
     return [each for each in ([name for name in found if name not in others], others) if each]
 

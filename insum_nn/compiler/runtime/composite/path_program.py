@@ -56,11 +56,11 @@ def static_sum(
     samples, rowed = rows
     shapes = {name: tuple(t.shape) for name, t in zip(bound.layout.tensors, tensors, strict=True)}
     shapes[bound.statement.output.name] = tuple(extents.output)
-    known = tuple((name, (0, *shape[1:]) if name in rowed else shape) for name, shape in shapes.items())
+    fixed = tuple((name, (0, *shape[1:]) if name in rowed else shape) for name, shape in shapes.items())
     sizes = tuple(
         (name, 0 if name == samples else size) for name, size in zip(bound.layout.indices, extents.indices, strict=True)
     )
-    return StaticSum(samples, sizes, known)
+    return StaticSum(samples, sizes, fixed)
 
 
 @lru_cache(maxsize=512)

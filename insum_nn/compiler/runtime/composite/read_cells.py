@@ -76,16 +76,16 @@ class UnreadCells:
         self.clear = clear
         self.where = {name: where[name] for name in clear.indexed}
         self.validate = options.validate
-        self._known: tuple[Versions, Tensor | None] | None = None
+        self._cached: tuple[Versions, Tensor | None] | None = None
 
     def of(self, tensors: Sequence[Tensor]) -> Tensor | None:
         """True for the cells that no term addresses; `None`: there are none."""
         indexed = [tensors[at] for at in self.where.values()]
         # `validate=True` means that index tensors may have been written to without a new version.
         counted = not self.validate and not any(tensor.is_inference() for tensor in indexed)
-        known = self._known
-        if known is not None and counted:
-            versions, unread = known
+        cached = self._cached
+        if cached is not None and counted:
+            versions, unread = cached
             if all(ref() is t and version == t._version for (ref, version), t in zip(versions, indexed, strict=True)):
                 return unread
         device = tensors[0].device
@@ -94,5 +94,5 @@ class UnreadCells:
         if counted and not (device.type == "cuda" and torch.cuda.is_current_stream_capturing()):
             if not bool(unread.any()):
                 unread = None
-            self._known = tuple((weakref.ref(t), t._version) for t in indexed), unread
+            self._cached = tuple((weakref.ref(t), t._version) for t in indexed), unread
         return unread
