@@ -285,7 +285,7 @@ MAPS = [MOVES[place] for place in (0, 3, 5, 6, 7, 12, 15, 17, 19)]
 
 
 def run_maps(device: torch.device, chosen: Sequence[Geometry] = MAPS) -> Counter[str]:
-    """Kernel maps by kernels of their own, which are those of torch's operators; bad voxels are refused.
+    """Kernel maps by hand-written kernels, which are those of torch's operators; bad voxels are refused.
 
     Raises:
         AssertionError: one is another, or was not built by these kernels.

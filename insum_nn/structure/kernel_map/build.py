@@ -96,7 +96,7 @@ def build_kernel_map(
 
 
 def _by_kernels(inputs: Coordinates, geometry: Geometry, shape: tuple[int, ...], *, proven: bool) -> KernelMap | None:
-    """Return the map made by a few kernels of their own, where these can be launched and the grid is small."""
+    """Return the map made by a few hand-written kernels, where these can be launched and the grid is small."""
     if geometry.is_pointwise or geometry.volume * inputs.num_sites > MOST_ENTRIES:
         return None
     if geometry.kind == "subm":

@@ -1,4 +1,4 @@
-"""Tables of neighbours by a few kernels of their own, on devices that Triton serves.
+"""Tables of neighbours by a few hand-written kernels, on devices that Triton serves.
 
 The host is what limits there: torch's operators, of which the same table takes 15 to 50, cost it far more than the
 device. Every function returns `None` where its kernels cannot be launched, or not yet; the caller then does the same
@@ -135,7 +135,7 @@ def sorted_table(near: Tensor, names: Tensor | None = None) -> SortedTable | Non
     """Sort the columns of a table by the offsets that they have.
 
     Args:
-        near: (o, m) int32, contiguous.
+        near: (o, m) int32.
         names: (m,) int32: the row of each column; default: the column.
     """
     (volume, columns), device = near.shape, near.device
@@ -143,9 +143,11 @@ def sorted_table(near: Tensor, names: Tensor | None = None) -> SortedTable | Non
     if kernels is None:
         return None
     masks, permute, *_ = kernels
+    # Made by torch's operators, a table may be a view: its kernel may have been compiled since.
+    near = near.contiguous()
     memory, words = _Memory(volume, columns, device), torch.empty(columns, dtype=torch.int32, device=device)
     masks([near, words, memory.parts, _powers(volume, device), columns, volume, memory.blocks], memory.blocks)
-    return memory.sort(permute, near, words, first_rows(columns, device) if names is None else names)
+    return memory.sort(permute, near, words, first_rows(columns, device) if names is None else names.contiguous())
 
 
 class _Grid(NamedTuple):
@@ -287,7 +289,7 @@ def exchanged_table(near: Tensor, order: Tensor, inputs: int) -> Tensor | None:
     if kernels is None:
         return None
     table = torch.full((volume, inputs), -1, dtype=torch.int32, device=near.device)
-    kernels[2]([near, order, table, columns, volume, inputs], -(-columns // COLUMNS))
+    kernels[2]([near.contiguous(), order.contiguous(), table, columns, volume, inputs], -(-columns // COLUMNS))
     return table
 
 

@@ -1,4 +1,4 @@
-"""Maps of all kinds, built by kernels of their own and by torch's operators."""
+"""Maps of all kinds, built by hand-written kernels and by torch's operators."""
 
 from __future__ import annotations
 
@@ -76,7 +76,7 @@ def by_torch() -> Generator[None]:
 
 
 def made_by_kernels(near: KernelMap) -> bool:
-    """Whether its table was sorted by kernels of their own, and by rows."""
+    """Whether its table was sorted by hand-written kernels, with columns in the order of rows."""
     return near.table.parts is not None
 
 

@@ -146,6 +146,21 @@ def test_a_table_is_sorted_and_exchanged():
             assert torch.equal(getattr(got, name), getattr(want, name)), name
 
 
+def test_kernels_go_on_with_what_torchs_operators_began():
+    """Their machine code may be there between two of their calls."""
+    sites = random_sites((6, 7), 1, 20)
+    with pretended_gpu():
+        with by_torch():
+            want = build_kernel_map(sites, geometry("conv", (2, 2), 2), proven=True)
+            near = want.table.exchanged(20)
+            inverse = want.inverse.table
+        assert not near.is_contiguous()
+        got = order_by_mask(near)
+    assert got.parts is not None
+    assert torch.equal(got.sorted_neighbours, inverse.sorted_neighbours)
+    assert torch.equal(got.order, inverse.order)
+
+
 def test_the_check_of_addresses_sees_one_outside():
     near, order = torch.zeros(2, 600, dtype=torch.int32), torch.zeros(600, dtype=torch.int32)
     with pretended_gpu(), pytest.raises(InterpreterError, match="outside of every tensor"):
