@@ -19,6 +19,7 @@ from torch import Tensor, nn
 import insum_nn
 from insum_nn.compiler.kernels import ahead
 from insum_nn.compiler.kernels.ahead import UndecidedError
+from insum_nn.compiler.kernels.written import WrittenKernels
 from insum_nn.compiler.runtime.steps import whole_step
 from insum_nn.compiler.runtime.steps.whole_step import call_step
 from insum_nn.layers import GCNConv, spconv
@@ -30,6 +31,12 @@ __all__ = ["launched"]
 
 
 Case = tuple[Any, tuple[Tensor, ...]]
+
+
+@pytest.fixture(autouse=True)
+def maps_by_operators(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Kernels of maps are compiled for later maps: no launch of the step waits for them."""
+    monkeypatch.setattr(WrittenKernels, "launchers", lambda *_: None)
 
 
 # It comes before `launched` among the arguments of a test: e3nn asks a device for random numbers.
