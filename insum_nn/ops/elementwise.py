@@ -14,8 +14,6 @@ from insum_nn.ops.arguments import Operand, check_mode, named_tensors, require_f
 from insum_nn.ops.statements import pad_axis, run
 
 __all__ = [
-    "MULTIPLY",
-    "SCALE",
     "add",
     "multiply",
     "multiply_expression",
@@ -27,12 +25,6 @@ __all__ = [
 ]
 
 Format = TypeVar("Format", bound=SparseFormat)
-
-MULTIPLY = "D[g,q] += Val[g,q] * B[Row[g],Col[g,q]]"
-"""A matrix in GroupCOO, grouped along rows."""
-
-SCALE = "D[g,q] += Val[g,q] * S[Col[g,q]]"
-"""The columns of a matrix in GroupCOO, grouped along rows."""
 
 
 def multiply(tensor: Format, other: Tensor | SparseFormat, *, options: Options = DEFAULT) -> Format:

@@ -12,10 +12,7 @@ from insum_nn.formats import COO, ELL, GroupCOO, SparseFormat
 from insum_nn.ops.arguments import Operand, check_mode, named_tensors, require_format, subscripts
 from insum_nn.ops.statements import run
 
-__all__ = ["MTTKRP", "mttkrp", "mttkrp_expression"]
-
-MTTKRP = "M[Index0[g],r] += Val[g,q] * F1[Index1[g,q],r] * F2[Index2[g,q],r]"
-"""Mode 0 of a GroupCOO of three dimensions, grouped along dimension 0."""
+__all__ = ["mttkrp", "mttkrp_expression"]
 
 
 def mttkrp(tensor: SparseFormat, factors: Sequence[Tensor | None], mode: int, *, options: Options = DEFAULT) -> Tensor:

@@ -9,10 +9,7 @@ from insum_nn.formats import COO, ELL, GroupCOO, SparseFormat
 from insum_nn.ops.arguments import Operand, check_mode, named_tensors, require_format, subscripts
 from insum_nn.ops.statements import run
 
-__all__ = ["TTM", "ttm", "ttm_expression"]
-
-TTM = "Y[Index0[g],Index1[g,q],r] += Val[g,q] * U[Index2[g,q],r]"
-"""Mode 2 of a GroupCOO of three dimensions, grouped along dimension 0."""
+__all__ = ["ttm", "ttm_expression"]
 
 
 def ttm(tensor: SparseFormat, matrix: Tensor, mode: int, *, options: Options = DEFAULT) -> Tensor:

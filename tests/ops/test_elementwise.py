@@ -10,7 +10,7 @@ import insum_nn
 from insum_nn.errors import InsumDeviceError, InsumDtypeError, InsumFormatError, InsumShapeError
 from insum_nn.formats import COO, ELL, BlockCOO, BlockGroupCOO, GroupCOO, SparseFormat
 from insum_nn.ops import add, multiply, multiply_expression, same_structure, scale, scale_cols, scale_rows
-from insum_nn.ops.elementwise import MULTIPLY, SCALE, scale_expression
+from insum_nn.ops.elementwise import scale_expression
 from tests.formats.registry import REGISTRY, SHAPES, Entry, random_entries, sparse_dense
 from tests.ops.oracle import assert_gradients, assert_same, strided
 from tests.ops.tensors import ND_SHAPES, each_nd_format
@@ -161,10 +161,8 @@ def test_gpu(entry: Entry, gpu: torch.device):
 
 def test_expressions():
     matrix = GroupCOO.from_dense(torch.eye(2))
-    assert multiply_expression(matrix) == MULTIPLY
-    assert MULTIPLY in inspect.getdoc(multiply)
-    assert scale_expression(matrix, 1) == SCALE
-    assert SCALE in inspect.getdoc(scale)
+    assert multiply_expression(matrix) in inspect.getdoc(multiply)
+    assert scale_expression(matrix, 1) in inspect.getdoc(scale)
     blocks = BlockGroupCOO.from_dense(torch.eye(2), block_shape=(1, 1))
     assert multiply_expression(blocks) in inspect.getdoc(multiply)
     insum_nn.compile(multiply_expression(blocks))

@@ -13,7 +13,6 @@ from insum_nn import Options
 from insum_nn.errors import InsumDeviceError, InsumDtypeError, InsumFormatError, InsumShapeError
 from insum_nn.formats import COO, ELL, BlockCOO, GroupCOO, SparseFormat
 from insum_nn.ops import mttkrp, mttkrp_expression
-from insum_nn.ops.mttkrp import MTTKRP
 from insum_nn.testing.tolerances import assert_matches
 from tests.formats.registry import Entry, random_entries, sparse_dense
 from tests.ops.oracle import assert_gradients, assert_same, strided
@@ -109,8 +108,7 @@ def test_gpu(entry: Entry, gpu: torch.device):
 
 
 def test_expressions():
-    assert MTTKRP in inspect.getdoc(mttkrp)
-    assert mttkrp_expression(GroupCOO.from_dense(torch.ones(1, 1, 1)), 0) == MTTKRP
+    assert mttkrp_expression(GroupCOO.from_dense(torch.ones(1, 1, 1)), 0) in inspect.getdoc(mttkrp)
     matrix = ELL.from_dense(torch.ones(2, 2))
     assert mttkrp_expression(matrix, 1) == "M[Col[m,q],r] += Val[m,q] * F0[m,r]"
     insum_nn.compile(mttkrp_expression(COO.from_dense(torch.ones(1, 1, 1, 1)), 3))
