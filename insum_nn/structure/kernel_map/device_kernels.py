@@ -98,6 +98,13 @@ def _reach_kernels(dims: int, dtype: torch.dtype, kind: Any) -> Any:
     )
 
 
+def _launchers(device: torch.device, kernels: Any, *key: object) -> Any:
+    """What launches kernels; `None`: they are not there, or torch traces, and tensors have no memory."""
+    if torch.compiler.is_compiling() or torch._C._len_torch_dispatch_stack() > 0:
+        return None
+    return kernels(*key).launchers(device)
+
+
 def _even(count: int) -> int:
     """At least so many numbers, so that those after them begin at a multiple of 16 bytes."""
     return -(-count // 4) * 4
@@ -139,7 +146,7 @@ def sorted_table(near: Tensor, names: Tensor | None = None) -> SortedTable | Non
         names: (m,) int32: the row of each column; default: the column.
     """
     (volume, columns), device = near.shape, near.device
-    kernels = _table_kernels().launchers(device) if 0 < volume * columns < _NARROW else None
+    kernels = _launchers(device, _table_kernels) if 0 < volume * columns < _NARROW else None
     if kernels is None:
         return None
     masks, permute, *_ = kernels
@@ -172,7 +179,7 @@ def _grid(sites: Coordinates, reach: int) -> _Grid | None:
     margin = spans[1] - extents[1]
     if not fits(spans, margin, columns, device) or indices.numel() >= _NARROW:
         return None
-    kernels = _site_kernels(sites.ndim, indices.dtype).launchers(device)
+    kernels = _launchers(device, _site_kernels, sites.ndim, indices.dtype)
     if kernels is None:
         return None
     number, look_up = kernels
@@ -194,7 +201,7 @@ def submanifold_table(sites: Coordinates, geometry: Geometry, *, proven: bool) -
     volume, columns, device = geometry.volume, sites.num_sites, sites.device
     moves = zip(geometry.kernel_size, geometry.dilation, geometry.padding, strict=True)
     reach = max(max(abs(padding), abs((extent - 1) * step - padding)) for extent, step, padding in moves)
-    kernels = _table_kernels().launchers(device) if volume * columns < _NARROW else None
+    kernels = _launchers(device, _table_kernels) if volume * columns < _NARROW else None
     grid = None if kernels is None else _grid(sites, reach)
     if kernels is None or grid is None:
         return None
@@ -253,9 +260,9 @@ def reached_cells(sites: Coordinates, geometry: Geometry, shape: tuple[int, ...]
     narrow = all(padding >= 0 and max(extent, reached) + 2 * padding < _EXTENT for extent, reached, padding in ends)
     if not narrow or not fits(spans, 0, columns, device) or indices.numel() >= _NARROW:
         return None
-    kernels = _reach_kernels(dims, indices.dtype, geometry.kind).launchers(device)
+    kernels = _launchers(device, _reach_kernels, dims, indices.dtype, geometry.kind)
     # Which sorts the table.
-    if kernels is None or _table_kernels().launchers(device) is None:
+    if kernels is None or _launchers(device, _table_kernels) is None:
         return None
     mark, write = kernels
     moves = (geometry.kernel_size, geometry.stride, geometry.padding, geometry.dilation)
@@ -285,7 +292,7 @@ def exchanged_table(near: Tensor, order: Tensor, inputs: int) -> Tensor | None:
     """Return (o, n) int32: the output that each of n inputs meets at each offset, or -1; see `NeighbourTable`."""
     volume, columns = near.shape
     small = 0 < volume * max(columns, inputs) < _NARROW
-    kernels = _table_kernels().launchers(near.device) if small and columns else None
+    kernels = _launchers(near.device, _table_kernels) if small and columns else None
     if kernels is None:
         return None
     table = torch.full((volume, inputs), -1, dtype=torch.int32, device=near.device)
@@ -307,7 +314,7 @@ def pair_lists(
         filled: (o,) int64: entries of each offset.
         count: all entries.
     """
-    kernels = _table_kernels().launchers(near.device) if count else None
+    kernels = _launchers(near.device, _table_kernels) if count else None
     if kernels is None:
         return None
     # Each begins at a multiple of 16 bytes, or the machine code of what reads them would depend on their number.

@@ -6,6 +6,7 @@ from collections.abc import Callable
 
 import pytest
 import torch
+from torch.fx.experimental.proxy_tensor import make_fx
 from triton.runtime.errors import InterpreterError
 
 from insum_nn.errors import InsumFormatError, InsumRangeError
@@ -159,6 +160,23 @@ def test_kernels_go_on_with_what_torchs_operators_began():
     assert got.parts is not None
     assert torch.equal(got.sorted_neighbours, inverse.sorted_neighbours)
     assert torch.equal(got.order, inverse.order)
+
+
+def test_traced_tensors_are_left_to_torchs_operators():
+    """They have no memory; and kernels would have no place in the graph."""
+    near = torch.zeros(4, 9, dtype=torch.int32)
+    with pretended_gpu():
+        assert order_by_mask(near).parts is not None
+        seen: list[bool] = []
+
+        def traced(near: torch.Tensor) -> torch.Tensor:
+            table = order_by_mask(near)
+            seen.append(table.parts is None)
+            return table.exchanged(12)
+
+        graph = make_fx(traced)(near)
+        assert torch.equal(graph(near), traced(near))
+    assert seen == [True, False]
 
 
 def test_the_check_of_addresses_sees_one_outside():
